@@ -1,0 +1,126 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"path/filepath"
+
+	"k8s.io/apimachinery/pkg/api/validation"
+)
+
+// Config is the resolved configuration of one plugin process.
+type Config struct {
+	NodeName      string
+	Namespace     string
+	PodName       string
+	PodUID        string
+	DaemonSetName string
+	Kubeconfig    string
+
+	PluginDir    string
+	RegistrarDir string
+	CDIRoot      string
+
+	DriverRoot      string
+	DriverRootMount string
+	DevRoot         string
+	SysfsRoot       string
+	ProcRoot        string
+	HookSource      string
+	HookPath        string
+	CRISocket       string
+
+	HTTPAddress       string
+	GRPCHealthAddress string
+	KubeAPIQPS        float64
+	KubeAPIBurst      int
+	Verbosity         int
+	LoggingFormat     string
+}
+
+// Default is the configuration of a plain host: a driver installed into the root file system, the usual kubelet root.
+func Default() *Config {
+	return &Config{
+		PluginDir:     "/var/lib/kubelet/plugins/gpu.nvidia.com",
+		RegistrarDir:  "/var/lib/kubelet/plugins_registry",
+		CDIRoot:       "/var/run/cdi",
+		DriverRoot:    "/",
+		SysfsRoot:     "/sys",
+		ProcRoot:      "/proc",
+		HookSource:    "/usr/bin/nvidia-cdi-hook",
+		HTTPAddress:   ":8080",
+		KubeAPIQPS:    100,
+		KubeAPIBurst:  200,
+		LoggingFormat: "text",
+	}
+}
+
+// complete derives the values that follow from others.
+func (c *Config) complete() {
+	if c.DriverRootMount == "" {
+		c.DriverRootMount = c.DriverRoot
+	}
+	if c.HookPath == "" {
+		c.HookPath = filepath.Join(c.PluginDir, "bin", "nvidia-cdi-hook")
+	}
+}
+
+// StateDir holds what must survive the process: records, locks, quarantine.
+func (c *Config) StateDir() string { return filepath.Join(c.PluginDir, "state") }
+
+// Validate reports everything that is wrong at once, each with the flag to change.
+func (c *Config) Validate() error {
+	var errs []error
+	wrong := func(flag, format string, args ...any) {
+		errs = append(errs, fmt.Errorf("--%s: %w", flag, fmt.Errorf(format, args...)))
+	}
+	if c.NodeName != "" {
+		for _, msg := range validation.NameIsDNSSubdomain(c.NodeName, false) {
+			wrong("node-name", "%q is no node name: %s", c.NodeName, msg)
+		}
+	}
+	for flag, path := range map[string]string{
+		"plugin-dir": c.PluginDir, "registrar-dir": c.RegistrarDir, "cdi-root": c.CDIRoot,
+		"driver-root": c.DriverRoot, "driver-root-mount": c.DriverRootMount,
+		"sysfs-root": c.SysfsRoot, "proc-root": c.ProcRoot, "hook-source": c.HookSource, "hook-path": c.HookPath,
+	} {
+		if !filepath.IsAbs(path) {
+			wrong(flag, "%q is not an absolute path", path)
+		}
+	}
+	for flag, path := range map[string]string{"dev-root": c.DevRoot, "cri-socket": c.CRISocket, "kubeconfig": c.Kubeconfig} {
+		if path != "" && !filepath.IsAbs(path) {
+			wrong(flag, "%q is not an absolute path", path)
+		}
+	}
+	for flag, address := range map[string]string{"http-address": c.HTTPAddress, "grpc-health-address": c.GRPCHealthAddress} {
+		if address == "" {
+			continue
+		}
+		if _, _, err := net.SplitHostPort(address); err != nil {
+			wrong(flag, "%q is not host:port: %w", address, err)
+		}
+	}
+	if c.KubeAPIQPS <= 0 {
+		wrong("kube-api-qps", "%v is not above 0", c.KubeAPIQPS)
+	}
+	if c.KubeAPIBurst < 1 {
+		wrong("kube-api-burst", "%d is below 1", c.KubeAPIBurst)
+	}
+	if c.Verbosity < 0 || c.Verbosity > 10 {
+		wrong("v", "%d is not between 0 and 10", c.Verbosity)
+	}
+	if c.LoggingFormat != "text" && c.LoggingFormat != "json" {
+		wrong("logging-format", "%q is neither text nor json", c.LoggingFormat)
+	}
+	return errors.Join(errs...)
+}
+
+// RequireNode is asked by the commands that serve a node; the read-only ones run without a cluster.
+func (c *Config) RequireNode() error {
+	if c.NodeName == "" {
+		return errors.New("--node-name: the name of the Node object that this process serves is required (the chart sets it from spec.nodeName)")
+	}
+	return nil
+}

@@ -1,0 +1,116 @@
+package config
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+func write(t *testing.T, content string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "config.yaml")
+	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestLaterSourcesWin(t *testing.T) {
+	file := write(t, "driverRoot: /from/file\ncdiRoot: /from/file\nhttpAddress: ':1'\nkubeApiQps: 12.5\n")
+	c, err := Load("test", []string{"--config", file, "--http-address=:3"},
+		[]string{"GPU_DRA_CDI_ROOT=/from/env", "GPU_DRA_HTTP_ADDRESS=:2", "OTHER=x"}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := []string{c.DriverRoot, c.CDIRoot, c.HTTPAddress, c.ProcRoot}
+	want := []string{"/from/file", "/from/env", ":3", "/proc"}
+	for i := range want {
+		if got[i] != want[i] {
+			t.Errorf("got %q, want %q", got, want)
+			break
+		}
+	}
+	if c.KubeAPIQPS != 12.5 {
+		t.Errorf("kubeApiQps from the file: got %v", c.KubeAPIQPS)
+	}
+}
+
+func TestValuesThatFollowFromOthers(t *testing.T) {
+	c, err := Load("test", []string{"--driver-root=/run/nvidia/driver", "--plugin-dir=/k0s/plugins/gpu.nvidia.com"}, nil, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.DriverRootMount != "/run/nvidia/driver" {
+		t.Errorf("driver root as mounted: %q", c.DriverRootMount)
+	}
+	if c.HookPath != "/k0s/plugins/gpu.nvidia.com/bin/nvidia-cdi-hook" {
+		t.Errorf("hook path: %q", c.HookPath)
+	}
+	if c.StateDir() != "/k0s/plugins/gpu.nvidia.com/state" {
+		t.Errorf("state directory: %q", c.StateDir())
+	}
+}
+
+func TestEverySourceIsStrictAndNamesWhatIsWrong(t *testing.T) {
+	for name, c := range map[string]struct {
+		file string
+		args []string
+		env  []string
+		want []string
+	}{
+		"unknown key":           {file: "driverRoots: /x", want: []string{"config.yaml", `unknown key "driverRoots"`}},
+		"key given twice":       {file: "cdiRoot: /a\ncdiRoot: /b", want: []string{"config.yaml", "cdiRoot"}},
+		"not YAML":              {file: "{", want: []string{"config.yaml"}},
+		"a list for a value":    {file: "cdiRoot: [/a]", want: []string{"cdiRoot", "single value"}},
+		"a word for a number":   {file: "kubeApiBurst: many", want: []string{"kubeApiBurst"}},
+		"a bad variable":        {env: []string{"GPU_DRA_KUBE_API_BURST=many"}, want: []string{"GPU_DRA_KUBE_API_BURST"}},
+		"a bad flag":            {args: []string{"--kube-api-burst=many"}, want: []string{"--kube-api-burst"}},
+		"an unknown flag":       {args: []string{"--no-such"}, want: []string{"no-such"}},
+		"an argument":           {args: []string{"stray"}, want: []string{`"stray"`}},
+		"a missing file":        {args: []string{"--config=/nowhere/x.yaml"}, want: []string{"/nowhere/x.yaml"}},
+		"a relative path":       {args: []string{"--cdi-root=cdi"}, want: []string{"--cdi-root", `"cdi"`}},
+		"a relative socket":     {args: []string{"--cri-socket=x.sock"}, want: []string{"--cri-socket"}},
+		"a bad node name":       {args: []string{"--node-name=No_Node"}, want: []string{"--node-name", "No_Node"}},
+		"a bad address":         {args: []string{"--http-address=8080"}, want: []string{"--http-address", "8080"}},
+		"no requests a second":  {args: []string{"--kube-api-qps=0"}, want: []string{"--kube-api-qps"}},
+		"no burst":              {args: []string{"--kube-api-burst=0"}, want: []string{"--kube-api-burst"}},
+		"too verbose":           {args: []string{"--v=11"}, want: []string{"--v"}},
+		"an unknown log format": {args: []string{"--logging-format=xml"}, want: []string{"--logging-format", "xml"}},
+		"all of it at once":     {args: []string{"--cdi-root=cdi", "--v=11"}, want: []string{"--cdi-root", "--v"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			args := c.args
+			if c.file != "" {
+				args = append(args, "--config", write(t, c.file))
+			}
+			_, err := Load("test", args, c.env, nil)
+			if err == nil {
+				t.Fatal("accepted")
+			}
+			for _, w := range c.want {
+				if !strings.Contains(err.Error(), w) {
+					t.Errorf("error %q does not name %q", err, w)
+				}
+			}
+		})
+	}
+}
+
+func TestServingNeedsANode(t *testing.T) {
+	c := Default()
+	if err := c.RequireNode(); err == nil || !strings.Contains(err.Error(), "--node-name") {
+		t.Errorf("without a node name: %v", err)
+	}
+	c.NodeName = "a"
+	if err := c.RequireNode(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestNamesOfOneField(t *testing.T) {
+	f := Field{Name: "grpc-health-address"}
+	if f.Env() != "GPU_DRA_GRPC_HEALTH_ADDRESS" || f.Key() != "grpcHealthAddress" {
+		t.Errorf("%s, %s", f.Env(), f.Key())
+	}
+}

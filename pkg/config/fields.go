@@ -1,0 +1,68 @@
+package config
+
+import (
+	"strings"
+
+	"github.com/spf13/pflag"
+)
+
+// Field is one row of the table: a name in kebab case, the variable behind it, and what it is for.
+type Field struct {
+	Name  string
+	Usage string
+	Value pflag.Value
+}
+
+// Env is the environment variable of a field: driver-root is GPU_DRA_DRIVER_ROOT.
+func (f Field) Env() string {
+	return "GPU_DRA_" + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
+}
+
+// Key is the field's key in the YAML file: driver-root is driverRoot. Initialisms stay lower case after the first word's rule: kube-api-qps is kubeApiQps.
+func (f Field) Key() string {
+	words := strings.Split(f.Name, "-")
+	for i, w := range words[1:] {
+		words[i+1] = strings.ToUpper(w[:1]) + w[1:]
+	}
+	return strings.Join(words, "")
+}
+
+// Fields is the table, bound to this Config: setting a Value sets the Config.
+func (c *Config) Fields() []Field {
+	flags := pflag.NewFlagSet("", pflag.ContinueOnError)
+	var fields []Field
+	row := func(name, usage string) {
+		fields = append(fields, Field{Name: name, Usage: usage, Value: flags.Lookup(name).Value})
+	}
+	str := func(p *string, name, usage string) { flags.StringVar(p, name, *p, usage); row(name, usage) }
+	num := func(p *int, name, usage string) { flags.IntVar(p, name, *p, usage); row(name, usage) }
+	float := func(p *float64, name, usage string) { flags.Float64Var(p, name, *p, usage); row(name, usage) }
+
+	str(&c.NodeName, "node-name", "name of the Node that this process serves; also the name of its pool")
+	str(&c.Namespace, "namespace", "namespace of the plugin's own Pod and DaemonSet")
+	str(&c.PodName, "pod-name", "name of the plugin's own Pod; it tells overlapping instances apart in the log")
+	str(&c.PodUID, "pod-uid", "UID of the plugin's own Pod; with it the sockets of an old and a new instance stand beside each other during a rolling update")
+	str(&c.DaemonSetName, "daemonset-name", "the plugin's own DaemonSet; when it has been deleted and no claim is held, a terminating plugin removes what it made on the node")
+	str(&c.Kubeconfig, "kubeconfig", "path of a kubeconfig; empty means the Pod's own service account")
+
+	str(&c.PluginDir, "plugin-dir", "the plugin's directory below the kubelet's root, at the same path on the host: sockets, and state/ with records and locks")
+	str(&c.RegistrarDir, "registrar-dir", "the kubelet's plugin registration directory, at the same path on the host")
+	str(&c.CDIRoot, "cdi-root", "directory for CDI specs, at the same path on the host; the container runtime must read it")
+
+	str(&c.DriverRoot, "driver-root", "root of the NVIDIA driver's files as the host sees it: / on a plain host, /run/nvidia/driver for a driver container")
+	str(&c.DriverRootMount, "driver-root-mount", "the driver root as this process sees it; empty means the same path")
+	str(&c.DevRoot, "dev-root", "directory whose dev/ holds the NVIDIA device nodes; empty means the driver root if it has dev/nvidiactl, else /")
+	str(&c.SysfsRoot, "sysfs-root", "where sysfs is mounted for this process")
+	str(&c.ProcRoot, "proc-root", "where procfs is mounted for this process")
+	str(&c.HookSource, "hook-source", "the nvidia-cdi-hook binary in this image")
+	str(&c.HookPath, "hook-path", "where nvidia-cdi-hook is installed, at the same path on the host; empty means bin/nvidia-cdi-hook in the plugin directory")
+	str(&c.CRISocket, "cri-socket", "socket of the container runtime, asked once whether CDI is switched on; empty means not to ask")
+
+	str(&c.HTTPAddress, "http-address", "host:port for /livez, /readyz and /metrics; empty means off")
+	str(&c.GRPCHealthAddress, "grpc-health-address", "host:port for the gRPC health service (grpc.health.v1); empty means off")
+	float(&c.KubeAPIQPS, "kube-api-qps", "sustained requests per second to the API server")
+	num(&c.KubeAPIBurst, "kube-api-burst", "requests to the API server in a burst; one Prepare costs one request per claim")
+	num(&c.Verbosity, "v", "log verbosity: 0 tells an operator what changed, 4 tells a developer how")
+	str(&c.LoggingFormat, "logging-format", "text or json")
+	return fields
+}

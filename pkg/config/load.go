@@ -1,0 +1,128 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sort"
+	"strings"
+
+	"github.com/spf13/pflag"
+	"sigs.k8s.io/yaml"
+)
+
+// ErrHelp is returned when --help was asked for; the usage has then been printed.
+var ErrHelp = pflag.ErrHelp
+
+// Load resolves the configuration of a command from its arguments, the environment and the file that --config names.
+// extra adds the command's own flags.
+func Load(command string, args []string, environ []string, extra func(*pflag.FlagSet)) (*Config, error) {
+	c := Default()
+	fields := c.Fields()
+	flags := pflag.NewFlagSet(command, pflag.ContinueOnError)
+	flags.SortFlags = false
+	file := flags.String("config", "", "YAML file with any of these settings, keys in camelCase (also GPU_DRA_CONFIG)")
+	given := map[string]*string{}
+	for _, f := range fields {
+		given[f.Name] = flags.String(f.Name, f.Value.String(), f.Usage+" ("+f.Env()+", "+f.Key()+")")
+	}
+	if extra != nil {
+		extra(flags)
+	}
+	if err := flags.Parse(args); err != nil {
+		return nil, err
+	}
+	if flags.NArg() > 0 {
+		return nil, fmt.Errorf("unexpected argument %q: settings are given as flags, see %s --help", flags.Arg(0), command)
+	}
+	env := environment(environ)
+	if *file == "" {
+		*file = env["GPU_DRA_CONFIG"]
+	}
+	if err := errors.Join(fromFile(*file, fields), fromEnvironment(env, fields)); err != nil {
+		return nil, err
+	}
+	for _, f := range fields {
+		if !flags.Changed(f.Name) {
+			continue
+		}
+		if err := f.Value.Set(*given[f.Name]); err != nil {
+			return nil, fmt.Errorf("--%s: %w", f.Name, err)
+		}
+	}
+	c.complete()
+	if err := c.Validate(); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+func fromFile(path string, fields []Field) error {
+	if path == "" {
+		return nil
+	}
+	raw, err := os.ReadFile(path)
+	if err != nil {
+		return fmt.Errorf("read the configuration file: %w", err)
+	}
+	return Decode(path, raw, fields)
+}
+
+// Decode sets the fields that a YAML document names. path is only for the errors.
+func Decode(path string, raw []byte, fields []Field) error {
+	var doc map[string]any
+	if err := yaml.UnmarshalStrict(raw, &doc); err != nil {
+		return fmt.Errorf("configuration file %s: %w", path, err)
+	}
+	byKey := map[string]Field{}
+	for _, f := range fields {
+		byKey[f.Key()] = f
+	}
+	keys := make([]string, 0, len(doc))
+	for k := range doc {
+		keys = append(keys, k)
+	}
+	sort.Strings(keys)
+	var errs []error
+	for _, k := range keys {
+		f, known := byKey[k]
+		if !known {
+			errs = append(errs, fmt.Errorf("configuration file %s: unknown key %q", path, k))
+			continue
+		}
+		switch doc[k].(type) {
+		case string, bool, int64, float64:
+		default:
+			errs = append(errs, fmt.Errorf("configuration file %s: %s: want a single value", path, k))
+			continue
+		}
+		if err := f.Value.Set(fmt.Sprint(doc[k])); err != nil {
+			errs = append(errs, fmt.Errorf("configuration file %s: %s: %w", path, k, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func environment(environ []string) map[string]string {
+	env := map[string]string{}
+	for _, kv := range environ {
+		if k, v, ok := strings.Cut(kv, "="); ok {
+			env[k] = v
+		}
+	}
+	return env
+}
+
+func fromEnvironment(env map[string]string, fields []Field) error {
+	var errs []error
+	for _, f := range fields {
+		v, ok := env[f.Env()]
+		if !ok {
+			continue
+		}
+		if err := f.Value.Set(v); err != nil {
+			errs = append(errs, fmt.Errorf("environment variable %s: %w", f.Env(), err))
+		}
+	}
+	return errors.Join(errs...)
+}
