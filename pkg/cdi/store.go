@@ -1,0 +1,250 @@
+package cdi
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+
+	"k8s.io/apimachinery/pkg/types"
+	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
+	"tags.cncf.io/container-device-interface/pkg/parser"
+	"tags.cncf.io/container-device-interface/specs-go"
+)
+
+// The kinds of our specs are k8s.gpu.nvidia.com/base and k8s.gpu.nvidia.com/claim.
+const (
+	Vendor     = "k8s.gpu.nvidia.com"
+	baseClass  = "base"
+	claimClass = "claim"
+	baseDevice = "driver"
+
+	baseFile    = Vendor + "-" + baseClass + ".json"
+	claimPrefix = Vendor + "-" + claimClass + "_"
+	suffix      = ".json"
+	temporary   = ".tmp-"
+)
+
+// Store is the CDI directory, as far as it is ours. Its methods may be called from several goroutines.
+type Store struct {
+	root string
+
+	mu sync.Mutex
+	// known is what each file should hold: what we last wrote, or, for files of another instance of the plugin, what we found.
+	// Watch compares it with the disk to tell strangers' changes from ours.
+	known map[string][]byte
+}
+
+// NewStore keeps specs in root, a directory that the container runtime reads, such as /var/run/cdi.
+func NewStore(root string) *Store {
+	return &Store{root: root, known: map[string][]byte{}}
+}
+
+// ClaimDevice is one device of a claim's spec.
+type ClaimDevice struct {
+	// Name is the part of the ID after the "=", as [ClaimDeviceName] makes it.
+	Name  string
+	Edits specs.ContainerEdits
+}
+
+// BaseID is the CDI device that stands for the node-wide edits.
+func BaseID() string { return parser.QualifiedName(Vendor, baseClass, baseDevice) }
+
+// ClaimDeviceName names a claim's device within its spec: <claim UID>-<device>, with -<share ID> if the claim holds only a share of it.
+func ClaimDeviceName(uid types.UID, device string, shareID *types.UID) string {
+	name := string(uid) + "-" + device
+	if shareID != nil {
+		name += "-" + string(*shareID)
+	}
+	return name
+}
+
+// ClaimDeviceID is the CDI device that stands for a claim's device.
+func ClaimDeviceID(uid types.UID, device string, shareID *types.UID) string {
+	return parser.QualifiedName(Vendor, claimClass, ClaimDeviceName(uid, device, shareID))
+}
+
+// WriteBase makes edits those of the base spec. They are the spec's, not a device's: the runtime applies them once per container,
+// however many GPUs it has.
+func (s *Store) WriteBase(edits specs.ContainerEdits) error {
+	return s.write(baseFile, &specs.Spec{
+		Kind:           Vendor + "/" + baseClass,
+		ContainerEdits: edits,
+		Devices: []specs.Device{{
+			Name: baseDevice,
+			// A runtime that acts on this variable (the NVIDIA Container Runtime in its older modes) must not add GPUs of its own.
+			ContainerEdits: specs.ContainerEdits{Env: []string{"NVIDIA_VISIBLE_DEVICES=void"}},
+		}},
+	})
+}
+
+// WriteClaim makes devices those of the claim's spec.
+func (s *Store) WriteClaim(uid types.UID, devices []ClaimDevice) error {
+	name, err := claimFile(uid)
+	if err != nil {
+		return err
+	}
+	spec := &specs.Spec{Kind: Vendor + "/" + claimClass}
+	for _, d := range devices {
+		spec.Devices = append(spec.Devices, specs.Device{Name: d.Name, ContainerEdits: d.Edits})
+	}
+	return s.write(name, spec)
+}
+
+// RemoveClaim removes a claim's spec. One that is not there is no error.
+func (s *Store) RemoveClaim(uid types.UID) error {
+	name, err := claimFile(uid)
+	if err != nil {
+		return err
+	}
+	return s.remove(name)
+}
+
+// RemoveBase removes the base spec. One that is not there is no error.
+func (s *Store) RemoveBase() error { return s.remove(baseFile) }
+
+// Claims lists the claims that have a spec.
+func (s *Store) Claims() ([]types.UID, error) {
+	entries, err := os.ReadDir(s.root)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("list CDI specs: %w", err)
+	}
+	var uids []types.UID
+	for _, e := range entries {
+		if uid, ok := claimOf(e.Name()); ok {
+			uids = append(uids, uid)
+		}
+	}
+	return uids, nil
+}
+
+// isSpec says whether a file in the directory is one that this package could have made.
+func isSpec(name string) bool {
+	_, claim := claimOf(name)
+	return claim || name == baseFile
+}
+
+func claimOf(name string) (types.UID, bool) {
+	rest, ok := strings.CutPrefix(name, claimPrefix)
+	if !ok {
+		return "", false
+	}
+	uid, ok := strings.CutSuffix(rest, suffix)
+	return types.UID(uid), ok && uid != ""
+}
+
+// claimFile refuses a UID that would lead out of the directory. The API server's UIDs never do.
+func claimFile(uid types.UID) (string, error) {
+	if uid == "" || strings.ContainsAny(string(uid), "/\x00") {
+		return "", fmt.Errorf("claim UID %q cannot name a file", uid)
+	}
+	return claimPrefix + string(uid) + suffix, nil
+}
+
+func (s *Store) write(name string, spec *specs.Spec) error {
+	data, err := encode(spec)
+	if err != nil {
+		return fmt.Errorf("CDI spec %s: %w", name, err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	path := filepath.Join(s.root, name)
+	if on, err := os.ReadFile(path); err != nil || !bytes.Equal(on, data) {
+		if err := replace(path, data); err != nil {
+			return fmt.Errorf("write CDI spec: %w", err)
+		}
+	}
+	s.known[name] = data
+	return nil
+}
+
+func (s *Store) remove(name string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.known, name)
+	if err := os.Remove(filepath.Join(s.root, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove CDI spec: %w", err)
+	}
+	return nil
+}
+
+// encode completes a spec with the lowest version that can express it (older runtimes refuse versions they don't know) and validates it.
+func encode(spec *specs.Spec) ([]byte, error) {
+	version, err := specs.MinimumRequiredVersion(spec)
+	if err != nil {
+		return nil, fmt.Errorf("find its version: %w", err)
+	}
+	spec.Version = version
+	if err := validate(spec); err != nil {
+		return nil, err
+	}
+	data, err := json.Marshal(spec)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := cdilib.ParseSpec(data); err != nil {
+		return nil, fmt.Errorf("the runtime could not read it: %w", err)
+	}
+	return data, nil
+}
+
+// validate holds a spec to the rules that the CDI library applies when a runtime loads it. One bad device costs the runtime the whole file.
+func validate(spec *specs.Spec) error {
+	if len(spec.Devices) == 0 {
+		return errors.New("it has no devices")
+	}
+	if err := (&cdilib.ContainerEdits{ContainerEdits: &spec.ContainerEdits}).Validate(); err != nil {
+		return fmt.Errorf("its common edits: %w", err)
+	}
+	seen := map[string]bool{}
+	for i := range spec.Devices {
+		d := &spec.Devices[i]
+		if err := parser.ValidateDeviceName(d.Name); err != nil {
+			return err
+		}
+		if seen[d.Name] {
+			return fmt.Errorf("device %s is in it twice", d.Name)
+		}
+		seen[d.Name] = true
+		if isEmpty(d.ContainerEdits) {
+			return fmt.Errorf("device %s changes nothing, which CDI refuses", d.Name)
+		}
+		if err := (&cdilib.ContainerEdits{ContainerEdits: &d.ContainerEdits}).Validate(); err != nil {
+			return fmt.Errorf("device %s: %w", d.Name, err)
+		}
+	}
+	return nil
+}
+
+func isEmpty(e specs.ContainerEdits) bool {
+	return len(e.Env)+len(e.DeviceNodes)+len(e.Hooks)+len(e.Mounts)+len(e.NetDevices)+len(e.AdditionalGIDs) == 0 && e.IntelRdt == nil
+}
+
+// replace puts data at path so that a reader sees all of it or the file that was there. CDI reads only *.json and *.yaml,
+// so the temporary file is no spec to anyone. There is no fsync: the directory is on tmpfs or is rewritten from records after a crash.
+func replace(path string, data []byte) error {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+temporary+"*")
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	err = errors.Join(err, f.Chmod(0o644), f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	if err != nil {
+		_ = os.Remove(f.Name())
+	}
+	return err
+}

@@ -1,0 +1,60 @@
+package cdi
+
+import (
+	"fmt"
+	"os"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+	"tags.cncf.io/container-device-interface/specs-go"
+)
+
+// Mapper says where this process sees a path of the host.
+type Mapper func(host string) string
+
+// Verify makes sure that what edits name is really there, so that a container that was promised a GPU starts: every device node is a device node
+// (with the numbers that the edits give, if they give any), every mount source and every hook exists. The error names the first that is missing.
+func Verify(edits specs.ContainerEdits, visible Mapper) error {
+	for _, n := range edits.DeviceNodes {
+		if err := verifyDeviceNode(n, visible); err != nil {
+			return err
+		}
+	}
+	for _, m := range edits.Mounts {
+		if _, err := os.Stat(visible(m.HostPath)); err != nil {
+			return fmt.Errorf("mount source %s is missing on the node (%w): a driver installation that has just changed is picked up within seconds, otherwise reinstall the driver", m.HostPath, err)
+		}
+	}
+	for _, h := range edits.Hooks {
+		info, err := os.Stat(visible(h.Path))
+		if err != nil {
+			return fmt.Errorf("hook %s is missing on the node (%w): the plugin puts it there when it starts, restart it", h.Path, err)
+		}
+		if !info.Mode().IsRegular() || info.Mode().Perm()&0o111 == 0 {
+			return fmt.Errorf("hook %s on the node is not an executable file", h.Path)
+		}
+	}
+	return nil
+}
+
+func verifyDeviceNode(n *specs.DeviceNode, visible Mapper) error {
+	host := n.HostPath
+	if host == "" {
+		host = n.Path
+	}
+	info, err := os.Stat(visible(host))
+	if err != nil {
+		return fmt.Errorf("device node %s is missing on the node (%w): nvidia-smi or nvidia-modprobe, run on the node, make it", host, err)
+	}
+	if info.Mode()&os.ModeCharDevice == 0 {
+		return fmt.Errorf("%s on the node is not a character device: remove it and run nvidia-modprobe", host)
+	}
+	s, ok := info.Sys().(*syscall.Stat_t)
+	if n.Major == 0 || !ok {
+		return nil
+	}
+	if major, minor := int64(unix.Major(uint64(s.Rdev))), int64(unix.Minor(uint64(s.Rdev))); major != n.Major || minor != n.Minor {
+		return fmt.Errorf("device node %s on the node has the number %d:%d, not %d:%d", host, major, minor, n.Major, n.Minor)
+	}
+	return nil
+}

@@ -1,0 +1,123 @@
+package cdi
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+	"k8s.io/klog/v2"
+)
+
+const (
+	// settle lets a burst of changes (rm -rf of the directory) end before it is looked at.
+	settle = 50 * time.Millisecond
+	// lookAgain bounds how long a change can stay unseen that inotify did not tell: a full queue, or a directory that was not there to be watched.
+	lookAgain = 900 * time.Millisecond
+)
+
+// Watch calls mend within a second after someone else removed or altered a spec of ours, until ctx ends. mend is expected to write
+// every spec again that should be there. Changes that this Store made itself are not reported.
+//
+// The directory may vanish and come back meanwhile. The looks are cheap: while inotify is quiet and in place nothing is read.
+func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
+	w, err := fsnotify.NewWatcher()
+	if err != nil {
+		return fmt.Errorf("watch the CDI directory: %w", err)
+	}
+	defer w.Close()
+	log := klog.FromContext(ctx)
+
+	s.sweep()
+	watched := s.follow(w) // which incarnation of the directory inotify looks at
+	look := time.NewTimer(0)
+	defer look.Stop()
+	dirty := true
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case event, ok := <-w.Events:
+			if !ok {
+				return errors.New("watch the CDI directory: inotify ended")
+			}
+			if !dirty && (event.Name == s.root || filepath.Dir(event.Name) == s.root && isSpec(filepath.Base(event.Name))) {
+				dirty = true
+				look.Reset(settle)
+			}
+		case err, ok := <-w.Errors:
+			if !ok {
+				return errors.New("watch the CDI directory: inotify ended")
+			}
+			log.V(4).Info("Watching the CDI directory lost events", "err", err)
+			dirty = true
+			look.Reset(settle)
+		case <-look.C:
+			if now := s.follow(w); dirty || now == nil || !os.SameFile(now, watched) {
+				watched = now
+				if lost := s.altered(); len(lost) > 0 {
+					log.Info("CDI specs were removed or altered by someone else, writing them again", "specs", lost)
+					mend(ctx)
+				}
+			}
+			dirty = false
+			look.Reset(lookAgain)
+		}
+	}
+}
+
+// follow watches the directory that has the name now, and its parent to see it come back.
+func (s *Store) follow(w *fsnotify.Watcher) os.FileInfo {
+	_ = w.Add(filepath.Dir(s.root)) // adding twice is no error
+	if err := w.Add(s.root); err != nil {
+		return nil
+	}
+	info, err := os.Stat(s.root)
+	if err != nil {
+		return nil
+	}
+	return info
+}
+
+// altered lists the specs that are not on disk as they should be, and forgets them: mend says anew what should be there.
+// A spec that another instance of the plugin has made meanwhile is taken as it is.
+func (s *Store) altered() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var names []string
+	for name, data := range s.known {
+		if on, err := os.ReadFile(filepath.Join(s.root, name)); err != nil || !bytes.Equal(on, data) {
+			names = append(names, name)
+			delete(s.known, name)
+		}
+	}
+	entries, err := os.ReadDir(s.root)
+	if err != nil {
+		return names
+	}
+	for _, e := range entries {
+		if _, ok := s.known[e.Name()]; ok || !isSpec(e.Name()) || slices.Contains(names, e.Name()) {
+			continue
+		}
+		if data, err := os.ReadFile(filepath.Join(s.root, e.Name())); err == nil {
+			s.known[e.Name()] = data
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+// sweep removes temporary files that a killed instance left. A young one may be in use by another instance.
+func (s *Store) sweep() {
+	left, _ := filepath.Glob(filepath.Join(s.root, "."+Vendor+"-*"+suffix+temporary+"*"))
+	for _, path := range left {
+		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > time.Minute {
+			_ = os.Remove(path)
+		}
+	}
+}

@@ -1,0 +1,104 @@
+// Package hook keeps nvidia-cdi-hook on the host. The container runtime runs it when a container with a GPU is created, in the host's view of the
+// file system, so the binary in the plugin's image is of no use to it: it has to be put where the host can run it.
+//
+// [Install] replaces the file atomically, because a container may be starting this moment, and only if its bytes differ. [Check] says what would keep
+// the host from running it. The package does not decide which hooks there are: they come with the CDI edits.
+package hook
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+)
+
+// Install puts the binary at source to target, a path that the plugin and the host share. changed says whether it had to.
+func Install(source, target string) (changed bool, err error) {
+	want, err := digest(source)
+	if err != nil {
+		return false, fmt.Errorf("read the hook binary: %w", err)
+	}
+	if have, err := digest(target); err == nil && bytes.Equal(have, want) && os.Chmod(target, 0o755) == nil {
+		return false, nil
+	}
+	if err := os.MkdirAll(filepath.Dir(target), 0o755); err != nil {
+		return false, fmt.Errorf("make the hook's directory on the host: %w", err)
+	}
+	if err := replace(source, target); err != nil {
+		return false, fmt.Errorf("install the hook on the host as %s: %w", target, err)
+	}
+	return true, nil
+}
+
+// Check makes sure that the host can run the hook: it is there, a file, executable, and on a file system that allows execution.
+func Check(target string) error {
+	info, err := os.Stat(target)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return fmt.Errorf("hook %s is not on the host: check that its directory is mounted into the plugin's container under the same path", target)
+	case err != nil:
+		return fmt.Errorf("look at the hook on the host: %w", err)
+	case !info.Mode().IsRegular():
+		return fmt.Errorf("hook %s is not a file: remove it", target)
+	case info.Mode().Perm()&0o111 == 0:
+		return fmt.Errorf("hook %s is not executable: remove it, the plugin installs it when it starts", target)
+	}
+	var mount unix.Statfs_t
+	if err := unix.Statfs(target, &mount); err != nil {
+		return fmt.Errorf("look at the hook's file system: %w", err)
+	}
+	if mount.Flags&unix.ST_NOEXEC != 0 {
+		return fmt.Errorf("hook %s is on a file system mounted noexec, the container runtime cannot run it: set the hook path to a directory that allows execution", target)
+	}
+	return nil
+}
+
+// Remove takes the hook from the host. One that is not there is no error.
+func Remove(target string) error {
+	if err := os.Remove(target); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove the hook from the host: %w", err)
+	}
+	return nil
+}
+
+func digest(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	h := sha256.New()
+	if _, err := io.Copy(h, f); err != nil {
+		return nil, err
+	}
+	return h.Sum(nil), nil
+}
+
+// replace writes a copy beside the target and renames it: a half-written program is never run, and one that is running is not disturbed.
+// The copy is synced before, so that a power cut does not leave an empty file under the good name.
+func replace(source, target string) error {
+	from, err := os.Open(source)
+	if err != nil {
+		return err
+	}
+	defer from.Close()
+	to, err := os.CreateTemp(filepath.Dir(target), "."+filepath.Base(target)+".tmp-*")
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(to, from)
+	err = errors.Join(err, to.Chmod(0o755), to.Sync(), to.Close())
+	if err == nil {
+		err = os.Rename(to.Name(), target)
+	}
+	if err != nil {
+		_ = os.Remove(to.Name())
+	}
+	return err
+}

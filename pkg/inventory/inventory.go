@@ -1,0 +1,232 @@
+// Package inventory knows what the node has now. It looks at the hardware when there is a reason to, keeps the last good answer, and tells its
+// readers when something changed.
+//
+// What it promises: a [Snapshot] is immutable and whole, never a pool half read; a look that fails does not take away what the last good one found;
+// a driver that comes late, or goes and comes back, is noticed without a restart. Readers never wait for the hardware.
+//
+// It does not judge health, and it publishes nothing itself.
+package inventory
+
+import (
+	"context"
+	"errors"
+	"reflect"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// Snapshot is what the node had when the inventory last looked. It must not be changed.
+type Snapshot struct {
+	// Ready says that the GPUs in Node can be handed out now.
+	Ready bool
+	// Reason says why not, and the way out. Empty while Ready.
+	Reason string
+	// Failure is why the latest look failed although an earlier one succeeded: Node may be out of date. Empty when it did not.
+	Failure string
+	// Known says that a look has succeeded since the start: Node is what it found. Before, Node is empty and says nothing about the node,
+	// least of all that it has no GPUs.
+	Known bool
+	// Node is the last good answer. It outlives a driver that is taken away, because claims on its GPUs do too.
+	Node nvidia.Node
+}
+
+const (
+	// whileUnready is how often the files are looked at while the node cannot serve.
+	whileUnready = time.Second
+	// whileReady is how often they are looked at while it can.
+	whileReady = 5 * time.Second
+	// While files don't change but the last look failed or a GPU has a problem, full looks are repeated, first after firstRetry, then ever more
+	// seldom, at least every failureRetry or problemRetry.
+	firstRetry   = time.Second
+	failureRetry = 5 * time.Second
+	problemRetry = 30 * time.Second
+)
+
+// Hardware is what the inventory looks at. Package nvidia has it.
+type Hardware struct {
+	// Scan takes a full look. It may wake GPUs.
+	Scan func(context.Context) (nvidia.Node, error)
+	// Fingerprint is equal as long as there is no reason for a full look. It must be cheap.
+	Fingerprint func() string
+	// Present says whether there is an NVIDIA GPU on the PCI bus at all. An error means that nobody knows. It must be cheap.
+	Present func() (bool, error)
+}
+
+// Inventory keeps the current [Snapshot]. Run must be called for it to learn anything.
+type Inventory struct {
+	hardware Hardware
+	current  atomic.Pointer[Snapshot]
+	changed  chan struct{}
+
+	mu     sync.Mutex
+	byName map[string]nvidia.GPU
+}
+
+// New returns an inventory that knows nothing yet.
+func New(h Hardware) *Inventory {
+	i := &Inventory{hardware: h, changed: make(chan struct{}, 1), byName: map[string]nvidia.GPU{}}
+	i.current.Store(&Snapshot{Reason: "the node's GPUs have not been looked at yet"})
+	return i
+}
+
+// Snapshot is the state of knowledge. It never blocks.
+func (i *Inventory) Snapshot() Snapshot { return *i.current.Load() }
+
+// Changed delivers a value after the snapshot has changed. Changes coalesce: read the snapshot after receiving.
+func (i *Inventory) Changed() <-chan struct{} { return i.changed }
+
+// Device looks a device of the pool up by its name, in the last good answer.
+func (i *Inventory) Device(name string) (nvidia.GPU, bool) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	g, ok := i.byName[name]
+	return g, ok
+}
+
+// Run looks until ctx ends.
+func (i *Inventory) Run(ctx context.Context) {
+	l := looker{inventory: i, log: klog.FromContext(ctx)}
+	for {
+		pause := l.look(ctx)
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(pause):
+		}
+	}
+}
+
+// looker decides when a full look is due.
+type looker struct {
+	inventory *Inventory
+	log       klog.Logger
+
+	looked      bool
+	fingerprint string
+	next        time.Time     // when to look again without a change of the files; zero for never
+	backoff     time.Duration // between such looks
+}
+
+// look takes one turn and says how long to pause.
+func (l *looker) look(ctx context.Context) time.Duration {
+	i := l.inventory
+	if present, err := i.hardware.Present(); err == nil && !present && !i.Snapshot().Known {
+		l.looked = false
+		i.set(l.log, Snapshot{Reason: "no NVIDIA GPU is on this node's PCI bus: nothing to do until one appears"})
+		return whileUnready
+	}
+	fingerprint := i.hardware.Fingerprint()
+	due := !l.next.IsZero() && !time.Now().Before(l.next)
+	if l.looked && fingerprint == l.fingerprint && !due {
+		return i.pause()
+	}
+	if !l.looked || fingerprint != l.fingerprint {
+		l.backoff = firstRetry
+	}
+	node, err := i.hardware.Scan(ctx)
+	if ctx.Err() != nil {
+		return 0
+	}
+	// The fingerprint from before the look: what changed meanwhile is a reason for another.
+	l.looked, l.fingerprint = true, fingerprint
+	l.next = time.Time{}
+	if err != nil {
+		l.retry(failureRetry)
+	} else if len(node.Problems) > 0 {
+		l.retry(problemRetry)
+	}
+	i.set(l.log, i.judge(node, err))
+	return i.pause()
+}
+
+func (l *looker) retry(atLeastEvery time.Duration) {
+	l.backoff = min(l.backoff, atLeastEvery)
+	l.next = time.Now().Add(l.backoff)
+	l.backoff *= 2
+}
+
+func (i *Inventory) pause() time.Duration {
+	if i.Snapshot().Ready {
+		return whileReady
+	}
+	return whileUnready
+}
+
+// judge makes a snapshot of what a full look said.
+func (i *Inventory) judge(node nvidia.Node, err error) Snapshot {
+	last := i.Snapshot()
+	var unready *nvidia.NotReadyError
+	switch {
+	case errors.As(err, &unready):
+		return Snapshot{Known: last.Known, Node: last.Node, Reason: unready.Error()}
+	case err != nil && last.Known:
+		return Snapshot{Ready: last.Ready, Reason: last.Reason, Known: true, Node: last.Node, Failure: err.Error()}
+	case err != nil:
+		return Snapshot{Reason: err.Error()}
+	case len(node.GPUs) == 0:
+		return Snapshot{Known: true, Node: node, Reason: noGPU(node)}
+	default:
+		return Snapshot{Ready: true, Known: true, Node: node}
+	}
+}
+
+// noGPU explains an answer without a GPU that can be offered.
+func noGPU(node nvidia.Node) string {
+	if len(node.Problems) == 0 {
+		return "the NVIDIA driver is loaded and lists no GPU"
+	}
+	reason := "no GPU of this node can be offered"
+	for _, p := range node.Problems {
+		reason += "; " + p.String()
+	}
+	return reason
+}
+
+func (i *Inventory) set(log klog.Logger, s Snapshot) {
+	last := i.Snapshot()
+	if reflect.DeepEqual(last, s) {
+		return
+	}
+	byName := make(map[string]nvidia.GPU, len(s.Node.GPUs))
+	for _, g := range s.Node.GPUs {
+		byName[g.WholeName()] = g
+	}
+	i.mu.Lock()
+	i.current.Store(&s)
+	i.byName = byName
+	i.mu.Unlock()
+	tell(log, last, s)
+	select {
+	case i.changed <- struct{}{}:
+	default:
+	}
+}
+
+// tell logs what an operator wants to know, each thing once.
+func tell(log klog.Logger, last, s Snapshot) {
+	switch {
+	case s.Ready && !reflect.DeepEqual(last.Node, s.Node):
+		log.Info("GPUs found", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version, "cuda", s.Node.Driver.CUDAVersion)
+	case s.Ready && !last.Ready:
+		log.Info("GPUs are ready again", "gpus", len(s.Node.GPUs))
+	case !s.Ready && s.Reason != last.Reason:
+		log.Info("This node offers no GPUs for now", "reason", s.Reason)
+	}
+	if s.Failure != "" && s.Failure != last.Failure {
+		log.Error(nil, "Looking at the GPUs failed, keeping what is known", "failure", s.Failure)
+	}
+	known := map[nvidia.Problem]bool{}
+	for _, p := range last.Node.Problems {
+		known[p] = true
+	}
+	for _, p := range s.Node.Problems {
+		if !known[p] {
+			log.Info("A GPU is not offered", "gpu", p.PCIAddress, "reason", p.Message)
+		}
+	}
+}

@@ -1,0 +1,35 @@
+package nvidia
+
+import (
+	"context"
+	"fmt"
+	"time"
+)
+
+// callLimit is how long NVML may take for one question. Waking a GPU without persistence mode takes one or two seconds.
+const callLimit = 10 * time.Second
+
+// bounded waits for call until ctx ends or the limit is over. A C call cannot be cancelled: one that hangs keeps its goroutine and its thread
+// until the process ends, so it must not touch anything that others wait for.
+func bounded[T any](ctx context.Context, limit time.Duration, what string, call func() (T, error)) (T, error) {
+	type answer struct {
+		value T
+		err   error
+	}
+	done := make(chan answer, 1)
+	go func() {
+		value, err := call()
+		done <- answer{value, err}
+	}()
+	timer := time.NewTimer(limit)
+	defer timer.Stop()
+	var none T
+	select {
+	case a := <-done:
+		return a.value, a.err
+	case <-timer.C:
+		return none, fmt.Errorf("%s has not answered for %s", what, limit)
+	case <-ctx.Done():
+		return none, fmt.Errorf("%s: %w", what, context.Cause(ctx))
+	}
+}

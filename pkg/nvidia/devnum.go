@@ -1,0 +1,14 @@
+package nvidia
+
+import (
+	"io/fs"
+	"syscall"
+)
+
+// deviceNumber is the number that a device node stands for.
+func deviceNumber(info fs.FileInfo) uint64 {
+	if s, ok := info.Sys().(*syscall.Stat_t); ok {
+		return uint64(s.Rdev)
+	}
+	return 0
+}

@@ -1,0 +1,18 @@
+// Package nvidia is the driver's one door to the hardware: NVML, the files of the NVIDIA driver, /dev, /proc and sysfs.
+//
+// [Scan] makes one pass over the node and returns a [Node]: the driver's versions, the GPUs that can be offered, what a container needs to use
+// them (in the words of the Container Device Interface), and a [Problem] for every GPU that cannot be offered. It takes the NVML library at
+// the start and gives it back at the end, and holds nothing in between.
+//
+// What it promises:
+//   - Every path is a value ([Paths]). Edits name paths as the host sees them, whatever the plugin's own view is; [Paths.Visible] is the way back.
+//   - A node that cannot serve is a [NotReadyError], which says why and which command helps.
+//   - A GPU that fails, hangs or lacks its device node is left out with a Problem; the others stay.
+//   - A container given a GPU gets all that CUDA needs: a node without /dev/nvidia-uvm is not ready, however well nvidia-smi works there.
+//
+// NVML belongs into a process of its own: a call into a broken driver may never return, a broken library takes its process down, and the C library
+// cannot be replaced in a process that has called it, which a driver upgrade needs. [Isolated] therefore runs the same scan in a child process, of which
+// [ServeScan] is the other end.
+//
+// The package changes nothing on the node, and it keeps no state: package inventory does.
+package nvidia

@@ -1,0 +1,157 @@
+package nvidia
+
+import (
+	"fmt"
+	"io"
+	"path/filepath"
+	"sort"
+	"strings"
+
+	nvlib "github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi"
+	"github.com/sirupsen/logrus"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+type edits = specs.ContainerEdits
+
+// memoryLimitHook opens NVML on the host for each container that sets NVIDIA_GPU_MEMORY_LIMIT, and fails it where cgroup v1 or an older driver is in use.
+// No claim asks for such limits yet, so a variable in a Pod must not have this effect.
+const memoryLimitHook = "apply-cuda-memory-limits"
+
+// commonEdits is what every container with a GPU needs. nvcdi (of the NVIDIA Container Toolkit) knows the driver's files.
+func (s scanner) commonEdits(d device.Driver) (edits, error) {
+	generator, err := s.generator(pinned{Interface: s.library, driver: d})
+	if err != nil {
+		return edits{}, fmt.Errorf("look through the driver root: %w", err)
+	}
+	found, err := generator.GetCommonEdits()
+	if err != nil {
+		return edits{}, notReady("wait until the driver's installation is complete, or check that its libraries and its kernel module are of one version",
+			"the libraries of driver %s are not complete under %s (%v)", d.Version, s.paths.DriverRoot, err)
+	}
+	common := s.tidy(*found.ContainerEdits)
+	if !hasLibrary(common, "libcuda.so."+d.Version) {
+		return edits{}, notReady("install the compute part of the driver (libcuda), or wait until the driver's installation is complete",
+			"libcuda.so.%s is not under %s: containers could not use CUDA", d.Version, s.paths.DriverRoot)
+	}
+	return common, nil
+}
+
+// ownEdits is what a container needs for this one GPU: its device node, and its DRM nodes where there are any.
+func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (edits, error) {
+	generator, err := s.generator(pinned{Interface: s.library, driver: d, uuid: g.UUID, handle: handle})
+	if err != nil {
+		return edits{}, fmt.Errorf("prepare the CDI description: %w", err)
+	}
+	found, err := generator.GetDeviceSpecsByID(g.UUID)
+	if err != nil {
+		return edits{}, fmt.Errorf("describe the GPU for CDI: %w", err)
+	}
+	if len(found) == 0 {
+		return edits{}, fmt.Errorf("describe the GPU for CDI: nothing found for %s", g.UUID)
+	}
+	own := s.tidy(found[0].ContainerEdits)
+	want := fmt.Sprintf("/dev/nvidia%d", g.Minor)
+	for _, n := range own.DeviceNodes {
+		if n.Path == want {
+			return own, nil
+		}
+	}
+	return edits{}, fmt.Errorf("describe the GPU for CDI: %s is not among the device nodes found", want)
+}
+
+func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
+	quiet := logrus.New() // it writes some forty lines about what optional file is not there
+	quiet.SetOutput(io.Discard)
+	return nvcdi.New(
+		nvcdi.WithMode(nvcdi.ModeNvml),
+		nvcdi.WithNvmlLib(library),
+		nvcdi.WithDeviceLib(nvlib.New(library)),
+		nvcdi.WithDriverRoot(s.paths.DriverRoot),
+		nvcdi.WithDevRoot(s.paths.devRoot()),
+		nvcdi.WithNVIDIACDIHookPath(s.paths.HookPath),
+		nvcdi.WithDisabledHooks(memoryLimitHook),
+		nvcdi.WithFeatureFlags(
+			nvcdi.FeatureDisableNvsandboxUtils,
+			// The host's MPS pipes and the fabric manager's socket are not every container's business.
+			nvcdi.FeatureDisableIPCDiscoverer,
+		),
+		nvcdi.WithLogger(quiet),
+	)
+}
+
+// pinned shows nvcdi one GPU that is open already. Left to itself it looks GPUs up by UUID, which NVML answers by asking every card:
+// one that is lost or hangs would take the others with it.
+type pinned struct {
+	nvml.Interface
+	driver device.Driver
+	uuid   string
+	handle nvml.Device
+}
+
+func (p pinned) Init() nvml.Return     { return nvml.SUCCESS }
+func (p pinned) Shutdown() nvml.Return { return nvml.SUCCESS }
+
+func (p pinned) SystemGetDriverVersion() (string, nvml.Return) {
+	return p.driver.Version, nvml.SUCCESS
+}
+
+func (p pinned) DeviceGetHandleByUUID(uuid string) (nvml.Device, nvml.Return) {
+	if p.handle == nil || uuid != p.uuid {
+		return nil, nvml.ERROR_NOT_FOUND
+	}
+	return p.handle, nvml.SUCCESS
+}
+
+// tidy turns what nvcdi found from the plugin's point of view into the host's, in an order that does not depend on the day.
+func (s scanner) tidy(e edits) edits {
+	for _, n := range e.DeviceNodes {
+		visible := n.HostPath
+		if visible == "" {
+			visible = n.Path
+		}
+		n.Path = s.withoutDevRoot(n.Path)
+		if n.HostPath = s.paths.host(visible); n.HostPath == n.Path {
+			n.HostPath = ""
+		}
+		// Device numbers are left to the runtime, which reads them from the host's node when the container starts. The number of nvidia-uvm
+		// changes with every load of its module: one written down here could open another driver's device after a reboot.
+		n.Type, n.Major, n.Minor, n.FileMode = "", 0, 0, nil
+		n.Permissions = "rw" // a container has no need to make the node again
+	}
+	sort.SliceStable(e.DeviceNodes, func(i, j int) bool { return e.DeviceNodes[i].Path < e.DeviceNodes[j].Path })
+	for _, m := range e.Mounts {
+		m.HostPath = s.paths.host(m.HostPath)
+	}
+	sort.SliceStable(e.Mounts, func(i, j int) bool { return e.Mounts[i].ContainerPath < e.Mounts[j].ContainerPath })
+	for _, h := range e.Hooks {
+		for i, arg := range h.Args {
+			if target, link, ok := strings.Cut(arg, "::"); ok {
+				h.Args[i] = target + "::" + s.withoutDevRoot(link)
+			}
+		}
+	}
+	return e
+}
+
+// withoutDevRoot names a device node as the container sees it.
+func (s scanner) withoutDevRoot(path string) string {
+	root := s.paths.devRoot()
+	if rest, ok := below(filepath.Join(root, "dev"), path); ok {
+		return filepath.Join("/dev", rest)
+	}
+	return path
+}
+
+func hasLibrary(e edits, name string) bool {
+	for _, m := range e.Mounts {
+		if filepath.Base(m.ContainerPath) == name {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,73 @@
+package nvidia
+
+import (
+	"fmt"
+	"hash/fnv"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// Fingerprint is a cheap digest of everything on the node that a scan depends on and that files show: the GPUs on the PCI bus and who drives them,
+// the driver's modules, device nodes, libraries, tools and firmware. While it stays equal there is no reason to wake the GPUs.
+func Fingerprint(p Paths) string {
+	p = p.withDefaults()
+	h := fnv.New128a()
+	root := p.devRoot()
+	fmt.Fprintln(h, root, moduleLoaded(p), readTrimmed(filepath.Join(p.Proc, "driver", "nvidia", "version")))
+	if info, err := os.Stat(filepath.Join(p.Sysfs, "module", "nvidia")); err == nil {
+		fmt.Fprintln(h, info.ModTime().UnixNano()) // a module that was loaded again
+	}
+	gpus, err := pciGPUs(p.Sysfs)
+	fmt.Fprintln(h, gpus, err)
+	for _, a := range gpus {
+		fmt.Fprintln(h, pciDriver(p.Sysfs, a))
+	}
+	digestDir(h, filepath.Join(root, "dev"), "nvidia")
+	for _, dir := range libraryDirs() {
+		dir := filepath.Join(p.DriverRoot, dir)
+		if exists(filepath.Join(dir, libraryName)) {
+			digestDir(h, dir, "libcuda", "libnvidia")
+		}
+	}
+	digestDir(h, filepath.Join(p.DriverRoot, "usr", "bin"), "nvidia-")
+	digestDir(h, filepath.Join(p.DriverRoot, "lib", "firmware", "nvidia"), "")
+	return fmt.Sprintf("%x", h.Sum(nil))
+}
+
+// digestDir adds what is called prefix… in a directory: name, kind, size and time. Device nodes change their time with every use of a
+// terminal but not their number.
+func digestDir(h io.Writer, dir string, prefixes ...string) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		fmt.Fprintln(h, dir, "unreadable")
+		return
+	}
+	for _, e := range entries {
+		if !hasAnyPrefix(e.Name(), prefixes) {
+			continue
+		}
+		info, err := os.Stat(filepath.Join(dir, e.Name()))
+		if err != nil {
+			fmt.Fprintln(h, e.Name(), "unreadable")
+			continue
+		}
+		fmt.Fprintln(h, e.Name(), info.Mode())
+		if info.Mode()&fs.ModeDevice != 0 {
+			fmt.Fprintln(h, deviceNumber(info))
+		} else if info.Mode().IsRegular() {
+			fmt.Fprintln(h, info.Size(), info.ModTime().UnixNano())
+		}
+	}
+}
+
+func hasAnyPrefix(name string, prefixes []string) bool {
+	for _, p := range prefixes {
+		if strings.HasPrefix(name, p) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,180 @@
+package nvidia
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// scanLimit is how long a child may take; it gives up on every single question long before.
+	scanLimit = 45 * time.Second
+	// maxStuck is how many children may hang in the driver before no more are started. A process in uninterruptible sleep cannot be killed.
+	maxStuck = 4
+)
+
+// report is what the child writes to its standard output, once.
+type report struct {
+	Node     *Node          `json:"node,omitempty"`
+	NotReady *NotReadyError `json:"notReady,omitempty"`
+	Failure  string         `json:"failure,omitempty"`
+}
+
+// ServeScan is the child's side of [Isolated]: it reads the [Paths] from in and writes what Scan says to out.
+// It ends the scan when in ends: a child must not outlive its parent.
+func ServeScan(ctx context.Context, in io.Reader, out io.Writer) error {
+	var p Paths
+	decoder := json.NewDecoder(in)
+	if err := decoder.Decode(&p); err != nil {
+		return fmt.Errorf("read the paths to scan: %w", err)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	go func() {
+		_, _ = io.Copy(io.Discard, in)
+		cancel()
+	}()
+	return json.NewEncoder(out).Encode(describe(Scan(ctx, p)))
+}
+
+func describe(n Node, err error) report {
+	var unready *NotReadyError
+	switch {
+	case err == nil:
+		return report{Node: &n}
+	case errors.As(err, &unready):
+		return report{NotReady: unready}
+	default:
+		return report{Failure: err.Error()}
+	}
+}
+
+func (r report) result() (Node, error) {
+	switch {
+	case r.NotReady != nil:
+		return Node{}, r.NotReady
+	case r.Failure != "":
+		return Node{}, errors.New(r.Failure)
+	case r.Node == nil:
+		return Node{}, errors.New("the scanning process reported nothing")
+	default:
+		return *r.Node, nil
+	}
+}
+
+// Isolated returns a scan that runs in a child process, started by command, which must call [ServeScan] on its standard input and output.
+// It is safe to call it again and again: whatever NVML does to the child, the caller gets an answer or an error in bounded time.
+func Isolated(p Paths, command ...string) func(context.Context) (Node, error) {
+	var stuck atomic.Int32
+	return func(ctx context.Context) (Node, error) {
+		if err := Check(p); err != nil {
+			return Node{}, err // no need to start a process for that
+		}
+		if n := stuck.Load(); n >= maxStuck {
+			return Node{}, fmt.Errorf("%d earlier scans still hang in the NVIDIA driver: look at dmesg, and reset the GPUs or reboot the node", n)
+		}
+		ctx, cancel := context.WithTimeoutCause(ctx, scanLimit, fmt.Errorf("the scan has not ended for %s", scanLimit))
+		defer cancel()
+		return runChild(ctx, p, command, &stuck)
+	}
+}
+
+func runChild(ctx context.Context, p Paths, command []string, stuck *atomic.Int32) (Node, error) {
+	input, err := json.Marshal(p)
+	if err != nil {
+		return Node{}, fmt.Errorf("describe the paths to scan: %w", err)
+	}
+	child := exec.Command(command[0], command[1:]...)
+	// The pipe stays open until we are done: its end tells the child that the parent is gone.
+	stdin, err := child.StdinPipe()
+	if err != nil {
+		return Node{}, fmt.Errorf("start the scanning process: %w", err)
+	}
+	stdout, err := child.StdoutPipe()
+	if err != nil {
+		return Node{}, fmt.Errorf("start the scanning process: %w", err)
+	}
+	lastWords := &tail{limit: 2048}
+	child.Stderr = lastWords
+	child.WaitDelay = time.Second
+	if err := child.Start(); err != nil {
+		return Node{}, fmt.Errorf("start the scanning process: %w", err)
+	}
+
+	answer := make(chan childAnswer, 1)
+	stuck.Add(1)
+	go func() {
+		defer stuck.Add(-1)
+		a := converse(input, stdin, stdout)
+		if a.err == nil {
+			answer <- a
+			_ = stdin.Close()
+			_ = child.Process.Kill() // it has said all it has to say; a thread of it may hang in the driver
+			_ = child.Wait()
+			return
+		}
+		_ = stdin.Close()
+		a.err = errors.Join(a.err, child.Wait())
+		answer <- a
+	}()
+	select {
+	case a := <-answer:
+		if a.err != nil {
+			return Node{}, fmt.Errorf("the scanning process died without an answer (%w)%s", a.err, lastWords)
+		}
+		return a.report.result()
+	case <-ctx.Done():
+		_ = stdin.Close()
+		_ = child.Process.Kill()
+		return Node{}, fmt.Errorf("scan the GPUs: %w", context.Cause(ctx))
+	}
+}
+
+type childAnswer struct {
+	report report
+	err    error
+}
+
+func converse(input []byte, stdin io.Writer, stdout io.Reader) childAnswer {
+	if _, err := stdin.Write(append(input, '\n')); err != nil && !errors.Is(err, os.ErrClosed) {
+		return childAnswer{err: err}
+	}
+	var a childAnswer
+	a.err = json.NewDecoder(stdout).Decode(&a.report)
+	return a
+}
+
+// tail keeps the end of what is written to it.
+type tail struct {
+	limit int
+	mu    sync.Mutex
+	kept  []byte
+}
+
+func (t *tail) Write(p []byte) (int, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.kept = append(t.kept, p...)
+	if over := len(t.kept) - t.limit; over > 0 {
+		t.kept = bytes.Clone(t.kept[over:])
+	}
+	return len(p), nil
+}
+
+func (t *tail) String() string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.kept) == 0 {
+		return ""
+	}
+	return ": " + strings.TrimSpace(string(t.kept))
+}
