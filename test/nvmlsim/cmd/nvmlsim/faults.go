@@ -1,0 +1,90 @@
+package main
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// scope is whom a fault holds for.
+type scope struct {
+	gpu   string
+	times int
+}
+
+func (s *scope) flags(command *cobra.Command) {
+	command.Flags().StringVar(&s.gpu, "gpu", "", "only for calls on this GPU (index, UUID or PCI address)")
+	command.Flags().IntVar(&s.times, "times", 0, "only for so many calls; without it for all until clear")
+}
+
+func (s *scope) add(f *state.File, function string, fault state.Fault) error {
+	fault.GPU = state.AnyGPU
+	if s.gpu != "" {
+		number, err := f.Find(s.gpu)
+		if err != nil {
+			return err
+		}
+		fault.GPU = int32(number)
+	}
+	return f.AddFault(fault, function, s.times)
+}
+
+const functionHelp = "FUNC is the function's newest name, such as nvmlInit_v2 or nvmlDeviceGetName, or * for every function."
+
+func newFaults(n *node) []*cobra.Command {
+	return []*cobra.Command{newSlow(n), newFail(n), newClear(n)}
+}
+
+func newSlow(n *node) *cobra.Command {
+	var s scope
+	command := &cobra.Command{
+		Use:   "slow FUNC DURATION",
+		Short: "Make an NVML function slow",
+		Long:  "Makes an NVML function slow. A waiting call goes on at once when the fault is cleared.\n" + functionHelp,
+		Args:  cobra.ExactArgs(2),
+		RunE: func(_ *cobra.Command, args []string) error {
+			delay, err := time.ParseDuration(args[1])
+			if err != nil || delay <= 0 {
+				return fmt.Errorf("%q is no duration such as 500ms or 10s", args[1])
+			}
+			return n.with(func(f *state.File) error {
+				return s.add(f, args[0], state.Fault{Kind: state.FaultSlow, DelayMS: uint64(delay.Milliseconds())})
+			})
+		},
+	}
+	s.flags(command)
+	return command
+}
+
+func newFail(n *node) *cobra.Command {
+	var s scope
+	command := &cobra.Command{
+		Use:   "fail FUNC NVML_ERROR_NAME",
+		Short: "Make an NVML function fail",
+		Long:  "Makes an NVML function fail, say with NVML_ERROR_UNKNOWN.\n" + functionHelp,
+		Args:  cobra.ExactArgs(2),
+		RunE: func(_ *cobra.Command, args []string) error {
+			code, err := state.ParseError(args[1])
+			if err != nil {
+				return err
+			}
+			return n.with(func(f *state.File) error {
+				return s.add(f, args[0], state.Fault{Kind: state.FaultFail, Error: code})
+			})
+		},
+	}
+	s.flags(command)
+	return command
+}
+
+func newClear(n *node) *cobra.Command {
+	return &cobra.Command{
+		Use:   "clear",
+		Short: "End all slow and fail faults",
+		Args:  cobra.NoArgs,
+		RunE:  func(*cobra.Command, []string) error { return n.with((*state.File).ClearFaults) },
+	}
+}

@@ -1,0 +1,146 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"sync/atomic"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/yaml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// shownNode is what show prints as YAML.
+type shownNode struct {
+	Node          string       `json:"node"`
+	Seed          string       `json:"seed,omitempty"`
+	DriverLoaded  bool         `json:"driverLoaded"`
+	DriverVersion string       `json:"driverVersion"`
+	DriverEpoch   uint32       `json:"driverEpoch"`
+	InUse         bool         `json:"inUse"`
+	Events        uint64       `json:"events"`
+	GPUs          []shownGPU   `json:"gpus"`
+	Faults        []shownFault `json:"faults,omitempty"`
+}
+
+type shownGPU struct {
+	Index       int    `json:"index"`
+	Minor       uint32 `json:"minor"`
+	PCI         string `json:"pci"`
+	UUID        string `json:"uuid"`
+	Name        string `json:"name"`
+	NUMANode    int32  `json:"numaNode"`
+	Condition   string `json:"condition"`
+	Recovery    string `json:"recovery"`
+	ECCSingle   uint64 `json:"eccSingle"`
+	ECCDouble   uint64 `json:"eccDouble"`
+	ComputeMode uint32 `json:"computeMode"`
+}
+
+type shownFault struct {
+	Function string `json:"function"`
+	GPU      string `json:"gpu"`
+	Effect   string `json:"effect"`
+	Left     string `json:"left"`
+	Hits     uint64 `json:"hits"`
+}
+
+func newShow(n *node) *cobra.Command {
+	var output string
+	command := &cobra.Command{
+		Use:   "show",
+		Short: "Show the node's state",
+		Args:  cobra.NoArgs,
+		RunE: func(*cobra.Command, []string) error {
+			return n.with(func(f *state.File) error {
+				shown := describe(f)
+				switch output {
+				case "":
+					return shown.table(os.Stdout)
+				case "yaml":
+					data, err := yaml.Marshal(shown)
+					if err != nil {
+						return err
+					}
+					_, err = os.Stdout.Write(data)
+					return err
+				}
+				return fmt.Errorf("output %q is not yaml", output)
+			})
+		},
+	}
+	command.Flags().StringVarP(&output, "output", "o", "", "yaml, instead of a table")
+	return command
+}
+
+func describe(f *state.File) shownNode {
+	h := f.Header()
+	shown := shownNode{
+		Node: state.Text(h.NodeName[:]), Seed: state.Text(h.Seed[:]), DriverLoaded: h.DriverLoaded != 0,
+		DriverVersion: state.Text(h.DriverVersion[:]), DriverEpoch: h.DriverEpoch, InUse: f.InUse(), Events: atomic.LoadUint64(&h.EventSeq),
+	}
+	for i := range f.GPUCount() {
+		g := f.GPU(i)
+		shown.GPUs = append(shown.GPUs, shownGPU{
+			Index: i, Minor: g.Minor, PCI: g.Address(), UUID: state.Text(g.UUID[:]), Name: state.Text(f.Model(int(g.Model)).Name[:]),
+			NUMANode: g.NUMANode, Condition: condition(g), Recovery: state.RecoveryName(g.RecoveryAction),
+			ECCSingle: g.ECCSingleVolatile, ECCDouble: g.ECCDoubleVolatile, ComputeMode: g.ComputeMode,
+		})
+	}
+	for i := range int(h.FaultCount) {
+		if fault := f.Fault(i); atomic.LoadUint64(&fault.Serial) != 0 {
+			shown.Faults = append(shown.Faults, describeFault(fault))
+		}
+	}
+	return shown
+}
+
+func condition(g *state.GPU) string {
+	switch {
+	case g.Present == 0:
+		return "gone"
+	case g.Lost != 0:
+		return "lost"
+	}
+	return "ok"
+}
+
+func describeFault(fault *state.Fault) shownFault {
+	shown := shownFault{Function: state.Text(fault.Function[:]), GPU: "any", Left: "always", Hits: atomic.LoadUint64(&fault.Hits)}
+	if fault.GPU != state.AnyGPU {
+		shown.GPU = fmt.Sprint(fault.GPU)
+	}
+	if left := atomic.LoadInt32(&fault.Remaining); left >= 0 {
+		shown.Left = fmt.Sprint(left)
+	}
+	shown.Effect = "fails: " + state.ErrorName(fault.Error)
+	if fault.Kind == state.FaultSlow {
+		shown.Effect = "slow: " + (time.Duration(fault.DelayMS) * time.Millisecond).String()
+	}
+	return shown
+}
+
+func (s shownNode) table(to io.Writer) error {
+	driver := "not loaded"
+	if s.DriverLoaded {
+		driver = s.DriverVersion
+	}
+	w := tabwriter.NewWriter(to, 0, 4, 2, ' ', 0)
+	fmt.Fprintf(w, "node %s, driver %s (load %d), in use: %t, events: %d\n\n", s.Node, driver, s.DriverEpoch, s.InUse, s.Events)
+	fmt.Fprintln(w, "GPU\tMINOR\tPCI\tNUMA\tNAME\tUUID\tCONDITION\tRECOVERY\tECC 1/2")
+	for _, g := range s.GPUs {
+		fmt.Fprintf(w, "%d\t%d\t%s\t%d\t%s\t%s\t%s\t%s\t%d/%d\n",
+			g.Index, g.Minor, g.PCI, g.NUMANode, g.Name, g.UUID, g.Condition, g.Recovery, g.ECCSingle, g.ECCDouble)
+	}
+	if len(s.Faults) > 0 {
+		fmt.Fprintln(w, "\nFUNCTION\tGPU\tEFFECT\tLEFT\tHITS")
+		for _, x := range s.Faults {
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%d\n", x.Function, x.GPU, x.Effect, x.Left, x.Hits)
+		}
+	}
+	return w.Flush()
+}

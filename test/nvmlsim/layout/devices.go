@@ -1,0 +1,205 @@
+package layout
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// The driver's character devices. The first major is NVIDIA's own; the others are dynamic, and taken where the kernel
+// has nothing: 195 and these must lead to no driver at all.
+const (
+	majorNVIDIA = 195
+	minorCtl    = 255
+	minorMode   = 254
+)
+
+// majors are the numbers of the driver's character devices.
+type majors struct {
+	uvm, caps, imex, nvswitch uint32
+}
+
+type deviceNode struct {
+	name         string
+	major, minor uint32
+	mode         uint32
+}
+
+// kernelCharDevices reads the character devices that the machine's kernel really has.
+func kernelCharDevices() (map[uint32]string, error) {
+	file, err := os.Open("/proc/devices")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = file.Close() }()
+	used := map[uint32]string{}
+	lines := bufio.NewScanner(file)
+	for lines.Scan() {
+		if strings.HasPrefix(lines.Text(), "Block devices") {
+			break
+		}
+		var major uint32
+		var name string
+		if n, _ := fmt.Sscanf(lines.Text(), "%d %s", &major, &name); n == 2 {
+			used[major] = name
+		}
+	}
+	return used, lines.Err()
+}
+
+// chooseMajors takes free dynamic majors. A node whose /proc/devices shows our own tree has them already.
+func chooseMajors() (majors, error) {
+	used, err := kernelCharDevices()
+	if err != nil {
+		return majors{}, err
+	}
+	for major, name := range used {
+		if strings.HasPrefix(name, "nvidia") {
+			delete(used, major)
+		}
+	}
+	var free []uint32
+	for major := uint32(511); major >= 384 && len(free) < 4; major-- {
+		if _, taken := used[major]; !taken {
+			free = append(free, major)
+		}
+	}
+	if len(free) < 4 {
+		return majors{}, errors.New("no four free majors between 384 and 511")
+	}
+	return majors{uvm: free[0], caps: free[1], imex: free[2], nvswitch: free[3]}, nil
+}
+
+func (c *Config) nodes(v view) ([]deviceNode, error) {
+	if c.NoDevices || c.NoFiles || (c.Kind == Container && !v.loaded) {
+		return nil, nil
+	}
+	m, err := chooseMajors()
+	if err != nil {
+		return nil, err
+	}
+	nodes := []deviceNode{
+		{"nvidiactl", majorNVIDIA, minorCtl, 0o666},
+		{"nvidia-modeset", majorNVIDIA, minorMode, 0o666},
+		{"nvidia-caps/nvidia-cap1", m.caps, 1, 0o400},
+		{"nvidia-caps/nvidia-cap2", m.caps, 2, 0o444},
+	}
+	if !c.NoUVM {
+		nodes = append(nodes, deviceNode{"nvidia-uvm", m.uvm, 0, 0o666}, deviceNode{"nvidia-uvm-tools", m.uvm, 1, 0o666})
+	}
+	for i, card := range c.Node.GPUs {
+		if v.gpus[i].present {
+			nodes = append(nodes, deviceNode{fmt.Sprintf("nvidia%d", *card.Minor), majorNVIDIA, *card.Minor, 0o666})
+		}
+	}
+	return nodes, nil
+}
+
+// applyDevices makes the nodes that should be there and removes the others that it knows the names of.
+func (c *Config) applyDevices(v view) error {
+	nodes, err := c.nodes(v)
+	if err != nil {
+		return err
+	}
+	if len(nodes) > 0 && !c.PlainDevices {
+		if err := refuseRealDriver(); err != nil {
+			return err
+		}
+	}
+	folder := c.deviceDir()
+	wanted := map[string]bool{}
+	for _, node := range nodes {
+		wanted[node.name] = true
+		if err := c.makeNode(folder, node); err != nil {
+			return err
+		}
+	}
+	for _, name := range c.knownNames() {
+		if wanted[name] {
+			continue
+		}
+		if err := removeNode(filepath.Join(folder, name)); err != nil {
+			return err
+		}
+	}
+	if len(nodes) == 0 {
+		_ = os.Remove(filepath.Join(folder, "nvidia-caps")) // only where it is empty
+	}
+	return nil
+}
+
+// refuseRealDriver keeps the layout off a machine whose NVIDIA driver would answer on the device numbers.
+func refuseRealDriver() error {
+	if _, err := os.Stat("/sys/module/nvidia"); err == nil {
+		return errors.New("this machine's kernel has a real NVIDIA driver: device nodes made here would reach real GPUs; use --plain-devices")
+	}
+	return nil
+}
+
+func (c *Config) knownNames() []string {
+	names := []string{"nvidiactl", "nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-caps/nvidia-cap1", "nvidia-caps/nvidia-cap2"}
+	for _, card := range c.Node.GPUs {
+		names = append(names, fmt.Sprintf("nvidia%d", *card.Minor))
+	}
+	return names
+}
+
+func (c *Config) makeNode(folder string, node deviceNode) error {
+	path := filepath.Join(folder, node.name)
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	if c.PlainDevices {
+		return writeFile(path, "", os.FileMode(node.mode))
+	}
+	number := int(unix.Mkdev(node.major, node.minor))
+	var have unix.Stat_t
+	if err := unix.Lstat(path, &have); err == nil {
+		if have.Mode&unix.S_IFMT == unix.S_IFCHR && have.Rdev == uint64(number) {
+			return unix.Chmod(path, node.mode)
+		}
+		if err := removeNode(path); err != nil {
+			return err
+		}
+	}
+	if err := unix.Mknod(path, unix.S_IFCHR|node.mode, number); err != nil {
+		return fmt.Errorf("mknod %s c %d %d: %w (not allowed here? --plain-devices makes ordinary files)", path, node.major, node.minor, err)
+	}
+	if err := unix.Chmod(path, node.mode); err != nil {
+		return err
+	}
+	return checkNode(path)
+}
+
+// checkNode catches a folder on a file system mounted nodev: every open there fails with EACCES, and no GPU would be seen.
+func checkNode(path string) error {
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
+	if err == nil {
+		return unix.Close(fd)
+	}
+	if errors.Is(err, syscall.EACCES) {
+		return fmt.Errorf("open %s: %w: is its file system mounted nodev? Take another --dev, or --plain-devices", path, err)
+	}
+	return nil
+}
+
+// removeNode removes a device node or a plain stand-in of one: nothing that has content.
+func removeNode(path string) error {
+	info, err := os.Lstat(path)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if info.Mode()&os.ModeCharDevice == 0 && (!info.Mode().IsRegular() || info.Size() > 0) {
+		return fmt.Errorf("%s is no device node: not removed", path)
+	}
+	return os.Remove(path)
+}

@@ -1,0 +1,180 @@
+package layout
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// keepSources copies what the driver root is made from into the layout, so that the driver can be reloaded, or come later, without
+// the build folder.
+func keepSources(root string, s Sources) error {
+	files := filepath.Join(root, "files")
+	if err := empty(files); err != nil {
+		return err
+	}
+	if s.Library == "" {
+		return errors.New("no library given: build it with make -C test/nvmlsim, and name it with --lib")
+	}
+	if err := copyFile(s.Library, filepath.Join(files, "libnvidia-ml.so.1"), 0o644); err != nil {
+		return err
+	}
+	standins, err := filepath.Glob(filepath.Join(filepath.Dir(s.Library), "standin", "*.so.1"))
+	if err != nil {
+		return err
+	}
+	if len(standins) == 0 {
+		return fmt.Errorf("no stand-in libraries in %s: build them with make -C test/nvmlsim", filepath.Join(filepath.Dir(s.Library), "standin"))
+	}
+	for _, path := range standins {
+		if err := copyFile(path, filepath.Join(files, filepath.Base(path)), 0o644); err != nil {
+			return err
+		}
+	}
+	if s.SMI != "" {
+		if err := copyFile(s.SMI, filepath.Join(files, "nvidia-smi"), 0o755); err != nil {
+			return err
+		}
+	}
+	if s.Hook != "" {
+		return copyFile(s.Hook, filepath.Join(root, "bin", "nvidia-cdi-hook"), 0o755)
+	}
+	return nil
+}
+
+// applyDriverRoot installs the driver's files under their versioned names, or removes them. Names of another version go.
+func (c *Config) applyDriverRoot(v view) error {
+	if c.NoFiles || (c.Kind == Container && !v.loaded) {
+		return empty(c.DriverRoot())
+	}
+	libraries := c.path("driver", c.LibraryDir)
+	if err := os.MkdirAll(libraries, 0o755); err != nil {
+		return err
+	}
+	if err := c.removeOtherVersions(libraries, v.version); err != nil {
+		return err
+	}
+	sources, err := filepath.Glob(c.path("files", "*.so.1"))
+	if err != nil {
+		return err
+	}
+	for _, source := range sources {
+		name := strings.TrimSuffix(filepath.Base(source), ".1") // libcuda.so
+		versioned := name + "." + v.version
+		if err := copyFile(source, filepath.Join(libraries, versioned), 0o644); err != nil {
+			return err
+		}
+		if err := link(versioned, filepath.Join(libraries, name+".1")); err != nil {
+			return err
+		}
+	}
+	if err := link("libcuda.so.1", filepath.Join(libraries, "libcuda.so")); err != nil {
+		return err
+	}
+	if err := c.linkState(v.version); err != nil {
+		return err
+	}
+	smi := c.path("files", "nvidia-smi")
+	if _, err := os.Stat(smi); errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	return copyFile(smi, c.path("driver", c.binDir(), "nvidia-smi"), 0o755)
+}
+
+func (c *Config) firmware() string { return c.path("driver", "lib", "firmware", "nvidia") }
+
+func (c *Config) removeOtherVersions(libraries, version string) error {
+	files, err := filepath.Glob(filepath.Join(libraries, "lib*.so.*.*"))
+	if err != nil {
+		return err
+	}
+	for _, file := range files {
+		if !strings.HasSuffix(file, ".so."+version) {
+			if err := os.Remove(file); err != nil {
+				return err
+			}
+		}
+	}
+	folders, err := filepath.Glob(filepath.Join(c.firmware(), "*"))
+	if err != nil {
+		return err
+	}
+	for _, folder := range folders {
+		if filepath.Base(folder) != version {
+			if err := os.RemoveAll(folder); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// linkState puts the state file into the firmware folder: the same inode, which containers may hold.
+func (c *Config) linkState(version string) error {
+	target := filepath.Join(c.firmware(), version, StateFile)
+	if err := os.MkdirAll(filepath.Dir(target), 0o755); err != nil {
+		return err
+	}
+	have, errHave := os.Stat(target)
+	want, err := os.Stat(StatePath(c.root))
+	if err != nil {
+		return err
+	}
+	if errHave == nil && os.SameFile(have, want) {
+		return nil
+	}
+	if err := os.RemoveAll(target); err != nil {
+		return err
+	}
+	return os.Link(StatePath(c.root), target)
+}
+
+// copyFile puts a new file in place of an old one, which a process may have mapped. An equal one stays.
+func copyFile(from, to string, mode os.FileMode) error {
+	if same(from, to, mode) {
+		return nil
+	}
+	in, err := os.Open(from)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = in.Close() }()
+	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
+		return err
+	}
+	out, err := os.OpenFile(to+".new", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, mode)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(out, in)
+	if err := errors.Join(err, out.Chmod(mode), out.Close()); err != nil {
+		return fmt.Errorf("copy %s to %s: %w", from, to, err)
+	}
+	return os.Rename(to+".new", to)
+}
+
+func same(a, b string, mode os.FileMode) bool {
+	info, err := os.Lstat(b)
+	if err != nil || info.Mode() != mode {
+		return false
+	}
+	one, errOne := os.ReadFile(a)
+	other, errOther := os.ReadFile(b)
+	return errOne == nil && errOther == nil && string(one) == string(other)
+}
+
+func link(target, path string) error {
+	if have, err := os.Readlink(path); err == nil && have == target {
+		return nil
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(path); err != nil {
+		return err
+	}
+	return os.Symlink(target, path)
+}

@@ -1,0 +1,171 @@
+package layout
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// Options of Up.
+type Options struct {
+	Root    string
+	Config  Config
+	Sources Sources
+	Models  map[string]*model.GPU
+	// DriverVersion and CUDAVersion, where given, stand above the node file's.
+	DriverVersion, CUDAVersion string
+	Seed                       string
+	// NoDriver: the driver comes later.
+	NoDriver bool
+	// Fresh makes the state anew. Otherwise a state that is there is kept, as over a reboot: the driver is loaded again,
+	// and what is broken stays broken.
+	Fresh bool
+}
+
+// Up makes a layout.
+func Up(o Options) (*Config, error) {
+	root, err := filepath.Abs(o.Root)
+	if err != nil {
+		return nil, err
+	}
+	c := o.Config
+	c.root = root
+	if err := c.complete(); err != nil {
+		return nil, err
+	}
+	c.NoFiles = o.NoDriver
+	if err := os.MkdirAll(root, 0o755); err != nil {
+		return nil, fmt.Errorf("make layout root: %w", err)
+	}
+	if err := keepSources(root, o.Sources); err != nil {
+		return nil, err
+	}
+	f, err := openState(root, &c, o)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }()
+	if o.NoDriver {
+		if err := f.Unload(true); err != nil {
+			return nil, err
+		}
+	}
+	if err := c.Save(); err != nil {
+		return nil, err
+	}
+	return &c, c.Apply(f)
+}
+
+// openState keeps the state of a root that was up before, as a reboot does, or makes it.
+func openState(root string, c *Config, o Options) (*state.File, error) {
+	path := StatePath(root)
+	if _, err := os.Stat(path); err == nil && !o.Fresh {
+		f, err := state.Open(path)
+		if err != nil {
+			return nil, err
+		}
+		if f.GPUCount() != len(c.Node.GPUs) || state.Text(f.Header().NodeName[:]) != c.Node.Name {
+			_ = f.Close()
+			return nil, fmt.Errorf("%s is the state of node %q: add --fresh to make another node here", path, state.Text(f.Header().NodeName[:]))
+		}
+		if err := f.Load(o.DriverVersion, o.CUDAVersion, true); err != nil {
+			_ = f.Close()
+			return nil, err
+		}
+		return f, nil
+	}
+	spec := state.Spec{Node: c.Node, Models: o.Models, DriverVersion: o.DriverVersion, CUDAVersion: o.CUDAVersion, Seed: o.Seed}
+	if spec.DriverVersion == "" {
+		spec.DriverVersion = c.Node.DriverVersion
+	}
+	if spec.CUDAVersion == "" {
+		spec.CUDAVersion = c.Node.CUDAVersion
+	}
+	return state.Create(path, spec)
+}
+
+// Apply makes the disk agree with the configuration and the state.
+func (c *Config) Apply(f *state.File) error {
+	v := look(f)
+	steps := []struct {
+		what string
+		do   func(view) error
+	}{
+		{"driver root", c.applyDriverRoot},
+		{"proc tree", c.applyProc},
+		{"sysfs tree", c.applySys},
+		{"device nodes", c.applyDevices},
+		{"proc mounts", c.applyMounts},
+	}
+	for _, step := range steps {
+		if err := step.do(v); err != nil {
+			return fmt.Errorf("lay out %s in %s: %w", step.what, c.root, err)
+		}
+	}
+	return nil
+}
+
+// Down removes a layout with its state.
+func Down(root string) error {
+	root, err := filepath.Abs(root)
+	if err != nil {
+		return err
+	}
+	c, err := Load(root)
+	if err != nil {
+		return err
+	}
+	c.MountProc = false
+	if err := c.applyMounts(view{}); err != nil {
+		return err
+	}
+	c.NoDevices = true
+	if err := c.applyDevices(view{}); err != nil {
+		return err
+	}
+	var failed []error
+	for _, name := range []string{"driver", "proc", "sys", "files", "bin", StateFile, "layout.yaml"} {
+		failed = append(failed, os.RemoveAll(filepath.Join(root, name)))
+	}
+	// The root itself may be a mount point, or hold what is not ours.
+	if err := os.Remove(root); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		entries, readErr := os.ReadDir(root)
+		if readErr == nil && len(entries) == 0 {
+			failed = append(failed, err)
+		}
+	}
+	return errors.Join(failed...)
+}
+
+// writeFile writes a file of a tree, in place where it is there: it may be bind-mounted elsewhere.
+func writeFile(path, content string, mode fs.FileMode) error {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	if err := os.WriteFile(path, []byte(content), mode); err != nil {
+		return err
+	}
+	return os.Chmod(path, mode)
+}
+
+// empty removes what is in a folder, and makes the folder where it is not there: it may be a mount point.
+func empty(folder string) error {
+	if err := os.MkdirAll(folder, 0o755); err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(folder)
+	if err != nil {
+		return err
+	}
+	for _, entry := range entries {
+		if err := os.RemoveAll(filepath.Join(folder, entry.Name())); err != nil {
+			return err
+		}
+	}
+	return nil
+}

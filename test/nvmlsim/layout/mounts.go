@@ -1,0 +1,57 @@
+package layout
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// applyMounts puts the proc tree over the machine's own, or takes it away: code that reads /proc/driver or /proc/devices by absolute
+// path then sees the simulated driver. It is meant for a node with a mount namespace of its own.
+func (c *Config) applyMounts(view) error {
+	for _, m := range []struct{ from, to string }{
+		{c.path("proc", "driver"), "/proc/driver"},
+		{c.path("proc", "devices"), "/proc/devices"},
+	} {
+		mounted, err := isMountPoint(m.to)
+		if err != nil {
+			return err
+		}
+		switch {
+		case c.MountProc && !mounted:
+			if err := unix.Mount(m.from, m.to, "", unix.MS_BIND, ""); err != nil {
+				return fmt.Errorf("bind %s over %s: %w", m.from, m.to, err)
+			}
+		case !c.MountProc && mounted && c.mountedByUs(m.to, m.from):
+			if err := unix.Unmount(m.to, unix.MNT_DETACH); err != nil {
+				return fmt.Errorf("unmount %s: %w", m.to, err)
+			}
+		}
+	}
+	return nil
+}
+
+// mountedByUs: what lies at the mount point is the very file of the layout.
+func (c *Config) mountedByUs(mountPoint, from string) bool {
+	one, errOne := os.Stat(mountPoint)
+	other, errOther := os.Stat(from)
+	return errOne == nil && errOther == nil && os.SameFile(one, other)
+}
+
+func isMountPoint(path string) (bool, error) {
+	file, err := os.Open("/proc/self/mountinfo")
+	if err != nil {
+		return false, err
+	}
+	defer func() { _ = file.Close() }()
+	lines := bufio.NewScanner(file)
+	for lines.Scan() {
+		if fields := strings.Fields(lines.Text()); len(fields) > 4 && fields[4] == path {
+			return true, nil
+		}
+	}
+	return false, lines.Err()
+}

@@ -1,0 +1,160 @@
+package layout
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"sort"
+	"strings"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+)
+
+// The driver numbers its capabilities by one counter: two for MIG as a whole, then for every GPU 15 GPU instances, each with
+// itself and 8 compute instances, whether they exist or not (open-gpu-kernel-modules, kernel-open/nvidia/nv-caps.c).
+const (
+	capGPUs, capGIs, capCIs = 32, 15, 8
+	capConfig, capMonitor   = 1, 2
+	capFirst                = 3
+	capIMEX                 = capFirst + capGPUs*capGIs*(1+capCIs)
+)
+
+// applyProc draws the proc tree.
+func (c *Config) applyProc(v view) error {
+	m, err := chooseMajors()
+	if err != nil {
+		return err
+	}
+	devices, err := c.procDevices(v, m)
+	if err != nil {
+		return err
+	}
+	if err := writeFile(c.path("proc", "devices"), devices, 0o644); err != nil {
+		return err
+	}
+	driver := c.path("proc", "driver")
+	if err := empty(driver); err != nil {
+		return err
+	}
+	if !v.loaded {
+		return nil
+	}
+	files := map[string]string{
+		"nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  " + v.version + "  Thu Jan  1 00:00:00 UTC 1970\n" +
+			"GCC version:  gcc version 12.2.0\n",
+		"nvidia/params":                          procParams,
+		"nvidia/capabilities/mig/config":         capability(capConfig, 0o400),
+		"nvidia/capabilities/mig/monitor":        capability(capMonitor, 0o444),
+		"nvidia/capabilities/fabric-imex-mgmt":   capability(capIMEX, 0o400),
+		"nvidia-nvlink/capabilities/fabric-mgmt": capability(0, 0o400),
+		"nvidia-caps/mig-minors":                 migMinors(),
+		"nvidia-caps/nvlink-minors":              "fabric-mgmt 0\n",
+		"nvidia-caps/sys-minors":                 fmt.Sprintf("fabric-imex-mgmt %d\n", capIMEX),
+	}
+	for i, card := range c.Node.GPUs {
+		if !v.gpus[i].present {
+			continue
+		}
+		files["nvidia/gpus/"+card.PCI+"/information"] = gpuInformation(card, v.gpus[i].product, v.version)
+		if err := os.MkdirAll(filepath.Join(driver, fmt.Sprintf("nvidia/capabilities/gpu%d/mig", *card.Minor)), 0o755); err != nil {
+			return err
+		}
+	}
+	for name, content := range files {
+		if err := writeFile(filepath.Join(driver, name), content, 0o444); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// procDevices is the machine's own list with the driver's devices in it, or without them while no driver is loaded.
+func (c *Config) procDevices(v view, m majors) (string, error) {
+	own, err := os.ReadFile("/proc/devices")
+	if err != nil {
+		return "", err
+	}
+	characters, blocks, found := strings.Cut(string(own), "\nBlock devices:\n")
+	if !found {
+		return "", fmt.Errorf("/proc/devices has no section %q", "Block devices:")
+	}
+	type line struct {
+		major uint32
+		name  string
+	}
+	var lines []line
+	for text := range strings.SplitSeq(characters, "\n") {
+		var l line
+		if n, _ := fmt.Sscanf(text, "%d %s", &l.major, &l.name); n == 2 && !strings.HasPrefix(l.name, "nvidia") {
+			lines = append(lines, l)
+		}
+	}
+	if v.loaded {
+		lines = append(lines, line{majorNVIDIA, "nvidia"}, line{majorNVIDIA, "nvidiactl"}, line{majorNVIDIA, "nvidia-modeset"},
+			line{m.uvm, "nvidia-uvm"}, line{m.caps, "nvidia-caps"}, line{m.imex, "nvidia-caps-imex-channels"})
+		if c.hasNVSwitch() {
+			lines = append(lines, line{m.nvswitch, "nvidia-nvswitch"})
+		}
+	}
+	sort.SliceStable(lines, func(i, j int) bool { return lines[i].major < lines[j].major })
+	var text strings.Builder
+	text.WriteString("Character devices:\n")
+	for _, l := range lines {
+		fmt.Fprintf(&text, "%3d %s\n", l.major, l.name)
+	}
+	return text.String() + "\nBlock devices:\n" + blocks, nil
+}
+
+func (c *Config) hasNVSwitch() bool {
+	for _, device := range c.Node.Others {
+		if device.Vendor == "0x10de" && device.Class == "0x068000" {
+			return true
+		}
+	}
+	return false
+}
+
+// capability is the content of a capability file; the mode is printed in decimal.
+func capability(minor, mode int) string {
+	return fmt.Sprintf("DeviceFileMinor: %d\nDeviceFileMode: %d\nDeviceFileModify: 1\n", minor, mode)
+}
+
+func migMinors() string {
+	var text strings.Builder
+	fmt.Fprintf(&text, "config %d\nmonitor %d\n", capConfig, capMonitor)
+	minor := capFirst
+	for gpu := range capGPUs {
+		for gi := range capGIs {
+			fmt.Fprintf(&text, "gpu%d/gi%d/access %d\n", gpu, gi, minor)
+			minor++
+			for ci := range capCIs {
+				fmt.Fprintf(&text, "gpu%d/gi%d/ci%d/access %d\n", gpu, gi, ci, minor)
+				minor++
+			}
+		}
+	}
+	return text.String()
+}
+
+// gpuInformation follows the driver's own separators (kernel-open/nvidia/nv-procfs.c).
+func gpuInformation(card model.Card, product, version string) string {
+	return fmt.Sprintf("Model: \t\t %s\nIRQ:   \t\t %d\nGPU UUID: \t %s\nVideo BIOS: \t %s\nBus Type: \t PCIe\nDMA Size: \t 52 bits\n"+
+		"DMA Mask: \t 0xfffffffffffff\nBus Location: \t %s\nDevice Minor: \t %d\nGPU Firmware: \t %s\nGPU Excluded:\t No\n",
+		product, 100+*card.Minor, card.UUID, "??.??.??.??.??", card.PCI, *card.Minor, version)
+}
+
+const procParams = `ModifyDeviceFiles: 1
+DeviceFileUID: 0
+DeviceFileGID: 0
+DeviceFileMode: 438
+EnableMSI: 1
+PreserveVideoMemoryAllocations: 0
+ImexChannelCount: 2048
+CreateImexChannel0: 0
+RegistryDwords: ""
+RegistryDwordsPerDevice: ""
+RmMsg: ""
+GpuBlacklist: ""
+TemporaryFilePath: ""
+ExcludedGpus: ""
+`

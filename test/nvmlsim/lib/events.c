@@ -1,0 +1,197 @@
+/*
+ * Events: a ring in the shared state, and event sets of this process.
+ *
+ * A poster (the control tool) fills an entry and then stores its number; a set remembers the number that it has read up to. A
+ * reader that was away for longer than the ring holds skips what is gone. A waiter sleeps on the shared futex word, and
+ * looks again every so often, so that a lost wake-up costs no more than that.
+ */
+#define _GNU_SOURCE
+#include "sim.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MAX_SETS = 256, LOOK_AGAIN_MS = 100 };
+#define SET_TAG UINT64_C(0x4e5345)
+
+static const uint64_t supported_types =
+    nvmlEventTypeSingleBitEccError | nvmlEventTypeDoubleBitEccError | nvmlEventTypeXidCriticalError;
+
+struct event_set {
+    uint64_t serial;   /* tells a reused slot from the freed set that was there; 0: free */
+    uint64_t cursor;   /* number of the next event to look at */
+    uint32_t gpus;     /* length of types */
+    uint64_t *types;   /* wanted event types by GPU number */
+};
+
+static pthread_mutex_t sets_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct event_set sets[MAX_SETS];
+static uint64_t last_serial;
+
+/* A set's handle is its slot and serial, so a freed one is refused. */
+static nvmlEventSet_t set_handle(unsigned int slot)
+{
+    uint64_t value = SET_TAG << 40 | (sets[slot].serial & 0xffffffff) << 8 | slot;
+    nvmlEventSet_t handle;
+    memcpy(&handle, &value, sizeof handle);
+    return handle;
+}
+
+static struct event_set *find_set(nvmlEventSet_t handle)
+{
+    uint64_t value;
+    memcpy(&value, &handle, sizeof value);
+    struct event_set *set = &sets[value & 0xff];
+    if (value >> 40 != SET_TAG || set->serial == 0 || (set->serial & 0xffffffff) != ((value >> 8) & 0xffffffff))
+        return NULL;
+    return set;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *handle)
+{
+    ENTER();
+    REQUIRE(handle);
+    nvmlReturn_t result = NVML_ERROR_MEMORY;
+    pthread_mutex_lock(&sets_lock);
+    for (unsigned int slot = 0; slot < MAX_SETS; slot++) {
+        struct event_set *set = &sets[slot];
+        if (set->serial != 0)
+            continue;
+        uint32_t gpus = sim_state()->gpu_count;
+        set->types = calloc(gpus > 0 ? gpus : 1, sizeof *set->types);
+        if (!set->types)
+            break;
+        set->gpus = gpus;
+        set->cursor = LOAD(sim_state()->event_seq);
+        set->serial = ++last_serial;
+        *handle = set_handle(slot);
+        result = NVML_SUCCESS;
+        break;
+    }
+    pthread_mutex_unlock(&sets_lock);
+    return result;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlEventSetFree(nvmlEventSet_t handle)
+{
+    nvmlReturn_t result = NVML_ERROR_INVALID_ARGUMENT;
+    pthread_mutex_lock(&sets_lock);
+    struct event_set *set = find_set(handle);
+    if (set) {
+        free(set->types);
+        memset(set, 0, sizeof *set);
+        result = NVML_SUCCESS;
+    }
+    pthread_mutex_unlock(&sets_lock);
+    return result;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetSupportedEventTypes(nvmlDevice_t device, unsigned long long *types)
+{
+    ENTER_GPU(device);
+    REQUIRE(types);
+    *types = sim_model(gpu)->ecc ? supported_types : nvmlEventTypeXidCriticalError;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long long types, nvmlEventSet_t handle)
+{
+    ENTER_GPU(device);
+    if (types & ~(sim_model(gpu)->ecc ? supported_types : (uint64_t)nvmlEventTypeXidCriticalError))
+        return NVML_ERROR_NOT_SUPPORTED;
+    unsigned int number = (unsigned int)sim_handle_gpu(device);
+    nvmlReturn_t result = NVML_ERROR_INVALID_ARGUMENT;
+    pthread_mutex_lock(&sets_lock);
+    struct event_set *set = find_set(handle);
+    if (set && number < set->gpus) {
+        set->types[number] |= types;
+        result = NVML_SUCCESS;
+    }
+    pthread_mutex_unlock(&sets_lock);
+    return result;
+}
+
+/* The set's next event that somebody registered for. False: none yet. */
+static bool next_event(struct event_set *set, nvmlEventData_t *data)
+{
+    const struct nvmlsim_header *state = sim_state();
+    uint64_t posted = LOAD(state->event_seq);
+    if (posted - set->cursor > state->event_count)
+        set->cursor = posted - state->event_count;
+    while (set->cursor < posted) {
+        const struct nvmlsim_event *slot = sim_event_at(set->cursor);
+        struct nvmlsim_event event = *slot;
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        bool complete = event.seq == set->cursor + 1 && LOAD(slot->seq) == event.seq;
+        set->cursor++;
+        if (!complete || event.gpu >= set->gpus || !(set->types[event.gpu] & event.type))
+            continue; /* overwritten meanwhile, or not for us */
+        memset(data, 0, sizeof *data);
+        data->device = sim_gpu_handle(event.gpu);
+        data->eventType = event.type;
+        data->eventData = event.data;
+        data->gpuInstanceId = event.gpu_instance;
+        data->computeInstanceId = event.compute_instance;
+        return true;
+    }
+    return false;
+}
+
+static bool watches_lost_gpu(const struct event_set *set)
+{
+    for (uint32_t i = 0; i < set->gpus; i++)
+        if (set->types[i] && LOAD(sim_gpu_at(i)->lost))
+            return true;
+    return false;
+}
+
+static nvmlReturn_t look(nvmlEventSet_t handle, nvmlEventData_t *data)
+{
+    nvmlReturn_t result = NVML_ERROR_TIMEOUT;
+    pthread_mutex_lock(&sets_lock);
+    struct event_set *set = find_set(handle);
+    if (!set)
+        result = NVML_ERROR_INVALID_ARGUMENT;
+    else if (next_event(set, data))
+        result = NVML_SUCCESS;
+    else if (watches_lost_gpu(set))
+        result = NVML_ERROR_GPU_IS_LOST;
+    pthread_mutex_unlock(&sets_lock);
+    return result;
+}
+
+static uint64_t now_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t handle, nvmlEventData_t *data, unsigned int timeout_ms)
+{
+    ENTER();
+    REQUIRE(data);
+    uint64_t start = now_ms();
+    for (;;) {
+        uint32_t wake = LOAD(sim_state()->event_wake); /* read before looking: what comes after it wakes us */
+        nvmlReturn_t result = sim_check_initialized();
+        if (result == NVML_SUCCESS)
+            result = look(handle, data);
+        uint64_t waited = now_ms() - start;
+        if (result != NVML_ERROR_TIMEOUT || waited >= timeout_ms)
+            return result;
+        uint64_t nap = timeout_ms - waited < LOOK_AGAIN_MS ? timeout_ms - waited : LOOK_AGAIN_MS;
+        struct timespec pause = {.tv_nsec = (long)nap * 1000000};
+        syscall(SYS_futex, &sim_state()->event_wake, FUTEX_WAIT, wake, &pause, NULL, 0);
+    }
+}
+
+NVMLSIM_API nvmlReturn_t nvmlEventSetWait(nvmlEventSet_t handle, nvmlEventData_t *data, unsigned int timeout_ms)
+{
+    return nvmlEventSetWait_v2(handle, data, timeout_ms);
+}

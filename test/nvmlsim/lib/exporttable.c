@@ -1,0 +1,68 @@
+/*
+ * The table of unnamed functions that nvidia-smi asks for besides NVML's named ones.
+ *
+ * It is not documented. What is known comes from watching nvidia-smi 535, 550 and 555 run against a table of 256 functions that
+ * only reported how they were called; the slots are the same in all three:
+ *     26        a trace callback that must not be written through
+ *     81        handle by index
+ *     192, 193  set and get a time-slice
+ *     213-215   lists of processes
+ * Every other slot succeeds and, where it was given a device and a pointer, writes the number 0 there: "none", "off".
+ */
+#include "sim.h"
+
+#include <string.h>
+
+enum { SLOTS = 256, SLOT_TRACE = 26, SLOT_HANDLE_BY_INDEX = 81 };
+
+static bool is_device(const void *value)
+{
+    nvmlDevice_t device;
+    _Static_assert(sizeof device == sizeof value, "a handle is as wide as a pointer");
+    memcpy(&device, &value, sizeof device);
+    return sim_check_initialized() == NVML_SUCCESS && sim_handle_gpu(device) >= 0;
+}
+
+static bool is_pointer(const void *value) { return (uintptr_t)value > 0x100000; }
+
+static nvmlReturn_t called(unsigned int slot, void *first, void *second)
+{
+    if (slot == SLOT_HANDLE_BY_INDEX && (uintptr_t)first <= UINT16_MAX && is_pointer(second))
+        return nvmlDeviceGetHandleByIndex_v2((unsigned int)(uintptr_t)first, second);
+    if (slot != SLOT_TRACE && is_device(first) && is_pointer(second))
+        *(unsigned int *)second = 0;
+    return NVML_SUCCESS;
+}
+
+/* One function for each slot, since a slot is all that tells them apart: slot_00 to slot_ff. */
+#define EACH_LOW(DO, high)                                                                                              \
+    DO(high##0) DO(high##1) DO(high##2) DO(high##3) DO(high##4) DO(high##5) DO(high##6) DO(high##7) DO(high##8)         \
+    DO(high##9) DO(high##a) DO(high##b) DO(high##c) DO(high##d) DO(high##e) DO(high##f)
+#define EACH_SLOT(DO)                                                                                                   \
+    EACH_LOW(DO, 0) EACH_LOW(DO, 1) EACH_LOW(DO, 2) EACH_LOW(DO, 3) EACH_LOW(DO, 4) EACH_LOW(DO, 5) EACH_LOW(DO, 6)     \
+    EACH_LOW(DO, 7) EACH_LOW(DO, 8) EACH_LOW(DO, 9) EACH_LOW(DO, a) EACH_LOW(DO, b) EACH_LOW(DO, c) EACH_LOW(DO, d)     \
+    EACH_LOW(DO, e) EACH_LOW(DO, f)
+
+#define DEFINE(number) \
+    static nvmlReturn_t slot_##number(void *first, void *second) { return called(0x##number, first, second); }
+EACH_SLOT(DEFINE)
+
+#define NAME(number) slot_##number,
+static nvmlReturn_t (*const functions[SLOTS])(void *, void *) = {EACH_SLOT(NAME)};
+
+NVMLSIM_API nvmlReturn_t nvmlInternalGetExportTable(const void **table, const unsigned char *id);
+NVMLSIM_API nvmlReturn_t nvmlInternalGetExportTable(const void **table, const unsigned char *id)
+{
+    /* 6c3efec4-8fc9-4e6c-a327-ee696e12f7c4, as it lies in memory */
+    static const unsigned char known[16] = {0xc4, 0xfe, 0x3e, 0x6c, 0xc9, 0x8f, 0x6c, 0x4e,
+                                            0xa3, 0x27, 0xee, 0x69, 0x6e, 0x12, 0xf7, 0xc4};
+    static const void *slots[SLOTS];
+    REQUIRE(table && id);
+    if (memcmp(id, known, sizeof known) != 0)
+        return NVML_ERROR_NOT_SUPPORTED;
+    for (unsigned int i = 1; i < SLOTS; i++)
+        memcpy(&slots[i], &functions[i], sizeof slots[i]);
+    slots[0] = (const void *)(uintptr_t)0x1000; /* the table begins with its own size in bytes */
+    *table = slots;
+    return NVML_SUCCESS;
+}

@@ -1,0 +1,78 @@
+/*
+ * Faults that the control tool ordered: a named function is slow, or fails, always or n times, for one GPU or all.
+ *
+ * A call counts itself before it waits, so that a test sees from outside that it has arrived. A wait ends
+ * early when the fault is cleared. Where the state is mapped read-only a call cannot count, so only faults without a
+ * number of times hold there.
+ */
+#define _GNU_SOURCE
+#include "sim.h"
+
+#include <string.h>
+#include <time.h>
+
+enum { POLL_MS = 10 };
+
+static uint64_t now_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
+
+static void wait_while_in_force(const struct nvmlsim_fault *fault, uint64_t serial, uint64_t delay_ms)
+{
+    uint64_t end = now_ms() + delay_ms;
+    for (uint64_t now = now_ms(); now < end && LOAD(fault->serial) == serial; now = now_ms()) {
+        uint64_t nap = end - now < POLL_MS ? end - now : POLL_MS;
+        struct timespec pause = {.tv_nsec = (long)nap * 1000000};
+        nanosleep(&pause, NULL);
+    }
+}
+
+static bool matches(const struct nvmlsim_fault *fault, const char *function, int gpu)
+{
+    if (fault->gpu >= 0 && fault->gpu != gpu)
+        return false;
+    return strcmp(fault->function, "*") == 0 || strncmp(fault->function, function, sizeof fault->function) == 0;
+}
+
+/* Takes one of the calls that the fault still holds for. */
+static bool take(struct nvmlsim_fault *fault)
+{
+    int32_t left = LOAD(fault->remaining);
+    if (sim_state_read_only())
+        return left < 0;
+    while (left > 0)
+        if (__atomic_compare_exchange_n(&fault->remaining, &left, left - 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            break;
+    if (left == 0)
+        return false;
+    __atomic_add_fetch(&fault->hits, 1, __ATOMIC_ACQ_REL);
+    return true;
+}
+
+nvmlReturn_t sim_fault(const char *function, int gpu_number)
+{
+    const struct nvmlsim_header *state = sim_state();
+    for (unsigned int i = 0; i < state->fault_count; i++) {
+        struct nvmlsim_fault *fault = sim_fault_at(i);
+        uint64_t serial = LOAD(fault->serial);
+        if (serial == 0 || !matches(fault, function, gpu_number) || !take(fault))
+            continue;
+        if (fault->kind == NVMLSIM_FAULT_FAIL)
+            return (nvmlReturn_t)fault->error;
+        wait_while_in_force(fault, serial, fault->delay_ms);
+    }
+    return NVML_SUCCESS;
+}
+
+/* Every exported name without a simulation ends here, through the generated stubs. */
+nvmlReturn_t sim_unsimulated(const char *function);
+nvmlReturn_t sim_unsimulated(const char *function)
+{
+    nvmlReturn_t result = sim_check_initialized();
+    if (result == NVML_SUCCESS)
+        result = sim_fault(function, SIM_NO_GPU);
+    return result == NVML_SUCCESS ? NVML_ERROR_NOT_SUPPORTED : result;
+}

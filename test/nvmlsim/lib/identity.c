@@ -1,0 +1,203 @@
+/* What a GPU is: name, UUID, PCI address, architecture, memory, fabric. All of it comes from the model and node files. */
+#include "sim.h"
+
+#include <stdio.h>
+#include <string.h>
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char *name, unsigned int length)
+{
+    ENTER_GPU(device);
+    return sim_copy_string(name, length, sim_model(gpu)->name);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned int length)
+{
+    ENTER_GPU(device);
+    return sim_copy_string(uuid, length, gpu->uuid);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetSerial(nvmlDevice_t device, char *serial, unsigned int length)
+{
+    ENTER_GPU(device);
+    if (!gpu->serial[0])
+        return NVML_ERROR_NOT_SUPPORTED;
+    return sim_copy_string(serial, length, gpu->serial);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t device, unsigned int *minor)
+{
+    ENTER_GPU(device);
+    REQUIRE(minor);
+    *minor = gpu->minor;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetModuleId(nvmlDevice_t device, unsigned int *module)
+{
+    ENTER_GPU(device);
+    REQUIRE(module);
+    *module = gpu->module_id;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t *pci)
+{
+    ENTER_GPU(device);
+    REQUIRE(pci);
+    memset(pci, 0, sizeof *pci);
+    pci->domain = gpu->pci_domain;
+    pci->bus = gpu->pci_bus;
+    pci->device = gpu->pci_device;
+    pci->pciDeviceId = sim_model(gpu)->pci_device_id;
+    pci->pciSubSystemId = sim_model(gpu)->pci_subsystem_id;
+    snprintf(pci->busId, sizeof pci->busId, "%08X:%02X:%02X.0", gpu->pci_domain, gpu->pci_bus & 0xff, gpu->pci_device & 0x1f);
+    snprintf(pci->busIdLegacy, sizeof pci->busIdLegacy, "%04X:%02X:%02X.0", gpu->pci_domain & 0xffff, gpu->pci_bus & 0xff,
+             gpu->pci_device & 0x1f);
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetPciInfo(nvmlDevice_t device, nvmlPciInfo_t *pci)
+{
+    return nvmlDeviceGetPciInfo_v3(device, pci);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetPciInfo_v2(nvmlDevice_t device, nvmlPciInfo_t *pci)
+{
+    return nvmlDeviceGetPciInfo_v3(device, pci);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetPciInfoExt(nvmlDevice_t device, nvmlPciInfoExt_t *pci)
+{
+    ENTER_GPU(device);
+    REQUIRE(pci);
+    if (pci->version != nvmlPciInfoExt_v1)
+        return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+    memset(pci, 0, sizeof *pci);
+    pci->version = nvmlPciInfoExt_v1;
+    pci->domain = gpu->pci_domain;
+    pci->bus = gpu->pci_bus;
+    pci->device = gpu->pci_device;
+    pci->pciDeviceId = sim_model(gpu)->pci_device_id;
+    pci->pciSubSystemId = sim_model(gpu)->pci_subsystem_id;
+    pci->baseClass = 3;
+    pci->subClass = 2;
+    snprintf(pci->busId, sizeof pci->busId, "%08X:%02X:%02X.0", gpu->pci_domain, gpu->pci_bus & 0xff, gpu->pci_device & 0x1f);
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetNumaNodeId(nvmlDevice_t device, unsigned int *node)
+{
+    ENTER_GPU(device);
+    REQUIRE(node);
+    /* This asks for the memory node of the GPU itself, which only coherent platforms have; not for the node it is near. */
+    (void)gpu;
+    return NVML_ERROR_NOT_SUPPORTED;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetBrand(nvmlDevice_t device, nvmlBrandType_t *brand)
+{
+    ENTER_GPU(device);
+    REQUIRE(brand);
+    *brand = (nvmlBrandType_t)sim_model(gpu)->brand;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetArchitecture(nvmlDevice_t device, nvmlDeviceArchitecture_t *architecture)
+{
+    ENTER_GPU(device);
+    REQUIRE(architecture);
+    *architecture = sim_model(gpu)->architecture;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetCudaComputeCapability(nvmlDevice_t device, int *major, int *minor)
+{
+    ENTER_GPU(device);
+    REQUIRE(major && minor);
+    *major = (int)sim_model(gpu)->cc_major;
+    *minor = (int)sim_model(gpu)->cc_minor;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetAddressingMode(nvmlDevice_t device, nvmlDeviceAddressingMode_t *mode)
+{
+    ENTER_GPU(device);
+    REQUIRE(mode);
+    if (mode->version != nvmlDeviceAddressingMode_v1)
+        return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+    mode->value = sim_model(gpu)->addressing_mode;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetVirtualizationMode(nvmlDevice_t device, nvmlGpuVirtualizationMode_t *mode)
+{
+    ENTER_GPU(device);
+    (void)gpu;
+    REQUIRE(mode);
+    *mode = NVML_GPU_VIRTUALIZATION_MODE_NONE;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
+{
+    ENTER_GPU(device);
+    REQUIRE(memory);
+    memory->total = (unsigned long long)sim_model(gpu)->memory_mib << 20;
+    memory->used = 0;
+    memory->free = memory->total;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
+{
+    ENTER_GPU(device);
+    REQUIRE(memory);
+    if (memory->version != nvmlMemory_v2)
+        return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+    memory->total = (unsigned long long)sim_model(gpu)->memory_mib << 20;
+    memory->reserved = 0;
+    memory->used = 0;
+    memory->free = memory->total;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBAR1Memory_t *memory)
+{
+    ENTER_GPU(device);
+    REQUIRE(memory);
+    if (sim_model(gpu)->bar1_mib == NVMLSIM_ABSENT)
+        return NVML_ERROR_NOT_SUPPORTED;
+    memory->bar1Total = (unsigned long long)sim_model(gpu)->bar1_mib << 20;
+    memory->bar1Used = 1 << 20;
+    memory->bar1Free = memory->bar1Total - memory->bar1Used;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t device, nvmlGpuFabricInfo_t *info)
+{
+    ENTER_GPU(device);
+    REQUIRE(info);
+    memset(info, 0, sizeof *info);
+    memcpy(info->clusterUuid, gpu->fabric_cluster, sizeof gpu->fabric_cluster);
+    info->status = NVML_SUCCESS;
+    info->cliqueId = gpu->fabric_clique;
+    info->state = (nvmlGpuFabricState_t)gpu->fabric_state;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGpuFabricInfoV_t *info)
+{
+    ENTER_GPU(device);
+    REQUIRE(info);
+    /* Version 3 is version 2 with one byte more at its end, which version 2 leaves as padding: do not touch it there. */
+    if (info->version != nvmlGpuFabricInfo_v2 && info->version != nvmlGpuFabricInfo_v3)
+        return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+    memcpy(info->clusterUuid, gpu->fabric_cluster, sizeof gpu->fabric_cluster);
+    info->status = NVML_SUCCESS;
+    info->cliqueId = gpu->fabric_clique;
+    info->state = (nvmlGpuFabricState_t)gpu->fabric_state;
+    info->healthMask = 0;
+    if (info->version == nvmlGpuFabricInfo_v3)
+        info->healthSummary = NVML_GPU_FABRIC_HEALTH_SUMMARY_NOT_SUPPORTED;
+    return NVML_SUCCESS;
+}

@@ -1,0 +1,62 @@
+/* The modes that an operator, or the driver plugin, may set: persistence and compute mode. */
+#include "sim.h"
+
+static nvmlReturn_t set_word(uint32_t *word, uint32_t value)
+{
+    nvmlReturn_t result = sim_write_begin();
+    if (result != NVML_SUCCESS)
+        return result;
+    STORE(*word, value);
+    sim_write_end();
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t device, nvmlEnableState_t *mode)
+{
+    ENTER_GPU(device);
+    REQUIRE(mode);
+    *mode = (nvmlEnableState_t)LOAD(gpu->persistence_mode);
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceSetPersistenceMode(nvmlDevice_t device, nvmlEnableState_t mode)
+{
+    ENTER_GPU(device);
+    REQUIRE((unsigned int)mode <= NVML_FEATURE_ENABLED);
+    return set_word(&gpu->persistence_mode, mode);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, nvmlComputeMode_t *mode)
+{
+    ENTER_GPU(device);
+    REQUIRE(mode);
+    *mode = (nvmlComputeMode_t)LOAD(gpu->compute_mode);
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceSetComputeMode(nvmlDevice_t device, nvmlComputeMode_t mode)
+{
+    ENTER_GPU(device);
+    REQUIRE((unsigned int)mode < NVML_COMPUTEMODE_COUNT);
+    if (mode == NVML_COMPUTEMODE_EXCLUSIVE_THREAD) /* gone since CUDA 8 */
+        return NVML_ERROR_NOT_SUPPORTED;
+    return set_word(&gpu->compute_mode, mode);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetDisplayMode(nvmlDevice_t device, nvmlEnableState_t *mode)
+{
+    ENTER_GPU(device);
+    (void)gpu;
+    REQUIRE(mode);
+    *mode = NVML_FEATURE_DISABLED;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetDisplayActive(nvmlDevice_t device, nvmlEnableState_t *mode)
+{
+    ENTER_GPU(device);
+    (void)gpu;
+    REQUIRE(mode);
+    *mode = NVML_FEATURE_DISABLED;
+    return NVML_SUCCESS;
+}

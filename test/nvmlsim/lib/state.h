@@ -1,0 +1,174 @@
+/*
+ * The simulated node's state: one file that every process maps.
+ *
+ * The control tool (Go, package state) writes it from YAML and changes it later; the library reads it,
+ * and changes the few words that NVML's setters stand for. Both sides know the layout below: every field has
+ * a fixed width and natural alignment, and a test compares each offset and size with the Go structs.
+ *
+ * Rules that keep the file sound whatever is killed at whatever moment:
+ *   - The file is changed in place. Containers bind-mount its inode, so it is never replaced.
+ *   - A writer holds an open-file-description lock on byte NVMLSIM_LOCK_WRITE; the kernel drops it with
+ *     the process. `generation` is odd while a writer is at work; the next writer takes over an odd one.
+ *   - A reader takes no lock. Every change becomes visible by one aligned store: of the value itself, or,
+ *     for an event and a fault, of the number that says that the entry is complete.
+ *   - A process between nvmlInit and nvmlShutdown holds a shared lock on byte NVMLSIM_LOCK_IN_USE:
+ *     so the tool can tell whether anybody would notice that the driver goes away.
+ */
+#ifndef NVMLSIM_STATE_H
+#define NVMLSIM_STATE_H
+
+#include <stdint.h>
+
+#define NVMLSIM_MAGIC UINT64_C(0x314d49534c4d564e) /* "NVMLSIM1", little endian */
+#define NVMLSIM_LAYOUT 1u
+
+enum {
+    NVMLSIM_LOCK_WRITE = 0,
+    NVMLSIM_LOCK_IN_USE = 1,
+
+    NVMLSIM_NAME = 96,
+    NVMLSIM_PROFILES = 24,
+    NVMLSIM_CI_PROFILES = 40,
+    NVMLSIM_PLACEMENTS = 16,
+};
+
+#define NVMLSIM_ABSENT UINT32_MAX /* a value that the model file does not give: answered with NOT_SUPPORTED */
+
+struct nvmlsim_header {
+    uint64_t magic;
+    uint32_t layout;
+    uint32_t header_size;
+    uint32_t model_size;
+    uint32_t gpu_size;
+    uint32_t event_size;
+    uint32_t fault_size;
+    uint32_t model_count;
+    uint32_t gpu_count;
+    uint32_t event_count; /* capacity of the ring */
+    uint32_t fault_count; /* capacity of the table */
+    uint64_t model_offset;
+    uint64_t gpu_offset;
+    uint64_t event_offset;
+    uint64_t fault_offset;
+    uint64_t total_size;
+
+    uint64_t generation;   /* odd while a writer is at work */
+    uint64_t event_seq;    /* events posted so far */
+    uint32_t event_wake;   /* futex word: changes whenever a waiter should look again */
+    uint32_t driver_loaded;
+    uint32_t driver_epoch; /* changes with every load of the driver */
+    uint32_t cuda_version; /* 12040 for 12.4 */
+    char driver_version[32];
+    char node_name[64];
+    char seed[64];
+};
+
+/* One GPU instance profile of a model, as `nvidia-smi mig -lgip` and `-lgipp` print it. */
+struct nvmlsim_profile {
+    uint32_t nvml_profile; /* NVML_GPU_INSTANCE_PROFILE_* */
+    uint32_t id;           /* the profile ID that the hardware reports */
+    uint32_t slices;
+    uint32_t instances_max;
+    uint32_t p2p;
+    uint32_t sm;
+    uint32_t copy_engines;
+    uint32_t decoders;
+    uint32_t encoders;
+    uint32_t jpeg_engines;
+    uint32_t ofa_engines;
+    uint32_t placement_size;
+    uint32_t placement_count;
+    uint32_t placement_starts[NVMLSIM_PLACEMENTS];
+    uint32_t reserved;
+    uint64_t memory_mib;
+    char name[32];
+};
+
+/* One compute instance profile, for the GPU instances that have gi_slices slices. */
+struct nvmlsim_ci_profile {
+    uint32_t gi_slices;
+    uint32_t id;
+    uint32_t slices;
+    uint32_t instances_max;
+    uint32_t sm;
+    uint32_t placement_count;
+    uint32_t placement_starts[8];
+};
+
+struct nvmlsim_model {
+    char key[64]; /* the model file's name without .yaml */
+    char name[NVMLSIM_NAME];
+    uint32_t brand;
+    uint32_t architecture;
+    uint32_t cc_major;
+    uint32_t cc_minor;
+    uint32_t pci_device_id;    /* device << 16 | vendor, as NVML gives it */
+    uint32_t pci_subsystem_id;
+    uint32_t multiprocessors;
+    uint32_t ecc;              /* ECC supported and on */
+    uint32_t power_limit_mw;
+    uint32_t power_idle_mw;
+    uint32_t addressing_mode;  /* NVML_DEVICE_ADDRESSING_MODE_* */
+    uint32_t mig_supported;
+    uint32_t mig_max_instances;
+    uint32_t profile_count;
+    uint32_t ci_profile_count;
+    uint32_t bar1_mib;
+    uint64_t memory_mib;
+    struct nvmlsim_profile profiles[NVMLSIM_PROFILES];
+    struct nvmlsim_ci_profile ci_profiles[NVMLSIM_CI_PROFILES];
+};
+
+/* One GPU of the node. GPUs stand in the order of their PCI addresses. */
+struct nvmlsim_gpu {
+    uint32_t model; /* index into the models */
+    uint32_t minor; /* N of /dev/nvidiaN */
+    uint32_t pci_domain;
+    uint32_t pci_bus;
+    uint32_t pci_device;
+    int32_t numa_node;
+    uint32_t module_id;
+    uint32_t present; /* enumerated by the driver; 0: it was lost when the driver loaded */
+    uint32_t lost;    /* fell off the bus while the driver was loaded */
+    uint32_t persistence_mode;
+    uint32_t compute_mode;
+    uint32_t mig_current;
+    uint32_t mig_pending;
+    uint32_t recovery_action; /* NVML_GPU_RECOVERY_ACTION_* */
+    uint32_t remap_pending;
+    uint32_t remap_failure;
+    uint64_t ecc_single_volatile;
+    uint64_t ecc_double_volatile;
+    uint64_t ecc_single_aggregate;
+    uint64_t ecc_double_aggregate;
+    uint32_t fabric_state;  /* NVML_GPU_FABRIC_STATE_* */
+    uint32_t fabric_clique;
+    uint8_t fabric_cluster[16];
+    char uuid[48];
+    char serial[32];
+};
+
+struct nvmlsim_event {
+    uint64_t seq; /* 1 + the event's number, stored last: the entry is complete */
+    uint64_t type;
+    uint64_t data;
+    uint32_t gpu;
+    uint32_t gpu_instance;
+    uint32_t compute_instance;
+    uint32_t reserved;
+};
+
+enum nvmlsim_fault_kind { NVMLSIM_FAULT_SLOW = 1, NVMLSIM_FAULT_FAIL = 2 };
+
+struct nvmlsim_fault {
+    uint64_t serial; /* unique while it is in force, 0 when the entry is free; stored last */
+    uint64_t delay_ms;
+    uint64_t hits;      /* calls that met this fault */
+    uint32_t kind;
+    uint32_t error;     /* nvmlReturn_t */
+    int32_t gpu;        /* -1: whatever GPU, or none */
+    int32_t remaining;  /* calls that it still holds for; -1: every call */
+    char function[64];  /* an NVML function's name, or "*" */
+};
+
+#endif

@@ -1,0 +1,154 @@
+/*
+ * Readings of an idle GPU: enough for nvidia-smi's table. Power comes from the model file; a reading that
+ * no fact stands behind is not made up: it answers NOT_SUPPORTED, and nvidia-smi prints N/A.
+ */
+#include "sim.h"
+
+#include <string.h>
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *utilization)
+{
+    ENTER_GPU(device);
+    (void)gpu;
+    REQUIRE(utilization);
+    memset(utilization, 0, sizeof *utilization); /* nothing ever runs here */
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetPerformanceState(nvmlDevice_t device, nvmlPstates_t *state)
+{
+    ENTER_GPU(device);
+    (void)gpu;
+    REQUIRE(state);
+    *state = NVML_PSTATE_0;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetPowerState(nvmlDevice_t device, nvmlPstates_t *state)
+{
+    return nvmlDeviceGetPerformanceState(device, state);
+}
+
+static nvmlReturn_t known(unsigned int *to, uint32_t value)
+{
+    REQUIRE(to);
+    if (value == NVMLSIM_ABSENT)
+        return NVML_ERROR_NOT_SUPPORTED;
+    *to = value;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetPowerUsage(nvmlDevice_t device, unsigned int *milliwatts)
+{
+    ENTER_GPU(device);
+    return known(milliwatts, sim_model(gpu)->power_idle_mw);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(nvmlDevice_t device, unsigned int *milliwatts)
+{
+    ENTER_GPU(device);
+    return known(milliwatts, sim_model(gpu)->power_limit_mw);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetPowerManagementLimit(nvmlDevice_t device, unsigned int *milliwatts)
+{
+    ENTER_GPU(device);
+    return known(milliwatts, sim_model(gpu)->power_limit_mw);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t device, unsigned int *milliwatts)
+{
+    ENTER_GPU(device);
+    return known(milliwatts, sim_model(gpu)->power_limit_mw);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetPowerManagementMode(nvmlDevice_t device, nvmlEnableState_t *mode)
+{
+    ENTER_GPU(device);
+    REQUIRE(mode);
+    if (sim_model(gpu)->power_limit_mw == NVMLSIM_ABSENT)
+        return NVML_ERROR_NOT_SUPPORTED;
+    *mode = NVML_FEATURE_ENABLED;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetEccMode(nvmlDevice_t device, nvmlEnableState_t *current, nvmlEnableState_t *pending)
+{
+    ENTER_GPU(device);
+    REQUIRE(current && pending);
+    if (!sim_model(gpu)->ecc)
+        return NVML_ERROR_NOT_SUPPORTED;
+    *current = *pending = NVML_FEATURE_ENABLED;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, nvmlMemoryErrorType_t type,
+                                                     nvmlEccCounterType_t counter, unsigned long long *count)
+{
+    ENTER_GPU(device);
+    REQUIRE(count && (unsigned int)type < NVML_MEMORY_ERROR_TYPE_COUNT && (unsigned int)counter < NVML_ECC_COUNTER_TYPE_COUNT);
+    if (!sim_model(gpu)->ecc)
+        return NVML_ERROR_NOT_SUPPORTED;
+    bool single = type == NVML_MEMORY_ERROR_TYPE_CORRECTED;
+    if (counter == NVML_VOLATILE_ECC)
+        *count = single ? LOAD(gpu->ecc_single_volatile) : LOAD(gpu->ecc_double_volatile);
+    else
+        *count = single ? LOAD(gpu->ecc_single_aggregate) : LOAD(gpu->ecc_double_aggregate);
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetMemoryErrorCounter(nvmlDevice_t device, nvmlMemoryErrorType_t type,
+                                                         nvmlEccCounterType_t counter, nvmlMemoryLocation_t location,
+                                                         unsigned long long *count)
+{
+    if (location != NVML_MEMORY_LOCATION_DRAM) { /* injected errors are the memory's */
+        ENTER_GPU(device);
+        REQUIRE(count);
+        if (!sim_model(gpu)->ecc)
+            return NVML_ERROR_NOT_SUPPORTED;
+        *count = 0;
+        return NVML_SUCCESS;
+    }
+    return nvmlDeviceGetTotalEccErrors(device, type, counter, count);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned int *correctable, unsigned int *uncorrectable,
+                                                   unsigned int *pending, unsigned int *failed)
+{
+    ENTER_GPU(device);
+    REQUIRE(correctable && uncorrectable && pending && failed);
+    if (sim_model(gpu)->architecture < NVML_DEVICE_ARCH_AMPERE) /* older GPUs retire pages instead */
+        return NVML_ERROR_NOT_SUPPORTED;
+    *correctable = 0;
+    *uncorrectable = (unsigned int)LOAD(gpu->ecc_double_aggregate);
+    *pending = LOAD(gpu->remap_pending);
+    *failed = LOAD(gpu->remap_failure);
+    return NVML_SUCCESS;
+}
+
+/* No process ever runs on a simulated GPU: the lists are empty. */
+static nvmlReturn_t no_processes(unsigned int *count)
+{
+    REQUIRE(count);
+    *count = 0;
+    return NVML_SUCCESS;
+}
+
+#define NO_PROCESSES(name, entry)                                                                 \
+    NVMLSIM_API nvmlReturn_t name(nvmlDevice_t device, unsigned int *count, entry *processes)     \
+    {                                                                                             \
+        ENTER_GPU(device);                                                                        \
+        (void)gpu;                                                                                \
+        (void)processes;                                                                          \
+        return no_processes(count);                                                               \
+    }
+
+NO_PROCESSES(nvmlDeviceGetComputeRunningProcesses, nvmlProcessInfo_v1_t)
+NO_PROCESSES(nvmlDeviceGetComputeRunningProcesses_v2, nvmlProcessInfo_v2_t)
+NO_PROCESSES(nvmlDeviceGetComputeRunningProcesses_v3, nvmlProcessInfo_t)
+NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses, nvmlProcessInfo_v1_t)
+NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v2, nvmlProcessInfo_v2_t)
+NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v3, nvmlProcessInfo_t)
+NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses, nvmlProcessInfo_v1_t)
+NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v2, nvmlProcessInfo_v2_t)
+NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, nvmlProcessInfo_t)

@@ -1,0 +1,206 @@
+package state
+
+import (
+	"bytes"
+	"fmt"
+	"unsafe"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+)
+
+// idleShareOfPower is a display value: an idle board draws about a tenth of its limit.
+const idleShareOfPower = 10
+
+func putString(to []byte, from, what string) error {
+	if len(from) >= len(to) {
+		return fmt.Errorf("%s %q is longer than %d bytes", what, from, len(to)-1)
+	}
+	clear(to)
+	copy(to, from)
+	return nil
+}
+
+// Text is the string in a fixed field.
+func Text(field []byte) string {
+	text, _, _ := bytes.Cut(field, []byte{0})
+	return string(text)
+}
+
+func flag(on bool) uint32 {
+	if on {
+		return 1
+	}
+	return 0
+}
+
+func compileModel(m *model.GPU, to *Model) error {
+	*to = Model{
+		Brand:           m.Brand.NVMLValue,
+		Architecture:    m.Architecture.NVMLValue,
+		Multiprocessors: m.Multiprocessors.Value,
+		ECC:             flag(m.ECC.Value),
+		PowerLimitMW:    Absent,
+		PowerIdleMW:     Absent,
+		BAR1MiB:         Absent,
+		MIGSupported:    flag(m.MIG.Supported.Value),
+		MIGMaxInstances: m.MIG.MaxInstances.Value,
+		MemoryMiB:       m.MemoryTotalMiB.Value,
+	}
+	if m.PowerLimitWatts.Known {
+		to.PowerLimitMW = m.PowerLimitWatts.Value * 1000
+		to.PowerIdleMW = to.PowerLimitMW / idleShareOfPower
+	}
+	if m.BAR1MiB.Known {
+		to.BAR1MiB = m.BAR1MiB.Value
+	}
+	var err error
+	if to.CCMajor, to.CCMinor, err = m.ComputeCapability(); err != nil {
+		return err
+	}
+	if to.PCIDeviceID, err = model.ParsePCIID(m.PCIDeviceID.Value); err != nil {
+		return err
+	}
+	if to.PCISubsystemID, err = model.ParsePCIID(m.PCISubsystemID.Value); err != nil {
+		return err
+	}
+	if to.AddressingMode, err = m.AddressingModeValue(); err != nil {
+		return err
+	}
+	if err := putString(to.Key[:], m.Key, "model file name"); err != nil {
+		return err
+	}
+	if err := putString(to.Name[:], m.ProductName.Value, "productName"); err != nil {
+		return err
+	}
+	if err := compileProfiles(m, to); err != nil {
+		return err
+	}
+	return compileCIProfiles(m, to)
+}
+
+func compileProfiles(m *model.GPU, to *Model) error {
+	if len(m.MIG.Profiles) > maxProfiles {
+		return fmt.Errorf("%d GPU instance profiles; the state file holds %d", len(m.MIG.Profiles), maxProfiles)
+	}
+	for i, from := range m.MIG.Profiles {
+		value, err := from.NVMLValue()
+		if err != nil {
+			return err
+		}
+		if len(from.Placements.Starts) > maxPlacements {
+			return fmt.Errorf("profile %q: %d placements; the state file holds %d", from.Name, len(from.Placements.Starts), maxPlacements)
+		}
+		p := &to.Profiles[i]
+		*p = Profile{
+			NVMLProfile: value, ID: from.ID, Slices: from.Slices, InstancesMax: from.InstancesMax,
+			P2P: flag(from.P2P == "Yes"), SM: from.SM, CopyEngines: from.CopyEngines, Decoders: from.Decoders,
+			Encoders: from.Encoders, JPEGEngines: from.JPEGEngines, OFAEngines: from.OFAEngines,
+			PlacementSize: from.Placements.Size, PlacementCount: uint32(len(from.Placements.Starts)), MemoryMiB: from.MemoryMiB,
+		}
+		copy(p.PlacementStarts[:], from.Placements.Starts)
+		if err := putString(p.Name[:], from.Name, "profile name"); err != nil {
+			return err
+		}
+	}
+	to.ProfileCount = uint32(len(m.MIG.Profiles))
+	return nil
+}
+
+// ciSlices are the slices of the compute instance profiles by their ID, as NVML_COMPUTE_INSTANCE_PROFILE_* counts them.
+var ciSlices = []uint32{0: 1, 1: 2, 2: 3, 3: 4, 4: 7, 5: 8, 6: 6, 7: 1}
+
+func compileCIProfiles(m *model.GPU, to *Model) error {
+	for _, slices := range []uint32{1, 2, 3, 4, 6, 7, 8} {
+		for _, from := range m.MIG.Compute.PerGPUInstance[fmt.Sprintf("%dg", slices)].Profiles {
+			if to.CIProfileCount == maxCIProfiles || from.ID >= uint32(len(ciSlices)) {
+				return fmt.Errorf("compute instance profile %q (ID %d) does not fit the state file", from.Name, from.ID)
+			}
+			c := &to.CIProfiles[to.CIProfileCount]
+			*c = CIProfile{GISlices: slices, ID: from.ID, Slices: ciSlices[from.ID], InstancesMax: from.InstancesMax, SM: from.SM}
+			for start := uint32(0); start+c.Slices <= slices && c.PlacementCount < 8; start += ciStep(c.Slices) {
+				c.PlacementStarts[c.PlacementCount] = start
+				c.PlacementCount++
+			}
+			to.CIProfileCount++
+		}
+	}
+	return nil
+}
+
+// ciStep is the distance of the places where a compute instance of so many slices can start: 3-slice ones start at 0 and 4.
+func ciStep(slices uint32) uint32 {
+	if slices == 3 {
+		return 4
+	}
+	return slices
+}
+
+func compileCard(card model.Card, modelIndex uint32, to *GPU) error {
+	address, err := model.ParsePCIAddress(card.PCI)
+	if err != nil {
+		return err
+	}
+	*to = GPU{
+		Model: modelIndex, Minor: *card.Minor, PCIDomain: address.Domain, PCIBus: address.Bus, PCIDevice: address.Device,
+		NUMANode: card.NUMANode, ModuleID: *card.Module, Present: 1, PersistenceMode: 1,
+	}
+	if card.Fabric != nil {
+		if to.FabricState, err = card.Fabric.StateValue(); err != nil {
+			return err
+		}
+		if to.FabricCluster, err = card.Fabric.Cluster(); err != nil {
+			return err
+		}
+		to.FabricClique = card.Fabric.CliqueID
+	}
+	if err := putString(to.Serial[:], card.Serial, "serial"); err != nil {
+		return err
+	}
+	return putString(to.UUID[:], card.UUID, "uuid")
+}
+
+// Spec is all that a state file is made from.
+type Spec struct {
+	Node          *model.Node
+	Models        map[string]*model.GPU
+	DriverVersion string
+	CUDAVersion   string
+	Seed          string
+}
+
+// usedModels are the models that the node's GPUs name, in the order of their first use.
+func (s Spec) usedModels() ([]*model.GPU, map[string]uint32, error) {
+	var used []*model.GPU
+	index := map[string]uint32{}
+	for _, card := range s.Node.GPUs {
+		if _, seen := index[card.Model]; seen {
+			continue
+		}
+		m, ok := s.Models[card.Model]
+		if !ok {
+			return nil, nil, fmt.Errorf("GPU at %s: no model file %s.yaml", card.PCI, card.Model)
+		}
+		index[card.Model] = uint32(len(used))
+		used = append(used, m)
+	}
+	return used, index, nil
+}
+
+func align(n uint64) uint64 { return (n + 63) &^ 63 }
+
+// size lays the tables out behind the header.
+func (h *Header) size(models, gpus int) {
+	h.Magic, h.Layout = Magic, Layout
+	h.HeaderSize = uint32(unsafe.Sizeof(Header{}))
+	h.ModelSize = uint32(unsafe.Sizeof(Model{}))
+	h.GPUSize = uint32(unsafe.Sizeof(GPU{}))
+	h.EventSize = uint32(unsafe.Sizeof(Event{}))
+	h.FaultSize = uint32(unsafe.Sizeof(Fault{}))
+	h.ModelCount, h.GPUCount = uint32(models), uint32(gpus)
+	h.EventCount, h.FaultCount = eventCapacity, faultCapacity
+	h.ModelOffset = align(uint64(h.HeaderSize))
+	h.GPUOffset = align(h.ModelOffset + uint64(h.ModelCount)*uint64(h.ModelSize))
+	h.EventOffset = align(h.GPUOffset + uint64(h.GPUCount)*uint64(h.GPUSize))
+	h.FaultOffset = align(h.EventOffset + uint64(h.EventCount)*uint64(h.EventSize))
+	h.TotalSize = align(h.FaultOffset + uint64(h.FaultCount)*uint64(h.FaultSize))
+}

@@ -1,0 +1,166 @@
+package state
+
+import "math"
+
+// The magic number and version of the layout that this package and lib/state.h describe.
+const (
+	Magic  uint64 = 0x314d49534c4d564e
+	Layout uint32 = 1
+
+	lockWrite = 0
+	lockInUse = 1
+
+	maxProfiles   = 24
+	maxCIProfiles = 40
+	maxPlacements = 16
+
+	eventCapacity = 1024
+	faultCapacity = 64
+
+	// Absent marks a number that the model file does not give.
+	Absent uint32 = math.MaxUint32
+)
+
+// Header mirrors struct nvmlsim_header. The c tag is the field's name there.
+type Header struct {
+	Magic         uint64   `c:"magic"`
+	Layout        uint32   `c:"layout"`
+	HeaderSize    uint32   `c:"header_size"`
+	ModelSize     uint32   `c:"model_size"`
+	GPUSize       uint32   `c:"gpu_size"`
+	EventSize     uint32   `c:"event_size"`
+	FaultSize     uint32   `c:"fault_size"`
+	ModelCount    uint32   `c:"model_count"`
+	GPUCount      uint32   `c:"gpu_count"`
+	EventCount    uint32   `c:"event_count"`
+	FaultCount    uint32   `c:"fault_count"`
+	ModelOffset   uint64   `c:"model_offset"`
+	GPUOffset     uint64   `c:"gpu_offset"`
+	EventOffset   uint64   `c:"event_offset"`
+	FaultOffset   uint64   `c:"fault_offset"`
+	TotalSize     uint64   `c:"total_size"`
+	Generation    uint64   `c:"generation"`
+	EventSeq      uint64   `c:"event_seq"`
+	EventWake     uint32   `c:"event_wake"`
+	DriverLoaded  uint32   `c:"driver_loaded"`
+	DriverEpoch   uint32   `c:"driver_epoch"`
+	CUDAVersion   uint32   `c:"cuda_version"`
+	DriverVersion [32]byte `c:"driver_version"`
+	NodeName      [64]byte `c:"node_name"`
+	Seed          [64]byte `c:"seed"`
+}
+
+// Profile mirrors struct nvmlsim_profile.
+type Profile struct {
+	NVMLProfile     uint32                `c:"nvml_profile"`
+	ID              uint32                `c:"id"`
+	Slices          uint32                `c:"slices"`
+	InstancesMax    uint32                `c:"instances_max"`
+	P2P             uint32                `c:"p2p"`
+	SM              uint32                `c:"sm"`
+	CopyEngines     uint32                `c:"copy_engines"`
+	Decoders        uint32                `c:"decoders"`
+	Encoders        uint32                `c:"encoders"`
+	JPEGEngines     uint32                `c:"jpeg_engines"`
+	OFAEngines      uint32                `c:"ofa_engines"`
+	PlacementSize   uint32                `c:"placement_size"`
+	PlacementCount  uint32                `c:"placement_count"`
+	PlacementStarts [maxPlacements]uint32 `c:"placement_starts"`
+	Reserved        uint32                `c:"reserved"`
+	MemoryMiB       uint64                `c:"memory_mib"`
+	Name            [32]byte              `c:"name"`
+}
+
+// CIProfile mirrors struct nvmlsim_ci_profile.
+type CIProfile struct {
+	GISlices        uint32    `c:"gi_slices"`
+	ID              uint32    `c:"id"`
+	Slices          uint32    `c:"slices"`
+	InstancesMax    uint32    `c:"instances_max"`
+	SM              uint32    `c:"sm"`
+	PlacementCount  uint32    `c:"placement_count"`
+	PlacementStarts [8]uint32 `c:"placement_starts"`
+}
+
+// Model mirrors struct nvmlsim_model.
+type Model struct {
+	Key             [64]byte                 `c:"key"`
+	Name            [96]byte                 `c:"name"`
+	Brand           uint32                   `c:"brand"`
+	Architecture    uint32                   `c:"architecture"`
+	CCMajor         uint32                   `c:"cc_major"`
+	CCMinor         uint32                   `c:"cc_minor"`
+	PCIDeviceID     uint32                   `c:"pci_device_id"`
+	PCISubsystemID  uint32                   `c:"pci_subsystem_id"`
+	Multiprocessors uint32                   `c:"multiprocessors"`
+	ECC             uint32                   `c:"ecc"`
+	PowerLimitMW    uint32                   `c:"power_limit_mw"`
+	PowerIdleMW     uint32                   `c:"power_idle_mw"`
+	AddressingMode  uint32                   `c:"addressing_mode"`
+	MIGSupported    uint32                   `c:"mig_supported"`
+	MIGMaxInstances uint32                   `c:"mig_max_instances"`
+	ProfileCount    uint32                   `c:"profile_count"`
+	CIProfileCount  uint32                   `c:"ci_profile_count"`
+	BAR1MiB         uint32                   `c:"bar1_mib"`
+	MemoryMiB       uint64                   `c:"memory_mib"`
+	Profiles        [maxProfiles]Profile     `c:"profiles"`
+	CIProfiles      [maxCIProfiles]CIProfile `c:"ci_profiles"`
+}
+
+// GPU mirrors struct nvmlsim_gpu.
+type GPU struct {
+	Model              uint32   `c:"model"`
+	Minor              uint32   `c:"minor"`
+	PCIDomain          uint32   `c:"pci_domain"`
+	PCIBus             uint32   `c:"pci_bus"`
+	PCIDevice          uint32   `c:"pci_device"`
+	NUMANode           int32    `c:"numa_node"`
+	ModuleID           uint32   `c:"module_id"`
+	Present            uint32   `c:"present"`
+	Lost               uint32   `c:"lost"`
+	PersistenceMode    uint32   `c:"persistence_mode"`
+	ComputeMode        uint32   `c:"compute_mode"`
+	MIGCurrent         uint32   `c:"mig_current"`
+	MIGPending         uint32   `c:"mig_pending"`
+	RecoveryAction     uint32   `c:"recovery_action"`
+	RemapPending       uint32   `c:"remap_pending"`
+	RemapFailure       uint32   `c:"remap_failure"`
+	ECCSingleVolatile  uint64   `c:"ecc_single_volatile"`
+	ECCDoubleVolatile  uint64   `c:"ecc_double_volatile"`
+	ECCSingleAggregate uint64   `c:"ecc_single_aggregate"`
+	ECCDoubleAggregate uint64   `c:"ecc_double_aggregate"`
+	FabricState        uint32   `c:"fabric_state"`
+	FabricClique       uint32   `c:"fabric_clique"`
+	FabricCluster      [16]byte `c:"fabric_cluster"`
+	UUID               [48]byte `c:"uuid"`
+	Serial             [32]byte `c:"serial"`
+}
+
+// Event mirrors struct nvmlsim_event.
+type Event struct {
+	Seq             uint64 `c:"seq"`
+	Type            uint64 `c:"type"`
+	Data            uint64 `c:"data"`
+	GPU             uint32 `c:"gpu"`
+	GPUInstance     uint32 `c:"gpu_instance"`
+	ComputeInstance uint32 `c:"compute_instance"`
+	Reserved        uint32 `c:"reserved"`
+}
+
+// Kinds of faults.
+const (
+	FaultSlow uint32 = 1
+	FaultFail uint32 = 2
+)
+
+// Fault mirrors struct nvmlsim_fault.
+type Fault struct {
+	Serial    uint64   `c:"serial"`
+	DelayMS   uint64   `c:"delay_ms"`
+	Hits      uint64   `c:"hits"`
+	Kind      uint32   `c:"kind"`
+	Error     uint32   `c:"error"`
+	GPU       int32    `c:"gpu"`
+	Remaining int32    `c:"remaining"`
+	Function  [64]byte `c:"function"`
+}
