@@ -1,0 +1,343 @@
+package chart
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	appsv1 "k8s.io/api/apps/v1"
+	batchv1 "k8s.io/api/batch/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+)
+
+// everything switches on all that is off by default.
+var everything = []string{
+	"--set", "metrics.service.enabled=true", "--set", "metrics.podMonitor.enabled=true", "--set", "metrics.podMonitor.labels.team=gpu",
+	"--set", "criticalPodsQuota.enabled=true", "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu",
+	"--set", "image.digest=sha256:" + strings.Repeat("0a", 32), "--set", "imagePullSecrets[0].name=pull",
+	"--set", "driverRoot=/run/nvidia/driver", "--set", "devRoot=/driver-root/driver", "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook",
+	"--set", "kubeletRootDir=/var/lib/k0s/kubelet", "--set", "criSocket=/run/k0s/containerd.sock",
+	"--set", "nodeSelector.gpu=yes", "--set", "extraArgs[0]=--grpc-health-address=:8081", "--set", "extraEnv[0].name=A", "--set", "extraEnv[0].value=b",
+	"--set", "extraVolumes[0].name=more", "--set", "extraVolumes[0].hostPath.path=/more",
+	"--set", "extraVolumeMounts[0].name=more", "--set", "extraVolumeMounts[0].mountPath=/more",
+	"--set", "podLabels.a=b", "--set", "podAnnotations.a=b", "--set", "serviceAccount.annotations.a=b", "--set", "uninstall.force=true",
+	"--set-json", `affinity={"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":{"nodeSelectorTerms":[{"matchExpressions":[{"key":"a","operator":"Exists"}]}]}}}`,
+}
+
+// nothing switches off all that can be.
+var nothing = []string{
+	"--set", "rbac.create=false", "--set", "serviceAccount.create=false", "--set", "serviceAccount.name=mine", "--set", "admissionPolicy.enabled=false",
+	"--set", "deviceClasses.gpu.enabled=false", "--set", "uninstall.enabled=false", "--set", "criSocket=", "--set", "priorityClassName=",
+	"--set-json", "tolerations=[]",
+}
+
+var valueSets = map[string][]string{
+	"defaults":     nil,
+	"everything":   everything,
+	"nothing":      nothing,
+	"test cluster": {"--values", "../e2e/values.yaml"},
+}
+
+func TestEveryValueSetRendersObjectsThatTheAPIKnows(t *testing.T) {
+	for name, args := range valueSets {
+		t.Run(name, func(t *testing.T) {
+			objects, text := render(t, args...)
+			if len(objects) < 2 {
+				t.Errorf("rendered %d objects:\n%s", len(objects), text)
+			}
+			for _, object := range objects {
+				m := object.(metav1.Object)
+				switch object.(type) {
+				case *corev1.ServiceAccount, *corev1.ConfigMap, *corev1.Service, *corev1.ResourceQuota, *appsv1.DaemonSet, *rbacv1.Role, *rbacv1.RoleBinding, *batchv1.Job:
+					if m.GetNamespace() != namespace {
+						t.Errorf("%T %s is in namespace %q, want the release's", object, m.GetName(), m.GetNamespace())
+					}
+				default:
+					if m.GetNamespace() != "" {
+						t.Errorf("%T %s has no namespace, but says %q", object, m.GetName(), m.GetNamespace())
+					}
+				}
+			}
+		})
+	}
+}
+
+// The plugin decodes strictly: a key of the ConfigMap that it does not know, or a value that it refuses, would keep every Pod from starting.
+func TestThePluginAcceptsItsConfigurationFile(t *testing.T) {
+	for name, args := range valueSets {
+		t.Run(name, func(t *testing.T) {
+			objects, _ := render(t, args...)
+			path := filepath.Join(t.TempDir(), "config.yaml")
+			if err := os.WriteFile(path, []byte(only[*corev1.ConfigMap](t, objects, plugin).Data["config.yaml"]), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			container := only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec.Containers[0]
+			environ := []string{"GPU_DRA_CONFIG=" + path}
+			for _, e := range container.Env {
+				if e.ValueFrom != nil {
+					environ = append(environ, e.Name+"=node-1")
+				}
+			}
+			cfg, err := config.Load("gpu-kubelet-plugin", container.Args, environ, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if cfg.NodeName != "node-1" || cfg.Namespace != "node-1" || cfg.PodName != "node-1" || cfg.PodUID != "node-1" {
+				t.Errorf("the environment does not say who the plugin is: %+v", cfg)
+			}
+			if cfg.DaemonSetName != plugin {
+				t.Errorf("daemonsetName is %q, want %q", cfg.DaemonSetName, plugin)
+			}
+			checkMounts(t, cfg, only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec)
+		})
+	}
+}
+
+// checkMounts holds the file's paths against the Pod's mounts: what both the host and the plugin name must be one place.
+func checkMounts(t *testing.T, cfg *config.Config, pod corev1.PodSpec) {
+	t.Helper()
+	host := func(inside string) string {
+		best, source := "", ""
+		for _, mount := range pod.Containers[0].VolumeMounts {
+			if inside != mount.MountPath && !strings.HasPrefix(inside, strings.TrimSuffix(mount.MountPath, "/")+"/") || len(mount.MountPath) < len(best) {
+				continue
+			}
+			for _, volume := range pod.Volumes {
+				if volume.Name == mount.Name && volume.HostPath != nil {
+					best, source = mount.MountPath, volume.HostPath.Path
+				}
+			}
+		}
+		return filepath.Join(source, strings.TrimPrefix(inside, best))
+	}
+	for what, path := range map[string]string{
+		"plugin directory": cfg.PluginDir, "registration directory": cfg.RegistrarDir, "CDI root": cfg.CDIRoot, "hook": cfg.HookPath,
+	} {
+		if got := host(path); got != path {
+			t.Errorf("%s: %s in the container is %q on the host, want the same path", what, path, got)
+		}
+	}
+	if got := host(cfg.DriverRootMount); got != cfg.DriverRoot {
+		t.Errorf("driver root: %s in the container is %q on the host, want %s", cfg.DriverRootMount, got, cfg.DriverRoot)
+	}
+	if !strings.HasPrefix(cfg.SysfsRoot, "/host/") || !strings.HasPrefix(cfg.ProcRoot, "/host/") {
+		t.Errorf("sysfs and procfs are not the host's: %s, %s", cfg.SysfsRoot, cfg.ProcRoot)
+	}
+}
+
+func TestTheDaemonSet(t *testing.T) {
+	objects, _ := render(t)
+	set := only[*appsv1.DaemonSet](t, objects, plugin)
+	pod := set.Spec.Template.Spec
+	container := pod.Containers[0]
+
+	t.Run("runs on every node, whatever its labels and taints", func(t *testing.T) {
+		if pod.NodeSelector != nil || pod.Affinity != nil {
+			t.Errorf("selector %v, affinity %v", pod.NodeSelector, pod.Affinity)
+		}
+		if diff := cmp.Diff([]corev1.Toleration{{Operator: corev1.TolerationOpExists}}, pod.Tolerations); diff != "" {
+			t.Error(diff)
+		}
+	})
+	t.Run("selects its own Pods and not the uninstall Job's", func(t *testing.T) {
+		job := only[*batchv1.Job](t, objects, uninstaller)
+		selector, err := metav1.LabelSelectorAsSelector(set.Spec.Selector)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !selector.Matches(labels(set.Spec.Template.Labels)) || selector.Matches(labels(job.Spec.Template.Labels)) {
+			t.Errorf("selector %s", selector)
+		}
+	})
+	t.Run("starts the new Pod before the old one ends, and needs no port of the host for that", func(t *testing.T) {
+		update := set.Spec.UpdateStrategy.RollingUpdate
+		if update == nil || update.MaxSurge.IntValue() != 1 || update.MaxUnavailable.IntValue() != 0 {
+			t.Errorf("rolling update %v", update)
+		}
+		if pod.HostNetwork || slices.ContainsFunc(container.Ports, func(p corev1.ContainerPort) bool { return p.HostPort != 0 }) {
+			t.Error("uses the host's network")
+		}
+	})
+	t.Run("sees drivers and runtimes that are mounted or restarted later", func(t *testing.T) {
+		for _, name := range []string{"driver-root", "plugins", "cri"} {
+			i := slices.IndexFunc(container.VolumeMounts, func(m corev1.VolumeMount) bool { return m.Name == name })
+			if i < 0 || container.VolumeMounts[i].MountPropagation == nil || *container.VolumeMounts[i].MountPropagation != corev1.MountPropagationHostToContainer {
+				t.Errorf("mount %s does not follow the host's mounts", name)
+			}
+		}
+	})
+	t.Run("leaves no termination message on the host's /dev", func(t *testing.T) {
+		if strings.HasPrefix(container.TerminationMessagePath, "/dev/") || container.TerminationMessagePath == "" {
+			t.Errorf("terminationMessagePath %q", container.TerminationMessagePath)
+		}
+	})
+	t.Run("is given longer than one call of the kubelet to end", func(t *testing.T) {
+		if *pod.TerminationGracePeriodSeconds <= 45 {
+			t.Errorf("%d s", *pod.TerminationGracePeriodSeconds)
+		}
+	})
+	t.Run("is rolled by a changed configuration, and by nothing that is not in the Pod", func(t *testing.T) {
+		changed, _ := render(t, "--set", "logVerbosity=5")
+		same, _ := render(t, "--set", "metrics.service.enabled=true")
+		if cmp.Equal(set.Spec.Template, only[*appsv1.DaemonSet](t, changed, plugin).Spec.Template) {
+			t.Error("another verbosity makes the same Pod")
+		}
+		if diff := cmp.Diff(set.Spec.Template, only[*appsv1.DaemonSet](t, same, plugin).Spec.Template); diff != "" {
+			t.Errorf("a Service changes the Pod: %s", diff)
+		}
+	})
+}
+
+// The driver root is mounted through its parent, so that a directory that is replaced later is the one that is seen.
+func TestALateDriverRootIsSeen(t *testing.T) {
+	objects, _ := render(t, "--set", "driverRoot=/run/nvidia/driver")
+	pod := only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec
+	i := slices.IndexFunc(pod.Volumes, func(v corev1.Volume) bool { return v.Name == "driver-root" })
+	if pod.Volumes[i].HostPath.Path != "/run/nvidia" || *pod.Volumes[i].HostPath.Type != corev1.HostPathDirectoryOrCreate {
+		t.Errorf("mounts %s (%s)", pod.Volumes[i].HostPath.Path, *pod.Volumes[i].HostPath.Type)
+	}
+}
+
+// Whoever widens the rights does it here too, on purpose.
+func TestRightsAreNoMoreThanThese(t *testing.T) {
+	objects, _ := render(t, everything...)
+	want := map[string][]rbacv1.PolicyRule{
+		"ClusterRole " + plugin: {
+			{APIGroups: []string{"resource.k8s.io"}, Resources: []string{"resourceslices"}, Verbs: []string{"list", "watch", "create", "update", "delete", "deletecollection"}},
+			{APIGroups: []string{"resource.k8s.io"}, Resources: []string{"resourceclaims"}, Verbs: []string{"get"}},
+			{APIGroups: []string{""}, Resources: []string{"nodes"}, Verbs: []string{"get"}},
+			{APIGroups: []string{"events.k8s.io"}, Resources: []string{"events"}, Verbs: []string{"create", "patch"}},
+		},
+		"Role " + plugin: {
+			{APIGroups: []string{"apps"}, Resources: []string{"daemonsets"}, ResourceNames: []string{plugin}, Verbs: []string{"get"}},
+		},
+		"ClusterRole " + uninstaller: {
+			{APIGroups: []string{"resource.k8s.io"}, Resources: []string{"resourceclaims"}, Verbs: []string{"list"}},
+		},
+		"Role " + uninstaller: {
+			{APIGroups: []string{"apps"}, Resources: []string{"daemonsets"}, ResourceNames: []string{plugin}, Verbs: []string{"get", "delete"}},
+		},
+	}
+	got := map[string][]rbacv1.PolicyRule{}
+	bound := map[string]string{}
+	for _, object := range objects {
+		switch o := object.(type) {
+		case *rbacv1.ClusterRole:
+			got["ClusterRole "+o.Name] = o.Rules
+		case *rbacv1.Role:
+			got["Role "+o.Name] = o.Rules
+		case *rbacv1.ClusterRoleBinding:
+			bound["ClusterRole "+o.RoleRef.Name] = o.Subjects[0].Namespace + "/" + o.Subjects[0].Name
+		case *rbacv1.RoleBinding:
+			bound["Role "+o.RoleRef.Name] = o.Subjects[0].Namespace + "/" + o.Subjects[0].Name
+		}
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("roles (-want +got):\n%s", diff)
+	}
+	wantBound := map[string]string{
+		"ClusterRole " + plugin: namespace + "/" + plugin, "Role " + plugin: namespace + "/" + plugin,
+		"ClusterRole " + uninstaller: namespace + "/" + uninstaller, "Role " + uninstaller: namespace + "/" + uninstaller,
+	}
+	if diff := cmp.Diff(wantBound, bound); diff != "" {
+		t.Errorf("bindings (-want +got):\n%s", diff)
+	}
+}
+
+func TestTheUninstallHook(t *testing.T) {
+	objects, _ := render(t)
+	t.Run("has its rights before it runs, and leaves only a failed Job behind", func(t *testing.T) {
+		for _, object := range objects {
+			m := object.(metav1.Object)
+			if m.GetName() != uninstaller {
+				continue
+			}
+			a := m.GetAnnotations()
+			_, job := object.(*batchv1.Job)
+			weight, policy := "-10", "before-hook-creation,hook-succeeded,hook-failed"
+			if job {
+				weight, policy = "0", "before-hook-creation,hook-succeeded"
+			}
+			if a["helm.sh/hook"] != "pre-delete" || a["helm.sh/hook-weight"] != weight || a["helm.sh/hook-delete-policy"] != policy {
+				t.Errorf("%T: annotations %v", object, a)
+			}
+		}
+	})
+	t.Run("is an ordinary unprivileged Pod that tries once", func(t *testing.T) {
+		job := only[*batchv1.Job](t, objects, uninstaller)
+		pod := job.Spec.Template.Spec
+		security := pod.Containers[0].SecurityContext
+		if security.Privileged != nil || *security.AllowPrivilegeEscalation || !*pod.SecurityContext.RunAsNonRoot || len(pod.Volumes) != 0 || *job.Spec.BackoffLimit != 0 {
+			t.Errorf("%+v", job.Spec)
+		}
+	})
+	t.Run("forces only when told", func(t *testing.T) {
+		forced, _ := render(t, "--set", "uninstall.force=true")
+		if slices.Contains(jobArgs(t, objects), "--force") || !slices.Contains(jobArgs(t, forced), "--force") {
+			t.Errorf("args %v, forced %v", jobArgs(t, objects), jobArgs(t, forced))
+		}
+	})
+}
+
+func jobArgs(t *testing.T, objects []runtime.Object) []string {
+	t.Helper()
+	return only[*batchv1.Job](t, objects, uninstaller).Spec.Template.Spec.Containers[0].Args
+}
+
+func TestTheSchemaRefuses(t *testing.T) {
+	for name, c := range map[string]struct{ set, want string }{
+		"an unknown key":             {"driverroot=/x", "driverroot"},
+		"an unknown nested key":      {"hostPaths.run=/run", "run"},
+		"a relative path":            {"cdiRoot=run/cdi", "cdiRoot"},
+		"a path that climbs":         {"driverRoot=/opt/../etc", "driverRoot"},
+		"a path with a slash behind": {"kubeletRootDir=/var/lib/kubelet/", "kubeletRootDir"},
+		"a verbosity of letters":     {"logVerbosity=high", "logVerbosity"},
+		"a rate of nothing":          {"kubeAPI.qps=0", "qps"},
+		"no image":                   {"image.repository=", "repository"},
+		"a duration without a unit":  {"uninstall.timeout=240", "timeout"},
+		"an argument that is none":   {"extraArgs[0]=version", "extraArgs"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := template(t, "--set", c.set)
+			if err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("--set %s: %v, want an error that names %s", c.set, err, c.want)
+			}
+		})
+	}
+}
+
+// The examples are read by the same strict decoder; a request of several alike devices is one request with a count.
+func TestTheExamplesAreValid(t *testing.T) {
+	files, err := filepath.Glob("../../docs/examples/*.yaml")
+	if err != nil || len(files) == 0 {
+		t.Fatalf("no examples: %v", err)
+	}
+	for _, file := range files {
+		t.Run(filepath.Base(file), func(t *testing.T) {
+			content, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, object := range decode(t, string(content)) {
+				if template, ok := object.(*resourceapi.ResourceClaimTemplate); ok && len(template.Spec.Spec.Devices.Requests) > 1 {
+					t.Errorf("%s has %d requests", template.Name, len(template.Spec.Spec.Devices.Requests))
+				}
+			}
+		})
+	}
+}
+
+type labels map[string]string
+
+func (l labels) Has(key string) bool              { _, ok := l[key]; return ok }
+func (l labels) Get(key string) string            { return l[key] }
+func (l labels) Lookup(key string) (string, bool) { v, ok := l[key]; return v, ok }
