@@ -79,7 +79,7 @@ func compile(t *testing.T, p *admissionregistrationv1.ValidatingAdmissionPolicy)
 	return compiled
 }
 
-// verdict is "" for an allowed request, else the message of the validation that refuses it.
+// verdict is "" for an allowed request, else the messages of the validations that refuse it.
 func (p policy) verdict(t *testing.T, who user.Info, object, old *resourceapi.ResourceSlice) string {
 	t.Helper()
 	operation := admission.Update
@@ -107,7 +107,7 @@ func (p policy) verdict(t *testing.T, who user.Info, object, old *resourceapi.Re
 		return ""
 	}
 	refused := ""
-	p.all(t, p.validations, attributes, request, func(i int) { refused = p.messages[i] })
+	p.all(t, p.validations, attributes, request, func(i int) { refused += p.messages[i] })
 	return refused
 }
 
