@@ -1,8 +1,8 @@
 // Package hook keeps nvidia-cdi-hook on the host. The container runtime runs it when a container with a GPU is created, in the host's view of the
 // file system, so the binary in the plugin's image is of no use to it: it has to be put where the host can run it.
 //
-// [Install] replaces the file atomically, because a container may be starting this moment, and only if its bytes differ. [Check] says what would keep
-// the host from running it. The package does not decide which hooks there are: they come with the CDI edits.
+// [Hook.Install] replaces the file atomically, because a container may be starting this moment, and only if its bytes differ. [Hook.Check] says
+// what would keep the host from running it. The package does not decide which hooks there are: they come with the CDI edits.
 package hook
 
 import (
@@ -18,8 +18,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Install puts the binary at source to target, a path that the plugin and the host share. changed says whether it had to.
-func Install(source, target string) (changed bool, err error) {
+// Hook is the binary in the plugin's image and its place on the host.
+type Hook struct{ source, target string }
+
+// New names the binary at source and the place for it, a path that the plugin and the host share.
+func New(source, target string) *Hook { return &Hook{source, target} }
+
+// Install puts the binary to its place. changed says whether it had to.
+func (h *Hook) Install() (changed bool, err error) {
+	source, target := h.source, h.target
 	want, err := digest(source)
 	if err != nil {
 		return false, fmt.Errorf("read the hook binary: %w", err)
@@ -37,7 +44,8 @@ func Install(source, target string) (changed bool, err error) {
 }
 
 // Check makes sure that the host can run the hook: it is there, a file, executable, and on a file system that allows execution.
-func Check(target string) error {
+func (h *Hook) Check() error {
+	target := h.target
 	info, err := os.Stat(target)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
@@ -60,8 +68,8 @@ func Check(target string) error {
 }
 
 // Remove takes the hook from the host. One that is not there is no error.
-func Remove(target string) error {
-	if err := os.Remove(target); err != nil && !errors.Is(err, fs.ErrNotExist) {
+func (h *Hook) Remove() error {
+	if err := os.Remove(h.target); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove the hook from the host: %w", err)
 	}
 	return nil

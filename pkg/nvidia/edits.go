@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"slices"
 	"sort"
 	"strings"
 
@@ -128,6 +129,8 @@ func (s scanner) tidy(e edits) edits {
 		m.HostPath = s.paths.host(m.HostPath)
 	}
 	sort.SliceStable(e.Mounts, func(i, j int) bool { return e.Mounts[i].ContainerPath < e.Mounts[j].ContainerPath })
+	// nvcdi adds this to every part; package cdi sets it once.
+	e.Env = slices.DeleteFunc(e.Env, func(v string) bool { return strings.HasPrefix(v, "NVIDIA_VISIBLE_DEVICES=") })
 	for _, h := range e.Hooks {
 		for i, arg := range h.Args {
 			if target, link, ok := strings.Cut(arg, "::"); ok {

@@ -1,0 +1,61 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"github.com/spf13/pflag"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// errOffersNothing makes the exit code tell scripts what the text tells people.
+var errOffersNothing = errors.New("this node has NVIDIA GPUs and offers none of them")
+
+// runInventory looks at this node once and shows what it would offer. It needs no cluster and changes nothing.
+// It fails if there is a GPU on the PCI bus and nothing can be offered.
+func runInventory(ctx context.Context, args []string, out io.Writer) error {
+	format := ""
+	cfg, err := config.Load("gpu-kubelet-plugin inventory", args, os.Environ(), func(f *pflag.FlagSet) {
+		f.StringVarP(&format, "output", "o", "table", "table, or yaml for the ResourceSlices that would be published")
+	})
+	if err != nil {
+		return asUsage(err)
+	}
+	if format != "table" && format != "yaml" {
+		return usageError{fmt.Errorf("--output: %q is neither table nor yaml", format)}
+	}
+	present, err := nvidia.HasNVIDIADevice(cfg.SysfsRoot)
+	if err == nil && !present {
+		_, err := fmt.Fprintln(out, "There is no NVIDIA GPU on this node's PCI bus: it offers nothing, and the plugin idles here.")
+		return err
+	}
+	scan, err := scanHardware(cfg)
+	if err != nil {
+		return err
+	}
+	node, err := scan(ctx)
+	if err != nil {
+		return fmt.Errorf("%w: %w", errOffersNothing, err)
+	}
+	if err := show(out, format, cfg.NodeName, node); err != nil {
+		return err
+	}
+	if len(node.GPUs) == 0 {
+		return errOffersNothing
+	}
+	return nil
+}
+
+func show(out io.Writer, format, nodeName string, node nvidia.Node) error {
+	if format == "yaml" {
+		return inventory.WriteSlices(out, node, driver.DriverName, nodeName)
+	}
+	return inventory.WriteTable(out, node)
+}
