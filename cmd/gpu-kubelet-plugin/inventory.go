@@ -36,11 +36,11 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 		_, err := fmt.Fprintln(out, "There is no NVIDIA GPU on this node's PCI bus: it offers nothing, and the plugin idles here.")
 		return err
 	}
-	scan, err := scanHardware(cfg)
+	self, err := os.Executable()
 	if err != nil {
-		return err
+		return fmt.Errorf("find the program to start for looking at the GPUs: %w", err)
 	}
-	node, err := scan(ctx)
+	node, err := nvidia.Isolated(driver.Paths(cfg), self, driver.ScanCommand)(ctx)
 	if err != nil {
 		return fmt.Errorf("%w: %w", errOffersNothing, err)
 	}

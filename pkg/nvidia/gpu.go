@@ -13,7 +13,9 @@ import (
 )
 
 // reading remembers how far the reading of one GPU came, so that a problem can name the card even when a later question hangs.
-type reading struct{ address atomic.Pointer[device.PCIAddress] }
+type reading struct {
+	address atomic.Pointer[device.PCIAddress]
+}
 
 func (r *reading) known() device.PCIAddress {
 	if a := r.address.Load(); a != nil {
