@@ -47,7 +47,7 @@ func helm(t *testing.T) string {
 // template runs helm template; args are further arguments such as --set.
 func template(t *testing.T, args ...string) (string, error) {
 	t.Helper()
-	cmd := exec.Command(helm(t), append([]string{"template", release, chartDir, "--namespace", namespace}, args...)...) //nolint:gosec // the binary under test
+	cmd := exec.Command(helm(t), append([]string{"template", release, chartDir, "--namespace", namespace}, args...)...)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	if err := cmd.Run(); err != nil {

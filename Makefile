@@ -1,0 +1,111 @@
+# `make` alone says what there is. Every target gets what it needs by itself: a Debian machine with Go, make and root is enough.
+
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
+IMAGE   ?= gpu-dra-driver:$(VERSION)
+# docker, podman or buildah, whichever is there.
+BUILDER ?= $(firstword $(notdir $(foreach b,docker podman buildah,$(shell command -v $(b) 2>/dev/null))))
+
+GO     ?= go
+CACHE  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-dra-driver
+BUILD  := $(CURDIR)/build
+NEED   := hack/need.sh
+# The bindings of NVML call what NVIDIA has marked as deprecated.
+export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
+
+# A linter that another version of the module file was built from has another name, so that it is built anew.
+LINT := $(CACHE)/bin/golangci-lint-$(shell cat hack/tools/go.mod hack/tools/go.sum | sha256sum | cut -c1-12)
+CLUSTER := $(GO) run ./test/cluster/cmd/cluster
+
+UNIT := ./api/... ./cmd/... ./pkg/... ./test/chart/... ./test/cluster/...
+
+.DEFAULT_GOAL := help
+.PHONY: help
+help: ## Show this list
+	@echo "gpu-dra-driver: NVIDIA GPUs for Kubernetes by Dynamic Resource Allocation"
+	@echo
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+##@ Build
+
+.PHONY: build
+build: toolchain ## Build the plugin and its hook into build/bin
+	$(GO) build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" -o $(BUILD)/bin/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
+	$(GO) build -trimpath -buildvcs=false -tags netgo,osusergo -ldflags "-s -w -extldflags=-static" \
+	    -o $(BUILD)/bin/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook 2>$(BUILD)/hook.log || { cat $(BUILD)/hook.log; exit 1; }
+
+.PHONY: image
+image: ## Build the image (IMAGE, VERSION, BUILDER=docker|podman|buildah)
+	@test -n "$(BUILDER)" || { echo "make image: none of docker, podman, buildah is installed"; exit 1; }
+	$(BUILDER) build --build-arg VERSION=$(VERSION) -t $(IMAGE) -f Dockerfile .
+
+##@ Test
+
+.PHONY: check
+check: vet lint helm-lint ## Look without running: go vet, the linters, helm lint
+
+.PHONY: test
+test: test-unit test-sim test-e2e ## Run every test: unit, simulated GPU, real cluster
+
+.PHONY: test-unit
+test-unit: toolchain helm ## Unit and chart tests, with the race detector and the coverage of pkg/
+	@mkdir -p $(BUILD)
+	HELM=$(HELM) $(GO) test -race -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
+	@$(GO) tool cover -func=$(BUILD)/cover.out | tail -n 1
+
+.PHONY: test-sim
+test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers and the conformance suite
+	$(MAKE) --no-print-directory -C test/nvmlsim
+	$(GO) test ./test/nvmlsim/...
+
+.PHONY: test-e2e
+test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)
+	$(GO) test -v -count=1 -timeout 60m ./test/e2e/...
+
+.PHONY: hwcheck
+hwcheck: toolchain ## Build the folder build/hwcheck, which checks a real GPU without Go or network; it only reads
+	hack/hwcheck.sh $(BUILD)/hwcheck
+
+##@ See it work
+
+.PHONY: demo
+demo: toolchain ## A real cluster with a simulated 8-GPU node; a claimed Pod runs nvidia-smi (root)
+	$(GO) run ./hack/demo up
+
+.PHONY: demo-down
+demo-down: ## Take the demo's cluster away and leave nothing behind
+	$(GO) run ./hack/demo down
+
+.PHONY: clean
+clean: ## Remove build/; the caches below ~/.cache/gpu-dra-driver stay
+	rm -rf $(BUILD)
+
+# --- parts of the above ----------------------------------------------------------------------------------------------------------
+
+.PHONY: toolchain
+toolchain:
+	@$(NEED) $(GO)=golang gcc /usr/include/stdlib.h=libc6-dev nm=binutils
+
+.PHONY: vet
+vet: toolchain
+	$(GO) vet ./...
+
+.PHONY: lint
+lint: toolchain $(LINT)
+	$(LINT) run ./...
+
+$(LINT): hack/tools/go.mod hack/tools/go.sum
+	@echo "building golangci-lint: a minute or two, once"
+	@mkdir -p $(@D)
+	cd hack/tools && CGO_ENABLED=0 $(GO) build -trimpath -ldflags "-s -w" -o $@.tmp github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+	@mv $@.tmp $@
+
+.PHONY: helm-lint
+helm-lint: helm
+	$(HELM) lint --strict deployments/helm/gpu-dra-driver
+	$(HELM) lint --strict deployments/helm/gpu-dra-driver --values test/e2e/values.yaml
+
+# helm comes from the test cluster's tools, in the version that is tested.
+.PHONY: helm
+helm:
+	@$(CLUSTER) build helm
+HELM = $(shell $(CLUSTER) path helm)
