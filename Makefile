@@ -16,7 +16,7 @@ export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 LINT := $(CACHE)/bin/golangci-lint-$(shell cat hack/tools/go.mod hack/tools/go.sum | sha256sum | cut -c1-12)
 CLUSTER := $(GO) run ./test/cluster/cmd/cluster
 
-UNIT := ./api/... ./cmd/... ./pkg/... ./test/chart/... ./test/cluster/...
+UNIT := ./api/... ./cmd/... ./pkg/... ./hack/... ./test/chart/... ./test/cluster/...
 
 .DEFAULT_GOAL := help
 .PHONY: help
@@ -74,6 +74,10 @@ demo: toolchain ## A real cluster with a simulated 8-GPU node; a claimed Pod run
 .PHONY: demo-down
 demo-down: ## Take the demo's cluster away and leave nothing behind
 	$(GO) run ./hack/demo down
+
+.PHONY: reference
+reference: ## Write the tables of docs/reference.md from the plugin's settings and the chart's values
+	$(GO) run ./hack/reference
 
 .PHONY: clean
 clean: ## Remove build/; the caches below ~/.cache/gpu-dra-driver stay

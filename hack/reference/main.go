@@ -1,0 +1,161 @@
+// Reference writes the tables of docs/reference.md from what the plugin and the chart themselves say: the flags of pkg/config, and the values of the
+// chart with their comments. `make reference` runs it; a test fails while the page is out of date.
+package main
+
+import (
+	"bytes"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"strings"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+)
+
+const (
+	page   = "docs/reference.md"
+	values = "deployments/helm/gpu-dra-driver/values.yaml"
+)
+
+func main() {
+	root := flag.String("root", ".", "the repository's root")
+	flag.Parse()
+	if err := write(*root); err != nil {
+		fmt.Fprintln(os.Stderr, "reference:", err)
+		os.Exit(1)
+	}
+}
+
+func write(root string) error {
+	path := root + "/" + page
+	old, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	updated, err := update(root, old)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(path, updated, 0o644)
+}
+
+// update returns the page with its tables as they should be.
+func update(root string, old []byte) ([]byte, error) {
+	chart, err := os.ReadFile(root + "/" + values)
+	if err != nil {
+		return nil, err
+	}
+	valueTable, err := chartTable(chart)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", values, err)
+	}
+	for name, table := range map[string]string{"flags": flagTable(), "values": valueTable} {
+		if old, err = replace(old, name, table); err != nil {
+			return nil, fmt.Errorf("%s: %w", page, err)
+		}
+	}
+	return old, nil
+}
+
+// replace puts a table between the two comments that mark its place.
+func replace(text []byte, name, table string) ([]byte, error) {
+	begin, end := "<!-- begin "+name+" -->\n", "<!-- end "+name+" -->"
+	before, rest, found := bytes.Cut(text, []byte(begin))
+	_, after, closed := bytes.Cut(rest, []byte(end))
+	if !found || !closed {
+		return nil, fmt.Errorf("the comments %q and %q are not there", strings.TrimSpace(begin), end)
+	}
+	return bytes.Join([][]byte{before, []byte(begin), []byte(table), []byte(end), after}, nil), nil
+}
+
+func flagTable() string {
+	var b strings.Builder
+	b.WriteString("| flag | environment | key | default | meaning |\n|---|---|---|---|---|\n")
+	for _, f := range config.Default().Fields() {
+		fmt.Fprintf(&b, "| `--%s` | `%s` | `%s` | %s | %s |\n", f.Name, f.Env(), f.Key(), code(f.Value.String()), cell(f.Usage))
+	}
+	return b.String()
+}
+
+func chartTable(source []byte) (string, error) {
+	var document yaml.Node
+	if err := yaml.Unmarshal(source, &document); err != nil {
+		return "", err
+	}
+	if len(document.Content) != 1 || document.Content[0].Kind != yaml.MappingNode {
+		return "", errors.New("want one mapping")
+	}
+	var b strings.Builder
+	b.WriteString("| value | default | meaning |\n|---|---|---|\n")
+	err := rows(&b, "", document.Content[0])
+	return b.String(), err
+}
+
+// rows writes a row for each value that is not itself a group of values. A comment above a group is its own row.
+func rows(b *strings.Builder, prefix string, mapping *yaml.Node) error {
+	for i := 0; i < len(mapping.Content); i += 2 {
+		key, value := mapping.Content[i], mapping.Content[i+1]
+		name := prefix + key.Value
+		meaning := comment(key.HeadComment)
+		if value.Kind == yaml.MappingNode && len(value.Content) > 0 {
+			if meaning != "" {
+				fmt.Fprintf(b, "| `%s` | | %s |\n", name, cell(meaning))
+			}
+			if err := rows(b, name+".", value); err != nil {
+				return err
+			}
+			continue
+		}
+		var plain any
+		if err := value.Decode(&plain); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		text, err := inline(plain)
+		if err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		fmt.Fprintf(b, "| `%s` | %s | %s |\n", name, code(text), cell(meaning))
+	}
+	return nil
+}
+
+// inline is a value on one line, as one would give it to --set-json.
+func inline(value any) (string, error) {
+	if value == "" {
+		return "", nil
+	}
+	if list, ok := value.([]any); ok && len(list) == 0 {
+		return "[]", nil
+	}
+	node := &yaml.Node{}
+	if err := node.Encode(value); err != nil {
+		return "", err
+	}
+	node.Style = yaml.FlowStyle
+	out, err := yaml.Marshal(node)
+	return strings.TrimSpace(string(out)), err
+}
+
+// comment joins the lines of a comment's last paragraph; those before it are headings.
+func comment(head string) string {
+	paragraphs := strings.Split(head, "\n\n")
+	var words []string
+	for _, line := range strings.Split(paragraphs[len(paragraphs)-1], "\n") {
+		if line = strings.TrimSpace(strings.TrimPrefix(line, "#")); !strings.HasPrefix(line, "---") {
+			words = append(words, line)
+		}
+	}
+	return strings.Join(words, " ")
+}
+
+func code(s string) string {
+	if s == "" {
+		return ""
+	}
+	return "`" + cell(s) + "`"
+}
+
+func cell(s string) string { return strings.ReplaceAll(s, "|", "\\|") }
