@@ -63,6 +63,8 @@ const char *sim_library_version(void)
     return strchr(suffix, '.') ? suffix : ""; /* "1" is the SONAME, not a version */
 }
 
+const char *sim_library_path(void) { return view.library; }
+
 struct nvmlsim_header *sim_state(void) { return view.state; }
 bool sim_state_read_only(void) { return view.read_only; }
 

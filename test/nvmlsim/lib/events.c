@@ -22,11 +22,16 @@ enum { MAX_SETS = 256, LOOK_AGAIN_MS = 100 };
 static const uint64_t supported_types =
     nvmlEventTypeSingleBitEccError | nvmlEventTypeDoubleBitEccError | nvmlEventTypeXidCriticalError;
 
+struct registration {
+    uint64_t types; /* wanted event types; 0: none */
+    uint64_t since; /* number of the first event that came after the registration */
+};
+
 struct event_set {
-    uint64_t serial;   /* tells a reused slot from the freed set that was there; 0: free */
-    uint64_t cursor;   /* number of the next event to look at */
-    uint32_t gpus;     /* length of types */
-    uint64_t *types;   /* wanted event types by GPU number */
+    uint64_t serial; /* tells a reused slot from the freed set that was there; 0: free */
+    uint64_t cursor; /* number of the next event to look at */
+    uint32_t gpus;   /* length of registrations */
+    struct registration *registrations; /* by GPU number */
 };
 
 static pthread_mutex_t sets_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -63,8 +68,8 @@ NVMLSIM_API nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *handle)
         if (set->serial != 0)
             continue;
         uint32_t gpus = sim_state()->gpu_count;
-        set->types = calloc(gpus > 0 ? gpus : 1, sizeof *set->types);
-        if (!set->types)
+        set->registrations = calloc(gpus > 0 ? gpus : 1, sizeof *set->registrations);
+        if (!set->registrations)
             break;
         set->gpus = gpus;
         set->cursor = LOAD(sim_state()->event_seq);
@@ -83,7 +88,7 @@ NVMLSIM_API nvmlReturn_t nvmlEventSetFree(nvmlEventSet_t handle)
     pthread_mutex_lock(&sets_lock);
     struct event_set *set = find_set(handle);
     if (set) {
-        free(set->types);
+        free(set->registrations);
         memset(set, 0, sizeof *set);
         result = NVML_SUCCESS;
     }
@@ -109,7 +114,10 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned 
     pthread_mutex_lock(&sets_lock);
     struct event_set *set = find_set(handle);
     if (set && number < set->gpus) {
-        set->types[number] |= types;
+        struct registration *registration = &set->registrations[number];
+        if (!registration->types)
+            registration->since = LOAD(sim_state()->event_seq);
+        registration->types |= types;
         result = NVML_SUCCESS;
     }
     pthread_mutex_unlock(&sets_lock);
@@ -129,8 +137,11 @@ static bool next_event(struct event_set *set, nvmlEventData_t *data)
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         bool complete = event.seq == set->cursor + 1 && LOAD(slot->seq) == event.seq;
         set->cursor++;
-        if (!complete || event.gpu >= set->gpus || !(set->types[event.gpu] & event.type))
-            continue; /* overwritten meanwhile, or not for us */
+        if (!complete || event.gpu >= set->gpus)
+            continue; /* overwritten meanwhile */
+        const struct registration *wanted = &set->registrations[event.gpu];
+        if (!(wanted->types & event.type) || event.seq <= wanted->since)
+            continue;
         memset(data, 0, sizeof *data);
         data->device = sim_gpu_handle(event.gpu);
         data->eventType = event.type;
@@ -145,7 +156,7 @@ static bool next_event(struct event_set *set, nvmlEventData_t *data)
 static bool watches_lost_gpu(const struct event_set *set)
 {
     for (uint32_t i = 0; i < set->gpus; i++)
-        if (set->types[i] && LOAD(sim_gpu_at(i)->lost))
+        if (set->registrations[i].types && LOAD(sim_gpu_at(i)->lost))
             return true;
     return false;
 }

@@ -94,6 +94,25 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetNumaNodeId(nvmlDevice_t device, unsigned i
     return NVML_ERROR_NOT_SUPPORTED;
 }
 
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t device, nvmlDevice_t other, nvmlGpuTopologyLevel_t *level)
+{
+    ENTER_GPU(device);
+    int number = sim_handle_gpu(other);
+    REQUIRE(level && number >= 0 && sim_gpu_visible((unsigned int)number));
+    const struct nvmlsim_gpu *second = sim_gpu_at((unsigned int)number);
+    if (gpu == second)
+        *level = NVML_TOPOLOGY_INTERNAL;
+    else if (gpu->pci_root == second->pci_root && gpu->pci_switch != 0 && gpu->pci_switch == second->pci_switch)
+        *level = NVML_TOPOLOGY_SINGLE;
+    else if (gpu->pci_root == second->pci_root)
+        *level = NVML_TOPOLOGY_HOSTBRIDGE;
+    else if (gpu->numa_node >= 0 && gpu->numa_node == second->numa_node)
+        *level = NVML_TOPOLOGY_NODE;
+    else
+        *level = NVML_TOPOLOGY_SYSTEM;
+    return NVML_SUCCESS;
+}
+
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetBrand(nvmlDevice_t device, nvmlBrandType_t *brand)
 {
     ENTER_GPU(device);

@@ -180,12 +180,6 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstancePossiblePlacements(nvmlDevice_t
     return nvmlDeviceGetGpuInstancePossiblePlacements_v2(device, id, placements, count);
 }
 
-/* What a MIG query about instances answers while the GPU is in no MIG mode. */
-static nvmlReturn_t without_mig_mode(const struct nvmlsim_gpu *gpu)
-{
-    return LOAD(gpu->mig_current) ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
-}
-
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceRemainingCapacity(nvmlDevice_t device, unsigned int id, unsigned int *count)
 {
     ENTER_GPU(device);
@@ -193,9 +187,8 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceRemainingCapacity(nvmlDevice_t 
     const struct nvmlsim_profile *profile = profile_by_id(sim_model(gpu), id);
     if (!profile)
         return NVML_ERROR_NOT_SUPPORTED;
-    nvmlReturn_t result = without_mig_mode(gpu);
-    *count = result == NVML_SUCCESS ? profile->instances_max : 0;
-    return result;
+    *count = LOAD(gpu->mig_current) ? profile->instances_max : 0; /* nvidia-smi mig -lgip prints 0/7 while MIG is off */
+    return NVML_SUCCESS;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstances(nvmlDevice_t device, unsigned int id, nvmlGpuInstance_t *instances,
@@ -215,6 +208,5 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceById(nvmlDevice_t device, unsig
     ENTER_GPU(device);
     REQUIRE(instance);
     (void)id;
-    nvmlReturn_t result = without_mig_mode(gpu);
-    return result == NVML_SUCCESS ? NVML_ERROR_NOT_FOUND : result;
+    return LOAD(gpu->mig_current) ? NVML_ERROR_NOT_FOUND : NVML_ERROR_NOT_SUPPORTED;
 }

@@ -25,6 +25,9 @@ void sim_release_driver(void);
 /* Version in the library's own file name (libnvidia-ml.so.<version>), or "" where it has none. */
 const char *sim_library_version(void);
 
+/* The library's own real path, or "". */
+const char *sim_library_path(void);
+
 struct nvmlsim_header *sim_state(void);
 struct nvmlsim_model *sim_model(const struct nvmlsim_gpu *gpu);
 struct nvmlsim_gpu *sim_gpu_at(unsigned int number);

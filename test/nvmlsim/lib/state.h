@@ -127,6 +127,8 @@ struct nvmlsim_gpu {
     uint32_t pci_bus;
     uint32_t pci_device;
     int32_t numa_node;
+    uint32_t pci_root;   /* number of the root complex: equal for GPUs below one host bridge */
+    uint32_t pci_switch; /* number of the nearest bridge, 0: none */
     uint32_t module_id;
     uint32_t present; /* enumerated by the driver; 0: it was lost when the driver loaded */
     uint32_t lost;    /* fell off the bus while the driver was loaded */

@@ -6,7 +6,12 @@
  *   EPERM          the node is there, the device cgroup forbids it
  *   ENOENT         it was not put into this /dev
  * Success counts as given too: that is a plain file, which the layout makes where mknod is not allowed.
- * NVMLSIM_DEV names another folder than /dev.
+ * The folder is the first of
+ *   1. what the environment variable NVMLSIM_DEV names;
+ *   2. /dev, where it has nvidiactl;
+ *   3. dev in the driver root that the library lies in: a driver container has a /dev of its own.
+ *      (There the real library, run by root, makes missing nodes itself.)
+ *   4. /dev.
  */
 #include "sim.h"
 
@@ -15,13 +20,42 @@
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
+
+#define CONTROL_DEVICE "nvidiactl"
+
+static bool has_control_device(const char *folder)
+{
+    char path[2 * PATH_MAX];
+    snprintf(path, sizeof path, "%s/%s", folder, CONTROL_DEVICE);
+    return access(path, F_OK) == 0;
+}
+
+/* Writes the folder of the device nodes. */
+static void find_folder(char folder[PATH_MAX])
+{
+    const char *named = getenv("NVMLSIM_DEV");
+    snprintf(folder, PATH_MAX, "%s", named && *named ? named : "/dev");
+    if ((named && *named) || has_control_device("/dev"))
+        return;
+    char root[PATH_MAX], candidate[2 * PATH_MAX];
+    snprintf(root, sizeof root, "%s", sim_library_path());
+    for (char *slash = strrchr(root, '/'); slash && slash != root; slash = strrchr(root, '/')) {
+        *slash = '\0';
+        snprintf(candidate, sizeof candidate, "%s/dev", root);
+        if (strlen(candidate) < PATH_MAX && has_control_device(candidate)) {
+            memcpy(folder, candidate, strlen(candidate) + 1);
+            return;
+        }
+    }
+}
 
 static bool opens(const char *name)
 {
-    char path[PATH_MAX];
-    const char *folder = getenv("NVMLSIM_DEV");
-    snprintf(path, sizeof path, "%s/%s", folder && *folder ? folder : "/dev", name);
+    char folder[PATH_MAX], path[2 * PATH_MAX];
+    find_folder(folder);
+    snprintf(path, sizeof path, "%s/%s", folder, name);
     int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
     if (fd >= 0) {
         close(fd);
@@ -30,7 +64,7 @@ static bool opens(const char *name)
     return errno == ENXIO || errno == ENODEV;
 }
 
-bool sim_control_device_opens(void) { return opens("nvidiactl"); }
+bool sim_control_device_opens(void) { return opens(CONTROL_DEVICE); }
 
 bool sim_gpu_device_opens(unsigned int minor)
 {

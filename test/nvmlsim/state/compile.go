@@ -3,6 +3,7 @@ package state
 import (
 	"bytes"
 	"fmt"
+	"hash/fnv"
 	"unsafe"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
@@ -135,6 +136,18 @@ func ciStep(slices uint32) uint32 {
 	return slices
 }
 
+// pathNumber gives equal paths through the PCI tree equal numbers, and no path 0.
+func pathNumber(path ...string) uint32 {
+	if len(path) == 0 {
+		return 0
+	}
+	sum := fnv.New32a()
+	for _, part := range path {
+		_, _ = sum.Write([]byte(part + "/"))
+	}
+	return sum.Sum32()
+}
+
 func compileCard(card model.Card, modelIndex uint32, to *GPU) error {
 	address, err := model.ParsePCIAddress(card.PCI)
 	if err != nil {
@@ -142,7 +155,7 @@ func compileCard(card model.Card, modelIndex uint32, to *GPU) error {
 	}
 	*to = GPU{
 		Model: modelIndex, Minor: *card.Minor, PCIDomain: address.Domain, PCIBus: address.Bus, PCIDevice: address.Device,
-		NUMANode: card.NUMANode, ModuleID: *card.Module, Present: 1, PersistenceMode: 1,
+		NUMANode: card.NUMANode, PCIRoot: pathNumber(card.PCIRoot), PCISwitch: pathNumber(card.Bridges...), ModuleID: *card.Module, Present: 1, PersistenceMode: 1,
 	}
 	if card.Fabric != nil {
 		if to.FabricState, err = card.Fabric.StateValue(); err != nil {
@@ -184,6 +197,15 @@ func (s Spec) usedModels() ([]*model.GPU, map[string]uint32, error) {
 		used = append(used, m)
 	}
 	return used, index, nil
+}
+
+// shape is the part of the header that says where the tables lie.
+func (h *Header) shape() [15]uint64 {
+	return [...]uint64{
+		uint64(h.Layout), uint64(h.HeaderSize), uint64(h.ModelSize), uint64(h.GPUSize), uint64(h.EventSize), uint64(h.FaultSize),
+		uint64(h.ModelCount), uint64(h.GPUCount), uint64(h.EventCount), uint64(h.FaultCount),
+		h.ModelOffset, h.GPUOffset, h.EventOffset, h.FaultOffset, h.TotalSize,
+	}
 }
 
 func align(n uint64) uint64 { return (n + 63) &^ 63 }

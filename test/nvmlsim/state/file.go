@@ -135,9 +135,7 @@ func (f *File) check() error {
 	}
 	var want Header
 	want.size(int(have.ModelCount), int(have.GPUCount))
-	if have.Layout != want.Layout || have.HeaderSize != want.HeaderSize || have.ModelSize != want.ModelSize ||
-		have.GPUSize != want.GPUSize || have.EventSize != want.EventSize || have.FaultSize != want.FaultSize ||
-		have.TotalSize != want.TotalSize || have.TotalSize > uint64(len(f.mapped)) {
+	if have.shape() != want.shape() || have.TotalSize > uint64(len(f.mapped)) {
 		return fmt.Errorf("made by another build (layout %d, this tool has %d): make it again with layout up --fresh", have.Layout, Layout)
 	}
 	return nil

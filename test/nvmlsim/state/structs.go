@@ -115,6 +115,8 @@ type GPU struct {
 	PCIBus             uint32   `c:"pci_bus"`
 	PCIDevice          uint32   `c:"pci_device"`
 	NUMANode           int32    `c:"numa_node"`
+	PCIRoot            uint32   `c:"pci_root"`
+	PCISwitch          uint32   `c:"pci_switch"`
 	ModuleID           uint32   `c:"module_id"`
 	Present            uint32   `c:"present"`
 	Lost               uint32   `c:"lost"`

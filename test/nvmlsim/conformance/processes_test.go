@@ -1,0 +1,203 @@
+package conformance
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"os/exec"
+	"runtime"
+	"syscall"
+	"testing"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// Tests of several processes start this test binary again, with the part to play in a variable.
+const (
+	roleVariable    = "NVMLSIM_TEST_ROLE"
+	libraryVariable = "NVMLSIM_TEST_LIBRARY"
+)
+
+// play is the part of a started process. It says on standard output how far it is.
+func play(role string) int {
+	runtime.LockOSThread()
+	switch role {
+	case "die-writing":
+		return dieWriting()
+	case "set-without-rights": // root without capabilities: file modes hold
+		role = "set"
+		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+		var none [2]unix.CapUserData
+		if err := unix.Capset(&header, &none[0]); err != nil {
+			fmt.Println("capset", err)
+			return 1
+		}
+	}
+	library := nvml.New(nvml.WithLibraryPath(os.Getenv(libraryVariable)))
+	if ret := library.Init(); ret != nvml.SUCCESS {
+		fmt.Println("init", int(ret))
+		return 1
+	}
+	device, ret := library.DeviceGetHandleByIndex(0)
+	if ret != nvml.SUCCESS {
+		fmt.Println("handle", int(ret))
+		return 1
+	}
+	switch role {
+	case "hold": // initialised, until killed
+		fmt.Println("ready")
+		select {}
+	case "write": // one change after the other, until killed
+		fmt.Println("ready")
+		for mode := nvml.FEATURE_DISABLED; ; mode = 1 - mode {
+			_ = device.SetPersistenceMode(mode)
+		}
+	case "wait": // for one event
+		set, _ := library.EventSetCreate()
+		_ = device.RegisterEvents(nvml.EventTypeXidCriticalError, set)
+		fmt.Println("ready")
+		event, ret := set.Wait(10000)
+		fmt.Println("event", int(ret), event.EventData)
+	case "set": // a change, and what came of it
+		fmt.Println("set", int(device.SetComputeMode(nvml.COMPUTEMODE_EXCLUSIVE_PROCESS)))
+	}
+	return 0
+}
+
+// dieWriting takes the write lock as a writer does, marks the change as begun, and never ends it.
+func dieWriting() int {
+	path := os.Getenv("NVMLSIM_STATE")
+	f, err := state.Open(path)
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	file, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	lock := syscall.Flock_t{Type: syscall.F_WRLCK, Len: 1}
+	if err := syscall.FcntlFlock(file.Fd(), unix.F_OFD_SETLK, &lock); err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	f.Header().Generation |= 1
+	fmt.Println("locked")
+	select {}
+}
+
+// process is a started process.
+type process struct {
+	t       *testing.T
+	command *exec.Cmd
+	lines   *bufio.Scanner
+}
+
+func start(t *testing.T, role string, environment ...string) *process {
+	t.Helper()
+	command := exec.Command(os.Args[0])
+	command.Env = append(os.Environ(), roleVariable+"="+role, libraryVariable+"="+simulated)
+	command.Env = append(command.Env, environment...)
+	command.Stderr = os.Stderr
+	out, err := command.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := command.Start(); err != nil {
+		t.Fatal(err)
+	}
+	p := &process{t: t, command: command, lines: bufio.NewScanner(out)}
+	t.Cleanup(p.kill)
+	return p
+}
+
+// kill is kill -9, and waits until the process is gone.
+func (p *process) kill() {
+	_ = p.command.Process.Signal(syscall.SIGKILL)
+	_ = p.command.Wait()
+}
+
+// says gives the process's next line.
+func (p *process) says() string {
+	p.t.Helper()
+	if !p.lines.Scan() {
+		p.t.Fatalf("the process ended: %v", p.lines.Err())
+	}
+	return p.lines.Text()
+}
+
+func (p *process) expect(line string) {
+	p.t.Helper()
+	if got := p.says(); got != line {
+		p.t.Fatalf("the process says %q, want %q", got, line)
+	}
+}
+
+func TestAnEventReachesAnotherProcess(t *testing.T) {
+	w := newWorld(t, readNode(t, "l40s-x2"))
+	p := start(t, "wait")
+	p.expect("ready")
+	w.must(w.state.XID(0, 48))
+	p.expect("event 0 48")
+}
+
+func TestAChangeIsSeenByAnotherProcess(t *testing.T) {
+	newWorld(t, readNode(t, "l40s-x2"))
+	device := devices(t, initialize(t))[0]
+	start(t, "set").expect("set 0")
+	mode, ret := device.GetComputeMode()
+	want(t, "compute mode", ret, nvml.SUCCESS)
+	if mode != nvml.COMPUTEMODE_EXCLUSIVE_PROCESS {
+		t.Errorf("compute mode %d, want exclusive process", mode)
+	}
+}
+
+// A process that is killed while it writes, and while it holds the driver, leaves the state usable at once.
+func TestAKilledProcessLeavesNoLock(t *testing.T) {
+	w := newWorld(t, readNode(t, "l40s-x2"))
+	for range 20 {
+		p := start(t, "write")
+		p.expect("ready")
+		p.kill()
+		w.must(w.state.SetRecovery(0, 0))
+		if generation := w.state.Header().Generation; generation%2 != 0 {
+			t.Fatalf("generation %d: odd, though nobody writes", generation)
+		}
+	}
+	p := start(t, "hold")
+	p.expect("ready")
+	if !w.state.InUse() {
+		t.Error("a process holds the driver, and the state does not say so")
+	}
+	p.kill()
+	if w.state.InUse() {
+		t.Error("the holder is dead, and the state says in use")
+	}
+	w.must(w.state.Unload(false))
+}
+
+// A writer that is killed in the middle of its change leaves the lock held and the generation odd; the next one takes over.
+func TestALockPassesOnWhenItsHolderIsKilled(t *testing.T) {
+	w := newWorld(t, readNode(t, "l40s-x2"))
+	device := devices(t, initialize(t))[0]
+	p := start(t, "die-writing")
+	p.expect("locked")
+	done := make(chan nvml.Return)
+	go func() { done <- device.SetPersistenceMode(nvml.FEATURE_DISABLED) }()
+	p.kill()
+	want(t, "the next writer", <-done, nvml.SUCCESS)
+	if generation := w.state.Header().Generation; generation%2 != 0 {
+		t.Errorf("generation %d is odd after the change", generation)
+	}
+}
+
+// In a container the state file is read-only: everything reads, nothing can be changed.
+func TestAReadOnlyStateReadsAndRefusesChanges(t *testing.T) {
+	w := newWorld(t, readNode(t, "l40s-x2"))
+	w.must(os.Chmod(w.state.Path(), 0o444))
+	start(t, "set-without-rights").expect(fmt.Sprintf("set %d", nvml.ERROR_NO_PERMISSION))
+}

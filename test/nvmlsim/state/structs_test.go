@@ -1,0 +1,75 @@
+package state
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+)
+
+// The library and this package read one file: what the C compiler makes of lib/state.h must be what Go makes of the structs here, to
+// the byte.
+func TestGoAndCAgreeOnTheLayout(t *testing.T) {
+	structs := map[string]reflect.Type{
+		"nvmlsim_header":     reflect.TypeFor[Header](),
+		"nvmlsim_profile":    reflect.TypeFor[Profile](),
+		"nvmlsim_ci_profile": reflect.TypeFor[CIProfile](),
+		"nvmlsim_model":      reflect.TypeFor[Model](),
+		"nvmlsim_gpu":        reflect.TypeFor[GPU](),
+		"nvmlsim_event":      reflect.TypeFor[Event](),
+		"nvmlsim_fault":      reflect.TypeFor[Fault](),
+	}
+	want := map[string]string{}
+	var program strings.Builder
+	program.WriteString("#include <stddef.h>\n#include <stdio.h>\n#include \"state.h\"\nint main(void) {\n")
+	ask := func(key, expression string, value any) {
+		fmt.Fprintf(&program, "printf(\"%s %%llu\\n\", (unsigned long long)(%s));\n", key, expression)
+		want[key] = fmt.Sprint(value)
+	}
+	for name, typ := range structs {
+		ask("sizeof:"+name, "sizeof(struct "+name+")", typ.Size())
+		for i := range typ.NumField() {
+			field := typ.Field(i)
+			c := field.Tag.Get("c")
+			if c == "" {
+				t.Fatalf("%s.%s names no C field", typ, field.Name)
+			}
+			ask(name+"."+c+":offset", fmt.Sprintf("offsetof(struct %s, %s)", name, c), field.Offset)
+			ask(name+"."+c+":size", fmt.Sprintf("sizeof(((struct %s *)0)->%s)", name, c), field.Type.Size())
+		}
+	}
+	ask("magic", "NVMLSIM_MAGIC", Magic)
+	ask("layout", "NVMLSIM_LAYOUT", Layout)
+	ask("absent", "NVMLSIM_ABSENT", Absent)
+	ask("lock-write", "NVMLSIM_LOCK_WRITE", lockWrite)
+	ask("lock-in-use", "NVMLSIM_LOCK_IN_USE", lockInUse)
+	ask("fault-slow", "NVMLSIM_FAULT_SLOW", FaultSlow)
+	ask("fault-fail", "NVMLSIM_FAULT_FAIL", FaultFail)
+	program.WriteString("return 0; }\n")
+
+	folder := t.TempDir()
+	source, binary := filepath.Join(folder, "layout.c"), filepath.Join(folder, "layout")
+	if err := os.WriteFile(source, []byte(program.String()), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := exec.Command("gcc", "-Wall", "-Werror", "-I../lib", "-o", binary, source).CombinedOutput(); err != nil {
+		t.Fatalf("gcc: %v\n%s", err, out)
+	}
+	out, err := exec.Command(binary).Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(out)) {
+		key, value, _ := strings.Cut(strings.TrimSpace(line), " ")
+		if want[key] != value {
+			t.Errorf("%s: C says %s, Go %s", key, value, want[key])
+		}
+		delete(want, key)
+	}
+	if len(want) > 0 {
+		t.Errorf("C said nothing of %v", want)
+	}
+}
