@@ -1,0 +1,84 @@
+package cluster
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/machine"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/toolchain"
+)
+
+// TestImage is an image that every node has: a shell with the usual commands, and glibc.
+const TestImage = toolchain.TestImage
+
+// Programs are what a cluster is made of, built and on disk.
+type Programs struct {
+	cache   *toolchain.Cache
+	tools   *toolchain.Tools
+	machine string
+	images  []string
+}
+
+// Build builds everything that a cluster needs and that is not in the cache yet; with a warm cache it takes well under a second. The working
+// directory must be in a checkout of this project.
+func Build(ctx context.Context, output io.Writer) (*Programs, error) {
+	source, err := findSource()
+	if err != nil {
+		return nil, err
+	}
+	cache, err := toolchain.DefaultCache()
+	if err != nil {
+		return nil, err
+	}
+	progress := toolchain.NewProgress(output)
+	built := &Programs{cache: cache}
+	if built.tools, err = cache.BuildTools(ctx, source, progress); err != nil {
+		return nil, err
+	}
+	if built.machine, err = cache.BuildMachine(ctx, source, progress); err != nil {
+		return nil, err
+	}
+	if built.images, err = cache.BuildImages(ctx, source, progress); err != nil {
+		return nil, err
+	}
+	return built, nil
+}
+
+// Path is where a program lies on the host: kubectl, helm, ctr, runc, etcd, kubelet, containerd, ….
+func (p *Programs) Path(program string) (string, error) { return p.tools.Path(program) }
+
+// inMachine is where a machine sees a program.
+func (p *Programs) inMachine(program string) (string, error) {
+	path, err := p.tools.Path(program)
+	if err != nil {
+		return "", err
+	}
+	return machine.ToolsDir + strings.TrimPrefix(path, p.cache.Dir), nil
+}
+
+// findSource returns the folder test/cluster of the checkout around the working directory.
+func findSource() (string, error) {
+	start, err := os.Getwd()
+	if err != nil {
+		return "", err
+	}
+	for dir := start; ; dir = filepath.Dir(dir) {
+		content, err := os.ReadFile(filepath.Join(dir, "go.mod"))
+		if err == nil && bytes.HasPrefix(content, []byte("module github.com/gpu-dra-driver/gpu-dra-driver\n")) {
+			return filepath.Join(dir, "test", "cluster"), nil
+		}
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return "", fmt.Errorf("find the checkout: %w", err)
+		}
+		if dir == filepath.Dir(dir) {
+			return "", fmt.Errorf("find the checkout of gpu-dra-driver: %s is not inside one; run this from there", start)
+		}
+	}
+}

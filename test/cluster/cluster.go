@@ -1,0 +1,116 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/machine"
+)
+
+// Cluster is a cluster that is up, or that was and left its state.
+type Cluster struct {
+	name     string
+	programs *Programs
+	state    state
+	machines map[string]*machine.Spec // the control plane's too
+}
+
+// Open returns the cluster with the given name, which another process may have brought up.
+func Open(ctx context.Context, name string) (*Cluster, error) {
+	if name == "" {
+		name = DefaultName
+	}
+	read, err := readState(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("there is no cluster %s: bring it up first", name)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if !read.Complete {
+		return nil, fmt.Errorf("cluster %s never came up, or is coming up: take it down, or wait", name)
+	}
+	opened := &Cluster{name: name, state: read, machines: map[string]*machine.Spec{}}
+	for _, machineName := range append([]string{controlPlane}, read.Nodes...) {
+		if opened.machines[machineName], err = machine.Load(machineDir(name, machineName)); err != nil {
+			return nil, err
+		}
+	}
+	if opened.programs, err = Build(ctx, nil); err != nil {
+		return nil, err
+	}
+	return opened, nil
+}
+
+func machineDir(cluster, name string) string {
+	return filepath.Join(clusterDir(cluster), "machines", name)
+}
+
+// Name is the cluster's name.
+func (c *Cluster) Name() string { return c.name }
+
+// Kubeconfig is the path of the administrator's kubeconfig.
+func (c *Cluster) Kubeconfig() string { return filepath.Join(clusterDir(c.name), "kubeconfig") }
+
+// Programs are the programs that the cluster was built from, kubectl and helm among them.
+func (c *Cluster) Programs() *Programs { return c.programs }
+
+// Nodes are the nodes that run Pods, in the order of Options.Nodes.
+func (c *Cluster) Nodes() []*Node {
+	nodes := make([]*Node, 0, len(c.state.Nodes))
+	for _, name := range c.state.Nodes {
+		nodes = append(nodes, &Node{cluster: c, spec: c.machines[name]})
+	}
+	return nodes
+}
+
+// Node returns a node by name. The control plane is one here, named control-plane, although it runs no Pods.
+func (c *Cluster) Node(name string) (*Node, error) {
+	spec, ok := c.machines[name]
+	if !ok {
+		return nil, fmt.Errorf("cluster %s has no node %q; it has %s and %v", c.name, name, controlPlane, c.state.Nodes)
+	}
+	return &Node{cluster: c, spec: spec}, nil
+}
+
+// Machines are all machines of the cluster: the control plane, then the nodes.
+func (c *Cluster) Machines() []*Node {
+	return append([]*Node{{cluster: c, spec: c.machines[controlPlane]}}, c.Nodes()...)
+}
+
+// LogDirs returns the folder of log files of each machine, by the machine's name, also of a cluster that failed to come up. Each folder holds
+// init.log, boot-hook.log, one file per component, and below pods the logs of containers.
+func LogDirs(name string) (map[string]string, error) {
+	if name == "" {
+		name = DefaultName
+	}
+	known, err := readState(name)
+	if err != nil {
+		return nil, fmt.Errorf("find the logs of cluster %s: %w", name, err)
+	}
+	dirs := map[string]string{}
+	for _, machineName := range append([]string{controlPlane}, known.Nodes...) {
+		dirs[machineName] = (&machine.Spec{Dir: machineDir(name, machineName)}).LogDir()
+	}
+	return dirs, nil
+}
+
+// List names the clusters that are up or have left something.
+func List() ([]string, error) {
+	entries, err := os.ReadDir(stateRoot)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("list clusters: %w", err)
+	}
+	var names []string
+	for _, entry := range entries {
+		names = append(names, entry.Name())
+	}
+	return names, nil
+}

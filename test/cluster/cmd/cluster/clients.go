@@ -1,0 +1,77 @@
+package main
+
+import (
+	"fmt"
+	"os"
+
+	"github.com/spf13/cobra"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+)
+
+// clientCommands reach the cluster from outside.
+func clientCommands(name *string) []*cobra.Command {
+	commands := []*cobra.Command{
+		{
+			Use:   "kubeconfig",
+			Short: "Print the path of the administrator's kubeconfig",
+			Args:  cobra.NoArgs,
+			RunE: func(command *cobra.Command, _ []string) error {
+				opened, err := cluster.Open(command.Context(), *name)
+				if err != nil {
+					return err
+				}
+				fmt.Fprintln(command.OutOrStdout(), opened.Kubeconfig())
+				return nil
+			},
+		},
+		{
+			Use:   "load-image ARCHIVE [NODE …]",
+			Short: "Load the images of an archive (OCI layout or docker) on the named nodes, or on all",
+			Args:  cobra.MinimumNArgs(1),
+			RunE: func(command *cobra.Command, args []string) error {
+				opened, err := cluster.Open(command.Context(), *name)
+				if err != nil {
+					return err
+				}
+				return opened.LoadImage(command.Context(), args[0], args[1:]...)
+			},
+		},
+		{
+			Use:   "program NAME",
+			Short: "Build what is missing, and print where a program is: kubectl, helm, ctr, runc, …",
+			Args:  cobra.ExactArgs(1),
+			RunE: func(command *cobra.Command, args []string) error {
+				programs, err := cluster.Build(command.Context(), command.ErrOrStderr())
+				if err != nil {
+					return err
+				}
+				path, err := programs.Path(args[0])
+				if err != nil {
+					return err
+				}
+				fmt.Fprintln(command.OutOrStdout(), path)
+				return nil
+			},
+		},
+	}
+	for _, program := range []string{"kubectl", "helm"} {
+		commands = append(commands, &cobra.Command{
+			Use:   program + " -- ARGUMENT …",
+			Short: "Run " + program + " as the cluster's administrator",
+			RunE: func(command *cobra.Command, args []string) error {
+				opened, err := cluster.Open(command.Context(), *name)
+				if err != nil {
+					return err
+				}
+				client, err := opened.ClientCommand(command.Context(), program, args...)
+				if err != nil {
+					return err
+				}
+				client.Stdin, client.Stdout, client.Stderr = os.Stdin, os.Stdout, os.Stderr
+				return client.Run()
+			},
+		})
+	}
+	return commands
+}

@@ -1,0 +1,92 @@
+// Command cluster builds, starts, breaks, mends and removes a real Kubernetes cluster on this machine. It is a thin shell around package
+// cluster, whose documentation says what a cluster is.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+)
+
+func main() {
+	// A Ctrl-C cancels what is under way, which then cleans up; a second one changes nothing, since cleaning up is bounded in time.
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+	defer stop()
+	if err := newCommand().ExecuteContext(ctx); err != nil {
+		var failed *exec.ExitError
+		if errors.As(err, &failed) && failed.ExitCode() > 0 {
+			os.Exit(failed.ExitCode()) // a command run by exec or kubectl has said itself what was wrong
+		}
+		fmt.Fprintln(os.Stderr, "Error:", err)
+		os.Exit(1)
+	}
+}
+
+func newCommand() *cobra.Command {
+	root := &cobra.Command{
+		Use:           "cluster",
+		Short:         "A real Kubernetes cluster on this machine, for tests and demonstrations",
+		SilenceUsage:  true,
+		SilenceErrors: true,
+	}
+	name := root.PersistentFlags().String("name", cluster.DefaultName, "which cluster; clusters with different names run beside each other")
+	root.AddCommand(buildCommand(), upCommand(name), downCommand(name), statusCommand(name))
+	root.AddCommand(nodeCommands(name)...)
+	root.AddCommand(clientCommands(name)...)
+	return root
+}
+
+func buildCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "build",
+		Short: "Build everything a cluster needs that is not in the cache yet",
+		Args:  cobra.NoArgs,
+		RunE: func(command *cobra.Command, _ []string) error {
+			_, err := cluster.Build(command.Context(), command.ErrOrStderr())
+			return err
+		},
+	}
+}
+
+func downCommand(name *string) *cobra.Command {
+	return &cobra.Command{
+		Use:   "down",
+		Short: "Take the cluster down and remove everything of it, whatever state it is in",
+		Args:  cobra.NoArgs,
+		RunE: func(command *cobra.Command, _ []string) error {
+			return cluster.Down(command.Context(), *name)
+		},
+	}
+}
+
+func statusCommand(name *string) *cobra.Command {
+	return &cobra.Command{
+		Use:   "status",
+		Short: "Show the cluster's machines and where their logs are",
+		Args:  cobra.NoArgs,
+		RunE: func(command *cobra.Command, _ []string) error {
+			opened, err := cluster.Open(command.Context(), *name)
+			if err != nil {
+				return err
+			}
+			out := command.OutOrStdout()
+			fmt.Fprintf(out, "cluster %s, kubeconfig %s\n", opened.Name(), opened.Kubeconfig())
+			for _, node := range opened.Machines() {
+				power := "off"
+				if node.Running() {
+					power = "on"
+				}
+				fmt.Fprintf(out, "%-20s %-3s %-15s %s\n", node.Name(), power, node.Address(), node.LogDir())
+			}
+			return nil
+		},
+	}
+}

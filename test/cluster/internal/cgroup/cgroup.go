@@ -1,0 +1,266 @@
+// Package cgroup nests folders in every cgroup hierarchy of this host below the caller's own, so that limits on the caller hold for what
+// it starts, and ends and removes all that is in them. It handles cgroup v1 (and its hybrid form) and v2.
+//
+// A cgroup is also how a cluster finds its processes again: membership is inherited and cannot be forged by a crash, as a file of process
+// IDs can.
+package cgroup
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Root is where the hierarchies are mounted.
+const Root = "/sys/fs/cgroup"
+
+// poll is how often the kernel is asked whether processes or folders are gone.
+const poll = 10 * time.Millisecond
+
+// Unified tells whether the host has cgroup v2 only.
+func Unified() bool {
+	var stat unix.Statfs_t
+	return unix.Statfs(Root, &stat) == nil && stat.Type == unix.CGROUP2_SUPER_MAGIC
+}
+
+// Bases returns the folders named name in each hierarchy, below the caller's own cgroup; with v2 below the root, since a cgroup that has
+// processes of its own cannot hand its controllers down.
+func Bases(name string) ([]string, error) {
+	if Unified() {
+		return []string{filepath.Join(Root, name)}, nil
+	}
+	hierarchies, err := Hierarchies()
+	if err != nil {
+		return nil, err
+	}
+	var bases []string
+	for _, hierarchy := range hierarchies {
+		own := filepath.Join(Root, hierarchy.Folder(), hierarchy.Path)
+		if _, err := os.Stat(own); err != nil {
+			own = filepath.Join(Root, hierarchy.Folder()) // in a container without a cgroup namespace the path is the host's
+		}
+		if _, err := os.Stat(own); err != nil {
+			continue // not mounted
+		}
+		bases = append(bases, filepath.Join(own, name))
+	}
+	if len(bases) == 0 {
+		return nil, fmt.Errorf("no cgroup hierarchy is mounted below %s", Root)
+	}
+	return bases, nil
+}
+
+// Hierarchy is a v1 hierarchy and the caller's place in it.
+type Hierarchy struct {
+	Controllers string // "memory", "cpu,cpuacct", "name=systemd"
+	Path        string
+}
+
+// Folder is the name under which a hierarchy is usually mounted.
+func (h Hierarchy) Folder() string { return strings.TrimPrefix(h.Controllers, "name=") }
+
+// Hierarchies returns the v1 hierarchies of the calling process.
+func Hierarchies() ([]Hierarchy, error) {
+	file, err := os.Open("/proc/self/cgroup")
+	if err != nil {
+		return nil, fmt.Errorf("find out the caller's cgroups: %w", err)
+	}
+	defer file.Close()
+	var hierarchies []Hierarchy
+	lines := bufio.NewScanner(file)
+	for lines.Scan() {
+		fields := strings.SplitN(lines.Text(), ":", 3)
+		if len(fields) == 3 && fields[1] != "" {
+			hierarchies = append(hierarchies, Hierarchy{Controllers: fields[1], Path: fields[2]})
+		}
+	}
+	return hierarchies, lines.Err()
+}
+
+// Create makes the folder below each base, with the levels above it, ready to take processes.
+func Create(bases []string, child string) error {
+	for _, base := range bases {
+		for _, dir := range []string{filepath.Dir(base), base, filepath.Join(base, child)} {
+			if err := create(dir); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func create(dir string) error {
+	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+		return fmt.Errorf("create cgroup: %w (root rights and a writable %s are needed)", err, Root)
+	}
+	if Unified() {
+		return delegate(filepath.Dir(dir))
+	}
+	// A new cpuset is empty, and refuses processes until it has CPUs and memory nodes.
+	for _, name := range []string{"cpuset.cpus", "cpuset.mems"} {
+		inherited, err := os.ReadFile(filepath.Join(filepath.Dir(dir), name))
+		if err != nil {
+			continue // not the cpuset hierarchy
+		}
+		if err := os.WriteFile(filepath.Join(dir, name), inherited, 0o644); err != nil {
+			return fmt.Errorf("set %s of cgroup %s: %w", name, dir, err)
+		}
+	}
+	return nil
+}
+
+// delegate hands all controllers of a v2 cgroup down to its children.
+func delegate(dir string) error {
+	available, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
+	if err != nil {
+		return fmt.Errorf("read the controllers of cgroup %s: %w", dir, err)
+	}
+	for _, controller := range strings.Fields(string(available)) {
+		if err := os.WriteFile(filepath.Join(dir, "cgroup.subtree_control"), []byte("+"+controller), 0o644); err != nil {
+			return fmt.Errorf("hand controller %s of cgroup %s down: %w (a cgroup with processes of its own cannot; move them into a child)", controller, dir, err)
+		}
+	}
+	return nil
+}
+
+// DelegateOwn hands the controllers of the root of the caller's cgroup namespace down, after moving the caller into a child named leaf.
+func DelegateOwn(leaf string) error {
+	dir := filepath.Join(Root, leaf)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return fmt.Errorf("create cgroup: %w", err)
+	}
+	if err := Enter([]string{Root}, leaf); err != nil {
+		return err
+	}
+	return delegate(Root)
+}
+
+// Enter moves the calling process into the folder below each base.
+func Enter(bases []string, child string) error {
+	for _, base := range bases {
+		file := filepath.Join(base, child, "cgroup.procs")
+		if err := os.WriteFile(file, []byte(strconv.Itoa(os.Getpid())), 0o644); err != nil {
+			return fmt.Errorf("enter cgroup %s: %w", filepath.Dir(file), err)
+		}
+	}
+	return nil
+}
+
+// Destroy kills every process in the given folders and below, and removes them. Folders that do not exist are no error.
+func Destroy(ctx context.Context, dirs []string) error {
+	if err := until(ctx, func() (bool, error) { return killAll(dirs) }); err != nil {
+		return fmt.Errorf("end the processes in %s: %w", strings.Join(dirs, " "), err)
+	}
+	for _, dir := range dirs {
+		if err := until(ctx, func() (bool, error) { return removeTree(dir), nil }); err != nil {
+			return fmt.Errorf("remove cgroup %s: %w", dir, err)
+		}
+	}
+	return nil
+}
+
+func until(ctx context.Context, done func() (bool, error)) error {
+	for {
+		finished, err := done()
+		if finished || err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(poll):
+		}
+	}
+}
+
+// killAll sends SIGKILL to everything and tells whether nothing was left to kill.
+func killAll(dirs []string) (bool, error) {
+	empty := true
+	for _, dir := range dirs {
+		err := filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
+			if err != nil || !entry.IsDir() {
+				return nil // folders vanish while containers end
+			}
+			// A frozen process does not die. Only the freezer hierarchy has the file.
+			_ = writeExisting(filepath.Join(path, "freezer.state"), "THAWED")
+			_ = writeExisting(filepath.Join(path, "cgroup.freeze"), "0")
+			for _, pid := range pids(path) {
+				empty = false
+				if err := unix.Kill(pid, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
+					return fmt.Errorf("kill process %d: %w", pid, err)
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return false, err
+		}
+	}
+	return empty, nil
+}
+
+func writeExisting(path, content string) error {
+	file, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	_, err = file.WriteString(content)
+	return err
+}
+
+// pids returns the living processes of a cgroup. Process ID 0 stands for one in another PID namespace that cannot be named from here.
+func pids(dir string) []int {
+	content, err := os.ReadFile(filepath.Join(dir, "cgroup.procs"))
+	if err != nil {
+		return nil
+	}
+	var found []int
+	for _, field := range strings.Fields(string(content)) {
+		if pid, err := strconv.Atoi(field); err == nil && pid > 0 {
+			found = append(found, pid)
+		}
+	}
+	return found
+}
+
+// removeTree removes the folder and those below it, the deepest first, and tells whether it is gone.
+func removeTree(dir string) bool {
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return true
+	}
+	for _, entry := range entries {
+		if entry.IsDir() {
+			removeTree(filepath.Join(dir, entry.Name()))
+		}
+	}
+	err = os.Remove(dir)
+	return err == nil || errors.Is(err, fs.ErrNotExist)
+}
+
+// Empty tells whether no process is in the given folders and below.
+func Empty(dirs []string) bool {
+	for _, dir := range dirs {
+		empty := true
+		_ = filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
+			if err == nil && entry.IsDir() && len(pids(path)) > 0 {
+				empty = false
+			}
+			return nil
+		})
+		if !empty {
+			return false
+		}
+	}
+	return true
+}

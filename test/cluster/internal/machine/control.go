@@ -1,0 +1,127 @@
+package machine
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log"
+	"net"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+)
+
+// Verb is what the host asks a machine to do with a service.
+type Verb string
+
+const (
+	Restart Verb = "restart" // ends it with SIGTERM, starts it and waits until it is ready
+	Kill    Verb = "kill"    // as Restart, with SIGKILL
+	Stop    Verb = "stop"    // ends it with SIGTERM; it stays down
+	Start   Verb = "start"   // starts it and waits until it is ready
+)
+
+type request struct {
+	Verb    Verb   `json:"verb"`
+	Service string `json:"service"`
+}
+
+type response struct {
+	Error string `json:"error,omitempty"`
+}
+
+// controlTimeout bounds a request from end to end.
+const controlTimeout = readyDeadline + 2*stopGrace
+
+// serveControl answers the host's requests, each on a connection of its own.
+func serveControl(services map[string]*supervised) error {
+	if err := os.Remove(controlSocket); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	listener, err := net.Listen("unix", controlSocket)
+	if err != nil {
+		return fmt.Errorf("open the control socket: %w", err)
+	}
+	go func() {
+		for {
+			connection, err := listener.Accept()
+			if err != nil {
+				log.Printf("control socket: %v", err)
+				return
+			}
+			go answer(connection, services)
+		}
+	}()
+	return nil
+}
+
+func answer(connection net.Conn, services map[string]*supervised) {
+	defer connection.Close()
+	var asked request
+	if err := json.NewDecoder(connection).Decode(&asked); err != nil {
+		log.Printf("control socket: unreadable request: %v", err)
+		return
+	}
+	log.Printf("asked to %s service %s", asked.Verb, asked.Service)
+	var reply response
+	if err := perform(asked, services); err != nil {
+		reply.Error = err.Error()
+		log.Print(err)
+	}
+	_ = json.NewEncoder(connection).Encode(reply)
+}
+
+func perform(asked request, services map[string]*supervised) error {
+	service, ok := services[asked.Service]
+	if !ok {
+		return fmt.Errorf("this machine runs no service %q", asked.Service)
+	}
+	switch asked.Verb {
+	case Stop:
+		return service.stop(syscall.SIGTERM)
+	case Restart:
+		if err := service.stop(syscall.SIGTERM); err != nil {
+			return err
+		}
+	case Kill:
+		if err := service.stop(syscall.SIGKILL); err != nil {
+			return err
+		}
+	case Start:
+	default:
+		return fmt.Errorf("unknown verb %q", asked.Verb)
+	}
+	if err := service.start(); err != nil {
+		return err
+	}
+	return service.awaitReady(context.Background())
+}
+
+// Control asks the running machine to do something with a service, and waits until it is done.
+func (s *Spec) Control(ctx context.Context, verb Verb, service string) error {
+	ctx, cancel := context.WithTimeout(ctx, controlTimeout)
+	defer cancel()
+	fail := func(err error) error {
+		return fmt.Errorf("%s %s on machine %s: %w (log: %s)", verb, service, s.Name, err, filepath.Join(s.LogDir(), service+".log"))
+	}
+	connection, err := (&net.Dialer{}).DialContext(ctx, "unix", s.Var()+controlSocket[len("/var"):])
+	if err != nil {
+		return fail(fmt.Errorf("the machine does not answer: %w", err))
+	}
+	defer connection.Close()
+	stop := context.AfterFunc(ctx, func() { _ = connection.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	if err := json.NewEncoder(connection).Encode(request{Verb: verb, Service: service}); err != nil {
+		return fail(err)
+	}
+	var reply response
+	if err := json.NewDecoder(connection).Decode(&reply); err != nil {
+		return fail(fmt.Errorf("no answer: %w", errors.Join(err, ctx.Err())))
+	}
+	if reply.Error != "" {
+		return fail(errors.New(reply.Error))
+	}
+	return nil
+}

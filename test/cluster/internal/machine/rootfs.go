@@ -1,0 +1,323 @@
+package machine
+
+import (
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/cgroup"
+)
+
+// ownTops are the top-level folders that a machine does not share with the host in any way.
+var ownTops = map[string]bool{"dev": true, "proc": true, "sys": true, "run": true, "var": true, "lost+found": true, "boot": true}
+
+// mountRoot puts the machine's root together and makes it the process's root. The caller must be in a new mount namespace and PID 1 of a
+// new PID namespace.
+//
+// The host's top-level folders are overlaid with private layers on the machine's disk, one by one: an overlay of the whole root would hold
+// its own upper layer.
+func mountRoot(spec *Spec) error {
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("keep the machine's mounts from the host: %w", err)
+	}
+	root := filepath.Join(spec.Dir, mountsDir)
+	if err := mount("tmpfs", root, "tmpfs", unix.MS_NOATIME, "mode=755"); err != nil {
+		return err
+	}
+	if err := overlayHost(spec, root); err != nil {
+		return err
+	}
+	if err := mountVar(spec, root); err != nil {
+		return err
+	}
+	for _, mount := range spec.Mounts {
+		if err := bind(mount, root); err != nil {
+			return err
+		}
+	}
+	for _, step := range []func(string) error{mountKernel, mountDev, mountCgroups} {
+		if err := step(root); err != nil {
+			return err
+		}
+	}
+	if err := pivot(root); err != nil {
+		return err
+	}
+	// Container runtimes and device drivers propagate mounts between a container and its node.
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SHARED, ""); err != nil {
+		return fmt.Errorf("make the machine's mounts propagate: %w", err)
+	}
+	return hideHostValues()
+}
+
+func overlayHost(spec *Spec, root string) error {
+	tops, err := os.ReadDir("/")
+	if err != nil {
+		return err
+	}
+	for _, top := range tops {
+		name := top.Name()
+		target := filepath.Join(root, name)
+		switch {
+		case ownTops[name]:
+			continue
+		case top.Type()&fs.ModeSymlink != 0:
+			link, err := os.Readlink("/" + name)
+			if err != nil {
+				return err
+			}
+			if err := os.Symlink(link, target); err != nil {
+				return err
+			}
+		case top.IsDir():
+			if err := overlay(spec, name, target); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func overlay(spec *Spec, name, target string) error {
+	if err := os.MkdirAll(target, 0o755); err != nil {
+		return err
+	}
+	if strings.HasPrefix(spec.Dir+"/", "/"+name+"/") {
+		// The machine's own disk lies here, so that a layer would overlap with what it covers.
+		return readOnlyBind("/"+name, target)
+	}
+	upper, work := spec.Layer(name), filepath.Join(spec.Dir, layersDir, name, "work")
+	for _, dir := range []string{upper, work} {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return fmt.Errorf("create the private layer of /%s: %w", name, err)
+		}
+	}
+	info, err := os.Stat("/" + name)
+	if err != nil {
+		return err
+	}
+	if err := os.Chmod(upper, info.Mode().Perm()|info.Mode()&fs.ModeSticky); err != nil {
+		return err
+	}
+	return mount("overlay", target, "overlay", 0, fmt.Sprintf("lowerdir=/%s,upperdir=%s,workdir=%s", name, upper, work))
+}
+
+// mountVar gives the machine a /var of its own on its disk, and /run in memory.
+func mountVar(spec *Spec, root string) error {
+	for _, dir := range []string{"lib/kubelet", "log", "cache", "tmp", "opt"} {
+		if err := os.MkdirAll(filepath.Join(spec.Var(), dir), 0o755); err != nil {
+			return fmt.Errorf("create the machine's disk: %w", err)
+		}
+	}
+	if err := os.Chmod(filepath.Join(spec.Var(), "tmp"), 0o777|fs.ModeSticky); err != nil {
+		return err
+	}
+	for link, target := range map[string]string{"run": "/run", "lock": "/run/lock"} {
+		if err := os.Symlink(target, filepath.Join(spec.Var(), link)); err != nil && !errors.Is(err, fs.ErrExist) {
+			return err
+		}
+	}
+	if err := bind(Mount{Source: spec.Var(), Target: "/var", Writable: true}, root); err != nil {
+		return err
+	}
+	if err := mount("tmpfs", filepath.Join(root, "run"), "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=755"); err != nil {
+		return err
+	}
+	return os.Mkdir(filepath.Join(root, "run/lock"), 0o777)
+}
+
+func mountKernel(root string) error {
+	if err := mount("proc", filepath.Join(root, "proc"), "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); err != nil {
+		return err
+	}
+	return mount("sysfs", filepath.Join(root, "sys"), "sysfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "")
+}
+
+// devices are what every /dev has; those of the simulated hardware are made by the boot hook.
+var devices = []struct {
+	name         string
+	major, minor uint32
+	mode         uint32
+}{
+	{"null", 1, 3, 0o666}, {"zero", 1, 5, 0o666}, {"full", 1, 7, 0o666}, {"random", 1, 8, 0o666}, {"urandom", 1, 9, 0o666},
+	{"tty", 5, 0, 0o666}, {"kmsg", 1, 11, 0o600}, {"fuse", 10, 229, 0o666}, {"net/tun", 10, 200, 0o666},
+}
+
+func mountDev(root string) error {
+	dev := filepath.Join(root, "dev")
+	if err := mount("dev", dev, "tmpfs", unix.MS_NOSUID, "mode=755"); err != nil {
+		return err
+	}
+	if err := os.Mkdir(filepath.Join(dev, "net"), 0o755); err != nil {
+		return err
+	}
+	for _, device := range devices {
+		path := filepath.Join(dev, device.name)
+		if err := unix.Mknod(path, unix.S_IFCHR|device.mode, int(unix.Mkdev(device.major, device.minor))); err != nil {
+			return fmt.Errorf("create device /dev/%s: %w", device.name, err)
+		}
+		if err := os.Chmod(path, fs.FileMode(device.mode)); err != nil {
+			return err
+		}
+	}
+	for _, fileSystem := range []struct{ folder, kind, options string }{
+		{"pts", "devpts", "newinstance,ptmxmode=0666,mode=620"}, {"shm", "tmpfs", "mode=1777"}, {"mqueue", "mqueue", ""},
+	} {
+		if err := mount(fileSystem.kind, filepath.Join(dev, fileSystem.folder), fileSystem.kind, unix.MS_NOSUID|unix.MS_NOEXEC, fileSystem.options); err != nil {
+			return err
+		}
+	}
+	for link, target := range map[string]string{
+		"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2",
+	} {
+		if err := os.Symlink(target, filepath.Join(dev, link)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// mountCgroups mounts the hierarchies again from inside the machine's cgroup namespace, whose root is the machine's own cgroup.
+func mountCgroups(root string) error {
+	target := filepath.Join(root, cgroup.Root)
+	if cgroup.Unified() {
+		return mount("cgroup2", target, "cgroup2", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "")
+	}
+	hierarchies, err := cgroup.Hierarchies()
+	if err != nil {
+		return err
+	}
+	if err := mount("tmpfs", target, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "mode=755"); err != nil {
+		return err
+	}
+	for _, hierarchy := range hierarchies {
+		options := hierarchy.Controllers
+		if strings.HasPrefix(options, "name=") {
+			options = "none," + options
+		}
+		if err := mount("cgroup", filepath.Join(target, hierarchy.Folder()), "cgroup", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, options); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func pivot(root string) error {
+	old := filepath.Join(root, ".host")
+	if err := os.Mkdir(old, 0o700); err != nil {
+		return err
+	}
+	if err := unix.PivotRoot(root, old); err != nil {
+		return fmt.Errorf("make %s the machine's root: %w", root, err)
+	}
+	if err := os.Chdir("/"); err != nil {
+		return err
+	}
+	if err := unix.Unmount("/.host", unix.MNT_DETACH); err != nil {
+		return fmt.Errorf("let go of the host's root: %w", err)
+	}
+	return os.Remove("/.host")
+}
+
+// kubeletSysctls are kernel-wide settings that a kubelet writes unless they already have these values.
+var kubeletSysctls = map[string]string{
+	"vm/overcommit_memory": "1", "vm/panic_on_oom": "0", "kernel/panic": "10", "kernel/panic_on_oops": "1",
+	"kernel/keys/root_maxkeys": "1000000", "kernel/keys/root_maxbytes": "25000000",
+}
+
+// hideHostValues shows the machine values of its own where the kernel has only one for all: the sysctls that a kubelet would change, and
+// the boot ID, which must differ after a power cut.
+func hideHostValues() error {
+	values := map[string]string{}
+	for name, value := range kubeletSysctls {
+		values["/proc/sys/"+name] = value
+	}
+	id, err := newBootID()
+	if err != nil {
+		return err
+	}
+	values["/proc/sys/kernel/random/boot_id"] = id
+	if err := os.MkdirAll("/run/machine", 0o755); err != nil {
+		return err
+	}
+	for path, value := range values {
+		if _, err := os.Stat(path); err != nil {
+			continue // this kernel has no such setting
+		}
+		own := filepath.Join("/run/machine", strings.ReplaceAll(strings.TrimPrefix(path, "/proc/sys/"), "/", "-"))
+		if err := os.WriteFile(own, []byte(value+"\n"), 0o644); err != nil {
+			return err
+		}
+		if err := unix.Mount(own, path, "", unix.MS_BIND, ""); err != nil {
+			return fmt.Errorf("cover %s: %w", path, err)
+		}
+	}
+	return nil
+}
+
+func newBootID() (string, error) {
+	id := make([]byte, 16)
+	if _, err := rand.Read(id); err != nil {
+		return "", err
+	}
+	id[6], id[8] = id[6]&0x0f|0x40, id[8]&0x3f|0x80
+	return fmt.Sprintf("%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:]), nil
+}
+
+func mount(source, target, kind string, flags uintptr, options string) error {
+	if err := os.MkdirAll(target, 0o755); err != nil {
+		return err
+	}
+	if err := unix.Mount(source, target, kind, flags, options); err != nil {
+		return fmt.Errorf("mount %s at %s (%s): %w", kind, target, options, err)
+	}
+	return nil
+}
+
+// bind shows a folder or file of the host in the machine.
+func bind(mount Mount, root string) error {
+	target := filepath.Join(root, mount.Target)
+	info, err := os.Stat(mount.Source)
+	if err != nil {
+		return fmt.Errorf("mount into the machine: %w", err)
+	}
+	if info.IsDir() {
+		err = os.MkdirAll(target, 0o755)
+	} else if err = os.MkdirAll(filepath.Dir(target), 0o755); err == nil {
+		err = touch(target)
+	}
+	if err != nil {
+		return fmt.Errorf("make a place for %s in the machine: %w", mount.Target, err)
+	}
+	if !mount.Writable {
+		return readOnlyBind(mount.Source, target)
+	}
+	if err := unix.Mount(mount.Source, target, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
+		return fmt.Errorf("mount %s at %s: %w", mount.Source, mount.Target, err)
+	}
+	return nil
+}
+
+func readOnlyBind(source, target string) error {
+	if err := unix.Mount(source, target, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
+		return fmt.Errorf("mount %s at %s: %w", source, target, err)
+	}
+	if err := unix.Mount("", target, "", unix.MS_BIND|unix.MS_REMOUNT|unix.MS_RDONLY, ""); err != nil {
+		return fmt.Errorf("make %s read-only: %w", target, err)
+	}
+	return nil
+}
+
+func touch(path string) error {
+	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDONLY, 0o644)
+	if err != nil {
+		return err
+	}
+	return file.Close()
+}

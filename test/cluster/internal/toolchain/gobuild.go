@@ -1,0 +1,137 @@
+package toolchain
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"time"
+)
+
+// goBuild is one call of `go build`.
+type goBuild struct {
+	name     string   // in progress lines and errors
+	dir      string   // the module's folder
+	packages []string // what to build
+	tags     string
+	ldflags  string
+	env      []string // beside the caller's environment
+	output   string   // a folder (with a trailing slash) or a file
+}
+
+// reportEvery is the pace of progress lines while packages compile.
+const reportEvery = 10 * time.Second
+
+func (b goBuild) args() []string {
+	args := []string{"build", "-v", "-trimpath", "-buildvcs=false"}
+	if b.tags != "" {
+		args = append(args, "-tags", b.tags)
+	}
+	return append(append(args, "-ldflags", b.ldflags, "-o", b.output), b.packages...)
+}
+
+// run builds and prints how many packages have been compiled as it goes. On failure the error carries what the compiler said.
+func (b goBuild) run(ctx context.Context, progress *Progress) error {
+	total, err := b.countPackages(ctx)
+	if err != nil {
+		return err
+	}
+	cmd := exec.CommandContext(ctx, "go", b.args()...)
+	cmd.Dir, cmd.Env = b.dir, b.environment()
+	stderr, err := cmd.StderrPipe()
+	if err != nil {
+		return err
+	}
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("start the Go compiler: %w", err)
+	}
+	complaints := b.follow(stderr, total, progress)
+	if err := cmd.Wait(); err != nil {
+		return fmt.Errorf("go %s in %s: %w\n%s", strings.Join(b.args(), " "), b.dir, err, complaints)
+	}
+	return nil
+}
+
+// follow reads the names of compiled packages, one a line, and returns the lines that are something else.
+func (b goBuild) follow(output io.Reader, total int, progress *Progress) string {
+	var complaints strings.Builder
+	compiled, downloaded, reported := 0, 0, time.Now()
+	lines := bufio.NewScanner(output)
+	for lines.Scan() {
+		line := lines.Text()
+		switch {
+		case strings.HasPrefix(line, "go: downloading"):
+			downloaded++
+		case !strings.ContainsAny(line, " \t:"):
+			compiled++
+		default:
+			complaints.WriteString(line + "\n")
+		}
+		if time.Since(reported) > reportEvery {
+			progress.Printf("%s: %d of at most %d packages compiled", b.name, compiled, total)
+			reported = time.Now()
+		}
+	}
+	return complaints.String()
+}
+
+// countPackages also downloads the modules that the build needs.
+func (b goBuild) countPackages(ctx context.Context) (int, error) {
+	args := []string{"list", "-deps"}
+	if b.tags != "" {
+		args = append(args, "-tags", b.tags)
+	}
+	cmd := exec.CommandContext(ctx, "go", append(args, b.packages...)...)
+	cmd.Dir, cmd.Env = b.dir, b.environment()
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return 0, fmt.Errorf("list the packages of %s: %w\n%s", b.name, err, stderr.String())
+	}
+	return bytes.Count(out, []byte("\n")), nil
+}
+
+func (b goBuild) environment() []string {
+	return append(os.Environ(), append([]string{"GOWORK=off", "GOFLAGS="}, b.env...)...)
+}
+
+// goIdentity names the Go toolchain and platform that builds in dir use.
+func goIdentity(ctx context.Context, dir string) (string, error) {
+	cmd := exec.CommandContext(ctx, "go", "env", "GOVERSION", "GOOS", "GOARCH")
+	cmd.Dir = dir
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("ask Go for its version: %w (Go must be in PATH)", err)
+	}
+	return strings.Join(strings.Fields(string(out)), " "), nil
+}
+
+// goSources lists the files below dir that decide what a Go package compiles to, test files and nested modules left out.
+func goSources(dir string) ([]string, error) {
+	var files []string
+	err := filepath.WalkDir(dir, func(path string, entry os.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if entry.IsDir() {
+			if _, err := os.Stat(filepath.Join(path, "go.mod")); err == nil && path != dir {
+				return filepath.SkipDir
+			}
+			return nil
+		}
+		if strings.HasSuffix(path, ".go") && !strings.HasSuffix(path, "_test.go") {
+			files = append(files, path)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list the sources below %s: %w", dir, err)
+	}
+	return files, nil
+}

@@ -1,0 +1,221 @@
+package toolchain
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"time"
+)
+
+// tool is an artifact that holds programs built from the tool module or from this module.
+type tool struct {
+	name     string
+	programs []string // what it provides, as a caller asks for it
+	packages []string
+	// modules are those whose version is the program's own; the first is handed to ldflags.
+	module  string
+	tags    string
+	ldflags func(version string) string
+	links   []string // further names of the only program
+	seccomp bool     // links C code against libseccomp
+}
+
+const stripped = "-s -w"
+
+// tools are built in this order: what compiles longest comes first, because the others share much of it.
+var tools = []tool{
+	{
+		name: "kubernetes", programs: []string{"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"},
+		packages: []string{"./kubernetes"}, module: "k8s.io/kubernetes", ldflags: kubernetesVersionFlags,
+		links: []string{"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"},
+	},
+	{
+		name: "containerd", programs: []string{"containerd", "containerd-shim-runc-v2", "ctr"},
+		packages: []string{
+			"github.com/containerd/containerd/v2/cmd/containerd",
+			"github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2",
+			"github.com/containerd/containerd/v2/cmd/ctr",
+		},
+		module: "github.com/containerd/containerd/v2",
+		ldflags: func(version string) string {
+			return stripped + " -X github.com/containerd/containerd/v2/version.Version=" + version
+		},
+	},
+	{name: "etcd", programs: []string{"etcd"}, packages: []string{"go.etcd.io/etcd/server/v3"}, module: "go.etcd.io/etcd/server/v3", links: []string{"etcd"}},
+	{
+		name: "cni", programs: []string{"bridge", "host-local", "loopback"},
+		packages: []string{
+			"github.com/containernetworking/plugins/plugins/main/bridge",
+			"github.com/containernetworking/plugins/plugins/ipam/host-local",
+			"github.com/containernetworking/plugins/plugins/main/loopback",
+		},
+		module: "github.com/containernetworking/plugins",
+	},
+	{
+		name: "runc", programs: []string{"runc"}, packages: []string{"github.com/opencontainers/runc"}, module: "github.com/opencontainers/runc",
+		tags: "seccomp netgo osusergo", ldflags: func(string) string { return stripped + " -extldflags -static" }, seccomp: true,
+	},
+	{name: "helm", programs: []string{"helm"}, packages: []string{"helm.sh/helm/v4/cmd/helm"}, module: "helm.sh/helm/v4"},
+}
+
+func kubernetesVersionFlags(version string) string {
+	major, rest, _ := strings.Cut(strings.TrimPrefix(version, "v"), ".")
+	minor, _, _ := strings.Cut(rest, ".")
+	flags := stripped
+	for _, pkg := range []string{"k8s.io/component-base/version", "k8s.io/client-go/pkg/version"} {
+		flags += fmt.Sprintf(" -X %[1]s.gitVersion=%s -X %[1]s.gitMajor=%s -X %[1]s.gitMinor=%s -X %[1]s.gitTreeState=clean", pkg, version, major, minor)
+	}
+	return flags
+}
+
+// Tools are the built programs, by name.
+type Tools struct {
+	programs map[string]string
+}
+
+// Path is the absolute path of a program, say kubectl or runc.
+func (t *Tools) Path(program string) (string, error) {
+	if path, ok := t.programs[program]; ok {
+		return path, nil
+	}
+	return "", fmt.Errorf("the cluster has no program called %q", program)
+}
+
+// Add makes a program known that was not built here.
+func (t *Tools) add(program, path string) { t.programs[program] = path }
+
+// BuildTools builds every program that is not in the cache. source is the folder of this repository's test/cluster.
+func (c *Cache) BuildTools(ctx context.Context, source string, progress *Progress) (*Tools, error) {
+	module := filepath.Join(source, "tools")
+	identity, err := goIdentity(ctx, module)
+	if err != nil {
+		return nil, err
+	}
+	inputs, err := goSources(filepath.Join(module, "kubernetes"))
+	if err != nil {
+		return nil, err
+	}
+	digest, err := hashRelative(module, append(inputs, filepath.Join(module, "go.mod"), filepath.Join(module, "go.sum"))...)
+	if err != nil {
+		return nil, err
+	}
+	built := &Tools{programs: map[string]string{}}
+	for _, tool := range tools {
+		key := Key(identity, digest, tool.tags, strings.Join(tool.packages, " "), strings.Join(tool.links, " "), tool.flags("key"))
+		dir, err := c.Ensure(ctx, tool.name, key, func(dir string) error { return c.buildTool(ctx, tool, module, dir, progress) })
+		if err != nil {
+			return nil, err
+		}
+		for _, program := range tool.programs {
+			built.add(program, filepath.Join(dir, program))
+		}
+	}
+	return built, nil
+}
+
+func (t tool) flags(version string) string {
+	if t.ldflags == nil {
+		return stripped
+	}
+	return t.ldflags(version)
+}
+
+func (c *Cache) buildTool(ctx context.Context, tool tool, module, dir string, progress *Progress) error {
+	start := time.Now()
+	version, err := moduleVersion(ctx, module, tool.module)
+	if err != nil {
+		return err
+	}
+	progress.Printf("building %s %s", tool.name, version)
+	build := goBuild{name: tool.name, dir: module, packages: tool.packages, tags: tool.tags, ldflags: tool.flags(version), output: dir + "/", env: []string{"CGO_ENABLED=0"}}
+	if tool.seccomp {
+		if build.env, err = c.seccompEnvironment(ctx, progress); err != nil {
+			return err
+		}
+	}
+	if len(tool.links) > 0 {
+		build.output = filepath.Join(dir, tool.name+".bin")
+	}
+	if err := build.run(ctx, progress); err != nil {
+		return err
+	}
+	for _, link := range tool.links {
+		if err := os.Symlink(tool.name+".bin", filepath.Join(dir, link)); err != nil {
+			return err
+		}
+	}
+	progress.Printf("built %s in %s", tool.name, time.Since(start).Round(time.Second/10))
+	return nil
+}
+
+func moduleVersion(ctx context.Context, dir, module string) (string, error) {
+	cmd := exec.CommandContext(ctx, "go", "list", "-m", "-f", "{{.Version}}", module)
+	cmd.Dir, cmd.Env = dir, append(os.Environ(), "GOWORK=off", "GOFLAGS=")
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("find the version of %s in %s: %w", module, dir, err)
+	}
+	return strings.TrimSpace(string(out)), nil
+}
+
+// seccompEnvironment makes the C part of runc find libseccomp in the unpacked package. A stand-in for pkg-config answers for it, because
+// the real one may not be installed and would look at the machine's own folders.
+func (c *Cache) seccompEnvironment(ctx context.Context, progress *Progress) ([]string, error) {
+	root, err := c.unpackDebian(ctx, progress, "libseccomp-dev")
+	if err != nil {
+		return nil, err
+	}
+	archives, err := filepath.Glob(filepath.Join(root, "usr/lib/*/libseccomp.a"))
+	if err != nil || len(archives) != 1 {
+		return nil, fmt.Errorf("Debian's libseccomp-dev holds %d static libraries below %s/usr/lib, want one", len(archives), root)
+	}
+	script := fmt.Sprintf("#!/bin/sh\ncase \" $* \" in\n*' --cflags '*) echo '-I%s/usr/include' ;;\n*) echo '-L%s -lseccomp' ;;\nesac\n", root, filepath.Dir(archives[0]))
+	answering := filepath.Join(c.Dir, "pkg-config-libseccomp")
+	if err := os.WriteFile(answering, []byte(script), 0o755); err != nil {
+		return nil, fmt.Errorf("write the stand-in for pkg-config: %w", err)
+	}
+	return []string{"CGO_ENABLED=1", "PKG_CONFIG=" + answering}, nil
+}
+
+// hashRelative is a digest over paths below dir and contents, so that another checkout with the same content has the same digest.
+func hashRelative(dir string, paths ...string) (string, error) {
+	parts := make([]string, 0, 2*len(paths))
+	for _, path := range paths {
+		relative, err := filepath.Rel(dir, path)
+		if err != nil {
+			return "", err
+		}
+		content, err := os.ReadFile(path)
+		if err != nil {
+			return "", fmt.Errorf("read build input: %w", err)
+		}
+		parts = append(parts, relative, string(content))
+	}
+	return Key(parts...), nil
+}
+
+// BuildMachine builds the program that is the first process of every machine of a cluster. source is the folder of this repository's
+// test/cluster; the program is compiled from it.
+func (c *Cache) BuildMachine(ctx context.Context, source string, progress *Progress) (string, error) {
+	module := filepath.Dir(filepath.Dir(source))
+	identity, err := goIdentity(ctx, module)
+	if err != nil {
+		return "", err
+	}
+	inputs, err := goSources(source)
+	if err != nil {
+		return "", err
+	}
+	digest, err := hashRelative(module, append(inputs, filepath.Join(module, "go.mod"), filepath.Join(module, "go.sum"))...)
+	if err != nil {
+		return "", err
+	}
+	dir, err := c.Ensure(ctx, "machine", Key(identity, digest), func(dir string) error {
+		build := goBuild{name: "machine", dir: module, packages: []string{"./test/cluster/cmd/machine"}, ldflags: stripped, output: dir + "/", env: []string{"CGO_ENABLED=0"}}
+		return build.run(ctx, progress)
+	})
+	return filepath.Join(dir, "machine"), err
+}

@@ -1,0 +1,168 @@
+package cluster
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/machine"
+)
+
+const (
+	readyTimeout = 90 * time.Second
+	readyPoll    = 50 * time.Millisecond
+)
+
+// RESTConfig is how the administrator reaches the API server.
+func (c *Cluster) RESTConfig() (*rest.Config, error) {
+	config, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig())
+	if err != nil {
+		return nil, fmt.Errorf("read the kubeconfig of cluster %s: %w", c.name, err)
+	}
+	return config, nil
+}
+
+// Kubectl runs kubectl as the administrator and returns what it printed to standard output. On failure the error has what it printed to
+// standard error.
+func (c *Cluster) Kubectl(ctx context.Context, arguments ...string) (string, error) {
+	return c.runClient(ctx, "kubectl", arguments)
+}
+
+// Helm runs helm as the administrator, like Kubectl.
+func (c *Cluster) Helm(ctx context.Context, arguments ...string) (string, error) {
+	return c.runClient(ctx, "helm", arguments)
+}
+
+func (c *Cluster) runClient(ctx context.Context, program string, arguments []string) (string, error) {
+	command, err := c.ClientCommand(ctx, program, arguments...)
+	if err != nil {
+		return "", err
+	}
+	var stdout, stderr bytes.Buffer
+	command.Stdout, command.Stderr = &stdout, &stderr
+	if err := command.Run(); err != nil {
+		return stdout.String(), fmt.Errorf("%s %s: %w: %s", program, strings.Join(arguments, " "), err, strings.TrimSpace(stderr.String()))
+	}
+	return stdout.String(), nil
+}
+
+// ClientCommand prepares kubectl or helm to run as the administrator, for callers that want its streams.
+func (c *Cluster) ClientCommand(ctx context.Context, program string, arguments ...string) (*exec.Cmd, error) {
+	path, err := c.programs.Path(program)
+	if err != nil {
+		return nil, err
+	}
+	command := exec.CommandContext(ctx, path, arguments...)
+	command.Env = append(os.Environ(), "KUBECONFIG="+c.Kubeconfig())
+	return command, nil
+}
+
+// awaitReady waits until every running node is Ready since its current boot, and Pods can be created.
+func (c *Cluster) awaitReady(ctx context.Context) error {
+	config, err := c.RESTConfig()
+	if err != nil {
+		return err
+	}
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return fmt.Errorf("reach cluster %s: %w", c.name, err)
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, readyTimeout, fmt.Errorf("not within %s", readyTimeout))
+	defer cancel()
+	for _, node := range c.Nodes() {
+		if !node.Running() {
+			continue
+		}
+		bootID, err := node.Exec(ctx, "cat", "/proc/sys/kernel/random/boot_id")
+		if err != nil {
+			return err
+		}
+		err = poll(ctx, func() error { return nodeReady(ctx, client, node.Name(), strings.TrimSpace(bootID)) })
+		if err != nil {
+			return fmt.Errorf("wait for node %s to be Ready: %w (logs: %s, %s)", node.Name(), err, node.Log("kubelet"), node.Log("containerd"))
+		}
+	}
+	err = poll(ctx, func() error {
+		_, err := client.CoreV1().ServiceAccounts(metav1.NamespaceDefault).Get(ctx, "default", metav1.GetOptions{})
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("wait for the default ServiceAccount: %w (logs: %s)", err, c.machines[controlPlane].LogDir())
+	}
+	return nil
+}
+
+func nodeReady(ctx context.Context, client kubernetes.Interface, name, bootID string) error {
+	node, err := client.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
+	if err != nil {
+		return err
+	}
+	if node.Status.NodeInfo.BootID != bootID {
+		return fmt.Errorf("its status is from another boot (%q)", node.Status.NodeInfo.BootID)
+	}
+	for _, condition := range node.Status.Conditions {
+		if condition.Type == corev1.NodeReady {
+			if condition.Status == corev1.ConditionTrue {
+				return nil
+			}
+			return fmt.Errorf("condition Ready is %s: %s", condition.Status, condition.Message)
+		}
+	}
+	return fmt.Errorf("it has no condition Ready yet")
+}
+
+// poll calls check until it succeeds or ctx ends; the error is then check's last one.
+func poll(ctx context.Context, check func() error) error {
+	for {
+		err := check()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%w: %w", context.Cause(ctx), err)
+		case <-time.After(readyPoll):
+		}
+	}
+}
+
+// LoadImage puts the images of an archive (OCI layout or docker) on the named nodes, or on all. They survive power cuts.
+func (c *Cluster) LoadImage(ctx context.Context, archive string, nodes ...string) error {
+	if len(nodes) == 0 {
+		nodes = c.state.Nodes
+	}
+	for _, name := range nodes {
+		node, err := c.Node(name)
+		if err != nil {
+			return err
+		}
+		if err := c.loadImage(ctx, node.spec, archive); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (c *Cluster) loadImage(ctx context.Context, spec *machine.Spec, archive string) error {
+	file, err := os.Open(archive)
+	if err != nil {
+		return fmt.Errorf("load image: %w", err)
+	}
+	defer file.Close()
+	var output bytes.Buffer
+	err = spec.Exec(ctx, machine.Streams{In: file, Out: &output, Err: &output}, "ctr", "--namespace=k8s.io", "images", "import", "--local", "--snapshotter=overlayfs", "-")
+	if err != nil {
+		return fmt.Errorf("load image archive %s: %w: %s", archive, err, strings.TrimSpace(output.String()))
+	}
+	return nil
+}

@@ -1,0 +1,109 @@
+package cluster
+
+import (
+	"fmt"
+	"io"
+	"maps"
+	"path/filepath"
+	"regexp"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/components"
+)
+
+// DefaultName is the name of a cluster that was given none.
+const DefaultName = "default"
+
+// Options say what Up makes. The zero value is a cluster of one node.
+type Options struct {
+	// Name tells clusters on this host apart: at most 12 lower-case letters, digits and dashes.
+	Name string
+	// Nodes are the machines that run Pods; none means one with default options.
+	Nodes []NodeOptions
+	// FeatureGates are set on every component, over the defaults (what the Kubernetes release has for dynamic resource allocation, all on).
+	FeatureGates map[string]bool
+	// Images are archives (OCI layout or docker) that every node gets, beside those that it always has.
+	Images []string
+	// Output takes progress lines; nil discards them.
+	Output io.Writer
+}
+
+// NodeOptions describe one node. The zero value is a plain node named by its position: node1, node2, ….
+type NodeOptions struct {
+	Name   string
+	Labels map[string]string
+	// BootHook is a command with an absolute path that the node runs at every boot, after its file system and network are there and before
+	// containerd starts, with NODE_NAME in its environment. If it fails, the node does not boot. It may create device nodes in /dev and write
+	// anywhere: all of it is the node's own.
+	BootHook []string
+	// DisableCDI makes containerd ignore CDI devices.
+	DisableCDI bool
+	// Mounts are paths of the host that the node sees as they are, at every moment. (It sees the host's other files too, but as they were
+	// when it booted, and it does not see the host's /var, /run and /dev.)
+	Mounts []Mount
+}
+
+// Mount shows a path of the host on a node, read-only unless it says otherwise.
+type Mount struct {
+	Source string
+	// Target is the path on the node; empty means Source.
+	Target   string
+	Writable bool
+}
+
+var (
+	clusterName = regexp.MustCompile(`^[a-z]([a-z0-9-]{0,10}[a-z0-9])?$`)
+	nodeName    = regexp.MustCompile(`^[a-z]([a-z0-9-]{0,18}[a-z0-9])?$`)
+)
+
+const maxNodes = 100
+
+// complete fills in defaults and refuses what cannot work.
+func (o Options) complete() (Options, error) {
+	if o.Name == "" {
+		o.Name = DefaultName
+	}
+	if !clusterName.MatchString(o.Name) {
+		return o, fmt.Errorf("cluster name %q: want a lower-case letter, then up to 11 letters, digits and dashes", o.Name)
+	}
+	if len(o.Nodes) == 0 {
+		o.Nodes = []NodeOptions{{}}
+	}
+	if len(o.Nodes) > maxNodes {
+		return o, fmt.Errorf("cluster %s: %d nodes wanted, at most %d fit into its network", o.Name, len(o.Nodes), maxNodes)
+	}
+	gates := components.DefaultFeatureGates()
+	maps.Copy(gates, o.FeatureGates)
+	o.FeatureGates = gates
+	taken := map[string]bool{controlPlane: true}
+	nodes := make([]NodeOptions, len(o.Nodes))
+	for i, node := range o.Nodes {
+		if node.Name == "" {
+			node.Name = fmt.Sprintf("node%d", i+1)
+		}
+		if err := node.validate(); err != nil {
+			return o, err
+		}
+		if taken[node.Name] {
+			return o, fmt.Errorf("node name %q: used twice or reserved", node.Name)
+		}
+		taken[node.Name] = true
+		nodes[i] = node
+	}
+	o.Nodes = nodes
+	return o, nil
+}
+
+func (n NodeOptions) validate() error {
+	if !nodeName.MatchString(n.Name) {
+		return fmt.Errorf("node name %q: want a lower-case letter, then up to 19 letters, digits and dashes", n.Name)
+	}
+	if len(n.BootHook) > 0 && !filepath.IsAbs(n.BootHook[0]) {
+		return fmt.Errorf("boot hook %q of node %s: want an absolute path", n.BootHook[0], n.Name)
+	}
+	for _, mount := range n.Mounts {
+		if !filepath.IsAbs(mount.Source) || (mount.Target != "" && !filepath.IsAbs(mount.Target)) {
+			return fmt.Errorf("mount of %q at %q on node %s: want absolute paths", mount.Source, mount.Target, n.Name)
+		}
+	}
+	return nil
+}

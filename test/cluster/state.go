@@ -1,0 +1,137 @@
+package cluster
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/cgroup"
+)
+
+// stateRoot holds a folder per cluster. It is on disk, since nodes keep their images and volumes there.
+const stateRoot = "/var/lib/gpu-dra-driver-cluster"
+
+// controlPlane is the name of the machine that runs no Pods.
+const controlPlane = "control-plane"
+
+// state is what is known of a cluster on disk. It is written before anything else of the cluster is made, so that whatever was made can be
+// found and removed.
+type state struct {
+	Network     network  `json:"network"`
+	CgroupBases []string `json:"cgroupBases"`
+	Nodes       []string `json:"nodes"`
+	// Complete is set when Up has succeeded once.
+	Complete bool `json:"complete"`
+}
+
+func clusterDir(name string) string { return filepath.Join(stateRoot, name) }
+
+func readState(name string) (state, error) {
+	var read state
+	content, err := os.ReadFile(filepath.Join(clusterDir(name), "cluster.json"))
+	if err != nil {
+		return read, err
+	}
+	if err := json.Unmarshal(content, &read); err != nil {
+		return read, fmt.Errorf("decode the state of cluster %s: %w", name, err)
+	}
+	return read, nil
+}
+
+func writeState(name string, written state) error {
+	content, err := json.MarshalIndent(written, "", "  ")
+	if err != nil {
+		return err
+	}
+	return writeAtomically(filepath.Join(clusterDir(name), "cluster.json"), content)
+}
+
+func writeAtomically(path string, content []byte) error {
+	if err := os.WriteFile(path+".new", content, 0o600); err != nil {
+		return err
+	}
+	return os.Rename(path+".new", path)
+}
+
+// reserve claims a network for a new cluster and writes its first state.
+func reserve(ctx context.Context, name string, nodes []string) (state, error) {
+	unlock, err := lockDir(ctx, stateRoot)
+	if err != nil {
+		return state{}, err
+	}
+	defer unlock()
+	entries, err := os.ReadDir(stateRoot)
+	if err != nil {
+		return state{}, err
+	}
+	taken := map[int]bool{}
+	for _, entry := range entries {
+		other, err := readState(entry.Name())
+		if err == nil {
+			taken[other.Network.Slot] = true
+		}
+	}
+	reserved := state{Nodes: nodes}
+	if reserved.Network, err = chooseNetwork(taken); err != nil {
+		return state{}, err
+	}
+	if reserved.CgroupBases, err = cgroupBases(name); err != nil {
+		return state{}, err
+	}
+	return reserved, writeState(name, reserved)
+}
+
+func cgroupBases(name string) ([]string, error) {
+	return cgroup.Bases(filepath.Join("gpu-dra-driver-cluster", name))
+}
+
+// lockDir takes the lock that is the folder itself, creating it if need be. The kernel lets go of it when the process ends, however it ends.
+// A folder that another process removed while this one waited is created again.
+func lockDir(ctx context.Context, dir string) (unlock func(), err error) {
+	for {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return nil, fmt.Errorf("create the cluster's folder: %w", err)
+		}
+		file, err := os.Open(dir)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		if err := waitForLock(ctx, file); err != nil {
+			file.Close()
+			return nil, fmt.Errorf("wait for another command that holds %s: %w", dir, err)
+		}
+		locked, err := file.Stat()
+		if err != nil {
+			file.Close()
+			return nil, err
+		}
+		if current, err := os.Stat(dir); err == nil && os.SameFile(locked, current) {
+			return func() { file.Close() }, nil
+		}
+		file.Close()
+	}
+}
+
+func waitForLock(ctx context.Context, file *os.File) error {
+	for {
+		err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if !errors.Is(err, unix.EWOULDBLOCK) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
