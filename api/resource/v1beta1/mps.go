@@ -1,0 +1,68 @@
+package v1beta1
+
+import (
+	"fmt"
+	"maps"
+	"regexp"
+	"slices"
+	"strconv"
+
+	"k8s.io/apimachinery/pkg/api/resource"
+)
+
+// MPSConfig holds the settings of strategy MPS. Each is a default of the MPS control daemon, which a process may lower for itself.
+type MPSConfig struct {
+	// DefaultActiveThreadPercentage is the share of the device's compute that one process may use: 1 to 100 percent. Left out: 100.
+	DefaultActiveThreadPercentage *int `json:"defaultActiveThreadPercentage,omitempty"`
+	// DefaultPinnedDeviceMemoryLimit is the device memory that one process may use on each device: 1Mi or more. Left out: no limit.
+	DefaultPinnedDeviceMemoryLimit *resource.Quantity `json:"defaultPinnedDeviceMemoryLimit,omitempty"`
+	// DefaultPerDevicePinnedMemoryLimit is the same for single devices, and overrides it there. The key is a device's UUID
+	// (GPU-… or MIG-…) or its index among the claim's devices, counted from 0.
+	DefaultPerDevicePinnedMemoryLimit map[string]resource.Quantity `json:"defaultPerDevicePinnedMemoryLimit,omitempty"`
+	// MultiUser lets processes of different Linux users share the device.
+	MultiUser bool `json:"multiUser,omitempty"`
+}
+
+// deviceUUID is the form in which NVML writes the UUID of a GPU (nvmlDeviceGetUUID) or of a MIG device, since R470.
+var deviceUUID = regexp.MustCompile(`^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
+
+// leastMemory is the smallest limit: the MPS control daemon counts in whole MiB.
+var leastMemory = resource.MustParse("1Mi")
+
+func (m *MPSConfig) validate() error {
+	if p := m.DefaultActiveThreadPercentage; p != nil && (*p < 1 || *p > 100) {
+		return fmt.Errorf("sharing.mpsConfig.defaultActiveThreadPercentage is %d: set it to 1 to 100", *p)
+	}
+	if limit := m.DefaultPinnedDeviceMemoryLimit; limit != nil {
+		if err := validateMemory("sharing.mpsConfig.defaultPinnedDeviceMemoryLimit", *limit); err != nil {
+			return err
+		}
+	}
+	// In order, so that the same configuration always gives the same error.
+	for _, key := range slices.Sorted(maps.Keys(m.DefaultPerDevicePinnedMemoryLimit)) {
+		field := "sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[" + quote(key) + "]"
+		if !namesDevice(key) {
+			return fmt.Errorf("%s: the key names no device: use a UUID such as GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c, or an index such as 0", field)
+		}
+		if err := validateMemory(field, m.DefaultPerDevicePinnedMemoryLimit[key]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// namesDevice takes an index only as strconv writes it, so that no device has two keys.
+func namesDevice(key string) bool {
+	if deviceUUID.MatchString(key) {
+		return true
+	}
+	index, err := strconv.ParseUint(key, 10, 16)
+	return err == nil && strconv.FormatUint(index, 10) == key
+}
+
+func validateMemory(field string, limit resource.Quantity) error {
+	if limit.Cmp(leastMemory) < 0 {
+		return fmt.Errorf("%s is %s: set it to %s or more, for example 4Gi", field, quote(limit.String()), leastMemory.String())
+	}
+	return nil
+}
