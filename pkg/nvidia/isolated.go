@@ -74,26 +74,33 @@ func (r report) result() (Node, error) {
 // Isolated returns a scan that runs in a child process, started by command, which must call [ServeScan] on its standard input and output.
 // It is safe to call it again and again: whatever NVML does to the child, the caller gets an answer or an error in bounded time.
 func Isolated(p Paths, command ...string) func(context.Context) (Node, error) {
-	var stuck atomic.Int32
-	return func(ctx context.Context) (Node, error) {
-		if err := Check(p); err != nil {
-			return Node{}, err // no need to start a process for that
-		}
-		if n := stuck.Load(); n >= maxStuck {
-			return Node{}, fmt.Errorf("%d earlier scans still hang in the NVIDIA driver: look at dmesg, and reset the GPUs or reboot the node", n)
-		}
-		ctx, cancel := context.WithTimeoutCause(ctx, scanLimit, fmt.Errorf("the scan has not ended for %s", scanLimit))
-		defer cancel()
-		return runChild(ctx, p, command, &stuck)
-	}
+	return (&isolated{paths: p, command: command}).scan
 }
 
-func runChild(ctx context.Context, p Paths, command []string, stuck *atomic.Int32) (Node, error) {
-	input, err := json.Marshal(p)
+type isolated struct {
+	paths   Paths
+	command []string
+	stuck   atomic.Int32 // children that are running, or cannot be ended
+}
+
+func (i *isolated) scan(ctx context.Context) (Node, error) {
+	if err := Check(i.paths); err != nil {
+		return Node{}, err // no need to start a process for that
+	}
+	if n := i.stuck.Load(); n >= maxStuck {
+		return Node{}, fmt.Errorf("%d earlier scans still hang in the NVIDIA driver: look at dmesg, and reset the GPUs or reboot the node", n)
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, scanLimit, fmt.Errorf("the scan has not ended for %s", scanLimit))
+	defer cancel()
+	return i.runChild(ctx)
+}
+
+func (i *isolated) runChild(ctx context.Context) (Node, error) {
+	input, err := json.Marshal(i.paths)
 	if err != nil {
 		return Node{}, fmt.Errorf("describe the paths to scan: %w", err)
 	}
-	child := exec.Command(command[0], command[1:]...)
+	child := exec.Command(i.command[0], i.command[1:]...) //nolint:gosec // our own program
 	// The pipe stays open until we are done: its end tells the child that the parent is gone.
 	stdin, err := child.StdinPipe()
 	if err != nil {
@@ -111,9 +118,9 @@ func runChild(ctx context.Context, p Paths, command []string, stuck *atomic.Int3
 	}
 
 	answer := make(chan childAnswer, 1)
-	stuck.Add(1)
+	i.stuck.Add(1)
 	go func() {
-		defer stuck.Add(-1)
+		defer i.stuck.Add(-1)
 		a := converse(input, stdin, stdout)
 		if a.err == nil {
 			answer <- a

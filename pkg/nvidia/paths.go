@@ -91,8 +91,9 @@ func below(root, path string) (rest string, ok bool) {
 	return strings.CutPrefix(path, root+"/")
 }
 
+// isCharDevice does not follow links: nvcdi, which must find the same nodes, doesn't either.
 func isCharDevice(path string) bool {
-	info, err := os.Stat(path)
+	info, err := os.Lstat(path)
 	return err == nil && info.Mode()&os.ModeCharDevice != 0
 }
 

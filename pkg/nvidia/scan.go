@@ -59,8 +59,6 @@ func (s scanner) scan(ctx context.Context) (Node, error) {
 		return Node{}, fmt.Errorf("count the GPUs: %w", err)
 	}
 	node.GPUs, node.Problems = s.gpus(ctx, count, node.Driver)
-	node.Problems = explain(s.paths.Sysfs, node.GPUs, node.Problems)
-	sort.SliceStable(node.Problems, func(i, j int) bool { return node.Problems[i].PCIAddress < node.Problems[j].PCIAddress })
 	return node, nil
 }
 
@@ -98,32 +96,37 @@ func (s scanner) driver() (device.Driver, error) {
 func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]GPU, []Problem) {
 	type result struct {
 		gpu     *GPU
-		problem *Problem
+		address device.PCIAddress
+		err     error
 	}
 	results := make(chan result, count)
 	for i := range count {
 		go func() {
 			r := reading{}
 			gpu, err := bounded(ctx, s.limit, fmt.Sprintf("NVML for the GPU with index %d", i), func() (*GPU, error) { return s.gpu(i, d, &r) })
-			if err != nil {
-				results <- result{problem: &Problem{PCIAddress: r.known(), Message: err.Error()}}
-				return
-			}
-			results <- result{gpu: gpu}
+			results <- result{gpu, r.known(), err}
 		}()
 	}
 	var gpus []GPU
 	var problems []Problem
+	listed := map[device.PCIAddress]bool{}
 	for range count {
 		r := <-results
-		if r.problem != nil {
-			problems = append(problems, *r.problem)
-		} else if r.gpu != nil {
+		listed[r.address] = true
+		switch {
+		case r.err != nil:
+			problems = append(problems, Problem{r.address, r.err.Error()})
+		case r.gpu != nil:
 			gpus = append(gpus, *r.gpu)
 		}
 	}
-	sort.Slice(gpus, func(i, j int) bool { return gpus[i].PCIAddress < gpus[j].PCIAddress })
-	return distinct(gpus, problems)
+	sort.Slice(gpus, func(i, j int) bool {
+		return gpus[i].PCIAddress < gpus[j].PCIAddress || gpus[i].PCIAddress == gpus[j].PCIAddress && gpus[i].UUID < gpus[j].UUID
+	})
+	gpus, problems = distinct(gpus, problems)
+	problems = explain(s.paths.Sysfs, listed, problems)
+	sort.Slice(problems, func(i, j int) bool { return problems[i].String() < problems[j].String() })
+	return gpus, problems
 }
 
 // distinct drops cards that claim another's place: two devices of one name would make the scheduler drop the whole pool.
@@ -141,25 +144,20 @@ func distinct(gpus []GPU, problems []Problem) ([]GPU, []Problem) {
 
 // explain completes the problems by what the PCI bus tells: cards that NVML does not mention at all, and the address of one
 // that failed before it could say its own.
-func explain(sysfs string, gpus []GPU, problems []Problem) []Problem {
+func explain(sysfs string, listed map[device.PCIAddress]bool, problems []Problem) []Problem {
 	onBus, err := pciGPUs(sysfs)
 	if err != nil {
 		return problems // sysfs only helps to explain here
 	}
-	mentioned := map[device.PCIAddress]bool{}
-	for _, g := range gpus {
-		mentioned[g.PCIAddress] = true
-	}
 	var nameless []int
 	for i, p := range problems {
-		mentioned[p.PCIAddress] = true
 		if p.PCIAddress == "" {
 			nameless = append(nameless, i)
 		}
 	}
 	var unlisted []device.PCIAddress
 	for _, a := range onBus {
-		if mentioned[a] {
+		if listed[a] {
 			continue
 		}
 		if driver := pciDriver(sysfs, a); driver != "" && driver != "nvidia" {

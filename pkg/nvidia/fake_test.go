@@ -1,0 +1,186 @@
+package nvidia
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
+	"golang.org/x/sys/unix"
+)
+
+const fakeVersion = "580.65.06"
+
+// card is a GPU of the fake library. answers overrides what a function of NVML says; hangs makes one never answer.
+type card struct {
+	bus, uuid, name string
+	minor           int
+	mig             *bool
+	profiles        []nvml.GpuInstanceProfileInfo
+	answers         map[string]nvml.Return
+	hangs           string
+}
+
+func (c card) ask(function string) nvml.Return {
+	if c.hangs == function {
+		select {}
+	}
+	return c.answers[function] // SUCCESS unless told otherwise
+}
+
+type fakeLibrary = mock.Interface
+
+// hangLimit is how long the tests wait for what never answers.
+const hangLimit = 200 * time.Millisecond
+
+// fakeNVML is a library that lists the cards.
+func fakeNVML(cards ...card) *mock.Interface {
+	return &mock.Interface{
+		InitFunc:                       func() nvml.Return { return nvml.SUCCESS },
+		ShutdownFunc:                   func() nvml.Return { return nvml.SUCCESS },
+		SystemGetDriverVersionFunc:     func() (string, nvml.Return) { return fakeVersion, nvml.SUCCESS },
+		SystemGetCudaDriverVersionFunc: func() (int, nvml.Return) { return 13020, nvml.SUCCESS },
+		DeviceGetCountFunc:             func() (int, nvml.Return) { return len(cards), nvml.SUCCESS },
+		DeviceGetHandleByIndexFunc: func(i int) (nvml.Device, nvml.Return) {
+			return cards[i].handle(i), cards[i].ask("nvmlDeviceGetHandleByIndex")
+		},
+		ExtensionsFunc: func() nvml.ExtendedInterface {
+			return &mock.ExtendedInterface{LookupSymbolFunc: func(string) error { return nil }}
+		},
+	}
+}
+
+func (c card) handle(index int) nvml.Device {
+	return &mock.Device{
+		GetIndexFunc: func() (int, nvml.Return) { return index, nvml.SUCCESS },
+		GetPciInfoFunc: func() (nvml.PciInfo, nvml.Return) {
+			info := nvml.PciInfo{}
+			for i, b := range []byte(c.bus) {
+				info.BusId[i] = int8(b)
+			}
+			return info, c.ask("nvmlDeviceGetPciInfo")
+		},
+		GetNameFunc:        func() (string, nvml.Return) { return c.name, c.ask("nvmlDeviceGetName") },
+		GetUUIDFunc:        func() (string, nvml.Return) { return c.uuid, c.ask("nvmlDeviceGetUUID") },
+		GetMinorNumberFunc: func() (int, nvml.Return) { return c.minor, c.ask("nvmlDeviceGetMinorNumber") },
+		GetMemoryInfoFunc: func() (nvml.Memory, nvml.Return) {
+			return nvml.Memory{Total: 80 << 30}, c.ask("nvmlDeviceGetMemoryInfo")
+		},
+		GetBrandFunc: func() (nvml.BrandType, nvml.Return) { return nvml.BRAND_NVIDIA, c.ask("nvmlDeviceGetBrand") },
+		GetArchitectureFunc: func() (nvml.DeviceArchitecture, nvml.Return) {
+			return nvml.DEVICE_ARCH_ADA, c.ask("nvmlDeviceGetArchitecture")
+		},
+		GetCudaComputeCapabilityFunc: func() (int, int, nvml.Return) { return 8, 9, nvml.SUCCESS },
+		IsMigDeviceHandleFunc:        func() (bool, nvml.Return) { return false, nvml.SUCCESS },
+		GetMigModeFunc: func() (int, int, nvml.Return) {
+			if r := c.ask("nvmlDeviceGetMigMode"); r != nvml.SUCCESS {
+				return 0, 0, r
+			}
+			if c.mig == nil {
+				return 0, 0, nvml.ERROR_NOT_SUPPORTED
+			}
+			if *c.mig {
+				return nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS
+			}
+			return nvml.DEVICE_MIG_DISABLE, nvml.DEVICE_MIG_DISABLE, nvml.SUCCESS
+		},
+		GetGpuInstanceProfileInfoFunc: func(i int) (nvml.GpuInstanceProfileInfo, nvml.Return) {
+			if i >= len(c.profiles) {
+				return nvml.GpuInstanceProfileInfo{}, nvml.ERROR_NOT_SUPPORTED
+			}
+			return c.profiles[i], nvml.SUCCESS
+		},
+	}
+}
+
+// twoCards is an ordinary node; minors are crossed, as real drivers cross them.
+func twoCards() []card {
+	return []card{
+		{bus: "00000000:C3:00.0", uuid: "GPU-00000000-0000-0000-0000-0000000000c3", name: "NVIDIA L40S", minor: 0},
+		{bus: "00000000:1B:00.0", uuid: "GPU-00000000-0000-0000-0000-00000000001b", name: "NVIDIA L40S", minor: 1},
+	}
+}
+
+// fakeHost lays out what the scan reads besides NVML: a driver root with a dev of its own, sysfs, proc.
+type fakeHost struct {
+	t    *testing.T
+	root string
+}
+
+func newFakeHost(t *testing.T) fakeHost {
+	t.Helper()
+	h := fakeHost{t, t.TempDir()}
+	for _, lib := range []string{"libnvidia-ml.so.1", "libnvidia-ml.so." + fakeVersion, "libcuda.so." + fakeVersion} {
+		h.file("driver/usr/lib64/"+lib, "no ELF")
+	}
+	for _, node := range []string{"nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0", "nvidia1"} {
+		h.node("driver/dev/" + node)
+	}
+	h.file("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  "+fakeVersion+"\n")
+	h.gpuOnBus("0000:1b:00.0", "pci0000:15", "0")
+	h.gpuOnBus("0000:c3:00.0", "pci0000:bd", "-1")
+	h.file("sys/devices/pci0000:15/0000:07:00.0/vendor", "0x10de\n")
+	h.file("sys/devices/pci0000:15/0000:07:00.0/class", "0x068000\n") // an NVSwitch
+	h.link("../../../devices/pci0000:15/0000:07:00.0", "sys/bus/pci/devices/0000:07:00.0")
+	return h
+}
+
+func (h fakeHost) paths() Paths {
+	return Paths{
+		DriverRoot: filepath.Join(h.root, "driver"), HostDriverRoot: "/run/nvidia/driver",
+		Sysfs: filepath.Join(h.root, "sys"), Proc: filepath.Join(h.root, "proc"), HookPath: "/opt/hook/nvidia-cdi-hook",
+	}
+}
+
+func (h fakeHost) scanner(library nvml.Interface) scanner {
+	return scanner{paths: h.paths().withDefaults(), library: library, libraryPath: "libnvidia-ml.so.1", limit: 10 * time.Second}
+}
+
+func (h fakeHost) gpuOnBus(address, root, numa string) {
+	dir := "sys/devices/" + root + "/" + root[3:] + ":01.0/" + address
+	h.file(dir+"/vendor", "0x10de\n")
+	h.file(dir+"/class", "0x030200\n")
+	h.file(dir+"/numa_node", numa+"\n")
+	h.link("../../../"+dir[len("sys/"):], "sys/bus/pci/devices/"+address)
+}
+
+// node makes a character device. The number 0:0 is the one that everybody may make.
+func (h fakeHost) node(path string) {
+	h.t.Helper()
+	h.parent(path)
+	if err := unix.Mknod(filepath.Join(h.root, path), unix.S_IFCHR|0o666, 0); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
+func (h fakeHost) file(path, content string) {
+	h.t.Helper()
+	h.parent(path)
+	if err := os.WriteFile(filepath.Join(h.root, path), []byte(content), 0o600); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
+func (h fakeHost) link(target, path string) {
+	h.t.Helper()
+	h.parent(path)
+	if err := os.Symlink(target, filepath.Join(h.root, path)); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
+func (h fakeHost) parent(path string) {
+	h.t.Helper()
+	if err := os.MkdirAll(filepath.Dir(filepath.Join(h.root, path)), 0o750); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
+func (h fakeHost) remove(path string) {
+	h.t.Helper()
+	if err := os.RemoveAll(filepath.Join(h.root, path)); err != nil {
+		h.t.Fatal(err)
+	}
+}

@@ -1,0 +1,135 @@
+package nvidia
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+func TestCheckSaysWhatIsMissingAndWhichCommandMakesIt(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		change func(fakeHost)
+		says   []string
+	}{
+		{"all there", func(fakeHost) {}, nil},
+		{"no library", func(h fakeHost) { h.remove("driver/usr/lib64/libnvidia-ml.so.1") }, []string{"libnvidia-ml.so.1 is not under the driver root", "set the driver root"}},
+		{"no uvm", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm") }, []string{"/dev/nvidia-uvm is missing", "nvidia-modprobe -u -c=0"}},
+		{"no uvm tools", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm-tools") }, []string{"/dev/nvidia-uvm-tools is missing", "nvidia-modprobe"}},
+		{"uvm is a file", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm"); h.file("driver/dev/nvidia-uvm", "") }, []string{"/dev/nvidia-uvm is missing"}},
+		{"no control node", func(h fakeHost) { h.remove("driver/dev/nvidiactl") }, []string{"nvidiactl is missing", "nvidia-modprobe -c=255"}},
+		{"no module", func(h fakeHost) { h.remove("driver/dev/nvidiactl"); h.remove("proc/driver") }, []string{"kernel module is not loaded", "modprobe nvidia"}},
+		{"WSL2", func(h fakeHost) { h.node("driver/dev/dxg") }, []string{"Windows Subsystem for Linux"}},
+		{"Tegra by release file", func(h fakeHost) { h.file("driver/etc/nv_tegra_release", "") }, []string{"Tegra"}},
+		{"Tegra by SoC family", func(h fakeHost) { h.file("sys/devices/soc0/family", "Tegra\n") }, []string{"Tegra", "nodeSelector"}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			h := newFakeHost(t)
+			p := h.paths()
+			p.DevRoot = p.DriverRoot
+			tc.change(h)
+			err := Check(p)
+			if tc.says == nil {
+				if err != nil {
+					t.Error(err)
+				}
+				return
+			}
+			var unready *NotReadyError
+			if !errors.As(err, &unready) {
+				t.Fatalf("error is %v, want a NotReadyError", err)
+			}
+			for _, part := range tc.says {
+				if !strings.Contains(err.Error(), part) {
+					t.Errorf("error %q does not say %q", err, part)
+				}
+			}
+		})
+	}
+}
+
+func TestLibraryIsFoundInEveryCustomaryPlace(t *testing.T) {
+	for _, dir := range libraryDirs() {
+		h := fakeHost{t, t.TempDir()}
+		h.file(dir+"/"+libraryName, "")
+		if got, err := findLibrary(h.root); err != nil || got != filepath.Join(h.root, dir, libraryName) {
+			t.Errorf("in %s: %s, %v", dir, got, err)
+		}
+	}
+}
+
+func TestOnlyDisplayControllersOfNVIDIACountAsGPUs(t *testing.T) {
+	h := fakeHost{t, t.TempDir()}
+	h.file("sys/bus/pci/devices/0000:00:01.0/vendor", "0x8086\n")
+	h.file("sys/bus/pci/devices/0000:00:01.0/class", "0x030000\n")
+	h.file("sys/bus/pci/devices/0000:07:00.0/vendor", "0x10de\n")
+	h.file("sys/bus/pci/devices/0000:07:00.0/class", "0x068000\n")
+	if found, err := HasNVIDIADevice(filepath.Join(h.root, "sys")); found || err != nil {
+		t.Errorf("an Intel display and an NVSwitch: %v, %v", found, err)
+	}
+	h.file("sys/bus/pci/devices/0000:08:00.0/vendor", "0x10de\n")
+	h.file("sys/bus/pci/devices/0000:08:00.0/class", "0x030000\n")
+	if found, err := HasNVIDIADevice(filepath.Join(h.root, "sys")); !found || err != nil {
+		t.Errorf("with a VGA card of NVIDIA: %v, %v", found, err)
+	}
+	if _, err := HasNVIDIADevice(filepath.Join(h.root, "nowhere")); err == nil {
+		t.Error("a sysfs that cannot be read is no proof that there is no GPU")
+	}
+}
+
+func TestPlaceStaysUnknownWhereSysfsIsSilent(t *testing.T) {
+	for _, address := range []device.PCIAddress{"0000:99:00.0", "10000:01:00.0"} {
+		g := device.GPU{PCIAddress: address}
+		if place(t.TempDir(), &g); g.PCIeRoot != "" || g.NUMANode != nil {
+			t.Errorf("%s: %+v", address, g)
+		}
+	}
+}
+
+func TestFingerprintChangesWithWhatAScanDependsOn(t *testing.T) {
+	for name, change := range map[string]func(fakeHost){
+		"a GPU appears":                    func(h fakeHost) { h.gpuOnBus("0000:d1:00.0", "pci0000:cb", "1") },
+		"a GPU is gone":                    func(h fakeHost) { h.remove("sys/bus/pci/devices/0000:c3:00.0") },
+		"a GPU changes its kernel driver":  func(h fakeHost) { h.link("../x/vfio-pci", "sys/devices/pci0000:15/0000:15:01.0/0000:1b:00.0/driver") },
+		"a device node comes late":         func(h fakeHost) { h.node("driver/dev/nvidia2") },
+		"a device node is lost":            func(h fakeHost) { h.remove("driver/dev/nvidia-uvm") },
+		"the driver's own dev is lost":     func(h fakeHost) { h.remove("driver/dev/nvidiactl") },
+		"a library comes late":             func(h fakeHost) { h.file("driver/usr/lib64/libnvidia-nvvm.so.4", "") },
+		"a library is replaced":            func(h fakeHost) { h.file("driver/usr/lib64/libcuda.so."+fakeVersion, "another") },
+		"another place has the library":    func(h fakeHost) { h.file("driver/usr/lib/libnvidia-ml.so.1", "") },
+		"nvidia-smi comes late":            func(h fakeHost) { h.file("driver/usr/bin/nvidia-smi", "") },
+		"firmware comes late":              func(h fakeHost) { h.file("driver/lib/firmware/nvidia/"+fakeVersion+"/gsp.bin", "") },
+		"the module is unloaded":           func(h fakeHost) { h.remove("proc/driver") },
+		"the module is of another version": func(h fakeHost) { h.file("proc/driver/nvidia/version", "590.1") },
+		"the module shows in sysfs":        func(h fakeHost) { h.file("sys/module/nvidia/version", "590.1") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := newFakeHost(t)
+			before := Fingerprint(h.paths())
+			if again := Fingerprint(h.paths()); again != before {
+				t.Fatalf("%s, then %s without a change", before, again)
+			}
+			change(h)
+			if Fingerprint(h.paths()) == before {
+				t.Error("it did not change")
+			}
+		})
+	}
+}
+
+func TestFingerprintIgnoresWhatIsNoneOfTheDrivers(t *testing.T) {
+	h := newFakeHost(t)
+	before := Fingerprint(h.paths())
+	h.file("driver/usr/lib64/libssl.so", "")
+	h.file("driver/dev/tty", "")
+	if err := os.Chmod(h.root, 0o700); err != nil { //nolint:gosec // a directory
+		t.Fatal(err)
+	}
+	if Fingerprint(h.paths()) != before {
+		t.Error("it changed")
+	}
+}

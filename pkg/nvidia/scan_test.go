@@ -1,0 +1,321 @@
+package nvidia
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"testing/synctest"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/utils/ptr"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+func TestScanReportsTheNode(t *testing.T) {
+	h := newFakeHost(t)
+	cards := twoCards()
+	cards[1].mig = ptr.To(false)
+	cards[1].profiles = []nvml.GpuInstanceProfileInfo{
+		{SliceCount: 1, MultiprocessorCount: 16, OfaCount: 9},
+		{SliceCount: 7, MultiprocessorCount: 132, CopyEngineCount: 8, DecoderCount: 7, JpegCount: 7, OfaCount: 0},
+		{SliceCount: 7, MultiprocessorCount: 130, CopyEngineCount: 8, DecoderCount: 7, EncoderCount: 1, OfaCount: 1},
+	}
+	node, err := h.scanner(fakeNVML(cards...)).scan(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []device.GPU{
+		{
+			PCIAddress: "0000:1b:00.0", UUID: cards[1].uuid, Minor: 1, ProductName: "NVIDIA L40S", Brand: "Nvidia", Architecture: "Ada Lovelace",
+			CUDAComputeCapability: "8.9", MemoryBytes: 80 << 30, PCIeRoot: "pci0000:15", NUMANode: ptr.To(0),
+			Engines: &device.Engines{Multiprocessors: 132, CopyEngines: 8, Decoders: 7, Encoders: 1, JPEGEngines: 7, OFAEngines: 1},
+		},
+		{
+			PCIAddress: "0000:c3:00.0", UUID: cards[0].uuid, Minor: 0, ProductName: "NVIDIA L40S", Brand: "Nvidia", Architecture: "Ada Lovelace",
+			CUDAComputeCapability: "8.9", MemoryBytes: 80 << 30, PCIeRoot: "pci0000:bd",
+		},
+	}
+	var got []device.GPU
+	for _, g := range node.GPUs {
+		got = append(got, g.GPU)
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+	if want := (device.Driver{Version: fakeVersion, CUDAVersion: "13.2"}); node.Driver != want {
+		t.Errorf("driver is %v, want %v", node.Driver, want)
+	}
+	if len(node.Problems) > 0 {
+		t.Errorf("problems on a healthy node: %v", node.Problems)
+	}
+}
+
+func TestEditsNameTheHostsPaths(t *testing.T) {
+	h := newFakeHost(t)
+	node, err := h.scanner(fakeNVML(twoCards()...)).scan(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia1", HostPath: "/run/nvidia/driver/dev/nvidia1", Permissions: "rw"}}}
+	if diff := cmp.Diff(own, node.GPUs[0].Edits); diff != "" {
+		t.Errorf("a GPU's own edits:\n%s", diff)
+	}
+	var nodes, mounts []string
+	for _, n := range node.Common.DeviceNodes {
+		nodes = append(nodes, n.HostPath+" at "+n.Path)
+	}
+	for _, m := range node.Common.Mounts {
+		mounts = append(mounts, m.HostPath+" at "+m.ContainerPath)
+	}
+	if diff := cmp.Diff([]string{
+		"/run/nvidia/driver/dev/nvidia-uvm at /dev/nvidia-uvm",
+		"/run/nvidia/driver/dev/nvidia-uvm-tools at /dev/nvidia-uvm-tools",
+		"/run/nvidia/driver/dev/nvidiactl at /dev/nvidiactl",
+	}, nodes); diff != "" {
+		t.Errorf("control nodes:\n%s", diff)
+	}
+	if diff := cmp.Diff([]string{
+		"/run/nvidia/driver/usr/lib64/libcuda.so.580.65.06 at /usr/lib64/libcuda.so.580.65.06",
+		"/run/nvidia/driver/usr/lib64/libnvidia-ml.so.580.65.06 at /usr/lib64/libnvidia-ml.so.580.65.06",
+	}, mounts); diff != "" {
+		t.Errorf("libraries:\n%s", diff)
+	}
+	for _, hook := range node.Common.Hooks {
+		if hook.Path != "/opt/hook/nvidia-cdi-hook" {
+			t.Errorf("hook %v does not use the host's binary", hook)
+		}
+	}
+	for _, v := range node.Common.Env {
+		if strings.HasPrefix(v, "NVIDIA_VISIBLE_DEVICES") {
+			t.Errorf("%s is in the common edits; the base device sets it", v)
+		}
+	}
+}
+
+func TestDRMLinksAreNamedAsTheContainerSeesThem(t *testing.T) {
+	h := newFakeHost(t)
+	s := h.scanner(fakeNVML())
+	link := "../card1::" + h.root + "/driver/dev/dri/by-path/pci-0000:1b:00.0-card"
+	e := s.tidy(specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createContainer", Args: []string{"nvidia-cdi-hook", "create-symlinks", "--link", link}}}})
+	if want := "../card1::/dev/dri/by-path/pci-0000:1b:00.0-card"; e.Hooks[0].Args[3] != want {
+		t.Errorf("link is %s, want %s", e.Hooks[0].Args[3], want)
+	}
+}
+
+func TestScansOfTheSameNodeAreEqual(t *testing.T) {
+	h := newFakeHost(t)
+	first, err := h.scanner(fakeNVML(twoCards()...)).scan(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 5 {
+		again, err := h.scanner(fakeNVML(twoCards()...)).scan(t.Context())
+		if diff := cmp.Diff(first, again); err != nil || diff != "" {
+			t.Fatal(err, diff)
+		}
+	}
+}
+
+func TestAGPUThatFailsIsLeftOutAlone(t *testing.T) {
+	on := true
+	for _, tc := range []struct {
+		name   string
+		change func(*card)
+		says   string
+	}{
+		{"lost before it has an address", func(c *card) {
+			c.answers = map[string]nvml.Return{"nvmlDeviceGetHandleByIndex": nvml.ERROR_GPU_IS_LOST}
+		}, "fallen off the bus"},
+		{"PCI information fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetPciInfo": nvml.ERROR_UNKNOWN} }, "PCI address"},
+		{"name fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetName": nvml.ERROR_RESET_REQUIRED} }, "needs a reset"},
+		{"UUID fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetUUID": nvml.ERROR_UNKNOWN} }, "UUID"},
+		{"minor fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetMinorNumber": nvml.ERROR_UNKNOWN} }, "minor"},
+		{"memory fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetMemoryInfo": 12345} }, "NVML error 12345"},
+		{"MIG mode fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetMigMode": nvml.ERROR_UNKNOWN} }, "MIG mode"},
+		{"MIG is on", func(c *card) { c.mig = &on }, "partitions are not offered by this version"},
+		{"its device node is missing", func(c *card) { c.minor = 7 }, "nvidia-modprobe -c=7"},
+		{"its address is no address", func(c *card) { c.bus = "somewhere" }, `PCI address "somewhere"`},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			h := newFakeHost(t)
+			cards := twoCards()
+			tc.change(&cards[1])
+			node, err := h.scanner(fakeNVML(cards...)).scan(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(node.GPUs) != 1 || node.GPUs[0].PCIAddress != "0000:c3:00.0" {
+				t.Errorf("offered: %v, want the healthy one", node.GPUs)
+			}
+			if len(node.Problems) != 1 || node.Problems[0].PCIAddress != "0000:1b:00.0" || !strings.Contains(node.Problems[0].Message, tc.says) {
+				t.Errorf("problems are %v, want one of 0000:1b:00.0 that says %q", node.Problems, tc.says)
+			}
+		})
+	}
+}
+
+func TestBestEffortValuesCostNoGPU(t *testing.T) {
+	h := newFakeHost(t)
+	cards := twoCards()[:1]
+	cards[0].answers = map[string]nvml.Return{"nvmlDeviceGetBrand": nvml.ERROR_UNKNOWN, "nvmlDeviceGetArchitecture": nvml.ERROR_NOT_SUPPORTED}
+	node, err := h.scanner(fakeNVML(cards...)).scan(t.Context())
+	if err != nil || len(node.GPUs) != 1 {
+		t.Fatal(err, node)
+	}
+	if g := node.GPUs[0]; g.Brand != "Unknown" || g.Architecture != "Unknown" || g.Engines != nil {
+		t.Errorf("got %+v", g)
+	}
+}
+
+func TestAHangingGPUHangsAlone(t *testing.T) {
+	for _, function := range []string{"nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo"} {
+		t.Run(function, func(t *testing.T) {
+			h := newFakeHost(t)
+			cards := twoCards()
+			cards[1].hangs = function
+			s := h.scanner(fakeNVML(cards...))
+			s.limit = hangLimit
+			node, err := s.scan(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(node.GPUs) != 1 || len(node.Problems) != 1 || node.Problems[0].PCIAddress != "0000:1b:00.0" ||
+				!strings.Contains(node.Problems[0].Message, "has not answered for") {
+				t.Errorf("got %v, %v", node.GPUs, node.Problems)
+			}
+		})
+	}
+}
+
+func TestBoundedEndsWithTheContextOrTheLimit(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		forever := make(chan struct{})
+		defer close(forever)
+		_, err := bounded(t.Context(), callLimit, "nvmlX", func() (int, error) { <-forever; return 0, nil })
+		if err == nil || err.Error() != "nvmlX has not answered for 10s" {
+			t.Error(err)
+		}
+	})
+	synctest.Test(t, func(t *testing.T) {
+		v, err := bounded(t.Context(), callLimit, "nvmlX", func() (int, error) { return 7, nil })
+		if v != 7 || err != nil {
+			t.Error(v, err)
+		}
+	})
+}
+
+func TestADGXDisplayIsNobodysBusiness(t *testing.T) {
+	h := newFakeHost(t)
+	cards := twoCards()
+	cards[1].name = "NVIDIA DGX Display"
+	node, err := h.scanner(fakeNVML(cards...)).scan(t.Context())
+	if err != nil || len(node.GPUs) != 1 {
+		t.Errorf("%v, %v", node.GPUs, err)
+	}
+	if len(node.Problems) != 0 {
+		t.Errorf("it is no problem either: %v", node.Problems)
+	}
+}
+
+func TestTwoGPUsAtOneAddress(t *testing.T) {
+	h := newFakeHost(t)
+	cards := twoCards()
+	cards[0].bus = cards[1].bus
+	node, err := h.scanner(fakeNVML(cards...)).scan(t.Context())
+	if err != nil || len(node.GPUs) != 1 || !strings.Contains(fmt.Sprint(node.Problems), "two GPUs at this address") {
+		t.Errorf("%v, %v, %v", node.GPUs, node.Problems, err)
+	}
+}
+
+func TestCardsThatNVMLDoesNotListAreExplained(t *testing.T) {
+	h := newFakeHost(t)
+	h.gpuOnBus("0000:d1:00.0", "pci0000:cb", "1")
+	h.link("../../../../bus/pci/drivers/vfio-pci", "sys/devices/pci0000:cb/0000:cb:01.0/0000:d1:00.0/driver")
+	h.gpuOnBus("0000:df:00.0", "pci0000:d9", "1")
+	node, err := h.scanner(fakeNVML(twoCards()...)).scan(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(node.Problems) != 2 || node.Problems[0].String() != "0000:d1:00.0: bound to the kernel driver vfio-pci, not to nvidia" ||
+		!strings.HasPrefix(node.Problems[1].String(), "0000:df:00.0: on the PCI bus, but NVML does not list it") {
+		t.Error(node.Problems)
+	}
+}
+
+func TestAnAddressIsNotGuessedWhenTwoAreInQuestion(t *testing.T) {
+	h := newFakeHost(t)
+	cards := twoCards()
+	for i := range cards {
+		cards[i].answers = map[string]nvml.Return{"nvmlDeviceGetHandleByIndex": nvml.ERROR_GPU_IS_LOST}
+	}
+	node, err := h.scanner(fakeNVML(cards...)).scan(t.Context())
+	if err != nil || len(node.Problems) != 2 || node.Problems[0].PCIAddress != "" || node.Problems[1].PCIAddress != "" {
+		t.Error(node.Problems, err)
+	}
+}
+
+func TestANodeThatCannotServeSaysWhyAndWhatHelps(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		answer nvml.Return
+		change func(fakeHost)
+		says   string
+		typed  bool
+	}{
+		{"module not loaded", nvml.ERROR_DRIVER_NOT_LOADED, nil, "modprobe nvidia", true},
+		{"library of another version", nvml.ERROR_LIB_RM_VERSION_MISMATCH, nil, "different versions", true},
+		{"library cannot be loaded", nvml.ERROR_LIBRARY_NOT_FOUND, nil, "cannot be loaded", true},
+		{"no permission", nvml.ERROR_NO_PERMISSION, nil, "privileged", true},
+		{"unknown", nvml.ERROR_UNKNOWN, nil, "unknown error", false},
+		{"no libcuda yet", nvml.SUCCESS, func(h fakeHost) { h.remove("driver/usr/lib64/libcuda.so." + fakeVersion) }, "libcuda.so.580.65.06 is not under", true},
+		{"libraries of another version", nvml.SUCCESS, func(h fakeHost) {
+			h.remove("driver/usr/lib64/libcuda.so." + fakeVersion)
+			h.remove("driver/usr/lib64/libnvidia-ml.so." + fakeVersion)
+		}, "libraries of driver 580.65.06 are not complete", true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			h := newFakeHost(t)
+			if tc.change != nil {
+				tc.change(h)
+			}
+			library := fakeNVML(twoCards()...)
+			library.InitFunc = func() nvml.Return { return tc.answer }
+			_, err := h.scanner(library).scan(t.Context())
+			var unready *NotReadyError
+			if err == nil || errors.As(err, &unready) != tc.typed || !strings.Contains(err.Error(), tc.says) {
+				t.Errorf("error is %v, want one that says %q (not ready: %v)", err, tc.says, tc.typed)
+			}
+		})
+	}
+}
+
+func TestFailingSystemCallsFailTheScan(t *testing.T) {
+	for name, change := range map[string]func(*fakeLibrary){
+		"the driver's version": func(l *fakeLibrary) {
+			l.SystemGetDriverVersionFunc = func() (string, nvml.Return) { return "", nvml.ERROR_UNKNOWN }
+		},
+		"count the GPUs": func(l *fakeLibrary) {
+			l.DeviceGetCountFunc = func() (int, nvml.Return) { return 0, nvml.ERROR_UNKNOWN }
+		},
+	} {
+		library := fakeNVML(twoCards()...)
+		change(library)
+		if _, err := newFakeHost(t).scanner(library).scan(t.Context()); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("error is %v, want one about %s", err, name)
+		}
+	}
+}
+
+func TestNVMLIsGivenBack(t *testing.T) {
+	library := fakeNVML(twoCards()...)
+	if _, err := newFakeHost(t).scanner(library).scan(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if init, shutdown := len(library.InitCalls()), len(library.ShutdownCalls()); init != 1 || shutdown != 1 {
+		t.Errorf("initialised %d times, shut down %d times", init, shutdown)
+	}
+}
