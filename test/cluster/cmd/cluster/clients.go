@@ -69,7 +69,7 @@ func clientCommands(name *string) []*cobra.Command {
 					return err
 				}
 				client.Stdin, client.Stdout, client.Stderr = os.Stdin, os.Stdout, os.Stderr
-				return client.Run()
+				return passOn(client.Run())
 			},
 		})
 	}

@@ -21,13 +21,27 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	defer stop()
 	if err := newCommand().ExecuteContext(ctx); err != nil {
-		var failed *exec.ExitError
-		if errors.As(err, &failed) && failed.ExitCode() > 0 {
-			os.Exit(failed.ExitCode()) // a command run by exec or kubectl has said itself what was wrong
+		var ran commandFailed
+		if errors.As(err, &ran) {
+			os.Exit(ran.ExitCode())
 		}
 		fmt.Fprintln(os.Stderr, "Error:", err)
 		os.Exit(1)
 	}
+}
+
+// commandFailed is the end of a command that was run on the caller's behalf and has said itself what was wrong.
+type commandFailed struct {
+	*exec.ExitError
+}
+
+// passOn marks the failure of a command that ran; any other error is the cluster tool's own.
+func passOn(err error) error {
+	var failed *exec.ExitError
+	if errors.As(err, &failed) && failed.ExitCode() > 0 {
+		return commandFailed{failed}
+	}
+	return err
 }
 
 func newCommand() *cobra.Command {

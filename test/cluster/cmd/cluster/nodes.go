@@ -57,7 +57,7 @@ func nodeCommands(name *string) []*cobra.Command {
 				if err != nil {
 					return err
 				}
-				return node.ExecStreams(command.Context(), os.Stdin, os.Stdout, os.Stderr, args[1:]...)
+				return passOn(node.ExecStreams(command.Context(), os.Stdin, os.Stdout, os.Stderr, args[1:]...))
 			},
 		},
 		logsCommand(name),

@@ -157,13 +157,19 @@ func Enter(bases []string, child string) error {
 
 // Destroy kills every process in the given folders and below, and removes them. Folders that do not exist are no error.
 func Destroy(ctx context.Context, dirs []string) error {
-	if err := until(ctx, func() (bool, error) { return killAll(dirs) }); err != nil {
-		return fmt.Errorf("end the processes in %s: %w", strings.Join(dirs, " "), err)
-	}
-	for _, dir := range dirs {
-		if err := until(ctx, func() (bool, error) { return removeTree(dir), nil }); err != nil {
-			return fmt.Errorf("remove cgroup %s: %w", dir, err)
+	// Killing and removing take turns: until its folder is gone, a cgroup can gain a process that was on its way into it.
+	err := until(ctx, func() (bool, error) {
+		if err := killAll(dirs); err != nil {
+			return false, err
 		}
+		gone := true
+		for _, dir := range dirs {
+			gone = removeTree(dir) && gone
+		}
+		return gone, nil
+	})
+	if err != nil {
+		return fmt.Errorf("end the processes in and remove the cgroups %s: %w", strings.Join(dirs, " "), err)
 	}
 	return nil
 }
@@ -182,9 +188,8 @@ func until(ctx context.Context, done func() (bool, error)) error {
 	}
 }
 
-// killAll sends SIGKILL to everything and tells whether nothing was left to kill.
-func killAll(dirs []string) (bool, error) {
-	empty := true
+// killAll sends SIGKILL to everything.
+func killAll(dirs []string) error {
 	for _, dir := range dirs {
 		err := filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
 			if err != nil || !entry.IsDir() {
@@ -194,7 +199,6 @@ func killAll(dirs []string) (bool, error) {
 			_ = writeExisting(filepath.Join(path, "freezer.state"), "THAWED")
 			_ = writeExisting(filepath.Join(path, "cgroup.freeze"), "0")
 			for _, pid := range pids(path) {
-				empty = false
 				if err := unix.Kill(pid, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
 					return fmt.Errorf("kill process %d: %w", pid, err)
 				}
@@ -202,10 +206,10 @@ func killAll(dirs []string) (bool, error) {
 			return nil
 		})
 		if err != nil {
-			return false, err
+			return err
 		}
 	}
-	return empty, nil
+	return nil
 }
 
 func writeExisting(path, content string) error {
@@ -246,21 +250,4 @@ func removeTree(dir string) bool {
 	}
 	err = os.Remove(dir)
 	return err == nil || errors.Is(err, fs.ErrNotExist)
-}
-
-// Empty tells whether no process is in the given folders and below.
-func Empty(dirs []string) bool {
-	for _, dir := range dirs {
-		empty := true
-		_ = filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
-			if err == nil && entry.IsDir() && len(pids(path)) > 0 {
-				empty = false
-			}
-			return nil
-		})
-		if !empty {
-			return false
-		}
-	}
-	return true
 }

@@ -205,9 +205,13 @@ func (c *Cache) BuildMachine(ctx context.Context, source string, progress *Progr
 	if err != nil {
 		return "", err
 	}
-	inputs, err := goSources(source)
-	if err != nil {
-		return "", err
+	var inputs []string
+	for _, dir := range []string{"cmd/machine", "internal/machine", "internal/cgroup"} {
+		files, err := goSources(filepath.Join(source, dir))
+		if err != nil {
+			return "", err
+		}
+		inputs = append(inputs, files...)
 	}
 	digest, err := hashRelative(module, append(inputs, filepath.Join(module, "go.mod"), filepath.Join(module, "go.sum"))...)
 	if err != nil {
