@@ -61,6 +61,9 @@ func play(role string) int {
 		fmt.Println("ready")
 		event, ret := set.Wait(10000)
 		fmt.Println("event", int(ret), event.EventData)
+	case "version":
+		version, ret := library.SystemGetDriverVersion()
+		fmt.Println("version", int(ret), version)
 	case "set": // a change, and what came of it
 		fmt.Println("set", int(device.SetComputeMode(nvml.COMPUTEMODE_EXCLUSIVE_PROCESS)))
 	}
@@ -119,6 +122,17 @@ func start(t *testing.T, role string, environment ...string) *process {
 func (p *process) kill() {
 	_ = p.command.Process.Signal(syscall.SIGKILL)
 	_ = p.command.Wait()
+}
+
+// end waits until the process has ended by itself.
+func (p *process) end() {
+	p.t.Helper()
+	if p.lines.Scan() {
+		p.t.Fatalf("the process says more: %q", p.lines.Text())
+	}
+	if err := p.command.Wait(); err != nil {
+		p.t.Fatal(err)
+	}
 }
 
 // says gives the process's next line.

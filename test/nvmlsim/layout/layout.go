@@ -55,6 +55,12 @@ func Up(o Options) (*Config, error) {
 			return nil, err
 		}
 	}
+	if previous, err := Load(root); err == nil {
+		previous.NoDevices = true // another node's GPUs may have other minors
+		if err := previous.applyDevices(view{}); err != nil {
+			return nil, err
+		}
+	}
 	if err := c.Save(); err != nil {
 		return nil, err
 	}
@@ -69,9 +75,9 @@ func openState(root string, c *Config, o Options) (*state.File, error) {
 		if err != nil {
 			return nil, err
 		}
-		if f.GPUCount() != len(c.Node.GPUs) || state.Text(f.Header().NodeName[:]) != c.Node.Name {
+		if was := state.Text(f.Header().NodeName[:]); f.GPUCount() != len(c.Node.GPUs) || was != c.Node.Name {
 			_ = f.Close()
-			return nil, fmt.Errorf("%s is the state of node %q: add --fresh to make another node here", path, state.Text(f.Header().NodeName[:]))
+			return nil, fmt.Errorf("%s is the state of node %q: add --fresh to make another node here", path, was)
 		}
 		if err := f.Load(o.DriverVersion, o.CUDAVersion, true); err != nil {
 			_ = f.Close()
