@@ -1,0 +1,223 @@
+package cdi
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	oci "github.com/opencontainers/runtime-spec/specs-go"
+)
+
+const claimUID = types.UID("7e5b1f5e-3a10-4bd1-8a53-8d6b27c6b0a1")
+
+// wholeGPU is the edits of one GPU. /dev/null stands in for its node: every machine has it.
+func wholeGPU() specs.ContainerEdits {
+	return specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia0", HostPath: "/dev/null", Permissions: "rw"}}}
+}
+
+func commonEdits() specs.ContainerEdits {
+	return specs.ContainerEdits{
+		DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidiactl", HostPath: "/dev/zero", Permissions: "rw"}},
+		Mounts:      []*specs.Mount{{HostPath: "/usr/lib/libcuda.so.1", ContainerPath: "/usr/lib/libcuda.so.1", Options: []string{"ro", "rbind"}}},
+		Hooks:       []*specs.Hook{{HookName: "createContainer", Path: "/opt/nvidia-cdi-hook", Args: []string{"nvidia-cdi-hook", "update-ldcache"}}},
+	}
+}
+
+func newStore(t *testing.T) *Store {
+	t.Helper()
+	return NewStore(filepath.Join(t.TempDir(), "cdi"))
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func writeClaim(s *Store, uid types.UID) error {
+	return s.WriteClaim(uid, []ClaimDevice{{Name: ClaimDeviceName(uid, "gpu-0000-1b-00-0", nil), Edits: wholeGPU()}})
+}
+
+func TestDeviceIDs(t *testing.T) {
+	for want, got := range map[string]string{
+		"k8s.gpu.nvidia.com/base=driver":           BaseID(),
+		"k8s.gpu.nvidia.com/claim=uid-gpu-0":       ClaimDeviceID("uid", "gpu-0", nil),
+		"k8s.gpu.nvidia.com/claim=uid-gpu-0-share": ClaimDeviceID("uid", "gpu-0", ptr.To(types.UID("share"))),
+	} {
+		if got != want {
+			t.Errorf("got %s, want %s", got, want)
+		}
+	}
+}
+
+func TestARuntimeInjectsBaseAndClaim(t *testing.T) {
+	s := newStore(t)
+	must(t, s.WriteBase(commonEdits()))
+	must(t, s.WriteClaim(claimUID, []ClaimDevice{
+		{Name: ClaimDeviceName(claimUID, "gpu-a", nil), Edits: wholeGPU()},
+		{Name: ClaimDeviceName(claimUID, "gpu-b", nil), Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia1", HostPath: "/dev/full"}}}},
+	}))
+	runtime, err := cdilib.NewCache(cdilib.WithSpecDirs(s.root), cdilib.WithAutoRefresh(false))
+	must(t, err)
+	container := &oci.Spec{}
+	if _, err := runtime.InjectDevices(container, BaseID(), ClaimDeviceID(claimUID, "gpu-a", nil), BaseID(), ClaimDeviceID(claimUID, "gpu-b", nil)); err != nil {
+		t.Fatal(err, runtime.GetErrors())
+	}
+	var nodes []string
+	for _, d := range container.Linux.Devices {
+		nodes = append(nodes, d.Path)
+		if d.Type != "c" || d.Major != 1 {
+			t.Errorf("%s is %s %d:%d: the runtime should have read the host's numbers", d.Path, d.Type, d.Major, d.Minor)
+		}
+	}
+	if diff := cmp.Diff([]string{"/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia1"}, nodes); diff != "" {
+		t.Error(diff)
+	}
+	if diff := cmp.Diff([]string{"NVIDIA_VISIBLE_DEVICES=void"}, container.Process.Env); diff != "" {
+		t.Error(diff)
+	}
+	if len(container.Mounts) != 1 || len(container.Hooks.CreateContainer) != 1 {
+		t.Errorf("spec-level edits are there %d and %d times, want once", len(container.Mounts), len(container.Hooks.CreateContainer))
+	}
+}
+
+func TestAClaimOfOneGPUTakesLessThanAKilobyte(t *testing.T) {
+	s := newStore(t)
+	must(t, writeClaim(s, claimUID))
+	data, err := os.ReadFile(filepath.Join(s.root, "k8s.gpu.nvidia.com-claim_"+string(claimUID)+".json"))
+	must(t, err)
+	if len(data) > 1024 {
+		t.Errorf("it has %d bytes", len(data))
+	}
+	var spec specs.Spec
+	must(t, json.Unmarshal(data, &spec))
+	if want, _ := specs.MinimumRequiredVersion(&spec); spec.Version != want {
+		t.Errorf("its version is %s, the lowest possible is %s", spec.Version, want)
+	}
+}
+
+func TestFilesAreReadableForAllAndNothingElseIsLeft(t *testing.T) {
+	s := newStore(t)
+	must(t, s.WriteBase(commonEdits()))
+	must(t, writeClaim(s, claimUID))
+	entries, err := os.ReadDir(s.root)
+	must(t, err)
+	var names []string
+	for _, e := range entries {
+		info, err := e.Info()
+		must(t, err)
+		names = append(names, e.Name()+" "+info.Mode().String())
+	}
+	if diff := cmp.Diff([]string{
+		"k8s.gpu.nvidia.com-base.json -rw-r--r--",
+		"k8s.gpu.nvidia.com-claim_" + string(claimUID) + ".json -rw-r--r--",
+	}, names); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestAnUnchangedSpecIsNotWrittenAgain(t *testing.T) {
+	s := newStore(t)
+	path := filepath.Join(s.root, baseFile)
+	must(t, s.WriteBase(commonEdits()))
+	before, err := os.Stat(path)
+	must(t, err)
+	must(t, NewStore(s.root).WriteBase(commonEdits()))
+	if after, err := os.Stat(path); err != nil || !os.SameFile(before, after) {
+		t.Error("the file was replaced without need", err)
+	}
+	changed := commonEdits()
+	changed.Env = []string{"A=b"}
+	must(t, s.WriteBase(changed))
+	if after, err := os.Stat(path); err != nil || os.SameFile(before, after) {
+		t.Error("the file was not replaced", err)
+	}
+}
+
+func TestClaimsAreListedAndRemoved(t *testing.T) {
+	s := newStore(t)
+	if claims, err := s.Claims(); err != nil || len(claims) != 0 {
+		t.Error("without the directory:", claims, err)
+	}
+	must(t, s.WriteBase(commonEdits()))
+	must(t, writeClaim(s, "b"))
+	must(t, writeClaim(s, "a"))
+	must(t, os.WriteFile(filepath.Join(s.root, "nvidia.yaml"), nil, 0o600))
+	claims, err := s.Claims()
+	must(t, err)
+	if diff := cmp.Diff([]types.UID{"a", "b"}, claims); diff != "" {
+		t.Error(diff)
+	}
+	for range 2 { // the second time it is gone already
+		must(t, s.RemoveClaim("a"))
+		must(t, s.RemoveBase())
+	}
+	if claims, err = s.Claims(); err != nil || len(claims) != 1 {
+		t.Error(claims, err)
+	}
+	must(t, s.RemoveClaim("b"))
+	entries, err := os.ReadDir(s.root)
+	if must(t, err); len(entries) != 1 {
+		t.Error("only the stranger's file should be left:", entries)
+	}
+}
+
+func TestSpecsThatARuntimeWouldRefuseAreNotWritten(t *testing.T) {
+	named := func(name string, e specs.ContainerEdits) []ClaimDevice { return []ClaimDevice{{name, e}} }
+	for _, tc := range []struct {
+		name    string
+		devices []ClaimDevice
+		says    string
+	}{
+		{"no devices", nil, "no devices"},
+		{"no edits", named("a", specs.ContainerEdits{}), "changes nothing"},
+		{"name", named("a/b", wholeGPU()), "a/b"},
+		{"twice", append(named("a", wholeGPU()), named("a", wholeGPU())...), "twice"},
+		{"device node", named("a", specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{}}}), "device a"},
+		{"environment", named("a", specs.ContainerEdits{Env: []string{"no equals sign"}}), "device a"},
+	} {
+		s := newStore(t)
+		if err := s.WriteClaim(claimUID, tc.devices); err == nil || !strings.Contains(err.Error(), tc.says) {
+			t.Errorf("%s: error is %v, want one that says %q", tc.name, err, tc.says)
+		}
+		if claims, _ := s.Claims(); len(claims) > 0 {
+			t.Errorf("%s: it was written", tc.name)
+		}
+	}
+	if err := newStore(t).WriteBase(specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "never"}}}); err == nil {
+		t.Error("a base spec with an unknown hook was written")
+	}
+}
+
+func TestAClaimCannotLeaveTheDirectory(t *testing.T) {
+	s := newStore(t)
+	for _, uid := range []types.UID{"", "../../etc/passwd", "a/b", "a\x00b"} {
+		if writeClaim(s, uid) == nil || s.RemoveClaim(uid) == nil {
+			t.Errorf("UID %q was taken", uid)
+		}
+	}
+}
+
+func TestADirectoryThatCannotBeWrittenIsAnError(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	must(t, os.WriteFile(file, nil, 0o600))
+	s := NewStore(filepath.Join(file, "cdi"))
+	if err := s.WriteBase(commonEdits()); err == nil || !strings.Contains(err.Error(), "write CDI spec") {
+		t.Error(err)
+	}
+	if _, err := s.Claims(); err == nil {
+		t.Error("a directory that is a file was listed")
+	}
+	if err := s.RemoveClaim("a"); err == nil {
+		t.Error("a spec was removed from a file")
+	}
+}

@@ -1,0 +1,130 @@
+package cdi
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// within is the promise that Watch makes.
+const within = time.Second
+
+// watched is a store with a base and a claim spec under watch, whose mend writes both again and says so.
+func watched(t *testing.T) (*Store, <-chan struct{}) {
+	t.Helper()
+	s := newStore(t)
+	write := func() {
+		must(t, s.WriteBase(commonEdits()))
+		must(t, writeClaim(s, claimUID))
+	}
+	write()
+	mended := make(chan struct{}, 100)
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- s.Watch(ctx, func(context.Context) {
+			write()
+			mended <- struct{}{}
+		})
+	}()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return s, mended
+}
+
+func expectMending(t *testing.T, s *Store, mended <-chan struct{}) {
+	t.Helper()
+	select {
+	case <-mended:
+	case <-time.After(within):
+		t.Fatalf("not mended within %s", within)
+	}
+	for _, name := range []string{baseFile, claimPrefix + string(claimUID) + suffix} {
+		if _, err := os.Stat(filepath.Join(s.root, name)); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestSpecsThatOthersRemoveOrAlterAreMended(t *testing.T) {
+	claim := claimPrefix + string(claimUID) + suffix
+	for name, harm := range map[string]func(root string) error{
+		"base removed":  func(root string) error { return os.Remove(filepath.Join(root, baseFile)) },
+		"claim removed": func(root string) error { return os.Remove(filepath.Join(root, claim)) },
+		"claim altered": func(root string) error { return os.WriteFile(filepath.Join(root, claim), []byte("{}"), 0o600) },
+		"claim emptied": func(root string) error { return os.Truncate(filepath.Join(root, claim), 0) },
+		"claim replaced": func(root string) error {
+			if err := os.WriteFile(filepath.Join(root, "x"), []byte("{}"), 0o600); err != nil {
+				return err
+			}
+			return os.Rename(filepath.Join(root, "x"), filepath.Join(root, claim))
+		},
+		"directory removed": os.RemoveAll,
+		"directory removed and made again": func(root string) error {
+			if err := os.RemoveAll(root); err != nil {
+				return err
+			}
+			return os.Mkdir(root, 0o750)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s, mended := watched(t)
+			for range 3 { // also after it was mended once
+				must(t, harm(s.root))
+				expectMending(t, s, mended)
+			}
+		})
+	}
+}
+
+func TestOwnChangesAreNotMended(t *testing.T) {
+	s, mended := watched(t)
+	must(t, writeClaim(s, "another"))
+	must(t, s.RemoveClaim("another"))
+	must(t, s.RemoveClaim(claimUID))
+	must(t, os.WriteFile(filepath.Join(s.root, "stranger.json"), []byte("{}"), 0o600))
+	must(t, os.Remove(filepath.Join(s.root, "stranger.json")))
+	// A change of a stranger after them is the proof that they have been seen: there is one mending, not more.
+	must(t, os.Remove(filepath.Join(s.root, baseFile)))
+	expectMending(t, s, mended)
+	if len(mended) > 0 {
+		t.Error("mended again")
+	}
+}
+
+func TestSpecsOfAnotherInstanceAreWatchedToo(t *testing.T) {
+	s, mended := watched(t)
+	other := types.UID("made-by-another")
+	must(t, writeClaim(NewStore(s.root), other))
+	// Watch takes it in when it looks, as it does here for another reason.
+	must(t, os.Remove(filepath.Join(s.root, baseFile)))
+	expectMending(t, s, mended)
+	must(t, os.Remove(filepath.Join(s.root, claimPrefix+string(other)+suffix)))
+	expectMending(t, s, mended)
+}
+
+func TestTemporaryFilesOfAKilledInstanceAreSweptUp(t *testing.T) {
+	s := newStore(t)
+	must(t, s.WriteBase(commonEdits()))
+	old, young := filepath.Join(s.root, "."+baseFile+temporary+"1"), filepath.Join(s.root, "."+baseFile+temporary+"2")
+	for _, path := range []string{old, young} {
+		must(t, os.WriteFile(path, nil, 0o600))
+	}
+	must(t, os.Chtimes(old, time.Now(), time.Now().Add(-time.Hour)))
+	s.sweep()
+	if _, err := os.Stat(old); err == nil {
+		t.Error("the old one is still there")
+	}
+	if _, err := os.Stat(young); err != nil {
+		t.Error("another instance may be writing the young one:", err)
+	}
+}
