@@ -1,0 +1,79 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"time"
+)
+
+// screen keeps what is shown in one piece while the background reports its progress: a command's output is printed when it has ended.
+type screen struct {
+	mu    sync.Mutex
+	out   io.Writer
+	start time.Time
+}
+
+func newScreen(out io.Writer) *screen { return &screen{out: out, start: time.Now()} }
+
+func (s *screen) print(text string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	_, _ = io.WriteString(s.out, text)
+}
+
+// title says what comes next.
+func (s *screen) title(text string) {
+	s.print(fmt.Sprintf("\n\033[1m== %s\033[0m  (%s)\n", text, time.Since(s.start).Round(time.Second)))
+}
+
+// background is a writer whose lines are shown one by one behind a name.
+func (s *screen) background(name string) *lines { return &lines{screen: s, name: name} }
+
+type lines struct {
+	screen *screen
+	name   string
+	rest   []byte
+}
+
+func (l *lines) Write(p []byte) (int, error) {
+	l.rest = append(l.rest, p...)
+	for {
+		i := bytes.IndexByte(l.rest, '\n')
+		if i < 0 {
+			return len(p), nil
+		}
+		l.screen.print(fmt.Sprintf("   %s | %s\n", l.name, l.rest[:i]))
+		l.rest = l.rest[i+1:]
+	}
+}
+
+// run shows a command, as a user would type it, and what it prints. It returns standard output.
+func (s *screen) run(cmd *exec.Cmd, shown string) (string, error) {
+	var stdout, all bytes.Buffer
+	cmd.Stdout = io.MultiWriter(&stdout, &all)
+	cmd.Stderr = &all
+	err := cmd.Run()
+	s.print("$ " + shown + "\n" + all.String())
+	if err != nil {
+		return stdout.String(), fmt.Errorf("%s: %w", shown, err)
+	}
+	return stdout.String(), nil
+}
+
+// command prepares a command in the checkout with additions to the environment.
+func command(ctx context.Context, root string, env []string, argv ...string) *exec.Cmd {
+	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...) //nolint:gosec // our own commands
+	cmd.Dir, cmd.Env = root, append(os.Environ(), env...)
+	return cmd
+}
+
+// short is a command line with the checkout's path left out.
+func short(root string, argv ...string) string {
+	return strings.ReplaceAll(strings.Join(argv, " "), root+"/", "")
+}

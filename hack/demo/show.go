@@ -1,0 +1,166 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+)
+
+// devices prints one line a GPU of what the API server has.
+const devices = `{{range .items}}{{$node := .spec.nodeName}}{{range .spec.devices}}{{$node}}  {{.name}}  {{.attributes.productName.string}}  {{.capacity.memory.value}}  NUMA {{(index .attributes "resource.kubernetes.io/numaNode").int}}  {{.attributes.uuid.string}}{{"\n"}}{{end}}{{end}}`
+
+// showCluster brings the cluster up with the node that was shown, and lets a Pod claim one of its GPUs.
+func showCluster(ctx context.Context, root string, sim *stand.Simulator, s *screen) error {
+	s.title("A real Kubernetes cluster with that node")
+	if err := cluster.Down(ctx, clusterName); err != nil {
+		return err
+	}
+	c, err := cluster.Up(ctx, cluster.Options{Name: clusterName, Nodes: []cluster.NodeOptions{sim.Node("node1", model)}, Output: s.background("cluster")})
+	if err != nil {
+		return err
+	}
+	k := kubectl{cluster: c, screen: s}
+	if _, err := k.show(ctx, "get", "nodes", "-o", "wide"); err != nil {
+		return err
+	}
+
+	s.title("The image, built from the Dockerfile")
+	if err := stand.LoadImage(ctx, c, root, s.background("image")); err != nil {
+		return err
+	}
+
+	s.title("The driver, installed by helm")
+	arguments := stand.InstallArguments(root)
+	cmd, err := c.ClientCommand(ctx, "helm", arguments...)
+	if err != nil {
+		return err
+	}
+	if _, err := s.run(cmd, "helm "+short(root, arguments...)); err != nil {
+		return err
+	}
+	if _, err := k.show(ctx, "get", "resourceslices"); err != nil {
+		return err
+	}
+	if _, err := k.showAs(ctx, "kubectl get resourceslices -o go-template=…   # one line a device", "get", "resourceslices", "-o", "go-template="+devices); err != nil {
+		return err
+	}
+	return showPod(ctx, root, k)
+}
+
+// showPod applies the first example of the documentation and compares what its Pod saw with what the scheduler allocated.
+func showPod(ctx context.Context, root string, k kubectl) error {
+	k.screen.title("A Pod that claims a GPU and runs nvidia-smi")
+	example, err := os.ReadFile(filepath.Join(root, "docs/examples/one-gpu.yaml"))
+	if err != nil {
+		return err
+	}
+	// There is no registry here: a small image that every node has stands in for Debian's.
+	manifest := filepath.Join(root, "build/demo/one-gpu.yaml")
+	if err := os.WriteFile(manifest, []byte(strings.ReplaceAll(string(example), "debian:bookworm-slim", cluster.TestImage)), 0o600); err != nil {
+		return err
+	}
+	for _, arguments := range [][]string{
+		{"apply", "-f", manifest},
+		{"wait", "pod/one-gpu", "--for=condition=Ready", "--timeout=60s"},
+	} {
+		if _, err := k.showAs(ctx, "kubectl "+short(root, arguments...), arguments...); err != nil {
+			_, describeErr := k.show(ctx, "describe", "pod/one-gpu")
+			return fmt.Errorf("%w (describe: %v)", err, describeErr)
+		}
+	}
+	if _, err := k.show(ctx, "exec", "one-gpu", "--", "nvidia-smi"); err != nil {
+		return err
+	}
+	printed, err := k.show(ctx, "exec", "one-gpu", "--", "nvidia-smi", "-L")
+	if err != nil {
+		return err
+	}
+	allocated, err := k.allocated(ctx)
+	if err != nil {
+		return err
+	}
+	seen := regexp.MustCompile(`GPU-[0-9a-f-]{36}`).FindAllString(printed, -1)
+	if len(seen) != 1 || seen[0] != allocated {
+		return fmt.Errorf("the Pod saw the GPUs %v, and the scheduler allocated %s", seen, allocated)
+	}
+	k.screen.title("The Pod saw one GPU, and it is the one that the scheduler allocated: " + allocated)
+	k.screen.print(fmt.Sprintf("Look around with\n  export KUBECONFIG=%s PATH=%s:$PATH\nand take it all away with\n  make demo-down\n", k.cluster.Kubeconfig(), k.programs()))
+	return nil
+}
+
+// kubectl runs kubectl on the screen.
+type kubectl struct {
+	cluster *cluster.Cluster
+	screen  *screen
+}
+
+func (k kubectl) show(ctx context.Context, arguments ...string) (string, error) {
+	return k.showAs(ctx, "kubectl "+strings.Join(arguments, " "), arguments...)
+}
+
+func (k kubectl) showAs(ctx context.Context, shown string, arguments ...string) (string, error) {
+	cmd, err := k.cluster.ClientCommand(ctx, "kubectl", arguments...)
+	if err != nil {
+		return "", err
+	}
+	return k.screen.run(cmd, shown)
+}
+
+// programs is the folder that holds kubectl.
+func (k kubectl) programs() string {
+	path, err := k.cluster.Programs().Path("kubectl")
+	if err != nil {
+		return ""
+	}
+	return filepath.Dir(path)
+}
+
+// get reads an object from the API server.
+func (k kubectl) get(ctx context.Context, object any, arguments ...string) error {
+	out, err := k.cluster.Kubectl(ctx, append([]string{"get", "-o", "json"}, arguments...)...)
+	if err != nil {
+		return err
+	}
+	return json.Unmarshal([]byte(out), object)
+}
+
+// allocated is the UUID of the GPU that the Pod's claim was given, as the ResourceSlice has it.
+func (k kubectl) allocated(ctx context.Context) (string, error) {
+	var pod corev1.Pod
+	if err := k.get(ctx, &pod, "pod", "one-gpu"); err != nil {
+		return "", err
+	}
+	if len(pod.Status.ResourceClaimStatuses) != 1 || pod.Status.ResourceClaimStatuses[0].ResourceClaimName == nil {
+		return "", fmt.Errorf("Pod one-gpu has no ResourceClaim: %+v", pod.Status.ResourceClaimStatuses)
+	}
+	var claim resourceapi.ResourceClaim
+	if err := k.get(ctx, &claim, "resourceclaim", *pod.Status.ResourceClaimStatuses[0].ResourceClaimName); err != nil {
+		return "", err
+	}
+	if claim.Status.Allocation == nil || len(claim.Status.Allocation.Devices.Results) != 1 {
+		return "", fmt.Errorf("ResourceClaim %s is not allocated one device: %+v", claim.Name, claim.Status.Allocation)
+	}
+	result := claim.Status.Allocation.Devices.Results[0]
+	var slices resourceapi.ResourceSliceList
+	if err := k.get(ctx, &slices, "resourceslices"); err != nil {
+		return "", err
+	}
+	for _, slice := range slices.Items {
+		for _, device := range slice.Spec.Devices {
+			if slice.Spec.Driver == result.Driver && slice.Spec.Pool.Name == result.Pool && device.Name == result.Device {
+				return *device.Attributes["uuid"].StringValue, nil
+			}
+		}
+	}
+	return "", fmt.Errorf("no ResourceSlice has device %s of pool %s", result.Device, result.Pool)
+}

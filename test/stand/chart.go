@@ -1,0 +1,35 @@
+package stand
+
+import (
+	"context"
+	"path/filepath"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+)
+
+// Where the stand installs the chart, and the image that its values name.
+const (
+	Release   = "gpu-dra-driver"
+	Namespace = "gpu-dra-driver"
+	Image     = "localhost/gpu-dra-driver:test"
+)
+
+// Chart is the folder of the chart.
+func Chart(root string) string { return filepath.Join(root, "deployments", "helm", "gpu-dra-driver") }
+
+// Values is the file of ordinary values that describes a simulated node.
+func Values(root string) string { return filepath.Join(root, "test", "e2e", "values.yaml") }
+
+// InstallArguments are what `helm` is given to install or upgrade the chart and to wait until every plugin is ready.
+func InstallArguments(root string, more ...string) []string {
+	return append([]string{
+		"upgrade", "--install", Release, Chart(root), "--namespace", Namespace, "--create-namespace",
+		"--values", Values(root), "--wait", "--timeout", "3m",
+	}, more...)
+}
+
+// Install installs or upgrades the chart.
+func Install(ctx context.Context, c *cluster.Cluster, root string, more ...string) error {
+	_, err := c.Helm(ctx, InstallArguments(root, more...)...)
+	return err
+}
