@@ -1,0 +1,81 @@
+package checkpoint
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+)
+
+// FormatVersion is the version of the envelope and of what a reader must understand of the payload. A field that older versions may ignore does not
+// raise it; unknown fields are kept.
+const FormatVersion = 1
+
+// envelope is a record's file. The checksum is over the payload's bytes as they stand in the file, so it needs no canonical form.
+type envelope struct {
+	FormatVersion int             `json:"formatVersion"`
+	Checksum      string          `json:"checksum"`
+	Payload       json.RawMessage `json:"payload"`
+}
+
+// UnreadableError says that a record is there and cannot be understood.
+type UnreadableError struct {
+	Path   string
+	Reason string
+}
+
+func (e *UnreadableError) Error() string {
+	return fmt.Sprintf("record %s is unreadable (%s)", e.Path, e.Reason)
+}
+
+// FutureError says that a record was written by a later version of the driver, in a form that this one does not know.
+type FutureError struct {
+	Path    string
+	Version int
+}
+
+func (e *FutureError) Error() string {
+	return fmt.Sprintf("record %s has format version %d and this version of the driver reads up to %d: install the later driver again, or end the claim's Pods there first",
+		e.Path, e.Version, FormatVersion)
+}
+
+func encode(r Record) ([]byte, error) {
+	payload, err := json.Marshal(r)
+	if err != nil {
+		return nil, fmt.Errorf("encode the record of claim %s: %w", r.ClaimUID, err)
+	}
+	return json.Marshal(envelope{FormatVersion: FormatVersion, Checksum: checksum(payload), Payload: payload})
+}
+
+func decode(path string, raw []byte) (Record, error) {
+	unreadable := func(format string, args ...any) (Record, error) {
+		return Record{}, &UnreadableError{Path: path, Reason: fmt.Sprintf(format, args...)}
+	}
+	if len(bytes.TrimSpace(raw)) == 0 {
+		return unreadable("it is empty")
+	}
+	var e envelope
+	if err := json.Unmarshal(raw, &e); err != nil {
+		return unreadable("%v", err)
+	}
+	if e.FormatVersion > FormatVersion {
+		return Record{}, &FutureError{Path: path, Version: e.FormatVersion}
+	}
+	if e.FormatVersion < 1 {
+		return unreadable("format version %d", e.FormatVersion)
+	}
+	if got := checksum(e.Payload); got != e.Checksum {
+		return unreadable("its checksum is %s, its content has %s", e.Checksum, got)
+	}
+	var r Record
+	if err := json.Unmarshal(e.Payload, &r); err != nil {
+		return unreadable("%v", err)
+	}
+	return r, nil
+}
+
+func checksum(payload []byte) string {
+	sum := sha256.Sum256(payload)
+	return "sha256:" + hex.EncodeToString(sum[:])
+}

@@ -1,0 +1,136 @@
+package checkpoint
+
+import (
+	"encoding/json"
+	"fmt"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// State says how far a claim's preparation has come.
+type State string
+
+const (
+	// Preparing means that any part of the steps may have been applied: all of them have to be reverted.
+	Preparing State = "Preparing"
+	// Prepared means that every step was applied and the kubelet may have been told.
+	Prepared State = "Prepared"
+)
+
+// Record is what the driver must know of a claim after anything has happened to the node.
+type Record struct {
+	ClaimUID  types.UID `json:"claimUID"`
+	Namespace string    `json:"namespace"`
+	Name      string    `json:"name"`
+	State     State     `json:"state"`
+	// BootID is the kernel's of when the steps were applied: a reboot makes the hardware and tmpfs forget.
+	BootID  string   `json:"bootID"`
+	Devices []Device `json:"devices"`
+	// Steps in the order in which they are applied; reverted backwards.
+	Steps []Step `json:"steps"`
+
+	unknown map[string]json.RawMessage
+}
+
+// Device is one allocation result of the claim.
+type Device struct {
+	Request     string     `json:"request"`
+	Pool        string     `json:"pool"`
+	Device      string     `json:"device"`
+	ShareID     *types.UID `json:"shareID,omitempty"`
+	AdminAccess bool       `json:"adminAccess,omitempty"`
+	// GPU is the name of the physical card, GPUUUID which card that was: another UUID under the same name is another card.
+	GPU     string `json:"gpu"`
+	GPUUUID string `json:"gpuUUID"`
+
+	unknown map[string]json.RawMessage
+}
+
+// Step is a step of package prepare in its stored form.
+type Step struct {
+	Kind   string          `json:"kind"`
+	Params json.RawMessage `json:"params"`
+}
+
+// Holds names the GPUs that the claim holds for itself, without duplicates, in the devices' order. Admin access holds nothing.
+func (r Record) Holds() []string {
+	var gpus []string
+	seen := map[string]bool{}
+	for _, d := range r.Devices {
+		if !d.AdminAccess && !seen[d.GPU] {
+			seen[d.GPU] = true
+			gpus = append(gpus, d.GPU)
+		}
+	}
+	return gpus
+}
+
+// Fields that this version does not know were written by a later one, which may read the record again: they are kept.
+
+type plainRecord Record
+
+func (r *Record) UnmarshalJSON(raw []byte) error {
+	unknown, err := decodeKnown(raw, (*plainRecord)(r))
+	r.unknown = unknown
+	return err
+}
+
+func (r Record) MarshalJSON() ([]byte, error) { return encodeWith(plainRecord(r), r.unknown) }
+
+type plainDevice Device
+
+func (d *Device) UnmarshalJSON(raw []byte) error {
+	unknown, err := decodeKnown(raw, (*plainDevice)(d))
+	d.unknown = unknown
+	return err
+}
+
+func (d Device) MarshalJSON() ([]byte, error) { return encodeWith(plainDevice(d), d.unknown) }
+
+// decodeKnown fills v and returns the fields of the object that v does not have.
+func decodeKnown(raw []byte, v any) (map[string]json.RawMessage, error) {
+	if err := json.Unmarshal(raw, v); err != nil {
+		return nil, err
+	}
+	var all, known map[string]json.RawMessage
+	if err := json.Unmarshal(raw, &all); err != nil {
+		return nil, err
+	}
+	again, err := json.Marshal(v)
+	if err != nil {
+		return nil, err
+	}
+	if err := json.Unmarshal(again, &known); err != nil {
+		return nil, err
+	}
+	for name := range known {
+		delete(all, name)
+	}
+	// A field of ours that is empty is left out when written: it is not unknown for that.
+	for _, name := range optionalFields {
+		delete(all, name)
+	}
+	if len(all) == 0 {
+		return nil, nil
+	}
+	return all, nil
+}
+
+var optionalFields = []string{"shareID", "adminAccess"}
+
+func encodeWith(v any, unknown map[string]json.RawMessage) ([]byte, error) {
+	raw, err := json.Marshal(v)
+	if err != nil || len(unknown) == 0 {
+		return raw, err
+	}
+	all := map[string]json.RawMessage{}
+	if err := json.Unmarshal(raw, &all); err != nil {
+		return nil, fmt.Errorf("keep the fields of a later version: %w", err)
+	}
+	for name, value := range unknown {
+		if _, ours := all[name]; !ours {
+			all[name] = value
+		}
+	}
+	return json.Marshal(all)
+}

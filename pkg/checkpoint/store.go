@@ -1,0 +1,200 @@
+// Package checkpoint keeps one durable record per claim that is held on the node.
+//
+// A record is a JSON file: a format version, a checksum over the bytes of the payload, and the payload. It is replaced atomically and is on the disk
+// before a call returns. The file's name says which claim it is and which GPUs the claim holds for itself: who holds a GPU is answered by one look at
+// the directory, and a record that cannot be read still holds its GPUs. Fields of later versions are kept.
+//
+// The package does not lock: callers hold the claim's lock, and the lock of each GPU whose holders they ask for.
+package checkpoint
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+)
+
+const (
+	suffix    = ".json"
+	separator = "_"
+	// allGPUs stands in a file name that would be too long with every GPU in it.
+	allGPUs = "all"
+	maxName = 255
+	// sweepAge is older than any write that is under way.
+	sweepAge = 10 * time.Minute
+)
+
+// Store is the records of a node.
+type Store struct {
+	disk       durable.FS
+	claims     string
+	quarantine string
+}
+
+// Open makes the store's directories and clears what interrupted writes left.
+func Open(dir string, disk durable.FS) (*Store, error) {
+	s := &Store{disk: disk, claims: filepath.Join(dir, "claims"), quarantine: filepath.Join(dir, "quarantine")}
+	for _, d := range []string{s.claims, s.quarantine} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, fmt.Errorf("create the directory for records: %w", err)
+		}
+	}
+	if err := durable.Sweep(s.claims, sweepAge); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+// Entry is what a record's file name tells.
+type Entry struct {
+	ClaimUID types.UID
+	GPUs     []string
+	every    bool
+	file     string
+}
+
+// Holds says whether the claim holds the GPU for itself.
+func (e Entry) Holds(gpu string) bool { return e.every || slices.Contains(e.GPUs, gpu) }
+
+// List reads the directory, and no record. Files that are not records are left alone.
+func (s *Store) List() ([]Entry, error) {
+	names, err := s.disk.ReadDir(s.claims)
+	if err != nil {
+		return nil, fmt.Errorf("list the records: %w", err)
+	}
+	var entries []Entry
+	for _, name := range names {
+		if e, ok := parse(name); ok {
+			entries = append(entries, e)
+		}
+	}
+	slices.SortFunc(entries, func(a, b Entry) int { return strings.Compare(a.file, b.file) })
+	return entries, nil
+}
+
+func parse(name string) (Entry, bool) {
+	stem, ok := strings.CutSuffix(name, suffix)
+	if !ok || durable.IsTemporary(name) {
+		return Entry{}, false
+	}
+	parts := strings.Split(stem, separator)
+	if parts[0] == "" {
+		return Entry{}, false
+	}
+	e := Entry{ClaimUID: types.UID(parts[0]), GPUs: parts[1:], file: name}
+	if slices.Equal(e.GPUs, []string{allGPUs}) {
+		e.GPUs, e.every = nil, true
+	}
+	return e, true
+}
+
+func fileName(r Record) (string, error) {
+	uid := string(r.ClaimUID)
+	if uid == "" || strings.ContainsAny(uid, separator+"/.") {
+		return "", fmt.Errorf("claim %s/%s: UID %q cannot name a file", r.Namespace, r.Name, uid)
+	}
+	name := strings.Join(append([]string{uid}, r.Holds()...), separator) + suffix
+	if len(name) > maxName {
+		name = uid + separator + allGPUs + suffix
+	}
+	return name, nil
+}
+
+// Save makes the record durable. A claim whose GPUs have changed must be removed first.
+func (s *Store) Save(r Record) error {
+	name, err := fileName(r)
+	if err != nil {
+		return err
+	}
+	raw, err := encode(r)
+	if err != nil {
+		return err
+	}
+	return durable.Replace(s.disk, filepath.Join(s.claims, name), raw)
+}
+
+// Load finds a claim's record. An error that is an [*UnreadableError] or a [*FutureError] says that there is one, and what is wrong with it.
+func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
+	files, err := s.files(uid)
+	if err != nil || len(files) == 0 {
+		return Record{}, false, err
+	}
+	path := filepath.Join(s.claims, files[0])
+	if len(files) > 1 {
+		return Record{}, true, &UnreadableError{Path: path, Reason: fmt.Sprintf("the claim has %d records: %q", len(files), files)}
+	}
+	raw, err := s.disk.ReadFile(path)
+	if err != nil {
+		if errors.Is(err, os.ErrNotExist) {
+			return Record{}, false, nil
+		}
+		return Record{}, true, &UnreadableError{Path: path, Reason: err.Error()}
+	}
+	r, err = decode(path, raw)
+	if err != nil {
+		return Record{}, true, err
+	}
+	if r.ClaimUID != uid {
+		return Record{}, true, &UnreadableError{Path: path, Reason: fmt.Sprintf("it is about claim %s", r.ClaimUID)}
+	}
+	return r, true, nil
+}
+
+func (s *Store) files(uid types.UID) ([]string, error) {
+	entries, err := s.List()
+	if err != nil {
+		return nil, err
+	}
+	var files []string
+	for _, e := range entries {
+		if e.ClaimUID == uid {
+			files = append(files, e.file)
+		}
+	}
+	return files, nil
+}
+
+// Remove deletes a claim's record. One that is not there is removed already.
+func (s *Store) Remove(uid types.UID) error {
+	files, err := s.files(uid)
+	if err != nil {
+		return err
+	}
+	for _, f := range files {
+		if err := durable.Remove(s.disk, filepath.Join(s.claims, f)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Quarantine sets a claim's unreadable record aside, where it holds nothing any more and someone can still look at it. It returns the new places.
+func (s *Store) Quarantine(uid types.UID, now time.Time) ([]string, error) {
+	files, err := s.files(uid)
+	if err != nil {
+		return nil, err
+	}
+	var places []string
+	for _, f := range files {
+		// The claim alone names it: with every GPU and the time the name could get too long.
+		to := filepath.Join(s.quarantine, fmt.Sprintf("%s-%d%s", uid, now.UnixNano(), suffix))
+		if err := s.disk.Rename(filepath.Join(s.claims, f), to); err != nil {
+			return places, fmt.Errorf("set the record of claim %s aside: %w", uid, err)
+		}
+		places = append(places, to)
+		now = now.Add(1)
+	}
+	for _, dir := range []string{s.quarantine, s.claims} {
+		if err := s.disk.SyncDir(dir); err != nil {
+			return places, fmt.Errorf("set the record of claim %s aside: %w", uid, err)
+		}
+	}
+	return places, nil
+}

@@ -1,0 +1,63 @@
+package prepare
+
+import (
+	"errors"
+	"fmt"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Cause sorts errors for the metrics.
+type Cause string
+
+const (
+	CauseClaim    Cause = "claim"     // the claim, its allocation or its configuration cannot be served
+	CauseHeld     Cause = "held"      // another claim holds the device
+	CauseNotReady Cause = "not-ready" // the node cannot serve now
+	CauseDevice   Cause = "device"    // the device is unknown, gone or another one
+	CauseRecord   Cause = "record"    // the record cannot be read or written
+	CauseStep     Cause = "step"      // a step could not be applied or reverted
+	CauseCanceled Cause = "canceled"  // the caller went away, or waited too long
+	causeOther    Cause = "other"
+)
+
+type causeError struct {
+	cause Cause
+	error
+}
+
+func (e *causeError) Unwrap() error { return e.error }
+
+func because(cause Cause, format string, args ...any) error {
+	return &causeError{cause, fmt.Errorf(format, args...)}
+}
+
+// CauseOf is the cause of an error of this package; empty for nil.
+func CauseOf(err error) Cause {
+	var c *causeError
+	switch {
+	case err == nil:
+		return ""
+	case errors.As(err, &c):
+		return c.cause
+	default:
+		return causeOther
+	}
+}
+
+// HeldError refuses a device that another claim holds.
+type HeldError struct {
+	Device string
+	GPU    string
+	UID    types.UID
+	// Holder is namespace/name, empty if the holder's record cannot be read.
+	Holder string
+}
+
+func (e *HeldError) Error() string {
+	holder := "claim " + e.Holder + " (UID " + string(e.UID) + ")"
+	if e.Holder == "" {
+		holder = "the claim with UID " + string(e.UID) + ", whose record cannot be read,"
+	}
+	return fmt.Sprintf("device %s is held by %s: it is free again when the last Pod of that claim has ended on this node", e.Device, holder)
+}
