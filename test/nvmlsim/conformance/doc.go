@@ -7,5 +7,5 @@
 //	./conformance -test.v -lib /usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1 -models test/nvmlsim/models
 //
 // The other half needs the simulator: every model and node file, faults, events across processes, processes that are killed,
-// a driver that goes and comes. It is skipped where -lib is given.
+// a driver that goes and comes. It never runs where -lib is given.
 package conformance

@@ -1,0 +1,130 @@
+package main
+
+import (
+	"errors"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/smi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// tool runs commands on one state file.
+type tool struct {
+	t    *testing.T
+	path string
+}
+
+func newTool(t *testing.T) *tool {
+	t.Helper()
+	t.Setenv("NVMLSIM_STATE", "")
+	tool := &tool{t: t, path: filepath.Join(t.TempDir(), "state.bin")}
+	tool.run("compile", "--node", "../../nodes/dgx-h100.yaml", "--models", "../../models", tool.path)
+	return tool
+}
+
+func (c *tool) try(args ...string) error {
+	command := newCommand()
+	command.SetArgs(append([]string{"--state", c.path}, args...))
+	return command.Execute()
+}
+
+func (c *tool) run(args ...string) {
+	c.t.Helper()
+	if err := c.try(args...); err != nil {
+		c.t.Fatalf("nvmlsim %s: %v", strings.Join(args, " "), err)
+	}
+}
+
+func (c *tool) shown() shownNode {
+	c.t.Helper()
+	f, err := state.Open(c.path)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	return describe(f)
+}
+
+func TestAGPUIsNamedByIndexUUIDOrAddress(t *testing.T) {
+	c := newTool(t)
+	uuid := c.shown().GPUs[5].UUID
+	for _, name := range []string{"5", uuid, "0000:c3:00.0", "0000:C3:00.0", "00000000:C3:00.0"} {
+		c.run("lose", name)
+		if got := c.shown().GPUs[5].Condition; got != "lost" {
+			t.Errorf("lose %s: GPU 5 is %s", name, got)
+		}
+		c.run("restore", name)
+		if got := c.shown().GPUs[5].Condition; got != "ok" {
+			t.Errorf("restore %s: GPU 5 is %s", name, got)
+		}
+	}
+}
+
+func TestHealthCommands(t *testing.T) {
+	c := newTool(t)
+	c.run("ecc", "1", "single")
+	c.run("ecc", "1", "double")
+	c.run("xid", "1", "94")
+	c.run("recovery", "1", "drain-and-reset")
+	shown := c.shown()
+	if gpu := shown.GPUs[1]; gpu.ECCSingle != 1 || gpu.ECCDouble != 1 || gpu.Recovery != "drain-and-reset" || shown.Events != 3 {
+		t.Errorf("%+v, %d events", gpu, shown.Events)
+	}
+}
+
+func TestFaultCommands(t *testing.T) {
+	c := newTool(t)
+	c.run("slow", "nvmlDeviceGetName", "1500ms", "--gpu", "2", "--times", "3")
+	c.run("fail", "nvmlInit_v2", "NVML_ERROR_UNKNOWN")
+	want := []shownFault{
+		{Function: "nvmlDeviceGetName", GPU: "2", Effect: "slow: 1.5s", Left: "3"},
+		{Function: "nvmlInit_v2", GPU: "any", Effect: "fails: NVML_ERROR_UNKNOWN", Left: "always"},
+	}
+	faults := c.shown().Faults
+	if len(faults) != 2 || faults[0] != want[0] || faults[1] != want[1] {
+		t.Errorf("faults %+v, want %+v", faults, want)
+	}
+	c.run("show")
+	c.run("show", "-o", "yaml")
+	c.run("clear")
+	if faults := c.shown().Faults; len(faults) != 0 {
+		t.Errorf("faults after clear: %+v", faults)
+	}
+}
+
+func TestBadInputIsNamed(t *testing.T) {
+	c := newTool(t)
+	for _, bad := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"lose", "8"}, "no GPU 8"},
+		{[]string{"lose", "GPU-x"}, "GPU-x"},
+		{[]string{"xid", "0", "many"}, "many"},
+		{[]string{"ecc", "0", "triple"}, "triple"},
+		{[]string{"recovery", "0", "pray"}, "pray"},
+		{[]string{"slow", "nvmlDeviceGetName", "soon"}, "soon"},
+		{[]string{"slow", "nvmlDeviceGetName", "99h"}, "more than a day"},
+		{[]string{"slow", strings.Repeat("n", 80), "1s"}, "longer than"},
+		{[]string{"fail", "nvmlDeviceGetName", "NVML_OOPS"}, "NVML_OOPS"},
+		{[]string{"show", "-o", "json"}, "json"},
+		{[]string{"driver", "away", "--root", "/nonexistent"}, "layout up"},
+		{[]string{"--state", "/nonexistent", "show"}, "/nonexistent"},
+	} {
+		if err := c.try(bad.args...); err == nil || !strings.Contains(err.Error(), bad.want) {
+			t.Errorf("nvmlsim %s: error %v does not name %q", strings.Join(bad.args, " "), err, bad.want)
+		}
+	}
+}
+
+func TestExitCodes(t *testing.T) {
+	for want, err := range map[int]error{
+		exitFailed: errors.New("any"), exitInUse: errors.Join(state.ErrInUse, nil), exitUnavailable: errors.Join(errors.New("no"), smi.ErrUnavailable),
+	} {
+		if got := exitCode(err); got != want {
+			t.Errorf("exit code of %v is %d, want %d", err, got, want)
+		}
+	}
+}
