@@ -82,3 +82,33 @@ func findSource() (string, error) {
 		}
 	}
 }
+
+// ImageBuild is an image to be built from a Dockerfile that takes its base images from the build arguments BUILDER and BASE. Both are filled
+// in: BUILDER is this host's Go and C toolchain with its caches, BASE is this host's glibc and nothing else.
+type ImageBuild struct {
+	// Dockerfile is its path; its folder is the build context.
+	Dockerfile string
+	// Tag is the full name of the image, say localhost/gpu-dra-driver:dev.
+	Tag string
+	// Arguments are further build arguments.
+	Arguments map[string]string
+}
+
+// BuildImage builds the image with no registry and no container engine, unless it has been built from the same inputs before. It returns the
+// archive, to be given to LoadImage or Options.Images.
+func BuildImage(ctx context.Context, build ImageBuild, output io.Writer) (archive string, err error) {
+	programs, err := Build(ctx, output)
+	if err != nil {
+		return "", err
+	}
+	runc, err := programs.Path("runc")
+	if err != nil {
+		return "", err
+	}
+	dockerfile, err := filepath.Abs(build.Dockerfile)
+	if err != nil {
+		return "", err
+	}
+	wanted := toolchain.Dockerfile{Path: dockerfile, Tag: build.Tag, Arguments: build.Arguments}
+	return programs.cache.BuildDockerfile(ctx, wanted, runc, toolchain.NewProgress(output))
+}

@@ -52,7 +52,7 @@ func newCommand() *cobra.Command {
 		SilenceErrors: true,
 	}
 	name := root.PersistentFlags().String("name", cluster.DefaultName, "which cluster; clusters with different names run beside each other")
-	root.AddCommand(buildCommand(), upCommand(name), downCommand(name), statusCommand(name))
+	root.AddCommand(buildCommand(), buildImageCommand(), upCommand(name), downCommand(name), statusCommand(name))
 	root.AddCommand(nodeCommands(name)...)
 	root.AddCommand(clientCommands(name)...)
 	return root
@@ -68,6 +68,27 @@ func buildCommand() *cobra.Command {
 			return err
 		},
 	}
+}
+
+func buildImageCommand() *cobra.Command {
+	var build cluster.ImageBuild
+	command := &cobra.Command{
+		Use:   "build-image",
+		Short: "Build an image from a Dockerfile, with no registry, and print its archive's path",
+		Args:  cobra.NoArgs,
+		RunE: func(command *cobra.Command, _ []string) error {
+			archive, err := cluster.BuildImage(command.Context(), build, command.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			fmt.Fprintln(command.OutOrStdout(), archive)
+			return nil
+		},
+	}
+	command.Flags().StringVar(&build.Dockerfile, "dockerfile", "Dockerfile", "the Dockerfile; its folder is the build context, BUILDER and BASE are its base images")
+	command.Flags().StringVar(&build.Tag, "tag", "localhost/gpu-dra-driver:dev", "full name of the image")
+	command.Flags().StringToStringVar(&build.Arguments, "build-arg", nil, "further build arguments: `NAME=value,…`")
+	return command
 }
 
 func downCommand(name *string) *cobra.Command {

@@ -32,20 +32,16 @@ func (c *Cache) BuildImages(ctx context.Context, source string, progress *Progre
 	if err != nil {
 		return nil, err
 	}
-	inputs := []string{filepath.Join(source, "cmd/pause/main.go"), filepath.Join(source, "image/image.go"), filepath.Join(source, "internal/toolchain/images.go")}
+	inputs := []string{filepath.Join(source, "cmd/pause/main.go"), filepath.Join(source, "image/image.go"), filepath.Join(source, "internal/toolchain/images.go")} // these decide the content
 	digest, err := hashRelative(module, inputs...)
 	if err != nil {
 		return nil, err
 	}
-	parts := []string{identity, digest}
-	for _, library := range libraries {
-		info, err := os.Stat(library.host)
-		if err != nil {
-			return nil, err
-		}
-		parts = append(parts, library.host, info.ModTime().String(), fmt.Sprint(info.Size()))
+	libraryIdentity, err := identify(libraries)
+	if err != nil {
+		return nil, err
 	}
-	dir, err := c.Ensure(ctx, "images", Key(parts...), func(dir string) error {
+	dir, err := c.Ensure(ctx, "images", Key(identity, digest, libraryIdentity), func(dir string) error {
 		progress.Printf("building images %s and %s", PauseImage, TestImage)
 		if err := writePause(ctx, module, dir, progress); err != nil {
 			return err
@@ -70,6 +66,22 @@ func writePause(ctx context.Context, module, dir string, progress *Progress) err
 	return writeImage(pause, filepath.Join(dir, "pause.tar"), PauseImage)
 }
 
+// baseLayout is a Debian-like file system with nothing in it.
+func baseLayout() *image.Image {
+	layout := &image.Image{}
+	layout.Dir("/tmp", 0o777|fs.ModeSticky)
+	layout.Dir("/var/tmp", 0o777|fs.ModeSticky)
+	for _, dir := range []string{"dev", "proc", "sys", "run", "root", "usr/bin", "usr/sbin", "usr/lib", "usr/lib64"} {
+		layout.Dir(dir, 0o755)
+	}
+	for _, top := range []string{"bin", "sbin", "lib", "lib64"} {
+		layout.Link(top, "usr/"+top)
+	}
+	layout.Bytes("/etc/passwd", 0o644, []byte("root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/sh\n"))
+	layout.Bytes("/etc/group", 0o644, []byte("root:x:0:\nnogroup:x:65534:\n"))
+	return layout
+}
+
 // writeTestImage makes an image like a small Debian: a shell with the usual commands, and glibc, for programs that load libraries at run
 // time.
 func writeTestImage(archive, busybox string, libraries []library) error {
@@ -77,14 +89,8 @@ func writeTestImage(archive, busybox string, libraries []library) error {
 	if err != nil {
 		return fmt.Errorf("list busybox's commands: %w", err)
 	}
-	test := &image.Image{Config: v1.ImageConfig{Env: []string{"PATH=/usr/local/bin:/usr/bin:/usr/sbin"}, Cmd: []string{"/bin/sh"}}}
-	test.Dir("/tmp", 0o777|fs.ModeSticky)
-	for _, dir := range []string{"dev", "proc", "sys", "run", "var", "root", "usr/lib", "usr/lib64", "usr/sbin"} {
-		test.Dir(dir, 0o755)
-	}
-	for _, top := range []string{"bin", "sbin", "lib", "lib64"} {
-		test.Link(top, "usr/"+top)
-	}
+	test := baseLayout()
+	test.Config = v1.ImageConfig{Env: []string{"PATH=/usr/local/bin:/usr/bin:/usr/sbin"}, Cmd: []string{"/bin/sh"}}
 	test.File("/usr/bin/busybox", busybox)
 	for _, applet := range strings.Fields(string(applets)) {
 		if applet != "busybox" && applet != "ldconfig" {
@@ -94,8 +100,6 @@ func writeTestImage(archive, busybox string, libraries []library) error {
 	for _, library := range libraries {
 		test.File(library.image, library.host)
 	}
-	test.Bytes("/etc/passwd", 0o644, []byte("root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/sh\n"))
-	test.Bytes("/etc/group", 0o644, []byte("root:x:0:\nnogroup:x:65534:\n"))
 	return writeImage(test, archive, TestImage)
 }
 
@@ -114,6 +118,19 @@ func writeImage(content *image.Image, archive, name string) error {
 // library is a file of the host's glibc and its place in an image whose /lib is a link to /usr/lib.
 type library struct {
 	host, image string
+}
+
+// identify returns what changes when one of the files does.
+func identify(libraries []library) (string, error) {
+	var parts []string
+	for _, library := range libraries {
+		info, err := os.Stat(library.host)
+		if err != nil {
+			return "", fmt.Errorf("look at glibc: %w", err)
+		}
+		parts = append(parts, library.host, info.ModTime().UTC().String(), fmt.Sprint(info.Size()))
+	}
+	return Key(parts...), nil
 }
 
 // glibcFiles finds the dynamic loader and the libraries that programs expect to be there, as this process's shell uses them.
