@@ -1,6 +1,7 @@
 package conformance
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"sync/atomic"
@@ -240,7 +241,7 @@ func TestTheDriverGoesAndComes(t *testing.T) {
 	w := newWorld(t, readNode(t, "l40s-x2"))
 	library := initialize(t)
 	device := devices(t, library)[0]
-	if err := w.state.Unload(false); err != state.ErrInUse {
+	if err := w.state.Unload(false); !errors.Is(err, state.ErrInUse) {
 		t.Fatalf("unload under a process that has NVML initialised: %v, want ErrInUse", err)
 	}
 	w.must(w.state.Unload(true))
@@ -286,10 +287,13 @@ func TestAStateFileOfAnotherKindIsRefused(t *testing.T) {
 // waitFor polls a condition that another thread or process brings about.
 func waitFor(t *testing.T, what string, condition func() bool) {
 	t.Helper()
-	for end := time.Now().Add(10 * time.Second); !condition(); {
-		if time.Now().After(end) {
+	look, end := time.NewTicker(time.Millisecond), time.After(10*time.Second)
+	defer look.Stop()
+	for !condition() {
+		select {
+		case <-look.C:
+		case <-end:
 			t.Fatalf("waited 10 s for %s", what)
 		}
-		time.Sleep(time.Millisecond)
 	}
 }

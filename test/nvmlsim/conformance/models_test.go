@@ -194,7 +194,8 @@ func TestSeedsTellNodesApart(t *testing.T) {
 		}
 		return node.GPUs[0].UUID
 	}
-	if read("a") != read("a") || read("a") == read("b") {
-		t.Errorf("UUIDs of seeds a, a, b: %s, %s, %s", read("a"), read("a"), read("b"))
+	one, again, other := read("a"), read("a"), read("b")
+	if one != again || one == other {
+		t.Errorf("UUIDs of seeds a, a, b: %s, %s, %s", one, again, other)
 	}
 }

@@ -138,6 +138,19 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetCudaComputeCapability(nvmlDevice_t device,
     return NVML_SUCCESS;
 }
 
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetNumGpuCores(nvmlDevice_t device, unsigned int *cores)
+{
+    ENTER_GPU(device);
+    REQUIRE(cores);
+    const struct nvmlsim_model *model = sim_model(gpu);
+    if (model->multiprocessors == 0)
+        return NVML_ERROR_NOT_SUPPORTED;
+    /* FP32 cores of a multiprocessor, by compute capability (CUDA C++ Programming Guide): 64 in 7.x and 8.0, then 128. */
+    unsigned int capability = model->cc_major * 10 + model->cc_minor;
+    *cores = model->multiprocessors * (capability <= 80 ? 64 : 128);
+    return NVML_SUCCESS;
+}
+
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetAddressingMode(nvmlDevice_t device, nvmlDeviceAddressingMode_t *mode)
 {
     ENTER_GPU(device);
