@@ -81,11 +81,17 @@ func TestTheLibraryHasItsSONAME(t *testing.T) {
 	}
 }
 
+// raceDetector is true where the tests are built with -race.
+var raceDetector bool
+
 // The whole suite again, with a library that AddressSanitizer and UndefinedBehaviorSanitizer watch.
 func TestTheSuitePassesSanitized(t *testing.T) {
 	needSimulator(t)
 	if os.Getenv("NVMLSIM_LIB") != "" {
 		t.Skip("this is the sanitized run, or one with a library of the caller's")
+	}
+	if raceDetector {
+		t.Skip("the race detector and AddressSanitizer cannot share a process: run the tests without -race too")
 	}
 	if out, err := exec.Command("make", "-s", "-C", "..", "sanitized").CombinedOutput(); err != nil {
 		t.Fatalf("build the sanitized library: %v\n%s", err, out)

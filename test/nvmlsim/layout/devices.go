@@ -18,6 +18,8 @@ const (
 	majorNVIDIA = 195
 	minorCtl    = 255
 	minorMode   = 254
+
+	controlDevice = "nvidiactl"
 )
 
 // majors are the numbers of the driver's character devices.
@@ -85,7 +87,6 @@ func (c *Config) nodes(v view) ([]deviceNode, error) {
 		return nil, err
 	}
 	nodes := []deviceNode{
-		{"nvidiactl", majorNVIDIA, minorCtl, 0o666},
 		{"nvidia-modeset", majorNVIDIA, minorMode, 0o666},
 		{"nvidia-caps/nvidia-cap1", m.caps, 1, 0o400},
 		{"nvidia-caps/nvidia-cap2", m.caps, 2, 0o444},
@@ -98,7 +99,8 @@ func (c *Config) nodes(v view) ([]deviceNode, error) {
 			nodes = append(nodes, deviceNode{fmt.Sprintf("nvidia%d", *card.Minor), majorNVIDIA, *card.Minor, 0o666})
 		}
 	}
-	return nodes, nil
+	// Last: the library takes it for the driver, and nobody may find a driver with half of its GPUs.
+	return append(nodes, deviceNode{controlDevice, majorNVIDIA, minorCtl, 0o666}), nil
 }
 
 // applyDevices makes the nodes that should be there and removes the others that it knows the names of.
@@ -143,7 +145,7 @@ func refuseRealDriver() error {
 }
 
 func (c *Config) knownNames() []string {
-	names := []string{"nvidiactl", "nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-caps/nvidia-cap1", "nvidia-caps/nvidia-cap2"}
+	names := []string{controlDevice, "nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-caps/nvidia-cap1", "nvidia-caps/nvidia-cap2"}
 	for _, card := range c.Node.GPUs {
 		names = append(names, fmt.Sprintf("nvidia%d", *card.Minor))
 	}
