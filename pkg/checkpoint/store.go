@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -27,8 +28,6 @@ const (
 	// allGPUs stands in a file name that would be too long with every GPU in it.
 	allGPUs = "all"
 	maxName = 255
-	// sweepAge is older than any write that is under way.
-	sweepAge = 10 * time.Minute
 )
 
 // Store is the records of a node.
@@ -38,16 +37,13 @@ type Store struct {
 	quarantine string
 }
 
-// Open makes the store's directories and clears what interrupted writes left.
+// Open makes the store's directories.
 func Open(dir string, disk durable.FS) (*Store, error) {
 	s := &Store{disk: disk, claims: filepath.Join(dir, "claims"), quarantine: filepath.Join(dir, "quarantine")}
-	for _, d := range []string{s.claims, s.quarantine} {
-		if err := os.MkdirAll(d, 0o700); err != nil {
-			return nil, fmt.Errorf("create the directory for records: %w", err)
+	for _, d := range []string{dir, s.claims, s.quarantine} {
+		if err := durable.MakeDir(disk, d); err != nil {
+			return nil, fmt.Errorf("open the store of records: %w", err)
 		}
-	}
-	if err := durable.Sweep(s.claims, sweepAge); err != nil {
-		return nil, err
 	}
 	return s, nil
 }
@@ -60,7 +56,10 @@ type Entry struct {
 	file     string
 }
 
-// Holds says whether the claim holds the GPU for itself.
+// Inexact says that the GPUs did not fit into the name: Holds is then true for every GPU, and the record knows which they are.
+func (e Entry) Inexact() bool { return e.every }
+
+// Holds says whether the claim holds the GPU for itself, as far as the name tells.
 func (e Entry) Holds(gpu string) bool { return e.every || slices.Contains(e.GPUs, gpu) }
 
 // List reads the directory, and no record. Files that are not records are left alone.
@@ -81,7 +80,7 @@ func (s *Store) List() ([]Entry, error) {
 
 func parse(name string) (Entry, bool) {
 	stem, ok := strings.CutSuffix(name, suffix)
-	if !ok || durable.IsTemporary(name) {
+	if _, unfinished := durable.Unfinished(name); !ok || unfinished {
 		return Entry{}, false
 	}
 	parts := strings.Split(stem, separator)
@@ -135,7 +134,11 @@ func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 		if errors.Is(err, os.ErrNotExist) {
 			return Record{}, false, nil
 		}
-		return Record{}, true, &UnreadableError{Path: path, Reason: err.Error()}
+		// A bad sector stays bad; anything else (no file handles left, say) says nothing about the record.
+		if errors.Is(err, syscall.EIO) {
+			return Record{}, true, &UnreadableError{Path: path, Reason: err.Error()}
+		}
+		return Record{}, true, fmt.Errorf("read the record of claim %s: %w", uid, err)
 	}
 	r, err = decode(path, raw)
 	if err != nil {
@@ -197,4 +200,44 @@ func (s *Store) Quarantine(uid types.UID, now time.Time) ([]string, error) {
 		}
 	}
 	return places, nil
+}
+
+// Unfinished lists the claims of which an interrupted [Store.Save] left a temporary file.
+func (s *Store) Unfinished() ([]types.UID, error) {
+	names, err := s.disk.ReadDir(s.claims)
+	if err != nil {
+		return nil, fmt.Errorf("list unfinished records: %w", err)
+	}
+	var uids []types.UID
+	for _, name := range names {
+		if uid, ok := unfinishedOf(name); ok {
+			uids = append(uids, uid)
+		}
+	}
+	return uids, nil
+}
+
+// Discard removes what interrupted writes of the claim's record left. The caller holds the claim, so no write is under way.
+func (s *Store) Discard(uid types.UID) error {
+	names, err := s.disk.ReadDir(s.claims)
+	if err != nil {
+		return fmt.Errorf("discard unfinished records of claim %s: %w", uid, err)
+	}
+	for _, name := range names {
+		if of, ok := unfinishedOf(name); ok && of == uid {
+			if err := durable.Remove(s.disk, filepath.Join(s.claims, name)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func unfinishedOf(name string) (types.UID, bool) {
+	base, ok := durable.Unfinished(name)
+	if !ok {
+		return "", false
+	}
+	uid, _, _ := strings.Cut(strings.TrimSuffix(base, suffix), separator)
+	return types.UID(uid), true
 }

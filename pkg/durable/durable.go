@@ -8,18 +8,16 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
-	"sync/atomic"
-	"time"
 )
 
 // FS is what durable writes need of a file system.
 type FS interface {
-	// Create writes a new file and waits until its content is on the disk.
+	// Create writes a file, over one that is there, and waits until its content is on the disk.
 	Create(path string, data []byte) error
+	// MkdirAll makes a directory and its parents; one that is there is fine.
+	MkdirAll(dir string) error
 	Rename(from, to string) error
 	Remove(path string) error
 	// SyncDir waits until the directory's names are on the disk.
@@ -32,29 +30,36 @@ type FS interface {
 // tmpPrefix marks files that have no name yet; readers of a directory skip them.
 const tmpPrefix = ".tmp-"
 
-var counter atomic.Uint64
+// maxName is the longest file name that Linux file systems take, in bytes.
+const maxName = 255
 
-// Replace gives path the content, whether or not it was there.
+// Replace gives path the content, whether or not it was there. Only one call for a path may run at a time, in all processes: its temporary file has a
+// fixed name, so that what a killed call left is overwritten by the next one and can be found by [Unfinished].
 func Replace(disk FS, path string, data []byte) error {
-	dir := filepath.Dir(path)
-	tmp := filepath.Join(dir, fmt.Sprintf("%s%d-%d-%s", tmpPrefix, os.Getpid(), counter.Add(1), filepath.Base(path)))
-	if len(filepath.Base(tmp)) > maxName {
-		tmp = filepath.Join(dir, tmpPrefix+strconv.Itoa(os.Getpid())+"-"+strconv.FormatUint(counter.Add(1), 10))
+	dir, base := filepath.Split(path)
+	tmp := filepath.Join(dir, temporary(base))
+	err := disk.Create(tmp, data)
+	if err == nil {
+		err = disk.Rename(tmp, path)
 	}
-	if err := disk.Create(tmp, data); err != nil {
-		return errors.Join(fmt.Errorf("write %s: %w", path, err), ignoreMissing(disk.Remove(tmp)))
+	if err != nil {
+		_ = disk.Remove(tmp) // A file that stays is overwritten by the next call.
+		return fmt.Errorf("write %s: %w", path, err)
 	}
-	if err := disk.Rename(tmp, path); err != nil {
-		return errors.Join(fmt.Errorf("write %s: %w", path, err), ignoreMissing(disk.Remove(tmp)))
-	}
-	if err := disk.SyncDir(dir); err != nil {
+	if err := disk.SyncDir(filepath.Clean(dir)); err != nil {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
 	return nil
 }
 
-// maxName is the longest file name that Linux file systems take, in bytes.
-const maxName = 255
+func temporary(base string) string {
+	name := tmpPrefix + base
+	return name[:min(len(name), maxName)]
+}
+
+// Unfinished says whether a directory entry is the temporary file of an interrupted [Replace], and of which name: all of it, or its beginning where the
+// name is almost as long as a name can be.
+func Unfinished(entry string) (base string, is bool) { return strings.CutPrefix(entry, tmpPrefix) }
 
 // Remove takes the name away for good. A file that is not there is removed already.
 func Remove(disk FS, path string) error {
@@ -70,29 +75,13 @@ func Remove(disk FS, path string) error {
 	return nil
 }
 
-// IsTemporary says whether a directory entry is a file that Replace has not named yet.
-func IsTemporary(name string) bool { return strings.HasPrefix(name, tmpPrefix) }
-
-// Sweep removes what interrupted calls of Replace left in a directory. Files younger than age may belong to a call that is under way in another process.
-func Sweep(dir string, age time.Duration) error {
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return fmt.Errorf("look for unfinished files: %w", err)
+// MakeDir makes a directory below one that is there already, for good: without its name on the disk, what is in it would be lost with it.
+func MakeDir(disk FS, dir string) error {
+	if err := disk.MkdirAll(dir); err != nil {
+		return fmt.Errorf("create the directory %s: %w", dir, err)
 	}
-	var errs []error
-	for _, e := range entries {
-		info, err := e.Info()
-		if err != nil || !IsTemporary(e.Name()) || time.Since(info.ModTime()) < age {
-			continue
-		}
-		errs = append(errs, ignoreMissing(os.Remove(filepath.Join(dir, e.Name()))))
+	if err := disk.SyncDir(filepath.Dir(dir)); err != nil {
+		return fmt.Errorf("create the directory %s: %w", dir, err)
 	}
-	return errors.Join(errs...)
-}
-
-func ignoreMissing(err error) error {
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	return err
+	return nil
 }

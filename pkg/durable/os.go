@@ -11,7 +11,7 @@ type OS struct{}
 var _ FS = OS{}
 
 func (OS) Create(path string, data []byte) error {
-	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
 		return err
 	}
@@ -23,6 +23,8 @@ func (OS) Create(path string, data []byte) error {
 	}
 	return f.Close()
 }
+
+func (OS) MkdirAll(dir string) error { return os.MkdirAll(dir, 0o700) }
 
 func (OS) Rename(from, to string) error { return os.Rename(from, to) }
 func (OS) Remove(path string) error     { return os.Remove(path) }

@@ -77,6 +77,9 @@ func (s *Set) Acquire(ctx context.Context, names ...Name) (*Held, error) {
 // Add takes further locks. On error those taken before are still held.
 func (h *Held) Add(ctx context.Context, names ...Name) error {
 	for _, name := range names {
+		if !filepath.IsLocal(name.File) || filepath.Base(name.File) != name.File {
+			return fmt.Errorf("%q cannot name a lock's file", name.File)
+		}
 		waited, err := h.set.enter(ctx, name.File)
 		h.Waited = h.Waited || waited
 		if err != nil {
@@ -105,6 +108,19 @@ func (h *Held) Release() {
 		h.set.leave(t.name.File)
 	}
 	h.locks = nil
+}
+
+// Files lists the lock files that are there: of locks that are held, of GPUs, and of temporary locks whose holder was killed.
+func (s *Set) Files() ([]string, error) {
+	entries, err := os.ReadDir(s.dir)
+	if err != nil {
+		return nil, fmt.Errorf("list the locks: %w", err)
+	}
+	names := make([]string, len(entries))
+	for i, e := range entries {
+		names[i] = e.Name()
+	}
+	return names, nil
 }
 
 func (s *Set) enter(ctx context.Context, name string) (waited bool, err error) {

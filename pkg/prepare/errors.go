@@ -3,6 +3,7 @@ package prepare
 import (
 	"errors"
 	"fmt"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -20,6 +21,27 @@ const (
 	CauseCanceled Cause = "canceled"  // the caller went away, or waited too long
 	causeOther    Cause = "other"
 )
+
+// longest is how many bytes of an error reach the kubelet. It puts them into an Event of the Pod, whose message has room for 1024.
+const longest = 900
+
+// lineError is an error as the kubelet shall show it: in one line, and no longer than an Event.
+type lineError struct{ error }
+
+func (e *lineError) Unwrap() error { return e.error }
+
+func (e *lineError) Error() string {
+	line := strings.Join(strings.FieldsFunc(e.error.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
+	if len(line) > longest {
+		line = strings.ToValidUTF8(line[:longest], "") + "…"
+	}
+	return line
+}
+
+// about names the claim that an error is about.
+func about(claim string, err error) error {
+	return &lineError{fmt.Errorf("claim %s: %w", claim, err)}
+}
 
 type causeError struct {
 	cause Cause
@@ -47,9 +69,10 @@ func CauseOf(err error) Cause {
 
 // HeldError refuses a device that another claim holds.
 type HeldError struct {
-	Device string
-	GPU    string
-	UID    types.UID
+	Request string
+	Device  string
+	GPU     string
+	UID     types.UID
 	// Holder is namespace/name, empty if the holder's record cannot be read.
 	Holder string
 }
@@ -59,5 +82,5 @@ func (e *HeldError) Error() string {
 	if e.Holder == "" {
 		holder = "the claim with UID " + string(e.UID) + ", whose record cannot be read,"
 	}
-	return fmt.Sprintf("device %s is held by %s: it is free again when the last Pod of that claim has ended on this node", e.Device, holder)
+	return fmt.Sprintf("request %s: device %s is held by %s: it is free again when the last Pod of that claim has ended on this node", e.Request, e.Device, holder)
 }

@@ -11,8 +11,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // plan is what a claim's allocation asks for on this node, before anything is done.
@@ -45,12 +45,12 @@ func (p *Preparer) plan(c *resourceapi.ResourceClaim) (*plan, error) {
 		if r.Pool != p.Pool {
 			return nil, because(CauseClaim, "request %s was allocated device %s of pool %s, and this node's pool is %s", r.Request, r.Device, r.Pool, p.Pool)
 		}
-		if err := supported(r); err != nil {
-			return nil, because(CauseClaim, "%w", err)
-		}
-		gpu, ok := find(snapshot, r.Device)
+		gpu, edits, ok := find(snapshot, r.Device)
 		if !ok {
 			return nil, because(CauseDevice, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device, missing(snapshot, r.Device))
+		}
+		if err := supported(r); err != nil {
+			return nil, because(CauseClaim, "%w", err)
 		}
 		if other, twice := taken[r.Device]; twice && !r.AdminAccess {
 			return nil, because(CauseClaim, "requests %s and %s were both allocated device %s", other, r.Request, r.Device)
@@ -62,8 +62,8 @@ func (p *Preparer) plan(c *resourceapi.ResourceClaim) (*plan, error) {
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,
 			GPU: gpu.WholeName(), GPUUUID: gpu.UUID,
 		})
-		w.edits = append(w.edits, gpu.Edits)
-		spec.add(specDevice{Name: cdi.ClaimDeviceName(c.UID, r.Device, r.ShareID), Edits: gpu.Edits})
+		w.edits = append(w.edits, edits)
+		spec.add(specDevice{Name: cdi.ClaimDeviceName(c.UID, r.Device, r.ShareID), Edits: edits})
 	}
 	w.steps = []Step{spec}
 	w.record.Steps, err = store(w.steps)
@@ -80,13 +80,13 @@ func (s *claimSpec) add(d specDevice) {
 	s.Devices = append(s.Devices, d)
 }
 
-func find(s inventory.Snapshot, name string) (nvidia.GPU, bool) {
+func find(s inventory.Snapshot, name string) (device.GPU, specs.ContainerEdits, bool) {
 	for _, g := range s.Node.GPUs {
 		if g.WholeName() == name {
-			return g, true
+			return g.GPU, g.Edits, true
 		}
 	}
-	return nvidia.GPU{}, false
+	return device.GPU{}, specs.ContainerEdits{}, false
 }
 
 // missing says what is known of a device that is not offered, and else what is offered.
@@ -109,6 +109,9 @@ func missing(s inventory.Snapshot, name string) string {
 // supported refuses configuration that this version would have to ignore.
 func supported(r claim.Result) error {
 	c, ok := r.Config.(*v1beta1.GpuConfig)
+	if r.Config == nil {
+		return fmt.Errorf("request %s: no configuration is known for device %s", r.Request, r.Device)
+	}
 	if !ok {
 		return fmt.Errorf("request %s: device %s is a whole GPU, which takes a GpuConfig, not a %s", r.Request, r.Device, r.Config.Kind())
 	}

@@ -3,10 +3,10 @@ package prepare
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
@@ -21,12 +21,12 @@ import (
 func (p *Preparer) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
 	held, err := p.lock(ctx, c.UID)
 	if err != nil {
-		return nil, fmt.Errorf("claim %s/%s: %w", c.Namespace, c.Name, err)
+		return nil, about(c.Namespace+"/"+c.Name, err)
 	}
 	defer held.Release()
 	devices, err := p.prepareLocked(ctx, held, c)
 	if err != nil {
-		return nil, fmt.Errorf("claim %s/%s: %w", c.Namespace, c.Name, err)
+		return nil, about(c.Namespace+"/"+c.Name, err)
 	}
 	return devices, nil
 }
@@ -102,14 +102,10 @@ func (p *Preparer) unchanged(ctx context.Context, c *resourceapi.ResourceClaim) 
 	if err != nil {
 		return because(CauseClaim, "after a wait: %w", err)
 	}
-	if !slices.EqualFunc(before.Results, after.Results, sameResult) {
+	if !equality.Semantic.DeepEqual(before, after) {
 		return because(CauseClaim, "its allocation changed while this call waited; the kubelet will try again")
 	}
 	return nil
-}
-
-func sameResult(a, b claim.Result) bool {
-	return a.Request == b.Request && a.Pool == b.Pool && a.Device == b.Device && a.AdminAccess == b.AdminAccess && same(a.ShareID, b.ShareID)
 }
 
 func same[T comparable](a, b *T) bool {
@@ -126,8 +122,7 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, want *plan) 
 	}
 	for i, d := range old.Devices {
 		if now := want.record.Devices[i]; now.GPUUUID != d.GPUUUID {
-			return false, because(CauseDevice, "device %s was GPU %s when the claim was prepared and is GPU %s now: the card was replaced, delete the claim's Pods to give it back",
-				d.Device, d.GPUUUID, now.GPUUUID)
+			return false, replaced(d, now.GPUUUID)
 		}
 	}
 	if err := p.verify(want); err != nil {
@@ -144,6 +139,11 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, want *plan) 
 		return false, because(CauseRecord, "%w", err)
 	}
 	return true, nil
+}
+
+func replaced(d checkpoint.Device, now string) error {
+	return because(CauseDevice, "request %s: device %s was GPU %s when the claim was prepared and is GPU %s now: the card was replaced, delete the claim's Pods to give it back",
+		d.Request, d.Device, d.GPUUUID, now)
 }
 
 // sameDevice leaves the UUID out: a card that was replaced is told apart from another allocation.
@@ -177,8 +177,11 @@ func (p *Preparer) free(c *resourceapi.ResourceClaim, r checkpoint.Record) error
 			if e.ClaimUID == c.UID || !e.Holds(d.GPU) {
 				continue
 			}
-			refusal := &HeldError{Device: d.Device, GPU: d.GPU, UID: e.ClaimUID}
+			refusal := &HeldError{Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID}
 			if holder, found, err := p.Records.Load(e.ClaimUID); err == nil && found {
+				if e.Inexact() && !slices.Contains(holder.Holds(), d.GPU) {
+					continue
+				}
 				refusal.Holder = holder.Namespace + "/" + holder.Name
 			}
 			return because(CauseHeld, "%w", refusal)

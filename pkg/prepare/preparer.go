@@ -55,7 +55,7 @@ func New(o Options) *Preparer { return &Preparer{o} }
 // Held is how much is held on the node.
 type Held struct{ Claims, GPUs int }
 
-// Held counts by one look at the records' names.
+// Held counts by one look at the records' names; only a claim with more GPUs than fit into a name costs a look at its record.
 func (p *Preparer) Held() (Held, error) {
 	entries, err := p.Records.List()
 	if err != nil {
@@ -64,12 +64,22 @@ func (p *Preparer) Held() (Held, error) {
 	h := Held{Claims: len(entries)}
 	for _, e := range entries {
 		h.GPUs += len(e.GPUs)
+		if !e.Inexact() {
+			continue
+		}
+		// One that cannot be read counts as a claim and, for want of better knowledge, as no GPU.
+		if r, found, err := p.Records.Load(e.ClaimUID); err == nil && found {
+			h.GPUs += len(r.Holds())
+		}
 	}
 	return h, nil
 }
 
+// claimLockPrefix begins the names of claims' locks. GPUs' locks have the GPU's name.
+const claimLockPrefix = "claim-"
+
 func claimLock(uid types.UID) lock.Name {
-	return lock.Name{File: "claim-" + string(uid), Temporary: true}
+	return lock.Name{File: claimLockPrefix + string(uid), Temporary: true}
 }
 
 // gpuLocks are in a fixed order, so that two claims cannot wait for each other.

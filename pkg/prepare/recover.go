@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"strings"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -12,34 +13,54 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 )
 
-// recoverWait bounds how long the start waits for a claim that another instance works on: that instance, or the kubelet's next call, finishes it.
+// recoverWait bounds how long Recover and Mend wait for a claim that another call works on: that call, or the kubelet's next one, finishes it.
 const recoverWait = 2 * time.Second
 
-// Recover puts the node in order at the start: unfinished preparations are reverted, specs of finished ones are written again, specs without a record
-// removed. What cannot be read is reported and left: it keeps holding its GPUs until its claim is unprepared. One claim's failure stops no other.
+// Recover puts the node in order at the start: unfinished preparations are reverted, specs of finished ones are written again, and specs, locks and
+// temporary files without a record are removed. What cannot be read is reported and left: it keeps holding its GPUs until its claim is unprepared.
+// One claim's failure stops no other.
 func (p *Preparer) Recover(ctx context.Context) error {
-	entries, err := p.Records.List()
+	traces, err := p.traces()
 	if err != nil {
-		return because(CauseRecord, "%w", err)
+		return err
 	}
-	for _, e := range entries {
-		if err := p.recoverClaim(ctx, e.ClaimUID); err != nil {
-			klog.FromContext(ctx).Error(err, "Could not recover a claim; its GPUs stay held until it is unprepared", "claimUID", e.ClaimUID, "gpus", e.GPUs)
-		}
-	}
-	stray, err := p.Specs.Claims()
-	if err != nil {
-		return because(CauseStep, "%w", err)
-	}
-	for _, uid := range stray {
-		if slices.ContainsFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == uid }) {
-			continue
-		}
+	for _, uid := range traces {
 		if err := p.recoverClaim(ctx, uid); err != nil {
-			klog.FromContext(ctx).Error(err, "Could not remove the spec of a claim that is not held", "claimUID", uid)
+			klog.FromContext(ctx).Error(err, "Could not recover a claim; what it holds stays held until it is unprepared", "claimUID", uid)
 		}
 	}
 	return nil
+}
+
+// traces are the claims that anything on the node reminds of.
+func (p *Preparer) traces() ([]types.UID, error) {
+	entries, err := p.Records.List()
+	if err != nil {
+		return nil, because(CauseRecord, "%w", err)
+	}
+	uids, err := p.Records.Unfinished()
+	if err != nil {
+		return nil, because(CauseRecord, "%w", err)
+	}
+	for _, e := range entries {
+		uids = append(uids, e.ClaimUID)
+	}
+	specified, err := p.Specs.Claims()
+	if err != nil {
+		return nil, because(CauseStep, "%w", err)
+	}
+	uids = append(uids, specified...)
+	locks, err := p.Locks.Files()
+	if err != nil {
+		return nil, because(CauseRecord, "%w", err)
+	}
+	for _, file := range locks {
+		if uid, ok := strings.CutPrefix(file, claimLockPrefix); ok {
+			uids = append(uids, types.UID(uid))
+		}
+	}
+	slices.Sort(uids)
+	return slices.Compact(uids), nil
 }
 
 func (p *Preparer) recoverClaim(ctx context.Context, uid types.UID) error {
@@ -50,6 +71,9 @@ func (p *Preparer) recoverClaim(ctx context.Context, uid types.UID) error {
 		return err
 	}
 	defer held.Release()
+	if err := p.Records.Discard(uid); err != nil {
+		return because(CauseRecord, "%w", err)
+	}
 	r, found, err := p.Records.Load(uid)
 	switch {
 	case err != nil:
@@ -66,8 +90,8 @@ func (p *Preparer) recoverClaim(ctx context.Context, uid types.UID) error {
 	return p.rewrite(ctx, r)
 }
 
-// rewrite writes a prepared claim's spec as the record has it. After a reboot the record's edits may name other cards' device nodes: the kubelet prepares
-// every claim again then, and Prepare looks.
+// rewrite writes a prepared claim's spec again. After a reboot the record's edits may name other cards' device nodes: the kubelet prepares every claim
+// again then, and Prepare looks.
 func (p *Preparer) rewrite(ctx context.Context, r checkpoint.Record) error {
 	if r.BootID != p.BootID {
 		return nil
@@ -77,13 +101,29 @@ func (p *Preparer) rewrite(ctx context.Context, r checkpoint.Record) error {
 		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	for _, s := range steps {
-		if spec, ok := s.(*claimSpec); ok {
-			if err := spec.Apply(ctx, p.env(r.ClaimUID)); err != nil {
-				return because(CauseStep, "claim %s/%s: %w", r.Namespace, r.Name, err)
-			}
+		spec, ok := s.(*claimSpec)
+		if !ok {
+			continue
+		}
+		if err := p.rewriteSpec(ctx, r, spec); err != nil {
+			return because(CauseStep, "claim %s/%s: %w", r.Namespace, r.Name, err)
 		}
 	}
 	return nil
+}
+
+// rewriteSpec leaves no spec in place that would give a container another card than the one that the claim was prepared with: the next container of the
+// claim then fails to start instead.
+func (p *Preparer) rewriteSpec(ctx context.Context, r checkpoint.Record, spec *claimSpec) error {
+	env := p.env(r.ClaimUID)
+	if snapshot := p.Hardware.Snapshot(); snapshot.Ready {
+		for _, d := range r.Devices {
+			if gpu, _, known := find(snapshot, d.Device); known && gpu.UUID != d.GPUUUID {
+				return errors.Join(replaced(d, gpu.UUID), spec.Revert(ctx, env))
+			}
+		}
+	}
+	return spec.Apply(ctx, env)
 }
 
 // Mend writes the specs of all prepared claims again where they are missing or altered. The kubelet does not prepare again when a container restarts.
@@ -100,6 +140,9 @@ func (p *Preparer) Mend(ctx context.Context) error {
 }
 
 func (p *Preparer) mendClaim(ctx context.Context, uid types.UID) error {
+	// A claim that another call works on for long gets its spec from that call.
+	ctx, cancel := context.WithTimeout(ctx, recoverWait)
+	defer cancel()
 	held, err := p.lock(ctx, uid)
 	if err != nil {
 		return err

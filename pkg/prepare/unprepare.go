@@ -3,11 +3,11 @@ package prepare
 import (
 	"context"
 	"errors"
-	"fmt"
 
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
 // Unprepare gives a claim's devices back. It needs no hardware that the record's steps do not need, and no GPU driver. A claim without a record is given
@@ -15,9 +15,16 @@ import (
 func (p *Preparer) Unprepare(ctx context.Context, uid types.UID) error {
 	held, err := p.lock(ctx, uid)
 	if err != nil {
-		return fmt.Errorf("claim with UID %s: %w", uid, err)
+		return about("with UID "+string(uid), err)
 	}
 	defer held.Release()
+	if err := p.unprepareLocked(ctx, held, uid); err != nil {
+		return about("with UID "+string(uid), err)
+	}
+	return nil
+}
+
+func (p *Preparer) unprepareLocked(ctx context.Context, held *lock.Held, uid types.UID) error {
 	r, found, err := p.Records.Load(uid)
 	var unreadable *checkpoint.UnreadableError
 	switch {
@@ -27,12 +34,12 @@ func (p *Preparer) Unprepare(ctx context.Context, uid types.UID) error {
 		return because(CauseRecord, "%w", err)
 	case !found:
 		if err := p.Specs.RemoveClaim(uid); err != nil {
-			return because(CauseStep, "claim with UID %s: %w", uid, err)
+			return because(CauseStep, "%w", err)
 		}
 		return nil
 	}
 	if err := lockGPUs(ctx, held, r.Holds()...); err != nil {
-		return fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err)
+		return because(CauseOf(err), "of %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return p.revert(ctx, r)
 }
