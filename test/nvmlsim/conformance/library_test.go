@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/exports"
 )
 
 func exportedNames(t *testing.T) []string {
@@ -36,11 +38,7 @@ func exportedNames(t *testing.T) []string {
 // the list, and those that the very nvml.h that go-nvml is made from declares.
 func TestEveryNVMLNameExists(t *testing.T) {
 	needSimulator(t)
-	list, err := os.ReadFile("../lib/exports.txt")
-	if err != nil {
-		t.Fatal(err)
-	}
-	wanted := regexp.MustCompile(`(?m)^nvml\w+$`).FindAllString(string(list), -1)
+	wanted := exports.Names()
 	module, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "github.com/NVIDIA/go-nvml").Output()
 	if err != nil {
 		t.Fatal(err)

@@ -6,6 +6,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/exports"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
@@ -21,6 +22,9 @@ func (s *scope) flags(command *cobra.Command) {
 }
 
 func (s *scope) add(f *state.File, function string, fault state.Fault) error {
+	if function != "*" && !exports.Has(function) {
+		return fmt.Errorf("NVML has no function %q: a fault for it would never be met", function)
+	}
 	fault.GPU = state.AnyGPU
 	if s.gpu != "" {
 		number, err := f.Find(s.gpu)
@@ -32,7 +36,8 @@ func (s *scope) add(f *state.File, function string, fault state.Fault) error {
 	return f.AddFault(fault, function, s.times)
 }
 
-const functionHelp = "FUNC is the function's newest name, such as nvmlInit_v2 or nvmlDeviceGetName, or * for every function."
+const functionHelp = "FUNC is a function by the name that is really called, or * for every function. Of a name in several versions callers,\n" +
+	"go-nvml among them, take the newest: nvmlInit_v2, nvmlDeviceGetHandleByIndex_v2, nvmlDeviceGetPciInfo_v3; nvmlDeviceGetName has but one."
 
 func newFaults(n *node) []*cobra.Command {
 	return []*cobra.Command{newSlow(n), newFail(n), newClear(n)}
