@@ -72,7 +72,7 @@ func TestSpecsThatOthersRemoveOrAlterAreMended(t *testing.T) {
 			if err := os.RemoveAll(root); err != nil {
 				return err
 			}
-			return os.Mkdir(root, 0o750)
+			return os.MkdirAll(root, 0o750)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -1,0 +1,164 @@
+package hook
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// host is a directory with a hook binary in an "image" and a place for it on the "host".
+func host(t *testing.T) (h *Hook, source, target string) {
+	t.Helper()
+	dir := t.TempDir()
+	source, target = filepath.Join(dir, "image", "nvidia-cdi-hook"), filepath.Join(dir, "host", "bin", "nvidia-cdi-hook")
+	write(t, source, "version 1")
+	return New(source, target), source, target
+}
+
+func write(t *testing.T, path, content string) {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o750); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func install(t *testing.T, h *Hook) bool {
+	t.Helper()
+	changed, err := h.Install()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return changed
+}
+
+func TestInstallPutsAnExecutableToItsPlace(t *testing.T) {
+	h, _, target := host(t)
+	if !install(t, h) {
+		t.Error("the first installation changed nothing")
+	}
+	if err := h.Check(); err != nil {
+		t.Error(err)
+	}
+	info, err := os.Stat(target)
+	if err != nil || info.Mode().Perm() != 0o755 {
+		t.Error(info, err)
+	}
+	entries, _ := os.ReadDir(filepath.Dir(target))
+	if len(entries) != 1 {
+		t.Error("something else is left:", entries)
+	}
+}
+
+func TestInstallWritesOnlyWhatDiffers(t *testing.T) {
+	h, source, target := host(t)
+	install(t, h)
+	first, _ := os.Stat(target)
+	if install(t, h) {
+		t.Error("the same bytes were installed again")
+	}
+	if second, _ := os.Stat(target); !os.SameFile(first, second) {
+		t.Error("the file was replaced")
+	}
+	write(t, source, "version 2")
+	running, err := os.Open(target) // as a runtime that executes it now
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer running.Close()
+	if !install(t, h) {
+		t.Error("other bytes were not installed")
+	}
+	old := make([]byte, 20)
+	if n, _ := running.Read(old); string(old[:n]) != "version 1" {
+		t.Errorf("who runs the old one reads %q", old[:n])
+	}
+	if data, _ := os.ReadFile(target); string(data) != "version 2" {
+		t.Errorf("installed: %q", data)
+	}
+}
+
+func TestInstallRestoresTheRightToExecute(t *testing.T) {
+	h, _, target := host(t)
+	install(t, h)
+	if err := os.Chmod(target, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := h.Check(); err == nil || !strings.Contains(err.Error(), "not executable") {
+		t.Error(err)
+	}
+	install(t, h)
+	if err := h.Check(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestInstallFailuresNameTheirPlace(t *testing.T) {
+	h, source, target := host(t)
+	write(t, filepath.Dir(target), "a file where the directory should be")
+	if _, err := h.Install(); err == nil || !strings.Contains(err.Error(), "directory on the host") {
+		t.Error(err)
+	}
+	if err := os.Remove(filepath.Dir(target)); err != nil {
+		t.Fatal(err)
+	}
+	write(t, filepath.Join(target, "x"), "the hook's place is a directory")
+	if _, err := h.Install(); err == nil || !strings.Contains(err.Error(), target) {
+		t.Error(err)
+	}
+	if err := h.Check(); err == nil || !strings.Contains(err.Error(), "is not a file") {
+		t.Error(err)
+	}
+	if err := h.Remove(); err == nil {
+		t.Error("a directory with something in it was removed")
+	}
+	if err := os.Remove(source); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := h.Install(); err == nil || !strings.Contains(err.Error(), "read the hook binary") {
+		t.Error(err)
+	}
+}
+
+func TestCheckNamesTheMissingHook(t *testing.T) {
+	h, _, target := host(t)
+	if err := h.Check(); err == nil || !strings.Contains(err.Error(), target+" is not on the host") {
+		t.Error(err)
+	}
+}
+
+func TestCheckRefusesAFileSystemWithoutExecution(t *testing.T) {
+	dir := t.TempDir()
+	switch err := unix.Mount("tmpfs", dir, "tmpfs", unix.MS_NOEXEC, "size=64k"); {
+	case errors.Is(err, unix.EPERM):
+		t.Skip("needs the right to mount")
+	case err != nil:
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Unmount(dir, unix.MNT_DETACH) })
+	_, source, _ := host(t)
+	h := New(source, filepath.Join(dir, "nvidia-cdi-hook"))
+	install(t, h)
+	if err := h.Check(); err == nil || !strings.Contains(err.Error(), "noexec") {
+		t.Error(err)
+	}
+}
+
+func TestRemove(t *testing.T) {
+	h, _, target := host(t)
+	install(t, h)
+	for range 2 { // the second time it is gone already
+		if err := h.Remove(); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, err := os.Stat(target); err == nil {
+		t.Error("it is still there")
+	}
+}
