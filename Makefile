@@ -47,9 +47,9 @@ check: vet lint helm-lint ## Look without running: go vet, the linters, helm lin
 test: test-unit test-sim test-e2e ## Run every test: unit, simulated GPU, real cluster
 
 .PHONY: test-unit
-test-unit: toolchain helm ## Unit and chart tests, with the race detector and the coverage of pkg/
+test-unit: toolchain ## Unit and chart tests, with the race detector and the coverage of pkg/
 	@mkdir -p $(BUILD)
-	HELM=$(HELM) $(GO) test -race -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
+	HELM=$$($(CLUSTER) program helm) $(GO) test -race -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
 	@$(GO) tool cover -func=$(BUILD)/cover.out | tail -n 1
 
 .PHONY: test-sim
@@ -103,13 +103,9 @@ $(LINT): hack/tools/go.mod hack/tools/go.sum
 	cd hack/tools && CGO_ENABLED=0 $(GO) build -trimpath -ldflags "-s -w" -o $@.tmp github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 	@mv $@.tmp $@
 
+# helm comes from the test cluster's programs, in the version that the tests run.
 .PHONY: helm-lint
-helm-lint: helm
-	$(HELM) lint --strict deployments/helm/gpu-dra-driver
-	$(HELM) lint --strict deployments/helm/gpu-dra-driver --values test/e2e/values.yaml
-
-# helm comes from the test cluster's tools, in the version that is tested.
-.PHONY: helm
-helm:
-	@$(CLUSTER) build helm
-HELM = $(shell $(CLUSTER) path helm)
+helm-lint: toolchain
+	@helm=$$($(CLUSTER) program helm) && \
+	$$helm lint --strict deployments/helm/gpu-dra-driver && \
+	$$helm lint --strict deployments/helm/gpu-dra-driver --values test/e2e/values.yaml

@@ -35,7 +35,11 @@ func showCluster(ctx context.Context, root string, sim *stand.Simulator, s *scre
 	}
 
 	s.title("The image, built from the Dockerfile")
-	if err := stand.LoadImage(ctx, c, root, s.background("image")); err != nil {
+	archive, err := stand.BuildImage(ctx, root, s.background("image"))
+	if err != nil {
+		return err
+	}
+	if err := c.LoadImage(ctx, archive); err != nil {
 		return err
 	}
 

@@ -2,6 +2,7 @@ package stand
 
 import (
 	"context"
+	"io"
 	"path/filepath"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
@@ -32,4 +33,11 @@ func InstallArguments(root string, more ...string) []string {
 func Install(ctx context.Context, c *cluster.Cluster, root string, more ...string) error {
 	_, err := c.Helm(ctx, InstallArguments(root, more...)...)
 	return err
+}
+
+// BuildImage builds the production image from the Dockerfile, unless nothing of it has changed, and returns its archive.
+func BuildImage(ctx context.Context, root string, output io.Writer) (archive string, err error) {
+	return cluster.BuildImage(ctx, cluster.ImageBuild{
+		Dockerfile: filepath.Join(root, "Dockerfile"), Tag: Image, Arguments: map[string]string{"VERSION": "test"},
+	}, output)
 }
