@@ -166,6 +166,7 @@ func same(a, b string, mode os.FileMode) bool {
 	return errOne == nil && errOther == nil && string(one) == string(other)
 }
 
+// link makes a symbolic link, or turns one that is there, by rename: it never is missing.
 func link(target, path string) error {
 	if have, err := os.Readlink(path); err == nil && have == target {
 		return nil
@@ -173,8 +174,12 @@ func link(target, path string) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err
 	}
-	if err := os.RemoveAll(path); err != nil {
+	fresh := path + ".new"
+	if err := os.RemoveAll(fresh); err != nil {
 		return err
 	}
-	return os.Symlink(target, path)
+	if err := os.Symlink(target, fresh); err != nil {
+		return err
+	}
+	return os.Rename(fresh, path)
 }

@@ -55,7 +55,7 @@ func Up(o Options) (*Config, error) {
 			return nil, err
 		}
 	}
-	if previous, err := Load(root); err == nil {
+	if previous, err := Load(root); err == nil && o.Fresh {
 		previous.NoDevices = true // another node's GPUs may have other minors
 		if err := previous.applyDevices(view{}); err != nil {
 			return nil, err
@@ -148,8 +148,13 @@ func Down(root string) error {
 	return errors.Join(failed...)
 }
 
-// writeFile writes a file of a tree, in place where it is there: it may be bind-mounted elsewhere.
+// writeFile writes a file, in place where it is there: it may be bind-mounted elsewhere. One that is right already is not touched.
 func writeFile(path, content string, mode fs.FileMode) error {
+	if info, err := os.Lstat(path); err == nil && info.Mode() == mode {
+		if have, err := os.ReadFile(path); err == nil && string(have) == content {
+			return nil
+		}
+	}
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err
 	}

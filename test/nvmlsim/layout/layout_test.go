@@ -328,6 +328,38 @@ func TestARebootKeepsTheState(t *testing.T) {
 	}
 }
 
+// Drawing the same again touches nothing: a plugin may be reading.
+func TestDrawingAgainTouchesNothing(t *testing.T) {
+	o := options(t, "dgx-h100", Host)
+	c := up(t, o)
+	inodes := func() map[string]uint64 {
+		found := map[string]uint64{}
+		for _, folder := range []string{"sys", "proc", "driver", "../dev"} {
+			root := filepath.Join(c.root, folder)
+			if err := filepath.WalkDir(root, func(path string, _ os.DirEntry, err error) error {
+				var info unix.Stat_t
+				err = errors.Join(err, unix.Lstat(path, &info))
+				found[path] = info.Ino
+				return err
+			}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return found
+	}
+	before := inodes()
+	up(t, o)
+	after := inodes()
+	if len(before) < 300 || len(before) != len(after) {
+		t.Errorf("%d files before, %d after", len(before), len(after))
+	}
+	for path, inode := range before {
+		if after[path] != inode {
+			t.Errorf("%s was made anew", path)
+		}
+	}
+}
+
 func TestAnotherNodeNeedsAFreshState(t *testing.T) {
 	o := options(t, "dgx-h100", Host)
 	up(t, o)

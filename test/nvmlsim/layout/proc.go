@@ -3,7 +3,6 @@ package layout
 import (
 	"fmt"
 	"os"
-	"path/filepath"
 	"sort"
 	"strings"
 
@@ -32,40 +31,31 @@ func (c *Config) applyProc(v view) error {
 	if err := writeFile(c.path("proc", "devices"), devices, 0o644); err != nil {
 		return err
 	}
-	driver := c.path("proc", "driver")
-	if err := empty(driver); err != nil {
-		return err
+	driver := tree{}
+	if v.loaded {
+		c.drawProcDriver(driver, v)
 	}
-	if !v.loaded {
-		return nil
-	}
-	files := map[string]string{
-		"nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  " + v.version + "  Thu Jan  1 00:00:00 UTC 1970\n" +
-			"GCC version:  gcc version 12.2.0\n",
-		"nvidia/params":                          procParams,
-		"nvidia/capabilities/mig/config":         capability(capConfig, 0o400),
-		"nvidia/capabilities/mig/monitor":        capability(capMonitor, 0o444),
-		"nvidia/capabilities/fabric-imex-mgmt":   capability(capIMEX, 0o400),
-		"nvidia-nvlink/capabilities/fabric-mgmt": capability(0, 0o400),
-		"nvidia-caps/mig-minors":                 migMinors(),
-		"nvidia-caps/nvlink-minors":              "fabric-mgmt 0\n",
-		"nvidia-caps/sys-minors":                 fmt.Sprintf("fabric-imex-mgmt %d\n", capIMEX),
-	}
+	return driver.apply(c.path("proc", "driver"))
+}
+
+// drawProcDriver is /proc/driver while the driver is loaded.
+func (c *Config) drawProcDriver(t tree, v view) {
+	read := func(name, content string) { t.file(name, content, 0o444) }
+	read("nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  "+v.version+"  Thu Jan  1 00:00:00 UTC 1970\nGCC version:  gcc version 12.2.0\n")
+	read("nvidia/params", procParams)
+	read("nvidia/capabilities/mig/config", capability(capConfig, 0o400))
+	read("nvidia/capabilities/mig/monitor", capability(capMonitor, 0o444))
+	read("nvidia/capabilities/fabric-imex-mgmt", capability(capIMEX, 0o400))
+	read("nvidia-nvlink/capabilities/fabric-mgmt", capability(0, 0o400))
+	read("nvidia-caps/mig-minors", migMinors())
+	read("nvidia-caps/nvlink-minors", "fabric-mgmt 0\n")
+	read("nvidia-caps/sys-minors", fmt.Sprintf("fabric-imex-mgmt %d\n", capIMEX))
 	for i, card := range c.Node.GPUs {
-		if !v.gpus[i].present {
-			continue
-		}
-		files["nvidia/gpus/"+card.PCI+"/information"] = gpuInformation(card, v.gpus[i].product, v.version)
-		if err := os.MkdirAll(filepath.Join(driver, fmt.Sprintf("nvidia/capabilities/gpu%d/mig", *card.Minor)), 0o755); err != nil {
-			return err
+		if v.gpus[i].present {
+			read("nvidia/gpus/"+card.PCI+"/information", gpuInformation(card, v.gpus[i].product, v.version))
+			t.folder(fmt.Sprintf("nvidia/capabilities/gpu%d/mig", *card.Minor))
 		}
 	}
-	for name, content := range files {
-		if err := writeFile(filepath.Join(driver, name), content, 0o444); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // procDevices is the machine's own list with the driver's devices in it, or without them while no driver is loaded.

@@ -3,9 +3,7 @@ package layout
 import (
 	"encoding/binary"
 	"fmt"
-	"os"
 	"path"
-	"path/filepath"
 	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
@@ -32,25 +30,20 @@ const (
 
 // applySys draws the sysfs tree: what the kernel shows whether or not a driver is loaded.
 func (c *Config) applySys(v view) error {
-	tree := c.path("sys")
-	if err := empty(tree); err != nil {
-		return err
-	}
+	t := tree{}
 	for _, folder := range []string{"bus/pci/devices", "bus/pci/drivers", "kernel/iommu_groups"} {
-		if err := os.MkdirAll(filepath.Join(tree, folder), 0o755); err != nil {
-			return err
-		}
+		t.folder(folder)
 	}
 	functions, err := c.functions(v)
 	if err != nil {
 		return err
 	}
 	for _, function := range functions {
-		if err := function.write(tree); err != nil {
+		if err := function.draw(t); err != nil {
 			return err
 		}
 	}
-	return nil
+	return t.apply(c.path("sys"))
 }
 
 func (c *Config) functions(v view) ([]pciFunction, error) {
@@ -101,19 +94,19 @@ func (f pciFunction) folder() string {
 	return path.Join(append(append([]string{"devices", f.root}, f.bridges...), f.address)...)
 }
 
-func (f pciFunction) write(tree string) error {
+func (f pciFunction) draw(t tree) error {
 	above := path.Join("devices", f.root)
 	for _, bridge := range f.bridges {
 		above = path.Join(above, bridge)
 		b := pciFunction{address: bridge, numaNode: f.numaNode, vendor: 0x8086, device: 0x352a, class: classBridge, driver: "pcieport"}
-		if err := b.writeAt(tree, above); err != nil {
+		if err := b.drawAt(t, above); err != nil {
 			return err
 		}
 	}
-	return f.writeAt(tree, f.folder())
+	return f.drawAt(t, f.folder())
 }
 
-func (f pciFunction) writeAt(tree, folder string) error {
+func (f pciFunction) drawAt(t tree, folder string) error {
 	files := map[string]string{
 		"vendor":           fmt.Sprintf("0x%04x\n", f.vendor),
 		"device":           fmt.Sprintf("0x%04x\n", f.device),
@@ -129,18 +122,13 @@ func (f pciFunction) writeAt(tree, folder string) error {
 		"resource": strings.Repeat("0x0000000000000000 0x0000000000000000 0x0000000000000000\n", 13),
 	}
 	for name, content := range files {
-		if err := writeFile(filepath.Join(tree, folder, name), content, 0o644); err != nil {
-			return err
-		}
+		t.file(path.Join(folder, name), content, 0o644)
 	}
 	links := map[string]string{path.Join("bus/pci/devices", f.address): folder}
 	if f.driver != "" {
 		driver := path.Join("bus/pci/drivers", f.driver)
-		for _, name := range []string{"bind", "unbind"} {
-			if err := writeFile(filepath.Join(tree, driver, name), "", 0o200); err != nil {
-				return err
-			}
-		}
+		t.file(path.Join(driver, "bind"), "", 0o200)
+		t.file(path.Join(driver, "unbind"), "", 0o200)
 		links[path.Join(folder, "driver")] = driver
 		links[path.Join(driver, f.address)] = folder
 	}
@@ -150,11 +138,7 @@ func (f pciFunction) writeAt(tree, folder string) error {
 		links[path.Join(group, "devices", f.address)] = folder
 	}
 	for at, to := range links {
-		target, err := filepath.Rel(path.Dir(at), to)
-		if err != nil {
-			return err
-		}
-		if err := link(target, filepath.Join(tree, at)); err != nil {
+		if err := t.symlink(at, to); err != nil {
 			return err
 		}
 	}
