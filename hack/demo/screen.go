@@ -55,11 +55,10 @@ func (l *lines) Write(p []byte) (int, error) {
 
 // run shows a command, as a user would type it, and what it prints. It returns standard output.
 func (s *screen) run(cmd *exec.Cmd, shown string) (string, error) {
-	var stdout, all bytes.Buffer
-	cmd.Stdout = io.MultiWriter(&stdout, &all)
-	cmd.Stderr = &all
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	err := cmd.Run()
-	s.print("$ " + shown + "\n" + all.String())
+	s.print("$ " + shown + "\n" + stdout.String() + stderr.String())
 	if err != nil {
 		return stdout.String(), fmt.Errorf("%s: %w", shown, err)
 	}
