@@ -1,0 +1,378 @@
+package checkpoint
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
+)
+
+const (
+	uid    = types.UID("11111111-2222-3333-4444-555555555555")
+	gpu0   = "gpu-0000-1b-00-0"
+	gpu1   = "gpu-0000-1c-00-0"
+	claims = "/state/claims"
+)
+
+var sameRecord = cmp.AllowUnexported(Record{}, Device{})
+
+func open(t *testing.T, disk *durabletest.Disk) *Store {
+	t.Helper()
+	s, err := Open("/state", disk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func record(gpus ...string) Record {
+	r := Record{ClaimUID: uid, Namespace: "default", Name: "one-gpu", State: Prepared, BootID: "boot-1",
+		Steps: []Step{{Kind: "claim-spec", Params: json.RawMessage(`{"a":1}`)}}}
+	for i, g := range gpus {
+		r.Devices = append(r.Devices, Device{Request: fmt.Sprintf("r%d", i), Pool: "node", Device: g, GPU: g, GPUUUID: "GPU-" + g})
+	}
+	return r
+}
+
+func save(t *testing.T, s *Store, r Record) string {
+	t.Helper()
+	if err := s.Save(r); err != nil {
+		t.Fatal(err)
+	}
+	name, err := fileName(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return filepath.Join(claims, name)
+}
+
+func TestARecordComesBackAsItWas(t *testing.T) {
+	s := open(t, durabletest.New())
+	want := record(gpu0, gpu1)
+	want.Devices[0].ShareID = ptr.To(types.UID("share"))
+	want.Devices[1].AdminAccess = true
+	save(t, s, want)
+	got, found, err := s.Load(uid)
+	if err != nil || !found {
+		t.Fatal(found, err)
+	}
+	if diff := cmp.Diff(want, got, sameRecord); diff != "" {
+		t.Error(diff)
+	}
+	if _, found, err := s.Load("another"); found || err != nil {
+		t.Error(found, err)
+	}
+}
+
+func TestTheFileNameSaysWhatIsHeld(t *testing.T) {
+	many := make([]string, 13)
+	for i := range many {
+		many[i] = fmt.Sprintf("gpu-0000-%02x-00-0", i)
+	}
+	admin := record(gpu0)
+	admin.Devices[0].AdminAccess = true
+	for _, c := range []struct {
+		name    string
+		record  Record
+		holds   []string
+		free    []string
+		inexact bool
+	}{
+		{"one GPU", record(gpu0), []string{gpu0}, []string{gpu1}, false},
+		{"one GPU for two requests", record(gpu0, gpu0), []string{gpu0}, []string{gpu1}, false},
+		{"admin access", admin, nil, []string{gpu0}, false},
+		{"more GPUs than fit", record(many...), []string{many[0], gpu1}, nil, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := open(t, durabletest.New())
+			if path := save(t, s, c.record); len(filepath.Base(path)) > 255 {
+				t.Errorf("%s is too long", path)
+			}
+			entries, err := s.List()
+			if err != nil || len(entries) != 1 {
+				t.Fatal(entries, err)
+			}
+			e := entries[0]
+			if e.ClaimUID != uid || e.Inexact() != c.inexact {
+				t.Errorf("%+v", e)
+			}
+			for _, g := range c.holds {
+				if !e.Holds(g) {
+					t.Errorf("%s is not held", g)
+				}
+			}
+			for _, g := range c.free {
+				if e.Holds(g) {
+					t.Errorf("%s is held", g)
+				}
+			}
+		})
+	}
+}
+
+func TestOneBadRecordIsOneBadRecord(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		spoil func([]byte) []byte
+	}{
+		{"empty", func([]byte) []byte { return nil }},
+		{"white space", func([]byte) []byte { return []byte("\n\n") }},
+		{"truncated", func(b []byte) []byte { return b[:len(b)/2] }},
+		{"one bit flipped in the payload", func(b []byte) []byte {
+			b = slices.Clone(b)
+			b[strings.Index(string(b), "one-gpu")] ^= 1
+			return b
+		}},
+		{"something behind it", func(b []byte) []byte { return append(slices.Clone(b), b...) }},
+		{"no version", func([]byte) []byte { return []byte(`{}`) }},
+		{"no payload", func([]byte) []byte { return []byte(`{"formatVersion":1}`) }},
+		{"a payload of another form", func([]byte) []byte {
+			return fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":[]}`, checksum([]byte("[]")))
+		}},
+		{"the record of another claim", func([]byte) []byte {
+			other := record(gpu0)
+			other.ClaimUID = "other"
+			raw, _ := encode(other)
+			return raw
+		}},
+		{"devices of another form", func([]byte) []byte {
+			payload := `{"claimUID":"` + string(uid) + `","devices":[7]}`
+			return fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(payload)), payload)
+		}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			disk := durabletest.New()
+			s := open(t, disk)
+			path := save(t, s, record(gpu0))
+			raw, _ := disk.ReadFile(path)
+			disk.Put(path, c.spoil(raw))
+			good := record(gpu1)
+			good.ClaimUID = "good"
+			save(t, s, good)
+
+			_, found, err := s.Load(uid)
+			var unreadable *UnreadableError
+			if !found || !errors.As(err, &unreadable) || !strings.Contains(err.Error(), path) {
+				t.Fatalf("found %v: %v", found, err)
+			}
+			if strings.Contains(err.Error(), "\n") {
+				t.Errorf("more than one line: %q", err)
+			}
+			if _, found, err := s.Load("good"); !found || err != nil {
+				t.Errorf("the other record: %v, %v", found, err)
+			}
+			entries, err := s.List()
+			if err != nil || !slices.ContainsFunc(entries, func(e Entry) bool { return e.ClaimUID == uid && e.Holds(gpu0) }) {
+				t.Errorf("it holds its GPU no more: %v, %v", entries, err)
+			}
+
+			places, err := s.Quarantine(uid, time.Unix(1, 0))
+			if err != nil || len(places) != 1 {
+				t.Fatal(places, err)
+			}
+			disk.PowerCut()
+			if kept, err := disk.ReadFile(places[0]); err != nil || string(kept) != string(c.spoil(raw)) {
+				t.Errorf("the evidence is gone: %q, %v", kept, err)
+			}
+			if _, found, err := s.Load(uid); found || err != nil {
+				t.Errorf("still there: %v, %v", found, err)
+			}
+		})
+	}
+}
+
+func TestALaterFormatIsNamedAndLeft(t *testing.T) {
+	disk := durabletest.New()
+	s := open(t, disk)
+	path := save(t, s, record(gpu0))
+	disk.Put(path, []byte(`{"formatVersion":2,"digest":"of another kind","body":{}}`))
+	_, found, err := s.Load(uid)
+	var future *FutureError
+	if !found || !errors.As(err, &future) {
+		t.Fatal(found, err)
+	}
+	for _, want := range []string{path, "version 2", "up to 1"} {
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("%q does not say %q", err, want)
+		}
+	}
+}
+
+func TestFieldsOfLaterVersionsAreKept(t *testing.T) {
+	disk := durabletest.New()
+	s := open(t, disk)
+	path := save(t, s, record(gpu0))
+	payload := `{"claimUID":"` + string(uid) + `","namespace":"default","name":"one-gpu","state":"Prepared","bootID":"b","epoch":7,` +
+		`"devices":[{"request":"r","pool":"p","device":"d","gpu":"` + gpu0 + `","gpuUUID":"u","adminAccess":false,"mig":{"id":3}}],"steps":[]}`
+	disk.Put(path, fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(payload)), payload))
+	r, _, err := s.Load(uid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.BootID = "another"
+	save(t, s, r)
+	raw, _ := disk.ReadFile(path)
+	for _, want := range []string{`"epoch":7`, `"mig":{"id":3}`, `"bootID":"another"`} {
+		if !strings.Contains(string(raw), want) {
+			t.Errorf("%s is lost in %s", want, raw)
+		}
+	}
+	if again, _, err := s.Load(uid); err != nil || cmp.Diff(r, again, sameRecord) != "" {
+		t.Error(err, cmp.Diff(r, again, sameRecord))
+	}
+}
+
+func TestReadErrorsThatMayPassSayNothingAboutTheRecord(t *testing.T) {
+	for err, unreadable := range map[error]bool{syscall.EMFILE: false, syscall.EACCES: false, syscall.EIO: true} {
+		disk := &brokenReads{Disk: durabletest.New(), err: err}
+		s, oerr := Open("/state", disk)
+		if oerr != nil {
+			t.Fatal(oerr)
+		}
+		save(t, s, record(gpu0))
+		_, found, got := s.Load(uid)
+		var u *UnreadableError
+		if !found || got == nil || errors.As(got, &u) != unreadable {
+			t.Errorf("%v: %v, %v", err, found, got)
+		}
+	}
+}
+
+type brokenReads struct {
+	*durabletest.Disk
+	err error
+}
+
+func (b *brokenReads) ReadFile(string) ([]byte, error) { return nil, b.err }
+
+func TestTwoRecordsOfOneClaimAreNotGuessedAbout(t *testing.T) {
+	disk := durabletest.New()
+	s := open(t, disk)
+	save(t, s, record(gpu0))
+	save(t, s, record(gpu1))
+	_, _, err := s.Load(uid)
+	var unreadable *UnreadableError
+	if !errors.As(err, &unreadable) {
+		t.Fatal(err)
+	}
+	if places, err := s.Quarantine(uid, time.Unix(1, 0)); err != nil || len(places) != 2 || places[0] == places[1] {
+		t.Error(places, err)
+	}
+}
+
+func TestRemoveTakesAllOfAClaim(t *testing.T) {
+	disk := durabletest.New()
+	s := open(t, disk)
+	save(t, s, record(gpu0))
+	for range 2 {
+		if err := s.Remove(uid); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if names := disk.Names(claims); len(names) != 0 {
+		t.Errorf("left %q", names)
+	}
+}
+
+func TestUnfinishedWritesAreFoundAndDiscarded(t *testing.T) {
+	disk := durabletest.New()
+	s := open(t, disk)
+	disk.StopAt(2)
+	if err := s.Save(record(gpu0)); err == nil {
+		t.Fatal("succeeded")
+	}
+	disk.Restart()
+	if entries, err := s.List(); err != nil || len(entries) != 0 {
+		t.Errorf("taken for a record: %v, %v", entries, err)
+	}
+	if uids, err := s.Unfinished(); err != nil || !slices.Equal(uids, []types.UID{uid}) {
+		t.Errorf("%v, %v", uids, err)
+	}
+	if err := errors.Join(s.Discard("another"), s.Discard(uid)); err != nil {
+		t.Fatal(err)
+	}
+	if names := disk.Names(claims); len(names) != 0 {
+		t.Errorf("left %q", names)
+	}
+}
+
+func TestForeignFilesAreLeftAlone(t *testing.T) {
+	disk := durabletest.New()
+	s := open(t, disk)
+	for _, name := range []string{"README", ".json", "_x.json", "notes.txt"} {
+		disk.Put(filepath.Join(claims, name), nil)
+	}
+	if entries, err := s.List(); err != nil || len(entries) != 0 {
+		t.Error(entries, err)
+	}
+}
+
+func TestAUIDThatIsNoFileNameIsRefused(t *testing.T) {
+	s := open(t, durabletest.New())
+	for _, bad := range []types.UID{"", "../x", "a_b", "a/b"} {
+		r := record(gpu0)
+		r.ClaimUID = bad
+		if err := s.Save(r); err == nil {
+			t.Errorf("%q accepted", bad)
+		}
+	}
+}
+
+func TestEveryFailingCallIsAnErrorThatNamesTheClaim(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		do   func(*Store) error
+	}{
+		{"save", func(s *Store) error { return s.Save(record(gpu0)) }},
+		{"remove", func(s *Store) error { return s.Remove(uid) }},
+		{"quarantine", func(s *Store) error { _, err := s.Quarantine(uid, time.Unix(1, 0)); return err }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			for n := 1; ; n++ {
+				disk := durabletest.New()
+				s := open(t, disk)
+				save(t, s, record(gpu0))
+				disk.FailAt(n, syscall.EROFS)
+				err := c.do(s)
+				if disk.Writes() < n {
+					if err != nil {
+						t.Error(err)
+					}
+					return
+				}
+				if !errors.Is(err, syscall.EROFS) || !strings.Contains(err.Error(), string(uid)) {
+					t.Errorf("write %d: %v", n, err)
+				}
+			}
+		})
+	}
+}
+
+func TestADirectoryThatIsGoneIsAnError(t *testing.T) {
+	s := &Store{disk: durabletest.New(), claims: claims, quarantine: "/state/quarantine"}
+	_, listErr := s.List()
+	_, _, loadErr := s.Load(uid)
+	_, quarantineErr := s.Quarantine(uid, time.Unix(1, 0))
+	_, unfinishedErr := s.Unfinished()
+	for i, err := range []error{listErr, loadErr, quarantineErr, unfinishedErr, s.Remove(uid), s.Discard(uid)} {
+		if err == nil {
+			t.Errorf("call %d succeeded", i)
+		}
+	}
+	disk := durabletest.New()
+	disk.FailAt(1, syscall.EROFS)
+	if _, err := Open("/state", disk); !errors.Is(err, syscall.EROFS) {
+		t.Error(err)
+	}
+}
