@@ -32,8 +32,15 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
 	}
 	defer w.Close()
 	log := klog.FromContext(ctx)
-
 	s.sweep()
+
+	changed := make(chan struct{}, 1)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		s.listen(w, changed)
+	}()
+
 	watched := s.follow(w) // which incarnation of the directory inotify looks at
 	look := time.NewTimer(0)
 	defer look.Stop()
@@ -42,21 +49,13 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case event, ok := <-w.Events:
-			if !ok {
-				return errors.New("watch the CDI directory: inotify ended")
-			}
-			if !dirty && (event.Name == s.root || filepath.Dir(event.Name) == s.root && isSpec(filepath.Base(event.Name))) {
+		case <-ended:
+			return errors.New("watch the CDI directory: inotify ended")
+		case <-changed:
+			if !dirty {
 				dirty = true
 				look.Reset(settle)
 			}
-		case err, ok := <-w.Errors:
-			if !ok {
-				return errors.New("watch the CDI directory: inotify ended")
-			}
-			log.V(4).Info("Watching the CDI directory lost events", "err", err)
-			dirty = true
-			look.Reset(settle)
 		case <-look.C:
 			if now := s.follow(w); dirty || now == nil || !os.SameFile(now, watched) {
 				watched = now
@@ -67,6 +66,34 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
 			}
 			dirty = false
 			look.Reset(lookAgain)
+		}
+	}
+}
+
+// listen empties inotify's channels until they are closed. It does nothing else: the watcher holds its own lock while it waits for its reader,
+// so a reader that also called the watcher could wait for itself.
+func (s *Store) listen(w *fsnotify.Watcher, changed chan<- struct{}) {
+	tell := func() {
+		select {
+		case changed <- struct{}{}:
+		default:
+		}
+	}
+	events, errs := w.Events, w.Errors
+	for events != nil || errs != nil {
+		select {
+		case event, ok := <-events:
+			if !ok {
+				events = nil
+			} else if event.Name == s.root || filepath.Dir(event.Name) == s.root && isSpec(filepath.Base(event.Name)) {
+				tell()
+			}
+		case _, ok := <-errs:
+			if !ok {
+				errs = nil
+			} else {
+				tell() // events were lost
+			}
 		}
 	}
 }
