@@ -40,4 +40,4 @@ type Driver struct {
 }
 
 // WholeName is the name under which a GPU is offered as a whole: gpu-0000-1b-00-0.
-func (g GPU) WholeName() string { return "gpu-" + g.PCIAddress.label() }
+func (g GPU) WholeName() string { return g.PCIAddress.WholeName() }

@@ -25,6 +25,9 @@ func ParsePCIAddress(s string) (PCIAddress, error) {
 	return PCIAddress(fmt.Sprintf("%s:%s:%s.%s", domain, m[2], m[3], m[4])), nil
 }
 
+// WholeName is the device name of the GPU at this address.
+func (a PCIAddress) WholeName() string { return "gpu-" + a.label() }
+
 // label is the address as a part of a DNS label.
 func (a PCIAddress) label() string {
 	return strings.NewReplacer(":", "-", ".", "-").Replace(string(a))

@@ -22,15 +22,15 @@ const (
 type Metrics struct {
 	Registry *prometheus.Registry
 
-	duration        *prometheus.HistogramVec
-	requestErrors   *prometheus.CounterVec
-	publishErrors   prometheus.Counter
-	repairs         *prometheus.CounterVec
-	preparedClaims  prometheus.Gauge
-	preparedDevices prometheus.Gauge
-	devices         *prometheus.GaugeVec
-	ready           prometheus.Gauge
-	publisher       prometheus.Gauge
+	duration       *prometheus.HistogramVec
+	requestErrors  *prometheus.CounterVec
+	publishErrors  prometheus.Counter
+	repairs        *prometheus.CounterVec
+	preparedClaims prometheus.Gauge
+	heldGPUs       prometheus.Gauge
+	devices        *prometheus.GaugeVec
+	ready          prometheus.Gauge
+	publisher      prometheus.Gauge
 }
 
 // New makes a registry of its own, so that two in one process (a test) do not meet.
@@ -58,9 +58,9 @@ func New(version string) *Metrics {
 			Name: "gpu_dra_prepared_claims",
 			Help: "Claims that are held on this node.",
 		}),
-		preparedDevices: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "gpu_dra_prepared_devices",
-			Help: "Allocated devices of the claims that are held on this node, admin access included.",
+		heldGPUs: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "gpu_dra_held_gpus",
+			Help: "GPUs that claims hold for themselves on this node.",
 		}),
 		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "gpu_dra_inventory_devices",
@@ -81,7 +81,7 @@ func New(version string) *Metrics {
 		ConstLabels: prometheus.Labels{"version": version, "go_version": runtime.Version()},
 	})
 	build.Set(1)
-	m.Registry.MustRegister(m.duration, m.requestErrors, m.publishErrors, m.repairs, m.preparedClaims, m.preparedDevices,
+	m.Registry.MustRegister(m.duration, m.requestErrors, m.publishErrors, m.repairs, m.preparedClaims, m.heldGPUs,
 		m.devices, m.ready, m.publisher, build,
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
@@ -96,9 +96,9 @@ func (m *Metrics) Request(op Operation, took time.Duration, cause string) {
 }
 
 // Held sets how much is prepared now.
-func (m *Metrics) Held(claims, devices int) {
+func (m *Metrics) Held(claims, gpus int) {
 	m.preparedClaims.Set(float64(claims))
-	m.preparedDevices.Set(float64(devices))
+	m.heldGPUs.Set(float64(gpus))
 }
 
 // Inventory sets what the node offers now.

@@ -1,0 +1,148 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"time"
+
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// idleInterval is how often a node without an NVIDIA device is looked at again.
+const idleInterval = 10 * time.Second
+
+// serve is the plugin. What is wrong with the configuration or the directories ends it at once; a driver that is not there yet does not.
+func serve(ctx context.Context, args []string, _ io.Writer) error {
+	cfg, err := config.Load("gpu-kubelet-plugin", args, os.Environ(), nil)
+	if err != nil {
+		return asUsage(err)
+	}
+	if err := errors.Join(cfg.RequireNode(), startLogging(cfg)); err != nil {
+		return asUsage(err)
+	}
+	logger := klog.FromContext(ctx)
+	logger.Info("Starting gpu-kubelet-plugin", "version", version)
+	for _, f := range cfg.Fields() {
+		logger.Info("Configuration", "name", f.Name, "value", f.Value.String())
+	}
+
+	ctx, fail := context.WithCancelCause(ctx)
+	defer fail(nil)
+	m := metrics.New(version)
+	probe := driver.NewProbe()
+	if err := errors.Join(
+		driver.ServeHTTP(ctx, cfg.HTTPAddress, probe, m.Registry, fail),
+		driver.ServeGRPCHealth(ctx, cfg.GRPCHealthAddress, probe, fail),
+	); err != nil {
+		return err
+	}
+	if err := awaitDevice(ctx, cfg.SysfsRoot, probe); err != nil {
+		return stopped(ctx)
+	}
+	if err := makeDirectories(cfg); err != nil {
+		return err
+	}
+	client, err := newClient(cfg)
+	if err != nil {
+		return err
+	}
+	d, err := driver.New(ctx, cfg, client, m)
+	if err != nil {
+		return err
+	}
+	if err := d.Run(ctx, probe); err != nil {
+		return err
+	}
+	return stopped(ctx)
+}
+
+// stopped is nil after a signal, and the cause when a server of ours failed.
+func stopped(ctx context.Context) error {
+	if cause := context.Cause(ctx); cause != nil && !errors.Is(cause, context.Canceled) {
+		return cause
+	}
+	return nil
+}
+
+// awaitDevice returns when the node has an NVIDIA PCI device. Until then the process holds no connection and loads no library, and calls itself ready:
+// a node without a GPU is no failure.
+func awaitDevice(ctx context.Context, sysfs string, probe *driver.Probe) error {
+	idle := false
+	for {
+		found, err := nvidia.HasNVIDIADevice(sysfs)
+		if err != nil {
+			return fmt.Errorf("look for NVIDIA devices below %s (--sysfs-root): %w", sysfs, err)
+		}
+		if found {
+			probe.Set(func(context.Context) error { return nil }, func(context.Context) error { return errors.New("starting") })
+			return nil
+		}
+		if !idle {
+			idle = true
+			klog.FromContext(ctx).Info("No NVIDIA PCI device on this node: idle until one appears", "sysfs", sysfs, "interval", idleInterval)
+			probe.Set(func(context.Context) error { return nil }, func(context.Context) error { return nil })
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(idleInterval):
+		}
+	}
+}
+
+// makeDirectories creates the directories that are ours and proves that each can be written to.
+func makeDirectories(cfg *config.Config) error {
+	for flag, dir := range map[string]string{"plugin-dir": cfg.StateDir(), "cdi-root": cfg.CDIRoot} {
+		if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // the runtime reads the specs, the kubelet the sockets
+			return fmt.Errorf("--%s: create %s: %w", flag, dir, err)
+		}
+		probe, err := os.CreateTemp(dir, ".writable-*")
+		if err != nil {
+			return fmt.Errorf("--%s: %s cannot be written to: %w", flag, dir, err)
+		}
+		if err := errors.Join(probe.Close(), os.Remove(probe.Name())); err != nil {
+			return fmt.Errorf("--%s: %s cannot be written to: %w", flag, dir, err)
+		}
+	}
+	if info, err := os.Stat(cfg.RegistrarDir); err != nil || !info.IsDir() {
+		return fmt.Errorf("--registrar-dir: %s is not the kubelet's plugin registration directory: %w", filepath.Clean(cfg.RegistrarDir), errors.Join(err, errors.New("is the kubelet's root directory another one on this node?")))
+	}
+	return nil
+}
+
+func newClient(cfg *config.Config) (kubernetes.Interface, error) {
+	rc, err := clientcmd.BuildConfigFromFlags("", cfg.Kubeconfig)
+	if cfg.Kubeconfig == "" {
+		rc, err = rest.InClusterConfig()
+	}
+	if err != nil {
+		return nil, fmt.Errorf("find the API server (--kubeconfig, or the Pod's service account): %w", err)
+	}
+	rc.QPS = float32(cfg.KubeAPIQPS)
+	rc.Burst = cfg.KubeAPIBurst
+	rc.UserAgent = "gpu-kubelet-plugin/" + version
+	client, err := kubernetes.NewForConfig(rc)
+	if err != nil {
+		return nil, fmt.Errorf("connect to the API server: %w", err)
+	}
+	return client, nil
+}
+
+func asUsage(err error) error {
+	if err == nil || errors.Is(err, config.ErrHelp) {
+		return err
+	}
+	return usageError{err}
+}

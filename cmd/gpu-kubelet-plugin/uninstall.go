@@ -1,0 +1,40 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"io"
+	"os"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
+)
+
+// uninstall is what the chart runs before it deletes the release.
+func uninstall(ctx context.Context, args []string, _ io.Writer) error {
+	var force bool
+	var timeout time.Duration
+	cfg, err := config.Load("gpu-kubelet-plugin uninstall", args, os.Environ(), func(flags *pflag.FlagSet) {
+		flags.BoolVar(&force, "force", false, "go on although claims hold devices; what their Pods need stays on the nodes")
+		flags.DurationVar(&timeout, "timeout", 5*time.Minute, "how long to wait for the plugin's Pods to finish")
+	})
+	if err != nil {
+		return asUsage(err)
+	}
+	if cfg.Namespace == "" || cfg.DaemonSetName == "" {
+		return usageError{errors.New("--namespace and --daemonset-name: both are required to know what to remove")}
+	}
+	if err := startLogging(cfg); err != nil {
+		return err
+	}
+	client, err := newClient(cfg)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	return driver.Uninstall(ctx, client, cfg.Namespace, cfg.DaemonSetName, force)
+}

@@ -1,0 +1,124 @@
+package driver
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+)
+
+// runtimeInterval is how often the container runtime is asked again whether it injects CDI specs.
+const runtimeInterval = time.Minute
+
+// startBackground starts the driver's loops; each ends with the context, and Wait returns when all have.
+func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
+	var wg sync.WaitGroup
+	toPublisher := make(chan struct{}, 1)
+	wg.Go(func() { d.inv.Run(ctx) })
+	wg.Go(func() { d.follow(ctx, toPublisher) })
+	wg.Go(func() {
+		if err := d.publisher().Run(ctx, toPublisher); err != nil {
+			d.fail(err)
+		}
+	})
+	wg.Go(func() {
+		if err := d.specs.Watch(ctx, d.mend); err != nil && ctx.Err() == nil {
+			d.fail(fmt.Errorf("watch the CDI specs in %s: %w", d.cfg.CDIRoot, err))
+		}
+	})
+	return &wg
+}
+
+// follow does what a change of the inventory asks for: first the base spec, so that the first Pod already gets all of it, then the slices.
+func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
+	logger := klog.FromContext(ctx)
+	tick := time.NewTicker(runtimeInterval)
+	defer tick.Stop()
+	reason := ""
+	for {
+		d.checkHook(ctx)
+		d.askRuntime(ctx)
+		s := d.gate.Snapshot()
+		d.metrics.Inventory(s.Ready, len(s.Node.GPUs))
+		if s.Ready {
+			if err := d.specs.WriteBase(s.Node.Common); err != nil {
+				s.Ready, s.Reason = false, fmt.Sprintf("the node-wide CDI spec cannot be written: %v", err)
+			}
+		}
+		switch {
+		case s.Ready:
+			if reason != "" {
+				logger.Info("Devices are offered", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version)
+				d.events.normal("DevicesAvailable", "Publish", fmt.Sprintf("%d GPUs are offered (driver %s)", len(s.Node.GPUs), s.Node.Driver.Version))
+			}
+			reason = ""
+			select {
+			case toPublisher <- struct{}{}:
+			default:
+			}
+		case s.Reason != reason:
+			reason = s.Reason
+			logger.Info("No devices are offered", "reason", reason)
+			d.events.warn("DevicesUnavailable", "Publish", "No GPUs are offered: "+reason)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-d.inv.Changed():
+		case <-tick.C:
+		}
+	}
+}
+
+// checkHook keeps the hook binary on the host and closes the gate while the host could not run it: containers with a GPU would then fail to start.
+func (d *Driver) checkHook(ctx context.Context) {
+	changed, err := d.hook.Install()
+	if err == nil {
+		err = d.hook.Check()
+	}
+	if err != nil {
+		d.gate.Close("hook", err.Error())
+		return
+	}
+	if changed {
+		klog.FromContext(ctx).Info("Installed the CDI hook on the host", "path", d.cfg.HookPath)
+	}
+	d.gate.Close("hook", "")
+}
+
+// askRuntime closes the gate while the container runtime would ignore our specs. A runtime that cannot be asked changes nothing.
+func (d *Driver) askRuntime(ctx context.Context) {
+	if d.cfg.CRISocket == "" {
+		return
+	}
+	reason, err := runtimeRefusesCDI(ctx, d.cfg.CRISocket, d.cfg.CDIRoot)
+	if err != nil {
+		klog.FromContext(ctx).V(2).Info("Could not find out whether the container runtime has CDI switched on", "err", err)
+		return
+	}
+	d.gate.Close("runtime", reason)
+}
+
+// mend puts specs back that someone removed or altered.
+func (d *Driver) mend(ctx context.Context) {
+	logger := klog.FromContext(ctx)
+	if s := d.inv.Snapshot(); s.Ready {
+		if err := d.specs.WriteBase(s.Node.Common); err != nil {
+			logger.Error(err, "Could not rewrite the node-wide CDI spec")
+		}
+	}
+	if err := d.preparer.Mend(ctx); err != nil {
+		logger.Error(err, "Could not rewrite the CDI specs of all held claims")
+	}
+	d.metrics.Repaired("cdi-spec")
+}
+
+func (d *Driver) publisher() *publisher {
+	return &publisher{
+		client: d.client, nodeName: d.cfg.NodeName, inv: d.gate,
+		turn:    newTurn(d.cfg.PluginDir, time.Now()),
+		onError: d.HandleError, onTurn: d.metrics.Publisher,
+	}
+}

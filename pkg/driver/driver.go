@@ -1,0 +1,258 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"k8s.io/klog/v2"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+)
+
+// DriverName is the name under which claims' DeviceClasses find our devices, and the kubelet our plugin.
+const DriverName = "gpu.nvidia.com"
+
+// ScanCommand is the subcommand of the plugin's own binary that looks at the hardware for it; see nvidia.Isolated for why in a process of its own.
+const ScanCommand = "scan"
+
+// drainTimeout bounds how long a terminating plugin lets the kubelet's calls finish. The chart's grace period is longer.
+const drainTimeout = 30 * time.Second
+
+// inventorySource is what the driver needs to know of the node's devices.
+type inventorySource interface {
+	Snapshot() inventory.Snapshot
+}
+
+// Driver is one instance of the plugin.
+type Driver struct {
+	cfg      *config.Config
+	client   kubernetes.Interface
+	metrics  *metrics.Metrics
+	inv      *inventory.Inventory
+	specs    *cdi.Store
+	hook     *hook.Hook
+	preparer *prepare.Preparer
+	events   *nodeEvents
+	gate     *gate
+	calls    *inflight
+
+	fail   context.CancelCauseFunc
+	helper atomic.Pointer[kubeletplugin.Helper]
+}
+
+var _ kubeletplugin.DRAPlugin = &Driver{}
+
+// New wires the rooms together. It writes nothing outside the state directory.
+func New(ctx context.Context, cfg *config.Config, client kubernetes.Interface, m *metrics.Metrics) (*Driver, error) {
+	paths := Paths(cfg)
+	executable, err := os.Executable()
+	if err != nil {
+		return nil, fmt.Errorf("find the plugin's own binary, which looks at the hardware in a child process: %w", err)
+	}
+	inv := inventory.New(inventory.Hardware{
+		Scan:        nvidia.Isolated(paths, executable, ScanCommand),
+		Fingerprint: func() string { return nvidia.Fingerprint(paths) },
+		Present:     func() (bool, error) { return nvidia.HasNVIDIADevice(cfg.SysfsRoot) },
+	})
+	d := &Driver{
+		cfg: cfg, client: client, metrics: m, inv: inv,
+		specs:  cdi.NewStore(cfg.CDIRoot),
+		hook:   hook.New(cfg.HookSource, cfg.HookPath),
+		events: newNodeEvents(ctx, client, cfg.NodeName),
+		gate:   &gate{inv: inv},
+		calls:  newInflight(),
+	}
+	d.preparer, err = d.newPreparer(paths)
+	return d, err
+}
+
+// newPreparer opens what is on the disk.
+func (d *Driver) newPreparer(paths nvidia.Paths) (*prepare.Preparer, error) {
+	records, err := checkpoint.Open(d.cfg.StateDir(), durable.OS{})
+	if err != nil {
+		return nil, err
+	}
+	locks, err := lock.NewSet(filepath.Join(d.cfg.StateDir(), "locks"))
+	if err != nil {
+		return nil, err
+	}
+	bootID, err := readBootID(d.cfg.ProcRoot)
+	if err != nil {
+		return nil, err
+	}
+	return prepare.New(prepare.Options{
+		DriverName: DriverName, Pool: d.cfg.NodeName,
+		Hardware: d.gate, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now,
+		Verify: func(edits specs.ContainerEdits) error { return cdi.Verify(edits, paths.Visible) },
+		Reread: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
+			return d.client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
+		},
+	}), nil
+}
+
+// readBootID tells this boot of the node from any other. A proc that does not have it (an unusual mount) is no reason to fail: the process's own has.
+func readBootID(procRoot string) (string, error) {
+	const file = "sys/kernel/random/boot_id"
+	raw, err := os.ReadFile(filepath.Join(procRoot, file))
+	if errors.Is(err, fs.ErrNotExist) {
+		raw, err = os.ReadFile(filepath.Join("/proc", file))
+	}
+	if err != nil {
+		return "", fmt.Errorf("read the kernel's boot ID (--proc-root): %w", err)
+	}
+	return strings.TrimSpace(string(raw)), nil
+}
+
+// Run serves the node until the context ends, then lets what is under way finish. A non-nil error is fatal: it tells main to exit with a code other than 0.
+func (d *Driver) Run(ctx context.Context, probe *Probe) error {
+	logger := klog.FromContext(ctx)
+	ctx, d.fail = context.WithCancelCause(ctx)
+	defer d.fail(nil)
+
+	if err := removeStaleSockets(ctx, d.cfg.PluginDir, d.cfg.RegistrarDir); err != nil {
+		logger.Error(err, "Stale sockets stay")
+	}
+	if err := d.preparer.Recover(ctx); err != nil {
+		return fmt.Errorf("recover the records in %s: %w", d.cfg.StateDir(), err)
+	}
+	d.countHeld(ctx)
+
+	// Background work ends before Run does; the gRPC servers get a context of their own, so that calls under way outlive the signal.
+	serving, stopServing := context.WithCancel(context.WithoutCancel(ctx))
+	defer stopServing()
+	options := []kubeletplugin.Option{
+		kubeletplugin.DriverName(DriverName),
+		kubeletplugin.KubeClient(d.client),
+		kubeletplugin.NodeName(d.cfg.NodeName),
+		kubeletplugin.PluginDataDirectoryPath(d.cfg.PluginDir),
+		kubeletplugin.RegistrarDirectoryPath(d.cfg.RegistrarDir),
+		kubeletplugin.Serialize(false),
+		kubeletplugin.GRPCInterceptor(d.calls.intercept),
+	}
+	if d.cfg.PodUID != "" {
+		options = append(options, kubeletplugin.RollingUpdate(types.UID(d.cfg.PodUID)))
+	}
+	helper, err := kubeletplugin.Start(serving, d, options...)
+	if err != nil {
+		return fmt.Errorf("serve the kubelet: %w", err)
+	}
+	defer helper.Stop()
+	d.helper.Store(helper)
+	probe.Set(d.live, d.ready)
+
+	background := d.startBackground(ctx)
+	<-ctx.Done()
+	logger.Info("Stopping: no new work is begun, calls under way may finish", "cause", context.Cause(ctx))
+	background.Wait()
+	drain, cancel := context.WithTimeout(serving, drainTimeout)
+	defer cancel()
+	if err := d.calls.Wait(drain); err != nil {
+		logger.Error(err, "Calls of the kubelet are still under way; it will repeat them", "timeout", drainTimeout)
+	}
+	helper.Stop()
+	d.leaveIfUninstalled(serving)
+	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
+		return cause
+	}
+	return nil
+}
+
+// HandleError is told of background failures. What can be retried is logged and counted; anything else ends the process in order.
+func (d *Driver) HandleError(ctx context.Context, err error, msg string) {
+	utilruntime.HandleErrorWithContext(ctx, err, msg)
+	if errors.Is(err, kubeletplugin.ErrRecoverable) || isRecoverable(err) {
+		d.metrics.PublishError()
+		return
+	}
+	d.fail(fmt.Errorf("%s: %w", msg, err))
+}
+
+// live is false when the process cannot help itself any more; today nothing short of a crash is known to be such a state, since each call
+// to the hardware is bounded: an answer at all is the proof.
+func (d *Driver) live(context.Context) error { return nil }
+
+// ready is true when the kubelet knows us and the node's devices are known.
+func (d *Driver) ready(context.Context) error {
+	status := d.helper.Load().RegistrationStatus()
+	switch {
+	case status == nil:
+		return errors.New("the kubelet has not registered the plugin yet")
+	case !status.PluginRegistered:
+		return fmt.Errorf("the kubelet refused to register the plugin: %s", status.Error)
+	}
+	if s := d.gate.Snapshot(); !s.Ready {
+		return fmt.Errorf("no devices are offered yet: %s", s.Reason)
+	}
+	return nil
+}
+
+// leaveIfUninstalled removes what we made on the node, if the DaemonSet is gone for good and no claim needs it.
+func (d *Driver) leaveIfUninstalled(ctx context.Context) {
+	logger := klog.FromContext(ctx)
+	if d.cfg.DaemonSetName == "" {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	gone, err := daemonSetGone(ctx, d.client, d.cfg.Namespace, d.cfg.DaemonSetName)
+	if err != nil {
+		logger.Error(err, "Leaving everything on the node in its place")
+		return
+	}
+	if !gone {
+		return
+	}
+	held, err := d.preparer.Held()
+	if err != nil || held.Claims > 0 {
+		logger.Info("The driver is being uninstalled, but claims are held: what their Pods need stays on the node", "claims", held.Claims, "err", err)
+		return
+	}
+	if err := d.leaveNode(ctx); err != nil {
+		logger.Error(err, "Could not remove everything that the driver made on this node")
+		return
+	}
+	logger.Info("The driver is being uninstalled: removed all that it made on this node")
+}
+
+// removeState removes the state directory and, when nothing of another instance is in it, the plugin directory's locks.
+func removeState(stateDir, pluginDir string) error {
+	err := os.RemoveAll(stateDir)
+	for _, name := range []string{"publisher.lock", "publisher.request"} {
+		if e := os.Remove(filepath.Join(pluginDir, name)); e != nil && !errors.Is(e, fs.ErrNotExist) {
+			err = errors.Join(err, e)
+		}
+	}
+	return err
+}
+
+func (d *Driver) countHeld(ctx context.Context) {
+	held, err := d.preparer.Held()
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Could not count the claims that are held")
+		return
+	}
+	d.metrics.Held(held.Claims, held.GPUs)
+}

@@ -1,0 +1,45 @@
+package driver
+
+import (
+	"context"
+	"time"
+
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+)
+
+// healthInterval keeps the kubelet's view fresh: it takes a device as unknown after 30 s of silence.
+const healthInterval = 10 * time.Second
+
+// WatchHealthStatus reports every offered device, at once and then regularly, until the kubelet goes away.
+func (d *Driver) WatchHealthStatus(ctx context.Context, reports chan<- kubeletplugin.DeviceHealthReport) error {
+	tick := time.NewTicker(healthInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case reports <- healthReport(d.cfg.NodeName, d.inv.Snapshot(), time.Now()):
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+	}
+}
+
+// healthReport says of each offered device what the inventory knows: healthy while the driver answers for it, unknown while the inventory is not ready.
+func healthReport(pool string, s inventory.Snapshot, now time.Time) kubeletplugin.DeviceHealthReport {
+	var report kubeletplugin.DeviceHealthReport
+	for _, g := range s.Node.GPUs {
+		h := kubeletplugin.DeviceHealth{PoolName: pool, DeviceName: g.WholeName(), Health: kubeletplugin.HealthStatusHealthy, LastUpdated: now}
+		if !s.Ready {
+			h.Health = kubeletplugin.HealthStatusUnknown
+			h.Message = s.Reason
+		}
+		report.Devices = append(report.Devices, h)
+	}
+	return report
+}

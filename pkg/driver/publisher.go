@@ -1,0 +1,128 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// syncDelay is how long the slice controller waits after a change that was not its own. The kubelet deletes the node's slices whenever it starts;
+// they must be back within two seconds. Long enough for the controller's own cache to have caught up with what it wrote itself.
+const syncDelay = 500 * time.Millisecond
+
+// publisher writes the node's ResourceSlices while it holds the publisher's turn.
+type publisher struct {
+	client   kubernetes.Interface
+	nodeName string
+	turn     *turn
+	inv      inventorySource
+	onError  func(ctx context.Context, err error, msg string)
+	onTurn   func(held bool)
+}
+
+// Run publishes until the context ends. changed wakes it when the inventory has changed.
+// Nothing is published before the inventory is ready: a driver that comes late leaves the API server as it is.
+func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
+	logger := klog.FromContext(ctx)
+	if err := p.untilReady(ctx, changed); err != nil {
+		return nil
+	}
+	for ctx.Err() == nil {
+		if err := p.turn.Take(ctx); err != nil {
+			if ctx.Err() != nil {
+				return nil
+			}
+			return fmt.Errorf("take the publisher's turn: %w", err)
+		}
+		p.onTurn(true)
+		logger.Info("Publishing this node's ResourceSlices", "pool", p.nodeName)
+		err := p.publish(ctx, changed)
+		p.onTurn(false)
+		p.turn.Release(ctx)
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p *publisher) untilReady(ctx context.Context, changed <-chan struct{}) error {
+	for !p.inv.Snapshot().Ready {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-changed:
+		}
+	}
+	return nil
+}
+
+// publish runs the slice controller for as long as this instance has the turn.
+func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error {
+	logger := klog.FromContext(ctx)
+	features, err := probeFeatures(ctx, p.client, p.nodeName)
+	switch {
+	case err != nil:
+		p.onError(ctx, recoverable(err), "Could not find out which ResourceSlice features the cluster keeps")
+	default:
+		logger.Info("ResourceSlice features that the cluster keeps", "features", features)
+	}
+	resources := p.resources()
+	controller, err := resourceslice.StartController(ctx, resourceslice.Options{
+		DriverName: DriverName,
+		KubeClient: p.client,
+		Owner:      &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: p.nodeName},
+		Resources:  resources,
+		SyncDelay:  ptr.To(syncDelay),
+		ErrorHandler: func(ctx context.Context, err error, msg string) {
+			p.onError(ctx, recoverable(err), msg)
+		},
+	})
+	if err != nil {
+		return fmt.Errorf("start the ResourceSlice controller: %w", err)
+	}
+	defer controller.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-p.turn.Wanted():
+			logger.Info("A newer instance of the plugin takes over publishing")
+			return nil
+		case <-changed:
+			controller.Update(p.resources())
+		}
+	}
+}
+
+// resources is the node's one pool. The controller compares it with what the API server has and writes only what differs.
+func (p *publisher) resources() *resourceslice.DriverResources {
+	node := p.inv.Snapshot().Node
+	gpus := make([]device.GPU, 0, len(node.GPUs))
+	for _, g := range node.GPUs {
+		gpus = append(gpus, g.GPU)
+	}
+	return &resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{
+		p.nodeName: {Slices: device.Slices(device.Offer(gpus), node.Driver)},
+	}}
+}
+
+// recoverableError is an error after which the work goes on: it is logged, counted and retried.
+type recoverableError struct{ error }
+
+func (e recoverableError) Unwrap() error { return e.error }
+
+func recoverable(err error) error { return recoverableError{err} }
+
+func isRecoverable(err error) bool {
+	var r recoverableError
+	return errors.As(err, &r)
+}

@@ -1,0 +1,184 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// fakeInventory is what a test says it is.
+type fakeInventory struct {
+	mu sync.Mutex
+	s  inventory.Snapshot
+}
+
+func (f *fakeInventory) Snapshot() inventory.Snapshot {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.s
+}
+
+func (f *fakeInventory) set(s inventory.Snapshot) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.s = s
+}
+
+func readyWith(addresses ...device.PCIAddress) inventory.Snapshot {
+	s := inventory.Snapshot{Ready: true, Known: true}
+	s.Node.Driver = device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}
+	for _, a := range addresses {
+		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{GPU: device.GPU{PCIAddress: a, UUID: "GPU-" + string(a), ProductName: "NVIDIA H100", MemoryBytes: 80 << 30}})
+	}
+	return s
+}
+
+// apiServer answers dry runs without storing them, which the plain fake does not.
+func apiServer() *fake.Clientset {
+	client := fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node", UID: "node-uid"}})
+	client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		create, ok := a.(clienttesting.CreateActionImpl)
+		if ok && len(create.CreateOptions.DryRun) > 0 {
+			return true, create.GetObject(), nil
+		}
+		return false, nil, nil
+	})
+	return client
+}
+
+func published(t *testing.T, client *fake.Clientset) []string {
+	t.Helper()
+	list, err := client.ResourceV1().ResourceSlices().List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var devices []string
+	for _, s := range list.Items {
+		for _, d := range s.Spec.Devices {
+			devices = append(devices, d.Name)
+		}
+	}
+	return devices
+}
+
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	deadline := time.Now().Add(20 * time.Second)
+	for !ok() {
+		if time.Now().After(deadline) {
+			t.Fatalf("not within 20 s: %s", what)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+}
+
+func TestSlicesFollowTheInventory(t *testing.T) {
+	client, inv := apiServer(), &fakeInventory{}
+	inv.set(inventory.Snapshot{Reason: "the driver is not loaded"})
+	changed := make(chan struct{}, 1)
+	p := &publisher{
+		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()),
+		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool) {},
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error)
+	go func() { done <- p.Run(ctx, changed) }()
+
+	changed <- struct{}{} // still not ready
+	if got := published(t, client); len(got) != 0 {
+		t.Fatalf("published %v without a driver", got)
+	}
+	inv.set(readyWith("0000:1b:00.0", "0000:43:00.0"))
+	changed <- struct{}{}
+	eventually(t, "both GPUs are published", func() bool {
+		return slices.Equal(published(t, client), []string{"gpu-0000-1b-00-0", "gpu-0000-43-00-0"})
+	})
+	inv.set(readyWith("0000:43:00.0"))
+	changed <- struct{}{}
+	eventually(t, "the lost GPU is withdrawn", func() bool {
+		return slices.Equal(published(t, client), []string{"gpu-0000-43-00-0"})
+	})
+
+	// The kubelet deletes the node's slices when it starts.
+	if err := client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range mustList(t, client) {
+		if err := client.ResourceV1().ResourceSlices().Delete(ctx, s.Name, metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	eventually(t, "deleted slices come back", func() bool { return len(published(t, client)) == 1 })
+
+	stop()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if len(published(t, client)) != 1 {
+		t.Error("a plugin that stops takes its slices along: an update must not make the GPUs vanish")
+	}
+}
+
+func mustList(t *testing.T, client *fake.Clientset) []resourceapi.ResourceSlice {
+	t.Helper()
+	list, err := client.ResourceV1().ResourceSlices().List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return list.Items
+}
+
+func TestGateSpeaksForEveryReason(t *testing.T) {
+	inv := &fakeInventory{}
+	inv.set(readyWith("0000:1b:00.0"))
+	g := &gate{inv: inv}
+	if s := g.Snapshot(); !s.Ready {
+		t.Fatal("open, and yet not ready")
+	}
+	g.Close("runtime", "CDI is off")
+	g.Close("hook", "noexec")
+	if s := g.Snapshot(); s.Ready || s.Reason != "noexec; CDI is off" {
+		t.Errorf("got %v, %q", s.Ready, s.Reason)
+	}
+	g.Close("runtime", "")
+	g.Close("hook", "")
+	if s := g.Snapshot(); !s.Ready {
+		t.Errorf("still closed: %q", s.Reason)
+	}
+}
+
+func TestHealthReportCoversEveryDevice(t *testing.T) {
+	s := readyWith("0000:1b:00.0", "0000:43:00.0")
+	now := time.Now()
+	if r := healthReport("node", s, now); len(r.Devices) != 2 || r.Devices[1].Health != "Healthy" || r.Devices[1].DeviceName != "gpu-0000-43-00-0" {
+		t.Errorf("got %+v", r)
+	}
+	s.Ready, s.Reason = false, "the driver went away"
+	if r := healthReport("node", s, now); len(r.Devices) != 2 || r.Devices[0].Health != "Unknown" || r.Devices[0].Message != s.Reason {
+		t.Errorf("got %+v", r)
+	}
+}
+
+func TestRecoverableErrorsAreToldApart(t *testing.T) {
+	cause := errors.New("conflict")
+	if err := recoverable(cause); !isRecoverable(err) || !errors.Is(err, cause) {
+		t.Error("a recoverable error must be recognised and keep its cause")
+	}
+	if isRecoverable(cause) {
+		t.Error("any error is taken for recoverable")
+	}
+}

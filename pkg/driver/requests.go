@@ -1,0 +1,84 @@
+package driver
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+)
+
+// PrepareResourceClaims prepares the claims of one Pod side by side: a claim that waits for its GPU does not hold up the others.
+// One claim's failure is that claim's answer.
+func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceapi.ResourceClaim) (map[types.UID]kubeletplugin.PrepareResult, error) {
+	results := make([]kubeletplugin.PrepareResult, len(claims))
+	var wg sync.WaitGroup
+	for i, c := range claims {
+		wg.Go(func() { results[i] = d.prepare(ctx, c) })
+	}
+	wg.Wait()
+	answer := make(map[types.UID]kubeletplugin.PrepareResult, len(claims))
+	for i, c := range claims {
+		answer[c.UID] = results[i]
+	}
+	return answer, nil
+}
+
+func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kubeletplugin.PrepareResult {
+	logger := klog.FromContext(ctx).WithValues("claim", klog.KObj(c), "claimUID", c.UID)
+	start := time.Now()
+	devices, err := d.preparer.Prepare(klog.NewContext(ctx, logger), c)
+	took := time.Since(start)
+	d.metrics.Request(metrics.Prepare, took, string(prepare.CauseOf(err)))
+	if err != nil {
+		logger.Error(err, "Could not prepare the claim")
+		return kubeletplugin.PrepareResult{Err: err}
+	}
+	d.countHeld(ctx)
+	logger.Info("Prepared the claim", "devices", names(devices), "took", took)
+	return kubeletplugin.PrepareResult{Devices: devices}
+}
+
+// UnprepareResourceClaims gives the claims' devices back. A claim that was never prepared here is given back already.
+func (d *Driver) UnprepareResourceClaims(ctx context.Context, claims []kubeletplugin.NamespacedObject) (map[types.UID]error, error) {
+	errs := make([]error, len(claims))
+	var wg sync.WaitGroup
+	for i, c := range claims {
+		wg.Go(func() { errs[i] = d.unprepare(ctx, c) })
+	}
+	wg.Wait()
+	answer := make(map[types.UID]error, len(claims))
+	for i, c := range claims {
+		answer[c.UID] = errs[i]
+	}
+	return answer, nil
+}
+
+func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject) error {
+	logger := klog.FromContext(ctx).WithValues("claim", c.NamespacedName, "claimUID", c.UID)
+	start := time.Now()
+	err := d.preparer.Unprepare(klog.NewContext(ctx, logger), c.UID)
+	took := time.Since(start)
+	d.metrics.Request(metrics.Unprepare, took, string(prepare.CauseOf(err)))
+	if err != nil {
+		logger.Error(err, "Could not unprepare the claim")
+		return err
+	}
+	d.countHeld(ctx)
+	logger.Info("Unprepared the claim", "took", took)
+	return nil
+}
+
+func names(devices []kubeletplugin.Device) []string {
+	out := make([]string, len(devices))
+	for i, d := range devices {
+		out[i] = d.DeviceName
+	}
+	return out
+}

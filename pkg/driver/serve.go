@@ -1,0 +1,123 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/status"
+	"k8s.io/klog/v2"
+)
+
+// Probe answers whether the process lives and whether it is ready, each with a reason if not.
+type Probe struct {
+	live  atomic.Pointer[func(context.Context) error]
+	ready atomic.Pointer[func(context.Context) error]
+}
+
+// NewProbe makes a probe that lives and is not ready yet.
+func NewProbe() *Probe {
+	p := &Probe{}
+	p.Set(func(context.Context) error { return nil }, func(context.Context) error { return errors.New("starting") })
+	return p
+}
+
+// Set replaces both answers.
+func (p *Probe) Set(live, ready func(context.Context) error) {
+	p.live.Store(&live)
+	p.ready.Store(&ready)
+}
+
+func (p *Probe) isLive(ctx context.Context) error  { return (*p.live.Load())(ctx) }
+func (p *Probe) isReady(ctx context.Context) error { return (*p.ready.Load())(ctx) }
+
+// ServeHTTP serves /livez, /readyz and /metrics on address until the context ends. It returns once it listens; failed is told if it stops early.
+func ServeHTTP(ctx context.Context, address string, probe *Probe, gatherer prometheus.Gatherer, failed func(error)) error {
+	if address == "" {
+		return nil
+	}
+	mux := http.NewServeMux()
+	mux.Handle("/metrics", promhttp.HandlerFor(gatherer, promhttp.HandlerOpts{}))
+	mux.Handle("/livez", answer(probe.isLive))
+	mux.Handle("/readyz", answer(probe.isReady))
+	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", address)
+	if err != nil {
+		return fmt.Errorf("listen for probes and metrics (--http-address): %w", err)
+	}
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
+	go func() {
+		<-ctx.Done()
+		_ = server.Close()
+	}()
+	go func() {
+		if err := server.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+			failed(fmt.Errorf("serve probes and metrics: %w", err))
+		}
+	}()
+	klog.FromContext(ctx).Info("Serving probes and metrics", "address", listener.Addr().String())
+	return nil
+}
+
+func answer(check func(context.Context) error) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if err := check(r.Context()); err != nil {
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+			return
+		}
+		_, _ = w.Write([]byte("ok\n"))
+	})
+}
+
+// ServeGRPCHealth serves grpc.health.v1: service "" or "readiness" is readiness, "liveness" is liveness.
+func ServeGRPCHealth(ctx context.Context, address string, probe *Probe, failed func(error)) error {
+	if address == "" {
+		return nil
+	}
+	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", address)
+	if err != nil {
+		return fmt.Errorf("listen for the gRPC health service (--grpc-health-address): %w", err)
+	}
+	server := grpc.NewServer()
+	healthpb.RegisterHealthServer(server, &grpcHealth{probe: probe})
+	go func() {
+		<-ctx.Done()
+		server.Stop()
+	}()
+	go func() {
+		if err := server.Serve(listener); err != nil {
+			failed(fmt.Errorf("serve the gRPC health service: %w", err))
+		}
+	}()
+	klog.FromContext(ctx).Info("Serving the gRPC health service", "address", listener.Addr().String())
+	return nil
+}
+
+type grpcHealth struct {
+	healthpb.UnimplementedHealthServer
+	probe *Probe
+}
+
+func (h *grpcHealth) Check(ctx context.Context, req *healthpb.HealthCheckRequest) (*healthpb.HealthCheckResponse, error) {
+	var err error
+	switch req.GetService() {
+	case "", "readiness":
+		err = h.probe.isReady(ctx)
+	case "liveness":
+		err = h.probe.isLive(ctx)
+	default:
+		return nil, status.Errorf(codes.NotFound, "service %q: want \"\", readiness or liveness", req.GetService())
+	}
+	if err != nil {
+		return &healthpb.HealthCheckResponse{Status: healthpb.HealthCheckResponse_NOT_SERVING}, nil
+	}
+	return &healthpb.HealthCheckResponse{Status: healthpb.HealthCheckResponse_SERVING}, nil
+}

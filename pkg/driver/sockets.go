@@ -1,0 +1,51 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"k8s.io/klog/v2"
+)
+
+// removeStaleSockets clears what killed instances left behind: sockets of ours on which nobody listens. The kubelet would dial them again and again.
+// A socket that answers belongs to a living instance and stays.
+func removeStaleSockets(ctx context.Context, pluginDir, registrarDir string) error {
+	var errs []error
+	for _, pattern := range []string{
+		filepath.Join(pluginDir, "dra*.sock"),
+		filepath.Join(registrarDir, DriverName+"-*reg.sock"),
+	} {
+		paths, err := filepath.Glob(pattern)
+		if err != nil {
+			return fmt.Errorf("look for stale sockets as %s: %w", pattern, err)
+		}
+		for _, path := range paths {
+			if !refuses(ctx, path) {
+				continue
+			}
+			if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+				errs = append(errs, fmt.Errorf("remove the stale socket of a killed instance: %w", err))
+				continue
+			}
+			klog.FromContext(ctx).Info("Removed the stale socket of a killed instance", "path", path)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func refuses(ctx context.Context, path string) bool {
+	dialer := net.Dialer{Timeout: time.Second}
+	conn, err := dialer.DialContext(ctx, "unix", path)
+	if err == nil {
+		_ = conn.Close()
+		return false
+	}
+	return errors.Is(err, syscall.ECONNREFUSED)
+}

@@ -1,0 +1,110 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	appsv1 "k8s.io/api/apps/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/utils/ptr"
+)
+
+func claimOf(name, driver string) *resourceapi.ResourceClaim {
+	return &resourceapi.ResourceClaim{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: name},
+		Status: resourceapi.ResourceClaimStatus{Allocation: &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{
+			Results: []resourceapi.DeviceRequestAllocationResult{{Driver: driver, Pool: "node", Device: "gpu-0000-1b-00-0", Request: "gpu"}},
+		}}},
+	}
+}
+
+func daemonSet() *appsv1.DaemonSet {
+	return &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "gpu", Name: "plugin"}}
+}
+
+func TestUninstallRefusesWhileClaimsHoldDevices(t *testing.T) {
+	client := fake.NewClientset(daemonSet(), claimOf("training", DriverName), claimOf("network", "nic.example.com"),
+		&resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: "pending"}})
+	err := Uninstall(t.Context(), client, "gpu", "plugin", false)
+	var held *ClaimsHeldError
+	if !errors.As(err, &held) || len(held.Claims) != 1 || held.Claims[0] != "team/training" {
+		t.Fatalf("got %v", err)
+	}
+	for _, word := range []string{"team/training", "uninstall.force"} {
+		if !strings.Contains(err.Error(), word) {
+			t.Errorf("%q does not name %q", err, word)
+		}
+	}
+	if _, err := client.AppsV1().DaemonSets("gpu").Get(t.Context(), "plugin", metav1.GetOptions{}); err != nil {
+		t.Errorf("the DaemonSet was touched: %v", err)
+	}
+}
+
+func TestUninstallDeletesTheDaemonSetAndWaits(t *testing.T) {
+	for name, force := range map[string]bool{"nothing held": false, "forced": true} {
+		t.Run(name, func(t *testing.T) {
+			objects := []runtime.Object{daemonSet()}
+			if force {
+				objects = append(objects, claimOf("training", DriverName))
+			}
+			client := fake.NewClientset(objects...)
+			if err := Uninstall(t.Context(), client, "gpu", "plugin", force); err != nil {
+				t.Fatal(err)
+			}
+			for _, a := range client.Actions() {
+				if d, ok := a.(clienttesting.DeleteActionImpl); ok {
+					if p := d.DeleteOptions.PropagationPolicy; p == nil || *p != metav1.DeletePropagationForeground {
+						t.Errorf("deleted with propagation %v: the Pods must be gone before the service account", p)
+					}
+					return
+				}
+			}
+			t.Error("the DaemonSet was not deleted")
+		})
+	}
+}
+
+func TestUninstallGivesUpAtItsDeadline(t *testing.T) {
+	client := fake.NewClientset(daemonSet())
+	client.PrependReactor("delete", "daemonsets", func(clienttesting.Action) (bool, runtime.Object, error) { return true, nil, nil })
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+	defer cancel()
+	if err := Uninstall(ctx, client, "gpu", "plugin", false); err == nil || !strings.Contains(err.Error(), "gpu/plugin") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestATerminatingPluginKnowsAnUpdateFromAnUninstallation(t *testing.T) {
+	deleted := daemonSet()
+	deleted.DeletionTimestamp = ptr.To(metav1.Now())
+	deleted.Finalizers = []string{"foregroundDeletion"}
+	for name, c := range map[string]struct {
+		client *fake.Clientset
+		want   bool
+	}{
+		"update or eviction":    {fake.NewClientset(daemonSet()), false},
+		"deleted in foreground": {fake.NewClientset(deleted), true},
+		"deleted and gone":      {fake.NewClientset(), true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, err := daemonSetGone(t.Context(), c.client, "gpu", "plugin")
+			if err != nil || got != c.want {
+				t.Errorf("got %v, %v", got, err)
+			}
+		})
+	}
+	client := fake.NewClientset(daemonSet())
+	client.PrependReactor("get", "daemonsets", func(clienttesting.Action) (bool, runtime.Object, error) {
+		return true, nil, errors.New("forbidden")
+	})
+	if _, err := daemonSetGone(t.Context(), client, "gpu", "plugin"); err == nil {
+		t.Error("an API server that does not answer was taken for an answer")
+	}
+}
