@@ -7,8 +7,10 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/machine"
@@ -18,49 +20,72 @@ import (
 // TestImage is an image that every node has: a shell with the usual commands, and glibc.
 const TestImage = toolchain.TestImage
 
-// Programs are what a cluster is made of, built and on disk.
+// Programs are what a cluster is made of, built and on disk. It is part of a cluster's state, so that a cluster that is up goes on with the
+// programs that it came up with, whatever the checkout has become.
 type Programs struct {
-	cache   *toolchain.Cache
-	tools   *toolchain.Tools
-	machine string
-	images  []string
+	CacheDir string             `json:"cacheDir"`
+	Paths    toolchain.Programs `json:"paths"`
+	Machine  string             `json:"machine"`
+	Images   []string           `json:"images"`
 }
 
 // Build builds everything that a cluster needs and that is not in the cache yet; with a warm cache it takes well under a second. The working
 // directory must be in a checkout of this project.
 func Build(ctx context.Context, output io.Writer) (*Programs, error) {
-	source, err := findSource()
-	if err != nil {
-		return nil, err
-	}
-	cache, err := toolchain.DefaultCache()
+	source, cache, err := findBuild()
 	if err != nil {
 		return nil, err
 	}
 	progress := toolchain.NewProgress(output)
-	built := &Programs{cache: cache}
-	if built.tools, err = cache.BuildTools(ctx, source, progress); err != nil {
+	built := &Programs{CacheDir: cache.Dir}
+	if built.Paths, err = cache.BuildTools(ctx, source, progress); err != nil {
 		return nil, err
 	}
-	if built.machine, err = cache.BuildMachine(ctx, source, progress); err != nil {
+	if built.Machine, err = cache.BuildMachine(ctx, source, progress); err != nil {
 		return nil, err
 	}
-	if built.images, err = cache.BuildImages(ctx, source, progress); err != nil {
+	if built.Images, err = cache.BuildImages(ctx, source, progress); err != nil {
 		return nil, err
 	}
 	return built, nil
 }
 
-// Path is where a program lies on the host: kubectl, helm, ctr, runc, etcd, kubelet, containerd, ….
-func (p *Programs) Path(program string) (string, error) { return p.tools.Path(program) }
-
-// inMachine is where a machine sees a program.
-func (p *Programs) inMachine(program string) (string, error) {
-	path, err := p.tools.Path(program)
+// BuildProgram builds one program (and those that come with it) and returns its path: helm, say, for tests that need no cluster.
+func BuildProgram(ctx context.Context, program string, output io.Writer) (string, error) {
+	source, cache, err := findBuild()
 	if err != nil {
 		return "", err
 	}
-	return machine.ToolsDir + strings.TrimPrefix(path, p.cache.Dir), nil
+	paths, err := cache.BuildTools(ctx, source, toolchain.NewProgress(output), program)
+	if err != nil {
+		return "", err
+	}
+	return (&Programs{Paths: paths}).Path(program)
+}
+
+// Path is where a program lies on the host: kubectl, helm, ctr, runc, etcd, kubelet, containerd, ….
+func (p *Programs) Path(program string) (string, error) {
+	if path, ok := p.Paths[program]; ok {
+		return path, nil
+	}
+	return "", fmt.Errorf("a cluster has no program called %q; it has %s", program, strings.Join(slices.Sorted(maps.Keys(p.Paths)), ", "))
+}
+
+// inMachine is where a machine sees a program.
+func (p *Programs) inMachine(program string) (string, error) {
+	path, err := p.Path(program)
+	if err != nil {
+		return "", err
+	}
+	return machine.ToolsDir + strings.TrimPrefix(path, p.CacheDir), nil
+}
+
+func findBuild() (source string, cache *toolchain.Cache, err error) {
+	if source, err = findSource(); err != nil {
+		return "", nil, err
+	}
+	cache, err = toolchain.DefaultCache()
+	return source, cache, err
 }
 
 // findSource returns the folder test/cluster of the checkout around the working directory.
@@ -97,11 +122,11 @@ type ImageBuild struct {
 // BuildImage builds the image with no registry and no container engine, unless it has been built from the same inputs before. It returns the
 // archive, to be given to LoadImage or Options.Images.
 func BuildImage(ctx context.Context, build ImageBuild, output io.Writer) (archive string, err error) {
-	programs, err := Build(ctx, output)
+	runc, err := BuildProgram(ctx, "runc", output)
 	if err != nil {
 		return "", err
 	}
-	runc, err := programs.Path("runc")
+	cache, err := toolchain.DefaultCache()
 	if err != nil {
 		return "", err
 	}
@@ -110,5 +135,5 @@ func BuildImage(ctx context.Context, build ImageBuild, output io.Writer) (archiv
 		return "", err
 	}
 	wanted := toolchain.Dockerfile{Path: dockerfile, Tag: build.Tag, Arguments: build.Arguments}
-	return programs.cache.BuildDockerfile(ctx, wanted, runc, toolchain.NewProgress(output))
+	return cache.BuildDockerfile(ctx, wanted, runc, toolchain.NewProgress(output))
 }

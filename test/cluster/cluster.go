@@ -1,7 +1,6 @@
 package cluster
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -20,7 +19,7 @@ type Cluster struct {
 }
 
 // Open returns the cluster with the given name, which another process may have brought up.
-func Open(ctx context.Context, name string) (*Cluster, error) {
+func Open(name string) (*Cluster, error) {
 	if name == "" {
 		name = DefaultName
 	}
@@ -31,17 +30,17 @@ func Open(ctx context.Context, name string) (*Cluster, error) {
 	if err != nil {
 		return nil, err
 	}
+	if read.Programs == nil {
+		return nil, fmt.Errorf("cluster %s was brought up by another version of this tool: take it down", name)
+	}
 	if !read.Complete {
 		return nil, fmt.Errorf("cluster %s never came up, or is coming up: take it down, or wait", name)
 	}
-	opened := &Cluster{name: name, state: read, machines: map[string]*machine.Spec{}}
+	opened := &Cluster{name: name, state: read, programs: read.Programs, machines: map[string]*machine.Spec{}}
 	for _, machineName := range append([]string{controlPlane}, read.Nodes...) {
 		if opened.machines[machineName], err = machine.Load(machineDir(name, machineName)); err != nil {
 			return nil, err
 		}
-	}
-	if opened.programs, err = Build(ctx, nil); err != nil {
-		return nil, err
 	}
 	return opened, nil
 }
@@ -80,23 +79,6 @@ func (c *Cluster) Node(name string) (*Node, error) {
 // Machines are all machines of the cluster: the control plane, then the nodes.
 func (c *Cluster) Machines() []*Node {
 	return append([]*Node{{cluster: c, spec: c.machines[controlPlane]}}, c.Nodes()...)
-}
-
-// LogDirs returns the folder of log files of each machine, by the machine's name, also of a cluster that failed to come up. Each folder holds
-// init.log, boot-hook.log, one file per component, and below pods the logs of containers.
-func LogDirs(name string) (map[string]string, error) {
-	if name == "" {
-		name = DefaultName
-	}
-	known, err := readState(name)
-	if err != nil {
-		return nil, fmt.Errorf("find the logs of cluster %s: %w", name, err)
-	}
-	dirs := map[string]string{}
-	for _, machineName := range append([]string{controlPlane}, known.Nodes...) {
-		dirs[machineName] = (&machine.Spec{Dir: machineDir(name, machineName)}).LogDir()
-	}
-	return dirs, nil
 }
 
 // List names the clusters that are up or have left something.

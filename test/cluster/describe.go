@@ -42,7 +42,7 @@ func (c *Cluster) addMachine(spec *machine.Spec, index int, files map[string][]b
 	network := c.state.Network
 	spec.Dir = machineDir(c.name, spec.Name)
 	spec.CgroupBases = c.state.CgroupBases
-	spec.Mounts = append(spec.Mounts, machine.Mount{Source: c.programs.cache.Dir, Target: machine.ToolsDir})
+	spec.Mounts = append(spec.Mounts, machine.Mount{Source: c.programs.CacheDir, Target: machine.ToolsDir})
 	spec.Network.Bridge, spec.Network.HostLink = network.bridge(), network.link(index)
 	spec.Network.Address, spec.Network.Gateway = network.address(index)+"/24", network.gateway()
 	if err := spec.Save(); err != nil {

@@ -58,7 +58,7 @@ func (n *Node) Boot(ctx context.Context) error {
 		return err
 	}
 	defer unlock()
-	if err := n.spec.Boot(ctx, n.cluster.programs.machine); err != nil {
+	if err := n.spec.Boot(ctx, n.cluster.programs.Machine); err != nil {
 		return err
 	}
 	if n.Name() == controlPlane {

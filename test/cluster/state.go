@@ -24,9 +24,10 @@ const controlPlane = "control-plane"
 // state is what is known of a cluster on disk. It is written before anything else of the cluster is made, so that whatever was made can be
 // found and removed.
 type state struct {
-	Network     network  `json:"network"`
-	CgroupBases []string `json:"cgroupBases"`
-	Nodes       []string `json:"nodes"`
+	Network     network   `json:"network"`
+	CgroupBases []string  `json:"cgroupBases"`
+	Nodes       []string  `json:"nodes"`
+	Programs    *Programs `json:"programs"`
 	// Complete is set when Up has succeeded once.
 	Complete bool `json:"complete"`
 }
@@ -61,7 +62,7 @@ func writeAtomically(path string, content []byte) error {
 }
 
 // reserve claims a network for a new cluster and writes its first state.
-func reserve(ctx context.Context, name string, nodes []string) (state, error) {
+func reserve(ctx context.Context, name string, reserved state) (state, error) {
 	unlock, err := lockDir(ctx, stateRoot)
 	if err != nil {
 		return state{}, err
@@ -78,7 +79,6 @@ func reserve(ctx context.Context, name string, nodes []string) (state, error) {
 			taken[other.Network.Slot] = true
 		}
 	}
-	reserved := state{Nodes: nodes}
 	if reserved.Network, err = chooseNetwork(taken); err != nil {
 		return state{}, err
 	}

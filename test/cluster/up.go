@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"slices"
 
 	"golang.org/x/sync/errgroup"
 
@@ -59,7 +60,7 @@ func (c *Cluster) rise(ctx context.Context, options Options) error {
 		names = append(names, node.Name)
 	}
 	var err error
-	if c.state, err = reserve(ctx, c.name, names); err != nil {
+	if c.state, err = reserve(ctx, c.name, state{Nodes: names, Programs: c.programs}); err != nil {
 		return err
 	}
 	if err := c.describe(options); err != nil {
@@ -72,14 +73,14 @@ func (c *Cluster) rise(ctx context.Context, options Options) error {
 	boots, bootCtx := errgroup.WithContext(ctx)
 	for name, spec := range c.machines {
 		boots.Go(func() error {
-			if err := spec.Boot(bootCtx, c.programs.machine); err != nil {
+			if err := spec.Boot(bootCtx, c.programs.Machine); err != nil {
 				return err
 			}
 			progress.Printf("%s is running", name)
 			if name == controlPlane {
 				return nil
 			}
-			return c.loadImages(bootCtx, spec, append(c.programs.images, options.Images...))
+			return c.loadImages(bootCtx, spec, slices.Concat(c.programs.Images, options.Images))
 		})
 	}
 	if err := boots.Wait(); err != nil {

@@ -17,7 +17,7 @@ func clientCommands(name *string) []*cobra.Command {
 			Short: "Print the path of the administrator's kubeconfig",
 			Args:  cobra.NoArgs,
 			RunE: func(command *cobra.Command, _ []string) error {
-				opened, err := cluster.Open(command.Context(), *name)
+				opened, err := cluster.Open(*name)
 				if err != nil {
 					return err
 				}
@@ -30,7 +30,7 @@ func clientCommands(name *string) []*cobra.Command {
 			Short: "Load the images of an archive (OCI layout or docker) on the named nodes, or on all",
 			Args:  cobra.MinimumNArgs(1),
 			RunE: func(command *cobra.Command, args []string) error {
-				opened, err := cluster.Open(command.Context(), *name)
+				opened, err := cluster.Open(*name)
 				if err != nil {
 					return err
 				}
@@ -39,14 +39,10 @@ func clientCommands(name *string) []*cobra.Command {
 		},
 		{
 			Use:   "program NAME",
-			Short: "Build what is missing, and print where a program is: kubectl, helm, ctr, runc, …",
+			Short: "Build a program unless it is in the cache, and print its path: kubectl, helm, ctr, runc, …",
 			Args:  cobra.ExactArgs(1),
 			RunE: func(command *cobra.Command, args []string) error {
-				programs, err := cluster.Build(command.Context(), command.ErrOrStderr())
-				if err != nil {
-					return err
-				}
-				path, err := programs.Path(args[0])
+				path, err := cluster.BuildProgram(command.Context(), args[0], command.ErrOrStderr())
 				if err != nil {
 					return err
 				}
@@ -60,7 +56,7 @@ func clientCommands(name *string) []*cobra.Command {
 			Use:   program + " -- ARGUMENT …",
 			Short: "Run " + program + " as the cluster's administrator",
 			RunE: func(command *cobra.Command, args []string) error {
-				opened, err := cluster.Open(command.Context(), *name)
+				opened, err := cluster.Open(*name)
 				if err != nil {
 					return err
 				}

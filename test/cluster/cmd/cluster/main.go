@@ -92,14 +92,21 @@ func buildImageCommand() *cobra.Command {
 }
 
 func downCommand(name *string) *cobra.Command {
-	return &cobra.Command{
+	var logs string
+	command := &cobra.Command{
 		Use:   "down",
 		Short: "Take the cluster down and remove everything of it, whatever state it is in",
 		Args:  cobra.NoArgs,
 		RunE: func(command *cobra.Command, _ []string) error {
-			return cluster.Down(command.Context(), *name)
+			var unsaved error
+			if logs != "" {
+				unsaved = cluster.SaveLogs(*name, logs)
+			}
+			return errors.Join(unsaved, cluster.Down(command.Context(), *name))
 		},
 	}
+	command.Flags().StringVar(&logs, "save-logs", "", "`folder` to copy the logs to before they go")
+	return command
 }
 
 func statusCommand(name *string) *cobra.Command {
@@ -108,7 +115,7 @@ func statusCommand(name *string) *cobra.Command {
 		Short: "Show the cluster's machines and where their logs are",
 		Args:  cobra.NoArgs,
 		RunE: func(command *cobra.Command, _ []string) error {
-			opened, err := cluster.Open(command.Context(), *name)
+			opened, err := cluster.Open(*name)
 			if err != nil {
 				return err
 			}

@@ -23,7 +23,7 @@ func nodeCommands(name *string) []*cobra.Command {
 			Short: short,
 			Args:  cobra.ExactArgs(1),
 			RunE: func(command *cobra.Command, args []string) error {
-				node, err := openNode(command.Context(), *name, args[0])
+				node, err := openNode(*name, args[0])
 				if err != nil {
 					return err
 				}
@@ -41,7 +41,7 @@ func nodeCommands(name *string) []*cobra.Command {
 			Short: "Act on one component of a node (or of control-plane), by the name of its log",
 			Args:  cobra.ExactArgs(3),
 			RunE: func(command *cobra.Command, args []string) error {
-				node, err := openNode(command.Context(), *name, args[0])
+				node, err := openNode(*name, args[0])
 				if err != nil {
 					return err
 				}
@@ -53,7 +53,7 @@ func nodeCommands(name *string) []*cobra.Command {
 			Short: "Run a command on a node",
 			Args:  cobra.MinimumNArgs(2),
 			RunE: func(command *cobra.Command, args []string) error {
-				node, err := openNode(command.Context(), *name, args[0])
+				node, err := openNode(*name, args[0])
 				if err != nil {
 					return err
 				}
@@ -64,8 +64,8 @@ func nodeCommands(name *string) []*cobra.Command {
 	}
 }
 
-func openNode(ctx context.Context, clusterName, nodeName string) (*cluster.Node, error) {
-	opened, err := cluster.Open(ctx, clusterName)
+func openNode(clusterName, nodeName string) (*cluster.Node, error) {
+	opened, err := cluster.Open(clusterName)
 	if err != nil {
 		return nil, err
 	}

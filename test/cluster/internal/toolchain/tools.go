@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 )
@@ -15,12 +16,11 @@ type tool struct {
 	name     string
 	programs []string // what it provides, as a caller asks for it
 	packages []string
-	// modules are those whose version is the program's own; the first is handed to ldflags.
-	module  string
-	tags    string
-	ldflags func(version string) string
-	links   []string // further names of the only program
-	seccomp bool     // links C code against libseccomp
+	module   string // whose version is the tool's own
+	tags     string
+	ldflags  func(version string) string // nil: only what makes the binary small
+	links    []string                    // the names under which its only binary is called
+	seccomp  bool                        // links C code against libseccomp
 }
 
 const stripped = "-s -w"
@@ -71,24 +71,12 @@ func kubernetesVersionFlags(version string) string {
 	return flags
 }
 
-// Tools are the built programs, by name.
-type Tools struct {
-	programs map[string]string
-}
+// Programs are the paths of built programs, by name.
+type Programs map[string]string
 
-// Path is the absolute path of a program, say kubectl or runc.
-func (t *Tools) Path(program string) (string, error) {
-	if path, ok := t.programs[program]; ok {
-		return path, nil
-	}
-	return "", fmt.Errorf("the cluster has no program called %q", program)
-}
-
-// Add makes a program known that was not built here.
-func (t *Tools) add(program, path string) { t.programs[program] = path }
-
-// BuildTools builds every program that is not in the cache. source is the folder of this repository's test/cluster.
-func (c *Cache) BuildTools(ctx context.Context, source string, progress *Progress) (*Tools, error) {
+// BuildTools builds every program that is not in the cache, or, if names are given, what is needed for those. source is the folder of this
+// repository's test/cluster.
+func (c *Cache) BuildTools(ctx context.Context, source string, progress *Progress, names ...string) (Programs, error) {
 	module := filepath.Join(source, "tools")
 	identity, err := goIdentity(ctx, module)
 	if err != nil {
@@ -102,18 +90,26 @@ func (c *Cache) BuildTools(ctx context.Context, source string, progress *Progres
 	if err != nil {
 		return nil, err
 	}
-	built := &Tools{programs: map[string]string{}}
+	built := Programs{}
 	for _, tool := range tools {
+		if !tool.wanted(names) {
+			continue
+		}
 		key := Key(identity, digest, tool.tags, strings.Join(tool.packages, " "), strings.Join(tool.links, " "), tool.flags("key"))
 		dir, err := c.Ensure(ctx, tool.name, key, func(dir string) error { return c.buildTool(ctx, tool, module, dir, progress) })
 		if err != nil {
 			return nil, err
 		}
 		for _, program := range tool.programs {
-			built.add(program, filepath.Join(dir, program))
+			built[program] = filepath.Join(dir, program)
 		}
 	}
 	return built, nil
+}
+
+// wanted tells whether one of the names is a program of the tool; with no names every tool is wanted.
+func (t tool) wanted(names []string) bool {
+	return len(names) == 0 || slices.ContainsFunc(t.programs, func(program string) bool { return slices.Contains(names, program) })
 }
 
 func (t tool) flags(version string) string {

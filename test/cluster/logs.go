@@ -1,0 +1,80 @@
+package cluster
+
+import (
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/machine"
+)
+
+// LogDirs returns the folder of log files of each machine, by the machine's name, also of a cluster that failed to come up. Each folder holds
+// init.log, boot-hook.log, one file per component, and below pods the logs of containers. They go with the cluster.
+func LogDirs(name string) (map[string]string, error) {
+	if name == "" {
+		name = DefaultName
+	}
+	known, err := readState(name)
+	if err != nil {
+		return nil, fmt.Errorf("find the logs of cluster %s: %w", name, err)
+	}
+	dirs := map[string]string{}
+	for _, machineName := range append([]string{controlPlane}, known.Nodes...) {
+		dirs[machineName] = (&machine.Spec{Dir: machineDir(name, machineName)}).LogDir()
+	}
+	return dirs, nil
+}
+
+// SaveLogs copies the logs of every machine into a folder each below target, for when the cluster is gone.
+func SaveLogs(name, target string) error {
+	dirs, err := LogDirs(name)
+	if err != nil {
+		return err
+	}
+	for machineName, dir := range dirs {
+		if err := copyFiles(dir, filepath.Join(target, machineName)); err != nil {
+			return fmt.Errorf("save the logs of %s: %w", machineName, err)
+		}
+	}
+	return nil
+}
+
+// copyFiles copies regular files, with their folders. Links are left out: a node's links from containers to Pods point to what is copied too.
+func copyFiles(from, to string) error {
+	return filepath.WalkDir(from, func(path string, entry fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		relative, err := filepath.Rel(from, path)
+		if err != nil {
+			return err
+		}
+		target := filepath.Join(to, relative)
+		switch {
+		case entry.IsDir():
+			return os.MkdirAll(target, 0o755)
+		case entry.Type().IsRegular():
+			return copyFile(path, target)
+		}
+		return nil
+	})
+}
+
+func copyFile(from, to string) error {
+	source, err := os.Open(from)
+	if err != nil {
+		return err
+	}
+	defer source.Close()
+	target, err := os.Create(to)
+	if err != nil {
+		return err
+	}
+	if _, err := io.Copy(target, source); err != nil {
+		target.Close()
+		return err
+	}
+	return target.Close()
+}
