@@ -88,14 +88,19 @@ func (c *comparison) identity(device Reader, want *model.GPU) {
 }
 
 func (c *comparison) mig(device Reader, want *model.GPU) {
-	_, _, ret := device.GetMigMode()
+	mode, _, ret := device.GetMigMode()
 	if !want.MIG.Supported.Value {
 		c.equal("MIG mode of a GPU without MIG", nvml.ERROR_NOT_SUPPORTED, ret, nvml.SUCCESS)
 	} else {
 		c.equal("MIG mode can be read", nvml.SUCCESS, ret, nvml.SUCCESS)
 	}
+	// nvml.h: "Returns zero if MIG is not supported or enabled."
+	maximum := 0
+	if mode == nvml.DEVICE_MIG_ENABLE {
+		maximum = int(want.MIG.MaxInstances.Value)
+	}
 	count, ret := device.GetMaxMigDeviceCount()
-	c.equal("mig.maxInstances", int(want.MIG.MaxInstances.Value), count, ret)
+	c.equal("mig.maxInstances, in this MIG mode", maximum, count, ret)
 
 	byValue := map[uint32]model.Profile{}
 	for _, profile := range want.MIG.Profiles {

@@ -30,7 +30,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, uns
 {
     ENTER_GPU(device);
     REQUIRE(count);
-    *count = sim_model(gpu)->mig_max_instances; /* 0 where MIG is not supported, as the API says */
+    *count = LOAD(gpu->mig_current) ? sim_model(gpu)->mig_max_instances : 0; /* "zero if MIG is not supported or enabled" */
     return NVML_SUCCESS;
 }
 
@@ -187,7 +187,8 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceRemainingCapacity(nvmlDevice_t 
     const struct nvmlsim_profile *profile = profile_by_id(sim_model(gpu), id);
     if (!profile)
         return NVML_ERROR_NOT_SUPPORTED;
-    *count = LOAD(gpu->mig_current) ? profile->instances_max : 0; /* nvidia-smi mig -lgip prints 0/7 while MIG is off */
+    /* nvml.h names NOT_SUPPORTED for a GPU with MIG off; but nvidia-smi mig -lgip, which stops on that, was seen to print 0/7. */
+    *count = LOAD(gpu->mig_current) ? profile->instances_max : 0;
     return NVML_SUCCESS;
 }
 
@@ -198,7 +199,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstances(nvmlDevice_t device, unsigned
     REQUIRE(count);
     (void)instances;
     *count = 0;
-    if (!profile_by_id(sim_model(gpu), id))
+    if (!LOAD(gpu->mig_current) || !profile_by_id(sim_model(gpu), id))
         return NVML_ERROR_NOT_SUPPORTED;
     return NVML_SUCCESS;
 }
