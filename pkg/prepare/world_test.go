@@ -1,0 +1,216 @@
+package prepare
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"maps"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+const (
+	driverName = "gpu.nvidia.com"
+	pool       = "node-1"
+	gpu0       = "gpu-0000-1b-00-0"
+	gpu1       = "gpu-0000-1c-00-0"
+	state      = "/state"
+)
+
+// world is a node: what outlives a process of the plugin, and what lies around it.
+type world struct {
+	disk     *durabletest.Disk
+	specs    *specsFake
+	locks    string
+	bootID   string
+	snapshot inventory.Snapshot
+	missing  map[string]error // by path of a device node or mount
+	reread   func() (*resourceapi.ResourceClaim, error)
+}
+
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	disk := durabletest.New()
+	return &world{
+		disk: disk, specs: &specsFake{disk: disk, claims: map[types.UID]string{}},
+		locks: t.TempDir(), bootID: "boot-1",
+		snapshot: inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{
+			Common: specs.ContainerEdits{Mounts: []*specs.Mount{{HostPath: "/usr/lib/libcuda.so.1", ContainerPath: "/usr/lib/libcuda.so.1"}}},
+			GPUs:   []nvidia.GPU{card("0000:1b:00.0", "GPU-0", "/dev/nvidia0"), card("0000:1c:00.0", "GPU-1", "/dev/nvidia1")},
+		}},
+	}
+}
+
+func card(address device.PCIAddress, uuid, node string) nvidia.GPU {
+	return nvidia.GPU{
+		GPU:   device.GPU{PCIAddress: address, UUID: uuid},
+		Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: node}}},
+	}
+}
+
+// plugin is a new process of the plugin on the node.
+func (w *world) plugin(t *testing.T) *Preparer {
+	t.Helper()
+	p, err := w.start()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func (w *world) start() (*Preparer, error) {
+	records, err := checkpoint.Open(state, w.disk)
+	if err != nil {
+		return nil, err
+	}
+	locks, err := lock.NewSet(w.locks)
+	if err != nil {
+		return nil, err
+	}
+	return New(Options{
+		DriverName: driverName, Pool: pool, BootID: w.bootID, Now: time.Now,
+		Hardware: w, Specs: w.specs, Records: records, Locks: locks, Verify: w.verify,
+		Reread: func(context.Context, string, string) (*resourceapi.ResourceClaim, error) {
+			if w.reread == nil {
+				return nil, errors.New("not expected to read the claim again")
+			}
+			return w.reread()
+		},
+	}), nil
+}
+
+func (w *world) Snapshot() inventory.Snapshot { return w.snapshot }
+
+func (w *world) verify(edits specs.ContainerEdits) error {
+	for _, n := range edits.DeviceNodes {
+		if err := w.missing[n.Path]; err != nil {
+			return err
+		}
+	}
+	for _, m := range edits.Mounts {
+		if err := w.missing[m.HostPath]; err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// reboot is a power cut: what was not synced is lost, and so is the CDI directory, which is on tmpfs.
+func (w *world) reboot() {
+	w.disk.PowerCut()
+	w.specs.clear()
+	w.bootID += "+"
+}
+
+func (w *world) records() []string {
+	names := w.disk.Names(filepath.Join(state, "claims"))
+	slices.Sort(names)
+	return names
+}
+
+// specsFake is the CDI directory. It fails with the disk.
+type specsFake struct {
+	disk *durabletest.Disk
+
+	mu     sync.Mutex
+	base   string
+	claims map[types.UID]string
+	writes int
+}
+
+func (s *specsFake) set(change func()) error {
+	if err := s.disk.Write(); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	change()
+	return nil
+}
+
+func (s *specsFake) WriteBase(edits specs.ContainerEdits) error {
+	raw, err := json.Marshal(edits)
+	if err != nil {
+		return err
+	}
+	return s.set(func() { s.base = string(raw) })
+}
+
+func (s *specsFake) WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error {
+	raw, err := json.Marshal(devices)
+	if err != nil {
+		return err
+	}
+	return s.set(func() { s.claims[uid] = string(raw); s.writes++ })
+}
+
+func (s *specsFake) RemoveClaim(uid types.UID) error {
+	return s.set(func() { delete(s.claims, uid) })
+}
+
+func (s *specsFake) Claims() ([]types.UID, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Collect(maps.Keys(s.claims)), nil
+}
+
+func (s *specsFake) clear() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.base, s.claims = "", map[types.UID]string{}
+}
+
+func (s *specsFake) of(uid types.UID) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.claims[uid]
+}
+
+type result = resourceapi.DeviceRequestAllocationResult
+
+func allocated(request, name string) result {
+	return result{Request: request, Driver: driverName, Pool: pool, Device: name}
+}
+
+func admin(request, name string) result {
+	r := allocated(request, name)
+	r.AdminAccess = ptr.To(true)
+	return r
+}
+
+func newClaim(name string, results ...result) *resourceapi.ResourceClaim {
+	return &resourceapi.ResourceClaim{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name, UID: types.UID("uid-" + name)},
+		Status: resourceapi.ResourceClaimStatus{Allocation: &resourceapi.AllocationResult{
+			Devices: resourceapi.DeviceAllocationResult{Results: results},
+		}},
+	}
+}
+
+func configured(c *resourceapi.ResourceClaim, parameters string) *resourceapi.ResourceClaim {
+	c.Status.Allocation.Devices.Config = append(c.Status.Allocation.Devices.Config, resourceapi.DeviceAllocationConfiguration{
+		Source: resourceapi.AllocationConfigSourceClaim,
+		DeviceConfiguration: resourceapi.DeviceConfiguration{Opaque: &resourceapi.OpaqueDeviceConfiguration{
+			Driver: driverName, Parameters: runtime.RawExtension{Raw: []byte(parameters)},
+		}},
+	})
+	return c
+}
