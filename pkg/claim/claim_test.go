@@ -1,0 +1,171 @@
+package claim
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+const (
+	driver = "gpu.nvidia.com"
+	gpu0   = "gpu-0000-1b-00-0"
+	gpu1   = "gpu-0000-1c-00-0"
+
+	class    = resourceapi.AllocationConfigSourceClass
+	theClaim = resourceapi.AllocationConfigSourceClaim
+)
+
+func allocated(request, device string) resourceapi.DeviceRequestAllocationResult {
+	return resourceapi.DeviceRequestAllocationResult{Request: request, Driver: driver, Pool: "node", Device: device}
+}
+
+func config(from resourceapi.AllocationConfigSource, raw string, requests ...string) resourceapi.DeviceAllocationConfiguration {
+	return resourceapi.DeviceAllocationConfiguration{Source: from, Requests: requests, DeviceConfiguration: resourceapi.DeviceConfiguration{
+		Opaque: &resourceapi.OpaqueDeviceConfiguration{Driver: driver, Parameters: runtime.RawExtension{Raw: []byte(raw)}},
+	}}
+}
+
+// slice is a GpuConfig that the interval tells from others.
+func slice(interval v1beta1.TimeSliceInterval) string {
+	return `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"` + string(interval) + `"}}}`
+}
+
+func kind(k string) string { return `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"` + k + `"}` }
+
+func newClaim(results []resourceapi.DeviceRequestAllocationResult, configs ...resourceapi.DeviceAllocationConfiguration) *resourceapi.ResourceClaim {
+	return &resourceapi.ResourceClaim{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "c", UID: "uid"},
+		Status: resourceapi.ResourceClaimStatus{Allocation: &resourceapi.AllocationResult{
+			Devices: resourceapi.DeviceAllocationResult{Results: results, Config: configs},
+		}},
+	}
+}
+
+func TestOnlyOurResultsInTheirOrder(t *testing.T) {
+	foreign := allocated("nic", "eth0")
+	foreign.Driver = "net.example.com"
+	shared := allocated("b/large", gpu0)
+	shared.ShareID = ptr.To(types.UID("share"))
+	shared.AdminAccess = ptr.To(true)
+	foreignConfig := config(theClaim, "not even JSON")
+	foreignConfig.Opaque.Driver = "net.example.com"
+	empty := resourceapi.DeviceAllocationConfiguration{Source: theClaim}
+
+	got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated("a", gpu1), foreign, shared}, foreignConfig, empty), driver)
+	if err != nil {
+		t.Fatal(err)
+	}
+	plain := &v1beta1.GpuConfig{}
+	plain.Default()
+	want := Allocation{UID: "uid", Namespace: "default", Name: "c", Results: []Result{
+		{Request: "a", Pool: "node", Device: gpu1, Config: plain},
+		{Request: "b/large", Pool: "node", Device: gpu0, ShareID: ptr.To(types.UID("share")), AdminAccess: true, Config: plain},
+	}}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestWhichConfigurationHolds(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		configs []resourceapi.DeviceAllocationConfiguration
+		request string
+		want    v1beta1.TimeSliceInterval // empty: none
+	}{
+		{"none", nil, "r", ""},
+		{"the class's", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short"), "r")}, "r", "Short"},
+		{"a later one of the class", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")), config(class, slice("Long"))}, "r", "Long"},
+		{"the claim's over the class's", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")), config(theClaim, slice("Long"))}, "r", "Long"},
+		{"the claim's over the class's, even before it", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long")), config(class, slice("Short"))}, "r", "Long"},
+		{"a later one of the claim", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r"), config(theClaim, slice("Medium"))}, "r", "Medium"},
+		{"one for another request", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "other")}, "r", ""},
+		{"one for the request holds for its subrequest", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r")}, "r/large", "Long"},
+		{"one for the subrequest", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "other", "r/large")}, "r/large", "Long"},
+		{"one for another subrequest", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r/small")}, "r/large", ""},
+		{"one for a subrequest does not hold for a request that begins like it", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r/large")}, "r", ""},
+		{"one of another kind for all requests", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")), config(theClaim, kind("MigDeviceConfig"))}, "r", "Short"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated(c.request, gpu0)}, c.configs...), driver)
+			if err != nil {
+				t.Fatal(err)
+			}
+			gpu, ok := got.Results[0].Config.(*v1beta1.GpuConfig)
+			if !ok {
+				t.Fatalf("%T", got.Results[0].Config)
+			}
+			var interval v1beta1.TimeSliceInterval
+			if gpu.Sharing != nil {
+				interval = gpu.Sharing.TimeSlicing.Interval
+			}
+			if interval != c.want {
+				t.Errorf("%q holds, want %q", interval, c.want)
+			}
+		})
+	}
+}
+
+func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
+	results := []resourceapi.DeviceRequestAllocationResult{allocated("r", gpu0)}
+	unallocated := newClaim(nil)
+	unallocated.Status.Allocation = nil
+	for _, c := range []struct {
+		name  string
+		claim *resourceapi.ResourceClaim
+		says  []string
+	}{
+		{"not allocated", unallocated, []string{"not allocated"}},
+		{"malformed", newClaim(results, config(theClaim, "{")), []string{"the claim's configuration"}},
+		{"malformed, in the class", newClaim(results, config(class, "{", "r", "s")), []string{"the DeviceClass's configuration", "r, s"}},
+		{"malformed, for a request that is not ours", newClaim(nil, config(theClaim, "{", "nic")), []string{"nic"}},
+		{"without meaning", newClaim(results, config(theClaim, slice("Eternal"))), []string{"Eternal", "the claim's configuration"}},
+		{"an unknown field", newClaim(results, config(theClaim, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","shraing":{}}`)), []string{"shraing"}},
+		{"of the wrong kind for its request", newClaim(results, config(theClaim, kind("MigDeviceConfig"), "r")), []string{"request r", "MigDeviceConfig", gpu0, "GpuConfig"}},
+		{"of the wrong kind for its request, passthrough", newClaim(results, config(theClaim, kind("VfioDeviceConfig"), "r")), []string{"request r", "VfioDeviceConfig", gpu0, "GpuConfig"}},
+		{"too long", newClaim(results, config(theClaim, strings.Repeat(" ", resourceapi.OpaqueParametersMaxLength+1))), []string{"the claim's configuration"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			_, err := Read(c.claim, driver)
+			if err == nil {
+				t.Fatal("accepted")
+			}
+			for _, want := range c.says {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("%q does not say %q", err, want)
+				}
+			}
+		})
+	}
+}
+
+// Whether the device exists is not for this package to say: it must come through, so that someone can.
+func TestADeviceOfAnotherNameComesThrough(t *testing.T) {
+	for _, name := range []string{"", "gpu-0", gpu0 + "-mig-19-0", "gpu-0000-1b-00-9", "x" + gpu0} {
+		got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated("r", name)}, config(theClaim, slice("Long"), "r")), driver)
+		if err != nil || len(got.Results) != 1 || got.Results[0].Config != nil || got.Results[0].Device != name {
+			t.Errorf("%q: %+v, %v", name, got, err)
+		}
+	}
+}
+
+func TestTheNamesOfWholeGPUsAreKnown(t *testing.T) {
+	for _, address := range []string{"0000:1b:00.0", "00000008:01:00.0", "10000:ff:1f.7"} {
+		a, err := device.ParsePCIAddress(address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if k, ok := kindFor(device.GPU{PCIAddress: a}.WholeName()); !ok || k != "GpuConfig" {
+			t.Errorf("%s: %q, %v", address, k, ok)
+		}
+	}
+}
