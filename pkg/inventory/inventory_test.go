@@ -1,0 +1,293 @@
+package inventory
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// fakeHardware is a node that tests change while the inventory looks at it.
+type fakeHardware struct {
+	mu          sync.Mutex
+	absent      bool
+	unknown     bool // whether there is a GPU at all
+	fingerprint string
+	node        nvidia.Node
+	err         error
+	scans       int
+	presence    int
+	hang        bool
+}
+
+func (f *fakeHardware) hardware() Hardware {
+	return Hardware{
+		Scan: func(ctx context.Context) (nvidia.Node, error) {
+			f.mu.Lock()
+			f.scans++
+			node, err, hang := f.node, f.err, f.hang
+			f.mu.Unlock()
+			if hang {
+				<-ctx.Done()
+				return nvidia.Node{}, ctx.Err()
+			}
+			return node, err
+		},
+		Fingerprint: func() string {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			return f.fingerprint
+		},
+		Present: func() (bool, error) {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			f.presence++
+			if f.unknown {
+				return false, errors.New("sysfs cannot be read")
+			}
+			return !f.absent, nil
+		},
+	}
+}
+
+// change edits the fake; it also gives it another fingerprint if it is to be seen at once.
+func (f *fakeHardware) change(seen bool, edit func()) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	edit()
+	if seen {
+		f.fingerprint += "x"
+	}
+}
+
+func (f *fakeHardware) scanned() int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.scans
+}
+
+func nodeWith(addresses ...device.PCIAddress) nvidia.Node {
+	n := nvidia.Node{Driver: device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}}
+	for i, a := range addresses {
+		n.GPUs = append(n.GPUs, nvidia.GPU{GPU: device.GPU{PCIAddress: a, UUID: "GPU-" + string(a), Minor: i, ProductName: "NVIDIA H200", MemoryBytes: 1 << 30}})
+	}
+	return n
+}
+
+// running starts an inventory of f in a bubble of fake time; wait lets d pass.
+func running(t *testing.T, f *fakeHardware, test func(i *Inventory, wait func(time.Duration))) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		i := New(f.hardware())
+		if s := i.Snapshot(); s.Ready || s.Known || s.Reason == "" {
+			t.Errorf("before the first look it says %+v", s)
+		}
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			i.Run(ctx)
+		}()
+		synctest.Wait()
+		test(i, func(d time.Duration) {
+			time.Sleep(d) // fake time
+			synctest.Wait()
+		})
+		cancel()
+		<-done
+	})
+}
+
+// told says whether a change was announced, and takes the announcement.
+func told(i *Inventory) bool {
+	select {
+	case <-i.Changed():
+		return true
+	default:
+		return false
+	}
+}
+
+func TestAReadyNodeIsKnownAtOnceAndLeftInPeace(t *testing.T) {
+	f := &fakeHardware{node: nodeWith("0000:1b:00.0", "0000:43:00.0")}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		if s := i.Snapshot(); !s.Ready || !s.Known || len(s.Node.GPUs) != 2 || s.Reason != "" {
+			t.Errorf("%+v", s)
+		}
+		if !told(i) {
+			t.Error("nobody was told")
+		}
+		if g, ok := i.Device("gpu-0000-43-00-0"); !ok || g.Minor != 1 {
+			t.Error(g, ok)
+		}
+		if _, ok := i.Device("gpu-0000-ff-00-0"); ok {
+			t.Error("a device that is not there was found")
+		}
+		wait(time.Hour)
+		if f.scanned() != 1 || told(i) {
+			t.Errorf("in an hour without a change it was scanned %d times", f.scanned())
+		}
+	})
+}
+
+func TestALateDriverIsNoticedWithinASecond(t *testing.T) {
+	f := &fakeHardware{err: &nvidia.NotReadyError{Reason: "the module is not loaded", Remedy: "load it"}}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		wait(time.Minute)
+		if s := i.Snapshot(); s.Ready || s.Known || s.Reason != "the module is not loaded: load it" {
+			t.Errorf("%+v", s)
+		}
+		told(i)
+		f.change(true, func() { f.err, f.node = nil, nodeWith("0000:1b:00.0") })
+		wait(whileUnready)
+		if s := i.Snapshot(); !s.Ready || len(s.Node.GPUs) != 1 || !told(i) {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+func TestADriverThatNoFileAnnouncesIsStillFound(t *testing.T) {
+	f := &fakeHardware{err: errors.New("NVML is moody")}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		wait(time.Minute)
+		if n := f.scanned(); n < 60/int(failureRetry.Seconds()) || n > 20 {
+			t.Errorf("in a minute it was scanned %d times", n)
+		}
+		f.change(false, func() { f.err, f.node = nil, nodeWith("0000:1b:00.0") })
+		wait(failureRetry + whileUnready)
+		if s := i.Snapshot(); !s.Ready {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+func TestANodeWithoutAGPUIsNeverScanned(t *testing.T) {
+	f := &fakeHardware{absent: true}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		wait(time.Minute)
+		if s := i.Snapshot(); s.Ready || s.Known || !strings.Contains(s.Reason, "no NVIDIA GPU") || f.scanned() != 0 {
+			t.Errorf("%+v after %d scans", s, f.scanned())
+		}
+		f.change(false, func() { f.absent, f.node = false, nodeWith("0000:1b:00.0") }) // hot-plugged
+		wait(whileUnready)
+		if s := i.Snapshot(); !s.Ready {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+func TestAnUnreadableBusIsNoProofOfAbsence(t *testing.T) {
+	f := &fakeHardware{unknown: true, node: nodeWith("0000:1b:00.0")}
+	running(t, f, func(i *Inventory, _ func(time.Duration)) {
+		if s := i.Snapshot(); !s.Ready {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+func TestAFailedScanKeepsTheLastGoodAnswer(t *testing.T) {
+	f := &fakeHardware{node: nodeWith("0000:1b:00.0")}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		f.change(true, func() { f.err = errors.New("the scan has not ended") })
+		wait(whileReady)
+		s := i.Snapshot()
+		if !s.Ready || len(s.Node.GPUs) != 1 || s.Failure != "the scan has not ended" {
+			t.Errorf("%+v", s)
+		}
+		f.change(false, func() { f.err = nil })
+		wait(failureRetry + whileReady)
+		if s := i.Snapshot(); s.Failure != "" || !s.Ready {
+			t.Errorf("after it works again: %+v", s)
+		}
+	})
+}
+
+func TestADriverThatIsTakenAwayLeavesWhatIsKnown(t *testing.T) {
+	f := &fakeHardware{node: nodeWith("0000:1b:00.0")}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		told(i)
+		f.change(true, func() { f.err = &nvidia.NotReadyError{Reason: "gone"} })
+		wait(whileReady)
+		if s := i.Snapshot(); s.Ready || !s.Known || s.Reason != "gone" || len(s.Node.GPUs) != 1 || !told(i) {
+			t.Errorf("%+v", s)
+		}
+		if _, ok := i.Device("gpu-0000-1b-00-0"); !ok {
+			t.Error("the device is forgotten, and claims may hold it")
+		}
+		f.change(true, func() { f.err = errors.New("still broken, in another way") })
+		wait(whileReady)
+		if s := i.Snapshot(); s.Ready || s.Reason != "gone" || s.Failure == "" {
+			t.Errorf("a failure does not make it ready: %+v", s)
+		}
+		f.change(true, func() { f.err = nil })
+		wait(whileUnready)
+		if s := i.Snapshot(); !s.Ready || !told(i) {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+func TestAGPUWithAProblemIsLookedAtAgain(t *testing.T) {
+	f := &fakeHardware{node: nodeWith("0000:1b:00.0")}
+	f.node.Problems = []nvidia.Problem{{PCIAddress: "0000:43:00.0", Message: "MIG mode is on"}}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		if s := i.Snapshot(); !s.Ready || len(s.Node.Problems) != 1 {
+			t.Errorf("%+v", s)
+		}
+		wait(time.Hour)
+		if n := f.scanned(); n > int(time.Hour/problemRetry)+5 {
+			t.Errorf("in an hour it was scanned %d times", n)
+		}
+		told(i)
+		f.change(false, func() { f.node = nodeWith("0000:1b:00.0", "0000:43:00.0") })
+		wait(problemRetry + whileReady)
+		if s := i.Snapshot(); len(s.Node.GPUs) != 2 || !told(i) {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+func TestANodeOfWhichNothingCanBeOfferedSaysWhy(t *testing.T) {
+	f := &fakeHardware{node: nvidia.Node{Problems: []nvidia.Problem{{PCIAddress: "0000:43:00.0", Message: "MIG mode is on"}, {Message: "lost"}}}}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		if s := i.Snapshot(); s.Ready || !s.Known || s.Reason != "no GPU of this node can be offered; 0000:43:00.0: MIG mode is on; lost" {
+			t.Errorf("%+v", s)
+		}
+		f.change(true, func() { f.node = nvidia.Node{} })
+		wait(whileUnready)
+		if s := i.Snapshot(); s.Ready || !strings.Contains(s.Reason, "lists no GPU") {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+func TestChangesCoalesce(t *testing.T) {
+	f := &fakeHardware{node: nodeWith("0000:1b:00.0")}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		for _, a := range []device.PCIAddress{"0000:01:00.0", "0000:02:00.0", "0000:03:00.0"} {
+			f.change(true, func() { f.node = nodeWith(a) })
+			wait(whileReady)
+		}
+		if !told(i) || told(i) {
+			t.Error("three changes nobody read about are one announcement")
+		}
+		if s := i.Snapshot(); s.Node.GPUs[0].PCIAddress != "0000:03:00.0" {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+func TestAScanThatIsUnderWayEndsWithTheInventory(t *testing.T) {
+	f := &fakeHardware{hang: true}
+	running(t, f, func(i *Inventory, _ func(time.Duration)) {
+		if s := i.Snapshot(); s.Ready {
+			t.Errorf("%+v", s)
+		}
+	})
+}
