@@ -28,19 +28,35 @@ func (s *Spec) Exec(ctx context.Context, streams Streams, argv ...string) error 
 		return fmt.Errorf("run %v on machine %s: the machine is off", argv, s.Name)
 	}
 	finished := make(chan error, 1)
-	go func() {
-		// The thread enters the machine and is never unlocked, so that it ends with this goroutine and nothing else runs on it.
-		runtime.LockOSThread()
+	go onOwnThread(func() {
 		command, err := s.startInside(ctx, pid, streams, argv)
 		if err == nil {
 			err = command.Wait()
 		}
 		finished <- err
-	}()
+	})
 	if err := <-finished; err != nil {
 		return fmt.Errorf("run %v on machine %s: %w", argv, s.Name, errors.Join(err, context.Cause(ctx)))
 	}
 	return nil
+}
+
+// onOwnThread runs a function that changes its thread, on one that ends with it. It must be called in a goroutine of its own.
+//
+// The process's first thread is not fit for that: it never ends, and it is the one by which /proc/self shows the process.
+func onOwnThread(run func()) {
+	runtime.LockOSThread()
+	if unix.Gettid() != unix.Getpid() {
+		run()
+		return // locked: the thread ends with the goroutine
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		onOwnThread(run) // on another thread, since this one is taken
+	}()
+	<-done
+	runtime.UnlockOSThread()
 }
 
 // startInside moves the calling thread into the machine's namespaces, which its children inherit.

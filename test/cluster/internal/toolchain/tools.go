@@ -66,7 +66,7 @@ func kubernetesVersionFlags(version string) string {
 	minor, _, _ := strings.Cut(rest, ".")
 	flags := stripped
 	for _, pkg := range []string{"k8s.io/component-base/version", "k8s.io/client-go/pkg/version"} {
-		flags += fmt.Sprintf(" -X %[1]s.gitVersion=%s -X %[1]s.gitMajor=%s -X %[1]s.gitMinor=%s -X %[1]s.gitTreeState=clean", pkg, version, major, minor)
+		flags += fmt.Sprintf(" -X %[1]s.gitVersion=%[2]s -X %[1]s.gitMajor=%[3]s -X %[1]s.gitMinor=%[4]s -X %[1]s.gitTreeState=clean", pkg, version, major, minor)
 	}
 	return flags
 }

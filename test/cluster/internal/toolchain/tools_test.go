@@ -1,0 +1,36 @@
+package toolchain
+
+import (
+	"slices"
+	"strings"
+	"testing"
+)
+
+func TestAToolIsWantedByAnyOfItsPrograms(t *testing.T) {
+	wanted := func(names ...string) (found []string) {
+		for _, tool := range tools {
+			if tool.wanted(names) {
+				found = append(found, tool.name)
+			}
+		}
+		return found
+	}
+	if got := wanted("kubectl"); !slices.Equal(got, []string{"kubernetes"}) {
+		t.Errorf("kubectl comes from %v", got)
+	}
+	if got := wanted("helm", "runc"); !slices.Equal(got, []string{"runc", "helm"}) {
+		t.Errorf("helm and runc come from %v", got)
+	}
+	if got := wanted(); len(got) != len(tools) {
+		t.Errorf("with no names only %v would be built", got)
+	}
+}
+
+func TestKubernetesIsToldItsVersion(t *testing.T) {
+	flags := kubernetesVersionFlags("v1.36.3")
+	for _, want := range []string{"k8s.io/component-base/version.gitVersion=v1.36.3", "k8s.io/component-base/version.gitMajor=1", "k8s.io/component-base/version.gitMinor=36"} {
+		if !strings.Contains(flags, "-X "+want) {
+			t.Errorf("%q lacks %q", flags, want)
+		}
+	}
+}

@@ -1,0 +1,49 @@
+package cluster
+
+import (
+	"strings"
+	"testing"
+)
+
+func TestOptionsAreCompleted(t *testing.T) {
+	completed, err := Options{Nodes: []NodeOptions{{}, {Name: "gpu"}, {}}, FeatureGates: map[string]bool{"DRADeviceTaintRules": false, "New": true}}.complete()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, node := range completed.Nodes {
+		names = append(names, node.Name)
+	}
+	if got := strings.Join(names, " "); completed.Name != "default" || got != "node1 gpu node3" {
+		t.Errorf("cluster %q with nodes %s", completed.Name, got)
+	}
+	if gates := completed.FeatureGates; gates["DRADeviceTaintRules"] || !gates["New"] || !gates["DRAListTypeAttributes"] {
+		t.Errorf("gates are %v: the caller's must win over the defaults, and the other defaults stay", gates)
+	}
+	if empty, err := (Options{}).complete(); err != nil || len(empty.Nodes) != 1 {
+		t.Errorf("the zero value makes %d nodes (%v), want one", len(empty.Nodes), err)
+	}
+}
+
+func TestOptionsThatCannotWorkAreRefusedByName(t *testing.T) {
+	for _, test := range []struct {
+		name, says string
+		options    Options
+	}{
+		{"a long cluster name", `"abcdefghijklm"`, Options{Name: "abcdefghijklm"}},
+		{"a path as cluster name", `"../x"`, Options{Name: "../x"}},
+		{"a node name in capitals", `"Node"`, Options{Nodes: []NodeOptions{{Name: "Node"}}}},
+		{"the same node twice", `"a"`, Options{Nodes: []NodeOptions{{Name: "a"}, {Name: "a"}}}},
+		{"a name that the next default has", `"node2"`, Options{Nodes: []NodeOptions{{Name: "node2"}, {}}}},
+		{"the control plane's name", `"control-plane"`, Options{Nodes: []NodeOptions{{Name: "control-plane"}}}},
+		{"a relative hook", `"hook.sh"`, Options{Nodes: []NodeOptions{{BootHook: []string{"hook.sh"}}}}},
+		{"a relative mount", `"data"`, Options{Nodes: []NodeOptions{{Mounts: []Mount{{Source: "data"}}}}}},
+		{"too many nodes", "101 nodes", Options{Nodes: make([]NodeOptions, 101)}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			if _, err := test.options.complete(); err == nil || !strings.Contains(err.Error(), test.says) {
+				t.Errorf("error is %v, want one that says %s", err, test.says)
+			}
+		})
+	}
+}

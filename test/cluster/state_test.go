@@ -1,0 +1,52 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+)
+
+func TestALockIsExclusiveAndWaitingEndsWithTheContext(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "cluster")
+	unlock, err := lockDir(context.Background(), dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended, cancel := context.WithCancel(context.Background())
+	cancel()
+	if _, err := lockDir(ended, dir); !errors.Is(err, context.Canceled) {
+		t.Errorf("a second lock: %v, want the context's error", err)
+	}
+	unlock()
+	again, err := lockDir(context.Background(), dir)
+	if err != nil {
+		t.Fatalf("after unlocking: %v", err)
+	}
+	again()
+}
+
+func TestALockOnARemovedFolderIsOneOnTheNewFolder(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "cluster")
+	unlock, err := lockDir(context.Background(), dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	locked := make(chan error, 1)
+	go func() {
+		unlockSecond, err := lockDir(context.Background(), dir)
+		if err == nil {
+			defer unlockSecond()
+			_, err = os.Stat(dir)
+		}
+		locked <- err
+	}()
+	if err := os.Remove(dir); err != nil {
+		t.Fatal(err)
+	}
+	unlock()
+	if err := <-locked; err != nil {
+		t.Errorf("the one who waited holds no folder: %v", err)
+	}
+}
