@@ -38,6 +38,13 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 	defer tick.Stop()
 	reason := ""
 	for {
+		// Before the first look there is nothing to say: the inventory's first answer wakes this loop too.
+		select {
+		case <-ctx.Done():
+			return
+		case <-d.inv.Changed():
+		case <-tick.C:
+		}
 		d.checkHook(ctx)
 		d.askRuntime(ctx)
 		s := d.gate.Snapshot()
@@ -62,12 +69,6 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 			reason = s.Reason
 			logger.Info("No devices are offered", "reason", reason)
 			d.events.warn("DevicesUnavailable", "Publish", "No GPUs are offered: "+reason)
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-d.inv.Changed():
-		case <-tick.C:
 		}
 	}
 }

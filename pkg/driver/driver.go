@@ -237,17 +237,6 @@ func (d *Driver) leaveIfUninstalled(ctx context.Context) {
 	logger.Info("The driver is being uninstalled: removed all that it made on this node")
 }
 
-// removeState removes the state directory and, when nothing of another instance is in it, the plugin directory's locks.
-func removeState(stateDir, pluginDir string) error {
-	err := os.RemoveAll(stateDir)
-	for _, name := range []string{"publisher.lock", "publisher.request"} {
-		if e := os.Remove(filepath.Join(pluginDir, name)); e != nil && !errors.Is(e, fs.ErrNotExist) {
-			err = errors.Join(err, e)
-		}
-	}
-	return err
-}
-
 func (d *Driver) countHeld(ctx context.Context) {
 	held, err := d.preparer.Held()
 	if err != nil {

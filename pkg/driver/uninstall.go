@@ -4,7 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -117,5 +121,18 @@ func (d *Driver) leaveNode(ctx context.Context) error {
 	if err != nil {
 		err = fmt.Errorf("delete this node's ResourceSlices: %w", err)
 	}
-	return errors.Join(err, d.specs.RemoveBase(), d.hook.Remove(), removeState(d.cfg.StateDir(), d.cfg.PluginDir))
+	return errors.Join(err, d.specs.RemoveBase(), d.hook.Remove(), removePluginDir(d.cfg.PluginDir, d.cfg.StateDir()))
+}
+
+// removePluginDir removes what is ours in the plugin directory, and the directory if nobody else has put anything there.
+func removePluginDir(pluginDir, stateDir string) error {
+	errs := []error{os.RemoveAll(stateDir)}
+	for _, name := range []string{"publisher.lock", "publisher.request", "bin", ""} {
+		err := os.Remove(filepath.Join(pluginDir, name))
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTEMPTY) {
+			continue
+		}
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
 }

@@ -3,6 +3,8 @@ package driver
 import (
 	"context"
 	"errors"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -106,5 +108,37 @@ func TestATerminatingPluginKnowsAnUpdateFromAnUninstallation(t *testing.T) {
 	})
 	if _, err := daemonSetGone(t.Context(), client, "gpu", "plugin"); err == nil {
 		t.Error("an API server that does not answer was taken for an answer")
+	}
+}
+
+func TestLeavingRemovesOnlyWhatIsOurs(t *testing.T) {
+	for name, foreign := range map[string]bool{"alone": false, "someone else's file is there": true} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "gpu.nvidia.com")
+			for _, sub := range []string{"state/claims", "state/locks", "bin"} {
+				if err := os.MkdirAll(filepath.Join(dir, sub), 0o755); err != nil {
+					t.Fatal(err)
+				}
+			}
+			files := []string{"publisher.lock", "state/locks/gpu"}
+			if foreign {
+				files = append(files, "theirs")
+			}
+			for _, f := range files {
+				if err := os.WriteFile(filepath.Join(dir, f), nil, 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := removePluginDir(dir, filepath.Join(dir, "state")); err != nil {
+				t.Fatal(err)
+			}
+			left, err := os.ReadDir(dir)
+			switch {
+			case !foreign && !os.IsNotExist(err):
+				t.Errorf("left behind: %v", left)
+			case foreign && (len(left) != 1 || left[0].Name() != "theirs"):
+				t.Errorf("want only the foreign file, got %v", left)
+			}
+		})
 	}
 }
