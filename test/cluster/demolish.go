@@ -3,9 +3,7 @@ package cluster
 import (
 	"bufio"
 	"context"
-	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -26,10 +24,7 @@ func demolish(ctx context.Context, name string) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), downTimeout)
 	defer cancel()
 	known, err := readState(name)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("take cluster %s down: %w", name, err)
-	}
-	recorded := err == nil
+	recorded := err == nil // a state that is missing or unreadable was lost before links were made, or in a crash of the host that took them along
 	if !recorded {
 		if known.CgroupBases, err = cgroupBases(name); err != nil {
 			return err

@@ -57,13 +57,13 @@ func boot(dir string, cable *os.File) error {
 		return err
 	}
 	log.Printf("machine %s boots", spec.Name)
+	if _, err := io.Copy(io.Discard, bufio.NewReader(cable)); err != nil {
+		return fmt.Errorf("wait for the network cable: %w", err)
+	}
 	if cgroup.Unified() {
 		if err := cgroup.DelegateOwn("machine"); err != nil {
 			return err
 		}
-	}
-	if _, err := io.Copy(io.Discard, bufio.NewReader(cable)); err != nil {
-		return fmt.Errorf("wait for the network cable: %w", err)
 	}
 	if err := configureNetwork(spec.Network); err != nil {
 		return err

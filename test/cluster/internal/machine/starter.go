@@ -60,7 +60,7 @@ func RunStarter(dir string) error {
 	}
 	cableRead.Close()
 	verdictWrite.Close()
-	if err := plugIn(spec, first.Process.Pid, cableWrite); err != nil {
+	if err := errors.Join(stepAside(spec), plugIn(spec, first.Process.Pid, cableWrite)); err != nil {
 		return errors.Join(err, first.Process.Kill())
 	}
 	var failure string
@@ -78,6 +78,21 @@ func noEOF(err error) error {
 		return errors.New("no word from it")
 	}
 	return err
+}
+
+// stepAside moves this process out of the root of the machine's cgroup namespace: with cgroup v2 the root hands its controllers down only if
+// no process is in it. PID 1 does so when the cable is there.
+func stepAside(spec *Spec) error {
+	if !cgroup.Unified() {
+		return nil
+	}
+	aside := filepath.Join(spec.Name, "starter")
+	for _, base := range spec.CgroupBases {
+		if err := os.MkdirAll(filepath.Join(base, aside), 0o755); err != nil {
+			return fmt.Errorf("create cgroup: %w", err)
+		}
+	}
+	return cgroup.Enter(spec.CgroupBases, aside)
 }
 
 func plugIn(spec *Spec, pid int, cable io.Closer) error {

@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"time"
 )
 
@@ -35,12 +36,20 @@ func (b goBuild) args() []string {
 	return append(append(args, "-ldflags", b.ldflags, "-o", b.output), b.packages...)
 }
 
-// run builds and prints how many packages have been compiled as it goes. On failure the error carries what the compiler said.
+// run builds, and prints every few seconds what it is at. On failure the error carries what the compiler said.
 func (b goBuild) run(ctx context.Context, progress *Progress) error {
-	total, err := b.countPackages(ctx)
+	var total, compiled atomic.Int64
+	defer progress.every(reportEvery, func() string {
+		if total.Load() == 0 {
+			return b.name + ": downloading modules"
+		}
+		return fmt.Sprintf("%s: %d of at most %d packages compiled", b.name, compiled.Load(), total.Load())
+	})()
+	packages, err := b.countPackages(ctx)
 	if err != nil {
 		return err
 	}
+	total.Store(packages)
 	cmd := exec.CommandContext(ctx, "go", b.args()...)
 	cmd.Dir, cmd.Env = b.dir, b.environment()
 	stderr, err := cmd.StderrPipe()
@@ -50,38 +59,33 @@ func (b goBuild) run(ctx context.Context, progress *Progress) error {
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("start the Go compiler: %w", err)
 	}
-	complaints := b.follow(stderr, total, progress)
+	complaints := follow(stderr, &compiled)
 	if err := cmd.Wait(); err != nil {
 		return fmt.Errorf("go %s in %s: %w\n%s", strings.Join(b.args(), " "), b.dir, err, complaints)
 	}
 	return nil
 }
 
-// follow reads the names of compiled packages, one a line, and returns the lines that are something else.
-func (b goBuild) follow(output io.Reader, total int, progress *Progress) string {
+// follow counts the names of compiled packages, one a line, and returns the lines that are something else.
+func follow(output io.Reader, compiled *atomic.Int64) string {
 	var complaints strings.Builder
-	compiled, downloaded, reported := 0, 0, time.Now()
 	lines := bufio.NewScanner(output)
 	for lines.Scan() {
 		line := lines.Text()
 		switch {
 		case strings.HasPrefix(line, "go: downloading"):
-			downloaded++
 		case !strings.ContainsAny(line, " \t:"):
-			compiled++
+			compiled.Add(1)
 		default:
 			complaints.WriteString(line + "\n")
 		}
-		if time.Since(reported) > reportEvery {
-			progress.Printf("%s: %d of at most %d packages compiled", b.name, compiled, total)
-			reported = time.Now()
-		}
 	}
+	_, _ = io.Copy(io.Discard, output) // a line too long for the scanner must not stop the compiler
 	return complaints.String()
 }
 
 // countPackages also downloads the modules that the build needs.
-func (b goBuild) countPackages(ctx context.Context) (int, error) {
+func (b goBuild) countPackages(ctx context.Context) (int64, error) {
 	args := []string{"list", "-deps"}
 	if b.tags != "" {
 		args = append(args, "-tags", b.tags)
@@ -94,7 +98,7 @@ func (b goBuild) countPackages(ctx context.Context) (int, error) {
 	if err != nil {
 		return 0, fmt.Errorf("list the packages of %s: %w\n%s", b.name, err, stderr.String())
 	}
-	return bytes.Count(out, []byte("\n")), nil
+	return int64(bytes.Count(out, []byte("\n"))), nil
 }
 
 func (b goBuild) environment() []string {

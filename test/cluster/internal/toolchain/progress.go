@@ -31,3 +31,25 @@ func (p *Progress) Printf(format string, args ...any) {
 	defer p.mu.Unlock()
 	fmt.Fprintf(p.out, "[%6.1fs] %s\n", time.Since(p.start).Seconds(), fmt.Sprintf(format, args...))
 }
+
+// every prints what text returns at the given pace, until the returned function is called.
+func (p *Progress) every(pace time.Duration, text func() string) (stop func()) {
+	ticker := time.NewTicker(pace)
+	stopped := make(chan struct{})
+	var printing sync.WaitGroup
+	printing.Go(func() {
+		for {
+			select {
+			case <-ticker.C:
+				p.Printf("%s", text())
+			case <-stopped:
+				return
+			}
+		}
+	})
+	return func() {
+		ticker.Stop()
+		close(stopped)
+		printing.Wait()
+	}
+}

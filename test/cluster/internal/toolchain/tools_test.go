@@ -3,6 +3,7 @@ package toolchain
 import (
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 )
 
@@ -32,5 +33,16 @@ func TestKubernetesIsToldItsVersion(t *testing.T) {
 		if !strings.Contains(flags, "-X "+want) {
 			t.Errorf("%q lacks %q", flags, want)
 		}
+	}
+}
+
+func TestCompilerOutputIsPackagesAndComplaints(t *testing.T) {
+	const output = "go: downloading example.com/x v1.0.0\ninternal/abi\nexample.com/x\n# example.com/x\nx/y.go:3:4: undefined: z\n"
+	var compiled atomic.Int64
+	if complaints := follow(strings.NewReader(output), &compiled); complaints != "# example.com/x\nx/y.go:3:4: undefined: z\n" {
+		t.Errorf("the error would say %q", complaints)
+	}
+	if compiled.Load() != 2 {
+		t.Errorf("%d packages counted, want 2", compiled.Load())
 	}
 }

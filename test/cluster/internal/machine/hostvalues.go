@@ -1,0 +1,56 @@
+package machine
+
+import (
+	"crypto/rand"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// kubeletSysctls are kernel-wide settings that a kubelet writes unless they already have these values.
+var kubeletSysctls = map[string]string{
+	"vm/overcommit_memory": "1", "vm/panic_on_oom": "0", "kernel/panic": "10", "kernel/panic_on_oops": "1",
+	"kernel/keys/root_maxkeys": "1000000", "kernel/keys/root_maxbytes": "25000000",
+}
+
+// hideHostValues shows the machine values of its own where the kernel has only one for all: the sysctls that a kubelet would change, and
+// the boot ID, which must differ after a power cut.
+func hideHostValues() error {
+	values := map[string]string{}
+	for name, value := range kubeletSysctls {
+		values["/proc/sys/"+name] = value
+	}
+	id, err := newBootID()
+	if err != nil {
+		return err
+	}
+	values["/proc/sys/kernel/random/boot_id"] = id
+	if err := os.MkdirAll("/run/machine", 0o755); err != nil {
+		return err
+	}
+	for path, value := range values {
+		if _, err := os.Stat(path); err != nil {
+			continue // this kernel has no such setting
+		}
+		own := filepath.Join("/run/machine", strings.ReplaceAll(strings.TrimPrefix(path, "/proc/sys/"), "/", "-"))
+		if err := os.WriteFile(own, []byte(value+"\n"), 0o644); err != nil {
+			return err
+		}
+		if err := unix.Mount(own, path, "", unix.MS_BIND, ""); err != nil {
+			return fmt.Errorf("cover %s: %w", path, err)
+		}
+	}
+	return nil
+}
+
+func newBootID() (string, error) {
+	id := make([]byte, 16)
+	if _, err := rand.Read(id); err != nil {
+		return "", err
+	}
+	id[6], id[8] = id[6]&0x0f|0x40, id[8]&0x3f|0x80
+	return fmt.Sprintf("%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:]), nil
+}
