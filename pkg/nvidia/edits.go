@@ -32,12 +32,12 @@ func (s scanner) commonEdits(d device.Driver) (edits, error) {
 	found, err := generator.GetCommonEdits()
 	if err != nil {
 		return edits{}, notReady("wait until the driver's installation is complete, or check that its libraries and its kernel module are of one version",
-			"the libraries of driver %s are not complete under %s (%v)", d.Version, s.paths.DriverRoot, err)
+			"the libraries of driver %s are not complete under %s (%v)", d.Version, s.paths.HostDriverRoot, err)
 	}
 	common := s.tidy(*found.ContainerEdits)
 	if !hasLibrary(common, "libcuda.so."+d.Version) {
 		return edits{}, notReady("install the compute part of the driver (libcuda), or wait until the driver's installation is complete",
-			"libcuda.so.%s is not under %s: containers could not use CUDA", d.Version, s.paths.DriverRoot)
+			"libcuda.so.%s is not under %s: containers could not use CUDA", d.Version, s.paths.HostDriverRoot)
 	}
 	return common, nil
 }
@@ -68,7 +68,7 @@ func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (ed
 func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
 	quiet := logrus.New() // it writes some forty lines about what optional file is not there
 	quiet.SetOutput(io.Discard)
-	return nvcdi.New(
+	options := []nvcdi.Option{
 		nvcdi.WithMode(nvcdi.ModeNvml),
 		nvcdi.WithNvmlLib(library),
 		nvcdi.WithDeviceLib(nvlib.New(library)),
@@ -82,7 +82,11 @@ func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
 			nvcdi.FeatureDisableIPCDiscoverer,
 		),
 		nvcdi.WithLogger(quiet),
-	)
+	}
+	if unusual(s.paths.DriverRoot, s.libraryPath) {
+		options = append(options, nvcdi.WithLibrarySearchPaths([]string{filepath.Dir(s.libraryPath)}))
+	}
+	return nvcdi.New(options...)
 }
 
 // pinned shows nvcdi one GPU that is open already. Left to itself it looks GPUs up by UUID, which NVML answers by asking every card:

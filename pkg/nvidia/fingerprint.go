@@ -32,8 +32,13 @@ func Fingerprint(p Paths) string {
 			digestDir(h, dir, "libcuda", "libnvidia")
 		}
 	}
-	digestDir(h, filepath.Join(p.DriverRoot, "usr", "bin"), "nvidia-")
-	digestDir(h, filepath.Join(p.DriverRoot, "lib", "firmware", "nvidia"), "")
+	for _, dir := range []string{"usr/bin", "bin"} {
+		digestDir(h, filepath.Join(p.DriverRoot, dir), "nvidia-")
+	}
+	firmware, _ := filepath.Glob(filepath.Join(p.DriverRoot, "lib", "firmware", "nvidia", "*.*"))
+	for _, dir := range firmware { // one for each version of the driver
+		digestDir(h, dir, "")
+	}
 	return fmt.Sprintf("%x", h.Sum(nil))
 }
 

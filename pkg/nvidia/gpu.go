@@ -54,7 +54,7 @@ func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
 	}
 	node := filepath.Join(s.paths.devRoot(), "dev", fmt.Sprintf("nvidia%d", g.Minor))
 	if !isCharDevice(node) {
-		return nil, fmt.Errorf("device node %s is missing: run nvidia-modprobe -c=%d on the node", node, g.Minor)
+		return nil, fmt.Errorf("device node %s is missing: run nvidia-modprobe -c=%d on the node", s.paths.host(node), g.Minor)
 	}
 	g.Engines = engines(card)
 	place(s.paths.Sysfs, &g)

@@ -20,7 +20,7 @@ func Check(p Paths) error {
 	if err := checkPlatform(p); err != nil {
 		return err
 	}
-	if _, err := findLibrary(p.DriverRoot); err != nil {
+	if _, err := findLibrary(p); err != nil {
 		return err
 	}
 	return checkControlNodes(p)
@@ -50,9 +50,9 @@ func checkControlNodes(p Paths) error {
 			continue
 		}
 		if n.name == "nvidiactl" && !moduleLoaded(p) {
-			return notReady("run modprobe nvidia on the node, and look at dmesg if that fails", "the NVIDIA kernel module is not loaded (neither %s nor %s exists)", path, filepath.Join(p.Proc, "driver/nvidia/version"))
+			return notReady("run modprobe nvidia on the node, and look at dmesg if that fails", "the NVIDIA kernel module is not loaded (there is neither %s nor /proc/driver/nvidia)", p.host(path))
 		}
-		return notReady(n.remedy, "device node %s is missing", path)
+		return notReady(n.remedy, "device node %s is missing", p.host(path))
 	}
 	return nil
 }

@@ -18,7 +18,7 @@ func TestCheckSaysWhatIsMissingAndWhichCommandMakesIt(t *testing.T) {
 	}{
 		{"all there", func(fakeHost) {}, nil},
 		{"no library", func(h fakeHost) { h.remove("driver/usr/lib64/libnvidia-ml.so.1") }, []string{"libnvidia-ml.so.1 is not under the driver root", "set the driver root"}},
-		{"no uvm", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm") }, []string{"/dev/nvidia-uvm is missing", "nvidia-modprobe -u -c=0"}},
+		{"no uvm", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm") }, []string{"device node /run/nvidia/driver/dev/nvidia-uvm is missing", "nvidia-modprobe -u -c=0"}},
 		{"no uvm tools", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm-tools") }, []string{"/dev/nvidia-uvm-tools is missing", "nvidia-modprobe"}},
 		{"uvm is a file", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm"); h.file("driver/dev/nvidia-uvm", "") }, []string{"/dev/nvidia-uvm is missing"}},
 		{"no control node", func(h fakeHost) { h.remove("driver/dev/nvidiactl") }, []string{"nvidiactl is missing", "nvidia-modprobe -c=255"}},
@@ -56,7 +56,7 @@ func TestLibraryIsFoundInEveryCustomaryPlace(t *testing.T) {
 	for _, dir := range libraryDirs() {
 		h := fakeHost{t, t.TempDir()}
 		h.file(dir+"/"+libraryName, "")
-		if got, err := findLibrary(h.root); err != nil || got != filepath.Join(h.root, dir, libraryName) {
+		if got, err := findLibrary(Paths{DriverRoot: h.root}); err != nil || got != filepath.Join(h.root, dir, libraryName) {
 			t.Errorf("in %s: %s, %v", dir, got, err)
 		}
 	}

@@ -18,7 +18,7 @@ func Scan(ctx context.Context, p Paths) (Node, error) {
 	if err := Check(p); err != nil {
 		return Node{}, err
 	}
-	path, err := findLibrary(p.DriverRoot)
+	path, err := findLibrary(p)
 	if err != nil {
 		return Node{}, err
 	}

@@ -96,6 +96,32 @@ func TestEditsNameTheHostsPaths(t *testing.T) {
 	}
 }
 
+func TestLibrariesInUnusualPlacesReachContainersToo(t *testing.T) {
+	for _, dir := range libraryDirs() {
+		t.Run(dir, func(t *testing.T) {
+			h := newFakeHost(t)
+			h.remove("driver/usr/lib64")
+			for _, lib := range []string{libraryName, "libnvidia-ml.so." + fakeVersion, "libcuda.so." + fakeVersion} {
+				h.file("driver/"+dir+"/"+lib, "no ELF")
+			}
+			s := h.scanner(fakeNVML(twoCards()...))
+			var err error
+			if s.libraryPath, err = findLibrary(s.paths); err != nil {
+				t.Fatal(err)
+			}
+			node, err := s.scan(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range node.Common.Mounts {
+				if want := "/run/nvidia/driver/" + dir + "/"; !strings.HasPrefix(m.HostPath, want) {
+					t.Errorf("%s is not under %s", m.HostPath, want)
+				}
+			}
+		})
+	}
+}
+
 func TestDRMLinksAreNamedAsTheContainerSeesThem(t *testing.T) {
 	h := newFakeHost(t)
 	s := h.scanner(fakeNVML())
