@@ -194,3 +194,51 @@ func TestADirectoryThatCannotBeMadeIsAnError(t *testing.T) {
 		t.Error("locked a file in a directory that is gone")
 	}
 }
+
+func TestANameThatLeadsElsewhereIsRefused(t *testing.T) {
+	s := set(t, t.TempDir())
+	for _, bad := range []string{"", ".", "..", "../a", "a/b", "/a"} {
+		if _, err := s.Acquire(t.Context(), Name{File: bad}); err == nil {
+			t.Errorf("%q accepted", bad)
+		}
+	}
+}
+
+func TestTheFileOfAKilledHolderIsFoundAndFree(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "claim"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := set(t, dir)
+	h := acquire(t, s, Name{File: "claim", Temporary: true}, Name{File: "gpu"})
+	if files, err := s.Files(); err != nil || strings.Join(files, " ") != "claim gpu" {
+		t.Error(files, err)
+	}
+	h.Release()
+	if files, err := s.Files(); err != nil || strings.Join(files, " ") != "gpu" {
+		t.Error(files, err)
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Files(); err == nil {
+		t.Error("listed a directory that is gone")
+	}
+}
+
+func TestAFailedFlockLeavesTheQueueToTheNext(t *testing.T) {
+	dir := t.TempDir()
+	s := set(t, dir)
+	file := filepath.Join(dir, "gpu")
+	if err := os.Symlink("nowhere/at/all", file); err != nil {
+		t.Fatal(err)
+	}
+	_, err := s.Acquire(t.Context(), Name{File: "gpu"})
+	if err == nil || !strings.Contains(err.Error(), file) {
+		t.Fatal(err)
+	}
+	if err := os.Remove(file); err != nil {
+		t.Fatal(err)
+	}
+	acquire(t, s, Name{File: "gpu"}).Release()
+}

@@ -178,9 +178,9 @@ func TestRecoveryRemovesWhatHasNoRecord(t *testing.T) {
 }
 
 func TestSpecsThatSomeoneRemovedComeBack(t *testing.T) {
-	for name, mend := range map[string]func(*Preparer, *testing.T) error{
-		"at the start": func(p *Preparer, t *testing.T) error { return p.Recover(t.Context()) },
-		"when noticed": func(p *Preparer, t *testing.T) error { return p.Mend(t.Context()) },
+	for name, mend := range map[string]func(*testing.T, *Preparer) error{
+		"at the start": func(t *testing.T, p *Preparer) error { return p.Recover(t.Context()) },
+		"when noticed": func(t *testing.T, p *Preparer) error { return p.Mend(t.Context()) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -189,7 +189,7 @@ func TestSpecsThatSomeoneRemovedComeBack(t *testing.T) {
 			spec := w.specs.of("uid-b")
 			w.specs.clear()
 			w.snapshot.Ready = false // the driver is not there yet after a restart
-			if err := mend(w.plugin(t), t); err != nil {
+			if err := mend(t, w.plugin(t)); err != nil {
 				t.Fatal(err)
 			}
 			if w.specs.of("uid-b") != spec || w.specs.of("uid-a") == "" {
@@ -211,9 +211,9 @@ func recordFile(t *testing.T, w *world, uid string) string {
 }
 
 func TestAnUnreadableRecordHoldsItsGPUUntilItsClaimIsGivenBack(t *testing.T) {
-	for name, resolve := range map[string]func(*Preparer, *testing.T){
-		"by unprepare": func(p *Preparer, t *testing.T) { mustUnprepare(t, p, "uid-bad") },
-		"by prepare, on another GPU": func(p *Preparer, t *testing.T) {
+	for name, resolve := range map[string]func(*testing.T, *Preparer){
+		"by unprepare": func(t *testing.T, p *Preparer) { mustUnprepare(t, p, "uid-bad") },
+		"by prepare, on another GPU": func(t *testing.T, p *Preparer) {
 			mustUnprepare(t, p, "uid-good")
 			mustPrepare(t, p, newClaim("bad", allocated("r", gpu1)))
 		},
@@ -235,7 +235,7 @@ func TestAnUnreadableRecordHoldsItsGPUUntilItsClaimIsGivenBack(t *testing.T) {
 				t.Fatal(err)
 			}
 			mustPrepare(t, p, newClaim("good", allocated("r", gpu1)))
-			resolve(p, t)
+			resolve(t, p)
 			mustPrepare(t, p, newClaim("next", allocated("r", gpu0)))
 			if kept := w.disk.Names(filepath.Join(state, "quarantine")); len(kept) != 1 {
 				t.Errorf("the quarantine holds %q", kept)

@@ -43,11 +43,11 @@ func store(steps []Step) ([]checkpoint.Step, error) {
 func restore(stored []checkpoint.Step) ([]Step, error) {
 	steps := make([]Step, len(stored))
 	for i, s := range stored {
-		make, known := stepKinds[s.Kind]
+		empty, known := stepKinds[s.Kind]
 		if !known {
 			return nil, fmt.Errorf("step %q was recorded by another version of the driver, and this one cannot revert it: install that version again", s.Kind)
 		}
-		steps[i] = make()
+		steps[i] = empty()
 		if err := json.Unmarshal(s.Params, steps[i]); err != nil {
 			return nil, fmt.Errorf("step %q of the record: %w", s.Kind, err)
 		}
