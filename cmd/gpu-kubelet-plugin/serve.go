@@ -58,7 +58,11 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	if err != nil {
 		return err
 	}
-	d, err := driver.New(ctx, cfg, client, m)
+	hardware, err := driver.NewHardware(cfg)
+	if err != nil {
+		return err
+	}
+	d, err := driver.New(ctx, cfg, client, hardware, m)
 	if err != nil {
 		return err
 	}

@@ -65,18 +65,23 @@ type Driver struct {
 
 var _ kubeletplugin.DRAPlugin = &Driver{}
 
-// New wires the rooms together. It writes nothing outside the state directory.
-func New(ctx context.Context, cfg *config.Config, client kubernetes.Interface, m *metrics.Metrics) (*Driver, error) {
-	paths := Paths(cfg)
+// NewHardware is the node that the configuration names: its files, and NVML in a child process of its own.
+func NewHardware(cfg *config.Config) (inventory.Hardware, error) {
 	executable, err := os.Executable()
 	if err != nil {
-		return nil, fmt.Errorf("find the plugin's own binary, which looks at the hardware in a child process: %w", err)
+		return inventory.Hardware{}, fmt.Errorf("find the plugin's own binary, which looks at the hardware in a child process: %w", err)
 	}
-	inv := inventory.New(inventory.Hardware{
+	paths := Paths(cfg)
+	return inventory.Hardware{
 		Scan:        nvidia.Isolated(paths, executable, ScanCommand),
 		Fingerprint: func() string { return nvidia.Fingerprint(paths) },
 		Present:     func() (bool, error) { return nvidia.HasNVIDIADevice(cfg.SysfsRoot) },
-	})
+	}, nil
+}
+
+// New wires the rooms together. It writes nothing outside the state directory.
+func New(ctx context.Context, cfg *config.Config, client kubernetes.Interface, hardware inventory.Hardware, m *metrics.Metrics) (*Driver, error) {
+	inv := inventory.New(hardware)
 	d := &Driver{
 		cfg: cfg, client: client, metrics: m, inv: inv,
 		specs:  cdi.NewStore(cfg.CDIRoot),
@@ -85,7 +90,8 @@ func New(ctx context.Context, cfg *config.Config, client kubernetes.Interface, m
 		gate:   &gate{inv: inv},
 		calls:  newInflight(),
 	}
-	d.preparer, err = d.newPreparer(paths)
+	var err error
+	d.preparer, err = d.newPreparer(Paths(cfg))
 	return d, err
 }
 

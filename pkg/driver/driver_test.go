@@ -1,0 +1,326 @@
+package driver
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes/fake"
+	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
+	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// node is a node in a temporary directory, with a driver on it that talks to a fake API server.
+type node struct {
+	cfg    *config.Config
+	client *fake.Clientset
+	probe  *Probe
+	stop   func() error
+
+	mu   sync.Mutex
+	scan func() (nvidia.Node, error)
+	seen string
+}
+
+// hardware is what the test says; say changes it.
+func (n *node) hardware() inventory.Hardware {
+	return inventory.Hardware{
+		Scan: func(context.Context) (nvidia.Node, error) {
+			n.mu.Lock()
+			defer n.mu.Unlock()
+			return n.scan()
+		},
+		Fingerprint: func() string { n.mu.Lock(); defer n.mu.Unlock(); return n.seen },
+		Present:     func() (bool, error) { return true, nil },
+	}
+}
+
+func (n *node) say(seen string, scan func() (nvidia.Node, error)) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.seen, n.scan = seen, scan
+}
+
+// twoGPUs have /dev/null and /dev/zero for device nodes: what is verified has to be there.
+func twoGPUs() (nvidia.Node, error) {
+	gpu := func(address device.PCIAddress, path string) nvidia.GPU {
+		return nvidia.GPU{
+			GPU:   device.GPU{PCIAddress: address, UUID: "GPU-" + string(address), MemoryBytes: 80 << 30},
+			Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: path}}},
+		}
+	}
+	return nvidia.Node{
+		Driver: device.Driver{Version: "580.65.06", CUDAVersion: "13.0"},
+		GPUs:   []nvidia.GPU{gpu("0000:1b:00.0", "/dev/null"), gpu("0000:43:00.0", "/dev/zero")},
+		Common: specs.ContainerEdits{Env: []string{"NODE=wide"}, DeviceNodes: []*specs.DeviceNode{{Path: "/dev/full"}}},
+	}, nil
+}
+
+func newNode(t *testing.T) *node {
+	t.Helper()
+	dir := t.TempDir()
+	cfg := config.Default()
+	cfg.NodeName, cfg.Namespace, cfg.DaemonSetName, cfg.PodUID = "node", "gpu", "plugin", "uid"
+	cfg.PluginDir, cfg.RegistrarDir, cfg.CDIRoot = filepath.Join(dir, "plugin"), filepath.Join(dir, "registry"), filepath.Join(dir, "cdi")
+	cfg.HookSource, cfg.HookPath = "/bin/true", filepath.Join(cfg.PluginDir, "bin", "nvidia-cdi-hook")
+	cfg.DriverRootMount = cfg.DriverRoot
+	for _, d := range []string{cfg.StateDir(), cfg.RegistrarDir, cfg.CDIRoot} {
+		if err := os.MkdirAll(d, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	client := apiServer()
+	if err := client.Tracker().Add(daemonSet()); err != nil {
+		t.Fatal(err)
+	}
+	n := &node{cfg: cfg, client: client, probe: NewProbe()}
+	n.say("driver", twoGPUs)
+	return n
+}
+
+func (n *node) start(t *testing.T) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	d, err := New(ctx, n.cfg, n.client, n.hardware(), metrics.New("test"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- d.Run(ctx, n.probe) }()
+	n.stop = sync.OnceValue(func() error { cancel(); return <-done })
+	t.Cleanup(func() { _ = n.stop() })
+	eventually(t, "the plugin serves its sockets", func() bool {
+		_, err := os.Stat(filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock"))
+		return err == nil
+	})
+}
+
+func dial(t *testing.T, path string) *grpc.ClientConn {
+	t.Helper()
+	conn, err := grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close() })
+	return conn
+}
+
+// register does what the kubelet does when it finds the socket.
+func (n *node) register(t *testing.T) {
+	t.Helper()
+	client := registerapi.NewRegistrationClient(dial(t, filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock")))
+	info, err := client.GetInfo(t.Context(), &registerapi.InfoRequest{})
+	if err != nil || info.GetName() != DriverName {
+		t.Fatalf("got %v, %v", info, err)
+	}
+	if _, err := client.NotifyRegistrationStatus(t.Context(), &registerapi.RegistrationStatus{PluginRegistered: true}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (n *node) dra(t *testing.T) drapb.DRAPluginClient {
+	t.Helper()
+	return drapb.NewDRAPluginClient(dial(t, filepath.Join(n.cfg.PluginDir, "dra-uid.sock")))
+}
+
+func (n *node) claim(t *testing.T, name string, devices ...string) *drapb.Claim {
+	t.Helper()
+	c := &resourceapi.ResourceClaim{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: name, UID: types.UID("uid-" + name)},
+		Status:     resourceapi.ResourceClaimStatus{Allocation: &resourceapi.AllocationResult{}},
+	}
+	for _, d := range devices {
+		c.Status.Allocation.Devices.Results = append(c.Status.Allocation.Devices.Results,
+			resourceapi.DeviceRequestAllocationResult{Driver: DriverName, Pool: "node", Device: d, Request: "gpu"})
+	}
+	if _, err := n.client.ResourceV1().ResourceClaims("team").Create(t.Context(), c, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	return &drapb.Claim{Namespace: "team", Name: name, Uid: string(c.UID)}
+}
+
+func (n *node) prepare(t *testing.T, c *drapb.Claim) *drapb.NodePrepareResourceResponse {
+	t.Helper()
+	r, err := n.dra(t).NodePrepareResources(t.Context(), &drapb.NodePrepareResourcesRequest{Claims: []*drapb.Claim{c}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r.GetClaims()[c.GetUid()]
+}
+
+func (n *node) unprepare(t *testing.T, c *drapb.Claim) string {
+	t.Helper()
+	r, err := n.dra(t).NodeUnprepareResources(t.Context(), &drapb.NodeUnprepareResourcesRequest{Claims: []*drapb.Claim{c}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r.GetClaims()[c.GetUid()].GetError()
+}
+
+func (n *node) cdiFiles(t *testing.T) []string {
+	t.Helper()
+	entries, err := os.ReadDir(n.cfg.CDIRoot)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	return names
+}
+
+func TestALifeOnANode(t *testing.T) {
+	n := newNode(t)
+	n.start(t)
+	if err := n.probe.isReady(t.Context()); err == nil || !strings.Contains(err.Error(), "kubelet") {
+		t.Errorf("ready before the kubelet knows the plugin: %v", err)
+	}
+	n.register(t)
+	eventually(t, "both GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
+	eventually(t, "the plugin is ready", func() bool { return n.probe.isReady(t.Context()) == nil })
+
+	first, second := n.claim(t, "first", "gpu-0000-1b-00-0"), n.claim(t, "second", "gpu-0000-1b-00-0")
+	answer := n.prepare(t, first)
+	if answer.GetError() != "" || len(answer.GetDevices()) != 1 {
+		t.Fatalf("got %v", answer)
+	}
+	ids := answer.GetDevices()[0].GetCdiDeviceIds()
+	if len(ids) != 2 || ids[0] != "k8s.gpu.nvidia.com/base=driver" || ids[1] != "k8s.gpu.nvidia.com/claim=uid-first-gpu-0000-1b-00-0" {
+		t.Errorf("CDI devices %q", ids)
+	}
+	if refused := n.prepare(t, second).GetError(); !strings.Contains(refused, "team/first") {
+		t.Errorf("a GPU that is held was given again, or its holder not named: %q", refused)
+	}
+
+	// Both specs vanish: the runtime needs them when a container restarts, and nobody calls Prepare then.
+	for _, name := range n.cdiFiles(t) {
+		if err := os.Remove(filepath.Join(n.cfg.CDIRoot, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	eventually(t, "both specs are written again", func() bool { return len(n.cdiFiles(t)) == 2 })
+
+	if msg := n.unprepare(t, first); msg != "" {
+		t.Error(msg)
+	}
+	if a := n.prepare(t, second); a.GetError() != "" {
+		t.Error(a.GetError())
+	}
+	if msg := n.unprepare(t, second); msg != "" {
+		t.Error(msg)
+	}
+	if err := n.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if left := n.cdiFiles(t); len(left) != 1 {
+		t.Errorf("after a stop only the base spec stays: %v", left)
+	}
+	if len(published(t, n.client)) != 2 {
+		t.Error("a plugin that is restarted must not take its slices along")
+	}
+}
+
+func TestWithoutADriverTheKubeletIsToldWhy(t *testing.T) {
+	n := newNode(t)
+	n.say("nothing", func() (nvidia.Node, error) {
+		return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no library", Remedy: "install the driver"}
+	})
+	n.start(t)
+	n.register(t)
+	c := n.claim(t, "early", "gpu-0000-1b-00-0")
+	eventually(t, "the reason is known", func() bool { return strings.Contains(n.prepare(t, c).GetError(), "install the driver") })
+	if err := n.probe.isReady(t.Context()); err == nil || !strings.Contains(err.Error(), "install the driver") {
+		t.Errorf("readiness: %v", err)
+	}
+	if msg := n.unprepare(t, c); msg != "" {
+		t.Errorf("unprepare needs no driver: %s", msg)
+	}
+	if got := published(t, n.client); len(got) != 0 {
+		t.Errorf("published %v", got)
+	}
+	n.say("driver", twoGPUs)
+	eventually(t, "the driver that came late is noticed", func() bool { return n.prepare(t, c).GetError() == "" })
+	eventually(t, "and its GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
+}
+
+func TestAnUninstalledPluginLeavesNothing(t *testing.T) {
+	for name, held := range map[string]bool{"nothing is held": false, "a claim is held": true} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t)
+			n.start(t)
+			n.register(t)
+			eventually(t, "the GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
+			if held {
+				if msg := n.prepare(t, n.claim(t, "held", "gpu-0000-1b-00-0")).GetError(); msg != "" {
+					t.Fatal(msg)
+				}
+			}
+			if err := n.client.AppsV1().DaemonSets("gpu").Delete(t.Context(), "plugin", metav1.DeleteOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			if err := n.stop(); err != nil {
+				t.Fatal(err)
+			}
+			_, err := os.Stat(n.cfg.PluginDir)
+			if gone := os.IsNotExist(err); gone == held {
+				t.Errorf("plugin directory gone: %v", gone)
+			}
+			if files := n.cdiFiles(t); (len(files) == 0) == held {
+				t.Errorf("CDI files: %v", files)
+			}
+		})
+	}
+}
+
+func TestAHookThatTheHostCannotRunClosesTheNode(t *testing.T) {
+	n := newNode(t)
+	n.cfg.HookSource = filepath.Join(t.TempDir(), "missing")
+	n.start(t)
+	n.register(t)
+	c := n.claim(t, "one", "gpu-0000-1b-00-0")
+	eventually(t, "the missing hook is named", func() bool { return strings.Contains(n.prepare(t, c).GetError(), n.cfg.HookSource) })
+	if got := published(t, n.client); len(got) != 0 {
+		t.Errorf("published %v", got)
+	}
+}
+
+func TestAFatalBackgroundErrorEndsRun(t *testing.T) {
+	n := newNode(t)
+	d, err := New(t.Context(), n.cfg, n.client, n.hardware(), metrics.New("test"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- d.Run(t.Context(), n.probe) }()
+	eventually(t, "the plugin serves", func() bool {
+		_, err := os.Stat(filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock"))
+		return err == nil
+	})
+	d.HandleError(t.Context(), recoverable(os.ErrDeadlineExceeded), "publishing")
+	select {
+	case err := <-done:
+		t.Fatalf("a recoverable error ended the plugin: %v", err)
+	case <-time.After(100 * time.Millisecond):
+	}
+	d.HandleError(t.Context(), os.ErrClosed, "the socket failed")
+	if err := <-done; err == nil || !strings.Contains(err.Error(), "the socket failed") {
+		t.Errorf("got %v", err)
+	}
+}
