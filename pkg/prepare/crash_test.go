@@ -1,6 +1,7 @@
 package prepare
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -178,9 +179,9 @@ func TestRecoveryRemovesWhatHasNoRecord(t *testing.T) {
 }
 
 func TestSpecsThatSomeoneRemovedComeBack(t *testing.T) {
-	for name, mend := range map[string]func(*testing.T, *Preparer) error{
-		"at the start": func(t *testing.T, p *Preparer) error { return p.Recover(t.Context()) },
-		"when noticed": func(t *testing.T, p *Preparer) error { return p.Mend(t.Context()) },
+	for name, mend := range map[string]func(*Preparer, context.Context) error{
+		"at the start": (*Preparer).Recover,
+		"when noticed": (*Preparer).Mend,
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -189,7 +190,7 @@ func TestSpecsThatSomeoneRemovedComeBack(t *testing.T) {
 			spec := w.specs.of("uid-b")
 			w.specs.clear()
 			w.snapshot.Ready = false // the driver is not there yet after a restart
-			if err := mend(t, w.plugin(t)); err != nil {
+			if err := mend(w.plugin(t), t.Context()); err != nil {
 				t.Fatal(err)
 			}
 			if w.specs.of("uid-b") != spec || w.specs.of("uid-a") == "" {
@@ -212,8 +213,12 @@ func recordFile(t *testing.T, w *world, uid string) string {
 
 func TestAnUnreadableRecordHoldsItsGPUUntilItsClaimIsGivenBack(t *testing.T) {
 	for name, resolve := range map[string]func(*testing.T, *Preparer){
-		"by unprepare": func(t *testing.T, p *Preparer) { mustUnprepare(t, p, "uid-bad") },
+		"by unprepare": func(t *testing.T, p *Preparer) {
+			t.Helper()
+			mustUnprepare(t, p, "uid-bad")
+		},
 		"by prepare, on another GPU": func(t *testing.T, p *Preparer) {
+			t.Helper()
 			mustUnprepare(t, p, "uid-good")
 			mustPrepare(t, p, newClaim("bad", allocated("r", gpu1)))
 		},

@@ -304,11 +304,14 @@ func TestAClaimWithMoreGPUsThanAFileNameHolds(t *testing.T) {
 		results = append(results, allocated(fmt.Sprint("r", i), address.WholeName()))
 	}
 	p := w.plugin(t)
-	mustPrepare(t, p, newClaim("large", results[:14]...))
-	if held, err := p.Held(); err != nil || held != (Held{Claims: 1, GPUs: 14}) {
+	mustPrepare(t, p, newClaim("large", results[:15]...))
+	if r := w.records(); len(r) != 1 || r[0] != "uid-large_all.json" {
+		t.Fatalf("the test is about another record: %q", r)
+	}
+	if held, err := p.Held(); err != nil || held != (Held{Claims: 1, GPUs: 15}) {
 		t.Error(held, err)
 	}
-	mustPrepare(t, p, newClaim("rest", results[14:]...))
+	mustPrepare(t, p, newClaim("rest", results[15:]...))
 	if _, err := p.Prepare(t.Context(), newClaim("more", results[3])); CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "default/large") {
 		t.Error(err)
 	}
