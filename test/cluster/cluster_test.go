@@ -86,7 +86,9 @@ func nothingIsLeft(t *testing.T) {
 	}
 }
 
-func must(t *testing.T) func(string, error) string {
+// must returns what hands an output on, and ends the test on an error: must(t)(node.Exec(…)).
+func must(t *testing.T) func(output string, err error) string {
+	t.Helper()
 	return func(output string, err error) string {
 		t.Helper()
 		if err != nil {
@@ -179,11 +181,14 @@ func TestANodeLosesItsMemoryAndKeepsItsDiskWhenThePowerIsCut(t *testing.T) {
 
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(time.Minute); !is(); {
-		if time.Now().After(deadline) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	for !is() {
+		select {
+		case <-ctx.Done():
 			t.Fatalf("not within a minute: %s", what)
+		case <-time.After(100 * time.Millisecond):
 		}
-		time.Sleep(100 * time.Millisecond)
 	}
 }
 
@@ -232,19 +237,19 @@ func TestDownCleansUpAfterAToolThatWasKilledAtAnyMoment(t *testing.T) {
 	if _, err := cluster.Build(t.Context(), t.Output()); err != nil {
 		t.Fatal(err)
 	}
-	for _, after := range []time.Duration{20, 100, 300, 700, 1500, 3000} {
+	for _, milliseconds := range []int{20, 100, 300, 700, 1500, 3000} {
 		command := exec.Command(os.Args[0])
 		command.Env = append(os.Environ(), "CLUSTER_TEST_UP=1")
 		if err := command.Start(); err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(after * time.Millisecond) // the moment is the test's input: nothing is waited for
+		<-time.After(time.Duration(milliseconds) * time.Millisecond) // the moment is the test's input: nothing is waited for
 		if err := command.Process.Signal(syscall.SIGKILL); err != nil {
 			t.Fatal(err)
 		}
 		_ = command.Wait()
 		if err := cluster.Down(t.Context(), name); err != nil {
-			t.Fatalf("killed after %dms: %v", after, err)
+			t.Fatalf("killed after %dms: %v", milliseconds, err)
 		}
 		nothingIsLeft(t)
 	}

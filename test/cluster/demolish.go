@@ -57,7 +57,7 @@ func unmountBelow(dir string) error {
 	if err != nil {
 		return fmt.Errorf("list mounts: %w", err)
 	}
-	defer file.Close()
+	defer func() { _ = file.Close() }()
 	var points []string
 	lines := bufio.NewScanner(file)
 	for lines.Scan() {

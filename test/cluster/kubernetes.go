@@ -158,7 +158,7 @@ func (c *Cluster) loadImage(ctx context.Context, spec *machine.Spec, archive str
 	if err != nil {
 		return fmt.Errorf("load image: %w", err)
 	}
-	defer file.Close()
+	defer func() { _ = file.Close() }()
 	var output bytes.Buffer
 	err = spec.Exec(ctx, machine.Streams{In: file, Out: &output, Err: &output}, "ctr", "--namespace=k8s.io", "images", "import", "--local", "--snapshotter=overlayfs", "-")
 	if err != nil {

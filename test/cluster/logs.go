@@ -67,13 +67,13 @@ func copyFile(from, to string) error {
 	if err != nil {
 		return err
 	}
-	defer source.Close()
+	defer func() { _ = source.Close() }()
 	target, err := os.Create(to)
 	if err != nil {
 		return err
 	}
 	if _, err := io.Copy(target, source); err != nil {
-		target.Close()
+		_ = target.Close()
 		return err
 	}
 	return target.Close()

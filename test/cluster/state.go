@@ -107,18 +107,18 @@ func lockDir(ctx context.Context, dir string) (unlock func(), err error) {
 			return nil, err
 		}
 		if err := waitForLock(ctx, file); err != nil {
-			file.Close()
+			_ = file.Close()
 			return nil, fmt.Errorf("wait for another command that holds %s: %w", dir, err)
 		}
 		locked, err := file.Stat()
 		if err != nil {
-			file.Close()
+			_ = file.Close()
 			return nil, err
 		}
 		if current, err := os.Stat(dir); err == nil && os.SameFile(locked, current) {
-			return func() { file.Close() }, nil
+			return func() { _ = file.Close() }, nil
 		}
-		file.Close()
+		_ = file.Close()
 	}
 }
 

@@ -21,7 +21,7 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	defer stop()
 	if err := newCommand().ExecuteContext(ctx); err != nil {
-		var ran commandFailed
+		var ran commandError
 		if errors.As(err, &ran) {
 			os.Exit(ran.ExitCode())
 		}
@@ -30,8 +30,8 @@ func main() {
 	}
 }
 
-// commandFailed is the end of a command that was run on the caller's behalf and has said itself what was wrong.
-type commandFailed struct {
+// commandError is the end of a command that was run on the caller's behalf and has said itself what was wrong.
+type commandError struct {
 	*exec.ExitError
 }
 
@@ -39,7 +39,7 @@ type commandFailed struct {
 func passOn(err error) error {
 	var failed *exec.ExitError
 	if errors.As(err, &failed) && failed.ExitCode() > 0 {
-		return commandFailed{failed}
+		return commandError{failed}
 	}
 	return err
 }

@@ -102,7 +102,7 @@ func showLogs(out io.Writer, dir string, args []string) error {
 		if err != nil {
 			return err
 		}
-		defer file.Close()
+		defer func() { _ = file.Close() }()
 		_, err = io.Copy(out, file)
 		return err
 	}

@@ -74,7 +74,7 @@ func Hierarchies() ([]Hierarchy, error) {
 	if err != nil {
 		return nil, fmt.Errorf("find out the caller's cgroups: %w", err)
 	}
-	defer file.Close()
+	defer func() { _ = file.Close() }()
 	var hierarchies []Hierarchy
 	lines := bufio.NewScanner(file)
 	for lines.Scan() {
@@ -192,8 +192,11 @@ func until(ctx context.Context, done func() (bool, error)) error {
 func killAll(dirs []string) error {
 	for _, dir := range dirs {
 		err := filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
+			if errors.Is(err, fs.ErrNotExist) {
+				return fs.SkipDir // folders vanish while containers end
+			}
 			if err != nil || !entry.IsDir() {
-				return nil // folders vanish while containers end
+				return err
 			}
 			// A frozen process does not die. Only the freezer hierarchy has the file.
 			_ = writeExisting(filepath.Join(path, "freezer.state"), "THAWED")
@@ -217,7 +220,7 @@ func writeExisting(path, content string) error {
 	if err != nil {
 		return err
 	}
-	defer file.Close()
+	defer func() { _ = file.Close() }()
 	_, err = file.WriteString(content)
 	return err
 }

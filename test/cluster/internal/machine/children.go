@@ -61,12 +61,12 @@ func (c *children) start(argv, env []string, logFile string) (*process, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open log: %w", err)
 	}
-	defer log.Close()
+	defer func() { _ = log.Close() }()
 	null, err := os.Open("/dev/null")
 	if err != nil {
 		return nil, err
 	}
-	defer null.Close()
+	defer func() { _ = null.Close() }()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	pid, err := syscall.ForkExec(argv[0], argv, &syscall.ProcAttr{

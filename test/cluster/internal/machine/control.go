@@ -58,7 +58,7 @@ func serveControl(services map[string]*supervised) error {
 }
 
 func answer(connection net.Conn, services map[string]*supervised) {
-	defer connection.Close()
+	defer func() { _ = connection.Close() }()
 	var asked request
 	if err := json.NewDecoder(connection).Decode(&asked); err != nil {
 		log.Printf("control socket: unreadable request: %v", err)
@@ -110,7 +110,7 @@ func (s *Spec) Control(ctx context.Context, verb Verb, service string) error {
 	if err != nil {
 		return fail(fmt.Errorf("the machine does not answer: %w", err))
 	}
-	defer connection.Close()
+	defer func() { _ = connection.Close() }()
 	stop := context.AfterFunc(ctx, func() { _ = connection.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
 	if err := json.NewEncoder(connection).Encode(request{Verb: verb, Service: service}); err != nil {

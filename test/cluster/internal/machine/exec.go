@@ -65,7 +65,7 @@ func (s *Spec) startInside(ctx context.Context, pid int, streams Streams, argv [
 	if err != nil {
 		return nil, fmt.Errorf("open process %d: %w", pid, err)
 	}
-	defer unix.Close(process)
+	defer func() { _ = unix.Close(process) }()
 	if err := unix.Unshare(unix.CLONE_FS); err != nil {
 		return nil, fmt.Errorf("prepare to enter the machine: %w", err)
 	}

@@ -68,7 +68,7 @@ func (s *supervised) watch(process *process, ended chan struct{}) {
 	s.current = nil
 	close(ended)
 	s.mu.Unlock()
-	time.Sleep(restartDelay)
+	<-time.After(restartDelay) // as any supervisor does: a service that cannot run must not use up the CPU
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.wanted || s.current != nil {
@@ -143,7 +143,7 @@ func probe(ctx context.Context, target string) error {
 	if err != nil {
 		return err
 	}
-	defer response.Body.Close()
+	defer func() { _ = response.Body.Close() }()
 	if response.StatusCode != http.StatusOK {
 		return fmt.Errorf("%s answers %s", target, response.Status)
 	}

@@ -58,8 +58,8 @@ func RunStarter(dir string) error {
 	if err := first.Start(); err != nil {
 		return fmt.Errorf("create the machine's namespaces: %w (root rights are needed)", err)
 	}
-	cableRead.Close()
-	verdictWrite.Close()
+	_ = cableRead.Close()
+	_ = verdictWrite.Close()
 	if err := errors.Join(stepAside(spec), plugIn(spec, first.Process.Pid, cableWrite)); err != nil {
 		return errors.Join(err, first.Process.Kill())
 	}

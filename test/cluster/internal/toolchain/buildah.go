@@ -35,11 +35,11 @@ func (c *Cache) runBuildah(ctx context.Context, wanted Dockerfile, runc string, 
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(storage)
+	defer func() { _ = os.RemoveAll(storage) }()
 	if err := clearBuildCgroups(ctx); err != nil {
 		return err
 	}
-	defer clearBuildCgroups(context.WithoutCancel(ctx))
+	defer func() { _ = clearBuildCgroups(context.WithoutCancel(ctx)) }() // the next build tries again
 	libraryDirs, err := filepath.Glob(filepath.Join(root, "usr/lib/*-linux-gnu*"))
 	if err != nil {
 		return err
@@ -167,7 +167,7 @@ func (b buildah) bud(ctx context.Context, progress *Progress, arguments []string
 		said <- text.String()
 	}()
 	err := b.runTo(ctx, writer, writer, arguments)
-	writer.Close()
+	_ = writer.Close()
 	if text := <-said; err != nil {
 		return fmt.Errorf("%w\n%s", err, text)
 	}

@@ -69,7 +69,7 @@ func (c *Cache) Ensure(ctx context.Context, name, key string, build func(dir str
 	if err != nil {
 		return "", fmt.Errorf("create a folder for %s: %w", name, err)
 	}
-	defer os.RemoveAll(partial)
+	defer func() { _ = os.RemoveAll(partial) }()
 	if err := os.Chmod(partial, 0o755); err != nil {
 		return "", err
 	}

@@ -109,7 +109,7 @@ func writeImage(content *image.Image, archive, name string) error {
 		return fmt.Errorf("write image %s: %w", name, err)
 	}
 	if err := content.Write(file, name); err != nil {
-		file.Close()
+		_ = file.Close()
 		return err
 	}
 	return file.Close()
@@ -163,7 +163,7 @@ func interpreter(program string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("find the dynamic loader: %w", err)
 	}
-	defer file.Close()
+	defer func() { _ = file.Close() }()
 	for _, segment := range file.Progs {
 		if segment.Type != elf.PT_INTERP {
 			continue

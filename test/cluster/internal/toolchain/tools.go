@@ -166,7 +166,7 @@ func (c *Cache) seccompEnvironment(ctx context.Context, progress *Progress) ([]s
 	}
 	archives, err := filepath.Glob(filepath.Join(root, "usr/lib/*/libseccomp.a"))
 	if err != nil || len(archives) != 1 {
-		return nil, fmt.Errorf("Debian's libseccomp-dev holds %d static libraries below %s/usr/lib, want one", len(archives), root)
+		return nil, fmt.Errorf("package libseccomp-dev holds %d static libraries below %s/usr/lib, want one", len(archives), root)
 	}
 	script := fmt.Sprintf("#!/bin/sh\ncase \" $* \" in\n*' --cflags '*) echo '-I%s/usr/include' ;;\n*) echo '-L%s -lseccomp' ;;\nesac\n", root, filepath.Dir(archives[0]))
 	answering := filepath.Join(c.Dir, "pkg-config-libseccomp")
