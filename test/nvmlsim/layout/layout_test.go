@@ -158,6 +158,10 @@ func TestTheProcTree(t *testing.T) {
 			t.Errorf("information has no %q:\n%s", line, information)
 		}
 	}
+	const bootID = "proc/sys/kernel/random/boot_id"
+	if own := read(t, "/", bootID); read(t, c.root, bootID) != own {
+		t.Errorf("%s is not the machine's own, %s", bootID, own)
+	}
 	devices := read(t, c.root, "proc/devices")
 	if !regexp.MustCompile(`(?s)^Character devices:\n(.*\n)?195 nvidia\n195 nvidiactl\n.*\n\d{3} nvidia-caps\n.*\nBlock devices:\n`).MatchString(devices) {
 		t.Errorf("proc/devices:\n%s", devices)

@@ -31,11 +31,25 @@ func (c *Config) applyProc(v view) error {
 	if err := writeFile(c.path("proc", "devices"), devices, 0o644); err != nil {
 		return err
 	}
+	if err := c.copyBootID(); err != nil {
+		return err
+	}
 	driver := tree{}
 	if v.loaded {
 		c.drawProcDriver(driver, v)
 	}
 	return driver.apply(c.path("proc", "driver"))
+}
+
+// copyBootID gives the tree the machine's own boot ID. A container that is shown the tree instead of the machine's /proc has no other way to it where
+// the machine's own differs from the kernel's: its own /proc shows the kernel's.
+func (c *Config) copyBootID() error {
+	const name = "sys/kernel/random/boot_id"
+	id, err := os.ReadFile("/proc/" + name)
+	if err != nil {
+		return err
+	}
+	return writeFile(c.path("proc", name), string(id), 0o444)
 }
 
 // drawProcDriver is /proc/driver while the driver is loaded.
