@@ -1,14 +1,18 @@
 package main
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 
 	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -23,13 +27,13 @@ var errOffersNothing = errors.New("this node has NVIDIA GPUs and offers none of 
 func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	format := ""
 	cfg, err := config.Load("gpu-kubelet-plugin inventory", args, os.Environ(), func(f *pflag.FlagSet) {
-		f.StringVarP(&format, "output", "o", "table", "table, or yaml for the ResourceSlices that would be published")
+		f.StringVarP(&format, "output", "o", "table", "table, yaml for the ResourceSlices that would be published, or cdi for the CDI specs that containers would get")
 	})
 	if err != nil {
 		return asUsage(err)
 	}
-	if format != "table" && format != "yaml" {
-		return usageError{fmt.Errorf("--output: %q is neither table nor yaml", format)}
+	if format != "table" && format != "yaml" && format != "cdi" {
+		return usageError{fmt.Errorf("--output: %q is neither table nor yaml nor cdi", format)}
 	}
 	present, err := nvidia.HasNVIDIADevice(cfg.SysfsRoot)
 	if err == nil && !present {
@@ -54,8 +58,40 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 }
 
 func show(out io.Writer, format, nodeName string, node nvidia.Node) error {
-	if format == "yaml" {
+	switch format {
+	case "yaml":
 		return inventory.WriteSlices(out, node, driver.DriverName, nodeName)
+	case "cdi":
+		return writeCDI(out, node)
+	default:
+		return inventory.WriteTable(out, node)
 	}
-	return inventory.WriteTable(out, node)
+}
+
+// previewClaim stands for the claim's UID in the specs that are shown.
+const previewClaim types.UID = "claim"
+
+// writeCDI shows the base spec and the spec of a claim that holds every GPU of the node, as two JSON documents.
+func writeCDI(out io.Writer, node nvidia.Node) error {
+	if len(node.GPUs) == 0 {
+		return nil // a spec without devices is none
+	}
+	devices := make([]cdi.ClaimDevice, len(node.GPUs))
+	for i, g := range node.GPUs {
+		devices[i] = cdi.ClaimDevice{Name: cdi.ClaimDeviceName(previewClaim, g.WholeName(), nil), Edits: g.Edits}
+	}
+	base, claim, err := cdi.Render(node.Common, devices)
+	if err != nil {
+		return err
+	}
+	for _, spec := range [][]byte{base, claim} {
+		var indented bytes.Buffer
+		if err := json.Indent(&indented, spec, "", "  "); err != nil {
+			return fmt.Errorf("write a CDI spec: %w", err)
+		}
+		if _, err := fmt.Fprintln(out, indented.String()); err != nil {
+			return err
+		}
+	}
+	return nil
 }

@@ -72,15 +72,7 @@ func ClaimDeviceID(uid types.UID, device string, shareID *types.UID) string {
 // WriteBase makes edits those of the base spec. They are the spec's, not a device's: the runtime applies them once per container,
 // however many GPUs it has.
 func (s *Store) WriteBase(edits specs.ContainerEdits) error {
-	return s.write(baseFile, &specs.Spec{
-		Kind:           Vendor + "/" + baseClass,
-		ContainerEdits: edits,
-		Devices: []specs.Device{{
-			Name: baseDevice,
-			// A runtime that acts on this variable (the NVIDIA Container Runtime in its older modes) must not add GPUs of its own.
-			ContainerEdits: specs.ContainerEdits{Env: []string{"NVIDIA_VISIBLE_DEVICES=void"}},
-		}},
-	})
+	return s.write(baseFile, baseSpec(edits))
 }
 
 // WriteClaim makes devices those of the claim's spec.
@@ -89,11 +81,7 @@ func (s *Store) WriteClaim(uid types.UID, devices []ClaimDevice) error {
 	if err != nil {
 		return err
 	}
-	spec := &specs.Spec{Kind: Vendor + "/" + claimClass}
-	for _, d := range devices {
-		spec.Devices = append(spec.Devices, specs.Device{Name: d.Name, ContainerEdits: d.Edits})
-	}
-	return s.write(name, spec)
+	return s.write(name, claimSpec(devices))
 }
 
 // RemoveClaim removes a claim's spec. One that is not there is no error.
