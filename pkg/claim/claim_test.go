@@ -93,6 +93,7 @@ func TestWhichConfigurationHolds(t *testing.T) {
 		{"one for the subrequest", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "other", "r/large")}, "r/large", "Long"},
 		{"one for another subrequest", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r/small")}, "r/large", ""},
 		{"one for a subrequest does not hold for a request that begins like it", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r/large")}, "r", ""},
+		{"one of another kind from the class, whose entries the scheduler gives the request's name", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short"), "r"), config(class, kind("MigDeviceConfig"), "r")}, "r", "Short"},
 		{"one of another kind for all requests", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")), config(theClaim, kind("MigDeviceConfig"))}, "r", "Short"},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -70,8 +70,10 @@ func effective(entries []entry, r *resourceapi.DeviceRequestAllocationResult) (v
 			continue
 		}
 		if e.Kind() != kind {
-			if len(e.requests) == 0 {
-				continue // Said of all devices: it is for those of its kind.
+			if len(e.requests) == 0 || !e.fromClaim {
+				// Said of all devices, it is for those of its kind. A class is written without knowing the requests: the scheduler puts
+				// their names into its entries, so the names say nothing about what the author meant.
+				continue
 			}
 			return nil, fmt.Errorf("%s is a %s, but device %s takes a %s: change its kind, or name another request", e.origin, e.Kind(), r.Device, kind)
 		}

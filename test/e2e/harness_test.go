@@ -65,6 +65,14 @@ func (w *world) needSMI(t *testing.T) {
 // bringUp starts a cluster of these nodes with the production image on them. The chart is not installed yet.
 func bringUp(t *testing.T, name string, nodes ...cluster.NodeOptions) *world {
 	t.Helper()
+	return bringUpWith(t, cluster.Options{Name: name, Nodes: nodes})
+}
+
+// bringUpWith is bringUp of a cluster with further options.
+func bringUpWith(t *testing.T, options cluster.Options) *world {
+	t.Helper()
+	name := options.Name
+	options.Output = os.Stderr
 	sim := simulator(t)
 	b, _ := built()
 	archive, err := stand.BuildImage(t.Context(), b.root, os.Stderr)
@@ -74,7 +82,7 @@ func bringUp(t *testing.T, name string, nodes ...cluster.NodeOptions) *world {
 	if err := cluster.Down(t.Context(), name); err != nil {
 		t.Fatal(err)
 	}
-	c, err := cluster.Up(t.Context(), cluster.Options{Name: name, Nodes: nodes, Output: os.Stderr})
+	c, err := cluster.Up(t.Context(), options)
 	w := &world{Cluster: c, root: b.root, sim: sim}
 	t.Cleanup(func() { w.takeDown(t, name) })
 	if err != nil {
