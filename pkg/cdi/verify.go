@@ -53,7 +53,7 @@ func verifyDeviceNode(n *specs.DeviceNode, visible Mapper) error {
 	if n.Major == 0 || !ok {
 		return nil
 	}
-	if major, minor := int64(unix.Major(uint64(s.Rdev))), int64(unix.Minor(uint64(s.Rdev))); major != n.Major || minor != n.Minor {
+	if major, minor := int64(unix.Major(s.Rdev)), int64(unix.Minor(s.Rdev)); major != n.Major || minor != n.Minor {
 		return fmt.Errorf("device node %s on the node has the number %d:%d, not %d:%d", host, major, minor, n.Major, n.Minor)
 	}
 	return nil

@@ -14,7 +14,7 @@ func TestVerifyNamesTheFirstThingThatIsMissing(t *testing.T) {
 	for path, mode := range map[string]os.FileMode{"lib": 0o644, "hook": 0o755, "no-hook": 0o644} {
 		must(t, os.WriteFile(filepath.Join(root, path), nil, mode))
 	}
-	must(t, os.Chmod(filepath.Join(root, "hook"), 0o755)) //nolint:gosec // it is to be executable
+	must(t, os.Chmod(filepath.Join(root, "hook"), 0o755))
 	visible := func(host string) string {
 		if strings.HasPrefix(host, "/dev/") {
 			return host

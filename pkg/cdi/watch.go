@@ -19,10 +19,13 @@ const (
 	settle = 50 * time.Millisecond
 	// lookAgain bounds how long a change can stay unseen that inotify did not tell: a full queue, or a directory that was not there to be watched.
 	lookAgain = 900 * time.Millisecond
+	// rest is the least time between two mendings, so that two who disagree about a spec don't keep the runtime busy with it.
+	rest = 500 * time.Millisecond
 )
 
 // Watch calls mend within a second after someone else removed or altered a spec of ours, until ctx ends. mend is expected to write
-// every spec again that should be there. Changes that this Store made itself are not reported.
+// every spec again that should be there. Changes that this Store made itself are not reported. Of several instances of the plugin only one
+// should watch: they would take each other's base spec for altered.
 //
 // The directory may vanish and come back meanwhile. The looks are cheap: while inotify is quiet and in place nothing is read.
 func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
@@ -30,7 +33,7 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
 	if err != nil {
 		return fmt.Errorf("watch the CDI directory: %w", err)
 	}
-	defer w.Close()
+	defer func() { _ = w.Close() }()
 	log := klog.FromContext(ctx)
 	s.sweep()
 
@@ -45,6 +48,7 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
 	look := time.NewTimer(0)
 	defer look.Stop()
 	dirty := true
+	var rested time.Time
 	for {
 		select {
 		case <-ctx.Done():
@@ -54,7 +58,7 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
 		case <-changed:
 			if !dirty {
 				dirty = true
-				look.Reset(settle)
+				look.Reset(max(settle, time.Until(rested)))
 			}
 		case <-look.C:
 			if now := s.follow(w); dirty || now == nil || !os.SameFile(now, watched) {
@@ -62,6 +66,7 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
 				if lost := s.altered(); len(lost) > 0 {
 					log.Info("CDI specs were removed or altered by someone else, writing them again", "specs", lost)
 					mend(ctx)
+					rested = time.Now().Add(rest)
 				}
 			}
 			dirty = false

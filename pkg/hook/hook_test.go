@@ -71,7 +71,7 @@ func TestInstallWritesOnlyWhatDiffers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer running.Close()
+	defer func() { _ = running.Close() }()
 	if !install(t, h) {
 		t.Error("other bytes were not installed")
 	}

@@ -96,7 +96,7 @@ func running(t *testing.T, f *fakeHardware, test func(i *Inventory, wait func(ti
 		}()
 		synctest.Wait()
 		test(i, func(d time.Duration) {
-			time.Sleep(d) // fake time
+			time.Sleep(d) //nolint:forbidigo // the bubble's fake time
 			synctest.Wait()
 		})
 		cancel()

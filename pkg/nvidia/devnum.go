@@ -8,7 +8,7 @@ import (
 // deviceNumber is the number that a device node stands for.
 func deviceNumber(info fs.FileInfo) uint64 {
 	if s, ok := info.Sys().(*syscall.Stat_t); ok {
-		return uint64(s.Rdev)
+		return s.Rdev
 	}
 	return 0
 }

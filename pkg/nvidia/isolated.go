@@ -100,7 +100,7 @@ func (i *isolated) runChild(ctx context.Context) (Node, error) {
 	if err != nil {
 		return Node{}, fmt.Errorf("describe the paths to scan: %w", err)
 	}
-	child := exec.Command(i.command[0], i.command[1:]...) //nolint:gosec // our own program
+	child := exec.Command(i.command[0], i.command[1:]...)
 	// The pipe stays open until we are done: its end tells the child that the parent is gone.
 	stdin, err := child.StdinPipe()
 	if err != nil {

@@ -22,11 +22,11 @@ const roleVariable = "NVIDIA_TEST_CHILD"
 func TestMain(m *testing.M) {
 	switch os.Getenv(roleVariable) {
 	case "":
-		os.Exit(m.Run())
+		m.Run()
 	case "scan":
 		if err := ServeScan(context.Background(), os.Stdin, os.Stdout); err != nil {
 			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
+			os.Exit(1) //nolint:forbidigo // this process is the child of a test
 		}
 	case "answer":
 		_ = json.NewEncoder(os.Stdout).Encode(report{Node: &Node{Driver: device.Driver{Version: "1.2"}}})
@@ -35,11 +35,11 @@ func TestMain(m *testing.M) {
 		select {}
 	case "crash":
 		fmt.Fprintln(os.Stderr, strings.Repeat("x", 5000)+" symbol lookup error")
-		os.Exit(127)
+		os.Exit(127) //nolint:forbidigo // this process is the child of a test
 	case "nonsense":
-		fmt.Println("hello")
+		fmt.Fprintln(os.Stdout, "hello")
 	case "nothing":
-		fmt.Println("{}")
+		fmt.Fprintln(os.Stdout, "{}")
 	case "hang":
 		fmt.Fprintln(os.Stderr, "hanging")
 		select {}

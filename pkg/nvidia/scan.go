@@ -184,13 +184,13 @@ func toError(ret nvml.Return) error {
 	if ret == nvml.SUCCESS {
 		return nil
 	}
-	return returned(ret)
+	return nvmlError(ret)
 }
 
-// returned is an NVML answer as an error. Its text comes from here, not from the library, which may be gone by then.
-type returned nvml.Return
+// nvmlError is an NVML answer as an error. Its text comes from here, not from the library, which may be gone by then.
+type nvmlError nvml.Return
 
-func (r returned) Error() string {
+func (r nvmlError) Error() string {
 	if text, ok := returnTexts[nvml.Return(r)]; ok {
 		return text
 	}

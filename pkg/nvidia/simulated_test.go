@@ -107,7 +107,7 @@ func (s site) change(edit func(*layout.Config, *state.File) error) {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	defer f.Close()
+	defer func() { _ = f.Close() }()
 	c, err := layout.Load(s.root)
 	if err != nil {
 		s.t.Fatal(err)
