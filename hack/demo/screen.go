@@ -67,7 +67,7 @@ func (s *screen) run(cmd *exec.Cmd, shown string) (string, error) {
 
 // command prepares a command in the checkout with additions to the environment.
 func command(ctx context.Context, root string, env []string, argv ...string) *exec.Cmd {
-	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...) //nolint:gosec // our own commands
+	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	cmd.Dir, cmd.Env = root, append(os.Environ(), env...)
 	return cmd
 }

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -79,7 +80,7 @@ func showPod(ctx context.Context, root string, k kubectl) error {
 	} {
 		if _, err := k.showAs(ctx, "kubectl "+short(root, arguments...), arguments...); err != nil {
 			_, describeErr := k.show(ctx, "describe", "pod/one-gpu")
-			return fmt.Errorf("%w (describe: %v)", err, describeErr)
+			return errors.Join(err, describeErr)
 		}
 	}
 	if _, err := k.show(ctx, "exec", "one-gpu", "--", "nvidia-smi"); err != nil {
@@ -145,7 +146,7 @@ func (k kubectl) allocated(ctx context.Context) (string, error) {
 		return "", err
 	}
 	if len(pod.Status.ResourceClaimStatuses) != 1 || pod.Status.ResourceClaimStatuses[0].ResourceClaimName == nil {
-		return "", fmt.Errorf("Pod one-gpu has no ResourceClaim: %+v", pod.Status.ResourceClaimStatuses)
+		return "", fmt.Errorf("pod one-gpu has no ResourceClaim: %+v", pod.Status.ResourceClaimStatuses)
 	}
 	var claim resourceapi.ResourceClaim
 	if err := k.get(ctx, &claim, "resourceclaim", *pod.Status.ResourceClaimStatuses[0].ResourceClaimName); err != nil {

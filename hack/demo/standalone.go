@@ -77,7 +77,7 @@ func removeStandalone(ctx context.Context, root string) error {
 		return os.RemoveAll(node)
 	}
 	tool := filepath.Join(root, "build/nvmlsim/nvmlsim")
-	if out, err := exec.CommandContext(ctx, tool, "--root", node, "layout", "down").CombinedOutput(); err != nil && !os.IsNotExist(err) { //nolint:gosec // our own tool
+	if out, err := exec.CommandContext(ctx, tool, "--root", node, "layout", "down").CombinedOutput(); err != nil && !os.IsNotExist(err) {
 		return fmt.Errorf("remove the simulated node in %s: %w: %s", node, err, out)
 	}
 	return os.RemoveAll(node)
