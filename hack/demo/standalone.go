@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -40,6 +41,9 @@ func showStandalone(ctx context.Context, root string, s *screen) (*stand.Simulat
 	sim, err := stand.BuildSimulator(ctx, root, s.background("simulator"))
 	if err != nil {
 		return nil, err
+	}
+	if sim.SMI == "" {
+		return nil, errors.New("NVIDIA's nvidia-smi is what the demo shows, and it cannot be fetched from Debian's archive (see above)")
 	}
 	node := standaloneRoot(root)
 	if err := removeStandalone(ctx, root); err != nil {

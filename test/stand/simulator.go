@@ -61,6 +61,10 @@ func BuildSimulator(ctx context.Context, root string, output io.Writer) (*Simula
 	fetch := exec.CommandContext(ctx, s.Tool, "fetch-smi")
 	fetch.Stderr = output
 	path, err := fetch.Output()
+	var failed *exec.ExitError
+	if errors.As(err, &failed) && failed.ExitCode() == exitUnavailable {
+		return s, nil
+	}
 	if err != nil {
 		return nil, fmt.Errorf("fetch nvidia-smi: %w", err)
 	}
@@ -68,12 +72,15 @@ func BuildSimulator(ctx context.Context, root string, output io.Writer) (*Simula
 	return s, nil
 }
 
+// exitUnavailable is how nvmlsim fetch-smi says that Debian's archive cannot be had here; it has said why.
+const exitUnavailable = 4
+
 // LayoutUp is the command that makes a simulated node. model is the name of a node file (dgx-h100); more are further flags of nvmlsim layout up.
 func (s *Simulator) LayoutUp(nodeRoot, model string, more ...string) []string {
 	return append([]string{
 		s.Tool, "layout", "up", "--root", nodeRoot,
 		"--node", filepath.Join(s.source, "nodes", model+".yaml"), "--models", filepath.Join(s.source, "models"),
-		"--lib", s.library, "--smi", s.SMI,
+		"--lib", s.library, "--smi", s.SMI, // none if it is empty
 	}, more...)
 }
 
