@@ -49,7 +49,7 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 		d.askRuntime(ctx)
 		s := d.gate.Snapshot()
 		d.metrics.Inventory(s.Ready, len(s.Node.GPUs))
-		if s.Ready {
+		if s.Ready && !d.superseded.Load() {
 			if err := d.specs.WriteBase(s.Node.Common); err != nil {
 				s.Ready, s.Reason = false, fmt.Sprintf("the node-wide CDI spec cannot be written: %v", err)
 			}
@@ -75,6 +75,9 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 
 // checkHook keeps the hook binary on the host and closes the gate while the host could not run it: containers with a GPU would then fail to start.
 func (d *Driver) checkHook(ctx context.Context) {
+	if d.superseded.Load() {
+		return
+	}
 	changed, err := d.hook.Install()
 	if err == nil {
 		err = d.hook.Check()
@@ -104,6 +107,9 @@ func (d *Driver) askRuntime(ctx context.Context) {
 
 // mend puts specs back that someone removed or altered.
 func (d *Driver) mend(ctx context.Context) {
+	if d.superseded.Load() {
+		return
+	}
 	logger := klog.FromContext(ctx)
 	if s := d.inv.Snapshot(); s.Ready {
 		if err := d.specs.WriteBase(s.Node.Common); err != nil {
@@ -120,6 +126,10 @@ func (d *Driver) publisher() *publisher {
 	return &publisher{
 		client: d.client, nodeName: d.cfg.NodeName, inv: d.gate,
 		turn:    newTurn(d.cfg.PluginDir, time.Now()),
-		onError: d.HandleError, onTurn: d.metrics.Publisher,
+		onError: d.HandleError,
+		onTurn: func(held, superseded bool) {
+			d.metrics.Publisher(held)
+			d.superseded.Store(superseded)
+		},
 	}
 }

@@ -61,6 +61,9 @@ type Driver struct {
 
 	fail   context.CancelCauseFunc
 	helper atomic.Pointer[kubeletplugin.Helper]
+	// superseded is true once a newer instance publishes: what is one per node (base spec, hook) is then that instance's to keep, or the two
+	// would take turns in undoing each other's work.
+	superseded atomic.Bool
 }
 
 var _ kubeletplugin.DRAPlugin = &Driver{}

@@ -8,10 +8,11 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/tools/events"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 )
 
-// nodeEvents writes Events about the plugin's own Node.
+// nodeEvents writes Events about the plugin's own Node and about the claims on it.
 type nodeEvents struct {
 	recorder events.EventRecorder
 	node     *corev1.ObjectReference
@@ -37,6 +38,12 @@ func newNodeEvents(ctx context.Context, client kubernetes.Interface, nodeName st
 
 func (e *nodeEvents) warn(reason, action, message string) {
 	e.recorder.Eventf(e.node, nil, corev1.EventTypeWarning, reason, action, "%s", message)
+}
+
+// warnClaim writes an Event about a claim: the kubelet puts the errors of a Prepare into its Pod's Events, and those of an Unprepare nowhere.
+func (e *nodeEvents) warnClaim(c kubeletplugin.NamespacedObject, reason, action, message string) {
+	ref := &corev1.ObjectReference{APIVersion: "resource.k8s.io/v1", Kind: "ResourceClaim", Namespace: c.Namespace, Name: c.Name, UID: c.UID}
+	e.recorder.Eventf(ref, nil, corev1.EventTypeWarning, reason, action, "%s", message)
 }
 
 func (e *nodeEvents) normal(reason, action, message string) {

@@ -25,7 +25,8 @@ type publisher struct {
 	turn     *turn
 	inv      inventorySource
 	onError  func(ctx context.Context, err error, msg string)
-	onTurn   func(held bool)
+	// onTurn is told when this instance starts and stops to publish, and whether it stops because a newer instance takes over.
+	onTurn func(held, superseded bool)
 }
 
 // Run publishes until the context ends. changed wakes it when the inventory has changed.
@@ -42,10 +43,10 @@ func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
 			}
 			return fmt.Errorf("take the publisher's turn: %w", err)
 		}
-		p.onTurn(true)
+		p.onTurn(true, false)
 		logger.Info("Publishing this node's ResourceSlices", "pool", p.nodeName)
 		err := p.publish(ctx, changed)
-		p.onTurn(false)
+		p.onTurn(false, err == nil && ctx.Err() == nil)
 		p.turn.Release(ctx)
 		if err != nil {
 			return err

@@ -92,7 +92,7 @@ func TestSlicesFollowTheInventory(t *testing.T) {
 	changed := make(chan struct{}, 1)
 	p := &publisher{
 		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()),
-		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool) {},
+		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool, bool) {},
 	}
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error)
