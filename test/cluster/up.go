@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"os"
 	"slices"
 
 	"golang.org/x/sync/errgroup"
@@ -19,6 +20,9 @@ import (
 func Up(ctx context.Context, options Options) (*Cluster, error) {
 	options, err := options.complete()
 	if err != nil {
+		return nil, err
+	}
+	if err := needRoot(); err != nil {
 		return nil, err
 	}
 	programs, err := Build(ctx, options.Output)
@@ -115,12 +119,22 @@ func Down(ctx context.Context, name string) error {
 	if !clusterName.MatchString(name) {
 		return fmt.Errorf("there can be no cluster named %q", name)
 	}
+	if err := needRoot(); err != nil {
+		return err
+	}
 	unlock, err := lockDir(ctx, clusterDir(name))
 	if err != nil {
 		return err
 	}
 	defer unlock()
 	return demolish(ctx, name)
+}
+
+func needRoot() error {
+	if os.Geteuid() != 0 {
+		return errors.New("a cluster needs root, for namespaces, mounts and links: run this with sudo -E")
+	}
+	return nil
 }
 
 // powerOff ends the machines and removes the links, and leaves the files.

@@ -104,8 +104,20 @@ func overlay(spec *Spec, name, target string) error {
 	if err := os.Chmod(upper, info.Mode().Perm()|info.Mode()&fs.ModeSticky); err != nil {
 		return err
 	}
-	return mount("overlay", target, "overlay", 0, fmt.Sprintf("lowerdir=/%s,upperdir=%s,workdir=%s", name, upper, work))
+	err = mount("overlay", target, "overlay", 0, fmt.Sprintf("lowerdir=/%s,upperdir=%s,workdir=%s", name, upper, work))
+	switch {
+	case err == nil:
+		return nil
+	case neededTops[name]:
+		return fmt.Errorf("%w (the file system of %s must be one that can hold an overlay's upper layer, such as ext4 or xfs)", err, spec.Dir)
+	default:
+		// Some file systems, a network share or FUSE mount for one, cannot be a lower layer.
+		return readOnlyBind("/"+name, target)
+	}
 }
+
+// neededTops are the folders that a machine must be able to write to.
+var neededTops = map[string]bool{"etc": true, "usr": true, "opt": true, "tmp": true}
 
 // mountVar gives the machine a /var of its own on its disk, and /run in memory.
 func mountVar(spec *Spec, root string) error {
