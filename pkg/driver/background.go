@@ -58,7 +58,7 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 		case s.Ready:
 			if reason != "" {
 				logger.Info("Devices are offered", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version)
-				d.events.normal("DevicesAvailable", "Publish", fmt.Sprintf("%d GPUs are offered (driver %s)", len(s.Node.GPUs), s.Node.Driver.Version))
+				d.events.normal("DevicesAvailable", fmt.Sprintf("%d GPUs are offered (driver %s)", len(s.Node.GPUs), s.Node.Driver.Version))
 			}
 			reason = ""
 			select {
@@ -68,7 +68,7 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 		case s.Reason != reason:
 			reason = s.Reason
 			logger.Info("No devices are offered", "reason", reason)
-			d.events.warn("DevicesUnavailable", "Publish", "No GPUs are offered: "+reason)
+			d.events.warn("DevicesUnavailable", "No GPUs are offered: "+reason)
 		}
 	}
 }

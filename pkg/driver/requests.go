@@ -68,7 +68,7 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 	d.metrics.Request(metrics.Unprepare, took, string(prepare.CauseOf(err)))
 	if err != nil {
 		logger.Error(err, "Could not unprepare the claim")
-		d.events.warnClaim(c, "UnprepareFailed", "Unprepare", err.Error())
+		d.events.warnClaim(c, "UnprepareFailed", err.Error())
 		return err
 	}
 	d.countHeld(ctx)

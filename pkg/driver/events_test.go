@@ -1,0 +1,69 @@
+package driver
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// said is what the Events about an object say.
+func (n *node) said(t *testing.T, kind, name string) []string {
+	t.Helper()
+	list, err := n.client.CoreV1().Events("").List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var texts []string
+	for _, e := range list.Items {
+		if e.InvolvedObject.Kind == kind && e.InvolvedObject.Name == name {
+			texts = append(texts, e.Reason+": "+e.Message)
+		}
+	}
+	return texts
+}
+
+func (n *node) hears(t *testing.T, kind, name, reason, part string) {
+	t.Helper()
+	eventually(t, reason+" with "+part, func() bool {
+		return slices.ContainsFunc(n.said(t, kind, name), func(e string) bool { return strings.HasPrefix(e, reason+": ") && strings.Contains(e, part) })
+	})
+}
+
+func TestEveryReasonIsAnEvent(t *testing.T) {
+	n := newNode(t)
+	lacks := func(what string) func() (nvidia.Node, error) {
+		return func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: what} }
+	}
+	n.say("one", lacks("no library"))
+	n.start(t)
+	n.hears(t, "Node", "node", "DevicesUnavailable", "no library")
+	n.say("two", lacks("no device node"))
+	n.hears(t, "Node", "node", "DevicesUnavailable", "no device node")
+	n.say("three", twoGPUs)
+	n.hears(t, "Node", "node", "DevicesAvailable", "2 GPUs")
+}
+
+func TestAClaimThatStaysSaysWhy(t *testing.T) {
+	n := newNode(t)
+	n.start(t)
+	n.register(t)
+	eventually(t, "both GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
+	c := n.claim(t, "c", "gpu-0000-1b-00-0")
+	if answer := n.prepare(t, c); answer.GetError() != "" {
+		t.Fatal(answer.GetError())
+	}
+	record := filepath.Join(n.cfg.StateDir(), "claims", c.GetUid()+"_gpu-0000-1b-00-0.json")
+	if err := os.WriteFile(record, []byte(`{"formatVersion":99}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if n.unprepare(t, c) == "" {
+		t.Fatal("gave back what it cannot read")
+	}
+	n.hears(t, "ResourceClaim", "c", "UnprepareFailed", "format version 99")
+}
