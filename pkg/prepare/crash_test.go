@@ -236,7 +236,7 @@ func TestAnUnreadableRecordHoldsItsGPUUntilItsClaimIsGivenBack(t *testing.T) {
 				t.Error("nobody was told")
 			}
 			_, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0)))
-			if CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "uid-bad") {
+			if CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "uid-bad") || !strings.Contains(err.Error(), "is unreadable") {
 				t.Fatal(err)
 			}
 			mustPrepare(t, p, newClaim("good", allocated("r", gpu1)))

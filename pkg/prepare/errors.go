@@ -75,12 +75,17 @@ type HeldError struct {
 	UID     types.UID
 	// Holder is namespace/name, empty if the holder's record cannot be read.
 	Holder string
+	// Unreadable is why it cannot.
+	Unreadable error
 }
 
 func (e *HeldError) Error() string {
 	holder := "claim " + e.Holder + " (UID " + string(e.UID) + ")"
 	if e.Holder == "" {
-		holder = "the claim with UID " + string(e.UID) + ", whose record cannot be read,"
+		holder = "the claim with UID " + string(e.UID) + ", whose record cannot be read"
+		if e.Unreadable != nil {
+			holder += " (" + e.Unreadable.Error() + ")"
+		}
 	}
 	return fmt.Sprintf("request %s: device %s is held by %s: it is free again when the last Pod of that claim has ended on this node", e.Request, e.Device, holder)
 }

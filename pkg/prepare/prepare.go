@@ -178,10 +178,13 @@ func (p *Preparer) free(c *resourceapi.ResourceClaim, r checkpoint.Record) error
 				continue
 			}
 			refusal := &HeldError{Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID}
-			if holder, found, err := p.Records.Load(e.ClaimUID); err == nil && found {
-				if e.Inexact() && !slices.Contains(holder.Holds(), d.GPU) {
-					continue
-				}
+			holder, found, err := p.Records.Load(e.ClaimUID)
+			switch {
+			case err != nil:
+				refusal.Unreadable = err
+			case found && e.Inexact() && !slices.Contains(holder.Holds(), d.GPU):
+				continue
+			case found:
 				refusal.Holder = holder.Namespace + "/" + holder.Name
 			}
 			return because(CauseHeld, "%w", refusal)
