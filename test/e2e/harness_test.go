@@ -163,7 +163,8 @@ func (w *world) node(t *testing.T, name string) *cluster.Node {
 	return n
 }
 
-// namespace makes a namespace for one test and removes it, with all Pods in it, at the test's end.
+// namespace makes a namespace for one test. At the test's end it is removed: when no Pod is left in it, the next test begins; the rest takes Kubernetes
+// some seconds for which nobody needs to wait.
 func (w *world) namespace(t *testing.T) string {
 	t.Helper()
 	ns, err := w.Client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "t-"}}, metav1.CreateOptions{})
@@ -177,9 +178,21 @@ func (w *world) namespace(t *testing.T) string {
 			out, _ := w.Kubectl(ctx, "-n", ns.Name, "describe", "pods,resourceclaims")
 			t.Logf("what is in namespace %s:\n%s\nplugins:\n%s", ns.Name, out, w.pluginLogs(t))
 		}
-		if _, err := w.Kubectl(ctx, "delete", "namespace", ns.Name, "--timeout=90s"); err != nil {
+		if err := w.Client.CoreV1().Namespaces().Delete(ctx, ns.Name, metav1.DeleteOptions{}); err != nil {
 			t.Errorf("namespace %s does not end: %v", ns.Name, err)
+			return
 		}
+		eventually(t, 90*time.Second, "no Pod is left in namespace "+ns.Name, func() (bool, string) {
+			pods, err := w.Client.CoreV1().Pods(ns.Name).List(ctx, metav1.ListOptions{})
+			if err != nil {
+				return false, err.Error()
+			}
+			var left []string
+			for _, p := range pods.Items {
+				left = append(left, p.Name)
+			}
+			return len(left) == 0, strings.Join(left, " ")
+		})
 	})
 	return ns.Name
 }
