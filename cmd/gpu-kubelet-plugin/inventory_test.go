@@ -17,8 +17,11 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// TestMain lets the test binary be the child that looks at the hardware, as the plugin's binary is.
+// TestMain lets the test binary be the child that looks at the hardware, as the plugin's binary is, or the plugin itself.
 func TestMain(m *testing.M) {
+	if os.Getenv(asPlugin) != "" {
+		main()
+	}
 	if len(os.Args) == 2 && os.Args[1] == driver.ScanCommand {
 		os.Exit(run(context.Background(), os.Args[1:], os.Stdout, os.Stderr)) //nolint:forbidigo // this process is the child of a test
 	}

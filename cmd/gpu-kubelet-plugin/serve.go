@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"syscall"
 	"time"
 
 	"k8s.io/client-go/kubernetes"
@@ -120,8 +121,12 @@ func makeDirectories(cfg *config.Config) error {
 			return fmt.Errorf("--%s: %s cannot be written to: %w", flag, dir, err)
 		}
 	}
-	if info, err := os.Stat(cfg.RegistrarDir); err != nil || !info.IsDir() {
-		return fmt.Errorf("--registrar-dir: %s is not the kubelet's plugin registration directory: %w", filepath.Clean(cfg.RegistrarDir), errors.Join(err, errors.New("is the kubelet's root directory another one on this node?")))
+	info, err := os.Stat(cfg.RegistrarDir)
+	if err == nil && !info.IsDir() {
+		err = syscall.ENOTDIR
+	}
+	if err != nil {
+		return fmt.Errorf("--registrar-dir: %s is not the kubelet's plugin registration directory (is the kubelet's root directory another one on this node?): %w", filepath.Clean(cfg.RegistrarDir), err)
 	}
 	return nil
 }
