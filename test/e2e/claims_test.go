@@ -1,0 +1,74 @@
+package e2e
+
+import (
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+)
+
+// Nodes of the suite TestClaims.
+const (
+	h100  = "h100"  // eight alike GPUs
+	mixed = "mixed" // four different ones
+	plain = "plain" // none
+)
+
+// probeDir is where the nodes have the compiled testdata/probe.c.
+const probeDir = "/opt/probe"
+
+// TestClaims: what users can ask for, and that their containers get this and nothing else.
+func TestClaims(t *testing.T) {
+	sim := simulator(t)
+	nodes := []cluster.NodeOptions{
+		sim.Node(h100, "dgx-h100"),
+		sim.Node(mixed, "mixed"),
+		// The chart's values name directories that such a node has too. Its PCI bus has a network card and an NVSwitch, which is NVIDIA's but no GPU.
+		{Name: plain, BootHook: []string{"/bin/sh", "-ec", `
+			mkdir -p /var/lib/nvmlsim/proc
+			device() {
+				mkdir -p "/var/lib/nvmlsim/sys/bus/pci/devices/$1"
+				echo "$2" >"/var/lib/nvmlsim/sys/bus/pci/devices/$1/vendor"
+				echo "$3" >"/var/lib/nvmlsim/sys/bus/pci/devices/$1/class"
+			}
+			device 0000:65:00.0 0x8086 0x020000
+			device 0000:66:00.0 0x10de 0x068000`}},
+	}
+	probe := buildProbe(t)
+	for i := range nodes {
+		nodes[i].Mounts = []cluster.Mount{{Source: probe, Target: probeDir}}
+	}
+	w := start(t, "e2e-claims", nodes...)
+	w.offers(t, h100, 8)
+	w.offers(t, mixed, 4)
+
+	t.Run("a Pod sees the one GPU that its claim was allocated", w.testOneGPU)
+	t.Run("without a claim there is nothing to see", w.testNoClaim)
+	t.Run("a container opens the devices of its claim and no other", w.testIsolation)
+	t.Run("a container without any privilege uses its GPU", w.testUnprivileged)
+	t.Run("eight Pods take eight GPUs, and the ninth waits for its turn", w.testNinePods)
+	t.Run("a Deployment takes two GPUs a Pod", w.testDeployment)
+	t.Run("claims select by attributes and capacity", w.testSelectors)
+	t.Run("claims constrain devices to each other", w.testConstraints)
+	t.Run("a prioritized list takes the first that can be met", w.testPrioritizedList)
+	t.Run("admin access looks at GPUs that others hold", w.testAdminAccess)
+	t.Run("containers of a Pod share claims out", w.testContainers)
+	t.Run("two Pods share one claim", w.testSharedClaim)
+	t.Run("a claim has devices of another driver too", w.testOtherDriver)
+	t.Run("a node without a GPU idles", w.testPlainNode)
+	t.Run("the API server keeps every node's slices as they are", w.testSlicesOfEveryNode)
+	t.Run("a plugin's token writes the slices of its own node only", w.testForgedSlices)
+	t.Run("Pods ask with resource limits", w.testExtendedResource)
+}
+
+// buildProbe compiles testdata/probe.c and returns the folder that it lies in.
+func buildProbe(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	build := exec.CommandContext(t.Context(), "gcc", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "probe"), filepath.Join("testdata", "probe.c"), "-ldl")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("build the probe: %v\n%s", err, out)
+	}
+	return dir
+}

@@ -1,0 +1,48 @@
+package e2e
+
+import (
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// limits asks for GPUs as manifests did before claims.
+func limits(count string) func(*corev1.Pod) {
+	return func(p *corev1.Pod) {
+		c := waitingContainer("main")
+		c.Resources.Limits = corev1.ResourceList{"nvidia.com/gpu": resource.MustParse(count)}
+		p.Spec.Containers = append(p.Spec.Containers, c)
+	}
+}
+
+func (w *world) testExtendedResource(t *testing.T) {
+	w.needSMI(t)
+	u := w.tenant(t)
+	// As the chart comes, nobody offers this resource.
+	u.pod("early", limits("1"))
+	u.unschedulable("early", "Insufficient nvidia.com/gpu")
+
+	w.install(t, "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu")
+	u.running("early")
+	u.pod("two", onNode(h100), limits("2"))
+	u.running("two")
+	for pod, count := range map[string]int{"early": 1, "two": 2} {
+		status := u.get(pod).Status.ExtendedResourceClaimStatus
+		if status == nil {
+			t.Fatalf("Pod %s has no claim behind its limits", pod)
+		}
+		claim, err := w.Client.ResourceV1().ResourceClaims(u.namespace).Get(t.Context(), status.ResourceClaimName, metav1.GetOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		allocated := w.sortedUUIDs(t, claim)
+		if len(allocated) != count {
+			t.Errorf("Pod %s was allocated %v, want %d", pod, allocated, count)
+		}
+		u.sees(pod, "", allocated)
+	}
+	u.pod("nine", onNode(h100), limits("9"))
+	u.unschedulable("nine", "cannot allocate all claims")
+}

@@ -1,0 +1,115 @@
+package e2e
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/utils/ptr"
+)
+
+// probe runs testdata/probe.c in a container and returns its verdict on each name.
+func (u tenant) probe(pod, container, what string, names ...string) map[string]string {
+	u.t.Helper()
+	out := u.mustExec(u.t, u.namespace, pod, container, append([]string{probeDir + "/probe", what}, names...)...)
+	verdicts := map[string]string{}
+	for line := range strings.Lines(out) {
+		name, verdict, _ := strings.Cut(strings.TrimSpace(line), " ")
+		verdicts[name] = verdict
+	}
+	return verdicts
+}
+
+// expect compares verdicts of the probe with the wanted ones.
+func (u tenant) expect(pod, container, what string, want map[string]string) {
+	u.t.Helper()
+	got := u.probe(pod, container, what, slices.Sorted(maps.Keys(want))...)
+	if !maps.Equal(got, want) {
+		u.t.Errorf("probe %s in container %q of Pod %s: %v, want %v", what, container, pod, got, want)
+	}
+}
+
+// The simulated device nodes have the real driver's numbers and no driver behind them, so that open says how far it came: ENXIO past every check,
+// EPERM stopped by the container's device cgroup, ENOENT nothing there.
+func (w *world) testIsolation(t *testing.T) {
+	u := w.tenant(t)
+	u.template("one", oneGPU)
+	u.pod("stranger", onNode(h100), container("main"), hostPath("probe", probeDir))
+	u.pod("owner", onNode(h100), fromTemplate("gpu", "one"), container("main", "gpu"), container("side"), hostPath("probe", probeDir))
+	u.running("stranger", "owner")
+
+	// The nodes of the GPU and of one that nobody was given, as the machine numbers them.
+	minors := map[string]int{}
+	for i, address := range []string{"1b", "43", "52", "61", "9d", "c3", "d1", "df"} {
+		minors["gpu-0000-"+address+"-00-0"] = i
+	}
+	device := u.claimOf(t, u.namespace, "owner", "gpu").Status.Allocation.Devices.Results[0].Device
+	mine, ok := minors[device]
+	if !ok {
+		t.Fatalf("device %s is none of the node's", device)
+	}
+	other := (mine + 1) % len(minors)
+
+	// What is there by itself.
+	own, foreign := fmt.Sprintf("/dev/nvidia%d", mine), fmt.Sprintf("/dev/nvidia%d", other)
+	control := []string{"/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"}
+	given, nothing := map[string]string{own: "ENXIO", foreign: "ENOENT"}, map[string]string{own: "ENOENT", foreign: "ENOENT"}
+	for _, path := range control {
+		given[path], nothing[path] = "ENXIO", "ENOENT"
+	}
+	u.expect("owner", "main", "open", given)
+	u.expect("owner", "side", "open", nothing)
+	u.expect("stranger", "main", "open", nothing)
+
+	// Root in a container may make device nodes, here as everywhere. It does not help.
+	uvm := strings.TrimSpace(w.on(t, h100, "stat", "-c", "%Hr %Lr", "/dev/nvidia-uvm"))
+	mknod := fmt.Sprintf("mknod /tmp/own c 195 %d && mknod /tmp/foreign c 195 %d && mknod /tmp/ctl c 195 255 && mknod /tmp/uvm c %s", mine, other, uvm)
+	for _, c := range []struct{ pod, container, verdict string }{
+		{"owner", "main", "ENXIO"}, {"owner", "side", "EPERM"}, {"stranger", "main", "EPERM"},
+	} {
+		u.sh(c.pod, c.container, mknod)
+		u.expect(c.pod, c.container, "open", map[string]string{"/tmp/own": c.verdict, "/tmp/ctl": c.verdict, "/tmp/uvm": c.verdict, "/tmp/foreign": "EPERM"})
+	}
+
+	// The driver's libraries are found by name, as programs ask for them, and only where a claim is.
+	libraries := []string{"libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1"}
+	for _, library := range libraries {
+		u.expect("owner", "main", "load", map[string]string{library: "OK"})
+		for _, c := range []struct{ pod, container string }{{"owner", "side"}, {"stranger", "main"}} {
+			if verdict := u.probe(c.pod, c.container, "load", library)[library]; !strings.Contains(verdict, "No such file") {
+				t.Errorf("container %s of Pod %s loads %s: %s", c.container, c.pod, library, verdict)
+			}
+		}
+	}
+	if w.sim.SMI != "" {
+		u.sees("owner", "main", u.allocated("owner", "gpu"))
+	}
+}
+
+func (w *world) testUnprivileged(t *testing.T) {
+	u := w.tenant(t)
+	u.template("one", oneGPU)
+	u.pod("user", onNode(h100), fromTemplate("gpu", "one"), container("main", "gpu"), hostPath("probe", probeDir), func(p *corev1.Pod) {
+		p.Spec.Containers[0].SecurityContext = &corev1.SecurityContext{
+			RunAsUser: ptr.To(int64(12345)), RunAsGroup: ptr.To(int64(12345)), RunAsNonRoot: ptr.To(true),
+			ReadOnlyRootFilesystem: ptr.To(true), AllowPrivilegeEscalation: ptr.To(false),
+			Capabilities:   &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
+			SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault},
+		}
+	})
+	u.running("user")
+	// It is what it should be…
+	if id := u.sh("user", "", "id -u; grep ^CapEff /proc/1/status; touch /here 2>&1 || true"); !strings.Contains(id, "12345") ||
+		!strings.Contains(id, "CapEff:\t0000000000000000") || !strings.Contains(id, "Read-only file system") {
+		t.Errorf("the container is not as it should be:\n%s", id)
+	}
+	// …and has its GPU all the same.
+	u.expect("user", "", "load", map[string]string{"libcuda.so.1": "OK"})
+	u.expect("user", "", "open", map[string]string{"/dev/nvidiactl": "ENXIO", "/dev/nvidia-uvm": "ENXIO", "/dev/nvidia-uvm-tools": "ENXIO"})
+	if w.sim.SMI != "" {
+		u.sees("user", "", u.allocated("user", "gpu"))
+	}
+}

@@ -1,0 +1,281 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	authorizationv1 "k8s.io/api/authorization/v1"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/yaml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+)
+
+// pluginOn is the one Pod of the driver on a node.
+func (w *world) pluginOn(t *testing.T, node string) corev1.Pod {
+	t.Helper()
+	list, err := w.Client.CoreV1().Pods(stand.Namespace).List(t.Context(), metav1.ListOptions{
+		LabelSelector: "app.kubernetes.io/component=kubelet-plugin", FieldSelector: "spec.nodeName=" + node,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(list.Items) != 1 {
+		t.Fatalf("%d plugins on node %s", len(list.Items), node)
+	}
+	return list.Items[0]
+}
+
+// idleMemory is the most anonymous memory, in KiB, that the plugin may take on a node that has nothing for it to do.
+const idleMemory = 16 << 10
+
+var anonymous = regexp.MustCompile(`RssAnon:\s+(\d+) kB`)
+
+func (w *world) testPlainNode(t *testing.T) {
+	pod := w.pluginOn(t, plain)
+	if status := pod.Status.ContainerStatuses[0]; !status.Ready || status.RestartCount != 0 {
+		t.Errorf("the plugin idles not in peace: %+v", status)
+	}
+	if slices := w.slices(t, plain); len(slices) != 0 {
+		t.Errorf("the node has no GPU, and its slices are %v", slices)
+	}
+	if out := w.on(t, plain, "find", "/var/run/cdi", "/var/lib/kubelet/plugins", "/var/lib/kubelet/plugins_registry", "-mindepth", "1"); out != "" {
+		t.Errorf("the idle plugin has made %s", out)
+	}
+	// Every process of the binary, so that a child would count too.
+	status := w.on(t, plain, "/bin/sh", "-c", `for p in /proc/[0-9]*; do
+		if [ "$(readlink $p/exe)" = /usr/bin/gpu-kubelet-plugin ]; then cat $p/status; fi; done`)
+	found := anonymous.FindAllStringSubmatch(status, -1)
+	if len(found) != 1 {
+		t.Fatalf("%d processes of the plugin, want 1:\n%s", len(found), status)
+	}
+	kib, err := strconv.Atoi(found[0][1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("the idle plugin holds %d KiB of anonymous memory", kib)
+	if kib > idleMemory {
+		t.Errorf("the idle plugin holds %d KiB of anonymous memory, want at most %d", kib, idleMemory)
+	}
+}
+
+func (w *world) testSlicesOfEveryNode(t *testing.T) {
+	dir := t.TempDir()
+	plugin := filepath.Join(dir, "gpu-kubelet-plugin")
+	build := exec.CommandContext(t.Context(), "go", "build", "-o", plugin, "./cmd/gpu-kubelet-plugin")
+	build.Dir = w.root
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("build the plugin: %v\n%s", err, out)
+	}
+	files, err := filepath.Glob(filepath.Join(w.root, "test", "nvmlsim", "nodes", "*.yaml"))
+	if err != nil || len(files) < 7 {
+		t.Fatalf("the node files: %v (%v)", files, err)
+	}
+	for _, file := range files {
+		model := strings.TrimSuffix(filepath.Base(file), ".yaml")
+		t.Run(model, func(t *testing.T) {
+			for _, slice := range w.wouldPublish(t, plugin, filepath.Join(dir, model), model) {
+				w.keeps(t, slice)
+			}
+		})
+	}
+}
+
+// wouldPublish lays a node out and asks the plugin's inventory for the slices that it would publish there.
+func (w *world) wouldPublish(t *testing.T, plugin, root, model string) []*resourceapi.ResourceSlice {
+	t.Helper()
+	// A driver root with a dev/ of its own: nothing of this machine is touched.
+	up := w.sim.LayoutUp(root, model, "--kind", "container")
+	if out, err := exec.CommandContext(t.Context(), up[0], up[1:]...).CombinedOutput(); err != nil {
+		t.Fatalf("lay the node out: %v\n%s", err, out)
+	}
+	inventory := exec.CommandContext(t.Context(), plugin, "inventory", "-o", "yaml", "--node-name", "layout-"+model,
+		"--driver-root", filepath.Join(root, "driver"), "--sysfs-root", filepath.Join(root, "sys"), "--proc-root", filepath.Join(root, "proc"))
+	inventory.Stderr = os.Stderr
+	out, err := inventory.Output()
+	if err != nil {
+		t.Fatalf("inventory: %v\n%s", err, out)
+	}
+	var slices []*resourceapi.ResourceSlice
+	devices := 0
+	for document := range strings.SplitSeq(string(out), "---\n") {
+		if strings.TrimSpace(document) == "" {
+			continue
+		}
+		slice := &resourceapi.ResourceSlice{}
+		if err := yaml.UnmarshalStrict([]byte(document), slice); err != nil {
+			t.Fatalf("%v in\n%s", err, document)
+		}
+		slices = append(slices, slice)
+		devices += len(slice.Spec.Devices)
+	}
+	file, err := os.ReadFile(filepath.Join(w.root, "test", "nvmlsim", "nodes", model+".yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var node struct {
+		GPUs []any `json:"gpus"`
+	}
+	if err := yaml.Unmarshal(file, &node); err != nil {
+		t.Fatal(err)
+	}
+	if devices == 0 || devices != len(node.GPUs) {
+		t.Fatalf("the node has %d GPUs and would publish %d devices", len(node.GPUs), devices)
+	}
+	return slices
+}
+
+// keeps stores a slice and reads it again: nothing of it may have been refused, dropped or changed.
+func (w *world) keeps(t *testing.T, slice *resourceapi.ResourceSlice) {
+	t.Helper()
+	client := w.Client.ResourceV1().ResourceSlices()
+	if _, err := client.Create(t.Context(), slice, metav1.CreateOptions{FieldValidation: metav1.FieldValidationStrict}); err != nil {
+		t.Fatalf("the API server refuses the slice: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := client.Delete(context.WithoutCancel(t.Context()), slice.Name, metav1.DeleteOptions{}); err != nil {
+			t.Error(err)
+		}
+	})
+	stored, err := client.Get(t.Context(), slice.Name, metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !equality.Semantic.DeepEqual(stored.Spec, slice.Spec) {
+		t.Errorf("stored as\n%+v\nand not as\n%+v", stored.Spec, slice.Spec)
+	}
+}
+
+// as is a client with a token of the plugin's account, bound to its Pod if there is one.
+func (w *world) as(t *testing.T, pod *corev1.Pod, account string) kubernetes.Interface {
+	t.Helper()
+	request := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: ptr.To(int64(600))}}
+	if pod != nil {
+		request.Spec.BoundObjectRef = &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: pod.Name, UID: pod.UID}
+	}
+	token, err := w.Client.CoreV1().ServiceAccounts(stand.Namespace).CreateToken(t.Context(), account, request, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	config, err := w.RESTConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+	config = rest.AnonymousClientConfig(config)
+	config.BearerToken = token.Status.Token
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return client
+}
+
+func (w *world) testForgedSlices(t *testing.T) {
+	pod := w.pluginOn(t, h100)
+	plugin := w.as(t, &pod, pod.Spec.ServiceAccountName)
+	unbound := w.as(t, nil, pod.Spec.ServiceAccountName)
+	own, theirs := w.slices(t, h100)[0], w.slices(t, mixed)[0]
+	dry := []string{metav1.DryRunAll}
+
+	create := func(node *string, driver string) func(kubernetes.Interface) error {
+		return func(c kubernetes.Interface) error {
+			slice := &resourceapi.ResourceSlice{
+				ObjectMeta: metav1.ObjectMeta{GenerateName: "forged-"},
+				Spec: resourceapi.ResourceSliceSpec{
+					Driver: driver, NodeName: node, Pool: resourceapi.ResourcePool{Name: "forged", Generation: 1, ResourceSliceCount: 1},
+					Devices: []resourceapi.Device{{Name: "gpu-forged"}},
+				},
+			}
+			if node == nil {
+				slice.Spec.AllNodes = ptr.To(true)
+			}
+			_, err := c.ResourceV1().ResourceSlices().Create(t.Context(), slice, metav1.CreateOptions{DryRun: dry})
+			return err
+		}
+	}
+	update := func(slice resourceapi.ResourceSlice) func(kubernetes.Interface) error {
+		return func(c kubernetes.Interface) error {
+			slice := slice.DeepCopy()
+			slice.Spec.Devices[0].Attributes["productName"] = resourceapi.DeviceAttribute{StringValue: ptr.To("forged")}
+			_, err := c.ResourceV1().ResourceSlices().Update(t.Context(), slice, metav1.UpdateOptions{DryRun: dry})
+			return err
+		}
+	}
+	remove := func(slice resourceapi.ResourceSlice) func(kubernetes.Interface) error {
+		return func(c kubernetes.Interface) error {
+			return c.ResourceV1().ResourceSlices().Delete(t.Context(), slice.Name, metav1.DeleteOptions{DryRun: dry})
+		}
+	}
+	removeAll := func(node string) func(kubernetes.Interface) error {
+		return func(c kubernetes.Interface) error {
+			return c.ResourceV1().ResourceSlices().DeleteCollection(t.Context(), metav1.DeleteOptions{DryRun: dry},
+				metav1.ListOptions{FieldSelector: "spec.driver=gpu.nvidia.com,spec.nodeName=" + node})
+		}
+	}
+	ownOnly := fmt.Sprintf("The plugin on node %q may write only the ResourceSlices of that node.", h100)
+	for name, c := range map[string]struct {
+		client  kubernetes.Interface
+		write   func(kubernetes.Interface) error
+		refusal string // empty: allowed
+	}{
+		"creates its own":                         {plugin, create(ptr.To(h100), "gpu.nvidia.com"), ""},
+		"updates its own":                         {plugin, update(own), ""},
+		"deletes its own":                         {plugin, remove(own), ""},
+		"deletes all of its own":                  {plugin, removeAll(h100), ""},
+		"creates another node's":                  {plugin, create(ptr.To(mixed), "gpu.nvidia.com"), ownOnly},
+		"updates another node's":                  {plugin, update(theirs), ownOnly},
+		"deletes another node's":                  {plugin, remove(theirs), ownOnly},
+		"deletes all of another node's":           {plugin, removeAll(mixed), ownOnly},
+		"creates one for all nodes":               {plugin, create(nil, "gpu.nvidia.com"), ownOnly},
+		"speaks for another driver":               {plugin, create(ptr.To(h100), "nic.example.com"), "only the ResourceSlices of driver gpu.nvidia.com"},
+		"has a token that is bound to no node":    {unbound, create(ptr.To(h100), "gpu.nvidia.com"), "bound to no node"},
+		"is the administrator, of no concern":     {w.Client, create(ptr.To(mixed), "gpu.nvidia.com"), ""},
+		"is the administrator, of another driver": {w.Client, create(ptr.To(mixed), "nic.example.com"), ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			switch err := c.write(c.client); {
+			case c.refusal == "" && err != nil:
+				t.Errorf("refused: %v", err)
+			case c.refusal != "" && !apierrors.IsForbidden(err):
+				t.Errorf("got %v, want it forbidden", err)
+			case c.refusal != "" && !strings.Contains(err.Error(), c.refusal):
+				t.Errorf("forbidden with %q, want %q", err, c.refusal)
+			}
+		})
+	}
+	t.Run("reads and writes nothing else", func(t *testing.T) {
+		for _, a := range []authorizationv1.ResourceAttributes{
+			{Verb: "get", Resource: "secrets", Namespace: stand.Namespace},
+			{Verb: "list", Resource: "pods"},
+			{Verb: "update", Resource: "nodes", Name: h100},
+			{Verb: "list", Group: "resource.k8s.io", Resource: "resourceclaims"},
+			{Verb: "update", Group: "resource.k8s.io", Resource: "resourceclaims", Subresource: "status", Namespace: "default"},
+			{Verb: "update", Group: "resource.k8s.io", Resource: "deviceclasses"},
+			{Verb: "create", Resource: "pods", Namespace: stand.Namespace},
+		} {
+			review := &authorizationv1.SelfSubjectAccessReview{Spec: authorizationv1.SelfSubjectAccessReviewSpec{ResourceAttributes: &a}}
+			answer, err := plugin.AuthorizationV1().SelfSubjectAccessReviews().Create(t.Context(), review, metav1.CreateOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if answer.Status.Allowed {
+				t.Errorf("the plugin may %s %s/%s %s", a.Verb, a.Group, a.Resource, a.Subresource)
+			}
+		}
+	})
+}

@@ -1,0 +1,241 @@
+package e2e
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
+)
+
+// wish is a claim and what may be allocated to it.
+type wish struct {
+	node    string // empty: any
+	devices string // the YAML of spec.devices
+	count   int
+	// among are the devices that may be allocated, as node/device.
+	among []string
+	// same and distinct are attributes that all allocated devices have with one value, or each with its own.
+	same, distinct resourceapi.QualifiedName
+	request        string // how the results name their request, if that matters
+}
+
+// gpus asks for a number of GPUs that satisfy the CEL expressions.
+func gpus(count int, expressions ...string) string {
+	var selectors []string
+	for _, e := range expressions {
+		selectors = append(selectors, fmt.Sprintf("{cel: {expression: %q}}", e))
+	}
+	return fmt.Sprintf("requests: [{name: gpus, exactly: {deviceClassName: gpu.nvidia.com, count: %d, selectors: [%s]}}]", count, strings.Join(selectors, ", "))
+}
+
+// names are devices of a node by their PCI bus numbers.
+func names(node string, buses ...string) []string {
+	var all []string
+	for _, bus := range buses {
+		all = append(all, node+"/gpu-0000-"+bus+"-00-0")
+	}
+	return all
+}
+
+// A few names for the expressions of the tests.
+const (
+	product    = `device.attributes["gpu.nvidia.com"].productName`
+	memory     = `device.capacity["gpu.nvidia.com"].memory`
+	numa       = `device.attributes["resource.kubernetes.io"].numaNode`
+	pcieRoot   = resourceapi.QualifiedName("resource.kubernetes.io/pcieRoot")
+	numaNode   = resourceapi.QualifiedName("resource.kubernetes.io/numaNode")
+	constraint = "\nconstraints: [{requests: [gpus], %s: %s}]"
+)
+
+func match(a resourceapi.QualifiedName) string { return fmt.Sprintf(constraint, "matchAttribute", a) }
+func distinct(a resourceapi.QualifiedName) string {
+	return fmt.Sprintf(constraint, "distinctAttribute", a)
+}
+
+// grant makes the claims with a Pod each, all at once, and checks what they were allocated and what the Pods see.
+func (u tenant) grant(wishes map[string]wish) {
+	u.t.Helper()
+	for name, wish := range wishes {
+		u.template(name, wish.devices)
+		parts := []func(*corev1.Pod){fromTemplate("gpus", name)}
+		if wish.node != "" {
+			parts = append(parts, onNode(wish.node))
+		}
+		u.pod(name, parts...)
+	}
+	for name, wish := range wishes {
+		u.running(name)
+		u.check(name, wish)
+		if u.sim.SMI != "" {
+			u.sees(name, "", u.allocated(name, "gpus"))
+		}
+	}
+}
+
+func (u tenant) check(name string, wish wish) {
+	u.t.Helper()
+	results := u.claimOf(u.t, u.namespace, name, "gpus").Status.Allocation.Devices.Results
+	if len(results) != wish.count {
+		u.t.Errorf("claim %s was allocated %d devices, want %d: %v", name, len(results), wish.count, results)
+	}
+	values := map[resourceapi.QualifiedName]sets.Set[string]{wish.same: {}, wish.distinct: {}}
+	for _, r := range results {
+		if !slices.Contains(wish.among, r.Pool+"/"+r.Device) {
+			u.t.Errorf("claim %s was allocated %s/%s, want %v", name, r.Pool, r.Device, wish.among)
+		}
+		if wish.request != "" && r.Request != wish.request {
+			u.t.Errorf("claim %s was allocated for request %s, want %s", name, r.Request, wish.request)
+		}
+		for attribute, set := range values {
+			if a, ok := u.devices(u.t, r.Pool)[r.Device].Attributes[attribute]; ok {
+				set.Insert(a.String())
+			}
+		}
+	}
+	if wish.same != "" && values[wish.same].Len() != 1 {
+		u.t.Errorf("claim %s: %s has the values %v, want one", name, wish.same, values[wish.same])
+	}
+	if wish.distinct != "" && values[wish.distinct].Len() != wish.count {
+		u.t.Errorf("claim %s: %s has the values %v, want one a device", name, wish.distinct, values[wish.distinct])
+	}
+}
+
+// refuse makes claims that no free device satisfies, with a Pod each, and checks that the Pods wait.
+func (u tenant) refuse(wishes map[string]wish) {
+	u.t.Helper()
+	for name, wish := range wishes {
+		u.template(name, wish.devices)
+		parts := []func(*corev1.Pod){fromTemplate("gpus", name)}
+		if wish.node != "" {
+			parts = append(parts, onNode(wish.node))
+		}
+		u.pod(name, parts...)
+	}
+	for name := range wishes {
+		u.waits(name)
+	}
+}
+
+var (
+	lowerH100 = names(h100, "1b", "43", "52", "61") // of NUMA node 0
+	upperH100 = names(h100, "9d", "c3", "d1", "df") // of NUMA node 1
+	allH100   = slices.Concat(lowerH100, upperH100)
+)
+
+func (w *world) testSelectors(t *testing.T) {
+	u := w.tenant(t)
+	chosen := *w.devices(t, h100)["gpu-0000-52-00-0"].Attributes["uuid"].StringValue
+	u.grant(map[string]wish{
+		"uuid":         {devices: gpus(1, `device.attributes["gpu.nvidia.com"].uuid == "`+chosen+`"`), count: 1, among: names(h100, "52")},
+		"product-name": {devices: gpus(1, product+` == "NVIDIA L4"`), count: 1, among: names(mixed, "32")},
+		"little":       {devices: gpus(1, memory+`.compareTo(quantity("16Gi")) < 0`), count: 1, among: names(mixed, "ca")},
+		"much":         {devices: gpus(2, memory+`.compareTo(quantity("60Gi")) >= 0`, numa+" == 1"), count: 2, among: upperH100},
+		"capability":   {devices: gpus(1, `device.attributes["gpu.nvidia.com"].cudaComputeCapability == semver("8.0.0")`, memory+`.compareTo(quantity("24Gi")) == 0`), count: 1, among: names(mixed, "31")},
+		"old-driver":   {devices: gpus(1, `device.attributes["gpu.nvidia.com"].driverVersion.isLessThan(semver("560.0.0"))`, product+`.contains("A100")`), count: 1, among: names(mixed, "17")},
+	})
+	u.refuse(map[string]wish{
+		"absent-product": {devices: gpus(1, product+` == "NVIDIA B200"`)},
+		"too-much":       {devices: gpus(1, memory+`.compareTo(quantity("80Gi")) >= 0`)},
+		"absent-numa":    {devices: gpus(1, numa+" == 2")},
+		"wrong-place":    {devices: gpus(1, product+`.contains("H100")`), node: plain},
+	})
+}
+
+func (w *world) testConstraints(t *testing.T) {
+	u := w.tenant(t)
+	u.grant(map[string]wish{
+		"one-root":   {node: mixed, devices: gpus(2) + match(pcieRoot), count: 2, among: names(mixed, "31", "32"), same: pcieRoot},
+		"one-socket": {node: h100, devices: gpus(4) + match(numaNode), count: 4, among: allH100, same: numaNode},
+	})
+	u.refuse(map[string]wish{
+		"no-other-pair":   {node: mixed, devices: gpus(2) + match(pcieRoot)},
+		"no-five-of-four": {node: h100, devices: gpus(5) + match(numaNode)},
+	})
+	v := w.tenant(t)
+	u.end("one-root", "one-socket", "no-other-pair", "no-five-of-four")
+	v.grant(map[string]wish{
+		"three-roots": {node: mixed, devices: gpus(3) + distinct(pcieRoot), count: 3, among: names(mixed, "17", "31", "32", "ca"), distinct: pcieRoot},
+		"two-sockets": {node: h100, devices: gpus(2) + distinct(numaNode), count: 2, among: allH100, distinct: numaNode},
+	})
+	v.refuse(map[string]wish{
+		"no-third-socket": {node: h100, devices: gpus(3) + distinct(numaNode)},
+	})
+}
+
+// end deletes Pods and returns when they are gone.
+func (u tenant) end(pods ...string) {
+	u.t.Helper()
+	if _, err := u.Kubectl(u.t.Context(), append([]string{"-n", u.namespace, "delete", "pods", "--timeout=60s"}, pods...)...); err != nil {
+		u.t.Fatal(err)
+	}
+}
+
+// firstAvailable asks for the first of several kinds of GPU, each given by name and CEL expression.
+func firstAvailable(kinds ...[2]string) string {
+	var subrequests []string
+	for _, kind := range kinds {
+		subrequests = append(subrequests, fmt.Sprintf("{name: %s, deviceClassName: gpu.nvidia.com, selectors: [{cel: {expression: %q}}]}", kind[0], kind[1]))
+	}
+	return "requests: [{name: gpu, firstAvailable: [" + strings.Join(subrequests, ", ") + "]}]"
+}
+
+func (w *world) testPrioritizedList(t *testing.T) {
+	u := w.tenant(t)
+	b200, l4, any := [2]string{"b200", product + `.contains("B200")`}, [2]string{"l4", product + ` == "NVIDIA L4"`}, [2]string{"any", "true"}
+	t4 := [2]string{"t4", product + `.contains("T4")`}
+	u.grant(map[string]wish{
+		"second": {devices: firstAvailable(b200, t4, any), count: 1, among: names(mixed, "ca"), request: "gpu/t4"},
+		"first":  {devices: firstAvailable(l4, any), count: 1, among: names(mixed, "32"), request: "gpu/l4"},
+	})
+	// Now that the only L4 is taken, the same list is met by what comes next on it; a list that ends there is not met.
+	u.grant(map[string]wish{
+		"next": {node: mixed, devices: firstAvailable(l4, any), count: 1, among: names(mixed, "17", "31"), request: "gpu/any"},
+	})
+	u.refuse(map[string]wish{"none": {devices: firstAvailable(b200, l4)}})
+}
+
+func (w *world) testAdminAccess(t *testing.T) {
+	const everything = `requests: [{name: gpus, exactly: {deviceClassName: gpu.nvidia.com, allocationMode: All, adminAccess: true}}]`
+	u := w.tenant(t)
+	if err := u.tryClaim("look", everything); err == nil || !strings.Contains(err.Error(), "resource.kubernetes.io/admin-access: true") {
+		t.Errorf("admin access in an ordinary namespace: %v", err)
+	}
+	u.template("all", gpus(8))
+	u.pod("user", onNode(h100), fromTemplate("gpus", "all"))
+	u.running("user")
+
+	admin := w.tenant(t)
+	label := []byte(`{"metadata": {"labels": {"resource.kubernetes.io/admin-access": "true"}}}`)
+	if _, err := w.Client.CoreV1().Namespaces().Patch(t.Context(), admin.namespace, "application/strategic-merge-patch+json", label, metav1.PatchOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	admin.template("look", everything)
+	admin.pod("look", onNode(h100), fromTemplate("gpus", "look"))
+	admin.running("look")
+	held := u.allocated("user", "gpus")
+	if got := admin.allocated("look", "gpus"); len(held) != 8 || !slices.Equal(got, held) {
+		t.Errorf("the user holds %v, and the administrator looks at %v", held, got)
+	}
+	if w.sim.SMI != "" {
+		admin.sees("look", "", held)
+		u.sees("user", "", held)
+	}
+	// An administrator who looks takes nothing away: not while looking, and not by ending before the GPUs' holder.
+	admin.end("look")
+	if w.sim.SMI != "" {
+		u.sees("user", "", held)
+	}
+	u.end("user")
+	admin.pod("look", onNode(h100), fromTemplate("gpus", "look"))
+	admin.running("look")
+	u.pod("user-2", onNode(h100), fromTemplate("gpus", "all"))
+	u.running("user-2")
+	if w.sim.SMI != "" {
+		u.sees("user-2", "", held)
+	}
+}
