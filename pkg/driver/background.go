@@ -9,8 +9,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// runtimeInterval is how often the container runtime is asked again whether it injects CDI specs.
-const runtimeInterval = time.Minute
+// How often the hook is looked at and the container runtime is asked again whether it injects CDI specs: seldom while both are as they should be, soon
+// after someone may have followed the advice otherwise.
+const (
+	runtimeInterval = time.Minute
+	mendedInterval  = 5 * time.Second
+)
 
 // startBackground starts the driver's loops; each ends with the context, and Wait returns when all have.
 func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
@@ -34,23 +38,27 @@ func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 // follow does what a change of the inventory asks for: first the base spec, so that the first Pod already gets all of it, then the slices.
 func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 	logger := klog.FromContext(ctx)
-	tick := time.NewTicker(runtimeInterval)
-	defer tick.Stop()
-	reason := ""
+	reason, unwritable := "", false
 	for {
 		// Before the first look there is nothing to say: the inventory's first answer wakes this loop too.
+		pause := runtimeInterval
+		if d.gate.Closed() || unwritable {
+			pause = mendedInterval
+		}
 		select {
 		case <-ctx.Done():
 			return
 		case <-d.inv.Changed():
-		case <-tick.C:
+		case <-time.After(pause):
 		}
 		d.checkHook(ctx)
 		d.askRuntime(ctx)
 		s := d.gate.Snapshot()
 		d.metrics.Inventory(s.Ready, len(s.Node.GPUs))
+		unwritable = false
 		if s.Ready && !d.superseded.Load() {
 			if err := d.specs.WriteBase(s.Node.Common); err != nil {
+				unwritable = true
 				s.Ready, s.Reason = false, fmt.Sprintf("the node-wide CDI spec cannot be written: %v", err)
 			}
 		}

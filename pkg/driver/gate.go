@@ -30,6 +30,13 @@ func (g *gate) Close(source, reason string) {
 	g.reasons[source] = reason
 }
 
+// Closed says whether anything besides the hardware forbids to offer it.
+func (g *gate) Closed() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return len(g.reasons) > 0
+}
+
 // Snapshot is the inventory's, with all that closes the gate as further reasons.
 func (g *gate) Snapshot() inventory.Snapshot {
 	s := g.inv.Snapshot()

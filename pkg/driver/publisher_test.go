@@ -151,12 +151,12 @@ func TestGateSpeaksForEveryReason(t *testing.T) {
 	}
 	g.Close("runtime", "CDI is off")
 	g.Close("hook", "noexec")
-	if s := g.Snapshot(); s.Ready || s.Reason != "noexec; CDI is off" {
+	if s := g.Snapshot(); s.Ready || !g.Closed() || s.Reason != "noexec; CDI is off" {
 		t.Errorf("got %v, %q", s.Ready, s.Reason)
 	}
 	g.Close("runtime", "")
 	g.Close("hook", "")
-	if s := g.Snapshot(); !s.Ready {
+	if s := g.Snapshot(); !s.Ready || g.Closed() {
 		t.Errorf("still closed: %q", s.Reason)
 	}
 }
