@@ -16,6 +16,8 @@ export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 LINT := $(CACHE)/bin/golangci-lint-$(shell cat hack/tools/go.mod hack/tools/go.sum | sha256sum | cut -c1-12)
 CLUSTER := $(GO) run ./test/cluster/cmd/cluster
 
+# What unit tests alone must cover of pkg/, in percent.
+COVERAGE := 80
 UNIT := ./api/... ./cmd/... ./pkg/... ./hack/... ./test/chart/... ./test/cluster/...
 
 .DEFAULT_GOAL := help
@@ -49,8 +51,9 @@ test: test-unit test-sim test-e2e ## Run every test: unit, simulated GPU, real c
 .PHONY: test-unit
 test-unit: toolchain ## Unit and chart tests, with the race detector and the coverage of pkg/
 	@mkdir -p $(BUILD)
-	HELM=$$($(CLUSTER) program helm) $(GO) test -race -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
-	@$(GO) tool cover -func=$(BUILD)/cover.out | tail -n 1
+	helm=$$($(CLUSTER) program helm) && \
+	HELM=$$helm $(GO) test -race -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
+	@$(GO) tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
 
 .PHONY: test-sim
 test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers and the conformance suite
