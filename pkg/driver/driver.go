@@ -148,6 +148,9 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 		return fmt.Errorf("recover the records in %s: %w", d.cfg.StateDir(), err)
 	}
 	d.countHeld(ctx)
+	// Before the first call of the kubelet: no Pod may slip through while nobody knows yet that the runtime would ignore its GPUs.
+	d.checkHook(ctx)
+	d.askRuntime(ctx)
 
 	// Background work ends before Run does; the gRPC servers get a context of their own, so that calls under way outlive the signal.
 	serving, stopServing := context.WithCancel(context.WithoutCancel(ctx))
