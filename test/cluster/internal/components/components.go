@@ -2,8 +2,8 @@
 // pure: it renders, and others write and start.
 //
 // The cluster is a small real one: authorization by Node and RBAC, the NodeRestriction admission plugin, the aggregation layer, bound
-// ServiceAccount tokens, and the beta and alpha versions of the resource API too. It has no DNS and no kube-proxy: Pods reach each other by address, and the
-// API server under the Service "kubernetes".
+// ServiceAccount tokens, and the beta and alpha versions of the resource API too. It has no DNS and no kube-proxy: Pods reach each other by
+// address, and the API server under the Service "kubernetes".
 package components
 
 import (
