@@ -31,7 +31,7 @@ func (e *ClaimsHeldError) Error() string {
 		more = fmt.Sprintf(" and %d more", len(list)-shown)
 		list = list[:shown]
 	}
-	return fmt.Sprintf("%d ResourceClaims hold devices of %s: %s%s; delete their Pods and claims first, or uninstall with --set uninstall.force=true, which leaves on the nodes what running Pods need",
+	return fmt.Sprintf("%d ResourceClaims hold devices of %s: %s%s. Nothing was removed. Delete their Pods and claims and uninstall again; or keep the release, which helm has noted as uninstalling, with helm rollback to its last revision; or uninstall with --no-hooks, which leaves on the nodes what running Pods need",
 		len(e.Claims), DriverName, strings.Join(list, ", "), more)
 }
 

@@ -39,7 +39,7 @@ func TestUninstallRefusesWhileClaimsHoldDevices(t *testing.T) {
 	if !errors.As(err, &held) || len(held.Claims) != 1 || held.Claims[0] != "team/training" {
 		t.Fatalf("got %v", err)
 	}
-	for _, word := range []string{"team/training", "uninstall.force"} {
+	for _, word := range []string{"team/training", "helm rollback", "--no-hooks"} {
 		if !strings.Contains(err.Error(), word) {
 			t.Errorf("%q does not name %q", err, word)
 		}
