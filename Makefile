@@ -56,9 +56,9 @@ test-unit: toolchain ## Unit and chart tests, with the race detector and the cov
 	@$(GO) tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
 
 .PHONY: test-sim
-test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers and the conformance suite
+test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the conformance suite, and hwcheck run against it
 	$(MAKE) --no-print-directory -C test/nvmlsim
-	$(GO) test ./test/nvmlsim/...
+	$(GO) test ./test/nvmlsim/... ./test/hwcheck/...
 
 .PHONY: test-e2e
 test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)

@@ -1,0 +1,372 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
+)
+
+// session is one check of one machine.
+type session struct {
+	options
+	programs programs
+	work     string
+	progress io.Writer
+
+	report facts.Report
+	// shown is what programs printed, for the report.
+	shown []printed
+}
+
+type printed struct{ title, language, text string }
+
+// check does it all and returns the exit code. An error is something that kept the check from taking place.
+func check(ctx context.Context, o options, out, progress io.Writer) (code int, err error) {
+	fmt.Fprintf(progress, "%s\n\n", promise)
+	s := &session{options: o, progress: progress}
+	s.report = facts.Report{Format: facts.CurrentFormat, Date: time.Now().UTC().Format(time.DateOnly), Machine: look(o)}
+	places, empty := findPlaces(o)
+	if len(s.report.Machine.PCI) == 0 && len(places) == 0 && len(deviceNodes("/dev")) == 0 {
+		fmt.Fprintf(out, "There is no NVIDIA GPU on this machine: none on the PCI bus (%s), no /dev/nvidia*, and no %s below any of %s. Nothing was checked.\n",
+			filepath.Join(o.sysfs, "bus/pci/devices"), nvmlName, strings.Join(empty, ", "))
+		return exitNoGPU, nil
+	}
+	if s.work, err = os.MkdirTemp("", "hwcheck-"); err != nil {
+		return exitDiffered, fmt.Errorf("make a temporary folder: %w", err)
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(s.work)) }()
+	self, err := os.Executable()
+	if err != nil {
+		return exitDiffered, fmt.Errorf("find this program: %w", err)
+	}
+	if s.programs, err = unpack(self, s.work); err != nil {
+		return exitDiffered, err
+	}
+	if s.models == "" {
+		s.models = filepath.Join(filepath.Dir(self), "models")
+	}
+	version := s.programs.run(ctx, plugin, "version")
+	if version.err != nil {
+		return exitDiffered, fmt.Errorf("%s does not start here (it needs glibc 2.34 or later, and TMPDIR must name a folder not mounted noexec): %s", plugin, version.said())
+	}
+	s.report.Plugin = strings.TrimSpace(version.stdout)
+	s.checkAll(ctx, places, empty)
+	if err := ctx.Err(); err != nil {
+		return exitDiffered, fmt.Errorf("interrupted: %w", err)
+	}
+	return s.finish(out)
+}
+
+func (s *session) add(name string, verdict facts.Verdict, format string, args ...any) {
+	c := facts.Check{Name: name, Verdict: verdict, Detail: fmt.Sprintf(format, args...)}
+	s.report.Checks = append(s.report.Checks, c)
+	fmt.Fprintf(s.progress, "%-10s %s: %s\n", c.Verdict, c.Name, c.Detail)
+}
+
+func (s *session) show(title, language, text string) {
+	s.shown = append(s.shown, printed{title, language, strings.TrimRight(text, "\n")})
+}
+
+func (s *session) checkAll(ctx context.Context, places []place, empty []string) {
+	specs := s.findDriver(ctx, places, empty)
+	if s.report.Driver == nil {
+		return
+	}
+	s.checkNVML(ctx)
+	offered := s.checkInventory(ctx)
+	if specs == "" {
+		return // findDriver has said why
+	}
+	if set := s.checkSpecs(specs, offered); set != nil && len(offered) > 0 {
+		s.checkContainers(ctx, set, offered)
+	}
+}
+
+// inventory asks the plugin what it makes of a driver root.
+func (s *session) inventory(ctx context.Context, root, format string) outcome {
+	args := []string{
+		"inventory", "-o", format, "--node-name=hwcheck", "--driver-root=" + root, "--sysfs-root=" + s.sysfs, "--proc-root=" + s.proc,
+		"--hook-path=" + s.programs.path(hook),
+	}
+	if s.devRoot != "" {
+		args = append(args, "--dev-root="+s.devRoot)
+	}
+	return s.programs.run(ctx, plugin, args...)
+}
+
+// findDriver takes the place that the plugin makes the fullest CDI specs from, else the first one that has the library. It returns the specs.
+// A library below /usr/local/nvidia, say, is found from / as well, but nvidia-smi and the firmware beside it are not.
+func (s *session) findDriver(ctx context.Context, places []place, empty []string) string {
+	const name = "a driver is found"
+	if len(places) == 0 {
+		s.add(name, facts.Failed, "%s is below none of %s; name the driver's root with --driver-root", nvmlName, strings.Join(empty, ", "))
+		return ""
+	}
+	specs, chosen, most := "", 0, -1
+	passed := make([]string, len(places))
+	for i, p := range places {
+		if !isDevice(filepath.Join(devRoot(s.options, p.root), "dev/nvidiactl")) {
+			passed[i] = p.root + ": no device node nvidiactl"
+			continue
+		}
+		result := s.inventory(ctx, p.root, "cdi")
+		if result.err != nil || !strings.HasPrefix(result.stdout, "{") {
+			passed[i] = p.root + ": " + result.said()
+			continue
+		}
+		mounts := strings.Count(result.stdout, `"containerPath"`)
+		passed[i] = fmt.Sprintf("%s: the CDI specs from there have %d mounts", p.root, mounts)
+		if mounts > most {
+			specs, chosen, most = result.stdout, i, mounts
+		}
+	}
+	if specs != "" {
+		passed = slices.Delete(passed, chosen, chosen+1)
+	}
+	p := places[chosen]
+	dev := devRoot(s.options, p.root)
+	s.report.Driver = &facts.Driver{Root: p.root, Library: p.library, DevRoot: dev, Passed: passed}
+	s.report.Machine.DeviceNodes = deviceNodes(filepath.Join(dev, "dev"))
+	if specs == "" {
+		s.add(name, facts.Failed, "the plugin can serve GPUs from none of the places with %s: %s", nvmlName, strings.Join(passed, "; "))
+		if !slices.Contains(s.report.Machine.DeviceNodes, "nvidiactl") {
+			s.report.Driver = nil // nothing may ask the library: it might try to make the device nodes
+		}
+		return ""
+	}
+	s.add(name, facts.Agreed, "root %s, %s, device nodes in %s", p.root, p.library, filepath.Join(dev, "dev"))
+	return specs
+}
+
+// checkNVML compares what NVML says with the models' files.
+func (s *session) checkNVML(ctx context.Context) {
+	const name = "NVML says what the model's file says"
+	file := filepath.Join(s.work, "nvml.json")
+	result := s.programs.run(ctx, conformance, "-lib", s.report.Driver.Library, "-models", s.models, "-facts", file, "-test.v")
+	s.show("The conformance suite", "", result.stdout+result.stderr)
+	said := &facts.NVML{}
+	if data, err := os.ReadFile(file); err != nil || json.Unmarshal(data, said) != nil {
+		s.add(name, facts.Failed, "the conformance suite wrote no facts: %s", lastLines(result.said(), 3))
+		return
+	}
+	s.report.NVML = said
+	var differs []string
+	for i, g := range said.GPUs {
+		switch {
+		case g.Model == "":
+			differs = append(differs, fmt.Sprintf("GPU %d: no model file for %s with PCI ID %s", i, g.Name, g.PCIDeviceID))
+		case len(g.Differences) > 0:
+			differs = append(differs, fmt.Sprintf("GPU %d differs from %s in %d points", i, g.Model, len(g.Differences)))
+		}
+	}
+	switch {
+	case len(said.GPUs) == 0:
+		s.add(name, facts.Failed, "NVML lists no GPU")
+	case len(differs) > 0:
+		s.add(name, facts.Differed, "%s", strings.Join(differs, "; "))
+	case result.err != nil:
+		s.add(name, facts.Failed, "the conformance suite: %s", lastLines(result.said(), 3))
+	default:
+		s.add(name, facts.Agreed, "driver %s, %d GPUs, each as its model's file has it, MIG profiles and placements included", said.DriverVersion, len(said.GPUs))
+	}
+}
+
+// offer is a device that the plugin would publish.
+type offer struct{ name, uuid string }
+
+func uuidsOf(offers []offer) []string {
+	var uuids []string
+	for _, o := range offers {
+		uuids = append(uuids, o.uuid)
+	}
+	return slices.Sorted(slices.Values(uuids))
+}
+
+// checkInventory compares what the plugin would publish with what NVML lists.
+func (s *session) checkInventory(ctx context.Context) []offer {
+	const name = "the plugin offers what NVML lists"
+	root := s.report.Driver.Root
+	table := s.inventory(ctx, root, "table")
+	s.show("gpu-kubelet-plugin inventory", "", table.stdout+table.stderr)
+	slicesText := s.inventory(ctx, root, "yaml")
+	s.show("gpu-kubelet-plugin inventory -o yaml", "yaml", slicesText.stdout+slicesText.stderr)
+	offers, err := readSlices(slicesText.stdout)
+	if table.err != nil || slicesText.err != nil || err != nil {
+		s.add(name, facts.Failed, "%s", errors.Join(table.err, slicesText.err, err))
+		return nil
+	}
+	if s.report.NVML == nil {
+		s.add(name, facts.NotProven, "it offers %d GPUs; NVML could not be asked", len(offers))
+		return offers
+	}
+	var listed []string
+	for _, g := range s.report.NVML.GPUs {
+		listed = append(listed, g.UUID)
+	}
+	slices.Sort(listed)
+	if got := uuidsOf(offers); !slices.Equal(got, listed) {
+		s.add(name, facts.Differed, "it offers %v, NVML lists %v", got, listed)
+	} else {
+		s.add(name, facts.Agreed, "%d devices", len(offers))
+	}
+	return offers
+}
+
+// readSlices reads names and UUIDs from ResourceSlices. Their types are left out: they would make this program three times as large.
+func readSlices(documents string) ([]offer, error) {
+	var offers []offer
+	for document := range strings.SplitSeq(documents, "---\n") {
+		if strings.TrimSpace(document) == "" {
+			continue
+		}
+		var slice struct {
+			Kind string `json:"kind"`
+			Spec struct {
+				Devices []struct {
+					Name       string `json:"name"`
+					Attributes map[string]struct {
+						String string `json:"string"`
+					} `json:"attributes"`
+				} `json:"devices"`
+			} `json:"spec"`
+		}
+		if err := yaml.Unmarshal([]byte(document), &slice); err != nil {
+			return nil, fmt.Errorf("read the ResourceSlices: %w", err)
+		}
+		if slice.Kind != "ResourceSlice" {
+			return nil, fmt.Errorf("the inventory holds %q, not ResourceSlices", slice.Kind)
+		}
+		for _, d := range slice.Spec.Devices {
+			offers = append(offers, offer{d.Name, d.Attributes["uuid"].String})
+		}
+	}
+	return offers, nil
+}
+
+// checkSpecs holds the CDI specs to what is on the machine and in the pool.
+func (s *session) checkSpecs(text string, offered []offer) *specSet {
+	const name = "the CDI specs can be used"
+	s.show("gpu-kubelet-plugin inventory -o cdi", "json", text)
+	folder := filepath.Join(s.work, "cdi")
+	if err := os.Mkdir(folder, 0o700); err != nil {
+		s.add(name, facts.Failed, "%v", err)
+		return nil
+	}
+	set, err := readSpecs(text, folder)
+	if err != nil {
+		s.add(name, facts.Failed, "%v", err)
+		return nil
+	}
+	wrong := set.missing(s.programs.path(hook))
+	for _, o := range offered {
+		if _, err := set.gpuDevice(o.name); err != nil {
+			wrong = append(wrong, err.Error())
+		}
+	}
+	if len(wrong) > 0 {
+		s.add(name, facts.Differed, "%s", strings.Join(wrong, "; "))
+		return nil
+	}
+	e := set.base.ContainerEdits
+	s.add(name, facts.Agreed, "%d mounts, %d common device nodes, %d hooks, %d GPUs; all of it is there", len(e.Mounts), len(e.DeviceNodes), len(e.Hooks), len(set.claim.Devices))
+	return set
+}
+
+var uuidForm = regexp.MustCompile(`\(UUID: (GPU-[0-9a-f-]+)\)`)
+
+// checkContainers runs nvidia-smi with no GPU, one and all, and compares what it lists with what was given.
+func (s *session) checkContainers(ctx context.Context, set *specSet, offered []offer) {
+	c := &containers{programs: s.programs, work: s.work, specs: set, library: s.report.Driver.Library}
+	var ok bool
+	if c.smi, c.inside, ok = set.mounted(nvidiaSMI); !ok {
+		s.add("nvidia-smi in a container", facts.NotProven, "%v", errNoSMI)
+		return
+	}
+	cases := []struct {
+		name  string
+		given []offer
+	}{
+		{"a container with the base spec alone sees no GPU", nil},
+		{"a container that was given one GPU sees that one", offered[:1]},
+		{"a container that was given all GPUs sees all", offered},
+	}
+	for _, x := range cases {
+		if len(x.given) == 1 && len(offered) == 1 && x.name == cases[2].name {
+			continue // it was the same
+		}
+		devices, err := set.devices(x.given)
+		if err != nil {
+			s.add(x.name, facts.Failed, "%v", err)
+			return
+		}
+		result := c.run(ctx, devices, "-L")
+		s.show("nvidia-smi -L: "+x.name, "", result.stdout+result.stderr)
+		s.judgeListing(x.name, c, x.given, result)
+	}
+	devices, err := set.devices(offered)
+	if err != nil {
+		s.add("nvidia-smi prints its table in a container", facts.Failed, "%v", err)
+		return
+	}
+	result := c.run(ctx, devices)
+	s.show("nvidia-smi in a container with all GPUs", "", result.stdout+result.stderr)
+	s.judgeTable(c, result)
+}
+
+func (s *session) judgeTable(c *containers, result outcome) {
+	const name = "nvidia-smi prints its table in a container"
+	version := ""
+	if s.report.NVML != nil {
+		version = s.report.NVML.DriverVersion
+	}
+	switch reservations := c.reservations(); {
+	case result.err != nil:
+		s.add(name, facts.Failed, "%s", lastLines(result.said(), 3))
+	case version == "" || !strings.Contains(result.stdout, version):
+		s.add(name, facts.Differed, "it does not name driver %s", orNone(version))
+	case reservations != "":
+		s.add(name, facts.NotProven, "it names driver %s, but %s", version, reservations)
+	default:
+		s.add(name, facts.Agreed, "it names driver %s", version)
+	}
+}
+
+func (s *session) judgeListing(name string, c *containers, given []offer, result outcome) {
+	var seen []string
+	for _, match := range uuidForm.FindAllStringSubmatch(result.stdout, -1) {
+		seen = append(seen, match[1])
+	}
+	slices.Sort(seen)
+	reservations := c.reservations()
+	switch want := uuidsOf(given); {
+	case c.way == onTheMachine && result.err == nil:
+		s.add(name, facts.NotProven, "nvidia-smi lists %d GPUs; %s", len(seen), reservations)
+	case len(given) > 0 && result.err != nil:
+		s.add(name, facts.Failed, "nvidia-smi -L: %s", lastLines(result.said(), 3))
+	case !slices.Equal(seen, want):
+		s.add(name, facts.Differed, "nvidia-smi lists %v, given were %v", seen, want)
+	case reservations != "":
+		s.add(name, facts.NotProven, "nvidia-smi lists just what was given, but %s", reservations)
+	case len(given) == 0:
+		s.add(name, facts.Agreed, "nvidia-smi: %s", lastLines(result.said(), 1))
+	default:
+		s.add(name, facts.Agreed, "nvidia-smi lists just what was given: %s", strings.Join(seen, ", "))
+	}
+}
+
+func lastLines(text string, n int) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], " / ")
+}

@@ -1,0 +1,324 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/smi"
+)
+
+const simulator = "../nvmlsim"
+
+// built is the folder that `make hwcheck` builds, empty as long as no test has asked for it.
+var built string
+
+var folder = sync.OnceValues(func() (string, error) {
+	var err error
+	if built, err = os.MkdirTemp("", "hwcheck-folder-"); err != nil {
+		return "", err
+	}
+	if out, err := exec.Command("../../hack/hwcheck.sh", built).CombinedOutput(); err != nil { //nolint:gosec // our own script
+		return "", fmt.Errorf("build the folder: %w\n%s", err, out)
+	}
+	return built, nil
+})
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if built != "" {
+		_ = os.RemoveAll(built)
+	}
+	os.Exit(code)
+}
+
+// machine is a simulated machine with GPUs, seen from a mount namespace in which the built folder runs.
+type machine struct {
+	t      *testing.T
+	folder string
+	root   string // the layout
+	temp   string // for whatever the check makes
+	setup  []string
+}
+
+// newMachine lays a node out. Its driver root is at /usr/local/nvidia, in the namespace alone.
+func newMachine(t *testing.T, node string, kind layout.Kind, change func(*layout.Options)) *machine {
+	t.Helper()
+	if os.Getuid() != 0 {
+		t.Skip("needs root: device nodes, mounts, containers")
+	}
+	program, err := smi.Fetch(t.Context(), smi.DefaultSuite)
+	if errors.Is(err, smi.ErrUnavailable) {
+		t.Skip(err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := &machine{t: t, root: t.TempDir(), temp: t.TempDir()}
+	if m.folder, err = folder(); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := exec.Command("make", "-s", "-C", simulator, "library").CombinedOutput(); err != nil {
+		t.Fatalf("build the simulated library: %v\n%s", err, out)
+	}
+	models, err := model.ReadGPUs(filepath.Join(simulator, "models"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	described, err := model.ReadNode(filepath.Join(simulator, "nodes", node+".yaml"), t.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	config := layout.Config{Kind: kind, Node: described}
+	if kind != layout.Container {
+		config.Dev = t.TempDir()
+	}
+	o := layout.Options{
+		Root: m.root, Models: models, Seed: t.Name(), Config: config,
+		Sources: layout.Sources{Library: "../../build/nvmlsim/libnvidia-ml.so.1", SMI: program},
+	}
+	if change != nil {
+		change(&o)
+	}
+	if _, err := layout.Up(o); err != nil {
+		t.Fatal(err)
+	}
+	m.setup = []string{
+		"mount -t tmpfs tmpfs /usr/local", // Go is gone, too
+		"mkdir /usr/local/nvidia",
+		"mount --bind " + filepath.Join(m.root, "driver") + " /usr/local/nvidia",
+	}
+	if config.Dev != "" {
+		// A /dev of the namespace's own, with the GPUs' nodes in it.
+		m.setup = append(m.setup, "mkdir /usr/local/dev", "cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty "+config.Dev+"/. /usr/local/dev",
+			"mount --bind /usr/local/dev /dev")
+	}
+	return m
+}
+
+// in says where the simulated machine's trees are, which on a real one are at their usual places.
+func (m *machine) in() []string {
+	return []string{"--sysfs-root", filepath.Join(m.root, "sys"), "--proc-root", filepath.Join(m.root, "proc")}
+}
+
+// result is a run of the check.
+type result struct {
+	code        int
+	out, errOut string
+	facts       facts.Report
+	report      string
+}
+
+// check runs the folder as a user does, where there is no Go: with the environment of a bare shell, from a folder of its own.
+func (m *machine) check(argv ...string) result {
+	m.t.Helper()
+	kept := m.t.TempDir()
+	argv = append(argv, "--out", filepath.Join(kept, "report"))
+	script := "set -e\n" + strings.Join(m.setup, "\n") + "\ncd \"$1\"; shift\nexec /usr/bin/env -i PATH=/nonexistent TMPDIR=" + m.temp + " \"$@\"\n"
+	cmd := exec.Command("/bin/sh", append([]string{"-c", script, "sh", kept}, argv...)...) //nolint:gosec // our own
+	// Mounts made there are private to it: a new mount namespace of Go's is not shared with its parent.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: unix.CLONE_NEWNS}
+	var out, errOut bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errOut
+	err := cmd.Run()
+	var exit *exec.ExitError
+	if err != nil && !errors.As(err, &exit) {
+		m.t.Fatal(err)
+	}
+	r := result{code: cmd.ProcessState.ExitCode(), out: out.String(), errOut: errOut.String()}
+	if data, err := os.ReadFile(filepath.Join(kept, "report/facts.json")); err == nil {
+		if err := json.Unmarshal(data, &r.facts); err != nil {
+			m.t.Fatal(err)
+		}
+	}
+	if data, err := os.ReadFile(filepath.Join(kept, "report/report.md")); err == nil {
+		r.report = string(data)
+	}
+	if left, err := os.ReadDir(m.temp); err != nil || len(left) > 0 {
+		m.t.Errorf("left behind in the temporary folder: %v (%v)", left, err)
+	}
+	return r
+}
+
+func (m *machine) hwcheck() string { return filepath.Join(m.folder, "hwcheck") }
+
+func (r result) wantVerdicts(t *testing.T, want map[string]facts.Verdict) {
+	t.Helper()
+	got := map[string]facts.Verdict{}
+	for _, c := range r.facts.Checks {
+		got[c.Name] = c.Verdict
+	}
+	for name, verdict := range want {
+		if got[name] != verdict {
+			t.Errorf("%s: %q, want %q", name, got[name], verdict)
+		}
+	}
+	if t.Failed() {
+		t.Logf("exit code %d\n%s\n%s", r.code, r.errOut, r.out)
+	}
+}
+
+const (
+	driverCheck    = "a driver is found"
+	nvmlCheck      = "NVML says what the model's file says"
+	inventoryCheck = "the plugin offers what NVML lists"
+	specCheck      = "the CDI specs can be used"
+	noneCheck      = "a container with the base spec alone sees no GPU"
+	oneCheck       = "a container that was given one GPU sees that one"
+	allCheck       = "a container that was given all GPUs sees all"
+	tableCheck     = "nvidia-smi prints its table in a container"
+)
+
+// all gives every check the same verdict.
+func all(v facts.Verdict, names ...string) map[string]facts.Verdict {
+	verdicts := map[string]facts.Verdict{}
+	for _, name := range names {
+		verdicts[name] = v
+	}
+	return verdicts
+}
+
+func TestAMachineThatIsAsTheModelFilesSayAgrees(t *testing.T) {
+	for name, kind := range map[string]layout.Kind{"dgx-h100": layout.Container, "t4-x1": layout.Bare, "mixed": layout.Bare} {
+		t.Run(fmt.Sprintf("%s, %s", name, kind), func(t *testing.T) {
+			m := newMachine(t, name, kind, nil)
+			before, err := os.ReadFile(layout.StatePath(m.root))
+			if err != nil {
+				t.Fatal(err)
+			}
+			r := m.check(m.in0()...)
+			r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck, noneCheck, oneCheck, tableCheck))
+			described, err := model.ReadNode(filepath.Join(simulator, "nodes", name+".yaml"), t.Name())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if r.code != exitAgreed || !r.facts.Agreed || r.facts.Driver == nil || r.facts.Driver.Root != "/usr/local/nvidia" ||
+				r.facts.NVML == nil || len(r.facts.NVML.GPUs) != len(described.GPUs) || r.facts.NVML.DriverVersion != described.DriverVersion {
+				t.Errorf("exit code %d, facts %+v", r.code, r.facts)
+			}
+			if r.report != r.out || !strings.Contains(r.report, "This check only reads") || !strings.Contains(r.report, "kind: ResourceSlice") ||
+				!strings.Contains(r.report, "k8s.gpu.nvidia.com/claim") || !strings.Contains(r.report, "| NVIDIA-SMI") {
+				t.Errorf("the report lacks something:\n%s", r.report)
+			}
+			if after, err := os.ReadFile(layout.StatePath(m.root)); err != nil || !bytes.Equal(before, after) {
+				t.Errorf("the check changed the driver's state (%v)", err)
+			}
+		})
+	}
+}
+
+func TestWhatDiffersFromTheModelFileIsSaidAndKept(t *testing.T) {
+	m := newMachine(t, "dgx-h100", layout.Container, nil)
+	const key = "h100-sxm5-80gb"
+	content, err := os.ReadFile(filepath.Join(simulator, "models", key+".yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	changed := strings.Replace(strings.Replace(string(content), "{value: 81559,", "{value: 81558,", 1), "sm: 16", "sm: 18", 1)
+	models := t.TempDir()
+	if err := os.WriteFile(filepath.Join(models, key+".yaml"), []byte(changed), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	r := m.check(append(m.in0(), "--models", models)...)
+	r.wantVerdicts(t, map[string]facts.Verdict{nvmlCheck: facts.Differed, allCheck: facts.Agreed})
+	if r.code != exitDiffered || r.facts.Agreed || r.facts.NVML == nil || len(r.facts.NVML.GPUs) != 8 {
+		t.Fatalf("exit code %d\n%s", r.code, r.errOut)
+	}
+	differences := map[string]facts.Difference{}
+	for _, d := range r.facts.NVML.GPUs[7].Differences {
+		differences[d.What] = d
+	}
+	if d := differences["memoryTotalMiB"]; d.Want != "81558" || d.Got != "81559" {
+		t.Errorf("differences: %v", differences)
+	}
+	if d := differences["MIG 1g.10gb: sm"]; d.Want != "18" || d.Got != "16" {
+		t.Errorf("differences: %v", differences)
+	}
+	if !strings.Contains(r.report, "the model file says 81558, NVML 81559") {
+		t.Errorf("the report does not say it:\n%s", r.report)
+	}
+}
+
+func TestAGPUWithoutAModelFileIsDescribedAllTheSame(t *testing.T) {
+	m := newMachine(t, "dgx-h100", layout.Container, nil)
+	models := t.TempDir()
+	content, err := os.ReadFile(filepath.Join(simulator, "models/t4-16gb.yaml"))
+	if err := errors.Join(err, os.WriteFile(filepath.Join(models, "t4-16gb.yaml"), content, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	r := m.check(append(m.in0(), "--models", models)...)
+	r.wantVerdicts(t, map[string]facts.Verdict{nvmlCheck: facts.Differed})
+	if r.code != exitDiffered || len(r.facts.NVML.GPUs) != 8 || len(r.facts.NVML.GPUs[0].Profiles) != 7 || r.facts.NVML.GPUs[0].Profiles[0].SM != 16 {
+		t.Errorf("exit code %d, %+v", r.code, r.facts.NVML)
+	}
+}
+
+func (m *machine) in0() []string { return append([]string{m.hwcheck()}, m.in()...) }
+
+func TestWhereRuncMayNotTheRestIsStillShownAndTheGapNamed(t *testing.T) {
+	m := newMachine(t, "l40s-x2", layout.Container, nil)
+	containers := []string{noneCheck, oneCheck, allCheck, tableCheck}
+	t.Run("without cgroups nvidia-smi runs in a chroot", func(t *testing.T) {
+		n := *m
+		n.t, n.setup = t, append(m.setup, "mount -t tmpfs tmpfs /sys/fs/cgroup")
+		r := n.check(n.in0()...)
+		r.wantVerdicts(t, all(facts.NotProven, containers...))
+		r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck))
+		if r.code != exitNotProven || !strings.Contains(r.report, "ran in a chroot") || !strings.Contains(r.report, "runc made no container") {
+			t.Errorf("exit code %d\n%s", r.code, r.errOut)
+		}
+	})
+	t.Run("without any right nvidia-smi runs on the machine", func(t *testing.T) {
+		n := *m
+		n.t = t
+		r := n.check(append([]string{m.hwcheck(), stageWithoutCapabilities}, n.in0()...)...)
+		r.wantVerdicts(t, all(facts.NotProven, containers...))
+		r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck))
+		if r.code != exitNotProven || !strings.Contains(r.report, "ran on the machine itself") || !strings.Contains(r.report, "no mount namespace") {
+			t.Errorf("exit code %d\n%s", r.code, r.errOut)
+		}
+	})
+}
+
+func TestADriverThatCannotServeIsSaid(t *testing.T) {
+	for name, x := range map[string]struct {
+		change func(*layout.Options)
+		want   string
+		nvml   facts.Verdict
+	}{
+		"no uvm":          {func(o *layout.Options) { o.Config.NoUVM = true }, "nvidia-modprobe -u", facts.Agreed},
+		"no device nodes": {func(o *layout.Options) { o.Config.NoDevices = true }, "no device node nvidiactl", ""},
+		"no driver":       {func(o *layout.Options) { o.NoDriver = true }, "is below none of", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := newMachine(t, "t4-x1", layout.Container, x.change)
+			r := m.check(m.in0()...)
+			r.wantVerdicts(t, map[string]facts.Verdict{driverCheck: facts.Failed, nvmlCheck: x.nvml})
+			if r.code != exitDiffered || !strings.Contains(r.report, x.want) {
+				t.Errorf("exit code %d, the report does not say %q:\n%s\n%s", r.code, x.want, r.errOut, r.report)
+			}
+		})
+	}
+}
+
+func TestAMachineWithoutAGPUIsToldSo(t *testing.T) {
+	m := newMachine(t, "t4-x1", layout.Container, nil)
+	m.setup = nil
+	r := m.check(m.hwcheck(), "--sysfs-root", t.TempDir(), "--driver-root", t.TempDir())
+	if r.code != exitNoGPU || !strings.Contains(r.out, "There is no NVIDIA GPU on this machine") || r.report != "" {
+		t.Errorf("exit code %d: %s%s", r.code, r.out, r.errOut)
+	}
+}

@@ -1,0 +1,92 @@
+package main
+
+import (
+	"bufio"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
+)
+
+// look reads what the machine says of itself without any driver.
+func look(o options) facts.Machine {
+	m := facts.Machine{Architecture: runtime.GOARCH, OS: osName(), Cgroups: cgroups()}
+	var names unix.Utsname
+	if unix.Uname(&names) == nil {
+		m.Kernel = unix.ByteSliceToString(names.Release[:])
+	}
+	m.PCI = pciFunctions(o.sysfs)
+	return m
+}
+
+func osName() string {
+	file, err := os.Open("/etc/os-release")
+	if err != nil {
+		return ""
+	}
+	defer func() { _ = file.Close() }()
+	for lines := bufio.NewScanner(file); lines.Scan(); {
+		if name, ok := strings.CutPrefix(lines.Text(), "PRETTY_NAME="); ok {
+			return strings.Trim(name, `"`)
+		}
+	}
+	return ""
+}
+
+func cgroups() string {
+	var fs unix.Statfs_t
+	switch {
+	case unix.Statfs("/sys/fs/cgroup", &fs) != nil:
+		return "none"
+	case fs.Type == unix.CGROUP2_SUPER_MAGIC:
+		return "v2"
+	case exists("/sys/fs/cgroup/devices"):
+		return "v1"
+	default:
+		return "none"
+	}
+}
+
+// pciFunctions lists the display controllers (class 03xxxx) of NVIDIA (vendor 10de).
+func pciFunctions(sysfs string) []facts.PCIFunction {
+	folders, _ := filepath.Glob(filepath.Join(sysfs, "bus/pci/devices/*"))
+	var found []facts.PCIFunction
+	for _, folder := range folders {
+		if content(folder, "vendor") != "0x10de" || !strings.HasPrefix(content(folder, "class"), "0x03") {
+			continue
+		}
+		f := facts.PCIFunction{Address: filepath.Base(folder), Device: content(folder, "device")}
+		if driver, err := os.Readlink(filepath.Join(folder, "driver")); err == nil {
+			f.Driver = filepath.Base(driver)
+		}
+		found = append(found, f)
+	}
+	return found
+}
+
+// deviceNodes are the NVIDIA names in a folder of device nodes.
+func deviceNodes(dev string) []string {
+	paths, _ := filepath.Glob(filepath.Join(dev, "nvidia*"))
+	names := make([]string, len(paths))
+	for i, path := range paths {
+		names[i] = filepath.Base(path)
+	}
+	return names
+}
+
+func content(parts ...string) string {
+	data, err := os.ReadFile(filepath.Join(parts...))
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(data))
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
+}

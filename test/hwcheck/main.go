@@ -1,0 +1,117 @@
+// Hwcheck holds this project's picture of NVIDIA GPUs against a machine that really has one, and writes down what it found.
+//
+// It finds the driver, compares what NVML says with the file of the GPU's model, runs the unmodified plugin's inventory, takes the CDI specs that the
+// plugin would write, and runs the machine's own nvidia-smi in containers made with them. The folder that `make hwcheck` builds needs neither Go nor a
+// network.
+//
+// It only reads. No GPU's MIG layout, clocks, power, persistence, compute mode or anything else is changed, and none is reset. That rests on more than
+// good will: the programs it runs, and the arguments that it gives them, are a closed list (programs.go), and every one of them that meets the driver runs
+// without a single capability (capabilities.go), which the kernel driver demands of whoever wants to change a GPU. What it makes, and takes away again,
+// is a folder for temporary files and the containers.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+)
+
+// Exit codes, for scripts.
+const (
+	exitAgreed    = 0
+	exitDiffered  = 1 // something differs, or failed
+	exitUsage     = 2
+	exitNoGPU     = 3
+	exitNotProven = 4 // nothing differs, but this machine did not let everything be shown
+)
+
+const promise = `This check only reads. It runs gpu-kubelet-plugin inventory, a comparison through NVML, nvidia-smi without arguments or with -L, and runc; all that meets
+the driver runs without any capability, so that the driver itself would refuse to change a GPU. MIG layout, clocks, power, persistence and compute mode stay as
+they are, nothing is reset, and the temporary folder and containers are removed at the end.`
+
+type options struct {
+	driverRoot string
+	devRoot    string
+	sysfs      string
+	proc       string
+	models     string
+	out        string
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	stop()
+	os.Exit(code)
+}
+
+func run(ctx context.Context, args []string, out, errOut io.Writer) int {
+	if len(args) > 0 {
+		// Stages of this program's own; see the functions.
+		switch args[0] {
+		case stageWithoutCapabilities:
+			return report(errOut, execWithoutCapabilities(args[1:]))
+		case stageInNamespace:
+			return report(errOut, execInNamespace(args[1:]))
+		}
+	}
+	o, err := parse(args, errOut)
+	if errors.Is(err, flag.ErrHelp) {
+		return exitAgreed
+	}
+	if err != nil {
+		return exitUsage
+	}
+	code, err := check(ctx, o, out, errOut)
+	if err != nil {
+		return report(errOut, err)
+	}
+	return code
+}
+
+func report(errOut io.Writer, err error) int {
+	fmt.Fprintln(errOut, "hwcheck:", err)
+	return exitDiffered
+}
+
+func parse(args []string, errOut io.Writer) (options, error) {
+	o := options{}
+	flags := flag.NewFlagSet("hwcheck", flag.ContinueOnError)
+	flags.SetOutput(errOut)
+	flags.Usage = func() {
+		fmt.Fprintf(errOut, "usage: hwcheck [flags]\n\n%s\n\n", promise)
+		flags.PrintDefaults()
+		fmt.Fprint(errOut, "\nexit codes: 0 all agreed, 1 something differed or failed, 2 wrong call, 3 no GPU here, 4 nothing differed but not everything could be shown\n")
+	}
+	flags.StringVar(&o.driverRoot, "driver-root", "", "root of the driver's files; empty means to look for it")
+	flags.StringVar(&o.devRoot, "dev-root", "", "folder whose dev/ holds the device nodes; empty means the driver root if it has dev/nvidiactl, else /")
+	flags.StringVar(&o.sysfs, "sysfs-root", "/sys", "where sysfs is mounted")
+	flags.StringVar(&o.proc, "proc-root", "/proc", "where procfs is mounted")
+	flags.StringVar(&o.models, "models", "", "folder of GPU model files; empty means those that came with this program")
+	flags.StringVar(&o.out, "out", "hwcheck-report", "folder for report.md and facts.json; made if missing")
+	if err := flags.Parse(args); err != nil {
+		return o, err
+	}
+	for _, path := range []*string{&o.driverRoot, &o.devRoot, &o.sysfs, &o.proc, &o.models} {
+		if *path == "" {
+			continue
+		}
+		absolute, err := filepath.Abs(*path)
+		if err != nil {
+			return o, err
+		}
+		*path = absolute
+	}
+	if flags.NArg() > 0 {
+		err := fmt.Errorf("unexpected argument %q", flags.Arg(0))
+		fmt.Fprintln(errOut, "hwcheck:", err)
+		return o, err
+	}
+	return o, nil
+}

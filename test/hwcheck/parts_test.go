@@ -1,0 +1,166 @@
+package main
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
+)
+
+func TestOnlyWhatReadsMayRun(t *testing.T) {
+	for _, call := range []struct {
+		program string
+		args    []string
+		ok      bool
+	}{
+		{nvidiaSMI, nil, true},
+		{nvidiaSMI, []string{"-L"}, true},
+		{nvidiaSMI, []string{"-r"}, false},
+		{nvidiaSMI, []string{"-mig", "1"}, false},
+		{nvidiaSMI, []string{"-L", "-pm", "1"}, false},
+		{nvidiaSMI, []string{"mig", "-cgi", "19"}, false},
+		{plugin, []string{"inventory", "-o", "cdi"}, true},
+		{plugin, []string{"version"}, true},
+		{plugin, nil, false}, // would serve the node
+		{plugin, []string{"uninstall"}, false},
+		{conformance, []string{"-lib", "/x", "-test.v"}, true},
+		{conformance, []string{"-test.v"}, false},
+		{conformance, []string{"-lib", ""}, false},
+		{runc, []string{"--root", "/x", "run", "id"}, true},
+		{runc, []string{"exec", "id"}, false},
+		{"nvidia-modprobe", nil, false},
+		{"sh", []string{"-c", "true"}, false},
+	} {
+		if err := permit(call.program, call.args); (err == nil) != call.ok {
+			t.Errorf("%s %v: %v", call.program, call.args, err)
+		}
+		if call.ok {
+			continue
+		}
+		if result := (programs{dir: t.TempDir()}).run(t.Context(), call.program, call.args...); result.err == nil || !strings.Contains(result.err.Error(), "may run") {
+			t.Errorf("%s %v was started: %v", call.program, call.args, result.err)
+		}
+	}
+}
+
+// A child of this test binary gives its capabilities up and shows what is left.
+func TestWhatMeetsTheDriverHasNoCapability(t *testing.T) {
+	if os.Getenv("HWCHECK_TEST_STAGE") != "" {
+		t.Fatal(execWithoutCapabilities([]string{"/bin/cat", "/proc/self/status"}))
+	}
+	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$")
+	cmd.Env = append(os.Environ(), "HWCHECK_TEST_STAGE=1")
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	want := map[string]string{"CapInh": "0000000000000000", "CapPrm": "0000000000000000", "CapEff": "0000000000000000", "CapAmb": "0000000000000000", "NoNewPrivs": "1"}
+	if os.Geteuid() == 0 {
+		want["CapBnd"] = "0000000000000000" // root would get the rest back from it
+	}
+	for name, value := range want {
+		if !strings.Contains(string(out), name+":\t"+value+"\n") {
+			t.Errorf("%s is not %s:\n%s", name, value, out)
+		}
+	}
+}
+
+func TestALibrariesFolderLeadsToItsRoots(t *testing.T) {
+	top := t.TempDir()
+	for folder, want := range map[string][]string{
+		"odd/place/lib64":            {"odd/place"},
+		"odd/usr/local/nvidia/lib64": {"odd/usr/local/nvidia", "odd"},
+		"odd/nowhere":                nil,
+	} {
+		path := filepath.Join(top, folder)
+		if err := os.MkdirAll(path, 0o755); err != nil { //nolint:gosec // a test's folder
+			t.Fatal(err)
+		}
+		if got := rootsOf(path); got != nil {
+			t.Errorf("%s without the library leads to %v", folder, got)
+		}
+		if err := os.WriteFile(filepath.Join(path, nvmlName), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		got := rootsOf(path)
+		for _, root := range want {
+			if !slices.Contains(got, filepath.Join(top, root)) {
+				t.Errorf("%s leads to %v, want %s among them", folder, got, root)
+			}
+		}
+		if want == nil && got != nil {
+			t.Errorf("%s leads to %v", folder, got)
+		}
+	}
+}
+
+func TestADriverIsFoundByTheLinkersCacheAndByMounts(t *testing.T) {
+	folder := t.TempDir()
+	cache := filepath.Join(folder, "ld.so.cache")
+	table := filepath.Join(folder, "mounts")
+	if err := os.WriteFile(cache, []byte("glibc-ld.so.cache1.1\x02\x00\x00libnvidia-ml.so.1\x00/odd/lib64/libnvidia-ml.so.1\x00/odd/lib64/libc.so.6\x00"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(table, []byte("proc /proc proc rw 0 0\ntmpfs /mnt/nvidia-driver tmpfs ro 0 0\n/dev/x /lib/y/libnvidia-ml.so.1 ext4 ro 0 0\nshort\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if got := cachedFolders(cache); !slices.Equal(got, []string{"/odd/lib64"}) {
+		t.Errorf("the cache leads to %v", got)
+	}
+	got := mountedFolders(table)
+	for _, want := range []string{"/mnt/nvidia-driver/lib64", "/lib/y"} {
+		if !slices.Contains(got, want) {
+			t.Errorf("the mounts lead to %v, want %s among them", got, want)
+		}
+	}
+	if cachedFolders(folder+"/none") != nil || mountedFolders(folder+"/none") != nil {
+		t.Error("a file that is not there leads somewhere")
+	}
+}
+
+func TestTheWorstVerdictCounts(t *testing.T) {
+	for _, x := range []struct {
+		verdicts []facts.Verdict
+		want     int
+	}{
+		{nil, exitNotProven},
+		{[]facts.Verdict{facts.Agreed, facts.Agreed}, exitAgreed},
+		{[]facts.Verdict{facts.NotProven, facts.Agreed}, exitNotProven},
+		{[]facts.Verdict{facts.NotProven, facts.Differed}, exitDiffered},
+		{[]facts.Verdict{facts.Failed, facts.NotProven}, exitDiffered},
+		{[]facts.Verdict{"unheard of"}, exitDiffered},
+	} {
+		var checks []facts.Check
+		for _, v := range x.verdicts {
+			checks = append(checks, facts.Check{Verdict: v})
+		}
+		if got := verdict(checks); got != x.want {
+			t.Errorf("%v: %d, want %d", x.verdicts, got, x.want)
+		}
+	}
+}
+
+func TestSpecsThatARuntimeWouldRefuseAreRefused(t *testing.T) {
+	for name, text := range map[string]string{
+		"nothing": "", "prose": "There is no GPU", "one spec": `{"cdiVersion":"0.5.0","kind":"a.b/c","devices":[{"name":"x","containerEdits":{"env":["A=b"]}}]}`,
+		"a bad kind": `{"cdiVersion":"0.5.0","kind":"nonsense","devices":[]}{"cdiVersion":"0.5.0","kind":"a.b/c","devices":[]}`,
+		"a third":    `{}{}{}`,
+	} {
+		if _, err := readSpecs(text, t.TempDir()); err == nil {
+			t.Errorf("%s was taken", name)
+		}
+	}
+}
+
+func TestWrongCallsAreRefused(t *testing.T) {
+	for _, args := range [][]string{{"--nonsense"}, {"argument"}} {
+		var out, errOut strings.Builder
+		if code := run(t.Context(), args, &out, &errOut); code != exitUsage || errOut.Len() == 0 {
+			t.Errorf("%v: %d, %s", args, code, errOut.String())
+		}
+	}
+}

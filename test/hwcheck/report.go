@@ -1,0 +1,137 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
+)
+
+// finish writes the report and says by the exit code how it ended.
+func (s *session) finish(out io.Writer) (int, error) {
+	code := verdict(s.report.Checks)
+	s.report.Agreed = code == exitAgreed
+	if err := os.MkdirAll(s.out, 0o755); err != nil { //nolint:gosec // to be read by everyone
+		return exitDiffered, fmt.Errorf("make the report's folder: %w", err)
+	}
+	text := s.markdown()
+	if err := os.WriteFile(filepath.Join(s.out, "report.md"), []byte(text), 0o644); err != nil { //nolint:gosec // to be read by everyone
+		return exitDiffered, fmt.Errorf("write the report: %w", err)
+	}
+	if err := facts.Write(filepath.Join(s.out, "facts.json"), s.report); err != nil {
+		return exitDiffered, fmt.Errorf("write the facts: %w", err)
+	}
+	fmt.Fprintf(s.progress, "\nThe report is in %s (report.md, facts.json).\n\n", s.out)
+	_, err := io.WriteString(out, text)
+	return code, err
+}
+
+// verdict is the worst of the checks. A check that said nothing at all has agreed with nothing.
+func verdict(checks []facts.Check) int {
+	code := exitAgreed
+	if len(checks) == 0 {
+		code = exitNotProven
+	}
+	for _, c := range checks {
+		switch c.Verdict {
+		case facts.Agreed:
+		case facts.NotProven:
+			code = exitNotProven
+		default:
+			return exitDiffered
+		}
+	}
+	return code
+}
+
+func (s *session) markdown() string {
+	b := &strings.Builder{}
+	fmt.Fprintf(b, "# Check of real hardware: %s\n\n%s\n\n", s.title(), promise)
+	fmt.Fprintf(b, "%s, plugin %s, %s, kernel %s, %s, cgroups %s.\n", s.report.Date, s.report.Plugin, s.report.Machine.Architecture, s.report.Machine.Kernel,
+		orNone(s.report.Machine.OS), s.report.Machine.Cgroups)
+	fmt.Fprint(b, "\n## Verdicts\n\n| check | verdict | what was found |\n|---|---|---|\n")
+	for _, c := range s.report.Checks {
+		fmt.Fprintf(b, "| %s | **%s** | %s |\n", c.Name, c.Verdict, cell(c.Detail))
+	}
+	s.writeMachine(b)
+	s.writeGPUs(b)
+	fmt.Fprint(b, "\n## What the programs printed\n")
+	for _, p := range s.shown {
+		fence := "```"
+		for strings.Contains(p.text, fence) {
+			fence += "`"
+		}
+		fmt.Fprintf(b, "\n### %s\n\n%s%s\n%s\n%s\n", p.title, fence, p.language, p.text, fence)
+	}
+	return b.String()
+}
+
+func (s *session) title() string {
+	if s.report.NVML == nil || len(s.report.NVML.GPUs) == 0 {
+		return "no GPU could be asked"
+	}
+	counts := map[string]int{}
+	var order []string
+	for _, g := range s.report.NVML.GPUs {
+		if counts[g.Name]++; counts[g.Name] == 1 {
+			order = append(order, g.Name)
+		}
+	}
+	for i, name := range order {
+		order[i] = fmt.Sprintf("%d × %s", counts[name], name)
+	}
+	return strings.Join(order, ", ") + ", driver " + s.report.NVML.DriverVersion
+}
+
+func (s *session) writeMachine(b *strings.Builder) {
+	fmt.Fprint(b, "\n## Machine and driver\n\n")
+	for _, f := range s.report.Machine.PCI {
+		fmt.Fprintf(b, "- PCI %s: device %s, kernel driver %s\n", f.Address, f.Device, orNone(f.Driver))
+	}
+	if len(s.report.Machine.PCI) == 0 {
+		fmt.Fprint(b, "- no NVIDIA display controller in sysfs\n")
+	}
+	fmt.Fprintf(b, "- device nodes: %s\n", orNone(strings.Join(s.report.Machine.DeviceNodes, ", ")))
+	if d := s.report.Driver; d != nil {
+		fmt.Fprintf(b, "- driver root `%s`, NVML `%s`, device nodes below `%s`\n", d.Root, d.Library, d.DevRoot)
+		for _, p := range d.Passed {
+			fmt.Fprintf(b, "- passed over: %s\n", cell(p))
+		}
+	}
+}
+
+func (s *session) writeGPUs(b *strings.Builder) {
+	if s.report.NVML == nil {
+		return
+	}
+	fmt.Fprintf(b, "\n## What NVML said\n\nDriver %s, CUDA %s.\n\n", s.report.NVML.DriverVersion, s.report.NVML.CUDAVersion)
+	fmt.Fprint(b, "| GPU | PCI address | PCI ID | subsystem | memory MiB | CUDA capability | MIG profiles | model file | differences |\n|---|---|---|---|---|---|---|---|---|\n")
+	for _, g := range s.report.NVML.GPUs {
+		fmt.Fprintf(b, "| %s | %s | %s | %s | %d | %s | %d | %s | %d |\n", g.Name, g.PCIAddress, g.PCIDeviceID, g.PCISubsystemID, g.MemoryTotalMiB,
+			g.ComputeCapability, len(g.Profiles), orNone(g.Model), len(g.Differences))
+	}
+	for _, g := range s.report.NVML.GPUs {
+		for _, d := range g.Differences {
+			fmt.Fprintf(b, "\n- %s, %s: the model file says %s, NVML %s", g.PCIAddress, d.What, d.Want, d.Got)
+		}
+		for question, answer := range g.Unanswered {
+			fmt.Fprintf(b, "\n- %s, %s: not answered (%s)", g.PCIAddress, question, answer)
+		}
+	}
+	fmt.Fprintln(b)
+}
+
+func orNone(text string) string {
+	if text == "" {
+		return "none"
+	}
+	return text
+}
+
+// cell makes a text fit into a cell of a table.
+func cell(text string) string {
+	return strings.NewReplacer("\n", " / ", "|", "\\|").Replace(text)
+}
