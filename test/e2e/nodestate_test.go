@@ -1,0 +1,172 @@
+package e2e
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+)
+
+// Where the driver keeps things on a node.
+const (
+	pluginDir    = "/var/lib/kubelet/plugins/gpu.nvidia.com"
+	registrarDir = "/var/lib/kubelet/plugins_registry"
+	cdiRoot      = "/var/run/cdi"
+	baseSpec     = cdiRoot + "/k8s.gpu.nvidia.com-base.json"
+)
+
+func claimSpecPath(claimUID string) string {
+	return cdiRoot + "/k8s.gpu.nvidia.com-claim_" + claimUID + ".json"
+}
+
+// hostDir is a folder of the node's /var, as the host sees it.
+func (w *world) hostDir(t *testing.T, node, path string) string {
+	t.Helper()
+	below, ok := strings.CutPrefix(path, "/var/")
+	if !ok {
+		t.Fatalf("%s is not below /var", path)
+	}
+	return filepath.Join(w.node(t, node).VarDir(), below)
+}
+
+// leftovers lists what claims have left on a node: records, specs, claims' locks, locks that are held, temporary files, sockets of instances that are
+// gone. GPUs' lock files are no leftovers: there are as many as GPUs.
+const leftovers = `
+find "$1/state" "$2" -type f ! -path "$1/state/locks/gpu-*" ! -path "$2/k8s.gpu.nvidia.com-base.json"
+for lock in "$1"/state/locks/*; do
+	[ ! -e "$lock" ] || flock --nonblock "$lock" true || echo "$lock is held"
+done
+find "$1" "$3" \( -name "dra*.sock" -o -name "gpu.nvidia.com-*reg.sock" \) ! -name "*$4*"
+ls "$1"/publisher.request* 2>/dev/null
+[ -e "$2/k8s.gpu.nvidia.com-base.json" ] || echo "the base spec is missing"
+true`
+
+// clean waits until nothing of any claim is left on a node.
+func (w *world) clean(t *testing.T, node string) {
+	t.Helper()
+	eventually(t, 30*time.Second, "nothing of any claim is left on node "+node, func() (bool, string) {
+		left := w.on(t, node, "sh", "-c", leftovers, "sh", pluginDir, cdiRoot, registrarDir, string(w.instance(t, node).UID))
+		return left == "", left
+	})
+}
+
+// instance is the plugin's Pod on a node, once there is exactly one and it is ready.
+func (w *world) instance(t *testing.T, node string) corev1.Pod {
+	t.Helper()
+	var found corev1.Pod
+	eventually(t, 90*time.Second, "one plugin is ready on node "+node, func() (bool, string) {
+		pods := w.instances(t, node)
+		if len(pods) != 1 {
+			return false, fmt.Sprint(len(pods), " Pods")
+		}
+		found = pods[0]
+		return isReady(&found) && found.DeletionTimestamp == nil, fmt.Sprint(found.Status.Conditions)
+	})
+	return found
+}
+
+func (w *world) instances(t *testing.T, node string) []corev1.Pod {
+	t.Helper()
+	list, err := w.Client.CoreV1().Pods(stand.Namespace).List(t.Context(), metav1.ListOptions{
+		LabelSelector: "app.kubernetes.io/component=kubelet-plugin", FieldSelector: "spec.nodeName=" + node,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return list.Items
+}
+
+func isReady(pod *corev1.Pod) bool {
+	return slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+	})
+}
+
+// record is the part of a claim's record that tests look at.
+type record struct {
+	State  string `json:"state"`
+	BootID string `json:"bootID"`
+}
+
+func readRecord(path string) (record, error) {
+	var envelope struct {
+		Payload record `json:"payload"`
+	}
+	raw, err := os.ReadFile(path)
+	if err != nil {
+		return record{}, err
+	}
+	return envelope.Payload, json.Unmarshal(raw, &envelope)
+}
+
+// records are the paths of the node's records, on the host.
+func (w *world) records(t *testing.T, node string) []string {
+	t.Helper()
+	paths, err := filepath.Glob(filepath.Join(w.hostDir(t, node, pluginDir), "state", "claims", "*.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return paths
+}
+
+// mainProcess is the first process of the container that has a variable with this value in its environment. Values that are unique, such as a Pod's UID,
+// tell containers of different clusters apart.
+func mainProcess(t *testing.T, variable, value string) *os.Process {
+	t.Helper()
+	var found *os.Process
+	eventually(t, 90*time.Second, fmt.Sprintf("a container with %s=%s has a process", variable, value), func() (bool, string) {
+		folders, err := filepath.Glob("/proc/[0-9]*")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, folder := range folders {
+			if !isMain(folder, variable+"="+value) {
+				continue
+			}
+			pid, err := strconv.Atoi(filepath.Base(folder))
+			if err != nil {
+				t.Fatal(err)
+			}
+			// Looked at again once it is held: a number may have passed on to another process.
+			if found, err = os.FindProcess(pid); err == nil && isMain(folder, variable+"="+value) {
+				return true, ""
+			}
+		}
+		return false, fmt.Sprint(len(folders), " processes")
+	})
+	return found
+}
+
+func isMain(folder, entry string) bool {
+	environment, err := os.ReadFile(filepath.Join(folder, "environ"))
+	if err != nil || !slices.ContainsFunc(bytes.Split(environment, []byte{0}), func(have []byte) bool { return string(have) == entry }) {
+		return false
+	}
+	pids := namespacedPIDs(folder)
+	return len(pids) > 0 && pids[len(pids)-1] == "1"
+}
+
+// namespacedPIDs are a process's numbers, in the host's namespace first and in its own last.
+func namespacedPIDs(folder string) []string {
+	status, err := os.ReadFile(filepath.Join(folder, "status"))
+	if err != nil {
+		return nil
+	}
+	for line := range strings.Lines(string(status)) {
+		if pids, ok := strings.CutPrefix(line, "NSpid:"); ok {
+			return strings.Fields(pids)
+		}
+	}
+	return nil
+}

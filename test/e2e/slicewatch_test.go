@@ -1,0 +1,150 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/tools/cache"
+	toolswatch "k8s.io/client-go/tools/watch"
+)
+
+// offer is what a node offered from a moment on.
+type offer struct {
+	at time.Time
+	// devices is 0 while the pool is not complete: the scheduler then sees nothing of it.
+	devices int
+	because string
+}
+
+// sliceWatch follows the driver's ResourceSlices of a node through every state that the API server had.
+type sliceWatch struct {
+	t      *testing.T
+	world  *world
+	node   string
+	mu     sync.Mutex
+	slices map[string]*resourceapi.ResourceSlice
+	offers []offer
+	failed error
+}
+
+// watchSlices watches until the test ends. A watch that breaks off fails the test, because it would have proved nothing.
+func (w *world) watchSlices(t *testing.T, node string) *sliceWatch {
+	t.Helper()
+	selector := "spec.driver=gpu.nvidia.com,spec.nodeName=" + node
+	client := w.Client.ResourceV1().ResourceSlices()
+	list, err := client.List(t.Context(), metav1.ListOptions{FieldSelector: selector})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &sliceWatch{t: t, world: w, node: node, slices: map[string]*resourceapi.ResourceSlice{}}
+	for i := range list.Items {
+		s.slices[list.Items[i].Name] = &list.Items[i]
+	}
+	s.note("the watch began")
+	watcher, err := toolswatch.NewRetryWatcherWithContext(t.Context(), list.ResourceVersion, &cache.ListWatch{
+		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watch.Interface, error) {
+			options.FieldSelector = selector
+			return client.Watch(ctx, options)
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for event := range watcher.ResultChan() {
+			s.see(event)
+		}
+	}()
+	t.Cleanup(func() {
+		watcher.Stop()
+		<-done
+		if s.failed != nil {
+			t.Errorf("the watch of the ResourceSlices broke off: %v", s.failed)
+		}
+	})
+	return s
+}
+
+func (s *sliceWatch) see(event watch.Event) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	slice, ok := event.Object.(*resourceapi.ResourceSlice)
+	if !ok {
+		s.failed = fmt.Errorf("%s: %v", event.Type, event.Object)
+		return
+	}
+	switch event.Type {
+	case watch.Added, watch.Modified:
+		s.slices[slice.Name] = slice
+	case watch.Deleted:
+		delete(s.slices, slice.Name)
+	default:
+		return
+	}
+	s.note(fmt.Sprintf("%s %s generation %d", event.Type, slice.Name, slice.Spec.Pool.Generation))
+}
+
+// note counts the devices of the newest generation, if all its slices are there.
+func (s *sliceWatch) note(because string) {
+	var newest, want int64
+	var have int64
+	devices := 0
+	for _, slice := range s.slices {
+		pool := slice.Spec.Pool
+		if pool.Generation > newest || have == 0 {
+			newest, want, have, devices = pool.Generation, pool.ResourceSliceCount, 0, 0
+		}
+		if pool.Generation == newest {
+			have++
+			devices += len(slice.Spec.Devices)
+		}
+	}
+	if have != want {
+		devices = 0
+	}
+	s.offers = append(s.offers, offer{time.Now(), devices, because})
+}
+
+// history waits until the watch has seen what the API server has now, and returns all that the node offered since a moment, beginning with what it
+// offered at that moment.
+func (s *sliceWatch) history(since time.Time) []offer {
+	s.t.Helper()
+	eventually(s.t, 30*time.Second, "the watch has seen the node's ResourceSlices as they are", func() (bool, string) {
+		list := s.world.slices(s.t, s.node)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for i := range list {
+			if seen, ok := s.slices[list[i].Name]; !ok || seen.ResourceVersion != list[i].ResourceVersion {
+				return false, list[i].Name
+			}
+		}
+		return len(list) == len(s.slices), fmt.Sprint(len(list), " slices, seen ", len(s.slices))
+	})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	first := 0
+	for i, o := range s.offers {
+		if !o.at.After(since) {
+			first = i
+		}
+	}
+	return append([]offer(nil), s.offers[first:]...)
+}
+
+// alwaysOffered proves that the node offered n devices at every moment since.
+func (s *sliceWatch) alwaysOffered(n int, since time.Time) {
+	s.t.Helper()
+	for _, o := range s.history(since) {
+		if o.devices != n {
+			s.t.Errorf("node %s offered %d devices instead of %d from %s on: %s", s.node, o.devices, n, o.at.Format(time.StampMilli), o.because)
+		}
+	}
+}

@@ -1,0 +1,283 @@
+package e2e
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+)
+
+// republishWithin is how soon after the kubelet has registered the plugin again the node's slices, which the kubelet deletes when it starts, are back.
+const republishWithin = 2 * time.Second
+
+func (w *world) testKubeletEnds(t *testing.T, u tenant) {
+	u.holder("one", 1)
+	u.holder("two", 2)
+	one, two := u.holding("one"), u.holding("two")
+	for _, verb := range []string{"restart", "kill"} {
+		t.Run(verb, func(t *testing.T) {
+			u := u.as(t)
+			watch, since := w.watchSlices(t, survivor), time.Now()
+			registered := w.registrations(t)
+			if err := w.node(t, survivor).Service(t.Context(), verb, "kubelet"); err != nil {
+				t.Fatal(err)
+			}
+			u.holder("new-"+verb, 1)
+			u.holding("new-" + verb)
+			u.undisturbed(one, two)
+			w.republished(t, watch, since, registered())
+			u.remove("new-" + verb)
+		})
+	}
+}
+
+// republished makes sure that the node's slices went away and were back in time.
+func (w *world) republished(t *testing.T, watch *sliceWatch, since, registered time.Time) {
+	t.Helper()
+	w.offers(t, survivor, survivorGPUs)
+	var deleted, back time.Time
+	for _, o := range watch.history(since) {
+		switch {
+		case o.devices != survivorGPUs:
+			deleted, back = o.at, time.Time{}
+		case back.IsZero():
+			back = o.at
+		}
+	}
+	if deleted.IsZero() {
+		t.Error("the kubelet did not delete the node's slices: nothing was republished")
+		return
+	}
+	// What the kubelet deletes after the registration can only be back after that.
+	from := registered
+	if deleted.After(from) {
+		from = deleted
+	}
+	took := back.Sub(from)
+	t.Logf("slices deleted %s, plugin registered %s, slices back %s: %s later", deleted.Format(time.StampMilli), registered.Format(time.StampMilli), back.Format(time.StampMilli), took)
+	if took > republishWithin {
+		t.Errorf("the node's slices were back %s after the kubelet had registered the plugin again, want at most %s", took, republishWithin)
+	}
+}
+
+var connected = regexp.MustCompile(`^I(\d{4} \d\d:\d\d:\d\d\.\d+) .*"Connection changed".*driverName="gpu\.nvidia\.com".*connected=true`)
+
+// registrations returns a function that tells when the kubelet last registered the plugin since the call of registrations.
+func (w *world) registrations(t *testing.T) func() time.Time {
+	t.Helper()
+	path := w.node(t, survivor).Log("kubelet")
+	info, err := os.Stat(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return func() time.Time {
+		t.Helper()
+		file, err := os.Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer file.Close()
+		if _, err := file.Seek(info.Size(), io.SeekStart); err != nil {
+			t.Fatal(err)
+		}
+		var last time.Time
+		lines := bufio.NewScanner(file)
+		lines.Buffer(nil, 1<<20)
+		for lines.Scan() {
+			match := connected.FindStringSubmatch(lines.Text())
+			if match == nil {
+				continue
+			}
+			if last, err = time.ParseInLocation("2006 0102 15:04:05.000000", fmt.Sprint(time.Now().Year(), " ", match[1]), time.Local); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if last.IsZero() {
+			t.Fatalf("%s does not tell of a registration", path)
+		}
+		return last
+	}
+}
+
+func (w *world) testContainerdEnds(t *testing.T, u tenant) {
+	u.holder("one", 1)
+	u.holder("two", 2)
+	one, two := u.holding("one"), u.holding("two")
+	for _, verb := range []string{"restart", "kill"} {
+		if err := w.node(t, survivor).Service(t.Context(), verb, "containerd"); err != nil {
+			t.Fatal(err)
+		}
+		u.undisturbed(one, two)
+	}
+	u.killContainer("two")
+	u.restarted(two)
+	u.undisturbed(one)
+	u.holder("new", 1)
+	u.holding("new")
+}
+
+// The kubelet does not prepare a claim again when its container starts again: the specs have to be there.
+func (w *world) testSpecsDeleted(t *testing.T, u tenant) {
+	u.holder("two", 2)
+	t.Run("under the eyes of the plugin", func(t *testing.T) {
+		u := u.as(t)
+		two := u.holding("two")
+		w.deleteSpecs(t, two)
+		u.killContainer("two")
+		u.restarted(two)
+		w.specsAreBack(t, two)
+	})
+	t.Run("while the plugin is dead", func(t *testing.T) {
+		u := u.as(t)
+		two := u.holding("two")
+		k := w.killPlugin(t)
+		w.deleteSpecs(t, two)
+		u.killContainer("two")
+		w.back(t, k)
+		u.restarted(two)
+		w.specsAreBack(t, two)
+	})
+}
+
+func (w *world) deleteSpecs(t *testing.T, of holding) {
+	t.Helper()
+	w.on(t, survivor, "rm", baseSpec, claimSpecPath(of.claimUID))
+}
+
+func (w *world) specsAreBack(t *testing.T, of ...holding) {
+	t.Helper()
+	eventually(t, 10*time.Second, "the specs are there again", func() (bool, string) {
+		have := w.on(t, survivor, "find", cdiRoot+"/", "-type", "f")
+		for _, want := range of {
+			if !strings.Contains(have, claimSpecPath(want.claimUID)) {
+				return false, have
+			}
+		}
+		return strings.Contains(have, baseSpec), have
+	})
+}
+
+// Everything that ran comes back with what it had: a Deployment's Pods, a DaemonSet's, and bare ones. What was deleted while the power was off is given back.
+func (w *world) testPowerCut(t *testing.T, u tenant) {
+	u.apply(t, u.namespace, fmt.Sprintf(controllers, cluster.TestImage))
+	u.holder("bare", 2)
+	u.holder("deleted", 1)
+	var before []holding
+	for _, pod := range u.controlled(3) {
+		before = append(before, u.holding(pod))
+	}
+	bare, deleted := u.holding("bare"), u.holding("deleted")
+	before = append(before, bare)
+	records := w.recordWatch(t)
+	// The last one is being prepared at that moment.
+	u.holder("late", 1)
+	next(t, records, fsnotify.Create, 1)
+	_ = records.Close()
+
+	node := w.node(t, survivor)
+	if err := node.PowerCut(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	u.forget("deleted")
+	since := time.Now()
+	if err := node.Boot(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	u.restarted(before...)
+	u.holding("late")
+	w.specsAreBack(t, before...)
+	eventually(t, 60*time.Second, "the claim that was deleted while the power was off is given back", func() (bool, string) {
+		left, _ := filepath.Glob(filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "claims", deleted.claimUID+"*"))
+		return len(left) == 0, fmt.Sprint(left)
+	})
+	t.Logf("everything was back %s after the power", time.Since(since).Round(time.Millisecond))
+	w.recordsAreOfThisBoot(t, len(before)+1)
+
+	if _, err := w.Kubectl(t.Context(), "-n", u.namespace, "delete", "deployment/deployed", "daemonset/everywhere", "--cascade=foreground", "--timeout=60s"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// recordsAreOfThisBoot makes sure that claims were prepared again after the boot, not taken for prepared because a record of an earlier boot said so.
+func (w *world) recordsAreOfThisBoot(t *testing.T, n int) {
+	t.Helper()
+	boot := strings.TrimSpace(w.on(t, survivor, "cat", "/proc/sys/kernel/random/boot_id"))
+	paths := w.records(t, survivor)
+	if len(paths) != n {
+		t.Errorf("the node has %d records, want %d", len(paths), n)
+	}
+	for _, path := range paths {
+		r, err := readRecord(path)
+		if err != nil {
+			t.Error(err)
+		}
+		if r.BootID != boot || r.State != "Prepared" {
+			t.Errorf("%s: state %s of boot %s, want Prepared of boot %s", filepath.Base(path), r.State, r.BootID, boot)
+		}
+	}
+}
+
+// controlled are the names of the Pods of the namespace's controllers, once there are n and they run.
+func (u tenant) controlled(n int) []string {
+	u.t.Helper()
+	var names []string
+	eventually(u.t, 60*time.Second, fmt.Sprintf("the controllers have made %d Pods", n), func() (bool, string) {
+		list, err := u.Client.CoreV1().Pods(u.namespace).List(u.t.Context(), metav1.ListOptions{LabelSelector: "controlled=yes"})
+		if err != nil {
+			return false, err.Error()
+		}
+		names = nil
+		for _, p := range list.Items {
+			names = append(names, p.Name)
+		}
+		return len(names) == n, fmt.Sprint(names)
+	})
+	return names
+}
+
+const controllers = `
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: deployed}
+spec:
+  replicas: 2
+  selector: {matchLabels: {app: deployed}}
+  template:
+    metadata: {labels: {app: deployed, controlled: "yes"}}
+    spec:
+      terminationGracePeriodSeconds: 1
+      containers:
+        - name: main
+          image: %[1]s
+          imagePullPolicy: Never
+          command: [sh, -c, "trap 'exit 0' TERM; sleep infinity & wait"]
+          resources: {claims: [{name: gpu}]}
+      resourceClaims: [{name: gpu, resourceClaimTemplateName: gpus-1}]
+---
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: {name: everywhere}
+spec:
+  selector: {matchLabels: {app: everywhere}}
+  template:
+    metadata: {labels: {app: everywhere, controlled: "yes"}}
+    spec:
+      terminationGracePeriodSeconds: 1
+      containers:
+        - name: main
+          image: %[1]s
+          imagePullPolicy: Never
+          command: [sh, -c, "trap 'exit 0' TERM; sleep infinity & wait"]
+          resources: {claims: [{name: gpu}]}
+      resourceClaims: [{name: gpu, resourceClaimTemplateName: gpus-1}]
+`

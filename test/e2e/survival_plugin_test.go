@@ -1,0 +1,303 @@
+package e2e
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+	"golang.org/x/sys/unix"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// killed is an instance of the plugin that was ended by SIGKILL.
+type killed struct{ before corev1.Pod }
+
+// pluginProcess is the process of the node's plugin.
+func (w *world) pluginProcess(t *testing.T) (*os.Process, corev1.Pod) {
+	t.Helper()
+	instance := w.instance(t, survivor)
+	return mainProcess(t, "GPU_DRA_POD_UID", string(instance.UID)), instance
+}
+
+// killPlugin ends the node's plugin as kill -9 does.
+func (w *world) killPlugin(t *testing.T) killed {
+	t.Helper()
+	process, before := w.pluginProcess(t)
+	if err := process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	return killed{before}
+}
+
+// replacePlugin deletes the plugin's Pod. The kubelet makes ever longer pauses before it starts a killed container again, and after 30 s without a plugin it
+// deletes the node's slices; for a new Pod it begins from the start.
+func (w *world) replacePlugin(t *testing.T) {
+	t.Helper()
+	old := w.instance(t, survivor)
+	if err := w.Client.CoreV1().Pods(old.Namespace).Delete(t.Context(), old.Name, metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, 90*time.Second, "the plugin is replaced", func() (bool, string) {
+		now := w.instance(t, survivor)
+		return now.UID != old.UID, now.Name
+	})
+}
+
+// back waits until the plugin runs in a new container, and is ready.
+func (w *world) back(t *testing.T, k killed) {
+	t.Helper()
+	old := k.before.Status.ContainerStatuses[0].ContainerID
+	eventually(t, 90*time.Second, "the killed plugin runs again", func() (bool, string) {
+		now := w.instance(t, survivor)
+		status := now.Status.ContainerStatuses[0]
+		return status.ContainerID != old && status.Ready, fmt.Sprintf("%+v", status)
+	})
+}
+
+// Running Pods notice nothing, one that ends meanwhile gives its GPU back, a new one gets one.
+func (w *world) testKilledWhileHeld(t *testing.T, u tenant) {
+	u.holder("one", 1)
+	u.holder("two", 2)
+	u.holder("ends", 1)
+	one, two := u.holding("one"), u.holding("two")
+	u.holding("ends")
+	watch, since := w.watchSlices(t, survivor), time.Now()
+
+	k := w.killPlugin(t)
+	u.delete("ends")
+	u.holder("new", 1)
+	u.gone("ends")
+	u.holding("new")
+	w.back(t, k)
+
+	u.undisturbed(one, two)
+	watch.alwaysOffered(survivorGPUs, since)
+	if n := len(w.records(t, survivor)); n != 3 {
+		t.Errorf("the node has %d records for the claims of 3 Pods", n)
+	}
+}
+
+// A Prepare that waits for a GPU's lock, which another process holds, is killed there.
+func (w *world) testKilledWhileWaiting(t *testing.T, u tenant) {
+	u.holder("held", 2)
+	held := u.holding("held")
+	unlock := w.lockGPUs(t)
+	defer unlock()
+
+	u.holder("waits", 1)
+	locks := filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "locks", "claim-*")
+	eventually(t, 30*time.Second, "a Prepare waits for its GPU", func() (bool, string) {
+		found, _ := filepath.Glob(locks)
+		return len(found) == 1, fmt.Sprint(found, u.events(t, u.namespace, "waits"))
+	})
+	if n := len(w.records(t, survivor)); n != 1 {
+		t.Errorf("there are %d records while one claim is held and one waits for its GPU", n)
+	}
+	k := w.killPlugin(t)
+	w.back(t, k)
+	u.undisturbed(held)
+	if p := u.get("waits"); isReady(p) {
+		t.Error("the Pod runs although its GPU is locked: nothing waited")
+	}
+	unlock()
+	u.holding("waits")
+	u.undisturbed(held)
+}
+
+// lockGPUs holds the locks of all GPUs, as another instance of the plugin would. The function that it returns may be called twice.
+func (w *world) lockGPUs(t *testing.T) (unlock func()) {
+	t.Helper()
+	dir := filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "locks")
+	var files []*os.File
+	for name := range w.devices(t, survivor) {
+		file, err := os.OpenFile(filepath.Join(dir, name), os.O_CREATE|os.O_RDWR, 0o600)
+		if err != nil {
+			t.Fatal(err)
+		}
+		files = append(files, file)
+		if err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+			t.Fatalf("lock %s: %v", name, err)
+		}
+	}
+	return func() {
+		for _, file := range files {
+			_ = file.Close()
+		}
+	}
+}
+
+// recordWatch tells when records come and go on the node.
+func (w *world) recordWatch(t *testing.T) *fsnotify.Watcher {
+	t.Helper()
+	watcher, err := fsnotify.NewWatcher()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = watcher.Close() })
+	if err := watcher.Add(filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "claims")); err != nil {
+		t.Fatal(err)
+	}
+	return watcher
+}
+
+// next waits for the n-th time from now that a record appears (fsnotify.Create) or goes away (fsnotify.Remove), and returns its path.
+func next(t *testing.T, watcher *fsnotify.Watcher, op fsnotify.Op, n int) string {
+	t.Helper()
+	deadline := time.After(60 * time.Second)
+	for {
+		select {
+		case event := <-watcher.Events:
+			if name := filepath.Base(event.Name); !event.Has(op) || strings.HasPrefix(name, ".") || !strings.HasSuffix(name, ".json") {
+				continue
+			}
+			if n--; n == 0 {
+				return event.Name
+			}
+		case err := <-watcher.Errors:
+			t.Fatal(err)
+		case <-deadline:
+			t.Fatalf("no record %s within a minute", op)
+		}
+	}
+}
+
+// The record says that the preparation has begun, and the plugin is dead before it can say that it has ended.
+func (w *world) testKilledBetween(t *testing.T, u tenant) {
+	u.holder("held", 1)
+	held := u.holding("held")
+	const rounds = 5
+	for round := range rounds {
+		w.replacePlugin(t)
+		name := fmt.Sprint("round-", round)
+		process, before := w.pluginProcess(t)
+		records := w.recordWatch(t)
+		u.holder(name, 1)
+		path := next(t, records, fsnotify.Create, 1)
+		if err := process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		_ = records.Close()
+		r, err := readRecord(path)
+		w.back(t, killed{before})
+		u.holding(name)
+		u.undisturbed(held)
+		u.remove(name)
+		if err == nil && r.State == "Preparing" {
+			t.Logf("round %d: killed while the record said %q", round, r.State)
+			u.remove("held")
+			return
+		}
+		t.Logf("round %d: came too late: %+v, %v", round, r, err)
+	}
+	t.Errorf("in %d rounds the plugin was never caught between a record and its result", rounds)
+}
+
+// Eight Pods start at once and end at once, and somewhere on the way the plugin is killed.
+func (w *world) testKilledInBursts(t *testing.T, u tenant) {
+	seed := uint64(time.Now().UnixNano())
+	if text := os.Getenv("E2E_SEED"); text != "" {
+		var err error
+		if seed, err = strconv.ParseUint(text, 10, 64); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Logf("to have the same moments again: E2E_SEED=%d", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
+	// The moment lies in the work on a random claim, or a little after it.
+	kill := func(records *fsnotify.Watcher, process *os.Process, op fsnotify.Op) {
+		t.Helper()
+		n, after := 1+random.IntN(survivorGPUs), time.Duration(random.IntN(5000))*time.Microsecond
+		next(t, records, op, n)
+		time.Sleep(after)
+		if err := process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("killed %s after record %d: %s", after, n, op)
+	}
+	for burst := range 2 {
+		w.replacePlugin(t)
+		var pods []string
+		for i := range survivorGPUs {
+			pods = append(pods, fmt.Sprintf("burst-%d-%d", burst, i))
+		}
+		records := w.recordWatch(t)
+		process, before := w.pluginProcess(t)
+		for _, name := range pods {
+			u.holder(name, 1)
+		}
+		kill(records, process, fsnotify.Create)
+		w.back(t, killed{before})
+		u.distinct(1, pods...)
+
+		_ = records.Close()
+		records = w.recordWatch(t)
+		process, before = w.pluginProcess(t)
+		for _, name := range pods {
+			u.delete(name)
+		}
+		kill(records, process, fsnotify.Remove)
+		w.back(t, killed{before})
+		for _, name := range pods {
+			u.gone(name)
+		}
+		_ = records.Close()
+		w.clean(t, survivor)
+	}
+}
+
+// NVML does not answer when the plugin comes back. It serves the kubelet all the same: claims are given back, new ones are told to wait and why, and the node's
+// slices stay. Killed once more, it leaves no process that waits for NVML.
+func (w *world) testKilledWithoutAnswer(t *testing.T, u tenant) {
+	w.replacePlugin(t)
+	u.holder("stays", 1)
+	u.holder("ends", 1)
+	stays := u.holding("stays")
+	u.holding("ends")
+	watch, since := w.watchSlices(t, survivor), time.Now()
+
+	process, before := w.pluginProcess(t)
+	defer w.nvmlsim(t, survivor, "clear")
+	w.nvmlsim(t, survivor, "slow", "nvmlInit_v2", "1h")
+	if err := process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	first := w.waitsForNVML(t)
+	process = mainProcess(t, "GPU_DRA_POD_UID", string(before.UID))
+	u.remove("ends")
+	u.holder("new", 1)
+	eventually(t, 60*time.Second, "the new Pod is told to wait", func() (bool, string) {
+		events := u.events(t, u.namespace, "new")
+		return strings.Contains(events, "FailedPrepareDynamicResources") && strings.Contains(events, "not ready yet"), events
+	})
+	if err := process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, 60*time.Second, "only a process of the newest instance waits for NVML", func() (bool, string) {
+		now := w.waitsForNVML(t)
+		return len(now) == 1 && now[0] != first[0], fmt.Sprintf("%v, before %v", now, first)
+	})
+	w.nvmlsim(t, survivor, "clear")
+
+	u.holding("new")
+	w.back(t, killed{before})
+	u.undisturbed(stays)
+	watch.alwaysOffered(survivorGPUs, since)
+}
+
+// waitsForNVML waits until processes look at the hardware for the plugin, which they do not end to do while NVML does not answer.
+func (w *world) waitsForNVML(t *testing.T) (pids []string) {
+	t.Helper()
+	eventually(t, 60*time.Second, "the plugin waits for NVML", func() (bool, string) {
+		out, err := w.node(t, survivor).Exec(t.Context(), "pgrep", "--full", "gpu-kubelet-plugin scan$")
+		pids = strings.Fields(out)
+		return len(pids) > 0, fmt.Sprint(err)
+	})
+	return pids
+}
