@@ -110,7 +110,7 @@ func awaitDevice(ctx context.Context, sysfs string, probe *driver.Probe) error {
 // makeDirectories creates the directories that are ours and proves that each can be written to.
 func makeDirectories(cfg *config.Config) error {
 	for flag, dir := range map[string]string{"plugin-dir": cfg.StateDir(), "cdi-root": cfg.CDIRoot} {
-		if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // the runtime reads the specs, the kubelet the sockets
+		if err := os.MkdirAll(dir, 0o755); err != nil {
 			return fmt.Errorf("--%s: create %s: %w", flag, dir, err)
 		}
 		probe, err := os.CreateTemp(dir, ".writable-*")
@@ -132,9 +132,12 @@ func makeDirectories(cfg *config.Config) error {
 }
 
 func newClient(cfg *config.Config) (kubernetes.Interface, error) {
-	rc, err := clientcmd.BuildConfigFromFlags("", cfg.Kubeconfig)
+	var rc *rest.Config
+	var err error
 	if cfg.Kubeconfig == "" {
 		rc, err = rest.InClusterConfig()
+	} else {
+		rc, err = clientcmd.BuildConfigFromFlags("", cfg.Kubeconfig)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("find the API server (--kubeconfig, or the Pod's service account): %w", err)

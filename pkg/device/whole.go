@@ -1,6 +1,8 @@
 package device
 
 import (
+	"math"
+
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/utils/ptr"
@@ -39,7 +41,7 @@ func (w Whole) Device(d Driver) resourceapi.Device {
 
 func capacities(g GPU) map[resourceapi.QualifiedName]resourceapi.DeviceCapacity {
 	c := map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
-		"memory": {Value: *resource.NewQuantity(int64(g.MemoryBytes), resource.BinarySI)},
+		"memory": {Value: *resource.NewQuantity(int64(min(g.MemoryBytes, math.MaxInt64)), resource.BinarySI)},
 	}
 	if g.Engines == nil {
 		return c

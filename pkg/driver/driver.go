@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -202,9 +203,15 @@ func (d *Driver) HandleError(ctx context.Context, err error, msg string) {
 	d.fail(fmt.Errorf("%s: %w", msg, err))
 }
 
-// live is false when the process cannot help itself any more; today nothing short of a crash is known to be such a state, since each call
-// to the hardware is bounded: an answer at all is the proof.
-func (d *Driver) live(context.Context) error { return nil }
+// live is false when only a restart helps: the CDI directory was removed on the host, and this container's mount still shows the removed one.
+// Calls to the hardware are bounded, so for the rest an answer at all is the proof.
+func (d *Driver) live(context.Context) error {
+	var stat syscall.Stat_t
+	if err := syscall.Stat(d.cfg.CDIRoot, &stat); err == nil && stat.Nlink == 0 {
+		return fmt.Errorf("the CDI directory %s was removed on the host: a restarted container sees the new one", d.cfg.CDIRoot)
+	}
+	return nil
+}
 
 // ready is true when the kubelet knows us and the node's devices are known.
 func (d *Driver) ready(context.Context) error {

@@ -33,15 +33,10 @@ type publisher struct {
 // Nothing is published before the inventory is ready: a driver that comes late leaves the API server as it is.
 func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
 	logger := klog.FromContext(ctx)
-	if err := p.untilReady(ctx, changed); err != nil {
-		return nil
-	}
+	p.untilReady(ctx, changed)
 	for ctx.Err() == nil {
 		if err := p.turn.Take(ctx); err != nil {
-			if ctx.Err() != nil {
-				return nil
-			}
-			return fmt.Errorf("take the publisher's turn: %w", err)
+			return unlessOver(ctx, fmt.Errorf("take the publisher's turn: %w", err))
 		}
 		p.onTurn(true, false)
 		logger.Info("Publishing this node's ResourceSlices", "pool", p.nodeName)
@@ -55,15 +50,22 @@ func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
 	return nil
 }
 
-func (p *publisher) untilReady(ctx context.Context, changed <-chan struct{}) error {
+// unlessOver is err, but nil once the context has ended: then it is that end which the work reports.
+func unlessOver(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return nil
+	}
+	return err
+}
+
+func (p *publisher) untilReady(ctx context.Context, changed <-chan struct{}) {
 	for !p.inv.Snapshot().Ready {
 		select {
 		case <-ctx.Done():
-			return ctx.Err()
+			return
 		case <-changed:
 		}
 	}
-	return nil
 }
 
 // publish runs the slice controller for as long as this instance has the turn.

@@ -107,17 +107,18 @@ type grpcHealth struct {
 }
 
 func (h *grpcHealth) Check(ctx context.Context, req *healthpb.HealthCheckRequest) (*healthpb.HealthCheckResponse, error) {
-	var err error
+	var serving bool
 	switch req.GetService() {
 	case "", "readiness":
-		err = h.probe.isReady(ctx)
+		serving = h.probe.isReady(ctx) == nil
 	case "liveness":
-		err = h.probe.isLive(ctx)
+		serving = h.probe.isLive(ctx) == nil
 	default:
 		return nil, status.Errorf(codes.NotFound, "service %q: want \"\", readiness or liveness", req.GetService())
 	}
-	if err != nil {
-		return &healthpb.HealthCheckResponse{Status: healthpb.HealthCheckResponse_NOT_SERVING}, nil
+	answer := healthpb.HealthCheckResponse_NOT_SERVING
+	if serving {
+		answer = healthpb.HealthCheckResponse_SERVING
 	}
-	return &healthpb.HealthCheckResponse{Status: healthpb.HealthCheckResponse_SERVING}, nil
+	return &healthpb.HealthCheckResponse{Status: answer}, nil
 }

@@ -31,7 +31,7 @@ func freeAddress(t *testing.T) string {
 
 func get(t *testing.T, url string) (int, string) {
 	t.Helper()
-	r, err := http.Get(url) //nolint:gosec,noctx // a loopback address of this test
+	r, err := http.Get(url) //nolint:noctx // a loopback address of this test
 	if err != nil {
 		t.Fatal(err)
 	}

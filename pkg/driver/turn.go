@@ -55,8 +55,11 @@ func (t *turn) Take(ctx context.Context) error {
 			if got {
 				break
 			}
-			if err := t.ask(); err != nil {
-				return err
+			// An instance that has yielded waits for the newer one to end, and has nothing to ask of it.
+			if t.stayOut.IsZero() {
+				if err := t.ask(); err != nil {
+					return err
+				}
 			}
 		}
 		select {
@@ -65,7 +68,7 @@ func (t *turn) Take(ctx context.Context) error {
 		case <-tick.C:
 		}
 	}
-	if t.requested().Equal(t.started) {
+	if !t.requested().After(t.started) {
 		if err := os.Remove(t.request); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			klog.FromContext(ctx).Error(err, "Could not remove the request for the publisher's turn", "path", t.request)
 		}

@@ -47,6 +47,9 @@ func TestOlderInstanceYieldsToNewer(t *testing.T) {
 		t.Fatal("the newer instance was asked to yield to the older one")
 	default:
 	}
+	if _, err := os.Stat(newer.request); err == nil {
+		t.Error("the older instance left a request that nobody takes up")
+	}
 	newer.Release(t.Context())
 }
 
