@@ -178,23 +178,31 @@ func (w *world) namespace(t *testing.T) string {
 			out, _ := w.Kubectl(ctx, "-n", ns.Name, "describe", "pods,resourceclaims")
 			t.Logf("what is in namespace %s:\n%s\nplugins:\n%s", ns.Name, out, w.pluginLogs(t))
 		}
-		if err := w.Client.CoreV1().Namespaces().Delete(ctx, ns.Name, metav1.DeleteOptions{}); err != nil {
-			t.Errorf("namespace %s does not end: %v", ns.Name, err)
-			return
-		}
-		eventually(t, 90*time.Second, "no Pod is left in namespace "+ns.Name, func() (bool, string) {
-			pods, err := w.Client.CoreV1().Pods(ns.Name).List(ctx, metav1.ListOptions{})
-			if err != nil {
-				return false, err.Error()
-			}
-			var left []string
-			for _, p := range pods.Items {
-				left = append(left, p.Name)
-			}
-			return len(left) == 0, strings.Join(left, " ")
-		})
+		w.endNamespace(t, ns.Name)
 	})
 	return ns.Name
+}
+
+// endNamespace deletes a namespace and returns when no Pod is left in it.
+func (w *world) endNamespace(t *testing.T, name string) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), 2*time.Minute)
+	defer cancel()
+	if err := w.Client.CoreV1().Namespaces().Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
+		t.Errorf("delete namespace %s: %v", name, err)
+		return
+	}
+	eventually(t, 90*time.Second, "no Pod is left in namespace "+name, func() (bool, string) {
+		pods, err := w.Client.CoreV1().Pods(name).List(ctx, metav1.ListOptions{})
+		if err != nil {
+			return false, err.Error()
+		}
+		var left []string
+		for _, p := range pods.Items {
+			left = append(left, p.Name)
+		}
+		return len(left) == 0, strings.Join(left, " ")
+	})
 }
 
 func (w *world) pluginLogs(t *testing.T) string {
@@ -241,7 +249,7 @@ func eventually(t *testing.T, within time.Duration, what string, ok func() (bool
 		if time.Now().After(deadline) {
 			t.Fatalf("not within %s: %s; last: %s", within, what, state)
 		}
-		time.Sleep(100 * time.Millisecond)
+		<-time.After(100 * time.Millisecond)
 	}
 }
 
