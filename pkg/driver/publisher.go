@@ -52,10 +52,10 @@ func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
 
 // unlessOver is err, but nil once the context has ended: then it is that end which the work reports.
 func unlessOver(ctx context.Context, err error) error {
-	if ctx.Err() != nil {
-		return nil
+	if ctx.Err() == nil {
+		return err
 	}
-	return err
+	return nil
 }
 
 func (p *publisher) untilReady(ctx context.Context, changed <-chan struct{}) {
