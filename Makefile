@@ -62,6 +62,7 @@ test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the
 
 .PHONY: test-e2e
 test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)
+	$(GO) test -count=1 -timeout 20m -tags cluster ./test/cluster
 	$(GO) test -v -count=1 -timeout 60m ./test/e2e/...
 
 .PHONY: hwcheck
