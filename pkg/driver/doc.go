@@ -4,6 +4,7 @@
 // Several instances of it may run on one node for a while, during a rolling update. All of them answer the kubelet; what they share is on disk behind
 // flocks, so they cannot disagree. Only the holder of the publisher flock writes ResourceSlices, and it yields to a newer instance.
 //
-// It registers and serves as soon as it can read its records. Without a GPU driver a Prepare says "not ready yet" and why, and an Unprepare does its
-// work all the same. It decides nothing about hardware (package nvidia), the transaction (package prepare) or names and attributes (package device).
+// It registers and serves as soon as it can read its records and has looked at the hardware once, whatever that found; hardware that does not answer
+// holds it up for a few seconds only. Without a GPU driver a Prepare says "not ready yet" and why, and an Unprepare does its work all the same. It
+// decides nothing about hardware (package nvidia), the transaction (package prepare) or names and attributes (package device).
 package driver

@@ -42,6 +42,9 @@ const ScanCommand = "scan"
 // drainTimeout bounds how long a terminating plugin lets the kubelet's calls finish. The chart's grace period is longer.
 const drainTimeout = 30 * time.Second
 
+// firstLookTimeout bounds how long a starting plugin stays unknown to the kubelet for want of an answer of the hardware.
+const firstLookTimeout = 5 * time.Second
+
 // inventorySource is what the driver needs to know of the node's devices.
 type inventorySource interface {
 	Snapshot() inventory.Snapshot
@@ -152,6 +155,11 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	// Before the first call of the kubelet: no Pod may slip through while nobody knows yet that the runtime would ignore its GPUs.
 	d.checkHook(ctx)
 	d.askRuntime(ctx)
+	notLooked := d.inv.Snapshot().Reason
+	background := d.startBackground(ctx)
+	defer background.Wait()
+	defer d.fail(nil)
+	d.awaitFirstLook(ctx, notLooked)
 
 	// Background work ends before Run does; the gRPC servers get a context of their own, so that calls under way outlive the signal.
 	serving, stopServing := context.WithCancel(context.WithoutCancel(ctx))
@@ -176,7 +184,6 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	d.helper.Store(helper)
 	probe.Set(d.live, d.ready)
 
-	background := d.startBackground(ctx)
 	<-ctx.Done()
 	logger.Info("Stopping: no new work is begun, calls under way may finish", "cause", context.Cause(ctx))
 	background.Wait()
@@ -191,6 +198,23 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 		return cause
 	}
 	return nil
+}
+
+// awaitFirstLook lets the inventory look at the node once before the kubelet is told of this instance: from then on the kubelet sends it what an older
+// instance answers until then, and "not looked yet" would be a worse answer. Hardware that does not answer keeps claims from being given back only for
+// so long.
+func (d *Driver) awaitFirstLook(ctx context.Context, notLooked string) {
+	ctx, cancel := context.WithTimeout(ctx, firstLookTimeout)
+	defer cancel()
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for d.inv.Snapshot().Reason == notLooked {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
 }
 
 // HandleError is told of background failures. What can be retried is logged and counted; anything else ends the process in order.
