@@ -12,6 +12,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -122,15 +123,21 @@ type result struct {
 	report      string
 }
 
-// check runs the folder as a user does, where there is no Go: with the environment of a bare shell, from a folder of its own.
-func (m *machine) check(argv ...string) result {
-	m.t.Helper()
-	kept := m.t.TempDir()
+// command runs the folder as a user does, where there is no Go: with the environment of a bare shell, from a folder of its own.
+func (m *machine) command(kept string, argv ...string) *exec.Cmd {
 	argv = append(argv, "--out", filepath.Join(kept, "report"))
 	script := "set -e\n" + strings.Join(m.setup, "\n") + "\ncd \"$1\"; shift\nexec /usr/bin/env -i PATH=/nonexistent TMPDIR=" + m.temp + " \"$@\"\n"
 	cmd := exec.Command("/bin/sh", append([]string{"-c", script, "sh", kept}, argv...)...) //nolint:gosec // our own
 	// Mounts made there are private to it: a new mount namespace of Go's is not shared with its parent.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: unix.CLONE_NEWNS}
+	return cmd
+}
+
+// check runs the check to its end.
+func (m *machine) check(argv ...string) result {
+	m.t.Helper()
+	kept := m.t.TempDir()
+	cmd := m.command(kept, argv...)
 	var out, errOut bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errOut
 	err := cmd.Run()
@@ -147,10 +154,65 @@ func (m *machine) check(argv ...string) result {
 	if data, err := os.ReadFile(filepath.Join(kept, "report/report.md")); err == nil {
 		r.report = string(data)
 	}
+	m.wantNothingLeft(cmd)
+	return r
+}
+
+// wantNothingLeft looks for what an ended check may have left on the machine.
+func (m *machine) wantNothingLeft(cmd *exec.Cmd) {
+	m.t.Helper()
 	if left, err := os.ReadDir(m.temp); err != nil || len(left) > 0 {
 		m.t.Errorf("left behind in the temporary folder: %v (%v)", left, err)
 	}
-	return r
+	if left := cgroupsOf(m.t, cmd); len(left) > 0 {
+		m.t.Errorf("left behind: %v", left)
+	}
+}
+
+// cgroupsOf lists the cgroups of a check's containers, which carry its process ID in their names.
+func cgroupsOf(t *testing.T, cmd *exec.Cmd) []string {
+	t.Helper()
+	name := fmt.Sprintf("hwcheck-%d-*", cmd.Process.Pid)
+	var found []string
+	for _, pattern := range []string{"/sys/fs/cgroup/", "/sys/fs/cgroup/*/"} {
+		paths, err := filepath.Glob(pattern + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		found = append(found, paths...)
+	}
+	return found
+}
+
+func TestAnInterruptedCheckLeavesNothingBehind(t *testing.T) {
+	m := newMachine(t, "t4-x1", layout.Container, nil)
+	kept := t.TempDir()
+	cmd := m.command(kept, m.in0()...)
+	var errOut bytes.Buffer
+	cmd.Stderr = &errOut
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	// In the middle of making a container.
+	for len(cgroupsOf(t, cmd)) == 0 {
+		select {
+		case err := <-ended:
+			t.Fatalf("it ended before it made a container: %v\n%s", err, errOut.String())
+		case <-time.After(time.Millisecond):
+		}
+	}
+	if err := cmd.Process.Signal(os.Interrupt); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-ended; err == nil || !strings.Contains(errOut.String(), "interrupted") {
+		t.Errorf("%v\n%s", err, errOut.String())
+	}
+	m.wantNothingLeft(cmd)
+	if left, err := os.ReadDir(kept); err != nil || len(left) > 0 {
+		t.Errorf("half a report was written: %v (%v)", left, err)
+	}
 }
 
 func (m *machine) hwcheck() string { return filepath.Join(m.folder, "hwcheck") }

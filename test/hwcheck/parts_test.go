@@ -164,3 +164,14 @@ func TestWrongCallsAreRefused(t *testing.T) {
 		}
 	}
 }
+
+func TestAContainerGetsNoRightButItsDevices(t *testing.T) {
+	config := configuration("id", []string{"/usr/bin/nvidia-smi"})
+	c := config.Process.Capabilities
+	if len(c.Bounding)+len(c.Effective)+len(c.Permitted)+len(c.Inheritable)+len(c.Ambient) != 0 || !config.Process.NoNewPrivileges {
+		t.Errorf("capabilities %+v, no new privileges: %v", c, config.Process.NoNewPrivileges)
+	}
+	if rules := config.Linux.Resources.Devices; len(rules) != 1 || rules[0].Allow || rules[0].Access != "rwm" || rules[0].Type != "" {
+		t.Errorf("device cgroup: %+v", rules)
+	}
+}

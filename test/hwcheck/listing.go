@@ -1,0 +1,98 @@
+package main
+
+import (
+	"context"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
+)
+
+var uuidForm = regexp.MustCompile(`\(UUID: (GPU-[0-9a-f-]+)\)`)
+
+// checkContainers runs nvidia-smi with no GPU, one and all, and compares what it lists with what was given.
+func (s *session) checkContainers(ctx context.Context, set *specSet, offered []offer) {
+	c := &containers{programs: s.programs, work: s.work, specs: set, library: s.report.Driver.Library}
+	var ok bool
+	if c.smi, c.inside, ok = set.mounted(nvidiaSMI); !ok {
+		s.add("nvidia-smi in a container", facts.NotProven, "%v", errNoSMI)
+		return
+	}
+	cases := []struct {
+		name  string
+		given []offer
+	}{
+		{"a container with the base spec alone sees no GPU", nil},
+		{"a container that was given one GPU sees that one", offered[:1]},
+		{"a container that was given all GPUs sees all", offered},
+	}
+	for _, x := range cases {
+		if len(x.given) == 1 && len(offered) == 1 && x.name == cases[2].name {
+			continue // it was the same
+		}
+		devices, err := set.devices(x.given)
+		if err != nil {
+			s.add(x.name, facts.Failed, "%v", err)
+			return
+		}
+		result := c.run(ctx, devices, "-L")
+		if ctx.Err() != nil {
+			return // what it printed then is no verdict
+		}
+		s.show("nvidia-smi -L: "+x.name, "", result.stdout+result.stderr)
+		s.judgeListing(x.name, c, x.given, result)
+	}
+	devices, err := set.devices(offered)
+	if err != nil {
+		s.add("nvidia-smi prints its table in a container", facts.Failed, "%v", err)
+		return
+	}
+	result := c.run(ctx, devices)
+	if ctx.Err() != nil {
+		return
+	}
+	s.show("nvidia-smi in a container with all GPUs", "", result.stdout+result.stderr)
+	s.judgeTable(c, result)
+}
+
+func (s *session) judgeTable(c *containers, result outcome) {
+	const name = "nvidia-smi prints its table in a container"
+	version := ""
+	if s.report.NVML != nil {
+		version = s.report.NVML.DriverVersion
+	}
+	switch reservations := c.reservations(); {
+	case result.err != nil:
+		s.add(name, facts.Failed, "%s", lastLines(result.said(), 3))
+	case version == "" || !strings.Contains(result.stdout, version):
+		s.add(name, facts.Differed, "it does not name driver %s", orNone(version))
+	case reservations != "":
+		s.add(name, facts.NotProven, "it names driver %s, but %s", version, reservations)
+	default:
+		s.add(name, facts.Agreed, "it names driver %s", version)
+	}
+}
+
+func (s *session) judgeListing(name string, c *containers, given []offer, result outcome) {
+	var seen []string
+	for _, match := range uuidForm.FindAllStringSubmatch(result.stdout, -1) {
+		seen = append(seen, match[1])
+	}
+	slices.Sort(seen)
+	reservations := c.reservations()
+	switch want := uuidsOf(given); {
+	case c.way == onTheMachine && result.err == nil:
+		s.add(name, facts.NotProven, "nvidia-smi lists %d GPUs; %s", len(seen), reservations)
+	case len(given) > 0 && result.err != nil:
+		s.add(name, facts.Failed, "nvidia-smi -L: %s", lastLines(result.said(), 3))
+	case !slices.Equal(seen, want):
+		s.add(name, facts.Differed, "nvidia-smi lists %v, given were %v", seen, want)
+	case reservations != "":
+		s.add(name, facts.NotProven, "nvidia-smi lists just what was given, but %s", reservations)
+	case len(given) == 0:
+		s.add(name, facts.Agreed, "nvidia-smi: %s", lastLines(result.said(), 1))
+	default:
+		s.add(name, facts.Agreed, "nvidia-smi lists just what was given: %s", strings.Join(seen, ", "))
+	}
+}
