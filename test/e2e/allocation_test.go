@@ -165,9 +165,9 @@ func (w *world) testContainers(t *testing.T) {
 	u.template("one", oneGPU)
 	u.template("pair", `requests: [{name: first, exactly: {deviceClassName: gpu.nvidia.com}}, {name: second, exactly: {deviceClassName: gpu.nvidia.com}}]`)
 
-	u.pod("one-claim", onNode(h100), fromTemplate("gpu", "one"), container("a", "gpu"), container("b", "gpu"))
-	u.pod("two-claims", onNode(h100), fromTemplate("x", "one"), fromTemplate("y", "one"), container("a", "x"), container("b", "y"), container("both", "x", "y"))
-	u.pod("by-request", onNode(h100), fromTemplate("gpus", "pair"), container("a", "gpus/first"), container("b", "gpus/second"), container("both", "gpus"))
+	u.pod("one-claim", onNode(a100), fromTemplate("gpu", "one"), container("a", "gpu"), container("b", "gpu"))
+	u.pod("two-claims", onNode(a100), fromTemplate("x", "one"), fromTemplate("y", "one"), container("a", "x"), container("b", "y"), container("both", "x", "y"))
+	u.pod("by-request", onNode(a100), fromTemplate("gpus", "pair"), container("a", "gpus/first"), container("b", "gpus/second"), container("both", "gpus"))
 	u.running("one-claim", "two-claims", "by-request")
 
 	one := u.allocated("one-claim", "gpu")
@@ -188,7 +188,7 @@ func (w *world) testSharedClaim(t *testing.T) {
 	w.needSMI(t)
 	u := w.tenant(t)
 	u.claim("shared", oneGPU)
-	u.pod("first", onNode(h100), fromClaim("gpu", "shared"))
+	u.pod("first", onNode(a100), fromClaim("gpu", "shared"))
 	u.pod("second", fromClaim("gpu", "shared")) // follows the claim to its node
 	u.running("first", "second")
 	allocated := u.allocated("first", "gpu")

@@ -11,6 +11,7 @@ import (
 // Nodes of the suite TestClaims.
 const (
 	h100  = "h100"  // eight alike GPUs
+	a100  = "a100"  // eight alike GPUs, two behind each PCIe root
 	mixed = "mixed" // four different ones
 	plain = "plain" // none
 )
@@ -23,6 +24,7 @@ func TestClaims(t *testing.T) {
 	sim := simulator(t)
 	nodes := []cluster.NodeOptions{
 		sim.Node(h100, "dgx-h100"),
+		sim.Node(a100, "dgx-a100"),
 		sim.Node(mixed, "mixed"),
 		// The chart's values name directories that such a node has too. Its PCI bus has a network card and an NVSwitch, which is NVIDIA's but no GPU.
 		{Name: plain, BootHook: []string{"/bin/sh", "-ec", `
@@ -41,25 +43,37 @@ func TestClaims(t *testing.T) {
 	}
 	w := start(t, "e2e-claims", nodes...)
 	w.offers(t, h100, 8)
+	w.offers(t, a100, 8)
 	w.offers(t, mixed, 4)
 
-	t.Run("a Pod sees the one GPU that its claim was allocated", w.testOneGPU)
-	t.Run("without a claim there is nothing to see", w.testNoClaim)
-	t.Run("a container opens the devices of its claim and no other", w.testIsolation)
-	t.Run("a container without any privilege uses its GPU", w.testUnprivileged)
+	// Most of the time of these goes into waiting for containers, and there are GPUs enough for all.
+	t.Run("side by side", func(t *testing.T) {
+		for name, test := range map[string]func(*testing.T){
+			"a Pod sees the one GPU that its claim was allocated":     w.testOneGPU,
+			"without a claim there is nothing to see":                 w.testNoClaim,
+			"a container opens the devices of its claim and no other": w.testIsolation,
+			"a container without any privilege uses its GPU":          w.testUnprivileged,
+			"containers of a Pod share claims out":                    w.testContainers,
+			"two Pods share one claim":                                w.testSharedClaim,
+			"a claim has devices of another driver too":               w.testOtherDriver,
+		} {
+			t.Run(name, func(t *testing.T) {
+				t.Parallel()
+				test(t)
+			})
+		}
+	})
 	t.Run("eight Pods take eight GPUs, and the ninth waits for its turn", w.testNinePods)
 	t.Run("a Deployment takes two GPUs a Pod", w.testDeployment)
 	t.Run("claims select by attributes and capacity", w.testSelectors)
 	t.Run("claims constrain devices to each other", w.testConstraints)
 	t.Run("a prioritized list takes the first that can be met", w.testPrioritizedList)
 	t.Run("admin access looks at GPUs that others hold", w.testAdminAccess)
-	t.Run("containers of a Pod share claims out", w.testContainers)
-	t.Run("two Pods share one claim", w.testSharedClaim)
-	t.Run("a claim has devices of another driver too", w.testOtherDriver)
-	t.Run("a node without a GPU idles", w.testPlainNode)
 	t.Run("the API server keeps every node's slices as they are", w.testSlicesOfEveryNode)
+	t.Run("a node without a GPU idles", w.testPlainNode)
 	t.Run("a plugin's token writes the slices of its own node only", w.testForgedSlices)
 	t.Run("Pods ask with resource limits", w.testExtendedResource)
+	t.Run("the examples of the documentation work", w.testExamples) // one of them needs the values of the test before
 }
 
 // buildProbe compiles testdata/probe.c and returns the folder that it lies in.

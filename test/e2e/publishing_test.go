@@ -4,7 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"os/exec"
+	"path"
 	"path/filepath"
 	"regexp"
 	"strconv"
@@ -75,13 +75,15 @@ func (w *world) testPlainNode(t *testing.T) {
 }
 
 func (w *world) testSlicesOfEveryNode(t *testing.T) {
-	dir := t.TempDir()
-	plugin := filepath.Join(dir, "gpu-kubelet-plugin")
-	build := exec.CommandContext(t.Context(), "go", "build", "-o", plugin, "./cmd/gpu-kubelet-plugin")
-	build.Dir = w.root
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("build the plugin: %v\n%s", err, out)
-	}
+	t.Run("what the inventory shows is what is published", func(t *testing.T) {
+		for _, node := range []string{h100, mixed} {
+			out := w.mustExec(t, stand.Namespace, w.pluginOn(t, node).Name, "", "gpu-kubelet-plugin", "inventory", "-o", "yaml")
+			shown, published := parseSlices(t, out), w.slices(t, node)
+			if len(shown) != 1 || len(published) != 1 || !equality.Semantic.DeepEqual(shown[0].Spec.Devices, published[0].Spec.Devices) {
+				t.Errorf("the inventory of node %s shows\n%+v\nand published is\n%+v", node, shown, published)
+			}
+		}
+	})
 	files, err := filepath.Glob(filepath.Join(w.root, "test", "nvmlsim", "nodes", "*.yaml"))
 	if err != nil || len(files) < 7 {
 		t.Fatalf("the node files: %v (%v)", files, err)
@@ -89,39 +91,25 @@ func (w *world) testSlicesOfEveryNode(t *testing.T) {
 	for _, file := range files {
 		model := strings.TrimSuffix(filepath.Base(file), ".yaml")
 		t.Run(model, func(t *testing.T) {
-			for _, slice := range w.wouldPublish(t, plugin, filepath.Join(dir, model), model) {
+			for _, slice := range w.wouldPublish(t, model) {
 				w.keeps(t, slice)
 			}
 		})
 	}
 }
 
-// wouldPublish lays a node out and asks the plugin's inventory for the slices that it would publish there.
-func (w *world) wouldPublish(t *testing.T, plugin, root, model string) []*resourceapi.ResourceSlice {
+// wouldPublish lays a node out in a corner of the node that has no GPU, and asks the inventory of the plugin there for the slices that it would
+// publish of it.
+func (w *world) wouldPublish(t *testing.T, model string) []*resourceapi.ResourceSlice {
 	t.Helper()
-	// A driver root with a dev/ of its own: nothing of this machine is touched.
-	up := w.sim.LayoutUp(root, model, "--kind", "container")
-	if out, err := exec.CommandContext(t.Context(), up[0], up[1:]...).CombinedOutput(); err != nil {
-		t.Fatalf("lay the node out: %v\n%s", err, out)
-	}
-	inventory := exec.CommandContext(t.Context(), plugin, "inventory", "-o", "yaml", "--node-name", "layout-"+model,
-		"--driver-root", filepath.Join(root, "driver"), "--sysfs-root", filepath.Join(root, "sys"), "--proc-root", filepath.Join(root, "proc"))
-	inventory.Stderr = os.Stderr
-	out, err := inventory.Output()
-	if err != nil {
-		t.Fatalf("inventory: %v\n%s", err, out)
-	}
-	var slices []*resourceapi.ResourceSlice
-	devices := 0
-	for document := range strings.SplitSeq(string(out), "---\n") {
-		if strings.TrimSpace(document) == "" {
-			continue
-		}
-		slice := &resourceapi.ResourceSlice{}
-		if err := yaml.UnmarshalStrict([]byte(document), slice); err != nil {
-			t.Fatalf("%v in\n%s", err, document)
-		}
-		slices = append(slices, slice)
+	// A driver root with a dev/ of its own; the plugin has what lies beside its driver root below /driver-root.
+	host, visible := path.Join(stand.NodeRoot, model), path.Join("/driver-root", model)
+	w.on(t, plain, w.sim.LayoutUp(host, model, "--kind", "container")...)
+	out := w.mustExec(t, stand.Namespace, w.pluginOn(t, plain).Name, "", "gpu-kubelet-plugin", "inventory", "-o", "yaml", "--node-name", "layout-"+model,
+		"--driver-root", path.Join(host, "driver"), "--driver-root-mount", path.Join(visible, "driver"),
+		"--sysfs-root", path.Join(visible, "sys"), "--proc-root", path.Join(visible, "proc"))
+	slices, devices := parseSlices(t, out), 0
+	for _, slice := range slices {
 		devices += len(slice.Spec.Devices)
 	}
 	file, err := os.ReadFile(filepath.Join(w.root, "test", "nvmlsim", "nodes", model+".yaml"))
@@ -136,6 +124,23 @@ func (w *world) wouldPublish(t *testing.T, plugin, root, model string) []*resour
 	}
 	if devices == 0 || devices != len(node.GPUs) {
 		t.Fatalf("the node has %d GPUs and would publish %d devices", len(node.GPUs), devices)
+	}
+	return slices
+}
+
+// parseSlices reads the YAML documents that the inventory prints.
+func parseSlices(t *testing.T, documents string) []*resourceapi.ResourceSlice {
+	t.Helper()
+	var slices []*resourceapi.ResourceSlice
+	for document := range strings.SplitSeq(documents, "---\n") {
+		if strings.TrimSpace(document) == "" {
+			continue
+		}
+		slice := &resourceapi.ResourceSlice{}
+		if err := yaml.UnmarshalStrict([]byte(document), slice); err != nil {
+			t.Fatalf("%v in\n%s", err, document)
+		}
+		slices = append(slices, slice)
 	}
 	return slices
 }

@@ -125,6 +125,7 @@ var (
 	lowerH100 = names(h100, "1b", "43", "52", "61") // of NUMA node 0
 	upperH100 = names(h100, "9d", "c3", "d1", "df") // of NUMA node 1
 	allH100   = slices.Concat(lowerH100, upperH100)
+	allA100   = names(a100, "07", "0f", "47", "4e", "87", "90", "b7", "bd")
 )
 
 func (w *world) testSelectors(t *testing.T) {
@@ -134,13 +135,14 @@ func (w *world) testSelectors(t *testing.T) {
 		"uuid":         {devices: gpus(1, `device.attributes["gpu.nvidia.com"].uuid == "`+chosen+`"`), count: 1, among: names(h100, "52")},
 		"product-name": {devices: gpus(1, product+` == "NVIDIA L4"`), count: 1, among: names(mixed, "32")},
 		"little":       {devices: gpus(1, memory+`.compareTo(quantity("16Gi")) < 0`), count: 1, among: names(mixed, "ca")},
-		"much":         {devices: gpus(2, memory+`.compareTo(quantity("60Gi")) >= 0`, numa+" == 1"), count: 2, among: upperH100},
+		"much":         {devices: gpus(2, memory+`.compareTo(quantity("60Gi")) >= 0`, numa+" == 5"), count: 2, among: names(a100, "b7", "bd")},
+		"numa":         {devices: gpus(3, product+`.contains("H100")`, numa+" == 1"), count: 3, among: upperH100},
 		"capability":   {devices: gpus(1, `device.attributes["gpu.nvidia.com"].cudaComputeCapability == semver("8.0.0")`, memory+`.compareTo(quantity("24Gi")) == 0`), count: 1, among: names(mixed, "31")},
-		"old-driver":   {devices: gpus(1, `device.attributes["gpu.nvidia.com"].driverVersion.isLessThan(semver("560.0.0"))`, product+`.contains("A100")`), count: 1, among: names(mixed, "17")},
+		"old-driver":   {devices: gpus(1, `device.attributes["gpu.nvidia.com"].driverVersion.isLessThan(semver("560.0.0"))`, product+`.contains("A100")`), count: 1, among: slices.Concat(names(mixed, "17"), allA100)},
 	})
 	u.refuse(map[string]wish{
 		"absent-product": {devices: gpus(1, product+` == "NVIDIA B200"`)},
-		"too-much":       {devices: gpus(1, memory+`.compareTo(quantity("80Gi")) >= 0`)},
+		"too-much":       {devices: gpus(1, memory+`.compareTo(quantity("81Gi")) >= 0`)},
 		"absent-numa":    {devices: gpus(1, numa+" == 2")},
 		"wrong-place":    {devices: gpus(1, product+`.contains("H100")`), node: plain},
 	})
@@ -150,8 +152,9 @@ func (w *world) testConstraints(t *testing.T) {
 	u := w.tenant(t)
 	u.grant(map[string]wish{
 		"one-root":   {node: mixed, devices: gpus(2) + match(pcieRoot), count: 2, among: names(mixed, "31", "32"), same: pcieRoot},
-		"one-socket": {node: h100, devices: gpus(4) + match(numaNode), count: 4, among: allH100, same: numaNode},
+		"one-socket": {node: h100, devices: gpus(3) + match(numaNode), count: 3, among: allH100, same: numaNode},
 	})
+	// As many GPUs are still free, but not so near to each other.
 	u.refuse(map[string]wish{
 		"no-other-pair":   {node: mixed, devices: gpus(2) + match(pcieRoot)},
 		"no-five-of-four": {node: h100, devices: gpus(5) + match(numaNode)},
@@ -186,15 +189,15 @@ func firstAvailable(kinds ...[2]string) string {
 
 func (w *world) testPrioritizedList(t *testing.T) {
 	u := w.tenant(t)
-	b200, l4, any := [2]string{"b200", product + `.contains("B200")`}, [2]string{"l4", product + ` == "NVIDIA L4"`}, [2]string{"any", "true"}
+	b200, l4, rest := [2]string{"b200", product + `.contains("B200")`}, [2]string{"l4", product + ` == "NVIDIA L4"`}, [2]string{"any", "true"}
 	t4 := [2]string{"t4", product + `.contains("T4")`}
 	u.grant(map[string]wish{
-		"second": {devices: firstAvailable(b200, t4, any), count: 1, among: names(mixed, "ca"), request: "gpu/t4"},
-		"first":  {devices: firstAvailable(l4, any), count: 1, among: names(mixed, "32"), request: "gpu/l4"},
+		"second": {devices: firstAvailable(b200, t4, rest), count: 1, among: names(mixed, "ca"), request: "gpu/t4"},
+		"first":  {devices: firstAvailable(l4, rest), count: 1, among: names(mixed, "32"), request: "gpu/l4"},
 	})
 	// Now that the only L4 is taken, the same list is met by what comes next on it; a list that ends there is not met.
 	u.grant(map[string]wish{
-		"next": {node: mixed, devices: firstAvailable(l4, any), count: 1, among: names(mixed, "17", "31"), request: "gpu/any"},
+		"next": {node: mixed, devices: firstAvailable(l4, rest), count: 1, among: names(mixed, "17", "31"), request: "gpu/any"},
 	})
 	u.refuse(map[string]wish{"none": {devices: firstAvailable(b200, l4)}})
 }
@@ -216,26 +219,25 @@ func (w *world) testAdminAccess(t *testing.T) {
 	}
 	admin.template("look", everything)
 	admin.pod("look", onNode(h100), fromTemplate("gpus", "look"))
-	admin.running("look")
+	admin.pod("glance", onNode(h100), fromTemplate("gpus", "look"))
+	admin.running("look", "glance")
 	held := u.allocated("user", "gpus")
 	if got := admin.allocated("look", "gpus"); len(held) != 8 || !slices.Equal(got, held) {
 		t.Errorf("the user holds %v, and the administrator looks at %v", held, got)
 	}
 	if w.sim.SMI != "" {
 		admin.sees("look", "", held)
-		u.sees("user", "", held)
 	}
-	// An administrator who looks takes nothing away: not while looking, and not by ending before the GPUs' holder.
-	admin.end("look")
+	// An administrator who looks takes nothing away: not by ending before the GPUs' holder, and not by looking while the next one takes them.
+	admin.end("glance")
 	if w.sim.SMI != "" {
 		u.sees("user", "", held)
 	}
 	u.end("user")
-	admin.pod("look", onNode(h100), fromTemplate("gpus", "look"))
-	admin.running("look")
 	u.pod("user-2", onNode(h100), fromTemplate("gpus", "all"))
 	u.running("user-2")
 	if w.sim.SMI != "" {
 		u.sees("user-2", "", held)
+		admin.sees("look", "", held)
 	}
 }
