@@ -26,28 +26,13 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
-// pluginOn is the one Pod of the driver on a node.
-func (w *world) pluginOn(t *testing.T, node string) corev1.Pod {
-	t.Helper()
-	list, err := w.Client.CoreV1().Pods(stand.Namespace).List(t.Context(), metav1.ListOptions{
-		LabelSelector: "app.kubernetes.io/component=kubelet-plugin", FieldSelector: "spec.nodeName=" + node,
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if len(list.Items) != 1 {
-		t.Fatalf("%d plugins on node %s", len(list.Items), node)
-	}
-	return list.Items[0]
-}
-
 // idleMemory is the most anonymous memory, in KiB, that the plugin may take on a node that has nothing for it to do.
 const idleMemory = 16 << 10
 
 var anonymous = regexp.MustCompile(`RssAnon:\s+(\d+) kB`)
 
 func (w *world) testPlainNode(t *testing.T) {
-	pod := w.pluginOn(t, plain)
+	pod := w.livePlugin(t, plain)
 	if status := pod.Status.ContainerStatuses[0]; !status.Ready || status.RestartCount != 0 {
 		t.Errorf("the plugin idles not in peace: %+v", status)
 	}
@@ -77,7 +62,7 @@ func (w *world) testPlainNode(t *testing.T) {
 func (w *world) testSlicesOfEveryNode(t *testing.T) {
 	t.Run("what the inventory shows is what is published", func(t *testing.T) {
 		for _, node := range []string{h100, mixed} {
-			out := w.mustExec(t, stand.Namespace, w.pluginOn(t, node).Name, "", "gpu-kubelet-plugin", "inventory", "-o", "yaml")
+			out := w.mustExec(t, stand.Namespace, w.livePlugin(t, node).Name, "", "gpu-kubelet-plugin", "inventory", "-o", "yaml")
 			shown, published := parseSlices(t, out), w.slices(t, node)
 			if len(shown) != 1 || len(published) != 1 || !equality.Semantic.DeepEqual(shown[0].Spec.Devices, published[0].Spec.Devices) {
 				t.Errorf("the inventory of node %s shows\n%+v\nand published is\n%+v", node, shown, published)
@@ -105,7 +90,7 @@ func (w *world) wouldPublish(t *testing.T, model string) []*resourceapi.Resource
 	// A driver root with a dev/ of its own; the plugin has what lies beside its driver root below /driver-root.
 	host, visible := path.Join(stand.NodeRoot, model), path.Join("/driver-root", model)
 	w.on(t, plain, w.sim.LayoutUp(host, model, "--kind", "container")...)
-	out := w.mustExec(t, stand.Namespace, w.pluginOn(t, plain).Name, "", "gpu-kubelet-plugin", "inventory", "-o", "yaml", "--node-name", "layout-"+model,
+	out := w.mustExec(t, stand.Namespace, w.livePlugin(t, plain).Name, "", "gpu-kubelet-plugin", "inventory", "-o", "yaml", "--node-name", "layout-"+model,
 		"--driver-root", path.Join(host, "driver"), "--driver-root-mount", path.Join(visible, "driver"),
 		"--sysfs-root", path.Join(visible, "sys"), "--proc-root", path.Join(visible, "proc"))
 	slices, devices := parseSlices(t, out), 0
@@ -191,7 +176,7 @@ func (w *world) as(t *testing.T, pod *corev1.Pod, account string) kubernetes.Int
 }
 
 func (w *world) testForgedSlices(t *testing.T) {
-	pod := w.pluginOn(t, h100)
+	pod := w.livePlugin(t, h100)
 	plugin := w.as(t, &pod, pod.Spec.ServiceAccountName)
 	unbound := w.as(t, nil, pod.Spec.ServiceAccountName)
 	own, theirs := w.slices(t, h100)[0], w.slices(t, mixed)[0]
