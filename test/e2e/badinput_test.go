@@ -187,9 +187,13 @@ func (w *world) testBrokenRecords(t *testing.T) {
 	w.apply(t, ns, podOn("good", badNode))
 	w.running(t, ns, "good")
 
-	// A plugin that starts on them says so of each and serves.
+	// A plugin that starts on them says so of each and serves. The kubelet starts again too: it would remember that the claims are prepared, and ask
+	// nobody about their next Pods.
 	old := w.livePlugin(t, badNode)
 	w.deletePlugin(t, old)
+	if err := w.node(t, badNode).RestartKubelet(t.Context()); err != nil {
+		t.Fatal(err)
+	}
 	eventually(t, 60*time.Second, "another plugin is ready", func() (bool, string) {
 		return w.livePlugin(t, badNode).UID != old.UID && w.readiness(t, badNode) == "ok", w.readiness(t, badNode)
 	})
@@ -208,10 +212,6 @@ func (w *world) testBrokenRecords(t *testing.T) {
 	}
 
 	// A further Pod of such a claim sets an unreadable record aside and makes a new one. A later version's record is not this one's to judge.
-	// A kubelet that was not restarted would remember that the claims are prepared, and ask nobody.
-	if err := w.node(t, badNode).RestartKubelet(t.Context()); err != nil {
-		t.Fatal(err)
-	}
 	w.apply(t, ns, podOnClaim("joins-empty", badNode, "empty")+podOnClaim("joins-future", badNode, "future"))
 	w.running(t, ns, "joins-empty")
 	w.refused(t, ns, "joins-future", "format version 99", "reads up to 1", "install the later driver again")
