@@ -3,12 +3,14 @@ package e2e
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -52,12 +54,15 @@ ls "$1"/publisher.request* 2>/dev/null
 [ -e "$2/k8s.gpu.nvidia.com-base.json" ] || echo "the base spec is missing"
 true`
 
-// clean waits until nothing of any claim is left on a node.
-func (w *world) clean(t *testing.T, node string) {
+// clean waits until nothing of any claim is left on a node, except of the claims with these UIDs.
+func (w *world) clean(t *testing.T, node string, except ...string) {
 	t.Helper()
 	eventually(t, 30*time.Second, "nothing of any claim is left on node "+node, func() (bool, string) {
-		left := w.on(t, node, "sh", "-c", leftovers, "sh", pluginDir, cdiRoot, registrarDir, string(w.instance(t, node).UID))
-		return left == "", left
+		lines := strings.Split(w.on(t, node, "sh", "-c", leftovers, "sh", pluginDir, cdiRoot, registrarDir, string(w.instance(t, node).UID)), "\n")
+		left := slices.DeleteFunc(lines, func(line string) bool {
+			return line == "" || slices.ContainsFunc(except, func(uid string) bool { return uid != "" && strings.Contains(line, uid) })
+		})
+		return len(left) == 0, strings.Join(left, "\n")
 	})
 }
 
@@ -120,6 +125,11 @@ func (w *world) records(t *testing.T, node string) []string {
 	return paths
 }
 
+func (w *world) hasRecord(t *testing.T, node, claimUID string) bool {
+	t.Helper()
+	return slices.ContainsFunc(w.records(t, node), func(path string) bool { return strings.HasPrefix(filepath.Base(path), claimUID) })
+}
+
 // mainProcess is the first process of the container that has a variable with this value in its environment. Values that are unique, such as a Pod's UID,
 // tell containers of different clusters apart.
 func mainProcess(t *testing.T, variable, value string) *os.Process {
@@ -146,6 +156,18 @@ func mainProcess(t *testing.T, variable, value string) *os.Process {
 		return false, fmt.Sprint(len(folders), " processes")
 	})
 	return found
+}
+
+// kill ends a process as kill -9 does, and waits until it is gone.
+func kill(t *testing.T, process *os.Process) {
+	t.Helper()
+	if err := process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, 30*time.Second, "a killed process is gone", func() (bool, string) {
+		err := process.Signal(syscall.Signal(0))
+		return errors.Is(err, os.ErrProcessDone) || errors.Is(err, syscall.ESRCH), fmt.Sprint(err)
+	})
 }
 
 func isMain(folder, entry string) bool {

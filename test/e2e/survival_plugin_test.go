@@ -30,9 +30,7 @@ func (w *world) pluginProcess(t *testing.T) (*os.Process, corev1.Pod) {
 func (w *world) killPlugin(t *testing.T) killed {
 	t.Helper()
 	process, before := w.pluginProcess(t)
-	if err := process.Kill(); err != nil {
-		t.Fatal(err)
-	}
+	kill(t, process)
 	return killed{before}
 }
 
@@ -67,20 +65,22 @@ func (w *world) testKilledWhileHeld(t *testing.T, u tenant) {
 	u.holder("two", 2)
 	u.holder("ends", 1)
 	one, two := u.holding("one"), u.holding("two")
-	u.holding("ends")
+	ends := u.holding("ends")
 	watch, since := w.watchSlices(t, survivor), time.Now()
 
 	k := w.killPlugin(t)
 	u.delete("ends")
 	u.holder("new", 1)
 	u.gone("ends")
-	u.holding("new")
+	fresh := u.holding("new")
 	w.back(t, k)
 
 	u.undisturbed(one, two)
 	watch.alwaysOffered(survivorGPUs, since)
-	if n := len(w.records(t, survivor)); n != 3 {
-		t.Errorf("the node has %d records for the claims of 3 Pods", n)
+	for uid, want := range map[string]bool{one.claimUID: true, two.claimUID: true, fresh.claimUID: true, ends.claimUID: false} {
+		if got := w.hasRecord(t, survivor, uid); got != want {
+			t.Errorf("claim %s has a record: %t, want %t", uid, got, want)
+		}
 	}
 }
 
@@ -97,8 +97,8 @@ func (w *world) testKilledWhileWaiting(t *testing.T, u tenant) {
 		found, _ := filepath.Glob(locks)
 		return len(found) == 1, fmt.Sprint(found, u.events(t, u.namespace, "waits"))
 	})
-	if n := len(w.records(t, survivor)); n != 1 {
-		t.Errorf("there are %d records while one claim is held and one waits for its GPU", n)
+	if w.hasRecord(t, survivor, string(u.claimOf(t, u.namespace, "waits", "gpu").UID)) || !w.hasRecord(t, survivor, held.claimUID) {
+		t.Error("want a record of the claim that is held, and none of the one that waits for its GPU")
 	}
 	k := w.killPlugin(t)
 	w.back(t, k)
@@ -180,9 +180,7 @@ func (w *world) testKilledBetween(t *testing.T, u tenant) {
 		records := w.recordWatch(t)
 		u.holder(name, 1)
 		path := next(t, records, fsnotify.Create, 1)
-		if err := process.Kill(); err != nil {
-			t.Fatal(err)
-		}
+		kill(t, process)
 		_ = records.Close()
 		r, err := readRecord(path)
 		w.back(t, killed{before})
@@ -211,14 +209,12 @@ func (w *world) testKilledInBursts(t *testing.T, u tenant) {
 	t.Logf("to have the same moments again: E2E_SEED=%d", seed)
 	random := rand.New(rand.NewPCG(seed, 0))
 	// The moment lies in the work on a random claim, or a little after it.
-	kill := func(records *fsnotify.Watcher, process *os.Process, op fsnotify.Op) {
+	killAt := func(records *fsnotify.Watcher, process *os.Process, op fsnotify.Op) {
 		t.Helper()
 		n, after := 1+random.IntN(survivorGPUs), time.Duration(random.IntN(5000))*time.Microsecond
 		next(t, records, op, n)
 		time.Sleep(after)
-		if err := process.Kill(); err != nil {
-			t.Fatal(err)
-		}
+		kill(t, process)
 		t.Logf("killed %s after record %d: %s", after, n, op)
 	}
 	for burst := range 2 {
@@ -232,7 +228,7 @@ func (w *world) testKilledInBursts(t *testing.T, u tenant) {
 		for _, name := range pods {
 			u.holder(name, 1)
 		}
-		kill(records, process, fsnotify.Create)
+		killAt(records, process, fsnotify.Create)
 		w.back(t, killed{before})
 		u.distinct(1, pods...)
 
@@ -242,7 +238,7 @@ func (w *world) testKilledInBursts(t *testing.T, u tenant) {
 		for _, name := range pods {
 			u.delete(name)
 		}
-		kill(records, process, fsnotify.Remove)
+		killAt(records, process, fsnotify.Remove)
 		w.back(t, killed{before})
 		for _, name := range pods {
 			u.gone(name)
@@ -265,9 +261,7 @@ func (w *world) testKilledWithoutAnswer(t *testing.T, u tenant) {
 	process, before := w.pluginProcess(t)
 	defer w.nvmlsim(t, survivor, "clear")
 	w.nvmlsim(t, survivor, "slow", "nvmlInit_v2", "1h")
-	if err := process.Kill(); err != nil {
-		t.Fatal(err)
-	}
+	kill(t, process)
 	first := w.waitsForNVML(t)
 	process = mainProcess(t, "GPU_DRA_POD_UID", string(before.UID))
 	u.remove("ends")
@@ -276,9 +270,7 @@ func (w *world) testKilledWithoutAnswer(t *testing.T, u tenant) {
 		events := u.events(t, u.namespace, "new")
 		return strings.Contains(events, "FailedPrepareDynamicResources") && strings.Contains(events, "not ready yet"), events
 	})
-	if err := process.Kill(); err != nil {
-		t.Fatal(err)
-	}
+	kill(t, process)
 	eventually(t, 60*time.Second, "only a process of the newest instance waits for NVML", func() (bool, string) {
 		now := w.waitsForNVML(t)
 		return len(now) == 1 && now[0] != first[0], fmt.Sprintf("%v, before %v", now, first)
