@@ -268,12 +268,15 @@ func (d *Driver) leaveIfUninstalled(ctx context.Context) {
 	if !gone {
 		return
 	}
+	if err := d.withdraw(ctx); err != nil {
+		logger.Error(err, "The kubelet will do that soon")
+	}
 	held, err := d.preparer.Held()
 	if err != nil || held.Claims > 0 {
 		logger.Info("The driver is being uninstalled, but claims are held: what their Pods need stays on the node", "claims", held.Claims, "err", err)
 		return
 	}
-	if err := d.leaveNode(ctx); err != nil {
+	if err := d.leaveNode(); err != nil {
 		logger.Error(err, "Could not remove everything that the driver made on this node")
 		return
 	}

@@ -113,15 +113,20 @@ func daemonSetGone(ctx context.Context, client kubernetes.Interface, namespace, 
 	return ds.DeletionTimestamp != nil, nil
 }
 
-// leaveNode removes what the plugin made on its node and in the API server for it.
-func (d *Driver) leaveNode(ctx context.Context) error {
+// withdraw takes back what is published for this node, so that nothing is allocated that nobody will prepare.
+func (d *Driver) withdraw(ctx context.Context) error {
 	err := d.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{
 		FieldSelector: fmt.Sprintf("%s=%s,%s=%s", resourceapi.ResourceSliceSelectorNodeName, d.cfg.NodeName, resourceapi.ResourceSliceSelectorDriver, DriverName),
 	})
 	if err != nil {
-		err = fmt.Errorf("delete this node's ResourceSlices: %w", err)
+		return fmt.Errorf("delete this node's ResourceSlices: %w", err)
 	}
-	return errors.Join(err, d.specs.RemoveBase(), d.hook.Remove(), removePluginDir(d.cfg.PluginDir, d.cfg.StateDir()))
+	return nil
+}
+
+// leaveNode removes what the plugin made on its node.
+func (d *Driver) leaveNode() error {
+	return errors.Join(d.specs.RemoveBase(), d.hook.Remove(), removePluginDir(d.cfg.PluginDir, d.cfg.StateDir()))
 }
 
 // removePluginDir removes what is ours in the plugin directory, and the directory if nobody else has put anything there.
