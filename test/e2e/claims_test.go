@@ -74,6 +74,11 @@ func TestClaims(t *testing.T) {
 	t.Run("a plugin's token writes the slices of its own node only", w.testForgedSlices)
 	t.Run("Pods ask with resource limits", w.testExtendedResource)
 	t.Run("the examples of the documentation work", w.testExamples) // one of them needs the values of the test before
+	t.Run("nothing of all these claims is left on the nodes", func(t *testing.T) {
+		for _, node := range []string{h100, a100, mixed} {
+			w.clean(t, node)
+		}
+	})
 }
 
 // buildProbe compiles testdata/probe.c and returns the folder that it lies in.

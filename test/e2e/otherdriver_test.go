@@ -134,10 +134,21 @@ func (w *world) testOtherDriver(t *testing.T) {
 	if w.sim.SMI != "" {
 		u.sees("user", "all", u.allocated("user", "both", "gpu"))
 	}
-	// A claim without a device of ours is none of our business, and after the Pods' end nothing of either driver is left.
+	// What has no device of ours is none of our business, and after the Pods' end nothing of either driver is left.
+	specs := func() string { return w.on(t, h100, "find", cdiRoot) }
+	both := string(u.claimOf(t, u.namespace, "user", "both").UID)
+	if out := specs(); !strings.Contains(out, claimSpecPath(both)) {
+		t.Errorf("the claim with a GPU has no spec %s:\n%s", claimSpecPath(both), out)
+	}
 	u.end("user")
+	if out := specs(); strings.Contains(out, both) {
+		t.Errorf("the claim's Pod is gone, and its spec is still there:\n%s", out)
+	}
 	u.pod("net", fromTemplate("nic", "nic"))
 	u.running("net")
+	if out, uid := specs(), string(u.claimOf(t, u.namespace, "net", "nic").UID); strings.Contains(out, uid) || w.hasRecord(t, h100, uid) {
+		t.Errorf("the claim %s without a GPU has a spec or a record:\n%s", uid, out)
+	}
 	u.end("net")
 	if driver.count() != 0 {
 		t.Errorf("the other driver still has %d claims", driver.count())
