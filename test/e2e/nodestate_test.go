@@ -98,6 +98,24 @@ func isReady(pod *corev1.Pod) bool {
 	})
 }
 
+// kubeletLog returns a function that returns the lines that a node's kubelet has logged since the call of kubeletLog.
+func (w *world) kubeletLog(t *testing.T, node string) func() []string {
+	t.Helper()
+	path := w.node(t, node).Log("kubelet")
+	before, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return func() []string {
+		t.Helper()
+		now, err := os.ReadFile(path)
+		if err != nil || len(now) < len(before) {
+			t.Fatalf("%s: %d bytes after %d: %v", path, len(now), len(before), err)
+		}
+		return strings.Split(string(now[len(before):]), "\n")
+	}
+}
+
 // record is the part of a claim's record that tests look at.
 type record struct {
 	State  string `json:"state"`

@@ -1,10 +1,7 @@
 package e2e
 
 import (
-	"bufio"
 	"fmt"
-	"io"
-	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -76,35 +73,23 @@ var connected = regexp.MustCompile(`^I(\d{4} \d\d:\d\d:\d\d\.\d+) .*"Connection 
 // registrations returns a function that tells when the kubelet last registered the plugin since the call of registrations.
 func (w *world) registrations(t *testing.T) func() time.Time {
 	t.Helper()
-	path := w.node(t, survivor).Log("kubelet")
-	info, err := os.Stat(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	lines := w.kubeletLog(t, survivor)
 	return func() time.Time {
 		t.Helper()
-		file, err := os.Open(path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer file.Close()
-		if _, err := file.Seek(info.Size(), io.SeekStart); err != nil {
-			t.Fatal(err)
-		}
 		var last time.Time
-		lines := bufio.NewScanner(file)
-		lines.Buffer(nil, 1<<20)
-		for lines.Scan() {
-			match := connected.FindStringSubmatch(lines.Text())
+		for _, line := range lines() {
+			match := connected.FindStringSubmatch(line)
 			if match == nil {
 				continue
 			}
-			if last, err = time.ParseInLocation("2006 0102 15:04:05.000000", fmt.Sprint(time.Now().Year(), " ", match[1]), time.Local); err != nil {
+			at, err := time.ParseInLocation("2006 0102 15:04:05.000000", fmt.Sprint(time.Now().Year(), " ", match[1]), time.Local)
+			if err != nil {
 				t.Fatal(err)
 			}
+			last = at
 		}
 		if last.IsZero() {
-			t.Fatalf("%s does not tell of a registration", path)
+			t.Fatal("the kubelet's log does not tell of a registration")
 		}
 		return last
 	}

@@ -199,14 +199,9 @@ func (w *world) testKilledBetween(t *testing.T, u tenant) {
 
 // Eight Pods start at once and end at once, and somewhere on the way the plugin is killed.
 func (w *world) testKilledInBursts(t *testing.T, u tenant) {
-	seed := uint64(time.Now().UnixNano())
-	if text := os.Getenv("E2E_SEED"); text != "" {
-		var err error
-		if seed, err = strconv.ParseUint(text, 10, 64); err != nil {
-			t.Fatal(err)
-		}
-	}
-	t.Logf("to have the same moments again: E2E_SEED=%d", seed)
+	seed := fromEnvironment(t, "E2E_SEED", uint64(time.Now().UnixNano()))
+	bursts := fromEnvironment(t, "E2E_BURSTS", 1)
+	t.Logf("to have the same moments again: E2E_SEED=%d; for more of them: E2E_BURSTS", seed)
 	random := rand.New(rand.NewPCG(seed, 0))
 	// The moment lies in the work on a random claim, or a little after it.
 	killAt := func(records *fsnotify.Watcher, process *os.Process, op fsnotify.Op) {
@@ -217,7 +212,7 @@ func (w *world) testKilledInBursts(t *testing.T, u tenant) {
 		kill(t, process)
 		t.Logf("killed %s after record %d: %s", after, n, op)
 	}
-	for burst := range 2 {
+	for burst := range bursts {
 		w.replacePlugin(t)
 		var pods []string
 		for i := range survivorGPUs {
@@ -246,6 +241,19 @@ func (w *world) testKilledInBursts(t *testing.T, u tenant) {
 		_ = records.Close()
 		w.clean(t, survivor)
 	}
+}
+
+func fromEnvironment(t *testing.T, name string, otherwise uint64) uint64 {
+	t.Helper()
+	text := os.Getenv(name)
+	if text == "" {
+		return otherwise
+	}
+	n, err := strconv.ParseUint(text, 10, 64)
+	if err != nil {
+		t.Fatalf("%s: %v", name, err)
+	}
+	return n
 }
 
 // NVML does not answer when the plugin comes back. It serves the kubelet all the same: claims are given back, new ones are told to wait and why, and the node's
