@@ -193,6 +193,7 @@ func (w *world) testCDISwitchedOff(t *testing.T) {
 	w.handAllocate(t, ns, "forced", nodeNoCDI, nodesDevice)
 	w.apply(t, ns, podOnClaim("forced", nodeNoCDI, "forced"))
 	w.refused(t, ns, "forced", cdiIsOff, "enable_cdi = true")
+	w.counts(t, nodeNoCDI, "prepare", "not-ready")
 	// The remedy that it names.
 	w.on(t, nodeNoCDI, "sed", "-i", "s/enable_cdi = false/enable_cdi = true/", "/etc/containerd/config.toml")
 	if err := w.node(t, nodeNoCDI).RestartContainerd(t.Context()); err != nil {
@@ -333,9 +334,24 @@ func (w *world) sameInstance(t *testing.T, before corev1.Pod) {
 // readiness is what the node's plugin answers to the kubelet's probe.
 func (w *world) readiness(t *testing.T, node string) string {
 	t.Helper()
+	return strings.TrimSpace(w.get(t, node, "readyz"))
+}
+
+// get is what the node's plugin serves on a path.
+func (w *world) get(t *testing.T, node, path string) string {
+	t.Helper()
 	p := w.livePlugin(t, node)
-	out, _ := w.node(t, node).Exec(t.Context(), "curl", "--silent", "--show-error", "--max-time", "5", "http://"+p.Status.PodIP+":8080/readyz")
-	return strings.TrimSpace(out)
+	out, _ := w.node(t, node).Exec(t.Context(), "curl", "--silent", "--show-error", "--max-time", "5", "http://"+p.Status.PodIP+":8080/"+path)
+	return out
+}
+
+// counts makes sure that the plugin's metrics tell of a failed prepare or unprepare by its cause.
+func (w *world) counts(t *testing.T, node, operation, cause string) {
+	t.Helper()
+	series := fmt.Sprintf("gpu_dra_request_errors_total{cause=%q,operation=%q} ", cause, operation)
+	if metrics := w.get(t, node, "metrics"); !strings.Contains(metrics, series) {
+		t.Errorf("the metrics have no %s: %s", series, metrics)
+	}
 }
 
 func (w *world) logOf(t *testing.T, node string) string {
