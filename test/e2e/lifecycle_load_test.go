@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
@@ -103,15 +104,13 @@ func (l *load) use(ctx context.Context, name, node string) error {
 	}
 	// What the container printed may reach the log a moment after it.
 	var seen []string
-	for range 50 {
+	err = wait.PollUntilContextTimeout(ctx, 100*time.Millisecond, 10*time.Second, true, func(ctx context.Context) (bool, error) {
 		printed, err := pods.GetLogs(name, &corev1.PodLogOptions{}).DoRaw(ctx)
-		if err != nil {
-			return err
-		}
-		if seen = uuidForm.FindAllString(string(printed), -1); len(seen) > 0 {
-			break
-		}
-		time.Sleep(100 * time.Millisecond)
+		seen = uuidForm.FindAllString(string(printed), -1)
+		return len(seen) > 0, err
+	})
+	if err != nil {
+		return fmt.Errorf("Pod %s: what it printed: %w", name, err)
 	}
 	if !slices.Equal(seen, allocated) {
 		return fmt.Errorf("Pod %s sees %q, it was allocated %v", name, seen, allocated)

@@ -208,7 +208,7 @@ func (w *world) testKilledInBursts(t *testing.T, u tenant) {
 		t.Helper()
 		n, after := 1+random.IntN(survivorGPUs), time.Duration(random.IntN(5000))*time.Microsecond
 		next(t, records, op, n)
-		time.Sleep(after)
+		<-time.After(after)
 		kill(t, process)
 		t.Logf("killed %s after record %d: %s", after, n, op)
 	}

@@ -41,24 +41,24 @@ func TestSurvival(t *testing.T) {
 	var left string
 	for _, test := range []struct {
 		name string
-		run  func(*world, *testing.T, tenant)
+		run  func(*testing.T, tenant)
 	}{
-		{"the node loses its power", func(w *world, t *testing.T, u tenant) { left = w.testPowerCut(t, u) }},
-		{"the plugin is killed while claims are held", (*world).testKilledWhileHeld},
-		{"the plugin is killed while a claim waits for its GPU", (*world).testKilledWhileWaiting},
-		{"the plugin is killed between a claim's record and its result", (*world).testKilledBetween},
-		{"the plugin is killed in bursts of Pods", (*world).testKilledInBursts},
-		{"the plugin is killed while NVML does not answer", (*world).testKilledWithoutAnswer},
-		{"the kubelet ends", (*world).testKubeletEnds},
-		{"containerd ends", (*world).testContainerdEnds},
-		{"the specs are deleted and the container is killed", (*world).testSpecsDeleted},
-		{"what was deleted without power is given back", func(w *world, t *testing.T, _ tenant) { w.testGivenBack(t, left); left = "" }},
-		{"no GPU is stuck", (*world).testAllGPUs},
+		{"the node loses its power", func(t *testing.T, u tenant) { left = w.testPowerCut(t, u) }},
+		{"the plugin is killed while claims are held", w.testKilledWhileHeld},
+		{"the plugin is killed while a claim waits for its GPU", w.testKilledWhileWaiting},
+		{"the plugin is killed between a claim's record and its result", w.testKilledBetween},
+		{"the plugin is killed in bursts of Pods", w.testKilledInBursts},
+		{"the plugin is killed while NVML does not answer", w.testKilledWithoutAnswer},
+		{"the kubelet ends", w.testKubeletEnds},
+		{"containerd ends", w.testContainerdEnds},
+		{"the specs are deleted and the container is killed", w.testSpecsDeleted},
+		{"what was deleted without power is given back", func(t *testing.T, _ tenant) { w.testGivenBack(t, left); left = "" }},
+		{"no GPU is stuck", w.testAllGPUs},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			u := u.as(t)
 			defer u.describeIfFailed()
-			test.run(w, t, u)
+			test.run(t, u)
 			u.removeAll()
 			w.clean(t, survivor, left)
 		})
