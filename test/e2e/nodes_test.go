@@ -9,7 +9,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
@@ -230,7 +229,7 @@ func (w *world) hasEverything(t *testing.T, ns, node, driverRoot string) specs.S
 	t.Helper()
 	w.running(t, ns, "first")
 	var base specs.Spec
-	if err := json.Unmarshal([]byte(w.on(t, node, "cat", "/var/run/cdi/k8s.gpu.nvidia.com-base.json")), &base); err != nil {
+	if err := json.Unmarshal([]byte(w.on(t, node, "cat", baseSpec)), &base); err != nil {
 		t.Fatal(err)
 	}
 	for _, name := range []string{"/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"} {
@@ -300,24 +299,17 @@ func (w *world) saysWhyNot(t *testing.T, node, reason string) {
 	})
 }
 
-// livePlugin is the node's plugin Pod.
+// livePlugin is the node's plugin, ready or not, and not one that is going.
 func (w *world) livePlugin(t *testing.T, node string) corev1.Pod {
 	t.Helper()
 	var found corev1.Pod
 	eventually(t, 60*time.Second, "node "+node+" has a plugin", func() (bool, string) {
-		list, err := w.Client.CoreV1().Pods(stand.Namespace).List(t.Context(), metav1.ListOptions{
-			LabelSelector: "app.kubernetes.io/component=kubelet-plugin", FieldSelector: "spec.nodeName=" + node,
-		})
-		if err != nil {
-			return false, err.Error()
+		pods := w.instances(t, node)
+		i := slices.IndexFunc(pods, func(p corev1.Pod) bool { return p.DeletionTimestamp == nil && p.Status.Phase == corev1.PodRunning })
+		if i >= 0 {
+			found = pods[i]
 		}
-		for _, p := range list.Items {
-			if p.DeletionTimestamp == nil && p.Status.Phase == corev1.PodRunning {
-				found = p
-				return true, ""
-			}
-		}
-		return false, fmt.Sprint(len(list.Items), " Pods, none running")
+		return i >= 0, fmt.Sprint(len(pods), " Pods, none running")
 	})
 	return found
 }
