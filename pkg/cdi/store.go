@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 
@@ -28,6 +29,8 @@ const (
 	claimPrefix = Vendor + "-" + claimClass + "_"
 	suffix      = ".json"
 	temporary   = ".tmp-"
+	// ofClaim ends the name of a claim's temporary file.
+	ofClaim = temporary + "claim"
 )
 
 // Store is the CDI directory, as far as it is ours. Its methods may be called from several goroutines.
@@ -96,7 +99,7 @@ func (s *Store) RemoveClaim(uid types.UID) error {
 // RemoveBase removes the base spec. One that is not there is no error.
 func (s *Store) RemoveBase() error { return s.remove(baseFile) }
 
-// Claims lists the claims that have a spec.
+// Claims lists the claims that have a spec, or of which a killed call left the beginning of one.
 func (s *Store) Claims() ([]types.UID, error) {
 	entries, err := os.ReadDir(s.root)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -107,11 +110,16 @@ func (s *Store) Claims() ([]types.UID, error) {
 	}
 	var uids []types.UID
 	for _, e := range entries {
-		if uid, ok := claimOf(e.Name()); ok {
+		name := e.Name()
+		if begun, ok := strings.CutSuffix(name, ofClaim); ok {
+			name = strings.TrimPrefix(begun, ".")
+		}
+		if uid, ok := claimOf(name); ok {
 			uids = append(uids, uid)
 		}
 	}
-	return uids, nil
+	slices.Sort(uids)
+	return slices.Compact(uids), nil
 }
 
 // isSpec says whether a file in the directory is one that this package could have made.
@@ -158,8 +166,11 @@ func (s *Store) remove(name string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.known, name)
-	if err := os.Remove(filepath.Join(s.root, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove CDI spec: %w", err)
+	path := filepath.Join(s.root, name)
+	for _, path := range []string{path, unfinished(path)} {
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove CDI spec: %w", err)
+		}
 	}
 	return nil
 }
@@ -222,7 +233,7 @@ func replace(path string, data []byte) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+temporary+"*")
+	f, err := create(path)
 	if err != nil {
 		return err
 	}
@@ -235,4 +246,18 @@ func replace(path string, data []byte) error {
 		_ = os.Remove(f.Name())
 	}
 	return err
+}
+
+// create makes the temporary file for path. A claim's has a fixed name, because calls for one claim follow each other, in all processes: what a killed one
+// left is overwritten or removed by the next. The base spec may be written by two instances at once.
+func create(path string) (*os.File, error) {
+	if _, claim := claimOf(filepath.Base(path)); claim {
+		return os.OpenFile(unfinished(path), os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o600)
+	}
+	return os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+temporary+"*")
+}
+
+// unfinished is the temporary file of a claim's spec.
+func unfinished(path string) string {
+	return filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+ofClaim)
 }

@@ -21,6 +21,8 @@ const (
 	lookAgain = 900 * time.Millisecond
 	// rest is the least time between two mendings, so that two who disagree about a spec don't keep the runtime busy with it.
 	rest = 500 * time.Millisecond
+	// stale is the age from which a temporary file is no longer in use by another instance.
+	stale = time.Minute
 )
 
 // Watch calls mend within a second after someone else removed or altered a spec of ours, until ctx ends. mend is expected to write
@@ -47,6 +49,8 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
 	watched := s.follow(w) // which incarnation of the directory inotify looks at
 	look := time.NewTimer(0)
 	defer look.Stop()
+	old := time.NewTicker(stale)
+	defer old.Stop()
 	dirty := true
 	var rested time.Time
 	for {
@@ -60,6 +64,8 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
 				dirty = true
 				look.Reset(max(settle, time.Until(rested)))
 			}
+		case <-old.C:
+			s.sweep()
 		case <-look.C:
 			if now := s.follow(w); dirty || now == nil || !os.SameFile(now, watched) {
 				watched = now
@@ -148,7 +154,7 @@ func (s *Store) altered() []string {
 func (s *Store) sweep() {
 	left, _ := filepath.Glob(filepath.Join(s.root, "."+Vendor+"-*"+suffix+temporary+"*"))
 	for _, path := range left {
-		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > time.Minute {
+		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > stale {
 			_ = os.Remove(path)
 		}
 	}

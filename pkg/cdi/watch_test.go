@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -141,5 +142,31 @@ func TestTemporaryFilesOfAKilledInstanceAreSweptUp(t *testing.T) {
 	}
 	if _, err := os.Stat(young); err != nil {
 		t.Error("another instance may be writing the young one:", err)
+	}
+}
+
+func TestWhatAKilledCallLeftOfAClaimsSpecIsItsClaims(t *testing.T) {
+	s := newStore(t)
+	must(t, s.WriteBase(commonEdits()))
+	uid := types.UID("killed")
+	left := filepath.Join(s.root, "."+claimPrefix+string(uid)+suffix+ofClaim)
+	leave := func() { must(t, os.WriteFile(left, []byte("{"), 0o600)) }
+	gone := func(after string) {
+		t.Helper()
+		if _, err := os.Stat(left); err == nil {
+			t.Error("it is still there after", after)
+		}
+	}
+	leave()
+	if uids, err := s.Claims(); err != nil || !slices.Equal(uids, []types.UID{uid}) {
+		t.Errorf("claims %v, %v", uids, err)
+	}
+	must(t, s.RemoveClaim(uid))
+	gone("the removal of the claim's spec")
+	leave()
+	must(t, writeClaim(s, uid))
+	gone("writing the claim's spec")
+	if uids, err := s.Claims(); err != nil || !slices.Equal(uids, []types.UID{uid}) {
+		t.Errorf("claims %v, %v", uids, err)
 	}
 }
