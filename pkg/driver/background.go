@@ -38,7 +38,7 @@ func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 // follow does what a change of the inventory asks for: first the base spec, so that the first Pod already gets all of it, then the slices.
 func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 	logger := klog.FromContext(ctx)
-	reason, unwritable := "", false
+	reason, files, unwritable := "", "", false
 	for {
 		// Before the first look there is nothing to say: the inventory's first answer wakes this loop too.
 		pause := runtimeInterval
@@ -57,7 +57,13 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 		d.metrics.Inventory(s.Ready, len(s.Node.GPUs))
 		unwritable = false
 		if s.Ready && !d.superseded.Load() {
-			if err := d.specs.WriteBase(s.Node.Common); err != nil {
+			write := d.specs.WriteBase
+			if s.Files != files {
+				write = d.specs.RewriteBase
+			}
+			if err := write(s.Node.Common); err == nil {
+				files = s.Files
+			} else {
 				unwritable = true
 				s.Ready, s.Reason = false, fmt.Sprintf("the node-wide CDI spec cannot be written: %v", err)
 			}

@@ -237,6 +237,23 @@ func TestALifeOnANode(t *testing.T) {
 	}
 }
 
+func TestNewDeviceNodesMakeTheRuntimeReadTheSpecsAgain(t *testing.T) {
+	n := newNode(t)
+	n.start(t)
+	n.register(t)
+	eventually(t, "the GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
+	base := filepath.Join(n.cfg.CDIRoot, "k8s.gpu.nvidia.com-base.json")
+	before, err := os.Stat(base)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.say("driver, with other device numbers", twoGPUs)
+	eventually(t, "the base spec is a new file", func() bool {
+		now, err := os.Stat(base)
+		return err == nil && !os.SameFile(before, now)
+	})
+}
+
 func TestWithoutADriverTheKubeletIsToldWhy(t *testing.T) {
 	n := newNode(t)
 	n.say("nothing", func() (nvidia.Node, error) {

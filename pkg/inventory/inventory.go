@@ -31,6 +31,9 @@ type Snapshot struct {
 	// Known says that a look has succeeded since the start: Node is what it found. Before, Node is empty and says nothing about the node,
 	// least of all that it has no GPUs.
 	Known bool
+	// Files is the fingerprint of the files from before the latest look. Another one says that something was made anew, device nodes for example,
+	// even where the look found the same GPUs.
+	Files string
 	// Node is the last good answer. It outlives a driver that is taken away, because claims on its GPUs do too.
 	Node nvidia.Node
 }
@@ -140,7 +143,9 @@ func (l *looker) look(ctx context.Context) time.Duration {
 	} else if len(node.Problems) > 0 {
 		l.retry(problemRetry)
 	}
-	i.set(l.log, i.judge(node, err))
+	s := i.judge(node, err)
+	s.Files = fingerprint
+	i.set(l.log, s)
 	return i.pause()
 }
 
