@@ -11,7 +11,6 @@ import (
 	"context"
 	"errors"
 	"reflect"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -65,14 +64,11 @@ type Inventory struct {
 	hardware Hardware
 	current  atomic.Pointer[Snapshot]
 	changed  chan struct{}
-
-	mu     sync.Mutex
-	byName map[string]nvidia.GPU
 }
 
 // New returns an inventory that knows nothing yet.
 func New(h Hardware) *Inventory {
-	i := &Inventory{hardware: h, changed: make(chan struct{}, 1), byName: map[string]nvidia.GPU{}}
+	i := &Inventory{hardware: h, changed: make(chan struct{}, 1)}
 	i.current.Store(&Snapshot{Reason: "the node's GPUs have not been looked at yet"})
 	return i
 }
@@ -82,14 +78,6 @@ func (i *Inventory) Snapshot() Snapshot { return *i.current.Load() }
 
 // Changed delivers a value after the snapshot has changed. Changes coalesce: read the snapshot after receiving.
 func (i *Inventory) Changed() <-chan struct{} { return i.changed }
-
-// Device looks a device of the pool up by its name, in the last good answer.
-func (i *Inventory) Device(name string) (nvidia.GPU, bool) {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-	g, ok := i.byName[name]
-	return g, ok
-}
 
 // Run looks until ctx ends.
 func (i *Inventory) Run(ctx context.Context) {
@@ -197,14 +185,7 @@ func (i *Inventory) set(log klog.Logger, s Snapshot) {
 	if reflect.DeepEqual(last, s) {
 		return
 	}
-	byName := make(map[string]nvidia.GPU, len(s.Node.GPUs))
-	for _, g := range s.Node.GPUs {
-		byName[g.WholeName()] = g
-	}
-	i.mu.Lock()
 	i.current.Store(&s)
-	i.byName = byName
-	i.mu.Unlock()
 	tell(log, last, s)
 	select {
 	case i.changed <- struct{}{}:

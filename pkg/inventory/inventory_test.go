@@ -123,12 +123,6 @@ func TestAReadyNodeIsKnownAtOnceAndLeftInPeace(t *testing.T) {
 		if !told(i) {
 			t.Error("nobody was told")
 		}
-		if g, ok := i.Device("gpu-0000-43-00-0"); !ok || g.Minor != 1 {
-			t.Error(g, ok)
-		}
-		if _, ok := i.Device("gpu-0000-ff-00-0"); ok {
-			t.Error("a device that is not there was found")
-		}
 		wait(time.Hour)
 		if f.scanned() != 1 || told(i) {
 			t.Errorf("in an hour without a change it was scanned %d times", f.scanned())
@@ -216,9 +210,6 @@ func TestADriverThatIsTakenAwayLeavesWhatIsKnown(t *testing.T) {
 		wait(whileReady)
 		if s := i.Snapshot(); s.Ready || !s.Known || s.Reason != "gone" || len(s.Node.GPUs) != 1 || !told(i) {
 			t.Errorf("%+v", s)
-		}
-		if _, ok := i.Device("gpu-0000-1b-00-0"); !ok {
-			t.Error("the device is forgotten, and claims may hold it")
 		}
 		f.change(true, func() { f.err = errors.New("still broken, in another way") })
 		wait(whileReady)
