@@ -56,7 +56,7 @@ func (c *Config) Fields() []Field {
 	str(&c.ProcRoot, "proc-root", "where procfs is mounted for this process")
 	str(&c.HookSource, "hook-source", "the nvidia-cdi-hook binary in this image")
 	str(&c.HookPath, "hook-path", "where nvidia-cdi-hook is installed, at the same path on the host; empty means bin/nvidia-cdi-hook in the plugin directory")
-	str(&c.CRISocket, "cri-socket", "socket of the container runtime, asked once whether CDI is switched on; empty means not to ask")
+	str(&c.CRISocket, "cri-socket", "socket of the container runtime, asked every minute whether CDI is switched on; empty means not to ask")
 
 	str(&c.HTTPAddress, "http-address", "host:port for /livez, /readyz and /metrics; empty means off")
 	str(&c.GRPCHealthAddress, "grpc-health-address", "host:port for the gRPC health service (grpc.health.v1); empty means off")

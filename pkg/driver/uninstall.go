@@ -65,9 +65,30 @@ func Uninstall(ctx context.Context, client kubernetes.Interface, namespace, daem
 		return false, nil // any other error is worth another try until the deadline
 	})
 	if err != nil {
-		return fmt.Errorf("wait until DaemonSet %s/%s and its Pods are gone: %w", namespace, daemonSet, err)
+		return fmt.Errorf("wait until DaemonSet %s/%s and its Pods are gone: %w%s", namespace, daemonSet, err, remaining(context.WithoutCancel(ctx), client, namespace, daemonSet))
 	}
 	return nil
+}
+
+// remaining names the DaemonSet's Pods that do not end, and where: a Pod on a node that does not answer stays until someone says that the node is gone.
+func remaining(ctx context.Context, client kubernetes.Interface, namespace, daemonSet string) string {
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	pods, err := client.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return fmt.Sprintf(" (which Pods are left cannot be told: %v)", err)
+	}
+	var left []string
+	for i := range pods.Items {
+		p := &pods.Items[i]
+		if owner := metav1.GetControllerOf(p); owner != nil && owner.Kind == "DaemonSet" && owner.Name == daemonSet {
+			left = append(left, fmt.Sprintf("%s on node %s", p.Name, p.Spec.NodeName))
+		}
+	}
+	if len(left) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("; left are %s: if a node is gone for good, delete its Node object, and uninstall again", strings.Join(left, ", "))
 }
 
 func heldClaims(ctx context.Context, client kubernetes.Interface) ([]string, error) {

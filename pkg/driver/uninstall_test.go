@@ -10,6 +10,7 @@ import (
 	"time"
 
 	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -78,7 +79,19 @@ func TestUninstallGivesUpAtItsDeadline(t *testing.T) {
 	client.PrependReactor("delete", "daemonsets", func(clienttesting.Action) (bool, runtime.Object, error) { return true, nil, nil })
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()
-	if err := Uninstall(ctx, client, "gpu", "plugin", false); err == nil || !strings.Contains(err.Error(), "gpu/plugin") {
+	pod := func(name, node, daemonSet string) *corev1.Pod {
+		return &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "gpu", Name: name, OwnerReferences: []metav1.OwnerReference{{Kind: "DaemonSet", Name: daemonSet, Controller: ptr.To(true)}}},
+			Spec:       corev1.PodSpec{NodeName: node},
+		}
+	}
+	for _, p := range []*corev1.Pod{pod("plugin-x", "dead-node", "plugin"), pod("other-y", "fine-node", "other")} {
+		if err := client.Tracker().Add(p); err != nil {
+			t.Fatal(err)
+		}
+	}
+	err := Uninstall(ctx, client, "gpu", "plugin", false)
+	if err == nil || !strings.Contains(err.Error(), "gpu/plugin") || !strings.Contains(err.Error(), "plugin-x on node dead-node") || strings.Contains(err.Error(), "fine-node") {
 		t.Errorf("got %v", err)
 	}
 }
