@@ -50,7 +50,10 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 		return err
 	}
 	if err := awaitDevice(ctx, cfg.SysfsRoot, probe); err != nil {
-		return stopped(ctx)
+		if ctx.Err() != nil {
+			return stopped(ctx)
+		}
+		return err
 	}
 	if err := makeDirectories(cfg); err != nil {
 		return err

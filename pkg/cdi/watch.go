@@ -30,7 +30,9 @@ const (
 // should watch: they would take each other's base spec for altered.
 //
 // The directory may vanish and come back meanwhile. The looks are cheap: while inotify is quiet and in place nothing is read.
-func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
+//
+// A mend that fails is repeated until it does not.
+func (s *Store) Watch(ctx context.Context, mend func(context.Context) error) error {
 	w, err := fsnotify.NewWatcher()
 	if err != nil {
 		return fmt.Errorf("watch the CDI directory: %w", err)
@@ -51,7 +53,7 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
 	defer look.Stop()
 	old := time.NewTicker(stale)
 	defer old.Stop()
-	dirty := true
+	dirty, failed := true, false
 	var rested time.Time
 	for {
 		select {
@@ -67,11 +69,17 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context)) error {
 		case <-old.C:
 			s.sweep()
 		case <-look.C:
-			if now := s.follow(w); dirty || now == nil || !os.SameFile(now, watched) {
+			if now := s.follow(w); failed || dirty || now == nil || !os.SameFile(now, watched) {
 				watched = now
-				if lost := s.altered(); len(lost) > 0 {
+				lost := s.altered()
+				if len(lost) > 0 {
 					log.Info("CDI specs were removed or altered by someone else, writing them again", "specs", lost)
-					mend(ctx)
+				}
+				if failed || len(lost) > 0 {
+					err := mend(ctx)
+					if failed = err != nil; failed {
+						log.Error(err, "Could not write all CDI specs again; the next try follows")
+					}
 					rested = time.Now().Add(rest)
 				}
 			}

@@ -2,6 +2,7 @@ package cdi
 
 import (
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"slices"
@@ -27,9 +28,10 @@ func watched(t *testing.T) (*Store, <-chan struct{}) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		ended <- s.Watch(ctx, func(context.Context) {
+		ended <- s.Watch(ctx, func(context.Context) error {
 			write()
 			mended <- struct{}{}
+			return nil
 		})
 	}()
 	t.Cleanup(func() {
@@ -169,4 +171,29 @@ func TestWhatAKilledCallLeftOfAClaimsSpecIsItsClaims(t *testing.T) {
 	if uids, err := s.Claims(); err != nil || !slices.Equal(uids, []types.UID{uid}) {
 		t.Errorf("claims %v, %v", uids, err)
 	}
+}
+
+func TestAMendingThatFailsIsTriedAgain(t *testing.T) {
+	s := newStore(t)
+	must(t, s.WriteBase(commonEdits()))
+	ctx, cancel := context.WithCancel(t.Context())
+	ended, mended := make(chan error, 1), make(chan struct{})
+	tries := 0
+	go func() {
+		ended <- s.Watch(ctx, func(context.Context) error {
+			if tries++; tries < 3 {
+				return errors.New("no space left on device")
+			}
+			close(mended)
+			return s.WriteBase(commonEdits())
+		})
+	}()
+	must(t, os.Remove(filepath.Join(s.root, baseFile)))
+	select {
+	case <-mended:
+	case <-time.After(20 * time.Second):
+		t.Error("given up after a failure")
+	}
+	cancel()
+	must(t, <-ended)
 }

@@ -175,6 +175,12 @@ func (s *Store) Remove(uid types.UID) error {
 			return err
 		}
 	}
+	if len(files) == 0 {
+		// An earlier call may have been killed between the removal and its way to the disk.
+		if err := s.disk.SyncDir(s.claims); err != nil {
+			return fmt.Errorf("remove the record of claim %s: %w", uid, err)
+		}
+	}
 	return nil
 }
 

@@ -2,6 +2,7 @@ package driver
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -23,7 +24,7 @@ func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 	wg.Go(func() { d.inv.Run(ctx) })
 	wg.Go(func() { d.follow(ctx, toPublisher) })
 	wg.Go(func() {
-		if err := d.publisher().Run(ctx, toPublisher); err != nil {
+		if err := d.publisher(ctx).Run(ctx, toPublisher); err != nil {
 			d.fail(err)
 		}
 	})
@@ -62,6 +63,12 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 				write = d.specs.RewriteBase
 			}
 			if err := write(s.Node.Common); err == nil {
+				if s.Files != files {
+					// Device nodes may have got other numbers: what held claims have is looked at too.
+					if err := d.preparer.Mend(ctx); err != nil {
+						logger.Error(err, "Could not bring the CDI specs of all held claims up to date")
+					}
+				}
 				files = s.Files
 			} else {
 				unwritable = true
@@ -120,30 +127,33 @@ func (d *Driver) askRuntime(ctx context.Context) {
 }
 
 // mend puts specs back that someone removed or altered.
-func (d *Driver) mend(ctx context.Context) {
+func (d *Driver) mend(ctx context.Context) error {
 	if d.superseded.Load() {
-		return
+		return nil
 	}
-	logger := klog.FromContext(ctx)
+	var err error
 	if s := d.inv.Snapshot(); s.Ready {
-		if err := d.specs.WriteBase(s.Node.Common); err != nil {
-			logger.Error(err, "Could not rewrite the node-wide CDI spec")
-		}
+		err = d.specs.WriteBase(s.Node.Common)
 	}
-	if err := d.preparer.Mend(ctx); err != nil {
-		logger.Error(err, "Could not rewrite the CDI specs of all held claims")
+	if err = errors.Join(err, d.preparer.Mend(ctx)); err == nil {
+		d.metrics.Repaired("cdi-spec")
 	}
-	d.metrics.Repaired("cdi-spec")
+	return err
 }
 
-func (d *Driver) publisher() *publisher {
+func (d *Driver) publisher(ctx context.Context) *publisher {
 	return &publisher{
 		client: d.client, nodeName: d.cfg.NodeName, inv: d.gate,
 		turn:    newTurn(d.cfg.PluginDir, time.Now()),
 		onError: d.HandleError,
 		onTurn: func(held, superseded bool) {
 			d.metrics.Publisher(held)
-			d.superseded.Store(superseded)
+			if d.superseded.Swap(superseded) && held {
+				// What happened while neither instance mended.
+				if err := d.mend(ctx); err != nil {
+					klog.FromContext(ctx).Error(err, "Could not write all CDI specs again")
+				}
+			}
 		},
 	}
 }

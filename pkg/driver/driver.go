@@ -189,11 +189,14 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	background.Wait()
 	drain, cancel := context.WithTimeout(serving, drainTimeout)
 	defer cancel()
-	if err := d.calls.Wait(drain); err != nil {
-		logger.Error(err, "Calls of the kubelet are still under way; it will repeat them", "timeout", drainTimeout)
+	drained := d.calls.Drain(drain)
+	if drained != nil {
+		logger.Error(drained, "Calls of the kubelet are still under way; it will repeat them", "timeout", drainTimeout)
 	}
 	helper.Stop()
-	d.leaveIfUninstalled(serving)
+	if drained == nil {
+		d.leaveIfUninstalled(serving)
+	}
 	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
 		return cause
 	}

@@ -33,8 +33,8 @@ type publisher struct {
 // Nothing is published before the inventory is ready: a driver that comes late leaves the API server as it is.
 func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
 	logger := klog.FromContext(ctx)
-	p.untilReady(ctx, changed)
 	for ctx.Err() == nil {
+		p.untilReady(ctx, changed, nil)
 		if err := p.turn.Take(ctx); err != nil {
 			return unlessOver(ctx, fmt.Errorf("take the publisher's turn: %w", err))
 		}
@@ -58,14 +58,18 @@ func unlessOver(ctx context.Context, err error) error {
 	return nil
 }
 
-func (p *publisher) untilReady(ctx context.Context, changed <-chan struct{}) {
+// untilReady says whether the node got ready before the context ended or something else was wanted.
+func (p *publisher) untilReady(ctx context.Context, changed, wanted <-chan struct{}) bool {
 	for !p.inv.Snapshot().Ready {
 		select {
 		case <-ctx.Done():
-			return
+			return false
+		case <-wanted:
+			return false
 		case <-changed:
 		}
 	}
+	return true
 }
 
 // publish runs the slice controller for as long as this instance has the turn.
@@ -78,7 +82,10 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 	default:
 		logger.Info("ResourceSlice features that the cluster keeps", "features", features)
 	}
-	resources := p.resources()
+	if !p.untilReady(ctx, changed, p.turn.Wanted()) {
+		return nil
+	}
+	resources, _ := p.resources()
 	controller, err := resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: DriverName,
 		KubeClient: p.client,
@@ -101,21 +108,25 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 			logger.Info("A newer instance of the plugin takes over publishing")
 			return nil
 		case <-changed:
-			controller.Update(p.resources())
+			// A node that is not ready now keeps what it has published: an empty pool would be a claim about its GPUs.
+			if resources, ready := p.resources(); ready {
+				controller.Update(resources)
+			}
 		}
 	}
 }
 
 // resources is the node's one pool. The controller compares it with what the API server has and writes only what differs.
-func (p *publisher) resources() *resourceslice.DriverResources {
-	node := p.inv.Snapshot().Node
+func (p *publisher) resources() (_ *resourceslice.DriverResources, ready bool) {
+	s := p.inv.Snapshot()
+	node := s.Node
 	gpus := make([]device.GPU, 0, len(node.GPUs))
 	for _, g := range node.GPUs {
 		gpus = append(gpus, g.GPU)
 	}
 	return &resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{
 		p.nodeName: {Slices: device.Slices(device.Offer(gpus), node.Driver)},
-	}}
+	}}, s.Ready
 }
 
 // recoverableError is an error after which the work goes on: it is logged, counted and retried.

@@ -58,7 +58,8 @@ func (t *turn) Take(ctx context.Context) error {
 			// An instance that has yielded waits for the newer one to end, and has nothing to ask of it.
 			if t.stayOut.IsZero() {
 				if err := t.ask(); err != nil {
-					return err
+					// Not asked, the holder keeps the turn until its process ends; this instance serves the kubelet all the same.
+					klog.FromContext(ctx).V(2).Info("Could not ask for the publisher's turn; trying again", "err", err)
 				}
 			}
 		}
@@ -115,7 +116,7 @@ func (t *turn) ask() error {
 	if t.requested().After(t.started) {
 		return nil
 	}
-	tmp := t.request + "." + strconv.Itoa(os.Getpid())
+	tmp := t.request + "." + strconv.FormatInt(t.started.UnixNano(), 10) // in containers every instance is process 1
 	if err := os.WriteFile(tmp, []byte(strconv.FormatInt(t.started.UnixNano(), 10)), 0o600); err != nil {
 		return fmt.Errorf("ask for the publisher's turn: %w", err)
 	}

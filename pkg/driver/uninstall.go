@@ -153,6 +153,13 @@ func (d *Driver) leaveNode() error {
 // removePluginDir removes what is ours in the plugin directory, and the directory if nobody else has put anything there.
 func removePluginDir(pluginDir, stateDir string) error {
 	errs := []error{os.RemoveAll(stateDir)}
+	// What calls that were killed in the middle of a write have left.
+	for _, pattern := range []string{"publisher.request.*", "bin/.nvidia-cdi-hook.tmp-*"} {
+		left, _ := filepath.Glob(filepath.Join(pluginDir, pattern))
+		for _, path := range left {
+			errs = append(errs, os.Remove(path))
+		}
+	}
 	for _, name := range []string{"publisher.lock", "publisher.request", "bin", ""} {
 		err := os.Remove(filepath.Join(pluginDir, name))
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTEMPTY) {

@@ -63,12 +63,10 @@ func Unfinished(entry string) (base string, is bool) { return strings.CutPrefix(
 
 // Remove takes the name away for good. A file that is not there is removed already.
 func Remove(disk FS, path string) error {
-	if err := disk.Remove(path); err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
+	if err := disk.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove %s: %w", path, err)
 	}
+	// Also where it was gone already: the call that removed it may have been killed before this.
 	if err := disk.SyncDir(filepath.Dir(path)); err != nil {
 		return fmt.Errorf("remove %s: %w", path, err)
 	}

@@ -187,7 +187,11 @@ func (s *Set) flock(ctx context.Context, name Name) (_ *flock.Flock, waited bool
 			got, err = f.TryLockContext(ctx, flockPoll)
 		}
 		if err != nil || !got {
-			return nil, waited, errors.Join(fmt.Errorf("lock %s, which another instance of the plugin may hold: %w", path, err), f.Close())
+			holder := ""
+			if waited {
+				holder = ", which another instance of the plugin holds"
+			}
+			return nil, waited, errors.Join(fmt.Errorf("lock %s%s: %w", path, holder, err), f.Close())
 		}
 		same, err := isNamed(f, path)
 		if err == nil && same {

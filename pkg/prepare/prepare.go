@@ -120,6 +120,11 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, want *plan) 
 		logger.Info("Reverting an earlier preparation of the claim", "state", old.State, "devices", deviceNames(old.Devices))
 		return false, p.revert(ctx, old)
 	}
+	if !slices.EqualFunc(old.Steps, want.record.Steps, sameKind) {
+		// Made by another version of the driver. Nothing that it did may be forgotten: what this version cannot revert, it refuses here by name.
+		logger.Info("Preparing the claim anew: an earlier preparation took other steps")
+		return false, p.revert(ctx, old)
+	}
 	for i, d := range old.Devices {
 		if now := want.record.Devices[i]; now.GPUUUID != d.GPUUUID {
 			return false, replaced(d, now.GPUUUID)
@@ -154,6 +159,8 @@ func sameDevice(a, b checkpoint.Device) bool {
 func sameStep(a, b checkpoint.Step) bool {
 	return a.Kind == b.Kind && string(a.Params) == string(b.Params)
 }
+
+func sameKind(a, b checkpoint.Step) bool { return a.Kind == b.Kind }
 
 func deviceNames(devices []checkpoint.Device) []string {
 	names := make([]string, len(devices))

@@ -96,16 +96,24 @@ func gpuLocks(gpus ...string) []lock.Name {
 func (p *Preparer) lock(ctx context.Context, uid types.UID) (*lock.Held, error) {
 	held, err := p.Locks.Acquire(ctx, claimLock(uid))
 	if err != nil {
-		return nil, because(CauseCanceled, "another call for the same claim is under way: %w", err)
+		return nil, notLocked(ctx, "another call for the same claim is under way", err)
 	}
 	return held, nil
 }
 
 func lockGPUs(ctx context.Context, held *lock.Held, gpus ...string) error {
 	if err := held.Add(ctx, gpuLocks(gpus...)...); err != nil {
-		return because(CauseCanceled, "another claim is being prepared or unprepared on the same GPU: %w", err)
+		return notLocked(ctx, "another claim is being prepared or unprepared on the same GPU", err)
 	}
 	return nil
+}
+
+// notLocked tells a lock that was waited for in vain from one that the disk does not give.
+func notLocked(ctx context.Context, waitedFor string, err error) error {
+	if ctx.Err() != nil {
+		return because(CauseCanceled, "%s: %w", waitedFor, err)
+	}
+	return because(CauseRecord, "%w", err)
 }
 
 // revert undoes a record's steps and removes it. The caller holds the claim and its GPUs.

@@ -10,6 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 )
 
@@ -116,14 +117,47 @@ func (p *Preparer) rewrite(ctx context.Context, r checkpoint.Record) error {
 // claim then fails to start instead.
 func (p *Preparer) rewriteSpec(ctx context.Context, r checkpoint.Record, spec *claimSpec) error {
 	env := p.env(r.ClaimUID)
-	if snapshot := p.Hardware.Snapshot(); snapshot.Ready {
-		for _, d := range r.Devices {
-			if gpu, _, known := find(snapshot, d.Device); known && gpu.UUID != d.GPUUUID {
-				return errors.Join(replaced(d, gpu.UUID), spec.Revert(ctx, env))
-			}
+	snapshot := p.Hardware.Snapshot()
+	if !snapshot.Ready {
+		// The record's device nodes may be another card's since the driver was loaded anew. A spec that is there stays; one that is missing is
+		// written when the node has been looked at.
+		return nil
+	}
+	now := &claimSpec{}
+	for _, d := range r.Devices {
+		gpu, edits, known := find(snapshot, d.Device)
+		switch {
+		case !known:
+			return spec.Apply(ctx, env)
+		case gpu.UUID != d.GPUUUID:
+			return errors.Join(replaced(d, gpu.UUID), spec.Revert(ctx, env))
+		}
+		now.add(specDevice{Name: cdi.ClaimDeviceName(r.ClaimUID, d.Device, d.ShareID), Edits: edits})
+	}
+	if err := p.update(r, now); err != nil {
+		return err
+	}
+	return now.Apply(ctx, env)
+}
+
+// update has the record say what the claim's spec says now.
+func (p *Preparer) update(r checkpoint.Record, now *claimSpec) error {
+	stored, err := store([]Step{now})
+	if err != nil {
+		return err
+	}
+	changed := false
+	steps := slices.Clone(r.Steps)
+	for i, s := range steps {
+		if s.Kind == claimSpecKind && !sameStep(s, stored[0]) {
+			steps[i], changed = stored[0], true
 		}
 	}
-	return spec.Apply(ctx, env)
+	if !changed {
+		return nil
+	}
+	r.Steps = steps
+	return p.Records.Save(r)
 }
 
 // Mend writes the specs of all prepared claims again where they are missing or altered. The kubelet does not prepare again when a container restarts.

@@ -36,6 +36,10 @@ func (p *Preparer) unprepareLocked(ctx context.Context, held *lock.Held, uid typ
 		if err := p.Specs.RemoveClaim(uid); err != nil {
 			return because(CauseStep, "%w", err)
 		}
+		// No record now is no record on the disk yet: an earlier call may have been killed in between.
+		if err := p.Records.Remove(uid); err != nil {
+			return because(CauseRecord, "%w", err)
+		}
 		return nil
 	}
 	if err := lockGPUs(ctx, held, r.Holds()...); err != nil {

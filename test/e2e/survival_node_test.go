@@ -197,7 +197,7 @@ func (w *world) testGivenBack(t *testing.T, claimUID string) {
 	if claimUID == "" {
 		t.Skip("SKIPPED: the power cut failed")
 	}
-	eventually(t, 90*time.Second, "the claim of a Pod that was deleted while the power was off is given back", func() (bool, string) {
+	eventually(t, 150*time.Second, "the claim of a Pod that was deleted while the power was off is given back", func() (bool, string) {
 		return !w.hasRecord(t, survivor, claimUID), fmt.Sprint(w.records(t, survivor))
 	})
 }

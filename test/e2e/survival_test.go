@@ -37,13 +37,13 @@ func TestSurvival(t *testing.T) {
 
 	u := w.tenant(t)
 	u.gpus(1, 2, survivorGPUs)
-	// The first one leaves a claim to the kubelet, which looks for such claims once a minute; the last one sees it gone.
+	// The power cut leaves a claim to the kubelet, which looks for such claims once a minute. Until then its GPU is refused to others, so this comes
+	// after everything that needs GPUs.
 	var left string
 	for _, test := range []struct {
 		name string
 		run  func(*testing.T, tenant)
 	}{
-		{"the node loses its power", func(t *testing.T, u tenant) { left = w.testPowerCut(t, u) }},
 		{"the plugin is killed while claims are held", w.testKilledWhileHeld},
 		{"the plugin is killed while a claim waits for its GPU", w.testKilledWhileWaiting},
 		{"the plugin is killed between a claim's record and its result", w.testKilledBetween},
@@ -52,6 +52,7 @@ func TestSurvival(t *testing.T) {
 		{"the kubelet ends", w.testKubeletEnds},
 		{"containerd ends", w.testContainerdEnds},
 		{"the specs are deleted and the container is killed", w.testSpecsDeleted},
+		{"the node loses its power", func(t *testing.T, u tenant) { left = w.testPowerCut(t, u) }},
 		{"what was deleted without power is given back", func(t *testing.T, _ tenant) { w.testGivenBack(t, left); left = "" }},
 		{"no GPU is stuck", w.testAllGPUs},
 	} {

@@ -50,9 +50,9 @@ func TestWhatUsersWriteToday(t *testing.T) {
 		{"MPS with everything", object("GpuConfig", `,"sharing":{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":50,"defaultPinnedDeviceMemoryLimit":"10Gi","defaultPerDevicePinnedMemoryLimit":{"0":"5Gi","`+uuid+`":"1Mi"},"multiUser":true}}`),
 			&GpuConfig{TypeMeta: meta("GpuConfig"), Sharing: &Sharing{Strategy: SharingMPS, MPS: &MPSConfig{
 				DefaultActiveThreadPercentage:  ptr.To(50),
-				DefaultPinnedDeviceMemoryLimit: ptr.To(resource.MustParse("10Gi")),
-				DefaultPerDevicePinnedMemoryLimit: map[string]resource.Quantity{
-					"0": resource.MustParse("5Gi"), uuid: resource.MustParse("1Mi"),
+				DefaultPinnedDeviceMemoryLimit: ptr.To(MemoryLimit{resource.MustParse("10Gi")}),
+				DefaultPerDevicePinnedMemoryLimit: map[string]MemoryLimit{
+					"0": {resource.MustParse("5Gi")}, uuid: {resource.MustParse("1Mi")},
 				},
 				MultiUser: true,
 			}}}},
@@ -120,7 +120,7 @@ func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
 		{"no threads", mps(`{"defaultActiveThreadPercentage":0}`), []string{"defaultActiveThreadPercentage is 0", "1 to 100"}},
 		{"too many threads", mps(`{"defaultActiveThreadPercentage":101}`), []string{"101", "1 to 100"}},
 		{"half a thread", mps(`{"defaultActiveThreadPercentage":0.5}`), []string{"type"}},
-		{"a limit that is no quantity", mps(`{"defaultPinnedDeviceMemoryLimit":"much"}`), []string{"quantit"}},
+		{"a limit that is no quantity", mps(`{"defaultPinnedDeviceMemoryLimit":"much"}`), []string{"no amount of memory"}},
 		{"a limit of nothing", mps(`{"defaultPinnedDeviceMemoryLimit":"0"}`), []string{"defaultPinnedDeviceMemoryLimit", "1Mi"}},
 		{"a negative limit", mps(`{"defaultPinnedDeviceMemoryLimit":"-1Gi"}`), []string{"-1Gi", "1Mi"}},
 		{"a limit for a device without a name", mps(`{"defaultPerDevicePinnedMemoryLimit":{"":"1Gi"}}`), []string{"defaultPerDevicePinnedMemoryLimit", "UUID", "index"}},

@@ -6,6 +6,7 @@ import (
 	"regexp"
 	"slices"
 	"strconv"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/api/resource"
 )
@@ -15,12 +16,26 @@ type MPSConfig struct {
 	// DefaultActiveThreadPercentage is the share of the device's compute that one process may use: 1 to 100 percent. Left out: 100.
 	DefaultActiveThreadPercentage *int `json:"defaultActiveThreadPercentage,omitempty"`
 	// DefaultPinnedDeviceMemoryLimit is the device memory that one process may use on each device: 1Mi or more. Left out: no limit.
-	DefaultPinnedDeviceMemoryLimit *resource.Quantity `json:"defaultPinnedDeviceMemoryLimit,omitempty"`
+	DefaultPinnedDeviceMemoryLimit *MemoryLimit `json:"defaultPinnedDeviceMemoryLimit,omitempty"`
 	// DefaultPerDevicePinnedMemoryLimit is the same for single devices, and overrides it there. The key is a device's UUID
 	// (GPU-… or MIG-…) or its index among the claim's devices, counted from 0.
-	DefaultPerDevicePinnedMemoryLimit map[string]resource.Quantity `json:"defaultPerDevicePinnedMemoryLimit,omitempty"`
+	DefaultPerDevicePinnedMemoryLimit map[string]MemoryLimit `json:"defaultPerDevicePinnedMemoryLimit,omitempty"`
 	// MultiUser lets processes of different Linux users share the device.
 	MultiUser bool `json:"multiUser,omitempty"`
+}
+
+// MemoryLimit is a Quantity whose text is bounded: an exponent of a billion is 13 letters in a claim, and hours of arithmetic for whoever compares it.
+type MemoryLimit struct{ resource.Quantity }
+
+// memoryText takes every size that a device can have, in each of a Quantity's notations.
+var memoryText = regexp.MustCompile(`^[+-]?[0-9]{1,18}(\.[0-9]{0,9})?([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$`)
+
+func (m *MemoryLimit) UnmarshalJSON(raw []byte) error {
+	text := strings.Trim(string(raw), `"`)
+	if !memoryText.MatchString(text) {
+		return fmt.Errorf("%s is no amount of memory: write it as in 4Gi", quote(text))
+	}
+	return m.Quantity.UnmarshalJSON(raw)
 }
 
 // deviceUUID is the form in which NVML writes the UUID of a GPU (nvmlDeviceGetUUID) or of a MIG device, since R470.
@@ -60,7 +75,7 @@ func namesDevice(key string) bool {
 	return err == nil && strconv.FormatUint(index, 10) == key
 }
 
-func validateMemory(field string, limit resource.Quantity) error {
+func validateMemory(field string, limit MemoryLimit) error {
 	if limit.Cmp(leastMemory) < 0 {
 		return fmt.Errorf("%s is %s: set it to %s or more, for example 4Gi", field, quote(limit.String()), leastMemory.String())
 	}
