@@ -57,6 +57,7 @@ func TestAStartThatCannotWorkEndsWithOneClearError(t *testing.T) {
 		"a bad value in the file":       {nil, []string{"--config", file("value.yaml", "kubeApiQps: many\n")}, exitUsage, []string{"value.yaml", "kubeApiQps", "many"}},
 		"a file that is no YAML":        {nil, []string{"--config", file("broken.yaml", "{")}, exitUsage, []string{"broken.yaml"}},
 		"a file that is not there":      {nil, []string{"--config", filepath.Join(dir, "absent")}, exitUsage, []string{"configuration file", "absent"}},
+		"a sysfs that is not there":     {nil, []string{"--sysfs-root=" + filepath.Join(dir, "no-sysfs")}, exitFailed, []string{"--sysfs-root", "no-sysfs"}},
 		"an unknown flag":               {nil, []string{"--driver-rot=/"}, exitUsage, []string{"--driver-rot"}},
 		"a bad value of a flag":         {nil, []string{"--kube-api-burst=0"}, exitUsage, []string{"--kube-api-burst", "below 1"}},
 		"a bad value of a variable":     {[]string{"GPU_DRA_KUBE_API_BURST=some"}, nil, exitUsage, []string{"GPU_DRA_KUBE_API_BURST", "some"}},

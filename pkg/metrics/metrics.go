@@ -4,6 +4,7 @@ package metrics
 
 import (
 	"runtime"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -31,6 +32,7 @@ type Metrics struct {
 	devices        *prometheus.GaugeVec
 	ready          prometheus.Gauge
 	publisher      prometheus.Gauge
+	hasGPU         sync.Once
 }
 
 // New makes a registry of its own, so that two in one process (a test) do not meet.
@@ -68,7 +70,7 @@ func New(version string) *Metrics {
 		}, []string{"type"}),
 		ready: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "gpu_dra_inventory_ready",
-			Help: "1 when the NVIDIA driver answers and the node's devices are known, else 0.",
+			Help: "1 when the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU.",
 		}),
 		publisher: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "gpu_dra_publisher",
@@ -82,7 +84,7 @@ func New(version string) *Metrics {
 	})
 	build.Set(1)
 	m.Registry.MustRegister(m.duration, m.requestErrors, m.publishErrors, m.repairs, m.preparedClaims, m.heldGPUs,
-		m.devices, m.ready, m.publisher, build,
+		m.devices, m.publisher, build,
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
 }
@@ -103,6 +105,8 @@ func (m *Metrics) Held(claims, gpus int) {
 
 // Inventory sets what the node offers now.
 func (m *Metrics) Inventory(ready bool, gpus int) {
+	// Only from here on: a node without a GPU has nothing that could be ready, and an alert must not take it for one that is not.
+	m.hasGPU.Do(func() { m.Registry.MustRegister(m.ready) })
 	m.ready.Set(number(ready))
 	m.devices.WithLabelValues("gpu").Set(float64(gpus))
 }
