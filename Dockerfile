@@ -28,7 +28,7 @@ COPY api api
 COPY cmd cmd
 COPY pkg pkg
 ARG VERSION=devel
-# -trimpath and -buildvcs=false: the same source makes the same bytes wherever it is built.
+# -trimpath and -buildvcs=false: with the same toolchain and the same base images the same source makes the same bytes, in whatever folder it is built.
 # Never with -z now: NVML's symbols are bound lazily, and one that an older driver lacks must not keep the plugin from starting.
 RUN go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=${VERSION}" -o /out/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
 

@@ -1,11 +1,12 @@
-# `make` alone says what there is. Every target gets what it needs by itself: a Debian machine with Go, make and root is enough.
+# `make` alone says what there is. Every target gets what it needs by itself: a Debian machine with Go (the version that hack/need-go.sh wants), make and root is enough.
 
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
 IMAGE   ?= gpu-dra-driver:$(VERSION)
+# What the Dockerfile takes: BUILDER and BASE, its base images; GOPROXY, GOFLAGS, GOMODCACHE, GOCACHE, Go's settings.
+BUILD_ARGS ?=
 # docker, podman or buildah, whichever is there.
-BUILDER ?= $(firstword $(notdir $(foreach b,docker podman buildah,$(shell command -v $(b) 2>/dev/null))))
+ENGINE  ?= $(firstword $(notdir $(foreach b,docker podman buildah,$(shell command -v $(b) 2>/dev/null))))
 
-GO     ?= go
 CACHE  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-dra-driver
 BUILD  := $(CURDIR)/build
 NEED   := hack/need.sh
@@ -14,7 +15,7 @@ export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 
 # A linter that another version of the module file was built from has another name, so that it is built anew.
 LINT := $(CACHE)/bin/golangci-lint-$(shell cat hack/tools/go.mod hack/tools/go.sum | sha256sum | cut -c1-12)
-CLUSTER := $(GO) run ./test/cluster/cmd/cluster
+CLUSTER := go run ./test/cluster/cmd/cluster
 
 # What unit tests alone must cover of pkg/, in percent.
 COVERAGE := 80
@@ -31,14 +32,14 @@ help: ## Show this list
 
 .PHONY: build
 build: toolchain ## Build the plugin and its hook into build/bin
-	$(GO) build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" -o $(BUILD)/bin/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
-	$(GO) build -trimpath -buildvcs=false -tags netgo,osusergo -ldflags "-s -w -extldflags=-static" \
+	go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" -o $(BUILD)/bin/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
+	go build -trimpath -buildvcs=false -tags netgo,osusergo -ldflags "-s -w -extldflags=-static" \
 	    -o $(BUILD)/bin/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook 2>$(BUILD)/hook.log || { cat $(BUILD)/hook.log; exit 1; }
 
 .PHONY: image
-image: ## Build the image (IMAGE, VERSION, BUILDER=docker|podman|buildah)
-	@test -n "$(BUILDER)" || { echo "make image: none of docker, podman, buildah is installed"; exit 1; }
-	$(BUILDER) build --build-arg VERSION=$(VERSION) -t $(IMAGE) -f Dockerfile .
+image: ## Build the image (IMAGE, VERSION, ENGINE=docker|podman|buildah, BUILD_ARGS="BASE=… GOPROXY=…")
+	@test -n "$(ENGINE)" || { echo "make image: none of docker, podman, buildah is installed"; exit 1; }
+	$(ENGINE) build --build-arg VERSION=$(VERSION) $(addprefix --build-arg ,$(BUILD_ARGS)) -t $(IMAGE) -f Dockerfile .
 
 ##@ Test
 
@@ -52,18 +53,18 @@ test: test-unit test-sim test-e2e ## Run every test: unit, simulated GPU, real c
 test-unit: toolchain ## Unit and chart tests, with the race detector and the coverage of pkg/
 	@mkdir -p $(BUILD)
 	helm=$$($(CLUSTER) program helm) && \
-	HELM=$$helm $(GO) test -race -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
-	@$(GO) tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
+	HELM=$$helm go test -race -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
+	@go tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
 
 .PHONY: test-sim
 test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the conformance suite, and hwcheck run against it
 	$(MAKE) --no-print-directory -C test/nvmlsim
-	$(GO) test ./test/nvmlsim/... ./test/hwcheck/...
+	go test ./test/nvmlsim/... ./test/hwcheck/...
 
 .PHONY: test-e2e
 test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)
-	$(GO) test -count=1 -timeout 20m -tags cluster ./test/cluster
-	$(GO) test -v -count=1 -timeout 60m ./test/e2e/...
+	go test -count=1 -timeout 20m -tags cluster ./test/cluster
+	go test -v -count=1 -timeout 60m ./test/e2e/...
 
 .PHONY: hwcheck
 hwcheck: toolchain ## Build the folder build/hwcheck, which checks a real GPU without Go or network; it only reads
@@ -73,15 +74,17 @@ hwcheck: toolchain ## Build the folder build/hwcheck, which checks a real GPU wi
 
 .PHONY: demo
 demo: toolchain ## A real cluster with a simulated 8-GPU node; a claimed Pod runs nvidia-smi (root)
-	$(GO) run ./hack/demo up
+	@mkdir -p $(BUILD)/bin
+	go build -o $(BUILD)/bin/demo ./hack/demo
+	$(BUILD)/bin/demo up
 
 .PHONY: demo-down
-demo-down: ## Take the demo's cluster away and leave nothing behind
-	$(GO) run ./hack/demo down
+demo-down: toolchain ## Take the demo's cluster away; build/ and the caches stay
+	go run ./hack/demo down
 
 .PHONY: reference
 reference: ## Write the tables of docs/reference.md from the plugin's settings and the chart's values
-	$(GO) run ./hack/reference
+	go run ./hack/reference
 
 .PHONY: clean
 clean: ## Remove build/; the caches below ~/.cache/gpu-dra-driver stay
@@ -91,11 +94,12 @@ clean: ## Remove build/; the caches below ~/.cache/gpu-dra-driver stay
 
 .PHONY: toolchain
 toolchain:
-	@$(NEED) $(GO)=golang gcc /usr/include/stdlib.h=libc6-dev nm=binutils
+	@hack/need-go.sh
+	@$(NEED) gcc /usr/include/stdlib.h=libc6-dev nm=binutils
 
 .PHONY: vet
 vet: toolchain
-	$(GO) vet ./...
+	go vet -tags cluster ./...
 
 .PHONY: lint
 lint: toolchain $(LINT)
@@ -104,7 +108,7 @@ lint: toolchain $(LINT)
 $(LINT): hack/tools/go.mod hack/tools/go.sum
 	@echo "building golangci-lint: a minute or two, once"
 	@mkdir -p $(@D)
-	cd hack/tools && CGO_ENABLED=0 $(GO) build -trimpath -ldflags "-s -w" -o $@.tmp github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+	cd hack/tools && CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o $@.tmp github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 	@mv $@.tmp $@
 
 # helm comes from the test cluster's programs, in the version that the tests run.

@@ -4,7 +4,6 @@ set -eu
 
 folder=$1
 root=$(cd "$(dirname "$0")/.." && pwd)
-go=${GO:-go}
 version=${VERSION:-$(git -C "$root" describe --tags --always --dirty 2>/dev/null || echo devel)}
 limit=$((60 * 1024 * 1024))
 cd "$root"
@@ -16,14 +15,14 @@ folder=$(cd "$folder" && pwd)
 packed=$folder/programs
 
 export CGO_CFLAGS="${CGO_CFLAGS:--O2 -Wno-deprecated-declarations}"
-build() { $go build -trimpath -buildvcs=false "$@"; }
+build() { go build -trimpath -buildvcs=false "$@"; }
 build -ldflags "-s -w -X main.version=$version" -o "$packed/gpu-kubelet-plugin" ./cmd/gpu-kubelet-plugin
-$go test -c -trimpath -ldflags "-s -w" -o "$packed/conformance.test" ./test/nvmlsim/conformance
+go test -c -trimpath -ldflags "-s -w" -o "$packed/conformance.test" ./test/nvmlsim/conformance
 # The linker warns of dlopen, which the hook's commands that we use do without.
 build -tags netgo,osusergo -ldflags "-s -w -extldflags=-static" -o "$packed/nvidia-cdi-hook" \
     github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook 2>"$packed/log" || { cat "$packed/log" >&2; exit 1; }
 rm "$packed/log"
-cp "$($go run ./test/cluster/cmd/cluster program runc)" "$packed/runc"
+cp "$(go run ./test/cluster/cmd/cluster program runc)" "$packed/runc"
 # -n: the same programs make the same bytes.
 gzip -9 -n "$packed"/*
 
