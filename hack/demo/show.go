@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -21,12 +22,13 @@ import (
 const devices = `{{range .items}}{{$node := .spec.nodeName}}{{range .spec.devices}}{{$node}}  {{.name}}  {{.attributes.productName.string}}  {{.capacity.memory.value}}  NUMA {{(index .attributes "resource.kubernetes.io/numaNode").int}}  {{.attributes.uuid.string}}{{"\n"}}{{end}}{{end}}`
 
 // showCluster brings the cluster up with the node that was shown, and lets a Pod claim one of its GPUs.
-func showCluster(ctx context.Context, root string, sim *stand.Simulator, s *screen) error {
+func (d *demo) showCluster(ctx context.Context, sim *stand.Simulator) error {
+	root, s := d.root, d.screen
 	s.title("A real Kubernetes cluster with that node")
-	if err := cluster.Down(ctx, clusterName); err != nil {
+	if err := cluster.Down(ctx, d.name); err != nil {
 		return err
 	}
-	c, err := cluster.Up(ctx, cluster.Options{Name: clusterName, Nodes: []cluster.NodeOptions{sim.Node("node1", model)}, Output: s.background("cluster")})
+	c, err := cluster.Up(ctx, cluster.Options{Name: d.name, Nodes: []cluster.NodeOptions{sim.Node("node1", model)}, Output: s.background("cluster")})
 	if err != nil {
 		return err
 	}
@@ -59,18 +61,19 @@ func showCluster(ctx context.Context, root string, sim *stand.Simulator, s *scre
 	if _, err := k.showAs(ctx, "kubectl get resourceslices -o go-template=…   # one line a device", "get", "resourceslices", "-o", "go-template="+devices); err != nil {
 		return err
 	}
-	return showPod(ctx, root, k)
+	return d.showPod(ctx, k, sim.SMI != "")
 }
 
 // showPod applies the first example of the documentation and compares what its Pod saw with what the scheduler allocated.
-func showPod(ctx context.Context, root string, k kubectl) error {
-	k.screen.title("A Pod that claims a GPU and runs nvidia-smi")
+func (d *demo) showPod(ctx context.Context, k kubectl, withSMI bool) error {
+	root := d.root
+	k.screen.title("A Pod that claims a GPU and looks at it")
 	example, err := os.ReadFile(filepath.Join(root, "docs/examples/one-gpu.yaml"))
 	if err != nil {
 		return err
 	}
 	// There is no registry here: a small image that every node has stands in for Debian's.
-	manifest := filepath.Join(root, "build/demo/one-gpu.yaml")
+	manifest := filepath.Join(d.folder(), "one-gpu.yaml")
 	if err := os.WriteFile(manifest, []byte(strings.ReplaceAll(string(example), "debian:bookworm-slim", cluster.TestImage)), 0o600); err != nil {
 		return err
 	}
@@ -83,10 +86,11 @@ func showPod(ctx context.Context, root string, k kubectl) error {
 			return errors.Join(err, describeErr)
 		}
 	}
-	if _, err := k.show(ctx, "exec", "one-gpu", "--", "nvidia-smi"); err != nil {
-		return err
+	look := k.lookByDeviceNodes
+	if withSMI {
+		look = k.lookBySMI
 	}
-	printed, err := k.show(ctx, "exec", "one-gpu", "--", "nvidia-smi", "-L")
+	seen, err := look(ctx)
 	if err != nil {
 		return err
 	}
@@ -94,13 +98,42 @@ func showPod(ctx context.Context, root string, k kubectl) error {
 	if err != nil {
 		return err
 	}
-	seen := regexp.MustCompile(`GPU-[0-9a-f-]{36}`).FindAllString(printed, -1)
 	if len(seen) != 1 || seen[0] != allocated {
 		return fmt.Errorf("the Pod saw the GPUs %v, and the scheduler allocated %s", seen, allocated)
 	}
 	k.screen.title("The Pod saw one GPU, and it is the one that the scheduler allocated: " + allocated)
 	k.screen.print(fmt.Sprintf("Look around with\n  export KUBECONFIG=%s PATH=%s:$PATH\nand take it all away with\n  make demo-down\n", k.cluster.Kubeconfig(), k.programs()))
 	return nil
+}
+
+// lookBySMI gives the UUIDs of the GPUs that nvidia-smi sees in the Pod.
+func (k kubectl) lookBySMI(ctx context.Context) ([]string, error) {
+	if _, err := k.show(ctx, "exec", "one-gpu", "--", "nvidia-smi"); err != nil {
+		return nil, err
+	}
+	printed, err := k.show(ctx, "exec", "one-gpu", "--", "nvidia-smi", "-L")
+	return regexp.MustCompile(`GPU-[0-9a-f-]{36}`).FindAllString(printed, -1), err
+}
+
+// lookByDeviceNodes gives the UUIDs of the GPUs whose device nodes the Pod has. Which GPU a node belongs to the plugin's inventory says.
+func (k kubectl) lookByDeviceNodes(ctx context.Context) ([]string, error) {
+	printed, err := k.show(ctx, "exec", "one-gpu", "--", "sh", "-c", "ls -l /dev/nvidia*")
+	if err != nil {
+		return nil, err
+	}
+	inventory, err := k.show(ctx, "-n", stand.Namespace, "exec", "daemonset/"+stand.Release+"-kubelet-plugin", "--", "gpu-kubelet-plugin", "inventory")
+	if err != nil {
+		return nil, err
+	}
+	owners := map[string]string{}
+	for _, row := range regexp.MustCompile(`(?m)(\d+) +(GPU-[0-9a-f-]{36})$`).FindAllStringSubmatch(inventory, -1) {
+		owners[row[1]] = row[2]
+	}
+	var seen []string
+	for _, node := range regexp.MustCompile(`(?m)/dev/nvidia(\d+)$`).FindAllStringSubmatch(printed, -1) {
+		seen = append(seen, cmp.Or(owners[node[1]], "of "+node[0]))
+	}
+	return seen, nil
 }
 
 // kubectl runs kubectl on the screen.

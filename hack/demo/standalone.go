@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -15,38 +14,20 @@ import (
 // model is the node that the demo shows.
 const model = "dgx-h100"
 
-func standaloneRoot(root string) string { return filepath.Join(root, "build", "demo", "node") }
-
-// buildInBackground builds the cluster's programs in a process of the lowest priority, so that what is shown meanwhile does not wait for it.
-func buildInBackground(ctx context.Context, root string, s *screen) <-chan error {
-	done := make(chan error, 1)
-	cmd := command(ctx, root, nil, "nice", "-n", "19", "go", "run", "./test/cluster/cmd/cluster", "build")
-	output := s.background("cluster")
-	cmd.Stdout, cmd.Stderr = output, output
-	// An interrupt, not a kill: go run hands it on to the build.
-	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
-	go func() {
-		if err := cmd.Run(); err != nil {
-			done <- fmt.Errorf("build the cluster's programs: %w", err)
-			return
-		}
-		done <- nil
-	}()
-	return done
-}
+func (d *demo) standaloneRoot() string { return filepath.Join(d.folder(), "node") }
 
 // showStandalone lays a node out below build/demo and looks at it twice: through NVIDIA's own nvidia-smi and through the plugin.
-func showStandalone(ctx context.Context, root string, s *screen) (*stand.Simulator, error) {
-	s.title("A simulated node with 8 GPUs, below build/demo/node")
+func (d *demo) showStandalone(ctx context.Context) (*stand.Simulator, error) {
+	root, s, node := d.root, d.screen, d.standaloneRoot()
+	s.title("A simulated node with 8 GPUs, " + short(root, "below", node))
 	sim, err := stand.BuildSimulator(ctx, root, s.background("simulator"))
 	if err != nil {
 		return nil, err
 	}
-	if sim.SMI == "" {
-		return nil, errors.New("NVIDIA's nvidia-smi is what the demo shows, and it cannot be fetched from Debian's archive (see above)")
+	if d.withoutSMI {
+		sim.SMI = ""
 	}
-	node := standaloneRoot(root)
-	if err := removeStandalone(ctx, root); err != nil {
+	if err := d.removeStandalone(ctx); err != nil {
 		return nil, err
 	}
 	// A driver root with a dev/ of its own: nothing of this machine is touched.
@@ -54,9 +35,7 @@ func showStandalone(ctx context.Context, root string, s *screen) (*stand.Simulat
 	if _, err := s.run(command(ctx, root, nil, argv...), short(root, argv...)); err != nil {
 		return nil, err
 	}
-	s.title("What NVIDIA's own nvidia-smi says there")
-	smi := filepath.Join(node, "driver/usr/bin/nvidia-smi")
-	if _, err := s.run(command(ctx, root, []string{"LD_LIBRARY_PATH=" + libraryDir(node)}, smi), short(root, smi)); err != nil {
+	if err := d.showSMI(ctx, sim); err != nil {
 		return nil, err
 	}
 	s.title("What the plugin would offer of it to Kubernetes")
@@ -75,12 +54,24 @@ func showStandalone(ctx context.Context, root string, s *screen) (*stand.Simulat
 	return sim, err
 }
 
-func removeStandalone(ctx context.Context, root string) error {
-	node := standaloneRoot(root)
+// showSMI lets NVIDIA's own nvidia-smi look at the node, where it can be had.
+func (d *demo) showSMI(ctx context.Context, sim *stand.Simulator) error {
+	if sim.SMI == "" {
+		d.screen.title("NO NVIDIA-SMI: NVIDIA's nvidia-smi cannot be fetched from Debian's archive here. All else is shown; the Pod's GPU by its device nodes.")
+		return nil
+	}
+	d.screen.title("What NVIDIA's own nvidia-smi says there")
+	smi := filepath.Join(d.standaloneRoot(), "driver/usr/bin/nvidia-smi")
+	_, err := d.screen.run(command(ctx, d.root, []string{"LD_LIBRARY_PATH=" + libraryDir(d.standaloneRoot())}, smi), short(d.root, smi))
+	return err
+}
+
+func (d *demo) removeStandalone(ctx context.Context) error {
+	node := d.standaloneRoot()
 	if _, err := os.Stat(filepath.Join(node, "layout.yaml")); err != nil {
 		return os.RemoveAll(node)
 	}
-	tool := filepath.Join(root, "build/nvmlsim/nvmlsim")
+	tool := filepath.Join(d.root, "build/nvmlsim/nvmlsim")
 	if out, err := exec.CommandContext(ctx, tool, "--root", node, "layout", "down").CombinedOutput(); err != nil && !os.IsNotExist(err) {
 		return fmt.Errorf("remove the simulated node in %s: %w: %s", node, err, out)
 	}

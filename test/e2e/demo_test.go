@@ -1,0 +1,114 @@
+package e2e
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+)
+
+// TestDemo runs the demonstration as `make demo` and `make demo-down` do, under a name of its own, so that one that is up stays up.
+func TestDemo(t *testing.T) {
+	sim := simulator(t)
+	b, err := built()
+	if err != nil {
+		t.Fatal(err)
+	}
+	program := filepath.Join(t.TempDir(), "demo")
+	build := exec.CommandContext(t.Context(), "go", "build", "-o", program, "./hack/demo")
+	build.Dir = b.root
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("build the demo: %v\n%s", err, out)
+	}
+	t.Run("nvidia-smi", func(t *testing.T) {
+		if sim.SMI == "" {
+			t.Skip("SKIPPED: the real nvidia-smi cannot be had here; the demo was seen without it alone")
+		}
+		d := demonstration{t, program, b.root, "demo-test"}
+		shown := d.show()
+		if !strings.Contains(section(shown, "What NVIDIA's own nvidia-smi says"), "NVIDIA-SMI ") {
+			t.Error("nvidia-smi of the standalone node was not shown")
+		}
+		last := shown[strings.LastIndex(shown, "nvidia-smi -L\n"):]
+		d.checkPod(shown, regexp.MustCompile(`(?m)^GPU \d+: .*UUID: (GPU-[0-9a-f-]{36})`).FindAllStringSubmatch(last, -1))
+	})
+	t.Run("without nvidia-smi", func(t *testing.T) {
+		d := demonstration{t, program, b.root, "demo-nosmi"}
+		shown := d.show("--without-nvidia-smi")
+		if !strings.Contains(shown, "NO NVIDIA-SMI") {
+			t.Error("the demo did not say that nvidia-smi is missing")
+		}
+		pod := section(shown, "A Pod that claims a GPU")
+		nodes := regexp.MustCompile(`(?m)/dev/nvidia(\d+)$`).FindAllStringSubmatch(pod, -1)
+		if len(nodes) != 1 {
+			t.Fatalf("the Pod's device nodes of GPUs are %v, want one:\n%s", nodes, pod)
+		}
+		d.checkPod(shown, regexp.MustCompile(`(?m) `+nodes[0][1]+` +(GPU-[0-9a-f-]{36})$`).FindAllStringSubmatch(pod, -1))
+	})
+}
+
+// demonstration is one run of the demo program.
+type demonstration struct {
+	*testing.T
+	program, root, name string
+}
+
+// show runs the demo and gives what it printed. At the test's end nothing of it is left.
+func (d demonstration) show(flags ...string) string {
+	d.Helper()
+	d.Cleanup(d.takeAway)
+	out, err := d.run(d.Context(), append(flags, "up")...)
+	if err != nil {
+		d.Fatalf("demo up: %v\n%s", err, out)
+	}
+	inventory := section(out, "What the plugin would offer")
+	if gpus := regexp.MustCompile(`(?m)^gpu-.*GPU-[0-9a-f-]{36}$`).FindAllString(inventory, -1); len(gpus) != 8 {
+		d.Errorf("the inventory shows %d GPUs, want 8:\n%s", len(gpus), inventory)
+	}
+	return out
+}
+
+func (d demonstration) run(ctx context.Context, args ...string) (string, error) {
+	cmd := exec.CommandContext(ctx, d.program, append([]string{"--name", d.name}, args...)...)
+	cmd.Dir = d.root
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+	out, err := cmd.CombinedOutput()
+	return string(out), err
+}
+
+// checkPod compares what the Pod saw with the demo's word on what was allocated.
+func (d demonstration) checkPod(shown string, saw [][]string) {
+	d.Helper()
+	said := regexp.MustCompile(`the scheduler allocated: (GPU-[0-9a-f-]{36})`).FindStringSubmatch(shown)
+	if len(said) != 2 || len(saw) != 1 || saw[0][1] != said[1] {
+		d.Errorf("the Pod saw %v, and the demo says of the allocation %v:\n%s", saw, said, shown)
+	}
+}
+
+func (d demonstration) takeAway() {
+	if out, err := d.run(context.WithoutCancel(d.Context()), "down"); err != nil {
+		d.Errorf("demo down: %v\n%s", err, out)
+	}
+	clusters, err := cluster.List()
+	if err != nil || slices.Contains(clusters, d.name) {
+		d.Errorf("after demo down there are the clusters %v, %v", clusters, err)
+	}
+	if _, err := os.Stat(filepath.Join(d.root, "build", d.name)); !errors.Is(err, fs.ErrNotExist) {
+		d.Errorf("after demo down its folder is still there: %v", err)
+	}
+}
+
+// section is what the demo shows below one of its titles.
+func section(shown, title string) string {
+	_, after, _ := strings.Cut(shown, "== "+title)
+	own, _, _ := strings.Cut(after, "\033[1m==")
+	return own
+}
