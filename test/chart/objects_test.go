@@ -1,6 +1,7 @@
 package chart
 
 import (
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -32,6 +33,8 @@ var everything = []string{
 	"--set", "podLabels.a=b", "--set", "podAnnotations.a=b", "--set", "serviceAccount.annotations.a=b", "--set", "uninstall.force=true",
 	"--set-json", `affinity={"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":{"nodeSelectorTerms":[{"matchExpressions":[{"key":"a","operator":"Exists"}]}]}}}`,
 }
+
+var onLinux = map[string]string{"kubernetes.io/os": "linux"}
 
 // nothing switches off all that can be.
 var nothing = []string{
@@ -140,8 +143,8 @@ func TestTheDaemonSet(t *testing.T) {
 	pod := set.Spec.Template.Spec
 	container := pod.Containers[0]
 
-	t.Run("runs on every node, whatever its labels and taints", func(t *testing.T) {
-		if pod.NodeSelector != nil || pod.Affinity != nil {
+	t.Run("runs on every Linux node, whatever its other labels and taints", func(t *testing.T) {
+		if !maps.Equal(pod.NodeSelector, onLinux) || pod.Affinity != nil {
 			t.Errorf("selector %v, affinity %v", pod.NodeSelector, pod.Affinity)
 		}
 		if diff := cmp.Diff([]corev1.Toleration{{Operator: corev1.TolerationOpExists}}, pod.Tolerations); diff != "" {
@@ -225,6 +228,7 @@ func TestRightsAreNoMoreThanThese(t *testing.T) {
 		},
 		"Role " + uninstaller: {
 			{APIGroups: []string{"apps"}, Resources: []string{"daemonsets"}, ResourceNames: []string{plugin}, Verbs: []string{"get", "delete"}},
+			{APIGroups: []string{""}, Resources: []string{"pods"}, Verbs: []string{"list"}},
 		},
 	}
 	got := map[string][]rbacv1.PolicyRule{}
@@ -278,6 +282,22 @@ func TestTheUninstallHook(t *testing.T) {
 		security := pod.Containers[0].SecurityContext
 		if security.Privileged != nil || *security.AllowPrivilegeEscalation || !*pod.SecurityContext.RunAsNonRoot || len(pod.Volumes) != 0 || *job.Spec.BackoffLimit != 0 {
 			t.Errorf("%+v", job.Spec)
+		}
+	})
+	t.Run("waits for no node that does not answer, and needs none with a GPU", func(t *testing.T) {
+		pod := only[*batchv1.Job](t, objects, uninstaller).Spec.Template.Spec
+		want := []corev1.Toleration{{Key: "node-role.kubernetes.io/control-plane", Operator: corev1.TolerationOpExists, Effect: corev1.TaintEffectNoSchedule}}
+		if diff := cmp.Diff(want, pod.Tolerations); diff != "" {
+			t.Error(diff)
+		}
+		narrowed, _ := render(t, "--set", "nodeSelector.gpu=yes")
+		if got := only[*batchv1.Job](t, narrowed, uninstaller).Spec.Template.Spec.NodeSelector; !maps.Equal(got, onLinux) {
+			t.Errorf("with the plugin's selector gpu=yes the hook has %v", got)
+		}
+		own, _ := render(t, "--set", "uninstall.nodeSelector.a=b", "--set-json", `uninstall.tolerations=[{"key":"x","operator":"Exists"}]`)
+		pod = only[*batchv1.Job](t, own, uninstaller).Spec.Template.Spec
+		if len(pod.Tolerations) != 1 || pod.Tolerations[0].Key != "x" || !maps.Equal(pod.NodeSelector, map[string]string{"kubernetes.io/os": "linux", "a": "b"}) {
+			t.Errorf("tolerations %v, selector %v", pod.Tolerations, pod.NodeSelector)
 		}
 	})
 	t.Run("forces only when told", func(t *testing.T) {

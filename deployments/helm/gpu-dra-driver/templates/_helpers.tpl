@@ -43,6 +43,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
+{{/* Empty if the hook makes its own account. It may do so only where the chart may make accounts and grant rights. */}}
+{{- define "gpu-dra-driver.uninstallAccount" -}}
+{{- if and (not .Values.uninstall.serviceAccountName) (not (and .Values.serviceAccount.create .Values.rbac.create)) -}}
+{{- fail "uninstall.serviceAccountName: with serviceAccount.create=false or rbac.create=false the uninstall hook makes no account and no rights of its own. Set uninstall.serviceAccountName to an existing account with the rights that docs/operations.md lists, or set uninstall.enabled=false" -}}
+{{- end -}}
+{{- .Values.uninstall.serviceAccountName -}}
+{{- end -}}
+
+{{/* The image is Linux's. What the user selects comes on top, and cannot change that. Takes the user's selector. */}}
+{{- define "gpu-dra-driver.nodeSelector" -}}
+{{- merge (dict "kubernetes.io/os" "linux") (default dict .) | toYaml -}}
+{{- end -}}
+
 {{- define "gpu-dra-driver.image" -}}
 {{- if .Values.image.digest -}}
 {{ .Values.image.repository }}@{{ .Values.image.digest }}
@@ -62,10 +75,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{ .Values.kubeletRootDir }}/plugins_registry
 {{- end -}}
 
-{{/* Directory of the hook if it lies outside the plugin's directories and so needs a mount of its own. */}}
+{{/*
+Directory of the hook if it lies outside the plugin's directories and so needs a mount of its own. The mount must hide neither the image's files nor
+another mount of the container.
+*/}}
 {{- define "gpu-dra-driver.hookDir" -}}
 {{- if and .Values.hookPath (not (hasPrefix (printf "%s/" (include "gpu-dra-driver.pluginsDir" .)) .Values.hookPath)) -}}
-{{- dir .Values.hookPath -}}
+{{- $dir := dir .Values.hookPath -}}
+{{- $image := "/|/usr|(/usr)?/(s?bin|lib(64)?(/[^/]+-linux-gnu)?)|/etc|/var|(/var)?/run" -}}
+{{- $mounts := "/(etc/gpu-dra-driver|dev|proc|sys|host|driver-root)(/.*)?" -}}
+{{- if or (regexMatch (printf "^(%s|%s)$" $image $mounts) $dir) (has $dir (list .Values.cdiRoot (include "gpu-dra-driver.registrarDir" .))) -}}
+{{- fail (printf "hookPath: %s cannot be the hook's directory: it is mounted into the plugin's container at the same path, where it would hide what the plugin needs. Choose a directory of the hook's own, such as /opt/nvidia/bin, or leave hookPath empty" $dir) -}}
+{{- end -}}
+{{- $dir -}}
 {{- end -}}
 {{- end -}}
 

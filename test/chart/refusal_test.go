@@ -1,0 +1,166 @@
+package chart
+
+import (
+	"encoding/json"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	appsv1 "k8s.io/api/apps/v1"
+	batchv1 "k8s.io/api/batch/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/version"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api/v1"
+)
+
+// What the user selects comes on top of Linux, and cannot change it: the image is Linux's.
+func TestThePluginIsOnLinuxOnly(t *testing.T) {
+	objects, _ := render(t, "--set", "nodeSelector.gpu=yes", "--set", `nodeSelector.kubernetes\.io/os=windows`)
+	want := map[string]string{"kubernetes.io/os": "linux", "gpu": "yes"}
+	if got := only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec.NodeSelector; !maps.Equal(got, want) {
+		t.Errorf("selector %v, want %v", got, want)
+	}
+}
+
+func TestTheHooksDirectoryHidesNothing(t *testing.T) {
+	for _, dir := range []string{
+		"", "/usr", "/usr/bin", "/usr/sbin", "/bin", "/sbin", "/lib64", "/usr/lib", "/lib/x86_64-linux-gnu", "/dev", "/dev/shm", "/etc", "/etc/gpu-dra-driver",
+		"/host", "/host/sys", "/host/cri", "/proc", "/proc/driver", "/sys", "/driver-root", "/run", "/var/run", "/var/run/cdi", "/var/lib/kubelet/plugins_registry",
+	} {
+		_, err := template(t, "--set", "hookPath="+dir+"/nvidia-cdi-hook")
+		if err == nil || !strings.Contains(err.Error(), "hookPath: "+max(dir, "/")+" cannot be") || !strings.Contains(err.Error(), "/opt/nvidia/bin") {
+			t.Errorf("%s/nvidia-cdi-hook: %v, want an error that names the directory and a better one", dir, err)
+		}
+	}
+	for _, dir := range []string{
+		"/usr/local/bin", "/usr/local/nvidia/toolkit", "/opt/nvidia/bin", "/usr/lib/nvidia", "/binaries", "/etc/nvidia", "/devices", "/var/lib/kubelet/plugins",
+	} {
+		if _, err := template(t, "--set", "hookPath="+dir+"/nvidia-cdi-hook"); err != nil {
+			t.Errorf("%s/nvidia-cdi-hook: %v", dir, err)
+		}
+	}
+	for _, args := range [][]string{
+		{"--set", "cdiRoot=/opt/cdi", "--set", "hookPath=/opt/cdi/hook"},
+		{"--set", "kubeletRootDir=/var/lib/k0s/kubelet", "--set", "hookPath=/var/lib/k0s/kubelet/plugins_registry/hook"},
+	} {
+		if _, err := template(t, args...); err == nil || !strings.Contains(err.Error(), "cannot be the hook's directory") {
+			t.Errorf("%v: %v", args, err)
+		}
+	}
+}
+
+// Who may make no accounts and grant no rights may not do it in a hook either.
+func TestTheUninstallHookMakesNoAccountUnasked(t *testing.T) {
+	for name, args := range map[string][]string{
+		"no rights":  {"--set", "rbac.create=false"},
+		"no account": {"--set", "serviceAccount.create=false", "--set", "serviceAccount.name=mine"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := template(t, args...)
+			if err == nil || !strings.Contains(err.Error(), "Set uninstall.serviceAccountName") || !strings.Contains(err.Error(), "uninstall.enabled=false") {
+				t.Errorf("%v, want an error that names both ways out", err)
+			}
+			if _, err := template(t, append(args, "--set", "uninstall.enabled=false")...); err != nil {
+				t.Errorf("without the hook: %v", err)
+			}
+			objects, _ := render(t, append(args, "--set", "uninstall.serviceAccountName=theirs")...)
+			if got := only[*batchv1.Job](t, objects, uninstaller).Spec.Template.Spec.ServiceAccountName; got != "theirs" {
+				t.Errorf("the hook runs as %s", got)
+			}
+			for _, object := range objects {
+				if _, job := object.(*batchv1.Job); !job && object.(metav1.Object).GetName() == uninstaller {
+					t.Errorf("the hook makes a %T", object)
+				}
+			}
+		})
+	}
+}
+
+func TestADeviceClassOfAnotherReleaseIsNotTaken(t *testing.T) {
+	owner := func(name, namespace string) map[string]string {
+		return map[string]string{"meta.helm.sh/release-name": name, "meta.helm.sh/release-namespace": namespace}
+	}
+	for name, c := range map[string]struct {
+		class   bool
+		owner   map[string]string
+		args    []string
+		refused string
+	}{
+		"there is none":              {},
+		"it is this release's":       {class: true, owner: owner(release, namespace)},
+		"it is nobody's":             {class: true},
+		"it is another release's":    {class: true, owner: owner("nvidia-dra", "nvidia"), refused: "release nvidia-dra in namespace nvidia"},
+		"it is another namespace's":  {class: true, owner: owner(release, "old"), refused: "release " + release + " in namespace old"},
+		"another's, and not offered": {class: true, owner: owner("nvidia-dra", "nvidia"), args: []string{"--set", "deviceClasses.gpu.enabled=false"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var class *resourceapi.DeviceClass
+			if c.class {
+				class = &resourceapi.DeviceClass{
+					TypeMeta:   metav1.TypeMeta{APIVersion: "resource.k8s.io/v1", Kind: "DeviceClass"},
+					ObjectMeta: metav1.ObjectMeta{Name: "gpu.nvidia.com", Annotations: c.owner},
+				}
+			}
+			_, err := template(t, append(clusterWith(t, class), c.args...)...)
+			switch {
+			// The server has no OpenAPI: helm gets as far as to what comes after the templates.
+			case c.refused == "" && err != nil && !strings.Contains(err.Error(), "from release manifest"):
+				t.Error(err)
+			case c.refused != "" && (err == nil || !strings.Contains(err.Error(), c.refused) || !strings.Contains(err.Error(), "deviceClasses.gpu.enabled=false")):
+				t.Errorf("%v, want an error that names the %s and the way out", err, c.refused)
+			}
+		})
+	}
+}
+
+// clusterWith serves as much of the API as a template's lookup needs, and returns helm's arguments for it. The class may be nil.
+func clusterWith(t *testing.T, class *resourceapi.DeviceClass) []string {
+	t.Helper()
+	answers := map[string]any{
+		"/version": version.Info{Major: "1", Minor: "34", GitVersion: "v1.34.0"},
+		"/api":     metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{"v1"}},
+		"/api/v1":  metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList"}, GroupVersion: "v1"},
+		"/apis": metav1.APIGroupList{TypeMeta: metav1.TypeMeta{Kind: "APIGroupList", APIVersion: "v1"}, Groups: []metav1.APIGroup{{
+			Name:             "resource.k8s.io",
+			Versions:         []metav1.GroupVersionForDiscovery{{GroupVersion: "resource.k8s.io/v1", Version: "v1"}},
+			PreferredVersion: metav1.GroupVersionForDiscovery{GroupVersion: "resource.k8s.io/v1", Version: "v1"},
+		}}},
+		"/apis/resource.k8s.io/v1": metav1.APIResourceList{
+			TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: "resource.k8s.io/v1",
+			APIResources: []metav1.APIResource{{Name: "deviceclasses", SingularName: "deviceclass", Kind: "DeviceClass", Verbs: []string{"get", "list"}}},
+		},
+	}
+	if class != nil {
+		answers["/apis/resource.k8s.io/v1/deviceclasses/gpu.nvidia.com"] = class
+	}
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		answer, found := answers[r.URL.Path]
+		if !found {
+			w.WriteHeader(http.StatusNotFound)
+			answer = metav1.Status{TypeMeta: metav1.TypeMeta{Kind: "Status", APIVersion: "v1"}, Status: metav1.StatusFailure, Reason: metav1.StatusReasonNotFound, Code: http.StatusNotFound}
+		}
+		_ = json.NewEncoder(w).Encode(answer)
+	}))
+	t.Cleanup(server.Close)
+	home := t.TempDir()
+	t.Setenv("HOME", home) // helm caches below it what a server offers
+	kubeconfig, err := json.Marshal(clientcmdapi.Config{
+		Kind: "Config", APIVersion: "v1", CurrentContext: "c",
+		Clusters: []clientcmdapi.NamedCluster{{Name: "c", Cluster: clientcmdapi.Cluster{Server: server.URL}}},
+		Contexts: []clientcmdapi.NamedContext{{Name: "c", Context: clientcmdapi.Context{Cluster: "c"}}},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(home, "kubeconfig")
+	if err := os.WriteFile(path, kubeconfig, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return []string{"--dry-run=server", "--kubeconfig", path}
+}
