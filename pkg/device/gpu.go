@@ -21,6 +21,8 @@ type GPU struct {
 	NUMANode *int `json:"numaNode,omitempty"`
 	// Engines is nil when the driver does not say.
 	Engines *Engines `json:"engines,omitempty"`
+	// MIG is nil for a card that cannot be cut.
+	MIG *MIG `json:"mig,omitempty"`
 }
 
 // Engines counts the units of a GPU that a partition takes a part of.
