@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 
 	"k8s.io/apimachinery/pkg/api/validation"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // Config is the resolved configuration of one plugin process.
@@ -30,6 +32,7 @@ type Config struct {
 	HookSource      string
 	HookPath        string
 	CRISocket       string
+	MIGPolicy       string
 
 	HTTPAddress       string
 	GRPCHealthAddress string
@@ -101,6 +104,9 @@ func (c *Config) Validate() error {
 		if _, _, err := net.SplitHostPort(address); err != nil {
 			wrong(flag, "%q is not host:port: %w", address, err)
 		}
+	}
+	if _, err := device.ParsePolicies(c.MIGPolicy); err != nil {
+		wrong("mig-policy", "%w", err)
 	}
 	if c.KubeAPIQPS <= 0 {
 		wrong("kube-api-qps", "%v is not above 0", c.KubeAPIQPS)

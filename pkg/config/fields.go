@@ -57,6 +57,7 @@ func (c *Config) Fields() []Field {
 	str(&c.HookSource, "hook-source", "the nvidia-cdi-hook binary in this image")
 	str(&c.HookPath, "hook-path", "where nvidia-cdi-hook is installed, at the same path on the host; empty means bin/nvidia-cdi-hook in the plugin directory")
 	str(&c.CRISocket, "cri-socket", "socket of the container runtime, asked every minute whether CDI is switched on; empty means not to ask")
+	str(&c.MIGPolicy, "mig-policy", "what may be done about the partitions of GPUs that can be cut, as [SELECTOR=]POLICY,...: SELECTOR is a PCI address, a UUID or a product name with * for anything, POLICY is dynamic (the default), static (offered as an admin cut it), off (whole GPUs only) or adopt (dynamic, and idle instances that an admin made are removed); of rules that fit a GPU the last one holds, and the Node annotation gpu.nvidia.com/mig-policy goes before this")
 
 	str(&c.HTTPAddress, "http-address", "host:port for /livez, /readyz and /metrics; empty means off")
 	str(&c.GRPCHealthAddress, "grpc-health-address", "host:port for the gRPC health service (grpc.health.v1); empty means off")

@@ -1,0 +1,79 @@
+package device
+
+import (
+	"fmt"
+	"path"
+	"strings"
+)
+
+// Policy says what may be done about the partitions of a GPU.
+type Policy string
+
+const (
+	// PolicyDynamic offers every shape and cuts what claims ask for. A GPU with instances that an admin made is offered as it is cut.
+	PolicyDynamic Policy = "dynamic"
+	// PolicyStatic offers a GPU as it is cut now, and changes nothing about it.
+	PolicyStatic Policy = "static"
+	// PolicyOff offers a GPU as a whole only.
+	PolicyOff Policy = "off"
+	// PolicyAdopt is dynamic, and removes idle instances that an admin made.
+	PolicyAdopt Policy = "adopt"
+)
+
+// Policies says for each GPU what may be done about its partitions. The zero value is [PolicyDynamic] for all.
+type Policies struct{ rules []policyRule }
+
+type policyRule struct {
+	selector string // lower case
+	policy   Policy
+}
+
+// ParsePolicies reads rules of the form [SELECTOR=]POLICY, separated by commas. A selector is a PCI address, a UUID or a product name, in which * stands
+// for anything; none stands for every GPU. Of the rules that fit a GPU the last one holds.
+func ParsePolicies(s string) (Policies, error) {
+	var p Policies
+	for rule := range strings.SplitSeq(s, ",") {
+		rule = strings.TrimSpace(rule)
+		if rule == "" {
+			continue
+		}
+		selector, name := "*", rule
+		if i := strings.LastIndex(rule, "="); i >= 0 {
+			selector, name = strings.TrimSpace(rule[:i]), strings.TrimSpace(rule[i+1:])
+		}
+		policy := Policy(name)
+		switch policy {
+		case PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt:
+		default:
+			return Policies{}, fmt.Errorf("MIG policy %q: want %s, %s, %s or %s, or SELECTOR=POLICY", rule, PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt)
+		}
+		if address, err := ParsePCIAddress(selector); err == nil {
+			selector = string(address)
+		}
+		selector = strings.ToLower(selector)
+		if _, err := path.Match(selector, ""); err != nil || selector == "" {
+			return Policies{}, fmt.Errorf("MIG policy %q: %q is no selector: want a PCI address, a UUID or a product name, with * for anything", rule, selector)
+		}
+		p.rules = append(p.rules, policyRule{selector, policy})
+	}
+	return p, nil
+}
+
+// And adds rules that go before the ones of p.
+func (p Policies) And(more Policies) Policies {
+	return Policies{append(append([]policyRule(nil), p.rules...), more.rules...)}
+}
+
+// For is the policy of a GPU.
+func (p Policies) For(g GPU) Policy {
+	for i := len(p.rules) - 1; i >= 0; i-- {
+		for _, name := range []string{string(g.PCIAddress), g.UUID, g.ProductName} {
+			// A product name may have a slash, at which Match would stop.
+			flat := strings.NewReplacer("/", "-").Replace
+			if fits, _ := path.Match(flat(p.rules[i].selector), flat(strings.ToLower(name))); fits {
+				return p.rules[i].policy
+			}
+		}
+	}
+	return PolicyDynamic
+}
