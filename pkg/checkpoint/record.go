@@ -15,6 +15,9 @@ const (
 	Preparing State = "Preparing"
 	// Prepared means that every step was applied and the kubelet may have been told.
 	Prepared State = "Prepared"
+	// Reverting means that the claim is being given back and any part of it may be gone. To a version that does not know the word it is, like all that is
+	// not Prepared, something to revert.
+	Reverting State = "Reverting"
 )
 
 // Record is what the driver must know of a claim after anything has happened to the node.
@@ -42,6 +45,8 @@ type Device struct {
 	// GPU is the name of the physical card, GPUUUID which card that was: another UUID under the same name is another card.
 	GPU     string `json:"gpu"`
 	GPUUUID string `json:"gpuUUID"`
+	// MIGUUID is which MIG device it was, for a partition that exists.
+	MIGUUID string `json:"migUUID,omitempty"`
 
 	unknown map[string]json.RawMessage
 }
@@ -52,17 +57,26 @@ type Step struct {
 	Params json.RawMessage `json:"params"`
 }
 
-// Holds names the GPUs that the claim holds for itself, without duplicates, in the devices' order. Admin access holds nothing.
+// Holds names the devices that the claim holds for itself, without duplicates, in the devices' order. Admin access holds nothing.
 func (r Record) Holds() []string {
-	var gpus []string
+	return r.held(func(d Device) string { return d.Device })
+}
+
+// GPUs names the physical cards of what the claim holds for itself, in the same way.
+func (r Record) GPUs() []string {
+	return r.held(func(d Device) string { return d.GPU })
+}
+
+func (r Record) held(name func(Device) string) []string {
+	var names []string
 	seen := map[string]bool{}
 	for _, d := range r.Devices {
-		if !d.AdminAccess && !seen[d.GPU] {
-			seen[d.GPU] = true
-			gpus = append(gpus, d.GPU)
+		if n := name(d); !d.AdminAccess && !seen[n] {
+			seen[n] = true
+			names = append(names, n)
 		}
 	}
-	return gpus
+	return names
 }
 
 // Fields that this version does not know were written by a later one, which may read the record again: they are kept.
@@ -116,7 +130,7 @@ func decodeKnown(raw []byte, v any) (map[string]json.RawMessage, error) {
 	return all, nil
 }
 
-var optionalFields = []string{"shareID", "adminAccess"}
+var optionalFields = []string{"shareID", "adminAccess", "migUUID"}
 
 func encodeWith(v any, unknown map[string]json.RawMessage) ([]byte, error) {
 	raw, err := json.Marshal(v)

@@ -1,10 +1,12 @@
 // Package checkpoint keeps one durable record per claim that is held on the node.
 //
 // A record is a JSON file: a format version, a checksum over the bytes of the payload, and the payload. It is replaced atomically and is on the disk
-// before a call returns. The file's name says which claim it is and which GPUs the claim holds for itself: who holds a GPU is answered by one look at
-// the directory, and a record that cannot be read still holds its GPUs. Fields of later versions are kept.
+// before a call returns. The file's name says which claim it is and which devices the claim holds for itself: who holds a device is answered by one look
+// at the directory, and a record that cannot be read still holds its devices. Fields of later versions are kept.
 //
-// The package does not lock: callers hold the claim's lock, and the lock of each GPU whose holders they ask for.
+// Beside the records there is a mark per GPU; see [Store.Mark].
+//
+// The package does not lock: callers hold the claim's lock, and the lock of each GPU whose holders or mark they ask for.
 package checkpoint
 
 import (
@@ -25,8 +27,8 @@ import (
 const (
 	suffix    = ".json"
 	separator = "_"
-	// allGPUs stands in a file name that would be too long with every GPU in it.
-	allGPUs = "all"
+	// allDevices stands in a file name that would be too long with every device in it.
+	allDevices = "all"
 	maxName = 255
 )
 
@@ -35,12 +37,13 @@ type Store struct {
 	disk       durable.FS
 	claims     string
 	quarantine string
+	marks      string
 }
 
 // Open makes the store's directories.
 func Open(dir string, disk durable.FS) (*Store, error) {
-	s := &Store{disk: disk, claims: filepath.Join(dir, "claims"), quarantine: filepath.Join(dir, "quarantine")}
-	for _, d := range []string{dir, s.claims, s.quarantine} {
+	s := &Store{disk: disk, claims: filepath.Join(dir, "claims"), quarantine: filepath.Join(dir, "quarantine"), marks: filepath.Join(dir, "mig")}
+	for _, d := range []string{dir, s.claims, s.quarantine, s.marks} {
 		if err := durable.MakeDir(disk, d); err != nil {
 			return nil, fmt.Errorf("open the store of records: %w", err)
 		}
@@ -51,16 +54,13 @@ func Open(dir string, disk durable.FS) (*Store, error) {
 // Entry is what a record's file name tells.
 type Entry struct {
 	ClaimUID types.UID
-	GPUs     []string
+	Devices  []string
 	every    bool
 	file     string
 }
 
-// Inexact says that the GPUs did not fit into the name: Holds is then true for every GPU, and the record knows which they are.
+// Inexact says that the devices did not fit into the name: they may be any, and the record knows which they are.
 func (e Entry) Inexact() bool { return e.every }
-
-// Holds says whether the claim holds the GPU for itself, as far as the name tells.
-func (e Entry) Holds(gpu string) bool { return e.every || slices.Contains(e.GPUs, gpu) }
 
 // List reads the directory, and no record. Files that are not records are left alone.
 func (s *Store) List() ([]Entry, error) {
@@ -87,9 +87,9 @@ func parse(name string) (Entry, bool) {
 	if parts[0] == "" {
 		return Entry{}, false
 	}
-	e := Entry{ClaimUID: types.UID(parts[0]), GPUs: parts[1:], file: name}
-	if slices.Equal(e.GPUs, []string{allGPUs}) {
-		e.GPUs, e.every = nil, true
+	e := Entry{ClaimUID: types.UID(parts[0]), Devices: parts[1:], file: name}
+	if slices.Equal(e.Devices, []string{allDevices}) {
+		e.Devices, e.every = nil, true
 	}
 	return e, true
 }
@@ -101,12 +101,12 @@ func fileName(r Record) (string, error) {
 	}
 	name := strings.Join(append([]string{uid}, r.Holds()...), separator) + suffix
 	if len(name) > maxName {
-		name = uid + separator + allGPUs + suffix
+		name = uid + separator + allDevices + suffix
 	}
 	return name, nil
 }
 
-// Save makes the record durable. A claim whose GPUs have changed must be removed first.
+// Save makes the record durable. A claim whose devices have changed must be removed first.
 func (s *Store) Save(r Record) error {
 	name, err := fileName(r)
 	if err != nil {
@@ -192,7 +192,7 @@ func (s *Store) Quarantine(uid types.UID, now time.Time) ([]string, error) {
 	}
 	var places []string
 	for _, f := range files {
-		// The claim alone names it: with every GPU and the time the name could get too long.
+		// The claim alone names it: with every device and the time the name could get too long.
 		to := filepath.Join(s.quarantine, fmt.Sprintf("%s-%d%s", uid, now.UnixNano(), suffix))
 		if err := s.disk.Rename(filepath.Join(s.claims, f), to); err != nil {
 			return places, fmt.Errorf("set the record of claim %s aside: %w", uid, err)

@@ -62,6 +62,7 @@ func TestARecordComesBackAsItWas(t *testing.T) {
 	want := record(gpu0, gpu1)
 	want.Devices[0].ShareID = ptr.To(types.UID("share"))
 	want.Devices[1].AdminAccess = true
+	want.Devices[1].MIGUUID = "MIG-1"
 	save(t, s, want)
 	got, found, err := s.Load(uid)
 	if err != nil || !found {
@@ -75,6 +76,10 @@ func TestARecordComesBackAsItWas(t *testing.T) {
 	}
 }
 
+func holds(e Entry, device string) bool {
+	return e.Inexact() || slices.Contains(e.Devices, device)
+}
+
 func TestTheFileNameSaysWhatIsHeld(t *testing.T) {
 	many := make([]string, 13)
 	for i := range many {
@@ -82,6 +87,8 @@ func TestTheFileNameSaysWhatIsHeld(t *testing.T) {
 	}
 	admin := record(gpu0)
 	admin.Devices[0].AdminAccess = true
+	partitioned := record(gpu0, gpu1)
+	partitioned.Devices[0].Device += "-mig-19-4"
 	for _, c := range []struct {
 		name    string
 		record  Record
@@ -92,6 +99,7 @@ func TestTheFileNameSaysWhatIsHeld(t *testing.T) {
 		{"one GPU", record(gpu0), []string{gpu0}, []string{gpu1}, false},
 		{"one GPU for two requests", record(gpu0, gpu0), []string{gpu0}, []string{gpu1}, false},
 		{"admin access", admin, nil, []string{gpu0}, false},
+		{"a partition beside a GPU", partitioned, []string{gpu0 + "-mig-19-4", gpu1}, []string{gpu0, gpu0 + "-mig-19-3"}, false},
 		{"more GPUs than fit", record(many...), []string{many[0], gpu1}, nil, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -108,12 +116,12 @@ func TestTheFileNameSaysWhatIsHeld(t *testing.T) {
 				t.Errorf("%+v", e)
 			}
 			for _, g := range c.holds {
-				if !e.Holds(g) {
+				if !holds(e, g) {
 					t.Errorf("%s is not held", g)
 				}
 			}
 			for _, g := range c.free {
-				if e.Holds(g) {
+				if holds(e, g) {
 					t.Errorf("%s is held", g)
 				}
 			}
@@ -173,7 +181,7 @@ func TestOneBadRecordIsOneBadRecord(t *testing.T) {
 				t.Errorf("the other record: %v, %v", found, err)
 			}
 			entries, err := s.List()
-			if err != nil || !slices.ContainsFunc(entries, func(e Entry) bool { return e.ClaimUID == uid && e.Holds(gpu0) }) {
+			if err != nil || !slices.ContainsFunc(entries, func(e Entry) bool { return e.ClaimUID == uid && holds(e, gpu0) }) {
 				t.Errorf("it holds its GPU no more: %v, %v", entries, err)
 			}
 
@@ -214,7 +222,7 @@ func TestFieldsOfLaterVersionsAreKept(t *testing.T) {
 	s := open(t, disk)
 	path := save(t, s, record(gpu0))
 	payload := `{"claimUID":"` + string(uid) + `","namespace":"default","name":"one-gpu","state":"Prepared","bootID":"b","epoch":7,` +
-		`"devices":[{"request":"r","pool":"p","device":"d","gpu":"` + gpu0 + `","gpuUUID":"u","adminAccess":false,"mig":{"id":3}}],"steps":[]}`
+		`"devices":[{"request":"r","pool":"p","device":"` + gpu0 + `","gpu":"` + gpu0 + `","gpuUUID":"u","adminAccess":false,"mig":{"id":3}}],"steps":[]}`
 	disk.Put(path, fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(payload)), payload))
 	r, _, err := s.Load(uid)
 	if err != nil {

@@ -40,9 +40,9 @@ func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resour
 	if err != nil {
 		return nil, err
 	}
-	gpus := want.record.Holds()
+	gpus := want.record.GPUs()
 	if old != nil {
-		gpus = append(gpus, old.Holds()...)
+		gpus = append(gpus, old.GPUs()...)
 	}
 	if err := lockGPUs(ctx, held, gpus...); err != nil {
 		return nil, err
@@ -181,7 +181,7 @@ func (p *Preparer) free(c *resourceapi.ResourceClaim, r checkpoint.Record) error
 			continue
 		}
 		for _, e := range entries {
-			if e.ClaimUID == c.UID || !e.Holds(d.GPU) {
+			if e.ClaimUID == c.UID || !e.Inexact() && !slices.Contains(e.Devices, d.Device) {
 				continue
 			}
 			refusal := &HeldError{Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID}
@@ -189,7 +189,7 @@ func (p *Preparer) free(c *resourceapi.ResourceClaim, r checkpoint.Record) error
 			switch {
 			case err != nil:
 				refusal.Unreadable = err
-			case found && e.Inexact() && !slices.Contains(holder.Holds(), d.GPU):
+			case found && e.Inexact() && !slices.Contains(holder.Holds(), d.Device):
 				continue
 			case found:
 				refusal.Holder = holder.Namespace + "/" + holder.Name

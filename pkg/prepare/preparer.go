@@ -63,13 +63,13 @@ func (p *Preparer) Held() (Held, error) {
 	}
 	h := Held{Claims: len(entries)}
 	for _, e := range entries {
-		h.GPUs += len(e.GPUs)
+		h.GPUs += len(e.Devices)
 		if !e.Inexact() {
 			continue
 		}
 		// One that cannot be read counts as a claim and, for want of better knowledge, as no GPU.
 		if r, found, err := p.Records.Load(e.ClaimUID); err == nil && found {
-			h.GPUs += len(r.Holds())
+			h.GPUs += len(r.GPUs())
 		}
 	}
 	return h, nil

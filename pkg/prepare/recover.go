@@ -82,7 +82,7 @@ func (p *Preparer) recoverClaim(ctx context.Context, uid types.UID) error {
 	case !found:
 		return p.Specs.RemoveClaim(uid)
 	case r.State != checkpoint.Prepared:
-		if err := lockGPUs(ctx, held, r.Holds()...); err != nil {
+		if err := lockGPUs(ctx, held, r.GPUs()...); err != nil {
 			return err
 		}
 		klog.FromContext(ctx).Info("Reverting a preparation that was interrupted", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", uid)

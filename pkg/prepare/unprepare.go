@@ -42,7 +42,7 @@ func (p *Preparer) unprepareLocked(ctx context.Context, held *lock.Held, uid typ
 		}
 		return nil
 	}
-	if err := lockGPUs(ctx, held, r.Holds()...); err != nil {
+	if err := lockGPUs(ctx, held, r.GPUs()...); err != nil {
 		return because(CauseOf(err), "of %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return p.revert(ctx, r)

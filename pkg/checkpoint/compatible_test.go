@@ -1,0 +1,87 @@
+package checkpoint
+
+import (
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
+)
+
+// before is a record as the version wrote it that knew whole GPUs only, with the name that it gave the file.
+const (
+	before     = `{"claimUID":"` + string(uid) + `","namespace":"default","name":"two","state":"Prepared","bootID":"boot-1","devices":[{"request":"a","pool":"node","device":"` + gpu0 + `","gpu":"` + gpu0 + `","gpuUUID":"GPU-0"},{"request":"b","pool":"node","device":"` + gpu1 + `","adminAccess":true,"gpu":"` + gpu1 + `","gpuUUID":"GPU-1"}],"steps":[{"kind":"claim-spec","params":{"devices":null}}]}`
+	beforeFile = string(uid) + "_" + gpu0 + ".json"
+)
+
+func TestARecordOfTheVersionBeforeIsReadAndKeepsItsName(t *testing.T) {
+	disk := durabletest.New()
+	s := open(t, disk)
+	disk.Put(filepath.Join(claims, beforeFile), fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(before)), before))
+	entries, err := s.List()
+	if err != nil || len(entries) != 1 || !slices.Equal(entries[0].Devices, []string{gpu0}) {
+		t.Fatal(entries, err)
+	}
+	r, found, err := s.Load(uid)
+	if err != nil || !found || !slices.Equal(r.Holds(), []string{gpu0}) || !slices.Equal(r.GPUs(), []string{gpu0}) {
+		t.Fatalf("%+v, %v, %v", r, found, err)
+	}
+	// What is written again is what that version can read: the same file, the same bytes.
+	save(t, s, r)
+	if names := disk.Names(claims); !slices.Equal(names, []string{beforeFile}) {
+		t.Errorf("the files are %q", names)
+	}
+	raw, err := disk.ReadFile(filepath.Join(claims, beforeFile))
+	if err != nil || !strings.HasSuffix(string(raw), `"payload":`+before+`}`) {
+		t.Errorf("%s, %v", raw, err)
+	}
+}
+
+// Every version reverts what is not Prepared.
+func TestNoStateButOneSaysThatAClaimIsPrepared(t *testing.T) {
+	for _, s := range []State{Preparing, Reverting} {
+		if s == Prepared || s == "" {
+			t.Errorf("%q", s)
+		}
+	}
+}
+
+func TestAMarkLastsUntilItIsTakenBack(t *testing.T) {
+	disk := durabletest.New()
+	s := open(t, disk)
+	marked := func(gpu string, want bool) {
+		t.Helper()
+		if got, err := s.Marked(gpu); err != nil || got != want {
+			t.Errorf("%s: %v, %v", gpu, got, err)
+		}
+	}
+	marked(gpu0, false)
+	for range 2 {
+		if err := s.Mark(gpu0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	disk.PowerCut()
+	marked(gpu0, true)
+	marked(gpu1, false)
+	for range 2 {
+		if err := s.Unmark(gpu0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	disk.PowerCut()
+	marked(gpu0, false)
+
+	broken := &Store{disk: &brokenReads{Disk: disk, err: syscall.EIO}, marks: s.marks}
+	if _, err := broken.Marked(gpu0); err == nil || !strings.Contains(err.Error(), gpu0) {
+		t.Error(err)
+	}
+	for _, do := range []func(string) error{broken.Mark, broken.Unmark} {
+		if err := do(gpu0); err == nil {
+			t.Error("a mark that cannot be read was passed over")
+		}
+	}
+}
