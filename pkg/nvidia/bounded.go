@@ -12,6 +12,12 @@ const callLimit = 10 * time.Second
 // bounded waits for call until ctx ends or the limit is over. A C call cannot be cancelled: one that hangs keeps its goroutine and its thread
 // until the process ends, so it must not touch anything that others wait for.
 func bounded[T any](ctx context.Context, limit time.Duration, what string, call func() (T, error)) (T, error) {
+	return boundedWhile(ctx, limit, nil, what, call)
+}
+
+// boundedWhile is [bounded] for a call that asks NVML many questions: the limit begins again with each progress. Beside a cut, which locks the whole
+// driver, each answer may take long.
+func boundedWhile[T any](ctx context.Context, limit time.Duration, progress <-chan struct{}, what string, call func() (T, error)) (T, error) {
 	type answer struct {
 		value T
 		err   error
@@ -24,12 +30,16 @@ func bounded[T any](ctx context.Context, limit time.Duration, what string, call 
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	var none T
-	select {
-	case a := <-done:
-		return a.value, a.err
-	case <-timer.C:
-		return none, fmt.Errorf("%s has not answered for %s", what, limit)
-	case <-ctx.Done():
-		return none, fmt.Errorf("%s: %w", what, context.Cause(ctx))
+	for {
+		select {
+		case a := <-done:
+			return a.value, a.err
+		case <-progress:
+			timer.Reset(limit)
+		case <-timer.C:
+			return none, fmt.Errorf("%s has not answered for %s", what, limit)
+		case <-ctx.Done():
+			return none, fmt.Errorf("%s: %w", what, context.Cause(ctx))
+		}
 	}
 }

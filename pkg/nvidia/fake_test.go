@@ -1,8 +1,11 @@
 package nvidia
 
 import (
+	"cmp"
+	"errors"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -17,8 +20,9 @@ const fakeVersion = "580.65.06"
 type card struct {
 	bus, uuid, name string
 	minor           int
-	mig             *bool
-	profiles        []nvml.GpuInstanceProfileInfo
+	cut             *fakeCut // nil for a card that cannot be cut
+	virtualization  nvml.GpuVirtualizationMode
+	major           int // of the CUDA compute capability, 8 unless told otherwise
 	answers         map[string]nvml.Return
 	hangs           string
 }
@@ -46,14 +50,27 @@ func fakeNVML(cards ...card) *mock.Interface {
 		DeviceGetHandleByIndexFunc: func(i int) (nvml.Device, nvml.Return) {
 			return cards[i].handle(i), cards[i].ask("nvmlDeviceGetHandleByIndex")
 		},
+		DeviceGetHandleByPciBusIdFunc: func(bus string) (nvml.Device, nvml.Return) {
+			for i, c := range cards {
+				if c.bus == bus {
+					return c.handle(i), c.ask("nvmlDeviceGetHandleByPciBusId")
+				}
+			}
+			return nil, nvml.ERROR_NOT_FOUND
+		},
 		ExtensionsFunc: func() nvml.ExtendedInterface {
-			return &mock.ExtendedInterface{LookupSymbolFunc: func(string) error { return nil }}
+			return &mock.ExtendedInterface{LookupSymbolFunc: func(name string) error {
+				if strings.HasSuffix(name, "InfoV") {
+					return errors.New("an old driver") // go-nvml's handles for these functions cannot be faked
+				}
+				return nil
+			}}
 		},
 	}
 }
 
 func (c card) handle(index int) nvml.Device {
-	return &mock.Device{
+	d := &mock.Device{
 		GetIndexFunc: func() (int, nvml.Return) { return index, nvml.SUCCESS },
 		GetPciInfoFunc: func() (nvml.PciInfo, nvml.Return) {
 			info := nvml.PciInfo{}
@@ -72,27 +89,17 @@ func (c card) handle(index int) nvml.Device {
 		GetArchitectureFunc: func() (nvml.DeviceArchitecture, nvml.Return) {
 			return nvml.DEVICE_ARCH_ADA, c.ask("nvmlDeviceGetArchitecture")
 		},
-		GetCudaComputeCapabilityFunc: func() (int, int, nvml.Return) { return 8, 9, nvml.SUCCESS },
-		IsMigDeviceHandleFunc:        func() (bool, nvml.Return) { return false, nvml.SUCCESS },
-		GetMigModeFunc: func() (int, int, nvml.Return) {
-			if r := c.ask("nvmlDeviceGetMigMode"); r != nvml.SUCCESS {
-				return 0, 0, r
-			}
-			if c.mig == nil {
-				return 0, 0, nvml.ERROR_NOT_SUPPORTED
-			}
-			if *c.mig {
-				return nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS
-			}
-			return nvml.DEVICE_MIG_DISABLE, nvml.DEVICE_MIG_DISABLE, nvml.SUCCESS
+		GetCudaComputeCapabilityFunc: func() (int, int, nvml.Return) {
+			return cmp.Or(c.major, 8), 9, nvml.SUCCESS
 		},
-		GetGpuInstanceProfileInfoFunc: func(i int) (nvml.GpuInstanceProfileInfo, nvml.Return) {
-			if i >= len(c.profiles) {
-				return nvml.GpuInstanceProfileInfo{}, nvml.ERROR_NOT_SUPPORTED
-			}
-			return c.profiles[i], nvml.SUCCESS
-		},
+		IsMigDeviceHandleFunc:     func() (bool, nvml.Return) { return false, nvml.SUCCESS },
+		GetMigModeFunc:            func() (int, int, nvml.Return) { return 0, 0, nvml.ERROR_NOT_SUPPORTED },
+		GetVirtualizationModeFunc: func() (nvml.GpuVirtualizationMode, nvml.Return) { return c.virtualization, nvml.SUCCESS },
 	}
+	if c.cut != nil {
+		c.cut.equip(d)
+	}
+	return d
 }
 
 // twoCards is an ordinary node; minors are crossed, as real drivers cross them.

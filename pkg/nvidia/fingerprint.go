@@ -11,7 +11,7 @@ import (
 )
 
 // Fingerprint is a cheap digest of everything on the node that a scan depends on and that files show: the GPUs on the PCI bus and who drives them,
-// the driver's modules, device nodes, libraries, tools and firmware. While it stays equal there is no reason to wake the GPUs.
+// the driver's modules, device nodes, libraries, tools and firmware, the instances that GPUs are cut into. While it stays equal there is no reason to wake the GPUs.
 func Fingerprint(p Paths) string {
 	p = p.withDefaults()
 	h := fnv.New128a()
@@ -26,6 +26,7 @@ func Fingerprint(p Paths) string {
 		fmt.Fprintln(h, pciDriver(p.Sysfs, a))
 	}
 	digestDir(h, filepath.Join(root, "dev"), "nvidia")
+	digestInstances(h, p.Proc)
 	for _, dir := range libraryDirs() {
 		dir := filepath.Join(p.DriverRoot, dir)
 		if exists(filepath.Join(dir, libraryName)) {
@@ -40,6 +41,14 @@ func Fingerprint(p Paths) string {
 		digestDir(h, dir, "")
 	}
 	return fmt.Sprintf("%x", h.Sum(nil))
+}
+
+// digestInstances adds which GPU instances and compute instances there are.
+func digestInstances(h io.Writer, proc string) {
+	for _, pattern := range []string{"gi*", "gi*/ci*"} {
+		names, _ := filepath.Glob(filepath.Join(proc, "driver", "nvidia", "capabilities", "gpu*", "mig", pattern))
+		fmt.Fprintln(h, names)
+	}
 }
 
 // digestDir adds what is called prefix… in a directory: name, kind, size and time. Device nodes change their time with every use of a

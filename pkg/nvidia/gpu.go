@@ -1,7 +1,6 @@
 package nvidia
 
 import (
-	"errors"
 	"fmt"
 	"path/filepath"
 	"sync/atomic"
@@ -14,7 +13,18 @@ import (
 
 // reading remembers how far the reading of one GPU came, so that a problem can name the card even when a later question hangs.
 type reading struct {
-	address atomic.Pointer[device.PCIAddress]
+	address  atomic.Pointer[device.PCIAddress]
+	progress chan struct{}
+}
+
+func newReading() *reading { return &reading{progress: make(chan struct{}, 1)} }
+
+// beat says that the GPU has answered once more.
+func (r *reading) beat() {
+	select {
+	case r.progress <- struct{}{}:
+	default:
+	}
 }
 
 func (r *reading) known() device.PCIAddress {
@@ -24,7 +34,7 @@ func (r *reading) known() device.PCIAddress {
 	return ""
 }
 
-// gpu reads one GPU. It is nil without an error for a card that is none of our business.
+// gpu reads one GPU. It is nil without an error for a card that is none of our business. A GPU with an error can be offered, but not in every shape.
 func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
 	handle, ret := s.library.DeviceGetHandleByIndex(index)
 	if ret != nvml.SUCCESS {
@@ -49,20 +59,47 @@ func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
 	if err := identity(card, &g); err != nil {
 		return nil, err
 	}
-	if err := refuseMIG(card); err != nil {
-		return nil, err
-	}
 	node := filepath.Join(s.paths.devRoot(), "dev", fmt.Sprintf("nvidia%d", g.Minor))
 	if !isCharDevice(node) {
 		return nil, fmt.Errorf("device node %s is missing: run nvidia-modprobe -c=%d on the node", s.paths.host(node), g.Minor)
 	}
-	g.Engines = engines(card)
+	partial, err := s.cuts(handle, &g, r.beat)
+	if err != nil {
+		return nil, err
+	}
 	place(s.paths.Sysfs, &g)
 	own, err := s.ownEdits(handle, g, d)
 	if err != nil {
 		return nil, err
 	}
-	return &GPU{GPU: g, Edits: own}, nil
+	return &GPU{GPU: g, Edits: own}, partial
+}
+
+// cuts reads how the card can be cut and how it is cut. Without its profiles a card whose MIG mode is off can still be used as a whole: what
+// could not be read then comes back as partial. With MIG mode on it is no use to anybody.
+func (s scanner) cuts(card nvml.Device, g *device.GPU, progress func()) (partial, err error) {
+	m := newMIGReader(s.paths, s.library, progress)
+	if g.MIG, err = m.mode(card); g.MIG == nil || err != nil {
+		return nil, err
+	}
+	limits(card, g.MIG)
+	kinds, err := m.readKinds(card)
+	g.Engines = engines(kinds)
+	if err == nil {
+		g.MIG.Profiles, err = m.profiles(card)
+	}
+	if err == nil && g.MIG.Enabled {
+		g.MIG.Instances, err = m.instances(card, g.Minor)
+	}
+	switch {
+	case err == nil:
+		return nil, nil
+	case g.MIG.Enabled:
+		return nil, fmt.Errorf("MIG mode is on, and how the GPU is cut cannot be read: %w", err)
+	default:
+		g.MIG.Profiles = nil
+		return fmt.Errorf("offered as a whole only, because how it can be cut cannot be read: %w", err), nil
+	}
 }
 
 // drivesADisplay are the cards of a DGX Station that only drive its screen.
@@ -105,30 +142,13 @@ func orUnknown(name string, err error) string {
 	return name
 }
 
-var errMIGOn = errors.New("MIG mode is on: partitions are not offered by this version, and a GPU in MIG mode cannot be used as a whole (nvidia-smi -mig 0 turns it off)")
-
-func refuseMIG(card nvlib.Device) error {
-	on, err := card.IsMigEnabled()
-	if err != nil {
-		return fmt.Errorf("read the MIG mode: %w", err)
-	}
-	if on {
-		return errMIGOn
-	}
-	return nil
-}
-
 // engines counts the units of the whole card as its largest MIG profiles have them: NVML gives these numbers nowhere else.
 // Profiles of one size differ in media engines (the "+me" and "-me" variants), so that each engine is counted where it is most.
-func engines(card nvlib.Device) *device.Engines {
-	if capable, err := card.IsMigCapable(); err != nil || !capable {
-		return nil
-	}
+func engines(kinds []kind) *device.Engines {
 	var e *device.Engines
 	var slices uint32
-	for i := range nvml.GPU_INSTANCE_PROFILE_COUNT {
-		p, ret := card.GetGpuInstanceProfileInfo(i)
-		if ret != nvml.SUCCESS || p.SliceCount < slices {
+	for _, p := range kinds {
+		if p.SliceCount < slices {
 			continue
 		}
 		if e == nil || p.SliceCount > slices {

@@ -15,7 +15,7 @@ type Node struct {
 	GPUs []GPU `json:"gpus"`
 	// Common is what every container with a GPU needs, whichever GPU it is: control nodes, libraries, tools, hooks. Paths are the host's.
 	Common specs.ContainerEdits `json:"common"`
-	// Problems says for each GPU that is left out why, by PCI address.
+	// Problems says for each GPU that is left out, or not offered in every shape, why, by PCI address.
 	Problems []Problem `json:"problems,omitempty"`
 }
 
@@ -25,7 +25,7 @@ type GPU struct {
 	Edits specs.ContainerEdits `json:"edits"`
 }
 
-// Problem says why a GPU is not offered and what helps. PCIAddress is empty where even the address could not be read.
+// Problem says why a GPU is not offered, or not in every shape, and what helps. PCIAddress is empty where even the address could not be read.
 type Problem struct {
 	PCIAddress device.PCIAddress `json:"pciAddress,omitempty"`
 	Message    string            `json:"message"`

@@ -102,8 +102,8 @@ func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]GPU, [
 	results := make(chan result, count)
 	for i := range count {
 		go func() {
-			r := reading{}
-			gpu, err := bounded(ctx, s.limit, fmt.Sprintf("NVML for the GPU with index %d", i), func() (*GPU, error) { return s.gpu(i, d, &r) })
+			r := newReading()
+			gpu, err := boundedWhile(ctx, s.limit, r.progress, fmt.Sprintf("NVML for the GPU with index %d", i), func() (*GPU, error) { return s.gpu(i, d, r) })
 			results <- result{gpu, r.known(), err}
 		}()
 	}
@@ -113,10 +113,10 @@ func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]GPU, [
 	for range count {
 		r := <-results
 		listed[r.address] = true
-		switch {
-		case r.err != nil:
+		if r.err != nil {
 			problems = append(problems, Problem{r.address, r.err.Error()})
-		case r.gpu != nil:
+		}
+		if r.gpu != nil {
 			gpus = append(gpus, *r.gpu)
 		}
 	}
@@ -198,20 +198,23 @@ func (r nvmlError) Error() string {
 }
 
 var returnTexts = map[nvml.Return]string{
-	nvml.ERROR_UNINITIALIZED:      "NVML is not initialized",
-	nvml.ERROR_NOT_SUPPORTED:      "not supported by this GPU or driver",
-	nvml.ERROR_NO_PERMISSION:      "no permission",
-	nvml.ERROR_NOT_FOUND:          "not found",
-	nvml.ERROR_DRIVER_NOT_LOADED:  "the NVIDIA kernel module is not loaded",
-	nvml.ERROR_TIMEOUT:            "the driver timed out",
-	nvml.ERROR_IRQ_ISSUE:          "the kernel has an interrupt problem with this GPU",
-	nvml.ERROR_FUNCTION_NOT_FOUND: "the driver is too old for this question",
-	nvml.ERROR_CORRUPTED_INFOROM:  "the GPU's infoROM is corrupted",
-	nvml.ERROR_GPU_IS_LOST:        "the GPU has fallen off the bus or is otherwise inaccessible (reset it or reboot the node, and look at dmesg for XIDs)",
-	nvml.ERROR_RESET_REQUIRED:     "the GPU needs a reset",
-	nvml.ERROR_OPERATING_SYSTEM:   "the operating system or a cgroup refused access",
-	nvml.ERROR_IN_USE:             "the GPU is in use",
-	nvml.ERROR_MEMORY:             "the driver is out of memory",
-	nvml.ERROR_NOT_READY:          "the GPU is not ready",
-	nvml.ERROR_UNKNOWN:            "unknown error of the driver",
+	nvml.ERROR_UNINITIALIZED:          "NVML is not initialized",
+	nvml.ERROR_INVALID_ARGUMENT:       "an argument is invalid",
+	nvml.ERROR_NOT_SUPPORTED:          "not supported by this GPU or driver",
+	nvml.ERROR_NO_PERMISSION:          "no permission",
+	nvml.ERROR_NOT_FOUND:              "not found",
+	nvml.ERROR_DRIVER_NOT_LOADED:      "the NVIDIA kernel module is not loaded",
+	nvml.ERROR_TIMEOUT:                "the driver timed out",
+	nvml.ERROR_IRQ_ISSUE:              "the kernel has an interrupt problem with this GPU",
+	nvml.ERROR_FUNCTION_NOT_FOUND:     "the driver is too old for this question",
+	nvml.ERROR_CORRUPTED_INFOROM:      "the GPU's infoROM is corrupted",
+	nvml.ERROR_GPU_IS_LOST:            "the GPU has fallen off the bus or is otherwise inaccessible (reset it or reboot the node, and look at dmesg for XIDs)",
+	nvml.ERROR_RESET_REQUIRED:         "the GPU needs a reset",
+	nvml.ERROR_OPERATING_SYSTEM:       "the operating system or a cgroup refused access",
+	nvml.ERROR_IN_USE:                 "the GPU is in use",
+	nvml.ERROR_MEMORY:                 "the driver is out of memory",
+	nvml.ERROR_NOT_READY:              "the GPU is not ready",
+	nvml.ERROR_INSUFFICIENT_SIZE:      "more answers than there should be",
+	nvml.ERROR_INSUFFICIENT_RESOURCES: "the GPU has not enough resources left",
+	nvml.ERROR_UNKNOWN:                "unknown error of the driver",
 }

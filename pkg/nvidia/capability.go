@@ -1,0 +1,151 @@
+package nvidia
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// The kernel driver describes the right to use a GPU instance or a compute instance in a file below /proc, and grants it to whoever can open the
+// device node of the minor number named there. It makes no such node itself
+// (https://docs.nvidia.com/datacenter/tesla/mig-user-guide/device-nodes-and-capabilities.html).
+func (p Paths) instanceFolder(gpuMinor int, instance uint32) string {
+	return filepath.Join(p.Proc, "driver", "nvidia", "capabilities", fmt.Sprintf("gpu%d", gpuMinor), "mig", fmt.Sprintf("gi%d", instance))
+}
+
+// instanceMinor is the minor number of a GPU instance's capability node.
+func (p Paths) instanceMinor(gpuMinor int, instance uint32) (int, error) {
+	c, err := readCapability(filepath.Join(p.instanceFolder(gpuMinor, instance), "access"))
+	return c.minor, err
+}
+
+// computeMinor is the minor number of a compute instance's capability node.
+func (p Paths) computeMinor(gpuMinor int, instance, compute uint32) (int, error) {
+	c, err := readCapability(filepath.Join(p.instanceFolder(gpuMinor, instance), fmt.Sprintf("ci%d", compute), "access"))
+	return c.minor, err
+}
+
+// capability is what such a file says.
+type capability struct {
+	minor int
+	mode  fs.FileMode
+}
+
+func readCapability(path string) (capability, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return capability{}, fmt.Errorf("read the MIG capability: %w", err)
+	}
+	c := capability{minor: -1, mode: 0o444}
+	for line := range strings.Lines(string(data)) {
+		name, value, _ := strings.Cut(line, ":")
+		n, err := strconv.ParseUint(strings.TrimSpace(value), 10, 31)
+		if err != nil {
+			continue
+		}
+		switch name {
+		case "DeviceFileMinor":
+			c.minor = int(n)
+		case "DeviceFileMode": // in decimal
+			c.mode = fs.FileMode(n) & fs.ModePerm
+		}
+	}
+	if c.minor < 0 {
+		return capability{}, fmt.Errorf("read the MIG capability: %s names no DeviceFileMinor", path)
+	}
+	return c, nil
+}
+
+// capabilityNode is where a capability node is in a container and, below the dev root, on the host.
+func capabilityNode(minor int) string { return fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", minor) }
+
+// CapabilityEdits is what a container needs for a MIG device besides [Node.Common]: its parent's device node and the two nodes that stand for the
+// right to use the GPU instance and the compute instance. parent is the [GPU.Edits] of the card; what it has for graphics is left out, because
+// that would be the whole card's.
+func (p Paths) CapabilityEdits(parent specs.ContainerEdits, instance device.Instance, compute device.ComputeInstance) specs.ContainerEdits {
+	p = p.withDefaults()
+	e := parent
+	e.DeviceNodes = slices.DeleteFunc(slices.Clone(parent.DeviceNodes), func(n *specs.DeviceNode) bool { return strings.HasPrefix(n.Path, "/dev/dri/") })
+	e.Hooks = slices.DeleteFunc(slices.Clone(parent.Hooks), func(h *specs.Hook) bool {
+		return slices.ContainsFunc(h.Args, func(arg string) bool { return strings.Contains(arg, "/dev/dri") })
+	})
+	for _, minor := range []int{instance.Minor, compute.Minor} {
+		n := &specs.DeviceNode{Path: capabilityNode(minor), Permissions: "rw"}
+		if host := p.host(filepath.Join(p.devRoot(), n.Path)); host != n.Path {
+			n.HostPath = host
+		}
+		e.DeviceNodes = append(e.DeviceNodes, n)
+	}
+	return e
+}
+
+// makeCapabilityNodes makes the device nodes of a MIG device where they are missing or stand for another number: the driver's major number is
+// another one after each load of its module.
+func (p Paths) makeCapabilityNodes(gpuMinor int, instance, compute uint32) error {
+	folder := p.instanceFolder(gpuMinor, instance)
+	for _, file := range []string{filepath.Join(folder, "access"), filepath.Join(folder, fmt.Sprintf("ci%d", compute), "access")} {
+		c, err := readCapability(file)
+		if err != nil {
+			return err
+		}
+		if err := p.makeCapabilityNode(c); err != nil {
+			return fmt.Errorf("make the device node of %s: %w", file, err)
+		}
+	}
+	return nil
+}
+
+func (p Paths) makeCapabilityNode(c capability) error {
+	major, err := p.capabilityMajor()
+	if err != nil {
+		return err
+	}
+	path := filepath.Join(p.devRoot(), capabilityNode(c.minor))
+	number := unix.Mkdev(major, uint32(c.minor)) //nolint:gosec // 31 bits
+	if info, err := os.Lstat(path); err == nil && info.Mode()&os.ModeCharDevice != 0 && deviceNumber(info) == number {
+		return nil
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	// Made under another name and put in place: whoever opens it meanwhile finds the old one or the new.
+	fresh := fmt.Sprintf("%s.%d", path, os.Getpid())
+	if err := os.Remove(fresh); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err := unix.Mknod(fresh, unix.S_IFCHR|uint32(c.mode), int(number)); err != nil { //nolint:gosec // a device number
+		return &fs.PathError{Op: "mknod", Path: fresh, Err: err}
+	}
+	err = errors.Join(os.Chmod(fresh, c.mode), os.Rename(fresh, path)) // the mode that the umask took away
+	if err != nil {
+		_ = os.Remove(fresh)
+	}
+	return err
+}
+
+// capabilityMajor is the major number of all capability nodes.
+func (p Paths) capabilityMajor() (uint32, error) {
+	path := filepath.Join(p.Proc, "devices")
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return 0, fmt.Errorf("find the major number of nvidia-caps: %w", err)
+	}
+	for line := range strings.Lines(string(data)) {
+		if fields := strings.Fields(line); len(fields) == 2 && fields[1] == "nvidia-caps" {
+			if n, err := strconv.ParseUint(fields[0], 10, 12); err == nil {
+				return uint32(n), nil
+			}
+		}
+	}
+	return 0, fmt.Errorf("find the major number of nvidia-caps: %s does not list it", path)
+}
