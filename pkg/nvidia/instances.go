@@ -170,20 +170,20 @@ func (l *look) computeName(in device.Instance, kind nvml.ComputeInstanceProfileI
 	return fmt.Sprintf("profile %d", in.ProfileID)
 }
 
-// uuid finds a MIG device's UUID. The devices are listed anew for one that has come since.
+// uuid finds a MIG device's UUID. The devices are listed anew for one that has come since, and once more, because a cut beside us moves their indices.
 func (l *look) uuid(of migIDs) (string, error) {
-	if uuid, ok := l.uuids[of]; ok {
-		return uuid, nil
+	for try := 0; ; try++ {
+		if uuid, ok := l.uuids[of]; ok {
+			return uuid, nil
+		}
+		if try == 2 {
+			return "", fmt.Errorf("NVML lists no MIG device for compute instance %d of GPU instance %d", of.compute, of.instance)
+		}
+		var err error
+		if l.uuids, err = l.migDevices(l.card); err != nil {
+			return "", err
+		}
 	}
-	uuids, err := l.migDevices(l.card)
-	if err != nil {
-		return "", err
-	}
-	l.uuids = uuids
-	if uuid, ok := uuids[of]; ok {
-		return uuid, nil
-	}
-	return "", fmt.Errorf("NVML lists no MIG device for compute instance %d of GPU instance %d", of.compute, of.instance)
 }
 
 // migDevices reads the UUIDs of a card's MIG devices.
