@@ -25,6 +25,7 @@ type Metrics struct {
 
 	duration       *prometheus.HistogramVec
 	requestErrors  *prometheus.CounterVec
+	statusErrors   *prometheus.CounterVec
 	publishErrors  prometheus.Counter
 	repairs        *prometheus.CounterVec
 	preparedClaims prometheus.Gauge
@@ -33,60 +34,55 @@ type Metrics struct {
 	ready          prometheus.Gauge
 	publisher      prometheus.Gauge
 	hasGPU         sync.Once
+	mig            migMetrics
 }
 
 // New makes a registry of its own, so that two in one process (a test) do not meet.
 func New(version string) *Metrics {
 	m := &Metrics{
 		Registry: prometheus.NewRegistry(),
-		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Name:    "gpu_dra_request_duration_seconds",
-			Help:    "Time to prepare or unprepare one claim, successful or not.",
-			Buckets: prometheus.ExponentialBuckets(0.001, 2, 16), // 1 ms … 33 s; the kubelet gives a call 45 s
-		}, []string{"operation"}),
-		requestErrors: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "gpu_dra_request_errors_total",
-			Help: "Claims that could not be prepared or unprepared, by cause.",
-		}, []string{"operation", "cause"}),
-		publishErrors: prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "gpu_dra_publish_errors_total",
-			Help: "Failed attempts to publish ResourceSlices; each is retried.",
-		}),
-		repairs: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "gpu_dra_repairs_total",
-			Help: "Things that were found missing or altered on the node and mended, by kind.",
-		}, []string{"kind"}),
-		preparedClaims: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "gpu_dra_prepared_claims",
-			Help: "Claims that are held on this node.",
-		}),
-		heldGPUs: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "gpu_dra_held_gpus",
-			Help: "GPUs that claims hold for themselves on this node.",
-		}),
-		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "gpu_dra_inventory_devices",
-			Help: "Devices that this node offers, by type.",
-		}, []string{"type"}),
-		ready: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "gpu_dra_inventory_ready",
-			Help: "1 when the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU.",
-		}),
-		publisher: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "gpu_dra_publisher",
-			Help: "1 in the one instance per node that publishes ResourceSlices, else 0.",
-		}),
+		duration: histograms("request_duration_seconds", "Time to prepare or unprepare one claim, successful or not.",
+			prometheus.ExponentialBuckets(0.001, 2, 16), "operation"), // 1 ms … 33 s; the kubelet gives a call 45 s
+		requestErrors:  counters("request_errors_total", "Claims that could not be prepared or unprepared, by cause.", "operation", "cause"),
+		statusErrors:   counters("claim_status_errors_total", "Failed attempts to write what a claim got into its status.devices.", "cause"),
+		publishErrors:  prometheus.NewCounter(prometheus.CounterOpts(named("publish_errors_total", "Failed attempts to publish ResourceSlices; each is retried."))),
+		repairs:        counters("repairs_total", "Things that were found missing or altered on the node and mended, by kind.", "kind"),
+		preparedClaims: gauge("prepared_claims", "Claims that are held on this node."),
+		heldGPUs:       gauge("held_gpus", "GPUs that claims hold for themselves on this node."),
+		devices:        gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
+		ready: gauge("inventory_ready",
+			"1 when the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU."),
+		publisher: gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
+		mig:       newMIGMetrics(),
 	}
-	build := prometheus.NewGauge(prometheus.GaugeOpts{
-		Name:        "gpu_dra_build_info",
-		Help:        "Always 1; the labels say what runs.",
-		ConstLabels: prometheus.Labels{"version": version, "go_version": runtime.Version()},
-	})
-	build.Set(1)
-	m.Registry.MustRegister(m.duration, m.requestErrors, m.publishErrors, m.repairs, m.preparedClaims, m.heldGPUs,
-		m.devices, m.publisher, build,
+	build := named("build_info", "Always 1; the labels say what runs.")
+	build.ConstLabels = prometheus.Labels{"version": version, "go_version": runtime.Version()}
+	m.Registry.MustRegister(m.duration, m.requestErrors, m.statusErrors, m.publishErrors, m.repairs, m.preparedClaims, m.heldGPUs, m.devices, m.publisher,
+		m.mig.duration, m.mig.errors, m.mig.instances, m.mig.gpus,
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts(build), func() float64 { return 1 }),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
+}
+
+// named puts the prefix that all of the plugin's own metrics have in front.
+func named(name, help string) prometheus.Opts {
+	return prometheus.Opts{Name: "gpu_dra_" + name, Help: help}
+}
+
+func counters(name, help string, labels ...string) *prometheus.CounterVec {
+	return prometheus.NewCounterVec(prometheus.CounterOpts(named(name, help)), labels)
+}
+
+func gauge(name, help string) prometheus.Gauge {
+	return prometheus.NewGauge(prometheus.GaugeOpts(named(name, help)))
+}
+
+func gauges(name, help string, labels ...string) *prometheus.GaugeVec {
+	return prometheus.NewGaugeVec(prometheus.GaugeOpts(named(name, help)), labels)
+}
+
+func histograms(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
+	return prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: named(name, help).Name, Help: help, Buckets: buckets}, labels)
 }
 
 // Request records one claim of one kubelet call. cause is empty when it succeeded.
@@ -110,6 +106,9 @@ func (m *Metrics) Inventory(ready bool, gpus int) {
 	m.ready.Set(number(ready))
 	m.devices.WithLabelValues("gpu").Set(float64(gpus))
 }
+
+// ClaimStatusError counts one failed attempt to write into a claim's status.
+func (m *Metrics) ClaimStatusError(cause string) { m.statusErrors.WithLabelValues(cause).Inc() }
 
 // PublishError counts one failed attempt.
 func (m *Metrics) PublishError() { m.publishErrors.Inc() }
