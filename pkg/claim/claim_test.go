@@ -151,7 +151,7 @@ func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
 
 // Whether the device exists is not for this package to say: it must come through, so that someone can.
 func TestADeviceOfAnotherNameComesThrough(t *testing.T) {
-	for _, name := range []string{"", "gpu-0", gpu0 + "-mig-19-0", "gpu-0000-1b-00-9", "x" + gpu0} {
+	for _, name := range []string{"", "gpu-0", gpu0 + "-mig-19", gpu0 + "-mig-019-0", "gpu-0000-1b-00-9", "x" + gpu0} {
 		got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated("r", name)}, config(theClaim, slice("Long"), "r")), driver)
 		if err != nil || len(got.Results) != 1 || got.Results[0].Config != nil || got.Results[0].Device != name {
 			t.Errorf("%q: %+v, %v", name, got, err)
@@ -159,14 +159,66 @@ func TestADeviceOfAnotherNameComesThrough(t *testing.T) {
 	}
 }
 
-func TestTheNamesOfWholeGPUsAreKnown(t *testing.T) {
+// A class is written without knowing which shapes a claim gets, and a claim may get both: each takes the configuration of its kind.
+func TestPartitionsTakeMigDeviceConfigAndWholeGPUsGpuConfig(t *testing.T) {
+	const partition, part = gpu1 + "-mig-19-0", gpu1 + "-mig-9-4-ci-0"
+	both := []resourceapi.DeviceRequestAllocationResult{allocated("whole", gpu0), allocated("parts/small", partition), allocated("parts/large", part)}
+	mig := func(strategy string) string {
+		return `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig","sharing":{"strategy":"` + strategy + `"}}`
+	}
+	for _, c := range []struct {
+		name    string
+		configs []resourceapi.DeviceAllocationConfiguration
+		want    []v1beta1.SharingStrategy // empty: no sharing
+	}{
+		{"none", nil, []v1beta1.SharingStrategy{"", "", ""}},
+		{"one of each kind for all requests", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long")), config(theClaim, mig("MPS"))}, []v1beta1.SharingStrategy{"TimeSlicing", "MPS", "MPS"}},
+		{"one for partitions alone", []resourceapi.DeviceAllocationConfiguration{config(theClaim, mig("MPS"), "parts")}, []v1beta1.SharingStrategy{"", "MPS", "MPS"}},
+		{"one for one of the alternatives", []resourceapi.DeviceAllocationConfiguration{config(theClaim, mig("MPS"), "parts/large")}, []v1beta1.SharingStrategy{"", "", "MPS"}},
+		{"the class's of both kinds, the claim's of one", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")), config(class, mig("TimeSlicing")), config(theClaim, mig("MPS"), "parts")}, []v1beta1.SharingStrategy{"TimeSlicing", "MPS", "MPS"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			got, err := Read(newClaim(both, c.configs...), driver)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i, kind := range []string{"GpuConfig", "MigDeviceConfig", "MigDeviceConfig"} {
+				r := got.Results[i]
+				if r.Config == nil || r.Config.Kind() != kind {
+					t.Fatalf("%s takes %+v, want a %s", r.Device, r.Config, kind)
+				}
+				shared, ok := r.Config.(interface {
+					SharingStrategy() v1beta1.SharingStrategy
+				})
+				if !ok {
+					t.Fatalf("a %s says nothing of sharing", kind)
+				}
+				if s := shared.SharingStrategy(); s != c.want[i] {
+					t.Errorf("%s is shared by %q, want %q", r.Device, s, c.want[i])
+				}
+			}
+		})
+	}
+	for request, wrong := range map[string]string{"whole": mig("MPS"), "parts": slice("Long")} {
+		if _, err := Read(newClaim(both, config(theClaim, wrong, request)), driver); err == nil || !strings.Contains(err.Error(), "request "+request) {
+			t.Errorf("a configuration of the other kind for request %s: %v", request, err)
+		}
+	}
+}
+
+func TestTheKindOfADeviceFollowsFromItsName(t *testing.T) {
 	for _, address := range []string{"0000:1b:00.0", "00000008:01:00.0", "10000:ff:1f.7"} {
 		a, err := device.ParsePCIAddress(address)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if k, ok := kindFor(device.GPU{PCIAddress: a}.WholeName()); !ok || k != "GpuConfig" {
-			t.Errorf("%s: %q, %v", address, k, ok)
+		name := device.Name{GPU: a.WholeName()}
+		if k, ok := kindFor(name.String()); !ok || k != "GpuConfig" {
+			t.Errorf("%s: %q, %v", name, k, ok)
+		}
+		name.Partition = &device.PartitionName{ProfileID: 19, Start: 3, Compute: ptr.To(uint32(1))}
+		if k, ok := kindFor(name.String()); !ok || k != "MigDeviceConfig" {
+			t.Errorf("%s: %q, %v", name, k, ok)
 		}
 	}
 }

@@ -33,7 +33,7 @@ type machine struct {
 func newMachine(t *testing.T, gpus []GPU, d Driver) machine {
 	t.Helper()
 	m := machine{t: t, gpus: gpus}
-	cut := Slices(Offer(gpus), d)
+	cut := Slices(Offer(dynamic(gpus...)), d)
 	for i, s := range cut {
 		m.slices = append(m.slices, &resourceapi.ResourceSlice{
 			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("slice-%d", i)},
@@ -44,6 +44,16 @@ func newMachine(t *testing.T, gpus []GPU, d Driver) machine {
 		})
 	}
 	return m
+}
+
+// dynamic offers the GPUs in every shape.
+func dynamic(gpus ...GPU) []Offering {
+	offerings := make([]Offering, len(gpus))
+	for i, g := range gpus {
+		layout, _ := Decide(g, nil, PolicyDynamic, true)
+		offerings[i] = Offering{g, layout}
+	}
+	return offerings
 }
 
 // allocate asks the scheduler's own allocator for one claim and returns the devices it got, nil if it got none.

@@ -19,6 +19,21 @@ const (
 
 type attributes map[resourceapi.QualifiedName]resourceapi.DeviceAttribute
 
+// common are the attributes of every shape of a GPU. parentUUID is the GPU's own where it is whole.
+func common(g GPU, d Driver) attributes {
+	a := attributes{
+		"parentUUID":   text(g.UUID),
+		AttrPCIBusID:   text(string(g.PCIAddress)),
+		"productName":  text(g.ProductName),
+		"brand":        text(g.Brand),
+		"architecture": text(g.Architecture),
+	}
+	a.driver(d)
+	a.version("cudaComputeCapability", g.CUDAComputeCapability)
+	a.place(g)
+	return a
+}
+
 // text is a string attribute, cut to the API's limit: a product name of 70 letters must not cost the node its pool.
 func text(s string) resourceapi.DeviceAttribute {
 	if len(s) > resourceapi.DeviceAttributeMaxValueLength {

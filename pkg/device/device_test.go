@@ -58,7 +58,7 @@ func TestVersionsBecomeSemver(t *testing.T) {
 }
 
 func TestWhatIsUnknownIsLeftOut(t *testing.T) {
-	d := Offer([]GPU{{PCIAddress: "0000:01:00.0", UUID: "GPU-1", MemoryBytes: 1 << 30}})[0].Device(Driver{Version: "vgpu-x"})
+	d := Offer(dynamic(GPU{PCIAddress: "0000:01:00.0", UUID: "GPU-1", MemoryBytes: 1 << 30}))[0].Device(Driver{Version: "vgpu-x"})
 	for _, name := range []resourceapi.QualifiedName{"driverVersion", "cudaDriverVersion", "cudaComputeCapability", AttrPCIeRoot, AttrNUMANode} {
 		if a, ok := d.Attributes[name]; ok {
 			t.Errorf("%s is published as %v", name, a)
@@ -78,7 +78,7 @@ func TestAPublishedGPU(t *testing.T) {
 		CUDAComputeCapability: "9.0", MemoryBytes: 81559 << 20, PCIeRoot: "pci0000:15", NUMANode: ptr.To(1),
 		Engines: &Engines{Multiprocessors: 132, CopyEngines: 8, Decoders: 7, JPEGEngines: 7, OFAEngines: 1},
 	}
-	shape := Offer([]GPU{g})[0]
+	shape := Offer(dynamic(g))[0]
 	data, err := json.Marshal(shape.Device(Driver{Version: "580.65.06", CUDAVersion: "13.0"}))
 	if err != nil {
 		t.Fatal(err)
@@ -111,7 +111,7 @@ func TestTheSameGPUsGiveTheSameBytesInWhateverOrderTheyAreFound(t *testing.T) {
 	gpus := manyGPUs(130)
 	before := fmt.Sprint(gpus)
 	publish := func() string {
-		data, err := json.Marshal(Slices(Offer(gpus), Driver{Version: "580.65.06", CUDAVersion: "13.0"}))
+		data, err := json.Marshal(Slices(Offer(dynamic(gpus...)), Driver{Version: "580.65.06", CUDAVersion: "13.0"}))
 		if err != nil {
 			t.Fatal(err)
 		}

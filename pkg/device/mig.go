@@ -1,5 +1,7 @@
 package device
 
+import "regexp"
+
 // MIG is what a GPU can be cut into, and how it is cut now. A GPU that cannot be cut has none.
 type MIG struct {
 	// Enabled is the mode in force, Pending the one after the GPU's next reset. They differ only on cards that need a reset to change it.
@@ -39,7 +41,7 @@ type Placement struct {
 
 // Overlaps says whether two placements cannot exist side by side.
 func (p Placement) Overlaps(o Placement) bool {
-	return p.Start < o.Start+o.Size && o.Start < p.Start+p.Size
+	return uint64(p.Start) < uint64(o.Start)+uint64(o.Size) && uint64(o.Start) < uint64(p.Start)+uint64(p.Size)
 }
 
 // Instance is a GPU instance that exists on the hardware.
@@ -66,4 +68,42 @@ type ComputeInstance struct {
 	// UUID is the MIG device's, with its "MIG-" prefix.
 	UUID  string `json:"uuid"`
 	Minor int    `json:"minor"`
+}
+
+// Profile finds a profile of the GPU by its ID.
+func (g GPU) Profile(id uint32) (Profile, bool) {
+	if g.MIG != nil {
+		for _, p := range g.MIG.Profiles {
+			if p.ID == id {
+				return p, true
+			}
+		}
+	}
+	return Profile{}, false
+}
+
+// partial is the name of a compute instance that is less than its GPU instance: 1c.3g.40gb.
+var partial = regexp.MustCompile(`^[0-9]+c\.`)
+
+// Part finds the compute instance that a container uses which is given that part of the GPU. It is false if this is not the instance that is meant, or if
+// what is meant is not in it.
+func (i Instance) Part(n PartitionName) (ComputeInstance, bool) {
+	if i.ProfileID != n.ProfileID || i.Placement.Start != n.Start {
+		return ComputeInstance{}, false
+	}
+	for _, c := range i.Compute {
+		if own := i.partName(c); own.Compute == nil && n.Compute == nil || own.Compute != nil && n.Compute != nil && *own.Compute == *n.Compute {
+			return c, true
+		}
+	}
+	return ComputeInstance{}, false
+}
+
+// partName names what the compute instance makes usable: all of the GPU instance, or a part of it.
+func (i Instance) partName(c ComputeInstance) PartitionName {
+	n := PartitionName{ProfileID: i.ProfileID, Start: i.Placement.Start}
+	if len(i.Compute) > 1 || partial.MatchString(c.Name) {
+		n.Compute = &c.ID
+	}
+	return n
 }

@@ -9,7 +9,11 @@ import (
 )
 
 // Whole is a GPU offered as it is.
-type Whole struct{ gpu GPU }
+type Whole struct {
+	gpu GPU
+	// budget is nil where nothing else is offered of the GPU.
+	budget budget
+}
 
 var _ Shape = Whole{}
 
@@ -20,39 +24,34 @@ func (w Whole) GPU() GPU     { return w.gpu }
 // and a partition of one card by the same attribute.
 func (w Whole) Device(d Driver) resourceapi.Device {
 	g := w.gpu
-	attributes := attributes{
-		"type":         {StringValue: ptr.To("gpu")},
-		"parentUUID":   text(g.UUID),
-		AttrPCIBusID:   text(string(g.PCIAddress)),
-		"productName":  text(g.ProductName),
-		"brand":        text(g.Brand),
-		"architecture": text(g.Architecture),
-		"uuid":         text(g.UUID),
-	}
-	attributes.driver(d)
-	attributes.version("cudaComputeCapability", g.CUDAComputeCapability)
-	attributes.place(g)
+	attributes := common(g, d)
+	attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("gpu")}
+	attributes["uuid"] = text(g.UUID)
 	return resourceapi.Device{
-		Name:       w.Name(),
-		Attributes: attributes,
-		Capacity:   capacities(g),
+		Name:             w.Name(),
+		Attributes:       attributes,
+		Capacity:         capacities(g.MemoryBytes, g.Engines),
+		ConsumesCounters: w.budget.consumed(w.Name()),
 	}
 }
 
-func capacities(g GPU) map[resourceapi.QualifiedName]resourceapi.DeviceCapacity {
+func (w Whole) partitionType() string { return named("whole", w.gpu) }
+func (w Whole) counted() budget       { return w.budget }
+
+func capacities(memory uint64, e *Engines) map[resourceapi.QualifiedName]resourceapi.DeviceCapacity {
 	c := map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
-		"memory": {Value: *resource.NewQuantity(int64(min(g.MemoryBytes, math.MaxInt64)), resource.BinarySI)},
+		"memory": {Value: *resource.NewQuantity(int64(min(memory, math.MaxInt64)), resource.BinarySI)},
 	}
-	if g.Engines == nil {
+	if e == nil {
 		return c
 	}
 	for name, n := range map[resourceapi.QualifiedName]uint32{
-		"multiprocessors": g.Engines.Multiprocessors,
-		"copyEngines":     g.Engines.CopyEngines,
-		"decoders":        g.Engines.Decoders,
-		"encoders":        g.Engines.Encoders,
-		"jpegEngines":     g.Engines.JPEGEngines,
-		"ofaEngines":      g.Engines.OFAEngines,
+		"multiprocessors": e.Multiprocessors,
+		"copyEngines":     e.CopyEngines,
+		"decoders":        e.Decoders,
+		"encoders":        e.Encoders,
+		"jpegEngines":     e.JPEGEngines,
+		"ofaEngines":      e.OFAEngines,
 	} {
 		c[name] = resourceapi.DeviceCapacity{Value: *resource.NewQuantity(int64(n), resource.DecimalSI)}
 	}

@@ -120,12 +120,12 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 func (p *publisher) resources() (_ *resourceslice.DriverResources, ready bool) {
 	s := p.inv.Snapshot()
 	node := s.Node
-	gpus := make([]device.GPU, 0, len(node.GPUs))
+	offerings := make([]device.Offering, 0, len(node.GPUs))
 	for _, g := range node.GPUs {
-		gpus = append(gpus, g.GPU)
+		offerings = append(offerings, device.Offering{GPU: g.GPU, Layout: device.Layout{Whole: true}})
 	}
 	return &resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{
-		p.nodeName: {Slices: device.Slices(device.Offer(gpus), node.Driver)},
+		p.nodeName: {Slices: device.Slices(device.Offer(offerings), node.Driver)},
 	}}, s.Ready
 }
 

@@ -63,13 +63,15 @@ func WriteSlices(out io.Writer, node nvidia.Node, driverName, nodeName string) e
 	return nil
 }
 
-// resourceSlices gives the slices what the publisher adds to them: name, driver, pool and node.
+// resourceSlices gives the slices what the publisher adds to them: name, driver, pool and node. The publisher also has records, by which it tells
+// instances that claims made from those of an admin, and knows the cluster: here every instance is an admin's, and the cluster keeps counters.
 func resourceSlices(node nvidia.Node, driverName, nodeName string) []resourceapi.ResourceSlice {
-	gpus := make([]device.GPU, len(node.GPUs))
+	offerings := make([]device.Offering, len(node.GPUs))
 	for i, g := range node.GPUs {
-		gpus[i] = g.GPU
+		layout, _ := device.Decide(g.GPU, nil, device.PolicyDynamic, true)
+		offerings[i] = device.Offering{GPU: g.GPU, Layout: layout}
 	}
-	cut := device.Slices(device.Offer(gpus), node.Driver)
+	cut := device.Slices(device.Offer(offerings), node.Driver)
 	slices := make([]resourceapi.ResourceSlice, len(cut))
 	for i, s := range cut {
 		slices[i] = resourceapi.ResourceSlice{

@@ -1,0 +1,120 @@
+package device
+
+import (
+	"cmp"
+	"slices"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/utils/ptr"
+)
+
+// Partition is a part of a GPU: a place at which a GPU instance can be made when a claim needs it, or a MIG device that exists.
+type Partition struct {
+	gpu     GPU
+	name    PartitionName
+	profile string // as users write it: "1g.10gb", "1c.3g.40gb"
+	uuid    string // empty for a place
+	at      Placement
+	// memory is 0 where the driver does not say, engines then nil.
+	memory  uint64
+	engines *Engines
+	// budget is the GPU's, cost the part of it that this takes. Both are nil where nothing overlaps.
+	budget, cost budget
+}
+
+var _ Shape = Partition{}
+
+func (p Partition) Name() string { return Name{GPU: p.gpu.WholeName(), Partition: &p.name}.String() }
+func (p Partition) GPU() GPU     { return p.gpu }
+
+// Device carries what a claim selects a partition by, and what it knows of the GPU around it.
+func (p Partition) Device(d Driver) resourceapi.Device {
+	attributes := common(p.gpu, d)
+	attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("mig")}
+	attributes["profile"] = text(p.profile)
+	attributes["profileID"] = number(p.name.ProfileID)
+	attributes["placementStart"] = number(p.at.Start)
+	attributes["placementSize"] = number(p.at.Size)
+	if p.uuid != "" {
+		attributes["uuid"] = text(p.uuid)
+	}
+	device := resourceapi.Device{
+		Name:             p.Name(),
+		Attributes:       attributes,
+		Capacity:         capacities(p.memory, p.engines),
+		ConsumesCounters: p.cost.consumed(p.gpu.WholeName()),
+	}
+	if p.memory == 0 {
+		delete(device.Capacity, "memory")
+	}
+	return device
+}
+
+func (p Partition) partitionType() string { return named(p.profile, p.gpu) }
+func (p Partition) counted() budget       { return p.budget }
+
+// named makes what is alike on all cards of a product one kind: partitions of one name cost other cards something else.
+func named(what string, g GPU) string { return what + " of " + g.ProductName }
+
+func number(n uint32) resourceapi.DeviceAttribute {
+	return resourceapi.DeviceAttribute{IntValue: ptr.To(int64(n))}
+}
+
+// places lists every placement of the GPU's profiles in the order in which the scheduler should take them. Small profiles come first, and of profiles of
+// one size those that take the least of what few can have: "+me" after plain.
+//
+// Of one profile's places those come first that leave most to others. On an H100 the first 1g goes to 6, where no 2g and no 4g could be, and the first 3g to
+// 4, beside which a 4g still fits; the GPU's own driver, left to choose, does the same.
+func places(g GPU, b budget) []Shape {
+	profiles := slices.Clone(g.MIG.Profiles)
+	slices.SortStableFunc(profiles, func(p, q Profile) int {
+		return cmp.Or(cmp.Compare(p.Slices, q.Slices), cmp.Compare(p.Size, q.Size), cmp.Compare(p.media(), q.media()), cmp.Compare(p.ID, q.ID))
+	})
+	var shapes []Shape
+	for _, p := range profiles {
+		starts := slices.Clone(p.Starts)
+		slices.SortFunc(starts, func(x, y uint32) int {
+			return cmp.Or(cmp.Compare(blocked(g, Placement{x, p.Size}), blocked(g, Placement{y, p.Size})), cmp.Compare(x, y))
+		})
+		for _, start := range slices.Compact(starts) {
+			at := Placement{start, p.Size}
+			shapes = append(shapes, Partition{
+				gpu: g, name: PartitionName{ProfileID: p.ID, Start: start}, profile: p.Name, at: at,
+				memory: p.MemoryBytes, engines: &p.Engines, budget: b, cost: b.cost(p, at),
+			})
+		}
+	}
+	return shapes
+}
+
+// media counts the engines that a profile has besides those that compute.
+func (p Profile) media() uint32 { return p.Decoders + p.Encoders + p.JPEGEngines + p.OFAEngines }
+
+// blocked is how many placements cannot be used beside this one.
+func blocked(g GPU, at Placement) int {
+	n := 0
+	for _, p := range g.MIG.Profiles {
+		for _, start := range p.Starts {
+			if at.Overlaps(Placement{start, p.Size}) {
+				n++
+			}
+		}
+	}
+	return n
+}
+
+// existing lists the MIG devices of an instance, one for each compute instance. Without one there is nothing that a container could use.
+func existing(g GPU, i Instance) []Shape {
+	var shapes []Shape
+	p, known := g.Profile(i.ProfileID)
+	for _, c := range i.Compute {
+		s := Partition{gpu: g, name: i.partName(c), profile: c.Name, uuid: c.UUID, at: i.Placement}
+		if known {
+			engines := p.Engines
+			engines.Multiprocessors = c.Multiprocessors
+			s.memory, s.engines = p.MemoryBytes, &engines
+		}
+		shapes = append(shapes, s)
+	}
+	return shapes
+}
