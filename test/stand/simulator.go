@@ -86,5 +86,5 @@ func (s *Simulator) LayoutUp(nodeRoot, model string, more ...string) []string {
 
 // Node describes a node of a cluster that has the GPUs of a node file.
 func (s *Simulator) Node(name, model string, more ...string) cluster.NodeOptions {
-	return cluster.NodeOptions{Name: name, BootHook: s.LayoutUp(NodeRoot, model, append([]string{"--seed", name}, more...)...)}
+	return cluster.NodeOptions{Name: name, BootHook: s.LayoutUp(NodeRoot, model, append([]string{"--seed", name, "--mount-root"}, more...)...)}
 }

@@ -47,6 +47,9 @@ type Config struct {
 	NoFiles bool `json:"noFiles,omitempty"`
 	// MountProc puts the proc tree over the machine's /proc/driver and /proc/devices.
 	MountProc bool `json:"mountProc,omitempty"`
+	// MountRoot shows the layout's folder in .nvmlsim of Dev too: whoever is given all of Dev can then change the GPUs, however the driver root
+	// is mounted.
+	MountRoot bool `json:"mountRoot,omitempty"`
 
 	root string
 }
@@ -148,6 +151,7 @@ type view struct {
 
 type gpuView struct {
 	present                 bool
+	capabilities            []capabilityView
 	product                 string
 	pciDevice, pciSubsystem uint32
 }
@@ -159,7 +163,26 @@ func look(f *state.File) view {
 		m := f.Model(int(f.GPU(i).Model))
 		v.gpus = append(v.gpus, gpuView{
 			present: f.GPU(i).Present != 0, product: state.Text(m.Name[:]), pciDevice: m.PCIDeviceID, pciSubsystem: m.PCISubsystemID,
+			capabilities: capabilitiesOf(f.GPU(i)),
 		})
 	}
 	return v
+}
+
+// capabilityView is the capability of an instance: its folder below the GPU's mig, and its minor.
+type capabilityView struct {
+	name  string
+	minor uint32
+}
+
+func capabilitiesOf(g *state.GPU) []capabilityView {
+	var all []capabilityView
+	for _, instance := range g.GPUInstances() {
+		folder := fmt.Sprintf("gi%d", instance.ID)
+		all = append(all, capabilityView{folder, g.GPUInstanceMinor(instance.ID)})
+		for _, compute := range g.OfInstance(instance.ID) {
+			all = append(all, capabilityView{fmt.Sprintf("%s/ci%d", folder, compute.ID), g.ComputeInstanceMinor(instance.ID, compute.ID)})
+		}
+	}
+	return all
 }

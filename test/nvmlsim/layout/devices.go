@@ -95,8 +95,12 @@ func (c *Config) nodes(v view) ([]deviceNode, error) {
 		nodes = append(nodes, deviceNode{"nvidia-uvm", m.uvm, 0, 0o666}, deviceNode{"nvidia-uvm-tools", m.uvm, 1, 0o666})
 	}
 	for i, card := range c.Node.GPUs {
-		if v.gpus[i].present {
-			nodes = append(nodes, deviceNode{fmt.Sprintf("nvidia%d", *card.Minor), majorNVIDIA, *card.Minor, 0o666})
+		if !v.gpus[i].present {
+			continue
+		}
+		nodes = append(nodes, deviceNode{fmt.Sprintf("nvidia%d", *card.Minor), majorNVIDIA, *card.Minor, 0o666})
+		for _, c := range v.gpus[i].capabilities {
+			nodes = append(nodes, deviceNode{fmt.Sprintf("nvidia-caps/nvidia-cap%d", c.minor), m.caps, c.minor, 0o444})
 		}
 	}
 	// Last: the library takes it for the driver, and nobody may find a driver with half of its GPUs.
@@ -122,7 +126,7 @@ func (c *Config) applyDevices(v view) error {
 			return err
 		}
 	}
-	for _, name := range c.knownNames() {
+	for _, name := range c.knownNames(folder) {
 		if wanted[name] {
 			continue
 		}
@@ -144,8 +148,12 @@ func refuseRealDriver() error {
 	return nil
 }
 
-func (c *Config) knownNames() []string {
-	names := []string{controlDevice, "nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-caps/nvidia-cap1", "nvidia-caps/nvidia-cap2"}
+func (c *Config) knownNames(folder string) []string {
+	names := []string{controlDevice, "nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools"}
+	capabilities, _ := filepath.Glob(filepath.Join(folder, "nvidia-caps", "nvidia-cap[0-9]*"))
+	for _, path := range capabilities {
+		names = append(names, filepath.Join("nvidia-caps", filepath.Base(path)))
+	}
 	for _, card := range c.Node.GPUs {
 		names = append(names, fmt.Sprintf("nvidia%d", *card.Minor))
 	}

@@ -97,7 +97,17 @@ func openState(root string, c *Config, o Options) (*state.File, error) {
 
 // Apply makes the disk agree with the configuration and the state.
 func (c *Config) Apply(f *state.File) error {
-	v := look(f)
+	m, err := chooseMajors()
+	if err != nil {
+		return err
+	}
+	if err := f.Place(c.root, c.deviceDir(), m.caps, c.PlainDevices); err != nil {
+		return err
+	}
+	return f.WithCapabilities(func() error { return c.apply(look(f)) })
+}
+
+func (c *Config) apply(v view) error {
 	steps := []struct {
 		what string
 		do   func(view) error
@@ -106,7 +116,7 @@ func (c *Config) Apply(f *state.File) error {
 		{"proc tree", c.applyProc},
 		{"sysfs tree", c.applySys},
 		{"device nodes", c.applyDevices},
-		{"proc mounts", c.applyMounts},
+		{"mounts", c.applyMounts},
 	}
 	for _, step := range steps {
 		if err := step.do(v); err != nil {
@@ -126,7 +136,7 @@ func Down(root string) error {
 	if err != nil {
 		return err
 	}
-	c.MountProc = false
+	c.MountProc, c.MountRoot = false, false
 	if err := c.applyMounts(view{}); err != nil {
 		return err
 	}

@@ -4,30 +4,50 @@ import (
 	"bufio"
 	"fmt"
 	"os"
+	"path/filepath"
 	"strings"
 
 	"golang.org/x/sys/unix"
 )
 
+// reachFolder is where the library looks for the layout in /dev.
+const reachFolder = ".nvmlsim"
+
 // applyMounts puts the proc tree over the machine's own, or takes it away: code that reads /proc/driver or /proc/devices by absolute
-// path then sees the simulated driver. It is meant for a node with a mount namespace of its own.
+// path then sees the simulated driver. It also shows the layout's folder in the folder of device nodes. It is meant for a node with a mount
+// namespace of its own.
 func (c *Config) applyMounts(view) error {
-	for _, m := range []struct{ from, to string }{
-		{c.path("proc", "driver"), "/proc/driver"},
-		{c.path("proc", "devices"), "/proc/devices"},
+	reach := filepath.Join(c.Dev, reachFolder)
+	for _, m := range []struct {
+		from, to string
+		wanted   bool
+	}{
+		{c.path("proc", "driver"), "/proc/driver", c.MountProc},
+		{c.path("proc", "devices"), "/proc/devices", c.MountProc},
+		{c.root, reach, c.MountRoot},
 	} {
 		mounted, err := isMountPoint(m.to)
 		if err != nil {
 			return err
 		}
 		switch {
-		case c.MountProc && !mounted:
+		case m.wanted && !mounted:
+			if m.to == reach {
+				if err := os.MkdirAll(reach, 0o700); err != nil {
+					return err
+				}
+			}
 			if err := unix.Mount(m.from, m.to, "", unix.MS_BIND, ""); err != nil {
 				return fmt.Errorf("bind %s over %s: %w", m.from, m.to, err)
 			}
-		case !c.MountProc && mounted && c.mountedByUs(m.to, m.from):
+		case !m.wanted && mounted && c.mountedByUs(m.to, m.from):
 			if err := unix.Unmount(m.to, unix.MNT_DETACH); err != nil {
 				return fmt.Errorf("unmount %s: %w", m.to, err)
+			}
+			if m.to == reach {
+				if err := os.Remove(reach); err != nil {
+					return err
+				}
 			}
 		}
 	}

@@ -67,7 +67,11 @@ func (c *Config) drawProcDriver(t tree, v view) {
 	for i, card := range c.Node.GPUs {
 		if v.gpus[i].present {
 			read("nvidia/gpus/"+card.PCI+"/information", gpuInformation(card, v.gpus[i].product, v.version))
-			t.folder(fmt.Sprintf("nvidia/capabilities/gpu%d/mig", *card.Minor))
+			mig := fmt.Sprintf("nvidia/capabilities/gpu%d/mig", *card.Minor)
+			t.folder(mig)
+			for _, c := range v.gpus[i].capabilities {
+				read(mig+"/"+c.name+"/access", capability(int(c.minor), 0o444))
+			}
 		}
 	}
 }

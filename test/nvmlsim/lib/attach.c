@@ -6,6 +6,9 @@
  *   2. in lib/firmware/nvidia/<version>/gsp_nvmlsim.bin of the driver root that the library itself lies in,
  *      which holds on the node, for a driver root mounted elsewhere, and in a container alike;
  *   3. below the same directory of "/".
+ * Where the driver root is mounted read-only, the same file may be reached for writing elsewhere: in the folder of the layout above the driver root,
+ * or in .nvmlsim of /dev. A container that was given the whole /dev, as the driver plugin's, can so change the GPUs, as it could by ioctl on
+ * the driver's nodes.
  */
 #define _GNU_SOURCE
 #include "sim.h"
@@ -23,7 +26,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define STATE_FILE "gsp_nvmlsim.bin"
 
 static struct {
     char library[PATH_MAX]; /* real path at load time: the file may be renamed when the driver changes */
@@ -122,6 +124,50 @@ static int open_below(const char *root, bool *read_only)
     return fd;
 }
 
+bool sim_above_library(bool (*visit)(const char *folder, void *data), void *data)
+{
+    char folder[PATH_MAX];
+    snprintf(folder, sizeof folder, "%s", view.library);
+    for (char *slash = strrchr(folder, '/'); slash && slash != folder; slash = strrchr(folder, '/')) {
+        *slash = '\0';
+        if (visit(folder, data))
+            return true;
+    }
+    return false;
+}
+
+struct search {
+    int fd;
+    bool read_only;
+};
+
+static bool search_below(const char *folder, void *data)
+{
+    struct search *search = data;
+    search->fd = open_below(folder, &search->read_only);
+    return search->fd >= 0;
+}
+
+/* Takes the file in this folder instead, if it is the same and can be written. */
+static bool search_writable(const char *folder, void *data)
+{
+    struct search *search = data;
+    char path[PATH_MAX + sizeof STATE_FILE + 1];
+    struct stat have, found;
+    snprintf(path, sizeof path, "%s/%s", folder, STATE_FILE);
+    int fd = strlen(path) < PATH_MAX ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    if (fd < 0)
+        return false;
+    if (fstat(search->fd, &have) != 0 || fstat(fd, &found) != 0 || have.st_dev != found.st_dev || have.st_ino != found.st_ino) {
+        close(fd);
+        return false;
+    }
+    close(search->fd);
+    *search = (struct search){.fd = fd};
+    memcpy(view.path, path, strlen(path) + 1);
+    return true;
+}
+
 static int find_state(bool *read_only)
 {
     const char *named = getenv("NVMLSIM_STATE");
@@ -129,16 +175,14 @@ static int find_state(bool *read_only)
         return open_state(named, read_only);
 
     /* The library lies one to four folders below the driver root: <root>/usr/lib/x86_64-linux-gnu/nvidia/current,
-     * <root>/usr/lib64, <root>/lib64. Each folder above it is asked, the nearest first. */
-    char folder[PATH_MAX];
-    snprintf(folder, sizeof folder, "%s", view.library);
-    for (char *slash = strrchr(folder, '/'); slash && slash != folder; slash = strrchr(folder, '/')) {
-        *slash = '\0';
-        int fd = open_below(folder, read_only);
-        if (fd >= 0)
-            return fd;
-    }
-    return open_below("", read_only);
+     * <root>/usr/lib64, <root>/lib64. */
+    struct search search = {.fd = -1};
+    if (!sim_above_library(search_below, &search) && !search_below("", &search))
+        return -1;
+    if (search.read_only && !search_writable(NVMLSIM_REACH, &search))
+        sim_above_library(search_writable, &search);
+    *read_only = search.read_only;
+    return search.fd;
 }
 
 static bool within(uint64_t total, uint64_t offset, uint64_t count, uint64_t size)
@@ -160,6 +204,9 @@ static bool sound(const struct nvmlsim_header *h, uint64_t file_size)
         return false;
     for (uint32_t i = 0; i < h->gpu_count; i++)
         if (((const struct nvmlsim_gpu *)((const char *)h + h->gpu_offset))[i].model >= h->model_count)
+            return false;
+    for (uint32_t i = 0; i < h->model_count; i++)
+        if (((const struct nvmlsim_model *)((const char *)h + h->model_offset))[i].memory_slices > 32)
             return false;
     return true;
 }
@@ -222,6 +269,36 @@ static int lock_byte(short type, off_t byte, bool wait)
         result = fcntl(view.fd, wait ? F_OFD_SETLKW : F_OFD_SETLK, &lock);
     while (result != 0 && errno == EINTR);
     return result;
+}
+
+int sim_lock_open(uint64_t byte)
+{
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", view.fd);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0)
+        fd = open(view.path, O_RDWR | O_CLOEXEC);
+    if (fd < 0)
+        return -1;
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)byte, .l_len = 1};
+    while (fcntl(fd, F_OFD_SETLKW, &lock) != 0)
+        if (errno != EINTR) {
+            close(fd);
+            return -1;
+        }
+    return fd;
+}
+
+void sim_lock_close(int lock)
+{
+    if (lock >= 0)
+        close(lock);
+}
+
+bool sim_is_state(const char *path)
+{
+    struct stat info;
+    return view.state && stat(path, &info) == 0 && info.st_dev == view.device && info.st_ino == view.inode;
 }
 
 nvmlReturn_t sim_hold_driver(void)

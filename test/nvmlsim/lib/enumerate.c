@@ -52,6 +52,13 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_
         unsigned int number = (unsigned int)sim_visible_gpu(i);
         if (strcmp(sim_gpu_at(number)->uuid, uuid) == 0)
             return give_handle(__func__, number, device);
+        nvmlDevice_t mig;
+        if (sim_find_mig_device(number, uuid, &mig)) {
+            result = give_handle(__func__, number, device);
+            if (result == NVML_SUCCESS)
+                *device = mig;
+            return result;
+        }
     }
     return NVML_ERROR_NOT_FOUND;
 }
@@ -95,9 +102,8 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetHandleByPciBusId(const char *pci_bus_id, n
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned int *index)
 {
-    ENTER_GPU(device);
-    (void)gpu;
+    ENTER_DEVICE(device);
     REQUIRE(index);
-    *index = (unsigned int)sim_index_of((unsigned int)sim_handle_gpu(device));
+    *index = at.kind == SIM_HANDLE_MIG ? sim_mig_index(&at) : (unsigned int)sim_index_of(at.number);
     return NVML_SUCCESS;
 }

@@ -1,5 +1,6 @@
 /*
- * Faults that the control tool ordered: a named function is slow, or fails, always or n times, for one GPU or all.
+ * Faults that the control tool ordered: a named function is slow, fails, or kills its caller, always or n times, for one GPU or all; before the
+ * call has its effect or, for calls that change something, after it.
  *
  * A call counts itself before it waits, so that a test sees from outside that it has arrived. A wait ends
  * early when the fault is cleared. Where the state is mapped read-only a call cannot count, so only faults without a
@@ -8,8 +9,10 @@
 #define _GNU_SOURCE
 #include "sim.h"
 
+#include <signal.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { POLL_MS = 10 };
 
@@ -52,20 +55,34 @@ static bool take(struct nvmlsim_fault *fault)
     return true;
 }
 
-nvmlReturn_t sim_fault(const char *function, int gpu_number)
+/* Ends the caller as kill -9 does: nothing of this process runs any more. */
+static void end_caller(bool group)
+{
+    kill(group ? 0 : getpid(), SIGKILL);
+    for (;;)
+        pause();
+}
+
+static nvmlReturn_t meet_faults(const char *function, int gpu_number, bool after)
 {
     const struct nvmlsim_header *state = sim_state();
     for (unsigned int i = 0; i < state->fault_count; i++) {
         struct nvmlsim_fault *fault = sim_fault_at(i);
         uint64_t serial = LOAD(fault->serial);
-        if (serial == 0 || !matches(fault, function, gpu_number) || !take(fault))
+        if (serial == 0 || (fault->after != 0) != after || !matches(fault, function, gpu_number) || !take(fault))
             continue;
+        if (fault->kind == NVMLSIM_FAULT_KILL)
+            end_caller(fault->group != 0);
         if (fault->kind == NVMLSIM_FAULT_FAIL)
             return (nvmlReturn_t)fault->error;
         wait_while_in_force(fault, serial, fault->delay_ms);
     }
     return NVML_SUCCESS;
 }
+
+nvmlReturn_t sim_fault(const char *function, int gpu_number) { return meet_faults(function, gpu_number, false); }
+
+nvmlReturn_t sim_fault_after(const char *function, int gpu_number) { return meet_faults(function, gpu_number, true); }
 
 /* Every exported name without a simulation ends here, through the generated stubs. */
 nvmlReturn_t sim_unsimulated(const char *function);

@@ -3,17 +3,26 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char *name, unsigned int length)
 {
-    ENTER_GPU(device);
-    return sim_copy_string(name, length, sim_model(gpu)->name);
+    ENTER_DEVICE(device);
+    char text[NVMLSIM_NAME + 64];
+    snprintf(text, sizeof text, "%s", at.model->name);
+    if (at.kind == SIM_HANDLE_MIG)
+        sim_mig_device_name(&at, text, sizeof text);
+    return sim_copy_string(name, length, text);
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned int length)
 {
-    ENTER_GPU(device);
-    return sim_copy_string(uuid, length, gpu->uuid);
+    ENTER_DEVICE(device);
+    char text[NVML_DEVICE_UUID_BUFFER_SIZE];
+    snprintf(text, sizeof text, "%s", at.gpu->uuid);
+    if (at.kind == SIM_HANDLE_MIG)
+        sim_mig_uuid(at.gpu, at.gi_id, at.ci_id, text);
+    return sim_copy_string(uuid, length, text);
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetSerial(nvmlDevice_t device, char *serial, unsigned int length)
@@ -164,17 +173,22 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetAddressingMode(nvmlDevice_t device, nvmlDe
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetVirtualizationMode(nvmlDevice_t device, nvmlGpuVirtualizationMode_t *mode)
 {
     ENTER_GPU(device);
-    (void)gpu;
     REQUIRE(mode);
-    *mode = NVML_GPU_VIRTUALIZATION_MODE_NONE;
+    *mode = (nvmlGpuVirtualizationMode_t)gpu->virtualization;
     return NVML_SUCCESS;
+}
+
+/* A MIG device has the memory of its GPU instance. */
+static unsigned long long memory_of(const struct sim_target *at)
+{
+    return (unsigned long long)(at->kind == SIM_HANDLE_MIG ? at->profile->memory_mib : at->model->memory_mib) << 20;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
 {
-    ENTER_GPU(device);
+    ENTER_DEVICE(device);
     REQUIRE(memory);
-    memory->total = (unsigned long long)sim_model(gpu)->memory_mib << 20;
+    memory->total = memory_of(&at);
     memory->used = 0;
     memory->free = memory->total;
     return NVML_SUCCESS;
@@ -182,11 +196,11 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
 {
-    ENTER_GPU(device);
+    ENTER_DEVICE(device);
     REQUIRE(memory);
     if (memory->version != nvmlMemory_v2)
         return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
-    memory->total = (unsigned long long)sim_model(gpu)->memory_mib << 20;
+    memory->total = memory_of(&at);
     memory->reserved = 0;
     memory->used = 0;
     memory->free = memory->total;
@@ -195,14 +209,24 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMem
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBAR1Memory_t *memory)
 {
-    ENTER_GPU(device);
+    ENTER_DEVICE(device);
     REQUIRE(memory);
-    if (sim_model(gpu)->bar1_mib == NVMLSIM_ABSENT)
+    if (at.model->bar1_mib == NVMLSIM_ABSENT)
         return NVML_ERROR_NOT_SUPPORTED;
-    memory->bar1Total = (unsigned long long)sim_model(gpu)->bar1_mib << 20;
+    memory->bar1Total = (unsigned long long)at.model->bar1_mib << 20;
+    if (at.kind == SIM_HANDLE_MIG) /* its share goes with its memory slices */
+        memory->bar1Total = memory->bar1Total / at.model->memory_slices * at.gi.size;
     memory->bar1Used = 1 << 20;
     memory->bar1Free = memory->bar1Total - memory->bar1Used;
     return NVML_SUCCESS;
+}
+
+static nvmlGpuFabricState_t fabric_state(const struct nvmlsim_gpu *gpu)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    bool interim = (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000 < LOAD(gpu->fabric_until_ms);
+    return (nvmlGpuFabricState_t)(interim ? LOAD(gpu->fabric_interim) : LOAD(gpu->fabric_state));
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t device, nvmlGpuFabricInfo_t *info)
@@ -213,7 +237,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t device, nvmlGpu
     memcpy(info->clusterUuid, gpu->fabric_cluster, sizeof gpu->fabric_cluster);
     info->status = NVML_SUCCESS;
     info->cliqueId = gpu->fabric_clique;
-    info->state = (nvmlGpuFabricState_t)gpu->fabric_state;
+    info->state = fabric_state(gpu);
     return NVML_SUCCESS;
 }
 
@@ -227,7 +251,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGp
     memcpy(info->clusterUuid, gpu->fabric_cluster, sizeof gpu->fabric_cluster);
     info->status = NVML_SUCCESS;
     info->cliqueId = gpu->fabric_clique;
-    info->state = (nvmlGpuFabricState_t)gpu->fabric_state;
+    info->state = fabric_state(gpu);
     info->healthMask = 0;
     if (info->version == nvmlGpuFabricInfo_v3)
         info->healthSummary = NVML_GPU_FABRIC_HEALTH_SUMMARY_NOT_SUPPORTED;

@@ -74,9 +74,11 @@ static nvmlReturn_t first_init(void)
         return NVML_ERROR_DRIVER_NOT_LOADED;
     driver_epoch = LOAD(state->driver_epoch);
     result = sim_hold_driver();
-    if (result == NVML_SUCCESS)
-        find_visible();
-    return result;
+    if (result != NVML_SUCCESS)
+        return result;
+    find_visible();
+    sim_sync_capabilities(); /* a process may have died between a change and what follows it */
+    return NVML_SUCCESS;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlInitWithFlags(unsigned int flags)

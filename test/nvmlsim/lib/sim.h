@@ -17,6 +17,10 @@
 
 /* ---- attach.c: the mapped state */
 
+#define STATE_FILE "gsp_nvmlsim.bin"
+/* Where the layout's folder may be mounted too, for containers that are given /dev. */
+#define NVMLSIM_REACH "/dev/.nvmlsim"
+
 /* Finds and maps the state, or keeps the one mapped. Caller holds the process lock. */
 nvmlReturn_t sim_attach(void);
 /* Takes and drops the shared in-use lock. */
@@ -27,6 +31,15 @@ const char *sim_library_version(void);
 
 /* The library's own real path, or "". */
 const char *sim_library_path(void);
+
+/* A lock on one byte of the state file with an open file description of its own, so that it excludes threads of this process too. The kernel
+ * drops it with the process. Negative: it could not be taken. */
+int sim_lock_open(uint64_t byte);
+void sim_lock_close(int lock);
+/* Whether the file at this path is the mapped state. */
+bool sim_is_state(const char *path);
+/* Calls `visit` with each folder above the library, the nearest first, until it says true. */
+bool sim_above_library(bool (*visit)(const char *folder, void *data), void *data);
 
 struct nvmlsim_header *sim_state(void);
 struct nvmlsim_model *sim_model(const struct nvmlsim_gpu *gpu);
@@ -44,6 +57,10 @@ void sim_write_end(void);
 
 bool sim_control_device_opens(void);
 bool sim_gpu_device_opens(unsigned int minor);
+/* Whether this process has the capability with this minor. */
+bool sim_capability_opens(unsigned int minor);
+/* The folder of the device nodes. */
+void sim_device_folder(char *folder, size_t size);
 
 /* ---- lifecycle.c */
 
@@ -59,6 +76,8 @@ nvmlReturn_t sim_check_initialized(void);
 enum { SIM_NO_GPU = -1 };
 /* Waits and fails as ordered for this function and GPU. */
 nvmlReturn_t sim_fault(const char *function, int gpu_number);
+/* The same for what is ordered to happen when the call has had its effect. */
+nvmlReturn_t sim_fault_after(const char *function, int gpu_number);
 
 /* ---- handles.c */
 
@@ -66,11 +85,94 @@ enum sim_handle_kind { SIM_HANDLE_GPU = 1, SIM_HANDLE_MIG = 2, SIM_HANDLE_GI = 3
 nvmlDevice_t sim_gpu_handle(unsigned int number);
 /* Number of the GPU that the handle is of, or -1. */
 int sim_handle_gpu(nvmlDevice_t device);
+nvmlDevice_t sim_mig_handle(unsigned int gpu, unsigned int gi, unsigned int ci);
+nvmlGpuInstance_t sim_gi_handle(unsigned int gpu, unsigned int gi);
+nvmlComputeInstance_t sim_ci_handle(unsigned int gpu, unsigned int gi, unsigned int ci);
+
+/* A GPU instance or compute instance of the state, unpacked. */
+struct sim_instance {
+    bool exists;
+    unsigned int profile, start, size;
+};
+
+/* What a handle of any kind is of. */
+struct sim_target {
+    enum sim_handle_kind kind;
+    unsigned int number; /* of the GPU */
+    unsigned int gi_id, ci_id;
+    struct nvmlsim_gpu *gpu;
+    struct nvmlsim_model *model;
+    struct sim_instance gi, ci;              /* as far as the kind has them */
+    const struct nvmlsim_profile *profile;   /* of the GPU instance */
+};
 
 /* What nearly every function does first: is NVML initialised, is the driver still there, is a fault ordered,
  * does the handle name a visible GPU, is that GPU still on the bus? */
 nvmlReturn_t sim_enter(const char *function);
 nvmlReturn_t sim_enter_gpu(const char *function, nvmlDevice_t device, struct nvmlsim_gpu **gpu);
+
+/* The same for a GPU or a MIG device, a GPU instance, a compute instance. They exist and are visible. */
+nvmlReturn_t sim_enter_device(const char *function, nvmlDevice_t device, struct sim_target *target);
+nvmlReturn_t sim_enter_gi(const char *function, nvmlGpuInstance_t instance, struct sim_target *target);
+nvmlReturn_t sim_enter_ci(const char *function, nvmlComputeInstance_t instance, struct sim_target *target);
+/* The looking up alone: no fault is met. */
+nvmlReturn_t sim_find_gpu(nvmlDevice_t device, struct sim_target *target);
+nvmlReturn_t sim_find_gi(nvmlGpuInstance_t instance, struct sim_target *target);
+nvmlReturn_t sim_find_ci(nvmlComputeInstance_t instance, struct sim_target *target);
+
+/* ---- instances.c: what exists, what is visible, what has room */
+
+struct sim_instance sim_unpack(uint64_t word);
+uint64_t sim_pack(unsigned int profile, unsigned int start, unsigned int size);
+struct sim_instance sim_gi(const struct nvmlsim_gpu *gpu, unsigned int id);
+struct sim_instance sim_ci(const struct nvmlsim_gpu *gpu, unsigned int gi, unsigned int id);
+bool sim_has_instances(const struct nvmlsim_gpu *gpu);
+bool sim_has_compute_instances(const struct nvmlsim_gpu *gpu, unsigned int gi);
+/* Whether a process is said to compute on this compute instance, or, with NVMLSIM_NO_INSTANCE, anywhere on the GPU. */
+bool sim_is_busy(const struct nvmlsim_gpu *gpu, unsigned int gi, unsigned int ci);
+unsigned int sim_gi_minor(const struct nvmlsim_gpu *gpu, unsigned int gi);
+unsigned int sim_ci_minor(const struct nvmlsim_gpu *gpu, unsigned int gi, unsigned int ci);
+bool sim_gi_visible(const struct nvmlsim_gpu *gpu, unsigned int gi);
+bool sim_ci_visible(const struct nvmlsim_gpu *gpu, unsigned int gi, unsigned int ci);
+const struct nvmlsim_profile *sim_profile_by_id(const struct nvmlsim_model *model, unsigned int id);
+/* Whether a GPU instance of this profile can be made here. */
+bool sim_gi_fits(const struct nvmlsim_gpu *gpu, const struct nvmlsim_profile *profile, unsigned int start);
+/* How many more of the profile can be made. */
+unsigned int sim_gi_capacity(const struct nvmlsim_gpu *gpu, const struct nvmlsim_profile *profile);
+/* Where the driver puts an instance that may lie anywhere, or -1. */
+int sim_gi_choose(const struct nvmlsim_gpu *gpu, const struct nvmlsim_profile *profile);
+/* ID of a GPU instance at this place, or -1. */
+int sim_gi_id(const struct nvmlsim_gpu *gpu, const struct nvmlsim_profile *profile, unsigned int start);
+
+/* ---- compute_profiles.c */
+
+/* Compute instance profile by ID, for a GPU instance of this profile. */
+bool sim_ci_profile(const struct nvmlsim_model *model, const struct nvmlsim_profile *gi, unsigned int id, struct nvmlsim_ci_profile *found);
+
+void sim_mig_device_name(const struct sim_target *at, char *name, size_t size);
+
+/* ---- mig_devices.c */
+
+void sim_mig_uuid(const struct nvmlsim_gpu *gpu, unsigned int gi, unsigned int ci, char uuid[NVML_DEVICE_UUID_BUFFER_SIZE]);
+bool sim_find_mig_device(unsigned int number, const char *uuid, nvmlDevice_t *device);
+unsigned int sim_mig_index(const struct sim_target *at);
+
+/* ---- cut.c: calls that change MIG mode or instances */
+
+struct sim_cut {
+    const char *function;
+    unsigned int number;
+    int lock;
+};
+/* Takes the driver's lock and meets the faults ordered for the call. On failure there is nothing to end. */
+nvmlReturn_t sim_cut_begin(const char *function, unsigned int number, struct sim_cut *cut);
+/* Ends a change, whatever came of it: capability files and nodes follow the instances; then what is ordered to happen afterwards does. */
+nvmlReturn_t sim_cut_end(struct sim_cut *cut, nvmlReturn_t result);
+
+/* ---- capabilities.c */
+
+/* Makes the capability files and device nodes of every GPU what its instances call for. */
+void sim_sync_capabilities(void);
 
 #define ENTER()                                     \
     do {                                            \
@@ -86,6 +188,18 @@ nvmlReturn_t sim_enter_gpu(const char *function, nvmlDevice_t device, struct nvm
         nvmlReturn_t enter_ = sim_enter_gpu(__func__, (device), &gpu);        \
         if (enter_ != NVML_SUCCESS)                                           \
             return enter_;                                                    \
+    } while (0)
+
+/* Declare `at`. */
+#define ENTER_DEVICE(device) ENTER_TARGET(sim_enter_device, device)
+#define ENTER_GI(instance) ENTER_TARGET(sim_enter_gi, instance)
+#define ENTER_CI(instance) ENTER_TARGET(sim_enter_ci, instance)
+#define ENTER_TARGET(enter, handle)                                \
+    struct sim_target at;                                          \
+    do {                                                           \
+        nvmlReturn_t enter_ = enter(__func__, (handle), &at);      \
+        if (enter_ != NVML_SUCCESS)                                \
+            return enter_;                                         \
     } while (0)
 
 #define REQUIRE(condition)                      \

@@ -10,9 +10,13 @@
  *   - A writer holds an open-file-description lock on byte NVMLSIM_LOCK_WRITE; the kernel drops it with
  *     the process. `generation` is odd while a writer is at work; the next writer takes over an odd one.
  *   - A reader takes no lock. Every change becomes visible by one aligned store: of the value itself, or,
- *     for an event and a fault, of the number that says that the entry is complete.
+ *     for an event and a fault, of the number that says that the entry is complete. A GPU instance or compute instance is one
+ *     word, so it exists or it does not. Words of compute instances count only below a GPU instance that exists.
  *   - A process between nvmlInit and nvmlShutdown holds a shared lock on byte NVMLSIM_LOCK_IN_USE:
  *     so the tool can tell whether anybody would notice that the driver goes away.
+ *   - Whoever makes or removes the capability files and nodes that the instances call for holds byte NVMLSIM_LOCK_CAPABILITIES.
+ *   - A call that changes MIG mode or instances holds byte NVMLSIM_LOCK_CUT, or that byte plus 1 + the GPU's number, for as
+ *     long as it takes, as the driver does.
  */
 #ifndef NVMLSIM_STATE_H
 #define NVMLSIM_STATE_H
@@ -20,11 +24,17 @@
 #include <stdint.h>
 
 #define NVMLSIM_MAGIC UINT64_C(0x314d49534c4d564e) /* "NVMLSIM1", little endian */
-#define NVMLSIM_LAYOUT 1u
+#define NVMLSIM_LAYOUT 2u
 
 enum {
     NVMLSIM_LOCK_WRITE = 0,
     NVMLSIM_LOCK_IN_USE = 1,
+    NVMLSIM_LOCK_CAPABILITIES = 2,
+    NVMLSIM_LOCK_CUT = 1024,
+
+    NVMLSIM_GPU_INSTANCES = 15,
+    NVMLSIM_COMPUTE_INSTANCES = 8,
+    NVMLSIM_PROCESSES = 16,
 
     NVMLSIM_NAME = 96,
     NVMLSIM_PROFILES = 24,
@@ -33,6 +43,14 @@ enum {
 };
 
 #define NVMLSIM_ABSENT UINT32_MAX /* a value that the model file does not give: answered with NOT_SUPPORTED */
+
+/* A GPU instance or compute instance, as one word: profile ID in bits 0 to 15, start in 16 to 23, size in 24 to 31. 0: none. */
+#define NVMLSIM_INSTANCE (UINT64_C(1) << 63)
+
+/* A process that computes on a GPU: PID in bits 32 to 63, GPU instance in 16 to 31, compute instance in 0 to 15. 0: none. */
+#define NVMLSIM_NO_INSTANCE 0xffffu
+
+enum nvmlsim_cut_lock { NVMLSIM_CUT_LOCK_DRIVER = 0, NVMLSIM_CUT_LOCK_GPU = 1, NVMLSIM_CUT_LOCK_NONE = 2 };
 
 struct nvmlsim_header {
     uint64_t magic;
@@ -61,6 +79,15 @@ struct nvmlsim_header {
     char driver_version[32];
     char node_name[64];
     char seed[64];
+
+    /* Where the layout lies on the node, for whoever keeps the capability files and nodes. Empty: there is no layout. */
+    char root[256];
+    char devices[256];
+    uint32_t caps_major;
+    uint32_t plain_devices; /* ordinary files instead of device nodes */
+    uint32_t cut_lock;      /* enum nvmlsim_cut_lock */
+    uint32_t reserved;
+    uint64_t fabric_settle_ms; /* how long a GPU that leaves MIG mode takes to be back in its fabric */
 };
 
 /* One GPU instance profile of a model, as `nvidia-smi mig -lgip` and `-lgipp` print it. */
@@ -79,7 +106,7 @@ struct nvmlsim_profile {
     uint32_t placement_size;
     uint32_t placement_count;
     uint32_t placement_starts[NVMLSIM_PLACEMENTS];
-    uint32_t reserved;
+    uint32_t whole_ci; /* ID of the compute instance profile that fills it, where it is not the usual one of its slices; else ABSENT */
     uint64_t memory_mib;
     char name[32];
 };
@@ -114,6 +141,8 @@ struct nvmlsim_model {
     uint32_t profile_count;
     uint32_t ci_profile_count;
     uint32_t bar1_mib;
+    uint32_t mig_needs_reset; /* a change of MIG mode waits for a reset, and outlives it */
+    uint32_t memory_slices;
     uint64_t memory_mib;
     struct nvmlsim_profile profiles[NVMLSIM_PROFILES];
     struct nvmlsim_ci_profile ci_profiles[NVMLSIM_CI_PROFILES];
@@ -146,6 +175,12 @@ struct nvmlsim_gpu {
     uint32_t fabric_state;  /* NVML_GPU_FABRIC_STATE_* */
     uint32_t fabric_clique;
     uint8_t fabric_cluster[16];
+    uint64_t fabric_until_ms; /* until then (CLOCK_REALTIME) it is in another state than fabric_state */
+    uint32_t fabric_interim;
+    uint32_t virtualization;  /* NVML_GPU_VIRTUALIZATION_MODE_* */
+    uint64_t processes[NVMLSIM_PROCESSES];
+    uint64_t instances[NVMLSIM_GPU_INSTANCES]; /* by GPU instance ID */
+    uint64_t compute_instances[NVMLSIM_GPU_INSTANCES][NVMLSIM_COMPUTE_INSTANCES];
     char uuid[48];
     char serial[32];
 };
@@ -160,7 +195,7 @@ struct nvmlsim_event {
     uint32_t reserved;
 };
 
-enum nvmlsim_fault_kind { NVMLSIM_FAULT_SLOW = 1, NVMLSIM_FAULT_FAIL = 2 };
+enum nvmlsim_fault_kind { NVMLSIM_FAULT_SLOW = 1, NVMLSIM_FAULT_FAIL = 2, NVMLSIM_FAULT_KILL = 3 };
 
 struct nvmlsim_fault {
     uint64_t serial; /* unique while it is in force, 0 when the entry is free; stored last */
@@ -170,6 +205,8 @@ struct nvmlsim_fault {
     uint32_t error;     /* nvmlReturn_t */
     int32_t gpu;        /* -1: whatever GPU, or none */
     int32_t remaining;  /* calls that it still holds for; -1: every call */
+    uint32_t after;     /* met when the call has had its effect, instead of before */
+    uint32_t group;     /* a kill is for the whole process group */
     char function[64];  /* an NVML function's name, or "*" */
 };
 

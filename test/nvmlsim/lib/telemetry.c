@@ -125,30 +125,3 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned
     *failed = LOAD(gpu->remap_failure);
     return NVML_SUCCESS;
 }
-
-/* No process ever runs on a simulated GPU: the lists are empty. */
-static nvmlReturn_t no_processes(unsigned int *count)
-{
-    REQUIRE(count);
-    *count = 0;
-    return NVML_SUCCESS;
-}
-
-#define NO_PROCESSES(name, entry)                                                                 \
-    NVMLSIM_API nvmlReturn_t name(nvmlDevice_t device, unsigned int *count, entry *processes)     \
-    {                                                                                             \
-        ENTER_GPU(device);                                                                        \
-        (void)gpu;                                                                                \
-        (void)processes;                                                                          \
-        return no_processes(count);                                                               \
-    }
-
-NO_PROCESSES(nvmlDeviceGetComputeRunningProcesses, nvmlProcessInfo_v1_t)
-NO_PROCESSES(nvmlDeviceGetComputeRunningProcesses_v2, nvmlProcessInfo_v2_t)
-NO_PROCESSES(nvmlDeviceGetComputeRunningProcesses_v3, nvmlProcessInfo_t)
-NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses, nvmlProcessInfo_v1_t)
-NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v2, nvmlProcessInfo_v2_t)
-NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v3, nvmlProcessInfo_t)
-NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses, nvmlProcessInfo_v1_t)
-NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v2, nvmlProcessInfo_v2_t)
-NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, nvmlProcessInfo_t)

@@ -27,16 +27,15 @@
 
 static bool has_control_device(const char *folder)
 {
-    char path[2 * PATH_MAX];
+    char path[3 * PATH_MAX];
     snprintf(path, sizeof path, "%s/%s", folder, CONTROL_DEVICE);
     return access(path, F_OK) == 0;
 }
 
-/* Writes the folder of the device nodes. */
-static void find_folder(char folder[PATH_MAX])
+void sim_device_folder(char *folder, size_t size)
 {
     const char *named = getenv("NVMLSIM_DEV");
-    snprintf(folder, PATH_MAX, "%s", named && *named ? named : "/dev");
+    snprintf(folder, size, "%s", named && *named ? named : "/dev");
     if ((named && *named) || has_control_device("/dev"))
         return;
     char root[PATH_MAX], candidate[2 * PATH_MAX];
@@ -44,19 +43,19 @@ static void find_folder(char folder[PATH_MAX])
     for (char *slash = strrchr(root, '/'); slash && slash != root; slash = strrchr(root, '/')) {
         *slash = '\0';
         snprintf(candidate, sizeof candidate, "%s/dev", root);
-        if (strlen(candidate) < PATH_MAX && has_control_device(candidate)) {
+        if (strlen(candidate) < size && has_control_device(candidate)) {
             memcpy(folder, candidate, strlen(candidate) + 1);
             return;
         }
     }
 }
 
-static bool opens(const char *name)
+static bool opens(const char *name, int access_mode)
 {
     char folder[PATH_MAX], path[2 * PATH_MAX];
-    find_folder(folder);
+    sim_device_folder(folder, sizeof folder);
     snprintf(path, sizeof path, "%s/%s", folder, name);
-    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    int fd = open(path, access_mode | O_CLOEXEC | O_NONBLOCK);
     if (fd >= 0) {
         close(fd);
         return true;
@@ -64,11 +63,18 @@ static bool opens(const char *name)
     return errno == ENXIO || errno == ENODEV;
 }
 
-bool sim_control_device_opens(void) { return opens(CONTROL_DEVICE); }
+bool sim_control_device_opens(void) { return opens(CONTROL_DEVICE, O_RDWR); }
 
 bool sim_gpu_device_opens(unsigned int minor)
 {
     char name[32];
     snprintf(name, sizeof name, "nvidia%u", minor);
-    return opens(name);
+    return opens(name, O_RDWR);
+}
+
+bool sim_capability_opens(unsigned int minor)
+{
+    char name[64];
+    snprintf(name, sizeof name, "nvidia-caps/nvidia-cap%u", minor);
+    return opens(name, O_RDONLY); /* their modes are 0400 and 0444 */
 }

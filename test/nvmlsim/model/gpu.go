@@ -80,8 +80,10 @@ type Enum struct {
 type MIG struct {
 	Supported    Fact[bool]   `json:"supported"`
 	MaxInstances Fact[uint32] `json:"maxInstances"`
-	MemorySlices uint32       `json:"memorySlices"`
-	Profiles     []Profile    `json:"gpuInstanceProfiles"`
+	// NeedsReset says that a change of MIG mode waits for a reset of the GPU, and outlives it.
+	NeedsReset   Fact[bool] `json:"needsResetToToggle"`
+	MemorySlices uint32     `json:"memorySlices"`
+	Profiles     []Profile  `json:"gpuInstanceProfiles"`
 	Compute      struct {
 		PerGPUInstance map[string]struct {
 			Profiles []ComputeProfile `json:"profiles"`
@@ -104,11 +106,16 @@ type Profile struct {
 	CopyEngines  uint32 `json:"ce"`
 	JPEGEngines  uint32 `json:"jpeg"`
 	OFAEngines   uint32 `json:"ofa"`
-	Placements   struct {
+	// WholeComputeProfile is the ID of the compute instance profile that fills an instance, where it is not the usual one of its slices.
+	WholeComputeProfile Fact[uint32] `json:"wholeComputeProfile"`
+	Placements          struct {
 		Starts []uint32 `json:"starts"`
 		Size   uint32   `json:"size"`
 	} `json:"placements"`
 }
+
+// maxMemorySlices is how many the library counts with.
+const maxMemorySlices = 31
 
 // ComputeProfile is a compute instance profile within a GPU instance.
 type ComputeProfile struct {
@@ -196,6 +203,12 @@ func (g *GPU) validate() error {
 		}
 		if profile.Placements.Size == 0 || len(profile.Placements.Starts) == 0 {
 			return fmt.Errorf("profile %q has no placements", profile.Name)
+		}
+		for _, start := range profile.Placements.Starts {
+			if start+profile.Placements.Size > g.MIG.MemorySlices || g.MIG.MemorySlices > maxMemorySlices {
+				return fmt.Errorf("profile %q at %d:%d is not within %d memory slices (at most %d)",
+					profile.Name, start, profile.Placements.Size, g.MIG.MemorySlices, maxMemorySlices)
+			}
 		}
 	}
 	return nil

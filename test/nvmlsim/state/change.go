@@ -193,7 +193,7 @@ func (f *File) Unload(force bool) error {
 }
 
 // Load loads the driver, of another version where one is given. What a driver forgets when it is loaded is forgotten:
-// modes, volatile counters, pending remaps. A GPU that is lost is not found, and so not counted.
+// modes, MIG instances, volatile counters, pending remaps. A GPU that is lost is not found, and so not counted.
 func (f *File) Load(version, cuda string, force bool) error {
 	return f.idle(force, func() error {
 		h := f.Header()
@@ -210,7 +210,7 @@ func (f *File) Load(version, cuda string, force bool) error {
 			atomic.StoreUint32(&g.Present, flag(g.Lost == 0))
 			atomic.StoreUint32(&g.ComputeMode, 0)
 			atomic.StoreUint32(&g.PersistenceMode, 1)
-			atomic.StoreUint32(&g.MIGPending, g.MIGCurrent)
+			f.resetMIG(i)
 			atomic.StoreUint64(&g.ECCSingleVolatile, 0)
 			atomic.StoreUint64(&g.ECCDoubleVolatile, 0)
 			atomic.StoreUint32(&g.RemapPending, 0)

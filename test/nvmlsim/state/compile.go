@@ -45,6 +45,8 @@ func compileModel(m *model.GPU, to *Model) error {
 		BAR1MiB:         Absent,
 		MIGSupported:    flag(m.MIG.Supported.Value),
 		MIGMaxInstances: m.MIG.MaxInstances.Value,
+		MIGNeedsReset:   flag(m.MIG.NeedsReset.Value),
+		MemorySlices:    m.MIG.MemorySlices,
 		MemoryMiB:       m.MemoryTotalMiB.Value,
 	}
 	if m.PowerLimitWatts.Known {
@@ -97,6 +99,10 @@ func compileProfiles(m *model.GPU, to *Model) error {
 			P2P: flag(from.P2P == "Yes"), SM: from.SM, CopyEngines: from.CopyEngines, Decoders: from.Decoders,
 			Encoders: from.Encoders, JPEGEngines: from.JPEGEngines, OFAEngines: from.OFAEngines,
 			PlacementSize: from.Placements.Size, PlacementCount: uint32(len(from.Placements.Starts)), MemoryMiB: from.MemoryMiB,
+			WholeCI: Absent,
+		}
+		if from.WholeComputeProfile.Known {
+			p.WholeCI = from.WholeComputeProfile.Value
 		}
 		copy(p.PlacementStarts[:], from.Placements.Starts)
 		if err := putString(p.Name[:], from.Name, "profile name"); err != nil {

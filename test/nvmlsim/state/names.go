@@ -2,6 +2,7 @@ package state
 
 import (
 	"fmt"
+	"slices"
 	"sort"
 	"strings"
 )
@@ -23,6 +24,9 @@ var nvmlErrors = map[string]uint32{
 var recoveryActions = map[string]uint32{
 	"none": 0, "gpu-reset": 1, "node-reboot": 2, "drain-p2p": 3, "drain-and-reset": 4,
 }
+
+// NVML_GPU_FABRIC_STATE_* of nvml.h, by name.
+var fabricStates = map[string]uint32{"notSupported": 0, "notStarted": 1, "inProgress": 2, "completed": 3}
 
 func names(values map[string]uint32) string {
 	var all []string
@@ -58,8 +62,26 @@ func ParseRecovery(text string) (uint32, error) {
 	return 0, fmt.Errorf("%q is none of %s", text, names(recoveryActions))
 }
 
+// ParseFabric reads a fabric state's name.
+func ParseFabric(text string) (uint32, error) {
+	if value, ok := fabricStates[text]; ok {
+		return value, nil
+	}
+	return 0, fmt.Errorf("%q is none of %s", text, names(fabricStates))
+}
+
 // ErrorName is the name of an error.
 func ErrorName(value uint32) string { return name(nvmlErrors, value) }
 
 // RecoveryName is the name of a recovery action.
 func RecoveryName(value uint32) string { return name(recoveryActions, value) }
+
+// changing are the functions that change something, so that a fault can come after their effect.
+var changing = []string{
+	"nvmlDeviceSetPersistenceMode", "nvmlDeviceSetComputeMode", "nvmlDeviceSetMigMode",
+	"nvmlDeviceCreateGpuInstance", "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceDestroy",
+	"nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceCreateComputeInstanceWithPlacement", "nvmlComputeInstanceDestroy",
+}
+
+// Changes tells whether a function changes something.
+func Changes(function string) bool { return slices.Contains(changing, function) }

@@ -5,10 +5,15 @@ import "math"
 // The magic number and version of the layout that this package and lib/state.h describe.
 const (
 	Magic  uint64 = 0x314d49534c4d564e
-	Layout uint32 = 1
+	Layout uint32 = 2
 
-	lockWrite = 0
-	lockInUse = 1
+	lockWrite        = 0
+	lockInUse        = 1
+	lockCapabilities = 2
+
+	gpuInstances     = 15
+	computeInstances = 8
+	maxProcesses     = 16
 
 	maxProfiles   = 24
 	maxCIProfiles = 40
@@ -48,6 +53,14 @@ type Header struct {
 	DriverVersion [32]byte `c:"driver_version"`
 	NodeName      [64]byte `c:"node_name"`
 	Seed          [64]byte `c:"seed"`
+
+	Root           [256]byte `c:"root"`
+	Devices        [256]byte `c:"devices"`
+	CapsMajor      uint32    `c:"caps_major"`
+	PlainDevices   uint32    `c:"plain_devices"`
+	CutLock        uint32    `c:"cut_lock"`
+	Reserved       uint32    `c:"reserved"`
+	FabricSettleMS uint64    `c:"fabric_settle_ms"`
 }
 
 // Profile mirrors struct nvmlsim_profile.
@@ -66,7 +79,7 @@ type Profile struct {
 	PlacementSize   uint32                `c:"placement_size"`
 	PlacementCount  uint32                `c:"placement_count"`
 	PlacementStarts [maxPlacements]uint32 `c:"placement_starts"`
-	Reserved        uint32                `c:"reserved"`
+	WholeCI         uint32                `c:"whole_ci"`
 	MemoryMiB       uint64                `c:"memory_mib"`
 	Name            [32]byte              `c:"name"`
 }
@@ -102,6 +115,8 @@ type Model struct {
 	ProfileCount    uint32                   `c:"profile_count"`
 	CIProfileCount  uint32                   `c:"ci_profile_count"`
 	BAR1MiB         uint32                   `c:"bar1_mib"`
+	MIGNeedsReset   uint32                   `c:"mig_needs_reset"`
+	MemorySlices    uint32                   `c:"memory_slices"`
 	MemoryMiB       uint64                   `c:"memory_mib"`
 	Profiles        [maxProfiles]Profile     `c:"profiles"`
 	CIProfiles      [maxCIProfiles]CIProfile `c:"ci_profiles"`
@@ -109,33 +124,39 @@ type Model struct {
 
 // GPU mirrors struct nvmlsim_gpu.
 type GPU struct {
-	Model              uint32   `c:"model"`
-	Minor              uint32   `c:"minor"`
-	PCIDomain          uint32   `c:"pci_domain"`
-	PCIBus             uint32   `c:"pci_bus"`
-	PCIDevice          uint32   `c:"pci_device"`
-	NUMANode           int32    `c:"numa_node"`
-	PCIRoot            uint32   `c:"pci_root"`
-	PCISwitch          uint32   `c:"pci_switch"`
-	ModuleID           uint32   `c:"module_id"`
-	Present            uint32   `c:"present"`
-	Lost               uint32   `c:"lost"`
-	PersistenceMode    uint32   `c:"persistence_mode"`
-	ComputeMode        uint32   `c:"compute_mode"`
-	MIGCurrent         uint32   `c:"mig_current"`
-	MIGPending         uint32   `c:"mig_pending"`
-	RecoveryAction     uint32   `c:"recovery_action"`
-	RemapPending       uint32   `c:"remap_pending"`
-	RemapFailure       uint32   `c:"remap_failure"`
-	ECCSingleVolatile  uint64   `c:"ecc_single_volatile"`
-	ECCDoubleVolatile  uint64   `c:"ecc_double_volatile"`
-	ECCSingleAggregate uint64   `c:"ecc_single_aggregate"`
-	ECCDoubleAggregate uint64   `c:"ecc_double_aggregate"`
-	FabricState        uint32   `c:"fabric_state"`
-	FabricClique       uint32   `c:"fabric_clique"`
-	FabricCluster      [16]byte `c:"fabric_cluster"`
-	UUID               [48]byte `c:"uuid"`
-	Serial             [32]byte `c:"serial"`
+	Model              uint32                                 `c:"model"`
+	Minor              uint32                                 `c:"minor"`
+	PCIDomain          uint32                                 `c:"pci_domain"`
+	PCIBus             uint32                                 `c:"pci_bus"`
+	PCIDevice          uint32                                 `c:"pci_device"`
+	NUMANode           int32                                  `c:"numa_node"`
+	PCIRoot            uint32                                 `c:"pci_root"`
+	PCISwitch          uint32                                 `c:"pci_switch"`
+	ModuleID           uint32                                 `c:"module_id"`
+	Present            uint32                                 `c:"present"`
+	Lost               uint32                                 `c:"lost"`
+	PersistenceMode    uint32                                 `c:"persistence_mode"`
+	ComputeMode        uint32                                 `c:"compute_mode"`
+	MIGCurrent         uint32                                 `c:"mig_current"`
+	MIGPending         uint32                                 `c:"mig_pending"`
+	RecoveryAction     uint32                                 `c:"recovery_action"`
+	RemapPending       uint32                                 `c:"remap_pending"`
+	RemapFailure       uint32                                 `c:"remap_failure"`
+	ECCSingleVolatile  uint64                                 `c:"ecc_single_volatile"`
+	ECCDoubleVolatile  uint64                                 `c:"ecc_double_volatile"`
+	ECCSingleAggregate uint64                                 `c:"ecc_single_aggregate"`
+	ECCDoubleAggregate uint64                                 `c:"ecc_double_aggregate"`
+	FabricState        uint32                                 `c:"fabric_state"`
+	FabricClique       uint32                                 `c:"fabric_clique"`
+	FabricCluster      [16]byte                               `c:"fabric_cluster"`
+	FabricUntilMS      uint64                                 `c:"fabric_until_ms"`
+	FabricInterim      uint32                                 `c:"fabric_interim"`
+	Virtualization     uint32                                 `c:"virtualization"`
+	Processes          [maxProcesses]uint64                   `c:"processes"`
+	Instances          [gpuInstances]uint64                   `c:"instances"`
+	ComputeInstances   [gpuInstances][computeInstances]uint64 `c:"compute_instances"`
+	UUID               [48]byte                               `c:"uuid"`
+	Serial             [32]byte                               `c:"serial"`
 }
 
 // Event mirrors struct nvmlsim_event.
@@ -153,6 +174,7 @@ type Event struct {
 const (
 	FaultSlow uint32 = 1
 	FaultFail uint32 = 2
+	FaultKill uint32 = 3
 )
 
 // Fault mirrors struct nvmlsim_fault.
@@ -164,5 +186,7 @@ type Fault struct {
 	Error     uint32   `c:"error"`
 	GPU       int32    `c:"gpu"`
 	Remaining int32    `c:"remaining"`
+	After     uint32   `c:"after"`
+	Group     uint32   `c:"group"`
 	Function  [64]byte `c:"function"`
 }

@@ -14,16 +14,24 @@ import (
 type scope struct {
 	gpu   string
 	times int
+	after bool
 }
 
 func (s *scope) flags(command *cobra.Command) {
 	command.Flags().StringVar(&s.gpu, "gpu", "", "only for calls on this GPU (index, UUID or PCI address)")
 	command.Flags().IntVar(&s.times, "times", 0, "only for so many calls; without it for all until clear")
+	command.Flags().BoolVar(&s.after, "after", false, "when the call has had its effect, instead of before: only for functions that change something")
 }
 
 func (s *scope) add(f *state.File, function string, fault state.Fault) error {
 	if function != "*" && !exports.Has(function) {
 		return fmt.Errorf("NVML has no function %q: a fault for it would never be met", function)
+	}
+	if s.after {
+		if function != "*" && !state.Changes(function) {
+			return fmt.Errorf("%s changes nothing that could come before the fault: leave out --after", function)
+		}
+		fault.After = 1
 	}
 	fault.GPU = state.AnyGPU
 	if s.gpu != "" {
@@ -40,7 +48,7 @@ const functionHelp = "FUNC is a function by the name that is really called, or *
 	"go-nvml among them, take the newest: nvmlInit_v2, nvmlDeviceGetHandleByIndex_v2, nvmlDeviceGetPciInfo_v3; nvmlDeviceGetName has but one."
 
 func newFaults(n *node) []*cobra.Command {
-	return []*cobra.Command{newSlow(n), newFail(n), newClear(n)}
+	return []*cobra.Command{newSlow(n), newFail(n), newKill(n), newClear(n)}
 }
 
 func newSlow(n *node) *cobra.Command {
@@ -85,10 +93,31 @@ func newFail(n *node) *cobra.Command {
 	return command
 }
 
+func newKill(n *node) *cobra.Command {
+	var s scope
+	var group bool
+	command := &cobra.Command{
+		Use:   "kill FUNC",
+		Short: "Kill (-9) whoever calls an NVML function",
+		Long:  "Kills the process that calls an NVML function, as kill -9 does, before the call has its effect or after it.\n" + functionHelp,
+		Args:  cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			fault := state.Fault{Kind: state.FaultKill}
+			if group {
+				fault.Group = 1
+			}
+			return n.with(func(f *state.File) error { return s.add(f, args[0], fault) })
+		},
+	}
+	s.flags(command)
+	command.Flags().BoolVar(&group, "group", false, "its whole process group")
+	return command
+}
+
 func newClear(n *node) *cobra.Command {
 	return &cobra.Command{
 		Use:   "clear",
-		Short: "End all slow and fail faults",
+		Short: "End all slow, fail and kill faults",
 		Args:  cobra.NoArgs,
 		RunE:  func(*cobra.Command, []string) error { return n.with((*state.File).ClearFaults) },
 	}

@@ -30,7 +30,7 @@ func main() {
 
 func exitCode(err error) int {
 	switch {
-	case errors.Is(err, state.ErrInUse):
+	case errors.Is(err, state.ErrInUse), errors.Is(err, state.ErrBusy):
 		return exitInUse
 	case errors.Is(err, smi.ErrUnavailable):
 		return exitUnavailable
@@ -83,5 +83,6 @@ func newCommand() *cobra.Command {
 	command.AddCommand(newShow(n), newLayout(n), newDriver(n), newFetchSMI(), newCompile())
 	command.AddCommand(newFaults(n)...)
 	command.AddCommand(newHealth(n)...)
+	command.AddCommand(newMIG(n)...)
 	return command
 }

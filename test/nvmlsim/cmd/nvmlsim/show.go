@@ -39,6 +39,9 @@ type shownGPU struct {
 	ECCSingle   uint64 `json:"eccSingle"`
 	ECCDouble   uint64 `json:"eccDouble"`
 	ComputeMode uint32 `json:"computeMode"`
+	// MIG is absent where the GPU cannot be cut.
+	MIG       *shownMIG      `json:"mig,omitempty"`
+	Processes []shownProcess `json:"processes,omitempty"`
 }
 
 type shownFault struct {
@@ -85,11 +88,13 @@ func describe(f *state.File) shownNode {
 	}
 	for i := range f.GPUCount() {
 		g := f.GPU(i)
-		shown.GPUs = append(shown.GPUs, shownGPU{
+		one := shownGPU{
 			Index: i, Minor: g.Minor, PCI: g.Address(), UUID: state.Text(g.UUID[:]), Name: state.Text(f.Model(int(g.Model)).Name[:]),
 			NUMANode: g.NUMANode, Condition: condition(g), Recovery: state.RecoveryName(g.RecoveryAction),
 			ECCSingle: g.ECCSingleVolatile, ECCDouble: g.ECCDoubleVolatile, ComputeMode: g.ComputeMode,
-		})
+			MIG: describeMIG(f.Model(int(g.Model)), g), Processes: describeProcesses(g),
+		}
+		shown.GPUs = append(shown.GPUs, one)
 	}
 	for i := range int(h.FaultCount) {
 		if fault := f.Fault(i); atomic.LoadUint64(&fault.Serial) != 0 {
@@ -118,8 +123,16 @@ func describeFault(fault *state.Fault) shownFault {
 		shown.Left = fmt.Sprint(left)
 	}
 	shown.Effect = "fails: " + state.ErrorName(fault.Error)
-	if fault.Kind == state.FaultSlow {
+	switch {
+	case fault.Kind == state.FaultSlow:
 		shown.Effect = "slow: " + (time.Duration(fault.DelayMS) * time.Millisecond).String()
+	case fault.Kind == state.FaultKill && fault.Group != 0:
+		shown.Effect = "kills the group"
+	case fault.Kind == state.FaultKill:
+		shown.Effect = "kills"
+	}
+	if fault.After != 0 {
+		shown.Effect += ", afterwards"
 	}
 	return shown
 }
@@ -131,11 +144,12 @@ func (s shownNode) table(to io.Writer) error {
 	}
 	w := tabwriter.NewWriter(to, 0, 4, 2, ' ', 0)
 	fmt.Fprintf(w, "node %s, driver %s (load %d), in use: %t, events: %d\n\n", s.Node, driver, s.DriverEpoch, s.InUse, s.Events)
-	fmt.Fprintln(w, "GPU\tMINOR\tPCI\tNUMA\tNAME\tUUID\tCONDITION\tRECOVERY\tECC 1/2")
+	fmt.Fprintln(w, "GPU\tMINOR\tPCI\tNUMA\tNAME\tUUID\tCONDITION\tRECOVERY\tECC 1/2\tMIG")
 	for _, g := range s.GPUs {
-		fmt.Fprintf(w, "%d\t%d\t%s\t%d\t%s\t%s\t%s\t%s\t%d/%d\n",
-			g.Index, g.Minor, g.PCI, g.NUMANode, g.Name, g.UUID, g.Condition, g.Recovery, g.ECCSingle, g.ECCDouble)
+		fmt.Fprintf(w, "%d\t%d\t%s\t%d\t%s\t%s\t%s\t%s\t%d/%d\t%s\n",
+			g.Index, g.Minor, g.PCI, g.NUMANode, g.Name, g.UUID, g.Condition, g.Recovery, g.ECCSingle, g.ECCDouble, g.MIG.mode())
 	}
+	s.instances(w)
 	if len(s.Faults) > 0 {
 		fmt.Fprintln(w, "\nFUNCTION\tGPU\tEFFECT\tLEFT\tHITS")
 		for _, x := range s.Faults {

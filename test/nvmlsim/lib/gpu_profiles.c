@@ -1,69 +1,12 @@
-/*
- * MIG as far as it can be read: mode, profiles, placements. Instances are not simulated yet: there are none, and
- * making one answers NOT_SUPPORTED (the generated stubs).
- */
+/* GPU instance profiles and their placements: what a GPU can be cut into, whatever it is cut into now. */
 #include "sim.h"
 
 #include <string.h>
-
-NVMLSIM_API nvmlReturn_t nvmlDeviceIsMigDeviceHandle(nvmlDevice_t device, unsigned int *is_mig)
-{
-    ENTER_GPU(device);
-    (void)gpu;
-    REQUIRE(is_mig);
-    *is_mig = 0;
-    return NVML_SUCCESS;
-}
-
-NVMLSIM_API nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *current, unsigned int *pending)
-{
-    ENTER_GPU(device);
-    REQUIRE(current && pending);
-    if (!sim_model(gpu)->mig_supported)
-        return NVML_ERROR_NOT_SUPPORTED;
-    *current = LOAD(gpu->mig_current);
-    *pending = LOAD(gpu->mig_pending);
-    return NVML_SUCCESS;
-}
-
-NVMLSIM_API nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned int *count)
-{
-    ENTER_GPU(device);
-    REQUIRE(count);
-    *count = LOAD(gpu->mig_current) ? sim_model(gpu)->mig_max_instances : 0; /* "zero if MIG is not supported or enabled" */
-    return NVML_SUCCESS;
-}
-
-NVMLSIM_API nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned int index, nvmlDevice_t *mig)
-{
-    ENTER_GPU(device);
-    REQUIRE(mig);
-    if (!sim_model(gpu)->mig_supported)
-        return NVML_ERROR_NOT_SUPPORTED;
-    REQUIRE(index < sim_model(gpu)->mig_max_instances);
-    return NVML_ERROR_NOT_FOUND;
-}
-
-NVMLSIM_API nvmlReturn_t nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvmlDevice_t mig, nvmlDevice_t *device)
-{
-    ENTER_GPU(mig);
-    (void)gpu;
-    REQUIRE(device);
-    return NVML_ERROR_INVALID_ARGUMENT; /* a whole GPU's handle is no MIG device's */
-}
 
 static const struct nvmlsim_profile *profile_by_enum(const struct nvmlsim_model *model, unsigned int nvml_profile)
 {
     for (unsigned int i = 0; i < model->profile_count && i < NVMLSIM_PROFILES; i++)
         if (model->profiles[i].nvml_profile == nvml_profile)
-            return &model->profiles[i];
-    return NULL;
-}
-
-static const struct nvmlsim_profile *profile_by_id(const struct nvmlsim_model *model, unsigned int id)
-{
-    for (unsigned int i = 0; i < model->profile_count && i < NVMLSIM_PROFILES; i++)
-        if (model->profiles[i].id == id)
             return &model->profiles[i];
     return NULL;
 }
@@ -146,7 +89,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfoByIdV(nvmlDevice_t d
 {
     ENTER_GPU(device);
     REQUIRE(info);
-    const struct nvmlsim_profile *found = profile_by_id(sim_model(gpu), id);
+    const struct nvmlsim_profile *found = sim_profile_by_id(sim_model(gpu), id);
     if (!found)
         return NVML_ERROR_NOT_SUPPORTED;
     return nvmlDeviceGetGpuInstanceProfileInfoV(device, found->nvml_profile, info);
@@ -158,7 +101,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstancePossiblePlacements_v2(nvmlDevic
 {
     ENTER_GPU(device);
     REQUIRE(count);
-    const struct nvmlsim_profile *profile = profile_by_id(sim_model(gpu), id);
+    const struct nvmlsim_profile *profile = sim_profile_by_id(sim_model(gpu), id);
     if (!profile)
         return NVML_ERROR_NOT_SUPPORTED;
     unsigned int room = *count;
@@ -178,36 +121,4 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstancePossiblePlacements(nvmlDevice_t
                                                                     nvmlGpuInstancePlacement_t *placements, unsigned int *count)
 {
     return nvmlDeviceGetGpuInstancePossiblePlacements_v2(device, id, placements, count);
-}
-
-NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceRemainingCapacity(nvmlDevice_t device, unsigned int id, unsigned int *count)
-{
-    ENTER_GPU(device);
-    REQUIRE(count);
-    const struct nvmlsim_profile *profile = profile_by_id(sim_model(gpu), id);
-    if (!profile)
-        return NVML_ERROR_NOT_SUPPORTED;
-    /* nvml.h names NOT_SUPPORTED for a GPU with MIG off; but nvidia-smi mig -lgip, which stops on that, was seen to print 0/7. */
-    *count = LOAD(gpu->mig_current) ? profile->instances_max : 0;
-    return NVML_SUCCESS;
-}
-
-NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstances(nvmlDevice_t device, unsigned int id, nvmlGpuInstance_t *instances,
-                                                   unsigned int *count)
-{
-    ENTER_GPU(device);
-    REQUIRE(count);
-    (void)instances;
-    *count = 0;
-    if (!LOAD(gpu->mig_current) || !profile_by_id(sim_model(gpu), id))
-        return NVML_ERROR_NOT_SUPPORTED;
-    return NVML_SUCCESS;
-}
-
-NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceById(nvmlDevice_t device, unsigned int id, nvmlGpuInstance_t *instance)
-{
-    ENTER_GPU(device);
-    REQUIRE(instance);
-    (void)id;
-    return LOAD(gpu->mig_current) ? NVML_ERROR_NOT_FOUND : NVML_ERROR_NOT_SUPPORTED;
 }

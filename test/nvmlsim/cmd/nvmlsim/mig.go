@@ -1,0 +1,150 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+func newMIG(n *node) []*cobra.Command {
+	return []*cobra.Command{newBusy(n), newReset(n), newLock(n), newFabric(n)}
+}
+
+func newBusy(n *node) *cobra.Command {
+	var clearAll bool
+	command := &cobra.Command{
+		Use:   "busy GPU[/GI/CI] [PID...]",
+		Short: "Make NVML list processes that compute on a GPU, or on one of its compute instances",
+		Long: "Makes NVML list processes that compute on a GPU. Without a PID it lists the caller's own.\n" +
+			"While they are listed, MIG mode does not change, and their compute instance (without /GI/CI: none of the GPU) is not destroyed: IN_USE.\n" + gpuHelp,
+		Args: cobra.MinimumNArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			return n.with(func(f *state.File) error {
+				name, instance, inInstance := strings.Cut(args[0], "/")
+				gpu, err := f.Find(name)
+				if err != nil {
+					return err
+				}
+				if clearAll {
+					return f.ClearBusy(gpu)
+				}
+				where := state.Process{InInstance: inInstance}
+				if inInstance {
+					if got, err := fmt.Sscanf(instance, "%d/%d", &where.Instance, &where.Compute); got != 2 || err != nil {
+						return fmt.Errorf("%q is not of the form GPU/GI/CI", args[0])
+					}
+				}
+				pids := args[1:]
+				if len(pids) == 0 {
+					pids = []string{strconv.Itoa(os.Getppid())}
+				}
+				var processes []state.Process
+				for _, text := range pids {
+					pid, err := strconv.ParseUint(text, 10, 32)
+					if err != nil {
+						return fmt.Errorf("%q is no PID", text)
+					}
+					p := where
+					p.PID = uint32(pid)
+					processes = append(processes, p)
+				}
+				return f.SetBusy(gpu, processes...)
+			})
+		},
+	}
+	command.Flags().BoolVar(&clearAll, "clear", false, "no process is listed any more")
+	return command
+}
+
+func newReset(n *node) *cobra.Command {
+	var force bool
+	command := &cobra.Command{
+		Use:   "reset GPU",
+		Short: "Reset a GPU: MIG instances are gone; a pending MIG mode is in force, or, where it needs no reset, forgotten",
+		Args:  cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			reset := func(f *state.File) error {
+				gpu, err := f.Find(args[0])
+				if err != nil {
+					return err
+				}
+				return f.Reset(gpu, force)
+			}
+			if n.statePath != "" {
+				return n.with(reset)
+			}
+			return n.withLayout(func(c *layout.Config, f *state.File) error {
+				if err := reset(f); err != nil {
+					return err
+				}
+				return c.Apply(f)
+			})
+		},
+	}
+	command.Flags().BoolVar(&force, "force", false, "even while processes are listed on it")
+	return command
+}
+
+func newLock(n *node) *cobra.Command {
+	kinds := map[string]uint32{"driver": state.CutLockDriver, "gpu": state.CutLockGPU, "none": state.CutLockNone}
+	return &cobra.Command{
+		Use:   "lock driver|gpu|none",
+		Short: "Say how the driver serialises changes of MIG mode and instances: one after the other (as real drivers do), by GPU, or not at all",
+		Args:  cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			kind, known := kinds[args[0]]
+			if !known {
+				return fmt.Errorf("%q is none of driver, gpu, none", args[0])
+			}
+			return n.with(func(f *state.File) error { return f.SetCutLock(kind) })
+		},
+	}
+}
+
+func newFabric(n *node) *cobra.Command {
+	var settle time.Duration
+	command := &cobra.Command{
+		Use:   "fabric GPU STATE [DURATION]",
+		Short: "Put a GPU into a fabric state: notSupported, notStarted, inProgress, completed; for good, or for a while",
+		Long: "Puts a GPU into a fabric state: notSupported, notStarted, inProgress, completed; for good, or for a while, and then back.\n" +
+			"fabric --settle DURATION says how long a GPU that leaves MIG mode is inProgress.\n" + gpuHelp,
+		Args: cobra.MaximumNArgs(3),
+		RunE: func(command *cobra.Command, args []string) error {
+			return n.with(func(f *state.File) error {
+				if command.Flags().Changed("settle") {
+					if len(args) > 0 || settle < 0 {
+						return fmt.Errorf("--settle takes a duration and stands alone")
+					}
+					return f.SetFabricSettle(settle)
+				}
+				if len(args) < 2 {
+					return fmt.Errorf("name a GPU and a fabric state, or give --settle")
+				}
+				gpu, err := f.Find(args[0])
+				if err != nil {
+					return err
+				}
+				fabric, err := state.ParseFabric(args[1])
+				if err != nil {
+					return err
+				}
+				var period time.Duration
+				if len(args) == 3 {
+					if period, err = time.ParseDuration(args[2]); err != nil || period <= 0 {
+						return fmt.Errorf("%q is no duration such as 500ms or 10s", args[2])
+					}
+				}
+				return f.SetFabric(gpu, fabric, period)
+			})
+		},
+	}
+	command.Flags().DurationVar(&settle, "settle", 0, "how long a GPU that leaves MIG mode is in progress")
+	return command
+}

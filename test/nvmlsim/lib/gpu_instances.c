@@ -1,0 +1,138 @@
+/* GPU instances: making, listing, describing and removing them. */
+#include "sim.h"
+
+#include <string.h>
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceRemainingCapacity(nvmlDevice_t device, unsigned int id, unsigned int *count)
+{
+    ENTER_GPU(device);
+    REQUIRE(count);
+    const struct nvmlsim_profile *profile = sim_profile_by_id(sim_model(gpu), id);
+    if (!profile)
+        return NVML_ERROR_NOT_SUPPORTED;
+    /* nvml.h names NOT_SUPPORTED for a GPU with MIG off; but nvidia-smi mig -lgip, which stops on that, was seen to print 0/7. */
+    *count = LOAD(gpu->mig_current) ? sim_gi_capacity(gpu, profile) : 0;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstances(nvmlDevice_t device, unsigned int id, nvmlGpuInstance_t *instances,
+                                                   unsigned int *count)
+{
+    ENTER_GPU(device);
+    REQUIRE(count);
+    if (!LOAD(gpu->mig_current) || !sim_profile_by_id(sim_model(gpu), id))
+        return NVML_ERROR_NOT_SUPPORTED;
+    unsigned int number = (unsigned int)sim_handle_gpu(device), found = 0;
+    for (unsigned int gi = 0; gi < NVMLSIM_GPU_INSTANCES; gi++) {
+        struct sim_instance instance = sim_gi(gpu, gi);
+        if (!instance.exists || instance.profile != id || !sim_gi_visible(gpu, gi))
+            continue;
+        REQUIRE(instances);
+        instances[found++] = sim_gi_handle(number, gi);
+    }
+    *count = found;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceById(nvmlDevice_t device, unsigned int id, nvmlGpuInstance_t *instance)
+{
+    ENTER_GPU(device);
+    REQUIRE(instance);
+    if (!LOAD(gpu->mig_current))
+        return NVML_ERROR_NOT_SUPPORTED;
+    if (!sim_gi(gpu, id).exists || !sim_gi_visible(gpu, id))
+        return NVML_ERROR_NOT_FOUND;
+    *instance = sim_gi_handle((unsigned int)sim_handle_gpu(device), id);
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlGpuInstanceGetInfo(nvmlGpuInstance_t instance, nvmlGpuInstanceInfo_t *info)
+{
+    ENTER_GI(instance);
+    REQUIRE(info);
+    info->device = sim_gpu_handle(at.number);
+    info->id = at.gi_id;
+    info->profileId = at.gi.profile;
+    info->placement.start = at.gi.start;
+    info->placement.size = at.gi.size;
+    return NVML_SUCCESS;
+}
+
+/* The making, under the locks. Start below 0: the driver chooses. */
+static nvmlReturn_t make(struct nvmlsim_gpu *gpu, unsigned int number, const struct nvmlsim_profile *profile, int start,
+                         nvmlGpuInstance_t *instance)
+{
+    if (!LOAD(gpu->mig_current))
+        return NVML_ERROR_NOT_SUPPORTED;
+    if (start < 0)
+        start = sim_gi_choose(gpu, profile);
+    if (start < 0 || !sim_gi_fits(gpu, profile, (unsigned int)start))
+        return NVML_ERROR_INSUFFICIENT_RESOURCES;
+    int id = sim_gi_id(gpu, profile, (unsigned int)start);
+    if (id < 0)
+        return NVML_ERROR_INSUFFICIENT_RESOURCES;
+    for (unsigned int ci = 0; ci < NVMLSIM_COMPUTE_INSTANCES; ci++)
+        STORE(gpu->compute_instances[id][ci], 0); /* what a reset that was cut short has left */
+    STORE(gpu->instances[id], sim_pack(profile->id, (unsigned int)start, profile->placement_size));
+    *instance = sim_gi_handle(number, (unsigned int)id);
+    return NVML_SUCCESS;
+}
+
+static nvmlReturn_t create(const char *function, nvmlDevice_t device, unsigned int profile_id,
+                           const nvmlGpuInstancePlacement_t *placement, nvmlGpuInstance_t *instance)
+{
+    struct sim_target at;
+    nvmlReturn_t result = sim_find_gpu(device, &at);
+    if (result != NVML_SUCCESS)
+        return result;
+    REQUIRE(instance);
+    if (!at.model->mig_supported || at.gpu->virtualization == NVML_GPU_VIRTUALIZATION_MODE_VGPU)
+        return NVML_ERROR_NOT_SUPPORTED;
+    const struct nvmlsim_profile *profile = sim_profile_by_id(at.model, profile_id);
+    REQUIRE(profile);
+    if (placement) {
+        bool possible = false;
+        for (unsigned int i = 0; i < profile->placement_count && i < NVMLSIM_PLACEMENTS; i++)
+            possible |= profile->placement_starts[i] == placement->start && profile->placement_size == placement->size;
+        REQUIRE(possible);
+    }
+    struct sim_cut cut;
+    result = sim_cut_begin(function, at.number, &cut);
+    if (result != NVML_SUCCESS)
+        return result;
+    return sim_cut_end(&cut, make(at.gpu, at.number, profile, placement ? (int)placement->start : -1, instance));
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceCreateGpuInstance(nvmlDevice_t device, unsigned int profile_id, nvmlGpuInstance_t *instance)
+{
+    return create(__func__, device, profile_id, NULL, instance);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlDeviceCreateGpuInstanceWithPlacement(nvmlDevice_t device, unsigned int profile_id,
+                                                                  const nvmlGpuInstancePlacement_t *placement,
+                                                                  nvmlGpuInstance_t *instance)
+{
+    REQUIRE(placement);
+    return create(__func__, device, profile_id, placement, instance);
+}
+
+NVMLSIM_API nvmlReturn_t nvmlGpuInstanceDestroy(nvmlGpuInstance_t instance)
+{
+    struct sim_target at;
+    nvmlReturn_t result = sim_find_gi(instance, &at);
+    if (result != NVML_SUCCESS)
+        return result;
+    if (at.gpu->virtualization == NVML_GPU_VIRTUALIZATION_MODE_VGPU)
+        return NVML_ERROR_NOT_SUPPORTED;
+    struct sim_cut cut;
+    result = sim_cut_begin(__func__, at.number, &cut);
+    if (result != NVML_SUCCESS)
+        return result;
+    if (!sim_gi(at.gpu, at.gi_id).exists) /* somebody else was first */
+        result = NVML_ERROR_INVALID_ARGUMENT;
+    else if (sim_has_compute_instances(at.gpu, at.gi_id))
+        result = NVML_ERROR_IN_USE;
+    else
+        STORE(at.gpu->instances[at.gi_id], 0);
+    return sim_cut_end(&cut, result);
+}

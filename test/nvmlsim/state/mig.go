@@ -1,0 +1,260 @@
+package state
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync/atomic"
+	"syscall"
+	"time"
+)
+
+// How the driver serialises calls that change MIG mode or instances.
+const (
+	CutLockDriver uint32 = 0
+	CutLockGPU    uint32 = 1
+	CutLockNone   uint32 = 2
+)
+
+const (
+	instanceBit uint64 = 1 << 63
+	// noInstanceWord stands for "no GPU instance" in a process's word.
+	noInstanceWord = 0xffff
+
+	defaultFabricSettleMS = 300
+)
+
+// Instance is a GPU instance or a compute instance.
+type Instance struct {
+	ID, Profile, Start, Size uint32
+}
+
+func unpack(id int, word uint64) (Instance, bool) {
+	return Instance{ID: uint32(id), Profile: uint32(word & 0xffff), Start: uint32(word >> 16 & 0xff), Size: uint32(word >> 24 & 0xff)}, word&instanceBit != 0
+}
+
+func (i Instance) pack() uint64 {
+	return instanceBit | uint64(i.Size&0xff)<<24 | uint64(i.Start&0xff)<<16 | uint64(i.Profile&0xffff)
+}
+
+// GPUInstances are those that exist, in the order of their IDs.
+func (g *GPU) GPUInstances() []Instance {
+	var all []Instance
+	for id := range g.Instances {
+		if instance, exists := unpack(id, atomic.LoadUint64(&g.Instances[id])); exists {
+			all = append(all, instance)
+		}
+	}
+	return all
+}
+
+// OfInstance are the compute instances of a GPU instance, in the order of their IDs.
+func (g *GPU) OfInstance(id uint32) []Instance {
+	var all []Instance
+	if id >= gpuInstances {
+		return nil
+	}
+	for ci := range g.ComputeInstances[id] {
+		if instance, exists := unpack(ci, atomic.LoadUint64(&g.ComputeInstances[id][ci])); exists {
+			all = append(all, instance)
+		}
+	}
+	return all
+}
+
+// MIGUUID is the UUID of a compute instance's MIG device: the same for equal IDs on the same GPU. lib/mig_devices.c makes the same.
+func (g *GPU) MIGUUID(instance, compute uint32) string {
+	var half [2]uint64
+	for i := range half {
+		hash := uint64(0xcbf29ce484222325) + uint64(i)
+		for _, c := range []byte(Text(g.UUID[:])) {
+			hash = (hash ^ uint64(c)) * 0x100000001b3
+		}
+		x := hash ^ uint64(instance<<8|compute)<<20
+		x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
+		x = (x ^ x>>27) * 0x94d049bb133111eb
+		half[i] = x ^ x>>31
+	}
+	half[0] = half[0]&^0xf000 | 0x5000
+	half[1] = half[1]&^(3<<62) | 2<<62
+	return fmt.Sprintf("MIG-%08x-%04x-%04x-%04x-%012x", half[0]>>32, half[0]>>16&0xffff, half[0]&0xffff, half[1]>>48, half[1]&0xffffffffffff)
+}
+
+// GPUInstanceMinor is the minor of a GPU instance's capability.
+func (g *GPU) GPUInstanceMinor(instance uint32) uint32 {
+	return 3 + (g.Minor*gpuInstances+instance)*(1+computeInstances)
+}
+
+// ComputeInstanceMinor is the minor of a compute instance's capability.
+func (g *GPU) ComputeInstanceMinor(instance, compute uint32) uint32 {
+	return g.GPUInstanceMinor(instance) + 1 + compute
+}
+
+// Profile is a model's GPU instance profile.
+func (m *Model) Profile(id uint32) (*Profile, bool) {
+	for i := range m.Profiles[:m.ProfileCount] {
+		if m.Profiles[i].ID == id {
+			return &m.Profiles[i], true
+		}
+	}
+	return nil, false
+}
+
+// resetMIG is what a reset does to MIG: instances are gone. A card that needed the reset to change its mode takes the pending one; the others forget it.
+func (f *File) resetMIG(gpu int) {
+	g := f.GPU(gpu)
+	for id := range g.Instances {
+		for ci := range g.ComputeInstances[id] {
+			atomic.StoreUint64(&g.ComputeInstances[id][ci], 0)
+		}
+		atomic.StoreUint64(&g.Instances[id], 0)
+	}
+	for i := range g.Processes {
+		atomic.StoreUint64(&g.Processes[i], 0)
+	}
+	if f.Model(int(g.Model)).MIGNeedsReset == 0 {
+		atomic.StoreUint32(&g.MIGPending, 0)
+	}
+	atomic.StoreUint32(&g.MIGCurrent, g.MIGPending)
+}
+
+// ErrBusy says that processes compute on a GPU.
+var ErrBusy = errors.New("processes compute on it")
+
+// Reset resets one GPU, as nvidia-smi --gpu-reset does: it fails with ErrBusy while processes compute on the GPU, unless forced.
+func (f *File) Reset(gpu int, force bool) error {
+	return f.update(func() error {
+		g := f.GPU(gpu)
+		if !force && len(g.Busy()) > 0 {
+			return fmt.Errorf("GPU %d: %w", gpu, ErrBusy)
+		}
+		f.resetMIG(gpu)
+		atomic.StoreUint32(&g.ComputeMode, 0)
+		atomic.StoreUint32(&g.RecoveryAction, 0)
+		atomic.StoreUint32(&g.RemapPending, 0)
+		f.wake()
+		return nil
+	})
+}
+
+// Process is one that NVML lists as computing on a GPU; on the GPU as a whole where it names no instance.
+type Process struct {
+	PID               uint32
+	InInstance        bool
+	Instance, Compute uint32
+}
+
+func (p Process) pack() uint64 {
+	if !p.InInstance {
+		p.Instance, p.Compute = noInstanceWord, noInstanceWord
+	}
+	return uint64(p.PID)<<32 | uint64(p.Instance&0xffff)<<16 | uint64(p.Compute&0xffff)
+}
+
+// Busy are the processes that NVML lists on the GPU.
+func (g *GPU) Busy() []Process {
+	var all []Process
+	for i := range g.Processes {
+		word := atomic.LoadUint64(&g.Processes[i])
+		if word == 0 {
+			continue
+		}
+		p := Process{PID: uint32(word >> 32)}
+		if gi := uint32(word >> 16 & 0xffff); gi != noInstanceWord {
+			p.InInstance, p.Instance, p.Compute = true, gi, uint32(word&0xffff)
+		}
+		all = append(all, p)
+	}
+	return all
+}
+
+// SetBusy makes NVML list these processes on the GPU, besides those that it lists already.
+func (f *File) SetBusy(gpu int, processes ...Process) error {
+	return f.update(func() error {
+		g := f.GPU(gpu)
+		for _, p := range processes {
+			if p.PID == 0 {
+				return errors.New("0 is no PID")
+			}
+			if slices.Contains(g.Busy(), p) {
+				continue
+			}
+			free := slices.Index(g.Processes[:], 0)
+			if free < 0 {
+				return fmt.Errorf("GPU %d: all %d processes are in use: --clear first", gpu, maxProcesses)
+			}
+			atomic.StoreUint64(&g.Processes[free], p.pack())
+		}
+		return nil
+	})
+}
+
+// ClearBusy makes NVML list no process on the GPU.
+func (f *File) ClearBusy(gpu int) error {
+	return f.update(func() error {
+		g := f.GPU(gpu)
+		for i := range g.Processes {
+			atomic.StoreUint64(&g.Processes[i], 0)
+		}
+		return nil
+	})
+}
+
+// SetCutLock says how the driver serialises changes of MIG.
+func (f *File) SetCutLock(kind uint32) error {
+	return f.update(func() error {
+		atomic.StoreUint32(&f.Header().CutLock, kind)
+		return nil
+	})
+}
+
+// SetFabric puts a GPU into a fabric state: for good, or for a while, and then back into its own.
+func (f *File) SetFabric(gpu int, fabric uint32, period time.Duration) error {
+	return f.update(func() error {
+		g := f.GPU(gpu)
+		if period <= 0 {
+			atomic.StoreUint32(&g.FabricState, fabric)
+			atomic.StoreUint64(&g.FabricUntilMS, 0)
+			return nil
+		}
+		atomic.StoreUint32(&g.FabricInterim, fabric)
+		atomic.StoreUint64(&g.FabricUntilMS, uint64(time.Now().Add(period).UnixMilli()))
+		return nil
+	})
+}
+
+// SetFabricSettle says how long a GPU that leaves MIG mode is on its way back into the fabric.
+func (f *File) SetFabricSettle(settle time.Duration) error {
+	return f.update(func() error {
+		atomic.StoreUint64(&f.Header().FabricSettleMS, uint64(settle.Milliseconds()))
+		return nil
+	})
+}
+
+// Place notes where the layout lies, for the library, which keeps the capability files and nodes.
+func (f *File) Place(root, devices string, capsMajor uint32, plain bool) error {
+	return f.update(func() error {
+		h := f.Header()
+		if Text(h.Root[:]) != root {
+			if err := putString(h.Root[:], root, "layout's folder"); err != nil {
+				return err
+			}
+		}
+		if Text(h.Devices[:]) != devices {
+			if err := putString(h.Devices[:], devices, "folder of device nodes"); err != nil {
+				return err
+			}
+		}
+		atomic.StoreUint32(&h.CapsMajor, capsMajor)
+		atomic.StoreUint32(&h.PlainDevices, flag(plain))
+		return nil
+	})
+}
+
+// WithCapabilities runs a function while nobody else makes or removes capability files and nodes.
+func (f *File) WithCapabilities(do func() error) error {
+	if err := f.lock(syscall.F_WRLCK, lockCapabilities, true); err != nil {
+		return fmt.Errorf("lock state file %s: %w", f.path, err)
+	}
+	return errors.Join(do(), f.lock(syscall.F_UNLCK, lockCapabilities, false))
+}
