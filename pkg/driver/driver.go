@@ -62,6 +62,7 @@ type Driver struct {
 	events   *nodeEvents
 	gate     *gate
 	calls    *inflight
+	presence *presence
 
 	fail   context.CancelCauseFunc
 	helper atomic.Pointer[kubeletplugin.Helper]
@@ -86,7 +87,7 @@ func NewHardware(cfg *config.Config) (inventory.Hardware, error) {
 	}, nil
 }
 
-// New wires the rooms together. It writes nothing outside the state directory.
+// New wires the rooms together. It writes nothing outside the plugin directory.
 func New(ctx context.Context, cfg *config.Config, client kubernetes.Interface, hardware inventory.Hardware, m *metrics.Metrics) (*Driver, error) {
 	inv := inventory.New(hardware)
 	d := &Driver{
@@ -98,8 +99,14 @@ func New(ctx context.Context, cfg *config.Config, client kubernetes.Interface, h
 		calls:  newInflight(),
 	}
 	var err error
-	d.preparer, err = d.newPreparer(Paths(cfg))
-	return d, err
+	if d.presence, err = bePresent(ctx, cfg.PluginDir); err != nil {
+		return nil, err
+	}
+	if d.preparer, err = d.newPreparer(Paths(cfg)); err != nil {
+		d.presence.End()
+		return nil, err
+	}
+	return d, nil
 }
 
 // newPreparer opens what is on the disk.
@@ -142,6 +149,7 @@ func readBootID(procRoot string) (string, error) {
 // Run serves the node until the context ends, then lets what is under way finish. A non-nil error is fatal: it tells main to exit with a code other than 0.
 func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	logger := klog.FromContext(ctx)
+	defer d.presence.End()
 	ctx, d.fail = context.WithCancelCause(ctx)
 	defer d.fail(nil)
 
@@ -269,6 +277,15 @@ func (d *Driver) leaveIfUninstalled(ctx context.Context) {
 		return
 	}
 	if !gone {
+		return
+	}
+	alone, err := d.presence.Alone()
+	if err != nil {
+		logger.Error(err, "Leaving everything on the node in its place")
+		return
+	}
+	if !alone {
+		logger.Info("The driver is being uninstalled, but another instance of it lives on this node, which goes on using what is there, or removes it when it ends")
 		return
 	}
 	if err := d.withdraw(ctx); err != nil {

@@ -160,7 +160,7 @@ func removePluginDir(pluginDir, stateDir string) error {
 			errs = append(errs, os.Remove(path))
 		}
 	}
-	for _, name := range []string{"publisher.lock", "publisher.request", "bin", ""} {
+	for _, name := range []string{"publisher.lock", "publisher.request", "bin", presenceFile, ""} {
 		err := os.Remove(filepath.Join(pluginDir, name))
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTEMPTY) {
 			continue
