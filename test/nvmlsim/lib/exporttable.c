@@ -20,7 +20,8 @@ static bool is_device(const void *value)
     nvmlDevice_t device;
     _Static_assert(sizeof device == sizeof value, "a handle is as wide as a pointer");
     memcpy(&device, &value, sizeof device);
-    return sim_check_initialized() == NVML_SUCCESS && sim_handle_gpu(device) >= 0;
+    struct sim_target target;
+    return sim_find_device(device, &target) == NVML_SUCCESS;
 }
 
 static bool is_pointer(const void *value) { return (uintptr_t)value > 0x100000; }

@@ -105,6 +105,16 @@ nvmlReturn_t sim_find_gpu(nvmlDevice_t device, struct sim_target *target)
     return result;
 }
 
+nvmlReturn_t sim_find_device(nvmlDevice_t device, struct sim_target *target)
+{
+    uint64_t value;
+    memcpy(&value, &device, sizeof value);
+    nvmlReturn_t result = find(value, target);
+    if (result == NVML_SUCCESS)
+        REQUIRE(target->kind == SIM_HANDLE_GPU || target->kind == SIM_HANDLE_MIG);
+    return result;
+}
+
 nvmlReturn_t sim_find_gi(nvmlGpuInstance_t instance, struct sim_target *target)
 {
     uint64_t value;
@@ -138,12 +148,7 @@ static nvmlReturn_t meet(const char *function, nvmlReturn_t found, const struct 
 
 nvmlReturn_t sim_enter_device(const char *function, nvmlDevice_t device, struct sim_target *target)
 {
-    uint64_t value;
-    memcpy(&value, &device, sizeof value);
-    nvmlReturn_t result = find(value, target);
-    if (result == NVML_SUCCESS)
-        REQUIRE(target->kind == SIM_HANDLE_GPU || target->kind == SIM_HANDLE_MIG);
-    return meet(function, result, target);
+    return meet(function, sim_find_device(device, target), target);
 }
 
 nvmlReturn_t sim_enter_gi(const char *function, nvmlGpuInstance_t instance, struct sim_target *target)

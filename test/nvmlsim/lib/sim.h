@@ -117,6 +117,7 @@ nvmlReturn_t sim_enter_gi(const char *function, nvmlGpuInstance_t instance, stru
 nvmlReturn_t sim_enter_ci(const char *function, nvmlComputeInstance_t instance, struct sim_target *target);
 /* The looking up alone: no fault is met. */
 nvmlReturn_t sim_find_gpu(nvmlDevice_t device, struct sim_target *target);
+nvmlReturn_t sim_find_device(nvmlDevice_t device, struct sim_target *target);
 nvmlReturn_t sim_find_gi(nvmlGpuInstance_t instance, struct sim_target *target);
 nvmlReturn_t sim_find_ci(nvmlComputeInstance_t instance, struct sim_target *target);
 

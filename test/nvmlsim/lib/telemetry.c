@@ -85,15 +85,15 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetEccMode(nvmlDevice_t device, nvmlEnableSta
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, nvmlMemoryErrorType_t type,
                                                      nvmlEccCounterType_t counter, unsigned long long *count)
 {
-    ENTER_GPU(device);
+    ENTER_DEVICE(device);
     REQUIRE(count && (unsigned int)type < NVML_MEMORY_ERROR_TYPE_COUNT && (unsigned int)counter < NVML_ECC_COUNTER_TYPE_COUNT);
-    if (!sim_model(gpu)->ecc)
+    if (!at.model->ecc)
         return NVML_ERROR_NOT_SUPPORTED;
     bool single = type == NVML_MEMORY_ERROR_TYPE_CORRECTED;
     if (counter == NVML_VOLATILE_ECC)
-        *count = single ? LOAD(gpu->ecc_single_volatile) : LOAD(gpu->ecc_double_volatile);
+        *count = single ? LOAD(at.gpu->ecc_single_volatile) : LOAD(at.gpu->ecc_double_volatile);
     else
-        *count = single ? LOAD(gpu->ecc_single_aggregate) : LOAD(gpu->ecc_double_aggregate);
+        *count = single ? LOAD(at.gpu->ecc_single_aggregate) : LOAD(at.gpu->ecc_double_aggregate);
     return NVML_SUCCESS;
 }
 
@@ -102,9 +102,9 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetMemoryErrorCounter(nvmlDevice_t device, nv
                                                          unsigned long long *count)
 {
     if (location != NVML_MEMORY_LOCATION_DRAM) { /* injected errors are the memory's */
-        ENTER_GPU(device);
+        ENTER_DEVICE(device);
         REQUIRE(count);
-        if (!sim_model(gpu)->ecc)
+        if (!at.model->ecc)
             return NVML_ERROR_NOT_SUPPORTED;
         *count = 0;
         return NVML_SUCCESS;
