@@ -24,6 +24,7 @@ import (
 var everything = []string{
 	"--set", "metrics.service.enabled=true", "--set", "metrics.podMonitor.enabled=true", "--set", "metrics.podMonitor.labels.team=gpu",
 	"--set", "criticalPodsQuota.enabled=true", "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu",
+	"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`, "--set", `mig.policy=static\,NVIDIA A100*=dynamic`,
 	"--set", "image.digest=sha256:" + strings.Repeat("0a", 32), "--set", "imagePullSecrets[0].name=pull",
 	"--set", "driverRoot=/run/nvidia/driver", "--set", "devRoot=/driver-root/driver", "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook",
 	"--set", "kubeletRootDir=/var/lib/k0s/kubelet", "--set", "criSocket=/run/k0s/containerd.sock",
@@ -39,7 +40,7 @@ var onLinux = map[string]string{"kubernetes.io/os": "linux"}
 // nothing switches off all that can be.
 var nothing = []string{
 	"--set", "rbac.create=false", "--set", "serviceAccount.create=false", "--set", "serviceAccount.name=mine", "--set", "admissionPolicy.enabled=false",
-	"--set", "deviceClasses.gpu.enabled=false", "--set", "uninstall.enabled=false", "--set", "criSocket=", "--set", "priorityClassName=",
+	"--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "uninstall.enabled=false", "--set", "criSocket=", "--set", "priorityClassName=",
 	"--set-json", "tolerations=[]",
 }
 
@@ -217,7 +218,12 @@ func TestRightsAreNoMoreThanThese(t *testing.T) {
 		"ClusterRole " + plugin: {
 			{APIGroups: []string{"resource.k8s.io"}, Resources: []string{"resourceslices"}, Verbs: []string{"list", "watch", "create", "update", "delete", "deletecollection"}},
 			{APIGroups: []string{"resource.k8s.io"}, Resources: []string{"resourceclaims"}, Verbs: []string{"get"}},
-			{APIGroups: []string{""}, Resources: []string{"nodes"}, Verbs: []string{"get"}},
+			{APIGroups: []string{"resource.k8s.io"}, Resources: []string{"resourceclaims/status"}, Verbs: []string{"update", "patch"}},
+			{
+				APIGroups: []string{"resource.k8s.io"}, Resources: []string{"resourceclaims/driver"}, ResourceNames: []string{"gpu.nvidia.com"},
+				Verbs: []string{"associated-node:update", "associated-node:patch"},
+			},
+			{APIGroups: []string{""}, Resources: []string{"nodes"}, Verbs: []string{"get", "list", "watch"}},
 			{APIGroups: []string{""}, Resources: []string{"events"}, Verbs: []string{"create", "patch"}},
 		},
 		"Role " + plugin: {
@@ -325,6 +331,9 @@ func TestTheSchemaRefuses(t *testing.T) {
 		"no image":                   {"image.repository=", "repository"},
 		"a duration without a unit":  {"uninstall.timeout=240", "timeout"},
 		"an argument that is none":   {"extraArgs[0]=version", "extraArgs"},
+		"a policy that is none":      {"mig.policy=never", "policy"},
+		"a policy without a name":    {`mig.policy=static\,=off`, "policy"},
+		"a policy that is a Boolean": {"mig.policy=false", "policy"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := template(t, "--set", c.set)

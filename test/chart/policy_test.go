@@ -7,18 +7,18 @@ import (
 	"github.com/google/cel-go/cel"
 	admissionv1 "k8s.io/api/admission/v1"
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
+	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/version"
 	"k8s.io/apiserver/pkg/admission"
 	plugincel "k8s.io/apiserver/pkg/admission/plugin/cel"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/cel/environment"
-	dracel "k8s.io/dynamic-resource-allocation/cel"
+	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/utils/ptr"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // expression is a CEL expression as the API server's compiler wants to be given it.
@@ -79,29 +79,39 @@ func compile(t *testing.T, p *admissionregistrationv1.ValidatingAdmissionPolicy)
 	return compiled
 }
 
-// verdict is "" for an allowed request, else the messages of the validations that refuse it.
-func (p policy) verdict(t *testing.T, who user.Info, object, old *resourceapi.ResourceSlice) string {
+// sliceVerdict is the verdict on a write of a ResourceSlice: a creation without the old one, a deletion without the new one.
+func (p policy) sliceVerdict(t *testing.T, who user.Info, object, old *resourceapi.ResourceSlice) string {
 	t.Helper()
-	operation := admission.Update
+	resource := resourceapi.SchemeGroupVersion.WithResource("resourceslices")
 	switch {
 	case old == nil:
-		operation = admission.Create
+		return p.verdict(t, who, admission.Create, resource, "", object, nil)
 	case object == nil:
-		operation = admission.Delete
+		return p.verdict(t, who, admission.Delete, resource, "", nil, old)
 	}
-	kind := resourceapi.SchemeGroupVersion.WithKind("ResourceSlice")
-	resource := resourceapi.SchemeGroupVersion.WithResource("resourceslices")
-	attributes := &admission.VersionedAttributes{VersionedKind: kind}
-	var objectOrNil, oldOrNil runtime.Object
+	return p.verdict(t, who, admission.Update, resource, "", object, old)
+}
+
+// verdict is "" for an allowed request, else the messages of the validations that refuse it.
+func (p policy) verdict(t *testing.T, who user.Info, operation admission.Operation, resource schema.GroupVersionResource, subresource string, object, old runtime.Object) string {
+	t.Helper()
+	written := object
+	attributes := &admission.VersionedAttributes{}
 	if object != nil {
-		objectOrNil = object
 		attributes.VersionedObject.Set(object)
+	} else {
+		written = old
 	}
 	if old != nil {
-		oldOrNil = old
 		attributes.VersionedOldObject.Set(old)
 	}
-	attributes.Attributes = admission.NewAttributesRecord(objectOrNil, oldOrNil, kind, "", "slice", resource, "", operation, nil, false, who)
+	kinds, _, err := scheme.Scheme.ObjectKinds(written)
+	if err != nil {
+		t.Fatal(err)
+	}
+	kind := kinds[0]
+	attributes.VersionedKind = kind
+	attributes.Attributes = admission.NewAttributesRecord(object, old, kind, "", "name", resource, subresource, operation, nil, false, who)
 	request := plugincel.CreateAdmissionRequest(attributes.Attributes, metav1.GroupVersionResource(resource), metav1.GroupVersionKind(kind))
 	if !p.all(t, p.conditions, attributes, request, nil) {
 		return ""
@@ -181,7 +191,7 @@ func TestAPluginWritesOnlyItsOwnNodesSlices(t *testing.T) {
 		"is someone else, of no concern to us": {someone, mine, nil, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got := p.verdict(t, c.who, c.object, c.old)
+			got := p.sliceVerdict(t, c.who, c.object, c.old)
 			if (got == "") != (c.want == "") || !strings.Contains(got, c.want) {
 				t.Errorf("verdict %q, want %q", got, c.want)
 			}
@@ -189,41 +199,60 @@ func TestAPluginWritesOnlyItsOwnNodesSlices(t *testing.T) {
 	}
 }
 
-func TestClassGPUTakesWholeGPUsOfThisDriverOnly(t *testing.T) {
-	objects, _ := render(t)
-	class := only[*resourceapi.DeviceClass](t, objects, "gpu.nvidia.com")
-	if class.Spec.ExtendedResourceName != nil {
-		t.Errorf("extended resource %s by default", *class.Spec.ExtendedResourceName)
+// allocated is a claim with one device of this driver and one of another, on a node.
+func allocated(node string, change func(*resourceapi.ResourceClaimStatus)) *resourceapi.ResourceClaim {
+	c := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: "claim", Namespace: "user"}, Status: resourceapi.ResourceClaimStatus{
+		Allocation: &resourceapi.AllocationResult{NodeSelector: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
+			MatchFields: []corev1.NodeSelectorRequirement{{Key: "metadata.name", Operator: corev1.NodeSelectorOpIn, Values: []string{node}}},
+		}}}},
+		ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "pod", UID: "1"}},
+		Devices:     []resourceapi.AllocatedDeviceStatus{{Driver: "nic.example.com", Pool: "p", Device: "d"}},
+	}}
+	if change != nil {
+		change(&c.Status)
 	}
-	compiled := dracel.GetCompiler(dracel.Features{}).CompileCELExpression(class.Spec.Selectors[0].CEL.Expression, dracel.Options{})
-	if compiled.Error != nil {
-		t.Fatal(compiled.Error)
-	}
-	gpu := device.Whole{}.Device(device.Driver{})
-	shared := gpu.DeepCopy()
-	shared.Attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("gpu-share")}
-	for name, c := range map[string]struct {
-		driver string
-		device *resourceapi.Device
-		want   bool
-	}{
-		"a GPU that this driver offers whole": {"gpu.nvidia.com", &gpu, true},
-		"a share of a GPU":                    {"gpu.nvidia.com", shared, false},
-		"another driver's device":             {"tpu.example.com", &gpu, false},
-		"another driver's without a type":     {"tpu.example.com", &resourceapi.Device{}, false},
-	} {
-		t.Run(name, func(t *testing.T) {
-			got, _, err := compiled.DeviceMatches(t.Context(), dracel.Device{Driver: c.driver, Attributes: c.device.Attributes, Capacity: c.device.Capacity})
-			if err != nil || got != c.want {
-				t.Errorf("matches: %v (%v), want %v", got, err, c.want)
-			}
-		})
-	}
+	return c
 }
 
-func TestTheExtendedResourceIsAnOption(t *testing.T) {
-	objects, _ := render(t, everything...)
-	if name := only[*resourceapi.DeviceClass](t, objects, "gpu.nvidia.com").Spec.ExtendedResourceName; name == nil || *name != "nvidia.com/gpu" {
-		t.Errorf("extended resource %v", name)
+// Before 1.36 the right to write a claim's status is the right to write all of it.
+func TestAPluginSaysOfAClaimOnlyWhatItsOwnDevicesAre(t *testing.T) {
+	objects, _ := render(t)
+	p := compile(t, only[*admissionregistrationv1.ValidatingAdmissionPolicy](t, objects, release+"-gpu-dra-driver-claim-status"))
+	says := func(s *resourceapi.ResourceClaimStatus) {
+		s.Devices = append(s.Devices, resourceapi.AllocatedDeviceStatus{Driver: "gpu.nvidia.com", Pool: "node-a", Device: "gpu-0000-1b-00-0"})
+	}
+	plain := allocated("node-a", nil)
+	first := allocated("node-a", func(s *resourceapi.ResourceClaimStatus) { s.Devices = nil })
+	free := &resourceapi.ResourceClaim{ObjectMeta: plain.ObjectMeta}
+	for name, c := range map[string]struct {
+		who         user.Info
+		object, old *resourceapi.ResourceClaim
+		want        string // part of the message; empty: allowed
+	}{
+		"says what a device is": {account(plugin, "node-a"), allocated("node-a", says), plain, ""},
+		"is the first to say something": {account(plugin, "node-a"), allocated("node-a", func(s *resourceapi.ResourceClaimStatus) {
+			s.Devices = nil
+			says(s)
+		}), first, ""},
+		"takes back what it said":              {account(plugin, "node-a"), plain, allocated("node-a", says), ""},
+		"speaks of another node's claim":       {account(plugin, "node-b"), allocated("node-a", says), plain, "its own node"},
+		"speaks of a claim that has no device": {account(plugin, "node-a"), free, free, "its own node"},
+		"allocates a claim":                    {account(plugin, "node-a"), plain, free, "how a claim is allocated"},
+		"changes an allocation": {account(plugin, "node-a"), allocated("node-a", func(s *resourceapi.ResourceClaimStatus) {
+			s.Allocation.Devices.Results = []resourceapi.DeviceRequestAllocationResult{{Driver: "gpu.nvidia.com", Device: "another"}}
+		}), plain, "how a claim is allocated"},
+		"frees a claim":                        {account(plugin, "node-a"), free, plain, "how a claim is allocated"},
+		"reserves it for another Pod":          {account(plugin, "node-a"), allocated("node-a", func(s *resourceapi.ResourceClaimStatus) { s.ReservedFor[0].UID = "2" }), plain, "reserved"},
+		"removes what another driver said":     {account(plugin, "node-a"), allocated("node-a", func(s *resourceapi.ResourceClaimStatus) { s.Devices = nil }), plain, "driver gpu.nvidia.com"},
+		"changes what another driver said":     {account(plugin, "node-a"), allocated("node-a", func(s *resourceapi.ResourceClaimStatus) { s.Devices[0].Device = "e" }), plain, "driver gpu.nvidia.com"},
+		"has a token that no node has":         {account(plugin, ""), allocated("node-a", says), plain, "bound to no node"},
+		"is someone else, of no concern to us": {account("default", "node-b"), free, plain, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := p.verdict(t, c.who, admission.Update, resourceapi.SchemeGroupVersion.WithResource("resourceclaims"), "status", c.object, c.old)
+			if (got == "") != (c.want == "") || !strings.Contains(got, c.want) {
+				t.Errorf("verdict %q, want %q", got, c.want)
+			}
+		})
 	}
 }

@@ -85,36 +85,46 @@ func TestADeviceClassOfAnotherReleaseIsNotTaken(t *testing.T) {
 	owner := func(name, namespace string) map[string]string {
 		return map[string]string{"meta.helm.sh/release-name": name, "meta.helm.sh/release-namespace": namespace}
 	}
-	for name, c := range map[string]struct {
-		class   bool
-		owner   map[string]string
-		args    []string
-		refused string
+	const profiles = `deviceClasses.migProfiles=[{"profile":"1g.10gb"}]`
+	for class, c := range map[string]struct {
+		with, without []string
+		wayOut        string
 	}{
-		"there is none":              {},
-		"it is this release's":       {class: true, owner: owner(release, namespace)},
-		"it is nobody's":             {class: true},
-		"it is another release's":    {class: true, owner: owner("nvidia-dra", "nvidia"), refused: "release nvidia-dra in namespace nvidia"},
-		"it is another namespace's":  {class: true, owner: owner(release, "old"), refused: "release " + release + " in namespace old"},
-		"another's, and not offered": {class: true, owner: owner("nvidia-dra", "nvidia"), args: []string{"--set", "deviceClasses.gpu.enabled=false"}},
+		"gpu.nvidia.com":         {nil, []string{"--set", "deviceClasses.gpu.enabled=false"}, "deviceClasses.gpu.enabled=false"},
+		"mig.nvidia.com":         {nil, []string{"--set", "deviceClasses.mig.enabled=false"}, "deviceClasses.mig.enabled=false"},
+		"mig-1g.10gb.nvidia.com": {[]string{"--set-json", profiles}, nil, "deviceClasses.migProfiles[0]: "},
 	} {
-		t.Run(name, func(t *testing.T) {
-			var class *resourceapi.DeviceClass
-			if c.class {
-				class = &resourceapi.DeviceClass{
-					TypeMeta:   metav1.TypeMeta{APIVersion: "resource.k8s.io/v1", Kind: "DeviceClass"},
-					ObjectMeta: metav1.ObjectMeta{Name: "gpu.nvidia.com", Annotations: c.owner},
+		for name, there := range map[string]struct {
+			class   bool
+			owner   map[string]string
+			args    []string
+			refused string
+		}{
+			"there is none":              {args: c.with},
+			"it is this release's":       {class: true, args: c.with, owner: owner(release, namespace)},
+			"it is nobody's":             {class: true, args: c.with},
+			"it is another release's":    {class: true, args: c.with, owner: owner("nvidia-dra", "nvidia"), refused: "release nvidia-dra in namespace nvidia"},
+			"it is another namespace's":  {class: true, args: c.with, owner: owner(release, "old"), refused: "release " + release + " in namespace old"},
+			"another's, and not offered": {class: true, args: c.without, owner: owner("nvidia-dra", "nvidia")},
+		} {
+			t.Run(class+": "+name, func(t *testing.T) {
+				var found *resourceapi.DeviceClass
+				if there.class {
+					found = &resourceapi.DeviceClass{
+						TypeMeta:   metav1.TypeMeta{APIVersion: "resource.k8s.io/v1", Kind: "DeviceClass"},
+						ObjectMeta: metav1.ObjectMeta{Name: class, Annotations: there.owner},
+					}
 				}
-			}
-			_, err := template(t, append(clusterWith(t, class), c.args...)...)
-			switch {
-			// The server has no OpenAPI: helm gets as far as to what comes after the templates.
-			case c.refused == "" && err != nil && !strings.Contains(err.Error(), "from release manifest"):
-				t.Error(err)
-			case c.refused != "" && (err == nil || !strings.Contains(err.Error(), c.refused) || !strings.Contains(err.Error(), "deviceClasses.gpu.enabled=false")):
-				t.Errorf("%v, want an error that names the %s and the way out", err, c.refused)
-			}
-		})
+				_, err := template(t, append(clusterWith(t, found), there.args...)...)
+				switch {
+				// The server has no OpenAPI: helm gets as far as to what comes after the templates.
+				case there.refused == "" && err != nil && !strings.Contains(err.Error(), "from release manifest"):
+					t.Error(err)
+				case there.refused != "" && (err == nil || !strings.Contains(err.Error(), there.refused) || !strings.Contains(err.Error(), c.wayOut)):
+					t.Errorf("%v, want an error that names the %s and the way out", err, there.refused)
+				}
+			})
+		}
 	}
 }
 
@@ -136,7 +146,7 @@ func clusterWith(t *testing.T, class *resourceapi.DeviceClass) []string {
 		},
 	}
 	if class != nil {
-		answers["/apis/resource.k8s.io/v1/deviceclasses/gpu.nvidia.com"] = class
+		answers["/apis/resource.k8s.io/v1/deviceclasses/"+class.Name] = class
 	}
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")

@@ -2,6 +2,29 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
+{{/* The admission policies' common parts: requests of the plugin's account, and the node that its token names. More variables may follow. */}}
+{{- define "gpu-dra-driver.ofThePlugin" -}}
+matchConditions:
+  - name: is-the-plugin
+    expression: request.userInfo.username == "system:serviceaccount:{{ .Release.Namespace }}:{{ include "gpu-dra-driver.serviceAccountName" . }}"
+variables:
+  - name: node
+    expression: request.userInfo.?extra[?'authentication.kubernetes.io/node-name'][0].orValue('')
+{{- end -}}
+
+{{/* Puts an admission policy into force. Takes a list: the chart's root and the policy's name. */}}
+{{- define "gpu-dra-driver.denyBy" -}}
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata:
+  name: {{ index . 1 }}
+  labels:
+    {{- include "gpu-dra-driver.labels" (index . 0) | nindent 4 }}
+spec:
+  policyName: {{ index . 1 }}
+  validationActions: [Deny]
+{{- end -}}
+
 {{/* Short enough for the longest suffix that is put behind it within 63 characters. */}}
 {{- define "gpu-dra-driver.fullname" -}}
 {{- if .Values.fullnameOverride -}}
@@ -15,6 +38,10 @@
 
 {{- define "gpu-dra-driver.pluginName" -}}
 {{- include "gpu-dra-driver.fullname" . }}-kubelet-plugin
+{{- end -}}
+
+{{- define "gpu-dra-driver.claimPolicyName" -}}
+{{- include "gpu-dra-driver.fullname" . }}-claim-status
 {{- end -}}
 
 {{- define "gpu-dra-driver.uninstallName" -}}
@@ -106,6 +133,42 @@ stops and makes a new one when it comes back: a mount of the directory itself wo
 {{- end -}}
 {{- end -}}
 
+{{/*
+A DeviceClass. Takes a list: the chart's root, the class's name, a CEL expression beside the driver's name, an extended resource or "", the value that
+makes the class, and what to do about it while another release has the class. helm would refuse that too, but say only that metadata is invalid. A class
+that no release owns is left to helm and its --take-ownership.
+*/}}
+{{- define "gpu-dra-driver.deviceClass" -}}
+{{- $root := index . 0 }}{{ $name := index . 1 }}{{ $expression := index . 2 }}{{ $resource := index . 3 }}
+{{- $owner := lookup "resource.k8s.io/v1" "DeviceClass" "" $name | default dict | dig "metadata" "annotations" dict }}
+{{- $release := get $owner "meta.helm.sh/release-name" }}
+{{- $namespace := get $owner "meta.helm.sh/release-namespace" }}
+{{- if and $release (or (ne $release $root.Release.Name) (ne $namespace $root.Release.Namespace)) }}
+{{- fail (printf "%s: DeviceClass %s belongs to release %s in namespace %s. %s" (index . 4) $name $release $namespace (index . 5)) }}
+{{- end -}}
+apiVersion: resource.k8s.io/v1
+kind: DeviceClass
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "gpu-dra-driver.labels" $root | nindent 4 }}
+spec:
+  selectors:
+    - cel:
+        expression: device.driver == 'gpu.nvidia.com' && {{ $expression }}
+  {{- with $resource }}
+  extendedResourceName: {{ . }}
+  {{- end }}
+{{- end -}}
+
+{{/*
+What a MIG profile is called where a "+" may not stand, 1g.10gb.me for 1g.10gb+me: in the names of DeviceClasses, and of extended resources, as NVIDIA's
+device plugin writes them.
+*/}}
+{{- define "gpu-dra-driver.profileName" -}}
+mig-{{ . | replace "+" "." }}
+{{- end -}}
+
 {{/* The plugin's configuration file. Who it is (node, Pod) comes from the environment. */}}
 {{- define "gpu-dra-driver.config" -}}
 daemonsetName: {{ include "gpu-dra-driver.pluginName" . | quote }}
@@ -124,6 +187,9 @@ hookPath: {{ . | quote }}
 {{- end }}
 {{- with .Values.criSocket }}
 criSocket: /host/cri/{{ base . }}
+{{- end }}
+{{- with .Values.mig.policy }}
+migPolicy: {{ . | quote }}
 {{- end }}
 httpAddress: ":{{ .Values.metrics.port }}"
 kubeApiQps: {{ .Values.kubeAPI.qps }}

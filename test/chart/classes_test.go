@@ -1,0 +1,152 @@
+package chart
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/validate/content"
+	dracel "k8s.io/dynamic-resource-allocation/cel"
+	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// takes says whether a device would be one of the class's.
+func takes(t *testing.T, class *resourceapi.DeviceClass, driver string, d resourceapi.Device) bool {
+	t.Helper()
+	compiled := dracel.GetCompiler(dracel.Features{}).CompileCELExpression(class.Spec.Selectors[0].CEL.Expression, dracel.Options{})
+	if compiled.Error != nil {
+		t.Fatal(compiled.Error)
+	}
+	matches, _, err := compiled.DeviceMatches(t.Context(), dracel.Device{Driver: driver, Attributes: d.Attributes, Capacity: d.Capacity})
+	if err != nil {
+		t.Errorf("class %s: %v", class.Name, err)
+	}
+	return matches
+}
+
+// partition is a device as a GPU's part is published, as far as classes look at it.
+func partition(profile string) resourceapi.Device {
+	return resourceapi.Device{Name: "part", Attributes: map[resourceapi.QualifiedName]resourceapi.DeviceAttribute{
+		"type": {StringValue: ptr.To("mig")}, "profile": {StringValue: &profile},
+	}}
+}
+
+func TestEachClassTakesItsOwnDevicesOfThisDriverOnly(t *testing.T) {
+	objects, _ := render(t, "--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`)
+	whole := device.Whole{}.Device(device.Driver{})
+	share := *whole.DeepCopy()
+	share.Attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("gpu-share")}
+	const small, media = "mig-1g.10gb.nvidia.com", "mig-1g.10gb.me.nvidia.com"
+	for name, c := range map[string]struct {
+		driver  string
+		device  resourceapi.Device
+		classes []string
+	}{
+		"a GPU that this driver offers whole":    {"gpu.nvidia.com", whole, []string{"gpu.nvidia.com"}},
+		"a share of a GPU":                       {"gpu.nvidia.com", share, nil},
+		"a part of a GPU":                        {"gpu.nvidia.com", partition("1g.10gb"), []string{"mig.nvidia.com", small}},
+		"a part with the media engines":          {"gpu.nvidia.com", partition("1g.10gb+me"), []string{"mig.nvidia.com", media}},
+		"a part of a profile without a class":    {"gpu.nvidia.com", partition("7g.80gb"), []string{"mig.nvidia.com"}},
+		"another driver's GPU":                   {"tpu.example.com", whole, nil},
+		"another driver's part":                  {"tpu.example.com", partition("1g.10gb"), nil},
+		"another driver's without any attribute": {"tpu.example.com", resourceapi.Device{}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var classes []string
+			for _, class := range []string{"gpu.nvidia.com", "mig.nvidia.com", small, media} {
+				if takes(t, only[*resourceapi.DeviceClass](t, objects, class), c.driver, c.device) {
+					classes = append(classes, class)
+				}
+			}
+			if diff := cmp.Diff(c.classes, classes); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+// resources are the DeviceClasses with their extended resources.
+func resources(t *testing.T, args ...string) map[string]string {
+	t.Helper()
+	objects, _ := render(t, args...)
+	found := map[string]string{}
+	for _, object := range objects {
+		if class, ok := object.(*resourceapi.DeviceClass); ok {
+			found[class.Name] = ptr.Deref(class.Spec.ExtendedResourceName, "")
+		}
+	}
+	return found
+}
+
+func TestClassesAndTheirExtendedResources(t *testing.T) {
+	both := func(more map[string]string) map[string]string {
+		all := map[string]string{"gpu.nvidia.com": "", "mig.nvidia.com": ""}
+		for class, resource := range more {
+			all[class] = resource
+		}
+		return all
+	}
+	for name, c := range map[string]struct {
+		args []string
+		want map[string]string
+	}{
+		"by default there is none": {nil, both(nil)},
+		"whole GPUs may have one":  {[]string{"--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu"}, both(map[string]string{"gpu.nvidia.com": "nvidia.com/gpu"})},
+		"a profile has what the device plugin calls it": {
+			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"},{"profile":"1g.24gb-me"},{"profile":"2g.48gb+me.all"},{"profile":"1c.3g.40gb"}]`},
+			both(map[string]string{
+				"mig-1g.10gb.nvidia.com": "nvidia.com/mig-1g.10gb", "mig-1g.10gb.me.nvidia.com": "nvidia.com/mig-1g.10gb.me",
+				"mig-1g.24gb-me.nvidia.com": "nvidia.com/mig-1g.24gb-me", "mig-2g.48gb.me.all.nvidia.com": "nvidia.com/mig-2g.48gb.me.all",
+				"mig-1c.3g.40gb.nvidia.com": "nvidia.com/mig-1c.3g.40gb",
+			}),
+		},
+		"one profile may be what a GPU was": {
+			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","name":"small.example.com","extendedResourceName":"nvidia.com/gpu"}]`},
+			both(map[string]string{"small.example.com": "nvidia.com/gpu"}),
+		},
+		"a class may have none": {
+			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","extendedResourceName":""},{"profile":"2g.20gb","extendedResourceName":""}]`},
+			both(map[string]string{"mig-1g.10gb.nvidia.com": "", "mig-2g.20gb.nvidia.com": ""}),
+		},
+		"nothing need be there": {[]string{"--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false"}, map[string]string{}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := resources(t, c.args...)
+			if diff := cmp.Diff(c.want, got); diff != "" {
+				t.Error(diff)
+			}
+			for class, resource := range got {
+				for _, problem := range content.IsDNS1123Subdomain(class) {
+					t.Errorf("class %s: %s", class, problem)
+				}
+				if resource == "" {
+					continue
+				}
+				for _, problem := range content.IsLabelKey(resource) {
+					t.Errorf("extended resource %s: %s", resource, problem)
+				}
+			}
+		})
+	}
+}
+
+func TestTwoClassesDoNotMeanTheSame(t *testing.T) {
+	for name, c := range map[string]struct{ classes, want string }{
+		"the same profile twice":       {`[{"profile":"1g.10gb"},{"profile":"1g.10gb"}]`, "deviceClasses.migProfiles[1]: DeviceClass mig-1g.10gb.nvidia.com is already made by deviceClasses.migProfiles[0]"},
+		"the name of another class":    {`[{"profile":"1g.10gb","name":"mig.nvidia.com"}]`, "already made by deviceClasses.mig."},
+		"the resource of another":      {`[{"profile":"1g.10gb"},{"profile":"2g.20gb","extendedResourceName":"nvidia.com/mig-1g.10gb"}]`, "extended resource nvidia.com/mig-1g.10gb is already that of deviceClasses.migProfiles[0]"},
+		"the resource that GPUs have":  {`[{"profile":"1g.10gb","extendedResourceName":"nvidia.com/gpu"}]`, "extended resource nvidia.com/gpu is already that of deviceClasses.gpu."},
+		"no profile of a GPU instance": {`[{"profile":"all"}]`, "profile"},
+		"an unknown key":               {`[{"profile":"1g.10gb","extendedResource":"x"}]`, "extendedResource"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := template(t, "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu", "--set-json", "deviceClasses.migProfiles="+c.classes)
+			if err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("%v, want %q", err, c.want)
+			}
+		})
+	}
+}
