@@ -18,6 +18,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // version is set by the linker.
@@ -36,10 +37,11 @@ type command struct {
 
 func commands() map[string]command {
 	return map[string]command{
-		"":                 {"serve this node (the default)", serve},
-		"inventory":        {"show what this node would offer, and why not if it offers nothing; needs no cluster and changes nothing", runInventory},
-		"uninstall":        {"remove the DaemonSet in order; refuses while claims hold devices", uninstall},
-		driver.ScanCommand: {"look at the hardware for a parent process (internal)", runScan},
+		"":                      {"serve this node (the default)", serve},
+		"inventory":             {"show what this node would offer, and why not if it offers nothing; needs no cluster and changes nothing", runInventory},
+		"uninstall":             {"remove the DaemonSet in order; refuses while claims hold devices", uninstall},
+		driver.ScanCommand:      {"look at the hardware for a parent process (internal)", runScan},
+		nvidia.PartitionCommand: {"cut a GPU for a parent process (internal)", runPartition},
 		"version": {"print the version", func(_ context.Context, _ []string, out io.Writer) error {
 			_, err := fmt.Fprintln(out, version)
 			return err

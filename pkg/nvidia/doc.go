@@ -14,5 +14,9 @@
 // cannot be replaced in a process that has called it, which a driver upgrade needs. [Isolated] therefore runs the same scan in a child process, of which
 // [ServeScan] is the other end.
 //
-// The package changes nothing on the node, and it keeps no state: package inventory does.
+// GPUs are cut through [Partitions], which does the same for calls that change something: each GPU has a worker process while it is needed, of which
+// [ServePartitions] is the other end. It looks, makes and destroys exactly what it is told and knows of no claim: that nothing is leaked is package
+// prepare's business.
+//
+// Apart from that the package changes nothing on the node, and it keeps no state: package inventory does.
 package nvidia

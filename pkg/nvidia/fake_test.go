@@ -21,6 +21,7 @@ type card struct {
 	bus, uuid, name string
 	minor           int
 	cut             *fakeCut // nil for a card that cannot be cut
+	fabric          *nvml.GpuFabricInfo
 	virtualization  nvml.GpuVirtualizationMode
 	major           int // of the CUDA compute capability, 8 unless told otherwise
 	answers         map[string]nvml.Return
@@ -95,6 +96,12 @@ func (c card) handle(index int) nvml.Device {
 		IsMigDeviceHandleFunc:     func() (bool, nvml.Return) { return false, nvml.SUCCESS },
 		GetMigModeFunc:            func() (int, int, nvml.Return) { return 0, 0, nvml.ERROR_NOT_SUPPORTED },
 		GetVirtualizationModeFunc: func() (nvml.GpuVirtualizationMode, nvml.Return) { return c.virtualization, nvml.SUCCESS },
+	}
+	d.GetGpuFabricInfoFunc = func() (nvml.GpuFabricInfo, nvml.Return) {
+		if c.fabric == nil {
+			return nvml.GpuFabricInfo{}, nvml.ERROR_NOT_SUPPORTED
+		}
+		return *c.fabric, nvml.SUCCESS
 	}
 	if c.cut != nil {
 		c.cut.equip(d)

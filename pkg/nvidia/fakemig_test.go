@@ -20,6 +20,8 @@ type fakeCut struct {
 	on, next   bool
 	needsReset bool // to change the mode
 	activation nvml.Return
+	moves      bool // instances to another place than they should be at
+	mute       bool // about capabilities
 	profiles   []fakeProfile
 	processes  []nvml.ProcessInfo
 
@@ -181,13 +183,6 @@ func (f *fakeCut) equip(d *mock.Device) {
 	d.GetComputeRunningProcessesFunc, d.GetGraphicsRunningProcessesFunc, d.GetMPSComputeRunningProcessesFunc = running, running, none
 }
 
-func modeNumber(on bool) int {
-	if on {
-		return nvml.DEVICE_MIG_ENABLE
-	}
-	return nvml.DEVICE_MIG_DISABLE
-}
-
 func (f *fakeCut) profile(id uint32) fakeProfile {
 	for _, p := range f.profiles {
 		if p.Id == id && p.size > 0 {
@@ -203,7 +198,13 @@ func (f *fakeCut) add(profile uint32, at nvml.GpuInstancePlacement) uint32 {
 	for f.instances[id] != nil {
 		id++
 	}
+	if f.moves {
+		at.Start++
+	}
 	f.instances[id] = &fakeInstance{nvml.GpuInstanceInfo{Id: id, ProfileId: profile, Placement: at}, map[uint32]uint32{}}
+	if f.mute {
+		return id
+	}
 	f.host.file(f.folder(id)+"/access", fmt.Sprintf("DeviceFileMinor: %d\nDeviceFileMode: 292\nDeviceFileModify: 1\n", f.capability(id)))
 	return id
 }
@@ -215,6 +216,9 @@ func (f *fakeCut) addCompute(instance, profile uint32) uint32 {
 	i := f.instances[instance]
 	id := uint32(len(i.compute))
 	i.compute[id] = profile
+	if f.mute {
+		return id
+	}
 	f.host.file(fmt.Sprintf("%s/ci%d/access", f.folder(instance), id), fmt.Sprintf("DeviceFileMinor: %d\nDeviceFileMode: 292\n", f.capability(instance)+1+int(id)))
 	return id
 }

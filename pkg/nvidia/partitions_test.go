@@ -1,0 +1,346 @@
+package nvidia
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// playWorker is a worker whose cards behave as their UUIDs say. Its answers carry its process ID as the minor number.
+func playWorker() {
+	decoder, encoder := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
+	var p Paths
+	if decoder.Decode(&p) != nil {
+		return
+	}
+	for busy := 0; ; {
+		var r request
+		if decoder.Decode(&r) != nil {
+			return
+		}
+		a := answer{State: &State{Minor: os.Getpid()}}
+		switch r.Card.UUID {
+		case "hangs":
+			select {}
+		case "dies":
+			fmt.Fprintln(os.Stderr, "symbol lookup error")
+			os.Exit(127) //nolint:forbidigo // this process is the child of a test
+		case "raves":
+			fmt.Println("hello") //nolint:forbidigo // this process is the child of a test
+		case "waits": // for somebody to open the other end
+			_, _ = os.ReadFile(filepath.Join(p.Proc, "gate"))
+		case "busy":
+			if busy++; busy < 3 {
+				a = answer{Error: r.fail(CodeInUse, "in use")}
+			}
+		case "always busy":
+			a = answer{Error: r.fail(CodeInUse, "in use")}
+		case "broken":
+			a = answer{Error: r.fail(CodeOther, "NVML error 12345")}
+		case "registering":
+			if r.Op == opFabric {
+				if busy++; busy < 3 {
+					a = answer{Waiting: "still registering"}
+				}
+			}
+		case "never registers":
+			if r.Op == opFabric {
+				a = answer{Waiting: "still registering"}
+			}
+		}
+		_ = encoder.Encode(a)
+	}
+}
+
+func newPartitions(t *testing.T) *Partitions {
+	t.Helper()
+	t.Setenv(roleVariable, "worker")
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := NewPartitions(Paths{Proc: t.TempDir()}, self)
+	t.Cleanup(p.Close)
+	return p
+}
+
+// gpu is a card that behaves in some way.
+func gpu(n int, behaves string) Card {
+	return Card{device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", n)), behaves}
+}
+
+// look is the process ID of the worker that answered.
+func lookAt(t *testing.T, p *Partitions, c Card) int {
+	t.Helper()
+	s, err := p.Look(t.Context(), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s.Minor
+}
+
+func codeOf(err error) CutCode {
+	var cut *CutError
+	if errors.As(err, &cut) {
+		return cut.Code
+	}
+	return ""
+}
+
+func TestCallsOnOneGPUShareAWorker(t *testing.T) {
+	p := newPartitions(t)
+	first := lookAt(t, p, gpu(1, "well"))
+	if again := lookAt(t, p, gpu(1, "well")); again != first {
+		t.Errorf("process %d, then %d", first, again)
+	}
+	if other := lookAt(t, p, gpu(2, "well")); other == first {
+		t.Error("another GPU has the same worker")
+	}
+}
+
+func TestACallThatOutlivesItsContextEndsAndTheNextWorks(t *testing.T) {
+	p := newPartitions(t)
+	ctx, cancel := context.WithTimeout(t.Context(), hangLimit)
+	defer cancel()
+	_, err := p.Look(ctx, gpu(1, "hangs"))
+	if codeOf(err) != CodeTimeout || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "gpu-0000-01-00-0") {
+		t.Errorf("error is %v", err)
+	}
+	lookAt(t, p, gpu(1, "well"))
+}
+
+func TestAWorkerThatDiesIsReplaced(t *testing.T) {
+	p := newPartitions(t)
+	before := lookAt(t, p, gpu(1, "well"))
+	for behaves, says := range map[string]string{"dies": "symbol lookup error", "raves": "read its answer"} {
+		if _, err := p.Look(t.Context(), gpu(1, behaves)); codeOf(err) != CodeDied || !strings.Contains(err.Error(), says) {
+			t.Errorf("%s: %v", behaves, err)
+		}
+		if after := lookAt(t, p, gpu(1, "well")); after == before {
+			t.Error("it lives")
+		}
+	}
+}
+
+func TestNVMLIsTakenAfreshAfterAFailure(t *testing.T) {
+	p := newPartitions(t)
+	before := lookAt(t, p, gpu(1, "well"))
+	if _, err := p.Look(t.Context(), gpu(1, "broken")); codeOf(err) != CodeOther {
+		t.Error(err)
+	}
+	if after := lookAt(t, p, gpu(1, "well")); after == before {
+		t.Error("the same worker goes on")
+	}
+}
+
+func TestAHangingGPUHoldsUpNoOther(t *testing.T) {
+	p := newPartitions(t)
+	gate := filepath.Join(p.paths.Proc, "gate")
+	if err := unix.Mkfifo(gate, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var done sync.WaitGroup
+	done.Go(func() {
+		if _, err := p.Look(t.Context(), gpu(1, "waits")); err != nil {
+			t.Error(err)
+		}
+	})
+	opened, err := os.OpenFile(gate, os.O_WRONLY, 0) // returns when the worker waits
+	if err != nil {
+		t.Fatal(err)
+	}
+	lookAt(t, p, gpu(2, "well"))
+	ctx, cancel := context.WithTimeout(t.Context(), hangLimit)
+	defer cancel()
+	if _, err := p.Look(ctx, gpu(1, "well")); codeOf(err) != CodeTimeout || !strings.Contains(err.Error(), "nothing was done") {
+		t.Errorf("a second call on the GPU: %v", err)
+	}
+	_ = opened.Close()
+	done.Wait()
+	lookAt(t, p, gpu(1, "well"))
+}
+
+func TestAnIdleWorkerEnds(t *testing.T) {
+	p := newPartitions(t)
+	p.idle = hangLimit
+	lookAt(t, p, gpu(1, "well"))
+	<-p.seats["0000:01:00.0"].worker.gone
+	lookAt(t, p, gpu(1, "well"))
+}
+
+func TestAWorkerThatCannotBeKilledIsNotJoinedByAnother(t *testing.T) {
+	p := newPartitions(t)
+	lookAt(t, p, gpu(1, "well"))
+	w := p.seats["0000:01:00.0"].worker
+	stuck := &worker{process: w.process, ended: true, gone: make(chan struct{}), stdin: w.stdin}
+	p.seats["0000:01:00.0"].worker = stuck
+	ctx, cancel := context.WithTimeout(t.Context(), hangLimit)
+	defer cancel()
+	if _, err := p.Look(ctx, gpu(1, "well")); codeOf(err) != CodeTimeout || !strings.Contains(err.Error(), "still hangs in the NVIDIA driver") {
+		t.Errorf("error is %v", err)
+	}
+	close(stuck.gone)
+	lookAt(t, p, gpu(1, "well"))
+	w.end()
+}
+
+func TestBusyInstancesAreTriedAgain(t *testing.T) {
+	p := newPartitions(t)
+	var mu sync.Mutex
+	seen := map[string]int{}
+	p.Observe = func(op string, _ time.Duration, code string) {
+		mu.Lock()
+		defer mu.Unlock()
+		seen[op+" "+code]++
+	}
+	if err := p.Destroy(t.Context(), gpu(1, "busy"), device.Instance{}); err != nil || seen["destroy in-use"] != 2 || seen["destroy "] != 1 {
+		t.Errorf("%v after %v", err, seen)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), hangLimit)
+	defer cancel()
+	if err := p.Destroy(ctx, gpu(1, "always busy"), device.Instance{}); codeOf(err) != CodeInUse {
+		t.Error(err)
+	}
+}
+
+func TestAWholeGPUWaitsForItsFabric(t *testing.T) {
+	p := newPartitions(t)
+	if _, err := p.SetMode(t.Context(), gpu(1, "registering"), false); err != nil {
+		t.Error(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), hangLimit)
+	defer cancel()
+	if _, err := p.SetMode(ctx, gpu(1, "never registers"), false); codeOf(err) != CodeTimeout || !strings.Contains(err.Error(), "fabricmanager") || !errors.Is(err, context.DeadlineExceeded) {
+		t.Error(err)
+	}
+	if _, err := p.SetMode(t.Context(), gpu(1, "never registers"), true); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestAnswersWithoutContentAreErrors(t *testing.T) {
+	p := newPartitions(t)
+	if _, err := p.CreateInstance(t.Context(), gpu(1, "well"), 19, device.Placement{Size: 1}); codeOf(err) != CodeOther {
+		t.Error(err)
+	}
+	if _, err := p.CreateCompute(t.Context(), gpu(1, "well"), 1); codeOf(err) != CodeOther {
+		t.Error(err)
+	}
+	p.command = []string{"/nonexistent"}
+	if _, err := p.Look(t.Context(), gpu(2, "well")); codeOf(err) != CodeOther || !strings.Contains(err.Error(), "start the worker") {
+		t.Error(err)
+	}
+}
+
+func TestCloseEndsWorkersAndCalls(t *testing.T) {
+	p := newPartitions(t)
+	lookAt(t, p, gpu(2, "well"))
+	idle := p.seats["0000:02:00.0"].worker
+	result := make(chan error)
+	gate := filepath.Join(p.paths.Proc, "gate")
+	if err := unix.Mkfifo(gate, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		_, err := p.Look(t.Context(), gpu(1, "waits"))
+		result <- err
+	}()
+	opened, err := os.OpenFile(gate, os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = opened.Close() }()
+	p.Close()
+	if err := <-result; !errors.Is(err, errClosed) {
+		t.Error(err)
+	}
+	<-idle.gone
+	if _, err := p.Look(t.Context(), gpu(1, "well")); !errors.Is(err, errClosed) {
+		t.Error(err)
+	}
+	p.Close()
+}
+
+func TestAWorkerEndsWithItsParentEvenInTheMiddleOfACall(t *testing.T) {
+	p := newPartitions(t)
+	t.Setenv(roleVariable, "partition")
+	lookAtNothing, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	if _, err := p.Look(lookAtNothing, gpu(1, "well")); codeOf(err) != CodeNoDriver {
+		t.Errorf("without a driver: %v", err)
+	}
+	h := newFakeHost(t)
+	cards := twoCards()
+	cards[1].hangs = "nvmlDeviceGetUUID"
+	in, parent := io.Pipe()
+	called := make(chan struct{})
+	served := make(chan error)
+	go func() {
+		served <- servePartitions(t.Context(), in, io.Discard, func(Paths) (nvml.Interface, error) {
+			close(called)
+			return fakeNVML(cards...), nil
+		})
+	}()
+	for _, line := range []any{h.paths(), request{Op: opLook, Card: Card{"0000:1b:00.0", "x"}}} {
+		if err := json.NewEncoder(parent).Encode(line); err != nil {
+			t.Fatal(err)
+		}
+	}
+	<-called
+	_ = parent.Close()
+	if err := <-served; err != nil {
+		t.Error(err)
+	}
+	if err := ServePartitions(t.Context(), strings.NewReader("no JSON"), io.Discard); err == nil {
+		t.Error("paths that are no JSON were taken")
+	}
+}
+
+func TestOneCardIsCutByOneWorkerAtATime(t *testing.T) {
+	h := newFakeHost(t)
+	p := h.paths().withDefaults()
+	release, err := lockCard(p, "0000:1b:00.0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	taken := make(chan struct{})
+	go func() {
+		defer close(taken)
+		again, err := lockCard(p, "0000:1b:00.0")
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		again()
+	}()
+	other, err := lockCard(p, "0000:c3:00.0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	other()
+	select {
+	case <-taken:
+		t.Error("two have it")
+	default:
+	}
+	release()
+	<-taken
+	if gone, err := lockCard(p, "0000:99:00.0"); err != nil {
+		t.Error(err)
+	} else {
+		gone()
+	}
+}
