@@ -127,7 +127,7 @@ func (w *world) testVanishedDevice(t *testing.T) {
 	w.nvmlsim(t, badNode, "lose", pciAddress(device))
 	w.nvmlsim(t, badNode, "driver", "reload", "--force")
 	eventually(t, 30*time.Second, "the device is offered no more", func() (bool, string) {
-		now := w.devices(t, badNode)
+		now := w.gpus(t, badNode)
 		_, still := now[device]
 		return !still && len(now) == badGPUs-1, fmt.Sprint(len(now))
 	})
@@ -248,7 +248,7 @@ func (w *world) testFullDisk(t *testing.T) {
 	// What needs no space goes on: a running Pod, another one of the same claim, and giving the claim back.
 	w.apply(t, ns, podOnClaim("joins", badNode, "held")+podOnNothing("no-gpu", badNode))
 	w.running(t, ns, "before", "joins", "no-gpu")
-	if got := len(w.devices(t, badNode)); got != badGPUs {
+	if got := len(w.gpus(t, badNode)); got != badGPUs {
 		t.Errorf("the node offers %d devices, want %d", got, badGPUs)
 	}
 	uid := w.uidOf(t, ns, "held")
@@ -290,7 +290,7 @@ func (w *world) testReadOnlyDisk(t *testing.T) {
 	eventually(t, 60*time.Second, "the next plugin ends with one clear error", func() (bool, string) {
 		return w.lastWords(t, old.UID, "state cannot be written to", "read-only file system")
 	})
-	if got := len(w.devices(t, badNode)); got != badGPUs {
+	if got := len(w.gpus(t, badNode)); got != badGPUs {
 		t.Errorf("the node offers %d devices, want %d", got, badGPUs)
 	}
 
@@ -461,7 +461,7 @@ func (w *world) recordOf(t *testing.T, namespace, claim string) string {
 func (w *world) freeDevices(t *testing.T) []string {
 	t.Helper()
 	var names []string
-	for name := range w.devices(t, badNode) {
+	for name := range w.gpus(t, badNode) {
 		names = append(names, name)
 	}
 	slices.Sort(names)

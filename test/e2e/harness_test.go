@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"strings"
@@ -323,6 +324,16 @@ func (w *world) devices(t *testing.T, node string) map[string]resourceapi.Device
 	return devices
 }
 
+// gpus are the published GPUs of a node, as wholes, by name.
+func (w *world) gpus(t *testing.T, node string) map[string]resourceapi.Device {
+	t.Helper()
+	devices := w.devices(t, node)
+	maps.DeleteFunc(devices, func(_ string, d resourceapi.Device) bool { return !isWhole(&d) })
+	return devices
+}
+
+func isWhole(d *resourceapi.Device) bool { return *d.Attributes["type"].StringValue == "gpu" }
+
 // slices are the driver's ResourceSlices of a node.
 func (w *world) slices(t *testing.T, node string) []resourceapi.ResourceSlice {
 	t.Helper()
@@ -333,11 +344,11 @@ func (w *world) slices(t *testing.T, node string) []resourceapi.ResourceSlice {
 	return list.Items
 }
 
-// offers waits until a node offers n devices.
+// offers waits until a node offers n GPUs as wholes.
 func (w *world) offers(t *testing.T, node string, n int) {
 	t.Helper()
-	eventually(t, 30*time.Second, fmt.Sprintf("node %s offers %d devices", node, n), func() (bool, string) {
-		got := len(w.devices(t, node))
+	eventually(t, 30*time.Second, fmt.Sprintf("node %s offers %d GPUs", node, n), func() (bool, string) {
+		got := len(w.gpus(t, node))
 		return got == n, fmt.Sprint(got)
 	})
 }

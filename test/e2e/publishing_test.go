@@ -7,6 +7,7 @@ import (
 	"path"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -36,8 +37,8 @@ func (w *world) testPlainNode(t *testing.T) {
 	if status := pod.Status.ContainerStatuses[0]; !status.Ready || status.RestartCount != 0 {
 		t.Errorf("the plugin idles not in peace: %+v", status)
 	}
-	if slices := w.slices(t, plain); len(slices) != 0 {
-		t.Errorf("the node has no GPU, and its slices are %v", slices)
+	if published := w.slices(t, plain); len(published) != 0 {
+		t.Errorf("the node has no GPU, and its slices are %v", published)
 	}
 	if out := w.on(t, plain, "find", "/var/run/cdi", "/var/lib/kubelet/plugins", "/var/lib/kubelet/plugins_registry", "-mindepth", "1"); out != "" {
 		t.Errorf("the idle plugin has made %s", out)
@@ -64,8 +65,15 @@ func (w *world) testSlicesOfEveryNode(t *testing.T) {
 		for _, node := range []string{h100, mixed} {
 			out := w.mustExec(t, stand.Namespace, w.livePlugin(t, node).Name, "", "gpu-kubelet-plugin", "inventory", "-o", "yaml")
 			shown, published := parseSlices(t, out), w.slices(t, node)
-			if len(shown) != 1 || len(published) != 1 || !equality.Semantic.DeepEqual(shown[0].Spec.Devices, published[0].Spec.Devices) {
-				t.Errorf("the inventory of node %s shows\n%+v\nand published is\n%+v", node, shown, published)
+			if len(shown) == 0 || len(shown) != len(published) {
+				t.Fatalf("the inventory of node %s shows %d slices, and published are %d", node, len(shown), len(published))
+			}
+			for _, slice := range shown {
+				if !slices.ContainsFunc(published, func(p resourceapi.ResourceSlice) bool {
+					return equality.Semantic.DeepEqual(p.Spec.Devices, slice.Spec.Devices) && equality.Semantic.DeepEqual(p.Spec.SharedCounters, slice.Spec.SharedCounters)
+				}) {
+					t.Errorf("the inventory of node %s shows\n%+v\nwhich is not published", node, slice)
+				}
 			}
 		}
 	})
@@ -93,9 +101,11 @@ func (w *world) wouldPublish(t *testing.T, model string) []*resourceapi.Resource
 	out := w.mustExec(t, stand.Namespace, w.livePlugin(t, plain).Name, "", "gpu-kubelet-plugin", "inventory", "-o", "yaml", "--node-name", "layout-"+model,
 		"--driver-root", path.Join(host, "driver"), "--driver-root-mount", path.Join(visible, "driver"),
 		"--sysfs-root", path.Join(visible, "sys"), "--proc-root", path.Join(visible, "proc"))
-	slices, devices := parseSlices(t, out), 0
-	for _, slice := range slices {
-		devices += len(slice.Spec.Devices)
+	shown, cards := parseSlices(t, out), map[string]bool{}
+	for _, slice := range shown {
+		for _, d := range slice.Spec.Devices {
+			cards[*d.Attributes["resource.kubernetes.io/pciBusID"].StringValue] = true
+		}
 	}
 	file, err := os.ReadFile(filepath.Join(w.root, "test", "nvmlsim", "nodes", model+".yaml"))
 	if err != nil {
@@ -107,16 +117,16 @@ func (w *world) wouldPublish(t *testing.T, model string) []*resourceapi.Resource
 	if err := yaml.Unmarshal(file, &node); err != nil {
 		t.Fatal(err)
 	}
-	if devices == 0 || devices != len(node.GPUs) {
-		t.Fatalf("the node has %d GPUs and would publish %d devices", len(node.GPUs), devices)
+	if len(cards) == 0 || len(cards) != len(node.GPUs) {
+		t.Fatalf("the node has %d GPUs and would publish devices of %d", len(node.GPUs), len(cards))
 	}
-	return slices
+	return shown
 }
 
 // parseSlices reads the YAML documents that the inventory prints.
 func parseSlices(t *testing.T, documents string) []*resourceapi.ResourceSlice {
 	t.Helper()
-	var slices []*resourceapi.ResourceSlice
+	var parsed []*resourceapi.ResourceSlice
 	for document := range strings.SplitSeq(documents, "---\n") {
 		if strings.TrimSpace(document) == "" {
 			continue
@@ -125,9 +135,9 @@ func parseSlices(t *testing.T, documents string) []*resourceapi.ResourceSlice {
 		if err := yaml.UnmarshalStrict([]byte(document), slice); err != nil {
 			t.Fatalf("%v in\n%s", err, document)
 		}
-		slices = append(slices, slice)
+		parsed = append(parsed, slice)
 	}
-	return slices
+	return parsed
 }
 
 // keeps stores a slice and reads it again: nothing of it may have been refused, dropped or changed.
@@ -179,7 +189,11 @@ func (w *world) testForgedSlices(t *testing.T) {
 	pod := w.livePlugin(t, h100)
 	plugin := w.as(t, &pod, pod.Spec.ServiceAccountName)
 	unbound := w.as(t, nil, pod.Spec.ServiceAccountName)
-	own, theirs := w.slices(t, h100)[0], w.slices(t, mixed)[0]
+	withDevices := func(node string) resourceapi.ResourceSlice {
+		all := w.slices(t, node)
+		return all[slices.IndexFunc(all, func(s resourceapi.ResourceSlice) bool { return len(s.Spec.Devices) > 0 })]
+	}
+	own, theirs := withDevices(h100), withDevices(mixed)
 	dry := []string{metav1.DryRunAll}
 
 	create := func(node *string, driver string) func(kubernetes.Interface) error {

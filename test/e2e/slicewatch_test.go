@@ -17,8 +17,8 @@ import (
 // offer is what a node offered from a moment on.
 type offer struct {
 	at time.Time
-	// devices is 0 while the pool is not complete: the scheduler then sees nothing of it.
-	devices int
+	// gpus is how many are offered as wholes, 0 while the pool is not complete: the scheduler then sees nothing of it.
+	gpus    int
 	because string
 }
 
@@ -92,25 +92,29 @@ func (s *sliceWatch) see(event watch.Event) {
 	s.note(fmt.Sprintf("%s %s generation %d", event.Type, slice.Name, slice.Spec.Pool.Generation))
 }
 
-// note counts the devices of the newest generation, if all its slices are there.
+// note counts the whole GPUs of the newest generation, if all its slices are there.
 func (s *sliceWatch) note(because string) {
 	var newest, want int64
 	var have int64
-	devices := 0
+	gpus := 0
 	for _, slice := range s.slices {
 		pool := slice.Spec.Pool
 		if pool.Generation > newest || have == 0 {
-			newest, want, have, devices = pool.Generation, pool.ResourceSliceCount, 0, 0
+			newest, want, have, gpus = pool.Generation, pool.ResourceSliceCount, 0, 0
 		}
 		if pool.Generation == newest {
 			have++
-			devices += len(slice.Spec.Devices)
+			for i := range slice.Spec.Devices {
+				if isWhole(&slice.Spec.Devices[i]) {
+					gpus++
+				}
+			}
 		}
 	}
 	if have != want {
-		devices = 0
+		gpus = 0
 	}
-	s.offers = append(s.offers, offer{time.Now(), devices, because})
+	s.offers = append(s.offers, offer{time.Now(), gpus, because})
 }
 
 // history waits until the watch has seen what the API server has now, and returns all that the node offered since a moment, beginning with what it
@@ -139,12 +143,12 @@ func (s *sliceWatch) history(since time.Time) []offer {
 	return append([]offer(nil), s.offers[first:]...)
 }
 
-// alwaysOffered proves that the node offered n devices at every moment since.
+// alwaysOffered proves that the node offered n GPUs at every moment since.
 func (s *sliceWatch) alwaysOffered(n int, since time.Time) {
 	s.t.Helper()
 	for _, o := range s.history(since) {
-		if o.devices != n {
-			s.t.Errorf("node %s offered %d devices instead of %d from %s on: %s", s.node, o.devices, n, o.at.Format(time.StampMilli), o.because)
+		if o.gpus != n {
+			s.t.Errorf("node %s offered %d GPUs instead of %d from %s on: %s", s.node, o.gpus, n, o.at.Format(time.StampMilli), o.because)
 		}
 	}
 }

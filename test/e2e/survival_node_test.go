@@ -46,7 +46,7 @@ func (w *world) republished(t *testing.T, watch *sliceWatch, since, registered t
 	var deleted, back time.Time
 	for _, o := range watch.history(since) {
 		switch {
-		case o.devices != survivorGPUs:
+		case o.gpus != survivorGPUs:
 			deleted, back = o.at, time.Time{}
 		case back.IsZero():
 			back = o.at

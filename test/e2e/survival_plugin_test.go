@@ -116,7 +116,7 @@ func (w *world) lockGPUs(t *testing.T) (unlock func()) {
 	t.Helper()
 	dir := filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "locks")
 	var files []*os.File
-	for name := range w.devices(t, survivor) {
+	for name := range w.gpus(t, survivor) {
 		file, err := os.OpenFile(filepath.Join(dir, name), os.O_CREATE|os.O_RDWR, 0o600)
 		if err != nil {
 			t.Fatal(err)
