@@ -109,6 +109,7 @@ func newWorld(t *testing.T, node *model.Node) *world {
 // give puts a device into this world's /dev. A plain file opens, which counts as given.
 func (w *world) give(name string) {
 	w.t.Helper()
+	w.must(os.MkdirAll(filepath.Dir(filepath.Join(w.dev, name)), 0o755))
 	if err := os.WriteFile(filepath.Join(w.dev, name), nil, 0o600); err != nil {
 		w.t.Fatal(err)
 	}

@@ -43,6 +43,27 @@ type Card struct {
 	// IOMMUGroup is absent where the IOMMU is off.
 	IOMMUGroup *uint32 `json:"iommuGroup,omitempty"`
 	Fabric     *Fabric `json:"fabric,omitempty"`
+	// Virtualization is one of none, passthrough, vgpu: a vGPU guest can neither change its MIG mode nor make or remove instances.
+	Virtualization string `json:"virtualization,omitempty"`
+	// MIG is how the GPU is cut when the node is made. A reboot forgets it, as far as the hardware does.
+	MIG *CardMIG `json:"mig,omitempty"`
+}
+
+// CardMIG is a GPU's MIG mode and what an administrator made of it.
+type CardMIG struct {
+	Enabled bool `json:"enabled"`
+	// Pending, where given, is another mode that waits for a reset.
+	Pending   *bool          `json:"pending,omitempty"`
+	Instances []CardInstance `json:"instances,omitempty"`
+}
+
+// CardInstance is a GPU instance.
+type CardInstance struct {
+	// Profile is the ID of a GPU instance profile of the model.
+	Profile uint32 `json:"profile"`
+	Start   uint32 `json:"start"`
+	// Compute are the compute instances, one after the other, by profile ID. Without it there is one that fills the GPU instance.
+	Compute *[]uint32 `json:"compute,omitempty"`
 }
 
 // Fabric is a GPU's place in an NVLink fabric.
@@ -161,6 +182,9 @@ func (n *Node) complete(seed string) error {
 		if _, err := card.Fabric.StateValue(); err != nil {
 			return fmt.Errorf("GPU at %s: %w", card.PCI, err)
 		}
+		if _, err := card.VirtualizationValue(); err != nil {
+			return fmt.Errorf("GPU at %s: %w", card.PCI, err)
+		}
 		if _, err := card.Fabric.Cluster(); err != nil {
 			return fmt.Errorf("GPU at %s: %w", card.PCI, err)
 		}
@@ -193,6 +217,19 @@ func (f *Fabric) StateValue() (uint32, error) {
 		return 3, nil
 	}
 	return 0, fmt.Errorf("fabric state %q is none of notSupported, notStarted, inProgress, completed", f.State)
+}
+
+// VirtualizationValue is the NVML_GPU_VIRTUALIZATION_MODE_* number.
+func (c Card) VirtualizationValue() (uint32, error) {
+	switch c.Virtualization {
+	case "", "none":
+		return 0, nil
+	case "passthrough":
+		return 1, nil
+	case "vgpu":
+		return 2, nil
+	}
+	return 0, fmt.Errorf("virtualization %q is none of none, passthrough, vgpu", c.Virtualization)
 }
 
 // Cluster is the cluster's UUID as bytes, all zero where there is none.

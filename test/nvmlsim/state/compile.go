@@ -172,6 +172,9 @@ func compileCard(card model.Card, modelIndex uint32, to *GPU) error {
 		}
 		to.FabricClique = card.Fabric.CliqueID
 	}
+	if to.Virtualization, err = card.VirtualizationValue(); err != nil {
+		return err
+	}
 	if err := putString(to.Serial[:], card.Serial, "serial"); err != nil {
 		return err
 	}

@@ -94,6 +94,9 @@ func (f *File) fill(header Header, spec Spec, index map[string]uint32) error {
 		if err := compileCard(card, index[card.Model], f.GPU(i)); err != nil {
 			return fmt.Errorf("GPU at %s: %w", card.PCI, err)
 		}
+		if err := f.GPU(i).cut(f.Model(int(index[card.Model])), card.MIG); err != nil {
+			return fmt.Errorf("GPU at %s: %w", card.PCI, err)
+		}
 	}
 	atomic.StoreUint64(&f.Header().Magic, Magic)
 	return nil

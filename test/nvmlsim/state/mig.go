@@ -22,6 +22,8 @@ const (
 	noInstanceWord = 0xffff
 
 	defaultFabricSettleMS = 300
+
+	vGPUGuest = 2
 )
 
 // Instance is a GPU instance or a compute instance.
@@ -103,6 +105,9 @@ func (m *Model) Profile(id uint32) (*Profile, bool) {
 // resetMIG is what a reset does to MIG: instances are gone. A card that needed the reset to change its mode takes the pending one; the others forget it.
 func (f *File) resetMIG(gpu int) {
 	g := f.GPU(gpu)
+	if g.Virtualization == vGPUGuest { // its host made the instances
+		return
+	}
 	for id := range g.Instances {
 		for ci := range g.ComputeInstances[id] {
 			atomic.StoreUint64(&g.ComputeInstances[id][ci], 0)

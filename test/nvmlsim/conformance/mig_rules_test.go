@@ -1,0 +1,186 @@
+package conformance
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+)
+
+// shape is a GPU instance that a model allows: a profile at a place.
+type shape struct {
+	profile model.Profile
+	start   uint32
+}
+
+func shapesOf(m *model.GPU) []shape {
+	var all []shape
+	for _, p := range m.MIG.Profiles {
+		for _, start := range p.Placements.Starts {
+			all = append(all, shape{p, start})
+		}
+	}
+	return all
+}
+
+// holdsTogether is the rule, from the model file alone: memory slices by position, engines of the whole GPU, instancesMax.
+func holdsTogether(m *model.GPU, set []shape) bool {
+	engines := func(p model.Profile) []uint32 {
+		return []uint32{p.CopyEngines, p.Decoders, p.Encoders, p.JPEGEngines, p.OFAEngines}
+	}
+	whole := make([]uint32, 5)
+	for _, p := range m.MIG.Profiles {
+		for i, n := range engines(p) {
+			whole[i] = max(whole[i], n)
+		}
+	}
+	var memory uint64
+	used, count := make([]uint32, 5), map[uint32]uint32{}
+	for _, s := range set {
+		for slice := s.start; slice < s.start+s.profile.Placements.Size; slice++ {
+			if memory&(1<<slice) != 0 {
+				return false
+			}
+			memory |= 1 << slice
+		}
+		for i, n := range engines(s.profile) {
+			if used[i] += n; used[i] > whole[i] {
+				return false
+			}
+		}
+		if count[s.profile.ID]++; count[s.profile.ID] > s.profile.InstancesMax {
+			return false
+		}
+	}
+	return true
+}
+
+func migModels(t *testing.T) map[string]*model.GPU {
+	t.Helper()
+	models := readModels(t)
+	for key, m := range models {
+		if !m.MIG.Supported.Value {
+			delete(models, key)
+		}
+	}
+	if len(models) == 0 {
+		t.Fatal("no model has MIG")
+	}
+	return models
+}
+
+// inMIG is a node with GPUs of one model in MIG mode.
+func inMIG(t *testing.T, key string, count int) *model.Node {
+	t.Helper()
+	node := manyOf(t, key, count)
+	for i := range node.GPUs {
+		node.GPUs[i].MIG = &model.CardMIG{Enabled: true}
+	}
+	return node
+}
+
+func createAt(device nvml.Device, s shape) (nvml.GpuInstance, nvml.Return) {
+	return device.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: s.profile.ID},
+		&nvml.GpuInstancePlacement{Start: s.start, Size: s.profile.Placements.Size})
+}
+
+// Every set of GPU instances that the rule allows can be made, and from each of them nothing more than the rule allows: for every model, exhaustively.
+func TestTheHardwareHoldsWhatTheModelFileAllows(t *testing.T) {
+	needSimulator(t)
+	for key, m := range migModels(t) {
+		t.Run(key, func(t *testing.T) {
+			newWorld(t, inMIG(t, key, 1)).give("nvidia-caps/nvidia-cap1")
+			device := devices(t, initialize(t))[0]
+			all, sets, tries := shapesOf(m), 0, 0
+			var explore func(made []shape, next int)
+			explore = func(made []shape, next int) {
+				sets++
+				for i, s := range all {
+					tries++
+					allowed := holdsTogether(m, append(slices.Clone(made), s))
+					instance, ret := createAt(device, s)
+					if allowed != (ret == nvml.SUCCESS) || (!allowed && ret != nvml.ERROR_INSUFFICIENT_RESOURCES) {
+						t.Fatalf("beside %s: %s gives %v, the rule says %t", inWords(made), inWords([]shape{s}), ret, allowed)
+					}
+					if ret != nvml.SUCCESS {
+						continue
+					}
+					if i >= next {
+						explore(append(slices.Clone(made), s), i+1)
+					}
+					if ret := instance.Destroy(); ret != nvml.SUCCESS {
+						t.Fatalf("destroy %s: %v", inWords([]shape{s}), ret)
+					}
+				}
+			}
+			explore(nil, 0)
+			t.Logf("%d sets, %d tries", sets, tries)
+		})
+	}
+}
+
+func inWords(set []shape) string {
+	text := ""
+	for _, s := range set {
+		text += fmt.Sprintf("[%s at %d]", s.profile.Name, s.start)
+	}
+	return "{" + text + "}"
+}
+
+// Remaining capacity is what can really be made: after every step of filling a GPU with one profile, it is one less or 0.
+func TestRemainingCapacityIsWhatCanBeMade(t *testing.T) {
+	needSimulator(t)
+	for key, m := range migModels(t) {
+		t.Run(key, func(t *testing.T) {
+			newWorld(t, inMIG(t, key, 1)).give("nvidia-caps/nvidia-cap1")
+			device := devices(t, initialize(t))[0]
+			for _, p := range m.MIG.Profiles {
+				info := &nvml.GpuInstanceProfileInfo{Id: p.ID}
+				left, ret := device.GetGpuInstanceRemainingCapacity(info)
+				want(t, p.Name+": remaining capacity", ret, nvml.SUCCESS)
+				if left != int(p.InstancesMax) {
+					t.Errorf("%s: %d can be made of an empty GPU, the model file says %d", p.Name, left, p.InstancesMax)
+				}
+				var made []nvml.GpuInstance
+				for ; left > 0; left-- {
+					instance, ret := device.CreateGpuInstance(info)
+					want(t, p.Name+": create", ret, nvml.SUCCESS)
+					made = append(made, instance)
+					now, ret := device.GetGpuInstanceRemainingCapacity(info)
+					want(t, p.Name+": remaining capacity", ret, nvml.SUCCESS)
+					if now != left-1 {
+						t.Errorf("%s: %d left after one of %d was made", p.Name, now, left)
+					}
+				}
+				_, ret = device.CreateGpuInstance(info)
+				want(t, p.Name+": one too many", ret, nvml.ERROR_INSUFFICIENT_RESOURCES)
+				for _, instance := range made {
+					want(t, p.Name+": destroy", instance.Destroy(), nvml.SUCCESS)
+				}
+			}
+		})
+	}
+}
+
+// IDs go by the share of the memory, and the driver's own choice of places keeps large ones whole, as seen on an H100.
+func TestTheDriverChoosesPlacesAsSeenOnHardware(t *testing.T) {
+	newWorld(t, inMIG(t, "h100-sxm5-80gb", 1)).give("nvidia-caps/nvidia-cap1")
+	device := devices(t, initialize(t))[0]
+	var ids []uint32
+	for range 7 {
+		instance, ret := device.CreateGpuInstance(&nvml.GpuInstanceProfileInfo{Id: 19})
+		want(t, "create", ret, nvml.SUCCESS)
+		info, ret := instance.GetInfo()
+		want(t, "info", ret, nvml.SUCCESS)
+		ids = append(ids, info.Id)
+		if info.Placement.Start != info.Id-7 {
+			t.Errorf("ID %d lies at %d", info.Id, info.Placement.Start)
+		}
+	}
+	if seen := []uint32{13, 11, 12, 7, 8, 9, 10}; !slices.Equal(ids, seen) {
+		t.Errorf("IDs %v, want %v", ids, seen)
+	}
+}
