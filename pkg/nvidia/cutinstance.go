@@ -1,0 +1,117 @@
+package nvidia
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// createInstance makes a GPU instance at exactly the place that is asked for.
+func (c cutter) createInstance(r request) (*device.Instance, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return nil, err
+	}
+	minor, ret := card.GetMinorNumber()
+	if ret != nvml.SUCCESS {
+		return nil, fmt.Errorf("read its minor number: %w", toError(ret))
+	}
+	handle, ret := card.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: r.Profile}, &nvml.GpuInstancePlacement{Start: r.At.Start, Size: r.At.Size})
+	if ret != nvml.SUCCESS {
+		refusal := c.because(r, toError(ret))
+		if refusal.Code == CodeInUse {
+			refusal.Processes = c.processes(card, nil)
+		}
+		return nil, refusal
+	}
+	made, err := c.identify(handle)
+	if err == nil && (made.ProfileID != r.Profile || made.Placement != r.At) {
+		err = fmt.Errorf("the driver made one of profile %d at %d:%d instead", made.ProfileID, made.Placement.Start, made.Placement.Size)
+	}
+	if err == nil {
+		made.Minor, err = c.paths.instanceMinor(minor, made.ID)
+	}
+	if err != nil {
+		return nil, r.fail(CodeOther, "%v%s", err, takenBack(handle.Destroy()))
+	}
+	return &made, nil
+}
+
+// takenBack says what has become of something that was made and is of no use.
+func takenBack(ret nvml.Return) string {
+	if ret == nvml.SUCCESS || ret == nvml.ERROR_NOT_FOUND {
+		return "; it was destroyed again"
+	}
+	return fmt.Sprintf("; it could not be destroyed again (%v)", toError(ret))
+}
+
+// createCompute makes the one compute instance that fills a GPU instance.
+func (c cutter) createCompute(r request) (*device.Instance, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return nil, err
+	}
+	l := look{migReader: c.migReader, card: card}
+	var ret nvml.Return
+	if l.minor, ret = card.GetMinorNumber(); ret != nvml.SUCCESS {
+		return nil, fmt.Errorf("read its minor number: %w", toError(ret))
+	}
+	parent, ret := card.GetGpuInstanceById(int(r.Instance.ID))
+	if ret != nvml.SUCCESS {
+		return nil, fmt.Errorf("open the GPU instance: %w", toError(ret))
+	}
+	in, err := c.identify(parent)
+	if err == nil {
+		in.Minor, err = c.paths.instanceMinor(l.minor, in.ID)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read the GPU instance: %w", err)
+	}
+	whole, err := c.wholeProfile(card, parent, in)
+	if err != nil {
+		return nil, err
+	}
+	handle, ret := parent.CreateComputeInstance(&whole)
+	if ret != nvml.SUCCESS {
+		return nil, c.because(r, toError(ret))
+	}
+	made, err := l.computeInstance(in, parent, whole, handle)
+	if err == nil {
+		err = c.paths.makeCapabilityNodes(l.minor, in.ID, made.ID)
+	}
+	if err != nil {
+		return nil, r.fail(CodeOther, "%v%s", err, takenBack(handle.Destroy()))
+	}
+	in.Compute = []device.ComputeInstance{made}
+	return &in, nil
+}
+
+// wholeProfile chooses the compute instance profile that fills a GPU instance: of those with all its slices the one with most multiprocessors. There
+// may be two: an instance of one slice and double memory (1g.20gb of an H100) has more multiprocessors than the smallest compute instance.
+func (c cutter) wholeProfile(card nvml.Device, parent nvml.GpuInstance, in device.Instance) (nvml.ComputeInstanceProfileInfo, error) {
+	var whole nvml.ComputeInstanceProfileInfo
+	kinds, err := c.readKinds(card)
+	if err != nil {
+		return whole, err
+	}
+	n := slices.IndexFunc(kinds, func(k kind) bool { return k.Id == in.ProfileID })
+	if n < 0 {
+		return whole, fmt.Errorf("the driver does not describe profile %d, which the GPU instance is of", in.ProfileID)
+	}
+	compute, err := c.computeKinds(parent, in.ProfileID)
+	if err != nil {
+		return whole, err
+	}
+	for _, k := range compute {
+		if k.SliceCount == kinds[n].SliceCount && (whole.SliceCount == 0 || k.MultiprocessorCount > whole.MultiprocessorCount) {
+			whole = k
+		}
+	}
+	if whole.SliceCount == 0 {
+		return whole, fmt.Errorf("the driver has no compute instance that fills a GPU instance of profile %d (%d slices)", in.ProfileID, kinds[n].SliceCount)
+	}
+	return whole, nil
+}

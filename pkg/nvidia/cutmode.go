@@ -1,0 +1,103 @@
+package nvidia
+
+import (
+	"fmt"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+)
+
+// setMode changes the MIG mode, unless it is as wanted. Whatever NVML answers to that, the mode that is in force afterwards decides.
+func (c cutter) setMode(r request) (*State, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return nil, err
+	}
+	before, err := c.modeOf(r, card)
+	if err != nil {
+		return nil, err
+	}
+	if before.Enabled == r.On {
+		return c.state(r, card)
+	}
+	activation, ret := card.SetMigMode(modeNumber(r.On))
+	// The change may have reset the card: its handle, and with it everything that was read, is not to be relied on.
+	if card, err = c.open(r); err != nil {
+		return nil, err
+	}
+	now, err := c.modeOf(r, card)
+	if err != nil {
+		return nil, err
+	}
+	if now.Enabled == r.On {
+		return c.state(r, card)
+	}
+	if ret == nvml.SUCCESS {
+		ret = activation
+	}
+	refusal := c.modeRefusal(r, card, ret)
+	if now.Pending == r.On { // else the next reset, whoever does it, would change the mode behind everybody's back
+		if _, ret := card.SetMigMode(modeNumber(before.Pending)); ret != nvml.SUCCESS {
+			refusal.Message += fmt.Sprintf("; the mode changes at the next reset of the GPU, because that could not be taken back (%v)", toError(ret))
+		}
+	}
+	return nil, refusal
+}
+
+func modeNumber(on bool) int {
+	if on {
+		return nvml.DEVICE_MIG_ENABLE
+	}
+	return nvml.DEVICE_MIG_DISABLE
+}
+
+// modeRefusal explains why the mode has not changed.
+func (c cutter) modeRefusal(r request, card nvml.Device, ret nvml.Return) *CutError {
+	switch ret {
+	case nvml.SUCCESS, nvml.ERROR_RESET_REQUIRED:
+		return r.fail(CodeReset, "this machine changes the mode with a reset of the GPU only: set it while nothing runs (nvidia-smi -mig, then --gpu-reset), or reboot")
+	case nvml.ERROR_IN_USE:
+		refusal := c.because(r, toError(ret))
+		refusal.Processes = c.processes(card, nil)
+		return refusal
+	default:
+		return c.because(r, toError(ret))
+	}
+}
+
+// fabric says what the NVLink fabric of the card is still doing. Where there is none there is nothing to wait for.
+func (c cutter) fabric(r request) (string, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return "", err
+	}
+	state, status, ret := c.fabricInfo(card)
+	if isAbsent(ret) || ret == nvml.ERROR_FUNCTION_NOT_FOUND {
+		return "", nil
+	}
+	if ret != nvml.SUCCESS {
+		return "", fmt.Errorf("read its fabric state: %w", toError(ret))
+	}
+	switch state {
+	case nvml.GPU_FABRIC_STATE_NOT_STARTED:
+		return "the GPU has not begun to register with the fabric", nil
+	case nvml.GPU_FABRIC_STATE_IN_PROGRESS:
+		return "the GPU is registering with the fabric", nil
+	case nvml.GPU_FABRIC_STATE_COMPLETED:
+		if status != nvml.SUCCESS {
+			return "", r.fail(CodeOther, "the GPU could not register with the fabric (%v): look at nvidia-fabricmanager's log", toError(status))
+		}
+	}
+	return "", nil
+}
+
+func (c cutter) fabricInfo(card nvml.Device) (state uint8, status, ret nvml.Return) {
+	if c.has("nvmlDeviceGetGpuFabricInfoV") {
+		info, ret := card.GetGpuFabricInfoV().V2()
+		return info.State, nvml.Return(info.Status), ret //nolint:gosec // NVML's own number
+	}
+	if !c.has("nvmlDeviceGetGpuFabricInfo") {
+		return 0, nvml.SUCCESS, nvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	info, ret := card.GetGpuFabricInfo()
+	return info.State, nvml.Return(info.Status), ret //nolint:gosec // NVML's own number
+}
