@@ -1,8 +1,11 @@
 package device
 
 import (
+	"cmp"
 	"fmt"
+	"maps"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -10,7 +13,6 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/dynamic-resource-allocation/cel"
 	"k8s.io/dynamic-resource-allocation/structured"
 	"k8s.io/utils/ptr"
@@ -25,15 +27,23 @@ const (
 
 // machine is a node and what it publishes.
 type machine struct {
-	t      *testing.T
-	gpus   []GPU
-	slices []*resourceapi.ResourceSlice
+	t         *testing.T
+	offerings []Offering
+	slices    []*resourceapi.ResourceSlice
+	// compiled expressions are kept, as the scheduler does.
+	cache *cel.Cache
 }
 
 func newMachine(t *testing.T, gpus []GPU, d Driver) machine {
 	t.Helper()
-	m := machine{t: t, gpus: gpus}
-	cut := Slices(Offer(dynamic(gpus...)), d)
+	return offered(t, dynamic(gpus...), d)
+}
+
+// offered is a machine whose GPUs are offered in certain shapes.
+func offered(t *testing.T, offerings []Offering, d Driver) machine {
+	t.Helper()
+	m := machine{t: t, offerings: offerings, cache: cel.NewCache(1000, cel.Features{})}
+	cut := Slices(Offer(offerings), d)
 	for i, s := range cut {
 		m.slices = append(m.slices, &resourceapi.ResourceSlice{
 			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("slice-%d", i)},
@@ -60,13 +70,15 @@ func dynamic(gpus ...GPU) []Offering {
 func (m machine) allocate(taken sets.Set[structured.DeviceID], spec resourceapi.DeviceClaim) []string {
 	m.t.Helper()
 	features := structured.Features{AdminAccess: true, PrioritizedList: true, DeviceTaints: true, PartitionableDevices: true, ConsumableCapacity: true}
-	a, err := structured.NewAllocator(m.t.Context(), features, structured.AllocatedState{AllocatedDevices: taken}, classes{}, m.slices, cel.NewCache(100, cel.Features{}))
+	a, err := structured.NewAllocator(m.t.Context(), features, structured.AllocatedState{AllocatedDevices: taken}, classes{}, m.slices, m.cache)
 	if err != nil {
 		m.t.Fatal(err)
 	}
 	for i := range spec.Requests {
 		spec.Requests[i].Name = fmt.Sprintf("r%d", i)
-		spec.Requests[i].Exactly.DeviceClassName = driverName
+		if spec.Requests[i].Exactly.DeviceClassName == "" {
+			spec.Requests[i].Exactly.DeviceClassName = driverName
+		}
 	}
 	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: "claim", UID: "claim"}, Spec: resourceapi.ResourceClaimSpec{Devices: spec}}
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node"}}
@@ -88,9 +100,9 @@ func (m machine) allocate(taken sets.Set[structured.DeviceID], spec resourceapi.
 // device finds a GPU by the name of its device.
 func (m machine) device(name string) GPU {
 	m.t.Helper()
-	for _, g := range m.gpus {
-		if g.WholeName() == name {
-			return g
+	for _, o := range m.offerings {
+		if o.WholeName() == name {
+			return o.GPU
 		}
 	}
 	m.t.Fatalf("device %s is none of the machine's", name)
@@ -110,24 +122,43 @@ func requests(r ...resourceapi.DeviceRequest) resourceapi.DeviceClaim {
 	return resourceapi.DeviceClaim{Requests: r}
 }
 
-// classes has the one class that the chart installs for whole GPUs.
-type classes struct{}
-
-func (classes) List() ([]*resourceapi.DeviceClass, error) {
-	return []*resourceapi.DeviceClass{{
-		ObjectMeta: metav1.ObjectMeta{Name: driverName},
-		Spec: resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
-			Expression: `device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == "gpu"`,
-		}}}},
-	}}, nil
+// partitions asks for n MIG devices that satisfy every expression.
+func partitions(n int, expressions ...string) resourceapi.DeviceRequest {
+	r := count(n, expressions...)
+	r.Exactly.DeviceClassName = migClass
+	return r
 }
 
-func (c classes) Get(name string) (*resourceapi.DeviceClass, error) {
-	all, err := c.List()
-	if err != nil || name != all[0].Name {
-		return nil, fmt.Errorf("no class %s: %w", name, err)
+// profile is an expression for partitions of a profile.
+func profile(name string) string {
+	return fmt.Sprintf(`device.attributes["gpu.nvidia.com"].profile == %q`, name)
+}
+
+const migClass = "mig.nvidia.com"
+
+// classes are those that the chart installs for whole GPUs and for partitions.
+type classes struct{}
+
+func (c classes) List() ([]*resourceapi.DeviceClass, error) {
+	whole, err := c.Get(driverName)
+	if err != nil {
+		return nil, err
 	}
-	return all[0], nil
+	mig, err := c.Get(migClass)
+	return []*resourceapi.DeviceClass{whole, mig}, err
+}
+
+func (classes) Get(name string) (*resourceapi.DeviceClass, error) {
+	kind, ok := map[string]string{driverName: "gpu", migClass: "mig"}[name]
+	if !ok {
+		return nil, fmt.Errorf("no class %s", name)
+	}
+	return &resourceapi.DeviceClass{
+		ObjectMeta: metav1.ObjectMeta{Name: name},
+		Spec: resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
+			Expression: fmt.Sprintf(`device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == %q`, kind),
+		}}}},
+	}, nil
 }
 
 // simulated reads the machine of a node file, as discovery would find it.
@@ -158,10 +189,47 @@ func fromModel(m *model.GPU) GPU {
 		ProductName: m.ProductName.Value, Brand: m.Brand.Value, Architecture: m.Architecture.Value,
 		CUDAComputeCapability: m.CUDAComputeCapability.Value, MemoryBytes: m.MemoryTotalMiB.Value << 20,
 	}
-	if m.MIG.Supported.Value {
-		g.Engines = &Engines{Multiprocessors: m.Multiprocessors.Value}
+	if !m.MIG.Supported.Value {
+		return g
 	}
+	g.Engines = &Engines{Multiprocessors: m.Multiprocessors.Value}
+	major, _, err := m.ComputeCapability()
+	g.MIG = &MIG{ModeFixed: err != nil || major < 9}
+	for _, p := range m.MIG.Profiles {
+		g.MIG.Profiles = append(g.MIG.Profiles, Profile{
+			ID: p.ID, Name: strings.TrimPrefix(p.Name, "MIG "), Slices: p.Slices, MaxInstances: p.InstancesMax, MemoryBytes: p.MemoryMiB << 20,
+			Engines: Engines{
+				Multiprocessors: p.SM, CopyEngines: p.CopyEngines, Decoders: p.Decoders, Encoders: p.Encoders,
+				JPEGEngines: p.JPEGEngines, OFAEngines: p.OFAEngines,
+			},
+			Size: p.Placements.Size, Starts: p.Placements.Starts,
+		})
+	}
+	slices.SortFunc(g.MIG.Profiles, func(a, b Profile) int { return cmp.Compare(a.ID, b.ID) })
 	return g
+}
+
+// cuttable are cards of a model that can be cut now: those that need a reset for it have had one.
+func cuttable(m *model.GPU, n int) []GPU {
+	gpus := make([]GPU, n)
+	for i := range gpus {
+		gpus[i] = fromModel(m)
+		gpus[i].PCIAddress, gpus[i].UUID, gpus[i].Minor = PCIAddress(fmt.Sprintf("%04x:%02x:00.0", i/32, i%32)), fmt.Sprintf("GPU-%d", i), i
+		gpus[i].MIG.Enabled = gpus[i].MIG.ModeFixed
+		gpus[i].MIG.Pending = gpus[i].MIG.Enabled
+	}
+	return gpus
+}
+
+// forEachMIGModel runs a test for every known model that can be cut.
+func forEachMIGModel(t *testing.T, test func(t *testing.T, known *model.GPU)) {
+	t.Helper()
+	models := readModels(t)
+	for _, key := range slices.Sorted(maps.Keys(models)) {
+		if models[key].MIG.Supported.Value {
+			t.Run(key, func(t *testing.T) { test(t, models[key]) })
+		}
+	}
 }
 
 func readModels(t *testing.T) map[string]*model.GPU {
@@ -218,86 +286,18 @@ func TestMachinesWithMoreGPUsThanASliceHolds(t *testing.T) {
 	}
 }
 
-// keepsLimits holds every slice to the API's limits, with room for what health adds later.
-func keepsLimits(t *testing.T, m machine) {
-	t.Helper()
-	names := sets.New[string]()
-	for _, s := range m.slices {
-		if n := len(s.Spec.Devices); n == 0 || n > resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures {
-			t.Errorf("%s has %d devices", s.Name, n)
-		}
-		for _, d := range s.Spec.Devices {
-			if names.Has(d.Name) {
-				t.Errorf("two devices are named %s: the scheduler would drop the pool", d.Name)
-			}
-			names.Insert(d.Name)
-			for _, msg := range validation.IsDNS1123Label(d.Name) {
-				t.Errorf("device %q: %s", d.Name, msg)
-			}
-			if n := len(d.Attributes) + len(d.Capacity); n > resourceapi.ResourceSliceMaxAttributesAndCapacitiesPerDevice {
-				t.Errorf("device %s has %d attributes and capacities", d.Name, n)
-			}
-			for name, a := range d.Attributes {
-				attributeIsValid(t, d.Name, name, a)
-			}
-			for name := range d.Capacity {
-				nameIsValid(t, d.Name, name)
-			}
-		}
-	}
-	if len(names) != len(m.gpus) {
-		t.Errorf("%d devices for %d GPUs", len(names), len(m.gpus))
-	}
-}
-
-func attributeIsValid(t *testing.T, device string, name resourceapi.QualifiedName, a resourceapi.DeviceAttribute) {
-	t.Helper()
-	nameIsValid(t, device, name)
-	set := 0
-	if a.StringValue != nil {
-		set++
-		if len(*a.StringValue) > resourceapi.DeviceAttributeMaxValueLength || *a.StringValue == "" {
-			t.Errorf("device %s: %s is %q", device, name, *a.StringValue)
-		}
-	}
-	if a.VersionValue != nil {
-		set++
-		if strict, err := Semver(*a.VersionValue); err != nil || strict != *a.VersionValue {
-			t.Errorf("device %s: %s is %q, no strict semver", device, name, *a.VersionValue)
-		}
-	}
-	if a.IntValue != nil {
-		set++
-	}
-	if set != 1 {
-		t.Errorf("device %s: %s has %d values", device, name, set)
-	}
-}
-
-func nameIsValid(t *testing.T, device string, name resourceapi.QualifiedName) {
-	t.Helper()
-	domain, id, qualified := strings.Cut(string(name), "/")
-	if !qualified {
-		domain, id = "", string(name)
-	}
-	if qualified && (len(validation.IsDNS1123Subdomain(domain)) > 0 || len(domain) > resourceapi.DeviceMaxDomainLength) ||
-		len(validation.IsCIdentifier(id)) > 0 || len(id) > resourceapi.DeviceMaxIDLength {
-		t.Errorf("device %s: %q is no qualified name", device, name)
-	}
-}
-
 func allocatesEveryGPUOnce(t *testing.T, m machine) {
 	t.Helper()
 	taken := sets.New[structured.DeviceID]()
-	for i := range m.gpus {
+	for i := range m.offerings {
 		got := m.allocate(taken, requests(count(1)))
 		if len(got) != 1 {
-			t.Fatalf("claim %d of %d got %v", i+1, len(m.gpus), got)
+			t.Fatalf("claim %d of %d got %v", i+1, len(m.offerings), got)
 		}
 		m.device(got[0])
 	}
-	if taken.Len() != len(m.gpus) {
-		t.Errorf("%d of %d GPUs were allocated", taken.Len(), len(m.gpus))
+	if taken.Len() != len(m.offerings) {
+		t.Errorf("%d of %d GPUs were allocated", taken.Len(), len(m.offerings))
 	}
 	if got := m.allocate(taken, requests(count(1))); got != nil {
 		t.Errorf("there was one too many: %v", got)

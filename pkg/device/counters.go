@@ -21,6 +21,14 @@ var engineCounters = map[string]func(Engines) uint32{
 	"ofa-engines":  func(e Engines) uint32 { return e.OFAEngines },
 }
 
+// A partition takes all of each memory slice that it lies on, the whole GPU half of every one. So the whole excludes every partition, and still there is
+// enough left for a second time: a scheduler asks for a device's counters once more when a claim with admin access is to look at it
+// (https://github.com/kubernetes/kubernetes/issues/140729).
+const (
+	sliceTotal     = 2
+	ofEachForWhole = 1
+)
+
 func memorySlice(n uint32) string { return fmt.Sprintf("memory-slice-%d", n) }
 
 func ownCounter(profile uint32) string { return fmt.Sprintf("profile-%d", profile) }
@@ -45,7 +53,7 @@ func budgetOf(m *MIG) budget {
 		}
 	}
 	for n := range width {
-		b[memorySlice(n)] = 1
+		b[memorySlice(n)] = sliceTotal
 	}
 	for name, of := range engineCounters {
 		// What the card has of an engine is told nowhere. It is at least what the instances of one profile have together.
@@ -109,7 +117,7 @@ func (b budget) mostOf(p Profile, profiles []Profile) uint32 {
 func (b budget) cost(p Profile, at Placement) budget {
 	c := budget{}
 	for n := at.Start; n < at.Start+at.Size; n++ {
-		c[memorySlice(n)] = 1
+		c[memorySlice(n)] = sliceTotal
 	}
 	for name, of := range engineCounters {
 		if _, counted := b[name]; counted && of(p.Engines) > 0 {
@@ -118,6 +126,18 @@ func (b budget) cost(p Profile, at Placement) budget {
 	}
 	if _, counted := b[ownCounter(p.ID)]; counted {
 		c[ownCounter(p.ID)] = 1
+	}
+	return c
+}
+
+// whole is what the GPU as a whole takes of the budget. Every partition needs a memory slice: so these are enough.
+func (b budget) whole() budget {
+	if b == nil {
+		return nil
+	}
+	c := budget{}
+	for n := uint32(0); b[memorySlice(n)] > 0; n++ {
+		c[memorySlice(n)] = ofEachForWhole
 	}
 	return c
 }

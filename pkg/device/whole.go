@@ -31,7 +31,7 @@ func (w Whole) Device(d Driver) resourceapi.Device {
 		Name:             w.Name(),
 		Attributes:       attributes,
 		Capacity:         capacities(g.MemoryBytes, g.Engines),
-		ConsumesCounters: w.budget.consumed(w.Name()),
+		ConsumesCounters: w.budget.whole().consumed(w.Name()),
 	}
 }
 

@@ -1,0 +1,133 @@
+package device
+
+import (
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/apimachinery/pkg/util/validation"
+)
+
+// keepsLimits holds every slice to the API's limits, with room for what health adds later.
+func keepsLimits(t *testing.T, m machine) {
+	t.Helper()
+	names := sets.New[string]()
+	counters := countersKeepLimits(t, m)
+	for _, s := range m.slices {
+		if len(s.Spec.SharedCounters) > 0 {
+			continue
+		}
+		if n := len(s.Spec.Devices); n == 0 || n > resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures {
+			t.Errorf("%s has %d devices", s.Name, n)
+		}
+		for _, d := range s.Spec.Devices {
+			if names.Has(d.Name) {
+				t.Errorf("two devices are named %s: the scheduler would drop the pool", d.Name)
+			}
+			names.Insert(d.Name)
+			for _, msg := range validation.IsDNS1123Label(d.Name) {
+				t.Errorf("device %q: %s", d.Name, msg)
+			}
+			if n := len(d.Attributes) + len(d.Capacity); n > resourceapi.ResourceSliceMaxAttributesAndCapacitiesPerDevice {
+				t.Errorf("device %s has %d attributes and capacities", d.Name, n)
+			}
+			for name, a := range d.Attributes {
+				attributeIsValid(t, d.Name, name, a)
+			}
+			for name := range d.Capacity {
+				nameIsValid(t, d.Name, name)
+			}
+			consumptionIsValid(t, d, counters)
+		}
+	}
+	if n := len(Offer(m.offerings)); names.Len() != n {
+		t.Errorf("%d devices for %d shapes", names.Len(), n)
+	}
+}
+
+func attributeIsValid(t *testing.T, device string, name resourceapi.QualifiedName, a resourceapi.DeviceAttribute) {
+	t.Helper()
+	nameIsValid(t, device, name)
+	set := 0
+	if a.StringValue != nil {
+		set++
+		if len(*a.StringValue) > resourceapi.DeviceAttributeMaxValueLength || *a.StringValue == "" {
+			t.Errorf("device %s: %s is %q", device, name, *a.StringValue)
+		}
+	}
+	if a.VersionValue != nil {
+		set++
+		if strict, err := Semver(*a.VersionValue); err != nil || strict != *a.VersionValue {
+			t.Errorf("device %s: %s is %q, no strict semver", device, name, *a.VersionValue)
+		}
+	}
+	if a.IntValue != nil {
+		set++
+	}
+	if set != 1 {
+		t.Errorf("device %s: %s has %d values", device, name, set)
+	}
+}
+
+func nameIsValid(t *testing.T, device string, name resourceapi.QualifiedName) {
+	t.Helper()
+	domain, id, qualified := strings.Cut(string(name), "/")
+	if !qualified {
+		domain, id = "", string(name)
+	}
+	if qualified && (len(validation.IsDNS1123Subdomain(domain)) > 0 || len(domain) > resourceapi.DeviceMaxDomainLength) ||
+		len(validation.IsCIdentifier(id)) > 0 || len(id) > resourceapi.DeviceMaxIDLength {
+		t.Errorf("device %s: %q is no qualified name", device, name)
+	}
+}
+
+// countersKeepLimits holds every counter set to the API's limits and returns what there is, by set.
+func countersKeepLimits(t *testing.T, m machine) map[string]map[string]resourceapi.Counter {
+	t.Helper()
+	all := map[string]map[string]resourceapi.Counter{}
+	for i, s := range m.slices {
+		if len(s.Spec.SharedCounters) == 0 {
+			continue
+		}
+		if i > 0 && len(m.slices[i-1].Spec.SharedCounters) == 0 {
+			t.Errorf("%s has counters and comes after one with devices", s.Name)
+		}
+		if len(s.Spec.Devices) > 0 || len(s.Spec.SharedCounters) > resourceapi.ResourceSliceMaxCounterSets {
+			t.Errorf("%s has %d counter sets, and %d devices beside them", s.Name, len(s.Spec.SharedCounters), len(s.Spec.Devices))
+		}
+		for _, set := range s.Spec.SharedCounters {
+			if _, twice := all[set.Name]; twice {
+				t.Errorf("two counter sets are named %s", set.Name)
+			}
+			all[set.Name] = set.Counters
+			if n := len(set.Counters); n == 0 || n > resourceapi.ResourceSliceMaxCountersPerCounterSet {
+				t.Errorf("counter set %s has %d counters", set.Name, n)
+			}
+			for name := range set.Counters {
+				if msgs := append(validation.IsDNS1123Label(name), validation.IsDNS1123Label(set.Name)...); len(msgs) > 0 {
+					t.Errorf("counter %s of set %s: %v", name, set.Name, msgs)
+				}
+			}
+		}
+	}
+	return all
+}
+
+// consumptionIsValid says whether everything that a device takes is there, once.
+func consumptionIsValid(t *testing.T, d resourceapi.Device, all map[string]map[string]resourceapi.Counter) {
+	t.Helper()
+	if len(d.ConsumesCounters) > resourceapi.ResourceSliceMaxDeviceCounterConsumptionsPerDevice {
+		t.Errorf("device %s consumes from %d counter sets", d.Name, len(d.ConsumesCounters))
+	}
+	for _, c := range d.ConsumesCounters {
+		if len(c.Counters) == 0 || len(c.Counters) > resourceapi.ResourceSliceMaxCountersPerDeviceCounterConsumption {
+			t.Errorf("device %s consumes %d counters of %s", d.Name, len(c.Counters), c.CounterSet)
+		}
+		for name, want := range c.Counters {
+			if has, ok := all[c.CounterSet][name]; !ok || has.Value.Cmp(want.Value) < 0 || want.Value.Sign() <= 0 {
+				t.Errorf("device %s consumes %s of counter %s in %s, which has %s", d.Name, want.Value.String(), name, c.CounterSet, has.Value.String())
+			}
+		}
+	}
+}
