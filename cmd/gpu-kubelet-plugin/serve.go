@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"syscall"
@@ -23,6 +24,9 @@ import (
 
 // idleInterval is how often a node without an NVIDIA device is looked at again.
 const idleInterval = 10 * time.Second
+
+// writeProbe is the file that proves a directory to be writable. Always the same one: what a killed plugin left of it, the next one removes.
+const writeProbe = "." + driver.DriverName + ".writable"
 
 // serve is the plugin. What is wrong with the configuration or the directories ends it at once; a driver that is not there yet does not.
 func serve(ctx context.Context, args []string, _ io.Writer) error {
@@ -116,11 +120,7 @@ func makeDirectories(cfg *config.Config) error {
 		if err := os.MkdirAll(dir, 0o755); err != nil {
 			return fmt.Errorf("--%s: create %s: %w", flag, dir, err)
 		}
-		probe, err := os.CreateTemp(dir, ".writable-*")
-		if err != nil {
-			return fmt.Errorf("--%s: %s cannot be written to: %w", flag, dir, err)
-		}
-		if err := errors.Join(probe.Close(), os.Remove(probe.Name())); err != nil {
+		if err := proveWritable(filepath.Join(dir, writeProbe)); err != nil {
 			return fmt.Errorf("--%s: %s cannot be written to: %w", flag, dir, err)
 		}
 	}
@@ -130,6 +130,21 @@ func makeDirectories(cfg *config.Config) error {
 	}
 	if err != nil {
 		return fmt.Errorf("--registrar-dir: %s is not the kubelet's plugin registration directory (is the kubelet's root directory another one on this node?): %w", filepath.Clean(cfg.RegistrarDir), err)
+	}
+	return nil
+}
+
+// proveWritable makes a file and removes it again. Another instance may do the same at this moment, and a killed one may have left the file.
+func proveWritable(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	probe, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(probe.Close(), os.Remove(path)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
 	}
 	return nil
 }

@@ -96,8 +96,17 @@ func (s *Store) RemoveClaim(uid types.UID) error {
 	return s.remove(name)
 }
 
-// RemoveBase removes the base spec. One that is not there is no error.
-func (s *Store) RemoveBase() error { return s.remove(baseFile) }
+// RemoveBase removes the base spec, and what killed calls have left of it. One that is not there is no error. No other instance of the plugin may be
+// writing it.
+func (s *Store) RemoveBase() error {
+	left, _ := filepath.Glob(filepath.Join(s.root, "."+baseFile+temporary+"*"))
+	for _, path := range left {
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove CDI spec: %w", err)
+		}
+	}
+	return s.remove(baseFile)
+}
 
 // Claims lists the claims that have a spec, or of which a killed call left the beginning of one.
 func (s *Store) Claims() ([]types.UID, error) {

@@ -221,3 +221,18 @@ func TestADirectoryThatCannotBeWrittenIsAnError(t *testing.T) {
 		t.Error("a spec was removed from a file")
 	}
 }
+
+func TestTheBaseSpecGoesWithWhatKilledCallsLeftOfIt(t *testing.T) {
+	s := newStore(t)
+	must(t, s.WriteBase(commonEdits()))
+	theirs := filepath.Join(s.root, ".vendor.example.com-base.json.tmp-1")
+	for _, path := range []string{filepath.Join(s.root, ".k8s.gpu.nvidia.com-base.json.tmp-1234"), theirs} {
+		must(t, os.WriteFile(path, []byte("half"), 0o600))
+	}
+	must(t, s.RemoveBase())
+	left, err := os.ReadDir(s.root)
+	must(t, err)
+	if len(left) != 1 || left[0].Name() != filepath.Base(theirs) {
+		t.Errorf("left: %v", left)
+	}
+}

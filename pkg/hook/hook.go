@@ -14,9 +14,14 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
+
+// stale is the age from which a copy is no longer being written by another instance of the plugin.
+const stale = time.Minute
 
 // Hook is the binary in the plugin's image and its place on the host.
 type Hook struct{ source, target string }
@@ -36,6 +41,11 @@ func (h *Hook) Install() (changed bool, err error) {
 	}
 	if err := os.MkdirAll(filepath.Dir(target), 0o755); err != nil {
 		return false, fmt.Errorf("make the hook's directory on the host: %w", err)
+	}
+	for _, path := range h.unfinished() {
+		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > stale {
+			_ = os.Remove(path) // The next installation tries again.
+		}
 	}
 	if err := replace(source, target); err != nil {
 		return false, fmt.Errorf("install the hook on the host as %s: %w", target, err)
@@ -67,13 +77,35 @@ func (h *Hook) Check() error {
 	return nil
 }
 
-// Remove takes the hook from the host. One that is not there is no error.
+// Remove takes the hook from the host, and what killed installations have left of it. One that is not there is no error. No other instance of the plugin may
+// be installing it.
 func (h *Hook) Remove() error {
-	if err := os.Remove(h.target); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove the hook from the host: %w", err)
+	for _, path := range append(h.unfinished(), h.target) {
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove the hook from the host: %w", err)
+		}
 	}
 	return nil
 }
+
+// unfinished are copies that are being written, or that a killed plugin left.
+func (h *Hook) unfinished() []string {
+	dir, name := filepath.Split(h.target)
+	entries, err := os.ReadDir(filepath.Clean(dir))
+	if err != nil {
+		return nil // There is nothing to remove, or the installation says why it fails.
+	}
+	var paths []string
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), copyPrefix(name)) {
+			paths = append(paths, dir+e.Name())
+		}
+	}
+	return paths
+}
+
+// copyPrefix begins the names of copies that do not have their name yet.
+func copyPrefix(name string) string { return "." + name + ".tmp-" }
 
 func digest(path string) ([]byte, error) {
 	f, err := os.Open(path)
@@ -96,7 +128,7 @@ func replace(source, target string) error {
 		return err
 	}
 	defer func() { _ = from.Close() }()
-	to, err := os.CreateTemp(filepath.Dir(target), "."+filepath.Base(target)+".tmp-*")
+	to, err := os.CreateTemp(filepath.Dir(target), copyPrefix(filepath.Base(target))+"*")
 	if err != nil {
 		return err
 	}

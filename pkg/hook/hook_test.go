@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -160,5 +161,29 @@ func TestRemove(t *testing.T) {
 	}
 	if _, err := os.Stat(target); err == nil {
 		t.Error("it is still there")
+	}
+}
+
+func TestCopiesOfKilledInstallationsGo(t *testing.T) {
+	h, _, target := host(t)
+	old, young := filepath.Join(filepath.Dir(target), ".nvidia-cdi-hook.tmp-1"), filepath.Join(filepath.Dir(target), ".nvidia-cdi-hook.tmp-2")
+	write(t, old, "half a ho")
+	write(t, young, "half")
+	hourAgo := time.Now().Add(-time.Hour)
+	if err := os.Chtimes(old, hourAgo, hourAgo); err != nil {
+		t.Fatal(err)
+	}
+	install(t, h)
+	if _, err := os.Stat(old); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the old copy is still there: %v", err)
+	}
+	if _, err := os.Stat(young); err != nil {
+		t.Errorf("what another instance may be writing is gone: %v", err)
+	}
+	if err := h.Remove(); err != nil {
+		t.Fatal(err)
+	}
+	if left, err := os.ReadDir(filepath.Dir(target)); err != nil || len(left) != 0 {
+		t.Errorf("left: %v, %v", left, err)
 	}
 }
