@@ -296,11 +296,15 @@ func (d *Driver) leaveIfUninstalled(ctx context.Context) {
 		logger.Info("The driver is being uninstalled, but claims are held: what their Pods need stays on the node", "claims", held.Claims, "err", err)
 		return
 	}
-	if err := d.leaveNode(); err != nil {
+	left, err := d.leaveNode()
+	switch {
+	case err != nil:
 		logger.Error(err, "Could not remove everything that the driver made on this node")
-		return
+	case len(left) > 0:
+		logger.Info("The driver is being uninstalled: removed all that it made on this node; its directory stays, because of what it did not make", "directory", d.cfg.PluginDir, "left", left)
+	default:
+		logger.Info("The driver is being uninstalled: removed all that it made on this node")
 	}
-	logger.Info("The driver is being uninstalled: removed all that it made on this node")
 }
 
 func (d *Driver) countHeld(ctx context.Context) {

@@ -55,7 +55,7 @@ func TestOfInstancesThatEndAtTheSameTimeOneIsAlone(t *testing.T) {
 				if cleaning.Add(1) != 1 {
 					t.Error("two are alone at once")
 				}
-				if err := removePluginDir(dir, filepath.Join(dir, "state")); err != nil {
+				if _, err := removePluginDir(dir, filepath.Join(dir, "state")); err != nil {
 					t.Error(err)
 				}
 				cleaned.Add(1)
@@ -83,7 +83,7 @@ func TestAnInstanceThatStartsDuringTheCleaningFindsItsDirectory(t *testing.T) {
 		}
 		started <- p
 	}()
-	if err := removePluginDir(dir, filepath.Join(dir, "state")); err != nil {
+	if _, err := removePluginDir(dir, filepath.Join(dir, "state")); err != nil {
 		t.Fatal(err)
 	}
 	leaves.End()

@@ -145,20 +145,20 @@ func (d *Driver) withdraw(ctx context.Context) error {
 	return nil
 }
 
-// leaveNode removes what the plugin made on its node.
-func (d *Driver) leaveNode() error {
-	return errors.Join(d.specs.RemoveBase(), d.hook.Remove(), removePluginDir(d.cfg.PluginDir, d.cfg.StateDir()))
+// leaveNode removes what the plugin made on its node. left is what is in the plugin directory that it did not make, because of which the directory stays.
+func (d *Driver) leaveNode() (left []string, err error) {
+	err = errors.Join(d.specs.RemoveBase(), d.hook.Remove())
+	left, dirErr := removePluginDir(d.cfg.PluginDir, d.cfg.StateDir())
+	return left, errors.Join(err, dirErr)
 }
 
 // removePluginDir removes what is ours in the plugin directory, and the directory if nobody else has put anything there.
-func removePluginDir(pluginDir, stateDir string) error {
+func removePluginDir(pluginDir, stateDir string) (left []string, err error) {
 	errs := []error{os.RemoveAll(stateDir)}
 	// What calls that were killed in the middle of a write have left.
-	for _, pattern := range []string{"publisher.request.*", "bin/.nvidia-cdi-hook.tmp-*"} {
-		left, _ := filepath.Glob(filepath.Join(pluginDir, pattern))
-		for _, path := range left {
-			errs = append(errs, os.Remove(path))
-		}
+	unfinished, _ := filepath.Glob(filepath.Join(pluginDir, "publisher.request.*"))
+	for _, path := range unfinished {
+		errs = append(errs, os.Remove(path))
 	}
 	for _, name := range []string{"publisher.lock", "publisher.request", "bin", presenceFile, ""} {
 		err := os.Remove(filepath.Join(pluginDir, name))
@@ -167,5 +167,25 @@ func removePluginDir(pluginDir, stateDir string) error {
 		}
 		errs = append(errs, err)
 	}
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		return nil, err // what could not be removed would be taken for somebody else's
+	}
+	return below(pluginDir)
+}
+
+// below lists what is in a directory. One that is not there has nothing in it.
+func below(dir string) (paths []string, err error) {
+	err = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("look what is left in %s: %w", dir, err)
+		}
+		if path != dir {
+			paths = append(paths, path)
+		}
+		return nil
+	})
+	return paths, err
 }

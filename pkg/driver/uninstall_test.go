@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -125,33 +126,54 @@ func TestATerminatingPluginKnowsAnUpdateFromAnUninstallation(t *testing.T) {
 }
 
 func TestLeavingRemovesOnlyWhatIsOurs(t *testing.T) {
-	for name, foreign := range map[string]bool{"alone": false, "someone else's file is there": true} {
+	for name, theirs := range map[string][]string{"alone": nil, "someone else's files are there": {"bin/their-hook", "theirs"}} {
 		t.Run(name, func(t *testing.T) {
 			dir := filepath.Join(t.TempDir(), "gpu.nvidia.com")
-			for _, sub := range []string{"state/claims", "state/locks", "bin"} {
+			made := []string{"state/claims", "state/locks", "bin"}
+			if theirs != nil {
+				made = append(made, "their-directory")
+			}
+			for _, sub := range made {
 				if err := os.MkdirAll(filepath.Join(dir, sub), 0o755); err != nil {
 					t.Fatal(err)
 				}
 			}
-			files := []string{"publisher.lock", "state/locks/gpu"}
-			if foreign {
-				files = append(files, "theirs")
-			}
-			for _, f := range files {
+			for _, f := range append([]string{"publisher.lock", "publisher.request.1", "state/locks/gpu"}, theirs...) {
 				if err := os.WriteFile(filepath.Join(dir, f), nil, 0o600); err != nil {
 					t.Fatal(err)
 				}
 			}
-			if err := removePluginDir(dir, filepath.Join(dir, "state")); err != nil {
+			left, err := removePluginDir(dir, filepath.Join(dir, "state"))
+			if err != nil {
 				t.Fatal(err)
 			}
-			left, err := os.ReadDir(dir)
-			switch {
-			case !foreign && !os.IsNotExist(err):
-				t.Errorf("left behind: %v", left)
-			case foreign && (len(left) != 1 || left[0].Name() != "theirs"):
-				t.Errorf("want only the foreign file, got %v", left)
+			var want []string
+			if theirs != nil {
+				for _, path := range []string{"bin", "bin/their-hook", "their-directory", "theirs"} {
+					want = append(want, filepath.Join(dir, path))
+				}
+			}
+			there, err := below(dir)
+			if err != nil || !slices.Equal(there, want) {
+				t.Errorf("left: %q, %v, want %q", there, err, want)
+			}
+			if !slices.Equal(left, want) {
+				t.Errorf("said to be left: %q, want %q", left, want)
+			}
+			if _, err := os.Stat(dir); os.IsNotExist(err) != (theirs == nil) {
+				t.Errorf("the directory: %v", err)
 			}
 		})
+	}
+}
+
+func TestWhatCannotBeRemovedIsNotCalledSomebodyElses(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "theirs"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	left, err := removePluginDir(dir, filepath.Join(dir, "no such name \x00"))
+	if err == nil || left != nil {
+		t.Errorf("got %q, %v", left, err)
 	}
 }
