@@ -2,6 +2,7 @@ package driver
 
 import (
 	"context"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -106,8 +107,13 @@ func (n *node) start(t *testing.T) {
 	n.stop = sync.OnceValue(func() error { cancel(); return <-done })
 	t.Cleanup(func() { _ = n.stop() })
 	eventually(t, "the plugin serves its sockets", func() bool {
-		_, err := os.Stat(filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock"))
-		return err == nil
+		conn, err := net.Dial("unix", filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock"))
+		if err != nil {
+			return false // a socket has its name before it listens
+		}
+		_ = conn.Close()
+		err = n.probe.isReady(t.Context())
+		return err == nil || err.Error() != "starting"
 	})
 }
 
