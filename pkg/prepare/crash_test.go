@@ -281,7 +281,7 @@ func TestTheRecordOfALaterVersionIsLeftToIt(t *testing.T) {
 
 func TestAStepOfALaterVersionIsNotLost(t *testing.T) {
 	for _, step := range []checkpoint.Step{
-		{Kind: "mig-instance", Params: []byte(`{}`)},
+		{Kind: "mps-daemon", Params: []byte(`{}`)},
 		{Kind: claimSpecKind, Params: []byte(`[]`)},
 	} {
 		w := newWorld(t)

@@ -72,7 +72,9 @@ type HeldError struct {
 	Request string
 	Device  string
 	GPU     string
-	UID     types.UID
+	// Holds is the device that is held: Device itself, or one that cannot exist beside it. Empty if the holder's record cannot be read.
+	Holds string
+	UID   types.UID
 	// Holder is namespace/name, empty if the holder's record cannot be read.
 	Holder string
 	// Unreadable is why it cannot.
@@ -87,5 +89,43 @@ func (e *HeldError) Error() string {
 			holder += " (" + e.Unreadable.Error() + ")"
 		}
 	}
-	return fmt.Sprintf("request %s: device %s is held by %s: it is free again when the last Pod of that claim has ended on this node", e.Request, e.Device, holder)
+	held := "device " + e.Device + " is held"
+	if e.Holds != "" && e.Holds != e.Device {
+		held = "device " + e.Device + " cannot be had beside " + e.Holds + ", which is held"
+	}
+	return fmt.Sprintf("request %s: %s by %s: it is free again when the last Pod of that claim has ended on this node", e.Request, held, holder)
+}
+
+// LostError says that a device that a claim was given does not exist any more. The claim's spec is removed, so that no container gets another device.
+type LostError struct {
+	// Claim is namespace/name.
+	Claim  string
+	UID    types.UID
+	Device string
+	GPU    string
+	// Reason is why it could not be made again.
+	Reason error
+}
+
+func (e *LostError) Unwrap() error { return e.Reason }
+
+func (e *LostError) Error() string {
+	return fmt.Sprintf("claim %s: device %s is lost, containers that use it do not start any more: delete the claim's Pods: %v", e.Claim, e.Device, e.Reason)
+}
+
+// Lost picks out of an error of [Preparer.Reconcile] or [Preparer.Mend] the devices that are lost.
+func Lost(err error) []*LostError {
+	switch e := err.(type) {
+	case *LostError:
+		return []*LostError{e}
+	case interface{ Unwrap() []error }:
+		var lost []*LostError
+		for _, one := range e.Unwrap() {
+			lost = append(lost, Lost(one)...)
+		}
+		return lost
+	case interface{ Unwrap() error }:
+		return Lost(e.Unwrap())
+	}
+	return nil
 }

@@ -3,7 +3,6 @@ package prepare
 import (
 	"context"
 	"errors"
-	"slices"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -60,7 +59,7 @@ func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resour
 	if len(want.record.Devices) == 0 {
 		return nil, nil
 	}
-	if err := p.free(c, want.record); err != nil {
+	if err := p.free(c, want); err != nil {
 		return nil, err
 	}
 	if err := p.carryOut(ctx, want); err != nil {
@@ -108,139 +107,93 @@ func (p *Preparer) unchanged(ctx context.Context, c *resourceapi.ResourceClaim) 
 	return nil
 }
 
-func same[T comparable](a, b *T) bool {
-	return a == b || a != nil && b != nil && *a == *b
-}
-
-// keep looks at an earlier preparation of the claim: one that is finished and for the same allocation is verified, mended and kept.
-// Any other is reverted.
-func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, want *plan) (kept bool, err error) {
-	logger := klog.FromContext(ctx)
-	if old.State != checkpoint.Prepared || !slices.EqualFunc(old.Devices, want.record.Devices, sameDevice) {
-		logger.Info("Reverting an earlier preparation of the claim", "state", old.State, "devices", deviceNames(old.Devices))
-		return false, p.revert(ctx, old)
-	}
-	if !slices.EqualFunc(old.Steps, want.record.Steps, sameKind) {
-		// Made by another version of the driver. Nothing that it did may be forgotten: what this version cannot revert, it refuses here by name.
-		logger.Info("Preparing the claim anew: an earlier preparation took other steps")
-		return false, p.revert(ctx, old)
-	}
-	for i, d := range old.Devices {
-		if now := want.record.Devices[i]; now.GPUUUID != d.GPUUUID {
-			return false, replaced(d, now.GPUUUID)
-		}
-	}
-	if err := p.verify(want); err != nil {
-		return false, err
-	}
-	if err := applyAll(ctx, p.env(old.ClaimUID), want.steps); err != nil {
-		return false, because(CauseStep, "%w", err)
-	}
-	if old.BootID == want.record.BootID && slices.EqualFunc(old.Steps, want.record.Steps, sameStep) {
-		return true, nil
-	}
-	old.BootID, old.Steps = want.record.BootID, want.record.Steps
-	if err := p.Records.Save(old); err != nil {
-		return false, because(CauseRecord, "%w", err)
-	}
-	return true, nil
-}
-
-func replaced(d checkpoint.Device, now string) error {
-	return because(CauseDevice, "request %s: device %s was GPU %s when the claim was prepared and is GPU %s now: the card was replaced, delete the claim's Pods to give it back",
-		d.Request, d.Device, d.GPUUUID, now)
-}
-
-// sameDevice leaves the UUID out: a card that was replaced is told apart from another allocation.
-func sameDevice(a, b checkpoint.Device) bool {
-	return a.Request == b.Request && a.Pool == b.Pool && a.Device == b.Device && a.AdminAccess == b.AdminAccess && same(a.ShareID, b.ShareID)
-}
-
-func sameStep(a, b checkpoint.Step) bool {
-	return a.Kind == b.Kind && string(a.Params) == string(b.Params)
-}
-
-func sameKind(a, b checkpoint.Step) bool { return a.Kind == b.Kind }
-
-func deviceNames(devices []checkpoint.Device) []string {
-	names := make([]string, len(devices))
-	for i, d := range devices {
-		names[i] = d.Device
-	}
-	return names
-}
-
-// free refuses GPUs that another claim holds. The caller holds their locks.
-func (p *Preparer) free(c *resourceapi.ResourceClaim, r checkpoint.Record) error {
-	entries, err := p.Records.List()
-	if err != nil {
-		return because(CauseRecord, "%w", err)
-	}
-	for _, d := range r.Devices {
-		if d.AdminAccess {
-			continue
-		}
-		for _, e := range entries {
-			if e.ClaimUID == c.UID || !e.Inexact() && !slices.Contains(e.Devices, d.Device) {
-				continue
-			}
-			refusal := &HeldError{Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID}
-			holder, found, err := p.Records.Load(e.ClaimUID)
-			switch {
-			case err != nil:
-				refusal.Unreadable = err
-			case found && e.Inexact() && !slices.Contains(holder.Holds(), d.Device):
-				continue
-			case found:
-				refusal.Holder = holder.Namespace + "/" + holder.Name
-			}
-			return because(CauseHeld, "%w", refusal)
-		}
-	}
-	return nil
-}
-
-// verify looks at everything that the containers will be promised.
-func (p *Preparer) verify(want *plan) error {
-	if err := p.Verify(want.common); err != nil {
+// verify looks at what the containers will be promised, of the node and of whole cards.
+func (p *Preparer) verify(w *plan) error {
+	if err := p.Verify(w.common); err != nil {
 		return because(CauseNotReady, "what every container with a GPU needs is not complete on this node: %w", err)
 	}
-	if err := p.Specs.WriteBase(want.common); err != nil {
+	if err := p.Specs.WriteBase(w.common); err != nil {
 		return because(CauseStep, "%w", err)
 	}
-	for i, edits := range want.edits {
-		if err := p.Verify(edits); err != nil {
-			return because(CauseDevice, "device %s: %w", want.record.Devices[i].Device, err)
+	for i, t := range w.wants {
+		if err := p.Verify(t.gpu.Edits); err != nil {
+			return because(CauseDevice, "device %s: %w", w.record.Devices[i].Device, err)
 		}
 	}
 	return nil
 }
 
 // carryOut is the transaction: the plan on the disk, the steps, the result on the disk. What fails is reverted; if even that fails, the record stays
-// and the next call for the claim, or the next start, reverts it.
-func (p *Preparer) carryOut(ctx context.Context, want *plan) error {
-	if err := p.verify(want); err != nil {
+// and the next call for the claim, the next start or the next comparison with the hardware reverts it.
+func (p *Preparer) carryOut(ctx context.Context, w *plan) error {
+	if err := p.verify(w); err != nil {
 		return err
 	}
-	r := want.record
-	r.State = checkpoint.Preparing
-	if err := p.Records.Save(r); err != nil {
-		return errors.Join(because(CauseRecord, "%w", err), p.Records.Remove(r.ClaimUID))
+	work, cancel := within(ctx, callTime, answerTime+undoTime)
+	defer cancel()
+	if err := p.resolve(work, w); err != nil {
+		return err
 	}
-	err := applyAll(ctx, p.env(r.ClaimUID), want.steps)
-	if err != nil {
-		err = because(CauseStep, "%w", err)
-	} else {
-		r.State = checkpoint.Prepared
-		if err = p.Records.Save(r); err == nil {
+	if !w.partitioned() {
+		if err := w.describe(p.MIGEdits); err != nil {
+			return err
+		}
+	}
+	r := &w.record
+	r.State = checkpoint.Preparing
+	steps := w.all()
+	env := p.env(r, steps)
+	if err := env.Journal(); err != nil {
+		return errors.Join(err, p.Records.Remove(r.ClaimUID))
+	}
+	err := applyAll(work, env, w.steps)
+	if err == nil {
+		err = p.finish(work, env, w)
+	}
+	if err == nil {
+		if err = p.settle(*r, w); err == nil {
 			return nil
 		}
-		err = because(CauseRecord, "%w", err)
 	}
-	if rerr := p.revert(context.WithoutCancel(ctx), r); rerr != nil {
+	undo, cancelUndo := context.WithTimeout(context.WithoutCancel(ctx), undoTime+answerTime)
+	defer cancelUndo()
+	if rerr := p.undo(undo, r, steps); rerr != nil {
 		klog.FromContext(ctx).Error(rerr, "Could not revert a preparation that failed; the next call for the claim tries again")
 	}
-	return err
+	return stepError(err)
+}
+
+// finish writes the claim's spec, after all that it names is there.
+func (p *Preparer) finish(ctx context.Context, env *Env, w *plan) error {
+	if err := w.describe(p.MIGEdits); err != nil {
+		return err
+	}
+	for i, t := range w.wants {
+		if t.name.Partition == nil {
+			continue
+		}
+		part, err := t.partition()
+		if err != nil {
+			return err
+		}
+		if err := p.Verify(p.MIGEdits(t.gpu.Edits, part.instance, part.compute)); err != nil {
+			return because(CauseDevice, "device %s: %w", w.record.Devices[i].Device, err)
+		}
+	}
+	return applyAll(ctx, env, []Step{w.spec})
+}
+
+// settle makes the record that of a prepared claim.
+func (p *Preparer) settle(r checkpoint.Record, w *plan) error {
+	stored, err := store(lasting(w.all()))
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	r.State, r.BootID, r.Steps = checkpoint.Prepared, p.BootID, stored
+	if err := p.Records.Save(r); err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	return nil
 }
 
 // answer is what the kubelet is told: for each result the node-wide edits and the claim's own.

@@ -2,6 +2,7 @@ package prepare
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"time"
 
@@ -12,8 +13,10 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // Hardware is what the node has, as known already: asking it must not touch a GPU.
@@ -44,34 +47,60 @@ type Options struct {
 	Reread func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error)
 	BootID string
 	Now    func() time.Time
+
+	// Partitions cuts GPUs. Without it whole GPUs are prepared, and partitions are refused.
+	Partitions Partitions
+	// MIGEdits are those of a MIG device, given those of the whole GPU.
+	MIGEdits func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
+	// Policy says what may be done about a GPU's partitions; without it everything may.
+	Policy func(device.GPU) device.Policy
 }
 
 // Preparer prepares and unprepares claims. It holds no state of its own.
 type Preparer struct{ Options }
 
 // New returns a Preparer over what Options name.
-func New(o Options) *Preparer { return &Preparer{o} }
+func New(o Options) *Preparer {
+	if o.Partitions == nil {
+		o.Partitions = uncut{}
+	}
+	if o.Policy == nil {
+		o.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }
+	}
+	return &Preparer{o}
+}
 
-// Held is how much is held on the node.
-type Held struct{ Claims, GPUs int }
+// Held is how much is held on the node. GPUs are those of which a claim holds the whole or a part.
+type Held struct{ Claims, GPUs, Partitions int }
 
-// Held counts by one look at the records' names; only a claim with more GPUs than fit into a name costs a look at its record.
+// Held counts by one look at the records' names; only a claim with more devices than fit into a name costs a look at its record.
 func (p *Preparer) Held() (Held, error) {
 	entries, err := p.Records.List()
 	if err != nil {
 		return Held{}, because(CauseRecord, "%w", err)
 	}
 	h := Held{Claims: len(entries)}
+	gpus := map[string]bool{}
 	for _, e := range entries {
-		h.GPUs += len(e.Devices)
-		if !e.Inexact() {
-			continue
+		devices := e.Devices
+		if e.Inexact() {
+			// One that cannot be read counts as a claim and, for want of better knowledge, as no device.
+			if r, found, err := p.Records.Load(e.ClaimUID); err == nil && found {
+				devices = r.Holds()
+			}
 		}
-		// One that cannot be read counts as a claim and, for want of better knowledge, as no GPU.
-		if r, found, err := p.Records.Load(e.ClaimUID); err == nil && found {
-			h.GPUs += len(r.GPUs())
+		for _, d := range devices {
+			name, ok := device.ParseName(d)
+			if !ok {
+				continue // of a later version
+			}
+			gpus[name.GPU] = true
+			if name.Partition != nil {
+				h.Partitions++
+			}
 		}
 	}
+	h.GPUs = len(gpus)
 	return h, nil
 }
 
@@ -122,13 +151,36 @@ func (p *Preparer) revert(ctx context.Context, r checkpoint.Record) error {
 	if err != nil {
 		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
-	if err := revertAll(ctx, p.env(r.ClaimUID), steps); err != nil {
-		return because(CauseStep, "claim %s/%s: %w", r.Namespace, r.Name, err)
+	return p.undo(ctx, &r, steps)
+}
+
+// undo reverts steps that may know more than the record. What was cut is not destroyed before the record says that the claim is on its way out; a disk
+// that does not take that keeps nobody from giving back, because what a Prepared record promises is looked at before it is believed.
+func (p *Preparer) undo(ctx context.Context, r *checkpoint.Record, steps []Step) error {
+	env := p.env(r, steps)
+	if r.State == checkpoint.Prepared && cuts(steps) && !env.Forgotten {
+		r.State = checkpoint.Reverting
+		if err := env.Journal(); err != nil {
+			klog.FromContext(ctx).Error(err, "Could not note that a claim is being given back", "claim", klog.KRef(r.Namespace, r.Name))
+		}
+	}
+	work, cancel := within(ctx, destroyTime, answerTime)
+	defer cancel()
+	if err := revertAll(work, env, steps); err != nil {
+		return stepError(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
 	}
 	if err := p.Records.Remove(r.ClaimUID); err != nil {
 		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return nil
+}
+
+// stepError gives an error of a step its cause, if it has none of its own.
+func stepError(err error) error {
+	if CauseOf(err) != causeOther {
+		return err
+	}
+	return because(CauseStep, "%w", err)
 }
 
 // setAside resolves a record that cannot be read, at the moment when the claim itself is prepared or unprepared: all that it can have left is the spec
@@ -145,4 +197,22 @@ func (p *Preparer) setAside(ctx context.Context, uid types.UID, unreadable *chec
 	return nil
 }
 
-func (p *Preparer) env(uid types.UID) *Env { return &Env{ClaimUID: uid, Specs: p.Specs} }
+// env is what the steps of a record work on. Their journal is the record.
+func (p *Preparer) env(r *checkpoint.Record, steps []Step) *Env {
+	return &Env{
+		ClaimUID: r.ClaimUID, Specs: p.Specs, Partitions: p.Partitions, Records: p.Records,
+		Journal: func() error {
+			stored, err := store(steps)
+			if err == nil {
+				r.Steps = stored
+				err = p.Records.Save(*r)
+			}
+			if err != nil {
+				return because(CauseRecord, "%w", err)
+			}
+			return nil
+		},
+		Forgotten: r.BootID != p.BootID,
+		Present:   func(card nvidia.Card) bool { return present(p.Hardware.Snapshot(), card) },
+	}
+}

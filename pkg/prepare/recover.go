@@ -3,15 +3,18 @@ package prepare
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
 // recoverWait bounds how long Recover and Mend wait for a claim that another call works on: that call, or the kubelet's next one, finishes it.
@@ -82,98 +85,133 @@ func (p *Preparer) recoverClaim(ctx context.Context, uid types.UID) error {
 	case !found:
 		return p.Specs.RemoveClaim(uid)
 	case r.State != checkpoint.Prepared:
-		if err := lockGPUs(ctx, held, r.GPUs()...); err != nil {
-			return err
-		}
-		klog.FromContext(ctx).Info("Reverting a preparation that was interrupted", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", uid)
-		return p.revert(ctx, r)
+		return p.recoverUnfinished(ctx, held, r)
 	}
-	return p.rewrite(ctx, r)
-}
-
-// rewrite writes a prepared claim's spec again. After a reboot the record's edits may name other cards' device nodes: the kubelet prepares every claim
-// again then, and Prepare looks.
-func (p *Preparer) rewrite(ctx context.Context, r checkpoint.Record) error {
-	if r.BootID != p.BootID {
-		return nil
-	}
-	steps, err := restore(r.Steps)
-	if err != nil {
-		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
-	}
-	for _, s := range steps {
-		spec, ok := s.(*claimSpec)
-		if !ok {
-			continue
-		}
-		if err := p.rewriteSpec(ctx, r, spec); err != nil {
-			return because(CauseStep, "claim %s/%s: %w", r.Namespace, r.Name, err)
-		}
+	if err := p.rewrite(ctx, r, p.seen); !errors.Is(err, errUnseen) {
+		return err
 	}
 	return nil
 }
 
-// rewriteSpec leaves no spec in place that would give a container another card than the one that the claim was prepared with: the next container of the
-// claim then fails to start instead.
-func (p *Preparer) rewriteSpec(ctx context.Context, r checkpoint.Record, spec *claimSpec) error {
-	env := p.env(r.ClaimUID)
+// recoverUnfinished reverts what needs no hardware. The rest is for Reconcile: the start of the plugin does not wait for a GPU.
+func (p *Preparer) recoverUnfinished(ctx context.Context, held *lock.Held, r checkpoint.Record) error {
+	if err := lockGPUs(ctx, held, r.GPUs()...); err != nil {
+		return err
+	}
+	logger := klog.FromContext(ctx).WithValues("claim", klog.KRef(r.Namespace, r.Name), "claimUID", r.ClaimUID)
+	steps, err := restore(r.Steps)
+	if err != nil {
+		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+	}
+	if cuts(steps) && r.BootID == p.BootID {
+		logger.Info("A preparation that was interrupted will be reverted when its GPUs can be asked")
+		return p.Specs.RemoveClaim(r.ClaimUID)
+	}
+	logger.Info("Reverting a preparation that was interrupted")
+	return p.revert(ctx, r)
+}
+
+// rewrite writes a prepared claim's spec again. After a reboot the record's edits may name other cards' device nodes: the kubelet prepares every claim
+// again then, and Prepare looks.
+func (p *Preparer) rewrite(ctx context.Context, r checkpoint.Record, ensure ensure) error {
+	if r.BootID != p.BootID {
+		return nil
+	}
 	snapshot := p.Hardware.Snapshot()
 	if !snapshot.Ready {
 		// The record's device nodes may be another card's since the driver was loaded anew. A spec that is there stays; one that is missing is
 		// written when the node has been looked at.
 		return nil
 	}
-	now := &claimSpec{}
-	for _, d := range r.Devices {
-		gpu, edits, known := find(snapshot, d.Device)
-		switch {
-		case !known:
-			return spec.Apply(ctx, env)
-		case gpu.UUID != d.GPUUUID:
-			return errors.Join(replaced(d, gpu.UUID), spec.Revert(ctx, env))
-		}
-		now.add(specDevice{Name: cdi.ClaimDeviceName(r.ClaimUID, d.Device, d.ShareID), Edits: edits})
-	}
-	if err := p.update(r, now); err != nil {
-		return err
-	}
-	return now.Apply(ctx, env)
-}
-
-// update has the record say what the claim's spec says now.
-func (p *Preparer) update(r checkpoint.Record, now *claimSpec) error {
-	stored, err := store([]Step{now})
+	w, known, err := p.planned(r, snapshot)
 	if err != nil {
 		return err
 	}
-	changed := false
-	steps := slices.Clone(r.Steps)
-	for i, s := range steps {
-		if s.Kind == claimSpecKind && !sameStep(s, stored[0]) {
-			steps[i], changed = stored[0], true
-		}
+	if !known {
+		return p.asRecorded(ctx, r)
 	}
-	if !changed {
+	if err := p.refresh(ctx, r, w, ensure); err != nil {
+		if errors.Is(err, errUnseen) {
+			return err
+		}
+		return stepError(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
+	}
+	return nil
+}
+
+// planned is the plan that the record was made of, on the node as it is now. It is not known if the node does not show all GPUs. It leaves no spec in place
+// that would give a container another card than the one that the claim was prepared with: the next container of the claim then fails to start instead.
+func (p *Preparer) planned(r checkpoint.Record, snapshot inventory.Snapshot) (w *plan, known bool, err error) {
+	w = &plan{record: r, spec: &claimSpec{}, common: snapshot.Node.Common}
+	w.record.Devices = slices.Clone(r.Devices)
+	for _, d := range r.Devices {
+		name, gpu, ok := find(snapshot, d.Device)
+		if !ok {
+			return nil, false, nil
+		}
+		if gpu.UUID != d.GPUUUID {
+			return nil, false, errors.Join(replaced(d, gpu.UUID), p.Specs.RemoveClaim(r.ClaimUID))
+		}
+		w.wants = append(w.wants, want{name: name, gpu: gpu})
+	}
+	ours, err := w.adopt(r)
+	if err == nil && !ours {
+		err = errors.New("its steps are of another version of the driver")
+	}
+	if err != nil {
+		return nil, false, because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+	}
+	return w, true, nil
+}
+
+// asRecorded writes the spec of a claim whose GPUs are not all to be seen. One with a partition is left as it is: what the record knows of the partition
+// may be out of date.
+func (p *Preparer) asRecorded(ctx context.Context, r checkpoint.Record) error {
+	steps, err := restore(r.Steps)
+	if err != nil {
+		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+	}
+	if cuts(steps) || slices.ContainsFunc(r.Devices, func(d checkpoint.Device) bool { return d.MIGUUID != "" }) {
 		return nil
 	}
-	r.Steps = steps
-	return p.Records.Save(r)
+	if err := applyAll(ctx, p.env(&r, steps), lasting(steps)); err != nil {
+		return stepError(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
+	}
+	return nil
 }
 
 // Mend writes the specs of all prepared claims again where they are missing or altered. The kubelet does not prepare again when a container restarts.
+// Hardware is asked only about partitions that the inventory does not see, and only after all other claims have their specs.
 func (p *Preparer) Mend(ctx context.Context) error {
 	entries, err := p.Records.List()
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
 	var errs []error
+	var unseen []types.UID
 	for _, e := range entries {
-		errs = append(errs, p.mendClaim(ctx, e.ClaimUID))
+		err := p.mendClaim(ctx, e.ClaimUID, p.seen)
+		if errors.Is(err, errUnseen) {
+			unseen = append(unseen, e.ClaimUID)
+			continue
+		}
+		errs = append(errs, err)
 	}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for _, uid := range unseen {
+		wg.Go(func() { // a GPU that hangs keeps no other waiting
+			err := p.mendClaim(ctx, uid, p.looked)
+			mu.Lock()
+			defer mu.Unlock()
+			errs = append(errs, err)
+		})
+	}
+	wg.Wait()
 	return errors.Join(errs...)
 }
 
-func (p *Preparer) mendClaim(ctx context.Context, uid types.UID) error {
+func (p *Preparer) mendClaim(ctx context.Context, uid types.UID, ensure ensure) error {
 	// A claim that another call works on for long gets its spec from that call.
 	ctx, cancel := context.WithTimeout(ctx, recoverWait)
 	defer cancel()
@@ -186,5 +224,5 @@ func (p *Preparer) mendClaim(ctx context.Context, uid types.UID) error {
 	if err != nil || !found || r.State != checkpoint.Prepared {
 		return err
 	}
-	return p.rewrite(ctx, r)
+	return p.rewrite(ctx, r, ensure)
 }

@@ -8,6 +8,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // Step is one reversible part of a preparation. Apply may run again after it ran in whole or in part; so may Revert, also where Apply never ran.
@@ -19,13 +20,23 @@ type Step interface {
 
 // Env is what steps work on.
 type Env struct {
-	ClaimUID types.UID
-	Specs    Specs
+	ClaimUID   types.UID
+	Specs      Specs
+	Partitions Partitions
+	Records    *checkpoint.Store
+	// Journal writes what the steps know by now into the claim's record.
+	Journal func() error
+	// Forgotten says that the record is of an earlier boot: whatever was cut for it is gone.
+	Forgotten bool
+	// Present says whether the card may still be in the node.
+	Present func(nvidia.Card) bool
 }
 
 // stepKinds knows every step that a record can hold. A kind that is missing here would make old records impossible to revert: kinds are never removed.
 var stepKinds = map[string]func() Step{
-	claimSpecKind: func() Step { return &claimSpec{} },
+	claimSpecKind:   func() Step { return &claimSpec{} },
+	migInstanceKind: func() Step { return &migInstance{} },
+	migModeOffKind:  func() Step { return &migModeOff{} },
 }
 
 func store(steps []Step) ([]checkpoint.Step, error) {
@@ -53,6 +64,27 @@ func restore(stored []checkpoint.Step) ([]Step, error) {
 		}
 	}
 	return steps, nil
+}
+
+// lasting are the steps that leave something to revert. The others are not in the record of a claim that is prepared.
+func lasting(steps []Step) []Step {
+	var left []Step
+	for _, s := range steps {
+		if _, done := s.(*migModeOff); !done {
+			left = append(left, s)
+		}
+	}
+	return left
+}
+
+// cuts says whether reverting the steps takes the hardware.
+func cuts(steps []Step) bool {
+	for _, s := range steps {
+		if _, ok := s.(*migInstance); ok {
+			return true
+		}
+	}
+	return false
 }
 
 func applyAll(ctx context.Context, env *Env, steps []Step) error {

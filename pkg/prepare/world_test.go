@@ -44,6 +44,8 @@ type world struct {
 	snapshot inventory.Snapshot
 	missing  map[string]error // by path of a device node or mount
 	reread   func() (*resourceapi.ResourceClaim, error)
+	hardware *hardware // nil if no GPU can be cut
+	policy   func(device.GPU) device.Policy
 }
 
 func newWorld(t *testing.T) *world {
@@ -85,7 +87,7 @@ func (w *world) start() (*Preparer, error) {
 	if err != nil {
 		return nil, err
 	}
-	return New(Options{
+	o := Options{
 		DriverName: driverName, Pool: pool, BootID: w.bootID, Now: time.Now,
 		Hardware: w, Specs: w.specs, Records: records, Locks: locks, Verify: w.verify,
 		Reread: func(context.Context, string, string) (*resourceapi.ResourceClaim, error) {
@@ -94,7 +96,12 @@ func (w *world) start() (*Preparer, error) {
 			}
 			return w.reread()
 		},
-	}), nil
+		MIGEdits: migEdits, Policy: w.policy,
+	}
+	if w.hardware != nil {
+		o.Partitions = w.hardware
+	}
+	return New(o), nil
 }
 
 func (w *world) Snapshot() inventory.Snapshot { return w.snapshot }
@@ -118,6 +125,10 @@ func (w *world) reboot() {
 	w.disk.PowerCut()
 	w.specs.clear()
 	w.bootID += "+"
+	if w.hardware != nil {
+		w.hardware.boot()
+		w.scan()
+	}
 }
 
 func (w *world) records() []string {

@@ -1,0 +1,62 @@
+package prepare
+
+import (
+	"slices"
+	"strings"
+
+	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// free refuses devices that cannot be had beside what other claims hold. The caller holds their GPUs' locks.
+func (p *Preparer) free(c *resourceapi.ResourceClaim, w *plan) error {
+	entries, err := p.Records.List()
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	for i, d := range w.record.Devices {
+		if d.AdminAccess {
+			continue
+		}
+		for _, e := range entries {
+			if e.ClaimUID == c.UID {
+				continue
+			}
+			there, excluded := excluding(w.wants[i], e.Devices)
+			if !excluded && !e.Inexact() {
+				continue
+			}
+			refusal := &HeldError{Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID, Holds: there}
+			holder, found, err := p.Records.Load(e.ClaimUID)
+			if err == nil && e.Inexact() {
+				if refusal.Holds, excluded = excluding(w.wants[i], holder.Holds()); !excluded {
+					continue
+				}
+			}
+			if err != nil {
+				refusal.Unreadable = err
+			} else if found {
+				refusal.Holder = holder.Namespace + "/" + holder.Name
+			}
+			return because(CauseHeld, "%w", refusal)
+		}
+	}
+	return nil
+}
+
+// excluding finds among devices that are held one that cannot be held beside the wanted one. Of a shape that only a later version knows it is taken for
+// granted that it takes its whole GPU.
+func excluding(t want, held []string) (string, bool) {
+	i := slices.IndexFunc(held, func(h string) bool {
+		name, known := device.ParseName(h)
+		if !known {
+			return h == t.name.GPU || strings.HasPrefix(h, t.name.GPU+"-")
+		}
+		return name.GPU == t.name.GPU && device.Conflict(t.name, name, t.gpu.GPU)
+	})
+	if i < 0 {
+		return "", false
+	}
+	return held[i], true
+}

@@ -1,0 +1,136 @@
+package prepare
+
+import (
+	"context"
+	"slices"
+
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+)
+
+// keep looks at an earlier preparation of the claim: one that is finished and for the same allocation is verified, mended and kept.
+// Any other is reverted.
+func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (kept bool, err error) {
+	logger := klog.FromContext(ctx)
+	if old.State != checkpoint.Prepared || !slices.EqualFunc(old.Devices, w.record.Devices, sameDevice) {
+		logger.Info("Reverting an earlier preparation of the claim", "state", old.State, "devices", deviceNames(old.Devices))
+		return false, p.revert(ctx, old)
+	}
+	for i, d := range old.Devices {
+		if now := w.record.Devices[i]; now.GPUUUID != d.GPUUUID {
+			return false, replaced(d, now.GPUUUID)
+		}
+	}
+	if w.partitioned() && old.BootID != p.BootID {
+		logger.Info("Preparing the claim anew: the node was started again, and what was cut is gone", "devices", deviceNames(old.Devices))
+		return false, p.revert(ctx, old)
+	}
+	known, err := w.adopt(old)
+	if err != nil {
+		return false, because(CauseRecord, "%w", err)
+	}
+	if !known {
+		// Made by another version of the driver. Nothing that it did may be forgotten: what this version cannot revert, it refuses here by name.
+		logger.Info("Preparing the claim anew: an earlier preparation took other steps")
+		return false, p.revert(ctx, old)
+	}
+	if err := p.verify(w); err != nil {
+		return false, err
+	}
+	work, cancel := within(ctx, callTime, answerTime)
+	defer cancel()
+	modes, err := p.wholes(work, p.looks(), w)
+	if err != nil {
+		return false, err
+	}
+	if err := applyAll(work, p.env(&old, nil), modes); err != nil {
+		return false, stepError(err)
+	}
+	return true, p.refresh(work, old, w, p.recut)
+}
+
+// adopt makes the steps of the record those of the plan. It is false for steps that this version would not have taken for these devices.
+func (w *plan) adopt(old checkpoint.Record) (bool, error) {
+	steps, err := restore(old.Steps)
+	if err != nil {
+		return false, err
+	}
+	specs := 0
+	cuts := map[string]*migInstance{}
+	w.steps = nil
+	for _, step := range steps {
+		switch s := step.(type) {
+		case *claimSpec:
+			w.spec = s
+			specs++
+		case *migInstance:
+			cuts[s.Device] = s
+			w.steps = append(w.steps, s)
+		}
+	}
+	used := 0
+	for i := range w.wants {
+		t, d := &w.wants[i], old.Devices[i]
+		w.record.Devices[i].MIGUUID = d.MIGUUID
+		if t.cut = cuts[d.Device]; t.cut != nil && !d.AdminAccess {
+			used++
+		}
+	}
+	return specs == 1 && used == len(cuts), nil
+}
+
+// refresh brings what a finished preparation left up to date: the partitions, by ensure, then the spec, then the record where it says something else.
+func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, w *plan, ensure ensure) error {
+	r := old
+	r.Devices = slices.Clone(old.Devices)
+	env := p.env(&r, w.all())
+	if w.partitioned() {
+		if err := ensure(ctx, env, w); err != nil {
+			return err
+		}
+	}
+	if err := p.finish(ctx, env, w); err != nil {
+		return stepError(err)
+	}
+	stored, err := store(w.all())
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	changed := r.BootID != p.BootID || !slices.EqualFunc(old.Steps, stored, sameStep)
+	for i := range r.Devices {
+		if now := w.record.Devices[i].MIGUUID; r.Devices[i].MIGUUID != now {
+			r.Devices[i].MIGUUID, changed = now, true
+		}
+	}
+	if !changed {
+		return nil
+	}
+	return p.settle(r, w)
+}
+
+func replaced(d checkpoint.Device, now string) error {
+	return because(CauseDevice, "request %s: device %s was GPU %s when the claim was prepared and is GPU %s now: the card was replaced, delete the claim's Pods to give it back",
+		d.Request, d.Device, d.GPUUUID, now)
+}
+
+// sameDevice leaves the UUIDs out: a card that was replaced is told apart from another allocation.
+func sameDevice(a, b checkpoint.Device) bool {
+	return a.Request == b.Request && a.Pool == b.Pool && a.Device == b.Device && a.AdminAccess == b.AdminAccess && same(a.ShareID, b.ShareID)
+}
+
+func same[T comparable](a, b *T) bool {
+	return a == b || a != nil && b != nil && *a == *b
+}
+
+func sameStep(a, b checkpoint.Step) bool {
+	return a.Kind == b.Kind && string(a.Params) == string(b.Params)
+}
+
+func deviceNames(devices []checkpoint.Device) []string {
+	names := make([]string, len(devices))
+	for i, d := range devices {
+		names[i] = d.Device
+	}
+	return names
+}

@@ -1,0 +1,318 @@
+package prepare
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+const (
+	small0  = gpu0 + "-mig-19-0" // 1g.10gb at 0
+	small1  = gpu0 + "-mig-19-1"
+	large4  = gpu0 + "-mig-9-4" // 3g.40gb at 4
+	large0  = gpu0 + "-mig-9-0"
+	beside  = gpu1 + "-mig-19-6"
+	nothing = ""
+)
+
+func TestAPartitionIsCutForItsClaimAndRemovedWithIt(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	got := mustPrepare(t, p, newClaim("c", allocated("r", large4)))
+	if want := "k8s.gpu.nvidia.com/claim=uid-c-" + large4; got[0].CDIDeviceIDs[1] != want || got[0].DeviceName != large4 {
+		t.Errorf("%+v", got)
+	}
+	in := h.of(t, gpu0).state().MIG.Instances
+	if len(in) != 1 || in[0].ProfileID != 9 || in[0].Placement != (device.Placement{Start: 4, Size: 4}) || len(in[0].Compute) != 1 {
+		t.Fatalf("the GPU is cut into %+v", in)
+	}
+	for _, want := range []string{"/dev/nvidia0", "nvidia-cap10", "nvidia-cap11"} {
+		if spec := w.specs.of("uid-c"); !strings.Contains(spec, want) {
+			t.Errorf("the spec %s has no %s", spec, want)
+		}
+	}
+	r, _, err := p.Records.Load("uid-c")
+	if err != nil || r.Devices[0].MIGUUID != in[0].Compute[0].UUID {
+		t.Errorf("%+v, %v", r.Devices, err)
+	}
+	if held, err := p.Held(); err != nil || held != (Held{Claims: 1, GPUs: 1, Partitions: 1}) {
+		t.Error(held, err)
+	}
+	mustUnprepare(t, p, "uid-c")
+	clean(t, w)
+	if s := h.of(t, gpu0); len(s.instances) != 0 || !s.on {
+		t.Errorf("left: %+v", s.state())
+	}
+}
+
+func TestClaimsWithSeveralPartitions(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	got := mustPrepare(t, p, newClaim("many", allocated("a", small0), allocated("b", large4), allocated("c", beside)))
+	if len(got) != 3 {
+		t.Error(got)
+	}
+	mustPrepare(t, p, newClaim("one", allocated("a", small1)))
+	if n := len(h.of(t, gpu0).instances); n != 3 {
+		t.Errorf("%s has %d instances", gpu0, n)
+	}
+	if spec := w.specs.of("uid-many"); strings.Count(spec, "nvidia-cap10") != 2 || !strings.Contains(spec, "nvidia-cap21") {
+		t.Errorf("the spec is %s", spec)
+	}
+	if held, err := p.Held(); err != nil || held != (Held{Claims: 2, GPUs: 2, Partitions: 4}) {
+		t.Error(held, err)
+	}
+	mustUnprepare(t, p, "uid-many")
+	if in := h.of(t, gpu0).state().MIG.Instances; len(in) != 1 || in[0].Placement.Start != 1 {
+		t.Errorf("another claim's instance is gone: %+v", in)
+	}
+	mustPrepare(t, p, newClaim("mixed", allocated("whole", gpu1), allocated("part", small0)))
+	if h.of(t, gpu1).on {
+		t.Error("a GPU that is wanted whole is in MIG mode")
+	}
+}
+
+func TestAWholeGPUAsksNoHardwareUnlessItsMIGModeMayBeOn(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	c := newClaim("c", allocated("r", gpu0))
+	mustPrepare(t, p, c)
+	mustPrepare(t, p, c)
+	mustUnprepare(t, p, "uid-c")
+	if calls := h.asked(); len(calls) != 0 {
+		t.Errorf("asked: %q", calls)
+	}
+	plain := writesOf(t, newWorld(t), c)
+	if able := writesOf(t, w, c); able != plain {
+		t.Errorf("%d writes, and %d where no GPU can be cut", able, plain)
+	}
+
+	mustPrepare(t, p, newClaim("part", allocated("r", small0)))
+	mustUnprepare(t, p, "uid-part")
+	h.asked()
+	// The inventory has not looked since: the mark tells.
+	mustPrepare(t, p, c)
+	if calls := h.asked(); !slices.Equal(calls, []string{"look", "set MIG mode false"}) || h.of(t, gpu0).on {
+		t.Errorf("asked: %q", calls)
+	}
+	r, _, err := p.Records.Load("uid-c")
+	if err != nil || len(r.Steps) != 1 {
+		t.Errorf("the version before could not give it back: %+v, %v", r.Steps, err)
+	}
+	mustPrepare(t, p, c)
+	mustUnprepare(t, p, "uid-c")
+	mustPrepare(t, p, c)
+	if calls := h.asked(); len(calls) != 0 {
+		t.Errorf("asked, although the mode is off: %q", calls)
+	}
+	mustUnprepare(t, p, "uid-c")
+
+	// A mode that someone else has turned on is seen by the inventory.
+	h.of(t, gpu0).on = true
+	w.scan()
+	mustPrepare(t, p, c)
+	if h.of(t, gpu0).on {
+		t.Error("it is in MIG mode")
+	}
+}
+
+func writesOf(t *testing.T, w *world, c *resourceapi.ResourceClaim) int {
+	t.Helper()
+	p := w.plugin(t)
+	w.disk.FailAt(1<<30, nil)
+	mustPrepare(t, p, c)
+	writes := w.disk.Writes()
+	mustUnprepare(t, p, c.UID)
+	return writes
+}
+
+func TestWhatOfPartitionsIsRefusedAndWhatItSays(t *testing.T) {
+	share := `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig","sharing":{"strategy":"MPS"}}`
+	for _, c := range []struct {
+		name  string
+		node  func(*testing.T, *world, *hardware)
+		claim *resourceapi.ResourceClaim
+		cause Cause
+		says  []string
+	}{
+		{"sharing", nil, configured(newClaim("c", allocated("r", small0)), share), CauseClaim, []string{"request r", `"MPS" is not supported`, "MigDeviceConfig"}},
+		{"two at one place", nil, newClaim("c", allocated("a", small0), allocated("b", large0)), CauseClaim, []string{"requests a and b", small0, large0}},
+		{"a whole and its part", nil, newClaim("c", allocated("a", gpu0), allocated("b", large0)), CauseClaim, []string{"requests a and b", gpu0, large0}},
+		{"a profile that there is not", nil, newClaim("c", allocated("a", gpu0+"-mig-77-0")), CauseDevice, []string{"profile 77"}},
+		{"a place where none can begin", nil, newClaim("c", allocated("a", gpu0+"-mig-9-1")), CauseDevice, []string{"begins at 1"}},
+		{"a GPU that is not there", nil, newClaim("c", allocated("a", "gpu-0000-ff-00-0-mig-9-0")), CauseDevice, []string{"not on this node", gpu0}},
+		{"a mode that needs a reset", func(t *testing.T, w *world, h *hardware) {
+			h.of(t, gpu0).fixed = true
+			w.scan()
+		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "only a reset"}},
+		{"a whole GPU whose mode needs a reset", func(t *testing.T, w *world, h *hardware) {
+			h.of(t, gpu0).fixed, h.of(t, gpu0).on = true, true
+			w.scan()
+		}, newClaim("c", allocated("a", gpu0)), CauseDevice, []string{gpu0, "only a reset"}},
+		{"a guest that cannot cut", func(_ *testing.T, w *world, _ *hardware) {
+			w.snapshot.Node.GPUs[0].MIG.Uncuttable = true
+		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "not changed"}},
+		{"a GPU that is pinned", func(_ *testing.T, w *world, _ *hardware) {
+			w.policy = func(device.GPU) device.Policy { return device.PolicyStatic }
+		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "static"}},
+		{"a GPU without MIG", func(_ *testing.T, w *world, _ *hardware) { w.snapshot.Node.GPUs[0].MIG = nil }, newClaim("c", allocated("a", small0)), CauseDevice, []string{"has no MIG"}},
+		{"a GPU that is in use", func(t *testing.T, _ *world, h *hardware) {
+			h.of(t, gpu0).open = []nvidia.Process{{PID: 4711, Name: "dcgm"}}
+		}, newClaim("c", allocated("a", small0)), CauseStep, []string{small0, "dcgm", "4711"}},
+		{"a whole GPU that is cut", func(t *testing.T, w *world, h *hardware) {
+			h.someoneElse(t, gpu0, 9, 4)
+			w.scan()
+		}, newClaim("c", allocated("a", gpu0)), CauseDevice, []string{gpu0, "GPU instance 1", "4:4", "MIG-1"}},
+		{"a place that is taken", func(t *testing.T, w *world, h *hardware) {
+			h.someoneElse(t, gpu0, 9, 0)
+			w.scan()
+		}, newClaim("c", allocated("a", small1)), CauseDevice, []string{small1, "GPU instance 1", "0:4"}},
+		{"a place that was taken just now", func(t *testing.T, _ *world, h *hardware) {
+			h.someoneElse(t, gpu0, 19, 0)
+		}, newClaim("c", allocated("a", small0)), CauseNotReady, []string{small0, "has appeared", "GPU instance 1"}},
+		{"admin access to what does not exist", nil, newClaim("c", admin("a", small0)), CauseDevice, []string{small0, "admin access makes nothing"}},
+		{"a part of what is not there", nil, newClaim("c", allocated("a", small0+"-ci-1")), CauseDevice, []string{"is gone"}},
+		{"a plugin without a way to cut", func(_ *testing.T, w *world, _ *hardware) { w.hardware = nil }, newClaim("c", allocated("a", small0)), CauseStep, []string{"whole GPUs only"}},
+		{"a GPU whose node got another number", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).minor = 5 }, newClaim("c", allocated("a", small0)), CauseNotReady, []string{"/dev/nvidia5"}},
+		{"a capability node that is missing", func(_ *testing.T, w *world, _ *hardware) {
+			w.missing = map[string]error{"/dev/nvidia-caps/nvidia-cap11": errors.New("nvidia-cap11 is missing")}
+		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "nvidia-cap11 is missing"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMIG(w)
+			if c.node != nil {
+				c.node(t, w, h)
+			}
+			before := len(h.of(t, gpu0).instances)
+			_, err := w.plugin(t).Prepare(t.Context(), c.claim)
+			if CauseOf(err) != c.cause {
+				t.Fatalf("cause %q: %v", CauseOf(err), err)
+			}
+			for _, want := range append(c.says, "claim default/c") {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("%q does not say %q", err, want)
+				}
+			}
+			if len(err.Error()) > 1024 {
+				t.Errorf("does not fit into an Event: %q", err)
+			}
+			clean(t, w)
+			if after := len(h.of(t, gpu0).instances); after != before {
+				t.Errorf("%d instances before, %d after", before, after)
+			}
+		})
+	}
+}
+
+func TestWhatExcludesEachOtherIsRefusedByName(t *testing.T) {
+	w := newWorld(t)
+	withMIG(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("first", allocated("r", small0)))
+	for _, want := range []string{gpu0, small0, large0} {
+		_, err := p.Prepare(t.Context(), newClaim("second", allocated("r", want)))
+		var held *HeldError
+		if !errors.As(err, &held) || held.Holds != small0 || !strings.Contains(err.Error(), "default/first") || !strings.Contains(err.Error(), small0) {
+			t.Errorf("%s: %v", want, err)
+		}
+	}
+	mustPrepare(t, p, newClaim("second", allocated("r", small1), allocated("s", gpu1)))
+	if _, err := p.Prepare(t.Context(), newClaim("third", allocated("r", beside))); CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "beside "+gpu1) {
+		t.Error(err)
+	}
+}
+
+func TestAnInstanceOfSomeoneElseIsUsedAsItIsAndStays(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	theirs := h.someoneElse(t, gpu0, 19, 0)
+	w.scan()
+	p := w.plugin(t)
+	h.asked()
+	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
+	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
+	if r, _, err := p.Records.Load("uid-c"); err != nil || r.Devices[0].MIGUUID != theirs.Compute[0].UUID || len(r.Steps) != 1 {
+		t.Errorf("%+v, %v", r, err)
+	}
+	if ours, err := p.Explained(gpu0, []device.Instance{theirs}); err != nil || len(ours) != 0 {
+		t.Errorf("taken for ours: %+v, %v", ours, err)
+	}
+	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil {
+		t.Error(err)
+	}
+	mustUnprepare(t, p, "uid-c")
+	clean(t, w)
+	if len(h.of(t, gpu0).instances) != 1 {
+		t.Fatal("it was removed")
+	}
+	for _, call := range h.asked() {
+		if call != "look" {
+			t.Errorf("called %q", call)
+		}
+	}
+	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).instances) != 0 {
+		t.Errorf("handed over: %v, %+v", err, h.of(t, gpu0).instances)
+	}
+}
+
+func TestAPartOfSomeoneElsesInstanceIsUsedAsItIs(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	h.someoneElse(t, gpu0, 9, 4)
+	in := h.of(t, gpu0).instances[1]
+	in.Compute = []device.ComputeInstance{{ID: 0, Name: "1c.3g.40gb", UUID: "MIG-a", Minor: 41}, {ID: 1, Name: "2c.3g.40gb", UUID: "MIG-b", Minor: 42}}
+	h.of(t, gpu0).instances[1] = in
+	w.scan()
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("c", allocated("r", large4+"-ci-1")))
+	if spec := w.specs.of("uid-c"); !strings.Contains(spec, "nvidia-cap42") || strings.Contains(spec, "nvidia-cap41") {
+		t.Errorf("the spec is %s", spec)
+	}
+	mustPrepare(t, p, newClaim("d", allocated("r", large4+"-ci-0")))
+	if _, err := p.Prepare(t.Context(), newClaim("e", allocated("r", large4))); CauseOf(err) != CauseHeld {
+		t.Error(err)
+	}
+	mustUnprepare(t, p, "uid-c")
+	mustUnprepare(t, p, "uid-d")
+	if _, err := p.Prepare(t.Context(), newClaim("e", allocated("r", large4))); CauseOf(err) != CauseDevice || !strings.Contains(err.Error(), "MIG-b") {
+		t.Error(err)
+	}
+}
+
+func TestAdminAccessToAPartitionMakesNothingAndRemovesNothing(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("user", allocated("r", small0)))
+	mustPrepare(t, p, newClaim("admin", admin("a", small0), admin("b", gpu0)))
+	if spec := w.specs.of("uid-admin"); !strings.Contains(spec, "nvidia-cap11") {
+		t.Errorf("the spec is %s", spec)
+	}
+	mustUnprepare(t, p, "uid-admin")
+	if len(h.of(t, gpu0).instances) != 1 {
+		t.Error("it was removed")
+	}
+	mustPrepare(t, p, newClaim("admin", admin("a", small0)))
+	mustUnprepare(t, p, "uid-user")
+	w.scan()
+	if lost := Lost(p.Reconcile(t.Context())); len(lost) != 1 || lost[0].UID != "uid-admin" || w.specs.of("uid-admin") != nothing {
+		t.Errorf("%+v", lost)
+	}
+	mustUnprepare(t, p, "uid-admin")
+	mustPrepare(t, p, newClaim("both", admin("a", small0), allocated("b", small0)))
+	mustUnprepare(t, p, "uid-both")
+	clean(t, w)
+	if len(h.of(t, gpu0).instances) != 0 {
+		t.Error("something is left")
+	}
+}

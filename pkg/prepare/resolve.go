@@ -1,0 +1,233 @@
+package prepare
+
+import (
+	"context"
+	"regexp"
+	"slices"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// looks asks each card once within a call.
+type looks struct {
+	partitions Partitions
+	states     map[string]nvidia.State
+}
+
+func (p *Preparer) looks() *looks {
+	return &looks{p.Partitions, map[string]nvidia.State{}}
+}
+
+func (l *looks) at(ctx context.Context, g device.GPU) (nvidia.State, error) {
+	name := g.WholeName()
+	if state, ok := l.states[name]; ok {
+		return state, nil
+	}
+	state, err := l.partitions.Look(ctx, cardOf(g))
+	if err != nil {
+		return state, because(CauseStep, "look at %s: %w", name, err)
+	}
+	l.states[name] = state
+	return state, nil
+}
+
+// resolve decides, by a look at the hardware, how each device is had. The caller holds the GPUs' locks, and nobody else holds the devices. It changes
+// nothing but a mark that is out of date. A GPU that is wanted whole is asked only if its MIG mode may be on.
+func (p *Preparer) resolve(ctx context.Context, w *plan) error {
+	looks := p.looks()
+	modes, err := p.wholes(ctx, looks, w)
+	if err != nil {
+		return err
+	}
+	w.steps, w.spec = modes, &claimSpec{}
+	cuts := map[string]*migInstance{}
+	for i := range w.wants {
+		t, d := &w.wants[i], w.record.Devices[i]
+		t.cut, t.found = nil, nil
+		if t.name.Partition == nil || d.AdminAccess {
+			continue
+		}
+		if err := p.resolvePartition(ctx, looks, t); err != nil {
+			return because(CauseOf(err), "request %s: %w", d.Request, err)
+		}
+		if t.cut != nil {
+			cuts[d.Device] = t.cut
+			w.steps = append(w.steps, t.cut)
+		}
+	}
+	for i := range w.wants {
+		t, d := &w.wants[i], w.record.Devices[i]
+		if t.name.Partition == nil || !d.AdminAccess {
+			continue
+		}
+		if t.cut = cuts[d.Device]; t.cut != nil {
+			continue
+		}
+		if err := p.resolveAdmin(ctx, looks, t); err != nil {
+			return because(CauseOf(err), "request %s: %w", d.Request, err)
+		}
+	}
+	return nil
+}
+
+// wholes are the steps that make GPUs whole which are wanted so.
+func (p *Preparer) wholes(ctx context.Context, looks *looks, w *plan) ([]Step, error) {
+	var steps []Step
+	for i, t := range w.wants {
+		d := w.record.Devices[i]
+		if t.name.Partition != nil || d.AdminAccess {
+			continue
+		}
+		step, err := p.resolveWhole(ctx, looks, t.gpu.GPU)
+		if err != nil {
+			return nil, because(CauseOf(err), "request %s: %w", d.Request, err)
+		}
+		if step != nil {
+			steps = append(steps, step)
+		}
+	}
+	return steps, nil
+}
+
+func (p *Preparer) resolveWhole(ctx context.Context, looks *looks, g device.GPU) (Step, error) {
+	name := g.WholeName()
+	marked, err := p.Records.Marked(name)
+	if err != nil {
+		return nil, because(CauseRecord, "%w", err)
+	}
+	if !marked && (g.MIG == nil || !g.MIG.Enabled) {
+		return nil, nil
+	}
+	state, err := looks.at(ctx, g)
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case !state.MIG.Enabled:
+		if err := p.Records.Unmark(name); err != nil {
+			return nil, because(CauseRecord, "%w", err)
+		}
+		return nil, sameNode(name, g.Minor, state.Minor)
+	case len(state.MIG.Instances) > 0:
+		return nil, because(CauseDevice, "%s cannot be had whole: it is cut into %s, which no claim of this driver has made: remove them (nvidia-smi mig), or delete the claim's Pods to have it allocated elsewhere",
+			name, describe(state.MIG.Instances...))
+	case g.MIG != nil && g.MIG.ModeFixed:
+		return nil, because(CauseDevice, "%s cannot be had whole: MIG mode is on, and only a reset of the GPU turns it off", name)
+	case p.Policy(g) == device.PolicyStatic:
+		return nil, because(CauseDevice, "%s cannot be had whole: MIG mode is on, and by its policy (%s) nothing about it is changed", name, device.PolicyStatic)
+	}
+	return &migModeOff{GPU: name, Card: cardOf(g), Minor: g.Minor}, nil
+}
+
+// resolvePartition finds the device as someone else has cut it, or plans to cut it.
+func (p *Preparer) resolvePartition(ctx context.Context, looks *looks, t *want) error {
+	state, in, there, err := p.at(ctx, looks, t)
+	if err != nil {
+		return err
+	}
+	if !there {
+		t.cut, err = p.cut(t, state)
+		return err
+	}
+	owned, err := p.Explained(t.name.GPU, []device.Instance{in})
+	if err != nil {
+		return err
+	}
+	if len(owned) > 0 {
+		return because(CauseHeld, "device %s: %s is there for another claim", t.name, describe(in))
+	}
+	if _, known := listed(p.Hardware.Snapshot(), t.name.GPU, in); !known {
+		return because(CauseNotReady, "device %s: %s has appeared at its place, which no claim of this driver has made: it can be used as it is when the inventory has seen it, within seconds", t.name, describe(in))
+	}
+	t.found, err = part(t.name, in)
+	return err
+}
+
+// resolveAdmin finds the device, whoever holds it.
+func (p *Preparer) resolveAdmin(ctx context.Context, looks *looks, t *want) error {
+	_, in, there, err := p.at(ctx, looks, t)
+	if err != nil {
+		return err
+	}
+	if !there {
+		return because(CauseDevice, "device %s does not exist now, and admin access makes nothing: it is there while a claim holds it", t.name)
+	}
+	t.found, err = part(t.name, in)
+	return err
+}
+
+// at looks at the device's place.
+func (p *Preparer) at(ctx context.Context, looks *looks, t *want) (state nvidia.State, in device.Instance, there bool, err error) {
+	state, err = looks.at(ctx, t.gpu.GPU)
+	if err != nil {
+		return state, in, false, err
+	}
+	if err := sameNode(t.name.GPU, t.gpu.Minor, state.Minor); err != nil {
+		return state, in, false, err
+	}
+	for _, in := range state.MIG.Instances {
+		if in.ProfileID == t.name.Partition.ProfileID && in.Placement.Start == t.name.Partition.Start {
+			return state, in, true, nil
+		}
+	}
+	return state, in, false, nil
+}
+
+// partial is the name of a compute instance that is less than its GPU instance: 1c.3g.40gb.
+var partial = regexp.MustCompile(`^[0-9]+c\.`)
+
+// part finds the device's compute instance in a GPU instance that someone else has cut.
+func part(name device.Name, in device.Instance) (*partition, error) {
+	for _, c := range in.Compute {
+		if want := name.Partition.Compute; want != nil && *want == c.ID || want == nil && len(in.Compute) == 1 && !partial.MatchString(c.Name) {
+			return &partition{in, c}, nil
+		}
+	}
+	return nil, because(CauseDevice, "device %s is not there (any more): at its place is %s", name, describe(in))
+}
+
+// cut plans the making of a partition, if the GPU can be cut and the place is free.
+func (p *Preparer) cut(t *want, state nvidia.State) (*migInstance, error) {
+	refuse := func(format string, args ...any) (*migInstance, error) {
+		return nil, because(CauseDevice, "device %s does not exist and cannot be made: "+format, append([]any{t.name}, args...)...)
+	}
+	g, place := t.gpu.GPU, t.name.Partition
+	if place.Compute != nil {
+		return refuse("the compute instance that it was is gone")
+	}
+	if g.MIG == nil {
+		return refuse("%s has no MIG", t.name.GPU)
+	}
+	profile, known := g.Profile(place.ProfileID)
+	policy := p.Policy(g)
+	switch {
+	case g.MIG.Uncuttable:
+		return refuse("in this machine the instances of %s can be used and not changed", t.name.GPU)
+	case !known || !slices.Contains(profile.Starts, place.Start):
+		return refuse("%s has no profile %d that begins at %d", t.name.GPU, place.ProfileID, place.Start)
+	case !state.MIG.Enabled && g.MIG.ModeFixed:
+		return refuse("MIG mode of %s is off, and only a reset of the GPU turns it on", t.name.GPU)
+	case policy == device.PolicyStatic || policy == device.PolicyOff:
+		return refuse("the policy of %s is %s", t.name.GPU, policy)
+	}
+	s := &migInstance{
+		Device: t.name.String(), GPU: t.name.GPU, Card: cardOf(g), Minor: g.Minor, ProfileID: profile.ID, Profile: profile.Name,
+		Placement: device.Placement{Start: place.Start, Size: profile.Size},
+	}
+	if taken := overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {
+		return nil, s.taken(taken)
+	}
+	return s, nil
+}
+
+// present says whether the card may still be there, as far as the inventory knows.
+func present(s inventory.Snapshot, card nvidia.Card) bool {
+	for _, g := range s.Node.GPUs {
+		if cardOf(g.GPU) == card {
+			return true
+		}
+	}
+	return !s.Ready
+}
