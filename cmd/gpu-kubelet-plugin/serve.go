@@ -70,7 +70,12 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	if err != nil {
 		return err
 	}
-	d, err := driver.New(ctx, cfg, client, hardware, m)
+	partitions, err := driver.NewPartitions(cfg, m)
+	if err != nil {
+		return err
+	}
+	defer partitions.Close()
+	d, err := driver.New(ctx, cfg, client, hardware, partitions, m)
 	if err != nil {
 		return err
 	}

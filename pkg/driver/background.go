@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // How often the hook is looked at and the container runtime is asked again whether it injects CDI specs: seldom while both are as they should be, soon
@@ -20,9 +22,17 @@ const (
 // startBackground starts the driver's loops; each ends with the context, and Wait returns when all have.
 func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 	var wg sync.WaitGroup
-	toPublisher := make(chan struct{}, 1)
+	toPublisher, toReconcile := make(chan struct{}, 1), make(chan struct{}, 1)
 	wg.Go(func() { d.inv.Run(ctx) })
-	wg.Go(func() { d.follow(ctx, toPublisher) })
+	wg.Go(func() { d.follow(ctx, toPublisher, toReconcile) })
+	wg.Go(func() { d.reconcile(ctx, toReconcile) })
+	wg.Go(func() {
+		watchPolicy(ctx, d.client, d.cfg.NodeName, func(annotated device.Policies) {
+			d.layouts.Annotate(annotated)
+			wake(toPublisher)
+			wake(toReconcile)
+		}, func(message string) { d.events.warn("PolicyIgnored", message) })
+	})
 	wg.Go(func() {
 		if err := d.publisher(ctx).Run(ctx, toPublisher); err != nil {
 			d.fail(err)
@@ -37,7 +47,7 @@ func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 }
 
 // follow does what a change of the inventory asks for: first the base spec, so that the first Pod already gets all of it, then the slices.
-func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
+func (d *Driver) follow(ctx context.Context, toPublisher, toReconcile chan<- struct{}) {
 	logger := klog.FromContext(ctx)
 	reason, files, unwritable := "", "", false
 	for {
@@ -82,10 +92,8 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 				d.events.normal("DevicesAvailable", fmt.Sprintf("%d GPUs are offered (driver %s)", len(s.Node.GPUs), s.Node.Driver.Version))
 			}
 			reason = ""
-			select {
-			case toPublisher <- struct{}{}:
-			default:
-			}
+			wake(toPublisher)
+			wake(toReconcile)
 		case s.Reason != reason:
 			reason = s.Reason
 			logger.Info("No devices are offered", "reason", reason)
@@ -145,6 +153,7 @@ func (d *Driver) publisher(ctx context.Context) *publisher {
 	return &publisher{
 		client: d.client, nodeName: d.cfg.NodeName, inv: d.gate,
 		turn:    newTurn(d.cfg.PluginDir, time.Now()),
+		slices:  d.offer,
 		onError: d.HandleError,
 		onTurn: func(held, superseded bool) {
 			d.metrics.Publisher(held)

@@ -24,6 +24,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -61,7 +62,10 @@ type Driver struct {
 	preparer *prepare.Preparer
 	events   *nodeEvents
 	gate     *gate
+	layouts  *layouts
 	calls    *inflight
+	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.
+	limited map[string]string
 	presence *presence
 
 	fail   context.CancelCauseFunc
@@ -87,8 +91,23 @@ func NewHardware(cfg *config.Config) (inventory.Hardware, error) {
 	}, nil
 }
 
+// NewPartitions is the node's hardware as far as it is cut: NVML in a worker process per GPU.
+func NewPartitions(cfg *config.Config, m *metrics.Metrics) (*nvidia.Partitions, error) {
+	executable, err := os.Executable()
+	if err != nil {
+		return nil, fmt.Errorf("find the plugin's own binary, which cuts GPUs in child processes: %w", err)
+	}
+	partitions := nvidia.NewPartitions(Paths(cfg), executable, nvidia.PartitionCommand)
+	partitions.Observe = m.MIGCall
+	return partitions, nil
+}
+
 // New wires the rooms together. It writes nothing outside the plugin directory.
-func New(ctx context.Context, cfg *config.Config, client kubernetes.Interface, hardware inventory.Hardware, m *metrics.Metrics) (*Driver, error) {
+func New(ctx context.Context, cfg *config.Config, client kubernetes.Interface, hardware inventory.Hardware, partitions prepare.Partitions, m *metrics.Metrics) (*Driver, error) {
+	policies, err := device.ParsePolicies(cfg.MIGPolicy)
+	if err != nil {
+		return nil, err
+	}
 	inv := inventory.New(hardware)
 	d := &Driver{
 		cfg: cfg, client: client, metrics: m, inv: inv,
@@ -98,19 +117,19 @@ func New(ctx context.Context, cfg *config.Config, client kubernetes.Interface, h
 		gate:   &gate{inv: inv},
 		calls:  newInflight(),
 	}
-	var err error
 	if d.presence, err = bePresent(ctx, cfg.PluginDir); err != nil {
 		return nil, err
 	}
-	if d.preparer, err = d.newPreparer(Paths(cfg)); err != nil {
+	if d.preparer, err = d.newPreparer(Paths(cfg), partitions); err != nil {
 		d.presence.End()
 		return nil, err
 	}
+	d.layouts = newLayouts(d.preparer, policies)
 	return d, nil
 }
 
 // newPreparer opens what is on the disk.
-func (d *Driver) newPreparer(paths nvidia.Paths) (*prepare.Preparer, error) {
+func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) (*prepare.Preparer, error) {
 	records, err := checkpoint.Open(d.cfg.StateDir(), durable.OS{})
 	if err != nil {
 		return nil, err
@@ -126,7 +145,10 @@ func (d *Driver) newPreparer(paths nvidia.Paths) (*prepare.Preparer, error) {
 	return prepare.New(prepare.Options{
 		DriverName: DriverName, Pool: d.cfg.NodeName,
 		Hardware: d.gate, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now,
-		Verify: func(edits specs.ContainerEdits) error { return cdi.Verify(edits, paths.Visible) },
+		Verify:     func(edits specs.ContainerEdits) error { return cdi.Verify(edits, paths.Visible) },
+		Partitions: partitions,
+		MIGEdits:   paths.CapabilityEdits,
+		Policy:     func(g device.GPU) device.Policy { return d.layouts.Policy(g) },
 		Reread: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
 			return d.client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
 		},

@@ -17,10 +17,11 @@ import (
 type Features struct {
 	DeviceTaints       bool `json:"deviceTaints"`
 	PartitionedDevices bool `json:"partitionedDevices"` // shared counters
+	PartitionTypes     bool `json:"partitionTypes"`     // partitionTypeAttribute, from Kubernetes 1.37
 	ConsumableCapacity bool `json:"consumableCapacity"`
 }
 
-// probeFeatures creates two small slices with DryRunAll, so that nothing is stored: a slice holds devices or counter sets, not both.
+// probeFeatures creates small slices with DryRunAll, so that nothing is stored: a slice holds devices or counter sets, not both.
 func probeFeatures(ctx context.Context, client kubernetes.Interface, nodeName string) (Features, error) {
 	var f Features
 	devices, err := dryRun(ctx, client, nodeName, resourceapi.ResourceSliceSpec{Devices: []resourceapi.Device{{
@@ -52,6 +53,26 @@ func probeFeatures(ctx context.Context, client kubernetes.Interface, nodeName st
 		return f, err
 	default:
 		f.PartitionedDevices = len(counters.SharedCounters) == 1
+	}
+	if !f.PartitionedDevices {
+		return f, nil
+	}
+	typed, err := dryRun(ctx, client, nodeName, resourceapi.ResourceSliceSpec{
+		Devices: []resourceapi.Device{{
+			Name:       "probe",
+			Attributes: map[resourceapi.QualifiedName]resourceapi.DeviceAttribute{DriverName + "/probe": {StringValue: ptr.To("whole")}},
+			ConsumesCounters: []resourceapi.DeviceCounterConsumption{{
+				CounterSet: "probe", Counters: map[string]resourceapi.Counter{"probe": {Value: resource.MustParse("1")}},
+			}},
+		}},
+		PartitionTypeAttribute: ptr.To(resourceapi.FullyQualifiedName(DriverName + "/probe")),
+	})
+	switch {
+	case apierrors.IsInvalid(err):
+	case err != nil:
+		return f, err
+	default:
+		f.PartitionTypes = typed.PartitionTypeAttribute != nil
 	}
 	return f, nil
 }

@@ -30,16 +30,19 @@ func (d *Driver) WatchHealthStatus(ctx context.Context, reports chan<- kubeletpl
 	}
 }
 
-// healthReport says of each offered device what the inventory knows: healthy while the driver answers for it, unknown while the inventory is not ready.
+// healthReport says of each device what the inventory knows: healthy while the driver answers for its GPU, unknown while the inventory is not ready.
+// Every partition is in it that the GPU can have or has, whether it is cut now or not: the kubelet looks up those that its Pods hold.
 func healthReport(pool string, s inventory.Snapshot, now time.Time) kubeletplugin.DeviceHealthReport {
 	var report kubeletplugin.DeviceHealthReport
 	for _, g := range s.Node.GPUs {
-		h := kubeletplugin.DeviceHealth{PoolName: pool, DeviceName: g.WholeName(), Health: kubeletplugin.HealthStatusHealthy, LastUpdated: now}
-		if !s.Ready {
-			h.Health = kubeletplugin.HealthStatusUnknown
-			h.Message = s.Reason
+		for _, name := range g.DeviceNames() {
+			h := kubeletplugin.DeviceHealth{PoolName: pool, DeviceName: name, Health: kubeletplugin.HealthStatusHealthy, LastUpdated: now}
+			if !s.Ready {
+				h.Health = kubeletplugin.HealthStatusUnknown
+				h.Message = s.Reason
+			}
+			report.Devices = append(report.Devices, h)
 		}
-		report.Devices = append(report.Devices, h)
 	}
 	return report
 }

@@ -11,12 +11,19 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
 // syncDelay is how long the slice controller waits after a change that was not its own. The kubelet deletes the node's slices whenever it starts;
 // they must be back within two seconds. Long enough for the controller's own cache to have caught up with what it wrote itself.
 const syncDelay = 500 * time.Millisecond
+
+// How often the API server is asked for its version, since another one may keep other fields; and how soon a layout is looked at again that could not be
+// settled.
+const (
+	versionInterval = 5 * time.Minute
+	settleInterval  = 2 * time.Second
+)
 
 // publisher writes the node's ResourceSlices while it holds the publisher's turn.
 type publisher struct {
@@ -24,7 +31,9 @@ type publisher struct {
 	nodeName string
 	turn     *turn
 	inv      inventorySource
-	onError  func(ctx context.Context, err error, msg string)
+	// slices cuts what a snapshot offers, for a cluster with such features. It is not settled if it should be asked again soon.
+	slices  func(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool)
+	onError func(ctx context.Context, err error, msg string)
 	// onTurn is told when this instance starts and stops to publish, and whether it stops because a newer instance takes over.
 	onTurn func(held, superseded bool)
 }
@@ -75,17 +84,12 @@ func (p *publisher) untilReady(ctx context.Context, changed, wanted <-chan struc
 // publish runs the slice controller for as long as this instance has the turn.
 func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error {
 	logger := klog.FromContext(ctx)
-	features, err := probeFeatures(ctx, p.client, p.nodeName)
-	switch {
-	case err != nil:
-		p.onError(ctx, recoverable(err), "Could not find out which ResourceSlice features the cluster keeps")
-	default:
-		logger.Info("ResourceSlice features that the cluster keeps", "features", features)
-	}
-	if !p.untilReady(ctx, changed, p.turn.Wanted()) {
+	features, known := p.features(ctx)
+	if !known || !p.untilReady(ctx, changed, p.turn.Wanted()) {
 		return nil
 	}
-	resources, _ := p.resources()
+	probeAgain := make(chan struct{}, 1)
+	resources, _, settled := p.resources(ctx, features)
 	controller, err := resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: DriverName,
 		KubeClient: p.client,
@@ -93,6 +97,10 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 		Resources:  resources,
 		SyncDelay:  ptr.To(syncDelay),
 		ErrorHandler: func(ctx context.Context, err error, msg string) {
+			var dropped *resourceslice.DroppedFieldsError
+			if errors.As(err, &dropped) {
+				wake(probeAgain) // it is not the server any more that was asked
+			}
 			p.onError(ctx, recoverable(err), msg)
 		},
 	})
@@ -100,33 +108,85 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 		return fmt.Errorf("start the ResourceSlice controller: %w", err)
 	}
 	defer controller.Stop()
+	version := p.serverVersion()
+	lookAgain := time.NewTicker(versionInterval)
+	defer lookAgain.Stop()
 	for {
+		var unsettled <-chan time.Time
+		if !settled {
+			unsettled = time.After(settleInterval)
+		}
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-p.turn.Wanted():
 			logger.Info("A newer instance of the plugin takes over publishing")
 			return nil
-		case <-changed:
-			// A node that is not ready now keeps what it has published: an empty pool would be a claim about its GPUs.
-			if resources, ready := p.resources(); ready {
-				controller.Update(resources)
+		case <-lookAgain.C:
+			if now := p.serverVersion(); now != "" && now != version {
+				version = now
+				wake(probeAgain)
 			}
+			continue
+		case <-probeAgain:
+			if features, known = p.features(ctx); !known {
+				return nil
+			}
+		case <-changed:
+		case <-unsettled:
+		}
+		// A node that is not ready now keeps what it has published: an empty pool would be a claim about its GPUs.
+		var ready bool
+		if resources, ready, settled = p.resources(ctx, features); ready {
+			controller.Update(resources)
 		}
 	}
 }
 
-// resources is the node's one pool. The controller compares it with what the API server has and writes only what differs.
-func (p *publisher) resources() (_ *resourceslice.DriverResources, ready bool) {
-	s := p.inv.Snapshot()
-	node := s.Node
-	offerings := make([]device.Offering, 0, len(node.GPUs))
-	for _, g := range node.GPUs {
-		offerings = append(offerings, device.Offering{GPU: g.GPU, Layout: device.Layout{Whole: true}})
+// features asks the API server until it answers which fields it keeps: shapes that overlap must not be published to one that drops the counters which
+// keep them apart. It is false when the context ends or a newer instance wants the turn.
+func (p *publisher) features(ctx context.Context) (_ Features, known bool) {
+	pause := time.Second
+	for {
+		f, err := probeFeatures(ctx, p.client, p.nodeName)
+		if err == nil {
+			klog.FromContext(ctx).Info("ResourceSlice features that the cluster keeps", "features", f)
+			return f, true
+		}
+		p.onError(ctx, recoverable(err), "Could not find out which ResourceSlice features the cluster keeps; trying again")
+		select {
+		case <-ctx.Done():
+			return Features{}, false
+		case <-p.turn.Wanted():
+			return Features{}, false
+		case <-time.After(pause):
+		}
+		pause = min(2*pause, 30*time.Second)
 	}
-	return &resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{
-		p.nodeName: {Slices: device.Slices(device.Offer(offerings), node.Driver)},
-	}}, s.Ready
+}
+
+// serverVersion is empty while the server does not answer.
+func (p *publisher) serverVersion() string {
+	v, err := p.client.Discovery().ServerVersion()
+	if err != nil {
+		return ""
+	}
+	return v.GitVersion
+}
+
+// resources is the node's one pool. The controller compares it with what the API server has and writes only what differs.
+func (p *publisher) resources(ctx context.Context, f Features) (_ *resourceslice.DriverResources, ready, settled bool) {
+	s := p.inv.Snapshot()
+	slices, settled := p.slices(ctx, s, f)
+	return &resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{p.nodeName: {Slices: slices}}}, s.Ready, settled
+}
+
+// wake leaves a value in a channel of capacity one.
+func wake(c chan<- struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
 }
 
 // recoverableError is an error after which the work goes on: it is logged, counted and retried.

@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -60,6 +61,14 @@ func apiServer() *fake.Clientset {
 	return client
 }
 
+func wholeGPUs(_ context.Context, s inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
+	var offerings []device.Offering
+	for _, g := range s.Node.GPUs {
+		offerings = append(offerings, device.Offering{GPU: g.GPU, Layout: device.Layout{Whole: true}})
+	}
+	return device.Slices(device.Offer(offerings), s.Node.Driver), true
+}
+
 func published(t *testing.T, client *fake.Clientset) []string {
 	t.Helper()
 	list, err := client.ResourceV1().ResourceSlices().List(t.Context(), metav1.ListOptions{})
@@ -91,7 +100,7 @@ func TestSlicesFollowTheInventory(t *testing.T) {
 	inv.set(inventory.Snapshot{Reason: "the driver is not loaded"})
 	changed := make(chan struct{}, 1)
 	p := &publisher{
-		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()),
+		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs,
 		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool, bool) {},
 	}
 	ctx, stop := context.WithCancel(t.Context())

@@ -1,0 +1,222 @@
+package driver
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// confirmTimeout bounds how long a GPU that a claim is being prepared on is waited for before its layout is decided.
+const confirmTimeout = 2 * time.Second
+
+// ownership tells the instances that claims were given from those that an admin made. Package prepare has the records.
+type ownership interface {
+	// Explained is the part of the instances that records explain.
+	Explained(gpu string, instances []device.Instance) ([]device.Instance, error)
+	// Foreign looks at the card itself, while no claim is being prepared on it, and says what is there, and what of it no record explains.
+	Foreign(ctx context.Context, card nvidia.Card, gpu string) (instances, foreign []device.Instance, err error)
+}
+
+// layouts decides in which shapes each GPU is offered.
+//
+// What the inventory saw and what the records say are of two moments: an instance that was removed in between looks like one that nobody knows. So before
+// a GPU is taken for an admin's, the card itself is asked, under its lock.
+type layouts struct {
+	owner ownership
+
+	mu sync.Mutex
+	// configured and annotated are the rules of the configuration, and of the Node's annotation, which go first.
+	configured, annotated device.Policies
+	// decided is what was last said of each GPU, by its name.
+	decided map[string]decision
+}
+
+type decision struct {
+	offering device.Offering
+	reason   string
+	foreign  []device.Instance // as confirmed
+}
+
+func newLayouts(owner ownership, configured device.Policies) *layouts {
+	return &layouts{owner: owner, configured: configured, decided: map[string]decision{}}
+}
+
+// Annotate sets the rules of the Node's annotation.
+func (l *layouts) Annotate(p device.Policies) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.annotated = p
+}
+
+// Policy is what may be done about a GPU.
+func (l *layouts) Policy(g device.GPU) device.Policy {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.configured.And(l.annotated).For(g)
+}
+
+// Decide says how each GPU of the snapshot is offered. It is settled if no GPU has to be asked again soon.
+func (l *layouts) Decide(ctx context.Context, s inventory.Snapshot, counters bool) (offerings []device.Offering, settled bool) {
+	decisions := make([]decision, len(s.Node.GPUs))
+	errs := make([]error, len(s.Node.GPUs))
+	var wg sync.WaitGroup
+	for i, g := range s.Node.GPUs {
+		wg.Go(func() { decisions[i], errs[i] = l.decide(ctx, g.GPU, counters) }) // a GPU that hangs keeps no other waiting
+	}
+	wg.Wait()
+	settled = true
+	logger := klog.FromContext(ctx)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	before := l.decided
+	l.decided = make(map[string]decision, len(decisions))
+	for i, d := range decisions {
+		name := s.Node.GPUs[i].WholeName()
+		if errs[i] != nil {
+			settled = false
+			logger.Info("Whose the instances of a GPU are cannot be told now; trying again", "gpu", name, "err", errs[i])
+		}
+		if d.reason != before[name].reason {
+			logger.Info("Shapes in which a GPU is offered", "gpu", name, "limited", d.reason)
+		}
+		l.decided[name] = d
+		offerings = append(offerings, d.offering)
+	}
+	return offerings, settled
+}
+
+func (l *layouts) decide(ctx context.Context, g device.GPU, counters bool) (decision, error) {
+	var owned []device.Instance
+	var foreign []device.Instance
+	var failed error
+	if g.MIG != nil && len(g.MIG.Instances) > 0 {
+		g, owned, foreign, failed = l.split(ctx, g)
+	}
+	layout, reason := device.Decide(g, owned, l.Policy(g), counters)
+	return decision{offering: device.Offering{GPU: g, Layout: layout}, reason: reason, foreign: foreign}, failed
+}
+
+// split tells a GPU's instances apart, and brings them up to date where that was needed. On an error what nobody explains counts as an admin's: then
+// nothing is offered that may not be there.
+func (l *layouts) split(ctx context.Context, g device.GPU) (_ device.GPU, owned, foreign []device.Instance, err error) {
+	name := g.WholeName()
+	owned, err = l.owner.Explained(name, g.MIG.Instances)
+	if err != nil {
+		return g, nil, nil, err
+	}
+	foreign = without(g.MIG.Instances, owned)
+	if len(foreign) == 0 || l.confirmed(name, foreign) {
+		return g, owned, foreign, nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, confirmTimeout)
+	defer cancel()
+	there, confirmed, err := l.owner.Foreign(ctx, nvidia.Card{PCIAddress: g.PCIAddress, UUID: g.UUID}, name)
+	if err != nil {
+		return g, owned, nil, err
+	}
+	now := *g.MIG
+	now.Instances = there
+	g.MIG = &now
+	return g, without(there, confirmed), confirmed, nil
+}
+
+// confirmed says whether exactly these instances were seen to be an admin's before.
+func (l *layouts) confirmed(gpu string, foreign []device.Instance) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.EqualFunc(foreign, l.decided[gpu].foreign, sameInstance)
+}
+
+// Limited says for each GPU that is not offered in every shape why, by the GPU's name.
+func (l *layouts) Limited() map[string]string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	limited := map[string]string{}
+	for name, d := range l.decided {
+		if d.reason != "" {
+			limited[name] = d.reason
+		}
+	}
+	return limited
+}
+
+// HandedOver are the GPUs with instances of an admin who hands them over.
+func (l *layouts) HandedOver() []device.GPU {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var gpus []device.GPU
+	for _, d := range l.decided {
+		g := d.offering.GPU
+		if len(d.foreign) > 0 && l.configured.And(l.annotated).For(g) == device.PolicyAdopt {
+			gpus = append(gpus, g)
+		}
+	}
+	return gpus
+}
+
+// Count is how many MIG devices there are of each profile, by whose they are, and how many GPUs that can be cut there are, by why they are not offered in
+// every shape.
+func (l *layouts) Count() (ours, foreign, gpus map[string]int) {
+	ours, foreign, gpus = map[string]int{}, map[string]int{}, map[string]int{}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, d := range l.decided {
+		m := d.offering.MIG
+		if m == nil {
+			continue
+		}
+		gpus[d.reason]++
+		for _, i := range d.foreign {
+			for _, c := range i.Compute {
+				foreign[c.Name]++
+			}
+		}
+		for _, i := range without(m.Instances, d.foreign) {
+			for _, c := range i.Compute {
+				ours[c.Name]++
+			}
+		}
+	}
+	return ours, foreign, gpus
+}
+
+// without is what of all is not in some.
+func without(all, some []device.Instance) []device.Instance {
+	var rest []device.Instance
+	for _, i := range all {
+		if !slices.ContainsFunc(some, func(o device.Instance) bool { return sameInstance(i, o) }) {
+			rest = append(rest, i)
+		}
+	}
+	return rest
+}
+
+// sameInstance leaves the capability nodes out: they follow from the rest.
+func sameInstance(a, b device.Instance) bool {
+	return a.ID == b.ID && a.ProfileID == b.ProfileID && a.Placement == b.Placement &&
+		slices.EqualFunc(a.Compute, b.Compute, func(a, b device.ComputeInstance) bool { return a.ID == b.ID && a.UUID == b.UUID })
+}
+
+// describe is one line for an Event.
+func describe(limited map[string]string) string {
+	byReason := map[string][]string{}
+	for gpu, reason := range limited {
+		byReason[reason] = append(byReason[reason], gpu)
+	}
+	lines := make([]string, 0, len(byReason))
+	for reason, gpus := range byReason {
+		slices.Sort(gpus)
+		lines = append(lines, fmt.Sprintf("%s: %s", strings.Join(gpus, ", "), reason))
+	}
+	slices.Sort(lines)
+	return strings.Join(lines, "; ")
+}

@@ -1,0 +1,55 @@
+package driver
+
+import (
+	"context"
+	"maps"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+)
+
+// offer makes slices of what the node has, and says where people look in which shapes it is offered.
+func (d *Driver) offer(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool) {
+	offerings, settled := d.layouts.Decide(ctx, s, f.PartitionedDevices)
+	shapes := device.Offer(offerings)
+	var options []device.SliceOption
+	if f.PartitionTypes {
+		options = append(options, device.PartitionTypes(DriverName))
+	}
+	slices := device.Slices(shapes, s.Node.Driver, options...)
+	d.metrics.MIG(d.count(slices))
+	limited := d.layouts.Limited()
+	if !maps.Equal(limited, d.limited) {
+		if len(limited) > 0 {
+			d.events.normal("GPUsLimited", "Not offered in every shape: "+describe(limited))
+		}
+		d.limited = limited
+	}
+	return slices, settled
+}
+
+// count is what the metrics show of the GPUs that can be cut.
+func (d *Driver) count(slices []resourceslice.Slice) metrics.MIGState {
+	now := metrics.MIGState{Offered: map[string]int{}}
+	for _, s := range slices {
+		for i := range s.Devices {
+			if profile := profileOf(&s.Devices[i]); profile != "" {
+				now.Offered[profile]++
+			}
+		}
+	}
+	now.Ours, now.Foreign, now.GPUs = d.layouts.Count()
+	return now
+}
+
+// profileOf is empty for a whole GPU.
+func profileOf(d *resourceapi.Device) string {
+	if a, ok := d.Attributes["profile"]; ok && a.StringValue != nil {
+		return *a.StringValue
+	}
+	return ""
+}
