@@ -57,8 +57,8 @@ func distinct(a resourceapi.QualifiedName) string {
 	return fmt.Sprintf(constraint, "distinctAttribute", a)
 }
 
-// grant makes the claims with a Pod each, all at once, and checks what they were allocated and what the Pods see.
-func (u tenant) grant(wishes map[string]wish) {
+// ask makes a claim for each wish, and a Pod that uses it.
+func (u tenant) ask(wishes map[string]wish) {
 	u.t.Helper()
 	for name, wish := range wishes {
 		u.template(name, wish.devices)
@@ -68,6 +68,12 @@ func (u tenant) grant(wishes map[string]wish) {
 		}
 		u.pod(name, parts...)
 	}
+}
+
+// grant makes the claims with a Pod each, all at once, and checks what they were allocated and what the Pods see.
+func (u tenant) grant(wishes map[string]wish) {
+	u.t.Helper()
+	u.ask(wishes)
 	for name, wish := range wishes {
 		u.running(name)
 		u.check(name, wish)
@@ -108,14 +114,7 @@ func (u tenant) check(name string, wish wish) {
 // refuse makes claims that no free device satisfies, with a Pod each, and checks that the Pods wait.
 func (u tenant) refuse(wishes map[string]wish) {
 	u.t.Helper()
-	for name, wish := range wishes {
-		u.template(name, wish.devices)
-		parts := []func(*corev1.Pod){fromTemplate("gpus", name)}
-		if wish.node != "" {
-			parts = append(parts, onNode(wish.node))
-		}
-		u.pod(name, parts...)
-	}
+	u.ask(wishes)
 	for name := range wishes {
 		u.waits(name)
 	}

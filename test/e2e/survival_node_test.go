@@ -156,7 +156,7 @@ func (w *world) specsAreBack(t *testing.T, of ...holding) {
 // Everything that ran comes back with what it had: a Deployment's Pods, a DaemonSet's, and bare ones; not what was deleted while the power was off.
 // It returns the UID of that claim, which the kubelet comes to only later.
 func (w *world) testPowerCut(t *testing.T, u tenant) (deletedClaim string) {
-	u.apply(t, u.namespace, fmt.Sprintf(controllers, cluster.TestImage))
+	u.apply(t, u.namespace, controllers())
 	u.holder("bare", 2)
 	u.holder("deleted", 1)
 	var before []holding
@@ -240,39 +240,30 @@ func (u tenant) controlled(n int) []string {
 	return names
 }
 
-const controllers = `
+// controllers are a Deployment of two Pods and a DaemonSet, each of whose Pods has a GPU.
+func controllers() string {
+	return controller("Deployment", "deployed", "replicas: 2") + controller("DaemonSet", "everywhere", "")
+}
+
+func controller(kind, name, more string) string {
+	return fmt.Sprintf(`
 apiVersion: apps/v1
-kind: Deployment
-metadata: {name: deployed}
+kind: %[1]s
+metadata: {name: %[2]s}
 spec:
-  replicas: 2
-  selector: {matchLabels: {app: deployed}}
+  %[3]s
+  selector: {matchLabels: {app: %[2]s}}
   template:
-    metadata: {labels: {app: deployed, controlled: "yes"}}
+    metadata: {labels: {app: %[2]s, controlled: "yes"}}
     spec:
       terminationGracePeriodSeconds: 1
       containers:
         - name: main
-          image: %[1]s
+          image: %[4]s
           imagePullPolicy: Never
           command: [sh, -c, "trap 'exit 0' TERM; sleep infinity & wait"]
           resources: {claims: [{name: gpu}]}
       resourceClaims: [{name: gpu, resourceClaimTemplateName: gpus-1}]
 ---
-apiVersion: apps/v1
-kind: DaemonSet
-metadata: {name: everywhere}
-spec:
-  selector: {matchLabels: {app: everywhere}}
-  template:
-    metadata: {labels: {app: everywhere, controlled: "yes"}}
-    spec:
-      terminationGracePeriodSeconds: 1
-      containers:
-        - name: main
-          image: %[1]s
-          imagePullPolicy: Never
-          command: [sh, -c, "trap 'exit 0' TERM; sleep infinity & wait"]
-          resources: {claims: [{name: gpu}]}
-      resourceClaims: [{name: gpu, resourceClaimTemplateName: gpus-1}]
-`
+`, kind, name, more, cluster.TestImage)
+}
