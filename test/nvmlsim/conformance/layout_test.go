@@ -184,8 +184,9 @@ func anyEndsWith(paths []string, end string) bool {
 	return false
 }
 
-// The real nvidia-smi runs on the library and shows the node.
-func TestTheRealNvidiaSMIRuns(t *testing.T) {
+// realSMI is the path of the real nvidia-smi.
+func realSMI(t *testing.T) string {
+	t.Helper()
 	needSimulator(t)
 	program, err := smi.Fetch(context.Background(), smi.DefaultSuite)
 	if errors.Is(err, smi.ErrUnavailable) {
@@ -194,15 +195,24 @@ func TestTheRealNvidiaSMIRuns(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return program
+}
+
+// smi runs nvidia-smi on the site, in a process of its own.
+func (s *site) smi(args ...string) (string, error) {
+	command := exec.Command(filepath.Join(s.driverRoot(), "usr/bin/nvidia-smi"), args...)
+	command.Env = append(os.Environ(), s.environment()...)
+	out, err := command.CombinedOutput()
+	return string(out), err
+}
+
+// The real nvidia-smi runs on the library and shows the node.
+func TestTheRealNvidiaSMIRuns(t *testing.T) {
+	program := realSMI(t)
 	for _, node := range nodeNames(t) {
 		t.Run(node, func(t *testing.T) {
 			s := newSite(t, node, layout.Host, program)
-			run := func(args ...string) (string, error) {
-				command := exec.Command(filepath.Join(s.driverRoot(), "usr/bin/nvidia-smi"), args...)
-				command.Env = append(os.Environ(), s.environment()...)
-				out, err := command.CombinedOutput()
-				return string(out), err
-			}
+			run := s.smi
 			list, err := run("-L")
 			if err != nil {
 				t.Fatalf("nvidia-smi -L: %v\n%s", err, list)
@@ -229,7 +239,7 @@ func TestTheRealNvidiaSMIRuns(t *testing.T) {
 					t.Errorf("nvidia-smi -q does not say %s", card.UUID)
 				}
 			}
-			if strings.Count(list, "UUID") != len(s.options.Config.Node.GPUs) {
+			if strings.Count(list, "(UUID: GPU-") != len(s.options.Config.Node.GPUs) {
 				t.Errorf("nvidia-smi -L lists others too:\n%s", list)
 			}
 		})

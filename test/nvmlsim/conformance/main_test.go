@@ -58,6 +58,9 @@ func buildLibrary() (string, error) {
 	return filepath.Abs("../../../build/nvmlsim/libnvidia-ml.so.1")
 }
 
+// sanitized: this run is of the library with the sanitizers.
+func sanitized() bool { return os.Getenv("NVMLSIM_LIB") != "" }
+
 func needSimulator(t *testing.T) {
 	t.Helper()
 	if simulated == "" {

@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"strconv"
 	"syscall"
 	"testing"
 
@@ -64,10 +65,47 @@ func play(role string) int {
 	case "version":
 		version, ret := library.SystemGetDriverVersion()
 		fmt.Println("version", int(ret), version)
+	case "cut": // MIG on, a GPU instance and a compute instance on the GPU that the environment names; each with what came of it
+		cut(library)
+	case "mig": // the MIG devices of the first GPU
+		count, _ := device.GetMaxMigDeviceCount()
+		for i := range count {
+			mig, ret := device.GetMigDeviceHandleByIndex(i)
+			if ret != nvml.SUCCESS {
+				continue
+			}
+			uuid, _ := mig.GetUUID()
+			fmt.Println(uuid)
+		}
+		fmt.Println("all")
 	case "set": // a change, and what came of it
 		fmt.Println("set", int(device.SetComputeMode(nvml.COMPUTEMODE_EXCLUSIVE_PROCESS)))
 	}
 	return 0
+}
+
+// gpuVariable names the GPU that a process cuts.
+const gpuVariable = "NVMLSIM_TEST_GPU"
+
+func cut(library nvml.Interface) {
+	index, err := strconv.Atoi(os.Getenv(gpuVariable))
+	if err != nil {
+		index = 0
+	}
+	device, _ := library.DeviceGetHandleByIndex(index)
+	activation, ret := device.SetMigMode(nvml.DEVICE_MIG_ENABLE)
+	fmt.Println("mode", int(ret), int(activation))
+	instance, ret := device.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: 9}, &nvml.GpuInstancePlacement{Start: 4, Size: 4})
+	fmt.Println("instance", int(ret))
+	if ret != nvml.SUCCESS {
+		return
+	}
+	compute, ret := instance.CreateComputeInstance(&nvml.ComputeInstanceProfileInfo{Id: 2})
+	fmt.Println("compute", int(ret))
+	if ret != nvml.SUCCESS {
+		return
+	}
+	fmt.Println("destroy", int(compute.Destroy()), int(instance.Destroy()))
 }
 
 // dieWriting takes the write lock as a writer does, marks the change as begun, and never ends it.

@@ -1,0 +1,161 @@
+package conformance
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// what is on the first GPU, in a word: mode, GPU instances, compute instances.
+func (w *world) first() string {
+	gpu := w.state.GPU(0)
+	compute := 0
+	for _, instance := range gpu.GPUInstances() {
+		compute += len(gpu.OfInstance(instance.ID))
+	}
+	return fmt.Sprintf("mode %d, %d instances, %d compute instances", gpu.MIGCurrent, len(gpu.GPUInstances()), compute)
+}
+
+// died waits until the process has ended, and gives the signal that ended it.
+func (p *process) died() syscall.Signal {
+	p.t.Helper()
+	for p.lines.Scan() {
+	}
+	_ = p.command.Wait()
+	status, ok := p.command.ProcessState.Sys().(syscall.WaitStatus)
+	if !ok || !status.Signaled() {
+		p.t.Fatalf("the process ended with %v", p.command.ProcessState)
+	}
+	return status.Signal()
+}
+
+// A caller that is killed before a call has changed nothing, one that is killed after it has changed all of it; the next process goes on from there.
+func TestAKilledCallerLeavesAllOrNothing(t *testing.T) {
+	steps := []struct {
+		function      string
+		before, after string
+	}{
+		{"nvmlDeviceSetMigMode", "mode 0, 0 instances, 0 compute instances", "mode 1, 0 instances, 0 compute instances"},
+		{"nvmlDeviceCreateGpuInstanceWithPlacement", "mode 1, 0 instances, 0 compute instances", "mode 1, 1 instances, 0 compute instances"},
+		{"nvmlGpuInstanceCreateComputeInstance", "mode 1, 1 instances, 0 compute instances", "mode 1, 1 instances, 1 compute instances"},
+		{"nvmlComputeInstanceDestroy", "mode 1, 1 instances, 1 compute instances", "mode 1, 1 instances, 0 compute instances"},
+		{"nvmlGpuInstanceDestroy", "mode 1, 1 instances, 0 compute instances", "mode 1, 0 instances, 0 compute instances"},
+	}
+	for _, step := range steps {
+		for _, after := range []uint32{0, 1} {
+			t.Run(fmt.Sprintf("%s, after: %d", step.function, after), func(t *testing.T) {
+				w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 1)).onHost()
+				w.must(w.state.AddFault(state.Fault{Kind: state.FaultKill, GPU: state.AnyGPU, After: after}, step.function, 1))
+				if signal := start(t, "cut").died(); signal != syscall.SIGKILL {
+					t.Errorf("the caller died of %v", signal)
+				}
+				expected := step.before
+				if after != 0 {
+					expected = step.after
+				}
+				if got := w.first(); got != expected {
+					t.Errorf("%s, want %s", got, expected)
+				}
+				w.must(w.state.Reset(0, true))
+				p := start(t, "cut")
+				for _, line := range []string{"mode 0 0", "instance 0", "compute 0", "destroy 0 0"} {
+					p.expect(line)
+				}
+			})
+		}
+	}
+}
+
+// A lost answer: the call fails, and has had its effect.
+func TestALostAnswerHasHadItsEffect(t *testing.T) {
+	w := newWorld(t, inMIG(t, "h100-sxm5-80gb", 1)).onHost()
+	device := devices(t, initialize(t))[0]
+	fault := state.Fault{Kind: state.FaultFail, Error: uint32(nvml.ERROR_TIMEOUT), GPU: state.AnyGPU, After: 1}
+	w.must(w.state.AddFault(fault, "nvmlDeviceCreateGpuInstanceWithPlacement", 1))
+	_, ret := createAt(device, shapesOf(readModels(t)["h100-sxm5-80gb"])[0])
+	want(t, "create", ret, nvml.ERROR_TIMEOUT)
+	if left := w.state.GPU(0).GPUInstances(); len(left) != 1 {
+		t.Errorf("instances %v, want one", left)
+	}
+	// A call that fails by itself has no effect that anything could come after.
+	fault.Error = uint32(nvml.ERROR_UNKNOWN)
+	w.must(w.state.AddFault(fault, "nvmlDeviceCreateGpuInstanceWithPlacement", 1))
+	_, ret = createAt(device, shapesOf(readModels(t)["h100-sxm5-80gb"])[0])
+	want(t, "create where one is", ret, nvml.ERROR_INSUFFICIENT_RESOURCES)
+}
+
+// hit waits until a call has met the fault.
+func (w *world) hit() {
+	w.t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); w.state.Fault(0).Hits == 0; {
+		if time.Now().After(deadline) {
+			w.t.Fatal("no call has met the fault")
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// waitsForALock tells whether a thread of the process waits in the kernel for an open-file-description lock.
+func (p *process) waitsForALock() bool {
+	p.t.Helper()
+	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/syscall", p.command.Process.Pid))
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	for _, thread := range threads {
+		text, err := os.ReadFile(thread)
+		if errors.Is(err, os.ErrPermission) {
+			p.t.Skip("not allowed to see what another process waits for")
+		}
+		fields := strings.Fields(string(text))
+		if len(fields) > 2 && fields[0] == fmt.Sprint(unix.SYS_FCNTL) && fields[2] == fmt.Sprintf("%#x", unix.F_OFD_SETLKW) {
+			return true
+		}
+	}
+	return false
+}
+
+// While one GPU is being cut, a cut of another waits, as with real drivers; unless the lock is by GPU, or there is none.
+func TestTheDriversLock(t *testing.T) {
+	for _, lock := range []struct {
+		name        string
+		kind        uint32
+		serialising bool
+	}{{"driver", state.CutLockDriver, true}, {"gpu", state.CutLockGPU, false}, {"none", state.CutLockNone, false}} {
+		t.Run(lock.name, func(t *testing.T) {
+			w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 2)).onHost()
+			w.must(w.state.SetCutLock(lock.kind))
+			w.must(w.state.AddFault(state.Fault{Kind: state.FaultSlow, DelayMS: 3600000, GPU: 0}, "nvmlDeviceCreateGpuInstanceWithPlacement", 0))
+			slow := start(t, "cut", gpuVariable+"=0")
+			slow.expect("mode 0 0")
+			w.hit()
+			other := start(t, "cut", gpuVariable+"=1")
+			if lock.serialising {
+				for deadline := time.Now().Add(10 * time.Second); !other.waitsForALock(); {
+					if time.Now().After(deadline) {
+						t.Fatal("the other call does not wait")
+					}
+					time.Sleep(time.Millisecond)
+				}
+				slow.kill() // the lock goes with its holder
+			}
+			for _, line := range []string{"mode 0 0", "instance 0", "compute 0", "destroy 0 0"} {
+				other.expect(line)
+			}
+			if !lock.serialising {
+				w.must(w.state.ClearFaults())
+				slow.expect("instance 0")
+			}
+		})
+	}
+}

@@ -1,0 +1,361 @@
+package conformance
+
+import (
+	"fmt"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// onHost gives the process the capabilities of MIG as a whole, as a host has them.
+func (w *world) onHost() *world {
+	w.give("nvidia-caps/nvidia-cap1")
+	w.give("nvidia-caps/nvidia-cap2")
+	return w
+}
+
+func expectMode(t *testing.T, device nvml.Device, current, pending int) {
+	t.Helper()
+	now, later, ret := device.GetMigMode()
+	want(t, "MIG mode", ret, nvml.SUCCESS)
+	if now != current || later != pending {
+		t.Errorf("MIG mode %d, pending %d; want %d, pending %d", now, later, current, pending)
+	}
+}
+
+// setMode sets the MIG mode and checks what the call and the activation say.
+func setMode(t *testing.T, device nvml.Device, mode int, ret, activation nvml.Return) {
+	t.Helper()
+	activated, got := device.SetMigMode(mode)
+	want(t, fmt.Sprintf("set MIG mode %d", mode), got, ret)
+	if got == nvml.SUCCESS {
+		want(t, fmt.Sprintf("activation of MIG mode %d", mode), activated, activation)
+	}
+}
+
+func create(t *testing.T, device nvml.Device, profile, start, size uint32) nvml.GpuInstance {
+	t.Helper()
+	instance, ret := device.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: profile}, &nvml.GpuInstancePlacement{Start: start, Size: size})
+	want(t, fmt.Sprintf("create GPU instance %d at %d:%d", profile, start, size), ret, nvml.SUCCESS)
+	return instance
+}
+
+func divide(t *testing.T, instance nvml.GpuInstance, profile uint32) nvml.ComputeInstance {
+	t.Helper()
+	compute, ret := instance.CreateComputeInstance(&nvml.ComputeInstanceProfileInfo{Id: profile})
+	want(t, fmt.Sprintf("create compute instance %d", profile), ret, nvml.SUCCESS)
+	return compute
+}
+
+// migUUIDs are the MIG devices that this process sees on a GPU.
+func migUUIDs(t *testing.T, device nvml.Device) []string {
+	t.Helper()
+	count, ret := device.GetMaxMigDeviceCount()
+	want(t, "most MIG devices", ret, nvml.SUCCESS)
+	var all []string
+	for i := range count {
+		mig, ret := device.GetMigDeviceHandleByIndex(i)
+		if ret == nvml.ERROR_NOT_FOUND {
+			continue
+		}
+		want(t, "MIG device", ret, nvml.SUCCESS)
+		uuid, ret := mig.GetUUID()
+		want(t, "UUID of a MIG device", ret, nvml.SUCCESS)
+		all = append(all, uuid)
+	}
+	return all
+}
+
+func TestModeChangesAtOnceOrWaitsForAReset(t *testing.T) {
+	needSimulator(t)
+	for key, m := range migModels(t) {
+		t.Run(key, func(t *testing.T) {
+			w := newWorld(t, manyOf(t, key, 1)).onHost()
+			device := devices(t, initialize(t))[0]
+			expectMode(t, device, nvml.DEVICE_MIG_DISABLE, nvml.DEVICE_MIG_DISABLE)
+			if m.MIG.NeedsReset.Value {
+				setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.ERROR_RESET_REQUIRED)
+				expectMode(t, device, nvml.DEVICE_MIG_DISABLE, nvml.DEVICE_MIG_ENABLE)
+				w.must(w.state.Reset(0, false))
+			} else {
+				setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS)
+			}
+			expectMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE)
+
+			profile := m.MIG.Profiles[0]
+			instance := create(t, device, profile.ID, profile.Placements.Starts[0], profile.Placements.Size)
+			setMode(t, device, nvml.DEVICE_MIG_DISABLE, nvml.ERROR_IN_USE, nvml.ERROR_IN_USE)
+			expectMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE)
+			want(t, "destroy", instance.Destroy(), nvml.SUCCESS)
+
+			// A reset keeps the mode only where it was a reset that set it; instances it forgets everywhere.
+			create(t, device, profile.ID, profile.Placements.Starts[0], profile.Placements.Size)
+			w.must(w.state.Reset(0, false))
+			kept := nvml.DEVICE_MIG_DISABLE
+			if m.MIG.NeedsReset.Value {
+				kept = nvml.DEVICE_MIG_ENABLE
+			}
+			expectMode(t, device, kept, kept)
+			if left := w.state.GPU(0).GPUInstances(); len(left) > 0 {
+				t.Errorf("%v after a reset", left)
+			}
+		})
+	}
+}
+
+func TestAGPUInUseKeepsItsMode(t *testing.T) {
+	w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 1)).onHost()
+	device := devices(t, initialize(t))[0]
+	w.must(w.state.SetBusy(0, state.Process{PID: 4711}, state.Process{PID: 4712}))
+	processes, ret := device.GetComputeRunningProcesses()
+	want(t, "processes", ret, nvml.SUCCESS)
+	if len(processes) != 2 || processes[0].Pid != 4711 || processes[1].Pid != 4712 || processes[0].GpuInstanceId != ^uint32(0) {
+		t.Errorf("processes %v", processes)
+	}
+	setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.ERROR_IN_USE)
+	expectMode(t, device, nvml.DEVICE_MIG_DISABLE, nvml.DEVICE_MIG_ENABLE)
+	w.must(w.state.ClearBusy(0))
+	setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS)
+	expectMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE)
+}
+
+func TestAGPUWithoutMIGSaysSo(t *testing.T) {
+	newWorld(t, manyOf(t, "l40s-48gb", 1)).onHost()
+	device := devices(t, initialize(t))[0]
+	setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.ERROR_NOT_SUPPORTED, nvml.SUCCESS)
+	_, ret := device.CreateGpuInstance(&nvml.GpuInstanceProfileInfo{Id: 19})
+	want(t, "create", ret, nvml.ERROR_NOT_SUPPORTED)
+	_, ret = device.GetMigDeviceHandleByIndex(0)
+	want(t, "MIG device", ret, nvml.ERROR_NOT_SUPPORTED)
+}
+
+func TestWhatCannotBeMadeSaysWhy(t *testing.T) {
+	newWorld(t, manyOf(t, "h100-sxm5-80gb", 1)).onHost()
+	device := devices(t, initialize(t))[0]
+	place := func(profile, start, size uint32) nvml.Return {
+		_, ret := device.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: profile}, &nvml.GpuInstancePlacement{Start: start, Size: size})
+		return ret
+	}
+	want(t, "with MIG off", place(19, 0, 1), nvml.ERROR_NOT_SUPPORTED)
+	setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS)
+	want(t, "an unknown profile", place(77, 0, 1), nvml.ERROR_INVALID_ARGUMENT)
+	want(t, "where none can start", place(14, 1, 2), nvml.ERROR_INVALID_ARGUMENT)
+	want(t, "of another size", place(14, 0, 4), nvml.ERROR_INVALID_ARGUMENT)
+	instance := create(t, device, 9, 0, 4)
+	want(t, "an overlap", place(14, 2, 2), nvml.ERROR_INSUFFICIENT_RESOURCES)
+	_, ret := instance.CreateComputeInstance(&nvml.ComputeInstanceProfileInfo{Id: 4})
+	want(t, "a compute instance of 7 slices in 3", ret, nvml.ERROR_INVALID_ARGUMENT)
+	compute := divide(t, instance, 2)
+	_, ret = instance.CreateComputeInstance(&nvml.ComputeInstanceProfileInfo{Id: 0})
+	want(t, "a compute instance too many", ret, nvml.ERROR_INSUFFICIENT_RESOURCES)
+	want(t, "destroy a GPU instance that is divided", instance.Destroy(), nvml.ERROR_IN_USE)
+	want(t, "destroy", compute.Destroy(), nvml.SUCCESS)
+	want(t, "destroy once more", compute.Destroy(), nvml.ERROR_INVALID_ARGUMENT)
+	want(t, "destroy", instance.Destroy(), nvml.SUCCESS)
+	want(t, "destroy once more", instance.Destroy(), nvml.ERROR_INVALID_ARGUMENT)
+	_, ret = device.GetGpuInstanceById(1)
+	want(t, "by ID, gone", ret, nvml.ERROR_NOT_FOUND)
+}
+
+// A compute instance that processes use is not destroyed; those beside it are.
+func TestABusyComputeInstanceStays(t *testing.T) {
+	w := newWorld(t, inMIG(t, "h100-sxm5-80gb", 1)).onHost()
+	device := devices(t, initialize(t))[0]
+	instance := create(t, device, 9, 4, 4)
+	busy, idle := divide(t, instance, 0), divide(t, instance, 0)
+	w.must(w.state.SetBusy(0, state.Process{PID: 4711, InInstance: true, Instance: 2, Compute: 0}))
+	want(t, "destroy a busy one", busy.Destroy(), nvml.ERROR_IN_USE)
+	want(t, "destroy an idle one", idle.Destroy(), nvml.SUCCESS)
+	mig, ret := device.GetMigDeviceHandleByIndex(0)
+	want(t, "MIG device", ret, nvml.SUCCESS)
+	processes, ret := mig.GetComputeRunningProcesses()
+	want(t, "its processes", ret, nvml.SUCCESS)
+	if len(processes) != 1 || processes[0].Pid != 4711 || processes[0].GpuInstanceId != 2 || processes[0].ComputeInstanceId != 0 {
+		t.Errorf("processes %v", processes)
+	}
+	w.must(w.state.ClearBusy(0))
+	want(t, "destroy it when idle", busy.Destroy(), nvml.SUCCESS)
+}
+
+// Each profile of each model: its compute instances' profiles, and the MIG device that fills it.
+func TestAMIGDeviceSaysWhatItIs(t *testing.T) {
+	needSimulator(t)
+	for key, m := range migModels(t) {
+		t.Run(key, func(t *testing.T) {
+			w := newWorld(t, inMIG(t, key, 1)).onHost()
+			library := initialize(t)
+			device := devices(t, library)[0]
+			for _, p := range m.MIG.Profiles {
+				instance := create(t, device, p.ID, p.Placements.Starts[0], p.Placements.Size)
+				info, ret := instance.GetInfo()
+				want(t, "GPU instance", ret, nvml.SUCCESS)
+				if info.ProfileId != p.ID || info.Placement.Start != p.Placements.Starts[0] || info.Placement.Size != p.Placements.Size {
+					t.Errorf("%s: %+v", p.Name, info)
+				}
+				byID, ret := device.GetGpuInstanceById(int(info.Id))
+				want(t, "by ID", ret, nvml.SUCCESS)
+				if again, _ := byID.GetInfo(); again != info {
+					t.Errorf("by ID %+v, want %+v", again, info)
+				}
+				checkWhole(t, w, library, device, instance, info, p, m)
+				want(t, "destroy", instance.Destroy(), nvml.SUCCESS)
+			}
+		})
+	}
+}
+
+func checkWhole(t *testing.T, w *world, library nvml.Interface, device nvml.Device, gi nvml.GpuInstance, info nvml.GpuInstanceInfo, p model.Profile, m *model.GPU) {
+	t.Helper()
+	filled := 0
+	for value := range nvml.COMPUTE_INSTANCE_PROFILE_COUNT {
+		profile, ret := gi.GetComputeInstanceProfileInfo(value, nvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED)
+		if ret == nvml.ERROR_NOT_SUPPORTED {
+			continue
+		}
+		want(t, "compute instance profile", ret, nvml.SUCCESS)
+		named, ret := gi.GetComputeInstanceProfileInfoV(value, nvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED).V2()
+		want(t, "compute instance profile, version 2", ret, nvml.SUCCESS)
+		if named.Id != profile.Id || named.SliceCount != profile.SliceCount {
+			t.Errorf("%s: %+v and %+v", p.Name, named, profile)
+		}
+		left, ret := gi.GetComputeInstanceRemainingCapacity(&profile)
+		want(t, "remaining capacity", ret, nvml.SUCCESS)
+		if left != int(profile.InstanceCount) {
+			t.Errorf("%s: %d of profile %d fit, its maximum is %d", p.Name, left, profile.Id, profile.InstanceCount)
+		}
+		if profile.SliceCount != p.Slices {
+			continue
+		}
+		filled++
+		if text(named.Name[:]) != p.Name || profile.MultiprocessorCount != p.SM {
+			t.Errorf("%s: whole compute instance %q with %d SM", p.Name, text(named.Name[:]), profile.MultiprocessorCount)
+		}
+		checkDevice(t, w, library, device, divide(t, gi, profile.Id), info.Id, p, m)
+	}
+	if filled != 1 {
+		t.Errorf("%s: %d compute instance profiles fill it, want 1", p.Name, filled)
+	}
+}
+
+// checkDevice checks the MIG device of a compute instance that fills its GPU instance, and destroys it.
+func checkDevice(t *testing.T, w *world, library nvml.Interface, device nvml.Device, ci nvml.ComputeInstance, gi uint32, p model.Profile, m *model.GPU) {
+	t.Helper()
+	info, ret := ci.GetInfo()
+	want(t, "compute instance", ret, nvml.SUCCESS)
+	uuids := migUUIDs(t, device)
+	if expected := w.state.GPU(0).MIGUUID(gi, info.Id); len(uuids) != 1 || uuids[0] != expected {
+		t.Fatalf("%s: MIG devices %v, want %s", p.Name, uuids, expected)
+	}
+	mig, ret := library.DeviceGetHandleByUUID(uuids[0])
+	want(t, "by UUID", ret, nvml.SUCCESS)
+	is, ret := mig.IsMigDeviceHandle()
+	want(t, "is a MIG device", ret, nvml.SUCCESS)
+	itsGI, ret := mig.GetGpuInstanceId()
+	want(t, "GPU instance ID", ret, nvml.SUCCESS)
+	itsCI, ret := mig.GetComputeInstanceId()
+	want(t, "compute instance ID", ret, nvml.SUCCESS)
+	name, ret := mig.GetName()
+	want(t, "name", ret, nvml.SUCCESS)
+	memory, ret := mig.GetMemoryInfo()
+	want(t, "memory", ret, nvml.SUCCESS)
+	attributes, ret := mig.GetAttributes()
+	want(t, "attributes", ret, nvml.SUCCESS)
+	parent, ret := mig.GetDeviceHandleFromMigDeviceHandle()
+	want(t, "parent", ret, nvml.SUCCESS)
+	parentUUID, _ := parent.GetUUID()
+	if !is || itsGI != int(gi) || itsCI != int(info.Id) || name != m.ProductName.Value+" "+p.Name || memory.Total>>20 != p.MemoryMiB ||
+		attributes.MultiprocessorCount != p.SM || attributes.GpuInstanceSliceCount != p.Slices || attributes.MemorySizeMB != p.MemoryMiB ||
+		attributes.SharedDecoderCount != p.Decoders || parentUUID != state.Text(w.state.GPU(0).UUID[:]) {
+		t.Errorf("%s: %t, %d/%d, %q, %d MiB, %+v, parent %s", p.Name, is, itsGI, itsCI, name, memory.Total>>20, attributes, parentUUID)
+	}
+	want(t, "destroy", ci.Destroy(), nvml.SUCCESS)
+	_, ret = mig.GetUUID()
+	want(t, "UUID of a device that is gone", ret, nvml.ERROR_INVALID_ARGUMENT)
+}
+
+// The same place gets the same ID, and so the same UUID; another place another.
+func TestIDsAreUsedAgain(t *testing.T) {
+	newWorld(t, inMIG(t, "h100-sxm5-80gb", 2)).onHost()
+	all := devices(t, initialize(t))
+	cut := func(device nvml.Device, start uint32) string {
+		instance := create(t, device, 19, start, 1)
+		compute := divide(t, instance, 0)
+		uuids := migUUIDs(t, device)
+		want(t, "destroy", compute.Destroy(), nvml.SUCCESS)
+		want(t, "destroy", instance.Destroy(), nvml.SUCCESS)
+		return uuids[0]
+	}
+	first, elsewhere, again, other := cut(all[0], 2), cut(all[0], 3), cut(all[0], 2), cut(all[1], 2)
+	if first != again || first == elsewhere || first == other {
+		t.Errorf("UUIDs at 2, 3, 2 and on another GPU at 2: %s, %s, %s, %s", first, elsewhere, again, other)
+	}
+}
+
+func TestAVGPUGuestCannotCut(t *testing.T) {
+	w := newWorld(t, readNode(t, "vgpu-guest")).onHost()
+	device := devices(t, initialize(t))[0]
+	mode, ret := device.GetVirtualizationMode()
+	want(t, "virtualization mode", ret, nvml.SUCCESS)
+	if mode != nvml.GPU_VIRTUALIZATION_MODE_VGPU {
+		t.Errorf("virtualization mode %d", mode)
+	}
+	setMode(t, device, nvml.DEVICE_MIG_DISABLE, nvml.ERROR_NO_PERMISSION, nvml.SUCCESS)
+	_, ret = device.CreateGpuInstance(&nvml.GpuInstanceProfileInfo{Id: 19})
+	want(t, "create", ret, nvml.ERROR_NOT_SUPPORTED)
+	instance, ret := device.GetGpuInstanceById(1)
+	want(t, "the host's instance", ret, nvml.SUCCESS)
+	want(t, "destroy", instance.Destroy(), nvml.ERROR_NOT_SUPPORTED)
+	w.must(w.state.Load("", "", true))
+	if left := w.state.GPU(0).GPUInstances(); len(left) != 1 {
+		t.Errorf("after a reload of the guest's driver: %v", left)
+	}
+}
+
+// A GPU that leaves MIG mode is on its way into the fabric for a while.
+func TestLeavingMIGRejoinsTheFabric(t *testing.T) {
+	w := newWorld(t, readNode(t, "dgx-h100")).onHost()
+	w.must(w.state.SetFabricSettle(time.Hour))
+	device := devices(t, initialize(t))[0]
+	fabric := func(wanted uint8) {
+		t.Helper()
+		info, ret := device.GetGpuFabricInfo()
+		want(t, "fabric", ret, nvml.SUCCESS)
+		if info.State != wanted {
+			t.Errorf("fabric state %d, want %d", info.State, wanted)
+		}
+	}
+	fabric(nvml.GPU_FABRIC_STATE_COMPLETED)
+	setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS)
+	setMode(t, device, nvml.DEVICE_MIG_DISABLE, nvml.SUCCESS, nvml.SUCCESS)
+	fabric(nvml.GPU_FABRIC_STATE_IN_PROGRESS)
+	w.must(w.state.SetFabric(0, nvml.GPU_FABRIC_STATE_COMPLETED, 0))
+	fabric(nvml.GPU_FABRIC_STATE_COMPLETED)
+}
+
+// In a container a MIG device is there if both of its capability nodes are; what is not there is not listed.
+func TestAContainerSeesTheInstancesWhoseCapabilitiesItHas(t *testing.T) {
+	w := newWorld(t, readNode(t, "static-mig"))
+	device := devices(t, initialize(t))[0]
+	gpu := w.state.GPU(0)
+	expect := func(uuids ...string) {
+		t.Helper()
+		if got := migUUIDs(t, device); fmt.Sprint(got) != fmt.Sprint(uuids) {
+			t.Errorf("MIG devices %v, want %v", got, uuids)
+		}
+	}
+	expect()
+	w.give(fmt.Sprintf("nvidia-caps/nvidia-cap%d", gpu.GPUInstanceMinor(5)))
+	expect()
+	w.give(fmt.Sprintf("nvidia-caps/nvidia-cap%d", gpu.ComputeInstanceMinor(5, 0)))
+	expect(gpu.MIGUUID(5, 0))
+	_, ret := device.GetGpuInstanceById(1)
+	want(t, "another's GPU instance", ret, nvml.ERROR_NOT_FOUND)
+	w.must(os.RemoveAll(w.dev + "/nvidia-caps"))
+	w.onHost()
+	expect(gpu.MIGUUID(1, 0), gpu.MIGUUID(1, 1), gpu.MIGUUID(5, 0))
+}
