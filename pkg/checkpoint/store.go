@@ -29,7 +29,7 @@ const (
 	separator = "_"
 	// allDevices stands in a file name that would be too long with every device in it.
 	allDevices = "all"
-	maxName = 255
+	maxName    = 255
 )
 
 // Store is the records of a node.

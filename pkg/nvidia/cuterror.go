@@ -7,39 +7,28 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Card names the GPU that a cut is about. It is found by its place; another UUID there is another card, which is not touched.
-type Card struct {
-	PCIAddress device.PCIAddress `json:"pciAddress"`
-	UUID       string            `json:"uuid"`
-}
+// What a cut is about, in the words of package device, so that whoever asks for cuts need not know NVML.
+type (
+	Card    = device.Card
+	State   = device.CutState
+	CutCode = device.CutCode
+)
 
-func (c Card) String() string { return c.PCIAddress.WholeName() + " (" + c.UUID + ")" }
-
-// State is how a card is cut at the moment when it was asked.
-type State struct {
-	// Minor is N of /dev/nvidiaN: it is read again, because a change of the MIG mode may change it.
-	Minor int `json:"minor"`
-	// MIG has Enabled, Pending and Instances; what the model could be cut into is the inventory's to know.
-	MIG device.MIG `json:"mig"`
-}
-
-// CutCode says why the hardware did not do what it was asked.
-type CutCode string
-
+// Codes of a [CutError]; package device says what each means.
 const (
-	CodeInUse        CutCode = "in-use"         // something has the GPU or the instance open
-	CodeInsufficient CutCode = "insufficient"   // the place is taken
-	CodeNotFound     CutCode = "not-found"      // the GPU, the profile or the instance is not there
-	CodeNotSupported CutCode = "not-supported"  // this GPU, driver or guest cannot be cut, or not so
-	CodeNoPermission CutCode = "no-permission"  // the plugin lacks a right
-	CodeReset        CutCode = "reset-required" // the MIG mode changes with the next reset of the GPU only; nothing was changed
-	CodeNoDriver     CutCode = "no-driver"      // the kernel driver is not loaded: then there are no instances either
-	CodeLost         CutCode = "lost"           // the GPU does not answer any more
-	CodeReplaced     CutCode = "replaced"       // another card is at the place
-	CodeChanged      CutCode = "changed"        // the instance is there and is not the one that was meant
-	CodeDied         CutCode = "died"           // the worker ended within the call: whether the call had its effect is unknown
-	CodeTimeout      CutCode = "timeout"        // the call outlived its context: whether it had its effect is unknown
-	CodeOther        CutCode = "other"
+	CodeInUse        = device.CutInUse
+	CodeInsufficient = device.CutInsufficient
+	CodeNotFound     = device.CutNotFound
+	CodeNotSupported = device.CutNotSupported
+	CodeNoPermission = device.CutNoPermission
+	CodeReset        = device.CutReset
+	CodeNoDriver     = device.CutNoDriver
+	CodeLost         = device.CutLost
+	CodeReplaced     = device.CutReplaced
+	CodeChanged      = device.CutChanged
+	CodeDied         = device.CutDied
+	CodeTimeout      = device.CutTimeout
+	CodeOther        = device.CutOther
 )
 
 // Process is one that has a GPU open, as NVML lists it.
@@ -71,6 +60,9 @@ type CutError struct {
 const namedProcesses = 8
 
 func (e *CutError) Unwrap() error { return e.cause }
+
+// CutCode is the code, for callers that know the error by what it can say.
+func (e *CutError) CutCode() CutCode { return e.Code }
 
 func (e *CutError) Error() string {
 	text := e.Op + ": " + e.Message

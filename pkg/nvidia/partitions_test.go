@@ -79,7 +79,7 @@ func newPartitions(t *testing.T) *Partitions {
 
 // gpu is a card that behaves in some way.
 func gpu(n int, behaves string) Card {
-	return Card{device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", n)), behaves}
+	return Card{PCIAddress: device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", n)), UUID: behaves}
 }
 
 // look is the process ID of the worker that answered.
@@ -294,7 +294,7 @@ func TestAWorkerEndsWithItsParentEvenInTheMiddleOfACall(t *testing.T) {
 			return fakeNVML(cards...), nil
 		})
 	}()
-	for _, line := range []any{h.paths(), request{Op: opLook, Card: Card{"0000:1b:00.0", "x"}}} {
+	for _, line := range []any{h.paths(), request{Op: opLook, Card: Card{PCIAddress: "0000:1b:00.0", UUID: "x"}}} {
 		if err := json.NewEncoder(parent).Encode(line); err != nil {
 			t.Fatal(err)
 		}

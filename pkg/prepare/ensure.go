@@ -10,7 +10,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // ensure makes sure that the partitions of a finished preparation are there, each the one that the claim was given.
@@ -38,7 +37,7 @@ func (p *Preparer) seen(_ context.Context, _ *Env, w *plan) error {
 
 // looked asks the hardware. A partition that is gone is lost.
 func (p *Preparer) looked(ctx context.Context, env *Env, w *plan) error {
-	return p.each(ctx, w, func(_ *want, d checkpoint.Device, state nvidia.State) error {
+	return p.each(ctx, w, func(_ *want, d checkpoint.Device, state device.CutState) error {
 		return p.lost(w, d, fmt.Errorf("it is gone, at its GPU there are now: %s", describe(state.MIG.Instances...)))
 	})
 }
@@ -46,7 +45,7 @@ func (p *Preparer) looked(ctx context.Context, env *Env, w *plan) error {
 // recut asks the hardware. A partition that is gone, as after a reset of the GPU or a reload of its driver, is made again at the same place.
 // The caller holds the GPUs' locks.
 func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
-	return p.each(ctx, w, func(t *want, d checkpoint.Device, state nvidia.State) error {
+	return p.each(ctx, w, func(t *want, d checkpoint.Device, state device.CutState) error {
 		if t.cut == nil {
 			return p.lost(w, d, fmt.Errorf("it was made by someone else and is gone, at its GPU there are now: %s", describe(state.MIG.Instances...)))
 		}
@@ -56,11 +55,11 @@ func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
 			return because(CauseStep, "%w", err)
 		}
 		err := t.cut.Revert(ctx, env)
-		if err == nil && p.Policy(t.gpu.GPU) == device.PolicyStatic {
+		if err == nil && p.Policy(t.gpu) == device.PolicyStatic {
 			err = fmt.Errorf("the policy of %s is %s", t.name.GPU, device.PolicyStatic)
 		}
 		if err == nil {
-			t.cut.Card, t.cut.Minor = cardOf(t.gpu.GPU), t.gpu.Minor
+			t.cut.Card, t.cut.Minor = t.gpu.Card(), t.gpu.Minor
 			err = t.cut.Apply(ctx, env)
 		}
 		if err != nil {
@@ -71,14 +70,14 @@ func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
 }
 
 // each looks at each partition, and calls gone for those that are not there as they were.
-func (p *Preparer) each(ctx context.Context, w *plan, gone func(*want, checkpoint.Device, nvidia.State) error) error {
+func (p *Preparer) each(ctx context.Context, w *plan, gone func(*want, checkpoint.Device, device.CutState) error) error {
 	looks := p.looks()
 	for i := range w.wants {
 		t, d := &w.wants[i], w.record.Devices[i]
 		if t.name.Partition == nil {
 			continue
 		}
-		state, err := looks.at(ctx, t.gpu.GPU)
+		state, err := looks.at(ctx, t.gpu)
 		if err != nil {
 			return err
 		}

@@ -107,25 +107,23 @@ type LostError struct {
 	Reason error
 }
 
-func (e *LostError) Unwrap() error { return e.Reason }
-
 func (e *LostError) Error() string {
 	return fmt.Sprintf("claim %s: device %s is lost, containers that use it do not start any more: delete the claim's Pods: %v", e.Claim, e.Device, e.Reason)
 }
 
 // Lost picks out of an error of [Preparer.Reconcile] or [Preparer.Mend] the devices that are lost.
 func Lost(err error) []*LostError {
-	switch e := err.(type) {
-	case *LostError:
-		return []*LostError{e}
-	case interface{ Unwrap() []error }:
+	var joined interface{ Unwrap() []error }
+	var one *LostError
+	switch {
+	case errors.As(err, &joined):
 		var lost []*LostError
-		for _, one := range e.Unwrap() {
-			lost = append(lost, Lost(one)...)
+		for _, e := range joined.Unwrap() {
+			lost = append(lost, Lost(e)...)
 		}
 		return lost
-	case interface{ Unwrap() error }:
-		return Lost(e.Unwrap())
+	case errors.As(err, &one):
+		return []*LostError{one}
 	}
 	return nil
 }

@@ -91,7 +91,7 @@ func (s *silicon) state() nvidia.State {
 	return st
 }
 
-func cutError(code nvidia.CutCode, op string, c nvidia.Card, processes ...nvidia.Process) error {
+func failure(code nvidia.CutCode, op string, c nvidia.Card, processes ...nvidia.Process) error {
 	return &nvidia.CutError{Op: op + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code), Processes: processes}
 }
 
@@ -111,10 +111,10 @@ func (h *hardware) call(op string, c nvidia.Card, effect func(*silicon) error) e
 	}
 	s, ok := h.cards[c.PCIAddress]
 	if !ok {
-		return cutError(nvidia.CodeNotFound, op, c)
+		return failure(nvidia.CodeNotFound, op, c)
 	}
 	if s.uuid != c.UUID {
-		return cutError(nvidia.CodeReplaced, op, c)
+		return failure(nvidia.CodeReplaced, op, c)
 	}
 	if err := effect(s); err != nil {
 		return err
@@ -136,9 +136,9 @@ func (h *hardware) SetMode(_ context.Context, c nvidia.Card, on bool) (st nvidia
 		switch {
 		case s.on == on:
 		case s.fixed:
-			return cutError(nvidia.CodeReset, op, c)
+			return failure(nvidia.CodeReset, op, c)
 		case len(s.instances) > 0 || len(s.open) > 0:
-			return cutError(nvidia.CodeInUse, op, c, s.open...)
+			return failure(nvidia.CodeInUse, op, c, s.open...)
 		}
 		s.on = on
 		st = s.state()
@@ -151,10 +151,10 @@ func (h *hardware) CreateInstance(_ context.Context, c nvidia.Card, profileID ui
 	op := fmt.Sprintf("create GPU instance %d at %d", profileID, at.Start)
 	err = h.call(op, c, func(s *silicon) error {
 		if !s.on {
-			return cutError(nvidia.CodeNotSupported, op, c)
+			return failure(nvidia.CodeNotSupported, op, c)
 		}
 		if len(overlapping(s.state().MIG.Instances, at)) > 0 {
-			return cutError(nvidia.CodeInsufficient, op, c)
+			return failure(nvidia.CodeInsufficient, op, c)
 		}
 		id := uint32(1)
 		for _, taken := s.instances[id]; taken; _, taken = s.instances[id] {
@@ -172,7 +172,7 @@ func (h *hardware) CreateCompute(_ context.Context, c nvidia.Card, id uint32) (i
 	err = h.call(op, c, func(s *silicon) error {
 		var ok bool
 		if in, ok = s.instances[id]; !ok || len(in.Compute) > 0 {
-			return cutError(nvidia.CodeNotFound, op, c)
+			return failure(nvidia.CodeNotFound, op, c)
 		}
 		h.serial++
 		in.Compute = []device.ComputeInstance{{ProfileID: 0, Name: name(in.ProfileID), UUID: fmt.Sprintf("MIG-%d", h.serial), Minor: in.Minor + 1}}
@@ -199,11 +199,11 @@ func (h *hardware) Destroy(_ context.Context, c nvidia.Card, in device.Instance)
 		case !ok:
 			return there, true, nil
 		case there.ProfileID != in.ProfileID || there.Placement != in.Placement || len(in.Compute) > 0 && len(there.Compute) > 0 && there.Compute[0].UUID != in.Compute[0].UUID:
-			return there, false, cutError(nvidia.CodeChanged, "destroy", c)
+			return there, false, failure(nvidia.CodeChanged, "destroy", c)
 		}
 		if s.busy[in.ID] > 0 {
 			s.busy[in.ID]--
-			return there, false, cutError(nvidia.CodeInUse, "destroy", c, nvidia.Process{PID: 77, Name: "python"})
+			return there, false, failure(nvidia.CodeInUse, "destroy", c, nvidia.Process{PID: 77, Name: "python"})
 		}
 		return there, false, nil
 	}

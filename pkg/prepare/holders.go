@@ -53,7 +53,7 @@ func excluding(t want, held []string) (string, bool) {
 		if !known {
 			return h == t.name.GPU || strings.HasPrefix(h, t.name.GPU+"-")
 		}
-		return name.GPU == t.name.GPU && device.Conflict(t.name, name, t.gpu.GPU)
+		return name.GPU == t.name.GPU && device.Conflict(t.name, name, t.gpu)
 	})
 	if i < 0 {
 		return "", false

@@ -10,7 +10,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // holding is what records say of one GPU's partitions.
@@ -102,7 +101,7 @@ func (p *Preparer) Explained(gpu string, instances []device.Instance) ([]device.
 }
 
 // Foreign asks the hardware, while no claim is being prepared on the GPU, what is there, and says what of it no record explains.
-func (p *Preparer) Foreign(ctx context.Context, card nvidia.Card, gpu string) (instances, foreign []device.Instance, err error) {
+func (p *Preparer) Foreign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error) {
 	instances, foreign, _, release, err := p.foreign(ctx, card, gpu)
 	if err != nil {
 		return nil, nil, err
@@ -111,7 +110,7 @@ func (p *Preparer) Foreign(ctx context.Context, card nvidia.Card, gpu string) (i
 	return instances, foreign, nil
 }
 
-func (p *Preparer) foreign(ctx context.Context, card nvidia.Card, gpu string) (instances, foreign []device.Instance, h *holding, release func(), err error) {
+func (p *Preparer) foreign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, h *holding, release func(), err error) {
 	held, err := p.Locks.Acquire(ctx, gpuLocks(gpu)...)
 	if err != nil {
 		return nil, nil, nil, nil, notLocked(ctx, "a claim is being prepared or unprepared on the GPU", err)
@@ -134,7 +133,7 @@ func (p *Preparer) foreign(ctx context.Context, card nvidia.Card, gpu string) (i
 
 // Adopt removes, on an admin's word, the instances of a GPU that no record explains and that no claim uses. One that is in use by others stays, and is an
 // error.
-func (p *Preparer) Adopt(ctx context.Context, card nvidia.Card, gpu string) error {
+func (p *Preparer) Adopt(ctx context.Context, card device.Card, gpu string) error {
 	_, foreign, h, release, err := p.foreign(ctx, card, gpu)
 	if err != nil {
 		return err

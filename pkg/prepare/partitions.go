@@ -12,41 +12,40 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // Partitions is the hardware, as far as GPUs are cut. Package nvidia has it, and the meaning of each call. Any of them may take long, and ends with its
-// context; after an error that is no refusal of the hardware it may have had its effect.
+// context; an error says by a method CutCode why, and after one that is no refusal of the hardware the call may have had its effect.
 type Partitions interface {
-	Look(ctx context.Context, card nvidia.Card) (nvidia.State, error)
-	SetMode(ctx context.Context, card nvidia.Card, on bool) (nvidia.State, error)
-	CreateInstance(ctx context.Context, card nvidia.Card, profileID uint32, at device.Placement) (device.Instance, error)
-	CreateCompute(ctx context.Context, card nvidia.Card, instanceID uint32) (device.Instance, error)
-	Destroy(ctx context.Context, card nvidia.Card, in device.Instance) error
+	Look(ctx context.Context, card device.Card) (device.CutState, error)
+	SetMode(ctx context.Context, card device.Card, on bool) (device.CutState, error)
+	CreateInstance(ctx context.Context, card device.Card, profileID uint32, at device.Placement) (device.Instance, error)
+	CreateCompute(ctx context.Context, card device.Card, instanceID uint32) (device.Instance, error)
+	Destroy(ctx context.Context, card device.Card, in device.Instance) error
 }
 
 // uncut is the hardware of a Preparer that was given none.
 type uncut struct{}
 
-var errUncut = &nvidia.CutError{Op: "cut a GPU", Code: nvidia.CodeNotSupported, Message: "this instance of the plugin hands out whole GPUs only"}
+var errUncut = errors.New("this instance of the plugin hands out whole GPUs only")
 
-func (uncut) Look(context.Context, nvidia.Card) (nvidia.State, error) {
-	return nvidia.State{}, errUncut
+func (uncut) Look(context.Context, device.Card) (device.CutState, error) {
+	return device.CutState{}, errUncut
 }
 
-func (uncut) SetMode(context.Context, nvidia.Card, bool) (nvidia.State, error) {
-	return nvidia.State{}, errUncut
+func (uncut) SetMode(context.Context, device.Card, bool) (device.CutState, error) {
+	return device.CutState{}, errUncut
 }
 
-func (uncut) CreateInstance(context.Context, nvidia.Card, uint32, device.Placement) (device.Instance, error) {
+func (uncut) CreateInstance(context.Context, device.Card, uint32, device.Placement) (device.Instance, error) {
 	return device.Instance{}, errUncut
 }
 
-func (uncut) CreateCompute(context.Context, nvidia.Card, uint32) (device.Instance, error) {
+func (uncut) CreateCompute(context.Context, device.Card, uint32) (device.Instance, error) {
 	return device.Instance{}, errUncut
 }
 
-func (uncut) Destroy(context.Context, nvidia.Card, device.Instance) error { return errUncut }
+func (uncut) Destroy(context.Context, device.Card, device.Instance) error { return errUncut }
 
 const (
 	// callTime is how long a call may work on the hardware if the kubelet sets no limit of its own.
@@ -71,23 +70,24 @@ func within(ctx context.Context, most, reserve time.Duration) (context.Context, 
 // knows.
 func refused(err error) bool {
 	switch cutCode(err) {
-	case nvidia.CodeInsufficient, nvidia.CodeNotFound, nvidia.CodeReplaced, nvidia.CodeNoDriver:
+	case device.CutInsufficient, device.CutNotFound, device.CutReplaced, device.CutNoDriver:
 		return true
 	}
 	return false
 }
 
-func cutCode(err error) nvidia.CutCode {
-	var cut *nvidia.CutError
-	if errors.As(err, &cut) {
-		return cut.Code
-	}
-	return nvidia.CodeOther
+// cutError is an error of the hardware.
+type cutError interface {
+	error
+	CutCode() device.CutCode
 }
 
-// cardOf is how the hardware is asked about a GPU.
-func cardOf(g device.GPU) nvidia.Card {
-	return nvidia.Card{PCIAddress: g.PCIAddress, UUID: g.UUID}
+func cutCode(err error) device.CutCode {
+	var cut cutError
+	if errors.As(err, &cut) {
+		return cut.CutCode()
+	}
+	return device.CutOther
 }
 
 // sameNode makes sure that a GPU's device node is the one that containers will be given. A change of the MIG mode may number the nodes anew.
@@ -151,9 +151,9 @@ func describe(instances ...device.Instance) string {
 func (e *Env) isGone(ctx context.Context, s *migInstance, err error) bool {
 	gone := false
 	switch cutCode(err) {
-	case nvidia.CodeReplaced, nvidia.CodeChanged, nvidia.CodeNoDriver:
+	case device.CutReplaced, device.CutChanged, device.CutNoDriver:
 		gone = true
-	case nvidia.CodeNotFound:
+	case device.CutNotFound:
 		gone = !e.Present(s.Card)
 	}
 	if gone {

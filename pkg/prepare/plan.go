@@ -13,7 +13,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // plan is what a claim's allocation asks for on this node.
@@ -30,8 +29,9 @@ type plan struct {
 // want is one allocated device, and how it is had.
 type want struct {
 	name device.Name
-	// gpu is the card, with the edits of the whole of it.
-	gpu nvidia.GPU
+	// gpu is the card, whole the edits of the whole of it.
+	gpu   device.GPU
+	whole specs.ContainerEdits
 	// cut makes the partition. It is nil for whole GPUs, and for partitions that are used as they are.
 	cut *migInstance
 	// found is such a partition.
@@ -64,33 +64,33 @@ func (p *Preparer) plan(c *resourceapi.ResourceClaim) (*plan, error) {
 		if r.Pool != p.Pool {
 			return nil, because(CauseClaim, "request %s was allocated device %s of pool %s, and this node's pool is %s", r.Request, r.Device, r.Pool, p.Pool)
 		}
-		name, gpu, ok := find(snapshot, r.Device)
+		t, ok := find(snapshot, r.Device)
 		if !ok {
 			return nil, because(CauseDevice, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device, missing(snapshot, r.Device))
 		}
-		if err := supported(r, name); err != nil {
+		if err := supported(r, t.name); err != nil {
 			return nil, because(CauseClaim, "%w", err)
 		}
-		if err := w.excludes(r, name, gpu.GPU); err != nil {
+		if err := w.excludes(r, t); err != nil {
 			return nil, because(CauseClaim, "%w", err)
 		}
-		w.wants = append(w.wants, want{name: name, gpu: gpu})
+		w.wants = append(w.wants, t)
 		w.record.Devices = append(w.record.Devices, checkpoint.Device{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,
-			GPU: gpu.WholeName(), GPUUUID: gpu.UUID,
+			GPU: t.name.GPU, GPUUUID: t.gpu.UUID,
 		})
 	}
 	return w, nil
 }
 
 // excludes says which of the devices before cannot be held beside this one.
-func (w *plan) excludes(r claim.Result, name device.Name, gpu device.GPU) error {
+func (w *plan) excludes(r claim.Result, t want) error {
 	for i, other := range w.record.Devices {
 		switch {
-		case r.AdminAccess || other.AdminAccess || w.wants[i].name.GPU != name.GPU:
+		case r.AdminAccess || other.AdminAccess || w.wants[i].name.GPU != t.name.GPU:
 		case other.Device == r.Device:
 			return fmt.Errorf("requests %s and %s were both allocated device %s", other.Request, r.Request, r.Device)
-		case device.Conflict(w.wants[i].name, name, gpu):
+		case device.Conflict(w.wants[i].name, t.name, t.gpu):
 			return fmt.Errorf("requests %s and %s were allocated devices %s and %s, which cannot exist side by side", other.Request, r.Request, other.Device, r.Device)
 		}
 	}
@@ -102,7 +102,7 @@ func (w *plan) describe(edits func(parent specs.ContainerEdits, in device.Instan
 	w.spec.Devices = nil
 	for i := range w.record.Devices {
 		d, t := &w.record.Devices[i], w.wants[i]
-		own := t.gpu.Edits
+		own := t.whole
 		if t.name.Partition != nil {
 			part, err := t.partition()
 			if err != nil {
@@ -150,18 +150,18 @@ func (s *claimSpec) add(d specDevice) {
 	s.Devices = append(s.Devices, d)
 }
 
-// find is the GPU of a device.
-func find(s inventory.Snapshot, name string) (device.Name, nvidia.GPU, bool) {
-	parsed, ok := device.ParseName(name)
+// find is a device on its GPU.
+func find(s inventory.Snapshot, deviceName string) (want, bool) {
+	name, ok := device.ParseName(deviceName)
 	if !ok {
-		return device.Name{}, nvidia.GPU{}, false
+		return want{}, false
 	}
 	for _, g := range s.Node.GPUs {
-		if g.WholeName() == parsed.GPU {
-			return parsed, g, true
+		if g.WholeName() == name.GPU {
+			return want{name: name, gpu: g.GPU, whole: g.Edits}, true
 		}
 	}
-	return parsed, nvidia.GPU{}, false
+	return want{}, false
 }
 
 // missing says what is known of a device that is not offered, and else what is offered.

@@ -116,7 +116,7 @@ func (p *Preparer) verify(w *plan) error {
 		return because(CauseStep, "%w", err)
 	}
 	for i, t := range w.wants {
-		if err := p.Verify(t.gpu.Edits); err != nil {
+		if err := p.Verify(t.whole); err != nil {
 			return because(CauseDevice, "device %s: %w", w.record.Devices[i].Device, err)
 		}
 	}
@@ -176,7 +176,7 @@ func (p *Preparer) finish(ctx context.Context, env *Env, w *plan) error {
 		if err != nil {
 			return err
 		}
-		if err := p.Verify(p.MIGEdits(t.gpu.Edits, part.instance, part.compute)); err != nil {
+		if err := p.Verify(p.MIGEdits(t.whole, part.instance, part.compute)); err != nil {
 			return because(CauseDevice, "device %s: %w", w.record.Devices[i].Device, err)
 		}
 	}

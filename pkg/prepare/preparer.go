@@ -16,7 +16,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // Hardware is what the node has, as known already: asking it must not touch a GPU.
@@ -213,6 +212,6 @@ func (p *Preparer) env(r *checkpoint.Record, steps []Step) *Env {
 			return nil
 		},
 		Forgotten: r.BootID != p.BootID,
-		Present:   func(card nvidia.Card) bool { return present(p.Hardware.Snapshot(), card) },
+		Present:   func(card device.Card) bool { return present(p.Hardware.Snapshot(), card) },
 	}
 }

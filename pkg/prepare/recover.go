@@ -145,14 +145,14 @@ func (p *Preparer) planned(r checkpoint.Record, snapshot inventory.Snapshot) (w 
 	w = &plan{record: r, spec: &claimSpec{}, common: snapshot.Node.Common}
 	w.record.Devices = slices.Clone(r.Devices)
 	for _, d := range r.Devices {
-		name, gpu, ok := find(snapshot, d.Device)
+		t, ok := find(snapshot, d.Device)
 		if !ok {
 			return nil, false, nil
 		}
-		if gpu.UUID != d.GPUUUID {
-			return nil, false, errors.Join(replaced(d, gpu.UUID), p.Specs.RemoveClaim(r.ClaimUID))
+		if t.gpu.UUID != d.GPUUUID {
+			return nil, false, errors.Join(replaced(d, t.gpu.UUID), p.Specs.RemoveClaim(r.ClaimUID))
 		}
-		w.wants = append(w.wants, want{name: name, gpu: gpu})
+		w.wants = append(w.wants, t)
 	}
 	ours, err := w.adopt(r)
 	if err == nil && !ours {

@@ -7,25 +7,24 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // looks asks each card once within a call.
 type looks struct {
 	partitions Partitions
-	states     map[string]nvidia.State
+	states     map[string]device.CutState
 }
 
 func (p *Preparer) looks() *looks {
-	return &looks{p.Partitions, map[string]nvidia.State{}}
+	return &looks{p.Partitions, map[string]device.CutState{}}
 }
 
-func (l *looks) at(ctx context.Context, g device.GPU) (nvidia.State, error) {
+func (l *looks) at(ctx context.Context, g device.GPU) (device.CutState, error) {
 	name := g.WholeName()
 	if state, ok := l.states[name]; ok {
 		return state, nil
 	}
-	state, err := l.partitions.Look(ctx, cardOf(g))
+	state, err := l.partitions.Look(ctx, g.Card())
 	if err != nil {
 		return state, because(CauseStep, "look at %s: %w", name, err)
 	}
@@ -80,7 +79,7 @@ func (p *Preparer) wholes(ctx context.Context, looks *looks, w *plan) ([]Step, e
 		if t.name.Partition != nil || d.AdminAccess {
 			continue
 		}
-		step, err := p.resolveWhole(ctx, looks, t.gpu.GPU)
+		step, err := p.resolveWhole(ctx, looks, t.gpu)
 		if err != nil {
 			return nil, because(CauseOf(err), "request %s: %w", d.Request, err)
 		}
@@ -118,7 +117,7 @@ func (p *Preparer) resolveWhole(ctx context.Context, looks *looks, g device.GPU)
 	case p.Policy(g) == device.PolicyStatic:
 		return nil, because(CauseDevice, "%s cannot be had whole: MIG mode is on, and by its policy (%s) nothing about it is changed", name, device.PolicyStatic)
 	}
-	return &migModeOff{GPU: name, Card: cardOf(g), Minor: g.Minor}, nil
+	return &migModeOff{GPU: name, Card: g.Card(), Minor: g.Minor}, nil
 }
 
 // resolvePartition finds the device as someone else has cut it, or plans to cut it.
@@ -159,8 +158,8 @@ func (p *Preparer) resolveAdmin(ctx context.Context, looks *looks, t *want) erro
 }
 
 // at looks at the device's place.
-func (p *Preparer) at(ctx context.Context, looks *looks, t *want) (state nvidia.State, in device.Instance, there bool, err error) {
-	state, err = looks.at(ctx, t.gpu.GPU)
+func (p *Preparer) at(ctx context.Context, looks *looks, t *want) (state device.CutState, in device.Instance, there bool, err error) {
+	state, err = looks.at(ctx, t.gpu)
 	if err != nil {
 		return state, in, false, err
 	}
@@ -189,11 +188,11 @@ func part(name device.Name, in device.Instance) (*partition, error) {
 }
 
 // cut plans the making of a partition, if the GPU can be cut and the place is free.
-func (p *Preparer) cut(t *want, state nvidia.State) (*migInstance, error) {
+func (p *Preparer) cut(t *want, state device.CutState) (*migInstance, error) {
 	refuse := func(format string, args ...any) (*migInstance, error) {
 		return nil, because(CauseDevice, "device %s does not exist and cannot be made: "+format, append([]any{t.name}, args...)...)
 	}
-	g, place := t.gpu.GPU, t.name.Partition
+	g, place := t.gpu, t.name.Partition
 	if place.Compute != nil {
 		return refuse("the compute instance that it was is gone")
 	}
@@ -213,7 +212,7 @@ func (p *Preparer) cut(t *want, state nvidia.State) (*migInstance, error) {
 		return refuse("the policy of %s is %s", t.name.GPU, policy)
 	}
 	s := &migInstance{
-		Device: t.name.String(), GPU: t.name.GPU, Card: cardOf(g), Minor: g.Minor, ProfileID: profile.ID, Profile: profile.Name,
+		Device: t.name.String(), GPU: t.name.GPU, Card: g.Card(), Minor: g.Minor, ProfileID: profile.ID, Profile: profile.Name,
 		Placement: device.Placement{Start: place.Start, Size: profile.Size},
 	}
 	if taken := overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {
@@ -223,9 +222,9 @@ func (p *Preparer) cut(t *want, state nvidia.State) (*migInstance, error) {
 }
 
 // present says whether the card may still be there, as far as the inventory knows.
-func present(s inventory.Snapshot, card nvidia.Card) bool {
+func present(s inventory.Snapshot, card device.Card) bool {
 	for _, g := range s.Node.GPUs {
-		if cardOf(g.GPU) == card {
+		if g.Card() == card {
 			return true
 		}
 	}

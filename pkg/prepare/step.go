@@ -8,7 +8,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // Step is one reversible part of a preparation. Apply may run again after it ran in whole or in part; so may Revert, also where Apply never ran.
@@ -29,7 +29,7 @@ type Env struct {
 	// Forgotten says that the record is of an earlier boot: whatever was cut for it is gone.
 	Forgotten bool
 	// Present says whether the card may still be in the node.
-	Present func(nvidia.Card) bool
+	Present func(device.Card) bool
 }
 
 // stepKinds knows every step that a record can hold. A kind that is missing here would make old records impossible to revert: kinds are never removed.

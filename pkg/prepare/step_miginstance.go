@@ -7,7 +7,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 const migInstanceKind = "mig-instance"
@@ -18,7 +17,7 @@ type migInstance struct {
 	// Device is the allocated device, GPU the card's name as a whole GPU.
 	Device string      `json:"device"`
 	GPU    string      `json:"gpu"`
-	Card   nvidia.Card `json:"card"`
+	Card   device.Card `json:"card"`
 	// Minor is that of the card's device node, as in the claim's edits.
 	Minor     int              `json:"minor"`
 	ProfileID uint32           `json:"profileID"`
@@ -85,9 +84,9 @@ func (s *migInstance) Apply(ctx context.Context, env *Env) error {
 }
 
 // turnOn is preceded by a mark, so that whoever wants the GPU whole knows that its mode may be on.
-func (s *migInstance) turnOn(ctx context.Context, env *Env) (nvidia.State, error) {
+func (s *migInstance) turnOn(ctx context.Context, env *Env) (device.CutState, error) {
 	if err := env.Records.Mark(s.GPU); err != nil {
-		return nvidia.State{}, because(CauseRecord, "%w", err)
+		return device.CutState{}, because(CauseRecord, "%w", err)
 	}
 	state, err := env.Partitions.SetMode(ctx, s.Card, true)
 	if err != nil {

@@ -4,7 +4,7 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 const migModeOffKind = "mig-mode-off"
@@ -12,7 +12,7 @@ const migModeOffKind = "mig-mode-off"
 // migModeOff makes a GPU whole again that was left in MIG mode without instances. There is nothing to revert: whoever cuts the GPU next turns the mode on.
 type migModeOff struct {
 	GPU   string      `json:"gpu"`
-	Card  nvidia.Card `json:"card"`
+	Card  device.Card `json:"card"`
 	Minor int         `json:"minor"`
 }
 
