@@ -16,6 +16,8 @@ export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 # A linter that another version of the module file was built from has another name, so that it is built anew.
 LINT := $(CACHE)/bin/golangci-lint-$(shell cat hack/tools/go.mod hack/tools/go.sum | sha256sum | cut -c1-12)
 CLUSTER := go run ./test/cluster/cmd/cluster
+# go test, with a list of the skipped tests at the end.
+GOTEST := go run ./hack/gotest
 
 # What unit tests alone must cover of pkg/, in percent.
 COVERAGE := 80
@@ -53,18 +55,18 @@ test: test-unit test-sim test-e2e ## Run every test: unit, simulated GPU, real c
 test-unit: toolchain ## Unit and chart tests, with the race detector and the coverage of pkg/
 	@mkdir -p $(BUILD)
 	helm=$$($(CLUSTER) program helm) && \
-	HELM=$$helm go test -race -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
+	HELM=$$helm $(GOTEST) -race -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
 	@go tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
 
 .PHONY: test-sim
 test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the conformance suite, and hwcheck run against it
 	$(MAKE) --no-print-directory -C test/nvmlsim
-	go test ./test/nvmlsim/... ./test/hwcheck/...
+	$(GOTEST) ./test/nvmlsim/... ./test/hwcheck/...
 
 .PHONY: test-e2e
 test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)
 	go test -count=1 -timeout 20m -tags cluster ./test/cluster
-	go test -v -count=1 -timeout 60m ./test/e2e/...
+	$(GOTEST) -v -count=1 -timeout 60m ./test/e2e/...
 
 .PHONY: hwcheck
 hwcheck: toolchain ## Build the folder build/hwcheck, which checks a real GPU without Go or network; it only reads

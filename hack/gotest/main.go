@@ -1,0 +1,143 @@
+// Gotest is `go test` that says at its end which tests were skipped, and why: without -v a skipped test looks like one that passed. Its arguments are
+// those of `go test`, and so is its exit code.
+package main
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+)
+
+func main() {
+	code, err := run(os.Args[1:], os.Stdout)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "gotest:", err)
+		os.Exit(1)
+	}
+	os.Exit(code)
+}
+
+func run(args []string, out io.Writer) (code int, err error) {
+	test := exec.Command("go", append([]string{"test", "-json"}, args...)...)
+	test.Stderr = os.Stderr
+	events, err := test.StdoutPipe()
+	if err != nil {
+		return 0, err
+	}
+	if err := test.Start(); err != nil {
+		return 0, err
+	}
+	r := newReport(out, slices.Contains(args, "-v"))
+	told := r.read(events)
+	ended := test.Wait()
+	var failed *exec.ExitError
+	if ended != nil && !errors.As(ended, &failed) {
+		return 0, ended
+	}
+	return test.ProcessState.ExitCode(), errors.Join(told, r.end())
+}
+
+// event is a line of `go test -json`; see `go doc test2json`.
+type event struct{ Action, Package, Test, Output string }
+
+type name struct{ pkg, test string }
+
+// report writes what `go test` would, and keeps what skipped tests say.
+type report struct {
+	out     io.Writer
+	verbose bool
+	said    map[name][]string // by tests that have not ended
+	skipped []string
+}
+
+func newReport(out io.Writer, verbose bool) *report {
+	return &report{out: out, verbose: verbose, said: map[name][]string{}}
+}
+
+func (r *report) read(events io.Reader) error {
+	lines := bufio.NewReader(events)
+	for {
+		line, err := lines.ReadBytes('\n')
+		if len(line) > 0 {
+			if err := r.add(line); err != nil {
+				return err
+			}
+		}
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("read the tests' output: %w", err)
+		}
+	}
+}
+
+func (r *report) add(line []byte) error {
+	var e event
+	if err := json.Unmarshal(line, &e); err != nil {
+		_, err := r.out.Write(line) // not of the tests, so it is for people
+		return err
+	}
+	test := name{e.Package, e.Test}
+	switch e.Action {
+	case "output":
+		if e.Test != "" {
+			r.said[test] = append(r.said[test], e.Output)
+		}
+		if r.verbose || e.Test == "" && e.Output != "PASS\n" {
+			return r.print(e.Output)
+		}
+	case "build-output":
+		return r.print(e.Output)
+	case "skip":
+		if e.Test != "" {
+			r.skipped = append(r.skipped, fmt.Sprintf("%s %s: %s", e.Package, e.Test, reason(r.said[test])))
+		}
+		delete(r.said, test)
+	case "fail":
+		said := r.said[test]
+		delete(r.said, test)
+		if !r.verbose {
+			return r.print(strings.Join(said, ""))
+		}
+	case "pass":
+		delete(r.said, test)
+	}
+	return nil
+}
+
+// end prints what tests had said that never ended, because their process did, and the list of those that were skipped.
+func (r *report) end() error {
+	var b strings.Builder
+	if !r.verbose {
+		for _, said := range r.said {
+			b.WriteString(strings.Join(said, ""))
+		}
+	}
+	if len(r.skipped) > 0 {
+		fmt.Fprintf(&b, "\nSKIPPED, so NOT tested, because:\n  %s\n", strings.Join(r.skipped, "\n  "))
+	}
+	return r.print(b.String())
+}
+
+func (r *report) print(text string) error {
+	_, err := io.WriteString(r.out, text)
+	return err
+}
+
+// reason is what a test says of itself, on one line.
+func reason(said []string) string {
+	var words []string
+	for _, line := range said {
+		if line = strings.TrimSpace(line); line != "" && !strings.HasPrefix(line, "=== ") && !strings.HasPrefix(line, "--- ") {
+			words = append(words, line)
+		}
+	}
+	return strings.Join(words, " ")
+}
