@@ -35,7 +35,7 @@ func newBench(t *testing.T, change func(*card)) bench {
 		change(c)
 	}
 	library := fakeNVML(cards...)
-	return bench{c.cut, t, Card{"0000:1b:00.0", "GPU-00000000-0000-0000-0000-00000000001b"}, cutter{newMIGReader(h.paths().withDefaults(), library, func() {})}}
+	return bench{c.cut, t, Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-00000000-0000-0000-0000-00000000001b"}, cutter{newMIGReader(h.paths().withDefaults(), library, func() {})}}
 }
 
 func (b bench) do(r request) answer {
@@ -143,6 +143,9 @@ func TestAModeThatCannotBeChangedIsExplainedAndTakenBack(t *testing.T) {
 		})
 	}
 	b := newBench(t, nil)
+	b.cut(t, 19, 0, 1)
+	b.fails(b.do(request{Op: opSetMode, On: false}), CodeInUse, "1 GPU instances")
+	b = newBench(t, nil)
 	b.after["nvmlDeviceSetMigMode 1"] = nvml.ERROR_UNKNOWN
 	if s := b.works(b.do(request{Op: opSetMode, On: true})).State; !s.MIG.Enabled {
 		t.Errorf("the mode that is in force decides: %+v", s)

@@ -44,11 +44,18 @@ func (c cutter) destroy(r request) error {
 		return err
 	}
 	for _, each := range compute {
-		if ret := each.Destroy(); ret != nvml.SUCCESS && ret != nvml.ERROR_NOT_FOUND {
+		// What somebody else destroys at the same moment is seen by what comes next: a GPU instance with something in it cannot be destroyed.
+		if ret := each.Destroy(); ret != nvml.SUCCESS && !isAbsent(ret) {
 			return c.destroyRefusal(r, card, "destroy its compute instance", ret)
 		}
 	}
-	if ret := handle.Destroy(); ret != nvml.SUCCESS && ret != nvml.ERROR_NOT_FOUND {
+	ret = handle.Destroy()
+	if isAbsent(ret) {
+		if _, now := card.GetGpuInstanceById(int(r.Instance.ID)); now == nvml.ERROR_NOT_FOUND {
+			return nil
+		}
+	}
+	if ret != nvml.SUCCESS {
 		return c.destroyRefusal(r, card, "destroy it", ret)
 	}
 	return nil

@@ -56,12 +56,27 @@ func (c cutter) modeRefusal(r request, card nvml.Device, ret nvml.Return) *CutEr
 	case nvml.SUCCESS, nvml.ERROR_RESET_REQUIRED:
 		return r.fail(CodeReset, "this machine changes the mode with a reset of the GPU only: set it while nothing runs (nvidia-smi -mig, then --gpu-reset), or reboot")
 	case nvml.ERROR_IN_USE:
+		if there := c.listed(card); there > 0 {
+			return r.fail(CodeInUse, "it has %d GPU instances, which have to be destroyed first (nvidia-smi mig -lgi lists them)", there)
+		}
 		refusal := c.because(r, toError(ret))
 		refusal.Processes = c.processes(card, nil)
 		return refusal
 	default:
 		return c.because(r, toError(ret))
 	}
+}
+
+// listed counts the GPU instances of a card, as far as NVML says.
+func (c cutter) listed(card nvml.Device) int {
+	n := 0
+	kinds, _ := c.readKinds(card)
+	for _, k := range kinds {
+		if handles, ret := card.GetGpuInstances(&k.GpuInstanceProfileInfo); ret == nvml.SUCCESS {
+			n += len(handles)
+		}
+	}
+	return n
 }
 
 // fabric says what the NVLink fabric of the card is still doing. Where there is none there is nothing to wait for.

@@ -100,6 +100,9 @@ func (f *fakeCut) equip(d *mock.Device) {
 	d.SetMigModeFunc = func(mode int) (nvml.Return, nvml.Return) {
 		activation := f.activation
 		ret := f.change(fmt.Sprintf("nvmlDeviceSetMigMode %d", mode), func() nvml.Return {
+			if len(f.instances) > 0 && mode == nvml.DEVICE_MIG_DISABLE {
+				return nvml.ERROR_IN_USE
+			}
 			f.next = mode == nvml.DEVICE_MIG_ENABLE
 			if f.needsReset {
 				activation = nvml.ERROR_RESET_REQUIRED

@@ -4,15 +4,21 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"io/fs"
 	"slices"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// errVanished says that what was listed a moment ago is there no more.
-var errVanished = errors.New("it has gone meanwhile")
+var (
+	// errVanished says that what was listed a moment ago is there no more.
+	errVanished = errors.New("it has gone meanwhile")
+	// errUnsettled says that it is there, and not all that belongs to it.
+	errUnsettled = errors.New("NVML lists no MIG device for it")
+)
 
 // look is one reading of how a card is cut. Somebody else may be cutting it at the same time: what vanishes while it is read is left out.
 type look struct {
@@ -21,25 +27,38 @@ type look struct {
 	minor int
 	// uuids are those of the card's MIG devices.
 	uuids map[migIDs]string
+	// disturbed says that something vanished.
+	disturbed bool
 }
 
 // migIDs say which MIG device is meant.
 type migIDs struct{ instance, compute uint32 }
 
-// instances lists the GPU instances of a card whose MIG mode is on, by ID.
+// instances lists the GPU instances of a card whose MIG mode is on, by ID. A reading that somebody else's cut got into is repeated, a few times: the
+// instance that vanished may have come again under the same ID, and one that has just come may have no capability yet.
 func (m *migReader) instances(card nvml.Device, minor int) ([]device.Instance, error) {
-	kinds, err := m.readKinds(card)
+	for pause := 10 * time.Millisecond; ; pause *= 2 {
+		l := look{migReader: m, card: card, minor: minor}
+		found, err := l.instances()
+		if pause > time.Second/5 || err == nil && !l.disturbed || err != nil && !errors.Is(err, errUnsettled) && !errors.Is(err, fs.ErrNotExist) {
+			return found, err
+		}
+		<-time.After(pause)
+	}
+}
+
+func (l *look) instances() ([]device.Instance, error) {
+	kinds, err := l.readKinds(l.card)
 	if err != nil {
 		return nil, err
 	}
-	l := look{migReader: m, card: card, minor: minor}
 	var found []device.Instance
 	for _, k := range kinds {
 		if k.InstanceCount == 0 {
 			continue
 		}
-		handles, ret := card.GetGpuInstances(&k.GpuInstanceProfileInfo)
-		m.progress()
+		handles, ret := l.card.GetGpuInstances(&k.GpuInstanceProfileInfo)
+		l.progress()
 		if isAbsent(ret) {
 			continue
 		}
@@ -49,6 +68,7 @@ func (m *migReader) instances(card nvml.Device, minor int) ([]device.Instance, e
 		for _, handle := range handles {
 			i, err := l.instance(handle)
 			if errors.Is(err, errVanished) {
+				l.disturbed = true
 				continue
 			}
 			if err != nil {
@@ -134,6 +154,7 @@ func (l *look) computeInstance(in device.Instance, parent nvml.GpuInstance, kind
 	info, ret := handle.GetInfo()
 	l.progress()
 	if isAbsent(ret) {
+		l.disturbed = true
 		return device.ComputeInstance{}, errVanished
 	}
 	if ret != nvml.SUCCESS {
@@ -149,6 +170,7 @@ func (l *look) computeInstance(in device.Instance, parent nvml.GpuInstance, kind
 	}
 	if err != nil {
 		if _, ret := parent.GetComputeInstanceById(int(c.ID)); isAbsent(ret) {
+			l.disturbed = true
 			return device.ComputeInstance{}, errVanished
 		}
 	}
@@ -177,7 +199,7 @@ func (l *look) uuid(of migIDs) (string, error) {
 			return uuid, nil
 		}
 		if try == 2 {
-			return "", fmt.Errorf("NVML lists no MIG device for compute instance %d of GPU instance %d", of.compute, of.instance)
+			return "", fmt.Errorf("compute instance %d of GPU instance %d: %w", of.compute, of.instance, errUnsettled)
 		}
 		var err error
 		if l.uuids, err = l.migDevices(l.card); err != nil {

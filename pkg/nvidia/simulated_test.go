@@ -12,7 +12,9 @@ import (
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
@@ -39,6 +41,15 @@ type site struct {
 
 func newSite(t *testing.T, node string, kind layout.Kind, libraryDir string) site {
 	t.Helper()
+	described, err := model.ReadNode(filepath.Join(simulator, "nodes", node+".yaml"), seed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return newSiteOf(t, described, kind, libraryDir)
+}
+
+func newSiteOf(t *testing.T, described *model.Node, kind layout.Kind, libraryDir string) site {
+	t.Helper()
 	if os.Getuid() != 0 {
 		t.Skip("needs root: device nodes with the driver's numbers")
 	}
@@ -47,10 +58,6 @@ func newSite(t *testing.T, node string, kind layout.Kind, libraryDir string) sit
 		t.Fatal(err)
 	}
 	models, err := model.ReadGPUs(filepath.Join(simulator, "models"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	described, err := model.ReadNode(filepath.Join(simulator, "nodes", node+".yaml"), seed)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -175,6 +182,12 @@ func agrees(t *testing.T, g GPU, card model.Card, m *model.GPU) {
 	}
 	if diff := cmp.Diff(want, got, cmp.AllowUnexported(facts{})); diff != "" {
 		t.Error(diff)
+	}
+	if diff := cmp.Diff(describedMIG(card, m), g.MIG, cmpopts.IgnoreFields(device.MIG{}, "Instances")); diff != "" {
+		t.Error(diff)
+	}
+	if want := cutInto(card); g.MIG != nil && len(g.MIG.Instances) != want {
+		t.Errorf("it is cut into %d instances, want %d: %+v", len(g.MIG.Instances), want, g.MIG.Instances)
 	}
 	if len(g.Edits.DeviceNodes) != 1 || len(g.Edits.Hooks)+len(g.Edits.Mounts)+len(g.Edits.Env) > 0 {
 		t.Errorf("its own edits are %+v", g.Edits)
