@@ -7,7 +7,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// What a cut is about, in the words of package device, so that whoever asks for cuts need not know NVML.
+// Card, State and CutCode are words of package device, so that whoever asks for cuts need not know NVML.
 type (
 	Card    = device.Card
 	State   = device.CutState
