@@ -1,5 +1,5 @@
-// Reference writes the tables of docs/reference.md from what the plugin and the chart themselves say: the flags of pkg/config, and the values of the
-// chart with their comments. `make reference` runs it; a test fails while the page is out of date.
+// Reference writes the tables of docs/reference.md from what the plugin and the chart themselves say: the flags of pkg/config, the values of the
+// chart with their comments, and the kinds of opaque configuration with theirs. `make reference` runs it; a test fails while the page is out of date.
 package main
 
 import (
@@ -52,7 +52,11 @@ func update(root string, old []byte) ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", values, err)
 	}
-	for name, table := range map[string]string{"flags": flagTable(), "values": valueTable} {
+	configurations, err := kindTable(root)
+	if err != nil {
+		return nil, err
+	}
+	for name, table := range map[string]string{"flags": flagTable(), "values": valueTable, "configurations": configurations} {
 		if old, err = replace(old, name, table); err != nil {
 			return nil, fmt.Errorf("%s: %w", page, err)
 		}

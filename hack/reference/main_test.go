@@ -2,10 +2,13 @@ package main
 
 import (
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
 )
 
 func TestTheReferencePageIsUpToDate(t *testing.T) {
@@ -29,6 +32,31 @@ func TestEveryValueIsARowWithItsComment(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, want := range []string{"| `a` | `1` | one two |\n", "| `g` | | of the group |\n", "| `g.b` | `[]` | inner |\n", "| `d` |  |  |\n"} {
+		if !strings.Contains(table, want) {
+			t.Errorf("no row %q in\n%s", want, table)
+		}
+	}
+}
+
+func TestTheConfigurationsFieldsAreThoseThatAreRead(t *testing.T) {
+	table, err := kindTable("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, row := range strings.Split(strings.TrimSpace(table), "\n")[2:] {
+		columns := strings.Split(row, "|")
+		kind, field := strings.TrimSpace(columns[1]), strings.Trim(columns[2], " `")
+		document := "null" // which every type takes, and no unknown field
+		keys := strings.Split(field, ".")
+		for _, key := range slices.Backward(keys) {
+			document = `{"` + key + `": ` + document + `}`
+		}
+		document = `{"apiVersion": "` + v1beta1.APIVersion + `", "kind": "` + kind + `", ` + strings.TrimPrefix(document, "{")
+		if _, err := v1beta1.Decode([]byte(document)); err != nil {
+			t.Errorf("%s is on the page, but the driver says: %v", field, err)
+		}
+	}
+	for _, want := range []string{"| GpuConfig | `sharing.timeSlicingConfig.interval` | string |", "| MigDeviceConfig | `sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit` | map of quantity |"} {
 		if !strings.Contains(table, want) {
 			t.Errorf("no row %q in\n%s", want, table)
 		}
