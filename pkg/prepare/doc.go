@@ -4,10 +4,21 @@
 // first step runs; the record says "Prepared" when the last one has. Unprepare reverts the steps of the record backwards and removes it. Recovery
 // after a crash is the same: an unfinished record is reverted. There is no other path.
 //
-// What it promises: an answer without an error stands on things that were looked at in that call (device nodes, mount sources, specs, record); a repeated
-// Prepare looks again and mends; a GPU that one claim holds is refused to every other, by name; a claim that comes with another allocation gives the old
-// one back first; Unprepare needs no GPU driver. Calls for one claim follow each other, calls for different GPUs run side by side, and nothing is kept
-// in memory between calls, so that two instances of the plugin cannot disagree.
+// What it promises: an answer without an error stands on things that were looked at in that call (device nodes, mount sources, specs, record, partitions); a
+// repeated Prepare looks again and mends; what one claim holds is refused to every other, by name; a claim that comes with another allocation gives the old
+// one back first; Unprepare needs no GPU driver where nothing was cut. Calls for one claim follow each other, calls for different GPUs run side by side, and
+// nothing is kept in memory between calls, so that two instances of the plugin cannot disagree.
 //
-// A Prepare asks no hardware: it uses what the inventory knows already.
+// # Partitions
+//
+// A partition is cut when its claim is prepared and removed when it is given back. Both go through [Partitions], call by call, and the record knows before
+// each call what is about to happen, and after it what came of it. What no record proves to be ours is someone else's: it is used as it is by claims that
+// were allocated it, and never changed. The proof is the GPU instance's ID, its place and the MIG device's UUID, in the boot in which it was made; of an
+// instance whose making was cut short, that it is exactly at the place, was not there before, and is still empty.
+//
+// The hardware forgets at a reboot, a reload of its driver and a reset. A partition that is gone is cut again at its place, by the next Prepare or by
+// [Preparer.Reconcile]; where that cannot be, the claim's spec is removed: its containers fail to start, and never get another device.
+//
+// A Prepare of whole GPUs asks no hardware: it uses what the inventory knows already. Only a GPU whose MIG mode may be on, as the inventory or a mark of
+// ours on the disk says, is looked at, and made whole.
 package prepare

@@ -1,9 +1,12 @@
 package prepare
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -314,5 +317,108 @@ func TestAdminAccessToAPartitionMakesNothingAndRemovesNothing(t *testing.T) {
 	clean(t, w)
 	if len(h.of(t, gpu0).instances) != 0 {
 		t.Error("something is left")
+	}
+}
+
+func TestAGPUThatIsInUseStaysAsItIs(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("part", allocated("r", small0)))
+	mustUnprepare(t, p, "uid-part")
+	h.of(t, gpu0).open = []nvidia.Process{{PID: 4711, Name: "dcgm"}}
+	c := newClaim("c", allocated("r", gpu0))
+	if _, err := p.Prepare(t.Context(), c); CauseOf(err) != CauseStep || !strings.Contains(err.Error(), "dcgm") {
+		t.Error(err)
+	}
+	clean(t, w)
+	h.of(t, gpu0).open = nil
+	mustPrepare(t, p, c)
+	if h.of(t, gpu0).on {
+		t.Error("it is in MIG mode")
+	}
+}
+
+func TestAClaimWithMorePartitionsThanAFileNameHolds(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	var results []result
+	for _, gpu := range []string{gpu0, gpu1} {
+		for start := range 6 {
+			results = append(results, allocated(fmt.Sprint(gpu, start), fmt.Sprintf("%s-mig-19-%d", gpu, start)))
+		}
+	}
+	mustPrepare(t, p, newClaim("large", results...))
+	if r := w.records(); len(r) != 1 || r[0] != "uid-large_all.json" {
+		t.Fatalf("the test is about another record: %q", r)
+	}
+	mustPrepare(t, p, newClaim("rest", allocated("r", beside)))
+	if _, err := p.Prepare(t.Context(), newClaim("more", allocated("r", large4))); CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "-mig-19-4") {
+		t.Error(err)
+	}
+	if held, err := p.Held(); err != nil || held != (Held{Claims: 2, GPUs: 2, Partitions: 13}) {
+		t.Error(held, err)
+	}
+	ours, err := p.Explained(gpu1, h.of(t, gpu1).state().MIG.Instances)
+	if err != nil || len(ours) != 7 {
+		t.Errorf("%d are explained: %v", len(ours), err)
+	}
+	mustUnprepare(t, p, "uid-large")
+	mustUnprepare(t, p, "uid-rest")
+	clean(t, w)
+}
+
+func TestManyClaimsOnOneGPUAtOnce(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	claims := map[string]*resourceapi.ResourceClaim{}
+	for _, gpu := range []string{gpu0, gpu1} {
+		for start := range 7 {
+			name := fmt.Sprintf("%s-%d", gpu, start)
+			claims[name] = newClaim(name, allocated("r", fmt.Sprintf("%s-mig-19-%d", gpu, start)))
+		}
+	}
+	var plugins []*Preparer
+	for range 2 { // as while one takes over from the other
+		p := w.plugin(t)
+		p.Reread = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
+		plugins = append(plugins, p)
+	}
+	all := func(do func(*Preparer, *resourceapi.ResourceClaim) error) {
+		var wg sync.WaitGroup
+		for _, p := range plugins {
+			wg.Go(func() {
+				if err := p.Reconcile(t.Context()); err != nil {
+					t.Error(err)
+				}
+			})
+			for _, c := range claims {
+				wg.Go(func() {
+					if err := do(p, c); err != nil {
+						t.Error(err)
+					}
+				})
+			}
+		}
+		wg.Wait()
+	}
+	all(func(p *Preparer, c *resourceapi.ResourceClaim) error {
+		_, err := p.Prepare(t.Context(), c)
+		return err
+	})
+	for _, gpu := range []string{gpu0, gpu1} {
+		if n := len(h.of(t, gpu).instances); n != 7 {
+			t.Errorf("%s has %d instances", gpu, n)
+		}
+	}
+	w.scan()
+	agree(t, w, h, plugins[0], nil)
+	all(func(p *Preparer, c *resourceapi.ResourceClaim) error { return p.Unprepare(t.Context(), c.UID) })
+	clean(t, w)
+	for _, gpu := range []string{gpu0, gpu1} {
+		if n := len(h.of(t, gpu).instances); n != 0 {
+			t.Errorf("%s has %d instances", gpu, n)
+		}
 	}
 }

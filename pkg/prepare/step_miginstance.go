@@ -46,6 +46,10 @@ func (s *migInstance) Apply(ctx context.Context, env *Env) error {
 	if err != nil {
 		return s.failed(err)
 	}
+	// Whoever wants the GPU whole must know that its mode may be on, before the inventory has seen it.
+	if err := env.Records.Mark(s.GPU); err != nil {
+		return because(CauseRecord, "%w", err)
+	}
 	if !state.MIG.Enabled {
 		if state, err = s.turnOn(ctx, env); err != nil {
 			return err
@@ -83,11 +87,7 @@ func (s *migInstance) Apply(ctx context.Context, env *Env) error {
 	return env.Journal()
 }
 
-// turnOn is preceded by a mark, so that whoever wants the GPU whole knows that its mode may be on.
 func (s *migInstance) turnOn(ctx context.Context, env *Env) (device.CutState, error) {
-	if err := env.Records.Mark(s.GPU); err != nil {
-		return device.CutState{}, because(CauseRecord, "%w", err)
-	}
 	state, err := env.Partitions.SetMode(ctx, s.Card, true)
 	if err != nil {
 		return state, s.failed(err)
