@@ -51,8 +51,8 @@ type statusChange struct {
 	said []resourceapi.AllocatedDeviceStatus
 	// read says that said is to be read again before anything is written.
 	read bool
-	// given are the claim's devices; nil if they are those that were said.
-	given []resourceapi.AllocatedDeviceStatus
+	// given says which devices the claim has; nil if they are those that were said.
+	given func() ([]givenDevice, error)
 	lost  []lostDevice
 }
 
@@ -65,33 +65,22 @@ func newClaimStatus(client kubernetes.Interface, failed func(cause string)) *cla
 	return &claimStatus{client: client, failed: failed, queue: workqueue.NewTypedRateLimitingQueue(limiter), pending: map[types.UID]*statusChange{}}
 }
 
-// Prepared has it written that the claim's devices are ready. given are all of the claim's devices of this driver. It does not block.
-func (s *claimStatus) Prepared(ctx context.Context, c *resourceapi.ResourceClaim, given []givenDevice) {
-	said := ours(c)
-	entries := make([]resourceapi.AllocatedDeviceStatus, len(given))
-	for i, g := range given {
-		entry, err := g.entry()
-		if err != nil {
-			klog.FromContext(ctx).Error(err, "Could not put a device into the claim's status", "device", g.Device)
-			return
-		}
-		entries[i] = entry
-	}
+// Prepared has it written that the claim's devices are ready. given says, when it is written, which devices of this driver the claim has. It does not
+// block.
+func (s *claimStatus) Prepared(ctx context.Context, c *resourceapi.ResourceClaim, given func() ([]givenDevice, error)) {
 	name := types.NamespacedName{Namespace: c.Namespace, Name: c.Name}
-	s.change(ctx, kubeletplugin.NamespacedObject{NamespacedName: name, UID: c.UID}, func(change *statusChange, waited bool) bool {
+	s.change(ctx, kubeletplugin.NamespacedObject{NamespacedName: name, UID: c.UID}, func(change *statusChange, waited bool) {
 		// What waited may be being written: then the claim says by now something else than what the caller has read.
-		change.said, change.given, change.read, change.lost = said, entries, waited, nil
-		return waited || !saysAlready(said, entries)
+		change.said, change.given, change.read, change.lost = ours(c), given, waited, nil
 	})
 }
 
 // Lost has it written that a device of a prepared claim is not there any more. The reason is one word in CamelCase. It does not block.
 func (s *claimStatus) Lost(ctx context.Context, c kubeletplugin.NamespacedObject, device, reason, message string) {
-	s.change(ctx, c, func(change *statusChange, _ bool) bool {
+	s.change(ctx, c, func(change *statusChange, _ bool) {
 		change.lost = slices.DeleteFunc(change.lost, func(l lostDevice) bool { return l.device == device })
 		change.lost = append(change.lost, lostDevice{device, reason, message})
 		change.read = change.read || change.given == nil
-		return true
 	})
 }
 
@@ -102,8 +91,8 @@ func (s *claimStatus) Forget(claim types.UID) {
 	delete(s.pending, claim)
 }
 
-// change queues what apply makes of what waits for the claim already, unless it says that there is nothing to write.
-func (s *claimStatus) change(ctx context.Context, c kubeletplugin.NamespacedObject, apply func(change *statusChange, waited bool) bool) {
+// change queues what apply makes of what waits for the claim already.
+func (s *claimStatus) change(ctx context.Context, c kubeletplugin.NamespacedObject, apply func(change *statusChange, waited bool)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	before := s.pending[c.UID]
@@ -118,9 +107,7 @@ func (s *claimStatus) change(ctx context.Context, c kubeletplugin.NamespacedObje
 		change = *before
 		change.lost = slices.Clone(change.lost)
 	}
-	if !apply(&change, before != nil) {
-		return
-	}
+	apply(&change, before != nil)
 	s.pending[c.UID] = &change
 	s.queue.Add(c.UID)
 }
@@ -200,8 +187,11 @@ func (s *claimStatus) write(ctx context.Context, change statusChange) (wanted bo
 		}
 		change.said = ours(c)
 	}
-	entries := change.entries(metav1.Now())
-	if saysAlready(change.said, entries) {
+	entries, err := change.entries(metav1.Now())
+	if err != nil {
+		return true, err
+	}
+	if len(entries) == 0 || saysAlready(change.said, entries) {
 		return false, nil
 	}
 	status := resourceapply.ResourceClaimStatus()
@@ -210,7 +200,7 @@ func (s *claimStatus) write(ctx context.Context, change statusChange) (wanted bo
 	}
 	// The UID keeps a new claim of the same name from being written to.
 	apply := resourceapply.ResourceClaim(change.claim.Name, change.claim.Namespace).WithUID(change.claim.UID).WithStatus(status)
-	_, err := claims.ApplyStatus(ctx, apply, metav1.ApplyOptions{FieldManager: DriverName, Force: true})
+	_, err = claims.ApplyStatus(ctx, apply, metav1.ApplyOptions{FieldManager: DriverName, Force: true})
 	if err != nil {
 		return !apierrors.IsNotFound(err), fmt.Errorf("apply status.devices: %w", err)
 	}

@@ -13,6 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
 // readyCondition is the one that Kubernetes proposes for a device that is set up as the claim asks.
@@ -41,6 +43,37 @@ type givenData struct {
 	ComputeInstanceID *uint32           `json:"computeInstanceID,omitempty"`
 }
 
+// given has it said, when it is asked for, which devices a prepared claim has.
+func (d *Driver) given(claim types.UID) func() ([]givenDevice, error) {
+	return func() ([]givenDevice, error) {
+		given, err := d.preparer.Given(claim)
+		return givenDevices(given, d.inv.Snapshot().Node.GPUs), err
+	}
+}
+
+// givenDevices says of a prepared claim which devices it has. gpus are those of the node.
+func givenDevices(given []prepare.Given, gpus []nvidia.GPU) []givenDevice {
+	devices := make([]givenDevice, len(given))
+	for i, g := range given {
+		d := givenDevice{
+			Pool: g.Pool, Device: g.Device.Device, ShareID: g.ShareID,
+			Data: givenData{Type: "gpu", UUID: g.GPUUUID, ParentUUID: g.GPUUUID},
+		}
+		if at := slices.IndexFunc(gpus, func(n nvidia.GPU) bool { return n.WholeName() == g.GPU }); at >= 0 {
+			d.Data.PCIBusID = string(gpus[at].PCIAddress)
+		}
+		if g.MIGUUID != "" {
+			d.Data.Type, d.Data.UUID = "mig", g.MIGUUID
+		}
+		if g.Instance != nil && g.Compute != nil {
+			d.Data.Profile, d.Data.Placement = g.Compute.Name, &g.Instance.Placement
+			d.Data.GPUInstanceID, d.Data.ComputeInstanceID = &g.Instance.ID, &g.Compute.ID
+		}
+		devices[i] = d
+	}
+	return devices
+}
+
 // entry is the device as a claim's status has it, without the time of its condition.
 func (g givenDevice) entry() (resourceapi.AllocatedDeviceStatus, error) {
 	data, err := json.Marshal(g.Data)
@@ -65,33 +98,42 @@ func ours(c *resourceapi.ResourceClaim) []resourceapi.AllocatedDeviceStatus {
 }
 
 // entries are what the claim's status is to say. A condition keeps its time for as long as its status stays.
-func (c statusChange) entries(now metav1.Time) []resourceapi.AllocatedDeviceStatus {
-	source := c.given
-	if source == nil {
-		source = c.said
+func (c statusChange) entries(now metav1.Time) ([]resourceapi.AllocatedDeviceStatus, error) {
+	entries := make([]resourceapi.AllocatedDeviceStatus, 0, len(c.said))
+	if c.given == nil {
+		for _, e := range c.said {
+			entries = append(entries, *e.DeepCopy())
+		}
+	} else {
+		given, err := c.given()
+		if err != nil {
+			return nil, fmt.Errorf("find out which devices the claim has: %w", err)
+		}
+		for _, g := range given {
+			e, err := g.entry()
+			if err != nil {
+				return nil, err
+			}
+			ready := e.Conditions[0]
+			ready.LastTransitionTime = now
+			e.Conditions = nil
+			if said := find(c.said, e); said != nil {
+				e.Conditions = slices.Clone(said.Conditions)
+			}
+			meta.SetStatusCondition(&e.Conditions, ready)
+			entries = append(entries, e)
+		}
 	}
-	entries := make([]resourceapi.AllocatedDeviceStatus, len(source))
-	for i := range source {
-		source[i].DeepCopyInto(&entries[i])
-		e := &entries[i]
-		ready := e.Conditions
-		e.Conditions = nil
-		if said := find(c.said, *e); said != nil {
-			e.Conditions = slices.Clone(said.Conditions)
-		}
-		for _, condition := range ready {
-			condition.LastTransitionTime = now
-			meta.SetStatusCondition(&e.Conditions, condition)
-		}
-		for _, l := range c.lost {
-			if l.device == e.Device {
-				meta.SetStatusCondition(&e.Conditions, metav1.Condition{
+	for _, l := range c.lost {
+		for i := range entries {
+			if entries[i].Device == l.device {
+				meta.SetStatusCondition(&entries[i].Conditions, metav1.Condition{
 					Type: readyCondition, Status: metav1.ConditionFalse, Reason: l.reason, Message: l.message, LastTransitionTime: now,
 				})
 			}
 		}
 	}
-	return entries
+	return entries, nil
 }
 
 // find is the entry about the same device, or nil.

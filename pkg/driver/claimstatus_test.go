@@ -67,14 +67,14 @@ func allocatedClaim(uid types.UID) *resourceapi.ResourceClaim {
 }
 
 // bothDevices are a whole GPU and a part of another.
-func bothDevices() []givenDevice {
+func bothDevices() ([]givenDevice, error) {
 	return []givenDevice{
 		{Pool: "node", Device: wholeName, Data: givenData{Type: "gpu", UUID: "GPU-1", ParentUUID: "GPU-1", PCIBusID: "0000:1b:00.0"}},
 		{Pool: "node", Device: partName, ShareID: ptr.To(types.UID("share")), Data: givenData{
 			Type: "mig", UUID: "MIG-1", ParentUUID: "GPU-2", Profile: "1g.10gb", Placement: &device.Placement{Start: 2, Size: 1},
 			GPUInstanceID: ptr.To[uint32](7), ComputeInstanceID: ptr.To[uint32](0),
 		}},
-	}
+	}, nil
 }
 
 func (w *statusWorld) claim() *resourceapi.ResourceClaim {
@@ -84,6 +84,12 @@ func (w *statusWorld) claim() *resourceapi.ResourceClaim {
 		w.Fatal(err)
 	}
 	return c
+}
+
+// later lets simulated time pass, and what is due in it happen.
+func (w *statusWorld) later(d time.Duration) {
+	<-time.After(d)
+	synctest.Wait()
 }
 
 // says is one line for each entry of the claim's status.
@@ -142,7 +148,7 @@ const (
 
 func TestStatusSaysWhatAPreparedClaimGot(t *testing.T) {
 	inStatusWorld(t, func(w *statusWorld) {
-		w.status.Prepared(t.Context(), w.claim(), bothDevices())
+		w.status.Prepared(t.Context(), w.claim(), bothDevices)
 		synctest.Wait()
 		w.expect(nic, wholeData+ready, partData+ready)
 		if len(w.causes) != 0 || w.writes != 1 {
@@ -153,19 +159,21 @@ func TestStatusSaysWhatAPreparedClaimGot(t *testing.T) {
 
 func TestStatusIsNotWrittenAgainWhereItSaysSoAlready(t *testing.T) {
 	inStatusWorld(t, func(w *statusWorld) {
-		w.status.Prepared(t.Context(), w.claim(), bothDevices())
+		w.status.Prepared(t.Context(), w.claim(), bothDevices)
 		synctest.Wait()
 		first := w.claim()
-		time.Sleep(time.Hour)
-		w.status.Prepared(t.Context(), first, bothDevices())
+		w.later(time.Hour)
+		w.status.Prepared(t.Context(), first, bothDevices)
 		synctest.Wait()
 		if w.writes != 1 {
 			t.Errorf("%d writes", w.writes)
 		}
 		// A device that was cut again is another one; the other's condition keeps its time.
-		again := bothDevices()
-		again[1].Data.UUID = "MIG-2"
-		w.status.Prepared(t.Context(), first, again)
+		w.status.Prepared(t.Context(), first, func() ([]givenDevice, error) {
+			again, err := bothDevices()
+			again[1].Data.UUID = "MIG-2"
+			return again, err
+		})
 		synctest.Wait()
 		for i, e := range w.claim().Status.Devices {
 			if e.Driver == DriverName && !e.Conditions[0].LastTransitionTime.Equal(&first.Status.Devices[i].Conditions[0].LastTransitionTime) {
@@ -181,19 +189,19 @@ func TestStatusIsNotWrittenAgainWhereItSaysSoAlready(t *testing.T) {
 func TestStatusSaysWhichDeviceWasLost(t *testing.T) {
 	const gone = ` Ready=False Lost: cannot be made again`
 	inStatusWorld(t, func(w *statusWorld) {
-		w.status.Prepared(t.Context(), w.claim(), bothDevices())
+		w.status.Prepared(t.Context(), w.claim(), bothDevices)
 		synctest.Wait()
 		w.status.Lost(t.Context(), object("1"), partName, "Lost", "cannot be made again")
 		synctest.Wait()
 		w.expect(nic, wholeData+ready, partData+gone)
 
-		w.status.Prepared(t.Context(), w.claim(), bothDevices())
+		w.status.Prepared(t.Context(), w.claim(), bothDevices)
 		synctest.Wait()
 		w.expect(nic, wholeData+ready, partData+ready)
 	})
 	inStatusWorld(t, func(w *statusWorld) {
 		// Nothing was written in between.
-		w.status.Prepared(t.Context(), w.claim(), bothDevices())
+		w.status.Prepared(t.Context(), w.claim(), bothDevices)
 		w.status.Lost(t.Context(), object("1"), partName, "Lost", "cannot be made again")
 		synctest.Wait()
 		w.expect(nic, wholeData+ready, partData+gone)
@@ -209,9 +217,8 @@ func TestStatusIsTriedAgainForAWhile(t *testing.T) {
 	conflict := apierrors.NewConflict(resourceapi.Resource("resourceclaims"), "claim", errors.New("try again"))
 	inStatusWorld(t, func(w *statusWorld) {
 		w.fails(3, conflict)
-		w.status.Prepared(t.Context(), w.claim(), bothDevices())
-		time.Sleep(5 * time.Second)
-		synctest.Wait()
+		w.status.Prepared(t.Context(), w.claim(), bothDevices)
+		w.later(5 * time.Second)
 		w.expect(nic, wholeData+ready, partData+ready)
 		if diff := cmp.Diff([]string{"Conflict", "Conflict", "Conflict"}, w.causes); diff != "" {
 			t.Error(diff)
@@ -219,9 +226,8 @@ func TestStatusIsTriedAgainForAWhile(t *testing.T) {
 	})
 	inStatusWorld(t, func(w *statusWorld) {
 		w.fails(1000, errors.New("connection refused"))
-		w.status.Prepared(t.Context(), w.claim(), bothDevices())
-		time.Sleep(time.Hour)
-		synctest.Wait()
+		w.status.Prepared(t.Context(), w.claim(), bothDevices)
+		w.later(time.Hour)
 		w.expect(nic)
 		if w.writes != statusTries || len(w.causes) != statusTries || w.causes[0] != "other" {
 			t.Errorf("%d writes, errors %v", w.writes, w.causes)
@@ -232,17 +238,38 @@ func TestStatusIsTriedAgainForAWhile(t *testing.T) {
 	})
 }
 
+func TestStatusOfAClaimWhoseRecordCannotBeReadIsTriedAgain(t *testing.T) {
+	inStatusWorld(t, func(w *statusWorld) {
+		tries := 0
+		w.status.Prepared(t.Context(), w.claim(), func() ([]givenDevice, error) {
+			if tries++; tries == 1 {
+				return nil, errors.New("input/output error")
+			}
+			return bothDevices()
+		})
+		w.later(time.Second)
+		w.expect(nic, wholeData+ready, partData+ready)
+	})
+	inStatusWorld(t, func(w *statusWorld) {
+		w.status.Prepared(t.Context(), w.claim(), func() ([]givenDevice, error) { return nil, nil })
+		w.later(time.Second)
+		w.expect(nic)
+		if w.writes != 0 {
+			t.Error("wrote of a claim that has no device")
+		}
+	})
+}
+
 // A write that comes too late is dropped, and never goes to a new claim of the same name.
 func TestStatusOfAClaimThatIsGoneIsDropped(t *testing.T) {
 	gone := func(t *testing.T, change func(w *statusWorld), want ...string) {
 		t.Helper()
 		inStatusWorld(t, func(w *statusWorld) {
 			w.fails(1, errors.New("connection refused"))
-			w.status.Prepared(t.Context(), w.claim(), bothDevices())
+			w.status.Prepared(t.Context(), w.claim(), bothDevices)
 			synctest.Wait()
 			change(w)
-			time.Sleep(time.Minute)
-			synctest.Wait()
+			w.later(time.Minute)
 			if w.writes != 1 || len(w.causes) != 1 || len(w.status.pending) != 0 {
 				t.Errorf("%d writes, errors %v, %d changes wait", w.writes, w.causes, len(w.status.pending))
 			}
@@ -286,8 +313,8 @@ func TestStatusKeepsNobodyWaiting(t *testing.T) {
 		})
 		for i := range statusClaims + 2 {
 			c := allocatedClaim(types.UID(fmt.Sprint("uid-", i)))
-			w.status.Prepared(t.Context(), c, bothDevices())
-			w.status.Prepared(t.Context(), c, bothDevices()[:1]) // the newest takes the place of the one before
+			w.status.Prepared(t.Context(), c, bothDevices)
+			w.status.Prepared(t.Context(), c, bothDevices) // takes the place of the one before
 		}
 		if n := len(w.status.pending); n != statusClaims {
 			t.Errorf("%d changes wait, want at most %d", n, statusClaims)
