@@ -30,7 +30,8 @@ type machine struct {
 	t         *testing.T
 	offerings []Offering
 	slices    []*resourceapi.ResourceSlice
-	// compiled expressions are kept, as the scheduler does.
+	classes   classes
+	// cache keeps compiled expressions, as the scheduler does.
 	cache *cel.Cache
 }
 
@@ -42,7 +43,7 @@ func newMachine(t *testing.T, gpus []GPU, d Driver) machine {
 // offered is a machine whose GPUs are offered in certain shapes.
 func offered(t *testing.T, offerings []Offering, d Driver) machine {
 	t.Helper()
-	m := machine{t: t, offerings: offerings, cache: cel.NewCache(1000, cel.Features{})}
+	m := machine{t: t, offerings: offerings, classes: chartClasses(), cache: cel.NewCache(1000, cel.Features{})}
 	cut := Slices(Offer(offerings), d)
 	for i, s := range cut {
 		m.slices = append(m.slices, &resourceapi.ResourceSlice{
@@ -70,7 +71,7 @@ func dynamic(gpus ...GPU) []Offering {
 func (m machine) allocate(taken sets.Set[structured.DeviceID], spec resourceapi.DeviceClaim) []string {
 	m.t.Helper()
 	features := structured.Features{AdminAccess: true, PrioritizedList: true, DeviceTaints: true, PartitionableDevices: true, ConsumableCapacity: true}
-	a, err := structured.NewAllocator(m.t.Context(), features, structured.AllocatedState{AllocatedDevices: taken}, classes{}, m.slices, m.cache)
+	a, err := structured.NewAllocator(m.t.Context(), features, structured.AllocatedState{AllocatedDevices: taken}, m.classes, m.slices, m.cache)
 	if err != nil {
 		m.t.Fatal(err)
 	}
@@ -136,28 +137,32 @@ func profile(name string) string {
 
 const migClass = "mig.nvidia.com"
 
-// classes are those that the chart installs for whole GPUs and for partitions.
-type classes struct{}
+// classes are the expressions of DeviceClasses, by the class's name.
+type classes map[string]string
 
-func (c classes) List() ([]*resourceapi.DeviceClass, error) {
-	whole, err := c.Get(driverName)
-	if err != nil {
-		return nil, err
-	}
-	mig, err := c.Get(migClass)
-	return []*resourceapi.DeviceClass{whole, mig}, err
+// chartClasses are those that the chart installs for whole GPUs and for partitions.
+func chartClasses() classes {
+	const isType = `device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == %q`
+	return classes{driverName: fmt.Sprintf(isType, "gpu"), migClass: fmt.Sprintf(isType, "mig")}
 }
 
-func (classes) Get(name string) (*resourceapi.DeviceClass, error) {
-	kind, ok := map[string]string{driverName: "gpu", migClass: "mig"}[name]
+func (c classes) List() ([]*resourceapi.DeviceClass, error) {
+	var all []*resourceapi.DeviceClass
+	for name := range c {
+		class, _ := c.Get(name)
+		all = append(all, class)
+	}
+	return all, nil
+}
+
+func (c classes) Get(name string) (*resourceapi.DeviceClass, error) {
+	expression, ok := c[name]
 	if !ok {
 		return nil, fmt.Errorf("no class %s", name)
 	}
 	return &resourceapi.DeviceClass{
 		ObjectMeta: metav1.ObjectMeta{Name: name},
-		Spec: resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
-			Expression: fmt.Sprintf(`device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == %q`, kind),
-		}}}},
+		Spec:       resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{Expression: expression}}}},
 	}, nil
 }
 

@@ -1,0 +1,178 @@
+package device
+
+import (
+	"fmt"
+	"hash/fnv"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/dynamic-resource-allocation/structured"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+)
+
+// rack is a machine of several cards of one model under the scheduler's own allocator, with what their hardware says about it.
+type rack struct {
+	machine
+	cards []hardware
+	items map[string]item
+	card  map[string]int
+	held  [][]item // by card
+	taken sets.Set[structured.DeviceID]
+}
+
+func newRack(t *testing.T, known *model.GPU, n int) *rack {
+	t.Helper()
+	gpus := cuttable(known, n)
+	r := &rack{
+		machine: newMachine(t, gpus, Driver{Version: "580.65.06", CUDAVersion: "13.0"}),
+		items:   map[string]item{}, card: map[string]int{}, held: make([][]item, n), taken: sets.New[structured.DeviceID](),
+	}
+	offered := sets.New[string]()
+	for _, s := range r.slices {
+		for _, d := range s.Spec.Devices {
+			offered.Insert(d.Name)
+		}
+	}
+	for i, g := range gpus {
+		h := newHardware(known)
+		for k := range h.devices {
+			h.devices[k].name.GPU = g.WholeName()
+			h.devices[k].device = h.devices[k].name.String()
+		}
+		h.devices = slices.DeleteFunc(h.devices, func(d item) bool { return !offered.Has(d.device) })
+		for _, d := range h.devices {
+			r.items[d.device], r.card[d.device] = d, i
+		}
+		r.cards = append(r.cards, h)
+	}
+	return r
+}
+
+// fits says whether some card can hold one more device that is asked for.
+func (r *rack) fits(wanted func(item) bool) bool {
+	for i, h := range r.cards {
+		for _, d := range h.devices {
+			if wanted(d) && !slices.ContainsFunc(r.held[i], func(o item) bool { return o.device == d.device }) && h.holds(append(slices.Clip(r.held[i]), d)...) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// hold takes down what the allocator gave, and says if a card cannot hold it.
+func (r *rack) hold(devices ...string) error {
+	for _, name := range devices {
+		i := r.card[name]
+		r.held[i] = append(slices.Clip(r.held[i]), r.items[name])
+		if !r.cards[i].holds(r.held[i]...) {
+			return fmt.Errorf("the hardware cannot hold %v", r.held[i])
+		}
+	}
+	return nil
+}
+
+func (r *rack) free(device string) {
+	i := r.card[device]
+	r.held[i] = slices.DeleteFunc(slices.Clone(r.held[i]), func(o item) bool { return o.device == device })
+	r.taken.Delete(structured.MakeDeviceID(driverName, "node", device))
+}
+
+func (r *rack) clear() {
+	clear(r.held)
+	r.taken.Clear()
+}
+
+// wish is something that a claim can ask for: a class of its own, since each expression costs the test its time.
+type wish struct {
+	class string
+	wants func(item) bool
+}
+
+func ofClass(name string) resourceapi.DeviceRequest {
+	r := count(1)
+	r.Exactly.DeviceClassName = name
+	return r
+}
+
+// wishes are: a whole GPU, a partition of each profile, and each placement by its place.
+func (r *rack) wishes() []wish {
+	all := []wish{{driverName, func(d item) bool { return d.whole }}}
+	add := func(expression string, wants func(item) bool) {
+		r.classes[expression] = expression
+		all = append(all, wish{expression, wants})
+	}
+	seen := sets.New[uint32]()
+	for _, d := range r.cards[0].devices {
+		if d.whole {
+			continue
+		}
+		const isMIG = `device.attributes["gpu.nvidia.com"].type == "mig" && device.attributes["gpu.nvidia.com"].profileID == %d`
+		is := fmt.Sprintf(isMIG, d.profile)
+		if !seen.Has(d.profile) {
+			seen.Insert(d.profile)
+			for range 3 { // more often than single places
+				add(is, func(o item) bool { return !o.whole && o.profile == d.profile })
+			}
+		}
+		start := d.name.Partition.Start
+		add(fmt.Sprintf(`%s && device.attributes["gpu.nvidia.com"].placementStart == %d`, is, start),
+			func(o item) bool { return !o.whole && o.profile == d.profile && o.name.Partition.Start == start })
+	}
+	return all
+}
+
+// The scheduler's allocator is given what we publish, and random claims that come and go. It gives a device if and only if some card can hold one more of
+// what is asked for, whatever came before.
+func TestTheAllocatorGivesExactlyWhatTheHardwareCanHold(t *testing.T) {
+	const sequences, steps = 300, 9
+	forEachMIGModel(t, func(t *testing.T, known *model.GPU) {
+		t.Parallel()
+		seed := fnv.New64a()
+		_, _ = seed.Write([]byte(known.Key))
+		random := rand.New(rand.NewPCG(seed.Sum64(), 1)) //nolint:gosec // the same every time
+		given, refused := 0, 0
+		racks := []*rack{newRack(t, known, 1), newRack(t, known, 2)}
+		wishes := racks[0].wishes()
+		racks[1].classes = racks[0].classes
+		for n := range sequences {
+			r := racks[n%4/3]
+			r.clear()
+			var held []string
+			for range steps {
+				if len(held) > 0 && random.IntN(4) == 0 {
+					i := random.IntN(len(held))
+					r.free(held[i])
+					held = slices.Delete(held, i, i+1)
+					continue
+				}
+				w := wishes[random.IntN(len(wishes))]
+				can := r.fits(w.wants)
+				got := r.allocate(r.taken, requests(ofClass(w.class)))
+				if can != (len(got) == 1) {
+					t.Fatalf("sequence %d: beside %v the allocator gave %v for %s, the hardware can: %v", n, r.held, got, w.class, can)
+				}
+				if !can {
+					refused++
+					continue
+				}
+				given++
+				if !w.wants(r.items[got[0]]) {
+					t.Fatalf("sequence %d: asked for %s, got %s", n, w.class, got[0])
+				}
+				if err := r.hold(got...); err != nil {
+					t.Fatalf("sequence %d: %v", n, err)
+				}
+				held = append(held, got...)
+			}
+		}
+		t.Logf("%d given, %d refused", given, refused)
+		if given < sequences || refused < sequences {
+			t.Errorf("%d were given and %d refused: that proves little", given, refused)
+		}
+	})
+}
