@@ -11,6 +11,7 @@ import (
 	"context"
 	"errors"
 	"reflect"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -47,6 +48,8 @@ const (
 	firstRetry   = time.Second
 	failureRetry = 5 * time.Second
 	problemRetry = 30 * time.Second
+	// whileCuttable is how often a full look is taken at GPUs that can be cut: that an admin has changed the MIG mode of one shows in no file.
+	whileCuttable = time.Minute
 )
 
 // Hardware is what the inventory looks at. Package nvidia has it.
@@ -130,6 +133,8 @@ func (l *looker) look(ctx context.Context) time.Duration {
 		l.retry(failureRetry)
 	} else if len(node.Problems) > 0 {
 		l.retry(problemRetry)
+	} else if slices.ContainsFunc(node.GPUs, func(g nvidia.GPU) bool { return g.MIG != nil && !g.MIG.Uncuttable }) {
+		l.next = time.Now().Add(whileCuttable)
 	}
 	s := i.judge(node, err)
 	s.Files = fingerprint
@@ -196,6 +201,10 @@ func (i *Inventory) set(log klog.Logger, s Snapshot) {
 // tell logs what an operator wants to know, each thing once.
 func tell(log klog.Logger, last, s Snapshot) {
 	switch {
+	case s.Ready && last.Ready && reflect.DeepEqual(uncut(last.Node), uncut(s.Node)):
+		if !reflect.DeepEqual(last.Node, s.Node) {
+			log.Info("MIG instances have changed", "gpus", recut(last.Node, s.Node))
+		}
 	case s.Ready && !reflect.DeepEqual(last.Node, s.Node):
 		log.Info("GPUs found", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version, "cuda", s.Node.Driver.CUDAVersion)
 	case s.Ready && !last.Ready:
@@ -212,7 +221,31 @@ func tell(log klog.Logger, last, s Snapshot) {
 	}
 	for _, p := range s.Node.Problems {
 		if !known[p] {
-			log.Info("A GPU is not offered", "gpu", p.PCIAddress, "reason", p.Message)
+			log.Info("A GPU is not offered, or not in every shape", "gpu", p.PCIAddress, "reason", p.Message)
 		}
 	}
+}
+
+// uncut is a node without the instances that its GPUs are cut into: they come and go with claims.
+func uncut(n nvidia.Node) nvidia.Node {
+	n.GPUs = slices.Clone(n.GPUs)
+	for i, g := range n.GPUs {
+		if g.MIG != nil {
+			mig := *g.MIG
+			mig.Instances = nil
+			n.GPUs[i].MIG = &mig
+		}
+	}
+	return n
+}
+
+// recut names the GPUs of which the instances are others, on nodes that are otherwise alike.
+func recut(last, now nvidia.Node) []string {
+	var names []string
+	for i, g := range now.GPUs {
+		if !reflect.DeepEqual(last.GPUs[i].MIG, g.MIG) {
+			names = append(names, g.WholeName())
+		}
+	}
+	return names
 }

@@ -3,6 +3,7 @@ package inventory
 import (
 	"context"
 	"errors"
+	"reflect"
 	"strings"
 	"sync"
 	"testing"
@@ -128,6 +129,42 @@ func TestAReadyNodeIsKnownAtOnceAndLeftInPeace(t *testing.T) {
 			t.Errorf("in an hour without a change it was scanned %d times", f.scanned())
 		}
 	})
+}
+
+func TestAChangeOfTheMIGModeIsNoticed(t *testing.T) {
+	f := &fakeHardware{node: nodeWith("0000:1b:00.0", "0000:43:00.0")}
+	f.node.GPUs[0].MIG = &device.MIG{}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		wait(time.Hour)
+		if n := f.scanned(); n < 55 || n > 61 {
+			t.Errorf("in an hour it was scanned %d times", n)
+		}
+		told(i)
+		f.change(false, func() {
+			f.node = nodeWith("0000:1b:00.0", "0000:43:00.0")
+			f.node.GPUs[0].MIG = &device.MIG{Enabled: true, Pending: true, Instances: []device.Instance{{ID: 1}}}
+		})
+		wait(whileCuttable + whileReady)
+		if s := i.Snapshot(); !s.Node.GPUs[0].MIG.Enabled || !told(i) {
+			t.Errorf("%+v", s)
+		}
+		f.change(true, func() { f.node.GPUs[0].MIG = &device.MIG{Enabled: true, Pending: true} })
+		wait(whileReady)
+		if s := i.Snapshot(); len(s.Node.GPUs[0].MIG.Instances) > 0 || !told(i) {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+func TestAGPUThatAClaimCutIsNoNews(t *testing.T) {
+	last, now := nodeWith("0000:1b:00.0", "0000:43:00.0"), nodeWith("0000:1b:00.0", "0000:43:00.0")
+	last.GPUs[1].MIG, now.GPUs[1].MIG = &device.MIG{}, &device.MIG{Instances: []device.Instance{{ID: 1}}}
+	if !reflect.DeepEqual(uncut(last), uncut(now)) || len(now.GPUs[1].MIG.Instances) != 1 {
+		t.Error("it is another node")
+	}
+	if names := recut(last, now); len(names) != 1 || names[0] != "gpu-0000-43-00-0" {
+		t.Error(names)
+	}
 }
 
 func TestALateDriverIsNoticedWithinASecond(t *testing.T) {

@@ -35,9 +35,12 @@ func WriteTable(out io.Writer, node nvidia.Node) error {
 	if err := w.Flush(); err != nil {
 		return err
 	}
+	if err := writeCuts(out, node); err != nil {
+		return err
+	}
 	for i, p := range node.Problems {
 		if i == 0 {
-			fmt.Fprintln(out, "\nNot offered:")
+			fmt.Fprintln(out, "\nNot offered, or not in every shape:")
 		}
 		if _, err := fmt.Fprintf(out, "  %s\n", p); err != nil {
 			return err

@@ -7,10 +7,13 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Card, State and CutCode are words of package device, so that whoever asks for cuts need not know NVML.
+// The words for cuts are package device's, so that whoever asks for them need not know NVML.
 type (
-	Card    = device.Card
-	State   = device.CutState
+	// Card says which GPU is meant.
+	Card = device.Card
+	// State is how a GPU is cut.
+	State = device.CutState
+	// CutCode says why a cut failed.
 	CutCode = device.CutCode
 )
 
