@@ -75,16 +75,18 @@ func BuildSimulator(ctx context.Context, root string, output io.Writer) (*Simula
 // exitUnavailable is how nvmlsim fetch-smi says that Debian's archive cannot be had here; it has said why.
 const exitUnavailable = 4
 
-// LayoutUp is the command that makes a simulated node. model is the name of a node file (dgx-h100); more are further flags of nvmlsim layout up.
+// LayoutUp is the command that makes a simulated node, in mount namespaces of the node's own: the plugin's container, which has the driver root read-only,
+// reaches what it may change through the node's /dev. model is the name of a node file (dgx-h100); more are further flags of nvmlsim layout up.
 func (s *Simulator) LayoutUp(nodeRoot, model string, more ...string) []string {
 	return append([]string{
 		s.Tool, "layout", "up", "--root", nodeRoot,
 		"--node", filepath.Join(s.source, "nodes", model+".yaml"), "--models", filepath.Join(s.source, "models"),
 		"--lib", s.library, "--smi", s.SMI, // none if it is empty
+		"--mount-root",
 	}, more...)
 }
 
 // Node describes a node of a cluster that has the GPUs of a node file.
 func (s *Simulator) Node(name, model string, more ...string) cluster.NodeOptions {
-	return cluster.NodeOptions{Name: name, BootHook: s.LayoutUp(NodeRoot, model, append([]string{"--seed", name, "--mount-root"}, more...)...)}
+	return cluster.NodeOptions{Name: name, BootHook: s.LayoutUp(NodeRoot, model, append([]string{"--seed", name}, more...)...)}
 }

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -94,17 +95,6 @@ func TestALostAnswerHasHadItsEffect(t *testing.T) {
 	want(t, "create where one is", ret, nvml.ERROR_INSUFFICIENT_RESOURCES)
 }
 
-// hit waits until a call has met the fault.
-func (w *world) hit() {
-	w.t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); w.state.Fault(0).Hits == 0; {
-		if time.Now().After(deadline) {
-			w.t.Fatal("no call has met the fault")
-		}
-		time.Sleep(time.Millisecond)
-	}
-}
-
 // waitsForALock tells whether a thread of the process waits in the kernel for an open-file-description lock.
 func (p *process) waitsForALock() bool {
 	p.t.Helper()
@@ -131,22 +121,17 @@ func TestTheDriversLock(t *testing.T) {
 		name        string
 		kind        uint32
 		serialising bool
-	}{{"driver", state.CutLockDriver, true}, {"gpu", state.CutLockGPU, false}, {"none", state.CutLockNone, false}} {
+	}{{"driver", state.CutLockDriver, true}, {"all", state.CutLockAll, true}, {"gpu", state.CutLockGPU, false}, {"none", state.CutLockNone, false}} {
 		t.Run(lock.name, func(t *testing.T) {
 			w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 2)).onHost()
 			w.must(w.state.SetCutLock(lock.kind))
 			w.must(w.state.AddFault(state.Fault{Kind: state.FaultSlow, DelayMS: 3600000, GPU: 0}, "nvmlDeviceCreateGpuInstanceWithPlacement", 0))
 			slow := start(t, "cut", gpuVariable+"=0")
 			slow.expect("mode 0 0")
-			w.hit()
+			waitFor(t, "the first cut to arrive", func() bool { return atomic.LoadUint64(&w.state.Fault(0).Hits) == 1 })
 			other := start(t, "cut", gpuVariable+"=1")
 			if lock.serialising {
-				for deadline := time.Now().Add(10 * time.Second); !other.waitsForALock(); {
-					if time.Now().After(deadline) {
-						t.Fatal("the other call does not wait")
-					}
-					time.Sleep(time.Millisecond)
-				}
+				waitFor(t, "the other cut to wait", other.waitsForALock)
 				slow.kill() // the lock goes with its holder
 			}
 			for _, line := range []string{"mode 0 0", "instance 0", "compute 0", "destroy 0 0"} {
@@ -157,5 +142,33 @@ func TestTheDriversLock(t *testing.T) {
 				slow.expect("instance 0")
 			}
 		})
+	}
+}
+
+// With the lock over everything even a look at another GPU waits while one is being cut.
+func TestALockOverEverythingHoldsUpLooksToo(t *testing.T) {
+	w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 2)).onHost()
+	w.must(w.state.SetCutLock(state.CutLockAll))
+	w.must(w.state.AddFault(state.Fault{Kind: state.FaultSlow, DelayMS: uint64(time.Hour.Milliseconds()), GPU: 0}, "nvmlDeviceSetMigMode", 0))
+	slow := start(t, "cut")
+	waitFor(t, "the cut to arrive", func() bool { return atomic.LoadUint64(&w.state.Fault(0).Hits) == 1 })
+	look := start(t, "version")
+	waitFor(t, "the look to wait", look.waitsForALock)
+	w.must(w.state.ClearFaults())
+	slow.expect("mode 0 0")
+	look.expect("version 0 550.163.01")
+}
+
+// Killed with its process group: what the caller has started dies with it, and so does who started it.
+func TestAGroupDiesTogether(t *testing.T) {
+	w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 1)).onHost()
+	leader := startInGroup(t, "hold", 0)
+	leader.expect("ready")
+	w.must(w.state.AddFault(state.Fault{Kind: state.FaultKill, GPU: state.AnyGPU, Group: 1}, "nvmlDeviceSetMigMode", 1))
+	member := startInGroup(t, "cut", leader.command.Process.Pid)
+	for _, p := range []*process{member, leader} {
+		if signal := p.died(); signal != syscall.SIGKILL {
+			t.Errorf("died of %v", signal)
+		}
 	}
 }

@@ -140,7 +140,19 @@ type process struct {
 
 func start(t *testing.T, role string, environment ...string) *process {
 	t.Helper()
+	return startWith(t, nil, role, environment...)
+}
+
+// startInGroup starts a process in a process group: 0 makes one for it.
+func startInGroup(t *testing.T, role string, group int) *process {
+	t.Helper()
+	return startWith(t, &syscall.SysProcAttr{Setpgid: true, Pgid: group}, role)
+}
+
+func startWith(t *testing.T, attributes *syscall.SysProcAttr, role string, environment ...string) *process {
+	t.Helper()
 	command := exec.Command(os.Args[0])
+	command.SysProcAttr = attributes
 	command.Env = append(os.Environ(), roleVariable+"="+role, libraryVariable+"="+simulated)
 	command.Env = append(command.Env, environment...)
 	command.Stderr = os.Stderr

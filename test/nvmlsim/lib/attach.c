@@ -271,16 +271,17 @@ static int lock_byte(short type, off_t byte, bool wait)
     return result;
 }
 
-int sim_lock_open(uint64_t byte)
+int sim_lock_open(uint64_t byte, bool shared)
 {
     char path[64];
+    int mode = (shared ? O_RDONLY : O_RDWR) | O_CLOEXEC;
     snprintf(path, sizeof path, "/proc/self/fd/%d", view.fd);
-    int fd = open(path, O_RDWR | O_CLOEXEC);
+    int fd = open(path, mode);
     if (fd < 0)
-        fd = open(view.path, O_RDWR | O_CLOEXEC);
+        fd = open(view.path, mode);
     if (fd < 0)
         return -1;
-    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)byte, .l_len = 1};
+    struct flock lock = {.l_type = shared ? F_RDLCK : F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)byte, .l_len = 1};
     while (fcntl(fd, F_OFD_SETLKW, &lock) != 0)
         if (errno != EINTR) {
             close(fd);

@@ -157,7 +157,7 @@ void sim_sync_capabilities(void)
     struct path root;
     if (sim_state_read_only() || !find_root(&root))
         return;
-    int lock = sim_lock_open(NVMLSIM_LOCK_CAPABILITIES);
+    int lock = sim_lock_open(NVMLSIM_LOCK_CAPABILITIES, false);
     if (lock < 0)
         return;
     struct path devices = find_devices(&root);

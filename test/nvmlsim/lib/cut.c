@@ -14,10 +14,10 @@ nvmlReturn_t sim_cut_begin(const char *function, unsigned int number, struct sim
     *cut = (struct sim_cut){.function = function, .number = number, .lock = -1};
     switch (LOAD(sim_state()->cut_lock)) {
     case NVMLSIM_CUT_LOCK_NONE: break;
-    case NVMLSIM_CUT_LOCK_GPU: cut->lock = sim_lock_open(NVMLSIM_LOCK_CUT + 1 + number); break;
-    default: cut->lock = sim_lock_open(NVMLSIM_LOCK_CUT); break;
+    case NVMLSIM_CUT_LOCK_GPU: cut->lock = sim_lock_open(NVMLSIM_LOCK_CUT + 1 + number, false); break;
+    default: cut->lock = sim_lock_open(NVMLSIM_LOCK_CUT, false); break;
     }
-    nvmlReturn_t result = sim_fault(function, (int)number);
+    nvmlReturn_t result = sim_fault_in_cut(function, (int)number);
     if (result == NVML_SUCCESS) /* the driver may have gone while the call waited */
         result = sim_check_initialized();
     if (result == NVML_SUCCESS && LOAD(sim_gpu_at(number)->lost))

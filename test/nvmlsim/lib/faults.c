@@ -80,7 +80,14 @@ static nvmlReturn_t meet_faults(const char *function, int gpu_number, bool after
     return NVML_SUCCESS;
 }
 
-nvmlReturn_t sim_fault(const char *function, int gpu_number) { return meet_faults(function, gpu_number, false); }
+nvmlReturn_t sim_fault(const char *function, int gpu_number)
+{
+    if (LOAD(sim_state()->cut_lock) == NVMLSIM_CUT_LOCK_ALL)
+        sim_lock_close(sim_lock_open(NVMLSIM_LOCK_CUT, true));
+    return meet_faults(function, gpu_number, false);
+}
+
+nvmlReturn_t sim_fault_in_cut(const char *function, int gpu_number) { return meet_faults(function, gpu_number, false); }
 
 nvmlReturn_t sim_fault_after(const char *function, int gpu_number) { return meet_faults(function, gpu_number, true); }
 

@@ -34,7 +34,7 @@ const char *sim_library_path(void);
 
 /* A lock on one byte of the state file with an open file description of its own, so that it excludes threads of this process too. The kernel
  * drops it with the process. Negative: it could not be taken. */
-int sim_lock_open(uint64_t byte);
+int sim_lock_open(uint64_t byte, bool shared);
 void sim_lock_close(int lock);
 /* Whether the file at this path is the mapped state. */
 bool sim_is_state(const char *path);
@@ -76,6 +76,8 @@ nvmlReturn_t sim_check_initialized(void);
 enum { SIM_NO_GPU = -1 };
 /* Waits and fails as ordered for this function and GPU. */
 nvmlReturn_t sim_fault(const char *function, int gpu_number);
+/* The same inside a cut, which has the driver's lock. */
+nvmlReturn_t sim_fault_in_cut(const char *function, int gpu_number);
 /* The same for what is ordered to happen when the call has had its effect. */
 nvmlReturn_t sim_fault_after(const char *function, int gpu_number);
 

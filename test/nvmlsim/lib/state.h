@@ -50,7 +50,12 @@ enum {
 /* A process that computes on a GPU: PID in bits 32 to 63, GPU instance in 16 to 31, compute instance in 0 to 15. 0: none. */
 #define NVMLSIM_NO_INSTANCE 0xffffu
 
-enum nvmlsim_cut_lock { NVMLSIM_CUT_LOCK_DRIVER = 0, NVMLSIM_CUT_LOCK_GPU = 1, NVMLSIM_CUT_LOCK_NONE = 2 };
+enum nvmlsim_cut_lock {
+    NVMLSIM_CUT_LOCK_DRIVER = 0,
+    NVMLSIM_CUT_LOCK_GPU = 1,
+    NVMLSIM_CUT_LOCK_NONE = 2,
+    NVMLSIM_CUT_LOCK_ALL = 3, /* like DRIVER, and calls that change nothing wait for it too */
+};
 
 struct nvmlsim_header {
     uint64_t magic;

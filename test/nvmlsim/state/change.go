@@ -59,13 +59,15 @@ func (f *File) Find(name string) (int, error) {
 }
 
 // post appends an event. The entry's number is stored last, then the count, then sleepers are woken.
-func (f *File) post(gpu int, kind, data uint64) {
+func (f *File) post(gpu int, kind, data uint64) { f.postOn(gpu, noInstance, noInstance, kind, data) }
+
+func (f *File) postOn(gpu int, instance, compute uint32, kind, data uint64) {
 	h := f.Header()
 	seq := h.EventSeq
 	entry := f.event(seq)
 	atomic.StoreUint64(&entry.Seq, 0)
 	entry.Type, entry.Data, entry.GPU = kind, data, uint32(gpu)
-	entry.GPUInstance, entry.ComputeInstance = noInstance, noInstance
+	entry.GPUInstance, entry.ComputeInstance = instance, compute
 	atomic.StoreUint64(&entry.Seq, seq+1)
 	atomic.StoreUint64(&h.EventSeq, seq+1)
 	f.wake()
@@ -103,6 +105,14 @@ func (f *File) Restore(gpu int) error {
 func (f *File) XID(gpu int, code uint64) error {
 	return f.update(func() error {
 		f.post(gpu, eventXID, code)
+		return nil
+	})
+}
+
+// XIDOn reports an XID on a compute instance of a GPU.
+func (f *File) XIDOn(gpu int, instance, compute uint32, code uint64) error {
+	return f.update(func() error {
+		f.postOn(gpu, instance, compute, eventXID, code)
 		return nil
 	})
 }

@@ -14,6 +14,8 @@ const (
 	CutLockDriver uint32 = 0
 	CutLockGPU    uint32 = 1
 	CutLockNone   uint32 = 2
+	// CutLockAll is like CutLockDriver, and calls that change nothing wait for it too.
+	CutLockAll uint32 = 3
 )
 
 const (

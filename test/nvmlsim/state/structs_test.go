@@ -52,6 +52,7 @@ func TestGoAndCAgreeOnTheLayout(t *testing.T) {
 	ask("cut-lock-driver", "NVMLSIM_CUT_LOCK_DRIVER", CutLockDriver)
 	ask("cut-lock-gpu", "NVMLSIM_CUT_LOCK_GPU", CutLockGPU)
 	ask("cut-lock-none", "NVMLSIM_CUT_LOCK_NONE", CutLockNone)
+	ask("cut-lock-all", "NVMLSIM_CUT_LOCK_ALL", CutLockAll)
 	ask("fault-slow", "NVMLSIM_FAULT_SLOW", FaultSlow)
 	ask("fault-fail", "NVMLSIM_FAULT_FAIL", FaultFail)
 	ask("fault-kill", "NVMLSIM_FAULT_KILL", FaultKill)

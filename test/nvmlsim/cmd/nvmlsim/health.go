@@ -42,13 +42,25 @@ func newRestore(n *node) *cobra.Command {
 }
 
 func newXID(n *node) *cobra.Command {
-	return onGPU(n, "xid GPU CODE", "Report an XID", 2, func(f *state.File, gpu int, args []string) error {
-		code, err := strconv.ParseUint(args[0], 10, 32)
-		if err != nil {
-			return fmt.Errorf("%q is no XID code", args[0])
-		}
-		return f.XID(gpu, code)
-	})
+	return &cobra.Command{
+		Use: "xid GPU[/GI/CI] CODE", Short: "Report an XID, on a GPU or on one of its compute instances", Long: "Reports an XID.\n" + gpuHelp, Args: cobra.ExactArgs(2),
+		RunE: func(_ *cobra.Command, args []string) error {
+			code, err := strconv.ParseUint(args[1], 10, 32)
+			if err != nil {
+				return fmt.Errorf("%q is no XID code", args[1])
+			}
+			return n.with(func(f *state.File) error {
+				gpu, on, err := findPlace(f, args[0])
+				if err != nil {
+					return err
+				}
+				if on.InInstance {
+					return f.XIDOn(gpu, on.Instance, on.Compute, code)
+				}
+				return f.XID(gpu, code)
+			})
+		},
+	}
 }
 
 func newECC(n *node) *cobra.Command {

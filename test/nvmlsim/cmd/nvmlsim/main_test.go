@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -94,6 +95,45 @@ func TestFaultCommands(t *testing.T) {
 	}
 }
 
+func TestMIGCommands(t *testing.T) {
+	c := newTool(t)
+	c.run("compile", "--node", "../../nodes/static-mig.yaml", "--models", "../../models", c.path)
+	c.run("busy", "0", "4711")
+	c.run("busy", "0/5/0", "4712", "4713")
+	c.run("lock", "gpu")
+	c.run("fabric", "1", "notStarted")
+	c.run("fabric", "--settle", "2s")
+	c.run("kill", "nvmlGpuInstanceDestroy", "--after", "--group", "--times", "1")
+	shown := c.shown()
+	want := []shownProcess{{PID: 4711}, {PID: 4712, Instance: "5/0"}, {PID: 4713, Instance: "5/0"}}
+	if first := shown.GPUs[0]; !slices.Equal(first.Processes, want) || first.MIG.mode() != "on" || len(first.MIG.Instances) != 3 {
+		t.Errorf("%+v, %+v", first.Processes, first.MIG)
+	}
+	if gi := shown.GPUs[0].MIG.Instances[1]; gi.ID != 5 || gi.Profile != "MIG 2g.20gb" || gi.Placement != "4:2" || len(gi.Compute) != 1 || gi.Compute[0].UUID == "" {
+		t.Errorf("%+v", gi)
+	}
+	if mode := shown.GPUs[3].MIG.mode(); mode != "off, pending on" {
+		t.Errorf("the second A100's MIG mode is %s", mode)
+	}
+	if len(shown.Faults) != 1 || shown.Faults[0].Effect != "kills the group, afterwards" || shown.Lock != "gpu" {
+		t.Errorf("faults %+v, lock %s", shown.Faults, shown.Lock)
+	}
+	c.run("show")
+	if err := c.try("reset", "0"); !errors.Is(err, state.ErrBusy) {
+		t.Errorf("reset of a busy GPU: %v", err)
+	}
+	c.run("busy", "0", "--clear")
+	c.run("reset", "0")
+	c.run("reset", "3")
+	shown = c.shown()
+	if first := shown.GPUs[0]; first.MIG.mode() != "off" || len(first.MIG.Instances) > 0 || len(first.Processes) > 0 {
+		t.Errorf("after a reset: %+v", first.MIG)
+	}
+	if mode := shown.GPUs[3].MIG.mode(); mode != "on" {
+		t.Errorf("after its reset the second A100's MIG mode is %s", mode)
+	}
+}
+
 func TestBadInputIsNamed(t *testing.T) {
 	c := newTool(t)
 	for _, bad := range []struct {
@@ -109,6 +149,12 @@ func TestBadInputIsNamed(t *testing.T) {
 		{[]string{"slow", "nvmlDeviceGetName", "99h"}, "more than a day"},
 		{[]string{"slow", "nvmlDeviceGetNam", "1s"}, "nvmlDeviceGetNam"},
 		{[]string{"fail", "nvmlDeviceGetName", "NVML_OOPS"}, "NVML_OOPS"},
+		{[]string{"kill", "nvmlDeviceGetName", "--after"}, "changes nothing"},
+		{[]string{"busy", "0/5", "1"}, "GPU/GI/CI"},
+		{[]string{"busy", "0", "init"}, "init"},
+		{[]string{"lock", "cpu"}, "cpu"},
+		{[]string{"fabric", "0", "torn"}, "torn"},
+		{[]string{"fabric", "0"}, "fabric state"},
 		{[]string{"show", "-o", "json"}, "json"},
 		{[]string{"driver", "away", "--root", "/nonexistent"}, "layout up"},
 		{[]string{"--state", "/nonexistent", "show"}, "/nonexistent"},

@@ -17,6 +17,21 @@ func newMIG(n *node) []*cobra.Command {
 	return []*cobra.Command{newBusy(n), newReset(n), newLock(n), newFabric(n)}
 }
 
+// findPlace reads GPU or GPU/GI/CI.
+func findPlace(f *state.File, text string) (gpu int, on state.Process, err error) {
+	name, instance, inInstance := strings.Cut(text, "/")
+	if gpu, err = f.Find(name); err != nil {
+		return 0, on, err
+	}
+	on.InInstance = inInstance
+	if inInstance {
+		if got, err := fmt.Sscanf(instance, "%d/%d", &on.Instance, &on.Compute); got != 2 || err != nil {
+			return 0, on, fmt.Errorf("%q is not of the form GPU/GI/CI", text)
+		}
+	}
+	return gpu, on, nil
+}
+
 func newBusy(n *node) *cobra.Command {
 	var clearAll bool
 	command := &cobra.Command{
@@ -27,19 +42,12 @@ func newBusy(n *node) *cobra.Command {
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			return n.with(func(f *state.File) error {
-				name, instance, inInstance := strings.Cut(args[0], "/")
-				gpu, err := f.Find(name)
+				gpu, where, err := findPlace(f, args[0])
 				if err != nil {
 					return err
 				}
 				if clearAll {
 					return f.ClearBusy(gpu)
-				}
-				where := state.Process{InInstance: inInstance}
-				if inInstance {
-					if got, err := fmt.Sscanf(instance, "%d/%d", &where.Instance, &where.Compute); got != 2 || err != nil {
-						return fmt.Errorf("%q is not of the form GPU/GI/CI", args[0])
-					}
 				}
 				pids := args[1:]
 				if len(pids) == 0 {
@@ -92,16 +100,19 @@ func newReset(n *node) *cobra.Command {
 	return command
 }
 
+var cutLocks = map[string]uint32{"driver": state.CutLockDriver, "gpu": state.CutLockGPU, "none": state.CutLockNone, "all": state.CutLockAll}
+
 func newLock(n *node) *cobra.Command {
-	kinds := map[string]uint32{"driver": state.CutLockDriver, "gpu": state.CutLockGPU, "none": state.CutLockNone}
 	return &cobra.Command{
-		Use:   "lock driver|gpu|none",
-		Short: "Say how the driver serialises changes of MIG mode and instances: one after the other (as real drivers do), by GPU, or not at all",
-		Args:  cobra.ExactArgs(1),
+		Use:   "lock driver|all|gpu|none",
+		Short: "Say how the driver serialises changes of MIG mode and instances",
+		Long: "Says how the driver serialises changes of MIG mode and instances: one after the other (driver, the default); the same, and every other call\n" +
+			"waits too (all); one after the other on each GPU (gpu); or not at all (none).",
+		Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
-			kind, known := kinds[args[0]]
+			kind, known := cutLocks[args[0]]
 			if !known {
-				return fmt.Errorf("%q is none of driver, gpu, none", args[0])
+				return fmt.Errorf("%q is none of driver, all, gpu, none", args[0])
 			}
 			return n.with(func(f *state.File) error { return f.SetCutLock(kind) })
 		},

@@ -16,15 +16,17 @@ import (
 
 // shownNode is what show prints as YAML.
 type shownNode struct {
-	Node          string       `json:"node"`
-	Seed          string       `json:"seed,omitempty"`
-	DriverLoaded  bool         `json:"driverLoaded"`
-	DriverVersion string       `json:"driverVersion"`
-	DriverEpoch   uint32       `json:"driverEpoch"`
-	InUse         bool         `json:"inUse"`
-	Events        uint64       `json:"events"`
-	GPUs          []shownGPU   `json:"gpus"`
-	Faults        []shownFault `json:"faults,omitempty"`
+	Node          string `json:"node"`
+	Seed          string `json:"seed,omitempty"`
+	DriverLoaded  bool   `json:"driverLoaded"`
+	DriverVersion string `json:"driverVersion"`
+	DriverEpoch   uint32 `json:"driverEpoch"`
+	InUse         bool   `json:"inUse"`
+	Events        uint64 `json:"events"`
+	// Lock is how changes of MIG are serialised.
+	Lock   string       `json:"lock"`
+	GPUs   []shownGPU   `json:"gpus"`
+	Faults []shownFault `json:"faults,omitempty"`
 }
 
 type shownGPU struct {
@@ -86,6 +88,11 @@ func describe(f *state.File) shownNode {
 		Node: state.Text(h.NodeName[:]), Seed: state.Text(h.Seed[:]), DriverLoaded: h.DriverLoaded != 0,
 		DriverVersion: state.Text(h.DriverVersion[:]), DriverEpoch: h.DriverEpoch, InUse: f.InUse(), Events: atomic.LoadUint64(&h.EventSeq),
 	}
+	for name, kind := range cutLocks {
+		if kind == h.CutLock {
+			shown.Lock = name
+		}
+	}
 	for i := range f.GPUCount() {
 		g := f.GPU(i)
 		one := shownGPU{
@@ -143,7 +150,7 @@ func (s shownNode) table(to io.Writer) error {
 		driver = s.DriverVersion
 	}
 	w := tabwriter.NewWriter(to, 0, 4, 2, ' ', 0)
-	fmt.Fprintf(w, "node %s, driver %s (load %d), in use: %t, events: %d\n\n", s.Node, driver, s.DriverEpoch, s.InUse, s.Events)
+	fmt.Fprintf(w, "node %s, driver %s (load %d), in use: %t, events: %d, MIG lock: %s\n\n", s.Node, driver, s.DriverEpoch, s.InUse, s.Events, s.Lock)
 	fmt.Fprintln(w, "GPU\tMINOR\tPCI\tNUMA\tNAME\tUUID\tCONDITION\tRECOVERY\tECC 1/2\tMIG")
 	for _, g := range s.GPUs {
 		fmt.Fprintf(w, "%d\t%d\t%s\t%d\t%s\t%s\t%s\t%s\t%d/%d\t%s\n",
