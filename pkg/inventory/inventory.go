@@ -31,7 +31,7 @@ type Snapshot struct {
 	// Known says that a look has succeeded since the start: Node is what it found. Before, Node is empty and says nothing about the node,
 	// least of all that it has no GPUs.
 	Known bool
-	// Files is the fingerprint of the files from before the latest look. Another one says that something was made anew, device nodes for example,
+	// Files is the fingerprint of the files from before the latest look, without those of MIG instances. Another one says that something was made anew, device nodes for example,
 	// even where the look found the same GPUs.
 	Files string
 	// Node is the last good answer. It outlives a driver that is taken away, because claims on its GPUs do too.
@@ -137,7 +137,7 @@ func (l *looker) look(ctx context.Context) time.Duration {
 		l.next = time.Now().Add(whileCuttable)
 	}
 	s := i.judge(node, err)
-	s.Files = fingerprint
+	s.Files = nvidia.WithoutInstances(fingerprint)
 	i.set(l.log, s)
 	return i.pause()
 }

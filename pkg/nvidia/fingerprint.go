@@ -26,7 +26,6 @@ func Fingerprint(p Paths) string {
 		fmt.Fprintln(h, pciDriver(p.Sysfs, a))
 	}
 	digestDir(h, filepath.Join(root, "dev"), "nvidia")
-	digestInstances(h, p.Proc)
 	for _, dir := range libraryDirs() {
 		dir := filepath.Join(p.DriverRoot, dir)
 		if exists(filepath.Join(dir, libraryName)) {
@@ -40,15 +39,23 @@ func Fingerprint(p Paths) string {
 	for _, dir := range firmware { // one for each version of the driver
 		digestDir(h, dir, "")
 	}
-	return fmt.Sprintf("%x", h.Sum(nil))
+	return fmt.Sprintf("%x+%x", h.Sum(nil), instancesDigest(p.Proc))
 }
 
-// digestInstances adds which GPU instances and compute instances there are.
-func digestInstances(h io.Writer, proc string) {
+// WithoutInstances is the part of a fingerprint that stays the same while GPUs are cut.
+func WithoutInstances(fingerprint string) string {
+	files, _, _ := strings.Cut(fingerprint, "+")
+	return files
+}
+
+// instancesDigest tells which GPU instances and compute instances there are.
+func instancesDigest(proc string) []byte {
+	h := fnv.New64a()
 	for _, pattern := range []string{"gi*", "gi*/ci*"} {
 		names, _ := filepath.Glob(filepath.Join(proc, "driver", "nvidia", "capabilities", "gpu*", "mig", pattern))
 		fmt.Fprintln(h, names)
 	}
+	return h.Sum(nil)
 }
 
 // digestDir adds what is called prefix… in a directory: name, kind, size and time. Device nodes change their time with every use of a
