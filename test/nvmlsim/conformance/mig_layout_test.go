@@ -163,8 +163,8 @@ func TestAContainerWithTheWholeDevCanCut(t *testing.T) {
 			}
 			s.fault(state.Fault{Kind: state.FaultFail, Error: uint32(nvml.ERROR_IN_USE)}, "nvmlComputeInstanceDestroy")
 			// /dev of the machine is not touched: a copy of it lies over it, in this namespace alone.
-			over := [][]string{{"-t", "tmpfs", "none", "/dev"}, {"-t", "tmpfs", "-o", "mode=755", "none", "/dev", "&&", "mkdir", "/dev/.nvmlsim", "/dev/nothing"},
-				{"--bind", "/mnt", "/dev/.nvmlsim"}}
+			over := [][]string{{"-t", "tmpfs", "none", "/dev"}, {"-t", "tmpfs", "-o", "mode=755", "none", "/dev", "&&", "mkdir", "-p", "/dev/.udev/nvmlsim"},
+				{"--bind", "/mnt", "/dev/.udev/nvmlsim"}}
 			out = inOwnNamespace(t, env, append(append(reach, mounts...), over...), os.Args[0])
 			if !strings.HasPrefix(out, "mode 0 0\ninstance 0\ncompute 0\n") {
 				t.Fatalf("with the folder: %q", out)

@@ -47,7 +47,7 @@ type Config struct {
 	NoFiles bool `json:"noFiles,omitempty"`
 	// MountProc puts the proc tree over the machine's /proc/driver and /proc/devices.
 	MountProc bool `json:"mountProc,omitempty"`
-	// MountRoot shows the layout's folder in .nvmlsim of Dev too: whoever is given all of Dev can then change the GPUs, however the driver root
+	// MountRoot shows the layout's folder in .udev/nvmlsim of Dev too: whoever is given all of Dev can then change the GPUs, however the driver root
 	// is mounted.
 	MountRoot bool `json:"mountRoot,omitempty"`
 

@@ -10,8 +10,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// reachFolder is where the library looks for the layout in /dev.
-const reachFolder = ".nvmlsim"
+// reachFolder is where the library looks for the layout in /dev. Container runtimes walk the /dev of privileged containers for devices; a folder of this
+// name they leave out, so nothing of ours can get in their way.
+const reachFolder = ".udev/nvmlsim"
 
 // applyMounts puts the proc tree over the machine's own, or takes it away: code that reads /proc/driver or /proc/devices by absolute
 // path then sees the simulated driver. It also shows the layout's folder in the folder of device nodes. It is meant for a node with a mount
@@ -48,6 +49,7 @@ func (c *Config) applyMounts(view) error {
 				if err := os.Remove(reach); err != nil {
 					return err
 				}
+				_ = os.Remove(filepath.Dir(reach)) // only where it is empty
 			}
 		}
 	}

@@ -7,7 +7,7 @@
  *      which holds on the node, for a driver root mounted elsewhere, and in a container alike;
  *   3. below the same directory of "/".
  * Where the driver root is mounted read-only, the same file may be reached for writing elsewhere: in the folder of the layout above the driver root,
- * or in .nvmlsim of /dev. A container that was given the whole /dev, as the driver plugin's, can so change the GPUs, as it could by ioctl on
+ * or in .udev/nvmlsim of /dev. A container that was given the whole /dev, as the driver plugin's, can so change the GPUs, as it could by ioctl on
  * the driver's nodes.
  */
 #define _GNU_SOURCE

@@ -19,7 +19,7 @@
 
 #define STATE_FILE "gsp_nvmlsim.bin"
 /* Where the layout's folder may be mounted too, for containers that are given /dev. */
-#define NVMLSIM_REACH "/dev/.nvmlsim"
+#define NVMLSIM_REACH "/dev/.udev/nvmlsim"
 
 /* Finds and maps the state, or keeps the one mapped. Caller holds the process lock. */
 nvmlReturn_t sim_attach(void);

@@ -69,7 +69,7 @@ func newLayoutUp(n *node) *cobra.Command {
 	flags.BoolVar(&flagNoUVM, "no-uvm", false, "make no nvidia-uvm device nodes yet (layout devices --uvm makes them)")
 	flags.BoolVar(&o.NoDriver, "no-driver", false, "no driver yet: hardware only (driver back installs it)")
 	flags.BoolVar(&flagMountProc, "mount-proc", false, "mount the proc tree over /proc/driver and /proc/devices: only in a mount namespace of the node's own")
-	flags.BoolVar(&flagMountRoot, "mount-root", false, "mount the layout's folder at .nvmlsim in the folder of device nodes, for containers that get all of it and the driver root read-only")
+	flags.BoolVar(&flagMountRoot, "mount-root", false, "mount the layout's folder at .udev/nvmlsim in the folder of device nodes, for containers that get all of it and the driver root read-only")
 	flags.BoolVar(&o.Fresh, "fresh", false, "make the state anew")
 	for _, name := range []string{"node", "models", "lib"} {
 		_ = command.MarkFlagRequired(name)
