@@ -1,0 +1,244 @@
+package device
+
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/utils/ptr"
+)
+
+// small is a card of two memory slices, and so of three places: one 2g and two 1g.
+func small() GPU {
+	return GPU{
+		PCIAddress: "0000:1b:00.0", UUID: "GPU-1", ProductName: "NVIDIA Small", MemoryBytes: 20 << 30,
+		MIG: &MIG{Profiles: []Profile{
+			{ID: 0, Name: "2g.20gb", Slices: 2, MaxInstances: 1, MemoryBytes: 20 << 30, Engines: Engines{Multiprocessors: 20, CopyEngines: 2}, Size: 2, Starts: []uint32{0}},
+			{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 2, MemoryBytes: 10 << 30, Engines: Engines{Multiprocessors: 10, CopyEngines: 1}, Size: 1, Starts: []uint32{0, 1}},
+		}},
+	}
+}
+
+// instance is one of small's 1g, with the compute instance that fills it.
+func instance(id, start uint32) Instance {
+	return Instance{
+		ID: id, ProfileID: 19, Placement: Placement{start, 1},
+		Compute: []ComputeInstance{{Name: "1g.10gb", Multiprocessors: 10, Placement: Placement{0, 1}, UUID: fmt.Sprintf("MIG-%d", id)}},
+	}
+}
+
+const (
+	wholeName = "gpu-0000-1b-00-0"
+	twoName   = wholeName + "-mig-0-0"
+	firstName = wholeName + "-mig-19-0"
+	lastName  = wholeName + "-mig-19-1"
+)
+
+func TestHowAGPUIsOffered(t *testing.T) {
+	all := []string{wholeName, firstName, lastName, twoName}
+	a, b := instance(7, 0), instance(8, 1)
+	type mig func(*MIG)
+	on := func(m *MIG) { m.Enabled, m.Pending = true, true }
+	cut := func(with ...Instance) mig {
+		return func(m *MIG) { on(m); m.Instances = with }
+	}
+	fixed := func(enabled, pending bool, with ...Instance) mig {
+		return func(m *MIG) { m.ModeFixed, m.Enabled, m.Pending, m.Instances = true, enabled, pending, with }
+	}
+	guest := func(enabled bool, with ...Instance) mig {
+		return func(m *MIG) { m.Uncuttable, m.Enabled, m.Pending, m.Instances = true, enabled, enabled, with }
+	}
+	unknown := func(m *MIG) { m.Profiles = nil }
+	off := func(*MIG) {}
+	for _, c := range []struct {
+		name     string
+		mig      mig
+		owned    []Instance
+		policy   Policy
+		counters bool
+		want     []string
+		says     string // empty: no reason
+	}{
+		{"in every shape", off, nil, PolicyDynamic, true, all, ""},
+		{"in every shape, with MIG mode on and nothing cut", on, nil, PolicyDynamic, true, all, ""},
+		{"in every shape, while claims hold some", cut(a), []Instance{a}, PolicyDynamic, true, all, ""},
+		{"in every shape, where what an admin makes is handed over", off, nil, PolicyAdopt, true, all, ""},
+		{"as an admin cut it", cut(a), nil, PolicyDynamic, true, []string{firstName}, "no claim has made"},
+		{"as an admin cut it, with what claims hold", cut(a, b), []Instance{a}, PolicyDynamic, true, []string{firstName, lastName}, "no claim has made"},
+		{"as an admin cut it, until that is removed", cut(a), nil, PolicyAdopt, true, []string{firstName}, "idle"},
+		{"as an admin cut it, with the ID of one of ours that is gone", cut(a), []Instance{{ID: 7, ProfileID: 19, Placement: Placement{1, 1}}}, PolicyDynamic, true, []string{firstName}, "no claim has made"},
+
+		{"static: whole", off, nil, PolicyStatic, true, []string{wholeName}, "policy"},
+		{"static: empty", on, nil, PolicyStatic, true, nil, "policy"},
+		{"static: as it is cut", cut(a, b), nil, PolicyStatic, true, []string{firstName, lastName}, "no claim has made"},
+		{"static: what claims hold", cut(a), []Instance{a}, PolicyStatic, true, []string{firstName}, "policy"},
+
+		{"off: whole", off, nil, PolicyOff, true, []string{wholeName}, "policy"},
+		{"off: whole, when MIG mode is turned off", on, nil, PolicyOff, true, []string{wholeName}, "policy"},
+		{"off: nothing while an admin's instances are there", cut(a), nil, PolicyOff, true, nil, "nvidia-smi mig"},
+		{"off: nothing while an admin's instances are there, but what claims hold", cut(a, b), []Instance{b}, PolicyOff, true, []string{lastName}, "nvidia-smi mig"},
+		{"off: not before claims give back what they hold", cut(a), []Instance{a}, PolicyOff, true, []string{firstName}, "waits"},
+
+		{"Ampere, off", fixed(false, false), nil, PolicyDynamic, true, []string{wholeName}, "reset"},
+		{"Ampere, on", fixed(true, true), nil, PolicyDynamic, true, all[1:], "reset"},
+		{"Ampere, on, with some held", fixed(true, true, a), []Instance{a}, PolicyDynamic, true, all[1:], "reset"},
+		{"Ampere, on, cut by an admin", fixed(true, true, a), nil, PolicyDynamic, true, []string{firstName}, "no claim has made"},
+		{"Ampere, off and on after a reset", fixed(false, true), nil, PolicyDynamic, true, []string{wholeName}, "pending"},
+		{"Ampere, on and off after a reset", fixed(true, false), nil, PolicyAdopt, true, all[1:], "pending"},
+		{"Ampere, on, by policy whole only", fixed(true, true), nil, PolicyOff, true, nil, "reset"},
+		{"Ampere, off, by policy whole only", fixed(false, false), nil, PolicyOff, true, []string{wholeName}, "reset"},
+		{"Ampere, on, static", fixed(true, true), nil, PolicyStatic, true, nil, "policy"},
+		{"Ampere, on, without counters", fixed(true, true), nil, PolicyDynamic, false, nil, "DRAPartitionableDevices"},
+		{"Ampere, on, without counters, what claims hold", fixed(true, true, a), []Instance{a}, PolicyDynamic, false, []string{firstName}, "DRAPartitionableDevices"},
+
+		{"guest of a virtual GPU, whole", guest(false), nil, PolicyDynamic, true, []string{wholeName}, "guest"},
+		{"guest of a virtual GPU, cut", guest(true, a), nil, PolicyDynamic, true, []string{firstName}, "guest"},
+		{"guest of a virtual GPU, without an instance", guest(true), nil, PolicyAdopt, true, nil, "guest"},
+
+		{"without counters: whole", off, nil, PolicyDynamic, false, []string{wholeName}, "DRAPartitionableDevices"},
+		{"without counters: whole, with MIG mode on and nothing cut", on, nil, PolicyDynamic, false, []string{wholeName}, "DRAPartitionableDevices"},
+		{"without counters: as an admin cut it", cut(a, b), nil, PolicyDynamic, false, []string{firstName, lastName}, "no claim has made"},
+		{"without counters: what claims hold", cut(b), []Instance{b}, PolicyDynamic, false, []string{lastName}, "DRAPartitionableDevices"},
+		{"without counters, static", off, nil, PolicyStatic, false, []string{wholeName}, "policy"},
+
+		{"profiles that could not be read", unknown, nil, PolicyDynamic, true, []string{wholeName}, "not known"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			g := small()
+			c.mig(g.MIG)
+			layout, reason := Decide(g, c.owned, c.policy, c.counters)
+			shapes := Offer([]Offering{{g, layout}})
+			var names []string
+			for _, s := range shapes {
+				names = append(names, s.Name())
+			}
+			slices.Sort(names)
+			want := slices.Sorted(slices.Values(c.want))
+			if diff := cmp.Diff(want, names); diff != "" {
+				t.Error(diff)
+			}
+			if c.says == "" && reason != "" || !strings.Contains(reason, c.says) || c.says != "" && reason == "" {
+				t.Errorf("the reason is %q, want %q", reason, c.says)
+			}
+			counted := false
+			for _, s := range Slices(shapes, Driver{}) {
+				counted = counted || len(s.SharedCounters) > 0
+			}
+			if overlap := len(names) > 2; counted != overlap {
+				t.Errorf("counters are published: %v; shapes overlap: %v", counted, overlap)
+			}
+		})
+	}
+}
+
+func TestAGPUThatCannotBeCutIsWholeUnderEveryPolicy(t *testing.T) {
+	for _, p := range []Policy{PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt} {
+		for _, counters := range []bool{true, false} {
+			layout, reason := Decide(GPU{}, nil, p, counters)
+			if diff := cmp.Diff(Layout{Whole: true}, layout); diff != "" || reason != "" {
+				t.Error(p, reason, diff)
+			}
+		}
+	}
+}
+
+// Where nothing overlaps, a GPU that could be cut reads as one that cannot: the cluster may drop what it does not know.
+func TestAWholeGPUThatIsNotCutReadsAsIfItCouldNotBe(t *testing.T) {
+	publish := func(o Offering) string {
+		data, err := json.Marshal(Slices(Offer([]Offering{o}), Driver{Version: "580.65.06"}, PartitionTypes(driverName)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(data)
+	}
+	plain := small()
+	plain.MIG = nil
+	if diff := cmp.Diff(publish(Offering{plain, Layout{Whole: true}}), publish(Offering{small(), Layout{Whole: true}})); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// What an admin made is offered as it is: each compute instance by itself, and an instance without one not at all.
+func TestAnAdminsLayout(t *testing.T) {
+	g := small()
+	g.MIG.Instances = []Instance{
+		{ID: 1, ProfileID: 0, Placement: Placement{0, 2}, Compute: []ComputeInstance{
+			{ID: 0, Name: "1c.2g.20gb", Multiprocessors: 10, UUID: "MIG-a"}, {ID: 3, Name: "1c.2g.20gb", Multiprocessors: 10, UUID: "MIG-b"},
+		}},
+		{ID: 7, ProfileID: 19, Placement: Placement{0, 1}, Compute: []ComputeInstance{{ID: 0, Name: "1g.10gb", Multiprocessors: 10, UUID: "MIG-c"}}},
+		{ID: 8, ProfileID: 19, Placement: Placement{1, 1}},
+		// A profile that the driver does not list, with less in it than there could be.
+		{ID: 9, ProfileID: 77, Placement: Placement{4, 2}, Compute: []ComputeInstance{{ID: 1, Name: "1c.2g.24gb", Multiprocessors: 4, UUID: "MIG-d"}}},
+	}
+	type device struct{ Profile, UUID, Memory, Multiprocessors string }
+	got := map[string]device{}
+	for _, s := range Offer([]Offering{{g, Layout{Instances: g.MIG.Instances}}}) {
+		d := s.Device(Driver{})
+		read := func(name resourceapi.QualifiedName) string {
+			c, ok := d.Capacity[name]
+			if !ok {
+				return ""
+			}
+			return c.Value.String()
+		}
+		got[s.Name()] = device{*d.Attributes["profile"].StringValue, *d.Attributes["uuid"].StringValue, read("memory"), read("multiprocessors")}
+		n, ok := ParseName(s.Name())
+		if !ok || n.Partition == nil {
+			t.Fatalf("%s is no partition's name", s.Name())
+		}
+		found := 0
+		for _, i := range g.MIG.Instances {
+			if c, ok := i.Part(*n.Partition); ok && c.UUID == got[s.Name()].UUID {
+				found++
+			}
+		}
+		if found != 1 {
+			t.Errorf("by its name %s is found %d times", s.Name(), found)
+		}
+	}
+	want := map[string]device{
+		wholeName + "-mig-0-0-ci-0":  {"1c.2g.20gb", "MIG-a", "20Gi", "10"},
+		wholeName + "-mig-0-0-ci-3":  {"1c.2g.20gb", "MIG-b", "20Gi", "10"},
+		firstName:                    {"1g.10gb", "MIG-c", "10Gi", "10"},
+		wholeName + "-mig-77-4-ci-1": {"1c.2g.24gb", "MIG-d", "", ""},
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+	if _, ok := g.MIG.Instances[0].Part(PartitionName{ProfileID: 0}); ok {
+		t.Error("two compute instances are taken for one that fills its GPU instance")
+	}
+	if _, ok := g.MIG.Instances[1].Part(PartitionName{ProfileID: 19, Compute: ptr.To(uint32(0))}); ok {
+		t.Error("what fills its GPU instance is taken for a part of it")
+	}
+}
+
+func TestAPublishedPlacement(t *testing.T) {
+	g := small()
+	g.Brand, g.Architecture, g.CUDAComputeCapability, g.PCIeRoot, g.NUMANode = "Nvidia", "Hopper", "9.0", "pci0000:15", ptr.To(1)
+	var data []byte
+	for _, s := range Offer(dynamic(g)) {
+		if s.Name() == lastName {
+			var err error
+			if data, err = json.Marshal(s.Device(Driver{Version: "580.65.06", CUDAVersion: "13.0"})); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	want := `{"name":"gpu-0000-1b-00-0-mig-19-1","attributes":{"architecture":{"string":"Hopper"},"brand":{"string":"Nvidia"},` +
+		`"cudaComputeCapability":{"version":"9.0.0"},"cudaDriverVersion":{"version":"13.0.0"},"driverVersion":{"version":"580.65.6"},` +
+		`"driverVersionString":{"string":"580.65.06"},"parentUUID":{"string":"GPU-1"},"placementSize":{"int":1},"placementStart":{"int":1},` +
+		`"productName":{"string":"NVIDIA Small"},"profile":{"string":"1g.10gb"},"profileID":{"int":19},` +
+		`"resource.kubernetes.io/numaNode":{"int":1},"resource.kubernetes.io/pciBusID":{"string":"0000:1b:00.0"},` +
+		`"resource.kubernetes.io/pcieRoot":{"string":"pci0000:15"},"type":{"string":"mig"}},` +
+		`"capacity":{"copyEngines":{"value":"1"},"decoders":{"value":"0"},"encoders":{"value":"0"},"jpegEngines":{"value":"0"},` +
+		`"memory":{"value":"10Gi"},"multiprocessors":{"value":"10"},"ofaEngines":{"value":"0"}},` +
+		`"consumesCounters":[{"counterSet":"gpu-0000-1b-00-0","counters":{"memory-slice-1":{"value":"2"}}}]}`
+	if diff := cmp.Diff(want, string(data)); diff != "" {
+		t.Error(diff)
+	}
+}

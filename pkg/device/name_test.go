@@ -1,0 +1,92 @@
+package device
+
+import (
+	"strings"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/utils/ptr"
+)
+
+func TestNamesAreReadAsTheyAreWritten(t *testing.T) {
+	for _, n := range []Name{
+		{GPU: "gpu-0000-1b-00-0"},
+		{GPU: "gpu-10000-e1-1f-7"},
+		{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{}},
+		{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{ProfileID: 19, Start: 6}},
+		{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{ProfileID: 9, Start: 4, Compute: ptr.To(uint32(0))}},
+		{GPU: "gpu-ffffffff-ff-1f-7", Partition: &PartitionName{ProfileID: 1<<32 - 1, Start: 1<<32 - 1, Compute: ptr.To[uint32](1<<32 - 1)}},
+	} {
+		s := n.String()
+		got, ok := ParseName(s)
+		if !ok || got.String() != s || got.GPU != n.GPU || (got.Partition == nil) != (n.Partition == nil) {
+			t.Errorf("%s is read as %+v, %v", s, got, ok)
+		}
+		if p := n.Partition; p != nil && (got.Partition.ProfileID != p.ProfileID || got.Partition.Start != p.Start || (got.Partition.Compute == nil) != (p.Compute == nil)) {
+			t.Errorf("%s is read as %+v", s, *got.Partition)
+		}
+		if msgs := validation.IsDNS1123Label(s); len(msgs) > 0 {
+			t.Errorf("%s: %v", s, msgs)
+		}
+	}
+	if s := (Name{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{ProfileID: 9, Start: 4, Compute: ptr.To(uint32(1))}}).String(); s != "gpu-0000-1b-00-0-mig-9-4-ci-1" {
+		t.Error(s)
+	}
+}
+
+func TestOtherNamesAreNotRead(t *testing.T) {
+	for _, s := range []string{
+		"", "gpu-0", "gpu-000-1b-00-0", "gpu-0000-1b-00-8", "gpu-0000-1B-00-0", "xgpu-0000-1b-00-0", "gpu-0000-1b-00-0\n",
+		"gpu-0000-1b-00-0-", "gpu-0000-1b-00-0-mig", "gpu-0000-1b-00-0-mig-19", "gpu-0000-1b-00-0-mig-19-", "gpu-0000-1b-00-0-mig-019-0",
+		"gpu-0000-1b-00-0-mig-19-00", "gpu-0000-1b-00-0-mig-19-4294967296", "gpu-0000-1b-00-0-mig--1-0", "gpu-0000-1b-00-0-mig-19-0-ci",
+		"gpu-0000-1b-00-0-mig-19-0-ci-", "gpu-0000-1b-00-0-mig-19-0-ci-01", "gpu-0000-1b-00-0-ci-1", "gpu-0000-1b-00-0-mig-19-0-mig-19-0",
+		"gpu-0000-1b-00-0-mig-" + strings.Repeat("9", 100) + "-0",
+	} {
+		if n, ok := ParseName(s); ok {
+			t.Errorf("%q is read as %s", s, n)
+		}
+	}
+}
+
+func FuzzParseName(f *testing.F) {
+	f.Add("gpu-0000-1b-00-0-mig-9-4-ci-1")
+	f.Fuzz(func(t *testing.T, s string) {
+		if n, ok := ParseName(s); ok && n.String() != s {
+			t.Errorf("%q is read as %s", s, n)
+		}
+	})
+}
+
+func TestWhichDevicesTwoClaimsCannotHold(t *testing.T) {
+	const other = "gpu-0000-43-00-0"
+	g := small()
+	for _, c := range []struct {
+		name, a, b string
+		gpu        GPU
+		want       bool
+	}{
+		{"one device", firstName, firstName, g, true},
+		{"the whole twice", wholeName, wholeName, g, true},
+		{"the whole and a part", wholeName, firstName, g, true},
+		{"two GPUs", wholeName, other, g, false},
+		{"parts of two GPUs at the same place", firstName, other + "-mig-19-0", g, false},
+		{"places side by side", firstName, lastName, g, false},
+		{"places that overlap", lastName, twoName, g, true},
+		{"two parts of one GPU instance", twoName + "-ci-0", twoName + "-ci-1", g, false},
+		{"one part of a GPU instance", twoName + "-ci-0", twoName + "-ci-0", g, true},
+		{"a GPU instance and a part of it", twoName, twoName + "-ci-1", g, true},
+		{"a part of a GPU instance and a place on it", twoName + "-ci-0", firstName, g, true},
+		{"places on a GPU that is not there", firstName, lastName, GPU{}, false},
+		{"places that begin at the same slice of a GPU that is not there", firstName, twoName, GPU{}, true},
+		{"places far beyond the card", wholeName + "-mig-19-4294967295", wholeName + "-mig-0-4294967295", g, true},
+	} {
+		a, okA := ParseName(c.a)
+		b, okB := ParseName(c.b)
+		if !okA || !okB {
+			t.Fatal(c.a, c.b)
+		}
+		if Conflict(a, b, c.gpu) != c.want || Conflict(b, a, c.gpu) != c.want {
+			t.Errorf("%s: want %v", c.name, c.want)
+		}
+	}
+}
