@@ -47,6 +47,8 @@ func bePresent(ctx context.Context, pluginDir string) (*presence, error) {
 // last one is alone, or another one is: that one has it for itself then.
 func (p *presence) Alone() (bool, error) {
 	p.End() // first: two that turned their shared locks into exclusive ones would both be refused
+	// Not made anew: who finds it gone comes when another one is about to have removed everything.
+	p.file = flock.New(p.file.Path(), flock.SetFlag(os.O_RDONLY))
 	alone, err := p.file.TryLock()
 	if errors.Is(err, fs.ErrNotExist) || alone && !p.named() {
 		p.End()
