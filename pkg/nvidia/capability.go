@@ -81,7 +81,11 @@ func (p Paths) CapabilityEdits(parent specs.ContainerEdits, instance device.Inst
 	})
 	for _, minor := range []int{instance.Minor, compute.Minor} {
 		n := &specs.DeviceNode{Path: capabilityNode(minor), Permissions: "rw"}
-		if host := p.host(filepath.Join(p.devRoot(), n.Path)); host != n.Path {
+		root := p.devRoot()
+		if !isCharDevice(filepath.Join(root, n.Path)) && isCharDevice(n.Path) {
+			root = "/"
+		}
+		if host := p.host(filepath.Join(root, n.Path)); host != n.Path {
 			n.HostPath = host
 		}
 		e.DeviceNodes = append(e.DeviceNodes, n)
@@ -105,12 +109,22 @@ func (p Paths) makeCapabilityNodes(gpuMinor int, instance, compute uint32) error
 	return nil
 }
 
+// makeCapabilityNode makes a node where the driver's others are or, where that is mounted read-only as a driver container's root may be, in the host's /dev.
 func (p Paths) makeCapabilityNode(c capability) error {
 	major, err := p.capabilityMajor()
 	if err != nil {
 		return err
 	}
-	path := filepath.Join(p.devRoot(), capabilityNode(c.minor))
+	root := p.devRoot()
+	err = c.make(root, major)
+	if errors.Is(err, unix.EROFS) && root != "/" {
+		err = c.make("/", major)
+	}
+	return err
+}
+
+func (c capability) make(root string, major uint32) error {
+	path := filepath.Join(root, capabilityNode(c.minor))
 	number := unix.Mkdev(major, uint32(c.minor)) //nolint:gosec // 31 bits
 	if info, err := os.Lstat(path); err == nil && info.Mode()&os.ModeCharDevice != 0 && deviceNumber(info) == number {
 		return nil
@@ -126,7 +140,7 @@ func (p Paths) makeCapabilityNode(c capability) error {
 	if err := unix.Mknod(fresh, unix.S_IFCHR|uint32(c.mode), int(number)); err != nil { //nolint:gosec // a device number
 		return &fs.PathError{Op: "mknod", Path: fresh, Err: err}
 	}
-	err = errors.Join(os.Chmod(fresh, c.mode), os.Rename(fresh, path)) // the mode that the umask took away
+	err := errors.Join(os.Chmod(fresh, c.mode), os.Rename(fresh, path)) // the mode that the umask took away
 	if err != nil {
 		_ = os.Remove(fresh)
 	}
