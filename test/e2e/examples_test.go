@@ -27,6 +27,11 @@ func (w *world) testExamples(t *testing.T) {
 		"two-gpus-same-pcie-root.yaml": tenant.checkSamePCIeRoot,
 		"admin-access.yaml":            tenant.checkAdminAccess,
 		"extended-resource.yaml":       tenant.checkExtendedResource,
+		"one-mig.yaml":                 tenant.checkOneMIG,
+		"mig-by-memory.yaml":           tenant.checkMIGByMemory,
+		"migs-of-one-gpu.yaml":         tenant.checkMIGsOfOneGPU,
+		"gpu-and-mig.yaml":             tenant.checkGPUAndMIG,
+		"mig-extended-resource.yaml":   tenant.checkMIGExtendedResource,
 	}
 	files, err := filepath.Glob(filepath.Join(w.root, "docs", "examples", "*.yaml"))
 	if err != nil {

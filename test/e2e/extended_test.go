@@ -24,7 +24,7 @@ func (w *world) testExtendedResource(t *testing.T) {
 	u.pod("early", limits("1"))
 	u.unschedulable("early", "Insufficient nvidia.com/gpu")
 
-	w.install(t, "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu")
+	w.install(t, "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu", "--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"}]`)
 	u.running("early")
 	u.pod("two", onNode(h100), limits("2"))
 	u.running("two")
