@@ -1,34 +1,18 @@
-/*
- * Finding, mapping, checking and locking the state file.
- *
- * The file is looked for, in this order:
- *   1. where the environment variable NVMLSIM_STATE says;
- *   2. in lib/firmware/nvidia/<version>/gsp_nvmlsim.bin of the driver root that the library itself lies in,
- *      which holds on the node, for a driver root mounted elsewhere, and in a container alike;
- *   3. below the same directory of "/".
- * Where the driver root is mounted read-only, the same file may be reached for writing elsewhere: in the folder of the layout above the driver root,
- * or in .udev/nvmlsim of /dev. A container that was given the whole /dev, as the driver plugin's, can so change the GPUs, as it could by ioctl on
- * the driver's nodes.
- */
+/* Mapping, checking and locking the state file. */
 #define _GNU_SOURCE
 #include "sim.h"
 
-#include <dirent.h>
-#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-
 static struct {
-    char library[PATH_MAX]; /* real path at load time: the file may be renamed when the driver changes */
     char path[PATH_MAX];    /* the state file that is mapped */
     int fd;
     pid_t opened_by;        /* a forked child needs an open file description, and so a lock, of its own */
@@ -39,13 +23,6 @@ static struct {
     pthread_mutex_t write_lock;
 } view = {.fd = -1, .write_lock = PTHREAD_MUTEX_INITIALIZER};
 
-__attribute__((constructor)) static void remember_own_path(void)
-{
-    Dl_info self;
-    if (!dladdr((void *)&sim_attach, &self) || !self.dli_fname || !realpath(self.dli_fname, view.library))
-        view.library[0] = '\0';
-}
-
 __attribute__((destructor)) static void detach(void)
 {
     if (view.state)
@@ -55,17 +32,6 @@ __attribute__((destructor)) static void detach(void)
     view.state = NULL;
     view.fd = -1;
 }
-
-const char *sim_library_version(void)
-{
-    const char *suffix = strstr(view.library, "libnvidia-ml.so.");
-    if (!suffix)
-        return "";
-    suffix += strlen("libnvidia-ml.so.");
-    return strchr(suffix, '.') ? suffix : ""; /* "1" is the SONAME, not a version */
-}
-
-const char *sim_library_path(void) { return view.library; }
 
 struct nvmlsim_header *sim_state(void) { return view.state; }
 bool sim_state_read_only(void) { return view.read_only; }
@@ -90,99 +56,6 @@ struct nvmlsim_event *sim_event_at(uint64_t seq)
 struct nvmlsim_fault *sim_fault_at(unsigned int number)
 {
     return (struct nvmlsim_fault *)at(view.state->fault_offset) + number;
-}
-
-static int open_state(const char *path, bool *read_only)
-{
-    int fd = open(path, O_RDWR | O_CLOEXEC);
-    *read_only = fd < 0;
-    if (fd < 0)
-        fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd >= 0)
-        snprintf(view.path, sizeof view.path, "%s", path);
-    return fd;
-}
-
-/* Opens the first state file in <root>/lib/firmware/nvidia/<any version>. */
-static int open_below(const char *root, bool *read_only)
-{
-    char folder[PATH_MAX], path[2 * PATH_MAX];
-    snprintf(folder, sizeof folder, "%.4000s/lib/firmware/nvidia", root);
-    DIR *versions = opendir(folder);
-    if (!versions)
-        return -1;
-    int fd = -1;
-    const struct dirent *version;
-    while (fd < 0 && (version = readdir(versions))) {
-        if (version->d_name[0] == '.')
-            continue;
-        snprintf(path, sizeof path, "%s/%s/%s", folder, version->d_name, STATE_FILE);
-        if (strlen(path) < PATH_MAX)
-            fd = open_state(path, read_only);
-    }
-    closedir(versions);
-    return fd;
-}
-
-bool sim_above_library(bool (*visit)(const char *folder, void *data), void *data)
-{
-    char folder[PATH_MAX];
-    snprintf(folder, sizeof folder, "%s", view.library);
-    for (char *slash = strrchr(folder, '/'); slash && slash != folder; slash = strrchr(folder, '/')) {
-        *slash = '\0';
-        if (visit(folder, data))
-            return true;
-    }
-    return false;
-}
-
-struct search {
-    int fd;
-    bool read_only;
-};
-
-static bool search_below(const char *folder, void *data)
-{
-    struct search *search = data;
-    search->fd = open_below(folder, &search->read_only);
-    return search->fd >= 0;
-}
-
-/* Takes the file in this folder instead, if it is the same and can be written. */
-static bool search_writable(const char *folder, void *data)
-{
-    struct search *search = data;
-    char path[PATH_MAX + sizeof STATE_FILE + 1];
-    struct stat have, found;
-    snprintf(path, sizeof path, "%s/%s", folder, STATE_FILE);
-    int fd = strlen(path) < PATH_MAX ? open(path, O_RDWR | O_CLOEXEC) : -1;
-    if (fd < 0)
-        return false;
-    if (fstat(search->fd, &have) != 0 || fstat(fd, &found) != 0 || have.st_dev != found.st_dev || have.st_ino != found.st_ino) {
-        close(fd);
-        return false;
-    }
-    close(search->fd);
-    *search = (struct search){.fd = fd};
-    memcpy(view.path, path, strlen(path) + 1);
-    return true;
-}
-
-static int find_state(bool *read_only)
-{
-    const char *named = getenv("NVMLSIM_STATE");
-    if (named && *named)
-        return open_state(named, read_only);
-
-    /* The library lies one to four folders below the driver root: <root>/usr/lib/x86_64-linux-gnu/nvidia/current,
-     * <root>/usr/lib64, <root>/lib64. */
-    struct search search = {.fd = -1};
-    if (!sim_above_library(search_below, &search) && !search_below("", &search))
-        return -1;
-    if (search.read_only && !search_writable(NVMLSIM_REACH, &search))
-        sim_above_library(search_writable, &search);
-    *read_only = search.read_only;
-    return search.fd;
 }
 
 static bool within(uint64_t total, uint64_t offset, uint64_t count, uint64_t size)
@@ -251,13 +124,13 @@ static nvmlReturn_t map_state(int fd, bool read_only)
 
 nvmlReturn_t sim_attach(void)
 {
-    bool read_only;
-    int fd = find_state(&read_only);
-    if (fd < 0)
+    struct sim_found found;
+    if (!sim_find_state(&found))
         return NVML_ERROR_DRIVER_NOT_LOADED;
-    nvmlReturn_t result = map_state(fd, read_only);
+    memcpy(view.path, found.path, sizeof view.path);
+    nvmlReturn_t result = map_state(found.fd, found.read_only);
     if (result != NVML_SUCCESS)
-        close(fd);
+        close(found.fd);
     return result;
 }
 

@@ -9,12 +9,14 @@
 #define _GNU_SOURCE
 #include "sim.h"
 
+#include <linux/futex.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { POLL_MS = 10 };
+enum { LOOK_AGAIN_MS = 100 }; /* what a lost wake-up costs */
 
 static uint64_t now_ms(void)
 {
@@ -26,10 +28,13 @@ static uint64_t now_ms(void)
 static void wait_while_in_force(const struct nvmlsim_fault *fault, uint64_t serial, uint64_t delay_ms)
 {
     uint64_t end = now_ms() + delay_ms;
-    for (uint64_t now = now_ms(); now < end && LOAD(fault->serial) == serial; now = now_ms()) {
-        uint64_t nap = end - now < POLL_MS ? end - now : POLL_MS;
+    for (uint64_t now = now_ms(); now < end; now = now_ms()) {
+        uint32_t wake = LOAD(sim_state()->event_wake); /* read before looking: clear changes it afterwards */
+        if (LOAD(fault->serial) != serial)
+            return;
+        uint64_t nap = end - now < LOOK_AGAIN_MS ? end - now : LOOK_AGAIN_MS;
         struct timespec pause = {.tv_nsec = (long)nap * 1000000};
-        nanosleep(&pause, NULL);
+        syscall(SYS_futex, &sim_state()->event_wake, FUTEX_WAIT, wake, &pause, NULL, 0);
     }
 }
 

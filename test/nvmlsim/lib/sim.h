@@ -7,6 +7,7 @@
 #define NVML_NO_UNVERSIONED_FUNC_DEFS /* define the plain names too, not only what they are macros for */
 #include "nvml.h"
 
+#include <limits.h>
 #include <stdbool.h>
 #include <stddef.h>
 
@@ -15,31 +16,39 @@
 #define NVMLSIM_API __attribute__((visibility("default")))
 #define ARRAY_SIZE(a) (sizeof(a) / sizeof((a)[0]))
 
-/* ---- attach.c: the mapped state */
+/* ---- find.c: where the library and the state file lie */
 
 #define STATE_FILE "gsp_nvmlsim.bin"
 /* Where the layout's folder may be mounted too, for containers that are given /dev. */
 #define NVMLSIM_REACH "/dev/.udev/nvmlsim"
+
+struct sim_found {
+    int fd;
+    bool read_only;
+    char path[PATH_MAX];
+};
+bool sim_find_state(struct sim_found *found);
+/* Version in the library's own file name (libnvidia-ml.so.<version>), or "" where it has none. */
+const char *sim_library_version(void);
+
+/* The library's own real path, or "". */
+const char *sim_library_path(void);
+/* Calls `visit` with each folder above the library, the nearest first, until it says true. */
+bool sim_above_library(bool (*visit)(const char *folder, void *data), void *data);
+
+/* ---- attach.c: the mapped state */
 
 /* Finds and maps the state, or keeps the one mapped. Caller holds the process lock. */
 nvmlReturn_t sim_attach(void);
 /* Takes and drops the shared in-use lock. */
 nvmlReturn_t sim_hold_driver(void);
 void sim_release_driver(void);
-/* Version in the library's own file name (libnvidia-ml.so.<version>), or "" where it has none. */
-const char *sim_library_version(void);
-
-/* The library's own real path, or "". */
-const char *sim_library_path(void);
-
 /* A lock on one byte of the state file with an open file description of its own, so that it excludes threads of this process too. The kernel
  * drops it with the process. Negative: it could not be taken. */
 int sim_lock_open(uint64_t byte, bool shared);
 void sim_lock_close(int lock);
 /* Whether the file at this path is the mapped state. */
 bool sim_is_state(const char *path);
-/* Calls `visit` with each folder above the library, the nearest first, until it says true. */
-bool sim_above_library(bool (*visit)(const char *folder, void *data), void *data);
 
 struct nvmlsim_header *sim_state(void);
 struct nvmlsim_model *sim_model(const struct nvmlsim_gpu *gpu);

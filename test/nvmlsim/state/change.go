@@ -189,6 +189,7 @@ func (f *File) ClearFaults() error {
 		for i := range int(f.Header().FaultCount) {
 			atomic.StoreUint64(&f.Fault(i).Serial, 0)
 		}
+		f.wake()
 		return nil
 	})
 }
