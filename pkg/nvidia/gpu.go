@@ -50,13 +50,14 @@ func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
 	}
 	address := g.PCIAddress
 	r.address.Store(&address)
+	r.beat()
 	if g.ProductName, ret = card.GetName(); ret != nvml.SUCCESS {
 		return nil, fmt.Errorf("read the product name: %w", toError(ret))
 	}
 	if drivesADisplay[g.ProductName] {
 		return nil, nil
 	}
-	if err := identity(card, &g); err != nil {
+	if err := identity(card, &g, r.beat); err != nil {
 		return nil, err
 	}
 	node := filepath.Join(s.paths.devRoot(), "dev", fmt.Sprintf("nvidia%d", g.Minor))
@@ -67,6 +68,7 @@ func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
 	if err != nil {
 		return nil, err
 	}
+	r.beat()
 	place(s.paths.Sysfs, &g)
 	own, err := s.ownEdits(handle, g, d)
 	if err != nil {
@@ -114,21 +116,26 @@ func pciAddress(card nvlib.Device) (device.PCIAddress, error) {
 }
 
 // identity reads what a claim can select by. Without UUID, minor or memory a card cannot be offered; the names are best effort.
-func identity(card nvlib.Device, g *device.GPU) error {
+func identity(card nvlib.Device, g *device.GPU, progress func()) error {
 	var ret nvml.Return
 	if g.UUID, ret = card.GetUUID(); ret != nvml.SUCCESS {
 		return fmt.Errorf("read the UUID: %w", toError(ret))
 	}
+	progress()
 	if g.Minor, ret = card.GetMinorNumber(); ret != nvml.SUCCESS {
 		return fmt.Errorf("read the minor number: %w", toError(ret))
 	}
+	progress()
 	memory, ret := card.GetMemoryInfo()
 	if ret != nvml.SUCCESS {
 		return fmt.Errorf("read the memory size: %w", toError(ret))
 	}
+	progress()
 	g.MemoryBytes = memory.Total
 	g.Brand = orUnknown(card.GetBrandAsString())
+	progress()
 	g.Architecture = orUnknown(card.GetArchitectureAsString())
+	progress()
 	if capability, err := card.GetCudaComputeCapabilityAsString(); err == nil {
 		g.CUDAComputeCapability = capability
 	}

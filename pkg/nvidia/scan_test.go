@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/google/go-cmp/cmp"
@@ -231,6 +232,22 @@ func TestBoundedEndsWithTheContextOrTheLimit(t *testing.T) {
 	})
 	synctest.Test(t, func(t *testing.T) {
 		v, err := bounded(t.Context(), callLimit, "nvmlX", func() (int, error) { return 7, nil })
+		if v != 7 || err != nil {
+			t.Error(v, err)
+		}
+	})
+}
+
+func TestManySlowAnswersAreNotTakenForAHangingGPU(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		progress := make(chan struct{}, 1)
+		v, err := boundedWhile(t.Context(), callLimit, progress, "nvmlX", func() (int, error) {
+			for range 10 {
+				<-time.After(callLimit - time.Second)
+				progress <- struct{}{}
+			}
+			return 7, nil
+		})
 		if v != 7 || err != nil {
 			t.Error(v, err)
 		}

@@ -402,6 +402,28 @@ func TestAfterAnyFailureOfAnyCallALookTellsWhatIsThere(t *testing.T) {
 	}
 }
 
+func TestAScanWaitsForADriverThatAnswersNobodyDuringACut(t *testing.T) {
+	s := newSite(t, "dgx-h100", layout.Container, "")
+	s.change(func(_ *layout.Config, f *state.File) error { return f.SetCutLock(state.CutLockAll) })
+	c := s.cutting(s.partitions(), 0)
+	c.mode(true)
+	s.fault(state.Fault{Kind: state.FaultSlow, GPU: 0, DelayMS: 100}, "nvmlDeviceCreateGpuInstanceWithPlacement", 0)
+	var cuts sync.WaitGroup
+	cuts.Go(func() {
+		for start := range uint32(7) {
+			c.make(19, device.Placement{Start: start, Size: 1})
+		}
+	})
+	node, err := s.scanBeside()
+	if err != nil || len(node.Problems) > 0 || len(node.GPUs) != 8 {
+		t.Error(err, node.Problems)
+	}
+	cuts.Wait()
+	if node, err = s.scanBeside(); err != nil || len(node.GPUs[0].MIG.Instances) != 7 {
+		t.Error(err, node.Problems)
+	}
+}
+
 func TestAScanBesideCutsIsConsistent(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Container, "")
 	c := s.cutting(s.partitions(), 0)
