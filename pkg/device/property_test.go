@@ -129,7 +129,7 @@ func (r *rack) wishes() []wish {
 // The scheduler's allocator is given what we publish, and random claims that come and go. It gives a device if and only if some card can hold one more of
 // what is asked for, whatever came before.
 func TestTheAllocatorGivesExactlyWhatTheHardwareCanHold(t *testing.T) {
-	const sequences, steps = 300, 9
+	const sequences, steps = 250, 8
 	forEachMIGModel(t, func(t *testing.T, known *model.GPU) {
 		t.Parallel()
 		seed := fnv.New64a()
