@@ -1,10 +1,12 @@
 package prepare
 
 import (
+	"context"
 	"slices"
 	"testing"
 
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
@@ -46,5 +48,33 @@ func TestWhatAClaimWasGivenIsToldOfWholeGPUsAndPartitions(t *testing.T) {
 		if given, err := p.Given(none); len(given) != 0 || err != nil {
 			t.Errorf("claim %s has %+v, %v", none, given, err)
 		}
+	}
+}
+
+func TestAPartitionThatWasMadeAgainIsToldOf(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	var told []kubeletplugin.NamespacedObject
+	p.Changed = func(_ context.Context, c kubeletplugin.NamespacedObject) { told = append(told, c) }
+	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
+	mustPrepare(t, p, newClaim("other", allocated("r", gpu1)))
+	before := h.of(t, gpu0).state().MIG.Instances[0].Compute[0].UUID
+	w.scan()
+	if err := p.Reconcile(t.Context()); err != nil || len(told) != 0 {
+		t.Fatal(told, err)
+	}
+
+	h.of(t, gpu0).reset()
+	w.scan()
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if len(told) != 1 || told[0].UID != "uid-c" || told[0].Name != "c" || told[0].Namespace == "" {
+		t.Errorf("told of %+v", told)
+	}
+	given, err := p.Given("uid-c")
+	if now := h.of(t, gpu0).state().MIG.Instances[0].Compute[0].UUID; err != nil || now == before || given[0].MIGUUID != now || given[0].Compute.UUID != now {
+		t.Errorf("%+v, %v; the MIG device was %s and is %s", given, err, before, now)
 	}
 }

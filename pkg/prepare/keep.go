@@ -4,6 +4,8 @@ import (
 	"context"
 	"slices"
 
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
@@ -97,16 +99,22 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, w *plan, 
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
-	changed := r.BootID != p.BootID || !slices.EqualFunc(old.Steps, stored, sameStep)
+	changed, others := r.BootID != p.BootID || !slices.EqualFunc(old.Steps, stored, sameStep), false
 	for i := range r.Devices {
 		if now := w.record.Devices[i].MIGUUID; r.Devices[i].MIGUUID != now {
-			r.Devices[i].MIGUUID, changed = now, true
+			r.Devices[i].MIGUUID, changed, others = now, true, true
 		}
 	}
 	if !changed {
 		return nil
 	}
-	return p.settle(r, w)
+	if err := p.settle(r, w); err != nil {
+		return err
+	}
+	if others {
+		p.Changed(ctx, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: r.Namespace, Name: r.Name}, UID: r.ClaimUID})
+	}
+	return nil
 }
 
 func replaced(d checkpoint.Device, now string) error {

@@ -8,6 +8,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -53,6 +54,9 @@ type Options struct {
 	MIGEdits func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 	// Policy says what may be done about a GPU's partitions; without it everything may.
 	Policy func(device.GPU) device.Policy
+	// Changed, if set, is told of each prepared claim whose devices are others than before: a partition that was made again has another UUID.
+	// It must not block.
+	Changed func(ctx context.Context, claim kubeletplugin.NamespacedObject)
 }
 
 // Preparer prepares and unprepares claims. It holds no state of its own.
@@ -65,6 +69,9 @@ func New(o Options) *Preparer {
 	}
 	if o.Policy == nil {
 		o.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }
+	}
+	if o.Changed == nil {
+		o.Changed = func(context.Context, kubeletplugin.NamespacedObject) {}
 	}
 	return &Preparer{o}
 }
