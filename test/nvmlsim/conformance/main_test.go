@@ -74,6 +74,13 @@ func readModels(t *testing.T) map[string]*model.GPU {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if simulated != "" {
+		unseen, err := model.ReadGPU("testdata/unseen.yaml")
+		if err != nil {
+			t.Fatal(err)
+		}
+		models[unseen.Key] = unseen
+	}
 	return models
 }
 

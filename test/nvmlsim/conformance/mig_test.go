@@ -255,3 +255,18 @@ func TestAContainerSeesTheInstancesWhoseCapabilitiesItHas(t *testing.T) {
 	w.onHost()
 	expect(gpu.MIGUUID(1, 0), gpu.MIGUUID(1, 1), gpu.MIGUUID(5, 0))
 }
+
+// The same with the state read-only, as a container has it: what is not given stays hidden, and nothing can be cut.
+func TestAContainerSeesItsInstanceAndCannotCut(t *testing.T) {
+	w := newWorld(t, readNode(t, "static-mig"))
+	gpu := w.state.GPU(0)
+	w.give(fmt.Sprintf("nvidia-caps/nvidia-cap%d", gpu.GPUInstanceMinor(1)))
+	w.give(fmt.Sprintf("nvidia-caps/nvidia-cap%d", gpu.ComputeInstanceMinor(1, 1)))
+	w.must(os.Chmod(w.state.Path(), 0o444))
+	p := start(t, "mig-without-rights")
+	p.expect(gpu.MIGUUID(1, 1))
+	p.expect("all")
+	p = start(t, "cut-without-rights")
+	p.expect(fmt.Sprintf("mode %d 0", nvml.ERROR_NO_PERMISSION))
+	p.expect(fmt.Sprintf("instance %d", nvml.ERROR_NO_PERMISSION))
+}
