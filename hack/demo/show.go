@@ -18,8 +18,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
-// devices prints one line a GPU of what the API server has.
-const devices = `{{range .items}}{{$node := .spec.nodeName}}{{range .spec.devices}}{{$node}}  {{.name}}  {{.attributes.productName.string}}  {{.capacity.memory.value}}  NUMA {{(index .attributes "resource.kubernetes.io/numaNode").int}}  {{.attributes.uuid.string}}{{"\n"}}{{end}}{{end}}`
+// devices prints one line a whole GPU of what the API server has. Its 27 partitions have lines of their own in the slices.
+const devices = `{{range .items}}{{$node := .spec.nodeName}}{{range .spec.devices}}{{if eq .attributes.type.string "gpu"}}{{$node}}  {{.name}}  {{.attributes.productName.string}}  {{.capacity.memory.value}}  NUMA {{(index .attributes "resource.kubernetes.io/numaNode").int}}  {{.attributes.uuid.string}}{{"\n"}}{{end}}{{end}}{{end}}`
 
 // showCluster brings the cluster up with the node that was shown, and lets a Pod claim one of its GPUs.
 func (d *demo) showCluster(ctx context.Context, sim *stand.Simulator) error {
@@ -58,7 +58,7 @@ func (d *demo) showCluster(ctx context.Context, sim *stand.Simulator) error {
 	if _, err := k.show(ctx, "get", "resourceslices"); err != nil {
 		return err
 	}
-	if _, err := k.showAs(ctx, "kubectl get resourceslices -o go-template=…   # one line a device", "get", "resourceslices", "-o", "go-template="+devices); err != nil {
+	if _, err := k.showAs(ctx, "kubectl get resourceslices -o go-template=…   # the whole GPUs; each is offered in parts as well", "get", "resourceslices", "-o", "go-template="+devices); err != nil {
 		return err
 	}
 	return d.showPod(ctx, k, sim.SMI != "")
