@@ -397,7 +397,11 @@ func TestAnotherInstanceAtAClaimsPlaceIsNeverGivenToIt(t *testing.T) {
 			h.of(t, gpu0).reset()
 			theirs := h.someoneElse(t, gpu0, 19, 0)
 			w.scan()
+			h.asked()
 			err := call(t, p)
+			if calls := h.asked(); slices.ContainsFunc(calls, func(c string) bool { return strings.HasPrefix(c, "create") }) {
+				t.Errorf("the hardware was asked for what cannot be: %q", calls)
+			}
 			lost := Lost(err)
 			if len(lost) != 1 || lost[0].Device != small0 || lost[0].Claim != "default/c" || !strings.Contains(err.Error(), theirs.Compute[0].UUID) {
 				t.Errorf("%v", err)
@@ -600,4 +604,86 @@ func TestALostSpecOfAPartitionComesBack(t *testing.T) {
 	}
 	w.scan()
 	agree(t, w, h, p, nil)
+}
+
+// While it is made again nobody may start a container with what was there before.
+func TestAPartitionThatIsBeingMadeAgainHasNoSpec(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, several)
+	h.of(t, gpu0).reset()
+	h.asked()
+	without := 0
+	h.fault = func(_ int, after bool) error {
+		if w.specs.of("uid-c") == "" {
+			without++
+		} else if last := h.calls[len(h.calls)-1]; last != "look" {
+			t.Errorf("%q (%v) while containers are given %s", last, after, w.specs.of("uid-c"))
+		}
+		return nil
+	}
+	mustPrepare(t, p, several)
+	if without == 0 || w.specs.of("uid-c") == "" {
+		t.Errorf("%d calls without a spec", without)
+	}
+}
+
+func TestWhatProvesThatAnInstanceIsOurs(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, several)
+	ours := h.of(t, gpu0).state().MIG.Instances[0]
+	for name, change := range map[string]func(*device.Instance){
+		"another ID":      func(in *device.Instance) { in.ID = 7 },
+		"another place":   func(in *device.Instance) { in.Placement.Start = 1 },
+		"another profile": func(in *device.Instance) { in.ProfileID = 20 },
+		"another UUID":    func(in *device.Instance) { in.Compute[0].UUID = "MIG-another" },
+	} {
+		other := ours
+		other.Compute = slices.Clone(ours.Compute)
+		change(&other)
+		if got, err := p.Explained(gpu0, []device.Instance{ours, other}); err != nil || len(got) != 1 {
+			t.Errorf("%s: %v, %v", name, got, err)
+		}
+	}
+	emptied := ours
+	emptied.Compute = nil
+	if got, err := p.Explained(gpu0, []device.Instance{emptied}); err != nil || len(got) != 1 {
+		t.Errorf("half of it is gone: %v, %v", got, err)
+	}
+}
+
+// An instance that is gone is no proof any more, also while another of the claim stays.
+func TestWhatIsRemovedIsNotOursAnyMore(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, several)
+	removed := h.of(t, gpu1).state().MIG.Instances
+	h.of(t, gpu0).busy[1] = 1
+	if err := p.Unprepare(t.Context(), "uid-c"); err == nil {
+		t.Fatal("it was not in use")
+	}
+	if got, err := p.Explained(gpu1, removed); err != nil || len(got) != 0 {
+		t.Errorf("%v, %v", got, err)
+	}
+	mustUnprepare(t, p, "uid-c")
+}
+
+func TestWhatWasThereBeforeIsNotTakenForWhatWasMade(t *testing.T) {
+	in := device.Instance{ID: 3, ProfileID: 19, Placement: device.Placement{Start: 2, Size: 1}}
+	s := &migInstance{ProfileID: 19, Placement: in.Placement, Asked: true}
+	if !s.explains(in) {
+		t.Error("what was asked for is there, and not taken for it")
+	}
+	s.Before = []occupied{{4, in.Placement}, {3, device.Placement{Start: 0, Size: 1}}}
+	if !s.explains(in) {
+		t.Error("an ID is used again")
+	}
+	s.Before = append(s.Before, occupied{3, in.Placement})
+	if s.explains(in) {
+		t.Error("it was there before")
+	}
 }
