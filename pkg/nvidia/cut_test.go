@@ -146,6 +146,11 @@ func TestAModeThatCannotBeChangedIsExplainedAndTakenBack(t *testing.T) {
 	b.cut(t, 19, 0, 1)
 	b.fails(b.do(request{Op: opSetMode, On: false}), CodeInUse, "1 GPU instances")
 	b = newBench(t, nil)
+	b.answers["nvmlDeviceSetMigMode 1"] = nvml.ERROR_IN_USE
+	if b.works(b.do(request{Op: opSetMode, On: true})); len(b.calls) != 2 {
+		t.Errorf("a GPU that is looked at for a moment: %v", b.calls)
+	}
+	b = newBench(t, nil)
 	b.after["nvmlDeviceSetMigMode 1"] = nvml.ERROR_UNKNOWN
 	if s := b.works(b.do(request{Op: opSetMode, On: true})).State; !s.MIG.Enabled {
 		t.Errorf("the mode that is in force decides: %+v", s)

@@ -57,6 +57,8 @@ type CutError struct {
 	Processes []Process `json:"processes,omitempty"`
 
 	cause error
+	// passing says that the next try may well succeed.
+	passing bool
 }
 
 // namedProcesses is how many processes the text names.

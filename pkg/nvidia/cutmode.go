@@ -1,13 +1,28 @@
 package nvidia
 
 import (
+	"errors"
 	"fmt"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// setMode changes the MIG mode, unless it is as wanted. Whatever NVML answers to that, the mode that is in force afterwards decides.
+// setMode changes the MIG mode, unless it is as wanted. A GPU that is in use by nobody whom NVML can name is tried again for a moment: somebody just
+// looks at it, a scan of our own for example.
 func (c cutter) setMode(r request) (*State, error) {
+	for pause := firstPause; ; pause *= 2 {
+		s, err := c.trySetMode(r)
+		var refusal *CutError
+		if !errors.As(err, &refusal) || !refusal.passing || pause > lastPause {
+			return s, err
+		}
+		<-time.After(pause)
+	}
+}
+
+// trySetMode goes by the mode that is in force afterwards, whatever NVML answers.
+func (c cutter) trySetMode(r request) (*State, error) {
 	card, err := c.open(r)
 	if err != nil {
 		return nil, err
@@ -35,7 +50,7 @@ func (c cutter) setMode(r request) (*State, error) {
 		ret = activation
 	}
 	refusal := c.modeRefusal(r, card, ret)
-	if now.Pending == r.On { // else the next reset, whoever does it, would change the mode behind everybody's back
+	if now.Pending != before.Pending { // else the next reset, whoever does it, would change the mode behind everybody's back
 		if _, ret := card.SetMigMode(modeNumber(before.Pending)); ret != nvml.SUCCESS {
 			refusal.Message += fmt.Sprintf("; the mode changes at the next reset of the GPU, because that could not be taken back (%v)", toError(ret))
 		}
@@ -61,6 +76,7 @@ func (c cutter) modeRefusal(r request, card nvml.Device, ret nvml.Return) *CutEr
 		}
 		refusal := c.because(r, toError(ret))
 		refusal.Processes = c.processes(card, nil)
+		refusal.passing = len(refusal.Processes) == 0
 		return refusal
 	default:
 		return c.because(r, toError(ret))
