@@ -124,6 +124,11 @@ func TestHowAGPUIsOffered(t *testing.T) {
 			if c.says == "" && reason != "" || !strings.Contains(reason, c.says) || c.says != "" && reason == "" {
 				t.Errorf("the reason is %q, want %q", reason, c.says)
 			}
+			for _, name := range names {
+				if !slices.Contains(g.DeviceNames(), name) {
+					t.Errorf("%s is not among the GPU's names", name)
+				}
+			}
 			counted := false
 			for _, s := range Slices(shapes, Driver{}) {
 				counted = counted || len(s.SharedCounters) > 0

@@ -225,6 +225,15 @@ func TestAdminAccess(t *testing.T) {
 	if got := m.allocate(taken, requests(partitions(1))); got != nil {
 		t.Errorf("a part of a GPU in use is given away: %v", got)
 	}
+
+	// With a GPU cut into partitions, there is still the other one. That one itself cannot be looked at before the scheduler's bug is mended: no counters
+	// are right for both.
+	taken = sets.New[structured.DeviceID]()
+	cut := m.allocate(taken, requests(partitions(1)))
+	admin.Requests[0].Exactly.AllocationMode, admin.Requests[0].Exactly.Count = resourceapi.DeviceAllocationModeExactCount, 1
+	if got := m.allocate(taken.Clone(), admin); len(cut) != 1 || len(got) != 1 || strings.HasPrefix(cut[0], got[0]) {
+		t.Errorf("with %v in use, it sees %v", cut, got)
+	}
 }
 
 // A model that nobody has seen before needs a file and no code. This one has profiles of which it allows fewer instances than would fit side by side, an

@@ -2,7 +2,6 @@ package prepare
 
 import (
 	"context"
-	"regexp"
 	"slices"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -174,15 +173,10 @@ func (p *Preparer) at(ctx context.Context, looks *looks, t *want) (state device.
 	return state, in, false, nil
 }
 
-// partial is the name of a compute instance that is less than its GPU instance: 1c.3g.40gb.
-var partial = regexp.MustCompile(`^[0-9]+c\.`)
-
 // part finds the device's compute instance in a GPU instance that someone else has cut.
 func part(name device.Name, in device.Instance) (*partition, error) {
-	for _, c := range in.Compute {
-		if want := name.Partition.Compute; want != nil && *want == c.ID || want == nil && len(in.Compute) == 1 && !partial.MatchString(c.Name) {
-			return &partition{in, c}, nil
-		}
+	if c, ok := in.Part(*name.Partition); ok {
+		return &partition{in, c}, nil
 	}
 	return nil, because(CauseDevice, "device %s is not there (any more): at its place is %s", name, describe(in))
 }
