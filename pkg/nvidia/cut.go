@@ -36,7 +36,7 @@ const (
 // phrase says what is done to which GPU, for people.
 func (r request) phrase() string {
 	what := map[operation]string{
-		opLook:           "look at how the GPU is cut,",
+		opLook:           "read the GPU instances",
 		opSetMode:        "turn MIG mode " + map[bool]string{true: "on", false: "off"}[r.On],
 		opFabric:         "wait for the NVLink fabric",
 		opCreateInstance: fmt.Sprintf("create a GPU instance of profile %d at %d:%d", r.Profile, r.At.Start, r.At.Size),
