@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -82,7 +83,26 @@ func (s site) fault(f state.Fault, function string, times int) {
 	s.change(func(_ *layout.Config, file *state.File) error { return file.AddFault(f, function, times) })
 }
 
-// cutter cuts one card and fails the test where that does not work.
+// awaitHit returns when the only fault was met, or with ctx.
+func (s site) awaitHit(ctx context.Context) {
+	f, err := state.Open(layout.StatePath(s.root))
+	if err != nil {
+		s.t.Error(err)
+		return
+	}
+	defer func() { _ = f.Close() }()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for atomic.LoadUint64(&f.Fault(0).Hits) == 0 {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// cutting cuts one card and fails the test where that does not work.
 type cutting struct {
 	*Partitions
 	t    *testing.T
@@ -332,8 +352,8 @@ func TestAHangingCutHoldsUpItsGPUAlone(t *testing.T) {
 	c.destroy(c.make(19, device.Placement{Start: 0, Size: 1}))
 }
 
-// TestAfterAnyFailureOfAnyCallALookTellsWhatIsThere meets every call with an error and with the death of the process, before and after its effect. What is
-// left over is found by a look and can be removed by exactly what it says.
+// TestAfterAnyFailureOfAnyCallALookTellsWhatIsThere meets every call with an error, with the death of the process and with no answer at all, before and
+// after its effect. What is left over is found by a look and can be removed by exactly what it says.
 func TestAfterAnyFailureOfAnyCallALookTellsWhatIsThere(t *testing.T) {
 	reading := []string{
 		"nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetUUID", "nvmlDeviceGetMinorNumber", "nvmlDeviceGetMigMode",
@@ -352,39 +372,51 @@ func TestAfterAnyFailureOfAnyCallALookTellsWhatIsThere(t *testing.T) {
 	for _, function := range slices.Concat(reading, changing) {
 		fail := state.Fault{Kind: state.FaultFail, GPU: state.AnyGPU, Error: uint32(nvml.ERROR_UNKNOWN)}
 		kill := state.Fault{Kind: state.FaultKill, GPU: state.AnyGPU}
-		all = append(all, meeting{function, fail}, meeting{function, kill})
+		hang := state.Fault{Kind: state.FaultSlow, GPU: state.AnyGPU, DelayMS: 3600_000}
+		all = append(all, meeting{function, fail}, meeting{function, kill}, meeting{function, hang})
 		if slices.Contains(changing, function) {
-			fail.After, kill.After = 1, 1
-			all = append(all, meeting{function, fail}, meeting{function, kill})
+			fail.After, kill.After, hang.After = 1, 1, 1
+			all = append(all, meeting{function, fail}, meeting{function, kill}, meeting{function, hang})
 		}
 	}
 	s := newSiteOf(t, oneCard(t, "h100-sxm5-80gb", false), layout.Container, "")
 	p := s.partitions()
 	c := s.cutting(p, 0)
 	at := device.Placement{Start: 2, Size: 2}
-	cycle := func() error {
-		if _, err := c.SetMode(t.Context(), c.card, true); err != nil {
+	cycle := func(ctx context.Context) error {
+		if _, err := c.SetMode(ctx, c.card, true); err != nil {
 			return err
 		}
-		made, err := c.tryMake(t.Context(), 14, at)
+		made, err := c.tryMake(ctx, 14, at)
 		if err != nil {
 			return err
 		}
-		if err := c.Destroy(t.Context(), c.card, made); err != nil {
+		if err := c.Destroy(ctx, c.card, made); err != nil {
 			return err
 		}
-		_, err = c.SetMode(t.Context(), c.card, false)
+		_, err = c.SetMode(ctx, c.card, false)
 		return err
 	}
 	for _, m := range all {
 		name := fmt.Sprintf("%s kind %d after %d", m.function, m.fault.Kind, m.fault.After)
 		p.seat(c.card.PCIAddress).clear(t.Context()) // so that every call is made
 		s.fault(m.fault, m.function, 1)
-		err := cycle()
+		ctx, cancel := context.WithCancel(t.Context())
+		if m.fault.Kind == state.FaultSlow {
+			go func() {
+				s.awaitHit(ctx)
+				cancel()
+			}()
+		}
+		err := cycle(ctx)
+		cancel()
 		modeDecides := m.function == "nvmlDeviceSetMigMode" && m.fault.Kind == state.FaultFail && m.fault.After == 1
 		want := CodeOther
-		if m.fault.Kind == state.FaultKill {
+		switch m.fault.Kind {
+		case state.FaultKill:
 			want = CodeDied
+		case state.FaultSlow:
+			want = CodeTimeout
 		}
 		if modeDecides && err != nil || !modeDecides && codeOf(err) != want {
 			t.Errorf("%s: %v", name, err)
@@ -396,7 +428,7 @@ func TestAfterAnyFailureOfAnyCallALookTellsWhatIsThere(t *testing.T) {
 			}
 			c.destroy(left)
 		}
-		if err := cycle(); err != nil {
+		if err := cycle(t.Context()); err != nil {
 			t.Errorf("%s: afterwards: %v", name, err)
 		}
 	}
