@@ -75,6 +75,13 @@ func (s *claimStatus) Prepared(ctx context.Context, c *resourceapi.ResourceClaim
 	})
 }
 
+// Changed has it written what the devices of a prepared claim are now, which were others before. It does not block.
+func (s *claimStatus) Changed(ctx context.Context, c kubeletplugin.NamespacedObject, given func() ([]givenDevice, error)) {
+	s.change(ctx, c, func(change *statusChange, _ bool) {
+		change.given, change.read, change.lost = given, true, nil
+	})
+}
+
 // Lost has it written that a device of a prepared claim is not there any more. The reason is one word in CamelCase. It does not block.
 func (s *claimStatus) Lost(ctx context.Context, c kubeletplugin.NamespacedObject, device, reason, message string) {
 	s.change(ctx, c, func(change *statusChange, _ bool) {

@@ -169,7 +169,7 @@ func TestStatusIsNotWrittenAgainWhereItSaysSoAlready(t *testing.T) {
 			t.Errorf("%d writes", w.writes)
 		}
 		// A device that was cut again is another one; the other's condition keeps its time.
-		w.status.Prepared(t.Context(), first, func() ([]givenDevice, error) {
+		w.status.Changed(t.Context(), object("1"), func() ([]givenDevice, error) {
 			again, err := bothDevices()
 			again[1].Data.UUID = "MIG-2"
 			return again, err
