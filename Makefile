@@ -59,9 +59,9 @@ test-unit: toolchain ## Unit and chart tests, with the race detector and the cov
 	@go tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
 
 .PHONY: test-sim
-test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the conformance suite, and hwcheck run against it
+test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the conformance suite, hwcheck run against it, and every fault of a cut
 	$(MAKE) --no-print-directory -C test/nvmlsim
-	$(GOTEST) ./test/nvmlsim/... ./test/hwcheck/...
+	$(GOTEST) ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/...
 
 .PHONY: test-e2e
 test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)
