@@ -37,7 +37,7 @@ func (p *Preparer) seen(_ context.Context, _ *Env, w *plan) error {
 
 // looked asks the hardware. A partition that is gone is lost.
 func (p *Preparer) looked(ctx context.Context, env *Env, w *plan) error {
-	return p.each(ctx, w, func(_ *want, d checkpoint.Device, state device.CutState) error {
+	return p.each(ctx, env, w, func(_ *want, d checkpoint.Device, state device.CutState) error {
 		return p.lost(w, d, fmt.Errorf("it is gone, at its GPU there are now: %s", describe(state.MIG.Instances...)))
 	})
 }
@@ -45,7 +45,7 @@ func (p *Preparer) looked(ctx context.Context, env *Env, w *plan) error {
 // recut asks the hardware. A partition that is gone, as after a reset of the GPU or a reload of its driver, is made again at the same place.
 // The caller holds the GPUs' locks.
 func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
-	return p.each(ctx, w, func(t *want, d checkpoint.Device, state device.CutState) error {
+	return p.each(ctx, env, w, func(t *want, d checkpoint.Device, state device.CutState) error {
 		if t.cut == nil {
 			return p.lost(w, d, fmt.Errorf("it was made by someone else and is gone, at its GPU there are now: %s", describe(state.MIG.Instances...)))
 		}
@@ -70,16 +70,15 @@ func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
 }
 
 // each looks at each partition, and calls gone for those that are not there as they were.
-func (p *Preparer) each(ctx context.Context, w *plan, gone func(*want, checkpoint.Device, device.CutState) error) error {
-	looks := p.looks()
+func (p *Preparer) each(ctx context.Context, env *Env, w *plan, gone func(*want, checkpoint.Device, device.CutState) error) error {
 	for i := range w.wants {
 		t, d := &w.wants[i], w.record.Devices[i]
 		if t.name.Partition == nil {
 			continue
 		}
-		state, err := looks.at(ctx, t.gpu)
+		state, err := env.Looks.at(ctx, t.gpu.Card())
 		if err != nil {
-			return err
+			return stepError(err)
 		}
 		if err := sameNode(t.name.GPU, t.gpu.Minor, state.Minor); err != nil {
 			return err

@@ -42,11 +42,12 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (ke
 	}
 	work, cancel := within(ctx, callTime, answerTime)
 	defer cancel()
-	modes, err := p.wholes(work, p.looks(), w)
+	env := p.env(&old, nil)
+	modes, err := p.wholes(work, env.Looks, w)
 	if err != nil {
 		return false, err
 	}
-	if err := applyAll(work, p.env(&old, nil), modes); err != nil {
+	if err := applyAll(work, env, modes); err != nil {
 		return false, stepError(err)
 	}
 	return true, p.refresh(work, old, w, p.recut)

@@ -317,7 +317,7 @@ func TestAfterARebootWhatIsThereIsSomeoneElses(t *testing.T) {
 		w := newWorld(t)
 		h := withMIG(w)
 		if unfinished {
-			h.fault = func(call int, after bool) error { return dies(w, after && call == 5) }
+			h.fault = func(call int, after bool) error { return dies(w, after && call == 4) }
 			_, _ = w.plugin(t).Prepare(t.Context(), newClaim("c", allocated("a", small0)))
 			h.fault = nil
 		} else {
@@ -459,7 +459,7 @@ func TestAPlaceThatSomeoneElseTakesMeanwhileIsTheirs(t *testing.T) {
 	w.scan()
 	p := w.plugin(t)
 	h.fault = func(call int, after bool) error {
-		if s := h.of(t, gpu0); call == 2 && after {
+		if s := h.of(t, gpu0); call == 1 && after {
 			s.instances[1] = device.Instance{ID: 1, ProfileID: 19, Placement: device.Placement{Start: 0, Size: 1}}
 		}
 		return nil
@@ -531,7 +531,7 @@ func TestGivingBackNeedsNoDriverAndNoCard(t *testing.T) {
 func TestWhatAppearsAtThePlaceOfAnUnfinishedClaimStays(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
-	h.fault = func(call int, after bool) error { return dies(w, !after && call == 4) }
+	h.fault = func(call int, after bool) error { return dies(w, !after && call == 3) }
 	_, _ = w.plugin(t).Prepare(t.Context(), newClaim("c", allocated("a", small0)))
 	h.fault = nil
 	w.disk.Restart()
@@ -550,7 +550,7 @@ func TestWhatAppearsAtThePlaceOfAnUnfinishedClaimStays(t *testing.T) {
 func TestTheStartWaitsForNoHardware(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
-	left(t, w, h, 6)
+	left(t, w, h, 5)
 	mustPrepare(t, w.plugin(t), newClaim("d", allocated("a", large4)))
 	h.asked()
 	p := w.plugin(t)

@@ -131,7 +131,8 @@ func (p *Preparer) carryOut(ctx context.Context, w *plan) error {
 	}
 	work, cancel := within(ctx, callTime, answerTime+undoTime)
 	defer cancel()
-	if err := p.resolve(work, w); err != nil {
+	looks := newLooks(p.Partitions)
+	if err := p.resolve(work, looks, w); err != nil {
 		return err
 	}
 	if !w.partitioned() {
@@ -143,6 +144,7 @@ func (p *Preparer) carryOut(ctx context.Context, w *plan) error {
 	r.State = checkpoint.Preparing
 	steps := w.all()
 	env := p.env(r, steps)
+	env.Looks = looks
 	if err := env.Journal(); err != nil {
 		return errors.Join(err, p.Records.Remove(r.ClaimUID))
 	}

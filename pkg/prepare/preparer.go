@@ -206,7 +206,7 @@ func (p *Preparer) setAside(ctx context.Context, uid types.UID, unreadable *chec
 // env is what the steps of a record work on. Their journal is the record.
 func (p *Preparer) env(r *checkpoint.Record, steps []Step) *Env {
 	return &Env{
-		ClaimUID: r.ClaimUID, Specs: p.Specs, Partitions: p.Partitions, Records: p.Records,
+		ClaimUID: r.ClaimUID, Specs: p.Specs, Partitions: p.Partitions, Looks: newLooks(p.Partitions), Records: p.Records,
 		Journal: func() error {
 			stored, err := store(steps)
 			if err == nil {

@@ -8,33 +8,33 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// looks asks each card once within a call.
+// looks asks each card once, until it is changed. It lives no longer than a call that holds the GPUs' locks.
 type looks struct {
 	partitions Partitions
-	states     map[string]device.CutState
+	states     map[device.Card]device.CutState
 }
 
-func (p *Preparer) looks() *looks {
-	return &looks{p.Partitions, map[string]device.CutState{}}
+func newLooks(p Partitions) *looks {
+	return &looks{p, map[device.Card]device.CutState{}}
 }
 
-func (l *looks) at(ctx context.Context, g device.GPU) (device.CutState, error) {
-	name := g.WholeName()
-	if state, ok := l.states[name]; ok {
+func (l *looks) at(ctx context.Context, c device.Card) (device.CutState, error) {
+	if state, ok := l.states[c]; ok {
 		return state, nil
 	}
-	state, err := l.partitions.Look(ctx, g.Card())
-	if err != nil {
-		return state, because(CauseStep, "look at %s: %w", name, err)
+	state, err := l.partitions.Look(ctx, c)
+	if err == nil {
+		l.states[c] = state
 	}
-	l.states[name] = state
-	return state, nil
+	return state, err
 }
+
+// forget is called when the card may not be any more what it was.
+func (l *looks) forget(c device.Card) { delete(l.states, c) }
 
 // resolve decides, by a look at the hardware, how each device is had. The caller holds the GPUs' locks, and nobody else holds the devices. It changes
 // nothing but a mark that is out of date. A GPU that is wanted whole is asked only if its MIG mode may be on.
-func (p *Preparer) resolve(ctx context.Context, w *plan) error {
-	looks := p.looks()
+func (p *Preparer) resolve(ctx context.Context, looks *looks, w *plan) error {
 	modes, err := p.wholes(ctx, looks, w)
 	if err != nil {
 		return err
@@ -65,6 +65,15 @@ func (p *Preparer) resolve(ctx context.Context, w *plan) error {
 		}
 		if err := p.resolveAdmin(ctx, looks, t); err != nil {
 			return because(CauseOf(err), "request %s: %w", d.Request, err)
+		}
+	}
+	if len(w.steps) == 0 {
+		return nil
+	}
+	// What comes first comes right after the record: it can stand in it already.
+	if first, ok := w.steps[0].(*migInstance); ok {
+		if state, err := looks.at(ctx, first.Card); err == nil && state.MIG.Enabled {
+			first.expect(state)
 		}
 	}
 	return nil
@@ -98,9 +107,9 @@ func (p *Preparer) resolveWhole(ctx context.Context, looks *looks, g device.GPU)
 	if !marked && (g.MIG == nil || !g.MIG.Enabled) {
 		return nil, nil
 	}
-	state, err := looks.at(ctx, g)
+	state, err := looks.at(ctx, g.Card())
 	if err != nil {
-		return nil, err
+		return nil, stepError(err)
 	}
 	switch {
 	case !state.MIG.Enabled:
@@ -158,9 +167,9 @@ func (p *Preparer) resolveAdmin(ctx context.Context, looks *looks, t *want) erro
 
 // at looks at the device's place.
 func (p *Preparer) at(ctx context.Context, looks *looks, t *want) (state device.CutState, in device.Instance, there bool, err error) {
-	state, err = looks.at(ctx, t.gpu)
+	state, err = looks.at(ctx, t.gpu.Card())
 	if err != nil {
-		return state, in, false, err
+		return state, in, false, stepError(err)
 	}
 	if err := sameNode(t.name.GPU, t.gpu.Minor, state.Minor); err != nil {
 		return state, in, false, err

@@ -23,7 +23,9 @@ type Env struct {
 	ClaimUID   types.UID
 	Specs      Specs
 	Partitions Partitions
-	Records    *checkpoint.Store
+	// Looks are what was seen of the hardware within the call.
+	Looks   *looks
+	Records *checkpoint.Store
 	// Journal writes what the steps know by now into the claim's record.
 	Journal func() error
 	// Forgotten says that the record is of an earlier boot: whatever was cut for it is gone.

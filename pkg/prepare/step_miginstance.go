@@ -40,12 +40,13 @@ var _ Step = &migInstance{}
 
 func (s *migInstance) Kind() string { return migInstanceKind }
 
-// Apply expects that none of its instance is there: what an earlier try left is reverted first.
+// Apply expects that none of its instance is there: what an earlier try left is reverted first. A step that is asked already is on record as it is.
 func (s *migInstance) Apply(ctx context.Context, env *Env) error {
-	state, err := env.Partitions.Look(ctx, s.Card)
+	state, err := env.Looks.at(ctx, s.Card)
 	if err != nil {
 		return s.failed(err)
 	}
+	defer env.Looks.forget(s.Card)
 	// Whoever wants the GPU whole must know that its mode may be on, before the inventory has seen it.
 	if err := env.Records.Mark(s.GPU); err != nil {
 		return because(CauseRecord, "%w", err)
@@ -61,12 +62,11 @@ func (s *migInstance) Apply(ctx context.Context, env *Env) error {
 	if taken := overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {
 		return s.taken(taken)
 	}
-	s.Asked, s.Before = true, nil
-	for _, in := range state.MIG.Instances {
-		s.Before = append(s.Before, occupied{in.ID, in.Placement})
-	}
-	if err := env.Journal(); err != nil {
-		return err
+	if !s.Asked {
+		s.expect(state)
+		if err := env.Journal(); err != nil {
+			return err
+		}
 	}
 	made, err := env.Partitions.CreateInstance(ctx, s.Card, s.ProfileID, s.Placement)
 	if err != nil {
@@ -83,8 +83,17 @@ func (s *migInstance) Apply(ctx context.Context, env *Env) error {
 	if len(filled.Compute) != 1 || !matches(made, filled) {
 		return s.failed(fmt.Errorf("%s on %s has not the one compute instance that was asked for", describe(filled), s.GPU))
 	}
+	// The record follows with what is written next. Until then it has the instance, which is proof enough.
 	s.Instance = &filled
-	return env.Journal()
+	return nil
+}
+
+// expect is on record before the hardware is asked.
+func (s *migInstance) expect(state device.CutState) {
+	s.Asked, s.Before = true, nil
+	for _, in := range state.MIG.Instances {
+		s.Before = append(s.Before, occupied{in.ID, in.Placement})
+	}
 }
 
 func (s *migInstance) turnOn(ctx context.Context, env *Env) (device.CutState, error) {
@@ -119,6 +128,7 @@ func (s *migInstance) Revert(ctx context.Context, env *Env) error {
 	if env.Forgotten || s.Instance == nil && !s.Asked {
 		return nil
 	}
+	defer env.Looks.forget(s.Card)
 	if err := s.remove(ctx, env); err != nil && !env.isGone(ctx, s, err) {
 		return s.failed(err)
 	}

@@ -21,6 +21,7 @@ var _ Step = &migModeOff{}
 func (s *migModeOff) Kind() string { return migModeOffKind }
 
 func (s *migModeOff) Apply(ctx context.Context, env *Env) error {
+	defer env.Looks.forget(s.Card)
 	state, err := env.Partitions.SetMode(ctx, s.Card, false)
 	if err != nil {
 		return fmt.Errorf("turn off MIG mode of %s, which is wanted whole: %w", s.GPU, err)
