@@ -77,6 +77,8 @@ type HeldError struct {
 	UID   types.UID
 	// Holder is namespace/name, empty if the holder's record cannot be read.
 	Holder string
+	// Leaving says that the holder is being given back, which is not finished.
+	Leaving bool
 	// Unreadable is why it cannot.
 	Unreadable error
 }
@@ -93,7 +95,11 @@ func (e *HeldError) Error() string {
 	if e.Holds != "" && e.Holds != e.Device {
 		held = "device " + e.Device + " cannot be had beside " + e.Holds + ", which is held"
 	}
-	return fmt.Sprintf("request %s: %s by %s: it is free again when the last Pod of that claim has ended on this node", e.Request, held, holder)
+	free := "it is free again when the last Pod of that claim has ended on this node"
+	if e.Leaving {
+		free = "that claim is being given back, which goes on until nothing uses its partitions any more"
+	}
+	return fmt.Sprintf("request %s: %s by %s: %s", e.Request, held, holder, free)
 }
 
 // LostError says that a device that a claim was given does not exist any more. The claim's spec is removed, so that no container gets another device.

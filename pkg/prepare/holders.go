@@ -6,6 +6,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
@@ -38,6 +39,7 @@ func (p *Preparer) free(c *resourceapi.ResourceClaim, w *plan) error {
 				refusal.Unreadable = err
 			} else if found {
 				refusal.Holder = holder.Namespace + "/" + holder.Name
+				refusal.Leaving = holder.State == checkpoint.Reverting
 			}
 			return because(CauseHeld, "%w", refusal)
 		}

@@ -437,7 +437,7 @@ func TestAnInstanceInUseIsAnErrorAndRemovedLater(t *testing.T) {
 	if r, _, err := p.Records.Load("uid-c"); err != nil || r.State != checkpoint.Reverting || w.specs.of("uid-c") != "" {
 		t.Errorf("%s, %v", r.State, err)
 	}
-	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", small0))); CauseOf(err) != CauseHeld {
+	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", small0))); CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "being given back") {
 		t.Error(err)
 	}
 	if err := p.Reconcile(t.Context()); err == nil {

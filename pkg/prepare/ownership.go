@@ -139,12 +139,14 @@ func (p *Preparer) Adopt(ctx context.Context, card device.Card, gpu string) erro
 		return err
 	}
 	defer release()
+	work, cancel := within(ctx, adoptTime, 0)
+	defer cancel()
 	var errs []error
 	for _, in := range foreign {
 		if h.uses(in) {
 			continue
 		}
-		if err := p.Partitions.Destroy(ctx, card, in); err != nil {
+		if err := p.Partitions.Destroy(work, card, in); err != nil {
 			errs = append(errs, fmt.Errorf("remove %s, which was handed over, from %s: %w", describe(in), gpu, err))
 			continue
 		}
