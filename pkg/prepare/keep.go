@@ -25,6 +25,9 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (ke
 		}
 	}
 	if w.partitioned() && old.BootID != p.BootID {
+		if err := p.madeAgain(ctx, old, w); err != nil {
+			return false, err
+		}
 		logger.Info("Preparing the claim anew: the node was started again, and what was cut is gone", "devices", deviceNames(old.Devices))
 		return false, p.revert(ctx, old)
 	}
@@ -51,6 +54,36 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (ke
 		return false, stepError(err)
 	}
 	return true, p.refresh(work, old, w, p.recut)
+}
+
+// madeAgain waits, after a reboot, for whoever made the partitions that the claim uses as they are: at such a place nothing is cut in their stead.
+func (p *Preparer) madeAgain(ctx context.Context, old checkpoint.Record, w *plan) error {
+	steps, err := restore(old.Steps)
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	ours := map[string]bool{}
+	for _, step := range steps {
+		if s, ok := step.(*migInstance); ok {
+			ours[s.Device] = true
+		}
+	}
+	work, cancel := within(ctx, callTime, answerTime)
+	defer cancel()
+	looks := newLooks(p.Partitions)
+	for i, d := range old.Devices {
+		t := &w.wants[i]
+		if t.name.Partition == nil || d.AdminAccess || ours[d.Device] {
+			continue
+		}
+		if _, _, there, err := p.at(work, looks, t); err != nil {
+			return because(CauseOf(err), "request %s: %w", d.Request, err)
+		} else if !there {
+			return because(CauseNotReady, "request %s: device %s was made by someone else, and the node was started since: it is used when it has been made again; or delete the claim's Pods to have another allocated",
+				d.Request, d.Device)
+		}
+	}
+	return nil
 }
 
 // adopt makes the steps of the record those of the plan. It is false for steps that this version would not have taken for these devices.

@@ -422,3 +422,33 @@ func TestManyClaimsOnOneGPUAtOnce(t *testing.T) {
 		}
 	}
 }
+
+// An admin's layout survives a reboot: their tool makes it again, maybe later than Pods start.
+func TestAfterARebootAnInstanceOfSomeoneElseIsWaitedFor(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	h.someoneElse(t, gpu0, 19, 0)
+	w.scan()
+	c := newClaim("c", allocated("a", small0), allocated("b", beside))
+	mustPrepare(t, w.plugin(t), c)
+	w.reboot()
+	p := w.plugin(t)
+	for range 2 {
+		if _, err := p.Prepare(t.Context(), c); CauseOf(err) != CauseNotReady || !strings.Contains(err.Error(), small0) || !strings.Contains(err.Error(), "made again") {
+			t.Fatal(err)
+		}
+	}
+	if n := len(h.of(t, gpu0).instances); n != 0 {
+		t.Errorf("%d instances", n)
+	}
+	theirs := h.someoneElse(t, gpu0, 19, 0)
+	w.scan()
+	mustPrepare(t, p, c)
+	if ours, err := p.Explained(gpu0, []device.Instance{theirs}); err != nil || len(ours) != 0 {
+		t.Errorf("taken for ours: %v, %v", ours, err)
+	}
+	mustUnprepare(t, p, "uid-c")
+	if len(h.of(t, gpu0).instances) != 1 || len(h.of(t, gpu1).instances) != 0 {
+		t.Error("theirs is gone, or ours is not")
+	}
+}
