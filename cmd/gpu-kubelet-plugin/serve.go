@@ -66,6 +66,10 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	if err != nil {
 		return err
 	}
+	statusClient, err := newClient(cfg)
+	if err != nil {
+		return err
+	}
 	hardware, err := driver.NewHardware(cfg)
 	if err != nil {
 		return err
@@ -75,7 +79,7 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 		return err
 	}
 	defer partitions.Close()
-	d, err := driver.New(ctx, cfg, client, hardware, partitions, m)
+	d, err := driver.New(ctx, cfg, driver.Parts{Client: client, StatusClient: statusClient, Hardware: hardware, Partitions: partitions, Metrics: m})
 	if err != nil {
 		return err
 	}

@@ -26,6 +26,7 @@ func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 	wg.Go(func() { d.inv.Run(ctx) })
 	wg.Go(func() { d.follow(ctx, toPublisher, toReconcile) })
 	wg.Go(func() { d.reconcile(ctx, toReconcile) })
+	wg.Go(func() { d.status.Run(ctx) })
 	wg.Go(func() {
 		watchPolicy(ctx, d.client, d.cfg.NodeName, func(annotated device.Policies) {
 			d.layouts.Annotate(annotated)

@@ -63,9 +63,10 @@ type Driver struct {
 	events   *nodeEvents
 	gate     *gate
 	layouts  *layouts
+	status   *claimStatus
 	calls    *inflight
 	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.
-	limited map[string]string
+	limited  map[string]string
 	presence *presence
 
 	fail   context.CancelCauseFunc
@@ -102,25 +103,37 @@ func NewPartitions(cfg *config.Config, m *metrics.Metrics) (*nvidia.Partitions, 
 	return partitions, nil
 }
 
+// Parts are what a Driver is made of.
+type Parts struct {
+	Client kubernetes.Interface
+	// StatusClient writes what claims were given. With a client of its own it takes nothing from the rate of requests that Prepare needs.
+	StatusClient kubernetes.Interface
+	Hardware     inventory.Hardware
+	// Partitions may be nil: then whole GPUs are handed out and nothing is cut.
+	Partitions prepare.Partitions
+	Metrics    *metrics.Metrics
+}
+
 // New wires the rooms together. It writes nothing outside the plugin directory.
-func New(ctx context.Context, cfg *config.Config, client kubernetes.Interface, hardware inventory.Hardware, partitions prepare.Partitions, m *metrics.Metrics) (*Driver, error) {
+func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) {
 	policies, err := device.ParsePolicies(cfg.MIGPolicy)
 	if err != nil {
 		return nil, err
 	}
-	inv := inventory.New(hardware)
+	inv := inventory.New(parts.Hardware)
 	d := &Driver{
-		cfg: cfg, client: client, metrics: m, inv: inv,
+		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv,
 		specs:  cdi.NewStore(cfg.CDIRoot),
 		hook:   hook.New(cfg.HookSource, cfg.HookPath),
-		events: newNodeEvents(ctx, client, cfg.NodeName),
+		events: newNodeEvents(ctx, parts.Client, cfg.NodeName),
 		gate:   &gate{inv: inv},
 		calls:  newInflight(),
+		status: newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError),
 	}
 	if d.presence, err = bePresent(ctx, cfg.PluginDir); err != nil {
 		return nil, err
 	}
-	if d.preparer, err = d.newPreparer(Paths(cfg), partitions); err != nil {
+	if d.preparer, err = d.newPreparer(Paths(cfg), parts.Partitions); err != nil {
 		d.presence.End()
 		return nil, err
 	}
@@ -149,6 +162,7 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 		Partitions: partitions,
 		MIGEdits:   paths.CapabilityEdits,
 		Policy:     func(g device.GPU) device.Policy { return d.layouts.Policy(g) },
+		Changed:    func(ctx context.Context, c kubeletplugin.NamespacedObject) { d.status.Changed(ctx, c, d.given(c.UID)) },
 		Reread: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
 			return d.client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
 		},

@@ -98,7 +98,7 @@ func newNode(t *testing.T) *node {
 func (n *node) start(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
-	d, err := New(ctx, n.cfg, n.client, n.hardware(), nil, metrics.New("test"))
+	d, err := New(ctx, n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -326,7 +326,7 @@ func TestAHookThatTheHostCannotRunClosesTheNode(t *testing.T) {
 
 func TestAFatalBackgroundErrorEndsRun(t *testing.T) {
 	n := newNode(t)
-	d, err := New(t.Context(), n.cfg, n.client, n.hardware(), nil, metrics.New("test"))
+	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,7 +12,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // confirmTimeout bounds how long a GPU that a claim is being prepared on is waited for before its layout is decided.
@@ -23,7 +22,7 @@ type ownership interface {
 	// Explained is the part of the instances that records explain.
 	Explained(gpu string, instances []device.Instance) ([]device.Instance, error)
 	// Foreign looks at the card itself, while no claim is being prepared on it, and says what is there, and what of it no record explains.
-	Foreign(ctx context.Context, card nvidia.Card, gpu string) (instances, foreign []device.Instance, err error)
+	Foreign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error)
 }
 
 // layouts decides in which shapes each GPU is offered.
@@ -119,7 +118,7 @@ func (l *layouts) split(ctx context.Context, g device.GPU) (_ device.GPU, owned,
 	}
 	ctx, cancel := context.WithTimeout(ctx, confirmTimeout)
 	defer cancel()
-	there, confirmed, err := l.owner.Foreign(ctx, nvidia.Card{PCIAddress: g.PCIAddress, UUID: g.UUID}, name)
+	there, confirmed, err := l.owner.Foreign(ctx, device.Card{PCIAddress: g.PCIAddress, UUID: g.UUID}, name)
 	if err != nil {
 		return g, owned, nil, err
 	}

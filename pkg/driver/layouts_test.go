@@ -29,7 +29,7 @@ func (r *records) Explained(_ string, instances []device.Instance) ([]device.Ins
 	return ours, nil
 }
 
-func (r *records) Foreign(context.Context, nvidia.Card, string) (instances, foreign []device.Instance, err error) {
+func (r *records) Foreign(context.Context, device.Card, string) (instances, foreign []device.Instance, err error) {
 	r.looks++
 	ours, _ := r.Explained("", r.card)
 	return r.card, without(r.card, ours), r.err

@@ -2,11 +2,15 @@ package driver
 
 import (
 	"context"
+	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
 // How often records and hardware are compared: regularly, and again soon where something is left to do.
@@ -41,13 +45,24 @@ func (d *Driver) reconcileOnce(ctx context.Context) bool {
 	if err := d.preparer.Reconcile(ctx); err != nil {
 		settled = false
 		logger.Error(err, "Records and hardware do not agree yet; trying again")
+		d.reportLost(ctx, err)
 	}
 	for _, g := range d.layouts.HandedOver() {
-		if err := d.preparer.Adopt(ctx, nvidia.Card{PCIAddress: g.PCIAddress, UUID: g.UUID}, g.WholeName()); err != nil {
+		if err := d.preparer.Adopt(ctx, device.Card{PCIAddress: g.PCIAddress, UUID: g.UUID}, g.WholeName()); err != nil {
 			settled = false
 			logger.Error(err, "Could not take over all instances that an admin hands over", "gpu", g.WholeName())
 		}
 	}
 	d.countHeld(ctx)
 	return settled
+}
+
+// reportLost says of each claim that has lost a device so where its user looks.
+func (d *Driver) reportLost(ctx context.Context, err error) {
+	for _, lost := range prepare.Lost(err) {
+		namespace, name, _ := strings.Cut(lost.Claim, "/")
+		c := kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: namespace, Name: name}, UID: lost.UID}
+		d.status.Lost(ctx, c, lost.Device, "Lost", lost.Error())
+		d.events.warnClaim(c, "DeviceLost", lost.Error())
+	}
 }

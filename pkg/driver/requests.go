@@ -41,6 +41,7 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 		return kubeletplugin.PrepareResult{Err: err}
 	}
 	d.countHeld(ctx)
+	d.status.Prepared(ctx, c, d.given(c.UID))
 	logger.Info("Prepared the claim", "devices", names(devices), "took", took)
 	return kubeletplugin.PrepareResult{Devices: devices}
 }
@@ -71,6 +72,7 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 		d.events.warnClaim(c, "UnprepareFailed", err.Error())
 		return err
 	}
+	d.status.Forget(c.UID)
 	d.countHeld(ctx)
 	logger.Info("Unprepared the claim", "took", took)
 	return nil
