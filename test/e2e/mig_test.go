@@ -272,7 +272,10 @@ func (w *world) testStatic(t *testing.T) {
 	gpu := "gpu-0000-df-00-0"
 	w.smi(t, h100, "-i", "7", "-mig", "1")
 	w.smi(t, h100, "mig", "-i", "7", "-cgi", "9,9", "-C")
-	layout := func() string { return w.smi(t, h100, "mig", "-i", "7", "-lgi") + w.smi(t, h100, "-i", "7", "-L") }
+	layout := func() string {
+		_, list, _ := strings.Cut(w.smi(t, h100, "-L"), "GPU 7:")
+		return w.smi(t, h100, "mig", "-i", "7", "-lgi") + list
+	}
 	before := layout()
 	offered := func() []string {
 		var names []string
