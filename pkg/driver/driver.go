@@ -66,7 +66,9 @@ type Driver struct {
 	status   *claimStatus
 	calls    *inflight
 	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.
-	limited  map[string]string
+	limited map[string]string
+	// lost is what was last said of devices that claims have lost. Only reconcile uses it.
+	lost     map[string]string
 	presence *presence
 
 	fail   context.CancelCauseFunc

@@ -21,6 +21,7 @@ const (
 
 // reconcile compares records and hardware until the context ends, whenever the inventory has seen a change and otherwise regularly.
 func (d *Driver) reconcile(ctx context.Context, seen <-chan struct{}) {
+	d.sayWhatWasGiven(ctx)
 	for {
 		pause := reconcileInterval
 		if !d.reconcileOnce(ctx) {
@@ -35,6 +36,17 @@ func (d *Driver) reconcile(ctx context.Context, seen <-chan struct{}) {
 	}
 }
 
+// sayWhatWasGiven makes up for what an instance that was killed could not write into claims any more.
+func (d *Driver) sayWhatWasGiven(ctx context.Context) {
+	claims, err := d.preparer.Prepared()
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Could not look whether the claims say what they were given")
+	}
+	for _, c := range claims {
+		d.status.Changed(ctx, c, d.given(c.UID))
+	}
+}
+
 // reconcileOnce says whether all is as it should be now.
 func (d *Driver) reconcileOnce(ctx context.Context) bool {
 	logger := klog.FromContext(ctx)
@@ -42,11 +54,12 @@ func (d *Driver) reconcileOnce(ctx context.Context) bool {
 		return true
 	}
 	settled := true
-	if err := d.preparer.Reconcile(ctx); err != nil {
+	err := d.preparer.Reconcile(ctx)
+	if err != nil {
 		settled = false
 		logger.Error(err, "Records and hardware do not agree yet; trying again")
-		d.reportLost(ctx, err)
 	}
+	d.reportLost(ctx, err)
 	for _, g := range d.layouts.HandedOver() {
 		if err := d.preparer.Adopt(ctx, device.Card{PCIAddress: g.PCIAddress, UUID: g.UUID}, g.WholeName()); err != nil {
 			settled = false
@@ -57,12 +70,19 @@ func (d *Driver) reconcileOnce(ctx context.Context) bool {
 	return settled
 }
 
-// reportLost says of each claim that has lost a device so where its user looks.
+// reportLost says of each claim that has lost a device so where its user looks, once for each way in which it was lost.
 func (d *Driver) reportLost(ctx context.Context, err error) {
+	now := map[string]string{}
 	for _, lost := range prepare.Lost(err) {
+		key := string(lost.UID) + "/" + lost.Device
+		now[key] = lost.Error()
+		if d.lost[key] == now[key] {
+			continue
+		}
 		namespace, name, _ := strings.Cut(lost.Claim, "/")
 		c := kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: namespace, Name: name}, UID: lost.UID}
 		d.status.Lost(ctx, c, lost.Device, "Lost", lost.Error())
 		d.events.warnClaim(c, "DeviceLost", lost.Error())
 	}
+	d.lost = now
 }

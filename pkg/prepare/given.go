@@ -2,6 +2,7 @@ package prepare
 
 import (
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -15,6 +16,22 @@ type Given struct {
 	// Instance and Compute are nil for a whole GPU, and for a partition that neither the record nor the inventory describes.
 	Instance *device.Instance
 	Compute  *device.ComputeInstance
+}
+
+// Prepared lists the claims that are prepared, as far as their records can be read.
+func (p *Preparer) Prepared() ([]kubeletplugin.NamespacedObject, error) {
+	entries, err := p.Records.List()
+	if err != nil {
+		return nil, because(CauseRecord, "%w", err)
+	}
+	var claims []kubeletplugin.NamespacedObject
+	for _, e := range entries {
+		// One that cannot be read is reported where it matters; nothing can be said of what its claim has.
+		if r, found, err := p.Records.Load(e.ClaimUID); err == nil && found && r.State == checkpoint.Prepared {
+			claims = append(claims, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: r.Namespace, Name: r.Name}, UID: r.ClaimUID})
+		}
+	}
+	return claims, nil
 }
 
 // Given lists the devices of a claim. There are none unless it is prepared. It asks no hardware.
