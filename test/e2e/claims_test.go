@@ -72,6 +72,7 @@ func TestClaims(t *testing.T) {
 	t.Run("the API server keeps every node's slices as they are", w.testSlicesOfEveryNode)
 	t.Run("a node without a GPU idles", w.testPlainNode)
 	t.Run("a plugin's token writes the slices of its own node only", w.testForgedSlices)
+	t.Run("a plugin's token writes the status of its own devices only", w.testForgedStatuses)
 	t.Run("Pods ask with resource limits", w.testExtendedResource)
 	t.Run("the examples of the documentation work", w.testExamples) // one of them needs the values of the test before
 	t.Run("nothing of all these claims is left on the nodes", func(t *testing.T) {

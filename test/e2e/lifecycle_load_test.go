@@ -32,7 +32,7 @@ func (u tenant) load(perNode map[string]int) *load {
 	ctx, cancel := context.WithCancel(u.t.Context())
 	l := &load{u: u, cancel: cancel, done: map[int]*atomic.Int64{}, uuids: map[string]string{}}
 	for node := range perNode {
-		for name, device := range u.devices(u.t, node) {
+		for name, device := range u.world.gpus(u.t, node) {
 			l.uuids[node+"/"+name] = *device.Attributes["uuid"].StringValue
 		}
 	}

@@ -19,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
@@ -268,7 +269,8 @@ func (w *world) testForgedSlices(t *testing.T) {
 			{Verb: "list", Resource: "pods"},
 			{Verb: "update", Resource: "nodes", Name: h100},
 			{Verb: "list", Group: "resource.k8s.io", Resource: "resourceclaims"},
-			{Verb: "update", Group: "resource.k8s.io", Resource: "resourceclaims", Subresource: "status", Namespace: "default"},
+			{Verb: "update", Group: "resource.k8s.io", Resource: "resourceclaims", Namespace: "default"},
+			{Verb: "update", Group: "resource.k8s.io", Resource: "resourceclaims", Subresource: "binding", Namespace: "default"},
 			{Verb: "update", Group: "resource.k8s.io", Resource: "deviceclasses"},
 			{Verb: "create", Resource: "pods", Namespace: stand.Namespace},
 		} {
@@ -282,4 +284,42 @@ func (w *world) testForgedSlices(t *testing.T) {
 			}
 		}
 	})
+}
+
+// testForgedStatuses: of claims the plugin says what its own devices on its own node are, and nothing else.
+func (w *world) testForgedStatuses(t *testing.T) {
+	u := w.tenant(t)
+	u.template("one", oneGPU)
+	u.pod("here", onNode(h100), fromTemplate("gpu", "one"))
+	u.pod("there", onNode(mixed), fromTemplate("gpu", "one"))
+	u.running("here", "there")
+	pod := w.livePlugin(t, h100)
+	plugin := w.as(t, &pod, pod.Spec.ServiceAccountName)
+	say := func(c *resourceapi.ResourceClaim) {
+		r := c.Status.Allocation.Devices.Results[0]
+		c.Status.Devices = []resourceapi.AllocatedDeviceStatus{{Driver: r.Driver, Pool: r.Pool, Device: r.Device, Data: &runtime.RawExtension{Raw: []byte(`{"uuid":"said"}`)}}}
+	}
+	for name, c := range map[string]struct {
+		pod     string
+		change  func(*resourceapi.ResourceClaim)
+		refusal string // empty: allowed
+	}{
+		"says what its own device is":   {"here", say, ""},
+		"speaks of another node's":      {"there", say, "its own node"}, // the plugin's own policy, or the API server's from 1.36 on
+		"reserves the claim for nobody": {"here", func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor = nil }, "reserved"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			claim := w.claimOf(t, u.namespace, c.pod, "gpu")
+			c.change(claim)
+			_, err := plugin.ResourceV1().ResourceClaims(u.namespace).UpdateStatus(t.Context(), claim, metav1.UpdateOptions{DryRun: []string{metav1.DryRunAll}})
+			switch {
+			case c.refusal == "" && err != nil:
+				t.Errorf("refused: %v", err)
+			case c.refusal != "" && !apierrors.IsForbidden(err):
+				t.Errorf("got %v, want it forbidden", err)
+			case c.refusal != "":
+				t.Logf("refused: %v", err)
+			}
+		})
+	}
 }
