@@ -1,0 +1,312 @@
+package e2e
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+)
+
+// The nodes of TestMIGNodes.
+const (
+	nodeCards   = "cards"  // testdata/cards.yaml
+	nodeLaidOut = "static" // cut by an admin before the driver was installed
+	nodeGuest   = "guest"  // a virtual machine that can use its instance and make none
+)
+
+// TestMIGNodes: what of a GPU can be had depends on its model, its mode, its machine, its admin and the cluster.
+func TestMIGNodes(t *testing.T) {
+	t.Parallel() // beside TestNodes and TestBadInput
+	sim := simulator(t)
+	models := cardModels(t)
+	cards := cluster.NodeOptions{Name: nodeCards, Mounts: []cluster.Mount{{Source: models, Target: "/opt/models"}}}
+	cards.BootHook = sim.LayoutUp(stand.NodeRoot, "mixed", "--seed", nodeCards, "--node", "/opt/models/node/cards.yaml", "--models", "/opt/models")
+	w := bringUp(t, "e2e-mignodes", cards, sim.Node(nodeLaidOut, "static-mig"), sim.Node(nodeGuest, "vgpu-guest"))
+	w.needSMI(t)
+	before := w.layout(t, nodeLaidOut)
+	w.install(t)
+
+	t.Run("nodes", func(t *testing.T) {
+		for name, test := range map[string]func(*testing.T){
+			"cards of every kind": func(t *testing.T) {
+				w.testCards(t)
+				t.Run("a reboot and a driver reload under held partitions", w.testForgetfulHardware)
+			},
+			"a guest of a virtual GPU": w.testGuest,
+			"what an admin cut beforehand": func(t *testing.T) {
+				w.testLaidOutBefore(t, before)
+				w.testAnnotation(t)
+			},
+			"a cluster without counters": testNoCounters,
+		} {
+			t.Run(name, func(t *testing.T) {
+				t.Parallel()
+				test(t)
+			})
+		}
+	})
+	t.Run("what an admin cut outlives an upgrade and the driver", func(t *testing.T) { w.testLayoutOutlives(t, before) })
+	t.Run("what an admin cut is handed over", w.testHandOver)
+}
+
+// cardModels is a folder with every model, one that does not exist, and the node of cards.
+func cardModels(t *testing.T) string {
+	t.Helper()
+	root, err := stand.Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	if err := os.CopyFS(dir, os.DirFS(filepath.Join(root, "test", "nvmlsim", "models"))); err != nil {
+		t.Fatal(err)
+	}
+	for to, from := range map[string]string{
+		"unseen.yaml":     filepath.Join(root, "test", "nvmlsim", "conformance", "testdata", "unseen.yaml"),
+		"node/cards.yaml": filepath.Join("testdata", "cards.yaml"),
+	} {
+		text, err := os.ReadFile(from)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.MkdirAll(filepath.Dir(filepath.Join(dir, to)), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, to), text, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+// shapes is how a node offers its GPUs, by the address in their names: "whole", "+25" placements, the names of instances.
+func (w *world) shapes(t *testing.T, node string) map[string]string {
+	t.Helper()
+	names, counts := map[string][]string{}, map[string]int{}
+	for name, d := range w.devices(t, node) {
+		_, exists := d.Attributes["uuid"]
+		card, partition, cut := strings.Cut(strings.TrimPrefix(name, "gpu-0000-"), "-mig-")
+		switch {
+		case !cut:
+			names[card] = append(names[card], "whole")
+		case exists:
+			names[card] = append(names[card], partition)
+		default:
+			counts[card]++
+		}
+	}
+	for card, n := range counts {
+		names[card] = append(names[card], fmt.Sprint("+", n))
+	}
+	all := map[string]string{}
+	for card, list := range names {
+		slices.Sort(list)
+		all[card] = strings.Join(list, " ")
+	}
+	return all
+}
+
+func (w *world) offersAs(t *testing.T, node string, want map[string]string) {
+	t.Helper()
+	eventually(t, 40*time.Second, "node "+node+" offers "+fmt.Sprint(want), func() (bool, string) {
+		got := w.shapes(t, node)
+		return maps.Equal(got, want), fmt.Sprint(got)
+	})
+}
+
+// saysLimited waits until log, metric and an Event of the node say why a number of its GPUs are not offered in every shape.
+func (w *world) saysLimited(t *testing.T, node, reason string, gpus int) {
+	t.Helper()
+	metric := regexp.MustCompile(fmt.Sprintf(`(?m)^gpu_dra_mig_gpus\{reason="%s"\} %d$`, regexp.QuoteMeta(reason), gpus))
+	eventually(t, 30*time.Second, fmt.Sprintf("log, metric and Event of node %s say of %d GPUs: %s", node, gpus, reason), func() (bool, string) {
+		if m := w.get(t, node, "metrics"); !metric.MatchString(m) {
+			return false, strings.Join(regexp.MustCompile(`(?m)^gpu_dra_mig_gpus.*$`).FindAllString(m, -1), "\n")
+		}
+		if log := w.logOf(t, node); !strings.Contains(log, `limited="`+reason) {
+			return false, log
+		}
+		events := w.events(t, "default", node)
+		return regexp.MustCompile(`(?m)^GPUsLimited: .*` + regexp.QuoteMeta(reason)).MatchString(events), events
+	})
+}
+
+// Why GPUs of these nodes are not offered in every shape.
+const (
+	ampereOff        = "MIG mode is off, and on this card only a reset turns it on"
+	ampereOn         = "MIG mode is on, and on this card only a reset turns it off"
+	instancesOfAdmin = "MIG instances are there that no claim has made: it is offered as it is cut"
+	guestOnly        = "instances can be used but not made here, as in the guest of a virtual GPU"
+	noCounters       = "the cluster keeps no shared counters (feature gate DRAPartitionableDevices), without which shapes that overlap would be given away twice"
+)
+
+func (w *world) testCards(t *testing.T) {
+	w.offersAs(t, nodeCards, map[string]string{
+		"1b-00-0": "+25 whole", "3d-00-0": "whole", "43-00-0": "+18 whole", "9b-00-0": "whole",
+		"b1-00-0": "whole", "c1-00-0": "+25", "d1-00-0": "whole",
+	})
+	w.saysLimited(t, nodeCards, ampereOff, 1)
+	w.saysLimited(t, nodeCards, ampereOff+", which is pending", 1)
+	w.saysLimited(t, nodeCards, ampereOn, 1)
+	w.saysLimited(t, nodeCards, "", 2)
+	var counted []string
+	for _, s := range w.slices(t, nodeCards) {
+		for _, c := range s.Spec.SharedCounters {
+			counted = append(counted, c.Name)
+		}
+		for _, d := range s.Spec.Devices {
+			card, _, _ := strings.Cut(d.Name, "-mig-")
+			wants := card == "gpu-0000-1b-00-0" || card == "gpu-0000-43-00-0" || card == "gpu-0000-c1-00-0"
+			if got := len(d.ConsumesCounters) > 0; got != wants {
+				t.Errorf("%s consumes the counters %v", d.Name, d.ConsumesCounters)
+			}
+		}
+	}
+	if slices.Sort(counted); !slices.Equal(counted, []string{"gpu-0000-1b-00-0", "gpu-0000-43-00-0", "gpu-0000-c1-00-0"}) {
+		t.Errorf("the counter sets are %v", counted)
+	}
+
+	u := w.tenant(t)
+	for pod, address := range map[string]string{"l40s": "0000:3d:00.0", "t4": "0000:9b:00.0", "a100-off": "0000:b1:00.0", "unseen": "0000:43:00.0"} {
+		u.template(pod, device("gpu.nvidia.com", address, ""))
+		u.pod(pod, onNode(nodeCards), fromTemplate("gpu", pod))
+	}
+	u.template("a100-on", device("mig.nvidia.com", "0000:c1:00.0", "2g.20gb"))
+	u.pod("a100-on", onNode(nodeCards), fromTemplate("gpu", "a100-on"))
+	u.running("l40s", "t4", "a100-off", "unseen", "a100-on")
+	for _, pod := range []string{"l40s", "t4", "a100-off", "unseen"} {
+		u.sees(pod, "", u.allocated(pod, "gpu"))
+	}
+	u.seesPartitions("a100-on", "gpu")
+	u.isCut(nodeCards, "a100-on")
+	w.endPods(t, u.namespace)
+	u.isCut(nodeCards)
+}
+
+// device asks for one device of a card: of a profile, or the whole.
+func device(class, address, profile string) string {
+	wish := fmt.Sprintf(`device.attributes["resource.kubernetes.io"].pciBusID == %q`, address)
+	if profile != "" {
+		wish += fmt.Sprintf(` && device.attributes["gpu.nvidia.com"].profile == %q`, profile)
+	}
+	return fmt.Sprintf(`requests: [{name: gpu, exactly: {deviceClassName: %s, selectors: [{cel: {expression: %q}}]}}]`, class, wish)
+}
+
+var gpuInstance = regexp.MustCompile(`\|\s+(\d+)\s+MIG \S+\s+(\d+)\s+\d+\s+(\d+):\d+\s+\|`)
+
+// cut are the GPU instances of a node, as the partitions of their names and in order.
+func (w *world) cut(t *testing.T, node string) []string {
+	t.Helper()
+	cards := strings.Fields(w.smi(t, node, "--query-gpu=pci.bus_id", "--format=csv,noheader"))
+	var names []string
+	for _, m := range gpuInstance.FindAllStringSubmatch(w.smi(t, node, "mig", "-lgi"), -1) {
+		var index int
+		if _, err := fmt.Sscan(m[1], &index); err != nil || index >= len(cards) {
+			t.Fatalf("instance of GPU %s of %v: %v", m[1], cards, err)
+		}
+		address := strings.NewReplacer(":", "-", ".", "-").Replace(strings.ToLower(strings.TrimPrefix(cards[index], "0000")))
+		names = append(names, "gpu-"+address+"-mig-"+m[2]+"-"+m[3])
+	}
+	slices.Sort(names)
+	return names
+}
+
+// isCut waits until a node has the GPU instances that Pods of the tenant were allocated, and none else.
+func (u tenant) isCut(node string, pods ...string) {
+	u.t.Helper()
+	var want []string
+	for _, pod := range pods {
+		for _, r := range u.claimOf(u.t, u.namespace, pod, "gpu").Status.Allocation.Devices.Results {
+			want = append(want, r.Device)
+		}
+	}
+	slices.Sort(want)
+	eventually(u.t, 60*time.Second, fmt.Sprintf("node %s is cut into %v", node, want), func() (bool, string) {
+		got := u.cut(u.t, node)
+		return slices.Equal(got, want), fmt.Sprint(got)
+	})
+}
+
+// layout is everything that an admin sees of what a node is cut into.
+func (w *world) layout(t *testing.T, node string) string {
+	t.Helper()
+	return w.smi(t, node, "mig", "-lgi") + w.smi(t, node, "mig", "-lci") + w.smi(t, node, "-L")
+}
+
+func (w *world) testGuest(t *testing.T) {
+	w.offersAs(t, nodeGuest, map[string]string{"02-00-0": "9-0"})
+	w.saysLimited(t, nodeGuest, guestOnly, 1)
+	before := w.layout(t, nodeGuest)
+	u := w.tenant(t)
+	u.template("mig", partitions(1, "3g.20gb"))
+	u.pod("first", onNode(nodeGuest), fromTemplate("mig", "mig"))
+	u.running("first")
+	if given := u.seesPartitions("first", "mig"); len(given) != 1 || !strings.Contains(before, given[0]) {
+		t.Errorf("the Pod was given %v, the host has made\n%s", given, before)
+	}
+	u.pod("second", onNode(nodeGuest), fromTemplate("mig", "mig"))
+	u.waits("second")
+	w.restartPlugin(t, nodeGuest)
+	u.seesPartitions("first", "mig")
+	u.remove("first")
+	u.running("second")
+	u.seesPartitions("second", "mig")
+	w.endPods(t, u.namespace)
+	if now := w.layout(t, nodeGuest); now != before {
+		t.Errorf("the guest had\n%s\nand has\n%s", before, now)
+	}
+	w.clean(t, nodeGuest)
+}
+
+// annotate sets the Node's policy; an empty one takes the annotation away.
+func (w *world) annotate(t *testing.T, node, policy string) {
+	t.Helper()
+	value := "null"
+	if policy != "" {
+		value = fmt.Sprintf("%q", policy)
+	}
+	patch := fmt.Appendf(nil, `{"metadata":{"annotations":{"gpu.nvidia.com/mig-policy":%s}}}`, value)
+	if _, err := w.Client.CoreV1().Nodes().Patch(t.Context(), node, types.MergePatchType, patch, metav1.PatchOptions{}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// testNoCounters: without counters nothing keeps overlapping shapes apart, so none are offered.
+func testNoCounters(t *testing.T) {
+	w := bringUpWith(t, cluster.Options{
+		Name: "e2e-nocount", Nodes: []cluster.NodeOptions{simulator(t).Node(nodeLaidOut, "static-mig")},
+		FeatureGates: map[string]bool{"DRAPartitionableDevices": false},
+	})
+	w.install(t)
+	want := maps.Clone(laidOut)
+	want["43-00-0"] = "whole"
+	w.offersAs(t, nodeLaidOut, want)
+	w.saysLimited(t, nodeLaidOut, noCounters, 1)
+	w.saysLimited(t, nodeLaidOut, instancesOfAdmin, 2)
+	w.saysLimited(t, nodeLaidOut, ampereOff+", which is pending", 1)
+	for _, s := range w.slices(t, nodeLaidOut) {
+		if len(s.Spec.SharedCounters) > 0 || slices.ContainsFunc(s.Spec.Devices, func(d resourceapi.Device) bool { return len(d.ConsumesCounters) > 0 }) {
+			t.Errorf("slice %s has counters", s.Name)
+		}
+	}
+	u := w.tenant(t)
+	u.template("whole", device("gpu.nvidia.com", "0000:43:00.0", ""))
+	u.template("mig", partitions(1, "2g.20gb"))
+	u.pod("whole", fromTemplate("gpu", "whole"))
+	u.pod("mig", fromTemplate("mig", "mig"))
+	u.running("whole", "mig")
+	u.sees("whole", "", u.allocated("whole", "gpu"))
+	u.seesPartitions("mig", "mig")
+	w.endPods(t, u.namespace)
+	w.clean(t, nodeLaidOut)
+}
