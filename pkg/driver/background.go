@@ -22,16 +22,16 @@ const (
 // startBackground starts the driver's loops; each ends with the context, and Wait returns when all have.
 func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 	var wg sync.WaitGroup
-	toPublisher, toReconcile := make(chan struct{}, 1), make(chan struct{}, 1)
+	toPublisher := make(chan struct{}, 1)
 	wg.Go(func() { d.inv.Run(ctx) })
-	wg.Go(func() { d.follow(ctx, toPublisher, toReconcile) })
-	wg.Go(func() { d.reconcile(ctx, toReconcile) })
+	wg.Go(func() { d.follow(ctx, toPublisher) })
+	wg.Go(func() { d.reconcile(ctx) })
 	wg.Go(func() { d.status.Run(ctx) })
 	wg.Go(func() {
 		watchPolicy(ctx, d.client, d.cfg.NodeName, func(annotated device.Policies) {
 			d.layouts.Annotate(annotated)
 			wake(toPublisher)
-			wake(toReconcile)
+			wake(d.toReconcile)
 		}, func(message string) { d.events.warn("PolicyIgnored", message) })
 	})
 	wg.Go(func() {
@@ -48,7 +48,7 @@ func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 }
 
 // follow does what a change of the inventory asks for: first the base spec, so that the first Pod already gets all of it, then the slices.
-func (d *Driver) follow(ctx context.Context, toPublisher, toReconcile chan<- struct{}) {
+func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 	logger := klog.FromContext(ctx)
 	reason, files, unwritable := "", "", false
 	for {
@@ -94,7 +94,7 @@ func (d *Driver) follow(ctx context.Context, toPublisher, toReconcile chan<- str
 			}
 			reason = ""
 			wake(toPublisher)
-			wake(toReconcile)
+			wake(d.toReconcile)
 		case s.Reason != reason:
 			reason = s.Reason
 			logger.Info("No devices are offered", "reason", reason)

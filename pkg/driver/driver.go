@@ -65,6 +65,8 @@ type Driver struct {
 	layouts  *layouts
 	status   *claimStatus
 	calls    *inflight
+	// toReconcile asks for records and hardware to be compared soon.
+	toReconcile chan struct{}
 	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.
 	limited map[string]string
 	// lost is what was last said of devices that claims have lost. Only reconcile uses it.
@@ -131,6 +133,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		gate:   &gate{inv: inv},
 		calls:  newInflight(),
 		status: newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError),
+
+		toReconcile: make(chan struct{}, 1),
 	}
 	if d.presence, err = bePresent(ctx, cfg.PluginDir); err != nil {
 		return nil, err

@@ -19,8 +19,8 @@ const (
 	reconcileRetry    = 5 * time.Second
 )
 
-// reconcile compares records and hardware until the context ends, whenever the inventory has seen a change and otherwise regularly.
-func (d *Driver) reconcile(ctx context.Context, seen <-chan struct{}) {
+// reconcile compares records and hardware until the context ends, whenever it is asked to and otherwise regularly.
+func (d *Driver) reconcile(ctx context.Context) {
 	d.sayWhatWasGiven(ctx)
 	for {
 		pause := reconcileInterval
@@ -30,7 +30,7 @@ func (d *Driver) reconcile(ctx context.Context, seen <-chan struct{}) {
 		select {
 		case <-ctx.Done():
 			return
-		case <-seen:
+		case <-d.toReconcile:
 		case <-time.After(pause):
 		}
 	}

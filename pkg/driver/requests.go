@@ -74,6 +74,9 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 	}
 	d.status.Forget(c.UID)
 	d.countHeld(ctx)
+	if len(d.layouts.HandedOver()) > 0 {
+		wake(d.toReconcile) // the claim may have used one of the instances that are waited for
+	}
 	logger.Info("Unprepared the claim", "took", took)
 	return nil
 }
