@@ -14,6 +14,7 @@ import (
 
 // TestMIG: GPUs that are offered as a whole and in every partition at once, cut for claims and left as they were found.
 func TestMIG(t *testing.T) {
+	t.Parallel()
 	sim := simulator(t)
 	w := start(t, "e2e-mig", sim.Node(h100, "dgx-h100"))
 	w.needSMI(t)
