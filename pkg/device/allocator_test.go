@@ -9,15 +9,13 @@ import (
 	"strings"
 	"testing"
 
-	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/dynamic-resource-allocation/cel"
 	"k8s.io/dynamic-resource-allocation/structured"
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
 const (
@@ -29,10 +27,7 @@ const (
 type machine struct {
 	t         *testing.T
 	offerings []Offering
-	slices    []*resourceapi.ResourceSlice
-	classes   classes
-	// cache keeps compiled expressions, as the scheduler does.
-	cache *cel.Cache
+	*scheduler.Scheduler
 }
 
 func newMachine(t *testing.T, gpus []GPU, d Driver) machine {
@@ -43,18 +38,7 @@ func newMachine(t *testing.T, gpus []GPU, d Driver) machine {
 // offered is a machine whose GPUs are offered in certain shapes.
 func offered(t *testing.T, offerings []Offering, d Driver) machine {
 	t.Helper()
-	m := machine{t: t, offerings: offerings, classes: chartClasses(), cache: cel.NewCache(1000, cel.Features{})}
-	cut := Slices(Offer(offerings), d)
-	for i, s := range cut {
-		m.slices = append(m.slices, &resourceapi.ResourceSlice{
-			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("slice-%d", i)},
-			Spec: resourceapi.ResourceSliceSpec{
-				Driver: driverName, NodeName: ptr.To("node"), Devices: s.Devices, SharedCounters: s.SharedCounters,
-				Pool: resourceapi.ResourcePool{Name: "node", Generation: 1, ResourceSliceCount: int64(len(cut))},
-			},
-		})
-	}
-	return m
+	return machine{t, offerings, scheduler.New(driverName, Slices(Offer(offerings), d), chartClasses())}
 }
 
 // dynamic offers the GPUs in every shape.
@@ -70,30 +54,15 @@ func dynamic(gpus ...GPU) []Offering {
 // allocate asks the scheduler's own allocator for one claim and returns the devices it got, nil if it got none.
 func (m machine) allocate(taken sets.Set[structured.DeviceID], spec resourceapi.DeviceClaim) []string {
 	m.t.Helper()
-	features := structured.Features{AdminAccess: true, PrioritizedList: true, DeviceTaints: true, PartitionableDevices: true, ConsumableCapacity: true}
-	a, err := structured.NewAllocator(m.t.Context(), features, structured.AllocatedState{AllocatedDevices: taken}, m.classes, m.slices, m.cache)
-	if err != nil {
-		m.t.Fatal(err)
-	}
 	for i := range spec.Requests {
 		spec.Requests[i].Name = fmt.Sprintf("r%d", i)
 		if spec.Requests[i].Exactly.DeviceClassName == "" {
 			spec.Requests[i].Exactly.DeviceClassName = driverName
 		}
 	}
-	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: "claim", UID: "claim"}, Spec: resourceapi.ResourceClaimSpec{Devices: spec}}
-	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node"}}
-	results, err := a.Allocate(m.t.Context(), node, []*resourceapi.ResourceClaim{claim})
+	names, err := m.Allocate(m.t.Context(), taken, spec)
 	if err != nil {
 		m.t.Fatal(err)
-	}
-	if len(results) == 0 {
-		return nil
-	}
-	var names []string
-	for _, r := range results[0].Devices.Results {
-		names = append(names, r.Device)
-		taken.Insert(structured.MakeDeviceID(r.Driver, r.Pool, r.Device))
 	}
 	return names
 }
@@ -137,33 +106,10 @@ func profile(name string) string {
 
 const migClass = "mig.nvidia.com"
 
-// classes are the expressions of DeviceClasses, by the class's name.
-type classes map[string]string
-
 // chartClasses are those that the chart installs for whole GPUs and for partitions.
-func chartClasses() classes {
+func chartClasses() scheduler.Classes {
 	const isType = `device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == %q`
-	return classes{driverName: fmt.Sprintf(isType, "gpu"), migClass: fmt.Sprintf(isType, "mig")}
-}
-
-func (c classes) List() ([]*resourceapi.DeviceClass, error) {
-	var all []*resourceapi.DeviceClass
-	for name := range c {
-		class, _ := c.Get(name)
-		all = append(all, class)
-	}
-	return all, nil
-}
-
-func (c classes) Get(name string) (*resourceapi.DeviceClass, error) {
-	expression, ok := c[name]
-	if !ok {
-		return nil, fmt.Errorf("no class %s", name)
-	}
-	return &resourceapi.DeviceClass{
-		ObjectMeta: metav1.ObjectMeta{Name: name},
-		Spec:       resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{Expression: expression}}}},
-	}, nil
+	return scheduler.Classes{driverName: fmt.Sprintf(isType, "gpu"), migClass: fmt.Sprintf(isType, "mig")}
 }
 
 // simulated reads the machine of a node file, as discovery would find it.
@@ -280,8 +226,8 @@ func TestEveryKnownModelKeepsTheLimitsAndAllocates(t *testing.T) {
 func TestMachinesWithMoreGPUsThanASliceHolds(t *testing.T) {
 	for n, slices := range map[int]int{1: 1, 16: 1, 64: 1, 65: 2, 130: 3} {
 		m := newMachine(t, manyGPUs(n), Driver{Version: "580.65.06", CUDAVersion: "13.0"})
-		if len(m.slices) != slices {
-			t.Errorf("%d GPUs make %d slices, want %d", n, len(m.slices), slices)
+		if len(m.Slices) != slices {
+			t.Errorf("%d GPUs make %d slices, want %d", n, len(m.Slices), slices)
 		}
 		keepsLimits(t, m)
 		taken := sets.New[structured.DeviceID]()

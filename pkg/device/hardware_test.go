@@ -106,7 +106,7 @@ type ledger struct {
 
 func newLedger(m machine) ledger {
 	l := ledger{map[string]map[string]int64{}, map[string][]resourceapi.DeviceCounterConsumption{}}
-	for _, s := range m.slices {
+	for _, s := range m.Slices {
 		for _, set := range s.Spec.SharedCounters {
 			l.left[set.Name] = map[string]int64{}
 			for name, c := range set.Counters {

@@ -14,7 +14,7 @@ func keepsLimits(t *testing.T, m machine) {
 	t.Helper()
 	names := sets.New[string]()
 	counters := countersKeepLimits(t, m)
-	for _, s := range m.slices {
+	for _, s := range m.Slices {
 		if len(s.Spec.SharedCounters) > 0 {
 			continue
 		}
@@ -86,11 +86,11 @@ func nameIsValid(t *testing.T, device string, name resourceapi.QualifiedName) {
 func countersKeepLimits(t *testing.T, m machine) map[string]map[string]resourceapi.Counter {
 	t.Helper()
 	all := map[string]map[string]resourceapi.Counter{}
-	for i, s := range m.slices {
+	for i, s := range m.Slices {
 		if len(s.Spec.SharedCounters) == 0 {
 			continue
 		}
-		if i > 0 && len(m.slices[i-1].Spec.SharedCounters) == 0 {
+		if i > 0 && len(m.Slices[i-1].Spec.SharedCounters) == 0 {
 			t.Errorf("%s has counters and comes after one with devices", s.Name)
 		}
 		if len(s.Spec.Devices) > 0 || len(s.Spec.SharedCounters) > resourceapi.ResourceSliceMaxCounterSets {

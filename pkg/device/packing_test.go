@@ -128,7 +128,7 @@ func TestMixesFillEightH100(t *testing.T) {
 	known := readModels(t)["h100-sxm5-80gb"]
 	r := newRack(t, known, 8)
 	for _, k := range kinds[1:] {
-		r.classes[k] = fmt.Sprintf(`device.attributes["gpu.nvidia.com"].type == "mig" && %s`, profile(k))
+		r.Classes[k] = fmt.Sprintf(`device.attributes["gpu.nvidia.com"].type == "mig" && %s`, profile(k))
 	}
 	ways := ways(r.cards[0])
 	random := rand.New(rand.NewPCG(3, 4))

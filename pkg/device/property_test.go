@@ -12,6 +12,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/structured"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
 // rack is a machine of several cards of one model under the scheduler's own allocator, with what their hardware says about it.
@@ -32,7 +33,7 @@ func newRack(t *testing.T, known *model.GPU, n int) *rack {
 		items:   map[string]item{}, card: map[string]int{}, held: make([][]item, n), taken: sets.New[structured.DeviceID](),
 	}
 	offered := sets.New[string]()
-	for _, s := range r.slices {
+	for _, s := range r.Slices {
 		for _, d := range s.Spec.Devices {
 			offered.Insert(d.Name)
 		}
@@ -79,7 +80,7 @@ func (r *rack) hold(devices ...string) error {
 func (r *rack) free(device string) {
 	i := r.card[device]
 	r.held[i] = slices.DeleteFunc(slices.Clone(r.held[i]), func(o item) bool { return o.device == device })
-	r.taken.Delete(structured.MakeDeviceID(driverName, "node", device))
+	r.taken.Delete(scheduler.Device(driverName, device))
 }
 
 func (r *rack) clear() {
@@ -103,7 +104,7 @@ func ofClass(name string) resourceapi.DeviceRequest {
 func (r *rack) wishes() []wish {
 	all := []wish{{driverName, func(d item) bool { return d.whole }}}
 	add := func(expression string, wants func(item) bool) {
-		r.classes[expression] = expression
+		r.Classes[expression] = expression
 		all = append(all, wish{expression, wants})
 	}
 	seen := sets.New[uint32]()
@@ -138,7 +139,7 @@ func TestTheAllocatorGivesExactlyWhatTheHardwareCanHold(t *testing.T) {
 		given, refused := 0, 0
 		racks := []*rack{newRack(t, known, 1), newRack(t, known, 2)}
 		wishes := racks[0].wishes()
-		racks[1].classes = racks[0].classes
+		racks[1].Classes = racks[0].Classes
 		for n := range sequences {
 			r := racks[n%4/3]
 			r.clear()

@@ -37,7 +37,7 @@ func TestHowManySlicesAMachineTakes(t *testing.T) {
 			m := newMachine(t, cuttable(models[c.model], c.gpus), Driver{Version: "580.65.06", CUDAVersion: "13.0"})
 			keepsLimits(t, m)
 			counters, devices, released := 0, 0, 0
-			for _, s := range m.slices {
+			for _, s := range m.Slices {
 				if len(s.Spec.SharedCounters) > 0 {
 					counters++
 				} else {
@@ -66,7 +66,7 @@ func TestEveryModelCanBeOfferedAsItIsCut(t *testing.T) {
 		layout, _ := Decide(g, nil, PolicyDynamic, true)
 		m := offered(t, []Offering{{g, layout}}, Driver{Version: "580.65.06"})
 		keepsLimits(t, m)
-		for _, s := range m.slices {
+		for _, s := range m.Slices {
 			if len(s.Spec.SharedCounters) > 0 {
 				t.Error("what does not overlap has counters")
 			}
@@ -272,12 +272,12 @@ mig:
 	m := newMachine(t, cuttable(known, 3), Driver{Version: "999.1", CUDAVersion: "20.0"})
 	keepsLimits(t, m)
 	for _, name := range []string{"profile-40", "profile-41", "profile-20"} {
-		if _, ok := m.slices[0].Spec.SharedCounters[0].Counters[name]; !ok {
-			t.Errorf("there is no counter %s among %v", name, m.slices[0].Spec.SharedCounters[0].Counters)
+		if _, ok := m.Slices[0].Spec.SharedCounters[0].Counters[name]; !ok {
+			t.Errorf("there is no counter %s among %v", name, m.Slices[0].Spec.SharedCounters[0].Counters)
 		}
 	}
 	for _, name := range []string{"profile-30", "profile-0", "copy-engines"} {
-		if _, ok := m.slices[0].Spec.SharedCounters[0].Counters[name]; ok {
+		if _, ok := m.Slices[0].Spec.SharedCounters[0].Counters[name]; ok {
 			t.Errorf("counter %s can decide nothing", name)
 		}
 	}
@@ -299,7 +299,7 @@ func TestACardThatCannotBeDescribedIsOfferedAsAWhole(t *testing.T) {
 		m := newMachine(t, []GPU{g}, Driver{Version: "580.65.06"})
 		keepsLimits(t, m)
 		layout, reason := Decide(g, nil, PolicyDynamic, true)
-		if !layout.Whole || layout.Placements || !strings.Contains(reason, "counters") || len(m.slices) != 1 {
+		if !layout.Whole || layout.Placements || !strings.Contains(reason, "counters") || len(m.Slices) != 1 {
 			t.Errorf("%s: %+v, %q", name, layout, reason)
 		}
 	}

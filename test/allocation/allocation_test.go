@@ -1,0 +1,331 @@
+package allocation
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/dynamic-resource-allocation/structured"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
+)
+
+const (
+	simulator  = "../nvmlsim"
+	driverName = "gpu.nvidia.com"
+	library    = "../../build/nvmlsim/libnvidia-ml.so.1"
+
+	// sequences is how many each model goes through, steps how long one is.
+	sequences, steps = 400, 8
+
+	// The test binary plays the process that scans.
+	role = "ALLOCATION_TEST_CHILD"
+)
+
+func TestMain(m *testing.M) {
+	if os.Getenv(role) == "" {
+		m.Run()
+		return
+	}
+	if err := nvidia.ServeScan(context.Background(), os.Stdin, os.Stdout); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+func TestWhatTheAllocatorGivesIsCutAndWhatItRefusesCannotBe(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root: device nodes with the driver's numbers")
+	}
+	if out, err := exec.CommandContext(t.Context(), "make", "-s", "-C", simulator, "library").CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v", out, err)
+	}
+	models, err := model.ReadGPUs(filepath.Join(simulator, "models"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	unseen, err := model.ReadGPU(filepath.Join(simulator, "conformance", "testdata", "unseen.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	models[unseen.Key] = unseen
+	for _, key := range slices.Sorted(maps.Keys(models)) {
+		if models[key].MIG.Supported.Value {
+			t.Run(key, func(t *testing.T) { carryOut(t, models, key) })
+		}
+	}
+}
+
+// carryOut goes through sequences of claims that come and go, on one card of the model and on two.
+func carryOut(t *testing.T, models map[string]*model.GPU, key string) {
+	t.Helper()
+	path, err := filepath.Abs(library)
+	must(t, "find the library", err)
+	node := described(t, key, models[key])
+	gpus := scanned(t, path, node, models)
+	h := newHardware(t, path, node, models, gpus)
+	seed := fnv.New64a()
+	_, _ = seed.Write([]byte(key))
+	c := &cluster{t: t, hardware: h, random: rand.New(rand.NewPCG(seed.Sum64(), 2))}
+	for _, n := range []int{1, 2} {
+		c.publish(gpus[:n])
+		for range sequences / n {
+			c.sequence()
+			if t.Failed() {
+				return
+			}
+		}
+	}
+	t.Logf("%d claims for %d devices given and made, %d refused after %d devices were tried", c.given, c.devices, c.refused, c.tries)
+	if c.given < sequences || c.refused < sequences/4 {
+		t.Error("that proves little")
+	}
+}
+
+// described is a node with two cards of the model.
+func described(t *testing.T, key string, m *model.GPU) *model.Node {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "node.yaml")
+	text := "driverVersion: \"580.65.06\"\ncudaVersion: \"13.0\"\ngpus:\n"
+	for i := range 2 {
+		text += fmt.Sprintf("- {model: %s, pci: \"0000:%02x:00.0\", pciRoot: \"pci0000:15\", mig: {enabled: %v}}\n", key, 0x20+i, m.MIG.NeedsReset.Value)
+	}
+	must(t, "describe the node", os.WriteFile(file, []byte(text), 0o600))
+	node, err := model.ReadNode(file, "allocation")
+	must(t, "describe the node", err)
+	return node
+}
+
+// scanned are the node's GPUs as the plugin finds them.
+func scanned(t *testing.T, library string, node *model.Node, models map[string]*model.GPU) []device.GPU {
+	t.Helper()
+	root := t.TempDir()
+	must(t, "lay the node out", os.MkdirAll(filepath.Join(root, "machine", "dev"), 0o750))
+	_, err := layout.Up(layout.Options{
+		Root: root, Models: models, Seed: "allocation", Sources: layout.Sources{Library: library},
+		Config: layout.Config{Kind: layout.Container, Node: node, Dev: filepath.Join(root, "machine", "dev")},
+	})
+	must(t, "lay the node out", err)
+	self, err := os.Executable()
+	must(t, "find the test itself", err)
+	paths := nvidia.Paths{
+		DriverRoot: filepath.Join(root, "driver"), HostDriverRoot: "/run/nvidia/driver",
+		Sysfs: filepath.Join(root, "sys"), Proc: filepath.Join(root, "proc"),
+	}
+	found, err := nvidia.Isolated(paths, "env", "NVMLSIM_DEV="+filepath.Join(root, "driver", "dev"), role+"=scan", self)(t.Context())
+	if err != nil || len(found.GPUs) != len(node.GPUs) {
+		t.Fatalf("%d GPUs were found: %v, %v", len(found.GPUs), found.Problems, err)
+	}
+	var gpus []device.GPU
+	for _, g := range found.GPUs {
+		gpus = append(gpus, g.GPU)
+	}
+	return gpus
+}
+
+func must(t *testing.T, what string, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatalf("%s: %v", what, err)
+	}
+}
+
+// cluster is the scheduler above the hardware.
+type cluster struct {
+	*scheduler.Scheduler
+	t        *testing.T
+	hardware *hardware
+	random   *rand.Rand
+	names    []device.Name // of all devices
+	wishes   []wish
+
+	given, devices, refused, tries int
+}
+
+// wish is something that a claim can ask for: a class of its own, since each expression costs the scheduler its time.
+type wish struct {
+	class string
+	wants func(device.Name) bool
+}
+
+// publish offers the GPUs as the plugin does.
+func (c *cluster) publish(gpus []device.GPU) {
+	c.t.Helper()
+	var offerings []device.Offering
+	for _, g := range gpus {
+		as, reason := device.Decide(g, nil, device.PolicyDynamic, true)
+		if !as.Placements {
+			c.t.Fatal(reason)
+		}
+		offerings = append(offerings, device.Offering{GPU: g, Layout: as})
+	}
+	shapes := device.Offer(offerings)
+	c.names, c.wishes = nil, nil
+	classes := scheduler.Classes{}
+	wish := func(expression string, often int, wants func(device.Name) bool) {
+		if classes[expression] == "" {
+			classes[expression] = expression
+			c.wishes = append(c.wishes, slices.Repeat([]wish{{expression, wants}}, often)...)
+		}
+	}
+	for _, s := range shapes {
+		name, ok := device.ParseName(s.Name())
+		if !ok {
+			c.t.Fatalf("%s is no name", s.Name())
+		}
+		c.names = append(c.names, name)
+		if name.Partition == nil {
+			wish(`device.attributes["gpu.nvidia.com"].type == "gpu"`, 2, func(n device.Name) bool { return n.Partition == nil })
+			continue
+		}
+		profile, start := name.Partition.ProfileID, name.Partition.Start
+		of := fmt.Sprintf(`device.attributes["gpu.nvidia.com"].type == "mig" && device.attributes["gpu.nvidia.com"].profileID == %d`, profile)
+		wish(of, 3, func(n device.Name) bool { return n.Partition != nil && n.Partition.ProfileID == profile })
+		wish(fmt.Sprintf(`%s && device.attributes["gpu.nvidia.com"].placementStart == %d`, of, start), 1,
+			func(n device.Name) bool {
+				return n.Partition != nil && n.Partition.ProfileID == profile && n.Partition.Start == start
+			})
+	}
+	c.Scheduler = scheduler.New(driverName, device.Slices(shapes, device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}), classes)
+}
+
+// sequence is claims that come and go, until all are gone.
+func (c *cluster) sequence() {
+	c.t.Helper()
+	taken := sets.New[structured.DeviceID]()
+	var claims [][]made
+	free := func(i int) {
+		for _, m := range claims[i] {
+			if err := c.hardware.destroy(m); err != nil {
+				c.t.Fatal(err)
+			}
+			taken.Delete(scheduler.Device(driverName, m.name.String()))
+		}
+		claims = slices.Delete(claims, i, i+1)
+	}
+	for range steps {
+		if len(claims) > 0 && c.random.IntN(4) == 0 {
+			free(c.random.IntN(len(claims)))
+			continue
+		}
+		var wanted []wish
+		for range 1 + c.random.IntN(5)/3 + c.random.IntN(8)/7 { // one device, now and then two or three
+			wanted = append(wanted, c.wishes[c.random.IntN(len(c.wishes))])
+		}
+		if got := c.claim(taken, claims, wanted); got != nil {
+			claims = append(claims, got)
+		}
+	}
+	for len(claims) > 0 {
+		free(0)
+	}
+	if left := c.hardware.left(); left != "" {
+		c.t.Fatalf("everything was freed, and there is %s", left)
+	}
+}
+
+// claim lets the allocator decide, and the hardware judge.
+func (c *cluster) claim(taken sets.Set[structured.DeviceID], before [][]made, wanted []wish) []made {
+	c.t.Helper()
+	spec := resourceapi.DeviceClaim{}
+	for i, w := range wanted {
+		spec.Requests = append(spec.Requests, resourceapi.DeviceRequest{Name: fmt.Sprintf("r%d", i), Exactly: &resourceapi.ExactDeviceRequest{
+			DeviceClassName: w.class, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1,
+		}})
+	}
+	got, err := c.Allocate(c.t.Context(), taken, spec)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	if len(got) == 0 {
+		c.refused++
+		if way := c.possible(wanted, nil); way != nil {
+			c.t.Fatalf("beside %s the allocator refuses %s, and the hardware can be cut into %v", inWords(before), asked(wanted), way)
+		}
+		return nil
+	}
+	if len(got) != len(wanted) {
+		c.t.Fatalf("%s: the allocator gave %v", asked(wanted), got)
+	}
+	c.given++
+	var all []made
+	for i, d := range got {
+		name, _ := device.ParseName(d)
+		if !wanted[i].wants(name) {
+			c.t.Fatalf("%s was asked for, and %s given", wanted[i].class, d)
+		}
+		m, err := c.hardware.make(name)
+		if err == nil {
+			err = c.hardware.fill(&m)
+		}
+		if err != nil {
+			c.t.Fatalf("beside %s the allocator gave %v for %s: %v", inWords(before), got, asked(wanted), err)
+		}
+		c.devices++
+		all = append(all, m)
+	}
+	return all
+}
+
+// possible tries every way to make what is wanted, and returns one that works.
+func (c *cluster) possible(wanted []wish, way []string) []string {
+	c.t.Helper()
+	if len(wanted) == 0 {
+		return way
+	}
+	for _, name := range c.names {
+		if !wanted[0].wants(name) {
+			continue
+		}
+		c.tries++
+		m, err := c.hardware.make(name)
+		var no refused
+		if errors.As(err, &no) {
+			continue
+		}
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		found := c.possible(wanted[1:], append(slices.Clip(way), name.String()))
+		if err := c.hardware.destroy(m); err != nil {
+			c.t.Fatal(err)
+		}
+		if found != nil {
+			return found
+		}
+	}
+	return nil
+}
+
+func asked(wanted []wish) string {
+	var all []string
+	for _, w := range wanted {
+		all = append(all, w.class)
+	}
+	return strings.Join(all, " + ")
+}
+
+func inWords(claims [][]made) string {
+	var all []string
+	for _, claim := range claims {
+		for _, m := range claim {
+			all = append(all, m.name.String())
+		}
+	}
+	return "[" + strings.Join(all, " ") + "]"
+}
