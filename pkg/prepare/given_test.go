@@ -78,3 +78,31 @@ func TestAPartitionThatWasMadeAgainIsToldOf(t *testing.T) {
 		t.Errorf("%+v, %v; the MIG device was %s and is %s", given, err, before, now)
 	}
 }
+
+// The same IDs may give the same UUID: then nothing of the claim has changed but what the record went through.
+func TestAPartitionThatWasMadeAgainWithItsOldUUIDIsLeftAlone(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
+	before := h.of(t, gpu0).state().MIG.Instances[0].Compute[0].UUID
+	h.of(t, gpu0).reset()
+	h.serial = 0
+	w.scan()
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if now := h.of(t, gpu0).state().MIG.Instances[0].Compute[0].UUID; now != before {
+		t.Fatalf("the MIG device was %s and is %s", before, now)
+	}
+	w.scan()
+	h.asked()
+	for _, again := range []func() error{func() error { return p.Reconcile(t.Context()) }, func() error { return w.plugin(t).Mend(t.Context()) }} {
+		if err := again(); err != nil || len(h.asked()) > 0 {
+			t.Errorf("the partition is not the claim's any more: %v", err)
+		}
+	}
+	if given, err := p.Given("uid-c"); err != nil || given[0].Compute == nil || given[0].Compute.UUID != before {
+		t.Errorf("%+v, %v", given, err)
+	}
+}

@@ -133,7 +133,8 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, w *plan, 
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
-	changed, others := r.BootID != p.BootID || !slices.EqualFunc(old.Steps, stored, sameStep), false
+	// What is on record now is what making a partition again has journalled, if that was needed.
+	changed, others := r.BootID != p.BootID || !slices.EqualFunc(r.Steps, stored, sameStep), false
 	for i := range r.Devices {
 		if now := w.record.Devices[i].MIGUUID; r.Devices[i].MIGUUID != now {
 			r.Devices[i].MIGUUID, changed, others = now, true, true
