@@ -70,7 +70,7 @@ type Driver struct {
 	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.
 	limited map[string]string
 	// lost is what was last said of devices that claims have lost. Only reconcile uses it.
-	lost     map[string]string
+	lost     map[string]toldLost
 	presence *presence
 
 	fail   context.CancelCauseFunc

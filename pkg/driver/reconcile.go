@@ -70,19 +70,35 @@ func (d *Driver) reconcileOnce(ctx context.Context) bool {
 	return settled
 }
 
-// reportLost says of each claim that has lost a device so where its user looks, once for each way in which it was lost.
+// toldLost is what was said of a device that a claim has lost.
+type toldLost struct {
+	claim   kubeletplugin.NamespacedObject
+	message string
+}
+
+// reportLost says of each claim that has lost a device so where its user looks, once for each way in which it was lost, and when it has the device again.
+// err is that of a comparison of all claims.
 func (d *Driver) reportLost(ctx context.Context, err error) {
-	now := map[string]string{}
+	now := map[string]toldLost{}
 	for _, lost := range prepare.Lost(err) {
+		namespace, name, _ := strings.Cut(lost.Claim, "/")
+		told := toldLost{kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: namespace, Name: name}, UID: lost.UID}, lost.Error()}
 		key := string(lost.UID) + "/" + lost.Device
-		now[key] = lost.Error()
-		if d.lost[key] == now[key] {
+		now[key] = told
+		if d.lost[key] == told {
 			continue
 		}
-		namespace, name, _ := strings.Cut(lost.Claim, "/")
-		c := kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: namespace, Name: name}, UID: lost.UID}
-		d.status.Lost(ctx, c, lost.Device, "Lost", lost.Error())
-		d.events.warnClaim(c, "DeviceLost", lost.Error())
+		d.status.Lost(ctx, told.claim, lost.Device, "Lost", told.message)
+		d.events.warnClaim(told.claim, "DeviceLost", told.message)
+	}
+	for key, told := range d.lost {
+		switch _, still := now[key]; {
+		case still:
+		case err != nil:
+			now[key] = told // another error may stand in for that of this claim
+		default:
+			d.status.Changed(ctx, told.claim, d.given(told.claim.UID))
+		}
 	}
 	d.lost = now
 }
