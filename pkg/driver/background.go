@@ -23,18 +23,27 @@ const (
 func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 	var wg sync.WaitGroup
 	toPublisher := make(chan struct{}, 1)
+	policy := &nodePolicy{
+		client: d.client, node: d.cfg.NodeName,
+		set: func(annotated device.Policies) {
+			d.layouts.Annotate(annotated)
+			wake(toPublisher)
+			wake(d.toReconcile)
+		},
+		wrong: func(message string) { d.events.warn("PolicyIgnored", message) },
+	}
+	policyRead := make(chan struct{})
+	wg.Go(func() {
+		policy.Read(ctx)
+		close(policyRead)
+		policy.Watch(ctx)
+	})
 	wg.Go(func() { d.inv.Run(ctx) })
 	wg.Go(func() { d.follow(ctx, toPublisher) })
 	wg.Go(func() { d.reconcile(ctx) })
 	wg.Go(func() { d.status.Run(ctx) })
 	wg.Go(func() {
-		watchPolicy(ctx, d.client, d.cfg.NodeName, func(annotated device.Policies) {
-			d.layouts.Annotate(annotated)
-			wake(toPublisher)
-			wake(d.toReconcile)
-		}, func(message string) { d.events.warn("PolicyIgnored", message) })
-	})
-	wg.Go(func() {
+		<-policyRead // or what is offered would change at once; the reading is bounded
 		if err := d.publisher(ctx).Run(ctx, toPublisher); err != nil {
 			d.fail(err)
 		}

@@ -35,6 +35,8 @@ type layouts struct {
 	mu sync.Mutex
 	// configured and annotated are the rules of the configuration, and of the Node's annotation, which go first.
 	configured, annotated device.Policies
+	// read says that the Node's annotation is known. Until then nothing is changed about any GPU: it may say so.
+	read bool
 	// decided is what was last said of each GPU, by its name.
 	decided map[string]decision
 }
@@ -53,13 +55,20 @@ func newLayouts(owner ownership, configured device.Policies) *layouts {
 func (l *layouts) Annotate(p device.Policies) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.annotated = p
+	l.annotated, l.read = p, true
 }
 
 // Policy is what may be done about a GPU.
 func (l *layouts) Policy(g device.GPU) device.Policy {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	return l.policy(g)
+}
+
+func (l *layouts) policy(g device.GPU) device.Policy {
+	if !l.read {
+		return device.PolicyStatic
+	}
 	return l.configured.And(l.annotated).For(g)
 }
 
@@ -100,8 +109,19 @@ func (l *layouts) decide(ctx context.Context, g device.GPU, counters bool) (deci
 	if g.MIG != nil && len(g.MIG.Instances) > 0 {
 		g, owned, foreign, failed = l.split(ctx, g)
 	}
+	if before, known := l.before(g); failed != nil && known {
+		return before, failed // a GPU that is busy being cut is not taken away for that
+	}
 	layout, reason := device.Decide(g, owned, l.Policy(g), counters)
 	return decision{offering: device.Offering{GPU: g, Layout: layout}, reason: reason, foreign: foreign}, failed
+}
+
+// before is what was last decided about this card.
+func (l *layouts) before(g device.GPU) (_ decision, known bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	d, known := l.decided[g.WholeName()]
+	return d, known && d.offering.UUID == g.UUID
 }
 
 // split tells a GPU's instances apart, and brings them up to date where that was needed. On an error what nobody explains counts as an admin's: then
@@ -155,7 +175,7 @@ func (l *layouts) HandedOver() []device.GPU {
 	var gpus []device.GPU
 	for _, d := range l.decided {
 		g := d.offering.GPU
-		if len(d.foreign) > 0 && l.configured.And(l.annotated).For(g) == device.PolicyAdopt {
+		if len(d.foreign) > 0 && l.policy(g) == device.PolicyAdopt {
 			gpus = append(gpus, g)
 		}
 	}

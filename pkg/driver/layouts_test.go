@@ -46,6 +46,14 @@ func half(instances ...device.Instance) inventory.Snapshot {
 	}}}}}
 }
 
+// annotated has read a Node's annotation.
+func annotated(r *records, rules string) *layouts {
+	l := newLayouts(r, device.Policies{})
+	policies, _ := device.ParsePolicies(rules)
+	l.Annotate(policies)
+	return l
+}
+
 func instance(id, start uint32) device.Instance {
 	return device.Instance{
 		ID: id, ProfileID: 9, Placement: device.Placement{Start: start, Size: 1},
@@ -68,7 +76,7 @@ var everyShape = []string{gpuName, gpuName + "-mig-9-0", gpuName + "-mig-9-1"}
 
 func TestWhatRecordsExplainLimitsNothing(t *testing.T) {
 	r := &records{ours: []uint32{1}}
-	l := newLayouts(r, device.Policies{})
+	l := annotated(r, "")
 	if got, settled := offered(t, l, half(instance(1, 0))); !slices.Equal(got, everyShape) || !settled || r.looks != 0 {
 		t.Errorf("got %v, settled %v, after %d looks", got, settled, r.looks)
 	}
@@ -79,7 +87,7 @@ func TestWhatRecordsExplainLimitsNothing(t *testing.T) {
 
 func TestAnAdminsLayoutIsConfirmedOnceAndOfferedAsItIs(t *testing.T) {
 	r := &records{card: []device.Instance{instance(1, 1)}}
-	l := newLayouts(r, device.Policies{})
+	l := annotated(r, "")
 	for range 3 {
 		if got, settled := offered(t, l, half(instance(1, 1))); !slices.Equal(got, []string{gpuName + "-mig-9-1"}) || !settled {
 			t.Fatalf("got %v, settled %v", got, settled)
@@ -100,7 +108,7 @@ func TestAnAdminsLayoutIsConfirmedOnceAndOfferedAsItIs(t *testing.T) {
 func TestAnInstanceThatWasOursWhenItWasSeenIsNoAdmins(t *testing.T) {
 	// Since the inventory looked, the claim has ended: its record and its instance are gone.
 	r := &records{}
-	l := newLayouts(r, device.Policies{})
+	l := annotated(r, "")
 	if got, settled := offered(t, l, half(instance(1, 0))); !slices.Equal(got, everyShape) || !settled || r.looks != 1 {
 		t.Errorf("got %v, settled %v, after %d looks", got, settled, r.looks)
 	}
@@ -108,13 +116,41 @@ func TestAnInstanceThatWasOursWhenItWasSeenIsNoAdmins(t *testing.T) {
 
 func TestAGPUThatCannotBeAskedIsOfferedAsItIsAndAskedAgain(t *testing.T) {
 	r := &records{err: errors.New("it hangs")}
-	l := newLayouts(r, device.Policies{})
+	l := annotated(r, "")
 	if got, settled := offered(t, l, half(instance(1, 0))); !slices.Equal(got, []string{gpuName + "-mig-9-0"}) || settled {
 		t.Errorf("got %v, settled %v", got, settled)
 	}
 	r.err, r.card = nil, nil
 	if got, settled := offered(t, l, half(instance(1, 0))); !slices.Equal(got, everyShape) || !settled {
 		t.Errorf("got %v, settled %v", got, settled)
+	}
+}
+
+func TestAGPUThatIsBusyStaysAsItWasOffered(t *testing.T) {
+	r := &records{}
+	l := annotated(r, "")
+	offered(t, l, half())
+	r.err = errors.New("a claim is being prepared on it")
+	if got, settled := offered(t, l, half(instance(1, 0))); !slices.Equal(got, everyShape) || settled {
+		t.Errorf("got %v, settled %v", got, settled)
+	}
+}
+
+func TestNothingIsCutBeforeTheNodesAnnotationIsKnown(t *testing.T) {
+	adopt, err := device.ParsePolicies("adopt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := newLayouts(&records{card: []device.Instance{instance(1, 0)}}, adopt)
+	if got, _ := offered(t, l, half(instance(1, 0))); !slices.Equal(got, []string{gpuName + "-mig-9-0"}) || len(l.HandedOver()) != 0 {
+		t.Error(got, l.HandedOver())
+	}
+	if got, _ := offered(t, l, half()); !slices.Equal(got, everyShape[:1]) {
+		t.Error(got)
+	}
+	l.Annotate(device.Policies{})
+	if got, _ := offered(t, l, half()); !slices.Equal(got, everyShape) {
+		t.Error(got)
 	}
 }
 
@@ -125,14 +161,15 @@ func TestPoliciesOfTheNodeGoBeforeTheConfiguration(t *testing.T) {
 	}
 	r := &records{card: []device.Instance{instance(1, 0)}}
 	l := newLayouts(r, configured)
+	l.Annotate(device.Policies{})
 	if got, _ := offered(t, l, half()); !slices.Equal(got, everyShape[:1]) {
 		t.Error(got)
 	}
-	annotated, err := device.ParsePolicies("GPU-1=adopt")
+	adopt, err := device.ParsePolicies("GPU-1=adopt")
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.Annotate(annotated)
+	l.Annotate(adopt)
 	if got, _ := offered(t, l, half()); !slices.Equal(got, everyShape) {
 		t.Error(got)
 	}

@@ -2,9 +2,12 @@ package driver
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"sync"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/informers"
@@ -18,38 +21,84 @@ import (
 // policyAnnotation is where an admin says for one Node what may be done about its GPUs' partitions, as rules like those of --mig-policy.
 const policyAnnotation = DriverName + "/mig-policy"
 
-// watchPolicy tells set of the rules in the Node's annotation, at once and whenever they change. Rules that cannot be read are reported, and the ones
-// before stay in force.
-func watchPolicy(ctx context.Context, client kubernetes.Interface, nodeName string, set func(device.Policies), wrong func(message string)) {
-	factory := informers.NewSharedInformerFactoryWithOptions(client, 0, informers.WithTweakListOptions(func(o *metav1.ListOptions) {
-		o.FieldSelector = fields.OneTermEqualSelector(metav1.ObjectNameField, nodeName).String()
+// nodePolicy follows the rules in the Node's annotation. Rules that cannot be read are reported, and the ones before stay in force; before the first that
+// can be read, nothing is known.
+type nodePolicy struct {
+	client kubernetes.Interface
+	node   string
+	// set is told of the rules, wrong of what keeps them from being followed, each time for another reason.
+	set   func(device.Policies)
+	wrong func(message string)
+
+	mu    sync.Mutex
+	known bool
+	last  string // the annotation
+	said  string // to wrong
+}
+
+// Read looks once, so that the rules are known before anything is decided.
+func (p *nodePolicy) Read(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, firstLookTimeout)
+	defer cancel()
+	node, err := p.client.CoreV1().Nodes().Get(ctx, p.node, metav1.GetOptions{})
+	if err != nil {
+		p.complain(fmt.Sprintf("annotation %s cannot be read, so that nothing about the GPUs is changed: %v", policyAnnotation, err))
+		return
+	}
+	p.follow(ctx, node)
+}
+
+// Watch follows until the context ends.
+func (p *nodePolicy) Watch(ctx context.Context) {
+	factory := informers.NewSharedInformerFactoryWithOptions(p.client, 0, informers.WithTweakListOptions(func(o *metav1.ListOptions) {
+		o.FieldSelector = fields.OneTermEqualSelector(metav1.ObjectNameField, p.node).String()
 	}))
 	nodes := factory.Core().V1().Nodes().Informer()
-	last := ""
-	follow := func(object any) {
-		node, ok := object.(*corev1.Node)
-		if !ok || node.Name != nodeName {
-			return
+	see := func(object any) {
+		if node, ok := object.(*corev1.Node); ok && node.Name == p.node {
+			p.follow(ctx, node)
 		}
-		rules := node.Annotations[policyAnnotation]
-		if rules == last {
-			return
-		}
-		last = rules
-		policies, err := device.ParsePolicies(rules)
-		if err != nil {
-			wrong(fmt.Sprintf("annotation %s is not followed: %v", policyAnnotation, err))
-			return
-		}
-		klog.FromContext(ctx).Info("Policy for partitions in the Node's annotation", "annotation", policyAnnotation, "rules", rules)
-		set(policies)
 	}
-	// One listener calls its handlers one after another.
-	if _, err := nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: follow, UpdateFunc: func(_, now any) { follow(now) }}); err != nil {
-		wrong(fmt.Sprintf("annotation %s cannot be watched: %v", policyAnnotation, err)) // an informer that has not been started takes every handler
+	_, err := nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: see, UpdateFunc: func(_, now any) { see(now) }})
+	err = errors.Join(err, nodes.SetWatchErrorHandlerWithContext(func(ctx context.Context, r *cache.Reflector, err error) {
+		cache.DefaultWatchErrorHandler(ctx, r, err)
+		if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
+			p.complain(fmt.Sprintf("changes of annotation %s are not noticed: %v", policyAnnotation, err))
+		}
+	}))
+	if err != nil { // not of an informer that has not been started
+		p.complain(fmt.Sprintf("changes of annotation %s are not noticed: %v", policyAnnotation, err))
 		return
 	}
 	factory.StartWithContext(ctx)
 	<-ctx.Done()
 	factory.Shutdown()
+}
+
+func (p *nodePolicy) follow(ctx context.Context, node *corev1.Node) {
+	rules := node.Annotations[policyAnnotation]
+	p.mu.Lock()
+	same := p.known && rules == p.last
+	p.known, p.last = true, rules
+	p.mu.Unlock()
+	if same {
+		return
+	}
+	policies, err := device.ParsePolicies(rules)
+	if err != nil {
+		p.complain(fmt.Sprintf("annotation %s is not followed: %v", policyAnnotation, err))
+		return
+	}
+	klog.FromContext(ctx).Info("Policy for partitions in the Node's annotation", "annotation", policyAnnotation, "rules", rules)
+	p.set(policies)
+}
+
+func (p *nodePolicy) complain(message string) {
+	p.mu.Lock()
+	said := p.said == message
+	p.said = message
+	p.mu.Unlock()
+	if !said {
+		p.wrong(message)
+	}
 }
