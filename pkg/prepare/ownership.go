@@ -18,6 +18,8 @@ type holding struct {
 	cuts []*migInstance
 	// unread are places of claims whose record cannot be read: whose the instance there is cannot be proved, so it is neither an admin's nor removed.
 	unread []device.PartitionName
+	// unknown says that such a claim's places are not known either: what is there may all be its.
+	unknown bool
 	// used are the MIG devices of others that claims use as they are.
 	used map[string]bool
 }
@@ -41,6 +43,7 @@ func (p *Preparer) holding(gpu string) (*holding, error) {
 		}
 		if err != nil {
 			h.unread = append(h.unread, places...)
+			h.unknown = h.unknown || e.Inexact()
 			continue
 		}
 		h.take(gpu, r, steps)
@@ -74,7 +77,7 @@ func partitionsOf(gpu string, devices []string) []device.PartitionName {
 }
 
 func (h *holding) explains(in device.Instance) bool {
-	return slices.ContainsFunc(h.cuts, func(s *migInstance) bool { return s.explains(in) }) ||
+	return h.unknown || slices.ContainsFunc(h.cuts, func(s *migInstance) bool { return s.explains(in) }) ||
 		slices.ContainsFunc(h.unread, func(place device.PartitionName) bool {
 			return place.Compute == nil && place.ProfileID == in.ProfileID && place.Start == in.Placement.Start
 		})
