@@ -70,8 +70,10 @@ type Driver struct {
 	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.
 	limited map[string]string
 	// lost is what was last said of devices that claims have lost. Only reconcile uses it.
-	lost     map[string]toldLost
-	presence *presence
+	lost map[string]toldLost
+	// unhealthy says of the devices that claims have lost, by name, what became of them.
+	unhealthy atomic.Pointer[map[string]string]
+	presence  *presence
 
 	fail   context.CancelCauseFunc
 	helper atomic.Pointer[kubeletplugin.Helper]

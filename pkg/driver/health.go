@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
@@ -20,7 +21,7 @@ func (d *Driver) WatchHealthStatus(ctx context.Context, reports chan<- kubeletpl
 		select {
 		case <-ctx.Done():
 			return nil
-		case reports <- healthReport(d.cfg.NodeName, d.inv.Snapshot(), time.Now()):
+		case reports <- healthReport(d.cfg.NodeName, d.inv.Snapshot(), d.unhealthy.Load(), time.Now()):
 		}
 		select {
 		case <-ctx.Done():
@@ -32,14 +33,17 @@ func (d *Driver) WatchHealthStatus(ctx context.Context, reports chan<- kubeletpl
 
 // healthReport says of each device what the inventory knows: healthy while the driver answers for its GPU, unknown while the inventory is not ready.
 // Every partition is in it that the GPU can have or has, whether it is cut now or not: the kubelet looks up those that its Pods hold.
-func healthReport(pool string, s inventory.Snapshot, now time.Time) kubeletplugin.DeviceHealthReport {
+// lost, if not nil, says of devices that are gone for the claims that hold them what became of them.
+func healthReport(pool string, s inventory.Snapshot, lost *map[string]string, now time.Time) kubeletplugin.DeviceHealthReport {
 	var report kubeletplugin.DeviceHealthReport
+	gone := ptr.Deref(lost, nil)
 	for _, g := range s.Node.GPUs {
 		for _, name := range g.DeviceNames() {
 			h := kubeletplugin.DeviceHealth{PoolName: pool, DeviceName: name, Health: kubeletplugin.HealthStatusHealthy, LastUpdated: now}
-			if !s.Ready {
-				h.Health = kubeletplugin.HealthStatusUnknown
-				h.Message = s.Reason
+			if message, is := gone[name]; is {
+				h.Health, h.Message = kubeletplugin.HealthStatusUnhealthy, message
+			} else if !s.Ready {
+				h.Health, h.Message = kubeletplugin.HealthStatusUnknown, s.Reason
 			}
 			report.Devices = append(report.Devices, h)
 		}

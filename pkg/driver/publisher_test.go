@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -173,12 +174,26 @@ func TestGateSpeaksForEveryReason(t *testing.T) {
 func TestHealthReportCoversEveryDevice(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
 	now := time.Now()
-	if r := healthReport("node", s, now); len(r.Devices) != 2 || r.Devices[1].Health != "Healthy" || r.Devices[1].DeviceName != "gpu-0000-43-00-0" {
+	if r := healthReport("node", s, nil, now); len(r.Devices) != 2 || r.Devices[1].Health != "Healthy" || r.Devices[1].DeviceName != "gpu-0000-43-00-0" {
 		t.Errorf("got %+v", r)
 	}
 	s.Ready, s.Reason = false, "the driver went away"
-	if r := healthReport("node", s, now); len(r.Devices) != 2 || r.Devices[0].Health != "Unknown" || r.Devices[0].Message != s.Reason {
+	if r := healthReport("node", s, nil, now); len(r.Devices) != 2 || r.Devices[0].Health != "Unknown" || r.Devices[0].Message != s.Reason {
 		t.Errorf("got %+v", r)
+	}
+}
+
+func TestHealthReportSaysWhatAClaimHasLost(t *testing.T) {
+	s := half()
+	lost := map[string]string{gpuName + "-mig-9-1": "it is gone"}
+	for _, h := range healthReport("node", s, &lost, time.Now()).Devices {
+		want := kubeletplugin.HealthStatusHealthy
+		if h.DeviceName == gpuName+"-mig-9-1" {
+			want = kubeletplugin.HealthStatusUnhealthy
+		}
+		if h.Health != want {
+			t.Errorf("%s is %s (%s)", h.DeviceName, h.Health, h.Message)
+		}
 	}
 }
 

@@ -72,8 +72,8 @@ func (d *Driver) reconcileOnce(ctx context.Context) bool {
 
 // toldLost is what was said of a device that a claim has lost.
 type toldLost struct {
-	claim   kubeletplugin.NamespacedObject
-	message string
+	claim           kubeletplugin.NamespacedObject
+	device, message string
 }
 
 // reportLost says of each claim that has lost a device so where its user looks, once for each way in which it was lost, and when it has the device again.
@@ -82,7 +82,7 @@ func (d *Driver) reportLost(ctx context.Context, err error) {
 	now := map[string]toldLost{}
 	for _, lost := range prepare.Lost(err) {
 		namespace, name, _ := strings.Cut(lost.Claim, "/")
-		told := toldLost{kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: namespace, Name: name}, UID: lost.UID}, lost.Error()}
+		told := toldLost{kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: namespace, Name: name}, UID: lost.UID}, lost.Device, lost.Error()}
 		key := string(lost.UID) + "/" + lost.Device
 		now[key] = told
 		if d.lost[key] == told {
@@ -101,4 +101,9 @@ func (d *Driver) reportLost(ctx context.Context, err error) {
 		}
 	}
 	d.lost = now
+	unhealthy := make(map[string]string, len(now))
+	for _, told := range now {
+		unhealthy[told.device] = told.message
+	}
+	d.unhealthy.Store(&unhealthy)
 }
