@@ -106,11 +106,10 @@ func (t *want) intact(d checkpoint.Device, instances []device.Instance) bool {
 			}
 			continue
 		}
-		for _, c := range in.Compute {
-			if c.UUID == d.MIGUUID {
-				t.found = &partition{in, c}
-				return true
-			}
+		// A UUID alone is no proof: it follows from the card and the two IDs, which another profile may have by now.
+		if c, ok := in.Part(*t.name.Partition); ok && c.UUID == d.MIGUUID {
+			t.found = &partition{in, c}
+			return true
 		}
 	}
 	return false

@@ -58,14 +58,16 @@ func (p *Preparer) Given(claim types.UID) ([]Given, error) {
 	return given, nil
 }
 
-// find looks for the MIG device by its UUID.
+// find looks for the MIG device by its place, profile and UUID.
 func (g *Given) find(instances []device.Instance) {
+	name, ok := device.ParseName(g.Device.Device)
+	if !ok || name.Partition == nil {
+		return
+	}
 	for _, in := range instances {
-		for _, c := range in.Compute {
-			if c.UUID == g.MIGUUID {
-				g.Instance, g.Compute = &in, &c
-				return
-			}
+		if c, ok := in.Part(*name.Partition); ok && c.UUID == g.MIGUUID {
+			g.Instance, g.Compute = &in, &c
+			return
 		}
 	}
 }

@@ -3,6 +3,8 @@ package prepare
 import (
 	"fmt"
 	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // Of a claim whose record neither names its devices nor can be read, any instance may be.
@@ -30,5 +32,39 @@ func TestWhereAnUnreadableRecordNamesNoDevicesNothingIsSomeoneElses(t *testing.T
 	}
 	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).instances) != 6 {
 		t.Errorf("a claim's instances were removed, there are %d: %v", len(h.of(t, gpu0).instances), err)
+	}
+}
+
+// A MIG UUID follows from the card and the instances' IDs, which are used again.
+func TestAnotherProfileWithTheSameUUIDIsNotTheDeviceThatTheClaimUses(t *testing.T) {
+	for name, now := range map[string]struct {
+		profile uint32
+		at      device.Placement
+	}{
+		"another profile": {14, device.Placement{Start: 4, Size: 2}},
+		"another place":   {9, device.Placement{Start: 0, Size: 4}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMIG(w)
+			theirs := h.someoneElse(t, gpu0, 9, 4)
+			w.scan()
+			p := w.plugin(t)
+			c := newClaim("c", allocated("r", large4))
+			mustPrepare(t, p, c)
+			theirs.ProfileID, theirs.Placement = now.profile, now.at
+			h.of(t, gpu0).instances[theirs.ID] = theirs
+			w.scan()
+			if given, err := p.Given("uid-c"); err != nil || given[0].Instance != nil {
+				t.Errorf("the claim is said to have %+v: %v", given, err)
+			}
+			if lost := Lost(p.Mend(t.Context())); len(lost) != 1 {
+				t.Errorf("%+v", lost)
+			}
+			_, err := p.Prepare(t.Context(), c)
+			if lost := Lost(err); len(lost) != 1 || lost[0].Device != large4 || w.specs.of("uid-c") != nothing {
+				t.Errorf("%v; containers are given %s", err, w.specs.of("uid-c"))
+			}
+		})
 	}
 }
