@@ -513,6 +513,12 @@ func TestGivingBackNeedsNoDriverAndNoCard(t *testing.T) {
 			delete(h.cards, "0000:1b:00.0")
 			w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:]
 		},
+		"the card fell off the bus": func(_ *testing.T, w *world, h *hardware) {
+			h.fault = func(int, bool) error {
+				return &nvidia.CutError{Op: "look", Code: nvidia.CodeLost, Message: "the GPU is lost"}
+			}
+			w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:]
+		},
 		"another card is there": func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).uuid = "GPU-new" },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -524,6 +530,25 @@ func TestGivingBackNeedsNoDriverAndNoCard(t *testing.T) {
 			mustUnprepare(t, p, "uid-c")
 			clean(t, w)
 		})
+	}
+}
+
+// A GPU that does not answer and is still in the node may have its instances when it answers again.
+func TestOfACardThatIsStillThereNothingIsForgotten(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
+	h.fault = func(int, bool) error {
+		return &nvidia.CutError{Op: "look", Code: nvidia.CodeLost, Message: "the GPU is lost"}
+	}
+	if err := p.Unprepare(t.Context(), "uid-c"); CauseOf(err) != CauseStep || len(w.records()) != 1 {
+		t.Errorf("given back, with %q: %v", w.records(), err)
+	}
+	h.fault = nil
+	mustUnprepare(t, p, "uid-c")
+	if len(h.of(t, gpu0).instances) != 0 {
+		t.Error("it is left")
 	}
 }
 

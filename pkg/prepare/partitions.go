@@ -155,7 +155,8 @@ func (e *Env) isGone(ctx context.Context, s *migInstance, err error) bool {
 	switch cutCode(err) {
 	case device.CutReplaced, device.CutChanged, device.CutNoDriver:
 		gone = true
-	case device.CutNotFound:
+	case device.CutNotFound, device.CutLost:
+		// A card that fell off the bus answers so until the node is started again, and forgets then.
 		gone = !e.Present(s.Card)
 	}
 	if gone {
