@@ -138,7 +138,7 @@ func (l *layouts) split(ctx context.Context, g device.GPU) (_ device.GPU, owned,
 	}
 	ctx, cancel := context.WithTimeout(ctx, confirmTimeout)
 	defer cancel()
-	there, confirmed, err := l.owner.Foreign(ctx, device.Card{PCIAddress: g.PCIAddress, UUID: g.UUID}, name)
+	there, confirmed, err := l.owner.Foreign(ctx, g.Card(), name)
 	if err != nil {
 		return g, owned, nil, err
 	}

@@ -22,7 +22,11 @@ func TestTheNodesAnnotationIsFollowed(t *testing.T) {
 	var complaints []string
 	p := &nodePolicy{
 		client: client, node: "node",
-		set:   func(p device.Policies) { mu.Lock(); defer mu.Unlock(); policies = append(policies, p.For(device.GPU{})) },
+		set: func(p device.Policies) {
+			mu.Lock()
+			defer mu.Unlock()
+			policies = append(policies, p.For(device.GPU{}))
+		},
 		wrong: func(m string) { mu.Lock(); defer mu.Unlock(); complaints = append(complaints, m) },
 	}
 	p.Read(t.Context())

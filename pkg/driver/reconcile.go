@@ -2,14 +2,15 @@ package driver
 
 import (
 	"context"
+	"errors"
 	"strings"
+	"sync"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -60,14 +61,28 @@ func (d *Driver) reconcileOnce(ctx context.Context) bool {
 		logger.Error(err, "Records and hardware do not agree yet; trying again")
 	}
 	d.reportLost(ctx, err)
-	for _, g := range d.layouts.HandedOver() {
-		if err := d.preparer.Adopt(ctx, device.Card{PCIAddress: g.PCIAddress, UUID: g.UUID}, g.WholeName()); err != nil {
-			settled = false
-			logger.Error(err, "Could not take over all instances that an admin hands over", "gpu", g.WholeName())
-		}
+	if !d.adopt(ctx) {
+		settled = false
 	}
 	d.countHeld(ctx)
 	return settled
+}
+
+// adopt takes over what admins hand over, and says whether that is done. A GPU that hangs keeps no other waiting.
+func (d *Driver) adopt(ctx context.Context) bool {
+	gpus := d.layouts.HandedOver()
+	errs := make([]error, len(gpus))
+	var wg sync.WaitGroup
+	for i, g := range gpus {
+		wg.Go(func() { errs[i] = d.preparer.Adopt(ctx, g.Card(), g.WholeName()) })
+	}
+	wg.Wait()
+	for i, err := range errs {
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "Could not take over all instances that an admin hands over", "gpu", gpus[i].WholeName())
+		}
+	}
+	return errors.Join(errs...) == nil
 }
 
 // toldLost is what was said of a device that a claim has lost.
