@@ -7,9 +7,6 @@ import (
 	"strings"
 	"testing"
 	"time"
-
-	resourceapi "k8s.io/api/resource/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 // laidOut is how the GPUs of static-mig are offered. A GPU instance without a compute instance cannot be used.
@@ -108,6 +105,10 @@ func (w *world) testHandOver(t *testing.T) {
 		t.Errorf("the Pod had %v and has %v", given, now)
 	}
 	w.endPods(t, u.namespace)
+	eventually(t, 15*time.Second, "the instance is removed that a claim used until now", func() (bool, string) {
+		got := w.cut(t, nodeLaidOut)
+		return slices.Equal(got, []string{"gpu-0000-9b-00-0-mig-5-0"}), fmt.Sprint(got)
+	})
 	want["1b-00-0"] = "+25 whole"
 	w.offersAs(t, nodeLaidOut, want)
 	u.pod("next", onNode(nodeLaidOut), fromTemplate("gpu", "admins"))
@@ -117,101 +118,5 @@ func (w *world) testHandOver(t *testing.T) {
 	w.clean(t, nodeLaidOut)
 	if got, want := w.cut(t, nodeLaidOut), []string{"gpu-0000-9b-00-0-mig-5-0"}; !slices.Equal(got, want) {
 		t.Errorf("the node is cut into %v, want %v", got, want)
-	}
-}
-
-// testForgetfulHardware: a reboot, and a reload of the driver, forget all instances, and the H100's and X900's mode. Claims that are held get theirs again.
-func (w *world) testForgetfulHardware(t *testing.T) {
-	u := w.tenant(t)
-	pods := []string{"h100-small", "h100-half", "a100", "unseen"}
-	for pod, devices := range map[string]string{
-		"h100-small": device("mig.nvidia.com", "0000:1b:00.0", "1g.10gb"), "h100-half": device("mig.nvidia.com", "0000:1b:00.0", "3g.40gb"),
-		"a100": device("mig.nvidia.com", "0000:c1:00.0", "2g.20gb"), "unseen": device("mig.nvidia.com", "0000:43:00.0", "2g.40gb"),
-	} {
-		u.template(pod, devices)
-		u.pod(pod, onNode(nodeCards), fromTemplate("gpu", pod), container("main", "gpu"), lasting)
-	}
-	u.running(pods...)
-	u.isCut(nodeCards, pods...)
-	allocated := map[string]string{}
-	for _, pod := range pods {
-		u.seesPartitions(pod, "gpu")
-		allocated[pod] = u.device(pod)
-	}
-
-	node := w.node(t, nodeCards)
-	containers := u.containers(pods)
-	if err := node.PowerCut(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if err := node.Boot(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	u.inNewContainers(containers)
-	u.isCut(nodeCards, pods...)
-	u.haveTheirs(allocated)
-	w.offersAs(t, nodeCards, map[string]string{
-		"1b-00-0": "+25 whole", "3d-00-0": "whole", "43-00-0": "+18 whole", "9b-00-0": "whole",
-		"b1-00-0": "whole", "c1-00-0": "+25", "d1-00-0": "+25", // what was pending
-	})
-
-	// Containers that run through a reload have lost what they had open. The next ones have the same partitions.
-	w.nvmlsim(t, nodeCards, "driver", "reload", "--force")
-	u.isCut(nodeCards, pods...)
-	u.haveTheirs(allocated)
-	containers = u.containers(pods)
-	for _, pod := range pods {
-		u.killContainer(pod)
-	}
-	u.inNewContainers(containers)
-	u.haveTheirs(allocated)
-
-	w.endPods(t, u.namespace)
-	w.uncut(t, nodeCards)
-	w.clean(t, nodeCards)
-}
-
-// device is the one that a Pod's claim was allocated.
-func (u tenant) device(pod string) string {
-	u.t.Helper()
-	return u.claimOf(u.t, u.namespace, pod, "gpu").Status.Allocation.Devices.Results[0].Device
-}
-
-// containers are the IDs of Pods' containers.
-func (u tenant) containers(pods []string) map[string]string {
-	u.t.Helper()
-	ids := map[string]string{}
-	for _, pod := range pods {
-		ids[pod] = u.get(pod).Status.ContainerStatuses[0].ContainerID
-	}
-	return ids
-}
-
-// inNewContainers waits until Pods run in other containers than these.
-func (u tenant) inNewContainers(old map[string]string) {
-	u.t.Helper()
-	for pod, id := range old {
-		eventually(u.t, 90*time.Second, "Pod "+pod+" runs in a new container", func() (bool, string) {
-			p := u.get(pod)
-			status := p.Status.ContainerStatuses
-			ok := isReady(p) && len(status) > 0 && status[0].State.Running != nil && status[0].ContainerID != id
-			return ok, fmt.Sprintf("%+v %s", status, u.events(u.t, u.namespace, pod))
-		})
-	}
-}
-
-// haveTheirs makes sure that each Pod has the device that it was allocated, sees that and nothing else, and that its claim's status says so.
-func (u tenant) haveTheirs(allocated map[string]string) {
-	u.t.Helper()
-	for pod, want := range allocated {
-		if got := u.device(pod); got != want {
-			u.t.Errorf("Pod %s has %s, it had %s", pod, got, want)
-		}
-		u.seesPartitions(pod, "gpu")
-		claim := u.claimOf(u.t, u.namespace, pod, "gpu")
-		i := slices.IndexFunc(claim.Status.Devices, func(s resourceapi.AllocatedDeviceStatus) bool { return s.Device == want })
-		if i < 0 || !slices.ContainsFunc(claim.Status.Devices[i].Conditions, func(c metav1.Condition) bool { return c.Type == "Ready" && c.Status == metav1.ConditionTrue }) {
-			u.t.Errorf("the status of Pod %s's claim is %+v, want %s ready", pod, claim.Status.Devices, want)
-		}
 	}
 }

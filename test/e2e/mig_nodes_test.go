@@ -202,41 +202,6 @@ func device(class, address, profile string) string {
 	return fmt.Sprintf(`requests: [{name: gpu, exactly: {deviceClassName: %s, selectors: [{cel: {expression: %q}}]}}]`, class, wish)
 }
 
-var gpuInstance = regexp.MustCompile(`\|\s+(\d+)\s+MIG \S+\s+(\d+)\s+\d+\s+(\d+):\d+\s+\|`)
-
-// cut are the GPU instances of a node, as the partitions of their names and in order.
-func (w *world) cut(t *testing.T, node string) []string {
-	t.Helper()
-	cards := strings.Fields(w.smi(t, node, "--query-gpu=pci.bus_id", "--format=csv,noheader"))
-	var names []string
-	for _, m := range gpuInstance.FindAllStringSubmatch(w.smi(t, node, "mig", "-lgi"), -1) {
-		var index int
-		if _, err := fmt.Sscan(m[1], &index); err != nil || index >= len(cards) {
-			t.Fatalf("instance of GPU %s of %v: %v", m[1], cards, err)
-		}
-		address := strings.NewReplacer(":", "-", ".", "-").Replace(strings.ToLower(strings.TrimPrefix(cards[index], "0000")))
-		names = append(names, "gpu-"+address+"-mig-"+m[2]+"-"+m[3])
-	}
-	slices.Sort(names)
-	return names
-}
-
-// isCut waits until a node has the GPU instances that Pods of the tenant were allocated, and none else.
-func (u tenant) isCut(node string, pods ...string) {
-	u.t.Helper()
-	var want []string
-	for _, pod := range pods {
-		for _, r := range u.claimOf(u.t, u.namespace, pod, "gpu").Status.Allocation.Devices.Results {
-			want = append(want, r.Device)
-		}
-	}
-	slices.Sort(want)
-	eventually(u.t, 60*time.Second, fmt.Sprintf("node %s is cut into %v", node, want), func() (bool, string) {
-		got := u.cut(u.t, node)
-		return slices.Equal(got, want), fmt.Sprint(got)
-	})
-}
-
 // layout is everything that an admin sees of what a node is cut into.
 func (w *world) layout(t *testing.T, node string) string {
 	t.Helper()
