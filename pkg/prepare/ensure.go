@@ -42,7 +42,8 @@ func (p *Preparer) looked(ctx context.Context, env *Env, w *plan) error {
 	})
 }
 
-// recut asks the hardware. A partition that is gone, as after a reset of the GPU or a reload of its driver, is made again at the same place.
+// recut asks the hardware. A partition that is gone, as after a reset of the GPU or a reload of its driver, is made again at the same place. Until that has
+// worked the claim has no spec; the device is called lost only where trying again cannot help.
 // The caller holds the GPUs' locks.
 func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
 	return p.each(ctx, env, w, func(t *want, d checkpoint.Device, state device.CutState) error {
@@ -56,17 +57,30 @@ func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
 		}
 		err := t.cut.Revert(ctx, env)
 		if err == nil && p.Policy(t.gpu) == device.PolicyStatic {
-			err = fmt.Errorf("the policy of %s is %s", t.name.GPU, device.PolicyStatic)
+			err = because(CauseDevice, "the policy of %s is %s", t.name.GPU, device.PolicyStatic)
 		}
 		if err == nil {
 			t.cut.Card, t.cut.Minor = t.gpu.Card(), t.gpu.Minor
 			err = t.cut.Apply(ctx, env)
 		}
-		if err != nil {
+		switch {
+		case err == nil:
+			return nil
+		case hopeless(err):
 			return p.lost(w, d, err)
+		default:
+			return stepError(fmt.Errorf("it is gone, and containers that use it do not start until it is made again, which is tried again: %w", err))
 		}
-		return nil
 	})
+}
+
+// hopeless says whether what could not be made again cannot be had by trying again: its place is somebody else's, or such a cut is refused here.
+func hopeless(err error) bool {
+	switch cutCode(err) {
+	case device.CutInsufficient, device.CutNotSupported, device.CutReset:
+		return true
+	}
+	return CauseOf(err) == CauseDevice
 }
 
 // each looks at each partition, and calls gone for those that are not there as they were.

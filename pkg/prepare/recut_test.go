@@ -1,0 +1,58 @@
+package prepare
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// "Lost" tells a user to delete their Pods: it is said only where trying again cannot help.
+func TestAPartitionThatCannotBeMadeAgainIsLostOnlyIfTryingAgainCannotHelp(t *testing.T) {
+	for code, lost := range map[nvidia.CutCode]bool{
+		nvidia.CodeInUse: false, nvidia.CodeTimeout: false, nvidia.CodeDied: false, nvidia.CodeOther: false,
+		nvidia.CodeNotSupported: true, nvidia.CodeReset: true, nvidia.CodeInsufficient: true,
+	} {
+		t.Run(string(code), func(t *testing.T) {
+			w := newWorld(t)
+			h := withMIG(w)
+			p := w.plugin(t)
+			mustPrepare(t, p, several)
+			h.of(t, gpu0).reset()
+			w.scan()
+			h.asked()
+			h.fault = func(_ int, after bool) error {
+				if !after && strings.HasPrefix(h.calls[len(h.calls)-1], "create GPU instance") {
+					return &nvidia.CutError{Op: "a call", Code: code, Message: string(code)}
+				}
+				return nil
+			}
+			err := p.Reconcile(t.Context())
+			if err == nil || (len(Lost(err)) == 1) != lost || !strings.Contains(err.Error(), small0) {
+				t.Errorf("lost: %v; %v", Lost(err), err)
+			}
+			if spec := w.specs.of("uid-c"); spec != nothing {
+				t.Errorf("a container that restarts gets %s", spec)
+			}
+			h.fault = nil
+			if err := p.Reconcile(t.Context()); err != nil {
+				t.Error(err)
+			}
+			w.scan()
+			agree(t, w, h, p, nil)
+		})
+	}
+}
+
+func TestWhatThePolicyForbidsToMakeAgainIsLost(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	mustPrepare(t, w.plugin(t), several)
+	h.of(t, gpu0).reset()
+	w.scan()
+	w.policy = func(device.GPU) device.Policy { return device.PolicyStatic }
+	if lost := Lost(w.plugin(t).Reconcile(t.Context())); len(lost) != 1 || w.specs.of("uid-c") != nothing {
+		t.Errorf("%+v", lost)
+	}
+}
