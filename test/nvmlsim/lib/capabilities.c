@@ -141,7 +141,7 @@ static void sync_instance(const struct nvmlsim_gpu *gpu, unsigned int gi, const 
         if (sim_ci(gpu, gi, ci).exists) {
             write_capability(below.text, sim_ci_minor(gpu, gi, ci));
             make_node(devices, sim_ci_minor(gpu, gi, ci));
-        } else {
+        } else if (access(below.text, F_OK) == 0) {
             remove_node(devices, sim_ci_minor(gpu, gi, ci));
             remove_capability(below.text, 0);
         }
@@ -152,7 +152,7 @@ static void sync_instance(const struct nvmlsim_gpu *gpu, unsigned int gi, const 
     }
 }
 
-void sim_sync_capabilities(void)
+static void sync_gpus(unsigned int first, unsigned int end)
 {
     struct path root;
     if (sim_state_read_only() || !find_root(&root))
@@ -161,7 +161,7 @@ void sim_sync_capabilities(void)
     if (lock < 0)
         return;
     struct path devices = find_devices(&root);
-    for (unsigned int i = 0; i < sim_state()->gpu_count; i++) {
+    for (unsigned int i = first; i < end; i++) {
         const struct nvmlsim_gpu *gpu = sim_gpu_at(i);
         struct path mig = path_of("%s/proc/driver/nvidia/capabilities/gpu%u/mig", root.text, gpu->minor);
         if (!sim_model(gpu)->mig_supported || access(mig.text, F_OK) != 0)
@@ -171,3 +171,7 @@ void sim_sync_capabilities(void)
     }
     sim_lock_close(lock);
 }
+
+void sim_sync_capabilities(void) { sync_gpus(0, sim_state()->gpu_count); }
+
+void sim_sync_capabilities_of(unsigned int number) { sync_gpus(number, number + 1); }

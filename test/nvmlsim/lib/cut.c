@@ -33,7 +33,7 @@ nvmlReturn_t sim_cut_end(struct sim_cut *cut, nvmlReturn_t result)
 {
     sim_write_end();
     if (result == NVML_SUCCESS) {
-        sim_sync_capabilities();
+        sim_sync_capabilities_of(cut->number);
         result = sim_fault_after(cut->function, (int)cut->number);
     }
     sim_lock_close(cut->lock);

@@ -185,6 +185,8 @@ nvmlReturn_t sim_cut_end(struct sim_cut *cut, nvmlReturn_t result);
 
 /* Makes the capability files and device nodes of every GPU what its instances call for. */
 void sim_sync_capabilities(void);
+/* The same for one GPU. */
+void sim_sync_capabilities_of(unsigned int number);
 
 #define ENTER()                                     \
     do {                                            \
