@@ -59,9 +59,13 @@ test-unit: toolchain ## Unit and chart tests, with the race detector and the cov
 	@go tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
 
 .PHONY: test-sim
-test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the conformance suite, hwcheck run against it, and every fault of a cut
+test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the conformance suite, hwcheck run against it, every fault of a cut, and every kind of allocation
 	$(MAKE) --no-print-directory -C test/nvmlsim
-	$(GOTEST) ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/...
+	$(GOTEST) ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/... ./test/allocation/...
+
+.PHONY: bench
+bench: toolchain ## Hold what many claims at once cost to its limits, on the simulated GPU library, on a machine that does nothing else (root)
+	$(GOTEST) -v -count=1 ./test/bench/...
 
 .PHONY: test-e2e
 test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)
