@@ -122,7 +122,7 @@ func (c cutter) because(r request, err error) *CutError {
 
 // open finds the card by its place, never by its UUID, for which NVML would ask every card.
 func (c cutter) open(r request) (nvml.Device, error) {
-	handle, ret := c.library.DeviceGetHandleByPciBusId(busID(r.Card.PCIAddress))
+	handle, ret := c.lib.DeviceGetHandleByPciBusId(busID(r.Card.PCIAddress))
 	if isAbsent(ret) {
 		return nil, r.fail(CodeNotFound, "NVML lists no GPU at this place: look at dmesg for NVRM messages about %s", r.Card.PCIAddress)
 	}

@@ -25,7 +25,7 @@ const memoryLimitHook = "apply-cuda-memory-limits"
 
 // commonEdits is what every container with a GPU needs. nvcdi (of the NVIDIA Container Toolkit) knows the driver's files.
 func (s scanner) commonEdits(d device.Driver) (edits, error) {
-	generator, err := s.generator(pinned{Interface: s.library, driver: d})
+	generator, err := s.generator(pinned{Interface: s.lib, driver: d})
 	if err != nil {
 		return edits{}, fmt.Errorf("look through the driver root: %w", err)
 	}
@@ -44,7 +44,7 @@ func (s scanner) commonEdits(d device.Driver) (edits, error) {
 
 // ownEdits is what a container needs for this one GPU: its device node, and its DRM nodes where there are any.
 func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (edits, error) {
-	generator, err := s.generator(pinned{Interface: s.library, driver: d, uuid: g.UUID, handle: handle})
+	generator, err := s.generator(pinned{Interface: s.lib, driver: d, uuid: g.UUID, handle: handle})
 	if err != nil {
 		return edits{}, fmt.Errorf("prepare the CDI description: %w", err)
 	}
@@ -83,8 +83,8 @@ func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
 		),
 		nvcdi.WithLogger(quiet),
 	}
-	if unusual(s.paths.DriverRoot, s.libraryPath) {
-		options = append(options, nvcdi.WithLibrarySearchPaths([]string{filepath.Dir(s.libraryPath)}))
+	if unusual(s.paths.DriverRoot, s.path) {
+		options = append(options, nvcdi.WithLibrarySearchPaths([]string{filepath.Dir(s.path)}))
 	}
 	return nvcdi.New(options...)
 }

@@ -149,7 +149,7 @@ func (h fakeHost) paths() Paths {
 }
 
 func (h fakeHost) scanner(library nvml.Interface) scanner {
-	return scanner{paths: h.paths().withDefaults(), library: library, libraryPath: "libnvidia-ml.so.1", limit: 10 * time.Second}
+	return scanner{paths: h.paths().withDefaults(), lib: library, path: "libnvidia-ml.so.1", limit: 10 * time.Second}
 }
 
 func (h fakeHost) gpuOnBus(address, root, numa string) {

@@ -36,11 +36,11 @@ func (r *reading) known() device.PCIAddress {
 
 // gpu reads one GPU. It is nil without an error for a card that is none of our business. A GPU with an error can be offered, but not in every shape.
 func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
-	handle, ret := s.library.DeviceGetHandleByIndex(index)
+	handle, ret := s.lib.DeviceGetHandleByIndex(index)
 	if ret != nvml.SUCCESS {
 		return nil, fmt.Errorf("open the GPU with index %d: %w", index, toError(ret))
 	}
-	card, err := nvlib.New(s.library).NewDevice(handle)
+	card, err := nvlib.New(s.lib).NewDevice(handle)
 	if err != nil {
 		return nil, err
 	}
@@ -80,7 +80,7 @@ func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
 // cuts reads how the card can be cut and how it is cut. Without its profiles a card whose MIG mode is off can still be used as a whole: what
 // could not be read then comes back as partial. With MIG mode on it is no use to anybody.
 func (s scanner) cuts(card nvml.Device, g *device.GPU, progress func()) (partial, err error) {
-	m := newMIGReader(s.paths, s.library, progress)
+	m := newMIGReader(s.paths, s.lib, progress)
 	if g.MIG, err = m.mode(card); g.MIG == nil || err != nil {
 		return nil, err
 	}

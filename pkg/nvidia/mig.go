@@ -15,7 +15,7 @@ import (
 // migReader reads how one GPU can be cut. It changes nothing. What cannot change while NVML is held is read once.
 type migReader struct {
 	paths    Paths
-	library  nvml.Interface
+	lib      nvml.Interface
 	progress func() // told after each answer, so that many slow ones are not taken for one that never comes
 	// kinds are the GPU instance profiles of the card, names theirs, and compute the compute instance profiles of their instances, all by the profile's ID.
 	kinds   []kind
@@ -30,12 +30,12 @@ type kind struct {
 }
 
 func newMIGReader(p Paths, library nvml.Interface, progress func()) *migReader {
-	return &migReader{paths: p, library: library, progress: progress, names: map[uint32]string{}, compute: map[uint32][]nvml.ComputeInstanceProfileInfo{}}
+	return &migReader{paths: p, lib: library, progress: progress, names: map[uint32]string{}, compute: map[uint32][]nvml.ComputeInstanceProfileInfo{}}
 }
 
 // has says whether the driver's library has a function. Calling one that is missing would end the process.
 func (m *migReader) has(function string) bool {
-	return m.library.Extensions().LookupSymbol(function) == nil
+	return m.lib.Extensions().LookupSymbol(function) == nil
 }
 
 // mode is nil for a card that cannot be cut.
@@ -172,7 +172,7 @@ func (m *migReader) customaryName(card nvml.Device, k kind) string {
 	memory, ret := card.GetMemoryInfo()
 	whole, ok := filling[k.SliceCount]
 	if ret == nvml.SUCCESS && memory.Total > 0 && ok {
-		if p, err := nvlib.New(m.library).NewMigProfile(k.number, whole, nvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED, k.MemorySizeMB, memory.Total); err == nil {
+		if p, err := nvlib.New(m.lib).NewMigProfile(k.number, whole, nvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED, k.MemorySizeMB, memory.Total); err == nil {
 			return p.String()
 		}
 	}

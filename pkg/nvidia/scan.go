@@ -22,16 +22,16 @@ func Scan(ctx context.Context, p Paths) (Node, error) {
 	if err != nil {
 		return Node{}, err
 	}
-	s := scanner{paths: p, library: nvml.New(nvml.WithLibraryPath(path)), libraryPath: path, limit: callLimit}
+	s := scanner{paths: p, lib: nvml.New(nvml.WithLibraryPath(path)), path: path, limit: callLimit}
 	return s.scan(ctx)
 }
 
 // scanner is one pass.
 type scanner struct {
-	paths       Paths
-	library     nvml.Interface
-	libraryPath string
-	limit       time.Duration
+	paths Paths
+	lib   nvml.Interface
+	path  string
+	limit time.Duration
 }
 
 func (s scanner) scan(ctx context.Context) (Node, error) {
@@ -40,7 +40,7 @@ func (s scanner) scan(ctx context.Context) (Node, error) {
 	}
 	// A hanging card may hold NVML's lock for ever, so the goodbye is bounded too. What it leaves behind goes with the process.
 	defer func() {
-		_, _ = bounded(context.WithoutCancel(ctx), s.limit, "nvmlShutdown", func() (any, error) { return nil, toError(s.library.Shutdown()) })
+		_, _ = bounded(context.WithoutCancel(ctx), s.limit, "nvmlShutdown", func() (any, error) { return nil, toError(s.lib.Shutdown()) })
 	}()
 
 	node := Node{}
@@ -52,7 +52,7 @@ func (s scanner) scan(ctx context.Context) (Node, error) {
 		return Node{}, err
 	}
 	count, err := bounded(ctx, s.limit, "counting the GPUs", func() (int, error) {
-		n, ret := s.library.DeviceGetCount()
+		n, ret := s.lib.DeviceGetCount()
 		return n, toError(ret)
 	})
 	if err != nil {
@@ -64,29 +64,29 @@ func (s scanner) scan(ctx context.Context) (Node, error) {
 
 // init takes NVML. What it answers when the driver is absent, half gone or of another version is the operator's first lead.
 func (s scanner) init() error {
-	switch ret := s.library.Init(); ret {
+	switch ret := s.lib.Init(); ret {
 	case nvml.SUCCESS:
 		return nil
 	case nvml.ERROR_LIBRARY_NOT_FOUND:
-		return notReady("check that the library fits this machine (architecture, glibc) and can be read", "%s cannot be loaded", s.libraryPath)
+		return notReady("check that the library fits this machine (architecture, glibc) and can be read", "%s cannot be loaded", s.path)
 	case nvml.ERROR_DRIVER_NOT_LOADED:
 		return notReady("run modprobe nvidia on the node, and look at dmesg if that fails", "the NVIDIA kernel module is not loaded")
 	case nvml.ERROR_LIB_RM_VERSION_MISMATCH:
-		return notReady("finish the driver upgrade: unload the old kernel module (or reboot the node)", "the NVIDIA kernel module and %s are of different versions", s.libraryPath)
+		return notReady("finish the driver upgrade: unload the old kernel module (or reboot the node)", "the NVIDIA kernel module and %s are of different versions", s.path)
 	case nvml.ERROR_NO_PERMISSION:
 		return notReady("run the plugin privileged, or give it access to /dev/nvidiactl", "NVML may not talk to the driver")
 	default:
-		return fmt.Errorf("start NVML from %s: %w", s.libraryPath, toError(ret))
+		return fmt.Errorf("start NVML from %s: %w", s.path, toError(ret))
 	}
 }
 
 func (s scanner) driver() (device.Driver, error) {
-	version, ret := s.library.SystemGetDriverVersion()
+	version, ret := s.lib.SystemGetDriverVersion()
 	if ret != nvml.SUCCESS {
 		return device.Driver{}, fmt.Errorf("read the driver's version: %w", toError(ret))
 	}
 	d := device.Driver{Version: version}
-	if cuda, ret := s.library.SystemGetCudaDriverVersion(); ret == nvml.SUCCESS {
+	if cuda, ret := s.lib.SystemGetCudaDriverVersion(); ret == nvml.SUCCESS {
 		d.CUDAVersion = fmt.Sprintf("%d.%d", cuda/1000, cuda%1000/10)
 	}
 	return d, nil

@@ -113,7 +113,7 @@ func TestLibrariesInUnusualPlacesReachContainersToo(t *testing.T) {
 			}
 			s := h.scanner(fakeNVML(twoCards()...))
 			var err error
-			if s.libraryPath, err = findLibrary(s.paths); err != nil {
+			if s.path, err = findLibrary(s.paths); err != nil {
 				t.Fatal(err)
 			}
 			node, err := s.scan(t.Context())

@@ -17,8 +17,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
 
-// session is one check of one machine.
-type session struct {
+// visit is one check of one machine.
+type visit struct {
 	options
 	programs programs
 	work     string
@@ -34,7 +34,7 @@ type printed struct{ title, language, text string }
 // check does it all and returns the exit code. An error is something that kept the check from taking place.
 func check(ctx context.Context, o options, out, progress io.Writer) (code int, err error) {
 	fmt.Fprintf(progress, "%s\n\n", promise)
-	s := &session{options: o, progress: progress}
+	s := &visit{options: o, progress: progress}
 	s.report = facts.Report{Format: facts.CurrentFormat, Date: time.Now().UTC().Format(time.DateOnly), Machine: look(o)}
 	places, empty := findPlaces(o)
 	if len(s.report.Machine.PCI) == 0 && len(places) == 0 && len(deviceNodes("/dev")) == 0 {
@@ -68,17 +68,17 @@ func check(ctx context.Context, o options, out, progress io.Writer) (code int, e
 	return s.finish(out)
 }
 
-func (s *session) add(name string, verdict facts.Verdict, format string, args ...any) {
+func (s *visit) add(name string, verdict facts.Verdict, format string, args ...any) {
 	c := facts.Check{Name: name, Verdict: verdict, Detail: fmt.Sprintf(format, args...)}
 	s.report.Checks = append(s.report.Checks, c)
 	fmt.Fprintf(s.progress, "%-10s %s: %s\n", c.Verdict, c.Name, c.Detail)
 }
 
-func (s *session) show(title, language, text string) {
+func (s *visit) show(title, language, text string) {
 	s.shown = append(s.shown, printed{title, language, strings.TrimRight(text, "\n")})
 }
 
-func (s *session) checkAll(ctx context.Context, places []place, empty []string) {
+func (s *visit) checkAll(ctx context.Context, places []place, empty []string) {
 	specs := s.findDriver(ctx, places, empty)
 	if s.report.Driver == nil {
 		return
@@ -94,7 +94,7 @@ func (s *session) checkAll(ctx context.Context, places []place, empty []string) 
 }
 
 // inventory asks the plugin what it makes of a driver root.
-func (s *session) inventory(ctx context.Context, root, format string) outcome {
+func (s *visit) inventory(ctx context.Context, root, format string) outcome {
 	args := []string{
 		"inventory", "-o", format, "--node-name=hwcheck", "--driver-root=" + root, "--sysfs-root=" + s.sysfs, "--proc-root=" + s.proc,
 		"--hook-path=" + s.programs.path(hook),
@@ -107,7 +107,7 @@ func (s *session) inventory(ctx context.Context, root, format string) outcome {
 
 // findDriver takes the place that the plugin makes the fullest CDI specs from, else the first one that has the library. It returns the specs.
 // A library below /usr/local/nvidia, say, is found from / as well, but nvidia-smi and the firmware beside it are not.
-func (s *session) findDriver(ctx context.Context, places []place, empty []string) string {
+func (s *visit) findDriver(ctx context.Context, places []place, empty []string) string {
 	const name = "a driver is found"
 	if len(places) == 0 {
 		s.add(name, facts.Failed, "%s is below none of %s; name the driver's root with --driver-root", nvmlName, strings.Join(empty, ", "))
@@ -150,7 +150,7 @@ func (s *session) findDriver(ctx context.Context, places []place, empty []string
 }
 
 // checkNVML compares what NVML says with the models' files.
-func (s *session) checkNVML(ctx context.Context) {
+func (s *visit) checkNVML(ctx context.Context) {
 	const name = "NVML says what the model's file says"
 	file := filepath.Join(s.work, "nvml.json")
 	result := s.programs.run(ctx, conformance, "-lib", s.report.Driver.Library, "-models", s.models, "-facts", file, "-test.v")
@@ -194,7 +194,7 @@ func uuidsOf(offers []offer) []string {
 }
 
 // checkInventory compares what the plugin would publish with what NVML lists.
-func (s *session) checkInventory(ctx context.Context) []offer {
+func (s *visit) checkInventory(ctx context.Context) []offer {
 	const name = "the plugin offers what NVML lists"
 	root := s.report.Driver.Root
 	table := s.inventory(ctx, root, "table")
@@ -255,7 +255,7 @@ func readSlices(documents string) ([]offer, error) {
 }
 
 // checkSpecs holds the CDI specs to what is on the machine and in the pool.
-func (s *session) checkSpecs(text string, offered []offer) *specSet {
+func (s *visit) checkSpecs(text string, offered []offer) *specSet {
 	const name = "the CDI specs can be used"
 	s.show("gpu-kubelet-plugin inventory -o cdi", "json", text)
 	folder := filepath.Join(s.work, "cdi")

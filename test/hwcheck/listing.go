@@ -12,7 +12,7 @@ import (
 var uuidForm = regexp.MustCompile(`\(UUID: (GPU-[0-9a-f-]+)\)`)
 
 // checkContainers runs nvidia-smi with no GPU, one and all, and compares what it lists with what was given.
-func (s *session) checkContainers(ctx context.Context, set *specSet, offered []offer) {
+func (s *visit) checkContainers(ctx context.Context, set *specSet, offered []offer) {
 	c := &containers{programs: s.programs, work: s.work, specs: set, library: s.report.Driver.Library}
 	var ok bool
 	if c.smi, c.inside, ok = set.mounted(nvidiaSMI); !ok {
@@ -56,7 +56,7 @@ func (s *session) checkContainers(ctx context.Context, set *specSet, offered []o
 	s.judgeTable(c, result)
 }
 
-func (s *session) judgeTable(c *containers, result outcome) {
+func (s *visit) judgeTable(c *containers, result outcome) {
 	const name = "nvidia-smi prints its table in a container"
 	version := ""
 	if s.report.NVML != nil {
@@ -74,7 +74,7 @@ func (s *session) judgeTable(c *containers, result outcome) {
 	}
 }
 
-func (s *session) judgeListing(name string, c *containers, given []offer, result outcome) {
+func (s *visit) judgeListing(name string, c *containers, given []offer, result outcome) {
 	var seen []string
 	for _, match := range uuidForm.FindAllStringSubmatch(result.stdout, -1) {
 		seen = append(seen, match[1])

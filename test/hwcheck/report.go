@@ -11,7 +11,7 @@ import (
 )
 
 // finish writes the report and says by the exit code how it ended.
-func (s *session) finish(out io.Writer) (int, error) {
+func (s *visit) finish(out io.Writer) (int, error) {
 	code := verdict(s.report.Checks)
 	s.report.Agreed = code == exitAgreed
 	if err := os.MkdirAll(s.out, 0o755); err != nil { //nolint:gosec // to be read by everyone
@@ -47,7 +47,7 @@ func verdict(checks []facts.Check) int {
 	return code
 }
 
-func (s *session) markdown() string {
+func (s *visit) markdown() string {
 	b := &strings.Builder{}
 	fmt.Fprintf(b, "# Check of real hardware: %s\n\n%s\n\n", s.title(), promise)
 	fmt.Fprintf(b, "%s, plugin %s, %s, kernel %s, %s, cgroups %s.\n", s.report.Date, s.report.Plugin, s.report.Machine.Architecture, s.report.Machine.Kernel,
@@ -69,7 +69,7 @@ func (s *session) markdown() string {
 	return b.String()
 }
 
-func (s *session) title() string {
+func (s *visit) title() string {
 	if s.report.NVML == nil || len(s.report.NVML.GPUs) == 0 {
 		return "no GPU could be asked"
 	}
@@ -86,7 +86,7 @@ func (s *session) title() string {
 	return strings.Join(order, ", ") + ", driver " + s.report.NVML.DriverVersion
 }
 
-func (s *session) writeMachine(b *strings.Builder) {
+func (s *visit) writeMachine(b *strings.Builder) {
 	fmt.Fprint(b, "\n## Machine and driver\n\n")
 	for _, f := range s.report.Machine.PCI {
 		fmt.Fprintf(b, "- PCI %s: device %s, kernel driver %s\n", f.Address, f.Device, orNone(f.Driver))
@@ -103,7 +103,7 @@ func (s *session) writeMachine(b *strings.Builder) {
 	}
 }
 
-func (s *session) writeGPUs(b *strings.Builder) {
+func (s *visit) writeGPUs(b *strings.Builder) {
 	if s.report.NVML == nil {
 		return
 	}
