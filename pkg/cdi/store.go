@@ -41,6 +41,8 @@ type Store struct {
 	// known is what each file should hold: what we last wrote, or, for files of another instance of the plugin, what we found.
 	// Watch compares it with the disk to tell strangers' changes from ours.
 	known map[string][]byte
+	// base is the last base spec that was found valid: it is the same for every claim.
+	base []byte
 }
 
 // NewStore keeps specs in root, a directory that the container runtime reads, such as /var/run/cdi.
@@ -155,12 +157,21 @@ func claimFile(uid types.UID) (string, error) {
 }
 
 func (s *Store) write(name string, spec *specs.Spec) error {
-	data, err := encode(spec)
+	s.mu.Lock()
+	base := s.base
+	s.mu.Unlock()
+	data, err := marshal(spec)
+	if err == nil && (name != baseFile || !bytes.Equal(data, base)) {
+		err = check(spec, data)
+	}
 	if err != nil {
 		return fmt.Errorf("CDI spec %s: %w", name, err)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if name == baseFile {
+		s.base = data
+	}
 	path := filepath.Join(s.root, name)
 	if on, err := os.ReadFile(path); err != nil || !bytes.Equal(on, data) {
 		if err := replace(path, data); err != nil {
@@ -184,24 +195,37 @@ func (s *Store) remove(name string) error {
 	return nil
 }
 
-// encode completes a spec with the lowest version that can express it (older runtimes refuse versions they don't know) and validates it.
+// encode completes a spec and validates it.
 func encode(spec *specs.Spec) ([]byte, error) {
+	data, err := marshal(spec)
+	if err == nil {
+		err = check(spec, data)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return data, nil
+}
+
+// marshal completes a spec with the lowest version that can express it: older runtimes refuse versions they don't know.
+func marshal(spec *specs.Spec) ([]byte, error) {
 	version, err := specs.MinimumRequiredVersion(spec)
 	if err != nil {
 		return nil, fmt.Errorf("find its version: %w", err)
 	}
 	spec.Version = version
+	return json.Marshal(spec)
+}
+
+// check makes sure that a runtime can load the spec, which data is.
+func check(spec *specs.Spec, data []byte) error {
 	if err := validate(spec); err != nil {
-		return nil, err
-	}
-	data, err := json.Marshal(spec)
-	if err != nil {
-		return nil, err
+		return err
 	}
 	if _, err := cdilib.ParseSpec(data); err != nil {
-		return nil, fmt.Errorf("the runtime could not read it: %w", err)
+		return fmt.Errorf("the runtime could not read it: %w", err)
 	}
-	return data, nil
+	return nil
 }
 
 // validate holds a spec to the rules that the CDI library applies when a runtime loads it. One bad device costs the runtime the whole file.
