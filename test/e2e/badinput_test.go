@@ -100,7 +100,7 @@ func (w *world) testUnknownDevice(t *testing.T) {
 		devices []string
 		says    []string
 	}{
-		"unknown":       {badNode, []string{"gpu-0000-ff-00-0"}, []string{"device gpu-0000-ff-00-0, which is not on this node", "it offers " + device}},
+		"unknown":       {badNode, []string{"gpu-0000-ff-00-0"}, []string{"device gpu-0000-ff-00-0, which is not on this node", "it has " + device}},
 		"of-no-shape":   {badNode, []string{"left-shoe"}, []string{"device left-shoe, which is not on this node"}},
 		"half-unknown":  {badNode, []string{device, "gpu-0000-fe-00-0"}, []string{"device gpu-0000-fe-00-0, which is not on this node"}},
 		"another-pool":  {"elsewhere", []string{device}, []string{"of pool elsewhere", "this node's pool is " + badNode}},
@@ -132,7 +132,7 @@ func (w *world) testVanishedDevice(t *testing.T) {
 	w.handAllocate(t, ns, "too-late", badNode, device)
 	w.apply(t, ns, podOnClaim("too-late", badNode, "too-late")+podOn("good", badNode))
 	w.running(t, ns, "good")
-	w.refused(t, ns, "too-late", "device "+device+", which is not on this node", "it offers gpu-")
+	w.refused(t, ns, "too-late", "device "+device+", which is not on this node", "it has gpu-")
 	w.counts(t, badNode, "prepare", "device")
 	// The claim of the Pod that runs on it can be given back without its device.
 	w.givenBack(t, ns)
