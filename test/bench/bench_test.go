@@ -136,6 +136,6 @@ func TestAWholeGPUWaitsForNoneOfTheCutsSideBySide(t *testing.T) {
 		meanwhile = append(meanwhile, more...)
 		s.putBack()
 	}
-	within(t, "a whole GPU beside 56 cuts side by side, of one alone", median(meanwhile), median(alone), 2)
-	within(t, "the slowest of these, of a cut", slices.Max(meanwhile), cut, 1)
+	within(t, "a whole GPU beside 56 cuts side by side, of one alone", median(meanwhile), median(alone), 3)
+	within(t, "nineteen in twenty of these, of a cut", meanwhile[len(meanwhile)*19/20], cut, 0.5)
 }
