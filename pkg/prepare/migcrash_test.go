@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -491,7 +493,16 @@ func TestWithTheRecordTheProofIsGone(t *testing.T) {
 	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0))); CauseOf(err) != CauseHeld {
 		t.Error(err)
 	}
-	mustUnprepare(t, p, "uid-c")
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	if err := p.Unprepare(klog.NewContext(t.Context(), logger), "uid-c"); err != nil {
+		t.Fatal(err)
+	}
+	said := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	for _, want := range []string{"stay on the node", small0, "-dgi", "adopt"} {
+		if !strings.Contains(said, want) {
+			t.Errorf("of what stays the log does not say %q: %s", want, said)
+		}
+	}
 	all, theirs, err := p.Foreign(t.Context(), h.card(t, gpu0), gpu0)
 	if err != nil || len(all) != 1 || len(theirs) != 1 {
 		t.Errorf("%v, %v, %v", all, theirs, err)

@@ -189,9 +189,13 @@ func stepError(err error) error {
 	return because(CauseStep, "%w", err)
 }
 
-// setAside resolves a record that cannot be read, at the moment when the claim itself is prepared or unprepared: all that it can have left is the spec
-// with the claim's name.
+// setAside resolves a record that cannot be read, at the moment when the claim itself is prepared or unprepared. The spec has the claim's name and is
+// removed. What was cut for the claim stays, because nothing proves any more that an instance is its: from here on it is like an admin's, who is told.
 func (p *Preparer) setAside(ctx context.Context, uid types.UID, unreadable *checkpoint.UnreadableError) error {
+	entries, err := p.Records.List()
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
 	if err := p.Specs.RemoveClaim(uid); err != nil {
 		return because(CauseStep, "%w", err)
 	}
@@ -199,8 +203,29 @@ func (p *Preparer) setAside(ctx context.Context, uid types.UID, unreadable *chec
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
-	klog.FromContext(ctx).Error(unreadable, "Set an unreadable record aside", "claimUID", uid, "quarantine", places)
+	logger := klog.FromContext(ctx).WithValues("claimUID", uid, "quarantine", places)
+	logger.Error(unreadable, "Set an unreadable record aside")
+	if parts, some := mayHaveCut(entries, uid); some {
+		logger.Error(nil, "MIG instances that were made for the claim stay on the node, and their GPUs are offered only as they are cut: remove those that nothing uses with nvidia-smi mig -dci and -dgi, or set the GPU's policy to adopt",
+			"devices", parts)
+	}
 	return nil
+}
+
+// mayHaveCut are the partitions in the names of a claim's records. There may be some also where the names tell none.
+func mayHaveCut(entries []checkpoint.Entry, uid types.UID) (parts []string, some bool) {
+	for _, e := range entries {
+		if e.ClaimUID != uid {
+			continue
+		}
+		some = some || e.Inexact()
+		for _, d := range e.Devices {
+			if name, ok := device.ParseName(d); ok && name.Partition != nil {
+				parts = append(parts, d)
+			}
+		}
+	}
+	return parts, some || len(parts) > 0
 }
 
 // env is what the steps of a record work on. Their journal is the record.
