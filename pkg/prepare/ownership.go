@@ -137,13 +137,13 @@ func (p *Preparer) foreign(ctx context.Context, card device.Card, gpu string) (i
 // Adopt removes, on an admin's word, the instances of a GPU that no record explains and that no claim uses. One that is in use by others stays, and is an
 // error.
 func (p *Preparer) Adopt(ctx context.Context, card device.Card, gpu string) error {
-	_, foreign, h, release, err := p.foreign(ctx, card, gpu)
+	work, cancel := within(ctx, roundTime, 0)
+	defer cancel()
+	_, foreign, h, release, err := p.foreign(work, card, gpu)
 	if err != nil {
 		return err
 	}
 	defer release()
-	work, cancel := within(ctx, adoptTime, 0)
-	defer cancel()
 	var errs []error
 	for _, in := range foreign {
 		if h.uses(in) {

@@ -56,8 +56,8 @@ const (
 	undoTime = 8 * time.Second
 	// destroyTime bounds how long one call waits for instances that are still in use: other claims on the GPU wait with it.
 	destroyTime = 20 * time.Second
-	// adoptTime bounds how long instances that are handed over are waited for: only idle ones are, and the next try comes soon.
-	adoptTime = 5 * time.Second
+	// roundTime bounds how long what comes round again keeps a GPU from claims to remove instances that may be in use: the next round is soon.
+	roundTime = 5 * time.Second
 )
 
 // within bounds work on the hardware: by most, and so that reserve is left of the caller's own time.

@@ -74,5 +74,7 @@ func (p *Preparer) reconcileClaim(ctx context.Context, uid types.UID) error {
 		return p.rewrite(work, r, p.recut)
 	}
 	klog.FromContext(ctx).Info("Reverting what was not finished or not given back in whole", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", uid, "state", r.State)
-	return p.revert(work, r)
+	round, cancelRound := context.WithTimeout(work, roundTime+answerTime)
+	defer cancelRound()
+	return p.revert(round, r)
 }

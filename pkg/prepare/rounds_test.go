@@ -1,0 +1,86 @@
+package prepare
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// slow is hardware that has never done what it is asked when the caller's time is over.
+type slow struct {
+	*hardware
+	look, destroy bool
+}
+
+func (s *slow) Look(ctx context.Context, c nvidia.Card) (nvidia.State, error) {
+	if s.look {
+		<-ctx.Done()
+		return nvidia.State{}, failure(nvidia.CodeTimeout, "look", c)
+	}
+	return s.hardware.Look(ctx, c)
+}
+
+func (s *slow) Destroy(ctx context.Context, c nvidia.Card, in device.Instance) error {
+	if s.destroy {
+		<-ctx.Done()
+		return failure(nvidia.CodeInUse, "destroy", c)
+	}
+	return s.hardware.Destroy(ctx, c, in)
+}
+
+func TestWhatComesRoundAgainDoesNotKeepAGPUForLong(t *testing.T) {
+	for name, c := range map[string]struct {
+		slow slow
+		busy bool // another call has the GPU
+		call func(*testing.T, *Preparer, nvidia.Card) error
+	}{
+		"a hand-over, the GPU is worked on":    {slow{}, true, adopts},
+		"a hand-over, the GPU does not answer": {slow{look: true}, false, adopts},
+		"a hand-over, the instance is in use":  {slow{destroy: true}, false, adopts},
+		"giving back what is in use": {slow{destroy: true}, false, func(t *testing.T, p *Preparer, _ nvidia.Card) error {
+			return p.Reconcile(t.Context())
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMIG(w)
+			mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", small0)))
+			h.someoneElse(t, gpu0, 9, 4)
+			w.scan()
+			synctest.Test(t, func(t *testing.T) {
+				p := w.plugin(t)
+				r, _, err := p.Records.Load("uid-c")
+				if err != nil {
+					t.Fatal(err)
+				}
+				r.State = checkpoint.Reverting
+				if err := p.Records.Save(r); err != nil {
+					t.Fatal(err)
+				}
+				c.slow.hardware = h
+				p.Partitions = &c.slow
+				if c.busy {
+					held, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu0)...)
+					if err != nil {
+						t.Fatal(err)
+					}
+					defer held.Release()
+				}
+				start := time.Now()
+				if err := c.call(t, p, h.card(t, gpu0)); err == nil {
+					t.Error("nobody was told")
+				}
+				if took := time.Since(start); took > roundTime {
+					t.Errorf("it took %s", took)
+				}
+			})
+		})
+	}
+}
+
+func adopts(t *testing.T, p *Preparer, c nvidia.Card) error { return p.Adopt(t.Context(), c, gpu0) }
