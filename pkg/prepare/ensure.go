@@ -35,6 +35,14 @@ func (p *Preparer) seen(_ context.Context, _ *Env, w *plan) error {
 	return nil
 }
 
+// seenOrLooked asks the hardware only about what the inventory does not see.
+func (p *Preparer) seenOrLooked(ctx context.Context, env *Env, w *plan) error {
+	if err := p.seen(ctx, env, w); !errors.Is(err, errUnseen) {
+		return err
+	}
+	return p.looked(ctx, env, w)
+}
+
 // looked asks the hardware. A partition that is gone is lost.
 func (p *Preparer) looked(ctx context.Context, env *Env, w *plan) error {
 	return p.each(ctx, env, w, func(_ *want, d checkpoint.Device, state device.CutState) error {

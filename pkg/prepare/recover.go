@@ -20,6 +20,9 @@ import (
 // recoverWait bounds how long Recover and Mend wait for a claim that another call works on: that call, or the kubelet's next one, finishes it.
 const recoverWait = 2 * time.Second
 
+// tryWait is for a lock that is free, or not worth waiting for yet.
+const tryWait = 10 * time.Millisecond
+
 // Recover puts the node in order at the start: unfinished preparations are reverted, specs of finished ones are written again, and specs, locks and
 // temporary files without a record are removed. What cannot be read is reported and left: it keeps holding its GPUs until its claim is unprepared.
 // One claim's failure stops no other.
@@ -181,27 +184,28 @@ func (p *Preparer) asRecorded(ctx context.Context, r checkpoint.Record) error {
 }
 
 // Mend writes the specs of all prepared claims again where they are missing or altered. The kubelet does not prepare again when a container restarts.
-// Hardware is asked only about partitions that the inventory does not see, and only after all other claims have their specs.
+// Hardware is asked only about partitions that the inventory does not see, and only after all other claims have their specs. A claim that another call
+// works on keeps no other waiting.
 func (p *Preparer) Mend(ctx context.Context) error {
 	entries, err := p.Records.List()
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
 	var errs []error
-	var unseen []types.UID
+	var later []types.UID
 	for _, e := range entries {
-		err := p.mendClaim(ctx, e.ClaimUID, p.seen)
-		if errors.Is(err, errUnseen) {
-			unseen = append(unseen, e.ClaimUID)
+		err := p.mendClaim(ctx, e.ClaimUID, tryWait, p.seen)
+		if errors.Is(err, errUnseen) || errors.Is(err, errBusy) {
+			later = append(later, e.ClaimUID)
 			continue
 		}
 		errs = append(errs, err)
 	}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
-	for _, uid := range unseen {
+	for _, uid := range later {
 		wg.Go(func() { // a GPU that hangs keeps no other waiting
-			err := p.mendClaim(ctx, uid, p.looked)
+			err := p.mendClaim(ctx, uid, recoverWait, p.seenOrLooked)
 			mu.Lock()
 			defer mu.Unlock()
 			errs = append(errs, err)
@@ -211,15 +215,22 @@ func (p *Preparer) Mend(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-func (p *Preparer) mendClaim(ctx context.Context, uid types.UID, ensure ensure) error {
-	// A claim that another call works on for long gets its spec from that call.
-	ctx, cancel := context.WithTimeout(ctx, recoverWait)
+var errBusy = errors.New("another call works on the claim, and gives it its spec")
+
+func (p *Preparer) mendClaim(ctx context.Context, uid types.UID, wait time.Duration, ensure ensure) error {
+	waiting, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
-	held, err := p.lock(ctx, uid)
+	held, err := p.lock(waiting, uid)
+	if CauseOf(err) == CauseCanceled {
+		return errors.Join(errBusy, err)
+	}
 	if err != nil {
 		return err
 	}
 	defer held.Release()
+	// The hardware has its own, longer time: who gives up a look that was begun ends it for others who wait for that GPU too.
+	ctx, cancelWork := context.WithTimeout(ctx, reconcileTime)
+	defer cancelWork()
 	r, found, err := p.Records.Load(uid)
 	if err != nil || !found || r.State != checkpoint.Prepared {
 		return err

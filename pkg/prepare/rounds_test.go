@@ -2,6 +2,7 @@ package prepare
 
 import (
 	"context"
+	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -84,3 +85,67 @@ func TestWhatComesRoundAgainDoesNotKeepAGPUForLong(t *testing.T) {
 }
 
 func adopts(t *testing.T, p *Preparer, c nvidia.Card) error { return p.Adopt(t.Context(), c, gpu0) }
+
+// Containers that restart wait for their specs.
+func TestClaimsThatAreWorkedOnKeepNoOthersWithoutTheirSpecs(t *testing.T) {
+	w := newWorld(t)
+	withMIG(w)
+	for start := range 4 {
+		mustPrepare(t, w.plugin(t), newClaim(fmt.Sprint(start), allocated("r", fmt.Sprintf("%s-mig-19-%d", gpu0, start))))
+	}
+	mustPrepare(t, w.plugin(t), newClaim("z", allocated("r", gpu1)))
+	w.scan()
+	w.specs.clear()
+	synctest.Test(t, func(t *testing.T) {
+		p := w.plugin(t)
+		for start := range 4 {
+			held, err := p.Locks.Acquire(t.Context(), claimLock(newClaim(fmt.Sprint(start)).UID))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer held.Release()
+		}
+		start := time.Now()
+		go func() {
+			time.Sleep(recoverWait / 2)
+			if w.specs.of("uid-z") == nothing {
+				t.Error("a claim that nobody works on has no spec yet")
+			}
+		}()
+		if err := p.Mend(t.Context()); err == nil {
+			t.Error("nobody was told")
+		}
+		if took := time.Since(start); took > recoverWait+time.Second {
+			t.Errorf("it took %s", took)
+		}
+	})
+}
+
+// thoughtful is hardware that takes its time to answer.
+type thoughtful struct {
+	*hardware
+	time time.Duration
+}
+
+func (s *thoughtful) Look(ctx context.Context, c nvidia.Card) (nvidia.State, error) {
+	select {
+	case <-ctx.Done():
+		return nvidia.State{}, failure(nvidia.CodeTimeout, "look", c)
+	case <-time.After(s.time):
+		return s.hardware.Look(ctx, c)
+	}
+}
+
+func TestALookThatTakesLongerThanAWaitForAClaimIsNotGivenUp(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", small0)))
+	w.specs.clear() // and the inventory has not seen it
+	synctest.Test(t, func(t *testing.T) {
+		p := w.plugin(t)
+		p.Partitions = &thoughtful{h, 3 * recoverWait}
+		if err := p.Mend(t.Context()); err != nil || w.specs.of("uid-c") == nothing {
+			t.Errorf("its spec is %q: %v", w.specs.of("uid-c"), err)
+		}
+	})
+}
