@@ -100,7 +100,8 @@ func sameNode(gpu string, known, now int) error {
 	return because(CauseNotReady, "the device node of %s was /dev/nvidia%d and is /dev/nvidia%d now: the inventory sees that within seconds", gpu, known, now)
 }
 
-// matches says whether an instance that is there is the known one. MIG UUIDs decide where both sides have them: IDs are used again.
+// matches says whether an instance that is there is the known one. IDs are used again, and MIG UUIDs follow from them: one that someone has made anew with
+// the same profile, place and ID cannot be told from ours. A side without compute instances is half made or half removed, and proves no more than its IDs.
 func matches(known, there device.Instance) bool {
 	if known.ID != there.ID || known.ProfileID != there.ProfileID || known.Placement != there.Placement {
 		return false

@@ -107,7 +107,7 @@ func TestClaimsThatAreWorkedOnKeepNoOthersWithoutTheirSpecs(t *testing.T) {
 		}
 		start := time.Now()
 		go func() {
-			time.Sleep(recoverWait / 2)
+			<-time.After(recoverWait / 2)
 			if w.specs.of("uid-z") == nothing {
 				t.Error("a claim that nobody works on has no spec yet")
 			}
