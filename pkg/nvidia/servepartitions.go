@@ -102,8 +102,8 @@ func openLibrary(p Paths) (nvml.Interface, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := scanner{paths: p, library: nvml.New(nvml.WithLibraryPath(path)), libraryPath: path}
-	return s.library, s.init()
+	s := scanner{paths: p, lib: nvml.New(nvml.WithLibraryPath(path)), path: path}
+	return s.lib, s.init()
 }
 
 // lockCard keeps two workers from cutting one card at the same time. A worker that was killed inside the driver goes on there until the driver
