@@ -73,8 +73,8 @@ func bringUpNodes(t *testing.T) *world {
 		describe(nodePlain, "root", fmt.Sprintf("cp -a %[1]s/driver/usr/. /usr/; cp -a %[1]s/driver/lib/. /lib/; rm -r %[1]s/driver", stand.NodeRoot)),
 	)
 	w.releaseOn(t, stand.Release, "own-root")
-	w.releaseOn(t, "container", "container", "--set", "driverRoot=/run/nvidia/driver", "--set", "deviceClasses.gpu.enabled=false")
-	w.releaseOn(t, "root", "root", "--set", "driverRoot=/", "--set", "deviceClasses.gpu.enabled=false")
+	w.releaseOn(t, "container", "container", "--set", "driverRoot=/run/nvidia/driver", "--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false")
+	w.releaseOn(t, "root", "root", "--set", "driverRoot=/", "--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false")
 	return w
 }
 
