@@ -201,13 +201,13 @@ func (s *visit) checkInventory(ctx context.Context) []offer {
 	s.show("gpu-kubelet-plugin inventory", "", table.stdout+table.stderr)
 	slicesText := s.inventory(ctx, root, "yaml")
 	s.show("gpu-kubelet-plugin inventory -o yaml", "yaml", slicesText.stdout+slicesText.stderr)
-	offers, err := readSlices(slicesText.stdout)
+	offers, cards, err := readSlices(slicesText.stdout)
 	if table.err != nil || slicesText.err != nil || err != nil {
 		s.add(name, facts.Failed, "%s", errors.Join(table.err, slicesText.err, err))
 		return nil
 	}
 	if s.report.NVML == nil {
-		s.add(name, facts.NotProven, "it offers %d GPUs; NVML could not be asked", len(offers))
+		s.add(name, facts.NotProven, "it offers %d GPUs; NVML could not be asked", len(cards))
 		return offers
 	}
 	var listed []string
@@ -215,17 +215,17 @@ func (s *visit) checkInventory(ctx context.Context) []offer {
 		listed = append(listed, g.UUID)
 	}
 	slices.Sort(listed)
-	if got := uuidsOf(offers); !slices.Equal(got, listed) {
-		s.add(name, facts.Differed, "it offers %v, NVML lists %v", got, listed)
+	if !slices.Equal(cards, listed) {
+		s.add(name, facts.Differed, "it offers %v, NVML lists %v", cards, listed)
 	} else {
-		s.add(name, facts.Agreed, "%d devices", len(offers))
+		s.add(name, facts.Agreed, "%d GPUs, %d of them as wholes", len(cards), len(offers))
 	}
 	return offers
 }
 
-// readSlices reads names and UUIDs from ResourceSlices. Their types are left out: they would make this program three times as large.
-func readSlices(documents string) ([]offer, error) {
-	var offers []offer
+// readSlices reads from ResourceSlices which GPUs are offered as wholes, and the UUIDs of all that are offered in any shape. The API's types are left out:
+// they would make this program three times as large.
+func readSlices(documents string) (whole []offer, cards []string, _ error) {
 	for document := range strings.SplitSeq(documents, "---\n") {
 		if strings.TrimSpace(document) == "" {
 			continue
@@ -242,16 +242,20 @@ func readSlices(documents string) ([]offer, error) {
 			} `json:"spec"`
 		}
 		if err := yaml.Unmarshal([]byte(document), &slice); err != nil {
-			return nil, fmt.Errorf("read the ResourceSlices: %w", err)
+			return nil, nil, fmt.Errorf("read the ResourceSlices: %w", err)
 		}
 		if slice.Kind != "ResourceSlice" {
-			return nil, fmt.Errorf("the inventory holds %q, not ResourceSlices", slice.Kind)
+			return nil, nil, fmt.Errorf("the inventory holds %q, not ResourceSlices", slice.Kind)
 		}
 		for _, d := range slice.Spec.Devices {
-			offers = append(offers, offer{d.Name, d.Attributes["uuid"].String})
+			cards = append(cards, d.Attributes["parentUUID"].String)
+			if d.Attributes["type"].String == "gpu" {
+				whole = append(whole, offer{d.Name, d.Attributes["uuid"].String})
+			}
 		}
 	}
-	return offers, nil
+	slices.Sort(cards)
+	return whole, slices.Compact(cards), nil
 }
 
 // checkSpecs holds the CDI specs to what is on the machine and in the pool.
