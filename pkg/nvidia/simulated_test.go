@@ -39,16 +39,16 @@ type site struct {
 	root string
 }
 
-func newSite(t *testing.T, node string, kind layout.Kind, libraryDir string) site {
+func newSite(t *testing.T, node string, kind layout.Kind, libdir string) site {
 	t.Helper()
 	described, err := model.ReadNode(filepath.Join(simulator, "nodes", node+".yaml"), seed)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return newSiteOf(t, described, kind, libraryDir)
+	return newSiteOf(t, described, kind, libdir)
 }
 
-func newSiteOf(t *testing.T, described *model.Node, kind layout.Kind, libraryDir string) site {
+func newSiteOf(t *testing.T, described *model.Node, kind layout.Kind, libdir string) site {
 	t.Helper()
 	if os.Getuid() != 0 {
 		t.Skip("needs root: device nodes with the driver's numbers")
@@ -68,7 +68,7 @@ func newSiteOf(t *testing.T, described *model.Node, kind layout.Kind, libraryDir
 	}
 	if _, err := layout.Up(layout.Options{
 		Root: s.root, Models: models, Seed: seed, Sources: layout.Sources{Library: library},
-		Config: layout.Config{Kind: kind, Node: described, Dev: dev, LibraryDir: libraryDir},
+		Config: layout.Config{Kind: kind, Node: described, Dev: dev, LibraryDir: libdir},
 	}); err != nil {
 		t.Fatal(err)
 	}
@@ -196,14 +196,14 @@ func agrees(t *testing.T, g GPU, card model.Card, m *model.GPU) {
 
 func TestEveryDriverLayoutIsComplete(t *testing.T) {
 	for _, tc := range []struct {
-		kind       layout.Kind
-		libraryDir string
+		kind   layout.Kind
+		libdir string
 	}{
 		{layout.Host, ""}, {layout.Container, ""}, {layout.Bare, ""},
 		{layout.Container, "usr/lib/x86_64-linux-gnu/nvidia/current"}, {layout.Host, "usr/local/nvidia/lib64"},
 	} {
-		t.Run(string(tc.kind)+" "+tc.libraryDir, func(t *testing.T) {
-			node := newSite(t, "t4-x1", tc.kind, tc.libraryDir).mustScan()
+		t.Run(string(tc.kind)+" "+tc.libdir, func(t *testing.T) {
+			node := newSite(t, "t4-x1", tc.kind, tc.libdir).mustScan()
 			if len(node.GPUs) != 1 {
 				t.Fatal(node.Problems)
 			}
@@ -216,7 +216,7 @@ func TestEveryDriverLayoutIsComplete(t *testing.T) {
 					folders += strings.Join(h.Args, " ")
 				}
 			}
-			if !strings.Contains(links, "libcuda.so.1") || !strings.Contains(folders, tc.libraryDir) {
+			if !strings.Contains(links, "libcuda.so.1") || !strings.Contains(folders, tc.libdir) {
 				t.Errorf("libcuda.so.1 would not be found: links %s; folders %s", links, folders)
 			}
 		})

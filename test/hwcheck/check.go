@@ -136,7 +136,7 @@ func (s *visit) findDriver(ctx context.Context, places []place, empty []string) 
 	}
 	p := places[chosen]
 	dev := devRoot(s.options, p.root)
-	s.report.Driver = &facts.Driver{Root: p.root, Library: p.library, DevRoot: dev, Passed: passed}
+	s.report.Driver = &facts.Driver{Root: p.root, Library: p.nvml, DevRoot: dev, Passed: passed}
 	s.report.Machine.DeviceNodes = deviceNodes(filepath.Join(dev, "dev"))
 	if specs == "" {
 		s.add(name, facts.Failed, "the plugin can serve GPUs from none of the places with %s: %s", nvmlName, strings.Join(passed, "; "))
@@ -145,7 +145,7 @@ func (s *visit) findDriver(ctx context.Context, places []place, empty []string) 
 		}
 		return ""
 	}
-	s.add(name, facts.Agreed, "root %s, %s, device nodes in %s", p.root, p.library, filepath.Join(dev, "dev"))
+	s.add(name, facts.Agreed, "root %s, %s, device nodes in %s", p.root, p.nvml, filepath.Join(dev, "dev"))
 	return specs
 }
 

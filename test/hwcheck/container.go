@@ -41,7 +41,7 @@ type containers struct {
 	programs programs
 	work     string
 	specs    *specSet
-	library  string
+	nvml     string
 	smi      string // on the machine
 	inside   string // in a container
 
@@ -83,7 +83,7 @@ func (c *containers) folder() (bundle, rootfs string, err error) {
 	if err := os.MkdirAll(rootfs, 0o755); err != nil { //nolint:gosec // a container's root
 		return "", "", err
 	}
-	return bundle, rootfs, makeRootfs(rootfs, c.smi, c.library)
+	return bundle, rootfs, makeRootfs(rootfs, c.smi, c.nvml)
 }
 
 // byRunc runs a container by runc. The second result says that no container came to be; that is not the fault of what was to run in it.
@@ -165,7 +165,7 @@ func configuration(id string, argv []string) *oci.Spec {
 func (c *containers) onTheMachine(ctx context.Context, args []string) outcome {
 	return start(ctx, command{
 		argv: slices.Concat([]string{c.programs.self, stageWithoutCapabilities, c.smi}, args),
-		env:  []string{"LD_LIBRARY_PATH=" + filepath.Dir(c.library)},
+		env:  []string{"LD_LIBRARY_PATH=" + filepath.Dir(c.nvml)},
 	})
 }
 

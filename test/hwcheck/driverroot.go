@@ -14,8 +14,8 @@ const nvmlName = "libnvidia-ml.so.1"
 
 // place is a driver root with the NVML library below it.
 type place struct {
-	root    string
-	library string
+	root string
+	nvml string
 }
 
 // usualRoots are where a driver is installed: on the host, by a driver container, on machines that mount one in, on Google's node images.
@@ -48,7 +48,7 @@ func findPlaces(o options) (found []place, empty []string) {
 		}
 		seen[root] = true
 		if library := libraryBelow(root); library != "" {
-			found = append(found, place{root: root, library: library})
+			found = append(found, place{root: root, nvml: library})
 		} else {
 			empty = append(empty, root)
 		}

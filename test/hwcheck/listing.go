@@ -13,7 +13,7 @@ var uuidForm = regexp.MustCompile(`\(UUID: (GPU-[0-9a-f-]+)\)`)
 
 // checkContainers runs nvidia-smi with no GPU, one and all, and compares what it lists with what was given.
 func (s *visit) checkContainers(ctx context.Context, set *specSet, offered []offer) {
-	c := &containers{programs: s.programs, work: s.work, specs: set, library: s.report.Driver.Library}
+	c := &containers{programs: s.programs, work: s.work, specs: set, nvml: s.report.Driver.Library}
 	var ok bool
 	if c.smi, c.inside, ok = set.mounted(nvidiaSMI); !ok {
 		s.add("nvidia-smi in a container", facts.NotProven, "%v", errNoSMI)

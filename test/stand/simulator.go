@@ -44,8 +44,8 @@ type Simulator struct {
 	// SMI is the real nvidia-smi, empty where it cannot be had.
 	SMI string
 
-	library string
-	source  string
+	nvml   string
+	source string
 }
 
 // BuildSimulator builds the simulated driver and fetches nvidia-smi. What the builds say goes to output.
@@ -57,7 +57,7 @@ func BuildSimulator(ctx context.Context, root string, output io.Writer) (*Simula
 		return nil, fmt.Errorf("build the simulated driver in %s: %w", source, err)
 	}
 	out := filepath.Join(root, "build", "nvmlsim")
-	s := &Simulator{Tool: filepath.Join(out, "nvmlsim"), library: filepath.Join(out, "libnvidia-ml.so.1"), source: source}
+	s := &Simulator{Tool: filepath.Join(out, "nvmlsim"), nvml: filepath.Join(out, "libnvidia-ml.so.1"), source: source}
 	fetch := exec.CommandContext(ctx, s.Tool, "fetch-smi")
 	fetch.Stderr = output
 	path, err := fetch.Output()
@@ -81,7 +81,7 @@ func (s *Simulator) LayoutUp(nodeRoot, model string, more ...string) []string {
 	return append([]string{
 		s.Tool, "layout", "up", "--root", nodeRoot,
 		"--node", filepath.Join(s.source, "nodes", model+".yaml"), "--models", filepath.Join(s.source, "models"),
-		"--lib", s.library, "--smi", s.SMI, // none if it is empty
+		"--lib", s.nvml, "--smi", s.SMI, // none if it is empty
 		"--mount-root",
 	}, more...)
 }

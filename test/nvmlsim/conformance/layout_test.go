@@ -51,7 +51,7 @@ func newSite(t *testing.T, node string, kind layout.Kind, smiPath string) *site 
 
 func (s *site) driverRoot() string { return filepath.Join(s.root, "driver") }
 
-func (s *site) libraryFolder() string {
+func (s *site) libFolder() string {
 	if s.kind == layout.Bare {
 		return filepath.Join(s.driverRoot(), "lib64")
 	}
@@ -62,12 +62,12 @@ func (s *site) libraryFolder() string {
 	return paths[0]
 }
 
-func (s *site) library() string { return filepath.Join(s.libraryFolder(), "libnvidia-ml.so.1") }
+func (s *site) nvml() string { return filepath.Join(s.libFolder(), "libnvidia-ml.so.1") }
 
 // environment is what a program needs to run on the site from outside of its namespaces. A driver container's root has its own
 // /dev, which the library finds by itself.
 func (s *site) environment() []string {
-	env := []string{"LD_LIBRARY_PATH=" + s.libraryFolder(), libraryVariable + "=" + s.library()}
+	env := []string{"LD_LIBRARY_PATH=" + s.libFolder(), libraryVariable + "=" + s.nvml()}
 	if s.kind != layout.Container {
 		env = append(env, "NVMLSIM_DEV="+s.dev)
 	}
@@ -103,7 +103,7 @@ func TestTheLibraryFindsItsNode(t *testing.T) {
 func TestALibraryOfAnotherVersionIsRefused(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Host, "")
 	old := filepath.Join(t.TempDir(), "libnvidia-ml.so.580.95.05")
-	if out, err := exec.Command("cp", s.library(), old).CombinedOutput(); err != nil {
+	if out, err := exec.Command("cp", s.nvml(), old).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	env := append(s.environment(), libraryVariable+"="+old, "NVMLSIM_STATE="+layout.StatePath(s.root))

@@ -152,7 +152,7 @@ func TestAContainerWithTheWholeDevCanCut(t *testing.T) {
 				{"-t", "tmpfs", "none", s.root}, // what the container does not see
 			}
 			reach := [][]string{{"-t", "tmpfs", "none", "/mnt"}, {"--bind", s.root, "/mnt"}}
-			library := strings.Replace(s.library(), s.root, inside, 1)
+			library := strings.Replace(s.nvml(), s.root, inside, 1)
 			env := []string{roleVariable + "=cut", libraryVariable + "=" + library, "LD_LIBRARY_PATH=" + filepath.Dir(library)}
 			if kind == layout.Host {
 				env = append(env, "NVMLSIM_DEV="+s.dev)
