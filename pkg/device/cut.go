@@ -17,6 +17,10 @@ type CutState struct {
 	Minor int `json:"minor"`
 	// MIG has Enabled, Pending and Instances; what the model could be cut into is the inventory's to know.
 	MIG MIG `json:"mig"`
+	// ComputeMode is empty where the driver does not say.
+	ComputeMode ComputeMode `json:"computeMode,omitempty"`
+	// Persistence is nil where the driver does not say. Where it is off, the driver forgets compute mode and time slices when the last process closes the GPU.
+	Persistence *bool `json:"persistence,omitempty"`
 }
 
 // CutCode says why the hardware did not do what it was asked.
