@@ -22,7 +22,7 @@ const (
 // TestBadInput is what users, hand-made allocations, disks and vanished cards can give the driver: each has its error where the user looks, the rest of
 // the node goes on, and what was wrong can be set right.
 func TestBadInput(t *testing.T) {
-	t.Parallel() // beside TestNodes: both mostly wait, and measure nothing
+	t.Parallel()
 	sim := simulator(t)
 	node := sim.Node(badNode, "dgx-h100")
 	// A disk of its own for the driver's state, small enough to be filled.

@@ -21,6 +21,7 @@ const probeDir = "/opt/probe"
 
 // TestClaims: what users can ask for, and that their containers get this and nothing else.
 func TestClaims(t *testing.T) {
+	t.Parallel()
 	sim := simulator(t)
 	nodes := []cluster.NodeOptions{
 		sim.Node(h100, "dgx-h100"),

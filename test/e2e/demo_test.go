@@ -17,6 +17,7 @@ import (
 
 // TestDemo runs the demonstration as `make demo` and `make demo-down` do, under a name of its own, so that one that is up stays up.
 func TestDemo(t *testing.T) {
+	t.Parallel()
 	sim := simulator(t)
 	b, err := built()
 	if err != nil {

@@ -19,6 +19,7 @@ var fleet = map[string]int{"gpu1": 8, "gpu2": 1}
 
 // What an administrator does with the release while users work: upgrade it, try to remove it, remove it, install it again.
 func TestLifecycle(t *testing.T) {
+	t.Parallel()
 	sim := simulator(t)
 	w := bringUp(t, "e2e-life", sim.Node("gpu1", "dgx-h100"), sim.Node("gpu2", "t4-x1"))
 	w.needSMI(t)

@@ -28,7 +28,7 @@ const (
 
 // TestMIGNodes: what of a GPU can be had depends on its model, its mode, its machine, its admin and the cluster.
 func TestMIGNodes(t *testing.T) {
-	t.Parallel() // beside TestNodes and TestBadInput
+	t.Parallel()
 	sim := simulator(t)
 	models := cardModels(t)
 	cards := cluster.NodeOptions{Name: nodeCards, Mounts: []cluster.Mount{{Source: models, Target: "/opt/models"}}}

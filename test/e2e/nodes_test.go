@@ -32,7 +32,7 @@ const (
 
 // TestNodes is the variety of nodes: drivers that come late or are installed in unusual places, and a container runtime that would ignore the plugin.
 func TestNodes(t *testing.T) {
-	t.Parallel() // beside TestBadInput
+	t.Parallel()
 	w := bringUpNodes(t)
 	// Nothing is shared between these four nodes but the API server, and most of the time is waiting.
 	for name, test := range map[string]func(*testing.T){

@@ -22,7 +22,8 @@ const (
 )
 
 // What ends while claims are held or prepared: the plugin, the kubelet, containerd, the node, the specs. Afterwards every Pod has what it was given, nothing
-// is left over and no device is stuck.
+// is left over and no device is stuck. It runs alone, because it measures how soon things are mended; the other suites mostly wait for containers, and do so
+// side by side.
 func TestSurvival(t *testing.T) {
 	sim := simulator(t)
 	w := bringUpWith(t, cluster.Options{
