@@ -64,8 +64,8 @@ func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
 			return because(CauseStep, "%w", err)
 		}
 		err := t.cut.Revert(ctx, env)
-		if err == nil && p.Policy(t.gpu) == device.PolicyStatic {
-			err = because(CauseDevice, "the policy of %s is %s", t.name.GPU, device.PolicyStatic)
+		if policy := p.Policy(t.gpu); err == nil && !cuttable(policy) {
+			err = because(CauseDevice, "the policy of %s is %s", t.name.GPU, policy)
 		}
 		if err == nil {
 			t.cut.Card, t.cut.Minor = t.gpu.Card(), t.gpu.Minor

@@ -25,17 +25,21 @@ const tryWait = 10 * time.Millisecond
 
 // Recover puts the node in order at the start: unfinished preparations are reverted, specs of finished ones are written again, and specs, locks and
 // temporary files without a record are removed. What cannot be read is reported and left: it keeps holding its GPUs until its claim is unprepared.
-// One claim's failure stops no other.
+// One claim's failure stops no other, and one that another instance works on keeps no other waiting.
 func (p *Preparer) Recover(ctx context.Context) error {
 	traces, err := p.traces()
 	if err != nil {
 		return err
 	}
+	var wg sync.WaitGroup
 	for _, uid := range traces {
-		if err := p.recoverClaim(ctx, uid); err != nil {
-			klog.FromContext(ctx).Error(err, "Could not recover a claim; what it holds stays held until it is unprepared", "claimUID", uid)
-		}
+		wg.Go(func() {
+			if err := p.recoverClaim(ctx, uid); err != nil {
+				klog.FromContext(ctx).Error(err, "Could not recover a claim; what it holds stays held until it is unprepared", "claimUID", uid)
+			}
+		})
 	}
+	wg.Wait()
 	return nil
 }
 

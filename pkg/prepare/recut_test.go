@@ -46,13 +46,17 @@ func TestAPartitionThatCannotBeMadeAgainIsLostOnlyIfTryingAgainCannotHelp(t *tes
 }
 
 func TestWhatThePolicyForbidsToMakeAgainIsLost(t *testing.T) {
-	w := newWorld(t)
-	h := withMIG(w)
-	mustPrepare(t, w.plugin(t), several)
-	h.of(t, gpu0).reset()
-	w.scan()
-	w.policy = func(device.GPU) device.Policy { return device.PolicyStatic }
-	if lost := Lost(w.plugin(t).Reconcile(t.Context())); len(lost) != 1 || w.specs.of("uid-c") != nothing {
-		t.Errorf("%+v", lost)
+	for policy, lost := range map[device.Policy]int{device.PolicyStatic: 1, device.PolicyOff: 1, device.PolicyAdopt: 0} {
+		t.Run(string(policy), func(t *testing.T) {
+			w := newWorld(t)
+			h := withMIG(w)
+			mustPrepare(t, w.plugin(t), several)
+			h.of(t, gpu0).reset()
+			w.scan()
+			w.policy = func(device.GPU) device.Policy { return policy }
+			if got := Lost(w.plugin(t).Reconcile(t.Context())); len(got) != lost || (w.specs.of("uid-c") == nothing) != (lost > 0) {
+				t.Errorf("lost: %+v, its spec is %q", got, w.specs.of("uid-c"))
+			}
+		})
 	}
 }

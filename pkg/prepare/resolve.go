@@ -211,7 +211,7 @@ func (p *Preparer) cut(t *want, state device.CutState) (*migInstance, error) {
 		return refuse("%s has no profile %d that begins at %d", t.name.GPU, place.ProfileID, place.Start)
 	case !state.MIG.Enabled && g.MIG.ModeFixed:
 		return refuse("MIG mode of %s is off, and only a reset of the GPU turns it on", t.name.GPU)
-	case policy == device.PolicyStatic || policy == device.PolicyOff:
+	case !cuttable(policy):
 		return refuse("the policy of %s is %s", t.name.GPU, policy)
 	}
 	s := &migInstance{
@@ -222,6 +222,11 @@ func (p *Preparer) cut(t *want, state device.CutState) (*migInstance, error) {
 		return nil, s.taken(taken)
 	}
 	return s, nil
+}
+
+// cuttable says whether the policy lets instances be made.
+func cuttable(policy device.Policy) bool {
+	return policy != device.PolicyStatic && policy != device.PolicyOff
 }
 
 // present says whether the card may still be there, as far as the inventory knows.

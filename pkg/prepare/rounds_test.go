@@ -121,6 +121,37 @@ func TestClaimsThatAreWorkedOnKeepNoOthersWithoutTheirSpecs(t *testing.T) {
 	})
 }
 
+// An older instance may be working on several claims while a newer one starts, which the kubelet then waits for.
+func TestAStartWaitsForAllClaimsThatAreWorkedOnAtOnce(t *testing.T) {
+	w := newWorld(t)
+	withMIG(w)
+	for start := range 4 {
+		mustPrepare(t, w.plugin(t), newClaim(fmt.Sprint(start), allocated("r", fmt.Sprintf("%s-mig-19-%d", gpu0, start))))
+	}
+	mustPrepare(t, w.plugin(t), newClaim("z", allocated("r", gpu1)))
+	w.specs.clear()
+	synctest.Test(t, func(t *testing.T) {
+		p := w.plugin(t)
+		for start := range 4 {
+			held, err := p.Locks.Acquire(t.Context(), claimLock(newClaim(fmt.Sprint(start)).UID))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer held.Release()
+		}
+		start := time.Now()
+		if err := p.Recover(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if took := time.Since(start); took > recoverWait {
+			t.Errorf("it took %s", took)
+		}
+		if w.specs.of("uid-z") == nothing {
+			t.Error("a claim that nobody works on has no spec")
+		}
+	})
+}
+
 // thoughtful is hardware that takes its time to answer.
 type thoughtful struct {
 	*hardware
