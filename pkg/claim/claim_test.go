@@ -6,6 +6,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -56,6 +57,7 @@ func TestOnlyOurResultsInTheirOrder(t *testing.T) {
 	shared := allocated("b/large", gpu0)
 	shared.ShareID = ptr.To(types.UID("share"))
 	shared.AdminAccess = ptr.To(true)
+	shared.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse("18Gi"), "cores": resource.MustParse("25")}
 	foreignConfig := config(theClaim, "not even JSON")
 	foreignConfig.Opaque.Driver = "net.example.com"
 	empty := resourceapi.DeviceAllocationConfiguration{Source: theClaim}
@@ -67,8 +69,11 @@ func TestOnlyOurResultsInTheirOrder(t *testing.T) {
 	plain := &v1beta1.GpuConfig{}
 	plain.Default()
 	want := Allocation{UID: "uid", Namespace: "default", Name: "c", Results: []Result{
-		{Request: "a", Pool: "node", Device: gpu1, Config: plain},
-		{Request: "b/large", Pool: "node", Device: gpu0, ShareID: ptr.To(types.UID("share")), AdminAccess: true, Config: plain},
+		{Request: "a", Pool: "node", Device: gpu1, Config: plain, Group: NoGroup},
+		{
+			Request: "b/large", Pool: "node", Device: gpu0, ShareID: ptr.To(types.UID("share")), AdminAccess: true, Config: plain, Group: NoGroup,
+			Capacity: map[string]resource.Quantity{"memory": resource.MustParse("18Gi"), "cores": resource.MustParse("25")},
+		},
 	}}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
@@ -220,5 +225,50 @@ func TestTheKindOfADeviceFollowsFromItsName(t *testing.T) {
 		if k, ok := kindFor(name.String()); !ok || k != "MigDeviceConfig" {
 			t.Errorf("%s: %q, %v", name, k, ok)
 		}
+		for _, n := range []device.Name{{GPU: a.WholeName()}, name} {
+			share := n
+			share.Share = true
+			alone, _ := kindFor(n.String())
+			if k, ok := kindFor(share.String()); !ok || k != alone {
+				t.Errorf("%s: %q, %v; what it is a share of takes a %s", share, k, ok, alone)
+			}
+		}
+	}
+}
+
+// One daemon serves the results that one entry was written for.
+func TestResultsThatTakeOneConfigurationAreAGroup(t *testing.T) {
+	const partition = gpu1 + "-mig-19-0"
+	results := []resourceapi.DeviceRequestAllocationResult{allocated("a", gpu0), allocated("b", gpu1), allocated("c", partition), allocated("a", gpu0+"-share")}
+	foreign := config(theClaim, "{}")
+	foreign.Opaque.Driver = "net.example.com"
+	short, long, mig := slice("Short"), slice("Long"), kind("MigDeviceConfig")
+	for _, c := range []struct {
+		name    string
+		configs []resourceapi.DeviceAllocationConfiguration
+		want    []int
+	}{
+		{"none was written", nil, []int{NoGroup, NoGroup, NoGroup, NoGroup}},
+		{"one for all is for those of its kind", []resourceapi.DeviceAllocationConfiguration{config(theClaim, short)}, []int{0, 0, NoGroup, 0}},
+		{"one of each kind", []resourceapi.DeviceAllocationConfiguration{foreign, config(theClaim, mig), config(theClaim, short)}, []int{2, 2, 1, 2}},
+		{"one for some", []resourceapi.DeviceAllocationConfiguration{config(theClaim, short, "a")}, []int{0, NoGroup, NoGroup, 0}},
+		{"two that say the same are two", []resourceapi.DeviceAllocationConfiguration{config(theClaim, short, "a"), config(theClaim, short, "b")}, []int{0, 1, NoGroup, 0}},
+		{"a class's is the same for every request", []resourceapi.DeviceAllocationConfiguration{foreign, config(class, short, "a"), config(class, short, "b")}, []int{1, 1, NoGroup, 1}},
+		{"two of classes", []resourceapi.DeviceAllocationConfiguration{config(class, short, "a"), config(class, long, "b"), config(class, short, "b")}, []int{0, 0, NoGroup, 0}},
+		{"the claim's beside the same of the class", []resourceapi.DeviceAllocationConfiguration{config(class, short, "a", "b"), config(theClaim, short, "b")}, []int{0, 1, NoGroup, 0}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			got, err := Read(newClaim(results, c.configs...), driver)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var groups []int
+			for _, r := range got.Results {
+				groups = append(groups, r.Group)
+			}
+			if diff := cmp.Diff(c.want, groups); diff != "" {
+				t.Error(diff)
+			}
+		})
 	}
 }

@@ -1,6 +1,7 @@
 package claim
 
 import (
+	"bytes"
 	"fmt"
 	"slices"
 	"strings"
@@ -16,6 +17,7 @@ type entry struct {
 	requests  []string
 	fromClaim bool
 	origin    string // for messages
+	group     int
 }
 
 // decode reads every configuration that is meant for the driver, whether or not it will apply: a mistake is best found at the first Pod.
@@ -30,6 +32,7 @@ func decode(configs []resourceapi.DeviceAllocationConfiguration, driver string) 
 			requests:  c.Requests,
 			fromClaim: c.Source == resourceapi.AllocationConfigSourceClaim,
 			origin:    origin(c),
+			group:     group(configs[:i+1], driver),
 		}
 		config, err := v1beta1.Decode(c.Opaque.Parameters.Raw)
 		if err != nil {
@@ -45,6 +48,18 @@ func decode(configs []resourceapi.DeviceAllocationConfiguration, driver string) 
 	return entries, nil
 }
 
+// group is the number of the last of the configurations. One of a class may stand in the claim for each request anew: these are one that was written.
+func group(configs []resourceapi.DeviceAllocationConfiguration, driver string) int {
+	last := len(configs) - 1
+	c := configs[last]
+	if c.Source != resourceapi.AllocationConfigSourceClass {
+		return last
+	}
+	return slices.IndexFunc(configs, func(o resourceapi.DeviceAllocationConfiguration) bool {
+		return o.Source == c.Source && o.Opaque != nil && o.Opaque.Driver == driver && bytes.Equal(o.Opaque.Parameters.Raw, c.Opaque.Parameters.Raw)
+	})
+}
+
 // origin says where a user finds a configuration. The API server's list of an allocation has no place in what users write, so requests identify it.
 func origin(c *resourceapi.DeviceAllocationConfiguration) string {
 	from := "the claim's configuration"
@@ -57,11 +72,11 @@ func origin(c *resourceapi.DeviceAllocationConfiguration) string {
 	return fmt.Sprintf("%s for request %s", from, strings.Join(c.Requests, ", "))
 }
 
-// effective settles a result's configuration.
-func effective(entries []entry, r *resourceapi.DeviceRequestAllocationResult) (v1beta1.Config, error) {
+// effective settles a result's configuration and its group.
+func effective(entries []entry, r *resourceapi.DeviceRequestAllocationResult) (v1beta1.Config, int, error) {
 	kind, ok := kindFor(r.Device)
 	if !ok {
-		return nil, nil
+		return nil, NoGroup, nil
 	}
 	var chosen *entry
 	for i := range entries {
@@ -75,21 +90,21 @@ func effective(entries []entry, r *resourceapi.DeviceRequestAllocationResult) (v
 				// their names into its entries, so the names say nothing about what the author meant.
 				continue
 			}
-			return nil, fmt.Errorf("%s is a %s, but device %s takes a %s: change its kind, or name another request", e.origin, e.Kind(), r.Device, kind)
+			return nil, NoGroup, fmt.Errorf("%s is a %s, but device %s takes a %s: change its kind, or name another request", e.origin, e.Kind(), r.Device, kind)
 		}
 		if chosen == nil || e.fromClaim || !chosen.fromClaim {
 			chosen = e
 		}
 	}
 	if chosen != nil {
-		return chosen.Config, nil
+		return chosen.Config, chosen.group, nil
 	}
 	config, err := v1beta1.New(kind)
 	if err != nil {
-		return nil, err
+		return nil, NoGroup, err
 	}
 	config.Default()
-	return config, nil
+	return config, NoGroup, nil
 }
 
 // holdsFor says whether the configuration is meant for a request. "a" holds for "a/b".

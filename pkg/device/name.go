@@ -4,14 +4,18 @@ import (
 	"fmt"
 	"regexp"
 	"strconv"
+
+	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// Name says which device is meant: a GPU as a whole, or a part of it.
+// Name says which device is meant: a GPU as a whole, or a part of it, for one claim alone or for several.
 type Name struct {
 	// GPU is the name of the whole GPU.
 	GPU string
 	// Partition is nil for the whole.
 	Partition *PartitionName
+	// Share says that several claims may hold the device, each a share of it.
+	Share bool
 }
 
 // PartitionName says which part of a GPU is meant. It names a place on the card, so that it is the same before the instance is made and after it was
@@ -23,20 +27,20 @@ type PartitionName struct {
 	Compute *uint32
 }
 
-var nameForm = regexp.MustCompile(`^(gpu-[0-9a-f]{4,8}-[0-9a-f]{2}-[0-9a-f]{2}-[0-7])(?:-mig-([0-9]+)-([0-9]+)(?:-ci-([0-9]+))?)?$`)
+var nameForm = regexp.MustCompile(`^(gpu-[0-9a-f]{4,8}-[0-9a-f]{2}-[0-9a-f]{2}-[0-7])(?:-mig-([0-9]+)-([0-9]+)(?:-ci-([0-9]+))?)?(-share)?$`)
 
 // ParseName reads the name of a device. It is false for one that this driver does not give.
 func ParseName(s string) (Name, bool) {
 	m := nameForm.FindStringSubmatch(s)
-	if m == nil {
+	if m == nil || len(s) > validation.DNS1123LabelMaxLength {
 		return Name{}, false
 	}
-	n := Name{GPU: m[1]}
+	n := Name{GPU: m[1], Share: m[5] != ""}
 	if m[2] == "" {
 		return n, true
 	}
 	var numbers [3]uint32
-	for i, digits := range m[2:] {
+	for i, digits := range m[2:5] {
 		if digits == "" {
 			continue
 		}
@@ -56,42 +60,54 @@ func ParseName(s string) (Name, bool) {
 	return n, true
 }
 
-// String is the name as the scheduler knows it: a DNS label of at most 60 letters.
+// String is the name as the scheduler knows it: a DNS label of at most 60 letters, and "-share" where several claims may hold the device. With numbers that
+// no card has, a share's name is too long for a label: such a device is not offered.
 func (n Name) String() string {
-	p := n.Partition
-	switch {
-	case p == nil:
-		return n.GPU
-	case p.Compute == nil:
-		return fmt.Sprintf("%s-mig-%d-%d", n.GPU, p.ProfileID, p.Start)
-	default:
-		return fmt.Sprintf("%s-mig-%d-%d-ci-%d", n.GPU, p.ProfileID, p.Start, *p.Compute)
+	s := n.GPU
+	if p := n.Partition; p != nil {
+		s = fmt.Sprintf("%s-mig-%d-%d", s, p.ProfileID, p.Start)
+		if p.Compute != nil {
+			s = fmt.Sprintf("%s-ci-%d", s, *p.Compute)
+		}
 	}
+	if n.Share {
+		s += "-share"
+	}
+	return s
 }
 
-// DeviceNames are the names of all devices that the GPU can be or is: itself, every placement, and parts of instances that exist.
+// Unshared is the device that the share is of. A device that is held alone is its own.
+func (n Name) Unshared() Name {
+	n.Share = false
+	return n
+}
+
+// DeviceNames are the names of all devices that the GPU can be or is: itself, every placement, parts of instances that exist, and a share of each. Shares are
+// among them whether or not they are offered: a claim may hold one that was offered once.
 func (g GPU) DeviceNames() []string {
-	whole := g.WholeName()
-	names := []string{whole}
+	var names []string
+	seen := map[string]bool{}
+	add := func(p *PartitionName) {
+		n := Name{GPU: g.WholeName(), Partition: p}
+		if s := n.String(); !seen[s] {
+			seen[s] = true
+			n.Share = true
+			names = append(names, s, n.String())
+		}
+	}
+	add(nil)
 	if g.MIG == nil {
 		return names
 	}
-	seen := map[string]bool{}
-	add := func(p PartitionName) {
-		name := Name{GPU: whole, Partition: &p}.String()
-		if !seen[name] {
-			seen[name] = true
-			names = append(names, name)
-		}
-	}
 	for _, p := range g.MIG.Profiles {
 		for _, start := range p.Starts {
-			add(PartitionName{ProfileID: p.ID, Start: start})
+			add(&PartitionName{ProfileID: p.ID, Start: start})
 		}
 	}
 	for _, i := range g.MIG.Instances {
 		for _, c := range i.Compute {
-			add(i.partName(c))
+			part := i.partName(c)
+			add(&part)
 		}
 	}
 	return names

@@ -4,6 +4,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/utils/ptr"
 )
@@ -15,11 +17,15 @@ func TestNamesAreReadAsTheyAreWritten(t *testing.T) {
 		{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{}},
 		{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{ProfileID: 19, Start: 6}},
 		{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{ProfileID: 9, Start: 4, Compute: ptr.To(uint32(0))}},
+		{GPU: "gpu-0000-1b-00-0", Share: true},
+		{GPU: "gpu-ffffffff-ff-1f-7", Share: true},
+		{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{ProfileID: 19, Start: 3}, Share: true},
+		{GPU: "gpu-ffffffff-ff-1f-7", Partition: &PartitionName{ProfileID: 999, Start: 31, Compute: ptr.To(uint32(7))}, Share: true},
 		{GPU: "gpu-ffffffff-ff-1f-7", Partition: &PartitionName{ProfileID: 1<<32 - 1, Start: 1<<32 - 1, Compute: ptr.To[uint32](1<<32 - 1)}},
 	} {
 		s := n.String()
 		got, ok := ParseName(s)
-		if !ok || got.String() != s || got.GPU != n.GPU || (got.Partition == nil) != (n.Partition == nil) {
+		if !ok || got.String() != s || got.GPU != n.GPU || got.Share != n.Share || (got.Partition == nil) != (n.Partition == nil) {
 			t.Errorf("%s is read as %+v, %v", s, got, ok)
 		}
 		if p := n.Partition; p != nil && (got.Partition.ProfileID != p.ProfileID || got.Partition.Start != p.Start || (got.Partition.Compute == nil) != (p.Compute == nil)) {
@@ -29,8 +35,43 @@ func TestNamesAreReadAsTheyAreWritten(t *testing.T) {
 			t.Errorf("%s: %v", s, msgs)
 		}
 	}
-	if s := (Name{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{ProfileID: 9, Start: 4, Compute: ptr.To(uint32(1))}}).String(); s != "gpu-0000-1b-00-0-mig-9-4-ci-1" {
-		t.Error(s)
+	part := Name{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{ProfileID: 9, Start: 4, Compute: ptr.To(uint32(1))}}
+	share := part
+	share.Share = true
+	for n, want := range map[*Name]string{
+		&part:                                  "gpu-0000-1b-00-0-mig-9-4-ci-1",
+		&share:                                 "gpu-0000-1b-00-0-mig-9-4-ci-1-share",
+		{GPU: "gpu-0000-1b-00-0", Share: true}: "gpu-0000-1b-00-0-share",
+	} {
+		if s := n.String(); s != want {
+			t.Errorf("%s, want %s", s, want)
+		}
+	}
+	if share.Unshared() != part || part.Unshared() != part {
+		t.Errorf("%s is a share of %s", share, share.Unshared())
+	}
+}
+
+// The kubelet is told of a device by its name, of a share as of what it is a share of.
+func TestTheNamesOfAllThatAGPUCanBe(t *testing.T) {
+	g := GPU{PCIAddress: "0000:1b:00.0"}
+	if diff := cmp.Diff([]string{wholeName, wholeName + "-share"}, g.DeviceNames()); diff != "" {
+		t.Error(diff)
+	}
+	g = small()
+	names := sets.New(g.DeviceNames()...)
+	if names.Len() != len(g.DeviceNames()) {
+		t.Errorf("a name twice: %v", g.DeviceNames())
+	}
+	for _, n := range []string{wholeName, firstName, lastName, twoName} {
+		if !names.HasAll(n, n+"-share") {
+			t.Errorf("%s is not among %v with its share", n, names.UnsortedList())
+		}
+	}
+	for n := range names {
+		if got, ok := ParseName(n); !ok || got.GPU != wholeName {
+			t.Errorf("%s is read as %+v, %v", n, got, ok)
+		}
 	}
 }
 
@@ -40,6 +81,8 @@ func TestOtherNamesAreNotRead(t *testing.T) {
 		"gpu-0000-1b-00-0-", "gpu-0000-1b-00-0-mig", "gpu-0000-1b-00-0-mig-19", "gpu-0000-1b-00-0-mig-19-", "gpu-0000-1b-00-0-mig-019-0",
 		"gpu-0000-1b-00-0-mig-19-00", "gpu-0000-1b-00-0-mig-19-4294967296", "gpu-0000-1b-00-0-mig--1-0", "gpu-0000-1b-00-0-mig-19-0-ci",
 		"gpu-0000-1b-00-0-mig-19-0-ci-", "gpu-0000-1b-00-0-mig-19-0-ci-01", "gpu-0000-1b-00-0-ci-1", "gpu-0000-1b-00-0-mig-19-0-mig-19-0",
+		"gpu-0000-1b-00-0-shared", "gpu-0000-1b-00-0-share-share", "-share", "gpu-0000-1b-00-0-share-mig-19-0", "gpu-0000-1b-00-0-mig-19-share",
+		"gpu-0000-1b-00-0-mig-019-0-share", "gpu-ffffffff-ff-1f-7-mig-4294967295-4294967295-ci-4294967295-share", // no DNS label
 		"gpu-0000-1b-00-0-mig-" + strings.Repeat("9", 100) + "-0",
 	} {
 		if n, ok := ParseName(s); ok {

@@ -174,11 +174,11 @@ func TestGateSpeaksForEveryReason(t *testing.T) {
 func TestHealthReportCoversEveryDevice(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
 	now := time.Now()
-	if r := healthReport("node", s, nil, now); len(r.Devices) != 2 || r.Devices[1].Health != "Healthy" || r.Devices[1].DeviceName != "gpu-0000-43-00-0" {
+	if r := healthReport("node", s, nil, now); len(r.Devices) != 4 || r.Devices[2].Health != "Healthy" || r.Devices[2].DeviceName != "gpu-0000-43-00-0" || r.Devices[3].DeviceName != "gpu-0000-43-00-0-share" {
 		t.Errorf("got %+v", r)
 	}
 	s.Ready, s.Reason = false, "the driver went away"
-	if r := healthReport("node", s, nil, now); len(r.Devices) != 2 || r.Devices[0].Health != "Unknown" || r.Devices[0].Message != s.Reason {
+	if r := healthReport("node", s, nil, now); len(r.Devices) != 4 || r.Devices[0].Health != "Unknown" || r.Devices[0].Message != s.Reason {
 		t.Errorf("got %+v", r)
 	}
 }
