@@ -1,0 +1,57 @@
+package mps
+
+import (
+	"fmt"
+	"strconv"
+
+	"tags.cncf.io/container-device-interface/specs-go"
+)
+
+const (
+	// ContainerPipes is where a client's container has the pipes. It is CUDA's own default, so that a process whose environment was cleaned (by su, or
+	// by a login shell) is a client all the same.
+	ContainerPipes = "/tmp/nvidia-mps"
+	// HookCommand is the subcommand of gpu-mps that gives a container the daemon's shared memory.
+	HookCommand = "shm-hook"
+	// HookProgram is the name of the program, in the image and on the host.
+	HookProgram = "gpu-mps"
+
+	// createContainer hooks run in the container's mount namespace, before its root file system is all that can be seen.
+	createContainer = "createContainer"
+
+	pipeVariable    = "CUDA_MPS_PIPE_DIRECTORY"
+	memoryVariable  = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+	threadsVariable = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+)
+
+// Edits is what makes the processes of a container clients of the daemon: its pipes, the variable that names them, and its shared memory as /dev/shm.
+// hookPath is where the host keeps gpu-mps. The directories must be there when the container is created, that is, after [Client.Start].
+func Edits(paths Paths, hookPath, id string) specs.ContainerEdits {
+	return specs.ContainerEdits{
+		Env: []string{pipeVariable + "=" + ContainerPipes},
+		Mounts: []*specs.Mount{{
+			HostPath:      paths.Pipes(id),
+			ContainerPath: ContainerPipes,
+			Options:       []string{"rw", "nosuid", "nodev", "noexec", "bind"},
+		}},
+		// A hook, not a mount: only it can see whether the Pod has put a volume of its own there.
+		Hooks: []*specs.Hook{{
+			HookName: createContainer,
+			Path:     hookPath,
+			Args:     []string{HookProgram, HookCommand, "--source=" + paths.Shm(id)},
+		}},
+	}
+}
+
+// Limits are the variables by which each process of a container is held to less than the daemon's defaults: memory in MiB of the daemon's only device, and
+// a percentage of its threads. Zero is no limit.
+func Limits(memory uint64, threadPercentage int) []string {
+	var env []string
+	if memory > 0 {
+		env = append(env, fmt.Sprintf("%s=0=%dM", memoryVariable, memory))
+	}
+	if threadPercentage > 0 {
+		env = append(env, threadsVariable+"="+strconv.Itoa(threadPercentage))
+	}
+	return env
+}
