@@ -35,10 +35,13 @@ func partition(profile string) resourceapi.Device {
 }
 
 func TestEachClassTakesItsOwnDevicesOfThisDriverOnly(t *testing.T) {
-	objects, _ := render(t, "--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`)
+	objects, _ := render(t, "--set", "shares=shares:2", "--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`)
 	whole := device.Whole{}.Device(device.Driver{})
-	share := *whole.DeepCopy()
-	share.Attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("gpu-share")}
+	shareOf := func(d resourceapi.Device, kind string) resourceapi.Device {
+		share := *d.DeepCopy()
+		share.Attributes["type"] = resourceapi.DeviceAttribute{StringValue: &kind}
+		return share
+	}
 	const small, media = "mig-1g.10gb.nvidia.com", "mig-1g.10gb.me.nvidia.com"
 	for name, c := range map[string]struct {
 		driver  string
@@ -46,7 +49,9 @@ func TestEachClassTakesItsOwnDevicesOfThisDriverOnly(t *testing.T) {
 		classes []string
 	}{
 		"a GPU that this driver offers whole":    {"gpu.nvidia.com", whole, []string{"gpu.nvidia.com"}},
-		"a share of a GPU":                       {"gpu.nvidia.com", share, nil},
+		"a share of a GPU":                       {"gpu.nvidia.com", shareOf(whole, "gpu-share"), []string{"shared.gpu.nvidia.com"}},
+		"a share of a part":                      {"gpu.nvidia.com", shareOf(partition("1g.10gb"), "mig-share"), []string{"shared.gpu.nvidia.com"}},
+		"a share of another driver's":            {"tpu.example.com", shareOf(whole, "gpu-share"), nil},
 		"a part of a GPU":                        {"gpu.nvidia.com", partition("1g.10gb"), []string{"mig.nvidia.com", small}},
 		"a part with the media engines":          {"gpu.nvidia.com", partition("1g.10gb+me"), []string{"mig.nvidia.com", media}},
 		"a part of a profile without a class":    {"gpu.nvidia.com", partition("7g.80gb"), []string{"mig.nvidia.com"}},
@@ -56,7 +61,7 @@ func TestEachClassTakesItsOwnDevicesOfThisDriverOnly(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var classes []string
-			for _, class := range []string{"gpu.nvidia.com", "mig.nvidia.com", small, media} {
+			for _, class := range []string{"gpu.nvidia.com", "mig.nvidia.com", "shared.gpu.nvidia.com", small, media} {
 				if takes(t, only[*resourceapi.DeviceClass](t, objects, class), c.driver, c.device) {
 					classes = append(classes, class)
 				}
@@ -111,7 +116,14 @@ func TestClassesAndTheirExtendedResources(t *testing.T) {
 			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","extendedResourceName":""},{"profile":"2g.20gb","extendedResourceName":""}]`},
 			both(map[string]string{"mig-1g.10gb.nvidia.com": "", "mig-2g.20gb.nvidia.com": ""}),
 		},
-		"nothing need be there": {[]string{"--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false"}, map[string]string{}},
+		"shares have one where something is shared": {[]string{"--set", "shares=fractions"}, both(map[string]string{"shared.gpu.nvidia.com": ""})},
+		"shares of partitions are shares":           {[]string{"--set", "shares=off\\,*/1g.10gb = shares:2"}, both(map[string]string{"shared.gpu.nvidia.com": ""})},
+		"what shares nothing makes none":            {[]string{"--set", "shares=off\\,NVIDIA fractions*=off"}, both(nil)},
+		"a share may be what a GPU was": {
+			[]string{"--set", "shares=shares:4", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu"},
+			both(map[string]string{"shared.gpu.nvidia.com": "nvidia.com/gpu"}),
+		},
+		"nothing need be there": {[]string{"--set", "shares=fractions", "--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "deviceClasses.shared.enabled=false"}, map[string]string{}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := resources(t, c.args...)
@@ -130,6 +142,13 @@ func TestClassesAndTheirExtendedResources(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+func TestAShareIsNotWhatAGPUIs(t *testing.T) {
+	_, err := template(t, "--set", "shares=shares:2", "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu")
+	if want := "deviceClasses.shared: extended resource nvidia.com/gpu is already that of deviceClasses.gpu."; err == nil || !strings.Contains(err.Error(), want) {
+		t.Errorf("%v, want %q", err, want)
 	}
 }
 

@@ -25,6 +25,7 @@ var everything = []string{
 	"--set", "metrics.service.enabled=true", "--set", "metrics.podMonitor.enabled=true", "--set", "metrics.podMonitor.labels.team=gpu",
 	"--set", "criticalPodsQuota.enabled=true", "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu",
 	"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`, "--set", `mig.policy=static\,NVIDIA A100*=dynamic`,
+	"--set", "openshift.privilegedSCC=true",
 	"--set", "image.digest=sha256:" + strings.Repeat("0a", 32), "--set", "imagePullSecrets[0].name=pull",
 	"--set", "driverRoot=/run/nvidia/driver", "--set", "devRoot=/driver-root/driver", "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook",
 	"--set", "kubeletRootDir=/var/lib/k0s/kubelet", "--set", "criSocket=/run/k0s/containerd.sock",
@@ -40,7 +41,7 @@ var onLinux = map[string]string{"kubernetes.io/os": "linux"}
 // nothing switches off all that can be.
 var nothing = []string{
 	"--set", "rbac.create=false", "--set", "serviceAccount.create=false", "--set", "serviceAccount.name=mine", "--set", "admissionPolicy.enabled=false",
-	"--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "uninstall.enabled=false", "--set", "criSocket=", "--set", "priorityClassName=",
+	"--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "mps.enabled=false", "--set", "uninstall.enabled=false", "--set", "criSocket=", "--set", "priorityClassName=",
 	"--set-json", "tolerations=[]",
 }
 
@@ -248,7 +249,11 @@ func TestRightsAreNoMoreThanThese(t *testing.T) {
 		case *rbacv1.ClusterRoleBinding:
 			bound["ClusterRole "+o.RoleRef.Name] = o.Subjects[0].Namespace + "/" + o.Subjects[0].Name
 		case *rbacv1.RoleBinding:
-			bound["Role "+o.RoleRef.Name] = o.Subjects[0].Namespace + "/" + o.Subjects[0].Name
+			kind := o.RoleRef.Kind
+			if kind == "ClusterRole" {
+				kind += " of the namespace"
+			}
+			bound[kind+" "+o.RoleRef.Name] = o.Subjects[0].Namespace + "/" + o.Subjects[0].Name
 		}
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
@@ -257,6 +262,7 @@ func TestRightsAreNoMoreThanThese(t *testing.T) {
 	wantBound := map[string]string{
 		"ClusterRole " + plugin: namespace + "/" + plugin, "Role " + plugin: namespace + "/" + plugin,
 		"ClusterRole " + uninstaller: namespace + "/" + uninstaller, "Role " + uninstaller: namespace + "/" + uninstaller,
+		"ClusterRole of the namespace system:openshift:scc:privileged": namespace + "/" + plugin,
 	}
 	if diff := cmp.Diff(wantBound, bound); diff != "" {
 		t.Errorf("bindings (-want +got):\n%s", diff)
@@ -334,6 +340,11 @@ func TestTheSchemaRefuses(t *testing.T) {
 		"a policy that is none":      {"mig.policy=never", "policy"},
 		"a policy without a name":    {`mig.policy=static\,=off`, "policy"},
 		"a policy that is a Boolean": {"mig.policy=false", "policy"},
+		"shares of no kind":          {"shares=half", "shares"},
+		"shares without a number":    {"shares=shares:", "shares"},
+		"a share for each of none":   {"shares=shares:0", "shares"},
+		"shares that are a Boolean":  {"shares=false", "shares"},
+		"another way to roll MPS":    {"mps.updateStrategy.type=RollingUpdate", "updateStrategy"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := template(t, "--set", c.set)

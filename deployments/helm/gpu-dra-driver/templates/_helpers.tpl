@@ -40,6 +40,11 @@ spec:
 {{- include "gpu-dra-driver.fullname" . }}-kubelet-plugin
 {{- end -}}
 
+{{/* The host of the MPS daemons. */}}
+{{- define "gpu-dra-driver.supervisorName" -}}
+{{- include "gpu-dra-driver.fullname" . }}-mps-supervisor
+{{- end -}}
+
 {{- define "gpu-dra-driver.claimPolicyName" -}}
 {{- include "gpu-dra-driver.fullname" . }}-claim-status
 {{- end -}}
@@ -52,6 +57,12 @@ spec:
 app.kubernetes.io/name: {{ include "gpu-dra-driver.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: kubelet-plugin
+{{- end -}}
+
+{{- define "gpu-dra-driver.supervisorSelectorLabels" -}}
+app.kubernetes.io/name: {{ include "gpu-dra-driver.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: mps-supervisor
 {{- end -}}
 
 {{- define "gpu-dra-driver.labels" -}}
@@ -190,6 +201,9 @@ criSocket: /host/cri/{{ base . }}
 {{- end }}
 {{- with .Values.mig.policy }}
 migPolicy: {{ . | quote }}
+{{- end }}
+{{- with .Values.shares }}
+shares: {{ . | quote }}
 {{- end }}
 httpAddress: ":{{ .Values.metrics.port }}"
 kubeApiQps: {{ .Values.kubeAPI.qps }}
