@@ -88,15 +88,15 @@ func TestWhateverGoesWrongInWhicheverCallHardwareRecordsAndSpecsAgreeAfterwards(
 func (s stand) halfAnAdmins(t *testing.T) []device.Instance {
 	t.Helper()
 	p := s.start(t)
-	defer p.cuts.Close()
+	defer p.Cuts.Close()
 	c := p.card(gpu1)
-	_, err := p.cuts.SetMode(t.Context(), c, true)
+	_, err := p.Cuts.SetMode(t.Context(), c, true)
 	if err != nil {
 		t.Fatal(err)
 	}
-	in, err := p.cuts.CreateInstance(t.Context(), c, 9, device.Placement{Start: 0, Size: 4})
+	in, err := p.Cuts.CreateInstance(t.Context(), c, 9, device.Placement{Start: 0, Size: 4})
 	if err == nil {
-		in, err = p.cuts.CreateCompute(t.Context(), c, in.ID)
+		in, err = p.Cuts.CreateCompute(t.Context(), c, in.ID)
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -129,18 +129,18 @@ func (s stand) disturb(t *testing.T, f fault, function string, o operation, thei
 	if o == prepareWhole {
 		must("before", before.do(t.Context(), unprepareParts))
 	}
-	before.cuts.Close()
+	before.Cuts.Close()
 
 	f.GPU = state.AnyGPU
 	arm := func() error {
-		return s.change(func(file *state.File) error { return file.AddFault(f.Fault, function, 1) })
+		return s.Change(func(file *state.File) error { return file.AddFault(f.Fault, function, 1) })
 	}
 	run := s.inProcess
 	if f.Group != 0 {
 		run = s.asProcess
 	}
 	err := run(t, o, f.time, arm)
-	must("count", s.change(func(file *state.File) error {
+	must("count", s.Change(func(file *state.File) error {
 		met = file.Fault(0).Hits > 0
 		return file.ClearFaults()
 	}))
@@ -150,8 +150,8 @@ func (s stand) disturb(t *testing.T, f fault, function string, o operation, thei
 
 	after, err := s.plugin(t.Context())
 	must("start again", err)
-	defer after.cuts.Close()
-	must("scan again", after.scan(t.Context()))
+	defer after.Cuts.Close()
+	must("scan again", after.Look(t.Context()))
 	must("after the restart", after.agree(t.Context(), theirs))
 	for _, again := range []operation{unprepareParts, prepareParts} {
 		must("once more", after.Unprepare(t.Context(), whole.UID))
@@ -171,7 +171,7 @@ func (s stand) inProcess(t *testing.T, o operation, limit time.Duration, arm fun
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer p.cuts.Close()
+	defer p.Cuts.Close()
 	if err := arm(); err != nil {
 		t.Fatal(err)
 	}
@@ -184,7 +184,7 @@ func (s stand) asProcess(t *testing.T, o operation, limit time.Duration, arm fun
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
-	command := s.command(string(o))
+	command := s.Command(string(o))
 	child := exec.CommandContext(ctx, command[0], command[1:]...) //nolint:gosec // ourselves
 	child.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	stdin, err1 := child.StdinPipe()

@@ -6,141 +6,35 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
-	"tags.cncf.io/container-device-interface/specs-go"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/host"
 )
 
 const (
-	simulator  = "../nvmlsim"
-	driverName = "gpu.nvidia.com"
-	pool       = "node-1"
-	gpu0       = "gpu-0000-1b-00-0"
-	gpu1       = "gpu-0000-1c-00-0"
-
-	// The test binary plays the plugin's processes: role says which, root on which stand.
-	role = "FAULTS_TEST_CHILD"
-	root = "FAULTS_TEST_ROOT"
+	gpu0 = "gpu-0000-1b-00-0"
+	gpu1 = "gpu-0000-1c-00-0"
 )
 
-func TestMain(m *testing.M) {
-	var err error
-	switch os.Getenv(role) {
-	case "":
-		m.Run()
-	case "partition":
-		err = nvidia.ServePartitions(context.Background(), os.Stdin, os.Stdout)
-	case "scan":
-		err = nvidia.ServeScan(context.Background(), os.Stdin, os.Stdout)
-	default:
-		err = play(os.Getenv(role))
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-}
+func TestMain(m *testing.M) { os.Exit(host.Main(m, play)) }
 
 // stand is a simulated node with two H100s, of which the second is half an admin's.
-type stand struct{ root string }
+type stand struct{ host.Host }
 
 func newStand(t *testing.T) stand {
 	t.Helper()
-	if os.Getuid() != 0 {
-		t.Skip("needs root: device nodes with the driver's numbers")
-	}
-	if out, err := exec.CommandContext(t.Context(), "make", "-s", "-C", simulator, "library").CombinedOutput(); err != nil {
-		t.Fatalf("%s: %v", out, err)
-	}
-	library, err := filepath.Abs("../../build/nvmlsim/libnvidia-ml.so.1")
-	if err != nil {
-		t.Fatal(err)
-	}
-	models, err := model.ReadGPUs(filepath.Join(simulator, "models"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	s := stand{t.TempDir()}
-	node := filepath.Join(s.root, "node.yaml")
-	text := "driverVersion: \"580.65.06\"\ncudaVersion: \"13.0\"\ngpus:\n" +
-		"- {model: h100-sxm5-80gb, pci: \"0000:1b:00.0\", pciRoot: \"pci0000:15\"}\n" +
-		"- {model: h100-sxm5-80gb, pci: \"0000:1c:00.0\", pciRoot: \"pci0000:15\"}\n"
-	if err := os.WriteFile(node, []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	described, err := model.ReadNode(node, "faults")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, dir := range []string{"machine/dev", "cdi"} {
-		if err := os.MkdirAll(filepath.Join(s.root, dir), 0o750); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if _, err := layout.Up(layout.Options{
-		Root: s.root, Models: models, Seed: "faults", Sources: layout.Sources{Library: library},
-		Config: layout.Config{Kind: layout.Container, Node: described, Dev: filepath.Join(s.root, "machine", "dev")},
-	}); err != nil {
-		t.Fatal(err)
-	}
-	return s
-}
-
-func (s stand) paths() nvidia.Paths {
-	return nvidia.Paths{
-		DriverRoot: filepath.Join(s.root, "driver"), HostDriverRoot: "/run/nvidia/driver",
-		Sysfs: filepath.Join(s.root, "sys"), Proc: filepath.Join(s.root, "proc"),
-	}
-}
-
-// change edits the simulated driver's state.
-func (s stand) change(edit func(*state.File) error) error {
-	f, err := state.Open(layout.StatePath(s.root))
-	if err != nil {
-		return err
-	}
-	return errors.Join(edit(f), f.Close())
-}
-
-// command is how the test binary is started in a role.
-func (s stand) command(as string) []string {
-	self, err := os.Executable()
-	if err != nil {
-		self = os.Args[0]
-	}
-	return []string{"env", "NVMLSIM_DEV=" + filepath.Join(s.root, "driver", "dev"), root + "=" + s.root, role + "=" + as, self}
+	return stand{host.New(t, "0000:1b:00.0", "0000:1c:00.0")}
 }
 
 // plugin is what a process of the plugin has.
-type plugin struct {
-	*prepare.Preparer
-	stand    stand
-	cuts     *nvidia.Partitions
-	specs    *cdi.Store
-	snapshot inventory.Snapshot
-}
-
-func (p *plugin) Snapshot() inventory.Snapshot { return p.snapshot }
+type plugin struct{ *host.Plugin }
 
 // plugin starts one: it looks at the node, and puts it in order.
 func (s stand) plugin(ctx context.Context) (*plugin, error) {
@@ -155,38 +49,14 @@ func (s stand) plugin(ctx context.Context) (*plugin, error) {
 }
 
 func (s stand) unrecovered(ctx context.Context) (*plugin, error) {
-	records, err := checkpoint.Open(filepath.Join(s.root, "state"), durable.OS{})
-	if err != nil {
-		return nil, err
-	}
-	locks, err := lock.NewSet(filepath.Join(s.root, "state", "locks"))
-	if err != nil {
-		return nil, err
-	}
-	p := &plugin{stand: s, specs: cdi.NewStore(filepath.Join(s.root, "cdi")), cuts: nvidia.NewPartitions(s.paths(), s.command("partition")...)}
-	p.Preparer = prepare.New(prepare.Options{
-		DriverName: driverName, Pool: pool, BootID: "boot", Now: time.Now,
-		Hardware: p, Specs: p.specs, Records: records, Locks: locks,
-		Partitions: p.cuts, MIGEdits: s.paths().CapabilityEdits,
-		Verify: func(edits specs.ContainerEdits) error {
-			edits.Hooks = nil // nobody has installed the hook here
-			return cdi.Verify(edits, s.paths().Visible)
-		},
+	p, err := s.Plugin(ctx, durable.OS{}, func(context.Context, string, string) (*resourceapi.ResourceClaim, error) {
+		return nil, errors.New("no claim waits for another")
 	})
-	return p, p.scan(ctx)
-}
-
-func (p *plugin) scan(ctx context.Context) error {
-	node, err := nvidia.Isolated(p.stand.paths(), p.stand.command("scan")...)(ctx)
-	if err == nil && len(node.GPUs) != 2 {
-		err = fmt.Errorf("%d GPUs were found: %v", len(node.GPUs), node.Problems)
-	}
-	p.snapshot = inventory.Snapshot{Ready: true, Known: true, Node: node}
-	return err
+	return &plugin{p}, err
 }
 
 func (p *plugin) card(gpu string) device.Card {
-	for _, g := range p.snapshot.Node.GPUs {
+	for _, g := range p.Snapshot().Node.GPUs {
 		if g.WholeName() == gpu {
 			return g.Card()
 		}
@@ -204,22 +74,9 @@ const (
 )
 
 var (
-	parts = claimOf("parts", gpu0+"-mig-19-0", gpu0+"-mig-9-4", gpu1+"-mig-19-6")
-	whole = claimOf("whole", gpu0)
+	parts = host.Claim("parts", gpu0+"-mig-19-0", gpu0+"-mig-9-4", gpu1+"-mig-19-6")
+	whole = host.Claim("whole", gpu0)
 )
-
-func claimOf(name string, devices ...string) *resourceapi.ResourceClaim {
-	c := &resourceapi.ResourceClaim{
-		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name, UID: types.UID("uid-" + name)},
-		Status:     resourceapi.ResourceClaimStatus{Allocation: &resourceapi.AllocationResult{}},
-	}
-	for i, d := range devices {
-		c.Status.Allocation.Devices.Results = append(c.Status.Allocation.Devices.Results, resourceapi.DeviceRequestAllocationResult{
-			Request: fmt.Sprintf("r%d", i), Driver: driverName, Pool: pool, Device: d,
-		})
-	}
-	return c
-}
 
 func (p *plugin) do(ctx context.Context, o operation) (err error) {
 	switch o {
@@ -234,13 +91,12 @@ func (p *plugin) do(ctx context.Context, o operation) (err error) {
 }
 
 // play is the plugin as a process of its own.
-func play(o string) error {
-	ctx := context.Background()
-	p, err := stand{os.Getenv(root)}.unrecovered(ctx)
+func play(ctx context.Context, h host.Host, o string) error {
+	p, err := stand{h}.unrecovered(ctx)
 	if err != nil {
 		return err
 	}
-	defer p.cuts.Close()
+	defer p.Cuts.Close()
 	fmt.Println("ready")
 	if _, err := bufio.NewReader(os.Stdin).ReadString('\n'); err != nil { // the fault is there now
 		return err
@@ -252,7 +108,7 @@ func play(o string) error {
 func (p *plugin) agree(ctx context.Context, theirs []device.Instance) error {
 	var errs []error
 	complain := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	specified, err := p.specs.Claims()
+	specified, err := p.Specs.Claims()
 	if err != nil {
 		return err
 	}

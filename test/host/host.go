@@ -1,0 +1,141 @@
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// Which process of the plugin the test binary plays, and on which node.
+const (
+	roleVariable = "HOST_TEST_ROLE"
+	rootVariable = "HOST_TEST_ROOT"
+
+	scanRole      = "scan"
+	partitionRole = "partition"
+)
+
+// Main runs the tests, or what the role says in which [Host.Command] has started this process, and returns the process's exit code. roles are those that the
+// package has besides the plugin's own child processes.
+func Main(m *testing.M, roles func(ctx context.Context, h Host, role string) error) int {
+	ctx := context.Background()
+	var err error
+	switch role := os.Getenv(roleVariable); {
+	case role == "":
+		return m.Run()
+	case role == partitionRole:
+		err = nvidia.ServePartitions(ctx, os.Stdin, os.Stdout)
+	case role == scanRole:
+		err = nvidia.ServeScan(ctx, os.Stdin, os.Stdout)
+	case roles == nil:
+		err = fmt.Errorf("nobody plays the role %q", role)
+	default:
+		err = roles(ctx, Host{os.Getenv(rootVariable)}, role)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return 0
+}
+
+// Host is a node. All that is on it lies below its root.
+type Host struct{ Root string }
+
+// New is a node with H100s at these PCI addresses, none of which is cut. It is gone when the test ends.
+func New(t *testing.T, addresses ...string) Host {
+	t.Helper()
+	if os.Getuid() != 0 {
+		t.Skip("needs root: device nodes with the driver's numbers")
+	}
+	root, err := os.MkdirTemp("", "host-") //nolint:usetesting // the test's own is named after it: a socket's path has room for 108 bytes
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(root) })
+	h := Host{root}
+	if err := h.layOut(t.Context(), addresses); err != nil {
+		t.Fatalf("lay a node out: %v", err)
+	}
+	return h
+}
+
+func (h Host) layOut(ctx context.Context, addresses []string) error {
+	_, here, _, _ := runtime.Caller(0)
+	repository := filepath.Join(filepath.Dir(here), "..", "..")
+	simulator := filepath.Join(repository, "test", "nvmlsim")
+	if out, err := exec.CommandContext(ctx, "make", "-s", "-C", simulator, "library").CombinedOutput(); err != nil {
+		return fmt.Errorf("build the simulated library: %s: %w", out, err)
+	}
+	models, err := model.ReadGPUs(filepath.Join(simulator, "models"))
+	if err != nil {
+		return err
+	}
+	text := "driverVersion: \"580.65.06\"\ncudaVersion: \"13.0\"\ngpus:\n"
+	for _, a := range addresses {
+		text += fmt.Sprintf("- {model: h100-sxm5-80gb, pci: %q, pciRoot: \"pci0000:15\"}\n", a)
+	}
+	file := filepath.Join(h.Root, "node.yaml")
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		return err
+	}
+	node, err := model.ReadNode(file, "host")
+	if err != nil {
+		return err
+	}
+	dev := filepath.Join(h.Root, "machine", "dev")
+	if err := os.MkdirAll(dev, 0o750); err != nil {
+		return err
+	}
+	_, err = layout.Up(layout.Options{
+		Root: h.Root, Models: models, Seed: "host", Config: layout.Config{Kind: layout.Container, Node: node, Dev: dev},
+		Sources: layout.Sources{Library: filepath.Join(repository, "build", "nvmlsim", "libnvidia-ml.so.1")},
+	})
+	return err
+}
+
+// Paths are where the plugin finds the driver.
+func (h Host) Paths() nvidia.Paths {
+	return nvidia.Paths{
+		DriverRoot: filepath.Join(h.Root, "driver"), HostDriverRoot: "/run/nvidia/driver",
+		Sysfs: filepath.Join(h.Root, "sys"), Proc: filepath.Join(h.Root, "proc"),
+	}
+}
+
+// Command is how the test binary is started in a role.
+func (h Host) Command(role string) []string {
+	self, err := os.Executable()
+	if err != nil {
+		self = os.Args[0]
+	}
+	return []string{"env", "NVMLSIM_DEV=" + filepath.Join(h.Root, "driver", "dev"), rootVariable + "=" + h.Root, roleVariable + "=" + role, self}
+}
+
+// Change edits the simulated driver's state.
+func (h Host) Change(edit func(*state.File) error) error {
+	f, err := state.Open(layout.StatePath(h.Root))
+	if err != nil {
+		return err
+	}
+	return errors.Join(edit(f), f.Close())
+}
+
+// Scan looks at the node's hardware as the plugin does.
+func (h Host) Scan(ctx context.Context) (nvidia.Node, error) {
+	return nvidia.Isolated(h.Paths(), h.Command(scanRole)...)(ctx)
+}
+
+// Cutter is the node's hardware as far as it is cut. Whoever asks for it closes it.
+func (h Host) Cutter() *nvidia.Partitions {
+	return nvidia.NewPartitions(h.Paths(), h.Command(partitionRole)...)
+}
