@@ -15,6 +15,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
 type edits = specs.ContainerEdits
@@ -83,7 +84,7 @@ func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
 		),
 		nvcdi.WithLogger(quiet),
 	}
-	if unusual(s.paths.DriverRoot, s.path) {
+	if driverroot.Unusual(s.paths.DriverRoot, s.path) {
 		options = append(options, nvcdi.WithLibrarySearchPaths([]string{filepath.Dir(s.path)}))
 	}
 	return nvcdi.New(options...)

@@ -8,6 +8,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
 // Fingerprint is a cheap digest of everything on the node that a scan depends on and that files show: the GPUs on the PCI bus and who drives them,
@@ -26,9 +28,9 @@ func Fingerprint(p Paths) string {
 		fmt.Fprintln(h, pciDriver(p.Sysfs, a))
 	}
 	digestDir(h, filepath.Join(root, "dev"), "nvidia")
-	for _, dir := range libraryDirs() {
+	for _, dir := range driverroot.LibraryDirs() {
 		dir := filepath.Join(p.DriverRoot, dir)
-		if exists(filepath.Join(dir, libraryName)) {
+		if exists(filepath.Join(dir, driverroot.NVML)) {
 			digestDir(h, dir, "libcuda", "libnvidia")
 		}
 	}

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
 func TestCheckSaysWhatIsMissingAndWhichCommandMakesIt(t *testing.T) {
@@ -53,10 +54,10 @@ func TestCheckSaysWhatIsMissingAndWhichCommandMakesIt(t *testing.T) {
 }
 
 func TestLibraryIsFoundInEveryCustomaryPlace(t *testing.T) {
-	for _, dir := range libraryDirs() {
+	for _, dir := range driverroot.LibraryDirs() {
 		h := fakeHost{t, t.TempDir()}
-		h.file(dir+"/"+libraryName, "")
-		if got, err := findLibrary(Paths{DriverRoot: h.root}); err != nil || got != filepath.Join(h.root, dir, libraryName) {
+		h.file(dir+"/"+driverroot.NVML, "")
+		if got, err := findLibrary(Paths{DriverRoot: h.root}); err != nil || got != filepath.Join(h.root, dir, driverroot.NVML) {
 			t.Errorf("in %s: %s, %v", dir, got, err)
 		}
 	}

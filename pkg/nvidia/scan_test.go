@@ -14,6 +14,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
 func TestScanReportsTheNode(t *testing.T) {
@@ -104,11 +105,11 @@ func TestEditsNameTheHostsPaths(t *testing.T) {
 }
 
 func TestLibrariesInUnusualPlacesReachContainersToo(t *testing.T) {
-	for _, dir := range libraryDirs() {
+	for _, dir := range driverroot.LibraryDirs() {
 		t.Run(dir, func(t *testing.T) {
 			h := newFakeHost(t)
 			h.remove("driver/usr/lib64")
-			for _, lib := range []string{libraryName, "libnvidia-ml.so." + fakeVersion, "libcuda.so." + fakeVersion} {
+			for _, lib := range []string{driverroot.NVML, "libnvidia-ml.so." + fakeVersion, "libcuda.so." + fakeVersion} {
 				h.file("driver/"+dir+"/"+lib, "no ELF")
 			}
 			s := h.scanner(fakeNVML(twoCards()...))

@@ -1,0 +1,120 @@
+package driverroot
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// tree is a driver root in the making.
+type tree struct {
+	*testing.T
+	root string
+}
+
+func newTree(t *testing.T) tree {
+	t.Helper()
+	return tree{t, t.TempDir()}
+}
+
+func (t tree) parent(path string) string {
+	t.Helper()
+	full := filepath.Join(t.root, path)
+	if err := os.MkdirAll(filepath.Dir(full), 0o750); err != nil {
+		t.Fatal(err)
+	}
+	return full
+}
+
+func (t tree) file(path string, mode os.FileMode) {
+	t.Helper()
+	if err := os.WriteFile(t.parent(path), nil, mode); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (t tree) link(target, path string) {
+	t.Helper()
+	if err := os.Symlink(target, t.parent(path)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestAProgramIsFoundWhereInstallationsPutIt(t *testing.T) {
+	for name, tc := range map[string]struct {
+		lay  func(tree)
+		path string
+		dir  string
+	}{
+		"a distribution": {func(t tree) {
+			t.file("usr/lib64/"+NVML, 0o644)
+			t.file("usr/bin/nvidia-smi", 0o755)
+		}, "usr/bin/nvidia-smi", "usr/lib64"},
+		"a directory of nothing else": {func(t tree) {
+			t.file("lib64/"+NVML, 0o644)
+			t.file("bin/nvidia-smi", 0o755)
+		}, "bin/nvidia-smi", "lib64"},
+		"alternatives, which are absolute links": {func(t tree) {
+			t.file("usr/lib/nvidia/current/nvidia-smi", 0o755)
+			t.link("/etc/alternatives/nvidia--nvidia-smi", "usr/bin/nvidia-smi")
+			t.link("/usr/lib/nvidia/current/nvidia-smi", "etc/alternatives/nvidia--nvidia-smi")
+			t.file("usr/lib64/"+NVML, 0o644)
+		}, "usr/lib/nvidia/current/nvidia-smi", "usr/lib64"},
+		"a merged /usr": {func(t tree) {
+			t.link("usr/bin", "bin")
+			t.link("../../usr/../opt/nvidia/smi", "usr/bin/nvidia-smi")
+			t.file("opt/nvidia/smi", 0o755)
+			t.file("usr/lib64/"+NVML, 0o644)
+		}, "opt/nvidia/smi", "usr/lib64"},
+		"a link that climbs above the root": {func(t tree) {
+			t.link("../../../../../../real", "usr/bin/nvidia-smi")
+			t.file("real", 0o755)
+			t.file("usr/lib64/"+NVML, 0o644)
+		}, "real", "usr/lib64"},
+		"a file that is no program is passed over": {func(t tree) {
+			t.file("usr/bin/nvidia-smi", 0o644)
+			t.file("usr/local/bin/nvidia-smi", 0o755)
+			t.file("usr/lib64/"+NVML, 0o644)
+		}, "usr/local/bin/nvidia-smi", "usr/lib64"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newTree(t)
+			tc.lay(d)
+			got, err := Find(d.root, "nvidia-smi")
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(Program{filepath.Join(d.root, tc.path), filepath.Join(d.root, tc.dir)}, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestWhatIsNotThereIsSaid(t *testing.T) {
+	d := newTree(t)
+	if _, err := Find(d.root, "nvidia-smi"); err == nil {
+		t.Error("found without a driver")
+	}
+	d.file("lib64/"+NVML, 0o644)
+	d.link("nvidia-smi", "bin/nvidia-smi") // to itself
+	if _, err := Find(d.root, "nvidia-smi"); !errors.Is(err, fs.ErrNotExist) {
+		t.Error(err)
+	}
+}
+
+func TestAnotherSystemsCLibraryIsNeverSearched(t *testing.T) {
+	d := newTree(t)
+	p := Program{LibraryDir: filepath.Join(d.root, "lib64")}
+	if diff := cmp.Diff([]string{"LD_LIBRARY_PATH=" + p.LibraryDir}, p.Environment(NVML)); diff != "" {
+		t.Error(diff)
+	}
+	d.file("lib64/libc.so.6", 0o755)
+	if diff := cmp.Diff([]string{"LD_PRELOAD=" + p.LibraryDir + "/a:" + p.LibraryDir + "/b"}, p.Environment("a", "b")); diff != "" {
+		t.Error(diff)
+	}
+}
