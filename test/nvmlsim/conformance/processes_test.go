@@ -43,7 +43,7 @@ func play(role string) int {
 		fmt.Println("init", int(ret))
 		return 1
 	}
-	device, ret := library.DeviceGetHandleByIndex(0)
+	device, ret := library.DeviceGetHandleByIndex(gpuOfRole())
 	if ret != nvml.SUCCESS {
 		fmt.Println("handle", int(ret))
 		return 1
@@ -67,7 +67,7 @@ func play(role string) int {
 		version, ret := library.SystemGetDriverVersion()
 		fmt.Println("version", int(ret), version)
 	case "cut": // MIG on, a GPU instance and a compute instance on the GPU that the environment names; each with what came of it
-		cut(library)
+		cut(device)
 	case "mig": // the MIG devices of the first GPU
 		count, _ := device.GetMaxMigDeviceCount()
 		for i := range count {
@@ -85,15 +85,18 @@ func play(role string) int {
 	return 0
 }
 
-// gpuVariable names the GPU that a process cuts.
+// gpuVariable names the GPU that a process works on; without it, it is the first.
 const gpuVariable = "NVMLSIM_TEST_GPU"
 
-func cut(library nvml.Interface) {
+func gpuOfRole() int {
 	index, err := strconv.Atoi(os.Getenv(gpuVariable))
 	if err != nil {
-		index = 0
+		return 0
 	}
-	device, _ := library.DeviceGetHandleByIndex(index)
+	return index
+}
+
+func cut(device nvml.Device) {
 	activation, ret := device.SetMigMode(nvml.DEVICE_MIG_ENABLE)
 	fmt.Println("mode", int(ret), int(activation))
 	instance, ret := device.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: 9}, &nvml.GpuInstancePlacement{Start: 4, Size: 4})

@@ -21,6 +21,7 @@ static struct {
     dev_t device;
     ino_t inode;
     pthread_mutex_t write_lock;
+    uint8_t open[512];      /* GPUs that this process has open: a bit each */
 } view = {.fd = -1, .write_lock = PTHREAD_MUTEX_INITIALIZER};
 
 __attribute__((destructor)) static void detach(void)
@@ -180,7 +181,51 @@ nvmlReturn_t sim_hold_driver(void)
     return lock_byte(F_RDLCK, NVMLSIM_LOCK_IN_USE, false) == 0 ? NVML_SUCCESS : NVML_ERROR_DRIVER_NOT_LOADED;
 }
 
-void sim_release_driver(void) { lock_byte(F_UNLCK, NVMLSIM_LOCK_IN_USE, false); }
+void sim_release_driver(void)
+{
+    struct flock all = {.l_type = F_UNLCK, .l_whence = SEEK_SET, .l_start = NVMLSIM_LOCK_OPEN, .l_len = view.state->gpu_count};
+    if (view.state->gpu_count > 0)
+        fcntl(view.fd, F_OFD_SETLK, &all);
+    for (size_t i = 0; i < sizeof view.open; i++)
+        STORE(view.open[i], 0);
+    lock_byte(F_UNLCK, NVMLSIM_LOCK_IN_USE, false);
+}
+
+/* Whether another open file description holds any of these bytes. */
+static bool held_elsewhere(uint64_t start, uint64_t count)
+{
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)start, .l_len = (off_t)count};
+    return fcntl(view.fd, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
+}
+
+bool sim_computed_on(unsigned int number, unsigned int slot)
+{
+    uint64_t first = NVMLSIM_LOCK_COMPUTE + (uint64_t)number * NVMLSIM_COMPUTE_BYTES;
+    return slot > 0 ? held_elsewhere(first + slot, 1) : held_elsewhere(first, NVMLSIM_COMPUTE_BYTES);
+}
+
+/* A GPU without persistence mode that nobody has open has forgotten what was set. Caller holds the write lock. */
+static void forget_if_closed(unsigned int number)
+{
+    struct nvmlsim_gpu *gpu = sim_gpu_at(number);
+    if (LOAD(gpu->persistence_mode) || held_elsewhere(NVMLSIM_LOCK_OPEN + number, 1))
+        return;
+    STORE(gpu->compute_mode, NVML_COMPUTEMODE_DEFAULT);
+    STORE(gpu->time_slice, 0);
+}
+
+void sim_open_gpu(unsigned int number)
+{
+    uint8_t bit = (uint8_t)(1u << number % 8);
+    if (number / 8 >= sizeof view.open || (__atomic_fetch_or(&view.open[number / 8], bit, __ATOMIC_ACQ_REL) & bit))
+        return;
+    bool writing = sim_write_begin() == NVML_SUCCESS; /* a process that has the state read-only leaves it to the next one */
+    if (writing)
+        forget_if_closed(number);
+    lock_byte(F_RDLCK, NVMLSIM_LOCK_OPEN + number, false);
+    if (writing)
+        sim_write_end();
+}
 
 nvmlReturn_t sim_write_begin(void)
 {

@@ -23,6 +23,7 @@ static nvmlReturn_t give_handle(const char *function, unsigned int number, nvmlD
         return result;
     if (LOAD(sim_gpu_at(number)->lost))
         return NVML_ERROR_GPU_IS_LOST;
+    sim_open_gpu(number);
     *device = sim_gpu_handle(number);
     return NVML_SUCCESS;
 }

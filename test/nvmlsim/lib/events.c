@@ -19,9 +19,6 @@
 enum { MAX_SETS = 256, LOOK_AGAIN_MS = 100 };
 #define SET_TAG UINT64_C(0x4e5345)
 
-static const uint64_t supported_types =
-    nvmlEventTypeSingleBitEccError | nvmlEventTypeDoubleBitEccError | nvmlEventTypeXidCriticalError;
-
 struct registration {
     uint64_t types; /* wanted event types; 0: none */
     uint64_t since; /* number of the first event that came after the registration */
@@ -100,14 +97,14 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetSupportedEventTypes(nvmlDevice_t device, u
 {
     ENTER_GPU(device);
     REQUIRE(types);
-    *types = sim_model(gpu)->ecc ? supported_types : nvmlEventTypeXidCriticalError;
+    *types = sim_model(gpu)->event_types;
     return NVML_SUCCESS;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long long types, nvmlEventSet_t handle)
 {
     ENTER_GPU(device);
-    if (types & ~(sim_model(gpu)->ecc ? supported_types : (uint64_t)nvmlEventTypeXidCriticalError))
+    if (types & ~(uint64_t)sim_model(gpu)->event_types)
         return NVML_ERROR_NOT_SUPPORTED;
     unsigned int number = (unsigned int)sim_handle_gpu(device);
     nvmlReturn_t result = NVML_ERROR_INVALID_ARGUMENT;

@@ -5,7 +5,7 @@
  * only reported how they were called; the slots are the same in all three:
  *     26        a trace callback that must not be written through
  *     81        handle by index
- *     192, 193  set and get a time-slice
+ *     192, 193  set a compute policy; list all of them: time_slice.c
  *     213-215   lists of processes
  * Every other slot succeeds and, where it was given a device and a pointer, writes the number 0 there: "none", "off".
  */
@@ -13,7 +13,7 @@
 
 #include <string.h>
 
-enum { SLOTS = 256, SLOT_TRACE = 26, SLOT_HANDLE_BY_INDEX = 81 };
+enum { SLOTS = 256, SLOT_TRACE = 26, SLOT_HANDLE_BY_INDEX = 81, SLOT_SET_POLICY = 192, SLOT_LIST_POLICIES = 193 };
 
 static bool is_device(const void *value)
 {
@@ -30,6 +30,12 @@ static nvmlReturn_t called(unsigned int slot, void *first, void *second)
 {
     if (slot == SLOT_HANDLE_BY_INDEX && (uintptr_t)first <= UINT16_MAX && is_pointer(second))
         return nvmlDeviceGetHandleByIndex_v2((unsigned int)(uintptr_t)first, second);
+    if (slot == SLOT_SET_POLICY || slot == SLOT_LIST_POLICIES) {
+        nvmlDevice_t device;
+        memcpy(&device, &first, sizeof device);
+        REQUIRE(is_pointer(second));
+        return slot == SLOT_SET_POLICY ? sim_set_policy(device, second) : sim_list_policies(device, second);
+    }
     if (slot != SLOT_TRACE && is_device(first) && is_pointer(second))
         *(unsigned int *)second = 0;
     return NVML_SUCCESS;

@@ -143,7 +143,10 @@ static nvmlReturn_t meet(const char *function, nvmlReturn_t found, const struct 
     nvmlReturn_t result = sim_fault(function, (int)target->number);
     if (result != NVML_SUCCESS)
         return result;
-    return LOAD(target->gpu->lost) ? NVML_ERROR_GPU_IS_LOST : NVML_SUCCESS;
+    if (LOAD(target->gpu->lost))
+        return NVML_ERROR_GPU_IS_LOST;
+    sim_open_gpu(target->number); /* a handle may be of before the last nvmlShutdown */
+    return NVML_SUCCESS;
 }
 
 nvmlReturn_t sim_enter_device(const char *function, nvmlDevice_t device, struct sim_target *target)

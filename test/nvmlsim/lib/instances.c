@@ -59,7 +59,10 @@ bool sim_is_busy(const struct nvmlsim_gpu *gpu, unsigned int gi, unsigned int ci
         if (gi == NVMLSIM_NO_INSTANCE || on_gi == NVMLSIM_NO_INSTANCE || (on_gi == gi && on_ci == ci))
             return true;
     }
-    return false;
+    unsigned int number = (unsigned int)(gpu - sim_gpu_at(0));
+    if (gi == NVMLSIM_NO_INSTANCE)
+        return sim_computed_on(number, 0);
+    return sim_computed_on(number, 1 + gi * (1 + NVMLSIM_COMPUTE_INSTANCES) + ci);
 }
 
 /* The driver numbers its capabilities by one counter: two for MIG as a whole, then for every GPU 15 GPU instances, each with itself and 8 compute

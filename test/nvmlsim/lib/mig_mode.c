@@ -50,6 +50,7 @@ static nvmlReturn_t change_mode(struct nvmlsim_gpu *gpu, unsigned int mode, nvml
         return NVML_SUCCESS;
     if (mode == NVML_DEVICE_MIG_DISABLE)
         rejoin_fabric(gpu);
+    STORE(gpu->compute_mode, NVML_COMPUTEMODE_DEFAULT); /* MIG knows no other */
     STORE(gpu->mig_current, mode);
     return NVML_SUCCESS;
 }

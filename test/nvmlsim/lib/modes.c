@@ -28,19 +28,22 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceSetPersistenceMode(nvmlDevice_t device, nvmlE
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, nvmlComputeMode_t *mode)
 {
-    ENTER_GPU(device);
+    ENTER_DEVICE(device);
     REQUIRE(mode);
-    *mode = (nvmlComputeMode_t)LOAD(gpu->compute_mode);
+    *mode = LOAD(at.gpu->mig_current) ? NVML_COMPUTEMODE_DEFAULT : (nvmlComputeMode_t)LOAD(at.gpu->compute_mode);
     return NVML_SUCCESS;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceSetComputeMode(nvmlDevice_t device, nvmlComputeMode_t mode)
 {
-    ENTER_GPU(device);
+    ENTER_DEVICE(device);
     REQUIRE((unsigned int)mode < NVML_COMPUTEMODE_COUNT);
     if (mode == NVML_COMPUTEMODE_EXCLUSIVE_THREAD) /* gone since CUDA 8 */
         return NVML_ERROR_NOT_SUPPORTED;
-    return set_word(&gpu->compute_mode, mode);
+    if (LOAD(at.gpu->mig_current)) /* nvml.h wants a MIG device's handle then; and those know no mode but the default */
+        return at.kind == SIM_HANDLE_MIG && mode == NVML_COMPUTEMODE_DEFAULT ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
+    nvmlReturn_t result = set_word(&at.gpu->compute_mode, mode);
+    return result == NVML_SUCCESS ? sim_fault_after(__func__, (int)at.number) : result;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetDisplayMode(nvmlDevice_t device, nvmlEnableState_t *mode)

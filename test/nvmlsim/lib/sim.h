@@ -43,6 +43,10 @@ nvmlReturn_t sim_attach(void);
 /* Takes and drops the shared in-use lock. */
 nvmlReturn_t sim_hold_driver(void);
 void sim_release_driver(void);
+/* Notes that this process has the GPU open, until its last nvmlShutdown. */
+void sim_open_gpu(unsigned int number);
+/* Whether another process computes on the GPU, or, with slot > 0, on that compute instance of it. */
+bool sim_computed_on(unsigned int number, unsigned int slot);
 /* A lock on one byte of the state file with an open file description of its own, so that it excludes threads of this process too. The kernel
  * drops it with the process. Negative: it could not be taken. */
 int sim_lock_open(uint64_t byte, bool shared);
@@ -180,6 +184,18 @@ struct sim_cut {
 nvmlReturn_t sim_cut_begin(const char *function, unsigned int number, struct sim_cut *cut);
 /* Ends a change, whatever came of it: capability files and nodes follow the instances; then what is ordered to happen afterwards does. */
 nvmlReturn_t sim_cut_end(struct sim_cut *cut, nvmlReturn_t result);
+
+/* ---- time_slice.c: what nvidia-smi compute-policy calls */
+
+struct sim_policy {
+    uint32_t name, value;
+};
+struct sim_policies {
+    uint32_t count;
+    struct sim_policy list[32];
+};
+nvmlReturn_t sim_set_policy(nvmlDevice_t device, const struct sim_policy *policy);
+nvmlReturn_t sim_list_policies(nvmlDevice_t device, struct sim_policies *policies);
 
 /* ---- capabilities.c */
 

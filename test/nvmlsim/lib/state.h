@@ -14,6 +14,11 @@
  *     word, so it exists or it does not. Words of compute instances count only below a GPU instance that exists.
  *   - A process between nvmlInit and nvmlShutdown holds a shared lock on byte NVMLSIM_LOCK_IN_USE:
  *     so the tool can tell whether anybody would notice that the driver goes away.
+ *   - A process holds a shared lock on byte NVMLSIM_LOCK_OPEN plus the GPU's number from its first handle of a GPU to its last nvmlShutdown. A GPU
+ *     whose persistence mode is off and that nobody holds so has forgotten what was set: whoever opens it next makes that true.
+ *   - A process that computes holds a shared lock on byte NVMLSIM_LOCK_COMPUTE plus 256 times the GPU's number, plus, on a MIG device,
+ *     1 + 9 times the GPU instance's ID plus the compute instance's. Whether it may is decided under flock() of the file, which, unlike a
+ *     write lock, a process can take that has the file read-only.
  *   - Whoever makes or removes the capability files and nodes that the instances call for holds byte NVMLSIM_LOCK_CAPABILITIES.
  *   - A call that changes MIG mode or instances holds byte NVMLSIM_LOCK_CUT, or that byte plus 1 + the GPU's number, for as
  *     long as it takes, as the driver does.
@@ -24,13 +29,16 @@
 #include <stdint.h>
 
 #define NVMLSIM_MAGIC UINT64_C(0x314d49534c4d564e) /* "NVMLSIM1", little endian */
-#define NVMLSIM_LAYOUT 2u
+#define NVMLSIM_LAYOUT 3u
 
 enum {
     NVMLSIM_LOCK_WRITE = 0,
     NVMLSIM_LOCK_IN_USE = 1,
     NVMLSIM_LOCK_CAPABILITIES = 2,
     NVMLSIM_LOCK_CUT = 1024,
+    NVMLSIM_LOCK_OPEN = 8192,
+    NVMLSIM_LOCK_COMPUTE = 16384,
+    NVMLSIM_COMPUTE_BYTES = 256, /* of one GPU */
 
     NVMLSIM_GPU_INSTANCES = 15,
     NVMLSIM_COMPUTE_INSTANCES = 8,
@@ -148,6 +156,8 @@ struct nvmlsim_model {
     uint32_t bar1_mib;
     uint32_t mig_needs_reset; /* a change of MIG mode waits for a reset, and outlives it */
     uint32_t memory_slices;
+    uint32_t time_slices; /* the length of a time-slice can be set */
+    uint32_t event_types; /* nvmlEventType* that can be registered for */
     uint64_t memory_mib;
     struct nvmlsim_profile profiles[NVMLSIM_PROFILES];
     struct nvmlsim_ci_profile ci_profiles[NVMLSIM_CI_PROFILES];
@@ -183,6 +193,8 @@ struct nvmlsim_gpu {
     uint64_t fabric_until_ms; /* until then (CLOCK_REALTIME) it is in another state than fabric_state */
     uint32_t fabric_interim;
     uint32_t virtualization;  /* NVML_GPU_VIRTUALIZATION_MODE_* */
+    uint32_t time_slice;      /* 0 default, 1 short, 2 medium, 3 long */
+    uint32_t bus_gone;        /* the PCI bus does not show it: unplugged */
     uint64_t processes[NVMLSIM_PROCESSES];
     uint64_t instances[NVMLSIM_GPU_INSTANCES]; /* by GPU instance ID */
     uint64_t compute_instances[NVMLSIM_GPU_INSTANCES][NVMLSIM_COMPUTE_INSTANCES];

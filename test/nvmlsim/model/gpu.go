@@ -66,7 +66,11 @@ type GPU struct {
 	PowerLimitWatts       Fact[uint32] `json:"powerLimitWatts"`
 	BAR1MiB               Fact[uint32] `json:"bar1MiB"`
 	AddressingMode        Fact[string] `json:"addressingMode"`
-	MIG                   MIG          `json:"mig"`
+	// TimeSlices says whether the length of a time-slice can be set; without it, whether the GPU is of Volta or later.
+	TimeSlices Fact[bool] `json:"timeSlices"`
+	// Events are the kinds of events that can be registered for: xid, singleBitEcc, doubleBitEcc. Without it xid, and with ECC all three.
+	Events Fact[[]string] `json:"events"`
+	MIG    MIG            `json:"mig"`
 }
 
 // Enum is a value that NVML gives as a number.
@@ -197,6 +201,9 @@ func (g *GPU) validate() error {
 	if _, err := g.AddressingModeValue(); err != nil {
 		return err
 	}
+	if _, err := g.EventTypes(); err != nil {
+		return err
+	}
 	for _, profile := range g.MIG.Profiles {
 		if _, err := profile.NVMLValue(); err != nil {
 			return err
@@ -233,6 +240,40 @@ func (g *GPU) AddressingModeValue() (uint32, error) {
 		return 2, nil
 	}
 	return 0, fmt.Errorf("addressingMode %q is none of None, HMM, ATS", g.AddressingMode.Value)
+}
+
+// archVolta is NVML_DEVICE_ARCH_VOLTA.
+const archVolta = 5
+
+// HasTimeSlices tells whether the length of a time-slice can be set.
+func (g *GPU) HasTimeSlices() bool {
+	if g.TimeSlices.Known {
+		return g.TimeSlices.Value
+	}
+	return g.Architecture.NVMLValue >= archVolta
+}
+
+// nvmlEventType* of nvml.h, by name.
+var eventTypes = map[string]uint32{"singleBitEcc": 0x1, "doubleBitEcc": 0x2, "xid": 0x8}
+
+// EventTypes are the nvmlEventType* that can be registered for.
+func (g *GPU) EventTypes() (uint32, error) {
+	names := []string{"xid"}
+	if g.ECC.Value {
+		names = append(names, "singleBitEcc", "doubleBitEcc")
+	}
+	if g.Events.Known {
+		names = g.Events.Value
+	}
+	var types uint32
+	for _, name := range names {
+		value, known := eventTypes[name]
+		if !known {
+			return 0, fmt.Errorf("event %q is none of xid, singleBitEcc, doubleBitEcc", name)
+		}
+		types |= value
+	}
+	return types, nil
 }
 
 // ParsePCIID reads a combined ID such as 0x233010DE: device in the upper half, vendor in the lower, as NVML gives it.

@@ -146,6 +146,27 @@ func (f *File) SetRecovery(gpu int, action uint32) error {
 	})
 }
 
+// SetTimeSlice sets the length of a GPU's time-slices: 0 default, 1 short, 2 medium, 3 long.
+func (f *File) SetTimeSlice(gpu int, slice uint32) error {
+	return f.update(func() error {
+		atomic.StoreUint32(&f.GPU(gpu).TimeSlice, slice)
+		return nil
+	})
+}
+
+// Settle makes GPUs without persistence mode that nobody has open forget what was set, as the driver does at once: here it is done by whoever looks
+// next.
+func (f *File) Settle() error {
+	return f.update(func() error {
+		for i := range f.GPUCount() {
+			if g := f.GPU(i); g.PersistenceMode == 0 && !f.held(lockOpen+int64(i), 1) {
+				g.forget()
+			}
+		}
+		return nil
+	})
+}
+
 // AnyGPU is a fault's GPU where it holds for every call.
 const AnyGPU = -1
 
@@ -219,7 +240,7 @@ func (f *File) Load(version, cuda string, force bool) error {
 		for i := range f.GPUCount() {
 			g := f.GPU(i)
 			atomic.StoreUint32(&g.Present, flag(g.Lost == 0))
-			atomic.StoreUint32(&g.ComputeMode, 0)
+			g.forget()
 			atomic.StoreUint32(&g.PersistenceMode, 1)
 			f.resetMIG(i)
 			atomic.StoreUint64(&g.ECCSingleVolatile, 0)

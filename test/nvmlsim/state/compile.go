@@ -56,7 +56,11 @@ func compileModel(m *model.GPU, to *Model) error {
 	if m.BAR1MiB.Known {
 		to.BAR1MiB = m.BAR1MiB.Value
 	}
+	to.TimeSlices = flag(m.HasTimeSlices())
 	var err error
+	if to.EventTypes, err = m.EventTypes(); err != nil {
+		return err
+	}
 	if to.CCMajor, to.CCMinor, err = m.ComputeCapability(); err != nil {
 		return err
 	}

@@ -228,8 +228,11 @@ func (f *File) idle(force bool, change func() error) error {
 }
 
 // InUse tells whether a process has NVML initialised.
-func (f *File) InUse() bool {
+func (f *File) InUse() bool { return f.held(lockInUse, 1) }
+
+// held tells whether another holds any of these bytes.
+func (f *File) held(start, count int64) bool {
 	// Asked, not taken: a lock held for a moment would fail a nvmlInit in that moment.
-	lock := syscall.Flock_t{Type: syscall.F_WRLCK, Whence: 0, Start: lockInUse, Len: 1}
+	lock := syscall.Flock_t{Type: syscall.F_WRLCK, Whence: 0, Start: start, Len: count}
 	return syscall.FcntlFlock(f.file.Fd(), fOFDGetLock, &lock) == nil && lock.Type != syscall.F_UNLCK
 }

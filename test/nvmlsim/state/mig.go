@@ -125,6 +125,12 @@ func (f *File) resetMIG(gpu int) {
 	atomic.StoreUint32(&g.MIGCurrent, g.MIGPending)
 }
 
+// forget is what a GPU forgets when it is reset, when the driver is loaded, and, without persistence mode, when the last process closes it.
+func (g *GPU) forget() {
+	atomic.StoreUint32(&g.ComputeMode, 0)
+	atomic.StoreUint32(&g.TimeSlice, 0)
+}
+
 // ErrBusy says that processes compute on a GPU.
 var ErrBusy = errors.New("processes compute on it")
 
@@ -136,7 +142,7 @@ func (f *File) Reset(gpu int, force bool) error {
 			return fmt.Errorf("GPU %d: %w", gpu, ErrBusy)
 		}
 		f.resetMIG(gpu)
-		atomic.StoreUint32(&g.ComputeMode, 0)
+		g.forget()
 		atomic.StoreUint32(&g.RecoveryAction, 0)
 		atomic.StoreUint32(&g.RemapPending, 0)
 		f.wake()

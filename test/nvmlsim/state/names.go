@@ -76,9 +76,15 @@ func ErrorName(value uint32) string { return name(nvmlErrors, value) }
 // RecoveryName is the name of a recovery action.
 func RecoveryName(value uint32) string { return name(recoveryActions, value) }
 
+// beyond are what a fault can be ordered for besides NVML's functions.
+var beyond = []string{"setTimeSlice", "getTimeSlice", "mpsControlStart", "mpsControlCommand", "mpsServerStart", "cudaAttach"}
+
+// Beyond are the names, besides those of NVML's functions, that a fault can be ordered for.
+func Beyond() []string { return slices.Clone(beyond) }
+
 // changing are the functions that change something, so that a fault can come after their effect.
 var changing = []string{
-	"nvmlDeviceSetPersistenceMode", "nvmlDeviceSetComputeMode", "nvmlDeviceSetMigMode",
+	"setTimeSlice", "nvmlDeviceSetPersistenceMode", "nvmlDeviceSetComputeMode", "nvmlDeviceSetMigMode",
 	"nvmlDeviceCreateGpuInstance", "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceDestroy",
 	"nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceCreateComputeInstanceWithPlacement", "nvmlComputeInstanceDestroy",
 }

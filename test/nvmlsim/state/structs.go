@@ -5,11 +5,14 @@ import "math"
 // The magic number and version of the layout that this package and lib/state.h describe.
 const (
 	Magic  uint64 = 0x314d49534c4d564e
-	Layout uint32 = 2
+	Layout uint32 = 3
 
 	lockWrite        = 0
 	lockInUse        = 1
 	lockCapabilities = 2
+	lockOpen         = 8192
+	lockCompute      = 16384
+	computeBytes     = 256
 
 	gpuInstances     = 15
 	computeInstances = 8
@@ -19,7 +22,7 @@ const (
 	maxCIProfiles = 40
 	maxPlacements = 16
 
-	eventCapacity = 1024
+	eventCapacity = 4096
 	faultCapacity = 64
 
 	// Absent marks a number that the model file does not give.
@@ -117,6 +120,8 @@ type Model struct {
 	BAR1MiB         uint32                   `c:"bar1_mib"`
 	MIGNeedsReset   uint32                   `c:"mig_needs_reset"`
 	MemorySlices    uint32                   `c:"memory_slices"`
+	TimeSlices      uint32                   `c:"time_slices"`
+	EventTypes      uint32                   `c:"event_types"`
 	MemoryMiB       uint64                   `c:"memory_mib"`
 	Profiles        [maxProfiles]Profile     `c:"profiles"`
 	CIProfiles      [maxCIProfiles]CIProfile `c:"ci_profiles"`
@@ -152,6 +157,8 @@ type GPU struct {
 	FabricUntilMS      uint64                                 `c:"fabric_until_ms"`
 	FabricInterim      uint32                                 `c:"fabric_interim"`
 	Virtualization     uint32                                 `c:"virtualization"`
+	TimeSlice          uint32                                 `c:"time_slice"`
+	BusGone            uint32                                 `c:"bus_gone"`
 	Processes          [maxProcesses]uint64                   `c:"processes"`
 	Instances          [gpuInstances]uint64                   `c:"instances"`
 	ComputeInstances   [gpuInstances][computeInstances]uint64 `c:"compute_instances"`

@@ -2,6 +2,8 @@ package main
 
 import (
 	"fmt"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -24,8 +26,8 @@ func (s *scope) flags(command *cobra.Command) {
 }
 
 func (s *scope) add(f *state.File, function string, fault state.Fault) error {
-	if function != "*" && !exports.Has(function) {
-		return fmt.Errorf("NVML has no function %q: a fault for it would never be met", function)
+	if function != "*" && !exports.Has(function) && !slices.Contains(state.Beyond(), function) {
+		return fmt.Errorf("NVML has no function %q, and it is none of %s: a fault for it would never be met", function, strings.Join(state.Beyond(), ", "))
 	}
 	if s.after {
 		if function != "*" && !state.Changes(function) {

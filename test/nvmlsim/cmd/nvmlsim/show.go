@@ -41,6 +41,8 @@ type shownGPU struct {
 	ECCSingle   uint64 `json:"eccSingle"`
 	ECCDouble   uint64 `json:"eccDouble"`
 	ComputeMode uint32 `json:"computeMode"`
+	TimeSlice   uint32 `json:"timeSlice"`
+	Persistence bool   `json:"persistence"`
 	// MIG is absent where the GPU cannot be cut.
 	MIG       *shownMIG      `json:"mig,omitempty"`
 	Processes []shownProcess `json:"processes,omitempty"`
@@ -62,6 +64,9 @@ func newShow(n *node) *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
 			return n.with(func(f *state.File) error {
+				if err := f.Settle(); err != nil {
+					return err
+				}
 				shown := describe(f)
 				switch output {
 				case "":
@@ -98,7 +103,7 @@ func describe(f *state.File) shownNode {
 		one := shownGPU{
 			Index: i, Minor: g.Minor, PCI: g.Address(), UUID: state.Text(g.UUID[:]), Name: state.Text(f.Model(int(g.Model)).Name[:]),
 			NUMANode: g.NUMANode, Condition: condition(g), Recovery: state.RecoveryName(g.RecoveryAction),
-			ECCSingle: g.ECCSingleVolatile, ECCDouble: g.ECCDoubleVolatile, ComputeMode: g.ComputeMode,
+			ECCSingle: g.ECCSingleVolatile, ECCDouble: g.ECCDoubleVolatile, ComputeMode: g.ComputeMode, TimeSlice: g.TimeSlice, Persistence: g.PersistenceMode != 0,
 			MIG: describeMIG(f.Model(int(g.Model)), g), Processes: describeProcesses(g),
 		}
 		shown.GPUs = append(shown.GPUs, one)
