@@ -42,7 +42,7 @@ spec:
 
 {{/* The host of the MPS daemons. */}}
 {{- define "gpu-dra-driver.supervisorName" -}}
-{{- include "gpu-dra-driver.fullname" . }}-mps-supervisor
+{{- include "gpu-dra-driver.fullname" . }}-mps
 {{- end -}}
 
 {{- define "gpu-dra-driver.claimPolicyName" -}}
