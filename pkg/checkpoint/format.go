@@ -40,17 +40,19 @@ func (e *FutureError) Error() string {
 		e.Path, e.Version, FormatVersion)
 }
 
-func encode(r Record) ([]byte, error) {
-	payload, err := json.Marshal(r)
+// encode seals what is kept; of says of whom or of what it is, for errors.
+func encode(of string, v any) ([]byte, error) {
+	payload, err := json.Marshal(v)
 	if err != nil {
-		return nil, fmt.Errorf("encode the record of claim %s: %w", r.ClaimUID, err)
+		return nil, fmt.Errorf("encode the record of %s: %w", of, err)
 	}
 	return json.Marshal(envelope{FormatVersion: FormatVersion, Checksum: checksum(payload), Payload: payload})
 }
 
-func decode(path string, raw []byte) (Record, error) {
-	unreadable := func(format string, args ...any) (Record, error) {
-		return Record{}, &UnreadableError{Path: path, Reason: fmt.Sprintf(format, args...)}
+// decode reads into v what encode has sealed. Its error is an [*UnreadableError] or a [*FutureError].
+func decode(path string, raw []byte, v any) error {
+	unreadable := func(format string, args ...any) error {
+		return &UnreadableError{Path: path, Reason: fmt.Sprintf(format, args...)}
 	}
 	if len(bytes.TrimSpace(raw)) == 0 {
 		return unreadable("it is empty")
@@ -60,7 +62,7 @@ func decode(path string, raw []byte) (Record, error) {
 		return unreadable("%v", err)
 	}
 	if e.FormatVersion > FormatVersion {
-		return Record{}, &FutureError{Path: path, Version: e.FormatVersion}
+		return &FutureError{Path: path, Version: e.FormatVersion}
 	}
 	if e.FormatVersion < 1 {
 		return unreadable("format version %d", e.FormatVersion)
@@ -68,11 +70,10 @@ func decode(path string, raw []byte) (Record, error) {
 	if got := checksum(e.Payload); got != e.Checksum {
 		return unreadable("its checksum is %s, its content has %s", e.Checksum, got)
 	}
-	var r Record
-	if err := json.Unmarshal(e.Payload, &r); err != nil {
+	if err := json.Unmarshal(e.Payload, v); err != nil {
 		return unreadable("%v", err)
 	}
-	return r, nil
+	return nil
 }
 
 func checksum(payload []byte) string {

@@ -4,7 +4,7 @@
 // before a call returns. The file's name says which claim it is and which devices the claim holds for itself: who holds a device is answered by one look
 // at the directory, and a record that cannot be read still holds its devices. Fields of later versions are kept.
 //
-// Beside the records there is a mark per GPU; see [Store.Mark].
+// Beside the records there is a mark per GPU, see [Store.Mark], and a file for each thing that several claims can hold together; see [Holder].
 //
 // The package does not lock: callers hold the claim's lock, and the lock of each GPU whose holders or mark they ask for.
 package checkpoint
@@ -12,7 +12,7 @@ package checkpoint
 import (
 	"errors"
 	"fmt"
-	"os"
+	"io/fs"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -38,12 +38,13 @@ type Store struct {
 	claims     string
 	quarantine string
 	marks      string
+	holders    string
 }
 
 // Open makes the store's directories.
 func Open(dir string, disk durable.FS) (*Store, error) {
-	s := &Store{disk: disk, claims: filepath.Join(dir, "claims"), quarantine: filepath.Join(dir, "quarantine"), marks: filepath.Join(dir, "mig")}
-	for _, d := range []string{dir, s.claims, s.quarantine, s.marks} {
+	s := &Store{disk: disk, claims: filepath.Join(dir, "claims"), quarantine: filepath.Join(dir, "quarantine"), marks: filepath.Join(dir, "mig"), holders: filepath.Join(dir, "holders")}
+	for _, d := range []string{dir, s.claims, s.quarantine, s.marks, s.holders} {
 		if err := durable.MakeDir(disk, d); err != nil {
 			return nil, fmt.Errorf("open the store of records: %w", err)
 		}
@@ -112,7 +113,7 @@ func (s *Store) Save(r Record) error {
 	if err != nil {
 		return err
 	}
-	raw, err := encode(r)
+	raw, err := encode("claim "+string(r.ClaimUID), r)
 	if err != nil {
 		return err
 	}
@@ -129,25 +130,29 @@ func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 	if len(files) > 1 {
 		return Record{}, true, &UnreadableError{Path: path, Reason: fmt.Sprintf("the claim has %d records: %q", len(files), files)}
 	}
-	raw, err := s.disk.ReadFile(path)
-	if err != nil {
-		if errors.Is(err, os.ErrNotExist) {
-			return Record{}, false, nil
-		}
-		// A bad sector stays bad; anything else (no file handles left, say) says nothing about the record.
-		if errors.Is(err, syscall.EIO) {
-			return Record{}, true, &UnreadableError{Path: path, Reason: err.Error()}
-		}
-		return Record{}, true, fmt.Errorf("read the record of claim %s: %w", uid, err)
-	}
-	r, err = decode(path, raw)
-	if err != nil {
-		return Record{}, true, err
+	found, err = s.read(path, &r)
+	if err != nil || !found {
+		return Record{}, found, err
 	}
 	if r.ClaimUID != uid {
 		return Record{}, true, &UnreadableError{Path: path, Reason: fmt.Sprintf("it is about claim %s", r.ClaimUID)}
 	}
 	return r, true, nil
+}
+
+// read is false for a file that is not there.
+func (s *Store) read(path string, v any) (found bool, err error) {
+	raw, err := s.disk.ReadFile(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return false, nil
+	case errors.Is(err, syscall.EIO):
+		// A bad sector stays bad; anything else (no file handles left, say) says nothing about the record.
+		return true, &UnreadableError{Path: path, Reason: err.Error()}
+	case err != nil:
+		return true, fmt.Errorf("read the record %s: %w", path, err)
+	}
+	return true, decode(path, raw, v)
 }
 
 func (s *Store) files(uid types.UID) ([]string, error) {

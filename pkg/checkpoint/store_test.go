@@ -151,7 +151,7 @@ func TestOneBadRecordIsOneBadRecord(t *testing.T) {
 		{"the record of another claim", func([]byte) []byte {
 			other := record(gpu0)
 			other.ClaimUID = "other"
-			raw, _ := encode(other)
+			raw, _ := encode("another claim", other)
 			return raw
 		}},
 		{"devices of another form", func([]byte) []byte {
