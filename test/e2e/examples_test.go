@@ -16,11 +16,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// testExamples applies the manifests of the documentation as they are, but for what needs a registry or the patience of 30 seconds.
+// testExamples shows what the documentation's manifests for GPUs and their partitions do.
 func (w *world) testExamples(t *testing.T) {
 	w.needSMI(t)
-	u := w.tenant(t)
-	checks := map[string]func(tenant){
+	w.tenant(t).examples(func(name string) bool { return !strings.HasPrefix(name, sharingExamples) }, map[string]func(tenant){
 		"one-gpu.yaml":                 tenant.checkOneGPU,
 		"shared-claim.yaml":            tenant.checkSharedClaim,
 		"by-attributes.yaml":           tenant.checkByAttributes,
@@ -32,25 +31,37 @@ func (w *world) testExamples(t *testing.T) {
 		"migs-of-one-gpu.yaml":         tenant.checkMIGsOfOneGPU,
 		"gpu-and-mig.yaml":             tenant.checkGPUAndMIG,
 		"mig-extended-resource.yaml":   tenant.checkMIGExtendedResource,
-	}
-	files, err := filepath.Glob(filepath.Join(w.root, "docs", "examples", "*.yaml"))
+	})
+}
+
+// sharingExamples is how the names of the examples begin that need nodes which share GPUs.
+const sharingExamples = "sharing-"
+
+// examples applies the manifests of the documentation as they are, but for what needs a registry or the patience of 30 seconds. Each that is among these
+// has a check.
+func (u tenant) examples(among func(name string) bool, checks map[string]func(tenant)) {
+	u.t.Helper()
+	files, err := filepath.Glob(filepath.Join(u.root, "docs", "examples", "*.yaml"))
 	if err != nil {
-		t.Fatal(err)
+		u.t.Fatal(err)
 	}
 	found := map[string]bool{}
 	for _, file := range files {
+		if !among(filepath.Base(file)) {
+			continue
+		}
 		text, err := os.ReadFile(file)
 		if err != nil {
-			t.Fatal(err)
+			u.t.Fatal(err)
 		}
 		found[filepath.Base(file)] = true
-		w.applyExample(t, u.namespace, string(text))
+		u.applyExample(u.t, u.namespace, string(text))
 	}
 	if want := slices.Sorted(maps.Keys(checks)); !slices.Equal(want, slices.Sorted(maps.Keys(found))) {
-		t.Errorf("the examples are %v, and what each shows is checked of %v", slices.Sorted(maps.Keys(found)), want)
+		u.t.Errorf("the examples are %v, and what each shows is checked of %v", slices.Sorted(maps.Keys(found)), want)
 	}
 	for _, file := range slices.Sorted(maps.Keys(checks)) {
-		t.Run(file, func(t *testing.T) { checks[file](tenant{w, t, u.namespace}) })
+		u.t.Run(file, func(t *testing.T) { checks[file](tenant{u.world, t, u.namespace}) })
 	}
 }
 
