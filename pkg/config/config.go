@@ -9,6 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/validation"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
 // Config is the resolved configuration of one plugin process.
@@ -31,6 +32,8 @@ type Config struct {
 	ProcRoot        string
 	HookSource      string
 	HookPath        string
+	MPSHookSource   string
+	ShmRoot         string
 	CRISocket       string
 	MIGPolicy       string
 
@@ -52,6 +55,8 @@ func Default() *Config {
 		SysfsRoot:     "/sys",
 		ProcRoot:      "/proc",
 		HookSource:    "/usr/bin/nvidia-cdi-hook",
+		MPSHookSource: "/usr/bin/gpu-mps",
+		ShmRoot:       "/dev/shm",
 		HTTPAddress:   ":8080",
 		KubeAPIQPS:    100,
 		KubeAPIBurst:  200,
@@ -67,6 +72,11 @@ func (c *Config) complete() {
 	if c.HookPath == "" {
 		c.HookPath = filepath.Join(c.PluginDir, "bin", "nvidia-cdi-hook")
 	}
+}
+
+// MPSHookPath is where the program that gives containers the shared memory of their MPS daemon is installed: beside the other hook.
+func (c *Config) MPSHookPath() string {
+	return filepath.Join(filepath.Dir(c.HookPath), mps.HookProgram)
 }
 
 // StateDir holds what must survive the process: records, locks, quarantine.
@@ -86,7 +96,7 @@ func (c *Config) Validate() error {
 	for flag, path := range map[string]string{
 		"plugin-dir": c.PluginDir, "registrar-dir": c.RegistrarDir, "cdi-root": c.CDIRoot,
 		"driver-root": c.DriverRoot, "driver-root-mount": c.DriverRootMount,
-		"sysfs-root": c.SysfsRoot, "proc-root": c.ProcRoot, "hook-source": c.HookSource, "hook-path": c.HookPath,
+		"sysfs-root": c.SysfsRoot, "proc-root": c.ProcRoot, "hook-source": c.HookSource, "hook-path": c.HookPath, "mps-hook-source": c.MPSHookSource, "shm-root": c.ShmRoot,
 	} {
 		if !filepath.IsAbs(path) {
 			wrong(flag, "%q is not an absolute path", path)

@@ -129,6 +129,10 @@ func (d *Driver) checkHook(ctx context.Context) {
 		klog.FromContext(ctx).Info("Installed the CDI hook on the host", "path", d.cfg.HookPath)
 	}
 	d.gate.Close("hook", "")
+	// Only containers that share a GPU by MPS need this one: their claims say so if it is missing.
+	if _, err := d.mpsHook.Install(); err != nil {
+		klog.FromContext(ctx).Error(err, "Claims that ask for MPS cannot be prepared")
+	}
 }
 
 // askRuntime closes the gate while the container runtime would ignore our specs. A runtime that cannot be asked changes nothing.

@@ -59,6 +59,7 @@ type Driver struct {
 	inv      *inventory.Inventory
 	specs    *cdi.Store
 	hook     *hook.Hook
+	mpsHook  *hook.Hook
 	preparer *prepare.Preparer
 	events   *nodeEvents
 	gate     *gate
@@ -129,8 +130,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	inv := inventory.New(parts.Hardware)
 	d := &Driver{
 		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv,
-		specs:  cdi.NewStore(cfg.CDIRoot),
-		hook:   hook.New(cfg.HookSource, cfg.HookPath),
+		specs: cdi.NewStore(cfg.CDIRoot),
+		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
 		events: newNodeEvents(ctx, parts.Client, cfg.NodeName),
 		gate:   &gate{inv: inv},
 		calls:  newInflight(),
@@ -166,7 +167,7 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 	return prepare.New(prepare.Options{
 		DriverName: DriverName, Pool: d.cfg.NodeName,
 		Hardware: d.gate, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now,
-		Verify:     func(edits specs.ContainerEdits) error { return cdi.Verify(edits, paths.Visible) },
+		Verify:     func(edits specs.ContainerEdits) error { return cdi.Verify(edits, d.visible(paths)) },
 		Partitions: partitions,
 		MIGEdits:   paths.CapabilityEdits,
 		Policy:     func(g device.GPU) device.Policy { return d.layouts.Policy(g) },
