@@ -3,6 +3,7 @@ package nvidia
 import (
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -20,6 +21,9 @@ type request struct {
 	Profile  uint32           `json:"profile,omitempty"` // of the GPU instance to make
 	At       device.Placement `json:"at"`                // where
 	Instance device.Instance  `json:"instance,omitzero"` // the one meant; of opCreateCompute only the ID counts
+
+	ComputeMode device.ComputeMode `json:"computeMode,omitempty"` // the wanted one
+	TimeSlice   device.TimeSlice   `json:"timeSlice,omitempty"`   // the wanted one
 }
 
 type operation string
@@ -31,6 +35,9 @@ const (
 	opCreateInstance operation = "create-instance"
 	opCreateCompute  operation = "create-compute"
 	opDestroy        operation = "destroy"
+	opSetComputeMode operation = "set-compute-mode"
+	opTimeSlice      operation = "time-slice"
+	opSetTimeSlice   operation = "set-time-slice"
 )
 
 // phrase says what is done to which GPU, for people.
@@ -43,6 +50,9 @@ func (r request) phrase() string {
 		opCreateCompute:  fmt.Sprintf("create the compute instance of GPU instance %d", r.Instance.ID),
 		opDestroy: fmt.Sprintf("destroy GPU instance %d (profile %d at %d:%d)", r.Instance.ID, r.Instance.ProfileID,
 			r.Instance.Placement.Start, r.Instance.Placement.Size),
+		opSetComputeMode: fmt.Sprintf("set the compute mode %s", r.ComputeMode),
+		opTimeSlice:      "read the time slice",
+		opSetTimeSlice:   "set the time slice to " + sliceName(r.TimeSlice),
 	}[r.Op]
 	return what + " on " + r.Card.String()
 }
@@ -56,12 +66,17 @@ type answer struct {
 	State    *State           `json:"state,omitempty"`
 	Instance *device.Instance `json:"instance,omitempty"`
 	// Waiting says what the fabric is still doing; empty when it is ready or there is none.
-	Waiting string    `json:"waiting,omitempty"`
-	Error   *CutError `json:"error,omitempty"`
+	Waiting   string            `json:"waiting,omitempty"`
+	TimeSlice *device.TimeSlice `json:"timeSlice,omitempty"`
+	Error     *CutError         `json:"error,omitempty"`
 }
 
 // cutter carries out requests on one card. It keeps nothing of the card but what cannot change while NVML is held.
-type cutter struct{ *migReader }
+type cutter struct {
+	*migReader
+	// lock is this worker's hold of the card, for a process that it starts to have as well. It may be nil.
+	lock *os.File
+}
 
 // do makes each call to NVML on its own and looks at each answer. What it made itself it takes away again if it cannot answer for it.
 func (c cutter) do(r request) answer {
@@ -80,6 +95,12 @@ func (c cutter) do(r request) answer {
 		a.Instance, err = c.createCompute(r)
 	case opDestroy:
 		err = c.destroy(r)
+	case opSetComputeMode:
+		a.State, err = c.setComputeMode(r)
+	case opTimeSlice:
+		a.TimeSlice, err = c.timeSlice(r)
+	case opSetTimeSlice:
+		a.TimeSlice, err = c.setTimeSlice(r)
 	default:
 		err = r.fail(CodeOther, "this version knows no operation %q", r.Op)
 	}
@@ -153,20 +174,23 @@ func (c cutter) look(r request) (*State, error) {
 	if err != nil {
 		return nil, err
 	}
-	return c.state(r, card)
+	return c.state(card)
 }
 
-func (c cutter) state(r request, card nvml.Device) (*State, error) {
+func (c cutter) state(card nvml.Device) (*State, error) {
 	minor, ret := card.GetMinorNumber()
 	if ret != nvml.SUCCESS {
 		return nil, fmt.Errorf("read its minor number: %w", toError(ret))
 	}
-	mode, err := c.modeOf(r, card)
+	s := &State{Minor: minor, ComputeMode: computeMode(card), Persistence: persistence(card)}
+	mode, err := c.mode(card)
 	if err != nil {
 		return nil, err
 	}
-	s := &State{Minor: minor, MIG: *mode}
-	if mode.Enabled {
+	if mode != nil {
+		s.MIG = *mode
+	}
+	if s.MIG.Enabled {
 		if s.MIG.Instances, err = c.instances(card, minor); err != nil {
 			return nil, err
 		}

@@ -35,7 +35,7 @@ func newBench(t *testing.T, change func(*card)) bench {
 		change(c)
 	}
 	library := fakeNVML(cards...)
-	return bench{c.cut, t, Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-00000000-0000-0000-0000-00000000001b"}, cutter{newMIGReader(h.paths().withDefaults(), library, func() {})}}
+	return bench{c.cut, t, Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-00000000-0000-0000-0000-00000000001b"}, cutter{migReader: newMIGReader(h.paths().withDefaults(), library, func() {})}}
 }
 
 func (b bench) do(r request) answer {
@@ -158,7 +158,7 @@ func TestAModeThatCannotBeChangedIsExplainedAndTakenBack(t *testing.T) {
 }
 
 func TestWhatIsNotTheCardThatIsMeantIsNotTouched(t *testing.T) {
-	for _, r := range []request{{Op: opLook}, {Op: opSetMode, On: true}, {Op: opCreateInstance, Profile: 19}, {Op: opCreateCompute}, {Op: opDestroy}, {Op: opFabric}} {
+	for _, r := range []request{{Op: opLook}, {Op: opSetMode, On: true}, {Op: opCreateInstance, Profile: 19}, {Op: opCreateCompute}, {Op: opDestroy}, {Op: opFabric}, {Op: opSetComputeMode, ComputeMode: device.ComputeProhibited}, {Op: opTimeSlice}, {Op: opSetTimeSlice}} {
 		b := newBench(t, nil)
 		b.card.UUID = "GPU-another"
 		b.fails(b.do(r), CodeReplaced, "GPU-00000000-0000-0000-0000-00000000001b")
@@ -171,7 +171,10 @@ func TestWhatIsNotTheCardThatIsMeantIsNotTouched(t *testing.T) {
 		}
 	}
 	b := newBench(t, func(c *card) { c.cut = nil })
-	b.fails(b.do(request{Op: opLook}), CodeNotSupported, "no MIG")
+	b.fails(b.do(request{Op: opSetMode, On: true}), CodeNotSupported, "no MIG")
+	if s := b.works(b.do(request{Op: opLook})).State; s.MIG.Enabled || s.ComputeMode != "" || s.Persistence != nil {
+		t.Errorf("%+v", s)
+	}
 }
 
 func TestAPlaceThatIsTakenIsRefused(t *testing.T) {

@@ -32,7 +32,7 @@ func (c cutter) trySetMode(r request) (*State, error) {
 		return nil, err
 	}
 	if before.Enabled == r.On {
-		return c.state(r, card)
+		return c.state(card)
 	}
 	activation, ret := card.SetMigMode(modeNumber(r.On))
 	// The change may have reset the card: its handle, and with it everything that was read, is not to be relied on.
@@ -44,7 +44,7 @@ func (c cutter) trySetMode(r request) (*State, error) {
 		return nil, err
 	}
 	if now.Enabled == r.On {
-		return c.state(r, card)
+		return c.state(card)
 	}
 	if ret == nvml.SUCCESS {
 		ret = activation

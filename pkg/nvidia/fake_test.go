@@ -26,6 +26,14 @@ type card struct {
 	major           int // of the CUDA compute capability, 8 unless told otherwise
 	answers         map[string]nvml.Return
 	hangs           string
+	modes           *fakeModes // nil for a card whose driver does not say
+}
+
+// fakeModes are those of a card of the fake library. A deaf one says that it obeys.
+type fakeModes struct {
+	compute     nvml.ComputeMode
+	persistence nvml.EnableState
+	deaf        bool
 }
 
 func (c card) ask(function string) nvml.Return {
@@ -96,6 +104,27 @@ func (c card) handle(index int) nvml.Device {
 		IsMigDeviceHandleFunc:     func() (bool, nvml.Return) { return false, nvml.SUCCESS },
 		GetMigModeFunc:            func() (int, int, nvml.Return) { return 0, 0, nvml.ERROR_NOT_SUPPORTED },
 		GetVirtualizationModeFunc: func() (nvml.GpuVirtualizationMode, nvml.Return) { return c.virtualization, nvml.SUCCESS },
+	}
+	d.GetComputeModeFunc = func() (nvml.ComputeMode, nvml.Return) {
+		if c.modes == nil {
+			return 0, nvml.ERROR_NOT_SUPPORTED
+		}
+		return c.modes.compute, nvml.SUCCESS
+	}
+	d.GetPersistenceModeFunc = func() (nvml.EnableState, nvml.Return) {
+		if c.modes == nil {
+			return 0, nvml.ERROR_NOT_SUPPORTED
+		}
+		return c.modes.persistence, nvml.SUCCESS
+	}
+	d.SetComputeModeFunc = func(to nvml.ComputeMode) nvml.Return {
+		if ret := c.ask("nvmlDeviceSetComputeMode"); ret != nvml.SUCCESS {
+			return ret
+		}
+		if !c.modes.deaf {
+			c.modes.compute = to
+		}
+		return nvml.SUCCESS
 	}
 	d.GetGpuFabricInfoFunc = func() (nvml.GpuFabricInfo, nvml.Return) {
 		if c.fabric == nil {

@@ -107,6 +107,24 @@ func (p *Partitions) Destroy(ctx context.Context, card Card, in device.Instance)
 	}
 }
 
+// SetComputeMode says how many processes may use a card at once, unless it is so already. Where persistence mode is off ([State].Persistence), the driver
+// forgets it when the last process closes the card.
+func (p *Partitions) SetComputeMode(ctx context.Context, card Card, mode device.ComputeMode) error {
+	_, err := p.state(ctx, request{Op: opSetComputeMode, Card: card, ComputeMode: mode})
+	return err
+}
+
+// TimeSlice says how long a process computes on a card before the next has its turn. It takes the driver's own nvidia-smi: NVML has no call for it.
+func (p *Partitions) TimeSlice(ctx context.Context, card Card) (device.TimeSlice, error) {
+	return p.timeSlice(ctx, request{Op: opTimeSlice, Card: card})
+}
+
+// SetTimeSlice sets it, unless it is so already. Where persistence mode is off the driver forgets it as it does the compute mode.
+func (p *Partitions) SetTimeSlice(ctx context.Context, card Card, to device.TimeSlice) error {
+	_, err := p.timeSlice(ctx, request{Op: opSetTimeSlice, Card: card, TimeSlice: to})
+	return err
+}
+
 // awaitFabric waits until a card has registered with its fabric.
 func (p *Partitions) awaitFabric(ctx context.Context, card Card) error {
 	r := request{Op: opFabric, Card: card}
@@ -158,6 +176,17 @@ func (p *Partitions) state(ctx context.Context, r request) (State, error) {
 		return State{}, r.fail(CodeOther, "the worker answered nothing: it is of another version")
 	}
 	return *a.State, nil
+}
+
+func (p *Partitions) timeSlice(ctx context.Context, r request) (device.TimeSlice, error) {
+	a, err := p.observed(ctx, r)
+	if err != nil {
+		return 0, err
+	}
+	if a.TimeSlice == nil {
+		return 0, r.fail(CodeOther, "the worker answered nothing: it is of another version")
+	}
+	return *a.TimeSlice, nil
 }
 
 func (p *Partitions) instance(ctx context.Context, r request) (device.Instance, error) {

@@ -312,7 +312,7 @@ func TestAWorkerEndsWithItsParentEvenInTheMiddleOfACall(t *testing.T) {
 func TestOneCardIsCutByOneWorkerAtATime(t *testing.T) {
 	h := newFakeHost(t)
 	p := h.paths().withDefaults()
-	release, err := lockCard(p, "0000:1b:00.0")
+	held, err := lockCard(p, "0000:1b:00.0")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -324,23 +324,21 @@ func TestOneCardIsCutByOneWorkerAtATime(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		again()
+		_ = again.Close()
 	}()
 	other, err := lockCard(p, "0000:c3:00.0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	other()
+	_ = other.Close()
 	select {
 	case <-taken:
 		t.Error("two have it")
 	default:
 	}
-	release()
+	_ = held.Close()
 	<-taken
-	if gone, err := lockCard(p, "0000:99:00.0"); err != nil {
-		t.Error(err)
-	} else {
-		gone()
+	if gone, err := lockCard(p, "0000:99:00.0"); err != nil || gone != nil {
+		t.Error(gone, err)
 	}
 }

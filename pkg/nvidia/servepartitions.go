@@ -77,11 +77,11 @@ type hands struct {
 }
 
 func (h *hands) do(r request) answer {
-	release, err := lockCard(h.paths, r.Card.PCIAddress)
+	lock, err := lockCard(h.paths, r.Card.PCIAddress)
 	if err != nil {
 		return answer{Error: r.fail(CodeOther, "%v", err)}
 	}
-	defer release()
+	defer func() { _ = lock.Close() }() // nothing was written, and nil may be closed
 	if h.cutter == nil {
 		library, err := h.open(h.paths)
 		if err != nil {
@@ -91,8 +91,9 @@ func (h *hands) do(r request) answer {
 			}
 			return answer{Error: r.fail(code, "%v", err)}
 		}
-		h.cutter = &cutter{newMIGReader(h.paths, library, func() {})}
+		h.cutter = &cutter{migReader: newMIGReader(h.paths, library, func() {})}
 	}
+	h.cutter.lock = lock
 	return h.cutter.do(r)
 }
 
@@ -109,10 +110,12 @@ func openLibrary(p Paths) (nvml.Interface, error) {
 // lockCard keeps two workers from cutting one card at the same time. A worker that was killed inside the driver goes on there until the driver
 // lets it go, and with it its lock: so whoever comes after it, in this process or in another, sees what it left behind. The lock lies on
 // the card's directory in sysfs, which every instance of the plugin sees.
-func lockCard(p Paths, a device.PCIAddress) (release func(), err error) {
+//
+// It is nil where the card is gone.
+func lockCard(p Paths, a device.PCIAddress) (*os.File, error) {
 	dir, err := os.Open(filepath.Join(p.Sysfs, "bus", "pci", "devices", string(a)))
 	if errors.Is(err, os.ErrNotExist) {
-		return func() {}, nil // NVML will say that the card is gone
+		return nil, nil // NVML will say that the card is gone
 	}
 	if err != nil {
 		return nil, fmt.Errorf("lock the GPU: %w", err)
@@ -127,5 +130,5 @@ func lockCard(p Paths, a device.PCIAddress) (release func(), err error) {
 		_ = dir.Close()
 		return nil, fmt.Errorf("lock the GPU: %w", &os.PathError{Op: "flock", Path: dir.Name(), Err: err})
 	}
-	return func() { _ = dir.Close() }, nil
+	return dir, nil
 }

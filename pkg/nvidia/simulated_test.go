@@ -50,6 +50,12 @@ func newSite(t *testing.T, node string, kind layout.Kind, libdir string) site {
 
 func newSiteOf(t *testing.T, described *model.Node, kind layout.Kind, libdir string) site {
 	t.Helper()
+	return newSiteWith(t, described, kind, libdir, "")
+}
+
+// newSiteWith has an nvidia-smi too, if it is given one.
+func newSiteWith(t *testing.T, described *model.Node, kind layout.Kind, libdir, program string) site {
+	t.Helper()
 	if os.Getuid() != 0 {
 		t.Skip("needs root: device nodes with the driver's numbers")
 	}
@@ -67,7 +73,7 @@ func newSiteOf(t *testing.T, described *model.Node, kind layout.Kind, libdir str
 		t.Fatal(err)
 	}
 	if _, err := layout.Up(layout.Options{
-		Root: s.root, Models: models, Seed: seed, Sources: layout.Sources{Library: library},
+		Root: s.root, Models: models, Seed: seed, Sources: layout.Sources{Library: library, SMI: program},
 		Config: layout.Config{Kind: kind, Node: described, Dev: dev, LibraryDir: libdir},
 	}); err != nil {
 		t.Fatal(err)

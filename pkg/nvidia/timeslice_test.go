@@ -1,0 +1,232 @@
+package nvidia
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/smi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// sliced is a simulated node with the real nvidia-smi.
+func sliced(t *testing.T, node string, kind layout.Kind) site {
+	t.Helper()
+	program, err := smi.Fetch(t.Context(), smi.DefaultSuite)
+	if errors.Is(err, smi.ErrUnavailable) {
+		t.Skipf("NOT TESTED, the real nvidia-smi is missing: %v", err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	described, err := model.ReadNode(filepath.Join(simulator, "nodes", node+".yaml"), seed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return newSiteWith(t, described, kind, "", program)
+}
+
+func (c cutting) slice() device.TimeSlice {
+	c.t.Helper()
+	s, err := c.TimeSlice(c.t.Context(), c.card)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return s
+}
+
+func (c cutting) setSlice(to device.TimeSlice) {
+	c.t.Helper()
+	if err := c.SetTimeSlice(c.t.Context(), c.card, to); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func TestTimeSlicesAreSetInEveryDriverLayout(t *testing.T) {
+	for _, kind := range []layout.Kind{layout.Host, layout.Container, layout.Bare} {
+		t.Run(string(kind), func(t *testing.T) {
+			s := sliced(t, "l40s-x2", kind)
+			if kind != layout.Bare { // a C library of another system lies beside the driver's
+				library, err := findLibrary(s.paths().withDefaults())
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := os.WriteFile(filepath.Join(filepath.Dir(library), "libc.so.6"), []byte("of another system"), 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			p := s.partitions()
+			c, other := s.cutting(p, 1), s.cutting(p, 0)
+			for _, to := range []device.TimeSlice{device.TimeSliceLong, device.TimeSliceMedium, device.TimeSliceMedium, device.TimeSliceShort, device.TimeSliceDefault} {
+				c.setSlice(to)
+				if is := c.slice(); is != to {
+					t.Errorf("it is %v, want %v", is, to)
+				}
+				if is := other.slice(); is != device.TimeSliceDefault {
+					t.Errorf("another's is %v", is)
+				}
+			}
+		})
+	}
+}
+
+func TestALostGPUElsewhereCostsNoTimeSlice(t *testing.T) {
+	s := sliced(t, "dgx-h100", layout.Container)
+	c := s.cutting(s.partitions(), 5)
+	s.change(func(_ *layout.Config, f *state.File) error { return f.Lose(2) })
+	c.setSlice(device.TimeSliceShort)
+	// One that does not answer at all costs nothing either.
+	s.fault(state.Fault{Kind: state.FaultSlow, GPU: 3, DelayMS: 3600_000}, "*", 0)
+	c.setSlice(device.TimeSliceLong)
+	if is := c.slice(); is != device.TimeSliceLong {
+		t.Error(is)
+	}
+}
+
+func TestWhereGPUsCannotBeHiddenTheIndexIsUsed(t *testing.T) {
+	s := sliced(t, "dgx-h100", layout.Container)
+	c := s.cutting(s.partitions(), 5)
+	s.change(func(_ *layout.Config, f *state.File) error { return f.Lose(2) })
+	if err := os.Symlink("/nonexistent", filepath.Join(s.root, "driver", "dev", "nvidia99")); err != nil { // nothing can be mounted over it
+		t.Fatal(err)
+	}
+	c.setSlice(device.TimeSliceShort)
+	if is := c.slice(); is != device.TimeSliceShort {
+		t.Error(is)
+	}
+}
+
+func TestTimeSlicesThatAreNotSet(t *testing.T) {
+	s := sliced(t, "dgx-h100", layout.Container)
+	c := s.cutting(s.partitions(), 1)
+	for _, tc := range []struct {
+		answer nvml.Return
+		want   CutCode
+		says   string
+	}{
+		{nvml.ERROR_NOT_SUPPORTED, CodeNotSupported, "Not Supported"},
+		{nvml.ERROR_NO_PERMISSION, CodeNoPermission, "Insufficient Permissions"},
+		{nvml.ERROR_GPU_IS_LOST, CodeLost, "GPU is lost"},
+		{nvml.ERROR_UNKNOWN, CodeOther, "Unknown Error"},
+	} {
+		s.fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(tc.answer)}, "setTimeSlice", 0)
+		err := c.SetTimeSlice(t.Context(), c.card, device.TimeSliceShort)
+		if codeOf(err) != tc.want || !strings.Contains(err.Error(), tc.says) || !strings.Contains(err.Error(), "set the time slice to Short on "+c.card.String()) {
+			t.Errorf("%v, want %s", err, tc.want)
+		}
+		s.change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
+	}
+	if err := c.SetTimeSlice(t.Context(), c.card, 7); codeOf(err) != CodeOther {
+		t.Error(err)
+	}
+	c.mode(true)
+	if err := c.SetTimeSlice(t.Context(), c.card, device.TimeSliceShort); codeOf(err) != CodeNotSupported || !strings.Contains(err.Error(), "MIG mode") {
+		t.Error(err)
+	}
+	program, err := s.paths().Program("nvidia-smi")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(program.Path); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.TimeSlice(t.Context(), c.card); codeOf(err) != CodeNotSupported || !strings.Contains(err.Error(), "not installed") {
+		t.Error(err)
+	}
+}
+
+func TestAnNvidiaSMIThatHangsEndsWithTheContext(t *testing.T) {
+	s := sliced(t, "dgx-h100", layout.Container)
+	c := s.cutting(s.partitions(), 1)
+	s.fault(state.Fault{Kind: state.FaultSlow, GPU: 1, DelayMS: 3600_000}, "setTimeSlice", 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		s.awaitHit(ctx)
+		cancel()
+	}()
+	if err := c.SetTimeSlice(ctx, c.card, device.TimeSliceShort); codeOf(err) != CodeTimeout || !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	// The next waits until it has gone: it holds the lock of the card.
+	c.setSlice(device.TimeSliceMedium)
+	if is := c.slice(); is != device.TimeSliceMedium {
+		t.Error(is)
+	}
+}
+
+// script is a stand-in for a tool.
+func script(t *testing.T, text string) tool {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "nvidia-smi")
+	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+text), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return tool{program: driverroot.Program{Path: path, LibraryDir: t.TempDir()}, limit: time.Minute}
+}
+
+func TestAToolIsKilledWithAllThatItStarted(t *testing.T) {
+	gate := filepath.Join(t.TempDir(), "gate")
+	if err := unix.Mkfifo(gate, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	// The child of the tool holds the gate open for writing: it reads as ended once that child is dead.
+	hangs := script(t, "sleep 3600 >'"+gate+"' & wait")
+	ctx, cancel := context.WithCancel(t.Context())
+	result := make(chan error)
+	go func() {
+		_, err := hangs.run(ctx)
+		result <- err
+	}()
+	opened, err := os.Open(gate) // returns when the child is there
+	if err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	if err := <-result; !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "nvidia-smi failed") {
+		t.Error(err)
+	}
+	if n, err := opened.Read(make([]byte, 1)); n != 0 {
+		t.Error(n, err)
+	}
+	_ = opened.Close()
+
+	hangs.limit = hangLimit
+	hangs.program = script(t, "exec sleep 3600").program
+	if _, err := hangs.run(t.Context()); !errors.Is(err, context.DeadlineExceeded) || smiCode("", err) != CodeTimeout {
+		t.Error(err)
+	}
+}
+
+func TestAToolsFloodOfWordsIsCut(t *testing.T) {
+	flood := script(t, "i=0; while [ $i -lt 5000 ]; do echo 'a line of words that nobody will read'; i=$((i+1)); done; echo the last; exit 3")
+	out, err := flood.run(t.Context())
+	if err == nil || len(out) > keptOutput || len(err.Error()) > 2*shownOutput || !strings.Contains(err.Error(), "the last") || !strings.Contains(err.Error(), "exit status 3") {
+		t.Errorf("%d bytes; %v", len(out), err)
+	}
+	if out, err := script(t, `echo "$LD_LIBRARY_PATH"`).run(t.Context()); err != nil || !strings.HasPrefix(out, "/") {
+		t.Error(out, err)
+	}
+}
+
+func TestTablesOfTimeSlices(t *testing.T) {
+	row := "|   2   Timeslice       Short         |\n"
+	if is, err := parseSlice("+---+\n| GPU     Name           Value        |\n" + row); err != nil || is != device.TimeSliceShort {
+		t.Error(is, err)
+	}
+	for _, table := range []string{"", "nonsense", row + row, "| 2 Timeslice Enormous |"} {
+		if is, err := parseSlice(table); err == nil {
+			t.Errorf("%q: %v", table, is)
+		}
+	}
+}
