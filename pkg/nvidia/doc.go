@@ -16,7 +16,8 @@
 //
 // GPUs are cut through [Partitions], which does the same for calls that change something: each GPU has a worker process while it is needed, of which
 // [ServePartitions] is the other end. It looks, makes and destroys exactly what it is told and knows of no claim: that nothing is leaked is package
-// prepare's business.
+// prepare's business. The compute mode and the time slice of a GPU are read and set in the same way, the time slice by the driver's own nvidia-smi, which
+// is shown no GPU but the one it is about: it fails where another one is lost.
 //
 // Apart from that the package changes nothing on the node, and it keeps no state: package inventory does.
 package nvidia

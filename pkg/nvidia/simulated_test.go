@@ -162,7 +162,7 @@ func TestEveryKnownNodeIsFoundAsItsFileSays(t *testing.T) {
 
 // published is how claims spell the architectures, whatever a model file calls them.
 var published = map[uint32]string{
-	nvml.DEVICE_ARCH_TURING: "Turing", nvml.DEVICE_ARCH_AMPERE: "Ampere", nvml.DEVICE_ARCH_ADA: "Ada Lovelace",
+	nvml.DEVICE_ARCH_PASCAL: "Pascal", nvml.DEVICE_ARCH_TURING: "Turing", nvml.DEVICE_ARCH_AMPERE: "Ampere", nvml.DEVICE_ARCH_ADA: "Ada Lovelace",
 	nvml.DEVICE_ARCH_HOPPER: "Hopper", nvml.DEVICE_ARCH_BLACKWELL: "Blackwell",
 }
 
