@@ -35,6 +35,7 @@ type Metrics struct {
 	publisher      prometheus.Gauge
 	hasGPU         sync.Once
 	mig            migMetrics
+	mps            *mpsMetrics
 }
 
 // New makes a registry of its own, so that two in one process (a test) do not meet.
@@ -54,11 +55,12 @@ func New(version string) *Metrics {
 			"1 when the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU."),
 		publisher: gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
 		mig:       newMIGMetrics(),
+		mps:       newMPSMetrics(),
 	}
 	build := named("build_info", "Always 1; the labels say what runs.")
 	build.ConstLabels = prometheus.Labels{"version": version, "go_version": runtime.Version()}
 	m.Registry.MustRegister(m.duration, m.requestErrors, m.statusErrors, m.publishErrors, m.repairs, m.preparedClaims, m.heldGPUs, m.devices, m.publisher,
-		m.mig.duration, m.mig.errors, m.mig.instances, m.mig.gpus,
+		m.mig.duration, m.mig.errors, m.mig.instances, m.mig.gpus, m.mps.start, m.mps.errors, m.mps.daemons, m.mps.restarts,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts(build), func() float64 { return 1 }),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m

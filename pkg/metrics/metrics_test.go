@@ -36,6 +36,7 @@ func TestEveryMetricHasThePluginsPrefixAndAMeaning(t *testing.T) {
 	m.Publisher(true)
 	m.MIGCall("create", time.Second, "in-use")
 	m.MIG(MIGState{Offered: map[string]int{"1g.10gb": 7}, GPUs: map[string]int{"": 1}})
+	m.MPS([]MPSDaemon{{ID: "a", State: "Ready"}})
 	var names []string
 	for _, line := range scrape(t, m, "# HELP ") {
 		name, help, _ := strings.Cut(strings.TrimPrefix(line, "# HELP "), " ")
@@ -50,6 +51,7 @@ func TestEveryMetricHasThePluginsPrefixAndAMeaning(t *testing.T) {
 	want := []string{
 		"gpu_dra_build_info", "gpu_dra_claim_status_errors_total", "gpu_dra_held_gpus", "gpu_dra_inventory_devices", "gpu_dra_inventory_ready",
 		"gpu_dra_mig_gpus", "gpu_dra_mig_instances", "gpu_dra_mig_operation_duration_seconds", "gpu_dra_mig_operation_errors_total",
+		"gpu_dra_mps_daemons", "gpu_dra_mps_restarts_total", "gpu_dra_mps_start_duration_seconds", "gpu_dra_mps_start_errors_total",
 		"gpu_dra_prepared_claims", "gpu_dra_publish_errors_total", "gpu_dra_publisher", "gpu_dra_repairs_total",
 		"gpu_dra_request_duration_seconds", "gpu_dra_request_errors_total",
 	}
