@@ -342,7 +342,8 @@ func TestTheSchemaRefuses(t *testing.T) {
 		"a policy that is a Boolean": {"mig.policy=false", "policy"},
 		"shares of no kind":          {"shares=half", "shares"},
 		"shares without a number":    {"shares=shares:", "shares"},
-		"a share for each of none":   {"shares=shares:0", "shares"},
+		"a share that is no share":   {"shares=shares:1", "shares"},
+		"more shares than processes": {"shares=shares:1001", "shares"},
 		"shares that are a Boolean":  {"shares=false", "shares"},
 		"another way to roll MPS":    {"mps.updateStrategy.type=RollingUpdate", "updateStrategy"},
 	} {
