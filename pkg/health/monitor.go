@@ -1,0 +1,193 @@
+package health
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+const (
+	// maxCards is more than a node can have.
+	maxCards = 256
+	// maxChanges bounds what waits to be told; of one finding only the latest does.
+	maxChanges = 256
+	// maxCounted bounds the kinds of events that are counted apart.
+	maxCounted = 1024
+)
+
+// Options are what an admin may say. The zero value is good.
+type Options struct {
+	Rules Rules
+	// Quiet is how long nothing may have come before what ends by time is over: DefaultQuiet if 0.
+	Quiet time.Duration
+}
+
+// Monitor judges what it is told. It is for one goroutine; readers are given a [View].
+type Monitor struct {
+	rules Rules
+	quiet time.Duration
+	cards map[device.PCIAddress]*card
+	// driver is the load of the kernel driver that was last seen.
+	driver string
+	// silent is since when nobody listens, and why; zero while somebody does.
+	silent   time.Time
+	silence  string
+	released bool
+	// deaf says why events are not listened to.
+	deaf string
+
+	version uint64
+	changes []Change
+	counts  map[Counted]uint64
+}
+
+// Counted is a kind of event of a card.
+type Counted struct {
+	Card device.PCIAddress
+	Code string
+}
+
+// New makes a monitor that begins to listen now. Every card is healthy until something else is said, and unknown if nothing is said for long.
+func New(o Options, now time.Time) *Monitor {
+	return &Monitor{
+		rules: o.Rules, quiet: cmp.Or(o.Quiet, DefaultQuiet), cards: map[device.PCIAddress]*card{}, counts: map[Counted]uint64{},
+		silent: now, silence: "it has not begun",
+	}
+}
+
+// Expect says which cards there are. One that was not known is waited for from now on.
+func (m *Monitor) Expect(cards []device.Card, now time.Time) {
+	for _, c := range cards {
+		m.card(c, now)
+	}
+}
+
+// Apply judges one signal.
+func (m *Monitor) Apply(s device.Signal, now time.Time) {
+	switch {
+	case s.Event != nil:
+		if c := m.card(s.Event.Card, now); c != nil {
+			m.event(c, *s.Event, now)
+		}
+	case s.Condition != nil:
+		if c := m.card(s.Condition.Card, now); c != nil {
+			m.condition(c, *s.Condition, now)
+		}
+	case s.Watcher != nil:
+		m.watcher(*s.Watcher, now)
+	}
+}
+
+// Tick lets time pass. It is to be called about every second.
+func (m *Monitor) Tick(now time.Time) {
+	for _, c := range m.cards {
+		m.patience(c, now)
+	}
+}
+
+// card finds the card, and forgets another one that was at its place. It is nil where there is no room for any more.
+func (m *Monitor) card(who device.Card, now time.Time) *card {
+	c := m.cards[who.PCIAddress]
+	if c != nil && who.UUID != "" && c.Card.UUID != "" && c.Card.UUID != who.UUID {
+		m.drop(c, func(*Finding) bool { return true }, "another card is at its place: "+who.UUID)
+		delete(m.cards, who.PCIAddress)
+		m.version++
+		c = nil
+	}
+	if c == nil {
+		if len(m.cards) >= maxCards {
+			return nil
+		}
+		c = &card{Card: who, heard: now}
+		m.cards[who.PCIAddress] = c
+		m.version++
+	}
+	if c.Card.UUID == "" {
+		c.Card.UUID = who.UUID
+	}
+	return c
+}
+
+// watcher judges how well is listened.
+func (m *Monitor) watcher(s device.WatcherState, now time.Time) {
+	at := s.At
+	if at.IsZero() || at.After(now) {
+		at = now
+	}
+	if s.Driver != "" && s.Driver != m.driver {
+		if m.driver != "" {
+			for _, c := range m.cards {
+				c.Uncorrected, c.Energy = nil, nil
+				m.wasReset(c, at, "the driver was loaded again")
+			}
+		}
+		m.driver = s.Driver
+		m.version++
+	}
+	m.deaf = ""
+	if !s.Events {
+		m.deaf = cmp.Or(clean(s.Error), "unknown")
+	}
+	if m.released != s.Released {
+		m.released = s.Released
+		m.version++
+	}
+	switch {
+	case s.Up:
+		if !m.silent.IsZero() {
+			for _, c := range m.cards {
+				c.heard = at
+			}
+		}
+		m.silent, m.silence = time.Time{}, ""
+	case m.silent.IsZero():
+		m.silent, m.silence = at, cmp.Or(clean(s.Error), "unknown")
+	default:
+		m.silence = cmp.Or(clean(s.Error), m.silence)
+	}
+	m.Tick(now)
+}
+
+// Deaf says why events are not listened to, empty while they are.
+func (m *Monitor) Deaf() string { return m.deaf }
+
+// Version is another number whenever a verdict may be another one.
+func (m *Monitor) Version() uint64 { return m.version }
+
+// changed remembers what is to be told. Of one finding the latest counts; one that came and went before anybody was told is told as both.
+func (m *Monitor) changed(change Change) {
+	m.version++
+	same := func(c Change) bool {
+		return c.Card == change.Card && c.Over == change.Over && c.Finding.Code == change.Finding.Code && c.Finding.Part.name() == change.Finding.Part.name()
+	}
+	m.changes = slices.DeleteFunc(m.changes, same)
+	if len(m.changes) >= maxChanges {
+		m.changes = m.changes[1:]
+	}
+	m.changes = append(m.changes, change)
+}
+
+// Changes takes what came and went since it was last called, in order.
+func (m *Monitor) Changes() []Change {
+	taken := m.changes
+	m.changes = nil
+	return taken
+}
+
+// count counts events for the metrics.
+func (m *Monitor) count(c *card, code string, n int) {
+	key := Counted{c.Card.PCIAddress, code}
+	if _, known := m.counts[key]; !known && len(m.counts) >= maxCounted {
+		key.Code = "other"
+	}
+	m.counts[key] += uint64(max(n, 1))
+}
+
+// Counts takes how many events came since it was last called.
+func (m *Monitor) Counts() map[Counted]uint64 {
+	taken := m.counts
+	m.counts = map[Counted]uint64{}
+	return taken
+}

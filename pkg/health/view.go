@@ -1,0 +1,79 @@
+package health
+
+import (
+	"slices"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// View is what a monitor knew at one moment. It does not change, and any goroutine may read it. Nil knows of nothing: every device is healthy.
+type View struct {
+	cards map[device.PCIAddress]cardView
+}
+
+type cardView struct {
+	card     device.Card
+	findings []Finding
+}
+
+// View copies what is known.
+func (m *Monitor) View() *View {
+	v := &View{cards: make(map[device.PCIAddress]cardView, len(m.cards))}
+	for address, c := range m.cards {
+		findings := make([]Finding, len(c.Findings))
+		for i, f := range c.Findings {
+			findings[i] = *f
+		}
+		v.cards[address] = cardView{c.Card, findings}
+	}
+	return v
+}
+
+// Of is the verdict on a device of the GPU. Another card at the place has none.
+func (v *View) Of(g device.GPU, n device.Name) Verdict {
+	if v == nil {
+		return Verdict{}
+	}
+	c, known := v.cards[g.PCIAddress]
+	if !known || c.card.UUID != "" && g.UUID != "" && c.card.UUID != g.UUID {
+		return Verdict{}
+	}
+	var verdict Verdict
+	for _, s := range slices.Backward(States()) {
+		if first := c.first(s, g, n); first != nil && s != Healthy {
+			verdict.Causes = append(verdict.Causes, Cause{State: s, Code: first.Code, Reason: first.Reason, Action: first.Action, Since: first.Since})
+		}
+	}
+	if len(verdict.Causes) > 0 {
+		verdict.State = verdict.Causes[0].State
+	}
+	return verdict
+}
+
+// first is the finding of that state that has been there longest, for as long as it is there.
+func (c cardView) first(s State, g device.GPU, n device.Name) *Finding {
+	var first *Finding
+	for i := range c.findings {
+		f := &c.findings[i]
+		if f.State != s || !f.Part.reaches(n, g) {
+			continue
+		}
+		if first == nil || f.Since.Before(first.Since) || f.Since.Equal(first.Since) && (f.First.Before(first.First) || f.First.Equal(first.First) && f.key() < first.key()) {
+			first = f
+		}
+	}
+	return first
+}
+
+// Findings are all that is known of a card, those included that take nothing out.
+func (v *View) Findings(address device.PCIAddress) []Finding {
+	if v == nil {
+		return nil
+	}
+	return slices.Clone(v.cards[address].findings)
+}
+
+// Affected says whether a change reaches a device of the GPU.
+func (c Change) Affected(g device.GPU, n device.Name) bool {
+	return c.Card.PCIAddress == g.PCIAddress && (c.Card.UUID == "" || g.UUID == "" || c.Card.UUID == g.UUID) && c.Finding.Part.reaches(n, g)
+}
