@@ -46,7 +46,7 @@ func dynamic(gpus ...GPU) []Offering {
 	offerings := make([]Offering, len(gpus))
 	for i, g := range gpus {
 		layout, _ := Decide(g, nil, PolicyDynamic, true)
-		offerings[i] = Offering{g, layout}
+		offerings[i] = Offering{GPU: g, Layout: layout}
 	}
 	return offerings
 }

@@ -31,6 +31,13 @@ const (
 
 func memorySlice(n uint32) string { return fmt.Sprintf("memory-slice-%d", n) }
 
+// Where nothing overlaps but shares, a device and its shares have a counter of their own. The device takes half of it, for the reason above.
+const (
+	deviceTotal   = sliceTotal
+	ofOwnForAlone = ofEachForWhole
+	wholeCounter  = "whole"
+)
+
 func ownCounter(profile uint32) string { return fmt.Sprintf("profile-%d", profile) }
 
 // budgetOf is nil for a card that cannot be cut, or that cannot be described: the API allows a set no more than 32 counters.
@@ -135,9 +142,27 @@ func (b budget) whole() budget {
 	if b == nil {
 		return nil
 	}
-	c := budget{}
+	c := b.alone(wholeCounter)
 	for n := uint32(0); b[memorySlice(n)] > 0; n++ {
 		c[memorySlice(n)] = ofEachForWhole
+	}
+	return c
+}
+
+// alone is what a device takes of a counter that only its shares use besides, if there is one.
+func (b budget) alone(counter string) budget {
+	c := budget{}
+	if b[counter] > 0 {
+		c[counter] = ofOwnForAlone
+	}
+	return c
+}
+
+// all of what is taken a part of.
+func (b budget) all(of budget) budget {
+	c := budget{}
+	for name := range of {
+		c[name] = b[name]
 	}
 	return c
 }
@@ -168,10 +193,10 @@ func (b budget) consumed(set string) []resourceapi.DeviceCounterConsumption {
 	return []resourceapi.DeviceCounterConsumption{{CounterSet: set, Counters: b.counters()}}
 }
 
-// Conflict says whether two claims cannot hold both devices of a GPU at once. Where the card's profiles are not known, it takes partitions at different
-// places for compatible: they were allocated by someone who knew them.
+// Conflict says whether two claims cannot hold both devices of a GPU at once. Shares of one device can be held by many, and with everything else they are as
+// their device. Where the card's profiles are not known, it takes partitions at different places for compatible: they were allocated by someone who knew them.
 func Conflict(a, b Name, g GPU) bool {
-	if a.GPU != b.GPU {
+	if a.GPU != b.GPU || a.Share && b.Share && a.String() == b.String() {
 		return false
 	}
 	if a.Partition == nil || b.Partition == nil {

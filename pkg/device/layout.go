@@ -20,6 +20,8 @@ type Layout struct {
 type Offering struct {
 	GPU
 	Layout
+	// Shares says which of the shapes are also offered in shares. None are unless [WhyNotShared] lacks nothing.
+	Shares ShareRules
 }
 
 // Decide is the one place that knows how a GPU is offered. owned are those of its instances that claims of ours explain, whatever else is there is an

@@ -111,7 +111,7 @@ func TestHowAGPUIsOffered(t *testing.T) {
 			g := small()
 			c.mig(g.MIG)
 			layout, reason := Decide(g, c.owned, c.policy, c.counters)
-			shapes := Offer([]Offering{{g, layout}})
+			shapes := Offer([]Offering{{GPU: g, Layout: layout}})
 			var names []string
 			for _, s := range shapes {
 				names = append(names, s.Name())
@@ -162,7 +162,7 @@ func TestAWholeGPUThatIsNotCutReadsAsIfItCouldNotBe(t *testing.T) {
 	}
 	plain := small()
 	plain.MIG = nil
-	if diff := cmp.Diff(publish(Offering{plain, Layout{Whole: true}}), publish(Offering{small(), Layout{Whole: true}})); diff != "" {
+	if diff := cmp.Diff(publish(Offering{GPU: plain, Layout: Layout{Whole: true}}), publish(Offering{GPU: small(), Layout: Layout{Whole: true}})); diff != "" {
 		t.Error(diff)
 	}
 }
@@ -181,7 +181,7 @@ func TestAnAdminsLayout(t *testing.T) {
 	}
 	type device struct{ Profile, UUID, Memory, Multiprocessors string }
 	got := map[string]device{}
-	for _, s := range Offer([]Offering{{g, Layout{Instances: g.MIG.Instances}}}) {
+	for _, s := range Offer([]Offering{{GPU: g, Layout: Layout{Instances: g.MIG.Instances}}}) {
 		d := s.Device(Driver{})
 		read := func(name resourceapi.QualifiedName) string {
 			c, ok := d.Capacity[name]

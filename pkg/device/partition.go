@@ -3,6 +3,7 @@ package device
 import (
 	"cmp"
 	"slices"
+	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/utils/ptr"
@@ -11,7 +12,7 @@ import (
 // Partition is a part of a GPU: a place at which a GPU instance can be made when a claim needs it, or a MIG device that exists.
 type Partition struct {
 	gpu     GPU
-	name    PartitionName
+	part    PartitionName
 	profile string // as users write it: "1g.10gb", "1c.3g.40gb"
 	uuid    string // empty for a place
 	at      Placement
@@ -22,9 +23,9 @@ type Partition struct {
 	budget, cost budget
 }
 
-var _ Shape = Partition{}
+var _ shareable = Partition{}
 
-func (p Partition) Name() string { return Name{GPU: p.gpu.WholeName(), Partition: &p.name}.String() }
+func (p Partition) Name() string { return p.name().String() }
 func (p Partition) GPU() GPU     { return p.gpu }
 
 // Device carries what a claim selects a partition by, and what it knows of the GPU around it.
@@ -32,7 +33,7 @@ func (p Partition) Device(d Driver) resourceapi.Device {
 	attributes := common(p.gpu, d)
 	attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("mig")}
 	attributes["profile"] = text(p.profile)
-	attributes["profileID"] = number(p.name.ProfileID)
+	attributes["profileID"] = number(p.part.ProfileID)
 	attributes["placementStart"] = number(p.at.Start)
 	attributes["placementSize"] = number(p.at.Size)
 	if p.uuid != "" {
@@ -53,6 +54,22 @@ func (p Partition) Device(d Driver) resourceapi.Device {
 func (p Partition) partitionType() string { return named(p.profile, p.gpu) }
 func (p Partition) counted() budget       { return p.budget }
 
+func (p Partition) name() Name            { return Name{GPU: p.gpu.WholeName(), Partition: &p.part} }
+func (p Partition) memoryToShare() uint64 { return p.memory }
+
+// costOfShares is what the place costs, and all of what one that exists takes a part of: no other shape takes of it.
+func (p Partition) costOfShares() budget {
+	if p.uuid == "" {
+		return p.cost
+	}
+	return p.budget.all(p.cost)
+}
+
+// counter is that of a partition that exists.
+func (p Partition) counter() string {
+	return strings.TrimPrefix(p.Name(), p.gpu.WholeName()+"-")
+}
+
 // named makes what is alike on all cards of a product one kind: partitions of one name cost other cards something else.
 func named(what string, g GPU) string { return what + " of " + g.ProductName }
 
@@ -65,12 +82,12 @@ func number(n uint32) resourceapi.DeviceAttribute {
 //
 // Of one profile's places those come first that leave most to others. On an H100 the first 1g goes to 6, where no 2g and no 4g could be, and the first 3g to
 // 4, beside which a 4g still fits; the GPU's own driver, left to choose, does the same.
-func places(g GPU, b budget) []Shape {
+func places(g GPU, b budget) []Partition {
 	profiles := slices.Clone(g.MIG.Profiles)
 	slices.SortStableFunc(profiles, func(p, q Profile) int {
 		return cmp.Or(cmp.Compare(p.Slices, q.Slices), cmp.Compare(p.Size, q.Size), cmp.Compare(p.media(), q.media()), cmp.Compare(p.ID, q.ID))
 	})
-	var shapes []Shape
+	var partitions []Partition
 	for _, p := range profiles {
 		starts := slices.Clone(p.Starts)
 		slices.SortFunc(starts, func(x, y uint32) int {
@@ -78,13 +95,13 @@ func places(g GPU, b budget) []Shape {
 		})
 		for _, start := range slices.Compact(starts) {
 			at := Placement{start, p.Size}
-			shapes = append(shapes, Partition{
-				gpu: g, name: PartitionName{ProfileID: p.ID, Start: start}, profile: p.Name, at: at,
+			partitions = append(partitions, Partition{
+				gpu: g, part: PartitionName{ProfileID: p.ID, Start: start}, profile: p.Name, at: at,
 				memory: p.MemoryBytes, engines: &p.Engines, budget: b, cost: b.cost(p, at),
 			})
 		}
 	}
-	return shapes
+	return partitions
 }
 
 // media counts the engines that a profile has besides those that compute.
@@ -104,17 +121,17 @@ func blocked(g GPU, at Placement) int {
 }
 
 // existing lists the MIG devices of an instance, one for each compute instance. Without one there is nothing that a container could use.
-func existing(g GPU, i Instance) []Shape {
-	var shapes []Shape
+func existing(g GPU, i Instance) []Partition {
+	var partitions []Partition
 	p, known := g.Profile(i.ProfileID)
 	for _, c := range i.Compute {
-		s := Partition{gpu: g, name: i.partName(c), profile: c.Name, uuid: c.UUID, at: i.Placement}
+		s := Partition{gpu: g, part: i.partName(c), profile: c.Name, uuid: c.UUID, at: i.Placement}
 		if known {
 			engines := p.Engines
 			engines.Multiprocessors = c.Multiprocessors
 			s.memory, s.engines = p.MemoryBytes, &engines
 		}
-		shapes = append(shapes, s)
+		partitions = append(partitions, s)
 	}
-	return shapes
+	return partitions
 }

@@ -2,7 +2,6 @@ package device
 
 import (
 	"fmt"
-	"path"
 	"strings"
 )
 
@@ -24,7 +23,7 @@ const (
 type Policies struct{ rules []policyRule }
 
 type policyRule struct {
-	selector string // lower case
+	selector selector
 	policy   Policy
 }
 
@@ -47,14 +46,11 @@ func ParsePolicies(s string) (Policies, error) {
 		default:
 			return Policies{}, fmt.Errorf("MIG policy %q: want %s, %s, %s or %s, or SELECTOR=POLICY", rule, PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt)
 		}
-		if address, err := ParsePCIAddress(selector); err == nil {
-			selector = string(address)
+		gpus, err := parseSelector(selector)
+		if err != nil {
+			return Policies{}, fmt.Errorf("MIG policy %q: %w", rule, err)
 		}
-		selector = strings.ToLower(selector)
-		if _, err := path.Match(selector, ""); err != nil || selector == "" {
-			return Policies{}, fmt.Errorf("MIG policy %q: %q is no selector: want a PCI address, a UUID or a product name, with * for anything", rule, selector)
-		}
-		p.rules = append(p.rules, policyRule{selector, policy})
+		p.rules = append(p.rules, policyRule{gpus, policy})
 	}
 	return p, nil
 }
@@ -67,12 +63,8 @@ func (p Policies) And(more Policies) Policies {
 // For is the policy of a GPU.
 func (p Policies) For(g GPU) Policy {
 	for i := len(p.rules) - 1; i >= 0; i-- {
-		for _, name := range []string{string(g.PCIAddress), g.UUID, g.ProductName} {
-			// A product name may have a slash, at which Match would stop.
-			flat := strings.NewReplacer("/", "-").Replace
-			if fits, _ := path.Match(flat(p.rules[i].selector), flat(strings.ToLower(name))); fits {
-				return p.rules[i].policy
-			}
+		if p.rules[i].selector.fits(g) {
+			return p.rules[i].policy
 		}
 	}
 	return PolicyDynamic

@@ -7,7 +7,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 )
 
-// Shape is one way in which a GPU is offered. Passthrough functions and shares will be shapes of their own beside [Whole] and [Partition].
+// Shape is one way in which a GPU is offered: [Whole], [Partition] or [Shared]. Passthrough functions will be shapes of their own.
 type Shape interface {
 	// Name is the device's name in the pool: a DNS label, stable over reboots.
 	Name() string
@@ -22,27 +22,62 @@ type Shape interface {
 }
 
 // Offer lists every shape of the GPUs, in publishing order. Allocation is first-fit, so this order is a cost: whole GPUs come first, so that a claim for
-// one does not go through the partitions of all, then one GPU after the other with its small partitions first, so that a GPU is filled before the next
-// is begun. GPUs are ordered by PCI address.
+// one does not go through the partitions of all, then shares of these, then one GPU after the other with its small partitions first, each before its shares, so
+// that a GPU is filled before the next is begun. GPUs are ordered by PCI address. They are all that the node has: share rules may count them.
 func Offer(offerings []Offering) []Shape {
 	sorted := slices.Clone(offerings)
 	slices.SortFunc(sorted, func(a, b Offering) int { return strings.Compare(string(a.PCIAddress), string(b.PCIAddress)) })
-	var whole, parts []Shape
-	for _, o := range sorted {
-		var all budget
-		if o.Counters {
-			all = budgetOf(o.MIG)
-		}
+	var whole, shares, parts []Shape
+	for index, o := range sorted {
+		partitions, all := o.partitions(index)
 		if o.Whole {
-			whole = append(whole, Whole{o.GPU, all})
+			w := Whole{o.GPU, all}
+			whole = append(whole, w)
+			shares = append(shares, sharesOf(w, o.Shares.For(o.GPU, "", index))...)
 		}
-		if o.Placements && all != nil {
-			parts = append(parts, places(o.GPU, all)...)
-			continue // an instance is a placement that is taken
-		}
-		for _, i := range o.Instances {
-			parts = append(parts, existing(o.GPU, i)...)
+		for _, p := range partitions {
+			parts = append(parts, p)
+			parts = append(parts, sharesOf(p, o.Shares.For(o.GPU, p.profile, index))...)
 		}
 	}
-	return append(whole, parts...)
+	return slices.Concat(whole, shares, parts)
+}
+
+// partitions that are offered of the GPU at a place among the node's, and what all of its shapes take their parts of.
+func (o Offering) partitions(index int) ([]Partition, budget) {
+	if o.Counters {
+		if all := budgetOf(o.MIG); all != nil && o.Placements {
+			return places(o.GPU, all), all // an instance is a placement that is taken
+		} else if all != nil {
+			return o.existing(), all
+		}
+	}
+	all := budget{}
+	if (Shared{Whole{gpu: o.GPU}, o.Shares.For(o.GPU, "", index)}).possible() && o.Whole {
+		all[wholeCounter] = deviceTotal
+	}
+	partitions := o.existing()
+	for i := range partitions {
+		p := &partitions[i]
+		// The API allows a set so many counters. No card has as many instances, but what it says is not trusted.
+		if (Shared{p, o.Shares.For(o.GPU, p.profile, index)}).possible() && len(all) < resourceapi.ResourceSliceMaxCountersPerCounterSet {
+			all[p.counter()] = deviceTotal
+		}
+	}
+	if len(all) == 0 {
+		return partitions, nil
+	}
+	for i := range partitions {
+		p := &partitions[i]
+		p.budget, p.cost = all, all.alone(p.counter())
+	}
+	return partitions, all
+}
+
+func (o Offering) existing() []Partition {
+	var all []Partition
+	for _, i := range o.Instances {
+		all = append(all, existing(o.GPU, i)...)
+	}
+	return all
 }

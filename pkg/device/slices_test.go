@@ -64,7 +64,7 @@ func TestEveryModelCanBeOfferedAsItIsCut(t *testing.T) {
 			}
 		}
 		layout, _ := Decide(g, nil, PolicyDynamic, true)
-		m := offered(t, []Offering{{g, layout}}, Driver{Version: "580.65.06"})
+		m := offered(t, []Offering{{GPU: g, Layout: layout}}, Driver{Version: "580.65.06"})
 		keepsLimits(t, m)
 		for _, s := range m.Slices {
 			if len(s.Spec.SharedCounters) > 0 {
@@ -144,7 +144,7 @@ func TestWhatClaimsCutDoesNotChangeTheSlices(t *testing.T) {
 		g := small()
 		g.MIG.Enabled, g.MIG.Instances = len(instances) > 0, instances
 		layout, _ := Decide(g, instances, PolicyDynamic, true)
-		data, err := json.Marshal(Slices(Offer([]Offering{{g, layout}}), Driver{Version: "580.65.06"}))
+		data, err := json.Marshal(Slices(Offer([]Offering{{GPU: g, Layout: layout}}), Driver{Version: "580.65.06"}))
 		if err != nil {
 			t.Fatal(err)
 		}

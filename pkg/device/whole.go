@@ -15,7 +15,7 @@ type Whole struct {
 	budget budget
 }
 
-var _ Shape = Whole{}
+var _ shareable = Whole{}
 
 func (w Whole) Name() string { return w.gpu.WholeName() }
 func (w Whole) GPU() GPU     { return w.gpu }
@@ -37,6 +37,10 @@ func (w Whole) Device(d Driver) resourceapi.Device {
 
 func (w Whole) partitionType() string { return named("whole", w.gpu) }
 func (w Whole) counted() budget       { return w.budget }
+
+func (w Whole) name() Name            { return Name{GPU: w.gpu.WholeName()} }
+func (w Whole) memoryToShare() uint64 { return w.gpu.MemoryBytes }
+func (w Whole) costOfShares() budget  { return w.budget.all(w.budget.whole()) }
 
 func capacities(memory uint64, e *Engines) map[resourceapi.QualifiedName]resourceapi.DeviceCapacity {
 	c := map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
