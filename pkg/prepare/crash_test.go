@@ -141,7 +141,7 @@ func TestARecoveryThatIsInterruptedAnywhereIsFinishedByTheNext(t *testing.T) {
 	for n := 1; ; n++ {
 		w := newWorld(t)
 		dying := w.plugin(t)
-		w.disk.StopAt(6) // the spec is written, the record says Preparing
+		w.disk.StopAt(4) // the spec is written, the record has no name yet
 		_, _ = dying.Prepare(t.Context(), newClaim("c", allocated("r", gpu0)))
 		w.disk.Restart()
 		p := w.plugin(t)

@@ -145,8 +145,11 @@ func (p *Preparer) carryOut(ctx context.Context, w *plan) error {
 	steps := w.all()
 	env := p.env(r, steps)
 	env.Looks = looks
-	if err := env.Journal(); err != nil {
-		return errors.Join(err, p.Records.Remove(r.ClaimUID))
+	// Nothing but a spec needs no note beforehand: it has the claim's name, and one without a record is removed.
+	if len(w.steps) > 0 {
+		if err := env.Journal(); err != nil {
+			return errors.Join(err, p.Records.Remove(r.ClaimUID))
+		}
 	}
 	err := applyAll(work, env, w.steps)
 	if err == nil {
