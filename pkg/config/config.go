@@ -9,6 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/validation"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
@@ -36,6 +37,9 @@ type Config struct {
 	ShmRoot         string
 	CRISocket       string
 	MIGPolicy       string
+	Shares          string
+	HealthEffects   string
+	XIDRules        string
 
 	HTTPAddress       string
 	GRPCHealthAddress string
@@ -55,6 +59,7 @@ func Default() *Config {
 		SysfsRoot:     "/sys",
 		ProcRoot:      "/proc",
 		HookSource:    "/usr/bin/nvidia-cdi-hook",
+		HealthEffects: health.DefaultEffects,
 		MPSHookSource: "/usr/bin/gpu-mps",
 		ShmRoot:       "/dev/shm",
 		HTTPAddress:   ":8080",
@@ -117,6 +122,15 @@ func (c *Config) Validate() error {
 	}
 	if _, err := device.ParsePolicies(c.MIGPolicy); err != nil {
 		wrong("mig-policy", "%w", err)
+	}
+	if _, err := device.ParseShares(c.Shares); err != nil {
+		wrong("shares", "%w", err)
+	}
+	if _, err := health.ParseEffects(c.HealthEffects); err != nil {
+		wrong("health-effects", "%w", err)
+	}
+	if _, err := health.ParseRules(c.XIDRules); err != nil {
+		wrong("xid-rules", "%w", err)
 	}
 	if c.KubeAPIQPS <= 0 {
 		wrong("kube-api-qps", "%v is not above 0", c.KubeAPIQPS)

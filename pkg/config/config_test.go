@@ -73,6 +73,8 @@ func TestEverySourceIsStrictAndNamesWhatIsWrong(t *testing.T) {
 		"a relative socket":     {args: []string{"--cri-socket=x.sock"}, want: []string{"--cri-socket"}},
 		"a bad node name":       {args: []string{"--node-name=No_Node"}, want: []string{"--node-name", "No_Node"}},
 		"a bad address":         {args: []string{"--http-address=8080"}, want: []string{"--http-address", "8080"}},
+		"a bad effect":          {args: []string{"--health-effects=lost=Evict"}, want: []string{"--health-effects", "lost=Evict"}},
+		"a bad rule for an XID": {args: []string{"--xid-rules=79=dead"}, want: []string{"--xid-rules", "79=dead"}},
 		"no requests a second":  {args: []string{"--kube-api-qps=0"}, want: []string{"--kube-api-qps"}},
 		"no burst":              {args: []string{"--kube-api-burst=0"}, want: []string{"--kube-api-burst"}},
 		"too verbose":           {args: []string{"--v=11"}, want: []string{"--v"}},

@@ -15,7 +15,9 @@ const maxFindings = 64
 
 // card is the state machine of one GPU and all that is cut from it.
 type card struct {
-	Card     device.Card `json:"card"`
+	Card device.Card `json:"card"`
+	// GPU is what the inventory last said of it. It outlives a card that is lost, whose devices are still held and named.
+	GPU      *device.GPU `json:"gpu,omitempty"`
 	Findings []*Finding  `json:"findings,omitempty"`
 	// Recovery is the last action that the driver named. It outlives answers that name none.
 	Recovery device.RecoveryAction `json:"recovery,omitempty"`

@@ -2,6 +2,7 @@ package health
 
 import (
 	"cmp"
+	"reflect"
 	"slices"
 	"time"
 
@@ -57,10 +58,20 @@ func New(o Options, now time.Time) *Monitor {
 	}
 }
 
-// Expect says which cards there are. One that was not known is waited for from now on.
-func (m *Monitor) Expect(cards []device.Card, now time.Time) {
-	for _, c := range cards {
-		m.card(c, now)
+// Expect says which cards there are, and what they are. One that was not known is waited for from now on.
+func (m *Monitor) Expect(gpus []device.GPU, now time.Time) {
+	for _, g := range gpus {
+		if c := m.card(g.Card(), now); c != nil && (c.GPU == nil || !reflect.DeepEqual(*c.GPU, g)) {
+			c.GPU = &g // changes no verdict
+		}
+	}
+}
+
+// Forget drops a card that is not there any more and that nobody asks for.
+func (m *Monitor) Forget(address device.PCIAddress) {
+	if _, known := m.cards[address]; known {
+		delete(m.cards, address)
+		m.version++
 	}
 }
 

@@ -37,7 +37,7 @@ func watch(t *testing.T, o Options) *watched {
 	t.Helper()
 	w := &watched{Monitor: New(o, start), t: t, now: start}
 	w.listen("load-1")
-	w.Expect([]device.Card{gpu.Card()}, w.now)
+	w.Expect([]device.GPU{gpu}, w.now)
 	w.ok()
 	return w
 }
@@ -162,7 +162,7 @@ func TestWhatEndsAFindingThatAResetEnds(t *testing.T) {
 		"the driver is loaded again": {func(w *watched) { w.wait(time.Second); w.listen("load-2") }, Healthy},
 		"who listens begins again":   {func(w *watched) { w.wait(time.Second); w.listen("load-1") }, Unhealthy},
 		"another card is there": {func(w *watched) {
-			w.Expect([]device.Card{{PCIAddress: address, UUID: "GPU-2"}}, w.now)
+			w.Expect([]device.GPU{{PCIAddress: address, UUID: "GPU-2"}}, w.now)
 		}, Healthy},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -356,7 +356,7 @@ func TestNobodyKnowsHowASilentGPUIs(t *testing.T) {
 
 func TestNobodyListensAfterTheStart(t *testing.T) {
 	m := New(Options{}, start)
-	m.Expect([]device.Card{gpu.Card()}, start)
+	m.Expect([]device.GPU{gpu}, start)
 	m.Tick(start.Add(silenceFor - time.Second))
 	if v := m.View().Of(gpu, device.Name{GPU: whole}); v.State != Healthy {
 		t.Errorf("%+v", v)

@@ -135,6 +135,9 @@ func (m *Monitor) merge(saved state, now time.Time) {
 		if c == nil || c.Card.UUID != old.Card.UUID {
 			continue // no room, or another card by now
 		}
+		if c.GPU == nil && old.GPU != nil && old.GPU.Card() == c.Card {
+			c.GPU = old.GPU
+		}
 		if c.Recovery == device.RecoveryUnknown {
 			c.Recovery = old.Recovery
 		}

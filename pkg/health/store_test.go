@@ -69,7 +69,7 @@ func TestARestartEndsNothing(t *testing.T) {
 		w = w.restarted(s, Options{})
 		w.wait(time.Second)
 		w.listen("load-1")
-		w.Expect([]device.Card{gpu.Card()}, w.now)
+		w.Expect([]device.GPU{gpu}, w.now)
 		w.recovery(device.RecoveryNone)
 		if v := w.of(whole); v.State != Unhealthy || !v.Causes[0].Since.Equal(first) {
 			t.Fatalf("%+v", v)
@@ -115,7 +115,7 @@ func TestAnotherCardAtThePlaceInheritsNothing(t *testing.T) {
 	m := New(Options{}, w.now)
 	other := gpu
 	other.UUID = "GPU-2"
-	m.Expect([]device.Card{other.Card()}, w.now)
+	m.Expect([]device.GPU{other}, w.now)
 	if err := s.Load(m, w.now); err != nil {
 		t.Fatal(err)
 	}
@@ -220,7 +220,7 @@ func FuzzStateFile(f *testing.F) {
 		if err := s.Load(w.Monitor, start); err != nil {
 			return
 		}
-		w.Expect([]device.Card{gpu.Card()}, start)
+		w.Expect([]device.GPU{gpu}, start)
 		w.listen("load-1")
 		w.xid(79)
 		w.want(whole, Unhealthy)

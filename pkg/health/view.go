@@ -2,6 +2,7 @@ package health
 
 import (
 	"slices"
+	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
@@ -13,6 +14,7 @@ type View struct {
 
 type cardView struct {
 	card     device.Card
+	gpu      *device.GPU
 	findings []Finding
 }
 
@@ -24,7 +26,7 @@ func (m *Monitor) View() *View {
 		for i, f := range c.Findings {
 			findings[i] = *f
 		}
-		v.cards[address] = cardView{c.Card, findings}
+		v.cards[address] = cardView{c.Card, c.GPU, findings}
 	}
 	return v
 }
@@ -48,6 +50,24 @@ func (v *View) Of(g device.GPU, n device.Name) Verdict {
 		verdict.State = verdict.Causes[0].State
 	}
 	return verdict
+}
+
+// Missing are the cards, by PCI address, that are none of those listed and of which something grave is known.
+func (v *View) Missing(listed []device.PCIAddress) []device.GPU {
+	if v == nil {
+		return nil
+	}
+	var missing []device.GPU
+	for address, c := range v.cards {
+		if c.gpu == nil || slices.Contains(listed, address) {
+			continue
+		}
+		if v.Of(*c.gpu, device.Name{GPU: address.WholeName()}).State > Healthy {
+			missing = append(missing, *c.gpu)
+		}
+	}
+	slices.SortFunc(missing, func(a, b device.GPU) int { return strings.Compare(string(a.PCIAddress), string(b.PCIAddress)) })
+	return missing
 }
 
 // first is the finding of that state that has been there longest, for as long as it is there.
