@@ -47,6 +47,8 @@ type Device struct {
 	GPUUUID string `json:"gpuUUID"`
 	// MIGUUID is which MIG device it was, for a partition that exists.
 	MIGUUID string `json:"migUUID,omitempty"`
+	// Fraction says that it is a share with limits, and not one of those that only take turns.
+	Fraction bool `json:"fraction,omitempty"`
 
 	unknown map[string]json.RawMessage
 }
@@ -130,7 +132,7 @@ func decodeKnown(raw []byte, v any) (map[string]json.RawMessage, error) {
 	return all, nil
 }
 
-var optionalFields = []string{"shareID", "adminAccess", "migUUID"}
+var optionalFields = []string{"shareID", "adminAccess", "migUUID", "fraction"}
 
 func encodeWith(v any, unknown map[string]json.RawMessage) ([]byte, error) {
 	raw, err := json.Marshal(v)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 
 	"k8s.io/klog/v2"
 
@@ -45,7 +44,11 @@ func (p *Preparer) seenOrLooked(ctx context.Context, env *Env, w *plan) error {
 
 // looked asks the hardware. A partition that is gone is lost.
 func (p *Preparer) looked(ctx context.Context, env *Env, w *plan) error {
-	return p.each(ctx, env, w, func(_ *want, d checkpoint.Device, state device.CutState) error {
+	return p.each(ctx, env, w, func(t *want, d checkpoint.Device, state device.CutState) error {
+		if t.shared != nil {
+			// Another claim that shares it may be making it again: that is seen under the GPU's lock.
+			return because(CauseStep, "device %s is gone, and containers that use it do not start until it is made again, which is tried", d.Device)
+		}
 		return p.lost(w, d, fmt.Errorf("it is gone, at its GPU there are now: %s", describe(state.MIG.Instances...)))
 	})
 }
@@ -55,7 +58,7 @@ func (p *Preparer) looked(ctx context.Context, env *Env, w *plan) error {
 // The caller holds the GPUs' locks.
 func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
 	return p.each(ctx, env, w, func(t *want, d checkpoint.Device, state device.CutState) error {
-		if t.cut == nil {
+		if t.made() == nil {
 			return p.lost(w, d, fmt.Errorf("it was made by someone else and is gone, at its GPU there are now: %s", describe(state.MIG.Instances...)))
 		}
 		klog.FromContext(ctx).Info("Making a claim's partition again, which is gone", "claim", klog.KRef(w.record.Namespace, w.record.Name), "device", d.Device)
@@ -63,14 +66,7 @@ func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
 		if err := p.Specs.RemoveClaim(w.record.ClaimUID); err != nil {
 			return because(CauseStep, "%w", err)
 		}
-		err := t.cut.Revert(ctx, env)
-		if policy := p.Policy(t.gpu); err == nil && !cuttable(policy) {
-			err = because(CauseDevice, "the policy of %s is %s", t.name.GPU, policy)
-		}
-		if err == nil {
-			t.cut.Card, t.cut.Minor = t.gpu.Card(), t.gpu.Minor
-			err = t.cut.Apply(ctx, env)
-		}
+		err := p.again(ctx, env, t)
 		switch {
 		case err == nil:
 			return nil
@@ -80,6 +76,44 @@ func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
 			return stepError(fmt.Errorf("it is gone, and containers that use it do not start until it is made again, which is tried again: %w", err))
 		}
 	})
+}
+
+// again makes a partition again.
+func (p *Preparer) again(ctx context.Context, env *Env, t *want) error {
+	m := t.made()
+	if t.shared != nil {
+		env = t.shared.own(env)
+		t.shared.holder.State = checkpoint.Applying
+	}
+	if err := m.Revert(ctx, env); err != nil {
+		return err
+	}
+	if policy := p.Policy(t.gpu); !cuttable(policy) {
+		return because(CauseDevice, "the policy of %s is %s", t.name.GPU, policy)
+	}
+	m.Card, m.Minor = t.gpu.Card(), t.gpu.Minor
+	if err := m.Apply(ctx, env); err != nil || t.shared == nil {
+		return err
+	}
+	t.shared.holder.State = checkpoint.Applied
+	return t.shared.save(env)
+}
+
+// held asks the hardware about all that the claim was given: its partitions, and how its devices are shared. What is not as it should be is mended.
+// The caller holds the GPUs' locks.
+func (p *Preparer) held(ctx context.Context, env *Env, w *plan) error {
+	if err := p.recut(ctx, env, w); err != nil {
+		return err
+	}
+	for _, s := range sharedSteps(w.steps) {
+		if _, kind := keyOf(s.Key); kind == migInstanceKind {
+			continue // it was made again, if that was needed
+		}
+		if err := s.Apply(ctx, env); err != nil {
+			return stepError(err)
+		}
+	}
+	return nil
 }
 
 // hopeless says whether what could not be made again cannot be had by trying again: its place is somebody else's, or such a cut is refused here.
@@ -117,17 +151,14 @@ func (p *Preparer) each(ctx context.Context, env *Env, w *plan, gone func(*want,
 
 // intact finds the partition that the claim was given among those that are there.
 func (t *want) intact(d checkpoint.Device, instances []device.Instance) bool {
-	for _, in := range instances {
-		if t.cut != nil {
-			if t.cut.Instance == nil || len(t.cut.Instance.Compute) == 0 || !matches(*t.cut.Instance, in) {
-				continue
-			}
-			if slices.EqualFunc(t.cut.Instance.Compute, in.Compute, sameCompute) {
-				t.cut.Instance, t.cut.Minor = &in, t.gpu.Minor
-				return true
-			}
-			continue
+	if m := t.made(); m != nil {
+		in, ok := m.intact(instances)
+		if ok {
+			m.Instance, m.Minor = &in, t.gpu.Minor
 		}
+		return ok
+	}
+	for _, in := range instances {
 		// A UUID alone is no proof: it follows from the card and the two IDs, which another profile may have by now.
 		if c, ok := in.Part(*t.name.Partition); ok && c.UUID == d.MIGUUID {
 			t.found = &partition{in, c}

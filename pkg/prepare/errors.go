@@ -79,6 +79,8 @@ type HeldError struct {
 	Holder string
 	// Leaving says that the holder is being given back, which is not finished.
 	Leaving bool
+	// Otherwise says that the device is shared in another way: as fractions, and the claim has a plain share, or the other way round.
+	Otherwise bool
 	// Unreadable is why it cannot.
 	Unreadable error
 }
@@ -92,6 +94,9 @@ func (e *HeldError) Error() string {
 		}
 	}
 	held := "device " + e.Device + " is held"
+	if e.Otherwise {
+		held = "device " + e.Device + " is shared in another way (fractions or plain shares), which its limits exclude, and held"
+	}
 	if e.Holds != "" && e.Holds != e.Device {
 		held = "device " + e.Device + " cannot be had beside " + e.Holds + ", which is held"
 	}

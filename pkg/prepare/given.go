@@ -52,7 +52,7 @@ func (p *Preparer) Given(claim types.UID) ([]Given, error) {
 	for i, d := range r.Devices {
 		given[i] = Given{Device: d}
 		if d.MIGUUID != "" {
-			given[i].find(append(made(steps), cutOn(snapshot, d.GPU)...))
+			given[i].find(append(p.made(steps), cutOn(snapshot, d.GPU)...))
 		}
 	}
 	return given, nil
@@ -72,11 +72,17 @@ func (g *Given) find(instances []device.Instance) {
 	}
 }
 
-// made are the instances that the steps have made.
-func made(steps []Step) []device.Instance {
+// made are the instances that the steps have made, for the claim or for all who share them.
+func (p *Preparer) made(steps []Step) []device.Instance {
 	var instances []device.Instance
-	for _, s := range steps {
-		if m, ok := s.(*migInstance); ok && m.Instance != nil {
+	for _, step := range steps {
+		if s, ok := step.(*shared); ok {
+			if _, err := s.load(p.Records, p.BootID); err != nil {
+				continue // the inventory may see it
+			}
+			step = s.inner
+		}
+		if m, ok := step.(*migInstance); ok && m.Instance != nil {
 			instances = append(instances, *m.Instance)
 		}
 	}

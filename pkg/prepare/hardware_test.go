@@ -36,6 +36,11 @@ type silicon struct {
 	instances map[uint32]device.Instance
 	busy      map[uint32]int // by GPU instance: for how many calls something still has it open
 	open      []nvidia.Process
+
+	mode      device.ComputeMode
+	slice     device.TimeSlice
+	forgetful bool // persistence mode is off
+	unsliced  bool // it has no time slices that could be set
 }
 
 var _ Partitions = &hardware{}
@@ -52,7 +57,7 @@ var profiles = []device.Profile{
 func withMIG(w *world) *hardware {
 	h := &hardware{disk: w.disk, cards: map[device.PCIAddress]*silicon{}}
 	for _, g := range w.snapshot.Node.GPUs {
-		h.cards[g.PCIAddress] = &silicon{uuid: g.UUID, minor: g.Minor, instances: map[uint32]device.Instance{}, busy: map[uint32]int{}}
+		h.cards[g.PCIAddress] = &silicon{uuid: g.UUID, minor: g.Minor, mode: device.ComputeDefault, instances: map[uint32]device.Instance{}, busy: map[uint32]int{}}
 	}
 	w.hardware = h
 	w.scan()
@@ -75,8 +80,12 @@ func (h *hardware) boot() {
 	for _, s := range h.cards {
 		s.reset()
 		s.on = s.on && s.fixed
+		s.forget()
 	}
 }
+
+// forget is what a reset or a reload of the driver does to what was set.
+func (s *silicon) forget() { s.mode, s.slice = device.ComputeDefault, device.TimeSliceDefault }
 
 func (s *silicon) reset() {
 	clear(s.instances)
@@ -84,7 +93,8 @@ func (s *silicon) reset() {
 }
 
 func (s *silicon) state() nvidia.State {
-	st := nvidia.State{Minor: s.minor, MIG: device.MIG{Enabled: s.on, Pending: s.on, ModeFixed: s.fixed}}
+	persistence := !s.forgetful
+	st := nvidia.State{Minor: s.minor, ComputeMode: s.mode, Persistence: &persistence, MIG: device.MIG{Enabled: s.on, Pending: s.on, ModeFixed: s.fixed}}
 	for _, id := range slices.Sorted(maps.Keys(s.instances)) {
 		st.MIG.Instances = append(st.MIG.Instances, s.instances[id])
 	}
@@ -97,6 +107,20 @@ func failure(code nvidia.CutCode, op string, c nvidia.Card, processes ...nvidia.
 
 // call is one call of the hardware's: with the faults that were ordered, or the effect.
 func (h *hardware) call(op string, c nvidia.Card, effect func(*silicon) error) error {
+	return h.any(op, func() error {
+		s, ok := h.cards[c.PCIAddress]
+		if !ok {
+			return failure(nvidia.CodeNotFound, op, c)
+		}
+		if s.uuid != c.UUID {
+			return failure(nvidia.CodeReplaced, op, c)
+		}
+		return effect(s)
+	})
+}
+
+// any is a call of the hardware's, or of the daemons'.
+func (h *hardware) any(op string, effect func() error) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.disk.Stopped() {
@@ -109,14 +133,7 @@ func (h *hardware) call(op string, c nvidia.Card, effect func(*silicon) error) e
 			return err
 		}
 	}
-	s, ok := h.cards[c.PCIAddress]
-	if !ok {
-		return failure(nvidia.CodeNotFound, op, c)
-	}
-	if s.uuid != c.UUID {
-		return failure(nvidia.CodeReplaced, op, c)
-	}
-	if err := effect(s); err != nil {
+	if err := effect(); err != nil {
 		return err
 	}
 	if h.fault != nil {

@@ -2,6 +2,7 @@ package prepare
 
 import (
 	"context"
+	"reflect"
 	"slices"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -24,16 +25,21 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (ke
 			return false, replaced(d, now.GPUUUID)
 		}
 	}
-	if w.partitioned() && old.BootID != p.BootID {
+	if (w.partitioned() || sharesSteps(old)) && old.BootID != p.BootID {
 		if err := p.madeAgain(ctx, old, w); err != nil {
 			return false, err
 		}
 		logger.Info("Preparing the claim anew: the node was started again, and what was cut is gone", "devices", deviceNames(old.Devices))
 		return false, p.revert(ctx, old)
 	}
-	known, err := w.adopt(old)
+	asked := w.sharing
+	known, err := p.adopt(w, old)
 	if err != nil {
 		return false, because(CauseRecord, "%w", err)
+	}
+	if known && !w.sharesAs(asked) {
+		logger.Info("Preparing the claim anew: it wants its devices to be shared in another way than before", "devices", deviceNames(old.Devices))
+		return false, p.revert(ctx, old)
 	}
 	if !known {
 		// Made by another version of the driver. Nothing that it did may be forgotten: what this version cannot revert, it refuses here by name.
@@ -53,7 +59,7 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (ke
 	if err := applyAll(work, env, modes); err != nil {
 		return false, stepError(err)
 	}
-	return true, p.refresh(work, old, w, p.recut)
+	return true, p.refresh(work, old, w, p.held)
 }
 
 // madeAgain waits, after a reboot, for whoever made the partitions that the claim uses as they are: at such a place nothing is cut in their stead.
@@ -87,13 +93,14 @@ func (p *Preparer) madeAgain(ctx context.Context, old checkpoint.Record, w *plan
 }
 
 // adopt makes the steps of the record those of the plan. It is false for steps that this version would not have taken for these devices.
-func (w *plan) adopt(old checkpoint.Record) (bool, error) {
+func (p *Preparer) adopt(w *plan, old checkpoint.Record) (bool, error) {
 	steps, err := restore(old.Steps)
 	if err != nil {
 		return false, err
 	}
 	specs := 0
 	cuts := map[string]*migInstance{}
+	parts := map[string]*shared{}
 	w.steps = nil
 	for _, step := range steps {
 		switch s := step.(type) {
@@ -103,17 +110,29 @@ func (w *plan) adopt(old checkpoint.Record) (bool, error) {
 		case *migInstance:
 			cuts[s.Device] = s
 			w.steps = append(w.steps, s)
+		case *shared:
+			if s.Want.Kind == migInstanceKind {
+				if _, err := s.load(p.Records, p.BootID); err != nil {
+					return false, s.unreadable(err)
+				}
+				parts[s.Key] = s
+			}
+			w.steps = append(w.steps, s)
 		}
 	}
-	used := 0
+	used := map[string]bool{}
 	for i := range w.wants {
 		t, d := &w.wants[i], old.Devices[i]
 		w.record.Devices[i].MIGUUID = d.MIGUUID
-		if t.cut = cuts[d.Device]; t.cut != nil && !d.AdminAccess {
-			used++
+		t.cut, t.shared = cuts[d.Device], nil
+		if t.name.Share {
+			t.shared = parts[partKey(t.name)]
+		}
+		if (t.cut != nil || t.shared != nil) && !d.AdminAccess {
+			used[d.Device] = true
 		}
 	}
-	return specs == 1 && used == len(cuts), nil
+	return specs == 1 && len(used) == len(cuts)+len(parts), nil
 }
 
 // refresh brings what a finished preparation left up to date: the partitions, by ensure, then the spec, then the record where it says something else.
@@ -121,7 +140,8 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, w *plan, 
 	r := old
 	r.Devices = slices.Clone(old.Devices)
 	env := p.env(&r, w.all())
-	if w.partitioned() {
+	env.UUID = w.uuid
+	if w.partitioned() || len(sharedSteps(w.steps)) > 0 {
 		if err := ensure(ctx, env, w); err != nil {
 			return err
 		}
@@ -150,6 +170,29 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, w *plan, 
 		p.Changed(ctx, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: r.Namespace, Name: r.Name}, UID: r.ClaimUID})
 	}
 	return nil
+}
+
+// sharesAs says whether the plan, as a record gave it, shares its devices as the claim asks.
+func (w *plan) sharesAs(asked *sharing) bool {
+	var there []*shared
+	for _, s := range sharedSteps(w.steps) {
+		if s.Want.Kind != migInstanceKind {
+			there = append(there, s)
+		}
+	}
+	return slices.EqualFunc(there, asked.steps(), sameWant) && reflect.DeepEqual(w.spec.Clients, asked.clients)
+}
+
+// sameWant compares what is wanted, in whichever form another version has written it.
+func sameWant(a, b *shared) bool {
+	x, err := a.want()
+	y, errY := b.want()
+	return err == nil && errY == nil && a.Key == b.Key && x.wanted() == y.wanted()
+}
+
+// sharesSteps says whether a record has steps that the claim holds together with others, or might.
+func sharesSteps(r checkpoint.Record) bool {
+	return slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return s.Kind == sharedKind })
 }
 
 func replaced(d checkpoint.Device, now string) error {

@@ -31,6 +31,9 @@ func (p *Preparer) holding(gpu string) (*holding, error) {
 		return nil, because(CauseRecord, "%w", err)
 	}
 	h := &holding{used: map[string]bool{}}
+	if err := p.sharedCuts(gpu, h); err != nil {
+		return nil, err
+	}
 	for _, e := range entries {
 		places := partitionsOf(gpu, e.Devices)
 		if len(places) == 0 && !e.Inexact() {
@@ -51,12 +54,48 @@ func (p *Preparer) holding(gpu string) (*holding, error) {
 	return h, nil
 }
 
+// sharedCuts adds the partitions that were made for all claims which share them.
+func (p *Preparer) sharedCuts(gpu string, h *holding) error {
+	keys, err := p.Records.Holders()
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	for _, key := range keys {
+		of, kind := keyOf(key)
+		name, ok := device.ParseName(of)
+		if kind != migInstanceKind || !ok || name.GPU != gpu || name.Partition == nil {
+			continue
+		}
+		s := &shared{Key: key}
+		held, found, err := p.Records.Holder(key)
+		if err == nil && (!found || held.BootID != p.BootID) {
+			continue
+		}
+		if err == nil {
+			s.inner, err = sharableOf(held.Step)
+		}
+		if m, ok := s.inner.(*migInstance); err == nil && ok {
+			h.cuts = append(h.cuts, m)
+			continue
+		}
+		h.unread = append(h.unread, *name.Partition)
+	}
+	return nil
+}
+
 func (h *holding) take(gpu string, r checkpoint.Record, steps []Step) {
 	made := map[string]bool{}
 	for _, step := range steps {
-		if s, ok := step.(*migInstance); ok && s.GPU == gpu {
-			h.cuts = append(h.cuts, s)
-			made[s.Device] = true
+		switch s := step.(type) {
+		case *migInstance:
+			if s.GPU == gpu {
+				h.cuts = append(h.cuts, s)
+				made[s.Device] = true
+			}
+		case *shared:
+			if of, kind := keyOf(s.Key); kind == migInstanceKind {
+				made[of+"-share"] = true
+			}
 		}
 	}
 	for _, d := range r.Devices {

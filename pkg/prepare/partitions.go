@@ -14,7 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// Partitions is the hardware, as far as GPUs are cut. Package nvidia has it, and the meaning of each call. Any of them may take long, and ends with its
+// Partitions is the hardware, as far as GPUs are cut and set. Package nvidia has it, and the meaning of each call. Any of them may take long, and ends with its
 // context; an error says by a method CutCode why, and after one that is no refusal of the hardware the call may have had its effect.
 type Partitions interface {
 	Look(ctx context.Context, card device.Card) (device.CutState, error)
@@ -22,12 +22,13 @@ type Partitions interface {
 	CreateInstance(ctx context.Context, card device.Card, profileID uint32, at device.Placement) (device.Instance, error)
 	CreateCompute(ctx context.Context, card device.Card, instanceID uint32) (device.Instance, error)
 	Destroy(ctx context.Context, card device.Card, in device.Instance) error
+	Settings
 }
 
 // uncut is the hardware of a Preparer that was given none.
 type uncut struct{}
 
-var errUncut = errors.New("this instance of the plugin hands out whole GPUs only")
+var errUncut = errors.New("this instance of the plugin hands out whole GPUs only, and as they are")
 
 func (uncut) Look(context.Context, device.Card) (device.CutState, error) {
 	return device.CutState{}, errUncut
@@ -46,6 +47,12 @@ func (uncut) CreateCompute(context.Context, device.Card, uint32) (device.Instanc
 }
 
 func (uncut) Destroy(context.Context, device.Card, device.Instance) error { return errUncut }
+
+func (uncut) SetComputeMode(context.Context, device.Card, device.ComputeMode) error { return errUncut }
+
+func (uncut) TimeSlice(context.Context, device.Card) (device.TimeSlice, error) { return 0, errUncut }
+
+func (uncut) SetTimeSlice(context.Context, device.Card, device.TimeSlice) error { return errUncut }
 
 const (
 	// callTime is how long a call may work on the hardware if the kubelet sets no limit of its own.
@@ -150,16 +157,21 @@ func describe(instances ...device.Instance) string {
 	return strings.Join(texts, ", ")
 }
 
-// isGone says whether an instance that could not be removed is not there, or not ours any more.
-func (e *Env) isGone(ctx context.Context, s *migInstance, err error) bool {
-	gone := false
+// hasGone says whether the card has forgotten what was done to it, or is another one.
+func (e *Env) hasGone(card device.Card, err error) bool {
 	switch cutCode(err) {
-	case device.CutReplaced, device.CutChanged, device.CutNoDriver:
-		gone = true
+	case device.CutReplaced, device.CutNoDriver:
+		return true
 	case device.CutNotFound, device.CutLost:
 		// A card that fell off the bus answers so until the node is started again, and forgets then.
-		gone = !e.Present(s.Card)
+		return !e.Present(card)
 	}
+	return false
+}
+
+// isGone says whether an instance that could not be removed is not there, or not ours any more.
+func (e *Env) isGone(ctx context.Context, s *migInstance, err error) bool {
+	gone := cutCode(err) == device.CutChanged || e.hasGone(s.Card, err)
 	if gone {
 		klog.FromContext(ctx).Info("The instance of a device that is given back is gone already", "device", s.Device, "gpu", s.GPU, "reason", err.Error())
 	}

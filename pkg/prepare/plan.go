@@ -2,12 +2,12 @@ package prepare
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"tags.cncf.io/container-device-interface/specs-go"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
@@ -21,9 +21,11 @@ type plan struct {
 	// wants has one entry for each device of the record.
 	wants []want
 	// steps are what is to be done before the spec is written.
-	steps  []Step
-	spec   *claimSpec
-	common specs.ContainerEdits
+	steps []Step
+	// sharing is what the claim wants of how its devices are shared. It is nil for a plan that a record gave.
+	sharing *sharing
+	spec    *claimSpec
+	common  specs.ContainerEdits
 }
 
 // want is one allocated device, and how it is had.
@@ -32,8 +34,10 @@ type want struct {
 	// gpu is the card, whole the edits of the whole of it.
 	gpu   device.GPU
 	whole specs.ContainerEdits
-	// cut makes the partition. It is nil for whole GPUs, and for partitions that are used as they are.
+	// cut makes the partition. It is nil for whole GPUs, for partitions that are used as they are, and for those that claims share.
 	cut *migInstance
+	// shared makes the partition for all claims that hold a share of it. It is nil for other devices, and where the partition is used as it is.
+	shared *shared
 	// found is such a partition.
 	found *partition
 }
@@ -68,7 +72,7 @@ func (p *Preparer) plan(c *resourceapi.ResourceClaim) (*plan, error) {
 		if !ok {
 			return nil, because(CauseDevice, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device, missing(snapshot, r.Device))
 		}
-		if err := supported(r, t.name); err != nil {
+		if err := ofKind(r, t.name); err != nil {
 			return nil, because(CauseClaim, "%w", err)
 		}
 		if err := w.excludes(r, t); err != nil {
@@ -77,9 +81,16 @@ func (p *Preparer) plan(c *resourceapi.ResourceClaim) (*plan, error) {
 		w.wants = append(w.wants, t)
 		w.record.Devices = append(w.record.Devices, checkpoint.Device{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,
-			GPU: t.name.GPU, GPUUUID: t.gpu.UUID,
+			GPU: t.name.GPU, GPUUUID: t.gpu.UUID, Fraction: isFraction(r, t.name),
 		})
 	}
+	if w.sharing, err = p.sharing(c.UID, w, allocation.Results); err != nil {
+		if CauseOf(err) == causeOther {
+			err = because(CauseClaim, "%w", err)
+		}
+		return nil, err
+	}
+	w.spec.Clients = w.sharing.clients
 	return w, nil
 }
 
@@ -88,6 +99,7 @@ func (w *plan) excludes(r claim.Result, t want) error {
 	for i, other := range w.record.Devices {
 		switch {
 		case r.AdminAccess || other.AdminAccess || w.wants[i].name.GPU != t.name.GPU:
+		case t.name.Share && other.Device == r.Device && !same(other.ShareID, r.ShareID):
 		case other.Device == r.Device:
 			return fmt.Errorf("requests %s and %s were both allocated device %s", other.Request, r.Request, r.Device)
 		case device.Conflict(w.wants[i].name, t.name, t.gpu):
@@ -98,7 +110,7 @@ func (w *plan) excludes(r claim.Result, t want) error {
 }
 
 // describe fills in what is known only when everything is there: the spec's edits, and which MIG devices they are.
-func (w *plan) describe(edits func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits) error {
+func (p *Preparer) describe(w *plan) error {
 	w.spec.Devices = nil
 	for i := range w.record.Devices {
 		d, t := &w.record.Devices[i], w.wants[i]
@@ -109,22 +121,60 @@ func (w *plan) describe(edits func(parent specs.ContainerEdits, in device.Instan
 				return err
 			}
 			d.MIGUUID = part.compute.UUID
-			own = edits(own, part.instance, part.compute)
+			own = p.MIGEdits(own, part.instance, part.compute)
+		}
+		for _, more := range p.clientEdits(w.spec.Clients, i) {
+			own = joined(own, more)
 		}
 		w.spec.add(specDevice{Name: cdi.ClaimDeviceName(w.record.ClaimUID, d.Device, d.ShareID), Edits: own})
 	}
 	return nil
 }
 
-func (t want) partition() (*partition, error) {
-	switch {
-	case t.found != nil:
-		return t.found, nil
-	case t.cut != nil && t.cut.Instance != nil && len(t.cut.Instance.Compute) == 1:
-		return &partition{*t.cut.Instance, t.cut.Instance.Compute[0]}, nil
-	default:
-		return nil, because(CauseDevice, "device %s is not there", t.name)
+// joined has both edits.
+func joined(a, b specs.ContainerEdits) specs.ContainerEdits {
+	a.Env = slices.Concat(a.Env, b.Env)
+	a.Mounts = slices.Concat(a.Mounts, b.Mounts)
+	a.Hooks = slices.Concat(a.Hooks, b.Hooks)
+	return a
+}
+
+// made is what makes the partition, as far as it has come. It is nil if nothing of ours does.
+func (t want) made() *migInstance {
+	if t.shared != nil {
+		if m, ok := t.shared.inner.(*migInstance); ok {
+			return m
+		}
 	}
+	return t.cut
+}
+
+func (t want) partition() (*partition, error) {
+	if t.found != nil {
+		return t.found, nil
+	}
+	if m := t.made(); m != nil && m.Instance != nil && len(m.Instance.Compute) == 1 {
+		return &partition{*m.Instance, m.Instance.Compute[0]}, nil
+	}
+	return nil, because(CauseDevice, "device %s is not there", t.name)
+}
+
+// uuid is that of one of the claim's devices, named as it would be for one claim alone.
+func (w *plan) uuid(name string) (string, error) {
+	for _, t := range w.wants {
+		if t.name.Unshared().String() != name {
+			continue
+		}
+		if t.name.Partition == nil {
+			return t.gpu.UUID, nil
+		}
+		part, err := t.partition()
+		if err != nil {
+			return "", err
+		}
+		return part.compute.UUID, nil
+	}
+	return "", because(CauseDevice, "device %s is none of the claim's", name)
 }
 
 // partitioned says whether any of the devices is a part of a GPU.
@@ -180,31 +230,4 @@ func missing(s inventory.Snapshot, name string) string {
 		return ": it offers none now"
 	}
 	return " (any more): it has " + strings.Join(names, ", ")
-}
-
-// supported refuses configuration that this version would have to ignore.
-func supported(r claim.Result, name device.Name) error {
-	const unsupported = "request %s: sharing strategy %q is not supported by this version of the driver: remove sharing from the claim's %s"
-	switch c := r.Config.(type) {
-	case nil:
-		return fmt.Errorf("request %s: no configuration is known for device %s", r.Request, r.Device)
-	case *v1beta1.GpuConfig:
-		if name.Partition == nil {
-			if c.Sharing != nil {
-				return fmt.Errorf(unsupported, r.Request, c.Sharing.Strategy, c.Kind())
-			}
-			return nil
-		}
-	case *v1beta1.MigDeviceConfig:
-		if name.Partition != nil {
-			if c.Sharing != nil {
-				return fmt.Errorf(unsupported, r.Request, c.Sharing.Strategy, c.Kind())
-			}
-			return nil
-		}
-	}
-	if name.Partition != nil {
-		return fmt.Errorf("request %s: device %s is a MIG device, which takes a MigDeviceConfig, not a %s", r.Request, r.Device, r.Config.Kind())
-	}
-	return fmt.Errorf("request %s: device %s is a whole GPU, which takes a GpuConfig, not a %s", r.Request, r.Device, r.Config.Kind())
 }

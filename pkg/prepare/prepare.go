@@ -136,7 +136,7 @@ func (p *Preparer) carryOut(ctx context.Context, w *plan) error {
 		return err
 	}
 	if !w.partitioned() {
-		if err := w.describe(p.MIGEdits); err != nil {
+		if err := p.describe(w); err != nil {
 			return err
 		}
 	}
@@ -144,7 +144,7 @@ func (p *Preparer) carryOut(ctx context.Context, w *plan) error {
 	r.State = checkpoint.Preparing
 	steps := w.all()
 	env := p.env(r, steps)
-	env.Looks = looks
+	env.Looks, env.UUID = looks, w.uuid
 	// Nothing but a spec needs no note beforehand: it has the claim's name, and one without a record is removed.
 	if len(w.steps) > 0 {
 		if err := env.Journal(); err != nil {
@@ -170,7 +170,7 @@ func (p *Preparer) carryOut(ctx context.Context, w *plan) error {
 
 // finish writes the claim's spec, after all that it names is there.
 func (p *Preparer) finish(ctx context.Context, env *Env, w *plan) error {
-	if err := w.describe(p.MIGEdits); err != nil {
+	if err := p.describe(w); err != nil {
 		return err
 	}
 	for i, t := range w.wants {
@@ -183,6 +183,11 @@ func (p *Preparer) finish(ctx context.Context, env *Env, w *plan) error {
 		}
 		if err := p.Verify(p.MIGEdits(t.whole, part.instance, part.compute)); err != nil {
 			return because(CauseDevice, "device %s: %w", w.record.Devices[i].Device, err)
+		}
+	}
+	for _, c := range w.spec.Clients {
+		if err := p.Verify(p.MPSEdits(c.Daemon)); err != nil {
+			return because(CauseStep, "what the clients of MPS daemon %s need is not complete on this node: %w", c.Daemon, err)
 		}
 	}
 	return applyAll(ctx, env, []Step{w.spec})

@@ -48,8 +48,12 @@ type Options struct {
 	BootID string
 	Now    func() time.Time
 
-	// Partitions cuts GPUs. Without it whole GPUs are prepared, and partitions are refused.
+	// Partitions cuts GPUs and sets how processes share them. Without it whole GPUs are prepared as they are, and all else is refused.
 	Partitions Partitions
+	// MPS runs control daemons. Without it MPS and fractions are refused.
+	MPS Daemons
+	// MPSEdits make a container a client of the daemon with this ID. They are asked for only where there is MPS.
+	MPSEdits func(daemon string) specs.ContainerEdits
 	// MIGEdits are those of a MIG device, given those of the whole GPU.
 	MIGEdits func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 	// Policy says what may be done about a GPU's partitions; without it everything may.
@@ -164,7 +168,7 @@ func (p *Preparer) revert(ctx context.Context, r checkpoint.Record) error {
 // that does not take that keeps nobody from giving back, because what a Prepared record promises is looked at before it is believed.
 func (p *Preparer) undo(ctx context.Context, r *checkpoint.Record, steps []Step) error {
 	env := p.env(r, steps)
-	if r.State == checkpoint.Prepared && cuts(steps) && !env.Forgotten {
+	if r.State == checkpoint.Prepared && hard(steps) && !env.Forgotten {
 		r.State = checkpoint.Reverting
 		if err := env.Journal(); err != nil {
 			klog.FromContext(ctx).Error(err, "Could not note that a claim is being given back", "claim", klog.KRef(r.Namespace, r.Name))
@@ -190,7 +194,7 @@ func stepError(err error) error {
 }
 
 // setAside resolves a record that cannot be read, at the moment when the claim itself is prepared or unprepared. The spec has the claim's name and is
-// removed. What was cut for the claim stays, because nothing proves any more that an instance is its: from here on it is like an admin's, who is told.
+// removed, and the claim leaves what it shares. What was cut for the claim alone stays, because nothing proves any more that an instance is its: from here on it is like an admin's, who is told.
 func (p *Preparer) setAside(ctx context.Context, uid types.UID, unreadable *checkpoint.UnreadableError) error {
 	entries, err := p.Records.List()
 	if err != nil {
@@ -198,6 +202,9 @@ func (p *Preparer) setAside(ctx context.Context, uid types.UID, unreadable *chec
 	}
 	if err := p.Specs.RemoveClaim(uid); err != nil {
 		return because(CauseStep, "%w", err)
+	}
+	if err := p.leaveAll(ctx, uid); err != nil {
+		return err
 	}
 	places, err := p.Records.Quarantine(uid, p.Now())
 	if err != nil {
@@ -220,7 +227,7 @@ func mayHaveCut(entries []checkpoint.Entry, uid types.UID) (parts []string, some
 		}
 		some = some || e.Inexact()
 		for _, d := range e.Devices {
-			if name, ok := device.ParseName(d); ok && name.Partition != nil {
+			if name, ok := device.ParseName(d); ok && name.Partition != nil && !name.Share {
 				parts = append(parts, d)
 			}
 		}
@@ -231,7 +238,9 @@ func mayHaveCut(entries []checkpoint.Entry, uid types.UID) (parts []string, some
 // env is what the steps of a record work on. Their journal is the record.
 func (p *Preparer) env(r *checkpoint.Record, steps []Step) *Env {
 	return &Env{
-		ClaimUID: r.ClaimUID, Specs: p.Specs, Partitions: p.Partitions, Looks: newLooks(p.Partitions), Records: p.Records,
+		ClaimUID: r.ClaimUID, Namespace: r.Namespace, Name: r.Name, BootID: p.BootID, Now: p.Now,
+		Specs: p.Specs, Partitions: p.Partitions, MPS: p.daemons(), Looks: newLooks(p.Partitions), Records: p.Records,
+		Sharers: p.sharers,
 		Journal: func() error {
 			stored, err := store(steps)
 			if err == nil {

@@ -20,6 +20,8 @@ const reconcileTime = 30 * time.Second
 // reverted. A partition of a prepared claim that is gone is cut again at its place; where that is impossible, the claim's spec is removed, so that its next
 // container fails to start and never gets another device, and the error says which device is lost; see [Lost].
 //
+// How devices are shared is looked at, which the inventory does not see, and set again.
+//
 // Claims side by side: a GPU that hangs keeps no other waiting. What the inventory sees as it should be is not asked for again.
 func (p *Preparer) Reconcile(ctx context.Context) error {
 	entries, err := p.Records.List()
@@ -60,18 +62,24 @@ func (p *Preparer) reconcileClaim(ctx context.Context, uid types.UID) error {
 	case !found:
 		return nil
 	}
+	most := reconcileTime
 	if r.State == checkpoint.Prepared {
-		if err := p.rewrite(ctx, r, p.seen); !errors.Is(err, errUnseen) {
+		err := p.rewrite(ctx, r, p.seen)
+		unseen := errors.Is(err, errUnseen)
+		if !unseen && (err != nil || !sharesSteps(r)) {
 			return err
 		}
+		if !unseen {
+			most = roundTime
+		}
 	}
-	work, cancelWork := context.WithTimeout(ctx, reconcileTime)
+	work, cancelWork := context.WithTimeout(ctx, most)
 	defer cancelWork()
 	if err := lockGPUs(work, held, r.GPUs()...); err != nil {
 		return fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	if r.State == checkpoint.Prepared {
-		return p.rewrite(work, r, p.recut)
+		return p.rewrite(work, r, p.held)
 	}
 	klog.FromContext(ctx).Info("Reverting what was not finished or not given back in whole", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", uid, "state", r.State)
 	round, cancelRound := context.WithTimeout(work, roundTime+answerTime)

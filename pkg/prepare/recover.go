@@ -110,7 +110,7 @@ func (p *Preparer) recoverUnfinished(ctx context.Context, held *lock.Held, r che
 	if err != nil {
 		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
-	if cuts(steps) && r.BootID == p.BootID {
+	if hard(steps) && r.BootID == p.BootID {
 		logger.Info("A preparation that was interrupted will be reverted when its GPUs can be asked")
 		return p.Specs.RemoveClaim(r.ClaimUID)
 	}
@@ -161,7 +161,7 @@ func (p *Preparer) planned(r checkpoint.Record, snapshot inventory.Snapshot) (w 
 		}
 		w.wants = append(w.wants, t)
 	}
-	ours, err := w.adopt(r)
+	ours, err := p.adopt(w, r)
 	if err == nil && !ours {
 		err = errors.New("its steps are of another version of the driver")
 	}
@@ -178,10 +178,10 @@ func (p *Preparer) asRecorded(ctx context.Context, r checkpoint.Record) error {
 	if err != nil {
 		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
-	if cuts(steps) || slices.ContainsFunc(r.Devices, func(d checkpoint.Device) bool { return d.MIGUUID != "" }) {
+	if slices.ContainsFunc(r.Devices, func(d checkpoint.Device) bool { return d.MIGUUID != "" }) {
 		return nil
 	}
-	if err := applyAll(ctx, p.env(&r, steps), lasting(steps)); err != nil {
+	if err := applyAll(ctx, p.env(&r, steps), slices.DeleteFunc(steps, func(s Step) bool { return s.Kind() != claimSpecKind })); err != nil {
 		return stepError(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
 	}
 	return nil

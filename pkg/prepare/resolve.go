@@ -39,16 +39,26 @@ func (p *Preparer) resolve(ctx context.Context, looks *looks, w *plan) error {
 	if err != nil {
 		return err
 	}
-	w.steps, w.spec = modes, &claimSpec{}
+	w.steps, w.spec = modes, &claimSpec{Clients: w.sharing.clients}
 	cuts := map[string]*migInstance{}
+	parts := map[string]*shared{}
 	for i := range w.wants {
 		t, d := &w.wants[i], w.record.Devices[i]
-		t.cut, t.found = nil, nil
+		t.cut, t.found, t.shared = nil, nil, nil
 		if t.name.Partition == nil || d.AdminAccess {
 			continue
 		}
+		if t.name.Share {
+			if t.shared = parts[d.Device]; t.shared != nil {
+				continue
+			}
+		}
 		if err := p.resolvePartition(ctx, looks, t); err != nil {
 			return because(CauseOf(err), "request %s: %w", d.Request, err)
+		}
+		if t.shared != nil {
+			parts[d.Device] = t.shared
+			w.steps = append(w.steps, t.shared)
 		}
 		if t.cut != nil {
 			cuts[d.Device] = t.cut
@@ -60,12 +70,15 @@ func (p *Preparer) resolve(ctx context.Context, looks *looks, w *plan) error {
 		if t.name.Partition == nil || !d.AdminAccess {
 			continue
 		}
-		if t.cut = cuts[d.Device]; t.cut != nil {
+		if t.cut, t.shared = cuts[d.Device], parts[d.Device]; t.made() != nil {
 			continue
 		}
 		if err := p.resolveAdmin(ctx, looks, t); err != nil {
 			return because(CauseOf(err), "request %s: %w", d.Request, err)
 		}
+	}
+	for _, s := range w.sharing.steps() {
+		w.steps = append(w.steps, s)
 	}
 	if len(w.steps) == 0 {
 		return nil
@@ -91,11 +104,18 @@ func (p *Preparer) wholes(ctx context.Context, looks *looks, w *plan) ([]Step, e
 		if err != nil {
 			return nil, because(CauseOf(err), "request %s: %w", d.Request, err)
 		}
-		if step != nil {
+		if step != nil && !slices.ContainsFunc(steps, func(there Step) bool { return sameMode(there, step) }) {
 			steps = append(steps, step)
 		}
 	}
 	return steps, nil
+}
+
+// sameMode is true for two steps about one GPU, of which a claim may hold several shares.
+func sameMode(a, b Step) bool {
+	x, ok := a.(*migModeOff)
+	y, too := b.(*migModeOff)
+	return ok && too && x.GPU == y.GPU
 }
 
 func (p *Preparer) resolveWhole(ctx context.Context, looks *looks, g device.GPU) (Step, error) {
@@ -130,12 +150,21 @@ func (p *Preparer) resolveWhole(ctx context.Context, looks *looks, g device.GPU)
 
 // resolvePartition finds the device as someone else has cut it, or plans to cut it.
 func (p *Preparer) resolvePartition(ctx context.Context, looks *looks, t *want) error {
+	if t.name.Share {
+		if joined, err := p.resolveShared(t); joined || err != nil {
+			return err
+		}
+	}
 	state, in, there, err := p.at(ctx, looks, t)
 	if err != nil {
 		return err
 	}
 	if !there {
-		t.cut, err = p.cut(t, state)
+		if t.cut, err = p.cut(t, state); err != nil || !t.name.Share {
+			return err
+		}
+		t.shared, err = share(t.name.Unshared().String(), []string{t.name.GPU}, t.cut)
+		t.cut = nil
 		return err
 	}
 	owned, err := p.Explained(t.name.GPU, []device.Instance{in})
@@ -150,6 +179,30 @@ func (p *Preparer) resolvePartition(ctx context.Context, looks *looks, t *want) 
 	}
 	t.found, err = part(t.name, in)
 	return err
+}
+
+// partKey is that of the instance that claims share.
+func partKey(name device.Name) string { return sharedKey(name.Unshared().String(), migInstanceKind) }
+
+// resolveShared joins those who share a partition that was made for them.
+func (p *Preparer) resolveShared(t *want) (joined bool, err error) {
+	s := &shared{Key: partKey(t.name), GPUs: []string{t.name.GPU}}
+	h, found, err := p.Records.Holder(s.Key)
+	if err != nil {
+		return false, s.unreadable(err)
+	}
+	if !found || h.BootID != p.BootID {
+		return false, nil
+	}
+	inner, err := sharableOf(h.Step)
+	m, ok := inner.(*migInstance)
+	if err != nil || !ok {
+		return false, because(CauseRecord, "what is held as %s is no instance: %w", s.Key, err)
+	}
+	m.unknown()
+	m.Card, m.Minor = t.gpu.Card(), t.gpu.Minor
+	t.shared, err = share(t.name.Unshared().String(), s.GPUs, m)
+	return true, err
 }
 
 // resolveAdmin finds the device, whoever holds it.
@@ -215,7 +268,7 @@ func (p *Preparer) cut(t *want, state device.CutState) (*migInstance, error) {
 		return refuse("the policy of %s is %s", t.name.GPU, policy)
 	}
 	s := &migInstance{
-		Device: t.name.String(), GPU: t.name.GPU, Card: g.Card(), Minor: g.Minor, ProfileID: profile.ID, Profile: profile.Name,
+		Device: t.name.Unshared().String(), GPU: t.name.GPU, Card: g.Card(), Minor: g.Minor, ProfileID: profile.ID, Profile: profile.Name,
 		Placement: device.Placement{Start: place.Start, Size: profile.Size},
 	}
 	if taken := overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {

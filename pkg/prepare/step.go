@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"time"
 
 	"k8s.io/apimachinery/pkg/types"
 
@@ -20,9 +21,13 @@ type Step interface {
 
 // Env is what steps work on.
 type Env struct {
-	ClaimUID   types.UID
-	Specs      Specs
-	Partitions Partitions
+	ClaimUID        types.UID
+	Namespace, Name string
+	BootID          string
+	Now             func() time.Time
+	Specs           Specs
+	Partitions      Partitions
+	MPS             Daemons
 	// Looks are what was seen of the hardware within the call.
 	Looks   *looks
 	Records *checkpoint.Store
@@ -32,6 +37,10 @@ type Env struct {
 	Forgotten bool
 	// Present says whether the card may still be in the node.
 	Present func(device.Card) bool
+	// UUID is that of one of the claim's devices, by the device's name.
+	UUID func(device string) (string, error)
+	// Sharers are the claims whose records say, or may say, that they hold a step together.
+	Sharers func(key string, gpus []string) ([]types.UID, error)
 }
 
 // stepKinds knows every step that a record can hold. A kind that is missing here would make old records impossible to revert: kinds are never removed.
@@ -39,33 +48,49 @@ var stepKinds = map[string]func() Step{
 	claimSpecKind:   func() Step { return &claimSpec{} },
 	migInstanceKind: func() Step { return &migInstance{} },
 	migModeOffKind:  func() Step { return &migModeOff{} },
+	sharedKind:      func() Step { return &shared{} },
 }
 
 func store(steps []Step) ([]checkpoint.Step, error) {
 	stored := make([]checkpoint.Step, len(steps))
 	for i, s := range steps {
-		params, err := json.Marshal(s)
-		if err != nil {
-			return nil, fmt.Errorf("store step %s: %w", s.Kind(), err)
+		var err error
+		if stored[i], err = storeOne(s); err != nil {
+			return nil, err
 		}
-		stored[i] = checkpoint.Step{Kind: s.Kind(), Params: params}
 	}
 	return stored, nil
+}
+
+func storeOne(s Step) (checkpoint.Step, error) {
+	params, err := json.Marshal(s)
+	if err != nil {
+		return checkpoint.Step{}, fmt.Errorf("store step %s: %w", s.Kind(), err)
+	}
+	return checkpoint.Step{Kind: s.Kind(), Params: params}, nil
 }
 
 func restore(stored []checkpoint.Step) ([]Step, error) {
 	steps := make([]Step, len(stored))
 	for i, s := range stored {
-		empty, known := stepKinds[s.Kind]
-		if !known {
-			return nil, fmt.Errorf("step %q was recorded by another version of the driver, and this one cannot revert it: install that version again", s.Kind)
-		}
-		steps[i] = empty()
-		if err := json.Unmarshal(s.Params, steps[i]); err != nil {
-			return nil, fmt.Errorf("step %q of the record: %w", s.Kind, err)
+		var err error
+		if steps[i], err = restoreOne(stepKinds, s); err != nil {
+			return nil, err
 		}
 	}
 	return steps, nil
+}
+
+func restoreOne[S Step](kinds map[string]func() S, stored checkpoint.Step) (step S, err error) {
+	empty, known := kinds[stored.Kind]
+	if !known {
+		return step, fmt.Errorf("step %q was recorded by another version of the driver, and this one cannot revert it: install that version again", stored.Kind)
+	}
+	step = empty()
+	if err := json.Unmarshal(stored.Params, step); err != nil {
+		return step, fmt.Errorf("step %q of the record: %w", stored.Kind, err)
+	}
+	return step, nil
 }
 
 // lasting are the steps that leave something to revert. The others are not in the record of a claim that is prepared.
@@ -79,10 +104,11 @@ func lasting(steps []Step) []Step {
 	return left
 }
 
-// cuts says whether reverting the steps takes the hardware.
-func cuts(steps []Step) bool {
+// hard says whether reverting the steps takes the hardware, or a daemon.
+func hard(steps []Step) bool {
 	for _, s := range steps {
-		if _, ok := s.(*migInstance); ok {
+		switch s.(type) {
+		case *migInstance, *shared:
 			return true
 		}
 	}

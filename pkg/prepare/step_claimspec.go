@@ -13,6 +13,8 @@ const claimSpecKind = "claim-spec"
 // claimSpec writes the claim's CDI spec. The edits are in the record, so that a lost spec can be written again without asking the hardware.
 type claimSpec struct {
 	Devices []specDevice `json:"devices"`
+	// Clients are the devices whose edits make containers clients of MPS daemons.
+	Clients []mpsClient `json:"clients,omitempty"`
 }
 
 type specDevice struct {

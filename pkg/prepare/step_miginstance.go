@@ -3,6 +3,7 @@ package prepare
 import (
 	"context"
 	"fmt"
+	"slices"
 
 	"k8s.io/klog/v2"
 
@@ -36,7 +37,7 @@ type occupied struct {
 	Placement device.Placement `json:"placement"`
 }
 
-var _ Step = &migInstance{}
+var _ sharable = &migInstance{}
 
 func (s *migInstance) Kind() string { return migInstanceKind }
 
@@ -168,6 +169,37 @@ func (s *migInstance) mayHaveMade(in device.Instance) bool {
 	}
 	return true
 }
+
+// intact finds the instance among those that are there, with the compute instance that was made in it.
+func (s *migInstance) intact(instances []device.Instance) (device.Instance, bool) {
+	if s.Instance == nil || len(s.Instance.Compute) == 0 {
+		return device.Instance{}, false
+	}
+	for _, in := range instances {
+		if matches(*s.Instance, in) && slices.EqualFunc(s.Instance.Compute, in.Compute, sameCompute) {
+			return in, true
+		}
+	}
+	return device.Instance{}, false
+}
+
+// keep refuses who would join those who share an instance that is gone. It is theirs to make it again, or to lose it.
+func (s *migInstance) keep(ctx context.Context, env *Env) error {
+	state, err := env.Looks.at(ctx, s.Card)
+	if err != nil {
+		return s.failed(err)
+	}
+	if _, ok := s.intact(state.MIG.Instances); ok {
+		return nil
+	}
+	return because(CauseNotReady, "device %s is gone, which other claims share: it can be shared again when it has been made again for them, within seconds; at its GPU there are now: %s",
+		s.Device, describe(state.MIG.Instances...))
+}
+
+func (s *migInstance) wanted() string { return fmt.Sprintf("device %s (%s)", s.Device, s.Profile) }
+
+// unknown leaves nothing to revert: nothing proves any more that what is at the place is ours.
+func (s *migInstance) unknown() { s.Instance, s.Asked, s.Before = nil, false, nil }
 
 // explains says whether an instance that is there is this step's.
 func (s *migInstance) explains(in device.Instance) bool {

@@ -46,6 +46,7 @@ type world struct {
 	reread   func() (*resourceapi.ResourceClaim, error)
 	hardware *hardware // nil if no GPU can be cut
 	policy   func(device.GPU) device.Policy
+	daemons  *daemons // nil if MPS is switched off
 }
 
 func newWorld(t *testing.T) *world {
@@ -101,6 +102,9 @@ func (w *world) start() (*Preparer, error) {
 	if w.hardware != nil {
 		o.Partitions = w.hardware
 	}
+	if w.daemons != nil {
+		o.MPS, o.MPSEdits = w.daemons, w.daemons.edits
+	}
 	return New(o), nil
 }
 
@@ -109,6 +113,11 @@ func (w *world) Snapshot() inventory.Snapshot { return w.snapshot }
 func (w *world) verify(edits specs.ContainerEdits) error {
 	for _, n := range edits.DeviceNodes {
 		if err := w.missing[n.Path]; err != nil {
+			return err
+		}
+	}
+	if w.daemons != nil {
+		if err := w.daemons.verify(edits); err != nil {
 			return err
 		}
 	}
@@ -128,6 +137,9 @@ func (w *world) reboot() {
 	if w.hardware != nil {
 		w.hardware.boot()
 		w.scan()
+	}
+	if w.daemons != nil {
+		clear(w.daemons.running)
 	}
 }
 

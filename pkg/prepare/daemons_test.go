@@ -1,0 +1,241 @@
+package prepare
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+func (h *hardware) SetComputeMode(_ context.Context, c nvidia.Card, mode device.ComputeMode) error {
+	op := fmt.Sprintf("set compute mode %s", mode)
+	return h.call(op, c, func(s *silicon) error {
+		if s.on && mode == device.ComputeExclusiveProcess {
+			return failure(nvidia.CodeNotSupported, op, c)
+		}
+		s.mode = mode
+		return nil
+	})
+}
+
+func (h *hardware) TimeSlice(_ context.Context, c nvidia.Card) (slice device.TimeSlice, err error) {
+	err = h.call("time slice", c, func(s *silicon) error {
+		if s.unsliced {
+			return failure(nvidia.CodeNotSupported, "read the time slice", c)
+		}
+		slice = s.slice
+		return nil
+	})
+	return slice, err
+}
+
+func (h *hardware) SetTimeSlice(_ context.Context, c nvidia.Card, slice device.TimeSlice) error {
+	return h.call(fmt.Sprintf("set time slice %d", slice), c, func(s *silicon) error {
+		s.slice = slice
+		return nil
+	})
+}
+
+// daemons are those of a node's supervisor, which lives on when the plugin ends. A daemon needs devices that are there, and a whole GPU for itself.
+type daemons struct {
+	h       *hardware
+	running map[string]mps.Daemon
+	hang    map[string]bool // by UUID of a device
+}
+
+var _ Daemons = &daemons{}
+
+// withMPS gives the world's GPUs the ability to be cut, and to be shared.
+func withMPS(w *world) *hardware {
+	h := withMIG(w)
+	w.daemons = &daemons{h: h, running: map[string]mps.Daemon{}, hang: map[string]bool{}}
+	return h
+}
+
+func (d *daemons) Start(ctx context.Context, daemon mps.Daemon) error {
+	if err := daemon.Validate(); err != nil {
+		return err
+	}
+	if slices.ContainsFunc(daemon.Devices, func(uuid string) bool { return d.hang[uuid] }) {
+		<-ctx.Done()
+		return fmt.Errorf("start MPS daemon %s: the MPS supervisor has not answered in time: %w", daemon.ID, context.Cause(ctx))
+	}
+	return d.h.any("start "+daemon.ID, func() error {
+		for _, uuid := range daemon.Devices {
+			if !d.h.serves(uuid) {
+				return fmt.Errorf("start MPS daemon %s: no device %s is there for it alone", daemon.ID, uuid)
+			}
+		}
+		d.running[daemon.ID] = daemon
+		return nil
+	})
+}
+
+func (d *daemons) Stop(_ context.Context, id string) error {
+	return d.h.any("stop "+id, func() error {
+		delete(d.running, id)
+		return nil
+	})
+}
+
+// serves says whether a daemon could use the device.
+func (h *hardware) serves(uuid string) bool {
+	for _, s := range h.cards {
+		if s.uuid == uuid {
+			return !s.on && s.mode == device.ComputeExclusiveProcess
+		}
+		for _, in := range s.instances {
+			if slices.ContainsFunc(in.Compute, func(c device.ComputeInstance) bool { return c.UUID == uuid }) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+func (d *daemons) edits(id string) specs.ContainerEdits {
+	return specs.ContainerEdits{
+		Env:    []string{"CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps"},
+		Mounts: []*specs.Mount{{HostPath: "/mps/" + id, ContainerPath: "/tmp/nvidia-mps"}},
+	}
+}
+
+// verify finds a daemon's directory only while the daemon is there.
+func (d *daemons) verify(edits specs.ContainerEdits) error {
+	d.h.mu.Lock()
+	defer d.h.mu.Unlock()
+	for _, m := range edits.Mounts {
+		if id, ok := strings.CutPrefix(m.HostPath, "/mps/"); ok {
+			if _, there := d.running[id]; !there {
+				return fmt.Errorf("mount source %s is missing", m.HostPath)
+			}
+		}
+	}
+	return nil
+}
+
+const (
+	share0    = gpu0 + "-share"
+	share1    = gpu1 + "-share"
+	migShare0 = small0 + "-share"
+)
+
+// fraction is a share with limits.
+func fraction(request, name, memory, cores string) result {
+	r := shareOf(request, name)
+	r.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse(memory), "cores": resource.MustParse(cores)}
+	return r
+}
+
+// plain is a share without.
+func plain(request, name string) result {
+	r := shareOf(request, name)
+	r.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{"shares": resource.MustParse("1")}
+	return r
+}
+
+func shareOf(request, name string) result {
+	r := allocated(request, name)
+	r.ShareID = ptr.To(types.UID("share-" + request))
+	return r
+}
+
+// sharing is a configuration for the kind of device.
+func shareBy(c *resourceapi.ResourceClaim, kind, sharing string) *resourceapi.ResourceClaim {
+	return configured(c, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"`+kind+`","sharing":`+sharing+`}`)
+}
+
+func slicing(interval string) string {
+	return `{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"` + interval + `"}}`
+}
+
+const byMPS = `{"strategy":"MPS"}`
+
+func TestTimeSlicesOfAWholeGPUAreSetForItsClaimAndSetBack(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	h.of(t, gpu0).slice = device.TimeSliceMedium
+	p := w.plugin(t)
+	c := shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long"))
+	mustPrepare(t, p, c)
+	if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
+		t.Errorf("the time slice is %d", got)
+	}
+	h.asked()
+	mustPrepare(t, p, c)
+	if calls := h.asked(); !slices.Equal(calls, []string{"time slice"}) {
+		t.Errorf("a repeated call asked %q", calls)
+	}
+	h.of(t, gpu0).forget()
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
+		t.Errorf("forgotten, the time slice is %d", got)
+	}
+	mustUnprepare(t, p, c.UID)
+	if got := h.of(t, gpu0).slice; got != device.TimeSliceMedium {
+		t.Errorf("set back, the time slice is %d", got)
+	}
+	clean(t, w)
+}
+
+func TestAClaimWithMPSHasADaemonOverAllDevicesOfItsConfiguration(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	c := shareBy(newClaim("c", allocated("a", gpu0), allocated("b", gpu1)), "GpuConfig",
+		`{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":40,"defaultPinnedDeviceMemoryLimit":"10Gi","defaultPerDevicePinnedMemoryLimit":{"1":"5Gi"},"multiUser":true}}`)
+	mustPrepare(t, p, c)
+	want := mps.Daemon{ID: "uid-c-0", Devices: []string{"GPU-0", "GPU-1"}, ThreadPercentage: ptr.To(40), MemoryLimits: map[int]uint64{0: 10240, 1: 5120}, MultiUser: true}
+	if got := w.daemons.running["uid-c-0"]; !got.Equal(want) {
+		t.Errorf("the daemon is %+v", got)
+	}
+	if a, b := h.of(t, gpu0).mode, h.of(t, gpu1).mode; a != device.ComputeExclusiveProcess || b != device.ComputeExclusiveProcess {
+		t.Errorf("the compute modes are %s and %s", a, b)
+	}
+	if spec := w.specs.of(c.UID); strings.Count(spec, "/mps/uid-c-0") != 2 || strings.Count(spec, "CUDA_MPS_PIPE_DIRECTORY") != 2 || strings.Contains(spec, "LIMIT") {
+		t.Errorf("the spec is %s", spec)
+	}
+	mustPrepare(t, p, c)
+	mustUnprepare(t, p, c.UID)
+	if a, b := h.of(t, gpu0).mode, h.of(t, gpu1).mode; len(w.daemons.running) != 0 || a != device.ComputeDefault || b != device.ComputeDefault {
+		t.Errorf("left: %v, %s, %s", w.daemons.running, a, b)
+	}
+	clean(t, w)
+}
+
+func TestMPSOfAPartitionFollowsIt(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	c := shareBy(newClaim("c", allocated("a", small0)), "MigDeviceConfig", byMPS)
+	mustPrepare(t, p, c)
+	if got := w.daemons.running["uid-c-0"].Devices; !slices.Equal(got, []string{"MIG-1"}) || h.of(t, gpu0).mode != device.ComputeDefault {
+		t.Errorf("the daemon has %q, the compute mode is %s", got, h.of(t, gpu0).mode)
+	}
+	h.of(t, gpu0).reset()
+	w.scan()
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.daemons.running["uid-c-0"].Devices; !slices.Equal(got, []string{"MIG-2"}) {
+		t.Errorf("after the partition was made again the daemon has %q", got)
+	}
+	mustUnprepare(t, p, c.UID)
+	if len(w.daemons.running) != 0 || len(h.of(t, gpu0).instances) != 0 {
+		t.Errorf("left: %v", w.daemons.running)
+	}
+	clean(t, w)
+}

@@ -1,0 +1,176 @@
+package prepare
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+func TestFractionsOfADeviceHaveOneDaemonAndEachItsLimits(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	a := newClaim("a", fraction("r", share0, "18Gi", "25"))
+	b := newClaim("b", fraction("x", share0, "10Gi", "0"), fraction("y", share0, "512Mi", "0"))
+	got := mustPrepare(t, p, a)
+	if want := "k8s.gpu.nvidia.com/claim=uid-a-" + share0 + "-share-r"; got[0].CDIDeviceIDs[1] != want || *got[0].ShareID != "share-r" {
+		t.Errorf("%+v", got)
+	}
+	mustPrepare(t, p, b)
+	daemon := mps.Daemon{ID: share0, Devices: []string{"GPU-0"}, MultiUser: true}
+	if len(w.daemons.running) != 1 || !w.daemons.running[share0].Equal(daemon) || h.of(t, gpu0).mode != device.ComputeExclusiveProcess {
+		t.Errorf("the daemons are %+v", w.daemons.running)
+	}
+	for uid, want := range map[string][]string{
+		"uid-a": {"/dev/nvidia0", "/mps/" + share0, `"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=18432M"`, `"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"`},
+		"uid-b": {`"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=10752M"`},
+	} {
+		spec := w.specs.of(newClaim(strings.TrimPrefix(uid, "uid-")).UID)
+		for _, s := range want {
+			if !strings.Contains(spec, s) {
+				t.Errorf("the spec of %s has no %s: %s", uid, s, spec)
+			}
+		}
+	}
+	if spec := w.specs.of("uid-b"); strings.Contains(spec, "PERCENTAGE") || strings.Count(spec, "0=10752M") != 2 {
+		t.Errorf("the spec is %s", spec)
+	}
+	h.asked()
+	mustUnprepare(t, p, a.UID)
+	if calls := h.asked(); len(calls) != 0 {
+		t.Errorf("who leaves others behind asked %q", calls)
+	}
+	mustUnprepare(t, p, b.UID)
+	if len(w.daemons.running) != 0 || h.of(t, gpu0).mode != device.ComputeDefault {
+		t.Errorf("left: %v, %s", w.daemons.running, h.of(t, gpu0).mode)
+	}
+	clean(t, w)
+}
+
+func TestAPartitionOfWhichThereAreSharesIsCutForTheFirstAndRemovedAfterTheLast(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	a, b := newClaim("a", fraction("r", migShare0, "4Gi", "0")), newClaim("b", fraction("r", migShare0, "4Gi", "0"))
+	mustPrepare(t, p, a)
+	mustPrepare(t, p, b)
+	if got := w.daemons.running[migShare0].Devices; !slices.Equal(got, []string{"MIG-1"}) || len(h.of(t, gpu0).instances) != 1 {
+		t.Errorf("the daemon has %q of %s", got, describe(h.of(t, gpu0).state().MIG.Instances...))
+	}
+	w.scan()
+	if ours, err := p.Explained(gpu0, h.of(t, gpu0).state().MIG.Instances); err != nil || len(ours) != 1 {
+		t.Errorf("explained: %v, %v", ours, err)
+	}
+	given, err := p.Given(b.UID)
+	if err != nil || len(given) != 1 || given[0].Compute == nil || given[0].Compute.UUID != "MIG-1" {
+		t.Errorf("given: %+v, %v", given, err)
+	}
+	// Someone resets the GPU: the partition is made again once, for both.
+	h.of(t, gpu0).reset()
+	w.scan()
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for _, uid := range []string{"a", "b"} {
+		r, _, err := p.Records.Load(newClaim(uid).UID)
+		if err != nil || r.Devices[0].MIGUUID != "MIG-2" || !strings.Contains(w.specs.of(r.ClaimUID), "nvidia-cap11") {
+			t.Errorf("claim %s has %+v, %v", uid, r.Devices, err)
+		}
+	}
+	if got := w.daemons.running[migShare0].Devices; !slices.Equal(got, []string{"MIG-2"}) {
+		t.Errorf("the daemon has %q", got)
+	}
+	mustUnprepare(t, p, a.UID)
+	if len(h.of(t, gpu0).instances) != 1 || len(w.daemons.running) != 1 {
+		t.Error("the first who left took it along")
+	}
+	mustUnprepare(t, p, b.UID)
+	if len(h.of(t, gpu0).instances) != 0 || len(w.daemons.running) != 0 {
+		t.Errorf("left: %s, %v", describe(h.of(t, gpu0).state().MIG.Instances...), w.daemons.running)
+	}
+	clean(t, w)
+}
+
+// A sets, B joins, A leaves, B leaves: in every order of leaving, what was found is set back by the last, and not before.
+func TestTheLastWhoLeavesSetsBackWhatTheFirstHasFound(t *testing.T) {
+	for _, order := range [][]string{{"a", "b", "c"}, {"a", "c", "b"}, {"b", "a", "c"}, {"b", "c", "a"}, {"c", "a", "b"}, {"c", "b", "a"}} {
+		t.Run(fmt.Sprint(order), func(t *testing.T) {
+			w := newWorld(t)
+			h := withMPS(w)
+			h.of(t, gpu0).slice = device.TimeSliceShort
+			for _, name := range []string{"a", "b", "c"} {
+				// Each in a process of its own: nothing is kept in memory.
+				mustPrepare(t, w.plugin(t), shareBy(newClaim(name, plain("r", share0)), "GpuConfig", slicing("Long")))
+			}
+			for _, name := range order {
+				if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
+					t.Errorf("before %s leaves, the time slice is %d", name, got)
+				}
+				mustUnprepare(t, w.plugin(t), newClaim(name).UID)
+			}
+			if got := h.of(t, gpu0).slice; got != device.TimeSliceShort {
+				t.Errorf("at the end the time slice is %d", got)
+			}
+			clean(t, w)
+		})
+	}
+}
+
+func TestAnotherValueThanTheHoldersIsRefusedByName(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, shareBy(newClaim("a", plain("r", share0)), "GpuConfig", slicing("Long")))
+	mustPrepare(t, p, newClaim("indifferent", plain("r", share0)))
+	b := shareBy(newClaim("b", plain("r", share0)), "GpuConfig", slicing("Short"))
+	_, err := p.Prepare(t.Context(), b)
+	if CauseOf(err) != CauseHeld {
+		t.Errorf("cause %q", CauseOf(err))
+	}
+	for _, want := range []string{"default/b", "Short", "Long", "default/a", "uid-a", gpu0} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v does not say %s", err, want)
+		}
+	}
+	if strings.Contains(err.Error(), "indifferent") || h.of(t, gpu0).slice != device.TimeSliceLong {
+		t.Error(err, h.of(t, gpu0).slice)
+	}
+	mustUnprepare(t, p, "uid-a")
+	mustPrepare(t, p, b)
+	if got := h.of(t, gpu0).slice; got != device.TimeSliceShort {
+		t.Errorf("the time slice is %d", got)
+	}
+}
+
+func TestFractionsAndPlainSharesOfADeviceExcludeEachOther(t *testing.T) {
+	f, s := newClaim("f", fraction("r", share0, "1Gi", "0")), newClaim("s", plain("r", share0))
+	for _, c := range []struct{ first, second string }{{"f", "s"}, {"s", "f"}} {
+		claims := map[string]func(*testing.T, *Preparer) error{
+			"f": func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), f); return err },
+			"s": func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), s); return err },
+		}
+		for _, unreadable := range []bool{false, true} {
+			w := newWorld(t)
+			withMPS(w)
+			p := w.plugin(t)
+			if err := claims[c.first](t, p); err != nil {
+				t.Fatal(err)
+			}
+			if unreadable {
+				w.disk.Put(recordFile(t, w, "uid-"+c.first), nil)
+			}
+			err := claims[c.second](t, p)
+			if CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "uid-"+c.first) || !strings.Contains(err.Error(), "shared in another way") {
+				t.Errorf("%s beside %s: %v", c.second, c.first, err)
+			}
+			mustUnprepare(t, p, newClaim(c.first).UID)
+			if err := claims[c.second](t, p); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}

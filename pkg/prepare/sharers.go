@@ -1,0 +1,107 @@
+package prepare
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+// noDaemons answers where MPS is switched off.
+type noDaemons struct{}
+
+var errNoDaemons = errors.New("MPS is switched off on this node: the administrator switches it on with the chart value mps.enabled")
+
+func (noDaemons) Start(context.Context, mps.Daemon) error { return errNoDaemons }
+
+func (noDaemons) Stop(context.Context, string) error { return errNoDaemons }
+
+func (p *Preparer) daemons() Daemons {
+	if p.MPS == nil {
+		return noDaemons{}
+	}
+	return p.MPS
+}
+
+// sharers are the claims whose records name the key, and those on the GPUs whose records cannot be read.
+func (p *Preparer) sharers(key string, gpus []string) ([]types.UID, error) {
+	entries, err := p.Records.List()
+	if err != nil {
+		return nil, because(CauseRecord, "%w", err)
+	}
+	var uids []types.UID
+	for _, e := range entries {
+		if !e.Inexact() && !slices.ContainsFunc(e.Devices, func(d string) bool { return onAny(d, gpus) }) {
+			continue
+		}
+		r, found, err := p.Records.Load(e.ClaimUID)
+		if err == nil && !found {
+			continue
+		}
+		var steps []Step
+		if err == nil {
+			steps, err = restore(r.Steps)
+		}
+		if err != nil || slices.ContainsFunc(sharedSteps(steps), func(s *shared) bool { return s.Key == key }) {
+			uids = append(uids, e.ClaimUID)
+		}
+	}
+	return uids, nil
+}
+
+func onAny(deviceName string, gpus []string) bool {
+	name, known := device.ParseName(deviceName)
+	return slices.ContainsFunc(gpus, func(gpu string) bool {
+		return known && name.GPU == gpu || !known && (deviceName == gpu || strings.HasPrefix(deviceName, gpu+"-"))
+	})
+}
+
+// leaveAll takes a claim whose record is of no use out of all that it shares: the holders' files have what that takes.
+func (p *Preparer) leaveAll(ctx context.Context, uid types.UID) error {
+	keys, err := p.Records.Holders()
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	var steps []*shared
+	var gpus []string
+	for _, key := range keys {
+		h, found, err := p.Records.Holder(key)
+		if err != nil || !found || !h.Holds(uid) {
+			continue // one that cannot be read is left by the last claim whose record names it
+		}
+		steps = append(steps, &shared{Key: key, GPUs: h.GPUs, Want: h.Step})
+		gpus = append(gpus, h.GPUs...)
+	}
+	if len(steps) == 0 {
+		return nil
+	}
+	held, err := p.Locks.Acquire(ctx, gpuLocks(gpus...)...)
+	if err != nil {
+		return notLocked(ctx, "a claim is being prepared or unprepared on the same GPU", err)
+	}
+	defer held.Release()
+	slices.SortStableFunc(steps, func(a, b *shared) int { return order(b.Key) - order(a.Key) })
+	env := p.env(&checkpoint.Record{ClaimUID: uid, BootID: p.BootID}, nil)
+	work, cancel := within(ctx, destroyTime, answerTime)
+	defer cancel()
+	for _, s := range steps {
+		if err := s.Revert(work, env); err != nil {
+			return stepError(err)
+		}
+		klog.FromContext(ctx).Info("Took a claim without a record out of what it shared", "claimUID", uid, "holder", s.Key)
+	}
+	return nil
+}
+
+// order is that in which the kinds of shared steps are applied.
+func order(key string) int {
+	_, kind := keyOf(key)
+	return slices.Index([]string{migInstanceKind, computeModeKind, timeSliceKind, mpsDaemonKind}, kind)
+}
