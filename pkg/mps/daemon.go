@@ -76,6 +76,9 @@ func (d Daemon) Equal(other Daemon) bool {
 		(d.ThreadPercentage == nil || *d.ThreadPercentage == *other.ThreadPercentage)
 }
 
+// ValidID says whether a name can be that of a daemon.
+func ValidID(id string) bool { return validID.MatchString(id) }
+
 func checkID(id string) error {
 	if id == "" {
 		return errors.New("an MPS daemon needs an ID")

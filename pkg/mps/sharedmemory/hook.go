@@ -1,0 +1,164 @@
+// Package sharedmemory gives a container the shared memory of its MPS daemon: it is the OCI hook behind `gpu-mps shm-hook`.
+//
+// A client and its server exchange data through /dev/shm, so both must have the same one. [Hook] runs as a createContainer hook: in the mount namespace of
+// the container, when all of its mounts are there and the host's files can still be seen. It binds the daemon's directory over the container's /dev/shm if
+// that is the one which the container runtime puts there by itself. A volume that the Pod has mounted there stays, and so does the host's own of a Pod with
+// hostIPC: whoever asks for one gets it, and such a container cannot use MPS.
+//
+// Nothing in the container's file system is trusted: paths are resolved below its root, so that a link in an image leads nowhere else.
+package sharedmemory
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+)
+
+const (
+	place = "/dev/shm"
+	// maxState and maxConfig are in bytes, far beyond what runtimes write.
+	maxState  = 1 << 20
+	maxConfig = 64 << 20
+	// flags are those of the runtime's own /dev/shm.
+	flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
+)
+
+// Hook reads the container's state as the OCI runtime gives it to hooks, and binds source over the container's /dev/shm. changed is false if the Pod has
+// something of its own there.
+func Hook(state io.Reader, source string) (changed bool, err error) {
+	var s specs.State
+	if err := decode(io.LimitReader(state, maxState), &s); err != nil {
+		return false, fmt.Errorf("read the container's state from standard input: %w", err)
+	}
+	config, err := readConfig(s.Bundle)
+	if err != nil {
+		return false, fmt.Errorf("container %.100q: %w", s.ID, err)
+	}
+	if !runtimesOwn(config.Mounts) {
+		return false, nil
+	}
+	if err := bind(source, rootOf(s.Bundle, config)); err != nil {
+		return false, fmt.Errorf("container %.100q: give it the shared memory of its MPS daemon: %w", s.ID, err)
+	}
+	return true, nil
+}
+
+func readConfig(bundle string) (specs.Spec, error) {
+	var config specs.Spec
+	if !filepath.IsAbs(bundle) {
+		return config, fmt.Errorf("its state has no bundle (%.100q)", bundle)
+	}
+	f, err := os.Open(filepath.Join(bundle, "config.json"))
+	if err != nil {
+		return config, fmt.Errorf("open its configuration: %w", err)
+	}
+	defer func() { _ = f.Close() }()
+	if err := decode(io.LimitReader(f, maxConfig), &config); err != nil {
+		return config, fmt.Errorf("read its configuration %s: %w", f.Name(), err)
+	}
+	if config.Root == nil || config.Root.Path == "" {
+		return config, fmt.Errorf("its configuration %s names no root", f.Name())
+	}
+	return config, nil
+}
+
+func decode(from io.Reader, into any) error {
+	err := json.NewDecoder(from).Decode(into)
+	if errors.Is(err, io.EOF) {
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
+
+func rootOf(bundle string, config specs.Spec) string {
+	if filepath.IsAbs(config.Root.Path) {
+		return filepath.Clean(config.Root.Path)
+	}
+	return filepath.Join(bundle, config.Root.Path)
+}
+
+// sandboxShm is what runtimes bind to /dev/shm of a Pod's containers: the sandbox's own, in a directory that is named by the sandbox's ID.
+//
+//	containerd  …/sandboxes/<ID>/shm
+//	CRI-O       …/overlay-containers/<ID>/userdata/shm
+//	Docker      …/containers/<ID>/mounts/shm
+var sandboxShm = regexp.MustCompile(`/[0-9a-f]{64}/((userdata|mounts)/)?shm$`)
+
+// runtimesOwn says whether the container has the /dev/shm that the runtime gives to any container, or none.
+func runtimesOwn(mounts []specs.Mount) bool {
+	own := true
+	for _, m := range mounts { // of several at one place the last is seen
+		if filepath.Clean("/"+m.Destination) == place {
+			own = m.Type == "tmpfs" || sandboxShm.MatchString(filepath.Clean(m.Source))
+		}
+	}
+	return own
+}
+
+func bind(source, root string) error {
+	from, err := unix.Open(source, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("its directory %s (was the daemon stopped while the container was created?): %w", source, err)
+	}
+	defer func() { _ = unix.Close(from) }()
+	top, err := unix.Open(root, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("the container's root %s: %w", root, err)
+	}
+	defer func() { _ = unix.Close(top) }()
+
+	target, err := openShm(top)
+	if err != nil {
+		return err
+	}
+	err = unix.Mount(descriptor(from), descriptor(target), "", unix.MS_BIND, "")
+	_ = unix.Close(target)
+	if err != nil {
+		return fmt.Errorf("bind %s to /dev/shm: %w", source, err)
+	}
+	// A bind mount takes its flags in a second step, by a descriptor of the mount, not of what is under it.
+	mounted, err := openShm(top)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = unix.Close(mounted) }()
+	if err := unix.Mount("", descriptor(mounted), "", unix.MS_BIND|unix.MS_REMOUNT|flags, ""); err != nil {
+		return fmt.Errorf("make /dev/shm nosuid, nodev and noexec: %w", err)
+	}
+	return nil
+}
+
+// openShm opens the container's /dev/shm, which it makes if there is none.
+func openShm(root int) (int, error) {
+	fd, err := openBelow(root, "dev/shm")
+	if errors.Is(err, unix.ENOENT) {
+		dev, devErr := openBelow(root, "dev")
+		if devErr != nil {
+			return -1, fmt.Errorf("open the container's /dev: %w", devErr)
+		}
+		defer func() { _ = unix.Close(dev) }()
+		if err := unix.Mkdirat(dev, "shm", 0o755); err != nil && !errors.Is(err, unix.EEXIST) {
+			return -1, fmt.Errorf("make the container's /dev/shm: %w", err)
+		}
+		fd, err = openBelow(root, "dev/shm")
+	}
+	if err != nil {
+		return -1, fmt.Errorf("open the container's /dev/shm: %w", err)
+	}
+	return fd, nil
+}
+
+// openBelow resolves every link as the container would.
+func openBelow(root int, path string) (int, error) {
+	return unix.Openat2(root, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_DIRECTORY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS})
+}
+
+// descriptor names what is open, whatever its path means by now.
+func descriptor(fd int) string { return fmt.Sprintf("/proc/self/fd/%d", fd) }
