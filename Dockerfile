@@ -31,8 +31,10 @@ ARG VERSION=devel
 # -trimpath and -buildvcs=false: with the same toolchain and the same base images the same source makes the same bytes, in whatever folder it is built.
 # Never with -z now: NVML's symbols are bound lazily, and one that an older driver lacks must not keep the plugin from starting.
 RUN go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=${VERSION}" -o /out/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
+# It runs on the host too, as a hook: static, without a C library.
+RUN CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=${VERSION}" -o /out/gpu-mps ./cmd/gpu-mps
 
 FROM ${BASE}
-COPY --from=build /out/gpu-kubelet-plugin /out/nvidia-cdi-hook /usr/bin/
+COPY --from=build /out/gpu-kubelet-plugin /out/gpu-mps /out/nvidia-cdi-hook /usr/bin/
 COPY LICENSE /usr/share/doc/gpu-dra-driver/LICENSE
 ENTRYPOINT ["/usr/bin/gpu-kubelet-plugin"]
