@@ -34,6 +34,11 @@ func keepSources(root string, s Sources) error {
 			return err
 		}
 	}
+	for _, name := range cudaPrograms {
+		if err := copyFile(filepath.Join(filepath.Dir(s.Library), "standin", cudaPrograms[0]), filepath.Join(files, name), 0o755); err != nil {
+			return fmt.Errorf("stand-ins of CUDA programs: build them with make -C test/nvmlsim: %w", err)
+		}
+	}
 	if s.SMI != "" {
 		if err := copyFile(s.SMI, filepath.Join(files, "nvidia-smi"), 0o755); err != nil {
 			return err
@@ -77,11 +82,23 @@ func (c *Config) applyDriverRoot(v view) error {
 	if err := c.linkState(v.version); err != nil {
 		return err
 	}
-	smi := c.path("files", "nvidia-smi")
-	if _, err := os.Stat(smi); errors.Is(err, os.ErrNotExist) {
-		return nil
+	return c.installPrograms()
+}
+
+// cudaPrograms are the names of one stand-in, which knows by them what to be.
+var cudaPrograms = []string{"nvmlsim-cuda", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"}
+
+func (c *Config) installPrograms() error {
+	for _, name := range append([]string{"nvidia-smi"}, cudaPrograms...) {
+		source := c.path("files", name)
+		if _, err := os.Stat(source); errors.Is(err, os.ErrNotExist) {
+			continue // no nvidia-smi was given
+		}
+		if err := copyFile(source, c.path("driver", c.binDir(), name), 0o755); err != nil {
+			return err
+		}
 	}
-	return copyFile(smi, c.path("driver", c.binDir(), "nvidia-smi"), 0o755)
+	return nil
 }
 
 func (c *Config) firmware() string { return c.path("driver", "lib", "firmware", "nvidia") }

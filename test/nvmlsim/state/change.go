@@ -146,6 +146,14 @@ func (f *File) SetRecovery(gpu int, action uint32) error {
 	})
 }
 
+// SetComputeMode sets a GPU's compute mode, NVML_COMPUTEMODE_* of nvml.h.
+func (f *File) SetComputeMode(gpu int, mode uint32) error {
+	return f.update(func() error {
+		atomic.StoreUint32(&f.GPU(gpu).ComputeMode, mode)
+		return nil
+	})
+}
+
 // SetTimeSlice sets the length of a GPU's time-slices: 0 default, 1 short, 2 medium, 3 long.
 func (f *File) SetTimeSlice(gpu int, slice uint32) error {
 	return f.update(func() error {

@@ -21,9 +21,10 @@ var ErrInUse = errors.New("a process has initialised NVML")
 
 // File is a mapped state file.
 type File struct {
-	path   string
-	file   *os.File
-	mapped []byte
+	path     string
+	file     *os.File
+	mapped   []byte
+	readOnly bool
 }
 
 // Create makes the state file from a node and its models, or makes it anew: in place where it is there.
@@ -128,7 +129,11 @@ func (f *File) mapFile() error {
 	if info.Size() < int64(unsafe.Sizeof(Header{})) {
 		return errors.New("too short to be a state file")
 	}
-	f.mapped, err = syscall.Mmap(int(f.file.Fd()), 0, int(info.Size()), syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED)
+	protection := syscall.PROT_READ | syscall.PROT_WRITE
+	if f.readOnly {
+		protection = syscall.PROT_READ
+	}
+	f.mapped, err = syscall.Mmap(int(f.file.Fd()), 0, int(info.Size()), protection, syscall.MAP_SHARED)
 	return err
 }
 
@@ -202,6 +207,9 @@ func (f *File) lock(kind int16, start int64, wait bool) error {
 
 // update makes one change under the write lock.
 func (f *File) update(change func() error) error {
+	if f.readOnly {
+		return fmt.Errorf("state file %s: %w", f.path, os.ErrPermission)
+	}
 	if err := f.lock(syscall.F_WRLCK, lockWrite, true); err != nil {
 		return fmt.Errorf("lock state file %s: %w", f.path, err)
 	}

@@ -138,7 +138,7 @@ var ErrBusy = errors.New("processes compute on it")
 func (f *File) Reset(gpu int, force bool) error {
 	return f.update(func() error {
 		g := f.GPU(gpu)
-		if !force && len(g.Busy()) > 0 {
+		if !force && (len(g.Busy()) > 0 || f.Computed(gpu)) {
 			return fmt.Errorf("GPU %d: %w", gpu, ErrBusy)
 		}
 		f.resetMIG(gpu)

@@ -1,0 +1,127 @@
+package mps
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+)
+
+const (
+	defaultPipes = "/tmp/nvidia-mps"
+	defaultLogs  = "/var/log/nvidia-mps"
+
+	pipesVariable   = "CUDA_MPS_PIPE_DIRECTORY"
+	logsVariable    = "CUDA_MPS_LOG_DIRECTORY"
+	threadsVariable = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+	memoryVariable  = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+	devicesVariable = "CUDA_VISIBLE_DEVICES"
+
+	controlSocket    = "control"
+	privilegedSocket = "control_privileged"
+	lockFile         = "control_lock"
+	pidFile          = "nvidia-cuda-mps-control.pid"
+	logPipe          = "log"
+	controlLog       = "control.log"
+	serverLog        = "server.log"
+)
+
+// pipes is the pipe directory.
+func pipes() string { return folderOf(pipesVariable, defaultPipes) }
+
+func folderOf(variable, otherwise string) string {
+	folder := os.Getenv(variable)
+	if folder == "" {
+		folder = otherwise
+	}
+	if absolute, err := filepath.Abs(folder); err == nil {
+		return absolute
+	}
+	return folder
+}
+
+// makeFolder makes the folder, but none above it.
+func makeFolder(folder string) error {
+	if err := os.Mkdir(folder, 0o755); err != nil && !os.IsExist(err) {
+		return err
+	}
+	return nil
+}
+
+// parseThreads reads a percentage of threads.
+func parseThreads(text string) (float64, error) {
+	value, err := strconv.ParseFloat(text, 64)
+	if err != nil || !(value > 0 && value <= 100) {
+		return 0, fmt.Errorf("%q is no percentage above 0 and up to 100", text)
+	}
+	return value, nil
+}
+
+func formatThreads(value float64) string { return strconv.FormatFloat(value, 'f', 1, 64) }
+
+// parseMemory reads a limit such as 900M or 10G, as MiB.
+func parseMemory(text string) (uint64, error) {
+	number, unit := text, ""
+	if n := len(text); n > 0 {
+		number, unit = text[:n-1], text[n-1:]
+	}
+	value, err := strconv.ParseUint(number, 10, 40)
+	switch {
+	case err != nil || value == 0:
+		return 0, fmt.Errorf("%q is no memory limit such as 900M or 10G", text)
+	case unit == "G":
+		return value << 10, nil
+	case unit == "M":
+		return value, nil
+	}
+	return 0, fmt.Errorf("%q is no memory limit such as 900M or 10G", text)
+}
+
+// formatMemory prints whole GiB as such: a limit of 3072M is read back as 3G.
+func formatMemory(mib uint64) string {
+	if mib%1024 == 0 {
+		return fmt.Sprintf("%dG", mib>>10)
+	}
+	return fmt.Sprintf("%dM", mib)
+}
+
+// parseMemoryList reads the environment's list of limits, 0=10G,GPU-…=900M: by device, as MiB.
+func parseMemoryList(text string) (map[string]uint64, error) {
+	limits := map[string]uint64{}
+	if text == "" {
+		return limits, nil
+	}
+	for entry := range strings.SplitSeq(text, ",") {
+		device, value, found := strings.Cut(strings.TrimSpace(entry), "=")
+		mib, err := parseMemory(value)
+		if !found || err != nil {
+			return nil, fmt.Errorf("%q is not of the form 0=10G,1=900M", text)
+		}
+		limits[device] = mib
+	}
+	return limits, nil
+}
+
+// environmentLimits are what the environment asks for; 0 threads is no wish.
+func environmentLimits() (float64, map[string]uint64, error) {
+	threads := 0.0
+	if text := os.Getenv(threadsVariable); text != "" {
+		var err error
+		if threads, err = parseThreads(text); err != nil {
+			return 0, nil, fmt.Errorf("%s: %w", threadsVariable, err)
+		}
+	}
+	memory, err := parseMemoryList(os.Getenv(memoryVariable))
+	if err != nil {
+		return 0, nil, fmt.Errorf("%s: %w", memoryVariable, err)
+	}
+	return threads, memory, nil
+}
+
+func (l Limits) clone() Limits { return Limits{Threads: l.Threads, Memory: maps.Clone(l.Memory)} }
+
+// openUmask lets files have the modes that they are made with.
+func openUmask() { syscall.Umask(0) }

@@ -1,0 +1,165 @@
+package state
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"sync/atomic"
+	"syscall"
+	"time"
+)
+
+// Compute modes, NVML_COMPUTEMODE_* of nvml.h.
+const (
+	computeProhibited       = 2
+	computeExclusiveProcess = 3
+)
+
+var (
+	// ErrNotLoaded says that no driver is loaded.
+	ErrNotLoaded = errors.New("the driver is not loaded")
+	// ErrTaken says that another process computes on a GPU that is for one process at a time.
+	ErrTaken = errors.New("in compute mode EXCLUSIVE_PROCESS, and another process has it")
+	// ErrProhibited says that nobody may compute on a GPU.
+	ErrProhibited = errors.New("in compute mode PROHIBITED")
+)
+
+// OpenView maps a state file for a process that computes: to read and write, or, as in a container, only to read.
+func OpenView(path string) (*File, error) {
+	f, err := Open(path)
+	if err == nil || !(errors.Is(err, os.ErrPermission) || errors.Is(err, syscall.EROFS)) {
+		return f, err
+	}
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("open state file: %w", err)
+	}
+	f = &File{path: path, file: file, readOnly: true}
+	if err := f.mapFile(); err != nil {
+		_ = file.Close()
+		return nil, fmt.Errorf("open state file %s: %w", path, err)
+	}
+	if err := f.check(); err != nil {
+		_ = f.Close()
+		return nil, fmt.Errorf("state file %s: %w", path, err)
+	}
+	return f, nil
+}
+
+// ReadOnly tells whether this process may not change the state.
+func (f *File) ReadOnly() bool { return f.readOnly }
+
+// Device is a GPU, or, with MIG, the MIG device of a compute instance.
+type Device struct {
+	GPU               int
+	MIG               bool
+	Instance, Compute uint32
+}
+
+// slot is the byte, among those of the GPU, that says that a process computes on the device.
+func (d Device) slot() int64 {
+	if !d.MIG {
+		return 0
+	}
+	return int64(1 + d.Instance*(1+computeInstances) + d.Compute)
+}
+
+// HoldDriver keeps the driver from being unloaded while the file is open.
+func (f *File) HoldDriver() error {
+	if atomic.LoadUint32(&f.Header().DriverLoaded) == 0 {
+		return ErrNotLoaded
+	}
+	if err := f.lock(syscall.F_RDLCK, lockInUse, false); err != nil {
+		return ErrNotLoaded
+	}
+	return nil
+}
+
+// Take makes this process one that computes on the device, until the file is closed. It asks the compute mode.
+func (f *File) Take(d Device) error {
+	if err := syscall.Flock(int(f.file.Fd()), syscall.LOCK_EX); err != nil {
+		return fmt.Errorf("lock state file %s: %w", f.path, err)
+	}
+	defer func() { _ = syscall.Flock(int(f.file.Fd()), syscall.LOCK_UN) }()
+	if !f.readOnly {
+		if err := f.Settle(); err != nil {
+			return err
+		}
+	}
+	g, first := f.GPU(d.GPU), lockCompute+int64(d.GPU)*computeBytes
+	if atomic.LoadUint32(&g.MIGCurrent) == 0 {
+		switch atomic.LoadUint32(&g.ComputeMode) {
+		case computeProhibited:
+			return ErrProhibited
+		case computeExclusiveProcess:
+			if f.held(first, computeBytes) {
+				return ErrTaken
+			}
+		}
+	}
+	return errors.Join(f.lock(syscall.F_RDLCK, lockOpen+int64(d.GPU), false), f.lock(syscall.F_RDLCK, first+d.slot(), false))
+}
+
+// Computed tells whether another process computes on the GPU.
+func (f *File) Computed(gpu int) bool {
+	return f.held(lockCompute+int64(gpu)*computeBytes, computeBytes)
+}
+
+// FaultError is the error that was ordered for a function.
+type FaultError struct {
+	Function string
+	Code     uint32
+}
+
+func (e *FaultError) Error() string {
+	return fmt.Sprintf("%s: %s, as ordered", e.Function, ErrorName(e.Code))
+}
+
+// lookAgain is how often one that waits looks whether its fault is still in force.
+const lookAgain = 10 * time.Millisecond
+
+// Meet lets a program beside the library meet the faults that are ordered for a function by this name, as lib/faults.c does: it waits, fails, or dies.
+// A negative GPU is none.
+func (f *File) Meet(function string, gpu int) error {
+	for i := range int(f.Header().FaultCount) {
+		fault := f.Fault(i)
+		serial := atomic.LoadUint64(&fault.Serial)
+		on := fault.GPU == AnyGPU || int(fault.GPU) == gpu
+		if serial == 0 || fault.After != 0 || !on || Text(fault.Function[:]) != function || !f.meets(fault) {
+			continue
+		}
+		switch fault.Kind {
+		case FaultKill:
+			target := os.Getpid()
+			if fault.Group != 0 {
+				target = 0
+			}
+			_ = syscall.Kill(target, syscall.SIGKILL)
+			select {}
+		case FaultFail:
+			return &FaultError{Function: function, Code: fault.Error}
+		}
+		end := time.Now().Add(time.Duration(min(fault.DelayMS, math.MaxInt32)) * time.Millisecond)
+		for atomic.LoadUint64(&fault.Serial) == serial && time.Now().Before(end) {
+			time.Sleep(lookAgain)
+		}
+	}
+	return nil
+}
+
+// meets takes one of the calls that a fault still holds for, and counts it.
+func (f *File) meets(fault *Fault) bool {
+	left := atomic.LoadInt32(&fault.Remaining)
+	if f.readOnly {
+		return left < 0
+	}
+	for left > 0 && !atomic.CompareAndSwapInt32(&fault.Remaining, left, left-1) {
+		left = atomic.LoadInt32(&fault.Remaining)
+	}
+	if left == 0 {
+		return false
+	}
+	atomic.AddUint64(&fault.Hits, 1)
+	return true
+}
