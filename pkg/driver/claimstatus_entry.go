@@ -29,7 +29,7 @@ type givenDevice struct {
 
 // givenData is what monitoring needs in order to find the device on the node. It is public: names and meanings are in docs/mig.md.
 type givenData struct {
-	// Type is that of the device's attribute: gpu or mig.
+	// Type is that of the device's attribute: gpu or mig, gpu-share or mig-share.
 	Type string `json:"type"`
 	// UUID is the GPU's or the MIG device's, as nvidia-smi -L prints it in the container.
 	UUID string `json:"uuid"`
@@ -62,8 +62,11 @@ func givenDevices(given []prepare.Given, gpus []nvidia.GPU) []givenDevice {
 		if at := slices.IndexFunc(gpus, func(n nvidia.GPU) bool { return n.WholeName() == g.GPU }); at >= 0 {
 			d.Data.PCIBusID = string(gpus[at].PCIAddress)
 		}
+		if name, ok := device.ParseName(g.Device.Device); ok {
+			d.Data.Type = typeOf(name)
+		}
 		if g.MIGUUID != "" {
-			d.Data.Type, d.Data.UUID = "mig", g.MIGUUID
+			d.Data.UUID = g.MIGUUID
 		}
 		if g.Instance != nil && g.Compute != nil {
 			d.Data.Profile, d.Data.Placement = g.Compute.Name, &g.Instance.Placement

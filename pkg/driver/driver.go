@@ -30,6 +30,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
@@ -64,17 +65,26 @@ type Driver struct {
 	events   *nodeEvents
 	gate     *gate
 	layouts  *layouts
-	status   *claimStatus
-	calls    *inflight
+	// shares says which devices several claims may hold; supervisor runs the daemons that such claims, and those that ask for MPS, need.
+	shares     device.ShareRules
+	supervisor Supervisor
+	status     *claimStatus
+	calls      *inflight
 	// toReconcile asks for records and hardware to be compared soon.
 	toReconcile chan struct{}
 	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.
 	limited map[string]string
+	// notShared is what was last said of why nothing is shared. Only the publisher uses it.
+	notShared string
 	// lost is what was last said of devices that claims have lost. Only reconcile uses it.
 	lost map[string]toldLost
 	// unhealthy says of the devices that claims have lost, by name, what became of them.
 	unhealthy atomic.Pointer[map[string]string]
 	presence  *presence
+	// health has the verdicts on devices; watch listens to the hardware for it.
+	health     *healthWatch
+	healthTold healthTold
+	watch      func(ctx context.Context, tell func(device.Signal))
 
 	fail   context.CancelCauseFunc
 	helper atomic.Pointer[kubeletplugin.Helper]
@@ -118,7 +128,11 @@ type Parts struct {
 	Hardware     inventory.Hardware
 	// Partitions may be nil: then whole GPUs are handed out and nothing is cut.
 	Partitions prepare.Partitions
-	Metrics    *metrics.Metrics
+	// Supervisor runs the control daemons of MPS. Nil is the one of this node.
+	Supervisor Supervisor
+	// Watch tells what the hardware says about its health, until the context ends. Nil is nobody who listens.
+	Watch   func(ctx context.Context, tell func(device.Signal))
+	Metrics *metrics.Metrics
 }
 
 // New wires the rooms together. It writes nothing outside the plugin directory.
@@ -126,6 +140,13 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	policies, err := device.ParsePolicies(cfg.MIGPolicy)
 	if err != nil {
 		return nil, err
+	}
+	shares, err := device.ParseShares(cfg.Shares)
+	if err != nil {
+		return nil, err
+	}
+	if parts.Supervisor == nil {
+		parts.Supervisor = mps.NewClient(MPSPaths(cfg))
 	}
 	inv := inventory.New(parts.Hardware)
 	d := &Driver{
@@ -136,6 +157,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		gate:   &gate{inv: inv},
 		calls:  newInflight(),
 		status: newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError),
+		shares: shares, supervisor: timedSupervisor{parts.Supervisor, parts.Metrics},
 
 		toReconcile: make(chan struct{}, 1),
 	}
@@ -147,6 +169,10 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		return nil, err
 	}
 	d.layouts = newLayouts(d.preparer, policies)
+	if err := d.watchHealth(parts.Watch); err != nil {
+		d.presence.End()
+		return nil, err
+	}
 	return d, nil
 }
 
@@ -170,8 +196,12 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 		Verify:     func(edits specs.ContainerEdits) error { return cdi.Verify(edits, d.visible(paths)) },
 		Partitions: partitions,
 		MIGEdits:   paths.CapabilityEdits,
-		Policy:     func(g device.GPU) device.Policy { return d.layouts.Policy(g) },
-		Changed:    func(ctx context.Context, c kubeletplugin.NamespacedObject) { d.status.Changed(ctx, c, d.given(c.UID)) },
+		MPS:        d.supervisor,
+		MPSEdits: func(daemon string) specs.ContainerEdits {
+			return mps.Edits(MPSPaths(d.cfg), d.cfg.MPSHookPath(), daemon)
+		},
+		Policy:  func(g device.GPU) device.Policy { return d.layouts.Policy(g) },
+		Changed: func(ctx context.Context, c kubeletplugin.NamespacedObject) { d.status.Changed(ctx, c, d.given(c.UID)) },
 		Reread: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
 			return d.client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
 		},
@@ -341,7 +371,7 @@ func (d *Driver) leaveIfUninstalled(ctx context.Context) {
 		logger.Info("The driver is being uninstalled, but claims are held: what their Pods need stays on the node", "claims", held.Claims, "err", err)
 		return
 	}
-	left, err := d.leaveNode()
+	left, err := d.leaveNode(ctx)
 	switch {
 	case err != nil:
 		logger.Error(err, "Could not remove everything that the driver made on this node")

@@ -78,8 +78,9 @@ func newNode(t *testing.T) *node {
 	dir := t.TempDir()
 	cfg := config.Default()
 	cfg.NodeName, cfg.Namespace, cfg.DaemonSetName, cfg.PodUID = "node", "gpu", "plugin", "uid"
+	cfg.ShmRoot = t.TempDir()
 	cfg.PluginDir, cfg.RegistrarDir, cfg.CDIRoot = filepath.Join(dir, "plugin"), filepath.Join(dir, "registry"), filepath.Join(dir, "cdi")
-	cfg.HookSource, cfg.HookPath = "/bin/true", filepath.Join(cfg.PluginDir, "bin", "nvidia-cdi-hook")
+	cfg.HookSource, cfg.MPSHookSource, cfg.HookPath = "/bin/true", "/bin/true", filepath.Join(cfg.PluginDir, "bin", "nvidia-cdi-hook")
 	cfg.DriverRootMount = cfg.DriverRoot
 	for _, d := range []string{cfg.StateDir(), cfg.RegistrarDir, cfg.CDIRoot} {
 		if err := os.MkdirAll(d, 0o755); err != nil {

@@ -65,6 +65,7 @@ func (d *Driver) reconcileOnce(ctx context.Context) bool {
 		settled = false
 	}
 	d.countHeld(ctx)
+	d.countDaemons(ctx)
 	return settled
 }
 

@@ -146,8 +146,8 @@ func (d *Driver) withdraw(ctx context.Context) error {
 }
 
 // leaveNode removes what the plugin made on its node. left is what is in the plugin directory that it did not make, because of which the directory stays.
-func (d *Driver) leaveNode() (left []string, err error) {
-	err = errors.Join(d.specs.RemoveBase(), d.hook.Remove(), d.mpsHook.Remove())
+func (d *Driver) leaveNode(ctx context.Context) (left []string, err error) {
+	err = errors.Join(d.endDaemons(ctx), d.specs.RemoveBase(), d.hook.Remove(), d.mpsHook.Remove())
 	left, dirErr := removePluginDir(d.cfg.PluginDir, d.cfg.StateDir())
 	return left, errors.Join(err, dirErr)
 }

@@ -1,0 +1,113 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+// mpsTimeout bounds how long the supervisor of MPS is waited for where no claim waits.
+const mpsTimeout = 5 * time.Second
+
+// Supervisor runs the control daemons of MPS, in a Pod of its own.
+type Supervisor interface {
+	Start(ctx context.Context, d mps.Daemon) error
+	Stop(ctx context.Context, id string) error
+	List(ctx context.Context) ([]mps.Status, error)
+}
+
+var _ Supervisor = &mps.Client{}
+
+// timedSupervisor shows in the metrics what starting a daemon costs.
+type timedSupervisor struct {
+	Supervisor
+	metrics *metrics.Metrics
+}
+
+func (t timedSupervisor) Start(ctx context.Context, d mps.Daemon) error {
+	start := time.Now()
+	err := t.Supervisor.Start(ctx, d)
+	t.metrics.MPSStart(time.Since(start), err != nil)
+	return err
+}
+
+// shareRules are those that the configuration has, on a cluster that can count what is shared. notShared says what else it lacks, for people to read.
+func (d *Driver) shareRules(f Features) (_ device.ShareRules, notShared string) {
+	if !d.shares.Any() {
+		return device.ShareRules{}, ""
+	}
+	if why := device.WhyNotShared(f.PartitionedDevices, f.ConsumableCapacity); why != "" {
+		return device.ShareRules{}, why
+	}
+	return d.shares, ""
+}
+
+// countShares is how many devices that several claims may hold are among the shapes, by type.
+func countShares(shapes []device.Shape) map[string]int {
+	byType := map[string]int{}
+	for _, s := range shapes {
+		if name, ok := device.ParseName(s.Name()); ok && name.Share {
+			byType[typeOf(name)]++
+		}
+	}
+	return byType
+}
+
+// typeOf is the attribute type of a device.
+func typeOf(name device.Name) string {
+	kind := "gpu"
+	if name.Partition != nil {
+		kind = "mig"
+	}
+	if name.Share {
+		kind += "-share"
+	}
+	return kind
+}
+
+// countDaemons shows the daemons in the metrics. Without a supervisor there are none.
+func (d *Driver) countDaemons(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, mpsTimeout)
+	defer cancel()
+	all, err := d.supervisor.List(ctx)
+	if absent := new(mps.NotRunningError); err != nil && !errors.As(err, &absent) {
+		klog.FromContext(ctx).Error(err, "Could not look which MPS daemons there are")
+		return
+	}
+	now := make([]metrics.MPSDaemon, len(all))
+	for i, s := range all {
+		now[i] = metrics.MPSDaemon{ID: s.Daemon.ID, State: string(s.State), Restarts: s.Restarts}
+	}
+	d.metrics.MPS(now)
+}
+
+// endDaemons ends all daemons of a node on which no claim is held, and removes what they had on the disk. The supervisor may have gone first.
+func (d *Driver) endDaemons(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, mpsTimeout)
+	defer cancel()
+	all, err := d.supervisor.List(ctx)
+	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
+		err = nil
+	}
+	for _, s := range all {
+		err = errors.Join(err, d.supervisor.Stop(ctx, s.Daemon.ID))
+	}
+	if err != nil {
+		return err
+	}
+	paths := MPSPaths(d.cfg)
+	for _, dir := range []string{paths.Root(), paths.ShmDir()} {
+		if err := os.RemoveAll(dir); err != nil {
+			return fmt.Errorf("remove what MPS daemons had: %w", err)
+		}
+	}
+	return nil
+}
