@@ -1,0 +1,183 @@
+package chart
+
+import (
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// supervisor is the name of the DaemonSet in which MPS daemons run.
+const supervisor = "gpus-gpu-dra-driver-mps"
+
+func TestTheSupervisorOfMPSDaemons(t *testing.T) {
+	objects, _ := render(t)
+	set := only[*appsv1.DaemonSet](t, objects, supervisor)
+	of := only[*appsv1.DaemonSet](t, objects, plugin)
+	pod := set.Spec.Template.Spec
+	container := pod.Containers[0]
+
+	t.Run("is changed by nobody but who deletes its Pod", func(t *testing.T) {
+		if set.Spec.UpdateStrategy.Type != appsv1.OnDeleteDaemonSetStrategyType {
+			t.Errorf("update strategy %s", set.Spec.UpdateStrategy.Type)
+		}
+		if container.LivenessProbe != nil || container.StartupProbe != nil {
+			t.Error("a probe may kill it, and with it every client's daemon")
+		}
+		if limits := container.Resources.Limits; len(limits) > 0 {
+			t.Errorf("limits %v", limits)
+		}
+	})
+	t.Run("sees its clients' processes, and the GPUs' device nodes", func(t *testing.T) {
+		if !pod.HostPID || container.SecurityContext.Privileged == nil || !*container.SecurityContext.Privileged {
+			t.Errorf("hostPID %t, %+v", pod.HostPID, container.SecurityContext)
+		}
+	})
+	t.Run("has no way to the API server, no port and no network of the host's", func(t *testing.T) {
+		if pod.AutomountServiceAccountToken == nil || *pod.AutomountServiceAccountToken || len(container.Ports) > 0 || pod.HostNetwork || pod.HostIPC {
+			t.Errorf("%+v", pod)
+		}
+		if slices.ContainsFunc(pod.Volumes, func(v corev1.Volume) bool { return v.HostPath == nil }) {
+			t.Errorf("volumes %+v", pod.Volumes)
+		}
+	})
+	t.Run("is where the plugin is", func(t *testing.T) {
+		theirs := of.Spec.Template.Spec
+		type place struct {
+			Selector    map[string]string
+			Tolerations []corev1.Toleration
+			Priority    string
+		}
+		if diff := cmp.Diff(place{theirs.NodeSelector, theirs.Tolerations, theirs.PriorityClassName}, place{pod.NodeSelector, pod.Tolerations, pod.PriorityClassName}); diff != "" {
+			t.Error(diff)
+		}
+		if container.Image != theirs.Containers[0].Image {
+			t.Errorf("image %s, the plugin's is %s", container.Image, theirs.Containers[0].Image)
+		}
+	})
+	t.Run("is not taken for the plugin, nor the plugin for it", func(t *testing.T) {
+		for _, c := range []struct{ selects, selected *appsv1.DaemonSet }{{set, of}, {of, set}} {
+			selector, err := metav1.LabelSelectorAsSelector(c.selects.Spec.Selector)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !selector.Matches(labels(c.selects.Spec.Template.Labels)) || selector.Matches(labels(c.selected.Spec.Template.Labels)) {
+				t.Errorf("selector %s of %s", selector, c.selects.Name)
+			}
+		}
+	})
+	t.Run("leaves no termination message on the host's /dev", func(t *testing.T) {
+		if strings.HasPrefix(container.TerminationMessagePath, "/dev/") || container.TerminationMessagePath == "" {
+			t.Errorf("terminationMessagePath %q", container.TerminationMessagePath)
+		}
+	})
+	t.Run("is no hook: it outlives the plugin's uninstallation", func(t *testing.T) {
+		if len(set.Annotations) != 0 {
+			t.Errorf("annotations %v", set.Annotations)
+		}
+	})
+}
+
+// What the plugin, the supervisor and the container runtime call by one name is one place.
+func TestTheSupervisorHasTheHostsPaths(t *testing.T) {
+	for name, args := range map[string][]string{
+		"defaults": nil, "everything": everything, "test cluster": {"--values", "../e2e/values.yaml"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			objects, _ := render(t, args...)
+			pod := only[*appsv1.DaemonSet](t, objects, supervisor).Spec.Template.Spec
+			given := flags(pod.Containers[0].Args)
+			onHost := func(inside string) string {
+				for _, m := range pod.Containers[0].VolumeMounts {
+					rest, below := strings.CutPrefix(inside, m.MountPath)
+					if !below || rest != "" && rest[0] != '/' {
+						continue
+					}
+					i := slices.IndexFunc(pod.Volumes, func(v corev1.Volume) bool { return v.Name == m.Name })
+					return filepath.Join(pod.Volumes[i].HostPath.Path, rest)
+				}
+				return ""
+			}
+			for flag, host := range map[string]string{
+				"--plugin-dir": given["--plugin-dir"], "--driver-root-mount": given["--driver-root"], "--shm-root-mount": given["--shm-root"],
+			} {
+				if inside := given[flag]; inside == "" || onHost(inside) != host {
+					t.Errorf("%s=%s is %q on the host, want %q", flag, inside, onHost(inside), host)
+				}
+			}
+			_, text := render(t, append(args, "-s", "templates/configmap.yaml")...)
+			for _, want := range []string{"pluginDir: \"" + given["--plugin-dir"] + `"`, "driverRoot: \"" + given["--driver-root"] + `"`} {
+				if !strings.Contains(text, want) {
+					t.Errorf("the plugin's configuration has no %s:\n%s", want, text)
+				}
+			}
+			if probe := pod.Containers[0].ReadinessProbe.Exec.Command; !slices.Contains(probe, "--plugin-dir="+given["--plugin-dir"]) {
+				t.Errorf("the probe asks %q", probe)
+			}
+		})
+	}
+}
+
+func flags(args []string) map[string]string {
+	given := map[string]string{}
+	for _, arg := range args {
+		name, value, _ := strings.Cut(arg, "=")
+		given[name] = value
+	}
+	return given
+}
+
+func TestWithoutTheSupervisor(t *testing.T) {
+	off := []string{"--set", "mps.enabled=false"}
+	objects, _ := render(t, off...)
+	for _, object := range objects {
+		if object.(metav1.Object).GetName() == supervisor {
+			t.Errorf("there is a %T", object)
+		}
+	}
+	for shares, refused := range map[string]bool{
+		"fractions": true, `shares:2\,NVIDIA L40S = fractions`: true, "NVIDIA fractions=shares:2": false, "shares:2": false, `fractions=off`: false,
+	} {
+		_, err := template(t, append(off, "--set", "shares="+shares)...)
+		if got := err != nil && strings.Contains(err.Error(), "Set mps.enabled=true"); got != refused || !refused && err != nil {
+			t.Errorf("shares=%s: %v, want a refusal that names the way out: %t", shares, err, refused)
+		}
+	}
+}
+
+func TestTheSupervisorsSettings(t *testing.T) {
+	objects, _ := render(t, "--set", "mps.selinuxLabel=system_u:object_r:container_file_t:s0", "--set", "logVerbosity=4")
+	given := flags(only[*appsv1.DaemonSet](t, objects, supervisor).Spec.Template.Spec.Containers[0].Args)
+	for flag, want := range map[string]string{"--selinux-label": "system_u:object_r:container_file_t:s0", "--v": "4"} {
+		if given[flag] != want {
+			t.Errorf("%s=%s, want %s", flag, given[flag], want)
+		}
+	}
+	for set, want := range map[string]string{
+		"mps.selinuxLabel=container_file_t": "selinuxLabel", "mps.startTimeout=45s": "startTimeout",
+	} {
+		if _, err := template(t, "--set", set); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("--set %s: %v, want an error that names %s", set, err, want)
+		}
+	}
+}
+
+// OpenShift admits privileged Pods by a right of their account. Nobody else's account gets it.
+func TestOpenShiftsConstraintIsForTheOneAccount(t *testing.T) {
+	objects, _ := render(t, "--set", "openshift.privilegedSCC=true")
+	binding := only[*rbacv1.RoleBinding](t, objects, plugin+"-privileged")
+	if binding.RoleRef.Name != "system:openshift:scc:privileged" || len(binding.Subjects) != 1 {
+		t.Errorf("%+v", binding)
+	}
+	for _, name := range []string{plugin, supervisor} {
+		if account := only[*appsv1.DaemonSet](t, objects, name).Spec.Template.Spec.ServiceAccountName; account != binding.Subjects[0].Name {
+			t.Errorf("%s runs as %s, the right is %s's", name, account, binding.Subjects[0].Name)
+		}
+	}
+}

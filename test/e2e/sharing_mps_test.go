@@ -1,0 +1,162 @@
+package e2e
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/utils/ptr"
+)
+
+// ownShm gives a container a /dev/shm of the Pod's own.
+func ownShm(size string) func(*corev1.Pod) {
+	return func(p *corev1.Pod) {
+		p.Spec.Volumes = append(p.Spec.Volumes, corev1.Volume{Name: "shm", VolumeSource: corev1.VolumeSource{
+			EmptyDir: &corev1.EmptyDirVolumeSource{Medium: corev1.StorageMediumMemory, SizeLimit: ptr.To(resource.MustParse(size))},
+		}})
+		for i := range p.Spec.Containers {
+			c := &p.Spec.Containers[i]
+			c.VolumeMounts = append(c.VolumeMounts, corev1.VolumeMount{Name: "shm", MountPath: "/dev/shm"})
+		}
+	}
+}
+
+func twoContainers(entry string) func(*corev1.Pod) {
+	return func(p *corev1.Pod) { container("one", entry)(p); container("two", entry)(p) }
+}
+
+// isClient makes sure that a program in the container is a client of MPS with these limits, which the daemon confirms. Zero is no limit.
+func (u tenant) isClient(pod, container string, mib uint64, threads float64) {
+	u.t.Helper()
+	if got := u.mpsVariables(pod, container); got != "CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps" {
+		u.t.Errorf("container %s of Pod %s has the variables\n%s", container, pod, got)
+	}
+	c := u.computes(pod, container)
+	if c.Mode != "mps" || len(c.Devices) == 0 || c.Devices[0].Limit != mib || c.Devices[0].Threads != threads || mib > 0 && c.MiB > mib {
+		u.t.Errorf("a program in container %s of Pod %s got %+v, want a client of MPS with %d MiB and %v %% of the threads", container, pod, c, mib, threads)
+	}
+	limit := "0M"
+	if mib > 0 {
+		limit = fmt.Sprintf("%dG", mib>>10)
+	}
+	if got := u.asksDaemon(pod, container, "get_default_device_pinned_mem_limit 0"); got != limit {
+		u.t.Errorf("the daemon of Pod %s says that the limit of memory is %s, want %s", pod, got, limit)
+	}
+	if got := u.asksDaemon(pod, container, "get_default_active_thread_percentage"); got != fmt.Sprintf("%.1f", threads) {
+		u.t.Errorf("the daemon of Pod %s says that the limit of threads is %s, want %.1f", pod, got, threads)
+	}
+}
+
+func (w *world) testMPS(t *testing.T) {
+	u := w.tenant(t)
+	index := w.index(t, staticGPU)
+	w.smi(t, h100, "-i", index, "-mig", "1")
+	w.smi(t, h100, "mig", "-i", index, "-cgi", "9,9", "-C")
+	eventually(t, 15*time.Second, "the GPU is offered as the admin cut it", func() (bool, string) {
+		_, whole := w.devices(t, h100)["gpu-0000-df-00-0"]
+		return !whole, "whole"
+	})
+	u.template("whole", shared("gpu.nvidia.com", whole1, "", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 50, defaultPinnedDeviceMemoryLimit: 10Gi}}")))
+	u.template("static", shared("mig.nvidia.com", staticGPU, "", migConfig("sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 15Gi}}")))
+	u.template("dynamic", strings.Replace(shared("mig.nvidia.com", whole2, "", migConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 30, multiUser: true}}")),
+		"selectors: [", `selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "2g.20gb"'}}, `, 1))
+	u.template("pair", fmt.Sprintf(`
+requests: [{name: one, exactly: {deviceClassName: gpu.nvidia.com, count: 2, selectors: [{cel: {expression: %q}}]}}]
+config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, ofGPU(whole3)+" || "+ofGPU(whole4),
+		gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 30Gi, defaultPerDevicePinnedMemoryLimit: {'1': 5Gi}}}")))
+	u.template("turns", shared("shared.gpu.nvidia.com", inTurns, "", slicing("Medium")))
+	// All at once, with a claim that has nothing to do with MPS among them.
+	u.pod("whole", onNode(h100), fromTemplate("gpu", "whole"), twoContainers("gpu"))
+	u.pod("static", onNode(h100), fromTemplate("gpu", "static"), twoContainers("gpu"))
+	u.pod("dynamic", onNode(h100), fromTemplate("gpu", "dynamic"), container("one", "gpu"), asUser(1001))
+	u.pod("pair", onNode(h100), fromTemplate("gpu", "pair"), container("one", "gpu"), ownShm("7Mi"))
+	u.pod("turns", onNode(h100), fromTemplate("gpu", "turns"))
+	u.running("whole", "static", "dynamic", "pair", "turns")
+
+	for _, c := range []string{"one", "two"} {
+		u.isClient("whole", c, 10<<10, 50)
+		u.isClient("static", c, 15<<10, 100)
+	}
+	if c := u.computes("dynamic", "one"); c.Mode != "mps" || len(c.Devices) != 1 || c.Devices[0].Threads != 30 || c.Devices[0].Limit != 0 || c.MiB > 20<<10 {
+		t.Errorf("an ordinary user's program on a MIG device that was cut for it got %+v", c)
+	}
+	if c := u.computes("pair", "one"); c.Mode != "mps" || len(c.Devices) != 2 || c.Devices[0].Limit != 30<<10 || c.Devices[1].Limit != 5<<10 {
+		t.Errorf("a program with two GPUs got %+v", c)
+	}
+	if all := w.daemons(t); len(all) != 4 {
+		t.Errorf("the daemons are %+v, want one for each of four claims", all)
+	}
+	for address, want := range map[string]string{whole1: "Exclusive_Process", whole3: "Exclusive_Process", whole4: "Exclusive_Process", staticGPU: "Default", whole2: "Default", inTurns: "Default"} {
+		if now := w.computeMode(t, address); now != want {
+			t.Errorf("compute mode of %s is %s, want %s", address, now, want)
+		}
+	}
+
+	// The containers of one claim share their daemon's /dev/shm and nobody else's; a Pod that has one of its own keeps that.
+	u.sh("whole", "one", "echo hello >/dev/shm/hello")
+	if got := u.sh("whole", "two", "cat /dev/shm/hello"); got != "hello\n" {
+		t.Errorf("the other container of the claim reads %q", got)
+	}
+	if got := u.sh("static", "one", "ls /dev/shm"); strings.Contains(got, "hello") {
+		t.Errorf("another claim's container sees %q", got)
+	}
+	if got := u.sh("pair", "one", "df -m /dev/shm | tail -1"); !strings.Contains(got, " 7 ") {
+		t.Errorf("the Pod's own /dev/shm is hidden: %s", got)
+	}
+
+	w.endPods(t, u.namespace)
+	w.unshared(t)
+	for _, address := range []string{whole1, whole3, whole4, inTurns} {
+		w.unset(t, address, "Default")
+	}
+	w.smi(t, h100, "mig", "-i", index, "-dci")
+	w.smi(t, h100, "mig", "-i", index, "-dgi")
+	w.offers(t, h100, 8)
+}
+
+// testHangingDaemon: the NVIDIA program hangs at its start. The kubelet would give the call 45 s.
+func (w *world) testHangingDaemon(t *testing.T) {
+	u := w.tenant(t)
+	log := w.kubeletLog(t, h100)
+	mps := gpuConfig("sharing: {strategy: MPS}")
+	u.template("mps", shared("gpu.nvidia.com", whole1, "", mps))
+	u.template("none", shared("gpu.nvidia.com", whole2, "", ""))
+	u.template("turns", shared("shared.gpu.nvidia.com", inTurns, "", slicing("Long")))
+	u.template("mig", shared("mig.nvidia.com", whole3, "", ""))
+	w.nvmlsim(t, h100, "slow", "mpsControlStart", "1h")
+	began := time.Now()
+	u.pod("hangs", onNode(h100), fromTemplate("gpu", "mps"))
+	eventually(t, 20*time.Second, "the daemon is being started", func() (bool, string) {
+		all := w.daemons(t)
+		return len(all) == 1, fmt.Sprint(all)
+	})
+	for _, other := range []string{"none", "turns", "mig"} {
+		u.pod(other, onNode(h100), fromTemplate("gpu", other))
+	}
+	u.running("none", "turns", "mig")
+	others := time.Since(began)
+	w.refused(t, u.namespace, "hangs", "MPS daemon", whole1)
+	if took := time.Since(began); took > 40*time.Second {
+		t.Errorf("the error came after %s, the kubelet waits for 45 s", took)
+	} else if others > took {
+		t.Errorf("others ran after %s only, when the hanging claim was refused after %s", others, took)
+	}
+	if now := u.events(t, u.namespace, "hangs"); strings.Contains(now, "DeadlineExceeded") {
+		t.Errorf("the kubelet gave up before the driver did: %s", now)
+	}
+	w.nvmlsim(t, h100, "clear")
+	u.running("hangs")
+	if c := u.computes("hangs", ""); c.Mode != "mps" {
+		t.Errorf("after the hang a program got %+v", c)
+	}
+	for _, line := range log() {
+		if strings.Contains(line, "DeadlineExceeded") && strings.Contains(line, "NodePrepareResources") {
+			t.Errorf("the kubelet: %s", line)
+		}
+	}
+	w.endPods(t, u.namespace)
+	w.unshared(t)
+}

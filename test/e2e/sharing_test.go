@@ -1,0 +1,350 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+)
+
+// Eight alike GPUs by their buses, and what each is for in the tests of sharing.
+const (
+	fractioned = "0000:1b:00.0" // in fractions
+	inTurns    = "0000:43:00.0" // in three plain shares
+	cutShares  = "0000:52:00.0" // its partitions 1g.10gb in fractions, 2g.20gb in plain shares
+	whole1     = "0000:61:00.0"
+	whole2     = "0000:9d:00.0"
+	whole3     = "0000:c3:00.0"
+	whole4     = "0000:d1:00.0"
+	staticGPU  = "0000:df:00.0" // an admin cut it
+)
+
+const shareRules = fractioned + "=fractions," + inTurns + "=shares:3," + cutShares + "/1g.10gb=fractions," + cutShares + "/2g.20gb=shares:2"
+
+// TestSharing: several containers, Pods and claims on one GPU or MIG device, in each of the ways that there are.
+func TestSharing(t *testing.T) {
+	t.Parallel()
+	sim := simulator(t)
+	w := bringUp(t, "e2e-sharing", sim.Node(h100, "dgx-h100"))
+	w.needSMI(t)
+	// Else the driver would forget what is set as soon as nothing has the GPU open, as it should.
+	w.smi(t, h100, "-pm", "1")
+	w.install(t, "--set", "shares="+strings.ReplaceAll(shareRules, ",", `\,`), "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu.shared")
+	w.offers(t, h100, 8)
+	bare := w.settings(t)
+
+	t.Run("containers of one claim take turns of the length that it asks for", w.testIntervals)
+	t.Run("claims that share a GPU agree on the time slice, and the last sets back what was there", w.testSharedInterval)
+	t.Run("four Pods with 18 GiB share a GPU, a fifth waits, and one that wants it alone waits for all", w.testFractions)
+	t.Run("shares of partitions are cut for the first and given back by the last", w.testSharedPartitions)
+	t.Run("what cannot be shared so is refused, and said", w.testRefusedSharing)
+	t.Run("MPS on a GPU, an admin's MIG device and one that is cut for it, at the same time", w.testMPS)
+	t.Run("a daemon that does not start delays its own claim only", w.testHangingDaemon)
+	t.Run("daemons outlive the plugin, and come back after their own end", w.testDaemonsOutlive)
+	t.Run("a power cut leaves nobody with less than he has", w.testSharingPowerCut)
+	t.Run("the examples do what they say", w.testSharingExamples)
+	t.Run("nothing of all this is left on the node", func(t *testing.T) {
+		w.uncut(t, h100)
+		w.unshared(t)
+		if now := w.settings(t); now != bare {
+			t.Errorf("the GPUs were\n%s\nand are\n%s", bare, now)
+		}
+		w.clean(t, h100)
+	})
+}
+
+// ofGPU is a CEL expression for the devices of one card.
+func ofGPU(address string) string {
+	return fmt.Sprintf(`device.attributes["resource.kubernetes.io"].pciBusID == %q`, address)
+}
+
+// shared is a claim for one device of a class on one card. rest is more of the request, config the opaque parameters; either may be empty.
+func shared(class, address, rest, config string) string {
+	if rest != "" {
+		rest = ", " + rest
+	}
+	if config != "" {
+		config = "\nconfig: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: " + config + "}}]"
+	}
+	return fmt.Sprintf("requests: [{name: one, exactly: {deviceClassName: %s, selectors: [{cel: {expression: %q}}]%s}}]%s", class, ofGPU(address), rest, config)
+}
+
+func migConfig(rest string) string {
+	return "{apiVersion: resource.nvidia.com/v1beta1, kind: MigDeviceConfig, " + rest + "}"
+}
+
+func slicing(interval string) string {
+	return gpuConfig("sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: " + interval + "}}")
+}
+
+// timeSlice is the interval that is set on a GPU, as an admin sees it.
+func (w *world) timeSlice(t *testing.T, address string) string {
+	t.Helper()
+	out := w.smi(t, h100, "compute-policy", "-i", w.index(t, address), "--list")
+	for line := range strings.Lines(out) {
+		if words := strings.Fields(strings.ReplaceAll(line, "|", " ")); len(words) == 3 && words[1] == "Timeslice" {
+			return words[2]
+		}
+	}
+	t.Fatalf("no time slice in\n%s", out)
+	return ""
+}
+
+func (w *world) setTimeSlice(t *testing.T, address string, value int) {
+	t.Helper()
+	if out := w.smi(t, h100, "compute-policy", "-i", w.index(t, address), fmt.Sprintf("--set-timeslice=%d", value)); !strings.Contains(out, "Successfully") {
+		t.Fatal(out)
+	}
+}
+
+// index is the place of a card among the node's, which nvidia-smi counts by address.
+func (w *world) index(t *testing.T, address string) string {
+	t.Helper()
+	all := []string{fractioned, inTurns, cutShares, whole1, whole2, whole3, whole4, staticGPU}
+	return fmt.Sprint(slices.Index(all, address))
+}
+
+var computeModeForm = regexp.MustCompile(`Compute Mode\s*: (\S+)`)
+
+// computeMode is who may use a GPU, as an admin sees it.
+func (w *world) computeMode(t *testing.T, address string) string {
+	t.Helper()
+	out := w.smi(t, h100, "-i", w.index(t, address), "-q", "-d", "COMPUTE")
+	m := computeModeForm.FindStringSubmatch(out)
+	if m == nil {
+		t.Fatalf("no compute mode in\n%s", out)
+	}
+	return m[1]
+}
+
+// settings are the compute modes and time slices of all GPUs.
+func (w *world) settings(t *testing.T) string {
+	t.Helper()
+	return strings.Join(computeModeForm.FindAllString(w.smi(t, h100, "-q", "-d", "COMPUTE"), -1), "\n") + "\n" + w.smi(t, h100, "compute-policy", "--list")
+}
+
+// unshared waits until no daemon, mount, directory or holder's file is left of what was shared.
+func (w *world) unshared(t *testing.T) {
+	t.Helper()
+	const left = `
+ls "$1/mps" | grep -v -e '^supervisor' || true
+ls "$1/state/holders" 2>/dev/null || true
+[ ! -d /dev/shm/gpu-dra-driver-mps ] || find /dev/shm/gpu-dra-driver-mps -mindepth 1
+grep -h -e gpu-dra-driver-mps -e gpu.nvidia.com/mps/ /proc/1/mountinfo || true
+for p in /proc/[0-9]*; do case "$(tr '\0' ' ' <$p/cmdline 2>/dev/null)" in *nvidia-cuda-mps*) echo "$p $(tr '\0' ' ' <$p/cmdline)";; esac; done`
+	eventually(t, 30*time.Second, "nothing that was shared is left on the node", func() (bool, string) {
+		out := strings.TrimSpace(w.on(t, h100, "sh", "-c", left, "sh", pluginDir))
+		return out == "", out
+	})
+}
+
+// unset waits until a GPU is as it was found: for everybody, with these time slices.
+func (w *world) unset(t *testing.T, address, slice string) {
+	t.Helper()
+	eventually(t, 30*time.Second, "GPU "+address+" is as it was before it was shared", func() (bool, string) {
+		now := w.computeMode(t, address) + " " + w.timeSlice(t, address)
+		return now == "Default "+slice, now
+	})
+}
+
+// mpsVariables are the variables of MPS in a container, sorted.
+func (u tenant) mpsVariables(pod, container string) string {
+	u.t.Helper()
+	return strings.TrimSpace(u.sh(pod, container, "env | grep ^CUDA_ | sort"))
+}
+
+// ask gives an order to the daemon whose pipes the container has.
+func (u tenant) asksDaemon(pod, container, order string) string {
+	u.t.Helper()
+	return strings.TrimSpace(u.sh(pod, container, "echo "+order+" | nvidia-cuda-mps-control"))
+}
+
+// computed is what a program that computes says of itself.
+type computed struct {
+	Event   string `json:"event"`
+	Mode    string `json:"mode"`
+	Server  int    `json:"server"`
+	MiB     uint64 `json:"mib"`
+	Error   string `json:"error"`
+	Message string `json:"message"`
+	Devices []struct {
+		UUID    string  `json:"uuid"`
+		Limit   uint64  `json:"memoryLimitMiB"`
+		Threads float64 `json:"threadPercentage"`
+	} `json:"devices"`
+}
+
+// computes runs a program that allocates all the memory that it can get, and ends. It returns how it was let in, with what it got.
+func (u tenant) computes(pod, container string) computed {
+	u.t.Helper()
+	out, err := u.exec(u.t, u.namespace, pod, container, "nvidia-cuda-mps-control", "nvmlsim-cuda", "--fill")
+	lines := said(u.t, out)
+	if err != nil || len(lines) < 2 || lines[0].Event != "attached" || lines[len(lines)-1].Event != "filled" {
+		u.t.Fatalf("a program in Pod %s: %v\n%s", pod, err, out)
+	}
+	first := lines[0]
+	first.MiB = lines[len(lines)-1].MiB
+	return first
+}
+
+func said(t *testing.T, text string) []computed {
+	t.Helper()
+	var all []computed
+	for line := range strings.Lines(text) {
+		var l computed
+		if strings.HasPrefix(line, "{") {
+			if err := json.Unmarshal([]byte(line), &l); err != nil {
+				t.Fatalf("%v in %s", err, line)
+			}
+			all = append(all, l)
+		}
+	}
+	return all
+}
+
+// keepsComputing starts a program in a container that computes until the container ends, and waits until it is let in.
+func (u tenant) keepsComputing(pod, container string) computed {
+	u.t.Helper()
+	u.sh(pod, container, "nvidia-cuda-mps-control nvmlsim-cuda --hold >/tmp/computes 2>&1 &")
+	var now computed
+	eventually(u.t, 20*time.Second, "a program in Pod "+pod+" computes", func() (bool, string) {
+		out := u.sh(pod, container, "cat /tmp/computes")
+		lines := said(u.t, out)
+		if len(lines) < 2 || lines[len(lines)-1].Event != "holding" {
+			return false, out
+		}
+		now = lines[len(lines)-2]
+		return true, ""
+	})
+	return now
+}
+
+// stillComputes makes sure that the program which keepsComputing started was not disturbed.
+func (u tenant) stillComputes(pod, container string) {
+	u.t.Helper()
+	if out := u.sh(pod, container, "cat /tmp/computes"); !strings.HasSuffix(strings.TrimSpace(out), `{"event":"holding"}`) {
+		u.t.Errorf("the program in Pod %s was disturbed:\n%s", pod, out)
+	}
+}
+
+// daemon is what the supervisor says of one.
+type daemon struct {
+	Daemon struct {
+		ID string `json:"id"`
+	} `json:"daemon"`
+	State    string `json:"state"`
+	PID      int    `json:"pid"`
+	Restarts int    `json:"restarts"`
+}
+
+// supervisor is the Pod of the daemons' host.
+func (w *world) supervisor(t *testing.T) corev1.Pod {
+	t.Helper()
+	var found corev1.Pod
+	eventually(t, 90*time.Second, "the supervisor of MPS daemons is ready", func() (bool, string) {
+		list, err := w.Client.CoreV1().Pods(stand.Namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/component=mps-supervisor"})
+		if err != nil || len(list.Items) != 1 {
+			return false, fmt.Sprint(err, len(list.Items))
+		}
+		found = list.Items[0]
+		return isReady(&found), fmt.Sprintf("%+v", found.Status.ContainerStatuses)
+	})
+	return found
+}
+
+// daemons are those that the supervisor has.
+func (w *world) daemons(t *testing.T) map[string]daemon {
+	t.Helper()
+	p := w.supervisor(t)
+	out := w.mustExec(t, p.Namespace, p.Name, "", "/usr/bin/gpu-mps", "status", "--plugin-dir="+pluginDir)
+	var list []daemon
+	if err := json.Unmarshal([]byte(out), &list); err != nil {
+		t.Fatalf("%v in\n%s", err, out)
+	}
+	all := map[string]daemon{}
+	for _, d := range list {
+		all[d.Daemon.ID] = d
+	}
+	return all
+}
+
+func (w *world) testIntervals(t *testing.T) {
+	u := w.tenant(t)
+	u.template("unasked", shared("gpu.nvidia.com", inTurns, "", ""))
+	w.setTimeSlice(t, inTurns, 1)
+	intervals := map[string]string{"Default": whole1, "Short": whole2, "Medium": whole3, "Long": whole4}
+	found := map[string]string{"Default": "Long", "Short": "Default", "Medium": "Default", "Long": "Medium"}
+	w.setTimeSlice(t, whole1, 3)
+	w.setTimeSlice(t, whole4, 2)
+	two := func(p *corev1.Pod) { container("one", "gpu")(p); container("two", "gpu")(p) }
+	var pods []string
+	for interval, address := range intervals {
+		name := strings.ToLower(interval)
+		u.template(name, shared("gpu.nvidia.com", address, "", slicing(interval)))
+		u.pod(name, onNode(h100), fromTemplate("gpu", name), two)
+		pods = append(pods, name)
+	}
+	u.pod("unasked", onNode(h100), fromTemplate("gpu", "unasked"), two)
+	u.running(append(pods, "unasked")...)
+	for interval, address := range intervals {
+		if now := w.timeSlice(t, address); now != interval {
+			t.Errorf("%s is set where %s was asked for", now, interval)
+		}
+		pod := strings.ToLower(interval)
+		given := u.allocated(pod, "gpu")
+		u.sees(pod, "one", given)
+		u.sees(pod, "two", given)
+	}
+	if now := w.timeSlice(t, inTurns); now != "Short" {
+		t.Errorf("the claim that asks for nothing changed the time slice to %s", now)
+	}
+	w.endPods(t, u.namespace)
+	for interval, address := range intervals {
+		w.unset(t, address, found[interval])
+		w.setTimeSlice(t, address, 0)
+	}
+	w.unset(t, inTurns, "Short")
+	w.setTimeSlice(t, inTurns, 0)
+}
+
+// testSharedInterval: A sets, B joins, C is refused, A leaves, B leaves; then C has its turn.
+func (w *world) testSharedInterval(t *testing.T) {
+	u := w.tenant(t)
+	w.setTimeSlice(t, inTurns, 2)
+	for _, interval := range []string{"Long", "Short"} {
+		u.template(strings.ToLower(interval), shared("shared.gpu.nvidia.com", inTurns, "", slicing(interval)))
+	}
+	u.template("unasked", shared("shared.gpu.nvidia.com", inTurns, "", ""))
+	for _, pod := range []string{"a", "b"} {
+		u.pod(pod, onNode(h100), fromTemplate("gpu", "long"))
+		u.running(pod)
+	}
+	if u.allocated("a", "gpu")[0] != u.allocated("b", "gpu")[0] {
+		t.Error("the two do not share a GPU")
+	}
+	u.pod("c", onNode(h100), fromTemplate("gpu", "short"))
+	w.refused(t, u.namespace, "c", "Short", u.claimOf(t, u.namespace, "a", "gpu").Name, u.claimOf(t, u.namespace, "b", "gpu").Name)
+	u.pod("fourth", onNode(h100), fromTemplate("gpu", "unasked"))
+	u.waits("fourth")
+	w.deletePods(t, u.namespace, "a")
+	u.running("fourth")
+	if now := w.timeSlice(t, inTurns); now != "Long" {
+		t.Errorf("%s is set while one who asked for Long is left", now)
+	}
+	w.deletePods(t, u.namespace, "b")
+	u.running("c")
+	if now := w.timeSlice(t, inTurns); now != "Short" {
+		t.Errorf("%s is set while one who asked for Short is left", now)
+	}
+	w.endPods(t, u.namespace)
+	w.unset(t, inTurns, "Medium")
+	w.setTimeSlice(t, inTurns, 0)
+}
