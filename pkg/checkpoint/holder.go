@@ -49,7 +49,9 @@ type HolderClaim struct {
 	Name      string    `json:"name"`
 }
 
-func (c HolderClaim) String() string { return fmt.Sprintf("%s/%s (UID %s)", c.Namespace, c.Name, c.UID) }
+func (c HolderClaim) String() string {
+	return fmt.Sprintf("%s/%s (UID %s)", c.Namespace, c.Name, c.UID)
+}
 
 // Holds says whether the claim is among those that hold the step.
 func (h Holder) Holds(uid types.UID) bool {

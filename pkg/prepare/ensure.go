@@ -106,10 +106,14 @@ func (p *Preparer) held(ctx context.Context, env *Env, w *plan) error {
 		return err
 	}
 	for _, s := range sharedSteps(w.steps) {
-		if _, kind := keyOf(s.Key); kind == migInstanceKind {
+		if _, made := s.part(); made {
 			continue // it was made again, if that was needed
 		}
-		if err := s.Apply(ctx, env); err != nil {
+		err := s.Apply(ctx, env)
+		if unreadable := new(checkpoint.UnreadableError); errors.As(err, &unreadable) {
+			err = s.keepBlind(ctx, env) // who else holds it matters when the claim leaves
+		}
+		if err != nil {
 			return stepError(err)
 		}
 	}

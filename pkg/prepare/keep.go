@@ -70,8 +70,13 @@ func (p *Preparer) madeAgain(ctx context.Context, old checkpoint.Record, w *plan
 	}
 	ours := map[string]bool{}
 	for _, step := range steps {
-		if s, ok := step.(*migInstance); ok {
+		switch s := step.(type) {
+		case *migInstance:
 			ours[s.Device] = true
+		case *shared:
+			if part, ok := s.part(); ok {
+				ours[part] = true
+			}
 		}
 	}
 	work, cancel := within(ctx, callTime, answerTime)

@@ -151,6 +151,11 @@ func agree(t *testing.T, w *world, h *hardware, p *Preparer, theirs []device.Ins
 			explained[s.GPU]++
 		}
 	}
+	for _, file := range w.holders() {
+		if held, _, err := p.Records.Holder(strings.TrimSuffix(file, ".json")); err == nil && held.BootID == w.bootID && held.Step.Kind == migInstanceKind {
+			explained[held.GPUs[0]]++
+		}
+	}
 	if specs, _ := w.specs.Claims(); len(specs) > len(w.records()) {
 		t.Errorf("specs %q of records %q", specs, w.records())
 	}

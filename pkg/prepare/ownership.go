@@ -66,15 +66,15 @@ func (p *Preparer) sharedCuts(gpu string, h *holding) error {
 		if kind != migInstanceKind || !ok || name.GPU != gpu || name.Partition == nil {
 			continue
 		}
-		s := &shared{Key: key}
 		held, found, err := p.Records.Holder(key)
 		if err == nil && (!found || held.BootID != p.BootID) {
 			continue
 		}
+		var step sharable
 		if err == nil {
-			s.inner, err = sharableOf(held.Step)
+			step, err = sharableOf(held.Step)
 		}
-		if m, ok := s.inner.(*migInstance); err == nil && ok {
+		if m, ok := step.(*migInstance); err == nil && ok {
 			h.cuts = append(h.cuts, m)
 			continue
 		}
@@ -93,8 +93,8 @@ func (h *holding) take(gpu string, r checkpoint.Record, steps []Step) {
 				made[s.Device] = true
 			}
 		case *shared:
-			if of, kind := keyOf(s.Key); kind == migInstanceKind {
-				made[of+"-share"] = true
+			if part, ok := s.part(); ok {
+				made[part] = true
 			}
 		}
 	}

@@ -66,7 +66,7 @@ func (p *Preparer) reconcileClaim(ctx context.Context, uid types.UID) error {
 	if r.State == checkpoint.Prepared {
 		err := p.rewrite(ctx, r, p.seen)
 		unseen := errors.Is(err, errUnseen)
-		if !unseen && (err != nil || !sharesSteps(r)) {
+		if !unseen && !sharesSteps(r) {
 			return err
 		}
 		if !unseen {

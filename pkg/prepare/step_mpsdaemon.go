@@ -77,6 +77,9 @@ func (s *mpsDaemon) keep(ctx context.Context, env *Env) error {
 	if err != nil {
 		return err
 	}
+	if len(s.UUIDs) == 0 { // it is not known what it was started with
+		s.UUIDs = uuids
+	}
 	if slices.Equal(uuids, s.UUIDs) {
 		return s.run(ctx, env)
 	}

@@ -10,6 +10,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 const sharedKind = "shared"
@@ -55,6 +56,14 @@ func keyOf(key string) (of, kind string) {
 }
 
 func (s *shared) Kind() string { return sharedKind }
+
+// part is the device of which there are shares, as it is allocated, if the step makes it.
+func (s *shared) part() (deviceName string, is bool) {
+	of, kind := keyOf(s.Key)
+	name, known := device.ParseName(of)
+	name.Share = true
+	return name.String(), known && kind == migInstanceKind
+}
 
 // want is the step as the claim wants it.
 func (s *shared) want() (sharable, error) { return sharableOf(s.Want) }
@@ -218,6 +227,17 @@ func (s *shared) unreadable(err error) error {
 	}
 	return because(CauseHeld, "it cannot be told who holds %s: %w: it is free again when the last Pod that shares %s has ended on this node",
 		s.Key, err, strings.Join(s.GPUs, ", "))
+}
+
+// keepBlind makes sure of what a claim that is prepared was promised, without the file that says who holds it.
+func (s *shared) keepBlind(ctx context.Context, env *Env) error {
+	inner, err := s.want()
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	own := *env
+	own.Journal, own.Forgotten = func() error { return nil }, false
+	return inner.keep(ctx, &own)
 }
 
 // abandon leaves a step whose file cannot be read. Who else holds it is in the claims' records; the last brings the hardware to what it is by default.

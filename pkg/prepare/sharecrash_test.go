@@ -1,0 +1,284 @@
+package prepare
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+var (
+	sliced   = shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long"))
+	grouped  = shareBy(newClaim("c", allocated("a", gpu0), allocated("b", gpu1)), "GpuConfig", byMPS)
+	parted   = shareBy(newClaim("c", allocated("a", small0), allocated("b", beside)), "MigDeviceConfig", byMPS)
+	part1    = newClaim("c", fraction("r", share0, "10Gi", "30"))
+	part2    = newClaim("d", fraction("r", share0, "10Gi", "30"))
+	migPart1 = newClaim("c", fraction("r", migShare0, "2Gi", "0"))
+	migPart2 = newClaim("d", fraction("r", migShare0, "2Gi", "0"))
+	long1    = shareBy(newClaim("c", plain("r", share0)), "GpuConfig", slicing("Long"))
+	long2    = shareBy(newClaim("d", plain("r", share0), plain("s", share1)), "GpuConfig", slicing("Long"))
+	moved    = newClaim("c", fraction("r", share1, "10Gi", "30"))
+)
+
+// sharingScene is a node with a call that will be disturbed, and claims that can all be had together.
+type sharingScene struct {
+	name   string
+	claims []*resourceapi.ResourceClaim
+	before func(*testing.T, *world, *Preparer)
+	call   func(*testing.T, *Preparer) error
+}
+
+func prepares(c *resourceapi.ResourceClaim) func(*testing.T, *Preparer) error {
+	return func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), c); return err }
+}
+
+func unprepares(c *resourceapi.ResourceClaim) func(*testing.T, *Preparer) error {
+	return func(t *testing.T, p *Preparer) error { return p.Unprepare(t.Context(), c.UID) }
+}
+
+func having(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *Preparer) {
+	return func(t *testing.T, _ *world, p *Preparer) {
+		for _, c := range claims {
+			mustPrepare(t, p, c)
+		}
+	}
+}
+
+// shaken is a node on which all that was set and all that runs was lost while a claim held it.
+func shaken(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *Preparer) {
+	return func(t *testing.T, w *world, p *Preparer) {
+		having(claims...)(t, w, p)
+		for _, gpu := range []string{gpu0, gpu1} {
+			w.hardware.of(t, gpu).reset()
+			w.hardware.of(t, gpu).forget()
+		}
+		clear(w.daemons.running)
+	}
+}
+
+func sharingScenes() []sharingScene {
+	var all []sharingScene
+	for _, s := range []struct {
+		name  string
+		first *resourceapi.ResourceClaim
+		next  *resourceapi.ResourceClaim // nil where nobody can join
+	}{
+		{"time slices", sliced, nil}, {"MPS", grouped, nil}, {"MPS on partitions", parted, nil}, {"a fraction", part1, part2},
+		{"a fraction of a partition", migPart1, migPart2}, {"a plain share", long1, long2},
+	} {
+		alone := []*resourceapi.ResourceClaim{s.first}
+		all = append(all,
+			sharingScene{s.name + ": first", alone, having(), prepares(s.first)},
+			sharingScene{s.name + ": last leaves", alone, having(s.first), unprepares(s.first)},
+			sharingScene{s.name + ": again", alone, shaken(s.first), prepares(s.first)},
+			sharingScene{s.name + ": comparison", alone, shaken(s.first), func(t *testing.T, p *Preparer) error { return p.Reconcile(t.Context()) }},
+		)
+		if s.next == nil {
+			continue
+		}
+		both := []*resourceapi.ResourceClaim{s.first, s.next}
+		all = append(all,
+			sharingScene{s.name + ": joined", both, having(s.first), prepares(s.next)},
+			sharingScene{s.name + ": first leaves", both, having(s.first, s.next), unprepares(s.first)},
+		)
+	}
+	return append(all,
+		sharingScene{"a fraction: allocated elsewhere", []*resourceapi.ResourceClaim{moved, part2}, having(part1, part2), prepares(moved)},
+		sharingScene{"a fraction: to be had in another way", []*resourceapi.ResourceClaim{sliced}, having(grouped), prepares(sliced)})
+}
+
+// disturbed is the node before the call, and the time slice that will be found again in the end.
+func disturbed(t *testing.T, s sharingScene) (w *world, h *hardware, p *Preparer, found device.TimeSlice) {
+	t.Helper()
+	w = newWorld(t)
+	h = withMPS(w)
+	h.of(t, gpu0).slice = device.TimeSliceMedium
+	h.of(t, gpu0).forgetful = true
+	p = w.plugin(t)
+	s.before(t, w, p)
+	w.scan()
+	h.asked()
+	if slices.Contains(w.holders(), sharedKey(gpu0, timeSliceKind)+".json") {
+		return w, h, p, device.TimeSliceMedium
+	}
+	return w, h, p, h.of(t, gpu0).slice
+}
+
+func (w *world) holders() []string {
+	names := w.disk.Names(filepath.Join(state, "holders"))
+	slices.Sort(names)
+	return names
+}
+
+// shares is what must hold whenever nobody is at work: holders, records, hardware and daemons say the same, and what nobody holds is as it was found.
+func shares(t *testing.T, w *world, h *hardware, p *Preparer, found device.TimeSlice) {
+	t.Helper()
+	slice, mode := map[string]device.TimeSlice{gpu0: found}, map[string]device.ComputeMode{gpu0: device.ComputeDefault, gpu1: device.ComputeDefault}
+	running := 0
+	for _, file := range w.holders() {
+		key, ok := strings.CutSuffix(file, ".json")
+		if unfinished, is := strings.CutPrefix(file, ".tmp-"); is && slices.Contains(w.holders(), unfinished) {
+			continue // the next write is over it
+		}
+		held, _, err := p.Records.Holder(key)
+		if !ok || strings.HasPrefix(key, ".") || err != nil {
+			t.Errorf("%s is left: %v", file, err)
+			continue
+		}
+		if held.BootID != w.bootID {
+			continue
+		}
+		if held.State != checkpoint.Applied || len(held.Claims) == 0 {
+			t.Errorf("%s is %s, held by %v", key, held.State, held.Claims)
+		}
+		for _, c := range held.Claims {
+			r, _, err := p.Records.Load(c.UID)
+			if err != nil || r.State != checkpoint.Prepared || !slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return strings.Contains(string(s.Params), key) }) {
+				t.Errorf("%s is held by claim %s, whose record is %+v, %v", key, c, r, err)
+			}
+		}
+		step, err := sharableOf(held.Step)
+		if err != nil {
+			t.Error(err)
+		}
+		switch s := step.(type) {
+		case *timeSlice:
+			slice[s.GPU] = s.Want
+		case *computeMode:
+			mode[s.GPU] = device.ComputeExclusiveProcess
+		case *mpsDaemon:
+			running++
+			if d, ok := w.daemons.running[s.ID]; !ok || !slices.Equal(d.Devices, s.UUIDs) {
+				t.Errorf("%s has %q, and there is %+v", key, s.UUIDs, d)
+			}
+			for _, uuid := range s.UUIDs {
+				if !h.serves(uuid) {
+					t.Errorf("%s has %s, which is not there for it", key, uuid)
+				}
+			}
+		case *migInstance:
+			if _, ok := s.intact(h.of(t, s.GPU).state().MIG.Instances); !ok {
+				t.Errorf("%s has %s, and there is %s", key, describe(*s.Instance), describe(h.of(t, s.GPU).state().MIG.Instances...))
+			}
+		}
+	}
+	if len(w.daemons.running) != running {
+		t.Errorf("the daemons are %v, of %d claims' wishes", w.daemons.running, running)
+	}
+	for _, gpu := range []string{gpu0, gpu1} {
+		if s := h.of(t, gpu); s.slice != slice[gpu] || s.mode != mode[gpu] {
+			t.Errorf("%s: time slice %d, not %d, compute mode %s, not %s", gpu, s.slice, slice[gpu], s.mode, mode[gpu])
+		}
+	}
+}
+
+// goesOn is the next process: it puts the node in order, and everything works.
+func goesOn(t *testing.T, w *world, h *hardware, claims []*resourceapi.ResourceClaim, found device.TimeSlice) {
+	t.Helper()
+	h.fault = nil
+	p := w.plugin(t)
+	if err := p.Recover(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	w.scan()
+	for range 2 { // who has died may have been in the way of others
+		if err := p.Reconcile(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	shares(t, w, h, p, found)
+	agree(t, w, h, p, nil)
+	for _, c := range claims {
+		mustPrepare(t, p, c)
+		w.scan()
+	}
+	shares(t, w, h, p, found)
+	agree(t, w, h, p, nil)
+	for _, c := range claims {
+		mustUnprepare(t, p, c.UID)
+		shares(t, w, h, p, found)
+	}
+	clean(t, w)
+	if left := w.holders(); len(left) != 0 {
+		t.Errorf("holders left: %q", left)
+	}
+	mustPrepare(t, p, newClaim("whole", allocated("a", gpu0), allocated("b", gpu1)))
+}
+
+func TestWhereverACallGoesWrongWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
+	for _, s := range sharingScenes() {
+		for name, fault := range faults {
+			for n := 1; ; n++ {
+				w, h, p, found := disturbed(t, s)
+				reached := false
+				h.fault = func(call int, after bool) error {
+					if call != n {
+						return nil
+					}
+					reached = true
+					return fault(w, after)
+				}
+				err := s.call(t, p)
+				if !reached {
+					if err != nil || n == 1 && !strings.Contains(s.name, "first leaves") {
+						t.Fatalf("%s, %s: %d calls: %v", s.name, name, n-1, err)
+					}
+					break
+				}
+				t.Run(fmt.Sprintf("%s, %s at call %d", s.name, name, n), func(t *testing.T) {
+					w.disk.Restart()
+					goesOn(t, w, h, s.claims, found)
+				})
+			}
+		}
+	}
+}
+
+func TestWhereverTheProcessEndsAtAWriteWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
+	for _, s := range sharingScenes() {
+		for name, end := range ends {
+			for n := 1; ; n++ {
+				w, h, p, found := disturbed(t, s)
+				w.disk.StopAt(n)
+				err := s.call(t, p)
+				if !w.disk.Stopped() {
+					if err != nil || n < 6 && !strings.Contains(s.name, "comparison") && !strings.Contains(s.name, "again") {
+						t.Fatalf("%s, %s: %d writes: %v", s.name, name, n, err)
+					}
+					break
+				}
+				t.Run(fmt.Sprintf("%s, %s at write %d", s.name, name, n), func(t *testing.T) {
+					end(w)
+					if name == "power cut" {
+						found = device.TimeSliceDefault
+					}
+					goesOn(t, w, h, s.claims, found)
+				})
+			}
+		}
+	}
+}
+
+func TestADiskThatFailsOnceLeavesWhatIsSharedInOrder(t *testing.T) {
+	for _, s := range sharingScenes() {
+		for n := 1; ; n++ {
+			w, h, p, found := disturbed(t, s)
+			w.disk.FailAt(n, errors.New("no space left"))
+			_ = s.call(t, p)
+			if w.disk.Writes() < n {
+				break
+			}
+			t.Run(fmt.Sprintf("%s, write %d", s.name, n), func(t *testing.T) {
+				w.disk.Restart()
+				goesOn(t, w, h, s.claims, found)
+			})
+		}
+	}
+}
