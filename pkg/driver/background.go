@@ -7,9 +7,11 @@ import (
 	"sync"
 	"time"
 
+	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
 // How often the hook is looked at and the container runtime is asked again whether it injects CDI specs: seldom while both are as they should be, soon
@@ -32,6 +34,7 @@ func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 		},
 		wrong: func(message string) { d.events.warn("PolicyIgnored", message) },
 	}
+	d.startHealth(ctx, &wg, func() { wake(toPublisher) })
 	policyRead := make(chan struct{})
 	wg.Go(func() {
 		policy.Read(ctx)
@@ -165,12 +168,17 @@ func (d *Driver) mend(ctx context.Context) error {
 
 func (d *Driver) publisher(ctx context.Context) *publisher {
 	return &publisher{
-		client: d.client, nodeName: d.cfg.NodeName, inv: d.gate,
-		turn:    newTurn(d.cfg.PluginDir, time.Now()),
-		slices:  d.offer,
+		client: d.client, nodeName: d.cfg.NodeName, inv: d.offered(),
+		turn: newTurn(d.cfg.PluginDir, time.Now()),
+		slices: func(ctx context.Context, s inventory.Snapshot, f Features) ([]resourceslice.Slice, bool) {
+			slices, settled := d.offer(ctx, s, f)
+			marked, withdrawn := d.marked(slices, s, f)
+			return marked, settled && withdrawn
+		},
 		onError: d.HandleError,
 		onTurn: func(held, superseded bool) {
 			d.metrics.Publisher(held)
+			d.health.Publishes(held)
 			if d.superseded.Swap(superseded) && held {
 				// What happened while neither instance mended.
 				if err := d.mend(ctx); err != nil {

@@ -51,3 +51,9 @@ func (e *nodeEvents) warnClaim(c kubeletplugin.NamespacedObject, reason, message
 	ref := &corev1.ObjectReference{APIVersion: "resource.k8s.io/v1", Kind: "ResourceClaim", Namespace: c.Namespace, Name: c.Name, UID: c.UID}
 	e.recorder.Event(ref, corev1.EventTypeWarning, reason, message)
 }
+
+// pod writes an Event about a Pod.
+func (e *nodeEvents) pod(name types.NamespacedName, uid types.UID, kind, reason, message string) {
+	ref := &corev1.ObjectReference{APIVersion: "v1", Kind: "Pod", Namespace: name.Namespace, Name: name.Name, UID: uid}
+	e.recorder.Event(ref, kind, reason, message)
+}

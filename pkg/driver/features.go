@@ -19,6 +19,7 @@ type Features struct {
 	PartitionedDevices bool `json:"partitionedDevices"` // shared counters
 	PartitionTypes     bool `json:"partitionTypes"`     // partitionTypeAttribute, from Kubernetes 1.37
 	ConsumableCapacity bool `json:"consumableCapacity"`
+	InformingTaints    bool `json:"informingTaints"` // taints with the effect None, from Kubernetes 1.35
 }
 
 // probeFeatures creates small slices with DryRunAll, so that nothing is stored: a slice holds devices or counter sets, not both.
@@ -42,6 +43,18 @@ func probeFeatures(ctx context.Context, client kubernetes.Interface, nodeName st
 		d := devices.Devices[0]
 		f.DeviceTaints = len(d.Taints) == 1
 		f.ConsumableCapacity = d.AllowMultipleAllocations != nil && d.Capacity["probe"].RequestPolicy != nil
+	}
+	if f.DeviceTaints {
+		informing, err := dryRun(ctx, client, nodeName, resourceapi.ResourceSliceSpec{Devices: []resourceapi.Device{{
+			Name: "probe", Taints: []resourceapi.DeviceTaint{{Key: DriverName + "/probe", Effect: resourceapi.DeviceTaintEffectNone}},
+		}}})
+		switch {
+		case apierrors.IsInvalid(err):
+		case err != nil:
+			return f, err
+		default:
+			f.InformingTaints = len(informing.Devices) == 1 && len(informing.Devices[0].Taints) == 1
+		}
 	}
 	counters, err := dryRun(ctx, client, nodeName, resourceapi.ResourceSliceSpec{SharedCounters: []resourceapi.CounterSet{{
 		Name: "probe", Counters: map[string]resourceapi.Counter{"probe": {Value: resource.MustParse("1")}},

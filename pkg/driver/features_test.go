@@ -34,33 +34,41 @@ func TestProbeTellsWhichFieldsSurvive(t *testing.T) {
 		drop func(*resourceapi.ResourceSliceSpec) error
 		want Features
 	}{
-		"everything": {func(*resourceapi.ResourceSliceSpec) error { return nil }, Features{true, true, true, true}},
+		"everything": {func(*resourceapi.ResourceSliceSpec) error { return nil }, Features{true, true, true, true, true}},
 		"no taints": {func(s *resourceapi.ResourceSliceSpec) error {
 			for i := range s.Devices {
 				s.Devices[i].Taints = nil
 			}
 			return nil
-		}, Features{false, true, true, true}},
+		}, Features{false, true, true, true, false}},
+		"no taints that only inform": {func(s *resourceapi.ResourceSliceSpec) error {
+			for _, d := range s.Devices {
+				if len(d.Taints) > 0 && d.Taints[0].Effect == resourceapi.DeviceTaintEffectNone {
+					return apierrors.NewInvalid(schema.GroupKind{Kind: "ResourceSlice"}, "probe", nil)
+				}
+			}
+			return nil
+		}, Features{true, true, true, true, false}},
 		"no consumable capacity": {func(s *resourceapi.ResourceSliceSpec) error {
 			for i := range s.Devices {
 				s.Devices[i].AllowMultipleAllocations = nil
 			}
 			return nil
-		}, Features{true, true, true, false}},
-		"no partition types": {func(s *resourceapi.ResourceSliceSpec) error { s.PartitionTypeAttribute = nil; return nil }, Features{true, true, false, true}},
+		}, Features{true, true, true, false, true}},
+		"no partition types": {func(s *resourceapi.ResourceSliceSpec) error { s.PartitionTypeAttribute = nil; return nil }, Features{true, true, false, true, true}},
 		"partition types refused": {func(s *resourceapi.ResourceSliceSpec) error {
 			if s.PartitionTypeAttribute != nil {
 				return apierrors.NewInvalid(schema.GroupKind{Kind: "ResourceSlice"}, "probe", nil)
 			}
 			return nil
-		}, Features{true, true, false, true}},
-		"counters dropped": {func(s *resourceapi.ResourceSliceSpec) error { s.SharedCounters = nil; return nil }, Features{true, false, false, true}},
+		}, Features{true, true, false, true, true}},
+		"counters dropped": {func(s *resourceapi.ResourceSliceSpec) error { s.SharedCounters = nil; return nil }, Features{true, false, false, true, true}},
 		"counters dropped, and the empty slice refused": {func(s *resourceapi.ResourceSliceSpec) error {
 			if len(s.Devices) == 0 {
 				return apierrors.NewInvalid(schema.GroupKind{Kind: "ResourceSlice"}, "probe", nil)
 			}
 			return nil
-		}, Features{true, false, false, true}},
+		}, Features{true, false, false, true, true}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, err := probeFeatures(t.Context(), server(c.drop), "node")

@@ -88,19 +88,21 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 	if !known || !p.untilReady(ctx, changed, p.turn.Wanted()) {
 		return nil
 	}
-	probeAgain := make(chan struct{}, 1)
+	probeAgain, failed := make(chan struct{}, 1), make(chan struct{}, 1)
 	resources, _, settled := p.resources(ctx, features)
+	stage := stages{given: resources, wanted: resources, open: allSlices, at: time.Now()}
 	controller, err := resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: DriverName,
 		KubeClient: p.client,
 		Owner:      &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: p.nodeName},
-		Resources:  resources,
+		Resources:  p.pool(resources),
 		SyncDelay:  ptr.To(syncDelay),
 		ErrorHandler: func(ctx context.Context, err error, msg string) {
 			var dropped *resourceslice.DroppedFieldsError
 			if errors.As(err, &dropped) {
 				wake(probeAgain) // it is not the server any more that was asked
 			}
+			wake(failed)
 			p.onError(ctx, recoverable(err), msg)
 		},
 	})
@@ -111,10 +113,14 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 	version := p.serverVersion()
 	lookAgain := time.NewTicker(versionInterval)
 	defer lookAgain.Stop()
+	var again, unsettled <-chan time.Time
 	for {
-		var unsettled <-chan time.Time
-		if !settled {
+		if !settled && unsettled == nil {
 			unsettled = time.After(settleInterval)
+		}
+		var staged <-chan time.Time
+		if stage.waiting() {
+			staged = time.After(stagePoll)
 		}
 		select {
 		case <-ctx.Done():
@@ -128,6 +134,22 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 				wake(probeAgain)
 			}
 			continue
+		case <-failed:
+			stage.failed = time.Now()
+			if again == nil {
+				again = time.After(publishRetry)
+			}
+			continue
+		case <-again:
+			again = nil
+			controller.Update(p.pool(stage.given))
+			continue
+		case <-staged:
+			stats := controller.GetStats()
+			if next, ok := stage.next(stats.NumCreates+stats.NumUpdates+stats.NumDeletes, time.Now()); ok {
+				controller.Update(p.pool(next))
+			}
+			continue
 		case <-probeAgain:
 			if features, known = p.features(ctx); !known {
 				return nil
@@ -135,10 +157,11 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 		case <-changed:
 		case <-unsettled:
 		}
+		unsettled = nil
 		// A node that is not ready now keeps what it has published: an empty pool would be a claim about its GPUs.
 		var ready bool
 		if resources, ready, settled = p.resources(ctx, features); ready {
-			controller.Update(resources)
+			stage.wanted = resources
 		}
 	}
 }
@@ -174,11 +197,16 @@ func (p *publisher) serverVersion() string {
 	return v.GitVersion
 }
 
-// resources is the node's one pool. The controller compares it with what the API server has and writes only what differs.
-func (p *publisher) resources(ctx context.Context, f Features) (_ *resourceslice.DriverResources, ready, settled bool) {
+// resources are the slices of the node's one pool.
+func (p *publisher) resources(ctx context.Context, f Features) (_ []resourceslice.Slice, ready, settled bool) {
 	s := p.inv.Snapshot()
 	slices, settled := p.slices(ctx, s, f)
-	return &resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{p.nodeName: {Slices: slices}}}, s.Ready, settled
+	return slices, s.Ready, settled
+}
+
+// pool has the slices. The controller compares it with what the API server has and writes only what differs.
+func (p *publisher) pool(slices []resourceslice.Slice) *resourceslice.DriverResources {
+	return &resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{p.nodeName: {Slices: slices}}}
 }
 
 // wake leaves a value in a channel of capacity one.

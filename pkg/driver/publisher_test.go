@@ -174,11 +174,11 @@ func TestGateSpeaksForEveryReason(t *testing.T) {
 func TestHealthReportCoversEveryDevice(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
 	now := time.Now()
-	if r := healthReport("node", s, nil, now); len(r.Devices) != 4 || r.Devices[2].Health != "Healthy" || r.Devices[2].DeviceName != "gpu-0000-43-00-0" || r.Devices[3].DeviceName != "gpu-0000-43-00-0-share" {
+	if r := (reporter{pool: "node"}).report(s, now); len(r.Devices) != 4 || r.Devices[2].Health != "Healthy" || r.Devices[2].DeviceName != "gpu-0000-43-00-0" || r.Devices[3].DeviceName != "gpu-0000-43-00-0-share" {
 		t.Errorf("got %+v", r)
 	}
 	s.Ready, s.Reason = false, "the driver went away"
-	if r := healthReport("node", s, nil, now); len(r.Devices) != 4 || r.Devices[0].Health != "Unknown" || r.Devices[0].Message != s.Reason {
+	if r := (reporter{pool: "node"}).report(s, now); len(r.Devices) != 4 || r.Devices[0].Health != "Unknown" || r.Devices[0].Message != s.Reason {
 		t.Errorf("got %+v", r)
 	}
 }
@@ -186,7 +186,7 @@ func TestHealthReportCoversEveryDevice(t *testing.T) {
 func TestHealthReportSaysWhatAClaimHasLost(t *testing.T) {
 	s := half()
 	lost := map[string]string{gpuName + "-mig-9-1": "it is gone"}
-	for _, h := range healthReport("node", s, &lost, time.Now()).Devices {
+	for _, h := range (reporter{pool: "node", lost: lost}).report(s, time.Now()).Devices {
 		want := kubeletplugin.HealthStatusHealthy
 		if h.DeviceName == gpuName+"-mig-9-1" {
 			want = kubeletplugin.HealthStatusUnhealthy

@@ -35,6 +35,8 @@ type Metrics struct {
 	publisher      prometheus.Gauge
 	hasGPU         sync.Once
 	mig            migMetrics
+	health         healthMetrics
+	listens        sync.Once
 	mps            *mpsMetrics
 }
 
@@ -55,6 +57,7 @@ func New(version string) *Metrics {
 			"1 when the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU."),
 		publisher: gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
 		mig:       newMIGMetrics(),
+		health:    newHealthMetrics(),
 		mps:       newMPSMetrics(),
 	}
 	build := named("build_info", "Always 1; the labels say what runs.")
@@ -63,6 +66,7 @@ func New(version string) *Metrics {
 		m.mig.duration, m.mig.errors, m.mig.instances, m.mig.gpus, m.mps.start, m.mps.errors, m.mps.daemons, m.mps.restarts,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts(build), func() float64 { return 1 }),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	m.Registry.MustRegister(m.health.collectors()...)
 	return m
 }
 

@@ -1,0 +1,258 @@
+package driver
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+)
+
+const (
+	// healthEventsMost bounds how many changes wait to be told to Pods: they are told within seconds, or, while the API server does not answer, the latest are.
+	healthEventsMost = 256
+	// podsTimeout bounds looking up the Pods of one change.
+	podsTimeout = 10 * time.Second
+)
+
+// healthTold tells people and monitoring what changed: a line in the log, Events on the Node and on Pods, metrics.
+type healthTold struct {
+	mu      sync.Mutex
+	pending []health.Change
+	wake    chan struct{}
+}
+
+// tellHealth tells what came and went. It waits for nobody.
+func (d *Driver) tellHealth(ctx context.Context, changes []health.Change) {
+	logger := klog.FromContext(ctx)
+	for _, c := range changes {
+		log := logger.WithValues("device", c.Device(), "state", c.Finding.State.String(), "code", c.Finding.Code, "reason", c.Finding.Reason)
+		switch {
+		case c.Finding.State == health.Healthy && !c.Over:
+			log.Info("A GPU reports something that does not make it unhealthy", "action", c.Finding.Action)
+		case c.Finding.State == health.Healthy:
+			log.V(4).Info("A GPU has not reported this again")
+			continue
+		case c.Over:
+			log.Info("A device has recovered from this", "why", c.Why, "since", c.Finding.First)
+			if !d.superseded.Load() {
+				d.events.normal("GPURecovered", recoveredMessage(c))
+			}
+		default:
+			log.Info("A device is not healthy", "action", c.Finding.Action)
+			if !d.superseded.Load() {
+				d.events.warn("GPU"+c.Finding.State.String(), illMessage(c))
+			}
+		}
+		d.healthTold.add(c)
+	}
+	d.showHealth()
+	wake(d.healthTold.wake)
+}
+
+func illMessage(c health.Change) string {
+	return fmt.Sprintf("%s is %s: %s: %s", c.Device(), c.Finding.State, c.Finding.Reason, c.Finding.Action)
+}
+
+func recoveredMessage(c health.Change) string {
+	return fmt.Sprintf("%s is over this: %s (%s)", c.Device(), c.Finding.Reason, c.Why)
+}
+
+// showHealth brings the metrics up to date: every GPU, and the partitions of which something of their own is known.
+func (d *Driver) showHealth() {
+	view := d.health.View()
+	var all []metrics.DeviceHealth
+	for _, g := range d.offered().Snapshot().Node.GPUs {
+		names := map[string]bool{g.WholeName(): true}
+		for _, f := range view.Findings(g.PCIAddress) {
+			names[health.Change{Card: g.Card(), Finding: f}.Device()] = true
+		}
+		for name := range names {
+			n, ok := device.ParseName(name)
+			if !ok {
+				continue
+			}
+			v, code := view.Of(g.GPU, n), ""
+			if len(v.Causes) > 0 {
+				code = v.Causes[0].Code
+			}
+			all = append(all, metrics.DeviceHealth{Device: name, State: v.State.String(), Code: code})
+		}
+	}
+	d.metrics.Health(all)
+}
+
+// countHealth counts events of the hardware.
+func (d *Driver) countHealth(events map[health.Counted]uint64, deaf string) {
+	for e, n := range events {
+		d.metrics.HealthEvents(e.Card.WholeName(), e.Code, n)
+	}
+	d.metrics.Hears(deaf == "")
+}
+
+func (t *healthTold) add(c health.Change) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.pending) >= healthEventsMost {
+		t.pending = t.pending[1:]
+	}
+	t.pending = append(t.pending, c)
+}
+
+func (t *healthTold) take() []health.Change {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	taken := t.pending
+	t.pending = nil
+	return taken
+}
+
+// tellPods writes Events on the Pods that hold what changed, until the context ends.
+func (d *Driver) tellPods(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-d.healthTold.wake:
+		}
+		for _, c := range d.healthTold.take() {
+			if d.superseded.Load() {
+				continue
+			}
+			if err := d.tellPodsOf(ctx, c); err != nil {
+				klog.FromContext(ctx).V(2).Info("Could not tell all Pods that hold a device how it is", "device", c.Device(), "err", err)
+			}
+		}
+	}
+}
+
+// tellPodsOf tells those that hold a device which the change reaches.
+func (d *Driver) tellPodsOf(ctx context.Context, c health.Change) error {
+	ctx, cancel := context.WithTimeout(ctx, podsTimeout)
+	defer cancel()
+	entries, err := d.preparer.Records.List()
+	if err != nil {
+		return err
+	}
+	gpu := d.gpuOf(c.Card)
+	var failed error
+	for _, e := range entries {
+		held := reached(c, gpu, e.Devices)
+		if held == "" {
+			continue
+		}
+		if err := d.tellClaim(ctx, c, e, held); err != nil {
+			failed = err
+		}
+	}
+	return failed
+}
+
+// reached is the first of the devices that the change reaches.
+func reached(c health.Change, gpu device.GPU, held []string) string {
+	for _, name := range held {
+		if n, ok := device.ParseName(name); ok && n.GPU == gpu.WholeName() && c.Affected(gpu, n) {
+			return name
+		}
+	}
+	return ""
+}
+
+func (d *Driver) tellClaim(ctx context.Context, c health.Change, e checkpoint.Entry, held string) error {
+	r, found, err := d.preparer.Records.Load(e.ClaimUID)
+	if err != nil || !found {
+		return err
+	}
+	claim, err := d.client.ResourceV1().ResourceClaims(r.Namespace).Get(ctx, r.Name, metav1.GetOptions{})
+	if err != nil || claim.UID != e.ClaimUID {
+		return err
+	}
+	kind, reason, message := corev1.EventTypeWarning, "GPU"+c.Finding.State.String(), held+": "+illMessage(c)
+	switch {
+	case c.Finding.State == health.Healthy:
+		reason, message = "GPUReport", fmt.Sprintf("%s: %s: %s", held, c.Finding.Reason, c.Finding.Action)
+	case c.Over:
+		kind, reason, message = corev1.EventTypeNormal, "GPURecovered", held+": "+recoveredMessage(c)
+	}
+	for _, consumer := range claim.Status.ReservedFor {
+		if consumer.APIGroup == "" && consumer.Resource == "pods" {
+			d.events.pod(types.NamespacedName{Namespace: claim.Namespace, Name: consumer.Name}, consumer.UID, kind, reason, message)
+		}
+	}
+	return nil
+}
+
+// gpuOf is what is known of a card.
+func (d *Driver) gpuOf(c device.Card) device.GPU {
+	for _, g := range d.offered().Snapshot().Node.GPUs {
+		if g.PCIAddress == c.PCIAddress {
+			return g.GPU
+		}
+	}
+	return device.GPU{PCIAddress: c.PCIAddress, UUID: c.UUID}
+}
+
+// offered is the inventory with all that stays in the slices.
+func (d *Driver) offered() offeredInventory { return offeredInventory{gate: d.gate, health: d.health} }
+
+// watchHealth wires what judges the devices' health.
+func (d *Driver) watchHealth(watch func(context.Context, func(device.Signal))) error {
+	effects, err := health.ParseEffects(d.cfg.HealthEffects)
+	if err != nil {
+		return err
+	}
+	rules, err := health.ParseRules(d.cfg.XIDRules)
+	if err != nil {
+		return err
+	}
+	d.watch = watch
+	d.healthTold.wake = make(chan struct{}, 1)
+	d.health = newHealthWatch(effects, rules, d.cfg.StateDir(), d.preparer.BootID, d.gate)
+	d.health.count = d.countHealth
+	d.health.inUse = d.heldAny
+	return nil
+}
+
+// heldAny says whether a claim holds any part of the GPU. What cannot be read is in use.
+func (d *Driver) heldAny(gpu string) bool {
+	entries, err := d.preparer.Records.List()
+	if err != nil {
+		return true
+	}
+	for _, e := range entries {
+		for _, name := range e.Devices {
+			if n, ok := device.ParseName(name); !ok || n.GPU == gpu {
+				return true
+			}
+		}
+		if e.Inexact() {
+			return true
+		}
+	}
+	return false
+}
+
+// startHealth starts listening to the hardware, if there is anybody to do so. publish has the slices looked at again.
+func (d *Driver) startHealth(ctx context.Context, wg *sync.WaitGroup, publish func()) {
+	if d.watch == nil {
+		return
+	}
+	d.health.tell = func(ctx context.Context, changes []health.Change) {
+		publish()
+		d.tellHealth(ctx, changes)
+	}
+	j := d.health.begin(ctx)
+	d.showHealth()
+	wg.Go(func() { j.Run(ctx) })
+	wg.Go(func() { d.tellPods(ctx) })
+	wg.Go(func() { d.watch(ctx, func(s device.Signal) { d.health.Told(ctx, s) }) })
+}

@@ -1,0 +1,88 @@
+package driver
+
+import (
+	"slices"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+)
+
+const (
+	// stagePoll is how often is looked whether a slice has been written, stagePatience how long that is waited for where there may be nothing to write.
+	stagePoll     = 10 * time.Millisecond
+	stagePatience = 3 * time.Second
+	// publishRetry is how soon publishing is tried again: by itself the controller waits longer after each failure, for minutes in the end.
+	publishRetry = 2 * time.Second
+)
+
+// stages decides what a slice controller is given of what is wanted: at most one slice that differs from what is published, as long as only taints differ.
+//
+// Then the controller writes that slice alone. Had it to write several, it would give the pool another generation, and until all of its slices were written
+// the scheduler would see none of the node's devices.
+type stages struct {
+	// given is what the controller has, wanted what it is to have.
+	given, wanted []resourceslice.Slice
+	// open is the slice that the controller was given last and may not have written yet, allSlices if it may be any.
+	open int
+	// writes is how many there were when the controller was last given something, at when that was, failed when a write last failed.
+	writes     int64
+	at, failed time.Time
+}
+
+const allSlices = -1
+
+// waiting says that something is wanted that the controller does not have yet.
+func (s *stages) waiting() bool { return !apiequality.Semantic.DeepEqual(s.given, s.wanted) }
+
+// next is what the controller is to be given now. It is false while what it was given before is to be written first.
+func (s *stages) next(writes int64, now time.Time) ([]resourceslice.Slice, bool) {
+	if !s.waiting() {
+		return nil, false
+	}
+	step, slice := step(s.given, s.wanted)
+	// What is there already is not written: then patience has to do.
+	written := writes > s.writes || now.Sub(s.at) >= stagePatience && now.Sub(s.failed) >= stagePatience
+	if slice != allSlices && slice != s.open && !written {
+		return nil, false
+	}
+	s.given, s.open, s.writes, s.at = step, slice, writes, now
+	return step, true
+}
+
+// step is what lies between what is given and what is wanted: the first slice that differs, or all that is wanted where more than taints differ.
+func step(given, wanted []resourceslice.Slice) (_ []resourceslice.Slice, slice int) {
+	if len(given) != len(wanted) {
+		return wanted, allSlices
+	}
+	slice = allSlices
+	for i := range wanted {
+		if apiequality.Semantic.DeepEqual(given[i], wanted[i]) {
+			continue
+		}
+		if !apiequality.Semantic.DeepEqual(untainted(given[i]), untainted(wanted[i])) {
+			return wanted, allSlices
+		}
+		if slice == allSlices {
+			slice = i
+		}
+	}
+	if slice == allSlices {
+		return wanted, allSlices
+	}
+	between := slices.Clone(given)
+	between[slice] = wanted[slice]
+	return between, slice
+}
+
+// untainted is a slice without the taints of its devices.
+func untainted(s resourceslice.Slice) resourceslice.Slice {
+	devices := make([]resourceapi.Device, len(s.Devices))
+	for i, d := range s.Devices {
+		d.Taints = nil
+		devices[i] = d
+	}
+	s.Devices = devices
+	return s
+}
