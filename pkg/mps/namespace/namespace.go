@@ -7,6 +7,7 @@
 //	/tmp/driver      the driver root
 //	/tmp/bin         links to the driver's programs: the control daemon looks for its server in PATH
 //	/tmp/lib         links to the driver's libraries, and to nothing else that is in their directory
+//	/dev             is replaced where the driver has its device nodes elsewhere
 //
 // There is no change of the root directory: many a driver root is no system that could run a program. The programs are run by the dynamic linker and the
 // C library of this image; a driver root that is a whole system has a C library too, which must not be found, because it fits its own linker only.
@@ -53,6 +54,8 @@ type View struct {
 	DriverRoot string   `json:"driverRoot"`
 	LibraryDir string   `json:"libraryDir"`
 	Programs   []string `json:"programs"`
+	// Dev has the driver's device nodes, where they are not in /dev.
+	Dev string `json:"dev,omitempty"`
 }
 
 // String is the form that [Parse] takes.
@@ -107,6 +110,11 @@ func enter(v View) error {
 		{v.Pipes, Pipes, 0},
 		{v.Logs, Logs, 0},
 		{v.DriverRoot, driverRoot, unix.MS_REC},
+	}
+	if v.Dev != "" {
+		if err := replaceDev(v.Dev); err != nil {
+			return err
+		}
 	}
 	// All are opened before anything is mounted, because what is mounted may hide them.
 	var sources []int

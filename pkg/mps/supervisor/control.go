@@ -49,7 +49,7 @@ func newControl(o Options, spec mps.Daemon) (control, error) {
 		program: o.Program,
 		view: namespace.View{
 			Pipes: paths.Pipes(spec.ID), Logs: paths.Logs(spec.ID), Shm: paths.Shm(spec.ID),
-			DriverRoot: o.DriverRootMount, LibraryDir: program.LibraryDir, Programs: []string{program.Path, server.Path},
+			DriverRoot: o.DriverRootMount, LibraryDir: program.LibraryDir, Programs: []string{program.Path, server.Path}, Dev: o.dev(),
 		},
 		// Nothing is inherited: a variable of this process's Pod must not become one of CUDA's.
 		env: append([]string{

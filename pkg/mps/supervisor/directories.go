@@ -122,6 +122,18 @@ func (d directories) remove(id string) error {
 	return nil
 }
 
+// leave removes what no daemon needs when there is none: with the plugin gone before, there is nobody else to do it.
+func (d directories) leave() {
+	root := d.paths.Root()
+	ids, err := d.known()
+	if err != nil || len(ids) > 0 {
+		return
+	}
+	for _, name := range []string{d.paths.Socket(), filepath.Join(root, lockFile), root, filepath.Dir(root)} {
+		_ = os.Remove(name) // A directory that others use is not empty, and stays.
+	}
+}
+
 func (d directories) writeSpec(bootID string, spec mps.Daemon) error {
 	return d.write(spec.ID, specFile, specRecord{BootID: bootID, Daemon: spec})
 }

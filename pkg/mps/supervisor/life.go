@@ -84,7 +84,11 @@ func (s *Supervisor) live(ctx context.Context, l *life) {
 	logs, stopLogs := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopLogs()
 	var logging sync.WaitGroup
-	follower := newFollower(s.visible.Logs(l.spec.ID), func(file, line string) { logger.Info("MPS daemon says", "file", file, "line", line) })
+	follower := newFollower(s.visible.Logs(l.spec.ID), func(file, line string) {
+		if !routine.MatchString(line) {
+			logger.Info("MPS daemon says", "file", file, "line", line)
+		}
+	})
 	logging.Go(func() { follower.follow(logs) })
 	pause := firstPause
 	for ctx.Err() == nil {

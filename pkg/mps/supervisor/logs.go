@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"time"
 )
@@ -22,9 +23,13 @@ const (
 	maxLines = 100
 	// logInterval is how often logs are looked at.
 	logInterval = time.Second
-	// maxWords is how much of the log explains a failure.
-	maxWords = 1 << 10
+	// maxWords is how much of the log is looked at to explain a failure, and maxReasons how many lines of it are told.
+	maxWords   = 4 << 10
+	maxReasons = 5
 )
+
+// routine are the lines that the control daemon writes about each command, of which this supervisor sends several a minute.
+var routine = regexp.MustCompile(`(Accepting connection\.\.\.|NEW UI|UI closed|Cmd:get_\S+( \d+)?|Control +\d+\] (\d+(\.\d+|[MG])|No default pinned memory limit set for the device!)?)$`)
 
 // openOutput opens the file for a control daemon's output. Appending is what lets the file be emptied under it.
 func openOutput(dir string) (*os.File, error) {
@@ -35,7 +40,7 @@ func openOutput(dir string) (*os.File, error) {
 	return f, nil
 }
 
-// lastWords are the end of what was written to the file since it was that long.
+// lastWords are the last lines that say something, of those that were written to the file since it was that long.
 func lastWords(f *os.File, since int64) string {
 	info, err := f.Stat()
 	if err != nil {
@@ -44,10 +49,16 @@ func lastWords(f *os.File, since int64) string {
 	from := max(since, info.Size()-maxWords)
 	text := make([]byte, maxWords)
 	n, _ := f.ReadAt(text, from)
-	if words := strings.TrimSpace(string(text[:n])); words != "" {
-		return ": " + strings.Join(strings.Fields(words), " ")
+	var reasons []string
+	for line := range strings.Lines(string(text[:n])) {
+		if line = strings.TrimSpace(line); line != "" && !routine.MatchString(line) {
+			reasons = append(reasons, line)
+		}
 	}
-	return ""
+	if len(reasons) == 0 {
+		return ""
+	}
+	return ": " + strings.Join(reasons[max(0, len(reasons)-maxReasons):], "; ")
 }
 
 // follower passes on what is written to the logs of one daemon, and keeps them small.

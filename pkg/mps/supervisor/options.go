@@ -3,14 +3,17 @@ package supervisor
 import (
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// DefaultStartTimeout leaves the caller of a start that hangs time to answer the kubelet, which waits 45 s.
-const DefaultStartTimeout = 30 * time.Second
+// DefaultStartTimeout is far beyond the milliseconds that a start takes, which touches no GPU. The caller of one that hangs gets its error, with the time to
+// end the daemon added, before it gives up by itself, and that in time to answer the kubelet, which waits 45 s.
+const DefaultStartTimeout = 12 * time.Second
 
 // Options say where things are.
 type Options struct {
@@ -20,6 +23,9 @@ type Options struct {
 	ShmRootMount string
 	// DriverRoot is the root of the driver's files as the host sees it, for messages, and DriverRootMount as this process does.
 	DriverRoot, DriverRootMount string
+	// DevRoot is the directory, as this process sees it, whose dev holds the driver's device nodes (that dev itself is accepted too). Empty means: / if
+	// its dev holds nvidiactl, else the driver root.
+	DevRoot string
 	// SELinuxLabel is given to the directories that are shared with containers. Empty: none.
 	SELinuxLabel string
 	// StartTimeout is how long a daemon may take until it is ready. 0 means DefaultStartTimeout.
@@ -48,6 +54,26 @@ func (o *Options) complete() error {
 		o.StartTimeout = DefaultStartTimeout
 	}
 	return nil
+}
+
+// dev is the directory with the driver's device nodes, or empty if that is /dev. It is looked up each time: a driver container brings its dev late.
+func (o *Options) dev() string {
+	root := strings.TrimSuffix(filepath.Clean("/"+o.DevRoot), "/dev")
+	if o.DevRoot == "" {
+		root = o.DriverRootMount
+		if hasNodes("/") || !hasNodes(root) {
+			return ""
+		}
+	}
+	if root == "" || root == "/" {
+		return ""
+	}
+	return filepath.Join(root, "dev")
+}
+
+func hasNodes(root string) bool {
+	_, err := os.Lstat(filepath.Join(root, "dev", "nvidiactl"))
+	return err == nil
 }
 
 // visible are the paths as this process sees them: the plugin's directory has the same name everywhere.

@@ -2,7 +2,6 @@ package supervisor
 
 import (
 	"bytes"
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -83,18 +82,17 @@ func adopt(record runRecord, mark string) *process {
 }
 
 // awaitExit waits until the process behind a descriptor has ended, or the time is over; negative means for ever.
-func awaitExit(fd int, limit time.Duration) (ended bool) {
+func awaitExit(fd int, limit time.Duration) {
 	deadline := time.Now().Add(limit)
 	for {
 		milliseconds := -1
 		if limit >= 0 {
 			milliseconds = int(max(0, time.Until(deadline).Milliseconds()))
 		}
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, milliseconds) //nolint:gosec // a descriptor is a small number
-		if errors.Is(err, unix.EINTR) {
-			continue
+		_, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, milliseconds) //nolint:gosec // a descriptor is a small number
+		if !errors.Is(err, unix.EINTR) {
+			return
 		}
-		return err == nil && n > 0
 	}
 }
 
@@ -211,31 +209,4 @@ func bootID() (string, error) {
 		return "", fmt.Errorf("read the boot ID: %w", err)
 	}
 	return strings.TrimSpace(string(data)), nil
-}
-
-// lockOut waits until no other supervisor has the file locked, and keeps it locked until this process ends.
-func lockOut(ctx context.Context, path string) (*os.File, error) {
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
-	if err != nil {
-		return nil, fmt.Errorf("open the supervisor's lock: %w", err)
-	}
-	locked := make(chan error, 1)
-	go func() {
-		for {
-			err := unix.Flock(int(f.Fd()), unix.LOCK_EX)
-			if !errors.Is(err, unix.EINTR) {
-				locked <- err
-				return
-			}
-		}
-	}()
-	select {
-	case err := <-locked:
-		if err != nil {
-			return nil, errors.Join(fmt.Errorf("lock %s: %w", path, err), f.Close())
-		}
-		return f, nil
-	case <-ctx.Done():
-		return nil, fmt.Errorf("another supervisor of MPS daemons runs on this node and has %s locked: %w", path, context.Cause(ctx))
-	}
 }

@@ -47,10 +47,7 @@ func Run(ctx context.Context, options Options) error {
 		directories: directories{paths: options.visible(), label: options.SELinuxLabel, shm: new(sync.Mutex)},
 		lives:       map[string]*life{},
 	}
-	if err := s.directories.prepare(); err != nil {
-		return err
-	}
-	lock, err := lockOut(ctx, filepath.Join(s.visible.Root(), lockFile))
+	lock, err := lockOut(ctx, filepath.Join(s.visible.Root(), lockFile), s.directories.prepare)
 	if err != nil {
 		return err
 	}
@@ -86,8 +83,9 @@ func (s *Supervisor) serve(ctx context.Context, endLives func()) error {
 	closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 	defer cancel()
 	if err := server.Shutdown(closing); err != nil {
-		return server.Close()
+		_ = server.Close() // Who still asks has waited too long.
 	}
+	s.directories.leave()
 	return nil
 }
 

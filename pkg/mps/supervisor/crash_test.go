@@ -1,0 +1,211 @@
+package supervisor
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+const (
+	stopSignal     = unix.SIGSTOP
+	continueSignal = unix.SIGCONT
+)
+
+func signalFor(t *testing.T, pid int, signal unix.Signal) error {
+	t.Helper()
+	return unix.Kill(pid, signal)
+}
+
+func TestACrashedSupervisorsDaemonsAreTakenOver(t *testing.T) {
+	n := newNode(t)
+	n.behave(behaviour{Server: true})
+	n.supervise()
+	d := limited40("a", "GPU-a", "GPU-b")
+	n.mustStart(d)
+	before := n.processes("a")
+	n.kill()
+	n.supervise()
+	n.mustStart(d)
+	if after := n.processes("a"); len(after) != 2 || after[0] != before[0] || after[1] != before[1] {
+		t.Errorf("processes %v are now %v", before, after)
+	}
+	// And it is supervised: its death is seen although it is no child.
+	first := n.status("a").PID
+	n.killProcess(first)
+	n.await("it is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != first })
+	n.mustStop("a")
+}
+
+// Each step of a start can be seen from outside. The supervisor is killed as soon as it has done that step; whoever asks the next one gets a daemon, and
+// can be rid of it.
+func TestTheSupervisorIsKilledBetweenTheStepsOfAStart(t *testing.T) {
+	exists := func(path func(mps.Paths) string) func(*node) bool {
+		return func(n *node) bool { _, err := os.Lstat(path(n.paths)); return err == nil }
+	}
+	for name, done := range map[string]func(*node) bool{
+		"nothing":           func(*node) bool { return true },
+		"directory":         exists(func(p mps.Paths) string { return p.Dir("a") }),
+		"shared memory":     exists(func(p mps.Paths) string { return p.Shm("a") }),
+		"specification":     exists(func(p mps.Paths) string { return filepath.Join(p.Dir("a"), specFile) }),
+		"output":            exists(func(p mps.Paths) string { return filepath.Join(p.Logs("a"), outputFile) }),
+		"a process":         func(n *node) bool { return len(n.processes("a")) > 0 },
+		"record of process": exists(func(p mps.Paths) string { return filepath.Join(p.Dir("a"), runFile) }),
+		"a control daemon":  func(n *node) bool { return len(n.daemons("a")) > 0 },
+		"pipes":             exists(func(p mps.Paths) string { return filepath.Join(p.Pipes("a"), "control") }),
+		"ready":             func(n *node) bool { return n.status("a").State == mps.Ready },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			n := newNode(t)
+			n.supervise()
+			d := limited40("a", "GPU-a", "GPU-b")
+			var asking sync.WaitGroup
+			asking.Go(func() { _ = n.client.Start(context.WithoutCancel(t.Context()), d) }) // it may or may not be answered
+			n.await(name, func() bool { return done(n) })
+			n.kill()
+			asking.Wait()
+			n.supervise()
+			n.mustStart(d)
+			n.mustStop("a")
+		})
+	}
+}
+
+func TestTheSupervisorIsKilledBetweenTheStepsOfAnEnd(t *testing.T) {
+	gone := func(path func(mps.Paths) string) func(*node) bool {
+		return func(n *node) bool { _, err := os.Lstat(path(n.paths)); return err != nil }
+	}
+	for name, done := range map[string]func(*node) bool{
+		"nothing":           func(*node) bool { return true },
+		"no control daemon": func(n *node) bool { return len(n.daemons("a")) == 0 },
+		"no process":        func(n *node) bool { return len(n.processes("a")) == 0 },
+		"no specification":  gone(func(p mps.Paths) string { return filepath.Join(p.Dir("a"), specFile) }),
+		"no directory":      gone(func(p mps.Paths) string { return p.Dir("a") }),
+		"no shared memory":  gone(func(p mps.Paths) string { return p.Shm("a") }),
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			n := newNode(t)
+			n.behave(behaviour{Server: true})
+			n.supervise()
+			n.mustStart(limited40("a", "GPU-a", "GPU-b"))
+			var asking sync.WaitGroup
+			asking.Go(func() { _ = n.client.Stop(context.WithoutCancel(t.Context()), "a") })
+			n.await(name, func() bool { return done(n) })
+			n.kill()
+			asking.Wait()
+			n.supervise()
+			n.mustStop("a")
+			n.mustStart(limited40("a", "GPU-c", "GPU-d"))
+		})
+	}
+}
+
+// What a disk may hold when a supervisor starts, with a process of the daemon's that still runs.
+func TestWhatIsFoundAtTheStart(t *testing.T) {
+	boot, err := bootID()
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
+	for name, c := range map[string]struct {
+		put  func(*testing.T, directories)
+		runs bool // a daemon is there in the end
+	}{
+		"a specification of this boot": {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a"), d0.writeSpec(boot, d)) }, true},
+		"one without its directories": {func(t *testing.T, d0 directories) {
+			t.Helper()
+			must(t, os.MkdirAll(d0.paths.Dir("a"), 0o700), d0.writeSpec(boot, d))
+		}, true},
+		"one of an earlier boot": {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a"), d0.writeSpec("earlier", d)) }, false},
+		"one that is another's": {func(t *testing.T, d0 directories) {
+			t.Helper()
+			must(t, d0.make("a"), d0.write("a", specFile, specRecord{boot, mps.Daemon{ID: "b", Devices: d.Devices}}))
+		}, false},
+		"one that is impossible": {func(t *testing.T, d0 directories) {
+			t.Helper()
+			must(t, d0.make("a"), d0.write("a", specFile, specRecord{boot, mps.Daemon{ID: "a"}}))
+		}, false},
+		"one that cannot be read": {func(t *testing.T, d0 directories) {
+			t.Helper()
+			must(t, d0.make("a"), os.WriteFile(filepath.Join(d0.paths.Dir("a"), specFile), []byte("{"), 0o600))
+		}, false},
+		"directories without a specification": {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a")) }, false},
+		"shared memory alone":                 {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a"), os.RemoveAll(d0.paths.Dir("a"))) }, false},
+		"a record of this very test's process": {func(t *testing.T, d0 directories) {
+			t.Helper()
+			must(t, d0.make("a"), d0.writeSpec(boot, d), d0.write("a", runFile, runRecord{PID: os.Getpid(), StartTime: 1}))
+		}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			n := newNode(t)
+			d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
+			must(t, d0.prepare())
+			c.put(t, d0)
+			stray := exec.Command("/proc/self/exe")
+			stray.Args = []string{serverProgram}
+			stray.Env = []string{mark(n.paths, "a")}
+			must(t, stray.Start())
+			ended := make(chan error, 1)
+			go func() { ended <- stray.Wait() }()
+			n.supervise()
+			<-ended
+			if c.runs {
+				n.await("it is ready", func() bool { return n.status("a").State == mps.Ready })
+				n.mustStop("a")
+				return
+			}
+			n.await("it is forgotten", func() bool {
+				_, onDisk := os.Lstat(n.paths.Dir("a"))
+				_, inShm := os.Lstat(n.paths.Shm("a"))
+				return onDisk != nil && inShm != nil
+			})
+			if s := n.status("a"); s.State != "" {
+				t.Errorf("%+v", s)
+			}
+		})
+	}
+}
+
+func must(t *testing.T, errs ...error) {
+	t.Helper()
+	for _, err := range errs {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// Whoever else has the number, or the name, of a daemon's process is not touched.
+func TestOtherProcessesAreNotTouched(t *testing.T) {
+	n := newNode(t)
+	other := exec.Command("/proc/self/exe")
+	other.Args = []string{serverProgram, "-f"}
+	other.Env = []string{mark(n.paths, "a") + "x"} // another daemon's mark begins the same
+	other.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	must(t, other.Start())
+	defer func() { _ = other.Process.Kill(); _ = other.Wait() }()
+	d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
+	boot, err := bootID()
+	must(t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}))
+	started, err := startTime(other.Process.Pid)
+	must(t, err, d0.write("a", runFile, runRecord{PID: other.Process.Pid, StartTime: started}))
+	n.supervise()
+	n.await("it is ready", func() bool { return n.status("a").State == mps.Ready })
+	if n.status("a").PID == other.Process.Pid {
+		t.Error("a stranger was taken for the daemon")
+	}
+	n.mustStop("a")
+	if err := unix.Kill(other.Process.Pid, 0); err != nil {
+		t.Error("a stranger was ended:", err)
+	}
+}

@@ -1,0 +1,232 @@
+package supervisor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+// patience is how long a test waits for what must come.
+const patience = 20 * time.Second
+
+func contextForTest() context.Context { return context.Background() }
+
+// node is a host with a driver whose MPS programs are those of fake_test.go.
+type node struct {
+	t       *testing.T
+	options Options
+	paths   mps.Paths
+	client  *mps.Client
+	cmd     *exec.Cmd
+	log     string
+}
+
+func newNode(t *testing.T) *node {
+	t.Helper()
+	needMounts(t)
+	dir := t.TempDir()
+	root := filepath.Join(dir, "driver")
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"usr/bin/" + controlProgram, "usr/sbin/" + serverProgram, "usr/lib64/libnvidia-ml.so.1", "usr/lib64/libc.so.6"} {
+		path := filepath.Join(root, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Link(self, path); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n := &node{t: t, paths: mps.Paths{PluginDir: filepath.Join(dir, "plugin"), ShmRoot: filepath.Join(dir, "shm")}, log: filepath.Join(dir, "supervisor.log")}
+	if err := os.MkdirAll(n.paths.ShmRoot, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	n.options = Options{Paths: n.paths, DriverRoot: "/opt/driver", DriverRootMount: root, Program: self}
+	n.client = mps.NewClient(n.paths)
+	t.Cleanup(n.cleanUp)
+	return n
+}
+
+// needMounts skips a test where mount namespaces cannot be made.
+func needMounts(t *testing.T) {
+	t.Helper()
+	probe := exec.Command("/proc/self/exe", "-test.run=^$")
+	probe.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS}
+	if err := probe.Run(); errors.Is(err, fs.ErrPermission) {
+		t.Skip("needs the right to make mount namespaces")
+	}
+}
+
+func (n *node) behave(b behaviour) {
+	n.t.Helper()
+	data, err := json.Marshal(b)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(n.options.DriverRootMount, "behaviour.json"), data, 0o644); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+// supervise starts a supervisor in a process of its own, and returns when it answers.
+func (n *node) supervise() {
+	n.t.Helper()
+	text, err := json.Marshal(n.options)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	log, err := os.OpenFile(n.log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	defer func() { _ = log.Close() }()
+	n.cmd = exec.Command("/proc/self/exe", "supervise", string(text))
+	n.cmd.Stdout, n.cmd.Stderr = log, log
+	if err := n.cmd.Start(); err != nil {
+		n.t.Fatal(err)
+	}
+	n.await("the supervisor answers", func() bool {
+		_, err := n.client.List(n.t.Context())
+		return err == nil
+	})
+}
+
+// kill ends the supervisor as a crash does, stop as a deleted Pod does.
+func (n *node) kill() { n.end(syscall.SIGKILL) }
+func (n *node) stop() { n.end(syscall.SIGTERM) }
+
+func (n *node) end(signal syscall.Signal) {
+	n.t.Helper()
+	if err := n.cmd.Process.Signal(signal); err != nil {
+		n.t.Fatal(err)
+	}
+	err := n.cmd.Wait()
+	n.cmd = nil
+	if signal == syscall.SIGTERM && err != nil {
+		n.t.Errorf("the supervisor does not end in order: %v\n%s", err, n.said())
+	}
+}
+
+func (n *node) said() string {
+	data, _ := os.ReadFile(n.log)
+	return string(data)
+}
+
+// await polls for what another process does.
+func (n *node) await(what string, is func() bool) {
+	n.t.Helper()
+	deadline := time.Now().Add(patience)
+	for !is() {
+		if time.Now().After(deadline) {
+			n.t.Fatalf("%s: not within %s\n%s", what, patience, n.said())
+		}
+		<-time.After(time.Millisecond)
+	}
+}
+
+func (n *node) start(d mps.Daemon) error {
+	n.t.Helper()
+	ctx, cancel := context.WithTimeout(n.t.Context(), patience)
+	defer cancel()
+	return n.client.Start(ctx, d)
+}
+
+func (n *node) mustStart(d mps.Daemon) {
+	n.t.Helper()
+	if err := n.start(d); err != nil {
+		n.t.Fatalf("%v\n%s", err, n.said())
+	}
+	if pids := n.daemons(d.ID); len(pids) != 1 {
+		n.t.Fatalf("%s is ready and has the control daemons %v\n%s", d.ID, pids, n.said())
+	}
+}
+
+func (n *node) mustStop(id string) {
+	n.t.Helper()
+	ctx, cancel := context.WithTimeout(n.t.Context(), patience)
+	defer cancel()
+	if err := n.client.Stop(ctx, id); err != nil {
+		n.t.Fatalf("%v\n%s", err, n.said())
+	}
+	n.nothingLeft(id)
+}
+
+func (n *node) status(id string) mps.Status {
+	n.t.Helper()
+	all, err := n.client.List(n.t.Context())
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	i := slices.IndexFunc(all, func(s mps.Status) bool { return s.Daemon.ID == id })
+	if i < 0 {
+		return mps.Status{}
+	}
+	return all[i]
+}
+
+// processes are those of a daemon, servers too.
+func (n *node) processes(id string) []int {
+	n.t.Helper()
+	pids, err := markedProcesses(mark(n.paths, id))
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return pids
+}
+
+// daemons are the control daemons among them, without clients that send a command.
+func (n *node) daemons(id string) []int {
+	n.t.Helper()
+	return slices.DeleteFunc(n.processes(id), func(pid int) bool {
+		data, _ := os.ReadFile(filepath.Join("/proc", itoa(pid), "cmdline"))
+		return !strings.HasPrefix(string(data), controlProgram+"\x00-f")
+	})
+}
+
+func (n *node) nothingLeft(id string) {
+	n.t.Helper()
+	if pids := n.processes(id); len(pids) > 0 {
+		n.t.Errorf("processes %v of %s are left", pids, id)
+	}
+	for _, dir := range []string{n.paths.Dir(id), n.paths.Shm(id)} {
+		if _, err := os.Lstat(dir); !errors.Is(err, fs.ErrNotExist) {
+			n.t.Errorf("%s is left (%v)", dir, err)
+		}
+	}
+}
+
+func (n *node) killProcess(pid int) {
+	n.t.Helper()
+	if err := unix.Kill(pid, unix.SIGKILL); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+// cleanUp leaves no process of a test that failed.
+func (n *node) cleanUp() {
+	if n.cmd != nil {
+		_ = n.cmd.Process.Kill()
+		_ = n.cmd.Wait()
+	}
+	entries, _ := os.ReadDir(n.paths.Root())
+	for _, e := range entries {
+		if err := endMarked(mark(n.paths, e.Name())); err != nil {
+			n.t.Error(err)
+		}
+	}
+}

@@ -1,0 +1,315 @@
+package supervisor
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+func itoa(i int) string { return strconv.Itoa(i) }
+
+func limited40(id string, devices ...string) mps.Daemon {
+	threads := 40
+	return mps.Daemon{ID: id, Devices: devices, ThreadPercentage: &threads, MemoryLimits: map[int]uint64{0: 18 << 10, 1: 1500}, MultiUser: true}
+}
+
+func TestADaemonIsReadyWithItsLimitsAndGoesWithoutATrace(t *testing.T) {
+	n := newNode(t)
+	n.supervise()
+	n.mustStart(limited40("claim-0", "GPU-a", "GPU-b"))
+	s := n.status("claim-0")
+	if s.State != mps.Ready || s.PID == 0 {
+		t.Errorf("%+v", s)
+	}
+	log, err := os.ReadFile(filepath.Join(n.paths.Logs("claim-0"), outputFile))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"-f -multiuser-server", "devices GPU-a,GPU-b", "set_default_active_thread_percentage 40", "pinned_mem_limit 0 18432M", "pinned_mem_limit 1 1500M"} {
+		if !strings.Contains(string(log), want) {
+			t.Errorf("the control daemon was not given %q:\n%s", want, log)
+		}
+	}
+	n.mustStop("claim-0")
+	n.mustStop("claim-0") // again: it is stopped already
+	if !strings.Contains(n.said(), "MPS daemon says") || !strings.Contains(n.said(), "Cmd:quit -t 2") {
+		t.Errorf("the daemon's log is not in the supervisor's:\n%s", n.said())
+	}
+}
+
+func TestNonRootClientsReachTheDirectories(t *testing.T) {
+	n := newNode(t)
+	n.supervise()
+	n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
+	for dir, want := range map[string]os.FileMode{n.paths.Pipes("a"): shared, n.paths.Shm("a"): shared, n.paths.ShmDir(): 0o711, n.paths.Logs("a"): 0o700} {
+		info, err := os.Stat(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if have := info.Mode() & (os.ModePerm | os.ModeSticky); have != want {
+			t.Errorf("%s has mode %v, not %v", dir, have, want)
+		}
+	}
+}
+
+func TestTheSameDaemonIsLeftAloneAndAnotherReplacesIt(t *testing.T) {
+	n := newNode(t)
+	n.supervise()
+	d := limited40("a", "GPU-a", "GPU-b")
+	n.mustStart(d)
+	first := n.status("a").PID
+	pipes, err := os.Stat(n.paths.Pipes("a"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.mustStart(d)
+	if pid := n.status("a").PID; pid != first {
+		t.Errorf("the same daemon was restarted: %d is now %d", first, pid)
+	}
+	d.Devices = []string{"GPU-a", "GPU-c"}
+	n.mustStart(d)
+	if pid := n.status("a").PID; pid == first {
+		t.Error("a daemon with other devices was not restarted")
+	}
+	again, err := os.Stat(n.paths.Pipes("a"))
+	if err != nil || !os.SameFile(pipes, again) {
+		t.Error("the directory of pipes is another one: running containers have the old", err)
+	}
+}
+
+func TestLimitsThatSomeoneChangedAreSetAgain(t *testing.T) {
+	n := newNode(t)
+	n.supervise()
+	d := limited40("a", "GPU-a", "GPU-b")
+	n.mustStart(d)
+	c, err := newControl(mustComplete(t, n.options), d)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.ask(t.Context(), "set_default_active_thread_percentage 90"); err != nil {
+		t.Fatal(err)
+	}
+	n.mustStart(d)
+	if answer, err := c.ask(t.Context(), "get_default_active_thread_percentage"); err != nil || answer != "40.0" {
+		t.Error(answer, err)
+	}
+}
+
+func mustComplete(t *testing.T, o Options) Options {
+	t.Helper()
+	if err := o.complete(); err != nil {
+		t.Fatal(err)
+	}
+	return o
+}
+
+func TestWhatCannotStartSaysWhyAndLeavesNothing(t *testing.T) {
+	for name, c := range map[string]struct {
+		behave behaviour
+		change func(*node)
+		want   []string
+	}{
+		"a control daemon that ends":     {behaviour{Exit: "Cannot initialize CUDA"}, nil, []string{"control daemon ended", "exit status 1", "Cannot initialize CUDA"}},
+		"one that hangs":                 {behaviour{Hang: []string{"GPU-a"}}, nil, []string{"is not ready after 500ms"}},
+		"one that hangs and is stubborn": {behaviour{Hang: []string{"GPU-a"}, IgnoreTerm: true}, nil, []string{"is not ready after 500ms"}},
+		"one that does not answer":       {behaviour{Deaf: true}, nil, []string{"is not ready after 500ms"}},
+		"one that forgets limits":        {behaviour{Forget: true}, nil, []string{"does not keep", "set_default_device_pinned_mem_limit 0 18432M"}},
+		"one that knows no users":        {behaviour{Old: true}, nil, []string{"no MPS for several users", "upgrade the driver"}},
+		"no driver": {behaviour{}, func(n *node) { _ = os.RemoveAll(n.options.DriverRootMount) },
+			[]string{"/opt/driver", "find the driver's MPS"}},
+		"no server": {behaviour{}, func(n *node) { _ = os.Remove(filepath.Join(n.options.DriverRootMount, "usr/sbin", serverProgram)) },
+			[]string{"nvidia-cuda-mps-server", "/opt/driver"}},
+		"no shared memory": {behaviour{}, func(n *node) { _ = os.RemoveAll(n.paths.ShmRoot) }, []string{"shared memory", "mounted?"}},
+		"someone else's directory": {behaviour{}, func(n *node) { _ = os.Symlink("/etc", n.paths.ShmDir()) },
+			[]string{"gpu-dra-driver-mps is not a directory of root's"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			n := newNode(t)
+			n.options.StartTimeout = 500 * time.Millisecond
+			n.behave(c.behave)
+			n.supervise()
+			if c.change != nil {
+				c.change(n)
+			}
+			err := n.start(limited40("a", "GPU-a", "GPU-b"))
+			if err == nil {
+				t.Fatal("it started")
+			}
+			for _, want := range append(c.want, "start MPS daemon a: ") {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("%q is not in: %v", want, err)
+				}
+			}
+			n.nothingLeft("a")
+			if s := n.status("a"); s.State != "" {
+				t.Errorf("it is still known: %+v", s)
+			}
+		})
+	}
+}
+
+func TestAStartThatHangsDelaysNoOther(t *testing.T) {
+	n := newNode(t)
+	n.behave(behaviour{Hang: []string{"GPU-bad"}})
+	n.supervise()
+	hanging, cancel := context.WithCancel(t.Context())
+	var wait sync.WaitGroup
+	wait.Go(func() {
+		if err := n.client.Start(hanging, mps.Daemon{ID: "bad", Devices: []string{"GPU-bad"}}); !errors.Is(err, context.Canceled) {
+			t.Error("the hanging start ended otherwise:", err)
+		}
+	})
+	n.await("the hanging daemon is there", func() bool { return len(n.daemons("bad")) == 1 })
+	for _, id := range []string{"a", "b", "c"} {
+		n.mustStart(mps.Daemon{ID: id, Devices: []string{"GPU-" + id}})
+		n.mustStop(id)
+	}
+	cancel()
+	wait.Wait()
+	n.mustStop("bad") // which does not wait for the start's time to be over either
+}
+
+func TestADaemonThatDiesIsRestartedInItsDirectories(t *testing.T) {
+	n := newNode(t)
+	n.behave(behaviour{Server: true})
+	n.supervise()
+	n.mustStart(limited40("a", "GPU-a", "GPU-b"))
+	first := n.status("a").PID
+	pipes, err := os.Stat(n.paths.Pipes("a"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.killProcess(first)
+	n.await("it is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != first })
+	if again, err := os.Stat(n.paths.Pipes("a")); err != nil || !os.SameFile(pipes, again) {
+		t.Error("the directory of pipes is another one", err)
+	}
+	if s := n.status("a"); s.Restarts != 1 {
+		t.Errorf("%+v", s)
+	}
+	if pids := n.processes("a"); len(pids) != 2 {
+		t.Errorf("a daemon and its server are %v: those of the dead one must go", pids)
+	}
+	if !strings.Contains(n.said(), "signal: killed") {
+		t.Errorf("how it ended is not in the log:\n%s", n.said())
+	}
+	n.mustStop("a")
+}
+
+func TestARequestForADaemonThatFailsTriesAtOnce(t *testing.T) {
+	n := newNode(t)
+	n.supervise()
+	d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
+	n.mustStart(d)
+	n.behave(behaviour{Exit: "out of order"})
+	n.killProcess(n.status("a").PID)
+	n.await("it fails", func() bool { return n.status("a").Restarts > 1 })
+	if err := n.start(d); err == nil || !strings.Contains(err.Error(), "out of order") {
+		t.Error(err)
+	}
+	if n.status("a").Daemon.ID != "a" {
+		t.Error("a daemon that had clients was forgotten because it fails")
+	}
+	n.behave(behaviour{})
+	n.mustStart(d)
+}
+
+func TestADaemonThatRunsButDoesNotAnswerIsLeftToItsClients(t *testing.T) {
+	n := newNode(t)
+	n.supervise()
+	d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
+	n.mustStart(d)
+	pid := n.status("a").PID
+	stopped := signalFor(t, pid, stopSignal)
+	defer signalFor(t, pid, continueSignal)
+	_ = stopped
+	if err := n.start(d); err == nil || !strings.Contains(err.Error(), "does not answer") || !strings.Contains(err.Error(), itoa(pid)) {
+		t.Error(err)
+	}
+	if n.status("a").PID != pid {
+		t.Error("it was restarted")
+	}
+	n.mustStop("a")
+}
+
+func TestStubbornDaemonsAndTheirServersGo(t *testing.T) {
+	n := newNode(t)
+	n.behave(behaviour{IgnoreQuit: true, IgnoreTerm: true, Server: true})
+	n.supervise()
+	n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
+	n.mustStop("a")
+}
+
+func TestTheSupervisorEndsDaemonsInOrderAndItsNextOneStartsThem(t *testing.T) {
+	n := newNode(t)
+	n.supervise()
+	d := limited40("a", "GPU-a", "GPU-b")
+	n.mustStart(d)
+	n.stop()
+	if pids := n.processes("a"); len(pids) > 0 {
+		t.Errorf("processes %v are left", pids)
+	}
+	if !strings.Contains(n.said(), "Cmd:quit") {
+		t.Errorf("it was not told to quit:\n%s", n.said())
+	}
+	if err := n.start(d); err == nil || !strings.Contains(err.Error(), "mps.enabled") {
+		t.Error("without a supervisor:", err)
+	}
+	n.supervise()
+	n.await("it is ready again", func() bool { return n.status("a").State == mps.Ready })
+	n.mustStart(d)
+	n.mustStop("a")
+	n.stop()
+	if _, err := os.Lstat(n.paths.PluginDir); !errors.Is(err, os.ErrNotExist) {
+		t.Error("without daemons it leaves directories", err)
+	}
+}
+
+func TestASecondSupervisorWaitsForTheFirst(t *testing.T) {
+	n := newNode(t)
+	n.supervise()
+	n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
+	pid := n.status("a").PID
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := Run(ctx, n.options); err == nil || !strings.Contains(err.Error(), "another supervisor") {
+		t.Error(err)
+	}
+	if n.status("a").PID != pid {
+		t.Error("the second one has touched the daemon")
+	}
+}
+
+func TestManyDaemonsAtOnce(t *testing.T) {
+	n := newNode(t)
+	n.supervise()
+	var wait sync.WaitGroup
+	for i := range 8 {
+		wait.Go(func() {
+			id := "d" + itoa(i)
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			for range 2 {
+				if err := n.client.Start(ctx, mps.Daemon{ID: id, Devices: []string{"GPU-" + id}}); err != nil {
+					t.Error(err)
+				}
+				if err := n.client.Stop(ctx, id); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wait.Wait()
+	if entries, err := os.ReadDir(n.paths.ShmRoot); err != nil || len(entries) > 0 {
+		t.Error(entries, err)
+	}
+}
