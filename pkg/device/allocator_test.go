@@ -11,7 +11,6 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/dynamic-resource-allocation/structured"
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
@@ -52,7 +51,17 @@ func dynamic(gpus ...GPU) []Offering {
 }
 
 // allocate asks the scheduler's own allocator for one claim and returns the devices it got, nil if it got none.
-func (m machine) allocate(taken sets.Set[structured.DeviceID], spec resourceapi.DeviceClaim) []string {
+func (m machine) allocate(taken *scheduler.Taken, spec resourceapi.DeviceClaim) []string {
+	m.t.Helper()
+	var names []string
+	for _, r := range m.results(taken, spec) {
+		names = append(names, r.Device)
+	}
+	return names
+}
+
+// results is the same, with what is held of each device.
+func (m machine) results(taken *scheduler.Taken, spec resourceapi.DeviceClaim) []resourceapi.DeviceRequestAllocationResult {
 	m.t.Helper()
 	for i := range spec.Requests {
 		spec.Requests[i].Name = fmt.Sprintf("r%d", i)
@@ -60,11 +69,11 @@ func (m machine) allocate(taken sets.Set[structured.DeviceID], spec resourceapi.
 			spec.Requests[i].Exactly.DeviceClassName = driverName
 		}
 	}
-	names, err := m.Allocate(m.t.Context(), taken, spec)
+	results, err := m.Allocate(m.t.Context(), taken, spec)
 	if err != nil {
 		m.t.Fatal(err)
 	}
-	return names
+	return results
 }
 
 // device finds a GPU by the name of its device.
@@ -104,12 +113,18 @@ func profile(name string) string {
 	return fmt.Sprintf(`device.attributes["gpu.nvidia.com"].profile == %q`, name)
 }
 
-const migClass = "mig.nvidia.com"
+const (
+	migClass    = "mig.nvidia.com"
+	sharedClass = "shared.gpu.nvidia.com"
+)
 
-// chartClasses are those that the chart installs for whole GPUs and for partitions.
+// chartClasses are those that the chart installs for whole GPUs, for partitions and for shares.
 func chartClasses() scheduler.Classes {
 	const isType = `device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == %q`
-	return scheduler.Classes{driverName: fmt.Sprintf(isType, "gpu"), migClass: fmt.Sprintf(isType, "mig")}
+	return scheduler.Classes{
+		driverName: fmt.Sprintf(isType, "gpu"), migClass: fmt.Sprintf(isType, "mig"),
+		sharedClass: `device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type in ["gpu-share", "mig-share"]`,
+	}
 }
 
 // simulated reads the machine of a node file, as discovery would find it.
@@ -216,7 +231,7 @@ func TestEveryKnownModelKeepsTheLimitsAndAllocates(t *testing.T) {
 			keepsLimits(t, m)
 			expression := fmt.Sprintf(`device.attributes["gpu.nvidia.com"].productName == %q && device.capacity["gpu.nvidia.com"].memory.compareTo(quantity("%dMi")) == 0`,
 				known.ProductName.Value, known.MemoryTotalMiB.Value)
-			if got := m.allocate(sets.New[structured.DeviceID](), requests(count(1, expression))); len(got) != 1 {
+			if got := m.allocate(scheduler.NewTaken(), requests(count(1, expression))); len(got) != 1 {
 				t.Error("it is not found by its name and memory")
 			}
 		})
@@ -230,7 +245,7 @@ func TestMachinesWithMoreGPUsThanASliceHolds(t *testing.T) {
 			t.Errorf("%d GPUs make %d slices, want %d", n, len(m.Slices), slices)
 		}
 		keepsLimits(t, m)
-		taken := sets.New[structured.DeviceID]()
+		taken := scheduler.NewTaken()
 		if got := m.allocate(taken, requests(count(min(n, resourceapi.AllocationResultsMaxSize)))); len(got) != min(n, resourceapi.AllocationResultsMaxSize) {
 			t.Errorf("of %d GPUs %d were allocated", n, len(got))
 		}
@@ -239,7 +254,7 @@ func TestMachinesWithMoreGPUsThanASliceHolds(t *testing.T) {
 
 func allocatesEveryGPUOnce(t *testing.T, m machine) {
 	t.Helper()
-	taken := sets.New[structured.DeviceID]()
+	taken := scheduler.NewTaken()
 	for i := range m.offerings {
 		got := m.allocate(taken, requests(count(1)))
 		if len(got) != 1 {
@@ -262,7 +277,7 @@ func dgxH100(t *testing.T) machine {
 
 func TestEightOfEightAndNoNinth(t *testing.T) {
 	m := dgxH100(t)
-	taken := sets.New[structured.DeviceID]()
+	taken := scheduler.NewTaken()
 	if got := m.allocate(taken, requests(count(9))); got != nil {
 		t.Errorf("nine of eight: %v", got)
 	}
@@ -296,7 +311,7 @@ func TestSelectionByCEL(t *testing.T) {
 		`device.attributes["gpu.nvidia.com"].uuid == device.attributes["gpu.nvidia.com"].parentUUID`: 8,
 	} {
 		n := 0
-		for taken := sets.New[structured.DeviceID](); m.allocate(taken, requests(count(1, expression))) != nil; n++ {
+		for taken := scheduler.NewTaken(); m.allocate(taken, requests(count(1, expression))) != nil; n++ {
 		}
 		if n != want {
 			t.Errorf("%s selects %d, want %d", expression, n, want)
@@ -316,24 +331,24 @@ func TestMatchingAndDistinctPlaces(t *testing.T) {
 	}
 	match := requests(count(2), count(2))
 	match.Constraints = []resourceapi.DeviceConstraint{{MatchAttribute: &root}}
-	if got := m.allocate(sets.New[structured.DeviceID](), match); len(got) != 4 || roots(got).Len() != 1 {
+	if got := m.allocate(scheduler.NewTaken(), match); len(got) != 4 || roots(got).Len() != 1 {
 		t.Errorf("four at one root: %v", got)
 	}
 	tooMany := requests(count(5))
 	tooMany.Constraints = match.Constraints
-	if got := m.allocate(sets.New[structured.DeviceID](), tooMany); got != nil {
+	if got := m.allocate(scheduler.NewTaken(), tooMany); got != nil {
 		t.Errorf("five at a root that has four: %v", got)
 	}
 	distinct := requests(count(4))
 	distinct.Constraints = []resourceapi.DeviceConstraint{{DistinctAttribute: &root}}
-	if got := m.allocate(sets.New[structured.DeviceID](), distinct); len(got) != 4 || roots(got).Len() != 4 {
+	if got := m.allocate(scheduler.NewTaken(), distinct); len(got) != 4 || roots(got).Len() != 4 {
 		t.Errorf("four at different roots: %v", got)
 	}
 }
 
 func TestFirstFitGoesByPCIAddress(t *testing.T) {
 	m := dgxH100(t)
-	if got := m.allocate(sets.New[structured.DeviceID](), requests(count(2))); len(got) != 2 || got[0] != "gpu-0000-1b-00-0" || got[1] != "gpu-0000-43-00-0" {
+	if got := m.allocate(scheduler.NewTaken(), requests(count(2))); len(got) != 2 || got[0] != "gpu-0000-1b-00-0" || got[1] != "gpu-0000-43-00-0" {
 		t.Error(got)
 	}
 }

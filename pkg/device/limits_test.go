@@ -7,6 +7,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/utils/ptr"
 )
 
 // keepsLimits holds every slice to the API's limits, with room for what health adds later.
@@ -35,8 +36,9 @@ func keepsLimits(t *testing.T, m machine) {
 			for name, a := range d.Attributes {
 				attributeIsValid(t, d.Name, name, a)
 			}
-			for name := range d.Capacity {
+			for name, c := range d.Capacity {
 				nameIsValid(t, d.Name, name)
+				policyIsValid(t, d, name, c)
 			}
 			consumptionIsValid(t, d, counters)
 		}
@@ -129,5 +131,29 @@ func consumptionIsValid(t *testing.T, d resourceapi.Device, all map[string]map[s
 				t.Errorf("device %s consumes %s of counter %s in %s, which has %s", d.Name, want.Value.String(), name, c.CounterSet, has.Value.String())
 			}
 		}
+	}
+}
+
+// policyIsValid says whether the API server takes a capacity: see validateRequestPolicyRange in its validation of ResourceSlices. Each capacity of a device that
+// several claims may hold needs a policy, or the first claim that does not ask for it gets all.
+func policyIsValid(t *testing.T, d resourceapi.Device, name resourceapi.QualifiedName, c resourceapi.DeviceCapacity) {
+	t.Helper()
+	if shared := ptr.Deref(d.AllowMultipleAllocations, false); shared != (c.RequestPolicy != nil) {
+		t.Errorf("device %s is shared: %v; its %s has a policy: %v", d.Name, shared, name, !shared)
+	}
+	if c.RequestPolicy == nil {
+		return
+	}
+	p := c.RequestPolicy
+	if p.Default == nil || p.ValidRange == nil || p.ValidRange.Min == nil || p.ValidRange.Max == nil || p.ValidRange.Step == nil || len(p.ValidValues) > 0 {
+		t.Errorf("device %s: the policy of %s is not complete", d.Name, name)
+		return
+	}
+	least, most, step, total := p.ValidRange.Min.Value(), p.ValidRange.Max.Value(), p.ValidRange.Step.Value(), c.Value.Value()
+	if least < 0 || most > total || step <= 0 || least+step > total || (most-least)%step != 0 {
+		t.Errorf("device %s: %s goes from %d to %d of %d in steps of %d", d.Name, name, least, most, total, step)
+	}
+	if n := p.Default.Value(); n < least || n > most || (n-least)%step != 0 {
+		t.Errorf("device %s: %s is %d by default, which is none of %d to %d in steps of %d", d.Name, name, n, least, most, step)
 	}
 }

@@ -8,7 +8,8 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/dynamic-resource-allocation/structured"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
 // kinds are what the packing tests ask for, the largest first.
@@ -210,7 +211,7 @@ func TestClaimsWithSeveralPartitions(t *testing.T) {
 				attribute := resourceapi.FullyQualifiedName(driverName + "/" + c.match)
 				spec.Constraints = []resourceapi.DeviceConstraint{{MatchAttribute: &attribute}}
 			}
-			got := m.allocate(sets.New[structured.DeviceID](), spec)
+			got := m.allocate(scheduler.NewTaken(), spec)
 			if len(got) != c.devices || gpusOf(got) != c.gpus {
 				t.Errorf("%v on %d cards, want %d devices on %d", got, gpusOf(got), c.devices, c.gpus)
 			}

@@ -9,7 +9,6 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/dynamic-resource-allocation/structured"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
@@ -22,7 +21,7 @@ type rack struct {
 	items map[string]item
 	card  map[string]int
 	held  [][]item // by card
-	taken sets.Set[structured.DeviceID]
+	taken *scheduler.Taken
 }
 
 func newRack(t *testing.T, known *model.GPU, n int) *rack {
@@ -30,7 +29,7 @@ func newRack(t *testing.T, known *model.GPU, n int) *rack {
 	gpus := cuttable(known, n)
 	r := &rack{
 		machine: newMachine(t, gpus, Driver{Version: "580.65.06", CUDAVersion: "13.0"}),
-		items:   map[string]item{}, card: map[string]int{}, held: make([][]item, n), taken: sets.New[structured.DeviceID](),
+		items:   map[string]item{}, card: map[string]int{}, held: make([][]item, n), taken: scheduler.NewTaken(),
 	}
 	offered := sets.New[string]()
 	for _, s := range r.Slices {
@@ -80,7 +79,7 @@ func (r *rack) hold(devices ...string) error {
 func (r *rack) free(device string) {
 	i := r.card[device]
 	r.held[i] = slices.DeleteFunc(slices.Clone(r.held[i]), func(o item) bool { return o.device == device })
-	r.taken.Delete(scheduler.Device(driverName, device))
+	r.taken.Free(scheduler.Device(driverName, device))
 }
 
 func (r *rack) clear() {

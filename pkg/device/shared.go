@@ -76,12 +76,12 @@ func (s Shared) Name() string {
 }
 
 // memory is what claims can get. It is 0 if there is not room for two, since the API wants a step to be possible.
-func (s Shared) memory() uint64 {
-	reserve := uint64(reserveOfWhole)
+func (s Shared) memory() int64 {
+	reserve := int64(reserveOfWhole)
 	if s.name().Partition != nil {
 		reserve = reserveOfPartition
 	}
-	total := min(s.memoryToShare(), math.MaxInt64)
+	total := int64(min(s.memoryToShare(), math.MaxInt64))
 	if total < reserve+2*leastFraction {
 		return 0
 	}
@@ -122,5 +122,5 @@ func inParts(total, least, unasked, step resource.Quantity) resourceapi.DeviceCa
 	}}
 }
 
-func bytesOf(n uint64) resource.Quantity { return *resource.NewQuantity(int64(n), resource.BinarySI) }
-func numberOf(n int) resource.Quantity   { return *resource.NewQuantity(int64(n), resource.DecimalSI) }
+func bytesOf(n int64) resource.Quantity { return *resource.NewQuantity(n, resource.BinarySI) }
+func numberOf(n int) resource.Quantity  { return *resource.NewQuantity(int64(n), resource.DecimalSI) }

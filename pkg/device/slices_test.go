@@ -13,10 +13,10 @@ import (
 	"github.com/google/go-cmp/cmp"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/dynamic-resource-allocation/structured"
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
 func TestHowManySlicesAMachineTakes(t *testing.T) {
@@ -211,8 +211,8 @@ func TestAdminAccess(t *testing.T) {
 	admin := requests(resourceapi.DeviceRequest{Exactly: &resourceapi.ExactDeviceRequest{
 		DeviceClassName: driverName, AllocationMode: resourceapi.DeviceAllocationModeAll, AdminAccess: ptr.To(true),
 	}})
-	taken := sets.New[structured.DeviceID]()
-	if got := m.allocate(sets.New[structured.DeviceID](), admin); len(got) != 2 {
+	taken := scheduler.NewTaken()
+	if got := m.allocate(scheduler.NewTaken(), admin); len(got) != 2 {
 		t.Errorf("of idle GPUs it sees %v", got)
 	}
 	m.allocate(taken, requests(count(2)))
@@ -228,7 +228,7 @@ func TestAdminAccess(t *testing.T) {
 
 	// With a GPU cut into partitions, there is still the other one. That one itself cannot be looked at before the scheduler's bug is mended: no counters
 	// are right for both.
-	taken = sets.New[structured.DeviceID]()
+	taken = scheduler.NewTaken()
 	cut := m.allocate(taken, requests(partitions(1)))
 	admin.Requests[0].Exactly.AllocationMode, admin.Requests[0].Exactly.Count = resourceapi.DeviceAllocationModeExactCount, 1
 	if got := m.allocate(taken.Clone(), admin); len(cut) != 1 || len(got) != 1 || strings.HasPrefix(cut[0], got[0]) {

@@ -15,8 +15,6 @@ import (
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
-	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/dynamic-resource-allocation/structured"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -158,14 +156,14 @@ func (c *cluster) publish(gpus []device.GPU) {
 // sequence is claims that come and go, until all are gone.
 func (c *cluster) sequence() {
 	c.t.Helper()
-	taken := sets.New[structured.DeviceID]()
+	taken := scheduler.NewTaken()
 	var claims [][]made
 	free := func(i int) {
 		for _, m := range claims[i] {
 			if err := c.hardware.destroy(m); err != nil {
 				c.t.Fatal(err)
 			}
-			taken.Delete(scheduler.Device(driverName, m.name.String()))
+			taken.Free(scheduler.Device(driverName, m.name.String()))
 		}
 		claims = slices.Delete(claims, i, i+1)
 	}
@@ -191,7 +189,7 @@ func (c *cluster) sequence() {
 }
 
 // claim lets the allocator decide, and the hardware judge.
-func (c *cluster) claim(taken sets.Set[structured.DeviceID], before [][]made, wanted []wish) []made {
+func (c *cluster) claim(taken *scheduler.Taken, before [][]made, wanted []wish) []made {
 	c.t.Helper()
 	spec := resourceapi.DeviceClaim{}
 	for i, w := range wanted {
@@ -216,9 +214,9 @@ func (c *cluster) claim(taken sets.Set[structured.DeviceID], before [][]made, wa
 	c.given++
 	var all []made
 	for i, d := range got {
-		name, _ := device.ParseName(d)
+		name, _ := device.ParseName(d.Device)
 		if !wanted[i].wants(name) {
-			c.t.Fatalf("%s was asked for, and %s given", wanted[i].class, d)
+			c.t.Fatalf("%s was asked for, and %s given", wanted[i].class, name)
 		}
 		m, err := c.hardware.make(name)
 		if err == nil {

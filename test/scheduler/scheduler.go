@@ -1,5 +1,5 @@
 // Package scheduler allocates devices as the cluster's scheduler does, with its own allocator, from what a driver publishes for one node. It is for tests;
-// it needs no cluster, and forgets nothing that it has given: the caller keeps the account.
+// it needs no cluster. The caller keeps the account of what is taken.
 package scheduler
 
 import (
@@ -9,7 +9,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/dynamic-resource-allocation/cel"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/dynamic-resource-allocation/structured"
@@ -41,15 +40,15 @@ func New(driver string, published []resourceslice.Slice, classes Classes) *Sched
 	return s
 }
 
-// Device is how the scheduler remembers that a device is taken.
-func Device(driver, name string) structured.DeviceID {
-	return structured.MakeDeviceID(driver, node, name)
+// Device is how a claim's status says that it holds a device alone.
+func Device(driver, name string) resourceapi.DeviceRequestAllocationResult {
+	return resourceapi.DeviceRequestAllocationResult{Driver: driver, Pool: node, Device: name}
 }
 
-// Allocate returns the devices that a claim gets beside those that are taken, and adds them to these; it returns none if the claim gets nothing.
-func (s *Scheduler) Allocate(ctx context.Context, taken sets.Set[structured.DeviceID], spec resourceapi.DeviceClaim) ([]string, error) {
+// Allocate returns what a claim gets beside what is taken, and adds it to that; it returns nothing if the claim gets nothing.
+func (s *Scheduler) Allocate(ctx context.Context, taken *Taken, spec resourceapi.DeviceClaim) ([]resourceapi.DeviceRequestAllocationResult, error) {
 	features := structured.Features{AdminAccess: true, PrioritizedList: true, DeviceTaints: true, PartitionableDevices: true, ConsumableCapacity: true}
-	a, err := structured.NewAllocator(ctx, features, structured.AllocatedState{AllocatedDevices: taken}, s.Classes, s.Slices, s.cache)
+	a, err := structured.NewAllocator(ctx, features, taken.state(), s.Classes, s.Slices, s.cache)
 	if err != nil {
 		return nil, err
 	}
@@ -58,12 +57,8 @@ func (s *Scheduler) Allocate(ctx context.Context, taken sets.Set[structured.Devi
 	if err != nil || len(results) == 0 {
 		return nil, err
 	}
-	var names []string
-	for _, r := range results[0].Devices.Results {
-		names = append(names, r.Device)
-		taken.Insert(structured.MakeDeviceID(r.Driver, r.Pool, r.Device))
-	}
-	return names, nil
+	taken.Take(results[0].Devices.Results...)
+	return results[0].Devices.Results, nil
 }
 
 // Classes are the expressions of DeviceClasses, by the class's name.
