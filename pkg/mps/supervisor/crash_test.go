@@ -14,16 +14,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-const (
-	stopSignal     = unix.SIGSTOP
-	continueSignal = unix.SIGCONT
-)
-
-func signalFor(t *testing.T, pid int, signal unix.Signal) error {
-	t.Helper()
-	return unix.Kill(pid, signal)
-}
-
 func TestACrashedSupervisorsDaemonsAreTakenOver(t *testing.T) {
 	n := newNode(t)
 	n.behave(behaviour{Server: true})

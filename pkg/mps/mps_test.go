@@ -1,0 +1,201 @@
+package mps
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"tags.cncf.io/container-device-interface/pkg/cdi"
+	"tags.cncf.io/container-device-interface/specs-go"
+)
+
+func TestDaemonsThatCannotBe(t *testing.T) {
+	percent := func(p int) *int { return &p }
+	gpus := []string{"GPU-0", "MIG-8e9c-1"}
+	for name, c := range map[string]struct {
+		daemon Daemon
+		want   string // empty: it can be
+	}{
+		"all it can have":         {Daemon{ID: "gpu-0000-1b-00-0-mig-19-3-share", Devices: gpus, ThreadPercentage: percent(100), MemoryLimits: map[int]uint64{0: 1, 1: maxMemory}, MultiUser: true}, ""},
+		"a claim's":               {Daemon{ID: "0b7ce1b4-1c52-4a5c-9c32-5f1f5d1d0a51-0", Devices: gpus}, ""},
+		"a device of old drivers": {Daemon{ID: "a", Devices: []string{"MIG-GPU-0b7c/3/0"}}, ""},
+		"no ID":                   {Daemon{Devices: gpus}, "needs an ID"},
+		"an ID that leads out":    {Daemon{ID: "../x", Devices: gpus}, "cannot be the ID"},
+		"an ID of dots":           {Daemon{ID: "..", Devices: gpus}, "cannot be the ID"},
+		"an ID of the socket's":   {Daemon{ID: "supervisor_socket", Devices: gpus}, "cannot be the ID"},
+		"a long ID":               {Daemon{ID: strings.Repeat("a", 64), Devices: gpus}, "cannot be the ID"},
+		"no device":               {Daemon{ID: "a"}, "no devices"},
+		"many devices":            {Daemon{ID: "a", Devices: make([]string, maxDevices+1)}, "257 devices"},
+		"no UUID":                 {Daemon{ID: "a", Devices: []string{"0"}}, "device 0"},
+		"two in one":              {Daemon{ID: "a", Devices: []string{"GPU-0,GPU-1"}}, "device 0"},
+		"one twice":               {Daemon{ID: "a", Devices: []string{"GPU-0", "GPU-0"}}, "named twice"},
+		"no threads":              {Daemon{ID: "a", Devices: gpus, ThreadPercentage: percent(0)}, "percentage is 0"},
+		"too many threads":        {Daemon{ID: "a", Devices: gpus, ThreadPercentage: percent(101)}, "percentage is 101"},
+		"a limit of no device":    {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{2: 1}}, "for device 2"},
+		"a negative ordinal":      {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{-1: 1}}, "for device -1"},
+		"no memory":               {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{0: 0}}, "is 0 MiB"},
+		"too much memory":         {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{0: maxMemory + 1}}, "MiB, not 1 to"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			switch err := c.daemon.Validate(); {
+			case c.want == "" && err != nil:
+				t.Error(err)
+			case c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)):
+				t.Errorf("%v: %q is missing", err, c.want)
+			}
+		})
+	}
+}
+
+// What is asked for survives its way to the supervisor and its disk; and what differs is not equal.
+func TestDaemonsAreEqualAfterJSON(t *testing.T) {
+	p := 40
+	d := Daemon{ID: "a", Devices: []string{"GPU-0", "GPU-1"}, ThreadPercentage: &p, MemoryLimits: map[int]uint64{0: 18432}, MultiUser: true}
+	data, err := json.Marshal(d)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var read Daemon
+	if err := json.Unmarshal(data, &read); err != nil || !d.Equal(read) {
+		t.Errorf("%s: %+v, %v", data, read, err)
+	}
+	if !(Daemon{ID: "a"}).Equal(Daemon{ID: "a", MemoryLimits: map[int]uint64{}}) {
+		t.Error("no limits are not equal to none")
+	}
+	q := 41
+	for name, change := range map[string]func(*Daemon){
+		"ID":         func(d *Daemon) { d.ID = "b" },
+		"devices":    func(d *Daemon) { d.Devices = []string{"GPU-1", "GPU-0"} },
+		"percentage": func(d *Daemon) { d.ThreadPercentage = &q },
+		"no percent": func(d *Daemon) { d.ThreadPercentage = nil },
+		"memory":     func(d *Daemon) { d.MemoryLimits = map[int]uint64{1: 18432} },
+		"users":      func(d *Daemon) { d.MultiUser = false },
+	} {
+		other := d
+		if change(&other); d.Equal(other) || other.Equal(d) {
+			t.Errorf("another %s is equal", name)
+		}
+	}
+}
+
+func TestEditsMakeAClient(t *testing.T) {
+	paths := Paths{PluginDir: "/var/lib/kubelet/plugins/gpu.nvidia.com"}
+	e := Edits(paths, "/var/lib/kubelet/plugins/gpu.nvidia.com/bin/gpu-mps", "a")
+	if !slices.Equal(e.Env, []string{"CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps"}) {
+		t.Error(e.Env)
+	}
+	if m := e.Mounts[0]; m.HostPath != "/var/lib/kubelet/plugins/gpu.nvidia.com/mps/a/pipe" || m.ContainerPath != "/tmp/nvidia-mps" || slices.Contains(m.Options, "ro") {
+		t.Errorf("%+v", m)
+	}
+	if h := e.Hooks[0]; h.HookName != "createContainer" || !slices.Equal(h.Args, []string{"gpu-mps", "shm-hook", "--source=/dev/shm/gpu-dra-driver-mps/a"}) {
+		t.Errorf("%+v", h)
+	}
+	if err := (&cdi.ContainerEdits{ContainerEdits: &specs.ContainerEdits{Env: e.Env, Mounts: e.Mounts, Hooks: e.Hooks}}).Validate(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestLimitsAreVariables(t *testing.T) {
+	if env := Limits(0, 0); len(env) > 0 {
+		t.Error(env)
+	}
+	if env := Limits(18432, 25); !slices.Equal(env, []string{"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=18432M", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"}) {
+		t.Error(env)
+	}
+}
+
+// deep is a plugin directory whose socket's name is longer than the address of a Unix socket may be.
+func deep(t *testing.T) Paths {
+	t.Helper()
+	paths := Paths{PluginDir: filepath.Join(t.TempDir(), strings.Repeat("deep/", 20), "plugin")}
+	if err := os.MkdirAll(paths.Root(), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return paths
+}
+
+func TestWithoutASupervisorTheErrorSaysWhatToDo(t *testing.T) {
+	paths := deep(t)
+	c := NewClient(paths)
+	d := Daemon{ID: "a", Devices: []string{"GPU-0"}}
+	check := func(name string, err error) {
+		t.Helper()
+		absent := new(NotRunningError)
+		if !errors.As(err, &absent) || !strings.Contains(err.Error(), "mps.enabled") || !strings.Contains(err.Error(), paths.Socket()) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	check("never there", c.Start(t.Context(), d))
+	check("never there", c.Stop(t.Context(), "a"))
+	listener, err := Listen(paths)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if info, err := os.Stat(paths.Socket()); err != nil || info.Mode().Perm() != 0o600 {
+		t.Error(info, err)
+	}
+	if err := listener.Close(); err != nil {
+		t.Fatal(err)
+	}
+	_, err = c.List(t.Context())
+	check("gone, its socket still there", err)
+	if err := os.RemoveAll(paths.Root()); err != nil {
+		t.Fatal(err)
+	}
+	check("no directory", c.Stop(t.Context(), "a"))
+}
+
+func TestTheClientSaysWhatTheSupervisorSays(t *testing.T) {
+	paths := deep(t)
+	listener, err := Listen(paths)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	mux.HandleFunc("PUT "+Resource+"/reason", func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(http.StatusInternalServerError)
+		_ = json.NewEncoder(w).Encode(Failure{Error: "the reason"})
+	})
+	mux.HandleFunc("PUT "+Resource+"/garbage", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "not JSON", http.StatusTeapot) })
+	mux.HandleFunc("PUT "+Resource+"/good", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("PUT "+Resource+"/hang", func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() })
+	mux.HandleFunc("GET "+Resource, func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("[")) })
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: time.Second}
+	go func() { _ = server.Serve(listener) }()
+	t.Cleanup(func() { _ = server.Close() })
+	c := NewClient(paths)
+	start := func(ctx context.Context, id string) error {
+		return c.Start(ctx, Daemon{ID: id, Devices: []string{"GPU-0"}})
+	}
+	if err := start(t.Context(), "good"); err != nil {
+		t.Error(err)
+	}
+	if err := start(t.Context(), "reason"); err == nil || err.Error() != "start MPS daemon reason: the reason" {
+		t.Error(err)
+	}
+	if err := start(t.Context(), "garbage"); err == nil || !strings.Contains(err.Error(), "418") || !strings.Contains(err.Error(), "not JSON") {
+		t.Error(err)
+	}
+	late := errors.New("the claim's time is over")
+	ctx, cancel := context.WithTimeoutCause(t.Context(), 10*time.Millisecond, late)
+	defer cancel()
+	if err := start(ctx, "hang"); !errors.Is(err, late) {
+		t.Error(err)
+	}
+	if _, err := c.List(t.Context()); err == nil || !strings.Contains(err.Error(), "read the MPS supervisor's answer") {
+		t.Error(err)
+	}
+	if err := start(t.Context(), "../x"); err == nil || !strings.Contains(err.Error(), "cannot be the ID") {
+		t.Error(err)
+	}
+	if err := c.Stop(t.Context(), "../x"); err == nil || !strings.Contains(err.Error(), "cannot be the ID") {
+		t.Error(err)
+	}
+}
