@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"slices"
@@ -23,32 +24,34 @@ const (
 	gpu1 = "gpu-0000-1c-00-0"
 )
 
-func TestMain(m *testing.M) { os.Exit(host.Main(m, play)) }
+// atOnce is how many tests run at once: they wait more than they work.
+const atOnce = "12"
 
-// stand is a simulated node with two H100s, of which the second is half an admin's.
-type stand struct{ host.Host }
+func TestMain(m *testing.M) {
+	flag.Parse()
+	_ = flag.Set("test.parallel", atOnce)
+	os.Exit(host.Main(m, play))
+}
 
-func newStand(t *testing.T) stand {
+// stand is a simulated node with two H100s, of which the second is half an admin's, and the API server that it belongs to.
+type stand struct {
+	host.Host
+	api    host.API
+	theirs []device.Instance
+}
+
+func newStand(t *testing.T) *stand {
 	t.Helper()
-	return stand{host.New(t, "0000:1b:00.0", "0000:1c:00.0")}
+	s := &stand{Host: host.New(t, "0000:1b:00.0", "0000:1c:00.0"), api: host.NewAPI()}
+	s.halfAnAdmins(t)
+	return s
 }
 
 // plugin is what a process of the plugin has.
 type plugin struct{ *host.Plugin }
 
-// plugin starts one: it looks at the node, and puts it in order.
-func (s stand) plugin(ctx context.Context) (*plugin, error) {
-	p, err := s.unrecovered(ctx)
-	if err != nil {
-		return nil, err
-	}
-	if err := p.Recover(ctx); err != nil {
-		return nil, err
-	}
-	return p, p.Reconcile(ctx)
-}
-
-func (s stand) unrecovered(ctx context.Context) (*plugin, error) {
+// unrecovered has put nothing in order yet.
+func (s *stand) unrecovered(ctx context.Context) (*plugin, error) {
 	p, err := s.Plugin(ctx, durable.OS{}, func(context.Context, string, string) (*resourceapi.ResourceClaim, error) {
 		return nil, errors.New("no claim waits for another")
 	})
@@ -73,6 +76,8 @@ const (
 	prepareWhole   operation = "prepare the whole of what was cut"
 )
 
+var operations = []operation{prepareParts, unprepareParts, prepareWhole}
+
 var (
 	parts = host.Claim("parts", gpu0+"-mig-19-0", gpu0+"-mig-9-4", gpu1+"-mig-19-6")
 	whole = host.Claim("whole", gpu0)
@@ -92,7 +97,7 @@ func (p *plugin) do(ctx context.Context, o operation) (err error) {
 
 // play is the plugin as a process of its own.
 func play(ctx context.Context, h host.Host, o string) error {
-	p, err := stand{h}.unrecovered(ctx)
+	p, err := (&stand{Host: h}).unrecovered(ctx)
 	if err != nil {
 		return err
 	}

@@ -10,6 +10,8 @@ import (
 	"runtime"
 	"testing"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
@@ -23,6 +25,11 @@ const (
 
 	scanRole      = "scan"
 	partitionRole = "partition"
+)
+
+const (
+	nodeName = "node-1"
+	bootID   = "boot"
 )
 
 // Main runs the tests, or what the role says in which [Host.Command] has started this process, and returns the process's exit code. roles are those that the
@@ -93,24 +100,39 @@ func (h Host) layOut(ctx context.Context, addresses []string) error {
 	if err != nil {
 		return err
 	}
-	dev := filepath.Join(h.Root, "machine", "dev")
-	if err := os.MkdirAll(dev, 0o750); err != nil {
-		return err
+	dev, c := filepath.Join(h.Root, "machine", "dev"), h.Config()
+	for _, dir := range []string{dev, c.StateDir(), c.RegistrarDir, c.CDIRoot} {
+		if err := os.MkdirAll(dir, 0o750); err != nil {
+			return err
+		}
 	}
-	_, err = layout.Up(layout.Options{
+	if _, err := layout.Up(layout.Options{
 		Root: h.Root, Models: models, Seed: "host", Config: layout.Config{Kind: layout.Container, Node: node, Dev: dev},
 		Sources: layout.Sources{Library: filepath.Join(repository, "build", "nvmlsim", "libnvidia-ml.so.1")},
-	})
-	return err
+	}); err != nil {
+		return err
+	}
+	kernel := filepath.Join(c.ProcRoot, "sys", "kernel", "random")
+	if err := os.MkdirAll(kernel, 0o750); err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(kernel, "boot_id"), []byte(bootID+"\n"), 0o600)
+}
+
+// Config is the plugin's, on this node.
+func (h Host) Config() *config.Config {
+	c := config.Default()
+	c.NodeName = nodeName
+	c.PluginDir, c.RegistrarDir, c.CDIRoot = filepath.Join(h.Root, "plugin"), filepath.Join(h.Root, "registry"), filepath.Join(h.Root, "cdi")
+	c.DriverRoot, c.DriverRootMount = "/run/nvidia/driver", filepath.Join(h.Root, "driver")
+	c.SysfsRoot, c.ProcRoot = filepath.Join(h.Root, "sys"), filepath.Join(h.Root, "proc")
+	c.HookSource, c.HookPath = "/bin/true", filepath.Join(c.PluginDir, "bin", "nvidia-cdi-hook")
+	c.MPSHookSource = c.HookSource
+	return c
 }
 
 // Paths are where the plugin finds the driver.
-func (h Host) Paths() nvidia.Paths {
-	return nvidia.Paths{
-		DriverRoot: filepath.Join(h.Root, "driver"), HostDriverRoot: "/run/nvidia/driver",
-		Sysfs: filepath.Join(h.Root, "sys"), Proc: filepath.Join(h.Root, "proc"),
-	}
-}
+func (h Host) Paths() nvidia.Paths { return driver.Paths(h.Config()) }
 
 // Command is how the test binary is started in a role.
 func (h Host) Command(role string) []string {

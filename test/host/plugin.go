@@ -13,6 +13,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
@@ -20,11 +21,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
-// What claims are allocated from.
-const (
-	DriverName = "gpu.nvidia.com"
-	Pool       = "node-1"
-)
+// Pool is what claims are allocated from.
+const Pool = nodeName
 
 // Plugin is the transaction in one process. It sees of the node what was there when it last looked.
 type Plugin struct {
@@ -45,17 +43,18 @@ type Reread func(ctx context.Context, namespace, name string) (*resourceapi.Reso
 // Plugin is a new process of the plugin, which has looked at the node and put nothing in order yet. Nobody has installed the hook here, so none is
 // looked for.
 func (h Host) Plugin(ctx context.Context, disk durable.FS, reread Reread) (*Plugin, error) {
-	records, err := checkpoint.Open(filepath.Join(h.Root, "state"), disk)
+	cfg := h.Config()
+	records, err := checkpoint.Open(cfg.StateDir(), disk)
 	if err != nil {
 		return nil, err
 	}
-	locks, err := lock.NewSet(filepath.Join(h.Root, "state", "locks"))
+	locks, err := lock.NewSet(filepath.Join(cfg.StateDir(), "locks"))
 	if err != nil {
 		return nil, err
 	}
-	p := &Plugin{host: h, Specs: cdi.NewStore(filepath.Join(h.Root, "cdi")), Cuts: h.Cutter()}
+	p := &Plugin{host: h, Specs: cdi.NewStore(cfg.CDIRoot), Cuts: h.Cutter()}
 	p.Preparer = prepare.New(prepare.Options{
-		DriverName: DriverName, Pool: Pool, BootID: "boot", Now: time.Now,
+		DriverName: driver.DriverName, Pool: Pool, BootID: bootID, Now: time.Now,
 		Hardware: p, Specs: p.Specs, Records: records, Locks: locks, Reread: reread,
 		Partitions: p.Cuts, MIGEdits: h.Paths().CapabilityEdits,
 		Verify: func(edits specs.ContainerEdits) error {
@@ -84,7 +83,7 @@ func Claim(name string, devices ...string) *resourceapi.ResourceClaim {
 	}
 	for i, d := range devices {
 		c.Status.Allocation.Devices.Results = append(c.Status.Allocation.Devices.Results, resourceapi.DeviceRequestAllocationResult{
-			Request: fmt.Sprintf("r%d", i), Driver: DriverName, Pool: Pool, Device: d,
+			Request: fmt.Sprintf("r%d", i), Driver: driver.DriverName, Pool: Pool, Device: d,
 		})
 	}
 	return c
