@@ -42,6 +42,7 @@ func commands() map[string]command {
 		"uninstall":             {"remove the DaemonSet in order; refuses while claims hold devices", uninstall},
 		driver.ScanCommand:      {"look at the hardware for a parent process (internal)", runScan},
 		nvidia.PartitionCommand: {"cut a GPU for a parent process (internal)", runPartition},
+		nvidia.WatchCommand:     {"listen to the hardware for a parent process (internal)", runWatch},
 		"version": {"print the version", func(_ context.Context, _ []string, out io.Writer) error {
 			_, err := fmt.Fprintln(out, version)
 			return err

@@ -121,12 +121,12 @@ func (c cutter) fabric(r request) (string, error) {
 	return "", nil
 }
 
-func (c cutter) fabricInfo(card nvml.Device) (state uint8, status, ret nvml.Return) {
-	if c.has("nvmlDeviceGetGpuFabricInfoV") {
+func (m *migReader) fabricInfo(card nvml.Device) (state uint8, status, ret nvml.Return) {
+	if m.has("nvmlDeviceGetGpuFabricInfoV") {
 		info, ret := card.GetGpuFabricInfoV().V2()
 		return info.State, nvml.Return(info.Status), ret //nolint:gosec // NVML's own number
 	}
-	if !c.has("nvmlDeviceGetGpuFabricInfo") {
+	if !m.has("nvmlDeviceGetGpuFabricInfo") {
 		return 0, nvml.SUCCESS, nvml.ERROR_FUNCTION_NOT_FOUND
 	}
 	info, ret := card.GetGpuFabricInfo()

@@ -35,6 +35,11 @@ func TestMain(m *testing.M) {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1) //nolint:forbidigo // this process is the child of a test
 		}
+	case "watch":
+		if err := ServeWatch(context.Background(), os.Stdin, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1) //nolint:forbidigo // this process is the child of a test
+		}
 	case "answer":
 		_ = json.NewEncoder(os.Stdout).Encode(report{Node: &Node{Driver: device.Driver{Version: "1.2"}}})
 	case "answer and hang":

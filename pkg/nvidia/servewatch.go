@@ -1,0 +1,293 @@
+package nvidia
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// WatchCommand is the plugin's subcommand that must call [ServeWatch]. It is not meant for people.
+const WatchCommand = "watch"
+
+const (
+	// initLimit is how long NVML may take to start: it wakes all GPUs.
+	initLimit = time.Minute
+	// betweenKicks is how soon a card is asked again at the earliest, however many events come.
+	betweenKicks = 500 * time.Millisecond
+)
+
+// watchOrder says what the watcher's child is to watch, and how.
+type watchOrder struct {
+	Paths    Paths         `json:"paths"`
+	Interval time.Duration `json:"interval"`
+	// Wedged is how long a card may take for one question.
+	Wedged time.Duration `json:"wedged"`
+	// Only and Except choose the cards. They are empty for all.
+	Only   []device.PCIAddress `json:"only,omitempty"`
+	Except []device.PCIAddress `json:"except,omitempty"`
+}
+
+// ServeWatch is the child's side of [Watch]: it reads what to watch from in and writes [device.Signal] values to out, as lines of JSON. It ends when in
+// ends, or with an error when NVML has to be taken anew. NVML is not given back in order: that may hang, and the end of the process does it.
+func ServeWatch(ctx context.Context, in io.Reader, out io.Writer) error {
+	return serveWatch(ctx, in, out, openLibrary)
+}
+
+func serveWatch(ctx context.Context, in io.Reader, out io.Writer, open func(Paths) (nvml.Interface, error)) error {
+	decoder := json.NewDecoder(in)
+	var order watchOrder
+	if err := decoder.Decode(&order); err != nil {
+		return fmt.Errorf("read what to watch: %w", err)
+	}
+	order.Paths = order.Paths.withDefaults()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	go func() {
+		_, _ = io.Copy(io.Discard, in)
+		cancel()
+	}()
+	library, err := bounded(ctx, initLimit, "nvmlInit", func() (nvml.Interface, error) { return open(order.Paths) })
+	if err != nil {
+		if ctx.Err() != nil {
+			return nil
+		}
+		return err
+	}
+	w := &watching{order: order, library: library, outbox: newOutbox(), restated: make(chan struct{}, 1), back: make(chan device.PCIAddress, 1), cards: map[device.PCIAddress]*watched{}}
+	sent := make(chan error, 1)
+	go func() {
+		sent <- w.outbox.send(ctx, out)
+		cancel()
+	}()
+	err = w.run(ctx)
+	cancel()
+	return errors.Join(<-sent, err)
+}
+
+// watching is the child at work.
+type watching struct {
+	order   watchOrder
+	library nvml.Interface
+	outbox  *outbox
+	// restated is told when it may have changed who is listened to.
+	restated chan struct{}
+	cards    map[device.PCIAddress]*watched // the main loop's
+	// back is told of a card that was off the bus and that NVML does not know now that it is there again.
+	back chan device.PCIAddress
+}
+
+// run starts a watch of each card, and says how well is listened: at each interval, which also shows that the child lives, and when it changes.
+func (w *watching) run(ctx context.Context) error {
+	for _, a := range w.addresses() {
+		w.watch(ctx, a)
+	}
+	tick := time.NewTicker(w.order.Interval)
+	defer tick.Stop()
+	for {
+		w.outbox.add(ctx, device.Signal{Watcher: w.state()})
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-w.restated:
+		case a := <-w.back:
+			return anew(a)
+		case <-tick.C:
+			if err := w.newcomers(ctx); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// addresses are the cards on the PCI bus that are the NVIDIA driver's, or nobody's. Where the bus cannot be read they are those that NVML lists.
+func (w *watching) addresses() []device.PCIAddress {
+	onBus, err := pciGPUs(w.order.Paths.Sysfs)
+	if err != nil || len(onBus) == 0 {
+		onBus = w.listed()
+	}
+	return slices.DeleteFunc(onBus, func(a device.PCIAddress) bool {
+		driver := pciDriver(w.order.Paths.Sysfs, a)
+		return driver != "" && driver != "nvidia" || len(w.order.Only) > 0 && !slices.Contains(w.order.Only, a) || slices.Contains(w.order.Except, a)
+	})
+}
+
+func (w *watching) listed() []device.PCIAddress {
+	count, _ := w.library.DeviceGetCount()
+	var found []device.PCIAddress
+	for i := range count {
+		if handle, ret := w.library.DeviceGetHandleByIndex(i); ret == nvml.SUCCESS {
+			if info, ret := handle.GetPciInfo(); ret == nvml.SUCCESS {
+				if a, err := device.ParsePCIAddress(cString(info.BusId[:])); err == nil {
+					found = append(found, a)
+				}
+			}
+		}
+	}
+	return found
+}
+
+// newcomers watches the cards that have come. NVML may list only those that were there when it was started: then it has to be taken anew, which is the
+// error. A card that was there and is not listed is no reason for that.
+func (w *watching) newcomers(ctx context.Context) error {
+	for _, a := range w.addresses() {
+		if w.cards[a] != nil {
+			continue
+		}
+		listed, err := bounded(ctx, w.order.Wedged, "NVML", func() (bool, error) {
+			_, ret := w.library.DeviceGetHandleByPciBusId(busID(a))
+			return !isAbsent(ret), nil
+		})
+		if err == nil && !listed {
+			return anew(a)
+		}
+		w.watch(ctx, a)
+	}
+	return nil
+}
+
+func anew(a device.PCIAddress) error {
+	return fmt.Errorf("the GPU at %s has come, and NVML has to be taken anew to see it", a)
+}
+
+// state says who is listened to. Events of a card that does not answer are not missed more than the card.
+func (w *watching) state() *device.WatcherState {
+	s := &device.WatcherState{Up: true, Events: true, At: time.Now()}
+	var deaf []string
+	for _, a := range slices.Sorted(maps.Keys(w.cards)) {
+		c := w.cards[a]
+		if why := c.listener.deaf(); why != "" && c.reach() == device.ReachOK {
+			deaf = append(deaf, a.WholeName()+": "+why)
+		}
+	}
+	if len(deaf) > 0 {
+		s.Events, s.Error = false, strings.Join(deaf, "; ")
+	}
+	return s
+}
+
+// watched is one card. Whatever it does to those who ask it, each holds up at most itself.
+type watched struct {
+	order    watchOrder
+	patient  *patient
+	progress chan struct{} // a question was answered
+	kicked   chan struct{} // it is to be asked at once
+	listener *listener
+	tell     func(device.Condition)
+	back     chan<- device.PCIAddress
+
+	left bool // it is off the bus, or has not answered since it was; for whoever asks it
+
+	mu   sync.Mutex
+	last device.Reach
+}
+
+func (w *watching) watch(ctx context.Context, a device.PCIAddress) {
+	c := &watched{order: w.order, progress: make(chan struct{}, 1), kicked: make(chan struct{}, 1), back: w.back}
+	restate := func() { signalTo(w.restated) }
+	c.patient = newPatient(newMIGReader(w.order.Paths, w.library, func() { signalTo(c.progress) }), a)
+	c.listener = &listener{
+		patient: newPatient(newMIGReader(w.order.Paths, w.library, func() {}), a), wait: eventWait, again: make(chan struct{}, 1),
+		trouble: "not yet registered",
+		heard: func(e device.HealthEvent) {
+			w.outbox.add(ctx, device.Signal{Event: &e})
+			signalTo(c.kicked) // what it has done to the card shows in its condition
+		},
+		failed:  func() { signalTo(c.kicked) },
+		changed: restate,
+	}
+	c.tell = func(condition device.Condition) {
+		w.outbox.add(ctx, device.Signal{Condition: &condition})
+	}
+	w.cards[a] = c
+	go c.run(ctx)
+	go c.listener.run(ctx)
+}
+
+func signalTo(c chan<- struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}
+
+func (c *watched) reach() device.Reach {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.last
+}
+
+// run asks the card until ctx ends. While a question hangs the card is told to be wedged at each interval, and is asked nothing else: so a card costs
+// two threads at most, this one and its listener's.
+func (c *watched) run(ctx context.Context) {
+	for ctx.Err() == nil {
+		answer := make(chan device.Condition, 1)
+		go func() { answer <- c.condition() }()
+		limit := time.NewTimer(c.order.Wedged)
+		for waiting := true; waiting; {
+			select {
+			case condition := <-answer:
+				c.answered(condition)
+				waiting = false
+			case <-c.progress:
+				limit.Reset(c.order.Wedged)
+			case <-limit.C:
+				// Its UUID is the questioner's, who is not to be asked now: the place says which card it is.
+				c.answered(device.Condition{
+					Card: device.Card{PCIAddress: c.patient.card.PCIAddress}, Reach: device.ReachWedged, At: time.Now(),
+					Error: fmt.Sprintf("NVML has not answered for %s", c.order.Wedged),
+				})
+				limit.Reset(c.order.Interval)
+			case <-ctx.Done():
+				waiting = false
+			}
+		}
+		limit.Stop()
+		if !rest(ctx, min(betweenKicks, c.order.Interval)) {
+			return
+		}
+		select {
+		case <-ctx.Done():
+		case <-c.kicked:
+		case <-time.After(c.order.Interval - betweenKicks):
+		}
+	}
+}
+
+func (c *watched) condition() device.Condition {
+	condition, gone := c.patient.condition()
+	switch {
+	case gone:
+		c.left = true
+	case condition.Reach == device.ReachOK:
+		c.left = false
+	case c.left:
+		select {
+		case c.back <- condition.Card.PCIAddress:
+		default:
+		}
+	}
+	return condition
+}
+
+// answered tells how the card is. One that is well again is listened to again at once.
+func (c *watched) answered(condition device.Condition) {
+	c.mu.Lock()
+	again := condition.Reach == device.ReachOK && c.last != device.ReachOK
+	c.last = condition.Reach
+	c.mu.Unlock()
+	if again {
+		signalTo(c.listener.again)
+	}
+	c.tell(condition)
+}

@@ -1,0 +1,266 @@
+package nvidia
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+const (
+	// DefaultWatchInterval is how often each GPU is asked how it is. Events say most things sooner.
+	DefaultWatchInterval = 5 * time.Second
+	// A child that ended is followed by another first after firstRestart, then ever later, at most lastRestart; one that lived for long begins anew.
+	firstRestart = time.Second
+	lastRestart  = 30 * time.Second
+	longLife     = time.Minute
+	// releaseLimit is how long Watch waits for its child to let go of the hardware.
+	releaseLimit = 5 * time.Second
+)
+
+// WatchOptions say what is watched and by whom.
+type WatchOptions struct {
+	Paths Paths
+	// Command starts the child, which must call [ServeWatch] on its standard input and output.
+	Command []string
+	// Interval is how often each GPU is asked; [DefaultWatchInterval] if it is 0.
+	Interval time.Duration
+}
+
+// Watch listens to all GPUs until ctx ends, and calls emit with each signal, one at a time. It changes nothing. NVML lives in a child process; one that
+// dies, falls silent, or asks for it is followed by another. While there is no driver no child is started.
+//
+// A GPU that hangs costs the child two threads and holds up no other, as long as the driver does not. When Watch returns the child has ended, and with it
+// every handle and event set; if it cannot be ended because it hangs in the driver, that is the error.
+func Watch(ctx context.Context, o WatchOptions, emit func(device.Signal)) error {
+	return newWatcher(o, emit).run(ctx)
+}
+
+// watcher is the parent's side.
+type watcher struct {
+	options WatchOptions
+	emit    func(device.Signal)
+	// wedged is how long a GPU may take for one question.
+	wedged time.Duration
+	// uuids are those of cards that have answered: one that is lost cannot say its own.
+	uuids map[device.PCIAddress]string
+	// children are those that have not ended, the last one last. Those before it hang in the driver.
+	children []*watchChild
+}
+
+func newWatcher(o WatchOptions, emit func(device.Signal)) *watcher {
+	if o.Interval <= 0 {
+		o.Interval = DefaultWatchInterval
+	}
+	return &watcher{options: o, emit: emit, wedged: callLimit, uuids: map[device.PCIAddress]string{}}
+}
+
+func (w *watcher) run(ctx context.Context) error {
+	for pause := firstRestart; ctx.Err() == nil; pause = min(2*pause, lastRestart) {
+		began := time.Now()
+		err := w.watch(ctx)
+		if ctx.Err() != nil {
+			break
+		}
+		w.say(device.WatcherState{Error: err.Error()})
+		var unready *NotReadyError
+		if errors.As(err, &unready) || time.Since(began) > longLife {
+			pause = firstRestart
+		}
+		rest(ctx, pause)
+	}
+	return w.release()
+}
+
+func (w *watcher) say(s device.WatcherState) {
+	s.At = time.Now()
+	w.emit(device.Signal{Watcher: &s})
+}
+
+// release ends when no child has NVML any more.
+func (w *watcher) release() error {
+	deadline := time.NewTimer(releaseLimit)
+	defer deadline.Stop()
+	for _, c := range w.children {
+		select {
+		case <-c.gone:
+		case <-deadline.C:
+			err := fmt.Errorf("process %d, which watches the GPUs, hangs in the NVIDIA driver and cannot be ended: look at dmesg, and reset the GPU or reboot the node", c.process.Pid)
+			w.say(device.WatcherState{Error: err.Error()})
+			return err
+		}
+	}
+	w.say(device.WatcherState{Released: true, Error: "the hardware was let go of"})
+	return nil
+}
+
+// watch runs one child until it ends or ctx does. There is always an error.
+func (w *watcher) watch(ctx context.Context) error {
+	if err := Check(w.options.Paths); err != nil {
+		return err // no need to start a process for that
+	}
+	w.bury()
+	if n := len(w.children); n >= maxStuck {
+		return fmt.Errorf("%d earlier processes that watched the GPUs still hang in the NVIDIA driver: look at dmesg, and reset the GPUs or reboot the node", n)
+	}
+	order := watchOrder{Paths: w.options.Paths, Interval: w.options.Interval, Wedged: w.wedged}
+	child, err := startWatchChild(w.options.Command, order)
+	if err != nil {
+		return fmt.Errorf("start the process that watches the GPUs: %w", err)
+	}
+	w.children = append(w.children, child)
+	epoch := driverLoad(w.options.Paths)
+	silence := time.NewTimer(initLimit + w.options.Interval)
+	defer silence.Stop()
+	for {
+		select {
+		case s := <-child.signals:
+			w.pass(s, epoch) // which may take its time
+			silence.Reset(2*w.options.Interval + 2*w.wedged)
+		case <-child.ended:
+			child.end()
+			select { // its last words come with its end
+			case <-child.gone:
+			case <-time.After(time.Second):
+			}
+			return child.failure()
+		case <-silence.C:
+			child.end()
+			return errors.New("the process that watches the GPUs has said nothing for long")
+		case <-ctx.Done():
+			child.end()
+			return ctx.Err()
+		}
+	}
+}
+
+// bury forgets the children that have ended.
+func (w *watcher) bury() {
+	var left []*watchChild
+	for _, c := range w.children {
+		select {
+		case <-c.gone:
+		case <-time.After(time.Second): // it was killed
+			left = append(left, c)
+		}
+	}
+	w.children = left
+}
+
+// pass hands a signal on, with what the child cannot know.
+func (w *watcher) pass(s device.Signal, epoch string) {
+	switch {
+	case s.Watcher != nil:
+		s.Watcher.Driver = epoch
+	case s.Condition != nil && s.Condition.Card.UUID == "":
+		s.Condition.Card.UUID = w.uuids[s.Condition.Card.PCIAddress]
+	case s.Condition != nil:
+		w.uuids[s.Condition.Card.PCIAddress] = s.Condition.Card.UUID
+	}
+	w.emit(s)
+}
+
+// watchChild is a process that has NVML.
+type watchChild struct {
+	process   *os.Process
+	stdin     io.WriteCloser
+	signals   chan device.Signal
+	stop      chan struct{} // closed when nobody takes signals any more
+	ended     chan struct{} // closed when it has said its last
+	gone      chan struct{} // closed when the process has ended
+	err       error         // of what it said, to be read after ended
+	lastWords *tail
+}
+
+func startWatchChild(command []string, order watchOrder) (*watchChild, error) {
+	child := exec.Command(command[0], command[1:]...)
+	stdin, err := child.StdinPipe() // its end tells the child that we are gone
+	if err != nil {
+		return nil, err
+	}
+	stdout, err := child.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	c := &watchChild{
+		stdin: stdin, signals: make(chan device.Signal), stop: make(chan struct{}), ended: make(chan struct{}), gone: make(chan struct{}),
+		lastWords: &tail{limit: 2048},
+	}
+	child.Stderr = c.lastWords
+	child.WaitDelay = time.Second
+	if err := child.Start(); err != nil {
+		return nil, err
+	}
+	c.process = child.Process
+	go func() {
+		defer close(c.gone)
+		c.err = json.NewEncoder(stdin).Encode(order)
+		if c.err == nil {
+			c.err = c.listen(stdout)
+		}
+		close(c.ended)
+		_ = child.Process.Kill() // one that says no more is of no use
+		_ = child.Wait()
+	}()
+	return c, nil
+}
+
+// listen takes signals until there are no more.
+func (c *watchChild) listen(stdout io.Reader) error {
+	decoder := json.NewDecoder(stdout)
+	for {
+		var s device.Signal
+		if err := decoder.Decode(&s); err != nil {
+			if errors.Is(err, io.EOF) {
+				return nil
+			}
+			return fmt.Errorf("read a signal: %w", err)
+		}
+		select {
+		case c.signals <- s:
+		case <-c.stop:
+			return nil
+		}
+	}
+}
+
+// end kills the child: it has nothing to save. It has gone when the driver lets it go.
+func (c *watchChild) end() {
+	close(c.stop)
+	_ = c.stdin.Close()
+	_ = c.process.Kill()
+}
+
+// failure is why the child ended by itself.
+func (c *watchChild) failure() error {
+	if c.err != nil {
+		return fmt.Errorf("the process that watches the GPUs has ended (%w)%s", c.err, c.lastWords)
+	}
+	return fmt.Errorf("the process that watches the GPUs has ended%s", c.lastWords)
+}
+
+// driverLoad is equal as long as the same load of the kernel driver runs: it is by the numbers and times of birth that the kernel gives to what the
+// driver shows of itself, as far as there are any. It is empty if no driver is loaded.
+func driverLoad(p Paths) string {
+	p = p.withDefaults()
+	var found string
+	for _, path := range []string{filepath.Join(p.Sysfs, "module", "nvidia"), filepath.Join(p.Proc, "driver", "nvidia")} {
+		var s unix.Statx_t
+		if err := unix.Statx(unix.AT_FDCWD, path, 0, unix.STATX_INO|unix.STATX_BTIME, &s); err == nil {
+			found += fmt.Sprintf("%d.%d.%d ", s.Ino, s.Btime.Sec, s.Btime.Nsec)
+		}
+	}
+	if found == "" {
+		return ""
+	}
+	return found + readTrimmed(filepath.Join(p.Proc, "driver", "nvidia", "version"))
+}
