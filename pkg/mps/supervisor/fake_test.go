@@ -31,6 +31,9 @@ func TestMain(m *testing.M) {
 		}
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
+	case len(os.Args) > 3 && os.Args[1] == "join":
+		fmt.Fprintln(os.Stderr, join(os.Args[2:]))
+		os.Exit(1)
 	case len(os.Args) > 2 && os.Args[1] == "supervise":
 		os.Exit(superviseForTest(os.Args[2]))
 	}

@@ -1,0 +1,222 @@
+package supervisor
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+)
+
+const simulator = "../../../test/nvmlsim"
+
+// buildSimulator builds the simulated driver once.
+var buildSimulator = sync.OnceValues(func() (string, error) {
+	if out, err := exec.Command("make", "-s", "-C", simulator, "library").CombinedOutput(); err != nil {
+		return "", errors.Join(errors.New(string(out)), err)
+	}
+	return filepath.Abs("../../../build/nvmlsim/libnvidia-ml.so.1")
+})
+
+// newSimulatedNode is a node with two simulated GPUs, whose driver root is of that kind.
+func newSimulatedNode(t *testing.T, kind layout.Kind) (n *node, gpus []string) {
+	t.Helper()
+	n = newNode(t)
+	if os.Getuid() != 0 {
+		t.Skip("needs root: device nodes with the driver's numbers")
+	}
+	library, err := buildSimulator()
+	must(t, err)
+	models, err := model.ReadGPUs(filepath.Join(simulator, "models"))
+	must(t, err)
+	described, err := model.ReadNode(filepath.Join(simulator, "nodes", "l40s-x2.yaml"), "mps")
+	must(t, err)
+	root := t.TempDir()
+	machine := filepath.Join(root, "machine")
+	must(t, os.MkdirAll(filepath.Join(machine, "dev"), 0o755))
+	c, err := layout.Up(layout.Options{
+		Root: root, Models: models, Seed: "mps", Sources: layout.Sources{Library: library},
+		Config: layout.Config{Kind: kind, Node: described, Dev: filepath.Join(machine, "dev")},
+	})
+	must(t, err)
+	t.Cleanup(func() {
+		if err := layout.Down(root); err != nil {
+			t.Error(err)
+		}
+	})
+	n.options.DriverRootMount = c.DriverRoot()
+	if kind != layout.Container { // a driver container has its device nodes in its own dev, which is found by itself
+		n.options.DevRoot = machine
+	}
+	for _, gpu := range c.Node.GPUs {
+		gpus = append(gpus, gpu.UUID)
+	}
+	return n, gpus
+}
+
+// said is a line of the stand-in of a CUDA program.
+type said struct {
+	Event, Mode, Error string
+	MiB                uint64
+	Devices            []struct {
+		UUID             string  `json:"uuid"`
+		MemoryLimitMiB   uint64  `json:"memoryLimitMiB"`
+		ThreadPercentage float64 `json:"threadPercentage"`
+	}
+}
+
+// cudaProgram runs a CUDA program in the daemon's mount namespace, where the pipes are where a container has them, as that user. It gives what the program
+// says until the event.
+func (n *node) cudaProgram(id string, user int, until string, args ...string) said {
+	n.t.Helper()
+	cmd := exec.Command("/proc/self/exe", append([]string{"join", strconv.Itoa(n.status(id).PID), strconv.Itoa(user)}, args...)...)
+	cmd.Env = []string{"CUDA_MPS_PIPE_DIRECTORY=" + mps.ContainerPipes}
+	cmd.Stderr = os.Stderr
+	out, err := cmd.StdoutPipe()
+	must(n.t, err)
+	must(n.t, cmd.Start())
+	n.t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	lines := bufio.NewScanner(out)
+	for lines.Scan() {
+		var l said
+		must(n.t, json.Unmarshal(lines.Bytes(), &l))
+		if l.Event == until {
+			return l
+		}
+		if l.Event == "failed" {
+			n.t.Fatalf("%s\n%s", lines.Text(), n.said())
+		}
+	}
+	n.t.Fatalf("the program ended without %q\n%s", until, n.said())
+	return said{}
+}
+
+// join becomes a CUDA program in the mount namespace of a process.
+func join(args []string) error {
+	runtime.LockOSThread()
+	user, err := strconv.Atoi(args[1])
+	if err != nil {
+		return err
+	}
+	ns, err := os.Open(filepath.Join("/proc", args[0], "ns/mnt"))
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(unix.Unshare(unix.CLONE_FS), unix.Setns(int(ns.Fd()), unix.CLONE_NEWNS)); err != nil {
+		return err
+	}
+	if err := errors.Join(syscall.Setgroups(nil), syscall.Setgid(user), syscall.Setuid(user)); err != nil {
+		return err
+	}
+	return syscall.Exec("/tmp/bin/"+controlProgram, append([]string{controlProgram, "nvmlsim-cuda"}, args[2:]...), os.Environ())
+}
+
+func TestSimulatedClientsHaveTheLimitsOfTheirDaemon(t *testing.T) {
+	for _, kind := range []layout.Kind{layout.Host, layout.Container, layout.Bare} {
+		t.Run(string(kind), func(t *testing.T) {
+			n, gpus := newSimulatedNode(t, kind)
+			n.supervise()
+			threads := 30
+			n.mustStart(mps.Daemon{ID: "claim-0", Devices: []string{gpus[1], gpus[0]}, ThreadPercentage: &threads, MemoryLimits: map[int]uint64{0: 18432, 1: 1500}, MultiUser: true})
+			// The first user's program goes on while another user's comes: that is what multi-user means.
+			for _, user := range []int{0, 1000, 2000} {
+				l := n.cudaProgram("claim-0", user, "attached", "--hold")
+				if l.Mode != "mps" || len(l.Devices) != 2 || l.Devices[0].UUID != gpus[1] || l.Devices[1].UUID != gpus[0] {
+					t.Errorf("user %d: %+v", user, l)
+				}
+				if l.Devices[0].MemoryLimitMiB != 18432 || l.Devices[1].MemoryLimitMiB != 1500 || l.Devices[0].ThreadPercentage != 30 {
+					t.Errorf("user %d: %+v", user, l)
+				}
+			}
+			if pids := n.processes("claim-0"); len(pids) < 2 {
+				t.Error("there is no server:", pids)
+			}
+			n.mustStop("claim-0") // with clients that hold on
+		})
+	}
+}
+
+// A server of one user runs as that user: it must get to the pipes, the log and the driver's libraries.
+func TestSimulatedServersOfOtherUsers(t *testing.T) {
+	n, gpus := newSimulatedNode(t, layout.Host)
+	n.supervise()
+	n.mustStart(mps.Daemon{ID: "a", Devices: gpus[:1]})
+	if l := n.cudaProgram("a", 1000, "filled", "--fill", "--hold"); l.MiB == 0 {
+		t.Errorf("%+v", l)
+	}
+	n.mustStop("a")
+}
+
+func TestSimulatedDaemonsSideBySide(t *testing.T) {
+	n, gpus := newSimulatedNode(t, layout.Host)
+	n.supervise()
+	for i, id := range []string{"a", "b"} {
+		n.mustStart(mps.Daemon{ID: id, Devices: gpus[i : i+1]})
+	}
+	for i, id := range []string{"a", "b"} {
+		if l := n.cudaProgram(id, 0, "attached", "--hold"); len(l.Devices) != 1 || l.Devices[0].UUID != gpus[i] {
+			t.Errorf("%s: %+v", id, l)
+		}
+	}
+	first := n.processes("b")
+	n.mustStop("a")
+	if after := n.processes("b"); !slices.Equal(first, after) {
+		t.Errorf("the end of one daemon changed another: %v, %v", first, after)
+	}
+}
+
+// The supervisor crashes and comes back: a client of the daemon notices nothing.
+func TestSimulatedClientsSurviveACrashOfTheSupervisor(t *testing.T) {
+	n, gpus := newSimulatedNode(t, layout.Host)
+	n.supervise()
+	d := mps.Daemon{ID: "a", Devices: gpus[:1]}
+	n.mustStart(d)
+	n.cudaProgram("a", 0, "attached", "--hold")
+	before := n.processes("a")
+	n.kill()
+	n.supervise()
+	n.mustStart(d)
+	if after := n.processes("a"); !slices.Equal(before, after) {
+		t.Errorf("%v, %v", before, after)
+	}
+	n.cudaProgram("a", 0, "attached", "--hold")
+}
+
+// What is mounted for a daemon is seen by its processes alone, and /dev holds the driver's device nodes.
+func TestTheNamespaceOfADaemon(t *testing.T) {
+	n, gpus := newSimulatedNode(t, layout.Host)
+	n.supervise()
+	n.mustStart(mps.Daemon{ID: "a", Devices: gpus})
+	inside := fmt.Sprintf("/proc/%d/root", n.status("a").PID)
+	for _, path := range []string{namespace.Pipes + "/control", "/tmp/lib/libcuda.so.1", "/dev/nvidiactl", "/dev/nvidia1", "/dev/null"} {
+		if _, err := os.Lstat(inside + path); err != nil {
+			t.Error(err)
+		}
+	}
+	for _, path := range []string{"/tmp/lib/libc.so.6", "/dev/kmsg"} {
+		if _, err := os.Lstat(inside + path); err == nil {
+			t.Errorf("%s is in the namespace", path)
+		}
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	must(t, err)
+	if strings.Contains(string(mounts), n.paths.PluginDir) || strings.Contains(string(mounts), "gpu-mps") {
+		t.Error("the daemon's mounts are seen outside")
+	}
+}
