@@ -157,6 +157,7 @@ func TestCDIDiscoveryFindsEverything(t *testing.T) {
 			}
 			for _, wanted := range []string{
 				"/lib/firmware/nvidia/580.65.06/" + layout.StateFile, "/libnvidia-ml.so.580.65.06", "/libcuda.so.580.65.06", "/nvidia-smi",
+				"/nvidia-cuda-mps-control", "/nvidia-cuda-mps-server",
 			} {
 				if !anyEndsWith(mounted, wanted) {
 					t.Errorf("%s is not mounted: %v", wanted, mounted)

@@ -29,7 +29,7 @@ type service struct {
 func newService(t *testing.T, node string, kind layout.Kind) *service {
 	t.Helper()
 	s := newSite(t, node, kind, "")
-	folder, err := os.MkdirTemp("", "mps")
+	folder, err := os.MkdirTemp("", "mps") //nolint:usetesting // a test's own folder has a long name
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -65,7 +65,7 @@ func (s *service) startDaemon(devices string, args ...string) {
 	if out, err := command.CombinedOutput(); err != nil {
 		s.t.Fatalf("nvidia-cuda-mps-control -d: %v\n%s", err, out)
 	}
-	s.t.Cleanup(func() { s.tell("quit -t 0") })
+	s.t.Cleanup(func() { _, _ = s.tell("quit -t 0") })
 }
 
 // tell sends commands to the daemon and gives what is printed, and whether the program succeeded.
@@ -219,9 +219,10 @@ func TestMPSDaemonsLife(t *testing.T) {
 			waitFor(t, "the client to be gone", func() bool { out, _ := s.tell(fmt.Sprintf("get_client_list %d", got.Server)); return out == "" })
 			s.expect(fmt.Sprintln(got.Server), "get_server_list") // the server stays
 			s.expect("", "quit")
-			if _, err := os.Stat(filepath.Join(s.pipes, "nvidia-cuda-mps-control.pid")); !os.IsNotExist(err) {
-				waitFor(t, "the PID file to be gone", func() bool { _, err := os.Stat(filepath.Join(s.pipes, "nvidia-cuda-mps-control.pid")); return os.IsNotExist(err) })
-			}
+			waitFor(t, "the PID file to be gone", func() bool {
+				_, err := os.Stat(filepath.Join(s.pipes, "nvidia-cuda-mps-control.pid"))
+				return os.IsNotExist(err)
+			})
 			for _, log := range []string{"control.log", "server.log"} {
 				if text, err := os.ReadFile(filepath.Join(s.logs, log)); err != nil || len(text) == 0 {
 					t.Errorf("%s: %q (%v)", log, text, err)
@@ -248,7 +249,7 @@ func TestAKilledMPSDaemonIsFollowed(t *testing.T) {
 	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	waitFor(t, "the daemon to be gone", func() bool { _, err := s.tell("get_server_list"); return err != nil })
+	waitFor(t, "the daemon to be gone", func() bool { return !alive(pid) })
 	if got := s.compute(0, nil).attached(); got.Mode != "direct" {
 		t.Errorf("without a daemon a program is attached by %s, want direct", got.Mode)
 	}
@@ -327,7 +328,10 @@ func TestMPSLimits(t *testing.T) {
 func TestMPSDefaultsAreForTheNextServer(t *testing.T) {
 	s := newService(t, "l40s-x2", layout.Host)
 	s.startDaemon(s.uuid(0))
-	threads := func() (int, float64) { got := s.compute(0, nil).attached(); return got.Server, got.Devices[0].ThreadPercentage }
+	threads := func() (int, float64) {
+		got := s.compute(0, nil).attached()
+		return got.Server, got.Devices[0].ThreadPercentage
+	}
 	server, have := threads()
 	s.expect("40.0\n", "set_default_active_thread_percentage 40")
 	if _, now := threads(); have != 100 || now != 100 {
@@ -498,7 +502,10 @@ func TestMPSFaults(t *testing.T) {
 		t.Helper()
 		waitFor(t, what+" to arrive", func() bool {
 			hit := false
-			s.change(func(_ *layout.Config, f *state.File) error { hit = atomic.LoadUint64(&f.Fault(0).Hits) == 1; return nil })
+			s.change(func(_ *layout.Config, f *state.File) error {
+				hit = atomic.LoadUint64(&f.Fault(0).Hits) == 1
+				return nil
+			})
 			return hit
 		})
 		select {

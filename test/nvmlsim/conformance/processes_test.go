@@ -79,6 +79,9 @@ func play(role string) int {
 			fmt.Println(uuid)
 		}
 		fmt.Println("all")
+	case "count": // GPUs
+		count, _ := library.DeviceGetCount()
+		fmt.Println(count)
 	case "set": // a change, and what came of it
 		fmt.Println("set", int(device.SetComputeMode(nvml.COMPUTEMODE_EXCLUSIVE_PROCESS)))
 	}

@@ -104,7 +104,7 @@ func openWritable(path string, folders []string) (*state.File, error) {
 	}
 	want, err := os.Stat(path)
 	if err != nil {
-		return f, nil
+		return nil, errors.Join(err, f.Close())
 	}
 	for _, folder := range folders {
 		candidate := filepath.Join(folder, stateFile)
@@ -167,7 +167,7 @@ func (d *Driver) visible() []Device {
 		}
 		for _, instance := range g.GPUInstances() {
 			profile, known := m.Profile(instance.Profile)
-			if !known || !(all || d.capabilityOpens(g.GPUInstanceMinor(instance.ID))) {
+			if !known || (!all && !d.capabilityOpens(g.GPUInstanceMinor(instance.ID))) {
 				continue
 			}
 			for _, compute := range g.OfInstance(instance.ID) {

@@ -20,7 +20,7 @@ nvmlReturn_t sim_cut_begin(const char *function, unsigned int number, struct sim
     nvmlReturn_t result = sim_fault_in_cut(function, (int)number);
     if (result == NVML_SUCCESS) /* the driver may have gone while the call waited */
         result = sim_check_initialized();
-    if (result == NVML_SUCCESS && LOAD(sim_gpu_at(number)->lost))
+    if (result == NVML_SUCCESS && sim_gpu_lost(number))
         result = NVML_ERROR_GPU_IS_LOST;
     if (result == NVML_SUCCESS)
         result = sim_write_begin();

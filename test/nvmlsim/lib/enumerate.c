@@ -21,7 +21,7 @@ static nvmlReturn_t give_handle(const char *function, unsigned int number, nvmlD
     nvmlReturn_t result = sim_fault(function, (int)number);
     if (result != NVML_SUCCESS)
         return result;
-    if (LOAD(sim_gpu_at(number)->lost))
+    if (sim_gpu_lost(number))
         return NVML_ERROR_GPU_IS_LOST;
     sim_open_gpu(number);
     *device = sim_gpu_handle(number);

@@ -97,14 +97,14 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetSupportedEventTypes(nvmlDevice_t device, u
 {
     ENTER_GPU(device);
     REQUIRE(types);
-    *types = sim_model(gpu)->event_types;
+    *types = LOAD(gpu->event_types);
     return NVML_SUCCESS;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long long types, nvmlEventSet_t handle)
 {
     ENTER_GPU(device);
-    if (types & ~(uint64_t)sim_model(gpu)->event_types)
+    if (types & ~LOAD(gpu->event_types))
         return NVML_ERROR_NOT_SUPPORTED;
     unsigned int number = (unsigned int)sim_handle_gpu(device);
     nvmlReturn_t result = NVML_ERROR_INVALID_ARGUMENT;
@@ -153,7 +153,7 @@ static bool next_event(struct event_set *set, nvmlEventData_t *data)
 static bool watches_lost_gpu(const struct event_set *set)
 {
     for (uint32_t i = 0; i < set->gpus; i++)
-        if (set->registrations[i].types && LOAD(sim_gpu_at(i)->lost))
+        if (set->registrations[i].types && sim_gpu_lost(i))
             return true;
     return false;
 }
@@ -180,10 +180,28 @@ static uint64_t now_ms(void)
     return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
 }
 
+/* Meets what is ordered for waiting on a GPU that the set listens to. */
+static nvmlReturn_t meet_gpu_faults(nvmlEventSet_t handle)
+{
+    nvmlReturn_t result = NVML_SUCCESS;
+    for (uint32_t i = 0; result == NVML_SUCCESS && i < sim_state()->gpu_count; i++) {
+        pthread_mutex_lock(&sets_lock);
+        const struct event_set *set = find_set(handle);
+        bool listens = set && i < set->gpus && set->registrations[i].types;
+        pthread_mutex_unlock(&sets_lock);
+        if (listens)
+            result = sim_fault_of_gpu("nvmlEventSetWait_v2", i);
+    }
+    return result;
+}
+
 NVMLSIM_API nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t handle, nvmlEventData_t *data, unsigned int timeout_ms)
 {
     ENTER();
     REQUIRE(data);
+    nvmlReturn_t ordered = meet_gpu_faults(handle);
+    if (ordered != NVML_SUCCESS)
+        return ordered;
     uint64_t start = now_ms();
     for (;;) {
         uint32_t wake = LOAD(sim_state()->event_wake); /* read before looking: what comes after it wakes us */

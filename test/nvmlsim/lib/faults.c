@@ -68,12 +68,14 @@ static void end_caller(bool group)
         pause();
 }
 
-static nvmlReturn_t meet_faults(const char *function, int gpu_number, bool after)
+static nvmlReturn_t meet_faults(const char *function, int gpu_number, bool after, bool of_gpu)
 {
     const struct nvmlsim_header *state = sim_state();
     for (unsigned int i = 0; i < state->fault_count; i++) {
         struct nvmlsim_fault *fault = sim_fault_at(i);
         uint64_t serial = LOAD(fault->serial);
+        if (of_gpu && fault->gpu < 0)
+            continue;
         if (serial == 0 || (fault->after != 0) != after || !matches(fault, function, gpu_number) || !take(fault))
             continue;
         if (fault->kind == NVMLSIM_FAULT_KILL)
@@ -89,12 +91,17 @@ nvmlReturn_t sim_fault(const char *function, int gpu_number)
 {
     if (LOAD(sim_state()->cut_lock) == NVMLSIM_CUT_LOCK_ALL)
         sim_lock_close(sim_lock_open(NVMLSIM_LOCK_CUT, true));
-    return meet_faults(function, gpu_number, false);
+    return meet_faults(function, gpu_number, false, false);
 }
 
-nvmlReturn_t sim_fault_in_cut(const char *function, int gpu_number) { return meet_faults(function, gpu_number, false); }
+nvmlReturn_t sim_fault_in_cut(const char *function, int gpu_number) { return meet_faults(function, gpu_number, false, false); }
 
-nvmlReturn_t sim_fault_after(const char *function, int gpu_number) { return meet_faults(function, gpu_number, true); }
+nvmlReturn_t sim_fault_after(const char *function, int gpu_number) { return meet_faults(function, gpu_number, true, false); }
+
+nvmlReturn_t sim_fault_of_gpu(const char *function, unsigned int gpu_number)
+{
+    return meet_faults(function, (int)gpu_number, false, true);
+}
 
 /* Every exported name without a simulation ends here, through the generated stubs. */
 nvmlReturn_t sim_unsimulated(const char *function);

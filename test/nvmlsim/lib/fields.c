@@ -1,6 +1,7 @@
 /* nvmlDeviceGetFieldValues: the fields that health checks read. Each field carries its own return code. */
 #include "sim.h"
 
+#include <stdlib.h>
 #include <time.h>
 
 static nvmlReturn_t as_uint(nvmlFieldValue_t *value, uint32_t number)
@@ -47,11 +48,20 @@ static nvmlReturn_t remap_field(const struct nvmlsim_gpu *gpu, nvmlFieldValue_t 
     }
 }
 
+enum { RECOVERY_SINCE = 565 }; /* drivers before it do not know the field, which is not the same as no action */
+
+static nvmlReturn_t recovery_field(const struct nvmlsim_gpu *gpu, nvmlFieldValue_t *value)
+{
+    if (strtoul(sim_state()->driver_version, NULL, 10) < RECOVERY_SINCE)
+        return NVML_ERROR_NOT_SUPPORTED;
+    return as_uint(value, LOAD(gpu->recovery_action));
+}
+
 static nvmlReturn_t read_field(const struct nvmlsim_gpu *gpu, nvmlFieldValue_t *value)
 {
     const struct nvmlsim_model *model = sim_model(gpu);
     switch (value->fieldId) {
-    case NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: return as_uint(value, LOAD(gpu->recovery_action));
+    case NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: return recovery_field(gpu, value);
     case NVML_FI_DEV_POWER_AVERAGE:
     case NVML_FI_DEV_POWER_INSTANT: return as_uint(value, model->power_idle_mw);
     case NVML_FI_DEV_POWER_MAX_LIMIT:

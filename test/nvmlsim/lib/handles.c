@@ -143,7 +143,7 @@ static nvmlReturn_t meet(const char *function, nvmlReturn_t found, const struct 
     nvmlReturn_t result = sim_fault(function, (int)target->number);
     if (result != NVML_SUCCESS)
         return result;
-    if (LOAD(target->gpu->lost))
+    if (sim_gpu_lost(target->number))
         return NVML_ERROR_GPU_IS_LOST;
     sim_open_gpu(target->number); /* a handle may be of before the last nvmlShutdown */
     return NVML_SUCCESS;

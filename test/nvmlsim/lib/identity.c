@@ -235,9 +235,9 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t device, nvmlGpu
     REQUIRE(info);
     memset(info, 0, sizeof *info);
     memcpy(info->clusterUuid, gpu->fabric_cluster, sizeof gpu->fabric_cluster);
-    info->status = NVML_SUCCESS;
     info->cliqueId = gpu->fabric_clique;
     info->state = fabric_state(gpu);
+    info->status = info->state == NVML_GPU_FABRIC_STATE_COMPLETED ? (nvmlReturn_t)LOAD(gpu->fabric_status) : NVML_SUCCESS;
     return NVML_SUCCESS;
 }
 
@@ -249,9 +249,9 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGp
     if (info->version != nvmlGpuFabricInfo_v2 && info->version != nvmlGpuFabricInfo_v3)
         return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
     memcpy(info->clusterUuid, gpu->fabric_cluster, sizeof gpu->fabric_cluster);
-    info->status = NVML_SUCCESS;
     info->cliqueId = gpu->fabric_clique;
     info->state = fabric_state(gpu);
+    info->status = info->state == NVML_GPU_FABRIC_STATE_COMPLETED ? (nvmlReturn_t)LOAD(gpu->fabric_status) : NVML_SUCCESS;
     info->healthMask = 0;
     if (info->version == nvmlGpuFabricInfo_v3)
         info->healthSummary = NVML_GPU_FABRIC_HEALTH_SUMMARY_NOT_SUPPORTED;

@@ -17,6 +17,7 @@ static uint32_t driver_epoch; /* the load of the driver that this process initia
 
 enum { MAX_VISIBLE = 4096 };
 static uint16_t visible[MAX_VISIBLE]; /* GPU numbers by NVML index */
+static uint32_t epochs[MAX_VISIBLE];  /* which card was in the slot, by NVML index */
 static unsigned int visible_count;
 
 static void find_visible(void)
@@ -25,8 +26,10 @@ static void find_visible(void)
     unsigned int count = 0;
     for (unsigned int i = 0; i < state->gpu_count && count < MAX_VISIBLE; i++) {
         const struct nvmlsim_gpu *gpu = sim_gpu_at(i);
-        if (LOAD(gpu->present) && sim_gpu_device_opens(gpu->minor))
-            visible[count++] = (uint16_t)i;
+        if (!LOAD(gpu->present) || !sim_gpu_device_opens(gpu->minor))
+            continue;
+        epochs[count] = LOAD(gpu->epoch);
+        visible[count++] = (uint16_t)i;
     }
     STORE(visible_count, count);
 }
@@ -41,6 +44,13 @@ int sim_index_of(unsigned int number)
         if (visible[i] == number)
             return (int)i;
     return -1;
+}
+
+bool sim_gpu_lost(unsigned int number)
+{
+    const struct nvmlsim_gpu *gpu = sim_gpu_at(number);
+    int index = sim_index_of(number);
+    return LOAD(gpu->lost) || (index >= 0 && LOAD(gpu->epoch) != epochs[index]);
 }
 
 bool sim_gpu_visible(unsigned int number) { return sim_index_of(number) >= 0; }

@@ -82,6 +82,8 @@ unsigned int sim_visible_count(void);
 /* Number in the state of the GPU with this NVML index, or -1. */
 int sim_visible_gpu(unsigned int index);
 int sim_index_of(unsigned int number);
+/* Whether the card that this process found is off the bus, though another may be in its slot. */
+bool sim_gpu_lost(unsigned int number);
 nvmlReturn_t sim_check_initialized(void);
 
 /* ---- faults.c: slow and failing functions, ordered by the control tool */
@@ -89,6 +91,8 @@ nvmlReturn_t sim_check_initialized(void);
 enum { SIM_NO_GPU = -1 };
 /* Waits and fails as ordered for this function and GPU. */
 nvmlReturn_t sim_fault(const char *function, int gpu_number);
+/* The same, but only what is ordered for this very GPU. */
+nvmlReturn_t sim_fault_of_gpu(const char *function, unsigned int gpu_number);
 /* The same inside a cut, which has the driver's lock. */
 nvmlReturn_t sim_fault_in_cut(const char *function, int gpu_number);
 /* The same for what is ordered to happen when the call has had its effect. */

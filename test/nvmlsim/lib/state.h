@@ -29,7 +29,7 @@
 #include <stdint.h>
 
 #define NVMLSIM_MAGIC UINT64_C(0x314d49534c4d564e) /* "NVMLSIM1", little endian */
-#define NVMLSIM_LAYOUT 3u
+#define NVMLSIM_LAYOUT 4u
 
 enum {
     NVMLSIM_LOCK_WRITE = 0,
@@ -157,7 +157,7 @@ struct nvmlsim_model {
     uint32_t mig_needs_reset; /* a change of MIG mode waits for a reset, and outlives it */
     uint32_t memory_slices;
     uint32_t time_slices; /* the length of a time-slice can be set */
-    uint32_t event_types; /* nvmlEventType* that can be registered for */
+    uint32_t event_types; /* nvmlEventType* that can be registered for, unless the control tool said otherwise */
     uint64_t memory_mib;
     struct nvmlsim_profile profiles[NVMLSIM_PROFILES];
     struct nvmlsim_ci_profile ci_profiles[NVMLSIM_CI_PROFILES];
@@ -194,7 +194,11 @@ struct nvmlsim_gpu {
     uint32_t fabric_interim;
     uint32_t virtualization;  /* NVML_GPU_VIRTUALIZATION_MODE_* */
     uint32_t time_slice;      /* 0 default, 1 short, 2 medium, 3 long */
-    uint32_t bus_gone;        /* the PCI bus does not show it: unplugged */
+    uint32_t epoch;           /* changes when a card is plugged in: handles of before are of a lost one */
+    uint64_t event_types;     /* nvmlEventType* that can be registered for */
+    uint64_t energy_since_ms; /* what it used is counted from here (CLOCK_REALTIME) */
+    uint32_t fabric_status;   /* nvmlReturn_t of a registration with the fabric that is completed */
+    uint32_t reserved;
     uint64_t processes[NVMLSIM_PROCESSES];
     uint64_t instances[NVMLSIM_GPU_INSTANCES]; /* by GPU instance ID */
     uint64_t compute_instances[NVMLSIM_GPU_INSTANCES][NVMLSIM_COMPUTE_INSTANCES];

@@ -5,6 +5,7 @@
 #include "sim.h"
 
 #include <string.h>
+#include <time.h>
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *utilization)
 {
@@ -60,6 +61,21 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t d
 {
     ENTER_GPU(device);
     return known(milliwatts, sim_model(gpu)->power_limit_mw);
+}
+
+/* What an idle board has used since the driver found it. Volta and later count it (nvml.h). */
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetTotalEnergyConsumption(nvmlDevice_t device, unsigned long long *energy)
+{
+    ENTER_GPU(device);
+    REQUIRE(energy);
+    const struct nvmlsim_model *model = sim_model(gpu);
+    if (model->architecture < NVML_DEVICE_ARCH_VOLTA || model->power_idle_mw == NVMLSIM_ABSENT)
+        return NVML_ERROR_NOT_SUPPORTED;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    uint64_t now_ms = (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000, since = LOAD(gpu->energy_since_ms);
+    *energy = now_ms > since ? (now_ms - since) * model->power_idle_mw / 1000 : 0; /* millijoules */
+    return NVML_SUCCESS;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetPowerManagementMode(nvmlDevice_t device, nvmlEnableState_t *mode)
@@ -123,5 +139,16 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned
     *uncorrectable = (unsigned int)LOAD(gpu->ecc_double_aggregate);
     *pending = LOAD(gpu->remap_pending);
     *failed = LOAD(gpu->remap_failure);
+    return NVML_SUCCESS;
+}
+
+/* The same for GPUs before Ampere, which retire pages: it is one bit. */
+NVMLSIM_API nvmlReturn_t nvmlDeviceGetRetiredPagesPendingStatus(nvmlDevice_t device, nvmlEnableState_t *pending)
+{
+    ENTER_GPU(device);
+    REQUIRE(pending);
+    if (sim_model(gpu)->architecture >= NVML_DEVICE_ARCH_AMPERE || !sim_model(gpu)->ecc)
+        return NVML_ERROR_NOT_SUPPORTED;
+    *pending = LOAD(gpu->remap_pending) ? NVML_FEATURE_ENABLED : NVML_FEATURE_DISABLED;
     return NVML_SUCCESS;
 }

@@ -68,7 +68,7 @@ type GPU struct {
 	AddressingMode        Fact[string] `json:"addressingMode"`
 	// TimeSlices says whether the length of a time-slice can be set; without it, whether the GPU is of Volta or later.
 	TimeSlices Fact[bool] `json:"timeSlices"`
-	// Events are the kinds of events that can be registered for: xid, singleBitEcc, doubleBitEcc. Without it xid, and with ECC all three.
+	// Events are the kinds of events that can be registered for, by the names of EventTypes. Without it xid, and with ECC singleBitEcc and doubleBitEcc.
 	Events Fact[[]string] `json:"events"`
 	MIG    MIG            `json:"mig"`
 }
@@ -253,27 +253,15 @@ func (g *GPU) HasTimeSlices() bool {
 	return g.Architecture.NVMLValue >= archVolta
 }
 
-// nvmlEventType* of nvml.h, by name.
-var eventTypes = map[string]uint32{"singleBitEcc": 0x1, "doubleBitEcc": 0x2, "xid": 0x8}
-
 // EventTypes are the nvmlEventType* that can be registered for.
 func (g *GPU) EventTypes() (uint32, error) {
-	names := []string{"xid"}
-	if g.ECC.Value {
-		names = append(names, "singleBitEcc", "doubleBitEcc")
-	}
 	if g.Events.Known {
-		names = g.Events.Value
+		return ParseEventTypes(g.Events.Value)
 	}
-	var types uint32
-	for _, name := range names {
-		value, known := eventTypes[name]
-		if !known {
-			return 0, fmt.Errorf("event %q is none of xid, singleBitEcc, doubleBitEcc", name)
-		}
-		types |= value
+	if g.ECC.Value {
+		return ParseEventTypes([]string{"xid", "singleBitEcc", "doubleBitEcc"})
 	}
-	return types, nil
+	return ParseEventTypes([]string{"xid"})
 }
 
 // ParsePCIID reads a combined ID such as 0x233010DE: device in the upper half, vendor in the lower, as NVML gives it.

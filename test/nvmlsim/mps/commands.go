@@ -39,8 +39,6 @@ func (c *control) obey(connection *conn) {
 	}
 }
 
-var errArguments = errors.New("Invalid argument")
-
 // need checks how many arguments there are.
 func need(args []string, least, most int) error {
 	if len(args) < least || len(args) > most {
@@ -92,7 +90,7 @@ func (c *control) command(name string, args []string) (string, error) {
 func (c *control) serverLimits(name string, args []string) (string, error) {
 	known := map[string]bool{"get_active_thread_percentage": true, "set_active_thread_percentage": true, "get_device_pinned_mem_limit": true, "set_device_pinned_mem_limit": true}
 	if !known[name] {
-		return "", fmt.Errorf("Unknown command: %s", name)
+		return "", messagef("Unknown command: %s", name)
 	}
 	s, err := c.find(args)
 	if err != nil {
@@ -166,7 +164,7 @@ func (c *control) find(args []string) (*server, error) {
 	}
 	pid, err := strconv.Atoi(args[0])
 	if err != nil || c.server == nil || c.server.pid != pid || c.server.failed != nil {
-		return nil, fmt.Errorf("Server %s not found", args[0])
+		return nil, messagef("Server %s not found", args[0])
 	}
 	return c.server, nil
 }
@@ -194,7 +192,7 @@ func (c *control) startCommand(args []string) error {
 		user = 0
 	}
 	if c.server != nil && c.server.failed == nil {
-		return fmt.Errorf("Server %d of user %d is already running", c.server.pid, c.server.user)
+		return messagef("Server %d of user %d is already running", c.server.pid, c.server.user)
 	}
 	c.startServer(uint32(user))
 	c.server.wanted = true

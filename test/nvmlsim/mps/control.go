@@ -32,12 +32,6 @@ type control struct {
 	ended    chan struct{}
 }
 
-// errRunning is how a second daemon on one pipe directory ends.
-var errRunning = errors.New("An instance of this daemon is already running")
-
-// errNoDaemon is all that the real program says where it finds no daemon, and where the pipe directory's path is too long for a socket.
-var errNoDaemon = errors.New("Cannot find MPS control daemon process")
-
 // runDaemon is the daemon's life. ready is called when it listens.
 func runDaemon(multiUser, foreground bool, ready func()) error {
 	openUmask()

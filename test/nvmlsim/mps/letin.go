@@ -11,6 +11,7 @@ import (
 type attach struct {
 	pid  int32
 	user uint32
+	not  int
 	gone bool
 	// server is the one that it was told.
 	server *server
@@ -28,7 +29,7 @@ func (c *control) letIn(connection *conn) {
 		c.log.printf("User did not send valid credentials")
 		return
 	}
-	client := &attach{pid: who.Pid, user: who.Uid}
+	client := &attach{pid: who.Pid, user: who.Uid, not: asked.Not}
 	if c.multiUser {
 		client.user = 0 // clients of all users appear as those of the root user
 	}
@@ -84,6 +85,7 @@ func (c *control) admit(client *attach, pending func()) answer {
 			failed := c.server.failed
 			c.server = nil
 			return answer{Error: failed}
+		case c.server.pid == client.not:
 		case c.server.ready && !c.server.draining && c.server.user == client.user:
 			c.log.printf("NEW CLIENT %d from user %d: Server already exists", client.pid, client.user)
 			client.server = c.server

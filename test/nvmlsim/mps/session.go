@@ -9,7 +9,6 @@ import (
 	"strings"
 	"sync"
 	"syscall"
-	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/cuda"
 )
@@ -25,9 +24,6 @@ type Session struct {
 	used   map[int]uint64
 	mutex  sync.Mutex
 }
-
-// retryAfter is when one who met an ending server asks the control daemon again.
-const retryAfter = 10 * time.Millisecond
 
 // Open is what CUDA does when a program first uses it. pending is called if the program must wait for clients of another user.
 func Open(pending func()) (*Session, error) {
@@ -55,17 +51,17 @@ func (s *Session) open(pending func()) error {
 		return cuda.Errorf(cuda.InvalidValue, "%v", err)
 	}
 	said := hello{Devices: list, Set: set, Threads: threads, Memory: memory, Command: filepath.Base(os.Args[0]), PID: os.Getpid()}
-	for {
+	for ended := 0; ; {
 		control, err := dial(filepath.Join(pipes(), controlSocket))
 		if err != nil {
 			return s.alone(list, set)
 		}
-		joined, err := s.join(control, said, pending)
+		var joined bool
+		joined, ended, err = s.join(control, said, ended, pending)
 		_ = control.Close()
 		if err != nil || joined {
 			return err
 		}
-		time.Sleep(retryAfter)
 	}
 }
 
@@ -87,37 +83,36 @@ func (s *Session) alone(list string, set bool) error {
 	return nil
 }
 
-// join becomes a client. False: the server is about to end; ask again.
-func (s *Session) join(control *conn, said hello, pending func()) (bool, error) {
-	if err := control.encoder.Encode(request{Attach: true}); err != nil {
-		return false, cuda.Errorf(cuda.MPSConnectionFailed, "%v", err)
+// join becomes a client of a server, which is not the one that has ended. False: the server that it names has ended, too, or is about to; ask again.
+func (s *Session) join(control *conn, said hello, not int, pending func()) (joined bool, ended int, err error) {
+	if err := control.encoder.Encode(request{Attach: true, Not: not}); err != nil {
+		return false, 0, cuda.Errorf(cuda.MPSConnectionFailed, "%v", err)
 	}
 	var let answer
 	for let.Pending = true; let.Pending; {
 		let = answer{}
 		if err := control.decoder.Decode(&let); err != nil {
-			return false, cuda.Errorf(cuda.MPSConnectionFailed, "the control daemon went away: %v", err)
+			return false, 0, cuda.Errorf(cuda.MPSConnectionFailed, "the control daemon went away: %v", err)
 		}
 		if let.Pending {
 			pending()
 		}
 	}
 	if let.Error != nil {
-		return false, let.Error
+		return false, 0, let.Error
 	}
 	connection, err := dial(filepath.Join(pipes(), let.Socket))
 	if errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, os.ErrNotExist) {
-		return false, nil // it has ended in the meantime
+		return false, let.Server, nil
 	}
 	if err != nil {
-		return false, cuda.Errorf(cuda.MPSConnectionFailed, "%v", err)
+		return false, 0, cuda.Errorf(cuda.MPSConnectionFailed, "%v", err)
 	}
-	joined, err := s.greet(connection, said)
-	if !joined {
-		return false, errors.Join(err, connection.Close())
+	if joined, err = s.greet(connection, said); !joined {
+		return false, let.Server, errors.Join(err, connection.Close())
 	}
 	s.Server, s.conn = let.Server, connection
-	return true, s.checkGiven()
+	return true, 0, s.checkGiven()
 }
 
 func (s *Session) greet(connection *conn, said hello) (bool, error) {
@@ -128,10 +123,10 @@ func (s *Session) greet(connection *conn, said hello) (bool, error) {
 	defer func() { _ = os.Remove(shared) }()
 	said.Shared, said.Token = filepath.Base(shared), token
 	var reply welcome
-	if err := connection.encoder.Encode(said); err != nil {
-		return false, nil
+	if connection.encoder.Encode(said) != nil || connection.decoder.Decode(&reply) != nil {
+		return false, errLost
 	}
-	if err := connection.decoder.Decode(&reply); err != nil || reply.Again {
+	if reply.Again {
 		return false, nil
 	}
 	if reply.Error != nil {
@@ -207,8 +202,8 @@ func (s *Session) Mode() string {
 	return "mps"
 }
 
-// command sends the control daemon's commands and prints its answers, until there are no more or the daemon ends.
-func sendCommands(next func() (string, bool), print func(string)) error {
+// sendCommands sends the control daemon's commands and prints its answers, until there are no more or the daemon ends.
+func sendCommands(next func() (string, bool), show func(string)) error {
 	connection, err := dial(filepath.Join(pipes(), privilegedSocket))
 	if err != nil {
 		return errNoDaemon
@@ -229,7 +224,7 @@ func sendCommands(next func() (string, bool), print func(string)) error {
 		if err := connection.decoder.Decode(&said); err != nil {
 			return fmt.Errorf("no answer to %q: %w", line, err)
 		}
-		print(said.Text)
+		show(said.Text)
 		if said.Done {
 			return nil
 		}

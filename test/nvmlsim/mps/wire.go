@@ -49,7 +49,9 @@ func peer(c *conn) (*syscall.Ucred, error) {
 
 // request is what is asked of the control daemon: to be let in as a client, or a command.
 type request struct {
-	Attach  bool   `json:"attach,omitempty"`
+	Attach bool `json:"attach,omitempty"`
+	// Not is a server that the client found to be ending.
+	Not     int    `json:"not,omitempty"`
 	Command string `json:"command,omitempty"`
 }
 

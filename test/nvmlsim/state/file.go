@@ -95,6 +95,8 @@ func (f *File) fill(header Header, spec Spec, index map[string]uint32) error {
 		if err := compileCard(card, index[card.Model], f.GPU(i)); err != nil {
 			return fmt.Errorf("GPU at %s: %w", card.PCI, err)
 		}
+		f.GPU(i).EventTypes = uint64(f.Model(int(index[card.Model])).EventTypes)
+		f.GPU(i).began()
 		if err := f.GPU(i).cut(f.Model(int(index[card.Model])), card.MIG); err != nil {
 			return fmt.Errorf("GPU at %s: %w", card.PCI, err)
 		}

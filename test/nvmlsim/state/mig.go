@@ -141,10 +141,9 @@ func (f *File) Reset(gpu int, force bool) error {
 		if !force && (len(g.Busy()) > 0 || f.Computed(gpu)) {
 			return fmt.Errorf("GPU %d: %w", gpu, ErrBusy)
 		}
-		f.resetMIG(gpu)
-		g.forget()
-		atomic.StoreUint32(&g.RecoveryAction, 0)
-		atomic.StoreUint32(&g.RemapPending, 0)
+		persistence := g.PersistenceMode
+		f.anew(gpu)
+		atomic.StoreUint32(&g.PersistenceMode, persistence)
 		f.wake()
 		return nil
 	})
@@ -217,6 +216,14 @@ func (f *File) ClearBusy(gpu int) error {
 func (f *File) SetCutLock(kind uint32) error {
 	return f.update(func() error {
 		atomic.StoreUint32(&f.Header().CutLock, kind)
+		return nil
+	})
+}
+
+// SetFabricStatus says what came of a registration with the fabric that is completed: 0, or an nvmlReturn_t.
+func (f *File) SetFabricStatus(gpu int, status uint32) error {
+	return f.update(func() error {
+		atomic.StoreUint32(&f.GPU(gpu).FabricStatus, status)
 		return nil
 	})
 }

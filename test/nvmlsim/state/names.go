@@ -22,7 +22,7 @@ var nvmlErrors = map[string]uint32{
 
 // NVML_GPU_RECOVERY_ACTION_* of nvml.h, by name.
 var recoveryActions = map[string]uint32{
-	"none": 0, "gpu-reset": 1, "node-reboot": 2, "drain-p2p": 3, "drain-and-reset": 4,
+	"none": 0, "gpu-reset": 1, "node-reboot": 2, "drain-p2p": 3, "drain-and-reset": 4, "recover-imex-domain": 5, "bus-reset": 6, "system-reboot": 7,
 }
 
 // NVML_GPU_FABRIC_STATE_* of nvml.h, by name.
@@ -81,6 +81,9 @@ var beyond = []string{"setTimeSlice", "getTimeSlice", "mpsControlStart", "mpsCon
 
 // Beyond are the names, besides those of NVML's functions, that a fault can be ordered for.
 func Beyond() []string { return slices.Clone(beyond) }
+
+// FabricName is the name of a fabric state.
+func FabricName(value uint32) string { return name(fabricStates, value) }
 
 // changing are the functions that change something, so that a fault can come after their effect.
 var changing = []string{

@@ -5,7 +5,7 @@ import "math"
 // The magic number and version of the layout that this package and lib/state.h describe.
 const (
 	Magic  uint64 = 0x314d49534c4d564e
-	Layout uint32 = 3
+	Layout uint32 = 4
 
 	lockWrite        = 0
 	lockInUse        = 1
@@ -158,7 +158,11 @@ type GPU struct {
 	FabricInterim      uint32                                 `c:"fabric_interim"`
 	Virtualization     uint32                                 `c:"virtualization"`
 	TimeSlice          uint32                                 `c:"time_slice"`
-	BusGone            uint32                                 `c:"bus_gone"`
+	Epoch              uint32                                 `c:"epoch"`
+	EventTypes         uint64                                 `c:"event_types"`
+	EnergySinceMS      uint64                                 `c:"energy_since_ms"`
+	FabricStatus       uint32                                 `c:"fabric_status"`
+	Reserved           uint32                                 `c:"reserved"`
 	Processes          [maxProcesses]uint64                   `c:"processes"`
 	Instances          [gpuInstances]uint64                   `c:"instances"`
 	ComputeInstances   [gpuInstances][computeInstances]uint64 `c:"compute_instances"`

@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+	"unsafe"
 )
 
 // Compute modes, NVML_COMPUTEMODE_* of nvml.h.
@@ -28,7 +29,7 @@ var (
 // OpenView maps a state file for a process that computes: to read and write, or, as in a container, only to read.
 func OpenView(path string) (*File, error) {
 	f, err := Open(path)
-	if err == nil || !(errors.Is(err, os.ErrPermission) || errors.Is(err, syscall.EROFS)) {
+	if err == nil || (!errors.Is(err, os.ErrPermission) && !errors.Is(err, syscall.EROFS)) {
 		return f, err
 	}
 	file, err := os.Open(path)
@@ -116,8 +117,16 @@ func (e *FaultError) Error() string {
 	return fmt.Sprintf("%s: %s, as ordered", e.Function, ErrorName(e.Code))
 }
 
-// lookAgain is how often one that waits looks whether its fault is still in force.
-const lookAgain = 10 * time.Millisecond
+// lookAgain is what a lost wake-up costs one that waits.
+const lookAgain = 100 * time.Millisecond
+
+// sleep waits until somebody wakes the state's sleepers, or for so long.
+func (f *File) sleep(longest time.Duration) {
+	const futexWait = 0
+	word := &f.Header().EventWake
+	pause := syscall.NsecToTimespec(longest.Nanoseconds())
+	_, _, _ = syscall.Syscall6(syscall.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWait, uintptr(atomic.LoadUint32(word)), uintptr(unsafe.Pointer(&pause)), 0, 0)
+}
 
 // Meet lets a program beside the library meet the faults that are ordered for a function by this name, as lib/faults.c does: it waits, fails, or dies.
 // A negative GPU is none.
@@ -141,8 +150,8 @@ func (f *File) Meet(function string, gpu int) error {
 			return &FaultError{Function: function, Code: fault.Error}
 		}
 		end := time.Now().Add(time.Duration(min(fault.DelayMS, math.MaxInt32)) * time.Millisecond)
-		for atomic.LoadUint64(&fault.Serial) == serial && time.Now().Before(end) {
-			time.Sleep(lookAgain)
+		for left := time.Until(end); atomic.LoadUint64(&fault.Serial) == serial && left > 0; left = time.Until(end) {
+			f.sleep(min(left, lookAgain))
 		}
 	}
 	return nil

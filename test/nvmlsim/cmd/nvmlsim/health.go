@@ -1,16 +1,22 @@
 package main
 
 import (
+	"context"
 	"fmt"
+	"slices"
 	"strconv"
+	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
 func newHealth(n *node) []*cobra.Command {
-	return []*cobra.Command{newLose(n), newRestore(n), newXID(n), newECC(n), newRecovery(n)}
+	return []*cobra.Command{newLose(n), newRestore(n), newXID(n), newECC(n), newRecovery(n), newEvent(n), newEvents(n), newRemap(n), newUnplug(n), newPlug(n)}
 }
 
 const gpuHelp = "GPU is an index in the order of PCI addresses, a UUID or a PCI address."
@@ -42,9 +48,11 @@ func newRestore(n *node) *cobra.Command {
 }
 
 func newXID(n *node) *cobra.Command {
-	return &cobra.Command{
+	var count int
+	var over time.Duration
+	command := &cobra.Command{
 		Use: "xid GPU[/GI/CI] CODE", Short: "Report an XID, on a GPU or on one of its compute instances", Long: "Reports an XID.\n" + gpuHelp, Args: cobra.ExactArgs(2),
-		RunE: func(_ *cobra.Command, args []string) error {
+		RunE: func(command *cobra.Command, args []string) error {
 			code, err := strconv.ParseUint(args[1], 10, 32)
 			if err != nil {
 				return fmt.Errorf("%q is no XID code", args[1])
@@ -54,13 +62,36 @@ func newXID(n *node) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				if on.InInstance {
-					return f.XIDOn(gpu, on.Instance, on.Compute, code)
-				}
-				return f.XID(gpu, code)
+				return repeat(command.Context(), count, over, func() error {
+					if on.InInstance {
+						return f.XIDOn(gpu, on.Instance, on.Compute, code)
+					}
+					return f.XID(gpu, code)
+				})
 			})
 		},
 	}
+	command.Flags().IntVar(&count, "count", 1, "so many of them")
+	command.Flags().DurationVar(&over, "over", 0, "spread over so long, instead of at once")
+	return command
+}
+
+// repeat does a thing so many times, in even steps over a while.
+func repeat(ctx context.Context, count int, over time.Duration, do func() error) error {
+	start := time.Now()
+	for i := range count {
+		due := time.NewTimer(time.Until(start.Add(over * time.Duration(i) / time.Duration(count))))
+		select {
+		case <-ctx.Done():
+			due.Stop()
+			return ctx.Err()
+		case <-due.C:
+		}
+		if err := do(); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func newECC(n *node) *cobra.Command {
@@ -73,12 +104,106 @@ func newECC(n *node) *cobra.Command {
 }
 
 func newRecovery(n *node) *cobra.Command {
-	return onGPU(n, "recovery GPU ACTION", "Set the recovery action that a GPU asks for: none, gpu-reset, node-reboot, drain-p2p, drain-and-reset", 2,
+	var announce bool
+	command := onGPU(n, "recovery GPU ACTION",
+		"Set the recovery action that a GPU asks for: none, gpu-reset, node-reboot, drain-p2p, drain-and-reset, recover-imex-domain, bus-reset, system-reboot", 2,
 		func(f *state.File, gpu int, args []string) error {
 			action, err := state.ParseRecovery(args[0])
 			if err != nil {
 				return err
 			}
+			if announce {
+				return f.AnnounceRecovery(gpu, action)
+			}
 			return f.SetRecovery(gpu, action)
 		})
+	command.Flags().BoolVar(&announce, "announce", false, "report it too: by XID 154, and by the event recoveryAction")
+	return command
+}
+
+func newEvent(n *node) *cobra.Command {
+	return onGPU(n, "event GPU KIND DATA", "Report an event of any kind: xid, doubleBitEcc, fatalPoison and so on", 3,
+		func(f *state.File, gpu int, args []string) error {
+			kind, err := model.ParseEventType(args[0])
+			if err != nil {
+				return err
+			}
+			data, err := strconv.ParseUint(args[1], 0, 64)
+			if err != nil {
+				return fmt.Errorf("%q is no number", args[1])
+			}
+			return f.Event(gpu, uint64(kind), data)
+		})
+}
+
+func newEvents(n *node) *cobra.Command {
+	return onGPU(n, "events GPU KIND,KIND...|none", "Say which kinds of events a GPU supports; its model file says it otherwise", 2,
+		func(f *state.File, gpu int, args []string) error {
+			if args[0] == "none" {
+				return f.SetEventTypes(gpu, 0)
+			}
+			mask, err := model.ParseEventTypes(strings.Split(args[0], ","))
+			if err != nil {
+				return err
+			}
+			return f.SetEventTypes(gpu, uint64(mask))
+		})
+}
+
+func newRemap(n *node) *cobra.Command {
+	return onGPU(n, "remap GPU none|pending|failed|both", "Say what became of bad memory: a row to be remapped at the next reset, one that could not be", 2,
+		func(f *state.File, gpu int, args []string) error {
+			if !slices.Contains([]string{"none", "pending", "failed", "both"}, args[0]) {
+				return fmt.Errorf("%q is none of none, pending, failed, both", args[0])
+			}
+			return f.SetRemap(gpu, args[0] == "pending" || args[0] == "both", args[0] == "failed" || args[0] == "both")
+		})
+}
+
+// redrawing is a command on a GPU after which the disk must follow the state, where there is a layout.
+func redrawing(n *node, use, short string, change func(f *state.File, gpu int) error) *cobra.Command {
+	return &cobra.Command{
+		Use: use, Short: short, Long: short + ".\n" + gpuHelp, Args: cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			do := func(f *state.File) error {
+				gpu, err := f.Find(args[0])
+				if err != nil {
+					return err
+				}
+				return change(f, gpu)
+			}
+			if n.statePath != "" {
+				return n.with(do)
+			}
+			return n.withLayout(func(c *layout.Config, f *state.File) error {
+				if err := do(f); err != nil {
+					return err
+				}
+				return c.Apply(f)
+			})
+		},
+	}
+}
+
+func newUnplug(n *node) *cobra.Command {
+	var quiet bool
+	command := redrawing(n, "unplug GPU", "Take a card out of its slot: XID 79, then GPU_IS_LOST; nodes and sysfs go, and nobody finds it any more",
+		func(f *state.File, gpu int) error {
+			if !quiet {
+				if err := f.XID(gpu, 79); err != nil {
+					return err
+				}
+			}
+			return f.Unplug(gpu)
+		})
+	command.Flags().BoolVar(&quiet, "quiet", false, "without an XID")
+	return command
+}
+
+func newPlug(n *node) *cobra.Command {
+	var uuid string
+	command := redrawing(n, "plug GPU", "Put a card into the slot that unplug left; a process finds it when it initialises NVML again",
+		func(f *state.File, gpu int) error { return f.Plug(gpu, uuid) })
+	command.Flags().StringVar(&uuid, "uuid", "", "another card of the same model, with this UUID")
+	return command
 }

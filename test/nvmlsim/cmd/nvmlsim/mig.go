@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"strconv"
@@ -9,7 +10,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
@@ -73,30 +73,9 @@ func newBusy(n *node) *cobra.Command {
 
 func newReset(n *node) *cobra.Command {
 	var force bool
-	command := &cobra.Command{
-		Use:   "reset GPU",
-		Short: "Reset a GPU: MIG instances are gone; a pending MIG mode is in force, or, where it needs no reset, forgotten",
-		Args:  cobra.ExactArgs(1),
-		RunE: func(_ *cobra.Command, args []string) error {
-			reset := func(f *state.File) error {
-				gpu, err := f.Find(args[0])
-				if err != nil {
-					return err
-				}
-				return f.Reset(gpu, force)
-			}
-			if n.statePath != "" {
-				return n.with(reset)
-			}
-			return n.withLayout(func(c *layout.Config, f *state.File) error {
-				if err := reset(f); err != nil {
-					return err
-				}
-				return c.Apply(f)
-			})
-		},
-	}
-	command.Flags().BoolVar(&force, "force", false, "even while processes are listed on it")
+	command := redrawing(n, "reset GPU", "Reset a GPU: MIG instances are gone; a pending MIG mode is in force, or, where it needs no reset, forgotten",
+		func(f *state.File, gpu int) error { return f.Reset(gpu, force) })
+	command.Flags().BoolVar(&force, "force", false, "even while processes are listed on it, or compute")
 	return command
 }
 
@@ -121,6 +100,7 @@ func newLock(n *node) *cobra.Command {
 
 func newFabric(n *node) *cobra.Command {
 	var settle time.Duration
+	var failure string
 	command := &cobra.Command{
 		Use:   "fabric GPU STATE [DURATION]",
 		Short: "Put a GPU into a fabric state: notSupported, notStarted, inProgress, completed; for good, or for a while",
@@ -152,10 +132,17 @@ func newFabric(n *node) *cobra.Command {
 						return fmt.Errorf("%q is no duration such as 500ms or 10s", args[2])
 					}
 				}
-				return f.SetFabric(gpu, fabric, period)
+				status := uint32(0)
+				if failure != "" {
+					if status, err = state.ParseError(failure); err != nil {
+						return err
+					}
+				}
+				return errors.Join(f.SetFabricStatus(gpu, status), f.SetFabric(gpu, fabric, period))
 			})
 		},
 	}
+	command.Flags().StringVar(&failure, "error", "", "what came of a completed registration, such as NVML_ERROR_UNKNOWN; without it it went well")
 	command.Flags().DurationVar(&settle, "settle", 0, "how long a GPU that leaves MIG mode is in progress")
 	return command
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
@@ -22,7 +23,9 @@ type shownNode struct {
 	DriverVersion string `json:"driverVersion"`
 	DriverEpoch   uint32 `json:"driverEpoch"`
 	InUse         bool   `json:"inUse"`
-	Events        uint64 `json:"events"`
+	// References is what keeps the kernel module from being unloaded: processes that have NVML initialised, and the GPUs that they have open.
+	References int    `json:"references"`
+	Events     uint64 `json:"events"`
 	// Lock is how changes of MIG are serialised.
 	Lock   string       `json:"lock"`
 	GPUs   []shownGPU   `json:"gpus"`
@@ -30,19 +33,23 @@ type shownNode struct {
 }
 
 type shownGPU struct {
-	Index       int    `json:"index"`
-	Minor       uint32 `json:"minor"`
-	PCI         string `json:"pci"`
-	UUID        string `json:"uuid"`
-	Name        string `json:"name"`
-	NUMANode    int32  `json:"numaNode"`
-	Condition   string `json:"condition"`
-	Recovery    string `json:"recovery"`
-	ECCSingle   uint64 `json:"eccSingle"`
-	ECCDouble   uint64 `json:"eccDouble"`
-	ComputeMode uint32 `json:"computeMode"`
-	TimeSlice   uint32 `json:"timeSlice"`
-	Persistence bool   `json:"persistence"`
+	Index     int    `json:"index"`
+	Minor     uint32 `json:"minor"`
+	PCI       string `json:"pci"`
+	UUID      string `json:"uuid"`
+	Name      string `json:"name"`
+	NUMANode  int32  `json:"numaNode"`
+	Condition string `json:"condition"`
+	Recovery  string `json:"recovery"`
+	ECCSingle uint64 `json:"eccSingle"`
+	ECCDouble uint64 `json:"eccDouble"`
+	// Remap is none, pending, failed or both.
+	Remap       string   `json:"remap"`
+	Fabric      string   `json:"fabric"`
+	Events      []string `json:"events,omitempty"`
+	ComputeMode uint32   `json:"computeMode"`
+	TimeSlice   uint32   `json:"timeSlice"`
+	Persistence bool     `json:"persistence"`
 	// MIG is absent where the GPU cannot be cut.
 	MIG       *shownMIG      `json:"mig,omitempty"`
 	Processes []shownProcess `json:"processes,omitempty"`
@@ -68,6 +75,10 @@ func newShow(n *node) *cobra.Command {
 					return err
 				}
 				shown := describe(f)
+				var err error
+				if shown.References, err = f.References(); err != nil {
+					return err
+				}
 				switch output {
 				case "":
 					return shown.table(os.Stdout)
@@ -103,7 +114,8 @@ func describe(f *state.File) shownNode {
 		one := shownGPU{
 			Index: i, Minor: g.Minor, PCI: g.Address(), UUID: state.Text(g.UUID[:]), Name: state.Text(f.Model(int(g.Model)).Name[:]),
 			NUMANode: g.NUMANode, Condition: condition(g), Recovery: state.RecoveryName(g.RecoveryAction),
-			ECCSingle: g.ECCSingleVolatile, ECCDouble: g.ECCDoubleVolatile, ComputeMode: g.ComputeMode, TimeSlice: g.TimeSlice, Persistence: g.PersistenceMode != 0,
+			ECCSingle: g.ECCSingleVolatile, ECCDouble: g.ECCDoubleVolatile, Remap: remap(g),
+			Fabric: state.FabricName(g.FabricState), Events: model.EventTypeNames(g.EventTypes), ComputeMode: g.ComputeMode, TimeSlice: g.TimeSlice, Persistence: g.PersistenceMode != 0,
 			MIG: describeMIG(f.Model(int(g.Model)), g), Processes: describeProcesses(g),
 		}
 		shown.GPUs = append(shown.GPUs, one)
@@ -124,6 +136,18 @@ func condition(g *state.GPU) string {
 		return "lost"
 	}
 	return "ok"
+}
+
+func remap(g *state.GPU) string {
+	switch {
+	case g.RemapPending != 0 && g.RemapFailure != 0:
+		return "both"
+	case g.RemapPending != 0:
+		return "pending"
+	case g.RemapFailure != 0:
+		return "failed"
+	}
+	return "none"
 }
 
 func describeFault(fault *state.Fault) shownFault {
@@ -155,7 +179,7 @@ func (s shownNode) table(to io.Writer) error {
 		driver = s.DriverVersion
 	}
 	w := tabwriter.NewWriter(to, 0, 4, 2, ' ', 0)
-	fmt.Fprintf(w, "node %s, driver %s (load %d), in use: %t, events: %d, MIG lock: %s\n\n", s.Node, driver, s.DriverEpoch, s.InUse, s.Events, s.Lock)
+	fmt.Fprintf(w, "node %s, driver %s (load %d), references: %d, events: %d, MIG lock: %s\n\n", s.Node, driver, s.DriverEpoch, s.References, s.Events, s.Lock)
 	fmt.Fprintln(w, "GPU\tMINOR\tPCI\tNUMA\tNAME\tUUID\tCONDITION\tRECOVERY\tECC 1/2\tMIG")
 	for _, g := range s.GPUs {
 		fmt.Fprintf(w, "%d\t%d\t%s\t%d\t%s\t%s\t%s\t%s\t%d/%d\t%s\n",
