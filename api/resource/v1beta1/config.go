@@ -45,7 +45,7 @@ func Decode(raw []byte) (Config, error) {
 		Kind       string `json:"kind"`
 	}
 	if err := json.UnmarshalCaseSensitivePreserveInts(raw, &header); err != nil {
-		return nil, malformed(err)
+		return nil, malformed(err, raw, &header)
 	}
 	if header.APIVersion != APIVersion {
 		return nil, fmt.Errorf("opaque configuration has apiVersion %s: set it to %s", quote(header.APIVersion), APIVersion)
@@ -56,7 +56,7 @@ func Decode(raw []byte) (Config, error) {
 	}
 	unknown, err := json.UnmarshalStrict(raw, config)
 	if err != nil {
-		return nil, malformed(err)
+		return nil, malformed(err, raw, config)
 	}
 	if len(unknown) > 0 {
 		return nil, fmt.Errorf("%s: %s%s: remove it, or correct its spelling (upper and lower case matter)", header.Kind, brief(unknown[0].Error()), more(len(unknown)-1))
@@ -77,13 +77,16 @@ func New(kind string) (Config, error) {
 	return nil, fmt.Errorf("opaque configuration has kind %s: use one of %s", quote(kind), strings.Join(known, ", "))
 }
 
-// malformed explains an error of the JSON decoder, and says where in the text it stands if the decoder knows.
-func malformed(err error) error {
+// malformed explains an error of the JSON decoder: where in the text it stands, or which field does not take what was written.
+func malformed(err error, raw []byte, into any) error {
 	text := errors.New(brief(strings.TrimPrefix(err.Error(), "json: ")))
 	if syntax, offset := json.SyntaxErrorOffset(err); syntax {
 		return fmt.Errorf("opaque configuration is not valid JSON at byte %d: correct it: %w", offset, text)
 	}
-	return fmt.Errorf("opaque configuration has a value of the wrong type: correct it: %w", text)
+	if field := locate(raw, into); field != nil {
+		text = field
+	}
+	return fmt.Errorf("opaque configuration has a value of the wrong type: %w", text)
 }
 
 func more(n int) string {

@@ -3,6 +3,7 @@ package v1beta1
 import (
 	"encoding/json"
 	"fmt"
+	"reflect"
 	"strings"
 	"testing"
 
@@ -180,19 +181,57 @@ func TestTheStrategyOfAConfiguration(t *testing.T) {
 	}
 }
 
-func FuzzNoInputPanics(f *testing.F) {
-	f.Add([]byte(object("GpuConfig", `,"sharing":{"strategy":"MPS","mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{"0":"5Gi"}}}`)))
+// Whatever a user writes makes no panic, and no error that an Event cannot carry. What is accepted comes back from JSON as it is.
+func FuzzDecodeDefaultValidate(f *testing.F) {
+	for _, empty := range kinds {
+		kind := empty().Kind()
+		for _, field := range fieldsOf("", reflect.TypeOf(empty())) {
+			f.Add([]byte(valid(kind, field.path)))
+			for _, value := range invalid[kind][field.path] {
+				f.Add([]byte(strings.Replace(valid(kind, field.path), `"Short"`, value, 1)))
+			}
+		}
+	}
 	f.Add([]byte(object("VfioDeviceConfig", `,"iommu":null`)))
+	f.Add([]byte(object("GpuConfig", `,"sharing":{"strategy":"MPS","mpsConfig":{"defaultPinnedDeviceMemoryLimit":"\u0031Gi"}}`)))
+	f.Add([]byte(object("GpuConfig", `,"sharing":{"sharing":[[[[{}]]]]}`)))
 	f.Add([]byte("\xff"))
+	short := func(t *testing.T, err error) {
+		if strings.ContainsAny(err.Error(), "\n\r") || len(err.Error()) > 1000 {
+			t.Errorf("no short line: %q", err)
+		}
+	}
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		c, err := Decode(raw)
 		if err != nil {
-			if strings.ContainsAny(err.Error(), "\n\r") {
-				t.Errorf("more than one line: %q", err)
-			}
+			short(t, err)
 			return
 		}
 		c.Default()
-		_ = c.Validate()
+		if err := c.Validate(); err != nil {
+			short(t, err)
+			return
+		}
+		first := marshalled(t, c)
+		c.Default()
+		if again := marshalled(t, c); again != first {
+			t.Errorf("defaulted twice, %s becomes %s", first, again)
+		}
+		back, err := read(first)
+		if err != nil {
+			t.Fatalf("%s is accepted, and as %s is not: %v", raw, first, err)
+		}
+		if again := marshalled(t, back); again != first {
+			t.Errorf("%s comes back as %s", first, again)
+		}
 	})
+}
+
+func marshalled(t *testing.T, c Config) string {
+	t.Helper()
+	raw, err := json.Marshal(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(raw)
 }

@@ -41,8 +41,11 @@ func (m *MemoryLimit) UnmarshalJSON(raw []byte) error {
 // deviceUUID is the form in which NVML writes the UUID of a GPU (nvmlDeviceGetUUID) or of a MIG device, since R470.
 var deviceUUID = regexp.MustCompile(`^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
 
-// leastMemory is the smallest limit: the MPS control daemon counts in whole MiB.
-var leastMemory = resource.MustParse("1Mi")
+// leastMemory is the smallest limit: the MPS control daemon counts in whole MiB. mostMemory is far beyond every device, and keeps a number of bytes a number.
+var (
+	leastMemory = resource.MustParse("1Mi")
+	mostMemory  = resource.MustParse("1Pi")
+)
 
 func (m *MPSConfig) validate() error {
 	if p := m.DefaultActiveThreadPercentage; p != nil && (*p < 1 || *p > 100) {
@@ -78,6 +81,9 @@ func namesDevice(key string) bool {
 func validateMemory(field string, limit MemoryLimit) error {
 	if limit.Cmp(leastMemory) < 0 {
 		return fmt.Errorf("%s is %s: set it to %s or more, for example 4Gi", field, quote(limit.String()), leastMemory.String())
+	}
+	if limit.Cmp(mostMemory) > 0 {
+		return fmt.Errorf("%s is %s: no device has so much memory: set it to %s at most, or remove it", field, quote(limit.String()), mostMemory.String())
 	}
 	return nil
 }
