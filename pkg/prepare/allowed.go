@@ -11,16 +11,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// The capacities of which a claim holds a part. A share that has memory is a fraction, which MPS holds to it; one of shares is promised nothing.
-const (
-	capacityMemory = "memory"
-	capacityCores  = "cores"
-	capacityShares = "shares"
-)
-
-// isFraction says whether the result is a share with limits.
+// isFraction says whether the result is a share with limits: MPS holds it to its part of the memory. One that counts shares is promised nothing.
 func isFraction(r claim.Result, name device.Name) bool {
-	_, memory := r.Capacity[capacityMemory]
+	_, memory := r.Capacity[device.CapacityMemory]
 	return name.Share && memory && !r.AdminAccess
 }
 
@@ -55,11 +48,11 @@ func allowed(r claim.Result, name device.Name, strategy v1beta1.SharingStrategy,
 	if !name.Share || r.AdminAccess {
 		return nil
 	}
-	memory, limited := r.Capacity[capacityMemory]
-	_, plain := r.Capacity[capacityShares]
+	memory, limited := r.Capacity[device.CapacityMemory]
+	_, plain := r.Capacity[device.CapacityShares]
 	switch {
 	case limited == plain:
-		return refuse("the allocation does not say how much of it the claim holds: it needs the capacity %s or %s, which the scheduler of Kubernetes 1.36 or later writes", capacityMemory, capacityShares)
+		return refuse("the allocation does not say how much of it the claim holds: it needs the capacity %s or %s, which the scheduler of Kubernetes 1.36 or later writes", device.CapacityMemory, device.CapacityShares)
 	case plain && strategy == v1beta1.SharingMPS:
 		return refuse("sharing.strategy %s: a plain share has no limits that MPS could keep: ask the administrator for fractions", strategy)
 	case plain:

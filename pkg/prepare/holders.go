@@ -84,7 +84,7 @@ func excluding(t want, held []string) (string, bool) {
 		if !known {
 			return h == t.name.GPU || strings.HasPrefix(h, t.name.GPU+"-")
 		}
-		return name.GPU == t.name.GPU && (!t.name.Share || h != t.name.String()) && device.Conflict(t.name, name, t.gpu)
+		return name.GPU == t.name.GPU && device.Conflict(t.name, name, t.gpu)
 	})
 	if i < 0 {
 		return "", false

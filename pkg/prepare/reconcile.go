@@ -40,6 +40,13 @@ func (p *Preparer) Reconcile(ctx context.Context) error {
 			}
 		})
 	}
+	wg.Go(func() {
+		if err := p.orphans(ctx); err != nil {
+			mu.Lock()
+			defer mu.Unlock()
+			errs = append(errs, err)
+		}
+	})
 	wg.Wait()
 	return errors.Join(errs...)
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
@@ -24,10 +25,10 @@ type mpsClient struct {
 }
 
 // edits are those of a device of the claim, by its index.
-func (p *Preparer) clientEdits(clients []mpsClient, device int) []specs.ContainerEdits {
+func (p *Preparer) clientEdits(clients []mpsClient, index int) []specs.ContainerEdits {
 	var edits []specs.ContainerEdits
 	for _, c := range clients {
-		if slices.Contains(c.Devices, device) {
+		if slices.Contains(c.Devices, index) {
 			e := p.MPSEdits(c.Daemon)
 			e.Env = append(slices.Clone(e.Env), mps.Limits(c.Memory, c.Threads)...)
 			edits = append(edits, e)
@@ -191,8 +192,8 @@ func (s *sharing) fractions(w *plan, results []claim.Result, fractions []int) (e
 			return fmt.Errorf("requests %s and %s: fractions of two devices (%s and %s) in one claim would be two MPS daemons, and a process knows one: make them two claims",
 				results[fractions[0]].Request, results[i].Request, first.name, t.name)
 		}
-		c.Memory += mebibytes(results[i].Capacity[capacityMemory])
-		cores := results[i].Capacity[capacityCores]
+		c.Memory += mebibytes(results[i].Capacity[device.CapacityMemory])
+		cores := results[i].Capacity[device.CapacityCores]
 		c.Threads += int(min(max(cores.Value(), 0), 100))
 	}
 	t := w.wants[fractions[0]]

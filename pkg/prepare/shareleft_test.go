@@ -1,0 +1,200 @@
+package prepare
+
+import (
+	"fmt"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// The records of the first, of the last and of all who share cannot be read: each claim still leaves what it shared, in any order.
+func TestWithUnreadableRecordsWhatIsSharedIsLeftAllTheSame(t *testing.T) {
+	for _, s := range sharingScenes() {
+		if !strings.HasSuffix(s.name, "joined") && !strings.HasSuffix(s.name, "first") {
+			continue
+		}
+		for _, spoilt := range [][]int{{0}, {len(s.claims) - 1}, {0, len(s.claims) - 1}} {
+			for _, backwards := range []bool{false, true} {
+				t.Run(fmt.Sprintf("%s, %v, backwards %v", s.name, spoilt, backwards), func(t *testing.T) {
+					w := newWorld(t)
+					h := withMPS(w)
+					h.of(t, gpu0).slice = device.TimeSliceMedium
+					for _, c := range s.claims {
+						mustPrepare(t, w.plugin(t), c)
+						w.scan()
+					}
+					for _, i := range spoilt {
+						w.disk.Put(recordFile(t, w, string(s.claims[i].UID)), []byte("{"))
+					}
+					p := w.plugin(t)
+					if err := p.Recover(t.Context()); err != nil {
+						t.Fatal(err)
+					}
+					if err := p.Reconcile(t.Context()); err != nil {
+						t.Fatal(err)
+					}
+					for i := range s.claims {
+						c := s.claims[i]
+						if backwards {
+							c = s.claims[len(s.claims)-1-i]
+						}
+						mustUnprepare(t, p, c.UID)
+					}
+					shares(t, w, h, p, device.TimeSliceMedium)
+					clean(t, w)
+					if left := w.holders(); len(left) != 0 {
+						t.Errorf("holders left: %q", left)
+					}
+					// The instances of a claim alone stay, because nothing proves any more that they are its.
+					if s.claims[0] != parted && len(h.of(t, gpu0).instances) != 0 {
+						t.Errorf("left: %s", describe(h.of(t, gpu0).state().MIG.Instances...))
+					}
+				})
+			}
+		}
+	}
+}
+
+func TestAClaimWhoseRecordCannotBeReadAndThatComesAgainSharesAnew(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, part1)
+	mustPrepare(t, p, part2)
+	w.disk.Put(recordFile(t, w, "uid-c"), nil)
+	mustPrepare(t, p, part1)
+	shares(t, w, h, p, device.TimeSliceDefault)
+	mustUnprepare(t, p, part2.UID)
+	mustUnprepare(t, p, part1.UID)
+	shares(t, w, h, p, device.TimeSliceDefault)
+	clean(t, w)
+}
+
+// Who holds what cannot be told any more, nor what was found: nobody joins, who holds it is looked after, and the last sets what is the default.
+func TestWithAnUnreadableHolderNobodyJoinsAndTheLastSetsTheDefault(t *testing.T) {
+	for _, s := range sharingScenes() {
+		if !strings.HasSuffix(s.name, "joined") {
+			continue
+		}
+		t.Run(s.name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMPS(w)
+			h.of(t, gpu0).slice = device.TimeSliceMedium
+			p := w.plugin(t)
+			for _, c := range s.claims {
+				mustPrepare(t, p, c)
+			}
+			w.scan()
+			for _, file := range w.holders() {
+				w.disk.Put(filepath.Join(state, "holders", file), []byte("{}"))
+			}
+			third := s.claims[0].DeepCopy()
+			third.Name, third.UID = "third", "uid-third"
+			if _, err := p.Prepare(t.Context(), third); CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "cannot be told who holds") {
+				t.Errorf("cause %s: %v", CauseOf(err), err)
+			}
+			if s.claims[0] != migPart1 { // whether an instance is ours is in the file alone
+				h.of(t, gpu0).forget()
+				clear(w.daemons.running)
+				if err := p.Reconcile(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+				if w.daemons.running[share0].ID == "" && h.of(t, gpu0).slice != device.TimeSliceLong {
+					t.Errorf("not looked after: %v, %d", w.daemons.running, h.of(t, gpu0).slice)
+				}
+			}
+			mustUnprepare(t, p, s.claims[0].UID)
+			if len(w.holders()) == 0 {
+				t.Error("the first who left has left nothing for the others")
+			}
+			mustUnprepare(t, p, s.claims[1].UID)
+			if s := h.of(t, gpu0); s.slice != device.TimeSliceDefault && s.slice != device.TimeSliceMedium || s.mode != device.ComputeDefault || len(w.daemons.running) != 0 || len(w.holders()) != 0 {
+				t.Errorf("left: time slice %d, compute mode %s, %v, %q", s.slice, s.mode, w.daemons.running, w.holders())
+			}
+			clean(t, w)
+		})
+	}
+}
+
+func TestWhatClaimsWithoutARecordSharedIsSetBack(t *testing.T) {
+	for _, unreadable := range []bool{false, true} {
+		w := newWorld(t)
+		h := withMPS(w)
+		p := w.plugin(t)
+		mustPrepare(t, p, part1)
+		mustPrepare(t, p, shareBy(newClaim("alone", allocated("r", gpu1)), "GpuConfig", byMPS))
+		for _, uid := range []types.UID{"uid-c", "uid-alone"} {
+			if err := p.Records.Remove(uid); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, file := range w.holders() {
+			if unreadable {
+				w.disk.Put(filepath.Join(state, "holders", file), nil)
+			}
+		}
+		if err := p.Recover(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Reconcile(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if len(w.holders()) != 0 || len(w.daemons.running) != 0 || !unreadable && h.of(t, gpu0).mode != device.ComputeDefault {
+			t.Errorf("unreadable %v: left: %q, %v, %s", unreadable, w.holders(), w.daemons.running, h.of(t, gpu0).mode)
+		}
+	}
+}
+
+// A class may have changed between two allocations of a claim that are alike in all else.
+func TestAClaimThatWantsToShareInAnotherWayIsPreparedAnew(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	for _, c := range []struct {
+		sharing string
+		slice   device.TimeSlice
+		mode    device.ComputeMode
+		threads int
+	}{
+		{slicing("Long"), device.TimeSliceLong, device.ComputeDefault, 0},
+		{slicing("Short"), device.TimeSliceShort, device.ComputeDefault, 0},
+		{byMPS, device.TimeSliceDefault, device.ComputeExclusiveProcess, 0},
+		{`{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":50}}`, device.TimeSliceDefault, device.ComputeExclusiveProcess, 50},
+	} {
+		mustPrepare(t, p, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", c.sharing))
+		threads := w.daemons.running["uid-c-0"].ThreadPercentage
+		if s := h.of(t, gpu0); s.slice != c.slice || s.mode != c.mode || (threads != nil) != (c.threads > 0) {
+			t.Errorf("%s: time slice %d, compute mode %s, threads %v", c.sharing, s.slice, s.mode, threads)
+		}
+		shares(t, w, h, p, device.TimeSliceDefault)
+	}
+	mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
+	if len(w.holders()) != 0 || len(w.daemons.running) != 0 {
+		t.Errorf("left: %q, %v", w.holders(), w.daemons.running)
+	}
+}
+
+// The kubelet may prepare a claim with its new GPU before it has unprepared it with the old one, and unprepares it once.
+func TestAClaimThatIsAllocatedElsewhereLeavesWhatItShared(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	for _, c := range []string{part1.Name, part2.Name} {
+		mustPrepare(t, p, newClaim(c, fraction("r", share0, "10Gi", "30")))
+	}
+	mustPrepare(t, p, moved)
+	if d := w.daemons.running; len(d) != 2 || d[share0].ID == "" || d[share1].ID == "" {
+		t.Errorf("the daemons are %v", d)
+	}
+	mustUnprepare(t, p, moved.UID)
+	if d := w.daemons.running; len(d) != 1 || d[share0].ID == "" || h.of(t, gpu1).mode != device.ComputeDefault {
+		t.Errorf("the daemons are %v", d)
+	}
+	mustUnprepare(t, p, part2.UID)
+	shares(t, w, h, p, device.TimeSliceDefault)
+	clean(t, w)
+}

@@ -1,0 +1,255 @@
+package prepare
+
+import (
+	"maps"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+// Every way to share every kind of device works, or is refused with a reason.
+func TestEveryWayToShareEveryKindOfDevice(t *testing.T) {
+	const (
+		works    = ""
+		nothing  = "works, and nothing is done for it"
+		none     = `null`
+		someMPS  = `{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":50}}`
+		unsliced = `{"strategy":"TimeSlicing"}`
+	)
+	admins := func(t *testing.T, h *hardware) { h.someoneElse(t, gpu0, 19, 0) }
+	for _, c := range []struct {
+		device  string
+		kind    string
+		before  func(*testing.T, *hardware)
+		got     result
+		sharing string
+		want    string // or what a refusal says
+		has     []string
+	}{
+		{"whole", "GpuConfig", nil, allocated("r", gpu0), none, nothing, nil},
+		{"whole", "GpuConfig", nil, allocated("r", gpu0), unsliced, works, []string{"time slice", "set time slice 0"}},
+		{"whole", "GpuConfig", nil, allocated("r", gpu0), slicing("Short"), works, []string{"set time slice 1"}},
+		{"whole", "GpuConfig", nil, allocated("r", gpu0), slicing("Medium"), works, []string{"set time slice 2"}},
+		{"whole", "GpuConfig", nil, allocated("r", gpu0), slicing("Long"), works, []string{"set time slice 3"}},
+		{"whole", "GpuConfig", nil, allocated("r", gpu0), byMPS, works, []string{"set compute mode exclusive-process", "start uid-c-0"}},
+		{"whole", "GpuConfig", nil, allocated("r", gpu0), someMPS, works, []string{"set compute mode exclusive-process", "start uid-c-0"}},
+
+		{"static MIG", "MigDeviceConfig", admins, allocated("r", small0), none, nothing, nil},
+		{"static MIG", "MigDeviceConfig", admins, allocated("r", small0), unsliced, nothing, nil},
+		{"static MIG", "MigDeviceConfig", admins, allocated("r", small0), slicing("Long"), "timeSlicingConfig", nil},
+		{"static MIG", "MigDeviceConfig", admins, allocated("r", small0), byMPS, works, []string{"start uid-c-0"}},
+
+		{"dynamic MIG", "MigDeviceConfig", nil, allocated("r", small0), none, works, []string{"create compute instance"}},
+		{"dynamic MIG", "MigDeviceConfig", nil, allocated("r", small0), unsliced, works, []string{"create compute instance"}},
+		{"dynamic MIG", "MigDeviceConfig", nil, allocated("r", small0), slicing("Long"), "timeSlicingConfig", nil},
+		{"dynamic MIG", "MigDeviceConfig", nil, allocated("r", small0), byMPS, works, []string{"create compute instance", "start uid-c-0"}},
+
+		{"fraction of a whole", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), none, works, []string{"set compute mode exclusive-process", "start " + share0}},
+		{"fraction of a whole", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), byMPS, works, []string{"set compute mode exclusive-process", "start " + share0}},
+		{"fraction of a whole", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), unsliced, "a fraction is kept to its limits by MPS", nil},
+		{"fraction of a whole", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), someMPS, "remove mpsConfig", nil},
+		{"fraction of static MIG", "MigDeviceConfig", admins, fraction("r", migShare0, "1Gi", "0"), none, works, []string{"start " + migShare0}},
+		{"fraction of static MIG", "MigDeviceConfig", admins, fraction("r", migShare0, "1Gi", "0"), byMPS, works, []string{"start " + migShare0}},
+		{"fraction of static MIG", "MigDeviceConfig", admins, fraction("r", migShare0, "1Gi", "0"), unsliced, "a fraction is kept to its limits by MPS", nil},
+		{"fraction of dynamic MIG", "MigDeviceConfig", nil, fraction("r", migShare0, "1Gi", "0"), none, works, []string{"create compute instance", "start " + migShare0}},
+		{"fraction of dynamic MIG", "MigDeviceConfig", nil, fraction("r", migShare0, "1Gi", "0"), byMPS, works, []string{"create compute instance", "start " + migShare0}},
+		{"fraction of dynamic MIG", "MigDeviceConfig", nil, fraction("r", migShare0, "1Gi", "0"), unsliced, "a fraction is kept to its limits by MPS", nil},
+
+		{"plain share of a whole", "GpuConfig", nil, plain("r", share0), none, nothing, nil},
+		{"plain share of a whole", "GpuConfig", nil, plain("r", share0), unsliced, works, []string{"set time slice 0"}},
+		{"plain share of a whole", "GpuConfig", nil, plain("r", share0), slicing("Long"), works, []string{"set time slice 3"}},
+		{"plain share of a whole", "GpuConfig", nil, plain("r", share0), byMPS, "ask the administrator for fractions", nil},
+		{"plain share of static MIG", "MigDeviceConfig", admins, plain("r", migShare0), none, nothing, nil},
+		{"plain share of static MIG", "MigDeviceConfig", admins, plain("r", migShare0), unsliced, nothing, nil},
+		{"plain share of static MIG", "MigDeviceConfig", admins, plain("r", migShare0), byMPS, "ask the administrator for fractions", nil},
+		{"plain share of dynamic MIG", "MigDeviceConfig", nil, plain("r", migShare0), none, works, []string{"create compute instance"}},
+		{"plain share of dynamic MIG", "MigDeviceConfig", nil, plain("r", migShare0), unsliced, works, []string{"create compute instance"}},
+		{"plain share of dynamic MIG", "MigDeviceConfig", nil, plain("r", migShare0), slicing("Long"), "timeSlicingConfig", nil},
+		{"plain share of dynamic MIG", "MigDeviceConfig", nil, plain("r", migShare0), byMPS, "ask the administrator for fractions", nil},
+	} {
+		t.Run(c.device+" "+c.sharing, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMPS(w)
+			if c.before != nil {
+				c.before(t, h)
+				w.scan()
+			}
+			p := w.plugin(t)
+			h.asked()
+			claim := newClaim("c", c.got)
+			if c.sharing != none {
+				shareBy(claim, c.kind, c.sharing)
+			}
+			before := len(h.of(t, gpu0).instances)
+			_, err := p.Prepare(t.Context(), claim)
+			calls := h.asked()
+			switch {
+			case c.want == nothing:
+				if err != nil || slices.ContainsFunc(calls, func(c string) bool { return c != "look" }) || len(w.holders()) > 0 {
+					t.Errorf("%v, asked %q", err, calls)
+				}
+			case c.want == works:
+				for _, call := range c.has {
+					if !slices.Contains(calls, call) {
+						t.Errorf("%v, asked %q and not %q", err, calls, call)
+					}
+				}
+			case CauseOf(err) != CauseClaim || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), "request r") && !strings.Contains(err.Error(), "configuration"):
+				t.Errorf("cause %s: %v", CauseOf(err), err)
+			}
+			if err != nil {
+				if c.want == works {
+					t.Error(err)
+				}
+				clean(t, w)
+				return
+			}
+			// The plugin is started again, and upgraded: nothing that runs is touched.
+			daemons := maps.Clone(w.daemons.running)
+			p = w.plugin(t)
+			if err := p.Recover(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			w.scan()
+			if err := p.Reconcile(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			mustPrepare(t, p, claim)
+			for _, call := range h.asked() {
+				if call != "look" && call != "time slice" && !strings.HasPrefix(call, "start ") || !maps.EqualFunc(w.daemons.running, daemons, mps.Daemon.Equal) {
+					t.Errorf("after a restart: %q", call)
+				}
+			}
+			shares(t, w, h, p, device.TimeSliceDefault)
+			mustUnprepare(t, p, claim.UID)
+			shares(t, w, h, p, device.TimeSliceDefault)
+			if left := len(h.of(t, gpu0).instances); left != before {
+				t.Errorf("%d instances are left, of %d", left, before)
+			}
+			clean(t, w)
+		})
+	}
+}
+
+func TestWhatOfSharingIsRefusedAndWhatItSays(t *testing.T) {
+	limits := func(perDevice string) string {
+		return `{"strategy":"MPS","mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{` + perDevice + `}}}`
+	}
+	other := `"GPU-11111111-1111-1111-1111-111111111111":"1Gi"`
+	without := shareOf("r", share0)
+	twice := newClaim("c", fraction("a", share0, "1Gi", "0"), fraction("a", share0, "1Gi", "0"))
+	for _, c := range []struct {
+		name  string
+		node  func(*testing.T, *world, *hardware)
+		claim *resourceapi.ResourceClaim
+		cause Cause
+		says  []string
+	}{
+		{"fractions of two devices", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), fraction("b", share1, "1Gi", "0")), CauseClaim, []string{"requests a and b", share0, share1, "two MPS daemons"}},
+		{"a fraction beside MPS", nil, shareBy(newClaim("c", fraction("a", share0, "1Gi", "0"), allocated("b", gpu1)), "GpuConfig", byMPS), CauseClaim, []string{"requests a and b", "two MPS daemons"}},
+		{"a share without an amount", nil, newClaim("c", without), CauseClaim, []string{"request r", share0, "capacity memory or shares"}},
+		{"a fraction of nothing", nil, newClaim("c", fraction("r", share0, "1000", "0")), CauseClaim, []string{"request r", "1k", "1Mi"}},
+		{"a share twice", nil, twice, CauseClaim, []string{"requests a and a", share0}},
+		{"a share and its whole", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), allocated("b", gpu0)), CauseClaim, []string{"requests a and b", share0, gpu0}},
+		{"sharing of admin access", nil, shareBy(newClaim("c", admin("r", gpu0)), "GpuConfig", byMPS), CauseClaim, []string{"request r", "admin access holds nothing"}},
+		{"a limit for a device too many", nil, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", limits(`"1":"1Gi"`)), CauseClaim, []string{`defaultPerDevicePinnedMemoryLimit["1"]`, "1 devices"}},
+		{"a limit for another GPU", nil, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", limits(other)), CauseClaim, []string{"defaultPerDevicePinnedMemoryLimit", "GPU-0"}},
+		{"a limit for another MIG device", nil, shareBy(newClaim("c", allocated("r", small0)), "MigDeviceConfig", limits(other)), CauseClaim, []string{"defaultPerDevicePinnedMemoryLimit", "MIG-1"}},
+		{"a GPU without time slices", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).unsliced = true },
+			shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long")), CauseStep, []string{gpu0, "time slices", "not-supported"}},
+		{"MPS that is switched off", func(_ *testing.T, w *world, _ *hardware) { w.daemons = nil }, newClaim("c", fraction("r", share0, "1Gi", "0")), CauseNotReady, []string{"mps.enabled"}},
+		{"a whole GPU of which shares are held", func(t *testing.T, w *world, _ *hardware) {
+			mustPrepare(t, w.plugin(t), newClaim("other", fraction("r", share0, "1Gi", "0")))
+		}, newClaim("c", allocated("r", gpu0)), CauseHeld, []string{gpu0, share0, "default/other"}},
+		{"a share of a GPU that is held", func(t *testing.T, w *world, _ *hardware) {
+			mustPrepare(t, w.plugin(t), newClaim("other", allocated("r", gpu0)))
+		}, newClaim("c", fraction("r", share0, "1Gi", "0")), CauseHeld, []string{gpu0, share0, "default/other"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMPS(w)
+			if c.node != nil {
+				c.node(t, w, h)
+			}
+			_, err := w.plugin(t).Prepare(t.Context(), c.claim)
+			if CauseOf(err) != c.cause {
+				t.Errorf("cause %q: %v", CauseOf(err), err)
+			}
+			for _, want := range c.says {
+				if err == nil || !strings.Contains(err.Error(), want) {
+					t.Errorf("%v does not say %q", err, want)
+				}
+			}
+			if slices.ContainsFunc(w.records(), func(r string) bool { return strings.HasPrefix(r, "uid-c_") }) {
+				t.Errorf("left: %q", w.records())
+			}
+		})
+	}
+}
+
+func TestADaemonThatHangsDelaysItsGPUAloneAndEndsInAnError(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	synctest.Test(t, func(t *testing.T) {
+		w.daemons.hang["GPU-0"] = true
+		p := w.plugin(t)
+		const kubelets = 45 * time.Second
+		done := make(chan error)
+		start := time.Now()
+		go func() {
+			_, err := p.Prepare(t.Context(), newClaim("hanging", fraction("r", share0, "1Gi", "0")))
+			done <- err
+		}()
+		synctest.Wait()
+		mustPrepare(t, p, newClaim("beside", fraction("r", share1, "1Gi", "0")))
+		mustPrepare(t, p, newClaim("admin", admin("r", gpu0)))
+		if took := time.Since(start); took > 0 {
+			t.Errorf("another GPU's claim waited for %s", took)
+		}
+		err := <-done
+		if took := time.Since(start); took > kubelets-10*time.Second {
+			t.Errorf("the answer came after %s", took)
+		}
+		for _, want := range []string{"default/hanging", gpu0, "not ready within 20s"} {
+			if err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("%v does not say %q", err, want)
+			}
+		}
+		if h.of(t, gpu0).mode != device.ComputeDefault || len(w.holders()) != 2 {
+			t.Errorf("left: %s, %q", h.of(t, gpu0).mode, w.holders())
+		}
+		clear(w.daemons.hang)
+		mustPrepare(t, p, newClaim("hanging", fraction("r", share0, "1Gi", "0")))
+	})
+}
+
+func TestAWholeGPUPaysNothingForSharing(t *testing.T) {
+	c := newClaim("c", allocated("r", gpu0))
+	plain := writesOf(t, newWorld(t), c)
+	w := newWorld(t)
+	h := withMPS(w)
+	mustPrepare(t, w.plugin(t), newClaim("other", fraction("r", share1, "1Gi", "0")))
+	h.asked()
+	if writes := writesOf(t, w, c); writes != plain {
+		t.Errorf("%d writes, and %d where nothing can be shared", writes, plain)
+	}
+	p := w.plugin(t)
+	// Not even what is shared elsewhere and cannot be read is looked at.
+	for _, file := range w.holders() {
+		w.disk.Put(filepath.Join(state, "holders", file), nil)
+	}
+	mustPrepare(t, p, c)
+	mustPrepare(t, p, c)
+	mustUnprepare(t, p, c.UID)
+	if calls := h.asked(); len(calls) != 0 {
+		t.Errorf("asked %q", calls)
+	}
+}
