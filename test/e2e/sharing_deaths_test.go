@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -102,7 +103,8 @@ func (u tenant) isServedAgain(pods ...string) {
 		eventually(u.t, 30*time.Second, "a program in Pod "+pod+" is a client again", func() (bool, string) {
 			out, err := u.exec(u.t, u.namespace, pod, "", "nvidia-cuda-mps-control", "nvmlsim-cuda")
 			lines := said(u.t, out)
-			return err == nil && len(lines) > 0 && lines[0].Mode == "mps" && lines[0].Devices[0].Limit == want, out
+			i := slices.IndexFunc(lines, func(l computed) bool { return l.Event == "attached" })
+			return err == nil && i >= 0 && lines[i].Mode == "mps" && lines[i].Devices[0].Limit == want, out
 		})
 	}
 }

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"context"
 	"fmt"
 	"strings"
 	"testing"
@@ -9,6 +10,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
 // ownShm gives a container a /dev/shm of the Pod's own.
@@ -127,6 +130,9 @@ func (w *world) testHangingDaemon(t *testing.T) {
 	u.template("turns", shared("shared.gpu.nvidia.com", inTurns, "", slicing("Long")))
 	u.template("mig", shared("mig.nvidia.com", whole3, "", ""))
 	w.nvmlsim(t, h100, "slow", "mpsControlStart", "1h")
+	t.Cleanup(func() {
+		_, _ = w.node(t, h100).Exec(context.WithoutCancel(t.Context()), w.sim.Tool, "--root", stand.NodeRoot, "clear")
+	})
 	began := time.Now()
 	u.pod("hangs", onNode(h100), fromTemplate("gpu", "mps"))
 	eventually(t, 20*time.Second, "the daemon is being started", func() (bool, string) {
@@ -138,7 +144,7 @@ func (w *world) testHangingDaemon(t *testing.T) {
 	}
 	u.running("none", "turns", "mig")
 	others := time.Since(began)
-	w.refused(t, u.namespace, "hangs", "MPS daemon", whole1)
+	w.refused(t, u.namespace, "hangs", "MPS daemon", "gpu-0000-61-00-0")
 	if took := time.Since(began); took > 40*time.Second {
 		t.Errorf("the error came after %s, the kubelet waits for 45 s", took)
 	} else if others > took {
