@@ -254,5 +254,11 @@ func (d *Driver) startHealth(ctx context.Context, wg *sync.WaitGroup, publish fu
 	d.showHealth()
 	wg.Go(func() { j.Run(ctx) })
 	wg.Go(func() { d.tellPods(ctx) })
-	wg.Go(func() { d.watch(ctx, func(s device.Signal) { d.health.Told(ctx, s) }) })
+	wg.Go(func() {
+		d.watch(ctx, func(s device.Signal) {
+			if ctx.Err() == nil { // the hardware is let go of when the plugin stops, which says nothing about it
+				d.health.Told(ctx, s)
+			}
+		})
+	})
 }

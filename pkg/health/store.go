@@ -1,6 +1,7 @@
 package health
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -132,9 +133,10 @@ func (m *Monitor) merge(saved state, now time.Time) {
 		if c == nil {
 			c = m.card(old.Card, now)
 		}
-		if c == nil || c.Card.UUID != old.Card.UUID {
+		if c == nil || c.Card.UUID != "" && old.Card.UUID != "" && c.Card.UUID != old.Card.UUID {
 			continue // no room, or another card by now
 		}
+		c.Card.UUID = cmp.Or(c.Card.UUID, old.Card.UUID)
 		if c.GPU == nil && old.GPU != nil && old.GPU.Card() == c.Card {
 			c.GPU = old.GPU
 		}

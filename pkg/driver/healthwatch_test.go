@@ -1,0 +1,425 @@
+package driver
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// ailing is a node whose hardware says what a test says.
+type ailing struct {
+	*node
+	driver  *Driver
+	metrics *metrics.Metrics
+	mu      sync.Mutex
+	tell    func(device.Signal)
+}
+
+// run starts the plugin and registers it.
+func (n *ailing) run(t *testing.T) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	n.metrics = metrics.New("test")
+	n.probe = NewProbe()
+	d, err := New(ctx, n.cfg, Parts{
+		Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: n.metrics,
+		Watch: func(ctx context.Context, tell func(device.Signal)) {
+			n.mu.Lock()
+			n.tell = tell
+			n.mu.Unlock()
+			<-ctx.Done()
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.driver = d
+	done := make(chan error, 1)
+	go func() { done <- d.Run(ctx, n.probe) }()
+	n.stop = sync.OnceValue(func() error { cancel(); return <-done })
+	t.Cleanup(func() { _ = n.stop() })
+	eventually(t, "the plugin listens and publishes", func() bool {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		return n.tell != nil && len(published(t, n.client)) > 0
+	})
+}
+
+func (n *ailing) says(s device.Signal) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.tell(s)
+}
+
+func (n *ailing) card(address device.PCIAddress) device.Card {
+	return device.Card{PCIAddress: address, UUID: "GPU-" + string(address)}
+}
+
+func (n *ailing) xid(address device.PCIAddress, code uint64) {
+	n.says(device.Signal{Event: &device.HealthEvent{Card: n.card(address), Kind: device.EventXID, XID: code, At: time.Now()}})
+}
+
+func (n *ailing) recovery(address device.PCIAddress, a device.RecoveryAction) {
+	n.says(device.Signal{Condition: &device.Condition{Card: n.card(address), Reach: device.ReachOK, Recovery: a, At: time.Now()}})
+}
+
+// taints are those of all devices, by name, as KEY=VALUE:EFFECT@TIME.
+func (n *ailing) taints(t *testing.T) map[string]string {
+	t.Helper()
+	all := map[string]string{}
+	for _, s := range mustList(t, n.client) {
+		for _, d := range s.Spec.Devices {
+			for _, taint := range d.Taints {
+				all[d.Name] += fmt.Sprintf("%s=%s:%s@%s ", taint.Key, taint.Value, taint.Effect, taint.TimeAdded.UTC().Format(time.RFC3339))
+			}
+		}
+	}
+	return all
+}
+
+func (n *ailing) hasEvent(t *testing.T, kind, name, reason, message string) bool {
+	t.Helper()
+	list, err := n.client.CoreV1().Events("").List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range list.Items {
+		if e.InvolvedObject.Kind == kind && e.InvolvedObject.Name == name && e.Reason == reason && strings.Contains(e.Message, message) {
+			return true
+		}
+	}
+	return false
+}
+
+func (n *ailing) metric(t *testing.T, line string) bool {
+	t.Helper()
+	families, err := n.metrics.Registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			text := f.GetName()
+			for _, l := range m.GetLabel() {
+				text += " " + l.GetName() + "=" + l.GetValue()
+			}
+			if strings.HasPrefix(text, line) && (m.GetGauge().GetValue() > 0 || m.GetCounter().GetValue() > 0) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// watched is what the kubelet last heard of a device.
+type watched struct {
+	mu   sync.Mutex
+	last map[string]kubeletplugin.DeviceHealth
+}
+
+func (n *ailing) watched(t *testing.T) *watched {
+	t.Helper()
+	w := &watched{}
+	reports := make(chan kubeletplugin.DeviceHealthReport)
+	ctx, cancel := context.WithCancel(t.Context())
+	t.Cleanup(cancel)
+	go func() { _ = n.driver.WatchHealthStatus(ctx, reports) }()
+	go func() {
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case r := <-reports:
+				w.mu.Lock()
+				w.last = map[string]kubeletplugin.DeviceHealth{}
+				for _, d := range r.Devices {
+					w.last[d.DeviceName] = d
+				}
+				w.mu.Unlock()
+			}
+		}
+	}()
+	return w
+}
+
+func (w *watched) of(name string) kubeletplugin.DeviceHealth {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.last[name]
+}
+
+func newAiling(t *testing.T) *ailing {
+	t.Helper()
+	n := &ailing{node: newNode(t)}
+	named := 0
+	n.client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		// The fake does not give names, without which the controller does not know its slices again.
+		s := a.(clienttesting.CreateAction).GetObject().(*resourceapi.ResourceSlice)
+		if s.Name == "" {
+			named++
+			s.Name = fmt.Sprintf("%s%05d", s.GenerateName, named)
+		}
+		return false, nil, nil
+	})
+	return n
+}
+
+func TestALostGPUIsTaintedToldAndHeals(t *testing.T) {
+	n := newAiling(t)
+	n.run(t)
+	n.register(t)
+	kubelet := n.watched(t)
+	eventually(t, "the kubelet hears that all is well", func() bool { return kubelet.of(firstGPU).Health == "Healthy" })
+	claim := n.claim(t, "held", firstGPU)
+	n.reserve(t, "held", "pod-1")
+	if msg := n.prepare(t, claim).GetError(); msg != "" {
+		t.Fatal(msg)
+	}
+
+	n.xid("0000:1b:00.0", 79)
+	eventually(t, "the device has its taint", func() bool {
+		return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/unhealthy=xid-79:NoSchedule@")
+	})
+	if all := n.taints(t); len(all) != 1 {
+		t.Errorf("others have taints too: %v", all)
+	}
+	eventually(t, "the kubelet hears of it", func() bool {
+		h := kubelet.of(firstGPU)
+		return h.Health == "Unhealthy" && strings.Contains(h.Message, "PCIe bus") && strings.Contains(h.Message, "power")
+	})
+	if h := kubelet.of(secondGPU); h.Health != "Healthy" {
+		t.Errorf("the other GPU: %+v", h)
+	}
+	eventually(t, "the Node has an Event", func() bool { return n.hasEvent(t, "Node", "node", "GPUUnhealthy", "XID 79") })
+	eventually(t, "the Pod that holds it has an Event", func() bool { return n.hasEvent(t, "Pod", "pod-1", "GPUUnhealthy", firstGPU) })
+	for _, line := range []string{"gpu_dra_gpu_health code=xid-79 device=" + firstGPU + " state=Unhealthy", "gpu_dra_health_events_total code=xid-79 gpu=" + firstGPU, "gpu_dra_tainted_devices effect=NoSchedule state=unhealthy"} {
+		eventually(t, "the metrics show it: "+line, func() bool { return n.metric(t, line) })
+	}
+
+	// A restart changes nothing, not even the time.
+	before := n.taints(t)[firstGPU]
+	if err := n.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if got := n.taints(t)[firstGPU]; got != before {
+		t.Errorf("after the stop it has %q, before %q", got, before)
+	}
+	n.tell = nil
+	n.client.ClearActions()
+	n.run(t)
+	kubelet = n.watched(t)
+	eventually(t, "the kubelet hears of it again", func() bool { return kubelet.of(firstGPU).Health == "Unhealthy" })
+	n.recovery("0000:43:00.0", device.RecoveryNone)
+	n.recovery("0000:1b:00.0", device.RecoveryNone)
+	eventually(t, "the driver's action is judged", func() bool { return len(n.driver.health.signals) == 0 })
+	for _, a := range n.client.Actions() {
+		if a.Matches("update", "resourceslices") || a.Matches("delete", "resourceslices") {
+			t.Errorf("a restart writes slices: %v", a)
+		}
+	}
+	if got := n.taints(t)[firstGPU]; got != before {
+		t.Errorf("after a restart it has %q, before %q", got, before)
+	}
+
+	n.recovery("0000:1b:00.0", device.RecoveryReset)
+	n.recovery("0000:1b:00.0", device.RecoveryNone)
+	eventually(t, "no device has a taint any more", func() bool { return len(n.taints(t)) == 0 })
+	eventually(t, "the kubelet hears that it is well", func() bool { return kubelet.of(firstGPU).Health == "Healthy" })
+	eventually(t, "the Pod is told too", func() bool { return n.hasEvent(t, "Pod", "pod-1", "GPURecovered", "XID 79") })
+	eventually(t, "the metrics show it", func() bool { return n.metric(t, "gpu_dra_gpu_health code= device="+firstGPU+" state=Healthy") })
+	if msg := n.unprepare(t, claim); msg != "" {
+		t.Error(msg)
+	}
+}
+
+// reserve lets a Pod use a claim.
+func (n *ailing) reserve(t *testing.T, name, pod string) {
+	t.Helper()
+	c, err := n.client.ResourceV1().ResourceClaims("team").Get(t.Context(), name, metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Status.ReservedFor = append(c.Status.ReservedFor, resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: pod, UID: "uid-of-pod"})
+	if _, err := n.client.ResourceV1().ResourceClaims("team").Update(t.Context(), c, metav1.UpdateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestErrorsOfApplicationsAreToldToTheirPods(t *testing.T) {
+	n := newAiling(t)
+	n.run(t)
+	n.register(t)
+	claim := n.claim(t, "held", secondGPU)
+	n.reserve(t, "held", "pod-2")
+	if msg := n.prepare(t, claim).GetError(); msg != "" {
+		t.Fatal(msg)
+	}
+	n.client.ClearActions()
+	for range 1000 {
+		n.xid("0000:43:00.0", 31)
+	}
+	eventually(t, "the Pod has an Event", func() bool { return n.hasEvent(t, "Pod", "pod-2", "GPUReport", "XID 31") })
+	if n.hasEvent(t, "Node", "node", "GPUHealthy", "") || len(n.taints(t)) != 0 {
+		t.Error("it is told as if the GPU were ill")
+	}
+	writes := 0
+	for _, a := range n.client.Actions() {
+		if a.GetVerb() != "get" && a.GetVerb() != "list" && a.GetVerb() != "watch" {
+			writes++
+		}
+	}
+	if writes > 5 {
+		t.Errorf("1000 events are %d writes: %v", writes, n.client.Actions())
+	}
+}
+
+func TestALostCardThatTheInventoryDropsStaysPublished(t *testing.T) {
+	n := newAiling(t)
+	n.run(t)
+	eventually(t, "both are published", func() bool { return len(published(t, n.client)) == 2 })
+	gone := func() (nvidia.Node, error) {
+		all, err := twoGPUs()
+		all.GPUs = all.GPUs[1:]
+		all.Problems = []nvidia.Problem{{PCIAddress: "0000:1b:00.0", Message: "lost"}}
+		return all, err
+	}
+	n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
+	eventually(t, "it has a taint", func() bool { return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/lost=lost:NoSchedule") })
+	generation := mustList(t, n.client)[0].Spec.Pool.Generation
+	n.say("without the first", gone)
+	eventually(t, "the inventory has dropped it", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 1 })
+	if err := n.stop(); err != nil {
+		t.Fatal(err)
+	}
+	n.tell = nil
+	n.run(t)
+	eventually(t, "the restarted plugin has looked", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 1 })
+	if s := mustList(t, n.client); len(published(t, n.client)) != 2 || s[0].Spec.Pool.Generation != generation || len(n.taints(t)) != 1 {
+		t.Errorf("%v", s)
+	}
+	n.say("nothing is at the place any more", func() (nvidia.Node, error) { all, err := gone(); all.Problems = nil; return all, err })
+	eventually(t, "a card that was taken out and that nobody holds is withdrawn", func() bool { return len(published(t, n.client)) == 1 })
+}
+
+// TestAPoolIsNeverIncompleteForTaints taints devices in three slices of one pool.
+func TestAPoolIsNeverIncompleteForTaints(t *testing.T) {
+	n := newAiling(t)
+	n.say("many", func() (nvidia.Node, error) {
+		all, err := twoGPUs()
+		for i := range 3 * device.MaxDevicesPerSlice {
+			g := all.GPUs[0]
+			g.PCIAddress = device.PCIAddress(fmt.Sprintf("0001:%02x:00.0", i))
+			g.UUID = "GPU-" + string(g.PCIAddress)
+			all.GPUs = append(all.GPUs, g)
+		}
+		return all, err
+	})
+	n.run(t)
+	eventually(t, "all slices are published", func() bool { return len(mustList(t, n.client)) == 4 })
+	generation := mustList(t, n.client)[0].Spec.Pool.Generation
+	var mu sync.Mutex
+	most := int64(0)
+	n.client.PrependReactor("update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		most = max(most, a.(clienttesting.UpdateAction).GetObject().(*resourceapi.ResourceSlice).Spec.Pool.Generation)
+		return false, nil, nil
+	})
+	ill := []device.PCIAddress{"0000:1b:00.0", "0001:50:00.0", "0001:90:00.0", "0001:bf:00.0"}
+	for _, a := range ill {
+		n.xid(a, 95)
+	}
+	eventually(t, "all have their taints", func() bool { return len(n.taints(t)) == len(ill) })
+	for _, a := range ill {
+		n.recovery(a, device.RecoveryReset)
+		n.recovery(a, device.RecoveryNone)
+	}
+	eventually(t, "all are well", func() bool { return len(n.taints(t)) == 0 })
+	mu.Lock()
+	defer mu.Unlock()
+	if most != generation {
+		t.Errorf("the pool's generation went from %d to %d", generation, most)
+	}
+}
+
+func TestAnAPIServerComesBack(t *testing.T) {
+	n := newAiling(t)
+	n.run(t)
+	var mu sync.Mutex
+	away := true
+	n.client.PrependReactor("*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		if away && a.GetVerb() == "update" {
+			return true, nil, apierrors.NewServiceUnavailable("away")
+		}
+		return false, nil, nil
+	})
+	n.xid("0000:1b:00.0", 95)
+	n.xid("0000:43:00.0", 79)
+	n.recovery("0000:1b:00.0", device.RecoveryReset)
+	eventually(t, "the plugin has tried", func() bool { return n.metric(t, "gpu_dra_publish_errors_total") })
+	n.recovery("0000:1b:00.0", device.RecoveryNone)
+	mu.Lock()
+	away = false
+	mu.Unlock()
+	eventually(t, "the published state is the hardware's", func() bool {
+		all := n.taints(t)
+		return len(all) == 1 && strings.Contains(all[secondGPU], "xid-79")
+	})
+}
+
+func TestEffectsAndRulesAreTheAdmins(t *testing.T) {
+	n := newAiling(t)
+	n.cfg.HealthEffects, n.cfg.XIDRules = "unhealthy=NoExecute", "31=unhealthy,79=app"
+	n.run(t)
+	n.xid("0000:1b:00.0", 31)
+	n.xid("0000:43:00.0", 79)
+	eventually(t, "the taint is as the admin says", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid-31:NoExecute") })
+	if all := n.taints(t); len(all) != 1 {
+		t.Errorf("%v", all)
+	}
+	for _, wrong := range []func(*config.Config){func(c *config.Config) { c.HealthEffects = "x" }, func(c *config.Config) { c.XIDRules = "x" }} {
+		other := newNode(t)
+		wrong(other.cfg)
+		if _, err := New(t.Context(), other.cfg, Parts{Client: other.client, StatusClient: other.client, Hardware: other.hardware(), Metrics: metrics.New("test")}); err == nil {
+			t.Error("a wrong setting is taken")
+		}
+	}
+}
+
+func TestVerdictsAreSavedByWhoPublishesOnly(t *testing.T) {
+	inv := &fakeInventory{}
+	inv.set(readyWith("0000:1b:00.0"))
+	dir := t.TempDir()
+	h := newHealthWatch(nil, nil, dir, "boot", inv)
+	h.inUse = func(string) bool { return true }
+	j := h.begin(t.Context())
+	j.save(t.Context())
+	if names, err := filepath.Glob(filepath.Join(dir, "*")); err != nil || len(names) != 0 {
+		t.Errorf("%q, %v", names, err)
+	}
+	h.Publishes(false)
+	h.Publishes(true)
+	j.publishes = <-h.turn
+	j.save(t.Context())
+	if names, err := filepath.Glob(filepath.Join(dir, "*")); err != nil || len(names) != 1 {
+		t.Errorf("%q, %v", names, err)
+	}
+}

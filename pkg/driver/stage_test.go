@@ -1,0 +1,95 @@
+package driver
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+)
+
+// tainted are slices of one device each; those that are named have a taint.
+func tainted(n int, values map[int]string) []resourceslice.Slice {
+	slices := make([]resourceslice.Slice, n)
+	for i := range slices {
+		d := resourceapi.Device{Name: string(rune('a' + i))}
+		if v := values[i]; v != "" {
+			d.Taints = []resourceapi.DeviceTaint{{Key: "k", Value: v, Effect: resourceapi.DeviceTaintEffectNoSchedule}}
+		}
+		slices[i].Devices = []resourceapi.Device{d}
+	}
+	return slices
+}
+
+func differing(a, b []resourceslice.Slice) int {
+	n := 0
+	for i := range a {
+		if i >= len(b) || !apiequality.Semantic.DeepEqual(a[i], b[i]) {
+			n++
+		}
+	}
+	return n
+}
+
+// TestTheControllerNeverHasTwoSlicesToWrite changes taints at random while a controller writes now and then, and fails at times.
+func TestTheControllerNeverHasTwoSlicesToWrite(t *testing.T) {
+	for seed := range uint64(200) {
+		r := rand.New(rand.NewPCG(seed, 0))
+		now := time.Now()
+		start := tainted(5, nil)
+		stored, writes := start, int64(5)
+		s := stages{given: start, wanted: start, open: allSlices, writes: writes, at: now.Add(-time.Minute)}
+		away := false
+		for range 300 {
+			now = now.Add(time.Duration(r.IntN(30)) * time.Millisecond)
+			switch r.IntN(6) {
+			case 0:
+				s.wanted = tainted(5, map[int]string{r.IntN(5): "x", r.IntN(5): "y", r.IntN(5): ""})
+			case 1:
+				away = r.IntN(3) == 0
+			}
+			if next, ok := s.next(writes, now); ok {
+				if n := differing(stored, next); n > 1 {
+					t.Fatalf("seed %d: %d slices are to be written at once", seed, n)
+				}
+			}
+			switch {
+			case away:
+				s.failed = now
+			case r.IntN(2) == 0 && differing(stored, s.given) > 0:
+				stored = s.given
+				writes++
+			}
+		}
+		for range 50 { // then all that is wanted gets there
+			now = now.Add(stagePatience)
+			_, _ = s.next(writes, now)
+			if differing(stored, s.given) > 0 {
+				stored = s.given
+				writes++
+			}
+		}
+		if differing(stored, s.wanted) > 0 || s.waiting() {
+			t.Fatalf("seed %d: stored %v, wanted %v", seed, stored, s.wanted)
+		}
+	}
+}
+
+func TestOtherDevicesAreGivenAtOnce(t *testing.T) {
+	now := time.Now()
+	s := stages{given: tainted(3, nil), wanted: tainted(4, map[int]string{0: "x", 1: "x"}), open: 1, at: now, writes: 7}
+	next, ok := s.next(7, now)
+	if !ok || differing(next, s.wanted) != 0 || s.waiting() {
+		t.Errorf("%v, %v", next, ok)
+	}
+	// What is there already is not written: the next follows all the same.
+	s.wanted = tainted(4, map[int]string{2: "x"})
+	if _, ok := s.next(7, now); ok {
+		t.Error("given while the last may not be written")
+	}
+	if next, ok := s.next(7, now.Add(stagePatience)); !ok || differing(next, s.given) != 0 {
+		t.Errorf("%v, %v", next, ok)
+	}
+}
