@@ -79,7 +79,11 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 		return err
 	}
 	defer partitions.Close()
-	d, err := driver.New(ctx, cfg, driver.Parts{Client: client, StatusClient: statusClient, Hardware: hardware, Partitions: partitions, Metrics: m})
+	watch, err := driver.NewWatch(cfg)
+	if err != nil {
+		return err
+	}
+	d, err := driver.New(ctx, cfg, driver.Parts{Client: client, StatusClient: statusClient, Hardware: hardware, Partitions: partitions, Watch: watch, Metrics: m})
 	if err != nil {
 		return err
 	}

@@ -2,6 +2,8 @@ package driver
 
 import (
 	"context"
+	"fmt"
+	"os"
 	"path/filepath"
 	"sync"
 	"sync/atomic"
@@ -9,10 +11,12 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 const (
@@ -25,6 +29,20 @@ const (
 	// healthStale is how long a verdict may be the last one that was thought about.
 	healthStale = 30 * time.Second
 )
+
+// NewWatch listens to the node's hardware: NVML in a child process of its own.
+func NewWatch(cfg *config.Config) (func(ctx context.Context, tell func(device.Signal)), error) {
+	executable, err := os.Executable()
+	if err != nil {
+		return nil, fmt.Errorf("find the plugin's own binary, which listens to the hardware in a child process: %w", err)
+	}
+	options := nvidia.WatchOptions{Paths: Paths(cfg), Command: []string{executable, nvidia.WatchCommand}}
+	return func(ctx context.Context, tell func(device.Signal)) {
+		if err := nvidia.Watch(ctx, options, tell); err != nil && ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "The hardware is not listened to any more")
+		}
+	}, nil
+}
 
 // healthWatch owns the verdicts on this node's devices: it has signals judged, keeps what was found on the disk, and then tells everybody else.
 //
