@@ -19,6 +19,19 @@
 // The hardware forgets at a reboot, a reload of its driver and a reset. A partition that is gone is cut again at its place, by the next Prepare or by
 // [Preparer.Reconcile]; where that cannot be, the claim's spec is removed: its containers fail to start, and never get another device.
 //
+// # Sharing
+//
+// Time slices, compute mode, MPS daemons and the partitions of which there are shares can be held by several claims at once. Such a step has a file of its
+// own (package checkpoint's Holder), with what was found before it: the first claim applies it, others join if they want the same value and are refused by
+// the holders' names if not, and the last sets back what was found. The file has all that this takes, so a claim whose record cannot be read leaves by it.
+// While claims hold a step, every repeated Prepare and every [Preparer.Reconcile] looks whether it holds still, and sets it again: the driver forgets at a
+// reload, at a reset, and, without persistence mode, whenever the last process closes the GPU. Where the file itself cannot be read nobody joins, and the last
+// claim whose record names it sets the hardware to its default.
+//
+// A fraction's limits are in its containers' environment, and hold for each process; nothing here holds a container as a whole to them.
+//
+// # Whole GPUs
+//
 // A Prepare of whole GPUs asks no hardware: it uses what the inventory knows already. Only a GPU whose MIG mode may be on, as the inventory or a mark of
-// ours on the disk says, is looked at, and made whole.
+// ours on the disk says, is looked at, and made whole. Without a wish to share it pays for none of the above: no look, no file.
 package prepare

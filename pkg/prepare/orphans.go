@@ -56,7 +56,7 @@ func (p *Preparer) leaveAlone(ctx context.Context, uid types.UID) error {
 	defer cancel()
 	held, err := p.lock(waiting, uid)
 	if err != nil {
-		return nil //nolint:nilerr // the call that works on it knows better
+		return nil // the call that works on it knows better
 	}
 	defer held.Release()
 	entries, err := p.Records.List()
@@ -90,7 +90,7 @@ func (p *Preparer) unheld(ctx context.Context, key string, reason error) error {
 	for _, e := range entries {
 		r, found, err := p.Records.Load(e.ClaimUID)
 		if err != nil || found && slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return names(s, key) }) {
-			return nil //nolint:nilerr // a record that cannot be read may name it
+			return nil // a record that cannot be read may name it
 		}
 	}
 	if kind == mpsDaemonKind {

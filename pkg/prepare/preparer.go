@@ -71,6 +71,9 @@ func New(o Options) *Preparer {
 	if o.Partitions == nil {
 		o.Partitions = uncut{}
 	}
+	if o.MPSEdits == nil {
+		o.MPSEdits = func(string) specs.ContainerEdits { return specs.ContainerEdits{} }
+	}
 	if o.Policy == nil {
 		o.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }
 	}

@@ -212,8 +212,18 @@ func goesOn(t *testing.T, w *world, h *hardware, claims []*resourceapi.ResourceC
 	mustPrepare(t, p, newClaim("whole", allocated("a", gpu0), allocated("b", gpu1)))
 }
 
-func TestWhereverACallGoesWrongWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
+func everyScene(t *testing.T, test func(*testing.T, sharingScene)) {
+	t.Helper()
 	for _, s := range sharingScenes() {
+		t.Run(s.name, func(t *testing.T) {
+			t.Parallel()
+			test(t, s)
+		})
+	}
+}
+
+func TestWhereverACallGoesWrongWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
+	everyScene(t, func(t *testing.T, s sharingScene) {
 		for _, name := range []string{"an error", "a lost answer", "kill -9 before", "kill -9 after"} {
 			fault := faults[name]
 			for n := 1; ; n++ {
@@ -233,17 +243,17 @@ func TestWhereverACallGoesWrongWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
 					}
 					break
 				}
-				t.Run(fmt.Sprintf("%s, %s at call %d", s.name, name, n), func(t *testing.T) {
+				t.Run(fmt.Sprintf("%s at call %d", name, n), func(t *testing.T) {
 					w.disk.Restart()
 					goesOn(t, w, h, s.claims, found)
 				})
 			}
 		}
-	}
+	})
 }
 
 func TestWhereverTheProcessEndsAtAWriteWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
-	for _, s := range sharingScenes() {
+	everyScene(t, func(t *testing.T, s sharingScene) {
 		for name, end := range ends {
 			for n := 1; ; n++ {
 				w, h, p, found := disturbed(t, s)
@@ -255,7 +265,7 @@ func TestWhereverTheProcessEndsAtAWriteWhatIsSharedIsSetBackInTheEnd(t *testing.
 					}
 					break
 				}
-				t.Run(fmt.Sprintf("%s, %s at write %d", s.name, name, n), func(t *testing.T) {
+				t.Run(fmt.Sprintf("%s at write %d", name, n), func(t *testing.T) {
 					end(w)
 					if name == "power cut" {
 						found = device.TimeSliceDefault
@@ -264,11 +274,11 @@ func TestWhereverTheProcessEndsAtAWriteWhatIsSharedIsSetBackInTheEnd(t *testing.
 				})
 			}
 		}
-	}
+	})
 }
 
 func TestADiskThatFailsOnceLeavesWhatIsSharedInOrder(t *testing.T) {
-	for _, s := range sharingScenes() {
+	everyScene(t, func(t *testing.T, s sharingScene) {
 		for n := 1; ; n++ {
 			w, h, p, found := disturbed(t, s)
 			w.disk.FailAt(n, errors.New("no space left"))
@@ -276,10 +286,10 @@ func TestADiskThatFailsOnceLeavesWhatIsSharedInOrder(t *testing.T) {
 			if w.disk.Writes() < n {
 				break
 			}
-			t.Run(fmt.Sprintf("%s, write %d", s.name, n), func(t *testing.T) {
+			t.Run(fmt.Sprintf("write %d", n), func(t *testing.T) {
 				w.disk.Restart()
 				goesOn(t, w, h, s.claims, found)
 			})
 		}
-	}
+	})
 }

@@ -233,15 +233,27 @@ func TestADaemonThatHangsDelaysItsGPUAloneAndEndsInAnError(t *testing.T) {
 
 func TestAWholeGPUPaysNothingForSharing(t *testing.T) {
 	c := newClaim("c", allocated("r", gpu0))
-	plain := writesOf(t, newWorld(t), c)
+	unshared := writesOf(t, newWorld(t), c)
 	w := newWorld(t)
 	h := withMPS(w)
 	mustPrepare(t, w.plugin(t), newClaim("other", fraction("r", share1, "1Gi", "0")))
 	h.asked()
-	if writes := writesOf(t, w, c); writes != plain {
-		t.Errorf("%d writes, and %d where nothing can be shared", writes, plain)
+	if writes := writesOf(t, w, c); writes != unshared {
+		t.Errorf("%d writes, and %d where nothing can be shared", writes, unshared)
 	}
 	p := w.plugin(t)
+	mustUnprepare(t, p, "uid-other")
+	mustPrepare(t, p, c)
+	h.asked()
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if calls := h.asked(); len(calls) != 0 {
+		t.Errorf("a comparison asked %q", calls)
+	}
+	mustUnprepare(t, p, c.UID)
+	mustPrepare(t, p, shareBy(newClaim("other", plain("r", share1)), "GpuConfig", slicing("Long")))
+	h.asked()
 	// Not even what is shared elsewhere and cannot be read is looked at.
 	for _, file := range w.holders() {
 		w.disk.Put(filepath.Join(state, "holders", file), nil)
