@@ -118,19 +118,24 @@ func (o *outbox) take() []*device.Signal {
 // send writes what is added as lines of JSON until ctx ends, and then what waits.
 func (o *outbox) send(ctx context.Context, out io.Writer) error {
 	encoder := json.NewEncoder(out)
-	for ended := false; !ended; {
+	for {
 		select {
 		case <-o.added:
 		case <-ctx.Done():
-			ended = true
 		}
-		for _, s := range o.take() {
-			if err := encoder.Encode(s); err != nil {
-				return fmt.Errorf("send a signal: %w", err)
-			}
+		if err := o.write(encoder); err != nil {
+			return err
 		}
-		if !ended {
-			ended = !rest(ctx, betweenBatches)
+		if !rest(ctx, betweenBatches) {
+			return o.write(encoder)
+		}
+	}
+}
+
+func (o *outbox) write(to *json.Encoder) error {
+	for _, s := range o.take() {
+		if err := to.Encode(s); err != nil {
+			return fmt.Errorf("send a signal: %w", err)
 		}
 	}
 	return nil

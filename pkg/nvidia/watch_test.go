@@ -148,8 +148,8 @@ func TestEveryGPUIsWatched(t *testing.T) {
 
 func TestEveryModelIsWatchedWithWhatItHas(t *testing.T) {
 	for node, has := range map[string]func(device.Condition) bool{
-		"p4-x2":      func(c device.Condition) bool { return c.Fabric == nil && c.Remap == nil },
-		"t4-x1":      func(c device.Condition) bool { return c.Fabric == nil && c.Remap == nil },
+		"p4-x2":      func(c device.Condition) bool { return c.Fabric == nil && c.Remap != nil }, // retired pages
+		"t4-x1":      func(c device.Condition) bool { return c.Fabric == nil && c.Remap != nil },
 		"l40s-x2":    func(c device.Condition) bool { return c.Fabric == nil && c.Remap != nil },
 		"gb200-tray": func(c device.Condition) bool { return c.Fabric != nil && c.Remap != nil },
 		"vgpu-guest": func(device.Condition) bool { return true },
@@ -431,4 +431,68 @@ func TestAWatchIsNotStartedOnNonsense(t *testing.T) {
 	if err := ServeWatch(t.Context(), strings.NewReader("no JSON"), os.Stderr); err == nil {
 		t.Error("an order that is no JSON was taken")
 	}
+}
+
+func TestTenThousandEventsAreAllCountedAndLeaveNothingBehind(t *testing.T) {
+	s := newSite(t, "dgx-h100", layout.Container, "")
+	w := watchSite(s, nil)
+	for i := range 8 {
+		w.condition(s.card(i), answers)
+	}
+	w.listens()
+	f, err := state.Open(layout.StatePath(s.root))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	const burst, bursts = 500, 20
+	burstOf := func() (signals int) {
+		for i := range burst {
+			if err := f.XID(i%8, 31); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for counted := 0; counted < burst; signals++ {
+			counted += w.await("the rest of a burst", func(s device.Signal) bool { return s.Event != nil }).Event.Count
+			if counted > burst {
+				t.Fatalf("%d events were counted of %d", counted, burst)
+			}
+		}
+		return signals
+	}
+	burstOf()
+	child := w.children[0].process.Pid
+	before, signals := footprint(t, child), 0
+	for range bursts {
+		signals += burstOf()
+	}
+	after := footprint(t, child)
+	if after.files > before.files || after.threads > before.threads+4 || after.kilobytes > before.kilobytes+16<<10 {
+		t.Errorf("before: %+v, after: %+v", before, after)
+	}
+	if signals > burst*bursts/2 {
+		t.Errorf("%d events came as %d signals", burst*bursts, signals)
+	}
+}
+
+// weight is what a process has of the machine.
+type weight struct{ files, threads, kilobytes int }
+
+func footprint(t *testing.T, pid int) weight {
+	t.Helper()
+	var w weight
+	files, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.files = len(files)
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(status)) {
+		_, _ = fmt.Sscanf(line, "Threads: %d", &w.threads)
+		_, _ = fmt.Sscanf(line, "VmRSS: %d kB", &w.kilobytes)
+	}
+	return w
 }
