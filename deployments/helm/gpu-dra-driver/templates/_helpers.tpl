@@ -205,6 +205,12 @@ migPolicy: {{ . | quote }}
 {{- with .Values.shares }}
 shares: {{ . | quote }}
 {{- end }}
+{{- with .Values.health.effects }}
+healthEffects: {{ . | quote }}
+{{- end }}
+{{- with .Values.health.xidRules }}
+xidRules: {{ . | quote }}
+{{- end }}
 httpAddress: ":{{ .Values.metrics.port }}"
 kubeApiQps: {{ .Values.kubeAPI.qps }}
 kubeApiBurst: {{ .Values.kubeAPI.burst }}

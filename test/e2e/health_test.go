@@ -1,0 +1,289 @@
+package e2e
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+)
+
+// taintedWithin is how soon after the hardware's event the ResourceSlice has its taint.
+const taintedWithin = time.Second
+
+// TestHealth: a GPU that fails is taken out and comes back by itself, and everybody who looks is told.
+func TestHealth(t *testing.T) {
+	t.Parallel()
+	sim := simulator(t)
+	w := start(t, "e2e-health", sim.Node(h100, "dgx-h100"))
+	w.offersShapes(t, h100, 8, 200)
+
+	t.Run("an XID of a GPU that a Pod holds is seen by all, and so is its end", w.testIll)
+	t.Run("one lost GPU of eight leaves the other seven as they are, also over a restart of the plugin", w.testLost)
+	t.Run("an XID of a MIG device is that one's", w.testIllPartition)
+	t.Run("fifty XIDs, each with its taint in time", w.testTaintsInTime)
+	t.Run("who does not tolerate it is evicted where the admin wants that, and gets another GPU", w.testEvicted)
+}
+
+// taints are those of a node's devices, as KEY=VALUE:EFFECT, by the device's name.
+func (w *world) taints(t *testing.T, node string) map[string][]string {
+	t.Helper()
+	all := map[string][]string{}
+	for name, d := range w.devices(t, node) {
+		for _, taint := range d.Taints {
+			all[name] = append(all[name], fmt.Sprintf("%s=%s:%s", taint.Key, taint.Value, taint.Effect))
+		}
+	}
+	return all
+}
+
+// becomes waits until a device has exactly these taints, and says how long that took.
+func (w *world) becomes(t *testing.T, device string, want ...string) time.Duration {
+	t.Helper()
+	start := time.Now()
+	eventually(t, 20*time.Second, fmt.Sprintf("device %s has the taints %q", device, want), func() (bool, string) {
+		got := w.taints(t, h100)[device]
+		return slices.Equal(got, want), fmt.Sprint(got)
+	})
+	return time.Since(start)
+}
+
+// heals lets the GPU's driver recover, and waits for the end of all taints.
+func (w *world) heals(t *testing.T, gpu string) {
+	t.Helper()
+	w.nvmlsim(t, h100, "recovery", gpu, "gpu-reset", "--announce")
+	eventually(t, 10*time.Second, "the driver's wish for a reset is known", func() (bool, string) {
+		all := w.taints(t, h100)
+		return len(all) > 0, fmt.Sprint(all)
+	})
+	w.nvmlsim(t, h100, "recovery", gpu, "none", "--announce")
+	eventually(t, 20*time.Second, "no device has a taint that takes it out", func() (bool, string) {
+		all := w.taints(t, h100)
+		return len(all) == 0, fmt.Sprint(all)
+	})
+}
+
+// resourceHealth is what the Pod's status says of its device.
+func (u tenant) resourceHealth(pod string) (corev1.ResourceHealthStatus, string) {
+	u.t.Helper()
+	p, err := u.Client.CoreV1().Pods(u.namespace).Get(u.t.Context(), pod, metav1.GetOptions{})
+	if err != nil {
+		u.t.Fatal(err)
+	}
+	for _, c := range p.Status.ContainerStatuses {
+		for _, s := range c.AllocatedResourcesStatus {
+			for _, r := range s.Resources {
+				return r.Health, ptr.Deref(r.Message, "")
+			}
+		}
+	}
+	return "", "the status says nothing"
+}
+
+func (u tenant) hears(pod string, want corev1.ResourceHealthStatus, message string) {
+	u.t.Helper()
+	eventually(u.t, 60*time.Second, fmt.Sprintf("the status of Pod %s says %s", pod, want), func() (bool, string) {
+		health, got := u.resourceHealth(pod)
+		return health == want && strings.Contains(got, message), fmt.Sprintf("%s %q", health, got)
+	})
+}
+
+// busOf is the PCI address of the GPU that a device is of.
+func busOf(device string) string {
+	p := strings.Split(device, "-") // gpu-0000-1b-00-0…
+	return fmt.Sprintf("%s:%s:%s.%s", p[1], p[2], p[3], p[4])
+}
+
+func (w *world) testIll(t *testing.T) {
+	u := w.tenant(t)
+	u.gpus(1)
+	u.holder("user", 1, onNode(h100))
+	u.running("user")
+	device := u.device("user")
+	gpu := busOf(device)
+	u.hears("user", corev1.ResourceHealthStatusHealthy, "")
+	watch, since := w.watchSlices(t, h100), time.Now()
+
+	w.nvmlsim(t, h100, "xid", gpu, "79")
+	t.Logf("tainted after %s", w.becomes(t, device, "gpu.nvidia.com/unhealthy=xid-79:NoSchedule"))
+	for name := range w.taints(t, h100) {
+		if !strings.HasPrefix(name, device) {
+			t.Errorf("%s has a taint too", name)
+		}
+	}
+	eventually(t, 10*time.Second, "its partitions are tainted", func() (bool, string) {
+		n := len(w.taints(t, h100))
+		return n == 26, fmt.Sprint(n)
+	})
+	u.hears("user", corev1.ResourceHealthStatusUnhealthy, "XID 79")
+	for _, on := range [][2]string{{"default", h100}, {u.namespace, "user"}} {
+		eventually(t, 20*time.Second, "an Event about "+on[1], func() (bool, string) {
+			events := w.events(t, on[0], on[1])
+			return strings.Contains(events, "GPUUnhealthy") && strings.Contains(events, "XID 79"), events
+		})
+	}
+	for _, line := range []string{`gpu_dra_gpu_health{code="xid-79",device="` + device + `",state="Unhealthy"} 1`, `gpu_dra_health_events_total{code="xid-79",gpu="` + device + `"} 1`} {
+		eventually(t, 10*time.Second, "the metrics show it", func() (bool, string) {
+			return strings.Contains(w.pluginMetrics(t), line), line
+		})
+	}
+	u.running("user") // it goes on
+
+	w.heals(t, gpu)
+	u.hears("user", corev1.ResourceHealthStatusHealthy, "")
+	watch.alwaysOffered(8, since)
+}
+
+func (w *world) testLost(t *testing.T) {
+	watch, since := w.watchSlices(t, h100), time.Now()
+	device := slices.Sorted(maps.Keys(w.gpus(t, h100)))[0]
+	gpu := busOf(device)
+	w.nvmlsim(t, h100, "lose", gpu)
+	want := []string{"gpu.nvidia.com/lost=lost:NoSchedule", "gpu.nvidia.com/unhealthy=xid-79:NoSchedule"}
+	t.Logf("lost after %s", w.becomes(t, device, want...))
+	added := w.gpus(t, h100)[device].Taints
+	w.restartPlugin(t, h100)
+	w.becomes(t, device, want...)
+	for i, taint := range w.gpus(t, h100)[device].Taints {
+		if !taint.TimeAdded.Equal(added[i].TimeAdded) {
+			t.Errorf("after a restart %s is from %s, before from %s", taint.Key, taint.TimeAdded, added[i].TimeAdded)
+		}
+	}
+	w.nvmlsim(t, h100, "restore", gpu)
+	w.becomes(t, device)
+	watch.alwaysOffered(8, since)
+}
+
+func (w *world) testIllPartition(t *testing.T) {
+	u := w.tenant(t)
+	u.template("small", partitions(1, "1g.10gb"))
+	for _, pod := range []string{"one", "two"} {
+		u.pod(pod, onNode(h100), fromTemplate("gpu", "small"))
+	}
+	u.running("one", "two")
+	one, two := u.device("one"), u.device("two")
+	if busOf(one) != busOf(two) {
+		t.Fatalf("%s and %s are not of one GPU", one, two)
+	}
+	instance := w.instanceAt(t, one)
+	w.nvmlsim(t, h100, "xid", busOf(one)+"/"+instance+"/0", "95")
+	w.becomes(t, one, "gpu.nvidia.com/unhealthy=xid-95:NoSchedule")
+	u.hears("one", corev1.ResourceHealthStatusUnhealthy, "XID 95")
+	u.hears("two", corev1.ResourceHealthStatusHealthy, "")
+	if got := w.taints(t, h100)[two]; len(got) > 0 {
+		t.Errorf("its neighbour %s has %q", two, got)
+	}
+	w.nvmlsim(t, h100, "xid", busOf(one), "95")
+	w.becomes(t, two, "gpu.nvidia.com/unhealthy=xid-95:NoSchedule")
+	u.hears("two", corev1.ResourceHealthStatusUnhealthy, "XID 95")
+	w.heals(t, busOf(one))
+	u.hears("one", corev1.ResourceHealthStatusHealthy, "")
+	u.hears("two", corev1.ResourceHealthStatusHealthy, "")
+}
+
+// instanceAt is the ID of the GPU instance of a partition.
+func (w *world) instanceAt(t *testing.T, device string) string {
+	t.Helper()
+	p := strings.Split(device, "-") // gpu-0000-1b-00-0-mig-19-6
+	profile, start := p[6], p[7]
+	for line := range strings.SplitSeq(w.smi(t, h100, "mig", "-lgi", "-i", busOf(device)), "\n") {
+		fields := strings.Fields(strings.Trim(line, "| "))
+		// GPU, MIG, name, profile ID, instance ID, start:size
+		if len(fields) == 6 && fields[3] == profile && strings.HasPrefix(fields[5], start+":") {
+			return fields[4]
+		}
+	}
+	t.Fatalf("%s is not among the GPU instances", device)
+	return ""
+}
+
+func (w *world) testTaintsInTime(t *testing.T) {
+	const injections = 50
+	devices := slices.Sorted(maps.Keys(w.gpus(t, h100)))
+	watch, since := w.watchSlices(t, h100), time.Now()
+	var took []time.Duration
+	for i := range injections {
+		device := devices[i%len(devices)]
+		at := time.Now()
+		w.nvmlsim(t, h100, "xid", busOf(device), "79")
+		took = append(took, watch.taintedAt(device).Sub(at))
+		w.heals(t, busOf(device))
+	}
+	slices.Sort(took)
+	t.Logf("from the injection to the taint: median %s, longest %s of %d", took[len(took)/2], took[len(took)-1], len(took))
+	if longest := took[len(took)*99/100]; longest > taintedWithin {
+		t.Errorf("99 of 100 taints are there after %s, want at most %s", longest, taintedWithin)
+	}
+	watch.alwaysOffered(8, since)
+}
+
+// taintedAt waits until the watch sees a taint of a device, and says when it did.
+func (s *sliceWatch) taintedAt(device string) time.Time {
+	s.t.Helper()
+	deadline := time.Now().Add(20 * time.Second)
+	for time.Now().Before(deadline) {
+		s.mu.Lock()
+		for _, slice := range s.slices {
+			for _, d := range slice.Spec.Devices {
+				if d.Name == device && len(d.Taints) > 0 {
+					s.mu.Unlock()
+					return time.Now()
+				}
+			}
+		}
+		s.mu.Unlock()
+		<-time.After(5 * time.Millisecond)
+	}
+	s.t.Fatalf("%s has no taint", device)
+	return time.Time{}
+}
+
+func (w *world) testEvicted(t *testing.T) {
+	w.install(t, "--set", "health.effects=unhealthy=NoExecute")
+	w.offersShapes(t, h100, 8, 200)
+	u := w.tenant(t)
+	u.gpus(1)
+	u.template("tolerant", `requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com, tolerations: [{key: gpu.nvidia.com/unhealthy, operator: Exists}]}}]`)
+	u.pod("stays", onNode(h100), fromTemplate("gpu", "tolerant"))
+	u.pod("goes", onNode(h100), fromTemplate("gpu", gpusTemplate(1)))
+	u.running("stays", "goes")
+	stays, goes := u.device("stays"), u.device("goes")
+	for _, device := range []string{stays, goes} {
+		w.nvmlsim(t, h100, "xid", busOf(device), "79")
+	}
+	eventually(t, 60*time.Second, "the Pod that does not tolerate the taint is evicted", func() (bool, string) {
+		_, err := u.Client.CoreV1().Pods(u.namespace).Get(t.Context(), "goes", metav1.GetOptions{})
+		return err != nil, w.events(t, u.namespace, "goes")
+	})
+	u.running("stays")
+	u.pod("again", onNode(h100), fromTemplate("gpu", gpusTemplate(1)))
+	u.running("again")
+	if got := u.device("again"); got == goes || got == stays {
+		t.Errorf("it got the ill GPU %s", got)
+	}
+	for _, device := range []string{stays, goes} {
+		w.nvmlsim(t, h100, "recovery", busOf(device), "gpu-reset", "--announce")
+	}
+	for _, device := range []string{stays, goes} {
+		w.nvmlsim(t, h100, "recovery", busOf(device), "none", "--announce")
+		w.becomes(t, device)
+	}
+}
+
+// pluginMetrics are those of the plugin on the node.
+func (w *world) pluginMetrics(t *testing.T) string {
+	t.Helper()
+	p := w.instance(t, h100)
+	out, err := w.Kubectl(t.Context(), "get", "--raw", fmt.Sprintf("/api/v1/namespaces/%s/pods/%s:8080/proxy/metrics", stand.Namespace, p.Name))
+	if err != nil {
+		return err.Error()
+	}
+	return out
+}
