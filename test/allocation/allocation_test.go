@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"hash/fnv"
 	"maps"
+	"math"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -88,8 +89,9 @@ func carryOut(t *testing.T, models map[string]*model.GPU, key string) {
 			}
 		}
 	}
-	t.Logf("%d claims for %d devices given and made, %d refused after %d devices were tried", c.given, c.devices, c.refused, c.tries)
-	if c.given < sequences || c.refused < sequences/4 {
+	t.Logf("%d claims for %d devices and %d shares, %d of them beside others, given and made, %d refused after %d devices were tried",
+		c.given, c.devices, c.shares, c.joined, c.refused, c.tries)
+	if c.given < sequences || c.joined < sequences/8 || c.refused < sequences/4 {
 		t.Error("that proves little")
 	}
 }
@@ -102,68 +104,23 @@ type cluster struct {
 	random   *rand.Rand
 	names    []device.Name // of all devices
 	wishes   []wish
+	books    books
 
-	given, devices, refused, tries int
-}
-
-// wish is something that a claim can ask for: a class of its own, since each expression costs the scheduler its time.
-type wish struct {
-	class string
-	wants func(device.Name) bool
-}
-
-// publish offers the GPUs as the plugin does.
-func (c *cluster) publish(gpus []device.GPU) {
-	c.t.Helper()
-	var offerings []device.Offering
-	for _, g := range gpus {
-		as, reason := device.Decide(g, nil, device.PolicyDynamic, true)
-		if !as.Placements {
-			c.t.Fatal(reason)
-		}
-		offerings = append(offerings, device.Offering{GPU: g, Layout: as})
-	}
-	shapes := device.Offer(offerings)
-	c.names, c.wishes = nil, nil
-	classes := scheduler.Classes{}
-	wish := func(expression string, often int, wants func(device.Name) bool) {
-		if classes[expression] == "" {
-			classes[expression] = expression
-			c.wishes = append(c.wishes, slices.Repeat([]wish{{expression, wants}}, often)...)
-		}
-	}
-	for _, s := range shapes {
-		name, ok := device.ParseName(s.Name())
-		if !ok {
-			c.t.Fatalf("%s is no name", s.Name())
-		}
-		c.names = append(c.names, name)
-		if name.Partition == nil {
-			wish(`device.attributes["gpu.nvidia.com"].type == "gpu"`, 2, func(n device.Name) bool { return n.Partition == nil })
-			continue
-		}
-		profile, start := name.Partition.ProfileID, name.Partition.Start
-		of := fmt.Sprintf(`device.attributes["gpu.nvidia.com"].type == "mig" && device.attributes["gpu.nvidia.com"].profileID == %d`, profile)
-		wish(of, 3, func(n device.Name) bool { return n.Partition != nil && n.Partition.ProfileID == profile })
-		wish(fmt.Sprintf(`%s && device.attributes["gpu.nvidia.com"].placementStart == %d`, of, start), 1,
-			func(n device.Name) bool {
-				return n.Partition != nil && n.Partition.ProfileID == profile && n.Partition.Start == start
-			})
-	}
-	c.Scheduler = scheduler.New(driverName, device.Slices(shapes, device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}), classes)
+	given, devices, shares, joined, refused, tries int
 }
 
 // sequence is claims that come and go, until all are gone.
 func (c *cluster) sequence() {
 	c.t.Helper()
 	taken := scheduler.NewTaken()
-	var claims [][]made
+	var claims [][]given
 	free := func(i int) {
-		for _, m := range claims[i] {
-			if err := c.hardware.destroy(m); err != nil {
+		for _, g := range claims[i] {
+			if err := c.hardware.destroy(g.made); err != nil {
 				c.t.Fatal(err)
 			}
-			taken.Free(scheduler.Device(driverName, m.name.String()))
+			taken.Free(g.result)
+			c.books.give(g.result.Device, g.result.ConsumedCapacity)
 		}
 		claims = slices.Delete(claims, i, i+1)
 	}
@@ -188,14 +145,23 @@ func (c *cluster) sequence() {
 	}
 }
 
+// given is a part of a claim that was carried out.
+type given struct {
+	made
+	result resourceapi.DeviceRequestAllocationResult
+}
+
 // claim lets the allocator decide, and the hardware judge.
-func (c *cluster) claim(taken *scheduler.Taken, before [][]made, wanted []wish) []made {
+func (c *cluster) claim(taken *scheduler.Taken, before [][]given, wanted []wish) []given {
 	c.t.Helper()
 	spec := resourceapi.DeviceClaim{}
 	for i, w := range wanted {
 		spec.Requests = append(spec.Requests, resourceapi.DeviceRequest{Name: fmt.Sprintf("r%d", i), Exactly: &resourceapi.ExactDeviceRequest{
 			DeviceClassName: w.class, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1,
 		}})
+		if w.asks != nil {
+			spec.Requests[i].Exactly.Capacity = &resourceapi.CapacityRequirements{Requests: w.asks}
+		}
 	}
 	got, err := c.Allocate(c.t.Context(), taken, spec)
 	if err != nil {
@@ -212,23 +178,46 @@ func (c *cluster) claim(taken *scheduler.Taken, before [][]made, wanted []wish) 
 		c.t.Fatalf("%s: the allocator gave %v", asked(wanted), got)
 	}
 	c.given++
-	var all []made
-	for i, d := range got {
-		name, _ := device.ParseName(d.Device)
+	var all []given
+	for i, r := range got {
+		name, _ := device.ParseName(r.Device)
 		if !wanted[i].wants(name) {
 			c.t.Fatalf("%s was asked for, and %s given", wanted[i].class, name)
+		}
+		if gets, ever := c.books.reading(r.Device, wanted[i].asks); name.Share && (!ever || !same(gets, r.ConsumedCapacity) || !c.books.take(r.Device, gets)) {
+			c.t.Fatalf("beside %s, which hold %v of %s, the allocator gave %v for %s", inWords(before), c.books.held[r.Device], name, r.ConsumedCapacity, asked(wanted))
 		}
 		m, err := c.hardware.make(name)
 		if err == nil {
 			err = c.hardware.fill(&m)
 		}
+		if err == nil && name.Share {
+			err = c.hasMemory(m)
+		}
 		if err != nil {
 			c.t.Fatalf("beside %s the allocator gave %v for %s: %v", inWords(before), got, asked(wanted), err)
 		}
-		c.devices++
-		all = append(all, m)
+		if name.Share {
+			c.shares++
+			if m.of.holders > 1 {
+				c.joined++
+			}
+		} else {
+			c.devices++
+		}
+		all = append(all, given{m, r})
 	}
 	return all
+}
+
+// hasMemory says whether the hardware has what all that share a device hold of it.
+func (c *cluster) hasMemory(m made) error {
+	held := c.books.held[m.name.String()][device.CapacityMemory]
+	has, err := c.hardware.memory(m)
+	if err == nil && held.Value() > int64(min(has, math.MaxInt64)) {
+		err = fmt.Errorf("%s of memory are held, the hardware has %d bytes", held.String(), has)
+	}
+	return err
 }
 
 // possible tries every way to make what is wanted, and returns one that works.
@@ -242,15 +231,21 @@ func (c *cluster) possible(wanted []wish, way []string) []string {
 			continue
 		}
 		c.tries++
+		gets, ever := c.books.reading(name.String(), wanted[0].asks)
+		if name.Share && (!ever || !c.books.take(name.String(), gets)) {
+			continue
+		}
 		m, err := c.hardware.make(name)
 		var no refused
 		if errors.As(err, &no) {
+			c.books.give(name.String(), gets)
 			continue
 		}
 		if err != nil {
 			c.t.Fatal(err)
 		}
 		found := c.possible(wanted[1:], append(slices.Clip(way), name.String()))
+		c.books.give(name.String(), gets)
 		if err := c.hardware.destroy(m); err != nil {
 			c.t.Fatal(err)
 		}
@@ -261,15 +256,7 @@ func (c *cluster) possible(wanted []wish, way []string) []string {
 	return nil
 }
 
-func asked(wanted []wish) string {
-	var all []string
-	for _, w := range wanted {
-		all = append(all, w.class)
-	}
-	return strings.Join(all, " + ")
-}
-
-func inWords(claims [][]made) string {
+func inWords(claims [][]given) string {
 	var all []string
 	for _, claim := range claims {
 		for _, m := range claim {

@@ -22,6 +22,9 @@ type hardware struct {
 	state *state.File
 	// fills has the compute instance profile that fills a GPU instance, by the GPU instance's profile.
 	fills map[uint32]nvml.ComputeInstanceProfileInfo
+	// shared are the devices that claims share, by the share's name; fractions those that MPS serves.
+	shared    map[string]*together
+	fractions map[string]bool
 }
 
 // made is a device that exists, or the promise of a GPU to be whole.
@@ -29,6 +32,7 @@ type made struct {
 	name     device.Name
 	instance nvml.GpuInstance
 	compute  nvml.ComputeInstance
+	of       *together // what a share is of
 }
 
 // newHardware is the node once more, without the files that a driver keeps of instances: thousands are made.
@@ -52,7 +56,7 @@ func newHardware(t *testing.T, library string, node *model.Node, models map[stri
 		t.Fatalf("nvmlInit: %v", ret)
 	}
 	t.Cleanup(func() { _ = lib.Shutdown() })
-	h := &hardware{t: t, gpus: map[string]device.GPU{}, cards: map[string]nvml.Device{}, state: f, fills: map[uint32]nvml.ComputeInstanceProfileInfo{}}
+	h := &hardware{t: t, gpus: map[string]device.GPU{}, cards: map[string]nvml.Device{}, state: f, fills: map[uint32]nvml.ComputeInstanceProfileInfo{}, shared: map[string]*together{}}
 	for _, g := range gpus {
 		card, ret := lib.DeviceGetHandleByPciBusId(string(g.PCIAddress))
 		if ret != nvml.SUCCESS {
@@ -90,6 +94,9 @@ func (r refused) Error() string { return "the hardware refuses: " + r.Return.Err
 
 // make cuts the GPU instance of a device at its place, or takes the whole GPU.
 func (h *hardware) make(name device.Name) (made, error) {
+	if name.Share {
+		return h.makeShare(name)
+	}
 	card := h.cards[name.GPU]
 	if name.Partition == nil {
 		now, _, ret := card.GetMigMode()
@@ -119,6 +126,9 @@ func (h *hardware) make(name device.Name) (made, error) {
 
 // fill makes the compute instance, so that there is a MIG device.
 func (h *hardware) fill(m *made) error {
+	if m.of != nil {
+		return h.fillShare(m.of)
+	}
 	if m.name.Partition == nil {
 		return nil
 	}
@@ -140,6 +150,9 @@ func (h *hardware) fill(m *made) error {
 
 // destroy takes away what was made.
 func (h *hardware) destroy(m made) error {
+	if m.of != nil {
+		return h.leaveShare(m.name, m.of)
+	}
 	if m.name.Partition == nil {
 		return h.mode(h.cards[m.name.GPU], nvml.DEVICE_MIG_ENABLE)
 	}
@@ -160,6 +173,11 @@ func (h *hardware) left() string {
 	for i := range h.state.GPUCount() {
 		for _, in := range h.state.GPU(i).GPUInstances() {
 			all = append(all, fmt.Sprintf("GPU %d: %+v", i, in))
+		}
+	}
+	for name, card := range h.cards {
+		if mode, ret := card.GetComputeMode(); ret != nvml.SUCCESS || mode != nvml.COMPUTEMODE_DEFAULT {
+			all = append(all, fmt.Sprintf("%s: compute mode %d, %v", name, mode, ret))
 		}
 	}
 	return strings.Join(all, ", ")

@@ -1,0 +1,91 @@
+package allocation
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/api/resource"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
+)
+
+// wish is something that a claim can ask for: a class of its own, since each expression costs the scheduler its time.
+type wish struct {
+	class string
+	wants func(device.Name) bool
+	asks  amounts // of shares
+}
+
+// publish offers the GPUs as the plugin does.
+func (c *cluster) publish(gpus []device.GPU) {
+	c.t.Helper()
+	rules, err := device.ParseShares(shareRules)
+	must(c.t, "read the rules", err)
+	var offerings []device.Offering
+	for _, g := range gpus {
+		as, reason := device.Decide(g, nil, device.PolicyDynamic, true)
+		if !as.Placements {
+			c.t.Fatal(reason)
+		}
+		offerings = append(offerings, device.Offering{GPU: g, Layout: as, Shares: rules})
+	}
+	shapes := device.Offer(offerings)
+	c.names, c.wishes = nil, nil
+	classes := scheduler.Classes{}
+	wish := func(expression string, often int, wants func(device.Name) bool, asks ...amounts) {
+		if classes[expression] != "" {
+			return
+		}
+		classes[expression] = expression
+		for _, a := range append(asks, nil) {
+			c.wishes = append(c.wishes, slices.Repeat([]wish{{expression, wants, a}}, often)...)
+		}
+	}
+	gib := func(n int64) amounts {
+		return amounts{device.CapacityMemory: *resource.NewQuantity(n<<30, resource.BinarySI)}
+	}
+	for _, s := range shapes {
+		name, ok := device.ParseName(s.Name())
+		if !ok {
+			c.t.Fatalf("%s is no name", s.Name())
+		}
+		c.names = append(c.names, name)
+		const is = `device.attributes["gpu.nvidia.com"].`
+		if name.Partition == nil && name.Share {
+			wish(is+`type == "gpu-share"`, 6, func(n device.Name) bool { return n.Partition == nil && n.Share }, gib(7), gib(18))
+			continue
+		}
+		if name.Partition == nil {
+			wish(is+`type == "gpu"`, 2, func(n device.Name) bool { return n.Partition == nil && !n.Share })
+			continue
+		}
+		profile, start := name.Partition.ProfileID, name.Partition.Start
+		ofProfile := func(n device.Name) bool {
+			return n.Partition != nil && n.Share == name.Share && n.Partition.ProfileID == profile
+		}
+		if name.Share {
+			wish(fmt.Sprintf(is+`type == "mig-share" && `+is+"profileID == %d", profile), 3, ofProfile, gib(7))
+			continue
+		}
+		of := fmt.Sprintf(is+`type == "mig" && `+is+"profileID == %d", profile)
+		wish(of, 3, ofProfile)
+		wish(fmt.Sprintf("%s && "+is+"placementStart == %d", of, start), 1, func(n device.Name) bool { return ofProfile(n) && n.Partition.Start == start })
+	}
+	c.Scheduler = scheduler.New(driverName, device.Slices(shapes, device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}), classes)
+	c.books = newBooks(c.Slices)
+	c.hardware.fractions = map[string]bool{}
+	for name, capacity := range c.books.published {
+		_, memory := capacity[device.CapacityMemory]
+		c.hardware.fractions[name] = memory
+	}
+}
+
+func asked(wanted []wish) string {
+	var all []string
+	for _, w := range wanted {
+		all = append(all, w.class)
+	}
+	return strings.Join(all, " + ")
+}
