@@ -11,8 +11,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
 // taintedWithin is how soon after the hardware's event the ResourceSlice has its taint.
@@ -131,7 +129,7 @@ func (w *world) testIll(t *testing.T) {
 	}
 	for _, line := range []string{`gpu_dra_gpu_health{code="xid-79",device="` + device + `",state="Unhealthy"} 1`, `gpu_dra_health_events_total{code="xid-79",gpu="` + device + `"} 1`} {
 		eventually(t, 10*time.Second, "the metrics show it", func() (bool, string) {
-			return strings.Contains(w.pluginMetrics(t), line), line
+			return strings.Contains(w.get(t, h100, "metrics"), line), line
 		})
 	}
 	u.running("user") // it goes on
@@ -275,15 +273,4 @@ func (w *world) testEvicted(t *testing.T) {
 		w.nvmlsim(t, h100, "recovery", busOf(device), "none", "--announce")
 		w.becomes(t, device)
 	}
-}
-
-// pluginMetrics are those of the plugin on the node.
-func (w *world) pluginMetrics(t *testing.T) string {
-	t.Helper()
-	p := w.instance(t, h100)
-	out, err := w.Kubectl(t.Context(), "get", "--raw", fmt.Sprintf("/api/v1/namespaces/%s/pods/%s:8080/proxy/metrics", stand.Namespace, p.Name))
-	if err != nil {
-		return err.Error()
-	}
-	return out
 }
