@@ -26,6 +26,7 @@ type card struct {
 	major           int // of the CUDA compute capability, 8 unless told otherwise
 	answers         map[string]nvml.Return
 	hangs           string
+	until           <-chan struct{} // nil for ever
 	modes           *fakeModes // nil for a card whose driver does not say
 }
 
@@ -38,7 +39,7 @@ type fakeModes struct {
 
 func (c card) ask(function string) nvml.Return {
 	if c.hangs == function {
-		select {}
+		<-c.until
 	}
 	return c.answers[function] // SUCCESS unless told otherwise
 }

@@ -40,7 +40,7 @@ func (m *migReader) instances(card nvml.Device, minor int) ([]device.Instance, e
 	for pause := 10 * time.Millisecond; ; pause *= 2 {
 		l := look{migReader: m, card: card, minor: minor}
 		found, err := l.instances()
-		if pause > time.Second/5 || err == nil && !l.disturbed || err != nil && !errors.Is(err, errUnsettled) && !errors.Is(err, fs.ErrNotExist) {
+		if pause > time.Second || err == nil && !l.disturbed || err != nil && !errors.Is(err, errUnsettled) && !errors.Is(err, fs.ErrNotExist) {
 			return found, err
 		}
 		<-time.After(pause)

@@ -209,11 +209,23 @@ func TestBusyInstancesAreTriedAgain(t *testing.T) {
 	if err := p.Destroy(t.Context(), gpu(1, "busy"), device.Instance{}); err != nil || seen["destroy in-use"] != 2 || seen["destroy "] != 1 {
 		t.Errorf("%v after %v", err, seen)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), hangLimit)
+	ctx, cancel := p.until(t, "destroy "+string(CodeInUse))
 	defer cancel()
 	if err := p.Destroy(ctx, gpu(1, "always busy"), device.Instance{}); codeOf(err) != CodeInUse {
 		t.Error(err)
 	}
+}
+
+// until makes a context whose time is over when an operation has been answered so.
+func (p *Partitions) until(t *testing.T, answer string) (context.Context, context.CancelFunc) {
+	t.Helper()
+	ctx, cancel := context.WithCancelCause(t.Context())
+	p.Observe = func(op string, _ time.Duration, code string) {
+		if op+" "+code == answer {
+			cancel(context.DeadlineExceeded)
+		}
+	}
+	return ctx, func() { cancel(nil) }
 }
 
 func TestAWholeGPUWaitsForItsFabric(t *testing.T) {
@@ -221,12 +233,12 @@ func TestAWholeGPUWaitsForItsFabric(t *testing.T) {
 	if _, err := p.SetMode(t.Context(), gpu(1, "registering"), false); err != nil {
 		t.Error(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), hangLimit)
+	ctx, cancel := p.until(t, "fabric ")
 	defer cancel()
 	if _, err := p.SetMode(ctx, gpu(1, "never registers"), false); codeOf(err) != CodeTimeout || !strings.Contains(err.Error(), "fabricmanager") || !errors.Is(err, context.DeadlineExceeded) {
 		t.Error(err)
 	}
-	if _, err := p.SetMode(t.Context(), gpu(1, "never registers"), true); err != nil {
+	if _, err := p.SetMode(t.Context(), gpu(2, "never registers"), true); err != nil {
 		t.Error(err)
 	}
 }

@@ -205,19 +205,21 @@ func TestBestEffortValuesCostNoGPU(t *testing.T) {
 func TestAHangingGPUHangsAlone(t *testing.T) {
 	for _, function := range []string{"nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo"} {
 		t.Run(function, func(t *testing.T) {
-			h := newFakeHost(t)
-			cards := twoCards()
-			cards[1].hangs = function
-			s := h.scanner(fakeNVML(cards...))
-			s.limit = hangLimit
-			node, err := s.scan(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			if len(node.GPUs) != 1 || len(node.Problems) != 1 || node.Problems[0].PCIAddress != "0000:1b:00.0" ||
-				!strings.Contains(node.Problems[0].Message, "has not answered for") {
-				t.Errorf("got %v, %v", node.GPUs, node.Problems)
-			}
+			synctest.Test(t, func(t *testing.T) { // time passes only when all but the hanging GPU have answered
+				h := newFakeHost(t)
+				over := make(chan struct{})
+				defer close(over)
+				cards := twoCards()
+				cards[1].hangs, cards[1].until = function, over
+				node, err := h.scanner(fakeNVML(cards...)).scan(t.Context())
+				if err != nil {
+					t.Fatal(err)
+				}
+				if len(node.GPUs) != 1 || len(node.Problems) != 1 || node.Problems[0].PCIAddress != "0000:1b:00.0" ||
+					!strings.Contains(node.Problems[0].Message, "has not answered for") {
+					t.Errorf("got %v, %v", node.GPUs, node.Problems)
+				}
+			})
 		})
 	}
 }

@@ -294,7 +294,7 @@ func TestAGPUThatLeavesMIGModeWaitsForItsFabric(t *testing.T) {
 	c := s.cutting(s.partitions(), 0)
 	c.mode(true)
 	s.change(func(_ *layout.Config, f *state.File) error { return f.SetFabricSettle(time.Hour) })
-	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+	ctx, cancel := c.until(t, "fabric ")
 	defer cancel()
 	if _, err := c.SetMode(ctx, c.card, false); codeOf(err) != CodeTimeout || !strings.Contains(err.Error(), "fabric") {
 		t.Errorf("a fabric that takes an hour: %v", err)
@@ -338,8 +338,13 @@ func TestAHangingCutHoldsUpItsGPUAlone(t *testing.T) {
 	c.mode(true)
 	other.mode(true)
 	s.fault(state.Fault{Kind: state.FaultSlow, GPU: 0, DelayMS: 3600_000}, "nvmlDeviceCreateGpuInstanceWithPlacement", 1)
-	ctx, cancel := context.WithTimeout(t.Context(), 5*hangLimit)
-	defer cancel()
+	ctx, cancel := context.WithCancelCause(t.Context())
+	defer cancel(nil)
+	go func() {
+		s.awaitHit(ctx)
+		<-time.After(hangLimit) // in which the other GPU is cut
+		cancel(context.DeadlineExceeded)
+	}()
 	result := make(chan error)
 	go func() {
 		_, err := c.tryMake(ctx, 19, device.Placement{Start: 0, Size: 1})

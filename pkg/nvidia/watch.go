@@ -23,6 +23,8 @@ const (
 	firstRestart = time.Second
 	lastRestart  = 30 * time.Second
 	longLife     = time.Minute
+	// silenceGrace is how much longer than it should a child may say nothing.
+	silenceGrace = 10 * time.Second
 	// releaseLimit is how long Watch waits for its child to let go of the hardware.
 	releaseLimit = 5 * time.Second
 )
@@ -125,7 +127,7 @@ func (w *watcher) watch(ctx context.Context) error {
 		select {
 		case s := <-child.signals:
 			w.pass(s, epoch) // which may take its time
-			silence.Reset(2*w.options.Interval + 2*w.wedged)
+			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
 		case <-child.ended:
 			child.end()
 			select { // its last words come with its end
