@@ -17,7 +17,7 @@ import (
 func TestACrashedSupervisorsDaemonsAreTakenOver(t *testing.T) {
 	n := newNode(t)
 	n.behave(behaviour{Server: true})
-	n.supervise()
+	n.superviseApart()
 	d := limited40("a", "GPU-a", "GPU-b")
 	n.mustStart(d)
 	before := n.processes("a")
@@ -55,7 +55,7 @@ func TestTheSupervisorIsKilledBetweenTheStepsOfAStart(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			n := newNode(t)
-			n.supervise()
+			n.superviseApart()
 			d := limited40("a", "GPU-a", "GPU-b")
 			var asking sync.WaitGroup
 			asking.Go(func() { _ = n.client.Start(context.WithoutCancel(t.Context()), d) }) // it may or may not be answered
@@ -85,7 +85,7 @@ func TestTheSupervisorIsKilledBetweenTheStepsOfAnEnd(t *testing.T) {
 			t.Parallel()
 			n := newNode(t)
 			n.behave(behaviour{Server: true})
-			n.supervise()
+			n.superviseApart()
 			n.mustStart(limited40("a", "GPU-a", "GPU-b"))
 			var asking sync.WaitGroup
 			asking.Go(func() { _ = n.client.Stop(context.WithoutCancel(t.Context()), "a") })
@@ -141,14 +141,15 @@ func TestWhatIsFoundAtTheStart(t *testing.T) {
 			d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
 			must(t, d0.prepare())
 			c.put(t, d0)
-			stray := exec.Command("/proc/self/exe")
-			stray.Args = []string{serverProgram}
+			stray := exec.Command(filepath.Join(n.options.DriverRootMount, "usr/sbin", serverProgram))
 			stray.Env = []string{mark(n.paths, "a")}
 			must(t, stray.Start())
 			ended := make(chan error, 1)
 			go func() { ended <- stray.Wait() }()
 			n.supervise()
-			<-ended
+			if err := <-ended; err == nil {
+				t.Error("a stray process ended by itself")
+			}
 			if c.runs {
 				n.await("it is ready", func() bool { return n.status("a").State == mps.Ready })
 				n.mustStop("a")
@@ -178,8 +179,7 @@ func must(t *testing.T, errs ...error) {
 // Whoever else has the number, or the name, of a daemon's process is not touched.
 func TestOtherProcessesAreNotTouched(t *testing.T) {
 	n := newNode(t)
-	other := exec.Command("/proc/self/exe")
-	other.Args = []string{serverProgram, "-f"}
+	other := exec.Command(filepath.Join(n.options.DriverRootMount, "usr/sbin", serverProgram), "-f")
 	other.Env = []string{mark(n.paths, "a") + "x"} // another daemon's mark begins the same
 	other.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	must(t, other.Start())

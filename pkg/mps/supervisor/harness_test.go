@@ -4,34 +4,73 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/textlogger"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
+// behaviour is what testdata/standin reads to know how to misbehave.
+type behaviour struct {
+	Hang                                 []string `json:"hang,omitempty"`
+	Deaf, IgnoreQuit, IgnoreTerm, Forget bool
+	Exit                                 string
+	Server, Old                          bool
+}
+
+// programsDir is where programs have been built, to be removed.
+var programsDir string
+
+// programs are built once: gpu-mps itself, and the stand-in of the driver's programs.
+var programs = sync.OnceValues(func() (dir string, err error) {
+	dir, err = os.MkdirTemp("", "gpu-mps-test")
+	if err != nil {
+		return "", err
+	}
+	programsDir = dir
+	for name, source := range map[string]string{mps.HookProgram: "../../../cmd/gpu-mps", "standin": "./testdata/standin"} {
+		build := exec.Command("go", "build", "-o", filepath.Join(dir, name), source)
+		build.Env = append(os.Environ(), "CGO_ENABLED=0")
+		if out, err := build.CombinedOutput(); err != nil {
+			return dir, fmt.Errorf("build %s: %w: %s", source, err, out)
+		}
+	}
+	return dir, nil
+})
+
+func TestMain(m *testing.M) {
+	m.Run()
+	if programsDir != "" {
+		_ = os.RemoveAll(programsDir)
+	}
+}
+
 // patience is how long a test waits for what must come.
 const patience = 20 * time.Second
 
-func contextForTest() context.Context { return context.Background() }
-
-// node is a host with a driver whose MPS programs are those of fake_test.go.
+// node is a host with a driver whose MPS programs are the stand-in.
 type node struct {
 	t       *testing.T
 	options Options
 	paths   mps.Paths
 	client  *mps.Client
-	cmd     *exec.Cmd
 	log     string
+	// The supervisor that runs, as a process of its own or in this one.
+	cmd  *exec.Cmd
+	stop func()
 }
 
 func newNode(t *testing.T) *node {
@@ -39,16 +78,14 @@ func newNode(t *testing.T) *node {
 	needMounts(t)
 	dir := t.TempDir()
 	root := filepath.Join(dir, "driver")
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	built, err := programs()
+	must(t, err)
 	for _, name := range []string{"usr/bin/" + controlProgram, "usr/sbin/" + serverProgram, "usr/lib64/libnvidia-ml.so.1", "usr/lib64/libc.so.6"} {
 		path := filepath.Join(root, name)
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			t.Fatal(err)
 		}
-		if err := os.Link(self, path); err != nil {
+		if err := os.Link(filepath.Join(built, "standin"), path); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -56,7 +93,7 @@ func newNode(t *testing.T) *node {
 	if err := os.MkdirAll(n.paths.ShmRoot, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	n.options = Options{Paths: n.paths, DriverRoot: "/opt/driver", DriverRootMount: root, Program: self}
+	n.options = Options{Paths: n.paths, DriverRoot: "/opt/driver", DriverRootMount: root, Program: filepath.Join(built, mps.HookProgram)}
 	n.client = mps.NewClient(n.paths)
 	t.Cleanup(n.cleanUp)
 	return n
@@ -65,7 +102,7 @@ func newNode(t *testing.T) *node {
 // needMounts skips a test where mount namespaces cannot be made.
 func needMounts(t *testing.T) {
 	t.Helper()
-	probe := exec.Command("/proc/self/exe", "-test.run=^$")
+	probe := exec.Command("/bin/true")
 	probe.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS}
 	if err := probe.Run(); errors.Is(err, fs.ErrPermission) {
 		t.Skip("needs the right to make mount namespaces")
@@ -83,43 +120,59 @@ func (n *node) behave(b behaviour) {
 	}
 }
 
-// supervise starts a supervisor in a process of its own, and returns when it answers.
+// supervise starts a supervisor, and returns when it answers.
 func (n *node) supervise() {
 	n.t.Helper()
-	text, err := json.Marshal(n.options)
-	if err != nil {
-		n.t.Fatal(err)
+	log := n.openLog()
+	ctx, cancel := context.WithCancel(context.Background())
+	ctx = klog.NewContext(ctx, textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(log))))
+	ended := make(chan error, 1)
+	go func() { ended <- Run(ctx, n.options) }()
+	n.stop = func() {
+		n.t.Helper()
+		n.stop = nil
+		cancel()
+		if err := errors.Join(<-ended, log.Close()); err != nil {
+			n.t.Errorf("the supervisor does not end in order: %v\n%s", err, n.said())
+		}
 	}
-	log, err := os.OpenFile(n.log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-	if err != nil {
-		n.t.Fatal(err)
-	}
+	n.awaitSupervisor()
+}
+
+// superviseApart starts one that can be killed.
+func (n *node) superviseApart() {
+	n.t.Helper()
+	log := n.openLog()
 	defer func() { _ = log.Close() }()
-	n.cmd = exec.Command("/proc/self/exe", "supervise", string(text))
+	o := n.options
+	n.cmd = exec.Command(o.Program, "supervise", "--plugin-dir="+o.Paths.PluginDir, "--shm-root="+o.Paths.ShmRoot, "--driver-root="+o.DriverRoot,
+		"--driver-root-mount="+o.DriverRootMount, "--dev-root="+o.DevRoot)
 	n.cmd.Stdout, n.cmd.Stderr = log, log
-	if err := n.cmd.Start(); err != nil {
-		n.t.Fatal(err)
-	}
+	must(n.t, n.cmd.Start())
+	n.awaitSupervisor()
+}
+
+func (n *node) openLog() *os.File {
+	n.t.Helper()
+	log, err := os.OpenFile(n.log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	must(n.t, err)
+	return log
+}
+
+func (n *node) awaitSupervisor() {
+	n.t.Helper()
 	n.await("the supervisor answers", func() bool {
 		_, err := n.client.List(n.t.Context())
 		return err == nil
 	})
 }
 
-// kill ends the supervisor as a crash does, stop as a deleted Pod does.
-func (n *node) kill() { n.end(syscall.SIGKILL) }
-func (n *node) stop() { n.end(syscall.SIGTERM) }
-
-func (n *node) end(signal syscall.Signal) {
+// kill ends the supervisor as a crash does.
+func (n *node) kill() {
 	n.t.Helper()
-	if err := n.cmd.Process.Signal(signal); err != nil {
-		n.t.Fatal(err)
-	}
-	err := n.cmd.Wait()
+	must(n.t, n.cmd.Process.Kill())
+	_ = n.cmd.Wait() // it was killed
 	n.cmd = nil
-	if signal == syscall.SIGTERM && err != nil {
-		n.t.Errorf("the supervisor does not end in order: %v\n%s", err, n.said())
-	}
 }
 
 func (n *node) said() string {
@@ -222,6 +275,9 @@ func (n *node) cleanUp() {
 	if n.cmd != nil {
 		_ = n.cmd.Process.Kill()
 		_ = n.cmd.Wait()
+	}
+	if n.stop != nil {
+		n.stop()
 	}
 	entries, _ := os.ReadDir(n.paths.Root())
 	for _, e := range entries {

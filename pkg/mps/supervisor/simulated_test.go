@@ -8,15 +8,10 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
@@ -85,7 +80,11 @@ type said struct {
 // says until the event.
 func (n *node) cudaProgram(id string, user int, until string, args ...string) said {
 	n.t.Helper()
-	cmd := exec.Command("/proc/self/exe", append([]string{"join", strconv.Itoa(n.status(id).PID), strconv.Itoa(user)}, args...)...)
+	built, err := programs()
+	must(n.t, err)
+	cmd := exec.Command(filepath.Join(built, "standin"))
+	// The simulated control program is a CUDA program, too.
+	cmd.Args = append([]string{"join", itoa(n.status(id).PID), itoa(user), "/tmp/bin/" + controlProgram, "nvmlsim-cuda"}, args...)
 	cmd.Env = []string{"CUDA_MPS_PIPE_DIRECTORY=" + mps.ContainerPipes}
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
@@ -105,26 +104,6 @@ func (n *node) cudaProgram(id string, user int, until string, args ...string) sa
 	}
 	n.t.Fatalf("the program ended without %q\n%s", until, n.said())
 	return said{}
-}
-
-// join becomes a CUDA program in the mount namespace of a process.
-func join(args []string) error {
-	runtime.LockOSThread()
-	user, err := strconv.Atoi(args[1])
-	if err != nil {
-		return err
-	}
-	ns, err := os.Open(filepath.Join("/proc", args[0], "ns/mnt"))
-	if err != nil {
-		return err
-	}
-	if err := errors.Join(unix.Unshare(unix.CLONE_FS), unix.Setns(int(ns.Fd()), unix.CLONE_NEWNS)); err != nil {
-		return err
-	}
-	if err := errors.Join(syscall.Setgroups(nil), syscall.Setgid(user), syscall.Setuid(user)); err != nil {
-		return err
-	}
-	return syscall.Exec("/tmp/bin/"+controlProgram, append([]string{controlProgram, "nvmlsim-cuda"}, args[2:]...), os.Environ())
 }
 
 func TestSimulatedClientsHaveTheLimitsOfTheirDaemon(t *testing.T) {
@@ -184,7 +163,7 @@ func TestSimulatedDaemonsSideBySide(t *testing.T) {
 // The supervisor crashes and comes back: a client of the daemon notices nothing.
 func TestSimulatedClientsSurviveACrashOfTheSupervisor(t *testing.T) {
 	n, gpus := newSimulatedNode(t, layout.Host)
-	n.supervise()
+	n.superviseApart()
 	d := mps.Daemon{ID: "a", Devices: gpus[:1]}
 	n.mustStart(d)
 	n.cudaProgram("a", 0, "attached", "--hold")

@@ -1,8 +1,11 @@
-package supervisor
+// Command standin is the driver's MPS programs in tests, a control daemon that does what the tests want and a server, told apart by the name that it is
+// called by. As "join" it runs a program in the mount namespace of a process, as a user.
+package main
 
 import (
 	"bufio"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -10,34 +13,46 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"runtime"
+	"strconv"
 	"strings"
 	"syscall"
-	"testing"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
+	"golang.org/x/sys/unix"
 )
 
-// The test binary is also the programs that the tests run: gpu-mps, and the driver's control daemon and server.
-func TestMain(m *testing.M) {
-	switch name := filepath.Base(os.Args[0]); {
-	case name == controlProgram:
+const serverProgram = "nvidia-cuda-mps-server"
+
+func main() {
+	switch filepath.Base(os.Args[0]) {
+	case serverProgram:
+		forever() // whatever happens to its daemon
+	case "join":
+		fmt.Println(join(os.Args[1], os.Args[2], os.Args[3:]))
+		os.Exit(1)
+	default:
 		os.Exit(fakeControl(os.Args[1:]))
-	case name == serverProgram:
-		fakeServer()
-	case len(os.Args) > 2 && os.Args[1] == "daemon":
-		view, err := namespace.Parse(os.Args[2])
-		if err == nil {
-			err = namespace.Exec(view, os.Args[3:], os.Environ())
-		}
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	case len(os.Args) > 3 && os.Args[1] == "join":
-		fmt.Fprintln(os.Stderr, join(os.Args[2:]))
-		os.Exit(1)
-	case len(os.Args) > 2 && os.Args[1] == "supervise":
-		os.Exit(superviseForTest(os.Args[2]))
 	}
-	os.Exit(m.Run())
+}
+
+// join becomes a program in the mount namespace of a process.
+func join(pid, user string, command []string) error {
+	runtime.LockOSThread()
+	id, err := strconv.Atoi(user)
+	if err != nil {
+		return err
+	}
+	ns, err := os.Open(filepath.Join("/proc", pid, "ns/mnt"))
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(unix.Unshare(unix.CLONE_FS), unix.Setns(int(ns.Fd()), unix.CLONE_NEWNS)); err != nil {
+		return err
+	}
+	if err := errors.Join(syscall.Setgroups(nil), syscall.Setgid(id), syscall.Setuid(id)); err != nil {
+		return err
+	}
+	return syscall.Exec(command[0], append([]string{filepath.Base(command[0])}, command[1:]...), os.Environ())
 }
 
 // behaviour is what the fake control daemon does that a good one does not. It is in a file of the driver root.
@@ -166,26 +181,8 @@ func fakeClient() int {
 	return 0
 }
 
-// fakeServer stays, whatever happens to its daemon.
-func fakeServer() { forever() }
-
 func forever() {
 	never := make(chan os.Signal, 1)
 	signal.Notify(never, syscall.SIGUSR1)
 	<-never
-}
-
-func superviseForTest(text string) int {
-	var o Options
-	err := json.Unmarshal([]byte(text), &o)
-	if err == nil {
-		ctx, stop := signal.NotifyContext(contextForTest(), syscall.SIGTERM)
-		defer stop()
-		err = Run(ctx, o)
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	return 0
 }
