@@ -8,6 +8,7 @@
 package inventory
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"reflect"
@@ -17,6 +18,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -50,6 +52,8 @@ const (
 	problemRetry = 30 * time.Second
 	// whileCuttable is how often a full look is taken at GPUs that can be cut: that an admin has changed the MIG mode of one shows in no file.
 	whileCuttable = time.Minute
+	// keepUncertain is how long a card is offered as it was known while its MIG instances cannot be read: a few looks.
+	keepUncertain = 15 * time.Second
 )
 
 // Hardware is what the inventory looks at. Package nvidia has it.
@@ -104,6 +108,8 @@ type looker struct {
 	fingerprint string
 	next        time.Time     // when to look again without a change of the files; zero for never
 	backoff     time.Duration // between such looks
+	// uncertain is since when the instances of a card cannot be read.
+	uncertain map[device.PCIAddress]time.Time
 }
 
 // look takes one turn and says how long to pause.
@@ -136,10 +142,34 @@ func (l *looker) look(ctx context.Context) time.Duration {
 	} else if slices.ContainsFunc(node.GPUs, func(g nvidia.GPU) bool { return g.MIG != nil && !g.MIG.Uncuttable }) {
 		l.next = time.Now().Add(whileCuttable)
 	}
-	s := i.judge(node, err)
+	s := i.judge(l.keep(node), err)
 	s.Files = nvidia.WithoutInstances(fingerprint)
 	i.set(l.log, s)
 	return i.pause()
+}
+
+// keep leaves a card as it was known that is well but for its MIG instances: one of them that cannot be read, in the middle of somebody's cut for example,
+// must not take from schedulers what claims hold beside it. Nothing is cut by what is only known: that is looked at again. It ends with keepUncertain.
+func (l *looker) keep(node nvidia.Node) nvidia.Node {
+	last := l.inventory.Snapshot().Node
+	since := map[device.PCIAddress]time.Time{}
+	for _, p := range node.Problems {
+		known := slices.IndexFunc(last.GPUs, func(g nvidia.GPU) bool { return g.PCIAddress == p.PCIAddress && g.UUID == p.Uncertain })
+		if p.Uncertain == "" || known < 0 || last.Driver != node.Driver || last.GPUs[known].MIG == nil || !last.GPUs[known].MIG.Enabled {
+			continue
+		}
+		began, ok := l.uncertain[p.PCIAddress]
+		if !ok {
+			began = time.Now()
+		}
+		since[p.PCIAddress] = began
+		if time.Since(began) < keepUncertain {
+			node.GPUs = append(slices.Clone(node.GPUs), last.GPUs[known])
+			slices.SortFunc(node.GPUs, func(a, b nvidia.GPU) int { return cmp.Compare(a.PCIAddress, b.PCIAddress) })
+		}
+	}
+	l.uncertain = since
+	return node
 }
 
 func (l *looker) retry(atLeastEvery time.Duration) {

@@ -281,6 +281,54 @@ func TestAGPUWithAProblemIsLookedAtAgain(t *testing.T) {
 	})
 }
 
+func TestACardOfWhichAnInstanceCannotBeReadIsKeptForAFewLooks(t *testing.T) {
+	whole := nodeWith("0000:1b:00.0", "0000:43:00.0")
+	whole.GPUs[0].MIG = &device.MIG{Enabled: true, Instances: []device.Instance{{ID: 1, ProfileID: 19}}}
+	unread := func(uuid string) nvidia.Node {
+		n := whole
+		n.GPUs = n.GPUs[1:]
+		n.Problems = []nvidia.Problem{{PCIAddress: "0000:1b:00.0", Message: "an instance cannot be read", Uncertain: uuid}}
+		return n
+	}
+	for name, tc := range map[string]struct {
+		then nvidia.Node
+		kept bool
+	}{
+		"the card that was there":     {unread(whole.GPUs[0].UUID), true},
+		"another card":                {unread("GPU-another"), false},
+		"the card itself is not well": {unread(""), false},
+		"with another driver": {func() nvidia.Node {
+			n := unread(whole.GPUs[0].UUID)
+			n.Driver.Version = "590.48.01"
+			return n
+		}(), false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := &fakeHardware{node: whole}
+			running(t, f, func(i *Inventory, wait func(time.Duration)) {
+				f.change(true, func() { f.node = tc.then })
+				wait(whileReady)
+				s := i.Snapshot()
+				if kept := len(s.Node.GPUs) == 2; kept != tc.kept || len(s.Node.Problems) != 1 {
+					t.Errorf("%+v", s)
+				}
+				if tc.kept && !reflect.DeepEqual(s.Node.GPUs, whole.GPUs) {
+					t.Errorf("%+v", s.Node.GPUs)
+				}
+				wait(keepUncertain + problemRetry + whileReady)
+				if s := i.Snapshot(); len(s.Node.GPUs) != 1 {
+					t.Errorf("it is kept for ever: %+v", s.Node.GPUs)
+				}
+				f.change(true, func() { f.node = whole })
+				wait(whileReady)
+				if s := i.Snapshot(); len(s.Node.GPUs) != 2 || len(s.Node.Problems) != 0 {
+					t.Errorf("%+v", s)
+				}
+			})
+		})
+	}
+}
+
 func TestANodeOfWhichNothingCanBeOfferedSaysWhy(t *testing.T) {
 	f := &fakeHardware{node: nvidia.Node{Problems: []nvidia.Problem{{PCIAddress: "0000:43:00.0", Message: "MIG mode is on"}, {Message: "lost"}}}}
 	running(t, f, func(i *Inventory, wait func(time.Duration)) {

@@ -97,7 +97,7 @@ func (s scanner) cuts(card nvml.Device, g *device.GPU, progress func()) (partial
 	case err == nil:
 		return nil, nil
 	case g.MIG.Enabled:
-		return nil, fmt.Errorf("MIG mode is on, and how the GPU is cut cannot be read: %w", err)
+		return nil, &uncertainError{g.UUID, err}
 	default:
 		g.MIG.Profiles = nil
 		return fmt.Errorf("offered as a whole only, because how it can be cut cannot be read: %w", err), nil

@@ -119,6 +119,16 @@ func TestWhatVanishesWhileItIsReadIsLeftOut(t *testing.T) {
 	}
 }
 
+func TestACardThatIsLostWhileItIsReadIsNotTakenForWell(t *testing.T) {
+	node := scanCut(t, func(_ fakeHost, _ *card, f *fakeCut) {
+		f.cut(t, 19, 0, 1)
+		f.answers["nvmlGpuInstanceGetInfo"] = nvml.ERROR_GPU_IS_LOST
+	})
+	if len(node.Problems) != 1 || node.Problems[0].Uncertain != "" || !strings.Contains(node.Problems[0].Message, "fallen off the bus") {
+		t.Errorf("%+v", node.Problems)
+	}
+}
+
 func TestMIGThatCannotBeReadCostsNoMoreThanItMust(t *testing.T) {
 	for _, function := range []string{"nvmlDeviceGetGpuInstanceProfileInfo", "nvmlDeviceGetGpuInstancePossiblePlacements"} {
 		node := scanCut(t, func(_ fakeHost, _ *card, f *fakeCut) { f.answers[function] = nvml.ERROR_UNKNOWN })
@@ -139,6 +149,9 @@ func TestMIGThatCannotBeReadCostsNoMoreThanItMust(t *testing.T) {
 		})
 		if len(node.GPUs) != 1 || len(node.Problems) != 1 || node.Problems[0].PCIAddress != "0000:1b:00.0" || !strings.Contains(node.Problems[0].Message, "unknown error of the driver") {
 			t.Errorf("%s: %d GPUs, %v", function, len(node.GPUs), node.Problems)
+		}
+		if len(node.Problems) == 1 && node.Problems[0].Uncertain != "GPU-00000000-0000-0000-0000-00000000001b" {
+			t.Errorf("%s: who knew it is not told that it is the same: %+v", function, node.Problems)
 		}
 	}
 }

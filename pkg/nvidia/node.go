@@ -1,8 +1,10 @@
 package nvidia
 
 import (
+	"errors"
 	"fmt"
 
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -29,6 +31,30 @@ type GPU struct {
 type Problem struct {
 	PCIAddress device.PCIAddress `json:"pciAddress,omitempty"`
 	Message    string            `json:"message"`
+	// Uncertain is the UUID of a card that is well but for its MIG instances, which could not be read. Whoever knows the card from before knows it still.
+	Uncertain string `json:"uncertain,omitempty"`
+}
+
+// problemOf says what is wrong with a card.
+func problemOf(a device.PCIAddress, err error) Problem {
+	p := Problem{PCIAddress: a, Message: err.Error()}
+	var uncertain *uncertainError
+	if errors.As(err, &uncertain) && !errors.Is(err, nvmlError(nvml.ERROR_GPU_IS_LOST)) {
+		p.Uncertain = uncertain.uuid
+	}
+	return p
+}
+
+// uncertainError is that a card's MIG instances could not be read.
+type uncertainError struct {
+	uuid string
+	err  error
+}
+
+func (e *uncertainError) Unwrap() error { return e.err }
+
+func (e *uncertainError) Error() string {
+	return fmt.Sprintf("MIG mode is on, and how the GPU is cut cannot be read: %v", e.err)
 }
 
 func (p Problem) String() string {

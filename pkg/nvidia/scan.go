@@ -114,7 +114,7 @@ func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]GPU, [
 		r := <-results
 		listed[r.address] = true
 		if r.err != nil {
-			problems = append(problems, Problem{r.address, r.err.Error()})
+			problems = append(problems, problemOf(r.address, r.err))
 		}
 		if r.gpu != nil {
 			gpus = append(gpus, *r.gpu)
@@ -134,7 +134,7 @@ func distinct(gpus []GPU, problems []Problem) ([]GPU, []Problem) {
 	var kept []GPU
 	for i, g := range gpus {
 		if i > 0 && gpus[i-1].PCIAddress == g.PCIAddress {
-			problems = append(problems, Problem{g.PCIAddress, fmt.Sprintf("NVML lists two GPUs at this address (%s and %s): only the first is offered", gpus[i-1].UUID, g.UUID)})
+			problems = append(problems, Problem{PCIAddress: g.PCIAddress, Message: fmt.Sprintf("NVML lists two GPUs at this address (%s and %s): only the first is offered", gpus[i-1].UUID, g.UUID)})
 			continue
 		}
 		kept = append(kept, g)
@@ -161,7 +161,7 @@ func explain(sysfs string, listed map[device.PCIAddress]bool, problems []Problem
 			continue
 		}
 		if driver := pciDriver(sysfs, a); driver != "" && driver != "nvidia" {
-			problems = append(problems, Problem{a, fmt.Sprintf("bound to the kernel driver %s, not to nvidia", driver)})
+			problems = append(problems, Problem{PCIAddress: a, Message: fmt.Sprintf("bound to the kernel driver %s, not to nvidia", driver)})
 			continue
 		}
 		unlisted = append(unlisted, a)
@@ -174,7 +174,7 @@ func explain(sysfs string, listed map[device.PCIAddress]bool, problems []Problem
 		return problems // which is which cannot be told
 	}
 	for _, a := range unlisted {
-		problems = append(problems, Problem{a, "on the PCI bus, but NVML does not list it: look at dmesg for NVRM messages about this address"})
+		problems = append(problems, Problem{PCIAddress: a, Message: "on the PCI bus, but NVML does not list it: look at dmesg for NVRM messages about this address"})
 	}
 	return problems
 }
