@@ -43,7 +43,10 @@ func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 	})
 	wg.Go(func() { d.inv.Run(ctx) })
 	wg.Go(func() { d.follow(ctx, toPublisher) })
-	wg.Go(func() { d.reconcile(ctx) })
+	wg.Go(func() {
+		<-policyRead // or what may not be made again yet would be called lost
+		d.reconcile(ctx)
+	})
 	wg.Go(func() { d.status.Run(ctx) })
 	wg.Go(func() {
 		<-policyRead // or what is offered would change at once; the reading is bounded

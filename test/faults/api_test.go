@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -41,6 +43,7 @@ func eventually(ctx context.Context, wrong func(context.Context) error) error {
 // outside looks at all that the plugin does, past the plugin that does it.
 type outside struct {
 	*plugin
+	host   host.Host
 	api    host.API
 	theirs []device.Instance
 }
@@ -141,6 +144,9 @@ func (o outside) has(ctx context.Context, r checkpoint.Record) (map[string]strin
 		for _, in := range there {
 			if d.Device == fmt.Sprintf("%s-mig-%d-%d", d.GPU, in.ProfileID, in.Placement.Start) && len(in.Compute) == 1 {
 				uuids[d.Device] = in.Compute[0].UUID
+				if err := o.specHas(r, in.Minor, in.Compute[0].Minor); err != nil {
+					return nil, fmt.Errorf("device %s: %w", d.Device, err)
+				}
 			}
 		}
 		if uuids[d.Device] == "" {
@@ -148,6 +154,20 @@ func (o outside) has(ctx context.Context, r checkpoint.Record) (map[string]strin
 		}
 	}
 	return uuids, nil
+}
+
+// specHas makes sure that the claim's containers get these capabilities, which are what opens a partition.
+func (o outside) specHas(r checkpoint.Record, minors ...int) error {
+	spec, err := os.ReadFile(filepath.Join(o.host.Config().CDIRoot, fmt.Sprintf("k8s.gpu.nvidia.com-claim_%s.json", r.ClaimUID)))
+	if err != nil {
+		return err
+	}
+	for _, minor := range minors {
+		if node := fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", minor); !strings.Contains(string(spec), `"`+node+`"`) {
+			return fmt.Errorf("the spec of claim %s does not have %s: %s", r.Name, node, spec)
+		}
+	}
+	return nil
 }
 
 // ready is the UUID that an entry says.

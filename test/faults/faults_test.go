@@ -192,7 +192,7 @@ func (s *stand) look(t *testing.T, must func(string, error)) {
 	p, err := s.unrecovered(t.Context())
 	must("start again", err)
 	defer p.Cuts.Close()
-	o := outside{p, s.api, s.theirs}
+	o := outside{p, s.Host, s.api, s.theirs}
 	must("after the restart", eventually(t.Context(), o.agreeAll))
 
 	prepare := func(c *resourceapi.ResourceClaim) {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync/atomic"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -44,6 +45,14 @@ func NewAPI() API {
 		return false, nil, nil
 	})
 	return API{client}
+}
+
+// Slowly lets such calls wait for a while, and with them all others.
+func (a API) Slowly(verb, resource string, wait time.Duration) {
+	a.PrependReactor(verb, resource, func(clienttesting.Action) (bool, runtime.Object, error) {
+		<-time.After(wait)
+		return false, nil, nil
+	})
 }
 
 // Allocate has the claim in the API server, as allocated and as nobody has said yet what it got.

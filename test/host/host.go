@@ -27,10 +27,7 @@ const (
 	partitionRole = "partition"
 )
 
-const (
-	nodeName = "node-1"
-	bootID   = "boot"
-)
+const nodeName = "node-1"
 
 // Main runs the tests, or what the role says in which [Host.Command] has started this process, and returns the process's exit code. roles are those that the
 // package has besides the plugin's own child processes.
@@ -106,17 +103,11 @@ func (h Host) layOut(ctx context.Context, addresses []string) error {
 			return err
 		}
 	}
-	if _, err := layout.Up(layout.Options{
+	_, err = layout.Up(layout.Options{
 		Root: h.Root, Models: models, Seed: "host", Config: layout.Config{Kind: layout.Container, Node: node, Dev: dev},
 		Sources: layout.Sources{Library: filepath.Join(repository, "build", "nvmlsim", "libnvidia-ml.so.1")},
-	}); err != nil {
-		return err
-	}
-	kernel := filepath.Join(c.ProcRoot, "sys", "kernel", "random")
-	if err := os.MkdirAll(kernel, 0o750); err != nil {
-		return err
-	}
-	return os.WriteFile(filepath.Join(kernel, "boot_id"), []byte(bootID+"\n"), 0o600)
+	})
+	return err
 }
 
 // Config is the plugin's, on this node.

@@ -3,7 +3,9 @@ package host
 import (
 	"context"
 	"fmt"
+	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -52,9 +54,14 @@ func (h Host) Plugin(ctx context.Context, disk durable.FS, reread Reread) (*Plug
 	if err != nil {
 		return nil, err
 	}
+	// The node's proc has none, and then it is this machine's.
+	bootID, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return nil, err
+	}
 	p := &Plugin{host: h, Specs: cdi.NewStore(cfg.CDIRoot), Cuts: h.Cutter()}
 	p.Preparer = prepare.New(prepare.Options{
-		DriverName: driver.DriverName, Pool: Pool, BootID: bootID, Now: time.Now,
+		DriverName: driver.DriverName, Pool: Pool, BootID: strings.TrimSpace(string(bootID)), Now: time.Now,
 		Hardware: p, Specs: p.Specs, Records: records, Locks: locks, Reread: reread,
 		Partitions: p.Cuts, MIGEdits: h.Paths().CapabilityEdits,
 		Verify: func(edits specs.ContainerEdits) error {
