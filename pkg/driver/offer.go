@@ -6,6 +6,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -56,8 +57,11 @@ func (d *Driver) count(slices []resourceslice.Slice) metrics.MIGState {
 	return now
 }
 
-// profileOf is empty for a whole GPU.
+// profileOf is empty for a whole GPU, and for shares, which are counted apart.
 func profileOf(d *resourceapi.Device) string {
+	if ptr.Deref(d.AllowMultipleAllocations, false) {
+		return ""
+	}
 	if a, ok := d.Attributes["profile"]; ok && a.StringValue != nil {
 		return *a.StringValue
 	}

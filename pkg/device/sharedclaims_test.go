@@ -1,0 +1,250 @@
+package device
+
+import (
+	"slices"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
+)
+
+// share asks for a share with so much of each capacity.
+func share(amounts map[resourceapi.QualifiedName]string, expressions ...string) resourceapi.DeviceRequest {
+	r := count(1, expressions...)
+	r.Exactly.DeviceClassName = sharedClass
+	if len(amounts) > 0 {
+		r.Exactly.Capacity = &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{}}
+		for name, amount := range amounts {
+			r.Exactly.Capacity.Requests[name] = resource.MustParse(amount)
+		}
+	}
+	return r
+}
+
+func memory(amount string) map[resourceapi.QualifiedName]string {
+	return map[resourceapi.QualifiedName]string{CapacityMemory: amount}
+}
+
+func TestFourSharesOf18GiAndNoFifth(t *testing.T) {
+	for _, key := range []string{h100Key, "a100-sxm4-80gb"} {
+		m := offered(t, sharing(t, "fractions,*/1g*=shares:2", node(t, key)...), Driver{Version: "580.65.06"})
+		taken := scheduler.NewTaken()
+		var held []resourceapi.DeviceRequestAllocationResult
+		for n := range 4 {
+			got := m.results(taken, requests(share(memory("18Gi"))))
+			if len(got) != 1 || got[0].Device != firstGPU+"-share" || got[0].ShareID == nil {
+				t.Fatalf("claim %d got %+v", n, got)
+			}
+			if amount := got[0].ConsumedCapacity[CapacityMemory]; amount.Cmp(resource.MustParse("18Gi")) != 0 {
+				t.Errorf("claim %d got %s", n, amount.String())
+			}
+			if amount := got[0].ConsumedCapacity[CapacityCores]; amount.Sign() != 0 || len(got[0].ConsumedCapacity) != 2 {
+				t.Errorf("claim %d got %+v", n, got[0].ConsumedCapacity)
+			}
+			held = append(held, got...)
+		}
+		if got := m.results(taken, requests(share(memory("18Gi")))); got != nil {
+			t.Errorf("a fifth got %+v", got)
+		}
+		exclusive := []resourceapi.DeviceClaim{requests(count(1)), requests(partitions(1)), requests(share(map[resourceapi.QualifiedName]string{CapacityShares: "1"}))}
+		for len(held) > 0 {
+			for i, spec := range exclusive {
+				if got := m.allocate(taken.Clone(), spec); got != nil {
+					t.Fatalf("beside %d shares, exclusive claim %d got %v", len(held), i, got)
+				}
+			}
+			taken.Free(held[len(held)-1])
+			held = held[:len(held)-1]
+		}
+		for i, spec := range exclusive {
+			wants := len(spec.Requests)
+			if key != h100Key && i > 0 {
+				wants = 0 // its mode is fixed: it is offered whole
+			}
+			other := taken.Clone()
+			if got := m.allocate(other, spec); len(got) != wants {
+				t.Errorf("after the shares, exclusive claim %d got %v", i, got)
+			} else if got := m.allocate(other, requests(share(memory("1Gi")))); wants > 0 && got != nil {
+				t.Errorf("beside exclusive claim %d, a share got %v", i, got)
+			}
+		}
+	}
+}
+
+func TestWhatAShareOfAClaimIs(t *testing.T) {
+	amounts := func(memory, cores string) map[resourceapi.QualifiedName]string {
+		return map[resourceapi.QualifiedName]string{CapacityMemory: memory, CapacityCores: cores}
+	}
+	l40s := sharing(t, "fractions", node(t, l40sKey)...)
+	for _, c := range []struct {
+		name      string
+		offerings []Offering
+		ask       map[resourceapi.QualifiedName]string
+		want      map[resourceapi.QualifiedName]string // nil: nothing
+		more      int                                  // claims of the kind that fit beside the first
+	}{
+		{"nothing said", l40s, nil, amounts("1Gi", "0"), 42},
+		{"too little", l40s, amounts("1Mi", "0"), amounts("1Gi", "0"), 42},
+		{"between two steps", l40s, amounts("2049Mi", "1"), amounts("2112Mi", "1"), 20},
+		{"all", l40s, amounts("44992Mi", "100"), amounts("44992Mi", "100"), 0},
+		{"more than there is", l40s, memory("45Gi"), nil, 0},
+		{"all the card's own memory", l40s, memory("46068Mi"), nil, 0},
+		{"more cores than there are", l40s, amounts("1Gi", "101"), nil, 0},
+		{"a third of the cores", l40s, amounts("1Gi", "33"), amounts("1Gi", "33"), 2},
+		{"half a percent", l40s, amounts("1Gi", "500m"), amounts("1Gi", "1"), 42},
+		{"a capacity that it has not", l40s, map[resourceapi.QualifiedName]string{CapacityShares: "1"}, nil, 0},
+		{"a plain share", sharing(t, "shares:5", node(t, l40sKey)...), nil, map[resourceapi.QualifiedName]string{CapacityShares: "1"}, 4},
+		{"two plain shares", sharing(t, "shares:5", node(t, l40sKey)...), map[resourceapi.QualifiedName]string{CapacityShares: "2"}, map[resourceapi.QualifiedName]string{CapacityShares: "2"}, 1},
+		{"six of five", sharing(t, "shares:5", node(t, l40sKey)...), map[resourceapi.QualifiedName]string{CapacityShares: "6"}, nil, 0},
+		{"memory of plain shares", sharing(t, "shares:5", node(t, l40sKey)...), memory("1Gi"), nil, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			m, taken := offered(t, c.offerings, Driver{}), scheduler.NewTaken()
+			got := m.results(taken, requests(share(c.ask)))
+			if len(got) != min(1, len(c.want)) {
+				t.Fatalf("it got %+v", got)
+			}
+			if c.want == nil {
+				return
+			}
+			for name, want := range c.want {
+				if amount := got[0].ConsumedCapacity[name]; amount.Cmp(resource.MustParse(want)) != 0 {
+					t.Errorf("it got %s of %s, want %s", amount.String(), name, want)
+				}
+			}
+			more := 0
+			for m.allocate(taken, requests(share(c.ask))) != nil {
+				more++
+			}
+			if more != c.more || len(got[0].ConsumedCapacity) != len(c.want) {
+				t.Errorf("%d more fit, want %d; the first got %v", more, c.more, got[0].ConsumedCapacity)
+			}
+		})
+	}
+}
+
+// Several shares of one device are several requests. A count asks for so many devices.
+func TestSharesOfOneClaim(t *testing.T) {
+	m := offered(t, sharing(t, "fractions", node(t, l40sKey, l40sKey)...), Driver{})
+	if got := m.allocate(scheduler.NewTaken(), requests(share(memory("20Gi")), share(memory("20Gi")))); !slices.Equal(got, []string{firstGPU + "-share", firstGPU + "-share"}) {
+		t.Errorf("two requests got %v", got)
+	}
+	two := share(memory("4Gi"))
+	two.Exactly.Count = 2
+	if got := m.allocate(scheduler.NewTaken(), requests(two)); len(got) != 2 || got[0] == got[1] {
+		t.Errorf("a count of two got %v", got)
+	}
+	attribute := resourceapi.FullyQualifiedName(driverName + "/parentUUID")
+	spec := requests(share(memory("39Gi")), share(memory("4Gi")))
+	spec.Constraints = []resourceapi.DeviceConstraint{{MatchAttribute: &attribute}}
+	if got := m.allocate(scheduler.NewTaken(), spec); len(got) != 2 || got[0] != got[1] {
+		t.Errorf("on one card they got %v", got)
+	}
+	spec = requests(share(memory("40Gi")), share(memory("5Gi")))
+	spec.Constraints = []resourceapi.DeviceConstraint{{MatchAttribute: &attribute}}
+	if got := m.allocate(scheduler.NewTaken(), spec); got != nil {
+		t.Errorf("on one card, more than it has: %v", got)
+	}
+	if got := m.allocate(scheduler.NewTaken(), requests(count(1), share(memory("4Gi")))); !slices.Equal(got, []string{firstGPU, secondGPU + "-share"}) {
+		t.Errorf("a whole GPU and a share got %v", got)
+	}
+	// The allocator goes back and tries otherwise without losing count: the last request fits nowhere.
+	taken := scheduler.NewTaken()
+	if got := m.allocate(taken, requests(share(memory("30Gi")), share(memory("30Gi")), share(memory("30Gi")))); got != nil || taken.Len() != 0 {
+		t.Errorf("three of 30Gi on two cards: %v", got)
+	}
+	if got := m.allocate(taken, requests(count(2))); len(got) != 2 {
+		t.Errorf("then both cards: %v", got)
+	}
+}
+
+// A share of a partition is a partition: it excludes what the partition excludes, and leaves the rest of the card to others.
+func TestSharesOfPartitions(t *testing.T) {
+	m := offered(t, sharing(t, "*/1g.10gb=shares:2,*/3g*=fractions", node(t, h100Key)...), Driver{})
+	taken := scheduler.NewTaken()
+	const half = `device.attributes["gpu.nvidia.com"].profile == "3g.40gb"`
+	for n, want := range []int{1, 1, 0} { // 40448Mi less the reserve, at one place; and the other half of the card
+		got := m.allocate(taken, requests(share(memory("30Gi"), half)))
+		if len(got) != want {
+			t.Fatalf("claim %d for most of a half got %v", n, got)
+		}
+	}
+	if got := m.allocate(taken, requests(share(memory("9Gi"), half), share(memory("9Gi"), half))); len(got) != 2 || got[0] == got[1] {
+		t.Errorf("the rests of both halves: %v", got)
+	}
+	for _, spec := range []resourceapi.DeviceClaim{requests(count(1)), requests(partitions(1)), requests(share(map[resourceapi.QualifiedName]string{CapacityShares: "1"}))} {
+		if got := m.allocate(taken, spec); got != nil {
+			t.Errorf("beside both halves: %v", got)
+		}
+	}
+	taken = scheduler.NewTaken()
+	if got := m.allocate(taken, requests(partitions(1, profile("4g.40gb")))); len(got) != 1 {
+		t.Fatal(got)
+	}
+	shares := 0
+	for m.allocate(taken, requests(share(nil, profile("1g.10gb")))) != nil {
+		shares++
+	}
+	if shares != 2*3 {
+		t.Errorf("beside a 4g there are %d shares of three 1g", shares)
+	}
+}
+
+// An admin's instances are shared as they are; they overlap with nothing but their shares.
+func TestSharesOfInstancesThatExist(t *testing.T) {
+	g := small()
+	g.Brand, g.Architecture = "Nvidia", "Hopper"
+	g.MIG.Enabled, g.MIG.Pending, g.MIG.Instances = true, true, []Instance{instance(1, 0), instance(2, 1)}
+	offerings := sharing(t, "fractions,*/1g*=fractions", g)
+	if !offerings[0].Placements {
+		offerings[0].Layout, _ = Decide(g, nil, PolicyStatic, true)
+	}
+	m := offered(t, offerings, Driver{Version: "580.65.06"})
+	keepsLimits(t, m)
+	taken := scheduler.NewTaken()
+	got := m.results(taken, requests(share(memory("5Gi"))))
+	if len(got) != 1 || got[0].Device != firstName+"-share" {
+		t.Fatalf("it got %+v", got)
+	}
+	if second := m.allocate(taken, requests(partitions(2))); second != nil {
+		t.Errorf("one of two is shared, and two are given: %v", second)
+	}
+	if second := m.allocate(taken, requests(partitions(1))); !slices.Equal(second, []string{lastName}) {
+		t.Errorf("the other is %v", second)
+	}
+	admin := partitions(1)
+	admin.Exactly.AdminAccess = ptr.To(true)
+	if seen := m.allocate(taken.Clone(), requests(admin)); !slices.Equal(seen, []string{lastName}) {
+		t.Errorf("admin access sees %v", seen)
+	}
+	if more := m.allocate(taken, requests(share(memory("5Gi")))); more != nil {
+		t.Errorf("nothing is left of 9984Mi: %v", more)
+	}
+	taken.Free(got...)
+	if again := m.allocate(taken, requests(partitions(1))); !slices.Equal(again, []string{firstName}) {
+		t.Errorf("after the share it is %v", again)
+	}
+}
+
+func TestAdminAccessToShares(t *testing.T) {
+	m := offered(t, sharing(t, "fractions", node(t, l40sKey, h100Key)...), Driver{})
+	admin := share(nil)
+	admin.Exactly.AllocationMode, admin.Exactly.Count, admin.Exactly.AdminAccess = resourceapi.DeviceAllocationModeAll, 0, ptr.To(true)
+	whole := count(1)
+	whole.Exactly.AdminAccess = ptr.To(true)
+	taken := scheduler.NewTaken()
+	m.allocate(taken, requests(count(1)))
+	if got := m.allocate(taken.Clone(), requests(whole)); len(got) != 1 {
+		t.Errorf("of a GPU in use it sees %v", got)
+	}
+	taken = scheduler.NewTaken()
+	m.allocate(taken, requests(share(memory("40Gi"))))
+	before := taken.Len()
+	m.allocate(taken, requests(admin))
+	if taken.Len() != before {
+		t.Error("who looks at a share takes one")
+	}
+}
