@@ -27,7 +27,7 @@ type card struct {
 	answers         map[string]nvml.Return
 	hangs           string
 	until           <-chan struct{} // nil for ever
-	modes           *fakeModes // nil for a card whose driver does not say
+	modes           *fakeModes      // nil for a card whose driver does not say
 }
 
 // fakeModes are those of a card of the fake library. A deaf one says that it obeys.
