@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -197,4 +198,56 @@ func TestAClaimThatIsAllocatedElsewhereLeavesWhatItShared(t *testing.T) {
 	mustUnprepare(t, p, part2.UID)
 	shares(t, w, h, p, device.TimeSliceDefault)
 	clean(t, w)
+}
+
+// Who joins may be the first to come after a process has died within the first claim's preparation, or while the last was being given back.
+func TestWhoComesBeforeAnythingWasPutInOrderSharesAnew(t *testing.T) {
+	for _, c := range []struct {
+		name        string
+		first, next *resourceapi.ResourceClaim
+	}{{"a fraction", part1, part2}, {"a fraction of a partition", migPart1, migPart2}, {"a plain share", long1, long2}} {
+		for _, s := range []sharingScene{
+			{c.name + ": first", []*resourceapi.ResourceClaim{c.next, c.first}, having(), prepares(c.first)},
+			{c.name + ": last leaves", []*resourceapi.ResourceClaim{c.next, c.first}, having(c.first), unprepares(c.first)},
+		} {
+			for _, fault := range []string{"kill -9 before", "kill -9 after"} {
+				for n := 1; ; n++ {
+					w, h, p, found := disturbed(t, s)
+					h.fault = func(call int, after bool) error {
+						if call != n {
+							return nil
+						}
+						return faults[fault](w, after)
+					}
+					_ = s.call(t, p)
+					if !w.disk.Stopped() {
+						break
+					}
+					h.fault = nil
+					t.Run(fmt.Sprintf("%s, %s at call %d", s.name, fault, n), func(t *testing.T) {
+						joins(t, w, h, c.next, s.claims, found)
+					})
+				}
+			}
+			for n := 1; ; n++ {
+				w, h, p, found := disturbed(t, s)
+				w.disk.StopAt(n)
+				_ = s.call(t, p)
+				if !w.disk.Stopped() {
+					break
+				}
+				t.Run(fmt.Sprintf("%s, at write %d", s.name, n), func(t *testing.T) {
+					joins(t, w, h, c.next, s.claims, found)
+				})
+			}
+		}
+	}
+}
+
+func joins(t *testing.T, w *world, h *hardware, next *resourceapi.ResourceClaim, claims []*resourceapi.ResourceClaim, found device.TimeSlice) {
+	t.Helper()
+	w.disk.Restart()
+	mustPrepare(t, w.plugin(t), next)
+	w.scan()
+	goesOn(t, w, h, claims, found)
 }
