@@ -152,7 +152,7 @@ type view struct {
 type gpuView struct {
 	present                 bool
 	capabilities            []capabilityView
-	product                 string
+	uuid, product           string
 	pciDevice, pciSubsystem uint32
 }
 
@@ -162,7 +162,7 @@ func look(f *state.File) view {
 	for i := range f.GPUCount() {
 		m := f.Model(int(f.GPU(i).Model))
 		v.gpus = append(v.gpus, gpuView{
-			present: f.GPU(i).Present != 0, product: state.Text(m.Name[:]), pciDevice: m.PCIDeviceID, pciSubsystem: m.PCISubsystemID,
+			present: f.GPU(i).Present != 0, uuid: state.Text(f.GPU(i).UUID[:]), product: state.Text(m.Name[:]), pciDevice: m.PCIDeviceID, pciSubsystem: m.PCISubsystemID,
 			capabilities: capabilitiesOf(f.GPU(i)),
 		})
 	}

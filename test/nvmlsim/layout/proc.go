@@ -66,7 +66,7 @@ func (c *Config) drawProcDriver(t tree, v view) {
 	read("nvidia-caps/sys-minors", fmt.Sprintf("fabric-imex-mgmt %d\n", capIMEX))
 	for i, card := range c.Node.GPUs {
 		if v.gpus[i].present {
-			read("nvidia/gpus/"+card.PCI+"/information", gpuInformation(card, v.gpus[i].product, v.version))
+			read("nvidia/gpus/"+card.PCI+"/information", gpuInformation(card, v.gpus[i].uuid, v.gpus[i].product, v.version))
 			mig := fmt.Sprintf("nvidia/capabilities/gpu%d/mig", *card.Minor)
 			t.folder(mig)
 			for _, c := range v.gpus[i].capabilities {
@@ -145,10 +145,10 @@ func migMinors() string {
 }
 
 // gpuInformation follows the driver's own separators (kernel-open/nvidia/nv-procfs.c).
-func gpuInformation(card model.Card, product, version string) string {
+func gpuInformation(card model.Card, uuid, product, version string) string {
 	return fmt.Sprintf("Model: \t\t %s\nIRQ:   \t\t %d\nGPU UUID: \t %s\nVideo BIOS: \t %s\nBus Type: \t PCIe\nDMA Size: \t 52 bits\n"+
 		"DMA Mask: \t 0xfffffffffffff\nBus Location: \t %s\nDevice Minor: \t %d\nGPU Firmware: \t %s\nGPU Excluded:\t No\n",
-		product, 100+*card.Minor, card.UUID, "??.??.??.??.??", card.PCI, *card.Minor, version)
+		product, 100+*card.Minor, uuid, "??.??.??.??.??", card.PCI, *card.Minor, version)
 }
 
 const procParams = `ModifyDeviceFiles: 1

@@ -1,6 +1,6 @@
-// Package smi fetches the real nvidia-smi from Debian's non-free component into the user's cache.
+// Package smi fetches the real nvidia-smi from Debian's non-free component into the user's cache, and others of the vendor's programs that run without a GPU.
 //
-// nvidia-smi is not free software: it is downloaded at test time and never becomes part of the project. The mirror is the one
+// They are not free software: each is downloaded at test time and never becomes part of the project. The mirror is the one
 // that this system's apt is configured with; apt is run with folders of its own, so that the system's sources and lists stay
 // as they are. Where it cannot be had the error is ErrUnavailable, and tests that need it say so.
 package smi
@@ -33,11 +33,16 @@ func CacheDir() (string, error) {
 
 // Fetch gives the path of nvidia-smi from the suite, downloading it where the cache has none.
 func Fetch(ctx context.Context, suite string) (string, error) {
+	return FetchProgram(ctx, suite, "nvidia-smi", "nvidia-smi")
+}
+
+// FetchProgram gives the path of a program of one of the suite's non-free packages in the same way.
+func FetchProgram(ctx context.Context, suite, from, program string) (string, error) {
 	cache, err := CacheDir()
 	if err != nil {
 		return "", err
 	}
-	target := filepath.Join(cache, suite, "nvidia-smi")
+	target := filepath.Join(cache, suite, program)
 	if info, err := os.Stat(target); err == nil && info.Size() > 0 {
 		return target, nil
 	}
@@ -49,10 +54,10 @@ func Fetch(ctx context.Context, suite string) (string, error) {
 		return "", err
 	}
 	defer func() { _ = os.RemoveAll(work) }()
-	if err := download(ctx, work, suite); err != nil {
+	if err := download(ctx, work, suite, from); err != nil {
 		return "", fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}
-	packages, err := filepath.Glob(filepath.Join(work, "nvidia-smi_*.deb"))
+	packages, err := filepath.Glob(filepath.Join(work, from+"_*.deb"))
 	if err != nil || len(packages) != 1 {
 		return "", fmt.Errorf("%w: apt-get download left %d packages", ErrUnavailable, len(packages))
 	}
@@ -60,7 +65,7 @@ func Fetch(ctx context.Context, suite string) (string, error) {
 	if _, err := run(ctx, work, "dpkg-deb", "--extract", packages[0], unpacked); err != nil {
 		return "", err
 	}
-	binary, err := findBinary(unpacked)
+	binary, err := findBinary(unpacked, program)
 	if err != nil {
 		return "", err
 	}
@@ -89,7 +94,7 @@ func findMirror(ctx context.Context) (string, error) {
 	return "", errors.New("no Debian archive among the sources of this system's apt")
 }
 
-func download(ctx context.Context, work, suite string) error {
+func download(ctx context.Context, work, suite, name string) error {
 	from, err := findMirror(ctx)
 	if err != nil {
 		return err
@@ -120,15 +125,15 @@ func download(ctx context.Context, work, suite string) error {
 	if _, err := run(ctx, work, "apt-get", append(apart, "--error-on=any", "update")...); err != nil {
 		return err
 	}
-	_, err = run(ctx, work, "apt-get", append(apart, "download", "nvidia-smi")...)
+	_, err = run(ctx, work, "apt-get", append(apart, "download", name)...)
 	return err
 }
 
 // findBinary finds the program: its folder differs between releases, and a link of the same name may stand beside it.
-func findBinary(folder string) (string, error) {
+func findBinary(folder, program string) (string, error) {
 	var found string
 	err := filepath.WalkDir(folder, func(path string, entry os.DirEntry, err error) error {
-		if err != nil || !entry.Type().IsRegular() || entry.Name() != "nvidia-smi" {
+		if err != nil || !entry.Type().IsRegular() || entry.Name() != program {
 			return err
 		}
 		head := make([]byte, 4)
@@ -144,7 +149,7 @@ func findBinary(folder string) (string, error) {
 		return errors.Join(err, file.Close())
 	})
 	if err == nil && found == "" {
-		err = errors.New("the package nvidia-smi holds no program nvidia-smi")
+		err = fmt.Errorf("the package holds no program %s", program)
 	}
 	return found, err
 }

@@ -112,6 +112,9 @@ func (f *File) Plug(gpu int, uuid string) error {
 			if err := putString(g.UUID[:], uuid, "UUID"); err != nil {
 				return err
 			}
+			atomic.StoreUint32(&g.RemapFailure, 0)
+			atomic.StoreUint64(&g.ECCSingleAggregate, 0)
+			atomic.StoreUint64(&g.ECCDoubleAggregate, 0)
 		}
 		f.anew(gpu)
 		atomic.AddUint32(&g.Epoch, 1)

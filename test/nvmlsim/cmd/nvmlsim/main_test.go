@@ -75,6 +75,34 @@ func TestHealthCommands(t *testing.T) {
 	}
 }
 
+func TestCommandsOnCardsAndEvents(t *testing.T) {
+	c := newTool(t)
+	c.run("xid", "2", "31", "--count", "500")
+	c.run("xid", "2", "31", "--count", "5", "--over", "5ms")
+	c.run("recovery", "2", "bus-reset", "--announce")
+	c.run("event", "2", "fatalPoison", "0x10")
+	c.run("events", "2", "xid,recoveryAction")
+	c.run("events", "3", "none")
+	c.run("remap", "2", "both")
+	c.run("fabric", "2", "completed", "--error", "NVML_ERROR_UNKNOWN")
+	shown := c.shown()
+	if gpu := shown.GPUs[2]; shown.Events != 508 || gpu.Recovery != "bus-reset" || gpu.Remap != "both" || !slices.Equal(gpu.Events, []string{"recoveryAction", "xid"}) {
+		t.Errorf("%+v, %d events", gpu, shown.Events)
+	}
+	if events := shown.GPUs[3].Events; len(events) > 0 {
+		t.Errorf("GPU 3 supports %v", events)
+	}
+	c.run("unplug", "2")
+	if gpu := c.shown().GPUs[2]; gpu.Condition != "gone" {
+		t.Errorf("unplugged: %s", gpu.Condition)
+	}
+	c.run("plug", "2", "--uuid", "GPU-00000000-1111-2222-3333-444444444444")
+	if gpu := c.shown().GPUs[2]; gpu.Condition != "ok" || gpu.Recovery != "none" || gpu.Remap != "none" || gpu.UUID != "GPU-00000000-1111-2222-3333-444444444444" {
+		t.Errorf("plugged in: %+v", gpu)
+	}
+	c.run("show")
+}
+
 func TestFaultCommands(t *testing.T) {
 	c := newTool(t)
 	c.run("slow", "nvmlDeviceGetName", "1500ms", "--gpu", "2", "--times", "3")
@@ -148,6 +176,14 @@ func TestBadInputIsNamed(t *testing.T) {
 		{[]string{"slow", "nvmlDeviceGetName", "soon"}, "soon"},
 		{[]string{"slow", "nvmlDeviceGetName", "99h"}, "more than a day"},
 		{[]string{"slow", "nvmlDeviceGetNam", "1s"}, "nvmlDeviceGetNam"},
+		{[]string{"slow", "mpsStart", "1s"}, "mpsControlStart"},
+		{[]string{"fail", "mpsControlStart", "NVML_ERROR_UNKNOWN", "--after"}, "changes nothing"},
+		{[]string{"event", "0", "boom", "1"}, "boom"},
+		{[]string{"event", "0", "xid", "many"}, "many"},
+		{[]string{"events", "0", "xid,boom"}, "boom"},
+		{[]string{"remap", "0", "maybe"}, "maybe"},
+		{[]string{"plug", "0"}, "there already"},
+		{[]string{"fabric", "0", "completed", "--error", "NVML_OOPS"}, "NVML_OOPS"},
 		{[]string{"fail", "nvmlDeviceGetName", "NVML_OOPS"}, "NVML_OOPS"},
 		{[]string{"kill", "nvmlDeviceGetName", "--after"}, "changes nothing"},
 		{[]string{"busy", "0/5", "1"}, "GPU/GI/CI"},
