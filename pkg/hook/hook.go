@@ -1,5 +1,5 @@
-// Package hook keeps nvidia-cdi-hook on the host. The container runtime runs it when a container with a GPU is created, in the host's view of the
-// file system, so the binary in the plugin's image is of no use to it: it has to be put where the host can run it.
+// Package hook keeps a hook on the host: nvidia-cdi-hook, and gpu-mps for clients of MPS. The container runtime runs it when a container with a GPU is
+// created, in the host's view of the file system, so the binary in the plugin's image is of no use to it: it has to be put where the host can run it.
 //
 // [Hook.Install] replaces the file atomically, because a container may be starting this moment, and only if its bytes differ. [Hook.Check] says
 // what would keep the host from running it. The package does not decide which hooks there are: they come with the CDI edits.
