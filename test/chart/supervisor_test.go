@@ -152,7 +152,7 @@ func TestWithoutTheSupervisor(t *testing.T) {
 }
 
 func TestTheSupervisorsSettings(t *testing.T) {
-	objects, _ := render(t, "--set", "mps.selinuxLabel=system_u:object_r:container_file_t:s0", "--set", "logVerbosity=4")
+	objects, _ := render(t, "--set", "mps.selinuxLabel=system_u:object_r:container_file_t:s0", "--set", "mps.logVerbosity=4")
 	given := flags(only[*appsv1.DaemonSet](t, objects, supervisor).Spec.Template.Spec.Containers[0].Args)
 	for flag, want := range map[string]string{"--selinux-label": "system_u:object_r:container_file_t:s0", "--v": "4"} {
 		if given[flag] != want {
