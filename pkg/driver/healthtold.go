@@ -70,11 +70,13 @@ func recoveredMessage(c health.Change) string {
 // showHealth brings the metrics up to date: every GPU, and the partitions of which something of their own is known.
 func (d *Driver) showHealth() {
 	view := d.health.View()
-	var all []metrics.DeviceHealth
+	var all, findings []metrics.DeviceHealth
 	for _, g := range d.offered().Snapshot().Node.GPUs {
 		names := map[string]bool{g.WholeName(): true}
 		for _, f := range view.Findings(g.PCIAddress) {
-			names[health.Change{Card: g.Card(), Finding: f}.Device()] = true
+			on := health.Change{Card: g.Card(), Finding: f}.Device()
+			names[on] = true
+			findings = append(findings, metrics.DeviceHealth{Device: on, State: f.State.String(), Code: f.Code})
 		}
 		for name := range names {
 			n, ok := device.ParseName(name)
@@ -89,6 +91,7 @@ func (d *Driver) showHealth() {
 		}
 	}
 	d.metrics.Health(all)
+	d.metrics.HealthFindings(findings)
 }
 
 // countHealth counts events of the hardware.

@@ -194,7 +194,8 @@ func (j *judge) expect() {
 	if !s.Ready || s.Failure != "" {
 		return // what is missing may come back with the driver
 	}
-	for _, g := range j.View().Missing(listed(s)) {
+	missing, _ := j.View().Missing(listed(s), time.Now())
+	for _, g := range missing {
 		if !onBus(s, g.PCIAddress) && !j.inUse(g.WholeName()) {
 			j.monitor.Forget(g.PCIAddress)
 		}

@@ -24,7 +24,7 @@ type offeredInventory struct {
 
 func (o offeredInventory) Snapshot() inventory.Snapshot {
 	s := o.gate.Snapshot()
-	missing := o.health.View().Missing(listed(s))
+	missing, _ := o.health.View().Missing(listed(s), time.Now())
 	if !s.Known || len(missing) == 0 {
 		return s
 	}
@@ -139,5 +139,9 @@ func (d *Driver) marked(slices []resourceslice.Slice, s inventory.Snapshot, f Fe
 	}
 	slices, count, settled := m.mark(slices)
 	d.metrics.Tainted(count)
+	// One that has recovered is to be listed soon, or to be withdrawn.
+	if _, listed := view.Missing(listed(d.gate.Snapshot()), time.Now()); !listed {
+		settled = false
+	}
 	return slices, settled
 }

@@ -29,6 +29,7 @@ type card struct {
 	asked time.Time
 	// heard is when the card last answered, or when listening began; failing since when it answers with errors, fabricless since when it lacks its fabric.
 	heard, failing, fabricless time.Time
+	recovered                  time.Time // when the last thing was over that made it less than healthy
 	failure                    string
 }
 
@@ -123,6 +124,9 @@ func (m *Monitor) drop(c *card, over func(*Finding) bool, why string) {
 	}
 	c.Findings = kept
 	for _, g := range gone {
+		if g.State > Healthy {
+			c.recovered = m.now
+		}
 		m.changed(Change{Card: c.Card, Finding: *g, Over: true, Why: why})
 	}
 }

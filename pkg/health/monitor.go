@@ -39,6 +39,9 @@ type Monitor struct {
 	// deaf says why events are not listened to.
 	deaf string
 
+	now time.Time // when it was last told anything
+	// loaded is when what was saved was last read.
+	loaded  time.Time
 	version uint64
 	changes []Change
 	counts  map[Counted]uint64
@@ -54,12 +57,13 @@ type Counted struct {
 func New(o Options, now time.Time) *Monitor {
 	return &Monitor{
 		rules: o.Rules, quiet: cmp.Or(o.Quiet, DefaultQuiet), cards: map[device.PCIAddress]*card{}, counts: map[Counted]uint64{},
-		silent: now, silence: "it has not begun",
+		silent: now, silence: "it has not begun", now: now,
 	}
 }
 
 // Expect says which cards there are, and what they are. One that was not known is waited for from now on.
 func (m *Monitor) Expect(gpus []device.GPU, now time.Time) {
+	m.now = now
 	for _, g := range gpus {
 		if c := m.card(g.Card(), now); c != nil && (c.GPU == nil || !reflect.DeepEqual(*c.GPU, g)) {
 			c.GPU = &g // changes no verdict
@@ -77,6 +81,7 @@ func (m *Monitor) Forget(address device.PCIAddress) {
 
 // Apply judges one signal.
 func (m *Monitor) Apply(s device.Signal, now time.Time) {
+	m.now = now
 	switch {
 	case s.Event != nil:
 		if c := m.card(s.Event.Card, now); c != nil {
@@ -93,6 +98,7 @@ func (m *Monitor) Apply(s device.Signal, now time.Time) {
 
 // Tick lets time pass. It is to be called about every second.
 func (m *Monitor) Tick(now time.Time) {
+	m.now = now
 	for _, c := range m.cards {
 		m.patience(c, now)
 	}

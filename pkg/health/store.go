@@ -57,8 +57,8 @@ func (s Store) Save(m *Monitor) error {
 	return durable.Replace(s.Disk, s.Path, raw)
 }
 
-// Load adds to the monitor what was saved in this boot of the node, and leaves what the monitor knows already. A file that cannot be read is put aside and
-// reported; then nothing is added.
+// Load adds to the monitor what was saved in this boot of the node, and leaves what the monitor knows already. When it is called again, only what came since is
+// added: the rest may be over by now. A file that cannot be read is put aside and reported; then nothing is added.
 func (s Store) Load(m *Monitor, now time.Time) error {
 	raw, err := s.Disk.ReadFile(s.Path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -125,6 +125,8 @@ func decode(raw []byte) (state, error) {
 
 // merge adds what was saved. Of an XID it counts what the rules say now: they may be others than when it came.
 func (m *Monitor) merge(saved state, now time.Time) {
+	before := m.loaded
+	m.loaded = now
 	if m.driver == "" {
 		m.driver = saved.Driver
 	}
@@ -147,7 +149,9 @@ func (m *Monitor) merge(saved state, now time.Time) {
 			c.Uncorrected, c.Energy = old.Uncorrected, old.Energy
 		}
 		for _, f := range old.Findings {
-			m.remember(c, *f, now)
+			if before.IsZero() || f.Ends != EndsByLevel && f.Last.After(before) {
+				m.remember(c, *f, now)
+			}
 		}
 	}
 	m.version++

@@ -144,6 +144,29 @@ func TestWhatOneInstanceSawTheOtherTakesOver(t *testing.T) {
 	}
 }
 
+func TestWhatIsOverDoesNotComeBackFromTheDisk(t *testing.T) {
+	s, _ := onDisk()
+	old := watch(t, Options{})
+	old.recovery(device.RecoveryReset)
+	old.xid(95)
+	w := old.restarted(s, Options{})
+	w.listen("load-1")
+	w.wait(time.Second)
+	w.recovery(device.RecoveryNone)
+	w.want(whole, Healthy)
+	old.now = w.now
+	old.xidOn(64, 19, 1, 1) // which the new one has not heard of
+	if err := s.Save(old.Monitor); err != nil {
+		t.Fatal(err)
+	}
+	w.wait(time.Second)
+	if err := s.Load(w.Monitor, w.now); err != nil {
+		t.Fatal(err)
+	}
+	w.want(whole+"-mig-19-1", Unhealthy)
+	w.want(whole+"-mig-19-2", Healthy)
+}
+
 func TestAClockThatWasSetBackDoesNotKeepFindings(t *testing.T) {
 	s, _ := onDisk()
 	w := watch(t, Options{})

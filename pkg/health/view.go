@@ -3,6 +3,7 @@ package health
 import (
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
@@ -16,6 +17,8 @@ type cardView struct {
 	card     device.Card
 	gpu      *device.GPU
 	findings []Finding
+	// recovered is when the last thing was over that made it less than healthy.
+	recovered time.Time
 }
 
 // View copies what is known.
@@ -26,7 +29,7 @@ func (m *Monitor) View() *View {
 		for i, f := range c.Findings {
 			findings[i] = *f
 		}
-		v.cards[address] = cardView{c.Card, c.GPU, findings}
+		v.cards[address] = cardView{c.Card, c.GPU, findings, c.recovered}
 	}
 	return v
 }
@@ -52,22 +55,28 @@ func (v *View) Of(g device.GPU, n device.Name) Verdict {
 	return verdict
 }
 
-// Missing are the cards, by PCI address, that are none of those listed and of which something grave is known.
-func (v *View) Missing(listed []device.PCIAddress) []device.GPU {
+// recoveredFor is how long a card that has recovered may take until it is listed again.
+const recoveredFor = time.Minute
+
+// Missing are the cards, by PCI address, that are none of those listed and that something grave is known of, or was until a moment ago: settled is false then.
+func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []device.GPU, settled bool) {
 	if v == nil {
-		return nil
+		return nil, true
 	}
-	var missing []device.GPU
+	settled = true
 	for address, c := range v.cards {
 		if c.gpu == nil || slices.Contains(listed, address) {
 			continue
 		}
-		if v.Of(*c.gpu, device.Name{GPU: address.WholeName()}).State > Healthy {
+		switch {
+		case v.Of(*c.gpu, device.Name{GPU: address.WholeName()}).State > Healthy:
 			missing = append(missing, *c.gpu)
+		case now.Sub(c.recovered) < recoveredFor:
+			missing, settled = append(missing, *c.gpu), false
 		}
 	}
 	slices.SortFunc(missing, func(a, b device.GPU) int { return strings.Compare(string(a.PCIAddress), string(b.PCIAddress)) })
-	return missing
+	return missing, settled
 }
 
 // first is the finding of that state that has been there longest, for as long as it is there.

@@ -5,6 +5,7 @@ import "github.com/prometheus/client_golang/prometheus"
 // healthMetrics are about what the hardware says of itself.
 type healthMetrics struct {
 	gpus    *current
+	known   *current
 	events  *prometheus.CounterVec
 	hears   prometheus.Gauge
 	tainted *current
@@ -14,6 +15,8 @@ func newHealthMetrics() healthMetrics {
 	return healthMetrics{
 		gpus: newCurrent("gpu_health", "1 for the state of each GPU, the gravest of what is known of it: Healthy, Degraded, Unknown, Unhealthy or Lost, and of each partition "+
 			"of which something is known. The code is one word for the reason, empty while healthy.", "device", "state", "code"),
+		known: newCurrent("health_findings", "1 for each thing that is known of a GPU or a part of it and that is not over, also where it makes nothing unhealthy, by the state "+
+			"that it is a reason for.", "device", "code", "state"),
 		events:  counters("health_events_total", "Events of GPUs that say something about health, by GPU and kind: xid-79, double-bit-ecc, …", "gpu", "code"),
 		hears:   gauge("health_events_heard", "1 while the hardware's events are listened to, else 0: then only regular questions show how GPUs are."),
 		tainted: newCurrent("tainted_devices", "Devices with a taint of this driver, by the state that it stands for and its effect.", "state", "effect"),
@@ -21,7 +24,7 @@ func newHealthMetrics() healthMetrics {
 }
 
 func (h healthMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{h.gpus, h.events, h.tainted}
+	return []prometheus.Collector{h.gpus, h.known, h.events, h.tainted}
 }
 
 // DeviceHealth is how a device is.
@@ -32,6 +35,15 @@ func (m *Metrics) Health(all []DeviceHealth) {
 	m.health.gpus.replace(func(set func(n int, labels ...string)) {
 		for _, d := range all {
 			set(1, d.Device, d.State, d.Code)
+		}
+	})
+}
+
+// HealthFindings sets what is known.
+func (m *Metrics) HealthFindings(all []DeviceHealth) {
+	m.health.known.replace(func(set func(n int, labels ...string)) {
+		for _, f := range all {
+			set(1, f.Device, f.Code, f.State)
 		}
 	})
 }

@@ -57,14 +57,21 @@ func (w *world) becomes(t *testing.T, device string, want ...string) time.Durati
 func (w *world) heals(t *testing.T, gpu string) {
 	t.Helper()
 	w.nvmlsim(t, h100, "recovery", gpu, "gpu-reset", "--announce")
-	eventually(t, 10*time.Second, "the driver's wish for a reset is known", func() (bool, string) {
-		all := w.taints(t, h100)
-		return len(all) > 0, fmt.Sprint(all)
-	})
+	w.knows(t, gpu, "recovery-gpu-reset")
 	w.nvmlsim(t, h100, "recovery", gpu, "none", "--announce")
 	eventually(t, 20*time.Second, "no device has a taint that takes it out", func() (bool, string) {
 		all := w.taints(t, h100)
 		return len(all) == 0, fmt.Sprint(all)
+	})
+}
+
+// knows waits until the plugin knows something of a GPU.
+func (w *world) knows(t *testing.T, gpu, code string) {
+	t.Helper()
+	name := "gpu-" + strings.NewReplacer(":", "-", ".", "-").Replace(gpu)
+	line := fmt.Sprintf(`gpu_dra_health_findings{code=%q,device=%q,state="Unhealthy"} 1`, code, name)
+	eventually(t, 20*time.Second, "the plugin's metrics have "+line, func() (bool, string) {
+		return strings.Contains(w.get(t, h100, "metrics"), line), ""
 	})
 }
 
@@ -191,7 +198,7 @@ func (w *world) instanceAt(t *testing.T, device string) string {
 	t.Helper()
 	p := strings.Split(device, "-") // gpu-0000-1b-00-0-mig-19-6
 	profile, start := p[6], p[7]
-	for line := range strings.SplitSeq(w.smi(t, h100, "mig", "-lgi", "-i", busOf(device)), "\n") {
+	for line := range strings.SplitSeq(w.smi(t, h100, "mig", "-lgi"), "\n") {
 		fields := strings.Fields(strings.Trim(line, "| "))
 		// GPU, MIG, name, profile ID, instance ID, start:size
 		if len(fields) == 6 && fields[3] == profile && strings.HasPrefix(fields[5], start+":") {
@@ -248,7 +255,8 @@ func (w *world) testEvicted(t *testing.T) {
 	w.offersShapes(t, h100, 8, 200)
 	u := w.tenant(t)
 	u.gpus(1)
-	u.template("tolerant", `requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com, tolerations: [{key: gpu.nvidia.com/unhealthy, operator: Exists}]}}]`)
+	// The controller that evicts wants the effect to be named (Kubernetes 1.36).
+	u.template("tolerant", `requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com, tolerations: [{key: gpu.nvidia.com/unhealthy, operator: Exists, effect: NoExecute}]}}]`)
 	u.pod("stays", onNode(h100), fromTemplate("gpu", "tolerant"))
 	u.pod("goes", onNode(h100), fromTemplate("gpu", gpusTemplate(1)))
 	u.running("stays", "goes")
@@ -270,6 +278,7 @@ func (w *world) testEvicted(t *testing.T) {
 		w.nvmlsim(t, h100, "recovery", busOf(device), "gpu-reset", "--announce")
 	}
 	for _, device := range []string{stays, goes} {
+		w.knows(t, busOf(device), "recovery-gpu-reset")
 		w.nvmlsim(t, h100, "recovery", busOf(device), "none", "--announce")
 		w.becomes(t, device)
 	}
