@@ -34,6 +34,12 @@ func TestTheSupervisorOfMPSDaemons(t *testing.T) {
 			t.Errorf("limits %v", limits)
 		}
 	})
+	t.Run("is the same whatever is set for the plugin", func(t *testing.T) {
+		changed, _ := render(t, "--set", "logVerbosity=5", "--set", "shares=fractions", "--set", "mig.policy=static", "--set", "metrics.port=9090")
+		if diff := cmp.Diff(set.Spec, only[*appsv1.DaemonSet](t, changed, supervisor).Spec); diff != "" {
+			t.Error(diff)
+		}
+	})
 	t.Run("sees its clients' processes, and the GPUs' device nodes", func(t *testing.T) {
 		if !pod.HostPID || container.SecurityContext.Privileged == nil || !*container.SecurityContext.Privileged {
 			t.Errorf("hostPID %t, %+v", pod.HostPID, container.SecurityContext)

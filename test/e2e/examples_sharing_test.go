@@ -8,6 +8,11 @@ import (
 // testSharingExamples: the node offers GPUs in fractions and in plain shares, and partitions beside.
 func (w *world) testSharingExamples(t *testing.T) {
 	u := w.tenant(t)
+	// While somebody has a share of them, the GPUs that are shared are not given to the examples that ask for a whole one.
+	u.template("fraction", shared("shared.gpu.nvidia.com", fractioned, "", ""))
+	u.template("turn", shared("shared.gpu.nvidia.com", inTurns, "", ""))
+	u.pod("neighbour", onNode(h100), fromTemplate("fraction", "fraction"), fromTemplate("turn", "turn"), container("one", "fraction"), container("two", "turn"))
+	u.running("neighbour")
 	u.examples(func(name string) bool { return strings.HasPrefix(name, sharingExamples) }, map[string]func(tenant){
 		"sharing-time-slicing.yaml":      tenant.checkTimeSlicing,
 		"sharing-mps.yaml":               tenant.checkMPS,

@@ -161,7 +161,7 @@ func (w *world) overlap(t *testing.T, node, value string) (older, newer corev1.P
 			w.controllers(t, "start")
 		}
 	})
-	args := append(slices.DeleteFunc(stand.InstallArguments(w.root, "--set", value), func(a string) bool { return a == "--wait" }), "--wait=false")
+	args := append(slices.DeleteFunc(stand.InstallArguments(w.root, "--set", value), func(a string) bool { return strings.HasPrefix(a, "--wait=") }), "--wait=false")
 	if out, err := w.Helm(t.Context(), args...); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}

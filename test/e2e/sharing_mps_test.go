@@ -75,9 +75,11 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 	u.pod("whole", onNode(h100), fromTemplate("gpu", "whole"), twoContainers("gpu"))
 	u.pod("static", onNode(h100), fromTemplate("gpu", "static"), twoContainers("gpu"))
 	u.pod("dynamic", onNode(h100), fromTemplate("gpu", "dynamic"), container("one", "gpu"), asUser(1001))
-	u.pod("pair", onNode(h100), fromTemplate("gpu", "pair"), container("one", "gpu"), ownShm("7Mi"))
+	u.pod("pair", onNode(h100), fromTemplate("gpu", "pair"), container("one", "gpu"))
+	u.template("share", shared("shared.gpu.nvidia.com", fractioned, "capacity: {requests: {memory: 2Gi}}", ""))
+	u.pod("own", onNode(h100), fromTemplate("gpu", "share"), container("one", "gpu"), ownShm("7Mi"))
 	u.pod("turns", onNode(h100), fromTemplate("gpu", "turns"))
-	u.running("whole", "static", "dynamic", "pair", "turns")
+	u.running("whole", "static", "dynamic", "pair", "own", "turns")
 
 	for _, c := range []string{"one", "two"} {
 		u.isClient("whole", c, 10<<10, 50)
@@ -89,8 +91,8 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 	if c := u.computes("pair", "one"); c.Mode != "mps" || len(c.Devices) != 2 || c.Devices[0].Limit != 30<<10 || c.Devices[1].Limit != 5<<10 {
 		t.Errorf("a program with two GPUs got %+v", c)
 	}
-	if all := w.daemons(t); len(all) != 4 {
-		t.Errorf("the daemons are %+v, want one for each of four claims", all)
+	if all := w.daemons(t); len(all) != 5 {
+		t.Errorf("the daemons are %+v, want one for each of four claims and one for shares", all)
 	}
 	for address, want := range map[string]string{whole1: "Exclusive_Process", whole3: "Exclusive_Process", whole4: "Exclusive_Process", staticGPU: "Default", whole2: "Default", inTurns: "Default"} {
 		if now := w.computeMode(t, address); now != want {
@@ -106,7 +108,7 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 	if got := u.sh("static", "one", "ls /dev/shm"); strings.Contains(got, "hello") {
 		t.Errorf("another claim's container sees %q", got)
 	}
-	if got := u.sh("pair", "one", "df -m /dev/shm | tail -1"); !strings.Contains(got, " 7 ") {
+	if got := u.sh("own", "one", "df -m /dev/shm | tail -1"); !strings.Contains(got, " 7 ") {
 		t.Errorf("the Pod's own /dev/shm is hidden: %s", got)
 	}
 

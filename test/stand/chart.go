@@ -21,11 +21,12 @@ func Chart(root string) string { return filepath.Join(root, "deployments", "helm
 // Values is the file of ordinary values that describes a simulated node.
 func Values(root string) string { return filepath.Join(root, "test", "e2e", "values.yaml") }
 
-// InstallArguments are what `helm` is given to install or upgrade the chart and to wait until every plugin is ready.
+// InstallArguments are what `helm` is given to install or upgrade the chart and to wait until every plugin is ready. The other way to wait that helm 4
+// knows, watcher, would on an upgrade wait for Pods of the supervisor of MPS daemons to be replaced, which nobody does.
 func InstallArguments(root string, more ...string) []string {
 	return append([]string{
 		"upgrade", "--install", Release, Chart(root), "--namespace", Namespace, "--create-namespace",
-		"--values", Values(root), "--wait", "--timeout", "3m",
+		"--values", Values(root), "--wait=legacy", "--timeout", "3m",
 	}, more...)
 }
 
