@@ -18,7 +18,8 @@ type Daemon struct {
 	ThreadPercentage *int `json:"threadPercentage,omitempty"`
 	// MemoryLimits are the MiB of device memory that one client process may use, by the ordinal of the device in Devices.
 	MemoryLimits map[int]uint64 `json:"memoryLimits,omitempty"`
-	// MultiUser lets processes of different Linux users be clients at the same time. Otherwise those of a second user wait until those of the first end.
+	// MultiUser lets processes of different Linux users be clients at the same time, which takes driver 555 or later. Otherwise those of a second user
+	// wait until those of the first end.
 	MultiUser bool `json:"multiUser,omitempty"`
 }
 

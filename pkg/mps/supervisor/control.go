@@ -22,7 +22,7 @@ const (
 	answerTimeout = 5 * time.Second
 	// maxAnswer is how much of an answer is read.
 	maxAnswer = 64 << 10
-	// multiUser is the option for clients of several users. Drivers that lack it (550 does) take it for no option at all and look for a daemon.
+	// multiUser is the option for clients of several users. Drivers that lack it (550 does, 555 has it) take it for no option at all and look for a daemon.
 	multiUser = "-multiuser-server"
 	noDaemon  = "Cannot find MPS control daemon process"
 )

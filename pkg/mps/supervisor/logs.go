@@ -158,7 +158,7 @@ func explain(err error, p *process, output *os.File, since int64, multi bool) er
 		return fmt.Errorf("%w%s", err, words)
 	}
 	if multi && strings.Contains(words, noDaemon) {
-		return fmt.Errorf("this node's NVIDIA driver has no MPS for several users (%s knows no %s): upgrade the driver, or do without multiUser", controlProgram, multiUser)
+		return fmt.Errorf("this node's NVIDIA driver has no MPS for several users (%s knows no %s): upgrade the driver to 555 or later; strategy MPS, but not a fraction, can do without multiUser", controlProgram, multiUser)
 	}
 	return fmt.Errorf("%w (%s)%s", err, p.how, words)
 }

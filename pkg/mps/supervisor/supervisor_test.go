@@ -136,7 +136,10 @@ func TestWhatCannotStartSaysWhyAndLeavesNothing(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			n := newNode(t)
-			n.options.StartTimeout = 500 * time.Millisecond
+			n.options.StartTimeout = patience
+			if c.behave.Deaf || c.behave.Hang != nil {
+				n.options.StartTimeout = 500 * time.Millisecond // the others fail by themselves, however slow the machine
+			}
 			n.behave(c.behave)
 			n.supervise()
 			if c.change != nil {

@@ -12,9 +12,9 @@ import (
 )
 
 // The vendor's own control daemon runs without a GPU; only its servers need one. So what is said to it, and how its answers are read, is tried on the real
-// one, of two drivers (bookworm has 535, trixie has 550).
+// one, of three drivers (bookworm has 535, trixie 550, experimental 555, the first with an option for several users).
 func TestTheVendorsControlDaemon(t *testing.T) {
-	for _, suite := range []string{"bookworm", "trixie"} {
+	for suite, multiUser := range map[string]bool{"bookworm": false, "trixie": false, "experimental": true} {
 		t.Run(suite, func(t *testing.T) {
 			n := newNode(t)
 			for _, program := range []string{"usr/bin/" + controlProgram, "usr/sbin/" + serverProgram} {
@@ -51,6 +51,11 @@ func TestTheVendorsControlDaemon(t *testing.T) {
 				t.Error("routine is in the log")
 			}
 			d.MultiUser = true
+			if multiUser {
+				n.mustStart(d)
+				n.mustStop("a")
+				return
+			}
 			if err := n.start(d); err == nil || !strings.Contains(err.Error(), "no MPS for several users") {
 				t.Error("a driver without the option:", err)
 			}
