@@ -127,6 +127,13 @@ func (c card) handle(index int) nvml.Device {
 		}
 		return nvml.SUCCESS
 	}
+	no := nvml.ERROR_NOT_SUPPORTED
+	d.GetFieldValuesFunc = func([]nvml.FieldValue) nvml.Return { return no }
+	d.GetRemappedRowsFunc = func() (int, int, bool, bool, nvml.Return) { return 0, 0, false, false, no }
+	d.GetRetiredPagesPendingStatusFunc = func() (nvml.EnableState, nvml.Return) { return 0, no }
+	d.GetTotalEccErrorsFunc = func(nvml.MemoryErrorType, nvml.EccCounterType) (uint64, nvml.Return) { return 0, no }
+	d.GetTotalEnergyConsumptionFunc = func() (uint64, nvml.Return) { return 0, no }
+	d.GetSupportedEventTypesFunc = func() (uint64, nvml.Return) { return 0, no }
 	d.GetGpuFabricInfoFunc = func() (nvml.GpuFabricInfo, nvml.Return) {
 		if c.fabric == nil {
 			return nvml.GpuFabricInfo{}, nvml.ERROR_NOT_SUPPORTED

@@ -40,6 +40,8 @@ func TestMain(m *testing.M) {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1) //nolint:forbidigo // this process is the child of a test
 		}
+	case "locked":
+		playLocked()
 	case "answer":
 		_ = json.NewEncoder(os.Stdout).Encode(report{Node: &Node{Driver: device.Driver{Version: "1.2"}}})
 	case "answer and hang":

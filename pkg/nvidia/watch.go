@@ -9,6 +9,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -25,6 +27,8 @@ const (
 	longLife     = time.Minute
 	// silenceGrace is how much longer than it should a child may say nothing.
 	silenceGrace = 10 * time.Second
+	// maxApart is how many GPUs are watched by a child of their own at most. Each may leave one behind that hangs, and of those there may be maxStuck.
+	maxApart = maxStuck - 1
 	// releaseLimit is how long Watch waits for its child to let go of the hardware.
 	releaseLimit = 5 * time.Second
 )
@@ -41,39 +45,65 @@ type WatchOptions struct {
 // Watch listens to all GPUs until ctx ends, and calls emit with each signal, one at a time. It changes nothing. NVML lives in a child process; one that
 // dies, falls silent, or asks for it is followed by another. While there is no driver no child is started.
 //
-// A GPU that hangs costs the child two threads and holds up no other, as long as the driver does not. When Watch returns the child has ended, and with it
-// every handle and event set; if it cannot be ended because it hangs in the driver, that is the error.
+// A GPU that hangs costs the child two threads and holds up no other, unless it has a lock of NVML's while it hangs: when two hang at once, the one that
+// began is watched by a child of its own from then on, so that the other, if it is only held up, answers again. There are at most maxApart such children.
+//
+// When Watch returns the children have ended, and with them every handle and event set; if one cannot be ended because it hangs in the driver, that is the
+// error.
 func Watch(ctx context.Context, o WatchOptions, emit func(device.Signal)) error {
 	return newWatcher(o, emit).run(ctx)
 }
 
 // watcher is the parent's side.
 type watcher struct {
-	options WatchOptions
-	emit    func(device.Signal)
+	options  WatchOptions
+	emitting sync.Mutex
+	emit     func(device.Signal)
 	// wedged is how long a GPU may take for one question.
 	wedged time.Duration
 	// uuids are those of cards that have answered: one that is lost cannot say its own.
 	uuids map[device.PCIAddress]string
 	// children are those that have not ended, the last one last. Those before it hang in the driver.
 	children []*watchChild
+
+	// only is the card that this watcher is for, empty for all but those apart.
+	only  device.PCIAddress
+	apart []device.PCIAddress
+	// hanging are the cards that do not answer, in the order in which they were said to.
+	hanging []device.PCIAddress
+	aside   sync.WaitGroup // the watchers of the cards apart
+	failed  []*error       // of theirs, each written by its own
 }
+
+// errApart says that a card hangs and another with it.
+var errApart = errors.New("two GPUs hang at once: the one that began is watched by a process of its own from now on")
 
 func newWatcher(o WatchOptions, emit func(device.Signal)) *watcher {
 	if o.Interval <= 0 {
 		o.Interval = DefaultWatchInterval
 	}
-	return &watcher{options: o, emit: emit, wedged: callLimit, uuids: map[device.PCIAddress]string{}}
+	w := &watcher{options: o, wedged: callLimit, uuids: map[device.PCIAddress]string{}}
+	w.emit = func(s device.Signal) {
+		w.emitting.Lock()
+		defer w.emitting.Unlock()
+		emit(s)
+	}
+	return w
 }
 
 func (w *watcher) run(ctx context.Context) error {
-	for pause := firstRestart; ctx.Err() == nil; pause = min(2*pause, lastRestart) {
+	for pause := firstRestart; ctx.Err() == nil; pause = min(max(2*pause, firstRestart), lastRestart) {
 		began := time.Now()
 		err := w.watch(ctx)
 		if ctx.Err() != nil {
 			break
 		}
 		w.say(device.WatcherState{Error: err.Error()})
+		if errors.Is(err, errApart) {
+			w.setApart(ctx, w.hanging[0])
+			pause = 0 // and the next is firstRestart again
+			continue
+		}
 		var unready *NotReadyError
 		if errors.As(err, &unready) || time.Since(began) > longLife {
 			pause = firstRestart
@@ -83,6 +113,20 @@ func (w *watcher) run(ctx context.Context) error {
 	return w.release()
 }
 
+// setApart has a card watched by a child of its own. What that child says of how well it listens is about one card, and is not handed on.
+func (w *watcher) setApart(ctx context.Context, a device.PCIAddress) {
+	alone := newWatcher(w.options, func(s device.Signal) {
+		if s.Watcher == nil {
+			w.emit(s)
+		}
+	})
+	alone.only, alone.wedged, alone.uuids[a] = a, w.wedged, w.uuids[a]
+	w.apart = append(w.apart, a)
+	failed := new(error)
+	w.failed = append(w.failed, failed)
+	w.aside.Go(func() { *failed = alone.run(ctx) })
+}
+
 func (w *watcher) say(s device.WatcherState) {
 	s.At = time.Now()
 	w.emit(device.Signal{Watcher: &s})
@@ -90,6 +134,7 @@ func (w *watcher) say(s device.WatcherState) {
 
 // release ends when no child has NVML any more.
 func (w *watcher) release() error {
+	w.aside.Wait() // each of them keeps to the limit
 	deadline := time.NewTimer(releaseLimit)
 	defer deadline.Stop()
 	for _, c := range w.children {
@@ -100,6 +145,14 @@ func (w *watcher) release() error {
 			w.say(device.WatcherState{Error: err.Error()})
 			return err
 		}
+	}
+	var failed []error
+	for _, err := range w.failed {
+		failed = append(failed, *err)
+	}
+	if err := errors.Join(failed...); err != nil {
+		w.say(device.WatcherState{Error: err.Error()})
+		return err
 	}
 	w.say(device.WatcherState{Released: true, Error: "the hardware was let go of"})
 	return nil
@@ -114,7 +167,11 @@ func (w *watcher) watch(ctx context.Context) error {
 	if n := len(w.children); n >= maxStuck {
 		return fmt.Errorf("%d earlier processes that watched the GPUs still hang in the NVIDIA driver: look at dmesg, and reset the GPUs or reboot the node", n)
 	}
-	order := watchOrder{Paths: w.options.Paths, Interval: w.options.Interval, Wedged: w.wedged}
+	w.hanging = nil
+	order := watchOrder{Paths: w.options.Paths, Interval: w.options.Interval, Wedged: w.wedged, Except: w.apart}
+	if w.only != "" {
+		order.Only = []device.PCIAddress{w.only}
+	}
 	child, err := startWatchChild(w.options.Command, order)
 	if err != nil {
 		return fmt.Errorf("start the process that watches the GPUs: %w", err)
@@ -127,6 +184,10 @@ func (w *watcher) watch(ctx context.Context) error {
 		select {
 		case s := <-child.signals:
 			w.pass(s, epoch) // which may take its time
+			if len(w.hanging) > 1 && len(w.apart) < maxApart {
+				child.end()
+				return errApart
+			}
 			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
 		case <-child.ended:
 			child.end()
@@ -160,6 +221,12 @@ func (w *watcher) bury() {
 
 // pass hands a signal on, with what the child cannot know.
 func (w *watcher) pass(s device.Signal, epoch string) {
+	if c := s.Condition; c != nil {
+		w.hanging = slices.DeleteFunc(w.hanging, func(a device.PCIAddress) bool { return a == c.Card.PCIAddress && c.Reach != device.ReachWedged })
+		if c.Reach == device.ReachWedged && !slices.Contains(w.hanging, c.Card.PCIAddress) {
+			w.hanging = append(w.hanging, c.Card.PCIAddress)
+		}
+	}
 	switch {
 	case s.Watcher != nil:
 		s.Watcher.Driver = epoch

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -400,6 +401,46 @@ func TestAGPUThatLeavesTheBusAndComesBack(t *testing.T) {
 	}
 	s.change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
 	w.condition(s.card(1), answers)
+}
+
+// playLocked is a child with a library that asks one card at a time, and of which one card never answers.
+func playLocked() {
+	var lock sync.Mutex
+	cards := twoCards()
+	library := fakeNVML(cards...)
+	find := library.DeviceGetHandleByPciBusIdFunc
+	library.DeviceGetHandleByPciBusIdFunc = func(bus string) (nvml.Device, nvml.Return) {
+		lock.Lock()
+		if bus == cards[0].bus {
+			select {}
+		}
+		defer lock.Unlock()
+		return find(bus)
+	}
+	if err := serveWatch(context.Background(), os.Stdin, os.Stdout, func(Paths) (nvml.Interface, error) { return library, nil }); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
+}
+
+func TestAGPUThatHangsWithALockIsSetApart(t *testing.T) {
+	h := newFakeHost(t)
+	s := site{t: t, root: h.root}
+	w := watchSite(s, func(w *watcher) {
+		w.wedged = hangLimit
+		w.options.Paths = h.paths()
+		w.options.Command = []string{"env", roleVariable + "=locked", w.options.Command[0]}
+	})
+	cards := twoCards()
+	w.await("the end of the common child", func(s device.Signal) bool {
+		return s.Watcher != nil && strings.Contains(s.Watcher.Error, "process of its own")
+	})
+	w.condition(Card{PCIAddress: "0000:1b:00.0", UUID: cards[1].uuid}, answers)
+	w.condition(Card{PCIAddress: "0000:c3:00.0"}, func(c device.Condition) bool { return c.Reach == device.ReachWedged })
+	w.condition(Card{PCIAddress: "0000:1b:00.0", UUID: cards[1].uuid}, answers)
+	if err := w.stop(); err != nil {
+		t.Error(err)
+	}
+	w.says(func(s device.WatcherState) bool { return s.Released })
 }
 
 func TestAChildThatCannotBeEndedIsSaid(t *testing.T) {

@@ -1,0 +1,103 @@
+package nvidia
+
+import (
+	"encoding/binary"
+	"testing"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// examined is a patient whose card answers as change says.
+func examined(t *testing.T, change func(*mock.Device)) device.Condition {
+	t.Helper()
+	h := newFakeHost(t)
+	cards := twoCards()
+	library := fakeNVML(cards...)
+	library.DeviceGetHandleByPciBusIdFunc = func(string) (nvml.Device, nvml.Return) {
+		d, ok := cards[1].handle(1).(*mock.Device)
+		if !ok {
+			t.Fatal("not a fake")
+		}
+		change(d)
+		return d, nvml.SUCCESS
+	}
+	c, gone := newPatient(newMIGReader(h.paths().withDefaults(), library, func() {}), "0000:1b:00.0").condition()
+	if gone || c.Card.UUID != cards[1].uuid {
+		t.Errorf("%+v", c)
+	}
+	return c
+}
+
+func TestRecoveryActions(t *testing.T) {
+	for number, want := range map[uint32]device.RecoveryAction{
+		0: device.RecoveryNone, 1: device.RecoveryReset, 2: device.RecoveryReboot, 3: device.RecoveryDrainP2P, 4: device.RecoveryDrainAndReset,
+		5: device.RecoveryIMEXDomain, 6: device.RecoveryBusReset, 7: device.RecoverySystemReboot, 8: device.RecoveryOther,
+	} {
+		c := examined(t, func(d *mock.Device) {
+			d.GetFieldValuesFunc = func(values []nvml.FieldValue) nvml.Return {
+				if len(values) != 1 || values[0].FieldId != 230 {
+					t.Errorf("asked for %v", values)
+				}
+				binary.LittleEndian.PutUint32(values[0].Value[:], number)
+				return nvml.SUCCESS
+			}
+		})
+		if c.Recovery != want || c.Reach != device.ReachOK {
+			t.Errorf("%d: %+v", number, c)
+		}
+	}
+	for ret, want := range map[nvml.Return]device.Reach{
+		nvml.ERROR_NOT_SUPPORTED: device.ReachOK, nvml.ERROR_INVALID_ARGUMENT: device.ReachOK, nvml.ERROR_GPU_IS_LOST: device.ReachLost, nvml.ERROR_UNKNOWN: device.ReachFailed,
+	} {
+		c := examined(t, func(d *mock.Device) {
+			d.GetFieldValuesFunc = func(values []nvml.FieldValue) nvml.Return {
+				values[0].NvmlReturn = uint32(ret)
+				return nvml.SUCCESS
+			}
+		})
+		if c.Recovery != device.RecoveryUnknown || c.Reach != want {
+			t.Errorf("%v: %+v", ret, c)
+		}
+	}
+}
+
+func TestWhatACardHasShowsInItsCondition(t *testing.T) {
+	c := examined(t, func(d *mock.Device) {
+		d.GetRetiredPagesPendingStatusFunc = func() (nvml.EnableState, nvml.Return) { return nvml.FEATURE_ENABLED, nvml.SUCCESS }
+		d.GetTotalEccErrorsFunc = func(kind nvml.MemoryErrorType, counter nvml.EccCounterType) (uint64, nvml.Return) {
+			if kind != nvml.MEMORY_ERROR_TYPE_UNCORRECTED || counter != nvml.VOLATILE_ECC {
+				t.Error("other errors were asked for")
+			}
+			return 3, nvml.SUCCESS
+		}
+		d.GetTotalEnergyConsumptionFunc = func() (uint64, nvml.Return) { return 4711, nvml.SUCCESS }
+		d.GetGpuFabricInfoFunc = func() (nvml.GpuFabricInfo, nvml.Return) {
+			return nvml.GpuFabricInfo{State: nvml.GPU_FABRIC_STATE_COMPLETED, Status: uint32(nvml.ERROR_UNKNOWN)}, nvml.SUCCESS
+		}
+	})
+	if c.Remap == nil || !c.Remap.Pending || c.Remap.Failed || *c.Uncorrected != 3 || *c.EnergyMillijoules != 4711 || c.Fabric.State != device.FabricCompleted || c.Fabric.Error == "" {
+		t.Errorf("%+v", c)
+	}
+	c = examined(t, func(d *mock.Device) {
+		d.GetRemappedRowsFunc = func() (int, int, bool, bool, nvml.Return) { return 1, 2, false, true, nvml.SUCCESS }
+		d.GetGpuFabricInfoFunc = func() (nvml.GpuFabricInfo, nvml.Return) {
+			return nvml.GpuFabricInfo{State: nvml.GPU_FABRIC_STATE_IN_PROGRESS}, nvml.SUCCESS
+		}
+	})
+	if c.Remap == nil || c.Remap.Pending || !c.Remap.Failed || c.Uncorrected != nil || c.EnergyMillijoules != nil || c.Fabric.State != device.FabricInProgress {
+		t.Errorf("%+v", c)
+	}
+	// A card in MIG mode has left its fabric, and needs none.
+	c = examined(t, func(d *mock.Device) {
+		d.GetMigModeFunc = func() (int, int, nvml.Return) { return nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS }
+		d.GetGpuFabricInfoFunc = func() (nvml.GpuFabricInfo, nvml.Return) {
+			return nvml.GpuFabricInfo{State: nvml.GPU_FABRIC_STATE_NOT_STARTED}, nvml.SUCCESS
+		}
+	})
+	if c.Fabric != nil || c.Reach != device.ReachOK {
+		t.Errorf("%+v", c)
+	}
+}
