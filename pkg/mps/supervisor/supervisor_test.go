@@ -62,6 +62,27 @@ func TestNonRootClientsReachTheDirectories(t *testing.T) {
 	}
 }
 
+func TestDirectoriesOfClientsAreLabelled(t *testing.T) {
+	n := newNode(t)
+	n.options.SELinuxLabel = "system_u:object_r:container_file_t:s0"
+	n.supervise()
+	if err := n.start(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}); err != nil {
+		if !strings.Contains(err.Error(), "--selinux-label") {
+			t.Fatal(err)
+		}
+		n.nothingLeft("a")
+		t.Skip("this file system takes no labels: ", err)
+	}
+	for dir, want := range map[string]string{n.paths.Pipes("a"): n.options.SELinuxLabel, n.paths.Shm("a"): n.options.SELinuxLabel, n.paths.Logs("a"): ""} {
+		label := make([]byte, 100)
+		length, err := unix.Lgetxattr(dir, selinux, label)
+		if have := strings.TrimRight(string(label[:max(0, length)]), "\x00"); have != want && (want != "" || err == nil && have == n.options.SELinuxLabel) {
+			t.Errorf("%s has label %q (%v), not %q", dir, have, err, want)
+		}
+	}
+	n.mustStop("a")
+}
+
 func TestTheSameDaemonIsLeftAloneAndAnotherReplacesIt(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
