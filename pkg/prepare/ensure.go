@@ -46,8 +46,9 @@ func (p *Preparer) seenOrLooked(ctx context.Context, env *Env, w *plan) error {
 func (p *Preparer) looked(ctx context.Context, env *Env, w *plan) error {
 	return p.each(ctx, env, w, func(t *want, d checkpoint.Device, state device.CutState) error {
 		if t.shared != nil {
-			// Another claim that shares it may be making it again: that is seen under the GPU's lock.
-			return because(CauseStep, "device %s is gone, and containers that use it do not start until it is made again, which is tried", d.Device)
+			// Another claim that shares it may be making it again, which is seen under the GPU's lock: it is not lost for that.
+			gone := fmt.Errorf("device %s is gone, and containers that use it do not start until it is made again, which is tried", d.Device)
+			return because(CauseStep, "%w", errors.Join(gone, p.Specs.RemoveClaim(w.record.ClaimUID)))
 		}
 		return p.lost(w, d, fmt.Errorf("it is gone, at its GPU there are now: %s", describe(state.MIG.Instances...)))
 	})

@@ -174,3 +174,49 @@ func TestFractionsAndPlainSharesOfADeviceExcludeEachOther(t *testing.T) {
 		}
 	}
 }
+
+func TestASharedPartitionThatIsGoneHasNoSpecUntilItIsMadeAgain(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, migPart1)
+	mustPrepare(t, p, migPart2)
+	h.of(t, gpu0).reset()
+	w.scan()
+	err := p.Mend(t.Context())
+	if err == nil || len(Lost(err)) > 0 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
+		t.Errorf("%v, lost: %v, specs %q, %q", err, Lost(err), w.specs.of("uid-c"), w.specs.of("uid-d"))
+	}
+	// A third cannot make it for the others, whose specs would name what it was.
+	third := newClaim("third", fraction("r", migShare0, "1Gi", "0"))
+	if _, err := p.Prepare(t.Context(), third); CauseOf(err) != CauseNotReady || !strings.Contains(err.Error(), "made again") {
+		t.Errorf("cause %s: %v", CauseOf(err), err)
+	}
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	mustPrepare(t, p, third)
+	w.scan()
+	shares(t, w, h, p, device.TimeSliceDefault)
+	agree(t, w, h, p, nil)
+}
+
+func TestASharedPartitionThatCannotBeMadeAgainIsLostForAllWhoShareIt(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, migPart1)
+	mustPrepare(t, p, migPart2)
+	h.of(t, gpu0).reset()
+	h.someoneElse(t, gpu0, 9, 0)
+	w.scan()
+	if lost := Lost(p.Reconcile(t.Context())); len(lost) != 2 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
+		t.Errorf("lost: %v", lost)
+	}
+	mustUnprepare(t, p, migPart1.UID)
+	mustUnprepare(t, p, migPart2.UID)
+	clean(t, w)
+	if len(w.holders()) != 0 || len(w.daemons.running) != 0 || len(h.of(t, gpu0).instances) != 1 {
+		t.Errorf("left: %q, %v, %s", w.holders(), w.daemons.running, describe(h.of(t, gpu0).state().MIG.Instances...))
+	}
+}

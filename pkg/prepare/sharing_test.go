@@ -1,10 +1,14 @@
 package prepare
 
 import (
+	"context"
+	"errors"
+	"fmt"
 	"maps"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -264,4 +268,60 @@ func TestAWholeGPUPaysNothingForSharing(t *testing.T) {
 	if calls := h.asked(); len(calls) != 0 {
 		t.Errorf("asked %q", calls)
 	}
+}
+
+func TestManyClaimsShareAtOnce(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	claims := map[string]*resourceapi.ResourceClaim{}
+	for i := range 24 {
+		name := fmt.Sprint("many-", i)
+		claims[name] = newClaim(name, []result{
+			fraction("r", share1, "1Gi", "0"), fraction("r", migShare0, "1Gi", "0"), plain("r", gpu0+"-mig-19-3-share"),
+		}[i%3])
+	}
+	var plugins []*Preparer
+	for range 2 { // as while one takes over from the other
+		p := w.plugin(t)
+		p.Reread = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
+		plugins = append(plugins, p)
+	}
+	stop := make(chan struct{})
+	var compared, worked sync.WaitGroup
+	for _, p := range plugins {
+		compared.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default: // what is between two states may be an error, which passes
+					_ = errors.Join(p.Mend(t.Context()), p.Reconcile(t.Context()))
+				}
+			}
+		})
+	}
+	for i, c := range slices.Collect(maps.Values(claims)) {
+		worked.Go(func() {
+			for round := range 3 {
+				p := plugins[(i+round)%len(plugins)]
+				if _, err := p.Prepare(t.Context(), c); err != nil {
+					t.Error(err)
+				}
+				if err := p.Unprepare(t.Context(), c.UID); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	worked.Wait()
+	close(stop)
+	compared.Wait()
+	if err := plugins[0].Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	shares(t, w, h, plugins[0], device.TimeSliceDefault)
+	if len(w.holders()) != 0 || len(h.of(t, gpu0).instances) != 0 {
+		t.Errorf("left: %q, %s", w.holders(), describe(h.of(t, gpu0).state().MIG.Instances...))
+	}
+	clean(t, w)
 }
