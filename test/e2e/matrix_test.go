@@ -1,0 +1,176 @@
+package e2e
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+)
+
+// cell is one way to use one kind of device.
+type cell struct {
+	name   string
+	claim  string
+	client bool     // of MPS
+	says   []string // of a refusal; nil where it works
+}
+
+// The interval is no field of a MigDeviceConfig.
+const (
+	someMPS    = "sharing: {strategy: MPS}"
+	someSlices = "sharing: {strategy: TimeSlicing}"
+)
+
+// cells are all combinations. Each has a device of its own, but for shares, which are of one.
+func cells() []cell {
+	mps, slices := gpuConfig(someMPS), slicing("Long")
+	migMPS, migSlices := migConfig(someMPS), migConfig(someSlices)
+	gpu := func(address, config string) string { return shared("gpu.nvidia.com", address, "", config) }
+	mig := func(address, config string) string { return shared("mig.nvidia.com", address, "", config) }
+	cut := func(config string) string { return ofProfile("1g.10gb", mig(whole4, config)) }
+	const eighteen = "capacity: {requests: {memory: 18Gi}}"
+	fraction := func(config string) string { return shared("shared.gpu.nvidia.com", fractioned, eighteen, config) }
+	turn := func(config string) string { return shared("shared.gpu.nvidia.com", inTurns, "", config) }
+	partFraction := func(config string) string {
+		return ofProfile("1g.10gb", shared("shared.gpu.nvidia.com", cutShares, "capacity: {requests: {memory: 2Gi}}", config))
+	}
+	partTurn := func(config string) string {
+		return ofProfile("2g.20gb", shared("shared.gpu.nvidia.com", cutShares, "", config))
+	}
+	return []cell{
+		{"whole-alone", gpu(whole1, ""), false, nil},
+		{"whole-slices", gpu(whole2, slices), false, nil},
+		{"whole-mps", gpu(whole3, mps), true, nil},
+		{"static-alone", mig(staticGPU, ""), false, nil},
+		{"static-slices", mig(staticGPU, migSlices), false, nil},
+		{"static-mps", mig(staticGPU, migMPS), true, nil},
+		{"dynamic-alone", cut(""), false, nil},
+		{"dynamic-slices", cut(migSlices), false, nil},
+		{"dynamic-mps", cut(migMPS), true, nil},
+		{"fraction-alone", fraction(""), true, nil},
+		{"fraction-slices", fraction(slices), false, []string{"TimeSlicing", "request one", "MPS"}},
+		{"fraction-mps", fraction(mps), true, nil},
+		{"turn-alone", turn(""), false, nil},
+		{"turn-slices", turn(slices), false, nil},
+		{"turn-mps", turn(mps), false, []string{"MPS", "request one", "fractions"}},
+		{"part-fraction-alone", partFraction(""), true, nil},
+		{"part-fraction-slices", partFraction(migSlices), false, []string{"TimeSlicing", "request one", "MPS"}},
+		{"part-fraction-mps", partFraction(migMPS), true, nil},
+		{"part-turn-alone", partTurn(""), false, nil},
+		{"part-turn-slices", partTurn(migSlices), false, nil},
+		{"part-turn-mps", partTurn(migMPS), false, []string{"MPS", "request one", "fractions"}},
+	}
+}
+
+// ofProfile narrows a claim to partitions of a profile. Whole GPUs, which a class for shares has too, know of no profile.
+func ofProfile(profile, claim string) string {
+	return strings.Replace(claim, "selectors: [", fmt.Sprintf(`selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].type.startsWith("mig") && device.attributes["gpu.nvidia.com"].profile == %q'}}, `, profile), 1)
+}
+
+// TestMatrix: every kind of device in every way of sharing, all at once on one node. Each either works, and goes on working whatever happens to the plugin
+// and to the health of its GPU, or is refused with the reason that the documentation gives.
+func TestMatrix(t *testing.T) {
+	t.Parallel()
+	sim := simulator(t)
+	w := bringUp(t, "e2e-matrix", sim.Node(h100, "dgx-h100"))
+	w.needSMI(t)
+	w.smi(t, h100, "-pm", "1")
+	index := w.index(t, staticGPU)
+	w.smi(t, h100, "-i", index, "-mig", "1")
+	w.smi(t, h100, "mig", "-i", index, "-cgi", "19,19,19", "-C")
+	w.install(t, "--set", "shares="+strings.ReplaceAll(shareRules, ",", `\,`))
+	w.offers(t, h100, 7)
+	bare := w.settings(t)
+
+	u := w.tenant(t)
+	var works []string
+	for _, c := range cells() {
+		u.template(c.name, c.claim)
+		u.pod(c.name, onNode(h100), fromTemplate("gpu", c.name))
+		if c.says == nil {
+			works = append(works, c.name)
+		}
+	}
+	u.runningWithin(90*time.Second, works...)
+	for _, c := range cells() {
+		if c.says != nil {
+			w.refused(t, u.namespace, c.name, c.says...)
+			continue
+		}
+		if got := u.keepsComputing(c.name, ""); got.Mode == "mps" != c.client {
+			t.Errorf("%s: a program runs with mode %q", c.name, got.Mode)
+		}
+	}
+	before := u.containers(works)
+	daemons := fmt.Sprint(w.daemons(t))
+	same := func(t *testing.T) {
+		t.Helper()
+		u := u.as(t)
+		for _, pod := range works {
+			u.stillComputes(pod, "")
+		}
+		if now := u.containers(works); fmt.Sprint(now) != fmt.Sprint(before) {
+			t.Errorf("containers were\n%v\nand are\n%v", before, now)
+		}
+		if now := fmt.Sprint(w.daemons(t)); now != daemons {
+			t.Errorf("daemons were\n%s\nand are\n%s", daemons, now)
+		}
+	}
+
+	t.Run("restart", func(t *testing.T) {
+		plugin := w.instance(t, h100)
+		w.killOnNode(t, "/usr/bin/gpu-kubelet-plugin")
+		eventually(t, 60*time.Second, "the plugin runs again", func() (bool, string) {
+			return w.instance(t, h100).Status.ContainerStatuses[0].ContainerID != plugin.Status.ContainerStatuses[0].ContainerID, ""
+		})
+		same(t)
+	})
+	t.Run("upgrade", func(t *testing.T) {
+		w.install(t, "--reuse-values", "--set", "logVerbosity=5")
+		same(t)
+	})
+	t.Run("health", func(t *testing.T) {
+		for gpu := range 8 {
+			w.nvmlsim(t, h100, "recovery", fmt.Sprint(gpu), "gpu-reset")
+			w.nvmlsim(t, h100, "xid", fmt.Sprint(gpu), "48")
+		}
+		u.as(t).haveHealth(works, corev1.ResourceHealthStatusUnhealthy)
+		same(t)
+		for gpu := range 8 {
+			w.nvmlsim(t, h100, "recovery", fmt.Sprint(gpu), "none")
+		}
+		u.as(t).haveHealth(works, corev1.ResourceHealthStatusHealthy)
+		same(t)
+	})
+	t.Run("nothing of it is left", func(t *testing.T) {
+		w.endPods(t, u.namespace)
+		w.unshared(t)
+		eventually(t, 30*time.Second, "all GPUs are as they were", func() (bool, string) {
+			now := w.settings(t)
+			return now == bare, now
+		})
+		w.clean(t, h100)
+	})
+}
+
+// haveHealth waits until the status of each Pod says so of every device of its claim.
+func (u tenant) haveHealth(pods []string, want corev1.ResourceHealthStatus) {
+	u.t.Helper()
+	for _, pod := range pods {
+		eventually(u.t, 60*time.Second, fmt.Sprintf("the status of Pod %s says %s", pod, want), func() (bool, string) {
+			n := 0
+			status := u.get(pod).Status.ContainerStatuses
+			for _, r := range status[0].AllocatedResourcesStatus {
+				for _, d := range r.Resources {
+					n++
+					if d.Health != want {
+						return false, fmt.Sprintf("%+v", status[0].AllocatedResourcesStatus)
+					}
+				}
+			}
+			return n > 0, fmt.Sprintf("%+v", status[0].AllocatedResourcesStatus)
+		})
+	}
+}
