@@ -7,6 +7,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -242,6 +243,30 @@ func (d *Driver) heldAny(gpu string) bool {
 		}
 	}
 	return false
+}
+
+// refuseLost refuses a device that is lost to a claim that does not have it yet: a whole GPU is prepared without asking the hardware, and its containers would
+// start with nothing. Whoever has it keeps it.
+func (d *Driver) refuseLost(c *resourceapi.ResourceClaim) error {
+	view := d.health.View()
+	if view == nil || c.Status.Allocation == nil {
+		return nil
+	}
+	if _, prepared, err := d.preparer.Records.Load(c.UID); err != nil || prepared {
+		return nil //nolint:nilerr // a record that cannot be read is the preparer's to report
+	}
+	for _, r := range c.Status.Allocation.Devices.Results {
+		n, ok := device.ParseName(r.Device)
+		if r.Driver != DriverName || !ok {
+			continue
+		}
+		for _, g := range d.offered().Snapshot().Node.GPUs {
+			if v := view.Of(g.GPU, n); g.WholeName() == n.GPU && v.State == health.Lost {
+				return fmt.Errorf("request %s was allocated %s, which cannot be prepared: %s", r.Request, r.Device, v.Message())
+			}
+		}
+	}
+	return nil
 }
 
 // startHealth starts listening to the hardware, if there is anybody to do so. publish has the slices looked at again.

@@ -301,6 +301,10 @@ func TestALostCardThatTheInventoryDropsStaysPublished(t *testing.T) {
 	}
 	n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
 	eventually(t, "it has a taint", func() bool { return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/lost=lost:NoSchedule") })
+	n.register(t)
+	if msg := n.prepare(t, n.claim(t, "late", firstGPU)).GetError(); !strings.Contains(msg, firstGPU) || !strings.Contains(msg, "lost") {
+		t.Errorf("a lost GPU is prepared: %q", msg)
+	}
 	generation := mustList(t, n.client)[0].Spec.Pool.Generation
 	n.say("without the first", gone)
 	eventually(t, "the inventory has dropped it", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 1 })

@@ -33,7 +33,11 @@ func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceap
 func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kubeletplugin.PrepareResult {
 	logger := klog.FromContext(ctx).WithValues("claim", klog.KObj(c), "claimUID", c.UID)
 	start := time.Now()
-	devices, err := d.preparer.Prepare(klog.NewContext(ctx, logger), c)
+	var devices []kubeletplugin.Device
+	err := d.refuseLost(c)
+	if err == nil {
+		devices, err = d.preparer.Prepare(klog.NewContext(ctx, logger), c)
+	}
 	took := time.Since(start)
 	d.metrics.Request(metrics.Prepare, took, string(prepare.CauseOf(err)))
 	if err != nil {
