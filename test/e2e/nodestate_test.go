@@ -43,9 +43,9 @@ func (w *world) hostDir(t *testing.T, node, path string) string {
 }
 
 // leftovers lists what claims have left on a node: records, specs, claims' locks, locks that are held, temporary files, sockets of instances that are
-// gone. GPUs' lock files and the marks of those whose MIG mode was turned on are no leftovers: there are as many as GPUs.
+// gone. GPUs' lock files, the marks of those whose MIG mode was turned on and what is known of their health are no leftovers: there are as many as GPUs.
 const leftovers = `
-find "$1/state" "$2" -type f ! -path "$1/state/locks/gpu-*" ! -path "$1/state/mig/gpu-*" ! -path "$2/k8s.gpu.nvidia.com-base.json"
+find "$1/state" "$2" -type f ! -path "$1/state/locks/gpu-*" ! -path "$1/state/mig/gpu-*" ! -path "$1/state/health.json" ! -path "$2/k8s.gpu.nvidia.com-base.json"
 for lock in "$1"/state/locks/*; do
 	[ ! -e "$lock" ] || flock --nonblock "$lock" true || echo "$lock is held"
 done
