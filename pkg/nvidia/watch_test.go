@@ -40,6 +40,11 @@ func watchSite(s site, change func(*watcher)) watch {
 	ctx, cancel := context.WithCancel(s.t.Context())
 	w := watch{t: s.t, signals: make(chan device.Signal, 10000)}
 	w.watcher = newWatcher(WatchOptions{Paths: s.paths(), Command: []string{self}, Interval: watchInterval}, func(signal device.Signal) {
+		select { // the last ones come when the context has ended
+		case w.signals <- signal:
+			return
+		default:
+		}
 		select {
 		case w.signals <- signal:
 		case <-ctx.Done():
