@@ -19,5 +19,8 @@
 // prepare's business. The compute mode and the time slice of a GPU are read and set in the same way, the time slice by the driver's own nvidia-smi, which
 // is shown no GPU but the one it is about: it fails where another one is lost.
 //
+// [Watch] listens to the GPUs, events and how each of them is, in a child process of which [ServeWatch] is the other end. It judges nothing: package health
+// does. While it listens it has NVML, so that no driver can be unloaded and no GPU be reset; when it returns it has let go.
+//
 // Apart from that the package changes nothing on the node, and it keeps no state: package inventory does.
 package nvidia
