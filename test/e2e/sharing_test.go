@@ -261,15 +261,21 @@ func (w *world) supervisor(t *testing.T) corev1.Pod {
 	return found
 }
 
-// daemons are those that the supervisor has.
+// daemons are those that the supervisor has, once it answers.
 func (w *world) daemons(t *testing.T) map[string]daemon {
 	t.Helper()
-	p := w.supervisor(t)
-	out := w.mustExec(t, p.Namespace, p.Name, "", "/usr/bin/gpu-mps", "status", "--plugin-dir="+pluginDir)
 	var list []daemon
-	if err := json.Unmarshal([]byte(out), &list); err != nil {
-		t.Fatalf("%v in\n%s", err, out)
-	}
+	eventually(t, 60*time.Second, "the supervisor says which daemons there are", func() (bool, string) {
+		p := w.supervisor(t)
+		out, err := w.exec(t, p.Namespace, p.Name, "", "/usr/bin/gpu-mps", "status", "--plugin-dir="+pluginDir)
+		if err != nil {
+			return false, out
+		}
+		if err := json.Unmarshal([]byte(out), &list); err != nil {
+			t.Fatalf("%v in\n%s", err, out)
+		}
+		return true, ""
+	})
 	all := map[string]daemon{}
 	for _, d := range list {
 		all[d.Daemon.ID] = d
