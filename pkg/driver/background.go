@@ -33,9 +33,10 @@ func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 			wake(d.toReconcile)
 		},
 		wrong: func(message string) { d.events.warn("PolicyIgnored", message) },
+		seen:  d.release.See,
 	}
-	d.startHealth(ctx, &wg, func() { wake(toPublisher) })
 	policyRead := make(chan struct{})
+	d.startHealth(ctx, &wg, policyRead, func() { wake(toPublisher) })
 	wg.Go(func() {
 		policy.Read(ctx)
 		close(policyRead)

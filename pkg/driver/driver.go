@@ -84,7 +84,9 @@ type Driver struct {
 	// health has the verdicts on devices; watch listens to the hardware for it.
 	health     *healthWatch
 	healthTold healthTold
-	watch      func(ctx context.Context, tell func(device.Signal))
+	// release lets go of the hardware while its driver is changed.
+	release *release
+	watch   func(ctx context.Context, tell func(device.Signal))
 
 	fail   context.CancelCauseFunc
 	helper atomic.Pointer[kubeletplugin.Helper]
@@ -148,6 +150,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	if parts.Supervisor == nil {
 		parts.Supervisor = mps.NewClient(MPSPaths(cfg))
 	}
+	release := newRelease()
+	parts.Hardware.Scan = release.Scan(parts.Hardware.Scan)
 	inv := inventory.New(parts.Hardware)
 	d := &Driver{
 		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv,
@@ -169,6 +173,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		return nil, err
 	}
 	d.layouts = newLayouts(d.preparer, policies)
+	d.release, release.gate, release.told = release, d.gate, d.tellRelease
 	if err := d.watchHealth(parts.Watch); err != nil {
 		d.presence.End()
 		return nil, err

@@ -269,8 +269,9 @@ func (d *Driver) refuseLost(c *resourceapi.ResourceClaim) error {
 	return nil
 }
 
-// startHealth starts listening to the hardware, if there is anybody to do so. publish has the slices looked at again.
-func (d *Driver) startHealth(ctx context.Context, wg *sync.WaitGroup, publish func()) {
+// startHealth starts listening to the hardware, if there is anybody to do so. nodeRead is closed when the Node was read, which may ask
+// for the hardware to be let go of; publish has the slices looked at again.
+func (d *Driver) startHealth(ctx context.Context, wg *sync.WaitGroup, nodeRead <-chan struct{}, publish func()) {
 	if d.watch == nil {
 		return
 	}
@@ -283,10 +284,13 @@ func (d *Driver) startHealth(ctx context.Context, wg *sync.WaitGroup, publish fu
 	wg.Go(func() { j.Run(ctx) })
 	wg.Go(func() { d.tellPods(ctx) })
 	wg.Go(func() {
-		d.watch(ctx, func(s device.Signal) {
-			if ctx.Err() == nil { // the hardware is let go of when the plugin stops, which says nothing about it
-				d.health.Told(ctx, s)
-			}
+		<-nodeRead
+		d.release.While(ctx, func(running context.Context) {
+			d.watch(running, func(s device.Signal) {
+				if ctx.Err() == nil { // the hardware is let go of when the plugin stops, which says nothing about it
+					d.health.Told(ctx, s)
+				}
+			})
 		})
 	})
 }

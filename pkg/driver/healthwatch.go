@@ -23,7 +23,7 @@ const (
 	// healthTick is how often time passes for verdicts.
 	healthTick = time.Second
 	// healthPause is how long after one change of verdicts the next is told at the earliest: a burst is told as a few.
-	healthPause = 200 * time.Millisecond
+	healthPause = 100 * time.Millisecond
 	// healthBacklog is how many signals may wait to be judged. Who tells them waits if there are more: none is lost.
 	healthBacklog = 1024
 	// healthStale is how long a verdict may be the last one that was thought about.

@@ -44,6 +44,9 @@ func (n *ailing) run(t *testing.T) {
 			n.tell = tell
 			n.mu.Unlock()
 			<-ctx.Done()
+			n.mu.Lock()
+			n.tell = nil
+			n.mu.Unlock()
 		},
 	})
 	if err != nil {

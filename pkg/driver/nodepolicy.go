@@ -29,6 +29,8 @@ type nodePolicy struct {
 	// set is told of the rules, wrong of what keeps them from being followed, each time for another reason.
 	set   func(device.Policies)
 	wrong func(message string)
+	// seen, if not nil, is shown the Node with each change of it.
+	seen func(*corev1.Node)
 
 	mu    sync.Mutex
 	known bool
@@ -76,6 +78,9 @@ func (p *nodePolicy) Watch(ctx context.Context) {
 }
 
 func (p *nodePolicy) follow(ctx context.Context, node *corev1.Node) {
+	if p.seen != nil {
+		p.seen(node)
+	}
 	rules := node.Annotations[policyAnnotation]
 	p.mu.Lock()
 	same := p.known && rules == p.last

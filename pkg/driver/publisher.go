@@ -159,6 +159,9 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 		}
 		unsettled = nil
 		// A node that is not ready now keeps what it has published: an empty pool would be a claim about its GPUs.
+		if !p.inv.Snapshot().Ready {
+			continue
+		}
 		var ready bool
 		if resources, ready, settled = p.resources(ctx, features); ready {
 			stage.wanted = resources

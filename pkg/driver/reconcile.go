@@ -51,7 +51,7 @@ func (d *Driver) sayWhatWasGiven(ctx context.Context) {
 // reconcileOnce says whether all is as it should be now.
 func (d *Driver) reconcileOnce(ctx context.Context) bool {
 	logger := klog.FromContext(ctx)
-	if d.superseded.Load() {
+	if d.superseded.Load() || d.release.On() {
 		return true
 	}
 	settled := true

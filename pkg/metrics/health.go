@@ -9,6 +9,8 @@ type healthMetrics struct {
 	events  *prometheus.CounterVec
 	hears   prometheus.Gauge
 	tainted *current
+	// released says that the hardware was let go of.
+	released prometheus.Gauge
 }
 
 func newHealthMetrics() healthMetrics {
@@ -17,14 +19,15 @@ func newHealthMetrics() healthMetrics {
 			"of which something is known. The code is one word for the reason, empty while healthy.", "device", "state", "code"),
 		known: newCurrent("health_findings", "1 for each thing that is known of a GPU or a part of it and that is not over, also where it makes nothing unhealthy, by the state "+
 			"that it is a reason for.", "device", "code", "state"),
-		events:  counters("health_events_total", "Events of GPUs that say something about health, by GPU and kind: xid-79, double-bit-ecc, …", "gpu", "code"),
-		hears:   gauge("health_events_heard", "1 while the hardware's events are listened to, else 0: then only regular questions show how GPUs are."),
-		tainted: newCurrent("tainted_devices", "Devices with a taint of this driver, by the state that it stands for and its effect.", "state", "effect"),
+		events:   counters("health_events_total", "Events of GPUs that say something about health, by GPU and kind: xid-79, double-bit-ecc, …", "gpu", "code"),
+		hears:    gauge("health_events_heard", "1 while the hardware's events are listened to, else 0: then only regular questions show how GPUs are."),
+		tainted:  newCurrent("tainted_devices", "Devices with a taint of this driver, by the state that it stands for and its effect.", "state", "effect"),
+		released: gauge("driver_released", "1 while the hardware is let go of so that its driver can be changed, else 0."),
 	}
 }
 
 func (h healthMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{h.gpus, h.known, h.events, h.tainted}
+	return []prometheus.Collector{h.gpus, h.known, h.events, h.tainted, h.released}
 }
 
 // DeviceHealth is how a device is.
@@ -52,6 +55,9 @@ func (m *Metrics) HealthFindings(all []DeviceHealth) {
 func (m *Metrics) HealthEvents(gpu, code string, n uint64) {
 	m.health.events.WithLabelValues(gpu, code).Add(float64(n))
 }
+
+// Released says whether the hardware is let go of.
+func (m *Metrics) Released(is bool) { m.health.released.Set(number(is)) }
 
 // Hears says whether events are listened to. A node on which nobody listens by intent does not have the metric.
 func (m *Metrics) Hears(is bool) {
