@@ -158,9 +158,9 @@ func TestWithoutTheSupervisor(t *testing.T) {
 }
 
 func TestTheSupervisorsSettings(t *testing.T) {
-	objects, _ := render(t, "--set", "mps.selinuxLabel=system_u:object_r:container_file_t:s0", "--set", "mps.logVerbosity=4")
+	objects, _ := render(t, "--set", "mps.selinuxLabel=system_u:object_r:container_file_t:s0", "--set", "mps.logVerbosity=4", "--set", "devRoot=/driver-root/driver")
 	given := flags(only[*appsv1.DaemonSet](t, objects, supervisor).Spec.Template.Spec.Containers[0].Args)
-	for flag, want := range map[string]string{"--selinux-label": "system_u:object_r:container_file_t:s0", "--v": "4"} {
+	for flag, want := range map[string]string{"--selinux-label": "system_u:object_r:container_file_t:s0", "--v": "4", "--dev-root": "/driver-root/driver"} {
 		if given[flag] != want {
 			t.Errorf("%s=%s, want %s", flag, given[flag], want)
 		}
