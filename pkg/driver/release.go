@@ -100,13 +100,14 @@ func (r *release) present() (ctx context.Context, over <-chan struct{}) {
 // While runs what has the hardware, as long and as often as it may be had.
 func (r *release) While(ctx context.Context, run func(context.Context)) {
 	for ctx.Err() == nil {
-		present, over := r.present()
+		_, over := r.present()
 		select {
 		case <-ctx.Done():
 			return
 		case <-over:
 		}
-		if present, over = r.present(); present.Err() != nil {
+		present, _ := r.present()
+		if present.Err() != nil {
 			continue // once more
 		}
 		running, stop := context.WithCancel(ctx)

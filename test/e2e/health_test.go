@@ -11,6 +11,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
 // taintedWithin is how soon after the hardware's event the ResourceSlice has its taint.
@@ -27,6 +29,7 @@ func TestHealth(t *testing.T) {
 	t.Run("one lost GPU of eight leaves the other seven as they are, also over a restart of the plugin", w.testLost)
 	t.Run("an XID of a MIG device is that one's", w.testIllPartition)
 	t.Run("fifty XIDs, each with its taint in time", w.testTaintsInTime)
+	t.Run("the driver is upgraded while the plugin stays", w.testDriverUpgrade)
 	t.Run("who does not tolerate it is evicted where the admin wants that, and gets another GPU", w.testEvicted)
 }
 
@@ -248,6 +251,52 @@ func (s *sliceWatch) taintedAt(device string) time.Time {
 	}
 	s.t.Fatalf("%s has no taint", device)
 	return time.Time{}
+}
+
+// reload loads another version of the driver, which nobody must have open for that.
+func (w *world) reload(t *testing.T, version string) error {
+	t.Helper()
+	_, err := w.node(t, h100).Exec(t.Context(), w.sim.Tool, "--root", stand.NodeRoot, "driver", "reload", "--version", version)
+	return err
+}
+
+func (w *world) testDriverUpgrade(t *testing.T) {
+	const version = "595.45.04"
+	before := w.livePlugin(t, h100)
+	if err := w.reload(t, version); err == nil {
+		t.Fatal("the driver can be unloaded while the plugin listens: nothing is proved by this test")
+	}
+	if _, err := w.Kubectl(t.Context(), "annotate", "node", h100, "gpu.nvidia.com/release-driver=true"); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, 20*time.Second, "nobody has the driver open", func() (bool, string) {
+		err := w.reload(t, version)
+		return err == nil, fmt.Sprint(err)
+	})
+	u := w.tenant(t)
+	u.gpus(1)
+	u.holder("early", 1, onNode(h100))
+	eventually(t, 60*time.Second, "a Pod is told why it has to wait", func() (bool, string) {
+		events := w.events(t, u.namespace, "early")
+		return strings.Contains(events, "has been let go of"), events
+	})
+	if _, err := w.Kubectl(t.Context(), "annotate", "node", h100, "gpu.nvidia.com/release-driver-"); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, 30*time.Second, "the node offers GPUs with the new driver", func() (bool, string) {
+		for _, d := range w.gpus(t, h100) {
+			if v := d.Attributes["driverVersionString"].StringValue; v == nil || *v != version {
+				return false, fmt.Sprint(ptr.Deref(v, ""))
+			}
+		}
+		return true, ""
+	})
+	u.running("early")
+	gpu := u.device("early")
+	w.nvmlsim(t, h100, "xid", busOf(gpu), "79")
+	w.becomes(t, gpu, "gpu.nvidia.com/unhealthy=xid-79:NoSchedule")
+	w.heals(t, busOf(gpu))
+	w.sameInstance(t, before)
 }
 
 func (w *world) testEvicted(t *testing.T) {
