@@ -166,7 +166,8 @@ func (w *watching) state() *device.WatcherState {
 	var deaf []string
 	for _, a := range slices.Sorted(maps.Keys(w.cards)) {
 		c := w.cards[a]
-		if why := c.listener.deaf(); why != "" && c.reach() == device.ReachOK {
+		reach := c.reach()
+		if why := c.listener.deaf(); why != "" && (reach == device.ReachOK || reach == "") {
 			deaf = append(deaf, a.WholeName()+": "+why)
 		}
 	}
@@ -189,7 +190,7 @@ type watched struct {
 	left bool // it is off the bus, or has not answered since it was; for whoever asks it
 
 	mu   sync.Mutex
-	last device.Reach
+	last device.Reach // empty until it was asked once
 }
 
 func (w *watching) watch(ctx context.Context, a device.PCIAddress) {
