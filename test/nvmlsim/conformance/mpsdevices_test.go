@@ -108,8 +108,9 @@ func TestAServerNeedsItsDevices(t *testing.T) {
 			s := newService(t, "l40s-x2", layout.Host)
 			devices := spoil(s)
 			s.startDaemon(devices)
-			if out, _ := s.tell("start_server -uid 0"); !strings.Contains(out, "CUDA_ERROR_") {
-				t.Errorf("start_server: %q", out)
+			s.expect("", "start_server -uid 0", "get_server_list")
+			if log, err := os.ReadFile(filepath.Join(s.logs, "control.log")); err != nil || !strings.Contains(string(log), "CUDA_ERROR_") {
+				t.Errorf("control.log does not say why there is no server: %s (%v)", log, err)
 			}
 			if out, _ := s.command("nvmlsim-cuda", nil).Output(); !strings.Contains(string(out), `"failed"`) {
 				t.Errorf("a client: %s", out)

@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -47,7 +48,8 @@ func (s *service) program(name string) string {
 func (s *service) command(name string, args []string, env ...string) *exec.Cmd {
 	command := exec.Command(s.program(name), args...)
 	command.Env = append(os.Environ(), s.environment()...)
-	command.Env = append(command.Env, "CUDA_MPS_PIPE_DIRECTORY="+s.pipes, "CUDA_MPS_LOG_DIRECTORY="+s.logs)
+	command.Env = append(command.Env, "CUDA_MPS_PIPE_DIRECTORY="+s.pipes, "CUDA_MPS_LOG_DIRECTORY="+s.logs,
+		"PATH="+filepath.Dir(s.program(name))+":"+os.Getenv("PATH")) // the daemon finds the server there
 	command.Env = append(command.Env, env...)
 	return command
 }
@@ -63,6 +65,20 @@ func (s *service) startDaemon(devices string, args ...string) {
 		s.t.Fatalf("nvidia-cuda-mps-control -d: %v\n%s", err, out)
 	}
 	s.t.Cleanup(func() { _, _ = s.tell("quit -t 0") })
+}
+
+// daemonPID is the daemon's.
+func (s *service) daemonPID() int {
+	s.t.Helper()
+	text, err := os.ReadFile(filepath.Join(s.pipes, "nvidia-cuda-mps-control.pid"))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	pid, err := strconv.Atoi(string(text))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return pid
 }
 
 // tell sends commands to the daemon and gives what is printed, and whether the program succeeded.

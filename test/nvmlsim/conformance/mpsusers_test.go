@@ -92,9 +92,10 @@ func TestAMultiUserServerServesAll(t *testing.T) {
 	command := s.command("nvidia-cuda-mps-control", nil)
 	command.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 1000, Gid: 1000}}
 	command.Stdin = strings.NewReader("quit\n")
-	if out, err := command.CombinedOutput(); err == nil {
-		t.Errorf("another user's command is obeyed: %s", out)
+	if out, err := command.CombinedOutput(); err != nil || !strings.Contains(string(out), "Not enough privilege") {
+		t.Errorf("another user's command: %s (%v)", out, err)
 	}
+	s.expect("100.0\n", "get_default_active_thread_percentage")
 }
 
 // quit waits for the clients; with a time it does not wait for longer.
@@ -104,6 +105,7 @@ func TestQuitWaitsForClients(t *testing.T) {
 	p := s.compute(0, []string{"--hold"})
 	p.attached()
 	p.next("holding")
+	daemon := s.daemonPID()
 	done := make(chan error, 1)
 	go func() { _, err := s.tell("quit"); done <- err }()
 	waitFor(t, "nobody to be let in any more", func() bool {
@@ -119,6 +121,7 @@ func TestQuitWaitsForClients(t *testing.T) {
 	if err := <-done; err != nil {
 		t.Error(err)
 	}
+	waitFor(t, "the daemon to end", func() bool { return !alive(daemon) })
 
 	s.startDaemon(s.uuid(0))
 	p = s.compute(0, []string{"--hold"})

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"sync/atomic"
 	"syscall"
 
@@ -51,8 +52,12 @@ func (d *Driver) Close() error { return d.state.Close() }
 // Meet lets the process meet the faults that are ordered for a name.
 func (d *Driver) Meet(function string) error { return d.state.Meet(function, state.AnyGPU) }
 
-// CUDAVersion is the driver's: 13000 for 13.0.
-func (d *Driver) CUDAVersion() uint32 { return d.state.Header().CUDAVersion }
+// Release is the driver's: 580 for 580.65.06.
+func (d *Driver) Release() int {
+	var release int
+	_, _ = fmt.Sscan(strings.ReplaceAll(state.Text(d.state.Header().DriverVersion[:]), ".", " "), &release)
+	return release
+}
 
 // Init is what every CUDA program does first: the driver must be loaded, and its nodes must open.
 func (d *Driver) Init() error {

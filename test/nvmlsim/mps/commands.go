@@ -1,7 +1,6 @@
 package mps
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"strconv"
@@ -9,212 +8,234 @@ import (
 	"time"
 )
 
-// obey serves the socket of those who may give orders.
-func (c *control) obey(connection *conn) {
-	for {
-		var asked request
-		if connection.decoder.Decode(&asked) != nil {
-			return
-		}
-		if err := c.driver.Meet("mpsControlCommand"); err != nil {
-			_ = connection.encoder.Encode(answer{Text: err.Error() + "\n"})
-			continue
-		}
-		words := strings.Fields(asked.Command)
-		if len(words) == 0 {
-			_ = connection.encoder.Encode(answer{})
-			continue
-		}
-		text, err := c.command(words[0], words[1:])
-		if err != nil {
-			text = err.Error() + "\n"
-		}
-		c.log.printf("Command %q: %s", asked.Command, strings.TrimSpace(text))
-		done := words[0] == "quit" && err == nil
-		_ = connection.encoder.Encode(answer{Text: text, Done: done})
-		if done {
-			close(c.ended)
-			return
-		}
-	}
+// words are what a command's answer is made of: lines that the asker sees, and some that only the log does.
+type words struct {
+	log   *logger
+	shown strings.Builder
 }
 
-// need checks how many arguments there are.
-func need(args []string, least, most int) error {
-	if len(args) < least || len(args) > most {
-		return errArguments
-	}
-	return nil
+func (w *words) sayf(format string, args ...any) {
+	w.notef(format, args...)
+	fmt.Fprintf(&w.shown, format+"\n", args...)
 }
 
-// command carries one out and gives what the program prints.
-func (c *control) command(name string, args []string) (string, error) {
+func (w *words) notef(format string, args ...any) { w.log.printf(format, args...) }
+
+// command carries one out for a user. It may give errors to nobody: the real program says what is wrong, and succeeds.
+func (c *control) command(user uint32, line string, w *words) (done bool) {
+	fields := strings.Fields(line)
+	if len(fields) == 0 {
+		fields = []string{""}
+	}
+	name, args := fields[0], fields[1:]
 	if name == "quit" {
-		return "", c.quitCommand(args)
+		return c.quitCommand(user, args, w)
 	}
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
 	switch name {
 	case "get_server_list":
-		if c.server == nil || c.server.failed != nil {
-			return "", need(args, 0, 0)
+		if c.server != nil && c.server.failed == nil {
+			w.sayf("%d", c.server.pid)
 		}
-		return fmt.Sprintln(c.server.pid), need(args, 0, 0)
-	case "get_server_status":
-		return c.serverStatus(args)
 	case "start_server":
-		return "", c.startCommand(args)
-	case "shutdown_server":
-		return "", c.shutdownCommand(args)
-	case "get_client_list":
-		return c.clientList(args)
+		c.startCommand(user, args, w)
 	case "get_device_client_list":
-		return c.deviceClientList(args)
+		c.deviceClientList(args, w)
 	case "ps":
-		return c.snapshot(args)
-	case "terminate_client":
-		return "", c.terminateCommand(args)
+		c.snapshot(args, w)
 	case "get_default_active_thread_percentage":
-		return formatThreads(c.defaults.Threads) + "\n", need(args, 0, 0)
+		w.sayf("%s", formatThreads(c.defaults.Threads))
 	case "set_default_active_thread_percentage":
-		return setThreads(&c.defaults, args)
+		if c.mayChange(user, w) {
+			setThreads(&c.defaults, argument(args, 0), w)
+		}
 	case "get_default_device_pinned_mem_limit":
-		return c.getMemory(&c.defaults, args)
+		getMemory(&c.defaults, argument(args, 0), w)
 	case "set_default_device_pinned_mem_limit":
-		return "", c.setMemory(&c.defaults, args)
+		if c.mayChange(user, w) {
+			setMemory(&c.defaults, argument(args, 0), argument(args, 1), w)
+		}
+	default:
+		c.serverCommand(user, name, args, w)
 	}
-	return c.serverLimits(name, args)
+	return false
 }
 
-// serverLimits are the commands on the limits of one server.
-func (c *control) serverLimits(name string, args []string) (string, error) {
-	known := map[string]bool{"get_active_thread_percentage": true, "set_active_thread_percentage": true, "get_device_pinned_mem_limit": true, "set_device_pinned_mem_limit": true}
-	if !known[name] {
-		return "", messagef("Unknown command: %s", name)
+// serverCommand is one on the server with a PID.
+func (c *control) serverCommand(user uint32, name string, args []string, w *words) {
+	do, known := map[string]func(*server){
+		"get_server_status": func(s *server) { w.sayf("%s", s.status()) },
+		"get_client_list": func(s *server) {
+			for _, client := range s.clients {
+				w.sayf("%d", client.PID)
+			}
+		},
+		"shutdown_server":              func(s *server) { c.shutdown(user, s, args, w) },
+		"terminate_client":             func(s *server) { terminate(user, s, args, w) },
+		"get_active_thread_percentage": func(s *server) { w.sayf("%s", formatThreads(s.limits.Threads)) },
+		"get_device_pinned_mem_limit":  func(s *server) { getMemory(&s.limits, argument(args, 1), w) },
+		"set_active_thread_percentage": func(s *server) {
+			if s.mayBeChangedBy(user, "change settings for another user's server", w) {
+				setThreads(&s.limits, argument(args, 1), w)
+				c.sendLimits(s)
+			}
+		},
+		"set_device_pinned_mem_limit": func(s *server) {
+			if s.mayBeChangedBy(user, "change settings for another user's server", w) {
+				setMemory(&s.limits, argument(args, 1), argument(args, 2), w)
+				c.sendLimits(s)
+			}
+		},
+	}[name]
+	if !known || (name == "get_server_status" && c.driver.Release() < releaseStatus) {
+		w.sayf("Unknown command %q", name)
+		return
 	}
-	s, err := c.find(args)
-	if err != nil {
-		return "", err
+	s := c.find(args, w)
+	switch {
+	case s != nil:
+		do(s)
+	case name == "terminate_client":
+		w.sayf("Server %d not found!", number(argument(args, 0)))
+		w.sayf("1")
 	}
-	var text string
-	switch name {
-	case "get_active_thread_percentage":
-		return formatThreads(s.limits.Threads) + "\n", nil
-	case "get_device_pinned_mem_limit":
-		return c.getMemory(&s.limits, args[1:])
-	case "set_active_thread_percentage":
-		text, err = setThreads(&s.limits, args[1:])
-	case "set_device_pinned_mem_limit":
-		err = c.setMemory(&s.limits, args[1:])
-	}
-	if err == nil {
-		limits := s.limits.clone()
-		_ = s.orders.encoder.Encode(order{Limits: &limits})
-	}
-	return text, err
 }
 
-func setThreads(limits *Limits, args []string) (string, error) {
-	if err := need(args, 1, 1); err != nil {
-		return "", err
+func argument(args []string, i int) string {
+	if i < len(args) {
+		return args[i]
 	}
-	value, err := parseThreads(args[0])
-	if err != nil {
-		return "", err
-	}
-	limits.Threads = value
-	return formatThreads(value) + "\n", nil
+	return ""
 }
 
-func (c *control) getMemory(limits *Limits, args []string) (string, error) {
-	if err := need(args, 1, 1); err != nil {
-		return "", err
-	}
-	ordinal, err := c.ordinal(args[0])
+// number reads what digits a word begins with, as C does.
+func number(text string) int {
+	digits := len(text) - len(strings.TrimLeft(text, "0123456789"))
+	value, err := strconv.Atoi(text[:digits])
 	if err != nil {
-		return "", err
+		return 0
 	}
-	mib, set := limits.Memory[ordinal]
-	if !set {
-		return "0M\n", nil
-	}
-	return formatMemory(mib) + "\n", nil
+	return value
 }
 
-func (c *control) setMemory(limits *Limits, args []string) error {
-	if err := need(args, 2, 2); err != nil {
-		return err
+// find gives the running server with this PID, or says that there is none.
+func (c *control) find(args []string, w *words) *server {
+	pid := number(argument(args, 0))
+	if c.server == nil || c.server.pid != pid || c.server.failed != nil {
+		w.sayf("Server %d not found", pid)
+		return nil
 	}
-	ordinal, err := c.ordinal(args[0])
-	if err != nil {
-		return err
-	}
-	mib, err := parseMemory(args[1])
-	if err != nil {
-		return err
-	}
-	limits.Memory[ordinal] = mib
-	return nil
+	return c.server
 }
 
-// find gives the running server with this PID.
-func (c *control) find(args []string) (*server, error) {
-	if len(args) == 0 {
-		return nil, errArguments
+// mayChange: the daemon's settings are its own user's, and root's. Older drivers let everybody.
+func (c *control) mayChange(user uint32, w *words) bool {
+	if user == 0 || user == uint32(os.Getuid()) || c.driver.Release() < releasePrivileges {
+		return true
 	}
-	pid, err := strconv.Atoi(args[0])
-	if err != nil || c.server == nil || c.server.pid != pid || c.server.failed != nil {
-		return nil, messagef("Server %s not found", args[0])
-	}
-	return c.server, nil
+	w.sayf("Insufficient privileges for UID %d. Control deamon settings can only be modified by the user started it or by the root user.", user)
+	return false
 }
 
-func (c *control) serverStatus(args []string) (string, error) {
-	s, err := c.find(args)
-	if err != nil {
-		return "", err
+func (s *server) mayBeChangedBy(user uint32, do string, w *words) bool {
+	if user == 0 || user == s.user {
+		return true
 	}
+	w.sayf("Insufficient privileges for UID %d. Only the root user may %s.", user, do)
+	return false
+}
+
+func (s *server) status() string {
 	if s.ready {
-		return "ACTIVE\n", nil
+		return "ACTIVE"
 	}
-	return "INITIALIZING\n", nil
+	return "INITIALIZING"
 }
 
-func (c *control) startCommand(args []string) error {
-	if len(args) != 2 || args[0] != "-uid" {
-		return errArguments
+// sendLimits returns when they hold.
+func (c *control) sendLimits(s *server) {
+	limits := s.limits.clone()
+	s.sent++
+	number := s.sent
+	_ = s.orders.encoder.Encode(order{Limits: &limits, Number: number})
+	for c.server == s && s.failed == nil && s.applied < number {
+		c.changed.Wait()
 	}
-	user, err := strconv.ParseUint(args[1], 10, 32)
-	if err != nil {
-		return errArguments
+}
+
+// setThreads says what holds afterwards, also where the value is refused.
+func setThreads(limits *Limits, text string, w *words) {
+	if value, err := parseThreads(text); err == nil {
+		limits.Threads = value
+	} else {
+		w.notef("Invalid percentage, expected between (0.0, 100.0]")
+	}
+	w.sayf("%s", formatThreads(limits.Threads))
+}
+
+// ordinal reads a device's number. A UUID is none.
+func ordinal(text string, w *words) (int, bool) {
+	device, err := strconv.Atoi(text)
+	if err != nil || device < 0 || device >= maxOrdinals {
+		w.notef("Invalid device ordinal!")
+		return 0, false
+	}
+	return device, true
+}
+
+func getMemory(limits *Limits, device string, w *words) {
+	at, valid := ordinal(device, w)
+	if !valid {
+		return
+	}
+	if mib := limits.Memory[at]; mib > 0 {
+		w.sayf("%s", formatMemory(mib))
+	} else {
+		w.notef("No default pinned memory limit set for the device!")
+	}
+}
+
+// setMemory says nothing, whatever comes of it.
+func setMemory(limits *Limits, device, text string, w *words) {
+	if at, valid := ordinal(device, w); valid {
+		limits.Memory[at] = readMemory(text)
+	}
+}
+
+func (c *control) startCommand(user uint32, args []string, w *words) {
+	of, err := strconv.ParseUint(argument(args, 1), 10, 32)
+	if argument(args, 0) != "-uid" || err != nil {
+		w.sayf("A user id (UID) is required to start a new server")
+		return
+	}
+	if user != 0 && uint64(user) != of {
+		w.sayf("Insufficient privileges for UID %d. Only the root user may start server for another user.", user)
+		return
 	}
 	if c.multiUser {
-		user = 0
+		of = 0
 	}
 	if c.server != nil && c.server.failed == nil {
-		return messagef("Server %d of user %d is already running", c.server.pid, c.server.user)
+		return
 	}
-	c.startServer(uint32(user))
+	c.startServer(uint32(of))
 	c.server.wanted = true
 	for c.server != nil && !c.server.ready && c.server.failed == nil {
 		c.changed.Wait()
 	}
-	if c.server == nil {
-		return errors.New("the server ended before it was ready: see server.log")
-	}
-	if failed := c.server.failed; failed != nil {
+	if c.server != nil && c.server.failed != nil {
+		w.notef("%v", c.server.failed)
 		c.server = nil
-		return failed
 	}
-	return nil
 }
 
-func (c *control) shutdownCommand(args []string) error {
-	s, err := c.find(args)
-	if err != nil {
-		return err
+func (c *control) shutdown(user uint32, s *server, args []string, w *words) {
+	if !s.mayBeChangedBy(user, "shutdown another user's server", w) {
+		return
 	}
-	if len(args) == 2 && args[1] == "-f" {
+	if argument(args, 1) == "-f" {
+		w.notef("Force shutting down server %d", s.pid)
 		_ = s.process.Kill()
 	} else {
 		s.drain()
@@ -222,42 +243,26 @@ func (c *control) shutdownCommand(args []string) error {
 	for c.server == s {
 		c.changed.Wait()
 	}
-	return nil
 }
 
-func (c *control) terminateCommand(args []string) error {
-	s, err := c.find(args)
-	if err != nil {
-		return err
+func terminate(user uint32, s *server, args []string, w *words) {
+	if s.mayBeChangedBy(user, "terminate clients on another user's server", w) {
+		_ = s.orders.encoder.Encode(order{Terminate: number(argument(args, 1))})
 	}
-	if err := need(args, 2, 2); err != nil {
-		return err
-	}
-	pid, err := strconv.Atoi(args[1])
-	if err != nil {
-		return errArguments
-	}
-	return s.orders.encoder.Encode(order{Terminate: pid})
 }
 
-// quitCommand ends the daemon. Without a time it waits for the clients, as the real one does.
-func (c *control) quitCommand(args []string) error {
+// quitCommand ends the daemon. Without a time it waits for the clients.
+func (c *control) quitCommand(user uint32, args []string, w *words) bool {
+	if user != 0 && user != uint32(os.Getuid()) {
+		w.sayf("Not enough privilege to execute quit command")
+		return false
+	}
 	wait := time.Duration(-1)
-	if len(args) > 0 {
-		seconds := 0
-		var err error
-		if len(args) == 2 && args[0] == "-t" {
-			seconds, err = strconv.Atoi(args[1])
-		} else {
-			err = errArguments
-		}
-		if err != nil || seconds < 0 {
-			return errArguments
-		}
-		wait = time.Duration(seconds) * time.Second
+	if argument(args, 0) == "-t" {
+		wait = time.Duration(number(argument(args, 1))) * time.Second
 	}
 	c.quit(wait)
-	return nil
+	return true
 }
 
 // quit lets nobody in any more and returns when no server is left: when the last client has gone, or, after a time that is not negative, by force.
@@ -272,13 +277,10 @@ func (c *control) quit(wait time.Duration) {
 	s := c.server
 	s.drain()
 	if wait >= 0 {
-		timer := time.AfterFunc(wait, func() { _ = s.process.Signal(os.Kill) })
+		timer := time.AfterFunc(wait, func() { _ = s.process.Kill() })
 		defer timer.Stop()
 	}
-	for c.server == s && !s.over() {
+	for c.server == s && s.failed == nil {
 		c.changed.Wait()
 	}
 }
-
-// over: the process is gone, and what is left is the reason for those who waited for it.
-func (s *server) over() bool { return s.failed != nil }

@@ -3,16 +3,21 @@ package mps
 import (
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"os"
-	"os/signal"
 	"path/filepath"
 	"strconv"
 	"sync"
 	"syscall"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/cuda"
+)
+
+// What newer drivers' programs can do.
+const (
+	releaseStatus     = 550 // get_server_status, and the file with the PID; 535 has neither
+	releasePrivileges = 550 // settings are not everybody's; with 535 they are
+	releaseMultiUser  = 551 // -multiuser-server: 550 does not know it
 )
 
 // control is the control daemon: it lets clients in, one user after the other, and starts the server.
@@ -29,41 +34,41 @@ type control struct {
 	server   *server
 	waiting  []*attach // clients that are not let in yet, the first come first
 	ending   bool
+	status   int // the exit status
 	ended    chan struct{}
 }
 
 // runDaemon is the daemon's life. ready is called when it listens.
-func runDaemon(multiUser, foreground bool, ready func()) error {
+func runDaemon(driver *cuda.Driver, multiUser, foreground bool, ready func()) (status int, err error) {
 	openUmask()
-	c := &control{pipes: pipes(), multiUser: multiUser, foreground: foreground, ended: make(chan struct{})}
+	c := &control{pipes: pipes(), multiUser: multiUser, foreground: foreground, driver: driver, ended: make(chan struct{})}
 	c.changed = sync.NewCond(&c.mutex)
-	if err := makeFolder(c.pipes); err != nil {
-		return fmt.Errorf("make the pipe directory: %w", err)
+	if err := makeFolder(c.pipes, 0o777); err != nil {
+		return 1, fmt.Errorf("make the pipe directory: %w", err)
 	}
 	lock, err := c.lock()
 	if err != nil {
-		return err
+		return 1, err
 	}
 	defer func() { _ = lock.Close() }()
-	file, err := openLog(controlLog)
-	if err != nil {
-		return fmt.Errorf("open the log: %w", err)
+	output := os.Stdout
+	if !foreground {
+		if output, err = openLog(controlLog); err != nil {
+			return 1, fmt.Errorf("open the log: %w", err)
+		}
 	}
-	defer func() { _ = file.Close() }()
-	c.log = &logger{to: file, role: "Control"}
-	if foreground {
-		c.log.to = io.MultiWriter(file, os.Stderr)
-	}
-	if c.driver, err = cuda.Attach(); err != nil {
-		return err
-	}
-	defer func() { _ = c.driver.Close() }()
+	c.log = &logger{to: output, role: "Control"}
 	if err := c.driver.Meet("mpsControlStart"); err != nil {
-		return err
+		return 1, err
 	}
-	if err := c.readDefaults(); err != nil {
-		return err
+	threads, _, err := environmentLimits()
+	if err != nil {
+		return 1, err
 	}
+	if threads == 0 {
+		threads = 100
+	}
+	c.defaults = Limits{Threads: threads, Memory: map[int]uint64{}}
 	return c.serve(ready)
 }
 
@@ -77,43 +82,6 @@ func (c *control) lock() (*os.File, error) {
 		return nil, errors.Join(errRunning, file.Close())
 	}
 	return file, nil
-}
-
-func (c *control) readDefaults() error {
-	threads, memory, err := environmentLimits()
-	if err != nil {
-		return err
-	}
-	if threads == 0 {
-		threads = 100
-	}
-	c.defaults = Limits{Threads: threads, Memory: map[int]uint64{}}
-	for device, mib := range memory {
-		ordinal, err := c.ordinal(device)
-		if err != nil {
-			return fmt.Errorf("%s: %w", memoryVariable, err)
-		}
-		c.defaults.Memory[ordinal] = mib
-	}
-	return nil
-}
-
-// ordinal gives the number, among the devices of CUDA_VISIBLE_DEVICES, of one that is named by number or UUID.
-func (c *control) ordinal(device string) (int, error) {
-	if number, err := strconv.Atoi(device); err == nil && number >= 0 {
-		return number, nil
-	}
-	list, set := os.LookupEnv(devicesVariable)
-	devices, err := c.driver.Select(list, set)
-	if err != nil {
-		return 0, err
-	}
-	for i, one := range devices {
-		if one.UUID == device {
-			return i, nil
-		}
-	}
-	return 0, fmt.Errorf("%q is no device of this daemon", device)
 }
 
 // listen makes a socket in the pipe directory, in place of one that a killed daemon left.
@@ -130,39 +98,41 @@ func (c *control) listen(name string, mode os.FileMode) (*net.UnixListener, erro
 	return listener, os.Chmod(path, mode)
 }
 
-func (c *control) serve(ready func()) error {
-	public, err := c.listen(controlSocket, 0o666)
-	if err != nil {
-		return err
-	}
-	privileged, err := c.listen(privilegedSocket, 0o755)
-	if err != nil {
-		return err
+func (c *control) serve(ready func()) (int, error) {
+	var listeners []*net.UnixListener
+	for name, mode := range map[string]os.FileMode{controlSocket: 0o666, privilegedSocket: 0o755} {
+		listener, err := c.listen(name, mode)
+		if err != nil {
+			return 1, err
+		}
+		listeners = append(listeners, listener)
+		go c.accept(listener)
 	}
 	if err := syscall.Mkfifo(filepath.Join(c.pipes, logPipe), 0o777); err != nil && !errors.Is(err, os.ErrExist) {
-		return err
+		return 1, err
 	}
-	if err := os.WriteFile(filepath.Join(c.pipes, pidFile), []byte(strconv.Itoa(os.Getpid())+"\n"), 0o666); err != nil {
-		return err
+	if c.driver.Release() >= releaseStatus {
+		if err := os.WriteFile(filepath.Join(c.pipes, pidFile), []byte(strconv.Itoa(os.Getpid())), 0o666); err != nil {
+			return 1, err
+		}
 	}
 	c.log.printf("Starting control daemon using socket %s", filepath.Join(c.pipes, controlSocket))
 	c.log.printf("To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY=%s", c.pipes)
-	c.log.printf("CUDA MPS Control binary version: %d", c.driver.CUDAVersion())
-	signals := make(chan os.Signal, 1)
-	signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT)
-	go c.accept(public, c.letIn)
-	go c.accept(privileged, c.obey)
 	ready()
-	select {
-	case <-c.ended:
-	case <-signals:
-		c.quit(0)
+	<-c.ended
+	for _, listener := range listeners {
+		_ = listener.Close()
 	}
-	c.log.printf("Exit")
-	return os.Remove(filepath.Join(c.pipes, pidFile))
+	c.log.printf("Exit with status %d", c.status)
+	for _, name := range []string{pidFile, logPipe} {
+		if err := os.Remove(filepath.Join(c.pipes, name)); err != nil && !os.IsNotExist(err) {
+			return 1, err
+		}
+	}
+	return c.status, nil
 }
 
-func (c *control) accept(listener *net.UnixListener, serve func(*conn)) {
+func (c *control) accept(listener *net.UnixListener) {
 	for {
 		connection, err := listener.AcceptUnix()
 		if err != nil {
@@ -171,7 +141,44 @@ func (c *control) accept(listener *net.UnixListener, serve func(*conn)) {
 		c.log.printf("Accepting connection...")
 		go func() {
 			defer func() { _ = connection.Close() }()
-			serve(newConn(connection))
+			c.answer(newConn(connection))
 		}()
+	}
+}
+
+// answer serves a client that wants to be let in, or one that gives commands.
+func (c *control) answer(connection *conn) {
+	who, err := peer(connection)
+	if err != nil {
+		c.log.printf("User did not send valid credentials")
+		return
+	}
+	for commands := false; ; commands = true {
+		var asked request
+		if connection.decoder.Decode(&asked) != nil {
+			if commands {
+				c.log.printf("UI closed")
+			}
+			return
+		}
+		if asked.Attach {
+			c.letIn(connection, who, asked)
+			return
+		}
+		if !commands {
+			c.log.printf("NEW UI")
+		}
+		w := &words{log: c.log}
+		if err := c.driver.Meet("mpsControlCommand"); err != nil {
+			_ = connection.encoder.Encode(answer{Text: err.Error() + "\n"})
+			continue
+		}
+		c.log.printf("Cmd:%s", asked.Command)
+		done := c.command(who.Uid, asked.Command, w)
+		_ = connection.encoder.Encode(answer{Text: w.shown.String(), Done: done})
+		if done {
+			close(c.ended)
+			return
+		}
 	}
 }

@@ -37,6 +37,8 @@ type server struct {
 	// wanted says that a command waits for it.
 	wanted bool
 
+	sent, applied int // how many limits were sent, and hold
+
 	orders  *conn
 	process *os.Process
 }
@@ -51,7 +53,7 @@ func (s *server) drain() {
 func (c *control) startServer(user uint32) {
 	s, command, err := c.launch(user)
 	if err != nil {
-		c.log.printf("Starting a server for user %d failed: %v", user, err)
+		c.log.printf("Failed to start server using uid %d. %v", user, err)
 		c.server = &server{user: user, failed: cuda.Errorf(cuda.MPSServerNotReady, "start %s: %v", serverProgram, err)}
 		return
 	}
@@ -61,7 +63,7 @@ func (c *control) startServer(user uint32) {
 }
 
 func (c *control) launch(user uint32) (*server, *exec.Cmd, error) {
-	program, err := os.Executable()
+	program, err := exec.LookPath(serverProgram) // as the real one does
 	if err != nil {
 		return nil, nil, err
 	}
@@ -82,20 +84,19 @@ func (c *control) launch(user uint32) (*server, *exec.Cmd, error) {
 		return nil, nil, err
 	}
 	defer func() { _ = listening.Close() }()
-	log, err := openLog(serverLog)
-	if err != nil {
-		return nil, nil, err
+	log := os.Stdout
+	if !c.foreground {
+		if log, err = openLog(serverLog); err != nil {
+			return nil, nil, err
+		}
+		defer func() { _ = log.Close() }()
 	}
-	defer func() { _ = log.Close() }()
-
-	command := exec.Command(filepath.Join(filepath.Dir(program), serverProgram))
+	command := exec.Command(program)
+	command.Args[0] = serverProgram
 	command.ExtraFiles = []*os.File{theirs, listening, log}
 	command.Dir = "/"
 	if os.Getuid() == 0 {
 		command.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: user, Gid: user}}
-	}
-	if c.foreground {
-		command.Stderr = os.Stderr
 	}
 	if err := command.Start(); err != nil {
 		return nil, nil, err
@@ -117,7 +118,7 @@ func (c *control) follow(s *server, command *exec.Cmd) {
 			break
 		}
 		c.mutex.Lock()
-		s.clients = said.Clients
+		s.clients, s.applied = said.Clients, said.Applied
 		if said.Ready && !s.ready {
 			s.ready = true
 			c.log.printf("NEW SERVER %d: Ready", s.pid)
@@ -134,6 +135,10 @@ func (c *control) follow(s *server, command *exec.Cmd) {
 	defer c.changed.Broadcast()
 	defer c.mutex.Unlock()
 	c.log.printf("Server %d exited with status %d", s.pid, command.ProcessState.ExitCode())
+	_ = os.Remove(filepath.Join(c.pipes, s.socket))
+	if err != nil {
+		c.status = 1
+	}
 	if c.server != s {
 		return
 	}

@@ -3,6 +3,7 @@ package mps
 import (
 	"os"
 	"slices"
+	"syscall"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/cuda"
 )
@@ -17,18 +18,8 @@ type attach struct {
 	server *server
 }
 
-// letIn serves the socket that every user may use.
-func (c *control) letIn(connection *conn) {
-	var asked request
-	if connection.decoder.Decode(&asked) != nil || !asked.Attach {
-		c.log.printf("User did not send valid credentials")
-		return
-	}
-	who, err := peer(connection)
-	if err != nil {
-		c.log.printf("User did not send valid credentials")
-		return
-	}
+// letIn serves a client, of whatever user.
+func (c *control) letIn(connection *conn, who *syscall.Ucred, asked request) {
 	client := &attach{pid: who.Pid, user: who.Uid, not: asked.Not}
 	if c.multiUser {
 		client.user = 0 // clients of all users appear as those of the root user

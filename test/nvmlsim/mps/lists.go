@@ -6,30 +6,10 @@ import (
 	"strings"
 )
 
-func (c *control) clientList(args []string) (string, error) {
-	if err := need(args, 1, 1); err != nil {
-		return "", err
-	}
-	s, err := c.find(args)
-	if err != nil {
-		return "", err
-	}
-	var text strings.Builder
-	for _, client := range s.clients {
-		fmt.Fprintln(&text, client.PID)
-	}
-	return text.String(), nil
-}
-
 // deviceClientList says of each device who computes on it.
-func (c *control) deviceClientList(args []string) (string, error) {
-	if len(args) > 0 {
-		if _, err := c.find(args); err != nil {
-			return "", err
-		}
-	}
-	if c.server == nil {
-		return "", nil
+func (c *control) deviceClientList(args []string, w *words) {
+	if len(args) > 0 && c.find(args, w) == nil || c.server == nil {
+		return
 	}
 	var devices []string
 	on := map[string][]string{}
@@ -41,31 +21,27 @@ func (c *control) deviceClientList(args []string) (string, error) {
 			on[device] = append(on[device], fmt.Sprint(client.PID))
 		}
 	}
-	var text strings.Builder
 	for _, device := range devices {
-		fmt.Fprintf(&text, "%s: %s\n", device, strings.Join(on[device], " "))
+		w.sayf("%s: %s", device, strings.Join(on[device], " "))
 	}
-	return text.String(), nil
 }
 
 // snapshot is the table of ps. The stand-in knows no namespaces of clients.
-func (c *control) snapshot(args []string) (string, error) {
-	if len(args) == 2 && args[0] == "-p" {
-		args = args[1:]
-	}
-	if len(args) > 0 {
-		if _, err := c.find(args); err != nil {
-			return "", err
+func (c *control) snapshot(args []string, w *words) {
+	if argument(args, 0) == "-p" {
+		if c.find(args[1:], w) == nil {
+			w.sayf("Server %d not found\n", number(argument(args, 1)))
+			return
 		}
 	}
-	var text strings.Builder
-	fmt.Fprintf(&text, "%-9s %-5s %-9s %-18s %s\n", "PID", "ID", "SERVER", "DEVICE", "COMMAND")
-	if c.server != nil {
-		for _, client := range c.server.clients {
-			for _, device := range client.Devices {
-				fmt.Fprintf(&text, "%-9d %-5d %-9d %-18.22s %s\n", client.PID, client.ID, c.server.pid, device, client.Command)
-			}
+	if c.server == nil || c.server.failed != nil {
+		w.sayf("Server not found")
+		return
+	}
+	w.sayf("%-9s %-5s %-9s %-18s %s", "PID", "ID", "SERVER", "DEVICE", "COMMAND")
+	for _, client := range c.server.clients {
+		for _, device := range client.Devices {
+			w.sayf("%-9d %-5d %-9d %-18.22s %s", client.PID, client.ID, c.server.pid, device, client.Command)
 		}
 	}
-	return text.String(), nil
 }

@@ -25,7 +25,7 @@ func (l *logger) printf(format string, args ...any) {
 // openLog appends to a log in the log directory.
 func openLog(name string) (*os.File, error) {
 	folder := folderOf(logsVariable, defaultLogs)
-	if err := makeFolder(folder); err != nil {
+	if err := makeFolder(folder, 0o700); err != nil {
 		return nil, err
 	}
 	return os.OpenFile(filepath.Join(folder, name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o644)

@@ -17,45 +17,35 @@ import (
 // readyVariable tells a daemon in the background by which descriptor to say that it is ready.
 const readyVariable = "NVMLSIM_MPS_READY"
 
-const usage = `usage: nvidia-cuda-mps-control [-d | -f] [-multiuser-server]
+const help = `CUDA MPS Control, a stand-in for simulated GPUs.
   -d                 start the daemon in the background
   -f                 start the daemon in the foreground
-  -multiuser-server  processes of all users are clients of one server
-  -v                 print the version
-Without an option: send the commands of the standard input to the daemon.
-(A stand-in for simulated GPUs.)
+  -multiuser-server  with -d or -f: processes of all users are clients of one server
+Anything else: send the commands of the standard input to the daemon.
 `
 
 // ControlMain is nvidia-cuda-mps-control. It gives the exit code.
 func ControlMain(args []string) int {
-	var background, foreground, multiUser bool
-	for _, arg := range args {
-		switch arg {
-		case "-d":
-			background = true
-		case "-f":
-			foreground = true
-		case "-multiuser-server":
-			multiUser = true
-		case "-v":
-			return printVersion()
-		default:
-			fmt.Fprint(os.Stderr, usage)
-			return 1
-		}
+	if len(args) == 1 && args[0] == "-h" {
+		fmt.Print(help)
+		return 0
 	}
-	var err error
-	switch {
-	case background && foreground, multiUser && !background && !foreground:
-		fmt.Fprint(os.Stderr, usage)
+	driver, err := cuda.Attach()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
 		return 1
+	}
+	defer func() { _ = driver.Close() }()
+	mode, multiUser := readOptions(args, driver.Release())
+	status := 0
+	switch {
 	case multiUser && os.Getuid() != 0:
 		err = errors.New("-multiuser-server is for the root user")
-	case foreground:
-		err = runDaemon(multiUser, true, func() {})
-	case background && os.Getenv(readyVariable) != "":
-		return backgroundMain(multiUser)
-	case background:
+	case mode == "-f":
+		status, err = runDaemon(driver, multiUser, true, func() {})
+	case mode == "-d" && os.Getenv(readyVariable) != "":
+		return backgroundMain(driver, multiUser)
+	case mode == "-d":
 		err = daemonize(args)
 	default:
 		lines := bufio.NewScanner(os.Stdin)
@@ -65,18 +55,23 @@ func ControlMain(args []string) int {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
-	return 0
+	return status
 }
 
-func printVersion() int {
-	driver, err := cuda.Attach()
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
+// readOptions gives -d, -f or nothing. As with the real program an option that it does not know makes it a client, -multiuser-server with an older
+// driver too.
+func readOptions(args []string, release int) (mode string, multiUser bool) {
+	for _, arg := range args {
+		switch {
+		case (arg == "-d" || arg == "-f") && mode == "":
+			mode = arg
+		case arg == "-multiuser-server" && release >= releaseMultiUser && !multiUser:
+			multiUser = true
+		default:
+			return "", false
+		}
 	}
-	fmt.Printf("CUDA MPS Control binary version: %d\n", driver.CUDAVersion())
-	_ = driver.Close()
-	return 0
+	return mode, multiUser && mode != ""
 }
 
 // daemonize starts the daemon in a session of its own and returns when it listens.
@@ -115,11 +110,11 @@ func daemonize(args []string) error {
 }
 
 // backgroundMain is the daemon that daemonize started.
-func backgroundMain(multiUser bool) int {
+func backgroundMain(driver *cuda.Driver, multiUser bool) int {
 	_ = os.Unsetenv(readyVariable)
 	syscall.CloseOnExec(3)
 	starter := os.NewFile(3, "starter")
-	err := runDaemon(multiUser, false, func() {
+	status, err := runDaemon(driver, multiUser, false, func() {
 		_, _ = starter.WriteString("ready")
 		_ = starter.Close()
 	})
@@ -127,7 +122,7 @@ func backgroundMain(multiUser bool) int {
 		_, _ = fmt.Fprintln(starter, err)
 		return 1
 	}
-	return 0
+	return status
 }
 
 // ServerMain is nvidia-cuda-mps-server.

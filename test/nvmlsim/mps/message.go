@@ -1,7 +1,5 @@
 package mps
 
-import "fmt"
-
 // message is an error in the words of the real programs, which are sentences.
 type message string
 
@@ -12,8 +10,4 @@ const (
 	errRunning = message("An instance of this daemon is already running")
 	// errNoDaemon is all that the real program says where it finds no daemon, and where the pipe directory's path is too long for a socket.
 	errNoDaemon = message("Cannot find MPS control daemon process")
-
-	errArguments = message("Invalid argument")
 )
-
-func messagef(format string, args ...any) error { return message(fmt.Sprintf(format, args...)) }

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 
@@ -24,6 +25,7 @@ type service struct {
 
 	mutex    sync.Mutex
 	limits   Limits
+	applied  int // the number of these limits
 	clients  []*client
 	lastID   int
 	draining bool
@@ -55,6 +57,9 @@ func runServer() error {
 		return err
 	}
 	s.limits = given.Limits
+	if err := s.addEnvironment(); err != nil {
+		return err
+	}
 	s.log.printf("Startup")
 	driver, err := s.start()
 	if err != nil {
@@ -74,6 +79,23 @@ func runServer() error {
 	go s.accept(listener)
 	<-s.over
 	s.log.printf("MPS Server exits")
+	return nil
+}
+
+// addEnvironment adds the limits of memory that the control daemon was started with, where no command has set any. The server has its environment.
+func (s *service) addEnvironment() error {
+	_, memory, err := environmentLimits()
+	if err != nil {
+		return err
+	}
+	if s.limits.Memory == nil {
+		s.limits.Memory = map[int]uint64{}
+	}
+	for device, mib := range memory {
+		if at, err := strconv.Atoi(device); err == nil && s.limits.Memory[at] == 0 {
+			s.limits.Memory[at] = mib
+		}
+	}
 	return nil
 }
 
@@ -114,7 +136,8 @@ func (s *service) obey() {
 		}
 		s.mutex.Lock()
 		if given.Limits != nil {
-			s.limits = *given.Limits
+			s.limits, s.applied = *given.Limits, given.Number
+			s.report()
 		}
 		for _, client := range s.clients {
 			if client.pid == given.Terminate {
@@ -301,7 +324,7 @@ func (s *service) allocate(one *client, asked allocation) *cuda.Error {
 
 // report tells the control daemon who the clients are. Caller holds the mutex.
 func (s *service) report() {
-	said := report{Clients: []clientReport{}}
+	said := report{Clients: []clientReport{}, Applied: s.applied}
 	for _, one := range s.clients {
 		r := clientReport{PID: one.pid, ID: one.id, Command: one.command}
 		for _, device := range one.devices {

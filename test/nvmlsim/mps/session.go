@@ -3,10 +3,8 @@ package mps
 import (
 	"crypto/rand"
 	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
 	"syscall"
 
@@ -204,7 +202,7 @@ func (s *Session) Mode() string {
 
 // sendCommands sends the control daemon's commands and prints its answers, until there are no more or the daemon ends.
 func sendCommands(next func() (string, bool), show func(string)) error {
-	connection, err := dial(filepath.Join(pipes(), privilegedSocket))
+	connection, err := dial(filepath.Join(pipes(), controlSocket))
 	if err != nil {
 		return errNoDaemon
 	}
@@ -214,15 +212,9 @@ func sendCommands(next func() (string, bool), show func(string)) error {
 		if !more {
 			return nil
 		}
-		if strings.TrimSpace(line) == "" {
-			continue
-		}
 		var said answer
-		if err := connection.encoder.Encode(request{Command: line}); err != nil {
-			return fmt.Errorf("send %q: %w", line, err)
-		}
-		if err := connection.decoder.Decode(&said); err != nil {
-			return fmt.Errorf("no answer to %q: %w", line, err)
+		if connection.encoder.Encode(request{Command: line}) != nil || connection.decoder.Decode(&said) != nil {
+			return errNoDaemon // it has ended in the meantime
 		}
 		show(said.Text)
 		if said.Done {

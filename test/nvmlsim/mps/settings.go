@@ -44,8 +44,8 @@ func folderOf(variable, otherwise string) string {
 }
 
 // makeFolder makes the folder, but none above it.
-func makeFolder(folder string) error {
-	if err := os.Mkdir(folder, 0o755); err != nil && !os.IsExist(err) {
+func makeFolder(folder string, mode os.FileMode) error {
+	if err := os.Mkdir(folder, mode); err != nil && !os.IsExist(err) {
 		return err
 	}
 	return nil
@@ -80,9 +80,25 @@ func parseMemory(text string) (uint64, error) {
 	return 0, fmt.Errorf("%q is no memory limit such as 900M or 10G", text)
 }
 
-// formatMemory prints whole GiB as such: a limit of 3072M is read back as 3G.
+// maxOrdinals is how many devices the commands on memory limits know.
+const maxOrdinals = 32
+
+// readMemory reads a limit as the control program does: digits, and then G, or else MiB, whatever follows. What is no number is no limit.
+func readMemory(text string) uint64 {
+	digits := len(text) - len(strings.TrimLeft(text, "0123456789"))
+	value, err := strconv.ParseUint(text[:digits], 10, 40)
+	if err != nil {
+		return 0
+	}
+	if rest := text[digits:]; rest != "" && (rest[0] == 'G' || rest[0] == 'g') {
+		return value << 10
+	}
+	return value
+}
+
+// formatMemory prints from 1 GiB on whole GiB, rounded down: 1500M is read back as 1G. What holds is the limit that was given.
 func formatMemory(mib uint64) string {
-	if mib%1024 == 0 {
+	if mib >= 1024 {
 		return fmt.Sprintf("%dG", mib>>10)
 	}
 	return fmt.Sprintf("%dM", mib)

@@ -130,6 +130,8 @@ type order struct {
 	Drain bool `json:"drain,omitempty"`
 	// Limits are for those who come from now on.
 	Limits *Limits `json:"limits,omitempty"`
+	// Number counts the limits that were sent.
+	Number int `json:"number,omitempty"`
 	// Terminate ends a client.
 	Terminate int `json:"terminate,omitempty"`
 }
@@ -139,6 +141,8 @@ type report struct {
 	Ready   bool           `json:"ready,omitempty"`
 	Error   *cuda.Error    `json:"error,omitempty"`
 	Clients []clientReport `json:"clients"`
+	// Applied is the number of the limits that hold.
+	Applied int `json:"applied,omitempty"`
 }
 
 type clientReport struct {
