@@ -14,11 +14,12 @@ func (s *Store) RewriteBase(edits specs.ContainerEdits) error {
 	if err != nil {
 		return fmt.Errorf("CDI spec %s: %w", baseFile, err)
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	defer s.changing(baseFile)()
 	if err := replace(filepath.Join(s.root, baseFile), data); err != nil {
 		return fmt.Errorf("write CDI spec: %w", err)
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.known[baseFile] = data
 	return nil
 }

@@ -37,7 +37,12 @@ const (
 type Store struct {
 	root string
 
-	mu sync.Mutex
+	// files is read-locked by who changes one file and what is known of it, so that claims do not wait for each other's disk writes, and locked by who
+	// compares all files with what is known. Calls for one claim follow each other; those for the base spec take baseMu.
+	files  sync.RWMutex
+	baseMu sync.Mutex
+
+	mu sync.Mutex // guards what follows
 	// known is what each file should hold: what we last wrote, or, for files of another instance of the plugin, what we found.
 	// Watch compares it with the disk to tell strangers' changes from ours.
 	known map[string][]byte
@@ -167,25 +172,27 @@ func (s *Store) write(name string, spec *specs.Spec) error {
 	if err != nil {
 		return fmt.Errorf("CDI spec %s: %w", name, err)
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if name == baseFile {
-		s.base = data
-	}
+	defer s.changing(name)()
 	path := filepath.Join(s.root, name)
 	if on, err := os.ReadFile(path); err != nil || !bytes.Equal(on, data) {
 		if err := replace(path, data); err != nil {
 			return fmt.Errorf("write CDI spec: %w", err)
 		}
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.known[name] = data
+	if name == baseFile {
+		s.base = data
+	}
 	return nil
 }
 
 func (s *Store) remove(name string) error {
+	defer s.changing(name)()
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	delete(s.known, name)
+	s.mu.Unlock()
 	path := filepath.Join(s.root, name)
 	for _, path := range []string{path, unfinished(path)} {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -193,6 +200,19 @@ func (s *Store) remove(name string) error {
 		}
 	}
 	return nil
+}
+
+// changing keeps the file, and what is known of it, to the caller until he calls what it returns.
+func (s *Store) changing(name string) (changed func()) {
+	s.files.RLock()
+	if name != baseFile {
+		return s.files.RUnlock
+	}
+	s.baseMu.Lock()
+	return func() {
+		s.baseMu.Unlock()
+		s.files.RUnlock()
+	}
 }
 
 // encode completes a spec and validates it.

@@ -133,6 +133,8 @@ func (s *Store) follow(w *fsnotify.Watcher) os.FileInfo {
 // altered lists the specs that are not on disk as they should be, and forgets them: mend says anew what should be there.
 // A spec that another instance of the plugin has made meanwhile is taken as it is.
 func (s *Store) altered() []string {
+	s.files.Lock() // no file is being changed
+	defer s.files.Unlock()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var names []string
