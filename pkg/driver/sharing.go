@@ -12,6 +12,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/supervisor"
 )
 
 // mpsTimeout bounds how long the supervisor of MPS is waited for where no claim waits.
@@ -26,16 +27,25 @@ type Supervisor interface {
 
 var _ Supervisor = &mps.Client{}
 
-// timedSupervisor shows in the metrics what starting a daemon costs.
-type timedSupervisor struct {
+// supervised shows in the metrics what starting a daemon costs, and lets claims be given back on a node that has lost its supervisor.
+type supervised struct {
 	Supervisor
+	paths   mps.Paths
 	metrics *metrics.Metrics
 }
 
-func (t timedSupervisor) Start(ctx context.Context, d mps.Daemon) error {
+func (t supervised) Start(ctx context.Context, d mps.Daemon) error {
 	start := time.Now()
 	err := t.Supervisor.Start(ctx, d)
 	t.metrics.MPSStart(time.Since(start), err != nil)
+	return err
+}
+
+func (t supervised) Stop(ctx context.Context, id string) error {
+	err := t.Supervisor.Stop(ctx, id)
+	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
+		return supervisor.Forget(t.paths, id)
+	}
 	return err
 }
 

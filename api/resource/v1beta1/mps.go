@@ -18,7 +18,7 @@ type MPSConfig struct {
 	// DefaultPinnedDeviceMemoryLimit is the device memory that one process may use on each device: 1Mi or more. Left out: no limit.
 	DefaultPinnedDeviceMemoryLimit *MemoryLimit `json:"defaultPinnedDeviceMemoryLimit,omitempty"`
 	// DefaultPerDevicePinnedMemoryLimit is the same for single devices, and overrides it there. The key is a device's UUID
-	// (GPU-… or MIG-…) or its index among the claim's devices, counted from 0.
+	// (GPU-… or MIG-…) or its index among the devices of the claim that this configuration is for, counted from 0.
 	DefaultPerDevicePinnedMemoryLimit map[string]MemoryLimit `json:"defaultPerDevicePinnedMemoryLimit,omitempty"`
 	// MultiUser lets processes of different Linux users share the device.
 	MultiUser bool `json:"multiUser,omitempty"`
