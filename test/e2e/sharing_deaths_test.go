@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 // killOnNode ends the processes of a node whose program or command line has this in it, as kill -9 does.
@@ -54,7 +56,8 @@ func (w *world) testDaemonsOutlive(t *testing.T) {
 		return now.Status.ContainerStatuses[0].ContainerID != plugin.Status.ContainerStatuses[0].ContainerID, ""
 	})
 	same("a kill of the plugin")
-	w.install(t, "--reuse-values", "--set", "logVerbosity=5")
+	// The supervisor's Pod is to be another one, too; but that is for whoever deletes it to decide.
+	w.install(t, "--reuse-values", "--set", "logVerbosity=5", "--set", "mps.logVerbosity=4")
 	same("an upgrade")
 	// A second claim joins what the first has, with the new plugin.
 	u.pod("joins", onNode(h100), fromTemplate("gpu", "share"))
@@ -75,6 +78,14 @@ func (w *world) testDaemonsOutlive(t *testing.T) {
 	w.killOnNode(t, "nvidia-cuda-mps-server")
 	u.isServedAgain("mps", "share", "joins")
 	w.killOnNode(t, "gpu-mps supervise")
+	u.isServedAgain("mps", "share", "joins")
+	if err := w.Client.CoreV1().Pods(host.Namespace).Delete(t.Context(), host.Name, metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, 60*time.Second, "there is another supervisor", func() (bool, string) {
+		now := w.supervisor(t)
+		return now.UID != host.UID && slices.Contains(now.Spec.Containers[0].Args, "--v=4"), fmt.Sprint(now.Spec.Containers[0].Args)
+	})
 	u.isServedAgain("mps", "share", "joins")
 	w.endPods(t, u.namespace)
 	for _, address := range []string{whole1, fractioned, inTurns} {
@@ -146,5 +157,16 @@ func (w *world) testSharingPowerCut(t *testing.T) {
 	w.unshared(t)
 	for _, address := range []string{whole1, fractioned, inTurns} {
 		w.unset(t, address, "Default")
+	}
+}
+
+// testSharingUninstalled: the supervisor goes last and takes everything along.
+func (w *world) testSharingUninstalled(t *testing.T) {
+	if out, err := w.uninstall(t); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	left := w.on(t, h100, "sh", "-c", `ls -d "$1" /dev/shm/gpu-dra-driver-mps 2>/dev/null; grep -l -e gpu-mps -e nvidia-cuda-mps /proc/[0-9]*/comm 2>/dev/null; true`, "sh", pluginDir)
+	if left != "" {
+		t.Errorf("an uninstallation leaves\n%s", left)
 	}
 }

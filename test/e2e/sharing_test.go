@@ -59,6 +59,7 @@ func TestSharing(t *testing.T) {
 		}
 		w.clean(t, h100)
 	})
+	t.Run("an uninstallation takes the daemons' host along", w.testSharingUninstalled)
 }
 
 // ofGPU is a CEL expression for the devices of one card.
