@@ -14,6 +14,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/smi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
 // dialogue is what is said to both. The real daemon runs without a GPU, as long as nobody wants a server.
@@ -53,6 +54,9 @@ func (s *service) conversation(control string) []string {
 			command.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: user, Gid: user}}
 		}
 		out, err := command.CombinedOutput()
+		if len(args) == 1 && args[0] == "-x" {
+			out = nil // a driver's help is its own
+		}
 		note(fmt.Sprintf("user %d, %q, %v", user, input, args), out, err)
 	}
 	files := func(when string) {
@@ -70,7 +74,6 @@ func (s *service) conversation(control string) []string {
 	}
 	run(0, "get_server_list\n")
 	run(0, "", "-x")
-	run(0, "", "-d", "-f")
 	run(0, "", "-d")
 	run(0, "", "-d")
 	files("running")
@@ -92,13 +95,17 @@ func (s *service) conversation(control string) []string {
 	})
 	files("ended")
 	run(0, "get_server_list\n")
+	run(0, "", "-multiuser-server")
+	run(0, "", "-d", "-multiuser-server")
+	run(0, "get_default_active_thread_percentage\n")
+	run(0, "quit\n")
 	return all
 }
 
 // The control daemon's stand-in says to everything what the real one of the same driver says.
 func TestTheControlDaemonSaysWhatTheRealOneSays(t *testing.T) {
 	needRoot(t)
-	for suite, node := range map[string]string{"bookworm": "p4-x2", "trixie": "t4-x1"} {
+	for suite, version := range map[string]string{"bookworm": "535.261.03", "trixie": "550.163.01", "experimental": "555.58.02"} {
 		t.Run(suite, func(t *testing.T) {
 			fetched, err := smi.FetchProgram(t.Context(), suite, "nvidia-cuda-mps", "nvidia-cuda-mps-control")
 			if errors.Is(err, smi.ErrUnavailable) {
@@ -112,7 +119,8 @@ func TestTheControlDaemonSaysWhatTheRealOneSays(t *testing.T) {
 				t.Fatal(err)
 			}
 			talk := func(pick func(*service) string) []string {
-				s := newService(t, node, layout.Host)
+				s := newService(t, "l40s-x2", layout.Host)
+				s.change(func(c *layout.Config, f *state.File) error { return c.DriverReload(f, version, "12.5", false) })
 				s.open()
 				return s.conversation(pick(s))
 			}

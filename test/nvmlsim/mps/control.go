@@ -17,7 +17,8 @@ import (
 const (
 	releaseStatus     = 550 // get_server_status, and the file with the PID; 535 has neither
 	releasePrivileges = 550 // settings are not everybody's; with 535 they are
-	releaseMultiUser  = 551 // -multiuser-server: 550 does not know it
+	releaseMultiUser  = 555 // -multiuser-server; 550 does not know it
+	releaseOptions    = 555 // an unknown option is one, and no client's beginning
 )
 
 // control is the control daemon: it lets clients in, one user after the other, and starts the server.

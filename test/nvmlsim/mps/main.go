@@ -36,9 +36,12 @@ func ControlMain(args []string) int {
 		return 1
 	}
 	defer func() { _ = driver.Close() }()
-	mode, multiUser := readOptions(args, driver.Release())
+	mode, multiUser, known := readOptions(args, driver.Release())
 	status := 0
 	switch {
+	case !known && driver.Release() >= releaseOptions:
+		fmt.Print(help)
+		return 1
 	case multiUser && os.Getuid() != 0:
 		err = errors.New("-multiuser-server is for the root user")
 	case mode == "-f":
@@ -58,20 +61,19 @@ func ControlMain(args []string) int {
 	return status
 }
 
-// readOptions gives -d, -f or nothing. As with the real program an option that it does not know makes it a client, -multiuser-server with an older
-// driver too.
-func readOptions(args []string, release int) (mode string, multiUser bool) {
+// readOptions gives -d, -f or nothing, and whether it knew all. With an older driver an option that is not known makes the program a client.
+func readOptions(args []string, release int) (mode string, multiUser, known bool) {
 	for _, arg := range args {
 		switch {
-		case (arg == "-d" || arg == "-f") && mode == "":
+		case arg == "-d" || arg == "-f":
 			mode = arg
-		case arg == "-multiuser-server" && release >= releaseMultiUser && !multiUser:
+		case arg == "-multiuser-server" && release >= releaseMultiUser:
 			multiUser = true
 		default:
-			return "", false
+			return "", false, false
 		}
 	}
-	return mode, multiUser && mode != ""
+	return mode, multiUser, true
 }
 
 // daemonize starts the daemon in a session of its own and returns when it listens.
