@@ -183,6 +183,10 @@ func (w *watcher) watch(ctx context.Context) error {
 	for {
 		select {
 		case s := <-child.signals:
+			if s.Watcher != nil && driverLoad(w.options.Paths) != epoch {
+				child.end() // what it has open is of a driver that is not there any more
+				return errors.New("the NVIDIA driver was unloaded, or loaded again")
+			}
 			w.pass(s, epoch) // which may take its time
 			if len(w.hanging) > 1 && len(w.apart) < maxApart {
 				child.end()
