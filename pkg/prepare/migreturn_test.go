@@ -7,11 +7,13 @@ import (
 	"strings"
 	"testing"
 
+	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -215,33 +217,74 @@ func TestWithTheRecordTheProofIsGone(t *testing.T) {
 }
 
 func TestGivingBackNeedsNoDriverAndNoCard(t *testing.T) {
-	for name, gone := range map[string]func(*testing.T, *world, *hardware){
-		"the driver is not loaded": func(_ *testing.T, w *world, h *hardware) {
+	oneGPU := func(w *world) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[:1] }
+	anew := func(w *world) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:] }
+	lost := func(h *hardware) {
+		h.fault = func(int, bool) error {
+			return &nvidia.CutError{Op: "look", Code: nvidia.CodeLost, Message: "the GPU is lost"}
+		}
+	}
+	for name, c := range map[string]struct {
+		node func(*world)
+		gone func(*testing.T, *world, *hardware)
+	}{
+		"the driver is not loaded": {nil, func(_ *testing.T, w *world, h *hardware) {
 			w.snapshot.Ready = false
 			h.fault = func(int, bool) error {
 				return &nvidia.CutError{Op: "look", Code: nvidia.CodeNoDriver, Message: "the driver is not loaded"}
 			}
-		},
-		"the card is gone": func(_ *testing.T, w *world, h *hardware) {
+		}},
+		"the card is gone": {nil, func(_ *testing.T, w *world, h *hardware) {
 			delete(h.cards, "0000:1b:00.0")
-			w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:]
-		},
-		"the card fell off the bus": func(_ *testing.T, w *world, h *hardware) {
-			h.fault = func(int, bool) error {
-				return &nvidia.CutError{Op: "look", Code: nvidia.CodeLost, Message: "the GPU is lost"}
-			}
-			w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:]
-		},
-		"another card is there": func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).uuid = "GPU-new" },
+			anew(w)
+		}},
+		"the card fell off the bus": {nil, func(_ *testing.T, w *world, h *hardware) { lost(h); anew(w) }},
+		"the only card fell off the bus": {oneGPU, func(_ *testing.T, w *world, h *hardware) {
+			lost(h)
+			w.snapshot = inventory.Snapshot{Known: true, Reason: "no GPU answers"}
+		}},
+		"the card fell off the bus of a node that may offer none": {nil, func(_ *testing.T, w *world, h *hardware) {
+			lost(h)
+			anew(w)
+			w.snapshot.Ready, w.snapshot.Reason = false, "the hook cannot run"
+		}},
+		"another card is there": {nil, func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).uuid = "GPU-new" }},
 	} {
-		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
-			h := withMIG(w)
-			p := w.plugin(t)
-			mustPrepare(t, p, newClaim("c", allocated("r", small0)))
-			gone(t, w, h)
-			mustUnprepare(t, p, "uid-c")
-			clean(t, w)
-		})
+		for kind, claim := range map[string]*resourceapi.ResourceClaim{
+			"partition": newClaim("c", allocated("r", small0)), "time slices": sliced, "MPS": shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", byMPS),
+			"fraction": part1, "fraction of a partition": migPart1, "plain share": long1,
+		} {
+			t.Run(name+", "+kind, func(t *testing.T) {
+				w := newWorld(t)
+				if c.node != nil {
+					c.node(w)
+				}
+				h := withMPS(w)
+				p := w.plugin(t)
+				mustPrepare(t, p, claim)
+				c.gone(t, w, h)
+				w.daemons.apart = true
+				mustUnprepare(t, p, "uid-c")
+				clean(t, w)
+				if left := w.holders(); len(left) != 0 || len(w.daemons.running) != 0 {
+					t.Errorf("left: %q, %v", left, w.daemons.running)
+				}
+			})
+		}
+	}
+}
+
+// What nobody has looked at yet may be there.
+func TestACardIsNotCalledGoneBeforeTheNodeWasLookedAt(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	mustPrepare(t, w.plugin(t), sliced)
+	w.snapshot = inventory.Snapshot{}
+	h.fault = func(int, bool) error {
+		return &nvidia.CutError{Op: "look", Code: nvidia.CodeLost, Message: "the GPU is lost"}
+	}
+	p := w.plugin(t)
+	if err := p.Unprepare(t.Context(), "uid-c"); err == nil || len(w.holders()) != 1 || len(w.records()) != 1 {
+		t.Errorf("%v, left: %q, %q", err, w.holders(), w.records())
 	}
 }

@@ -282,12 +282,13 @@ func cuttable(policy device.Policy) bool {
 	return policy != device.PolicyStatic && policy != device.PolicyOff
 }
 
-// present says whether the card may still be there, as far as the inventory knows.
+// present says whether the card may still be there, as far as the inventory knows. Whether it may be offered says nothing about that: a node all of whose
+// cards are gone offers none, and an inventory that cannot look goes by what it last saw.
 func present(s inventory.Snapshot, card device.Card) bool {
 	for _, g := range s.Node.GPUs {
 		if g.Card() == card {
 			return true
 		}
 	}
-	return !s.Ready
+	return !s.Known
 }
