@@ -73,5 +73,5 @@ func bindNode(source *os.File, target string) error {
 	if err := unix.Mount(fmt.Sprintf("/proc/self/fd/%d", source.Fd()), target, "", unix.MS_BIND, ""); err != nil {
 		return fmt.Errorf("bind %s: %w", source.Name(), err)
 	}
-	return nil
+	return allow(target, unix.MOUNT_ATTR_NODEV)
 }

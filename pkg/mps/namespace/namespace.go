@@ -9,6 +9,10 @@
 //	/tmp/lib         links to the driver's libraries, and to nothing else that is in their directory
 //	/dev             is replaced where the driver has its device nodes elsewhere
 //
+// Clients write to the pipes and to the shared memory, root in a container among them, and the programs are root of the node. So no link in the two is
+// followed, and they hold no device that could be opened (Linux 5.10 or later); and of what else can be seen all is read-only and without devices, but for
+// /dev and /proc (Linux 5.12 or later).
+//
 // There is no change of the root directory: many a driver root is no system that could run a program. The programs are run by the dynamic linker and the
 // C library of this image; a driver root that is a whole system has a C library too, which must not be found, because it fits its own linker only.
 //
@@ -102,14 +106,18 @@ func enter(v View) error {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
 		return fmt.Errorf("keep its mounts to itself: %w", err)
 	}
+	if err := lockDown(); err != nil {
+		return err
+	}
 	binds := []struct {
 		from, to string
 		flags    uintptr
+		clients  bool // they write to it, or make the programs write to it
 	}{
-		{v.Shm, shm, 0},
-		{v.Pipes, Pipes, 0},
-		{v.Logs, Logs, 0},
-		{v.DriverRoot, driverRoot, unix.MS_REC},
+		{v.Shm, shm, 0, true},
+		{v.Pipes, Pipes, 0, true},
+		{v.Logs, Logs, 0, true},
+		{v.DriverRoot, driverRoot, unix.MS_REC, false},
 	}
 	if v.Dev != "" {
 		if err := replaceDev(v.Dev); err != nil {
@@ -139,6 +147,12 @@ func enter(v View) error {
 	for i, b := range binds {
 		if err := unix.Mount(fmt.Sprintf("/proc/self/fd/%d", sources[i]), b.to, "", unix.MS_BIND|b.flags, ""); err != nil {
 			return fmt.Errorf("bind %s to %s: %w", b.from, b.to, err)
+		}
+		if !b.clients {
+			continue
+		}
+		if err := unix.Mount("", b.to, "", unix.MS_BIND|unix.MS_REMOUNT|harmless, ""); err != nil {
+			return fmt.Errorf("follow no link in %s: %w", b.from, err)
 		}
 	}
 	return link(v)

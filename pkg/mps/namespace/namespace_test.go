@@ -97,6 +97,40 @@ func TestADevOfTheDriversOwn(t *testing.T) {
 	}
 }
 
+// What a client puts where it can write leads the programs, who are root of the node, nowhere; and nothing else of the node's can be written.
+func TestNothingOfTheNodesCanBeWritten(t *testing.T) {
+	v := host(t)
+	dir := filepath.Dir(v.Pipes)
+	victim := filepath.Join(dir, "victim")
+	for _, path := range []string{victim, filepath.Join(v.DriverRoot, "victim")} {
+		if err := os.WriteFile(path, []byte("the node's"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, planted := range []string{v.Pipes, v.Shm, v.Logs} {
+		if err := os.Symlink(victim, filepath.Join(planted, "link")); err != nil {
+			t.Fatal(err)
+		}
+		if err := syscall.Mknod(filepath.Join(planted, "node"), syscall.S_IFCHR|0o666, 1<<8|3); err != nil { // /dev/null's
+			t.Fatal(err)
+		}
+	}
+	for _, path := range []string{
+		"/tmp/nvidia-mps/link", "/dev/shm/link", "/tmp/nvidia-log/link", "/tmp/nvidia-mps/node", "/dev/shm/node", "/tmp/nvidia-log/node",
+		victim, "/tmp/driver/victim", "/proc/sys/kernel/hostname", "/proc/sysrq-trigger",
+	} {
+		// Opened for writing, and nothing is written: should it be let, no harm is done.
+		if out, err := enterView(t, v, "-c", ": >>"+path); err == nil {
+			t.Errorf("%s can be written to: %s", path, out)
+		}
+	}
+	for _, path := range []string{"/tmp/nvidia-mps/own", "/dev/shm/own", "/tmp/nvidia-log/own", "/dev/null", "/proc/self/comm"} {
+		if out, err := enterView(t, v, "-c", ": >>"+path); err != nil {
+			t.Errorf("%s cannot be written to: %s", path, out)
+		}
+	}
+}
+
 func TestWhatIsMissingIsNamed(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(*View)
