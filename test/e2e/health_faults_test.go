@@ -22,6 +22,7 @@ func TestHealthFaults(t *testing.T) {
 	t.Run("without events questions find what is wrong", func(t *testing.T) { w.testDeaf(t, devices[3]) })
 	t.Run("a GPU that is taken out and put in again", func(t *testing.T) { w.testPulled(t, devices[4]) })
 	t.Run("an API server that was away gets the hardware's state", func(t *testing.T) { w.testAway(t, devices[5], devices[6]) })
+	t.Run("a reset that nobody announces ends what takes one, and a reload of the driver too", func(t *testing.T) { w.testResetSeen(t, devices[3]) })
 	t.Run("a kill of the plugin changes nothing", func(t *testing.T) { w.testKilledWhileIll(t, devices[7]) })
 }
 
@@ -122,6 +123,23 @@ func (w *world) testAway(t *testing.T, ill, healed string) {
 		return strings.Join(all[ill], " ") == "gpu.nvidia.com/unhealthy=xid-79:NoSchedule" && len(all[healed]) == 0, fmt.Sprint(all[ill], all[healed])
 	})
 	w.heals(t, busOf(ill))
+}
+
+func (w *world) testResetSeen(t *testing.T, device string) {
+	for what, again := range map[string][][]string{"a reset": {{"reset", busOf(device)}}, "a reload": {{"driver", "away", "--force"}, {"driver", "back"}}} {
+		w.nvmlsim(t, h100, "xid", busOf(device), "95")
+		w.becomes(t, device, "gpu.nvidia.com/unhealthy=xid-95:NoSchedule")
+		<-time.After(6 * time.Second) // it has been asked meanwhile, and nothing of that ends it
+		w.becomes(t, device, "gpu.nvidia.com/unhealthy=xid-95:NoSchedule")
+		for _, args := range again {
+			w.nvmlsim(t, h100, args...)
+		}
+		eventually(t, 60*time.Second, what+" ends it", func() (bool, string) {
+			got := w.taints(t, h100)
+			return len(got) == 0, fmt.Sprint(got[device])
+		})
+	}
+	w.offersShapes(t, h100, 8, 200)
 }
 
 func (w *world) testKilledWhileIll(t *testing.T, device string) {
