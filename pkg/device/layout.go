@@ -22,6 +22,11 @@ type Offering struct {
 	Layout
 	// Shares says which of the shapes are also offered in shares. None are unless [WhyNotShared] lacks nothing.
 	Shares ShareRules
+	// NoFractions says why nothing could keep processes to fractions of this GPU; see [WhyNoFractions]. It is not offered in any then.
+	NoFractions string
+	// HeldShares are the share devices that claims hold, by their names, and whether they hold them in fractions. They stay in the pool, without anything to be
+	// had of them, where the rules say something else by now: else the scheduler would no longer know that they keep others away.
+	HeldShares map[string]bool
 }
 
 // Decide is the one place that knows how a GPU is offered. owned are those of its instances that claims of ours explain, whatever else is there is an

@@ -145,7 +145,13 @@ func policyIsValid(t *testing.T, d resourceapi.Device, name resourceapi.Qualifie
 		return
 	}
 	p := c.RequestPolicy
-	if p.Default == nil || p.ValidRange == nil || p.ValidRange.Min == nil || p.ValidRange.Max == nil || p.ValidRange.Step == nil || len(p.ValidValues) > 0 {
+	if len(p.ValidValues) > 0 { // of a device of which nobody gets more
+		if p.ValidRange != nil || len(p.ValidValues) != 1 || p.Default == nil || p.Default.Cmp(p.ValidValues[0]) != 0 || p.Default.Cmp(c.Value) != 0 {
+			t.Errorf("device %s: of %s %s one gets %v, by default %v", d.Name, name, c.Value.String(), p.ValidValues, p.Default)
+		}
+		return
+	}
+	if p.Default == nil || p.ValidRange == nil || p.ValidRange.Min == nil || p.ValidRange.Max == nil || p.ValidRange.Step == nil {
 		t.Errorf("device %s: the policy of %s is not complete", d.Name, name)
 		return
 	}

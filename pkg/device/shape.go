@@ -25,22 +25,26 @@ type Shape interface {
 // one does not go through the partitions of all, then shares of these, then one GPU after the other with its small partitions first, each before its shares, so
 // that a GPU is filled before the next is begun. GPUs are ordered by PCI address. They are all that the node has: share rules may count them.
 func Offer(offerings []Offering) []Shape {
-	sorted := slices.Clone(offerings)
-	slices.SortFunc(sorted, func(a, b Offering) int { return strings.Compare(string(a.PCIAddress), string(b.PCIAddress)) })
 	var whole, shares, parts []Shape
-	for index, o := range sorted {
+	for index, o := range byPlace(offerings) {
 		partitions, all := o.partitions(index)
 		if o.Whole {
 			w := Whole{o.GPU, all}
 			whole = append(whole, w)
-			shares = append(shares, sharesOf(w, o.Shares.For(o.GPU, "", index))...)
+			shares = append(shares, sharesOf(w, o.share(w, "", index))...)
 		}
 		for _, p := range partitions {
 			parts = append(parts, p)
-			parts = append(parts, sharesOf(p, o.Shares.For(o.GPU, p.profile, index))...)
+			parts = append(parts, sharesOf(p, o.share(p, p.profile, index))...)
 		}
 	}
 	return slices.Concat(whole, shares, parts)
+}
+
+func byPlace(offerings []Offering) []Offering {
+	sorted := slices.Clone(offerings)
+	slices.SortFunc(sorted, func(a, b Offering) int { return strings.Compare(string(a.PCIAddress), string(b.PCIAddress)) })
+	return sorted
 }
 
 // partitions that are offered of the GPU at a place among the node's, and what all of its shapes take their parts of.
@@ -53,14 +57,14 @@ func (o Offering) partitions(index int) ([]Partition, budget) {
 		}
 	}
 	all := budget{}
-	if (Shared{Whole{gpu: o.GPU}, o.Shares.For(o.GPU, "", index)}).possible() && o.Whole {
+	if w := (Whole{gpu: o.GPU}); (Shared{w, o.share(w, "", index)}).possible() && o.Whole {
 		all[wholeCounter] = deviceTotal
 	}
 	partitions := o.existing()
 	for i := range partitions {
 		p := &partitions[i]
 		// The API allows a set so many counters. No card has as many instances, but what it says is not trusted.
-		if (Shared{p, o.Shares.For(o.GPU, p.profile, index)}).possible() && len(all) < resourceapi.ResourceSliceMaxCountersPerCounterSet {
+		if (Shared{p, o.share(p, p.profile, index)}).possible() && len(all) < resourceapi.ResourceSliceMaxCountersPerCounterSet {
 			all[p.counter()] = deviceTotal
 		}
 	}
@@ -72,6 +76,20 @@ func (o Offering) partitions(index int) ([]Partition, budget) {
 		p.budget, p.cost = all, all.alone(p.counter())
 	}
 	return partitions, all
+}
+
+// share is how a shape of the GPU at a place among the node's is shared.
+func (o Offering) share(s shareable, profile string, index int) Share {
+	share := o.Shares.For(o.GPU, profile, index)
+	if share.Fractions && o.NoFractions != "" {
+		share = Share{}
+	}
+	name := s.name()
+	name.Share = true
+	if fractions, held := o.HeldShares[name.String()]; held && (!share.Offered() || share.Fractions != fractions) {
+		return Share{Fractions: fractions, ending: true}
+	}
+	return share
 }
 
 func (o Offering) existing() []Partition {

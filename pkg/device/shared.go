@@ -56,6 +56,9 @@ type shareable interface {
 
 var _ Shape = Shared{}
 
+// Ending says whether nobody gets another share, because the device is not offered so any more.
+func (s Shared) Ending() bool { return s.share.ending }
+
 // sharesOf is empty where the shape is not shared, or cannot be.
 func sharesOf(s shareable, as Share) []Shape {
 	shared := Shared{s, as}
@@ -66,7 +69,7 @@ func sharesOf(s shareable, as Share) []Shape {
 }
 
 func (s Shared) possible() bool {
-	return s.share.Offered() && len(s.Name()) <= validation.DNS1123LabelMaxLength && (!s.share.Fractions || s.memory() > 0)
+	return s.share.Offered() && len(s.Name()) <= validation.DNS1123LabelMaxLength && (!s.share.Fractions || s.share.ending || s.memory() > 0)
 }
 
 func (s Shared) Name() string {
@@ -95,21 +98,30 @@ func (s Shared) Device(d Driver) resourceapi.Device {
 	device.AllowMultipleAllocations = ptr.To(true)
 	device.ConsumesCounters = s.costOfShares().consumed(s.GPU().WholeName())
 	device.Attributes["type"] = text(*device.Attributes["type"].StringValue + "-share")
+	device.Attributes["sharing"], device.Attributes["memoryLimit"] = text("TimeSlicing"), text("none")
 	if s.share.Fractions {
-		device.Attributes["sharing"] = text("MPS")
-		device.Attributes["memoryLimit"] = text("process")
-		device.Capacity = map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
+		device.Attributes["sharing"], device.Attributes["memoryLimit"] = text("MPS"), text("process")
+	}
+	device.Capacity = s.capacities()
+	return device
+}
+
+func (s Shared) capacities() map[resourceapi.QualifiedName]resourceapi.DeviceCapacity {
+	switch {
+	case s.share.ending && s.share.Fractions:
+		return map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{CapacityMemory: taken(bytesOf(leastFraction))}
+	case s.share.ending:
+		return map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{CapacityShares: taken(numberOf(1))}
+	case s.share.Fractions:
+		return map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
 			CapacityMemory: inParts(bytesOf(s.memory()), bytesOf(leastFraction), bytesOf(leastFraction), bytesOf(fractionStep)),
 			CapacityCores:  inParts(numberOf(allCores), numberOf(0), numberOf(0), numberOf(1)),
 		}
-		return device
+	default:
+		return map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
+			CapacityShares: inParts(numberOf(s.share.Count), numberOf(1), numberOf(1), numberOf(1)),
+		}
 	}
-	device.Attributes["sharing"] = text("TimeSlicing")
-	device.Attributes["memoryLimit"] = text("none")
-	device.Capacity = map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
-		CapacityShares: inParts(numberOf(s.share.Count), numberOf(1), numberOf(1), numberOf(1)),
-	}
-	return device
 }
 
 func (s Shared) partitionType() string { return "share of " + s.shareable.partitionType() }
@@ -119,6 +131,13 @@ func (s Shared) partitionType() string { return "share of " + s.shareable.partit
 func inParts(total, least, unasked, step resource.Quantity) resourceapi.DeviceCapacity {
 	return resourceapi.DeviceCapacity{Value: total, RequestPolicy: &resourceapi.CapacityRequestPolicy{
 		Default: &unasked, ValidRange: &resourceapi.CapacityRequestPolicyRange{Min: &least, Max: ptr.To(total.DeepCopy()), Step: &step},
+	}}
+}
+
+// taken is a capacity of which no less than all can be asked for, so that nothing is left where anybody holds any.
+func taken(least resource.Quantity) resourceapi.DeviceCapacity {
+	return resourceapi.DeviceCapacity{Value: least, RequestPolicy: &resourceapi.CapacityRequestPolicy{
+		Default: ptr.To(least.DeepCopy()), ValidValues: []resource.Quantity{least.DeepCopy()},
 	}}
 }
 

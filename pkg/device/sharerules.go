@@ -13,10 +13,12 @@ type Share struct {
 	Fractions bool
 	// Count is how many claims may hold the device in turn, by time slices and without limits. It is 0 with Fractions.
 	Count int
+	// ending shares are those that claims hold of a device which is not offered so any more: nobody gets another one, and what is held goes on being counted.
+	ending bool
 }
 
 // Offered says whether there are shares at all.
-func (s Share) Offered() bool { return s.Fractions || s.Count > 0 }
+func (s Share) Offered() bool { return s.Fractions || s.Count > 0 || s.ending }
 
 // Plain shares are 2 at least: one that cannot be shared is the device itself. No card serves as many as the most, which keeps numbers in bounds.
 const fewestShares, mostShares = 2, 1000
@@ -122,6 +124,19 @@ func (r ShareRules) For(g GPU, profile string, index int) Share {
 		}
 	}
 	return Share{}
+}
+
+// NotInFractions says of the GPUs which rules want to be offered in fractions, whole or in partitions, why they are not, by the GPU's name.
+func NotInFractions(offerings []Offering) map[string]string {
+	why := map[string]string{}
+	for index, o := range byPlace(offerings) {
+		for _, rule := range o.Shares.rules {
+			if o.NoFractions != "" && rule.share.Fractions && (rule.index == index || rule.index < 0 && rule.selector.fits(o.GPU)) {
+				why[o.WholeName()] = o.NoFractions
+			}
+		}
+	}
+	return why
 }
 
 // WhyNotShared says what a cluster lacks to share devices, for people to read. It is empty if nothing is lacking: then alone may rules be given to [Offer]. A

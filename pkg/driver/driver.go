@@ -74,8 +74,8 @@ type Driver struct {
 	toReconcile chan struct{}
 	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.
 	limited map[string]string
-	// notShared is what was last said of why nothing is shared. Only the publisher uses it.
-	notShared string
+	// toldShares is what was last said of what is not shared. Only the publisher uses it.
+	toldShares toldShares
 	// lost is what was last said of devices that claims have lost. Only reconcile uses it.
 	lost map[string]toldLost
 	// unhealthy says of the devices that claims have lost, by name, what became of them.

@@ -16,17 +16,8 @@ import (
 // offer makes slices of what the node has, and says where people look in which shapes it is offered.
 func (d *Driver) offer(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool) {
 	offerings, settled := d.layouts.Decide(ctx, s, f.PartitionedDevices)
-	rules, notShared := d.shareRules(f)
-	for i := range offerings {
-		offerings[i].Shares = rules
-	}
-	shapes := device.Offer(offerings)
-	d.metrics.Shares(countShares(shapes))
-	if notShared != d.notShared {
-		if d.notShared = notShared; notShared != "" {
-			d.events.warn("SharesNotOffered", "No device is offered in shares: "+notShared)
-		}
-	}
+	shapes, ended := d.inShares(ctx, offerings, s.Node.Driver, f)
+	settled = settled && ended
 	var options []device.SliceOption
 	if f.PartitionTypes {
 		options = append(options, device.PartitionTypes(DriverName))

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -47,6 +48,56 @@ func (t supervised) Stop(ctx context.Context, id string) error {
 		return supervisor.Forget(t.paths, id)
 	}
 	return err
+}
+
+// toldShares is what was last said of devices that are not shared as the configuration has it, or were before.
+type toldShares struct {
+	notShared, noFractions, ending string
+	held                           map[string]bool
+}
+
+// inShares adds to what is offered that which several claims may hold, and says where people look what of it cannot be offered. It is settled if no claim
+// holds shares that are offered no more.
+func (d *Driver) inShares(ctx context.Context, offerings []device.Offering, v device.Driver, f Features) (_ []device.Shape, settled bool) {
+	rules, notShared := d.shareRules(f)
+	now := toldShares{notShared: notShared}
+	if device.WhyNotShared(f.PartitionedDevices, f.ConsumableCapacity) == "" {
+		var err error
+		if now.held, err = d.preparer.HeldShares(); err != nil {
+			klog.FromContext(ctx).Error(err, "Could not look which shares are held; going by what was held before")
+			now.held = d.toldShares.held
+		}
+	}
+	for i := range offerings {
+		o := &offerings[i]
+		o.Shares, o.NoFractions, o.HeldShares = rules, device.WhyNoFractions(o.GPU, v), now.held
+	}
+	shapes := device.Offer(offerings)
+	d.metrics.Shares(countShares(shapes))
+	now.noFractions, now.ending = describe(device.NotInFractions(offerings)), strings.Join(ending(shapes), ", ")
+	if now.notShared != "" && now.notShared != d.toldShares.notShared {
+		d.events.warn("SharesNotOffered", "No device is offered in shares: "+now.notShared)
+	}
+	if now.noFractions != "" && now.noFractions != d.toldShares.noFractions {
+		d.events.warn("FractionsNotOffered", "Not offered in fractions: "+now.noFractions)
+	}
+	if now.ending != "" && now.ending != d.toldShares.ending {
+		d.events.warn("SharesEnding", "Claims hold shares that are not offered so any more: nobody gets another one of "+now.ending+
+			", and what is configured now holds when the last of them has been given back")
+	}
+	d.toldShares = now
+	return shapes, now.ending == ""
+}
+
+// ending are the devices that are there for those alone who hold shares of them.
+func ending(shapes []device.Shape) []string {
+	var names []string
+	for _, s := range shapes {
+		if shared, is := s.(device.Shared); is && shared.Ending() {
+			names = append(names, s.Name())
+		}
+	}
+	return names
 }
 
 // shareRules are those that the configuration has, on a cluster that can count what is shared. notShared says what else it lacks, for people to read.
