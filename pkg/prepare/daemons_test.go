@@ -3,6 +3,7 @@ package prepare
 import (
 	"context"
 	"fmt"
+	"io/fs"
 	"slices"
 	"strings"
 	"testing"
@@ -14,6 +15,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
@@ -53,20 +55,28 @@ type daemons struct {
 	running map[string]mps.Daemon
 	hang    map[string]bool // by UUID of a device
 	apart   bool            // what ails the GPUs does not ail their daemons
+	absent  bool            // there is no supervisor, and so no daemon
+	stuck   bool            // no daemon can be ended
 }
 
-var _ Daemons = &daemons{}
+var (
+	_         Daemons = &daemons{}
+	errAbsent         = &mps.NotRunningError{Socket: "/mps/socket", Err: fs.ErrNotExist}
+)
 
 // withMPS gives the world's GPUs the ability to be cut, and to be shared.
 func withMPS(w *world) *hardware {
 	h := withMIG(w)
-	w.daemons = &daemons{h: h, running: map[string]mps.Daemon{}, hang: map[string]bool{}}
+	w.daemons.h, w.daemons.absent = h, false
 	return h
 }
 
 func (d *daemons) Start(ctx context.Context, daemon mps.Daemon) error {
 	if err := daemon.Validate(); err != nil {
 		return err
+	}
+	if d.absent {
+		return fmt.Errorf("start MPS daemon %s: %w", daemon.ID, errAbsent)
 	}
 	if slices.ContainsFunc(daemon.Devices, func(uuid string) bool { return d.hang[uuid] }) {
 		<-ctx.Done()
@@ -83,7 +93,28 @@ func (d *daemons) Start(ctx context.Context, daemon mps.Daemon) error {
 	})
 }
 
-func (d *daemons) Stop(_ context.Context, id string) error {
+func (d *daemons) List(context.Context) ([]mps.Status, error) {
+	if d.absent {
+		return nil, errAbsent
+	}
+	if d.h.disk.Stopped() {
+		return nil, durabletest.ErrStopped
+	}
+	d.h.mu.Lock()
+	defer d.h.mu.Unlock()
+	var all []mps.Status
+	for _, daemon := range d.running {
+		all = append(all, mps.Status{Daemon: daemon, State: mps.Ready})
+	}
+	return all, nil
+}
+
+// Stop forgets a daemon that has gone with its supervisor, as the driver does.
+func (d *daemons) Stop(ctx context.Context, id string) error {
+	if d.stuck {
+		<-ctx.Done()
+		return fmt.Errorf("stop MPS daemon %s: the MPS supervisor has not answered in time: %w", id, context.Cause(ctx))
+	}
 	if d.apart {
 		delete(d.running, id)
 		return nil
@@ -118,6 +149,9 @@ func (d *daemons) edits(id string) specs.ContainerEdits {
 
 // verify finds a daemon's directory only while the daemon is there.
 func (d *daemons) verify(edits specs.ContainerEdits) error {
+	if d.h == nil {
+		return nil
+	}
 	d.h.mu.Lock()
 	defer d.h.mu.Unlock()
 	for _, m := range edits.Mounts {
@@ -156,7 +190,7 @@ func shareOf(request, name string) result {
 	return r
 }
 
-// sharing is a configuration for the kind of device.
+// shareBy configures how the claim's devices of a kind are shared.
 func shareBy(c *resourceapi.ResourceClaim, kind, sharing string) *resourceapi.ResourceClaim {
 	return configured(c, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"`+kind+`","sharing":`+sharing+`}`)
 }

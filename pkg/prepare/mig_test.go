@@ -147,7 +147,7 @@ func TestWhatOfPartitionsIsRefusedAndWhatItSays(t *testing.T) {
 		cause Cause
 		says  []string
 	}{
-		{"sharing", nil, configured(newClaim("c", allocated("r", small0)), share), CauseNotReady, []string{"MPS", "switched off on this node", "mps.enabled"}},
+		{"sharing", nil, configured(newClaim("c", allocated("r", small0)), share), CauseNotReady, []string{"the claim needs MPS", "mps.enabled"}},
 		{"two at one place", nil, newClaim("c", allocated("a", small0), allocated("b", large0)), CauseClaim, []string{"requests a and b", small0, large0}},
 		{"a whole and its part", nil, newClaim("c", allocated("a", gpu0), allocated("b", large0)), CauseClaim, []string{"requests a and b", gpu0, large0}},
 		{"a profile that there is not", nil, newClaim("c", allocated("a", gpu0+"-mig-77-0")), CauseDevice, []string{"profile 77"}},

@@ -4,30 +4,33 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"slices"
+	"strings"
+	"sync"
 
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// orphans takes claims that have no record any more out of what they shared. The record of a claim goes last, so this finds something only where records were
-// lost.
+// orphans takes claims that have no record any more out of what they shared, and ends what no file says who holds it. The record of a claim goes last, and a
+// daemon before its file, so this finds something only where files were lost. What cannot be put in order keeps nothing else from it.
 func (p *Preparer) orphans(ctx context.Context) error {
 	keys, err := p.Records.Holders()
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
+	var all together
 	var uids []types.UID
 	for _, key := range keys {
 		h, _, err := p.Records.Holder(key)
-		var unreadable *checkpoint.UnreadableError
-		if errors.As(err, &unreadable) {
-			if err := p.unheld(ctx, key, unreadable); err != nil {
-				return err
-			}
+		if unreadable := new(checkpoint.UnreadableError); errors.As(err, &unreadable) {
+			all.do(func() error { return p.unheld(ctx, key, unreadable) })
 			continue
 		}
 		for _, c := range h.Claims {
@@ -35,15 +38,36 @@ func (p *Preparer) orphans(ctx context.Context) error {
 		}
 	}
 	slices.Sort(uids)
-	var errs []error
 	for _, uid := range slices.Compact(uids) {
-		if entries, err := p.Records.List(); err != nil || hasRecord(entries, uid) {
-			errs = append(errs, err)
+		entries, err := p.Records.List()
+		if err == nil && hasRecord(entries, uid) {
 			continue
 		}
-		errs = append(errs, p.leaveAlone(ctx, uid))
+		all.do(func() error { return errors.Join(err, p.leaveAlone(ctx, uid)) })
 	}
-	return errors.Join(errs...)
+	all.do(func() error { return p.strays(ctx) })
+	return all.wait()
+}
+
+// together does things side by side and joins their errors.
+type together struct {
+	wg   sync.WaitGroup
+	mu   sync.Mutex
+	errs []error
+}
+
+func (t *together) do(work func() error) {
+	t.wg.Go(func() {
+		err := work()
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		t.errs = append(t.errs, err)
+	})
+}
+
+func (t *together) wait() error {
+	t.wg.Wait()
+	return errors.Join(t.errs...)
 }
 
 func hasRecord(entries []checkpoint.Entry, uid types.UID) bool {
@@ -68,43 +92,143 @@ func (p *Preparer) leaveAlone(ctx context.Context, uid types.UID) error {
 	return p.leaveAll(work, uid)
 }
 
-// unheld sets a file aside that cannot be read, if no record says that a claim holds what it is about.
+// unheld sets a file aside that cannot be read, if no record says that a claim holds what it is about, and the hardware to its default.
 func (p *Preparer) unheld(ctx context.Context, key string, reason error) error {
-	of, kind := keyOf(key)
-	name, known := device.ParseName(of)
-	var locks []string
-	if known {
-		locks = []string{name.GPU}
-	}
 	work, cancel := context.WithTimeout(ctx, roundTime)
 	defer cancel()
-	held, err := p.Locks.Acquire(work, gpuLocks(locks...)...)
+	held, err := p.lockKey(work, key)
 	if err != nil {
-		return notLocked(ctx, "a claim is being prepared or unprepared on the GPU", err)
+		return err
 	}
 	defer held.Release()
-	entries, err := p.Records.List()
-	if err != nil {
-		return because(CauseRecord, "%w", err)
+	_, _, err = p.Records.Holder(key)
+	if unreadable := new(checkpoint.UnreadableError); !errors.As(err, &unreadable) {
+		return nil // another call has put it in order
 	}
-	for _, e := range entries {
-		r, found, err := p.Records.Load(e.ClaimUID)
-		if err != nil || found && slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return names(s, key) }) {
-			return nil // a record that cannot be read may name it
-		}
+	if named, err := p.named(key); named || err != nil {
+		return err
 	}
-	if kind == mpsDaemonKind {
-		if err := p.daemons().Stop(work, of); err != nil {
-			return stepError(err)
-		}
+	if err := p.setDefault(work, key); err != nil {
+		return stepError(fmt.Errorf("what claims shared as %s, of which nothing can be read: %w", key, err))
 	}
 	place, err := p.Records.QuarantineHolder(key, p.Now())
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
-	klog.FromContext(ctx).Error(reason, "Set a file aside that said what claims shared, and that no claim's record names: what it set may be set still, see nvidia-smi",
+	klog.FromContext(ctx).Error(reason, "Set a file aside that said what claims shared, and that no claim's record names; the hardware was set to its default, because what was found before cannot be told",
 		"holder", key, "quarantine", place)
 	return nil
+}
+
+// setDefault undoes what a key alone tells of. An instance stays: that it is ours nothing proves any more.
+func (p *Preparer) setDefault(ctx context.Context, key string) error {
+	of, kind := keyOf(key)
+	var step sharable
+	switch kind {
+	case mpsDaemonKind:
+		return p.MPS.Stop(ctx, of)
+	case computeModeKind, timeSliceKind:
+		snapshot := p.Hardware.Snapshot()
+		t, there := find(snapshot, of)
+		if !there && snapshot.Known {
+			return nil // with the card, what was set on it has gone
+		}
+		if !there {
+			return notReady(snapshot)
+		}
+		step = &computeMode{GPU: of, Card: t.gpu.Card()}
+		if kind == timeSliceKind {
+			step = &timeSlice{GPU: of, Card: t.gpu.Card()}
+		}
+	default:
+		return nil
+	}
+	step.unknown()
+	return step.Revert(ctx, p.env(&checkpoint.Record{BootID: p.BootID}, nil))
+}
+
+// strays ends daemons of which no file says that claims hold them: their devices are given to others.
+func (p *Preparer) strays(ctx context.Context) error {
+	work, cancel := context.WithTimeout(ctx, roundTime)
+	defer cancel()
+	running, err := p.MPS.List(work)
+	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
+		return nil // nor any daemon
+	}
+	if err != nil {
+		return stepError(err)
+	}
+	keys, err := p.Records.Holders()
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	var all together
+	for _, s := range running {
+		if id := s.Daemon.ID; !slices.Contains(keys, sharedKey(id, mpsDaemonKind)) {
+			all.do(func() error { return p.endStray(ctx, id) })
+		}
+	}
+	return all.wait()
+}
+
+func (p *Preparer) endStray(ctx context.Context, id string) error {
+	work, cancel := context.WithTimeout(ctx, roundTime)
+	defer cancel()
+	key := sharedKey(id, mpsDaemonKind)
+	held, err := p.lockKey(work, key)
+	if err != nil {
+		return err
+	}
+	defer held.Release()
+	if _, found, err := p.Records.Holder(key); found || err != nil {
+		return nil // a call has started it meanwhile
+	}
+	// A claim whose record names it is given its file again by its own comparison.
+	if named, err := p.named(key); named || err != nil {
+		return err
+	}
+	if err := p.MPS.Stop(work, id); err != nil {
+		return stepError(fmt.Errorf("a daemon that no claim holds: %w", err))
+	}
+	klog.FromContext(ctx).Info("Ended an MPS daemon that no claim holds", "daemon", id)
+	return nil
+}
+
+// lockKey takes the lock of those who could change what the key is about: of the GPU, or of the claim that has it for itself.
+func (p *Preparer) lockKey(ctx context.Context, key string) (*lock.Held, error) {
+	of, _ := keyOf(key)
+	locks := []lock.Name{}
+	if name, known := device.ParseName(of); known {
+		locks = gpuLocks(name.GPU)
+	} else if uid, ok := ownerOf(of); ok {
+		locks = append(locks, claimLock(uid))
+	}
+	held, err := p.Locks.Acquire(ctx, locks...)
+	if err != nil {
+		return nil, notLocked(ctx, "a claim is being prepared or unprepared that has to do with "+of, err)
+	}
+	return held, nil
+}
+
+// ownerOf is the claim in the ID of a daemon that is one claim's.
+func ownerOf(daemon string) (types.UID, bool) {
+	i := strings.LastIndex(daemon, "-")
+	if i <= 0 {
+		return "", false
+	}
+	return types.UID(daemon[:i]), true
+}
+
+// named says whether a record names the key, or cannot be read and may.
+func (p *Preparer) named(key string) (bool, error) {
+	entries, err := p.Records.List()
+	if err != nil {
+		return false, because(CauseRecord, "%w", err)
+	}
+	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
+		r, found, err := p.Records.Load(e.ClaimUID)
+		return err != nil || found && slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return names(s, key) })
+	}), nil
 }
 
 // names says whether a record's step is about the key.

@@ -72,7 +72,7 @@ func within(ctx context.Context, most, reserve time.Duration) (context.Context, 
 	if deadline, ok := ctx.Deadline(); ok {
 		most = min(most, time.Until(deadline)-reserve)
 	}
-	return context.WithTimeout(ctx, most)
+	return context.WithTimeoutCause(ctx, most, fmt.Errorf("it was not done within %s", most.Round(time.Second)))
 }
 
 // refused says whether the hardware was not able to do what it was asked, because of what it found: then the call had no effect. Of other errors nobody

@@ -131,6 +131,9 @@ func (p *Preparer) carryOut(ctx context.Context, w *plan) error {
 	}
 	work, cancel := within(ctx, callTime, answerTime+undoTime)
 	defer cancel()
+	if err := p.served(work, w); err != nil {
+		return err
+	}
 	looks := newLooks(p.Partitions)
 	if err := p.resolve(work, looks, w); err != nil {
 		return err

@@ -128,7 +128,7 @@ func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
 		{"a node that is not ready", func(w *world) { w.snapshot.Ready, w.snapshot.Reason = false, "no driver: install it" }, newClaim("c", allocated("r", gpu0)), CauseNotReady, []string{"not ready yet: no driver: install it"}},
 		{"a node that does not say why it is not ready", func(w *world) { w.snapshot.Ready = false }, newClaim("c", allocated("r", gpu0)), CauseNotReady, []string{"not ready yet: "}},
 		{"one device twice", nil, newClaim("c", allocated("a", gpu0), allocated("b", gpu0)), CauseClaim, []string{"requests a and b", gpu0}},
-		{"sharing by MPS", nil, configured(newClaim("c", allocated("r", gpu0)), `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`), CauseNotReady, []string{"MPS", "switched off on this node", "mps.enabled"}},
+		{"sharing by MPS", nil, configured(newClaim("c", allocated("r", gpu0)), `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`), CauseNotReady, []string{"the claim needs MPS", "mps.enabled"}},
 		{"sharing by time slices", nil, configured(newClaim("c", allocated("r", gpu0)), `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing"}}`), CauseStep, []string{gpu0, "time slices"}},
 		{"a malformed configuration", nil, configured(newClaim("c", allocated("r", gpu0)), `{`), CauseClaim, []string{"the claim's configuration"}},
 		{"a missing device node", func(w *world) {

@@ -50,7 +50,7 @@ type Options struct {
 
 	// Partitions cuts GPUs and sets how processes share them. Without it whole GPUs are prepared as they are, and all else is refused.
 	Partitions Partitions
-	// MPS runs control daemons. Without it MPS and fractions are refused.
+	// MPS runs control daemons. Where nobody answers for it, or without it, MPS and fractions are refused.
 	MPS Daemons
 	// MPSEdits make a container a client of the daemon with this ID. They are asked for only where there is MPS.
 	MPSEdits func(daemon string) specs.ContainerEdits
@@ -70,6 +70,9 @@ type Preparer struct{ Options }
 func New(o Options) *Preparer {
 	if o.Partitions == nil {
 		o.Partitions = uncut{}
+	}
+	if o.MPS == nil {
+		o.MPS = unserved{}
 	}
 	if o.MPSEdits == nil {
 		o.MPSEdits = func(string) specs.ContainerEdits { return specs.ContainerEdits{} }
@@ -242,7 +245,7 @@ func mayHaveCut(entries []checkpoint.Entry, uid types.UID) (parts []string, some
 func (p *Preparer) env(r *checkpoint.Record, steps []Step) *Env {
 	return &Env{
 		ClaimUID: r.ClaimUID, Namespace: r.Namespace, Name: r.Name, BootID: p.BootID, Now: p.Now,
-		Specs: p.Specs, Partitions: p.Partitions, MPS: p.daemons(), Looks: newLooks(p.Partitions), Records: p.Records,
+		Specs: p.Specs, Partitions: p.Partitions, MPS: p.MPS, Looks: newLooks(p.Partitions), Records: p.Records,
 		Sharers: p.sharers,
 		Journal: func() error {
 			stored, err := store(steps)

@@ -1,15 +1,20 @@
 package prepare
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"path/filepath"
 	"strings"
 	"testing"
+	"testing/synctest"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // The records of the first, of the last and of all who share cannot be read: each claim still leaves what it shared, in any order.
@@ -122,31 +127,120 @@ func TestWithAnUnreadableHolderNobodyJoinsAndTheLastSetsTheDefault(t *testing.T)
 }
 
 func TestWhatClaimsWithoutARecordSharedIsSetBack(t *testing.T) {
-	for _, unreadable := range []bool{false, true} {
+	alone := shareBy(newClaim("alone", allocated("r", gpu1)), "GpuConfig", byMPS)
+	for _, on0 := range []*resourceapi.ResourceClaim{part1, sliced} {
+		for _, unreadable := range []bool{false, true} {
+			w := newWorld(t)
+			h := withMPS(w)
+			p := w.plugin(t)
+			mustPrepare(t, p, on0)
+			mustPrepare(t, p, alone)
+			for _, c := range []*resourceapi.ResourceClaim{on0, alone} {
+				if err := p.Records.Remove(c.UID); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for _, file := range w.holders() {
+				if unreadable {
+					w.disk.Put(filepath.Join(state, "holders", file), nil)
+				}
+			}
+			if err := p.Recover(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.Reconcile(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if len(w.holders()) != 0 {
+				t.Errorf("unreadable %v: left: %q", unreadable, w.holders())
+			}
+			shares(t, w, h, p, device.TimeSliceDefault)
+		}
+	}
+}
+
+// Each of two GPUs has a file that cannot be read and that nobody holds; one of the GPUs does not answer.
+func TestWhatCannotBePutInOrderKeepsNothingElseFromIt(t *testing.T) {
+	for _, broken := range []string{"GPU-0", "GPU-1"} {
 		w := newWorld(t)
 		h := withMPS(w)
 		p := w.plugin(t)
-		mustPrepare(t, p, part1)
-		mustPrepare(t, p, shareBy(newClaim("alone", allocated("r", gpu1)), "GpuConfig", byMPS))
-		for _, uid := range []types.UID{"uid-c", "uid-alone"} {
+		mustPrepare(t, p, shareBy(newClaim("a", allocated("r", gpu0)), "GpuConfig", slicing("Long")))
+		mustPrepare(t, p, shareBy(newClaim("b", allocated("r", gpu1)), "GpuConfig", slicing("Long")))
+		for _, uid := range []types.UID{"uid-a", "uid-b"} {
 			if err := p.Records.Remove(uid); err != nil {
 				t.Fatal(err)
 			}
 		}
 		for _, file := range w.holders() {
-			if unreadable {
+			w.disk.Put(filepath.Join(state, "holders", file), nil)
+		}
+		p.Partitions = &mute{h, broken}
+		if err := p.Reconcile(t.Context()); err == nil {
+			t.Error("nobody was told")
+		}
+		if left := w.holders(); len(left) != 1 {
+			t.Errorf("%s is broken: left: %q", broken, left)
+		}
+		for _, gpu := range []string{gpu0, gpu1} {
+			if s := h.of(t, gpu); s.uuid != broken && s.slice != device.TimeSliceDefault {
+				t.Errorf("%s has time slice %d", gpu, s.slice)
+			}
+		}
+		p.Partitions = h
+		if err := p.Reconcile(t.Context()); err != nil || len(w.holders()) != 0 {
+			t.Errorf("%v, left: %q", err, w.holders())
+		}
+		shares(t, w, h, p, device.TimeSliceDefault)
+	}
+}
+
+// mute is hardware of which one GPU does not answer.
+type mute struct {
+	*hardware
+	uuid string
+}
+
+func (m *mute) SetTimeSlice(ctx context.Context, c nvidia.Card, slice device.TimeSlice) error {
+	if c.UUID == m.uuid {
+		return failure(nvidia.CodeTimeout, "set time slice", c)
+	}
+	return m.hardware.SetTimeSlice(ctx, c, slice)
+}
+
+// Two instances of the plugin may come upon the same file.
+func TestAFileThatCannotBeReadIsSetAsideUnderTheLockOfWhoIsInIt(t *testing.T) {
+	for _, c := range []struct {
+		claim *resourceapi.ResourceClaim
+		lock  lock.Name
+	}{{part1, lock.Name{File: gpu0}}, {grouped, claimLock(grouped.UID)}} {
+		w := newWorld(t)
+		withMPS(w)
+		mustPrepare(t, w.plugin(t), c.claim)
+		key := ""
+		for _, file := range w.holders() {
+			if strings.HasSuffix(file, "_"+mpsDaemonKind+".json") {
+				key = strings.TrimSuffix(file, ".json")
 				w.disk.Put(filepath.Join(state, "holders", file), nil)
 			}
 		}
-		if err := p.Recover(t.Context()); err != nil {
-			t.Fatal(err)
-		}
-		if err := p.Reconcile(t.Context()); err != nil {
-			t.Fatal(err)
-		}
-		if len(w.holders()) != 0 || len(w.daemons.running) != 0 || !unreadable && h.of(t, gpu0).mode != device.ComputeDefault {
-			t.Errorf("unreadable %v: left: %q, %v, %s", unreadable, w.holders(), w.daemons.running, h.of(t, gpu0).mode)
-		}
+		synctest.Test(t, func(t *testing.T) {
+			p := w.plugin(t)
+			if err := p.Records.Remove(c.claim.UID); err != nil {
+				t.Fatal(err)
+			}
+			held, err := p.Locks.Acquire(t.Context(), c.lock)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := p.unheld(t.Context(), key, errors.New("torn")); CauseOf(err) != CauseCanceled || len(w.daemons.running) != 1 {
+				t.Errorf("%s: while another call works on it: %v, %v", key, err, w.daemons.running)
+			}
+			held.Release()
+			if err := p.unheld(t.Context(), key, errors.New("torn")); err != nil || len(w.daemons.running) != 0 {
+				t.Errorf("%s: %v, %v", key, err, w.daemons.running)
+			}
+		})
 	}
 }
 

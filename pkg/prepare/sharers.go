@@ -14,20 +14,27 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// noDaemons answers where MPS is switched off.
-type noDaemons struct{}
+// unserved is the supervisor of a Preparer that was given none.
+type unserved struct{}
 
-var errNoDaemons = errors.New("MPS is switched off on this node: the administrator switches it on with the chart value mps.enabled")
+var errUnserved = &mps.NotRunningError{Socket: "none", Err: errors.New("this instance of the plugin was started without one")}
 
-func (noDaemons) Start(context.Context, mps.Daemon) error { return errNoDaemons }
+func (unserved) Start(context.Context, mps.Daemon) error { return errUnserved }
 
-func (noDaemons) Stop(context.Context, string) error { return errNoDaemons }
+func (unserved) Stop(context.Context, string) error { return errUnserved }
 
-func (p *Preparer) daemons() Daemons {
-	if p.MPS == nil {
-		return noDaemons{}
+func (unserved) List(context.Context) ([]mps.Status, error) { return nil, errUnserved }
+
+// served makes sure, before anything is done for a claim that needs daemons, that there is somebody to run them.
+func (p *Preparer) served(ctx context.Context, w *plan) error {
+	if len(w.sharing.daemons) == 0 {
+		return nil
 	}
-	return p.MPS
+	_, err := p.MPS.List(ctx)
+	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
+		return because(CauseNotReady, "the claim needs MPS: %w", err)
+	}
+	return nil // whatever else ails it, who starts a daemon is told
 }
 
 // sharers are the claims whose records name the key, and those on the GPUs whose records cannot be read.

@@ -98,9 +98,6 @@ func (p *Preparer) sharing(uid types.UID, w *plan, results []claim.Result) (*sha
 		return nil, fmt.Errorf("requests %s and %s: a fraction and strategy %s in one claim would be two MPS daemons, and a process knows one: make them two claims",
 			results[fractions[0]].Request, results[groups[0].devices[0]].Request, v1beta1.SharingMPS)
 	}
-	if (len(fractions) > 0 || len(groups) > 0) && p.MPS == nil {
-		return nil, because(CauseNotReady, "MPS, which the claim needs, is switched off on this node: the administrator switches it on with the chart value mps.enabled")
-	}
 	for _, g := range groups {
 		if err := s.group(w, g, fmt.Sprintf("%s-%d", uid, g.number)); err != nil {
 			return nil, err

@@ -169,7 +169,7 @@ func TestWhatOfSharingIsRefusedAndWhatItSays(t *testing.T) {
 		{"a limit for another MIG device", nil, shareBy(newClaim("c", allocated("r", small0)), "MigDeviceConfig", limits(other)), CauseClaim, []string{"defaultPerDevicePinnedMemoryLimit", "MIG-1"}},
 		{"a GPU without time slices", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).unsliced = true },
 			shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long")), CauseStep, []string{gpu0, "time slices", "not-supported"}},
-		{"MPS that is switched off", func(_ *testing.T, w *world, _ *hardware) { w.daemons = nil }, newClaim("c", fraction("r", share0, "1Gi", "0")), CauseNotReady, []string{"mps.enabled"}},
+		{"MPS that is switched off", func(_ *testing.T, w *world, _ *hardware) { w.daemons.absent = true }, newClaim("c", fraction("r", share0, "1Gi", "0")), CauseNotReady, []string{"mps.enabled"}},
 		{"a whole GPU of which shares are held", func(t *testing.T, w *world, _ *hardware) {
 			mustPrepare(t, w.plugin(t), newClaim("other", fraction("r", share0, "1Gi", "0")))
 		}, newClaim("c", allocated("r", gpu0)), CauseHeld, []string{gpu0, share0, "default/other"}},

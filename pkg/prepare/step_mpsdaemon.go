@@ -12,12 +12,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// Daemons runs MPS control daemons. [mps.Client] does.
+// Daemons runs MPS control daemons. [mps.Client] does; but where nobody runs them, Stop has to say that a daemon is gone or why that cannot be told.
 type Daemons interface {
 	// Start returns when the daemon is ready. One that runs as it should is left alone.
 	Start(ctx context.Context, d mps.Daemon) error
 	// Stop returns when nothing of the daemon is left. One that is not there is stopped already.
 	Stop(ctx context.Context, id string) error
+	// List says which daemons there are. Where nobody runs daemons the error is an [*mps.NotRunningError].
+	List(ctx context.Context) ([]mps.Status, error)
 }
 
 // daemonTime bounds the start or the end of a daemon, which takes milliseconds unless its GPU hangs.

@@ -24,6 +24,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -46,7 +47,7 @@ type world struct {
 	reread   func() (*resourceapi.ResourceClaim, error)
 	hardware *hardware // nil if no GPU can be cut
 	policy   func(device.GPU) device.Policy
-	daemons  *daemons // nil if MPS is switched off
+	daemons  *daemons
 }
 
 func newWorld(t *testing.T) *world {
@@ -55,6 +56,7 @@ func newWorld(t *testing.T) *world {
 	return &world{
 		disk: disk, specs: &specsFake{disk: disk, claims: map[types.UID]string{}},
 		locks: t.TempDir(), bootID: "boot-1",
+		daemons: &daemons{absent: true, running: map[string]mps.Daemon{}, hang: map[string]bool{}},
 		snapshot: inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{
 			Common: specs.ContainerEdits{Mounts: []*specs.Mount{{HostPath: "/usr/lib/libcuda.so.1", ContainerPath: "/usr/lib/libcuda.so.1"}}},
 			GPUs:   []nvidia.GPU{card("0000:1b:00.0", "GPU-0", "/dev/nvidia0"), card("0000:1c:00.0", "GPU-1", "/dev/nvidia1")},
@@ -97,13 +99,10 @@ func (w *world) start() (*Preparer, error) {
 			}
 			return w.reread()
 		},
-		MIGEdits: migEdits, Policy: w.policy,
+		MIGEdits: migEdits, Policy: w.policy, MPS: w.daemons, MPSEdits: w.daemons.edits,
 	}
 	if w.hardware != nil {
 		o.Partitions = w.hardware
-	}
-	if w.daemons != nil {
-		o.MPS, o.MPSEdits = w.daemons, w.daemons.edits
 	}
 	return New(o), nil
 }
@@ -116,10 +115,8 @@ func (w *world) verify(edits specs.ContainerEdits) error {
 			return err
 		}
 	}
-	if w.daemons != nil {
-		if err := w.daemons.verify(edits); err != nil {
-			return err
-		}
+	if err := w.daemons.verify(edits); err != nil {
+		return err
 	}
 	for _, m := range edits.Mounts {
 		if err := w.missing[m.HostPath]; err != nil {
@@ -138,9 +135,7 @@ func (w *world) reboot() {
 		w.hardware.boot()
 		w.scan()
 	}
-	if w.daemons != nil {
-		clear(w.daemons.running)
-	}
+	clear(w.daemons.running)
 }
 
 func (w *world) records() []string {

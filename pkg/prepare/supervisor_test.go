@@ -1,0 +1,191 @@
+package prepare
+
+import (
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+func TestWithoutASupervisorNothingIsDoneForAClaimThatNeedsOne(t *testing.T) {
+	for _, s := range sharingScenes() {
+		if !strings.HasSuffix(s.name, "first") && !strings.HasSuffix(s.name, "joined") {
+			continue
+		}
+		t.Run(s.name, func(t *testing.T) {
+			w, h, p, found := disturbed(t, s)
+			needs := strings.HasPrefix(s.name, "MPS") || strings.HasPrefix(s.name, "a fraction")
+			w.daemons.absent = true
+			before := w.records()
+			err := s.call(t, p)
+			if !needs {
+				if err != nil {
+					t.Error(err)
+				}
+				return
+			}
+			if CauseOf(err) != CauseNotReady || !strings.Contains(err.Error(), "mps.enabled") {
+				t.Errorf("cause %s: %v", CauseOf(err), err)
+			}
+			if calls := h.asked(); len(calls) > 0 || !slices.Equal(w.records(), before) {
+				t.Errorf("asked %q, records %q", calls, w.records())
+			}
+			w.daemons.absent = false
+			goesOn(t, w, h, s.claims, found)
+		})
+	}
+}
+
+// The supervisor goes, and takes its daemons along.
+func TestWhatClaimsHaveOutlivesTheSupervisor(t *testing.T) {
+	for _, s := range sharingScenes() {
+		if !strings.HasSuffix(s.name, "last leaves") && !strings.HasSuffix(s.name, "first leaves") {
+			continue
+		}
+		needs := strings.HasPrefix(s.name, "MPS") || strings.HasPrefix(s.name, "a fraction")
+		for _, back := range []bool{false, true} {
+			t.Run(s.name, func(t *testing.T) {
+				w, h, p, found := disturbed(t, s)
+				w.daemons.absent = true
+				clear(w.daemons.running)
+				if err := p.Reconcile(t.Context()); needs != (err != nil && strings.Contains(err.Error(), "mps.enabled")) {
+					t.Errorf("a comparison: %v", err)
+				}
+				if back {
+					w.daemons.absent = false
+					goesOn(t, w, h, s.claims, found)
+					return
+				}
+				for _, c := range s.claims {
+					mustUnprepare(t, p, c.UID)
+				}
+				if len(w.holders()) != 0 {
+					t.Errorf("left: %q", w.holders())
+				}
+				shares(t, w, h, p, found)
+				clean(t, w)
+			})
+		}
+	}
+}
+
+func TestADaemonThatCannotBeEndedKeepsItsClaimAndNoOther(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	synctest.Test(t, func(t *testing.T) {
+		const kubelets = 45 * time.Second
+		p := w.plugin(t)
+		mustPrepare(t, p, part1)
+		w.daemons.stuck = true
+		start := time.Now()
+		done := make(chan error)
+		go func() { done <- p.Unprepare(t.Context(), part1.UID) }()
+		synctest.Wait()
+		mustPrepare(t, p, newClaim("beside", fraction("r", share1, "1Gi", "0")))
+		if took := time.Since(start); took > 0 {
+			t.Errorf("another GPU's claim waited for %s", took)
+		}
+		if err := <-done; err == nil || !strings.Contains(err.Error(), "within 20s") || time.Since(start) > destroyTime {
+			t.Errorf("after %s: %v", time.Since(start), err)
+		}
+		w.daemons.stuck = false
+		mustUnprepare(t, p, part1.UID)
+		// One that hangs at its start, too.
+		w.daemons.stuck, w.daemons.hang["GPU-0"] = true, true
+		start = time.Now()
+		if _, err := p.Prepare(t.Context(), part2); err == nil || time.Since(start) > kubelets-10*time.Second {
+			t.Errorf("after %s: %v", time.Since(start), err)
+		}
+		if len(w.records()) != 2 {
+			t.Errorf("what could not be undone is forgotten: %q", w.records())
+		}
+		w.daemons.stuck = false
+		clear(w.daemons.hang)
+		if err := p.Reconcile(t.Context()); err != nil {
+			t.Error(err)
+		}
+		shares(t, w, h, p, device.TimeSliceDefault)
+	})
+}
+
+func TestDaemonsThatNobodyHoldsAreEnded(t *testing.T) {
+	for name, lose := range map[string]func(*testing.T, *Preparer) (left int){
+		"all files": func(t *testing.T, p *Preparer) int {
+			removeHolders(t, p)
+			for _, uid := range []types.UID{part1.UID, "uid-alone"} {
+				if err := p.Records.Remove(uid); err != nil {
+					t.Fatal(err)
+				}
+			}
+			return 0
+		},
+		// Their claims' comparison gives them files again.
+		"the holders' files": func(t *testing.T, p *Preparer) int { removeHolders(t, p); return 2 },
+		"nothing":            func(*testing.T, *Preparer) int { return 2 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			withMPS(w)
+			p := w.plugin(t)
+			mustPrepare(t, p, part1)
+			mustPrepare(t, p, shareBy(newClaim("alone", allocated("r", gpu1)), "GpuConfig", byMPS))
+			left := lose(t, p)
+			w.daemons.running["uid-unknown-1"] = mps.Daemon{ID: "uid-unknown-1"}
+			for range 2 {
+				if err := p.Reconcile(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if len(w.daemons.running) != left || w.daemons.running["uid-unknown-1"].ID != "" {
+				t.Errorf("%d are to be left, there are %v", left, w.daemons.running)
+			}
+		})
+	}
+}
+
+// A daemon is not a stray because its claim's files are only being written, or cannot be read.
+func TestADaemonThatAClaimMayHoldIsLeftAlone(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, part1)
+	removeHolders(t, p)
+	w.disk.Put(recordFile(t, w, "uid-c"), []byte("{"))
+	if err := p.Reconcile(t.Context()); err != nil || len(w.daemons.running) != 1 {
+		t.Errorf("%v, %v", err, w.daemons.running)
+	}
+	mustUnprepare(t, p, part1.UID)
+	synctest.Test(t, func(t *testing.T) {
+		p := w.plugin(t)
+		held, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu0)...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Reconcile(t.Context()); err == nil || len(w.daemons.running) != 1 {
+			t.Errorf("while its GPU is worked on: %v, %v", err, w.daemons.running)
+		}
+		held.Release()
+		if err := p.Reconcile(t.Context()); err != nil || len(w.daemons.running) != 0 {
+			t.Errorf("%v, %v", err, w.daemons.running)
+		}
+	})
+}
+
+func removeHolders(t *testing.T, p *Preparer) {
+	t.Helper()
+	keys, err := p.Records.Holders()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, key := range keys {
+		if err := p.Records.RemoveHolder(key); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
