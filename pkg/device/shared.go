@@ -59,6 +59,9 @@ var _ Shape = Shared{}
 // Ending says whether nobody gets another share, because the device is not offered so any more.
 func (s Shared) Ending() bool { return s.share.ending }
 
+// InFractions says whether what claims hold of it is kept by MPS.
+func (s Shared) InFractions() bool { return s.share.Fractions }
+
 // sharesOf is empty where the shape is not shared, or cannot be.
 func sharesOf(s shareable, as Share) []Shape {
 	shared := Shared{s, as}

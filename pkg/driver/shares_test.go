@@ -1,22 +1,29 @@
 package driver
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/client-go/tools/record"
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
 const shareName = gpuName + "-share"
@@ -101,4 +108,83 @@ func TestFractionsThatCannotBeKeptAreAnEvent(t *testing.T) {
 	n.hears(t, "Node", "node", "FractionsNotOffered", gpuName+": MPS serves several users at once from NVIDIA driver 555 on")
 	n.hears(t, "Node", "node", "FractionsNotOffered", "before Volta")
 	eventually(t, "whole GPUs are offered", func() bool { return len(published(t, n.client)) == 2 })
+}
+
+// settable is hardware of which all can be set.
+type settable struct {
+	prepare.Partitions
+	persistence *bool
+}
+
+func (s *settable) Look(context.Context, device.Card) (device.CutState, error) {
+	return device.CutState{Persistence: s.persistence}, nil
+}
+func (s *settable) SetComputeMode(context.Context, device.Card, device.ComputeMode) error { return nil }
+func (s *settable) SetTimeSlice(context.Context, device.Card, device.TimeSlice) error     { return nil }
+
+func TestWhatTheDriverForgetsIsSaidOnce(t *testing.T) {
+	recorder := record.NewFakeRecorder(10)
+	hardware := &settable{}
+	f := newForgetful(hardware, &nodeEvents{recorder: recorder, node: &corev1.ObjectReference{}})
+	set := func() (said int) {
+		t.Helper()
+		for _, c := range []device.Card{{PCIAddress: "0000:1b:00.0", UUID: "GPU-1"}, {PCIAddress: "0000:43:00.0", UUID: "GPU-2"}} {
+			_, err := f.Look(t.Context(), c)
+			for _, to := range []device.TimeSlice{device.TimeSliceLong, device.TimeSliceDefault, device.TimeSliceLong} {
+				err = errors.Join(err, f.SetTimeSlice(t.Context(), c, to))
+			}
+			if err := errors.Join(err, f.SetComputeMode(t.Context(), c, device.ComputeExclusiveProcess)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for len(recorder.Events) > 0 {
+			if e := <-recorder.Events; !strings.Contains(e, "PersistenceModeOff") || !strings.Contains(e, "nvidia-smi -pm 1") {
+				t.Error(e)
+			}
+			said++
+		}
+		return said
+	}
+	for i, c := range []struct {
+		persistence *bool
+		said        int
+	}{{nil, 0}, {ptr.To(true), 0}, {ptr.To(false), 4}, {ptr.To(false), 0}, {ptr.To(true), 0}, {ptr.To(false), 4}} {
+		hardware.persistence = c.persistence
+		if said := set(); said != c.said {
+			t.Errorf("%d: %d Events, want %d", i, said, c.said)
+		}
+	}
+}
+
+func TestASupervisorThatIsAbsentForLongIsAnEvent(t *testing.T) {
+	recorder := record.NewFakeRecorder(10)
+	d := &Driver{events: &nodeEvents{recorder: recorder, node: &corev1.ObjectReference{}}}
+	now := time.Now()
+	absent := errors.New("the MPS supervisor is not running")
+	for i, c := range []struct {
+		fractions bool
+		err       error
+		after     time.Duration
+		said      int
+	}{
+		{false, absent, 0, 0},
+		{false, absent, time.Hour, 0},
+		{true, absent, time.Hour, 0},
+		{true, absent, 30 * time.Second, 0},
+		{true, absent, 31 * time.Second, 1},
+		{true, absent, time.Hour, 0},
+		{true, nil, 0, 0},
+		{true, absent, time.Second, 0},
+		{true, absent, time.Hour, 1},
+	} {
+		now = now.Add(c.after)
+		d.fractions.Store(c.fractions)
+		d.missSupervisor(c.err, now)
+		if said := len(recorder.Events); said != c.said {
+			t.Errorf("%d: %d Events, want %d", i, said, c.said)
+		}
+		for len(recorder.Events) > 0 {
+			<-recorder.Events
+		}
+	}
 }

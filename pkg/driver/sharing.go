@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -18,6 +19,9 @@ import (
 
 // mpsTimeout bounds how long the supervisor of MPS is waited for where no claim waits.
 const mpsTimeout = 5 * time.Second
+
+// absentFor is how long the supervisor may be absent before it is said to be: it starts beside the plugin.
+const absentFor = time.Minute
 
 // Supervisor runs the control daemons of MPS, in a Pod of its own.
 type Supervisor interface {
@@ -74,6 +78,7 @@ func (d *Driver) inShares(ctx context.Context, offerings []device.Offering, v de
 	}
 	shapes := device.Offer(offerings)
 	d.metrics.Shares(countShares(shapes))
+	d.fractions.Store(slices.ContainsFunc(shapes, inFractions))
 	now.noFractions, now.ending = describe(device.NotInFractions(offerings)), strings.Join(ending(shapes), ", ")
 	if now.notShared != "" && now.notShared != d.toldShares.notShared {
 		d.events.warn("SharesNotOffered", "No device is offered in shares: "+now.notShared)
@@ -87,6 +92,11 @@ func (d *Driver) inShares(ctx context.Context, offerings []device.Offering, v de
 	}
 	d.toldShares = now
 	return shapes, now.ending == ""
+}
+
+func inFractions(s device.Shape) bool {
+	shared, is := s.(device.Shared)
+	return is && shared.InFractions()
 }
 
 // ending are the devices that are there for those alone who hold shares of them.
@@ -139,15 +149,33 @@ func (d *Driver) countDaemons(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, mpsTimeout)
 	defer cancel()
 	all, err := d.supervisor.List(ctx)
-	if absent := new(mps.NotRunningError); err != nil && !errors.As(err, &absent) {
+	absent := new(mps.NotRunningError)
+	if err != nil && !errors.As(err, &absent) {
 		klog.FromContext(ctx).Error(err, "Could not look which MPS daemons there are")
 		return
 	}
+	d.missSupervisor(err, time.Now())
 	now := make([]metrics.MPSDaemon, len(all))
 	for i, s := range all {
 		now[i] = metrics.MPSDaemon{ID: s.Daemon.ID, State: string(s.State), Restarts: s.Restarts}
 	}
 	d.metrics.MPS(now)
+}
+
+// missSupervisor says where people look, once, that fractions are offered which cannot be prepared.
+func (d *Driver) missSupervisor(absent error, now time.Time) {
+	switch {
+	case absent == nil || !d.fractions.Load():
+		d.absentSince = time.Time{}
+	case d.absentSince.IsZero():
+		d.absentSince = now
+	case now.Sub(d.absentSince) > absentFor && !d.absentTold:
+		d.absentTold = true
+		d.events.warn("MPSNotRunning", "Fractions are offered, and claims for them cannot be prepared: "+absent.Error())
+	}
+	if absent == nil {
+		d.absentTold = false
+	}
 }
 
 // endDaemons ends all daemons of a node on which no claim is held, and removes what they had on the disk. The supervisor may have gone first.
