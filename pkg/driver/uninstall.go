@@ -2,13 +2,8 @@ package driver
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io/fs"
-	"os"
-	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -120,72 +115,4 @@ func holdsOurs(c *resourceapi.ResourceClaim) bool {
 		}
 	}
 	return false
-}
-
-// daemonSetGone tells a plugin that is being terminated whether it is being uninstalled, not updated, restarted or evicted.
-func daemonSetGone(ctx context.Context, client kubernetes.Interface, namespace, name string) (bool, error) {
-	ds, err := client.AppsV1().DaemonSets(namespace).Get(ctx, name, metav1.GetOptions{})
-	switch {
-	case apierrors.IsNotFound(err):
-		return true, nil
-	case err != nil:
-		return false, fmt.Errorf("look whether DaemonSet %s/%s is being deleted: %w", namespace, name, err)
-	}
-	return ds.DeletionTimestamp != nil, nil
-}
-
-// withdraw takes back what is published for this node, so that nothing is allocated that nobody will prepare.
-func (d *Driver) withdraw(ctx context.Context) error {
-	err := d.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{
-		FieldSelector: fmt.Sprintf("%s=%s,%s=%s", resourceapi.ResourceSliceSelectorNodeName, d.cfg.NodeName, resourceapi.ResourceSliceSelectorDriver, DriverName),
-	})
-	if err != nil {
-		return fmt.Errorf("delete this node's ResourceSlices: %w", err)
-	}
-	return nil
-}
-
-// leaveNode removes what the plugin made on its node. left is what is in the plugin directory that it did not make, because of which the directory stays.
-func (d *Driver) leaveNode(ctx context.Context) (left []string, err error) {
-	err = errors.Join(d.endDaemons(ctx), d.specs.RemoveBase(), d.hook.Remove(), d.mpsHook.Remove())
-	left, dirErr := removePluginDir(d.cfg.PluginDir, d.cfg.StateDir())
-	return left, errors.Join(err, dirErr)
-}
-
-// removePluginDir removes what is ours in the plugin directory, and the directory if nobody else has put anything there.
-func removePluginDir(pluginDir, stateDir string) (left []string, err error) {
-	errs := []error{os.RemoveAll(stateDir)}
-	// What calls that were killed in the middle of a write have left.
-	unfinished, _ := filepath.Glob(filepath.Join(pluginDir, "publisher.request.*"))
-	for _, path := range unfinished {
-		errs = append(errs, os.Remove(path))
-	}
-	for _, name := range []string{"publisher.lock", "publisher.request", "bin", presenceFile, ""} {
-		err := os.Remove(filepath.Join(pluginDir, name))
-		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTEMPTY) {
-			continue
-		}
-		errs = append(errs, err)
-	}
-	if err := errors.Join(errs...); err != nil {
-		return nil, err // what could not be removed would be taken for somebody else's
-	}
-	return below(pluginDir)
-}
-
-// below lists what is in a directory. One that is not there has nothing in it.
-func below(dir string) (paths []string, err error) {
-	err = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		if err != nil {
-			return fmt.Errorf("look what is left in %s: %w", dir, err)
-		}
-		if path != dir {
-			paths = append(paths, path)
-		}
-		return nil
-	})
-	return paths, err
 }

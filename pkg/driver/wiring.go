@@ -1,0 +1,163 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+)
+
+// NewHardware is the node that the configuration names: its files, and NVML in a child process of its own.
+func NewHardware(cfg *config.Config) (inventory.Hardware, error) {
+	executable, err := os.Executable()
+	if err != nil {
+		return inventory.Hardware{}, fmt.Errorf("find the plugin's own binary, which looks at the hardware in a child process: %w", err)
+	}
+	paths := Paths(cfg)
+	return inventory.Hardware{
+		Scan:        nvidia.Isolated(paths, executable, ScanCommand),
+		Fingerprint: func() string { return nvidia.Fingerprint(paths) },
+		Present:     func() (bool, error) { return nvidia.HasNVIDIADevice(cfg.SysfsRoot) },
+	}, nil
+}
+
+// NewPartitions is the node's hardware as far as it is cut: NVML in a worker process per GPU.
+func NewPartitions(cfg *config.Config, m *metrics.Metrics) (*nvidia.Partitions, error) {
+	executable, err := os.Executable()
+	if err != nil {
+		return nil, fmt.Errorf("find the plugin's own binary, which cuts GPUs in child processes: %w", err)
+	}
+	partitions := nvidia.NewPartitions(Paths(cfg), executable, nvidia.PartitionCommand)
+	partitions.Observe = m.MIGCall
+	return partitions, nil
+}
+
+// Parts are what a Driver is made of.
+type Parts struct {
+	Client kubernetes.Interface
+	// StatusClient writes what claims were given. With a client of its own it takes nothing from the rate of requests that Prepare needs.
+	StatusClient kubernetes.Interface
+	Hardware     inventory.Hardware
+	// Partitions may be nil: then whole GPUs are handed out and nothing is cut.
+	Partitions prepare.Partitions
+	// Supervisor runs the control daemons of MPS. Nil is the one of this node.
+	Supervisor Supervisor
+	// Watch tells what the hardware says about its health, until the context ends. Nil is nobody who listens.
+	Watch   func(ctx context.Context, tell func(device.Signal))
+	Metrics *metrics.Metrics
+}
+
+// New wires the rooms together. It writes nothing outside the plugin directory.
+func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) {
+	policies, err := device.ParsePolicies(cfg.MIGPolicy)
+	if err != nil {
+		return nil, err
+	}
+	shares, err := device.ParseShares(cfg.Shares)
+	if err != nil {
+		return nil, err
+	}
+	if parts.Supervisor == nil {
+		parts.Supervisor = mps.NewClient(MPSPaths(cfg))
+	}
+	release := newRelease()
+	parts.Hardware.Scan = release.Scan(parts.Hardware.Scan)
+	inv := inventory.New(parts.Hardware)
+	d := &Driver{
+		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv,
+		specs: cdi.NewStore(cfg.CDIRoot),
+		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
+		events: newNodeEvents(ctx, parts.Client, cfg.NodeName),
+		gate:   &gate{inv: inv},
+		calls:  newInflight(),
+		status: newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError),
+		shares: shares, supervisor: supervised{parts.Supervisor, MPSPaths(cfg), parts.Metrics},
+
+		toReconcile: make(chan struct{}, 1),
+	}
+	if d.presence, err = bePresent(ctx, cfg.PluginDir); err != nil {
+		return nil, err
+	}
+	if d.preparer, err = d.newPreparer(Paths(cfg), parts.Partitions); err != nil {
+		d.presence.End()
+		return nil, err
+	}
+	d.layouts = newLayouts(d.preparer, policies)
+	d.release, release.gate, release.told = release, d.gate, d.tellRelease
+	if err := d.watchHealth(parts.Watch); err != nil {
+		d.presence.End()
+		return nil, err
+	}
+	return d, nil
+}
+
+// newPreparer opens what is on the disk.
+func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) (*prepare.Preparer, error) {
+	records, err := checkpoint.Open(d.cfg.StateDir(), durable.OS{})
+	if err != nil {
+		return nil, err
+	}
+	locks, err := lock.NewSet(filepath.Join(d.cfg.StateDir(), "locks"))
+	if err != nil {
+		return nil, err
+	}
+	bootID, err := readBootID(d.cfg.ProcRoot)
+	if err != nil {
+		return nil, err
+	}
+	if partitions != nil {
+		partitions = &forgetful{Partitions: partitions, events: d.events, off: map[device.Card]bool{}}
+	}
+	return prepare.New(prepare.Options{
+		DriverName: DriverName, Pool: d.cfg.NodeName,
+		Hardware: d.gate, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now,
+		Verify:     func(edits specs.ContainerEdits) error { return cdi.Verify(edits, d.visible(paths)) },
+		Partitions: partitions,
+		MIGEdits:   paths.CapabilityEdits,
+		MPS:        d.supervisor,
+		MPSEdits: func(daemon string) specs.ContainerEdits {
+			return mps.Edits(MPSPaths(d.cfg), d.cfg.MPSHookPath(), daemon)
+		},
+		Policy:  func(g device.GPU) device.Policy { return d.layouts.Policy(g) },
+		Changed: func(ctx context.Context, c kubeletplugin.NamespacedObject) { d.status.Changed(ctx, c, d.given(c.UID)) },
+		Reread: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
+			return d.client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
+		},
+	}), nil
+}
+
+// readBootID tells this boot of the node from any other. A proc that does not have it (an unusual mount) is no reason to fail: the process's own has.
+func readBootID(procRoot string) (string, error) {
+	const file = "sys/kernel/random/boot_id"
+	raw, err := os.ReadFile(filepath.Join(procRoot, file))
+	if errors.Is(err, fs.ErrNotExist) {
+		raw, err = os.ReadFile(filepath.Join("/proc", file))
+	}
+	if err != nil {
+		return "", fmt.Errorf("read the kernel's boot ID (--proc-root): %w", err)
+	}
+	return strings.TrimSpace(string(raw)), nil
+}
