@@ -82,6 +82,7 @@ func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
 // again makes a partition again.
 func (p *Preparer) again(ctx context.Context, env *Env, t *want) error {
 	m := t.made()
+	env.Round.forget()
 	if t.shared != nil {
 		env = t.shared.own(env)
 		t.shared.holder.State = checkpoint.Applying
@@ -119,6 +120,14 @@ func (p *Preparer) held(ctx context.Context, env *Env, w *plan) error {
 		}
 	}
 	return nil
+}
+
+// heldIn is held within a round.
+func (p *Preparer) heldIn(r *round) ensure {
+	return func(ctx context.Context, env *Env, w *plan) error {
+		env.Round = r
+		return p.held(ctx, env, w)
+	}
 }
 
 // hopeless says whether what could not be made again cannot be had by trying again: its place is somebody else's, or such a cut is refused here.

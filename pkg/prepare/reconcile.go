@@ -13,8 +13,46 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 )
 
-// reconcileTime bounds the work on one claim's hardware.
-const reconcileTime = 30 * time.Second
+const (
+	// reconcileTime bounds the work on one claim's hardware, and the wait for it.
+	reconcileTime = 30 * time.Second
+	// keepTime bounds how long it is looked at how a claim's devices are shared, while others wait for them: nvidia-smi takes a second or two each time where
+	// persistence mode is off, and to set a time slice again it runs four times.
+	keepTime = 10 * time.Second
+)
+
+// round is one comparison of all claims: what several of them share is looked at once. A nil round remembers nothing.
+type round struct {
+	mu   sync.Mutex
+	done map[string]error
+}
+
+// once does the work for the first who asks for the key, and gives the others its outcome. Those who ask for one key at the same time hold one lock.
+func (r *round) once(key string, work func() error) error {
+	if r == nil {
+		return work()
+	}
+	r.mu.Lock()
+	err, done := r.done[key]
+	r.mu.Unlock()
+	if done {
+		return err
+	}
+	err = work()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.done[key] = err
+	return err
+}
+
+// forget is called when what was looked at may be another thing by now.
+func (r *round) forget() {
+	if r != nil {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		clear(r.done)
+	}
+}
 
 // Reconcile brings hardware and records to agree, for every claim that no other call works on. What was not finished, or not given back in whole, is
 // reverted. A partition of a prepared claim that is gone is cut again at its place; where that is impossible, the claim's spec is removed, so that its next
@@ -28,30 +66,16 @@ func (p *Preparer) Reconcile(ctx context.Context) error {
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
-	var mu sync.Mutex
-	var wg sync.WaitGroup
-	var errs []error
+	var all together
+	r := &round{done: map[string]error{}}
 	for _, e := range entries {
-		wg.Go(func() {
-			if err := p.reconcileClaim(ctx, e.ClaimUID); err != nil {
-				mu.Lock()
-				defer mu.Unlock()
-				errs = append(errs, err)
-			}
-		})
+		all.do(func() error { return p.reconcileClaim(ctx, r, e.ClaimUID) })
 	}
-	wg.Go(func() {
-		if err := p.orphans(ctx); err != nil {
-			mu.Lock()
-			defer mu.Unlock()
-			errs = append(errs, err)
-		}
-	})
-	wg.Wait()
-	return errors.Join(errs...)
+	all.do(func() error { return p.orphans(ctx) })
+	return all.wait()
 }
 
-func (p *Preparer) reconcileClaim(ctx context.Context, uid types.UID) error {
+func (p *Preparer) reconcileClaim(ctx context.Context, all *round, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, recoverWait)
 	defer cancel()
 	held, err := p.lock(waiting, uid)
@@ -77,16 +101,19 @@ func (p *Preparer) reconcileClaim(ctx context.Context, uid types.UID) error {
 			return err
 		}
 		if !unseen {
-			most = roundTime
+			most = keepTime
 		}
 	}
-	work, cancelWork := context.WithTimeout(ctx, most)
-	defer cancelWork()
-	if err := lockGPUs(work, held, r.GPUs()...); err != nil {
+	// Others may be before it whose GPU takes as long to answer.
+	queued, cancelQueued := context.WithTimeout(ctx, reconcileTime)
+	defer cancelQueued()
+	if err := lockGPUs(queued, held, r.GPUs()...); err != nil {
 		return fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
+	work, cancelWork := context.WithTimeoutCause(ctx, most, fmt.Errorf("it was not done within %s", most))
+	defer cancelWork()
 	if r.State == checkpoint.Prepared {
-		return p.rewrite(work, r, p.held)
+		return p.rewrite(work, r, p.heldIn(all))
 	}
 	klog.FromContext(ctx).Info("Reverting what was not finished or not given back in whole", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", uid, "state", r.State)
 	round, cancelRound := context.WithTimeout(work, roundTime+answerTime)

@@ -24,7 +24,7 @@ type mpsClient struct {
 	Threads int    `json:"threads,omitempty"`
 }
 
-// edits are those of a device of the claim, by its index.
+// clientEdits are those of a device of the claim, by its index.
 func (p *Preparer) clientEdits(clients []mpsClient, index int) []specs.ContainerEdits {
 	var edits []specs.ContainerEdits
 	for _, c := range clients {
@@ -98,6 +98,9 @@ func (p *Preparer) sharing(uid types.UID, w *plan, results []claim.Result) (*sha
 		return nil, fmt.Errorf("requests %s and %s: a fraction and strategy %s in one claim would be two MPS daemons, and a process knows one: make them two claims",
 			results[fractions[0]].Request, results[groups[0].devices[0]].Request, v1beta1.SharingMPS)
 	}
+	if err := onlyFractions(w, results, fractions); err != nil {
+		return nil, err
+	}
 	for _, g := range groups {
 		if err := s.group(w, g, fmt.Sprintf("%s-%d", uid, g.number)); err != nil {
 			return nil, err
@@ -107,6 +110,18 @@ func (p *Preparer) sharing(uid types.UID, w *plan, results []claim.Result) (*sha
 		return nil, err
 	}
 	return s, nil
+}
+
+// onlyFractions refuses what a container with the whole claim would not see: a process that is a client of a daemon has the daemon's devices alone.
+// Admin access is not for processes that compute.
+func onlyFractions(w *plan, results []claim.Result, fractions []int) error {
+	for _, d := range w.record.Devices {
+		if len(fractions) > 0 && !d.Fraction && !d.AdminAccess {
+			return fmt.Errorf("requests %s and %s: beside a fraction (%s) the processes of a container would not see device %s, because MPS shows them the fraction's device alone: make them two claims, for two containers",
+				results[fractions[0]].Request, d.Request, w.record.Devices[fractions[0]].Device, d.Device)
+		}
+	}
+	return nil
 }
 
 // asked is the strategy of a configuration, with what goes with it.

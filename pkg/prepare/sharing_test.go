@@ -159,6 +159,9 @@ func TestWhatOfSharingIsRefusedAndWhatItSays(t *testing.T) {
 	}{
 		{"fractions of two devices", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), fraction("b", share1, "1Gi", "0")), CauseClaim, []string{"requests a and b", share0, share1, "two MPS daemons"}},
 		{"a fraction beside MPS", nil, shareBy(newClaim("c", fraction("a", share0, "1Gi", "0"), allocated("b", gpu1)), "GpuConfig", byMPS), CauseClaim, []string{"requests a and b", "two MPS daemons"}},
+		{"a fraction beside a whole GPU", nil, newClaim("c", allocated("a", gpu1), fraction("b", share0, "1Gi", "0")), CauseClaim, []string{"requests b and a", share0, gpu1, "would not see"}},
+		{"a fraction beside a partition", nil, newClaim("c", fraction("a", share1, "1Gi", "0"), allocated("b", small0)), CauseClaim, []string{"requests a and b", share1, small0, "would not see"}},
+		{"a fraction beside a plain share", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), plain("b", share1)), CauseClaim, []string{"requests a and b", share0, share1, "would not see"}},
 		{"a share without an amount", nil, newClaim("c", without), CauseClaim, []string{"request r", share0, "capacity memory or shares"}},
 		{"a fraction of nothing", nil, newClaim("c", fraction("r", share0, "1000", "0")), CauseClaim, []string{"request r", "1k", "1Mi"}},
 		{"a share twice", nil, twice, CauseClaim, []string{"requests a and a", share0}},

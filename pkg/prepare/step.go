@@ -41,6 +41,8 @@ type Env struct {
 	UUID func(device string) (string, error)
 	// Sharers are the claims whose records say, or may say, that they hold a step together.
 	Sharers func(key string, gpus []string) ([]types.UID, error)
+	// Round is the comparison within which the steps are applied. It is nil in a call for one claim.
+	Round *round
 }
 
 // stepKinds knows every step that a record can hold. A kind that is missing here would make old records impossible to revert: kinds are never removed.

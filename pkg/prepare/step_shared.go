@@ -109,13 +109,18 @@ func (s *shared) Apply(ctx context.Context, env *Env) error {
 	if joined {
 		s.holder.Claims = append(s.holder.Claims, checkpoint.HolderClaim{UID: env.ClaimUID, Namespace: env.Namespace, Name: env.Name})
 	}
+	if joined && held && s.holder.State == checkpoint.Applied {
+		if err := s.save(env); err != nil {
+			return err
+		}
+	}
+	return env.Round.once(s.Key, func() error { return s.hold(ctx, env, held) })
+}
+
+// hold does what the claims that hold the step need.
+func (s *shared) hold(ctx context.Context, env *Env, held bool) error {
 	own := s.own(env)
 	if held && s.holder.State == checkpoint.Applied {
-		if joined {
-			if err := s.save(env); err != nil {
-				return err
-			}
-		}
 		return s.inner.keep(ctx, own)
 	}
 	if held { // What was interrupted is brought back to what was found before it is done again.
@@ -237,7 +242,7 @@ func (s *shared) keepBlind(ctx context.Context, env *Env) error {
 	}
 	own := *env
 	own.Journal, own.Forgotten = func() error { return nil }, false
-	return inner.keep(ctx, &own)
+	return env.Round.once(s.Key, func() error { return inner.keep(ctx, &own) })
 }
 
 // abandon leaves a step whose file cannot be read. Who else holds it is in the claims' records; the last brings the hardware to what it is by default.
