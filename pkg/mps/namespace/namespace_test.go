@@ -100,7 +100,11 @@ func TestADevOfTheDriversOwn(t *testing.T) {
 // What a client puts where it can write leads the programs, who are root of the node, nowhere; and nothing else of the node's can be written.
 func TestNothingOfTheNodesCanBeWritten(t *testing.T) {
 	v := host(t)
-	dir := filepath.Dir(v.Pipes)
+	dir, err := os.MkdirTemp("/var/tmp", "gpu-mps-test") // /tmp is another in there
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	victim := filepath.Join(dir, "victim")
 	for _, path := range []string{victim, filepath.Join(v.DriverRoot, "victim")} {
 		if err := os.WriteFile(path, []byte("the node's"), 0o600); err != nil {
@@ -111,12 +115,15 @@ func TestNothingOfTheNodesCanBeWritten(t *testing.T) {
 		if err := os.Symlink(victim, filepath.Join(planted, "link")); err != nil {
 			t.Fatal(err)
 		}
+		if err := os.Symlink("/dev/null", filepath.Join(planted, "null")); err != nil {
+			t.Fatal(err)
+		}
 		if err := syscall.Mknod(filepath.Join(planted, "node"), syscall.S_IFCHR|0o666, 1<<8|3); err != nil { // /dev/null's
 			t.Fatal(err)
 		}
 	}
 	for _, path := range []string{
-		"/tmp/nvidia-mps/link", "/dev/shm/link", "/tmp/nvidia-log/link", "/tmp/nvidia-mps/node", "/dev/shm/node", "/tmp/nvidia-log/node",
+		"/tmp/nvidia-mps/link", "/dev/shm/link", "/tmp/nvidia-log/link", "/tmp/nvidia-mps/null", "/dev/shm/null", "/tmp/nvidia-log/null", "/tmp/nvidia-mps/node", "/dev/shm/node", "/tmp/nvidia-log/node",
 		victim, "/tmp/driver/victim", "/proc/sys/kernel/hostname", "/proc/sysrq-trigger",
 	} {
 		// Opened for writing, and nothing is written: should it be let, no harm is done.

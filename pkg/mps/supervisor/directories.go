@@ -83,6 +83,29 @@ func (d directories) make(id string) error {
 	return nil
 }
 
+// empty takes away what clients have put in the way of a control daemon that is about to start; no process of it runs. The pipes are all made anew. The files
+// in the shared memory may be of use to containers for more than MPS, and stay; the daemon would follow no link there, nor open a device.
+func (d directories) empty(id string) error {
+	for dir, harmless := range map[string]func(fs.FileMode) bool{
+		d.paths.Pipes(id): func(fs.FileMode) bool { return false },
+		d.paths.Shm(id):   func(mode fs.FileMode) bool { return mode.IsRegular() || mode.IsDir() },
+	} {
+		entries, err := os.ReadDir(dir)
+		if err != nil {
+			return fmt.Errorf("look for what clients of MPS daemon %s have left: %w", id, err)
+		}
+		for _, e := range entries {
+			if harmless(e.Type()) {
+				continue
+			}
+			if err := os.RemoveAll(filepath.Join(dir, e.Name())); err != nil {
+				return fmt.Errorf("remove what clients of MPS daemon %s have left: %w", id, err)
+			}
+		}
+	}
+	return nil
+}
+
 // makeShmDir makes the directory in a file system that every user of the host may write to, so it trusts nothing that is there.
 func (d directories) makeShmDir() error {
 	dir := d.paths.ShmDir()

@@ -169,6 +169,9 @@ func (s *Supervisor) takeOverOrStart(ctx context.Context, l *life, c control, ou
 	if err := endMarked(mark(s.visible, id)); err != nil {
 		return nil, err
 	}
+	if err := s.directories.empty(id); err != nil {
+		return nil, err
+	}
 	p, err := spawn(c.program, c.view, daemonArgs(l.spec), c.env, output)
 	if err != nil {
 		return nil, err

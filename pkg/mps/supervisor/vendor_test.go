@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
@@ -16,18 +17,7 @@ import (
 func TestTheVendorsControlDaemon(t *testing.T) {
 	for suite, multiUser := range map[string]bool{"bookworm": false, "trixie": false, "experimental": true} {
 		t.Run(suite, func(t *testing.T) {
-			n := newNode(t)
-			for _, program := range []string{"usr/bin/" + controlProgram, "usr/sbin/" + serverProgram} {
-				path, err := smi.FetchProgram(t.Context(), suite, "nvidia-cuda-mps", filepath.Base(program))
-				if errors.Is(err, smi.ErrUnavailable) {
-					t.Skip(err)
-				}
-				must(t, err)
-				data, err := os.ReadFile(path)
-				must(t, err)
-				target := filepath.Join(n.options.DriverRootMount, program)
-				must(t, os.Remove(target), os.WriteFile(target, data, 0o755)) // the name was a link to the stand-in
-			}
+			n := newVendorsNode(t, suite)
 			n.superviseApart()
 			threads := 30
 			d := mps.Daemon{ID: "a", Devices: []string{"GPU-a", "GPU-b", "MIG-c"}, ThreadPercentage: &threads, MemoryLimits: map[int]uint64{0: 18 << 10, 1: 1500, 2: 700}}
@@ -60,6 +50,89 @@ func TestTheVendorsControlDaemon(t *testing.T) {
 				t.Error("a driver without the option:", err)
 			}
 			n.nothingLeft("a")
+		})
+	}
+}
+
+// newVendorsNode is a node whose driver has the vendor's own MPS programs.
+func newVendorsNode(t *testing.T, suite string) *node {
+	t.Helper()
+	n := newNode(t)
+	for _, program := range []string{"usr/bin/" + controlProgram, "usr/sbin/" + serverProgram} {
+		path, err := smi.FetchProgram(t.Context(), suite, "nvidia-cuda-mps", filepath.Base(program))
+		if errors.Is(err, smi.ErrUnavailable) {
+			t.Skip(err)
+		}
+		must(t, err)
+		data, err := os.ReadFile(path)
+		must(t, err)
+		target := filepath.Join(n.options.DriverRootMount, program)
+		must(t, os.Remove(target), os.WriteFile(target, data, 0o755)) // the name was a link to the stand-in
+	}
+	return n
+}
+
+// Root in a client's container puts links where the vendor's daemon, root of the node, writes, and ends it.
+func TestTheVendorsControlDaemonFollowsNoPlantedLink(t *testing.T) {
+	for _, suite := range []string{"bookworm", "trixie", "experimental"} {
+		t.Run(suite, func(t *testing.T) {
+			n := newVendorsNode(t, suite)
+			n.supervise()
+			d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
+			n.mustStart(d)
+			const secret = "the node's"
+			// A place that the daemon sees, by the name that it has there.
+			const inside = "/tmp/driver"
+			victim, absent := filepath.Join(n.options.DriverRootMount, "victim"), filepath.Join(n.options.DriverRootMount, "absent")
+			must(t, os.WriteFile(victim, []byte(secret), 0o600))
+			plant := func() {
+				for name, target := range map[string]string{controlProgram + ".pid": inside + "/victim", "control_lock": inside + "/absent"} { // the vendor's, in all three
+					path := filepath.Join(n.paths.Pipes("a"), name)
+					_ = os.Remove(path)
+					_ = os.Symlink(target, path)
+				}
+			}
+			whole := func() {
+				t.Helper()
+				if data, err := os.ReadFile(victim); err != nil || string(data) != secret {
+					t.Errorf("a file of the node's is %q now, %v", data, err)
+				}
+				if _, err := os.Lstat(absent); err == nil {
+					t.Error("a file of the node's was made")
+				}
+			}
+			t.Cleanup(whole)
+			first := n.status("a").PID
+			plant()
+			n.killProcess(first)
+			n.await("it is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != first })
+			whole()
+			n.mustStart(d)
+
+			// They are put there again and again, so also between the cleaning and the start.
+			enough := make(chan struct{})
+			var planting sync.WaitGroup
+			planting.Go(func() {
+				for {
+					select {
+					case <-enough:
+						return
+					default:
+						plant()
+					}
+				}
+			})
+			before := n.status("a").Restarts
+			n.killProcess(n.status("a").PID)
+			n.await("it has been started against them", func() bool {
+				s := n.status("a")
+				return s.Restarts > before+1 || s.Restarts > before && s.State == mps.Ready
+			})
+			close(enough)
+			planting.Wait()
+			whole()
+			n.await("it gets over it", func() bool { return n.status("a").State == mps.Ready })
+			n.mustStop("a")
 		})
 	}
 }
