@@ -28,10 +28,13 @@ func (p *Preparer) orphans(ctx context.Context) error {
 	var all together
 	var uids []types.UID
 	for _, key := range keys {
-		h, _, err := p.Records.Holder(key)
+		h, found, err := p.Records.Holder(key)
 		if unreadable := new(checkpoint.UnreadableError); errors.As(err, &unreadable) {
 			all.do(func() error { return p.unheld(ctx, key, unreadable) })
 			continue
+		}
+		if err == nil && found && len(h.Claims) == 0 {
+			all.do(func() error { return p.undone(ctx, key) })
 		}
 		for _, c := range h.Claims {
 			uids = append(uids, c.UID)
@@ -118,6 +121,30 @@ func (p *Preparer) unheld(ctx context.Context, key string, reason error) error {
 	klog.FromContext(ctx).Error(reason, "Set a file aside that said what claims shared, and that no claim's record names; the hardware was set to its default, because what was found before cannot be told",
 		"holder", key, "quarantine", place)
 	return nil
+}
+
+// undone sets back what the last claim could not. That it cannot either is said, and is no reason to compare everything again soon.
+func (p *Preparer) undone(ctx context.Context, key string) error {
+	work, cancel := context.WithTimeout(ctx, keepTime)
+	defer cancel()
+	held, err := p.lockKey(work, key)
+	if err != nil {
+		return err
+	}
+	defer held.Release()
+	h, found, err := p.Records.Holder(key)
+	if err != nil || !found || len(h.Claims) > 0 {
+		return nil // somebody else has put it in order, or needs it
+	}
+	s := &shared{Key: key, GPUs: h.GPUs, Want: h.Step}
+	env := p.env(&checkpoint.Record{BootID: p.BootID}, nil)
+	if h.BootID == p.BootID {
+		if err := s.undo(work, env); err != nil {
+			klog.FromContext(ctx).Error(err, "Could not set back what claims shared; it is tried again, and keeps nobody from the GPU", "holder", key)
+			return nil
+		}
+	}
+	return s.removed(env)
 }
 
 // setDefault undoes what a key alone tells of. An instance stays: that it is ours nothing proves any more.

@@ -195,6 +195,91 @@ func TestWhatCannotBePutInOrderKeepsNothingElseFromIt(t *testing.T) {
 	}
 }
 
+// That a time slice cannot be set back keeps no Pod from ending and no GPU from others.
+func TestATimeSliceThatCannotBeSetBackIsSetBackLater(t *testing.T) {
+	for name, c := range map[string]struct {
+		meanwhile func(*testing.T, *world, *Preparer)
+		found     device.TimeSlice
+	}{
+		"nobody comes": {func(*testing.T, *world, *Preparer) {}, device.TimeSliceMedium},
+		"another claim has the GPU whole": {func(t *testing.T, _ *world, p *Preparer) {
+			mustPrepare(t, p, newClaim("whole", allocated("r", gpu0)))
+		}, device.TimeSliceMedium},
+		"the node is started again": {func(_ *testing.T, w *world, _ *Preparer) { w.reboot() }, device.TimeSliceDefault},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMPS(w)
+			h.of(t, gpu0).slice = device.TimeSliceMedium
+			p := w.plugin(t)
+			mustPrepare(t, p, long1)
+			p.Partitions = &mute{h, "GPU-0"}
+			mustUnprepare(t, p, long1.UID)
+			clean(t, w)
+			for range 2 {
+				if err := p.Reconcile(t.Context()); err != nil || len(w.holders()) != 1 {
+					t.Fatalf("%v, what is to be set back: %q", err, w.holders())
+				}
+			}
+			if _, err := p.Prepare(t.Context(), long2); err == nil || !strings.Contains(err.Error(), "time slices of "+gpu0) {
+				t.Errorf("who wants time slices of its own is not told that they cannot be set: %v", err)
+			}
+			c.meanwhile(t, w, p)
+			p = w.plugin(t)
+			if err := p.Reconcile(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if got := h.of(t, gpu0).slice; got != c.found || len(w.holders()) != 0 {
+				t.Errorf("the time slice is %d, left: %q", got, w.holders())
+			}
+			mustUnprepare(t, p, "uid-whole")
+			mustPrepare(t, p, long2)
+			mustUnprepare(t, p, long2.UID)
+			shares(t, w, h, p, c.found)
+			clean(t, w)
+		})
+	}
+}
+
+// The next claim finds what the one before it has found.
+func TestWhoWantsTimeSlicesBeforeTheyWereSetBackRemembersWhatWasFound(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	h.of(t, gpu0).slice = device.TimeSliceMedium
+	p := w.plugin(t)
+	mustPrepare(t, p, long1)
+	p.Partitions = &mute{h, "GPU-0"}
+	mustUnprepare(t, p, long1.UID)
+	p.Partitions = h
+	short := shareBy(newClaim("short", plain("r", share0)), "GpuConfig", slicing("Short"))
+	mustPrepare(t, p, short)
+	shares(t, w, h, p, device.TimeSliceMedium)
+	mustUnprepare(t, p, short.UID)
+	shares(t, w, h, p, device.TimeSliceMedium)
+	clean(t, w)
+}
+
+// With a GPU in a mode that lets one process in, who has it next could not use it.
+func TestAComputeModeThatCannotBeSetBackKeepsItsClaim(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, part1)
+	h.fault = func(int, bool) error {
+		if h.of(t, gpu0).mode == device.ComputeExclusiveProcess && len(w.daemons.running) == 0 {
+			return failure(nvidia.CodeReset, "set compute mode", h.card(t, gpu0))
+		}
+		return nil
+	}
+	if err := p.Unprepare(t.Context(), part1.UID); err == nil || len(w.records()) != 1 {
+		t.Errorf("%v, %q", err, w.records())
+	}
+	h.fault = nil
+	mustUnprepare(t, p, part1.UID)
+	shares(t, w, h, p, device.TimeSliceDefault)
+	clean(t, w)
+}
+
 // mute is hardware of which one GPU does not answer.
 type mute struct {
 	*hardware

@@ -177,10 +177,24 @@ func (s *shared) Revert(ctx context.Context, env *Env) error {
 	}
 	if h.BootID == env.BootID {
 		if err := s.undo(ctx, env); err != nil {
-			return err
+			return s.leaveUndone(ctx, env, err)
 		}
 	}
 	return s.removed(env)
+}
+
+// leaveUndone lets the last claim go where all that is left of it is a preference, which harms nobody: it is set back later. What keeps others from the
+// device keeps the claim.
+func (s *shared) leaveUndone(ctx context.Context, env *Env, err error) error {
+	if _, preference := s.inner.(*timeSlice); !preference {
+		return err
+	}
+	s.holder.Claims = nil
+	if serr := s.save(env); serr != nil {
+		return errors.Join(err, serr)
+	}
+	klog.FromContext(ctx).Error(err, "Could not set back what claims shared; it is tried again, and keeps nobody from the GPU", "holder", s.Key)
+	return nil
 }
 
 // undo reverts the step for the last claim. A disk that is full keeps nobody from that: reverting twice is reverting once.
