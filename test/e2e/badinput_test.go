@@ -65,7 +65,7 @@ metadata:
   name: badly-configured
 spec:
   selectors: [{cel: {expression: device.driver == 'gpu.nvidia.com'}}]
-  config: [{opaque: {driver: gpu.nvidia.com, parameters: `+gpuConfig("sharing: {strategy: MPS}")+`}}]
+  config: [{opaque: {driver: gpu.nvidia.com, parameters: `+gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 101}}")+`}}]
 `)
 	cases := map[string]struct {
 		claim string
@@ -76,8 +76,8 @@ spec:
 		"wrong-kind":       {claimYAML("wrong-kind", "{apiVersion: resource.nvidia.com/v1beta1, kind: MigDeviceConfig}"), []string{"is a MigDeviceConfig", "takes a GpuConfig"}},
 		"wrong-type":       {claimYAML("wrong-type", gpuConfig("sharing: 7")), []string{"wrong type"}},
 		"unknown-strategy": {claimYAML("unknown-strategy", gpuConfig("sharing: {strategy: Luck}")), []string{"sharing.strategy", "Luck", "TimeSlicing"}},
-		"not-built-yet":    {claimYAML("not-built-yet", gpuConfig("sharing: {strategy: TimeSlicing}")), []string{`sharing strategy "TimeSlicing" is not supported by this version`}},
-		"bad-class":        {strings.Replace(claimYAML("bad-class", ""), "gpu.nvidia.com", "badly-configured", 1), []string{`sharing strategy "MPS" is not supported by this version`}},
+		"limit-of-nobody":  {claimYAML("limit-of-nobody", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'7': 1Gi}}}")), []string{"defaultPerDevicePinnedMemoryLimit", "7"}},
+		"bad-class":        {strings.Replace(claimYAML("bad-class", ""), "gpu.nvidia.com", "badly-configured", 1), []string{"the DeviceClass's configuration", "sharing.mpsConfig.defaultActiveThreadPercentage is 101"}},
 	}
 	for name, c := range cases {
 		w.apply(t, ns, c.claim+podOnClaim(name, badNode, name))

@@ -47,7 +47,7 @@ func TestSurvival(t *testing.T) {
 	}{
 		{"the plugin is killed while claims are held", w.testKilledWhileHeld},
 		{"the plugin is killed while a claim waits for its GPU", w.testKilledWhileWaiting},
-		{"the plugin is killed between a claim's record and its result", w.testKilledBetween},
+		{"the plugin is killed between a claim's spec and its record", w.testKilledBetween},
 		{"the plugin is killed in bursts of Pods", w.testKilledInBursts},
 		{"the plugin is killed while NVML does not answer", w.testKilledWithoutAnswer},
 		{"the kubelet ends", w.testKubeletEnds},
