@@ -22,6 +22,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
@@ -187,4 +188,23 @@ func TestASupervisorThatIsAbsentForLongIsAnEvent(t *testing.T) {
 			<-recorder.Events
 		}
 	}
+}
+
+func TestThePluginTellsWhatTheDriverForgets(t *testing.T) {
+	n := newNode(t)
+	d, err := New(t.Context(), n.cfg, Parts{
+		Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Partitions: &settable{persistence: ptr.To(false)}, Metrics: metrics.New("test"),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(d.presence.End)
+	card := device.Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-1"}
+	if _, err := d.preparer.Partitions.Look(t.Context(), card); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.preparer.Partitions.SetComputeMode(t.Context(), card, device.ComputeExclusiveProcess); err != nil {
+		t.Fatal(err)
+	}
+	n.hears(t, "Node", "node", "PersistenceModeOff", gpuName)
 }

@@ -129,7 +129,7 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 		return nil, err
 	}
 	if partitions != nil {
-		partitions = &forgetful{Partitions: partitions, events: d.events, off: map[device.Card]bool{}}
+		partitions = newForgetful(partitions, d.events)
 	}
 	return prepare.New(prepare.Options{
 		DriverName: DriverName, Pool: d.cfg.NodeName,
