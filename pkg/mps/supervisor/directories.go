@@ -31,10 +31,13 @@ type specRecord struct {
 	Daemon mps.Daemon `json:"daemon"`
 }
 
-// runRecord is the content of run.json. A process is named by its number and when it started, in clock ticks since the boot.
+// runRecord is the content of run.json. A process is named by its number and when it started, in clock ticks since the boot. Before there is one it says
+// where it will be.
 type runRecord struct {
 	PID       int    `json:"pid"`
 	StartTime uint64 `json:"startTime"`
+	// Groups are the control groups in which it was started, in the words of /proc/PID/cgroup.
+	Groups string `json:"groups,omitempty"`
 }
 
 // directories are the files of all daemons.

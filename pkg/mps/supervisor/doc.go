@@ -16,7 +16,8 @@
 //
 // # Whose processes are touched
 //
-// Every process of a daemon carries the name of its directory in its environment, which servers inherit. Signals go to a process through a descriptor that
+// Every process of a daemon carries the name of its directory in its environment, and is in the control groups in which its supervisor started it; servers
+// inherit both. A process of another container that carries the same name is nobody's business: it is not signalled, nor waited for. Signals go to a process through a descriptor that
 // was opened before the process was recognised, so a number that was given anew hits nobody else.
 //
 // # When the supervisor ends

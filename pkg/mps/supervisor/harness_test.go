@@ -235,11 +235,18 @@ func (n *node) status(id string) mps.Status {
 // processes are those of a daemon, servers too.
 func (n *node) processes(id string) []int {
 	n.t.Helper()
-	pids, err := markedProcesses(mark(n.paths, id))
+	pids, err := n.kin(id).processes()
 	if err != nil {
 		n.t.Fatal(err)
 	}
 	return pids
+}
+
+func (n *node) kin(id string) kin {
+	n.t.Helper()
+	groups, err := groupsOf(os.Getpid())
+	must(n.t, err)
+	return kin{mark: mark(n.paths, id), groups: []string{groups}}
 }
 
 // daemons are the control daemons among them, without clients that send a command.
@@ -281,7 +288,7 @@ func (n *node) cleanUp() {
 	}
 	entries, _ := os.ReadDir(n.paths.Root())
 	for _, e := range entries {
-		if err := endMarked(mark(n.paths, e.Name())); err != nil {
+		if err := n.kin(e.Name()).end(patient); err != nil {
 			n.t.Error(err)
 		}
 	}

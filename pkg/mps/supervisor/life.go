@@ -36,6 +36,7 @@ type life struct {
 	over  chan struct{} // closed when it has ended
 	left  error         // why a process is left; read after over
 	awake chan struct{} // a try to start it is wanted now
+	waits waits         // how long its processes may take to end; brief once they are known to be stuck
 
 	mu      sync.Mutex
 	status  mps.Status
@@ -46,7 +47,7 @@ type life struct {
 
 func newLife(spec mps.Daemon, proven bool) *life {
 	return &life{
-		spec: spec, over: make(chan struct{}), awake: make(chan struct{}, 1), proven: proven, changed: make(chan struct{}),
+		spec: spec, over: make(chan struct{}), awake: make(chan struct{}, 1), waits: patient, proven: proven, changed: make(chan struct{}),
 		status: mps.Status{Daemon: spec, State: mps.Starting, Since: time.Now()},
 	}
 }
@@ -94,6 +95,10 @@ func (s *Supervisor) live(ctx context.Context, l *life) {
 	for ctx.Err() == nil {
 		began := time.Now()
 		err := s.serveOnce(ctx, l)
+		l.waits = patient
+		if stuck := new(stuckError); errors.As(err, &stuck) {
+			l.waits = brief
+		}
 		if ctx.Err() != nil {
 			break
 		}
@@ -109,7 +114,7 @@ func (s *Supervisor) live(ctx context.Context, l *life) {
 		}
 		pause = min(2*pause, maxPause)
 	}
-	l.left = endMarked(mark(s.visible, l.spec.ID))
+	l.left = s.kin(l.spec.ID).end(l.waits)
 	stopLogs()
 	logging.Wait()
 	logger.Info("MPS daemon has ended", "why", context.Cause(ctx))
@@ -140,7 +145,7 @@ func (s *Supervisor) serveOnce(ctx context.Context, l *life) error {
 	}
 	if err := s.makeReady(ctx, l.spec, c, p); err != nil {
 		if ctx.Err() == nil { // what it is told, it may hang at
-			return errors.Join(explain(err, p, output, written, l.spec.MultiUser), endMarked(mark(s.visible, l.spec.ID)))
+			return errors.Join(explain(err, p, output, written, l.spec.MultiUser), s.kin(l.spec.ID).end(patient))
 		}
 		return err // the life's end takes it away
 	}
@@ -160,16 +165,20 @@ func (s *Supervisor) takeOverOrStart(ctx context.Context, l *life, c control, ou
 	id := l.spec.ID
 	var run runRecord
 	if err := s.directories.read(id, runFile, &run); err == nil {
-		if p := adopt(run, mark(s.visible, id)); p != nil {
+		if p := adopt(run, s.kin(id)); p != nil {
 			klog.FromContext(ctx).Info("MPS daemon still runs, it is taken over", "pid", p.pid)
 			return p, nil
 		}
 	}
 	// Servers of a daemon that died, or a daemon whose number an earlier supervisor had no time to write down.
-	if err := endMarked(mark(s.visible, id)); err != nil {
+	if err := s.kin(id).end(l.waits); err != nil {
 		return nil, err
 	}
 	if err := s.directories.empty(id); err != nil {
+		return nil, err
+	}
+	// Where it will be is on the disk first, so that a supervisor in another container finds it.
+	if err := s.directories.write(id, runFile, runRecord{Groups: s.groups}); err != nil {
 		return nil, err
 	}
 	p, err := spawn(c.program, c.view, daemonArgs(l.spec), c.env, output)
@@ -178,10 +187,10 @@ func (s *Supervisor) takeOverOrStart(ctx context.Context, l *life, c control, ou
 	}
 	started, err := startTime(p.pid)
 	if err == nil {
-		err = s.directories.write(id, runFile, runRecord{PID: p.pid, StartTime: started})
+		err = s.directories.write(id, runFile, runRecord{PID: p.pid, StartTime: started, Groups: s.groups})
 	}
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("write down the process of the control daemon: %w", err), endMarked(mark(s.visible, id)))
+		return nil, errors.Join(fmt.Errorf("write down the process of the control daemon: %w", err), s.kin(id).end(patient))
 	}
 	return p, nil
 }

@@ -12,8 +12,8 @@ import (
 )
 
 // DefaultStartTimeout is far beyond the milliseconds that a start takes, which touches no GPU. The caller of one that hangs gets its error, with the time to
-// end the daemon added, before it gives up by itself, and that in time to answer the kubelet, which waits 45 s.
-const DefaultStartTimeout = 12 * time.Second
+// end the daemon added (8 s, and some more if it cannot be ended), before it gives up by itself (20 s), and that in time to answer the kubelet, which waits 45 s.
+const DefaultStartTimeout = 8 * time.Second
 
 // Options say where things are.
 type Options struct {

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -61,13 +62,13 @@ func spawn(program string, view namespace.View, args, env []string, output *os.F
 }
 
 // adopt finds the process of an earlier supervisor, or nil.
-func adopt(record runRecord, mark string) *process {
+func adopt(record runRecord, of kin) *process {
 	fd, err := unix.PidfdOpen(record.PID, 0)
 	if err != nil {
 		return nil
 	}
 	started, err := startTime(record.PID)
-	if err != nil || started != record.StartTime || !marked(record.PID, mark) || commandOf(record.PID) != controlProgram {
+	if err != nil || started != record.StartTime || !of.has(record.PID) || commandOf(record.PID) != controlProgram {
 		_ = unix.Close(fd)
 		return nil
 	}
@@ -96,15 +97,38 @@ func awaitExit(fd int, limit time.Duration) {
 	}
 }
 
-// endMarked ends every process that carries the mark, and returns when none is left.
-func endMarked(mark string) error {
+// kin is whose processes a daemon's are: those that carry its mark and are in a control group of a supervisor's. The mark alone could be anyone's: an
+// environment is what a process says of itself, a control group is what the container runtime has put it into.
+type kin struct {
+	mark string
+	// groups are this supervisor's control groups, and those of the earlier one that started the daemon.
+	groups []string
+}
+
+// waits are how long a process may take after each signal.
+type waits struct{ terminate, kill time.Duration }
+
+var (
+	patient = waits{terminateWait, killWait}
+	// brief is for processes that a signal has not ended already.
+	brief = waits{0, 500 * time.Millisecond}
+)
+
+// stuckError says that processes have survived being killed.
+type stuckError struct{ pids []int }
+
+func (e *stuckError) Error() string {
+	return fmt.Sprintf("processes %v cannot be killed: they hang in the NVIDIA driver, look at dmesg, and reset the GPUs or reboot the node", e.pids)
+}
+
+// end ends every process, and returns when none is left.
+func (k kin) end(w waits) error {
 	for _, step := range []struct {
 		signal unix.Signal
 		wait   time.Duration
-	}{{unix.SIGTERM, terminateWait}, {unix.SIGKILL, killWait}} {
-		deadline := time.Now().Add(step.wait)
-		for {
-			pids, err := markedProcesses(mark)
+	}{{unix.SIGTERM, w.terminate}, {unix.SIGKILL, w.kill}} {
+		for deadline := time.Now().Add(step.wait); ; {
+			pids, err := k.processes()
 			if err != nil || len(pids) == 0 {
 				return err
 			}
@@ -112,25 +136,25 @@ func endMarked(mark string) error {
 				break
 			}
 			for _, pid := range pids {
-				signalMarked(pid, mark, step.signal, time.Until(deadline))
+				k.signal(pid, step.signal, time.Until(deadline))
 			}
 		}
 	}
-	pids, err := markedProcesses(mark)
+	pids, err := k.processes()
 	if err != nil || len(pids) == 0 {
 		return err
 	}
-	return fmt.Errorf("processes %v cannot be killed: they hang in the NVIDIA driver, look at dmesg, and reset the GPUs or reboot the node", pids)
+	return &stuckError{pids}
 }
 
-// signalMarked sends a signal and waits until the process has ended, or the time is over.
-func signalMarked(pid int, mark string, signal unix.Signal, limit time.Duration) {
+// signal sends one and waits until the process has ended, or the time is over.
+func (k kin) signal(pid int, signal unix.Signal, limit time.Duration) {
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
 		return // It has ended.
 	}
 	defer func() { _ = unix.Close(fd) }()
-	if !marked(pid, mark) {
+	if !k.has(pid) {
 		return // The number is someone else's now.
 	}
 	if unix.PidfdSendSignal(fd, signal, nil, 0) == nil {
@@ -138,8 +162,8 @@ func signalMarked(pid int, mark string, signal unix.Signal, limit time.Duration)
 	}
 }
 
-// markedProcesses lists the processes that carry the mark and have not ended.
-func markedProcesses(mark string) ([]int, error) {
+// processes lists those that have not ended.
+func (k kin) processes() ([]int, error) {
 	proc, err := os.Open("/proc")
 	if err != nil {
 		return nil, fmt.Errorf("list processes: %w", err)
@@ -151,45 +175,101 @@ func markedProcesses(mark string) ([]int, error) {
 	}
 	var pids []int
 	for _, name := range names {
-		if pid, err := strconv.Atoi(name); err == nil && marked(pid, mark) {
+		if pid, err := strconv.Atoi(name); err == nil && k.has(pid) {
 			pids = append(pids, pid)
 		}
 	}
 	return pids, nil
 }
 
-// marked says whether a process carries the mark. One that has ended and waits for its parent has no environment any more.
+// has says whether a process is one of the daemon's. Of a stranger's no memory is looked at, its environment neither: reading that could take as long as the
+// stranger likes.
+func (k kin) has(pid int) bool {
+	group, err := groupsOf(pid)
+	return err == nil && slices.Contains(k.groups, group) && marked(pid, k.mark)
+}
+
+// groupsOf are the control groups of a process, one in each hierarchy. They are its children's, too.
+func groupsOf(pid int) (string, error) {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+	if err != nil {
+		return "", fmt.Errorf("read the control groups of process %d: %w", pid, err)
+	}
+	return string(data), nil
+}
+
+const (
+	// replacing is how long a process may be about to become another program, and have no environment.
+	replacing = time.Second
+	// kernelThread is PF_KTHREAD of Linux's sched.h.
+	kernelThread = 0x00200000
+)
+
+// marked says whether a process carries the mark. One that has ended and waits for its parent has no environment any more; one that is becoming another
+// program has none yet.
 func marked(pid int, mark string) bool {
+	for deadline := time.Now().Add(replacing); ; {
+		environment, err := environmentOf(pid)
+		if err != nil {
+			return false
+		}
+		if len(environment) > 0 {
+			return slices.ContainsFunc(bytes.Split(environment, []byte{0}), func(v []byte) bool { return string(v) == mark })
+		}
+		if !becoming(pid) || time.Now().After(deadline) {
+			return false
+		}
+		<-time.After(time.Millisecond)
+	}
+}
+
+func environmentOf(pid int) ([]byte, error) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/environ", pid))
 	if err != nil {
-		return false
+		return nil, err
 	}
 	defer func() { _ = f.Close() }()
-	environment, err := io.ReadAll(io.LimitReader(f, maxEnvironment))
+	return io.ReadAll(io.LimitReader(f, maxEnvironment))
+}
+
+// becoming says whether a process without an environment is about to have one: it lives, is no thread of the kernel, and has no place for one yet.
+func becoming(pid int) bool {
+	fields, err := statOf(pid)
 	if err != nil {
 		return false
 	}
-	for variable := range bytes.SplitSeq(environment, []byte{0}) {
-		if string(variable) == mark {
-			return true
-		}
+	flags, err := strconv.ParseUint(fields[statFlags], 10, 64)
+	return err == nil && flags&kernelThread == 0 && !strings.Contains("ZX", fields[statState]) && fields[statEnvStart] == "0"
+}
+
+// Fields of proc_pid_stat(5), counted from the third.
+const (
+	statState    = 3 - 3
+	statFlags    = 9 - 3
+	statStart    = 22 - 3
+	statEnvStart = 50 - 3
+)
+
+func statOf(pid int) ([]string, error) {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return nil, err
 	}
-	return false
+	// The second field is the name in brackets, which may hold anything.
+	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
+	if len(fields) <= statEnvStart {
+		return nil, fmt.Errorf("/proc/%d/stat has %d fields", pid, len(fields))
+	}
+	return fields, nil
 }
 
 // startTime is when a process started, in clock ticks since the boot.
 func startTime(pid int) (uint64, error) {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	fields, err := statOf(pid)
 	if err != nil {
 		return 0, err
 	}
-	// The second field is the name in brackets, which may hold anything; starttime is the 22nd (proc_pid_stat(5)).
-	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
-	const index = 22 - 3
-	if len(fields) <= index {
-		return 0, fmt.Errorf("/proc/%d/stat has %d fields", pid, len(fields))
-	}
-	return strconv.ParseUint(fields[index], 10, 64)
+	return strconv.ParseUint(fields[statStart], 10, 64)
 }
 
 // commandOf is the name by which a process was called.

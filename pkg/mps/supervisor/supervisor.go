@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
+	"os"
 	"path/filepath"
 	"slices"
 	"sync"
@@ -25,6 +26,7 @@ type Supervisor struct {
 	visible     mps.Paths
 	directories directories
 	bootID      string
+	groups      string // this process's control groups
 	turns       turns
 	// ctx ends when the supervisor stops, and with it the lives.
 	ctx context.Context
@@ -42,8 +44,12 @@ func Run(ctx context.Context, options Options) error {
 	if err != nil {
 		return err
 	}
+	groups, err := groupsOf(os.Getpid())
+	if err != nil {
+		return err
+	}
 	s := &Supervisor{
-		options: options, visible: options.visible(), bootID: boot,
+		options: options, visible: options.visible(), bootID: boot, groups: groups,
 		directories: directories{paths: options.visible(), label: options.SELinuxLabel, shm: new(sync.Mutex)},
 		lives:       map[string]*life{},
 	}
@@ -201,7 +207,10 @@ func (s *Supervisor) awaitReady(ctx context.Context, l *life, try int) error {
 		case status.State == mps.Failed && tries >= try:
 			err := errors.New(status.Error)
 			if !l.isProven() {
-				err = errors.Join(err, s.finish(l), s.directories.remove(l.spec.ID))
+				if left := s.finish(l); left != nil {
+					return errors.Join(err, left) // It stays known with all it has, until it can be ended.
+				}
+				err = errors.Join(err, s.directories.remove(l.spec.ID))
 			}
 			return err
 		}
@@ -268,7 +277,7 @@ func (s *Supervisor) finish(l *life) error {
 	l.end(errRemoved)
 	<-l.over
 	if l.left != nil {
-		if err := endMarked(mark(s.visible, l.spec.ID)); err != nil {
+		if err := s.kin(l.spec.ID).end(brief); err != nil {
 			return err
 		}
 	}
@@ -278,9 +287,19 @@ func (s *Supervisor) finish(l *life) error {
 	return nil
 }
 
+// kin is whose processes a daemon's are.
+func (s *Supervisor) kin(id string) kin {
+	k := kin{mark: mark(s.visible, id), groups: []string{s.groups}}
+	var run runRecord
+	if err := s.directories.read(id, runFile, &run); err == nil && run.Groups != "" {
+		k.groups = append(k.groups, run.Groups)
+	}
+	return k
+}
+
 // clear takes away what is left of a daemon that does not live.
 func (s *Supervisor) clear(id string) error {
-	if err := endMarked(mark(s.visible, id)); err != nil {
+	if err := s.kin(id).end(patient); err != nil {
 		return err
 	}
 	return s.directories.remove(id)
