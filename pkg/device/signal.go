@@ -76,10 +76,13 @@ const (
 	ReachOK     Reach = "ok"
 	ReachLost   Reach = "lost"   // NVML says that it is lost, or does not list it any more, or it has left the PCI bus
 	ReachFailed Reach = "failed" // NVML answered with another error
+	// ReachNeedsReset is a GPU of which NVML says that it must be reset before it can be used.
+	ReachNeedsReset Reach = "needs-reset"
 	ReachWedged Reach = "wedged" // no answer in time; nothing else in the condition means anything
 )
 
 // Condition is what one GPU answered when it was asked for its state. What the GPU or its driver does not know is absent, which is not the same as good.
+// One that is not [ReachOK] may still say some of it: what was answered before, or beside, the question that failed.
 type Condition struct {
 	Card  Card  `json:"card"`
 	Reach Reach `json:"reach"`
@@ -88,12 +91,13 @@ type Condition struct {
 	Recovery RecoveryAction `json:"recovery,omitempty"`
 	// Remap is the state of row remapping (nvmlDeviceGetRemappedRows), or of page retirement on cards before Ampere.
 	Remap *Remap `json:"remap,omitempty"`
-	// Uncorrected counts uncorrected ECC errors since the last reset or driver load (NVML_VOLATILE_ECC). A smaller number than before proves a reset.
+	// Uncorrected counts uncorrected ECC errors since the last reset or driver load (NVML_VOLATILE_ECC). It is smaller than before after a reset, but
+	// also after somebody has cleared it (nvidia-smi -p 0).
 	Uncorrected *uint64 `json:"uncorrected,omitempty"`
 	// EnergyMillijoules is what the GPU has used since its driver was loaded (nvmlDeviceGetTotalEnergyConsumption). It only grows: a smaller number than
 	// before proves that the driver began anew.
 	EnergyMillijoules *uint64 `json:"energyMillijoules,omitempty"`
-	// Fabric is nil for a card that is in no NVLink fabric.
+	// Fabric is nil for a card that is in no NVLink fabric, or did not say.
 	Fabric *Fabric `json:"fabric,omitempty"`
 	// Took is how long the answer took.
 	Took time.Duration `json:"took,omitempty"`
@@ -113,6 +117,8 @@ const (
 	FabricNotStarted FabricState = "not-started"
 	FabricInProgress FabricState = "in-progress"
 	FabricCompleted  FabricState = "completed"
+	// FabricNotUsed is that of a card in MIG mode, which leaves its fabric and needs none.
+	FabricNotUsed FabricState = "not-used"
 )
 
 // Fabric is a card's membership in an NVLink fabric.

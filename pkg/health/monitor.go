@@ -137,6 +137,7 @@ func (m *Monitor) watcher(s device.WatcherState, now time.Time) {
 		if m.driver != "" {
 			for _, c := range m.cards {
 				c.Uncorrected, c.Energy = nil, nil
+				c.Recovery = device.RecoveryUnknown
 				m.wasReset(c, at, "the driver was loaded again")
 			}
 		}
@@ -155,12 +156,12 @@ func (m *Monitor) watcher(s device.WatcherState, now time.Time) {
 	case s.Up:
 		if !m.silent.IsZero() {
 			for _, c := range m.cards {
-				c.heard = at
+				c.heard = now
 			}
 		}
 		m.silent, m.silence = time.Time{}, ""
 	case m.silent.IsZero():
-		m.silent, m.silence = at, cmp.Or(clean(s.Error), "unknown")
+		m.silent, m.silence = now, cmp.Or(clean(s.Error), "unknown")
 	default:
 		m.silence = cmp.Or(clean(s.Error), m.silence)
 	}

@@ -67,6 +67,11 @@ func (w *watched) answer(c device.Condition) {
 	w.Apply(device.Signal{Condition: &c}, w.now)
 }
 
+func (w *watched) counts(uncorrected, energy uint64) {
+	w.wait(time.Second)
+	w.answer(device.Condition{Uncorrected: &uncorrected, EnergyMillijoules: &energy})
+}
+
 func (w *watched) ok() { w.answer(device.Condition{}) }
 
 func (w *watched) recovery(a device.RecoveryAction) { w.answer(device.Condition{Recovery: a}) }
@@ -161,6 +166,26 @@ func TestWhatEndsAFindingThatAResetEnds(t *testing.T) {
 		"it hung and answers":        {func(w *watched) { w.answer(device.Condition{Reach: device.ReachWedged}); w.ok() }, Unhealthy},
 		"the driver is loaded again": {func(w *watched) { w.wait(time.Second); w.listen("load-2") }, Healthy},
 		"who listens begins again":   {func(w *watched) { w.wait(time.Second); w.listen("load-1") }, Unhealthy},
+		"the action goes by way of a milder one to none": {func(w *watched) {
+			w.recovery(device.RecoveryReset)
+			w.recovery(device.RecoveryDrainP2P)
+			w.recovery(device.RecoveryNone)
+		}, Healthy},
+		"the IMEX domain is repaired":  {func(w *watched) { w.recovery(device.RecoveryIMEXDomain); w.recovery(device.RecoveryNone) }, Unhealthy},
+		"peer-to-peer use has ended":   {func(w *watched) { w.recovery(device.RecoveryDrainP2P); w.recovery(device.RecoveryNone) }, Unhealthy},
+		"an admin clears error counts": {func(w *watched) { w.counts(3, 1000); w.counts(0, 2000) }, Unhealthy},
+		"all is counted anew":          {func(w *watched) { w.counts(3, 1000); w.counts(0, 10) }, Healthy},
+		"it was out of sight": {func(w *watched) {
+			w.counts(0, 1000)
+			w.answer(device.Condition{Reach: device.ReachLost})
+			w.counts(0, 2000)
+		}, Unhealthy},
+		"it was lost and begins anew": {func(w *watched) {
+			w.counts(0, 1000)
+			w.answer(device.Condition{Reach: device.ReachLost})
+			w.counts(0, 10)
+		}, Healthy},
+		"it needed a reset and had one": {func(w *watched) { w.answer(device.Condition{Reach: device.ReachNeedsReset}); w.ok() }, Healthy},
 		"another card is there": {func(w *watched) {
 			w.Expect([]device.GPU{{PCIAddress: address, UUID: "GPU-2"}}, w.now)
 		}, Healthy},

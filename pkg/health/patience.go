@@ -19,11 +19,14 @@ const (
 	DefaultQuiet = 10 * time.Minute
 )
 
-const unknownCode = "unknown"
+const (
+	unknownCode = "unknown"
+	fabricCode  = "fabric"
+)
 
 // unknown says that nobody can say anything about the card.
 func (m *Monitor) unknown(c *card, reason string, at time.Time) {
-	if c.find("lost") != nil {
+	if c.find(lostCode) != nil {
 		return // that is known
 	}
 	m.level(c, true, Finding{Code: unknownCode, State: Unknown, Reason: reason, Action: unknownAction}, "", at)
@@ -49,7 +52,7 @@ func (m *Monitor) patience(c *card, now time.Time) {
 	}
 	if !c.fabricless.IsZero() && now.Sub(c.fabricless) >= fabricFor {
 		m.level(c, true, Finding{
-			Code: "fabric", Part: Part{Links: true}, State: Unhealthy, Reason: "the GPU has not joined its NVLink fabric, without which CUDA does not start",
+			Code: fabricCode, Part: Part{Links: true}, State: Unhealthy, Reason: "the GPU has not joined its NVLink fabric, without which CUDA does not start",
 			Action: "look at nvidia-fabricmanager on the node",
 		}, "", now)
 	}
@@ -60,16 +63,22 @@ func (m *Monitor) fabric(c *card, f *device.Fabric, at, now time.Time) {
 	if f == nil {
 		return
 	}
+	if f.State == device.FabricNotUsed {
+		c.fabricless = time.Time{}
+		m.dropCode(c, fabricCode, "the GPU is in MIG mode, which does without")
+		m.dropCode(c, "fabric-error", "the GPU is in MIG mode, which does without")
+		return
+	}
 	if f.State != device.FabricCompleted {
 		m.dropCode(c, "fabric-error", "the GPU joins its fabric anew")
 		if c.fabricless.IsZero() {
-			c.fabricless = at
+			c.fabricless = now
 		}
 		m.patience(c, now)
 		return
 	}
 	c.fabricless = time.Time{}
-	m.dropCode(c, "fabric", "the GPU has joined its fabric")
+	m.dropCode(c, fabricCode, "the GPU has joined its fabric")
 	m.level(c, f.Error != "", Finding{
 		Code: "fabric-error", Part: Part{Links: true}, State: Degraded, Reason: "the GPU's NVLink fabric has an error (" + clean(f.Error) + ")",
 		Action: "look at nvidia-fabricmanager on the node",

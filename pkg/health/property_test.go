@@ -166,9 +166,34 @@ func TestMoreLatchedKindsThanThereIsRoomFor(t *testing.T) {
 		w.xidOn(1000+code, 19, uint32(code%7), 1)
 		w.want(fmt.Sprintf("%s-mig-19-%d", whole, code%7), Unhealthy)
 	}
-	if n := len(w.View().Findings(address)); n > maxFindings+1 {
+	// What the hardware says each time that it is asked has room all the same, and is over when it says so.
+	w.counts(0, 1)
+	w.answer(device.Condition{Reach: device.ReachLost})
+	w.want(whole, Lost)
+	w.counts(0, 2)
+	w.want(whole, Unhealthy)
+	w.answer(device.Condition{Reach: device.ReachNeedsReset})
+	w.counts(0, 3)
+	for code := range uint64(500) {
+		w.xidOn(1000+code, 19, uint32(code%7), 1)
+	}
+	if n := len(w.View().Findings(address)); n > maxFindings {
 		t.Errorf("%d findings", n)
 	}
+	s, _ := onDisk()
+	if err := s.Save(w.Monitor); err != nil {
+		t.Fatal(err)
+	}
+	before := w.View()
+	w.Monitor = New(Options{Rules: rules}, w.now)
+	if err := s.Load(w.Monitor, w.now); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range gpu.DeviceNames() {
+		n, _ := device.ParseName(name)
+		sameVerdict(t, name, before.Of(gpu, n), w.of(name))
+	}
+	w.listen("load-1")
 	w.pass(24 * time.Hour)
 	for _, n := range gpu.DeviceNames() {
 		w.want(n, Unhealthy)

@@ -111,9 +111,6 @@ func decode(raw []byte) (state, error) {
 		if address, err := device.ParsePCIAddress(string(c.Card.PCIAddress)); err != nil || address != c.Card.PCIAddress {
 			return state{}, fmt.Errorf("%q is no PCI address of a card", c.Card.PCIAddress)
 		}
-		if len(c.Findings) > maxFindings {
-			return state{}, fmt.Errorf("%s has %d findings, more than are ever kept", c.Card, len(c.Findings))
-		}
 		for _, finding := range c.Findings {
 			if finding == nil || finding.Code == "" || !slices.Contains([]Ends{EndsByLevel, EndsByReset, EndsByTime}, finding.Ends) {
 				return state{}, fmt.Errorf("%s has a finding that says nothing", c.Card)
@@ -143,7 +140,7 @@ func (m *Monitor) merge(saved state, now time.Time) {
 			c.GPU = old.GPU
 		}
 		if c.Recovery == device.RecoveryUnknown {
-			c.Recovery = old.Recovery
+			c.Recovery, c.ResetAsked = old.Recovery, old.ResetAsked || isReset(old.Recovery)
 		}
 		if c.Uncorrected == nil && c.Energy == nil {
 			c.Uncorrected, c.Energy = old.Uncorrected, old.Energy
@@ -187,7 +184,7 @@ func (m *Monitor) remember(c *card, f Finding, now time.Time) {
 		}
 		return
 	}
-	if len(c.Findings) < maxFindings {
+	if m.admit(c, &f, now) {
 		c.Findings = append(c.Findings, &f)
 	}
 }

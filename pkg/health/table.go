@@ -206,6 +206,15 @@ func event(kind device.EventKind, recommends bool) Meaning {
 	}
 }
 
+// isReset says whether what the driver recommends resets the GPU. Once it has been done, the driver recommends nothing.
+func isReset(a device.RecoveryAction) bool {
+	switch a {
+	case device.RecoveryReset, device.RecoveryDrainAndReset, device.RecoveryBusReset, device.RecoveryReboot, device.RecoverySystemReboot:
+		return true
+	}
+	return false
+}
+
 // recovery is what the driver's recommendation means. It is nil where nothing is recommended.
 func recovery(a device.RecoveryAction) *Meaning {
 	switch a {

@@ -35,22 +35,27 @@ func (p *patient) condition() (c device.Condition, gone bool) {
 	c = device.Condition{Reach: device.ReachOK}
 	err := p.read(&c)
 	if err != nil {
-		c = device.Condition{Reach: reachOf(err), Error: err.Error()}
+		c.Reach, c.Error = reachOf(err), err.Error()
 	}
 	c.Card, c.At = p.card, time.Now()
 	c.Took = c.At.Sub(start)
 	return c, errors.Is(err, errOffBus)
 }
 
-// reachOf tells a card that is gone from one that answers with an error.
+// reachOf tells a card that is gone, or that must be reset, from one that answers with another error.
 func reachOf(err error) device.Reach {
-	var ret nvmlError
-	if errors.Is(err, errOffBus) || errors.As(err, &ret) && (nvml.Return(ret) == nvml.ERROR_GPU_IS_LOST || nvml.Return(ret) == nvml.ERROR_NOT_FOUND) {
+	is := func(r nvml.Return) bool { return errors.Is(err, nvmlError(r)) }
+	switch {
+	case errors.Is(err, errOffBus), is(nvml.ERROR_GPU_IS_LOST), is(nvml.ERROR_NOT_FOUND):
 		return device.ReachLost
+	case is(nvml.ERROR_RESET_REQUIRED):
+		return device.ReachNeedsReset
+	default:
+		return device.ReachFailed
 	}
-	return device.ReachFailed
 }
 
+// read asks everything, whatever of it fails, unless the card is gone: what one question says may be graver than that another has no answer.
 func (p *patient) read(c *device.Condition) error {
 	if dir := filepath.Join(p.paths.Sysfs, "bus", "pci", "devices"); !exists(filepath.Join(dir, string(p.card.PCIAddress))) && exists(dir) {
 		return errOffBus
@@ -59,15 +64,20 @@ func (p *patient) read(c *device.Condition) error {
 	if err != nil {
 		return err
 	}
-	if c.Recovery, err = p.recovery(handle); err != nil {
+	recommended := func(handle nvml.Device, c *device.Condition) (err error) {
+		c.Recovery, err = p.recovery(handle)
 		return err
 	}
-	for _, question := range []func(nvml.Device, *device.Condition) error{p.remap, p.uncorrected, p.energy, p.fabric} {
+	var failed []error
+	for _, question := range []func(nvml.Device, *device.Condition) error{recommended, p.remap, p.uncorrected, p.energy, p.fabric} {
 		if err := question(handle, c); err != nil {
-			return err
+			failed = append(failed, err)
+			if reachOf(err) == device.ReachLost {
+				break
+			}
 		}
 	}
-	return nil
+	return errors.Join(failed...)
 }
 
 // open takes the handle anew each time: it may have changed with the card or its modes.
@@ -159,13 +169,14 @@ func (m *migReader) recovery(handle nvml.Device) (device.RecoveryAction, error) 
 func (p *patient) remap(handle nvml.Device, c *device.Condition) error {
 	answered, err := p.askFor("row remapping", "nvmlDeviceGetRemappedRows", func() nvml.Return {
 		_, _, pending, failed, ret := handle.GetRemappedRows()
-		c.Remap = &device.Remap{Pending: pending, Failed: failed}
+		if ret == nvml.SUCCESS {
+			c.Remap = &device.Remap{Pending: pending, Failed: failed}
+		}
 		return ret
 	})
 	if answered || err != nil {
 		return err
 	}
-	c.Remap = nil
 	_, err = p.askFor("page retirement", "nvmlDeviceGetRetiredPagesPendingStatus", func() nvml.Return {
 		pending, ret := handle.GetRetiredPagesPendingStatus()
 		if ret == nvml.SUCCESS {
@@ -203,7 +214,7 @@ var fabricStates = map[uint8]device.FabricState{
 	nvml.GPU_FABRIC_STATE_COMPLETED: device.FabricCompleted,
 }
 
-// fabric is nil for a card that is in no NVLink fabric. In MIG mode a card has left it: that is no fault.
+// fabric is nil for a card that is in no NVLink fabric. In MIG mode a card has left it, whatever it says of it then: that is no fault.
 func (p *patient) fabric(handle nvml.Device, c *device.Condition) error {
 	_, err := p.ask("fabric state", func() nvml.Return {
 		state, status, ret := p.fabricInfo(handle)
@@ -217,9 +228,11 @@ func (p *patient) fabric(handle nvml.Device, c *device.Condition) error {
 		}
 		return ret
 	})
-	if c.Fabric != nil && c.Fabric.State != device.FabricCompleted {
-		if mode, err := p.mode(handle); err == nil && mode != nil && mode.Enabled {
-			c.Fabric = nil
+	if c.Fabric == nil || c.Fabric.State != device.FabricCompleted {
+		mode, unread := p.mode(handle)
+		p.progress()
+		if unread == nil && mode != nil && mode.Enabled {
+			c.Fabric = &device.Fabric{State: device.FabricNotUsed}
 		}
 	}
 	return err
