@@ -16,6 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
 const (
@@ -262,7 +263,7 @@ func (d *Driver) refuseLost(c *resourceapi.ResourceClaim) error {
 		}
 		for _, g := range d.offered().Snapshot().Node.GPUs {
 			if v := view.Of(g.GPU, n); g.WholeName() == n.GPU && v.State == health.Lost {
-				return fmt.Errorf("request %s was allocated %s, which cannot be prepared: %s", r.Request, r.Device, v.Message())
+				return prepare.Refused(c.Namespace+"/"+c.Name, prepare.CauseDevice, "request %s was allocated device %s, which cannot be prepared: %s", r.Request, r.Device, v.Message())
 			}
 		}
 	}

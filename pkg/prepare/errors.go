@@ -54,6 +54,11 @@ func because(cause Cause, format string, args ...any) error {
 	return &causeError{cause, fmt.Errorf(format, args...)}
 }
 
+// Refused is the error of a claim that is not prepared for a reason that lies outside this package.
+func Refused(claim string, cause Cause, format string, args ...any) error {
+	return about(claim, because(cause, format, args...))
+}
+
 // CauseOf is the cause of an error of this package; empty for nil.
 func CauseOf(err error) Cause {
 	var c *causeError

@@ -123,16 +123,18 @@ func (w *world) testVanishedDevice(t *testing.T) {
 
 	w.nvmlsim(t, badNode, "lose", pciAddress(device))
 	w.nvmlsim(t, badNode, "driver", "reload", "--force")
-	eventually(t, 30*time.Second, "the device is offered no more", func() (bool, string) {
-		now := w.gpus(t, badNode)
-		_, still := now[device]
-		return !still && len(now) == badGPUs-1, fmt.Sprint(len(now))
+	// It is listed for as long as its claim is held, and no other Pod gets it.
+	eventually(t, 30*time.Second, "the device is tainted as lost", func() (bool, string) {
+		taints := w.gpus(t, badNode)[device].Taints
+		return slices.ContainsFunc(taints, func(t resourceapi.DeviceTaint) bool {
+			return t.Key == "gpu.nvidia.com/lost" && t.Effect == resourceapi.DeviceTaintEffectNoSchedule
+		}), fmt.Sprint(taints)
 	})
 	// An allocation from a moment before the device vanished. (About the next Pod of a claim that is prepared the kubelet asks nobody.)
 	w.handAllocate(t, ns, "too-late", badNode, device)
 	w.apply(t, ns, podOnClaim("too-late", badNode, "too-late")+podOn("good", badNode))
 	w.running(t, ns, "good")
-	w.refused(t, ns, "too-late", "device "+device+", which is not on this node", "it has gpu-")
+	w.refused(t, ns, "too-late", "device "+device+", which cannot be prepared", "claim "+ns+"/too-late")
 	w.counts(t, badNode, "prepare", "device")
 	// The claim of the Pod that runs on it can be given back without its device.
 	w.givenBack(t, ns)
