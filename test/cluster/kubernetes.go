@@ -19,7 +19,7 @@ import (
 )
 
 const (
-	readyTimeout = 90 * time.Second
+	readyTimeout = 3 * time.Minute
 	readyPoll    = 50 * time.Millisecond
 )
 
