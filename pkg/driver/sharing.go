@@ -36,6 +36,7 @@ var _ Supervisor = &mps.Client{}
 type supervised struct {
 	Supervisor
 	paths   mps.Paths
+	proc    string // where the node's processes are seen
 	metrics *metrics.Metrics
 }
 
@@ -49,7 +50,7 @@ func (t supervised) Start(ctx context.Context, d mps.Daemon) error {
 func (t supervised) Stop(ctx context.Context, id string) error {
 	err := t.Supervisor.Stop(ctx, id)
 	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
-		return supervisor.Forget(t.paths, id)
+		return supervisor.Forget(ctx, t.paths, t.proc, id)
 	}
 	return err
 }

@@ -96,3 +96,22 @@ func TestAnUninstallationEndsDaemons(t *testing.T) {
 		t.Errorf("without a supervisor: %v", err)
 	}
 }
+
+// A claim is given back on a node whose supervisor is gone.
+func TestADaemonIsStoppedWithoutASupervisor(t *testing.T) {
+	paths := mps.Paths{PluginDir: t.TempDir(), ShmRoot: t.TempDir()}
+	for _, dir := range []string{paths.Pipes("a"), paths.Shm("a")} {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s := supervised{Supervisor: mps.NewClient(paths), paths: paths, proc: "/proc"}
+	if err := s.Stop(t.Context(), "a"); err != nil {
+		t.Error(err)
+	}
+	for _, dir := range []string{paths.Dir("a"), paths.Shm("a")} {
+		if _, err := os.Stat(dir); !os.IsNotExist(err) {
+			t.Errorf("%s: %v", dir, err)
+		}
+	}
+}

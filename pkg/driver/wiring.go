@@ -94,7 +94,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		gate:   &gate{inv: inv},
 		calls:  newInflight(),
 		status: newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError),
-		shares: shares, supervisor: supervised{parts.Supervisor, MPSPaths(cfg), parts.Metrics},
+		shares: shares, supervisor: supervised{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics},
 
 		toReconcile: make(chan struct{}, 1),
 	}

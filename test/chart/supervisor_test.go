@@ -130,6 +130,22 @@ func TestTheSupervisorHasTheHostsPaths(t *testing.T) {
 	}
 }
 
+// The plugin removes what daemons leave in the host's shared memory, by the path that the host has it at.
+func TestThePluginSeesTheHostsSharedMemory(t *testing.T) {
+	objects, _ := render(t)
+	pod := only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec
+	root := flags(only[*appsv1.DaemonSet](t, objects, supervisor).Spec.Template.Spec.Containers[0].Args)["--shm-root"]
+	m := slices.IndexFunc(pod.Containers[0].VolumeMounts, func(m corev1.VolumeMount) bool { return m.MountPath == root && !m.ReadOnly })
+	if m < 0 {
+		t.Fatalf("%s is the Pod's own, %+v", root, pod.Containers[0].VolumeMounts)
+	}
+	for _, v := range pod.Volumes {
+		if v.Name == pod.Containers[0].VolumeMounts[m].Name && (v.HostPath == nil || v.HostPath.Path != root) {
+			t.Errorf("%s is %+v", root, v.VolumeSource)
+		}
+	}
+}
+
 func flags(args []string) map[string]string {
 	given := map[string]string{}
 	for _, arg := range args {

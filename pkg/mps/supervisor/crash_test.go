@@ -187,7 +187,7 @@ func TestOtherProcessesAreNotTouched(t *testing.T) {
 	d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
 	boot, err := bootID()
 	must(t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}))
-	started, err := startTime(other.Process.Pid)
+	started, err := startTime(procRoot, other.Process.Pid)
 	must(t, err, d0.write("a", runFile, runRecord{PID: other.Process.Pid, StartTime: started}))
 	n.supervise()
 	n.await("it is ready", func() bool { return n.status("a").State == mps.Ready })

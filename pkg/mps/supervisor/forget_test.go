@@ -3,6 +3,7 @@ package supervisor
 import (
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 
@@ -11,7 +12,7 @@ import (
 
 func TestWithoutASupervisorADaemonIsForgotten(t *testing.T) {
 	paths := mps.Paths{PluginDir: t.TempDir(), ShmRoot: t.TempDir()}
-	if err := Forget(paths, "claim-0"); err != nil {
+	if err := Forget(t.Context(), paths, procRoot, "claim-0"); err != nil {
 		t.Errorf("on a node that has never had a supervisor: %v", err)
 	}
 	d := directories{paths: paths, shm: new(sync.Mutex)}
@@ -26,7 +27,7 @@ func TestWithoutASupervisorADaemonIsForgotten(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := Forget(paths, "claim-0"); err != nil {
+	if err := Forget(t.Context(), paths, procRoot, "claim-0"); err != nil {
 		t.Fatal(err)
 	}
 	for _, dir := range []string{paths.Dir("claim-0"), paths.Shm("claim-0")} {
@@ -43,10 +44,57 @@ func TestASupervisorsDaemonIsNotForgottenBehindItsBack(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
 	n.mustStart(limited40("claim-0", "GPU-a", "GPU-b"))
-	if err := Forget(n.paths, "claim-0"); err == nil {
-		t.Error("it was")
+	if err := Forget(t.Context(), n.paths, procRoot, "claim-0"); err == nil || !strings.Contains(err.Error(), "starting or ending") {
+		t.Error("it was:", err)
 	}
 	if s := n.status("claim-0"); s.State != mps.Ready {
 		t.Errorf("%+v", s)
+	}
+}
+
+// Claims are given back at the same time.
+func TestManyAreForgottenAtOnce(t *testing.T) {
+	paths := mps.Paths{PluginDir: t.TempDir(), ShmRoot: t.TempDir()}
+	d := directories{paths: paths, shm: new(sync.Mutex)}
+	must(t, d.prepare())
+	var wait sync.WaitGroup
+	for i := range 16 {
+		id := "claim-" + itoa(i)
+		must(t, d.make(id))
+		wait.Go(func() {
+			if err := Forget(t.Context(), paths, procRoot, id); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wait.Wait()
+	if left, err := d.known(); err != nil || len(left) > 0 {
+		t.Error(left, err)
+	}
+}
+
+// A daemon that hangs in the driver survives its supervisor's Pod.
+func TestADaemonThatSurvivesItsSupervisorIsNotForgotten(t *testing.T) {
+	for name, hide := range map[string]func(*runRecord){
+		"known by its groups": func(r *runRecord) { r.PID = 0 },
+		"known by its start":  func(r *runRecord) { r.Groups = "0::/of/another/view" },
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t)
+			n.superviseApart()
+			n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
+			n.kill()
+			d := directories{paths: n.paths, shm: new(sync.Mutex)}
+			var run runRecord
+			must(t, d.read("a", runFile, &run))
+			pid := run.PID
+			hide(&run)
+			must(t, d.write("a", runFile, run))
+			if err := Forget(t.Context(), n.paths, procRoot, "a"); err == nil || !strings.Contains(err.Error(), itoa(pid)) || !strings.Contains(err.Error(), "mps.enabled") {
+				t.Error(err)
+			}
+			must(t, n.kin("a").end(patient), Forget(t.Context(), n.paths, procRoot, "a"))
+			n.nothingLeft("a")
+		})
 	}
 }

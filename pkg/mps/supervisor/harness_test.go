@@ -244,9 +244,9 @@ func (n *node) processes(id string) []int {
 
 func (n *node) kin(id string) kin {
 	n.t.Helper()
-	groups, err := groupsOf(os.Getpid())
+	groups, err := groupsOf(procRoot, os.Getpid())
 	must(n.t, err)
-	return kin{mark: mark(n.paths, id), groups: []string{groups}}
+	return kin{mark: mark(n.paths, id), groups: []string{groups}, proc: procRoot}
 }
 
 // daemons are the control daemons among them, without clients that send a command.

@@ -52,13 +52,13 @@ func TestAMarkedProcessOfAnotherContainerIsNobodysBusiness(t *testing.T) {
 	if took := time.Since(begin); took > terminateWait+killWait {
 		t.Errorf("it was waited for: %s", took)
 	}
-	if groups, err := groupsOf(pid); err != nil || !kinOf(groups, n).has(pid) {
+	if groups, err := groupsOf(procRoot, pid); err != nil || !kinOf(groups, n).has(pid) {
 		t.Errorf("the stranger was ended, or has no mark: %v", err)
 	}
 }
 
 func kinOf(groups string, n *node) kin {
-	return kin{mark: mark(n.paths, "a"), groups: []string{groups}}
+	return kin{mark: mark(n.paths, "a"), groups: []string{groups}, proc: procRoot}
 }
 
 // A process that hangs in the driver survives being killed; one in a frozen control group does so, too. It is of a daemon that an earlier supervisor has
@@ -71,7 +71,7 @@ func TestAProcessThatCannotBeKilledIsTold(t *testing.T) {
 	must(t, os.WriteFile(state, []byte("FROZEN"), 0))
 	thaw := func() { _ = os.WriteFile(state, []byte("THAWED"), 0) }
 	t.Cleanup(thaw)
-	groups, err := groupsOf(pid)
+	groups, err := groupsOf(procRoot, pid)
 	must(t, err)
 	d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
 	boot, err := bootID()

@@ -185,7 +185,7 @@ func (s *Supervisor) takeOverOrStart(ctx context.Context, l *life, c control, ou
 	if err != nil {
 		return nil, err
 	}
-	started, err := startTime(p.pid)
+	started, err := startTime(procRoot, p.pid)
 	if err == nil {
 		err = s.directories.write(id, runFile, runRecord{PID: p.pid, StartTime: started, Groups: s.groups})
 	}

@@ -4,14 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
-	"path/filepath"
-	"sync"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
 // lockOut waits until no other supervisor has the file locked, and keeps it locked until it is closed. prepare makes the file's directory.
@@ -62,25 +57,4 @@ func named(f *os.File, path string) bool {
 	}
 	there, err := os.Lstat(path)
 	return err == nil && os.SameFile(open, there)
-}
-
-// Forget removes what a daemon has on the disk, where no supervisor lives: the daemons of one that is gone have gone with its Pod. A supervisor that comes at
-// this moment waits for it, and finds nothing.
-func Forget(paths mps.Paths, id string) error {
-	path := filepath.Join(paths.Root(), lockFile)
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil // where no supervisor has been there is no daemon
-	}
-	if err != nil {
-		return fmt.Errorf("open the supervisor's lock: %w", err)
-	}
-	defer func() { _ = f.Close() }()
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return fmt.Errorf("remove MPS daemon %s: its supervisor is starting or ending at this moment: %w", id, err)
-	}
-	if !named(f, path) {
-		return fmt.Errorf("remove MPS daemon %s: its supervisor has ended at this moment: it is tried again", id)
-	}
-	return directories{paths: paths, shm: new(sync.Mutex)}.remove(id)
 }

@@ -67,7 +67,7 @@ func adopt(record runRecord, of kin) *process {
 	if err != nil {
 		return nil
 	}
-	started, err := startTime(record.PID)
+	started, err := startTime(procRoot, record.PID)
 	if err != nil || started != record.StartTime || !of.has(record.PID) || commandOf(record.PID) != controlProgram {
 		_ = unix.Close(fd)
 		return nil
@@ -103,7 +103,11 @@ type kin struct {
 	mark string
 	// groups are this supervisor's control groups, and those of the earlier one that started the daemon.
 	groups []string
+	// proc is where the node's processes are seen; only those in /proc can be ended.
+	proc string
 }
+
+const procRoot = "/proc"
 
 // waits are how long a process may take after each signal.
 type waits struct{ terminate, kill time.Duration }
@@ -164,7 +168,7 @@ func (k kin) signal(pid int, signal unix.Signal, limit time.Duration) {
 
 // processes lists those that have not ended.
 func (k kin) processes() ([]int, error) {
-	proc, err := os.Open("/proc")
+	proc, err := os.Open(k.proc)
 	if err != nil {
 		return nil, fmt.Errorf("list processes: %w", err)
 	}
@@ -185,13 +189,13 @@ func (k kin) processes() ([]int, error) {
 // has says whether a process is one of the daemon's. Of a stranger's no memory is looked at, its environment neither: reading that could take as long as the
 // stranger likes.
 func (k kin) has(pid int) bool {
-	group, err := groupsOf(pid)
-	return err == nil && slices.Contains(k.groups, group) && marked(pid, k.mark)
+	group, err := groupsOf(k.proc, pid)
+	return err == nil && slices.Contains(k.groups, group) && marked(k.proc, pid, k.mark)
 }
 
 // groupsOf are the control groups of a process, one in each hierarchy. They are its children's, too.
-func groupsOf(pid int) (string, error) {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+func groupsOf(proc string, pid int) (string, error) {
+	data, err := os.ReadFile(ofProcess(proc, pid, "cgroup"))
 	if err != nil {
 		return "", fmt.Errorf("read the control groups of process %d: %w", pid, err)
 	}
@@ -207,24 +211,24 @@ const (
 
 // marked says whether a process carries the mark. One that has ended and waits for its parent has no environment any more; one that is becoming another
 // program has none yet.
-func marked(pid int, mark string) bool {
+func marked(proc string, pid int, mark string) bool {
 	for deadline := time.Now().Add(replacing); ; {
-		environment, err := environmentOf(pid)
+		environment, err := environmentOf(proc, pid)
 		if err != nil {
 			return false
 		}
 		if len(environment) > 0 {
 			return slices.ContainsFunc(bytes.Split(environment, []byte{0}), func(v []byte) bool { return string(v) == mark })
 		}
-		if !becoming(pid) || time.Now().After(deadline) {
+		if !becoming(proc, pid) || time.Now().After(deadline) {
 			return false
 		}
 		<-time.After(time.Millisecond)
 	}
 }
 
-func environmentOf(pid int) ([]byte, error) {
-	f, err := os.Open(fmt.Sprintf("/proc/%d/environ", pid))
+func environmentOf(proc string, pid int) ([]byte, error) {
+	f, err := os.Open(ofProcess(proc, pid, "environ"))
 	if err != nil {
 		return nil, err
 	}
@@ -233,8 +237,8 @@ func environmentOf(pid int) ([]byte, error) {
 }
 
 // becoming says whether a process without an environment is about to have one: it lives, is no thread of the kernel, and has no place for one yet.
-func becoming(pid int) bool {
-	fields, err := statOf(pid)
+func becoming(proc string, pid int) bool {
+	fields, err := statOf(proc, pid)
 	if err != nil {
 		return false
 	}
@@ -250,26 +254,30 @@ const (
 	statEnvStart = 50 - 3
 )
 
-func statOf(pid int) ([]string, error) {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+func statOf(proc string, pid int) ([]string, error) {
+	data, err := os.ReadFile(ofProcess(proc, pid, "stat"))
 	if err != nil {
 		return nil, err
 	}
 	// The second field is the name in brackets, which may hold anything.
 	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
 	if len(fields) <= statEnvStart {
-		return nil, fmt.Errorf("/proc/%d/stat has %d fields", pid, len(fields))
+		return nil, fmt.Errorf("the stat of process %d has %d fields", pid, len(fields))
 	}
 	return fields, nil
 }
 
 // startTime is when a process started, in clock ticks since the boot.
-func startTime(pid int) (uint64, error) {
-	fields, err := statOf(pid)
+func startTime(proc string, pid int) (uint64, error) {
+	fields, err := statOf(proc, pid)
 	if err != nil {
 		return 0, err
 	}
 	return strconv.ParseUint(fields[statStart], 10, 64)
+}
+
+func ofProcess(proc string, pid int, file string) string {
+	return filepath.Join(proc, strconv.Itoa(pid), file)
 }
 
 // commandOf is the name by which a process was called.

@@ -44,7 +44,7 @@ func Run(ctx context.Context, options Options) error {
 	if err != nil {
 		return err
 	}
-	groups, err := groupsOf(os.Getpid())
+	groups, err := groupsOf(procRoot, os.Getpid())
 	if err != nil {
 		return err
 	}
@@ -289,7 +289,7 @@ func (s *Supervisor) finish(l *life) error {
 
 // kin is whose processes a daemon's are.
 func (s *Supervisor) kin(id string) kin {
-	k := kin{mark: mark(s.visible, id), groups: []string{s.groups}}
+	k := kin{mark: mark(s.visible, id), groups: []string{s.groups}, proc: procRoot}
 	var run runRecord
 	if err := s.directories.read(id, runFile, &run); err == nil && run.Groups != "" {
 		k.groups = append(k.groups, run.Groups)

@@ -1,0 +1,79 @@
+package supervisor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+const (
+	// forgetWait is how long Forget waits for someone else who has the lock, and forgetPoll how often it tries: two that forget take microseconds, and a
+	// supervisor that lives keeps it.
+	forgetWait = 2 * time.Second
+	forgetPoll = 5 * time.Millisecond
+)
+
+// Forget removes what a daemon has on the disk, where no supervisor lives: the daemons of one that is gone have gone with its Pod. One that has survived, because
+// it hangs in the NVIDIA driver, is not forgotten. proc is where the node's processes are seen. A supervisor that comes at this moment waits for it, and
+// finds nothing.
+func Forget(ctx context.Context, paths mps.Paths, proc, id string) error {
+	path := filepath.Join(paths.Root(), lockFile)
+	ctx, cancel := context.WithTimeoutCause(ctx, forgetWait, errors.New("its supervisor is starting or ending at this moment"))
+	defer cancel()
+	for {
+		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil // where no supervisor has been there is no daemon
+		}
+		if err != nil {
+			return fmt.Errorf("open the supervisor's lock: %w", err)
+		}
+		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil && named(f, path) {
+			defer func() { _ = f.Close() }()
+			return forget(directories{paths: paths, shm: new(sync.Mutex)}, proc, id)
+		}
+		_ = f.Close()
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("remove MPS daemon %s: %w", id, context.Cause(ctx))
+		case <-time.After(forgetPoll):
+		}
+	}
+}
+
+func forget(d directories, proc, id string) error {
+	var run runRecord
+	if err := d.read(id, runFile, &run); err == nil {
+		left, err := survivors(run, kin{mark: mark(d.paths, id), groups: []string{run.Groups}, proc: proc})
+		if err != nil {
+			return fmt.Errorf("remove MPS daemon %s: %w", id, err)
+		}
+		if len(left) > 0 {
+			return fmt.Errorf("remove MPS daemon %s: its supervisor is gone, but its processes %v are not: bring the supervisor back (chart value mps.enabled), or reboot the node", id, left)
+		}
+	}
+	return d.remove(id)
+}
+
+// survivors are the processes of a daemon that live without a supervisor. The control daemon is known by its start as well, should control groups have other
+// names for this process than they had for its supervisor.
+func survivors(run runRecord, of kin) ([]int, error) {
+	pids, err := of.processes()
+	if err != nil || len(pids) > 0 || run.PID == 0 {
+		return pids, err
+	}
+	fields, err := statOf(of.proc, run.PID)
+	if err != nil || fields[statState] == "Z" || fields[statState] == "X" || fields[statStart] != fmt.Sprint(run.StartTime) {
+		return nil, nil //nolint:nilerr // a process that is not there is none
+	}
+	return []int{run.PID}, nil
+}
