@@ -154,7 +154,7 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, w *plan, 
 	if err := p.finish(ctx, env, w); err != nil {
 		return stepError(err)
 	}
-	stored, err := store(w.all())
+	stored, err := store(w.all(), r.Steps)
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}

@@ -198,7 +198,7 @@ func (p *Preparer) finish(ctx context.Context, env *Env, w *plan) error {
 
 // settle makes the record that of a prepared claim.
 func (p *Preparer) settle(r checkpoint.Record, w *plan) error {
-	stored, err := store(lasting(w.all()))
+	stored, err := store(lasting(w.all()), r.Steps)
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}

@@ -248,7 +248,7 @@ func (p *Preparer) env(r *checkpoint.Record, steps []Step) *Env {
 		Specs: p.Specs, Partitions: p.Partitions, MPS: p.MPS, Looks: newLooks(p.Partitions), Records: p.Records,
 		Sharers: p.sharers,
 		Journal: func() error {
-			stored, err := store(steps)
+			stored, err := store(steps, r.Steps)
 			if err == nil {
 				r.Steps = stored
 				err = p.Records.Save(*r)

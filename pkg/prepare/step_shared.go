@@ -149,7 +149,7 @@ func (s *shared) agree(ctx context.Context, env *Env) (held bool, err error) {
 	if err := s.inner.Revert(ctx, s.own(env)); err != nil {
 		return true, err
 	}
-	s.inner = want
+	s.inner, s.holder.Step = want, checkpoint.Step{}
 	return false, nil
 }
 
@@ -227,7 +227,7 @@ func (s *shared) own(env *Env) *Env {
 }
 
 func (s *shared) save(env *Env) error {
-	stored, err := storeOne(s.inner)
+	stored, err := storeOver(s.holder.Step, s.inner)
 	if err == nil {
 		s.holder.Step = stored
 		err = env.Records.SaveHolder(s.holder)
