@@ -91,13 +91,37 @@ func TestWhatACardHasShowsInItsCondition(t *testing.T) {
 		t.Errorf("%+v", c)
 	}
 	// A card in MIG mode has left its fabric, and needs none.
-	c = examined(t, func(d *mock.Device) {
-		d.GetMigModeFunc = func() (int, int, nvml.Return) { return nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS }
-		d.GetGpuFabricInfoFunc = func() (nvml.GpuFabricInfo, nvml.Return) {
-			return nvml.GpuFabricInfo{State: nvml.GPU_FABRIC_STATE_NOT_STARTED}, nvml.SUCCESS
+	for _, ret := range []nvml.Return{nvml.SUCCESS, nvml.ERROR_NOT_SUPPORTED} {
+		c = examined(t, func(d *mock.Device) {
+			d.GetMigModeFunc = func() (int, int, nvml.Return) { return nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS }
+			d.GetGpuFabricInfoFunc = func() (nvml.GpuFabricInfo, nvml.Return) {
+				return nvml.GpuFabricInfo{State: nvml.GPU_FABRIC_STATE_NOT_STARTED}, ret
+			}
+		})
+		if c.Fabric == nil || c.Fabric.State != device.FabricNotUsed || c.Reach != device.ReachOK {
+			t.Errorf("%+v", c)
 		}
-	})
-	if c.Fabric != nil || c.Reach != device.ReachOK {
-		t.Errorf("%+v", c)
+	}
+}
+
+func TestAQuestionThatFailsHidesNoOther(t *testing.T) {
+	for ret, want := range map[nvml.Return]device.Reach{
+		nvml.ERROR_UNKNOWN: device.ReachFailed, nvml.ERROR_RESET_REQUIRED: device.ReachNeedsReset, nvml.ERROR_GPU_IS_LOST: device.ReachLost,
+	} {
+		c := examined(t, func(d *mock.Device) {
+			d.GetFieldValuesFunc = func(values []nvml.FieldValue) nvml.Return {
+				binary.LittleEndian.PutUint32(values[0].Value[:], uint32(nvml.GPU_RECOVERY_ACTION_NODE_REBOOT))
+				return nvml.SUCCESS
+			}
+			d.GetRemappedRowsFunc = func() (int, int, bool, bool, nvml.Return) { return 0, 0, true, true, ret }
+			d.GetTotalEccErrorsFunc = func(nvml.MemoryErrorType, nvml.EccCounterType) (uint64, nvml.Return) { return 0, ret }
+			d.GetTotalEnergyConsumptionFunc = func() (uint64, nvml.Return) { return 4711, nvml.SUCCESS }
+		})
+		if c.Reach != want || c.Error == "" || c.Recovery != device.RecoveryReboot || c.Remap != nil || c.Uncorrected != nil {
+			t.Errorf("%v: %+v", ret, c)
+		}
+		if (c.EnergyMillijoules != nil) != (want != device.ReachLost) { // a lost card is asked nothing more
+			t.Errorf("%v: %+v", ret, c)
+		}
 	}
 }

@@ -366,7 +366,7 @@ func TestAnyFailureOfAnyQuestionIsOfThatGPUAlone(t *testing.T) {
 	w := watchSite(s, nil)
 	w.condition(s.card(1), answers)
 	for function, answer := range map[string]nvml.Return{
-		"nvmlDeviceGetUUID": nvml.ERROR_UNKNOWN, "nvmlDeviceGetFieldValues": nvml.ERROR_TIMEOUT, "nvmlDeviceGetRemappedRows": nvml.ERROR_RESET_REQUIRED,
+		"nvmlDeviceGetUUID": nvml.ERROR_UNKNOWN, "nvmlDeviceGetFieldValues": nvml.ERROR_TIMEOUT, "nvmlDeviceGetRemappedRows": nvml.ERROR_NO_DATA,
 		"nvmlDeviceGetTotalEccErrors": nvml.ERROR_UNKNOWN, "nvmlDeviceGetGpuFabricInfoV": nvml.ERROR_IRQ_ISSUE,
 	} {
 		s.fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(answer)}, function, 0)

@@ -41,10 +41,14 @@ func (f *File) Lose(gpu int) error {
 	})
 }
 
-// Restore brings a GPU back. A GPU that the driver did not find when it loaded is found at a process's next nvmlInit.
+// Restore brings a GPU back. A GPU that the driver did not find when it loaded is found at a process's next nvmlInit. One that was lost has begun anew: only
+// a reset or new power brings it back.
 func (f *File) Restore(gpu int) error {
 	return f.update(func() error {
 		g := f.GPU(gpu)
+		if atomic.LoadUint32(&g.Lost) != 0 {
+			g.began()
+		}
 		atomic.StoreUint32(&g.Lost, 0)
 		atomic.StoreUint32(&g.Present, 1)
 		atomic.StoreUint32(&g.RecoveryAction, 0)
