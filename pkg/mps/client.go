@@ -79,7 +79,8 @@ func NewClient(paths Paths) *Client {
 }
 
 // Start returns when the daemon runs and is as described. One that is as described already is left alone; one that differs is ended first. After an
-// error nothing of it runs, unless the error is that of the context: then [Client.Stop] makes sure.
+// error nothing of a daemon runs that was never ready; one that was is tried again and again. Where the context or the connection has ended, or the error says
+// that a process is left, only [Client.Stop] makes sure.
 func (c *Client) Start(ctx context.Context, d Daemon) error {
 	if err := d.Validate(); err != nil {
 		return err

@@ -34,14 +34,15 @@ import (
 
 // What the programs see.
 const (
-	Pipes    = "/tmp/nvidia-mps"
-	Logs     = "/tmp/nvidia-log"
+	Pipes        = "/tmp/nvidia-mps"
+	Logs         = "/tmp/nvidia-log"
+	SharedMemory = "/dev/shm"
+
 	programs = "/tmp/bin"
 	library  = "/tmp/lib"
 
 	scratch    = "/tmp"
 	driverRoot = "/tmp/driver"
-	shm        = "/dev/shm"
 )
 
 // Environment tells a program where its programs and libraries are.
@@ -114,7 +115,7 @@ func enter(v View) error {
 		flags    uintptr
 		clients  bool // they write to it, or make the programs write to it
 	}{
-		{v.Shm, shm, 0, true},
+		{v.Shm, SharedMemory, 0, true},
 		{v.Pipes, Pipes, 0, true},
 		{v.Logs, Logs, 0, true},
 		{v.DriverRoot, driverRoot, unix.MS_REC, false},

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"maps"
 	"net/http"
 	"os"
@@ -15,6 +16,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
 )
 
 // lockFile keeps a second supervisor waiting. Its name is no daemon's ID.
@@ -240,8 +242,14 @@ func (l *life) isProven() bool {
 	return l.proven
 }
 
-// verify makes sure that a daemon which is ready still answers and has all its defaults.
+// verify makes sure that a daemon which is ready still has its directories, answers, and has all its defaults.
 func (s *Supervisor) verify(ctx context.Context, l *life) error {
+	if err := s.directories.make(l.spec.ID); err != nil {
+		return err
+	}
+	if err := s.hasDirectories(l); err != nil {
+		return err
+	}
 	c, err := newControl(s.options, l.spec)
 	if err != nil {
 		return err
@@ -250,6 +258,24 @@ func (s *Supervisor) verify(ctx context.Context, l *life) error {
 		return fmt.Errorf("the MPS daemon runs but does not answer (to restart it, which ends its clients, kill process %d): %w", l.pid(), err)
 	}
 	return c.apply(ctx, l.spec)
+}
+
+// hasDirectories says whether the daemon has the directories that containers would be given, and not others that someone has removed since.
+func (s *Supervisor) hasDirectories(l *life) error {
+	pid := l.pid()
+	for outside, inside := range map[string]string{s.visible.Pipes(l.spec.ID): namespace.Pipes, s.visible.Shm(l.spec.ID): namespace.SharedMemory} {
+		have, err := os.Stat(ofProcess(procRoot, pid, filepath.Join("root", inside)))
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil // It has ended at this moment, and is started again with what is there.
+		}
+		if err != nil {
+			return fmt.Errorf("look at the directories of the MPS daemon: %w", err)
+		}
+		if want, err := os.Stat(outside); err != nil || !os.SameFile(have, want) {
+			return fmt.Errorf("%s was removed under the MPS daemon, so no container can become its client any more (to restart it, which ends its clients, kill process %d)", outside, pid)
+		}
+	}
+	return nil
 }
 
 func (l *life) pid() int {

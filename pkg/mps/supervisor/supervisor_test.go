@@ -266,6 +266,29 @@ func TestADaemonThatRunsButDoesNotAnswerIsLeftToItsClients(t *testing.T) {
 	n.mustStop("a")
 }
 
+// Someone cleans the host's temporary files. A container that is made then would not have what the daemon has.
+func TestADaemonWhoseDirectoriesWereRemovedIsTold(t *testing.T) {
+	for name, dir := range map[string]func(mps.Paths, string) string{"shared memory": mps.Paths.Shm, "pipes": mps.Paths.Pipes} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t)
+			n.supervise()
+			d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
+			n.mustStart(d)
+			pid := n.status("a").PID
+			must(t, os.RemoveAll(dir(n.paths, "a")))
+			for range 2 {
+				if err := n.start(d); err == nil || !strings.Contains(err.Error(), "was removed under") || !strings.Contains(err.Error(), itoa(pid)) {
+					t.Error(err)
+				}
+			}
+			n.killProcess(pid)
+			n.await("it is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != pid })
+			n.mustStart(d)
+			n.mustStop("a")
+		})
+	}
+}
+
 func TestStubbornDaemonsAndTheirServersGo(t *testing.T) {
 	t.Parallel()
 	n := newNode(t)
