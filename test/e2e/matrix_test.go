@@ -23,12 +23,16 @@ const (
 	someSlices = "sharing: {strategy: TimeSlicing}"
 )
 
+// matrixRules leave room for more claims than the cells are, and share of the partitions that an admin made, too.
+const matrixRules = shareRules + "," + inTurns + "=shares:6," + staticGPU + "/1g.20gb=fractions," + staticGPU + "/2g.20gb=shares:6"
+
 // cells are all combinations. Each has a device of its own, but for shares, which are of one.
 func cells() []cell {
 	mps, slices := gpuConfig(someMPS), slicing("Long")
 	migMPS, migSlices := migConfig(someMPS), migConfig(someSlices)
 	gpu := func(address, config string) string { return shared("gpu.nvidia.com", address, "", config) }
 	mig := func(address, config string) string { return shared("mig.nvidia.com", address, "", config) }
+	whole := func(config string) string { return ofProfile("1g.10gb", mig(staticGPU, config)) }
 	cut := func(config string) string { return ofProfile("1g.10gb", mig(whole4, config)) }
 	const eighteen = "capacity: {requests: {memory: 18Gi}}"
 	fraction := func(config string) string { return shared("shared.gpu.nvidia.com", fractioned, eighteen, config) }
@@ -39,13 +43,24 @@ func cells() []cell {
 	partTurn := func(config string) string {
 		return ofProfile("2g.20gb", shared("shared.gpu.nvidia.com", cutShares, "", config))
 	}
+	static := func(profile, rest, config string) string {
+		return ofProfile(profile, shared("shared.gpu.nvidia.com", staticGPU, rest, config))
+	}
+	staticFraction := func(config string) string { return static("1g.20gb", "capacity: {requests: {memory: 2Gi}}", config) }
+	staticTurn := func(config string) string { return static("2g.20gb", "", config) }
 	return []cell{
 		{"whole-alone", gpu(whole1, ""), false, nil},
 		{"whole-slices", gpu(whole2, slices), false, nil},
 		{"whole-mps", gpu(whole3, mps), true, nil},
-		{"static-alone", mig(staticGPU, ""), false, nil},
-		{"static-slices", mig(staticGPU, migSlices), false, nil},
-		{"static-mps", mig(staticGPU, migMPS), true, nil},
+		{"static-alone", whole(""), false, nil},
+		{"static-slices", whole(migSlices), false, nil},
+		{"static-mps", whole(migMPS), true, nil},
+		{"static-fraction-alone", staticFraction(""), true, nil},
+		{"static-fraction-slices", staticFraction(migSlices), false, []string{"TimeSlicing", "request one", "MPS"}},
+		{"static-fraction-mps", staticFraction(migMPS), true, nil},
+		{"static-turn-alone", staticTurn(""), false, nil},
+		{"static-turn-slices", staticTurn(migSlices), false, nil},
+		{"static-turn-mps", staticTurn(migMPS), false, []string{"MPS", "request one", "fractions"}},
 		{"dynamic-alone", cut(""), false, nil},
 		{"dynamic-slices", cut(migSlices), false, nil},
 		{"dynamic-mps", cut(migMPS), true, nil},
@@ -77,10 +92,11 @@ func TestMatrix(t *testing.T) {
 	w := bringUp(t, "e2e-matrix", sim.Node(h100, "dgx-h100"))
 	w.needSMI(t)
 	w.smi(t, h100, "-pm", "1")
+	w.smi(t, h100, "-i", w.index(t, whole2), "-pm", "0") // as it is on a node on which nobody has done anything about it
 	index := w.index(t, staticGPU)
 	w.smi(t, h100, "-i", index, "-mig", "1")
-	w.smi(t, h100, "mig", "-i", index, "-cgi", "19,19,19", "-C")
-	w.install(t, "--set", "shares="+strings.ReplaceAll(shareRules, ",", `\,`))
+	w.smi(t, h100, "mig", "-i", index, "-cgi", "14,15,19,19,19", "-C")
+	w.install(t, "--set", "shares="+escaped(matrixRules))
 	w.offers(t, h100, 7)
 	bare := w.settings(t)
 
@@ -119,6 +135,19 @@ func TestMatrix(t *testing.T) {
 		}
 	}
 
+	sliced := func(t *testing.T) {
+		t.Helper()
+		eventually(t, 60*time.Second, "the time slice is what its claim wants", func() (bool, string) {
+			now := w.timeSlice(t, whole2)
+			return now == "Long", now
+		})
+	}
+	sliced(t)
+	eventually(t, 20*time.Second, "an Event says which GPU forgets what is set", func() (bool, string) {
+		events := w.events(t, "default", h100)
+		return strings.Contains(events, "PersistenceModeOff: Persistence mode of "+deviceOf(whole2)) && strings.Count(events, "PersistenceModeOff") == 1, events
+	})
+
 	t.Run("restart", func(t *testing.T) {
 		plugin := w.instance(t, h100)
 		w.killOnNode(t, "/usr/bin/gpu-kubelet-plugin")
@@ -126,12 +155,15 @@ func TestMatrix(t *testing.T) {
 			return w.instance(t, h100).Status.ContainerStatuses[0].ContainerID != plugin.Status.ContainerStatuses[0].ContainerID, ""
 		})
 		same(t)
+		sliced(t)
 	})
 	t.Run("upgrade", func(t *testing.T) {
 		w.install(t, "--reuse-values", "--set", "logVerbosity=5")
 		same(t)
 	})
-	t.Run("health", func(t *testing.T) {
+	t.Run("other rules for what is shared", func(t *testing.T) { w.testOtherRules(u.as(t), same) })
+	t.Run("health, one GPU after the other", func(t *testing.T) { w.testIllOneByOne(u.as(t), works, same) })
+	t.Run("health of all GPUs at once", func(t *testing.T) {
 		for gpu := range 8 {
 			w.nvmlsim(t, h100, "recovery", fmt.Sprint(gpu), "gpu-reset")
 			w.nvmlsim(t, h100, "xid", fmt.Sprint(gpu), "48")
@@ -144,6 +176,7 @@ func TestMatrix(t *testing.T) {
 		u.as(t).haveHealth(works, corev1.ResourceHealthStatusHealthy)
 		same(t)
 	})
+	t.Run("health of a GPU that is held whole", func(t *testing.T) { w.testIllWhole(u.as(t)) })
 	t.Run("nothing of it is left", func(t *testing.T) {
 		w.endPods(t, u.namespace)
 		w.unshared(t)
