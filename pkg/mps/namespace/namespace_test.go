@@ -100,7 +100,7 @@ func TestADevOfTheDriversOwn(t *testing.T) {
 // What a client puts where it can write leads the programs, who are root of the node, nowhere; and nothing else of the node's can be written.
 func TestNothingOfTheNodesCanBeWritten(t *testing.T) {
 	v := host(t)
-	dir, err := os.MkdirTemp("/var/tmp", "gpu-mps-test") // /tmp is another in there
+	dir, err := os.MkdirTemp("/var/tmp", "gpu-mps-test") //nolint:usetesting // /tmp is another in there
 	if err != nil {
 		t.Fatal(err)
 	}

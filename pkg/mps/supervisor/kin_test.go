@@ -23,7 +23,7 @@ func inGroup(t *testing.T, n *node, hierarchies ...string) (pid int, group strin
 	t.Cleanup(func() { _ = stranger.Process.Kill(); _ = stranger.Wait() })
 	pid = stranger.Process.Pid
 	for _, hierarchy := range hierarchies {
-		group, err := os.MkdirTemp(hierarchy, "gpu-mps-test-")
+		group, err := os.MkdirTemp(hierarchy, "gpu-mps-test-") //nolint:usetesting // a control group is a directory of another kind
 		if err != nil {
 			continue
 		}

@@ -86,7 +86,14 @@ func (s *Supervisor) live(ctx context.Context, l *life) {
 	defer stopLogs()
 	var logging sync.WaitGroup
 	follower := newFollower(s.visible.Logs(l.spec.ID), func(file, line string) {
-		if !routine.MatchString(line) {
+		if routine.MatchString(line) {
+			return
+		}
+		ok, kept := s.ration.allow(time.Now())
+		if kept > 0 {
+			logger.Info("MPS daemons have said more than is told here, it is in their files, or was", "lines", kept)
+		}
+		if ok {
 			logger.Info("MPS daemon says", "file", file, "line", line)
 		}
 	})

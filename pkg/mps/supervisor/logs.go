@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"time"
 )
 
@@ -30,6 +31,28 @@ const (
 
 // routine are the lines that the control daemon writes about each command, of which this supervisor sends several a minute.
 var routine = regexp.MustCompile(`(Accepting connection\.\.\.|NEW UI|UI closed|Cmd:get_\S+( \d+)?|Control +\d+\] (\d+(\.\d+|[MG])|No default pinned memory limit set for the device!)?)$`)
+
+// allLines is how much of all logs together is passed on in a logInterval.
+const allLines = 200
+
+// ration keeps what clients make their daemons say from filling the supervisor's log.
+type ration struct {
+	mu    sync.Mutex
+	since time.Time
+	said  int
+}
+
+// allow says whether a line may be passed on now, and how many were not since one was.
+func (r *ration) allow(now time.Time) (ok bool, kept int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if now.Sub(r.since) >= logInterval {
+		kept = max(0, r.said-allLines)
+		r.since, r.said = now, 0
+	}
+	r.said++
+	return r.said <= allLines, kept
+}
 
 // openOutput opens the file for a control daemon's output. Appending is what lets the file be emptied under it.
 func openOutput(dir string) (*os.File, error) {

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 )
 
 // passed is what a follower has passed on.
@@ -129,5 +130,25 @@ func TestLastWordsAreTheReasons(t *testing.T) {
 	}
 	if words := lastWords(f, info.Size()); words != ": reason 5; reason 6; reason 7; reason 8; reason 9" {
 		t.Error(words)
+	}
+}
+
+func TestWhatAllDaemonsSayIsRationed(t *testing.T) {
+	var r ration
+	now := time.Now()
+	passed := 0
+	for range 3 * allLines {
+		if ok, _ := r.allow(now); ok {
+			passed++
+		}
+	}
+	if passed != allLines {
+		t.Errorf("%d lines were passed on at once", passed)
+	}
+	if ok, kept := r.allow(now.Add(logInterval)); !ok || kept != 2*allLines {
+		t.Errorf("a while later: %t, and %d were kept back", ok, kept)
+	}
+	if ok, kept := r.allow(now.Add(2 * logInterval)); !ok || kept != 0 {
+		t.Errorf("they are told of again: %t, %d", ok, kept)
 	}
 }

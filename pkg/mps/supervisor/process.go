@@ -248,7 +248,7 @@ func becoming(proc string, pid int) bool {
 
 // Fields of proc_pid_stat(5), counted from the third.
 const (
-	statState    = 3 - 3
+	statState    = 0
 	statFlags    = 9 - 3
 	statStart    = 22 - 3
 	statEnvStart = 50 - 3

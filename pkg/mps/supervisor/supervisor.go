@@ -30,6 +30,7 @@ type Supervisor struct {
 	bootID      string
 	groups      string // this process's control groups
 	turns       turns
+	ration      ration
 	// ctx ends when the supervisor stops, and with it the lives.
 	ctx context.Context
 
