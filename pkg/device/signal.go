@@ -78,7 +78,9 @@ const (
 	ReachFailed Reach = "failed" // NVML answered with another error
 	// ReachNeedsReset is a GPU of which NVML says that it must be reset before it can be used.
 	ReachNeedsReset Reach = "needs-reset"
-	ReachWedged Reach = "wedged" // no answer in time; nothing else in the condition means anything
+	// ReachNotOurs is a GPU that somebody has given to another kernel driver, such as vfio-pci: nobody here can ask it, and nothing is wrong with it.
+	ReachNotOurs Reach = "not-ours"
+	ReachWedged  Reach = "wedged" // no answer in time; nothing else in the condition means anything
 )
 
 // Condition is what one GPU answered when it was asked for its state. What the GPU or its driver does not know is absent, which is not the same as good.

@@ -33,6 +33,9 @@ type card struct {
 	Uncorrected *uint64 `json:"uncorrected,omitempty"`
 	Energy      *uint64 `json:"energyMillijoules,omitempty"`
 
+	// Away says that another kernel driver has the card.
+	Away bool `json:"away,omitempty"`
+
 	// asked is when the last full answer was asked for: what came later may be from before or after a reset that the next answer shows.
 	asked time.Time
 	// heard is when the card last answered, or when listening began; failing since when it answers with errors, fabricless since when it lacks its fabric.
@@ -45,6 +48,7 @@ type card struct {
 func (m *Monitor) found(c *card, f Finding, count int, now time.Time) {
 	if old := c.find(f.key()); old != nil {
 		old.Count += uint64(max(count, 1))
+		m.aged = true
 		if f.Last.After(old.Last) {
 			old.Last = f.Last
 		}
@@ -274,7 +278,14 @@ func (m *Monitor) condition(c *card, s device.Condition, now time.Time) {
 	if at.IsZero() || at.After(now) {
 		at = now
 	}
+	if away := s.Reach == device.ReachNotOurs; away != c.Away {
+		c.Away = away
+		m.version++
+	}
 	switch s.Reach {
+	case device.ReachNotOurs:
+		c.failing, c.fabricless = time.Time{}, time.Time{}
+		m.drop(c, func(f *Finding) bool { return f.Ends == EndsByLevel }, "another kernel driver has the card")
 	case device.ReachOK:
 		m.answered(c, s, at, now)
 	case device.ReachNeedsReset:
@@ -348,6 +359,7 @@ func (m *Monitor) answered(c *card, s device.Condition, at, now time.Time) {
 		m.level(c, s.Remap.Failed, remapFailed, "no remap is failed any more", at)
 	}
 	m.fabric(c, s.Fabric, at, now)
+	m.aged = m.aged || s.Uncorrected != nil || s.EnergyMillijoules != nil
 	asked := c.asked
 	c.asked = began
 	// The driver knows by now what came before it was asked.

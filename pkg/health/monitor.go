@@ -40,6 +40,9 @@ type Monitor struct {
 	deaf string
 
 	now time.Time // when it was last told anything
+	// aged says that what was saved is older than what is known, renewed when that last became a new version.
+	aged    bool
+	renewed time.Time
 	// loaded is when what was saved was last read.
 	loaded  time.Time
 	version uint64
@@ -57,7 +60,7 @@ type Counted struct {
 func New(o Options, now time.Time) *Monitor {
 	return &Monitor{
 		rules: o.Rules, quiet: cmp.Or(o.Quiet, DefaultQuiet), cards: map[device.PCIAddress]*card{}, counts: map[Counted]uint64{},
-		silent: now, silence: "it has not begun", now: now,
+		silent: now, silence: "it has not begun", now: now, renewed: now,
 	}
 }
 
@@ -88,6 +91,9 @@ func (m *Monitor) Apply(s device.Signal, now time.Time) {
 			m.event(c, *s.Event, now)
 		}
 	case s.Condition != nil:
+		if s.Condition.Reach == device.ReachNotOurs && m.cards[s.Condition.Card.PCIAddress] == nil {
+			return
+		}
 		if c := m.card(s.Condition.Card, now); c != nil {
 			m.condition(c, *s.Condition, now)
 		}
@@ -101,6 +107,10 @@ func (m *Monitor) Tick(now time.Time) {
 	m.now = now
 	for _, c := range m.cards {
 		m.patience(c, now)
+	}
+	if m.aged && now.Sub(m.renewed) >= renewAfter {
+		m.aged, m.renewed = false, now
+		m.version++
 	}
 }
 
@@ -171,7 +181,7 @@ func (m *Monitor) watcher(s device.WatcherState, now time.Time) {
 // Deaf says why events are not listened to, empty while they are.
 func (m *Monitor) Deaf() string { return m.deaf }
 
-// Version is another number whenever a verdict may be another one.
+// Version is another number whenever a verdict may be another one, or something that is to be saved has been another for a while.
 func (m *Monitor) Version() uint64 { return m.version }
 
 // changed remembers what is to be told. Of one finding the latest counts; one that came and went before anybody was told is told as both.

@@ -15,6 +15,8 @@ const (
 	silenceFor = 30 * time.Second
 	// fabricFor is how long a card may take to join its NVLink fabric: it does so after a boot, and after leaving MIG mode.
 	fabricFor = time.Minute
+	// renewAfter is how much older what was saved may be than what is known, as far as no verdict depends on it now.
+	renewAfter = time.Minute
 	// DefaultQuiet is how long nothing may have come before what ends by time is over.
 	DefaultQuiet = 10 * time.Minute
 )
@@ -41,6 +43,7 @@ func (m *Monitor) patience(c *card, now time.Time) {
 	}
 	m.drop(c, func(f *Finding) bool { return f.Ends == EndsByTime && now.Sub(f.Last) >= m.quiet }, "it has not come again for "+m.quiet.String())
 	switch {
+	case c.Away:
 	case m.released:
 		m.unknown(c, "the hardware has been let go of, for an upgrade of its driver", now)
 	case !m.silent.IsZero() && now.Sub(m.silent) >= silenceFor:

@@ -142,6 +142,7 @@ func (m *Monitor) merge(saved state, now time.Time) {
 		if c.Recovery == device.RecoveryUnknown {
 			c.Recovery, c.ResetAsked = old.Recovery, old.ResetAsked || isReset(old.Recovery)
 		}
+		c.Away = c.Away || old.Away && before.IsZero()
 		if c.Uncorrected == nil && c.Energy == nil {
 			c.Uncorrected, c.Energy = old.Uncorrected, old.Energy
 		}

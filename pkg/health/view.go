@@ -19,6 +19,7 @@ type cardView struct {
 	findings []Finding
 	// recovered is when the last thing was over that made it less than healthy.
 	recovered time.Time
+	away      bool
 }
 
 // View copies what is known.
@@ -29,7 +30,7 @@ func (m *Monitor) View() *View {
 		for i, f := range c.Findings {
 			findings[i] = *f
 		}
-		v.cards[address] = cardView{c.Card, c.GPU, findings, c.recovered}
+		v.cards[address] = cardView{c.Card, c.GPU, findings, c.recovered, c.Away}
 	}
 	return v
 }
@@ -59,13 +60,14 @@ func (v *View) Of(g device.GPU, n device.Name) Verdict {
 const recoveredFor = time.Minute
 
 // Missing are the cards, by PCI address, that are none of those listed and that something grave is known of, or was until a moment ago: settled is false then.
+// One that another kernel driver has is not missing.
 func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []device.GPU, settled bool) {
 	if v == nil {
 		return nil, true
 	}
 	settled = true
 	for address, c := range v.cards {
-		if c.gpu == nil || slices.Contains(listed, address) {
+		if c.gpu == nil || c.away || slices.Contains(listed, address) {
 			continue
 		}
 		switch {
