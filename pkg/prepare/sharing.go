@@ -205,8 +205,7 @@ func (s *sharing) fractions(w *plan, results []claim.Result, fractions []int) (e
 				results[fractions[0]].Request, results[i].Request, first.name, t.name)
 		}
 		c.Memory += mebibytes(results[i].Capacity[device.CapacityMemory])
-		cores := results[i].Capacity[device.CapacityCores]
-		c.Threads += int(min(max(cores.Value(), 0), 100))
+		c.Threads = min(c.Threads+int(bounded(results[i].Capacity[device.CapacityCores], 100)), 100)
 	}
 	t := w.wants[fractions[0]]
 	if err := s.exclusive(t); err != nil {
@@ -218,4 +217,12 @@ func (s *sharing) fractions(w *plan, results []claim.Result, fractions []int) (e
 }
 
 // mebibytes are whole ones: MPS counts in them.
-func mebibytes(q resource.Quantity) uint64 { return uint64(max(q.Value(), 0)) >> 20 }
+func mebibytes(q resource.Quantity) uint64 { return uint64(max(bounded(q, 1<<50), 0)) >> 20 }
+
+// bounded is the value, from 0 to most: one that no integer holds would come out as any other, and as no limit.
+func bounded(q resource.Quantity, most int64) int64 {
+	if q.CmpInt64(most) > 0 {
+		return most
+	}
+	return max(q.Value(), 0)
+}

@@ -1,0 +1,100 @@
+package prepare
+
+import (
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// Whatever a claim says, it is prepared or refused, and leaves nothing behind.
+func FuzzPrepare(f *testing.F) {
+	gpuConfig := `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":`
+	for _, amount := range []string{"18Gi", "-1", "0", "8Ei", "1e30", "1m", "9223372036854775807", "-9223372036854775808"} {
+		f.Add(share0, "memory", amount, "cores", amount, "share-1", "", false)
+		f.Add(migShare0, "memory", amount, "cores", "25", "", "", false)
+		f.Add(share0, "shares", amount, "memory", amount, "share-1", gpuConfig+slicing("Long")+"}", false)
+	}
+	f.Add(gpu0, "", "", "", "", "", gpuConfig+`{"strategy":"MPS","mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{"-1":"8Ei","99":"0"}}}}`, false)
+	f.Add(gpu0, "", "", "", "", "", gpuConfig+`{"strategy":"MPS","mpsConfig":{"defaultPinnedDeviceMemoryLimit":"-8Ei","defaultActiveThreadPercentage":-7}}}`, true)
+	f.Add(small0, "", "", "", "", "../x", strings.Replace(gpuConfig, "GpuConfig", "MigDeviceConfig", 1)+byMPS+"}", false)
+	f.Add(gpu0, "", "", "", "", "", gpuConfig+`{"strategy":"MPS","mpsConfig":{"defaultPinnedDeviceMemoryLimit":"1e30"}}}`, false)
+	f.Add("gpu-0000-1b-00-0-share-share", "memory", "1Gi", "", "", "a/b_c", `{`, true)
+	f.Fuzz(func(t *testing.T, name, first, amount, second, another, shareID, config string, admin bool) {
+		r := allocated("r", name)
+		for capacity, text := range map[string]string{first: amount, second: another} {
+			q, err := resource.ParseQuantity(text)
+			if err != nil {
+				continue
+			}
+			if r.ConsumedCapacity == nil {
+				r.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{}
+			}
+			r.ConsumedCapacity[resourceapi.QualifiedName(capacity)] = q
+		}
+		if shareID != "" {
+			id := types.UID(shareID)
+			r.ShareID = &id
+		}
+		r.AdminAccess = &admin
+		again := r
+		again.Request = "s"
+		w := newWorld(t)
+		h := withMPS(w)
+		p := w.plugin(t)
+		for _, c := range []*resourceapi.ResourceClaim{newClaim("c", r), newClaim("c", r, again)} {
+			if config != "" {
+				configured(c, config)
+			}
+			_, err := p.Prepare(t.Context(), c)
+			if err == nil {
+				limits(t, w, p, c)
+				w.scan()
+				shares(t, w, h, p, device.TimeSliceDefault)
+				mustUnprepare(t, p, c.UID)
+			}
+			clean(t, w)
+			shares(t, w, h, p, device.TimeSliceDefault)
+			if left := w.holders(); len(left) != 0 || len(h.of(t, gpu0).instances) != 0 {
+				t.Errorf("left after %v: %q, %s", err, left, describe(h.of(t, gpu0).state().MIG.Instances...))
+			}
+		}
+	})
+}
+
+// limits makes sure that a claim with a fraction has one, and none beyond what a GPU can be asked for.
+func limits(t *testing.T, w *world, p *Preparer, c *resourceapi.ResourceClaim) {
+	t.Helper()
+	r, _, err := p.Records.Load(c.UID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range r.Devices {
+		spec := w.specs.of(c.UID)
+		if d.Fraction && !d.AdminAccess && !strings.Contains(spec, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=") {
+			t.Errorf("a fraction without a limit: %s", spec)
+		}
+		if strings.Contains(spec, "MEM_LIMIT=0=0M") || strings.Contains(spec, "MEM_LIMIT=0=-") {
+			t.Errorf("a limit of nothing, or less: %s", spec)
+		}
+	}
+}
+
+func TestALimitThatNoIntegerHoldsIsALimit(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	p := w.plugin(t)
+	c := shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", `{"strategy":"MPS","mpsConfig":{"defaultPinnedDeviceMemoryLimit":"1e30"}}`)
+	if _, err := p.Prepare(t.Context(), c); err == nil && w.daemons.running["uid-c-0"].MemoryLimits[0] == 0 {
+		t.Errorf("a limit was asked for, and the daemon has none: %+v", w.daemons.running)
+	}
+	for text, want := range map[string]uint64{"1e30": 1 << 30, "8Ei": 1 << 30, "-1e30": 0, "-1": 0, "1Mi": 1, "1500Ki": 1} {
+		if got := mebibytes(resource.MustParse(text)); got != want {
+			t.Errorf("%s are %d MiB, not %d", text, got, want)
+		}
+	}
+}
