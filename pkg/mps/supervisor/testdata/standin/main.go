@@ -177,6 +177,9 @@ func fakeClient() int {
 		return 1
 	}
 	_, _ = io.Copy(conn, os.Stdin)
+	if c, ok := conn.(*net.UnixConn); ok {
+		_ = c.CloseWrite() // who was asked must not wait for words of one that was killed
+	}
 	_, _ = io.Copy(os.Stdout, conn)
 	return 0
 }
