@@ -27,6 +27,9 @@ const (
 	betweenKicks = 500 * time.Millisecond
 )
 
+// nvidiaDriver is the name under which the kernel module binds its cards.
+const nvidiaDriver = "nvidia"
+
 // watchOrder says what the watcher's child is to watch, and how.
 type watchOrder struct {
 	Paths    Paths         `json:"paths"`
@@ -64,7 +67,7 @@ func serveWatch(ctx context.Context, in io.Reader, out io.Writer, open func(Path
 		}
 		return err
 	}
-	w := &watching{order: order, library: library, outbox: newOutbox(), restated: make(chan struct{}, 1), back: make(chan device.PCIAddress, 1), cards: map[device.PCIAddress]*watched{}}
+	w := &watching{order: order, library: library, outbox: newOutbox(), restated: make(chan struct{}, 1), back: make(chan device.PCIAddress, 1), cards: map[device.PCIAddress]*watched{}, others: map[device.PCIAddress]bool{}}
 	sent := make(chan error, 1)
 	go func() {
 		sent <- w.outbox.send(ctx, out)
@@ -83,15 +86,19 @@ type watching struct {
 	// restated is told when it may have changed who is listened to.
 	restated chan struct{}
 	cards    map[device.PCIAddress]*watched // the main loop's
+	// others are the cards that other kernel drivers have, as far as that was told; the main loop's.
+	others map[device.PCIAddress]bool
 	// back is told of a card that was off the bus and that NVML does not know now that it is there again.
 	back chan device.PCIAddress
 }
 
 // run starts a watch of each card, and says how well is listened: at each interval, which also shows that the child lives, and when it changes.
 func (w *watching) run(ctx context.Context) error {
-	for _, a := range w.addresses() {
+	ours, others := w.addresses()
+	for _, a := range ours {
 		w.watch(ctx, a)
 	}
+	w.leave(ctx, others)
 	tick := time.NewTicker(w.order.Interval)
 	defer tick.Stop()
 	for {
@@ -110,16 +117,44 @@ func (w *watching) run(ctx context.Context) error {
 	}
 }
 
-// addresses are the cards on the PCI bus that are the NVIDIA driver's, or nobody's. Where the bus cannot be read they are those that NVML lists.
-func (w *watching) addresses() []device.PCIAddress {
+// addresses are the cards on the PCI bus that are the NVIDIA driver's, or nobody's, and those that other drivers have. Where the bus cannot be read they are
+// those that NVML lists.
+func (w *watching) addresses() (ours, others []device.PCIAddress) {
 	onBus, err := pciGPUs(w.order.Paths.Sysfs)
 	if err != nil || len(onBus) == 0 {
 		onBus = w.listed()
 	}
-	return slices.DeleteFunc(onBus, func(a device.PCIAddress) bool {
-		driver := pciDriver(w.order.Paths.Sysfs, a)
-		return driver != "" && driver != "nvidia" || len(w.order.Only) > 0 && !slices.Contains(w.order.Only, a) || slices.Contains(w.order.Except, a)
-	})
+	for _, a := range onBus {
+		if len(w.order.Only) > 0 && !slices.Contains(w.order.Only, a) || slices.Contains(w.order.Except, a) {
+			continue
+		}
+		if driver := pciDriver(w.order.Paths.Sysfs, a); driver != "" && driver != nvidiaDriver {
+			others = append(others, a)
+		} else {
+			ours = append(ours, a)
+		}
+	}
+	return ours, others
+}
+
+// leave lets go of the cards that somebody has given to other drivers, and says so once.
+func (w *watching) leave(ctx context.Context, others []device.PCIAddress) {
+	for a := range w.others {
+		if !slices.Contains(others, a) {
+			delete(w.others, a)
+		}
+	}
+	for _, a := range others {
+		if w.others[a] {
+			continue
+		}
+		w.others[a] = true
+		if c := w.cards[a]; c != nil {
+			c.dismiss()
+			delete(w.cards, a)
+		}
+		w.outbox.add(ctx, device.Signal{Condition: &device.Condition{Card: device.Card{PCIAddress: a}, Reach: device.ReachNotOurs, At: time.Now()}})
+	}
 }
 
 func (w *watching) listed() []device.PCIAddress {
@@ -140,7 +175,9 @@ func (w *watching) listed() []device.PCIAddress {
 // newcomers watches the cards that have come. NVML may list only those that were there when it was started: then it has to be taken anew, which is the
 // error. A card that was there and is not listed is no reason for that.
 func (w *watching) newcomers(ctx context.Context) error {
-	for _, a := range w.addresses() {
+	ours, others := w.addresses()
+	w.leave(ctx, others)
+	for _, a := range ours {
 		if w.cards[a] != nil {
 			continue
 		}
@@ -187,7 +224,12 @@ type watched struct {
 	tell     func(device.Condition)
 	back     chan<- device.PCIAddress
 
-	left bool // it is off the bus, or has not answered since it was; for whoever asks it
+	left    bool // it is off the bus, or has not answered since it was; for whoever asks it
+	unbound bool // it had no kernel driver, and has not answered since; for whoever asks it
+
+	telling   sync.Mutex // while something is told
+	dismissed bool
+	cancel    context.CancelFunc
 
 	mu   sync.Mutex
 	last device.Reach // empty until it was asked once
@@ -195,6 +237,8 @@ type watched struct {
 
 func (w *watching) watch(ctx context.Context, a device.PCIAddress) {
 	c := &watched{order: w.order, progress: make(chan struct{}, 1), kicked: make(chan struct{}, 1), back: w.back}
+	ours := ctx // the child's; the card's own ends sooner if it is dismissed
+	ctx, c.cancel = context.WithCancel(ctx)
 	restate := func() { signalTo(w.restated) }
 	c.patient = newPatient(newMIGReader(w.order.Paths, w.library, func() { signalTo(c.progress) }), a)
 	c.listener = &listener{
@@ -208,7 +252,11 @@ func (w *watching) watch(ctx context.Context, a device.PCIAddress) {
 		changed: restate,
 	}
 	c.tell = func(condition device.Condition) {
-		w.outbox.add(ctx, device.Signal{Condition: &condition})
+		c.telling.Lock()
+		defer c.telling.Unlock()
+		if !c.dismissed {
+			w.outbox.add(ours, device.Signal{Condition: &condition})
+		}
 	}
 	w.cards[a] = c
 	go c.run(ctx)
@@ -220,6 +268,14 @@ func signalTo(c chan<- struct{}) {
 	case c <- struct{}{}:
 	default:
 	}
+}
+
+// dismiss has nothing more told of the card. A question that hangs may go on hanging.
+func (c *watched) dismiss() {
+	c.telling.Lock()
+	c.dismissed = true
+	c.telling.Unlock()
+	c.cancel()
 }
 
 func (c *watched) reach() device.Reach {
@@ -267,16 +323,19 @@ func (c *watched) run(ctx context.Context) {
 
 func (c *watched) condition() device.Condition {
 	condition, gone := c.patient.condition()
+	driver := pciDriver(c.order.Paths.Sysfs, condition.Card.PCIAddress)
 	switch {
 	case gone:
 		c.left = true
 	case condition.Reach == device.ReachOK:
-		c.left = false
-	case c.left:
+		c.left, c.unbound = false, false
+	case c.left, c.unbound && driver == nvidiaDriver:
 		select {
 		case c.back <- condition.Card.PCIAddress:
 		default:
 		}
+	case driver == "":
+		c.unbound = true
 	}
 	return condition
 }

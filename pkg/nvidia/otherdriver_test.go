@@ -1,0 +1,84 @@
+package nvidia
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// bind gives a card to a kernel driver, or to none.
+func (s site) bind(c Card, driver string) {
+	s.t.Helper()
+	link := filepath.Join(s.root, "sys", "bus", "pci", "devices", string(c.PCIAddress), "driver")
+	if err := os.Remove(link); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		s.t.Fatal(err)
+	}
+	if driver == "" {
+		return
+	}
+	if err := os.Symlink(filepath.Join("..", "..", "..", "bus", "pci", "drivers", driver), link); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// unlisted makes NVML know one card no more.
+func (s site) unlisted(index int32) {
+	s.fault(state.Fault{Kind: state.FaultFail, GPU: index, Error: uint32(nvml.ERROR_GPU_IS_LOST)}, "nvmlDeviceGetUUID", 0)
+}
+
+func TestACardThatAnotherDriverHasIsLetGoOf(t *testing.T) {
+	s := newSite(t, "l40s-x2", layout.Container, "")
+	w := watchSite(s, nil)
+	w.condition(s.card(1), answers)
+	s.bind(s.card(1), "vfio-pci")
+	notOurs := func(c device.Condition) bool { return c.Reach == device.ReachNotOurs }
+	w.condition(s.card(1), notOurs)
+	for range 3 { // who is still watched shows that time has passed
+		w.await("a condition of the other card", func(signal device.Signal) bool {
+			if c := signal.Condition; c != nil && c.Card.PCIAddress == s.card(1).PCIAddress {
+				t.Errorf("a card that is not ours is asked: %+v", c)
+			}
+			return signal.Condition != nil && signal.Condition.Card == s.card(0)
+		})
+	}
+	s.bind(s.card(1), "nvidia")
+	w.condition(s.card(1), answers)
+	s.bind(s.card(1), "vfio-pci")
+	w.condition(s.card(1), notOurs)
+}
+
+func TestACardThatIsBoundLateIsTakenAnew(t *testing.T) {
+	s := newSite(t, "l40s-x2", layout.Container, "")
+	s.unlisted(1)
+	s.bind(s.card(1), "") // last: what changes the node puts the link back
+	w := watchSite(s, nil)
+	lost := func(signal device.Signal) bool {
+		c := signal.Condition
+		return c != nil && c.Card.PCIAddress == s.card(1).PCIAddress && c.Reach == device.ReachLost
+	}
+	for range 3 { // as long as it has no driver nothing is to be gained
+		w.await("its loss", func(signal device.Signal) bool {
+			if signal.Watcher != nil && !signal.Watcher.Up {
+				t.Errorf("%+v", signal.Watcher)
+			}
+			return lost(signal)
+		})
+	}
+	s.bind(s.card(1), "nvidia")
+	if state := w.says(func(s device.WatcherState) bool { return !s.Up }); !strings.Contains(state.Error, "taken anew") {
+		t.Errorf("%+v", state)
+	}
+	s.change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
+	w.await("its answer", func(signal device.Signal) bool {
+		return signal.Condition != nil && signal.Condition.Card.PCIAddress == s.card(1).PCIAddress && answers(*signal.Condition)
+	})
+}
