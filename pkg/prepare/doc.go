@@ -26,7 +26,8 @@
 // the holders' names if not, and the last sets back what was found. The file has all that this takes, so a claim whose record cannot be read leaves by it.
 // While claims hold a step, every repeated Prepare and every [Preparer.Reconcile] looks whether it holds still, and sets it again: the driver forgets at a
 // reload, at a reset, and, without persistence mode, whenever the last process closes the GPU. Where the file itself cannot be read nobody joins, and the last
-// claim whose record names it sets the hardware to its default.
+// claim whose record names it sets the hardware to its default. A comparison does so where no record names it, ends daemons that nobody holds, and looks once
+// at what many claims share. That a time slice cannot be set back keeps no claim: its file stays without one, and comparisons try again.
 //
 // A fraction's limits are in its containers' environment, and hold for each process; nothing here holds a container as a whole to them.
 //

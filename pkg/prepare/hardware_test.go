@@ -43,7 +43,10 @@ type silicon struct {
 	unsliced  bool // it has no time slices that could be set
 }
 
-var _ Partitions = &hardware{}
+var (
+	_ Partitions = &hardware{}
+	_ Partitions = &nvidia.Partitions{}
+)
 
 // profiles are some of an H100's.
 var profiles = []device.Profile{
