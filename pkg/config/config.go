@@ -5,8 +5,10 @@ import (
 	"fmt"
 	"net"
 	"path/filepath"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/api/validation"
+	utilvalidation "k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
@@ -40,6 +42,7 @@ type Config struct {
 	Shares          string
 	HealthEffects   string
 	XIDRules        string
+	ReleaseLabels   string
 
 	HTTPAddress       string
 	GRPCHealthAddress string
@@ -60,6 +63,7 @@ func Default() *Config {
 		ProcRoot:      "/proc",
 		HookSource:    "/usr/bin/nvidia-cdi-hook",
 		HealthEffects: health.DefaultEffects,
+		ReleaseLabels: "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
 		MPSHookSource: "/usr/bin/gpu-mps",
 		ShmRoot:       "/dev/shm",
 		HTTPAddress:   ":8080",
@@ -131,6 +135,13 @@ func (c *Config) Validate() error {
 	}
 	if _, err := health.ParseRules(c.XIDRules); err != nil {
 		wrong("xid-rules", "%w", err)
+	}
+	for label := range strings.SplitSeq(c.ReleaseLabels, ",") {
+		for _, msg := range utilvalidation.IsQualifiedName(label) {
+			if c.ReleaseLabels != "" {
+				wrong("release-labels", "%q is no name of a label: %s", label, msg)
+			}
+		}
 	}
 	if c.KubeAPIQPS <= 0 {
 		wrong("kube-api-qps", "%v is not above 0", c.KubeAPIQPS)

@@ -22,35 +22,16 @@ const (
 )
 
 // startBackground starts the driver's loops; each ends with the context, and Wait returns when all have.
-func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
+func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPublisher chan struct{}) *sync.WaitGroup {
 	var wg sync.WaitGroup
-	toPublisher := make(chan struct{}, 1)
-	policy := &nodePolicy{
-		client: d.client, node: d.cfg.NodeName,
-		set: func(annotated device.Policies) {
-			d.layouts.Annotate(annotated)
-			wake(toPublisher)
-			wake(d.toReconcile)
-		},
-		wrong: func(message string) { d.events.warn("PolicyIgnored", message) },
-		seen:  d.release.See,
-	}
-	policyRead := make(chan struct{})
-	d.startHealth(ctx, &wg, policyRead, func() { wake(toPublisher) })
-	wg.Go(func() {
-		policy.Read(ctx)
-		close(policyRead)
-		policy.Watch(ctx)
-	})
+	d.startHealth(ctx, &wg, func() { wake(toPublisher) })
+	wg.Go(func() { d.release.While(ctx, d.listener(ctx)) })
+	wg.Go(func() { policy.Watch(ctx) })
 	wg.Go(func() { d.inv.Run(ctx) })
 	wg.Go(func() { d.follow(ctx, toPublisher) })
-	wg.Go(func() {
-		<-policyRead // or what may not be made again yet would be called lost
-		d.reconcile(ctx)
-	})
+	wg.Go(func() { d.reconcile(ctx) })
 	wg.Go(func() { d.status.Run(ctx) })
 	wg.Go(func() {
-		<-policyRead // or what is offered would change at once; the reading is bounded
 		if err := d.publisher(ctx).Run(ctx, toPublisher); err != nil {
 			d.fail(err)
 		}
@@ -61,6 +42,21 @@ func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
 		}
 	})
 	return &wg
+}
+
+// nodePolicy follows what the Node says. It must be read before anything is decided: what may not be made again yet would be called lost, what is offered
+// would change at once, and hardware would be opened that somebody has asked for.
+func (d *Driver) nodePolicy(toPublisher chan<- struct{}) *nodePolicy {
+	return &nodePolicy{
+		client: d.client, node: d.cfg.NodeName,
+		set: func(annotated device.Policies) {
+			d.layouts.Annotate(annotated)
+			wake(toPublisher)
+			wake(d.toReconcile)
+		},
+		wrong: func(message string) { d.events.warn("PolicyIgnored", message) },
+		seen:  d.release.See,
+	}
 }
 
 // follow does what a change of the inventory asks for: first the base spec, so that the first Pod already gets all of it, then the slices.
@@ -90,11 +86,15 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 				write = d.specs.RewriteBase
 			}
 			if err := write(s.Node.Common); err == nil {
-				if s.Files != files {
+				if unmended := d.unmended.Swap(false); unmended || s.Files != files {
 					// Device nodes may have got other numbers: what held claims have is looked at too.
-					if err := d.preparer.Mend(ctx); err != nil {
+					done, ok := d.release.Use()
+					if !ok {
+						d.unmended.Store(true)
+					} else if err := d.preparer.Mend(ctx); err != nil {
 						logger.Error(err, "Could not bring the CDI specs of all held claims up to date")
 					}
+					done()
 				}
 				files = s.Files
 			} else {
@@ -158,6 +158,12 @@ func (d *Driver) askRuntime(ctx context.Context) {
 // mend puts specs back that someone removed or altered.
 func (d *Driver) mend(ctx context.Context) error {
 	if d.superseded.Load() {
+		return nil
+	}
+	done, ok := d.release.Use()
+	defer done()
+	if !ok {
+		d.unmended.Store(true) // which may ask the hardware
 		return nil
 	}
 	var err error

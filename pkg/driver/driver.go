@@ -79,7 +79,10 @@ type Driver struct {
 	healthTold healthTold
 	// release lets go of the hardware while its driver is changed.
 	release *release
-	watch   func(ctx context.Context, tell func(device.Signal))
+	watch   func(ctx context.Context, tell func(device.Signal)) error
+	// unrecovered says that what calls left unfinished before the start was not looked at, because the hardware was let go of, and unmended that specs
+	// were not.
+	unrecovered, unmended atomic.Bool
 
 	fail   context.CancelCauseFunc
 	helper atomic.Pointer[kubeletplugin.Helper]
@@ -100,15 +103,20 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	if err := removeStaleSockets(ctx, d.cfg.PluginDir, d.cfg.RegistrarDir); err != nil {
 		logger.Error(err, "Stale sockets stay")
 	}
-	if err := d.preparer.Recover(ctx); err != nil {
-		return fmt.Errorf("recover the records in %s: %w", d.cfg.StateDir(), err)
+	// Before anything is done with the hardware: the Node may ask for it.
+	d.release.Remember(ctx)
+	toPublisher := make(chan struct{}, 1)
+	policy := d.nodePolicy(toPublisher)
+	policy.Read(ctx)
+	if err := d.recover(ctx); err != nil {
+		return err
 	}
 	d.countHeld(ctx)
 	// Before the first call of the kubelet: no Pod may slip through while nobody knows yet that the runtime would ignore its GPUs.
 	d.checkHook(ctx)
 	d.askRuntime(ctx)
 	notLooked := d.inv.Snapshot().Reason
-	background := d.startBackground(ctx)
+	background := d.startBackground(ctx, policy, toPublisher)
 	defer background.Wait()
 	defer d.fail(nil)
 	d.awaitFirstLook(ctx, notLooked)
@@ -151,6 +159,20 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	}
 	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
 		return cause
+	}
+	return nil
+}
+
+// recover finishes or undoes what calls left unfinished, as soon as the hardware may be had.
+func (d *Driver) recover(ctx context.Context) error {
+	done, ok := d.release.Use()
+	defer done()
+	d.unrecovered.Store(!ok)
+	if !ok {
+		return nil
+	}
+	if err := d.preparer.Recover(ctx); err != nil {
+		return fmt.Errorf("recover the records in %s: %w", d.cfg.StateDir(), err)
 	}
 	return nil
 }

@@ -210,7 +210,7 @@ func (d *Driver) gpuOf(c device.Card) device.GPU {
 func (d *Driver) offered() offeredInventory { return offeredInventory{gate: d.gate, health: d.health} }
 
 // watchHealth wires what judges the devices' health.
-func (d *Driver) watchHealth(watch func(context.Context, func(device.Signal))) error {
+func (d *Driver) watchHealth(watch func(context.Context, func(device.Signal)) error) error {
 	effects, err := health.ParseEffects(d.cfg.HealthEffects)
 	if err != nil {
 		return err
@@ -270,9 +270,8 @@ func (d *Driver) refuseLost(c *resourceapi.ResourceClaim) error {
 	return nil
 }
 
-// startHealth starts listening to the hardware, if there is anybody to do so. nodeRead is closed when the Node was read, which may ask
-// for the hardware to be let go of; publish has the slices looked at again.
-func (d *Driver) startHealth(ctx context.Context, wg *sync.WaitGroup, nodeRead <-chan struct{}, publish func()) {
+// startHealth starts judging what the hardware says, if there is anybody who listens. publish has the slices looked at again.
+func (d *Driver) startHealth(ctx context.Context, wg *sync.WaitGroup, publish func()) {
 	if d.watch == nil {
 		return
 	}
@@ -284,14 +283,21 @@ func (d *Driver) startHealth(ctx context.Context, wg *sync.WaitGroup, nodeRead <
 	d.showHealth()
 	wg.Go(func() { j.Run(ctx) })
 	wg.Go(func() { d.tellPods(ctx) })
-	wg.Go(func() {
-		<-nodeRead
-		d.release.While(ctx, func(running context.Context) {
-			d.watch(running, func(s device.Signal) {
-				if ctx.Err() == nil { // the hardware is let go of when the plugin stops, which says nothing about it
-					d.health.Told(ctx, s)
-				}
-			})
+}
+
+// listener listens to the hardware until what it is called with ends, for as long as the plugin runs. An error says that the hardware is still held.
+func (d *Driver) listener(ctx context.Context) func(context.Context) error {
+	if d.watch == nil {
+		return func(running context.Context) error {
+			<-running.Done()
+			return nil
+		}
+	}
+	return func(running context.Context) error {
+		return d.watch(running, func(s device.Signal) {
+			if ctx.Err() == nil { // the hardware is let go of when the plugin stops, which says nothing about it
+				d.health.Told(ctx, s)
+			}
 		})
-	})
+	}
 }

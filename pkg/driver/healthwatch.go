@@ -31,17 +31,13 @@ const (
 )
 
 // NewWatch listens to the node's hardware: NVML in a child process of its own.
-func NewWatch(cfg *config.Config) (func(ctx context.Context, tell func(device.Signal)), error) {
+func NewWatch(cfg *config.Config) (func(ctx context.Context, tell func(device.Signal)) error, error) {
 	executable, err := os.Executable()
 	if err != nil {
 		return nil, fmt.Errorf("find the plugin's own binary, which listens to the hardware in a child process: %w", err)
 	}
 	options := nvidia.WatchOptions{Paths: Paths(cfg), Command: []string{executable, nvidia.WatchCommand}}
-	return func(ctx context.Context, tell func(device.Signal)) {
-		if err := nvidia.Watch(ctx, options, tell); err != nil && ctx.Err() == nil {
-			klog.FromContext(ctx).Error(err, "The hardware is not listened to any more")
-		}
-	}, nil
+	return func(ctx context.Context, tell func(device.Signal)) error { return nvidia.Watch(ctx, options, tell) }, nil
 }
 
 // healthWatch owns the verdicts on this node's devices: it has signals judged, keeps what was found on the disk, and then tells everybody else.

@@ -31,15 +31,22 @@ type ailing struct {
 	tell    func(device.Signal)
 }
 
-// run starts the plugin and registers it.
+// run starts the plugin, which takes the hardware.
 func (n *ailing) run(t *testing.T) {
+	t.Helper()
+	n.begin(t)
+	eventually(t, "the plugin listens and publishes", func() bool { return n.listens() && len(published(t, n.client)) > 0 })
+}
+
+// begin starts the plugin.
+func (n *ailing) begin(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
 	n.metrics = metrics.New("test")
 	n.probe = NewProbe()
 	d, err := New(ctx, n.cfg, Parts{
 		Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: n.metrics,
-		Watch: func(ctx context.Context, tell func(device.Signal)) {
+		Watch: func(ctx context.Context, tell func(device.Signal)) error {
 			n.mu.Lock()
 			n.tell = tell
 			n.mu.Unlock()
@@ -47,6 +54,7 @@ func (n *ailing) run(t *testing.T) {
 			n.mu.Lock()
 			n.tell = nil
 			n.mu.Unlock()
+			return nil
 		},
 	})
 	if err != nil {
@@ -57,11 +65,6 @@ func (n *ailing) run(t *testing.T) {
 	go func() { done <- d.Run(ctx, n.probe) }()
 	n.stop = sync.OnceValue(func() error { cancel(); return <-done })
 	t.Cleanup(func() { _ = n.stop() })
-	eventually(t, "the plugin listens and publishes", func() bool {
-		n.mu.Lock()
-		defer n.mu.Unlock()
-		return n.tell != nil && len(published(t, n.client)) > 0
-	})
 }
 
 func (n *ailing) says(s device.Signal) {

@@ -51,8 +51,19 @@ func (d *Driver) sayWhatWasGiven(ctx context.Context) {
 // reconcileOnce says whether all is as it should be now.
 func (d *Driver) reconcileOnce(ctx context.Context) bool {
 	logger := klog.FromContext(ctx)
-	if d.superseded.Load() || d.release.On() {
+	if d.superseded.Load() {
 		return true
+	}
+	done, ok := d.release.Use()
+	defer done()
+	if !ok {
+		return true // it is woken again
+	}
+	if d.unrecovered.Load() {
+		if err := d.recover(ctx); err != nil {
+			logger.Error(err, "Trying again")
+			return false
+		}
 	}
 	settled := true
 	err := d.preparer.Reconcile(ctx)

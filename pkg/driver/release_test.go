@@ -1,11 +1,22 @@
 package driver
 
 import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -33,7 +44,9 @@ func (n *ailing) listens() bool {
 func TestTheHardwareIsLetGoOf(t *testing.T) {
 	for name, ask := range map[string][2]map[string]string{
 		"by annotation": {nil, {"gpu.nvidia.com/release-driver": "true"}},
-		"by label":      {{"nvidia.com/gpu.deploy.dra-driver": "true,paused-for-driver-upgrade"}, nil},
+		"by label":      {{"nvidia.com/gpu.deploy.dra-driver": "paused-for-driver-upgrade"}, nil},
+		"as a client":   {{"nvidia.com/gpu.deploy.client": "custom_paused-for-driver-upgrade"}, nil},
+		"for MIG":       {{"nvidia.com/gpu.deploy.device-plugin": "paused-for-mig-change"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := newAiling(t)
@@ -78,17 +91,152 @@ func TestTheHardwareIsLetGoOf(t *testing.T) {
 	}
 }
 
-func TestAPluginThatStartsDuringAnUpgradeTakesNothing(t *testing.T) {
-	n := newAiling(t)
-	n.change(t, nil, map[string]string{"gpu.nvidia.com/release-driver": "true"})
-	r := newRelease()
-	r.gate, r.told = &gate{inv: &fakeInventory{}}, func(bool, string) {}
-	node, err := n.client.CoreV1().Nodes().Get(t.Context(), "node", metav1.GetOptions{})
-	if err != nil {
-		t.Fatal(err)
+// letting is a release whose Node a test changes.
+func letting(t *testing.T) (r *release, told func() []string) {
+	t.Helper()
+	r = newRelease()
+	r.gate = &gate{inv: &fakeInventory{}}
+	r.labels = []string{"nvidia.com/gpu.deploy.client"}
+	var mu sync.Mutex
+	var all []string
+	say := func(s string) { mu.Lock(); defer mu.Unlock(); all = append(all, s) }
+	r.told = func(on bool, reason string) { say(fmt.Sprintf("%v %s", on, reason)) }
+	r.held = func(err error) { say("held: " + err.Error()) }
+	return r, func() []string { mu.Lock(); defer mu.Unlock(); return slices.Clone(all) }
+}
+
+func asking(label string) *corev1.Node {
+	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node", Labels: map[string]string{"nvidia.com/gpu.deploy.client": label}}}
+}
+
+func TestThatTheHardwareIsLetGoOfIsToldWhenItIs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, told := letting(t)
+		ctx, stop := context.WithCancel(t.Context())
+		watching, children, cutting := make(chan struct{}), make(chan struct{}), make(chan struct{})
+		r.workers = func(context.Context) error { <-cutting; return nil }
+		var listening atomic.Int64
+		go r.While(ctx, func(ctx context.Context) error {
+			listening.Add(1)
+			<-ctx.Done()
+			<-watching
+			return nil
+		})
+		scan := r.Scan(func(ctx context.Context) (nvidia.Node, error) {
+			<-ctx.Done()
+			return nvidia.Node{}, &nvidia.HangingError{PID: 1, Gone: children}
+		})
+		go func() { _, _ = scan(ctx) }()
+		synctest.Wait()
+		done, ok := r.Use()
+		if !ok {
+			t.Error("nobody may use it")
+		}
+
+		r.See(asking("paused-for-driver-upgrade"))
+		for _, step := range []struct {
+			waitsFor string
+			end      func()
+		}{
+			{"who listens", func() { close(watching) }},
+			{"a comparison that is under way", done},
+			{"a scan that was killed", func() { close(children) }},
+			{"a worker that cuts", func() { close(cutting) }},
+		} {
+			synctest.Wait()
+			if said := told(); len(said) != 0 {
+				t.Errorf("before the end of %s: %q", step.waitsFor, said)
+			}
+			step.end()
+		}
+		synctest.Wait()
+		if said := told(); len(said) != 1 || !strings.HasPrefix(said[0], "true ") {
+			t.Errorf("%q", said)
+		}
+		if _, ok := r.Use(); ok {
+			t.Error("it may be used")
+		}
+		r.See(asking("true"))
+		synctest.Wait()
+		if said := told(); len(said) != 2 || said[1] != "false " || listening.Load() != 2 {
+			t.Errorf("%q, listened %d times", said, listening.Load())
+		}
+		stop()
+		synctest.Wait()
+	})
+}
+
+func TestWhatKeepsTheHardwareIsTold(t *testing.T) {
+	for name, holds := range map[string]func(r *release) error{
+		"who listens": func(*release) error { return errors.New("process 7 hangs") },
+		"a scan": func(r *release) error {
+			r.remain(&nvidia.HangingError{PID: 7, Gone: make(chan struct{})})
+			return nil
+		},
+		"a worker": func(r *release) error {
+			r.workers = func(context.Context) error { return errors.New("process 7 hangs") }
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r, told := letting(t)
+				failed := holds(r)
+				ctx, stop := context.WithCancel(t.Context())
+				go r.While(ctx, func(ctx context.Context) error { <-ctx.Done(); return failed })
+				synctest.Wait()
+				r.See(asking("true_paused-for-mig-change"))
+				passes(time.Minute)
+				if said := told(); len(said) != 1 || !strings.HasPrefix(said[0], "held: ") || !strings.Contains(said[0], "process 7 hangs") {
+					t.Errorf("%q", said)
+				}
+				stop()
+				synctest.Wait()
+			})
+		})
 	}
-	r.See(node)
-	if !r.On() || !r.gate.Closed() {
-		t.Error("it takes the hardware")
+}
+
+func TestAPluginThatStartsTakesNothing(t *testing.T) {
+	for name, ask := range map[string]func(*ailing){
+		"asked": func(n *ailing) { n.change(t, nil, map[string]string{"gpu.nvidia.com/release-driver": "true"}) },
+		"remembered": func(n *ailing) {
+			newReleaseMemory(n.cfg.StateDir(), func(err error) { t.Error(err) }).Keep("it was asked for")
+			n.client.PrependReactor("*", "nodes", func(clienttesting.Action) (bool, runtime.Object, error) {
+				return true, nil, apierrors.NewServiceUnavailable("away")
+			})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newAiling(t)
+			ask(n)
+			var taken atomic.Int64
+			n.say("driver", func() (nvidia.Node, error) { taken.Add(1); return twoGPUs() })
+			n.begin(t)
+			eventually(t, "it says that it has let go", func() bool {
+				return n.hasEvent(t, "Node", "node", "DriverReleased", "asked for") || n.hasEvent(t, "Node", "node", "DriverReleased", "asks for")
+			})
+			eventually(t, "the inventory has noticed", func() bool { return strings.Contains(n.driver.inv.Snapshot().Reason, "let go of") })
+			eventually(t, "it serves the kubelet", func() bool { return n.driver.helper.Load() != nil })
+			n.register(t)
+			if msg := n.prepare(t, n.claim(t, "early", firstGPU)).GetError(); !strings.Contains(msg, "let go of") {
+				t.Errorf("a claim is prepared: %q", msg)
+			}
+			if err := n.driver.mend(t.Context()); err != nil || !n.driver.unmended.Load() || !n.driver.unrecovered.Load() {
+				t.Errorf("what held claims have is looked at: %v", err)
+			}
+			if taken.Load() != 0 || n.listens() {
+				t.Errorf("the hardware was looked at %d times; somebody listens: %v", taken.Load(), n.listens())
+			}
+			if name != "asked" {
+				return
+			}
+			n.change(t, nil, nil)
+			eventually(t, "somebody listens", n.listens)
+			eventually(t, "what was put off is done", func() bool { return !n.driver.unmended.Load() && !n.driver.unrecovered.Load() })
+			if reason, err := newReleaseMemory(n.cfg.StateDir(), nil).Last(); err != nil || reason != "" {
+				t.Errorf("%q, %v", reason, err)
+			}
+		})
 	}
 }

@@ -36,6 +36,8 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 	var devices []kubeletplugin.Device
 	err := d.refuseLost(c)
 	if err == nil {
+		done, _ := d.release.Use() // the gate refuses what may not be done
+		defer done()
 		devices, err = d.preparer.Prepare(klog.NewContext(ctx, logger), c)
 	}
 	took := time.Since(start)

@@ -14,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
@@ -66,7 +67,8 @@ type Parts struct {
 	// Supervisor runs the control daemons of MPS. Nil is the one of this node.
 	Supervisor Supervisor
 	// Watch tells what the hardware says about its health, until the context ends. Nil is nobody who listens.
-	Watch   func(ctx context.Context, tell func(device.Signal))
+	// Its error says that the hardware is still held.
+	Watch   func(ctx context.Context, tell func(device.Signal)) error
 	Metrics *metrics.Metrics
 }
 
@@ -84,6 +86,12 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		parts.Supervisor = mps.NewClient(MPSPaths(cfg))
 	}
 	release := newRelease()
+	release.labels = strings.FieldsFunc(cfg.ReleaseLabels, func(r rune) bool { return r == ',' })
+	if w, ok := parts.Partitions.(interface {
+		Dismiss(ctx context.Context) error
+	}); ok {
+		release.workers = w.Dismiss
+	}
 	parts.Hardware.Scan = release.Scan(parts.Hardware.Scan)
 	inv := inventory.New(parts.Hardware)
 	d := &Driver{
@@ -107,6 +115,12 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	}
 	d.layouts = newLayouts(d.preparer, policies)
 	d.release, release.gate, release.told = release, d.gate, d.tellRelease
+	release.memory = newReleaseMemory(cfg.StateDir(), func(err error) {
+		klog.FromContext(ctx).Error(err, "A plugin that starts while the driver is changed and the API server is away would take the hardware")
+	})
+	release.held = func(err error) {
+		d.events.warn("DriverHeld", "The hardware cannot be let go of: "+err.Error())
+	}
 	if err := d.watchHealth(parts.Watch); err != nil {
 		d.presence.End()
 		return nil, err

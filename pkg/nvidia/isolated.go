@@ -20,7 +20,23 @@ const (
 	scanLimit = 45 * time.Second
 	// maxStuck is how many children may hang in the driver before no more are started. A process in uninterruptible sleep cannot be killed.
 	maxStuck = 4
+	// killLimit is how long a child that was killed is waited for: one that does not hang is gone within milliseconds.
+	killLimit = 2 * time.Second
 )
+
+// HangingError says that a process hangs in the driver and has NVML open for as long as it does.
+type HangingError struct {
+	PID int
+	// Gone is closed when it has ended.
+	Gone <-chan struct{}
+	err  error
+}
+
+func (e *HangingError) Error() string {
+	return fmt.Sprintf("%v; process %d hangs in the NVIDIA driver: look at dmesg, and reset the GPU or reboot the node", e.err, e.PID)
+}
+
+func (e *HangingError) Unwrap() error { return e.err }
 
 // report is what the child writes to its standard output, once.
 type report struct {
@@ -117,9 +133,10 @@ func (i *isolated) runChild(ctx context.Context) (Node, error) {
 		return Node{}, fmt.Errorf("start the scanning process: %w", err)
 	}
 
-	answer := make(chan childAnswer, 1)
+	answer, gone := make(chan childAnswer, 1), make(chan struct{})
 	i.stuck.Add(1)
 	go func() {
+		defer close(gone)
 		defer i.stuck.Add(-1)
 		a := converse(input, stdin, stdout)
 		if a.err == nil {
@@ -142,7 +159,13 @@ func (i *isolated) runChild(ctx context.Context) (Node, error) {
 	case <-ctx.Done():
 		_ = stdin.Close()
 		_ = child.Process.Kill()
-		return Node{}, fmt.Errorf("scan the GPUs: %w", context.Cause(ctx))
+		err := fmt.Errorf("scan the GPUs: %w", context.Cause(ctx))
+		select {
+		case <-gone: // and with it what it had open
+			return Node{}, err
+		case <-time.After(killLimit):
+			return Node{}, &HangingError{PID: child.Process.Pid, Gone: gone, err: err}
+		}
 	}
 }
 

@@ -179,3 +179,22 @@ func TestAReportKeepsEverythingOnItsWay(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+func TestAScanThatIsEndedHasLetGoOfTheHardware(t *testing.T) {
+	t.Setenv(roleVariable, "hang")
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	i := isolated{paths: newFakeHost(t).paths(), command: []string{self}}
+	ctx, cancel := context.WithTimeout(t.Context(), hangLimit)
+	defer cancel()
+	_, err = i.scan(ctx)
+	if n := i.stuck.Load(); n != 0 || !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("%d children are left: %v", n, err)
+	}
+	var hangs *HangingError
+	if errors.As(err, &hangs) {
+		t.Errorf("one that can be killed is said to hang: %v", err)
+	}
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"sync"
 	"time"
 
@@ -163,8 +164,23 @@ func (p *Partitions) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), closeLimit)
 	defer cancel()
 	for _, s := range seats {
-		s.clear(ctx)
+		_ = s.clear(ctx) // nothing is left to be done about one that hangs
 	}
+}
+
+// Dismiss ends the workers that there are, each when it is through with what it does, and waits until they have gone: then nobody here has NVML. A call that
+// comes later starts a worker of its own.
+func (p *Partitions) Dismiss(ctx context.Context) error {
+	p.mu.Lock()
+	seats := maps.Clone(p.seats)
+	p.mu.Unlock()
+	var errs []error
+	for at, s := range seats {
+		if err := s.clear(ctx); err != nil {
+			errs = append(errs, fmt.Errorf("end the process that cuts GPU %s: %w", at, err))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 func (p *Partitions) state(ctx context.Context, r request) (State, error) {

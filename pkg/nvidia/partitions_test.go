@@ -354,3 +354,27 @@ func TestOneCardIsCutByOneWorkerAtATime(t *testing.T) {
 		t.Error(gone, err)
 	}
 }
+
+func TestWorkersAreDismissed(t *testing.T) {
+	p := newPartitions(t)
+	p.idle = time.Hour
+	first := lookAt(t, p, gpu(1, "well"))
+	idle := p.seats["0000:01:00.0"].worker
+	if err := p.Dismiss(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-idle.gone:
+	default:
+		t.Error("a worker outlives its dismissal")
+	}
+	if again := lookAt(t, p, gpu(1, "well")); again == first {
+		t.Error("the same process answers")
+	}
+	p.seat("0000:02:00.0").turn <- struct{}{} // a call is under way
+	short, cancel := context.WithTimeout(t.Context(), hangLimit)
+	defer cancel()
+	if err := p.Dismiss(short); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "0000:02:00.0") {
+		t.Errorf("one that is busy: %v", err)
+	}
+}

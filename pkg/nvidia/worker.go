@@ -94,24 +94,26 @@ func (s *seat) dismiss(w *worker) {
 	}
 }
 
-// clear ends the worker for good, and waits for it until ctx ends.
-func (s *seat) clear(ctx context.Context) {
+// clear ends the worker, and waits for it until ctx ends.
+func (s *seat) clear(ctx context.Context) error {
 	select {
 	case s.turn <- struct{}{}:
 	case <-ctx.Done():
-		return
+		return fmt.Errorf("it is not through with what it does: %w", context.Cause(ctx))
 	}
 	defer func() { <-s.turn }()
 	if s.timer != nil {
 		s.timer.Stop()
 	}
 	if s.worker == nil {
-		return
+		return nil
 	}
 	s.worker.end()
 	select {
 	case <-s.worker.gone:
+		return nil
 	case <-ctx.Done():
+		return fmt.Errorf("process %d hangs in the NVIDIA driver: look at dmesg, and reset the GPU or reboot the node: %w", s.worker.process.Pid, context.Cause(ctx))
 	}
 }
 

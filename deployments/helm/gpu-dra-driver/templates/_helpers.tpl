@@ -211,6 +211,9 @@ healthEffects: {{ . | quote }}
 {{- with .Values.health.xidRules }}
 xidRules: {{ . | quote }}
 {{- end }}
+{{- with .Values.health.releaseLabels }}
+releaseLabels: {{ . | quote }}
+{{- end }}
 httpAddress: ":{{ .Values.metrics.port }}"
 kubeApiQps: {{ .Values.kubeAPI.qps }}
 kubeApiBurst: {{ .Values.kubeAPI.burst }}
