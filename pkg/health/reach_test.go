@@ -67,10 +67,20 @@ func TestACardThatIsCutNeedsNoFabric(t *testing.T) {
 }
 
 func TestAMemoryErrorIsNotMadeMilderByTheNext(t *testing.T) {
+	s, _ := onDisk()
+	before := watch(t, Options{})
+	before.event(device.HealthEvent{Kind: device.EventDoubleBitECC}) // of a driver without an opinion
+	if err := s.Save(before.Monitor); err != nil {
+		t.Fatal(err)
+	}
 	w := watch(t, Options{})
-	w.event(device.HealthEvent{Kind: device.EventFatalPoison})
 	w.recovery(device.RecoveryNone)
-	w.event(device.HealthEvent{Kind: device.EventFatalPoison})
+	w.wait(time.Second)
+	if err := s.Load(w.Monitor, w.now); err != nil {
+		t.Fatal(err)
+	}
+	w.want(whole, Unhealthy)
+	w.event(device.HealthEvent{Kind: device.EventDoubleBitECC})
 	w.pass(time.Hour)
 	w.want(whole, Unhealthy)
 }
