@@ -47,7 +47,7 @@ func (d *Driver) tellHealth(ctx context.Context, changes []health.Change) {
 		case c.Over:
 			log.Info("A device has recovered from this", "why", c.Why, "since", c.Finding.First)
 			if !d.superseded.Load() {
-				d.events.normal("GPURecovered", recoveredMessage(c))
+				d.events.normal(d.recovered(c))
 			}
 		default:
 			log.Info("A device is not healthy", "action", c.Finding.Action)
@@ -67,6 +67,15 @@ func illMessage(c health.Change) string {
 
 func recoveredMessage(c health.Change) string {
 	return fmt.Sprintf("%s is over this: %s (%s)", c.Device(), c.Finding.Reason, c.Why)
+}
+
+// recovered says what the end of something means for the device: only one of which nothing else is known is well.
+func (d *Driver) recovered(c health.Change) (reason, message string) {
+	n, _ := device.ParseName(c.Device())
+	if v := d.health.View().Of(d.gpuOf(c.Card), n); v.State > health.Healthy {
+		return "GPUChanged", fmt.Sprintf("%s; it is %s: %s", recoveredMessage(c), v.State, v.Message())
+	}
+	return "GPURecovered", recoveredMessage(c)
 }
 
 // showHealth brings the metrics up to date: every GPU, and the partitions of which something of their own is known.
@@ -186,7 +195,9 @@ func (d *Driver) tellClaim(ctx context.Context, c health.Change, e checkpoint.En
 	case c.Finding.State == health.Healthy:
 		reason, message = "GPUReport", fmt.Sprintf("%s: %s: %s", held, c.Finding.Reason, c.Finding.Action)
 	case c.Over:
-		kind, reason, message = corev1.EventTypeNormal, "GPURecovered", held+": "+recoveredMessage(c)
+		kind = corev1.EventTypeNormal
+		reason, message = d.recovered(c)
+		message = held + ": " + message
 	}
 	for _, consumer := range claim.Status.ReservedFor {
 		if consumer.APIGroup == "" && consumer.Resource == "pods" {

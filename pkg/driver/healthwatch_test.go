@@ -254,6 +254,20 @@ func TestALostGPUIsTaintedToldAndHeals(t *testing.T) {
 	}
 }
 
+func TestOnlyWhatIsWellHasRecovered(t *testing.T) {
+	n := newAiling(t)
+	n.run(t)
+	n.recovery("0000:1b:00.0", device.RecoveryReset)
+	eventually(t, "it is ill", func() bool { return n.hasEvent(t, "Node", "node", "GPUUnhealthy", firstGPU) })
+	n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachOK, Recovery: device.RecoveryReboot, At: time.Now()}})
+	eventually(t, "what took the place of the first is told", func() bool { return n.hasEvent(t, "Node", "node", "GPUChanged", "it is Unhealthy") })
+	if n.hasEvent(t, "Node", "node", "GPURecovered", "") {
+		t.Error("a GPU that is ill is said to have recovered")
+	}
+	n.recovery("0000:1b:00.0", device.RecoveryNone)
+	eventually(t, "it is well", func() bool { return n.hasEvent(t, "Node", "node", "GPURecovered", firstGPU) })
+}
+
 // reserve lets a Pod use a claim.
 func (n *ailing) reserve(t *testing.T, name, pod string) {
 	t.Helper()
