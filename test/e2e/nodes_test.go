@@ -158,8 +158,8 @@ func (w *world) testDriverContainer(t *testing.T) {
 			t.Errorf("device node %s is taken from %q on the host, want it from the driver container's /dev", n.Path, n.HostPath)
 		}
 	}
-	// The driver container ends and takes its directory along; its successor makes a new one.
-	w.on(t, nodeContained, "umount", "-R", root)
+	// The driver container ends and takes its directory along, whoever still uses it (the plugin listens to the GPUs); its successor makes a new one.
+	w.on(t, nodeContained, "umount", "-R", "-l", root)
 	w.on(t, nodeContained, "rmdir", root)
 	w.nvmlsim(t, nodeContained, "driver", "away", "--force")
 	w.saysWhyNot(t, nodeContained, "is not under the driver root")
