@@ -233,7 +233,11 @@ func TestALostGPUIsTaintedToldAndHeals(t *testing.T) {
 	eventually(t, "the kubelet hears of it again", func() bool { return kubelet.of(firstGPU).Health == "Unhealthy" })
 	n.recovery("0000:43:00.0", device.RecoveryNone)
 	n.recovery("0000:1b:00.0", device.RecoveryNone)
-	eventually(t, "the driver's action is judged", func() bool { return len(n.driver.health.signals) == 0 })
+	n.xid("0000:43:00.0", 31) // judged after them, and published before what changes a slice
+	eventually(t, "all of that is judged and told", func() bool {
+		return n.metric(t, "gpu_dra_health_events_total code=xid-31") && len(n.driver.health.View().Findings("0000:43:00.0")) == 1
+	})
+	eventually(t, "it is published", func() bool { return n.metric(t, "gpu_dra_tainted_devices effect=NoSchedule state=unhealthy") })
 	for _, a := range n.client.Actions() {
 		if a.Matches("update", "resourceslices") || a.Matches("delete", "resourceslices") {
 			t.Errorf("a restart writes slices: %v", a)
@@ -258,7 +262,7 @@ func TestOnlyWhatIsWellHasRecovered(t *testing.T) {
 	n := newAiling(t)
 	n.run(t)
 	n.recovery("0000:1b:00.0", device.RecoveryReset)
-	eventually(t, "it is ill", func() bool { return n.hasEvent(t, "Node", "node", "GPUUnhealthy", firstGPU) })
+	eventually(t, "it is ill", func() bool { return n.hasEvent(t, "Node", "node", "GPUUnhealthy", "release-driver=true") })
 	n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachOK, Recovery: device.RecoveryReboot, At: time.Now()}})
 	eventually(t, "what took the place of the first is told", func() bool { return n.hasEvent(t, "Node", "node", "GPUChanged", "it is Unhealthy") })
 	if n.hasEvent(t, "Node", "node", "GPURecovered", "") {
@@ -413,8 +417,8 @@ func TestEffectsAndRulesAreTheAdmins(t *testing.T) {
 	n := newAiling(t)
 	n.cfg.HealthEffects, n.cfg.XIDRules = "unhealthy=NoExecute", "31=unhealthy,79=app"
 	n.run(t)
+	n.xid("0000:43:00.0", 79) // judged first
 	n.xid("0000:1b:00.0", 31)
-	n.xid("0000:43:00.0", 79)
 	eventually(t, "the taint is as the admin says", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid-31:NoExecute") })
 	if all := n.taints(t); len(all) != 1 {
 		t.Errorf("%v", all)

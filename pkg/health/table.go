@@ -35,7 +35,7 @@ const (
 	doNothing   = "nothing to do"
 	restartApp  = "restart the application that failed; if it happens with others on this GPU too, look at the GPU"
 	investigate = "look at the driver's messages (dmesg, NVRM) and at nvidia-smi -q for this GPU; reset it if it does not work"
-	reset       = "drain the node's Pods from this GPU and reset it (nvidia-smi --gpu-reset); reboot the node if that fails, replace the card if it comes back"
+	reset       = "drain the node's Pods from this GPU, let the plugin let go of it (the Node's annotation gpu.nvidia.com/release-driver=true), and reset it (nvidia-smi --gpu-reset); reboot the node if that fails, replace the card if it comes back"
 	reboot      = "drain and reboot the node"
 	powerCycle  = "drain the node and switch its power off and on; if the GPU is not there afterwards, check its seat and cables or replace it"
 	mechanics   = "check the card's seat and its power cables"
