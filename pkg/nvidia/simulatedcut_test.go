@@ -404,7 +404,9 @@ func TestAfterAnyFailureOfAnyCallALookTellsWhatIsThere(t *testing.T) {
 	}
 	for _, m := range all {
 		name := fmt.Sprintf("%s kind %d after %d", m.function, m.fault.Kind, m.fault.After)
-		p.seat(c.card.PCIAddress).clear(t.Context()) // so that every call is made
+		if err := p.seat(c.card.PCIAddress).clear(t.Context()); err != nil { // so that every call is made
+			t.Fatal(err)
+		}
 		s.fault(m.fault, m.function, 1)
 		ctx, cancel := context.WithCancel(t.Context())
 		if m.fault.Kind == state.FaultSlow {
