@@ -66,7 +66,7 @@ func serveWatch(ctx context.Context, in io.Reader, out io.Writer, open func(Path
 		}
 		return err
 	}
-	w := &watching{order: order, library: library, outbox: newOutbox(), restated: make(chan struct{}, 1), back: make(chan device.PCIAddress, 1), cards: map[device.PCIAddress]*watched{}, others: map[device.PCIAddress]bool{}}
+	w := &watching{order: order, lib: library, outbox: newOutbox(), restated: make(chan struct{}, 1), back: make(chan device.PCIAddress, 1), cards: map[device.PCIAddress]*watched{}, others: map[device.PCIAddress]bool{}}
 	sent := make(chan error, 1)
 	go func() {
 		sent <- w.outbox.send(ctx, out)
@@ -79,9 +79,9 @@ func serveWatch(ctx context.Context, in io.Reader, out io.Writer, open func(Path
 
 // watching is the child at work.
 type watching struct {
-	order   watchOrder
-	library nvml.Interface
-	outbox  *outbox
+	order  watchOrder
+	lib    nvml.Interface
+	outbox *outbox
 	// restated is told when it may have changed who is listened to.
 	restated chan struct{}
 	cards    map[device.PCIAddress]*watched // the main loop's
@@ -157,10 +157,10 @@ func (w *watching) leave(ctx context.Context, others []device.PCIAddress) {
 }
 
 func (w *watching) listed() []device.PCIAddress {
-	count, _ := w.library.DeviceGetCount()
+	count, _ := w.lib.DeviceGetCount()
 	var found []device.PCIAddress
 	for i := range count {
-		if handle, ret := w.library.DeviceGetHandleByIndex(i); ret == nvml.SUCCESS {
+		if handle, ret := w.lib.DeviceGetHandleByIndex(i); ret == nvml.SUCCESS {
 			if info, ret := handle.GetPciInfo(); ret == nvml.SUCCESS {
 				if a, err := device.ParsePCIAddress(cString(info.BusId[:])); err == nil {
 					found = append(found, a)
@@ -181,7 +181,7 @@ func (w *watching) newcomers(ctx context.Context) error {
 			continue
 		}
 		listed, err := bounded(ctx, w.order.Wedged, "NVML", func() (bool, error) {
-			_, ret := w.library.DeviceGetHandleByPciBusId(busID(a))
+			_, ret := w.lib.DeviceGetHandleByPciBusId(busID(a))
 			return !isAbsent(ret), nil
 		})
 		if err == nil && !listed {

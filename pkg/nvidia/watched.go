@@ -35,9 +35,9 @@ func (w *watching) watch(ctx context.Context, a device.PCIAddress) {
 	ours := ctx // the child's; the card's own ends sooner if it is dismissed
 	ctx, c.cancel = context.WithCancel(ctx)
 	restate := func() { signalTo(w.restated) }
-	c.patient = newPatient(newMIGReader(w.order.Paths, w.library, func() { signalTo(c.progress) }), a)
+	c.patient = newPatient(newMIGReader(w.order.Paths, w.lib, func() { signalTo(c.progress) }), a)
 	c.listener = &listener{
-		patient: newPatient(newMIGReader(w.order.Paths, w.library, func() {}), a), wait: eventWait, again: make(chan struct{}, 1),
+		patient: newPatient(newMIGReader(w.order.Paths, w.lib, func() {}), a), wait: eventWait, again: make(chan struct{}, 1),
 		trouble: "not yet registered",
 		heard: func(e device.HealthEvent) {
 			w.outbox.add(ctx, device.Signal{Event: &e})
