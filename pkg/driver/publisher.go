@@ -90,7 +90,7 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 	}
 	probeAgain, failed := make(chan struct{}, 1), make(chan struct{}, 1)
 	resources, _, settled := p.resources(ctx, features)
-	stage := stages{given: resources, wanted: resources, open: allSlices, at: time.Now()}
+	stage := stages{given: resources, wanted: resources, several: true, at: time.Now()}
 	controller, err := resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: DriverName,
 		KubeClient: p.client,

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"strconv"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -49,9 +51,19 @@ func readyWith(addresses ...device.PCIAddress) inventory.Snapshot {
 	return s
 }
 
-// apiServer answers dry runs without storing them, which the plain fake does not.
+// apiServer answers dry runs without storing them, and gives slices versions, by which the slice controller tells what it wrote itself from what it has
+// only heard of: the plain fake does neither.
 func apiServer() *fake.Clientset {
 	client := fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node", UID: "node-uid"}})
+	var version atomic.Int64
+	client.PrependReactor("*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		if written, ok := a.(interface{ GetObject() runtime.Object }); ok {
+			if slice, ok := written.GetObject().(*resourceapi.ResourceSlice); ok {
+				slice.ResourceVersion = strconv.FormatInt(version.Add(1), 10)
+			}
+		}
+		return false, nil, nil
+	})
 	client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		create, ok := a.(clienttesting.CreateActionImpl)
 		if ok && len(create.CreateOptions.DryRun) > 0 {

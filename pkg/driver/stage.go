@@ -13,6 +13,8 @@ const (
 	// stagePoll is how often is looked whether a slice has been written, stagePatience how long that is waited for where there may be nothing to write.
 	stagePoll     = 10 * time.Millisecond
 	stagePatience = 3 * time.Second
+	// stageSettle is how long nothing must have been written after a change of several slices: nobody knows how many writes that takes.
+	stageSettle = 200 * time.Millisecond
 	// publishRetry is how soon publishing is tried again: by itself the controller waits longer after each failure, for minutes in the end.
 	publishRetry = 2 * time.Second
 )
@@ -24,11 +26,13 @@ const (
 type stages struct {
 	// given is what the controller has, wanted what it is to have.
 	given, wanted []resourceslice.Slice
-	// open is the slice that the controller was given last and may not have written yet, allSlices if it may be any.
-	open int
 	// writes is how many there were when the controller was last given something, at when that was, failed when a write last failed.
 	writes     int64
 	at, failed time.Time
+	// several says that what was given last may take more than one write, seen is how many writes there were at last, since then.
+	several bool
+	seen    int64
+	since   time.Time
 }
 
 const allSlices = -1
@@ -41,13 +45,17 @@ func (s *stages) next(writes int64, now time.Time) ([]resourceslice.Slice, bool)
 	if !s.waiting() {
 		return nil, false
 	}
+	if writes != s.seen {
+		s.seen, s.since = writes, now
+	}
 	step, slice := step(s.given, s.wanted)
 	// What is there already is not written: then patience has to do.
-	written := writes > s.writes || now.Sub(s.at) >= stagePatience && now.Sub(s.failed) >= stagePatience
-	if slice != allSlices && slice != s.open && !written {
+	written := writes > s.writes && (!s.several || now.Sub(s.since) >= stageSettle) || now.Sub(s.at) >= stagePatience && now.Sub(s.failed) >= stagePatience
+	// Not even the same slice is given again: of two writes nobody could say which it was that came to pass.
+	if slice != allSlices && !written {
 		return nil, false
 	}
-	s.given, s.open, s.writes, s.at = step, slice, writes, now
+	s.given, s.several, s.writes, s.at = step, slice == allSlices, writes, now
 	return step, true
 }
 

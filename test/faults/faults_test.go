@@ -198,7 +198,8 @@ func (s *stand) look(t *testing.T, must func(string, error)) {
 	prepare := func(c *resourceapi.ResourceClaim) {
 		t.Helper()
 		must("once more", s.api.Allocate(t.Context(), c))
-		must("once more", d.Prepare(t.Context(), c))
+		// As the kubelet does: a plugin that has just started may not have looked at the hardware yet.
+		must("once more", eventually(t.Context(), func(ctx context.Context) error { return d.Prepare(ctx, c) }))
 		must("after "+c.Name+" was prepared once more", eventually(t.Context(), o.agree))
 	}
 	unprepare := func(c *resourceapi.ResourceClaim) {
