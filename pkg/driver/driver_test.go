@@ -108,14 +108,18 @@ func (n *node) start(t *testing.T) {
 	n.stop = sync.OnceValue(func() error { cancel(); return <-done })
 	t.Cleanup(func() { _ = n.stop() })
 	eventually(t, "the plugin serves its sockets", func() bool {
-		conn, err := net.Dial("unix", filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock"))
-		if err != nil {
-			return false // a socket has its name before it listens
-		}
-		_ = conn.Close()
-		err = n.probe.isReady(t.Context())
-		return err == nil || err.Error() != "starting"
+		err := n.probe.isReady(t.Context())
+		return n.serves() && (err == nil || err.Error() != "starting")
 	})
+}
+
+// serves says whether the kubelet can register the plugin. A socket has its name before it listens.
+func (n *node) serves() bool {
+	conn, err := net.Dial("unix", filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock"))
+	if err == nil {
+		_ = conn.Close()
+	}
+	return err == nil
 }
 
 func dial(t *testing.T, path string) *grpc.ClientConn {

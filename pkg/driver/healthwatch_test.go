@@ -35,7 +35,9 @@ type ailing struct {
 func (n *ailing) run(t *testing.T) {
 	t.Helper()
 	n.begin(t)
-	eventually(t, "the plugin listens and publishes", func() bool { return n.listens() && len(published(t, n.client)) > 0 })
+	eventually(t, "the plugin serves, listens and publishes", func() bool {
+		return n.serves() && n.listens() && len(published(t, n.client)) > 0
+	})
 }
 
 // begin starts the plugin.
