@@ -142,7 +142,8 @@ func (u tenant) remove(pods ...string) {
 
 func (u tenant) delete(pod string) {
 	u.t.Helper()
-	if err := u.Client.CoreV1().Pods(u.namespace).Delete(u.t.Context(), pod, metav1.DeleteOptions{}); err != nil {
+	err := u.Client.CoreV1().Pods(u.namespace).Delete(u.t.Context(), pod, metav1.DeleteOptions{})
+	if err != nil && !apierrors.IsNotFound(err) { // one that was deleted before may have gone this moment
 		u.t.Fatal(err)
 	}
 }
