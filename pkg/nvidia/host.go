@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"sort"
 	"strings"
+	"syscall"
 
 	"k8s.io/dynamic-resource-allocation/deviceattribute"
 
@@ -95,6 +96,19 @@ func pciDriver(sysfs string, a device.PCIAddress) string {
 		return ""
 	}
 	return filepath.Base(target)
+}
+
+// pciSeat tells a PCI function from one that comes to the same address later: the kernel makes it a new directory. It is 0 where there is none.
+func pciSeat(sysfs string, a device.PCIAddress) uint64 {
+	info, err := os.Stat(filepath.Join(sysfs, "bus", "pci", "devices", string(a)))
+	if err != nil {
+		return 0
+	}
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	if !ok {
+		return 0
+	}
+	return stat.Ino
 }
 
 // place fills in where in the machine the card sits. What sysfs does not say stays unknown: absent is better than wrong.

@@ -19,8 +19,9 @@ type watched struct {
 	tell     func(device.Condition)
 	back     chan<- device.PCIAddress
 
-	left    bool // it is off the bus, or has not answered since it was; for whoever asks it
-	unbound bool // it had no kernel driver, and has not answered since; for whoever asks it
+	left    bool   // it is off the bus, or has not answered since it was; for whoever asks it
+	unbound bool   // it had no kernel driver, and has not answered since; for whoever asks it
+	seat    uint64 // where it was on the bus when it last answered; for whoever asks it
 
 	telling   sync.Mutex // while something is told
 	dismissed bool
@@ -118,12 +119,13 @@ func (c *watched) run(ctx context.Context) {
 
 func (c *watched) condition() device.Condition {
 	condition, gone := c.patient.condition()
-	driver := pciDriver(c.order.Paths.Sysfs, condition.Card.PCIAddress)
+	driver, seat := pciDriver(c.order.Paths.Sysfs, condition.Card.PCIAddress), pciSeat(c.order.Paths.Sysfs, condition.Card.PCIAddress)
+	// A card may leave and come between two questions.
+	c.left = c.left || gone || c.seat != 0 && seat != c.seat
 	switch {
 	case gone:
-		c.left = true
 	case condition.Reach == device.ReachOK:
-		c.left, c.unbound = false, false
+		c.left, c.unbound, c.seat = false, false, seat
 	case c.left, c.unbound && driver == nvidiaDriver:
 		select {
 		case c.back <- condition.Card.PCIAddress:

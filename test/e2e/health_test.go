@@ -19,8 +19,8 @@ import (
 const taintedWithin = time.Second
 
 // TestHealth: a GPU that fails is taken out and comes back by itself, and everybody who looks is told.
+// It runs alone, because it measures how soon that is.
 func TestHealth(t *testing.T) {
-	t.Parallel()
 	sim := simulator(t)
 	w := start(t, "e2e-health", sim.Node(h100, "dgx-h100"))
 	w.offersShapes(t, h100, 8, 200)
