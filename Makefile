@@ -76,7 +76,7 @@ bench: toolchain ## Hold what many claims at once cost to its limits, on the sim
 .PHONY: test-e2e
 test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)
 	go test -count=1 -timeout 20m -tags cluster ./test/cluster
-	$(GOTEST) -v -count=1 -parallel 3 -timeout 60m ./test/e2e/...
+	$(GOTEST) -v -count=1 -parallel 2 -timeout 60m ./test/e2e/...
 
 .PHONY: hwcheck
 hwcheck: toolchain ## Build the folder build/hwcheck, which checks a real GPU without Go or network; it only reads
