@@ -1,0 +1,208 @@
+package nvidia
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+func TestAChildThatDiesIsFollowedByAnother(t *testing.T) {
+	s := newSite(t, "l40s-x2", layout.Container, "")
+	w := watchSite(s, nil)
+	first := w.listens()
+	w.killChild(s)
+	if state := w.says(func(s device.WatcherState) bool { return !s.Up }); !strings.Contains(state.Error, "has ended") || state.Released {
+		t.Errorf("%+v", state)
+	}
+	if again := w.listens(); again.Driver != first.Driver {
+		t.Errorf("the driver is %q, and was %q", again.Driver, first.Driver)
+	}
+	s.change(func(_ *layout.Config, f *state.File) error { return f.XID(1, 45) })
+	w.event(s.card(1))
+}
+
+func TestWhenWatchReturnsNobodyHasTheHardware(t *testing.T) {
+	s := newSite(t, "l40s-x2", layout.Container, "")
+	w := watchSite(s, nil)
+	first := w.listens()
+	inUse := func() (used bool) {
+		s.change(func(_ *layout.Config, f *state.File) error {
+			used = f.InUse()
+			return nil
+		})
+		return used
+	}
+	if !inUse() {
+		t.Error("nobody has it")
+	}
+	if err := w.stop(); err != nil {
+		t.Error(err)
+	}
+	if inUse() {
+		t.Error("somebody has it")
+	}
+	if s := w.says(func(s device.WatcherState) bool { return s.Released }); s.Up || s.Events {
+		t.Errorf("%+v", s)
+	}
+	s.change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, false) })
+	s.change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "", "") })
+	if again := watchSite(s, nil).listens(); again.Driver == first.Driver {
+		t.Error("the driver was loaded again, and it does not show")
+	}
+}
+
+func TestWithoutADriverNoChildIsStarted(t *testing.T) {
+	s := newSite(t, "l40s-x2", layout.Container, "")
+	paths := s.paths()
+	s.change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, false) })
+	w := watchSite(s, func(w *watcher) { w.options.Paths = paths })
+	if state := w.says(func(device.WatcherState) bool { return true }); state.Up || !strings.Contains(state.Error, "not under the driver root") || state.Driver != "" {
+		t.Errorf("%+v", state)
+	}
+	s.change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "", "") })
+	w.listens()
+}
+
+// playLocked is a child with a library that asks one card at a time, and of which one card never answers.
+func playLocked() {
+	var lock sync.Mutex
+	cards := twoCards()
+	library := fakeNVML(cards...)
+	find := library.DeviceGetHandleByPciBusIdFunc
+	library.DeviceGetHandleByPciBusIdFunc = func(bus string) (nvml.Device, nvml.Return) {
+		lock.Lock()
+		if bus == cards[0].bus {
+			select {}
+		}
+		defer lock.Unlock()
+		return find(bus)
+	}
+	if err := serveWatch(context.Background(), os.Stdin, os.Stdout, func(Paths) (nvml.Interface, error) { return library, nil }); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
+}
+
+func TestAGPUThatHangsWithALockIsSetApart(t *testing.T) {
+	h := newFakeHost(t)
+	s := site{t: t, root: h.root}
+	w := watchSite(s, func(w *watcher) {
+		w.wedged = hangLimit
+		w.options.Paths = h.paths()
+		w.options.Command = []string{"env", roleVariable + "=locked", w.options.Command[0]}
+	})
+	cards := twoCards()
+	w.await("the end of the common child", func(s device.Signal) bool {
+		return s.Watcher != nil && strings.Contains(s.Watcher.Error, "process of its own")
+	})
+	w.condition(Card{PCIAddress: "0000:1b:00.0", UUID: cards[1].uuid}, answers)
+	w.condition(Card{PCIAddress: "0000:c3:00.0"}, func(c device.Condition) bool { return c.Reach == device.ReachWedged })
+	w.condition(Card{PCIAddress: "0000:1b:00.0", UUID: cards[1].uuid}, answers)
+	if err := w.stop(); err != nil {
+		t.Error(err)
+	}
+	w.says(func(s device.WatcherState) bool { return s.Released })
+}
+
+func TestAChildThatCannotBeEndedIsSaid(t *testing.T) {
+	w := newWatcher(WatchOptions{}, func(device.Signal) {})
+	self, err := os.FindProcess(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range maxStuck {
+		w.children = append(w.children, &watchChild{process: self, gone: make(chan struct{})})
+	}
+	h := newFakeHost(t)
+	w.options.Paths = h.paths()
+	if err := w.watch(t.Context()); err == nil || !strings.Contains(err.Error(), "still hang in the NVIDIA driver") {
+		t.Error(err)
+	}
+	if err := w.release(); err == nil || !strings.Contains(err.Error(), "cannot be ended") {
+		t.Error(err)
+	}
+	for _, c := range w.children {
+		close(c.gone)
+	}
+	if err := w.release(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestAWatchIsNotStartedOnNonsense(t *testing.T) {
+	if err := ServeWatch(t.Context(), strings.NewReader("no JSON"), os.Stderr); err == nil {
+		t.Error("an order that is no JSON was taken")
+	}
+}
+
+func TestTenThousandEventsAreAllCountedAndLeaveNothingBehind(t *testing.T) {
+	s := newSite(t, "dgx-h100", layout.Container, "")
+	w := watchSite(s, nil)
+	for i := range 8 {
+		w.condition(s.card(i), answers)
+	}
+	w.listens()
+	f, err := state.Open(layout.StatePath(s.root))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	const burst, bursts = 500, 20
+	burstOf := func() (signals int) {
+		for i := range burst {
+			if err := f.XID(i%8, 31); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for counted := 0; counted < burst; signals++ {
+			counted += w.await("the rest of a burst", func(s device.Signal) bool { return s.Event != nil }).Event.Count
+			if counted > burst {
+				t.Fatalf("%d events were counted of %d", counted, burst)
+			}
+		}
+		return signals
+	}
+	burstOf()
+	child := w.children[0].process.Pid
+	before, signals := footprint(t, child), 0
+	for range bursts {
+		signals += burstOf()
+	}
+	after := footprint(t, child)
+	if after.files > before.files || after.threads > before.threads+4 || after.kilobytes > before.kilobytes+16<<10 {
+		t.Errorf("before: %+v, after: %+v", before, after)
+	}
+	if signals > burst*bursts/2 {
+		t.Errorf("%d events came as %d signals", burst*bursts, signals)
+	}
+}
+
+// weight is what a process has of the machine.
+type weight struct{ files, threads, kilobytes int }
+
+func footprint(t *testing.T, pid int) weight {
+	t.Helper()
+	var w weight
+	files, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.files = len(files)
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(status)) {
+		_, _ = fmt.Sscanf(line, "Threads: %d", &w.threads)
+		_, _ = fmt.Sscanf(line, "VmRSS: %d kB", &w.kilobytes)
+	}
+	return w
+}
