@@ -37,7 +37,7 @@ help: ## Show this list
 
 .PHONY: build
 build: toolchain ## Build the plugin, its hooks and the host of MPS daemons into build/bin
-	go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" -o $(BUILD)/bin/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
+	go build -tags grpcnotrace -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" -o $(BUILD)/bin/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
 	CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" -o $(BUILD)/bin/gpu-mps ./cmd/gpu-mps
 	go build -trimpath -buildvcs=false -tags netgo,osusergo -ldflags "-s -w -extldflags=-static" \
 	    -o $(BUILD)/bin/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook 2>$(BUILD)/hook.log || { cat $(BUILD)/hook.log; exit 1; }

@@ -10,7 +10,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/client-go/informers"
+	informers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
@@ -52,10 +52,10 @@ func (p *nodePolicy) Read(ctx context.Context) {
 
 // Watch follows until the context ends.
 func (p *nodePolicy) Watch(ctx context.Context) {
-	factory := informers.NewSharedInformerFactoryWithOptions(p.client, 0, informers.WithTweakListOptions(func(o *metav1.ListOptions) {
+	// Not from the factory of all informers, which brings every API along.
+	nodes := informers.NewFilteredNodeInformer(p.client, 0, nil, func(o *metav1.ListOptions) {
 		o.FieldSelector = fields.OneTermEqualSelector(metav1.ObjectNameField, p.node).String()
-	}))
-	nodes := factory.Core().V1().Nodes().Informer()
+	})
 	see := func(object any) {
 		if node, ok := object.(*corev1.Node); ok && node.Name == p.node {
 			p.follow(ctx, node)
@@ -72,9 +72,7 @@ func (p *nodePolicy) Watch(ctx context.Context) {
 		p.complain(fmt.Sprintf("changes of annotation %s are not noticed: %v", policyAnnotation, err))
 		return
 	}
-	factory.StartWithContext(ctx)
-	<-ctx.Done()
-	factory.Shutdown()
+	nodes.RunWithContext(ctx)
 }
 
 func (p *nodePolicy) follow(ctx context.Context, node *corev1.Node) {
