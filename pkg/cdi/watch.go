@@ -3,21 +3,19 @@ package cdi
 import (
 	"bytes"
 	"context"
-	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"time"
 
-	"github.com/fsnotify/fsnotify"
 	"k8s.io/klog/v2"
 )
 
 const (
 	// settle lets a burst of changes (rm -rf of the directory) end before it is looked at.
 	settle = 50 * time.Millisecond
-	// lookAgain bounds how long a change can stay unseen that inotify did not tell: a full queue, or a directory that was not there to be watched.
+	// lookAgain bounds how long a change can stay unseen that inotify did not tell: a full queue, a directory that was not there to be watched, or a
+	// node on which inotify is not to be had.
 	lookAgain = 900 * time.Millisecond
 	// rest is the least time between two mendings, so that two who disagree about a spec don't keep the runtime busy with it.
 	rest = 500 * time.Millisecond
@@ -29,26 +27,16 @@ const (
 // every spec again that should be there. Changes that this Store made itself are not reported. Of several instances of the plugin only one
 // should watch: they would take each other's base spec for altered.
 //
-// The directory may vanish and come back meanwhile. The looks are cheap: while inotify is quiet and in place nothing is read.
+// The directory may vanish and come back meanwhile. The looks are cheap: while inotify is quiet and in place nothing is read. On a node that has
+// no inotify left the files are read at every look.
 //
 // A mend that fails is repeated until it does not.
-func (s *Store) Watch(ctx context.Context, mend func(context.Context) error) error {
-	w, err := fsnotify.NewWatcher()
-	if err != nil {
-		return fmt.Errorf("watch the CDI directory: %w", err)
-	}
-	defer func() { _ = w.Close() }()
+func (s *Store) Watch(ctx context.Context, mend func(context.Context) error) {
 	log := klog.FromContext(ctx)
+	seen := newLookout(s.root)
+	defer seen.close()
 	s.sweep()
 
-	changed := make(chan struct{}, 1)
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		s.listen(w, changed)
-	}()
-
-	watched := s.follow(w) // which incarnation of the directory inotify looks at
 	look := time.NewTimer(0)
 	defer look.Stop()
 	old := time.NewTicker(stale)
@@ -58,10 +46,10 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context) error) err
 	for {
 		select {
 		case <-ctx.Done():
-			return nil
-		case <-ended:
-			return errors.New("watch the CDI directory: inotify ended")
-		case <-changed:
+			return
+		case <-seen.ended:
+			seen.close() // the next look takes another
+		case <-seen.changed:
 			if !dirty {
 				dirty = true
 				look.Reset(max(settle, time.Until(rested)))
@@ -69,8 +57,7 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context) error) err
 		case <-old.C:
 			s.sweep()
 		case <-look.C:
-			if now := s.follow(w); failed || dirty || now == nil || !os.SameFile(now, watched) {
-				watched = now
+			if unseen := seen.follow(log); unseen || failed || dirty {
 				lost := s.altered()
 				if len(lost) > 0 {
 					log.Info("CDI specs were removed or altered by someone else, writing them again", "specs", lost)
@@ -87,47 +74,6 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context) error) err
 			look.Reset(lookAgain)
 		}
 	}
-}
-
-// listen empties inotify's channels until they are closed. It does nothing else: the watcher holds its own lock while it waits for its reader,
-// so a reader that also called the watcher could wait for itself.
-func (s *Store) listen(w *fsnotify.Watcher, changed chan<- struct{}) {
-	tell := func() {
-		select {
-		case changed <- struct{}{}:
-		default:
-		}
-	}
-	events, errs := w.Events, w.Errors
-	for events != nil || errs != nil {
-		select {
-		case event, ok := <-events:
-			if !ok {
-				events = nil
-			} else if event.Name == s.root || filepath.Dir(event.Name) == s.root && isSpec(filepath.Base(event.Name)) {
-				tell()
-			}
-		case _, ok := <-errs:
-			if !ok {
-				errs = nil
-			} else {
-				tell() // events were lost
-			}
-		}
-	}
-}
-
-// follow watches the directory that has the name now, and its parent to see it come back.
-func (s *Store) follow(w *fsnotify.Watcher) os.FileInfo {
-	_ = w.Add(filepath.Dir(s.root)) // adding twice is no error
-	if err := w.Add(s.root); err != nil {
-		return nil
-	}
-	info, err := os.Stat(s.root)
-	if err != nil {
-		return nil
-	}
-	return info
 }
 
 // altered lists the specs that are not on disk as they should be, and forgets them: mend says anew what should be there.

@@ -36,11 +36,7 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 			d.fail(err)
 		}
 	})
-	wg.Go(func() {
-		if err := d.specs.Watch(ctx, d.mend); err != nil && ctx.Err() == nil {
-			d.fail(fmt.Errorf("watch the CDI specs in %s: %w", d.cfg.CDIRoot, err))
-		}
-	})
+	wg.Go(func() { d.specs.Watch(ctx, d.mend) })
 	return &wg
 }
 

@@ -1,0 +1,113 @@
+package cdi
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+
+	"github.com/fsnotify/fsnotify"
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+)
+
+// lookout is inotify's eye on the CDI directory. A user has few inotify instances on a node (128, unless someone raised that), and root in a container
+// is that same user: others may have taken them all. Then the lookout sees nothing, says so once, and tries again whenever it is asked.
+type lookout struct {
+	root string
+	// changed gets a value when inotify has told of a change of a spec, or has lost events.
+	changed chan struct{}
+	// ended is closed when the watcher tells no more; nil while there is none.
+	ended   chan struct{}
+	watcher *fsnotify.Watcher
+	// watched is the incarnation of the directory that the watcher looks at; nil while there is none.
+	watched os.FileInfo
+	// blind: it was said that inotify cannot be had.
+	blind bool
+}
+
+func newLookout(root string) *lookout {
+	return &lookout{root: root, changed: make(chan struct{}, 1)}
+}
+
+// close lets go of the watcher; follow takes another.
+func (l *lookout) close() {
+	if l.watcher != nil {
+		_ = l.watcher.Close()
+	}
+	l.watcher, l.ended, l.watched = nil, nil, nil
+}
+
+// follow has inotify watch the directory that has the name now, and its parent to see it come back. It reports whether changes since the last call
+// may have gone unseen.
+func (l *lookout) follow(log klog.Logger) (unseen bool) {
+	now, err := l.watch()
+	switch {
+	case err == nil && l.blind:
+		l.blind = false
+		log.Info("The CDI directory is watched through inotify again", "directory", l.root)
+	case err != nil && !errors.Is(err, os.ErrNotExist) && !l.blind:
+		l.blind = true
+		log.Error(err, "Could not watch the CDI directory through inotify; its files are read instead", "directory", l.root,
+			"interval", lookAgain, "wayOut", wayOut(err))
+	}
+	unseen = now == nil || !os.SameFile(now, l.watched)
+	l.watched = now
+	return unseen
+}
+
+// wayOut is what an operator can do about inotify's refusal.
+func wayOut(err error) string {
+	switch {
+	case errors.Is(err, unix.EMFILE):
+		return "raise the node's sysctl fs.inotify.max_user_instances"
+	case errors.Is(err, unix.ENOSPC):
+		return "raise the node's sysctl fs.inotify.max_user_watches"
+	default:
+		return "none is known"
+	}
+}
+
+func (l *lookout) watch() (os.FileInfo, error) {
+	if l.watcher == nil {
+		w, err := fsnotify.NewWatcher()
+		if err != nil {
+			return nil, err
+		}
+		l.watcher, l.ended = w, make(chan struct{})
+		go listen(w, l.root, l.changed, l.ended)
+	}
+	_ = l.watcher.Add(filepath.Dir(l.root)) // adding twice is no error
+	if err := l.watcher.Add(l.root); err != nil {
+		return nil, err
+	}
+	return os.Stat(l.root)
+}
+
+// listen empties inotify's channels until they are closed. It does nothing else: the watcher holds its own lock while it waits for its reader,
+// so a reader that also called the watcher could wait for itself.
+func listen(w *fsnotify.Watcher, root string, changed chan<- struct{}, ended chan<- struct{}) {
+	defer close(ended)
+	tell := func() {
+		select {
+		case changed <- struct{}{}:
+		default:
+		}
+	}
+	events, errs := w.Events, w.Errors
+	for events != nil || errs != nil {
+		select {
+		case event, ok := <-events:
+			if !ok {
+				events = nil
+			} else if event.Name == root || filepath.Dir(event.Name) == root && isSpec(filepath.Base(event.Name)) {
+				tell()
+			}
+		case _, ok := <-errs:
+			if !ok {
+				errs = nil
+			} else {
+				tell() // events were lost
+			}
+		}
+	}
+}
