@@ -7,11 +7,9 @@ import (
 	"sync"
 	"time"
 
-	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
 // How often the hook is looked at and the container runtime is asked again whether it injects CDI specs: seldom while both are as they should be, soon
@@ -111,6 +109,7 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 			reason = s.Reason
 			logger.Info("No devices are offered", "reason", reason)
 			d.events.warn("DevicesUnavailable", "No GPUs are offered: "+reason)
+			wake(toPublisher) // the last GPU may be gone
 		}
 	}
 }
@@ -175,12 +174,8 @@ func (d *Driver) mend(ctx context.Context) error {
 func (d *Driver) publisher(ctx context.Context) *publisher {
 	return &publisher{
 		client: d.client, nodeName: d.cfg.NodeName, inv: d.offered(),
-		turn: newTurn(d.cfg.PluginDir, time.Now()),
-		slices: func(ctx context.Context, s inventory.Snapshot, f Features) ([]resourceslice.Slice, bool) {
-			slices, settled := d.offer(ctx, s, f)
-			marked, withdrawn := d.marked(slices, s, f)
-			return marked, settled && withdrawn
-		},
+		turn:   newTurn(d.cfg.PluginDir, time.Now()),
+		slices: d.offer, mark: d.marked,
 		onError: d.HandleError,
 		onTurn: func(held, superseded bool) {
 			d.metrics.Publisher(held)

@@ -187,15 +187,17 @@ func (j *judge) expect() {
 		gpus[i] = g.GPU
 	}
 	j.monitor.Expect(gpus, time.Now())
-	if !s.Ready || s.Failure != "" {
-		return // what is missing may come back with the driver
-	}
 	missing, _ := j.View().Missing(listed(s), time.Now())
 	for _, g := range missing {
-		if !onBus(s, g.PCIAddress) && !j.inUse(g.WholeName()) {
+		if j.gone(s, g) {
 			j.monitor.Forget(g.PCIAddress)
 		}
 	}
+}
+
+// gone says of a card that is missing whether it was taken out and nobody asks for it. While the driver is away it may come back with it.
+func (h *healthWatch) gone(s inventory.Snapshot, g device.GPU) bool {
+	return (s.Ready || s.Empty) && s.Failure == "" && !onBus(s, g.PCIAddress) && !h.inUse(g.WholeName())
 }
 
 // flush tells what has changed, first the disk and then the world.

@@ -31,8 +31,10 @@ type publisher struct {
 	nodeName string
 	turn     *turn
 	inv      inventorySource
-	// slices cuts what a snapshot offers, for a cluster with such features. It is not settled if it should be asked again soon.
+	// slices cuts what a snapshot offers, for a cluster with such features; mark puts into them what is known of their devices' health. They are not
+	// settled if they should be asked again soon.
 	slices  func(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool)
+	mark    func(slices []resourceslice.Slice, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool)
 	onError func(ctx context.Context, err error, msg string)
 	// onTurn is told when this instance starts and stops to publish, and whether it stops because a newer instance takes over.
 	onTurn func(held, superseded bool)
@@ -85,11 +87,19 @@ func (p *publisher) untilReady(ctx context.Context, changed, wanted <-chan struc
 func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error {
 	logger := klog.FromContext(ctx)
 	features, known := p.features(ctx)
-	if !known || !p.untilReady(ctx, changed, p.turn.Wanted()) {
+	if !known {
 		return nil
 	}
+	var on basis
+	var resources []resourceslice.Slice
+	settled := false
+	for known = false; !known; {
+		if !p.untilReady(ctx, changed, p.turn.Wanted()) {
+			return nil
+		}
+		resources, settled, known = p.resources(ctx, &on, features)
+	}
 	probeAgain, failed := make(chan struct{}, 1), make(chan struct{}, 1)
-	resources, _, settled := p.resources(ctx, features)
 	stage := stages{given: resources, wanted: resources, several: true, at: time.Now()}
 	controller, err := resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: DriverName,
@@ -158,13 +168,8 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 		case <-unsettled:
 		}
 		unsettled = nil
-		// A node that is not ready now keeps what it has published: an empty pool would be a claim about its GPUs.
-		if !p.inv.Snapshot().Ready {
-			continue
-		}
-		var ready bool
-		if resources, ready, settled = p.resources(ctx, features); ready {
-			stage.wanted = resources
+		if wanted, ok, known := p.resources(ctx, &on, features); known {
+			stage.wanted, settled = wanted, ok
 		}
 	}
 }
@@ -200,11 +205,30 @@ func (p *publisher) serverVersion() string {
 	return v.GitVersion
 }
 
-// resources are the slices of the node's one pool.
-func (p *publisher) resources(ctx context.Context, f Features) (_ []resourceslice.Slice, ready, settled bool) {
+// basis is what was last offered: slices without marks, for a cluster with such features, of the snapshot that they were cut from.
+type basis struct {
+	slices   []resourceslice.Slice
+	snapshot inventory.Snapshot
+	features Features
+	settled  bool
+}
+
+// resources are the slices of the node's one pool, with marks. A node that is not ready now keeps what it has offered, since an empty pool would be a claim
+// about its GPUs, unless they are known to be gone; how these are is said all the same. It is not known what to publish where a cluster has come to keep other fields meanwhile: shapes that
+// overlap may not be cut as they were.
+func (p *publisher) resources(ctx context.Context, on *basis, f Features) (_ []resourceslice.Slice, settled, known bool) {
 	s := p.inv.Snapshot()
-	slices, settled := p.slices(ctx, s, f)
-	return slices, s.Ready, settled
+	switch {
+	case s.Ready:
+		*on = basis{snapshot: s, features: f}
+		on.slices, on.settled = p.slices(ctx, s, f)
+	case s.Empty:
+		*on = basis{snapshot: s, features: f, settled: true}
+	case on.features != f:
+		return nil, false, false
+	}
+	marked, settled := p.mark(on.slices, on.snapshot, f)
+	return marked, settled && on.settled, true
 }
 
 // pool has the slices. The controller compares it with what the API server has and writes only what differs.

@@ -82,6 +82,10 @@ func wholeGPUs(_ context.Context, s inventory.Snapshot, _ Features) ([]resources
 	return device.Slices(device.Offer(offerings), s.Node.Driver), true
 }
 
+func unmarked(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
+	return all, true
+}
+
 func published(t *testing.T, client *fake.Clientset) []string {
 	t.Helper()
 	list, err := client.ResourceV1().ResourceSlices().List(t.Context(), metav1.ListOptions{})
@@ -113,7 +117,7 @@ func TestSlicesFollowTheInventory(t *testing.T) {
 	inv.set(inventory.Snapshot{Reason: "the driver is not loaded"})
 	changed := make(chan struct{}, 1)
 	p := &publisher{
-		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs,
+		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs, mark: unmarked,
 		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool, bool) {},
 	}
 	ctx, stop := context.WithCancel(t.Context())

@@ -1,6 +1,7 @@
 package driver
 
 import (
+	"slices"
 	"strings"
 	"time"
 
@@ -25,9 +26,11 @@ type offeredInventory struct {
 func (o offeredInventory) Snapshot() inventory.Snapshot {
 	s := o.gate.Snapshot()
 	missing, _ := o.health.View().Missing(listed(s), time.Now())
+	missing = slices.DeleteFunc(missing, func(g device.GPU) bool { return o.health.gone(s, g) })
 	if !s.Known || len(missing) == 0 {
 		return s
 	}
+	s.Empty = false
 	if len(s.Node.GPUs) == 0 && !o.gate.Closed() {
 		s.Ready, s.Reason = true, "" // it was not ready because none is left
 	}

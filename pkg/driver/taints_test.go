@@ -12,6 +12,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 const firstGPU, secondGPU = "gpu-0000-1b-00-0", "gpu-0000-43-00-0"
@@ -128,6 +129,8 @@ func TestALostCardStaysInSight(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
 	inv := &fakeInventory{}
 	h := newHealthWatch(nil, nil, t.TempDir(), "boot", inv)
+	held := true
+	h.inUse = func(string) bool { return held }
 	o := offeredInventory{gate: &gate{inv: inv}, health: h}
 	h.view.Store(ill(t, time.Now(), s, 79))
 
@@ -139,6 +142,25 @@ func TestALostCardStaysInSight(t *testing.T) {
 	if now := o.Snapshot(); !now.Ready || len(now.Node.GPUs) != 1 {
 		t.Errorf("the only card: %+v", now)
 	}
+	inv.set(inventory.Snapshot{Known: true, Empty: true, Reason: "the driver lists no GPU"})
+	if now := o.Snapshot(); !now.Ready || now.Empty || len(now.Node.GPUs) != 1 {
+		t.Errorf("the only card was taken out, and a claim has it: %+v", now)
+	}
+	held = false
+	if now := o.Snapshot(); now.Ready || !now.Empty {
+		t.Errorf("the only card was taken out: %+v", now)
+	}
+	inv.set(readyWith("0000:43:00.0"))
+	if now := o.Snapshot(); len(now.Node.GPUs) != 1 {
+		t.Errorf("a card was taken out: %+v", now)
+	}
+	onBus := readyWith("0000:43:00.0")
+	onBus.Node.Problems = []nvidia.Problem{{PCIAddress: "0000:1b:00.0"}}
+	inv.set(onBus)
+	if now := o.Snapshot(); len(now.Node.GPUs) != 2 {
+		t.Errorf("a card that is on the bus: %+v", now)
+	}
+	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
 	o.gate.Close("runtime", "CDI is off")
 	if now := o.Snapshot(); now.Ready {
 		t.Errorf("a closed node: %+v", now)

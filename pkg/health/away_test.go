@@ -1,6 +1,7 @@
 package health
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
@@ -90,5 +91,33 @@ func TestWhenACardWasHeardOfIsByThisProcessesClock(t *testing.T) {
 		w.Apply(device.Signal{Condition: &c}, w.now)
 		w.wait(time.Second)
 		w.want(whole, Healthy)
+	}
+}
+
+func TestAForgottenCardDoesNotComeBackAsAGhost(t *testing.T) {
+	w := watch(t, Options{})
+	w.answer(device.Condition{Reach: device.ReachLost})
+	w.Forget(address)
+	w.Changes()
+	for _, reach := range []device.Reach{device.ReachLost, device.ReachFailed, device.ReachWedged} {
+		w.answer(device.Condition{Reach: reach})
+	}
+	w.wait(time.Hour)
+	if told := w.Changes(); len(told) > 0 || len(w.cards) > 0 {
+		t.Errorf("who listens goes on to ask a card that was taken out: %+v", told)
+	}
+	w.listen("load-1")
+	w.Expect([]device.GPU{gpu}, w.now) // another one is in
+	w.want(whole, Healthy)
+	w.answer(device.Condition{Reach: device.ReachLost})
+	w.want(whole, Lost)
+
+	for i := range 3 * maxCards {
+		a := device.PCIAddress(fmt.Sprintf("%04x:00:00.0", i))
+		w.Apply(device.Signal{Condition: &device.Condition{Card: device.Card{PCIAddress: a}, Reach: device.ReachOK}}, w.now)
+		w.Forget(a)
+	}
+	if len(w.forgotten) > maxCards {
+		t.Errorf("%d places are remembered", len(w.forgotten))
 	}
 }

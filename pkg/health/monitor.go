@@ -30,6 +30,8 @@ type Monitor struct {
 	rules Rules
 	quiet time.Duration
 	cards map[device.PCIAddress]*card
+	// forgotten are places of cards that were taken out, and that who listens goes on to call lost.
+	forgotten map[device.PCIAddress]bool
 	// driver is the load of the kernel driver that was last seen.
 	driver string
 	// silent is since when nobody listens, and why; zero while somebody does.
@@ -59,7 +61,7 @@ type Counted struct {
 // New makes a monitor that begins to listen now. Every card is healthy until something else is said, and unknown if nothing is said for long.
 func New(o Options, now time.Time) *Monitor {
 	return &Monitor{
-		rules: o.Rules, quiet: cmp.Or(o.Quiet, DefaultQuiet), cards: map[device.PCIAddress]*card{}, counts: map[Counted]uint64{},
+		rules: o.Rules, quiet: cmp.Or(o.Quiet, DefaultQuiet), cards: map[device.PCIAddress]*card{}, forgotten: map[device.PCIAddress]bool{}, counts: map[Counted]uint64{},
 		silent: now, silence: "it has not begun", now: now, renewed: now,
 	}
 }
@@ -74,10 +76,14 @@ func (m *Monitor) Expect(gpus []device.GPU, now time.Time) {
 	}
 }
 
-// Forget drops a card that is not there any more and that nobody asks for.
+// Forget drops a card that is not there any more and that nobody asks for, until there is another one at its place.
 func (m *Monitor) Forget(address device.PCIAddress) {
 	if _, known := m.cards[address]; known {
 		delete(m.cards, address)
+		if len(m.forgotten) >= maxCards {
+			clear(m.forgotten)
+		}
+		m.forgotten[address] = true
 		m.version++
 	}
 }
@@ -91,7 +97,8 @@ func (m *Monitor) Apply(s device.Signal, now time.Time) {
 			m.event(c, *s.Event, now)
 		}
 	case s.Condition != nil:
-		if s.Condition.Reach == device.ReachNotOurs && m.cards[s.Condition.Card.PCIAddress] == nil {
+		a, reach := s.Condition.Card.PCIAddress, s.Condition.Reach
+		if m.cards[a] == nil && (reach == device.ReachNotOurs || reach != device.ReachOK && m.forgotten[a]) {
 			return
 		}
 		if c := m.card(s.Condition.Card, now); c != nil {
@@ -129,6 +136,7 @@ func (m *Monitor) card(who device.Card, now time.Time) *card {
 		}
 		c = &card{Card: who, heard: now}
 		m.cards[who.PCIAddress] = c
+		delete(m.forgotten, who.PCIAddress)
 		m.version++
 	}
 	if c.Card.UUID == "" {

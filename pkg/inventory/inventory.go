@@ -33,6 +33,8 @@ type Snapshot struct {
 	// Known says that a look has succeeded since the start: Node is what it found. Before, Node is empty and says nothing about the node,
 	// least of all that it has no GPUs.
 	Known bool
+	// Empty says that the latest look found no GPU because there is none: not even one on the PCI bus that cannot be offered.
+	Empty bool
 	// Files is the fingerprint of the files from before the latest look, without those of MIG instances. Another one says that something was made anew, device nodes for example,
 	// even where the look found the same GPUs.
 	Files string
@@ -197,7 +199,8 @@ func (i *Inventory) judge(node nvidia.Node, err error) Snapshot {
 	case err != nil:
 		return Snapshot{Reason: err.Error()}
 	case len(node.GPUs) == 0:
-		return Snapshot{Known: true, Node: node, Reason: noGPU(node)}
+		_, unreadable := i.hardware.Present() // a look cannot say what is on a bus that cannot be read
+		return Snapshot{Known: true, Node: node, Reason: noGPU(node), Empty: len(node.Problems) == 0 && unreadable == nil}
 	default:
 		return Snapshot{Ready: true, Known: true, Node: node}
 	}

@@ -332,13 +332,18 @@ func TestACardOfWhichAnInstanceCannotBeReadIsKeptForAFewLooks(t *testing.T) {
 func TestANodeOfWhichNothingCanBeOfferedSaysWhy(t *testing.T) {
 	f := &fakeHardware{node: nvidia.Node{Problems: []nvidia.Problem{{PCIAddress: "0000:43:00.0", Message: "MIG mode is on"}, {Message: "lost"}}}}
 	running(t, f, func(i *Inventory, wait func(time.Duration)) {
-		if s := i.Snapshot(); s.Ready || !s.Known || s.Reason != "no GPU of this node can be offered; 0000:43:00.0: MIG mode is on; lost" {
+		if s := i.Snapshot(); s.Ready || !s.Known || s.Empty || s.Reason != "no GPU of this node can be offered; 0000:43:00.0: MIG mode is on; lost" {
 			t.Errorf("%+v", s)
 		}
 		f.change(true, func() { f.node = nvidia.Node{} })
 		wait(whileUnready)
-		if s := i.Snapshot(); s.Ready || !strings.Contains(s.Reason, "lists no GPU") {
+		if s := i.Snapshot(); s.Ready || !s.Empty || !strings.Contains(s.Reason, "lists no GPU") {
 			t.Errorf("%+v", s)
+		}
+		f.change(true, func() { f.unknown = true })
+		wait(whileUnready)
+		if s := i.Snapshot(); s.Empty {
+			t.Errorf("the bus cannot be read: %+v", s)
 		}
 	})
 }

@@ -1,0 +1,106 @@
+package driver
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+func TestUnreadyNodesAreTainted(t *testing.T) {
+	away := func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} }
+	for name, shut := range map[string]func(n *ailing){
+		"no hook":        func(n *ailing) { n.driver.gate.Close("test", "no hook") },
+		"no driver":      func(n *ailing) { n.say("none", away) },
+		"let go of":      func(n *ailing) { n.change(t, nil, map[string]string{releaseAnnotation: "true"}) },
+		"gone meanwhile": func(n *ailing) { n.driver.gate.Close("test", "no hook"); n.say("one", justOneGPU) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newAiling(t)
+			n.run(t)
+			eventually(t, "both are published", func() bool { return len(published(t, n.client)) == 2 })
+			generation := mustList(t, n.client)[0].Spec.Pool.Generation
+			tell := n.tell
+			shut(n)
+			eventually(t, "it is not ready", func() bool { return !n.driver.gate.Snapshot().Ready })
+			if name == "gone meanwhile" {
+				eventually(t, "a GPU is gone", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 1 })
+			}
+
+			tell(device.Signal{Event: &device.HealthEvent{Card: n.card("0000:1b:00.0"), Kind: device.EventXID, XID: 79, At: time.Now()}})
+			eventually(t, "it has its taint", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid-79:NoSchedule") })
+			if s := mustList(t, n.client)[0]; len(s.Spec.Devices) != 2 || s.Spec.Pool.Generation != generation {
+				t.Errorf("the slice is another one: %+v", s.Spec)
+			}
+			for _, a := range []device.RecoveryAction{device.RecoveryReset, device.RecoveryNone} {
+				tell(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachOK, Recovery: a, At: time.Now()}})
+			}
+			eventually(t, "the taint goes", func() bool { return !strings.Contains(n.taints(t)[firstGPU], "unhealthy") })
+			if len(published(t, n.client)) != 2 {
+				t.Error("devices are withdrawn")
+			}
+		})
+	}
+}
+
+func justOneGPU() (nvidia.Node, error) {
+	all, err := twoGPUs()
+	all.GPUs = all.GPUs[:1]
+	return all, err
+}
+
+// noGPU is a node with a driver whose cards were all taken out.
+func noGPU() (nvidia.Node, error) {
+	all, err := twoGPUs()
+	all.GPUs = nil
+	return all, err
+}
+
+func TestTheLastGPULeaves(t *testing.T) {
+	lost := func(n *ailing) {
+		n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
+	}
+	for name, seenLost := range map[string]bool{"lost": true, "not asked": false} {
+		t.Run(name, func(t *testing.T) {
+			n := newAiling(t)
+			n.say("one", justOneGPU)
+			n.run(t)
+			n.register(t)
+			claim := n.claim(t, "held", firstGPU)
+			if msg := n.prepare(t, claim).GetError(); msg != "" {
+				t.Fatal(msg)
+			}
+			if seenLost {
+				lost(n)
+				eventually(t, "it has a taint", func() bool { return strings.Contains(n.taints(t)[firstGPU], "lost:NoSchedule") })
+				n.say("none", noGPU)
+				eventually(t, "the inventory has noticed", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 0 })
+				lost(n)
+				if got := published(t, n.client); len(got) != 1 || len(n.taints(t)) != 1 {
+					t.Errorf("a claim has it: %v", got)
+				}
+			}
+			if msg := n.unprepare(t, claim); msg != "" {
+				t.Fatal(msg)
+			}
+			n.say("none", noGPU)
+			eventually(t, "it is withdrawn", func() bool { return len(mustList(t, n.client)) == 0 })
+
+			if found := n.driver.health.View().Findings("0000:1b:00.0"); len(found) > 0 {
+				t.Errorf("%+v", found)
+			}
+			lost(n)
+			n.xid("0000:43:00.0", 31) // judged after it
+			eventually(t, "that is judged", func() bool { return len(n.driver.health.View().Findings("0000:43:00.0")) == 1 })
+			if got := published(t, n.client); len(got) != 0 {
+				t.Errorf("it comes back as a ghost: %v", got)
+			}
+
+			n.say("one again", justOneGPU)
+			n.recovery("0000:1b:00.0", device.RecoveryNone)
+			eventually(t, "another one is published", func() bool { return len(published(t, n.client)) == 1 && len(n.taints(t)) == 0 })
+		})
+	}
+}
