@@ -1,5 +1,5 @@
-// gpu-mps hosts the MPS control daemons of a node, in a DaemonSet of its own (supervise), and is the hook that gives containers a daemon's shared memory
-// (shm-hook). It is one static program, because the hook runs on hosts of any kind. It speaks to no API server.
+// gpu-mps hosts the MPS control daemons of a node, in a DaemonSet of its own (supervise), and is the hooks that give containers a daemon's shared memory
+// (shm-hook) and hold them to a part of a GPU's memory (memory-limit). It is one static program, because hooks run on hosts of any kind. It speaks to no API server.
 package main
 
 import (
@@ -17,6 +17,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/memorylimit"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/sharedmemory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/supervisor"
@@ -44,6 +45,7 @@ func commands() []command {
 		{"supervise", "start, keep and end the node's MPS control daemons", supervise},
 		{"status", "list the daemons of the node's supervisor; fails if it does not answer", status},
 		{mps.HookCommand, "give a container its daemon's shared memory (run by the container runtime)", shmHook},
+		{mps.LimitCommand, "hold a container to a part of a GPU's memory (run by the container runtime)", memoryLimit},
 		{"daemon", "become a program of the driver's in a mount namespace of its own (internal)", daemon},
 		{"version", "print the version", func(context.Context, []string) error {
 			_, err := fmt.Fprintln(os.Stdout, version)
@@ -168,6 +170,22 @@ func shmHook(_ context.Context, args []string) error {
 	}
 	_, err := sharedmemory.Hook(io.Reader(os.Stdin), *source)
 	return err
+}
+
+func memoryLimit(ctx context.Context, args []string) error {
+	var l memorylimit.Limit
+	flags := newFlags(mps.LimitCommand)
+	flags.StringVar(&l.GPU, "gpu", "", "UUID of the GPU")
+	flags.Uint64Var(&l.Mebibytes, "mebibytes", 0, "how much of its memory the container may use")
+	flags.StringVar(&l.DriverRoot, "driver-root", "/", "root of the NVIDIA driver's files as the host sees it")
+	flags.StringVar(&l.Cgroups, "cgroup-root", "/sys/fs/cgroup", "where the host has mounted cgroup v2")
+	if err := parse(flags, args); err != nil {
+		return err
+	}
+	if l.GPU == "" || l.Mebibytes == 0 {
+		return usageError{errors.New("--gpu and --mebibytes are both needed")}
+	}
+	return l.Hook(ctx, os.Stdin)
 }
 
 // daemon is called by the supervisor alone: the view, then the program's arguments.

@@ -33,6 +33,7 @@ type Config struct {
 	DevRoot         string
 	SysfsRoot       string
 	ProcRoot        string
+	CgroupRoot      string
 	HookSource      string
 	HookPath        string
 	MPSHookSource   string
@@ -66,6 +67,7 @@ func Default() *Config {
 		ReleaseLabels: "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
 		MPSHookSource: "/usr/bin/gpu-mps",
 		ShmRoot:       "/dev/shm",
+		CgroupRoot:    "/sys/fs/cgroup",
 		HTTPAddress:   ":8080",
 		KubeAPIQPS:    100,
 		KubeAPIBurst:  200,
@@ -83,7 +85,7 @@ func (c *Config) complete() {
 	}
 }
 
-// MPSHookPath is where the program that gives containers the shared memory of their MPS daemon is installed: beside the other hook.
+// MPSHookPath is where the program that makes containers clients of their MPS daemon is installed: beside the other hook.
 func (c *Config) MPSHookPath() string {
 	return filepath.Join(filepath.Dir(c.HookPath), mps.HookProgram)
 }
@@ -111,7 +113,7 @@ func (c *Config) Validate() error {
 			wrong(flag, "%q is not an absolute path", path)
 		}
 	}
-	for flag, path := range map[string]string{"dev-root": c.DevRoot, "cri-socket": c.CRISocket, "kubeconfig": c.Kubeconfig} {
+	for flag, path := range map[string]string{"dev-root": c.DevRoot, "cgroup-root": c.CgroupRoot, "cri-socket": c.CRISocket, "kubeconfig": c.Kubeconfig} {
 		if path != "" && !filepath.IsAbs(path) {
 			wrong(flag, "%q is not an absolute path", path)
 		}

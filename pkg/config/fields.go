@@ -54,6 +54,7 @@ func (c *Config) Fields() []Field {
 	str(&c.DevRoot, "dev-root", "directory whose dev/ holds the NVIDIA device nodes; empty means the driver root if it has dev/nvidiactl, else /")
 	str(&c.SysfsRoot, "sysfs-root", "where sysfs is mounted for this process")
 	str(&c.ProcRoot, "proc-root", "where procfs is mounted for this process")
+	str(&c.CgroupRoot, "cgroup-root", "where the host and this process have mounted cgroup v2, by which NVIDIA drivers from r615 on hold a container as a whole to its fraction of a GPU's memory, where they can; empty means to limit each process alone")
 	str(&c.HookSource, "hook-source", "the nvidia-cdi-hook binary in this image")
 	str(&c.HookPath, "hook-path", "where nvidia-cdi-hook is installed, at the same path on the host; empty means bin/nvidia-cdi-hook in the plugin directory")
 	str(&c.MPSHookSource, "mps-hook-source", "the gpu-mps binary in this image; it is installed beside nvidia-cdi-hook")

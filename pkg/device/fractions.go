@@ -30,6 +30,12 @@ func WhyNoFractions(g GPU, d Driver) string {
 	return ""
 }
 
+// ContainerLimits says whether a container that has a fraction of the device is held to it as a whole, and not each of its processes alone: NVIDIA's driver
+// counts no container's memory on MIG devices.
+func ContainerLimits(g GPU, n Name) bool {
+	return g.ContainerLimits && n.Partition == nil && (g.MIG == nil || !g.MIG.Enabled)
+}
+
 // major is the first number of a version.
 func major(version string) (uint64, error) {
 	first, _, _ := strings.Cut(version, ".")

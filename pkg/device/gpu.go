@@ -21,6 +21,8 @@ type GPU struct {
 	NUMANode *int `json:"numaNode,omitempty"`
 	// Engines is nil when the driver does not say.
 	Engines *Engines `json:"engines,omitempty"`
+	// ContainerLimits says that the driver and this node can hold a container as a whole to a part of the card's memory, as long as it is not cut.
+	ContainerLimits bool `json:"containerLimits,omitempty"`
 	// MIG is nil for a card that cannot be cut.
 	MIG *MIG `json:"mig,omitempty"`
 }

@@ -104,6 +104,9 @@ func (s Shared) Device(d Driver) resourceapi.Device {
 	device.Attributes["sharing"], device.Attributes["memoryLimit"] = text("TimeSlicing"), text("none")
 	if s.share.Fractions {
 		device.Attributes["sharing"], device.Attributes["memoryLimit"] = text("MPS"), text("process")
+		if ContainerLimits(s.GPU(), s.name()) {
+			device.Attributes["memoryLimit"] = text("container")
+		}
 	}
 	device.Capacity = s.capacities()
 	return device

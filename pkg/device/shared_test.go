@@ -83,6 +83,30 @@ func TestAPublishedShare(t *testing.T) {
 	}
 }
 
+// The attribute says what holds: a container as a whole only where the node can do that, and never on a partition.
+func TestWhatAFractionsLimitHolds(t *testing.T) {
+	gpus := node(t, h100Key, l40sKey)
+	for i := range gpus {
+		gpus[i].ContainerLimits = true
+	}
+	limits := map[string]string{}
+	for _, s := range Offer(sharing(t, "fractions,*/1g.10gb=fractions,#1=shares:2", gpus...)) {
+		if limit, ok := s.Device(Driver{Version: "615.65.06", CUDAVersion: "13.4"}).Attributes["memoryLimit"]; ok {
+			limits[s.Name()] = *limit.StringValue
+		}
+	}
+	for name, want := range map[string]string{firstGPU + "-share": "container", secondGPU + "-share": "none", firstGPU + "-mig-19-6-share": "process"} {
+		if limits[name] != want {
+			t.Errorf("%s: %q, want %q", name, limits[name], want)
+		}
+	}
+	cut := gpus[0]
+	cut.MIG = &MIG{Enabled: true}
+	if whole, _ := ParseName(firstGPU + "-share"); ContainerLimits(cut, whole) || !ContainerLimits(gpus[0], whole) {
+		t.Error("nothing is limited by container in MIG mode, and outside of it there is")
+	}
+}
+
 // Claims and classes find a partition's share by what they find the partition by.
 func TestAShareIsDescribedAsItsDevice(t *testing.T) {
 	shapes := Offer(sharing(t, "fractions,*/*=shares:3", node(t, h100Key, l40sKey)...))

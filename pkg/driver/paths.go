@@ -18,6 +18,7 @@ func Paths(cfg *config.Config) nvidia.Paths {
 		DevRoot:        cfg.DevRoot,
 		Sysfs:          cfg.SysfsRoot,
 		Proc:           cfg.ProcRoot,
+		Cgroups:        cfg.CgroupRoot,
 		HookPath:       cfg.HookPath,
 	}
 }

@@ -13,11 +13,15 @@ const (
 	ContainerPipes = "/tmp/nvidia-mps"
 	// HookCommand is the subcommand of gpu-mps that gives a container the daemon's shared memory.
 	HookCommand = "shm-hook"
+	// LimitCommand is the one that holds a container as a whole to a part of a GPU's memory.
+	LimitCommand = "memory-limit"
 	// HookProgram is the name of the program, in the image and on the host.
 	HookProgram = "gpu-mps"
 
 	// createContainer hooks run in the container's mount namespace, before its root file system is all that can be seen.
 	createContainer = "createContainer"
+	// createRuntime hooks run in the host's, when the container's control group is there and nothing of the container's runs yet.
+	createRuntime = "createRuntime"
 
 	pipeVariable    = "CUDA_MPS_PIPE_DIRECTORY"
 	memoryVariable  = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
@@ -41,6 +45,21 @@ func Edits(paths Paths, hookPath, id string) specs.ContainerEdits {
 			Args:     []string{HookProgram, HookCommand, "--source=" + paths.Shm(id)},
 		}},
 	}
+}
+
+// Roots are where the host has what a limit of a container takes: the driver's files, and the control groups.
+type Roots struct{ Driver, Cgroups string }
+
+// LimitEdits hold a container to that many MiB of a GPU, whatever processes it has.
+func LimitEdits(roots Roots, hookPath, gpuUUID string, memory uint64) specs.ContainerEdits {
+	return specs.ContainerEdits{Hooks: []*specs.Hook{{
+		HookName: createRuntime,
+		Path:     hookPath,
+		Args: []string{
+			HookProgram, LimitCommand, "--gpu=" + gpuUUID, "--mebibytes=" + strconv.FormatUint(memory, 10),
+			"--driver-root=" + roots.Driver, "--cgroup-root=" + roots.Cgroups,
+		},
+	}}}
 }
 
 // Limits are the variables by which each process of a container is held to less than the daemon's defaults: memory in MiB of the daemon's only device, and

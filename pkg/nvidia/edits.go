@@ -20,8 +20,8 @@ import (
 
 type edits = specs.ContainerEdits
 
-// memoryLimitHook opens NVML on the host for each container that sets NVIDIA_GPU_MEMORY_LIMIT, and fails it where cgroup v1 or an older driver is in use.
-// No claim asks for such limits yet, so a variable in a Pod must not have this effect.
+// memoryLimitHook opens NVML on the host for each container that sets NVIDIA_GPU_MEMORY_LIMIT, and fails it where cgroup v1 or an older driver is in use. A variable
+// in a Pod must not have this effect. Containers that hold a fraction are limited by a hook of this project's, see package memorylimit.
 const memoryLimitHook = "apply-cuda-memory-limits"
 
 // commonEdits is what every container with a GPU needs. nvcdi (of the NVIDIA Container Toolkit) knows the driver's files.

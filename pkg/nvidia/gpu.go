@@ -70,6 +70,8 @@ func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
 	}
 	r.beat()
 	place(s.paths.Sysfs, &g)
+	g.ContainerLimits = s.containerLimits(handle)
+	r.beat()
 	own, err := s.ownEdits(handle, g, d)
 	if err != nil {
 		return nil, err

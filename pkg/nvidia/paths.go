@@ -18,6 +18,8 @@ type Paths struct {
 	// Sysfs and Proc are where the plugin sees the host's /sys and /proc.
 	Sysfs string `json:"sysfs"`
 	Proc  string `json:"proc"`
+	// Cgroups is where cgroup v2 is mounted, for the plugin and for the host. Empty means that containers' limits of memory are not looked for.
+	Cgroups string `json:"cgroups,omitempty"`
 	// HookPath is where the host keeps nvidia-cdi-hook.
 	HookPath string `json:"hookPath"`
 }

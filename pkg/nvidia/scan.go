@@ -22,7 +22,7 @@ func Scan(ctx context.Context, p Paths) (Node, error) {
 	if err != nil {
 		return Node{}, err
 	}
-	s := scanner{paths: p, lib: nvml.New(nvml.WithLibraryPath(path)), path: path, limit: callLimit}
+	s := scanner{paths: p, lib: nvml.New(nvml.WithLibraryPath(path)), path: path, limit: callLimit, group: ownGroup("/proc", p.Cgroups)}
 	return s.scan(ctx)
 }
 
@@ -32,6 +32,8 @@ type scanner struct {
 	lib   nvml.Interface
 	path  string
 	limit time.Duration
+	// group is this process's own control group, empty where there is no cgroup v2 or nobody wants to know.
+	group string
 }
 
 func (s scanner) scan(ctx context.Context) (Node, error) {

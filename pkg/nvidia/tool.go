@@ -8,7 +8,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"runtime"
 	"strings"
 	"time"
@@ -16,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
 )
 
 const (
@@ -76,7 +76,7 @@ func (t tool) alone(ctx context.Context, nodes []string) (string, error) {
 	go func() {
 		// The thread is never unlocked, so it ends with this goroutine, and its view of the file system with it.
 		runtime.LockOSThread()
-		if err := hide(nodes); err != nil {
+		if err := onecard.Hide(nodes); err != nil {
 			done <- result{"", fmt.Errorf("%w: %w", errNotHidden, err)}
 			return
 		}
@@ -87,45 +87,9 @@ func (t tool) alone(ctx context.Context, nodes []string) (string, error) {
 	return r.out, r.err
 }
 
-// hide gives the calling thread a view of the file system of its own in which the nodes are there and cannot be opened. They stay there because
-// the driver's library, run by root, makes those anew that are missing.
-func hide(nodes []string) error {
-	if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
-		return fmt.Errorf("leave the mount namespace: %w", err)
-	}
-	// What is mounted here must show nowhere else; what is unmounted elsewhere must go here too.
-	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
-		return &os.PathError{Op: "make a slave mount of", Path: "/", Err: err}
-	}
-	for _, node := range nodes {
-		if err := unix.Mount(node, node, "", unix.MS_BIND, ""); err != nil {
-			return &os.PathError{Op: "mount over", Path: node, Err: err}
-		}
-		if err := unix.Mount("", node, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_NODEV, ""); err != nil {
-			return &os.PathError{Op: "mount without devices", Path: node, Err: err}
-		}
-	}
-	return nil
-}
-
-var gpuNode = regexp.MustCompile(`^nvidia[0-9]+$`)
-
-// otherNodes are the device nodes of all GPUs but one, wherever a library may look for them.
+// otherNodes are the device nodes of all GPUs but one.
 func (m *migReader) otherNodes(minor int) []string {
-	dirs := []string{"/dev"}
-	if own := filepath.Join(m.paths.devRoot(), "dev"); own != dirs[0] {
-		dirs = append(dirs, own)
-	}
-	var nodes []string
-	for _, dir := range dirs {
-		entries, _ := os.ReadDir(dir)
-		for _, e := range entries {
-			if gpuNode.MatchString(e.Name()) && e.Name() != fmt.Sprintf("nvidia%d", minor) {
-				nodes = append(nodes, filepath.Join(dir, e.Name()))
-			}
-		}
-	}
-	return nodes
+	return onecard.Others(m.paths.devRoot(), func(name string) bool { return name == fmt.Sprintf("nvidia%d", minor) })
 }
 
 // excerpt is the end of a tool's output in one line.

@@ -51,6 +51,44 @@ func TestFractionsOfADeviceHaveOneDaemonAndEachItsLimits(t *testing.T) {
 	clean(t, w)
 }
 
+func TestAContainerIsHeldToItsFractionAsAWholeWhereTheNodeCanDoThat(t *testing.T) {
+	for name, tc := range map[string]struct {
+		can   bool
+		share string
+		want  bool
+	}{
+		"a GPU that can":      {true, share0, true},
+		"a GPU that cannot":   {false, share0, false},
+		"a MIG device, never": {true, migShare0, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			withMPS(w)
+			w.snapshot.Node.GPUs[0].ContainerLimits = tc.can
+			p := w.plugin(t)
+			c := newClaim("c", fraction("x", tc.share, "3Gi", "0"), fraction("y", tc.share, "1Gi", "0"))
+			mustPrepare(t, p, c)
+			spec := w.specs.of(c.UID)
+			if got := strings.Count(spec, "/limit/GPU-0/4096"); got > 0 != tc.want || strings.Count(spec, "/limit/") != got {
+				t.Errorf("the spec is %s", spec)
+			}
+			if !strings.Contains(spec, "0=4096M") {
+				t.Errorf("each process is not limited as well: %s", spec)
+			}
+			// A spec that is written again has the limit still, also by another process.
+			w.specs.clear()
+			if err := w.plugin(t).Reconcile(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if again := w.specs.of(c.UID); again != spec {
+				t.Errorf("the spec was written again as %s", again)
+			}
+			mustUnprepare(t, p, c.UID)
+			clean(t, w)
+		})
+	}
+}
+
 func TestAPartitionOfWhichThereAreSharesIsCutForTheFirstAndRemovedAfterTheLast(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)

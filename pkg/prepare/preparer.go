@@ -54,6 +54,8 @@ type Options struct {
 	MPS Daemons
 	// MPSEdits make a container a client of the daemon with this ID. They are asked for only where there is MPS.
 	MPSEdits func(daemon string) specs.ContainerEdits
+	// LimitEdits hold a container to so many MiB of the GPU with this UUID, where the GPU can do that.
+	LimitEdits func(gpuUUID string, mebibytes uint64) specs.ContainerEdits
 	// MIGEdits are those of a MIG device, given those of the whole GPU.
 	MIGEdits func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 	// Policy says what may be done about a GPU's partitions; without it everything may.
@@ -76,6 +78,9 @@ func New(o Options) *Preparer {
 	}
 	if o.MPSEdits == nil {
 		o.MPSEdits = func(string) specs.ContainerEdits { return specs.ContainerEdits{} }
+	}
+	if o.LimitEdits == nil {
+		o.LimitEdits = func(string, uint64) specs.ContainerEdits { return specs.ContainerEdits{} }
 	}
 	if o.Policy == nil {
 		o.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }

@@ -22,6 +22,8 @@ type mpsClient struct {
 	// Memory in MiB and Threads in percent hold for each process in such a container; zero is no limit.
 	Memory  uint64 `json:"memory,omitempty"`
 	Threads int    `json:"threads,omitempty"`
+	// Whole is the GPU of which such a container as a whole gets no more than Memory. It is empty where only processes are limited.
+	Whole string `json:"whole,omitempty"`
 }
 
 // clientEdits are those of a device of the claim, by its index.
@@ -31,6 +33,9 @@ func (p *Preparer) clientEdits(clients []mpsClient, index int) []specs.Container
 		if slices.Contains(c.Devices, index) {
 			e := p.MPSEdits(c.Daemon)
 			e.Env = append(slices.Clone(e.Env), mps.Limits(c.Memory, c.Threads)...)
+			if c.Whole != "" {
+				e = joined(e, p.LimitEdits(c.Whole, c.Memory))
+			}
 			edits = append(edits, e)
 		}
 	}
@@ -208,6 +213,9 @@ func (s *sharing) fractions(w *plan, results []claim.Result, fractions []int) (e
 		c.Threads = min(c.Threads+int(bounded(results[i].Capacity[device.CapacityCores], 100)), 100)
 	}
 	t := w.wants[fractions[0]]
+	if device.ContainerLimits(t.gpu, t.name) {
+		c.Whole = t.gpu.UUID
+	}
 	if err := s.exclusive(t); err != nil {
 		return err
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"maps"
 	"path/filepath"
 	"slices"
@@ -100,6 +101,9 @@ func (w *world) start() (*Preparer, error) {
 			return w.reread()
 		},
 		MIGEdits: migEdits, Policy: w.policy, MPS: w.daemons, MPSEdits: w.daemons.edits,
+		LimitEdits: func(gpu string, mebibytes uint64) specs.ContainerEdits {
+			return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: fmt.Sprintf("/limit/%s/%d", gpu, mebibytes)}}}
+		},
 	}
 	if w.hardware != nil {
 		o.Partitions = w.hardware

@@ -9,23 +9,20 @@
 package sharedmemory
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"regexp"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/container"
 )
 
 const (
 	place = "/dev/shm"
-	// maxState and maxConfig are in bytes, far beyond what runtimes write.
-	maxState  = 1 << 20
-	maxConfig = 64 << 20
 	// flags are those of the runtime's own /dev/shm.
 	flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
 )
@@ -33,55 +30,17 @@ const (
 // Hook reads the container's state as the OCI runtime gives it to hooks, and binds source over the container's /dev/shm. changed is false if the Pod has
 // something of its own there.
 func Hook(state io.Reader, source string) (changed bool, err error) {
-	var s specs.State
-	if err := decode(io.LimitReader(state, maxState), &s); err != nil {
-		return false, fmt.Errorf("read the container's state from standard input: %w", err)
-	}
-	config, err := readConfig(s.Bundle)
+	c, err := container.Read(state)
 	if err != nil {
-		return false, fmt.Errorf("container %.100q: %w", s.ID, err)
+		return false, err
 	}
-	if !runtimesOwn(config.Mounts) {
+	if !runtimesOwn(c.Config.Mounts) {
 		return false, nil
 	}
-	if err := bind(source, rootOf(s.Bundle, config)); err != nil {
-		return false, fmt.Errorf("container %.100q: give it the shared memory of its MPS daemon: %w", s.ID, err)
+	if err := bind(source, c.Root()); err != nil {
+		return false, fmt.Errorf("container %.100q: give it the shared memory of its MPS daemon: %w", c.State.ID, err)
 	}
 	return true, nil
-}
-
-func readConfig(bundle string) (specs.Spec, error) {
-	var config specs.Spec
-	if !filepath.IsAbs(bundle) {
-		return config, fmt.Errorf("its state has no bundle (%.100q)", bundle)
-	}
-	f, err := os.Open(filepath.Join(bundle, "config.json"))
-	if err != nil {
-		return config, fmt.Errorf("open its configuration: %w", err)
-	}
-	defer func() { _ = f.Close() }()
-	if err := decode(io.LimitReader(f, maxConfig), &config); err != nil {
-		return config, fmt.Errorf("read its configuration %s: %w", f.Name(), err)
-	}
-	if config.Root == nil || config.Root.Path == "" {
-		return config, fmt.Errorf("its configuration %s names no root", f.Name())
-	}
-	return config, nil
-}
-
-func decode(from io.Reader, into any) error {
-	err := json.NewDecoder(from).Decode(into)
-	if errors.Is(err, io.EOF) {
-		return io.ErrUnexpectedEOF
-	}
-	return err
-}
-
-func rootOf(bundle string, config specs.Spec) string {
-	if filepath.IsAbs(config.Root.Path) {
-		return filepath.Clean(config.Root.Path)
-	}
-	return filepath.Join(bundle, config.Root.Path)
 }
 
 // sandboxShm is what runtimes bind to /dev/shm of a Pod's containers: the sandbox's own, in a directory that is named by the sandbox's ID.

@@ -50,16 +50,16 @@ func inContainer(source, root string) (r result) {
 
 const sandbox = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"
 
-// container is a bundle whose root file system has a /dev/shm with a file of its own in it.
-type container struct {
+// bundled is a container whose root file system has a /dev/shm with a file of its own in it.
+type bundled struct {
 	bundle, root, source string
 	config               specs.Spec
 }
 
-func newContainer(t *testing.T, mounts ...specs.Mount) *container {
+func newContainer(t *testing.T, mounts ...specs.Mount) *bundled {
 	t.Helper()
 	dir := t.TempDir()
-	c := &container{bundle: filepath.Join(dir, "bundle"), root: filepath.Join(dir, "bundle", "rootfs"), source: filepath.Join(dir, "shm", "daemon")}
+	c := &bundled{bundle: filepath.Join(dir, "bundle"), root: filepath.Join(dir, "bundle", "rootfs"), source: filepath.Join(dir, "shm", "daemon")}
 	for _, path := range []string{filepath.Join(c.root, "dev/shm"), c.source} {
 		if err := os.MkdirAll(path, 0o755); err != nil {
 			t.Fatal(err)
@@ -78,7 +78,7 @@ func touch(t *testing.T, path string) {
 	}
 }
 
-func (c *container) hook(t *testing.T) result {
+func (c *bundled) hook(t *testing.T) result {
 	t.Helper()
 	data, err := json.Marshal(c.config)
 	if err != nil {

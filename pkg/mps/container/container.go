@@ -1,0 +1,72 @@
+// Package container is what an OCI hook is told of the container that it is run for: its state, on standard input, and its configuration, in its bundle.
+// Both are the runtime's. What the configuration says of the container's own files is not to be trusted by their names: see the hooks.
+package container
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+)
+
+const (
+	// maxState and maxConfig are in bytes, far beyond what runtimes write.
+	maxState  = 1 << 20
+	maxConfig = 64 << 20
+)
+
+// Container is one that is being created.
+type Container struct {
+	State  specs.State
+	Config specs.Spec
+}
+
+// Read takes the state as the runtime gives it to hooks.
+func Read(state io.Reader) (Container, error) {
+	var c Container
+	if err := decode(io.LimitReader(state, maxState), &c.State); err != nil {
+		return c, fmt.Errorf("read the container's state from standard input: %w", err)
+	}
+	if err := c.readConfig(); err != nil {
+		return c, fmt.Errorf("container %.100q: %w", c.State.ID, err)
+	}
+	return c, nil
+}
+
+func (c *Container) readConfig() error {
+	if !filepath.IsAbs(c.State.Bundle) {
+		return fmt.Errorf("its state has no bundle (%.100q)", c.State.Bundle)
+	}
+	f, err := os.Open(filepath.Join(c.State.Bundle, "config.json"))
+	if err != nil {
+		return fmt.Errorf("open its configuration: %w", err)
+	}
+	defer func() { _ = f.Close() }()
+	if err := decode(io.LimitReader(f, maxConfig), &c.Config); err != nil {
+		return fmt.Errorf("read its configuration %s: %w", f.Name(), err)
+	}
+	if c.Config.Root == nil || c.Config.Root.Path == "" {
+		return fmt.Errorf("its configuration %s names no root", f.Name())
+	}
+	return nil
+}
+
+// Root is the container's root directory as the runtime sees it.
+func (c Container) Root() string {
+	if filepath.IsAbs(c.Config.Root.Path) {
+		return filepath.Clean(c.Config.Root.Path)
+	}
+	return filepath.Join(c.State.Bundle, c.Config.Root.Path)
+}
+
+func decode(from io.Reader, into any) error {
+	err := json.NewDecoder(from).Decode(into)
+	if errors.Is(err, io.EOF) {
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
