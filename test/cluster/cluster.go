@@ -92,7 +92,9 @@ func List() ([]string, error) {
 	}
 	var names []string
 	for _, entry := range entries {
-		names = append(names, entry.Name())
+		if clusterName.MatchString(entry.Name()) {
+			names = append(names, entry.Name())
+		}
 	}
 	return names, nil
 }

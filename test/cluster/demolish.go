@@ -47,7 +47,9 @@ func demolish(ctx context.Context, name string) error {
 	if err := os.RemoveAll(clusterDir(name)); err != nil {
 		return fmt.Errorf("take cluster %s down: %w", name, err)
 	}
-	_ = os.Remove(stateRoot) // stays while another cluster is in it
+	if err := leave(ctx); err != nil {
+		return fmt.Errorf("take cluster %s down: %w", name, err)
+	}
 	return nil
 }
 

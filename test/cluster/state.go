@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/cgroup"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/toolchain"
 )
 
 // stateRoot holds a folder per cluster. It is on disk, since nodes keep their images and volumes there.
@@ -61,22 +62,40 @@ func writeAtomically(path string, content []byte) error {
 	return os.Rename(path+".new", path)
 }
 
-// reserve claims a network for a new cluster and writes its first state.
-func reserve(ctx context.Context, name string, reserved state) (state, error) {
+// reserve claims a network and inotify instances for a new cluster and writes its first state. It waits for other clusters to go where there are not
+// instances enough for one more.
+func reserve(ctx context.Context, name string, wanted state, progress *toolchain.Progress) (state, error) {
+	for told := false; ; told = true {
+		reserved, err := tryReserve(ctx, name, wanted, progress)
+		if !errors.Is(err, errInstancesTaken) {
+			return reserved, err
+		}
+		if !told {
+			progress.Printf("waiting for another cluster to be taken down: %v", err)
+		}
+		select {
+		case <-ctx.Done():
+			return state{}, fmt.Errorf("%w: %w", context.Cause(ctx), err)
+		case <-time.After(time.Second):
+		}
+	}
+}
+
+func tryReserve(ctx context.Context, name string, reserved state, progress *toolchain.Progress) (state, error) {
 	unlock, err := lockDir(ctx, stateRoot)
 	if err != nil {
 		return state{}, err
 	}
 	defer unlock()
-	entries, err := os.ReadDir(stateRoot)
+	names, err := List()
 	if err != nil {
 		return state{}, err
 	}
-	taken := map[int]bool{}
-	for _, entry := range entries {
-		other, err := readState(entry.Name())
-		if err == nil {
-			taken[other.Network.Slot] = true
+	taken, nodes := map[int]bool{}, []int{}
+	for _, other := range names {
+		if read, err := readState(other); err == nil && other != name {
+			taken[read.Network.Slot] = true
+			nodes = append(nodes, len(read.Nodes))
 		}
 	}
 	if reserved.Network, err = chooseNetwork(taken); err != nil {
@@ -85,7 +104,41 @@ func reserve(ctx context.Context, name string, reserved state) (state, error) {
 	if reserved.CgroupBases, err = cgroupBases(name); err != nil {
 		return state{}, err
 	}
+	limit, err := hostsInotifyLimit()
+	if err != nil {
+		return state{}, err
+	}
+	if err := limit.provide(len(reserved.Nodes), nodes, progress.Printf); err != nil {
+		return state{}, err
+	}
 	return reserved, writeState(name, reserved)
+}
+
+// leave gives back what was taken for all clusters together, if there is none any more.
+func leave(ctx context.Context) error {
+	unlock, err := lockDir(ctx, stateRoot)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	names, err := List()
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		if _, err := readState(name); !errors.Is(err, fs.ErrNotExist) {
+			return nil // it is somebody's
+		}
+	}
+	limit, err := hostsInotifyLimit()
+	if err != nil {
+		return err
+	}
+	if err := limit.restore(); err != nil {
+		return err
+	}
+	_ = os.Remove(stateRoot) // stays while another cluster is about to come up
+	return nil
 }
 
 func cgroupBases(name string) ([]string, error) {

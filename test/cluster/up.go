@@ -64,7 +64,7 @@ func (c *Cluster) rise(ctx context.Context, options Options) error {
 		names = append(names, node.Name)
 	}
 	var err error
-	if c.state, err = reserve(ctx, c.name, state{Nodes: names, Programs: c.programs}); err != nil {
+	if c.state, err = reserve(ctx, c.name, state{Nodes: names, Programs: c.programs}, progress); err != nil {
 		return err
 	}
 	if err := c.describe(options); err != nil {
