@@ -24,7 +24,7 @@ COVERAGE := 80
 # Rooms without a goroutine: the race detector would find nothing there, and their long tests would take many times as long.
 PURE := ./api/... ./pkg/claim/... ./pkg/device/... ./pkg/health/...
 ROOMS := $(filter-out $(PURE),$(addsuffix /...,$(wildcard ./pkg/*)))
-UNIT := $(ROOMS) ./cmd/... ./hack/... ./test/chart/... ./test/cluster/...
+UNIT := $(ROOMS) ./cmd/... ./hack/... ./test/bench/report/... ./test/chart/... ./test/cluster/...
 
 .DEFAULT_GOAL := help
 .PHONY: help
@@ -69,13 +69,26 @@ test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the
 	$(MAKE) --no-print-directory -C test/nvmlsim
 	$(GOTEST) ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/... ./test/allocation/...
 
+# Programs to measure, in turns: PROGRAMS=before=/tmp/old,after=build/bin/gpu-kubelet-plugin; without it the one of this checkout.
+PROGRAMS ?= $(BUILD)/bin/gpu-kubelet-plugin
+BENCH := go run ./test/bench/cmd/bench -programs $(PROGRAMS) -json $(BUILD)/bench.json
+
 .PHONY: bench
-bench: toolchain ## Hold what many claims at once cost to its limits, on the simulated GPU library, on a machine that does nothing else (root)
-	$(GOTEST) -v -count=1 ./test/bench/...
+bench: build ## Measure what the plugin costs, beside the floor of what safety alone costs, on a machine that does nothing else (root; BENCH_ARGS="-only single")
+	$(BENCH) $(BENCH_ARGS)
+
+.PHONY: bench-quick
+bench-quick: build
+	$(BENCH) -quick $(BENCH_ARGS)
+
+.PHONY: bench-limits
+bench-limits: toolchain ## Hold what many claims for partitions at once cost to its limits, on a machine that does nothing else (root)
+	$(GOTEST) -v -count=1 ./test/bench
 
 .PHONY: test-e2e
 test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)
 	go test -count=1 -timeout 20m -tags cluster ./test/cluster
+	$(MAKE) --no-print-directory bench-quick
 	$(GOTEST) -v -count=1 -parallel 2 -timeout 60m ./test/e2e/...
 
 .PHONY: hwcheck

@@ -19,6 +19,8 @@ type Options struct {
 	Name string
 	// Nodes are the machines that run Pods; none means one with default options.
 	Nodes []NodeOptions
+	// ControlPlaneOnly brings up no node at all. Nobody looks after Nodes then: those that a test makes stay as it made them, with no kubelet behind them.
+	ControlPlaneOnly bool
 	// FeatureGates are set on every component, over the defaults (what the Kubernetes release has for dynamic resource allocation, all on).
 	FeatureGates map[string]bool
 	// Images are archives (OCI layout or docker) that every node gets, beside those that it always has.
@@ -65,7 +67,10 @@ func (o Options) complete() (Options, error) {
 	if !clusterName.MatchString(o.Name) {
 		return o, fmt.Errorf("cluster name %q: want a lower-case letter, then up to 11 letters, digits and dashes", o.Name)
 	}
-	if len(o.Nodes) == 0 {
+	if o.ControlPlaneOnly && len(o.Nodes) > 0 {
+		return o, fmt.Errorf("cluster %s: %d nodes wanted, and the control plane only", o.Name, len(o.Nodes))
+	}
+	if len(o.Nodes) == 0 && !o.ControlPlaneOnly {
 		o.Nodes = []NodeOptions{{}}
 	}
 	if len(o.Nodes) > maxNodes {

@@ -23,6 +23,9 @@ func TestOptionsAreCompleted(t *testing.T) {
 	if empty, err := (Options{}).complete(); err != nil || len(empty.Nodes) != 1 {
 		t.Errorf("the zero value makes %d nodes (%v), want one", len(empty.Nodes), err)
 	}
+	if alone, err := (Options{ControlPlaneOnly: true}).complete(); err != nil || len(alone.Nodes) != 0 {
+		t.Errorf("a control plane alone has %d nodes (%v), want none", len(alone.Nodes), err)
+	}
 }
 
 func TestOptionsThatCannotWorkAreRefusedByName(t *testing.T) {
@@ -38,6 +41,7 @@ func TestOptionsThatCannotWorkAreRefusedByName(t *testing.T) {
 		{"the control plane's name", `"control-plane"`, Options{Nodes: []NodeOptions{{Name: "control-plane"}}}},
 		{"a relative hook", `"hook.sh"`, Options{Nodes: []NodeOptions{{BootHook: []string{"hook.sh"}}}}},
 		{"a relative mount", `"data"`, Options{Nodes: []NodeOptions{{Mounts: []Mount{{Source: "data"}}}}}},
+		{"nodes beside a control plane alone", "control plane only", Options{ControlPlaneOnly: true, Nodes: make([]NodeOptions, 1)}},
 		{"too many nodes", "101 nodes", Options{Nodes: make([]NodeOptions, 101)}},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -67,11 +67,20 @@ func New(t *testing.T, addresses ...string) Host {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(root) })
-	h := Host{root}
-	if err := h.layOut(t.Context(), addresses); err != nil {
-		t.Fatalf("lay a node out: %v", err)
+	h, err := LayOut(t.Context(), root, addresses...)
+	if err != nil {
+		t.Fatal(err)
 	}
 	return h
+}
+
+// LayOut makes such a node in an empty folder, whose path must be short: there are sockets below it. Whoever made the folder removes it.
+func LayOut(ctx context.Context, root string, addresses ...string) (Host, error) {
+	h := Host{root}
+	if err := h.layOut(ctx, addresses); err != nil {
+		return h, fmt.Errorf("lay a node out in %s: %w", root, err)
+	}
+	return h, nil
 }
 
 func (h Host) layOut(ctx context.Context, addresses []string) error {
@@ -131,8 +140,11 @@ func (h Host) Command(role string) []string {
 	if err != nil {
 		self = os.Args[0]
 	}
-	return []string{"env", "NVMLSIM_DEV=" + filepath.Join(h.Root, "driver", "dev"), rootVariable + "=" + h.Root, roleVariable + "=" + role, self}
+	return []string{"env", h.Environment(), rootVariable + "=" + h.Root, roleVariable + "=" + role, self}
 }
+
+// Environment is the variable by which a process on the node finds the simulated driver's device nodes.
+func (h Host) Environment() string { return "NVMLSIM_DEV=" + filepath.Join(h.Root, "driver", "dev") }
 
 // Change edits the simulated driver's state.
 func (h Host) Change(edit func(*state.File) error) error {

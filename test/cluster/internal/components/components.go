@@ -58,6 +58,8 @@ type Programs func(name string) string
 type ControlPlane struct {
 	Address      string
 	FeatureGates map[string]bool
+	// Alone says that there are no kubelets: nobody minds that Nodes are silent.
+	Alone bool
 }
 
 // Services are the control plane's processes in the order of their start.
@@ -67,6 +69,10 @@ func (c ControlPlane) Services(programs Programs) []machine.Service {
 	kubeconfigs := func(name string) []string {
 		file := path.Join(KubernetesDir, name+".conf")
 		return []string{"--kubeconfig=" + file, "--authentication-kubeconfig=" + file, "--authorization-kubeconfig=" + file}
+	}
+	controllers := "*,-cloud-node-lifecycle-controller"
+	if c.Alone {
+		controllers += ",-node-lifecycle-controller"
 	}
 	return []machine.Service{
 		{Name: "etcd", Ready: "http://127.0.0.1:2379/health", Argv: []string{
@@ -95,7 +101,7 @@ func (c ControlPlane) Services(programs Programs) []machine.Service {
 		{Name: "kube-controller-manager", Argv: append([]string{
 			programs("kube-controller-manager"), verbosity, gates, "--leader-elect=false", "--bind-address=127.0.0.1",
 			"--kube-api-qps=500", "--kube-api-burst=1000", "--use-service-account-credentials",
-			"--controllers=*,-cloud-node-lifecycle-controller",
+			"--controllers=" + controllers,
 			"--service-account-private-key-file=" + pki("service-account.key"), "--root-ca-file=" + pki("ca.crt"),
 		}, kubeconfigs("controller-manager")...)},
 		{Name: "kube-scheduler", Argv: append([]string{

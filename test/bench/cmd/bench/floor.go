@@ -1,0 +1,100 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/report"
+)
+
+// floor is what a Prepare cannot do without, and nothing else: it reads the claim, notes durably what it is about to do and that it is done, and
+// writes what the container runtime reads. Files have the size and the file systems of the plugin's own.
+type floor struct {
+	b                    *bench
+	claim                string
+	records, specs       string // folders
+	record, spec         []byte
+	alone                *floorFiles
+	prepares, unprepares report.Samples
+}
+
+// floorFiles are what is written for one claim.
+type floorFiles struct{ record, spec string }
+
+// newFloor takes its sizes from what the first program has written for a claim.
+func (b *bench) newFloor(ctx context.Context) (*floor, error) {
+	s := b.subjects[0]
+	f := &floor{b: b, claim: s.claims[0].Name, records: filepath.Join(b.folder, "floor"), specs: filepath.Join(b.memory, "floor")}
+	if err := s.Prepare(ctx, s.claims[0]); err != nil {
+		return nil, err
+	}
+	var err error
+	if f.record, err = only(s.node.StateDir() + "/claims/*.json"); err != nil {
+		return nil, err
+	}
+	if f.spec, err = only(s.node.CDIRoot + "/*claim*.json"); err != nil {
+		return nil, err
+	}
+	f.alone = f.files("alone")
+	return f, errors.Join(os.Mkdir(f.records, 0o750), os.Mkdir(f.specs, 0o750), s.Unprepare(ctx, s.claims[0]))
+}
+
+func (f *floor) files(name string) *floorFiles {
+	return &floorFiles{filepath.Join(f.records, name+".json"), filepath.Join(f.specs, name+".json")}
+}
+
+func only(pattern string) ([]byte, error) {
+	paths, err := filepath.Glob(pattern)
+	if err != nil || len(paths) != 1 {
+		return nil, errors.Join(err, errors.New("not one file is "+pattern))
+	}
+	return os.ReadFile(paths[0])
+}
+
+// once does it once, and takes the time.
+func (f *floor) once(ctx context.Context) error {
+	err := f.prepares.Time(func() error { return f.prepare(ctx, f.alone) })
+	<-time.After(pause)
+	err = errors.Join(err, f.unprepares.Time(func() error { return f.unprepare(f.alone) }))
+	<-time.After(pause)
+	return err
+}
+
+func (f *floor) prepare(ctx context.Context, files *floorFiles) error {
+	_, err := f.b.client.ResourceV1().ResourceClaims(namespace).Get(ctx, f.claim, metav1.GetOptions{})
+	return errors.Join(err, replace(files.record, f.record, true), replace(files.record, f.record, true), replace(files.spec, f.spec, false))
+}
+
+func (f *floor) unprepare(files *floorFiles) error {
+	return errors.Join(os.Remove(files.record), syncDir(filepath.Dir(files.record)), os.Remove(files.spec))
+}
+
+// replace is written here once more: the plugin's own would hide what it costs.
+func replace(path string, data []byte, durable bool) error {
+	f, err := os.Create(path + ".tmp")
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	if durable {
+		err = errors.Join(err, f.Sync())
+	}
+	err = errors.Join(err, f.Close(), os.Rename(path+".tmp", path))
+	if durable {
+		err = errors.Join(err, syncDir(filepath.Dir(path)))
+	}
+	return err
+}
+
+func syncDir(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}

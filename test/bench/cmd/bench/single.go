@@ -1,0 +1,137 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/report"
+)
+
+// pause lets what was begun beside an answer come to its end (the claim's status is written then), so that it costs no other subject.
+const pause = 20 * time.Millisecond
+
+// cycle prepares the claim and gives it back.
+func (s *subject) cycle(ctx context.Context, c *resourceapi.ResourceClaim, prepares, unprepares *report.Samples) error {
+	if err := prepares.Time(func() error { return s.Prepare(ctx, c) }); err != nil {
+		return err
+	}
+	<-time.After(pause)
+	err := unprepares.Time(func() error { return s.Unprepare(ctx, c) })
+	<-time.After(pause)
+	return err
+}
+
+// single: one whole GPU after the other, in turns with the floor.
+func (b *bench) single(ctx context.Context) error {
+	prepares, unprepares := make([]report.Samples, len(b.subjects)), make([]report.Samples, len(b.subjects))
+	for i := range b.samples {
+		if err := b.floor.once(ctx); err != nil {
+			return err
+		}
+		for j, s := range b.subjects {
+			if err := s.cycle(ctx, s.claims[i%gpus], &prepares[j], &unprepares[j]); err != nil {
+				return err
+			}
+		}
+	}
+	floorPrepare, floorUnprepare := b.report.Add("Prepare", "floor", &b.floor.prepares), b.report.Add("Unprepare", "floor", &b.floor.unprepares)
+	for j, s := range b.subjects {
+		row := b.report.Add("Prepare", s.title, &prepares[j]).Compare(floorPrepare)
+		b.report.AtMost("whole-GPU Prepare, one at a time, p50", s.title, row.Ratio50, 1.5, "× floor")
+		b.report.AtMost("whole-GPU Prepare, one at a time, p99", s.title, row.Ratio99, 3, "× floor")
+		row = b.report.Add("Unprepare", s.title, &unprepares[j]).Compare(floorUnprepare)
+		b.report.AtMost("Unprepare, one at a time, p50", s.title, row.Ratio50, 1.5, "× floor")
+	}
+	return nil
+}
+
+// repeated: the kubelet asks again for a claim that is prepared, in turns with nothing but the read of the claim.
+func (b *bench) repeated(ctx context.Context) error {
+	var get report.Samples
+	again := make([]report.Samples, len(b.subjects))
+	for _, s := range b.subjects {
+		if err := s.Prepare(ctx, s.claims[0]); err != nil {
+			return err
+		}
+	}
+	<-time.After(pause)
+	for range b.samples {
+		err := get.Time(func() error {
+			_, err := b.client.ResourceV1().ResourceClaims(namespace).Get(ctx, b.floor.claim, metav1.GetOptions{})
+			return err
+		})
+		for j, s := range b.subjects {
+			err = errors.Join(err, again[j].Time(func() error { return s.Prepare(ctx, s.claims[0]) }))
+		}
+		if err != nil {
+			return err
+		}
+		<-time.After(pause / 4)
+	}
+	floor := b.report.Add("read of a claim", "floor", &get)
+	for j, s := range b.subjects {
+		row := b.report.Add("repeated Prepare", s.title, &again[j]).Compare(floor)
+		b.report.AtMost("repeated Prepare beyond the read of the claim, p50", s.title, row.P50-floor.P50, 1, "ms")
+		if err := s.Unprepare(ctx, s.claims[0]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// atOnce does the work for all claims at the same moment and adds how long each took, and all of them.
+func atOnce(claims []*resourceapi.ResourceClaim, samples *report.Samples, work func(*resourceapi.ResourceClaim) error) error {
+	each, errs := make([]report.Samples, len(claims)), make([]error, len(claims))
+	var all sync.WaitGroup
+	begin := time.Now()
+	for i, c := range claims {
+		all.Go(func() { errs[i] = each[i].Time(func() error { return work(c) }) })
+	}
+	all.Wait()
+	samples.Within += time.Since(begin)
+	for _, s := range each {
+		samples.All = append(samples.All, s.All...)
+	}
+	return errors.Join(errs...)
+}
+
+// together: eight claims for eight GPUs at the same moment, in turns with one alone and with eight floors at the same moment.
+func (b *bench) together(ctx context.Context) error {
+	var floor report.Samples
+	one, all, back := make([]report.Samples, len(b.subjects)), make([]report.Samples, len(b.subjects)), make([]report.Samples, len(b.subjects))
+	var ignored report.Samples
+	floors := map[string]*floorFiles{}
+	for i, c := range b.subjects[0].claims {
+		floors[c.Name] = b.floor.files(fmt.Sprint(i))
+	}
+	for range max(b.samples/8, 3) {
+		err := atOnce(b.subjects[0].claims, &floor, func(c *resourceapi.ResourceClaim) error { return b.floor.prepare(ctx, floors[c.Name]) })
+		<-time.After(pause)
+		for j, s := range b.subjects {
+			err = errors.Join(err, s.cycle(ctx, s.claims[0], &one[j], &ignored))
+			err = errors.Join(err, atOnce(s.claims, &all[j], func(c *resourceapi.ResourceClaim) error { return s.Prepare(ctx, c) }))
+			<-time.After(3 * pause)
+			err = errors.Join(err, atOnce(s.claims, &back[j], func(c *resourceapi.ResourceClaim) error { return s.Unprepare(ctx, c) }))
+			<-time.After(pause)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	floorRow := b.report.Add("Prepare, 8 at once", "floor", &floor)
+	for j, s := range b.subjects {
+		alone := b.report.Add("Prepare beside it, one", s.title, &one[j])
+		row := b.report.Add("Prepare, 8 at once", s.title, &all[j]).Compare(floorRow)
+		b.report.Add("Unprepare, 8 at once", s.title, &back[j])
+		b.report.AtMost("8 at once on 8 GPUs: p99 to p50 of one", s.title, row.P99/alone.P50, 4, "×")
+		b.report.AtLeast("8 at once on 8 GPUs: throughput to one at a time", s.title, row.PerSecond/alone.PerSecond, 3, "×")
+		b.report.AtLeast("8 at once on 8 GPUs: throughput to what the disk and the API give", s.title, row.PerSecond/floorRow.PerSecond, 1/1.5, "×")
+	}
+	return nil
+}
