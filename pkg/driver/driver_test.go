@@ -154,7 +154,10 @@ func (n *node) claim(t *testing.T, name string, devices ...string) *drapb.Claim 
 	t.Helper()
 	c := &resourceapi.ResourceClaim{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: name, UID: types.UID("uid-" + name)},
-		Status:     resourceapi.ResourceClaimStatus{Allocation: &resourceapi.AllocationResult{}},
+		Status: resourceapi.ResourceClaimStatus{
+			Allocation:  &resourceapi.AllocationResult{},
+			ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "user-of-" + name, UID: types.UID("user-of-" + name)}},
+		},
 	}
 	for _, d := range devices {
 		c.Status.Allocation.Devices.Results = append(c.Status.Allocation.Devices.Results,

@@ -8,29 +8,75 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // inflight counts the kubelet's calls that are under way, so that a terminating plugin can let them finish: stopping the gRPC server cuts them off.
+// It also remembers, while they are, which of them began before a claim was given back.
 type inflight struct {
 	mu   sync.Mutex
 	n    int
 	idle chan struct{} // closed while n is 0
 	// draining refuses new Prepares: the kubelet asks again, and another instance, or this Pod's next, answers.
 	draining bool
+	// calls are those that prepare.
+	calls map[*call]struct{}
 }
+
+// call is one of the kubelet's, from before its claims are read.
+type call struct{ overtaken map[types.UID]bool }
+
+type callKey struct{}
 
 func newInflight() *inflight {
 	idle := make(chan struct{})
 	close(idle)
-	return &inflight{idle: idle}
+	return &inflight{idle: idle, calls: map[*call]struct{}{}}
 }
 
 func (f *inflight) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-	if !f.enter(strings.HasSuffix(info.FullMethod, "/NodePrepareResources")) {
+	prepares := strings.HasSuffix(info.FullMethod, "/NodePrepareResources")
+	if !f.enter(prepares) {
 		return nil, status.Error(codes.Unavailable, "the plugin is stopping")
 	}
 	defer f.add(-1)
+	if prepares {
+		c := f.begin()
+		defer f.end(c)
+		ctx = context.WithValue(ctx, callKey{}, c)
+	}
 	return handler(ctx, req)
+}
+
+func (f *inflight) begin() *call {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	c := &call{overtaken: map[types.UID]bool{}}
+	f.calls[c] = struct{}{}
+	return c
+}
+
+func (f *inflight) end(c *call) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.calls, c)
+}
+
+// GivenBack is told of a claim before its lock is let go of: the calls that are under way may have read it before.
+func (f *inflight) GivenBack(uid types.UID) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for c := range f.calls {
+		c.overtaken[uid] = true
+	}
+}
+
+// Overtaken says whether the claim was given back since the call began that the context is of.
+func (f *inflight) Overtaken(ctx context.Context, uid types.UID) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	c, _ := ctx.Value(callKey{}).(*call)
+	return c != nil && c.overtaken[uid]
 }
 
 // enter admits a call, unless it is one that begins new work while draining.

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 func TestDrainWaitsForCallsUnderWay(t *testing.T) {
@@ -41,4 +42,27 @@ func TestDrainWaitsForCallsUnderWay(t *testing.T) {
 			t.Fatalf("after both: %v", err)
 		}
 	})
+}
+
+func TestOnlyCallsThatBeganBeforeAreOvertaken(t *testing.T) {
+	calls := newInflight()
+	prepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodePrepareResources"}
+	_, err := calls.intercept(t.Context(), nil, prepare, func(early context.Context, _ any) (any, error) {
+		calls.GivenBack("a")
+		return calls.intercept(t.Context(), nil, prepare, func(late context.Context, _ any) (any, error) {
+			for _, c := range []struct {
+				ctx  context.Context
+				uid  types.UID
+				want bool
+			}{{early, "a", true}, {early, "b", false}, {late, "a", false}, {t.Context(), "a", false}} {
+				if got := calls.Overtaken(c.ctx, c.uid); got != c.want {
+					t.Errorf("claim %s: %v", c.uid, got)
+				}
+			}
+			return nil, nil
+		})
+	})
+	if err != nil || len(calls.calls) != 0 {
+		t.Errorf("%v, and %d calls are remembered that have ended", err, len(calls.calls))
+	}
 }

@@ -37,6 +37,7 @@ func (n *node) plainShare(t *testing.T, name string) *drapb.Claim {
 		Driver: DriverName, Pool: "node", Device: shareName, Request: "gpu", ShareID: ptr.To(types.UID("share-" + name)),
 		ConsumedCapacity: map[resourceapi.QualifiedName]resource.Quantity{device.CapacityShares: resource.MustParse("1")},
 	}}}}
+	c.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "pod", UID: "pod"}}
 	if _, err := n.client.ResourceV1().ResourceClaims("team").Create(t.Context(), c, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}

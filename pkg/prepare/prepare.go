@@ -31,6 +31,9 @@ func (p *Preparer) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([
 }
 
 func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
+	if err := reserved(c); err != nil {
+		return nil, err
+	}
 	want, err := p.plan(c)
 	if err != nil {
 		return nil, err
@@ -46,10 +49,8 @@ func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resour
 	if err := lockGPUs(ctx, held, gpus...); err != nil {
 		return nil, err
 	}
-	if held.Waited {
-		if err := p.unchanged(ctx, c); err != nil {
-			return nil, err
-		}
+	if err := p.timely(ctx, c, held.Waited); err != nil {
+		return nil, err
 	}
 	if old != nil {
 		if kept, err := p.keep(ctx, *old, want); kept || err != nil {
@@ -83,12 +84,30 @@ func (p *Preparer) oldRecord(ctx context.Context, c *resourceapi.ResourceClaim) 
 	return &old, nil
 }
 
-// unchanged makes sure, after a wait, that the caller is still there and the claim still has the allocation that was planned for: the kubelet's call may
-// be one that it gave up long ago, and the claim's next Pod may be on another node.
-func (p *Preparer) unchanged(ctx context.Context, c *resourceapi.ResourceClaim) error {
+// reserved refuses a claim that no Pod may use. The kubelet asks for none: such a call comes after its Pod has gone and the claim was given back, and nobody
+// would give it back once more. The next Pod of a claim with a name is told from it by nothing else: UID and allocation are the same.
+func reserved(c *resourceapi.ResourceClaim) error {
+	if c.Status.Allocation != nil && len(c.Status.ReservedFor) == 0 {
+		return because(CauseClaim, "it is not reserved for any Pod: this call is late, or was sent twice")
+	}
+	return nil
+}
+
+// timely makes sure that the kubelet still waits for this call, and, where others may have worked on the claim since it was read, that it is still as it was.
+// What the kubelet gave up is not begun: it gives the claim back next, and that may be over.
+func (p *Preparer) timely(ctx context.Context, c *resourceapi.ResourceClaim, waited bool) error {
 	if err := ctx.Err(); err != nil {
 		return because(CauseCanceled, "the kubelet gave this call up: %w", err)
 	}
+	if waited || p.Overtaken(ctx, c.UID) {
+		return p.unchanged(ctx, c)
+	}
+	return nil
+}
+
+// unchanged makes sure, after a wait, that the claim still has the allocation that was planned for, and a Pod: the kubelet's call may be one that it gave up
+// long ago, and the claim's next Pod may be on another node.
+func (p *Preparer) unchanged(ctx context.Context, c *resourceapi.ResourceClaim) error {
 	now, err := p.Reread(ctx, c.Namespace, c.Name)
 	if err != nil {
 		return because(CauseCanceled, "read the claim again after a wait: %w", err)
@@ -100,6 +119,9 @@ func (p *Preparer) unchanged(ctx context.Context, c *resourceapi.ResourceClaim) 
 	after, err := claim.Read(now, p.DriverName)
 	if err != nil {
 		return because(CauseClaim, "after a wait: %w", err)
+	}
+	if err := reserved(now); err != nil {
+		return err
 	}
 	if !equality.Semantic.DeepEqual(before, after) {
 		return because(CauseClaim, "its allocation changed while this call waited; the kubelet will try again")

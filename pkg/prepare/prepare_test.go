@@ -331,6 +331,8 @@ func TestAfterAWaitTheClaimIsReadAgain(t *testing.T) {
 		{"deleted", nil, errors.New("not found"), "not found"},
 		{"replaced", replaced, nil, "another"},
 		{"allocated anew", newClaim("c", allocated("r", gpu1)), nil, "allocation changed"},
+		{"reserved for its next Pod", forPods(newClaim("c", allocated("r", gpu0)), "next"), nil, ""},
+		{"not reserved any more", forPods(newClaim("c", allocated("r", gpu0))), nil, "not reserved"},
 		{"not allocated any more", &resourceapi.ResourceClaim{ObjectMeta: same.ObjectMeta}, nil, "not allocated"},
 	} {
 		t.Run(c.name, func(t *testing.T) {

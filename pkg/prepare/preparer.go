@@ -45,8 +45,12 @@ type Options struct {
 	Locks   *lock.Set
 	// Reread gets a claim from the API server again, after a wait in which it may have changed.
 	Reread func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error)
-	BootID string
-	Now    func() time.Time
+	// GivenBack, if set, is told of each claim that was given back, while its lock is held. Overtaken, if set, says that this was so since the call came that
+	// the context is of.
+	GivenBack func(uid types.UID)
+	Overtaken func(ctx context.Context, uid types.UID) bool
+	BootID    string
+	Now       func() time.Time
 
 	// Partitions cuts GPUs and sets how processes share them. Without it whole GPUs are prepared as they are, and all else is refused.
 	Partitions Partitions
@@ -84,6 +88,12 @@ func New(o Options) *Preparer {
 	}
 	if o.Policy == nil {
 		o.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }
+	}
+	if o.GivenBack == nil {
+		o.GivenBack = func(types.UID) {}
+	}
+	if o.Overtaken == nil {
+		o.Overtaken = func(context.Context, types.UID) bool { return false }
 	}
 	if o.Changed == nil {
 		o.Changed = func(context.Context, kubeletplugin.NamespacedObject) {}

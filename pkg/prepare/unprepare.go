@@ -21,6 +21,7 @@ func (p *Preparer) Unprepare(ctx context.Context, uid types.UID) error {
 	if err := p.unprepareLocked(ctx, held, uid); err != nil {
 		return about("with UID "+string(uid), err)
 	}
+	p.GivenBack(uid)
 	return nil
 }
 

@@ -221,9 +221,10 @@ func admin(request, name string) result {
 func newClaim(name string, results ...result) *resourceapi.ResourceClaim {
 	return &resourceapi.ResourceClaim{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name, UID: types.UID("uid-" + name)},
-		Status: resourceapi.ResourceClaimStatus{Allocation: &resourceapi.AllocationResult{
-			Devices: resourceapi.DeviceAllocationResult{Results: results},
-		}},
+		Status: resourceapi.ResourceClaimStatus{
+			Allocation:  &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: results}},
+			ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "pod-" + name, UID: types.UID("pod-" + name)}},
+		},
 	}
 }
 
