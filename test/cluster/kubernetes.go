@@ -19,7 +19,7 @@ import (
 )
 
 const (
-	readyTimeout = 3 * time.Minute
+	readyTimeout = 10 * time.Minute // generous: several builds may share the CPUs
 	readyPoll    = 50 * time.Millisecond
 )
 

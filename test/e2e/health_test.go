@@ -235,7 +235,7 @@ func (w *world) testTaintsInTime(t *testing.T) {
 // taintedAt waits until the watch sees a taint of a device, and says when it did.
 func (s *sliceWatch) taintedAt(device string) time.Time {
 	s.t.Helper()
-	deadline := time.Now().Add(20 * time.Second)
+	deadline := time.Now().Add(enough)
 	for time.Now().Before(deadline) {
 		s.mu.Lock()
 		for _, slice := range s.slices {

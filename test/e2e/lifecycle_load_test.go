@@ -104,7 +104,7 @@ func (l *load) use(ctx context.Context, name, node string) error {
 	}
 	// What the container printed may reach the log a moment after it.
 	var seen []string
-	err = wait.PollUntilContextTimeout(ctx, 100*time.Millisecond, 10*time.Second, true, func(ctx context.Context) (bool, error) {
+	err = wait.PollUntilContextTimeout(ctx, 100*time.Millisecond, enough, true, func(ctx context.Context) (bool, error) {
 		printed, err := pods.GetLogs(name, &corev1.PodLogOptions{}).DoRaw(ctx)
 		seen = uuidForm.FindAllString(string(printed), -1)
 		return len(seen) > 0, err
@@ -145,7 +145,7 @@ func (l *load) allocated(ctx context.Context, pod *corev1.Pod) ([]string, error)
 }
 
 func (l *load) await(ctx context.Context, name string, ok func(*corev1.Pod) bool) (*corev1.Pod, error) {
-	limit, cancel := context.WithTimeout(ctx, 90*time.Second)
+	limit, cancel := context.WithTimeout(ctx, enough)
 	defer cancel()
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
@@ -156,7 +156,7 @@ func (l *load) await(ctx context.Context, name string, ok func(*corev1.Pod) bool
 		}
 		select {
 		case <-limit.Done():
-			return p, fmt.Errorf("Pod %s after 90 s: %s %+v", name, p.Status.Phase, p.Status.Conditions)
+			return p, fmt.Errorf("Pod %s after %s: %s %+v", name, enough, p.Status.Phase, p.Status.Conditions)
 		case <-tick.C:
 		}
 	}

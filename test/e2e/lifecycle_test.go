@@ -207,7 +207,7 @@ func (w *world) controllers(t *testing.T, verb string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute) // also in a cleanup
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), enough) // also in a cleanup
 	defer cancel()
 	if err := controlPlane.Service(ctx, verb, "kube-controller-manager"); err != nil {
 		t.Fatal(err)

@@ -16,7 +16,7 @@ import (
 // uninstall is helm uninstall, with all that it prints, until the supervisor's Pods are gone too, which end after the hook.
 func (w *world) uninstall(t *testing.T, more ...string) (string, error) {
 	t.Helper()
-	args := append([]string{"uninstall", stand.Release, "--namespace", stand.Namespace, "--timeout", "3m", "--wait", "--cascade", "foreground"}, more...)
+	args := append([]string{"uninstall", stand.Release, "--namespace", stand.Namespace, "--timeout", "10m", "--wait", "--cascade", "foreground"}, more...)
 	cmd, err := w.ClientCommand(t.Context(), "helm", args...)
 	if err != nil {
 		t.Fatal(err)

@@ -12,6 +12,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
+// followedWithin is how soon after an admin has cut a GPU it is offered as it is cut.
+const followedWithin = 10 * time.Second
+
 // TestMIG: GPUs that are offered as a whole and in every partition at once, cut for claims and left as they were found.
 func TestMIG(t *testing.T) {
 	t.Parallel()
@@ -288,12 +291,14 @@ func (w *world) testStatic(t *testing.T) {
 		slices.Sort(names)
 		return names
 	}
-	began := time.Now()
-	eventually(t, 10*time.Second, "the GPU is offered as the admin cut it", func() (bool, string) {
+	took := eventually(t, followedWithin, "the GPU is offered as the admin cut it", func() (bool, string) {
 		got := offered()
 		return slices.Equal(got, []string{"-mig-9-0", "-mig-9-4"}), fmt.Sprint(got)
 	})
-	t.Logf("the admin's layout was published after %s", time.Since(began).Round(100*time.Millisecond))
+	t.Logf("the admin's layout was published after %s", took.Round(100*time.Millisecond))
+	if took > followedWithin {
+		t.Errorf("the admin's layout was published after %s, want at most %s", took, followedWithin)
+	}
 
 	u.template("half", partitions(1, "3g.40gb"))
 	u.template("admins", `requests: [{name: mig, exactly: {deviceClassName: mig.nvidia.com, count: 2, selectors: [{cel: {expression: '"uuid" in device.attributes["gpu.nvidia.com"]'}}]}}]`)
@@ -317,10 +322,13 @@ func (w *world) testStatic(t *testing.T) {
 	// Another layout is followed, and an empty GPU is offered in all shapes again.
 	w.smi(t, h100, "mig", "-i", "7", "-dci")
 	w.smi(t, h100, "mig", "-i", "7", "-dgi")
-	eventually(t, 10*time.Second, "the empty GPU is offered in all shapes", func() (bool, string) {
+	took = eventually(t, followedWithin, "the empty GPU is offered in all shapes", func() (bool, string) {
 		got := offered()
 		return len(got) == 26, fmt.Sprint(got)
 	})
+	if took > followedWithin {
+		t.Errorf("the empty GPU was published after %s, want at most %s", took, followedWithin)
+	}
 }
 
 // restartPlugin deletes the plugin's Pod on a node and waits for the next one.

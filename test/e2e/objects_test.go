@@ -23,7 +23,7 @@ func (w *world) deletePods(t *testing.T, namespace string, pods ...string) {
 	if len(pods) == 0 {
 		pods = []string{"--all"}
 	}
-	if _, err := w.Kubectl(t.Context(), append([]string{"-n", namespace, "delete", "--timeout=90s", "pod"}, pods...)...); err != nil {
+	if _, err := w.Kubectl(t.Context(), append([]string{"-n", namespace, "delete", "--timeout=6m", "pod"}, pods...)...); err != nil {
 		t.Fatalf("delete Pods: %v", err)
 	}
 }

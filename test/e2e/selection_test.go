@@ -172,7 +172,7 @@ func (w *world) testConstraints(t *testing.T) {
 // end deletes Pods and returns when they are gone.
 func (u tenant) end(pods ...string) {
 	u.t.Helper()
-	if _, err := u.Kubectl(u.t.Context(), append([]string{"-n", u.namespace, "delete", "pods", "--timeout=60s"}, pods...)...); err != nil {
+	if _, err := u.Kubectl(u.t.Context(), append([]string{"-n", u.namespace, "delete", "pods", "--timeout=6m"}, pods...)...); err != nil {
 		u.t.Fatal(err)
 	}
 }

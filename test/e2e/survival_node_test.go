@@ -186,7 +186,7 @@ func (w *world) testPowerCut(t *testing.T, u tenant) (deletedClaim string) {
 	t.Logf("everything was back %s after the power", time.Since(since).Round(time.Millisecond))
 	w.recordsAreOfThisBoot(t, len(before)+1, deleted.claimUID)
 
-	if _, err := w.Kubectl(t.Context(), "-n", u.namespace, "delete", "deployment/deployed", "daemonset/everywhere", "--cascade=foreground", "--timeout=60s"); err != nil {
+	if _, err := w.Kubectl(t.Context(), "-n", u.namespace, "delete", "deployment/deployed", "daemonset/everywhere", "--cascade=foreground", "--timeout=6m"); err != nil {
 		t.Fatal(err)
 	}
 	return deleted.claimUID

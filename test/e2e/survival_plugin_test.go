@@ -156,7 +156,7 @@ func (w *world) watchFiles(t *testing.T, dir string) *fsnotify.Watcher {
 // next waits for the n-th time from now that a record or spec appears (fsnotify.Create) or goes away (fsnotify.Remove), and returns its path.
 func next(t *testing.T, watcher *fsnotify.Watcher, op fsnotify.Op, n int) string {
 	t.Helper()
-	deadline := time.After(60 * time.Second)
+	deadline := time.After(enough)
 	for {
 		select {
 		case event := <-watcher.Events:
@@ -169,7 +169,7 @@ func next(t *testing.T, watcher *fsnotify.Watcher, op fsnotify.Op, n int) string
 		case err := <-watcher.Errors:
 			t.Fatal(err)
 		case <-deadline:
-			t.Fatalf("no file %s within a minute", op)
+			t.Fatalf("no file %s within %s", op, enough)
 		}
 	}
 }

@@ -26,7 +26,7 @@ func Values(root string) string { return filepath.Join(root, "test", "e2e", "val
 func InstallArguments(root string, more ...string) []string {
 	return append([]string{
 		"upgrade", "--install", Release, Chart(root), "--namespace", Namespace, "--create-namespace",
-		"--values", Values(root), "--wait=legacy", "--timeout", "3m",
+		"--values", Values(root), "--wait=legacy", "--timeout", "10m",
 	}, more...)
 }
 
