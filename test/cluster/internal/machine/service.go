@@ -17,7 +17,7 @@ import (
 const (
 	restartDelay  = 300 * time.Millisecond // between the end of a service and its next start
 	readyPoll     = 50 * time.Millisecond
-	readyDeadline = 5 * time.Minute // generous: several builds may share the CPUs
+	readyDeadline = 5 * time.Minute  // generous: several builds may share the CPUs
 	stopGrace     = 20 * time.Second // between SIGTERM and SIGKILL
 )
 
