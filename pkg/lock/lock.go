@@ -1,8 +1,9 @@
 // Package lock keeps two claims from touching one GPU at a time, and two calls from touching one claim, in this process and across processes.
 //
 // Locks are named. A name's lock is two layers: a fair queue within the process, and below it a flock, which is contended only while two instances
-// of the plugin overlap. [Set.Acquire] takes several names in the order given; callers take a claim first and then its GPUs, sorted, so that no two
-// can wait for each other. Waiting ends with the caller's context.
+// of the plugin overlap. [Set.Acquire] and [Held.Add] take several names at once or none: nobody holds one of them while waiting for another. So no two can
+// wait for each other, and what hangs with one GPU delays those alone who want that one. What is held already stays held while more is added: callers take
+// a claim first and then its GPUs, never the other way. Waiting ends with the caller's context.
 //
 // A process that dies loses its flocks at once. Lock files of GPUs stay (there are as many as GPUs); a claim's is removed with its last use.
 package lock
@@ -14,6 +15,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -27,13 +30,8 @@ const flockPoll = 5 * time.Millisecond
 type Set struct {
 	dir string
 
-	mu     sync.Mutex
-	queues map[string]*queue
-}
-
-// queue hands one name from holder to holder, first come first served.
-type queue struct {
-	waiting []chan struct{} // the first is the holder's
+	mu    sync.Mutex
+	queue queue
 }
 
 // NewSet makes the directory if needed.
@@ -41,7 +39,7 @@ func NewSet(dir string) (*Set, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create the directory for locks: %w", err)
 	}
-	return &Set{dir: dir, queues: map[string]*queue{}}, nil
+	return &Set{dir: dir, queue: queue{taken: map[string]time.Time{}}}, nil
 }
 
 // Name is what is locked: a file name.
@@ -64,36 +62,79 @@ type taken struct {
 	file *flock.Flock
 }
 
-// Acquire takes the locks in the order given, or none.
+// Acquire takes all the locks, or none.
 func (s *Set) Acquire(ctx context.Context, names ...Name) (*Held, error) {
 	h := &Held{set: s}
 	if err := h.Add(ctx, names...); err != nil {
-		h.Release()
 		return nil, err
 	}
 	return h, nil
 }
 
-// Add takes further locks. On error those taken before are still held.
+// Add takes further locks, all or none. Those taken before are held meanwhile, and after an error.
 func (h *Held) Add(ctx context.Context, names ...Name) error {
 	for _, name := range names {
 		if !filepath.IsLocal(name.File) || filepath.Base(name.File) != name.File {
 			return fmt.Errorf("%q cannot name a lock's file", name.File)
 		}
-		waited, err := h.set.enter(ctx, name.File)
+	}
+	place := h.set.place()
+	for {
+		waited, err := h.set.enter(ctx, place, files(names))
 		h.Waited = h.Waited || waited
 		if err != nil {
-			return fmt.Errorf("wait for the lock %s: %w", name.File, err)
+			return fmt.Errorf("wait for the lock %s: %w", strings.Join(files(names), ", "), err)
 		}
-		file, waited, err := h.set.flock(ctx, name)
-		h.Waited = h.Waited || waited
+		locks, busy, err := h.set.flocks(names)
+		if err == nil && busy >= 0 {
+			h.Waited = true
+			locks, err = h.set.elsewhere(ctx, names, busy)
+		} else if err != nil {
+			h.set.leave(files(names))
+		}
 		if err != nil {
-			h.set.leave(name.File)
 			return err
 		}
-		h.locks = append(h.locks, taken{name, file})
+		if len(locks) == len(names) {
+			h.locks = append(h.locks, locks...)
+			return nil
+		}
 	}
-	return nil
+}
+
+// elsewhere waits for a lock that another process holds, and lets go of the others meanwhile. It comes back with all or with none of them.
+func (s *Set) elsewhere(ctx context.Context, names []Name, busy int) ([]taken, error) {
+	one := names[busy]
+	others := slices.Delete(slices.Clone(names), busy, busy+1)
+	s.leave(files(others))
+	file, err := s.flock(ctx, one)
+	if err != nil {
+		s.leave([]string{one.File})
+		return nil, err
+	}
+	if s.try(files(others)) {
+		locks, busy, err := s.flocks(others)
+		if err == nil && busy < 0 {
+			return append(locks, taken{one, file}), nil
+		}
+		s.leave(files(others))
+		if err != nil {
+			_ = file.Close()
+			s.leave([]string{one.File})
+			return nil, err
+		}
+	}
+	_ = file.Close()
+	s.leave([]string{one.File})
+	return nil, nil
+}
+
+func files(names []Name) []string {
+	files := make([]string, len(names))
+	for i, name := range names {
+		files[i] = name.File
+	}
+	return files
 }
 
 // Release gives all back, last taken first.
@@ -105,7 +146,7 @@ func (h *Held) Release() {
 			_ = os.Remove(t.file.Path())
 		}
 		_ = t.file.Close()
-		h.set.leave(t.name.File)
+		h.set.leave([]string{t.name.File})
 	}
 	h.locks = nil
 }
@@ -123,82 +164,56 @@ func (s *Set) Files() ([]string, error) {
 	return names, nil
 }
 
-func (s *Set) enter(ctx context.Context, name string) (waited bool, err error) {
-	s.mu.Lock()
-	q := s.queues[name]
-	if q == nil {
-		q = &queue{}
-		s.queues[name] = q
-	}
-	turn := make(chan struct{})
-	q.waiting = append(q.waiting, turn)
-	if len(q.waiting) == 1 {
-		s.mu.Unlock()
-		return false, nil
-	}
-	s.mu.Unlock()
-	select {
-	case <-turn:
-		return true, nil
-	case <-ctx.Done():
-		s.abandon(name, turn)
-		return true, ctx.Err()
-	}
-}
-
-// abandon takes a waiter out of the queue, who may have become the holder in the meantime.
-func (s *Set) abandon(name string, turn chan struct{}) {
-	s.mu.Lock()
-	q := s.queues[name]
-	if q.waiting[0] == turn {
-		s.mu.Unlock()
-		s.leave(name)
-		return
-	}
-	defer s.mu.Unlock()
-	for i, w := range q.waiting {
-		if w == turn {
-			q.waiting = append(q.waiting[:i], q.waiting[i+1:]...)
-			return
+// flocks locks the files of all the names, or none: then busy is the one that another process holds.
+func (s *Set) flocks(names []Name) (locks []taken, busy int, err error) {
+	for i, name := range names {
+		file, err := s.tryFlock(name)
+		if err == nil && file != nil {
+			locks = append(locks, taken{name, file})
+			continue
 		}
+		for _, t := range locks {
+			_ = t.file.Close()
+		}
+		return nil, i, err
 	}
+	return locks, -1, nil
 }
 
-func (s *Set) leave(name string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	q := s.queues[name]
-	q.waiting = q.waiting[1:]
-	if len(q.waiting) == 0 {
-		delete(s.queues, name)
-		return
-	}
-	close(q.waiting[0])
-}
-
-// flock locks the file of that name; a file that was removed meanwhile is not the one of that name any more.
-func (s *Set) flock(ctx context.Context, name Name) (_ *flock.Flock, waited bool, _ error) {
+// tryFlock is nil where another process holds the lock.
+func (s *Set) tryFlock(name Name) (*flock.Flock, error) {
 	path := filepath.Join(s.dir, name.File)
 	for {
 		f := flock.New(path, flock.SetPermissions(0o600))
 		got, err := f.TryLock()
-		if err == nil && !got {
-			waited = true
-			got, err = f.TryLockContext(ctx, flockPoll)
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("lock %s: %w", path, err), f.Close())
 		}
-		if err != nil || !got {
-			holder := ""
-			if waited {
-				holder = ", which another instance of the plugin holds"
-			}
-			return nil, waited, errors.Join(fmt.Errorf("lock %s%s: %w", path, holder, err), f.Close())
+		if !got {
+			return nil, f.Close()
 		}
 		same, err := isNamed(f, path)
 		if err == nil && same {
-			return f, waited, nil
+			return f, nil
 		}
 		if cerr := errors.Join(err, f.Close()); cerr != nil {
-			return nil, waited, fmt.Errorf("lock %s: %w", path, cerr)
+			return nil, fmt.Errorf("lock %s: %w", path, cerr)
+		}
+	}
+}
+
+// flock waits for another process to let go of the file. One that was removed meanwhile is not the one of that name any more.
+func (s *Set) flock(ctx context.Context, name Name) (*flock.Flock, error) {
+	poll := time.NewTicker(flockPoll)
+	defer poll.Stop()
+	for {
+		if file, err := s.tryFlock(name); err != nil || file != nil {
+			return file, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, fmt.Errorf("lock %s, which another instance of the plugin holds: %w", filepath.Join(s.dir, name.File), ctx.Err())
+		case <-poll.C:
 		}
 	}
 }

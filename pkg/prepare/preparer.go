@@ -142,7 +142,7 @@ func claimLock(uid types.UID) lock.Name {
 	return lock.Name{File: claimLockPrefix + string(uid), Temporary: true}
 }
 
-// gpuLocks are in a fixed order, so that two claims cannot wait for each other.
+// gpuLocks names each GPU once.
 func gpuLocks(gpus ...string) []lock.Name {
 	gpus = slices.Clone(gpus)
 	slices.Sort(gpus)

@@ -7,6 +7,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	resourceapi "k8s.io/api/resource/v1"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -178,5 +180,38 @@ func TestALookThatTakesLongerThanAWaitForAClaimIsNotGivenUp(t *testing.T) {
 		if err := p.Mend(t.Context()); err != nil || w.specs.of("uid-c") == nothing {
 			t.Errorf("its spec is %q: %v", w.specs.of("uid-c"), err)
 		}
+	})
+}
+
+// A claim over two GPUs of which one hangs: who wants the other is served.
+func TestAClaimThatWaitsForAGPUKeepsNoOtherBusy(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		withMPS(w)
+		p := w.plugin(t)
+		hanging, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu1)...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		both := newClaim("both", plain("x", share0), plain("y", gpu1+"-share"))
+		w.reread = func() (*resourceapi.ResourceClaim, error) { return both, nil }
+		done := make(chan error, 1)
+		go func() { _, err := p.Prepare(t.Context(), both); done <- err }()
+		synctest.Wait()
+		began := time.Now()
+		one := newClaim("one", plain("r", share0))
+		w.reread = func() (*resourceapi.ResourceClaim, error) { return one, nil }
+		mustPrepare(t, p, one)
+		mustUnprepare(t, p, one.UID)
+		if waited := time.Since(began); waited > time.Second {
+			t.Errorf("who wants one GPU has waited %s for another", waited)
+		}
+		w.reread = func() (*resourceapi.ResourceClaim, error) { return both, nil }
+		hanging.Release()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		mustUnprepare(t, p, both.UID)
+		clean(t, w)
 	})
 }
