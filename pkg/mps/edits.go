@@ -13,6 +13,8 @@ const (
 	ContainerPipes = "/tmp/nvidia-mps"
 	// HookCommand is the subcommand of gpu-mps that gives a container the daemon's shared memory.
 	HookCommand = "shm-hook"
+	// HookSource begins the argument that names the shared memory.
+	HookSource = "--source="
 	// LimitCommand is the one that holds a container as a whole to a part of a GPU's memory.
 	LimitCommand = "memory-limit"
 	// HookProgram is the name of the program, in the image and on the host.
@@ -42,7 +44,7 @@ func Edits(paths Paths, hookPath, id string) specs.ContainerEdits {
 		Hooks: []*specs.Hook{{
 			HookName: createContainer,
 			Path:     hookPath,
-			Args:     []string{HookProgram, HookCommand, "--source=" + paths.Shm(id)},
+			Args:     []string{HookProgram, HookCommand, HookSource + paths.Shm(id)},
 		}},
 	}
 }

@@ -195,6 +195,16 @@ func shareBy(c *resourceapi.ResourceClaim, kind, sharing string) *resourceapi.Re
 	return configured(c, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"`+kind+`","sharing":`+sharing+`}`)
 }
 
+// shareEach gives each request a configuration of its own.
+func shareEach(c *resourceapi.ResourceClaim, kind, sharing string) *resourceapi.ResourceClaim {
+	for _, r := range c.Status.Allocation.Devices.Results {
+		shareBy(c, kind, sharing)
+		all := c.Status.Allocation.Devices.Config
+		all[len(all)-1].Requests = []string{r.Request}
+	}
+	return c
+}
+
 func slicing(interval string) string {
 	return `{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"` + interval + `"}}`
 }
@@ -276,5 +286,31 @@ func TestMPSOfAPartitionFollowsIt(t *testing.T) {
 	if len(w.daemons.running) != 0 || len(h.of(t, gpu0).instances) != 0 {
 		t.Errorf("left: %v", w.daemons.running)
 	}
+	clean(t, w)
+}
+
+// A process is a client of one daemon: what takes another configuration has another, and what takes none has none.
+func TestDevicesOfOneClaimAreClientsOfTheDaemonOfTheirConfiguration(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	p := w.plugin(t)
+	partitions := shareEach(newClaim("p", allocated("a", small0), allocated("b", beside)), "MigDeviceConfig", byMPS)
+	mustPrepare(t, p, partitions)
+	for id, device := range map[string]string{"uid-p-0": "MIG-1", "uid-p-1": "MIG-2"} {
+		if got := w.daemons.running[id].Devices; !slices.Equal(got, []string{device}) {
+			t.Errorf("daemon %s has %q", id, got)
+		}
+	}
+	if spec := w.specs.of(partitions.UID); strings.Count(spec, "/mps/uid-p-0") != 1 || strings.Count(spec, "/mps/uid-p-1") != 1 {
+		t.Errorf("the spec is %s", spec)
+	}
+	mustUnprepare(t, p, partitions.UID)
+	beside := shareBy(newClaim("c", allocated("a", gpu0), allocated("b", gpu1)), "GpuConfig", byMPS)
+	beside.Status.Allocation.Devices.Config[0].Requests = []string{"a"}
+	mustPrepare(t, p, beside)
+	if spec := w.specs.of(beside.UID); len(w.daemons.running) != 1 || strings.Count(spec, "/mps/") != 1 {
+		t.Errorf("daemons %v, the spec is %s", w.daemons.running, spec)
+	}
+	mustUnprepare(t, p, beside.UID)
 	clean(t, w)
 }

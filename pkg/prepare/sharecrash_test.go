@@ -17,7 +17,7 @@ import (
 var (
 	sliced   = shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long"))
 	grouped  = shareBy(newClaim("c", allocated("a", gpu0), allocated("b", gpu1)), "GpuConfig", byMPS)
-	parted   = shareBy(newClaim("c", allocated("a", small0), allocated("b", beside)), "MigDeviceConfig", byMPS)
+	parted   = shareEach(newClaim("c", allocated("a", small0), allocated("b", beside)), "MigDeviceConfig", byMPS)
 	part1    = newClaim("c", fraction("r", share0, "10Gi", "30"))
 	part2    = newClaim("d", fraction("r", share0, "10Gi", "30"))
 	migPart1 = newClaim("c", fraction("r", migShare0, "2Gi", "0"))

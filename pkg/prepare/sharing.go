@@ -107,6 +107,9 @@ func (p *Preparer) sharing(uid types.UID, w *plan, results []claim.Result) (*sha
 		return nil, err
 	}
 	for _, g := range groups {
+		if err := onePartition(w, results, g); err != nil {
+			return nil, err
+		}
 		if err := s.group(w, g, fmt.Sprintf("%s-%d", uid, g.number)); err != nil {
 			return nil, err
 		}
@@ -125,6 +128,17 @@ func onlyFractions(w *plan, results []claim.Result, fractions []int) error {
 			return fmt.Errorf("requests %s and %s: beside a fraction (%s) the processes of a container would not see device %s, because MPS shows them the fraction's device alone: make them two claims, for two containers",
 				results[fractions[0]].Request, d.Request, w.record.Devices[fractions[0]].Device, d.Device)
 		}
+	}
+	return nil
+}
+
+// onePartition refuses a daemon over several MIG devices: a CUDA process uses one of them, whatever it is shown, and so does the server of MPS, for all of its
+// clients (https://docs.nvidia.com/datacenter/tesla/mig-user-guide/index.html, on CUDA_VISIBLE_DEVICES, and on MPS within MIG).
+func onePartition(w *plan, results []claim.Result, g *group) error {
+	if first := g.devices[0]; len(g.devices) > 1 && w.wants[first].name.Partition != nil {
+		second := g.devices[1]
+		return fmt.Errorf("requests %s and %s: sharing.strategy %s: MIG devices %s and %s take one configuration, and so would be one MPS daemon's, which can serve one MIG device: write a configuration for each request (config[].requests), and where one request has a count, several requests of one device each",
+			results[first].Request, results[second].Request, v1beta1.SharingMPS, w.wants[first].name, w.wants[second].name)
 	}
 	return nil
 }

@@ -162,6 +162,8 @@ func TestWhatOfSharingIsRefusedAndWhatItSays(t *testing.T) {
 		{"a fraction beside a whole GPU", nil, newClaim("c", allocated("a", gpu1), fraction("b", share0, "1Gi", "0")), CauseClaim, []string{"requests b and a", share0, gpu1, "would not see"}},
 		{"a fraction beside a partition", nil, newClaim("c", fraction("a", share1, "1Gi", "0"), allocated("b", small0)), CauseClaim, []string{"requests a and b", share1, small0, "would not see"}},
 		{"a fraction beside a plain share", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), plain("b", share1)), CauseClaim, []string{"requests a and b", share0, share1, "would not see"}},
+		{"MPS over two MIG devices", nil, shareBy(newClaim("c", allocated("a", small0), allocated("b", beside)), "MigDeviceConfig", byMPS), CauseClaim, []string{"requests a and b", "sharing.strategy MPS", small0, beside, "config[].requests"}},
+		{"MPS over two MIG devices of one request", nil, shareBy(newClaim("c", allocated("r", small0), allocated("r", beside)), "MigDeviceConfig", byMPS), CauseClaim, []string{"requests r and r", "has a count"}},
 		{"a share without an amount", nil, newClaim("c", without), CauseClaim, []string{"request r", share0, "capacity memory or shares"}},
 		{"a fraction of nothing", nil, newClaim("c", fraction("r", share0, "1000", "0")), CauseClaim, []string{"request r", "1k", "1Mi"}},
 		{"a share twice", nil, twice, CauseClaim, []string{"requests a and a", share0}},

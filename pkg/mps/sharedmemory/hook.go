@@ -3,7 +3,7 @@
 // A client and its server exchange data through /dev/shm, so both must have the same one. [Hook] runs as a createContainer hook: in the mount namespace of
 // the container, when all of its mounts are there and the host's files can still be seen. It binds the daemon's directory over the container's /dev/shm if
 // that is the one which the container runtime puts there by itself. A volume that the Pod has mounted there stays, and so does the host's own of a Pod with
-// hostIPC: whoever asks for one gets it, and such a container cannot use MPS.
+// hostIPC: whoever asks for one gets it, and such a container cannot use MPS. A container that was given to two daemons does not start.
 //
 // Nothing in the container's file system is trusted: paths are resolved below its root, so that a link in an image leads nowhere else.
 package sharedmemory
@@ -14,10 +14,13 @@ import (
 	"io"
 	"path/filepath"
 	"regexp"
+	"slices"
+	"strings"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/container"
 )
 
@@ -34,6 +37,10 @@ func Hook(state io.Reader, source string) (changed bool, err error) {
 	if err != nil {
 		return false, err
 	}
+	if sources := daemons(c.Config); len(sources) > 1 {
+		return false, fmt.Errorf("container %.100q would be a client of %d MPS daemons (their shared memory: %s), and a CUDA process knows one: give it claims, or requests of a claim, with one MPS configuration or one fraction among them",
+			c.State.ID, len(sources), strings.Join(sources, ", "))
+	}
 	if !runtimesOwn(c.Config.Mounts) {
 		return false, nil
 	}
@@ -41,6 +48,25 @@ func Hook(state io.Reader, source string) (changed bool, err error) {
 		return false, fmt.Errorf("container %.100q: give it the shared memory of its MPS daemon: %w", c.State.ID, err)
 	}
 	return true, nil
+}
+
+// daemons are the sources of all hooks like this one that the container has: of two daemons' pipes, which are at one place, it would see one.
+func daemons(config specs.Spec) []string {
+	var sources []string
+	if config.Hooks == nil {
+		return nil
+	}
+	for _, h := range config.Hooks.CreateContainer {
+		if len(h.Args) < 2 || h.Args[0] != mps.HookProgram || h.Args[1] != mps.HookCommand {
+			continue
+		}
+		for _, arg := range h.Args[2:] {
+			if source, ok := strings.CutPrefix(arg, mps.HookSource); ok && !slices.Contains(sources, source) {
+				sources = append(sources, source)
+			}
+		}
+	}
+	return sources
 }
 
 // sandboxShm is what runtimes bind to /dev/shm of a Pod's containers: the sandbox's own, in a directory that is named by the sandbox's ID.

@@ -11,6 +11,8 @@ import (
 
 	"github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
 // A hook runs in the container's mount namespace: the test binary runs itself in one.
@@ -224,4 +226,22 @@ func FuzzHookTakesAnyState(f *testing.F) {
 			t.Error("something was mounted", changed, err)
 		}
 	})
+}
+
+// Each claim that a container has brings a hook of its own, and only here they meet.
+func TestAContainerOfTwoDaemonsDoesNotStart(t *testing.T) {
+	hook := func(source string) specs.Hook {
+		return specs.Hook{Path: "/opt/gpu-mps", Args: mps.Edits(mps.Paths{ShmRoot: source}, "/opt/gpu-mps", "a").Hooks[0].Args}
+	}
+	other := specs.Hook{Path: "/opt/nvidia-cdi-hook", Args: []string{"nvidia-cdi-hook", "update-ldcache", "--source=/x"}}
+	c := newContainer(t)
+	c.config.Hooks = &specs.Hooks{CreateContainer: []specs.Hook{hook("/one"), hook("/one"), other}}
+	if got := c.hook(t); got.Err != "" || !got.Changed {
+		t.Errorf("one daemon twice, for two fractions of one device: %+v", got)
+	}
+	c = newContainer(t)
+	c.config.Hooks = &specs.Hooks{CreateContainer: []specs.Hook{hook("/one"), other, hook("/two")}}
+	if got := c.hook(t); got.Changed || !strings.Contains(got.Err, "2 MPS daemons") || !strings.Contains(got.Err, "/one/gpu-dra-driver-mps/a, /two/") {
+		t.Errorf("two daemons: %+v", got)
+	}
 }
