@@ -6,6 +6,7 @@ import (
 	"net"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"k8s.io/apimachinery/pkg/api/validation"
 	utilvalidation "k8s.io/apimachinery/pkg/util/validation"
@@ -44,6 +45,7 @@ type Config struct {
 	HealthEffects   string
 	XIDRules        string
 	ReleaseLabels   string
+	ClaimGrace      time.Duration
 
 	HTTPAddress       string
 	GRPCHealthAddress string
@@ -52,6 +54,9 @@ type Config struct {
 	Verbosity         int
 	LoggingFormat     string
 }
+
+// leastClaimGrace is the shortest time that a claim must have been gone before its devices are given back.
+const leastClaimGrace = 10 * time.Second
 
 // Default is the configuration of a plain host: a driver installed into the root file system, the usual kubelet root.
 func Default() *Config {
@@ -65,6 +70,7 @@ func Default() *Config {
 		HookSource:    "/usr/bin/nvidia-cdi-hook",
 		HealthEffects: health.DefaultEffects,
 		ReleaseLabels: "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
+		ClaimGrace:    5 * time.Minute,
 		MPSHookSource: "/usr/bin/gpu-mps",
 		ShmRoot:       "/dev/shm",
 		CgroupRoot:    "/sys/fs/cgroup",
@@ -144,6 +150,9 @@ func (c *Config) Validate() error {
 				wrong("release-labels", "%q is no name of a label: %s", label, msg)
 			}
 		}
+	}
+	if c.ClaimGrace != 0 && c.ClaimGrace < leastClaimGrace {
+		wrong("claim-grace", "%s is less than %s, within which the API server and the kubelet may well be of two minds; 0 is never", c.ClaimGrace, leastClaimGrace)
 	}
 	if c.KubeAPIQPS <= 0 {
 		wrong("kube-api-qps", "%v is not above 0", c.KubeAPIQPS)

@@ -2,6 +2,7 @@ package config
 
 import (
 	"strings"
+	"time"
 
 	"github.com/spf13/pflag"
 )
@@ -36,6 +37,7 @@ func (c *Config) Fields() []Field {
 	}
 	str := func(p *string, name, usage string) { flags.StringVar(p, name, *p, usage); row(name, usage) }
 	num := func(p *int, name, usage string) { flags.IntVar(p, name, *p, usage); row(name, usage) }
+	span := func(p *time.Duration, name, usage string) { flags.DurationVar(p, name, *p, usage); row(name, usage) }
 	float := func(p *float64, name, usage string) { flags.Float64Var(p, name, *p, usage); row(name, usage) }
 
 	str(&c.NodeName, "node-name", "name of the Node that this process serves; also the name of its pool")
@@ -65,6 +67,8 @@ func (c *Config) Fields() []Field {
 	str(&c.XIDRules, "xid-rules", "what XIDs mean where the built-in table is not to hold, as CODE=WEIGHT,...: WEIGHT is ignore (only counted), app (told, never takes a device out), degraded or unhealthy (until a reset is seen)")
 	str(&c.ReleaseLabels, "release-labels", "the Node's labels, separated by commas, that ask for the hardware while their value has paused-for- in it, as k8s-driver-manager sets it before it changes the driver")
 	str(&c.Shares, "shares", "which devices several claims may hold at once, as [SELECTOR[/PROFILE]=]KIND,...: SELECTOR is a PCI address, a UUID, a product name with * for anything, or #N for the GPU at place N by PCI address, PROFILE that of partitions (without one the rule is about whole GPUs), KIND is fractions (of memory and compute units, kept by MPS), shares:N (N of them, in turn and without limits) or off (the default); of rules that fit a device the last one holds")
+
+	span(&c.ClaimGrace, "claim-grace", "how long a claim that is held must have been gone from the API server (deleted, replaced, or without its devices) before the plugin gives its devices back by itself, like 5m; while containers use them it does not; held claims are looked up once in that time; 0 means never")
 
 	str(&c.HTTPAddress, "http-address", "host:port for /livez, /readyz and /metrics; empty means off")
 	str(&c.GRPCHealthAddress, "grpc-health-address", "host:port for the gRPC health service (grpc.health.v1); empty means off")

@@ -28,6 +28,7 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 	wg.Go(func() { d.inv.Run(ctx) })
 	wg.Go(func() { d.follow(ctx, toPublisher) })
 	wg.Go(func() { d.reconcile(ctx) })
+	wg.Go(func() { d.abandoned.Run(ctx) })
 	wg.Go(func() { d.status.Run(ctx) })
 	wg.Go(func() {
 		if err := d.publisher(ctx).Run(ctx, toPublisher); err != nil {

@@ -58,6 +58,7 @@ type Driver struct {
 	supervisor Supervisor
 	status     *claimStatus
 	calls      *inflight
+	abandoned  *abandonment
 	// toReconcile asks for records and hardware to be compared soon.
 	toReconcile chan struct{}
 	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.

@@ -59,7 +59,7 @@ func NewPartitions(cfg *config.Config, m *metrics.Metrics) (*nvidia.Partitions, 
 // Parts are what a Driver is made of.
 type Parts struct {
 	Client kubernetes.Interface
-	// StatusClient writes what claims were given. With a client of its own it takes nothing from the rate of requests that Prepare needs.
+	// StatusClient writes what claims were given, and looks up claims that are held. With a client of its own it takes nothing from the rate of requests that Prepare needs.
 	StatusClient kubernetes.Interface
 	Hardware     inventory.Hardware
 	// Partitions may be nil: then whole GPUs are handed out and nothing is cut.
@@ -113,6 +113,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		d.presence.End()
 		return nil, err
 	}
+	d.abandoned = d.newAbandonment(parts.StatusClient)
 	d.layouts = newLayouts(d.preparer, policies)
 	d.release, release.gate, release.told = release, d.gate, d.tellRelease
 	release.memory = newReleaseMemory(cfg.StateDir(), func(err error) {
@@ -158,7 +159,7 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 		LimitEdits: func(gpuUUID string, mebibytes uint64) specs.ContainerEdits {
 			return mps.LimitEdits(mps.Roots{Driver: d.cfg.DriverRoot, Cgroups: d.cfg.CgroupRoot}, d.cfg.MPSHookPath(), gpuUUID, mebibytes)
 		},
-		GivenBack: d.calls.GivenBack, Overtaken: d.calls.Overtaken,
+		GivenBack: d.calls.GivenBack, Overtaken: d.calls.Overtaken, Repaired: d.repaired,
 		Policy:  func(g device.GPU) device.Policy { return d.layouts.Policy(g) },
 		Changed: func(ctx context.Context, c kubeletplugin.NamespacedObject) { d.status.Changed(ctx, c, d.given(c.UID)) },
 		Reread: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {

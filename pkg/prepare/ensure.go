@@ -70,6 +70,7 @@ func (p *Preparer) recut(ctx context.Context, env *Env, w *plan) error {
 		err := p.again(ctx, env, t)
 		switch {
 		case err == nil:
+			p.repaired(ctx, Repair{"lost-partition", "Made a claim's partition again", w.record.Namespace + "/" + w.record.Name + " " + d.Device})
 			return nil
 		case hopeless(err):
 			return p.lost(w, d, err)

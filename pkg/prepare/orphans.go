@@ -120,6 +120,7 @@ func (p *Preparer) unheld(ctx context.Context, key string, reason error) error {
 	}
 	klog.FromContext(ctx).Error(reason, "Set a file aside that said what claims shared, and that no claim's record names; the hardware was set to its default, because what was found before cannot be told",
 		"holder", key, "quarantine", place)
+	p.Repaired(Repair{"unreadable-holder", "Set a file aside that said what claims shared, and the hardware to its default", key})
 	return nil
 }
 
@@ -144,7 +145,11 @@ func (p *Preparer) undone(ctx context.Context, key string) error {
 			return nil
 		}
 	}
-	return s.removed(env)
+	if err := s.removed(env); err != nil {
+		return err
+	}
+	p.repaired(ctx, Repair{"leftover-holder", "Removed what claims shared that have gone", key})
+	return nil
 }
 
 // setDefault undoes what a key alone tells of. An instance stays: that it is ours nothing proves any more.
@@ -217,7 +222,7 @@ func (p *Preparer) endStray(ctx context.Context, id string) error {
 	if err := p.MPS.Stop(work, id); err != nil {
 		return stepError(fmt.Errorf("a daemon that no claim holds: %w", err))
 	}
-	klog.FromContext(ctx).Info("Ended an MPS daemon that no claim holds", "daemon", id)
+	p.repaired(ctx, Repair{"leftover-daemon", "Ended an MPS daemon that no claim holds", id})
 	return nil
 }
 

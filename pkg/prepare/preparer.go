@@ -64,6 +64,8 @@ type Options struct {
 	MIGEdits func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 	// Policy says what may be done about a GPU's partitions; without it everything may.
 	Policy func(device.GPU) device.Policy
+	// Repaired, if set, is told of each thing that was put in order. It must not block.
+	Repaired func(Repair)
 	// Changed, if set, is told of each prepared claim whose devices are others than before: a partition that was made again has another UUID.
 	// It must not block.
 	Changed func(ctx context.Context, claim kubeletplugin.NamespacedObject)
@@ -94,6 +96,9 @@ func New(o Options) *Preparer {
 	}
 	if o.Overtaken == nil {
 		o.Overtaken = func(context.Context, types.UID) bool { return false }
+	}
+	if o.Repaired == nil {
+		o.Repaired = func(Repair) {}
 	}
 	if o.Changed == nil {
 		o.Changed = func(context.Context, kubeletplugin.NamespacedObject) {}
@@ -233,6 +238,7 @@ func (p *Preparer) setAside(ctx context.Context, uid types.UID, unreadable *chec
 	}
 	logger := klog.FromContext(ctx).WithValues("claimUID", uid, "quarantine", places)
 	logger.Error(unreadable, "Set an unreadable record aside")
+	p.Repaired(Repair{"unreadable-record", "Set an unreadable record aside", string(uid)})
 	if parts, some := mayHaveCut(entries, uid); some {
 		logger.Error(nil, "MIG instances that were made for the claim stay on the node, and their GPUs are offered only as they are cut: remove those that nothing uses with nvidia-smi mig -dci and -dgi, or set the GPU's policy to adopt",
 			"devices", parts)

@@ -72,6 +72,7 @@ func (p *Preparer) Reconcile(ctx context.Context) error {
 		all.do(func() error { return p.reconcileClaim(ctx, r, e.ClaimUID) })
 	}
 	all.do(func() error { return p.orphans(ctx) })
+	all.do(func() error { return p.sweep(ctx) })
 	return all.wait()
 }
 
@@ -118,5 +119,9 @@ func (p *Preparer) reconcileClaim(ctx context.Context, all *round, uid types.UID
 	klog.FromContext(ctx).Info("Reverting what was not finished or not given back in whole", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", uid, "state", r.State)
 	round, cancelRound := context.WithTimeout(work, roundTime+answerTime)
 	defer cancelRound()
-	return p.revert(round, r)
+	if err := p.revert(round, r); err != nil {
+		return err
+	}
+	p.interrupted(ctx, r)
+	return nil
 }

@@ -82,15 +82,16 @@ func (p *Preparer) recoverClaim(ctx context.Context, uid types.UID) error {
 		return err
 	}
 	defer held.Release()
-	if err := p.Records.Discard(uid); err != nil {
-		return because(CauseRecord, "%w", err)
-	}
 	r, found, err := p.Records.Load(uid)
+	if err == nil && !found {
+		return p.removeTraces(ctx, uid)
+	}
+	if derr := p.Records.Discard(uid); derr != nil {
+		return because(CauseRecord, "%w", derr)
+	}
 	switch {
 	case err != nil:
 		return because(CauseRecord, "%w", err)
-	case !found:
-		return p.Specs.RemoveClaim(uid)
 	case r.State != checkpoint.Prepared:
 		return p.recoverUnfinished(ctx, held, r)
 	}
@@ -114,8 +115,13 @@ func (p *Preparer) recoverUnfinished(ctx context.Context, held *lock.Held, r che
 		logger.Info("A preparation that was interrupted will be reverted when its GPUs can be asked")
 		return p.Specs.RemoveClaim(r.ClaimUID)
 	}
-	logger.Info("Reverting a preparation that was interrupted")
-	return p.revert(ctx, r)
+	state := r.State
+	if err := p.revert(ctx, r); err != nil {
+		return err
+	}
+	r.State = state
+	p.interrupted(ctx, r)
+	return nil
 }
 
 // rewrite writes a prepared claim's spec again. After a reboot the record's edits may name other cards' device nodes: the kubelet prepares every claim

@@ -7,7 +7,6 @@ import (
 	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -102,7 +101,7 @@ func (p *Preparer) leaveAll(ctx context.Context, uid types.UID) error {
 		if err := s.Revert(work, env); err != nil {
 			return stepError(err)
 		}
-		klog.FromContext(ctx).Info("Took a claim without a record out of what it shared", "claimUID", uid, "holder", s.Key)
+		p.repaired(ctx, Repair{"leftover-share", "Took a claim without a record out of what it shared", string(uid) + " " + s.Key})
 	}
 	return nil
 }

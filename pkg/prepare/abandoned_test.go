@@ -1,0 +1,131 @@
+package prepare
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+)
+
+func allow(context.Context, checkpoint.Record) error { return nil }
+
+func TestWhenAClaimIsAbandoned(t *testing.T) {
+	w := newWorld(t)
+	p := w.plugin(t)
+	c := newClaim("c", allocated("r", gpu0))
+	mustPrepare(t, p, c)
+	r, _, err := p.Holding(c.UID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	replaced := newClaim("c", allocated("r", gpu0))
+	replaced.UID = "another"
+	deallocated := newClaim("c")
+	deallocated.Status.Allocation = nil
+	for name, c := range map[string]struct {
+		now  *resourceapi.ResourceClaim
+		want bool
+	}{
+		"deleted":                            {nil, true},
+		"replaced":                           {replaced, true},
+		"not allocated":                      {deallocated, true},
+		"allocated another device":           {newClaim("c", allocated("r", gpu1)), true},
+		"as it was":                          {newClaim("c", allocated("r", gpu0)), false},
+		"waits for its next Pod":             {forPods(newClaim("c", allocated("r", gpu0))), false},
+		"has a further device of its driver": {newClaim("c", allocated("r", gpu0), allocated("s", gpu1)), false},
+	} {
+		if why := p.Abandoned(r, c.now); why != "" != c.want {
+			t.Errorf("%s: %q", name, why)
+		}
+	}
+}
+
+func TestWhatIsGivenBackIsConfirmedUnderTheClaimsLock(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		p := w.plugin(t)
+		c := newClaim("c", allocated("r", gpu0))
+		mustPrepare(t, p, c)
+		refused := errors.New("it is there")
+		if done, err := p.GiveBack(t.Context(), c.UID, func(context.Context, checkpoint.Record) error { return refused }); done || !errors.Is(err, refused) {
+			t.Errorf("%v, %v", done, err)
+		}
+		// A Prepare that comes while it is confirmed finds the claim given back, and prepares it.
+		prepared := make(chan error, 1)
+		w.reread = func() (*resourceapi.ResourceClaim, error) { return c, nil }
+		done, err := p.GiveBack(t.Context(), c.UID, func(context.Context, checkpoint.Record) error {
+			go func() {
+				_, err := p.Prepare(t.Context(), c)
+				prepared <- err
+			}()
+			synctest.Wait()
+			return nil
+		})
+		if !done || err != nil {
+			t.Fatal(done, err)
+		}
+		if err := <-prepared; err != nil || len(w.records()) != 1 {
+			t.Errorf("%v, %q", err, w.records())
+		}
+		if done, err := p.GiveBack(t.Context(), c.UID, allow); !done || err != nil {
+			t.Error(done, err)
+		}
+		clean(t, w)
+		if done, err := p.GiveBack(t.Context(), c.UID, allow); done || err != nil {
+			t.Errorf("given back twice: %v, %v", done, err)
+		}
+	})
+}
+
+func TestAClaimThatACallWorksOnIsNotGivenBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		p := w.plugin(t)
+		c := newClaim("c", allocated("r", gpu0))
+		mustPrepare(t, p, c)
+		held, err := p.Locks.Acquire(t.Context(), claimLock(c.UID))
+		if err != nil {
+			t.Fatal(err)
+		}
+		before := time.Now()
+		done, err := p.GiveBack(t.Context(), c.UID, func(context.Context, checkpoint.Record) error { t.Error("asked"); return nil })
+		if done || err != nil || time.Since(before) > time.Second {
+			t.Errorf("%v, %v after %s", done, err, time.Since(before))
+		}
+		held.Release()
+	})
+}
+
+// Another instance, which runs on, removes what a killed one has left, and says so.
+func TestWhatAKilledCallHasLeftIsRemovedWithoutAStart(t *testing.T) {
+	w := newWorld(t)
+	runs := w.plugin(t)
+	var said []string
+	runs.Repaired = func(r Repair) { said = append(said, r.Kind+" "+r.Object) }
+	kept := newClaim("kept", allocated("r", gpu1))
+	mustPrepare(t, runs, kept)
+	if err := w.specs.WriteClaim("uid-dead", nil); err != nil {
+		t.Fatal(err)
+	}
+	w.disk.StopAt(2)
+	if err := runs.Records.Save(checkpoint.Record{ClaimUID: "uid-begun"}); err == nil {
+		t.Fatal("it was not cut short")
+	}
+	w.disk.Restart()
+	if err := runs.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	slices.Sort(said)
+	if want := []string{"leftover-spec uid-dead", "unfinished-write uid-begun"}; !slices.Equal(said, want) {
+		t.Errorf("said %q, want %q", said, want)
+	}
+	if w.specs.of("uid-dead") != "" || w.specs.of(kept.UID) == "" || len(w.records()) != 1 {
+		t.Errorf("specs %v, records %q", w.specs.claims, w.records())
+	}
+}
