@@ -26,12 +26,12 @@ func readStat(pid int) (stat, error) {
 	// The program's name is in brackets and may have anything in it.
 	_, rest, _ := strings.Cut(string(raw), ") ")
 	fields := strings.Fields(rest)
-	if len(fields) < 13 {
+	if len(fields) < 15 {
 		return stat{}, fmt.Errorf("process %d: %q", pid, raw)
 	}
 	s := stat{state: fields[0]}
 	s.parent, _ = strconv.Atoi(fields[1])
-	for _, f := range fields[11:13] { // in user mode, in the kernel
+	for _, f := range fields[11:15] { // in user mode, in the kernel, and both of child processes that have ended
 		n, _ := strconv.Atoi(f)
 		s.cpu += time.Duration(n) * ticks
 	}
@@ -55,7 +55,7 @@ func (p *Plugin) Processes() []int {
 	return tree
 }
 
-// CPU is the time that the plugin and its child processes of now have taken so far.
+// CPU is the time that the plugin and its child processes have taken so far, also those that have ended.
 func (p *Plugin) CPU() time.Duration {
 	var sum time.Duration
 	for _, pid := range p.Processes() {

@@ -56,6 +56,8 @@ func (b *bench) claim(ctx context.Context, n *node.Node, name, device string, ad
 	if err != nil {
 		return nil, fmt.Errorf("create claim %s: %w", name, err)
 	}
+	// Not for a Pod: there is none, and the controller of claims would take a Pod's reservation away again.
+	c.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{APIGroup: "bench", Resource: "runs", Name: name, UID: c.UID}}
 	c.Status.Allocation = &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: []resourceapi.DeviceRequestAllocationResult{result}}}
 	if c, err = claims.UpdateStatus(ctx, c, metav1.UpdateOptions{}); err != nil {
 		return nil, fmt.Errorf("allocate claim %s: %w", name, err)

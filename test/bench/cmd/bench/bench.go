@@ -148,6 +148,13 @@ func names() []string {
 
 func (b *bench) measure(ctx context.Context) error {
 	b.report.Machine = machine()
+	if b.hold {
+		for _, s := range b.subjects {
+			fmt.Fprintf(os.Stderr, "%s: processes %v, files below %s\n", s.title, s.Processes(), s.node.Root)
+		}
+		<-ctx.Done()
+		return nil
+	}
 	for _, m := range measurements() {
 		if !b.only.MatchString(m.name) {
 			continue

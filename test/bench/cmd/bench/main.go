@@ -28,6 +28,7 @@ type options struct {
 	// samples is how often short work is done; the rest follows from it.
 	samples int
 	quick   bool
+	hold    bool
 	folder  string
 	memory  string
 	json    string
@@ -75,6 +76,7 @@ func parse() (options, error) {
 	only := flag.String("only", "", "regular expression: which of the measurements "+strings.Join(names(), ", ")+" are made; empty means all")
 	flag.IntVar(&o.samples, "samples", 400, "how often work of a few milliseconds is done")
 	flag.BoolVar(&o.quick, "quick", false, "everything once, in seconds: to see that it works. What does not depend on time is held to its limits")
+	flag.BoolVar(&o.hold, "hold", false, "measure nothing: leave everything up for a profiler, until interrupted")
 	flag.StringVar(&o.folder, "folder", os.TempDir(), "where the nodes' files and the plugin's records lie: a short path on the disk that is meant")
 	flag.StringVar(&o.memory, "memory", "/dev/shm", "where CDI specs lie: a tmpfs, as /run is on a node")
 	flag.StringVar(&o.json, "json", "", "file for the figures as JSON")
