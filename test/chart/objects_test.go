@@ -12,6 +12,7 @@ import (
 	appsv1 "k8s.io/api/apps/v1"
 	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -26,6 +27,7 @@ var everything = []string{
 	"--set", "criticalPodsQuota.enabled=true", "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu",
 	"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`, "--set", `mig.policy=static\,NVIDIA A100*=dynamic`,
 	"--set", "openshift.privilegedSCC=true",
+	"--set-json", `networkPolicy={"metricsFrom":[{"podSelector":{"matchLabels":{"app":"prometheus"}}}],"apiServer":[{"cidr":"10.0.0.10/32","port":6443},{"cidr":"fd00::10/128","port":6443}]}`,
 	"--set", "image.digest=sha256:" + strings.Repeat("0a", 32), "--set", "imagePullSecrets[0].name=pull",
 	"--set", "driverRoot=/run/nvidia/driver", "--set", "devRoot=/driver-root/driver", "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook",
 	"--set", "kubeletRootDir=/var/lib/k0s/kubelet", "--set", "criSocket=/run/k0s/containerd.sock",
@@ -40,7 +42,7 @@ var onLinux = map[string]string{"kubernetes.io/os": "linux"}
 
 // nothing switches off all that can be.
 var nothing = []string{
-	"--set", "rbac.create=false", "--set", "serviceAccount.create=false", "--set", "serviceAccount.name=mine", "--set", "admissionPolicy.enabled=false",
+	"--set", "rbac.create=false", "--set", "serviceAccount.create=false", "--set", "serviceAccount.name=mine", "--set", "admissionPolicy.enabled=false", "--set", "networkPolicy.enabled=false",
 	"--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "mps.enabled=false", "--set", "uninstall.enabled=false", "--set", "criSocket=", "--set", "priorityClassName=",
 	"--set-json", "tolerations=[]",
 }
@@ -62,7 +64,7 @@ func TestEveryValueSetRendersObjectsThatTheAPIKnows(t *testing.T) {
 			for _, object := range objects {
 				m := object.(metav1.Object)
 				switch object.(type) {
-				case *corev1.ServiceAccount, *corev1.ConfigMap, *corev1.Service, *corev1.ResourceQuota, *appsv1.DaemonSet, *rbacv1.Role, *rbacv1.RoleBinding, *batchv1.Job:
+				case *corev1.ServiceAccount, *corev1.ConfigMap, *corev1.Service, *corev1.ResourceQuota, *appsv1.DaemonSet, *rbacv1.Role, *rbacv1.RoleBinding, *batchv1.Job, *networkingv1.NetworkPolicy:
 					if m.GetNamespace() != namespace {
 						t.Errorf("%T %s is in namespace %q, want the release's", object, m.GetName(), m.GetNamespace())
 					}
@@ -345,6 +347,8 @@ func TestTheSchemaRefuses(t *testing.T) {
 		"a share that is no share":   {"shares=shares:1", "shares"},
 		"more shares than processes": {"shares=shares:1001", "shares"},
 		"shares that are a Boolean":  {"shares=false", "shares"},
+		"a network without a prefix": {`networkPolicy.apiServer[0].cidr=10.0.0.1,networkPolicy.apiServer[0].port=443`, "cidr"},
+		"an API server without port": {`networkPolicy.apiServer[0].cidr=10.0.0.1/32`, "port"},
 		"another way to roll MPS":    {"mps.updateStrategy.type=RollingUpdate", "updateStrategy"},
 	} {
 		t.Run(name, func(t *testing.T) {

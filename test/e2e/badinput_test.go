@@ -77,7 +77,14 @@ spec:
 		"wrong-type":       {claimYAML("wrong-type", gpuConfig("sharing: 7")), []string{"wrong type"}},
 		"unknown-strategy": {claimYAML("unknown-strategy", gpuConfig("sharing: {strategy: Luck}")), []string{"sharing.strategy", "Luck", "TimeSlicing"}},
 		"limit-of-nobody":  {claimYAML("limit-of-nobody", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'7': 1Gi}}}")), []string{"defaultPerDevicePinnedMemoryLimit", "7"}},
-		"bad-class":        {strings.Replace(claimYAML("bad-class", ""), "gpu.nvidia.com", "badly-configured", 1), []string{"the DeviceClass's configuration", "sharing.mpsConfig.defaultActiveThreadPercentage is 101"}},
+		// What would be a way onto the node, if any field took it.
+		"host-path":      {claimYAML("host-path", gpuConfig("hostPath: /etc, mounts: [{hostPath: /, containerPath: /host}]")), []string{"GpuConfig", "unknown field"}},
+		"device-node":    {claimYAML("device-node", gpuConfig("deviceNodes: [{path: /dev/sda}]")), []string{"GpuConfig", `unknown field "deviceNodes"`}},
+		"environment":    {claimYAML("environment", gpuConfig("env: [LD_PRELOAD=/x], hooks: [{hookName: createRuntime, path: /bin/sh}]")), []string{"GpuConfig", "unknown field"}},
+		"cdi-name":       {claimYAML("cdi-name", gpuConfig("cdiDevices: [k8s.gpu.nvidia.com/base=driver]")), []string{"GpuConfig", `unknown field "cdiDevices"`}},
+		"pipe-directory": {claimYAML("pipe-directory", gpuConfig("sharing: {strategy: MPS, mpsConfig: {pipeDirectory: /etc}}")), []string{`unknown field "`, "pipeDirectory"}},
+		"path-as-a-gpu":  {claimYAML("path-as-a-gpu", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'../../etc': 1Gi}}}")), []string{"defaultPerDevicePinnedMemoryLimit", "../../etc"}},
+		"bad-class":      {strings.Replace(claimYAML("bad-class", ""), "gpu.nvidia.com", "badly-configured", 1), []string{"the DeviceClass's configuration", "sharing.mpsConfig.defaultActiveThreadPercentage is 101"}},
 	}
 	for name, c := range cases {
 		w.apply(t, ns, c.claim+podOnClaim(name, badNode, name))

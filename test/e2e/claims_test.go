@@ -54,6 +54,7 @@ func TestClaims(t *testing.T) {
 			"without a claim there is nothing to see":                 w.testNoClaim,
 			"a container opens the devices of its claim and no other": w.testIsolation,
 			"a container without any privilege uses its GPU":          w.testUnprivileged,
+			"naming another's device in CDI's words gives nothing":    w.testNamesOfOthers,
 			"containers of a Pod share claims out":                    w.testContainers,
 			"two Pods share one claim":                                w.testSharedClaim,
 			"a claim has devices of another driver too":               w.testOtherDriver,

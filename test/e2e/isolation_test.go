@@ -3,12 +3,15 @@ package e2e
 import (
 	"fmt"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 )
 
 // probe runs testdata/probe.c in a container and returns its verdict on each name.
@@ -112,4 +115,40 @@ func (w *world) testUnprivileged(t *testing.T) {
 	if w.sim.SMI != "" {
 		u.sees("user", "", u.allocated("user", "gpu"))
 	}
+}
+
+// A claim's CDI name is no secret: it is made of the claim's UID and the device, and who may read claims can say it. Saying it gives nothing: the runtime takes
+// names from the kubelet, which takes them from the driver's answer for the Pod's own claims.
+func (w *world) testNamesOfOthers(t *testing.T) {
+	u := w.tenant(t)
+	u.template("one", oneGPU)
+	u.pod("owner", onNode(h100), fromTemplate("gpu", "one"))
+	u.running("owner")
+	claim := u.claimOf(t, u.namespace, "owner", "gpu")
+	device := claim.Status.Allocation.Devices.Results[0].Device
+	base, theirs := cdi.BaseID(), cdi.ClaimDeviceID(claim.UID, device, nil)
+	spec := w.on(t, h100, "cat", fmt.Sprintf("/var/run/cdi/k8s.gpu.nvidia.com-claim_%s.json", claim.UID))
+	if !strings.Contains(spec, cdi.ClaimDeviceName(claim.UID, device, nil)) {
+		t.Fatalf("the owner's device is not %s: %s", theirs, spec)
+	}
+
+	naming := func(p *corev1.Pod) {
+		p.Annotations = map[string]string{
+			"cdi.k8s.io/gpu.nvidia.com_steal": theirs, "cdi.k8s.io/base": base, "cdi.k8s.io/both": base + "," + theirs,
+			"cdi.k8s.io/main": theirs, "cdi.k8s.io": theirs,
+		}
+		for i := range p.Spec.Containers {
+			p.Spec.Containers[i].Env = append(p.Spec.Containers[i].Env,
+				corev1.EnvVar{Name: "NVIDIA_VISIBLE_DEVICES", Value: theirs}, corev1.EnvVar{Name: "NVIDIA_DRIVER_CAPABILITIES", Value: "all"})
+		}
+	}
+	u.template("another", oneGPU)
+	u.pod("thief", onNode(h100), container("main"), hostPath("probe", probeDir), naming)
+	u.pod("thief-with-a-claim", onNode(h100), fromTemplate("gpu", "another"), container("main", "gpu"), container("side"), hostPath("probe", probeDir), naming)
+	u.running("thief", "thief-with-a-claim")
+	node := regexp.MustCompile(`/dev/nvidia[0-9]+`).FindString(spec)
+	for _, c := range []struct{ pod, container string }{{"thief", "main"}, {"thief-with-a-claim", "side"}} {
+		u.expect(c.pod, c.container, "open", map[string]string{node: "ENOENT", "/dev/nvidiactl": "ENOENT", "/dev/nvidia-uvm": "ENOENT"})
+	}
+	u.expect("thief-with-a-claim", "main", "open", map[string]string{node: "ENOENT", "/dev/nvidiactl": "ENXIO"})
 }

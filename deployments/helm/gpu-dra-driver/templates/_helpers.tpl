@@ -25,6 +25,21 @@ spec:
   validationActions: [Deny]
 {{- end -}}
 
+{{/* The way out of a Pod to the API server and nowhere else, if its addresses are known. Takes networkPolicy.apiServer. */}}
+{{- define "gpu-dra-driver.toAPIServer" -}}
+{{- with . -}}
+egress:
+  {{- range . }}
+  - to:
+      - ipBlock:
+          cidr: {{ .cidr }}
+    ports:
+      - port: {{ .port }}
+        protocol: TCP
+  {{- end }}
+{{- end -}}
+{{- end -}}
+
 {{/* Short enough for the longest suffix that is put behind it within 63 characters. */}}
 {{- define "gpu-dra-driver.fullname" -}}
 {{- if .Values.fullnameOverride -}}
