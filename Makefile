@@ -23,6 +23,10 @@ GOTEST := go run ./hack/gotest
 COVERAGE := 80
 # Rooms without a goroutine: the race detector would find nothing there, and their long tests would take many times as long.
 PURE := ./api/... ./pkg/claim/... ./pkg/device/... ./pkg/health/...
+# Rooms that meet every call and every write with every fault: all of them without the race detector, a sample (-short) with it.
+LONG := ./pkg/nvidia ./pkg/prepare
+# A process with the race detector would wait a second before it ends, and many tests start and end many.
+export GORACE ?= atexit_sleep_ms=0
 ROOMS := $(filter-out $(PURE),$(addsuffix /...,$(wildcard ./pkg/*)))
 UNIT := $(ROOMS) ./cmd/... ./hack/... ./test/bench/report/... ./test/chart/... ./test/cluster/...
 
@@ -58,9 +62,9 @@ test: test-unit test-sim test-e2e ## Run every test: unit, simulated GPU, real c
 .PHONY: test-unit
 test-unit: toolchain ## Unit and chart tests, with the race detector and the coverage of pkg/
 	@mkdir -p $(BUILD)
-	$(GOTEST) -covermode=atomic -coverpkg=./pkg/... -coverprofile=$(BUILD)/pure.out $(PURE)
+	$(GOTEST) -covermode=atomic -coverpkg=./pkg/... -coverprofile=$(BUILD)/pure.out $(PURE) $(LONG)
 	helm=$$($(CLUSTER) program helm) && \
-	HELM=$$helm $(GOTEST) -race -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
+	HELM=$$helm $(GOTEST) -race -short -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
 	@tail -n +2 $(BUILD)/pure.out >>$(BUILD)/cover.out
 	@go tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
 

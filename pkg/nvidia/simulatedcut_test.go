@@ -384,6 +384,12 @@ func TestAfterAnyFailureOfAnyCallALookTellsWhatIsThere(t *testing.T) {
 			all = append(all, meeting{function, fail}, meeting{function, kill}, meeting{function, hang})
 		}
 	}
+	if testing.Short() { // with the race detector, under which each new worker takes long: a sample with every kind in it
+		for i := range all[:len(all)/7] {
+			all[i] = all[7*i]
+		}
+		all = all[:len(all)/7]
+	}
 	s := newSiteOf(t, oneCard(t, "h100-sxm5-80gb", false), layout.Container, "")
 	p := s.partitions()
 	c := s.cutting(p, 0)

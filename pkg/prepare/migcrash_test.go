@@ -15,6 +15,15 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
+// stride is the way from one disturbed call or write to the next. With the race detector these tests take many times as long, and what runs in them runs
+// one after the other: there (go test -short) a sample is enough.
+func stride() int {
+	if testing.Short() {
+		return 7
+	}
+	return 1
+}
+
 // faults are the ways in which a call of the hardware's goes wrong, once.
 var faults = map[string]func(w *world, after bool) error{
 	"an error": func(_ *world, after bool) error {
@@ -231,7 +240,7 @@ func afterwards(t *testing.T, w *world, h *hardware, theirs []device.Instance) {
 func TestWhereverACallOfTheHardwareGoesWrongNothingIsLeftAndNothingForeignIsTouched(t *testing.T) {
 	for _, s := range scenes {
 		for name, fault := range faults {
-			for n := 1; ; n++ {
+			for n := 1; ; n += stride() {
 				w := newWorld(t)
 				h := withMIG(w)
 				p := w.plugin(t)
@@ -266,7 +275,7 @@ func TestWhereverACallOfTheHardwareGoesWrongNothingIsLeftAndNothingForeignIsTouc
 func TestWhereverTheProcessEndsAtAWriteNothingIsLeftAndNothingForeignIsTouched(t *testing.T) {
 	for _, s := range scenes {
 		for name, end := range ends {
-			for n := 1; ; n++ {
+			for n := 1; ; n += stride() {
 				w := newWorld(t)
 				h := withMIG(w)
 				p := w.plugin(t)
@@ -295,7 +304,7 @@ func TestWhereverTheProcessEndsAtAWriteNothingIsLeftAndNothingForeignIsTouched(t
 
 func TestADiskThatFailsOnceLeavesNothing(t *testing.T) {
 	for _, s := range scenes {
-		for n := 1; ; n++ {
+		for n := 1; ; n += stride() {
 			w := newWorld(t)
 			h := withMIG(w)
 			p := w.plugin(t)

@@ -226,7 +226,7 @@ func TestWhereverACallGoesWrongWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
 	everyScene(t, func(t *testing.T, s sharingScene) {
 		for _, name := range []string{"an error", "a lost answer", "kill -9 after"} { // a death before a call is one after a write
 			fault := faults[name]
-			for n := 1; ; n++ {
+			for n := 1; ; n += stride() {
 				w, h, p, found := disturbed(t, s)
 				reached := false
 				h.fault = func(call int, after bool) error {
@@ -255,7 +255,7 @@ func TestWhereverACallGoesWrongWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
 func TestWhereverTheProcessEndsAtAWriteWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
 	everyScene(t, func(t *testing.T, s sharingScene) {
 		for name, end := range ends {
-			for n := 1; ; n++ {
+			for n := 1; ; n += stride() {
 				w, h, p, found := disturbed(t, s)
 				w.disk.StopAt(n)
 				err := s.call(t, p)
@@ -282,7 +282,7 @@ func TestADiskThatFailsOnceLeavesWhatIsSharedInOrder(t *testing.T) {
 		if strings.HasPrefix(s.name, "a plain share") {
 			return // to a disk as time slices of one claim
 		}
-		for n := 1; ; n++ {
+		for n := 1; ; n += stride() {
 			w, h, p, found := disturbed(t, s)
 			w.disk.FailAt(n, errors.New("no space left"))
 			_ = s.call(t, p)
