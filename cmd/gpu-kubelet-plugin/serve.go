@@ -18,6 +18,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
@@ -129,13 +130,25 @@ func awaitDevice(ctx context.Context, sysfs string, probe *driver.Probe) error {
 
 // makeDirectories creates the directories that are ours and proves that each can be written to.
 func makeDirectories(cfg *config.Config) error {
-	for flag, dir := range map[string]string{"plugin-dir": cfg.StateDir(), "cdi-root": cfg.CDIRoot} {
-		if err := os.MkdirAll(dir, 0o755); err != nil {
+	for _, d := range []struct {
+		flag, dir string
+		mode      fs.FileMode
+	}{{"plugin-dir", cfg.PluginDir, 0o755}, {"plugin-dir", cfg.StateDir(), 0o700}, {"cdi-root", cfg.CDIRoot, 0o755}} {
+		flag, dir := d.flag, d.dir
+		if err := os.MkdirAll(dir, d.mode); err != nil {
 			return fmt.Errorf("--%s: create %s: %w", flag, dir, err)
+		}
+		// A CDI spec names programs that the container runtime runs as root, a record what this process does.
+		if err := durable.CheckDir(dir); err != nil {
+			return fmt.Errorf("--%s: %w", flag, err)
 		}
 		if err := proveWritable(filepath.Join(dir, writeProbe)); err != nil {
 			return fmt.Errorf("--%s: %s cannot be written to: %w", flag, dir, err)
 		}
+	}
+	// Earlier versions let others look into it.
+	if err := os.Chmod(cfg.StateDir(), 0o700); err != nil {
+		return fmt.Errorf("--plugin-dir: close %s to others: %w", cfg.StateDir(), err)
 	}
 	info, err := os.Stat(cfg.RegistrarDir)
 	if err == nil && !info.IsDir() {

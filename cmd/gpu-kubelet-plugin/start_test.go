@@ -48,6 +48,10 @@ func TestAStartThatCannotWorkEndsWithOneClearError(t *testing.T) {
 		return path
 	}
 	inTheWay := file("file", "")
+	everyones, link := filepath.Join(dir, "everyones"), filepath.Join(dir, "link")
+	if err := errors.Join(os.Mkdir(everyones, 0o750), os.Chmod(everyones, 0o777), os.Symlink(t.TempDir(), link)); err != nil {
+		t.Fatal(err)
+	}
 	for name, c := range map[string]struct {
 		environ, args []string
 		code          int
@@ -62,10 +66,13 @@ func TestAStartThatCannotWorkEndsWithOneClearError(t *testing.T) {
 		"a bad value of a flag":         {nil, []string{"--kube-api-burst=0"}, exitUsage, []string{"--kube-api-burst", "below 1"}},
 		"a bad value of a variable":     {[]string{"GPU_DRA_KUBE_API_BURST=some"}, nil, exitUsage, []string{"GPU_DRA_KUBE_API_BURST", "some"}},
 		"no node":                       {nil, []string{"--node-name="}, exitUsage, []string{"--node-name", "required"}},
-		"a plugin dir below a file":     {nil, []string{"--plugin-dir=" + inTheWay}, exitFailed, []string{"--plugin-dir", inTheWay + "/state", "not a directory"}},
+		"a plugin dir below a file":     {nil, []string{"--plugin-dir=" + inTheWay}, exitFailed, []string{"--plugin-dir", inTheWay, "not a directory"}},
 		"a plugin dir nobody can make":  {nil, []string{"--plugin-dir=/proc/gpu"}, exitFailed, []string{"--plugin-dir", "/proc/gpu"}},
 		"a CDI root nobody can make":    {nil, []string{"--cdi-root=/proc/cdi"}, exitFailed, []string{"--cdi-root", "/proc/cdi"}},
-		"a CDI root nobody can fill":    {nil, []string{"--cdi-root=/proc/self"}, exitFailed, []string{"--cdi-root", "/proc/self cannot be written to"}},
+		"a CDI root nobody can fill":    {nil, []string{"--cdi-root=/proc/sys"}, exitFailed, []string{"--cdi-root", "/proc/sys cannot be written to"}},
+		"a plugin dir of everyone's":    {nil, []string{"--plugin-dir=" + everyones}, exitFailed, []string{"--plugin-dir", everyones + " is not believed", "others may write", "chmod go-w"}},
+		"a CDI root of everyone's":      {nil, []string{"--cdi-root=" + everyones}, exitFailed, []string{"--cdi-root", everyones + " is not believed", "others may write", "chmod go-w"}},
+		"a CDI root that is a link":     {nil, []string{"--cdi-root=" + link}, exitFailed, []string{"--cdi-root", link + " is not believed", "symbolic link"}},
 		"no kubelet":                    {nil, []string{"--registrar-dir=" + filepath.Join(dir, "elsewhere")}, exitFailed, []string{"--registrar-dir", "is the kubelet's root directory another one"}},
 		"a file instead of a registry":  {nil, []string{"--registrar-dir=" + inTheWay}, exitFailed, []string{"--registrar-dir", inTheWay, "not a directory"}},
 		"an address of another machine": {nil, []string{"--http-address=192.0.2.1:1"}, exitFailed, []string{"--http-address", "192.0.2.1:1"}},

@@ -85,11 +85,17 @@ func (s *Store) WriteBase(edits specs.ContainerEdits) error {
 	return s.write(baseFile, baseSpec(edits))
 }
 
-// WriteClaim makes devices those of the claim's spec.
+// WriteClaim makes devices those of the claim's spec. Each must have the claim's UID in its name: the runtime gives a device to whoever is told its name, so a
+// claim's spec must never answer to another claim's.
 func (s *Store) WriteClaim(uid types.UID, devices []ClaimDevice) error {
 	name, err := claimFile(uid)
 	if err != nil {
 		return err
+	}
+	for _, d := range devices {
+		if !strings.HasPrefix(d.Name, ClaimDeviceName(uid, "", nil)) {
+			return fmt.Errorf("CDI spec %s: device %q is not the claim's: its name does not begin with the claim's UID", name, d.Name)
+		}
 	}
 	return s.write(name, claimSpec(devices))
 }

@@ -172,7 +172,10 @@ func TestClaimsAreListedAndRemoved(t *testing.T) {
 }
 
 func TestSpecsThatARuntimeWouldRefuseAreNotWritten(t *testing.T) {
-	named := func(name string, e specs.ContainerEdits) []ClaimDevice { return []ClaimDevice{{name, e}} }
+	named := func(name string, e specs.ContainerEdits) []ClaimDevice {
+		return []ClaimDevice{{ClaimDeviceName(claimUID, name, nil), e}}
+	}
+	a := ClaimDeviceName(claimUID, "a", nil)
 	for _, tc := range []struct {
 		name    string
 		devices []ClaimDevice
@@ -182,8 +185,8 @@ func TestSpecsThatARuntimeWouldRefuseAreNotWritten(t *testing.T) {
 		{"no edits", named("a", specs.ContainerEdits{}), "changes nothing"},
 		{"name", named("a/b", wholeGPU()), "a/b"},
 		{"twice", append(named("a", wholeGPU()), named("a", wholeGPU())...), "twice"},
-		{"device node", named("a", specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{}}}), "device a"},
-		{"environment", named("a", specs.ContainerEdits{Env: []string{"no equals sign"}}), "device a"},
+		{"device node", named("a", specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{}}}), "device " + a},
+		{"environment", named("a", specs.ContainerEdits{Env: []string{"no equals sign"}}), "device " + a},
 	} {
 		s := newStore(t)
 		if err := s.WriteClaim(claimUID, tc.devices); err == nil || !strings.Contains(err.Error(), tc.says) {
@@ -238,5 +241,18 @@ func TestTheBaseSpecGoesWithWhatKilledCallsLeftOfIt(t *testing.T) {
 	must(t, err)
 	if len(left) != 1 || left[0].Name() != filepath.Base(theirs) {
 		t.Errorf("left: %v", left)
+	}
+}
+
+func TestAClaimsSpecAnswersToNoNameOfAnotherClaims(t *testing.T) {
+	s := NewStore(t.TempDir())
+	edits := specs.ContainerEdits{Env: []string{"A=b"}}
+	for _, name := range []string{ClaimDeviceName("uid-2", "gpu-0", nil), "uid-1", "uid-11-gpu-0", "driver", ""} {
+		if err := s.WriteClaim("uid-1", []ClaimDevice{{ClaimDeviceName("uid-1", "gpu-0", nil), edits}, {name, edits}}); err == nil {
+			t.Errorf("device %q was written into the spec of claim uid-1", name)
+		}
+	}
+	if uids, err := s.Claims(); err != nil || len(uids) != 0 {
+		t.Errorf("left %v, %v", uids, err)
 	}
 }

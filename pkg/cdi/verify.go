@@ -7,13 +7,15 @@ import (
 
 	"golang.org/x/sys/unix"
 	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 // Mapper says where this process sees a path of the host.
 type Mapper func(host string) string
 
 // Verify makes sure that what edits name is really there, so that a container that was promised a GPU starts: every device node is a device node
-// (with the numbers that the edits give, if they give any), every mount source and every hook exists. The error names the first that is missing.
+// (with the numbers that the edits give, if they give any), every mount source and every hook exists, and nobody but root can have written the hooks. The error names the first that is missing.
 func Verify(edits specs.ContainerEdits, visible Mapper) error {
 	for _, n := range edits.DeviceNodes {
 		if err := verifyDeviceNode(n, visible); err != nil {
@@ -32,6 +34,9 @@ func Verify(edits specs.ContainerEdits, visible Mapper) error {
 		}
 		if !info.Mode().IsRegular() || info.Mode().Perm()&0o111 == 0 {
 			return fmt.Errorf("hook %s on the node is not an executable file", h.Path)
+		}
+		if err := durable.CheckFile(visible(h.Path)); err != nil {
+			return fmt.Errorf("hook %s on the node: %w", h.Path, err)
 		}
 	}
 	return nil

@@ -11,10 +11,12 @@ import (
 
 func TestVerifyNamesTheFirstThingThatIsMissing(t *testing.T) {
 	root := t.TempDir()
-	for path, mode := range map[string]os.FileMode{"lib": 0o644, "hook": 0o755, "no-hook": 0o644} {
+	for path, mode := range map[string]os.FileMode{"lib": 0o644, "hook": 0o755, "no-hook": 0o644, "everyones-hook": 0o755} {
 		must(t, os.WriteFile(filepath.Join(root, path), nil, mode))
 	}
 	must(t, os.Chmod(filepath.Join(root, "hook"), 0o755))
+	must(t, os.Chmod(filepath.Join(root, "everyones-hook"), 0o777))
+	must(t, os.Symlink("hook", filepath.Join(root, "link-to-a-hook")))
 	visible := func(host string) string {
 		if strings.HasPrefix(host, "/dev/") {
 			return host
@@ -44,6 +46,8 @@ func TestVerifyNamesTheFirstThingThatIsMissing(t *testing.T) {
 		{"hook", hook("/hook"), ""},
 		{"missing hook", hook("/gone"), "hook /gone is missing"},
 		{"hook that cannot run", hook("/no-hook"), "is not an executable file"},
+		{"hook that others can change", hook("/everyones-hook"), "others may write"},
+		{"hook that is a link", hook("/link-to-a-hook"), "symbolic link"},
 		{"hook that is a directory", hook("/"), "is not an executable file"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

@@ -29,8 +29,12 @@ func (s *Store) Unmark(gpu string) error {
 // Marked says whether there is a mark.
 func (s *Store) Marked(gpu string) (bool, error) {
 	_, err := s.disk.ReadFile(filepath.Join(s.marks, gpu))
-	if errors.Is(err, fs.ErrNotExist) {
+	var untrusted *durable.UntrustedError
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
 		return false, nil
+	case errors.As(err, &untrusted):
+		return true, nil // A mark does no more than have the hardware asked, which never harms.
 	}
 	if err != nil {
 		return false, fmt.Errorf("look whether the MIG mode of %s was turned on: %w", gpu, err)

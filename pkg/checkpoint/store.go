@@ -143,12 +143,16 @@ func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 // read is false for a file that is not there.
 func (s *Store) read(path string, v any) (found bool, err error) {
 	raw, err := s.disk.ReadFile(path)
+	var untrusted *durable.UntrustedError
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return false, nil
 	case errors.Is(err, syscall.EIO):
 		// A bad sector stays bad; anything else (no file handles left, say) says nothing about the record.
 		return true, &UnreadableError{Path: path, Reason: err.Error()}
+	case errors.As(err, &untrusted):
+		// Whoever planted it must not say what this process does as root.
+		return true, &UnreadableError{Path: path, Reason: untrusted.Reason}
 	case err != nil:
 		return true, fmt.Errorf("read the record %s: %w", path, err)
 	}

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/gofrs/flock"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 // presenceFile is in the plugin directory, which all instances share.
@@ -27,6 +29,10 @@ func bePresent(ctx context.Context, pluginDir string) (*presence, error) {
 	for {
 		if err := os.MkdirAll(pluginDir, 0o755); err != nil {
 			return nil, fmt.Errorf("create the plugin directory: %w", err)
+		}
+		// What lies below it says what this process does as root, and what the container runtime runs as a hook.
+		if err := durable.CheckDir(pluginDir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, fmt.Errorf("use the plugin directory: %w", err)
 		}
 		p := &presence{flock.New(filepath.Join(pluginDir, presenceFile), flock.SetPermissions(0o600))}
 		_, err := p.file.TryRLockContext(ctx, presencePoll)

@@ -2,16 +2,31 @@ package durable
 
 import (
 	"errors"
+	"fmt"
+	"io"
+	"io/fs"
 	"os"
+	"syscall"
 )
 
-// OS is the real file system.
+// maxSize is far beyond any file that is kept by this package.
+const maxSize = 16 << 20
+
+// OS is the real file system. It follows no symbolic link in the last place of a path, and it reads files and directories only if nobody but the user of this
+// process can have written to them; see [UntrustedError].
 type OS struct{}
 
 var _ FS = OS{}
 
+// Create never writes to a file that is there: what was planted under the name, a link or a file that someone holds open, is removed first.
 func (OS) Create(path string, data []byte) error {
-	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+	f, err := createNew(path)
+	if errors.Is(err, fs.ErrExist) {
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		f, err = createNew(path)
+	}
 	if err != nil {
 		return err
 	}
@@ -24,26 +39,72 @@ func (OS) Create(path string, data []byte) error {
 	return f.Close()
 }
 
-func (OS) MkdirAll(dir string) error { return os.MkdirAll(dir, 0o700) }
+func createNew(path string) (*os.File, error) {
+	return os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+}
+
+func (OS) MkdirAll(dir string) error {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return err
+	}
+	return CheckDir(dir)
+}
 
 func (OS) Rename(from, to string) error { return os.Rename(from, to) }
 func (OS) Remove(path string) error     { return os.Remove(path) }
 
 func (OS) SyncDir(dir string) error {
-	d, err := os.Open(dir)
+	d, err := open(dir, syscall.O_DIRECTORY)
 	if err != nil {
 		return err
 	}
 	return errors.Join(d.Sync(), d.Close())
 }
 
-func (OS) ReadFile(path string) ([]byte, error) { return os.ReadFile(path) }
-
-func (OS) ReadDir(dir string) ([]string, error) {
-	d, err := os.Open(dir)
+func (OS) ReadFile(path string) ([]byte, error) {
+	// Without waiting: a pipe would wait for its writer.
+	f, err := open(path, syscall.O_NONBLOCK)
 	if err != nil {
 		return nil, err
 	}
-	names, err := d.Readdirnames(-1)
-	return names, errors.Join(err, d.Close())
+	defer func() { _ = f.Close() }()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if err := trustedFile(path, info); err != nil {
+		return nil, err
+	}
+	if info.Size() > maxSize {
+		return nil, &UntrustedError{path, fmt.Sprintf("it has %d bytes, more than this driver ever writes", info.Size())}
+	}
+	return io.ReadAll(io.LimitReader(f, maxSize))
+}
+
+func (OS) ReadDir(dir string) ([]string, error) {
+	d, err := open(dir, syscall.O_DIRECTORY)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = d.Close() }()
+	info, err := d.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if err := trustedDir(dir, info); err != nil {
+		return nil, err
+	}
+	return d.Readdirnames(-1)
+}
+
+// open follows no link in the last place of the path.
+func open(path string, flags int) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|flags, 0)
+	if err == nil {
+		return f, nil
+	}
+	if info, lerr := os.Lstat(path); lerr == nil && info.Mode()&fs.ModeSymlink != 0 {
+		return nil, &UntrustedError{path, "it is " + kind(info.Mode())}
+	}
+	return nil, err
 }

@@ -64,10 +64,14 @@ func (s Store) Load(m *Monitor, now time.Time) error {
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
-	if err != nil {
+	var untrusted *durable.UntrustedError
+	if err != nil && !errors.As(err, &untrusted) {
 		return fmt.Errorf("read the verdicts about this node's GPUs: %w", err)
 	}
-	saved, err := decode(raw)
+	var saved state
+	if err == nil {
+		saved, err = decode(raw)
+	}
 	if err != nil {
 		aside := s.Path + ".unreadable"
 		return errors.Join(fmt.Errorf("the verdicts about this node's GPUs in %s cannot be read; they are put aside as %s, and begin anew: %w", s.Path, aside, err),

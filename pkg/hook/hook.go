@@ -18,6 +18,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 // stale is the age from which a copy is no longer being written by another instance of the plugin.
@@ -36,11 +38,17 @@ func (h *Hook) Install() (changed bool, err error) {
 	if err != nil {
 		return false, fmt.Errorf("read the hook binary: %w", err)
 	}
-	if have, err := digest(target); err == nil && bytes.Equal(have, want) && os.Chmod(target, 0o755) == nil {
-		return false, nil
-	}
 	if err := os.MkdirAll(filepath.Dir(target), 0o755); err != nil {
 		return false, fmt.Errorf("make the hook's directory on the host: %w", err)
+	}
+	// The container runtime runs it as root: nobody else may be able to replace it, nor to change it later.
+	if err := durable.CheckDir(filepath.Dir(target)); err != nil {
+		return false, fmt.Errorf("use the hook's directory on the host: %w", err)
+	}
+	if durable.CheckFile(target) == nil {
+		if have, err := digest(target); err == nil && bytes.Equal(have, want) && os.Chmod(target, 0o755) == nil {
+			return false, nil
+		}
 	}
 	for _, path := range h.unfinished() {
 		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > stale {
@@ -66,6 +74,9 @@ func (h *Hook) Check() error {
 		return fmt.Errorf("hook %s is not a file: remove it", target)
 	case info.Mode().Perm()&0o111 == 0:
 		return fmt.Errorf("hook %s is not executable: remove it, the plugin installs it when it starts", target)
+	}
+	if err := errors.Join(durable.CheckDir(filepath.Dir(target)), durable.CheckFile(target)); err != nil {
+		return fmt.Errorf("the hook on the host: %w", err)
 	}
 	var mount unix.Statfs_t
 	if err := unix.Statfs(target, &mount); err != nil {

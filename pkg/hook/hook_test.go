@@ -136,7 +136,7 @@ func TestCheckNamesTheMissingHook(t *testing.T) {
 
 func TestCheckRefusesAFileSystemWithoutExecution(t *testing.T) {
 	dir := t.TempDir()
-	switch err := unix.Mount("tmpfs", dir, "tmpfs", unix.MS_NOEXEC, "size=64k"); {
+	switch err := unix.Mount("tmpfs", dir, "tmpfs", unix.MS_NOEXEC, "size=64k,mode=755"); {
 	case errors.Is(err, unix.EPERM):
 		t.Skip("needs the right to mount")
 	case err != nil:
@@ -186,4 +186,47 @@ func TestCopiesOfKilledInstallationsGo(t *testing.T) {
 	if left, err := os.ReadDir(filepath.Dir(target)); err != nil || len(left) != 0 {
 		t.Errorf("left: %v, %v", left, err)
 	}
+}
+
+// The runtime runs it as root.
+func TestWhatOthersCouldChangeIsReplacedOrRefused(t *testing.T) {
+	for name, plant := range map[string]func(target, elsewhere string) error{
+		"a file that everyone may write to": func(target, _ string) error { return os.Chmod(target, 0o777) },
+		"a link to the same bytes": func(target, elsewhere string) error {
+			return errors.Join(os.Rename(target, elsewhere), os.Symlink(elsewhere, target))
+		},
+		"a pipe": func(target, _ string) error { return errors.Join(os.Remove(target), unix.Mkfifo(target, 0o755)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			h, _, target := host(t)
+			install(t, h)
+			if err := plant(target, filepath.Join(t.TempDir(), "elsewhere")); err != nil {
+				t.Fatal(err)
+			}
+			if err := h.Check(); err == nil {
+				t.Error("it is taken for the hook")
+			}
+			if !install(t, h) {
+				t.Error("it was left")
+			}
+			if info, err := os.Lstat(target); err != nil || !info.Mode().IsRegular() || info.Mode().Perm() != 0o755 {
+				t.Error(info, err)
+			}
+			if err := h.Check(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	t.Run("a directory that everyone may write to", func(t *testing.T) {
+		h, _, target := host(t)
+		install(t, h)
+		if err := os.Chmod(filepath.Dir(target), 0o777); err != nil {
+			t.Fatal(err)
+		}
+		for what, err := range map[string]error{"installed": func() error { _, err := h.Install(); return err }(), "checked": h.Check()} {
+			if err == nil || !strings.Contains(err.Error(), "others may write") {
+				t.Errorf("%s: %v", what, err)
+			}
+		}
+	})
 }

@@ -21,6 +21,8 @@ import (
 	"time"
 
 	"github.com/gofrs/flock"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 // flockPoll is how often a flock that another process holds is tried again.
@@ -38,6 +40,9 @@ type Set struct {
 func NewSet(dir string) (*Set, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create the directory for locks: %w", err)
+	}
+	if err := durable.CheckDir(dir); err != nil {
+		return nil, fmt.Errorf("use the directory for locks: %w", err)
 	}
 	return &Set{dir: dir, queue: queue{taken: map[string]time.Time{}}}, nil
 }

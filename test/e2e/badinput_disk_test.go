@@ -21,6 +21,7 @@ func (w *world) testBrokenRecords(t *testing.T) {
 		"truncated": {func(r string) string { return r[:len(r)/2] }, "is unreadable"},
 		"empty":     {func(string) string { return "" }, "it is empty"},
 		"flipped":   {func(r string) string { return strings.Replace(r, "Prepared", "Preparee", 1) }, "checksum"},
+		"planted":   {func(r string) string { return r + "\n" }, "it belongs to user 65534"}, // whole, but not the driver's
 		"future":    {func(r string) string { return strings.Replace(r, `"formatVersion":1`, `"formatVersion":99`, 1) }, "format version 99"},
 	}
 	for kind := range kinds {
@@ -36,6 +37,9 @@ func (w *world) testBrokenRecords(t *testing.T) {
 			t.Fatalf("the record was not damaged: %s", broken)
 		}
 		w.write(t, badNode, file, broken)
+		if kind == "planted" {
+			w.on(t, badNode, "chown", "65534", file)
+		}
 	}
 
 	// The GPUs stay held: an allocation that names one all the same is refused, and says what is wrong with whose record.
@@ -79,16 +83,16 @@ func (w *world) testBrokenRecords(t *testing.T) {
 
 	// The end of a claim's last Pod resolves what can be resolved.
 	claim := w.uidOf(t, ns, "future")
-	if _, err := w.Kubectl(t.Context(), "-n", ns, "delete", "--wait=false", "pod", "truncated", "empty", "joins-empty", "flipped", "future", "joins-future"); err != nil {
+	if _, err := w.Kubectl(t.Context(), "-n", ns, "delete", "--wait=false", "pod", "truncated", "empty", "joins-empty", "flipped", "planted", "future", "joins-future"); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, 60*time.Second, "the claim's Events say why its device is not given back", func() (bool, string) {
 		events := w.events(t, ns, "future")
 		return strings.Contains(events, "UnprepareFailed") && strings.Contains(events, "format version 99"), events
 	})
-	w.running(t, ns, "wants-truncated", "wants-empty", "wants-flipped")
-	if aside := strings.Fields(w.on(t, badNode, "ls", stateDir+"/quarantine")); len(aside) != 3 {
-		t.Errorf("set aside for someone to look at: %q, want three records", aside)
+	w.running(t, ns, "wants-truncated", "wants-empty", "wants-flipped", "wants-planted")
+	if aside := strings.Fields(w.on(t, badNode, "ls", stateDir+"/quarantine")); len(aside) != 4 {
+		t.Errorf("set aside for someone to look at: %q, want four records", aside)
 	}
 	w.refused(t, ns, "wants-future", "is held by")
 	w.write(t, badNode, fmt.Sprintf("%s/claims/%s_%s.json", stateDir, claim, w.allocated(t, ns, "wants-future")), intact["future"]) // as if the later driver were back

@@ -26,13 +26,14 @@ func TestBadInput(t *testing.T) {
 	sim := simulator(t)
 	node := sim.Node(badNode, "dgx-h100")
 	// A disk of its own for the driver's state, small enough to be filled.
-	mountState := fmt.Sprintf(`"$@"; mkdir -p %[1]s; mount -t tmpfs -o size=256k state %[1]s`, stateDir)
+	mountState := fmt.Sprintf(`"$@"; mkdir -p %[1]s; mount -t tmpfs -o size=256k,mode=700 state %[1]s`, stateDir)
 	node.BootHook = append([]string{"/bin/sh", "-ec", mountState, "boot"}, node.BootHook...)
 	w := start(t, "e2e-bad", node)
 	w.offers(t, badNode, badGPUs)
 
 	t.Run("OpaqueConfigTheAPIRefuses", w.testOpaqueConfigTheAPIRefuses)
 	t.Run("OpaqueConfig", w.testOpaqueConfig)
+	t.Run("OpaqueConfigThatNamesTheNode", w.testOpaqueConfigThatNamesTheNode)
 	t.Run("UnknownDevice", w.testUnknownDevice)
 	t.Run("VanishedDevice", w.testVanishedDevice)
 	t.Run("BrokenRecords", w.testBrokenRecords)
@@ -77,14 +78,7 @@ spec:
 		"wrong-type":       {claimYAML("wrong-type", gpuConfig("sharing: 7")), []string{"wrong type"}},
 		"unknown-strategy": {claimYAML("unknown-strategy", gpuConfig("sharing: {strategy: Luck}")), []string{"sharing.strategy", "Luck", "TimeSlicing"}},
 		"limit-of-nobody":  {claimYAML("limit-of-nobody", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'7': 1Gi}}}")), []string{"defaultPerDevicePinnedMemoryLimit", "7"}},
-		// What would be a way onto the node, if any field took it.
-		"host-path":      {claimYAML("host-path", gpuConfig("hostPath: /etc, mounts: [{hostPath: /, containerPath: /host}]")), []string{"GpuConfig", "unknown field"}},
-		"device-node":    {claimYAML("device-node", gpuConfig("deviceNodes: [{path: /dev/sda}]")), []string{"GpuConfig", `unknown field "deviceNodes"`}},
-		"environment":    {claimYAML("environment", gpuConfig("env: [LD_PRELOAD=/x], hooks: [{hookName: createRuntime, path: /bin/sh}]")), []string{"GpuConfig", "unknown field"}},
-		"cdi-name":       {claimYAML("cdi-name", gpuConfig("cdiDevices: [k8s.gpu.nvidia.com/base=driver]")), []string{"GpuConfig", `unknown field "cdiDevices"`}},
-		"pipe-directory": {claimYAML("pipe-directory", gpuConfig("sharing: {strategy: MPS, mpsConfig: {pipeDirectory: /etc}}")), []string{`unknown field "`, "pipeDirectory"}},
-		"path-as-a-gpu":  {claimYAML("path-as-a-gpu", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'../../etc': 1Gi}}}")), []string{"defaultPerDevicePinnedMemoryLimit", "../../etc"}},
-		"bad-class":      {strings.Replace(claimYAML("bad-class", ""), "gpu.nvidia.com", "badly-configured", 1), []string{"the DeviceClass's configuration", "sharing.mpsConfig.defaultActiveThreadPercentage is 101"}},
+		"bad-class":        {strings.Replace(claimYAML("bad-class", ""), "gpu.nvidia.com", "badly-configured", 1), []string{"the DeviceClass's configuration", "sharing.mpsConfig.defaultActiveThreadPercentage is 101"}},
 	}
 	for name, c := range cases {
 		w.apply(t, ns, c.claim+podOnClaim(name, badNode, name))
@@ -96,6 +90,31 @@ spec:
 	}
 	w.counts(t, badNode, "prepare", "claim")
 	w.running(t, ns, "good")
+	w.givenBack(t, ns)
+}
+
+// What would be a way onto the node, if any field took it.
+func (w *world) testOpaqueConfigThatNamesTheNode(t *testing.T) {
+	ns := w.namespace(t)
+	cases := map[string]struct {
+		claim string
+		says  []string
+	}{
+		"host-path":      {claimYAML("host-path", gpuConfig("hostPath: /etc, mounts: [{hostPath: /, containerPath: /host}]")), []string{"GpuConfig", "unknown field"}},
+		"device-node":    {claimYAML("device-node", gpuConfig("deviceNodes: [{path: /dev/sda}]")), []string{"GpuConfig", `unknown field "deviceNodes"`}},
+		"environment":    {claimYAML("environment", gpuConfig("env: [LD_PRELOAD=/x], hooks: [{hookName: createRuntime, path: /bin/sh}]")), []string{"GpuConfig", "unknown field"}},
+		"cdi-name":       {claimYAML("cdi-name", gpuConfig("cdiDevices: [k8s.gpu.nvidia.com/base=driver]")), []string{"GpuConfig", `unknown field "cdiDevices"`}},
+		"pipe-directory": {claimYAML("pipe-directory", gpuConfig("sharing: {strategy: MPS, mpsConfig: {pipeDirectory: /etc}}")), []string{`unknown field "`, "pipeDirectory"}},
+		"path-as-a-gpu":  {claimYAML("path-as-a-gpu", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'../../etc': 1Gi}}}")), []string{"defaultPerDevicePinnedMemoryLimit", "../../etc"}},
+	}
+	for name, c := range cases {
+		w.apply(t, ns, c.claim+podOnClaim(name, badNode, name))
+	}
+	w.apply(t, ns, podOn("good", badNode))
+	w.running(t, ns, "good")
+	for name, c := range cases {
+		w.refused(t, ns, name, append(c.says, "claim "+ns+"/"+name)...)
+	}
 	w.givenBack(t, ns)
 }
 

@@ -189,7 +189,7 @@ func (d directories) write(id, name string, content any) error {
 
 func (d directories) read(id, name string, into any) error {
 	path := filepath.Join(d.paths.Dir(id), name)
-	data, err := os.ReadFile(path)
+	data, err := durable.OS{}.ReadFile(path)
 	if err != nil {
 		return err
 	}
