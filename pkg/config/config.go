@@ -32,6 +32,7 @@ type Config struct {
 	DriverRoot      string
 	DriverRootMount string
 	DevRoot         string
+	DriverDirs      string
 	SysfsRoot       string
 	ProcRoot        string
 	CgroupRoot      string
@@ -96,6 +97,11 @@ func (c *Config) MPSHookPath() string {
 	return filepath.Join(filepath.Dir(c.HookPath), mps.HookProgram)
 }
 
+// ExtraDriverDirs are the directories outside the driver root in which files of the driver may lie too.
+func (c *Config) ExtraDriverDirs() []string {
+	return strings.FieldsFunc(c.DriverDirs, func(r rune) bool { return r == ',' })
+}
+
 // StateDir holds what must survive the process: records, locks, quarantine.
 func (c *Config) StateDir() string { return filepath.Join(c.PluginDir, "state") }
 
@@ -122,6 +128,11 @@ func (c *Config) Validate() error {
 	for flag, path := range map[string]string{"dev-root": c.DevRoot, "cgroup-root": c.CgroupRoot, "cri-socket": c.CRISocket, "kubeconfig": c.Kubeconfig} {
 		if path != "" && !filepath.IsAbs(path) {
 			wrong(flag, "%q is not an absolute path", path)
+		}
+	}
+	for _, dir := range c.ExtraDriverDirs() {
+		if !filepath.IsAbs(dir) || filepath.Clean(dir) == "/" {
+			wrong("driver-dirs", "%q is not an absolute path of a directory below /", dir)
 		}
 	}
 	for flag, address := range map[string]string{"http-address": c.HTTPAddress, "grpc-health-address": c.GRPCHealthAddress} {

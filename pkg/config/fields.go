@@ -54,6 +54,7 @@ func (c *Config) Fields() []Field {
 	str(&c.DriverRoot, "driver-root", "root of the NVIDIA driver's files as the host sees it: / on a plain host, /run/nvidia/driver for a driver container")
 	str(&c.DriverRootMount, "driver-root-mount", "the driver root as this process sees it; empty means the same path")
 	str(&c.DevRoot, "dev-root", "directory whose dev/ holds the NVIDIA device nodes; empty means the driver root if it has dev/nvidiactl, else /")
+	str(&c.DriverDirs, "driver-dirs", "directories outside the driver root, separated by commas and at the same path on the host, in which files of the driver lie too; what leads neither there nor into the driver root is not given to containers")
 	str(&c.SysfsRoot, "sysfs-root", "where sysfs is mounted for this process")
 	str(&c.ProcRoot, "proc-root", "where procfs is mounted for this process")
 	str(&c.CgroupRoot, "cgroup-root", "where the host and this process have mounted cgroup v2, by which NVIDIA drivers from r615 on hold a container as a whole to its fraction of a GPU's memory, where they can; empty means to limit each process alone")

@@ -16,6 +16,7 @@ func Paths(cfg *config.Config) nvidia.Paths {
 		DriverRoot:     cfg.DriverRootMount,
 		HostDriverRoot: cfg.DriverRoot,
 		DevRoot:        cfg.DevRoot,
+		DriverDirs:     cfg.ExtraDriverDirs(),
 		Sysfs:          cfg.SysfsRoot,
 		Proc:           cfg.ProcRoot,
 		Cgroups:        cfg.CgroupRoot,

@@ -35,6 +35,9 @@ func (s scanner) commonEdits(d device.Driver) (edits, error) {
 		return edits{}, notReady("wait until the driver's installation is complete, or check that its libraries and its kernel module are of one version",
 			"the libraries of driver %s are not complete under %s (%v)", d.Version, s.paths.HostDriverRoot, err)
 	}
+	if err := s.confine(*found.ContainerEdits); err != nil {
+		return edits{}, notReady("", "what the driver root offers is not given to containers: %v", err)
+	}
 	common := s.tidy(*found.ContainerEdits)
 	if !hasLibrary(common, "libcuda.so."+d.Version) {
 		return edits{}, notReady("install the compute part of the driver (libcuda), or wait until the driver's installation is complete",
@@ -55,6 +58,9 @@ func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (ed
 	}
 	if len(found) == 0 {
 		return edits{}, fmt.Errorf("describe the GPU for CDI: nothing found for %s", g.UUID)
+	}
+	if err := s.confine(found[0].ContainerEdits); err != nil {
+		return edits{}, fmt.Errorf("what there is of the GPU is not given to containers: %w", err)
 	}
 	own := s.tidy(found[0].ContainerEdits)
 	want := fmt.Sprintf("/dev/nvidia%d", g.Minor)

@@ -15,6 +15,8 @@ type Paths struct {
 	// DevRoot is the directory, as the plugin sees it, whose dev holds the driver's device nodes (that dev itself is accepted too).
 	// Empty means: the driver root if its dev holds nvidiactl, else /.
 	DevRoot string `json:"devRoot,omitempty"`
+	// DriverDirs are directories outside the driver root, the same for host and plugin, in which files of the driver may lie too.
+	DriverDirs []string `json:"driverDirs,omitempty"`
 	// Sysfs and Proc are where the plugin sees the host's /sys and /proc.
 	Sysfs string `json:"sysfs"`
 	Proc  string `json:"proc"`

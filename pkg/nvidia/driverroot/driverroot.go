@@ -57,12 +57,29 @@ const NVML = "libnvidia-ml.so.1"
 // Library finds NVML. The dynamic linker's own search is not used: it would look below the root of this process.
 func Library(root string) (path string, ok bool) {
 	for _, dir := range LibraryDirs() {
-		path := filepath.Join(root, dir, NVML)
-		if _, err := os.Stat(path); err == nil {
+		if path := filepath.Join(root, dir, NVML); isOwnFile(root, path) {
 			return path, true
 		}
 	}
 	return "", false
+}
+
+// isOwnFile says whether a path is a file and leads, as the kernel follows it for this process, to the one that it leads to for a process whose root directory
+// the driver root is: a link out of the driver root would have this process load something of its own system. A device or pipe would keep it waiting.
+func isOwnFile(root, path string) bool {
+	leads, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		return false
+	}
+	root, err = filepath.EvalSymlinks(root)
+	if err != nil {
+		return false
+	}
+	if rest, err := filepath.Rel(root, leads); err != nil || !filepath.IsLocal(rest) {
+		return false
+	}
+	info, err := os.Lstat(leads)
+	return err == nil && info.Mode().IsRegular()
 }
 
 // Program is a program of the driver's with what it takes to run it here, without a change of the root directory.
@@ -80,7 +97,7 @@ func Find(root, name string) (Program, error) {
 		return Program{}, fmt.Errorf("%s is not under the driver root %s (looked in %s)", NVML, root, strings.Join(LibraryDirs(), ", "))
 	}
 	for _, dir := range programDirs {
-		path, err := resolve(root, filepath.Join(dir, name))
+		path, err := Resolve(root, filepath.Join(dir, name))
 		if err != nil {
 			continue
 		}
@@ -109,9 +126,9 @@ func (p Program) Environment(libraries ...string) []string {
 // maxLinks is how many symbolic links a path may go through, as in the kernel.
 const maxLinks = 40
 
-// resolve follows the symbolic links of a path as a process would for which root is the root directory. An absolute link, such as those of
+// Resolve follows the symbolic links of a path as a process would for which root is the root directory. An absolute link, such as those of
 // Debian's alternatives, would otherwise lead to the files of this process's own system.
-func resolve(root, path string) (string, error) {
+func Resolve(root, path string) (string, error) {
 	done, rest := "/", strings.Split(filepath.Clean("/" + path)[1:], "/")
 	for links := 0; len(rest) > 0; {
 		next := filepath.Join(done, rest[0]) // which keeps ".." below the root

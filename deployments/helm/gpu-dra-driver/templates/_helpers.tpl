@@ -206,6 +206,11 @@ driverRootMount: {{ include "gpu-dra-driver.driverRootMount" . | quote }}
 {{- with .Values.devRoot }}
 devRoot: {{ . | quote }}
 {{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{- $dirs := list }}
+{{- range . }}{{ $dirs = append $dirs .mountPath }}{{ end }}
+driverDirs: {{ join "," $dirs | quote }}
+{{- end }}
 sysfsRoot: /host/sys
 procRoot: /host/proc
 {{- with .Values.hookPath }}

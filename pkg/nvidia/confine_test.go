@@ -1,0 +1,221 @@
+package nvidia
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"tags.cncf.io/container-device-interface/specs-go"
+)
+
+// secret is a file of the node's, named so that it would pass for a library of the driver's.
+const secret = "etc/libsecret.so." + fakeVersion
+
+// hostile are driver roots that lead a runtime, which mounts what is found there into tenants' containers, somewhere else.
+var hostile = map[string]struct {
+	plant  func(h fakeHost)
+	reason string // empty: what is planted is passed over
+}{
+	"a library that is an absolute link to a file of the node's": {func(h fakeHost) {
+		h.link(filepath.Join(h.root, secret), "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+fakeVersion)
+	}, ""},
+	"a library that is a link which climbs": {func(h fakeHost) {
+		h.link("../../../"+secret, "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+fakeVersion)
+	}, ""},
+	"a library behind two links": {func(h fakeHost) {
+		h.link("step", "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+fakeVersion)
+		h.link("/../../"+h.root+"/"+secret, "driver/usr/lib64/step")
+	}, ""},
+	"a program that is a link out": {func(h fakeHost) {
+		h.link(filepath.Join(h.root, secret), "driver/usr/bin/nvidia-smi")
+		h.must(os.Chmod(filepath.Join(h.root, secret), 0o755))
+	}, "leads to no file within the driver root"},
+	"a configuration that is a link out": {func(h fakeHost) {
+		h.link("../../../../"+secret, "driver/usr/share/glvnd/egl_vendor.d/10_nvidia.json")
+		h.link(filepath.Join(h.root, secret), "driver/etc/vulkan/icd.d/nvidia_icd.json")
+	}, "leads to no file within the driver root"},
+	"firmware that is a link out": {func(h fakeHost) {
+		h.link(filepath.Join(h.root, secret), "driver/lib/firmware/nvidia/"+fakeVersion+"/gsp_ga10x.bin")
+	}, "leads to no file within the driver root"},
+	"a library that is a pipe": {func(h fakeHost) {
+		h.pipe("driver/usr/lib64/libnvidia-ptxjitcompiler.so." + fakeVersion)
+	}, "has not answered"}, // where it is read; in the child process that the driver root is looked through in, which is ended then
+	"a library that is a device": {func(h fakeHost) {
+		h.node("driver/usr/lib64/libnvidia-ptxjitcompiler.so." + fakeVersion)
+	}, "is no file but"},
+	"a library without end": {func(h fakeHost) {
+		h.file("driver/usr/lib64/libnvidia-ptxjitcompiler.so."+fakeVersion, "")
+		h.must(os.Truncate(filepath.Join(h.root, "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+fakeVersion), 1<<42))
+	}, ""},
+	"a directory of libraries that is a link out": {func(h fakeHost) {
+		h.must(os.Rename(filepath.Join(h.root, "driver/usr/lib64"), filepath.Join(h.root, "etc/lib64")))
+		h.link(filepath.Join(h.root, "etc/lib64"), "driver/usr/lib64")
+	}, "libcuda.so." + fakeVersion + " is not under"},
+	"a GPU's node that is a link": {func(h fakeHost) {
+		h.remove("driver/dev/nvidia0")
+		h.link(filepath.Join(h.root, "driver/dev/nvidia1"), "driver/dev/nvidia0")
+	}, "GPU"},
+}
+
+func (h fakeHost) pipe(path string) {
+	h.t.Helper()
+	h.parent(path)
+	h.must(unix.Mkfifo(filepath.Join(h.root, path), 0o600))
+	h.t.Cleanup(func() { // lets go of who waits for a writer
+		if f, err := os.OpenFile(filepath.Join(h.root, path), os.O_RDWR|unix.O_NONBLOCK, 0); err == nil {
+			_ = f.Close()
+		}
+	})
+}
+
+func (h fakeHost) must(err error) {
+	h.t.Helper()
+	if err != nil {
+		h.t.Fatal(err)
+	}
+}
+
+// Whatever lies in a driver root, no container is given a file that is not in it.
+func TestAHostileDriverRootGivesNothingOfTheNodeAway(t *testing.T) {
+	for name, c := range hostile {
+		t.Run(name, func(t *testing.T) {
+			h := newFakeHost(t)
+			h.file(secret, "root:$6$:1:0:99999:7:::\n")
+			c.plant(h)
+			s := h.scanner(fakeNVML(twoCards()...))
+			if strings.Contains(c.reason, "not answered") {
+				s.limit = time.Second
+			}
+			node, err := s.scan(t.Context())
+			said, merr := json.Marshal(node)
+			h.must(merr)
+			switch {
+			case err == nil && c.reason != "" && !strings.Contains(string(said), c.reason):
+				t.Errorf("no word of it: %s", said)
+			case err != nil && (c.reason == "" || !strings.Contains(err.Error(), c.reason)):
+				t.Errorf("%v, want %q", err, c.reason)
+			}
+			all := []specs.ContainerEdits{node.Common}
+			for _, g := range node.GPUs {
+				all = append(all, g.Edits)
+			}
+			for _, e := range all {
+				for _, m := range e.Mounts {
+					rest, ok := below("/run/nvidia/driver", m.HostPath)
+					if !ok || strings.Contains(m.HostPath, secret) || strings.Contains(m.ContainerPath, secret) {
+						t.Errorf("%s is mounted at %s", m.HostPath, m.ContainerPath)
+						continue
+					}
+					// The runtime follows links from the root of the host: there must be none.
+					path := filepath.Join(h.root, "driver", rest)
+					if leads, err := filepath.EvalSymlinks(path); err != nil || leads != path {
+						t.Errorf("the source %s of a mount leads to %s (%v)", m.HostPath, leads, err)
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestNVMLIsLoadedFromTheDriverRootOnly(t *testing.T) {
+	for name, plant := range map[string]func(h fakeHost, path string){
+		"a link out": func(h fakeHost, path string) {
+			h.file("etc/own.so", "no ELF")
+			h.link(filepath.Join(h.root, "etc/own.so"), path)
+		},
+		"a link that climbs": func(h fakeHost, path string) { h.file("etc/own.so", "no ELF"); h.link("../../../etc/own.so", path) },
+		"a pipe":             func(h fakeHost, path string) { h.pipe(path) },
+		"a device":           func(h fakeHost, path string) { h.node(path) },
+		"a directory":        func(h fakeHost, path string) { h.file(path+"/x", "") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := newFakeHost(t)
+			h.remove("driver/usr/lib64/libnvidia-ml.so.1")
+			plant(h, "driver/usr/lib64/libnvidia-ml.so.1")
+			if path, err := findLibrary(h.paths()); err == nil {
+				t.Errorf("%s would be loaded", path)
+			}
+		})
+	}
+}
+
+// An admin who has files of the driver elsewhere says so.
+func TestDirectoriesBesideTheDriverRootAreAnAdminsToName(t *testing.T) {
+	h := newFakeHost(t)
+	h.file("opt/more/lib.so", "no ELF")
+	h.file("etc/shadow", "secret")
+	h.link("lib.so", "opt/more/link.so")
+	h.link("../../etc/shadow", "opt/more/out.so")
+	more := filepath.Join(h.root, "opt/more")
+	for _, c := range []struct {
+		file, leads string
+		dirs        []string
+	}{
+		{"lib.so", "", nil},
+		{"lib.so", "", []string{filepath.Join(h.root, "opt/mo"), "/elsewhere"}},
+		{"lib.so", "lib.so", []string{"/elsewhere", more}},
+		{"link.so", "lib.so", []string{more + "/"}},
+		{"out.so", "", []string{more}},
+		{"not-there.so", "", []string{more}},
+	} {
+		paths := h.paths()
+		paths.DriverDirs = c.dirs
+		got, err := paths.confined(filepath.Join(more, c.file))
+		if c.leads == "" && err == nil || c.leads != "" && got != filepath.Join(more, c.leads) {
+			t.Errorf("%s with %q: %q, %v", c.file, c.dirs, got, err)
+		}
+	}
+}
+
+func TestALinkThatALibraryNamesStaysBesideTheLibrary(t *testing.T) {
+	mounts := []*specs.Mount{{ContainerPath: "/usr/lib64/libcuda.so.1"}, {ContainerPath: "/nvidia.json"}}
+	for link, want := range map[string]bool{
+		"/usr/lib64/libcuda.so": true, "/usr/lib64/gbm/nvidia-drm_gbm.so": true, "/dev/dri/by-path/pci-0000:1b:00.0-card": true,
+		"/etc/ld.so.preload": false, "/usr/lib64/../../etc/ld.so.preload": false, "/usr/lib": false, "/usr/lib641/x": false, "usr/lib64/x": false, "": false, "/devil": false, "/x": false,
+	} {
+		if got := besideMounts(link, mounts); got != want {
+			t.Errorf("%q: %t", link, got)
+		}
+	}
+	s := newFakeHost(t).scanner(nil)
+	e := specs.ContainerEdits{Hooks: []*specs.Hook{{Args: []string{"nvidia-cdi-hook", "create-symlinks", "--link", "libcuda.so.1::/etc/ld.so.preload"}}}}
+	if err := s.confine(e); err == nil || !strings.Contains(err.Error(), "/etc/ld.so.preload") {
+		t.Error(err)
+	}
+}
+
+func TestADeviceNodesNumberIsTheOneOfItsName(t *testing.T) {
+	h := newFakeHost(t)
+	h.file("proc/devices", "Character devices:\n  1 mem\n195 nvidia\n195 nvidiactl\n226 drm\n510 nvidia-uvm\n\nBlock devices:\n  8 sd\n259 nvidia-block\n")
+	majors := kernelMajors(h.paths().Proc)
+	for _, c := range []struct {
+		name         string
+		major, minor uint32
+		good         bool
+	}{
+		{"nvidia0", 195, 0, true},
+		{"nvidia17", 195, 17, true},
+		{"nvidiactl", 195, 255, true},
+		{"nvidia-uvm", 510, 0, true},
+		{"nvidia-uvm-tools", 510, 1, true},
+		{"card1", 226, 1, true},
+		{"nvidia0", 195, 1, false},    // another GPU
+		{"nvidia0", 1, 0, false},      // /dev/mem and its like
+		{"nvidia-uvm", 511, 0, false}, // of an earlier load of the module: anybody's by now
+		{"nvidia-uvm", 8, 0, false},
+		{"nvidia-uvm", 259, 0, false}, // of block devices' numbers
+		{"nvidiactl", 195, 0, false},
+		{"nvidia99999999999", 195, 0, false},
+	} {
+		if err := checkNumber(c.name, unix.Mkdev(c.major, c.minor), majors); (err == nil) != c.good {
+			t.Errorf("%s %d:%d: %v", c.name, c.major, c.minor, err)
+		}
+	}
+	if err := checkNumber("nvidia0", unix.Mkdev(0, 0), kernelMajors(filepath.Join(h.root, "nowhere"))); err != nil {
+		t.Errorf("where nothing is known: %v", err)
+	}
+}
