@@ -57,7 +57,7 @@ image: ## Build the image (IMAGE, VERSION, ENGINE=docker|podman|buildah, BUILD_A
 check: vet lint helm-lint ## Look without running: go vet, the linters, helm lint
 
 .PHONY: test
-test: test-unit test-sim test-e2e ## Run every test: unit, simulated GPU, real cluster
+test: test-unit test-faults test-sim test-e2e ## Run every test: unit, random faults, simulated GPU, real cluster
 
 .PHONY: test-unit
 test-unit: toolchain ## Unit and chart tests, with the race detector and the coverage of pkg/
@@ -67,6 +67,14 @@ test-unit: toolchain ## Unit and chart tests, with the race detector and the cov
 	HELM=$$helm $(GOTEST) -race -short -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
 	@tail -n +2 $(BUILD)/pure.out >>$(BUILD)/cover.out
 	@go tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
+
+# Which schedules of faults are run: so many seeds from this one on. A seed tells the same story each time.
+SEED      ?= 1
+SCHEDULES ?= 500
+
+.PHONY: test-faults
+test-faults: toolchain ## Random schedules of faults over the real transaction, checked after each (SEED=1 SCHEDULES=500)
+	$(GOTEST) -count=1 -timeout 60m ./test/schedules -args -seed=$(SEED) -schedules=$(SCHEDULES)
 
 .PHONY: test-sim
 test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the conformance suite, hwcheck run against it, every fault of a cut, and every kind of allocation

@@ -120,6 +120,17 @@ func (s *Store) Save(r Record) error {
 	return durable.Replace(s.disk, filepath.Join(s.claims, name), raw)
 }
 
+// Settle makes durable what is seen of records and holders: the process that wrote one, or removed it, may have been killed before the disk had the name.
+// Nothing is written where it has.
+func (s *Store) Settle() error {
+	for _, dir := range []string{s.holders, s.claims} {
+		if err := s.disk.SyncDir(dir); err != nil {
+			return fmt.Errorf("make sure that the disk has the records: %w", err)
+		}
+	}
+	return nil
+}
+
 // Load finds a claim's record. An error that is an [*UnreadableError] or a [*FutureError] says that there is one, and what is wrong with it.
 func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 	files, err := s.files(uid)

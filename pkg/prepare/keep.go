@@ -46,6 +46,10 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (ke
 		logger.Info("Preparing the claim anew: an earlier preparation took other steps")
 		return false, p.revert(ctx, old)
 	}
+	// What is answered stands on a record that another process may have been killed in writing.
+	if err := p.Records.Settle(); err != nil {
+		return false, because(CauseRecord, "%w", err)
+	}
 	if err := p.verify(w); err != nil {
 		return false, err
 	}

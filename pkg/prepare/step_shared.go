@@ -162,11 +162,10 @@ func (s *shared) Revert(ctx context.Context, env *Env) error {
 		return because(CauseRecord, "%w", err)
 	case !found:
 		return s.removed(env) // also where an earlier call was killed within the removal
-	case !h.Holds(env.ClaimUID):
-		return nil
 	}
 	others := h.Others(env.ClaimUID)
-	if len(others) > 0 {
+	// Also where it has left already: the call that wrote that may have been killed before the disk had it.
+	if len(others) > 0 || !h.Holds(env.ClaimUID) {
 		h.Claims = others
 		if err := env.Records.SaveHolder(h); err != nil {
 			return because(CauseRecord, "%w", err)

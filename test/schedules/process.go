@@ -1,0 +1,381 @@
+package schedules
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/go-logr/logr"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+)
+
+const (
+	driverName = "gpu.nvidia.com"
+	pool       = "node-1"
+	state      = "/state"
+)
+
+// process is an instance of the plugin. All that it does to the world outside goes through [process.do].
+type process struct {
+	*prepare.Preparer
+
+	id    int
+	world *world
+	ctx   context.Context //nolint:containedctx // the process's life
+	end   context.CancelFunc
+	dead  atomic.Bool
+	// ready says that it has put the node in order and takes calls.
+	ready   bool
+	running int
+	locks   []string // those of claims that were there when it was killed
+}
+
+var (
+	_ durable.FS         = &process{}
+	_ prepare.Partitions = hardware{}
+	_ prepare.Daemons    = supervisor{}
+)
+
+func (w *world) newProcess() *process {
+	w.processes++
+	ctx, end := context.WithCancel(klog.NewContext(context.Background(), logr.Discard()))
+	p := &process{id: w.processes, world: w, ctx: ctx, end: end}
+	w.living = append(w.living, p)
+	return p
+}
+
+// open is the start of the process.
+func (p *process) open() error {
+	records, err := checkpoint.Open(state, p)
+	if err != nil {
+		return err
+	}
+	locks, err := lock.NewSet(p.world.lockDir)
+	if err != nil {
+		return err
+	}
+	p.Preparer = prepare.New(prepare.Options{
+		DriverName: driverName, Pool: pool, BootID: p.world.bootID(), Now: func() time.Time { return time.Now().Add(p.world.clock) },
+		Hardware: p, Specs: specStore{p, p.world.specs.open()}, Records: records, Locks: locks, Verify: p.world.verify, Reread: p.reread,
+		Partitions: hardware{p}, MPS: supervisor{p}, MPSEdits: mpsEdits, MIGEdits: migEdits,
+	})
+	return nil
+}
+
+// do makes a call to the world: it waits for its turn, and something may go wrong with it. half is what is left of an effect that was cut short.
+func (p *process) do(ctx context.Context, s step, effect func() error, half func()) error {
+	if p.dead.Load() {
+		return errDead
+	}
+	f := none
+	if !p.world.calm {
+		f = p.world.points.reach(p, s)
+	}
+	if f == slow {
+		wait(ctx, p.world.pause)
+	}
+	if p.dead.Load() {
+		return errDead
+	}
+	switch f {
+	case killWithin, cutWithin:
+		half()
+	case killAfter, cutAfter, lostAnswer:
+		if err := effect(); err != nil && f == lostAnswer {
+			return err
+		}
+	case hangs:
+		wait(ctx, time.Hour)
+		return failure(nvidia.CodeTimeout, s, nvidia.Card{})
+	case fails, bad, full, readOnly, inUse:
+		if half != nil && (f == fails || f == full) {
+			half()
+		}
+		return p.failed(s, f)
+	default:
+		return effect()
+	}
+	switch f {
+	case killWithin, killAfter:
+		p.world.kill(p)
+	case cutWithin, cutAfter:
+		p.world.powerCut()
+	default:
+		return failure(nvidia.CodeDied, s, nvidia.Card{})
+	}
+	return errDead
+}
+
+// failed is how a call says what went wrong.
+func (p *process) failed(s step, f fault) error {
+	switch f {
+	case bad:
+		return syscall.EIO
+	case full:
+		return syscall.ENOSPC
+	case readOnly:
+		return syscall.EROFS
+	case inUse:
+		return failure(nvidia.CodeInUse, s, nvidia.Card{})
+	}
+	switch c, _ := s.class(); c {
+	case reading, listing, specListing:
+		return syscall.EMFILE
+	case looking, changing:
+		return failure(nvidia.CodeOther, s, nvidia.Card{})
+	case daemons, listingMPS:
+		return errors.New("the MPS supervisor has answered with an error")
+	case asking:
+		return apierrors.NewTooManyRequests("slow down", 1)
+	default:
+		return syscall.EIO
+	}
+}
+
+// The disk. Its waits end with the process alone.
+
+func (p *process) Create(path string, data []byte) error {
+	disk := p.world.disk
+	return p.do(p.ctx, onFile("create", path), func() error { return disk.Create(path, data) }, func() { _ = disk.Create(path, data[:len(data)/2]) })
+}
+
+func (p *process) MkdirAll(dir string) error {
+	return p.do(p.ctx, "state: make directory", func() error { return p.world.disk.MkdirAll(dir) }, nil)
+}
+
+func (p *process) Rename(from, to string) error {
+	return p.do(p.ctx, onRename(from, to), func() error { return p.world.disk.Rename(from, to) }, nil)
+}
+
+func (p *process) Remove(path string) error {
+	return p.do(p.ctx, onFile("remove", path), func() error { return p.world.disk.Remove(path) }, nil)
+}
+
+func (p *process) SyncDir(dir string) error {
+	return p.do(p.ctx, onDir("sync", dir), func() error { return p.world.disk.SyncDir(dir) }, nil)
+}
+
+func (p *process) ReadFile(path string) (data []byte, err error) {
+	err = p.do(p.ctx, onFile("read", path), func() error { data, err = p.world.disk.ReadFile(path); return err }, nil)
+	if errors.Is(err, syscall.EIO) {
+		p.world.isUnreadable(path)
+	}
+	return data, err
+}
+
+func (p *process) ReadDir(dir string) (names []string, err error) {
+	err = p.do(p.ctx, onDir("list", dir), func() error { names, err = p.world.disk.ReadDir(dir); return err }, nil)
+	slices.Sort(names)
+	return names, err
+}
+
+// specStore is the CDI directory as the process uses it.
+type specStore struct {
+	p *process
+	prepare.Specs
+}
+
+func (s specStore) WriteBase(edits specs.ContainerEdits) error {
+	return s.p.do(s.p.ctx, baseWrite, func() error { return s.Specs.WriteBase(edits) }, func() {})
+}
+
+func (s specStore) WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error {
+	return s.p.do(s.p.ctx, specWrite, func() error { return s.Specs.WriteClaim(uid, devices) }, func() { s.p.world.specs.half(uid) })
+}
+
+func (s specStore) RemoveClaim(uid types.UID) error {
+	return s.p.do(s.p.ctx, specRemove, func() error { return s.Specs.RemoveClaim(uid) }, nil)
+}
+
+func (s specStore) Claims() (uids []types.UID, err error) {
+	err = s.p.do(s.p.ctx, specList, func() error { uids, err = s.Specs.Claims(); return err }, nil)
+	return uids, err
+}
+
+// Snapshot is what the inventory last saw.
+func (p *process) Snapshot() inventory.Snapshot { return p.world.snapshot }
+
+func (p *process) reread(ctx context.Context, _, name string) (c *resourceapi.ResourceClaim, err error) {
+	err = p.do(ctx, readClaim, func() error {
+		if c = p.world.inAPI(name); c == nil {
+			return apierrors.NewNotFound(schema.GroupResource{Group: "resource.k8s.io", Resource: "resourceclaims"}, name)
+		}
+		return nil
+	}, nil)
+	return c, err
+}
+
+// hardware is the GPUs as the process uses them.
+type hardware struct{ p *process }
+
+func (h hardware) call(ctx context.Context, s step, c nvidia.Card, effect func(*gpu) error) error {
+	return h.p.do(ctx, s, func() error { return h.p.world.on(s, c, effect) }, nil)
+}
+
+func (h hardware) Look(ctx context.Context, c nvidia.Card) (st nvidia.State, err error) {
+	err = h.call(ctx, look, c, func(g *gpu) error { st = g.state(); return nil })
+	return st, err
+}
+
+func (h hardware) SetMode(ctx context.Context, c nvidia.Card, on bool) (st nvidia.State, err error) {
+	s := modeOff
+	if on {
+		s = modeOn
+	}
+	err = h.call(ctx, s, c, func(g *gpu) error { st, err = g.setMode(c, on); return err })
+	return st, err
+}
+
+func (h hardware) CreateInstance(ctx context.Context, c nvidia.Card, profileID uint32, at device.Placement) (in device.Instance, err error) {
+	err = h.call(ctx, createGI, c, func(g *gpu) error { in, err = g.create(c, profileID, at); return err })
+	return in, err
+}
+
+func (h hardware) CreateCompute(ctx context.Context, c nvidia.Card, id uint32) (in device.Instance, err error) {
+	err = h.call(ctx, createCI, c, func(g *gpu) error { in, err = g.fill(c, id); return err })
+	return in, err
+}
+
+// Destroy is two calls of the hardware's.
+func (h hardware) Destroy(ctx context.Context, c nvidia.Card, in device.Instance) error {
+	err := h.call(ctx, destroyCI, c, func(g *gpu) error {
+		there, gone, err := g.destroyable(destroyCI, c, in)
+		if gone || err != nil {
+			return err
+		}
+		there.Compute = nil
+		g.instances[in.ID] = there
+		h.p.world.removes(g, in.ID)
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	return h.call(ctx, destroyGI, c, func(g *gpu) error {
+		if _, gone, err := g.destroyable(destroyGI, c, in); gone || err != nil {
+			return err
+		}
+		delete(g.instances, in.ID)
+		return nil
+	})
+}
+
+func (h hardware) SetComputeMode(ctx context.Context, c nvidia.Card, mode device.ComputeMode) error {
+	return h.call(ctx, computeMode, c, func(g *gpu) error {
+		if g.on && mode == device.ComputeExclusiveProcess {
+			return failure(nvidia.CodeNotSupported, computeMode, c)
+		}
+		g.mode = mode
+		return nil
+	})
+}
+
+func (h hardware) TimeSlice(ctx context.Context, c nvidia.Card) (slice device.TimeSlice, err error) {
+	err = h.call(ctx, readSlice, c, func(g *gpu) error { slice = g.slice; return nil })
+	return slice, err
+}
+
+func (h hardware) SetTimeSlice(ctx context.Context, c nvidia.Card, slice device.TimeSlice) error {
+	return h.call(ctx, setSlice, c, func(g *gpu) error { g.slice = slice; return nil })
+}
+
+// supervisor is the host of the MPS daemons as the process uses it.
+type supervisor struct{ p *process }
+
+func (s supervisor) Start(ctx context.Context, d mps.Daemon) error {
+	return s.p.do(ctx, startDaemon, func() error { return s.p.world.start(d) }, nil)
+}
+
+// Stop forgets a daemon that has gone with its supervisor.
+func (s supervisor) Stop(ctx context.Context, id string) error {
+	return s.p.do(ctx, stopDaemon, func() error { delete(s.p.world.daemons, id); return nil }, nil)
+}
+
+func (s supervisor) List(ctx context.Context) (all []mps.Status, err error) {
+	err = s.p.do(ctx, listDaemons, func() error {
+		if s.p.world.absent {
+			return errNoSupervisor
+		}
+		for _, d := range s.p.world.daemons {
+			all = append(all, mps.Status{Daemon: d, State: mps.Ready})
+		}
+		return nil
+	}, nil)
+	slices.SortFunc(all, func(a, b mps.Status) int { return strings.Compare(a.Daemon.ID, b.Daemon.ID) })
+	return all, err
+}
+
+func mpsEdits(id string) specs.ContainerEdits {
+	return specs.ContainerEdits{
+		Env:    []string{"CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps"},
+		Mounts: []*specs.Mount{{HostPath: daemonDir + id, ContainerPath: "/tmp/nvidia-mps"}},
+	}
+}
+
+const (
+	daemonDir = "/mps/"
+	capDir    = "/dev/nvidia-caps/nvidia-cap"
+)
+
+// migEdits give a container the whole card's nodes and the two capability nodes.
+func migEdits(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits {
+	parent.DeviceNodes = slices.Clone(parent.DeviceNodes)
+	for _, minor := range []int{in.Minor, c.Minor} {
+		parent.DeviceNodes = append(parent.DeviceNodes, &specs.DeviceNode{Path: fmt.Sprintf("%s%d", capDir, minor)})
+	}
+	return parent
+}
+
+// verify finds what containers are promised on the node.
+func (w *world) verify(edits specs.ContainerEdits) error {
+	there := w.nodes()
+	for _, n := range edits.DeviceNodes {
+		if !there[n.Path] {
+			return fmt.Errorf("device node %s: %w", n.Path, fs.ErrNotExist)
+		}
+	}
+	for _, m := range edits.Mounts {
+		if id, ok := strings.CutPrefix(m.HostPath, daemonDir); ok {
+			if _, runs := w.daemons[id]; !runs {
+				return fmt.Errorf("mount %s: %w", m.HostPath, fs.ErrNotExist)
+			}
+		}
+	}
+	return nil
+}
+
+// nodes are the device nodes that there are.
+func (n *node) nodes() map[string]bool {
+	there := map[string]bool{}
+	for _, g := range n.gpus {
+		there[fmt.Sprintf("/dev/nvidia%d", g.minor)] = true
+		for _, in := range g.instances {
+			there[fmt.Sprintf("%s%d", capDir, in.Minor)] = true
+			for _, c := range in.Compute {
+				there[fmt.Sprintf("%s%d", capDir, c.Minor)] = true
+			}
+		}
+	}
+	return there
+}

@@ -1,0 +1,145 @@
+package schedules
+
+import (
+	"encoding/json"
+	"errors"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"k8s.io/apimachinery/pkg/types"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+)
+
+// cdiDir is where the container runtime finds specs.
+type cdiDir interface {
+	// open is for a new process.
+	open() prepare.Specs
+	// half is what a killed process leaves that was writing a claim's spec.
+	half(uid types.UID)
+	// of is the spec that containers of the claim get. It is nil if there is none.
+	of(uid types.UID) ([]specs.Device, error)
+	hasBase() bool
+	// files are all but the base spec.
+	files() []string
+	// remove is what someone does who tidies up.
+	remove(uid types.UID)
+	// clear is a reboot: the directory is on tmpfs.
+	clear() error
+}
+
+// realSpecs is the real store in a directory.
+type realSpecs struct{ dir string }
+
+var (
+	_ cdiDir = realSpecs{}
+	_ cdiDir = &inMemory{}
+)
+
+func (s realSpecs) path(uid types.UID) string {
+	return filepath.Join(s.dir, cdi.Vendor+"-claim_"+string(uid)+".json")
+}
+
+func (s realSpecs) open() prepare.Specs { return cdi.NewStore(s.dir) }
+
+func (s realSpecs) half(uid types.UID) {
+	path := s.path(uid)
+	_ = os.WriteFile(filepath.Join(s.dir, "."+filepath.Base(path)+".tmp-claim"), []byte(`{"cdiVersion"`), 0o600)
+}
+
+func (s realSpecs) of(uid types.UID) ([]specs.Device, error) {
+	raw, err := os.ReadFile(s.path(uid))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	var spec specs.Spec
+	if err == nil {
+		err = json.Unmarshal(raw, &spec)
+	}
+	return spec.Devices, err
+}
+
+func (s realSpecs) base() string { return cdi.Vendor + "-base.json" }
+
+func (s realSpecs) hasBase() bool {
+	_, err := os.Stat(filepath.Join(s.dir, s.base()))
+	return err == nil
+}
+
+func (s realSpecs) files() []string {
+	entries, _ := os.ReadDir(s.dir)
+	var names []string
+	for _, e := range entries {
+		if e.Name() != s.base() {
+			names = append(names, e.Name())
+		}
+	}
+	return names
+}
+
+func (s realSpecs) remove(uid types.UID) { _ = os.Remove(s.path(uid)) }
+
+func (s realSpecs) clear() error { return errors.Join(os.RemoveAll(s.dir), os.Mkdir(s.dir, 0o700)) }
+
+// inMemory is quick, and can be copied.
+type inMemory struct {
+	claims map[types.UID][]specs.Device
+	based  bool
+}
+
+func (s *inMemory) open() prepare.Specs { return s }
+
+func (s *inMemory) half(types.UID) {}
+
+func (s *inMemory) of(uid types.UID) ([]specs.Device, error) { return s.claims[uid], nil }
+
+func (s *inMemory) hasBase() bool { return s.based }
+
+func (s *inMemory) files() []string {
+	var names []string
+	for uid := range s.claims {
+		names = append(names, string(uid))
+	}
+	slices.Sort(names)
+	return names
+}
+
+func (s *inMemory) remove(uid types.UID) { delete(s.claims, uid) }
+
+func (s *inMemory) clear() error {
+	clear(s.claims)
+	s.based = false
+	return nil
+}
+
+// WriteBase keeps that there is a base spec.
+func (s *inMemory) WriteBase(specs.ContainerEdits) error {
+	s.based = true
+	return nil
+}
+
+// WriteClaim keeps a claim's spec.
+func (s *inMemory) WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error {
+	spec := make([]specs.Device, len(devices))
+	for i, d := range devices {
+		spec[i] = specs.Device{Name: d.Name, ContainerEdits: d.Edits}
+	}
+	s.claims[uid] = spec
+	return nil
+}
+
+// RemoveClaim forgets it.
+func (s *inMemory) RemoveClaim(uid types.UID) error {
+	delete(s.claims, uid)
+	return nil
+}
+
+// Claims lists the claims that have one.
+func (s *inMemory) Claims() ([]types.UID, error) {
+	return slices.Sorted(maps.Keys(s.claims)), nil
+}
