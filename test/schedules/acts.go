@@ -33,9 +33,7 @@ func (s *schedule) act() {
 	case n < 81:
 		s.powerCut()
 	case n < 84:
-		if g := pick(s.dice, s.gpus); g.someoneElse(4) {
-			s.note("an admin cuts %s", g.name())
-		}
+		s.someoneElseCuts(pick(s.dice, s.gpus))
 	case n < 87:
 		s.someoneRemovesASpec(c)
 	case n < 89:
@@ -55,6 +53,15 @@ func (s *schedule) act() {
 		s.pass(time.Duration(s.IntN(100)) * time.Second)
 	default:
 		s.forget(c)
+	}
+}
+
+// someoneElseCuts is an admin, who turns on no MIG mode while claims are about. A Prepare of a whole GPU goes by what the inventory has seen.
+func (s *schedule) someoneElseCuts(g *gpu) {
+	about := slices.ContainsFunc(s.claims, func(c *claim) bool { return c.phase != idle })
+	if (g.on || !about) && g.someoneElse(4) {
+		s.note("an admin cuts %s, and the inventory sees it", g.name())
+		s.scan()
 	}
 }
 
@@ -203,7 +210,7 @@ func (s *schedule) prepare(c *claim) {
 		return err
 	}, func(k *call, err error) {
 		if err == nil {
-			c.phase, c.got = prepared, k.of
+			c.phase, c.got, c.before = prepared, k.of, s.disturbances()
 			c.unspecified = !slices.Equal(k.before, s.disturbances())
 		}
 	})

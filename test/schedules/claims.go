@@ -39,7 +39,9 @@ type claim struct {
 	calls []*call
 	// unspecified says that its spec may be gone: someone removed it, or the node was started again, or a GPU was reset.
 	unspecified bool
-	uids        []types.UID
+	// before is how often each GPU was disturbed, and the supervisor, when the kubelet was told that it is prepared.
+	before []int
+	uids   []types.UID
 }
 
 // call is one of the kubelet's.

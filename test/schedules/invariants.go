@@ -107,8 +107,9 @@ func (w *world) has(c *resourceapi.ResourceClaim, r result, spec []specs.Device)
 	if !ok || g == nil {
 		return fmt.Errorf("device %s does not exist", r.Device)
 	}
-	uuid, err := w.given(g, name, r.Device, spec[i].ContainerEdits)
-	if err != nil || ptr.Deref(r.AdminAccess, false) {
+	admin := ptr.Deref(r.AdminAccess, false)
+	uuid, err := w.given(g, name, r.Device, admin, spec[i].ContainerEdits)
+	if err != nil || admin {
 		return err
 	}
 	want := sharingOf(c)
@@ -131,9 +132,12 @@ func (w *world) has(c *resourceapi.ResourceClaim, r result, spec []specs.Device)
 }
 
 // given makes sure that these edits give the device, and no other.
-func (w *world) given(g *gpu, name device.Name, deviceName string, edits specs.ContainerEdits) (uuid string, err error) {
+func (w *world) given(g *gpu, name device.Name, deviceName string, admin bool, edits specs.ContainerEdits) (uuid string, err error) {
 	want := []string{fmt.Sprintf("/dev/nvidia%d", g.minor)}
 	uuid = g.uuid
+	if name.Partition == nil && g.on && !admin {
+		return "", fmt.Errorf("device %s is a whole GPU, and in MIG mode", deviceName)
+	}
 	if name.Partition != nil {
 		found := false
 		for _, in := range g.instances {
@@ -210,6 +214,11 @@ func (w *world) quiet() {
 		if spec, err := w.specs.of(c.uid); err != nil || spec == nil && !c.unspecified {
 			w.breaks("claim %s is prepared, and its spec is gone: %v", c.name, err)
 		}
+		if !c.unspecified && slices.Equal(c.before, w.disturbances()) {
+			if err := w.promised(c.got); err != nil {
+				w.breaks("claim %s is prepared, and nothing has happened to its devices: %v", c.name, err)
+			}
+		}
 		for _, other := range w.claims[:i] {
 			if both := w.conflict(c.got, other.got); other.phase == prepared && both != "" {
 				w.breaks("%s are held twice: by claims %s and %s", both, c.name, other.name)
@@ -270,9 +279,11 @@ func (w *world) noStrays(store *checkpoint.Store) {
 			held[strings.TrimSuffix(d, "-share")] = true
 		}
 	}
-	keys := map[string]bool{}
+	keys, err := store.Holders()
+	if err != nil {
+		w.breaks("list the holders: %v", err)
+	}
 	for _, h := range w.holders(store) {
-		keys[h.Key] = true
 		for _, c := range h.Claims {
 			if !recorded[c.UID] && h.BootID == w.bootID() {
 				w.breaks("holder %s is held by claim %s, which has no record", h.Key, c.UID)
@@ -280,7 +291,7 @@ func (w *world) noStrays(store *checkpoint.Store) {
 		}
 	}
 	for id := range w.daemons {
-		if !keys[id+"_mps-daemon"] {
+		if !slices.Contains(keys, id+"_mps-daemon") {
 			w.breaks("daemon %s runs for nobody", id)
 		}
 	}
