@@ -22,6 +22,7 @@ type leftClaim struct {
 	stored  *resourceapi.ResourceClaim
 	cached  *resourceapi.ResourceClaim // by the API server
 	away    error
+	back    time.Time // when the API server is no longer away; never, if it is zero
 	users   []string
 	unasked error // why users cannot be told
 	asked   int
@@ -80,10 +81,14 @@ func (l *leftClaim) run(t *testing.T, idle bool, how time.Duration) {
 		use: func() (func(), bool) { return func() {}, true },
 		lookup: func(_ context.Context, _ types.NamespacedName, latest bool) (*resourceapi.ResourceClaim, error) {
 			l.asked++
-			if latest || l.cached == nil {
-				return l.stored, l.away
+			away := l.away
+			if !l.back.IsZero() && !time.Now().Before(l.back) {
+				away = nil
 			}
-			return l.cached, l.away
+			if latest || l.cached == nil {
+				return l.stored, away
+			}
+			return l.cached, away
 		},
 		users: func(context.Context, types.UID) ([]string, error) { return l.users, l.unasked },
 		gone:  func(_ context.Context, _ kubeletplugin.NamespacedObject, why string) { l.gone = why },
@@ -147,8 +152,7 @@ func TestAClaimIsKept(t *testing.T) {
 // A kubelet that comes back after a day finds its claim as it was.
 func TestAnAPIServerThatWasAwayHasNotSaidThatAClaimIsGone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		l := &leftClaim{held: true, away: errors.New("timeout")}
-		time.AfterFunc(24*time.Hour, func() { l.away = nil })
+		l := &leftClaim{held: true, away: errors.New("timeout"), back: time.Now().Add(24 * time.Hour)}
 		l.run(t, false, 24*time.Hour+4*time.Minute)
 		if !l.held {
 			t.Error("given back although the API server was away most of the time")
