@@ -64,10 +64,12 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 		if d.gate.Closed() || unwritable {
 			pause = mendedInterval
 		}
+		changed := false
 		select {
 		case <-ctx.Done():
 			return
 		case <-d.inv.Changed():
+			changed = true
 		case <-time.After(pause):
 		}
 		d.checkHook(ctx)
@@ -100,12 +102,15 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 		switch {
 		case s.Ready:
 			if reason != "" {
+				changed = true
 				logger.Info("Devices are offered", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version)
 				d.events.normal("DevicesAvailable", fmt.Sprintf("%d GPUs are offered (driver %s)", len(s.Node.GPUs), s.Node.Driver.Version))
 			}
 			reason = ""
-			wake(toPublisher)
-			wake(d.toReconcile)
+			if changed {
+				wake(toPublisher)
+				wake(d.toReconcile)
+			}
 		case s.Reason != reason:
 			reason = s.Reason
 			logger.Info("No devices are offered", "reason", reason)

@@ -26,7 +26,7 @@ type nodeEvents struct {
 // newNodeEvents starts a recorder that ends with the context. Events name the Node by its UID, so that "kubectl describe node" shows them;
 // the UID is looked up once, and the kubelet's convention (the name as UID) serves if that fails.
 func newNodeEvents(ctx context.Context, client kubernetes.Interface, nodeName string) *nodeEvents {
-	broadcaster := record.NewBroadcaster(record.WithContext(ctx))
+	broadcaster := record.NewBroadcaster(record.WithContext(ctx), record.WithCorrelatorOptions(record.CorrelatorOptions{SpamKeyFunc: quotaKey, KeyFunc: likenessKey}))
 	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: client.CoreV1().Events("")})
 	context.AfterFunc(ctx, broadcaster.Shutdown)
 	ref := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: nodeName, UID: types.UID(nodeName)}
@@ -50,10 +50,4 @@ func (e *nodeEvents) normal(reason, message string) {
 func (e *nodeEvents) warnClaim(c kubeletplugin.NamespacedObject, reason, message string) {
 	ref := &corev1.ObjectReference{APIVersion: "resource.k8s.io/v1", Kind: "ResourceClaim", Namespace: c.Namespace, Name: c.Name, UID: c.UID}
 	e.recorder.Event(ref, corev1.EventTypeWarning, reason, message)
-}
-
-// pod writes an Event about a Pod.
-func (e *nodeEvents) pod(name types.NamespacedName, uid types.UID, kind, reason, message string) {
-	ref := &corev1.ObjectReference{APIVersion: "v1", Kind: "Pod", Namespace: name.Namespace, Name: name.Name, UID: uid}
-	e.recorder.Event(ref, kind, reason, message)
 }

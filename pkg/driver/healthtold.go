@@ -3,28 +3,22 @@ package driver
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
-const (
-	// healthEventsMost bounds how many changes wait to be told to Pods: they are told within seconds, or, while the API server does not answer, the latest are.
-	healthEventsMost = 256
-	// podsTimeout bounds looking up the Pods of one change.
-	podsTimeout = 10 * time.Second
-)
+// healthEventsMost bounds how many changes wait to be told to Pods: they are told within seconds, or, while the API server does not answer, the gravest and
+// of those the latest are.
+const healthEventsMost = 256
 
 // healthTold tells people and monitoring what changed: a line in the log, Events on the Node and on Pods, metrics.
 type healthTold struct {
@@ -36,6 +30,8 @@ type healthTold struct {
 // tellHealth tells what came and went. It waits for nobody.
 func (d *Driver) tellHealth(ctx context.Context, changes []health.Change) {
 	logger := klog.FromContext(ctx)
+	var notices notices
+	known := d.cards()
 	for _, c := range changes {
 		log := logger.WithValues("device", c.Device(), "state", c.Finding.State.String(), "code", c.Finding.Code, "reason", c.Finding.Reason)
 		switch {
@@ -46,16 +42,18 @@ func (d *Driver) tellHealth(ctx context.Context, changes []health.Change) {
 			continue
 		case c.Over:
 			log.Info("A device has recovered from this", "why", c.Why, "since", c.Finding.First)
-			if !d.superseded.Load() {
-				d.events.normal(d.recovered(c))
-			}
+			reason, message := d.recovered(known, c)
+			notices.add(c, corev1.EventTypeNormal, reason, message)
 		default:
 			log.Info("A device is not healthy", "action", c.Finding.Action)
-			if !d.superseded.Load() {
-				d.events.warn("GPU"+c.Finding.State.String(), illMessage(c))
-			}
+			notices.add(c, corev1.EventTypeWarning, "GPU"+c.Finding.State.String(), illMessage(c))
 		}
 		d.healthTold.add(c)
+	}
+	if !d.superseded.Load() {
+		for _, n := range notices {
+			d.events.health(d.events.node, n)
+		}
 	}
 	d.showHealth()
 	wake(d.healthTold.wake)
@@ -70,9 +68,9 @@ func recoveredMessage(c health.Change) string {
 }
 
 // recovered says what the end of something means for the device: only one of which nothing else is known is well.
-func (d *Driver) recovered(c health.Change) (reason, message string) {
+func (d *Driver) recovered(known cards, c health.Change) (reason, message string) {
 	n, _ := device.ParseName(c.Device())
-	if v := d.health.View().Of(d.gpuOf(c.Card), n); v.State > health.Healthy {
+	if v := d.health.View().Of(known.of(c.Card), n); v.State > health.Healthy {
 		return "GPUChanged", fmt.Sprintf("%s; it is %s: %s", recoveredMessage(c), v.State, v.Message())
 	}
 	return "GPURecovered", recoveredMessage(c)
@@ -117,7 +115,13 @@ func (t *healthTold) add(c health.Change) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.pending) >= healthEventsMost {
-		t.pending = t.pending[1:]
+		mildest := 0
+		for i, p := range t.pending {
+			if p.Finding.State < t.pending[mildest].Finding.State {
+				mildest = i
+			}
+		}
+		t.pending = slices.Delete(t.pending, mildest, mildest+1)
 	}
 	t.pending = append(t.pending, c)
 }
@@ -130,89 +134,21 @@ func (t *healthTold) take() []health.Change {
 	return taken
 }
 
-// tellPods writes Events on the Pods that hold what changed, until the context ends.
-func (d *Driver) tellPods(ctx context.Context) {
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-d.healthTold.wake:
-		}
-		for _, c := range d.healthTold.take() {
-			if d.superseded.Load() {
-				continue
-			}
-			if err := d.tellPodsOf(ctx, c); err != nil {
-				klog.FromContext(ctx).V(2).Info("Could not tell all Pods that hold a device how it is", "device", c.Device(), "err", err)
-			}
-		}
-	}
-}
+// cards are what is known of all cards.
+type cards map[device.PCIAddress]device.GPU
 
-// tellPodsOf tells those that hold a device which the change reaches.
-func (d *Driver) tellPodsOf(ctx context.Context, c health.Change) error {
-	ctx, cancel := context.WithTimeout(ctx, podsTimeout)
-	defer cancel()
-	entries, err := d.preparer.Records.List()
-	if err != nil {
-		return err
-	}
-	gpu := d.gpuOf(c.Card)
-	var failed error
-	for _, e := range entries {
-		held := reached(c, gpu, e.Devices)
-		if held == "" {
-			continue
-		}
-		if err := d.tellClaim(ctx, c, e, held); err != nil {
-			failed = err
-		}
-	}
-	return failed
-}
-
-// reached is the first of the devices that the change reaches.
-func reached(c health.Change, gpu device.GPU, held []string) string {
-	for _, name := range held {
-		if n, ok := device.ParseName(name); ok && n.GPU == gpu.WholeName() && c.Affected(gpu, n) {
-			return name
-		}
-	}
-	return ""
-}
-
-func (d *Driver) tellClaim(ctx context.Context, c health.Change, e checkpoint.Entry, held string) error {
-	r, found, err := d.preparer.Records.Load(e.ClaimUID)
-	if err != nil || !found {
-		return err
-	}
-	claim, err := d.client.ResourceV1().ResourceClaims(r.Namespace).Get(ctx, r.Name, metav1.GetOptions{})
-	if err != nil || claim.UID != e.ClaimUID {
-		return err
-	}
-	kind, reason, message := corev1.EventTypeWarning, "GPU"+c.Finding.State.String(), held+": "+illMessage(c)
-	switch {
-	case c.Finding.State == health.Healthy:
-		reason, message = "GPUReport", fmt.Sprintf("%s: %s: %s", held, c.Finding.Reason, c.Finding.Action)
-	case c.Over:
-		kind = corev1.EventTypeNormal
-		reason, message = d.recovered(c)
-		message = held + ": " + message
-	}
-	for _, consumer := range claim.Status.ReservedFor {
-		if consumer.APIGroup == "" && consumer.Resource == "pods" {
-			d.events.pod(types.NamespacedName{Namespace: claim.Namespace, Name: consumer.Name}, consumer.UID, kind, reason, message)
-		}
-	}
-	return nil
-}
-
-// gpuOf is what is known of a card.
-func (d *Driver) gpuOf(c device.Card) device.GPU {
+func (d *Driver) cards() cards {
+	known := cards{}
 	for _, g := range d.offered().Snapshot().Node.GPUs {
-		if g.PCIAddress == c.PCIAddress {
-			return g.GPU
-		}
+		known[g.PCIAddress] = g.GPU
+	}
+	return known
+}
+
+// of is what is known of a card.
+func (k cards) of(c device.Card) device.GPU {
+	if g, is := k[c.PCIAddress]; is {
+		return g
 	}
 	return device.GPU{PCIAddress: c.PCIAddress, UUID: c.UUID}
 }

@@ -113,7 +113,7 @@ func (h *healthWatch) Publishes(is bool) {
 type judge struct {
 	*healthWatch
 	monitor *health.Monitor
-	// told is the version of the verdicts that was last told, saved that which is on the disk.
+	// told is the version of the verdicts that was last told, saved the edition that is on the disk.
 	told, saved uint64
 	next        time.Time // when something may be told again
 	publishes   bool
@@ -216,10 +216,10 @@ func (j *judge) flush(ctx context.Context) {
 
 // save writes what is known, if this instance is the one to do so. What could not be written is tried again; verdicts hold all the same.
 func (j *judge) save(ctx context.Context) {
-	if !j.publishes || j.saved == j.monitor.Version() {
+	if !j.publishes || j.saved == j.monitor.Edition() {
 		return
 	}
-	version := j.monitor.Version()
+	edition := j.monitor.Edition()
 	if err := j.store.Save(j.monitor); err != nil {
 		if err.Error() != j.unsaved {
 			j.unsaved = err.Error()
@@ -227,7 +227,7 @@ func (j *judge) save(ctx context.Context) {
 		}
 		return
 	}
-	j.saved, j.unsaved = version, ""
+	j.saved, j.unsaved = edition, ""
 }
 
 func (j *judge) load(ctx context.Context) {

@@ -16,8 +16,10 @@ import (
 )
 
 const (
-	// turnPoll is how often a waiting instance tries the lock and the holder looks for a newer one. Only plugin start and rolling updates wait for it.
+	// turnPoll is how often a waiting instance tries the lock, heldPoll how often the holder looks for a newer one, for as long as it lives. Only plugin start
+	// and rolling updates wait for it.
 	turnPoll = 200 * time.Millisecond
+	heldPoll = time.Second
 	// turnYield is how long an instance that yielded stays back, so that the newer one surely gets the lock first.
 	turnYield = 3 * time.Second
 )
@@ -94,7 +96,7 @@ func (t *turn) Release(ctx context.Context) {
 }
 
 func (t *turn) watch(ctx context.Context, wanted chan struct{}) {
-	tick := time.NewTicker(turnPoll)
+	tick := time.NewTicker(heldPoll)
 	defer tick.Stop()
 	for {
 		select {

@@ -67,7 +67,7 @@ func TestRequestOfAKilledInstanceCostsOnePause(t *testing.T) {
 	select {
 	case <-holder.Wanted():
 		t.Fatal("asked to yield twice for one request")
-	case <-time.After(3 * turnPoll):
+	case <-time.After(2 * heldPoll):
 	}
 	holder.Release(t.Context())
 }

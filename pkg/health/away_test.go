@@ -48,13 +48,13 @@ func TestACardThatAnotherDriverHasIsNeitherLostNorMissing(t *testing.T) {
 func TestWhatPassesByItselfDoesNotPassInARestart(t *testing.T) {
 	s, _ := onDisk()
 	w := watch(t, Options{})
-	saved := w.Version() - 1
+	saved := w.Edition() - 1
 	save := func() { // as who keeps the file does: when the version is another one
-		if w.Version() != saved {
+		if w.Edition() != saved {
 			if err := s.Save(w.Monitor); err != nil {
 				t.Fatal(err)
 			}
-			saved = w.Version()
+			saved = w.Edition()
 		}
 	}
 	w.xid(144)
@@ -72,13 +72,13 @@ func TestWhatPassesByItselfDoesNotPassInARestart(t *testing.T) {
 	if v := m.View().Of(gpu, device.Name{GPU: whole}); v.State != Degraded || !v.Causes[0].Since.Equal(since) {
 		t.Errorf("%+v", v)
 	}
-	n := w.Version()
+	n := w.Edition()
 	for range 50 {
 		w.wait(time.Second)
 		w.counts(0, uint64(w.now.Unix()))
 	}
-	if n = w.Version() - n; n == 0 || n > 3 {
-		t.Errorf("%d versions for a hundred seconds of counters that grow", n)
+	if n = w.Edition() - n; n == 0 || n > 3 {
+		t.Errorf("%d editions for a hundred seconds of counters that grow", n)
 	}
 }
 

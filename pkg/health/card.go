@@ -97,8 +97,19 @@ func (m *Monitor) admit(c *card, f *Finding, now time.Time) bool {
 }
 
 // makeRoom drops the mildest of what passes by itself; of those the one that was seen longest ago. Where there is none and f is latched, f becomes a finding
-// about the whole card that stands for all that have no room. It is false if f is not to be kept.
+// about the whole card that stands for all that have no room. It is false if f is not to be kept: then one of its state has been seen as late as f, so that the
+// state lasts as long as it must. Errors of ever other kinds do not take turns in being over.
 func (m *Monitor) makeRoom(c *card, f *Finding, now time.Time) bool {
+	if f.Ends == EndsByTime {
+		for _, o := range c.Findings {
+			if o.Ends == EndsByTime && o.State == f.State && o.Part.covers(f.Part) {
+				if f.Last.After(o.Last) {
+					o.Last, m.aged = f.Last, true
+				}
+				return false
+			}
+		}
+	}
 	worst := -1
 	for i, o := range c.Findings {
 		if o.Ends != EndsByTime {

@@ -48,6 +48,8 @@ type Monitor struct {
 	// loaded is when what was saved was last read.
 	loaded  time.Time
 	version uint64
+	// aging counts how often what was saved had become too old.
+	aging   uint64
 	changes []Change
 	counts  map[Counted]uint64
 }
@@ -117,7 +119,7 @@ func (m *Monitor) Tick(now time.Time) {
 	}
 	if m.aged && now.Sub(m.renewed) >= renewAfter {
 		m.aged, m.renewed = false, now
-		m.version++
+		m.aging++
 	}
 }
 
@@ -189,8 +191,12 @@ func (m *Monitor) watcher(s device.WatcherState, now time.Time) {
 // Deaf says why events are not listened to, empty while they are.
 func (m *Monitor) Deaf() string { return m.deaf }
 
-// Version is another number whenever a verdict may be another one, or something that is to be saved has been another for a while.
+// Version is another number whenever a verdict may be another one.
 func (m *Monitor) Version() uint64 { return m.version }
+
+// Edition is another number whenever something is to be saved: with another [Monitor.Version], and when what no verdict depends on now has been another for a
+// while.
+func (m *Monitor) Edition() uint64 { return m.version + m.aging }
 
 // changed remembers what is to be told. Of one finding the latest counts; one that came and went before anybody was told is told as both.
 func (m *Monitor) changed(change Change) {

@@ -25,14 +25,46 @@ import (
 // stale is the age from which a copy is no longer being written by another instance of the plugin.
 const stale = time.Minute
 
-// Hook is the binary in the plugin's image and its place on the host.
-type Hook struct{ source, target string }
+// Hook is the binary in the plugin's image and its place on the host. It is for one goroutine.
+type Hook struct {
+	source, target string
+	// alike are what both files were when they were last found to have the same bytes: they are many, and are not read again and again.
+	alike [2]stamp
+}
+
+// stamp is another one whenever somebody has touched the file. It is zero if nobody can tell.
+type stamp struct {
+	device, inode uint64
+	size          int64
+	changed       unix.Timespec
+}
+
+func stampOf(path string) stamp {
+	var s unix.Stat_t
+	if err := unix.Stat(path, &s); err != nil {
+		return stamp{}
+	}
+	return stamp{s.Dev, s.Ino, s.Size, s.Ctim}
+}
 
 // New names the binary at source and the place for it, a path that the plugin and the host share.
-func New(source, target string) *Hook { return &Hook{source, target} }
+func New(source, target string) *Hook { return &Hook{source: source, target: target} }
 
 // Install puts the binary to its place. changed says whether it had to.
 func (h *Hook) Install() (changed bool, err error) {
+	now := [2]stamp{stampOf(h.source), stampOf(h.target)}
+	if now == h.alike && now[0] != (stamp{}) && now[1] != (stamp{}) {
+		return false, nil
+	}
+	changed, err = h.install()
+	h.alike = [2]stamp{}
+	if err == nil && !changed {
+		h.alike = now // from before they were read: what is done to them since makes them others
+	}
+	return changed, err
+}
+
+func (h *Hook) install() (changed bool, err error) {
 	source, target := h.source, h.target
 	want, err := digest(source)
 	if err != nil {
@@ -46,7 +78,7 @@ func (h *Hook) Install() (changed bool, err error) {
 		return false, fmt.Errorf("use the hook's directory on the host: %w", err)
 	}
 	if durable.CheckFile(target) == nil {
-		if have, err := digest(target); err == nil && bytes.Equal(have, want) && os.Chmod(target, 0o755) == nil {
+		if have, err := digest(target); err == nil && bytes.Equal(have, want) && executable(target) {
 			return false, nil
 		}
 	}
@@ -59,6 +91,13 @@ func (h *Hook) Install() (changed bool, err error) {
 		return false, fmt.Errorf("install the hook on the host as %s: %w", target, err)
 	}
 	return true, nil
+}
+
+// executable leaves a file as it is that everybody can run already.
+func executable(path string) bool {
+	const mode = 0o755
+	info, err := os.Stat(path)
+	return err == nil && (info.Mode().Perm() == mode || os.Chmod(path, mode) == nil)
 }
 
 // Check makes sure that the host can run the hook: it is there, a file, executable, and on a file system that allows execution.

@@ -85,6 +85,41 @@ func TestInstallWritesOnlyWhatDiffers(t *testing.T) {
 	}
 }
 
+func TestInstallReadsOnlyWhatSomebodyHasTouched(t *testing.T) {
+	h, source, target := host(t)
+	install(t, h)
+	install(t, h)
+	known := h.alike
+	if known[0] == (stamp{}) || known[1] == (stamp{}) {
+		t.Fatal("it is not known that both are alike")
+	}
+	if install(t, h) || h.alike != known {
+		t.Error("looking changes something")
+	}
+	for name, touch := range map[string]func(){
+		"other bytes of the same size and time": func() {
+			info, err := os.Stat(target)
+			if err == nil {
+				err = errors.Join(os.WriteFile(target, []byte("version 9"), 0o600), os.Chtimes(target, info.ModTime(), info.ModTime()))
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		},
+		"removed":              func() { _ = os.Remove(target) },
+		"another in the image": func() { write(t, source, "version 3") },
+	} {
+		touch()
+		if !install(t, h) || install(t, h) {
+			t.Errorf("%s: it is not installed again, once", name)
+		}
+		want, _ := os.ReadFile(source)
+		if have, _ := os.ReadFile(target); string(have) != string(want) {
+			t.Errorf("%s: %q", name, have)
+		}
+	}
+}
+
 func TestInstallRestoresTheRightToExecute(t *testing.T) {
 	h, _, target := host(t)
 	install(t, h)
