@@ -59,12 +59,13 @@ check: vet lint helm-lint ## Look without running: go vet, the linters, helm lin
 .PHONY: test
 test: test-unit test-faults test-sim test-e2e ## Run every test: unit, random faults, simulated GPU, real cluster
 
+# More packages at once than there are cores (-p): many tests wait for processes to be ended.
 .PHONY: test-unit
 test-unit: toolchain ## Unit and chart tests, with the race detector and the coverage of pkg/
 	@mkdir -p $(BUILD)
 	$(GOTEST) -covermode=atomic -coverpkg=./pkg/... -coverprofile=$(BUILD)/pure.out $(PURE) $(LONG)
 	helm=$$($(CLUSTER) program helm) && \
-	HELM=$$helm $(GOTEST) -race -short -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
+	HELM=$$helm $(GOTEST) -p 4 -race -short -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
 	@tail -n +2 $(BUILD)/pure.out >>$(BUILD)/cover.out
 	@go tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
 
@@ -97,11 +98,14 @@ bench-quick: build
 bench-limits: toolchain ## Hold what many claims for partitions at once cost to its limits, on a machine that does nothing else (root)
 	$(GOTEST) -v -count=1 ./test/bench
 
+# Suites on clusters side by side: each takes about a minute of the processor's time, in two to four minutes.
+SUITES ?= 3
+
 .PHONY: test-e2e
 test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)
 	go test -count=1 -timeout 20m -tags cluster ./test/cluster
 	$(MAKE) --no-print-directory bench-quick
-	$(GOTEST) -v -count=1 -parallel 2 -timeout 60m ./test/e2e/...
+	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 60m ./test/e2e/...
 
 .PHONY: hwcheck
 hwcheck: toolchain ## Build the folder build/hwcheck, which checks a real GPU without Go or network; it only reads

@@ -22,7 +22,7 @@ const (
 )
 
 // What ends while claims are held or prepared: the plugin, the kubelet, containerd, the node, the specs. Afterwards every Pod has what it was given, nothing
-// is left over and no device is stuck. It runs alone, because it measures how soon things are mended; the other suites mostly wait for containers, and do so
+// is left over and no device is stuck. What measures how soon things are mended runs alone; the other suites mostly wait for containers, and do so
 // side by side.
 func TestSurvival(t *testing.T) {
 	sim := simulator(t)
@@ -41,10 +41,22 @@ func TestSurvival(t *testing.T) {
 	// The power cut leaves a claim to the kubelet, which looks for such claims once a minute. Until then its GPU is refused to others, so this comes
 	// after everything that needs GPUs.
 	var left string
-	for _, test := range []struct {
+	type part struct {
 		name string
 		run  func(*testing.T, tenant)
-	}{
+	}
+	run := func(parts ...part) {
+		for _, p := range parts {
+			t.Run(p.name, func(t *testing.T) {
+				u := u.as(t)
+				defer u.describeIfFailed()
+				p.run(t, u)
+				u.removeAll()
+				w.clean(t, survivor, left)
+			})
+		}
+	}
+	run([]part{
 		{"the plugin is killed while claims are held", w.testKilledWhileHeld},
 		{"the plugin is killed while a claim waits for its GPU", w.testKilledWhileWaiting},
 		{"the plugin is killed between a claim's spec and its record", w.testKilledBetween},
@@ -54,17 +66,12 @@ func TestSurvival(t *testing.T) {
 		{"containerd ends", w.testContainerdEnds},
 		{"the specs are deleted and the container is killed", w.testSpecsDeleted},
 		{"the node loses its power", func(t *testing.T, u tenant) { left = w.testPowerCut(t, u) }},
+	}...)
+	t.Parallel() // from here on nothing is measured
+	run([]part{
 		{"what was deleted without power is given back", func(t *testing.T, _ tenant) { w.testGivenBack(t, left); left = "" }},
 		{"no GPU is stuck", w.testAllGPUs},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			u := u.as(t)
-			defer u.describeIfFailed()
-			test.run(t, u)
-			u.removeAll()
-			w.clean(t, survivor, left)
-		})
-	}
+	}...)
 }
 
 // testAllGPUs: after all that one Pod can have all GPUs.
