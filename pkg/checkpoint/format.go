@@ -8,15 +8,28 @@ import (
 	"fmt"
 )
 
-// FormatVersion is the version of the envelope and of what a reader must understand of the payload. A field that older versions may ignore does not
-// raise it; unknown fields are kept.
+// FormatVersion is the version of the envelope and of what is in the payload. A field that is added may leave it as it is, since unknown fields are kept.
 const FormatVersion = 1
+
+// readableFrom is the oldest version whose readers understand what this one writes: all of it that they must know to give a claim back. It goes up only with a
+// change after which they would do harm.
+const readableFrom = 1
 
 // envelope is a record's file. The checksum is over the payload's bytes as they stand in the file, so it needs no canonical form.
 type envelope struct {
-	FormatVersion int             `json:"formatVersion"`
-	Checksum      string          `json:"checksum"`
-	Payload       json.RawMessage `json:"payload"`
+	FormatVersion int `json:"formatVersion"`
+	// ReadableFrom is left out where it is the version itself.
+	ReadableFrom int             `json:"readableFrom,omitempty"`
+	Checksum     string          `json:"checksum"`
+	Payload      json.RawMessage `json:"payload"`
+}
+
+// needs is the version that a reader must know.
+func (e envelope) needs() int {
+	if e.ReadableFrom > 0 {
+		return e.ReadableFrom
+	}
+	return e.FormatVersion
 }
 
 // UnreadableError says that a record is there and cannot be understood.
@@ -36,7 +49,7 @@ type FutureError struct {
 }
 
 func (e *FutureError) Error() string {
-	return fmt.Sprintf("record %s has format version %d and this version of the driver reads up to %d: install the later driver again, or end the claim's Pods there first",
+	return fmt.Sprintf("record %s needs a reader of format version %d and this version of the driver reads up to %d: install the later driver again, or end the claim's Pods there first",
 		e.Path, e.Version, FormatVersion)
 }
 
@@ -46,7 +59,11 @@ func encode(of string, v any) ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("encode the record of %s: %w", of, err)
 	}
-	return json.Marshal(envelope{FormatVersion: FormatVersion, Checksum: checksum(payload), Payload: payload})
+	e := envelope{FormatVersion: FormatVersion, Checksum: checksum(payload), Payload: payload}
+	if readableFrom < FormatVersion {
+		e.ReadableFrom = readableFrom
+	}
+	return json.Marshal(e)
 }
 
 // decode reads into v what encode has sealed. Its error is an [*UnreadableError] or a [*FutureError].
@@ -61,8 +78,8 @@ func decode(path string, raw []byte, v any) error {
 	if err := json.Unmarshal(raw, &e); err != nil {
 		return unreadable("%v", err)
 	}
-	if e.FormatVersion > FormatVersion {
-		return &FutureError{Path: path, Version: e.FormatVersion}
+	if e.needs() > FormatVersion {
+		return &FutureError{Path: path, Version: e.needs()}
 	}
 	if e.FormatVersion < 1 {
 		return unreadable("format version %d", e.FormatVersion)

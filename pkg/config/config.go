@@ -47,6 +47,8 @@ type Config struct {
 	XIDRules        string
 	ReleaseLabels   string
 	ClaimGrace      time.Duration
+	// BesideDevicePlugin is what to do where NVIDIA's device plugin offers the same GPUs.
+	BesideDevicePlugin string
 
 	HTTPAddress       string
 	GRPCHealthAddress string
@@ -56,29 +58,36 @@ type Config struct {
 	LoggingFormat     string
 }
 
+// What is done where NVIDIA's device plugin offers the same GPUs.
+const (
+	BesideRefuse = "refuse"
+	BesideWarn   = "warn"
+)
+
 // leastClaimGrace is the shortest time that a claim must have been gone before its devices are given back.
 const leastClaimGrace = 10 * time.Second
 
 // Default is the configuration of a plain host: a driver installed into the root file system, the usual kubelet root.
 func Default() *Config {
 	return &Config{
-		PluginDir:     "/var/lib/kubelet/plugins/gpu.nvidia.com",
-		RegistrarDir:  "/var/lib/kubelet/plugins_registry",
-		CDIRoot:       "/var/run/cdi",
-		DriverRoot:    "/",
-		SysfsRoot:     "/sys",
-		ProcRoot:      "/proc",
-		HookSource:    "/usr/bin/nvidia-cdi-hook",
-		HealthEffects: health.DefaultEffects,
-		ReleaseLabels: "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
-		ClaimGrace:    5 * time.Minute,
-		MPSHookSource: "/usr/bin/gpu-mps",
-		ShmRoot:       "/dev/shm",
-		CgroupRoot:    "/sys/fs/cgroup",
-		HTTPAddress:   ":8080",
-		KubeAPIQPS:    100,
-		KubeAPIBurst:  200,
-		LoggingFormat: "text",
+		PluginDir:          "/var/lib/kubelet/plugins/gpu.nvidia.com",
+		RegistrarDir:       "/var/lib/kubelet/plugins_registry",
+		CDIRoot:            "/var/run/cdi",
+		DriverRoot:         "/",
+		SysfsRoot:          "/sys",
+		ProcRoot:           "/proc",
+		HookSource:         "/usr/bin/nvidia-cdi-hook",
+		HealthEffects:      health.DefaultEffects,
+		ReleaseLabels:      "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
+		ClaimGrace:         5 * time.Minute,
+		BesideDevicePlugin: BesideRefuse,
+		MPSHookSource:      "/usr/bin/gpu-mps",
+		ShmRoot:            "/dev/shm",
+		CgroupRoot:         "/sys/fs/cgroup",
+		HTTPAddress:        ":8080",
+		KubeAPIQPS:         100,
+		KubeAPIBurst:       200,
+		LoggingFormat:      "text",
 	}
 }
 
@@ -161,6 +170,9 @@ func (c *Config) Validate() error {
 				wrong("release-labels", "%q is no name of a label: %s", label, msg)
 			}
 		}
+	}
+	if c.BesideDevicePlugin != BesideRefuse && c.BesideDevicePlugin != BesideWarn {
+		wrong("beside-device-plugin", "%q is neither %s nor %s", c.BesideDevicePlugin, BesideRefuse, BesideWarn)
 	}
 	if c.ClaimGrace != 0 && c.ClaimGrace < leastClaimGrace {
 		wrong("claim-grace", "%s is less than %s, within which the API server and the kubelet may well be of two minds; 0 is never", c.ClaimGrace, leastClaimGrace)

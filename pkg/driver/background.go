@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -50,7 +51,10 @@ func (d *Driver) nodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 			wake(d.toReconcile)
 		},
 		wrong: func(message string) { d.events.warn("PolicyIgnored", message) },
-		seen:  d.release.See,
+		seen: func(node *corev1.Node) {
+			d.release.See(node)
+			d.beside.See(node)
+		},
 	}
 }
 
@@ -74,6 +78,7 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 		}
 		d.checkHook(ctx)
 		d.askRuntime(ctx)
+		d.tellWithheld()
 		s := d.gate.Snapshot()
 		d.metrics.Inventory(s.Ready, len(s.Node.GPUs))
 		unwritable = false
@@ -179,7 +184,7 @@ func (d *Driver) mend(ctx context.Context) error {
 
 func (d *Driver) publisher(ctx context.Context) *publisher {
 	return &publisher{
-		client: d.client, nodeName: d.cfg.NodeName, inv: d.offered(),
+		client: d.client, nodeName: d.cfg.NodeName, inv: withheld{d.offered(), d.before},
 		turn:   newTurn(d.cfg.PluginDir, time.Now()),
 		slices: d.offer, mark: d.marked,
 		onError: d.HandleError,

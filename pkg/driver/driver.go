@@ -20,6 +20,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -59,6 +60,12 @@ type Driver struct {
 	status     *claimStatus
 	calls      *inflight
 	abandoned  *abandonment
+	beside     *besidePlugin
+	// before is what the reference driver has left on the node, if it was here before; toldWithheld what was last said of it.
+	before       *predecessor.Store
+	toldWithheld string
+	// toPublisher asks for the slices to be made anew.
+	toPublisher chan struct{}
 	// toReconcile asks for records and hardware to be compared soon.
 	toReconcile chan struct{}
 	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.
@@ -106,8 +113,7 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	}
 	// Before anything is done with the hardware: the Node may ask for it.
 	d.release.Remember(ctx)
-	toPublisher := make(chan struct{}, 1)
-	policy := d.nodePolicy(toPublisher)
+	policy := d.nodePolicy(d.toPublisher)
 	policy.Read(ctx)
 	if err := d.recover(ctx); err != nil {
 		return err
@@ -117,7 +123,7 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	d.checkHook(ctx)
 	d.askRuntime(ctx)
 	notLooked := d.inv.Snapshot().Reason
-	background := d.startBackground(ctx, policy, toPublisher)
+	background := d.startBackground(ctx, policy, d.toPublisher)
 	defer background.Wait()
 	defer d.fail(nil)
 	d.awaitFirstLook(ctx, notLooked)

@@ -152,8 +152,17 @@ func (n *node) dra(t *testing.T) drapb.DRAPluginClient {
 
 func (n *node) claim(t *testing.T, name string, devices ...string) *drapb.Claim {
 	t.Helper()
+	c := &drapb.Claim{Namespace: "team", Name: name, Uid: "uid-" + name}
+	n.claimAs(t, c, devices...)
+	return c
+}
+
+// claimAs lets the API server have a claim.
+func (n *node) claimAs(t *testing.T, as *drapb.Claim, devices ...string) {
+	t.Helper()
+	name := as.GetName()
 	c := &resourceapi.ResourceClaim{
-		ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: name, UID: types.UID("uid-" + name)},
+		ObjectMeta: metav1.ObjectMeta{Namespace: as.GetNamespace(), Name: name, UID: types.UID(as.GetUid())},
 		Status: resourceapi.ResourceClaimStatus{
 			Allocation:  &resourceapi.AllocationResult{},
 			ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "user-of-" + name, UID: types.UID("user-of-" + name)}},
@@ -166,7 +175,6 @@ func (n *node) claim(t *testing.T, name string, devices ...string) *drapb.Claim 
 	if _, err := n.client.ResourceV1().ResourceClaims("team").Create(t.Context(), c, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	return &drapb.Claim{Namespace: "team", Name: name, Uid: string(c.UID)}
 }
 
 func (n *node) prepare(t *testing.T, c *drapb.Claim) *drapb.NodePrepareResourceResponse {

@@ -34,7 +34,10 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 	logger := klog.FromContext(ctx).WithValues("claim", klog.KObj(c), "claimUID", c.UID)
 	start := time.Now()
 	var devices []kubeletplugin.Device
-	err := d.refuseLost(c)
+	err := d.refuseForeign(c.UID, c.Namespace+"/"+c.Name)
+	if err == nil {
+		err = d.refuseLost(c)
+	}
 	if err == nil {
 		done, _ := d.release.Use() // the gate refuses what may not be done
 		defer done()
@@ -71,6 +74,9 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 	logger := klog.FromContext(ctx).WithValues("claim", c.NamespacedName, "claimUID", c.UID)
 	start := time.Now()
 	err := d.preparer.Unprepare(klog.NewContext(ctx, logger), c.UID)
+	if err == nil {
+		err = d.endForeign(klog.NewContext(ctx, logger), c.UID)
+	}
 	took := time.Since(start)
 	d.metrics.Request(metrics.Unprepare, took, string(prepare.CauseOf(err)))
 	if err != nil {

@@ -28,6 +28,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -104,7 +105,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		status: newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError),
 		shares: shares, supervisor: supervised{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics},
 
-		toReconcile: make(chan struct{}, 1),
+		toReconcile: make(chan struct{}, 1), toPublisher: make(chan struct{}, 1),
 	}
 	if d.presence, err = bePresent(ctx, cfg.PluginDir); err != nil {
 		return nil, err
@@ -113,6 +114,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		d.presence.End()
 		return nil, err
 	}
+	d.beside = &besidePlugin{refuse: cfg.BesideDevicePlugin == config.BesideRefuse, gate: d.gate, warn: d.events.warn, seen: d.metrics.DevicePlugin}
 	d.abandoned = d.newAbandonment(parts.StatusClient)
 	d.layouts = newLayouts(d.preparer, policies)
 	d.release, release.gate, release.told = release, d.gate, d.tellRelease
@@ -143,12 +145,13 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 	if err != nil {
 		return nil, err
 	}
+	d.before = predecessor.NewStore(d.cfg.PluginDir, d.cfg.StateDir(), DriverName, bootID, durable.OS{})
 	if partitions != nil {
 		partitions = newForgetful(partitions, d.events)
 	}
 	return prepare.New(prepare.Options{
 		DriverName: DriverName, Pool: d.cfg.NodeName,
-		Hardware: d.gate, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now,
+		Hardware: withheld{d.gate, d.before}, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now,
 		Verify:     func(edits specs.ContainerEdits) error { return cdi.Verify(edits, d.visible(paths)) },
 		Partitions: partitions,
 		MIGEdits:   paths.CapabilityEdits,

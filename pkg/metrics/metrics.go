@@ -34,6 +34,9 @@ type Metrics struct {
 	ready          prometheus.Gauge
 	publisher      prometheus.Gauge
 	hasGPU         sync.Once
+	devicePlugin   prometheus.Gauge
+	withheldClaims prometheus.Gauge
+	unreadableLeft prometheus.Gauge
 	mig            migMetrics
 	health         healthMetrics
 	listens        sync.Once
@@ -55,14 +58,17 @@ func New(version string) *Metrics {
 		devices:        gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
 		ready: gauge("inventory_ready",
 			"1 when the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU."),
-		publisher: gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
-		mig:       newMIGMetrics(),
-		health:    newHealthMetrics(),
-		mps:       newMPSMetrics(),
+		publisher:      gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
+		devicePlugin:   gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
+		withheldClaims: gauge("predecessor_claims", "Claims that NVIDIA's reference driver prepared on this node and that have not ended: their GPUs are not offered."),
+		unreadableLeft: gauge("predecessor_unreadable", "1 while the reference driver's checkpoint cannot be understood, so that no GPU is offered, else 0."),
+		mig:            newMIGMetrics(),
+		health:         newHealthMetrics(),
+		mps:            newMPSMetrics(),
 	}
 	build := named("build_info", "Always 1; the labels say what runs.")
 	build.ConstLabels = prometheus.Labels{"version": version, "go_version": runtime.Version()}
-	m.Registry.MustRegister(m.duration, m.requestErrors, m.statusErrors, m.publishErrors, m.repairs, m.preparedClaims, m.heldGPUs, m.devices, m.publisher,
+	m.Registry.MustRegister(m.duration, m.requestErrors, m.statusErrors, m.publishErrors, m.repairs, m.preparedClaims, m.heldGPUs, m.devices, m.publisher, m.devicePlugin, m.withheldClaims, m.unreadableLeft,
 		m.mig.duration, m.mig.errors, m.mig.instances, m.mig.gpus, m.mps.start, m.mps.errors, m.mps.daemons, m.mps.restarts,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts(build), func() float64 { return 1 }),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
@@ -121,6 +127,15 @@ func (m *Metrics) PublishError() { m.publishErrors.Inc() }
 
 // Publisher says whether this instance is the one that publishes.
 func (m *Metrics) Publisher(is bool) { m.publisher.Set(number(is)) }
+
+// DevicePlugin says whether NVIDIA's device plugin serves the same node.
+func (m *Metrics) DevicePlugin(there bool) { m.devicePlugin.Set(number(there)) }
+
+// Withheld says what the reference driver has left on the node.
+func (m *Metrics) Withheld(claims int, unreadable bool) {
+	m.withheldClaims.Set(float64(claims))
+	m.unreadableLeft.Set(number(unreadable))
+}
 
 // Repaired counts one thing mended.
 func (m *Metrics) Repaired(kind string) { m.repairs.WithLabelValues(kind).Inc() }

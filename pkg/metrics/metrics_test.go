@@ -49,10 +49,10 @@ func TestEveryMetricHasThePluginsPrefixAndAMeaning(t *testing.T) {
 		names = append(names, name)
 	}
 	want := []string{
-		"gpu_dra_build_info", "gpu_dra_claim_status_errors_total", "gpu_dra_driver_released", "gpu_dra_held_gpus", "gpu_dra_inventory_devices", "gpu_dra_inventory_ready",
+		"gpu_dra_build_info", "gpu_dra_claim_status_errors_total", "gpu_dra_device_plugin", "gpu_dra_driver_released", "gpu_dra_held_gpus", "gpu_dra_inventory_devices", "gpu_dra_inventory_ready",
 		"gpu_dra_mig_gpus", "gpu_dra_mig_instances", "gpu_dra_mig_operation_duration_seconds", "gpu_dra_mig_operation_errors_total",
 		"gpu_dra_mps_daemons", "gpu_dra_mps_restarts_total", "gpu_dra_mps_start_duration_seconds", "gpu_dra_mps_start_errors_total",
-		"gpu_dra_prepared_claims", "gpu_dra_publish_errors_total", "gpu_dra_publisher", "gpu_dra_repairs_total",
+		"gpu_dra_predecessor_claims", "gpu_dra_predecessor_unreadable", "gpu_dra_prepared_claims", "gpu_dra_publish_errors_total", "gpu_dra_publisher", "gpu_dra_repairs_total",
 		"gpu_dra_request_duration_seconds", "gpu_dra_request_errors_total",
 	}
 	if diff := cmp.Diff(want, names); diff != "" {

@@ -48,3 +48,21 @@ func (p *Preparer) unprepareLocked(ctx context.Context, held *lock.Held, uid typ
 	}
 	return p.revert(ctx, r)
 }
+
+// Locked does work that is about a claim and GPUs and that no record tells of, while no call works on them.
+func (p *Preparer) Locked(ctx context.Context, uid types.UID, gpus []string, work func(context.Context) error) error {
+	held, err := p.lock(ctx, uid)
+	if err == nil {
+		defer held.Release()
+		err = lockGPUs(ctx, held, gpus...)
+	}
+	if err == nil {
+		bounded, cancel := within(ctx, destroyTime, answerTime)
+		defer cancel()
+		err = work(bounded)
+	}
+	if err != nil {
+		return about("with UID "+string(uid), stepError(err))
+	}
+	return nil
+}

@@ -234,6 +234,7 @@ xidRules: {{ . | quote }}
 {{- with .Values.health.releaseLabels }}
 releaseLabels: {{ . | quote }}
 {{- end }}
+besideDevicePlugin: {{ .Values.besideDevicePlugin | quote }}
 httpAddress: ":{{ .Values.metrics.port }}"
 kubeApiQps: {{ .Values.kubeAPI.qps }}
 kubeApiBurst: {{ .Values.kubeAPI.burst }}

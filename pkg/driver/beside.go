@@ -1,0 +1,52 @@
+package driver
+
+import (
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+)
+
+// besidePlugin watches for NVIDIA's device plugin on the same node: the kubelet says in the Node's capacity what a device plugin offers. Both would give the
+// same GPU to two Pods, since neither scheduler's arithmetic knows of the other's. An extended resource that a DeviceClass stands for is in no Node's capacity.
+type besidePlugin struct {
+	// refuse closes the gate while it is there.
+	refuse bool
+	gate   *gate
+	warn   func(reason, message string)
+	seen   func(there bool)
+
+	said string
+}
+
+// See is shown the Node with each change of it, one after another.
+func (b *besidePlugin) See(node *corev1.Node) {
+	var offered []string
+	for name, n := range node.Status.Capacity {
+		if isDevicePluginResource(string(name)) && !n.IsZero() {
+			offered = append(offered, string(name)+"="+n.String())
+		}
+	}
+	slices.Sort(offered)
+	b.seen(len(offered) > 0)
+	message := ""
+	if len(offered) > 0 {
+		message = "NVIDIA's device plugin offers this node's GPUs too (" + strings.Join(offered, ", ") + " in the Node's capacity), and would give them to Pods that know nothing of claims: keep one of the two off the node with a nodeSelector; "
+		if b.refuse {
+			message += "until then nothing is offered here, or, if the two share out the GPUs between them, set besideDevicePlugin to warn"
+		} else {
+			message += "both go on, as besideDevicePlugin says: nothing else keeps a GPU from being given out twice"
+		}
+	}
+	if b.refuse {
+		b.gate.Close("device-plugin", message)
+	}
+	if message != b.said && message != "" {
+		b.warn("DevicePlugin", message)
+	}
+	b.said = message
+}
+
+func isDevicePluginResource(name string) bool {
+	return name == "nvidia.com/gpu" || name == "nvidia.com/gpu.shared" || strings.HasPrefix(name, "nvidia.com/mig-")
+}

@@ -1,0 +1,190 @@
+package predecessor
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+)
+
+const (
+	driver = "gpu.nvidia.com"
+	boot   = "boot-1"
+	gpu1   = "GPU-11111111-2222-3333-4444-555555555555"
+	gpu2   = "GPU-22222222-2222-3333-4444-555555555555"
+	first  = "bbbbbbbb-1111-4222-8333-444444444444"
+	second = "cccccccc-1111-4222-8333-444444444444"
+)
+
+func read(t *testing.T, name string) []byte {
+	t.Helper()
+	raw, err := os.ReadFile(filepath.Join("testdata", name))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return raw
+}
+
+func TestWhatTheReferenceDriverHasWrittenIsRead(t *testing.T) {
+	for name, want := range map[string][]Claim{
+		"v1.json": {{
+			UID: "aaaaaaaa-1111-4222-8333-444444444444", Pods: []string{"trainer"}, TimeSlices: true,
+			Devices: []Device{{Name: "gpu-0", GPUUUID: gpu1}},
+		}},
+		"v2.json": {{
+			UID: first, Pods: []string{"server"}, MPS: true, Daemons: []string{first + "-a1b2c"},
+			Devices: []Device{
+				{Name: "gpu-0", GPUUUID: gpu1},
+				{Name: "gpu-1-mig-1g10gb-19-0", GPUUUID: gpu2, PCIBusID: "0000:43:00.0", MIG: &MIG{
+					UUID: "MIG-77777777-2222-3333-4444-555555555555", GPUInstanceID: ptr.To[uint32](7), ComputeInstanceID: ptr.To[uint32](0),
+				}},
+				{Name: "gpu-vfio-2", GPUUUID: "GPU-33333333-2222-3333-4444-555555555555", PCIBusID: "0000:8B:00.0"},
+			},
+		}, {
+			UID: second, Namespace: "team", Name: "begun", Pods: []string{"starting"}, Devices: []Device{{Name: "gpu-3"}},
+		}},
+	} {
+		got, forgotten, err := Parse(read(t, name), driver, boot)
+		if err != nil || forgotten {
+			t.Fatalf("%s: forgotten %v, %v", name, forgotten, err)
+		}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("%s: %s", name, diff)
+		}
+	}
+}
+
+func TestWhatWasWrittenBeforeTheLastBootHoldsNothing(t *testing.T) {
+	if claims, forgotten, err := Parse(read(t, "v2.json"), driver, "boot-2"); len(claims) != 0 || !forgotten || err != nil {
+		t.Errorf("%v, %v, %v", claims, forgotten, err)
+	}
+	if claims, forgotten, err := Parse(read(t, "v1.json"), driver, "boot-2"); len(claims) != 1 || forgotten || err != nil {
+		t.Errorf("V1 does not tell: %v, %v, %v", claims, forgotten, err)
+	}
+}
+
+func TestADeviceOfAKindThatIsNotKnownMayBeAny(t *testing.T) {
+	claims, _, err := Parse([]byte(`{"v2":{"preparedClaims":{"u":{"preparedDevices":[{"devices":[{"later":{}}]}]}}}}`), driver, boot)
+	if err != nil || len(claims) != 1 || len(claims[0].Devices) != 1 || claims[0].Devices[0] != (Device{}) {
+		t.Errorf("%+v, %v", claims, err)
+	}
+}
+
+// bad are checkpoints that nothing can be concluded from.
+var bad = map[string]string{
+	"empty":               "",
+	"torn":                `{"v2":{"preparedClaims":{"u":{`,
+	"no version":          `{"checksum":1}`,
+	"null":                `{"v1":null,"v2":null}`,
+	"a later version":     `{"v1":{},"v2":{},"v3":{"preparedClaims":{}}}`,
+	"of another form":     `{"v2":{"preparedClaims":[]}}`,
+	"not an object":       `[]`,
+	"a UID that is a way": `{"v2":{"preparedClaims":{"../../etc":{}}}}`,
+}
+
+func TestWhatCannotBeUnderstoodIsReportedWithTheWayOut(t *testing.T) {
+	for name, content := range bad {
+		dir := t.TempDir()
+		if err := os.WriteFile(filepath.Join(dir, File), []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s := NewStore(dir, filepath.Join(dir, "state"), driver, boot, durable.OS{})
+		_, err := s.Claims()
+		unreadable := new(UnreadableError)
+		if !errors.As(err, &unreadable) || !strings.Contains(err.Error(), s.Path()) || !strings.Contains(err.Error(), "move the file away") {
+			t.Errorf("%s: %v", name, err)
+		}
+		if err := os.Remove(s.Path()); err != nil {
+			t.Fatal(err)
+		}
+		if claims, err := s.Claims(); claims != nil || err != nil {
+			t.Errorf("%s, moved away: %v, %v", name, claims, err)
+		}
+	}
+}
+
+func TestEndedClaimsAreRememberedUntilAllHave(t *testing.T) {
+	dir := t.TempDir()
+	state := filepath.Join(dir, "state")
+	if err := errors.Join(os.Mkdir(state, 0o700), os.WriteFile(filepath.Join(dir, File), read(t, "v2.json"), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	store := func() *Store { return NewStore(dir, state, driver, boot, durable.OS{}) }
+	s := store()
+	if claims, err := s.Claims(); err != nil || len(claims) != 2 {
+		t.Fatal(claims, err)
+	}
+	for range 2 { // the kubelet may ask twice
+		if aside, err := s.End(first); aside != "" || err != nil {
+			t.Fatal(aside, err)
+		}
+	}
+	for _, s := range []*Store{s, store()} {
+		if claims, err := s.Claims(); err != nil || len(claims) != 1 || claims[0].UID != second {
+			t.Fatal(claims, err)
+		}
+	}
+	aside, err := s.End(second)
+	if err != nil || aside == "" {
+		t.Fatal(aside, err)
+	}
+	if kept, err := os.ReadFile(aside); err != nil || string(kept) != string(read(t, "v2.json")) {
+		t.Errorf("it is not as it was: %v", err)
+	}
+	for _, s := range []*Store{s, store()} {
+		if claims, err := s.Claims(); len(claims) != 0 || err != nil {
+			t.Error(claims, err)
+		}
+	}
+}
+
+func TestACheckpointThatChangesIsReadAgain(t *testing.T) {
+	dir := t.TempDir()
+	s := NewStore(dir, filepath.Join(dir, "state"), driver, boot, durable.OS{})
+	if claims, err := s.Claims(); claims != nil || err != nil {
+		t.Fatal(claims, err)
+	}
+	for i, name := range []string{"v1.json", "v2.json", "v1.json"} {
+		if err := os.WriteFile(s.Path(), read(t, name), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chtimes(s.Path(), time.Time{}, time.Unix(int64(1000+i), 0)); err != nil {
+			t.Fatal(err)
+		}
+		want, _, _ := Parse(read(t, name), driver, boot)
+		if got, err := s.Claims(); err != nil || cmp.Diff(want, got) != "" {
+			t.Errorf("%s: %v, %v", name, got, err)
+		}
+	}
+}
+
+func FuzzParse(f *testing.F) {
+	for _, name := range []string{"v1.json", "v2.json"} {
+		raw, err := os.ReadFile(filepath.Join("testdata", name))
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(raw)
+	}
+	for _, content := range bad {
+		f.Add([]byte(content))
+	}
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		claims, forgotten, err := Parse(raw, driver, boot)
+		if (err != nil || forgotten) && claims != nil {
+			t.Errorf("claims %v beside forgotten %v, %v", claims, forgotten, err)
+		}
+		for _, c := range claims {
+			if name := string(c.UID); name == "" || filepath.Base(name) != name {
+				t.Errorf("claim %q would name a file elsewhere", name)
+			}
+		}
+	})
+}
