@@ -1,9 +1,6 @@
 package device
 
-import (
-	"fmt"
-	"strings"
-)
+import "fmt"
 
 // Policy says what may be done about the partitions of a GPU.
 type Policy string
@@ -30,29 +27,18 @@ type policyRule struct {
 // ParsePolicies reads rules of the form [SELECTOR=]POLICY, separated by commas. A selector is a PCI address, a UUID or a product name, in which * stands
 // for anything; none stands for every GPU. Of the rules that fit a GPU the last one holds.
 func ParsePolicies(s string) (Policies, error) {
-	var p Policies
-	for rule := range strings.SplitSeq(s, ",") {
-		rule = strings.TrimSpace(rule)
-		if rule == "" {
-			continue
-		}
-		selector, name := "*", rule
-		if i := strings.LastIndex(rule, "="); i >= 0 {
-			selector, name = strings.TrimSpace(rule[:i]), strings.TrimSpace(rule[i+1:])
-		}
-		policy := Policy(name)
-		switch policy {
+	rules, err := parseRules("MIG policy", s, func(gpus, name string) (policyRule, error) {
+		rule := policyRule{policy: Policy(name)}
+		switch rule.policy {
 		case PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt:
 		default:
-			return Policies{}, fmt.Errorf("MIG policy %q: want %s, %s, %s or %s, or SELECTOR=POLICY", rule, PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt)
+			return rule, fmt.Errorf("want %s, %s, %s or %s, or SELECTOR=POLICY", PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt)
 		}
-		gpus, err := parseSelector(selector)
-		if err != nil {
-			return Policies{}, fmt.Errorf("MIG policy %q: %w", rule, err)
-		}
-		p.rules = append(p.rules, policyRule{gpus, policy})
-	}
-	return p, nil
+		var err error
+		rule.selector, err = parseSelector(gpus)
+		return rule, err
+	})
+	return Policies{rules}, err
 }
 
 // And adds rules that go before the ones of p.

@@ -33,6 +33,27 @@ func (s selector) fits(g GPU) bool {
 	return false
 }
 
+// parseRules reads rules of the form [SELECTOR=]KIND, separated by commas. parse gets "*" for a selector that is left out; of says in errors what the rules are.
+func parseRules[R any](of, text string, parse func(selector, kind string) (R, error)) ([]R, error) {
+	var rules []R
+	for rule := range strings.SplitSeq(text, ",") {
+		rule = strings.TrimSpace(rule)
+		if rule == "" {
+			continue
+		}
+		what, kind := "*", rule
+		if i := strings.LastIndex(rule, "="); i >= 0 {
+			what, kind = strings.TrimSpace(rule[:i]), strings.TrimSpace(rule[i+1:])
+		}
+		r, err := parse(what, kind)
+		if err != nil {
+			return nil, fmt.Errorf("%s %q: %w", of, rule, err)
+		}
+		rules = append(rules, r)
+	}
+	return rules, nil
+}
+
 // parseIndex reads "#0": the place of a GPU among those of its node, by PCI address.
 func parseIndex(s string) (index int, is bool, err error) {
 	digits, is := strings.CutPrefix(s, "#")

@@ -40,26 +40,11 @@ type shareRule struct {
 // every GPU. With a profile the rule is about partitions of that profile, in which * stands for anything, too, else about whole GPUs. Of the rules that fit a
 // device the last one holds.
 func ParseShares(s string) (ShareRules, error) {
-	var r ShareRules
-	for text := range strings.SplitSeq(s, ",") {
-		text = strings.TrimSpace(text)
-		if text == "" {
-			continue
-		}
-		rule, err := parseShareRule(text)
-		if err != nil {
-			return ShareRules{}, fmt.Errorf("shares %q: %w", text, err)
-		}
-		r.rules = append(r.rules, rule)
-	}
-	return r, nil
+	rules, err := parseRules("shares", s, parseShareRule)
+	return ShareRules{rules}, err
 }
 
-func parseShareRule(text string) (shareRule, error) {
-	what, kind := "*", text
-	if i := strings.LastIndex(text, "="); i >= 0 {
-		what, kind = strings.TrimSpace(text[:i]), strings.TrimSpace(text[i+1:])
-	}
+func parseShareRule(what, kind string) (shareRule, error) {
 	rule := shareRule{index: -1}
 	var err error
 	if rule.share, err = parseShare(kind); err != nil {

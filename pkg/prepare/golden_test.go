@@ -187,11 +187,11 @@ func keepsUnknown(t *testing.T, w *world, files []string) {
 // A field that is known and empty is not one of a later version: what was found is not remembered once it was set back.
 func TestAKnownFieldThatIsEmptyIsNotKept(t *testing.T) {
 	found := device.TimeSliceLong
-	old, err := storeOne(&timeSlice{GPU: gpu0, Found: &found})
+	old, err := storeOne(&timeSlice{setting: setting[device.TimeSlice]{GPU: gpu0, Found: &found}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	now, err := storeOver(old, &timeSlice{GPU: gpu0})
+	now, err := storeOver(old, &timeSlice{setting: setting[device.TimeSlice]{GPU: gpu0}})
 	if err != nil || strings.Contains(string(now.Params), "found") {
 		t.Errorf("%s, %v", now.Params, err)
 	}

@@ -168,9 +168,9 @@ func (p *Preparer) setDefault(ctx context.Context, key string) error {
 		if !there {
 			return notReady(snapshot)
 		}
-		step = &computeMode{GPU: of, Card: t.gpu.Card()}
+		step = &computeMode{setting[device.ComputeMode]{GPU: of, Card: t.gpu.Card()}}
 		if kind == timeSliceKind {
-			step = &timeSlice{GPU: of, Card: t.gpu.Card()}
+			step = &timeSlice{setting: setting[device.TimeSlice]{GPU: of, Card: t.gpu.Card()}}
 		}
 	default:
 		return nil

@@ -87,7 +87,7 @@ func (p *Preparer) sharing(uid types.UID, w *plan, results []claim.Result) (*sha
 		switch {
 		case strategy == v1beta1.SharingTimeSlicing && t.name.Partition == nil:
 			var err error
-			if s.slices, err = add(s.slices, t.name.GPU, []string{t.name.GPU}, &timeSlice{GPU: t.name.GPU, Card: t.gpu.Card(), Want: intervals[interval]}); err != nil {
+			if s.slices, err = add(s.slices, t.name.GPU, []string{t.name.GPU}, &timeSlice{setting: setting[device.TimeSlice]{GPU: t.name.GPU, Card: t.gpu.Card()}, Want: intervals[interval]}); err != nil {
 				return nil, err
 			}
 		case strategy == v1beta1.SharingMPS:
@@ -166,7 +166,7 @@ func asked(c v1beta1.Config) (v1beta1.SharingStrategy, v1beta1.TimeSliceInterval
 // exclusive adds the compute mode that MPS needs. It does not exist in MIG mode.
 func (s *sharing) exclusive(t want) (err error) {
 	if t.name.Partition == nil {
-		s.modes, err = add(s.modes, t.name.GPU, []string{t.name.GPU}, &computeMode{GPU: t.name.GPU, Card: t.gpu.Card()})
+		s.modes, err = add(s.modes, t.name.GPU, []string{t.name.GPU}, &computeMode{setting[device.ComputeMode]{GPU: t.name.GPU, Card: t.gpu.Card()}})
 	}
 	return err
 }

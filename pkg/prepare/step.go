@@ -94,7 +94,7 @@ func storeOver(old checkpoint.Step, s Step) (checkpoint.Step, error) {
 
 // knows says whether the step has the field, also where it is empty and left out.
 func knows(s Step, name string) bool {
-	for field := range reflect.TypeOf(s).Elem().Fields() {
+	for _, field := range reflect.VisibleFields(reflect.TypeOf(s).Elem()) {
 		if tag, _, _ := strings.Cut(field.Tag.Get("json"), ","); strings.EqualFold(tag, name) {
 			return true
 		}

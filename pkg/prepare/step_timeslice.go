@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"strconv"
 
-	"k8s.io/klog/v2"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
@@ -15,14 +13,22 @@ const timeSliceKind = "time-slice"
 
 // timeSlice sets for how long a process has the GPU before the next one's turn.
 type timeSlice struct {
-	GPU  string           `json:"gpu"`
-	Card device.Card      `json:"card"`
+	setting[device.TimeSlice]
 	Want device.TimeSlice `json:"want"`
-	// Found is what it was before. It is nil while nothing was changed.
-	Found *device.TimeSlice `json:"found,omitempty"`
 }
 
 var _ sharable = &timeSlice{}
+
+var timeSlices = knob[device.TimeSlice]{
+	name: "time slices",
+	now: func(ctx context.Context, env *Env, card device.Card) (device.TimeSlice, error) {
+		return env.Partitions.TimeSlice(ctx, card)
+	},
+	set: func(ctx context.Context, env *Env, card device.Card, to device.TimeSlice) error {
+		return env.Partitions.SetTimeSlice(ctx, card, to)
+	},
+	say: length,
+}
 
 // intervals are the lengths in the words of users.
 var intervals = map[v1beta1.TimeSliceInterval]device.TimeSlice{
@@ -53,46 +59,13 @@ func (s *timeSlice) unknown() {
 }
 
 func (s *timeSlice) Apply(ctx context.Context, env *Env) error {
-	found, err := env.Partitions.TimeSlice(ctx, s.Card)
-	if err != nil {
-		return s.failed(err)
-	}
-	s.Found = &found
-	if err := env.Journal(); err != nil {
-		return err
-	}
-	env.mayBeForgotten(ctx, s.Card, s.GPU, "time slices")
-	return s.set(ctx, env, s.Want)
+	return timeSlices.apply(ctx, env, &s.setting, s.Want)
 }
 
 func (s *timeSlice) keep(ctx context.Context, env *Env) error {
-	now, err := env.Partitions.TimeSlice(ctx, s.Card)
-	if err != nil {
-		return s.failed(err)
-	}
-	if now == s.Want {
-		return nil
-	}
-	klog.FromContext(ctx).Info("Setting the time slices of a GPU again, which are not what its claims want", "gpu", s.GPU, "now", length(now), "want", length(s.Want))
-	return s.set(ctx, env, s.Want)
+	return timeSlices.keep(ctx, env, &s.setting, s.Want)
 }
 
 func (s *timeSlice) Revert(ctx context.Context, env *Env) error {
-	if s.Found == nil {
-		return nil
-	}
-	if err := s.set(ctx, env, *s.Found); err != nil && !env.isUnset(ctx, s.Card, s.GPU, err) {
-		return err
-	}
-	s.Found = nil
-	return nil
+	return timeSlices.revert(ctx, env, &s.setting)
 }
-
-func (s *timeSlice) set(ctx context.Context, env *Env, to device.TimeSlice) error {
-	if err := env.Partitions.SetTimeSlice(ctx, s.Card, to); err != nil {
-		return s.failed(err)
-	}
-	return nil
-}
-
-func (s *timeSlice) failed(err error) error { return fmt.Errorf("time slices of %s: %w", s.GPU, err) }
