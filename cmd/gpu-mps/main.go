@@ -128,6 +128,7 @@ func supervise(ctx context.Context, args []string) error {
 	flags.StringVar(&o.DriverRootMount, "driver-root-mount", "", "the same as this process sees it; empty means the same path")
 	flags.StringVar(&o.DevRoot, "dev-root", "", "directory whose dev/ holds the NVIDIA device nodes, as this process sees it; empty means / if it has dev/nvidiactl, else the driver root")
 	flags.StringVar(&o.SELinuxLabel, "selinux-label", "", "label of the directories that daemons share with containers, such as system_u:object_r:container_file_t:s0; empty means none")
+	flags.Uint64Var(&o.SharedMemory, "shared-memory", supervisor.DefaultSharedMemory, "MiB that each daemon and its clients have for /dev/shm")
 	flags.DurationVar(&o.StartTimeout, "start-timeout", supervisor.DefaultStartTimeout, "how long a daemon may take until it is ready; the kubelet waits 45s for the claim")
 	verbosity := flags.Uint("v", 2, "log verbosity: 0 tells an operator what changed, 4 tells a developer how")
 	if err := parse(flags, args); err != nil {

@@ -3,8 +3,6 @@ package driver
 import (
 	"context"
 	"errors"
-	"fmt"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -193,11 +191,5 @@ func (d *Driver) endDaemons(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	paths := MPSPaths(d.cfg)
-	for _, dir := range []string{paths.Root(), paths.ShmDir()} {
-		if err := os.RemoveAll(dir); err != nil {
-			return fmt.Errorf("remove what MPS daemons had: %w", err)
-		}
-	}
-	return nil
+	return supervisor.RemoveAll(MPSPaths(d.cfg))
 }

@@ -129,7 +129,10 @@ func TestWhatIsFoundAtTheStart(t *testing.T) {
 			must(t, d0.make("a"), os.WriteFile(filepath.Join(d0.paths.Dir("a"), specFile), []byte("{"), 0o600))
 		}, false},
 		"directories without a specification": {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a")) }, false},
-		"shared memory alone":                 {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a"), os.RemoveAll(d0.paths.Dir("a"))) }, false},
+		"shared memory alone": {func(t *testing.T, d0 directories) {
+			t.Helper()
+			must(t, d0.make("a"), unbound(d0.paths.Pipes("a")), os.RemoveAll(d0.paths.Dir("a")))
+		}, false},
 		"a record of this very test's process": {func(t *testing.T, d0 directories) {
 			t.Helper()
 			must(t, d0.make("a"), d0.writeSpec(boot, d), d0.write("a", runFile, runRecord{PID: os.Getpid(), StartTime: 1}))

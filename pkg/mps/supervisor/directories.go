@@ -44,6 +44,8 @@ type runRecord struct {
 type directories struct {
 	paths mps.Paths // as this process sees them
 	label string
+	// sharedMemory is what each daemon and its clients have for /dev/shm, in MiB.
+	sharedMemory uint64
 	// shm is held while the directory for all shared memory comes or goes.
 	shm *sync.Mutex
 }
@@ -67,10 +69,18 @@ func (d directories) make(id string) error {
 		return err
 	}
 	for _, dir := range []struct {
-		path string
-		mode fs.FileMode
-	}{{d.paths.Pipes(id), shared}, {d.paths.Logs(id), 0o700}, {d.paths.Shm(id), shared}} {
+		path  string
+		mode  fs.FileMode
+		space space
+	}{
+		{d.paths.Pipes(id), shared, space{pipeSpace, pipeFiles}},
+		{d.paths.Logs(id), 0o700, space{}},
+		{d.paths.Shm(id), shared, space{d.sharedMemory, shmFiles}},
+	} {
 		if err := os.Mkdir(dir.path, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+			return fmt.Errorf("create a directory of MPS daemon %s: %w", id, err)
+		}
+		if err := dir.space.bound(dir.path); err != nil {
 			return fmt.Errorf("create a directory of MPS daemon %s: %w", id, err)
 		}
 		if err := os.Chmod(dir.path, dir.mode); err != nil {
@@ -136,7 +146,7 @@ func (d directories) remove(id string) error {
 			return err
 		}
 	}
-	if err := errors.Join(os.RemoveAll(dir), os.RemoveAll(d.paths.Shm(id))); err != nil {
+	if err := errors.Join(unbound(d.paths.Pipes(id)), unbound(d.paths.Shm(id)), os.RemoveAll(dir), os.RemoveAll(d.paths.Shm(id))); err != nil {
 		return fmt.Errorf("remove the directories of MPS daemon %s: %w", id, err)
 	}
 	d.shm.Lock()

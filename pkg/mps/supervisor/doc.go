@@ -7,6 +7,9 @@
 // so whatever is killed when, the next supervisor knows what there should be. A specification of an earlier boot, or one that cannot be read, is forgotten
 // with its directories: nothing of the daemon survived, and whoever needs it asks again.
 //
+// The two that clients write to, pipe/ and the shared memory, are file systems of their own (tmpfs), so that nobody fills more of the node than that. They are
+// mounted where the node's containers are given them, and go with the daemon.
+//
 // # A daemon's life
 //
 // Each has a goroutine of its own and waits for no other. It is Ready when its control pipe answers and every default has been set and read back. One that

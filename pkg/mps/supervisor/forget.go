@@ -64,6 +64,26 @@ func forget(d directories, proc, id string) error {
 	return d.remove(id)
 }
 
+// RemoveAll removes what is left of daemons on a node that has none and will have none.
+func RemoveAll(paths mps.Paths) error {
+	d := directories{paths: paths, shm: new(sync.Mutex)}
+	ids, err := d.known()
+	if err != nil {
+		return err
+	}
+	for _, id := range ids {
+		if err := d.remove(id); err != nil {
+			return err
+		}
+	}
+	for _, dir := range []string{paths.Root(), paths.ShmDir()} {
+		if err := os.RemoveAll(dir); err != nil {
+			return fmt.Errorf("remove what MPS daemons had: %w", err)
+		}
+	}
+	return nil
+}
+
 // survivors are the processes of a daemon that live without a supervisor. The control daemon is known by its start as well, should control groups have other
 // names for this process than they had for its supervisor.
 func survivors(run runRecord, of kin) ([]int, error) {

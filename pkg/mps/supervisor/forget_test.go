@@ -11,6 +11,7 @@ import (
 )
 
 func TestWithoutASupervisorADaemonIsForgotten(t *testing.T) {
+	needMounts(t)
 	paths := mps.Paths{PluginDir: t.TempDir(), ShmRoot: t.TempDir()}
 	if err := Forget(t.Context(), paths, procRoot, "claim-0"); err != nil {
 		t.Errorf("on a node that has never had a supervisor: %v", err)
@@ -38,6 +39,14 @@ func TestWithoutASupervisorADaemonIsForgotten(t *testing.T) {
 	if left, err := d.known(); err != nil || !slices.Equal(slices.Compact(left), []string{"claim-1"}) {
 		t.Errorf("left are %v, %v", left, err)
 	}
+	if err := RemoveAll(paths); err != nil {
+		t.Error(err)
+	}
+	for _, dir := range []string{paths.Root(), paths.ShmDir()} {
+		if _, err := os.Stat(dir); !os.IsNotExist(err) {
+			t.Errorf("%s: %v", dir, err)
+		}
+	}
 }
 
 func TestASupervisorsDaemonIsNotForgottenBehindItsBack(t *testing.T) {
@@ -54,13 +63,16 @@ func TestASupervisorsDaemonIsNotForgottenBehindItsBack(t *testing.T) {
 
 // Claims are given back at the same time.
 func TestManyAreForgottenAtOnce(t *testing.T) {
+	needMounts(t)
 	paths := mps.Paths{PluginDir: t.TempDir(), ShmRoot: t.TempDir()}
 	d := directories{paths: paths, shm: new(sync.Mutex)}
 	must(t, d.prepare())
+	for i := range 16 {
+		must(t, d.make("claim-"+itoa(i)))
+	}
 	var wait sync.WaitGroup
 	for i := range 16 {
 		id := "claim-" + itoa(i)
-		must(t, d.make(id))
 		wait.Go(func() {
 			if err := Forget(t.Context(), paths, procRoot, id); err != nil {
 				t.Error(err)

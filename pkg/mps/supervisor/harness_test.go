@@ -1,6 +1,7 @@
 package supervisor
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -146,7 +147,7 @@ func (n *node) superviseApart() {
 	defer func() { _ = log.Close() }()
 	o := n.options
 	n.cmd = exec.Command(o.Program, "supervise", "--plugin-dir="+o.Paths.PluginDir, "--shm-root="+o.Paths.ShmRoot, "--driver-root="+o.DriverRoot,
-		"--driver-root-mount="+o.DriverRootMount, "--dev-root="+o.DevRoot)
+		"--driver-root-mount="+o.DriverRootMount, "--dev-root="+o.DevRoot, "--shared-memory="+fmt.Sprint(cmp.Or(o.SharedMemory, DefaultSharedMemory)))
 	n.cmd.Stdout, n.cmd.Stderr = log, log
 	must(n.t, n.cmd.Start())
 	n.awaitSupervisor()
@@ -286,9 +287,9 @@ func (n *node) cleanUp() {
 	if n.stop != nil {
 		n.stop()
 	}
-	entries, _ := os.ReadDir(n.paths.Root())
-	for _, e := range entries {
-		if err := n.kin(e.Name()).end(patient); err != nil {
+	ids, _ := directories{paths: n.paths}.known()
+	for _, id := range ids {
+		if err := errors.Join(n.kin(id).end(patient), unbound(n.paths.Pipes(id)), unbound(n.paths.Shm(id))); err != nil {
 			n.t.Error(err)
 		}
 	}

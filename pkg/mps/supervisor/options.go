@@ -28,6 +28,8 @@ type Options struct {
 	DevRoot string
 	// SELinuxLabel is given to the directories that are shared with containers. Empty: none.
 	SELinuxLabel string
+	// SharedMemory is what each daemon and its clients have for /dev/shm, in MiB. 0 means DefaultSharedMemory.
+	SharedMemory uint64
 	// StartTimeout is how long a daemon may take until it is ready. 0 means DefaultStartTimeout.
 	StartTimeout time.Duration
 	// Program is gpu-mps itself, which makes the mount namespace of daemons.
@@ -49,6 +51,9 @@ func (o *Options) complete() error {
 	}
 	if o.DriverRootMount == "" {
 		o.DriverRootMount = o.DriverRoot
+	}
+	if o.SharedMemory == 0 {
+		o.SharedMemory = DefaultSharedMemory
 	}
 	if o.StartTimeout == 0 {
 		o.StartTimeout = DefaultStartTimeout

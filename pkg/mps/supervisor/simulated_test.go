@@ -195,7 +195,7 @@ func TestTheNamespaceOfADaemon(t *testing.T) {
 	}
 	mounts, err := os.ReadFile("/proc/self/mountinfo")
 	must(t, err)
-	if strings.Contains(string(mounts), n.paths.PluginDir) || strings.Contains(string(mounts), "gpu-mps") {
+	if strings.Contains(string(mounts), "/tmp/nvidia-mps") || strings.Contains(string(mounts), " /tmp/driver ") {
 		t.Error("the daemon's mounts are seen outside")
 	}
 }

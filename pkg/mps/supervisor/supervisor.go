@@ -53,7 +53,7 @@ func Run(ctx context.Context, options Options) error {
 	}
 	s := &Supervisor{
 		options: options, visible: options.visible(), bootID: boot, groups: groups,
-		directories: directories{paths: options.visible(), label: options.SELinuxLabel, shm: new(sync.Mutex)},
+		directories: directories{paths: options.visible(), label: options.SELinuxLabel, sharedMemory: options.SharedMemory, shm: new(sync.Mutex)},
 		lives:       map[string]*life{},
 	}
 	lock, err := lockOut(ctx, filepath.Join(s.visible.Root(), lockFile), s.directories.prepare)

@@ -266,7 +266,7 @@ func TestADaemonThatRunsButDoesNotAnswerIsLeftToItsClients(t *testing.T) {
 	n.mustStop("a")
 }
 
-// Someone cleans the host's temporary files. A container that is made then would not have what the daemon has.
+// Someone removes what is mounted and where it was. A container that is made then would not have what the daemon has.
 func TestADaemonWhoseDirectoriesWereRemovedIsTold(t *testing.T) {
 	for name, dir := range map[string]func(mps.Paths, string) string{"shared memory": mps.Paths.Shm, "pipes": mps.Paths.Pipes} {
 		t.Run(name, func(t *testing.T) {
@@ -275,7 +275,7 @@ func TestADaemonWhoseDirectoriesWereRemovedIsTold(t *testing.T) {
 			d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
 			n.mustStart(d)
 			pid := n.status("a").PID
-			must(t, os.RemoveAll(dir(n.paths, "a")))
+			must(t, unbound(dir(n.paths, "a")), os.RemoveAll(dir(n.paths, "a")))
 			for range 2 {
 				if err := n.start(d); err == nil || !strings.Contains(err.Error(), "was removed under") || !strings.Contains(err.Error(), itoa(pid)) {
 					t.Error(err)
