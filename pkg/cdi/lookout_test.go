@@ -37,7 +37,7 @@ func onANodeOfItsOwn(t *testing.T) (inside bool) {
 	}
 	out, err := again.CombinedOutput()
 	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOSPC) {
-		t.Skipf("needs a user namespace of its own: %v", err)
+		t.Skipf("SKIPPED: needs a user namespace of its own: %v", err)
 	}
 	if err != nil || !strings.Contains(string(out), "--- PASS: "+t.Name()) {
 		t.Errorf("%v\n%s", err, out)
@@ -108,6 +108,11 @@ func TestWhereInotifyIsExhaustedTheFilesAreRead(t *testing.T) {
 }
 
 func TestAnInotifyThatEndedIsReplaced(t *testing.T) {
+	if w, err := fsnotify.NewWatcher(); err != nil {
+		t.Skipf("SKIPPED: this machine has no inotify instance left: %v", err)
+	} else {
+		must(t, w.Close())
+	}
 	s := newStore(t)
 	must(t, s.WriteBase(commonEdits()))
 	seen := newLookout(s.root)
