@@ -2,9 +2,7 @@ package driver
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -141,9 +139,9 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 	if err != nil {
 		return nil, err
 	}
-	bootID, err := readBootID(d.cfg.ProcRoot)
+	bootID, err := durable.BootID(d.cfg.ProcRoot)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%w (--proc-root)", err)
 	}
 	d.before = predecessor.NewStore(d.cfg.PluginDir, d.cfg.StateDir(), DriverName, bootID, durable.OS{})
 	if partitions != nil {
@@ -169,17 +167,4 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 			return d.client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
 		},
 	}), nil
-}
-
-// readBootID tells this boot of the node from any other. A proc that does not have it (an unusual mount) is no reason to fail: the process's own has.
-func readBootID(procRoot string) (string, error) {
-	const file = "sys/kernel/random/boot_id"
-	raw, err := os.ReadFile(filepath.Join(procRoot, file))
-	if errors.Is(err, fs.ErrNotExist) {
-		raw, err = os.ReadFile(filepath.Join("/proc", file))
-	}
-	if err != nil {
-		return "", fmt.Errorf("read the kernel's boot ID (--proc-root): %w", err)
-	}
-	return strings.TrimSpace(string(raw)), nil
 }

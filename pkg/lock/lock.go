@@ -217,7 +217,7 @@ func (s *Set) flock(ctx context.Context, name Name) (*flock.Flock, error) {
 		}
 		select {
 		case <-ctx.Done():
-			return nil, fmt.Errorf("lock %s, which another instance of the plugin holds: %w", filepath.Join(s.dir, name.File), ctx.Err())
+			return nil, fmt.Errorf("lock %s, which another process holds: %w", filepath.Join(s.dir, name.File), ctx.Err())
 		case <-poll.C:
 		}
 	}

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
@@ -101,7 +102,7 @@ func TestTheSupervisorIsKilledBetweenTheStepsOfAnEnd(t *testing.T) {
 
 // What a disk may hold when a supervisor starts, with a process of the daemon's that still runs.
 func TestWhatIsFoundAtTheStart(t *testing.T) {
-	boot, err := bootID()
+	boot, err := durable.BootID(procRoot)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -188,7 +189,7 @@ func TestOtherProcessesAreNotTouched(t *testing.T) {
 	must(t, other.Start())
 	defer func() { _ = other.Process.Kill(); _ = other.Wait() }()
 	d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
-	boot, err := bootID()
+	boot, err := durable.BootID(procRoot)
 	must(t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}))
 	started, err := startTime(procRoot, other.Process.Pid)
 	must(t, err, d0.write("a", runFile, runRecord{PID: other.Process.Pid, StartTime: started}))

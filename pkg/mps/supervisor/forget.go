@@ -6,48 +6,33 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"sync"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-const (
-	// forgetWait is how long Forget waits for someone else who has the lock, and forgetPoll how often it tries: two that forget take microseconds, and a
-	// supervisor that lives keeps it.
-	forgetWait = 2 * time.Second
-	forgetPoll = 5 * time.Millisecond
-)
+// forgetWait is how long Forget waits for someone else who has the lock: two that forget take microseconds, and a supervisor that lives keeps it.
+const forgetWait = 2 * time.Second
 
 // Forget removes what a daemon has on the disk, where no supervisor lives: the daemons of one that is gone have gone with its Pod. One that has survived, because
 // it hangs in the NVIDIA driver, is not forgotten. proc is where the node's processes are seen. A supervisor that comes at this moment waits for it, and
 // finds nothing.
 func Forget(ctx context.Context, paths mps.Paths, proc, id string) error {
-	path := filepath.Join(paths.Root(), lockFile)
-	ctx, cancel := context.WithTimeoutCause(ctx, forgetWait, errors.New("its supervisor is starting or ending at this moment"))
-	defer cancel()
-	for {
-		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil // where no supervisor has been there is no daemon
-		}
-		if err != nil {
-			return fmt.Errorf("open the supervisor's lock: %w", err)
-		}
-		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil && named(f, path) {
-			defer func() { _ = f.Close() }()
-			return forget(directories{paths: paths, shm: new(sync.Mutex)}, proc, id)
-		}
-		_ = f.Close()
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("remove MPS daemon %s: %w", id, context.Cause(ctx))
-		case <-time.After(forgetPoll):
-		}
+	if _, err := os.Lstat(paths.Root()); errors.Is(err, fs.ErrNotExist) {
+		return nil // where no supervisor has been there is no daemon
 	}
+	ctx, cancel := context.WithTimeout(ctx, forgetWait)
+	defer cancel()
+	held, err := locked(ctx, paths.Root())
+	if ctx.Err() != nil && err != nil {
+		err = fmt.Errorf("its supervisor is starting or ending at this moment: %w", err)
+	}
+	if err != nil {
+		return fmt.Errorf("remove MPS daemon %s: %w", id, err)
+	}
+	defer held.Release()
+	return forget(directories{paths: paths, shm: new(sync.Mutex)}, proc, id)
 }
 
 func forget(d directories, proc, id string) error {

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
@@ -74,7 +75,7 @@ func TestAProcessThatCannotBeKilledIsTold(t *testing.T) {
 	groups, err := groupsOf(procRoot, pid)
 	must(t, err)
 	d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
-	boot, err := bootID()
+	boot, err := durable.BootID(procRoot)
 	d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
 	must(t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, d), d0.write("a", runFile, runRecord{Groups: groups}))
 	n.supervise()

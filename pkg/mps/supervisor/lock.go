@@ -4,57 +4,36 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
+	"io/fs"
 
-	"golang.org/x/sys/unix"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
-// lockOut waits until no other supervisor has the file locked, and keeps it locked until it is closed. prepare makes the file's directory.
-func lockOut(ctx context.Context, path string, prepare func() error) (*os.File, error) {
+// lockFile keeps a second supervisor waiting. Its name is no daemon's ID.
+const lockFile = "supervisor_lock"
+
+// lockOut waits until no other supervisor has the directory locked, and keeps it locked until that is released. prepare makes the directory, which the one before
+// may remove as the last of what it had.
+func lockOut(ctx context.Context, root string, prepare func() error) (*lock.Held, error) {
 	for {
 		if err := prepare(); err != nil {
 			return nil, err
 		}
-		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+		held, err := locked(ctx, root)
+		if errors.Is(err, fs.ErrNotExist) && ctx.Err() == nil {
+			continue
+		}
 		if err != nil {
-			return nil, fmt.Errorf("open the supervisor's lock: %w", err)
+			return nil, fmt.Errorf("another supervisor of MPS daemons runs on this node: %w", err)
 		}
-		if err := flock(ctx, f); err != nil {
-			return nil, fmt.Errorf("another supervisor of MPS daemons runs on this node and has %s locked: %w", path, err)
-		}
-		// The one before may have removed the file and its directory, as the last of what it had: then someone else can lock the name.
-		if named(f, path) {
-			return f, nil
-		}
-		_ = f.Close()
+		return held, nil
 	}
 }
 
-// flock waits for the lock. If the context ends first, the file is left to the waiting, which ends with the process.
-func flock(ctx context.Context, f *os.File) error {
-	locked := make(chan error, 1)
-	go func() {
-		for {
-			err := unix.Flock(int(f.Fd()), unix.LOCK_EX)
-			if !errors.Is(err, unix.EINTR) {
-				locked <- err
-				return
-			}
-		}
-	}()
-	select {
-	case err := <-locked:
-		return err
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
-}
-
-func named(f *os.File, path string) bool {
-	open, err := f.Stat()
+func locked(ctx context.Context, root string) (*lock.Held, error) {
+	locks, err := lock.NewSet(root)
 	if err != nil {
-		return false
+		return nil, err
 	}
-	there, err := os.Lstat(path)
-	return err == nil && os.SameFile(open, there)
+	return locks.Acquire(ctx, lock.Name{File: lockFile})
 }

@@ -289,12 +289,3 @@ func commandOf(pid int) string {
 	first, _, _ := bytes.Cut(data, []byte{0})
 	return filepath.Base(string(first))
 }
-
-// bootID names the boot of the kernel.
-func bootID() (string, error) {
-	data, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return "", fmt.Errorf("read the boot ID: %w", err)
-	}
-	return strings.TrimSpace(string(data)), nil
-}

@@ -15,12 +15,10 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
 )
-
-// lockFile keeps a second supervisor waiting. Its name is no daemon's ID.
-const lockFile = "supervisor_lock"
 
 // Supervisor is the parent of a node's MPS control daemons. There is one a node at a time.
 type Supervisor struct {
@@ -43,7 +41,7 @@ func Run(ctx context.Context, options Options) error {
 	if err := options.complete(); err != nil {
 		return err
 	}
-	boot, err := bootID()
+	boot, err := durable.BootID(procRoot)
 	if err != nil {
 		return err
 	}
@@ -56,11 +54,11 @@ func Run(ctx context.Context, options Options) error {
 		directories: directories{paths: options.visible(), label: options.SELinuxLabel, sharedMemory: options.SharedMemory, shm: new(sync.Mutex)},
 		lives:       map[string]*life{},
 	}
-	lock, err := lockOut(ctx, filepath.Join(s.visible.Root(), lockFile), s.directories.prepare)
+	held, err := lockOut(ctx, s.visible.Root(), s.directories.prepare)
 	if err != nil {
 		return err
 	}
-	defer func() { _ = lock.Close() }()
+	defer held.Release()
 	lives, endLives := context.WithCancelCause(context.WithoutCancel(ctx))
 	s.ctx = lives
 	defer s.await()
