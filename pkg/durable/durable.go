@@ -3,6 +3,8 @@
 // The order is the promise: the new content is on the disk before it gets the name, and the directory is on the disk before the caller goes on.
 // What is read is believed only if nobody but the user of this process, root on a node, can have written it: see [UntrustedError].
 //
+// What a power cut takes away for certain is told by [BootID].
+//
 // [FS] is the small part of a file system that this takes, so that tests can end the world between any two of its calls.
 package durable
 
