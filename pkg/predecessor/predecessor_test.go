@@ -135,6 +135,9 @@ func TestEndedClaimsAreRememberedUntilAllHave(t *testing.T) {
 	if err != nil || aside == "" {
 		t.Fatal(aside, err)
 	}
+	if notes, err := os.ReadDir(filepath.Join(state, "predecessor")); err != nil || len(notes) != 0 {
+		t.Errorf("notes are left: %v, %v", notes, err)
+	}
 	if kept, err := os.ReadFile(aside); err != nil || string(kept) != string(read(t, "v2.json")) {
 		t.Errorf("it is not as it was: %v", err)
 	}

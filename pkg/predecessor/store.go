@@ -119,5 +119,19 @@ func (s *Store) End(uid types.UID) (aside string, err error) {
 	if err := s.disk.SyncDir(filepath.Dir(s.path)); err != nil {
 		return "", fmt.Errorf("set the checkpoint of the reference driver aside: %w", err)
 	}
-	return aside, nil
+	return aside, s.forget()
+}
+
+// forget removes the notes, which nobody needs without the checkpoint.
+func (s *Store) forget() error {
+	names, err := s.disk.ReadDir(s.notes)
+	if err != nil {
+		return fmt.Errorf("remove the notes about the reference driver's claims: %w", err)
+	}
+	for _, name := range names {
+		if err := durable.Remove(s.disk, filepath.Join(s.notes, name)); err != nil {
+			return err
+		}
+	}
+	return nil
 }
