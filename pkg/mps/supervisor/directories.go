@@ -146,7 +146,13 @@ func (d directories) remove(id string) error {
 			return err
 		}
 	}
-	if err := errors.Join(unbound(d.paths.Pipes(id)), unbound(d.paths.Shm(id)), os.RemoveAll(dir), os.RemoveAll(d.paths.Shm(id))); err != nil {
+	err := errors.Join(unbound(d.paths.Pipes(id)), unbound(d.paths.Shm(id)))
+	for _, path := range []string{d.paths.Pipes(id), d.paths.Shm(id)} {
+		if err == nil {
+			err = removeBoth(path)
+		}
+	}
+	if err := errors.Join(err, os.RemoveAll(dir)); err != nil {
 		return fmt.Errorf("remove the directories of MPS daemon %s: %w", id, err)
 	}
 	d.shm.Lock()

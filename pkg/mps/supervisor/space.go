@@ -6,6 +6,9 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -80,4 +83,66 @@ func unbound(path string) error {
 			return &fs.PathError{Op: "unmount", Path: path, Err: err}
 		}
 	}
+}
+
+// removeBoth removes what is in a directory on which nothing is mounted any more, and the directory.
+func removeBoth(path string) error {
+	entries, err := os.ReadDir(path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	for _, e := range entries {
+		if err := os.RemoveAll(filepath.Join(path, e.Name())); err != nil {
+			return err
+		}
+	}
+	return removeMountpoint(path)
+}
+
+// removeMountpoint removes a directory on which nothing is mounted any more that can be seen here. There may be copies that cannot: a container that has the
+// node's /dev has those of what was mounted below it when the container was made, whatever has been mounted over them since. A directory is busy for a process
+// in whose mount namespace something is mounted on it, and for no other: the kernel takes the mounts of all others away with it.
+func removeMountpoint(path string) error {
+	err := os.Remove(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if !errors.Is(err, unix.EBUSY) {
+		return err
+	}
+	parent, err := unix.Open(filepath.Dir(path), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return &fs.PathError{Op: "open", Path: filepath.Dir(path), Err: err}
+	}
+	defer func() { _ = unix.Close(parent) }()
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread() // Never unlocked: the thread, and its mount namespace, end with this goroutine.
+		done <- removeFromBare(parent, path)
+	}()
+	return <-done
+}
+
+// removeFromBare gives the thread a mount namespace with nothing but its root, and removes the directory from there.
+func removeFromBare(parent int, path string) error {
+	mounts, err := os.ReadFile("/proc/thread-self/mountinfo")
+	if err != nil {
+		return err
+	}
+	if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
+		return &fs.PathError{Op: "leave the mount namespace to remove", Path: path, Err: err}
+	}
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return &fs.PathError{Op: "leave the mount namespace to remove", Path: path, Err: err}
+	}
+	lines := strings.Split(strings.TrimSpace(string(mounts)), "\n")
+	for _, line := range slices.Backward(lines) { // what was mounted last covers what was before
+		if fields := strings.Fields(line); len(fields) > 4 && fields[4] != "/" {
+			_ = unix.Unmount(fields[4], unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW) // One that stays is told by what follows.
+		}
+	}
+	if err := unix.Unlinkat(parent, filepath.Base(path), unix.AT_REMOVEDIR); err != nil && !errors.Is(err, unix.ENOENT) {
+		return &fs.PathError{Op: "remove", Path: path, Err: err}
+	}
+	return nil
 }

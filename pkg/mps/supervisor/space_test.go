@@ -92,3 +92,24 @@ func TestADirectoryThatHoldsSomethingIsNotCovered(t *testing.T) {
 	}
 	must(t, unbound(dir), unbound(dir), os.Remove(dir), unbound(dir))
 }
+
+// A container that has the node's /dev has copies of what is mounted below it, which its own mount of the node's shared memory covers.
+func TestADirectoryIsRemovedWhateverCoversACopyOfItsMount(t *testing.T) {
+	needMounts(t)
+	top := t.TempDir()
+	dir, copies := filepath.Join(top, "shm", "a"), filepath.Join(top, "dev")
+	must(t, os.MkdirAll(dir, 0o700), os.Mkdir(copies, 0o700))
+	must(t, space{mebibytes: 1, files: 16}.bound(dir))
+	must(t, unix.Mount(filepath.Dir(dir), copies, "", unix.MS_BIND|unix.MS_REC, ""))
+	t.Cleanup(func() { _ = unix.Unmount(copies, unix.MNT_DETACH) })
+	must(t, unix.Mount("", copies, "", unix.MS_REC|unix.MS_PRIVATE, ""), unix.Mount("cover", copies, "tmpfs", 0, "size=64k"))
+	t.Cleanup(func() { _ = unix.Unmount(copies, unix.MNT_DETACH) })
+	must(t, unbound(dir))
+	if err := os.Remove(dir); !errors.Is(err, unix.EBUSY) {
+		t.Fatalf("nothing keeps it busy: %v", err)
+	}
+	must(t, removeBoth(dir), removeBoth(dir))
+	if _, err := os.Lstat(dir); !os.IsNotExist(err) {
+		t.Errorf("it is left: %v", err)
+	}
+}
