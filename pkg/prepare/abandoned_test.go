@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -106,8 +107,13 @@ func TestAClaimThatACallWorksOnIsNotGivenBack(t *testing.T) {
 func TestWhatAKilledCallHasLeftIsRemovedWithoutAStart(t *testing.T) {
 	w := newWorld(t)
 	runs := w.plugin(t)
+	var mu sync.Mutex // several claims are put in order at once
 	var said []string
-	runs.Repaired = func(r Repair) { said = append(said, r.Kind+" "+r.Object) }
+	runs.Repaired = func(r Repair) {
+		mu.Lock()
+		defer mu.Unlock()
+		said = append(said, r.Kind+" "+r.Object)
+	}
 	kept := newClaim("kept", allocated("r", gpu1))
 	mustPrepare(t, runs, kept)
 	if err := w.specs.WriteClaim("uid-dead", nil); err != nil {

@@ -60,7 +60,7 @@ func TestMain(m *testing.M) {
 }
 
 // patience is how long a test waits for what must come.
-const patience = 20 * time.Second
+const patience = 2 * time.Minute
 
 // node is a host with a driver whose MPS programs are the stand-in.
 type node struct {
