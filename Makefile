@@ -94,6 +94,10 @@ bench: build ## Measure what the plugin costs, beside the floor of what safety a
 bench-quick: build
 	$(BENCH) -quick $(BENCH_ARGS)
 
+.PHONY: bench-scale
+bench-scale: build ## Measure what the published shapes cost a scheduler with 500 nodes, on a machine that does nothing else (root; SCALE_ARGS="-nodes 50,500")
+	go run ./test/bench/cmd/scale -program $(BUILD)/bin/gpu-kubelet-plugin -json $(BUILD)/scale.json $(SCALE_ARGS)
+
 .PHONY: bench-limits
 bench-limits: toolchain ## Hold what many claims for partitions at once cost to its limits, on a machine that does nothing else (root)
 	$(GOTEST) -v -count=1 ./test/bench

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"sync"
 
 	"github.com/fsnotify/fsnotify"
 	"golang.org/x/sys/unix"
@@ -14,8 +15,9 @@ import (
 // is that same user: others may have taken them all. Then the lookout sees nothing, says so once, and tries again whenever it is asked.
 type lookout struct {
 	root string
-	// changed gets a value when inotify has told of a change of a spec, or has lost events.
+	// changed gets a value when inotify has told of a change of a spec, or has lost events; touched says of which.
 	changed chan struct{}
+	touched *touched
 	// ended is closed when the watcher tells no more; nil while there is none.
 	ended   chan struct{}
 	watcher *fsnotify.Watcher
@@ -26,7 +28,39 @@ type lookout struct {
 }
 
 func newLookout(root string) *lookout {
-	return &lookout{root: root, changed: make(chan struct{}, 1)}
+	return &lookout{root: root, changed: make(chan struct{}, 1), touched: &touched{}}
+}
+
+// touched collects the specs that inotify has told of.
+type touched struct {
+	mu    sync.Mutex
+	names map[string]bool
+	// all says that it may be any.
+	all bool
+}
+
+func (t *touched) add(name string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.names == nil {
+		t.names = map[string]bool{}
+	}
+	t.names[name] = true
+}
+
+func (t *touched) addAll() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.all = true
+}
+
+// take empties it.
+func (t *touched) take() (names map[string]bool, all bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	names, all = t.names, t.all
+	t.names, t.all = nil, false
+	return names, all
 }
 
 // close lets go of the watcher; follow takes another.
@@ -74,7 +108,7 @@ func (l *lookout) watch() (os.FileInfo, error) {
 			return nil, err
 		}
 		l.watcher, l.ended = w, make(chan struct{})
-		go listen(w, l.root, l.changed, l.ended)
+		go listen(w, l.root, l.touched, l.changed, l.ended)
 	}
 	_ = l.watcher.Add(filepath.Dir(l.root)) // adding twice is no error
 	if err := l.watcher.Add(l.root); err != nil {
@@ -85,7 +119,7 @@ func (l *lookout) watch() (os.FileInfo, error) {
 
 // listen empties inotify's channels until they are closed. It does nothing else: the watcher holds its own lock while it waits for its reader,
 // so a reader that also called the watcher could wait for itself.
-func listen(w *fsnotify.Watcher, root string, changed chan<- struct{}, ended chan<- struct{}) {
+func listen(w *fsnotify.Watcher, root string, seen *touched, changed chan<- struct{}, ended chan<- struct{}) {
 	defer close(ended)
 	tell := func() {
 		select {
@@ -97,16 +131,22 @@ func listen(w *fsnotify.Watcher, root string, changed chan<- struct{}, ended cha
 	for events != nil || errs != nil {
 		select {
 		case event, ok := <-events:
-			if !ok {
+			switch name := filepath.Base(event.Name); {
+			case !ok:
 				events = nil
-			} else if event.Name == root || filepath.Dir(event.Name) == root && isSpec(filepath.Base(event.Name)) {
+			case event.Name == root:
+				seen.addAll()
+				tell()
+			case filepath.Dir(event.Name) == root && isSpec(name):
+				seen.add(name)
 				tell()
 			}
 		case _, ok := <-errs:
 			if !ok {
 				errs = nil
 			} else {
-				tell() // events were lost
+				seen.addAll() // events were lost
+				tell()
 			}
 		}
 	}

@@ -58,7 +58,12 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context) error) {
 			s.sweep()
 		case <-look.C:
 			if unseen := seen.follow(log); unseen || failed || dirty {
-				lost := s.altered()
+				var lost []string
+				if names, all := seen.touched.take(); unseen || failed || all {
+					lost = s.altered()
+				} else {
+					lost = s.alteredAmong(names)
+				}
 				if len(lost) > 0 {
 					log.Info("CDI specs were removed or altered by someone else, writing them again", "specs", lost)
 				}
@@ -100,6 +105,29 @@ func (s *Store) altered() []string {
 		}
 		if data, err := os.ReadFile(filepath.Join(s.root, e.Name())); err == nil {
 			s.known[e.Name()] = data
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+// alteredAmong is altered where inotify has told which specs may be: a claim that comes or goes on a node with hundreds of them is no reason to read
+// all, while calls of the kubelet wait.
+func (s *Store) alteredAmong(touched map[string]bool) []string {
+	s.files.Lock() // no file is being changed
+	defer s.files.Unlock()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var names []string
+	for name := range touched {
+		on, err := os.ReadFile(filepath.Join(s.root, name))
+		data, ours := s.known[name]
+		switch {
+		case ours && (err != nil || !bytes.Equal(on, data)):
+			names = append(names, name)
+			delete(s.known, name)
+		case !ours && err == nil:
+			s.known[name] = on
 		}
 	}
 	slices.Sort(names)

@@ -170,17 +170,22 @@ func (s *Store) read(path string, v any) (found bool, err error) {
 	return true, decode(path, raw, v)
 }
 
+// files are those of one claim. Others' names are not taken apart: there may be hundreds, and this is asked in every call of the kubelet.
 func (s *Store) files(uid types.UID) ([]string, error) {
-	entries, err := s.List()
+	names, err := s.disk.ReadDir(s.claims)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("list the records: %w", err)
 	}
 	var files []string
-	for _, e := range entries {
-		if e.ClaimUID == uid {
+	for _, name := range names {
+		if !strings.HasPrefix(name, string(uid)) {
+			continue
+		}
+		if e, ok := parse(name); ok && e.ClaimUID == uid {
 			files = append(files, e.file)
 		}
 	}
+	slices.Sort(files)
 	return files, nil
 }
 

@@ -213,7 +213,6 @@ func (d *Driver) newAbandonment(client kubernetes.Interface) *abandonment {
 		},
 		gone: func(ctx context.Context, c kubeletplugin.NamespacedObject, why string) {
 			d.status.Forget(c.UID)
-			d.countHeld(ctx)
 			wake(d.toReconcile)
 			klog.FromContext(ctx).Info("Gave back what a claim held that is gone", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why)
 			d.repaired(prepare.Repair{Kind: "abandoned-claim", What: "Gave back what a claim held (" + why + ")", Object: c.String() + " (UID " + string(c.UID) + ")"})

@@ -118,7 +118,7 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	if err := d.recover(ctx); err != nil {
 		return err
 	}
-	d.countHeld(ctx)
+	d.metrics.Held(d.countHeld)
 	// Before the first call of the kubelet: no Pod may slip through while nobody knows yet that the runtime would ignore its GPUs.
 	d.checkHook(ctx)
 	d.askRuntime(ctx)
@@ -236,11 +236,7 @@ func (d *Driver) ready(context.Context) error {
 	return nil
 }
 
-func (d *Driver) countHeld(ctx context.Context) {
+func (d *Driver) countHeld() (claims, gpus int, _ error) {
 	held, err := d.preparer.Held()
-	if err != nil {
-		klog.FromContext(ctx).Error(err, "Could not count the claims that are held")
-		return
-	}
-	d.metrics.Held(held.Claims, held.GPUs)
+	return held.Claims, held.GPUs, err
 }

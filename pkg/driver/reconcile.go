@@ -75,7 +75,6 @@ func (d *Driver) reconcileOnce(ctx context.Context) bool {
 	if !d.adopt(ctx) {
 		settled = false
 	}
-	d.countHeld(ctx)
 	d.countDaemons(ctx)
 	return settled
 }

@@ -49,7 +49,6 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 		logger.Error(err, "Could not prepare the claim")
 		return kubeletplugin.PrepareResult{Err: err}
 	}
-	d.countHeld(ctx)
 	d.status.Prepared(ctx, c, d.given(c.UID))
 	logger.Info("Prepared the claim", "devices", names(devices), "took", took)
 	return kubeletplugin.PrepareResult{Devices: devices}
@@ -85,7 +84,6 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 		return err
 	}
 	d.status.Forget(c.UID)
-	d.countHeld(ctx)
 	if len(d.layouts.HandedOver()) > 0 {
 		wake(d.toReconcile) // the claim may have used one of the instances that are waited for
 	}

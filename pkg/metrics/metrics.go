@@ -28,8 +28,6 @@ type Metrics struct {
 	statusErrors   *prometheus.CounterVec
 	publishErrors  prometheus.Counter
 	repairs        *prometheus.CounterVec
-	preparedClaims prometheus.Gauge
-	heldGPUs       prometheus.Gauge
 	devices        *prometheus.GaugeVec
 	ready          prometheus.Gauge
 	publisher      prometheus.Gauge
@@ -49,13 +47,11 @@ func New(version string) *Metrics {
 		Registry: prometheus.NewRegistry(),
 		duration: histograms("request_duration_seconds", "Time to prepare or unprepare one claim, successful or not.",
 			prometheus.ExponentialBuckets(0.001, 2, 16), "operation"), // 1 ms … 33 s; the kubelet gives a call 45 s
-		requestErrors:  counters("request_errors_total", "Claims that could not be prepared or unprepared, by cause.", "operation", "cause"),
-		statusErrors:   counters("claim_status_errors_total", "Failed attempts to write what a claim got into its status.devices.", "cause"),
-		publishErrors:  prometheus.NewCounter(prometheus.CounterOpts(named("publish_errors_total", "Failed attempts to publish ResourceSlices; each is retried."))),
-		repairs:        counters("repairs_total", "Things that were found missing or altered on the node and mended, by kind.", "kind"),
-		preparedClaims: gauge("prepared_claims", "Claims that are held on this node."),
-		heldGPUs:       gauge("held_gpus", "GPUs that claims hold for themselves on this node."),
-		devices:        gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
+		requestErrors: counters("request_errors_total", "Claims that could not be prepared or unprepared, by cause.", "operation", "cause"),
+		statusErrors:  counters("claim_status_errors_total", "Failed attempts to write what a claim got into its status.devices.", "cause"),
+		publishErrors: prometheus.NewCounter(prometheus.CounterOpts(named("publish_errors_total", "Failed attempts to publish ResourceSlices; each is retried."))),
+		repairs:       counters("repairs_total", "Things that were found missing or altered on the node and mended, by kind.", "kind"),
+		devices:       gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
 		ready: gauge("inventory_ready",
 			"1 when the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU."),
 		publisher:      gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
@@ -68,7 +64,7 @@ func New(version string) *Metrics {
 	}
 	build := named("build_info", "Always 1; the labels say what runs.")
 	build.ConstLabels = prometheus.Labels{"version": version, "go_version": runtime.Version()}
-	m.Registry.MustRegister(m.duration, m.requestErrors, m.statusErrors, m.publishErrors, m.repairs, m.preparedClaims, m.heldGPUs, m.devices, m.publisher, m.devicePlugin, m.withheldClaims, m.unreadableLeft,
+	m.Registry.MustRegister(m.duration, m.requestErrors, m.statusErrors, m.publishErrors, m.repairs, m.devices, m.publisher, m.devicePlugin, m.withheldClaims, m.unreadableLeft,
 		m.mig.duration, m.mig.errors, m.mig.instances, m.mig.gpus, m.mps.start, m.mps.errors, m.mps.daemons, m.mps.restarts,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts(build), func() float64 { return 1 }),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
@@ -105,10 +101,30 @@ func (m *Metrics) Request(op Operation, took time.Duration, cause string) {
 	}
 }
 
-// Held sets how much is prepared now.
-func (m *Metrics) Held(claims, gpus int) {
-	m.preparedClaims.Set(float64(claims))
-	m.heldGPUs.Set(float64(gpus))
+// Held has count asked, with each scrape, how much is prepared then: who holds hundreds of claims pays nothing for that in a kubelet's call. What cannot be
+// counted is left out.
+func (m *Metrics) Held(count func() (claims, gpus int, err error)) {
+	m.Registry.MustRegister(held{count})
+}
+
+type held struct {
+	count func() (claims, gpus int, err error)
+}
+
+var (
+	heldClaims = prometheus.NewDesc(named("prepared_claims", "").Name, "Claims that are held on this node.", nil, nil)
+	heldGPUs   = prometheus.NewDesc(named("held_gpus", "").Name, "GPUs that claims hold for themselves on this node.", nil, nil)
+)
+
+func (held) Describe(to chan<- *prometheus.Desc) { to <- heldClaims; to <- heldGPUs }
+
+func (h held) Collect(to chan<- prometheus.Metric) {
+	claims, gpus, err := h.count()
+	if err != nil {
+		return
+	}
+	to <- prometheus.MustNewConstMetric(heldClaims, prometheus.GaugeValue, float64(claims))
+	to <- prometheus.MustNewConstMetric(heldGPUs, prometheus.GaugeValue, float64(gpus))
 }
 
 // Inventory sets what the node offers now.

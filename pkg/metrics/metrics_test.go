@@ -31,7 +31,7 @@ func TestEveryMetricHasThePluginsPrefixAndAMeaning(t *testing.T) {
 	m.ClaimStatusError("conflict")
 	m.PublishError()
 	m.Repaired("cdi-spec")
-	m.Held(1, 2)
+	m.Held(func() (int, int, error) { return 1, 2, nil })
 	m.Inventory(true, 8)
 	m.Publisher(true)
 	m.MIGCall("create", time.Second, "in-use")

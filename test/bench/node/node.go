@@ -33,6 +33,8 @@ type Options struct {
 	Binary     string
 	Kubeconfig string
 	Client     kubernetes.Interface
+	// MIGPolicy is what the plugin may do about partitions; empty means its default.
+	MIGPolicy string
 }
 
 // Node is such a node.
@@ -65,7 +67,7 @@ func New(ctx context.Context, o Options) (*Node, error) {
 	}
 	n.cfg = n.Config()
 	n.cfg.NodeName, n.cfg.CDIRoot, n.cfg.Kubeconfig, n.cfg.ShmRoot = o.Name, o.CDIRoot, o.Kubeconfig, o.CDIRoot
-	n.cfg.HTTPAddress = ""
+	n.cfg.HTTPAddress, n.cfg.MIGPolicy = "", o.MIGPolicy
 	object := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: o.Name}}
 	_, err = o.Client.CoreV1().Nodes().Create(ctx, object, metav1.CreateOptions{})
 	if err != nil && !apierrors.IsAlreadyExists(err) {
