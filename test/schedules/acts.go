@@ -232,7 +232,7 @@ func (s *schedule) unprepare(c *claim) {
 			return
 		}
 		c.phase, c.got = idle, nil
-		if s.chance(40) {
+		if s.chance(s.renews) {
 			s.fresh(c)
 		}
 	})
@@ -240,22 +240,26 @@ func (s *schedule) unprepare(c *claim) {
 
 // compare is the plugin's comparison of all, or a look whether specs are missing.
 func (s *schedule) compare() {
-	p := s.takesCalls()
-	if p == nil {
-		return
+	if p := s.takesCalls(); p != nil {
+		does := p.Reconcile
+		if s.chance(30) {
+			does = p.Mend
+		}
+		s.does(p, "compares", does, func(error) {})
 	}
-	mend := s.chance(30)
+}
+
+// does lets the plugin do something by itself.
+func (s *schedule) does(p *process, what string, work func(context.Context) error, then func(error)) {
 	p.running++
 	s.background(func() func() {
-		var err error
-		if mend {
-			err = p.Mend(p.ctx)
-		} else {
-			err = p.Reconcile(p.ctx)
-		}
+		err := work(p.ctx)
 		return func() {
 			s.over(p)
-			s.trace = append(s.trace, entry{process: p.id, what: "has compared: " + outcome(err, p, &call{})})
+			s.trace = append(s.trace, entry{process: p.id, what: what + ": " + outcome(err, p, &call{})})
+			if !p.dead.Load() {
+				then(err)
+			}
 		}
 	})
 }

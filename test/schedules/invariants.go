@@ -174,7 +174,8 @@ func (w *world) gone(uid types.UID) {
 			w.breaks("claim %s was said to be given back, and has a record %s: %v", uid, when, err)
 		}
 		for _, h := range w.holders(store) {
-			if h.Holds(uid) {
+			// Of a file that could not be read for a moment the next comparison takes the claim.
+			if h.Holds(uid) && !w.blind {
 				w.breaks("claim %s was said to be given back, and holds %s %s", uid, h.Key, when)
 			}
 		}

@@ -19,6 +19,8 @@ type schedule struct {
 	coverage *Coverage
 	// trouble is how often something goes wrong at a point, in percent.
 	trouble float64
+	// renews is how often a claim that was given back is deleted, and made again by its name, in percent.
+	renews float64
 	// lasting is what goes wrong with every write for a while.
 	lasting fault
 	writes  int
@@ -43,7 +45,7 @@ func run(dir string, seed uint64, coverage *Coverage) (broken []string, story st
 	if err != nil {
 		return nil, "", err
 	}
-	s := &schedule{world: w, dice: d, coverage: coverage, trouble: pick(d, []float64{0, 0.5, 2, 6}), ended: make(chan ending, 100)}
+	s := &schedule{world: w, dice: d, coverage: coverage, trouble: pick(d, []float64{0, 0.5, 2, 6}), renews: 40, ended: make(chan ending, 100)}
 	w.written = func(string) bool { return d.chance(50) }
 	for i := range 4 {
 		c := &claim{name: fmt.Sprintf("c%d", i), phase: idle}
@@ -173,8 +175,10 @@ func (s *schedule) pass(d time.Duration) {
 }
 
 // turn lets a call go on, and decides what goes wrong with it.
-func (s *schedule) turn(at *point) {
-	f := s.goesWrong(at.step)
+func (s *schedule) turn(at *point) { s.meet(at, s.goesWrong(at.step)) }
+
+// meet lets a call go on, and this go wrong with it.
+func (s *schedule) meet(at *point, f fault) {
 	s.coverage.count(at.step, f)
 	s.trace = append(s.trace, entry{at.process.id, "", at.step, f})
 	gpu := pick(s.dice, s.gpus)

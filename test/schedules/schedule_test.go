@@ -16,6 +16,7 @@ import (
 var (
 	firstSeed = flag.Uint64("seed", 1, "the seed of the first schedule")
 	schedules = flag.Int("schedules", 500, "how many schedules are run, of one seed after the other")
+	table     = flag.String("table", "", "where the table of what was met is written to, step by fault")
 )
 
 // A goroutine's number says when it was made, on one processor.
@@ -74,10 +75,10 @@ func TestWhateverGoesWrongNothingIsLostOrLeftOrHeldTwice(t *testing.T) {
 				t.Fatal("and so on")
 			}
 		}
-	}
-	if file := os.Getenv("SCHEDULES_TABLE"); file != "" {
-		if err := os.WriteFile(file, []byte(coverage.Table()), 0o600); err != nil {
-			t.Fatal(err)
+		if told := i + 1; *table != "" && (told%100 == 0 || told == *schedules) {
+			if err := os.WriteFile(*table, fmt.Appendf(nil, "%d schedules\n\n%s", told, coverage.Table()), 0o600); err != nil {
+				t.Fatal(err)
+			}
 		}
 	}
 	fmt.Fprintf(t.Output(), "%d schedules; of the cells of the table these were met least: %v\n", *schedules, coverage.Missing(1))
