@@ -75,7 +75,12 @@ SCHEDULES ?= 500
 
 .PHONY: test-faults
 test-faults: toolchain ## Random schedules of faults over the real transaction, checked after each (SEED=1 SCHEDULES=500)
+	$(GOTEST) ./test/schedules/worth
 	$(GOTEST) -count=1 -timeout 60m ./test/schedules -args -seed=$(SEED) -schedules=$(SCHEDULES)
+
+.PHONY: test-faults-worth
+test-faults-worth: toolchain ## Put one mistake after the other into the code, and see that the schedules find each (half an hour)
+	go run ./test/schedules/worth -schedules $(SCHEDULES)
 
 .PHONY: test-sim
 test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the conformance suite, hwcheck run against it, every fault of a cut, and every kind of allocation

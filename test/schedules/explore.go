@@ -52,7 +52,7 @@ func (e *explorer) world(m *moment) *schedule {
 }
 
 func (s *schedule) moment(how string) *moment {
-	m := &moment{node: s.node, specs: s.specs.(*inMemory), how: how} //nolint:errcheck,forcetypeassert // the explorer's worlds have no other
+	m := &moment{node: s.node, specs: s.specs.(*inMemory), how: how} //nolint:forcetypeassert // the explorer's worlds have no other
 	for _, c := range s.claims {
 		m.claims = append(m.claims, *c)
 	}
@@ -272,8 +272,8 @@ func (e *explorer) quietest(all []*moment) []*moment {
 	})
 }
 
-// pairs lets two instances do an operation each, at the same time, from a state: the one goes on to a point, the other to one of its own, then the one to
-// its end, and the other. killed says that the one is killed in the place of going on.
+// pairs lets two instances do an operation each, at the same time, from a state: the one goes on to a point, the other as far as it can, then the one to its
+// end, and the other. killed says that the one is killed in the place of going on.
 func (e *explorer) pairs(m *moment) {
 	all := e.operations()
 	for _, a := range all {
@@ -289,36 +289,27 @@ func (e *explorer) pairs(m *moment) {
 }
 
 func (e *explorer) turns(m *moment, a, b operation, killed bool) {
-	for i := 0; ; i++ {
-		for j := 1; ; j++ {
-			reached, more := false, false
-			e.try(nil, m, fmt.Sprintf("%s to point %d beside %s to point %d, killed: %v", a.name, i, b.name, j, killed), func(s *schedule) bool {
-				reached, more = s.beside(a, b, i, j, killed)
-				return true
-			})
-			if len(e.broken) > 0 || !reached && j == 1 {
-				return
-			}
-			if !more {
-				break
-			}
-		}
+	for i, reached := 0, true; reached && len(e.broken) == 0; i++ {
+		e.try(nil, m, fmt.Sprintf("%s to point %d, %s to its end, killed: %v", a.name, i, b.name, killed), func(s *schedule) bool {
+			reached = s.beside(a, b, i, killed)
+			return true
+		})
 	}
 }
 
-// beside says whether the one came to its point, and whether the other had more of them than that.
-func (s *schedule) beside(a, b operation, i, j int, killed bool) (reached, more bool) {
+// beside says whether the one came to its point. The other goes as far as the one's locks let it.
+func (s *schedule) beside(a, b operation, i int, killed bool) (reached bool) {
 	one := s.begin(a)
 	reached = s.only(one, i)
 	other := s.begin(b)
-	more = s.only(other, j)
+	s.only(other, -1)
 	if killed {
 		s.kill(one)
 	}
 	s.only(one, -1)
 	s.only(other, -1)
 	s.rest()
-	return reached, more
+	return reached
 }
 
 // only lets one process go on, for so many points or to its end. It is false if it has ended before, or waits for the other.

@@ -10,7 +10,7 @@ import (
 	"testing/synctest"
 )
 
-var depth = flag.Int("depth", 2, "how many operations deep the small worlds are explored")
+var depth = flag.Int("depth", 1, "how many operations deep the small worlds are explored")
 
 // smallWorlds are two claims each.
 var smallWorlds = [][]string{

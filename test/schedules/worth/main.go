@@ -80,10 +80,9 @@ func (m mistake) apply(root string) ([]byte, error) {
 var (
 	seed  = regexp.MustCompile(`schedule (\d+): run it again`)
 	first = regexp.MustCompile(`run it again with .*\n\s+(.*)\n`)
-	model = regexp.MustCompile(`the explorer found: (.*)\n`)
 )
 
-// try runs the schedules over the mistake, and then the explorer. by is what has found it, empty if nothing has.
+// try runs the schedules over the mistake. by is what has found it, empty if nothing has.
 func (m mistake) try(ctx context.Context, dir string, schedules int) (by, what string, err error) {
 	root, err := filepath.Abs(".")
 	if err != nil {
@@ -115,9 +114,6 @@ func (m mistake) try(ctx context.Context, dir string, schedules int) (by, what s
 	}
 	if failed {
 		return "the schedules, by an end", cell([]string{"", said[:min(len(said), 200)]}), nil
-	}
-	if said, _ = test("-test.run", "^TestExplore"); model.MatchString(said) {
-		return "the explorer", cell(model.FindStringSubmatch(said)), nil
 	}
 	return "", "", nil
 }

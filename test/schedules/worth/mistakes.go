@@ -18,8 +18,6 @@ var mistakes = []mistake{
 		`if err := p.free(c, want); err != nil {`, `if err := error(nil); err != nil {`},
 	{"the plan is not written before the steps", "pkg/prepare/prepare.go",
 		`if len(w.steps) > 0 {`, `if len(w.steps) > 99 {`},
-	{"the record says Prepared before the steps", "pkg/prepare/prepare.go",
-		`r.State = checkpoint.Preparing`, `r.State = checkpoint.Prepared`},
 	{"the result is not written", "pkg/prepare/prepare.go",
 		`if err = p.settle(*r, w); err == nil {`, `if err == nil {`},
 	{"the claim's spec is not written", "pkg/prepare/prepare.go",

@@ -1,0 +1,121 @@
+package checkpoint
+
+import (
+	"bytes"
+	"encoding/json"
+	"path/filepath"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
+)
+
+// Whatever stands in a record's file, it is read or refused, and what was read is kept in whole when it is written again. The seal is made to fit, so that
+// what is below it is met too.
+func FuzzRecord(f *testing.F) {
+	for _, text := range []string{
+		``, `{`, `null`, `[]`, `{"claimUID":"uid"}`, `{"claimUID":"uid","devices":[{"device":"gpu-0000-1b-00-0","shareID":"x","later":1}],"steps":[{"kind":"shared","params":{}}],"later":{"a":[1]}}`,
+		`{"claimUID":"uid","devices":null,"steps":[{"kind":"","params":null}],"bootID":""}`, `{"claimUID":"other"}`, `{"ClaimUID":"uid","CLAIMUID":"x"}`,
+	} {
+		f.Add([]byte(text), true)
+		f.Add([]byte(text), false)
+	}
+	f.Fuzz(func(t *testing.T, content []byte, sealed bool) {
+		disk := durabletest.New()
+		s := open(t, disk)
+		if sealed {
+			var ok bool
+			if content, ok = seal(content); !ok {
+				return
+			}
+		}
+		disk.Put(filepath.Join(s.claims, "uid_gpu.json"), content)
+		r, found, err := s.Load("uid")
+		if !found {
+			t.Fatal("a record is not seen")
+		}
+		if err != nil {
+			return
+		}
+		if err := s.Remove("uid"); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Save(r); err != nil {
+			return // its devices cannot be a file's name
+		}
+		again, found, err := s.Load("uid")
+		if err != nil || !found || !alike(t, r, again) {
+			t.Errorf("%+v was written, and is %+v, %v, %v", r, again, found, err)
+		}
+	})
+}
+
+// Whatever stands in a holder's file.
+func FuzzHolder(f *testing.F) {
+	for _, text := range []string{
+		`{"key":"a_b","gpus":["g"],"state":"Applied","bootID":"x","step":{"kind":"time-slice","params":{}},"claims":[{"uid":"u"}],"later":1}`, `{"key":"a_b"}`, `{"key":1}`, `null`,
+	} {
+		f.Add([]byte(text), true)
+		f.Add([]byte(text), false)
+	}
+	f.Fuzz(func(t *testing.T, content []byte, sealed bool) {
+		disk := durabletest.New()
+		s := open(t, disk)
+		if sealed {
+			var ok bool
+			if content, ok = seal(content); !ok {
+				return
+			}
+		}
+		disk.Put(filepath.Join(s.holders, "a_b.json"), content)
+		h, found, err := s.Holder("a_b")
+		if !found {
+			t.Fatal("a holder is not seen")
+		}
+		if err != nil {
+			return
+		}
+		if err := s.SaveHolder(h); err != nil {
+			t.Fatal(err)
+		}
+		if again, _, err := s.Holder("a_b"); err != nil || !alike(t, h, again) {
+			t.Errorf("%+v was written, and is %+v, %v", h, again, err)
+		}
+	})
+}
+
+// Any file name is one of a record, or none, and never more.
+func FuzzFileName(f *testing.F) {
+	for _, name := range []string{"", ".json", "uid.json", "uid_all.json", "_x.json", "uid__.json", ".tmp-uid_gpu.json", "a/b.json", "uid_gpu.json.json"} {
+		f.Add(name)
+	}
+	f.Fuzz(func(t *testing.T, name string) {
+		e, is := parse(name)
+		if is && (e.ClaimUID == "" || e.file != name) {
+			t.Errorf("%q is of claim %q", name, e.ClaimUID)
+		}
+		if uid, unfinished := unfinishedOf(name); unfinished && is {
+			t.Errorf("%q is a record, and unfinished, of %q", name, uid)
+		}
+	})
+}
+
+// alike compares what would be written.
+func alike(t *testing.T, a, b any) bool {
+	t.Helper()
+	x, err := json.Marshal(a)
+	y, err2 := json.Marshal(b)
+	if err != nil || err2 != nil {
+		t.Fatal(err, err2)
+	}
+	return bytes.Equal(x, y)
+}
+
+// seal puts a payload into an envelope, if it is JSON at all.
+func seal(payload []byte) ([]byte, bool) {
+	var compact bytes.Buffer
+	if json.Compact(&compact, payload) != nil {
+		return nil, false
+	}
+	raw, err := json.Marshal(envelope{FormatVersion: FormatVersion, Checksum: checksum(compact.Bytes()), Payload: compact.Bytes()})
+	return raw, err == nil
+}

@@ -1,0 +1,65 @@
+package device
+
+import (
+	"testing"
+
+	"k8s.io/apimachinery/pkg/util/version"
+)
+
+// What a driver calls its version is strict semver, or refused.
+func FuzzSemver(f *testing.F) {
+	for _, v := range []string{"580.65.06", "13.0", "", ".", "1..2", "00.00.00", "4294967296", "-1", "1.2.3.4", "١"} {
+		f.Add(v)
+	}
+	f.Fuzz(func(t *testing.T, v string) {
+		strict, err := Semver(v)
+		if err != nil {
+			return
+		}
+		parsed, err := version.ParseSemantic(strict)
+		if err != nil || parsed.String() != strict {
+			t.Errorf("%q is %q: %v", v, strict, err)
+		}
+		if again, err := Semver(strict); err != nil || again != strict {
+			t.Errorf("%q is %q, and that is %q: %v", v, strict, again, err)
+		}
+	})
+}
+
+// An address is brought to one form, of which a device's name is made that can be taken apart again.
+func FuzzParsePCIAddress(f *testing.F) {
+	for _, s := range []string{"00000000:1B:00.0", "0000:1b:00.0", "10000:e1:00.7", "", "0000:1b:00.8", "FFFFFFFF:ff:ff.7", "K:1b:00.0"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		a, err := ParsePCIAddress(s)
+		if err != nil {
+			return
+		}
+		if again, err := ParsePCIAddress(string(a)); err != nil || again != a {
+			t.Errorf("%q is %q, and that is %q: %v", s, a, again, err)
+		}
+		if name, ok := ParseName(a.WholeName()); !ok || name.GPU != a.WholeName() || name.Partition != nil || name.Share {
+			t.Errorf("%q is named %q, which is %+v, %v", s, a.WholeName(), name, ok)
+		}
+	})
+}
+
+// Rules that are taken say something of every GPU.
+func FuzzParsePolicies(f *testing.F) {
+	for _, s := range []string{"", "dynamic", "0=static,*=off", "GPU-x=adopt", "=", "a=b=c", "0000:1b:00.0=off", ",,,", "*=", "99999999999999999999=off", "-1=off"} {
+		f.Add(s)
+	}
+	gpu := GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-x", ProductName: "NVIDIA H100"}
+	f.Fuzz(func(t *testing.T, s string) {
+		p, err := ParsePolicies(s)
+		if err != nil {
+			return
+		}
+		switch got := p.For(gpu); got {
+		case PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt, "":
+		default:
+			t.Errorf("%q says %q", s, got)
+		}
+	})
+}
