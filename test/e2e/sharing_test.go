@@ -48,6 +48,7 @@ func TestSharing(t *testing.T) {
 	t.Run("what cannot be shared so is refused, and said", w.testRefusedSharing)
 	t.Run("MPS on a GPU, an admin's MIG device and one that is cut for it, at the same time", w.testMPS)
 	t.Run("a daemon that does not start delays its own claim only", w.testHangingDaemon)
+	t.Run("a plugin that is killed while it prepares leaves nothing half done", w.testKilledWhilePreparing)
 	t.Run("daemons outlive the plugin, and come back after their own end", w.testDaemonsOutlive)
 	t.Run("a power cut leaves nobody with less than he has", w.testSharingPowerCut)
 	t.Run("the examples do what they say", w.testSharingExamples)
