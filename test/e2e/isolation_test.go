@@ -152,3 +152,21 @@ func (w *world) testNamesOfOthers(t *testing.T) {
 	}
 	u.expect("thief-with-a-claim", "main", "open", map[string]string{node: "ENOENT", "/dev/nvidiactl": "ENXIO"})
 }
+
+// What lies on a node for root's eyes and hands: nobody else may write to it, nor look into the records.
+func (w *world) testSocketsAndStateAreRoots(t *testing.T) {
+	u := w.tenant(t)
+	u.template("one", oneGPU)
+	u.pod("holds", onNode(h100), fromTemplate("gpu", "one"))
+	u.running("holds")
+	ours := fmt.Sprintf("%s %s/gpu.nvidia.com-* %s/", pluginDir, registrarDir, cdiRoot)
+	if all := strings.Fields(w.on(t, h100, "sh", "-c", "find "+ours+" -type s -o -name '*.json'")); len(all) < 5 {
+		t.Errorf("sockets of the plugin and of the supervisor, a record and two specs should be there: %q", all)
+	}
+	if open := w.on(t, h100, "sh", "-c", "find "+ours+" '(' -perm /022 -o ! -user 0 ')' ! -type l -exec ls -ld {} +"); strings.TrimSpace(open) != "" {
+		t.Errorf("others than root may write to:\n%s", open)
+	}
+	if open := w.on(t, h100, "sh", "-c", "find "+pluginDir+"/state "+pluginDir+"/mps -perm /077 ! -type s -exec ls -ld {} +"); strings.TrimSpace(open) != "" {
+		t.Errorf("others than root may look into:\n%s", open)
+	}
+}
