@@ -46,6 +46,14 @@ build: toolchain ## Build the plugin, its hooks and the host of MPS daemons into
 	go build -trimpath -buildvcs=false -tags netgo,osusergo -ldflags "-s -w -extldflags=-static" \
 	    -o $(BUILD)/bin/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook 2>$(BUILD)/hook.log || { cat $(BUILD)/hook.log; exit 1; }
 
+.PHONY: sbom
+sbom: build ## List what is linked into each program, with licences (CycloneDX), in build/sbom
+	cd hack/sbom && go vet . && go test . && go run . -out $(BUILD)/sbom $(addprefix $(BUILD)/bin/,gpu-kubelet-plugin gpu-mps nvidia-cdi-hook)
+
+.PHONY: reproducible
+reproducible: build ## Build the programs again in another folder, and compare (FRESH=1: compile everything again too)
+	hack/reproducible.sh $(BUILD)/bin $(VERSION) $(if $(FRESH),$(CACHE)/reproducible)
+
 .PHONY: image
 image: ## Build the image (IMAGE, VERSION, ENGINE=docker|podman|buildah, BUILD_ARGS="BASE=… GOPROXY=…")
 	@test -n "$(ENGINE)" || { echo "make image: none of docker, podman, buildah is installed"; exit 1; }
@@ -54,7 +62,7 @@ image: ## Build the image (IMAGE, VERSION, ENGINE=docker|podman|buildah, BUILD_A
 ##@ Test
 
 .PHONY: check
-check: vet lint helm-lint ## Look without running: go vet, the linters, helm lint
+check: vet lint helm-lint sbom reproducible ## Look without running: go vet, the linters, helm lint, what is linked into the programs, and whether they are the same wherever they are built
 
 .PHONY: test
 test: test-unit test-faults test-sim test-e2e ## Run every test: unit, random faults, simulated GPU, real cluster
