@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -26,6 +27,8 @@ const (
 	healthPause = 100 * time.Millisecond
 	// healthBacklog is how many signals may wait to be judged. Who tells them waits if there are more: none is lost.
 	healthBacklog = 1024
+	// clearAnnotation of the Node names GPUs that an admin takes for well.
+	clearAnnotation = DriverName + "/clear-health"
 	// healthStale is how long a verdict may be the last one that was thought about.
 	healthStale = 30 * time.Second
 )
@@ -54,9 +57,12 @@ type healthWatch struct {
 	count func(events map[health.Counted]uint64, deaf string)
 	// inUse says whether a claim holds any part of the card.
 	inUse func(gpu string) bool
+	// wrong says what an admin asked for and cannot have.
+	wrong func(message string)
 
 	signals chan device.Signal
 	turn    chan bool // whether this instance publishes
+	clears  chan string
 	view    atomic.Pointer[health.View]
 	beat    atomic.Int64 // when verdicts were last thought about, in Unix nanoseconds
 
@@ -71,6 +77,7 @@ func newHealthWatch(effects health.Effects, rules health.Rules, stateDir, bootID
 		inv:     inv,
 		signals: make(chan device.Signal, healthBacklog),
 		turn:    make(chan bool, 1),
+		clears:  make(chan string, 1),
 		waiting: make(chan struct{}),
 	}
 }
@@ -105,6 +112,17 @@ func (h *healthWatch) Publishes(is bool) {
 		case h.turn <- is:
 			return
 		case <-h.turn: // the latest counts
+		}
+	}
+}
+
+// Clear takes what an admin asks for on the Node.
+func (h *healthWatch) Clear(asked string) {
+	for {
+		select {
+		case h.clears <- asked:
+			return
+		case <-h.clears: // the latest counts
 		}
 	}
 }
@@ -149,6 +167,8 @@ func (j *judge) Run(ctx context.Context) {
 			j.judge(s)
 		case j.publishes = <-j.turn:
 			j.load(ctx) // what the instance before saw last
+		case asked := <-j.clears:
+			j.clear(ctx, asked)
 		case <-tick.C:
 			j.expect()
 			j.monitor.Tick(time.Now())
@@ -161,6 +181,17 @@ func (j *judge) Run(ctx context.Context) {
 			j.flush(ctx)
 		}
 	}
+}
+
+// clear does what an admin asks for, once.
+func (j *judge) clear(ctx context.Context, asked string) {
+	j.expect() // cards that nothing was said of yet
+	unknown := j.monitor.Clear(asked, "an admin says so, by the Node's annotation "+clearAnnotation, time.Now())
+	if len(unknown) == 0 {
+		return
+	}
+	klog.FromContext(ctx).Info("What is to be cleared is no GPU of this node", "annotation", clearAnnotation, "names", unknown)
+	j.wrong(fmt.Sprintf("annotation %s names what is no GPU of this node: %s", clearAnnotation, strings.Join(unknown, ", ")))
 }
 
 // judge takes all signals that have come: a burst is one change.

@@ -34,6 +34,8 @@ type Monitor struct {
 	forgotten map[device.PCIAddress]bool
 	// driver is the load of the kernel driver that was last seen.
 	driver string
+	// cleared is what an admin asked for last; it was done.
+	cleared string
 	// silent is since when nobody listens, and why; zero while somebody does.
 	silent   time.Time
 	silence  string

@@ -37,11 +37,13 @@ type state struct {
 	// Driver is the load of the kernel driver that was last seen.
 	Driver string  `json:"driver,omitempty"`
 	Cards  []*card `json:"cards"`
+	// Cleared is what an admin has asked to clear, and what was done.
+	Cleared string `json:"cleared,omitempty"`
 }
 
 // Save makes what the monitor knows durable. Only one process may save at a time.
 func (s Store) Save(m *Monitor) error {
-	now := state{BootID: s.BootID, Driver: m.driver}
+	now := state{BootID: s.BootID, Driver: m.driver, Cleared: m.cleared}
 	for _, c := range m.cards {
 		now.Cards = append(now.Cards, c)
 	}
@@ -76,6 +78,9 @@ func (s Store) Load(m *Monitor, now time.Time) error {
 		aside := s.Path + ".unreadable"
 		return errors.Join(fmt.Errorf("the verdicts about this node's GPUs in %s cannot be read; they are put aside as %s, and begin anew: %w", s.Path, aside, err),
 			s.Disk.Rename(s.Path, aside))
+	}
+	if m.cleared == "" {
+		m.cleared = saved.Cleared
 	}
 	if saved.BootID != s.BootID {
 		return nil // the hardware has begun anew, too

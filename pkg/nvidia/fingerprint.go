@@ -18,10 +18,7 @@ func Fingerprint(p Paths) string {
 	p = p.withDefaults()
 	h := fnv.New128a()
 	root := p.devRoot()
-	fmt.Fprintln(h, root, moduleLoaded(p), readTrimmed(filepath.Join(p.Proc, "driver", "nvidia", "version")))
-	if info, err := os.Stat(filepath.Join(p.Sysfs, "module", "nvidia")); err == nil {
-		fmt.Fprintln(h, info.ModTime().UnixNano()) // a module that was loaded again
-	}
+	fmt.Fprintln(h, root, moduleLoaded(p), driverLoad(p)) // a driver that was loaded again between two looks is another one
 	gpus, err := pciGPUs(p.Sysfs)
 	fmt.Fprintln(h, gpus, err)
 	for _, a := range gpus {

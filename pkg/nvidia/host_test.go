@@ -106,7 +106,11 @@ func TestFingerprintChangesWithWhatAScanDependsOn(t *testing.T) {
 		"firmware comes late":              func(h fakeHost) { h.file("driver/lib/firmware/nvidia/"+fakeVersion+"/gsp.bin", "") },
 		"the module is unloaded":           func(h fakeHost) { h.remove("proc/driver") },
 		"the module is of another version": func(h fakeHost) { h.file("proc/driver/nvidia/version", "590.1") },
-		"the module shows in sysfs":        func(h fakeHost) { h.file("sys/module/nvidia/version", "590.1") },
+		"the same driver is loaded again between two looks": func(h fakeHost) {
+			h.remove("proc/driver")
+			h.file("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  "+fakeVersion+"\n")
+		},
+		"the module shows in sysfs": func(h fakeHost) { h.file("sys/module/nvidia/version", "590.1") },
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newFakeHost(t)

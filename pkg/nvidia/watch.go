@@ -29,6 +29,8 @@ const (
 	silenceGrace = 10 * time.Second
 	// maxApart is how many GPUs are watched by a child of their own at most. Each may leave one behind that hangs, and of those there may be maxStuck.
 	maxApart = maxStuck - 1
+	// lastWordsLimit is how long a child that is not needed any more may take to say what it has heard.
+	lastWordsLimit = 500 * time.Millisecond
 	// releaseLimit is how long Watch waits for its child to let go of the hardware.
 	releaseLimit = 5 * time.Second
 )
@@ -184,12 +186,12 @@ func (w *watcher) watch(ctx context.Context) error {
 		select {
 		case s := <-child.signals:
 			if s.Watcher != nil && driverLoad(w.options.Paths) != epoch {
-				child.end() // what it has open is of a driver that is not there any more
+				w.part(child, epoch) // what it has open is of a driver that is not there any more
 				return errors.New("the NVIDIA driver was unloaded, or loaded again")
 			}
 			w.pass(s, epoch) // which may take its time
 			if len(w.hanging) > 1 && len(w.apart) < maxApart {
-				child.end()
+				w.part(child, epoch)
 				return errApart
 			}
 			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
@@ -204,9 +206,29 @@ func (w *watcher) watch(ctx context.Context) error {
 			child.end()
 			return errors.New("the process that watches the GPUs has said nothing for long")
 		case <-ctx.Done():
-			child.end()
+			w.part(child, epoch)
 			return ctx.Err()
 		}
+	}
+}
+
+// part ends a child after it has said what it has heard: nobody else can say that again. How cards are is asked anew.
+func (w *watcher) part(child *watchChild, epoch string) {
+	_ = child.stdin.Close()
+	limit := time.NewTimer(lastWordsLimit)
+	defer limit.Stop()
+	for {
+		select {
+		case s := <-child.signals:
+			if s.Event != nil {
+				w.pass(s, epoch)
+			}
+			continue
+		case <-child.ended:
+		case <-limit.C:
+		}
+		child.end()
+		return
 	}
 }
 

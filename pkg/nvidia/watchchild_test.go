@@ -206,3 +206,32 @@ func footprint(t *testing.T, pid int) weight {
 	}
 	return w
 }
+
+func TestAChildThatIsNotNeededAnyMoreSaysWhatItHasHeard(t *testing.T) {
+	const taken = `read order; echo '{"condition":{"reach":"ok"}}'; cat > /dev/null; `
+	const words = taken + `echo '{"condition":{"reach":"lost"}}{"event":{"kind":"xid","xid":79}}'`
+	for name, c := range map[string]struct {
+		script string
+		events int
+	}{
+		"in order":  {words, 1},
+		"and hangs": {words + "; exec sleep 3600", 1},
+		"nothing":   {taken + "exec sleep 3600", 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var heard []device.Signal
+			w := newWatcher(WatchOptions{}, func(s device.Signal) { heard = append(heard, s) })
+			child, err := startWatchChild([]string{"sh", "-c", c.script}, watchOrder{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			<-child.signals
+			w.part(child, "load-1")
+			<-child.gone
+			if len(heard) != c.events || c.events > 0 && heard[0].Event.XID != 79 {
+				t.Errorf("%+v", heard)
+			}
+		})
+	}
+}

@@ -42,11 +42,11 @@ func (p *Preparer) seenOrLooked(ctx context.Context, env *Env, w *plan) error {
 	return p.looked(ctx, env, w)
 }
 
-// looked asks the hardware. A partition that is gone is lost.
+// looked asks the hardware. A partition that is gone is lost, unless it was made for the claim: then it is made again, by who may do that.
 func (p *Preparer) looked(ctx context.Context, env *Env, w *plan) error {
 	return p.each(ctx, env, w, func(t *want, d checkpoint.Device, state device.CutState) error {
-		if t.shared != nil {
-			// Another claim that shares it may be making it again, which is seen under the GPU's lock: it is not lost for that.
+		if t.shared != nil || t.made() != nil {
+			// Whoever reconciles makes it again under the GPU's lock, or says that it is lost; so may another claim that shares it.
 			gone := fmt.Errorf("device %s is gone, and containers that use it do not start until it is made again, which is tried", d.Device)
 			return because(CauseStep, "%w", errors.Join(gone, p.Specs.RemoveClaim(w.record.ClaimUID)))
 		}
