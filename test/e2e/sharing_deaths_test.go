@@ -77,8 +77,15 @@ func (w *world) testDaemonsOutlive(t *testing.T) {
 	w.killOnNode(t, "nvidia-cuda-mps-control")
 	w.killOnNode(t, "nvidia-cuda-mps-server")
 	u.isServedAgain("mps", "share", "joins")
+	// The container runtime ends the daemons with their supervisor, and the next one starts them for the containers that are there.
+	before = w.daemons(t)
 	w.killOnNode(t, "gpu-mps supervise")
 	u.isServedAgain("mps", "share", "joins")
+	for id, now := range w.daemons(t) {
+		if now.PID == before[id].PID {
+			t.Errorf("daemon %s is process %d still, after its supervisor was killed", id, now.PID)
+		}
+	}
 	if err := w.Client.CoreV1().Pods(host.Namespace).Delete(t.Context(), host.Name, metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}

@@ -49,6 +49,7 @@ func TestSharing(t *testing.T) {
 	t.Run("MPS on a GPU, an admin's MIG device and one that is cut for it, at the same time", w.testMPS)
 	t.Run("a daemon that does not start delays its own claim only", w.testHangingDaemon)
 	t.Run("a plugin that is killed while it prepares leaves nothing half done", w.testKilledWhilePreparing)
+	t.Run("MPS can be switched off below claims that use it, and on again", w.testMPSSwitchedOff)
 	t.Run("daemons outlive the plugin, and come back after their own end", w.testDaemonsOutlive)
 	t.Run("a power cut leaves nobody with less than he has", w.testSharingPowerCut)
 	t.Run("the examples do what they say", w.testSharingExamples)

@@ -1,0 +1,47 @@
+package e2e
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+)
+
+// testMPSSwitchedOff: an admin takes the daemons' host away under claims that have some. They can be given back all the same, nobody gets new ones, and
+// when it is switched on again all is as before.
+func (w *world) testMPSSwitchedOff(t *testing.T) {
+	u := w.tenant(t)
+	u.template("mps", shared("gpu.nvidia.com", whole1, "", gpuConfig("sharing: {strategy: MPS}")))
+	u.template("share", shared("shared.gpu.nvidia.com", fractioned, "capacity: {requests: {memory: 18Gi}}", ""))
+	u.template("new", shared("gpu.nvidia.com", whole2, "", gpuConfig("sharing: {strategy: MPS}")))
+	for _, pod := range []string{"mps", "share"} {
+		u.pod(pod, onNode(h100), fromTemplate("gpu", pod))
+	}
+	u.running("mps", "share")
+	plain := strings.ReplaceAll(inTurns+"=shares:3,"+cutShares+"/2g.20gb=shares:2", ",", `\,`)
+	w.install(t, "--reuse-values", "--set", "mps.enabled=false", "--set", "shares="+plain)
+	eventually(t, 60*time.Second, "the supervisor is gone", func() (bool, string) {
+		list, err := w.Client.CoreV1().Pods(stand.Namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/component=mps-supervisor"})
+		return err == nil && len(list.Items) == 0, fmt.Sprint(err)
+	})
+	u.pod("new", onNode(h100), fromTemplate("gpu", "new"))
+	w.refused(t, u.namespace, "new", "the MPS supervisor is not running on this node", "mps.enabled")
+	u.running("mps", "share")
+	w.endPods(t, u.namespace)
+	w.unshared(t)
+	for _, address := range []string{whole1, whole2, fractioned} {
+		w.unset(t, address, "Default")
+	}
+
+	w.install(t, "--reuse-values", "--set", "mps.enabled=true", "--set", "shares="+strings.ReplaceAll(shareRules, ",", `\,`))
+	w.supervisor(t)
+	u.pod("again", onNode(h100), fromTemplate("gpu", "share"))
+	u.running("again")
+	u.isHeldTo("again", 18<<10, 0)
+	w.endPods(t, u.namespace)
+	w.unshared(t)
+}
