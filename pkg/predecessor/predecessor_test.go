@@ -148,6 +148,27 @@ func TestEndedClaimsAreRememberedUntilAllHave(t *testing.T) {
 	}
 }
 
+func TestACheckpointThatOthersCanWriteIsNotBelieved(t *testing.T) {
+	dir := t.TempDir()
+	s := NewStore(dir, filepath.Join(dir, "state"), driver, boot, durable.OS{})
+	if err := os.WriteFile(s.Path(), read(t, "v1.json"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(s.Path(), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	unreadable := new(UnreadableError)
+	if _, err := s.Claims(); !errors.As(err, &unreadable) || !strings.Contains(err.Error(), "others may write") {
+		t.Errorf("got %v", err)
+	}
+	if err := os.Chmod(s.Path(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if claims, err := s.Claims(); err != nil || len(claims) == 0 {
+		t.Errorf("after others have lost the right: %v, %v", claims, err)
+	}
+}
+
 func TestACheckpointThatChangesIsReadAgain(t *testing.T) {
 	dir := t.TempDir()
 	s := NewStore(dir, filepath.Join(dir, "state"), driver, boot, durable.OS{})

@@ -60,6 +60,7 @@ func (s *Store) Claims() ([]Claim, error) {
 		s.seen, s.claims, s.err = now, nil, nil
 		if s.claims, s.err = s.read(); s.err != nil {
 			s.err = &UnreadableError{s.path, s.err.Error()}
+			s.seen = stamp{} // an admin may mend owner and rights, which a stamp does not show
 		}
 	}
 	if s.err != nil {
@@ -79,6 +80,9 @@ func (s *Store) Claims() ([]Claim, error) {
 }
 
 func (s *Store) read() ([]Claim, error) {
+	if err := durable.CheckFile(s.path); err != nil { // instances are removed on its word
+		return nil, err
+	}
 	raw, err := os.ReadFile(s.path)
 	if err != nil {
 		return nil, err
