@@ -54,7 +54,7 @@ var errNoEvents = errors.New("the GPU has no events")
 // run listens until ctx ends. It may return later than that: NVML's wait cannot be cut short.
 func (l *listener) run(ctx context.Context) {
 	for pause := firstRebuild; ctx.Err() == nil; pause = min(2*pause, lastRebuild) {
-		l.answered("not yet registered")
+		l.tries()
 		set, handle, err := l.subscribe()
 		if errors.Is(err, errNoEvents) {
 			l.answered("")
@@ -81,6 +81,13 @@ func (l *listener) run(ctx context.Context) {
 		case <-time.After(pause):
 		}
 	}
+}
+
+// tries notes that NVML is asked anew. Why nothing was heard until now stays said until there is an answer.
+func (l *listener) tries() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.alive = time.Now()
 }
 
 // answered notes that NVML has answered, and why nothing is heard.
