@@ -86,6 +86,14 @@ test-faults: toolchain ## Random schedules of faults over the real transaction, 
 	$(GOTEST) ./test/schedules/worth
 	$(GOTEST) -count=1 -timeout 60m ./test/schedules -args -seed=$(SEED) -schedules=$(SCHEDULES)
 
+# How long each fuzz target is run, and which (a regular expression over package.Target).
+FUZZTIME ?= 60s
+FUZZ     ?= .
+
+.PHONY: fuzz
+fuzz: toolchain ## Run every fuzz target in turn (FUZZTIME=60s; FUZZ=pkg/claim for some)
+	hack/fuzz.sh $(FUZZTIME) '$(FUZZ)'
+
 .PHONY: test-faults-worth
 test-faults-worth: toolchain ## Put one mistake after the other into the code, and see that the schedules find each (half an hour)
 	go run ./test/schedules/worth -schedules $(SCHEDULES)
