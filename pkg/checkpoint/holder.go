@@ -125,6 +125,21 @@ func (s *Store) Holders() ([]string, error) {
 	return keys, nil
 }
 
+// UnfinishedHolders lists the keys of the holders of which an interrupted [Store.SaveHolder] left a temporary file: of those that are there, and of others.
+func (s *Store) UnfinishedHolders() ([]string, error) {
+	names, err := s.disk.ReadDir(s.holders)
+	if err != nil {
+		return nil, fmt.Errorf("list unfinished files of what claims share: %w", err)
+	}
+	var keys []string
+	for _, name := range names {
+		if base, unfinished := durable.Unfinished(name); unfinished {
+			keys = append(keys, strings.TrimSuffix(base, suffix))
+		}
+	}
+	return keys, nil
+}
+
 // RemoveHolder deletes a holder, and what an interrupted [Store.SaveHolder] has left of it. One that is not there is removed already.
 func (s *Store) RemoveHolder(key string) error {
 	path, err := s.holderFile(key)

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -49,28 +48,8 @@ func (p *Preparer) orphans(ctx context.Context) error {
 		all.do(func() error { return errors.Join(err, p.leaveAlone(ctx, uid)) })
 	}
 	all.do(func() error { return p.strays(ctx) })
+	all.do(func() error { return p.begun(ctx, keys) })
 	return all.wait()
-}
-
-// together does things side by side and joins their errors.
-type together struct {
-	wg   sync.WaitGroup
-	mu   sync.Mutex
-	errs []error
-}
-
-func (t *together) do(work func() error) {
-	t.wg.Go(func() {
-		err := work()
-		t.mu.Lock()
-		defer t.mu.Unlock()
-		t.errs = append(t.errs, err)
-	})
-}
-
-func (t *together) wait() error {
-	t.wg.Wait()
-	return errors.Join(t.errs...)
 }
 
 func hasRecord(entries []checkpoint.Entry, uid types.UID) bool {
@@ -149,6 +128,42 @@ func (p *Preparer) undone(ctx context.Context, key string) error {
 		return err
 	}
 	p.repaired(ctx, Repair{"leftover-holder", "Removed what claims shared that have gone", key})
+	return nil
+}
+
+// begun removes the beginnings of files that killed calls left and that no claim would take along: the file itself was set aside, or the record that names it.
+func (p *Preparer) begun(ctx context.Context, there []string) error {
+	keys, err := p.Records.UnfinishedHolders()
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	var all together
+	for _, key := range keys {
+		if !slices.Contains(there, key) {
+			all.do(func() error { return p.neverHeld(ctx, key) })
+		}
+	}
+	return all.wait()
+}
+
+func (p *Preparer) neverHeld(ctx context.Context, key string) error {
+	work, cancel := context.WithTimeout(ctx, roundTime)
+	defer cancel()
+	held, err := p.lockKey(work, key)
+	if err != nil {
+		return err
+	}
+	defer held.Release()
+	if _, found, err := p.Records.Holder(key); found || err != nil {
+		return nil // a call has written it meanwhile
+	}
+	if named, err := p.named(key); named || err != nil {
+		return err
+	}
+	if err := p.Records.RemoveHolder(key); err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	p.repaired(ctx, Repair{"unfinished-write", "Removed the beginning of a file that said what claims share, which a killed call left", key})
 	return nil
 }
 

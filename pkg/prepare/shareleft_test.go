@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -160,6 +161,25 @@ func TestWhatClaimsWithoutARecordSharedIsSetBack(t *testing.T) {
 }
 
 // Each of two GPUs has a file that cannot be read and that nobody holds; one of the GPUs does not answer.
+// Its file was set aside, or the record that names it: no claim takes it along any more.
+func TestTheBeginningOfAFileThatNoClaimNamesIsRemoved(t *testing.T) {
+	for _, key := range []string{sharedKey(gpu0, timeSliceKind), sharedKey("uid-c-0", mpsDaemonKind)} {
+		w := newWorld(t)
+		withMPS(w)
+		p := w.plugin(t)
+		var repairs []string
+		p.Repaired = func(r Repair) { repairs = append(repairs, r.Kind+" "+r.Object) }
+		w.disk.Put(filepath.Join(state, "holders", ".tmp-"+key+".json"), []byte("{"))
+		if err := p.Reconcile(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if left := w.holders(); len(left) != 0 || !slices.Equal(repairs, []string{"unfinished-write " + key}) {
+			t.Errorf("left %q, repaired %q", left, repairs)
+		}
+		clean(t, w)
+	}
+}
+
 func TestWhatCannotBePutInOrderKeepsNothingElseFromIt(t *testing.T) {
 	for _, broken := range []string{"GPU-0", "GPU-1"} {
 		w := newWorld(t)
