@@ -60,6 +60,7 @@ type Driver struct {
 	status     *claimStatus
 	calls      *inflight
 	abandoned  *abandonment
+	kubelet    kubeletLife
 	beside     *besidePlugin
 	// before is what the reference driver has left on the node, if it was here before; toldWithheld what was last said of it.
 	before       *predecessor.Store
@@ -139,6 +140,7 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 		kubeletplugin.RegistrarDirectoryPath(d.cfg.RegistrarDir),
 		kubeletplugin.Serialize(false),
 		kubeletplugin.GRPCInterceptor(d.calls.intercept),
+		kubeletplugin.GRPCInterceptor(d.kubelet.intercept),
 	}
 	if d.cfg.PodUID != "" {
 		options = append(options, kubeletplugin.RollingUpdate(types.UID(d.cfg.PodUID)))

@@ -213,11 +213,11 @@ func (d *Driver) destroyForeign(ctx context.Context, g device.GPU, held predeces
 	return nil
 }
 
-// tellForeignDaemons says which MPS daemons of the claim go on: they are Deployments of the reference driver's, and deleting those takes rights that nothing
-// else here needs.
+// tellForeignDaemons says which MPS daemons of the claim go on: they are Deployments of the reference driver's, with names that cannot be known before, so that
+// the right to delete one is the right to delete any in that namespace. No node's plugin has it.
 func (d *Driver) tellForeignDaemons(c predecessor.Claim) {
 	for _, id := range c.Daemons {
-		d.events.warn("PredecessorDaemon", fmt.Sprintf("%s had an MPS daemon of NVIDIA's reference driver, which goes on: delete Deployment mps-control-daemon-%s in that driver's namespace", c, id))
+		d.events.warn("PredecessorDaemon", fmt.Sprintf("%s has ended, and its MPS daemon, a Deployment of NVIDIA's reference driver, goes on: kubectl delete deployments --all-namespaces --field-selector metadata.name=mps-control-daemon-%s", c, id))
 	}
 }
 

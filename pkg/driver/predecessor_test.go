@@ -175,7 +175,7 @@ func TestOnlyWhatTheCheckpointProvesIsRemoved(t *testing.T) {
 			if !slices.Equal(hardware.destroyed, c.destroyed) || hardware.mode != device.ComputeDefault {
 				t.Errorf("destroyed %v, want %v; compute mode %q", hardware.destroyed, c.destroyed, hardware.mode)
 			}
-			n.hears(t, "Node", "node", "PredecessorDaemon", "mps-control-daemon-u-1-abc")
+			n.hears(t, "Node", "node", "PredecessorDaemon", "kubectl delete deployments --all-namespaces --field-selector metadata.name=mps-control-daemon-u-1-abc")
 			if claims, err := d.before.Claims(); len(claims) != 0 || err != nil {
 				t.Errorf("left: %v, %v", claims, err)
 			}

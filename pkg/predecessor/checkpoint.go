@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation"
 )
 
 // Claim is one that the reference driver has prepared, or had begun to.
@@ -161,7 +162,13 @@ func Parse(raw []byte, driver, bootID string) (claims []Claim, forgotten bool, e
 		if uid == "" || strings.ContainsAny(string(uid), "/._") {
 			return nil, false, fmt.Errorf("%q is no UID of a claim", uid)
 		}
-		claims = append(claims, c.read(uid, driver))
+		read := c.read(uid, driver)
+		for _, daemon := range read.Daemons {
+			if len(validation.IsDNS1123Label(daemon)) > 0 { // administrators are told a command with it
+				return nil, false, fmt.Errorf("%q is no ID of an MPS daemon", daemon)
+			}
+		}
+		claims = append(claims, read)
 	}
 	slices.SortFunc(claims, func(a, b Claim) int { return strings.Compare(string(a.UID), string(b.UID)) })
 	return claims, false, nil

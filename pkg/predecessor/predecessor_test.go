@@ -79,14 +79,15 @@ func TestADeviceOfAKindThatIsNotKnownMayBeAny(t *testing.T) {
 
 // bad are checkpoints that nothing can be concluded from.
 var bad = map[string]string{
-	"empty":               "",
-	"torn":                `{"v2":{"preparedClaims":{"u":{`,
-	"no version":          `{"checksum":1}`,
-	"null":                `{"v1":null,"v2":null}`,
-	"a later version":     `{"v1":{},"v2":{},"v3":{"preparedClaims":{}}}`,
-	"of another form":     `{"v2":{"preparedClaims":[]}}`,
-	"not an object":       `[]`,
-	"a UID that is a way": `{"v2":{"preparedClaims":{"../../etc":{}}}}`,
+	"empty":                           "",
+	"torn":                            `{"v2":{"preparedClaims":{"u":{`,
+	"no version":                      `{"checksum":1}`,
+	"null":                            `{"v1":null,"v2":null}`,
+	"a later version":                 `{"v1":{},"v2":{},"v3":{"preparedClaims":{}}}`,
+	"of another form":                 `{"v2":{"preparedClaims":[]}}`,
+	"not an object":                   `[]`,
+	"a UID that is a way":             `{"v2":{"preparedClaims":{"../../etc":{}}}}`,
+	"a daemon's ID that is a command": `{"v2":{"preparedClaims":{"u":{"preparedDevices":[{"configState":{"mpsControlDaemonID":"a; rm -r b"}}]}}}}`,
 }
 
 func TestWhatCannotBeUnderstoodIsReportedWithTheWayOut(t *testing.T) {

@@ -10,26 +10,29 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 )
 
-// Abandoned says why nobody will use again what a record holds, given the claim of that name as the API server has it, nil if it has none. It is empty
-// for a claim that still has its devices. A claim with all its devices that no Pod has reserved is not abandoned: its next Pod may come, and the kubelet may
-// know it as prepared.
-func (p *Preparer) Abandoned(r checkpoint.Record, now *resourceapi.ResourceClaim) string {
+// Abandoned says why a record holds what nobody uses, given the claim of that name as the API server has it, nil if it has none. It is empty for a claim
+// that has its devices, and Pods that it is reserved for. idle says that the claim is only without Pods: the next one may have it at any time, so that it must
+// not be given back while the kubelet knows it as prepared, who would not prepare it again.
+func (p *Preparer) Abandoned(r checkpoint.Record, now *resourceapi.ResourceClaim) (why string, idle bool) {
 	switch {
 	case now == nil:
-		return "it was deleted"
+		return "it was deleted", false
 	case now.UID != r.ClaimUID:
-		return "it was deleted, and another claim has its name (UID " + string(now.UID) + ")"
+		return "it was deleted, and another claim has its name (UID " + string(now.UID) + ")", false
 	case now.Status.Allocation == nil:
-		return "it is not allocated any more"
+		return "it is not allocated any more", false
 	}
 	for _, d := range r.Devices {
 		if !slices.ContainsFunc(now.Status.Allocation.Devices.Results, func(a resourceapi.DeviceRequestAllocationResult) bool {
 			return a.Driver == p.DriverName && a.Pool == d.Pool && a.Device == d.Device && a.Request == d.Request && same(a.ShareID, d.ShareID)
 		}) {
-			return "it is not allocated device " + d.Device + " any more"
+			return "it is not allocated device " + d.Device + " any more", false
 		}
 	}
-	return ""
+	if len(now.Status.ReservedFor) == 0 {
+		return "it is not reserved for any Pod any more", true
+	}
+	return "", false
 }
 
 // GiveBack gives a claim's devices back although the kubelet has not asked for it. The last word has confirm, which is asked while no call works on the claim:

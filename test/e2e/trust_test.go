@@ -4,16 +4,18 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
-	"k8s.io/utils/ptr"
 )
 
 // claimGrace is how soon the plugin of this suite gives back what claims hold that are gone.
@@ -39,15 +41,21 @@ func (w *world) installTrust(t *testing.T, more ...string) {
 	w.install(t, append([]string{"--set", "extraArgs={--claim-grace=" + claimGrace + "}"}, more...)...)
 }
 
-// A Pod is deleted by force while the kubelet is down, its claim goes, and nobody asks for it to be given back. While its container runs, nobody else gets
-// its GPU; after that it is free.
+// A claim is deleted by hand while its Pod runs and the plugin is down, and while the kubelet is down that Pod goes, so that nobody asks for the claim to be
+// given back. While its container runs, nobody else gets its GPU; after that it is free. Another claim loses its Pod, and the kubelet knows nothing of it: it is
+// given back too, and prepared anew for its next Pod.
 func (w *world) testAbandoned(t *testing.T) {
 	u := w.tenant(t)
 	u.gpus(1, survivorGPUs)
+	u.claim("gone", `requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]`)
 	u.holder("stays", 1)
-	u.holder("gone", 1)
+	u.pod("gone", fromClaim("gpu", "gone"), container("main", "gpu"), lasting)
 	stays, gone := u.holding("stays"), u.holding("gone")
-	claim := u.claimOf(t, u.namespace, "gone", "gpu")
+	idle := u.heldWithoutPod("idle", stays, gone)
+
+	k := w.killPlugin(t)
+	w.deleteByHand(t, u.namespace, "gone")
+	w.back(t, k)
 	kubelet := w.node(t, survivor)
 	if err := kubelet.Service(t.Context(), "stop", "kubelet"); err != nil {
 		t.Fatal(err)
@@ -58,13 +66,7 @@ func (w *world) testAbandoned(t *testing.T) {
 		}
 	})
 	process := mainProcess(t, "TEST_POD_UID", gone.podUID)
-	if err := w.Client.CoreV1().Pods(u.namespace).Delete(t.Context(), "gone", metav1.DeleteOptions{GracePeriodSeconds: ptr.To(int64(0))}); err != nil {
-		t.Fatal(err)
-	}
-	eventually(t, 60*time.Second, "the claim is gone", func() (bool, string) {
-		_, err := w.Client.ResourceV1().ResourceClaims(u.namespace).Get(t.Context(), claim.Name, metav1.GetOptions{})
-		return err != nil, "it is there"
-	})
+	u.forget("gone")
 	w.nodeSays(t, "ClaimGone", gone.claimUID, "delete Pod "+u.namespace+"/gone")
 	if !w.hasRecord(t, survivor, gone.claimUID) {
 		t.Error("the claim was given back while its container runs")
@@ -80,14 +82,72 @@ func (w *world) testAbandoned(t *testing.T) {
 	if err := kubelet.Service(t.Context(), "start", "kubelet"); err != nil {
 		t.Fatal(err)
 	}
-	u.holder("new", 1)
-	u.holding("new")
+	w.nodeSays(t, "Repaired", idle, "not reserved for any Pod")
+	if metrics := w.get(t, survivor, "metrics"); !strings.Contains(metrics, `gpu_dra_repairs_total{kind="abandoned-claim"} 2`+"\n") {
+		t.Errorf("the metrics do not tell of two claims that were given back:\n%s", metrics)
+	}
+	u.pod("next", fromClaim("gpu", "idle"), container("main", "gpu"), lasting)
+	if next := u.holding("next"); next.claimUID != idle || !w.hasRecord(t, survivor, idle) {
+		t.Errorf("the next Pod has claim %s, and of %s there is a record: %v", next.claimUID, idle, w.hasRecord(t, survivor, idle))
+	}
 	u.undisturbed(stays)
-	u.remove("stays", "new")
+	u.remove("stays", "next")
+	w.deleteByHand(t, u.namespace, "idle")
 	u.holder("all", survivorGPUs)
 	u.holding("all")
 	u.remove("all")
 	w.clean(t, survivor)
+}
+
+// heldWithoutPod makes a claim that is allocated a GPU which others do not hold, has it prepared as the kubelet does, and takes the claim's user away. It
+// returns the claim's UID. The user is no Pod: the claim of one that has gone would lose its allocation.
+func (u tenant) heldWithoutPod(name string, others ...holding) string {
+	u.t.Helper()
+	var device string
+	for d, g := range u.world.gpus(u.t, survivor) {
+		if !slices.ContainsFunc(others, func(h holding) bool { return slices.Contains(h.gpus, *g.Attributes["uuid"].StringValue) }) {
+			device = d
+		}
+	}
+	u.handAllocate(u.t, u.namespace, name, survivor, device)
+	claims := u.Client.ResourceV1().ResourceClaims(u.namespace)
+	reserve := func(users ...resourceapi.ResourceClaimConsumerReference) types.UID {
+		u.t.Helper()
+		claim := u.claimNamed(u.t, u.namespace, name)
+		claim.Status.ReservedFor = users
+		if _, err := claims.UpdateStatus(u.t.Context(), claim, metav1.UpdateOptions{}); err != nil {
+			u.t.Fatal(err)
+		}
+		return claim.UID
+	}
+	uid := reserve(resourceapi.ResourceClaimConsumerReference{APIGroup: "batch", Resource: "jobs", Name: name, UID: "its-user"})
+	answer, err := u.asKubelet(u.t).NodePrepareResources(u.t.Context(), &drapb.NodePrepareResourcesRequest{
+		Claims: []*drapb.Claim{{Namespace: u.namespace, Name: name, Uid: string(uid)}},
+	})
+	if err != nil {
+		u.t.Fatal(err)
+	}
+	if msg := answer.GetClaims()[string(uid)].GetError(); msg != "" {
+		u.t.Fatal(msg)
+	}
+	reserve()
+	return string(uid)
+}
+
+// deleteByHand deletes a claim although it is in use.
+func (w *world) deleteByHand(t *testing.T, namespace, claim string) {
+	t.Helper()
+	claims := w.Client.ResourceV1().ResourceClaims(namespace)
+	if _, err := claims.Patch(t.Context(), claim, types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`), metav1.PatchOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := claims.Delete(t.Context(), claim, metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, 30*time.Second, "the claim is gone", func() (bool, string) {
+		_, err := claims.Get(t.Context(), claim, metav1.GetOptions{})
+		return apierrors.IsNotFound(err), fmt.Sprint(err)
+	})
 }
 
 // nodeSays waits for an Event about the node.
@@ -202,8 +262,8 @@ func (w *world) instanceID(t *testing.T) (id int) {
 	return 0
 }
 
-// unprepareForeign asks for a claim to be given back, as the kubelet does that knows it from the driver before.
-func (w *world) unprepareForeign(t *testing.T, uid string) {
+// asKubelet calls the plugin as the kubelet does.
+func (w *world) asKubelet(t *testing.T) drapb.DRAPluginClient {
 	t.Helper()
 	process, instance := w.pluginProcess(t)
 	// A socket's path has little room: the process's own view of its directory is short.
@@ -212,8 +272,14 @@ func (w *world) unprepareForeign(t *testing.T, uid string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = conn.Close() }()
-	answer, err := drapb.NewDRAPluginClient(conn).NodeUnprepareResources(t.Context(), &drapb.NodeUnprepareResourcesRequest{
+	t.Cleanup(func() { _ = conn.Close() })
+	return drapb.NewDRAPluginClient(conn)
+}
+
+// unprepareForeign asks for a claim to be given back, as the kubelet does that knows it from the driver before.
+func (w *world) unprepareForeign(t *testing.T, uid string) {
+	t.Helper()
+	answer, err := w.asKubelet(t).NodeUnprepareResources(t.Context(), &drapb.NodeUnprepareResourcesRequest{
 		Claims: []*drapb.Claim{{Namespace: "default", Name: "foreign", Uid: uid}},
 	})
 	if err != nil {
