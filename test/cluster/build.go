@@ -30,8 +30,8 @@ type Programs struct {
 }
 
 // Build builds everything that a cluster needs and that is not in the cache yet; with a warm cache it takes well under a second. The working
-// directory must be in a checkout of this project.
-func Build(ctx context.Context, output io.Writer) (*Programs, error) {
+// directory must be in a checkout of this project. more are programs that few clusters need, and that are not built else.
+func Build(ctx context.Context, output io.Writer, more ...string) (*Programs, error) {
 	source, cache, err := findBuild()
 	if err != nil {
 		return nil, err
@@ -40,6 +40,13 @@ func Build(ctx context.Context, output io.Writer) (*Programs, error) {
 	built := &Programs{CacheDir: cache.Dir}
 	if built.Paths, err = cache.BuildTools(ctx, source, progress); err != nil {
 		return nil, err
+	}
+	if len(more) > 0 {
+		special, err := cache.BuildTools(ctx, source, progress, more...)
+		if err != nil {
+			return nil, err
+		}
+		maps.Copy(built.Paths, special)
 	}
 	if built.Machine, err = cache.BuildMachine(ctx, source, progress); err != nil {
 		return nil, err

@@ -4,8 +4,10 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
+	"strconv"
 	"strings"
 	"time"
 
@@ -15,6 +17,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/components"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/machine"
 )
 
@@ -29,6 +32,17 @@ func (c *Cluster) RESTConfig() (*rest.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the kubeconfig of cluster %s: %w", c.name, err)
 	}
+	return config, nil
+}
+
+// SchedulerRESTConfig is how the administrator reaches the scheduler's own port, for metrics and profiles. Its certificate is one that it made for itself.
+func (c *Cluster) SchedulerRESTConfig() (*rest.Config, error) {
+	config, err := c.RESTConfig()
+	if err != nil {
+		return nil, err
+	}
+	config.Host = net.JoinHostPort(c.state.Network.address(0), strconv.Itoa(components.SchedulerPort))
+	config.CAData, config.CAFile, config.Insecure = nil, "", true
 	return config, nil
 }
 

@@ -8,7 +8,12 @@ import (
 	"regexp"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/components"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/toolchain"
 )
+
+// SchedulerOfOwnNodes is a program for Options.Scheduler: the release's kube-scheduler without the condition that makes it look at the counters of every node
+// for each node. It stands for the releases that have this fixed.
+const SchedulerOfOwnNodes = toolchain.SchedulerOfOwnNodes
 
 // DefaultName is the name of a cluster that was given none.
 const DefaultName = "default"
@@ -23,6 +28,8 @@ type Options struct {
 	ControlPlaneOnly bool
 	// FeatureGates are set on every component, over the defaults (what the Kubernetes release has for dynamic resource allocation, all on).
 	FeatureGates map[string]bool
+	// Scheduler is the program that runs as kube-scheduler; empty means that of the release.
+	Scheduler string
 	// Images are archives (OCI layout or docker) that every node gets, beside those that it always has.
 	Images []string
 	// Output takes progress lines; nil discards them.

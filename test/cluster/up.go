@@ -25,7 +25,11 @@ func Up(ctx context.Context, options Options) (*Cluster, error) {
 	if err := needRoot(); err != nil {
 		return nil, err
 	}
-	programs, err := Build(ctx, options.Output)
+	var more []string
+	if options.Scheduler != "" {
+		more = append(more, options.Scheduler)
+	}
+	programs, err := Build(ctx, options.Output, more...)
 	if err != nil {
 		return nil, err
 	}

@@ -32,6 +32,9 @@ const (
 	smallest = "1g.10gb"
 )
 
+// classesOf says for which classes claims are made on nodes of a layout.
+var classesOf = map[string][]string{wholeOnly: {wholeClass}, static: {migClass}, everyShape: {wholeClass, migClass}}
+
 // layout is the slices of one node, in their order.
 type layout []resourceapi.ResourceSliceSpec
 
@@ -50,9 +53,9 @@ func (s *scale) classes(ctx context.Context) error {
 	return nil
 }
 
-// layouts asks the plugin what it publishes. Static devices are those of the smallest profile, which nothing excludes from each other.
-func (s *scale) layouts(ctx context.Context, o node.Options) error {
-	s.layout, s.rates = map[string]layout{}, map[key]float64{}
+// models asks the plugin what it publishes. Static devices are those of the smallest profile, which nothing excludes from each other.
+func (s *scale) models(ctx context.Context, o node.Options) error {
+	s.layout = map[string]layout{}
 	for name, policy := range map[string]string{everyShape: "", wholeOnly: "off"} {
 		o.Name, o.MIGPolicy = strings.ReplaceAll(name, " ", "-")+"-model", policy
 		o.Name = strings.ToLower(o.Name)
@@ -74,11 +77,12 @@ func (s *scale) layouts(ctx context.Context, o node.Options) error {
 	}
 	s.layout[static] = layout{one}
 	for name, slices := range s.layout {
-		devices := 0
-		for _, slice := range slices {
-			devices += len(slice.Devices)
+		devices, stored := 0, 0
+		for _, spec := range slices {
+			devices += len(spec.Devices)
+			stored += (&resourceapi.ResourceSlice{Spec: spec}).Size()
 		}
-		fmt.Fprintf(os.Stderr, "%s: %d slices, %d devices a node\n", name, len(slices), devices)
+		fmt.Fprintf(os.Stderr, "%s: %d slices, %d devices, %d KB a node as the API server stores them\n", name, len(slices), devices, stored/1000)
 	}
 	return nil
 }

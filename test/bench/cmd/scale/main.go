@@ -1,7 +1,8 @@
 // scale measures what a large cluster's scheduler pays for the shapes that each node publishes: the slices that the production plugin publishes for a simulated
 // node, copied to hundreds of Node objects without kubelets, in a real API server, and claims with Pods that the real scheduler allocates and binds.
 //
-// What is compared was measured in the same run; how the cost grows with the number of nodes says what a larger cluster would cost.
+// The scheduler is that of the test cluster's release, as it is and without the one condition that its successor took away, each in a cluster of its own. What is
+// compared was measured in the same run; how the cost grows with the number of nodes says what a larger cluster would cost.
 package main
 
 import (
@@ -18,17 +19,30 @@ import (
 	"time"
 
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/node"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/report"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
+// The schedulers, by the names that the flag has for them, and their programs for [cluster.Options].
+const (
+	fixed   = "fixed"
+	asBuilt = "as-built"
+)
+
+var schedulers = map[string]string{fixed: cluster.SchedulerOfOwnNodes, asBuilt: ""}
+
 type options struct {
-	program string
-	nodes   []int
-	claims  int
-	json    string
+	program    string
+	schedulers []string
+	layouts    []string
+	nodes      []int
+	claims     int
+	limit      time.Duration
+	profiles   string
+	json       string
 }
 
 func main() {
@@ -44,8 +58,12 @@ func main() {
 func parse() (options, error) {
 	var o options
 	nodes := flag.String("nodes", "50,150,500", "how many nodes, in ascending order")
+	names := flag.String("schedulers", fixed+","+asBuilt, fixed+": without the condition that Kubernetes 1.37 took away; "+asBuilt+": as the release has it")
+	layouts := flag.String("layouts", strings.Join([]string{wholeOnly, static, everyShape}, ","), "what the nodes publish")
 	flag.StringVar(&o.program, "program", "build/bin/gpu-kubelet-plugin", "the plugin's program")
 	flag.IntVar(&o.claims, "claims", 200, "how many claims are allocated at each size")
+	flag.DurationVar(&o.limit, "limit", 5*time.Minute, "how long the claims of one measurement may take; what was done until then makes the rate, and larger sizes are left out")
+	flag.StringVar(&o.profiles, "profiles", "", "folder for a profile of the scheduler's CPU from each measurement's first seconds")
 	flag.StringVar(&o.json, "json", "", "file for the figures as JSON")
 	flag.Parse()
 	for _, n := range strings.Split(*nodes, ",") {
@@ -55,16 +73,38 @@ func parse() (options, error) {
 		}
 		o.nodes = append(o.nodes, count)
 	}
+	o.schedulers, o.layouts = strings.Split(*names, ","), strings.Split(*layouts, ",")
+	for _, name := range o.schedulers {
+		if _, known := schedulers[name]; !known {
+			return o, fmt.Errorf("--schedulers: there is none called %q", name)
+		}
+	}
+	for _, name := range o.layouts {
+		if _, known := classesOf[name]; !known {
+			return o, fmt.Errorf("--layouts: there is none called %q", name)
+		}
+	}
 	var err error
 	o.program, err = filepath.Abs(o.program)
 	return o, err
 }
 
-func run(ctx context.Context) (err error) {
+func run(ctx context.Context) error {
 	o, err := parse()
 	if err != nil {
 		return err
 	}
+	s := &scale{options: o, rates: map[key]float64{}}
+	for _, s.scheduler = range o.schedulers {
+		if err := s.onCluster(ctx); err != nil {
+			return err
+		}
+	}
+	return s.print()
+}
+
+// onCluster measures with one scheduler.
+func (s *scale) onCluster(ctx context.Context) (err error) {
 	name := fmt.Sprintf("scale%d", os.Getpid()%1000000)
 	folder, err := os.MkdirTemp("", "scale-")
 	if err != nil {
@@ -75,7 +115,7 @@ func run(ctx context.Context) (err error) {
 		defer cancel()
 		err = errors.Join(err, cluster.Down(end, name), os.RemoveAll(folder))
 	}()
-	c, err := cluster.Up(ctx, cluster.Options{Name: name, ControlPlaneOnly: true, Output: os.Stderr})
+	c, err := cluster.Up(ctx, cluster.Options{Name: name, ControlPlaneOnly: true, Scheduler: schedulers[s.scheduler], Output: os.Stderr})
 	if err != nil {
 		return err
 	}
@@ -84,26 +124,26 @@ func run(ctx context.Context) (err error) {
 		return err
 	}
 	config.QPS, config.Burst = 2000, 2000
-	client, err := kubernetes.NewForConfig(config)
-	if err != nil {
+	if s.client, err = kubernetes.NewForConfig(config); err != nil {
 		return err
 	}
-	s := &scale{options: o, client: client}
+	if s.profiled, err = c.SchedulerRESTConfig(); err != nil {
+		return err
+	}
 	if err := s.classes(ctx); err != nil {
 		return err
 	}
-	options := node.Options{Folder: folder, GPUs: 8, Binary: o.program, Kubeconfig: c.Kubeconfig(), Client: client}
-	if err := s.layouts(ctx, options); err != nil {
+	options := node.Options{Folder: folder, GPUs: 8, Binary: s.program, Kubeconfig: c.Kubeconfig(), Client: s.client}
+	if err := s.models(ctx, options); err != nil {
 		return err
 	}
-	if err := s.measure(ctx); err != nil {
-		return err
-	}
-	return s.print()
+	return s.measure(ctx)
 }
 
 func (s *scale) print() error {
-	s.conclude()
+	for _, s.scheduler = range s.schedulers {
+		s.conclude()
+	}
 	if err := s.report.Table(os.Stdout); err != nil {
 		return err
 	}
@@ -117,28 +157,37 @@ func (s *scale) print() error {
 	return errors.Join(s.report.JSON(f), f.Close())
 }
 
-// key is a kind of claim on nodes of a layout.
+// key is a kind of claim on nodes of a layout, for a scheduler.
 type key struct {
-	layout, class string
-	nodes         int
+	scheduler, layout, class string
+	nodes                    int
 }
 
-// conclude compares.
+// conclude compares what one scheduler did, as far as it came.
 func (s *scale) conclude() {
-	last := s.nodes[len(s.nodes)-1]
-	rate := func(layout, class string, nodes int) float64 { return s.rates[key{layout, class, nodes}] }
-	at := fmt.Sprintf(", %d nodes", last)
-	s.report.AtLeast("whole-GPU claims a second, every shape, to whole GPUs only"+at, "scheduler", rate(everyShape, wholeClass, last)/rate(wholeOnly, wholeClass, last), 0.5, "×")
-	s.report.AtLeast("1g MIG claims a second, every shape, to 56 static devices"+at, "scheduler", rate(everyShape, migClass, last)/rate(static, migClass, last), 0.25, "×")
-	if first := s.nodes[0]; first < last {
-		more := float64(last) / float64(first)
-		for _, class := range []string{wholeClass, migClass} {
-			growth := rate(everyShape, class, first) / rate(everyShape, class, last)
-			s.report.AtMost(fmt.Sprintf("cost of a claim of %s, %d to %d nodes", class, first, last), "scheduler", growth, more, "×")
+	rate := func(layout, class string, nodes int) float64 { return s.rates[key{s.scheduler, layout, class, nodes}] }
+	atLeast := func(what, layout, class, of string, limit float64) {
+		for _, n := range s.nodes {
+			if here, there := rate(layout, class, n), rate(of, class, n); here > 0 && there > 0 {
+				s.report.AtLeast(fmt.Sprintf("%s, %d nodes", what, n), s.scheduler, here/there, limit, "×")
+			}
+		}
+	}
+	atLeast("whole-GPU claims a second, every shape, to whole GPUs only", everyShape, wholeClass, wholeOnly, 0.5)
+	atLeast("1g MIG claims a second, every shape, to 56 static devices", everyShape, migClass, static, 0.25)
+	first, last := s.nodes[0], s.nodes[len(s.nodes)-1]
+	for _, layout := range s.layouts {
+		for _, class := range classesOf[layout] {
+			few, many := rate(layout, class, first), rate(layout, class, last)
+			if first == last || few == 0 || many == 0 {
+				continue
+			}
+			s.report.AtMost(fmt.Sprintf("cost of a claim of %s, %s, %d to %d nodes", class, layout, first, last), s.scheduler, few/many, float64(last)/float64(first), "×")
 			// A straight line through the smallest and the largest size.
-			low, high := 1000/rate(everyShape, class, first), 1000/rate(everyShape, class, last)
+			low, high := 1000/few, 1000/many
 			slope := (high - low) / float64(last-first)
-			fmt.Fprintf(os.Stderr, "%s, every shape: %.1f ms a claim at %d nodes, %.1f at %d, so %.1f at 5000\n", class, low, first, high, last, high+slope*float64(5000-last))
+			fmt.Fprintf(os.Stderr, "%s, %s, %s: %.1f ms a claim at %d nodes, %.1f at %d, so %.1f at 5000 on a straight line\n",
+				s.scheduler, layout, class, low, first, high, last, high+slope*float64(5000-last))
 		}
 	}
 }
@@ -146,10 +195,14 @@ func (s *scale) conclude() {
 type scale struct {
 	options
 
-	client kubernetes.Interface
-	layout map[string]layout
 	rates  map[key]float64
+	report report.Report
+
+	// Of the cluster that is up.
+	scheduler string
+	client    kubernetes.Interface
+	profiled  *rest.Config
+	layout    map[string]layout
 	// generation counts the layouts that have been measured.
 	generation int
-	report     report.Report
 }

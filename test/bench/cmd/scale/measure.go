@@ -2,8 +2,10 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -23,21 +25,9 @@ const workers = 16
 
 // measure goes through layouts and sizes; nodes of one size grow into those of the next.
 func (s *scale) measure(ctx context.Context) error {
-	for _, of := range []struct {
-		layout  string
-		classes []string
-	}{{wholeOnly, []string{wholeClass}}, {static, []string{migClass}}, {everyShape, []string{wholeClass, migClass}}} {
-		there := 0
-		for _, size := range s.nodes {
-			if err := s.grow(ctx, s.layout[of.layout], there, size); err != nil {
-				return err
-			}
-			there = size
-			for _, class := range of.classes {
-				if err := s.allocate(ctx, key{of.layout, class, size}); err != nil {
-					return err
-				}
-			}
+	for _, layout := range s.layouts {
+		if err := s.measureLayout(ctx, layout); err != nil {
+			return err
 		}
 		// Claims keep what they were allocated; without its node it is in nobody's way.
 		if err := s.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
@@ -47,6 +37,30 @@ func (s *scale) measure(ctx context.Context) error {
 			return err
 		}
 		s.generation++
+	}
+	return nil
+}
+
+// measureLayout ends with the size at which claims of all classes took too long.
+func (s *scale) measureLayout(ctx context.Context, layout string) error {
+	there, classes := 0, slices.Clone(classesOf[layout])
+	for _, size := range s.nodes {
+		if len(classes) == 0 {
+			return nil
+		}
+		if err := s.grow(ctx, s.layout[layout], there, size); err != nil {
+			return err
+		}
+		there = size
+		for _, class := range slices.Clone(classes) {
+			inTime, err := s.allocate(ctx, key{s.scheduler, layout, class, size})
+			if err != nil {
+				return err
+			}
+			if !inTime {
+				classes = slices.DeleteFunc(classes, func(c string) bool { return c == class })
+			}
+		}
 	}
 	return nil
 }
@@ -79,38 +93,71 @@ func (s *scale) grow(ctx context.Context, l layout, from, to int) error {
 }
 
 // allocate makes claims and a Pod for each, and takes the time from the first Pod that is bound to the last. How long each had to wait is of no interest:
-// they all come at once.
-func (s *scale) allocate(ctx context.Context, k key) error {
+// they all come at once. It says whether all were bound in time.
+func (s *scale) allocate(ctx context.Context, k key) (inTime bool, err error) {
 	ns, err := s.client.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "scale-"}}, metav1.CreateOptions{})
 	if err != nil {
-		return err
+		return false, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, 15*time.Minute)
+	all := ctx
+	ctx, cancel := context.WithTimeout(ctx, s.limit)
 	defer cancel()
 	binds := make(chan string, 4*s.claims)
 	if err := s.follow(ctx, ns.Name, binds); err != nil {
-		return err
+		return false, err
 	}
 	group, making := errgroup.WithContext(ctx)
 	group.SetLimit(workers)
-	go func() {
+	group.Go(func() error {
 		for i := range s.claims {
 			group.Go(func() error { return s.claim(making, ns.Name, fmt.Sprintf("claim-%d", i), k.class) })
 		}
-	}()
-	var first, last time.Time
-	bound := map[string]bool{}
-	for len(bound) < s.claims {
+		return nil
+	})
+	profiled := s.profile(all, k)
+	first, last, bound, err := s.bound(ctx, making, binds)
+	if err != nil {
+		return false, errors.Join(err, group.Wait())
+	}
+	if err := <-profiled; err != nil {
+		return false, err
+	}
+	if inTime = bound == s.claims; !inTime {
+		last = time.Now()
+		_ = group.Wait() // those that the end of the time has stopped say so
+		if err := s.client.CoreV1().Pods(ns.Name).DeleteCollection(all, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
+			return false, err
+		}
+	}
+	if bound < 2 {
+		fmt.Fprintf(os.Stderr, "%s, %s, %d nodes, %s: %d claims in %s\n", k.scheduler, k.layout, k.nodes, k.class, bound, s.limit)
+		return inTime, nil
+	}
+	took := last.Sub(first)
+	s.rates[k] = float64(bound-1) / took.Seconds()
+	s.report.Add(fmt.Sprintf("a claim of %s, %d nodes", k.class, k.nodes), k.scheduler+", "+k.layout, &report.Samples{All: []time.Duration{took / time.Duration(bound-1)}})
+	fmt.Fprintf(os.Stderr, "%s, %s, %d nodes, %s: %.1f claims a second, %d of %d\n", k.scheduler, k.layout, k.nodes, k.class, s.rates[k], bound, s.claims)
+	return inTime, nil
+}
+
+// bound counts Pods until all are bound or the time is over.
+func (s *scale) bound(ctx, making context.Context, binds <-chan string) (first, last time.Time, _ int, err error) {
+	seen := map[string]bool{}
+	made := making.Done()
+	for len(seen) < s.claims {
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%d of %d Pods are bound: %w", len(bound), s.claims, ctx.Err())
-		case <-making.Done():
-			if err := group.Wait(); err != nil {
-				return err
+			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+				return first, last, len(seen), nil
+			}
+			return first, last, len(seen), ctx.Err()
+		case <-made: // before the time is over, only by a mistake
+			if made = nil; ctx.Err() == nil {
+				return first, last, len(seen), context.Cause(making)
 			}
 		case pod := <-binds:
-			if !bound[pod] {
-				bound[pod] = true
+			if !seen[pod] {
+				seen[pod] = true
 				last = time.Now()
 				if first.IsZero() {
 					first = last
@@ -118,12 +165,7 @@ func (s *scale) allocate(ctx context.Context, k key) error {
 			}
 		}
 	}
-	took := last.Sub(first)
-	each := took / time.Duration(max(s.claims-1, 1))
-	s.rates[k] = float64(s.claims-1) / took.Seconds()
-	s.report.Add(fmt.Sprintf("a claim of %s, %d nodes", k.class, k.nodes), k.layout, &report.Samples{All: []time.Duration{each}})
-	fmt.Fprintf(os.Stderr, "%s, %d nodes, %s: %.1f claims a second\n", k.layout, k.nodes, k.class, s.rates[k])
-	return nil
+	return first, last, len(seen), nil
 }
 
 // follow tells of the Pods that are bound, some more than once.

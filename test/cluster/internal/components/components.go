@@ -7,6 +7,7 @@
 package components
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"path"
@@ -33,6 +34,7 @@ const (
 	ServiceNetwork    = "10.96.0.0/16"
 	KubernetesService = "10.96.0.1"
 	APIServerPort     = 443
+	SchedulerPort     = 10259
 )
 
 // DefaultFeatureGates switches on what the cluster's Kubernetes release has for devices but leaves off.
@@ -58,6 +60,8 @@ type Programs func(name string) string
 type ControlPlane struct {
 	Address      string
 	FeatureGates map[string]bool
+	// Scheduler is the program that runs as kube-scheduler; empty means the one of that name.
+	Scheduler string
 	// Alone says that there are no kubelets: nobody minds that Nodes are silent.
 	Alone bool
 }
@@ -70,6 +74,7 @@ func (c ControlPlane) Services(programs Programs) []machine.Service {
 		file := path.Join(KubernetesDir, name+".conf")
 		return []string{"--kubeconfig=" + file, "--authentication-kubeconfig=" + file, "--authorization-kubeconfig=" + file}
 	}
+	scheduler := cmp.Or(c.Scheduler, "kube-scheduler")
 	controllers := "*,-cloud-node-lifecycle-controller"
 	if c.Alone {
 		controllers += ",-node-lifecycle-controller"
@@ -105,7 +110,7 @@ func (c ControlPlane) Services(programs Programs) []machine.Service {
 			"--service-account-private-key-file=" + pki("service-account.key"), "--root-ca-file=" + pki("ca.crt"),
 		}, kubeconfigs("controller-manager")...)},
 		{Name: "kube-scheduler", Argv: append([]string{
-			programs("kube-scheduler"), verbosity, gates, "--leader-elect=false", "--bind-address=127.0.0.1",
+			programs(scheduler), verbosity, gates, "--leader-elect=false", "--bind-address=" + c.Address, "--secure-port=" + strconv.Itoa(SchedulerPort),
 			"--kube-api-qps=500", "--kube-api-burst=1000",
 		}, kubeconfigs("scheduler")...)},
 	}

@@ -43,6 +43,15 @@ func TestServicesStartInTheOrderOfTheirDependencies(t *testing.T) {
 	}
 }
 
+func TestAnotherSchedulerRunsUnderTheSameName(t *testing.T) {
+	for _, service := range (ControlPlane{Scheduler: "other"}).Services(program) {
+		if service.Name == "kube-scheduler" && service.Argv[0] == "/tools/other" {
+			return
+		}
+	}
+	t.Error("the scheduler that was asked for runs nowhere")
+}
+
 func TestFeatureGatesReachEveryComponent(t *testing.T) {
 	const want = "--feature-gates=DRADeviceTaintRules=true,Other=false"
 	for _, service := range (ControlPlane{FeatureGates: example.FeatureGates}).Services(program) {

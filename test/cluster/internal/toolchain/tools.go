@@ -21,7 +21,11 @@ type tool struct {
 	ldflags  func(version string) string // nil: only what makes the binary small
 	links    []string                    // the names under which its only binary is called
 	seccomp  bool                        // links C code against libseccomp
+	change   *moduleChange               // what it is built without; such a tool is built only if it is asked for
 }
+
+// SchedulerOfOwnNodes is kube-scheduler as the cluster's release has it, but for one condition that its successor took away; see eachNodesOwnCounters.
+const SchedulerOfOwnNodes = "kube-scheduler-own-nodes"
 
 const stripped = "-s -w"
 
@@ -57,6 +61,10 @@ var tools = []tool{
 	{
 		name: "runc", programs: []string{"runc"}, packages: []string{"github.com/opencontainers/runc"}, module: "github.com/opencontainers/runc",
 		tags: "seccomp netgo osusergo", ldflags: func(string) string { return stripped + " -extldflags -static" }, seccomp: true,
+	},
+	{
+		name: "scheduler", programs: []string{SchedulerOfOwnNodes}, packages: []string{"k8s.io/kubernetes/cmd/kube-scheduler"}, module: "k8s.io/kubernetes",
+		ldflags: kubernetesVersionFlags, links: []string{SchedulerOfOwnNodes}, change: &eachNodesOwnCounters,
 	},
 	{name: "helm", programs: []string{"helm"}, packages: []string{"helm.sh/helm/v4/cmd/helm"}, module: "helm.sh/helm/v4"},
 }
@@ -95,7 +103,7 @@ func (c *Cache) BuildTools(ctx context.Context, source string, progress *Progres
 		if !tool.wanted(names) {
 			continue
 		}
-		key := Key(identity, digest, tool.tags, strings.Join(tool.packages, " "), strings.Join(tool.links, " "), tool.flags("key"))
+		key := Key(identity, digest, tool.tags, strings.Join(tool.packages, " "), strings.Join(tool.links, " "), tool.flags("key")+tool.change.key())
 		dir, err := c.Ensure(ctx, tool.name, key, func(dir string) error { return c.buildTool(ctx, tool, module, dir, progress) })
 		if err != nil {
 			return nil, err
@@ -107,9 +115,9 @@ func (c *Cache) BuildTools(ctx context.Context, source string, progress *Progres
 	return built, nil
 }
 
-// wanted tells whether one of the names is a program of the tool; with no names every tool is wanted.
+// wanted tells whether one of the names is a program of the tool; with no names every tool is wanted that is as its makers made it.
 func (t tool) wanted(names []string) bool {
-	return len(names) == 0 || slices.ContainsFunc(t.programs, func(program string) bool { return slices.Contains(names, program) })
+	return len(names) == 0 && t.change == nil || slices.ContainsFunc(t.programs, func(program string) bool { return slices.Contains(names, program) })
 }
 
 func (t tool) flags(version string) string {
@@ -129,6 +137,11 @@ func (c *Cache) buildTool(ctx context.Context, tool tool, module, dir string, pr
 	build := goBuild{name: tool.name, dir: module, packages: tool.packages, tags: tool.tags, ldflags: tool.flags(version), output: dir + "/", env: []string{"CGO_ENABLED=0"}}
 	if tool.seccomp {
 		if build.env, err = c.seccompEnvironment(ctx, progress); err != nil {
+			return err
+		}
+	}
+	if tool.change != nil {
+		if build.modfile, err = tool.change.copyChanged(ctx, module, dir); err != nil {
 			return err
 		}
 	}
