@@ -120,6 +120,7 @@ func (c *Cluster) describeNode(options Options, index int, wanted NodeOptions, c
 	node := components.Node{
 		Name: wanted.Name, Address: network.address(index), PodNetwork: network.pods(index), FeatureGates: options.FeatureGates,
 		Labels: wanted.Labels, DisableCDI: wanted.DisableCDI, PauseImage: toolchain.PauseImage,
+		RestartPause: options.RestartPause,
 	}
 	files, err := node.Files(c.programPaths)
 	if err != nil {

@@ -6,6 +6,7 @@ import (
 	"maps"
 	"path/filepath"
 	"regexp"
+	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/components"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/toolchain"
@@ -30,6 +31,9 @@ type Options struct {
 	FeatureGates map[string]bool
 	// Scheduler is the program that runs as kube-scheduler; empty means that of the release.
 	Scheduler string
+	// RestartPause is the longest that a kubelet waits before it starts a container again that ended, from one second on, for tests that end one over
+	// and over. 0 leaves Kubernetes' own: ten seconds that double up to five minutes.
+	RestartPause time.Duration
 	// Images are archives (OCI layout or docker) that every node gets, beside those that it always has.
 	Images []string
 	// Output takes progress lines; nil discards them.

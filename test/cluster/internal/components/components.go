@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/machine"
 )
@@ -127,6 +128,8 @@ type Node struct {
 	PauseImage string
 	// DisableCDI configures containerd to ignore CDI devices, as nodes in the field can be.
 	DisableCDI bool
+	// RestartPause is the longest that the kubelet waits before it starts a container again; 0 leaves its own.
+	RestartPause time.Duration
 }
 
 // Services are a node's processes in the order of their start.

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"sigs.k8s.io/yaml"
 )
@@ -50,6 +51,20 @@ func TestAnotherSchedulerRunsUnderTheSameName(t *testing.T) {
 		}
 	}
 	t.Error("the scheduler that was asked for runs nowhere")
+}
+
+func TestTheKubeletPausesAsLongAsItIsTold(t *testing.T) {
+	for pause, want := range map[time.Duration]string{0: "", time.Second: "1s", time.Minute: "1m0s"} {
+		var kubelet struct {
+			CrashLoopBackOff struct{ MaxContainerRestartPeriod string }
+		}
+		node := example
+		node.RestartPause = pause
+		decode(t, "/etc/kubernetes/kubelet.yaml", node, &kubelet)
+		if got := kubelet.CrashLoopBackOff.MaxContainerRestartPeriod; got != want {
+			t.Errorf("for a pause of %s the kubelet is told %q, want %q", pause, got, want)
+		}
+	}
 }
 
 func TestFeatureGatesReachEveryComponent(t *testing.T) {

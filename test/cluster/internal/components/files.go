@@ -28,7 +28,7 @@ func (n Node) Files(programs Programs) (map[string][]byte, error) {
 type object = map[string]any
 
 func (n Node) kubeletConfiguration() ([]byte, error) {
-	content, err := yaml.Marshal(object{
+	configuration := object{
 		"apiVersion": "kubelet.config.k8s.io/v1beta1",
 		"kind":       "KubeletConfiguration",
 		"authentication": object{
@@ -54,7 +54,11 @@ func (n Node) kubeletConfiguration() ([]byte, error) {
 		"evictionHard":                object{"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%", "nodefs.inodesFree": "1%"},
 		"imageGCHighThresholdPercent": 100,
 		"featureGates":                n.FeatureGates,
-	})
+	}
+	if n.RestartPause != 0 {
+		configuration["crashLoopBackOff"] = object{"maxContainerRestartPeriod": n.RestartPause.String()}
+	}
+	content, err := yaml.Marshal(configuration)
 	if err != nil {
 		return nil, fmt.Errorf("render the kubelet configuration of %s: %w", n.Name, err)
 	}
