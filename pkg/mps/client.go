@@ -19,6 +19,12 @@ import (
 // Resource is the path below which the supervisor serves its daemons: PUT and DELETE Resource/<id>, GET Resource.
 const Resource = "/v1/daemons"
 
+// How much of an answer is read, in bytes: far beyond what a supervisor has to say.
+const (
+	maxAnswer  = 16 << 20
+	maxFailure = 64 << 10
+)
+
 // State is where a daemon is in its life.
 type State string
 
@@ -131,13 +137,13 @@ func (c *Client) do(ctx context.Context, method, path string, body []byte, into 
 		return fmt.Errorf("ask the MPS supervisor: %w", err)
 	}
 	defer func() { _ = response.Body.Close() }()
-	if response.StatusCode >= http.StatusBadRequest {
+	if response.StatusCode != http.StatusOK {
 		return failure(response)
 	}
 	if into == nil {
 		return nil
 	}
-	if err := json.NewDecoder(response.Body).Decode(into); err != nil {
+	if err := json.NewDecoder(io.LimitReader(response.Body, maxAnswer)).Decode(into); err != nil {
 		return fmt.Errorf("read the MPS supervisor's answer: %w", err)
 	}
 	return nil
@@ -145,7 +151,7 @@ func (c *Client) do(ctx context.Context, method, path string, body []byte, into 
 
 // failure is the reason that the supervisor gives.
 func failure(response *http.Response) error {
-	data, err := io.ReadAll(io.LimitReader(response.Body, 64<<10))
+	data, err := io.ReadAll(io.LimitReader(response.Body, maxFailure))
 	var f Failure
 	if err == nil && json.Unmarshal(data, &f) == nil && f.Error != "" {
 		return errors.New(f.Error)
