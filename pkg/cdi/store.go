@@ -308,12 +308,20 @@ func replace(path string, data []byte) error {
 }
 
 // create makes the temporary file for path. A claim's has a fixed name, because calls for one claim follow each other, in all processes: what a killed one
-// left is overwritten or removed by the next. The base spec may be written by two instances at once.
+// left is removed by the next, and not written to, whatever it is. The base spec may be written by two instances at once.
 func create(path string) (*os.File, error) {
-	if _, claim := claimOf(filepath.Base(path)); claim {
-		return os.OpenFile(unfinished(path), os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o600)
+	if _, claim := claimOf(filepath.Base(path)); !claim {
+		return os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+temporary+"*")
 	}
-	return os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+temporary+"*")
+	const anew = os.O_CREATE | os.O_EXCL | os.O_WRONLY
+	f, err := os.OpenFile(unfinished(path), anew, 0o600)
+	if !errors.Is(err, fs.ErrExist) {
+		return f, err
+	}
+	if err := os.Remove(unfinished(path)); err != nil {
+		return nil, err
+	}
+	return os.OpenFile(unfinished(path), anew, 0o600)
 }
 
 // unfinished is the temporary file of a claim's spec.

@@ -185,6 +185,21 @@ func TestWhatAKilledCallLeftOfAClaimsSpecIsItsClaims(t *testing.T) {
 	}
 }
 
+func TestASpecIsNotWrittenThroughALinkThatWasPlanted(t *testing.T) {
+	s := newStore(t)
+	must(t, s.WriteBase(commonEdits()))
+	elsewhere := filepath.Join(t.TempDir(), "file")
+	must(t, os.WriteFile(elsewhere, []byte("theirs"), 0o600))
+	must(t, os.Symlink(elsewhere, filepath.Join(s.root, "."+claimPrefix+string(claimUID)+suffix+ofClaim)))
+	must(t, writeClaim(s, claimUID))
+	if got, err := os.ReadFile(elsewhere); err != nil || string(got) != "theirs" {
+		t.Errorf("elsewhere there is %q now, %v", got, err)
+	}
+	if info, err := os.Lstat(filepath.Join(s.root, claimPrefix+string(claimUID)+suffix)); err != nil || !info.Mode().IsRegular() {
+		t.Errorf("the spec is %v, %v", info, err)
+	}
+}
+
 func TestAMendingThatFailsIsTriedAgain(t *testing.T) {
 	s := newStore(t)
 	must(t, s.WriteBase(commonEdits()))
