@@ -27,7 +27,12 @@ func Verify(edits specs.ContainerEdits, visible Mapper) error {
 			return fmt.Errorf("mount source %s is missing on the node (%w): a driver installation that has just changed is picked up within seconds, otherwise reinstall the driver", m.HostPath, err)
 		}
 	}
+	seen := map[string]bool{} // one program has several hooks
 	for _, h := range edits.Hooks {
+		if seen[h.Path] {
+			continue
+		}
+		seen[h.Path] = true
 		info, err := os.Stat(visible(h.Path))
 		if err != nil {
 			return fmt.Errorf("hook %s is missing on the node (%w): the plugin puts it there when it starts, restart it", h.Path, err)

@@ -65,8 +65,10 @@ func (h Holder) Others(uid types.UID) []HolderClaim {
 
 type plainHolder Holder
 
+var holderFields = fieldsOf[plainHolder]()
+
 func (h *Holder) UnmarshalJSON(raw []byte) error {
-	unknown, err := decodeKnown(raw, (*plainHolder)(h))
+	unknown, err := decodeKnown(raw, (*plainHolder)(h), holderFields)
 	h.unknown = unknown
 	return err
 }

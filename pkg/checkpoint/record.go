@@ -3,6 +3,8 @@ package checkpoint
 import (
 	"encoding/json"
 	"fmt"
+	"reflect"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -85,8 +87,10 @@ func (r Record) held(name func(Device) string) []string {
 
 type plainRecord Record
 
+var recordFields = fieldsOf[plainRecord]()
+
 func (r *Record) UnmarshalJSON(raw []byte) error {
-	unknown, err := decodeKnown(raw, (*plainRecord)(r))
+	unknown, err := decodeKnown(raw, (*plainRecord)(r), recordFields)
 	r.unknown = unknown
 	return err
 }
@@ -95,35 +99,26 @@ func (r Record) MarshalJSON() ([]byte, error) { return encodeWith(plainRecord(r)
 
 type plainDevice Device
 
+var deviceFields = fieldsOf[plainDevice]()
+
 func (d *Device) UnmarshalJSON(raw []byte) error {
-	unknown, err := decodeKnown(raw, (*plainDevice)(d))
+	unknown, err := decodeKnown(raw, (*plainDevice)(d), deviceFields)
 	d.unknown = unknown
 	return err
 }
 
 func (d Device) MarshalJSON() ([]byte, error) { return encodeWith(plainDevice(d), d.unknown) }
 
-// decodeKnown fills v and returns the fields of the object that v does not have.
-func decodeKnown(raw []byte, v any) (map[string]json.RawMessage, error) {
+// decodeKnown fills v, which has these fields, and returns those of the object that it does not have.
+func decodeKnown(raw []byte, v any, fields []string) (map[string]json.RawMessage, error) {
 	if err := json.Unmarshal(raw, v); err != nil {
 		return nil, err
 	}
-	var all, known map[string]json.RawMessage
+	var all map[string]json.RawMessage
 	if err := json.Unmarshal(raw, &all); err != nil {
 		return nil, err
 	}
-	again, err := json.Marshal(v)
-	if err != nil {
-		return nil, err
-	}
-	if err := json.Unmarshal(again, &known); err != nil {
-		return nil, err
-	}
-	for name := range known {
-		delete(all, name)
-	}
-	// A field of ours that is empty is left out when written: it is not unknown for that.
-	for _, name := range optionalFields {
+	for _, name := range fields {
 		delete(all, name)
 	}
 	if len(all) == 0 {
@@ -132,7 +127,16 @@ func decodeKnown(raw []byte, v any) (map[string]json.RawMessage, error) {
 	return all, nil
 }
 
-var optionalFields = []string{"shareID", "adminAccess", "migUUID", "fraction"}
+// fieldsOf are the names of a struct's fields in JSON.
+func fieldsOf[T any]() []string {
+	var names []string
+	for _, field := range reflect.VisibleFields(reflect.TypeFor[T]()) {
+		if name, _, _ := strings.Cut(field.Tag.Get("json"), ","); name != "" {
+			names = append(names, name)
+		}
+	}
+	return names
+}
 
 func encodeWith(v any, unknown map[string]json.RawMessage) ([]byte, error) {
 	raw, err := json.Marshal(v)

@@ -65,12 +65,27 @@ func (e Entry) Inexact() bool { return e.every }
 
 // List reads the directory, and no record. Files that are not records are left alone.
 func (s *Store) List() ([]Entry, error) {
+	return s.list(func(string) bool { return true })
+}
+
+// ListAbout is List for the records whose claims may hold one of these cards, or a part of one.
+func (s *Store) ListAbout(gpus ...string) ([]Entry, error) {
+	return s.list(func(name string) bool {
+		return strings.HasSuffix(name, separator+allDevices+suffix) ||
+			slices.ContainsFunc(gpus, func(gpu string) bool { return strings.Contains(name, separator+gpu) })
+	})
+}
+
+func (s *Store) list(wanted func(name string) bool) ([]Entry, error) {
 	names, err := s.disk.ReadDir(s.claims)
 	if err != nil {
 		return nil, fmt.Errorf("list the records: %w", err)
 	}
 	var entries []Entry
 	for _, name := range names {
+		if !wanted(name) {
+			continue // not taken apart: there may be hundreds, and this is asked in calls of the kubelet
+		}
 		if e, ok := parse(name); ok {
 			entries = append(entries, e)
 		}
@@ -120,10 +135,14 @@ func (s *Store) Save(r Record) error {
 	return durable.Replace(s.disk, filepath.Join(s.claims, name), raw)
 }
 
-// Settle makes durable what is seen of records and holders: the process that wrote one, or removed it, may have been killed before the disk had the name.
-// Nothing is written where it has.
-func (s *Store) Settle() error {
-	for _, dir := range []string{s.holders, s.claims} {
+// Settle makes durable what is seen of records, and of holders if they matter: the process that wrote one, or removed it, may have been killed before the disk
+// had the name. Nothing is written where it has.
+func (s *Store) Settle(holders bool) error {
+	dirs := []string{s.claims}
+	if holders {
+		dirs = []string{s.holders, s.claims}
+	}
+	for _, dir := range dirs {
 		if err := s.disk.SyncDir(dir); err != nil {
 			return fmt.Errorf("make sure that the disk has the records: %w", err)
 		}

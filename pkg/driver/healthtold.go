@@ -197,19 +197,29 @@ func (d *Driver) heldAny(gpu string) bool {
 // refuseLost refuses a device that is lost to a claim that does not have it yet: a whole GPU is prepared without asking the hardware, and its containers would
 // start with nothing. Whoever has it keeps it.
 func (d *Driver) refuseLost(c *resourceapi.ResourceClaim) error {
-	view := d.health.View()
-	if view == nil || c.Status.Allocation == nil {
+	refusal := d.lostTo(c)
+	if refusal == nil {
 		return nil
 	}
 	if _, prepared, err := d.preparer.Records.Load(c.UID); err != nil || prepared {
 		return nil //nolint:nilerr // a record that cannot be read is the preparer's to report
 	}
+	return refusal
+}
+
+// lostTo is the refusal of the first device of the claim's that is lost.
+func (d *Driver) lostTo(c *resourceapi.ResourceClaim) error {
+	view := d.health.View()
+	if view == nil || c.Status.Allocation == nil {
+		return nil
+	}
+	gpus := d.offered().Snapshot().Node.GPUs
 	for _, r := range c.Status.Allocation.Devices.Results {
 		n, ok := device.ParseName(r.Device)
 		if r.Driver != DriverName || !ok {
 			continue
 		}
-		for _, g := range d.offered().Snapshot().Node.GPUs {
+		for _, g := range gpus {
 			if v := view.Of(g.GPU, n); g.WholeName() == n.GPU && v.State == health.Lost {
 				return prepare.Refused(c.Namespace+"/"+c.Name, prepare.CauseDevice, "request %s was allocated device %s, which cannot be prepared: %s", r.Request, r.Device, v.Message())
 			}

@@ -131,7 +131,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 
 // newPreparer opens what is on the disk.
 func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) (*prepare.Preparer, error) {
-	records, err := checkpoint.Open(d.cfg.StateDir(), durable.OS{})
+	records, err := checkpoint.Open(d.cfg.StateDir(), durable.NewWatched())
 	if err != nil {
 		return nil, err
 	}

@@ -7,6 +7,8 @@ import (
 	"io/fs"
 	"os"
 	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 // maxSize is far beyond any file that is kept by this package.
@@ -95,6 +97,15 @@ func (OS) ReadDir(dir string) ([]string, error) {
 		return nil, err
 	}
 	return d.Readdirnames(-1)
+}
+
+// Hold opens the file as a place only (O_PATH), which asks for no right to it and never waits.
+func (OS) Hold(path string) (letGo func()) {
+	fd, err := unix.Open(path, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return func() {}
+	}
+	return func() { go func() { _ = unix.Close(fd) }() }
 }
 
 // open follows no link in the last place of the path.

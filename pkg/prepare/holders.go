@@ -12,7 +12,7 @@ import (
 
 // free refuses devices that cannot be had beside what other claims hold. The caller holds their GPUs' locks.
 func (p *Preparer) free(c *resourceapi.ResourceClaim, w *plan) error {
-	entries, err := p.Records.List()
+	entries, err := p.Records.ListAbout(w.record.GPUs()...)
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}

@@ -47,7 +47,7 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (ke
 		return false, p.revert(ctx, old)
 	}
 	// What is answered stands on a record that another process may have been killed in writing.
-	if err := p.Records.Settle(); err != nil {
+	if err := p.Records.Settle(sharesSteps(old)); err != nil {
 		return false, because(CauseRecord, "%w", err)
 	}
 	if err := p.verify(w); err != nil {

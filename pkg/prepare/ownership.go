@@ -26,7 +26,7 @@ type holding struct {
 
 // holding reads the records of the claims that hold partitions of the GPU.
 func (p *Preparer) holding(gpu string) (*holding, error) {
-	entries, err := p.Records.List()
+	entries, err := p.Records.ListAbout(gpu)
 	if err != nil {
 		return nil, because(CauseRecord, "%w", err)
 	}

@@ -38,7 +38,7 @@ func (p *Preparer) served(ctx context.Context, w *plan) error {
 
 // sharers are the claims whose records name the key, and those on the GPUs whose records cannot be read.
 func (p *Preparer) sharers(key string, gpus []string) ([]types.UID, error) {
-	entries, err := p.Records.List()
+	entries, err := p.Records.ListAbout(gpus...)
 	if err != nil {
 		return nil, because(CauseRecord, "%w", err)
 	}

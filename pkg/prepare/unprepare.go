@@ -38,7 +38,7 @@ func (p *Preparer) unprepareLocked(ctx context.Context, held *lock.Held, uid typ
 			return because(CauseStep, "%w", err)
 		}
 		// No record now is no record on the disk yet: an earlier call may have been killed in between.
-		if err := p.Records.Settle(); err != nil {
+		if err := p.Records.Settle(true); err != nil {
 			return because(CauseRecord, "%w", err)
 		}
 		return nil

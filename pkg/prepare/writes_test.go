@@ -8,8 +8,8 @@ import (
 // What a claim takes of the disk all others wait for too. A record that is saved is three writes: the file, its name, the directory.
 func TestNoMoreIsWrittenThanTheOrderOfThingsNeeds(t *testing.T) {
 	const save, baseSpec, spec, marked = 3, 1, 1, 3
-	// That the disk has the names of records and holders is made sure of, which is no write where it has.
-	const settled = 2
+	// That the disk has the names of records is made sure of, which is no write where it has.
+	const settled = 1
 	w := newWorld(t)
 	withMIG(w)
 	p := w.plugin(t)

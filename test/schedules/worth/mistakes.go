@@ -9,7 +9,7 @@ var mistakes = []mistake{
 	{"a name that goes is not brought to the disk", "pkg/durable/durable.go",
 		`if err := disk.SyncDir(filepath.Dir(path)); err != nil {`, `if err := error(nil); err != nil {`},
 	{"what a killed process wrote is believed unsynced", "pkg/checkpoint/store.go",
-		`for _, dir := range []string{s.holders, s.claims} {`, `for _, dir := range []string{} {`},
+		`for _, dir := range dirs {`, `for _, dir := range dirs[:0] {`},
 	{"instances do not keep each other out", "pkg/lock/lock.go",
 		`got, err := f.TryLock()`, `got, err := f.TryRLock()`},
 	{"GPUs are not locked", "pkg/prepare/preparer.go",
