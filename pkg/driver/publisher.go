@@ -99,8 +99,12 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 		}
 		resources, settled, known = p.resources(ctx, &on, features)
 	}
+	written, err := p.first(ctx, resources)
+	if err != nil {
+		logger.V(2).Info("Could not write the first ResourceSlices; the controller will", "err", err)
+	}
 	probeAgain, failed := make(chan struct{}, 1), make(chan struct{}, 1)
-	stage := stages{given: resources, wanted: resources, several: true, at: time.Now()}
+	stage := begin(resources, written, time.Now())
 	controller, err := resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: DriverName,
 		KubeClient: p.client,

@@ -51,7 +51,7 @@ func readyWith(addresses ...device.PCIAddress) inventory.Snapshot {
 	return s
 }
 
-// apiServer answers dry runs without storing them, and gives slices versions, by which the slice controller tells what it wrote itself from what it has
+// apiServer answers dry runs without storing them, and gives slices names and versions, by which the slice controller tells what it wrote itself from what it has
 // only heard of: the plain fake does neither.
 func apiServer() *fake.Clientset {
 	client := fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node", UID: "node-uid"}})
@@ -60,6 +60,9 @@ func apiServer() *fake.Clientset {
 		if written, ok := a.(interface{ GetObject() runtime.Object }); ok {
 			if slice, ok := written.GetObject().(*resourceapi.ResourceSlice); ok {
 				slice.ResourceVersion = strconv.FormatInt(version.Add(1), 10)
+				if slice.Name == "" {
+					slice.Name = slice.GenerateName + slice.ResourceVersion
+				}
 			}
 		}
 		return false, nil, nil

@@ -37,6 +37,15 @@ type stages struct {
 
 const allSlices = -1
 
+// begin is before the controller's first write. Where everything is published already, there may be none: then nothing is waited for.
+func begin(slices []resourceslice.Slice, published bool, now time.Time) stages {
+	s := stages{given: slices, wanted: slices, several: !published, at: now}
+	if published {
+		s.writes = -1
+	}
+	return s
+}
+
 // waiting says that something is wanted that the controller does not have yet.
 func (s *stages) waiting() bool { return !apiequality.Semantic.DeepEqual(s.given, s.wanted) }
 

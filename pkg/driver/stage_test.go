@@ -97,3 +97,20 @@ func TestOtherDevicesAreGivenAtOnce(t *testing.T) {
 		t.Errorf("%v, %v", next, ok)
 	}
 }
+
+func TestWhatIsPublishedAlreadyIsNotWaitedFor(t *testing.T) {
+	now := time.Now()
+	for _, published := range []bool{true, false} {
+		s := begin(tainted(3, nil), published, now)
+		s.wanted = tainted(3, map[int]string{1: "x"})
+		if next, given := s.next(0, now); given != published {
+			t.Errorf("published %v: the first change is given: %v, %v", published, given, next)
+		}
+		s.wanted = tainted(3, map[int]string{1: "x", 2: "x"})
+		if published {
+			if _, given := s.next(0, now); given {
+				t.Error("a second change is given before the first is written")
+			}
+		}
+	}
+}

@@ -1,0 +1,111 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+)
+
+// manyGPUs do not fit into one slice.
+func manyGPUs() inventory.Snapshot {
+	var addresses []device.PCIAddress
+	for i := range 70 {
+		addresses = append(addresses, device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", i)))
+	}
+	return readyWith(addresses...)
+}
+
+// stored are the writes of slices that were no dry runs, by verb.
+func stored(client *fake.Clientset) map[string]int {
+	counts := map[string]int{}
+	for _, a := range client.Actions() {
+		if a.GetResource().Resource != "resourceslices" {
+			continue
+		}
+		if create, ok := a.(clienttesting.CreateActionImpl); ok && len(create.CreateOptions.DryRun) > 0 {
+			continue
+		}
+		switch verb := a.GetVerb(); verb {
+		case "create", "update", "patch", "delete":
+			counts[verb]++
+		}
+	}
+	return counts
+}
+
+func publishing(t *testing.T, client *fake.Clientset, inv *fakeInventory) chan struct{} {
+	t.Helper()
+	changed := make(chan struct{}, 1)
+	p := &publisher{
+		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs, mark: unmarked,
+		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool, bool) {},
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- p.Run(ctx, changed) }()
+	t.Cleanup(func() {
+		stop()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	return changed
+}
+
+func TestTheControllerLeavesTheFirstSlicesAsTheyAre(t *testing.T) {
+	client, inv := apiServer(), &fakeInventory{}
+	s := manyGPUs()
+	inv.set(s)
+	changed := publishing(t, client, inv)
+	eventually(t, "all GPUs are published", func() bool { return len(published(t, client)) == len(s.Node.GPUs) })
+	if got := stored(client); got["create"] != 2 || len(got) != 1 {
+		t.Fatalf("writes %v", got)
+	}
+	// From here on it is the controller who writes: one slice, since the other is as it should be.
+	s = manyGPUs()
+	s.Node.GPUs[69].UUID = "GPU-another"
+	inv.set(s)
+	changed <- struct{}{}
+	eventually(t, "the change is published", func() bool { return stored(client)["update"] > 0 })
+	if got := stored(client); got["create"] != 2 || got["update"] != 1 || len(got) != 2 {
+		t.Errorf("writes %v", got)
+	}
+	for _, slice := range mustList(t, client) {
+		if slice.Spec.Pool.Generation != 1 || slice.Spec.Pool.ResourceSliceCount != 2 || len(slice.OwnerReferences) != 1 || slice.OwnerReferences[0].UID != "node-uid" {
+			t.Errorf("slice %s: %+v of %+v", slice.Name, slice.Spec.Pool, slice.OwnerReferences)
+		}
+	}
+}
+
+func TestWhatTheFirstSlicesLackTheControllerWrites(t *testing.T) {
+	client, inv := apiServer(), &fakeInventory{}
+	refused := false
+	client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		create, ok := a.(clienttesting.CreateActionImpl)
+		if !ok || len(create.CreateOptions.DryRun) > 0 {
+			return false, nil, nil
+		}
+		if slice, ok := create.GetObject().(*resourceapi.ResourceSlice); ok && len(slice.Spec.Devices) < 64 && !refused {
+			refused = true
+			return true, nil, errors.New("the API server is busy")
+		}
+		return false, nil, nil
+	})
+	s := manyGPUs()
+	inv.set(s)
+	publishing(t, client, inv)
+	eventually(t, "all GPUs are published", func() bool { return len(published(t, client)) == len(s.Node.GPUs) })
+	if !refused {
+		t.Error("nothing was refused")
+	}
+}
