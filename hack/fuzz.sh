@@ -12,7 +12,7 @@ trap 'rm -f "$log"' EXIT
 failed=0
 printf '%-62s %8s %12s\n' target time executions
 for target in $(grep -rl --include='*_test.go' '^func Fuzz' api cmd pkg | sort |
-    xargs grep -Ho '^func Fuzz[A-Za-z0-9_]*' | sed 's|/[^/]*:func |.|' | grep -e "$pattern"); do
+    xargs grep -Ho '^func Fuzz[A-Za-z0-9_]*' | sed 's|/[^/]*:func |.|' | grep -E -e "$pattern"); do
     package=${target%.*}
     name=${target##*.}
     state=

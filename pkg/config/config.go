@@ -3,6 +3,7 @@ package config
 import (
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"path/filepath"
 	"strings"
@@ -177,8 +178,8 @@ func (c *Config) Validate() error {
 	if c.ClaimGrace != 0 && c.ClaimGrace < leastClaimGrace {
 		wrong("claim-grace", "%s is less than %s, within which the API server and the kubelet may well be of two minds; 0 is never", c.ClaimGrace, leastClaimGrace)
 	}
-	if c.KubeAPIQPS <= 0 {
-		wrong("kube-api-qps", "%v is not above 0", c.KubeAPIQPS)
+	if c.KubeAPIQPS <= 0 || math.IsNaN(c.KubeAPIQPS) {
+		wrong("kube-api-qps", "%v is no number above 0", c.KubeAPIQPS)
 	}
 	if c.KubeAPIBurst < 1 {
 		wrong("kube-api-burst", "%d is below 1", c.KubeAPIBurst)

@@ -76,6 +76,7 @@ func TestEverySourceIsStrictAndNamesWhatIsWrong(t *testing.T) {
 		"a bad effect":          {args: []string{"--health-effects=lost=Evict"}, want: []string{"--health-effects", "lost=Evict"}},
 		"a bad rule for an XID": {args: []string{"--xid-rules=79=dead"}, want: []string{"--xid-rules", "79=dead"}},
 		"no requests a second":  {args: []string{"--kube-api-qps=0"}, want: []string{"--kube-api-qps"}},
+		"no number of requests": {args: []string{"--kube-api-qps=nan"}, want: []string{"--kube-api-qps"}},
 		"no burst":              {args: []string{"--kube-api-burst=0"}, want: []string{"--kube-api-burst"}},
 		"too verbose":           {args: []string{"--v=11"}, want: []string{"--v"}},
 		"an unknown log format": {args: []string{"--logging-format=xml"}, want: []string{"--logging-format", "xml"}},

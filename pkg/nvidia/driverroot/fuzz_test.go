@@ -1,0 +1,72 @@
+package driverroot
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// inRoot is where the kernel finds a path whose root directory is root, the empty string if it finds none.
+func inRoot(root, path string) (string, error) {
+	dir, err := unix.Open(root, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = unix.Close(dir) }()
+	fd, err := unix.Openat2(dir, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS})
+	if err != nil {
+		return "", nil //nolint:nilerr // there is none
+	}
+	defer func() { _ = unix.Close(fd) }()
+	return os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
+}
+
+// Wherever the links of a driver root lead, they are followed to where the kernel would follow them for who has that root, and never out of it.
+func FuzzResolve(f *testing.F) {
+	for _, c := range [][3]string{
+		{"/dir/file", "../dir", "a"}, {"/etc/passwd", "/", "a"}, {"../../../../etc", "..", "dir/b/a"}, {"a", "b", "a"}, {"dir/b/b", "..", "a/"}, {"./dir/../dir//file", ".", "dir/b/b/../a"}, {"...", "\xff", "/../a"},
+	} {
+		f.Add(c[0], c[1], c[2])
+	}
+	root, err := filepath.EvalSymlinks(f.TempDir())
+	if err != nil {
+		f.Fatal(err)
+	}
+	if err := os.Mkdir(filepath.Join(root, "dir"), 0o700); err != nil {
+		f.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(root, "dir", "file"), nil, 0o600); err != nil {
+		f.Fatal(err)
+	}
+	f.Fuzz(func(t *testing.T, first, second, path string) {
+		for name, target := range map[string]string{"a": first, "dir/b": second} {
+			link := filepath.Join(root, name)
+			_ = os.Remove(link)
+			if os.Symlink(target, link) != nil {
+				return // no link can have that target
+			}
+		}
+		got, err := Resolve(root, path)
+		if err != nil {
+			return
+		}
+		if got != root && !strings.HasPrefix(got, root+"/") {
+			t.Fatalf("%q leads to %s, out of the root", path, got)
+		}
+		if info, err := os.Lstat(got); err != nil || info.Mode()&os.ModeSymlink != 0 {
+			t.Fatalf("%q leads to %s, which is a link or not there: %v", path, got, err)
+		}
+		want, err := inRoot(root, path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		// A path through a file, such as file/.., leads nowhere for the kernel; and what is asked for was cleaned first.
+		if want != "" && filepath.Clean("/"+path) == "/"+strings.TrimPrefix(path, "/") && got != want {
+			t.Errorf("a leads to %q, dir/b to %q: %q is %s, and %s for the kernel", first, second, path, got, want)
+		}
+	})
+}
