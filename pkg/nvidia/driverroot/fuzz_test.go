@@ -19,7 +19,7 @@ func inRoot(root, path string) (string, error) {
 	defer func() { _ = unix.Close(dir) }()
 	fd, err := unix.Openat2(dir, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS})
 	if err != nil {
-		return "", nil //nolint:nilerr // there is none
+		return "", nil
 	}
 	defer func() { _ = unix.Close(fd) }()
 	return os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
