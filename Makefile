@@ -119,6 +119,14 @@ bench-quick: build
 bench-scale: build ## Measure what the published shapes cost a scheduler with 500 nodes, on a machine that does nothing else (root; SCALE_ARGS="-nodes 50,500")
 	go run ./test/bench/cmd/scale -program $(BUILD)/bin/gpu-kubelet-plugin -json $(BUILD)/scale.json $(SCALE_ARGS)
 
+# How often each benchmark is run: benchstat takes ten to tell a change from noise.
+COUNT ?= 10
+
+.PHONY: bench-go
+bench-go: toolchain ## Measure the rooms that do no I/O, and what lists records, in build/bench-go.txt for benchstat (COUNT=10)
+	@mkdir -p $(BUILD)
+	go test -run '^$$' -bench . -count $(COUNT) $(PURE) ./pkg/checkpoint ./pkg/cdi ./pkg/durable | tee $(BUILD)/bench-go.txt
+
 .PHONY: bench-limits
 bench-limits: toolchain ## Hold what many claims for partitions at once cost to its limits, on a machine that does nothing else (root)
 	$(GOTEST) -v -count=1 ./test/bench

@@ -198,11 +198,11 @@ func forEachMIGModel(t *testing.T, test func(t *testing.T, known *model.GPU)) {
 	}
 }
 
-func readModels(t *testing.T) map[string]*model.GPU {
-	t.Helper()
+func readModels(tb testing.TB) map[string]*model.GPU {
+	tb.Helper()
 	models, err := model.ReadGPUs(filepath.Join(simulator, "models"))
 	if err != nil || len(models) == 0 {
-		t.Fatal("no models", err)
+		tb.Fatal("no models", err)
 	}
 	return models
 }

@@ -1,0 +1,32 @@
+package cdi
+
+import (
+	"testing"
+
+	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
+)
+
+func BenchmarkClaimSpec(b *testing.B) {
+	devices := []ClaimDevice{{Name: ClaimDeviceName(claimUID, "gpu-0000-1b-00-0", nil), Edits: wholeGPU()}}
+	_, claim, err := Render(commonEdits(), devices)
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.Run("render", func(b *testing.B) {
+		b.ReportAllocs()
+		for b.Loop() {
+			if _, err := encode(claimSpec(devices)); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	// What a container runtime does with each spec of the node when one has changed.
+	b.Run("read-by-a-runtime", func(b *testing.B) {
+		b.ReportAllocs()
+		for b.Loop() {
+			if _, err := cdilib.ParseSpec(claim); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}

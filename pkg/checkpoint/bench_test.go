@@ -1,0 +1,29 @@
+package checkpoint
+
+import "testing"
+
+func BenchmarkRecord(b *testing.B) {
+	for name, r := range map[string]Record{"one-GPU": record(gpu0), "two-GPUs": record(gpu0, gpu1)} {
+		raw, err := encode("a claim", r)
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.Run("encode/"+name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if _, err := encode("a claim", r); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+		b.Run("decode/"+name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				var read Record
+				if err := decode("a file", raw, &read); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
