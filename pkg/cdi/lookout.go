@@ -23,6 +23,8 @@ type lookout struct {
 	watcher *fsnotify.Watcher
 	// watched is the incarnation of the directory that the watcher looks at; nil while there is none.
 	watched os.FileInfo
+	// told says that inotify tells of all that becomes of the directory.
+	told bool
 	// blind: it was said that inotify cannot be had.
 	blind bool
 }
@@ -68,7 +70,7 @@ func (l *lookout) close() {
 	if l.watcher != nil {
 		_ = l.watcher.Close()
 	}
-	l.watcher, l.ended, l.watched = nil, nil, nil
+	l.watcher, l.ended, l.watched, l.told = nil, nil, nil, false
 }
 
 // follow has inotify watch the directory that has the name now, and its parent to see it come back. It reports whether changes since the last call
@@ -85,7 +87,7 @@ func (l *lookout) follow(log klog.Logger) (unseen bool) {
 			"interval", lookAgain, "wayOut", wayOut(err))
 	}
 	unseen = now == nil || !os.SameFile(now, l.watched)
-	l.watched = now
+	l.watched, l.told = now, err == nil
 	return unseen
 }
 
@@ -110,11 +112,12 @@ func (l *lookout) watch() (os.FileInfo, error) {
 		l.watcher, l.ended = w, make(chan struct{})
 		go listen(w, l.root, l.touched, l.changed, l.ended)
 	}
-	_ = l.watcher.Add(filepath.Dir(l.root)) // adding twice is no error
+	outside := l.watcher.Add(filepath.Dir(l.root)) // adding twice is no error
 	if err := l.watcher.Add(l.root); err != nil {
 		return nil, err
 	}
-	return os.Stat(l.root)
+	now, err := os.Stat(l.root)
+	return now, errors.Join(outside, err)
 }
 
 // listen empties inotify's channels until they are closed. It does nothing else: the watcher holds its own lock while it waits for its reader,
@@ -134,7 +137,7 @@ func listen(w *fsnotify.Watcher, root string, seen *touched, changed chan<- stru
 			switch name := filepath.Base(event.Name); {
 			case !ok:
 				events = nil
-			case event.Name == root:
+			case event.Name == root, event.Name == filepath.Dir(root) && !event.Has(fsnotify.Chmod):
 				seen.addAll()
 				tell()
 			case filepath.Dir(event.Name) == root && isSpec(name):

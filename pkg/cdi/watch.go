@@ -14,9 +14,10 @@ import (
 const (
 	// settle lets a burst of changes (rm -rf of the directory) end before it is looked at.
 	settle = 50 * time.Millisecond
-	// lookAgain bounds how long a change can stay unseen that inotify did not tell: a full queue, a directory that was not there to be watched, or a
-	// node on which inotify is not to be had.
+	// lookAgain bounds how long a change can stay unseen while inotify cannot tell: the directory is not there to be watched, or inotify is not to be had on
+	// the node. While it can, confirm does: somebody may mount something over the directory.
 	lookAgain = 900 * time.Millisecond
+	confirm   = 5 * time.Second
 	// rest is the least time between two mendings, so that two who disagree about a spec don't keep the runtime busy with it.
 	rest = 500 * time.Millisecond
 	// stale is the age from which a temporary file is no longer in use by another instance.
@@ -27,7 +28,7 @@ const (
 // every spec again that should be there. Changes that this Store made itself are not reported. Of several instances of the plugin only one
 // should watch: they would take each other's base spec for altered.
 //
-// The directory may vanish and come back meanwhile. The looks are cheap: while inotify is quiet and in place nothing is read. On a node that has
+// The directory may vanish and come back meanwhile. Looks are seldom and cheap while inotify is quiet and in place: nothing is read. On a node that has
 // no inotify left the files are read at every look.
 //
 // A mend that fails is repeated until it does not.
@@ -76,7 +77,11 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context) error) {
 				}
 			}
 			dirty = false
-			look.Reset(lookAgain)
+			if seen.told && !failed {
+				look.Reset(confirm)
+			} else {
+				look.Reset(lookAgain)
+			}
 		}
 	}
 }

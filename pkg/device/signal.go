@@ -101,9 +101,17 @@ type Condition struct {
 	EnergyMillijoules *uint64 `json:"energyMillijoules,omitempty"`
 	// Fabric is nil for a card that is in no NVLink fabric, or did not say.
 	Fabric *Fabric `json:"fabric,omitempty"`
+	// MIG is the card's MIG mode, nil for a card that has none, or did not say. It says nothing about health: the inventory wants to know of a change.
+	MIG *MIGMode `json:"mig,omitempty"`
 	// Took is how long the answer took.
 	Took time.Duration `json:"took,omitempty"`
 	At   time.Time     `json:"at"`
+}
+
+// MIGMode is whether a card is in MIG mode, and whether it will be after its next reset.
+type MIGMode struct {
+	Enabled bool `json:"enabled,omitempty"`
+	Pending bool `json:"pending,omitempty"`
 }
 
 // Remap says what becomes of bad memory.

@@ -251,8 +251,10 @@ func (d *Driver) listener(ctx context.Context) func(context.Context) error {
 			return nil
 		}
 	}
+	modes := &modeWatch{inv: d.inv, doubt: d.inv.Doubt, doubted: map[device.PCIAddress]device.MIGMode{}}
 	return func(running context.Context) error {
 		return d.watch(running, func(s device.Signal) {
+			modes.see(s.Condition)
 			if ctx.Err() == nil { // the hardware is let go of when the plugin stops, which says nothing about it
 				d.health.Told(ctx, s)
 			}

@@ -21,8 +21,10 @@ import (
 )
 
 const (
-	// healthTick is how often time passes for verdicts.
+	// healthTick is how often time passes for verdicts, calmTick how often where it would change none: somewhat more than is between two answers of the
+	// hardware, with which it passes too.
 	healthTick = time.Second
+	calmTick   = 6 * time.Second
 	// healthPause is how long after one change of verdicts the next is told at the earliest: a burst is told as a few.
 	healthPause = 100 * time.Millisecond
 	// healthBacklog is how many signals may wait to be judged. Who tells them waits if there are more: none is lost.
@@ -53,7 +55,7 @@ type healthWatch struct {
 	inv     inventorySource
 	// tell is called with what came and went, after the new view is there. It must not wait for anybody.
 	tell func(ctx context.Context, changes []health.Change)
-	// count is called about every second with how many events came, and why none would be heard now.
+	// count is called about every second while there is something to tell with how many events came, and why none would be heard now.
 	count func(events map[health.Counted]uint64, deaf string)
 	// inUse says whether a claim holds any part of the card.
 	inUse func(gpu string) bool
@@ -152,8 +154,9 @@ func (h *healthWatch) begin(ctx context.Context) *judge {
 
 // Run judges until the context ends.
 func (j *judge) Run(ctx context.Context) {
-	tick := time.NewTicker(healthTick)
+	tick := time.NewTimer(healthTick)
 	defer tick.Stop()
+	ticked := time.Now()
 	for {
 		var pause <-chan time.Time
 		if j.told != j.monitor.Version() {
@@ -170,17 +173,35 @@ func (j *judge) Run(ctx context.Context) {
 		case asked := <-j.clears:
 			j.clear(ctx, asked)
 		case <-tick.C:
-			j.expect()
-			j.monitor.Tick(time.Now())
-			j.beat.Store(time.Now().UnixNano())
-			j.count(j.monitor.Counts(), j.monitor.Deaf())
-			j.save(ctx) // again, if that failed
 		case <-pause:
 		}
+		now := time.Now()
+		if now.Sub(ticked) >= healthTick {
+			j.tick(ctx, now)
+			ticked = now
+		}
+		tick.Reset(j.betweenTicks(now) - now.Sub(ticked))
 		if j.told != j.monitor.Version() && !time.Now().Before(j.next) {
 			j.flush(ctx)
 		}
 	}
+}
+
+// tick lets time pass.
+func (j *judge) tick(ctx context.Context, now time.Time) {
+	j.expect()
+	j.monitor.Tick(now)
+	j.beat.Store(now.UnixNano())
+	j.count(j.monitor.Counts(), j.monitor.Deaf())
+	j.save(ctx) // again, if that failed
+}
+
+// betweenTicks is how long may be between two ticks, if nothing is said meanwhile.
+func (j *judge) betweenTicks(now time.Time) time.Duration {
+	if j.monitor.Calm(now, calmTick) && (!j.publishes || j.saved == j.monitor.Edition()) {
+		return calmTick
+	}
+	return healthTick
 }
 
 // clear does what an admin asks for, once.

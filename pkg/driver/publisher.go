@@ -173,7 +173,8 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 		}
 		unsettled = nil
 		if wanted, ok, known := p.resources(ctx, &on, features); known {
-			stage.wanted, settled = wanted, ok
+			stage.want(wanted)
+			settled = ok
 		}
 	}
 }

@@ -26,6 +26,8 @@ const (
 type stages struct {
 	// given is what the controller has, wanted what it is to have.
 	given, wanted []resourceslice.Slice
+	// differ says that these two do: hundreds of devices are not compared each time that somebody asks.
+	differ bool
 	// writes is how many there were when the controller was last given something, at when that was, failed when a write last failed.
 	writes     int64
 	at, failed time.Time
@@ -46,8 +48,16 @@ func begin(slices []resourceslice.Slice, published bool, now time.Time) stages {
 	return s
 }
 
+// want says what the controller is to have from now on.
+func (s *stages) want(slices []resourceslice.Slice) {
+	s.wanted = slices
+	s.compare()
+}
+
+func (s *stages) compare() { s.differ = !apiequality.Semantic.DeepEqual(s.given, s.wanted) }
+
 // waiting says that something is wanted that the controller does not have yet.
-func (s *stages) waiting() bool { return !apiequality.Semantic.DeepEqual(s.given, s.wanted) }
+func (s *stages) waiting() bool { return s.differ }
 
 // next is what the controller is to be given now. It is false while what it was given before is to be written first.
 func (s *stages) next(writes int64, now time.Time) ([]resourceslice.Slice, bool) {
@@ -65,6 +75,7 @@ func (s *stages) next(writes int64, now time.Time) ([]resourceslice.Slice, bool)
 		return nil, false
 	}
 	s.given, s.several, s.writes, s.at = step, slice == allSlices, writes, now
+	s.compare()
 	return step, true
 }
 

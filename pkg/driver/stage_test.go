@@ -48,7 +48,7 @@ func TestTheControllerNeverHasTwoSlicesToWrite(t *testing.T) {
 			now = now.Add(time.Duration(r.IntN(30)) * time.Millisecond)
 			switch r.IntN(6) {
 			case 0:
-				s.wanted = tainted(5, map[int]string{r.IntN(5): "x", r.IntN(5): "y", r.IntN(5): ""})
+				s.want(tainted(5, map[int]string{r.IntN(5): "x", r.IntN(5): "y", r.IntN(5): ""}))
 			case 1:
 				away = r.IntN(3) == 0
 			}
@@ -83,13 +83,14 @@ func TestTheControllerNeverHasTwoSlicesToWrite(t *testing.T) {
 
 func TestOtherDevicesAreGivenAtOnce(t *testing.T) {
 	now := time.Now()
-	s := stages{given: tainted(3, nil), wanted: tainted(4, map[int]string{0: "x", 1: "x"}), at: now, writes: 7}
+	s := stages{given: tainted(3, nil), at: now, writes: 7}
+	s.want(tainted(4, map[int]string{0: "x", 1: "x"}))
 	next, ok := s.next(7, now)
 	if !ok || differing(next, s.wanted) != 0 || s.waiting() {
 		t.Errorf("%v, %v", next, ok)
 	}
 	// What is there already is not written: the next follows all the same.
-	s.wanted = tainted(4, map[int]string{2: "x"})
+	s.want(tainted(4, map[int]string{2: "x"}))
 	if _, ok := s.next(7, now); ok {
 		t.Error("given while the last may not be written")
 	}
@@ -102,11 +103,11 @@ func TestWhatIsPublishedAlreadyIsNotWaitedFor(t *testing.T) {
 	now := time.Now()
 	for _, published := range []bool{true, false} {
 		s := begin(tainted(3, nil), published, now)
-		s.wanted = tainted(3, map[int]string{1: "x"})
+		s.want(tainted(3, map[int]string{1: "x"}))
 		if next, given := s.next(0, now); given != published {
 			t.Errorf("published %v: the first change is given: %v, %v", published, given, next)
 		}
-		s.wanted = tainted(3, map[int]string{1: "x", 2: "x"})
+		s.want(tainted(3, map[int]string{1: "x", 2: "x"}))
 		if published {
 			if _, given := s.next(0, now); given {
 				t.Error("a second change is given before the first is written")

@@ -11,15 +11,18 @@ import (
 	"strings"
 	"time"
 
+	"github.com/fsnotify/fsnotify"
 	"github.com/gofrs/flock"
 	"k8s.io/klog/v2"
 )
 
 const (
-	// turnPoll is how often a waiting instance tries the lock, heldPoll how often the holder looks for a newer one, for as long as it lives. Only plugin start
-	// and rolling updates wait for it.
+	// turnPoll is how often a waiting instance tries the lock, heldPoll how often the holder looks for a newer one where inotify does not tell it of one. Only
+	// plugin start and rolling updates wait for it.
 	turnPoll = 200 * time.Millisecond
 	heldPoll = time.Second
+	// toldPoll is how often the holder looks although inotify would tell it.
+	toldPoll = 10 * time.Second
 	// turnYield is how long an instance that yielded stays back, so that the newer one surely gets the lock first.
 	turnYield = 3 * time.Second
 )
@@ -95,22 +98,56 @@ func (t *turn) Release(ctx context.Context) {
 	t.stayOut = time.Now().Add(turnYield)
 }
 
+// watch closes wanted once a newer instance asks.
 func (t *turn) watch(ctx context.Context, wanted chan struct{}) {
-	tick := time.NewTicker(heldPoll)
-	defer tick.Stop()
-	for {
+	asked, pause := make(chan struct{}, 1), heldPoll
+	if told := t.listen(asked); told != nil {
+		defer func() { _ = told.Close() }()
+		pause = toldPoll
+	}
+	for !t.requested().After(t.started) {
 		select {
 		case <-ctx.Done():
 			return
-		case <-tick.C:
-			if t.requested().After(t.started) {
-				// Taken up: a requester that has died meanwhile must not make us yield again.
-				_ = os.Remove(t.request)
-				close(wanted)
-				return
-			}
+		case <-asked:
+		case <-time.After(pause):
 		}
 	}
+	// Taken up: a requester that has died meanwhile must not make us yield again.
+	_ = os.Remove(t.request)
+	close(wanted)
+}
+
+// listen has asked told when the request file may be another one. It is nil where inotify cannot be had: a user has few instances of it on a node.
+func (t *turn) listen(asked chan<- struct{}) *fsnotify.Watcher {
+	told, err := fsnotify.NewWatcher()
+	if err != nil {
+		return nil
+	}
+	if err := told.Add(filepath.Dir(t.request)); err != nil {
+		_ = told.Close()
+		return nil
+	}
+	go func() {
+		events, errs := told.Events, told.Errors
+		for events != nil || errs != nil {
+			select {
+			case event, ok := <-events:
+				if !ok {
+					events = nil
+				} else if event.Name == t.request {
+					wake(asked)
+				}
+			case _, ok := <-errs:
+				if !ok {
+					errs = nil
+				} else {
+					wake(asked) // events were lost
+				}
+			}
+		}
+	}()
+	return told
 }
 
 // ask leaves a request, unless a still newer instance has left one.

@@ -37,10 +37,11 @@ func NewHardware(cfg *config.Config) (inventory.Hardware, error) {
 		return inventory.Hardware{}, fmt.Errorf("find the plugin's own binary, which looks at the hardware in a child process: %w", err)
 	}
 	paths := Paths(cfg)
+	glance := nvidia.NewGlance(paths)
 	return inventory.Hardware{
 		Scan:        nvidia.Isolated(paths, executable, ScanCommand),
-		Fingerprint: func() string { return nvidia.Fingerprint(paths) },
-		Present:     func() (bool, error) { return nvidia.HasNVIDIADevice(cfg.SysfsRoot) },
+		Fingerprint: glance.Fingerprint,
+		Present:     glance.Present,
 	}, nil
 }
 

@@ -113,7 +113,7 @@ func (m *Monitor) Apply(s device.Signal, now time.Time) {
 	}
 }
 
-// Tick lets time pass. It is to be called about every second.
+// Tick lets time pass. It is to be called about every second, but while it is [Monitor.Calm].
 func (m *Monitor) Tick(now time.Time) {
 	m.now = now
 	for _, c := range m.cards {

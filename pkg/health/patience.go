@@ -34,6 +34,23 @@ func (m *Monitor) unknown(c *card, reason string, at time.Time) {
 	m.level(c, true, Finding{Code: unknownCode, State: Unknown, Reason: reason, Action: unknownAction}, "", at)
 }
 
+// Calm says that no verdict changes for that long if nothing is said, and that there is nothing else to be told: nothing is known against any card, and all were
+// heard of lately.
+func (m *Monitor) Calm(now time.Time, long time.Duration) bool {
+	if !m.silent.IsZero() || m.deaf != "" || len(m.counts) > 0 {
+		return false
+	}
+	for _, c := range m.cards {
+		if c.Away {
+			continue
+		}
+		if len(c.Findings) > 0 || !c.failing.IsZero() || !c.fabricless.IsZero() || now.Sub(c.heard) >= silenceFor-long {
+			return false
+		}
+	}
+	return true
+}
+
 // patience ends what has not come again, and gives up on what does not answer.
 func (m *Monitor) patience(c *card, now time.Time) {
 	for _, f := range c.Findings {

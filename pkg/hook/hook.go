@@ -29,22 +29,7 @@ const stale = time.Minute
 type Hook struct {
 	source, target string
 	// alike are what both files were when they were last found to have the same bytes: they are many, and are not read again and again.
-	alike [2]stamp
-}
-
-// stamp is another one whenever somebody has touched the file. It is zero if nobody can tell.
-type stamp struct {
-	device, inode uint64
-	size          int64
-	changed       unix.Timespec
-}
-
-func stampOf(path string) stamp {
-	var s unix.Stat_t
-	if err := unix.Stat(path, &s); err != nil {
-		return stamp{}
-	}
-	return stamp{s.Dev, s.Ino, s.Size, s.Ctim}
+	alike [2]durable.Stamp
 }
 
 // New names the binary at source and the place for it, a path that the plugin and the host share.
@@ -52,12 +37,12 @@ func New(source, target string) *Hook { return &Hook{source: source, target: tar
 
 // Install puts the binary to its place. changed says whether it had to.
 func (h *Hook) Install() (changed bool, err error) {
-	now := [2]stamp{stampOf(h.source), stampOf(h.target)}
-	if now == h.alike && now[0] != (stamp{}) && now[1] != (stamp{}) {
+	now := [2]durable.Stamp{durable.StampOf(h.source), durable.StampOf(h.target)}
+	if now == h.alike && now[0] != (durable.Stamp{}) && now[1] != (durable.Stamp{}) {
 		return false, nil
 	}
 	changed, err = h.install()
-	h.alike = [2]stamp{}
+	h.alike = [2]durable.Stamp{}
 	if err == nil && !changed {
 		h.alike = now // from before they were read: what is done to them since makes them others
 	}

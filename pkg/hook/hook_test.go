@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 // host is a directory with a hook binary in an "image" and a place for it on the "host".
@@ -90,7 +92,7 @@ func TestInstallReadsOnlyWhatSomebodyHasTouched(t *testing.T) {
 	install(t, h)
 	install(t, h)
 	known := h.alike
-	if known[0] == (stamp{}) || known[1] == (stamp{}) {
+	if known[0] == (durable.Stamp{}) || known[1] == (durable.Stamp{}) {
 		t.Fatal("it is not known that both are alike")
 	}
 	if install(t, h) || h.alike != known {

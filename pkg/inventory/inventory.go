@@ -52,8 +52,10 @@ const (
 	firstRetry   = time.Second
 	failureRetry = 5 * time.Second
 	problemRetry = 30 * time.Second
-	// whileCuttable is how often a full look is taken at GPUs that can be cut: that an admin has changed the MIG mode of one shows in no file.
-	whileCuttable = time.Minute
+	// whileCut is how often a full look is taken where GPUs are in MIG mode: that an instance was replaced by another with the same ID shows in no file.
+	// whileCuttable is how often where they could be, whatever Doubt is told: that an admin has changed the mode shows in none either.
+	whileCut      = time.Minute
+	whileCuttable = 5 * time.Minute
 	// keepUncertain is how long a card is offered as it was known while its MIG instances cannot be read: a few looks.
 	keepUncertain = 15 * time.Second
 )
@@ -73,11 +75,12 @@ type Inventory struct {
 	hardware Hardware
 	current  atomic.Pointer[Snapshot]
 	changed  chan struct{}
+	doubt    chan struct{}
 }
 
 // New returns an inventory that knows nothing yet.
 func New(h Hardware) *Inventory {
-	i := &Inventory{hardware: h, changed: make(chan struct{}, 1)}
+	i := &Inventory{hardware: h, changed: make(chan struct{}, 1), doubt: make(chan struct{}, 1)}
 	i.current.Store(&Snapshot{Reason: "the node's GPUs have not been looked at yet"})
 	return i
 }
@@ -88,6 +91,14 @@ func (i *Inventory) Snapshot() Snapshot { return *i.current.Load() }
 // Changed delivers a value after the snapshot has changed. Changes coalesce: read the snapshot after receiving.
 func (i *Inventory) Changed() <-chan struct{} { return i.changed }
 
+// Doubt has a full look taken at once: somebody has seen that a card is not what the snapshot says.
+func (i *Inventory) Doubt() {
+	select {
+	case i.doubt <- struct{}{}:
+	default:
+	}
+}
+
 // Run looks until ctx ends.
 func (i *Inventory) Run(ctx context.Context) {
 	l := looker{inventory: i, log: klog.FromContext(ctx)}
@@ -96,6 +107,8 @@ func (i *Inventory) Run(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
+		case <-i.doubt:
+			l.next = time.Now()
 		case <-time.After(pause):
 		}
 	}
@@ -117,10 +130,12 @@ type looker struct {
 // look takes one turn and says how long to pause.
 func (l *looker) look(ctx context.Context) time.Duration {
 	i := l.inventory
-	if present, err := i.hardware.Present(); err == nil && !present && !i.Snapshot().Known {
-		l.looked = false
-		i.set(l.log, Snapshot{Reason: "no NVIDIA GPU is on this node's PCI bus: nothing to do until one appears"})
-		return whileUnready
+	if !i.Snapshot().Known {
+		if present, err := i.hardware.Present(); err == nil && !present {
+			l.looked = false
+			i.set(l.log, Snapshot{Reason: "no NVIDIA GPU is on this node's PCI bus: nothing to do until one appears"})
+			return whileUnready
+		}
 	}
 	fingerprint := i.hardware.Fingerprint()
 	due := !l.next.IsZero() && !time.Now().Before(l.next)
@@ -141,13 +156,28 @@ func (l *looker) look(ctx context.Context) time.Duration {
 		l.retry(failureRetry)
 	} else if len(node.Problems) > 0 {
 		l.retry(problemRetry)
-	} else if slices.ContainsFunc(node.GPUs, func(g nvidia.GPU) bool { return g.MIG != nil && !g.MIG.Uncuttable }) {
-		l.next = time.Now().Add(whileCuttable)
+	} else if pause := afterAll(node.GPUs); pause > 0 {
+		l.next = time.Now().Add(pause)
 	}
 	s := i.judge(l.keep(node), err)
 	s.Files = nvidia.WithoutInstances(fingerprint)
 	i.set(l.log, s)
 	return i.pause()
+}
+
+// afterAll is how long after a full look the next one is due although no file has changed, 0 if it never is.
+func afterAll(gpus []nvidia.GPU) time.Duration {
+	pause := time.Duration(0)
+	for _, g := range gpus {
+		switch {
+		case g.MIG == nil || g.MIG.Uncuttable:
+		case g.MIG.Enabled:
+			return whileCut
+		default:
+			pause = whileCuttable
+		}
+	}
+	return pause
 }
 
 // keep leaves a card as it was known that is well but for its MIG instances: one of them that cannot be read, in the middle of somebody's cut for example,

@@ -136,7 +136,7 @@ func TestAChangeOfTheMIGModeIsNoticed(t *testing.T) {
 	f.node.GPUs[0].MIG = &device.MIG{}
 	running(t, f, func(i *Inventory, wait func(time.Duration)) {
 		wait(time.Hour)
-		if n := f.scanned(); n < 55 || n > 61 {
+		if n := f.scanned(); n < 11 || n > 13 {
 			t.Errorf("in an hour it was scanned %d times", n)
 		}
 		told(i)
@@ -147,6 +147,20 @@ func TestAChangeOfTheMIGModeIsNoticed(t *testing.T) {
 		wait(whileCuttable + whileReady)
 		if s := i.Snapshot(); !s.Node.GPUs[0].MIG.Enabled || !told(i) {
 			t.Errorf("%+v", s)
+		}
+		before := f.scanned()
+		wait(time.Hour)
+		if n := f.scanned() - before; n < 55 || n > 61 {
+			t.Errorf("in an hour with instances it was scanned %d times", n)
+		}
+		f.change(false, func() {
+			f.node = nodeWith("0000:1b:00.0", "0000:43:00.0")
+			f.node.GPUs[0].MIG = &device.MIG{}
+		})
+		i.Doubt()
+		wait(0)
+		if s := i.Snapshot(); s.Node.GPUs[0].MIG.Enabled || !told(i) {
+			t.Errorf("doubted and not looked at: %+v", s)
 		}
 		f.change(true, func() { f.node.GPUs[0].MIG = &device.MIG{Enabled: true, Pending: true} })
 		wait(whileReady)

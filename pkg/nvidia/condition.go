@@ -69,7 +69,7 @@ func (p *patient) read(c *device.Condition) error {
 		return err
 	}
 	var failed []error
-	for _, question := range []func(nvml.Device, *device.Condition) error{recommended, p.remap, p.uncorrected, p.energy, p.fabric} {
+	for _, question := range []func(nvml.Device, *device.Condition) error{recommended, p.remap, p.uncorrected, p.energy, p.cuttable, p.fabric} {
 		if err := question(handle, c); err != nil {
 			failed = append(failed, err)
 			if reachOf(err) == device.ReachLost {
@@ -228,12 +228,24 @@ func (p *patient) fabric(handle nvml.Device, c *device.Condition) error {
 		}
 		return ret
 	})
-	if c.Fabric == nil || c.Fabric.State != device.FabricCompleted {
-		mode, unread := p.mode(handle)
-		p.progress()
-		if unread == nil && mode != nil && mode.Enabled {
-			c.Fabric = &device.Fabric{State: device.FabricNotUsed}
-		}
+	if (c.Fabric == nil || c.Fabric.State != device.FabricCompleted) && c.MIG != nil && c.MIG.Enabled {
+		c.Fabric = &device.Fabric{State: device.FabricNotUsed}
 	}
 	return err
+}
+
+// cuttable reads the MIG mode. That it cannot be read is no sign of the card's health.
+func (p *patient) cuttable(handle nvml.Device, c *device.Condition) error {
+	_, _ = p.ask("MIG mode", func() nvml.Return {
+		mode, err := p.mode(handle)
+		switch {
+		case err != nil:
+			return nvml.ERROR_UNKNOWN
+		case mode == nil:
+			return nvml.ERROR_NOT_SUPPORTED
+		}
+		c.MIG = &device.MIGMode{Enabled: mode.Enabled, Pending: mode.Pending}
+		return nvml.SUCCESS
+	})
+	return nil
 }

@@ -98,7 +98,7 @@ func TestWhatACardHasShowsInItsCondition(t *testing.T) {
 				return nvml.GpuFabricInfo{State: nvml.GPU_FABRIC_STATE_NOT_STARTED}, ret
 			}
 		})
-		if c.Fabric == nil || c.Fabric.State != device.FabricNotUsed || c.Reach != device.ReachOK {
+		if c.Fabric == nil || c.Fabric.State != device.FabricNotUsed || c.Reach != device.ReachOK || c.MIG == nil || *c.MIG != (device.MIGMode{Enabled: true, Pending: true}) {
 			t.Errorf("%+v", c)
 		}
 	}

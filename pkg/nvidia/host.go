@@ -2,12 +2,11 @@ package nvidia
 
 import (
 	"bytes"
-	"fmt"
 	"os"
 	"path/filepath"
-	"sort"
 	"strings"
 	"syscall"
+	"time"
 
 	"k8s.io/dynamic-resource-allocation/deviceattribute"
 
@@ -69,25 +68,8 @@ func HasNVIDIADevice(sysfs string) (bool, error) {
 	return len(gpus) > 0, err
 }
 
-// pciGPUs lists NVIDIA's display controllers on the PCI bus: vendor 10de, class 03xxxx. NVSwitches (0680xx) and audio functions are none.
-func pciGPUs(sysfs string) ([]device.PCIAddress, error) {
-	dir := filepath.Join(sysfs, "bus", "pci", "devices")
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return nil, fmt.Errorf("list PCI devices: %w", err)
-	}
-	var gpus []device.PCIAddress
-	for _, e := range entries {
-		if readTrimmed(filepath.Join(dir, e.Name(), "vendor")) != "0x10de" || !strings.HasPrefix(readTrimmed(filepath.Join(dir, e.Name(), "class")), "0x03") {
-			continue
-		}
-		if address, err := device.ParsePCIAddress(e.Name()); err == nil {
-			gpus = append(gpus, address)
-		}
-	}
-	sort.Slice(gpus, func(i, j int) bool { return gpus[i] < gpus[j] })
-	return gpus, nil
-}
+// pciGPUs lists NVIDIA's display controllers on the PCI bus once.
+func pciGPUs(sysfs string) ([]device.PCIAddress, error) { return new(pciBus).gpus(sysfs, time.Now()) }
 
 // pciDriver is the kernel driver that holds a PCI function, empty when none does.
 func pciDriver(sysfs string, a device.PCIAddress) string {

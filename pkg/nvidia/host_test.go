@@ -6,8 +6,10 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
@@ -114,27 +116,43 @@ func TestFingerprintChangesWithWhatAScanDependsOn(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newFakeHost(t)
-			before := Fingerprint(h.paths())
-			if again := Fingerprint(h.paths()); again != before {
+			glance := NewGlance(h.paths())
+			glance.now = func() time.Time { return time.Now().Add(relist / 2) } // it believes what it has read of these files
+			before := glance.Fingerprint()
+			if again := glance.Fingerprint(); again != before {
 				t.Fatalf("%s, then %s without a change", before, again)
 			}
+			h.untilAnotherTime()
 			change(h)
-			if Fingerprint(h.paths()) == before {
+			after := glance.Fingerprint()
+			if after == before {
 				t.Error("it did not change")
+			}
+			if fresh := NewGlance(h.paths()).Fingerprint(); fresh != after {
+				t.Errorf("%s, and %s for who has not looked before", after, fresh)
 			}
 		})
 	}
 }
 
+// untilAnotherTime returns when the kernel gives files another time than those that are there.
+func (h fakeHost) untilAnotherTime() {
+	h.file("clock", "x")
+	before := durable.StampOf(filepath.Join(h.root, "clock"))
+	for durable.StampOf(filepath.Join(h.root, "clock")) == before {
+		h.file("clock", "x")
+	}
+}
+
 func TestFingerprintIgnoresWhatIsNoneOfTheDrivers(t *testing.T) {
 	h := newFakeHost(t)
-	before := Fingerprint(h.paths())
+	before := NewGlance(h.paths()).Fingerprint()
 	h.file("driver/usr/lib64/libssl.so", "")
 	h.file("driver/dev/tty", "")
 	if err := os.Chmod(h.root, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if Fingerprint(h.paths()) != before {
+	if NewGlance(h.paths()).Fingerprint() != before {
 		t.Error("it changed")
 	}
 }

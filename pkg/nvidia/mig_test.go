@@ -174,8 +174,8 @@ func TestCapabilityFilesThatAreMissingOrOddAreNamed(t *testing.T) {
 func TestTheFingerprintChangesWithTheInstances(t *testing.T) {
 	h := newFakeHost(t)
 	f := newFakeCut(h, 1)
-	files := WithoutInstances(Fingerprint(h.paths()))
-	seen := map[string]bool{Fingerprint(h.paths()): true}
+	files := WithoutInstances(NewGlance(h.paths()).Fingerprint())
+	seen := map[string]bool{NewGlance(h.paths()).Fingerprint(): true}
 	for _, change := range []func(){
 		func() { f.cut(t, 19, 0, 1) },
 		func() { f.addCompute(1, 0) },
@@ -183,7 +183,7 @@ func TestTheFingerprintChangesWithTheInstances(t *testing.T) {
 		func() { h.remove(f.folder(1)) },
 	} {
 		change()
-		now := Fingerprint(h.paths())
+		now := NewGlance(h.paths()).Fingerprint()
 		if seen[now] || WithoutInstances(now) != files || now == files {
 			t.Errorf("after a change: %s", now)
 		}

@@ -14,21 +14,24 @@ import (
 const (
 	// outboxLimit is how many signals may wait. Whoever has more then waits too: what NVML has not been asked for yet it keeps itself.
 	outboxLimit = 1024
-	// betweenBatches is how long is waited after signals were sent, so that a burst of like events becomes one with a count.
+	// betweenBatches is how long is waited after signals were sent, so that a burst of like events becomes one with a count, and before answers are: those of
+	// all cards come at about the same time.
 	betweenBatches = 50 * time.Millisecond
 )
 
-// outbox sends signals in the order in which they came, the first at once. Events alike that wait at the same time become one. It never drops any.
+// outbox sends signals in the order in which they came; an event, and what came before it, at once. Events alike that wait at the same time become one. It
+// never drops any.
 type outbox struct {
 	mu      sync.Mutex
 	waiting []*device.Signal
 	events  map[eventKey]*device.HealthEvent
 	added   chan struct{} // something waits
+	urgent  chan struct{} // an event does
 	taken   chan struct{} // closed when there is room again, nil while there is
 }
 
 func newOutbox() *outbox {
-	return &outbox{events: map[eventKey]*device.HealthEvent{}, added: make(chan struct{}, 1)}
+	return &outbox{events: map[eventKey]*device.HealthEvent{}, added: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
 }
 
 // eventKey tells events apart that say different things.
@@ -93,12 +96,10 @@ func (o *outbox) put(s device.Signal) (full <-chan struct{}) {
 		e.Count = max(e.Count, 1)
 		s.Event = &e
 		o.events[keyOf(e)] = &e
+		signalTo(o.urgent)
 	}
 	o.waiting = append(o.waiting, &s)
-	select {
-	case o.added <- struct{}{}:
-	default:
-	}
+	signalTo(o.added)
 	return nil
 }
 
@@ -118,17 +119,25 @@ func (o *outbox) take() []*device.Signal {
 // send writes what is added as lines of JSON until ctx ends, and then what waits.
 func (o *outbox) send(ctx context.Context, out io.Writer) error {
 	encoder := json.NewEncoder(out)
+	var sent time.Time
 	for {
 		select {
+		case <-o.urgent:
+			rest(ctx, time.Until(sent.Add(betweenBatches)))
 		case <-o.added:
+			select {
+			case <-o.urgent:
+				rest(ctx, time.Until(sent.Add(betweenBatches)))
+			case <-time.After(betweenBatches):
+			case <-ctx.Done():
+			}
 		case <-ctx.Done():
 		}
-		if err := o.write(encoder); err != nil {
+		ended := ctx.Err() != nil
+		if err := o.write(encoder); err != nil || ended {
 			return err
 		}
-		if !rest(ctx, betweenBatches) {
-			return o.write(encoder)
-		}
+		sent = time.Now()
 	}
 }
 

@@ -80,11 +80,13 @@ func serveWatch(ctx context.Context, in io.Reader, out io.Writer, open func(Path
 // watching is the child at work.
 type watching struct {
 	order  watchOrder
+	began  time.Time
 	lib    nvml.Interface
 	outbox *outbox
 	// restated is told when it may have changed who is listened to.
 	restated chan struct{}
 	cards    map[device.PCIAddress]*watched // the main loop's
+	bus      pciBus                         // the main loop's
 	// others are the cards that other kernel drivers have, as far as that was told; the main loop's.
 	others map[device.PCIAddress]bool
 	// back is told of a card that was off the bus and that NVML does not know now that it is there again.
@@ -93,13 +95,14 @@ type watching struct {
 
 // run starts a watch of each card, and says how well is listened: at each interval, which also shows that the child lives, and when it changes.
 func (w *watching) run(ctx context.Context) error {
+	w.began = time.Now()
+	tick := time.NewTicker(w.order.Interval)
+	defer tick.Stop()
 	ours, others := w.addresses()
 	for _, a := range ours {
 		w.watch(ctx, a)
 	}
 	w.leave(ctx, others)
-	tick := time.NewTicker(w.order.Interval)
-	defer tick.Stop()
 	for {
 		w.outbox.add(ctx, device.Signal{Watcher: w.state()})
 		select {
@@ -119,7 +122,7 @@ func (w *watching) run(ctx context.Context) error {
 // addresses are the cards on the PCI bus that are the NVIDIA driver's, or nobody's, and those that other drivers have. Where the bus cannot be read they are
 // those that NVML lists.
 func (w *watching) addresses() (ours, others []device.PCIAddress) {
-	onBus, err := pciGPUs(w.order.Paths.Sysfs)
+	onBus, err := w.bus.gpus(w.order.Paths.Sysfs, time.Now())
 	if err != nil || len(onBus) == 0 {
 		onBus = w.listed()
 	}

@@ -246,19 +246,19 @@ func TestOfABrokenNodeTheHealthyPartIsOffered(t *testing.T) {
 func TestADriverThatGoesAndComesInAnotherVersion(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	first := s.mustScan()
-	before := Fingerprint(s.paths())
+	before := NewGlance(s.paths()).Fingerprint()
 
 	s.change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, false) })
 	var unready *NotReadyError
 	if _, err := s.scan(); !errors.As(err, &unready) {
 		t.Errorf("without the driver: %v", err)
 	}
-	if Fingerprint(s.paths()) == before {
+	if NewGlance(s.paths()).Fingerprint() == before {
 		t.Error("its going shows nowhere")
 	}
-	before = Fingerprint(s.paths())
+	before = NewGlance(s.paths()).Fingerprint()
 	s.change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "590.48.01", "13.1") })
-	if Fingerprint(s.paths()) == before {
+	if NewGlance(s.paths()).Fingerprint() == before {
 		t.Error("its coming shows nowhere")
 	}
 	second := s.mustScan()

@@ -224,7 +224,7 @@ func TestWhatIsCutIsFoundByAScan(t *testing.T) {
 	c.mode(true)
 	made := []device.Instance{c.make(19, device.Placement{Start: 1, Size: 1}), c.make(15, device.Placement{Start: 2, Size: 2}), c.make(9, device.Placement{Start: 4, Size: 4})}
 	slices.SortFunc(made, func(a, b device.Instance) int { return cmp.Compare(a.ID, b.ID) })
-	before := Fingerprint(s.paths())
+	before := NewGlance(s.paths()).Fingerprint()
 	node, err := s.scanBeside()
 	if err != nil || len(node.Problems) > 0 {
 		t.Fatal(err, node.Problems)
@@ -233,7 +233,7 @@ func TestWhatIsCutIsFoundByAScan(t *testing.T) {
 		t.Error(diff)
 	}
 	c.destroy(made[0])
-	if Fingerprint(s.paths()) == before {
+	if NewGlance(s.paths()).Fingerprint() == before {
 		t.Error("its going shows nowhere")
 	}
 }

@@ -264,6 +264,10 @@ func (w *watcher) pass(s device.Signal, epoch string) {
 	w.emit(s)
 }
 
+// oneProcessor keeps the Go runtime of a child from waking a thread for each of the little things that it does at the same time. Calls that NVML takes long
+// for have threads of their own all the same.
+const oneProcessor = "GOMAXPROCS=1"
+
 // watchChild is a process that has NVML.
 type watchChild struct {
 	process   *os.Process
@@ -278,6 +282,7 @@ type watchChild struct {
 
 func startWatchChild(command []string, order watchOrder) (*watchChild, error) {
 	child := exec.Command(command[0], command[1:]...)
+	child.Env = append(os.Environ(), oneProcessor)
 	stdin, err := child.StdinPipe() // its end tells the child that we are gone
 	if err != nil {
 		return nil, err

@@ -12,6 +12,7 @@ import (
 // watched is one card. Whatever it does to those who ask it, each holds up at most itself.
 type watched struct {
 	order    watchOrder
+	began    time.Time // of the watch of all cards
 	patient  *patient
 	progress chan struct{} // a question was answered
 	kicked   chan struct{} // it is to be asked at once
@@ -32,7 +33,7 @@ type watched struct {
 }
 
 func (w *watching) watch(ctx context.Context, a device.PCIAddress) {
-	c := &watched{order: w.order, progress: make(chan struct{}, 1), kicked: make(chan struct{}, 1), back: w.back}
+	c := &watched{order: w.order, began: w.began, progress: make(chan struct{}, 1), kicked: make(chan struct{}, 1), back: w.back}
 	ours := ctx // the child's; the card's own ends sooner if it is dismissed
 	ctx, c.cancel = context.WithCancel(ctx)
 	restate := func() { signalTo(w.restated) }
@@ -106,14 +107,19 @@ func (c *watched) run(ctx context.Context) {
 			}
 		}
 		limit.Stop()
-		if !rest(ctx, min(betweenKicks, c.order.Interval)) {
-			return
-		}
-		select {
-		case <-ctx.Done():
-		case <-c.kicked:
-		case <-time.After(c.order.Interval - betweenKicks):
-		}
+		c.pause(ctx)
+	}
+}
+
+// pause waits until the card is to be asked again. Where nothing happens all cards are asked at the same moments: the processor is woken once for all of them.
+func (c *watched) pause(ctx context.Context) {
+	asked, shortest := time.Now(), min(betweenKicks, c.order.Interval)
+	next := c.order.Interval - asked.Sub(c.began)%c.order.Interval
+	select {
+	case <-ctx.Done():
+	case <-c.kicked:
+		rest(ctx, time.Until(asked.Add(shortest)))
+	case <-time.After(max(next, shortest)):
 	}
 }
 

@@ -87,12 +87,13 @@ func (h Host) Start(ctx context.Context, api API) (*Driver, error) {
 	m := metrics.New("test")
 	cuts := h.Cutter()
 	paths := h.Paths()
+	glance := nvidia.NewGlance(paths)
 	d, err := driver.New(ctx, cfg, driver.Parts{
 		Client: api, StatusClient: api, Partitions: cuts, Metrics: m,
 		Hardware: inventory.Hardware{
 			Scan:        nvidia.Isolated(paths, h.Command(scanRole)...),
-			Fingerprint: func() string { return nvidia.Fingerprint(paths) },
-			Present:     func() (bool, error) { return nvidia.HasNVIDIADevice(cfg.SysfsRoot) },
+			Fingerprint: glance.Fingerprint,
+			Present:     glance.Present,
 		},
 	})
 	if err != nil {
