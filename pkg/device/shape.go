@@ -23,7 +23,9 @@ type Shape interface {
 
 // Offer lists every shape of the GPUs, in publishing order. Allocation is first-fit, so this order is a cost: whole GPUs come first, so that a claim for
 // one does not go through the partitions of all, then shares of these, then one GPU after the other with its small partitions first, each before its shares, so
-// that a GPU is filled before the next is begun. GPUs are ordered by PCI address. They are all that the node has: share rules may count them.
+// that a GPU is filled before the next is begun. Whole GPUs are ordered by PCI address, and partitions begin with the last of them: a scheduler evaluates the
+// expressions of a claim for each partition of a GPU that somebody has whole before it goes on to the next. The GPUs are all that the node has: share rules may
+// count them.
 func Offer(offerings []Offering) []Shape {
 	var whole, shares, parts []Shape
 	for index, o := range byPlace(offerings) {
@@ -33,10 +35,12 @@ func Offer(offerings []Offering) []Shape {
 			whole = append(whole, w)
 			shares = append(shares, sharesOf(w, o.share(w, "", index))...)
 		}
+		var of []Shape
 		for _, p := range partitions {
-			parts = append(parts, p)
-			parts = append(parts, sharesOf(p, o.share(p, p.profile, index))...)
+			of = append(of, p)
+			of = append(of, sharesOf(p, o.share(p, p.profile, index))...)
 		}
+		parts = append(of, parts...)
 	}
 	return slices.Concat(whole, shares, parts)
 }

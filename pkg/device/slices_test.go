@@ -97,7 +97,7 @@ func TestTheOrderOfDevices(t *testing.T) {
 		}
 		return all
 	}
-	want := slices.Concat([]string{"gpu-0000-00-00-0", "gpu-0000-01-00-0"}, card("gpu-0000-00-00-0"), card("gpu-0000-01-00-0"))
+	want := slices.Concat([]string{"gpu-0000-00-00-0", "gpu-0000-01-00-0"}, card("gpu-0000-01-00-0"), card("gpu-0000-00-00-0"))
 	if diff := cmp.Diff(want, names); diff != "" {
 		t.Error(diff)
 	}

@@ -34,6 +34,13 @@ const (
 
 var schedulers = map[string]string{fixed: cluster.SchedulerOfOwnNodes, asBuilt: ""}
 
+// gates are those that the test cluster sets and that nobody has set who uses the release as it comes: one of them alone, DRANodeAllocatableResources, has the
+// scheduler list all slices for every node.
+var gates = map[string]bool{
+	"DRADeviceTaintRules": false, "DRAListTypeAttributes": false, "DRANodeAllocatableResources": false, "DRAResourcePoolStatus": false,
+	"DRAWorkloadResourceClaims": false, "GenericWorkload": false,
+}
+
 type options struct {
 	program    string
 	schedulers []string
@@ -115,7 +122,7 @@ func (s *scale) onCluster(ctx context.Context) (err error) {
 		defer cancel()
 		err = errors.Join(err, cluster.Down(end, name), os.RemoveAll(folder))
 	}()
-	c, err := cluster.Up(ctx, cluster.Options{Name: name, ControlPlaneOnly: true, Scheduler: schedulers[s.scheduler], Output: os.Stderr})
+	c, err := cluster.Up(ctx, cluster.Options{Name: name, ControlPlaneOnly: true, FeatureGates: gates, Scheduler: schedulers[s.scheduler], Output: os.Stderr})
 	if err != nil {
 		return err
 	}
