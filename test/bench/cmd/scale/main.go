@@ -101,7 +101,7 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s := &scale{options: o, rates: map[key]float64{}}
+	s := &scale{options: o, costs: map[key]cost{}}
 	for _, s.scheduler = range o.schedulers {
 		if err := s.onCluster(ctx); err != nil {
 			return err
@@ -134,7 +134,7 @@ func (s *scale) onCluster(ctx context.Context) (err error) {
 	if s.client, err = kubernetes.NewForConfig(config); err != nil {
 		return err
 	}
-	if s.profiled, err = c.SchedulerRESTConfig(); err != nil {
+	if s.schedulerConfig, err = c.SchedulerRESTConfig(); err != nil {
 		return err
 	}
 	if err := s.classes(ctx); err != nil {
@@ -170,31 +170,40 @@ type key struct {
 	nodes                    int
 }
 
+// cost is what claims of a kind took.
+type cost struct {
+	// perSecond is what a user sees, on a machine on which everything runs; processor is the scheduler's own part of each claim.
+	perSecond float64
+	processor time.Duration
+}
+
 // conclude compares what one scheduler did, as far as it came.
 func (s *scale) conclude() {
-	rate := func(layout, class string, nodes int) float64 { return s.rates[key{s.scheduler, layout, class, nodes}] }
+	at := func(layout, class string, nodes int) cost { return s.costs[key{s.scheduler, layout, class, nodes}] }
 	atLeast := func(what, layout, class, of string, limit float64) {
 		for _, n := range s.nodes {
-			if here, there := rate(layout, class, n), rate(of, class, n); here > 0 && there > 0 {
-				s.report.AtLeast(fmt.Sprintf("%s, %d nodes", what, n), s.scheduler, here/there, limit, "×")
+			if here, there := at(layout, class, n), at(of, class, n); here.perSecond > 0 && there.perSecond > 0 {
+				s.report.AtLeast(fmt.Sprintf("%s a second, every shape, to %s, %d nodes", what, of, n), s.scheduler, here.perSecond/there.perSecond, limit, "×")
+				s.report.AtMost(fmt.Sprintf("the scheduler's processor, %s, every shape, to %s, %d nodes", what, of, n), s.scheduler,
+					here.processor.Seconds()/there.processor.Seconds(), 1/limit, "×")
 			}
 		}
 	}
-	atLeast("whole-GPU claims a second, every shape, to whole GPUs only", everyShape, wholeClass, wholeOnly, 0.5)
-	atLeast("1g MIG claims a second, every shape, to 56 static devices", everyShape, migClass, static, 0.25)
+	atLeast("whole-GPU claims", everyShape, wholeClass, wholeOnly, 0.5)
+	atLeast("1g MIG claims", everyShape, migClass, static, 0.25)
 	first, last := s.nodes[0], s.nodes[len(s.nodes)-1]
 	for _, layout := range s.layouts {
 		for _, class := range classesOf[layout] {
-			few, many := rate(layout, class, first), rate(layout, class, last)
-			if first == last || few == 0 || many == 0 {
+			few, many := at(layout, class, first), at(layout, class, last)
+			if first == last || few.perSecond == 0 || many.perSecond == 0 {
 				continue
 			}
-			s.report.AtMost(fmt.Sprintf("cost of a claim of %s, %s, %d to %d nodes", class, layout, first, last), s.scheduler, few/many, float64(last)/float64(first), "×")
+			growth, more := few.perSecond/many.perSecond, float64(last)/float64(first)
+			s.report.AtMost(fmt.Sprintf("cost of a claim of %s, %s, %d to %d nodes", class, layout, first, last), s.scheduler, growth, more, "×")
 			// A straight line through the smallest and the largest size.
-			low, high := 1000/few, 1000/many
-			slope := (high - low) / float64(last-first)
-			fmt.Fprintf(os.Stderr, "%s, %s, %s: %.1f ms a claim at %d nodes, %.1f at %d, so %.1f at 5000 on a straight line\n",
-				s.scheduler, layout, class, low, first, high, last, high+slope*float64(5000-last))
+			slope := (many.processor - few.processor) / time.Duration(last-first)
+			fmt.Fprintf(os.Stderr, "%s, %s, %s: %s of the scheduler's processor a claim at %d nodes, %s at %d, so %s at 5000 on a straight line\n",
+				s.scheduler, layout, class, few.processor, first, many.processor, last, many.processor+slope*time.Duration(5000-last))
 		}
 	}
 }
@@ -202,14 +211,15 @@ func (s *scale) conclude() {
 type scale struct {
 	options
 
-	rates  map[key]float64
+	costs  map[key]cost
 	report report.Report
 
 	// Of the cluster that is up.
 	scheduler string
 	client    kubernetes.Interface
-	profiled  *rest.Config
-	layout    map[string]layout
+	// schedulerConfig is for the scheduler's own port.
+	schedulerConfig *rest.Config
+	layout          map[string]layout
 	// generation counts the layouts that have been measured.
 	generation int
 }

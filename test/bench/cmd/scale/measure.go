@@ -52,6 +52,9 @@ func (s *scale) measureLayout(ctx context.Context, layout string) error {
 			return err
 		}
 		there = size
+		if err := s.settle(ctx); err != nil {
+			return err
+		}
 		for _, class := range slices.Clone(classes) {
 			inTime, err := s.allocate(ctx, key{s.scheduler, layout, class, size})
 			if err != nil {
@@ -115,11 +118,16 @@ func (s *scale) allocate(ctx context.Context, k key) (inTime bool, err error) {
 		return nil
 	})
 	profiled := s.profile(all, k)
+	before, err := s.processorTime(all)
+	if err != nil {
+		return false, err
+	}
 	first, last, bound, err := s.bound(ctx, making, binds)
 	if err != nil {
 		return false, errors.Join(err, group.Wait())
 	}
-	if err := <-profiled; err != nil {
+	after, err := s.processorTime(all)
+	if err := errors.Join(err, <-profiled); err != nil {
 		return false, err
 	}
 	if inTime = bound == s.claims; !inTime {
@@ -134,9 +142,13 @@ func (s *scale) allocate(ctx context.Context, k key) (inTime bool, err error) {
 		return inTime, nil
 	}
 	took := last.Sub(first)
-	s.rates[k] = float64(bound-1) / took.Seconds()
-	s.report.Add(fmt.Sprintf("a claim of %s, %d nodes", k.class, k.nodes), k.scheduler+", "+k.layout, &report.Samples{All: []time.Duration{took / time.Duration(bound-1)}})
-	fmt.Fprintf(os.Stderr, "%s, %s, %d nodes, %s: %.1f claims a second, %d of %d\n", k.scheduler, k.layout, k.nodes, k.class, s.rates[k], bound, s.claims)
+	c := cost{perSecond: float64(bound-1) / took.Seconds(), processor: (after - before) / time.Duration(bound)}
+	s.costs[k] = c
+	work, by := fmt.Sprintf("a claim of %s, %d nodes", k.class, k.nodes), k.scheduler+", "+k.layout
+	s.report.Add(work, by, &report.Samples{All: []time.Duration{took / time.Duration(bound-1)}})
+	s.report.Add(work+": the scheduler's processor", by, &report.Samples{All: []time.Duration{c.processor}})
+	fmt.Fprintf(os.Stderr, "%s, %s, %d nodes, %s: %.1f claims a second, %d of %d, %s of the scheduler's processor each\n",
+		k.scheduler, k.layout, k.nodes, k.class, c.perSecond, bound, s.claims, c.processor)
 	return inTime, nil
 }
 
