@@ -104,7 +104,7 @@ func run(ctx context.Context) error {
 	s := &scale{options: o, costs: map[key]cost{}}
 	for _, s.scheduler = range o.schedulers {
 		if err := s.onCluster(ctx); err != nil {
-			return err
+			return errors.Join(err, s.print()) // what was measured until then took long enough
 		}
 	}
 	return s.print()

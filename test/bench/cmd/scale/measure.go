@@ -11,9 +11,11 @@ import (
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/tools/cache"
 
@@ -25,20 +27,34 @@ const workers = 16
 
 // measure goes through layouts and sizes; nodes of one size grow into those of the next.
 func (s *scale) measure(ctx context.Context) error {
-	for _, layout := range s.layouts {
+	for i, layout := range s.layouts {
+		if i > 0 {
+			if err := s.clear(ctx); err != nil {
+				return err
+			}
+		}
 		if err := s.measureLayout(ctx, layout); err != nil {
 			return err
 		}
-		// Claims keep what they were allocated; without its node it is in nobody's way.
-		if err := s.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
-			return err
-		}
-		if err := s.client.CoreV1().Nodes().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
-			return err
-		}
-		s.generation++
 	}
 	return nil
+}
+
+// clear removes nodes and slices. Claims keep what they were allocated; without its node it is in nobody's way. Thousands of slices take the API server longer than
+// it gives itself for one request.
+func (s *scale) clear(ctx context.Context) error {
+	err := wait.PollUntilContextTimeout(ctx, time.Second, 10*time.Minute, true, func(ctx context.Context) (bool, error) {
+		err := s.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{})
+		if apierrors.IsTimeout(err) || apierrors.IsServerTimeout(err) {
+			return false, nil
+		}
+		return err == nil, err
+	})
+	if err != nil {
+		return fmt.Errorf("remove the slices: %w", err)
+	}
+	s.generation++
+	return s.client.CoreV1().Nodes().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{})
 }
 
 // measureLayout ends with the size at which claims of all classes took too long.
