@@ -127,6 +127,11 @@ bench-go: toolchain ## Measure the rooms that do no I/O, and what lists records,
 	@mkdir -p $(BUILD)
 	go test -run '^$$' -bench . -count $(COUNT) $(PURE) ./pkg/checkpoint ./pkg/cdi ./pkg/durable | tee $(BUILD)/bench-go.txt
 
+.PHONY: bench-pods
+bench-pods: toolchain ## Measure how much later a Pod starts because it claims a GPU, on a real cluster, on a machine that does nothing else (root; PODS_ARGS="-pods 20")
+	@mkdir -p $(BUILD)
+	go run ./test/bench/cmd/pods -json $(BUILD)/pods.json $(PODS_ARGS)
+
 .PHONY: bench-limits
 bench-limits: toolchain ## Hold what many claims for partitions at once cost to its limits, on a machine that does nothing else (root)
 	$(GOTEST) -v -count=1 ./test/bench
