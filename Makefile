@@ -35,7 +35,7 @@ UNIT := $(ROOMS) ./cmd/... ./hack/... ./test/bench/report/... ./test/chart/... .
 help: ## Show this list
 	@echo "gpu-dra-driver: NVIDIA GPUs for Kubernetes by Dynamic Resource Allocation"
 	@echo
-	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 ##@ Build
 
@@ -93,6 +93,11 @@ FUZZ     ?= .
 .PHONY: fuzz
 fuzz: toolchain ## Run every fuzz target in turn (FUZZTIME=60s; FUZZ=pkg/claim for some)
 	hack/fuzz.sh $(FUZZTIME) '$(FUZZ)'
+
+.PHONY: test-faults-long
+test-faults-long: toolchain ## 10,000 schedules, in which every step has to meet every fault 20 times (build/faults.md has the table; ten minutes)
+	@mkdir -p $(BUILD)
+	go test -count=1 -timeout 120m -run '^TestWhateverGoesWrong' ./test/schedules -args -schedules=10000 -least=20 -table=$(BUILD)/faults.md
 
 .PHONY: test-faults-worth
 test-faults-worth: toolchain ## Put one mistake after the other into the code, and see that the schedules find each (half an hour)

@@ -1,10 +1,11 @@
 package schedules
 
 import (
-	"context"
 	"path/filepath"
 	"slices"
 	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 // act lets something happen besides the plugin.
@@ -17,6 +18,9 @@ func (s *schedule) act() {
 	n := s.IntN(100)
 	c := pick(s.dice, s.claims)
 	switch {
+	case s.chance(s.favour.rot):
+		s.rots()
+		s.lives(c)
 	case n < 56:
 		s.lives(c)
 	case n < 66:
@@ -50,6 +54,8 @@ func (s *schedule) act() {
 	case n < 94:
 		s.rots()
 	case n < 95:
+		s.lookForGone()
+	case n < 96:
 		s.pass(time.Duration(s.IntN(100)) * time.Second)
 	default:
 		s.forget(c)
@@ -65,16 +71,23 @@ func (s *schedule) someoneElseCuts(g *gpu) {
 	}
 }
 
+// inHand says whether a call is under way for the claim whose record it is: what is spoilt between a write and the answer nobody notices.
+func (s *schedule) inHand(path string) bool {
+	return slices.ContainsFunc(s.claims, func(c *claim) bool { return c.isAbout(path) && len(c.calls) > 0 })
+}
+
 // rots spoils a file of the plugin's state. What the claim has, whose record it is, nobody can tell any more.
 func (s *schedule) rots() {
 	visible, _ := s.disk.State()
 	var paths []string
 	for path := range visible {
-		if room := roomOf(filepath.Dir(path)); room == "record" || room == "holder" {
+		_, unfinished := durable.Unfinished(filepath.Base(path))
+		room := roomOf(filepath.Dir(path))
+		if !unfinished && (room == "holder" || room == "record" && !s.inHand(path)) && (s.favour.rotten == "" || s.favour.rotten == room) {
 			paths = append(paths, path)
 		}
 	}
-	if len(paths) == 0 || !s.chance(30) {
+	if len(paths) == 0 || !s.chance(max(30, 3*s.favour.rot)) {
 		return
 	}
 	slices.Sort(paths)
@@ -100,17 +113,46 @@ func (s *schedule) lives(c *claim) {
 	case c.phase == idle && s.chance(30):
 		c.now = nil // freed: it may be allocated anew
 	case c.phase == idle:
+		c.reserve()
 		s.prepare(c) // the next Pod of a named claim
 	case c.phase == wanted && s.chance(60):
 		s.prepare(c)
 	case c.phase == prepared && s.chance(20):
 		s.prepare(c)
 	case c.phase == forgotten && s.chance(50):
-		s.allocated(c)
-		s.prepare(c) // with another allocation
+		s.allocatedAnew(c)
+		s.prepare(c)
+	case c.phase == prepared && s.chance(8):
+		s.forget(c)
 	default:
 		s.unprepare(c)
 	}
+}
+
+// kinds are those of the claims in this story.
+func (s *schedule) kinds() []template {
+	if len(s.favour.kinds) == 0 {
+		return templates
+	}
+	return slices.DeleteFunc(slices.Clone(templates), func(t template) bool { return !slices.Contains(s.favour.kinds, t.name) })
+}
+
+// allocatedAnew is what comes of a claim that the node still has, and the API server does not: it was deleted, and there is another by its name; or it is
+// allocated again, the same devices with other shares of them, or other devices.
+func (s *schedule) allocatedAnew(c *claim) {
+	if s.chance(30) {
+		s.fresh(c)
+	}
+	if c.kind.name == "" || s.chance(40) {
+		s.allocated(c)
+		return
+	}
+	c.allocate(c.kind, c.on)
+	if slices.ContainsFunc(s.claims, func(o *claim) bool { return o != c && s.conflict(c.now, o.now) != "" }) {
+		s.allocated(c)
+		return
+	}
+	s.note("claim %s is allocated again: %s", c.name, c.kind.name)
 }
 
 // allocated is the scheduler's work, which mostly knows what excludes what.
@@ -120,7 +162,7 @@ func (s *schedule) allocated(c *claim) {
 		if s.chance(50) {
 			slices.Reverse(gpus)
 		}
-		t := pick(s.dice, templates)
+		t := pick(s.dice, s.kinds())
 		c.allocate(t, gpus)
 		free := !slices.ContainsFunc(s.claims, func(o *claim) bool { return o != c && s.conflict(c.now, o.now) != "" })
 		if free || s.chance(10) {
@@ -140,126 +182,4 @@ func (s *schedule) forget(c *claim) {
 		}
 		c.now, c.phase = nil, forgotten
 	}
-}
-
-// takesCalls is an instance that the kubelet may call.
-func (s *schedule) takesCalls() *process {
-	var ready []*process
-	for _, p := range s.living {
-		if p.ready {
-			ready = append(ready, p)
-		}
-	}
-	if len(ready) == 0 {
-		return nil
-	}
-	return pick(s.dice, ready)
-}
-
-// call makes one of the kubelet's calls.
-func (s *schedule) call(c *claim, p *process, what string, do func(ctx context.Context, k *call) error, then func(k *call, err error)) {
-	ctx, cancel := context.WithTimeout(p.ctx, kubelets)
-	k := &call{claim: c, process: p, what: what, of: c.now.DeepCopy(), cancel: cancel, before: s.disturbances()}
-	c.calls = append(c.calls, k)
-	p.running++
-	s.trace = append(s.trace, entry{process: p.id, what: what + " " + c.name})
-	s.background(func() func() {
-		err := do(ctx, k)
-		if err == nil && !p.dead.Load() && !k.abandoned {
-			switch what {
-			case "Prepare":
-				s.answered(k)
-			case "Unprepare":
-				s.gone(c.uid)
-			}
-		}
-		return func() {
-			s.over(p)
-			cancel()
-			c.calls = slices.DeleteFunc(c.calls, func(other *call) bool { return other == k })
-			s.trace = append(s.trace, entry{process: p.id, what: what + " " + c.name + ": " + outcome(err, p, k)})
-			if !p.dead.Load() && !k.abandoned {
-				then(k, err)
-			}
-		}
-	})
-}
-
-func outcome(err error, p *process, k *call) string {
-	text := "done"
-	if err != nil {
-		text = err.Error()
-	}
-	if p.dead.Load() || k.abandoned {
-		text += " (nobody hears of it)"
-	}
-	return text
-}
-
-// prepare is the kubelet's call.
-func (s *schedule) prepare(c *claim) {
-	p := s.takesCalls()
-	if p == nil || c.now == nil {
-		return
-	}
-	if c.phase != prepared {
-		c.phase = wanted
-	}
-	s.call(c, p, "Prepare", func(ctx context.Context, k *call) error {
-		_, err := p.Prepare(ctx, k.of)
-		return err
-	}, func(k *call, err error) {
-		if err == nil {
-			c.phase, c.got, c.before = prepared, k.of, s.disturbances()
-			c.unspecified = !slices.Equal(k.before, s.disturbances())
-		}
-	})
-}
-
-// unprepare is the kubelet's call. It waits for no Prepare any more.
-func (s *schedule) unprepare(c *claim) {
-	p := s.takesCalls()
-	if p == nil {
-		return
-	}
-	for _, k := range c.calls {
-		k.abandoned = true
-		k.cancel()
-	}
-	c.phase = leaving
-	s.call(c, p, "Unprepare", func(ctx context.Context, _ *call) error { return p.Unprepare(ctx, c.uid) }, func(_ *call, err error) {
-		if err != nil {
-			return
-		}
-		c.phase, c.got = idle, nil
-		if s.chance(s.renews) {
-			s.fresh(c)
-		}
-	})
-}
-
-// compare is the plugin's comparison of all, or a look whether specs are missing.
-func (s *schedule) compare() {
-	if p := s.takesCalls(); p != nil {
-		does := p.Reconcile
-		if s.chance(30) {
-			does = p.Mend
-		}
-		s.does(p, "compares", does, func(error) {})
-	}
-}
-
-// does lets the plugin do something by itself.
-func (s *schedule) does(p *process, what string, work func(context.Context) error, then func(error)) {
-	p.running++
-	s.background(func() func() {
-		err := work(p.ctx)
-		return func() {
-			s.over(p)
-			s.trace = append(s.trace, entry{process: p.id, what: what + ": " + outcome(err, p, &call{})})
-			if !p.dead.Load() {
-				then(err)
-			}
-		}
-	})
 }

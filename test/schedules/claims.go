@@ -3,6 +3,8 @@ package schedules
 import (
 	"context"
 	"fmt"
+	"path/filepath"
+	"slices"
 	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -42,6 +44,13 @@ type claim struct {
 	// before is how often each GPU was disturbed, and the supervisor, when the kubelet was told that it is prepared.
 	before []int
 	uids   []types.UID
+	// kind is what it was last allocated, on these GPUs.
+	kind template
+	on   []string
+	// allocations counts how often it was allocated: each has share IDs of its own.
+	allocations int
+	// returns counts how often the kubelet's Unprepare of it has succeeded.
+	returns int
 }
 
 // call is one of the kubelet's.
@@ -51,8 +60,12 @@ type call struct {
 	what    string
 	of      *resourceapi.ResourceClaim
 	cancel  context.CancelFunc
-	// abandoned says that the kubelet does not wait for it any more.
+	// abandoned says that the kubelet does not wait for it any more. The call need not have heard of that.
 	abandoned bool
+	// overtaken says that the claim was given back by the same instance since the call came.
+	overtaken bool
+	// returns is how often the claim had been given back when it came.
+	returns int
 	// before is how often each GPU was disturbed, and the supervisor, when it began.
 	before []int
 }
@@ -63,6 +76,28 @@ func (c *claim) rebooted() {
 	if c.phase == prepared {
 		c.phase = wanted
 	}
+}
+
+// reserve is the scheduler's word that a Pod may use the claim.
+func (c *claim) reserve() {
+	c.now = c.now.DeepCopy() // others have the one before
+	c.now.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "pod", UID: "uid-pod"}}
+}
+
+// release is what comes in the API server after a Pod has ended and its claims were given back: no Pod may use the claim any more.
+func (c *claim) release(uid types.UID) {
+	if c.now != nil && c.now.UID == uid {
+		c.now = c.now.DeepCopy()
+		c.now.Status.ReservedFor = nil
+	}
+}
+
+func (c *claim) isReserved() bool { return c.now != nil && len(c.now.Status.ReservedFor) > 0 }
+
+// isAbout says whether a file is the claim's record.
+func (c *claim) isAbout(path string) bool {
+	uid, _, _ := strings.Cut(strings.TrimSuffix(filepath.Base(path), ".json"), "_")
+	return string(c.uid) == uid
 }
 
 func (c *claim) String() string { return fmt.Sprintf("claim %s (%s)", c.name, c.phase) }
@@ -133,13 +168,21 @@ var templates = []template{
 
 // allocate makes the claim one of that kind.
 func (c *claim) allocate(t template, gpus []string) {
+	c.allocations++
+	c.kind, c.on = t, gpus
+	devices := t.results(gpus)
+	for i := range devices {
+		if id := devices[i].ShareID; id != nil {
+			devices[i].ShareID = ptr.To(types.UID(fmt.Sprintf("%s-%s-%d", *id, c.uid, c.allocations)))
+		}
+	}
 	c.now = &resourceapi.ResourceClaim{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: c.name, UID: c.uid},
 		Status: resourceapi.ResourceClaimStatus{
-			Allocation:  &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: t.results(gpus)}},
-			ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "pod", UID: "uid-pod"}},
+			Allocation: &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: devices}},
 		},
 	}
+	c.reserve()
 	if t.sharing != "" {
 		c.now.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{{
 			Source: resourceapi.AllocationConfigSourceClaim,
@@ -183,6 +226,13 @@ func (n *node) conflict(a, b *resourceapi.ResourceClaim) string {
 		}
 	}
 	return ""
+}
+
+// disagree says whether two claims for shares of one device want it shared in different ways.
+func disagree(a, b *resourceapi.ResourceClaim) bool {
+	return slices.ContainsFunc(results(a), func(x result) bool {
+		return slices.ContainsFunc(results(b), func(y result) bool { return x.Device == y.Device && sharingOf(a) != sharingOf(b) })
+	})
 }
 
 func isLimited(r result) bool {

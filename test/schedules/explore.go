@@ -44,7 +44,7 @@ type operation struct {
 
 // world is the state again, in which something can be done.
 func (e *explorer) world(m *moment) *schedule {
-	w := &world{node: m.node.clone(), specs: m.specs.clone(), lockDir: e.lockDir, points: newPoints(), written: func(string) bool { return false }}
+	w := &world{node: m.node.clone(), specs: m.specs.clone(), lockDir: e.lockDir, points: newPoints(), written: func(string) bool { return false }, restored: func(*gpu) bool { return false }}
 	for _, c := range m.claims {
 		w.claims = append(w.claims, &c)
 	}
@@ -79,7 +79,7 @@ func (m *moment) hash() ([32]byte, error) {
 		On                  bool
 		Instances           any
 		Mode, Slice, Theirs any
-		Lost                bool
+		Lost, Recut         bool
 		Disturbed           int
 	}
 	visible, synced := m.node.disk.State()
@@ -94,10 +94,10 @@ func (m *moment) hash() ([32]byte, error) {
 		Boots           int
 	}{visible, synced, nil, m.node.daemons, m.node.snapshot, m.specs.claims, m.specs.based, nil, m.node.boots}
 	for _, g := range m.node.gpus {
-		state.Cards = append(state.Cards, card{g.on, g.instances, g.mode, g.slice, g.theirs, g.lost, g.disturbed})
+		state.Cards = append(state.Cards, card{g.on, g.instances, g.mode, g.slice, g.theirs, g.lost, g.recut, g.disturbed})
 	}
 	for _, c := range m.claims {
-		state.Claims = append(state.Claims, fmt.Sprint(c.phase, c.unspecified))
+		state.Claims = append(state.Claims, fmt.Sprint(c.phase, c.unspecified, c.isReserved()))
 	}
 	raw, err := json.Marshal(state)
 	return sha256.Sum256(raw), err
@@ -122,7 +122,7 @@ func (e *explorer) operations() []operation {
 	for i := range e.of {
 		all = append(all,
 			operation{fmt.Sprintf("Prepare c%d", i), func(s *schedule) bool { return s.claims[i].phase != leaving },
-				func(s *schedule, _ *process) { s.prepare(s.claims[i]) }},
+				func(s *schedule, _ *process) { s.claims[i].reserve(); s.prepare(s.claims[i]) }},
 			operation{fmt.Sprintf("Unprepare c%d", i), func(s *schedule) bool { return s.claims[i].phase != idle },
 				func(s *schedule, _ *process) { s.unprepare(s.claims[i]) }})
 	}
@@ -207,6 +207,10 @@ func (e *explorer) from(m *moment) []*moment {
 			}
 			next = e.try(next, m, fmt.Sprintf("%s, %s at point %d, and the disk has all", o.name, cutBefore, n), func(s *schedule) bool {
 				s.written = func(string) bool { return true }
+				return s.once(o, n, cutBefore)
+			})
+			next = e.try(next, m, fmt.Sprintf("%s, %s at point %d, and an admin cuts again what was there", o.name, cutBefore, n), func(s *schedule) bool {
+				s.restored = func(*gpu) bool { return true }
 				return s.once(o, n, cutBefore)
 			})
 		}

@@ -58,6 +58,13 @@ func (w *world) settle(uids []types.UID) {
 	if err == nil && !lost {
 		w.compared()
 	}
+	if err := p.giveBackGone(p.ctx); err != nil && !lost {
+		w.breaks("the last look for claims that are gone: %v", err)
+	}
+	if !lost {
+		w.noneGone()
+	}
+	w.canBePrepared(p)
 	w.note("all claims are given back")
 	for _, uid := range uids {
 		if err := p.Unprepare(p.ctx, uid); err != nil {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"reflect"
 	"slices"
 	"strings"
 
@@ -75,9 +76,11 @@ func (w *world) isPrepared(disk *durabletest.Disk, c *resourceapi.ResourceClaim)
 }
 
 func sameDevices(r checkpoint.Record, c *resourceapi.ResourceClaim) bool {
-	return slices.EqualFunc(r.Devices, results(c), func(d checkpoint.Device, want result) bool {
-		return d.Request == want.Request && d.Device == want.Device && ptr.Deref(d.ShareID, "") == ptr.Deref(want.ShareID, "")
-	})
+	return slices.EqualFunc(r.Devices, results(c), sameAs)
+}
+
+func sameAs(d checkpoint.Device, want result) bool {
+	return d.Request == want.Request && d.Device == want.Device && d.AdminAccess == ptr.Deref(want.AdminAccess, false) && ptr.Deref(d.ShareID, "") == ptr.Deref(want.ShareID, "")
 }
 
 // promised makes sure that a container of the claim would get what the claim was allocated.
@@ -226,14 +229,34 @@ func (w *world) quiet() {
 			}
 		}
 	}
+	w.daemonsAreHeld()
 	w.theirsAreThere()
+}
+
+// daemonsAreHeld makes sure that each daemon has a file that says who holds it: it is written before the daemon is started, and goes after it. No comparison
+// is needed to end one.
+func (w *world) daemonsAreHeld() {
+	store, err := files(w.disk.Clone())
+	if err != nil {
+		w.breaks("open the state: %v", err)
+		return
+	}
+	keys, err := store.Holders()
+	if err != nil {
+		w.breaks("list the holders: %v", err)
+	}
+	for id := range w.daemons {
+		if !slices.Contains(keys, id+"_mps-daemon") {
+			w.breaks("daemon %s runs, and no file says who holds it", id)
+		}
+	}
 }
 
 // theirsAreThere makes sure of what admins have cut.
 func (w *world) theirsAreThere() {
 	for _, g := range w.gpus {
-		for id := range g.theirs {
-			if in, there := g.instances[id]; !there || in.ProfileID != theirProfile || len(in.Compute) != 1 {
+		for id, cut := range g.theirs {
+			if !reflect.DeepEqual(g.instances[id], cut) {
 				w.breaks("instance %d of %s is not any more as an admin has cut it", id, g.name())
 			}
 		}
@@ -257,6 +280,7 @@ func (w *world) compared() {
 		}
 	}
 	w.noStrays(store)
+	w.daemonsAreHeld()
 }
 
 // isOfEarlierBoot says whether the kubelet has not prepared the claim since the node was started.
@@ -280,10 +304,6 @@ func (w *world) noStrays(store *checkpoint.Store) {
 			held[strings.TrimSuffix(d, "-share")] = true
 		}
 	}
-	keys, err := store.Holders()
-	if err != nil {
-		w.breaks("list the holders: %v", err)
-	}
 	for _, h := range w.holders(store) {
 		for _, c := range h.Claims {
 			if !recorded[c.UID] && h.BootID == w.bootID() {
@@ -291,15 +311,10 @@ func (w *world) noStrays(store *checkpoint.Store) {
 			}
 		}
 	}
-	for id := range w.daemons {
-		if !slices.Contains(keys, id+"_mps-daemon") {
-			w.breaks("daemon %s runs for nobody", id)
-		}
-	}
 	for _, g := range w.gpus {
 		for id, in := range g.instances {
 			name := fmt.Sprintf("%s-mig-%d-%d", g.name(), in.ProfileID, in.Placement.Start)
-			if !g.theirs[id] && !held[name] && !w.blind {
+			if !g.isTheirs(id) && !held[name] && !w.blind {
 				w.breaks("instance %d of %s (%s) is there for nobody", id, g.name(), name)
 			}
 		}
@@ -330,7 +345,7 @@ func (w *world) empty() {
 			continue
 		}
 		for id := range g.instances {
-			if !g.theirs[id] && !w.blind {
+			if !g.isTheirs(id) && !w.blind {
 				w.breaks("instance %d of %s is left", id, g.name())
 			}
 		}

@@ -36,11 +36,13 @@ type gpu struct {
 	minor     int
 	on        bool
 	instances map[uint32]device.Instance
-	// theirs are the IDs of instances that an admin has cut.
-	theirs map[uint32]bool
-	mode   device.ComputeMode
-	slice  device.TimeSlice
-	lost   bool
+	// theirs are the instances that an admin has cut, by their IDs.
+	theirs map[uint32]device.Instance
+	// recut says that an admin's service has ever cut it when the node started. Claims may have used that, and wait for the service.
+	recut bool
+	mode  device.ComputeMode
+	slice device.TimeSlice
+	lost  bool
 	// disturbed counts what made the card forget.
 	disturbed int
 }
@@ -55,8 +57,8 @@ var profiles = []device.Profile{
 	{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 7, Size: 1, Starts: []uint32{0, 1, 2, 3, 4, 5, 6}},
 }
 
-// theirProfile is the one that admins cut. Claims never ask for it: an instance that someone makes anew with the profile, the place and the ID of ours cannot
-// be told from ours, see package prepare.
+// theirProfile is the one that admins cut while the node runs. Claims never ask for it: an instance that someone makes anew with the profile, the place and the
+// ID of ours cannot be told from ours within a boot, see package prepare.
 const theirProfile = 14
 
 func newNode(cards int) *node {
@@ -64,7 +66,7 @@ func newNode(cards int) *node {
 	for i := range cards {
 		n.gpus = append(n.gpus, &gpu{
 			address: device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", 0x1b+i)), uuid: fmt.Sprintf("GPU-%d", i), minor: i,
-			instances: map[uint32]device.Instance{}, theirs: map[uint32]bool{}, mode: device.ComputeDefault, slice: foundSlice,
+			instances: map[uint32]device.Instance{}, theirs: map[uint32]device.Instance{}, mode: device.ComputeDefault, slice: foundSlice,
 		})
 	}
 	n.scan()
@@ -91,12 +93,18 @@ func (n *node) scan() {
 	n.snapshot = s
 }
 
-// reboot starts the node again after its power went. Cards that were lost are back.
-func (n *node) reboot() {
+// reboot starts the node again after its power went. Cards that were lost are back. Those of which restored says so an admin's service has cut again as they
+// were before anything else runs, with the same profiles, places and IDs: what was ours is theirs now.
+func (n *node) reboot(restored func(*gpu) bool) {
 	n.boots++
 	for _, g := range n.gpus {
 		g.lost = false
+		was := maps.Clone(g.instances)
+		maps.DeleteFunc(was, func(_ uint32, in device.Instance) bool { return len(in.Compute) == 0 })
 		g.forget()
+		if len(was) > 0 && restored(g) {
+			g.on, g.instances, g.theirs, g.recut = true, was, maps.Clone(was), true
+		}
 	}
 	clear(n.daemons)
 	n.supervisors++
@@ -258,8 +266,13 @@ func (g *gpu) someoneElse(start uint32) bool {
 		g.on = on
 		return false
 	}
-	g.theirs[in.ID] = true
+	g.theirs[in.ID] = g.instances[in.ID]
 	return true
 }
 
 func (g *gpu) name() string { return g.address.WholeName() }
+
+func (g *gpu) isTheirs(id uint32) bool {
+	_, theirs := g.theirs[id]
+	return theirs
+}

@@ -78,9 +78,28 @@ func (p *process) open() error {
 	p.Preparer = prepare.New(prepare.Options{
 		DriverName: driverName, Pool: pool, BootID: p.world.bootID(), Now: func() time.Time { return time.Now().Add(p.world.clock) },
 		Hardware: p, Specs: specStore{p, p.world.specs.open()}, Records: records, Locks: locks, Verify: p.world.verify, Reread: p.reread,
-		Partitions: hardware{p}, MPS: supervisor{p}, MPSEdits: mpsEdits, MIGEdits: migEdits,
+		GivenBack: p.givenBack, Overtaken: overtaken, Partitions: hardware{p}, MPS: supervisor{p}, MPSEdits: mpsEdits, MIGEdits: migEdits,
 	})
 	return nil
+}
+
+// callKey is the kubelet's call that a context is of.
+type callKey struct{}
+
+// givenBack is told of each claim that was: calls that are under way may have read it before. Package driver remembers the same.
+func (p *process) givenBack(uid types.UID) {
+	for _, c := range p.world.claims {
+		for _, k := range c.calls {
+			if k.process == p && k.what == "Prepare" && k.of.UID == uid {
+				k.overtaken = true
+			}
+		}
+	}
+}
+
+func overtaken(ctx context.Context, _ types.UID) bool {
+	k, ok := ctx.Value(callKey{}).(*call)
+	return ok && k.overtaken
 }
 
 // do makes a call to the world: it waits for its turn, and something may go wrong with it. half is what is left of an effect that was cut short.
@@ -227,6 +246,11 @@ func (p *process) reread(ctx context.Context, _, name string) (c *resourceapi.Re
 		return nil
 	}, nil)
 	return c, err
+}
+
+// arrives is the way of the API server's answer that a Prepare begins with: what it says may be out of date when it comes.
+func (p *process) arrives(ctx context.Context) error {
+	return p.do(ctx, readClaim, func() error { return nil }, nil)
 }
 
 // hardware is the GPUs as the process uses them.

@@ -16,6 +16,7 @@ type schedule struct {
 	*world
 	dice
 
+	favour   favour
 	coverage *Coverage
 	// trouble is how often something goes wrong at a point, in percent.
 	trouble float64
@@ -45,9 +46,14 @@ func run(dir string, seed uint64, coverage *Coverage) (broken []string, story st
 	if err != nil {
 		return nil, "", err
 	}
-	s := &schedule{world: w, dice: d, coverage: coverage, trouble: pick(d, []float64{0, 0.5, 2, 6}), renews: 40, ended: make(chan ending, 100)}
+	s := &schedule{world: w, dice: d, favour: favourOf(seed), coverage: coverage, trouble: pick(d, []float64{0, 0.5, 2, 6}), renews: 40, ended: make(chan ending, 100)}
 	w.written = func(string) bool { return d.chance(50) }
-	for i := range 4 {
+	w.restored = func(*gpu) bool { return d.chance(25) }
+	claims := 4
+	if s.favour.few {
+		claims = 2
+	}
+	for i := range claims {
 		c := &claim{name: fmt.Sprintf("c%d", i), phase: idle}
 		s.fresh(c)
 		w.claims = append(w.claims, c)
@@ -239,6 +245,9 @@ func (s *schedule) goesWrong(of step) fault {
 	if s.writes > 0 && slices.Contains(can, s.lasting) {
 		s.writes--
 		return s.lasting
+	}
+	if f := s.favoured(of); f != none {
+		return f
 	}
 	percent := s.trouble
 	if other, ok := odds[of]; ok && s.trouble > 0 {

@@ -17,6 +17,7 @@ var (
 	firstSeed = flag.Uint64("seed", 1, "the seed of the first schedule")
 	schedules = flag.Int("schedules", 500, "how many schedules are run, of one seed after the other")
 	table     = flag.String("table", "", "where the table of what was met is written to, step by fault")
+	least     = flag.Int("least", 0, "how often each step must have met each fault that can happen there")
 )
 
 // A goroutine's number says when it was made, on one processor.
@@ -81,7 +82,9 @@ func TestWhateverGoesWrongNothingIsLostOrLeftOrHeldTwice(t *testing.T) {
 			}
 		}
 	}
-	fmt.Fprintf(t.Output(), "%d schedules; of the cells of the table these were met least: %v\n", *schedules, coverage.Missing(1))
+	for _, cell := range coverage.Missing(*least) {
+		t.Errorf("met less than %d times: %s", *least, cell)
+	}
 }
 
 func TestASeedTellsTheSameStoryEachTime(t *testing.T) {

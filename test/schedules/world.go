@@ -33,9 +33,11 @@ type world struct {
 	blind bool
 	// written says whether a directory's names have found their way to the disk unasked when the power goes.
 	written func(dir string) bool
-	dead    []*process
-	broken  []string
-	trace   []entry
+	// restored says whether an admin's service cuts a card again as it was when the node starts.
+	restored func(*gpu) bool
+	dead     []*process
+	broken   []string
+	trace    []entry
 }
 
 // entry is a line of what happened.
@@ -132,7 +134,7 @@ func (w *world) powerCut() {
 	if err := w.specs.clear(); err != nil {
 		w.breaks("clear the CDI directory: %v", err)
 	}
-	w.reboot()
+	w.reboot(w.restored)
 	for _, c := range w.claims {
 		c.rebooted()
 	}
@@ -140,7 +142,7 @@ func (w *world) powerCut() {
 
 // removes is told of each instance that the plugin removes.
 func (w *world) removes(g *gpu, id uint32) {
-	if g.theirs[id] {
+	if g.isTheirs(id) {
 		w.breaks("instance %d of %s was removed, which an admin has cut", id, g.name())
 	}
 }
@@ -150,9 +152,8 @@ func (w *world) removes(g *gpu, id uint32) {
 func (w *world) isUnreadable(path string) {
 	w.note("%s cannot be read", path)
 	w.blind = true
-	uid, _, _ := strings.Cut(strings.TrimSuffix(filepath.Base(path), ".json"), "_")
 	for _, c := range w.claims {
-		if c.phase == prepared && string(c.uid) == uid {
+		if c.phase == prepared && c.isAbout(path) {
 			c.phase = forgotten
 		}
 	}

@@ -15,6 +15,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"time"
 )
 
 func main() {
@@ -82,6 +83,9 @@ var (
 	first = regexp.MustCompile(`run it again with .*\n\s+(.*)\n`)
 )
 
+// bound is for how long one mistake is looked for. Where it is over, nothing was found.
+const bound = 20 * time.Minute
+
 // try runs the schedules over the mistake. by is what has found it, empty if nothing has.
 func (m mistake) try(ctx context.Context, dir string, schedules int) (by, what string, err error) {
 	root, err := filepath.Abs(".")
@@ -103,10 +107,12 @@ func (m mistake) try(ctx context.Context, dir string, schedules int) (by, what s
 		return "", "", fmt.Errorf("%w: %s", err, said)
 	}
 	test := func(args ...string) (string, bool) {
+		ctx, cancel := context.WithTimeout(ctx, bound)
+		defer cancel()
 		c := exec.CommandContext(ctx, binary, args...)
 		c.Dir = filepath.Join(root, "test", "schedules")
 		said, err := c.CombinedOutput()
-		return string(said), err != nil
+		return string(said), err != nil && ctx.Err() == nil
 	}
 	said, failed := test("-test.run", "^TestWhateverGoesWrong", "-seed", "1", "-schedules", strconv.Itoa(schedules))
 	if s := seed.FindStringSubmatch(said); s != nil {
