@@ -29,13 +29,13 @@ func (p *process) giveBackGone(ctx context.Context) error {
 			continue
 		}
 		now, err := p.lookup(ctx, c.Name)
-		if err != nil || p.Abandoned(r, now) == "" {
+		if why, _ := p.Abandoned(r, now); err != nil || why == "" {
 			errs = append(errs, err)
 			continue
 		}
 		done, err := p.GiveBack(ctx, c.UID, func(ctx context.Context, r checkpoint.Record) error {
 			now, err := p.lookup(ctx, r.Name)
-			if err == nil && (p.Abandoned(r, now) == "" || p.world.uses(r)) {
+			if why, _ := p.Abandoned(r, now); err == nil && (why == "" || p.world.uses(r)) {
 				err = errKept
 			}
 			return err
@@ -59,7 +59,7 @@ func (p *process) lookup(ctx context.Context, name string) (*resourceapi.Resourc
 	return now, err
 }
 
-// uses says whether containers have what the record holds: those of a claim that the kubelet knows as prepared.
+// uses says whether containers have what the record holds, or could start with it: those of a claim that the kubelet knows as prepared.
 func (w *world) uses(r checkpoint.Record) bool {
 	return slices.ContainsFunc(w.claims, func(c *claim) bool { return c.uid == r.ClaimUID && c.phase == prepared })
 }

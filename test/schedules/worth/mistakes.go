@@ -61,7 +61,7 @@ var mistakes = []mistake{
 	{"a record of an earlier boot proves what is on the hardware", "pkg/prepare/preparer.go",
 		`Forgotten: r.BootID != p.BootID,`, `Forgotten: false,`},
 	{"a late call is not refused", "pkg/prepare/prepare.go",
-		`if waited || p.Overtaken(ctx, c.UID) {`, `if waited && p.Overtaken(ctx, c.UID) {`},
+		`if waited || p.Overtaken(ctx, c.UID) {`, `if (waited || p.Overtaken(ctx, c.UID)) && c.UID == "" {`},
 	{"a claim is prepared that no Pod may use any more", "pkg/prepare/prepare.go",
 		`if err := reserved(now); err != nil {`, `if err := error(nil); err != nil {`},
 	{"a claim that is in use again is given back as gone", "pkg/prepare/abandoned.go",
