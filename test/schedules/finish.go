@@ -10,7 +10,7 @@ import (
 
 // finish lets everything work again, and gives everything back.
 func (s *schedule) finish() {
-	s.writes, s.trouble, s.absent = 0, 0, false
+	s.writes, s.trouble, s.absent, s.favour = 0, 0, false, favour{}
 	seldomWas := s.chance(50)
 	if seldomWas {
 		for _, p := range slices.Clone(s.living) {
