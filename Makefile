@@ -150,6 +150,13 @@ test-e2e: toolchain ## The chart, the image and the plugin on a real cluster wit
 	$(MAKE) --no-print-directory bench-quick
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 60m ./test/e2e/...
 
+# How many Pods, and after how many seconds the plugin and the kubelet are killed again.
+SOAK := SOAK_PODS=2000 SOAK_KILL_PLUGIN=20 SOAK_KILL_KUBELET=120
+
+.PHONY: soak
+soak: toolchain ## Thousands of Pods with devices of every kind while plugin and kubelet are killed over and over; about half an hour (root; SOAK="SOAK_PODS=10000 …")
+	$(SOAK) $(GOTEST) -v -count=1 -timeout 12h ./test/e2e/... -run 'TestSoak$$'
+
 .PHONY: hwcheck
 hwcheck: toolchain ## Build the folder build/hwcheck, which checks a real GPU without Go or network; it only reads
 	hack/hwcheck.sh $(BUILD)/hwcheck

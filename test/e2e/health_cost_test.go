@@ -78,12 +78,8 @@ func (w *world) processes(t *testing.T) processes {
 			p.processors += time.Duration(number(t, ticks)) * time.Second / userHertz
 		}
 		p.tasks += number(t, fields[17])
-		p.files += len(strings.Fields(w.on(t, h100, "ls", "/proc/"+pid+"/fd")))
-		for line := range strings.Lines(w.on(t, h100, "cat", "/proc/"+pid+"/status")) {
-			if rest, is := strings.CutPrefix(line, "VmRSS:"); is {
-				p.memory += number(t, strings.Fields(rest)[0]) << 10
-			}
-		}
+		memory, files := w.holds(t, pid)
+		p.memory, p.files = p.memory+memory, p.files+files
 	}
 	for line := range strings.Lines(w.get(t, h100, "metrics")) {
 		if rest, is := strings.CutPrefix(line, "go_goroutines "); is {
@@ -91,6 +87,17 @@ func (w *world) processes(t *testing.T) processes {
 		}
 	}
 	return p
+}
+
+// holds is how many bytes of a process are resident, and how many files it has open.
+func (w *world) holds(t *testing.T, pid string) (memory, files int) {
+	t.Helper()
+	for line := range strings.Lines(w.on(t, h100, "cat", "/proc/"+pid+"/status")) {
+		if rest, is := strings.CutPrefix(line, "VmRSS:"); is {
+			memory = number(t, strings.Fields(rest)[0]) << 10
+		}
+	}
+	return memory, len(strings.Fields(w.on(t, h100, "ls", "/proc/"+pid+"/fd")))
 }
 
 func number(t *testing.T, text string) int {

@@ -1,0 +1,182 @@
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+)
+
+// However quick a machine is, a soak has so many kills in it.
+const (
+	leastKills        = 2
+	leastKubeletKills = 1
+)
+
+// soakRules share one GPU of the node in fractions, one in turns, and one as partitions.
+const soakRules = fractioned + "=fractions," + inTurns + "=shares:8," + cutShares + "/1g.10gb=fractions," + cutShares + "/2g.20gb=shares:2"
+
+// TestSoak: Pods come and go with devices of every kind, while the plugin and the kubelet are killed over and over. Each has what its claim was given, and
+// in the end the node is as it was. The suite has a few Pods, `make soak` has thousands.
+func TestSoak(t *testing.T) {
+	t.Parallel()
+	sim := simulator(t)
+	w := bringUpWith(t, cluster.Options{
+		Name: "e2e-soak", Nodes: []cluster.NodeOptions{sim.Node(h100, "dgx-h100")},
+		// The plugin is there between two kills, and not only after minutes.
+		RestartPause: time.Second,
+	})
+	w.needSMI(t)
+	w.smi(t, h100, "-pm", "1")
+	w.install(t, "--set", "shares="+escaped(soakRules))
+	w.offersShapes(t, h100, 8, 200)
+	w.supervisor(t)
+	t.Run("Pods come and go while plugin and kubelet are killed", w.testSoak)
+}
+
+func (w *world) testSoak(t *testing.T) {
+	pods := int(fromEnvironment(t, "SOAK_PODS", 40))
+	u := w.tenant(t)
+	before, supervisor := w.bareNode(t), w.supervisorProcess(t)
+	memory, files := w.holds(t, supervisor)
+
+	s := u.soak()
+	s.churn(pods, killer{
+		plugin: time.NewTicker(seconds(t, "SOAK_KILL_PLUGIN", 8)), kubelet: time.NewTicker(seconds(t, "SOAK_KILL_KUBELET", 20)),
+	})
+	s.neverTwice()
+	// What the plugin holds can only be compared while it lives.
+	s.churn(2*len(soakKinds), killer{})
+	was := w.processes(t)
+	s.churn(max(pods/20, len(soakKinds)), killer{})
+	eventually(t, 30*time.Second, "the plugin holds no more than before these Pods", func() (bool, string) {
+		now := w.processes(t)
+		return now.files <= was.files+5 && now.goroutines <= was.goroutines+5 && now.memory <= was.memory+16<<20, fmt.Sprintf("%s; before: %s", now, was)
+	})
+	s.report()
+
+	s.nothingIsLeft()
+	s.allGPUs()
+	s.nothingIsLeft()
+	w.isAsBefore(t, before)
+	eventually(t, 30*time.Second, "the supervisor of MPS daemons holds no more than before", func() (bool, string) {
+		nowMemory, nowFiles := w.holds(t, supervisor)
+		return nowMemory <= memory+16<<20 && nowFiles <= files+5, fmt.Sprintf("%d bytes and %d files, before %d and %d", nowMemory, nowFiles, memory, files)
+	})
+	if ended := w.instance(t, h100).Status.ContainerStatuses[0].RestartCount; int(ended) > s.kills {
+		t.Errorf("the plugin was killed %d times and started again %d times", s.kills, ended)
+	}
+	t.Logf("plugin at the end: %s", w.processes(t))
+}
+
+func seconds(t *testing.T, name string, otherwise uint64) time.Duration {
+	t.Helper()
+	return time.Duration(fromEnvironment(t, name, otherwise)) * time.Second
+}
+
+// killer says when the plugin and the kubelet are killed; without tickers nobody is.
+type killer struct{ plugin, kubelet *time.Ticker }
+
+func (k killer) ticks() (plugin, kubelet <-chan time.Time) {
+	if k.plugin == nil {
+		return nil, nil
+	}
+	return k.plugin.C, k.kubelet.C
+}
+
+// churn has Pods come and go until a number of them, of all kinds alike, has ended.
+func (s *soak) churn(pods int, k killer) {
+	s.t.Helper()
+	killPlugin, killKubelet := k.ticks()
+	s.start(pods, killPlugin != nil)
+	defer s.stop()
+	progress := time.NewTicker(15 * time.Second)
+	defer progress.Stop()
+	// On a machine that is so slow that nothing ends between two kills, the next one waits: else nothing would ever end.
+	goesOn := map[string]bool{}
+	for users := soakUsers; users > 0; {
+		select {
+		case l := <-s.ended:
+			s.check(l)
+			goesOn["plugin"], goesOn["kubelet"] = true, true
+		case <-s.left:
+			users--
+		case <-killPlugin:
+			if goesOn["plugin"] {
+				s.killPlugin()
+			}
+			goesOn["plugin"] = false
+		case <-killKubelet:
+			if goesOn["kubelet"] {
+				s.killKubelet()
+			}
+			goesOn["kubelet"] = false
+		case <-progress.C:
+			s.t.Log(s.progress())
+		}
+		if s.kills >= leastKills && s.kubeletKills >= leastKubeletKills {
+			s.killedEnough.Store(true)
+		}
+		if s.t.Failed() {
+			s.t.FailNow()
+		}
+	}
+	for len(s.ended) > 0 {
+		s.check(<-s.ended)
+	}
+	s.t.Log(s.progress())
+}
+
+// killPlugin ends the plugin as kill -9 does. What it has counted goes with it.
+func (s *soak) killPlugin() {
+	s.t.Helper()
+	process := mainProcess(s.t, "GPU_DRA_POD_UID", string(s.plugin.UID))
+	s.count()
+	if err := process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		s.t.Fatal(err)
+	}
+	s.kills++
+}
+
+func (s *soak) killKubelet() {
+	s.t.Helper()
+	if err := s.node(s.t, h100).Service(s.t.Context(), "kill", "kubelet"); err != nil {
+		s.t.Fatal(err)
+	}
+	s.kubeletKills++
+}
+
+// nothingIsLeft waits until no claim, Pod, partition, daemon, record, spec or lock is left.
+func (s *soak) nothingIsLeft() {
+	s.t.Helper()
+	eventually(s.t, 60*time.Second, "no claim is left", func() (bool, string) {
+		claims, err := s.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(s.t.Context(), metav1.ListOptions{})
+		if err != nil {
+			return false, err.Error()
+		}
+		var left []string
+		for _, c := range claims.Items {
+			left = append(left, fmt.Sprint(c.Name, c.Finalizers, c.DeletionTimestamp, c.Status.ReservedFor))
+		}
+		return len(left) == 0, strings.Join(left, "\n")
+	})
+	s.uncut(s.t, h100)
+	s.unshared(s.t)
+	s.clean(s.t, h100)
+}
+
+// allGPUs: one Pod can have all GPUs as wholes. For it those that were cut leave MIG mode.
+func (s *soak) allGPUs() {
+	s.t.Helper()
+	s.gpus(8)
+	s.pod("all", fromTemplate("gpu", gpusTemplate(8)))
+	s.running("all")
+	s.sees("all", "", s.allocated("all", "gpu"))
+	s.endPods(s.t, s.namespace)
+}
