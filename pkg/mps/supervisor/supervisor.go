@@ -253,7 +253,9 @@ func (s *Supervisor) verify(ctx context.Context, l *life) error {
 	if err != nil {
 		return err
 	}
-	if _, err := c.ask(ctx, "get_server_list"); err != nil {
+	if _, err := c.ask(ctx, "get_server_list"); errors.Is(err, context.Canceled) {
+		return fmt.Errorf("ask whether the MPS daemon answers: %w", err) // Who asked has gone: that says nothing of the daemon, and nobody should kill it for that.
+	} else if err != nil {
 		return fmt.Errorf("the MPS daemon runs but does not answer (to restart it, which ends its clients, kill process %d): %w", l.pid(), err)
 	}
 	return c.apply(ctx, l.spec)

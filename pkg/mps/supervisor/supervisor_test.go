@@ -266,6 +266,31 @@ func TestADaemonThatRunsButDoesNotAnswerIsLeftToItsClients(t *testing.T) {
 	n.mustStop("a")
 }
 
+// A plugin that is killed, or a kubelet that gives up, while the daemon is asked says nothing of the daemon: nobody is told to kill it.
+func TestADaemonWhoseAnswerNobodyAwaitsIsNotBlamed(t *testing.T) {
+	t.Parallel()
+	n := newNode(t)
+	n.supervise()
+	d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
+	n.mustStart(d)
+	before, pid := len(n.processes("a")), n.status("a").PID
+	must(t, unix.Kill(pid, unix.SIGSTOP))
+	ctx, cancel := context.WithCancel(t.Context())
+	gaveUp := make(chan error, 1)
+	go func() { gaveUp <- n.client.Start(ctx, d) }()
+	n.await("the daemon is asked", func() bool { return len(n.processes("a")) > before })
+	cancel()
+	if err := <-gaveUp; err == nil {
+		t.Error("a daemon that is stopped answers")
+	}
+	n.await("the supervisor has given up too", func() bool { return strings.Contains(n.said(), "context canceled") })
+	if said := n.said(); strings.Contains(said, "kill process") {
+		t.Errorf("it says:\n%s", said)
+	}
+	must(t, unix.Kill(pid, unix.SIGCONT))
+	n.mustStop("a")
+}
+
 // Someone removes what is mounted and where it was. A container that is made then would not have what the daemon has.
 func TestADaemonWhoseDirectoriesWereRemovedIsTold(t *testing.T) {
 	for name, dir := range map[string]func(mps.Paths, string) string{"shared memory": mps.Paths.Shm, "pipes": mps.Paths.Pipes} {
