@@ -154,7 +154,7 @@ test-e2e: toolchain ## The chart, the image and the plugin on a real cluster wit
 SOAK := SOAK_PODS=2000 SOAK_KILL_PLUGIN=20 SOAK_KILL_KUBELET=120
 
 .PHONY: soak
-soak: toolchain ## Thousands of Pods with devices of every kind while plugin and kubelet are killed over and over; about half an hour (root; SOAK="SOAK_PODS=10000 …")
+soak: toolchain ## Thousands of Pods with devices of every kind while plugin and kubelet are killed over and over; half an hour or more (root; SOAK="SOAK_PODS=10000 …")
 	$(SOAK) $(GOTEST) -v -count=1 -timeout 12h ./test/e2e/... -run 'TestSoak$$'
 
 .PHONY: hwcheck

@@ -23,9 +23,11 @@ const (
 const soakRules = fractioned + "=fractions," + inTurns + "=shares:8," + cutShares + "/1g.10gb=fractions," + cutShares + "/2g.20gb=shares:2"
 
 // TestSoak: Pods come and go with devices of every kind, while the plugin and the kubelet are killed over and over. Each has what its claim was given, and
-// in the end the node is as it was. The suite has a few Pods, `make soak` has thousands.
+// in the end the node is as it was. It is long, and so it is run by hand: `make soak`.
 func TestSoak(t *testing.T) {
-	t.Parallel()
+	if os.Getenv("SOAK_PODS") == "" {
+		t.Skip("SKIPPED: thousands of Pods come and go while plugin and kubelet are killed, with make soak")
+	}
 	sim := simulator(t)
 	w := bringUpWith(t, cluster.Options{
 		Name: "e2e-soak", Nodes: []cluster.NodeOptions{sim.Node(h100, "dgx-h100")},
@@ -41,14 +43,14 @@ func TestSoak(t *testing.T) {
 }
 
 func (w *world) testSoak(t *testing.T) {
-	pods := int(fromEnvironment(t, "SOAK_PODS", 40))
+	pods := int(fromEnvironment(t, "SOAK_PODS", 0))
 	u := w.tenant(t)
 	before, supervisor := w.bareNode(t), w.supervisorProcess(t)
 	memory, files := w.holds(t, supervisor)
 
 	s := u.soak()
 	s.churn(pods, killer{
-		plugin: time.NewTicker(seconds(t, "SOAK_KILL_PLUGIN", 8)), kubelet: time.NewTicker(seconds(t, "SOAK_KILL_KUBELET", 20)),
+		plugin: time.NewTicker(seconds(t, "SOAK_KILL_PLUGIN", 20)), kubelet: time.NewTicker(seconds(t, "SOAK_KILL_KUBELET", 120)),
 	})
 	s.neverTwice()
 	// What the plugin holds can only be compared while it lives.
