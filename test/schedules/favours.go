@@ -49,7 +49,7 @@ var favours = map[step]favour{
 }
 
 // rarest are the steps that one in three stories is told for. A mode is turned off least: only where a whole GPU is wanted after parts of it.
-var rarest = []step{modeOff, modeOff, modeOff, "mark: remove unfinished", "holder: set aside", "record: set aside", "quarantine: sync"}
+var rarest = []step{modeOff, modeOff, modeOff, modeOff, modeOff, "mark: remove unfinished", "holder: set aside", "record: set aside", "quarantine: sync"}
 
 // cells are all that can be met at the steps.
 func cells(steps []step) []cell {
