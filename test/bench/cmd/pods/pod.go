@@ -38,7 +38,8 @@ func (m meter) makeTemplate(ctx context.Context) error {
 func pod(name string, claimed bool) *corev1.Pod {
 	p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}}
 	p.Spec.RestartPolicy = corev1.RestartPolicyNever
-	p.Spec.TerminationGracePeriodSeconds = ptr.To[int64](0)
+	// With 0 the Pod and its claim would be gone before the kubelet has given back the GPU, and the next Pod would be sent there too early.
+	p.Spec.TerminationGracePeriodSeconds = ptr.To[int64](1)
 	p.Spec.Containers = []corev1.Container{{Name: "main", Image: cluster.TestImage, Command: []string{"sleep", "infinity"}}}
 	if claimed {
 		p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimTemplateName: ptr.To(template)}}
