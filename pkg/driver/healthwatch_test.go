@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -360,9 +361,6 @@ func TestAPoolIsNeverIncompleteForTaints(t *testing.T) {
 		}
 		return all, err
 	})
-	n.run(t)
-	eventually(t, "all slices are published", func() bool { return len(mustList(t, n.client)) == 4 })
-	generation := mustList(t, n.client)[0].Spec.Pool.Generation
 	var mu sync.Mutex
 	most := int64(0)
 	n.client.PrependReactor("update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
@@ -371,6 +369,9 @@ func TestAPoolIsNeverIncompleteForTaints(t *testing.T) {
 		most = max(most, a.(clienttesting.UpdateAction).GetObject().(*resourceapi.ResourceSlice).Spec.Pool.Generation)
 		return false, nil, nil
 	})
+	n.run(t)
+	eventually(t, "all slices are published", func() bool { return len(mustList(t, n.client)) == 4 })
+	generation := mustList(t, n.client)[0].Spec.Pool.Generation
 	ill := []device.PCIAddress{"0000:1b:00.0", "0001:50:00.0", "0001:90:00.0", "0001:bf:00.0"}
 	for _, a := range ill {
 		n.xid(a, 95)
@@ -390,25 +391,21 @@ func TestAPoolIsNeverIncompleteForTaints(t *testing.T) {
 
 func TestAnAPIServerComesBack(t *testing.T) {
 	n := newAiling(t)
-	n.run(t)
-	var mu sync.Mutex
-	away := true
-	n.client.PrependReactor("*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
-		mu.Lock()
-		defer mu.Unlock()
-		if away && a.GetVerb() == "update" {
+	var away atomic.Bool
+	n.client.PrependReactor("update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
+		if away.Load() {
 			return true, nil, apierrors.NewServiceUnavailable("away")
 		}
 		return false, nil, nil
 	})
+	n.run(t)
+	away.Store(true)
 	n.xid("0000:1b:00.0", 95)
 	n.xid("0000:43:00.0", 79)
 	n.recovery("0000:1b:00.0", device.RecoveryReset)
 	eventually(t, "the plugin has tried", func() bool { return n.metric(t, "gpu_dra_publish_errors_total") })
 	n.recovery("0000:1b:00.0", device.RecoveryNone)
-	mu.Lock()
-	away = false
-	mu.Unlock()
+	away.Store(false)
 	eventually(t, "the published state is the hardware's", func() bool {
 		all := n.taints(t)
 		return len(all) == 1 && strings.Contains(all[secondGPU], "xid-79")

@@ -90,6 +90,8 @@ func (s *schedule) background(work func() (then func())) {
 		s.ended <- ending{number, work()}
 		s.points.tell()
 	}()
+	// The locks below are real ones: whoever was begun first must get to them first.
+	synctest.Wait()
 }
 
 // start starts an instance of the plugin, which puts the node in order.

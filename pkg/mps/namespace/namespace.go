@@ -30,6 +30,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/below"
 )
 
 // What the programs see.
@@ -209,7 +211,7 @@ func resolve(root int, prefix, path string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	fd, err := unix.Openat2(root, relative, &unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS})
+	fd, err := below.Open(root, relative, 0)
 	if err != nil {
 		return "", fmt.Errorf("find %s: %w", path, err)
 	}

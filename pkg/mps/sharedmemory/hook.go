@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/below"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/container"
 )
 
@@ -142,7 +143,7 @@ func openShm(root int) (int, error) {
 
 // openBelow resolves every link as the container would.
 func openBelow(root int, path string) (int, error) {
-	return unix.Openat2(root, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_DIRECTORY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS})
+	return below.Open(root, path, unix.O_DIRECTORY)
 }
 
 // descriptor names what is open, whatever its path means by now.
