@@ -3,8 +3,11 @@ package driver
 import (
 	"context"
 	"fmt"
+	"slices"
+	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
@@ -12,24 +15,63 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// first writes the slices of a node that has none, and says whether it has written all of them. The slice controller looks for the first time a second after
-// it was started, whatever there is to see (k8s.io/dynamic-resource-allocation v0.37, Controller.initInformer), and that is most of the time that a new node's
-// GPUs would be unknown. It finds what it would have written, names included, and leaves it; what failed here it writes itself.
-func (p *publisher) first(ctx context.Context, slices []resourceslice.Slice) (written bool, _ error) {
-	api := p.client.ResourceV1().ResourceSlices()
-	there, err := api.List(ctx, metav1.ListOptions{Limit: 1, FieldSelector: fields.Set{
+// first says what the slice controller begins with, given what is wanted, and whether that is what the API server has.
+//
+// A node that has no slices gets them here: the controller looks for the first time a second after it was started, whatever there is to see
+// (k8s.io/dynamic-resource-allocation v0.37, Controller.initInformer), and that is most of the time that a new node's GPUs would be unknown. It finds what it
+// would have written, names included, and leaves it; what failed here it writes itself.
+//
+// Where only taints differ from what an earlier instance has published, which may have ended between two of its writes, the controller begins with that: see [stages].
+func (p *publisher) first(ctx context.Context, wanted []resourceslice.Slice) (given []resourceslice.Slice, published bool, _ error) {
+	there, err := p.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: fields.Set{
 		resourceapi.ResourceSliceSelectorDriver: DriverName, resourceapi.ResourceSliceSelectorNodeName: p.nodeName,
 	}.String()})
-	if err != nil || len(there.Items) > 0 {
-		return false, err
+	if err != nil {
+		return wanted, false, err
 	}
+	if len(there.Items) > 0 {
+		if given, same := butTaints(there.Items, wanted); same {
+			return given, true, nil
+		}
+		return wanted, false, nil
+	}
+	if err := p.create(ctx, wanted); err != nil {
+		return wanted, false, err
+	}
+	klog.FromContext(ctx).Info("Published the first ResourceSlices of this node", "slices", len(wanted))
+	return wanted, true, nil
+}
+
+// butTaints are the slices as they are in the API server, and whether they are one complete pool that is the same as what is wanted but for taints.
+func butTaints(there []resourceapi.ResourceSlice, wanted []resourceslice.Slice) (_ []resourceslice.Slice, same bool) {
+	if len(there) != len(wanted) {
+		return nil, false
+	}
+	// The place in the pool begins the name.
+	slices.SortFunc(there, func(a, b resourceapi.ResourceSlice) int { return strings.Compare(a.Name, b.Name) })
+	given := make([]resourceslice.Slice, len(there))
+	for i, t := range there {
+		given[i] = resourceslice.Slice{
+			Devices: t.Spec.Devices, SharedCounters: t.Spec.SharedCounters, PerDeviceNodeSelection: t.Spec.PerDeviceNodeSelection,
+			PartitionTypeAttribute: t.Spec.PartitionTypeAttribute, SkipNodeOperations: t.Spec.SkipNodeOperations,
+		}
+		complete := t.Spec.Pool == there[0].Spec.Pool && t.Spec.Pool.ResourceSliceCount == int64(len(there))
+		if !complete || !apiequality.Semantic.DeepEqual(untainted(given[i]), untainted(wanted[i])) {
+			return nil, false
+		}
+	}
+	return given, true
+}
+
+// create writes slices as the controller would.
+func (p *publisher) create(ctx context.Context, wanted []resourceslice.Slice) error {
 	node, err := p.client.CoreV1().Nodes().Get(ctx, p.nodeName, metav1.GetOptions{})
 	if err != nil {
-		return false, err
+		return err
 	}
 	owner := metav1.OwnerReference{APIVersion: "v1", Kind: "Node", Name: node.Name, UID: node.UID, Controller: ptr.To(true)}
-	for i, s := range slices {
-		_, err := api.Create(ctx, &resourceapi.ResourceSlice{
+	for i, s := range wanted {
+		_, err := p.client.ResourceV1().ResourceSlices().Create(ctx, &resourceapi.ResourceSlice{
 			ObjectMeta: metav1.ObjectMeta{
 				// The controller finds a slice again by its place in the pool, which begins its name.
 				GenerateName:    fmt.Sprintf("%05x-%s-%s-", i, DriverName, p.nodeName),
@@ -37,15 +79,14 @@ func (p *publisher) first(ctx context.Context, slices []resourceslice.Slice) (wr
 			},
 			Spec: resourceapi.ResourceSliceSpec{
 				Driver: DriverName, NodeName: ptr.To(p.nodeName),
-				Pool:    resourceapi.ResourcePool{Name: p.nodeName, Generation: 1, ResourceSliceCount: int64(len(slices))},
+				Pool:    resourceapi.ResourcePool{Name: p.nodeName, Generation: 1, ResourceSliceCount: int64(len(wanted))},
 				Devices: s.Devices, SharedCounters: s.SharedCounters, PerDeviceNodeSelection: s.PerDeviceNodeSelection,
 				PartitionTypeAttribute: s.PartitionTypeAttribute, SkipNodeOperations: s.SkipNodeOperations,
 			},
 		}, metav1.CreateOptions{})
 		if err != nil {
-			return false, err
+			return err
 		}
 	}
-	klog.FromContext(ctx).Info("Published the first ResourceSlices of this node", "slices", len(slices))
-	return true, nil
+	return nil
 }

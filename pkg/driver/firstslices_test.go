@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -11,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -43,11 +45,11 @@ func stored(client *fake.Clientset) map[string]int {
 	return counts
 }
 
-func publishing(t *testing.T, client *fake.Clientset, inv *fakeInventory) chan struct{} {
+func publishing(t *testing.T, client *fake.Clientset, inv *fakeInventory, mark func([]resourceslice.Slice, inventory.Snapshot, Features) ([]resourceslice.Slice, bool)) chan struct{} {
 	t.Helper()
 	changed := make(chan struct{}, 1)
 	p := &publisher{
-		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs, mark: unmarked,
+		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs, mark: mark,
 		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool, bool) {},
 	}
 	ctx, stop := context.WithCancel(t.Context())
@@ -66,7 +68,7 @@ func TestTheControllerLeavesTheFirstSlicesAsTheyAre(t *testing.T) {
 	client, inv := apiServer(), &fakeInventory{}
 	s := manyGPUs()
 	inv.set(s)
-	changed := publishing(t, client, inv)
+	changed := publishing(t, client, inv, unmarked)
 	eventually(t, "all GPUs are published", func() bool { return len(published(t, client)) == len(s.Node.GPUs) })
 	if got := stored(client); got["create"] != 2 || len(got) != 1 {
 		t.Fatalf("writes %v", got)
@@ -103,9 +105,39 @@ func TestWhatTheFirstSlicesLackTheControllerWrites(t *testing.T) {
 	})
 	s := manyGPUs()
 	inv.set(s)
-	publishing(t, client, inv)
+	publishing(t, client, inv, unmarked)
 	eventually(t, "all GPUs are published", func() bool { return len(published(t, client)) == len(s.Node.GPUs) })
 	if !refused {
 		t.Error("nothing was refused")
+	}
+}
+
+// An instance may end between two of the writes that a change of several slices takes.
+func TestTaintsThatAnEarlierInstanceHasNotPublishedAreWrittenSliceBySlice(t *testing.T) {
+	client, inv := apiServer(), &fakeInventory{}
+	s := manyGPUs()
+	inv.set(s)
+	earlier, _ := wholeGPUs(t.Context(), s, Features{})
+	if _, published, err := (&publisher{client: client, nodeName: "node"}).first(t.Context(), earlier); !published || err != nil {
+		t.Fatal(published, err)
+	}
+	publishing(t, client, inv, func(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
+		marked := slices.Clone(all)
+		for i := range marked {
+			marked[i].Devices = slices.Clone(marked[i].Devices)
+			marked[i].Devices[0].Taints = []resourceapi.DeviceTaint{{Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule}}
+		}
+		return marked, true
+	})
+	eventually(t, "all taints are published", func() bool {
+		return !slices.ContainsFunc(mustList(t, client), func(s resourceapi.ResourceSlice) bool { return len(s.Spec.Devices[0].Taints) == 0 })
+	})
+	if got := stored(client); got["create"] != 2 || got["update"] != 2 || len(got) != 2 {
+		t.Errorf("writes %v", got)
+	}
+	for _, slice := range mustList(t, client) {
+		if slice.Spec.Pool.Generation != 1 {
+			t.Errorf("slice %s: %+v", slice.Name, slice.Spec.Pool)
+		}
 	}
 }

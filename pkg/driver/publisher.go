@@ -99,17 +99,18 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 		}
 		resources, settled, known = p.resources(ctx, &on, features)
 	}
-	written, err := p.first(ctx, resources)
+	given, published, err := p.first(ctx, resources)
 	if err != nil {
 		logger.V(2).Info("Could not write the first ResourceSlices; the controller will", "err", err)
 	}
 	probeAgain, failed := make(chan struct{}, 1), make(chan struct{}, 1)
-	stage := begin(resources, written, time.Now())
+	stage := begin(given, published, time.Now())
+	stage.want(resources)
 	controller, err := resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: DriverName,
 		KubeClient: p.client,
 		Owner:      &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: p.nodeName},
-		Resources:  p.pool(resources),
+		Resources:  p.pool(given),
 		SyncDelay:  ptr.To(syncDelay),
 		ErrorHandler: func(ctx context.Context, err error, msg string) {
 			var dropped *resourceslice.DroppedFieldsError

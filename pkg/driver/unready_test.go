@@ -1,11 +1,13 @@
 package driver
 
 import (
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -62,6 +64,13 @@ func TestTheLastGPULeaves(t *testing.T) {
 	lost := func(n *ailing) {
 		n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
 	}
+	// judged waits until all that was said is judged: what another card says is after it.
+	judged := func(n *ailing, xid uint64) {
+		n.xid("0000:43:00.0", xid)
+		eventually(t, "that is judged", func() bool {
+			return slices.ContainsFunc(n.driver.health.View().Findings("0000:43:00.0"), func(f health.Finding) bool { return f.XID == xid })
+		})
+	}
 	for name, seenLost := range map[string]bool{"lost": true, "not asked": false} {
 		t.Run(name, func(t *testing.T) {
 			n := newAiling(t)
@@ -78,6 +87,7 @@ func TestTheLastGPULeaves(t *testing.T) {
 				n.say("none", noGPU)
 				eventually(t, "the inventory has noticed", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 0 })
 				lost(n)
+				judged(n, 13)
 				if got := published(t, n.client); len(got) != 1 || len(n.taints(t)) != 1 {
 					t.Errorf("a claim has it: %v", got)
 				}
@@ -92,8 +102,7 @@ func TestTheLastGPULeaves(t *testing.T) {
 				t.Errorf("%+v", found)
 			}
 			lost(n)
-			n.xid("0000:43:00.0", 31) // judged after it
-			eventually(t, "that is judged", func() bool { return len(n.driver.health.View().Findings("0000:43:00.0")) == 1 })
+			judged(n, 31)
 			if got := published(t, n.client); len(got) != 0 {
 				t.Errorf("it comes back as a ghost: %v", got)
 			}
