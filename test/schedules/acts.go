@@ -5,6 +5,8 @@ import (
 	"slices"
 	"time"
 
+	"k8s.io/apimachinery/pkg/types"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
@@ -59,6 +61,9 @@ func (s *schedule) act() {
 		s.pass(time.Duration(s.IntN(100)) * time.Second)
 	default:
 		s.forget(c)
+		if s.chance(50) {
+			s.lookForGone()
+		}
 	}
 }
 
@@ -153,6 +158,23 @@ func (s *schedule) allocatedAnew(c *claim) {
 		return
 	}
 	s.note("claim %s is allocated again: %s", c.name, c.kind.name)
+}
+
+// comesBack allocates a claim that was freed as it was before, for another Pod.
+func (s *schedule) comesBack(uid types.UID) bool {
+	i := slices.IndexFunc(s.claims, func(c *claim) bool { return c.uid == uid && c.phase == forgotten && len(c.calls) == 0 })
+	if i < 0 {
+		return false
+	}
+	c := s.claims[i]
+	c.allocate(c.kind, c.on)
+	if slices.ContainsFunc(s.claims, func(o *claim) bool { return o != c && s.conflict(c.now, o.now) != "" }) {
+		c.now = nil
+		return false
+	}
+	s.note("claim %s was found to be gone, and is allocated as before", c.name)
+	s.prepare(c)
+	return true
 }
 
 // allocated is the scheduler's work, which mostly knows what excludes what.

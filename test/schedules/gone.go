@@ -33,6 +33,11 @@ func (p *process) giveBackGone(ctx context.Context) error {
 			errs = append(errs, err)
 			continue
 		}
+		p.gone = c.UID
+		if err := p.foundGone(ctx); err != nil {
+			errs = append(errs, err)
+			continue
+		}
 		done, err := p.GiveBack(ctx, c.UID, func(ctx context.Context, r checkpoint.Record) error {
 			now, err := p.lookup(ctx, r.Name)
 			if why, _ := p.Abandoned(r, now); err == nil && (why == "" || p.world.uses(r)) {

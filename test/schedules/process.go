@@ -48,7 +48,8 @@ type process struct {
 	// ready says that it has put the node in order and takes calls.
 	ready   bool
 	running int
-	locks   []string // those of claims that were there when it was killed
+	locks   []string  // those of claims that were there when it was killed
+	gone    types.UID // the claim that it has found gone last
 }
 
 var (
@@ -251,6 +252,11 @@ func (p *process) reread(ctx context.Context, _, name string) (c *resourceapi.Re
 // arrives is the way of the API server's answer that a Prepare begins with: what it says may be out of date when it comes.
 func (p *process) arrives(ctx context.Context) error {
 	return p.do(ctx, readClaim, func() error { return nil }, nil)
+}
+
+// foundGone is the time between the finding that a claim is gone and what comes of it.
+func (p *process) foundGone(ctx context.Context) error {
+	return p.do(ctx, foundGone, func() error { return nil }, nil)
 }
 
 // hardware is the GPUs as the process uses them.

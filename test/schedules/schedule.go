@@ -183,7 +183,13 @@ func (s *schedule) pass(d time.Duration) {
 }
 
 // turn lets a call go on, and decides what goes wrong with it.
-func (s *schedule) turn(at *point) { s.meet(at, s.goesWrong(at.step)) }
+func (s *schedule) turn(at *point) {
+	f := s.goesWrong(at.step)
+	if at.step == foundGone && s.chance(50) && s.comesBack(at.process.gone) {
+		f = slow
+	}
+	s.meet(at, f)
+}
 
 // meet lets a call go on, and this go wrong with it.
 func (s *schedule) meet(at *point, f fault) {

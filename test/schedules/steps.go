@@ -26,7 +26,8 @@ const (
 	changing // the hardware is changed
 	daemons  // a daemon is started or ended
 	listingMPS
-	asking // the API server is asked
+	asking   // the API server is asked
+	thinking // nothing is done, and others may do what they like
 )
 
 const (
@@ -48,6 +49,7 @@ const (
 	stopDaemon  step = "MPS: stop daemon"
 	listDaemons step = "MPS: list daemons"
 	readClaim   step = "API server: read claim"
+	foundGone   step = "claim: found gone"
 )
 
 // classes are those of the steps, in the table's order.
@@ -66,7 +68,7 @@ var classes = []struct {
 	{look, looking}, {modeOn, changing}, {modeOff, changing}, {createGI, changing}, {createCI, changing}, {destroyCI, changing}, {destroyGI, changing},
 	{computeMode, changing}, {readSlice, looking}, {setSlice, changing},
 	{startDaemon, daemons}, {stopDaemon, daemons}, {listDaemons, listingMPS},
-	{readClaim, asking},
+	{readClaim, asking}, {foundGone, thinking},
 }
 
 func (s step) class() (class, bool) {
@@ -135,7 +137,8 @@ const (
 )
 
 var (
-	anywhere = []class{reading, listing, creating, naming, syncing, specifying, unspecifying, specListing, looking, changing, daemons, listingMPS, asking}
+	calls    = []class{reading, listing, creating, naming, syncing, specifying, unspecifying, specListing, looking, changing, daemons, listingMPS, asking}
+	anywhere = append(slices.Clone(calls), thinking)
 	effects  = []class{creating, naming, syncing, specifying, unspecifying, changing, daemons}
 	partly   = []class{creating, specifying}
 	onDisk   = []class{creating, naming, syncing, specifying, unspecifying}
@@ -149,7 +152,7 @@ var faults = []struct {
 }{
 	{killBefore, anywhere}, {killWithin, partly}, {killAfter, effects},
 	{cutBefore, anywhere}, {cutWithin, partly}, {cutAfter, effects},
-	{fails, anywhere}, {bad, []class{reading}}, {full, []class{creating, specifying}}, {readOnly, onDisk}, {slow, anywhere},
+	{fails, calls}, {bad, []class{reading}}, {full, []class{creating, specifying}}, {readOnly, onDisk}, {slow, anywhere},
 	{hangs, answers}, {lostAnswer, []class{changing, daemons}}, {inUse, []class{changing}},
 	{givenUp, anywhere}, {twin, anywhere}, {gpuReset, anywhere}, {gpuLost, anywhere}, {reload, anywhere}, {clockJump, anywhere}, {unserved, anywhere},
 }
