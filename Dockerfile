@@ -3,8 +3,6 @@
 
 # An image with Go (the version that go.mod names or later), a C compiler and glibc with its static library.
 ARG BUILDER=golang:1.26-bookworm
-# An image with glibc, at least as new as the builder's. Nothing else of it is used: no shell, no package.
-ARG BASE=debian:bookworm-slim
 
 FROM ${BUILDER} AS build
 # Go's own settings may be given as build arguments, for a proxy or a mounted cache; without them its defaults hold.
@@ -35,8 +33,14 @@ ARG VERSION=devel
 RUN go build -tags grpcnotrace -trimpath -buildvcs=false -ldflags "-s -w -X main.version=${VERSION}" -o /out/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
 # It runs on the host too, as a hook: static, without a C library.
 RUN CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=${VERSION}" -o /out/gpu-mps ./cmd/gpu-mps
+# The C library that the plugin is linked against, and the parts of it that NVIDIA's may ask for: all of the builder's image that the plugin needs.
+RUN set -e; linked=$(ldd /out/gpu-kubelet-plugin | grep -o '/[^ ]*'); \
+    beside=$(dirname "$(echo "$linked" | grep 'libc\.so')"); \
+    mkdir /out/root; cp -L --parents $linked "$beside/libm.so.6" "$beside/libdl.so.2" "$beside/libpthread.so.0" "$beside/librt.so.1" /out/root
 
-FROM ${BASE}
+# No shell, no package, no account: nothing that somebody who got in could use.
+FROM scratch
+COPY --from=build /out/root /
 COPY --from=build /out/gpu-kubelet-plugin /out/gpu-mps /out/nvidia-cdi-hook /usr/bin/
 COPY LICENSE /usr/share/doc/gpu-dra-driver/LICENSE
 ENTRYPOINT ["/usr/bin/gpu-kubelet-plugin"]

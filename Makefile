@@ -2,7 +2,7 @@
 
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
 IMAGE   ?= gpu-dra-driver:$(VERSION)
-# What the Dockerfile takes: BUILDER and BASE, its base images; GOPROXY, GOFLAGS, GOMODCACHE, GOCACHE, Go's settings.
+# What the Dockerfile takes: BUILDER, its base image; GOPROXY, GOFLAGS, GOMODCACHE, GOCACHE, Go's settings.
 BUILD_ARGS ?=
 # docker, podman or buildah, whichever is there.
 ENGINE  ?= $(firstword $(notdir $(foreach b,docker podman buildah,$(shell command -v $(b) 2>/dev/null))))
@@ -55,7 +55,7 @@ reproducible: build ## Build the programs again in another folder, and compare (
 	hack/reproducible.sh $(BUILD)/bin $(VERSION) $(if $(FRESH),$(CACHE)/reproducible)
 
 .PHONY: image
-image: ## Build the image (IMAGE, VERSION, ENGINE=docker|podman|buildah, BUILD_ARGS="BASE=… GOPROXY=…")
+image: ## Build the image (IMAGE, VERSION, ENGINE=docker|podman|buildah, BUILD_ARGS="BUILDER=… GOPROXY=…")
 	@test -n "$(ENGINE)" || { echo "make image: none of docker, podman, buildah is installed"; exit 1; }
 	$(ENGINE) build --build-arg VERSION=$(VERSION) $(addprefix --build-arg ,$(BUILD_ARGS)) -t $(IMAGE) -f Dockerfile .
 

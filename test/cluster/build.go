@@ -115,8 +115,8 @@ func findSource() (string, error) {
 	}
 }
 
-// ImageBuild is an image to be built from a Dockerfile that takes its base images from the build arguments BUILDER and BASE. Both are filled
-// in: BUILDER is this host's Go and C toolchain with its caches, BASE is this host's glibc and nothing else.
+// ImageBuild is an image to be built from a Dockerfile that takes its base image from the build argument BUILDER, which is filled in: this
+// host's Go and C toolchain with its caches.
 type ImageBuild struct {
 	// Dockerfile is its path; its folder is the build context.
 	Dockerfile string

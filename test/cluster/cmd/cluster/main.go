@@ -85,7 +85,7 @@ func buildImageCommand() *cobra.Command {
 			return nil
 		},
 	}
-	command.Flags().StringVar(&build.Dockerfile, "dockerfile", "Dockerfile", "the Dockerfile; its folder is the build context, BUILDER and BASE are its base images")
+	command.Flags().StringVar(&build.Dockerfile, "dockerfile", "Dockerfile", "the Dockerfile; its folder is the build context, BUILDER its base image")
 	command.Flags().StringVar(&build.Tag, "tag", "localhost/gpu-dra-driver:dev", "full name of the image")
 	command.Flags().StringToStringVar(&build.Arguments, "build-arg", nil, "further build arguments: `NAME=value,…`")
 	return command

@@ -17,7 +17,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/image"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/cgroup"
 )
 
@@ -26,7 +25,7 @@ type buildah struct {
 	program, libraries, storage, policy, runc string
 }
 
-func (c *Cache) runBuildah(ctx context.Context, wanted Dockerfile, runc string, libraries []library, out string, progress *Progress) error {
+func (c *Cache) runBuildah(ctx context.Context, wanted Dockerfile, runc, out string, progress *Progress) error {
 	root, err := c.unpackDebian(ctx, progress, "buildah")
 	if err != nil {
 		return err
@@ -51,7 +50,7 @@ func (c *Cache) runBuildah(ctx context.Context, wanted Dockerfile, runc string, 
 	if err := os.WriteFile(builder.policy, []byte(`{"default":[{"type":"insecureAcceptAnything"}]}`), 0o600); err != nil {
 		return err
 	}
-	if err := builder.importBases(ctx, libraries); err != nil {
+	if err := builder.importBase(ctx); err != nil {
 		return err
 	}
 	arguments, err := builder.budArguments(ctx, wanted)
@@ -74,7 +73,7 @@ func (b buildah) budArguments(ctx context.Context, wanted Dockerfile) ([]string,
 	arguments := []string{
 		"bud", "--signature-policy", b.policy, "--pull-never", "--isolation", "oci", "--runtime", b.runc, "--cgroup-parent", "/" + buildCgroup, "--network", "host", "--timestamp", "0",
 		"--format", "docker", "--file", wanted.Path, "--tag", wanted.Tag,
-		"--build-arg", "BUILDER=" + builderBase, "--build-arg", "BASE=" + glibcBase,
+		"--build-arg", "BUILDER=" + builderBase,
 		"--build-arg", "GOPROXY=" + settings["GOPROXY"], "--build-arg", "GOMODCACHE=" + settings["GOMODCACHE"], "--build-arg", "GOCACHE=" + settings["GOCACHE"],
 	}
 	for _, name := range slices.Sorted(maps.Keys(wanted.Arguments)) {
@@ -114,27 +113,18 @@ func goSettings(ctx context.Context, dir string) (map[string]string, error) {
 	return settings, nil
 }
 
-// importBases puts the stand-ins for base images into the builder's storage.
-func (b buildah) importBases(ctx context.Context, libraries []library) error {
-	builder := baseLayout()
-	base := baseLayout()
-	for _, library := range libraries {
-		base.File(library.image, library.host)
+// importBase puts the stand-in for the base image into the builder's storage.
+func (b buildah) importBase(ctx context.Context) error {
+	archive := filepath.Join(b.storage, filepath.Base(builderBase)+".tar")
+	if err := writeImage(baseLayout(), archive, builderBase+":latest"); err != nil {
+		return err
 	}
-	for name, content := range map[string]*image.Image{builderBase: builder, glibcBase: base} {
-		archive := filepath.Join(b.storage, filepath.Base(name)+".tar")
-		if err := writeImage(content, archive, name+":latest"); err != nil {
-			return err
-		}
-		id, err := b.run(ctx, "pull", "--quiet", "--signature-policy", b.policy, "oci-archive:"+archive)
-		if err != nil {
-			return err
-		}
-		if _, err := b.run(ctx, "tag", strings.TrimSpace(id), name); err != nil {
-			return err
-		}
+	id, err := b.run(ctx, "pull", "--quiet", "--signature-policy", b.policy, "oci-archive:"+archive)
+	if err != nil {
+		return err
 	}
-	return nil
+	_, err = b.run(ctx, "tag", strings.TrimSpace(id), builderBase)
+	return err
 }
 
 // run returns what buildah printed to standard output.

@@ -12,10 +12,10 @@ import (
 	"time"
 )
 
-// Dockerfile is an image to be built from a Dockerfile whose base images are the build arguments BUILDER and BASE.
+// Dockerfile is an image to be built from a Dockerfile whose only base image is the build argument BUILDER.
 //
-// Both are local stand-ins, so that no registry is needed. BUILDER has this host's Go, C compiler and libraries, and its module and build
-// caches, mounted while the build runs, so that nothing is compiled twice. BASE has the host's glibc and nothing else.
+// That is a local stand-in, so that no registry is needed. It has this host's Go, C compiler and libraries, and its module and build
+// caches, mounted while the build runs, so that nothing is compiled twice.
 type Dockerfile struct {
 	// Path is the Dockerfile; its folder is the build context.
 	Path string
@@ -25,10 +25,7 @@ type Dockerfile struct {
 	Arguments map[string]string
 }
 
-const (
-	builderBase = "localhost/builder-base"
-	glibcBase   = "localhost/glibc-base"
-)
+const builderBase = "localhost/builder-base"
 
 // BuildDockerfile builds the image unless it has been built from the same inputs, and returns its docker archive. runc runs the
 // steps of the build.
@@ -61,7 +58,7 @@ func (c *Cache) BuildDockerfile(ctx context.Context, wanted Dockerfile, runc str
 	built, err := c.Ensure(ctx, "dockerfile", Key(parts...), func(out string) error {
 		start := time.Now()
 		progress.Printf("building image %s from %s", wanted.Tag, wanted.Path)
-		if err := c.runBuildah(ctx, wanted, runc, libraries, out, progress); err != nil {
+		if err := c.runBuildah(ctx, wanted, runc, out, progress); err != nil {
 			return err
 		}
 		progress.Printf("built image %s in %s", wanted.Tag, time.Since(start).Round(time.Second/10))
