@@ -159,7 +159,10 @@ func (l *looker) look(ctx context.Context) time.Duration {
 	} else if pause := afterAll(node.GPUs); pause > 0 {
 		l.next = time.Now().Add(pause)
 	}
-	s := i.judge(l.keep(node), err)
+	if err == nil { // one that failed says nothing of any card, and so neither begins nor ends the time for which one is kept
+		node = l.keep(node)
+	}
+	s := i.judge(node, err)
 	s.Files = nvidia.WithoutInstances(fingerprint)
 	i.set(l.log, s)
 	return i.pause()

@@ -38,7 +38,10 @@ func (f *fakeHardware) hardware() Hardware {
 				<-ctx.Done()
 				return nvidia.Node{}, ctx.Err()
 			}
-			return node, err
+			if err != nil {
+				return nvidia.Node{}, err
+			}
+			return node, nil
 		},
 		Fingerprint: func() string {
 			f.mu.Lock()
@@ -341,6 +344,35 @@ func TestACardOfWhichAnInstanceCannotBeReadIsKeptForAFewLooks(t *testing.T) {
 			})
 		})
 	}
+}
+
+// Looks that fail in between say nothing of the card: the time for which it is kept goes on.
+func TestLooksThatFailDoNotKeepACardForLonger(t *testing.T) {
+	whole := nodeWith("0000:1b:00.0", "0000:43:00.0")
+	whole.GPUs[0].MIG = &device.MIG{Enabled: true, Instances: []device.Instance{{ID: 1, ProfileID: 19}}}
+	f := &fakeHardware{node: whole}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		f.change(true, func() {
+			f.node.GPUs = whole.GPUs[1:]
+			f.node.Problems = []nvidia.Problem{{PCIAddress: "0000:1b:00.0", Message: "an instance cannot be read", Uncertain: whole.GPUs[0].UUID}}
+		})
+		wait(whileReady)
+		if s := i.Snapshot(); len(s.Node.GPUs) != 2 {
+			t.Fatalf("it is not kept at all: %+v", s.Node.GPUs)
+		}
+		for passed := time.Duration(0); passed < keepUncertain; passed += 2 * whileReady {
+			f.change(true, func() { f.err = errors.New("a look that fails") })
+			wait(whileReady)
+			if s := i.Snapshot(); s.Failure == "" {
+				t.Fatalf("no look has failed: %+v", s)
+			}
+			f.change(true, func() { f.err = nil })
+			wait(whileReady)
+		}
+		if s := i.Snapshot(); len(s.Node.GPUs) != 1 {
+			t.Errorf("it is kept for longer: %+v", s.Node.GPUs)
+		}
+	})
 }
 
 func TestANodeOfWhichNothingCanBeOfferedSaysWhy(t *testing.T) {
