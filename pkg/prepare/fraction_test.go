@@ -89,6 +89,37 @@ func TestAContainerIsHeldToItsFractionAsAWholeWhereTheNodeCanDoThat(t *testing.T
 	}
 }
 
+// Whether the driver counts the memory of containers is asked anew at each look at the GPU, and one that fails says no: that is no other wish of the claim's.
+func TestAClaimKeepsItsDaemonAndItsLimitWhateverLaterLooksSayOfTheGPU(t *testing.T) {
+	for _, could := range []bool{true, false} {
+		t.Run(fmt.Sprintf("the GPU could: %v", could), func(t *testing.T) {
+			w := newWorld(t)
+			h := withMPS(w)
+			w.snapshot.Node.GPUs[0].ContainerLimits = could
+			p := w.plugin(t)
+			c := newClaim("c", fraction("r", share0, "3Gi", "0"))
+			mustPrepare(t, p, c)
+			spec := w.specs.of(c.UID)
+			h.asked()
+			w.snapshot.Node.GPUs[0].ContainerLimits = !could
+			mustPrepare(t, p, c)
+			if err := p.Reconcile(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			for _, call := range h.asked() {
+				if call != "look" && call != "start "+share0 { // which leaves alone what runs
+					t.Errorf("%q", call)
+				}
+			}
+			if again := w.specs.of(c.UID); again != spec {
+				t.Errorf("another spec: %s", again)
+			}
+			mustUnprepare(t, p, c.UID)
+			clean(t, w)
+		})
+	}
+}
+
 func TestAPartitionOfWhichThereAreSharesIsCutForTheFirstAndRemovedAfterTheLast(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)

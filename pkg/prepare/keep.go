@@ -189,7 +189,14 @@ func (w *plan) sharesAs(asked *sharing) bool {
 			there = append(there, s)
 		}
 	}
-	return slices.EqualFunc(there, asked.steps(), sameWant) && reflect.DeepEqual(w.spec.Clients, asked.clients)
+	return slices.EqualFunc(there, asked.steps(), sameWant) && slices.EqualFunc(w.spec.Clients, asked.clients, sameClient)
+}
+
+// sameClient leaves out what the claim does not ask for: whether a container can be limited as a whole is what a look at the GPU said, and the next may
+// say something else, while the claim's containers run with what they were given.
+func sameClient(a, b mpsClient) bool {
+	a.Whole, b.Whole = "", ""
+	return reflect.DeepEqual(a, b)
 }
 
 // sameWant compares what is wanted, in whichever form another version has written it.
