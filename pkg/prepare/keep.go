@@ -13,10 +13,10 @@ import (
 )
 
 // keep looks at an earlier preparation of the claim: one that is finished and for the same allocation is verified, mended and kept.
-// Any other is reverted.
+// Any other is reverted. Without devices of ours there is nothing to keep.
 func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (kept bool, err error) {
 	logger := klog.FromContext(ctx)
-	if old.State != checkpoint.Prepared || !slices.EqualFunc(old.Devices, w.record.Devices, sameDevice) {
+	if old.State != checkpoint.Prepared || len(w.record.Devices) == 0 || !slices.EqualFunc(old.Devices, w.record.Devices, sameDevice) {
 		logger.Info("Reverting an earlier preparation of the claim", "state", old.State, "devices", deviceNames(old.Devices))
 		return false, p.revert(ctx, old)
 	}

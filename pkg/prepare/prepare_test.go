@@ -18,6 +18,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/utils/ptr"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
@@ -95,6 +96,29 @@ func TestAClaimWithNothingOfOursLeavesNoTrace(t *testing.T) {
 		t.Error(devices)
 	}
 	clean(t, w)
+}
+
+// This driver writes no such record; but what it reads there must not end it.
+func TestARecordWithoutDevicesOfAClaimWithNothingOfOursIsGivenBack(t *testing.T) {
+	for name, bootID := range map[string]string{"of this boot": "boot-1", "of an earlier one": "boot-0"} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			p := w.plugin(t)
+			steps, err := store([]Step{&claimSpec{}}, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := p.Records.Save(checkpoint.Record{ClaimUID: "uid-c", Namespace: "default", Name: "c", State: checkpoint.Prepared, BootID: bootID, Steps: steps}); err != nil {
+				t.Fatal(err)
+			}
+			foreign := allocated("nic", "eth0")
+			foreign.Driver = "net.example.com"
+			if devices := mustPrepare(t, p, newClaim("c", foreign)); len(devices) != 0 {
+				t.Error(devices)
+			}
+			clean(t, w)
+		})
+	}
 }
 
 func TestAShareHasItsOwnID(t *testing.T) {
