@@ -195,9 +195,12 @@ func (p *Preparer) resolveShared(t *want) (joined bool, err error) {
 		return false, nil
 	}
 	inner, err := sharableOf(h.Step)
+	if err != nil {
+		return false, because(CauseRecord, "what is held as %s: %w", s.Key, err)
+	}
 	m, ok := inner.(*migInstance)
-	if err != nil || !ok {
-		return false, because(CauseRecord, "what is held as %s is no instance: %w", s.Key, err)
+	if !ok {
+		return false, because(CauseRecord, "what is held as %s is no instance: its file has a step of kind %s", s.Key, inner.Kind())
 	}
 	m.unknown()
 	m.Card, m.Minor = t.gpu.Card(), t.gpu.Minor

@@ -13,6 +13,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -79,6 +80,24 @@ func TestAClaimWhoseRecordCannotBeReadAndThatComesAgainSharesAnew(t *testing.T) 
 	mustUnprepare(t, p, part1.UID)
 	shares(t, w, h, p, device.TimeSliceDefault)
 	clean(t, w)
+}
+
+func TestAFileOfAPartitionThatHoldsAnotherStepIsAnErrorThatNamesBoth(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	p := w.plugin(t)
+	other, err := storeOne(&computeMode{setting[device.ComputeMode]{GPU: gpu0}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	name, _ := device.ParseName(migShare0)
+	if err := p.Records.SaveHolder(checkpoint.Holder{Key: partKey(name), GPUs: []string{gpu0}, State: checkpoint.Applied, BootID: w.bootID, Step: other}); err != nil {
+		t.Fatal(err)
+	}
+	_, err = p.Prepare(t.Context(), migPart1)
+	if CauseOf(err) != CauseRecord || !strings.Contains(err.Error(), partKey(name)) || !strings.Contains(err.Error(), computeModeKind) || strings.Contains(err.Error(), "%!") {
+		t.Errorf("cause %s: %v", CauseOf(err), err)
+	}
 }
 
 // Who holds what cannot be told any more, nor what was found: nobody joins, who holds it is looked after, and the last sets what is the default.
