@@ -20,6 +20,8 @@ const (
 	confirm   = 5 * time.Second
 	// rest is the least time between two mendings, so that two who disagree about a spec don't keep the runtime busy with it.
 	rest = 500 * time.Millisecond
+	// failingMost is the longest pause between two mendings while they fail. The first is lookAgain.
+	failingMost = 30 * time.Second
 	// stale is the age from which a temporary file is no longer in use by another instance.
 	stale = time.Minute
 )
@@ -31,59 +33,93 @@ const (
 // The directory may vanish and come back meanwhile. Looks are seldom and cheap while inotify is quiet and in place: nothing is read. On a node that has
 // no inotify left the files are read at every look.
 //
-// A mend that fails is repeated until it does not.
+// A mend that fails is repeated until it does not, less and less often. Its error must be one that may pass by itself.
 func (s *Store) Watch(ctx context.Context, mend func(context.Context) error) {
-	log := klog.FromContext(ctx)
-	seen := newLookout(s.root)
-	defer seen.close()
+	w := &watching{store: s, seen: newLookout(s.root), mend: mend, now: time.Now}
+	defer w.seen.close()
 	s.sweep()
 
 	look := time.NewTimer(0)
 	defer look.Stop()
 	old := time.NewTicker(stale)
 	defer old.Stop()
-	dirty, failed := true, false
-	var rested time.Time
+	soon := true // a look is due soon already, and is not put off by what comes before it
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-seen.ended:
-			seen.close() // the next look takes another
-		case <-seen.changed:
-			if !dirty {
-				dirty = true
-				look.Reset(max(settle, time.Until(rested)))
+		case <-w.seen.ended:
+			w.seen.close() // the next look takes another
+		case <-w.seen.changed:
+			if !soon {
+				soon = true
+				look.Reset(max(settle, time.Until(w.rested)))
 			}
 		case <-old.C:
 			s.sweep()
 		case <-look.C:
-			if unseen := seen.follow(log); unseen || failed || dirty {
-				var lost []string
-				if names, all := seen.touched.take(); unseen || failed || all {
-					lost = s.altered()
-				} else {
-					lost = s.alteredAmong(names)
-				}
-				if len(lost) > 0 {
-					log.Info("CDI specs were removed or altered by someone else, writing them again", "specs", lost)
-				}
-				if failed || len(lost) > 0 {
-					err := mend(ctx)
-					if failed = err != nil; failed {
-						log.Error(err, "Could not write all CDI specs again; the next try follows")
-					}
-					rested = time.Now().Add(rest)
-				}
-			}
-			dirty = false
-			if seen.told && !failed {
-				look.Reset(confirm)
-			} else {
-				look.Reset(lookAgain)
-			}
+			soon = false
+			look.Reset(w.look(ctx))
 		}
 	}
+}
+
+// watching is one run of [Store.Watch].
+type watching struct {
+	store *Store
+	seen  *lookout
+	mend  func(context.Context) error
+	now   func() time.Time
+	// rested is until when nothing is mended again.
+	rested time.Time
+	// failing is how long is waited after a mending that failed, and zero where the last one did not; retry is when that time is over.
+	failing time.Duration
+	retry   time.Time
+}
+
+// look has mended what was removed or altered since the last look, and what could not be mended until now if its time has come. It says how long the next look
+// has time, unless something changes before.
+func (w *watching) look(ctx context.Context) time.Duration {
+	lost := w.lost(klog.FromContext(ctx))
+	if len(lost) > 0 {
+		klog.FromContext(ctx).Info("CDI specs were removed or altered by someone else, writing them again", "specs", lost)
+	}
+	if len(lost) > 0 || w.failing > 0 && !w.now().Before(w.retry) {
+		w.again(ctx)
+	}
+	next := lookAgain
+	if w.seen.told {
+		next = confirm
+	}
+	if w.failing > 0 {
+		next = min(next, w.retry.Sub(w.now()))
+	}
+	return next
+}
+
+// lost are the specs that are not as they should be any more, as far as that is not known yet.
+func (w *watching) lost(log klog.Logger) []string {
+	unseen := w.seen.follow(log)
+	switch names, all := w.seen.touched.take(); {
+	case unseen || all:
+		return w.store.altered()
+	case len(names) > 0:
+		return w.store.alteredAmong(names)
+	default:
+		return nil
+	}
+}
+
+func (w *watching) again(ctx context.Context) {
+	err := w.mend(ctx)
+	w.rested = w.now().Add(rest)
+	if err == nil {
+		w.failing = 0
+		return
+	}
+	w.failing = min(max(2*w.failing, lookAgain), failingMost)
+	w.retry = w.now().Add(w.failing)
+	klog.FromContext(ctx).Error(err, "Could not write all CDI specs again; the next try follows", "after", w.failing)
 }
 
 // altered lists the specs that are not on disk as they should be, and forgets them: mend says anew what should be there.

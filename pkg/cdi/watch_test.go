@@ -219,3 +219,45 @@ func TestAMendingThatFailsIsTriedAgain(t *testing.T) {
 		t.Error("given up after a failure")
 	}
 }
+
+func TestAMendingThatGoesOnFailingIsTriedLessAndLessOften(t *testing.T) {
+	s := newStore(t)
+	must(t, s.WriteBase(commonEdits()))
+	clock := time.Now()
+	tries, failing := 0, errors.New("no space left on device")
+	w := &watching{store: s, seen: newLookout(s.root), now: func() time.Time { return clock }, mend: func(context.Context) error {
+		tries++
+		return errors.Join(failing, s.WriteBase(commonEdits()))
+	}}
+	defer w.seen.close()
+	// passes is how often is tried within a time in which nothing changes.
+	passes := func(d time.Duration) int {
+		before := tries
+		for end := clock.Add(d); clock.Before(end); {
+			clock = clock.Add(w.look(t.Context()))
+		}
+		return tries - before
+	}
+	if n := passes(time.Minute); n != 0 {
+		t.Errorf("mended %d times although nothing was wrong", n)
+	}
+	// removed waits until the removal was told, and mended, without time passing.
+	removed := func() {
+		must(t, os.Remove(filepath.Join(s.root, baseFile)))
+		for before := tries; tries == before; w.look(t.Context()) {
+			<-w.seen.changed
+		}
+	}
+	removed()
+	if n := passes(time.Minute); n < 5 || n > 8 {
+		t.Errorf("tried %d times in the first minute", n)
+	}
+	if n := passes(10 * time.Minute); n < 18 || n > 21 {
+		t.Errorf("tried %d times in the ten minutes after", n)
+	}
+	removed()
+	failing = nil
+	if n := passes(time.Hour); n != 1 {
+		t.Errorf("tried %d times although that has worked", n)
+	}
+}

@@ -11,6 +11,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
 // How often the hook is looked at and the container runtime is asked again whether it injects CDI specs: seldom while both are as they should be, soon
@@ -163,7 +164,7 @@ func (d *Driver) askRuntime(ctx context.Context) {
 	d.gate.Close("runtime", reason)
 }
 
-// mend puts specs back that someone removed or altered.
+// mend puts specs back that someone removed or altered. Its error may pass: claims that have no spec until somebody acts are no reason to try again.
 func (d *Driver) mend(ctx context.Context) error {
 	if d.superseded.Load() {
 		return nil
@@ -178,10 +179,15 @@ func (d *Driver) mend(ctx context.Context) error {
 	if s := d.inv.Snapshot(); s.Ready {
 		err = d.specs.WriteBase(s.Node.Common)
 	}
-	if err = errors.Join(err, d.preparer.Mend(ctx)); err == nil {
+	err = errors.Join(err, d.preparer.Mend(ctx))
+	passing := prepare.Passing(err)
+	if passing == nil {
 		d.metrics.Repaired("cdi-spec")
 	}
-	return err
+	if err != nil && passing == nil {
+		klog.FromContext(ctx).Error(err, "Claims have no CDI spec until somebody acts; all others have theirs")
+	}
+	return passing
 }
 
 func (d *Driver) publisher(ctx context.Context) *publisher {

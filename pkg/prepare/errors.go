@@ -6,6 +6,8 @@ import (
 	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 )
 
 // Cause sorts errors for the metrics.
@@ -125,6 +127,31 @@ type LostError struct {
 
 func (e *LostError) Error() string {
 	return fmt.Sprintf("claim %s: device %s is lost, containers that use it do not start any more: delete the claim's Pods: %v", e.Claim, e.Device, e.Reason)
+}
+
+// lastingError is of a claim about which nothing can be done until somebody acts.
+type lastingError struct{ error }
+
+func (e *lastingError) Unwrap() error { return e.error }
+
+// Passing leaves out of an error of [Preparer.Mend] what lasts until somebody acts, so that trying again is of no use: records that cannot be read, or not by
+// this version, cards that were replaced, devices that are lost. Recover says so at the start, Reconcile goes on saying it.
+func Passing(err error) error {
+	if joined, ok := err.(interface{ Unwrap() []error }); ok {
+		var left []error
+		for _, e := range joined.Unwrap() {
+			left = append(left, Passing(e))
+		}
+		return errors.Join(left...)
+	}
+	var unreadable *checkpoint.UnreadableError
+	var future *checkpoint.FutureError
+	var lost *LostError
+	var lasting *lastingError
+	if errors.As(err, &unreadable) || errors.As(err, &future) || errors.As(err, &lost) || errors.As(err, &lasting) {
+		return nil
+	}
+	return err
 }
 
 // Lost picks out of an error of [Preparer.Reconcile] or [Preparer.Mend] the devices that are lost.

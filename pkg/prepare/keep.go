@@ -212,8 +212,8 @@ func sharesSteps(r checkpoint.Record) bool {
 }
 
 func replaced(d checkpoint.Device, now string) error {
-	return because(CauseDevice, "request %s: device %s was GPU %s when the claim was prepared and is GPU %s now: the card was replaced, delete the claim's Pods to give it back",
-		d.Request, d.Device, d.GPUUUID, now)
+	return &lastingError{because(CauseDevice, "request %s: device %s was GPU %s when the claim was prepared and is GPU %s now: the card was replaced, delete the claim's Pods to give it back",
+		d.Request, d.Device, d.GPUUUID, now)}
 }
 
 // sameDevice leaves the UUIDs out: a card that was replaced is told apart from another allocation.

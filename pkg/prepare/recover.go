@@ -169,7 +169,7 @@ func (p *Preparer) planned(r checkpoint.Record, snapshot inventory.Snapshot) (w 
 	}
 	ours, err := p.adopt(w, r)
 	if err == nil && !ours {
-		err = errors.New("its steps are of another version of the driver")
+		err = &lastingError{errors.New("its steps are of another version of the driver")}
 	}
 	if err != nil {
 		return nil, false, because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)

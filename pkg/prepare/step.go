@@ -124,11 +124,11 @@ func restore(stored []checkpoint.Step) ([]Step, error) {
 func restoreOne[S Step](kinds map[string]func() S, stored checkpoint.Step) (step S, err error) {
 	empty, known := kinds[stored.Kind]
 	if !known {
-		return step, fmt.Errorf("step %q was recorded by another version of the driver, and this one cannot revert it: install that version again", stored.Kind)
+		return step, &lastingError{fmt.Errorf("step %q was recorded by another version of the driver, and this one cannot revert it: install that version again", stored.Kind)}
 	}
 	step = empty()
 	if err := json.Unmarshal(stored.Params, step); err != nil {
-		return step, fmt.Errorf("step %q of the record: %w", stored.Kind, err)
+		return step, &lastingError{fmt.Errorf("step %q of the record: %w", stored.Kind, err)}
 	}
 	return step, nil
 }
