@@ -3,6 +3,8 @@ package driver
 import (
 	"context"
 	"errors"
+	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -23,18 +25,58 @@ const (
 // reconcile compares records and hardware until the context ends, whenever it is asked to and otherwise regularly.
 func (d *Driver) reconcile(ctx context.Context) {
 	d.sayWhatWasGiven(ctx)
+	var left disagreement
+	asked := true
 	for {
 		pause := reconcileInterval
-		if !d.reconcileOnce(ctx) {
-			pause = reconcileRetry
+		if compared, err := d.reconcileOnce(ctx); compared {
+			pause = left.next(klog.FromContext(ctx), err, asked)
 		}
 		select {
 		case <-ctx.Done():
 			return
 		case <-d.toReconcile:
+			asked = true
 		case <-time.After(pause):
+			asked = false
 		}
 	}
+}
+
+// disagreement is what records and hardware did not agree in when they were last compared.
+type disagreement struct {
+	// said are the errors, sorted: they come in any order.
+	said  []string
+	pause time.Duration
+}
+
+// next says of an error what is new in it, and how soon to compare again: quickly where something has changed (a comparison was asked for, more or less is
+// left), and else less and less quickly, down to the regular pace. What does not get better by itself mostly waits for somebody to act.
+func (l *disagreement) next(logger klog.Logger, err error, asked bool) time.Duration {
+	var now []string
+	if err != nil {
+		now = slices.Sorted(strings.SplitSeq(err.Error(), "\n"))
+	}
+	before := l.said
+	l.said = now
+	switch {
+	case err == nil:
+		l.pause = reconcileInterval
+	case asked, len(now) != len(before):
+		l.pause = reconcileRetry
+	default:
+		l.pause = min(2*l.pause, reconcileInterval)
+	}
+	unsaid := slices.ContainsFunc(now, func(line string) bool { return !slices.Contains(before, line) })
+	switch {
+	case unsaid:
+		logger.Error(err, "Records and hardware do not agree yet; trying again, and saying so again when that changes")
+	case err != nil:
+		logger.V(2).Info("Records and hardware do not agree yet; trying again", "err", err, "after", l.pause)
+	case len(before) > 0:
+		logger.Info("Records and hardware agree again")
+	}
+	return l.pause
 }
 
 // sayWhatWasGiven makes up for what an instance that was killed could not write into claims any more.
@@ -48,52 +90,42 @@ func (d *Driver) sayWhatWasGiven(ctx context.Context) {
 	}
 }
 
-// reconcileOnce says whether all is as it should be now.
-func (d *Driver) reconcileOnce(ctx context.Context) bool {
-	logger := klog.FromContext(ctx)
+// reconcileOnce compares, if it is this instance's to do and the hardware may be had now. Its error is what is not as it should be.
+func (d *Driver) reconcileOnce(ctx context.Context) (compared bool, _ error) {
 	if d.superseded.Load() {
-		return true
+		return false, nil
 	}
 	done, ok := d.release.Use()
 	defer done()
 	if !ok {
-		return true // it is woken again
+		return false, nil // it is woken again
 	}
 	if d.unrecovered.Load() {
 		if err := d.recover(ctx); err != nil {
-			logger.Error(err, "Trying again")
-			return false
+			return true, err
 		}
 	}
-	settled := true
 	err := d.preparer.Reconcile(ctx)
-	if err != nil {
-		settled = false
-		logger.Error(err, "Records and hardware do not agree yet; trying again")
-	}
 	d.reportLost(ctx, err)
-	if !d.adopt(ctx) {
-		settled = false
-	}
+	err = errors.Join(err, d.adopt(ctx))
 	d.countDaemons(ctx)
-	return settled
+	return true, err
 }
 
-// adopt takes over what admins hand over, and says whether that is done. A GPU that hangs keeps no other waiting.
-func (d *Driver) adopt(ctx context.Context) bool {
+// adopt takes over what admins hand over. A GPU that hangs keeps no other waiting.
+func (d *Driver) adopt(ctx context.Context) error {
 	gpus := d.layouts.HandedOver()
 	errs := make([]error, len(gpus))
 	var wg sync.WaitGroup
 	for i, g := range gpus {
-		wg.Go(func() { errs[i] = d.preparer.Adopt(ctx, g.Card(), g.WholeName()) })
+		wg.Go(func() {
+			if err := d.preparer.Adopt(ctx, g.Card(), g.WholeName()); err != nil {
+				errs[i] = fmt.Errorf("take over what an admin hands over on %s: %w", g.WholeName(), err)
+			}
+		})
 	}
 	wg.Wait()
-	for i, err := range errs {
-		if err != nil {
-			klog.FromContext(ctx).Error(err, "Could not take over all instances that an admin hands over", "gpu", gpus[i].WholeName())
-		}
-	}
-	return errors.Join(errs...) == nil
+	return errors.Join(errs...)
 }
 
 // toldLost is what was said of a device that a claim has lost.
