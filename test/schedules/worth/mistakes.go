@@ -23,7 +23,7 @@ var mistakes = []mistake{
 	{"the claim's spec is not written", "pkg/prepare/prepare.go",
 		`return applyAll(ctx, env, []Step{w.spec})`, `return nil`},
 	{"an unfinished preparation is taken for a finished one", "pkg/prepare/keep.go",
-		`if old.State != checkpoint.Prepared || !slices`, `if !slices`},
+		`if old.State != checkpoint.Prepared || len`, `if len`},
 	{"another allocation is taken for the same", "pkg/prepare/keep.go",
 		`!slices.EqualFunc(old.Devices, w.record.Devices, sameDevice) {`, `len(old.Devices) != len(w.record.Devices) {`},
 	{"the record is removed though a step could not be reverted", "pkg/prepare/preparer.go",
