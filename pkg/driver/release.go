@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -19,8 +20,10 @@ const (
 	releaseAnnotation = DriverName + "/release-driver"
 	// paused is in the value of a label by which NVIDIA's k8s-driver-manager and mig-parted tell clients of the driver to go away.
 	paused = "paused-for-"
-	// endLimit is how long what was killed is waited for.
-	endLimit = 5 * time.Second
+	// endLimit is how long what was killed is waited for at once; who has not ended by then is looked at again, after heldFirst at first and heldMost in the end.
+	endLimit  = 5 * time.Second
+	heldFirst = 10 * time.Second
+	heldMost  = 30 * time.Second
 )
 
 var errLetGo = errors.New("the hardware has been let go of, for a change of its driver")
@@ -37,7 +40,7 @@ type release struct {
 	memory *releaseMemory
 	// workers ends those who cut GPUs when they are through; nil if there are none.
 	workers func(context.Context) error
-	// told is called when the hardware was let go of, and why, and when it may be taken again; held with what keeps it.
+	// told is called when the hardware was let go of, and why, and when it may be taken again; held with what keeps it, once for each.
 	told func(on bool, reason string)
 	held func(error)
 
@@ -175,38 +178,61 @@ func (r *release) While(ctx context.Context, run func(context.Context) error) {
 		if err != nil && ctx.Err() == nil {
 			klog.FromContext(ctx).Error(err, "The hardware is not listened to any more")
 		}
+		if hanging(err) != nil {
+			r.remain(err) // they are waited for like all others
+			err = nil
+		}
 		if present.Err() == nil {
 			return // it ended by itself
 		}
 	}
 }
 
-// letGo waits until nothing of ours has the hardware, and tells it. Who listened has failed to let go if there is an error.
+// letGo waits until nothing of ours has the hardware, and tells it. What keeps it is told, and looked at again until it has ended or the hardware is not
+// asked for any more. Who listened has failed to let go, in a way that nothing can be waited for, if there is an error.
 func (r *release) letGo(ctx context.Context, over <-chan struct{}, failed error) {
-	if failed == nil {
-		waiting, stop := context.WithCancel(ctx)
+	waiting, stop := context.WithCancel(ctx)
+	defer stop()
+	go func() {
 		defer stop()
-		go func() {
-			defer stop()
-			select {
-			case <-over:
-			case <-waiting.Done():
-			}
-		}()
-		failed = r.settled(waiting)
+		select {
+		case <-over:
+		case <-waiting.Done():
+		}
+	}()
+	told := ""
+	for pause := heldFirst; ; pause = min(2*pause, heldMost) {
+		keeps := failed
+		if keeps == nil {
+			keeps = r.settled(waiting)
+		}
+		told = r.tell(waiting, over, keeps, told)
+		if keeps == nil || failed != nil {
+			return
+		}
+		select {
+		case <-waiting.Done():
+			return
+		case <-time.After(pause):
+		}
 	}
+}
+
+// tell says that the hardware was let go of, or what keeps it, unless that is what was told last. It returns what is told now.
+func (r *release) tell(ctx context.Context, over <-chan struct{}, keeps error, told string) string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if ctx.Err() != nil || r.over != over {
-		return // it is not asked for any more
+	switch {
+	case ctx.Err() != nil || r.over != over || r.reason == "": // it is not asked for any more
+	case keeps == nil:
+		klog.FromContext(ctx).Info("Nothing of ours has the hardware while its driver is changed", "reason", r.reason)
+		r.told(true, r.reason)
+	case keeps.Error() != told:
+		klog.FromContext(ctx).Error(keeps, "The hardware cannot be let go of; looking again until it can", "reason", r.reason)
+		r.held(keeps)
+		return keeps.Error()
 	}
-	if failed != nil {
-		klog.FromContext(ctx).Error(failed, "The hardware cannot be let go of", "reason", r.reason)
-		r.held(failed)
-		return
-	}
-	klog.FromContext(ctx).Info("Nothing of ours has the hardware while its driver is changed", "reason", r.reason)
-	r.told(true, r.reason)
+	return told
 }
 
 // settled waits for all that has the hardware besides who listens.
@@ -220,11 +246,11 @@ func (r *release) settled(ctx context.Context) error {
 		return context.Cause(ctx)
 	}
 	r.mu.Lock()
-	hanging := r.hanging
+	processes := r.hanging
 	r.mu.Unlock()
 	limit := time.NewTimer(endLimit)
 	defer limit.Stop()
-	for _, h := range hanging {
+	for _, h := range processes {
 		select {
 		case <-h.Gone:
 		case <-limit.C:
@@ -260,23 +286,36 @@ func (r *release) Scan(scan func(context.Context) (nvidia.Node, error)) func(con
 	}
 }
 
-// remain keeps in mind a process that hangs, and forgets those that have ended.
+// remain keeps in mind the processes that an error says hang, and forgets those that have ended.
 func (r *release) remain(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	var left []*nvidia.HangingError
-	for _, h := range r.hanging {
+	left := slices.DeleteFunc(slices.Clone(r.hanging), func(h *nvidia.HangingError) bool {
 		select {
 		case <-h.Gone:
+			return true
 		default:
-			left = append(left, h)
+			return false
 		}
+	})
+	r.hanging = append(left, hanging(err)...)
+}
+
+// hanging are the processes that an error says hang.
+func hanging(err error) []*nvidia.HangingError {
+	var several interface{ Unwrap() []error }
+	var one *nvidia.HangingError
+	switch {
+	case errors.As(err, &several):
+		var all []*nvidia.HangingError
+		for _, e := range several.Unwrap() {
+			all = append(all, hanging(e)...)
+		}
+		return all
+	case errors.As(err, &one):
+		return []*nvidia.HangingError{one}
 	}
-	var hangs *nvidia.HangingError
-	if errors.As(err, &hangs) {
-		left = append(left, hangs)
-	}
-	r.hanging = left
+	return nil
 }
 
 // tellRelease says where people and upgrades look that the hardware was let go of, or may be taken again.

@@ -197,6 +197,72 @@ func TestWhatKeepsTheHardwareIsTold(t *testing.T) {
 	}
 }
 
+func TestThatTheHardwareIsLetGoOfIsToldAlsoWhereThatTookLong(t *testing.T) {
+	for name, holds := range map[string]func(r *release, ends <-chan struct{}) error{
+		"who listens": func(_ *release, ends <-chan struct{}) error {
+			return errors.Join(errors.New("of two"), fmt.Errorf("watch: %w", &nvidia.HangingError{PID: 7, Gone: ends}))
+		},
+		"a scan": func(r *release, ends <-chan struct{}) error {
+			r.remain(&nvidia.HangingError{PID: 7, Gone: ends})
+			return nil
+		},
+		"a worker": func(r *release, ends <-chan struct{}) error {
+			r.workers = func(context.Context) error {
+				select {
+				case <-ends:
+					return nil
+				default:
+					return errors.New("process 7 hangs")
+				}
+			}
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r, told := letting(t)
+				ends := make(chan struct{})
+				failed := holds(r, ends)
+				ctx, stop := context.WithCancel(t.Context())
+				go r.While(ctx, func(ctx context.Context) error { <-ctx.Done(); return failed })
+				synctest.Wait()
+				r.See(asking("true_paused-for-mig-change"))
+				passes(10 * time.Minute)
+				if said := told(); len(said) != 1 || !strings.HasPrefix(said[0], "held: ") || !strings.Contains(said[0], "process 7 hangs") {
+					t.Errorf("while it hangs: %q", said)
+				}
+				close(ends)
+				passes(heldMost + endLimit)
+				if said := told(); len(said) != 2 || !strings.HasPrefix(said[1], "true ") {
+					t.Errorf("after that: %q", said)
+				}
+				stop()
+				synctest.Wait()
+			})
+		})
+	}
+}
+
+func TestTheHardwareThatIsNotAskedForAnyMoreIsNotWaitedFor(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, told := letting(t)
+		r.remain(&nvidia.HangingError{PID: 7, Gone: make(chan struct{})})
+		ctx, stop := context.WithCancel(t.Context())
+		var listening atomic.Int64
+		go r.While(ctx, func(ctx context.Context) error { listening.Add(1); <-ctx.Done(); return nil })
+		synctest.Wait()
+		r.See(asking("paused-for-driver-upgrade"))
+		passes(time.Minute)
+		r.See(asking("true"))
+		passes(time.Hour)
+		if said := told(); len(said) != 2 || !strings.HasPrefix(said[0], "held: ") || said[1] != "false " || listening.Load() != 2 {
+			t.Errorf("%q, listened %d times", said, listening.Load())
+		}
+		stop()
+		synctest.Wait()
+	})
+}
+
 func TestAPluginThatStartsTakesNothing(t *testing.T) {
 	for name, ask := range map[string]func(*ailing){
 		"asked": func(n *ailing) { n.change(t, nil, map[string]string{"gpu.nvidia.com/release-driver": "true"}) },

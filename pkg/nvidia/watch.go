@@ -134,21 +134,19 @@ func (w *watcher) say(s device.WatcherState) {
 	w.emit(device.Signal{Watcher: &s})
 }
 
-// release ends when no child has NVML any more.
+// release ends when no child has NVML any more. Its error tells of each that hangs as a [*HangingError].
 func (w *watcher) release() error {
 	w.aside.Wait() // each of them keeps to the limit
-	deadline := time.NewTimer(releaseLimit)
-	defer deadline.Stop()
+	limit, cancel := context.WithTimeout(context.Background(), releaseLimit)
+	defer cancel()
+	var failed []error
 	for _, c := range w.children {
 		select {
 		case <-c.gone:
-		case <-deadline.C:
-			err := fmt.Errorf("process %d, which watches the GPUs, hangs in the NVIDIA driver and cannot be ended: look at dmesg, and reset the GPU or reboot the node", c.process.Pid)
-			w.say(device.WatcherState{Error: err.Error()})
-			return err
+		case <-limit.Done():
+			failed = append(failed, &HangingError{PID: c.process.Pid, Gone: c.gone, err: errors.New("who watches the GPUs cannot be ended")})
 		}
 	}
-	var failed []error
 	for _, err := range w.failed {
 		failed = append(failed, *err)
 	}
