@@ -9,7 +9,6 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/klog/v2"
-	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
@@ -23,6 +22,8 @@ const syncDelay = 500 * time.Millisecond
 const (
 	versionInterval = 5 * time.Minute
 	settleInterval  = 2 * time.Second
+	// askTimeout bounds what is asked before anything is published, and beside that: an API server that is there answers at once.
+	askTimeout = 10 * time.Second
 )
 
 // publisher writes the node's ResourceSlices while it holds the publisher's turn.
@@ -43,15 +44,16 @@ type publisher struct {
 // Run publishes until the context ends. changed wakes it when the inventory has changed.
 // Nothing is published before the inventory is ready: a driver that comes late leaves the API server as it is.
 func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
-	logger := klog.FromContext(ctx)
 	for ctx.Err() == nil {
-		p.untilReady(ctx, changed, nil)
+		p.untilReady(ctx, changed)
 		if err := p.turn.Take(ctx); err != nil {
 			return unlessOver(ctx, fmt.Errorf("take the publisher's turn: %w", err))
 		}
 		p.onTurn(true, false)
-		logger.Info("Publishing this node's ResourceSlices", "pool", p.nodeName)
-		err := p.publish(ctx, changed)
+		klog.FromContext(ctx).Info("Publishing this node's ResourceSlices", "pool", p.nodeName)
+		holding, yield := p.holding(ctx)
+		err := p.publish(holding, changed)
+		yield()
 		p.onTurn(false, err == nil && ctx.Err() == nil)
 		p.turn.Release(ctx)
 		if err != nil {
@@ -59,6 +61,20 @@ func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
 		}
 	}
 	return nil
+}
+
+// holding is a context that ends when a newer instance wants the turn: whatever the API server is being asked then is given up.
+func (p *publisher) holding(ctx context.Context) (context.Context, context.CancelFunc) {
+	holding, yield := context.WithCancel(ctx)
+	go func() {
+		select {
+		case <-holding.Done():
+		case <-p.turn.Wanted():
+			klog.FromContext(ctx).Info("A newer instance of the plugin takes over publishing")
+			yield()
+		}
+	}()
+	return holding, yield
 }
 
 // unlessOver is err, but nil once the context has ended: then it is that end which the work reports.
@@ -69,13 +85,11 @@ func unlessOver(ctx context.Context, err error) error {
 	return nil
 }
 
-// untilReady says whether the node got ready before the context ended or something else was wanted.
-func (p *publisher) untilReady(ctx context.Context, changed, wanted <-chan struct{}) bool {
+// untilReady says whether the node got ready before the context ended.
+func (p *publisher) untilReady(ctx context.Context, changed <-chan struct{}) bool {
 	for !p.inv.Snapshot().Ready {
 		select {
 		case <-ctx.Done():
-			return false
-		case <-wanted:
 			return false
 		case <-changed:
 		}
@@ -83,118 +97,22 @@ func (p *publisher) untilReady(ctx context.Context, changed, wanted <-chan struc
 	return true
 }
 
-// publish runs the slice controller for as long as this instance has the turn.
-func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error {
-	logger := klog.FromContext(ctx)
-	features, known := p.features(ctx)
-	if !known {
-		return nil
-	}
-	var on basis
-	var resources []resourceslice.Slice
-	settled := false
-	for known = false; !known; {
-		if !p.untilReady(ctx, changed, p.turn.Wanted()) {
-			return nil
-		}
-		resources, settled, known = p.resources(ctx, &on, features)
-	}
-	given, published, err := p.first(ctx, resources)
-	if err != nil {
-		logger.V(2).Info("Could not write the first ResourceSlices; the controller will", "err", err)
-	}
-	probeAgain, failed := make(chan struct{}, 1), make(chan struct{}, 1)
-	stage := begin(given, published, time.Now())
-	stage.want(resources)
-	controller, err := resourceslice.StartController(ctx, resourceslice.Options{
-		DriverName: DriverName,
-		KubeClient: p.client,
-		Owner:      &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: p.nodeName},
-		Resources:  p.pool(given),
-		SyncDelay:  ptr.To(syncDelay),
-		ErrorHandler: func(ctx context.Context, err error, msg string) {
-			var dropped *resourceslice.DroppedFieldsError
-			if errors.As(err, &dropped) {
-				wake(probeAgain) // it is not the server any more that was asked
-			}
-			wake(failed)
-			p.onError(ctx, recoverable(err), msg)
-		},
-	})
-	if err != nil {
-		return fmt.Errorf("start the ResourceSlice controller: %w", err)
-	}
-	defer controller.Stop()
-	version := p.serverVersion()
-	lookAgain := time.NewTicker(versionInterval)
-	defer lookAgain.Stop()
-	var again, unsettled <-chan time.Time
-	for {
-		if !settled && unsettled == nil {
-			unsettled = time.After(settleInterval)
-		}
-		var staged <-chan time.Time
-		if stage.waiting() {
-			staged = time.After(stagePoll)
-		}
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-p.turn.Wanted():
-			logger.Info("A newer instance of the plugin takes over publishing")
-			return nil
-		case <-lookAgain.C:
-			if now := p.serverVersion(); now != "" && now != version {
-				version = now
-				wake(probeAgain)
-			}
-			continue
-		case <-failed:
-			stage.failed = time.Now()
-			if again == nil {
-				again = time.After(publishRetry)
-			}
-			continue
-		case <-again:
-			again = nil
-			controller.Update(p.pool(stage.given))
-			continue
-		case <-staged:
-			stats := controller.GetStats()
-			if next, ok := stage.next(stats.NumCreates+stats.NumUpdates+stats.NumDeletes, time.Now()); ok {
-				controller.Update(p.pool(next))
-			}
-			continue
-		case <-probeAgain:
-			if features, known = p.features(ctx); !known {
-				return nil
-			}
-		case <-changed:
-		case <-unsettled:
-		}
-		unsettled = nil
-		if wanted, ok, known := p.resources(ctx, &on, features); known {
-			stage.want(wanted)
-			settled = ok
-		}
-	}
-}
-
 // features asks the API server until it answers which fields it keeps: shapes that overlap must not be published to one that drops the counters which
-// keep them apart. It is false when the context ends or a newer instance wants the turn.
+// keep them apart. It is false when the context ends.
 func (p *publisher) features(ctx context.Context) (_ Features, known bool) {
 	pause := time.Second
 	for {
-		f, err := probeFeatures(ctx, p.client, p.nodeName)
+		f, err := p.probe(ctx)
 		if err == nil {
 			klog.FromContext(ctx).Info("ResourceSlice features that the cluster keeps", "features", f)
 			return f, true
 		}
+		if ctx.Err() != nil {
+			return Features{}, false
+		}
 		p.onError(ctx, recoverable(err), "Could not find out which ResourceSlice features the cluster keeps; trying again")
 		select {
 		case <-ctx.Done():
-			return Features{}, false
-		case <-p.turn.Wanted():
 			return Features{}, false
 		case <-time.After(pause):
 		}
@@ -202,9 +120,35 @@ func (p *publisher) features(ctx context.Context) (_ Features, known bool) {
 	}
 }
 
+func (p *publisher) probe(ctx context.Context) (Features, error) {
+	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+	defer cancel()
+	return probeFeatures(ctx, p.client, p.nodeName)
+}
+
+// followVersion asks the API server regularly for its version until the context ends, and wakes who has to know that it is another one.
+func (p *publisher) followVersion(ctx context.Context, another chan<- struct{}) {
+	version := p.serverVersion(ctx)
+	tick := time.NewTicker(versionInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		if now := p.serverVersion(ctx); now != "" && now != version {
+			version = now
+			wake(another)
+		}
+	}
+}
+
 // serverVersion is empty while the server does not answer.
-func (p *publisher) serverVersion() string {
-	v, err := p.client.Discovery().ServerVersion()
+func (p *publisher) serverVersion(ctx context.Context) string {
+	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+	defer cancel()
+	v, err := p.client.Discovery().ServerVersionWithContext(ctx)
 	if err != nil {
 		return ""
 	}

@@ -15,8 +15,6 @@ const (
 	stagePatience = 3 * time.Second
 	// stageSettle is how long nothing must have been written after a change of several slices: nobody knows how many writes that takes.
 	stageSettle = 200 * time.Millisecond
-	// publishRetry is how soon publishing is tried again: by itself the controller waits longer after each failure, for minutes in the end.
-	publishRetry = 2 * time.Second
 )
 
 // stages decides what a slice controller is given of what is wanted: at most one slice that differs from what is published, as long as only taints differ.
@@ -28,9 +26,9 @@ type stages struct {
 	given, wanted []resourceslice.Slice
 	// differ says that these two do: hundreds of devices are not compared each time that somebody asks.
 	differ bool
-	// writes is how many there were when the controller was last given something, at when that was, failed when a write last failed.
-	writes     int64
-	at, failed time.Time
+	// writes is how many there were when the controller was last given something, at when that was.
+	writes int64
+	at     time.Time
 	// several says that what was given last may take more than one write, seen is how many writes there were at last, since then.
 	several bool
 	seen    int64
@@ -59,24 +57,27 @@ func (s *stages) compare() { s.differ = !apiequality.Semantic.DeepEqual(s.given,
 // waiting says that something is wanted that the controller does not have yet.
 func (s *stages) waiting() bool { return s.differ }
 
-// next is what the controller is to be given now. It is false while what it was given before is to be written first.
-func (s *stages) next(writes int64, now time.Time) ([]resourceslice.Slice, bool) {
+// next is what the controller is to be given now. It is false while what it was given before is to be written first, which may be failing.
+func (s *stages) next(writes int64, failing bool, now time.Time) ([]resourceslice.Slice, bool) {
 	if !s.waiting() {
 		return nil, false
 	}
 	if writes != s.seen {
 		s.seen, s.since = writes, now
 	}
-	step, slice := step(s.given, s.wanted)
+	given, slice := step(s.given, s.wanted)
+	wrote := writes > s.writes
+	wroteOne := wrote && !s.several
+	settledSeveral := wrote && s.several && now.Sub(s.since) >= stageSettle
 	// What is there already is not written: then patience has to do.
-	written := writes > s.writes && (!s.several || now.Sub(s.since) >= stageSettle) || now.Sub(s.at) >= stagePatience && now.Sub(s.failed) >= stagePatience
+	outOfPatience := !failing && now.Sub(s.at) >= stagePatience
 	// Not even the same slice is given again: of two writes nobody could say which it was that came to pass.
-	if slice != allSlices && !written {
+	if slice != allSlices && !wroteOne && !settledSeveral && !outOfPatience {
 		return nil, false
 	}
-	s.given, s.several, s.writes, s.at = step, slice == allSlices, writes, now
+	s.given, s.several, s.writes, s.at = given, slice == allSlices, writes, now
 	s.compare()
-	return step, true
+	return given, true
 }
 
 // step is what lies between what is given and what is wanted: the first slice that differs, or all that is wanted where more than taints differ.

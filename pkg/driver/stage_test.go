@@ -42,7 +42,7 @@ func TestTheControllerNeverHasTwoSlicesToWrite(t *testing.T) {
 		start := tainted(5, nil)
 		stored, writes := start, int64(5)
 		s := stages{given: start, wanted: start, writes: writes, at: now.Add(-time.Minute)}
-		away := false
+		away, failing := false, false
 		var writing []resourceslice.Slice
 		for range 300 {
 			now = now.Add(time.Duration(r.IntN(30)) * time.Millisecond)
@@ -52,24 +52,26 @@ func TestTheControllerNeverHasTwoSlicesToWrite(t *testing.T) {
 			case 1:
 				away = r.IntN(3) == 0
 			}
-			if next, ok := s.next(writes, now); ok {
+			if next, ok := s.next(writes, failing, now); ok {
 				if n := differing(stored, next); n > 1 {
 					t.Fatalf("seed %d: %d slices are to be written at once", seed, n)
 				}
 			}
 			switch {
 			case away:
-				s.failed, writing = now, nil
+				failing, writing = true, nil
 			case writing != nil && r.IntN(2) == 0:
-				stored, writing = writing, nil
+				stored, writing, failing = writing, nil, false
 				writes++
-			case writing == nil && r.IntN(2) == 0 && differing(stored, s.given) > 0:
+			case writing == nil && differing(stored, s.given) == 0:
+				failing = false
+			case writing == nil && r.IntN(2) == 0:
 				writing = s.given
 			}
 		}
 		for range 50 { // then all that is wanted gets there
 			now = now.Add(stagePatience)
-			_, _ = s.next(writes, now)
+			_, _ = s.next(writes, false, now)
 			if differing(stored, s.given) > 0 {
 				stored = s.given
 				writes++
@@ -85,16 +87,16 @@ func TestOtherDevicesAreGivenAtOnce(t *testing.T) {
 	now := time.Now()
 	s := stages{given: tainted(3, nil), at: now, writes: 7}
 	s.want(tainted(4, map[int]string{0: "x", 1: "x"}))
-	next, ok := s.next(7, now)
+	next, ok := s.next(7, false, now)
 	if !ok || differing(next, s.wanted) != 0 || s.waiting() {
 		t.Errorf("%v, %v", next, ok)
 	}
 	// What is there already is not written: the next follows all the same.
 	s.want(tainted(4, map[int]string{2: "x"}))
-	if _, ok := s.next(7, now); ok {
+	if _, ok := s.next(7, false, now); ok {
 		t.Error("given while the last may not be written")
 	}
-	if next, ok := s.next(7, now.Add(stagePatience)); !ok || differing(next, s.given) != 0 {
+	if next, ok := s.next(7, false, now.Add(stagePatience)); !ok || differing(next, s.given) != 0 {
 		t.Errorf("%v, %v", next, ok)
 	}
 }
@@ -104,12 +106,12 @@ func TestWhatIsPublishedAlreadyIsNotWaitedFor(t *testing.T) {
 	for _, published := range []bool{true, false} {
 		s := begin(tainted(3, nil), published, now)
 		s.want(tainted(3, map[int]string{1: "x"}))
-		if next, given := s.next(0, now); given != published {
+		if next, given := s.next(0, false, now); given != published {
 			t.Errorf("published %v: the first change is given: %v, %v", published, given, next)
 		}
 		s.want(tainted(3, map[int]string{1: "x", 2: "x"}))
 		if published {
-			if _, given := s.next(0, now); given {
+			if _, given := s.next(0, false, now); given {
 				t.Error("a second change is given before the first is written")
 			}
 		}

@@ -1,0 +1,167 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"k8s.io/client-go/util/workqueue"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
+)
+
+// How soon publishing is tried again. All nodes of a cluster lose the API server at the same time: each waits twice as long after each failure, and no two
+// equally long. In the end a GPU's taint must not come long after the server is back. By itself the slice controller would begin with milliseconds and end with
+// a quarter of an hour.
+const (
+	publishRetry     = 250 * time.Millisecond
+	publishRetryMost = 30 * time.Second
+)
+
+// publication is the slice controller for as long as this instance has the turn, and what it was given.
+type publication struct {
+	*publisher
+	keeps Features
+	on    basis
+	stage stages
+	// settled says that what is offered need not be asked for again soon.
+	settled    bool
+	controller *resourceslice.Controller
+	// retries has the failures since the controller last had nothing left to do, by pool.
+	retries workqueue.TypedRateLimiter[string]
+	// dropped wakes the loop when the API server has not kept all fields of a slice, probeAgain when it may keep others than before.
+	dropped, probeAgain chan struct{}
+}
+
+// publish runs the slice controller until the context ends.
+func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error {
+	b, err := p.start(ctx, changed)
+	if err != nil {
+		return unlessOver(ctx, err)
+	}
+	defer b.controller.Stop()
+	var beside sync.WaitGroup
+	defer beside.Wait()
+	beside.Go(func() { p.followVersion(ctx, b.probeAgain) })
+	b.loop(ctx, changed)
+	return nil
+}
+
+// start finds out what the cluster keeps and the node has, writes a new node's first slices, and starts the controller with what is published then.
+func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (*publication, error) {
+	b := &publication{publisher: p, retries: newRetries(), dropped: make(chan struct{}, 1), probeAgain: make(chan struct{}, 1)}
+	var known bool
+	if b.keeps, known = p.features(ctx); !known {
+		return nil, ctx.Err()
+	}
+	var wanted []resourceslice.Slice
+	for known = false; !known; {
+		if !p.untilReady(ctx, changed) {
+			return nil, ctx.Err()
+		}
+		wanted, b.settled, known = p.resources(ctx, &b.on, b.keeps)
+	}
+	asking, cancel := context.WithTimeout(ctx, askTimeout)
+	defer cancel()
+	given, published, err := p.first(asking, wanted)
+	if err != nil {
+		klog.FromContext(ctx).V(2).Info("Could not write the first ResourceSlices; the controller will", "err", err)
+	}
+	b.stage = begin(given, published, time.Now())
+	b.stage.want(wanted)
+	b.controller, err = resourceslice.StartController(ctx, resourceslice.Options{
+		DriverName: DriverName,
+		KubeClient: p.client,
+		Owner:      &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: p.nodeName},
+		Resources:  p.pool(given),
+		Queue:      workqueue.NewTypedRateLimitingQueue(b.retries),
+		SyncDelay:  ptr.To(syncDelay),
+		ErrorHandler: func(ctx context.Context, err error, msg string) {
+			var dropped *resourceslice.DroppedFieldsError
+			if errors.As(err, &dropped) {
+				wake(b.dropped)
+			}
+			p.onError(ctx, recoverable(err), msg)
+		},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("start the ResourceSlice controller: %w", err)
+	}
+	return b, nil
+}
+
+// loop gives the controller what is to be published until the context ends.
+func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
+	var again, unsettled <-chan time.Time
+	for {
+		if !b.settled && unsettled == nil {
+			unsettled = time.After(settleInterval)
+		}
+		var staged <-chan time.Time
+		if b.stage.waiting() {
+			staged = time.After(stagePoll)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-staged:
+			b.next()
+			continue
+		case <-again:
+			again = nil
+			b.controller.Update(b.pool(b.stage.given))
+			continue
+		case <-b.dropped:
+			// It is not the server any more that was asked; or only one of several is, and the controller takes what that one has kept for what is wanted.
+			if again == nil {
+				again = time.After(b.retries.When(droppedFields))
+			}
+			b.reprobe(ctx)
+		case <-b.probeAgain:
+			b.reprobe(ctx)
+		case <-changed:
+		case <-unsettled:
+		}
+		unsettled = nil
+		if wanted, ok, known := b.resources(ctx, &b.on, b.keeps); known {
+			b.stage.want(wanted)
+			b.settled = ok
+		}
+	}
+}
+
+// next gives the controller what follows, if it has written what it was given.
+func (b *publication) next() {
+	stats, failing := b.controller.GetStats(), b.retries.NumRequeues(b.nodeName) > 0
+	if next, ok := b.stage.next(stats.NumCreates+stats.NumUpdates+stats.NumDeletes, failing, time.Now()); ok {
+		b.controller.Update(b.pool(next))
+	}
+}
+
+func (b *publication) reprobe(ctx context.Context) {
+	if now, known := b.features(ctx); known && now != b.keeps {
+		b.keeps = now
+		b.retries.Forget(droppedFields)
+	}
+}
+
+// droppedFields stands beside the pool's name among what is tried again.
+const droppedFields = "/dropped-fields"
+
+// scattered makes pauses longer or shorter by up to half.
+type scattered struct {
+	workqueue.TypedRateLimiter[string]
+}
+
+func newRetries() scattered {
+	return scattered{workqueue.NewTypedItemExponentialFailureRateLimiter[string](publishRetry, publishRetryMost)}
+}
+
+func (s scattered) When(item string) time.Duration {
+	pause := s.TypedRateLimiter.When(item)
+	return pause/2 + rand.N(pause)
+}
