@@ -18,8 +18,6 @@ func (s *Store) RewriteBase(edits specs.ContainerEdits) error {
 	if err := replace(filepath.Join(s.root, baseFile), data); err != nil {
 		return fmt.Errorf("write CDI spec: %w", err)
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.known[baseFile] = data
+	s.wrote(baseFile, data, true)
 	return nil
 }

@@ -46,13 +46,16 @@ type Store struct {
 	// known is what each file should hold: what we last wrote, or, for files of another instance of the plugin, what we found.
 	// Watch compares it with the disk to tell strangers' changes from ours.
 	known map[string][]byte
+	// lost are the files that Watch has found removed or altered and that were not written since; mended are those that were, until Watch tells of them.
+	lost   map[string]bool
+	mended []string
 	// base is the last base spec that was found valid: it is the same for every claim.
 	base []byte
 }
 
 // NewStore keeps specs in root, a directory that the container runtime reads, such as /var/run/cdi.
 func NewStore(root string) *Store {
-	return &Store{root: root, known: map[string][]byte{}}
+	return &Store{root: root, known: map[string][]byte{}, lost: map[string]bool{}}
 }
 
 // ClaimDevice is one device of a claim's spec.
@@ -180,24 +183,36 @@ func (s *Store) write(name string, spec *specs.Spec) error {
 	}
 	defer s.changing(name)()
 	path := filepath.Join(s.root, name)
-	if on, err := os.ReadFile(path); err != nil || !bytes.Equal(on, data) {
+	on, err := os.ReadFile(path)
+	differs := err != nil || !bytes.Equal(on, data)
+	if differs {
 		if err := replace(path, data); err != nil {
 			return fmt.Errorf("write CDI spec: %w", err)
 		}
 	}
+	s.wrote(name, data, differs)
+	return nil
+}
+
+// wrote notes what a file holds now, and whether it was another's doing that it did not.
+func (s *Store) wrote(name string, data []byte, differed bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.known[name] = data
+	if s.lost[name] && differed {
+		s.mended = append(s.mended, name)
+	}
+	delete(s.lost, name)
 	if name == baseFile {
 		s.base = data
 	}
-	return nil
 }
 
 func (s *Store) remove(name string) error {
 	defer s.changing(name)()
 	s.mu.Lock()
 	delete(s.known, name)
+	delete(s.lost, name)
 	s.mu.Unlock()
 	path := filepath.Join(s.root, name)
 	for _, path := range []string{path, unfinished(path)} {

@@ -34,8 +34,10 @@ const (
 // no inotify left the files are read at every look.
 //
 // A mend that fails is repeated until it does not, less and less often. Its error must be one that may pass by itself.
-func (s *Store) Watch(ctx context.Context, mend func(context.Context) error) {
-	w := &watching{store: s, seen: newLookout(s.root), mend: mend, now: time.Now}
+//
+// mended is told of the specs that were written again, by mend or by whoever else did.
+func (s *Store) Watch(ctx context.Context, mend func(context.Context) error, mended func(ctx context.Context, specs []string)) {
+	w := &watching{store: s, seen: newLookout(s.root), mend: mend, mended: mended, now: time.Now}
 	defer w.seen.close()
 	s.sweep()
 
@@ -66,10 +68,11 @@ func (s *Store) Watch(ctx context.Context, mend func(context.Context) error) {
 
 // watching is one run of [Store.Watch].
 type watching struct {
-	store *Store
-	seen  *lookout
-	mend  func(context.Context) error
-	now   func() time.Time
+	store  *Store
+	seen   *lookout
+	mend   func(context.Context) error
+	mended func(context.Context, []string)
+	now    func() time.Time
 	// rested is until when nothing is mended again.
 	rested time.Time
 	// failing is how long is waited after a mending that failed, and zero where the last one did not; retry is when that time is over.
@@ -86,6 +89,9 @@ func (w *watching) look(ctx context.Context) time.Duration {
 	}
 	if len(lost) > 0 || w.failing > 0 && !w.now().Before(w.retry) {
 		w.again(ctx)
+	}
+	if specs := w.store.takeMended(); len(specs) > 0 {
+		w.mended(ctx, specs)
 	}
 	next := lookAgain
 	if w.seen.told {
@@ -134,6 +140,7 @@ func (s *Store) altered() []string {
 		if on, err := os.ReadFile(filepath.Join(s.root, name)); err != nil || !bytes.Equal(on, data) {
 			names = append(names, name)
 			delete(s.known, name)
+			s.lost[name] = true
 		}
 	}
 	entries, err := os.ReadDir(s.root)
@@ -167,10 +174,21 @@ func (s *Store) alteredAmong(touched map[string]bool) []string {
 		case ours && (err != nil || !bytes.Equal(on, data)):
 			names = append(names, name)
 			delete(s.known, name)
+			s.lost[name] = true
 		case !ours && err == nil:
 			s.known[name] = on
 		}
 	}
+	slices.Sort(names)
+	return names
+}
+
+// takeMended are the specs that were written again since the last call.
+func (s *Store) takeMended() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	names := s.mended
+	s.mended = nil
 	slices.Sort(names)
 	return names
 }

@@ -25,7 +25,7 @@ func watch(ctx context.Context, t *testing.T, s *Store, mend func(context.Contex
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		s.Watch(ctx, mend)
+		s.Watch(ctx, mend, func(context.Context, []string) {})
 	}()
 	t.Cleanup(func() {
 		cancel()
@@ -225,7 +225,7 @@ func TestAMendingThatGoesOnFailingIsTriedLessAndLessOften(t *testing.T) {
 	must(t, s.WriteBase(commonEdits()))
 	clock := time.Now()
 	tries, failing := 0, errors.New("no space left on device")
-	w := &watching{store: s, seen: newLookout(s.root), now: func() time.Time { return clock }, mend: func(context.Context) error {
+	w := &watching{store: s, seen: newLookout(s.root), now: func() time.Time { return clock }, mended: func(context.Context, []string) {}, mend: func(context.Context) error {
 		tries++
 		return errors.Join(failing, s.WriteBase(commonEdits()))
 	}}
@@ -260,4 +260,46 @@ func TestAMendingThatGoesOnFailingIsTriedLessAndLessOften(t *testing.T) {
 	if n := passes(time.Hour); n != 1 {
 		t.Errorf("tried %d times although that has worked", n)
 	}
+}
+
+func TestOnlyWhatWasWrittenAgainIsToldAsMended(t *testing.T) {
+	s := newStore(t)
+	write := func() error { return errors.Join(s.WriteBase(commonEdits()), writeClaim(s, claimUID)) }
+	must(t, write())
+	var told []string
+	w := &watching{
+		store: s, seen: newLookout(s.root), now: time.Now, mend: func(context.Context) error { return nil },
+		mended: func(_ context.Context, specs []string) { told = append(told, specs...) },
+	}
+	defer w.seen.close()
+	says := func(when string, want ...string) {
+		t.Helper()
+		w.seen.touched.addAll()
+		w.look(t.Context())
+		if !slices.Equal(told, want) {
+			t.Errorf("%s: told %q", when, told)
+		}
+		told = nil
+	}
+	claim := claimPrefix + string(claimUID) + suffix
+	says("nothing was wrong")
+	must(t, os.Remove(filepath.Join(s.root, claim)))
+	must(t, os.WriteFile(filepath.Join(s.root, baseFile), []byte("{}"), 0o600))
+	says("nothing is written yet")
+	must(t, write())
+	says("both were written", baseFile, claim)
+	must(t, write())
+	says("nothing was wrong any more")
+
+	must(t, os.Remove(filepath.Join(s.root, claim)))
+	says("the claim's is gone again")
+	must(t, s.RemoveClaim(claimUID))
+	must(t, write())
+	says("the claim was given back, and prepared anew")
+
+	must(t, os.Remove(filepath.Join(s.root, claim)))
+	says("the claim's is gone a third time")
+	must(t, writeClaim(NewStore(s.root), claimUID))
+	must(t, write())
+	says("another instance has written it")
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"time"
 
@@ -21,6 +22,9 @@ const (
 	mendedInterval  = 5 * time.Second
 )
 
+// namedSpecs is how many specs an Event names that were written again: the whole directory may have been removed.
+const namedSpecs = 5
+
 // startBackground starts the driver's loops; each ends with the context, and Wait returns when all have.
 func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPublisher chan struct{}) *sync.WaitGroup {
 	var wg sync.WaitGroup
@@ -37,7 +41,7 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 			d.fail(err)
 		}
 	})
-	wg.Go(func() { d.specs.Watch(ctx, d.mend) })
+	wg.Go(func() { d.specs.Watch(ctx, d.mend, d.mended) })
 	return &wg
 }
 
@@ -181,13 +185,21 @@ func (d *Driver) mend(ctx context.Context) error {
 	}
 	err = errors.Join(err, d.preparer.Mend(ctx))
 	passing := prepare.Passing(err)
-	if passing == nil {
-		d.metrics.Repaired("cdi-spec")
-	}
 	if err != nil && passing == nil {
 		klog.FromContext(ctx).Error(err, "Claims have no CDI spec until somebody acts; all others have theirs")
 	}
 	return passing
+}
+
+// mended tells of specs that were written again after someone had removed or altered them.
+func (d *Driver) mended(ctx context.Context, specs []string) {
+	const what = "Wrote CDI specs again that someone else had removed or altered"
+	klog.FromContext(ctx).Info(what, "specs", specs)
+	object := strings.Join(specs[:min(len(specs), namedSpecs)], ", ")
+	if more := len(specs) - namedSpecs; more > 0 {
+		object += fmt.Sprintf(" and %d more", more)
+	}
+	d.repaired(prepare.Repair{Kind: "cdi-spec", What: what, Object: object})
 }
 
 func (d *Driver) publisher(ctx context.Context) *publisher {

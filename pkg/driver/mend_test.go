@@ -1,6 +1,7 @@
 package driver
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"testing"
@@ -21,5 +22,30 @@ func TestAClaimThatCannotBeMendedIsNoReasonToMendAgain(t *testing.T) {
 	}
 	if err := n.driver.mend(t.Context()); err != nil {
 		t.Error(err)
+	}
+}
+
+func TestASpecWrittenAgainIsARepair(t *testing.T) {
+	n := newAiling(t)
+	n.run(t)
+	n.register(t)
+	c := n.claim(t, "altered", firstGPU)
+	eventually(t, "a claim is prepared", func() bool { return n.prepare(t, c).GetError() == "" })
+	if err := n.driver.mend(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if n.metric(t, "gpu_dra_repairs_total kind=cdi-spec") {
+		t.Error("what was as it should be is told as repaired")
+	}
+	spec := filepath.Join(n.cfg.CDIRoot, "k8s.gpu.nvidia.com-claim_uid-altered.json")
+	// The watch may not have begun: what it has not seen before is not altered to it.
+	eventually(t, "a spec that is removed is told as repaired", func() bool {
+		if err := os.Remove(spec); err != nil && !errors.Is(err, os.ErrNotExist) {
+			t.Error(err)
+		}
+		return n.hasEvent(t, "Node", "node", "Repaired", filepath.Base(spec))
+	})
+	if !n.metric(t, "gpu_dra_repairs_total kind=cdi-spec") {
+		t.Error("it is not counted")
 	}
 }
