@@ -2,9 +2,7 @@ package driver
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"strings"
 	"sync"
 	"time"
 
@@ -12,7 +10,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
 // How often the hook is looked at and the container runtime is asked again whether it injects CDI specs: seldom while both are as they should be, soon
@@ -21,9 +18,6 @@ const (
 	runtimeInterval = time.Minute
 	mendedInterval  = 5 * time.Second
 )
-
-// namedSpecs is how many specs an Event names that were written again: the whole directory may have been removed.
-const namedSpecs = 5
 
 // startBackground starts the driver's loops; each ends with the context, and Wait returns when all have.
 func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPublisher chan struct{}) *sync.WaitGroup {
@@ -42,6 +36,7 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 		}
 	})
 	wg.Go(func() { d.specs.Watch(ctx, d.mend, d.mended) })
+	wg.Go(func() { d.mender.Run(ctx) })
 	return &wg
 }
 
@@ -65,7 +60,8 @@ func (d *Driver) nodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 	}
 }
 
-// follow does what a change of the inventory asks for: first the base spec, so that the first Pod already gets all of it, then the slices.
+// follow does what a change of the inventory asks for: first the base spec, so that the first Pod already gets all of it, then the slices, then what claims
+// have that are held.
 func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 	logger := klog.FromContext(ctx)
 	reason, files, unwritable := "", "", false
@@ -75,7 +71,7 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 		if d.gate.Closed() || unwritable {
 			pause = mendedInterval
 		}
-		changed := false
+		changed, renumbered := false, false
 		select {
 		case <-ctx.Done():
 			return
@@ -95,16 +91,7 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 				write = d.specs.RewriteBase
 			}
 			if err := write(s.Node.Common); err == nil {
-				if unmended := d.unmended.Swap(false); unmended || s.Files != files {
-					// Device nodes may have got other numbers: what held claims have is looked at too.
-					done, ok := d.release.Use()
-					if !ok {
-						d.unmended.Store(true)
-					} else if err := d.preparer.Mend(ctx); err != nil {
-						logger.Error(err, "Could not bring the CDI specs of all held claims up to date")
-					}
-					done()
-				}
+				renumbered = d.unmended.Swap(false) || s.Files != files
 				files = s.Files
 			} else {
 				unwritable = true
@@ -128,6 +115,11 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 			logger.Info("No devices are offered", "reason", reason)
 			d.events.warn("DevicesUnavailable", "No GPUs are offered: "+reason)
 			wake(toPublisher) // the last GPU may be gone
+		}
+		if renumbered { // device nodes may have other numbers now: what held claims have is looked at too
+			if err := d.mend(ctx); err != nil {
+				logger.Error(err, "Could not bring the CDI specs of all held claims up to date")
+			}
 		}
 	}
 }
@@ -166,40 +158,6 @@ func (d *Driver) askRuntime(ctx context.Context) {
 		return
 	}
 	d.gate.Close("runtime", reason)
-}
-
-// mend puts specs back that someone removed or altered. Its error may pass: claims that have no spec until somebody acts are no reason to try again.
-func (d *Driver) mend(ctx context.Context) error {
-	if d.superseded.Load() {
-		return nil
-	}
-	done, ok := d.release.Use()
-	defer done()
-	if !ok {
-		d.unmended.Store(true) // which may ask the hardware
-		return nil
-	}
-	var err error
-	if s := d.inv.Snapshot(); s.Ready {
-		err = d.specs.WriteBase(s.Node.Common)
-	}
-	err = errors.Join(err, d.preparer.Mend(ctx))
-	passing := prepare.Passing(err)
-	if err != nil && passing == nil {
-		klog.FromContext(ctx).Error(err, "Claims have no CDI spec until somebody acts; all others have theirs")
-	}
-	return passing
-}
-
-// mended tells of specs that were written again after someone had removed or altered them.
-func (d *Driver) mended(ctx context.Context, specs []string) {
-	const what = "Wrote CDI specs again that someone else had removed or altered"
-	klog.FromContext(ctx).Info(what, "specs", specs)
-	object := strings.Join(specs[:min(len(specs), namedSpecs)], ", ")
-	if more := len(specs) - namedSpecs; more > 0 {
-		object += fmt.Sprintf(" and %d more", more)
-	}
-	d.repaired(prepare.Repair{Kind: "cdi-spec", What: what, Object: object})
 }
 
 func (d *Driver) publisher(ctx context.Context) *publisher {

@@ -60,6 +60,7 @@ type Driver struct {
 	status     *claimStatus
 	calls      *inflight
 	abandoned  *abandonment
+	mender     *claimMender
 	kubelet    kubeletLife
 	beside     *besidePlugin
 	// before is what the reference driver has left on the node, if it was here before; toldWithheld what was last said of it.

@@ -10,7 +10,9 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/util/workqueue"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/specs-go"
@@ -115,6 +117,10 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	}
 	d.beside = &besidePlugin{refuse: cfg.BesideDevicePlugin == config.BesideRefuse, gate: d.gate, warn: d.events.warn, seen: d.metrics.DevicePlugin}
 	d.abandoned = d.newAbandonment(parts.StatusClient)
+	d.mender = &claimMender{
+		claims: d.preparer, left: workqueue.NewTyped[types.UID](), failed: func() { wake(d.toReconcile) },
+		use: func() (func(), bool) { return d.release.Use() }, off: func() { d.unmended.Store(true) },
+	}
 	d.layouts = newLayouts(d.preparer, policies)
 	d.release, release.gate, release.told = release, d.gate, d.tellRelease
 	release.memory = newReleaseMemory(cfg.StateDir(), func(err error) {

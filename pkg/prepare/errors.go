@@ -134,7 +134,7 @@ type lastingError struct{ error }
 
 func (e *lastingError) Unwrap() error { return e.error }
 
-// Passing leaves out of an error of [Preparer.Mend] what lasts until somebody acts, so that trying again is of no use: records that cannot be read, or not by
+// Passing leaves out of an error of [Preparer.MendSeen] or [Preparer.MendUnseen] what lasts until somebody acts, so that trying again is of no use: records that cannot be read, or not by
 // this version, cards that were replaced, devices that are lost. Recover says so at the start, Reconcile goes on saying it.
 func Passing(err error) error {
 	if joined, ok := err.(interface{ Unwrap() []error }); ok {
@@ -154,7 +154,7 @@ func Passing(err error) error {
 	return err
 }
 
-// Lost picks out of an error of [Preparer.Reconcile] or [Preparer.Mend] the devices that are lost.
+// Lost picks out of an error of [Preparer.Reconcile] or [Preparer.MendUnseen] the devices that are lost.
 func Lost(err error) []*LostError {
 	var joined interface{ Unwrap() []error }
 	var one *LostError

@@ -17,7 +17,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
-// recoverWait bounds how long Recover and Mend wait for a claim that another call works on: that call, or the kubelet's next one, finishes it.
+// recoverWait bounds how long Recover and MendUnseen wait for a claim that another call works on: that call, or the kubelet's next one, finishes it.
 const recoverWait = 2 * time.Second
 
 // tryWait is for a lock that is free, or not worth waiting for yet.
@@ -193,36 +193,28 @@ func (p *Preparer) asRecorded(ctx context.Context, r checkpoint.Record) error {
 	return nil
 }
 
-// Mend writes the specs of all prepared claims again where they are missing or altered. The kubelet does not prepare again when a container restarts.
-// Hardware is asked only about partitions that the inventory does not see, and only after all other claims have their specs. A claim that another call
-// works on keeps no other waiting.
-func (p *Preparer) Mend(ctx context.Context) error {
+// MendSeen writes the specs of all prepared claims again where they are missing or altered. The kubelet does not prepare again when a container restarts.
+// It asks no hardware, and waits for no other call: claims that need either are left, for [Preparer.MendUnseen].
+func (p *Preparer) MendSeen(ctx context.Context) (left []types.UID, _ error) {
 	entries, err := p.Records.List()
 	if err != nil {
-		return because(CauseRecord, "%w", err)
+		return nil, because(CauseRecord, "%w", err)
 	}
 	var errs []error
-	var later []types.UID
 	for _, e := range entries {
 		err := p.mendClaim(ctx, e.ClaimUID, tryWait, p.seen)
 		if errors.Is(err, errUnseen) || errors.Is(err, errBusy) {
-			later = append(later, e.ClaimUID)
+			left = append(left, e.ClaimUID)
 			continue
 		}
 		errs = append(errs, err)
 	}
-	var mu sync.Mutex
-	var wg sync.WaitGroup
-	for _, uid := range later {
-		wg.Go(func() { // a GPU that hangs keeps no other waiting
-			err := p.mendClaim(ctx, uid, recoverWait, p.seenOrLooked)
-			mu.Lock()
-			defer mu.Unlock()
-			errs = append(errs, err)
-		})
-	}
-	wg.Wait()
-	return errors.Join(errs...)
+	return left, errors.Join(errs...)
+}
+
+// MendUnseen is [Preparer.MendSeen] for one claim that was left. Hardware is asked about partitions that the inventory does not see.
+func (p *Preparer) MendUnseen(ctx context.Context, claim types.UID) error {
+	return p.mendClaim(ctx, claim, recoverWait, p.seenOrLooked)
 }
 
 var errBusy = errors.New("another call works on the claim, and gives it its spec")

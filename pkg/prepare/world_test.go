@@ -111,6 +111,17 @@ func (w *world) start() (*Preparer, error) {
 	return New(o), nil
 }
 
+// Mend is both parts of it, as package driver does them, and then they have ended.
+func (p *Preparer) Mend(ctx context.Context) error {
+	left, err := p.MendSeen(ctx)
+	var all together
+	all.do(func() error { return err })
+	for _, uid := range left {
+		all.do(func() error { return p.MendUnseen(ctx, uid) })
+	}
+	return all.wait()
+}
+
 func (w *world) Snapshot() inventory.Snapshot { return w.snapshot }
 
 func (w *world) verify(edits specs.ContainerEdits) error {

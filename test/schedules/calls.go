@@ -2,7 +2,9 @@ package schedules
 
 import (
 	"context"
+	"errors"
 	"slices"
+	"sync"
 )
 
 // takesCalls is an instance that the kubelet may call.
@@ -124,10 +126,22 @@ func (s *schedule) compare() {
 	if p := s.takesCalls(); p != nil {
 		does := p.Reconcile
 		if s.chance(30) {
-			does = p.Mend
+			does = p.mend
 		}
 		s.does(p, "compares", does, func(error) {})
 	}
+}
+
+// mend is the plugin's look whether specs are missing, as package driver does it.
+func (p *process) mend(ctx context.Context) error {
+	left, err := p.MendSeen(ctx)
+	errs := make([]error, len(left))
+	var wg sync.WaitGroup
+	for i, uid := range left {
+		wg.Go(func() { errs[i] = p.MendUnseen(ctx, uid) })
+	}
+	wg.Wait()
+	return errors.Join(err, errors.Join(errs...))
 }
 
 // lookForGone is the plugin's look for claims that are gone.
