@@ -226,7 +226,6 @@ func (d *Driver) newAbandonment(client kubernetes.Interface) *abandonment {
 			return usersOfClaim(ctx, d.cfg.CRISocket, uid, which)
 		},
 		gone: func(ctx context.Context, c kubeletplugin.NamespacedObject, why string) {
-			d.status.Forget(c.UID)
 			wake(d.toReconcile)
 			klog.FromContext(ctx).Info("Gave back what a claim held that is gone or has no Pod", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why)
 			d.repaired(prepare.Repair{Kind: "abandoned-claim", What: "Gave back what a claim held (" + why + ")", Object: c.String() + " (UID " + string(c.UID) + ")"})

@@ -20,7 +20,9 @@ import (
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/utils/ptr"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
 
 const (
@@ -328,4 +330,33 @@ func TestStatusKeepsNobodyWaiting(t *testing.T) {
 			t.Errorf("%d changes still wait", n)
 		}
 	})
+}
+
+// A named claim's next Pod may have it prepared as soon as its lock is let go of.
+func TestWhatIsToBeSaidOfAClaimIsForgottenBeforeItsNextPodHasIt(t *testing.T) {
+	n := newNode(t)
+	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.presence.End()
+	for name, giveBack := range map[string]func(uid types.UID) error{
+		"by the kubelet": func(uid types.UID) error { return d.preparer.Unprepare(t.Context(), uid) },
+		"because it is gone": func(uid types.UID) error {
+			if err := d.preparer.Records.Save(checkpoint.Record{ClaimUID: uid, State: checkpoint.Prepared}); err != nil {
+				return err
+			}
+			_, err := d.preparer.GiveBack(t.Context(), uid, func(context.Context, checkpoint.Record) error { return nil })
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := allocatedClaim("uid")
+			d.status.Prepared(t.Context(), c, bothDevices)
+			// Who has the claim's lock next comes after this.
+			if err := giveBack(c.UID); err != nil || d.status.pending[c.UID] != nil {
+				t.Errorf("%v; there is still to be written %+v", err, d.status.pending[c.UID])
+			}
+		})
+	}
 }

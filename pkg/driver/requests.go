@@ -83,7 +83,6 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 		d.events.warnClaim(c, "UnprepareFailed", err.Error())
 		return err
 	}
-	d.status.Forget(c.UID)
 	if len(d.layouts.HandedOver()) > 0 {
 		wake(d.toReconcile) // the claim may have used one of the instances that are waited for
 	}
@@ -97,4 +96,10 @@ func names(devices []kubeletplugin.Device) []string {
 		out[i] = d.DeviceName
 	}
 	return out
+}
+
+// givenBack is told of a claim that was given back before its lock is let go of: what a later Prepare of it says must outlive what is forgotten here.
+func (d *Driver) givenBack(uid types.UID) {
+	d.calls.GivenBack(uid)
+	d.status.Forget(uid)
 }

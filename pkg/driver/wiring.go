@@ -167,7 +167,7 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 		LimitEdits: func(gpuUUID string, mebibytes uint64) specs.ContainerEdits {
 			return mps.LimitEdits(mps.Roots{Driver: d.cfg.DriverRoot, Cgroups: d.cfg.CgroupRoot}, d.cfg.MPSHookPath(), gpuUUID, mebibytes)
 		},
-		GivenBack: d.calls.GivenBack, Overtaken: d.calls.Overtaken, Repaired: d.repaired,
+		GivenBack: d.givenBack, Overtaken: d.calls.Overtaken, Repaired: d.repaired,
 		Policy:  func(g device.GPU) device.Policy { return d.layouts.Policy(g) },
 		Changed: func(ctx context.Context, c kubeletplugin.NamespacedObject) { d.status.Changed(ctx, c, d.given(c.UID)) },
 		Reread: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
