@@ -11,8 +11,8 @@ import (
 // FormatVersion is the version of the envelope and of what is in the payload. A field that is added may leave it as it is, since unknown fields are kept.
 const FormatVersion = 1
 
-// readableFrom is the oldest version whose readers understand what this one writes: all of it that they must know to give a claim back. It goes up only with a
-// change after which they would do harm.
+// readableFrom is the oldest version whose readers understand what this one writes: all of it that they must know to give a claim back, and to tell containers
+// what they get, because a reader writes a claim's spec by what it knows. It goes up only with a change after which they would do harm.
 const readableFrom = 1
 
 // envelope is a record's file. The checksum is over the payload's bytes as they stand in the file, so it needs no canonical form.

@@ -47,6 +47,8 @@ type HolderClaim struct {
 	UID       types.UID `json:"uid"`
 	Namespace string    `json:"namespace"`
 	Name      string    `json:"name"`
+
+	unknown map[string]json.RawMessage
 }
 
 func (c HolderClaim) String() string {
@@ -74,6 +76,20 @@ func (h *Holder) UnmarshalJSON(raw []byte) error {
 }
 
 func (h Holder) MarshalJSON() ([]byte, error) { return encodeWith(plainHolder(h), h.unknown) }
+
+type plainHolderClaim HolderClaim
+
+var holderClaimFields = fieldsOf[plainHolderClaim]()
+
+func (c *HolderClaim) UnmarshalJSON(raw []byte) error {
+	unknown, err := decodeKnown(raw, (*plainHolderClaim)(c), holderClaimFields)
+	c.unknown = unknown
+	return err
+}
+
+func (c HolderClaim) MarshalJSON() ([]byte, error) {
+	return encodeWith(plainHolderClaim(c), c.unknown)
+}
 
 func (s *Store) holderFile(key string) (string, error) {
 	if key == "" || strings.HasPrefix(key, ".") || strings.ContainsAny(key, "/\x00") || len(key)+len(suffix) > maxName {

@@ -57,8 +57,11 @@ type Device struct {
 
 // Step is a step of package prepare in its stored form.
 type Step struct {
-	Kind   string          `json:"kind"`
+	Kind string `json:"kind"`
+	// Params are kept by who knows the kind.
 	Params json.RawMessage `json:"params"`
+
+	unknown map[string]json.RawMessage
 }
 
 // Holds names the devices that the claim holds for itself, without duplicates, in the devices' order. Admin access holds nothing.
@@ -108,6 +111,18 @@ func (d *Device) UnmarshalJSON(raw []byte) error {
 }
 
 func (d Device) MarshalJSON() ([]byte, error) { return encodeWith(plainDevice(d), d.unknown) }
+
+type plainStep Step
+
+var stepFields = fieldsOf[plainStep]()
+
+func (s *Step) UnmarshalJSON(raw []byte) error {
+	unknown, err := decodeKnown(raw, (*plainStep)(s), stepFields)
+	s.unknown = unknown
+	return err
+}
+
+func (s Step) MarshalJSON() ([]byte, error) { return encodeWith(plainStep(s), s.unknown) }
 
 // decodeKnown fills v, which has these fields, and returns those of the object that it does not have.
 func decodeKnown(raw []byte, v any, fields []string) (map[string]json.RawMessage, error) {

@@ -25,7 +25,7 @@ const (
 	claims = "/state/claims"
 )
 
-var sameRecord = cmp.AllowUnexported(Record{}, Device{})
+var sameRecord = cmp.AllowUnexported(Record{}, Device{}, Step{})
 
 func open(t *testing.T, disk *durabletest.Disk) *Store {
 	t.Helper()

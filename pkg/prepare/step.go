@@ -3,11 +3,8 @@ package prepare
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"maps"
-	"reflect"
-	"strings"
+	"slices"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -57,13 +54,14 @@ var stepKinds = map[string]func() Step{
 	sharedKind:      func() Step { return &shared{} },
 }
 
-// store is what stands in the record, given what has stood there for the same steps, as far as there is any.
+// store is what stands in the record, given what has stood there for the same steps, as far as there is any. Those of one kind have kept their order.
 func store(steps []Step, before []checkpoint.Step) ([]checkpoint.Step, error) {
-	stored := make([]checkpoint.Step, len(steps))
+	stored, left := make([]checkpoint.Step, len(steps)), slices.Clone(before)
 	for i, s := range steps {
 		var old checkpoint.Step
-		if i < len(before) {
-			old = before[i]
+		if at := slices.IndexFunc(left, func(b checkpoint.Step) bool { return b.Kind == s.Kind() }); at >= 0 {
+			old = left[at]
+			left = slices.Delete(left, at, at+1)
 		}
 		var err error
 		if stored[i], err = storeOver(old, s); err != nil {
@@ -71,35 +69,6 @@ func store(steps []Step, before []checkpoint.Step) ([]checkpoint.Step, error) {
 		}
 	}
 	return stored, nil
-}
-
-// storeOver keeps fields that this version does not know: a later one has written them, and may read them again.
-func storeOver(old checkpoint.Step, s Step) (checkpoint.Step, error) {
-	stored, err := storeOne(s)
-	if err != nil || old.Kind != stored.Kind {
-		return stored, err
-	}
-	var before, now map[string]json.RawMessage
-	if err := errors.Join(json.Unmarshal(old.Params, &before), json.Unmarshal(stored.Params, &now)); err != nil {
-		return stored, fmt.Errorf("store step %s: %w", s.Kind(), err)
-	}
-	maps.DeleteFunc(before, func(name string, _ json.RawMessage) bool { return knows(s, name) })
-	if len(before) == 0 {
-		return stored, nil
-	}
-	maps.Copy(now, before)
-	stored.Params, err = json.Marshal(now)
-	return stored, err
-}
-
-// knows says whether the step has the field, also where it is empty and left out.
-func knows(s Step, name string) bool {
-	for _, field := range reflect.VisibleFields(reflect.TypeOf(s).Elem()) {
-		if tag, _, _ := strings.Cut(field.Tag.Get("json"), ","); strings.EqualFold(tag, name) {
-			return true
-		}
-	}
-	return false
 }
 
 func storeOne(s Step) (checkpoint.Step, error) {
