@@ -42,3 +42,36 @@ func FuzzStepsOnRecord(f *testing.F) {
 		_ = p.Unprepare(ctx, r.ClaimUID)
 	})
 }
+
+// Whatever a later version has written beside what this one knows: it reads there what it has written itself.
+func FuzzWhatIsUnknownChangesNothingThatIsKnown(f *testing.F) {
+	f.Add(migInstanceKind, `{"device":"d","Asked":true,"before":[{"id":1,"x":1},{"id":1}],"instance":{"id":1,"compute":[{"id":0,"x":2}]},"x":null}`, `{"device":"d","before":[{"id":1}],"instance":{"id":1,"compute":[{"id":0,"minor":3}]}}`)
+	f.Add(mpsDaemonKind, `{"id":"d","perDevice":{"0":1,"a":2},"UUIDS":["x"],"memory":0}`, `{"id":"d","perDevice":{"A":1}}`)
+	f.Add(sharedKind, `{"key":"k","want":{"kind":"x","params":{"a":1},"b":2}}`, `{"key":"k","want":{"kind":"x","params":{"a":2}}}`)
+	f.Add(claimSpecKind, `{"devices":[{"name":"a","edits":{"hooks":[null,{"path":"p"},{"path":"p","x":[]}]}}],"clients":[]}`, `{"devices":[{"name":"a","edits":{"hooks":[{"path":"p"},null]}}]}`)
+	f.Fuzz(func(t *testing.T, kind, before, after string) {
+		empty, known := stepKinds[kind]
+		if !known {
+			shared, known := sharableKinds[kind]
+			if !known {
+				return
+			}
+			empty = func() Step { return shared() }
+		}
+		now := empty()
+		if json.Unmarshal([]byte(before), empty()) != nil || json.Unmarshal([]byte(after), now) != nil {
+			return
+		}
+		got, err := storeOver(checkpoint.Step{Kind: kind, Params: []byte(before)}, now)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want, err := storeOne(now)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if read, err := knownOf(got, now); err != nil || string(read) != string(want.Params) {
+			t.Errorf("%s is read of %s, and %s was written over %s: %v", read, got.Params, want.Params, before, err)
+		}
+	})
+}
