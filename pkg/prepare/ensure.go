@@ -85,8 +85,8 @@ func (p *Preparer) again(ctx context.Context, env *Env, t *want) error {
 	m := t.made()
 	env.Round.forget()
 	if t.shared != nil {
-		env = t.shared.own(env)
-		t.shared.holder.State = checkpoint.Applying
+		env = t.shared.held.own(env)
+		t.shared.held.holder.State = checkpoint.Applying
 	}
 	if err := m.Revert(ctx, env); err != nil {
 		return err
@@ -98,8 +98,8 @@ func (p *Preparer) again(ctx context.Context, env *Env, t *want) error {
 	if err := m.Apply(ctx, env); err != nil || t.shared == nil {
 		return err
 	}
-	t.shared.holder.State = checkpoint.Applied
-	return t.shared.save(env)
+	t.shared.held.holder.State = checkpoint.Applied
+	return t.shared.held.save(env)
 }
 
 // held asks the hardware about all that the claim was given: its partitions, and how its devices are shared. What is not as it should be is mended.

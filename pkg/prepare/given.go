@@ -77,10 +77,11 @@ func (p *Preparer) made(steps []Step) []device.Instance {
 	var instances []device.Instance
 	for _, step := range steps {
 		if s, ok := step.(*shared); ok {
-			if _, err := s.load(p.Records, p.BootID); err != nil {
+			held, err := s.load(p.Records, p.BootID)
+			if err != nil {
 				continue // the inventory may see it
 			}
-			step = s.inner
+			step = held.step
 		}
 		if m, ok := step.(*migInstance); ok && m.Instance != nil {
 			instances = append(instances, *m.Instance)

@@ -121,7 +121,7 @@ func (p *Preparer) adopt(w *plan, old checkpoint.Record) (bool, error) {
 			w.steps = append(w.steps, s)
 		case *shared:
 			if s.Want.Kind == migInstanceKind {
-				if _, err := s.load(p.Records, p.BootID); err != nil {
+				if s.held, err = s.load(p.Records, p.BootID); err != nil {
 					return false, s.unreadable(err)
 				}
 				parts[s.Key] = s

@@ -142,7 +142,7 @@ func joined(a, b specs.ContainerEdits) specs.ContainerEdits {
 // made is what makes the partition, as far as it has come. It is nil if nothing of ours does.
 func (t want) made() *migInstance {
 	if t.shared != nil {
-		if m, ok := t.shared.inner.(*migInstance); ok {
+		if m, ok := t.shared.held.step.(*migInstance); ok {
 			return m
 		}
 	}

@@ -32,17 +32,24 @@ type shared struct {
 	// Want is the step as the claim would apply it, were it the first.
 	Want checkpoint.Step `json:"want"`
 
-	// inner is the step as it is held, as far as it was loaded; holder its file.
-	inner  sharable
-	holder checkpoint.Holder
+	// held is the step as it was last seen to be held.
+	held common
 }
 
 var _ Step = &shared{}
 
+// common is a step as claims hold it, and their file.
+type common struct {
+	step   sharable
+	holder checkpoint.Holder
+	// fresh says that nothing is applied: nobody holds the step, or nobody has since the node was started.
+	fresh bool
+}
+
 // share makes a step one that claims can hold together. What is the same for all that do names it.
 func share(of string, gpus []string, step sharable) (*shared, error) {
 	stored, err := storeOne(step)
-	return &shared{Key: sharedKey(of, step.Kind()), GPUs: gpus, Want: stored, inner: step}, err
+	return &shared{Key: sharedKey(of, step.Kind()), GPUs: gpus, Want: stored, held: common{step: step, fresh: true}}, err
 }
 
 func sharedKey(of, kind string) string { return of + "_" + kind }
@@ -76,79 +83,97 @@ var sharableKinds = map[string]func() sharable{
 
 func sharableOf(stored checkpoint.Step) (sharable, error) { return restoreOne(sharableKinds, stored) }
 
-// load reads what is held. It is false if nobody holds the step, or nobody has since the node was started.
-func (s *shared) load(records *checkpoint.Store, bootID string) (held bool, err error) {
+// load reads what is held. Where nobody holds the step it is as the claim wants it.
+func (s *shared) load(records *checkpoint.Store, bootID string) (common, error) {
 	h, found, err := records.Holder(s.Key)
 	if err != nil {
-		return false, err
+		return common{}, err
 	}
 	if !found || h.BootID != bootID {
-		s.holder = checkpoint.Holder{Key: s.Key, GPUs: s.GPUs, State: checkpoint.Applying, BootID: bootID}
-		s.inner, err = s.want()
-		return false, err
+		step, err := s.want()
+		return common{step, checkpoint.Holder{Key: s.Key, GPUs: s.GPUs, State: checkpoint.Applying, BootID: bootID}, true}, err
 	}
-	s.holder = h
-	s.inner, err = sharableOf(h.Step)
-	return true, err
+	step, err := sharableOf(h.Step)
+	return common{step: step, holder: h}, err
 }
 
 // Apply joins those who hold the step, or is the first.
-func (s *shared) Apply(ctx context.Context, env *Env) error {
-	held, err := s.load(env.Records, env.BootID)
-	if err != nil {
+func (s *shared) Apply(ctx context.Context, env *Env) (err error) {
+	if s.held, err = s.load(env.Records, env.BootID); err != nil {
 		return s.unreadable(err)
 	}
-	if held {
-		if held, err = s.agree(ctx, env); err != nil {
-			return err
-		}
-	}
-	joined := !s.holder.Holds(env.ClaimUID)
-	if joined {
-		s.holder.Claims = append(s.holder.Claims, checkpoint.HolderClaim{UID: env.ClaimUID, Namespace: env.Namespace, Name: env.Name})
-	}
-	if joined && held && s.holder.State == checkpoint.Applied {
-		if err := s.save(env); err != nil {
-			return err
-		}
-	}
-	return env.Round.once(s.Key, func() error { return s.hold(ctx, env, held) })
-}
-
-// hold does what the claims that hold the step need.
-func (s *shared) hold(ctx context.Context, env *Env, held bool) error {
-	own := s.own(env)
-	if held && s.holder.State == checkpoint.Applied {
-		return s.inner.keep(ctx, own)
-	}
-	if held { // What was interrupted is brought back to what was found before it is done again.
-		if err := s.inner.Revert(ctx, own); err != nil {
-			return err
-		}
-	}
-	s.holder.State = checkpoint.Applying
-	if err := s.inner.Apply(ctx, own); err != nil {
+	held := &s.held
+	if err := s.agree(ctx, env, held); err != nil {
 		return err
 	}
-	s.holder.State = checkpoint.Applied
-	return s.save(env)
+	joined := !held.holder.Holds(env.ClaimUID)
+	if joined {
+		held.holder.Claims = append(held.holder.Claims, checkpoint.HolderClaim{UID: env.ClaimUID, Namespace: env.Namespace, Name: env.Name})
+	}
+	if joined && held.applied() {
+		if err := held.save(env); err != nil {
+			return err
+		}
+	}
+	return env.Round.once(s.Key, func() error { return held.hold(ctx, env) })
 }
 
-// agree makes sure that the claim wants what is held. It is false if nothing is held after all: the claim was the only one, and wants something else.
-func (s *shared) agree(ctx context.Context, env *Env) (held bool, err error) {
+// agree makes sure that the claim wants what is held. Where it is the only one that holds it, and wants something else, nothing is held afterwards.
+func (s *shared) agree(ctx context.Context, env *Env, held *common) error {
 	want, err := s.want()
-	if err != nil || want.wanted() == s.inner.wanted() {
-		return err == nil, err
+	if err != nil || held.fresh || want.wanted() == held.step.wanted() {
+		return err
 	}
-	if others := s.holder.Others(env.ClaimUID); len(others) > 0 {
-		return true, because(CauseHeld, "the claim wants %s, and %s is held for %s: ask for the same, or wait until the last Pod of every such claim has ended on this node",
-			want.wanted(), s.inner.wanted(), listClaims(others))
+	if others := held.holder.Others(env.ClaimUID); len(others) > 0 {
+		return because(CauseHeld, "the claim wants %s, and %s is held for %s: ask for the same, or wait until the last Pod of every such claim has ended on this node",
+			want.wanted(), held.step.wanted(), listClaims(others))
 	}
-	if err := s.inner.Revert(ctx, s.own(env)); err != nil {
-		return true, err
+	if err := held.step.Revert(ctx, held.own(env)); err != nil {
+		return err
 	}
-	s.inner, s.holder.Step = want, checkpoint.Step{}
-	return false, nil
+	held.step, held.holder.Step, held.fresh = want, checkpoint.Step{}, true
+	return nil
+}
+
+func (c *common) applied() bool { return !c.fresh && c.holder.State == checkpoint.Applied }
+
+// hold does what the claims that hold the step need.
+func (c *common) hold(ctx context.Context, env *Env) error {
+	own := c.own(env)
+	if c.applied() {
+		return c.step.keep(ctx, own)
+	}
+	if !c.fresh { // What was interrupted is brought back to what was found before it is done again.
+		if err := c.step.Revert(ctx, own); err != nil {
+			return err
+		}
+	}
+	c.holder.State = checkpoint.Applying
+	if err := c.step.Apply(ctx, own); err != nil {
+		return err
+	}
+	c.holder.State = checkpoint.Applied
+	return c.save(env)
+}
+
+// own is what the step itself works on: its journal is the holder's file.
+func (c *common) own(env *Env) *Env {
+	own := *env
+	own.Forgotten = false
+	own.Journal = func() error { return c.save(env) }
+	return &own
+}
+
+func (c *common) save(env *Env) error {
+	stored, err := storeOver(c.holder.Step, c.step)
+	if err == nil {
+		c.holder.Step = stored
+		err = env.Records.SaveHolder(c.holder)
+	}
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	return nil
 }
 
 // Revert leaves, and is the last if nobody is left.
@@ -183,11 +208,11 @@ func (s *shared) Revert(ctx context.Context, env *Env) error {
 // leaveUndone lets the last claim go where all that is left of it is a preference, which harms nobody: it is set back later. What keeps others from the
 // device keeps the claim.
 func (s *shared) leaveUndone(ctx context.Context, env *Env, err error) error {
-	if _, preference := s.inner.(*timeSlice); !preference {
+	if _, preference := s.held.step.(*timeSlice); !preference {
 		return err
 	}
-	s.holder.Claims = nil
-	if serr := s.save(env); serr != nil {
+	s.held.holder.Claims = nil
+	if serr := s.held.save(env); serr != nil {
 		return errors.Join(err, serr)
 	}
 	klog.FromContext(ctx).Error(err, "Could not set back what claims shared; it is tried again, and keeps nobody from the GPU", "holder", s.Key)
@@ -195,41 +220,21 @@ func (s *shared) leaveUndone(ctx context.Context, env *Env, err error) error {
 }
 
 // undo reverts the step for the last claim. A disk that is full keeps nobody from that: reverting twice is reverting once.
-func (s *shared) undo(ctx context.Context, env *Env) error {
-	if _, err := s.load(env.Records, env.BootID); err != nil {
+func (s *shared) undo(ctx context.Context, env *Env) (err error) {
+	if s.held, err = s.load(env.Records, env.BootID); err != nil {
 		return because(CauseRecord, "%w", err)
 	}
-	if s.holder.State != checkpoint.Undoing {
-		s.holder.State = checkpoint.Undoing
-		if err := s.save(env); err != nil {
+	if s.held.holder.State != checkpoint.Undoing {
+		s.held.holder.State = checkpoint.Undoing
+		if err := s.held.save(env); err != nil {
 			klog.FromContext(ctx).Error(err, "Could not note that what claims shared is being reverted", "holder", s.Key)
 		}
 	}
-	return s.inner.Revert(ctx, s.own(env))
+	return s.held.step.Revert(ctx, s.held.own(env))
 }
 
 func (s *shared) removed(env *Env) error {
 	if err := env.Records.RemoveHolder(s.Key); err != nil {
-		return because(CauseRecord, "%w", err)
-	}
-	return nil
-}
-
-// own is what the step itself works on: its journal is the holder's file.
-func (s *shared) own(env *Env) *Env {
-	own := *env
-	own.Forgotten = false
-	own.Journal = func() error { return s.save(env) }
-	return &own
-}
-
-func (s *shared) save(env *Env) error {
-	stored, err := storeOver(s.holder.Step, s.inner)
-	if err == nil {
-		s.holder.Step = stored
-		err = env.Records.SaveHolder(s.holder)
-	}
-	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
 	return nil
