@@ -76,31 +76,19 @@ func (p *Preparer) leaveAlone(ctx context.Context, uid types.UID) error {
 
 // unheld sets a file aside that cannot be read, if no record says that a claim holds what it is about, and the hardware to its default.
 func (p *Preparer) unheld(ctx context.Context, key string, reason error) error {
-	work, cancel := context.WithTimeout(ctx, roundTime)
-	defer cancel()
-	held, err := p.lockKey(work, key)
-	if err != nil {
-		return err
-	}
-	defer held.Release()
-	_, _, err = p.Records.Holder(key)
-	if unreadable := new(checkpoint.UnreadableError); !errors.As(err, &unreadable) {
-		return nil // another call has put it in order
-	}
-	if named, err := p.named(key); named || err != nil {
-		return err
-	}
-	if err := p.setDefault(work, key); err != nil {
-		return stepError(fmt.Errorf("what claims shared as %s, of which nothing can be read: %w", key, err))
-	}
-	place, err := p.Records.QuarantineHolder(key, p.Now())
-	if err != nil {
-		return because(CauseRecord, "%w", err)
-	}
-	klog.FromContext(ctx).Error(reason, "Set a file aside that said what claims shared, and that no claim's record names; the hardware was set to its default, because what was found before cannot be told",
-		"holder", key, "quarantine", place)
-	p.Repaired(Repair{"unreadable-holder", "Set a file aside that said what claims shared, and the hardware to its default", key})
-	return nil
+	return p.nobodys(ctx, key, isUnreadable, func(work context.Context) error {
+		if err := p.setDefault(work, key); err != nil {
+			return stepError(fmt.Errorf("what claims shared as %s, of which nothing can be read: %w", key, err))
+		}
+		place, err := p.Records.QuarantineHolder(key, p.Now())
+		if err != nil {
+			return because(CauseRecord, "%w", err)
+		}
+		klog.FromContext(ctx).Error(reason, "Set a file aside that said what claims shared, and that no claim's record names; the hardware was set to its default, because what was found before cannot be told",
+			"holder", key, "quarantine", place)
+		p.Repaired(Repair{"unreadable-holder", "Set a file aside that said what claims shared, and the hardware to its default", key})
+		return nil
+	})
 }
 
 // undone sets back what the last claim could not. That it cannot either is said, and is no reason to compare everything again soon.
@@ -147,24 +135,13 @@ func (p *Preparer) begun(ctx context.Context, there []string) error {
 }
 
 func (p *Preparer) neverHeld(ctx context.Context, key string) error {
-	work, cancel := context.WithTimeout(ctx, roundTime)
-	defer cancel()
-	held, err := p.lockKey(work, key)
-	if err != nil {
-		return err
-	}
-	defer held.Release()
-	if _, found, err := p.Records.Holder(key); found || err != nil {
-		return nil // a call has written it meanwhile
-	}
-	if named, err := p.named(key); named || err != nil {
-		return err
-	}
-	if err := p.Records.RemoveHolder(key); err != nil {
-		return because(CauseRecord, "%w", err)
-	}
-	p.repaired(ctx, Repair{"unfinished-write", "Removed the beginning of a file that said what claims share, which a killed call left", key})
-	return nil
+	return p.nobodys(ctx, key, isAbsent, func(context.Context) error {
+		if err := p.Records.RemoveHolder(key); err != nil {
+			return because(CauseRecord, "%w", err)
+		}
+		p.repaired(ctx, Repair{"unfinished-write", "Removed the beginning of a file that said what claims share, which a killed call left", key})
+		return nil
+	})
 }
 
 // setDefault undoes what a key alone tells of. An instance stays: that it is ours nothing proves any more.
@@ -219,27 +196,41 @@ func (p *Preparer) strays(ctx context.Context) error {
 }
 
 func (p *Preparer) endStray(ctx context.Context, id string) error {
+	return p.nobodys(ctx, sharedKey(id, mpsDaemonKind), isAbsent, func(work context.Context) error {
+		if err := p.MPS.Stop(work, id); err != nil {
+			return stepError(fmt.Errorf("a daemon that no claim holds: %w", err))
+		}
+		p.repaired(ctx, Repair{"leftover-daemon", "Ended an MPS daemon that no claim holds", id})
+		return nil
+	})
+}
+
+// nobodys puts in order what a key is about that no claim holds, while no call can change that. Its file must be as it was seen before the lock was had, or a call
+// has come between; and no record may name it: such a claim is given its file again by its own comparison.
+func (p *Preparer) nobodys(ctx context.Context, key string, asSeen func(found bool, err error) bool, order func(work context.Context) error) error {
 	work, cancel := context.WithTimeout(ctx, roundTime)
 	defer cancel()
-	key := sharedKey(id, mpsDaemonKind)
 	held, err := p.lockKey(work, key)
 	if err != nil {
 		return err
 	}
 	defer held.Release()
-	if _, found, err := p.Records.Holder(key); found || err != nil {
-		return nil // a call has started it meanwhile
+	if _, found, err := p.Records.Holder(key); !asSeen(found, err) {
+		return nil
 	}
-	// A claim whose record names it is given its file again by its own comparison.
 	if named, err := p.named(key); named || err != nil {
 		return err
 	}
-	if err := p.MPS.Stop(work, id); err != nil {
-		return stepError(fmt.Errorf("a daemon that no claim holds: %w", err))
-	}
-	p.repaired(ctx, Repair{"leftover-daemon", "Ended an MPS daemon that no claim holds", id})
-	return nil
+	return order(work)
 }
+
+// isUnreadable and isAbsent are what a holder's file may be seen to be.
+func isUnreadable(_ bool, err error) bool {
+	reason := new(checkpoint.UnreadableError)
+	return errors.As(err, &reason)
+}
+
+func isAbsent(found bool, err error) bool { return !found && err == nil }
 
 // lockKey takes the lock of those who could change what the key is about: of the GPU, or of the claim that has it for itself.
 func (p *Preparer) lockKey(ctx context.Context, key string) (*lock.Held, error) {
