@@ -17,6 +17,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 )
@@ -296,6 +297,25 @@ func TestTheUninstallHook(t *testing.T) {
 		security := pod.Containers[0].SecurityContext
 		if security.Privileged != nil || *security.AllowPrivilegeEscalation || !*pod.SecurityContext.RunAsNonRoot || len(pod.Volumes) != 0 || *job.Spec.BackoffLimit != 0 {
 			t.Errorf("%+v", job.Spec)
+		}
+	})
+	t.Run("has a user of its own, but for OpenShift, which chooses one and refuses any other", func(t *testing.T) {
+		onOpenShift, _ := render(t, "--set", "openshift.privilegedSCC=true")
+		for _, c := range []struct {
+			objects     []runtime.Object
+			user, group *int64
+		}{{objects, ptr.To(int64(65532)), ptr.To(int64(65532))}, {onOpenShift, nil, nil}} {
+			pod := only[*batchv1.Job](t, c.objects, uninstaller).Spec.Template.Spec
+			want := &corev1.PodSecurityContext{
+				RunAsNonRoot: ptr.To(true), RunAsUser: c.user, RunAsGroup: c.group,
+				SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault},
+			}
+			if diff := cmp.Diff(want, pod.SecurityContext); diff != "" {
+				t.Error(diff)
+			}
+			if own := pod.Containers[0].SecurityContext; own.RunAsUser != nil || own.RunAsGroup != nil {
+				t.Errorf("the container says otherwise: %+v", own)
+			}
 		}
 	})
 	t.Run("waits for no node that does not answer, and needs none with a GPU", func(t *testing.T) {
