@@ -31,6 +31,7 @@ func TestTheHooksDirectoryHidesNothing(t *testing.T) {
 	for _, dir := range []string{
 		"", "/usr", "/usr/bin", "/usr/sbin", "/bin", "/sbin", "/lib64", "/usr/lib", "/lib/x86_64-linux-gnu", "/dev", "/dev/shm", "/etc", "/etc/gpu-dra-driver",
 		"/host", "/host/sys", "/host/cri", "/proc", "/proc/driver", "/sys", "/driver-root", "/run", "/var/run", "/var/run/cdi", "/var/lib/kubelet/plugins_registry",
+		"/run/secrets", "/var/run/secrets/kubernetes.io/serviceaccount",
 	} {
 		_, err := template(t, "--set", "hookPath="+dir+"/nvidia-cdi-hook")
 		if err == nil || !strings.Contains(err.Error(), "hookPath: "+max(dir, "/")+" cannot be") || !strings.Contains(err.Error(), "/opt/nvidia/bin") {

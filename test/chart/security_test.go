@@ -76,7 +76,10 @@ func powers(pod corev1.PodSpec) []string {
 	add(pod.HostPID, "host PID namespace")
 	add(pod.HostNetwork, "host network")
 	add(pod.HostIPC, "host IPC namespace")
-	add(ptr.Deref(pod.AutomountServiceAccountToken, true), "token")
+	add(ptr.Deref(pod.AutomountServiceAccountToken, true), "token that lives for a year")
+	for _, token := range tokens(pod) {
+		add(true, "token for %d s", ptr.Deref(token.ExpirationSeconds, 3600))
+	}
 	podLevel := ptr.Deref(pod.SecurityContext, corev1.PodSecurityContext{})
 	for _, c := range slices.Concat(pod.InitContainers, pod.Containers) {
 		own := ptr.Deref(c.SecurityContext, corev1.SecurityContext{})
@@ -117,6 +120,19 @@ func powers(pod corev1.PodSpec) []string {
 	}
 	slices.Sort(has)
 	return slices.Compact(has)
+}
+
+// tokens are those for which the Pod asks in a volume of its own.
+func tokens(pod corev1.PodSpec) []corev1.ServiceAccountTokenProjection {
+	var all []corev1.ServiceAccountTokenProjection
+	for _, v := range pod.Volumes {
+		for _, source := range ptr.Deref(v.Projected, corev1.ProjectedVolumeSource{}).Sources {
+			if source.ServiceAccountToken != nil {
+				all = append(all, *source.ServiceAccountToken)
+			}
+		}
+	}
+	return all
 }
 
 // with gives each thing the name of who has it.
@@ -186,6 +202,42 @@ func TestTheTestsThatTheSecurityPageNamesAreThere(t *testing.T) {
 		grep := exec.CommandContext(t.Context(), "grep", "-rqE", "--include=*_test.go", pattern, "../../pkg", "../../cmd", "../../test", "../../api", "../../hack")
 		if err := grep.Run(); err != nil {
 			t.Errorf("there is no test %s (%v)", name, err)
+		}
+	}
+}
+
+// client-go looks in one directory for three files. The API server lets the token live as long as it is asked to only where nobody mounts it automatically.
+func TestATokenIsWhereClientGoLooksAndEndsWithinTheHour(t *testing.T) {
+	for name, args := range map[string][]string{"defaults": nil, "everything": everything} {
+		objects, _ := render(t, args...)
+		for who, pod := range workloads(objects) {
+			wants := map[string]int{"plugin": 1, "uninstall": 1, "supervisor": 0}[who]
+			if got := tokens(pod); len(got) != wants || *pod.AutomountServiceAccountToken {
+				t.Errorf("%s, %s: mounted automatically %t, and %v", name, who, *pod.AutomountServiceAccountToken, got)
+				continue
+			}
+			if wants == 0 {
+				continue
+			}
+			mounts := pod.Containers[0].VolumeMounts
+			m := slices.IndexFunc(mounts, func(m corev1.VolumeMount) bool { return m.MountPath == "/var/run/secrets/kubernetes.io/serviceaccount" })
+			v := slices.IndexFunc(pod.Volumes, func(v corev1.Volume) bool { return m >= 0 && v.Name == mounts[m].Name })
+			if v < 0 || !mounts[m].ReadOnly {
+				t.Errorf("%s, %s: nothing is where client-go looks, or it can be written: %+v", name, who, mounts)
+				continue
+			}
+			want := &corev1.ProjectedVolumeSource{Sources: []corev1.VolumeProjection{
+				{ServiceAccountToken: &corev1.ServiceAccountTokenProjection{Path: "token", ExpirationSeconds: ptr.To(int64(3600))}},
+				{ConfigMap: &corev1.ConfigMapProjection{
+					LocalObjectReference: corev1.LocalObjectReference{Name: "kube-root-ca.crt"}, Items: []corev1.KeyToPath{{Key: "ca.crt", Path: "ca.crt"}},
+				}},
+				{DownwardAPI: &corev1.DownwardAPIProjection{Items: []corev1.DownwardAPIVolumeFile{
+					{Path: "namespace", FieldRef: &corev1.ObjectFieldSelector{APIVersion: "v1", FieldPath: "metadata.namespace"}},
+				}}},
+			}}
+			if diff := cmp.Diff(want, pod.Volumes[v].Projected); diff != "" {
+				t.Errorf("%s, %s: %s", name, who, diff)
+			}
 		}
 	}
 }

@@ -40,6 +40,36 @@ egress:
 {{- end -}}
 {{- end -}}
 
+{{/*
+A Pod's way to the API server, where client-go looks for it: what Kubernetes would mount by itself, but for the token's life. One that is mounted
+automatically is good for a year, so that programs which never read it again go on working (--service-account-extend-token-expiration of the API server, on
+by default). This one ends within the hour: the kubelet renews the file before, and client-go reads it again.
+*/}}
+{{- define "gpu-dra-driver.tokenVolume" -}}
+- name: token
+  projected:
+    sources:
+      - serviceAccountToken:
+          path: token
+          expirationSeconds: 3600
+      - configMap:
+          name: kube-root-ca.crt
+          items:
+            - key: ca.crt
+              path: ca.crt
+      - downwardAPI:
+          items:
+            - path: namespace
+              fieldRef:
+                apiVersion: v1
+                fieldPath: metadata.namespace
+{{- end -}}
+{{- define "gpu-dra-driver.tokenMount" -}}
+- name: token
+  mountPath: /var/run/secrets/kubernetes.io/serviceaccount
+  readOnly: true
+{{- end -}}
+
 {{/* Short enough for the longest suffix that is put behind it within 63 characters. */}}
 {{- define "gpu-dra-driver.fullname" -}}
 {{- if .Values.fullnameOverride -}}
@@ -136,7 +166,7 @@ another mount of the container.
 {{- if and .Values.hookPath (not (hasPrefix (printf "%s/" (include "gpu-dra-driver.pluginsDir" .)) .Values.hookPath)) -}}
 {{- $dir := dir .Values.hookPath -}}
 {{- $image := "/|/usr|(/usr)?/(s?bin|lib(64)?(/[^/]+-linux-gnu)?)|/etc|/var|(/var)?/run" -}}
-{{- $mounts := "/(etc/gpu-dra-driver|dev|proc|sys|host|driver-root)(/.*)?" -}}
+{{- $mounts := "/(etc/gpu-dra-driver|(var/)?run/secrets|dev|proc|sys|host|driver-root)(/.*)?" -}}
 {{- if or (regexMatch (printf "^(%s|%s)$" $image $mounts) $dir) (has $dir (list .Values.cdiRoot (include "gpu-dra-driver.registrarDir" .))) -}}
 {{- fail (printf "hookPath: %s cannot be the hook's directory: it is mounted into the plugin's container at the same path, where it would hide what the plugin needs. Choose a directory of the hook's own, such as /opt/nvidia/bin, or leave hookPath empty" $dir) -}}
 {{- end -}}
