@@ -1,6 +1,7 @@
 package chart
 
 import (
+	"os"
 	"strings"
 	"testing"
 
@@ -167,5 +168,48 @@ func TestTwoClassesDoNotMeanTheSame(t *testing.T) {
 				t.Errorf("%v, want %q", err, c.want)
 			}
 		})
+	}
+}
+
+// The page on sharing shows a class that the chart does not make: it is taken from there as a reader would.
+func TestTheClassForTheSharesOfOneProfileTakesThemAlone(t *testing.T) {
+	page, err := os.ReadFile("../../docs/sharing.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var manifest strings.Builder
+	for line := range strings.Lines(string(page)) {
+		code, is := strings.CutPrefix(line, "    ")
+		if is && (manifest.Len() > 0 || strings.HasPrefix(code, "apiVersion: resource.k8s.io/")) {
+			manifest.WriteString(code)
+		} else if manifest.Len() > 0 {
+			break
+		}
+	}
+	class := only[*resourceapi.DeviceClass](t, decode(t, manifest.String()), "mig-1g.10gb.shared.nvidia.com")
+	if name := ptr.Deref(class.Spec.ExtendedResourceName, ""); name != "nvidia.com/mig-1g.10gb" {
+		t.Errorf("its resource is %q", name)
+	}
+	share, other := partition("1g.10gb"), partition("2g.20gb")
+	for _, d := range []resourceapi.Device{share, other} {
+		d.Attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("mig-share")}
+	}
+	whole := device.Whole{}.Device(device.Driver{})
+	whole.Attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("gpu-share")}
+	for name, c := range map[string]struct {
+		driver string
+		device resourceapi.Device
+		want   bool
+	}{
+		"a share of the profile":        {"gpu.nvidia.com", share, true},
+		"a share of another profile":    {"gpu.nvidia.com", other, false},
+		"the partition itself":          {"gpu.nvidia.com", partition("1g.10gb"), false},
+		"a share of a GPU":              {"gpu.nvidia.com", whole, false},
+		"a share of another driver's":   {"tpu.example.com", share, false},
+		"another driver's, quite empty": {"tpu.example.com", resourceapi.Device{}, false},
+	} {
+		if got := takes(t, class, c.driver, c.device); got != c.want {
+			t.Errorf("%s: %t", name, got)
+		}
 	}
 }
