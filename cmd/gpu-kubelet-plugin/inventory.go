@@ -7,23 +7,29 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
+	"strings"
 
 	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
 // errOffersNothing makes the exit code tell scripts what the text tells people.
 var errOffersNothing = errors.New("this node has NVIDIA GPUs and offers none of them")
 
-// runInventory looks at this node once and shows what it would offer. It needs no cluster and changes nothing.
-// It fails if there is a GPU on the PCI bus and nothing can be offered.
+// runInventory looks at this node once and shows what it would offer by its configuration and by the plugin's records. It needs no cluster, and so cannot say what
+// the cluster has a part in; it changes nothing. It fails if there is a GPU on the PCI bus and nothing can be offered.
 func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	format := ""
 	cfg, err := config.Load("gpu-kubelet-plugin inventory", args, os.Environ(), func(f *pflag.FlagSet) {
@@ -48,24 +54,80 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("%w: %w", errOffersNothing, err)
 	}
-	if err := show(out, format, cfg.NodeName, node); err != nil {
+	rules, err := rulesOf(cfg)
+	if err != nil {
+		return asUsage(err)
+	}
+	var unread error
+	rules.Records, unread = recordsOf(cfg)
+	preview, err := rules.Preview(node)
+	if err != nil {
 		return err
 	}
-	if len(node.GPUs) == 0 {
+	if err := show(out, format, cfg.NodeName, preview, unread); err != nil {
+		return err
+	}
+	if preview.Empty() {
 		return errOffersNothing
 	}
 	return nil
 }
 
-func show(out io.Writer, format, nodeName string, node nvidia.Node) error {
+// unseen is what decides about a node's offer, too, and does not show on the node.
+const unseen = `Not looked at here:
+  the Node's annotation gpu.nvidia.com/mig-policy, which goes before the policies that are shown
+  what the cluster keeps: without shared counters or consumable capacities there are fewer shapes and no shares
+  NVIDIA's device plugin on this node, and claims of NVIDIA's own DRA driver: GPUs that these have are not offered
+  whether the kubelet has registered the plugin, the container runtime injects CDI devices, and the host can run the hooks
+  the GPUs' health: those that are ill have taints
+The plugin that serves this node tells of all that: at /readyz (of its Pod's --http-address), and in Events (kubectl describe node).
+`
+
+// rulesOf are those of the configuration.
+func rulesOf(cfg *config.Config) (inventory.Rules, error) {
+	policies, err := device.ParsePolicies(cfg.MIGPolicy)
+	shares, sharesErr := device.ParseShares(cfg.Shares)
+	return inventory.Rules{Policies: policies, Shares: shares}, errors.Join(err, sharesErr)
+}
+
+// recordsOf are those that the plugin keeps on this node. Nothing is made where there are none.
+func recordsOf(cfg *config.Config) (inventory.Records, error) {
+	records, err := checkpoint.Open(cfg.StateDir(), durable.ReadOnly{})
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("there are none in %s (--plugin-dir)", cfg.StateDir())
+	}
+	if err != nil {
+		return nil, err
+	}
+	bootID, err := durable.BootID(cfg.ProcRoot)
+	if err != nil {
+		return nil, err
+	}
+	return prepare.New(prepare.Options{Records: records, BootID: bootID}), nil
+}
+
+// show ends with what was not looked at; unread is why the records are among that. The CDI specs, which are JSON, have no room for it.
+func show(out io.Writer, format, nodeName string, p inventory.Preview, unread error) error {
+	told := unseen
+	if unread != nil {
+		told = strings.Replace(told, "\n", "\n  the plugin's records, without which MIG instances of claims are shown as an admin's: "+unread.Error()+"\n", 1)
+	}
 	switch format {
 	case "yaml":
-		return inventory.WriteSlices(out, node, driver.DriverName, nodeName)
+		if err := inventory.WriteSlices(out, p, driver.DriverName, nodeName); err != nil {
+			return err
+		}
+		told = "# " + strings.ReplaceAll(strings.TrimSpace(told), "\n", "\n# ") + "\n"
 	case "cdi":
-		return writeCDI(out, node)
+		return writeCDI(out, p.Node)
 	default:
-		return inventory.WriteTable(out, node)
+		if err := inventory.WriteTable(out, p); err != nil {
+			return err
+		}
+		told = "\n" + told
 	}
+	_, err := fmt.Fprint(out, told)
+	return err
 }
 
 // previewClaim stands for the claim's UID in the specs that are shown.

@@ -9,6 +9,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -21,7 +22,7 @@ func TestInventoryShowsTheCDISpecsThatContainersWouldGet(t *testing.T) {
 		}},
 	}
 	var out strings.Builder
-	if err := show(&out, "cdi", "", node); err != nil {
+	if err := show(&out, "cdi", "", inventory.Preview{Node: node}, nil); err != nil {
 		t.Fatal(err)
 	}
 	var kinds, devices []string
@@ -39,7 +40,7 @@ func TestInventoryShowsTheCDISpecsThatContainersWouldGet(t *testing.T) {
 
 func TestANodeThatOffersNothingHasNoCDISpec(t *testing.T) {
 	var out strings.Builder
-	if err := show(&out, "cdi", "", nvidia.Node{}); err != nil || out.Len() != 0 {
+	if err := show(&out, "cdi", "", inventory.Preview{}, nil); err != nil || out.Len() != 0 {
 		t.Errorf("%q, %v", out.String(), err)
 	}
 }

@@ -3,16 +3,22 @@ package main
 import (
 	"context"
 	"errors"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"sigs.k8s.io/yaml"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
@@ -25,7 +31,9 @@ func TestMain(m *testing.M) {
 	if len(os.Args) == 2 && os.Args[1] == driver.ScanCommand {
 		os.Exit(run(context.Background(), os.Args[1:], os.Stdout, os.Stderr)) //nolint:forbidigo // this process is the child of a test
 	}
-	m.Run()
+	if code := host.Main(m, nil); code != 0 {
+		os.Exit(code) //nolint:forbidigo // this process is the tests, or the child of one
+	}
 }
 
 // inventoryOf runs the command against the files under root.
@@ -113,5 +121,106 @@ func TestInventoryShowsWhatTheNodeOffers(t *testing.T) {
 	}
 	if len(slice.Spec.Devices) != 2 || *slice.Spec.NodeName != "node-1" {
 		t.Errorf("%+v", slice.Spec)
+	}
+}
+
+// A node with two GPUs: of one a partition was cut for a claim, of the other one for nobody.
+func TestInventoryGoesByTheConfigurationAndTheRecords(t *testing.T) {
+	const ours, theirs = "gpu-0000-1b-00-0", "gpu-0000-43-00-0"
+	h := host.New(t, "0000:1b:00.0", "0000:43:00.0")
+	t.Setenv("NVMLSIM_DEV", filepath.Join(h.Root, "driver/dev"))
+	plugin, err := h.Plugin(t.Context(), durable.OS{}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer plugin.Cuts.Close()
+	if _, err := plugin.Prepare(t.Context(), host.Claim("one", ours+"-mig-19-0")); err != nil {
+		t.Fatal(err)
+	}
+	other := plugin.Snapshot().Node.GPUs[1].Card()
+	if _, err := plugin.Cuts.SetMode(t.Context(), other, true); err != nil {
+		t.Fatal(err)
+	}
+	made, err := plugin.Cuts.CreateInstance(t.Context(), other, 9, device.Placement{Start: 4, Size: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := plugin.Cuts.CreateCompute(t.Context(), other, made.ID); err != nil {
+		t.Fatal(err)
+	}
+	state := "--plugin-dir=" + h.Config().PluginDir
+	elsewhere := "--plugin-dir=" + filepath.Join(h.Root, "nothing")
+
+	for name, c := range map[string]struct {
+		args []string
+		says []string
+	}{
+		"by default": {[]string{state}, []string{
+			ours + "-mig-19-0 a claim", theirs + "-mig-9-4 an admin", ours + " dynamic 1 x whole, ", theirs + " dynamic 1 x 3g.40gb",
+			theirs + ": MIG instances are there that no claim has made",
+		}},
+		"with a policy": {[]string{state, "--mig-policy=0000:1b:00.0=off"}, []string{
+			ours + " off 1 x 1g.10gb", ours + ": the policy is to offer it as a whole only, which waits for claims", theirs + " dynamic 1 x 3g.40gb",
+		}},
+		"with shares":     {[]string{state, "--shares=*/3g*=shares:2"}, []string{theirs + " dynamic 1 x 3g.40gb, 1 x 3g.40gb in 2 shares"}},
+		"without records": {[]string{elsewhere}, []string{ours + "-mig-19-0 an admin", "the plugin's records, without which MIG instances of claims are shown as an admin's: there are none in " + h.Root}},
+		"what it cannot see": {[]string{state}, []string{
+			"Not looked at here:", "gpu.nvidia.com/mig-policy", "consumable capacities", "device plugin", "/readyz", "kubectl describe node",
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			out, errOut, code := inventoryOf(t, h.Root, c.args...)
+			// Columns are apart by spaces, and an instance's ID, place and profile stand between its name and whom it was made for.
+			text := regexp.MustCompile(`(-mig-\d+-\d+) +\d+ +\d:\d +\S+`).ReplaceAllString(out, "$1")
+			text = regexp.MustCompile(" +").ReplaceAllString(text, " ")
+			for _, says := range c.says {
+				if !strings.Contains(text, says) {
+					t.Errorf("it does not say %q", says)
+				}
+			}
+			if t.Failed() || code != 0 {
+				t.Errorf("%d: %s%s", code, out, errOut)
+			}
+		})
+	}
+	if _, err := os.Stat(filepath.Join(h.Root, "nothing")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("looking made a directory: %v", err)
+	}
+
+	out, errOut, code := inventoryOf(t, h.Root, state, "-o", "yaml", "--mig-policy=off", "--shares=shares:4", "--node-name=node-1")
+	if code != 0 || !strings.Contains(out, "\n# Not looked at here:\n#   the Node's annotation") {
+		t.Errorf("%d: %s%s", code, out, errOut)
+	}
+	var offered []string
+	for document := range strings.SplitSeq(out, "---\n") {
+		var slice resourceapi.ResourceSlice
+		if err := yaml.UnmarshalStrict([]byte(document), &slice); err != nil {
+			t.Fatalf("%v\n%s", err, document)
+		}
+		for i := range slice.Spec.Devices {
+			offered = append(offered, slice.Spec.Devices[i].Name)
+		}
+	}
+	// The one waits for its claim, and of the other nothing may be offered: it is neither whole nor ours.
+	if want := []string{ours + "-mig-19-0"}; !slices.Equal(offered, want) {
+		t.Errorf("with the policy off it offers %v, want %v", offered, want)
+	}
+}
+
+func TestInventoryThatOffersNothingByItsPolicyFails(t *testing.T) {
+	h := host.New(t, "0000:1b:00.0")
+	t.Setenv("NVMLSIM_DEV", filepath.Join(h.Root, "driver/dev"))
+	cuts := h.Cutter()
+	defer cuts.Close()
+	node, err := h.Scan(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := cuts.SetMode(t.Context(), node.GPUs[0].Card(), true); err != nil {
+		t.Fatal(err)
+	}
+	out, errOut, code := inventoryOf(t, h.Root, "--mig-policy=static", "--plugin-dir="+h.Config().PluginDir)
+	if code != exitFailed || !strings.Contains(errOut, "offers none of them") || !strings.Contains(out, "the policy is to offer it as it is cut") {
+		t.Errorf("%d: %s%s", code, out, errOut)
 	}
 }

@@ -12,10 +12,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// writeCuts shows how GPUs can be cut and how they are cut, where any of them has MIG. What claims made is not told from what an admin made: that
-// takes the plugin's records.
-func writeCuts(out io.Writer, node nvidia.Node) error {
-	able := slices.DeleteFunc(slices.Clone(node.GPUs), func(g nvidia.GPU) bool { return g.MIG == nil })
+// writeCuts shows how GPUs can be cut, how they are cut and for whom, where any of them has MIG.
+func writeCuts(out io.Writer, p Preview) error {
+	able := slices.DeleteFunc(slices.Clone(p.Node.GPUs), func(g nvidia.GPU) bool { return g.MIG == nil })
 	if len(able) == 0 {
 		return nil
 	}
@@ -28,12 +27,12 @@ func writeCuts(out io.Writer, node nvidia.Node) error {
 		return err
 	}
 	w = tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	head := "\nINSTANCE\tID\tPLACEMENT\tPROFILE\tUUID\n"
+	head := "\nINSTANCE\tID\tPLACEMENT\tPROFILE\tMADE FOR\tUUID\n"
 	for _, g := range able {
 		for _, i := range g.MIG.Instances {
 			fmt.Fprint(w, head)
 			head = ""
-			writeInstance(w, g.GPU, i)
+			writeInstance(w, g.GPU, i, p.madeFor(g.WholeName(), i))
 		}
 	}
 	return w.Flush()
@@ -61,15 +60,15 @@ func profiles(m device.MIG) string {
 }
 
 // writeInstance has a line for each MIG device, under the name that it is offered by.
-func writeInstance(w io.Writer, g device.GPU, i device.Instance) {
+func writeInstance(w io.Writer, g device.GPU, i device.Instance, madeFor string) {
 	place := fmt.Sprintf("%d:%d", i.Placement.Start, i.Placement.Size)
 	if len(i.Compute) == 0 {
 		name := device.Name{GPU: g.WholeName(), Partition: &device.PartitionName{ProfileID: i.ProfileID, Start: i.Placement.Start}}
 		profile, _ := g.Profile(i.ProfileID)
-		fmt.Fprintf(w, "%s\t%d\t%s\t%s\tnone: it has no compute instance\n", name, i.ID, place, cmp.Or(profile.Name, "-"))
+		fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%s\tnone: it has no compute instance\n", name, i.ID, place, cmp.Or(profile.Name, "-"), madeFor)
 	}
 	for _, shape := range device.Offer([]device.Offering{{GPU: g, Layout: device.Layout{Instances: []device.Instance{i}}}}) {
 		attributes := shape.Device(device.Driver{}).Attributes
-		fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%s\n", shape.Name(), i.ID, place, *attributes["profile"].StringValue, *attributes["uuid"].StringValue)
+		fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%s\t%s\n", shape.Name(), i.ID, place, *attributes["profile"].StringValue, madeFor, *attributes["uuid"].StringValue)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"strconv"
+	"strings"
 	"text/tabwriter"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -14,11 +15,11 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// WriteTable shows people what a node offers, and of the rest why not.
-func WriteTable(out io.Writer, node nvidia.Node) error {
+// WriteTable shows people what a node has and would offer, and of the rest why not.
+func WriteTable(out io.Writer, p Preview) error {
+	node := p.Node
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(w, "Driver %s, CUDA %s\n\n", node.Driver.Version, cmp.Or(node.Driver.CUDAVersion, "unknown"))
 	if len(node.GPUs) > 0 {
@@ -35,26 +36,59 @@ func WriteTable(out io.Writer, node nvidia.Node) error {
 	if err := w.Flush(); err != nil {
 		return err
 	}
-	if err := writeCuts(out, node); err != nil {
+	if err := writeCuts(out, p); err != nil {
 		return err
 	}
-	for i, p := range node.Problems {
+	if err := writeOffer(out, p); err != nil {
+		return err
+	}
+	var why []string
+	for _, problem := range node.Problems {
+		why = append(why, problem.String())
+	}
+	for _, g := range node.GPUs {
+		for _, reason := range p.reasons[g.WholeName()] {
+			why = append(why, g.WholeName()+": "+reason)
+		}
+	}
+	for i, line := range why {
 		if i == 0 {
 			fmt.Fprintln(out, "\nNot offered, or not in every shape:")
 		}
-		if _, err := fmt.Fprintf(out, "  %s\n", p); err != nil {
+		if _, err := fmt.Fprintf(out, "  %s\n", line); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
+// writeOffer counts the devices that would be published of each GPU. Devices that exclude each other stand side by side.
+func writeOffer(out io.Writer, p Preview) error {
+	if len(p.Node.GPUs) == 0 {
+		return nil
+	}
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "\nNAME\tMIG POLICY\tDEVICES OFFERED")
+	for _, g := range p.Node.GPUs {
+		policy := "-"
+		if g.MIG != nil {
+			policy = string(p.policies.For(g.GPU))
+		}
+		kinds, devices := p.offered(g.GPU)
+		for i, kind := range kinds {
+			kinds[i] = fmt.Sprintf("%d x %s", devices[kind], kind)
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\n", g.WholeName(), policy, cmp.Or(strings.Join(kinds, ", "), "none"))
+	}
+	return w.Flush()
+}
+
 // WriteSlices shows the ResourceSlices that a node would publish, as YAML documents. Without a node name the machine's own stands in.
-func WriteSlices(out io.Writer, node nvidia.Node, driverName, nodeName string) error {
+func WriteSlices(out io.Writer, p Preview, driverName, nodeName string) error {
 	if nodeName == "" {
 		nodeName, _ = os.Hostname()
 	}
-	for _, slice := range resourceSlices(node, driverName, nodeName) {
+	for _, slice := range resourceSlices(p, driverName, nodeName) {
 		data, err := yaml.Marshal(slice)
 		if err != nil {
 			return fmt.Errorf("write a ResourceSlice: %w", err)
@@ -66,15 +100,9 @@ func WriteSlices(out io.Writer, node nvidia.Node, driverName, nodeName string) e
 	return nil
 }
 
-// resourceSlices gives the slices what the publisher adds to them: name, driver, pool and node. The publisher also has records, by which it tells
-// instances that claims made from those of an admin, and knows the cluster: here every instance is an admin's, and the cluster keeps counters.
-func resourceSlices(node nvidia.Node, driverName, nodeName string) []resourceapi.ResourceSlice {
-	offerings := make([]device.Offering, len(node.GPUs))
-	for i, g := range node.GPUs {
-		layout, _ := device.Decide(g.GPU, nil, device.PolicyDynamic, true)
-		offerings[i] = device.Offering{GPU: g.GPU, Layout: layout}
-	}
-	cut := device.Slices(device.Offer(offerings), node.Driver)
+// resourceSlices gives the slices what the publisher adds to them: name, driver, pool and node.
+func resourceSlices(p Preview, driverName, nodeName string) []resourceapi.ResourceSlice {
+	cut := device.Slices(p.shapes, p.Node.Driver)
 	slices := make([]resourceapi.ResourceSlice, len(cut))
 	for i, s := range cut {
 		slices[i] = resourceapi.ResourceSlice{
