@@ -266,6 +266,10 @@ constraints: [{requests: [mig], distinctAttribute: gpu.nvidia.com/parentUUID}]`)
 	if len(parents) != 1 {
 		t.Errorf("the partitions that belong together are of %v", parents)
 	}
+	out, err := w.inventoryOf(t, h100)
+	if made := regexp.MustCompile(` a claim +MIG-`).FindAllString(out, -1); err != nil || len(made) != 6 || strings.Contains(out, " an admin ") {
+		t.Errorf("the inventory does not know six partitions as those of claims: %v\n%s", err, out)
+	}
 	w.endPods(t, u.namespace)
 	w.uncut(t, h100)
 }
