@@ -1,6 +1,7 @@
 // pods measures how much later a Pod starts because it claims a GPU: a real cluster with a simulated 8-GPU node and the chart, and in turns a Pod with a
 // claim and the same Pod without one, each from its creation until the API server says that its container runs. The hooks that the claim's container is
-// made with are part of the difference.
+// made with are part of the difference. The Pod with a claim is also started on a node that has the CDI specs of many other claims, all of which a container
+// runtime reads.
 package main
 
 import (
@@ -20,8 +21,17 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
-// most is how many milliseconds later a Pod with a claim may start at the median, beside the time of its hooks.
-const most = 100
+const (
+	// most is how many milliseconds later a Pod with a claim may start at the median, beside the time of its hooks.
+	most = 100
+	// crowd is how many claims the other ones are, and crowded how much longer a container's start may take beside them.
+	crowd   = 499
+	crowded = 1.1
+	// block is how many Pods are started before the others' specs come or go, since the runtime reads all of them for each that does.
+	block = 20
+
+	nodeName = "node1"
+)
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
@@ -79,7 +89,7 @@ func onCluster(ctx context.Context, count int, r *report.Report) (err error) {
 		defer cancel()
 		err = errors.Join(err, cluster.Down(end, name))
 	}()
-	c, err := cluster.Up(ctx, cluster.Options{Name: name, Nodes: []cluster.NodeOptions{sim.Node("node1", "dgx-h100")}, Output: os.Stderr})
+	c, err := cluster.Up(ctx, cluster.Options{Name: name, Nodes: []cluster.NodeOptions{sim.Node(nodeName, "dgx-h100")}, Output: os.Stderr})
 	if err != nil {
 		return err
 	}
@@ -94,32 +104,60 @@ func onCluster(ctx context.Context, count int, r *report.Report) (err error) {
 	if err != nil {
 		return err
 	}
-	return measure(ctx, client, count, r)
+	node, err := c.Node(nodeName)
+	if err != nil {
+		return err
+	}
+	return measure(ctx, meter{client: client, node: node}, count, r)
 }
 
-// measure starts Pods of both kinds in turns. The first of each is not counted: what is only made once is there then.
-func measure(ctx context.Context, client kubernetes.Interface, count int, r *report.Report) error {
+// measure starts Pods of both kinds in turns, so many with nothing else there, and as many beside the specs of other claims.
+func measure(ctx context.Context, m meter, count int, r *report.Report) error {
 	const program = stand.Release
-	m := meter{client: client}
 	if err := m.makeTemplate(ctx); err != nil {
 		return err
 	}
-	var claimed, unclaimed report.Samples
+	var unclaimed, claimed, unclaimedAmong, among starts
+	for i := 0; i < count; i += block {
+		n := min(block, count-i)
+		if err := m.inTurns(ctx, fmt.Sprintf("alone-%d", i), n, &unclaimed, &claimed); err != nil {
+			return err
+		}
+		if err := m.gather(ctx); err != nil {
+			return err
+		}
+		err := m.inTurns(ctx, fmt.Sprintf("among-%d", i), n, &unclaimedAmong, &among)
+		if err := errors.Join(err, m.disperse(ctx)); err != nil {
+			return err
+		}
+	}
+	of := r.Add("a Pod without a claim, from its creation until it runs", program, &unclaimed.pod)
+	row := r.Add("the same Pod with a GPU claimed", program, &claimed.pod).Compare(of)
+	r.Add(fmt.Sprintf("the same, beside the CDI specs of %d claims", crowd), program, &among.pod).Compare(row)
+	r.Add("making and starting the container without a claim", program, &unclaimed.container)
+	r.Add(fmt.Sprintf("the same, beside the CDI specs of %d claims", crowd), program, &unclaimedAmong.container)
+	alone := r.Add("making and starting the container with a GPU claimed", program, &claimed.container)
+	beside := r.Add(fmt.Sprintf("the same, beside the CDI specs of %d claims", crowd), program, &among.container).Compare(alone)
+	r.AtMost("a claimed Pod's start beyond the other's, p50, hooks included", program, row.P50-of.P50, most, "ms")
+	r.AtMost(fmt.Sprintf("making and starting a container, %d claims to 1, p50", crowd+1), program, beside.Ratio50, crowded, "x")
+	return nil
+}
+
+// inTurns starts so many Pods of each kind. The first of each is not counted: what is only made once is there then.
+func (m meter) inTurns(ctx context.Context, name string, count int, unclaimed, claimed *starts) error {
 	for i := range count + 1 {
-		without, err := m.start(ctx, fmt.Sprintf("without-%d", i), false)
+		without, err := m.start(ctx, fmt.Sprintf("%s-without-%d", name, i), false)
 		if err != nil {
 			return err
 		}
-		with, err := m.start(ctx, fmt.Sprintf("with-%d", i), true)
+		with, err := m.start(ctx, fmt.Sprintf("%s-with-%d", name, i), true)
 		if err != nil {
 			return err
 		}
 		if i > 0 {
-			unclaimed.All, claimed.All = append(unclaimed.All, without), append(claimed.All, with)
+			unclaimed.add(without)
+			claimed.add(with)
 		}
 	}
-	of := r.Add("a Pod without a claim, from its creation until it runs", program, &unclaimed)
-	row := r.Add("the same Pod with a GPU claimed", program, &claimed).Compare(of)
-	r.AtMost("a claimed Pod's start beyond the other's, p50, hooks included", program, row.P50-of.P50, most, "ms")
 	return nil
 }

@@ -1,20 +1,30 @@
 package main
 
 import (
+	"archive/tar"
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/utils/ptr"
+	"tags.cncf.io/container-device-interface/specs-go"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/report"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
@@ -23,10 +33,25 @@ const (
 	template  = "one-gpu"
 	// patience is how long a Pod may take to start, or to end.
 	patience = 2 * time.Minute
+
+	cdiDir      = "/var/run/cdi"
+	crowdVendor = "k8s.crowd.example"
 )
 
 // meter starts Pods.
-type meter struct{ client kubernetes.Interface }
+type meter struct {
+	client kubernetes.Interface
+	node   *cluster.Node
+}
+
+// started is how long it took from a Pod's creation until it was seen to run, and how much of that the making and the start of its container were.
+type started struct{ pod, container time.Duration }
+
+type starts struct{ pod, container report.Samples }
+
+func (s *starts) add(one started) {
+	s.pod.All, s.container.All = append(s.pod.All, one.pod), append(s.container.All, one.container)
+}
 
 func (m meter) makeTemplate(ctx context.Context) error {
 	t := &resourceapi.ResourceClaimTemplate{ObjectMeta: metav1.ObjectMeta{Name: template}}
@@ -48,19 +73,23 @@ func pod(name string, claimed bool) *corev1.Pod {
 	return p
 }
 
-// start is how long it takes from a Pod's creation until it is seen to run. Nothing of it is left then.
-func (m meter) start(ctx context.Context, name string, claimed bool) (time.Duration, error) {
+// start starts a Pod. Nothing of it is left then.
+func (m meter) start(ctx context.Context, name string, claimed bool) (started, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	pods := m.client.CoreV1().Pods(namespace)
 	seen, err := pods.Watch(ctx, metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, name).String()})
 	if err != nil {
-		return 0, err
+		return started{}, err
 	}
 	defer seen.Stop()
+	before, err := m.containers(ctx)
+	if err != nil {
+		return started{}, err
+	}
 	begin := time.Now()
 	if _, err := pods.Create(ctx, pod(name, claimed), metav1.CreateOptions{}); err != nil {
-		return 0, err
+		return started{}, err
 	}
 	err = await(ctx, seen, func(e watch.Event) bool {
 		p, ok := e.Object.(*corev1.Pod)
@@ -68,15 +97,108 @@ func (m meter) start(ctx context.Context, name string, claimed bool) (time.Durat
 	})
 	took := time.Since(begin)
 	if err != nil {
-		return 0, fmt.Errorf("wait until Pod %s runs: %w", name, err)
+		return started{}, fmt.Errorf("wait until Pod %s runs: %w", name, err)
+	}
+	after, err := m.containers(ctx)
+	if err != nil {
+		return started{}, err
 	}
 	if err := pods.Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
-		return 0, err
+		return started{}, err
 	}
 	if err := await(ctx, seen, func(e watch.Event) bool { return e.Type == watch.Deleted }); err != nil {
-		return 0, fmt.Errorf("wait until Pod %s has ended: %w", name, err)
+		return started{}, fmt.Errorf("wait until Pod %s has ended: %w", name, err)
 	}
-	return took, nil
+	return started{pod: took, container: after - before}, nil
+}
+
+// containers is how long the node's container runtime has taken so far to make and start containers, by what the kubelet counts.
+func (m meter) containers(ctx context.Context) (time.Duration, error) {
+	text, err := m.client.CoreV1().RESTClient().Get().Resource("nodes").Name(nodeName).SubResource("proxy", "metrics").DoRaw(ctx)
+	if err != nil {
+		return 0, fmt.Errorf("read the kubelet's metrics: %w", err)
+	}
+	var sum time.Duration
+	for _, operation := range []string{"create_container", "start_container"} {
+		_, value, found := strings.Cut(string(text), fmt.Sprintf("\nkubelet_runtime_operations_duration_seconds_sum{operation_type=%q} ", operation))
+		if !found {
+			continue // there was none yet
+		}
+		value, _, _ = strings.Cut(value, "\n")
+		seconds, err := strconv.ParseFloat(value, 64)
+		if err != nil {
+			return 0, fmt.Errorf("read the kubelet's metrics: %w", err)
+		}
+		sum += time.Duration(seconds * float64(time.Second))
+	}
+	return sum, nil
+}
+
+// gather puts the CDI specs of many claims on the node, by another vendor's name, so that the plugin has nothing to do with them.
+func (m meter) gather(ctx context.Context) error {
+	var files bytes.Buffer
+	archive := tar.NewWriter(&files)
+	for i := range crowd {
+		uid := types.UID(fmt.Sprintf("%08d-0000-4000-8000-000000000000", i))
+		edits := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", i%8), HostPath: fmt.Sprintf("/dev/nvidia%d", i%8)}}}
+		_, spec, err := cdi.Render(specs.ContainerEdits{}, []cdi.ClaimDevice{{Name: cdi.ClaimDeviceName(uid, "gpu-0000-1b-00-0", nil), Edits: edits}})
+		if err != nil {
+			return err
+		}
+		spec = bytes.ReplaceAll(spec, []byte(cdi.Vendor+"/"), []byte(crowdVendor+"/"))
+		header := &tar.Header{Name: fmt.Sprintf("%s-claim_%s.json", crowdVendor, uid), Mode: 0o600, Size: int64(len(spec)), Typeflag: tar.TypeReg}
+		if err := archive.WriteHeader(header); err != nil {
+			return err
+		}
+		if _, err := archive.Write(spec); err != nil {
+			return err
+		}
+	}
+	if err := archive.Close(); err != nil {
+		return err
+	}
+	if err := m.node.ExecStreams(ctx, &files, io.Discard, os.Stderr, "tar", "-x", "-C", cdiDir); err != nil {
+		return fmt.Errorf("put CDI specs on the node: %w", err)
+	}
+	return m.settle(ctx)
+}
+
+// disperse takes them away.
+func (m meter) disperse(ctx context.Context) error {
+	if _, err := m.node.Exec(ctx, "find", cdiDir, "-name", crowdVendor+"-claim_*.json", "-delete"); err != nil {
+		return fmt.Errorf("take CDI specs off the node: %w", err)
+	}
+	return m.settle(ctx)
+}
+
+// settle waits until the container runtime has read what has changed: until it has used no processor time to speak of for a second.
+func (m meter) settle(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	for before := -1; ; {
+		// Fields 14 and 15 are the processor time of the process so far, in hundredths of a second.
+		text, err := m.node.Exec(ctx, "sh", "-c", `for p in /proc/[0-9]*; do read -r name 2>/dev/null <$p/comm && [ "$name" = containerd ] && cut -d' ' -f14,15 $p/stat; done; true`)
+		if err != nil {
+			return fmt.Errorf("look at the container runtime: %w", err)
+		}
+		now := 0
+		for _, field := range strings.Fields(text) {
+			n, err := strconv.Atoi(field)
+			if err != nil {
+				return fmt.Errorf("look at the container runtime: %w", err)
+			}
+			now += n
+		}
+		if before >= 0 && now-before <= 5 {
+			return nil
+		}
+		before = now
+		select {
+		case <-time.After(time.Second):
+		case <-ctx.Done():
+			return fmt.Errorf("the container runtime does not come to rest: %w", ctx.Err())
+		}
+	}
 }
 
 func await(ctx context.Context, seen watch.Interface, is func(watch.Event) bool) error {
