@@ -256,6 +256,33 @@ func TestAnUnreadableRecordHoldsItsGPUUntilItsClaimIsGivenBack(t *testing.T) {
 	}
 }
 
+// Of a claim that was deleted behind the kubelet's back nobody asks for what it holds, and its record does not tell its name.
+func TestAnUnreadableRecordCanBeRemovedByHand(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	mustPrepare(t, w.plugin(t), newClaim("bad", fraction("r", share0, "1Gi", "0")))
+	file := recordFile(t, w, "uid-bad")
+	w.disk.Put(file, []byte("{"))
+	p := w.plugin(t)
+	next := newClaim("next", allocated("r", gpu0))
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Prepare(t.Context(), next); CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), file) {
+		t.Errorf("the file is not named: %v", err)
+	}
+	if err := w.disk.Remove(file); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if len(w.daemons.running) != 0 || len(w.holders()) != 0 || w.specs.of("uid-bad") != "" {
+		t.Errorf("left: %v, %q, %q", w.daemons.running, w.holders(), w.specs.of("uid-bad"))
+	}
+	mustPrepare(t, p, next)
+}
+
 func TestTheRecordOfALaterVersionIsLeftToIt(t *testing.T) {
 	w := newWorld(t)
 	c := newClaim("c", allocated("r", gpu0))
