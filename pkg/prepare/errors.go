@@ -134,8 +134,9 @@ type lastingError struct{ error }
 
 func (e *lastingError) Unwrap() error { return e.error }
 
-// Passing leaves out of an error of [Preparer.MendSeen] or [Preparer.MendUnseen] what lasts until somebody acts, so that trying again is of no use: records that cannot be read, or not by
-// this version, cards that were replaced, devices that are lost. Recover says so at the start, Reconcile goes on saying it.
+// Passing leaves out of an error of [Preparer.MendSeen] what lasts until somebody acts, so that trying again is of no use: records that cannot be read, or not
+// by this version, and cards that were replaced; and, from one of [Preparer.MendUnseen], devices that are lost. Recover says all that at the start, and
+// Reconcile when it comes, but for records that cannot be read: whoever leaves those out has to say so.
 func Passing(err error) error {
 	if joined, ok := err.(interface{ Unwrap() []error }); ok {
 		var left []error
