@@ -6,7 +6,9 @@ package node
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -28,8 +30,11 @@ type Options struct {
 	Folder string
 	// CDIRoot is where the specs lie, usually in memory.
 	CDIRoot string
-	GPUs    int
-	// Binary is the plugin's program.
+	// Log is the file for the plugin's output, best in memory too, since in a Pod that is a pipe; and not beside CDIRoot, where the plugin watches what happens.
+	// Empty is one among the node's files.
+	Log  string
+	GPUs int
+	// Binary is the plugin's program. A copy of it is run, since how the file came into the page cache decides how much of it is resident.
 	Binary     string
 	Kubeconfig string
 	Client     kubernetes.Interface
@@ -50,13 +55,16 @@ type Node struct {
 // New makes the node and its Node object. No plugin runs there yet.
 func New(ctx context.Context, o Options) (*Node, error) {
 	n := &Node{Options: o}
+	root := filepath.Join(o.Folder, o.Name)
+	if n.Log == "" {
+		n.Log = filepath.Join(root, "plugin.log")
+	}
 	var addresses []string
 	for i := range o.GPUs {
 		addresses = append(addresses, fmt.Sprintf("0000:%02x:00.0", 0x10+i))
 		n.Devices = append(n.Devices, fmt.Sprintf("gpu-0000-%02x-00-0", 0x10+i))
 	}
-	root := filepath.Join(o.Folder, o.Name)
-	for _, dir := range []string{root, o.CDIRoot} {
+	for _, dir := range []string{root, o.CDIRoot, filepath.Dir(n.Log)} {
 		if err := os.MkdirAll(dir, 0o750); err != nil {
 			return nil, fmt.Errorf("make node %s: %w", o.Name, err)
 		}
@@ -64,6 +72,9 @@ func New(ctx context.Context, o Options) (*Node, error) {
 	var err error
 	if n.Host, err = host.LayOut(ctx, root, addresses...); err != nil {
 		return nil, err
+	}
+	if err := unpack(o.Binary, n.program()); err != nil {
+		return nil, fmt.Errorf("make node %s: %w", o.Name, err)
 	}
 	n.cfg = n.Config()
 	n.cfg.NodeName, n.cfg.CDIRoot, n.cfg.Kubeconfig, n.cfg.ShmRoot = o.Name, o.CDIRoot, o.Kubeconfig, o.CDIRoot
@@ -79,13 +90,33 @@ func New(ctx context.Context, o Options) (*Node, error) {
 // StateDir is where the plugin keeps its records.
 func (n *Node) StateDir() string { return n.cfg.StateDir() }
 
+// program is the copy of the plugin's program that runs there.
+func (n *Node) program() string { return filepath.Join(n.Root, "program") }
+
+// unpack copies a program as a container runtime unpacks it from an image's layer: in pieces of 32 KiB. A linker writes in one, which the kernel then keeps, and
+// maps into a process, as folios of 2 MB.
+func unpack(from, to string) error {
+	in, err := os.Open(from)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = in.Close() }()
+	out, err := os.OpenFile(to, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o700)
+	if err != nil {
+		return err
+	}
+	// Without the methods by which the kernel would copy all of it at once.
+	_, err = io.CopyBuffer(struct{ io.Writer }{out}, struct{ io.Reader }{in}, make([]byte, 32<<10))
+	return errors.Join(err, out.Close())
+}
+
 // command is how the plugin is started there.
 func (n *Node) command() *exec.Cmd {
 	var args []string
 	for _, f := range n.cfg.Fields() {
 		args = append(args, "--"+f.Name+"="+f.Value.String())
 	}
-	cmd := exec.Command(n.Binary, args...)
+	cmd := exec.Command(n.program(), args...)
 	cmd.Env = append(os.Environ(), n.Environment())
 	return cmd
 }

@@ -42,7 +42,7 @@ type Plugin struct {
 
 // Start starts the plugin and registers it, as a kubelet that notices its socket at once would.
 func (n *Node) Start(ctx context.Context) (*Plugin, error) {
-	log, err := os.OpenFile(n.Log(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	log, err := os.OpenFile(n.Log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
 		return nil, err
 	}
@@ -62,14 +62,11 @@ func (n *Node) Start(ctx context.Context) (*Plugin, error) {
 	return p, nil
 }
 
-// Log is where the plugin's output goes.
-func (n *Node) Log() string { return filepath.Join(n.Root, "plugin.log") }
-
 func (p *Plugin) register(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, registerTimeout)
 	defer cancel()
 	path := filepath.Join(p.node.cfg.RegistrarDir, driver.DriverName+"-reg.sock")
-	err := until(ctx, "the plugin of node "+p.node.Name+" can be registered (its output: "+p.node.Log()+")", func() error {
+	err := until(ctx, "the plugin of node "+p.node.Name+" can be registered (its output: "+p.node.Log+")", func() error {
 		select {
 		case <-p.ended:
 			return errors.New("it has ended")
@@ -147,7 +144,7 @@ func (p *Plugin) Stop() error {
 	select {
 	case <-p.ended:
 	case <-time.After(stopTimeout):
-		err = fmt.Errorf("the plugin of node %s does not end (its output: %s)", p.node.Name, p.node.Log())
+		err = fmt.Errorf("the plugin of node %s does not end (its output: %s)", p.node.Name, p.node.Log)
 		_ = p.cmd.Process.Kill()
 		<-p.ended
 	}

@@ -66,19 +66,32 @@ func (p *Plugin) CPU() time.Duration {
 	return sum
 }
 
-// Memory is what is resident of the plugin, and what its child processes have beside that for themselves alone, in bytes.
-func (p *Plugin) Memory() (plugin, children int64, err error) {
-	if plugin, err = memory(p.cmd.Process.Pid, "status", "VmRSS:"); err != nil {
-		return 0, 0, err
+// Memory is what is resident of the plugin, in bytes.
+type Memory struct {
+	// Plugin is all that the plugin has, Own what is its alone, Files what the page cache has of its program.
+	Plugin, Own, Files int64
+	// Children is what its child processes have beside that for themselves alone.
+	Children int64
+}
+
+// Memory is what is resident now.
+func (p *Plugin) Memory() (m Memory, err error) {
+	for _, part := range []struct {
+		field string
+		size  *int64
+	}{{"VmRSS:", &m.Plugin}, {"RssAnon:", &m.Own}, {"RssFile:", &m.Files}} {
+		if *part.size, err = memory(p.cmd.Process.Pid, "status", part.field); err != nil {
+			return Memory{}, err
+		}
 	}
 	for _, pid := range p.Processes()[1:] {
 		// What they share with the plugin, the program above all, is there once.
 		more, err := memory(pid, "smaps_rollup", "Pss:")
 		if err == nil {
-			children += more
+			m.Children += more
 		}
 	}
-	return plugin, children, nil
+	return m, nil
 }
 
 func memory(pid int, file, field string) (int64, error) {

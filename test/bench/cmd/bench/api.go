@@ -89,7 +89,7 @@ func (b *bench) published(ctx context.Context, n *node.Node) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("wait until node %s has published its devices: %w (its plugin's output: %s)", n.Name, ctx.Err(), n.Log())
+			return fmt.Errorf("wait until node %s has published its devices: %w (its plugin's output: %s)", n.Name, ctx.Err(), n.Log)
 		case <-time.After(pause):
 		}
 	}

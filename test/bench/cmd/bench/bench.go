@@ -78,7 +78,8 @@ func (b *bench) newNode(ctx context.Context, name, program string, gpus int) (*n
 		return nil, err
 	}
 	return node.New(ctx, node.Options{
-		Name: name, Folder: b.folder, CDIRoot: filepath.Join(b.memory, name), GPUs: gpus, Binary: program, Kubeconfig: b.config, Client: b.client,
+		Name: name, Folder: b.folder, CDIRoot: filepath.Join(b.memory, name), Log: filepath.Join(b.memory, "logs", name),
+		GPUs: gpus, Binary: program, Kubeconfig: b.config, Client: b.client,
 	})
 }
 

@@ -65,9 +65,13 @@ func (f *floor) once(ctx context.Context) error {
 	return err
 }
 
-func (f *floor) prepare(ctx context.Context, files *floorFiles) error {
+func (f *floor) read(ctx context.Context) error {
 	_, err := f.b.client.ResourceV1().ResourceClaims(namespace).Get(ctx, f.claim, metav1.GetOptions{})
-	return errors.Join(err, replace(files.record, f.record, true), replace(files.record, f.record, true), replace(files.spec, f.spec, false))
+	return err
+}
+
+func (f *floor) prepare(ctx context.Context, files *floorFiles) error {
+	return errors.Join(f.read(ctx), replace(files.record, f.record, true), replace(files.record, f.record, true), replace(files.spec, f.spec, false))
 }
 
 func (f *floor) unprepare(files *floorFiles) error {

@@ -119,9 +119,11 @@ func (b *bench) footprint(ctx context.Context) error {
 					return 0, err
 				}
 			}
-			plugin, children, err := s.Memory()
-			fmt.Fprintf(os.Stderr, "memory after %d cycles: %.1f MB, and %.1f MB of child processes\n", done, float64(plugin)/megabyte, float64(children)/megabyte)
-			return float64(plugin) / megabyte, err
+			m, err := s.Memory()
+			in := func(bytes int64) float64 { return float64(bytes) / megabyte }
+			fmt.Fprintf(os.Stderr, "memory of %s after %d cycles: %.1f MB (%.1f MB its own, %.1f MB of its program's file), and %.1f MB of child processes\n",
+				s.title, done, in(m.Plugin), in(m.Own), in(m.Files), in(m.Children))
+			return in(m.Plugin), err
 		}
 		first, err := after(few)
 		if err != nil {

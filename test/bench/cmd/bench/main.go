@@ -78,7 +78,7 @@ func parse() (options, error) {
 	flag.BoolVar(&o.quick, "quick", false, "everything once, in seconds: to see that it works. What does not depend on time is held to its limits")
 	flag.BoolVar(&o.hold, "hold", false, "measure nothing: leave everything up for a profiler, until interrupted")
 	flag.StringVar(&o.folder, "folder", os.TempDir(), "where the nodes' files and the plugin's records lie: a short path on the disk that is meant")
-	flag.StringVar(&o.memory, "memory", "/dev/shm", "where CDI specs lie: a tmpfs, as /run is on a node")
+	flag.StringVar(&o.memory, "memory", "/dev/shm", "where CDI specs and logs lie: a tmpfs, as /run is on a node")
 	flag.StringVar(&o.json, "json", "", "file for the figures as JSON")
 	flag.Parse()
 	if o.quick {

@@ -92,7 +92,7 @@ func (b *bench) startOnce(ctx context.Context, n *node.Node) (registered, publis
 	case at := <-complete:
 		published = max(at.Sub(p.Begin), p.Registered)
 	case <-ctx.Done():
-		err = fmt.Errorf("wait until node %s has published its devices: %w (its plugin's output: %s)", n.Name, ctx.Err(), n.Log())
+		err = fmt.Errorf("wait until node %s has published its devices: %w (its plugin's output: %s)", n.Name, ctx.Err(), n.Log)
 	}
 	if stopped := p.Stop(); err == nil {
 		err = stopped
