@@ -12,8 +12,8 @@ import (
 )
 
 const (
-	// settle lets a burst of changes (rm -rf of the directory) end before it is looked at.
-	settle = 50 * time.Millisecond
+	// settle lets a burst of changes end before it is looked at: an rm -rf of the directory, or calls of the kubelet, which a look would keep waiting.
+	settle = 300 * time.Millisecond
 	// lookAgain bounds how long a change can stay unseen while inotify cannot tell: the directory is not there to be watched, or inotify is not to be had on
 	// the node. While it can, confirm does: somebody may mount something over the directory.
 	lookAgain = 900 * time.Millisecond

@@ -21,6 +21,9 @@ import (
 
 // What is written about a claim is written within about a minute or not at all: it is for monitoring, and the claim is served without it.
 const (
+	// statusDelay keeps what is written out of the calls that come with the one it is about: a node that gets eight Pods at once would take the processor for it
+	// from those that are not answered yet.
+	statusDelay     = 250 * time.Millisecond
 	statusTries     = 9 // the pauses between them add up to 64 s
 	statusPause     = 250 * time.Millisecond
 	statusPauseMost = 30 * time.Second
@@ -32,7 +35,7 @@ const (
 // claimStatus tells users and monitoring what a claim got: for each of its devices of this driver an entry in the claim's status.devices, with the
 // UUIDs and the condition Ready.
 //
-// It writes beside the kubelet's calls, never within them: what it is told is queued, one change a claim, the newest wins. What fails is tried again for
+// It writes beside the kubelet's calls, never within them, and a moment later: what it is told is queued, one change a claim, the newest wins. What fails is tried again for
 // a while, counted, and then given up with a line in the log; no claim depends on it. Entries of other drivers are left alone: server-side apply owns
 // only what this driver applied.
 type claimStatus struct {
@@ -49,8 +52,8 @@ type statusChange struct {
 	claim kubeletplugin.NamespacedObject
 	// said is what the claim's status said of our devices, when it was last read.
 	said []resourceapi.AllocatedDeviceStatus
-	// read says that said is to be read again before anything is written.
-	read bool
+	// read says that said is to be read again before anything is written, begun that this change, or one whose place it took, may have been written.
+	read, begun bool
 	// given says which devices the claim has; nil if they are those that were said.
 	given func() ([]givenDevice, error)
 	lost  []lostDevice
@@ -69,22 +72,22 @@ func newClaimStatus(client kubernetes.Interface, failed func(cause string)) *cla
 // block.
 func (s *claimStatus) Prepared(ctx context.Context, c *resourceapi.ResourceClaim, given func() ([]givenDevice, error)) {
 	name := types.NamespacedName{Namespace: c.Namespace, Name: c.Name}
-	s.change(ctx, kubeletplugin.NamespacedObject{NamespacedName: name, UID: c.UID}, func(change *statusChange, waited bool) {
-		// What waited may be being written: then the claim says by now something else than what the caller has read.
-		change.said, change.given, change.read, change.lost = ours(c), given, waited, nil
+	s.change(ctx, kubeletplugin.NamespacedObject{NamespacedName: name, UID: c.UID}, func(change *statusChange) {
+		// What may be being written is what the claim says by now, and not what the caller has read.
+		change.said, change.given, change.read, change.lost = ours(c), given, change.begun, nil
 	})
 }
 
 // Changed has it written what the devices of a prepared claim are now, which were others before. It does not block.
 func (s *claimStatus) Changed(ctx context.Context, c kubeletplugin.NamespacedObject, given func() ([]givenDevice, error)) {
-	s.change(ctx, c, func(change *statusChange, _ bool) {
+	s.change(ctx, c, func(change *statusChange) {
 		change.given, change.read, change.lost = given, true, nil
 	})
 }
 
 // Lost has it written that a device of a prepared claim is not there any more. The reason is one word in CamelCase. It does not block.
 func (s *claimStatus) Lost(ctx context.Context, c kubeletplugin.NamespacedObject, device, reason, message string) {
-	s.change(ctx, c, func(change *statusChange, _ bool) {
+	s.change(ctx, c, func(change *statusChange) {
 		change.lost = slices.DeleteFunc(change.lost, func(l lostDevice) bool { return l.device == device })
 		change.lost = append(change.lost, lostDevice{device, reason, message})
 		change.read = change.read || change.given == nil
@@ -99,7 +102,7 @@ func (s *claimStatus) Forget(claim types.UID) {
 }
 
 // change queues what apply makes of what waits for the claim already.
-func (s *claimStatus) change(ctx context.Context, c kubeletplugin.NamespacedObject, apply func(change *statusChange, waited bool)) {
+func (s *claimStatus) change(ctx context.Context, c kubeletplugin.NamespacedObject, apply func(change *statusChange)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	before := s.pending[c.UID]
@@ -114,9 +117,9 @@ func (s *claimStatus) change(ctx context.Context, c kubeletplugin.NamespacedObje
 		change = *before
 		change.lost = slices.Clone(change.lost)
 	}
-	apply(&change, before != nil)
+	apply(&change)
 	s.pending[c.UID] = &change
-	s.queue.Add(c.UID)
+	s.queue.AddAfter(c.UID, statusDelay)
 }
 
 // Run writes until the context ends.
@@ -137,6 +140,9 @@ func (s *claimStatus) Run(ctx context.Context) {
 func (s *claimStatus) next(ctx context.Context, claim types.UID) {
 	s.mu.Lock()
 	change := s.pending[claim]
+	if change != nil {
+		change.begun = true
+	}
 	s.mu.Unlock()
 	if change == nil {
 		s.queue.Forget(claim)

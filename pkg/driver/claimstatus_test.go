@@ -151,7 +151,9 @@ const (
 func TestStatusSaysWhatAPreparedClaimGot(t *testing.T) {
 	inStatusWorld(t, func(w *statusWorld) {
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
-		synctest.Wait()
+		w.later(statusDelay - 1)
+		w.expect(nic) // the calls that came with it may be under way
+		w.later(1)
 		w.expect(nic, wholeData+ready, partData+ready)
 		if len(w.causes) != 0 || w.writes != 1 {
 			t.Errorf("%d writes, errors %v", w.writes, w.causes)
@@ -162,11 +164,11 @@ func TestStatusSaysWhatAPreparedClaimGot(t *testing.T) {
 func TestStatusIsNotWrittenAgainWhereItSaysSoAlready(t *testing.T) {
 	inStatusWorld(t, func(w *statusWorld) {
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
-		synctest.Wait()
+		w.later(statusDelay)
 		first := w.claim()
 		w.later(time.Hour)
 		w.status.Prepared(t.Context(), first, bothDevices)
-		synctest.Wait()
+		w.later(statusDelay)
 		if w.writes != 1 {
 			t.Errorf("%d writes", w.writes)
 		}
@@ -176,7 +178,7 @@ func TestStatusIsNotWrittenAgainWhereItSaysSoAlready(t *testing.T) {
 			again[1].Data.UUID = "MIG-2"
 			return again, err
 		})
-		synctest.Wait()
+		w.later(statusDelay)
 		for i, e := range w.claim().Status.Devices {
 			if e.Driver == DriverName && !e.Conditions[0].LastTransitionTime.Equal(&first.Status.Devices[i].Conditions[0].LastTransitionTime) {
 				t.Errorf("%s became ready at %s, and was at %s", e.Device, e.Conditions[0].LastTransitionTime, first.Status.Devices[i].Conditions[0].LastTransitionTime)
@@ -188,29 +190,43 @@ func TestStatusIsNotWrittenAgainWhereItSaysSoAlready(t *testing.T) {
 	})
 }
 
+// The kubelet has just read the claim for each of its calls.
+func TestAClaimIsNotReadForItsStatusBeforeThatIsWritten(t *testing.T) {
+	inStatusWorld(t, func(w *statusWorld) {
+		c := w.claim()
+		w.client.ClearActions()
+		w.status.Prepared(t.Context(), c, bothDevices)
+		w.status.Prepared(t.Context(), c, bothDevices)
+		w.later(statusDelay)
+		if actions := w.client.Actions(); len(actions) != 1 || w.writes != 1 {
+			t.Errorf("%v", actions)
+		}
+	})
+}
+
 func TestStatusSaysWhichDeviceWasLost(t *testing.T) {
 	const gone = ` Ready=False Lost: cannot be made again`
 	inStatusWorld(t, func(w *statusWorld) {
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
-		synctest.Wait()
+		w.later(statusDelay)
 		w.status.Lost(t.Context(), object("1"), partName, "Lost", "cannot be made again")
-		synctest.Wait()
+		w.later(statusDelay)
 		w.expect(nic, wholeData+ready, partData+gone)
 
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
-		synctest.Wait()
+		w.later(statusDelay)
 		w.expect(nic, wholeData+ready, partData+ready)
 	})
 	inStatusWorld(t, func(w *statusWorld) {
 		// Nothing was written in between.
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
 		w.status.Lost(t.Context(), object("1"), partName, "Lost", "cannot be made again")
-		synctest.Wait()
+		w.later(statusDelay)
 		w.expect(nic, wholeData+ready, partData+gone)
 	})
 	inStatusWorld(t, func(w *statusWorld) {
 		w.status.Lost(t.Context(), object("1"), partName, "Lost", "of which nothing was said")
-		synctest.Wait()
+		w.later(statusDelay)
 		w.expect(nic)
 	})
 }
@@ -269,7 +285,7 @@ func TestStatusOfAClaimThatIsGoneIsDropped(t *testing.T) {
 		inStatusWorld(t, func(w *statusWorld) {
 			w.fails(1, errors.New("connection refused"))
 			w.status.Prepared(t.Context(), w.claim(), bothDevices)
-			synctest.Wait()
+			w.later(statusDelay)
 			change(w)
 			w.later(time.Minute)
 			if w.writes != 1 || len(w.causes) != 1 || len(w.status.pending) != 0 {
@@ -325,7 +341,7 @@ func TestStatusKeepsNobodyWaiting(t *testing.T) {
 			t.Errorf("errors %v", w.causes)
 		}
 		close(hang)
-		synctest.Wait()
+		w.later(statusDelay)
 		if n := len(w.status.pending); n != 0 {
 			t.Errorf("%d changes still wait", n)
 		}

@@ -52,7 +52,11 @@ func (s *stages) want(slices []resourceslice.Slice) {
 	s.compare()
 }
 
-func (s *stages) compare() { s.differ = !apiequality.Semantic.DeepEqual(s.given, s.wanted) }
+func (s *stages) compare() {
+	if s.differ = !apiequality.Semantic.DeepEqual(s.given, s.wanted); !s.differ {
+		s.given = s.wanted // hundreds of devices are not kept twice either
+	}
+}
 
 // waiting says that something is wanted that the controller does not have yet.
 func (s *stages) waiting() bool { return s.differ }
