@@ -16,6 +16,8 @@ import (
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 	"tags.cncf.io/container-device-interface/pkg/parser"
 	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/joint"
 )
 
 // The kinds of our specs are k8s.gpu.nvidia.com/base and k8s.gpu.nvidia.com/claim.
@@ -41,6 +43,7 @@ type Store struct {
 	// compares all files with what is known. Calls for one claim follow each other; those for the base spec take baseMu.
 	files  sync.RWMutex
 	baseMu sync.Mutex
+	bases  joint.Work[identity]
 
 	mu sync.Mutex // guards what follows
 	// known is what each file should hold: what we last wrote, or, for files of another instance of the plugin, what we found.
@@ -83,9 +86,9 @@ func ClaimDeviceID(uid types.UID, device string, shareID *types.UID) string {
 }
 
 // WriteBase makes edits those of the base spec. They are the spec's, not a device's: the runtime applies them once per container,
-// however many GPUs it has.
+// however many GPUs it has. Calls that bring the same edits at the same time share a look at the file, and a write where one is needed.
 func (s *Store) WriteBase(edits specs.ContainerEdits) error {
-	return s.write(baseFile, baseSpec(edits))
+	return s.bases.Do(identityOf(edits), func() error { return s.write(baseFile, baseSpec(edits)) })
 }
 
 // WriteClaim makes devices those of the claim's spec. Each must have the claim's UID in its name: the runtime gives a device to whoever is told its name, so a

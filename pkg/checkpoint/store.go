@@ -43,7 +43,7 @@ type Store struct {
 
 // Open makes the store's directories.
 func Open(dir string, disk durable.FS) (*Store, error) {
-	s := &Store{disk: disk, claims: filepath.Join(dir, "claims"), quarantine: filepath.Join(dir, "quarantine"), marks: filepath.Join(dir, "mig"), holders: filepath.Join(dir, "holders")}
+	s := &Store{disk: durable.NewTogether(disk), claims: filepath.Join(dir, "claims"), quarantine: filepath.Join(dir, "quarantine"), marks: filepath.Join(dir, "mig"), holders: filepath.Join(dir, "holders")}
 	for _, d := range []string{dir, s.claims, s.quarantine, s.marks, s.holders} {
 		if err := durable.MakeDir(disk, d); err != nil {
 			return nil, fmt.Errorf("open the store of records: %w", err)

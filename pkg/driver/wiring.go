@@ -157,7 +157,7 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 	return prepare.New(prepare.Options{
 		DriverName: DriverName, Pool: d.cfg.NodeName,
 		Hardware: withheld{d.gate, d.before}, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now,
-		Verify:     func(edits specs.ContainerEdits) error { return cdi.Verify(edits, d.visible(paths)) },
+		Verify:     (&cdi.Verifier{Visible: d.visible(paths)}).Verify,
 		Partitions: partitions,
 		MIGEdits:   paths.CapabilityEdits,
 		MPS:        d.supervisor,
