@@ -4,6 +4,7 @@ import (
 	"context"
 	"strings"
 	"sync"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -21,6 +22,8 @@ type inflight struct {
 	draining bool
 	// calls are those that prepare.
 	calls map[*call]struct{}
+	// quiet is due some time after the last call has ended.
+	quiet *time.Timer
 }
 
 // call is one of the kubelet's, from before its claims are read.
@@ -28,10 +31,11 @@ type call struct{ overtaken map[types.UID]bool }
 
 type callKey struct{}
 
-func newInflight() *inflight {
+// newInflight has quiet called each time that there were calls, and none has come for a while.
+func newInflight(quiet func()) *inflight {
 	idle := make(chan struct{})
 	close(idle)
-	return &inflight{idle: idle, calls: map[*call]struct{}{}}
+	return &inflight{idle: idle, calls: map[*call]struct{}{}, quiet: time.AfterFunc(quietAfter, quiet)}
 }
 
 func (f *inflight) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
@@ -103,8 +107,10 @@ func (f *inflight) count(d int) {
 	switch {
 	case was == 0 && f.n > 0:
 		f.idle = make(chan struct{})
+		f.quiet.Stop()
 	case was > 0 && f.n == 0:
 		close(f.idle)
+		f.quiet.Reset(quietAfter)
 	}
 }
 

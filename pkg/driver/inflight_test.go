@@ -3,6 +3,7 @@ package driver
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -15,7 +16,7 @@ import (
 
 func TestDrainWaitsForCallsUnderWay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		calls := newInflight()
+		calls := newInflight(func() {})
 		prepare, unprepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodePrepareResources"}, &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodeUnprepareResources"}
 		finish := make(chan struct{})
 		for range 2 {
@@ -44,8 +45,35 @@ func TestDrainWaitsForCallsUnderWay(t *testing.T) {
 	})
 }
 
+func TestItIsQuietSomeTimeAfterTheLastCall(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var quiet atomic.Int64
+		calls := newInflight(func() { quiet.Add(1) })
+		expect := func(after time.Duration, want int64) {
+			t.Helper()
+			<-time.After(after)
+			synctest.Wait()
+			if got := quiet.Load(); got != want {
+				t.Errorf("it was quiet %d times, want %d", got, want)
+			}
+		}
+		expect(quietAfter, 1) // the start was no call, and leaves as much behind
+		calls.add(1)
+		calls.add(1)
+		calls.add(-1)
+		expect(time.Hour, 1)
+		calls.add(-1)
+		expect(quietAfter-1, 1)
+		calls.add(1)
+		calls.add(-1)
+		expect(quietAfter-1, 1)
+		expect(1, 2)
+		expect(time.Hour, 2)
+	})
+}
+
 func TestOnlyCallsThatBeganBeforeAreOvertaken(t *testing.T) {
-	calls := newInflight()
+	calls := newInflight(func() {})
 	prepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodePrepareResources"}
 	_, err := calls.intercept(t.Context(), nil, prepare, func(early context.Context, _ any) (any, error) {
 		calls.GivenBack("a")

@@ -102,7 +102,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
 		events: newNodeEvents(ctx, parts.Client, cfg.NodeName),
 		gate:   &gate{inv: inv},
-		calls:  newInflight(),
+		calls:  newInflight(tidy),
 		status: newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError),
 		shares: shares, supervisor: supervised{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics},
 
