@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -89,14 +90,22 @@ func (u *unseenClaims) MendUnseen(ctx context.Context, claim types.UID) error {
 	return u.err
 }
 
+func (u *unseenClaims) fail(err error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.err = err
+}
+
 func TestAGPUThatHangsKeepsNobodyFromBeingMended(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a := make(chan struct{})
 		claims := &unseenClaims{hangs: map[types.UID]chan struct{}{"a": a}, begun: map[types.UID]int{}, mended: map[types.UID]int{}}
-		allowed, off, failed := true, 0, 0
+		var allowed atomic.Bool
+		var off, failed atomic.Int64
+		allowed.Store(true)
 		m := &claimMender{
-			claims: claims, left: workqueue.NewTyped[types.UID](), failed: func() { failed++ },
-			use: func() (func(), bool) { return func() {}, allowed }, off: func() { off++ },
+			claims: claims, left: workqueue.NewTyped[types.UID](), failed: func() { failed.Add(1) },
+			use: func() (func(), bool) { return func() {}, allowed.Load() }, off: func() { off.Add(1) },
 		}
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan struct{})
@@ -123,13 +132,14 @@ func TestAGPUThatHangsKeepsNobodyFromBeingMended(t *testing.T) {
 		expect("more is to be mended meanwhile", map[types.UID]int{"a": 1, "b": 3}, map[types.UID]int{"b": 3})
 		close(a)
 		expect("what was asked for meanwhile follows, once", map[types.UID]int{"a": 2, "b": 3}, map[types.UID]int{"a": 2, "b": 3})
-		allowed = false
+		allowed.Store(false)
 		mend()
 		expect("the hardware is let go of", map[types.UID]int{"a": 2, "b": 3}, map[types.UID]int{"a": 2, "b": 3})
-		allowed, claims.err = true, errors.New("the GPU does not answer")
+		allowed.Store(true)
+		claims.fail(errors.New("the GPU does not answer"))
 		mend()
-		if off != 2 || failed != 2 {
-			t.Errorf("told %d times that it may not be done now, and %d times that it failed", off, failed)
+		if off.Load() != 2 || failed.Load() != 2 {
+			t.Errorf("told %d times that it may not be done now, and %d times that it failed", off.Load(), failed.Load())
 		}
 		stop()
 		<-ended

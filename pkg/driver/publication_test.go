@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/http"
 	"net/http/httptest"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -20,9 +21,12 @@ func TestPublishingIsTriedLessAndLessOftenWhileItFails(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client, inv := apiServer(), &fakeInventory{}
 		inv.set(readyWith("0000:1b:00.0"))
+		var mu sync.Mutex // guards what follows
 		away, began := false, time.Now()
 		var tries []time.Duration
 		client.PrependReactor("update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
+			mu.Lock()
+			defer mu.Unlock()
 			if !away {
 				return false, nil, nil
 			}
@@ -45,12 +49,15 @@ func TestPublishingIsTriedLessAndLessOftenWhileItFails(t *testing.T) {
 			t.Fatalf("%d devices are published", n)
 		}
 		for range 2 { // what failed once does not slow down what fails later
+			mu.Lock()
 			away, began, tries = true, time.Now(), nil
+			mu.Unlock()
 			s := readyWith("0000:1b:00.0", "0000:43:00.0")
-			s.Node.GPUs[0].UUID = "GPU-" + began.String()
+			s.Node.GPUs[0].UUID = "GPU-" + time.Now().String()
 			inv.set(s)
 			changed <- struct{}{}
 			passes(10 * time.Minute)
+			mu.Lock()
 			for i := 1; i < len(tries); i++ {
 				if pause := tries[i] - tries[i-1]; pause > publishRetryMost*3/2 {
 					t.Errorf("try %d came after %s", i, pause)
@@ -60,6 +67,7 @@ func TestPublishingIsTriedLessAndLessOftenWhileItFails(t *testing.T) {
 				t.Errorf("tried %d times: %s", n, tries)
 			}
 			away = false
+			mu.Unlock()
 			passes(publishRetryMost * 3 / 2)
 			if n := len(published(t, client)); n != 2 {
 				t.Errorf("%d devices are published", n)
