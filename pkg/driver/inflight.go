@@ -22,8 +22,8 @@ type inflight struct {
 	draining bool
 	// calls are those that prepare.
 	calls map[*call]struct{}
-	// quiet is due some time after the last call has ended.
-	quiet *time.Timer
+	// quiet and resting are due quietAfter and restingAfter the last call has ended.
+	quiet, resting *time.Timer
 }
 
 // call is one of the kubelet's, from before its claims are read.
@@ -31,11 +31,11 @@ type call struct{ overtaken map[types.UID]bool }
 
 type callKey struct{}
 
-// newInflight has quiet called each time that there were calls, and none has come for a while.
-func newInflight(quiet func()) *inflight {
+// newInflight has quiet called each time that there were calls, and none has come for a moment, and resting if none comes for longer.
+func newInflight(quiet, resting func()) *inflight {
 	idle := make(chan struct{})
 	close(idle)
-	return &inflight{idle: idle, calls: map[*call]struct{}{}, quiet: time.AfterFunc(quietAfter, quiet)}
+	return &inflight{idle: idle, calls: map[*call]struct{}{}, quiet: time.AfterFunc(quietAfter, quiet), resting: time.AfterFunc(restingAfter, resting)}
 }
 
 func (f *inflight) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
@@ -108,9 +108,11 @@ func (f *inflight) count(d int) {
 	case was == 0 && f.n > 0:
 		f.idle = make(chan struct{})
 		f.quiet.Stop()
+		f.resting.Stop()
 	case was > 0 && f.n == 0:
 		close(f.idle)
 		f.quiet.Reset(quietAfter)
+		f.resting.Reset(restingAfter)
 	}
 }
 

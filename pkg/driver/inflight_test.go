@@ -16,7 +16,7 @@ import (
 
 func TestDrainWaitsForCallsUnderWay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		calls := newInflight(func() {})
+		calls := newInflight(func() {}, func() {})
 		prepare, unprepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodePrepareResources"}, &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodeUnprepareResources"}
 		finish := make(chan struct{})
 		for range 2 {
@@ -45,35 +45,37 @@ func TestDrainWaitsForCallsUnderWay(t *testing.T) {
 	})
 }
 
-func TestItIsQuietSomeTimeAfterTheLastCall(t *testing.T) {
+func TestItIsQuietSomeTimeAfterTheLastCallAndRestsLater(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var quiet atomic.Int64
-		calls := newInflight(func() { quiet.Add(1) })
-		expect := func(after time.Duration, want int64) {
+		var quiet, rests atomic.Int64
+		calls := newInflight(func() { quiet.Add(1) }, func() { rests.Add(1) })
+		expect := func(after time.Duration, wantQuiet, wantRests int64) {
 			t.Helper()
 			<-time.After(after)
 			synctest.Wait()
-			if got := quiet.Load(); got != want {
-				t.Errorf("it was quiet %d times, want %d", got, want)
+			if q, r := quiet.Load(), rests.Load(); q != wantQuiet || r != wantRests {
+				t.Errorf("it was quiet %d times and rested %d times, want %d and %d", q, r, wantQuiet, wantRests)
 			}
 		}
-		expect(quietAfter, 1) // the start was no call, and leaves as much behind
+		expect(quietAfter, 1, 0) // the start was no call, and leaves as much behind
 		calls.add(1)
 		calls.add(1)
 		calls.add(-1)
-		expect(time.Hour, 1)
+		expect(time.Hour, 1, 0)
 		calls.add(-1)
-		expect(quietAfter-1, 1)
+		expect(quietAfter-1, 1, 0)
 		calls.add(1)
 		calls.add(-1)
-		expect(quietAfter-1, 1)
-		expect(1, 2)
-		expect(time.Hour, 2)
+		expect(quietAfter-1, 1, 0)
+		expect(1, 2, 0)
+		expect(restingAfter-quietAfter-1, 2, 0)
+		expect(1, 2, 1)
+		expect(time.Hour, 2, 1)
 	})
 }
 
 func TestOnlyCallsThatBeganBeforeAreOvertaken(t *testing.T) {
-	calls := newInflight(func() {})
+	calls := newInflight(func() {}, func() {})
 	prepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodePrepareResources"}
 	_, err := calls.intercept(t.Context(), nil, prepare, func(early context.Context, _ any) (any, error) {
 		calls.GivenBack("a")

@@ -9,6 +9,9 @@ import (
 const (
 	// quietAfter is how long no call of the kubelet has been under way when garbage is collected.
 	quietAfter = 100 * time.Millisecond
+	// restingAfter is how long none has been when the memory that calls have needed is given back to the system. Go's runtime would keep what it needs for as much
+	// again, which may not come for hours.
+	restingAfter = 30 * time.Second
 	// littleGarbage is not worth the work, in bytes: a few calls leave as much behind.
 	littleGarbage = 2 << 20
 )

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime/debug"
 	"strings"
 	"time"
 
@@ -102,7 +103,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
 		events: newNodeEvents(ctx, parts.Client, cfg.NodeName),
 		gate:   &gate{inv: inv},
-		calls:  newInflight(tidy),
+		calls:  newInflight(tidy, debug.FreeOSMemory),
 		status: newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError),
 		shares: shares, supervisor: supervised{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics},
 
