@@ -23,6 +23,12 @@ func (s *schedule) act() {
 	case s.chance(s.favour.rot):
 		s.rots()
 		s.lives(c)
+	case s.favour.gone > 0 && s.chance(s.favour.gone):
+		for _, c := range s.claims {
+			s.forget(c)
+		}
+		s.lookForGone()
+		s.advance(100)
 	case n < 56:
 		s.lives(c)
 	case n < 66:

@@ -19,6 +19,8 @@ type favour struct {
 	// rot is how often a file of the plugin's state is spoilt, in percent of what happens, and rotten of which room; of any, if there is none.
 	rot    float64
 	rotten string
+	// gone is how often a claim is freed behind the kubelet's back and looked for, in percent of what happens.
+	gone float64
 	// before is what has to go wrong for the step to come at all.
 	before cell
 }
@@ -46,6 +48,7 @@ var favours = map[step]favour{
 	"state: make directory":     {often: 1},
 	"state: sync":               {often: 1},
 	"record: list":              {often: 1},
+	foundGone:                   {often: 80, gone: 60},
 }
 
 // rarest are the steps that one in three stories is told for. A mode is turned off least: only where a whole GPU is wanted after parts of it.
@@ -67,12 +70,14 @@ func favourOf(seed uint64) favour {
 	for _, c := range classes {
 		steps = append(steps, c.step)
 	}
+	// Of each three seeds two are counted for all steps and one for the rarest, so that either go through their cells one after the other.
+	number := seed - seed/3
 	if seed%3 == 0 {
-		seed /= 3
+		number = seed / 3
 		steps = rarest
 	}
 	among := cells(steps)
-	c := among[seed%uint64(len(among))]
+	c := among[number%uint64(len(among))]
 	f, rare := favours[c.step]
 	if !rare {
 		f.often = 25

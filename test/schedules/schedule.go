@@ -185,7 +185,7 @@ func (s *schedule) pass(d time.Duration) {
 // turn lets a call go on, and decides what goes wrong with it.
 func (s *schedule) turn(at *point) {
 	f := s.goesWrong(at.step)
-	if at.step == foundGone && s.chance(50) && s.comesBack(at.process.gone) {
+	if at.step == foundGone && f == none && s.chance(50) && s.comesBack(at.process.gone) {
 		f = slow
 	}
 	s.meet(at, f)

@@ -172,7 +172,7 @@ func (s step) can() []fault {
 // odds are how often, in percent, something goes wrong with steps that come more seldom or more often than others.
 var odds = map[step]float64{
 	"record: remove unfinished": 20, "record: set aside": 60, "holder: set aside": 60, "holder: remove unfinished": 60, "quarantine: sync": 60,
-	"mark: remove": 60, "mark: remove unfinished": 60, "mark: sync": 20, "mark: rename": 20, "mark: create": 20, modeOff: 60, modeOn: 15, readClaim: 30,
+	"mark: remove": 60, "mark: remove unfinished": 60, "mark: sync": 20, "mark: rename": 20, "mark: create": 20, modeOff: 60, modeOn: 15, readClaim: 30, foundGone: 30,
 	stopDaemon: 40, startDaemon: 15, readSlice: 20, setSlice: 25, computeMode: 25, createGI: 15, createCI: 15, destroyCI: 25, destroyGI: 30,
 	"record: remove": 8, "holder: remove": 12, "holder: rename": 4, "holder: create": 4, "holder: sync": 4,
 	"state: make directory": 0.7, "state: sync": 0.7, "record: list": 1,
