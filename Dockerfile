@@ -33,10 +33,11 @@ ARG VERSION=devel
 RUN go build -tags grpcnotrace -trimpath -buildvcs=false -ldflags "-s -w -X main.version=${VERSION}" -o /out/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
 # It runs on the host too, as a hook: static, without a C library.
 RUN CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=${VERSION}" -o /out/gpu-mps ./cmd/gpu-mps
-# The C library that the plugin is linked against, and the parts of it that NVIDIA's may ask for: all of the builder's image that the plugin needs.
+# The C library that the plugin is linked against, and the parts of it that NVIDIA's may ask for: all of the builder's image that the plugin needs. And a place
+# for the MPS daemons' file systems, since a container's root is read-only.
 RUN set -e; linked=$(ldd /out/gpu-kubelet-plugin | grep -o '/[^ ]*'); \
     beside=$(dirname "$(echo "$linked" | grep 'libc\.so')"); \
-    mkdir /out/root; cp -L --parents $linked "$beside/libm.so.6" "$beside/libdl.so.2" "$beside/libpthread.so.0" "$beside/librt.so.1" /out/root
+    mkdir -p /out/root/tmp; cp -L --parents $linked "$beside/libm.so.6" "$beside/libdl.so.2" "$beside/libpthread.so.0" "$beside/librt.so.1" /out/root
 
 # No shell, no package, no account: nothing that somebody who got in could use.
 FROM scratch
