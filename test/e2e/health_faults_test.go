@@ -98,6 +98,13 @@ func (w *world) testPulled(t *testing.T, device string) {
 		gpus := w.gpus(t, h100)
 		return len(gpus) == 8 && len(w.taints(t, h100)) == 0, fmt.Sprint(slices.Sorted(maps.Keys(gpus)), w.taints(t, h100)[device])
 	})
+	// NVML is taken anew for a GPU that has come, and what events say in just that moment nobody hears.
+	eventually(t, 30*time.Second, "it is listened to, and all others", func() (bool, string) {
+		w.nvmlsim(t, h100, "xid", busOf(device), "31")
+		metrics := w.get(t, h100, "metrics")
+		counted := fmt.Sprintf(`gpu_dra_health_events_total{code="xid-31",gpu=%q} `, device)
+		return strings.Contains(metrics, counted) && strings.Contains(metrics, "\ngpu_dra_health_events_heard 1\n"), metrics
+	})
 }
 
 func (w *world) testAway(t *testing.T, ill, healed string) {
