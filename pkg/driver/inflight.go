@@ -13,7 +13,8 @@ import (
 )
 
 // inflight counts the kubelet's calls that are under way, so that a terminating plugin can let them finish: stopping the gRPC server cuts them off.
-// It also remembers, while they are, which of them began before a claim was given back.
+// It also remembers, while they are, which of them began before a claim was given back; and it knows when there are none, which is when the process can put
+// its memory in order.
 type inflight struct {
 	mu   sync.Mutex
 	n    int
