@@ -5,14 +5,15 @@
 // wait for each other, and what hangs with one GPU delays those alone who want that one. What is held already stays held while more is added: callers take
 // a claim first and then its GPUs, never the other way. Waiting ends with the caller's context.
 //
-// A process that dies loses its flocks at once. Lock files of GPUs stay (there are as many as GPUs); a claim's is removed with its last use.
+// A name is a file, or one of any number that share a file: then a byte of it is locked, whose place is made of the name. A GPU has a file of its own. Claims, of
+// which there is always another one, share one, so that no file has to be made and removed with each call.
+//
+// A process that dies loses its locks at once. Lock files stay.
 package lock
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -20,13 +21,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/gofrs/flock"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
-
-// flockPoll is how often a flock that another process holds is tried again.
-const flockPoll = 5 * time.Millisecond
 
 // Set is the locks of one directory.
 type Set struct {
@@ -47,11 +43,18 @@ func NewSet(dir string) (*Set, error) {
 	return &Set{dir: dir, queue: queue{taken: map[string]time.Time{}}}, nil
 }
 
-// Name is what is locked: a file name.
+// Name is what is locked: a file, or a part of one.
 type Name struct {
 	File string
-	// Temporary locks' files are removed with their last use.
-	Temporary bool
+	// Part, where it is not empty, is locked alone of all that share the file.
+	Part string
+}
+
+func (n Name) String() string {
+	if n.Part == "" {
+		return n.File
+	}
+	return n.File + "/" + n.Part
 }
 
 // Held is a group of locks that were taken.
@@ -64,7 +67,7 @@ type Held struct {
 
 type taken struct {
 	name Name
-	file *flock.Flock
+	file opened
 }
 
 // Acquire takes all the locks, or none.
@@ -85,17 +88,17 @@ func (h *Held) Add(ctx context.Context, names ...Name) error {
 	}
 	place := h.set.place()
 	for {
-		waited, err := h.set.enter(ctx, place, files(names))
+		waited, err := h.set.enter(ctx, place, keys(names))
 		h.Waited = h.Waited || waited
 		if err != nil {
-			return fmt.Errorf("wait for the lock %s: %w", strings.Join(files(names), ", "), err)
+			return fmt.Errorf("wait for the lock %s: %w", strings.Join(keys(names), ", "), err)
 		}
 		locks, busy, err := h.set.flocks(names)
 		if err == nil && busy >= 0 {
 			h.Waited = true
 			locks, err = h.set.elsewhere(ctx, names, busy)
 		} else if err != nil {
-			h.set.leave(files(names))
+			h.set.leave(keys(names))
 		}
 		if err != nil {
 			return err
@@ -111,129 +114,43 @@ func (h *Held) Add(ctx context.Context, names ...Name) error {
 func (s *Set) elsewhere(ctx context.Context, names []Name, busy int) ([]taken, error) {
 	one := names[busy]
 	others := slices.Delete(slices.Clone(names), busy, busy+1)
-	s.leave(files(others))
+	s.leave(keys(others))
 	file, err := s.flock(ctx, one)
 	if err != nil {
-		s.leave([]string{one.File})
+		s.leave([]string{one.String()})
 		return nil, err
 	}
-	if s.try(files(others)) {
+	if s.try(keys(others)) {
 		locks, busy, err := s.flocks(others)
 		if err == nil && busy < 0 {
 			return append(locks, taken{one, file}), nil
 		}
-		s.leave(files(others))
+		s.leave(keys(others))
 		if err != nil {
 			_ = file.Close()
-			s.leave([]string{one.File})
+			s.leave([]string{one.String()})
 			return nil, err
 		}
 	}
 	_ = file.Close()
-	s.leave([]string{one.File})
+	s.leave([]string{one.String()})
 	return nil, nil
 }
 
-func files(names []Name) []string {
-	files := make([]string, len(names))
+func keys(names []Name) []string {
+	keys := make([]string, len(names))
 	for i, name := range names {
-		files[i] = name.File
+		keys[i] = name.String()
 	}
-	return files
+	return keys
 }
 
 // Release gives all back, last taken first.
 func (h *Held) Release() {
 	for i := len(h.locks) - 1; i >= 0; i-- {
 		t := h.locks[i]
-		if t.name.Temporary {
-			// Removed while still held: whoever waits on this file finds out that it is not the named one any more.
-			_ = os.Remove(t.file.Path())
-		}
 		_ = t.file.Close()
-		h.set.leave([]string{t.name.File})
+		h.set.leave([]string{t.name.String()})
 	}
 	h.locks = nil
-}
-
-// Files lists the lock files that are there: of locks that are held, of GPUs, and of temporary locks whose holder was killed.
-func (s *Set) Files() ([]string, error) {
-	entries, err := os.ReadDir(s.dir)
-	if err != nil {
-		return nil, fmt.Errorf("list the locks: %w", err)
-	}
-	names := make([]string, len(entries))
-	for i, e := range entries {
-		names[i] = e.Name()
-	}
-	return names, nil
-}
-
-// flocks locks the files of all the names, or none: then busy is the one that another process holds.
-func (s *Set) flocks(names []Name) (locks []taken, busy int, err error) {
-	for i, name := range names {
-		file, err := s.tryFlock(name)
-		if err == nil && file != nil {
-			locks = append(locks, taken{name, file})
-			continue
-		}
-		for _, t := range locks {
-			_ = t.file.Close()
-		}
-		return nil, i, err
-	}
-	return locks, -1, nil
-}
-
-// tryFlock is nil where another process holds the lock.
-func (s *Set) tryFlock(name Name) (*flock.Flock, error) {
-	path := filepath.Join(s.dir, name.File)
-	for {
-		f := flock.New(path, flock.SetPermissions(0o600))
-		got, err := f.TryLock()
-		if err != nil {
-			return nil, errors.Join(fmt.Errorf("lock %s: %w", path, err), f.Close())
-		}
-		if !got {
-			return nil, f.Close()
-		}
-		same, err := isNamed(f, path)
-		if err == nil && same {
-			return f, nil
-		}
-		if cerr := errors.Join(err, f.Close()); cerr != nil {
-			return nil, fmt.Errorf("lock %s: %w", path, cerr)
-		}
-	}
-}
-
-// flock waits for another process to let go of the file. One that was removed meanwhile is not the one of that name any more.
-func (s *Set) flock(ctx context.Context, name Name) (*flock.Flock, error) {
-	poll := time.NewTicker(flockPoll)
-	defer poll.Stop()
-	for {
-		if file, err := s.tryFlock(name); err != nil || file != nil {
-			return file, err
-		}
-		select {
-		case <-ctx.Done():
-			return nil, fmt.Errorf("lock %s, which another process holds: %w", filepath.Join(s.dir, name.File), ctx.Err())
-		case <-poll.C:
-		}
-	}
-}
-
-func isNamed(f *flock.Flock, path string) (bool, error) {
-	named, err := os.Stat(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	held, err := f.Stat()
-	if err != nil {
-		return false, err
-	}
-	return os.SameFile(named, held), nil
 }

@@ -3,6 +3,7 @@ package lock
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -112,42 +113,90 @@ func TestAWaiterInTheMiddleGivesUp(t *testing.T) {
 	})
 }
 
+var kinds = map[string]Name{"a file": {File: "gpu"}, "a part of one": {File: "claims", Part: "claim"}}
+
 // Two sets over one directory stand for two processes: each opens its own files, as processes do.
 func TestAnotherProcessIsKeptOut(t *testing.T) {
+	for kind, name := range kinds {
+		t.Run(kind, func(t *testing.T) {
+			dir := t.TempDir()
+			mine, theirs := set(t, dir), set(t, dir)
+			held := acquire(t, mine, name)
+			short, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+			defer cancel()
+			if _, err := theirs.Acquire(short, name); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), name.String()) {
+				t.Fatalf("two processes hold one lock: %v", err)
+			}
+			got := make(chan *Held)
+			go func() {
+				h, err := theirs.Acquire(t.Context(), name)
+				if err != nil {
+					t.Error(err)
+				}
+				got <- h
+			}()
+			held.Release()
+			h := <-got
+			if h == nil {
+				t.FailNow()
+			}
+			h.Release()
+		})
+	}
+}
+
+// A file that somebody has removed keeps nobody out who comes later: they are not to take another one for it.
+func TestTheFileIsTheOneThatHasTheName(t *testing.T) {
+	for kind, name := range kinds {
+		t.Run(kind, func(t *testing.T) {
+			dir := t.TempDir()
+			mine, theirs := set(t, dir), set(t, dir)
+			first := acquire(t, mine, name)
+			got := make(chan *Held)
+			go func() {
+				h, err := theirs.Acquire(t.Context(), name)
+				if err != nil {
+					t.Error(err)
+				}
+				got <- h
+			}()
+			if err := os.Remove(filepath.Join(dir, name.File)); err != nil {
+				t.Fatal(err)
+			}
+			h := <-got
+			if h == nil {
+				t.FailNow()
+			}
+			first.Release()
+			third, err := set(t, dir).tryFlock(name)
+			if err != nil || third != nil {
+				t.Errorf("the lock has two holders (%v)", err)
+			}
+			h.Release()
+		})
+	}
+}
+
+func TestPartsOfAFileAreLockedEachAlone(t *testing.T) {
 	dir := t.TempDir()
 	mine, theirs := set(t, dir), set(t, dir)
-	claim := Name{File: "claim", Temporary: true}
-	held := acquire(t, mine, claim)
-	short, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-	defer cancel()
-	if _, err := theirs.Acquire(short, claim); !errors.Is(err, context.DeadlineExceeded) {
-		t.Fatalf("two processes hold one claim: %v", err)
-	}
-	got := make(chan *Held)
-	go func() {
-		h, err := theirs.Acquire(t.Context(), claim)
-		if err != nil {
-			t.Error(err)
+	for i := range 100 {
+		for _, s := range []*Set{mine, theirs} {
+			h := acquire(t, s, Name{File: "claims", Part: fmt.Sprintf("%p/%d", s, i)})
+			if h.Waited {
+				t.Error("waited for another's lock")
+			}
+			defer h.Release()
 		}
-		got <- h
-	}()
-	held.Release() // removes the file that the other one may be waiting on
-	h := <-got
-	if h == nil {
-		t.FailNow()
 	}
-	if _, err := os.Stat(filepath.Join(dir, "claim")); err != nil {
-		t.Errorf("the other process holds a file that has no name: %v", err)
-	}
-	h.Release()
-	if left, _ := os.ReadDir(dir); len(left) != 0 {
-		t.Errorf("left behind: %v", left)
+	if files, err := os.ReadDir(dir); err != nil || len(files) != 1 {
+		t.Errorf("%v (%v)", files, err)
 	}
 }
 
 func TestManyProcessesExcludeEachOther(t *testing.T) {
 	dir := t.TempDir()
-	claim := Name{File: "claim", Temporary: true}
+	claim := Name{File: "claims", Part: "claim"}
 	var inside, most int
 	var mu sync.Mutex
 	count := func(d int) {
@@ -204,41 +253,23 @@ func TestANameThatLeadsElsewhereIsRefused(t *testing.T) {
 	}
 }
 
-func TestTheFileOfAKilledHolderIsFoundAndFree(t *testing.T) {
-	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "claim"), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	s := set(t, dir)
-	h := acquire(t, s, Name{File: "claim", Temporary: true}, Name{File: "gpu"})
-	if files, err := s.Files(); err != nil || strings.Join(files, " ") != "claim gpu" {
-		t.Error(files, err)
-	}
-	h.Release()
-	if files, err := s.Files(); err != nil || strings.Join(files, " ") != "gpu" {
-		t.Error(files, err)
-	}
-	if err := os.RemoveAll(dir); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := s.Files(); err == nil {
-		t.Error("listed a directory that is gone")
-	}
-}
-
 func TestAFailedFlockLeavesTheQueueToTheNext(t *testing.T) {
-	dir := t.TempDir()
-	s := set(t, dir)
-	file := filepath.Join(dir, "gpu")
-	if err := os.Symlink("nowhere/at/all", file); err != nil {
-		t.Fatal(err)
+	for kind, name := range kinds {
+		t.Run(kind, func(t *testing.T) {
+			dir := t.TempDir()
+			s := set(t, dir)
+			file := filepath.Join(dir, name.File)
+			if err := os.Symlink("nowhere/at/all", file); err != nil {
+				t.Fatal(err)
+			}
+			_, err := s.Acquire(t.Context(), name)
+			if err == nil || !strings.Contains(err.Error(), file) {
+				t.Fatal(err)
+			}
+			if err := os.Remove(file); err != nil {
+				t.Fatal(err)
+			}
+			acquire(t, s, name).Release()
+		})
 	}
-	_, err := s.Acquire(t.Context(), Name{File: "gpu"})
-	if err == nil || !strings.Contains(err.Error(), file) {
-		t.Fatal(err)
-	}
-	if err := os.Remove(file); err != nil {
-		t.Fatal(err)
-	}
-	acquire(t, s, Name{File: "gpu"}).Release()
 }

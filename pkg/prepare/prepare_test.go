@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -47,15 +46,6 @@ func clean(t *testing.T, w *world) {
 	}
 	if s, _ := w.specs.Claims(); len(s) != 0 {
 		t.Errorf("specs left: %q", s)
-	}
-	locks, err := os.ReadDir(w.locks)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, l := range locks {
-		if strings.HasPrefix(l.Name(), claimLockPrefix) {
-			t.Errorf("lock left: %s", l.Name())
-		}
 	}
 }
 

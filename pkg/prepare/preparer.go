@@ -140,11 +140,11 @@ func (p *Preparer) Held() (Held, error) {
 	return h, nil
 }
 
-// claimLockPrefix begins the names of claims' locks. GPUs' locks have the GPU's name.
-const claimLockPrefix = "claim-"
+// claimLocks is the file of all claims' locks. GPUs' locks have the GPU's name.
+const claimLocks = "claims"
 
 func claimLock(uid types.UID) lock.Name {
-	return lock.Name{File: claimLockPrefix + string(uid), Temporary: true}
+	return lock.Name{File: claimLocks, Part: string(uid)}
 }
 
 // gpuLocks names each GPU once.

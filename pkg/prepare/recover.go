@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -23,7 +22,7 @@ const recoverWait = 2 * time.Second
 // tryWait is for a lock that is free, or not worth waiting for yet.
 const tryWait = 10 * time.Millisecond
 
-// Recover puts the node in order at the start: unfinished preparations are reverted, specs of finished ones are written again, and specs, locks and
+// Recover puts the node in order at the start: unfinished preparations are reverted, specs of finished ones are written again, and specs and
 // temporary files without a record are removed. What cannot be read is reported and left: it keeps holding its GPUs until its claim is unprepared.
 // One claim's failure stops no other, and one that another instance works on keeps no other waiting.
 func (p *Preparer) Recover(ctx context.Context) error {
@@ -61,15 +60,6 @@ func (p *Preparer) traces() ([]types.UID, error) {
 		return nil, because(CauseStep, "%w", err)
 	}
 	uids = append(uids, specified...)
-	locks, err := p.Locks.Files()
-	if err != nil {
-		return nil, because(CauseRecord, "%w", err)
-	}
-	for _, file := range locks {
-		if uid, ok := strings.CutPrefix(file, claimLockPrefix); ok {
-			uids = append(uids, types.UID(uid))
-		}
-	}
 	slices.Sort(uids)
 	return slices.Compact(uids), nil
 }

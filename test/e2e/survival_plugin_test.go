@@ -93,10 +93,9 @@ func (w *world) testKilledWhileWaiting(t *testing.T, u tenant) {
 	defer unlock()
 
 	u.holder("waits", 1)
-	locks := filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "locks", "claim-*")
+	locks := filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "locks", "claims")
 	eventually(t, 30*time.Second, "a Prepare waits for its GPU", func() (bool, string) {
-		found, _ := filepath.Glob(locks)
-		return len(found) == 1, fmt.Sprint(found, u.events(t, u.namespace, "waits"))
+		return isLocked(t, locks), fmt.Sprint(u.events(t, u.namespace, "waits"))
 	})
 	if w.hasRecord(t, survivor, string(u.claimOf(t, u.namespace, "waits", "gpu").UID)) || !w.hasRecord(t, survivor, held.claimUID) {
 		t.Error("want a record of the claim that is held, and none of the one that waits for its GPU")
@@ -110,6 +109,21 @@ func (w *world) testKilledWhileWaiting(t *testing.T, u tenant) {
 	unlock()
 	u.holding("waits")
 	u.undisturbed(held)
+}
+
+// isLocked says whether somebody has locked a part of the file.
+func isLocked(t *testing.T, path string) bool {
+	t.Helper()
+	file, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = file.Close() }()
+	all := unix.Flock_t{Type: unix.F_WRLCK} // from the beginning to the end
+	if err := unix.FcntlFlock(file.Fd(), unix.F_OFD_GETLK, &all); err != nil {
+		t.Fatal(err)
+	}
+	return all.Type != unix.F_UNLCK
 }
 
 // lockGPUs holds the locks of all GPUs, as another instance of the plugin would. The function that it returns may be called twice.

@@ -35,7 +35,7 @@ func (s *schedule) call(c *claim, p *process, what string, do func(ctx context.C
 			s.succeeded(k)
 		}
 		return func() {
-			s.over(p)
+			p.running--
 			cancel()
 			c.calls = slices.DeleteFunc(c.calls, func(other *call) bool { return other == k })
 			s.trace = append(s.trace, entry{process: p.id, what: what + " " + c.name + ": " + outcome(err, p, k)})
@@ -157,7 +157,7 @@ func (s *schedule) does(p *process, what string, work func(context.Context) erro
 	s.background(func() func() {
 		err := work(p.ctx)
 		return func() {
-			s.over(p)
+			p.running--
 			s.trace = append(s.trace, entry{process: p.id, what: what + ": " + outcome(err, p, &call{})})
 			if !p.dead.Load() {
 				then(err)

@@ -20,7 +20,6 @@ func (s *schedule) finish() {
 	s.advance(-1)
 	for _, p := range slices.Clone(s.living) {
 		s.kill(p)
-		s.bury(p)
 	}
 	s.quiet()
 	if slices.ContainsFunc(s.gpus, func(g *gpu) bool { return g.lost }) {

@@ -334,8 +334,8 @@ func (w *world) empty() {
 	if left := w.specs.files(); len(left) > 0 {
 		w.breaks("specs are left: %q", left)
 	}
-	if left := w.claimLocks(); len(left) > 0 {
-		w.breaks("locks are left: %q", left)
+	if held, err := w.heldLocks(); err != nil || len(held) > 0 {
+		w.breaks("locks are held: %q (%v)", held, err)
 	}
 	if len(w.daemons) > 0 {
 		w.breaks("daemons are left: %q", slices.Sorted(maps.Keys(w.daemons)))

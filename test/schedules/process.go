@@ -48,7 +48,6 @@ type process struct {
 	// ready says that it has put the node in order and takes calls.
 	ready   bool
 	running int
-	locks   []string  // those of claims that were there when it was killed
 	gone    types.UID // the claim that it has found gone last
 }
 

@@ -105,7 +105,7 @@ func (s *schedule) start() {
 			err = p.Recover(p.ctx)
 		}
 		return func() {
-			s.over(p)
+			p.running--
 			switch {
 			case p.dead.Load():
 			case err != nil:
@@ -117,13 +117,6 @@ func (s *schedule) start() {
 			}
 		}
 	})
-}
-
-func (s *schedule) over(p *process) {
-	p.running--
-	if p.running == 0 && p.dead.Load() {
-		s.bury(p)
-	}
 }
 
 // advance lets so many calls of the plugin go on; all, if it is negative, until nothing is under way.

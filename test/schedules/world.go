@@ -1,6 +1,7 @@
 package schedules
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -9,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
 	resourceapi "k8s.io/api/resource/v1"
 )
 
@@ -85,7 +87,6 @@ func (w *world) kill(p *process) {
 		return
 	}
 	w.note("plugin %d is killed", p.id)
-	p.locks = w.claimLocks()
 	w.living = slices.DeleteFunc(w.living, func(l *process) bool { return l == p })
 	w.dead = append(w.dead, p)
 	p.end()
@@ -101,27 +102,23 @@ func (w *world) dying() int {
 	return n
 }
 
-// claimLocks are the files of claims' locks.
-func (w *world) claimLocks() []string {
-	entries, err := os.ReadDir(w.lockDir)
-	if err != nil {
-		return nil
-	}
-	var names []string
-	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), "claim-") {
-			names = append(names, e.Name())
+// heldLocks are the files of which anybody holds a lock, of the whole or of a part.
+func (w *world) heldLocks() ([]string, error) {
+	paths, err := filepath.Glob(filepath.Join(w.lockDir, "*"))
+	var held []string
+	for _, path := range paths {
+		f, oerr := os.OpenFile(path, os.O_RDWR, 0)
+		if oerr != nil {
+			return nil, oerr
 		}
+		all := unix.Flock_t{Type: unix.F_WRLCK} // from the beginning to the end
+		err = errors.Join(err, unix.FcntlFlock(f.Fd(), unix.F_OFD_GETLK, &all))
+		if all.Type != unix.F_UNLCK || unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
+			held = append(held, filepath.Base(path))
+		}
+		err = errors.Join(err, f.Close())
 	}
-	return names
-}
-
-// bury leaves of a dead process what it would have left: it did remove the files of its locks here, and was not able to.
-func (w *world) bury(p *process) {
-	for _, name := range p.locks {
-		_ = os.WriteFile(filepath.Join(w.lockDir, name), nil, 0o600)
-	}
-	p.locks = nil
+	return held, err
 }
 
 // powerCut ends all processes, and starts the node again.
