@@ -52,8 +52,9 @@ type Store struct {
 	// lost are the files that Watch has found removed or altered and that were not written since; mended are those that were, until Watch tells of them.
 	lost   map[string]bool
 	mended []string
-	// base is the last base spec that was found valid: it is the same for every claim.
-	base []byte
+	// base is the last base spec, and of what edits it was made: it is the same for every claim.
+	base   []byte
+	baseOf identity
 }
 
 // NewStore keeps specs in root, a directory that the container runtime reads, such as /var/run/cdi.
@@ -88,7 +89,22 @@ func ClaimDeviceID(uid types.UID, device string, shareID *types.UID) string {
 // WriteBase makes edits those of the base spec. They are the spec's, not a device's: the runtime applies them once per container,
 // however many GPUs it has. Calls that bring the same edits at the same time share a look at the file, and a write where one is needed.
 func (s *Store) WriteBase(edits specs.ContainerEdits) error {
-	return s.bases.Do(identityOf(edits), func() error { return s.write(baseFile, baseSpec(edits)) })
+	of := identityOf(edits)
+	return s.bases.Do(of, func() error {
+		s.mu.Lock()
+		data, made := s.base, s.baseOf == of && s.base != nil
+		s.mu.Unlock()
+		if !made {
+			var err error
+			if data, err = encode(baseSpec(edits)); err != nil {
+				return fmt.Errorf("CDI spec %s: %w", baseFile, err)
+			}
+			s.mu.Lock()
+			s.base, s.baseOf = data, of
+			s.mu.Unlock()
+		}
+		return s.write(baseFile, data)
+	})
 }
 
 // WriteClaim makes devices those of the claim's spec. Each must have the claim's UID in its name: the runtime gives a device to whoever is told its name, so a
@@ -103,7 +119,11 @@ func (s *Store) WriteClaim(uid types.UID, devices []ClaimDevice) error {
 			return fmt.Errorf("CDI spec %s: device %q is not the claim's: its name does not begin with the claim's UID", name, d.Name)
 		}
 	}
-	return s.write(name, claimSpec(devices))
+	data, err := encode(claimSpec(devices))
+	if err != nil {
+		return fmt.Errorf("CDI spec %s: %w", name, err)
+	}
+	return s.write(name, data)
 }
 
 // RemoveClaim removes a claim's spec. One that is not there is no error.
@@ -173,17 +193,7 @@ func claimFile(uid types.UID) (string, error) {
 	return claimPrefix + string(uid) + suffix, nil
 }
 
-func (s *Store) write(name string, spec *specs.Spec) error {
-	s.mu.Lock()
-	base := s.base
-	s.mu.Unlock()
-	data, err := marshal(spec)
-	if err == nil && (name != baseFile || !bytes.Equal(data, base)) {
-		err = check(spec, data)
-	}
-	if err != nil {
-		return fmt.Errorf("CDI spec %s: %w", name, err)
-	}
+func (s *Store) write(name string, data []byte) error {
 	defer s.changing(name)()
 	path := filepath.Join(s.root, name)
 	on, err := os.ReadFile(path)
@@ -206,9 +216,6 @@ func (s *Store) wrote(name string, data []byte, differed bool) {
 		s.mended = append(s.mended, name)
 	}
 	delete(s.lost, name)
-	if name == baseFile {
-		s.base = data
-	}
 }
 
 func (s *Store) remove(name string) error {
@@ -239,37 +246,33 @@ func (s *Store) changing(name string) (changed func()) {
 	}
 }
 
-// encode completes a spec and validates it.
+// encode completes a spec, with the lowest version that can express it, and makes sure that a runtime can load it: older ones refuse versions they don't know.
 func encode(spec *specs.Spec) ([]byte, error) {
-	data, err := marshal(spec)
-	if err == nil {
-		err = check(spec, data)
-	}
-	if err != nil {
-		return nil, err
-	}
-	return data, nil
-}
-
-// marshal completes a spec with the lowest version that can express it: older runtimes refuse versions they don't know.
-func marshal(spec *specs.Spec) ([]byte, error) {
 	version, err := specs.MinimumRequiredVersion(spec)
 	if err != nil {
 		return nil, fmt.Errorf("find its version: %w", err)
 	}
 	spec.Version = version
-	return json.Marshal(spec)
-}
-
-// check makes sure that a runtime can load the spec, which data is.
-func check(spec *specs.Spec, data []byte) error {
 	if err := validate(spec); err != nil {
-		return err
+		return nil, err
+	}
+	data, err := json.Marshal(spec)
+	if err != nil {
+		return nil, err
+	}
+	if isPlain(data) {
+		return data, nil
 	}
 	if _, err := cdilib.ParseSpec(data); err != nil {
-		return fmt.Errorf("the runtime could not read it: %w", err)
+		return nil, fmt.Errorf("the runtime could not read it: %w", err)
 	}
-	return nil
+	return data, nil
+}
+
+// isPlain says whether JSON is in printable ASCII. A runtime reads specs as YAML, of which that is a part, while other characters may be none of YAML's. Its
+// parser takes longer than all else that is done for a spec, and so is asked only where there are such.
+func isPlain(data []byte) bool {
+	return !slices.ContainsFunc(data, func(b byte) bool { return b < ' ' || b > '~' })
 }
 
 // validate holds a spec to the rules that the CDI library applies when a runtime loads it. One bad device costs the runtime the whole file.

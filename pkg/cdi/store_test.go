@@ -1,7 +1,9 @@
 package cdi
 
 import (
+	"bytes"
 	"encoding/json"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
@@ -254,5 +256,37 @@ func TestAClaimsSpecAnswersToNoNameOfAnotherClaims(t *testing.T) {
 	}
 	if uids, err := s.Claims(); err != nil || len(uids) != 0 {
 		t.Errorf("left %v, %v", uids, err)
+	}
+}
+
+// What is taken for plain is not read by the runtime's parser before it is written: then it has to read it as what it is, whatever characters there are.
+func TestARuntimeReadsWhatIsPlain(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 2))
+	for range 2000 {
+		text := make([]byte, random.IntN(40))
+		for i := range text {
+			text[i] = byte(random.IntN(128))
+		}
+		if random.IntN(50) == 0 {
+			text = bytes.Repeat([]byte("text: "), 200) // longer than YAML takes the names of fields to be
+		}
+		spec := claimSpec([]ClaimDevice{{Name: "gpu", Edits: specs.ContainerEdits{Env: []string{"TEXT=" + string(text)}}}})
+		data, err := encode(spec)
+		if err != nil {
+			if !bytes.ContainsRune(text, 0x7f) {
+				t.Errorf("%q is refused: %v", text, err)
+			}
+			continue
+		}
+		if !isPlain(data) {
+			t.Errorf("%q is written and not plain", text)
+		}
+		read, err := cdilib.ParseSpec(data)
+		if err != nil {
+			t.Fatalf("%q: %v", text, err)
+		}
+		if diff := cmp.Diff(spec, read); diff != "" {
+			t.Error(diff)
+		}
 	}
 }
