@@ -1,0 +1,118 @@
+package main
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// little is the share of the processors below which a program is not named.
+	little = 0.005
+	// slowest is the part of the rounds that has the slowest of a hundred calls in it.
+	slowest = 20
+)
+
+// processors says who had them in each round of what is measured.
+type processors struct{ rounds []round }
+
+type round struct {
+	took time.Duration
+	had  map[string]time.Duration // by program; the kernel's threads are one
+}
+
+// while does it, and notes who had the processors meanwhile. The looks are before and after it.
+func (p *processors) while(do func() error) error {
+	before, mine, begin := runTimes(), own(), time.Now()
+	err := do()
+	r := round{time.Since(begin), map[string]time.Duration{"this measurement": own() - mine}}
+	for thread, now := range runTimes() {
+		if !strings.HasPrefix(thread.path, myself) {
+			r.had[thread.program] += now - before[thread]
+		}
+	}
+	p.rounds = append(p.rounds, r)
+	return err
+}
+
+func (p *processors) String() string {
+	rounds := slices.SortedFunc(slices.Values(p.rounds), func(a, b round) int { return cmp.Compare(a.took, b.took) })
+	slow := rounds[len(rounds)-max(len(rounds)/slowest, 1):]
+	return fmt.Sprintf("all %d rounds: %s\n  the %d slowest: %s", len(rounds), mean(rounds), len(slow), mean(slow))
+}
+
+// mean is what a round took, and of whose time it was made.
+func mean(rounds []round) string {
+	var sum round
+	sum.had = map[string]time.Duration{}
+	for _, r := range rounds {
+		sum.took += r.took
+		for name, had := range r.had {
+			sum.had[name] += had
+		}
+	}
+	all := sum.took * time.Duration(runtime.NumCPU())
+	rest, n := all, time.Duration(len(rounds))
+	var parts []string
+	part := func(name string, had time.Duration) {
+		parts = append(parts, fmt.Sprintf("%s %.2f ms (%.0f %%)", name, 1e3*(had/n).Seconds(), 100*had.Seconds()/all.Seconds()))
+	}
+	for _, name := range slices.SortedFunc(maps.Keys(sum.had), func(a, b string) int { return cmp.Compare(sum.had[b], sum.had[a]) }) {
+		rest -= sum.had[name]
+		if float64(sum.had[name]) >= little*float64(all) {
+			part(name, sum.had[name])
+		}
+	}
+	part("nobody and others", rest)
+	return fmt.Sprintf("%.2f ms; of the processors' time %s", 1e3*(sum.took/n).Seconds(), strings.Join(parts, ", "))
+}
+
+// myself is told of by own, without the looks.
+var myself = fmt.Sprintf("/proc/%d/", os.Getpid())
+
+func own() time.Duration {
+	var used unix.Rusage
+	_ = unix.Getrusage(unix.RUSAGE_SELF, &used)
+	return time.Duration(used.Utime.Nano() + used.Stime.Nano())
+}
+
+type thread struct{ program, path string }
+
+// runTimes are those of all threads of the machine, to the nanosecond.
+func runTimes() map[thread]time.Duration {
+	times := map[thread]time.Duration{}
+	paths, _ := filepath.Glob("/proc/[0-9]*/task/[0-9]*/schedstat")
+	names := map[string]string{}
+	for _, path := range paths {
+		raw, err := os.ReadFile(path)
+		if err != nil {
+			continue // it has ended
+		}
+		process := strings.Join(strings.SplitN(path, "/", 4)[:3], "/")
+		if names[process] == "" {
+			names[process] = programOf(process)
+		}
+		ran, _, _ := strings.Cut(string(raw), " ")
+		if n, err := strconv.ParseInt(ran, 10, 64); err == nil {
+			times[thread{names[process], path}] = time.Duration(n)
+		}
+	}
+	return times
+}
+
+func programOf(process string) string {
+	if line, err := os.ReadFile(process + "/cmdline"); err == nil && len(line) == 0 {
+		return "the kernel"
+	}
+	name, _ := os.ReadFile(process + "/comm")
+	return strings.TrimSpace(string(name))
+}
