@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
@@ -22,6 +24,16 @@ func (w *world) uninstall(t *testing.T, more ...string) (string, error) {
 		t.Fatal(err)
 	}
 	out, err := cmd.CombinedOutput()
+	if err == nil {
+		// Helm has been seen to come back while one was still there that had been told to go, and an installation right after it took that for its own.
+		eventually(t, time.Minute, "the chart's DaemonSets are gone", func() (bool, string) {
+			left, err := w.Client.AppsV1().DaemonSets(stand.Namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/instance=" + stand.Release})
+			if err != nil {
+				return false, err.Error()
+			}
+			return len(left.Items) == 0, fmt.Sprint(len(left.Items))
+		})
+	}
 	return string(out), err
 }
 
