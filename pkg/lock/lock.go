@@ -1,6 +1,6 @@
 // Package lock keeps two claims from touching one GPU at a time, and two calls from touching one claim, in this process and across processes.
 //
-// Locks are named. A name's lock is two layers: a fair queue within the process, and below it a flock, which is contended only while two instances
+// Locks are named. A name's lock is two layers: a fair queue within the process, and below it a lock of a file, which is contended only while two instances
 // of the plugin overlap. [Set.Acquire] and [Held.Add] take several names at once or none: nobody holds one of them while waiting for another. So no two can
 // wait for each other, and what hangs with one GPU delays those alone who want that one. What is held already stays held while more is added: callers take
 // a claim first and then its GPUs, never the other way. Waiting ends with the caller's context.
