@@ -127,14 +127,7 @@ func TestAnotherProcessIsKeptOut(t *testing.T) {
 			if _, err := theirs.Acquire(short, name); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), name.String()) {
 				t.Fatalf("two processes hold one lock: %v", err)
 			}
-			got := make(chan *Held)
-			go func() {
-				h, err := theirs.Acquire(t.Context(), name)
-				if err != nil {
-					t.Error(err)
-				}
-				got <- h
-			}()
+			got := asking(t, theirs, name)
 			held.Release()
 			h := <-got
 			if h == nil {
@@ -152,14 +145,7 @@ func TestTheFileIsTheOneThatHasTheName(t *testing.T) {
 			dir := t.TempDir()
 			mine, theirs := set(t, dir), set(t, dir)
 			first := acquire(t, mine, name)
-			got := make(chan *Held)
-			go func() {
-				h, err := theirs.Acquire(t.Context(), name)
-				if err != nil {
-					t.Error(err)
-				}
-				got <- h
-			}()
+			got := asking(t, theirs, name)
 			if err := os.Remove(filepath.Join(dir, name.File)); err != nil {
 				t.Fatal(err)
 			}

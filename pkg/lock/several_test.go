@@ -18,8 +18,8 @@ var (
 	ab   = []Name{a, b}
 )
 
-// asked is somebody who wants locks, in a goroutine of his own.
-func asked(t *testing.T, s *Set, names ...Name) <-chan *Held {
+// asking is somebody who wants locks, in a goroutine of his own.
+func asking(t *testing.T, s *Set, names ...Name) <-chan *Held {
 	t.Helper()
 	got := make(chan *Held, 1)
 	go func() {
@@ -29,6 +29,13 @@ func asked(t *testing.T, s *Set, names ...Name) <-chan *Held {
 		}
 		got <- h
 	}()
+	return got
+}
+
+// asked is one who waits, or has what he wants, when it returns.
+func asked(t *testing.T, s *Set, names ...Name) <-chan *Held {
+	t.Helper()
+	got := asking(t, s, names...)
 	synctest.Wait()
 	return got
 }

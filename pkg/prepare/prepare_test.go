@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -46,6 +47,15 @@ func clean(t *testing.T, w *world) {
 	}
 	if s, _ := w.specs.Claims(); len(s) != 0 {
 		t.Errorf("specs left: %q", s)
+	}
+	locks, err := os.ReadDir(w.locks)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, l := range locks {
+		if l.Name() != claimLocks && !strings.HasPrefix(l.Name(), "gpu-") {
+			t.Errorf("lock left: %s", l.Name())
+		}
 	}
 }
 

@@ -43,9 +43,10 @@ func (w *world) hostDir(t *testing.T, node, path string) string {
 }
 
 // leftovers lists what claims have left on a node: records, specs, locks that are held, temporary files, sockets of instances that are
-// gone. The files of locks, the marks of those whose MIG mode was turned on and what is known of their health are no leftovers: their number is that of the GPUs.
+// gone. GPUs' lock files, the marks of those whose MIG mode was turned on and what is known of their health are no leftovers: there are as many as GPUs. Nor is
+// the one file of all claims' locks.
 const leftovers = `
-find "$1/state" "$2" -type f ! -path "$1/state/locks/*" ! -path "$1/state/mig/gpu-*" ! -path "$1/state/health.json" ! -path "$2/k8s.gpu.nvidia.com-base.json"
+find "$1/state" "$2" -type f ! -path "$1/state/locks/gpu-*" ! -path "$1/state/locks/claims" ! -path "$1/state/mig/gpu-*" ! -path "$1/state/health.json" ! -path "$2/k8s.gpu.nvidia.com-base.json"
 for lock in "$1"/state/locks/*; do
 	[ ! -e "$lock" ] || flock --nonblock "$lock" true || echo "$lock is held"
 	[ ! -e "$lock" ] || ! grep "OFDLCK.*:$(stat -c %i "$lock") " /proc/locks || echo "a part of $lock is held"

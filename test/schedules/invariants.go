@@ -27,7 +27,7 @@ import (
 //     A claim of which it was said that it is given back is in no file any more.
 //  3. A success stays true: a prepared claim keeps its record, and its spec unless something took it that only a comparison can bring back.
 //  4. Nothing of anyone else is changed: an admin's instance is not removed, what was set before is set again.
-//  5. No leak: when everything works again and all claims were given back, there are no records, specs, locks, holders, instances or daemons.
+//  5. No leak: when everything works again and all claims were given back, there are no records, specs, holders, instances or daemons, and nobody holds a lock.
 //  6. Every claim can be given back, and every device be had again.
 
 // before is how often each card and the supervisor were disturbed so far.
