@@ -30,7 +30,8 @@ type round struct {
 	had  map[string]time.Duration // by program; the kernel's threads are one
 }
 
-// while does it, and notes who had the processors meanwhile. The looks are before and after it.
+// while does it, and notes who had the processors meanwhile. The looks are before and after it, so that what other programs do while one
+// looks is counted too: their shares are a little high, and that of nobody is low by as much, below 0 at worst.
 func (p *processors) while(do func() error) error {
 	before, mine, begin := runTimes(), own(), time.Now()
 	err := do()

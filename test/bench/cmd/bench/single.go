@@ -114,7 +114,7 @@ func (b *bench) together(ctx context.Context) error {
 		floors[c.Name] = b.floor.files(fmt.Sprint(i))
 	}
 	processor, busy := make([]time.Duration, len(b.subjects)), make([]processors, len(b.subjects))
-	// Garbage of this measurement is nothing of what it measures: it is collected between rounds. It once was all that made the slowest of a hundred slow.
+	// Garbage of this measurement is nothing of what it measures: it is collected between rounds. It had a part in the slowest of a hundred.
 	defer debug.SetGCPercent(debug.SetGCPercent(-1))
 	// Each round is eight samples, and a percentile of few says nothing.
 	for range max(b.samples/2, 3) {
