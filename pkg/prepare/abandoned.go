@@ -59,67 +59,6 @@ func (p *Preparer) GiveBack(ctx context.Context, uid types.UID, confirm func(ctx
 	return true, nil
 }
 
-// sweep removes what killed calls have left of claims that have no record: specs, locks, and files that were not finished. It is what Recover does at the
-// start, for a plugin that runs on while others on its node are killed. A claim that a call works on is left alone.
-func (p *Preparer) sweep(ctx context.Context) error {
-	traces, err := p.traces()
-	if err != nil {
-		return err
-	}
-	entries, err := p.Records.List()
-	if err != nil {
-		return because(CauseRecord, "%w", err)
-	}
-	var all together
-	for _, uid := range traces {
-		if !hasRecord(entries, uid) {
-			all.do(func() error { return p.sweepClaim(ctx, uid) })
-		}
-	}
-	return all.wait()
-}
-
-func (p *Preparer) sweepClaim(ctx context.Context, uid types.UID) error {
-	waiting, cancel := context.WithTimeout(ctx, tryWait)
-	defer cancel()
-	held, err := p.lock(waiting, uid) // its file goes with its last use
-	if err != nil {
-		return nil // the call that works on it knows better
-	}
-	defer held.Release()
-	entries, err := p.Records.List()
-	if err != nil || hasRecord(entries, uid) {
-		return err
-	}
-	return p.removeTraces(ctx, uid)
-}
-
-// removeTraces removes what is left of a claim without a record. The caller holds the claim.
-func (p *Preparer) removeTraces(ctx context.Context, uid types.UID) error {
-	specified, err := p.Specs.Claims()
-	if err != nil {
-		return because(CauseStep, "%w", err)
-	}
-	unfinished, err := p.Records.Unfinished()
-	if err != nil {
-		return because(CauseRecord, "%w", err)
-	}
-	if slices.Contains(unfinished, uid) {
-		if err := p.Records.Discard(uid); err != nil {
-			return because(CauseRecord, "%w", err)
-		}
-		p.repaired(ctx, Repair{"unfinished-write", "Removed the beginning of a record that a killed call left", string(uid)})
-	}
-	if !slices.Contains(specified, uid) {
-		return nil
-	}
-	if err := p.Specs.RemoveClaim(uid); err != nil {
-		return because(CauseStep, "%w", err)
-	}
-	p.repaired(ctx, Repair{"leftover-spec", "Removed the CDI spec of a claim that holds nothing on this node", string(uid)})
-	return nil
-}
-
 // Holding is the record of a claim that is held.
 func (p *Preparer) Holding(uid types.UID) (r checkpoint.Record, found bool, err error) {
 	r, found, err = p.Records.Load(uid)

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -57,6 +58,7 @@ type daemons struct {
 	apart   bool            // what ails the GPUs does not ail their daemons
 	absent  bool            // there is no supervisor, and so no daemon
 	stuck   bool            // no daemon can be ended
+	ending  time.Duration   // how long it takes to end one
 }
 
 var (
@@ -111,8 +113,13 @@ func (d *daemons) List(context.Context) ([]mps.Status, error) {
 
 // Stop forgets a daemon that has gone with its supervisor, as the driver does.
 func (d *daemons) Stop(ctx context.Context, id string) error {
+	ended := time.After(d.ending)
 	if d.stuck {
-		<-ctx.Done()
+		ended = nil
+	}
+	select {
+	case <-ended:
+	case <-ctx.Done():
 		return fmt.Errorf("stop MPS daemon %s: the MPS supervisor has not answered in time: %w", id, context.Cause(ctx))
 	}
 	if d.apart {

@@ -17,19 +17,22 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// orphans takes claims that have no record any more out of what they shared, and ends what no file says who holds it. The record of a claim goes last, and a
-// daemon before its file, so this finds something only where files were lost. What cannot be put in order keeps nothing else from it.
+// orphans removes what no claim's record tells of. The record of a claim goes last, and a daemon before its file, so this finds something only where files
+// were lost, or where a call was killed. What cannot be put in order keeps nothing else from it.
 func (p *Preparer) orphans(ctx context.Context) error {
 	keys, err := p.Records.Holders()
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
+	uids, err := p.traces()
+	if err != nil {
+		return err
+	}
 	var all together
-	var uids []types.UID
 	for _, key := range keys {
 		h, found, err := p.Records.Holder(key)
-		if unreadable := new(checkpoint.UnreadableError); errors.As(err, &unreadable) {
-			all.do(func() error { return p.unheld(ctx, key, unreadable) })
+		if isUnreadable(found, err) {
+			all.do(func() error { return p.unheld(ctx, key, err) })
 			continue
 		}
 		if err == nil && found && len(h.Claims) == 0 {
@@ -39,16 +42,26 @@ func (p *Preparer) orphans(ctx context.Context) error {
 			uids = append(uids, c.UID)
 		}
 	}
-	slices.Sort(uids)
-	for _, uid := range slices.Compact(uids) {
-		entries, err := p.Records.List()
-		if err == nil && hasRecord(entries, uid) {
-			continue
-		}
-		all.do(func() error { return errors.Join(err, p.leaveAlone(ctx, uid)) })
-	}
+	all.do(func() error { return p.recordless(ctx, uids) })
 	all.do(func() error { return p.strays(ctx) })
 	all.do(func() error { return p.begun(ctx, keys) })
+	return all.wait()
+}
+
+// recordless removes what is left of those claims that have no record: specs, files that were not finished, and their part in what they shared. Of one claim
+// everything goes under one hold of its lock, so that no two parts of one comparison take each other for a call that works on it.
+func (p *Preparer) recordless(ctx context.Context, uids []types.UID) error {
+	entries, err := p.Records.List()
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	slices.Sort(uids)
+	var all together
+	for _, uid := range slices.Compact(uids) {
+		if !hasRecord(entries, uid) {
+			all.do(func() error { return p.removeRecordless(ctx, uid) })
+		}
+	}
 	return all.wait()
 }
 
@@ -56,8 +69,8 @@ func hasRecord(entries []checkpoint.Entry, uid types.UID) bool {
 	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == uid })
 }
 
-// leaveAlone takes a claim out of what it shares if no other call works on it, and if it has no record still.
-func (p *Preparer) leaveAlone(ctx context.Context, uid types.UID) error {
+// removeRecordless leaves a claim alone that another call works on, or that has a record by now.
+func (p *Preparer) removeRecordless(ctx context.Context, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, tryWait)
 	defer cancel()
 	held, err := p.lock(waiting, uid)
@@ -66,12 +79,41 @@ func (p *Preparer) leaveAlone(ctx context.Context, uid types.UID) error {
 	}
 	defer held.Release()
 	entries, err := p.Records.List()
-	if err != nil || hasRecord(entries, uid) {
-		return err
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	if hasRecord(entries, uid) {
+		return nil
 	}
 	work, cancelWork := context.WithTimeout(ctx, roundTime+answerTime)
 	defer cancelWork()
-	return p.leaveAll(work, uid)
+	return errors.Join(p.removeTraces(ctx, uid), p.leaveAll(work, uid))
+}
+
+// removeTraces removes a claim's spec, and the beginning of its record, where there are any. The caller holds the claim, which has no record.
+func (p *Preparer) removeTraces(ctx context.Context, uid types.UID) error {
+	specified, err := p.Specs.Claims()
+	if err != nil {
+		return because(CauseStep, "%w", err)
+	}
+	unfinished, err := p.Records.Unfinished()
+	if err != nil {
+		return because(CauseRecord, "%w", err)
+	}
+	if slices.Contains(unfinished, uid) {
+		if err := p.Records.Discard(uid); err != nil {
+			return because(CauseRecord, "%w", err)
+		}
+		p.repaired(ctx, Repair{"unfinished-write", "Removed the beginning of a record that a killed call left", string(uid)})
+	}
+	if !slices.Contains(specified, uid) {
+		return nil
+	}
+	if err := p.Specs.RemoveClaim(uid); err != nil {
+		return because(CauseStep, "%w", err)
+	}
+	p.repaired(ctx, Repair{"leftover-spec", "Removed the CDI spec of a claim that holds nothing on this node", string(uid)})
+	return nil
 }
 
 // unheld sets a file aside that cannot be read, if no record says that a claim holds what it is about, and the hardware to its default.

@@ -72,7 +72,6 @@ func (p *Preparer) Reconcile(ctx context.Context) error {
 		all.do(func() error { return p.reconcileClaim(ctx, r, e.ClaimUID) })
 	}
 	all.do(func() error { return p.orphans(ctx) })
-	all.do(func() error { return p.sweep(ctx) })
 	return all.wait()
 }
 
