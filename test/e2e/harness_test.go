@@ -69,11 +69,12 @@ func bringUp(t *testing.T, name string, nodes ...cluster.NodeOptions) *world {
 	return bringUpWith(t, cluster.Options{Name: name, Nodes: nodes})
 }
 
-// bringUpWith is bringUp of a cluster with further options.
+// bringUpWith is bringUp of a cluster with further options. Plugins are killed often: the kubelet's usual pause before it starts a container again, which grows
+// up to five minutes, would be most of such tests.
 func bringUpWith(t *testing.T, options cluster.Options) *world {
 	t.Helper()
 	name := options.Name
-	options.Output = os.Stderr
+	options.Output, options.RestartPause = os.Stderr, time.Second
 	sim := simulator(t)
 	b, _ := built()
 	archive, err := stand.BuildImage(t.Context(), b.root, os.Stderr)

@@ -9,8 +9,6 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
 // However quick a machine is, a soak has so many kills in it.
@@ -29,11 +27,7 @@ func TestSoak(t *testing.T) {
 		t.Skip("SKIPPED: thousands of Pods come and go while plugin and kubelet are killed, with make soak")
 	}
 	sim := simulator(t)
-	w := bringUpWith(t, cluster.Options{
-		Name: "e2e-soak", Nodes: []cluster.NodeOptions{sim.Node(h100, "dgx-h100")},
-		// The plugin is there between two kills, and not only after minutes.
-		RestartPause: time.Second,
-	})
+	w := bringUp(t, "e2e-soak", sim.Node(h100, "dgx-h100"))
 	w.needSMI(t)
 	w.smi(t, h100, "-pm", "1")
 	w.install(t, "--set", "shares="+escaped(soakRules))

@@ -11,8 +11,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
 // The node of the suite and how many GPUs it has.
@@ -26,12 +24,7 @@ const (
 // side by side.
 func TestSurvival(t *testing.T) {
 	sim := simulator(t)
-	w := bringUpWith(t, cluster.Options{
-		Name:  "e2e-surv",
-		Nodes: []cluster.NodeOptions{sim.Node(survivor, "dgx-h100")},
-		// The plugin is killed often: the kubelet's usual pause before it starts a container again, up to five minutes, would be most of the test.
-		FeatureGates: map[string]bool{"ReduceDefaultCrashLoopBackOffDecay": true},
-	})
+	w := bringUp(t, "e2e-surv", sim.Node(survivor, "dgx-h100"))
 	w.needSMI(t)
 	w.install(t)
 	w.offers(t, survivor, survivorGPUs)
