@@ -51,10 +51,7 @@ func butTaints(there []resourceapi.ResourceSlice, wanted []resourceslice.Slice) 
 	slices.SortFunc(there, func(a, b resourceapi.ResourceSlice) int { return strings.Compare(a.Name, b.Name) })
 	given := make([]resourceslice.Slice, len(there))
 	for i, t := range there {
-		given[i] = resourceslice.Slice{
-			Devices: t.Spec.Devices, SharedCounters: t.Spec.SharedCounters, PerDeviceNodeSelection: t.Spec.PerDeviceNodeSelection,
-			PartitionTypeAttribute: t.Spec.PartitionTypeAttribute, SkipNodeOperations: t.Spec.SkipNodeOperations,
-		}
+		given[i] = sliceOf(t.Spec)
 		complete := t.Spec.Pool == there[0].Spec.Pool && t.Spec.Pool.ResourceSliceCount == int64(len(there))
 		if !complete || !apiequality.Semantic.DeepEqual(untainted(given[i]), untainted(wanted[i])) {
 			return nil, false
@@ -71,18 +68,16 @@ func (p *publisher) create(ctx context.Context, wanted []resourceslice.Slice) er
 	}
 	owner := metav1.OwnerReference{APIVersion: "v1", Kind: "Node", Name: node.Name, UID: node.UID, Controller: ptr.To(true)}
 	for i, s := range wanted {
+		spec := specOf(s)
+		spec.Driver, spec.NodeName = DriverName, ptr.To(p.nodeName)
+		spec.Pool = resourceapi.ResourcePool{Name: p.nodeName, Generation: 1, ResourceSliceCount: int64(len(wanted))}
 		_, err := p.client.ResourceV1().ResourceSlices().Create(ctx, &resourceapi.ResourceSlice{
 			ObjectMeta: metav1.ObjectMeta{
 				// The controller finds a slice again by its place in the pool, which begins its name.
 				GenerateName:    fmt.Sprintf("%05x-%s-%s-", i, DriverName, p.nodeName),
 				OwnerReferences: []metav1.OwnerReference{owner},
 			},
-			Spec: resourceapi.ResourceSliceSpec{
-				Driver: DriverName, NodeName: ptr.To(p.nodeName),
-				Pool:    resourceapi.ResourcePool{Name: p.nodeName, Generation: 1, ResourceSliceCount: int64(len(wanted))},
-				Devices: s.Devices, SharedCounters: s.SharedCounters, PerDeviceNodeSelection: s.PerDeviceNodeSelection,
-				PartitionTypeAttribute: s.PartitionTypeAttribute, SkipNodeOperations: s.SkipNodeOperations,
-			},
+			Spec: spec,
 		}, metav1.CreateOptions{})
 		if err != nil {
 			return err

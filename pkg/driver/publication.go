@@ -52,7 +52,7 @@ func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error 
 }
 
 // start finds out what the cluster keeps and the node has, writes a new node's first slices, and starts the controller with what is published then.
-func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (*publication, error) {
+func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (_ *publication, err error) {
 	b := &publication{publisher: p, retries: newRetries(), dropped: make(chan struct{}, 1), probeAgain: make(chan struct{}, 1)}
 	var known bool
 	if b.keeps, known = p.features(ctx); !known {
@@ -63,7 +63,9 @@ func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (*public
 		if !p.untilReady(ctx, changed) {
 			return nil, ctx.Err()
 		}
-		wanted, b.settled, known = p.resources(ctx, &b.on, b.keeps)
+		if wanted, b.settled, known, err = p.resources(ctx, &b.on, b.keeps); err != nil {
+			return nil, err
+		}
 	}
 	asking, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
@@ -71,8 +73,12 @@ func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (*public
 	if err != nil {
 		klog.FromContext(ctx).V(2).Info("Could not write the first ResourceSlices; the controller will", "err", err)
 	}
-	b.stage = begin(given, published, time.Now())
-	b.stage.want(wanted)
+	if b.stage, err = begin(given, published, time.Now()); err != nil {
+		return nil, err
+	}
+	if err := b.stage.want(wanted); err != nil {
+		return nil, err
+	}
 	b.controller, err = resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: DriverName,
 		KubeClient: p.client,
@@ -109,11 +115,11 @@ func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
 		case <-ctx.Done():
 			return
 		case <-staged:
-			b.next()
+			b.give(ctx, b.next)
 			continue
 		case <-again:
 			again = nil
-			b.controller.Update(b.pool(b.stage.given))
+			b.give(ctx, b.sameAgain)
 			continue
 		case <-b.dropped:
 			// It is not the server any more that was asked; or only one of several is, and the controller takes what that one has kept for what is wanted.
@@ -127,19 +133,47 @@ func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
 		case <-unsettled:
 		}
 		unsettled = nil
-		if wanted, ok, known := b.resources(ctx, &b.on, b.keeps); known {
-			b.stage.want(wanted)
-			b.settled = ok
+		if err := b.want(ctx); err != nil {
+			b.failed(ctx, err)
 		}
 	}
 }
 
-// next gives the controller what follows, if it has written what it was given.
-func (b *publication) next() {
-	stats, failing := b.controller.GetStats(), b.retries.NumRequeues(b.nodeName) > 0
-	if next, ok := b.stage.next(stats.NumCreates+stats.NumUpdates+stats.NumDeletes, failing, time.Now()); ok {
-		b.controller.Update(b.pool(next))
+// want looks at what is to be published now.
+func (b *publication) want(ctx context.Context) error {
+	wanted, settled, known, err := b.resources(ctx, &b.on, b.keeps)
+	if err != nil || !known {
+		return err
 	}
+	b.settled = settled
+	return b.stage.want(wanted)
+}
+
+// give gives the controller slices, if there are any to be given now.
+func (b *publication) give(ctx context.Context, which func() (_ []resourceslice.Slice, ok bool, _ error)) {
+	slices, ok, err := which()
+	if err != nil {
+		b.failed(ctx, err)
+	}
+	if ok {
+		b.controller.Update(b.pool(slices))
+	}
+}
+
+// next is what follows, if the controller has written what it was given.
+func (b *publication) next() (_ []resourceslice.Slice, ok bool, _ error) {
+	stats, failing := b.controller.GetStats(), b.retries.NumRequeues(b.nodeName) > 0
+	return b.stage.next(stats.NumCreates+stats.NumUpdates+stats.NumDeletes, failing, time.Now())
+}
+
+func (b *publication) sameAgain() (_ []resourceslice.Slice, ok bool, _ error) {
+	given, err := unkeep(b.stage.given)
+	return given, err == nil, err
+}
+
+// failed is told of slices that could not be put together. What is published stays.
+func (b *publication) failed(ctx context.Context, err error) {
+	b.onError(ctx, recoverable(err), "Could not put this node's ResourceSlices together")
 }
 
 func (b *publication) reprobe(ctx context.Context) {

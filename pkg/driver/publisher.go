@@ -157,7 +157,7 @@ func (p *publisher) serverVersion(ctx context.Context) string {
 
 // basis is what was last offered: slices without marks, for a cluster with such features, of the snapshot that they were cut from.
 type basis struct {
-	slices   []resourceslice.Slice
+	slices   []keptSlice
 	snapshot inventory.Snapshot
 	features Features
 	settled  bool
@@ -166,19 +166,34 @@ type basis struct {
 // resources are the slices of the node's one pool, with marks. A node that is not ready now keeps what it has offered, since an empty pool would be a claim
 // about its GPUs, unless they are known to be gone; how these are is said all the same. It is not known what to publish where a cluster has come to keep other fields meanwhile: shapes that
 // overlap may not be cut as they were.
-func (p *publisher) resources(ctx context.Context, on *basis, f Features) (_ []resourceslice.Slice, settled, known bool) {
+func (p *publisher) resources(ctx context.Context, on *basis, f Features) (_ []resourceslice.Slice, settled, known bool, _ error) {
 	s := p.inv.Snapshot()
+	if !s.Ready && !s.Empty && on.features != f {
+		return nil, false, false, nil
+	}
+	offered, err := p.offered(ctx, on, s, f)
+	if err != nil {
+		return nil, false, false, err
+	}
+	marked, settled := p.mark(offered, on.snapshot, f)
+	return marked, settled && on.settled, true, nil
+}
+
+// offered are the slices without marks, and what is remembered of them.
+func (p *publisher) offered(ctx context.Context, on *basis, s inventory.Snapshot, f Features) (offered []resourceslice.Slice, err error) {
 	switch {
 	case s.Ready:
-		*on = basis{snapshot: s, features: f}
-		on.slices, on.settled = p.slices(ctx, s, f)
+		offered, settled := p.slices(ctx, s, f)
+		kept, err := keep(offered)
+		if err != nil {
+			return nil, err
+		}
+		*on = basis{slices: kept, snapshot: s, features: f, settled: settled}
+		return offered, nil
 	case s.Empty:
 		*on = basis{snapshot: s, features: f, settled: true}
-	case on.features != f:
-		return nil, false, false
 	}
-	marked, settled := p.mark(on.slices, on.snapshot, f)
-	return marked, settled && on.settled, true
+	return unkeep(on.slices)
 }
 
 // pool has the slices. The controller compares it with what the API server has and writes only what differs.

@@ -23,9 +23,10 @@ const (
 // the scheduler would see none of the node's devices.
 type stages struct {
 	// given is what the controller has, wanted what it is to have.
-	given, wanted []resourceslice.Slice
-	// differ says that these two do: hundreds of devices are not compared each time that somebody asks.
-	differ bool
+	given, wanted []keptSlice
+	// between is what it is given next on the way from one to the other, which changes that slice, or allSlices. It is nil where they are the same.
+	between []keptSlice
+	slice   int
 	// writes is how many there were when the controller was last given something, at when that was.
 	writes int64
 	at     time.Time
@@ -38,75 +39,97 @@ type stages struct {
 const allSlices = -1
 
 // begin is before the controller's first write. Where everything is published already, there may be none: then nothing is waited for.
-func begin(slices []resourceslice.Slice, published bool, now time.Time) stages {
-	s := stages{given: slices, wanted: slices, several: !published, at: now}
+func begin(slices []resourceslice.Slice, published bool, now time.Time) (stages, error) {
+	given, err := keep(slices)
+	s := stages{given: given, wanted: given, several: !published, at: now}
 	if published {
 		s.writes = -1
 	}
-	return s
+	return s, err
 }
 
 // want says what the controller is to have from now on.
-func (s *stages) want(slices []resourceslice.Slice) {
-	s.wanted = slices
-	s.compare()
+func (s *stages) want(slices []resourceslice.Slice) error {
+	wanted, err := keep(slices)
+	if err != nil {
+		return err
+	}
+	return s.goOn(s.given, wanted)
 }
 
-func (s *stages) compare() {
-	if s.differ = !apiequality.Semantic.DeepEqual(s.given, s.wanted); !s.differ {
-		s.given = s.wanted // hundreds of devices are not kept twice either
+// goOn finds the way between the two.
+func (s *stages) goOn(given, wanted []keptSlice) error {
+	between, slice, err := step(given, wanted)
+	if err != nil {
+		return err
 	}
+	if between == nil {
+		wanted = given // the same is not kept twice
+	}
+	s.given, s.wanted, s.between, s.slice = given, wanted, between, slice
+	return nil
 }
 
 // waiting says that something is wanted that the controller does not have yet.
-func (s *stages) waiting() bool { return s.differ }
+func (s *stages) waiting() bool { return s.between != nil }
 
 // next is what the controller is to be given now. It is false while what it was given before is to be written first, which may be failing.
-func (s *stages) next(writes int64, failing bool, now time.Time) ([]resourceslice.Slice, bool) {
+func (s *stages) next(writes int64, failing bool, now time.Time) (_ []resourceslice.Slice, ok bool, _ error) {
 	if !s.waiting() {
-		return nil, false
+		return nil, false, nil
 	}
 	if writes != s.seen {
 		s.seen, s.since = writes, now
 	}
-	given, slice := step(s.given, s.wanted)
 	wrote := writes > s.writes
 	wroteOne := wrote && !s.several
 	settledSeveral := wrote && s.several && now.Sub(s.since) >= stageSettle
 	// What is there already is not written: then patience has to do.
 	outOfPatience := !failing && now.Sub(s.at) >= stagePatience
 	// Not even the same slice is given again: of two writes nobody could say which it was that came to pass.
-	if slice != allSlices && !wroteOne && !settledSeveral && !outOfPatience {
-		return nil, false
+	if s.slice != allSlices && !wroteOne && !settledSeveral && !outOfPatience {
+		return nil, false, nil
 	}
-	s.given, s.several, s.writes, s.at = given, slice == allSlices, writes, now
-	s.compare()
-	return given, true
+	next, err := unkeep(s.between)
+	if err != nil {
+		return nil, false, err
+	}
+	several := s.slice == allSlices
+	if err := s.goOn(s.between, s.wanted); err != nil {
+		return nil, false, err
+	}
+	s.several, s.writes, s.at = several, writes, now
+	return next, true, nil
 }
 
-// step is what lies between what is given and what is wanted: the first slice that differs, or all that is wanted where more than taints differ.
-func step(given, wanted []resourceslice.Slice) (_ []resourceslice.Slice, slice int) {
+// step is what lies between what is given and what is wanted: the first slice that differs, or all that is wanted where more than taints differ; nil where
+// nothing does.
+func step(given, wanted []keptSlice) (_ []keptSlice, slice int, _ error) {
+	if slices.Equal(given, wanted) {
+		return nil, allSlices, nil
+	}
 	if len(given) != len(wanted) {
-		return wanted, allSlices
+		return wanted, allSlices, nil
 	}
 	slice = allSlices
 	for i := range wanted {
-		if apiequality.Semantic.DeepEqual(given[i], wanted[i]) {
+		if given[i] == wanted[i] {
 			continue
 		}
-		if !apiequality.Semantic.DeepEqual(untainted(given[i]), untainted(wanted[i])) {
-			return wanted, allSlices
+		two, err := unkeep([]keptSlice{given[i], wanted[i]})
+		if err != nil {
+			return nil, 0, err
+		}
+		if !apiequality.Semantic.DeepEqual(untainted(two[0]), untainted(two[1])) {
+			return wanted, allSlices, nil
 		}
 		if slice == allSlices {
 			slice = i
 		}
 	}
-	if slice == allSlices {
-		return wanted, allSlices
-	}
 	between := slices.Clone(given)
 	between[slice] = wanted[slice]
-	return between, slice
+	return between, slice, nil
 }
 
 // untainted is a slice without the taints of its devices.

@@ -33,6 +33,22 @@ func differing(a, b []resourceslice.Slice) int {
 	return n
 }
 
+func want(t *testing.T, s *stages, slices []resourceslice.Slice) {
+	t.Helper()
+	if err := s.want(slices); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func next(t *testing.T, s *stages, writes int64, failing bool, now time.Time) (_ []resourceslice.Slice, ok bool) {
+	t.Helper()
+	given, ok, err := s.next(writes, failing, now)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return given, ok
+}
+
 // TestTheControllerNeverHasTwoSlicesToWrite changes taints at random while a controller writes now and then, what it was given some time ago, and fails at
 // times.
 func TestTheControllerNeverHasTwoSlicesToWrite(t *testing.T) {
@@ -41,19 +57,19 @@ func TestTheControllerNeverHasTwoSlicesToWrite(t *testing.T) {
 		now := time.Now()
 		start := tainted(5, nil)
 		stored, writes := start, int64(5)
-		s := stages{given: start, wanted: start, writes: writes, at: now.Add(-time.Minute)}
+		s := stages{given: kept(t, start), wanted: kept(t, start), writes: writes, at: now.Add(-time.Minute)}
 		away, failing := false, false
 		var writing []resourceslice.Slice
 		for range 300 {
 			now = now.Add(time.Duration(r.IntN(30)) * time.Millisecond)
 			switch r.IntN(6) {
 			case 0:
-				s.want(tainted(5, map[int]string{r.IntN(5): "x", r.IntN(5): "y", r.IntN(5): ""}))
+				want(t, &s, tainted(5, map[int]string{r.IntN(5): "x", r.IntN(5): "y", r.IntN(5): ""}))
 			case 1:
 				away = r.IntN(3) == 0
 			}
-			if next, ok := s.next(writes, failing, now); ok {
-				if n := differing(stored, next); n > 1 {
+			if given, ok := next(t, &s, writes, failing, now); ok {
+				if n := differing(stored, given); n > 1 {
 					t.Fatalf("seed %d: %d slices are to be written at once", seed, n)
 				}
 			}
@@ -63,21 +79,21 @@ func TestTheControllerNeverHasTwoSlicesToWrite(t *testing.T) {
 			case writing != nil && r.IntN(2) == 0:
 				stored, writing, failing = writing, nil, false
 				writes++
-			case writing == nil && differing(stored, s.given) == 0:
+			case writing == nil && differing(stored, unkept(t, s.given)) == 0:
 				failing = false
 			case writing == nil && r.IntN(2) == 0:
-				writing = s.given
+				writing = unkept(t, s.given)
 			}
 		}
 		for range 50 { // then all that is wanted gets there
 			now = now.Add(stagePatience)
-			_, _ = s.next(writes, false, now)
-			if differing(stored, s.given) > 0 {
-				stored = s.given
+			_, _ = next(t, &s, writes, false, now)
+			if given := unkept(t, s.given); differing(stored, given) > 0 {
+				stored = given
 				writes++
 			}
 		}
-		if differing(stored, s.wanted) > 0 || s.waiting() {
+		if differing(stored, unkept(t, s.wanted)) > 0 || s.waiting() {
 			t.Fatalf("seed %d: stored %v, wanted %v", seed, stored, s.wanted)
 		}
 	}
@@ -85,33 +101,36 @@ func TestTheControllerNeverHasTwoSlicesToWrite(t *testing.T) {
 
 func TestOtherDevicesAreGivenAtOnce(t *testing.T) {
 	now := time.Now()
-	s := stages{given: tainted(3, nil), at: now, writes: 7}
-	s.want(tainted(4, map[int]string{0: "x", 1: "x"}))
-	next, ok := s.next(7, false, now)
-	if !ok || differing(next, s.wanted) != 0 || s.waiting() {
-		t.Errorf("%v, %v", next, ok)
+	s := stages{given: kept(t, tainted(3, nil)), at: now, writes: 7}
+	want(t, &s, tainted(4, map[int]string{0: "x", 1: "x"}))
+	given, ok := next(t, &s, 7, false, now)
+	if !ok || differing(given, unkept(t, s.wanted)) != 0 || s.waiting() {
+		t.Errorf("%v, %v", given, ok)
 	}
 	// What is there already is not written: the next follows all the same.
-	s.want(tainted(4, map[int]string{2: "x"}))
-	if _, ok := s.next(7, false, now); ok {
+	want(t, &s, tainted(4, map[int]string{2: "x"}))
+	if _, ok := next(t, &s, 7, false, now); ok {
 		t.Error("given while the last may not be written")
 	}
-	if next, ok := s.next(7, false, now.Add(stagePatience)); !ok || differing(next, s.given) != 0 {
-		t.Errorf("%v, %v", next, ok)
+	if given, ok := next(t, &s, 7, false, now.Add(stagePatience)); !ok || differing(given, unkept(t, s.given)) != 0 {
+		t.Errorf("%v, %v", given, ok)
 	}
 }
 
 func TestWhatIsPublishedAlreadyIsNotWaitedFor(t *testing.T) {
 	now := time.Now()
 	for _, published := range []bool{true, false} {
-		s := begin(tainted(3, nil), published, now)
-		s.want(tainted(3, map[int]string{1: "x"}))
-		if next, given := s.next(0, false, now); given != published {
-			t.Errorf("published %v: the first change is given: %v, %v", published, given, next)
+		s, err := begin(tainted(3, nil), published, now)
+		if err != nil {
+			t.Fatal(err)
 		}
-		s.want(tainted(3, map[int]string{1: "x", 2: "x"}))
+		want(t, &s, tainted(3, map[int]string{1: "x"}))
+		if slices, given := next(t, &s, 0, false, now); given != published {
+			t.Errorf("published %v: the first change is given: %v, %v", published, given, slices)
+		}
+		want(t, &s, tainted(3, map[int]string{1: "x", 2: "x"}))
 		if published {
-			if _, given := s.next(0, false, now); given {
+			if _, given := next(t, &s, 0, false, now); given {
 				t.Error("a second change is given before the first is written")
 			}
 		}
