@@ -74,7 +74,10 @@ func bringUp(t *testing.T, name string, nodes ...cluster.NodeOptions) *world {
 func bringUpWith(t *testing.T, options cluster.Options) *world {
 	t.Helper()
 	name := options.Name
-	options.Output, options.RestartPause = os.Stderr, time.Second
+	options.Output = os.Stderr
+	if options.RestartPause == 0 {
+		options.RestartPause = time.Second
+	}
 	sim := simulator(t)
 	b, _ := built()
 	archive, err := stand.BuildImage(t.Context(), b.root, os.Stderr)

@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
@@ -21,7 +22,11 @@ var fleet = map[string]int{"gpu1": 8, "gpu2": 1}
 func TestLifecycle(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
-	w := bringUp(t, "e2e-life", sim.Node("gpu1", "dgx-h100"), sim.Node("gpu2", "t4-x1"))
+	w := bringUpWith(t, cluster.Options{
+		Name: "e2e-life", Nodes: []cluster.NodeOptions{sim.Node("gpu1", "dgx-h100"), sim.Node("gpu2", "t4-x1")},
+		// The kubelet's own: an instance that was killed twice stays away for long enough to see that the other one goes on.
+		RestartPause: 5 * time.Minute,
+	})
 	w.needSMI(t)
 	bare := w.traces(t)
 	w.install(t)
