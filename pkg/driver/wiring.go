@@ -137,6 +137,9 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	return d, nil
 }
 
+// heldPatience is longer than a kubelet takes to stop a Pod that was deleted without grace, and shorter than it waits before it asks again.
+const heldPatience = 5 * time.Second
+
 // newPreparer opens what is on the disk.
 func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) (*prepare.Preparer, error) {
 	records, err := checkpoint.Open(d.cfg.StateDir(), durable.NewWatched())
@@ -157,7 +160,7 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 	}
 	return prepare.New(prepare.Options{
 		DriverName: DriverName, Pool: d.cfg.NodeName,
-		Hardware: withheld{d.gate, d.before}, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now,
+		Hardware: withheld{d.gate, d.before}, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now, HeldPatience: heldPatience,
 		Verify:     (&cdi.Verifier{Visible: d.visible(paths)}).Verify,
 		Partitions: partitions,
 		MIGEdits:   paths.CapabilityEdits,

@@ -3,6 +3,7 @@ package prepare
 import (
 	"context"
 	"errors"
+	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -16,21 +17,57 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
+// heldPoll is how often is looked whether another claim has been given back.
+const heldPoll = 50 * time.Millisecond
+
 // Prepare makes the claim's devices usable and answers what the container runtime is to inject. It may be called again at any time.
+//
+// A device that is held by another claim may be about to be given back: a Pod that was deleted without grace has freed its claim for the scheduler before the
+// kubelet has stopped it. That is waited for a little, because the kubelet comes back only after ten seconds and more.
 func (p *Preparer) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
-	held, err := p.lock(ctx, c.UID)
-	if err != nil {
-		return nil, about(c.Namespace+"/"+c.Name, err)
+	devices, err := p.prepare(ctx, c, false)
+	waiting, cancel := context.WithTimeout(ctx, p.HeldPatience)
+	defer cancel()
+	for refusal := new(HeldError); errors.As(err, &refusal) && p.givenBack(waiting, refusal); {
+		devices, err = p.prepare(ctx, c, true)
 	}
-	defer held.Release()
-	devices, err := p.prepareLocked(ctx, held, c)
 	if err != nil {
 		return nil, about(c.Namespace+"/"+c.Name, err)
 	}
 	return devices, nil
 }
 
-func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
+// givenBack waits for the claim that holds the device. It is false if that has not happened in time, or cannot be expected.
+func (p *Preparer) givenBack(ctx context.Context, refusal *HeldError) bool {
+	if refusal.Otherwise || refusal.Unreadable != nil || ctx.Err() != nil {
+		return false
+	}
+	klog.FromContext(ctx).Info("Waiting for another claim to be given back", "device", refusal.Holds, "claim", refusal.Holder, "claimUID", refusal.UID)
+	poll := time.NewTicker(heldPoll)
+	defer poll.Stop()
+	for {
+		if _, found, err := p.Records.Load(refusal.UID); err != nil || !found {
+			return err == nil
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-poll.C:
+		}
+	}
+}
+
+// prepare is one attempt. waited says that the claim may have changed since it was read.
+func (p *Preparer) prepare(ctx context.Context, c *resourceapi.ResourceClaim, waited bool) ([]kubeletplugin.Device, error) {
+	held, err := p.lock(ctx, c.UID)
+	if err != nil {
+		return nil, err
+	}
+	defer held.Release()
+	return p.prepareLocked(ctx, held, c, waited)
+}
+
+func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resourceapi.ResourceClaim, waited bool) ([]kubeletplugin.Device, error) {
 	if err := reserved(c); err != nil {
 		return nil, err
 	}
@@ -49,7 +86,7 @@ func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resour
 	if err := lockGPUs(ctx, held, gpus...); err != nil {
 		return nil, err
 	}
-	if err := p.timely(ctx, c, held.Waited); err != nil {
+	if err := p.timely(ctx, c, waited || held.Waited); err != nil {
 		return nil, err
 	}
 	if old != nil {

@@ -51,6 +51,8 @@ type Options struct {
 	Overtaken func(ctx context.Context, uid types.UID) bool
 	BootID    string
 	Now       func() time.Time
+	// HeldPatience is how long Prepare waits for a device that another claim holds.
+	HeldPatience time.Duration
 
 	// Partitions cuts GPUs and sets how processes share them. Without it whole GPUs are prepared as they are, and all else is refused.
 	Partitions Partitions

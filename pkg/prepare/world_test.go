@@ -49,6 +49,7 @@ type world struct {
 	hardware *hardware // nil if no GPU can be cut
 	policy   func(device.GPU) device.Policy
 	daemons  *daemons
+	patience time.Duration // with what others hold
 }
 
 func newWorld(t *testing.T) *world {
@@ -92,7 +93,7 @@ func (w *world) start() (*Preparer, error) {
 		return nil, err
 	}
 	o := Options{
-		DriverName: driverName, Pool: pool, BootID: w.bootID, Now: time.Now,
+		DriverName: driverName, Pool: pool, BootID: w.bootID, Now: time.Now, HeldPatience: w.patience,
 		Hardware: w, Specs: w.specs, Records: records, Locks: locks, Verify: w.verify,
 		Reread: func(context.Context, string, string) (*resourceapi.ResourceClaim, error) {
 			if w.reread == nil {

@@ -77,7 +77,9 @@ func (w *world) testNinePods(t *testing.T) {
 		u.pod(pods[i], onNode(h100), fromTemplate("gpu", "one"))
 	}
 	u.running(pods...)
-	u.pod("ninth", onNode(h100), fromTemplate("gpu", "one"))
+	u.pod("ninth", onNode(h100), fromTemplate("gpu", "one"), container("main", "gpu"), func(p *corev1.Pod) {
+		p.Spec.Containers[0].Command = []string{"sh", "-c", "trap '' TERM; sleep infinity & wait"} // ends late
+	})
 	u.waits("ninth")
 
 	holder := map[string]string{}
@@ -107,6 +109,15 @@ func (w *world) testNinePods(t *testing.T) {
 	if w.sim.SMI != "" {
 		u.sees("ninth", "", freed)
 	}
+	// One that is deleted without grace has left the API, and freed its GPU for the next, before the kubelet has ended it.
+	u.pod("tenth", onNode(h100), fromTemplate("gpu", "one"))
+	u.waits("tenth")
+	u.forget("ninth")
+	u.running("tenth")
+	if got := u.allocated("tenth", "gpu"); !slices.Equal(got, freed) {
+		t.Errorf("the tenth Pod was allocated %v, and %v became free", got, freed)
+	}
+	u.noFailedPrepare()
 }
 
 func (w *world) testDeployment(t *testing.T) {

@@ -66,7 +66,7 @@ func TestClaims(t *testing.T) {
 			})
 		}
 	})
-	t.Run("eight Pods take eight GPUs, and the ninth waits for its turn", w.testNinePods)
+	t.Run("eight Pods take eight GPUs, and others wait for their turn", w.testNinePods)
 	t.Run("a Deployment takes two GPUs a Pod", w.testDeployment)
 	t.Run("claims select by attributes and capacity", w.testSelectors)
 	t.Run("claims constrain devices to each other", w.testConstraints)
