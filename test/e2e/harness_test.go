@@ -15,6 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
@@ -101,6 +102,7 @@ func bringUpWith(t *testing.T, options cluster.Options) *world {
 		t.Fatal(err)
 	}
 	config.QPS, config.Burst = 100, 200
+	config.ContentType = runtime.ContentTypeProtobuf // the server has two processors for everything, and polls are many
 	if w.Client, err = kubernetes.NewForConfig(config); err != nil {
 		t.Fatal(err)
 	}
@@ -268,7 +270,14 @@ func eventually(t *testing.T, usually time.Duration, what string, ok func() (boo
 // running waits until the Pods run with all containers ready.
 func (w *world) running(t *testing.T, namespace string, pods ...string) {
 	t.Helper()
+	waited := ""
+	defer func() {
+		if t.Failed() && waited != "" {
+			t.Logf("what Events say of Pod %s:\n%s", waited, w.events(t, namespace, waited))
+		}
+	}()
 	for _, name := range pods {
+		waited = name
 		eventually(t, 60*time.Second, "Pod "+name+" runs", func() (bool, string) {
 			pod, err := w.Client.CoreV1().Pods(namespace).Get(t.Context(), name, metav1.GetOptions{})
 			if err != nil {
@@ -279,7 +288,7 @@ func (w *world) running(t *testing.T, namespace string, pods ...string) {
 					return true, ""
 				}
 			}
-			return false, string(pod.Status.Phase) + " " + w.events(t, namespace, name)
+			return false, string(pod.Status.Phase)
 		})
 	}
 }
