@@ -95,12 +95,12 @@ fuzz: toolchain ## Run every fuzz target in turn (FUZZTIME=60s; FUZZ=pkg/claim f
 	hack/fuzz.sh $(FUZZTIME) '$(FUZZ)'
 
 .PHONY: test-faults-long
-test-faults-long: toolchain ## 10,000 schedules, in which every step has to meet every fault 20 times (build/faults.md has the table; ten minutes)
+test-faults-long: toolchain ## 10,000 schedules, in which every step has to meet every fault 20 times (build/faults.md has the table; a few minutes)
 	@mkdir -p $(BUILD)
 	go test -count=1 -timeout 120m -run '^TestWhateverGoesWrong' ./test/schedules -args -schedules=10000 -least=20 -table=$(BUILD)/faults.md
 
 .PHONY: test-faults-worth
-test-faults-worth: toolchain ## Put one mistake after the other into the code, and see that the schedules find each (SCHEDULES=500; ten minutes)
+test-faults-worth: toolchain ## Put one mistake after the other into the code, and see that the schedules find each (SCHEDULES=500; five minutes)
 	go run ./test/schedules/worth -schedules $(SCHEDULES)
 
 .PHONY: test-sim
