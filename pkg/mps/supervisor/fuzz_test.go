@@ -27,10 +27,10 @@ func FuzzProcessFiles(f *testing.F) {
 			}
 		}
 		_, err := startTime(proc, 7)
-		if (err == nil || becoming(proc, 7)) && len(strings.Fields(string(stat))) <= statEnvStart {
+		if err == nil && len(strings.Fields(string(stat))) <= statEnvEnd {
 			t.Errorf("%q is believed, which has not all fields", stat)
 		}
-		if len(environment) == 0 {
+		if !whole(proc, 7, environment) {
 			return // it would be waited for
 		}
 		k := kin{proc: proc, mark: "GPU_DRA_MARK=x", groups: []string{"0::/ours\n"}}

@@ -101,3 +101,19 @@ func TestAProcessThatCannotBeKilledIsTold(t *testing.T) {
 		t.Error("it lives on")
 	}
 }
+
+// A process has no environment while it becomes another program, as a daemon does when it starts: whoever looks just then must not take it for a stranger's.
+func TestAProcessThatBecomesAnotherProgramKeepsItsMark(t *testing.T) {
+	t.Parallel()
+	n := newNode(t)
+	changeling := exec.CommandContext(t.Context(), "sh", "-c", `eval "$LOOP"`)
+	changeling.Env = []string{mark(n.paths, "a"), `LOOP=exec sh -c 'eval "$LOOP"'`}
+	must(t, changeling.Start())
+	t.Cleanup(func() { _ = changeling.Process.Kill(); _ = changeling.Wait() })
+	k := n.kin("a")
+	for i := range 20_000 {
+		if !k.has(changeling.Process.Pid) {
+			t.Fatalf("at the look %d it is not the daemon's", i+1)
+		}
+	}
+}

@@ -210,17 +210,17 @@ const (
 )
 
 // marked says whether a process carries the mark. One that has ended and waits for its parent has no environment any more; one that is becoming another
-// program has none yet.
+// program has none yet, or what was read of it ends in the middle. So that the mark is not there is believed only of a whole environment.
 func marked(proc string, pid int, mark string) bool {
 	for deadline := time.Now().Add(replacing); ; {
 		environment, err := environmentOf(proc, pid)
 		if err != nil {
 			return false
 		}
-		if len(environment) > 0 {
-			return slices.ContainsFunc(bytes.Split(environment, []byte{0}), func(v []byte) bool { return string(v) == mark })
+		if slices.ContainsFunc(bytes.Split(environment, []byte{0}), func(v []byte) bool { return string(v) == mark }) {
+			return true
 		}
-		if !becoming(proc, pid) || time.Now().After(deadline) {
+		if whole(proc, pid, environment) || time.Now().After(deadline) {
 			return false
 		}
 		<-time.After(time.Millisecond)
@@ -236,14 +236,20 @@ func environmentOf(proc string, pid int) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(f, maxEnvironment))
 }
 
-// becoming says whether a process without an environment is about to have one: it lives, is no thread of the kernel, and has no place for one yet.
-func becoming(proc string, pid int) bool {
+// whole says whether that is all there is of a process's environment, and all there will be: threads of the kernel and what has ended have none.
+func whole(proc string, pid int, environment []byte) bool {
 	fields, err := statOf(proc, pid)
 	if err != nil {
-		return false
+		return true
 	}
-	flags, err := strconv.ParseUint(fields[statFlags], 10, 64)
-	return err == nil && flags&kernelThread == 0 && !strings.Contains("ZX", fields[statState]) && fields[statEnvStart] == "0"
+	flags, ferr := strconv.ParseUint(fields[statFlags], 10, 64)
+	start, serr := strconv.ParseUint(fields[statEnvStart], 10, 64)
+	end, eerr := strconv.ParseUint(fields[statEnvEnd], 10, 64)
+	if errors.Join(ferr, serr, eerr) != nil || flags&kernelThread != 0 || strings.Contains("ZX", fields[statState]) {
+		return true
+	}
+	// For a moment the new one's place is known, and its size is not.
+	return start != 0 && end > start && uint64(len(environment)) == min(end-start, maxEnvironment)
 }
 
 // Fields of proc_pid_stat(5), counted from the third.
@@ -252,6 +258,7 @@ const (
 	statFlags    = 9 - 3
 	statStart    = 22 - 3
 	statEnvStart = 50 - 3
+	statEnvEnd   = 51 - 3
 )
 
 func statOf(proc string, pid int) ([]string, error) {
@@ -261,7 +268,7 @@ func statOf(proc string, pid int) ([]string, error) {
 	}
 	// The second field is the name in brackets, which may hold anything.
 	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
-	if len(fields) <= statEnvStart {
+	if len(fields) <= statEnvEnd {
 		return nil, fmt.Errorf("the stat of process %d has %d fields", pid, len(fields))
 	}
 	return fields, nil
