@@ -134,6 +134,7 @@ func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
 		}
 		unsettled = nil
 		if err := b.want(ctx); err != nil {
+			b.settled = false
 			b.failed(ctx, err)
 		}
 	}

@@ -91,11 +91,12 @@ func (s *stages) next(writes int64, failing bool, now time.Time) (_ []resourcesl
 		return nil, false, nil
 	}
 	next, err := unkeep(s.between)
-	if err != nil {
-		return nil, false, err
-	}
 	several := s.slice == allSlices
-	if err := s.goOn(s.between, s.wanted); err != nil {
+	if err == nil {
+		err = s.goOn(s.between, s.wanted)
+	}
+	if err != nil {
+		s.between = nil // not before something else is wanted
 		return nil, false, err
 	}
 	s.several, s.writes, s.at = several, writes, now

@@ -117,6 +117,15 @@ func TestOtherDevicesAreGivenAtOnce(t *testing.T) {
 	}
 }
 
+func TestAPoolThatBecomesEmptyIsGiven(t *testing.T) {
+	now := time.Now()
+	s := stages{given: kept(t, tainted(3, nil)), at: now}
+	want(t, &s, nil)
+	if given, ok := next(t, &s, 0, false, now); !ok || len(given) != 0 {
+		t.Errorf("%v, %v", given, ok)
+	}
+}
+
 func TestWhatIsPublishedAlreadyIsNotWaitedFor(t *testing.T) {
 	now := time.Now()
 	for _, published := range []bool{true, false} {
