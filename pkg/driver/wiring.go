@@ -112,7 +112,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	if d.presence, err = bePresent(ctx, cfg.PluginDir); err != nil {
 		return nil, err
 	}
-	if d.preparer, err = d.newPreparer(Paths(cfg), parts.Partitions); err != nil {
+	if d.preparer, err = d.newPreparer(ctx, Paths(cfg), parts.Partitions); err != nil {
 		d.presence.End()
 		return nil, err
 	}
@@ -137,11 +137,12 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	return d, nil
 }
 
-// heldPatience is longer than a kubelet takes to stop a Pod that was deleted without grace, and shorter than it waits before it asks again.
-const heldPatience = 5 * time.Second
+// heldPatience is shorter than a kubelet waits before it asks again, and long enough for a Pod that ends when it is told to, or has a short grace period: a
+// Pod that was deleted by force has all of that.
+const heldPatience = 10 * time.Second
 
-// newPreparer opens what is on the disk.
-func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) (*prepare.Preparer, error) {
+// newPreparer opens what is on the disk. With the context the plugin stops.
+func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions prepare.Partitions) (*prepare.Preparer, error) {
 	records, err := checkpoint.Open(d.cfg.StateDir(), durable.NewWatched())
 	if err != nil {
 		return nil, err
@@ -160,7 +161,7 @@ func (d *Driver) newPreparer(paths nvidia.Paths, partitions prepare.Partitions) 
 	}
 	return prepare.New(prepare.Options{
 		DriverName: DriverName, Pool: d.cfg.NodeName,
-		Hardware: withheld{d.gate, d.before}, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now, HeldPatience: heldPatience,
+		Hardware: withheld{d.gate, d.before}, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now, HeldPatience: heldPatience, Stopping: ctx.Done(),
 		Verify:     (&cdi.Verifier{Visible: d.visible(paths)}).Verify,
 		Partitions: partitions,
 		MIGEdits:   paths.CapabilityEdits,

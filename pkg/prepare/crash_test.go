@@ -256,6 +256,23 @@ func TestAnUnreadableRecordHoldsItsGPUUntilItsClaimIsGivenBack(t *testing.T) {
 	}
 }
 
+// What cannot be looked at keeps nothing else from being put in order.
+func TestADaemonThatNobodyHoldsIsEndedThoughTheSpecsCannotBeListed(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	mustPrepare(t, w.plugin(t), newClaim("bad", fraction("r", share0, "1Gi", "0")))
+	if err := w.disk.Remove(recordFile(t, w, "uid-bad")); err != nil {
+		t.Fatal(err)
+	}
+	w.specs.unlisted = errors.New("input/output error")
+	if err := w.plugin(t).Reconcile(t.Context()); !errors.Is(err, w.specs.unlisted) {
+		t.Errorf("it is not said: %v", err)
+	}
+	if len(w.daemons.running) != 0 || len(w.holders()) != 0 {
+		t.Errorf("left: %v, %q", w.daemons.running, w.holders())
+	}
+}
+
 // Of a claim that was deleted behind the kubelet's back nobody asks for what it holds, and its record does not tell its name.
 func TestAnUnreadableRecordCanBeRemovedByHand(t *testing.T) {
 	w := newWorld(t)

@@ -20,13 +20,15 @@ import (
 // orphans removes what no claim's record tells of. The record of a claim goes last, and a daemon before its file, so this finds something only where files
 // were lost, or where a call was killed. What cannot be put in order keeps nothing else from it.
 func (p *Preparer) orphans(ctx context.Context) error {
+	// One after the other, because a claim's lock may be wanted for both: no part of a comparison must take another one for a call that works on the claim.
+	return errors.Join(p.recordless(ctx), p.unnamed(ctx))
+}
+
+// unnamed puts in order what claims share where no claim's record names it, and ends daemons of which not even a file tells.
+func (p *Preparer) unnamed(ctx context.Context) error {
 	keys, err := p.Records.Holders()
 	if err != nil {
 		return because(CauseRecord, "%w", err)
-	}
-	uids, err := p.traces()
-	if err != nil {
-		return err
 	}
 	var all together
 	for _, key := range keys {
@@ -38,23 +40,22 @@ func (p *Preparer) orphans(ctx context.Context) error {
 		if err == nil && found && len(h.Claims) == 0 {
 			all.do(func() error { return p.undone(ctx, key) })
 		}
-		for _, c := range h.Claims {
-			uids = append(uids, c.UID)
-		}
 	}
-	all.do(func() error { return p.recordless(ctx, uids) })
 	all.do(func() error { return p.strays(ctx) })
 	all.do(func() error { return p.begun(ctx, keys) })
 	return all.wait()
 }
 
 // recordless removes what is left of those claims that have no record: specs, files that were not finished, and their part in what they shared. Of one claim
-// everything goes under one hold of its lock, so that no two parts of one comparison take each other for a call that works on it.
-func (p *Preparer) recordless(ctx context.Context, uids []types.UID) error {
+// everything goes under one hold of its lock.
+func (p *Preparer) recordless(ctx context.Context) error {
 	entries, err := p.Records.List()
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
+	traced, tracesErr := p.traces()
+	sharing, sharingErr := p.inHolders()
+	uids := slices.Concat(traced, sharing)
 	slices.Sort(uids)
 	var all together
 	for _, uid := range slices.Compact(uids) {
@@ -62,7 +63,25 @@ func (p *Preparer) recordless(ctx context.Context, uids []types.UID) error {
 			all.do(func() error { return p.removeRecordless(ctx, uid) })
 		}
 	}
-	return all.wait()
+	return errors.Join(tracesErr, sharingErr, all.wait())
+}
+
+// inHolders are the claims that a file says to share something.
+func (p *Preparer) inHolders() (uids []types.UID, _ error) {
+	keys, err := p.Records.Holders()
+	if err != nil {
+		return nil, because(CauseRecord, "%w", err)
+	}
+	for _, key := range keys {
+		h, _, err := p.Records.Holder(key)
+		if err != nil {
+			continue // see [Preparer.unnamed]
+		}
+		for _, c := range h.Claims {
+			uids = append(uids, c.UID)
+		}
+	}
+	return uids, nil
 }
 
 func hasRecord(entries []checkpoint.Entry, uid types.UID) bool {

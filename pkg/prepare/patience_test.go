@@ -1,6 +1,7 @@
 package prepare
 
 import (
+	"context"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -14,15 +15,18 @@ type preparing struct {
 	p     *Preparer
 	began time.Time
 	ended chan error
+	// giveUp is the end of the kubelet's own patience.
+	giveUp context.CancelFunc
 }
 
 func untilItWaits(t *testing.T, w *world, c *resourceapi.ResourceClaim) preparing {
 	t.Helper()
-	w.patience = 5 * time.Second
-	call := preparing{w.plugin(t), time.Now(), make(chan error, 1)}
+	w.patience, w.stopping = 5*time.Second, make(chan struct{})
+	ctx, giveUp := context.WithCancel(t.Context())
+	call := preparing{w.plugin(t), time.Now(), make(chan error, 1), giveUp}
 	mustPrepare(t, call.p, newClaim("first", allocated("r", gpu0)))
 	go func() {
-		_, err := call.p.Prepare(t.Context(), c)
+		_, err := call.p.Prepare(ctx, c)
 		call.ended <- err
 	}()
 	synctest.Wait()
@@ -57,7 +61,46 @@ func TestAGPUThatStaysHeldIsRefusedInTheEnd(t *testing.T) {
 		if took := time.Since(call.began); took != 5*time.Second {
 			t.Errorf("it took %v", took)
 		}
-		mustPrepare(t, call.p, newClaim("other", allocated("r", gpu1)))
+		mustUnprepare(t, call.p, "uid-first")
+		mustPrepare(t, call.p, newClaim("next", allocated("r", gpu0)))
+	})
+}
+
+// A claim that waits can be given back: it holds nothing, not even its lock.
+func TestTheWaitEndsWithTheCall(t *testing.T) {
+	for name, end := range map[string]func(*world, preparing){
+		"the kubelet gives it up": func(_ *world, call preparing) { call.giveUp() },
+		"the plugin stops":        func(w *world, _ preparing) { close(w.stopping) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(t)
+				call := untilItWaits(t, w, newClaim("next", allocated("r", gpu0)))
+				mustUnprepare(t, call.p, "uid-next")
+				end(w, call)
+				if err := <-call.ended; CauseOf(err) != CauseHeld || time.Since(call.began) > 0 {
+					t.Error(err, time.Since(call.began))
+				}
+			})
+		})
+	}
+}
+
+// Each of two GPUs is another claim's.
+func TestOneHolderAfterTheOtherIsWaitedFor(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		next := newClaim("next", allocated("r", gpu0), allocated("s", gpu1))
+		w.reread = func() (*resourceapi.ResourceClaim, error) { return next, nil }
+		mustPrepare(t, w.plugin(t), newClaim("second", allocated("r", gpu1)))
+		call := untilItWaits(t, w, next)
+		mustUnprepare(t, call.p, "uid-first")
+		<-time.After(time.Second)
+		synctest.Wait()
+		mustUnprepare(t, call.p, "uid-second")
+		if err := <-call.ended; err != nil {
+			t.Error(err)
+		}
 	})
 }
 

@@ -22,7 +22,7 @@ const heldPoll = 50 * time.Millisecond
 
 // Prepare makes the claim's devices usable and answers what the container runtime is to inject. It may be called again at any time.
 //
-// A device that is held by another claim may be about to be given back: a Pod that was deleted without grace has freed its claim for the scheduler before the
+// A device that is held by another claim may be about to be given back: a Pod that was deleted by force has freed its claim for the scheduler before the
 // kubelet has stopped it. That is waited for a little, because the kubelet comes back only after ten seconds and more.
 func (p *Preparer) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
 	devices, err := p.prepare(ctx, c, false)
@@ -46,13 +46,15 @@ func (p *Preparer) givenBack(ctx context.Context, refusal *HeldError) bool {
 	poll := time.NewTicker(heldPoll)
 	defer poll.Stop()
 	for {
-		if _, found, err := p.Records.Load(refusal.UID); err != nil || !found {
-			return err == nil
-		}
 		select {
 		case <-ctx.Done():
 			return false
+		case <-p.Stopping:
+			return false
 		case <-poll.C:
+		}
+		if _, found, err := p.Records.Load(refusal.UID); err != nil || !found {
+			return err == nil
 		}
 	}
 }

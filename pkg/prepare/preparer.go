@@ -51,8 +51,10 @@ type Options struct {
 	Overtaken func(ctx context.Context, uid types.UID) bool
 	BootID    string
 	Now       func() time.Time
-	// HeldPatience is how long Prepare waits for a device that another claim holds.
+	// HeldPatience is how long Prepare waits for a device that another claim holds; without it there is no waiting. Stopping, if set, ends such waits when it
+	// is closed: another instance will serve the kubelet's next call.
 	HeldPatience time.Duration
+	Stopping     <-chan struct{}
 
 	// Partitions cuts GPUs and sets how processes share them. Without it whole GPUs are prepared as they are, and all else is refused.
 	Partitions Partitions

@@ -42,26 +42,27 @@ func (p *Preparer) Recover(ctx context.Context) error {
 	return nil
 }
 
-// traces are the claims that anything on the node reminds of.
-func (p *Preparer) traces() ([]types.UID, error) {
+// traces are the claims that anything on the node reminds of; with an error, those that could be found.
+func (p *Preparer) traces() (uids []types.UID, _ error) {
+	var errs []error
 	entries, err := p.Records.List()
 	if err != nil {
-		return nil, because(CauseRecord, "%w", err)
-	}
-	uids, err := p.Records.Unfinished()
-	if err != nil {
-		return nil, because(CauseRecord, "%w", err)
+		errs = append(errs, because(CauseRecord, "%w", err))
 	}
 	for _, e := range entries {
 		uids = append(uids, e.ClaimUID)
 	}
+	unfinished, err := p.Records.Unfinished()
+	if err != nil {
+		errs = append(errs, because(CauseRecord, "%w", err))
+	}
 	specified, err := p.Specs.Claims()
 	if err != nil {
-		return nil, because(CauseStep, "%w", err)
+		errs = append(errs, because(CauseStep, "%w", err))
 	}
-	uids = append(uids, specified...)
+	uids = slices.Concat(uids, unfinished, specified)
 	slices.Sort(uids)
-	return slices.Compact(uids), nil
+	return slices.Compact(uids), errors.Join(errs...)
 }
 
 func (p *Preparer) recoverClaim(ctx context.Context, uid types.UID) error {

@@ -50,6 +50,7 @@ type world struct {
 	policy   func(device.GPU) device.Policy
 	daemons  *daemons
 	patience time.Duration // with what others hold
+	stopping chan struct{}
 }
 
 func newWorld(t *testing.T) *world {
@@ -93,7 +94,7 @@ func (w *world) start() (*Preparer, error) {
 		return nil, err
 	}
 	o := Options{
-		DriverName: driverName, Pool: pool, BootID: w.bootID, Now: time.Now, HeldPatience: w.patience,
+		DriverName: driverName, Pool: pool, BootID: w.bootID, Now: time.Now, HeldPatience: w.patience, Stopping: w.stopping,
 		Hardware: w, Specs: w.specs, Records: records, Locks: locks, Verify: w.verify,
 		Reread: func(context.Context, string, string) (*resourceapi.ResourceClaim, error) {
 			if w.reread == nil {
@@ -162,7 +163,8 @@ func (w *world) records() []string {
 
 // specsFake is the CDI directory. It fails with the disk.
 type specsFake struct {
-	disk *durabletest.Disk
+	disk     *durabletest.Disk
+	unlisted error // of a look at it
 
 	mu     sync.Mutex
 	base   string
@@ -203,6 +205,9 @@ func (s *specsFake) RemoveClaim(uid types.UID) error {
 func (s *specsFake) Claims() ([]types.UID, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.unlisted != nil {
+		return nil, s.unlisted
+	}
 	return slices.Collect(maps.Keys(s.claims)), nil
 }
 

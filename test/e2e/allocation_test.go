@@ -9,6 +9,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
@@ -79,6 +80,7 @@ func (w *world) testNinePods(t *testing.T) {
 	u.running(pods...)
 	u.pod("ninth", onNode(h100), fromTemplate("gpu", "one"), container("main", "gpu"), func(p *corev1.Pod) {
 		p.Spec.Containers[0].Command = []string{"sh", "-c", "trap '' TERM; sleep infinity & wait"} // ends late
+		p.Spec.TerminationGracePeriodSeconds = ptr.To(int64(3))
 	})
 	u.waits("ninth")
 
@@ -109,11 +111,13 @@ func (w *world) testNinePods(t *testing.T) {
 	if w.sim.SMI != "" {
 		u.sees("ninth", "", freed)
 	}
-	// One that is deleted without grace has left the API, and freed its GPU for the next, before the kubelet has ended it.
+	// One that is deleted by force has left the API, and freed its GPU for the next, before the kubelet has ended it.
 	u.pod("tenth", onNode(h100), fromTemplate("gpu", "one"))
 	u.waits("tenth")
+	holding := u.claimOf(t, u.namespace, "ninth", "gpu").Name
 	u.forget("ninth")
 	u.running("tenth")
+	w.said(t, w.instance(t, h100), "Waiting for another claim to be given back", holding)
 	if got := u.allocated("tenth", "gpu"); !slices.Equal(got, freed) {
 		t.Errorf("the tenth Pod was allocated %v, and %v became free", got, freed)
 	}
