@@ -41,7 +41,7 @@ var favours = map[step]favour{
 	"holder: remove unfinished": {often: 40, before: cell{"holder: create", fails}, kinds: sharers},
 	"mark: remove unfinished":   {often: 60, before: cell{"mark: create", fails}, kinds: wholesAndParts, few: true},
 	"mark: remove":              {often: 60, kinds: wholesAndParts, few: true},
-	modeOff:                     {often: 60, kinds: wholesAndParts, few: true},
+	modeOff:                     {often: 90, kinds: wholesAndParts, few: true},
 	modeOn:                      {often: 40, kinds: wholesAndParts, few: true},
 	startDaemon:                 {often: 25, kinds: daemonized},
 	stopDaemon:                  {often: 25, kinds: daemonized},
