@@ -5,8 +5,8 @@
 // after a crash is the same: an unfinished record is reverted. There is no other path.
 //
 // What it promises: an answer without an error stands on things that were looked at in that call (device nodes, mount sources, specs, record, partitions); a
-// repeated Prepare looks again and mends; what one claim holds is refused to every other, by name; a claim that comes with another allocation gives the old
-// one back first; Unprepare needs no GPU driver where nothing was cut. Calls for one claim follow each other, calls for different GPUs run side by side, and
+// repeated Prepare looks again and mends; what one claim holds is refused to every other, by name, after a
+// short wait for it; a claim that comes with another allocation gives the old one back first; Unprepare needs no GPU driver where nothing was cut. Calls for one claim follow each other, calls for different GPUs run side by side, and
 // nothing is kept in memory between calls, so that two instances of the plugin cannot disagree.
 //
 // # Partitions

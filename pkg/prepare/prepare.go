@@ -26,15 +26,24 @@ const heldPoll = 50 * time.Millisecond
 // kubelet has stopped it. That is waited for a little, because the kubelet comes back only after ten seconds and more.
 func (p *Preparer) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
 	devices, err := p.prepare(ctx, c, false)
-	waiting, cancel := context.WithTimeout(ctx, p.HeldPatience)
-	defer cancel()
-	for refusal := new(HeldError); errors.As(err, &refusal) && p.givenBack(waiting, refusal); {
-		devices, err = p.prepare(ctx, c, true)
+	if CauseOf(err) == CauseHeld {
+		devices, err = p.prepareAfterOthers(ctx, c, err)
 	}
 	if err != nil {
 		return nil, about(c.Namespace+"/"+c.Name, err)
 	}
 	return devices, nil
+}
+
+// prepareAfterOthers tries again each time that a claim has been given back that held a device.
+func (p *Preparer) prepareAfterOthers(ctx context.Context, c *resourceapi.ResourceClaim, refused error) (devices []kubeletplugin.Device, err error) {
+	waiting, cancel := context.WithTimeout(ctx, p.HeldPatience)
+	defer cancel()
+	err = refused
+	for refusal := new(HeldError); errors.As(err, &refusal) && p.givenBack(waiting, refusal); {
+		devices, err = p.prepare(ctx, c, true)
+	}
+	return devices, err
 }
 
 // givenBack waits for the claim that holds the device. It is false if that has not happened in time, or cannot be expected.

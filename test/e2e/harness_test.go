@@ -291,6 +291,7 @@ func (w *world) running(t *testing.T, namespace string, pods ...string) {
 			return false, string(pod.Status.Phase)
 		})
 	}
+	waited = ""
 }
 
 // events is what the Events about an object say, newest last.
