@@ -103,19 +103,25 @@ func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (_ *publ
 // loop gives the controller what is to be published until the context ends.
 func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
 	var again, unsettled <-chan time.Time
+	poll := stagePoll
 	for {
 		if !b.settled && unsettled == nil {
 			unsettled = time.After(settleInterval)
 		}
 		var staged <-chan time.Time
 		if b.stage.waiting() {
-			staged = time.After(stagePoll)
+			staged = time.After(poll)
+		} else {
+			poll = stagePoll
 		}
 		select {
 		case <-ctx.Done():
 			return
 		case <-staged:
-			b.give(ctx, b.next)
+			poll = min(poll+poll/4, stagePollMost)
+			if b.give(ctx, b.next) {
+				poll = stagePoll
+			}
 			continue
 		case <-again:
 			again = nil
@@ -151,7 +157,7 @@ func (b *publication) want(ctx context.Context) error {
 }
 
 // give gives the controller slices, if there are any to be given now.
-func (b *publication) give(ctx context.Context, which func() (_ []resourceslice.Slice, ok bool, _ error)) {
+func (b *publication) give(ctx context.Context, which func() (_ []resourceslice.Slice, ok bool, _ error)) (given bool) {
 	slices, ok, err := which()
 	if err != nil {
 		b.failed(ctx, err)
@@ -159,6 +165,7 @@ func (b *publication) give(ctx context.Context, which func() (_ []resourceslice.
 	if ok {
 		b.controller.Update(b.pool(slices))
 	}
+	return ok
 }
 
 // next is what follows, if the controller has written what it was given.
