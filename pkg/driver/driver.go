@@ -8,6 +8,7 @@ import (
 	"syscall"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/client-go/kubernetes"
@@ -209,6 +210,9 @@ func (d *Driver) HandleError(ctx context.Context, err error, msg string) {
 	utilruntime.HandleErrorWithContext(ctx, err, msg)
 	if errors.Is(err, kubeletplugin.ErrRecoverable) || isRecoverable(err) {
 		d.metrics.PublishError()
+		if apierrors.IsInvalid(err) { // a retry alone does not help
+			d.events.warn("SlicesRejected", "The API server rejects this node's ResourceSlices, so the scheduler goes by what was published before; the plugin probes and tries again: "+rejection(err))
+		}
 		return
 	}
 	d.fail(fmt.Errorf("%s: %w", msg, err))

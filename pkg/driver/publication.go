@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/klog/v2"
@@ -88,8 +89,11 @@ func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (_ *publ
 		SyncDelay:  ptr.To(syncDelay),
 		ErrorHandler: func(ctx context.Context, err error, msg string) {
 			var dropped *resourceslice.DroppedFieldsError
-			if errors.As(err, &dropped) {
+			switch {
+			case errors.As(err, &dropped):
 				wake(b.dropped)
+			case apierrors.IsInvalid(err):
+				wake(b.probeAgain) // the server that was probed may be another one by now
 			}
 			p.onError(ctx, recoverable(err), msg)
 		},

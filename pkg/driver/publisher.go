@@ -39,6 +39,8 @@ type publisher struct {
 	onError func(ctx context.Context, err error, msg string)
 	// onTurn is told when this instance starts and stops to publish, and whether it stops because a newer instance takes over.
 	onTurn func(held, superseded bool)
+	// probed is what the API server was last found to keep.
+	probed *Features
 }
 
 // Run publishes until the context ends. changed wakes it when the inventory has changed.
@@ -102,9 +104,10 @@ func (p *publisher) untilReady(ctx context.Context, changed <-chan struct{}) boo
 func (p *publisher) features(ctx context.Context) (_ Features, known bool) {
 	pause := time.Second
 	for {
-		f, err := p.probe(ctx)
+		f, rejected, err := p.probe(ctx)
 		if err == nil {
-			klog.FromContext(ctx).Info("ResourceSlice features that the cluster keeps", "features", f)
+			logFeatures(ctx, p.probed, f, rejected)
+			p.probed = &f
 			return f, true
 		}
 		if ctx.Err() != nil {
@@ -120,7 +123,7 @@ func (p *publisher) features(ctx context.Context) (_ Features, known bool) {
 	}
 }
 
-func (p *publisher) probe(ctx context.Context) (Features, error) {
+func (p *publisher) probe(ctx context.Context) (f Features, rejected []error, err error) {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	return probeFeatures(ctx, p.client, p.nodeName)
