@@ -46,8 +46,10 @@ type publisher struct {
 // Run publishes until the context ends. changed wakes it when the inventory has changed.
 // Nothing is published before the inventory is ready: a driver that comes late leaves the API server as it is.
 func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
+	p.untilReady(ctx, changed)
 	for ctx.Err() == nil {
-		p.untilReady(ctx, changed)
+		// An instance that has yielded leads again as soon as the newer one is gone, ready or not:
+		// only a leader may install the hook that it may lack.
 		if err := p.turn.Take(ctx); err != nil {
 			return unlessOver(ctx, fmt.Errorf("take the publisher's turn: %w", err))
 		}
