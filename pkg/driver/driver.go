@@ -69,8 +69,8 @@ type Driver struct {
 	toldWithheld string
 	// toPublisher asks for the slices to be made anew.
 	toPublisher chan struct{}
-	// leadsAgain asks for hook and base spec to be installed at once: a newer instance that was rolled
-	// back may have left ones that do not work.
+	// leadsAgain asks for hook and base spec to be installed at once: a newer instance that was
+	// rolled back may have left ones that do not work.
 	leadsAgain chan struct{}
 	// toReconcile asks for records and hardware to be compared soon.
 	toReconcile chan struct{}
@@ -214,7 +214,8 @@ func (d *Driver) HandleError(ctx context.Context, err error, msg string) {
 	if errors.Is(err, kubeletplugin.ErrRecoverable) || isRecoverable(err) {
 		d.metrics.PublishError()
 		if apierrors.IsInvalid(err) { // a retry alone does not help
-			d.events.warn("SlicesRejected", "The API server rejects this node's ResourceSlices, so the scheduler goes by what was published before; the plugin probes and tries again: "+rejection(err))
+			d.events.warn("SlicesRejected", "The API server rejects this node's ResourceSlices; "+
+				"look for an admission policy that refuses them, else report a bug: "+rejection(err))
 		}
 		return
 	}

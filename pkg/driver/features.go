@@ -30,7 +30,8 @@ type Features struct {
 type featureProbe struct {
 	client   kubernetes.Interface
 	nodeName string
-	// rejected has what the API server answered to slices that it finds invalid: their shape is not offered.
+	// rejected has the API server's answers to slices that it finds invalid. Nothing that needs such
+	// slices is offered.
 	rejected []error
 }
 
@@ -42,7 +43,8 @@ func probeFeatures(ctx context.Context, client kubernetes.Interface, nodeName st
 }
 
 func (p *featureProbe) run(ctx context.Context) (f Features, err error) {
-	plain, err := p.dryRun(ctx, resourceapi.ResourceSliceSpec{Devices: []resourceapi.Device{probeDevice("probe", Features{DeviceTaints: true, ConsumableCapacity: true})}})
+	all := probeDevice("probe", Features{DeviceTaints: true, ConsumableCapacity: true})
+	plain, err := p.dryRun(ctx, resourceapi.ResourceSliceSpec{Devices: []resourceapi.Device{all}})
 	if err != nil {
 		return f, err // a server that takes not even one device gets nothing
 	}
@@ -70,8 +72,8 @@ func (p *featureProbe) informingTaints(ctx context.Context) (bool, error) {
 	})
 }
 
-// partitionedDevices asks for counter sets in one slice and devices that consume them in another, as the real slices have them. Kubernetes 1.34 wants both
-// in one slice, later versions never take both in one.
+// partitionedDevices asks for counter sets in one slice and devices that consume them in another, as
+// the real slices have them. Kubernetes 1.34 wants both in one slice, later versions refuse that.
 func (p *featureProbe) partitionedDevices(ctx context.Context, f Features) (bool, error) {
 	counters := resourceapi.ResourceSliceSpec{SharedCounters: []resourceapi.CounterSet{{Name: "probe", Counters: probeCounters()}}}
 	kept, err := p.keeps(ctx, counters, func(s resourceapi.ResourceSliceSpec) bool { return len(s.SharedCounters) == 1 })
@@ -85,15 +87,18 @@ func (p *featureProbe) partitionedDevices(ctx context.Context, f Features) (bool
 }
 
 func (p *featureProbe) partitionTypes(ctx context.Context, f Features) (bool, error) {
-	spec := resourceapi.ResourceSliceSpec{Devices: probeConsumers(f), PartitionTypeAttribute: ptr.To(resourceapi.FullyQualifiedName(DriverName + "/probe"))}
+	const attribute = DriverName + "/probe"
+	spec := resourceapi.ResourceSliceSpec{Devices: probeConsumers(f), PartitionTypeAttribute: ptr.To(resourceapi.FullyQualifiedName(attribute))}
 	for i := range spec.Devices {
-		spec.Devices[i].Attributes = map[resourceapi.QualifiedName]resourceapi.DeviceAttribute{DriverName + "/probe": {StringValue: ptr.To("whole")}}
+		spec.Devices[i].Attributes = map[resourceapi.QualifiedName]resourceapi.DeviceAttribute{attribute: {StringValue: ptr.To("whole")}}
 	}
 	return p.keeps(ctx, spec, func(s resourceapi.ResourceSliceSpec) bool { return s.PartitionTypeAttribute != nil })
 }
 
 // keeps says whether the API server takes a slice and keeps what matters of it.
-func (p *featureProbe) keeps(ctx context.Context, spec resourceapi.ResourceSliceSpec, kept func(resourceapi.ResourceSliceSpec) bool) (bool, error) {
+func (p *featureProbe) keeps(
+	ctx context.Context, spec resourceapi.ResourceSliceSpec, kept func(resourceapi.ResourceSliceSpec) bool,
+) (bool, error) {
 	answer, err := p.dryRun(ctx, spec)
 	if apierrors.IsInvalid(err) {
 		p.rejected = append(p.rejected, err)
@@ -126,7 +131,10 @@ func probeDevice(name string, f Features) resourceapi.Device {
 		one, two := resource.MustParse("1"), resource.MustParse("2")
 		d.AllowMultipleAllocations = ptr.To(true)
 		d.Capacity = map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{"probe": {
-			Value: two, RequestPolicy: &resourceapi.CapacityRequestPolicy{Default: &one, ValidRange: &resourceapi.CapacityRequestPolicyRange{Min: &one, Max: &two, Step: &one}},
+			Value: two,
+			RequestPolicy: &resourceapi.CapacityRequestPolicy{
+				Default: &one, ValidRange: &resourceapi.CapacityRequestPolicyRange{Min: &one, Max: &two, Step: &one},
+			},
 		}}
 	}
 	return d
@@ -163,10 +171,11 @@ func logFeatures(ctx context.Context, before *Features, now Features, rejected [
 	}
 }
 
-// shownCauses is how many of the API server's reasons an Event has: each of a slice's 64 devices may have one.
+// shownCauses limits the API server's reasons in an Event: each of a slice's 64 devices may have one.
 const shownCauses = 3
 
-// rejection is why the API server finds objects invalid, without their names, which are others with each try.
+// rejection is why the API server finds an object invalid. It leaves out the object's name, which
+// differs with each try and would make each Event another one.
 func rejection(err error) string {
 	var status apierrors.APIStatus
 	if !errors.As(err, &status) || status.Status().Details == nil {

@@ -10,9 +10,9 @@ import (
 )
 
 const (
-	// stagePoll is how soon the publication first looks whether a slice has been written, which the
-	// controller tells nobody. It looks ever less often, down to once in stagePollMost, because an API
-	// server that is away for hours would otherwise wake every node a hundred times a second.
+	// stagePoll is how soon the publication first looks whether the controller has written a slice.
+	// It looks ever less often, down to once in stagePollMost: an API server that is away for hours
+	// would otherwise wake every node a hundred times a second.
 	stagePoll     = 10 * time.Millisecond
 	stagePollMost = time.Second
 	// stagePatience is how long a write is waited for where there may be nothing to write.
