@@ -11,7 +11,7 @@ import (
 )
 
 // Codes of readiness conditions, beside those of package inventory: values of the taint not-ready,
-// which docs/health.md lists.
+// which docs/operations.md lists.
 const (
 	codeCDIDisabled  = "cdi-disabled"
 	codeCDIDirectory = "cdi-directory"
