@@ -315,7 +315,7 @@ func replace(path string, data []byte) error {
 	}
 	f, err := create(path)
 	if err != nil {
-		return err
+		return about(path, err)
 	}
 	_, err = f.Write(data)
 	err = errors.Join(err, f.Chmod(0o644), f.Close())
@@ -324,6 +324,20 @@ func replace(path string, data []byte) error {
 	}
 	if err != nil {
 		_ = os.Remove(f.Name())
+	}
+	return about(path, err)
+}
+
+// about names the file that was to be written. The temporary file has another name with each try, and
+// who reports only new errors would report each try.
+func about(path string, err error) error {
+	var file *fs.PathError
+	var link *os.LinkError
+	switch {
+	case errors.As(err, &file):
+		return &fs.PathError{Op: file.Op, Path: path, Err: file.Err}
+	case errors.As(err, &link):
+		return &fs.PathError{Op: link.Op, Path: path, Err: link.Err}
 	}
 	return err
 }

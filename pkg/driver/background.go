@@ -64,14 +64,14 @@ func (d *Driver) nodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 // have that are held.
 func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 	logger := klog.FromContext(ctx)
-	reason, files, unwritable := "", "", false
+	reason, files := "", ""
 	for {
 		// Before the first look there is nothing to say: the inventory's first answer wakes this loop too.
 		pause := runtimeInterval
-		if d.gate.Closed() || unwritable {
+		if d.readiness.Blocked() {
 			pause = mendedInterval
 		}
-		changed, renumbered := false, false
+		changed := false
 		select {
 		case <-ctx.Done():
 			return
@@ -83,22 +83,9 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 		d.checkHook(ctx)
 		d.askRuntime(ctx)
 		d.tellWithheld()
-		s := d.gate.Snapshot()
+		renumbered := d.writeBase(&files)
+		s := d.readiness.Snapshot()
 		d.metrics.Inventory(s.Ready, len(s.Node.GPUs))
-		unwritable = false
-		if s.Ready && !d.superseded.Load() {
-			write := d.specs.WriteBase
-			if s.Files != files {
-				write = d.specs.RewriteBase
-			}
-			if err := write(s.Node.Common); err == nil {
-				renumbered = d.unmended.Swap(false) || s.Files != files
-				files = s.Files
-			} else {
-				unwritable = true
-				s.Ready, s.Reason = false, fmt.Sprintf("the node-wide CDI spec cannot be written: %v", err)
-			}
-		}
 		switch {
 		case s.Ready:
 			if reason != "" {
@@ -125,9 +112,39 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 	}
 }
 
-// checkHook keeps the hook binary on the host and closes the gate while the host could not run it: containers with a GPU would then fail to start.
+// writeBase keeps the base spec as the inventory says, and anew where device nodes were made anew since
+// files: then claims have to be looked at too. The node is not ready while the spec cannot be written.
+func (d *Driver) writeBase(files *string) (renumbered bool) {
+	if d.superseded.Load() {
+		d.readiness.Clear("base-spec")
+		return false
+	}
+	done, ok := d.release.Use()
+	defer done()
+	s := d.inv.Snapshot()
+	if !ok || !s.Ready {
+		return false
+	}
+	write := d.specs.WriteBase
+	if s.Files != *files {
+		write = d.specs.RewriteBase
+	}
+	if err := write(s.Node.Common); err != nil {
+		d.readiness.Report(condition{
+			source: "base-spec", code: codeBaseSpec, passing: true, types: nvidiaTypes,
+			message: fmt.Sprintf("the node-wide CDI spec cannot be written: %v", err),
+		})
+		return false
+	}
+	d.readiness.Clear("base-spec")
+	renumbered = d.unmended.Swap(false) || s.Files != *files
+	*files = s.Files
+	return renumbered
+}
+
+// checkHook keeps the hook binary on the host. The node is not ready while the host could not run it: containers with a GPU would then fail to start.
 // A superseded instance leaves installing to the newer one, but still checks: it serves claims, and
-// must not keep a reason that the newer one has removed.
+// must not keep a condition that the newer one has removed.
 func (d *Driver) checkHook(ctx context.Context) {
 	superseded, changed := d.superseded.Load(), false
 	var err error
@@ -138,13 +155,13 @@ func (d *Driver) checkHook(ctx context.Context) {
 		err = d.hook.Check()
 	}
 	if err != nil {
-		d.gate.Close("hook", err.Error())
+		d.readiness.Report(condition{source: "hook", code: codeHookMissing, message: err.Error(), types: nvidiaTypes})
 		return
 	}
 	if changed {
 		klog.FromContext(ctx).Info("Installed the CDI hook on the host", "path", d.cfg.HookPath)
 	}
-	d.gate.Close("hook", "")
+	d.readiness.Clear("hook")
 	if superseded {
 		return
 	}
@@ -154,24 +171,28 @@ func (d *Driver) checkHook(ctx context.Context) {
 	}
 }
 
-// askRuntime closes the gate while the container runtime would ignore our specs. A runtime that cannot be asked changes nothing.
+// askRuntime asks whether the container runtime would ignore our specs: then the node is not ready. A runtime that cannot be asked changes nothing.
 func (d *Driver) askRuntime(ctx context.Context) {
 	if d.cfg.CRISocket == "" {
 		return
 	}
-	reason, err := runtimeRefusesCDI(ctx, d.cfg.CRISocket, d.cfg.CDIRoot)
+	code, message, err := runtimeRefusesCDI(ctx, d.cfg.CRISocket, d.cfg.CDIRoot)
 	if err != nil {
 		klog.FromContext(ctx).V(2).Info("Could not find out whether the container runtime has CDI switched on", "err", err)
 		return
 	}
-	d.gate.Close("runtime", reason)
+	if code == "" {
+		d.readiness.Clear("runtime")
+		return
+	}
+	d.readiness.Report(condition{source: "runtime", code: code, message: message})
 }
 
 func (d *Driver) publisher(ctx context.Context) *publisher {
 	return &publisher{
 		client: d.client, nodeName: d.cfg.NodeName, inv: withheld{d.offered(), d.before},
 		turn:   newTurn(d.cfg.PluginDir, time.Now()),
-		slices: d.offer, mark: d.marked,
+		slices: d.offer, mark: d.marked, due: d.readiness.Due,
 		onError: d.HandleError,
 		onTurn: func(held, superseded bool) {
 			d.metrics.Publisher(held)

@@ -10,11 +10,11 @@ import (
 // besidePlugin watches for NVIDIA's device plugin on the same node: the kubelet says in the Node's capacity what a device plugin offers. Both would give the
 // same GPU to two Pods, since neither scheduler's arithmetic knows of the other's. An extended resource that a DeviceClass stands for is in no Node's capacity.
 type besidePlugin struct {
-	// refuse closes the gate while it is there.
-	refuse bool
-	gate   *gate
-	warn   func(reason, message string)
-	seen   func(there bool)
+	// refuse keeps the node from being ready while it is there.
+	refuse    bool
+	readiness *readiness
+	warn      func(reason, message string)
+	seen      func(there bool)
 
 	said string
 }
@@ -33,13 +33,16 @@ func (b *besidePlugin) See(node *corev1.Node) {
 	if len(offered) > 0 {
 		message = "NVIDIA's device plugin offers this node's GPUs too (" + strings.Join(offered, ", ") + " in the Node's capacity), and would give them to Pods that know nothing of claims: keep one of the two off the node with a nodeSelector; "
 		if b.refuse {
-			message += "until then nothing is offered here, or, if the two share out the GPUs between them, set besideDevicePlugin to warn"
+			message += "until then no claim is prepared here, or, if the two share out the GPUs between them, set besideDevicePlugin to warn"
 		} else {
 			message += "both go on, as besideDevicePlugin says: nothing else keeps a GPU from being given out twice"
 		}
 	}
-	if b.refuse {
-		b.gate.Close("device-plugin", message)
+	switch {
+	case message == "":
+		b.readiness.Clear("device-plugin")
+	case b.refuse:
+		b.readiness.Report(condition{source: "device-plugin", code: codeDevicePlugin, message: message})
 	}
 	if message != b.said && message != "" {
 		b.warn("DevicePlugin", message)

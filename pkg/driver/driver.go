@@ -53,8 +53,9 @@ type Driver struct {
 	mpsHook  *hook.Hook
 	preparer *prepare.Preparer
 	events   *nodeEvents
-	gate     *gate
-	layouts  *layouts
+	// readiness joins all that keeps the node from preparing claims.
+	readiness *readiness
+	layouts   *layouts
 	// shares says which devices several claims may hold; supervisor runs the daemons that such claims, and those that ask for MPS, need.
 	shares     device.ShareRules
 	supervisor Supervisor
@@ -241,7 +242,7 @@ func (d *Driver) ready(context.Context) error {
 	case !status.PluginRegistered:
 		return fmt.Errorf("the kubelet refused to register the plugin: %s", status.Error)
 	}
-	if s := d.gate.Snapshot(); !s.Ready {
+	if s := d.readiness.Snapshot(); !s.Ready {
 		return fmt.Errorf("no devices are offered yet: %s", s.Reason)
 	}
 	return nil

@@ -23,14 +23,12 @@ import (
 //
 // Where only taints differ from what an earlier instance has published, which may have ended between two of its writes, the controller begins with that: see [stages].
 func (p *publisher) first(ctx context.Context, wanted []resourceslice.Slice) (given []resourceslice.Slice, published bool, _ error) {
-	there, err := p.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: fields.Set{
-		resourceapi.ResourceSliceSelectorDriver: DriverName, resourceapi.ResourceSliceSelectorNodeName: p.nodeName,
-	}.String()})
+	there, err := p.there(ctx)
 	if err != nil {
 		return wanted, false, err
 	}
-	if len(there.Items) > 0 {
-		if given, same := butTaints(there.Items, wanted); same {
+	if len(there) > 0 {
+		if given, same := butTaints(there, wanted); same {
 			return given, true, nil
 		}
 		return wanted, false, nil
@@ -42,18 +40,58 @@ func (p *publisher) first(ctx context.Context, wanted []resourceslice.Slice) (gi
 	return wanted, true, nil
 }
 
-// butTaints are the slices as they are in the API server, and whether they are one complete pool that is the same as what is wanted but for taints.
-func butTaints(there []resourceapi.ResourceSlice, wanted []resourceslice.Slice) (_ []resourceslice.Slice, same bool) {
-	if len(there) != len(wanted) {
-		return nil, false
+// there are the node's slices in the API server.
+func (p *publisher) there(ctx context.Context) ([]resourceapi.ResourceSlice, error) {
+	list, err := p.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: fields.Set{
+		resourceapi.ResourceSliceSelectorDriver: DriverName, resourceapi.ResourceSliceSelectorNodeName: p.nodeName,
+	}.String()})
+	if err != nil {
+		return nil, err
 	}
+	return list.Items, nil
+}
+
+// adopt has the slices that an earlier instance has published. It has none where they are no complete
+// pool: the scheduler gives nothing of such a pool.
+func (p *publisher) adopt(ctx context.Context) ([]resourceslice.Slice, error) {
+	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+	defer cancel()
+	there, err := p.there(ctx)
+	if err != nil {
+		return nil, err
+	}
+	adopted, _ := completePool(there)
+	return adopted, nil
+}
+
+// adoptedBasis is what a node that is not ready goes on offering. Without slices there is none.
+func adoptedBasis(adopted []resourceslice.Slice, f Features) (basis, error) {
+	kept, err := keep(adopted)
+	return basis{made: len(adopted) > 0, slices: kept, features: f, settled: true}, err
+}
+
+// completePool are slices as they are in the API server, in order, if they are one complete pool.
+func completePool(there []resourceapi.ResourceSlice) (_ []resourceslice.Slice, complete bool) {
 	// The place in the pool begins the name.
 	slices.SortFunc(there, func(a, b resourceapi.ResourceSlice) int { return strings.Compare(a.Name, b.Name) })
-	given := make([]resourceslice.Slice, len(there))
+	all := make([]resourceslice.Slice, len(there))
 	for i, t := range there {
-		given[i] = sliceOf(t.Spec)
-		complete := t.Spec.Pool == there[0].Spec.Pool && t.Spec.Pool.ResourceSliceCount == int64(len(there))
-		if !complete || !apiequality.Semantic.DeepEqual(untainted(given[i]), untainted(wanted[i])) {
+		if t.Spec.Pool != there[0].Spec.Pool || t.Spec.Pool.ResourceSliceCount != int64(len(there)) {
+			return nil, false
+		}
+		all[i] = sliceOf(t.Spec)
+	}
+	return all, true
+}
+
+// butTaints are the slices as they are in the API server, and whether they are one complete pool that is the same as what is wanted but for taints.
+func butTaints(there []resourceapi.ResourceSlice, wanted []resourceslice.Slice) (_ []resourceslice.Slice, same bool) {
+	given, complete := completePool(there)
+	if !complete || len(given) != len(wanted) {
+		return nil, false
+	}
+	for i := range wanted {
+		if !apiequality.Semantic.DeepEqual(untainted(given[i]), untainted(wanted[i])) {
 			return nil, false
 		}
 	}

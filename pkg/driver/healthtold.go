@@ -154,7 +154,9 @@ func (k cards) of(c device.Card) device.GPU {
 }
 
 // offered is the inventory with all that stays in the slices.
-func (d *Driver) offered() offeredInventory { return offeredInventory{gate: d.gate, health: d.health} }
+func (d *Driver) offered() offeredInventory {
+	return offeredInventory{readiness: d.readiness, health: d.health}
+}
 
 // watchHealth wires what judges the devices' health.
 func (d *Driver) watchHealth(watch func(context.Context, func(device.Signal)) error) error {
@@ -168,7 +170,7 @@ func (d *Driver) watchHealth(watch func(context.Context, func(device.Signal)) er
 	}
 	d.watch = watch
 	d.healthTold.wake = make(chan struct{}, 1)
-	d.health = newHealthWatch(effects, rules, d.cfg.StateDir(), d.preparer.BootID, d.gate)
+	d.health = newHealthWatch(effects, rules, d.cfg.StateDir(), d.preparer.BootID, d.readiness)
 	d.health.count = d.countHealth
 	d.health.inUse = d.heldAny
 	d.health.wrong = func(message string) { d.events.warn("HealthNotCleared", message) }

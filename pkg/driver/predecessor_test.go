@@ -219,8 +219,8 @@ func TestTheDevicePluginOnTheSameNode(t *testing.T) {
 	for _, mode := range []string{config.BesideRefuse, config.BesideWarn} {
 		var said []string
 		there := false
-		g := &gate{inv: always{}}
-		b := &besidePlugin{refuse: mode == config.BesideRefuse, gate: g, warn: func(_, message string) { said = append(said, message) }, seen: func(is bool) { there = is }}
+		g := newReadiness(always{}, func() {})
+		b := &besidePlugin{refuse: mode == config.BesideRefuse, readiness: g, warn: func(_, message string) { said = append(said, message) }, seen: func(is bool) { there = is }}
 		for _, c := range []struct {
 			capacity corev1.ResourceList
 			there    bool

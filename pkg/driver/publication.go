@@ -61,8 +61,12 @@ func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (_ *publ
 	}
 	var wanted []resourceslice.Slice
 	for known = false; !known; {
-		if !p.untilReady(ctx, changed) {
+		adopted, ok := p.untilWanted(ctx, changed)
+		if !ok {
 			return nil, ctx.Err()
+		}
+		if b.on, err = adoptedBasis(adopted, b.keeps); err != nil {
+			return nil, err
 		}
 		if wanted, b.settled, known, err = p.resources(ctx, &b.on, b.keeps); err != nil {
 			return nil, err

@@ -37,6 +37,8 @@ type publisher struct {
 	slices  func(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool)
 	mark    func(slices []resourceslice.Slice, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool)
 	onError func(ctx context.Context, err error, msg string)
+	// due says whether slices have to show that the node is not ready, now or if it stays so.
+	due func(now time.Time) (due, pending bool)
 	// onTurn is told when this instance starts and stops to publish, and whether it stops because a newer instance takes over.
 	onTurn func(held, superseded bool)
 	// probed is what the API server was last found to keep.
@@ -44,9 +46,9 @@ type publisher struct {
 }
 
 // Run publishes until the context ends. changed wakes it when the inventory has changed.
-// Nothing is published before the inventory is ready: a driver that comes late leaves the API server as it is.
+// Before the node is ready nothing new is published, but slices of an earlier instance are marked.
 func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
-	p.untilReady(ctx, changed)
+	p.untilWanted(ctx, changed)
 	for ctx.Err() == nil {
 		// An instance that has yielded leads again as soon as the newer one is gone, ready or not:
 		// only a leader may install the hook that it may lack.
@@ -89,16 +91,35 @@ func unlessOver(ctx context.Context, err error) error {
 	return nil
 }
 
-// untilReady says whether the node got ready before the context ended.
-func (p *publisher) untilReady(ctx context.Context, changed <-chan struct{}) bool {
+// untilWanted waits until there is something to publish: the node is ready, or it is known not to be
+// and has the slices of an earlier instance, which it returns. It is false if the context ended first.
+func (p *publisher) untilWanted(ctx context.Context, changed <-chan struct{}) (adopted []resourceslice.Slice, ok bool) {
+	pause := settleInterval
 	for !p.inv.Snapshot().Ready {
+		var again <-chan time.Time
+		due, pending := p.due(time.Now())
+		switch {
+		case due:
+			adopted, err := p.adopt(ctx)
+			if len(adopted) > 0 {
+				return adopted, true
+			}
+			if err != nil && ctx.Err() == nil {
+				p.onError(ctx, recoverable(err), "Failed to list the ResourceSlices of an earlier instance; retrying")
+				again = time.After(pause)
+				pause = min(2*pause, publishRetryMost)
+			}
+		case pending:
+			again = time.After(settleInterval)
+		}
 		select {
 		case <-ctx.Done():
-			return false
+			return nil, false
 		case <-changed:
+		case <-again:
 		}
 	}
-	return true
+	return nil, true
 }
 
 // features asks the API server until it answers which fields it keeps: shapes that overlap must not be published to one that drops the counters which
@@ -160,8 +181,11 @@ func (p *publisher) serverVersion(ctx context.Context) string {
 	return v.GitVersion
 }
 
-// basis is what was last offered: slices without marks, for a cluster with such features, of the snapshot that they were cut from.
+// basis is what was last offered: slices without marks, for a cluster with such features, of the snapshot that they were cut from. Slices of an earlier instance
+// have its marks, and the snapshot is empty until the hardware is known.
 type basis struct {
+	// made is false before anything was offered.
+	made     bool
 	slices   []keptSlice
 	snapshot inventory.Snapshot
 	features Features
@@ -169,11 +193,11 @@ type basis struct {
 }
 
 // resources are the slices of the node's one pool, with marks. A node that is not ready now keeps what it has offered, since an empty pool would be a claim
-// about its GPUs, unless they are known to be gone; how these are is said all the same. It is not known what to publish where a cluster has come to keep other fields meanwhile: shapes that
+// about its GPUs, unless they are known to be gone; the marks say that it is not ready. It is not known what to publish where a cluster has come to keep other fields meanwhile: shapes that
 // overlap may not be cut as they were.
 func (p *publisher) resources(ctx context.Context, on *basis, f Features) (_ []resourceslice.Slice, settled, known bool, _ error) {
 	s := p.inv.Snapshot()
-	if !s.Ready && !s.Empty && on.features != f {
+	if !s.Ready && !s.Empty && (!on.made || on.features != f) {
 		return nil, false, false, nil
 	}
 	offered, err := p.offered(ctx, on, s, f)
@@ -193,10 +217,12 @@ func (p *publisher) offered(ctx context.Context, on *basis, s inventory.Snapshot
 		if err != nil {
 			return nil, err
 		}
-		*on = basis{slices: kept, snapshot: s, features: f, settled: settled}
+		*on = basis{made: true, slices: kept, snapshot: s, features: f, settled: settled}
 		return offered, nil
 	case s.Empty:
-		*on = basis{snapshot: s, features: f, settled: true}
+		*on = basis{made: true, snapshot: s, features: f, settled: true}
+	case s.Known && !on.snapshot.Known:
+		on.snapshot = s
 	}
 	return unkeep(on.slices)
 }

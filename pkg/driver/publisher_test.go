@@ -121,6 +121,7 @@ func TestSlicesFollowTheInventory(t *testing.T) {
 	changed := make(chan struct{}, 1)
 	p := &publisher{
 		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs, mark: unmarked,
+		due:     func(time.Time) (due, pending bool) { return false, false },
 		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool, bool) {},
 	}
 	ctx, stop := context.WithCancel(t.Context())
@@ -169,25 +170,6 @@ func mustList(t *testing.T, client *fake.Clientset) []resourceapi.ResourceSlice 
 		t.Fatal(err)
 	}
 	return list.Items
-}
-
-func TestGateSpeaksForEveryReason(t *testing.T) {
-	inv := &fakeInventory{}
-	inv.set(readyWith("0000:1b:00.0"))
-	g := &gate{inv: inv}
-	if s := g.Snapshot(); !s.Ready {
-		t.Fatal("open, and yet not ready")
-	}
-	g.Close("runtime", "CDI is off")
-	g.Close("hook", "noexec")
-	if s := g.Snapshot(); s.Ready || !g.Closed() || s.Reason != "noexec; CDI is off" {
-		t.Errorf("got %v, %q", s.Ready, s.Reason)
-	}
-	g.Close("runtime", "")
-	g.Close("hook", "")
-	if s := g.Snapshot(); !s.Ready || g.Closed() {
-		t.Errorf("still closed: %q", s.Reason)
-	}
 }
 
 func TestHealthReportCoversEveryDevice(t *testing.T) {

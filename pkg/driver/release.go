@@ -33,7 +33,7 @@ var errLetGo = errors.New("the hardware has been let go of, for a change of its 
 // While it is on nobody listens to GPUs, none is looked at or cut, and nothing is prepared; claims are given back all the same, for which a GPU that was
 // cut for one is opened for as long as that takes. That the hardware is let go of is told only when nothing of ours has it open.
 type release struct {
-	gate *gate
+	readiness *readiness
 	// labels of the Node ask for the hardware when they are paused.
 	labels []string
 	// memory keeps over a restart what the Node asked for last; nil keeps nothing.
@@ -110,7 +110,9 @@ func (r *release) change(reason string) {
 	on, was := reason != "", r.reason != ""
 	r.reason = reason
 	if on {
-		r.gate.Close("release", errLetGo.Error()+": "+reason)
+		r.readiness.Report(condition{
+			source: "release", code: codeReleased, message: errLetGo.Error() + ": " + reason, types: nvidiaTypes,
+		})
 	}
 	switch {
 	case on && !was:
@@ -118,7 +120,7 @@ func (r *release) change(reason string) {
 		r.over = make(chan struct{})
 	case !on:
 		r.ctx, r.cancel = context.WithCancel(context.Background())
-		r.gate.Close("release", "")
+		r.readiness.Clear("release")
 		close(r.over)
 	}
 }

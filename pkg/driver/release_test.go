@@ -95,7 +95,7 @@ func TestTheHardwareIsLetGoOf(t *testing.T) {
 func letting(t *testing.T) (r *release, told func() []string) {
 	t.Helper()
 	r = newRelease()
-	r.gate = &gate{inv: &fakeInventory{}}
+	r.readiness = newReadiness(&fakeInventory{}, func() {})
 	r.labels = []string{"nvidia.com/gpu.deploy.client"}
 	var mu sync.Mutex
 	var all []string

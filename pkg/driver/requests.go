@@ -39,7 +39,7 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 		err = d.refuseLost(c)
 	}
 	if err == nil {
-		done, _ := d.release.Use() // the gate refuses what may not be done
+		done, _ := d.release.Use() // the readiness refuses what may not be done
 		defer done()
 		devices, err = d.preparer.Prepare(klog.NewContext(ctx, logger), c)
 	}

@@ -28,8 +28,8 @@ func TestWhetherTheRuntimeInjectsOurSpecs(t *testing.T) {
 		"a value of another type than expected": {`{"enableCDI":"no"}`, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got := refusesCDI(c.config, "/var/run/cdi")
-			if (c.want == "") != (got == "") || !strings.Contains(got, c.want) {
+			code, got := refusesCDI(c.config, "/var/run/cdi")
+			if (c.want == "") != (got == "") || (code == "") != (got == "") || !strings.Contains(got, c.want) {
 				t.Errorf("got %q, want %q in it", got, c.want)
 			}
 		})
@@ -51,7 +51,7 @@ func (f *fakeRuntime) Status(_ context.Context, r *runtimeapi.StatusRequest) (*r
 
 func TestTheRuntimeIsAskedOverItsSocket(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "cri.sock")
-	if _, err := runtimeRefusesCDI(t.Context(), socket, "/var/run/cdi"); err == nil || !strings.Contains(err.Error(), socket) {
+	if _, _, err := runtimeRefusesCDI(t.Context(), socket, "/var/run/cdi"); err == nil || !strings.Contains(err.Error(), socket) {
 		t.Errorf("no runtime there: %v", err)
 	}
 	l, err := net.Listen("unix", socket)
@@ -62,8 +62,8 @@ func TestTheRuntimeIsAskedOverItsSocket(t *testing.T) {
 	runtimeapi.RegisterRuntimeServiceServer(server, &fakeRuntime{config: `{"enableCDI":false}`})
 	go func() { _ = server.Serve(l) }()
 	defer server.Stop()
-	reason, err := runtimeRefusesCDI(t.Context(), socket, "/var/run/cdi")
-	if err != nil || reason == "" {
-		t.Errorf("reason %q, error %v", reason, err)
+	code, reason, err := runtimeRefusesCDI(t.Context(), socket, "/var/run/cdi")
+	if err != nil || code != codeCDIDisabled || reason == "" {
+		t.Errorf("code %q, reason %q, error %v", code, reason, err)
 	}
 }

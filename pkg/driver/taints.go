@@ -8,6 +8,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
@@ -16,22 +17,22 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// offeredInventory is the gate, with cards that the inventory has lost sight of and that are known to be ill: they stay in the slices, tainted, so that the
+// offeredInventory is the inventory with all readiness conditions, and with cards that the inventory has lost sight of and that are known to be ill: they stay in the slices, tainted, so that the
 // Pods that have them can be found, and the other cards' slices stay as they are.
 type offeredInventory struct {
-	gate   *gate
-	health *healthWatch
+	readiness *readiness
+	health    *healthWatch
 }
 
 func (o offeredInventory) Snapshot() inventory.Snapshot {
-	s := o.gate.Snapshot()
+	s := o.readiness.Snapshot()
 	missing, _ := o.health.View().Missing(listed(s), time.Now())
 	missing = slices.DeleteFunc(missing, func(g device.GPU) bool { return o.health.gone(s, g) })
 	if !s.Known || len(missing) == 0 {
 		return s
 	}
 	s.Empty = false
-	if len(s.Node.GPUs) == 0 && !o.gate.Closed() {
+	if len(s.Node.GPUs) == 0 && !o.readiness.Blocked() {
 		s.Ready, s.Reason = true, "" // it was not ready because none is left
 	}
 	gpus := append([]nvidia.GPU{}, s.Node.GPUs...)
@@ -42,7 +43,7 @@ func (o offeredInventory) Snapshot() inventory.Snapshot {
 	return s
 }
 
-// marker puts into slices what is known of their devices' health.
+// marker puts into slices what is known of their devices' health, and why they cannot be prepared.
 type marker struct {
 	view     *health.View
 	effects  health.Effects
@@ -50,10 +51,14 @@ type marker struct {
 	gpus     map[string]device.GPU
 	// held are the devices of claims.
 	held map[string]bool
+	// conditions are those that keep the node from being ready, at the time now.
+	conditions []condition
+	now        time.Time
 }
 
-// mark gives each device the taints that its verdict asks for. On a cluster without taints a device that is to be taken out is left out instead, as long as
-// no claim holds it: settled is false if one is.
+// mark gives each device the taints that its verdict and the node's readiness ask for. On a cluster
+// without taints a device that is to be taken out is left out instead, as long as no claim holds it.
+// settled is false while one is held, or while a condition is not yet to be shown.
 func (m marker) mark(slices []resourceslice.Slice) (_ []resourceslice.Slice, count map[metrics.Taint]int, settled bool) {
 	count, settled = map[metrics.Taint]int{}, true
 	var marked []resourceslice.Slice
@@ -61,13 +66,15 @@ func (m marker) mark(slices []resourceslice.Slice) (_ []resourceslice.Slice, cou
 		var devices []resourceapi.Device
 		for _, d := range slice.Devices {
 			v := m.verdict(d.Name)
-			if !m.features.DeviceTaints && m.effects.TakesOut(v) {
+			notReady, pending := m.notReady(d)
+			settled = settled && !pending
+			if !m.features.DeviceTaints && (m.effects.TakesOut(v) || notReady != nil) {
 				if !m.held[d.Name] {
 					continue
 				}
 				settled = false
 			}
-			d.Taints = m.taints(v)
+			d.Taints = m.all(d, v, notReady)
 			for _, t := range d.Taints {
 				count[metrics.Taint{State: strings.TrimPrefix(t.Key, taintPrefix), Effect: string(t.Effect)}]++
 			}
@@ -90,13 +97,57 @@ func (m marker) verdict(name string) health.Verdict {
 	return m.view.Of(m.gpus[n.GPU], n)
 }
 
-const taintPrefix = DriverName + "/"
+const (
+	taintPrefix   = DriverName + "/"
+	notReadyTaint = taintPrefix + "not-ready"
+)
 
-// taints has one for each state that the device is in: a milder one stays beside a graver one, and each has been there since its own time.
-func (m marker) taints(v health.Verdict) []resourceapi.DeviceTaint {
+// notReady is the taint of a device that the node would refuse to prepare. A device of an earlier
+// instance's slices keeps the taint that it has while nothing else is known: that instance has waited,
+// and the time is since when it is so.
+func (m marker) notReady(d resourceapi.Device) (_ *resourceapi.DeviceTaint, pending bool) {
+	c, shown, pending := blocking(m.conditions, typeAttribute(d), m.now)
+	if !shown && !pending {
+		return nil, false
+	}
+	for _, t := range d.Taints {
+		if t.Key == notReadyTaint && (pending || t.Value == c.code) {
+			return &t, pending
+		}
+	}
+	if pending {
+		return nil, true
+	}
+	return &resourceapi.DeviceTaint{
+		Key: notReadyTaint, Value: c.code, Effect: resourceapi.DeviceTaintEffectNoSchedule, TimeAdded: stamp(c.since),
+	}, false
+}
+
+// stamp is a time as the API server stores it.
+func stamp(t time.Time) *metav1.Time { return new(metav1.NewTime(t.Truncate(time.Second))) }
+
+func typeAttribute(d resourceapi.Device) string {
+	return ptr.Deref(d.Attributes["type"].StringValue, "")
+}
+
+// all are a device's taints. A GPU of which nothing is known since the start keeps those that an
+// earlier instance has given it.
+func (m marker) all(d resourceapi.Device, v health.Verdict, notReady *resourceapi.DeviceTaint) []resourceapi.DeviceTaint {
 	if !m.features.DeviceTaints {
 		return nil
 	}
+	taints := m.taints(v)
+	if n, ok := device.ParseName(d.Name); !ok || m.gpus[n.GPU].PCIAddress == "" {
+		taints = slices.DeleteFunc(d.Taints, func(t resourceapi.DeviceTaint) bool { return t.Key == notReadyTaint })
+	}
+	if notReady != nil {
+		taints = append(taints, *notReady)
+	}
+	return taints
+}
+
+// taints has one for each state that the device is in: a milder one stays beside a graver one, and each has been there since its own time.
+func (m marker) taints(v health.Verdict) []resourceapi.DeviceTaint {
 	var taints []resourceapi.DeviceTaint
 	for _, c := range v.Causes {
 		var effect resourceapi.DeviceTaintEffect
@@ -113,19 +164,18 @@ func (m marker) taints(v health.Verdict) []resourceapi.DeviceTaint {
 		default:
 			continue
 		}
-		since := metav1.NewTime(c.Since.Truncate(time.Second)) // as the API server stores it
-		taints = append(taints, resourceapi.DeviceTaint{Key: taintPrefix + strings.ToLower(c.State.String()), Value: c.Code, Effect: effect, TimeAdded: &since})
+		taints = append(taints, resourceapi.DeviceTaint{Key: taintPrefix + strings.ToLower(c.State.String()), Value: c.Code, Effect: effect, TimeAdded: stamp(c.Since)})
 	}
 	return taints
 }
 
 // marked is what the driver publishes of slices.
 func (d *Driver) marked(slices []resourceslice.Slice, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool) {
-	view := d.health.View()
-	if view == nil {
-		return slices, true
+	view := d.health.View() // nil where nobody watches the hardware
+	m := marker{
+		view: view, effects: d.health.effects, features: f, gpus: map[string]device.GPU{}, held: map[string]bool{},
+		conditions: d.readiness.Conditions(), now: time.Now(),
 	}
-	m := marker{view: view, effects: d.health.effects, features: f, gpus: map[string]device.GPU{}, held: map[string]bool{}}
 	for _, g := range s.Node.GPUs {
 		m.gpus[g.WholeName()] = g.GPU
 	}
@@ -143,7 +193,7 @@ func (d *Driver) marked(slices []resourceslice.Slice, s inventory.Snapshot, f Fe
 	slices, count, settled := m.mark(slices)
 	d.metrics.Tainted(count)
 	// One that has recovered is to be listed soon, or to be withdrawn.
-	if _, listed := view.Missing(listed(d.gate.Snapshot()), time.Now()); !listed {
+	if _, listed := view.Missing(listed(d.readiness.Snapshot()), time.Now()); !listed {
 		settled = false
 	}
 	return slices, settled

@@ -131,7 +131,7 @@ func TestALostCardStaysInSight(t *testing.T) {
 	h := newHealthWatch(nil, nil, t.TempDir(), "boot", inv)
 	held := true
 	h.inUse = func(string) bool { return held }
-	o := offeredInventory{gate: &gate{inv: inv}, health: h}
+	o := offeredInventory{readiness: newReadiness(inv, func() {}), health: h}
 	h.view.Store(ill(t, time.Now(), s, 79))
 
 	inv.set(readyWith("0000:43:00.0"))
@@ -161,7 +161,7 @@ func TestALostCardStaysInSight(t *testing.T) {
 		t.Errorf("a card that is on the bus: %+v", now)
 	}
 	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
-	o.gate.Close("runtime", "CDI is off")
+	o.readiness.Report(condition{source: "runtime", message: "CDI is off"})
 	if now := o.Snapshot(); now.Ready {
 		t.Errorf("a closed node: %+v", now)
 	}

@@ -14,10 +14,15 @@ import (
 func TestUnreadyNodesAreTainted(t *testing.T) {
 	away := func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} }
 	for name, shut := range map[string]func(n *ailing){
-		"no hook":        func(n *ailing) { n.driver.gate.Close("test", "no hook") },
-		"no driver":      func(n *ailing) { n.say("none", away) },
-		"let go of":      func(n *ailing) { n.change(t, nil, map[string]string{releaseAnnotation: "true"}) },
-		"gone meanwhile": func(n *ailing) { n.driver.gate.Close("test", "no hook"); n.say("one", justOneGPU) },
+		"no hook": func(n *ailing) {
+			n.driver.readiness.Report(condition{source: "test", code: "hook-missing", message: "no hook"})
+		},
+		"no driver": func(n *ailing) { n.say("none", away) },
+		"let go of": func(n *ailing) { n.change(t, nil, map[string]string{releaseAnnotation: "true"}) },
+		"gone meanwhile": func(n *ailing) {
+			n.driver.readiness.Report(condition{source: "test", code: "hook-missing", message: "no hook"})
+			n.say("one", justOneGPU)
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := newAiling(t)
@@ -26,7 +31,7 @@ func TestUnreadyNodesAreTainted(t *testing.T) {
 			generation := mustList(t, n.client)[0].Spec.Pool.Generation
 			tell := n.tell
 			shut(n)
-			eventually(t, "it is not ready", func() bool { return !n.driver.gate.Snapshot().Ready })
+			eventually(t, "it is not ready", func() bool { return !n.driver.readiness.Snapshot().Ready })
 			if name == "gone meanwhile" {
 				eventually(t, "a GPU is gone", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 1 })
 			}

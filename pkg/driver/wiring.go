@@ -102,13 +102,13 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		specs: cdi.NewStore(cfg.CDIRoot),
 		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
 		events: newNodeEvents(ctx, parts.Client, cfg.NodeName),
-		gate:   &gate{inv: inv},
 		calls:  newInflight(tidy, debug.FreeOSMemory),
 		status: newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError),
 		shares: shares, supervisor: supervised{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics},
 
 		toReconcile: make(chan struct{}, 1), toPublisher: make(chan struct{}, 1), leadsAgain: make(chan struct{}, 1),
 	}
+	d.readiness = newReadiness(inv, func() { wake(d.toPublisher) })
 	if d.presence, err = bePresent(ctx, cfg.PluginDir); err != nil {
 		return nil, err
 	}
@@ -116,14 +116,14 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		d.presence.End()
 		return nil, err
 	}
-	d.beside = &besidePlugin{refuse: cfg.BesideDevicePlugin == config.BesideRefuse, gate: d.gate, warn: d.events.warn, seen: d.metrics.DevicePlugin}
+	d.beside = &besidePlugin{refuse: cfg.BesideDevicePlugin == config.BesideRefuse, readiness: d.readiness, warn: d.events.warn, seen: d.metrics.DevicePlugin}
 	d.abandoned = d.newAbandonment(parts.StatusClient)
 	d.mender = &claimMender{
 		claims: d.preparer, left: workqueue.NewTyped[types.UID](), failed: func() { wake(d.toReconcile) },
 		use: func() (func(), bool) { return d.release.Use() }, off: func() { d.unmended.Store(true) },
 	}
 	d.layouts = newLayouts(d.preparer, policies)
-	d.release, release.gate, release.told = release, d.gate, d.tellRelease
+	d.release, release.readiness, release.told = release, d.readiness, d.tellRelease
 	release.memory = newReleaseMemory(cfg.StateDir(), func(err error) {
 		klog.FromContext(ctx).Error(err, "A plugin that starts while the driver is changed and the API server is away would take the hardware")
 	})
@@ -161,7 +161,7 @@ func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions
 	}
 	return prepare.New(prepare.Options{
 		DriverName: DriverName, Pool: d.cfg.NodeName,
-		Hardware: withheld{d.gate, d.before}, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now, HeldPatience: heldPatience, Stopping: ctx.Done(),
+		Hardware: withheld{d.readiness, d.before}, Specs: d.specs, Records: records, Locks: locks, BootID: bootID, Now: time.Now, HeldPatience: heldPatience, Stopping: ctx.Done(),
 		Verify:     (&cdi.Verifier{Visible: d.visible(paths)}).Verify,
 		Partitions: partitions,
 		MIGEdits:   paths.CapabilityEdits,

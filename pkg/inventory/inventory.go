@@ -30,6 +30,10 @@ type Snapshot struct {
 	Reason string
 	// Failure is why the latest look failed although an earlier one succeeded: Node may be out of date. Empty when it did not.
 	Failure string
+	// Code says why the node is not ready, as one of the Code constants. Since says since when the node
+	// has not been ready. Both are zero while it is.
+	Code  string
+	Since time.Time
 	// Known says that a look has succeeded since the start: Node is what it found. Before, Node is empty and says nothing about the node,
 	// least of all that it has no GPUs.
 	Known bool
@@ -41,6 +45,14 @@ type Snapshot struct {
 	// Node is the last good answer. It outlives a driver that is taken away, because claims on its GPUs do too.
 	Node nvidia.Node
 }
+
+// What is wrong with the node's hardware.
+const (
+	CodeNotScanned    = "not-scanned"    // the first scan has not ended
+	CodeDriverMissing = "driver-missing" // the driver, or a part of it, is missing
+	CodeScanFailed    = "scan-failed"    // the scan fails, or the driver does not answer it
+	CodeNoGPU         = "no-gpu"         // the node has no GPU that can be offered
+)
 
 const (
 	// whileUnready is how often the files are looked at while the node cannot serve.
@@ -81,7 +93,9 @@ type Inventory struct {
 // New returns an inventory that knows nothing yet.
 func New(h Hardware) *Inventory {
 	i := &Inventory{hardware: h, changed: make(chan struct{}, 1), doubt: make(chan struct{}, 1)}
-	i.current.Store(&Snapshot{Reason: "the node's GPUs have not been looked at yet"})
+	i.current.Store(&Snapshot{
+		Reason: "the node's GPUs have not been looked at yet", Code: CodeNotScanned, Since: time.Now(),
+	})
 	return i
 }
 
@@ -133,7 +147,9 @@ func (l *looker) look(ctx context.Context) time.Duration {
 	if !i.Snapshot().Known {
 		if present, err := i.hardware.Present(); err == nil && !present {
 			l.looked = false
-			i.set(l.log, Snapshot{Reason: "no NVIDIA GPU is on this node's PCI bus: nothing to do until one appears"})
+			i.set(l.log, Snapshot{
+				Reason: "no NVIDIA GPU is on this node's PCI bus: nothing to do until one appears", Code: CodeNoGPU,
+			})
 			return whileUnready
 		}
 	}
@@ -226,14 +242,14 @@ func (i *Inventory) judge(node nvidia.Node, err error) Snapshot {
 	var unready *nvidia.NotReadyError
 	switch {
 	case errors.As(err, &unready):
-		return Snapshot{Known: last.Known, Node: last.Node, Reason: unready.Error()}
+		return Snapshot{Known: last.Known, Node: last.Node, Reason: unready.Error(), Code: CodeDriverMissing}
 	case err != nil && last.Known:
-		return Snapshot{Ready: last.Ready, Reason: last.Reason, Known: true, Node: last.Node, Failure: err.Error()}
+		return Snapshot{Ready: last.Ready, Reason: last.Reason, Code: last.Code, Known: true, Node: last.Node, Failure: err.Error()}
 	case err != nil:
-		return Snapshot{Reason: err.Error()}
+		return Snapshot{Reason: err.Error(), Code: CodeScanFailed}
 	case len(node.GPUs) == 0:
 		_, unreadable := i.hardware.Present() // a look cannot say what is on a bus that cannot be read
-		return Snapshot{Known: true, Node: node, Reason: noGPU(node), Empty: len(node.Problems) == 0 && unreadable == nil}
+		return Snapshot{Known: true, Node: node, Reason: noGPU(node), Code: CodeNoGPU, Empty: len(node.Problems) == 0 && unreadable == nil}
 	default:
 		return Snapshot{Ready: true, Known: true, Node: node}
 	}
@@ -253,6 +269,12 @@ func noGPU(node nvidia.Node) string {
 
 func (i *Inventory) set(log klog.Logger, s Snapshot) {
 	last := i.Snapshot()
+	if s.Code != "" {
+		s.Since = last.Since
+	}
+	if s.Code != "" && last.Code == "" {
+		s.Since = time.Now()
+	}
 	if reflect.DeepEqual(last, s) {
 		return
 	}

@@ -256,6 +256,47 @@ func TestAFailedScanKeepsTheLastGoodAnswer(t *testing.T) {
 	})
 }
 
+func TestUnreadyNodeHasACodeAndATime(t *testing.T) {
+	f := &fakeHardware{node: nodeWith("0000:1b:00.0")}
+	running(t, f, func(i *Inventory, wait func(time.Duration)) {
+		if s := i.Snapshot(); s.Code != "" || !s.Since.IsZero() {
+			t.Errorf("nothing is wrong: %+v", s)
+		}
+		f.change(true, func() { f.err = errors.New("the scan has not ended") })
+		wait(whileReady)
+		if s := i.Snapshot(); !s.Ready || s.Code != "" {
+			t.Errorf("a scan that fails must leave a ready node ready: %+v", s)
+		}
+		f.change(true, func() { f.err = &nvidia.NotReadyError{Reason: "gone"} })
+		wait(whileReady)
+		since := i.Snapshot().Since
+		if ago := time.Since(since); since.IsZero() || ago > whileReady {
+			t.Errorf("wrong for %s", ago)
+		}
+		for _, step := range []struct {
+			code   string
+			change func()
+		}{
+			{CodeDriverMissing, func() { f.err = errors.New("it does not answer, either") }},
+			{CodeNoGPU, func() { f.node, f.err = nvidia.Node{}, nil }},
+		} {
+			f.change(true, step.change)
+			wait(whileReady)
+			if s := i.Snapshot(); s.Code != step.code || !s.Since.Equal(since) {
+				t.Errorf("%s since %s, want %s since %s", s.Code, s.Since, step.code, since)
+			}
+		}
+		f.change(true, func() { f.node = nodeWith("0000:1b:00.0") })
+		wait(whileReady)
+		if s := i.Snapshot(); s.Code != "" || !s.Since.IsZero() {
+			t.Errorf("nothing is wrong any more: %+v", s)
+		}
+	})
+	if s := New(Hardware{}).Snapshot(); s.Code != CodeNotScanned || s.Since.IsZero() {
+		t.Errorf("before the first scan: %+v", s)
+	}
+}
+
 func TestADriverThatIsTakenAwayLeavesWhatIsKnown(t *testing.T) {
 	f := &fakeHardware{node: nodeWith("0000:1b:00.0")}
 	running(t, f, func(i *Inventory, wait func(time.Duration)) {

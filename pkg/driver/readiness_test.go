@@ -1,0 +1,148 @@
+package driver
+
+import (
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+)
+
+func TestReadinessNamesEveryReason(t *testing.T) {
+	inv := &fakeInventory{}
+	inv.set(readyWith("0000:1b:00.0"))
+	r := newReadiness(inv, func() {})
+	if s := r.Snapshot(); !s.Ready {
+		t.Fatal("no condition, and yet not ready")
+	}
+	r.Report(condition{source: "runtime", message: "CDI is off"})
+	r.Report(condition{source: "hook", message: "noexec"})
+	if s := r.Snapshot(); s.Ready || !r.Blocked() || s.Reason != "noexec; CDI is off" {
+		t.Errorf("got %v, %q", s.Ready, s.Reason)
+	}
+	inv.set(inventory.Snapshot{Reason: "no driver"})
+	if s := r.Snapshot(); s.Reason != "no driver; noexec; CDI is off" {
+		t.Errorf("got %q", s.Reason)
+	}
+	inv.set(readyWith("0000:1b:00.0"))
+	r.Clear("runtime")
+	r.Clear("hook")
+	if s := r.Snapshot(); !s.Ready || r.Blocked() {
+		t.Errorf("still not ready: %q", s.Reason)
+	}
+}
+
+func TestAReadinessConditionKeepsItsTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		changes := 0
+		r := newReadiness(always{}, func() { changes++ })
+		began := time.Now()
+		r.Report(condition{source: "runtime", code: "a", message: "one"})
+		passes(time.Minute)
+		r.Report(condition{source: "runtime", code: "a", message: "another"})
+		r.Report(condition{source: "runtime", code: "b", message: "another"})
+		r.Clear("hook")
+		if c := r.Conditions(); len(c) != 1 || !c[0].since.Equal(began) || c[0].code != "b" || c[0].message != "another" || changes != 2 {
+			t.Errorf("%+v, %d changes", c, changes)
+		}
+		r.Clear("runtime")
+		r.Report(condition{source: "runtime", code: "a"})
+		if c := r.Conditions(); !c[0].since.Equal(began.Add(time.Minute)) || changes != 4 {
+			t.Errorf("%+v, %d changes", c, changes)
+		}
+	})
+}
+
+func TestTheConditionThatIsDueFirstIsShown(t *testing.T) {
+	at := time.Now()
+	early := condition{code: "early", passing: true, since: at, types: nvidiaTypes}
+	late := condition{code: "late", since: at.Add(time.Second)}
+	for name, c := range map[string]struct {
+		after   time.Duration
+		of      string
+		want    string
+		pending bool
+	}{
+		"one may pass":                {0, "gpu", "", true},
+		"the other is proven":         {time.Second, "gpu", "late", false},
+		"both are due":                {time.Hour, "gpu", "late", false},
+		"a share":                     {time.Hour, "mig-share", "late", false},
+		"a type that only one is of":  {time.Second, "vfio", "late", false},
+		"the same before that is due": {0, "vfio", "", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, shown, pending := blocking([]condition{early, late}, c.of, at.Add(c.after))
+			if got.code != c.want || shown != (c.want != "") || pending != c.pending {
+				t.Errorf("%+v, %v, %v", got, shown, pending)
+			}
+		})
+	}
+	if _, shown, pending := blocking([]condition{early}, "vfio", at.Add(time.Hour)); shown || pending {
+		t.Error("a device that needs no NVIDIA driver is affected by one that is missing")
+	}
+}
+
+func TestReasonCodesAreLabelValues(t *testing.T) {
+	for _, code := range []string{
+		codeCDIDisabled, codeCDIDirectory, codeHookMissing, codeBaseSpec, codeReleased, codeDevicePlugin,
+		inventory.CodeNotScanned, inventory.CodeDriverMissing, inventory.CodeScanFailed, inventory.CodeNoGPU,
+	} {
+		if wrong := validation.IsValidLabelValue(code); len(wrong) > 0 || code == "" {
+			t.Errorf("%q: %v", code, wrong)
+		}
+	}
+}
+
+func TestNotReadyStandsBesideHealth(t *testing.T) {
+	at := time.Date(2026, 3, 1, 12, 0, 0, 999, time.UTC)
+	s := readyWith("0000:1b:00.0", "0000:43:00.0")
+	m, all := markerOf(t, Features{DeviceTaints: true}, s, ill(t, at, s, 79), "")
+	m.conditions, m.now = []condition{{code: "cdi-disabled", since: at}}, at.Add(time.Hour)
+	marked, count, settled := m.mark(all)
+	first, second := marked[0].Devices[0].Taints, marked[0].Devices[1].Taints
+	if !settled || len(first) != 2 || len(second) != 1 || first[0].Key != "gpu.nvidia.com/unhealthy" {
+		t.Fatalf("%+v, %+v", first, second)
+	}
+	for _, taint := range []resourceapi.DeviceTaint{first[1], second[0]} {
+		if taint.Key != "gpu.nvidia.com/not-ready" || taint.Value != "cdi-disabled" || taint.Effect != "NoSchedule" || !taint.TimeAdded.Time.Equal(at.Truncate(time.Second)) {
+			t.Errorf("%+v", taint)
+		}
+	}
+	if count[metrics.Taint{State: "not-ready", Effect: "NoSchedule"}] != 2 {
+		t.Errorf("%v", count)
+	}
+}
+
+func TestWithoutTaintsOnlyHeldDevicesOfAnUnreadyNodeStay(t *testing.T) {
+	at := time.Now()
+	s := readyWith("0000:1b:00.0", "0000:43:00.0")
+	passing := []condition{{code: "driver-missing", passing: true, since: at, types: nvidiaTypes}}
+	for name, c := range map[string]struct {
+		conditions []condition
+		want       []string
+	}{
+		"proven":      {[]condition{{code: "cdi-disabled", since: at}}, []string{firstGPU}},
+		"it may pass": {passing, []string{firstGPU, secondGPU}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m, all := markerOf(t, Features{}, s, nil, "", firstGPU)
+			m.conditions, m.now = c.conditions, at
+			marked, count, settled := m.mark(all)
+			var names []string
+			for _, d := range marked[0].Devices {
+				names = append(names, d.Name)
+				if len(d.Taints) > 0 {
+					t.Errorf("%+v", d.Taints)
+				}
+			}
+			if !slices.Equal(names, c.want) || settled || len(count) > 0 {
+				t.Errorf("%q, %v, %v", names, count, settled)
+			}
+		})
+	}
+}
