@@ -342,7 +342,7 @@ func TestAClaimWithMoreGPUsThanAFileNameHolds(t *testing.T) {
 }
 
 // The other call may have given the claim back.
-func TestAfterAWaitForAnotherCallTheClaimIsReadAgain(t *testing.T) {
+func TestAfterAWaitTheClaimIsReadAgain(t *testing.T) {
 	same := newClaim("c", allocated("r", gpu0))
 	replaced := newClaim("c", allocated("r", gpu0))
 	replaced.UID = "another"
