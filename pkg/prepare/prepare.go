@@ -5,10 +5,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
@@ -46,18 +48,24 @@ func (p *Preparer) prepareAfterOthers(ctx context.Context, c *resourceapi.Resour
 	waiting, cancel := context.WithTimeout(ctx, p.HeldPatience)
 	defer cancel()
 	err = refused
-	for refusal := new(HeldError); errors.As(err, &refusal) && p.givenBack(waiting, refusal); {
+	for refusal := refusal(nil); errors.As(err, &refusal) && p.givenBack(waiting, refusal.until()); {
 		devices, err = p.prepare(ctx, c, true)
 	}
 	return devices, err
 }
 
-// givenBack waits for the claim that holds the device. It is false if that has not happened in time, or cannot be expected.
-func (p *Preparer) givenBack(ctx context.Context, refusal *HeldError) bool {
-	if refusal.Otherwise || refusal.Unreadable != nil || ctx.Err() != nil {
+// refusal names the claims that have to be given back, one of them, before trying again is of use.
+type refusal interface {
+	error
+	until() []types.UID
+}
+
+// givenBack waits for one of the claims. It is false if that has not happened in time, or cannot be expected.
+func (p *Preparer) givenBack(ctx context.Context, holders []types.UID) bool {
+	if len(holders) == 0 || ctx.Err() != nil {
 		return false
 	}
-	klog.FromContext(ctx).Info("Waiting for another claim to be given back", "device", refusal.Holds, "claim", refusal.Holder, "claimUID", refusal.UID)
+	klog.FromContext(ctx).Info("Waiting for another claim to be given back", "claimUIDs", holders)
 	poll := time.NewTicker(heldPoll)
 	defer poll.Stop()
 	for {
@@ -68,8 +76,10 @@ func (p *Preparer) givenBack(ctx context.Context, refusal *HeldError) bool {
 			return false
 		case <-poll.C:
 		}
-		if _, found, err := p.Records.Load(refusal.UID); err != nil || !found {
-			return err == nil
+		for _, uid := range holders {
+			if _, found, err := p.Records.Load(uid); err != nil || !found {
+				return err == nil
+			}
 		}
 	}
 }
@@ -119,7 +129,8 @@ func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resour
 	if len(want.record.Devices) == 0 {
 		return nil, nil
 	}
-	if err := p.free(c, want); err != nil {
+	had := old != nil && slices.EqualFunc(old.Devices, want.record.Devices, sameDevice)
+	if err := p.free(c, want, had); err != nil {
 		return nil, err
 	}
 	if err := p.carryOut(ctx, want); err != nil {

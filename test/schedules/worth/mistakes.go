@@ -17,7 +17,7 @@ var mistakes = []mistake{
 	{"GPUs are not locked", "pkg/prepare/preparer.go",
 		`if err := held.Add(ctx, gpuLocks(gpus...)...); err != nil {`, `if err := held.Add(ctx); err != nil {`},
 	{"nobody asks who holds a device", "pkg/prepare/prepare.go",
-		`if err := p.free(c, want); err != nil {`, `if err := error(nil); err != nil {`},
+		`if err := p.free(c, want, had); err != nil {`, `if err := error(nil); err != nil || had && false {`},
 	{"the plan is not written before the steps", "pkg/prepare/prepare.go",
 		`if len(w.steps) > 0 {`, `if len(w.steps) > 99 {`},
 	{"the result is not written", "pkg/prepare/prepare.go",
