@@ -18,6 +18,8 @@ var mistakes = []mistake{
 		`if err := held.Add(ctx, gpuLocks(gpus...)...); err != nil {`, `if err := held.Add(ctx); err != nil {`},
 	{"nobody asks who holds a device", "pkg/prepare/prepare.go",
 		`if err := p.free(c, want, had); err != nil {`, `if err := error(nil); err != nil || had && false {`},
+	{"nobody adds up what shares take", "pkg/prepare/holders.go",
+		`return w.fits(i, holders)`, `return w.fits(i, holders[:0])`},
 	{"the plan is not written before the steps", "pkg/prepare/prepare.go",
 		`if len(w.steps) > 0 {`, `if len(w.steps) > 99 {`},
 	{"the result is not written", "pkg/prepare/prepare.go",
