@@ -54,12 +54,12 @@ func (w *plan) fits(i int, holders []checkpoint.Record) error {
 	asked := consumed(w.record, d.Device)
 	for _, name := range slices.Sorted(maps.Keys(asked)) {
 		total, known := w.wants[i].totals[name]
-		full := &FullError{Request: d.Request, Device: d.Device, GPU: d.GPU, Capacity: name, Asked: asked[name], Total: total}
-		if !known || full.Asked.IsZero() {
+		if !known {
 			continue
 		}
+		full := &FullError{Request: d.Request, Device: d.Device, GPU: d.GPU, Capacity: name, Asked: asked[name], Total: total}
 		for _, h := range holders {
-			if q := consumed(h, d.Device)[name]; !q.IsZero() {
+			if q, takes := consumed(h, d.Device)[name]; takes {
 				full.Held.Add(q)
 				full.Holders = append(full.Holders, checkpoint.HolderClaim{UID: h.ClaimUID, Namespace: h.Namespace, Name: h.Name})
 			}
@@ -77,13 +77,16 @@ func (w *plan) fits(i int, holders []checkpoint.Record) error {
 	return nil
 }
 
+// capacity is by name. What is nothing is left out.
 type capacity map[string]resource.Quantity
 
 func (c capacity) add(more capacity) {
 	for name, q := range more {
-		sum := c[name].DeepCopy()
-		sum.Add(q)
-		c[name] = sum
+		if q.Sign() > 0 {
+			sum := c[name].DeepCopy()
+			sum.Add(q)
+			c[name] = sum
+		}
 	}
 }
 
@@ -97,7 +100,8 @@ func consumed(r checkpoint.Record, deviceName string) capacity {
 		case d.ConsumedCapacity != nil:
 			sum.add(d.ConsumedCapacity)
 		case d.Fraction:
-			return mpsLimits(r, deviceName)
+			sum = capacity{} // the limits are the sum of the claim's fractions already
+			sum.add(mpsLimits(r, deviceName))
 		default:
 			sum.add(capacity{device.CapacityShares: *resource.NewQuantity(1, resource.DecimalSI)})
 		}

@@ -185,7 +185,7 @@ func TestAnotherAmountIsAnotherAllocation(t *testing.T) {
 	refusedFor(t, err, "shares", "1", "4", "4", "c")
 }
 
-func TestTwoInstancesAtOnceGiveOutAGPUOnce(t *testing.T) {
+func TestTwoInstancesAtOnceGiveOutNoMoreThanThereIs(t *testing.T) {
 	w := withCapacity(t)
 	claims := map[string]*resourceapi.ResourceClaim{}
 	for i := range 6 {
