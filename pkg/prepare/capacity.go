@@ -18,7 +18,6 @@ import (
 type FullError struct {
 	Request string
 	Device  string
-	GPU     string
 	// Capacity is the name of what is short: claims can hold Total of it, and the holders have Held.
 	Capacity           string
 	Asked, Held, Total resource.Quantity
@@ -57,7 +56,7 @@ func (w *plan) fits(i int, holders []checkpoint.Record) error {
 		if !known {
 			continue
 		}
-		full := &FullError{Request: d.Request, Device: d.Device, GPU: d.GPU, Capacity: name, Asked: asked[name], Total: total}
+		full := &FullError{Request: d.Request, Device: d.Device, Capacity: name, Asked: asked[name], Total: total}
 		for _, h := range holders {
 			if q, takes := consumed(h, d.Device)[name]; takes {
 				full.Held.Add(q)
