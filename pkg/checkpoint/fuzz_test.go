@@ -14,7 +14,7 @@ import (
 func FuzzRecord(f *testing.F) {
 	for _, text := range []string{
 		``, `{`, `null`, `[]`, `{"claimUID":"uid"}`, `{"claimUID":"uid","devices":[{"device":"gpu-0000-1b-00-0","shareID":"x","later":1}],"steps":[{"kind":"shared","params":{}}],"later":{"a":[1]}}`,
-		`{"claimUID":"uid","devices":null,"steps":[{"kind":"","params":null}],"bootID":""}`, `{"claimUID":"other"}`, `{"ClaimUID":"uid","CLAIMUID":"x"}`,
+		`{"claimUID":"uid","devices":null,"steps":[{"kind":"","params":null}],"bootID":""}`, `{"claimUID":"other"}`, `{"claimUID":"uid","devices":[{"consumedCapacity":{"memory":"1024Mi","cores":25,"":null,"x":"1e300"}}]}`, `{"ClaimUID":"uid","CLAIMUID":"x"}`,
 	} {
 		f.Add([]byte(text), true)
 		f.Add([]byte(text), false)

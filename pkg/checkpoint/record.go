@@ -6,6 +6,7 @@ import (
 	"reflect"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -51,6 +52,9 @@ type Device struct {
 	MIGUUID string `json:"migUUID,omitempty"`
 	// Fraction says that it is a share with limits, and not one of those that only take turns.
 	Fraction bool `json:"fraction,omitempty"`
+	// ConsumedCapacity is what the share takes of each of its device's capacities. Records of earlier
+	// versions do not have it, nor do devices that are held alone.
+	ConsumedCapacity map[string]resource.Quantity `json:"consumedCapacity,omitempty"`
 
 	unknown map[string]json.RawMessage
 }

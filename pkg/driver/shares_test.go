@@ -32,10 +32,15 @@ const shareName = gpuName + "-share"
 // plainShare is a claim for one plain share.
 func (n *node) plainShare(t *testing.T, name string) *drapb.Claim {
 	t.Helper()
+	return n.plainShares(t, name, "1")
+}
+
+func (n *node) plainShares(t *testing.T, name, shares string) *drapb.Claim {
+	t.Helper()
 	c := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: name, UID: types.UID("uid-" + name)}}
 	c.Status.Allocation = &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: []resourceapi.DeviceRequestAllocationResult{{
 		Driver: DriverName, Pool: "node", Device: shareName, Request: "gpu", ShareID: ptr.To(types.UID("share-" + name)),
-		ConsumedCapacity: map[resourceapi.QualifiedName]resource.Quantity{device.CapacityShares: resource.MustParse("1")},
+		ConsumedCapacity: map[resourceapi.QualifiedName]resource.Quantity{device.CapacityShares: resource.MustParse(shares)},
 	}}}}
 	c.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "pod", UID: "pod"}}
 	if _, err := n.client.ResourceV1().ResourceClaims("team").Create(t.Context(), c, metav1.CreateOptions{}); err != nil {
@@ -92,6 +97,19 @@ func TestSharesThatAreHeldStayWhenTheRulesDoNot(t *testing.T) {
 		t.Fatal(failed)
 	}
 	eventually(t, "when it was given back, the share is withdrawn", func() bool { return !slices.Contains(published(t, n.client), shareName) })
+}
+
+func TestMoreSharesThanTheRulesOfferAreRefused(t *testing.T) {
+	n := newNode(t)
+	n.cfg.Shares = "shares:5,#0=shares:3"
+	n.start(t)
+	n.register(t)
+	if answer := n.prepare(t, n.plainShares(t, "more", "4")); !strings.Contains(answer.GetError(), "which has 3") {
+		t.Errorf("the answer is %q", answer.GetError())
+	}
+	if answer := n.prepare(t, n.plainShares(t, "all", "3")); answer.GetError() != "" {
+		t.Error(answer.GetError())
+	}
 }
 
 func TestFractionsThatCannotBeKeptAreAnEvent(t *testing.T) {

@@ -92,6 +92,14 @@ type HeldError struct {
 	Unreadable error
 }
 
+// until is empty where nobody can say when the claim leaves, or where others share the device as it does.
+func (e *HeldError) until() []types.UID {
+	if e.Otherwise || e.Unreadable != nil {
+		return nil
+	}
+	return []types.UID{e.UID}
+}
+
 func (e *HeldError) Error() string {
 	holder := "claim " + e.Holder + " (UID " + string(e.UID) + ")"
 	if e.Holder == "" {

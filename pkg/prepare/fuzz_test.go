@@ -43,8 +43,8 @@ func FuzzPrepare(f *testing.F) {
 		r.AdminAccess = &admin
 		again := r
 		again.Request = "s"
-		w := newWorld(t)
-		h := withMPS(w)
+		w := withCapacity(t)
+		h := w.hardware
 		p := w.plugin(t)
 		for _, c := range []*resourceapi.ResourceClaim{newClaim("c", r), newClaim("c", r, again)} {
 			if config != "" {

@@ -5,28 +5,28 @@ import (
 	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // free refuses devices that cannot be had beside what other claims hold. The caller holds their GPUs' locks.
-func (p *Preparer) free(c *resourceapi.ResourceClaim, w *plan) error {
+// had says that the claim has held the same devices until now.
+func (p *Preparer) free(c *resourceapi.ResourceClaim, w *plan, had bool) error {
 	entries, err := p.Records.ListAbout(w.record.GPUs()...)
 	if err != nil {
 		return because(CauseRecord, "%w", err)
 	}
+	others := slices.DeleteFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == c.UID })
 	for i, d := range w.record.Devices {
 		if d.AdminAccess {
 			continue
 		}
-		for _, e := range entries {
-			if e.ClaimUID == c.UID {
-				continue
-			}
-			if err := p.sharedOtherwise(d, e); err != nil {
-				return err
-			}
+		if err := p.shareable(w, i, others, had); err != nil {
+			return err
+		}
+		for _, e := range others {
 			there, excluded := excluding(w.wants[i], e.Devices)
 			if !excluded && !e.Inexact() {
 				continue
@@ -50,30 +50,58 @@ func (p *Preparer) free(c *resourceapi.ResourceClaim, w *plan) error {
 	return nil
 }
 
-// sharedOtherwise refuses a fraction beside plain shares of the same device, and the other way round: what keeps limits lets nobody else compute. The scheduler
-// gives out both only where what is offered has changed while claims held the device.
-func (p *Preparer) sharedOtherwise(d checkpoint.Device, e checkpoint.Entry) error {
-	name, ok := device.ParseName(d.Device)
-	if !ok || !name.Share || !e.Inexact() && !slices.Contains(e.Devices, d.Device) {
+// shareable refuses a share that cannot be had together with those that other claims hold of the
+// device. What the claim has held until now is not measured again: it fitted when it was given.
+func (p *Preparer) shareable(w *plan, i int, others []checkpoint.Entry, had bool) error {
+	d := w.record.Devices[i]
+	if !w.wants[i].name.Share {
 		return nil
 	}
-	refusal := &HeldError{Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID, Otherwise: true}
-	holder, found, err := p.Records.Load(e.ClaimUID)
-	if err != nil {
-		h, _, herr := p.Records.Holder(sharedKey(d.Device, mpsDaemonKind))
-		if herr == nil && h.Holds(e.ClaimUID) == d.Fraction {
-			return nil
+	var holders []checkpoint.Record
+	for _, e := range others {
+		if !e.Inexact() && !slices.Contains(e.Devices, d.Device) {
+			continue
 		}
-		refusal.Unreadable = err
-		return because(CauseHeld, "%w", refusal)
+		holder, found, err := p.Records.Load(e.ClaimUID)
+		switch {
+		case err != nil:
+			if err := p.unmeasured(d, e.ClaimUID, err, had); err != nil {
+				return err
+			}
+		case found && sharedOtherwise(d, holder):
+			return because(CauseHeld, "%w", &HeldError{
+				Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID, Otherwise: true,
+				Holder: holder.Namespace + "/" + holder.Name, Leaving: holder.State == checkpoint.Reverting,
+			})
+		case found:
+			holders = append(holders, holder)
+		}
 	}
-	if !found || !slices.ContainsFunc(holder.Devices, func(h checkpoint.Device) bool {
-		return h.Device == d.Device && !h.AdminAccess && h.Fraction != d.Fraction
-	}) {
+	if had {
 		return nil
 	}
-	refusal.Holder, refusal.Leaving = holder.Namespace+"/"+holder.Name, holder.State == checkpoint.Reverting
-	return because(CauseHeld, "%w", refusal)
+	return w.fits(i, holders)
+}
+
+// unmeasured refuses a share of a device of which a claim holds nobody knows how much, because its
+// record cannot be read. A claim that has its share keeps it, unless the other shares the device in another way.
+func (p *Preparer) unmeasured(d checkpoint.Device, uid types.UID, unreadable error, had bool) error {
+	h, _, err := p.Records.Holder(sharedKey(d.Device, mpsDaemonKind))
+	alike := err == nil && h.Holds(uid) == d.Fraction
+	if alike && had {
+		return nil
+	}
+	return because(CauseHeld, "%w", &HeldError{
+		Request: d.Request, Device: d.Device, GPU: d.GPU, UID: uid, Otherwise: !alike, Unreadable: unreadable,
+	})
+}
+
+// sharedOtherwise says whether the claim has fractions of the device where plain shares are asked for, or the other way round: what keeps limits lets nobody
+// else compute. The scheduler gives out both only where what is offered has changed while claims held the device.
+func sharedOtherwise(d checkpoint.Device, holder checkpoint.Record) bool {
+	return slices.ContainsFunc(holder.Devices, func(h checkpoint.Device) bool {
+		return h.Device == d.Device && !h.AdminAccess && h.Fraction != d.Fraction
+	})
 }
 
 // excluding finds among devices that are held one that cannot be held beside the wanted one. Of a shape that only a later version knows it is taken for

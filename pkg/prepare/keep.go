@@ -217,8 +217,9 @@ func replaced(d checkpoint.Device, now string) error {
 }
 
 // sameDevice leaves the UUIDs out: a card that was replaced is told apart from another allocation.
-func sameDevice(a, b checkpoint.Device) bool {
-	return a.Request == b.Request && a.Pool == b.Pool && a.Device == b.Device && a.AdminAccess == b.AdminAccess && same(a.ShareID, b.ShareID)
+func sameDevice(old, now checkpoint.Device) bool {
+	return old.Request == now.Request && old.Pool == now.Pool && old.Device == now.Device && old.AdminAccess == now.AdminAccess &&
+		same(old.ShareID, now.ShareID) && sameCapacity(old.ConsumedCapacity, now.ConsumedCapacity)
 }
 
 func same[T comparable](a, b *T) bool {

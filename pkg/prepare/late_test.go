@@ -4,6 +4,8 @@ import (
 	"context"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -72,6 +74,92 @@ func TestACallThatTheKubeletHasGivenUpIsNotBegun(t *testing.T) {
 		t.Error(err)
 	}
 	clean(t, w)
+}
+
+// An API server that does not answer fails the call that asks it, and delays nobody else.
+func TestAStalledReadOfAClaimDelaysNoOtherClaimOnTheGPU(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		p := w.plugin(t)
+		neighbour, next := newClaim("neighbour", plain("r", share0)), newClaim("next", plain("r", share0))
+		mustPrepare(t, p, neighbour)
+		p.Overtaken = func(_ context.Context, uid types.UID) bool { return uid == "uid-stalled" }
+		p.Reread = func(ctx context.Context, _, _ string) (*resourceapi.ResourceClaim, error) {
+			<-ctx.Done()
+			return nil, ctx.Err()
+		}
+		began := time.Now()
+		ended := make(chan error)
+		go func() {
+			const kubelets = 45 * time.Second
+			ctx, cancel := context.WithTimeout(t.Context(), kubelets)
+			defer cancel()
+			_, err := p.Prepare(ctx, newClaim("stalled", plain("r", share0)))
+			ended <- err
+		}()
+		synctest.Wait()
+		mustUnprepare(t, p, neighbour.UID)
+		mustPrepare(t, p, next)
+		if took := time.Since(began); took > 0 {
+			t.Errorf("the neighbours waited %v", took)
+		}
+		err := <-ended
+		if CauseOf(err) != CauseCanceled || !strings.Contains(err.Error(), "default/stalled") || !strings.Contains(err.Error(), "the API server did not answer within 5s") {
+			t.Error(err)
+		}
+		if took := time.Since(began); took != 5*time.Second {
+			t.Errorf("it failed after %v", took)
+		}
+		mustUnprepare(t, p, next.UID)
+		clean(t, w)
+	})
+}
+
+// A call that waits for its GPU keeps the claim's lock: whatever gives the claim back, or prepares it
+// for another allocation, comes after it. So nobody has to ask the API server once more.
+func TestCallsForAClaimThatWaitsForItsGPUComeAfterIt(t *testing.T) {
+	for name, after := range map[string]func(*Preparer) error{
+		"given back": func(p *Preparer) error { return p.Unprepare(context.Background(), "uid-c") },
+		"allocated anew": func(p *Preparer) error {
+			_, err := p.Prepare(context.Background(), newClaim("c", allocated("r", gpu1)))
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(t)
+				p := w.plugin(t)
+				other, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu0)...)
+				if err != nil {
+					t.Fatal(err)
+				}
+				ended := make(chan error, 2)
+				go func() {
+					_, err := p.Prepare(t.Context(), newClaim("c", allocated("r", gpu0)))
+					ended <- err
+				}()
+				synctest.Wait()
+				w.reread = func() (*resourceapi.ResourceClaim, error) { return newClaim("c", allocated("r", gpu1)), nil }
+				go func() { ended <- after(w.plugin(t)) }()
+				synctest.Wait()
+				other.Release()
+				for range 2 {
+					if err := <-ended; err != nil {
+						t.Error(err)
+					}
+				}
+				for _, record := range w.records() {
+					if record != "uid-c_"+gpu1+".json" {
+						t.Errorf("left: %s", record)
+					}
+				}
+				if err := p.Unprepare(t.Context(), "uid-c"); err != nil {
+					t.Error(err)
+				}
+				clean(t, w)
+			})
+		})
+	}
 }
 
 // during does something each time when the node is looked at.

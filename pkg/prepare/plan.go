@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
@@ -40,6 +41,8 @@ type want struct {
 	shared *shared
 	// found is such a partition.
 	found *partition
+	// totals is what claims can hold together of a device that is shared, by capacity, as far as it is known.
+	totals map[string]resource.Quantity
 }
 
 // partition is a MIG device that exists.
@@ -78,11 +81,14 @@ func (p *Preparer) plan(c *resourceapi.ResourceClaim) (*plan, error) {
 		if err := w.excludes(r, t); err != nil {
 			return nil, because(CauseClaim, "%w", err)
 		}
-		w.wants = append(w.wants, t)
-		w.record.Devices = append(w.record.Devices, checkpoint.Device{
+		d := checkpoint.Device{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,
 			GPU: t.name.GPU, GPUUUID: t.gpu.UUID, Fraction: isFraction(r, t.name),
-		})
+		}
+		if t.name.Share && !r.AdminAccess {
+			d.ConsumedCapacity, t.totals = r.Capacity, p.Shares.Totals(t.gpu, placeOf(snapshot, t.gpu), t.name)
+		}
+		w.wants, w.record.Devices = append(w.wants, t), append(w.record.Devices, d)
 	}
 	if w.sharing, err = p.sharing(c.UID, w, allocation.Results); err != nil {
 		if CauseOf(err) == causeOther {
@@ -212,6 +218,17 @@ func find(s inventory.Snapshot, deviceName string) (want, bool) {
 		}
 	}
 	return want{}, false
+}
+
+// placeOf is the GPU's place among the node's by PCI address.
+func placeOf(s inventory.Snapshot, of device.GPU) int {
+	place := 0
+	for _, g := range s.Node.GPUs {
+		if g.PCIAddress < of.PCIAddress {
+			place++
+		}
+	}
+	return place
 }
 
 // missing says what is known of a device that is not offered, and else what is offered.

@@ -1,12 +1,16 @@
 package prepare
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"fmt"
+	"slices"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
@@ -19,6 +23,10 @@ import (
 
 // heldPoll is how often is looked whether another claim has been given back.
 const heldPoll = 50 * time.Millisecond
+
+// rereadTime bounds how long a call waits for the API server: well below the kubelet's 45 s, so
+// that the kubelet hears why the call failed.
+const rereadTime = 5 * time.Second
 
 // Prepare makes the claim's devices usable and answers what the container runtime is to inject. It may be called again at any time.
 //
@@ -40,18 +48,24 @@ func (p *Preparer) prepareAfterOthers(ctx context.Context, c *resourceapi.Resour
 	waiting, cancel := context.WithTimeout(ctx, p.HeldPatience)
 	defer cancel()
 	err = refused
-	for refusal := new(HeldError); errors.As(err, &refusal) && p.givenBack(waiting, refusal); {
+	for refusal := refusal(nil); errors.As(err, &refusal) && p.givenBack(waiting, refusal.until()); {
 		devices, err = p.prepare(ctx, c, true)
 	}
 	return devices, err
 }
 
-// givenBack waits for the claim that holds the device. It is false if that has not happened in time, or cannot be expected.
-func (p *Preparer) givenBack(ctx context.Context, refusal *HeldError) bool {
-	if refusal.Otherwise || refusal.Unreadable != nil || ctx.Err() != nil {
+// refusal names the claims that have to be given back, one of them, before trying again is of use.
+type refusal interface {
+	error
+	until() []types.UID
+}
+
+// givenBack waits for one of the claims. It is false if that has not happened in time, or cannot be expected.
+func (p *Preparer) givenBack(ctx context.Context, holders []types.UID) bool {
+	if len(holders) == 0 || ctx.Err() != nil {
 		return false
 	}
-	klog.FromContext(ctx).Info("Waiting for another claim to be given back", "device", refusal.Holds, "claim", refusal.Holder, "claimUID", refusal.UID)
+	klog.FromContext(ctx).Info("Waiting for another claim to be given back", "claimUIDs", holders)
 	poll := time.NewTicker(heldPoll)
 	defer poll.Stop()
 	for {
@@ -62,8 +76,10 @@ func (p *Preparer) givenBack(ctx context.Context, refusal *HeldError) bool {
 			return false
 		case <-poll.C:
 		}
-		if _, found, err := p.Records.Load(refusal.UID); err != nil || !found {
-			return err == nil
+		for _, uid := range holders {
+			if _, found, err := p.Records.Load(uid); err != nil || !found {
+				return err == nil
+			}
 		}
 	}
 }
@@ -86,6 +102,11 @@ func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resour
 	if err != nil {
 		return nil, err
 	}
+	// No call gives the claim back while its lock is held, so what the API server says holds until
+	// the GPUs are locked. It is asked before that: other claims on the GPUs do not wait for it.
+	if err := p.timely(ctx, c, waited || held.Waited); err != nil {
+		return nil, err
+	}
 	old, err := p.oldRecord(ctx, c)
 	if err != nil {
 		return nil, err
@@ -97,7 +118,7 @@ func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resour
 	if err := lockGPUs(ctx, held, gpus...); err != nil {
 		return nil, err
 	}
-	if err := p.timely(ctx, c, waited || held.Waited); err != nil {
+	if err := givenUp(ctx); err != nil {
 		return nil, err
 	}
 	if old != nil {
@@ -108,7 +129,8 @@ func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resour
 	if len(want.record.Devices) == 0 {
 		return nil, nil
 	}
-	if err := p.free(c, want); err != nil {
+	had := old != nil && slices.EqualFunc(old.Devices, want.record.Devices, sameDevice)
+	if err := p.free(c, want, had); err != nil {
 		return nil, err
 	}
 	if err := p.carryOut(ctx, want); err != nil {
@@ -141,11 +163,20 @@ func reserved(c *resourceapi.ResourceClaim) error {
 	return nil
 }
 
-// timely makes sure that the kubelet still waits for this call, and, where others may have worked on the claim since it was read, that it is still as it was.
-// What the kubelet gave up is not begun: it gives the claim back next, and that may be over.
-func (p *Preparer) timely(ctx context.Context, c *resourceapi.ResourceClaim, waited bool) error {
+// givenUp refuses a call that the kubelet does not wait for any more. It is not begun: the kubelet
+// gives the claim back next.
+func givenUp(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return because(CauseCanceled, "the kubelet gave this call up: %w", err)
+	}
+	return nil
+}
+
+// timely makes sure that the kubelet still waits for this call. Where others may have worked on the
+// claim since it was read, the claim must also be as it was. The caller holds the claim's lock.
+func (p *Preparer) timely(ctx context.Context, c *resourceapi.ResourceClaim, waited bool) error {
+	if err := givenUp(ctx); err != nil {
+		return err
 	}
 	if waited || p.Overtaken(ctx, c.UID) {
 		return p.unchanged(ctx, c)
@@ -156,9 +187,11 @@ func (p *Preparer) timely(ctx context.Context, c *resourceapi.ResourceClaim, wai
 // unchanged makes sure, after a wait, that the claim still has the allocation that was planned for, and a Pod: the kubelet's call may be one that it gave up
 // long ago, and the claim's next Pod may be on another node.
 func (p *Preparer) unchanged(ctx context.Context, c *resourceapi.ResourceClaim) error {
-	now, err := p.Reread(ctx, c.Namespace, c.Name)
+	reading, cancel := context.WithTimeoutCause(ctx, rereadTime, fmt.Errorf("the API server did not answer within %s; the kubelet will try again", rereadTime))
+	defer cancel()
+	now, err := p.Reread(reading, c.Namespace, c.Name)
 	if err != nil {
-		return because(CauseCanceled, "read the claim again after a wait: %w", err)
+		return because(CauseCanceled, "read the claim again after a wait: %w", cmp.Or(context.Cause(reading), err))
 	}
 	if now.UID != c.UID {
 		return because(CauseClaim, "it was replaced by another claim of the same name (UID %s) while this call waited", now.UID)

@@ -341,6 +341,7 @@ func TestAClaimWithMoreGPUsThanAFileNameHolds(t *testing.T) {
 	}
 }
 
+// The other call may have given the claim back.
 func TestAfterAWaitTheClaimIsReadAgain(t *testing.T) {
 	same := newClaim("c", allocated("r", gpu0))
 	replaced := newClaim("c", allocated("r", gpu0))
@@ -364,7 +365,7 @@ func TestAfterAWaitTheClaimIsReadAgain(t *testing.T) {
 				w := newWorld(t)
 				w.reread = func() (*resourceapi.ResourceClaim, error) { return c.claim, c.err }
 				p := w.plugin(t)
-				other, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu0)...)
+				other, err := p.Locks.Acquire(t.Context(), claimLock(same.UID))
 				if err != nil {
 					t.Fatal(err)
 				}

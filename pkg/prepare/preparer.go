@@ -68,6 +68,8 @@ type Options struct {
 	MIGEdits func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 	// Policy says what may be done about a GPU's partitions; without it everything may.
 	Policy func(device.GPU) device.Policy
+	// Shares says how many plain shares of a device there are. Without it their number is not known.
+	Shares device.ShareRules
 	// Repaired, if set, is told of each thing that was put in order, by several at once. It must not block.
 	Repaired func(Repair)
 	// Changed, if set, is told of each prepared claim whose devices are others than before: a partition that was made again has another UUID.

@@ -48,6 +48,7 @@ type world struct {
 	reread   func() (*resourceapi.ResourceClaim, error)
 	hardware *hardware // nil if no GPU can be cut
 	policy   func(device.GPU) device.Policy
+	shares   device.ShareRules
 	daemons  *daemons
 	patience time.Duration // with what others hold
 	stopping chan struct{}
@@ -102,7 +103,7 @@ func (w *world) start() (*Preparer, error) {
 			}
 			return w.reread()
 		},
-		MIGEdits: migEdits, Policy: w.policy, MPS: w.daemons, MPSEdits: w.daemons.edits,
+		MIGEdits: migEdits, Policy: w.policy, Shares: w.shares, MPS: w.daemons, MPSEdits: w.daemons.edits,
 		LimitEdits: func(gpu string, mebibytes uint64) specs.ContainerEdits {
 			return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: fmt.Sprintf("/limit/%s/%d", gpu, mebibytes)}}}
 		},

@@ -183,7 +183,8 @@ func (s *schedule) comesBack(uid types.UID) bool {
 	return true
 }
 
-// allocated is the scheduler's work, which mostly knows what excludes what.
+// allocated is the scheduler's work, which mostly knows what excludes what. How much memory is held it
+// does not know: it gives on what a Pod holds that was deleted by force.
 func (s *schedule) allocated(c *claim) {
 	for range 12 {
 		gpus := []string{s.gpus[0].name(), s.gpus[1].name()}

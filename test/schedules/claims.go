@@ -228,6 +228,27 @@ func (n *node) conflict(a, b *resourceapi.ResourceClaim) string {
 	return ""
 }
 
+// overfull finds a device of the claim's of which it holds more memory, together with others, than there is.
+func (n *node) overfull(of *resourceapi.ResourceClaim, others []*resourceapi.ResourceClaim) string {
+	known := device.GPU{MemoryBytes: gpuMemory, MIG: &device.MIG{Profiles: profiles}}
+	for _, r := range results(of) {
+		name, _ := device.ParseName(r.Device)
+		total, isKnown := (device.ShareRules{}).Totals(known, 0, name)[device.CapacityMemory]
+		var sum resource.Quantity
+		for _, c := range append(others, of) {
+			for _, held := range results(c) {
+				if held.Device == r.Device {
+					sum.Add(held.ConsumedCapacity[device.CapacityMemory])
+				}
+			}
+		}
+		if isKnown && sum.Cmp(total) > 0 {
+			return fmt.Sprintf("%s of %s of %s", sum.String(), total.String(), r.Device)
+		}
+	}
+	return ""
+}
+
 // disagree says whether two claims for shares of one device want it shared in different ways.
 func disagree(a, b *resourceapi.ResourceClaim) bool {
 	return slices.ContainsFunc(results(a), func(x result) bool {

@@ -127,5 +127,15 @@ func (w *world) available(c *claim) bool {
 			return false
 		}
 	}
-	return !slices.ContainsFunc(w.claims, func(o *claim) bool { return o != c && (w.conflict(c.now, o.now) != "" || disagree(c.now, o.now)) })
+	var others []*resourceapi.ResourceClaim
+	for _, o := range w.claims {
+		if o == c {
+			continue
+		}
+		if w.conflict(c.now, o.now) != "" || disagree(c.now, o.now) {
+			return false
+		}
+		others = append(others, o.now)
+	}
+	return w.overfull(c.now, others) == ""
 }

@@ -22,7 +22,8 @@ import (
 
 // What must hold:
 //
-//  1. No device is held twice: of two claims that the kubelet was told are prepared, no two devices exclude each other.
+//  1. No device is held twice: of two claims that the kubelet was told are prepared, no two devices exclude each other, and of
+//     no device more memory is held than it has.
 //  2. No success without durable state: what an answer promises is there, and would be after a power cut: record, specs, partition, settings, daemon.
 //     A claim of which it was said that it is given back is in no file any more.
 //  3. A success stays true: a prepared claim keeps its record, and its spec unless something took it that only a comparison can bring back.
@@ -55,10 +56,24 @@ func (w *world) answered(k *call) {
 			w.breaks("%s are held twice: by claims %s and %s", both, k.claim.name, other.name)
 		}
 	}
+	w.fits(k.claim, k.of)
 	if slices.Equal(k.before, w.disturbances()) {
 		if err := w.promised(k.of); err != nil {
 			w.breaks("claim %s was said to be prepared: %v", k.claim.name, err)
 		}
+	}
+}
+
+// fits makes sure that a claim which is prepared leaves the others what they hold.
+func (w *world) fits(c *claim, of *resourceapi.ResourceClaim) {
+	var held []*resourceapi.ResourceClaim
+	for _, other := range w.claims {
+		if other != c && other.phase == prepared {
+			held = append(held, other.got)
+		}
+	}
+	if much := w.overfull(of, held); much != "" {
+		w.breaks("claims that are prepared, %s among them, hold %s", c.name, much)
 	}
 }
 
@@ -215,6 +230,7 @@ func (w *world) quiet() {
 			continue
 		}
 		w.isPrepared(w.disk, c.got)
+		w.fits(c, c.got)
 		if spec, err := w.specs.of(c.uid); err != nil || spec == nil && !c.unspecified {
 			w.breaks("claim %s is prepared, and its spec is gone: %v", c.name, err)
 		}

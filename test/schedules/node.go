@@ -50,11 +50,14 @@ type gpu struct {
 // foundSlice is what an admin has set before the plugin came.
 const foundSlice = device.TimeSliceMedium
 
+// gpuMemory is what three fractions fit into. Of a partition two do.
+const gpuMemory = 25 << 30
+
 // profiles are some of an H100's.
 var profiles = []device.Profile{
 	{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, Size: 4, Starts: []uint32{0, 4}},
 	{ID: theirProfile, Name: "2g.20gb", Slices: 2, MaxInstances: 3, Size: 2, Starts: []uint32{0, 2, 4}},
-	{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 7, Size: 1, Starts: []uint32{0, 1, 2, 3, 4, 5, 6}},
+	{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 7, Size: 1, Starts: []uint32{0, 1, 2, 3, 4, 5, 6}, MemoryBytes: 17 << 30},
 }
 
 // theirProfile is the one that admins cut while the node runs. Claims never ask for it: an instance that someone makes anew with the profile, the place and the
@@ -86,7 +89,7 @@ func (n *node) scan() {
 		mig := g.state().MIG
 		mig.Profiles = profiles
 		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{
-			GPU:   device.GPU{PCIAddress: g.address, UUID: g.uuid, Minor: g.minor, MIG: &mig},
+			GPU:   device.GPU{PCIAddress: g.address, UUID: g.uuid, Minor: g.minor, MemoryBytes: gpuMemory, MIG: &mig},
 			Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", g.minor)}}},
 		})
 	}
