@@ -1,7 +1,6 @@
 package prepare
 
 import (
-	"encoding/json"
 	"fmt"
 	"maps"
 	"slices"
@@ -11,7 +10,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // FullError refuses shares that do not fit into what other claims leave of a device's capacity.
@@ -89,45 +87,18 @@ func (c capacity) add(more capacity) {
 	}
 }
 
-// consumed adds up what the claim takes of the device, over all of its shares. A record of an earlier
-// version does not have it: its fractions count as what MPS holds the claim to, its plain shares as one.
+// consumed adds up what the claim takes of the device, over all of its shares.
 func consumed(r checkpoint.Record, deviceName string) capacity {
 	sum := capacity{}
 	for _, d := range r.Devices {
-		switch {
-		case d.Device != deviceName || d.AdminAccess:
-		case d.ConsumedCapacity != nil:
+		if d.Device == deviceName && !d.AdminAccess {
 			sum.add(d.ConsumedCapacity)
-		case d.Fraction:
-			sum = capacity{} // the limits are the sum of the claim's fractions already
-			sum.add(mpsLimits(r, deviceName))
-		default:
-			sum.add(capacity{device.CapacityShares: *resource.NewQuantity(1, resource.DecimalSI)})
 		}
 	}
 	return sum
 }
 
-// mpsLimits are those to which MPS holds the claim on the device, as its record has them.
-func mpsLimits(r checkpoint.Record, deviceName string) capacity {
-	for _, step := range r.Steps {
-		var spec claimSpec
-		if step.Kind != claimSpecKind || json.Unmarshal(step.Params, &spec) != nil {
-			continue
-		}
-		for _, c := range spec.Clients {
-			if c.Daemon == deviceName {
-				return capacity{
-					device.CapacityMemory: *resource.NewQuantity(int64(min(c.Memory, 1<<40))<<20, resource.BinarySI),
-					device.CapacityCores:  *resource.NewQuantity(int64(c.Threads), resource.DecimalSI),
-				}
-			}
-		}
-	}
-	return nil
-}
-
-// sameCapacity takes a record of an earlier version, which does not say, for the same.
+// sameCapacity accepts a record that does not say what its shares consume.
 func sameCapacity(old, now capacity) bool {
 	return old == nil || maps.EqualFunc(old, now, func(a, b resource.Quantity) bool { return a.Cmp(b) == 0 })
 }
