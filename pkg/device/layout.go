@@ -93,7 +93,7 @@ func asItIs(m *MIG) Layout {
 func whyNotCounted(g GPU, counters bool) string {
 	switch {
 	case !counters:
-		return "the cluster keeps no shared counters (feature gate DRAPartitionableDevices), without which shapes that overlap would be given away twice"
+		return "the cluster keeps no shared counters (feature gate DRAPartitionableDevices, from Kubernetes 1.35), without which shapes that overlap would be given away twice"
 	case len(g.MIG.Profiles) == 0:
 		return "what it can be cut into is not known"
 	default:

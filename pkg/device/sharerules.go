@@ -129,7 +129,7 @@ func NotInFractions(offerings []Offering) map[string]string {
 func WhyNotShared(counters, capacities bool) string {
 	var lacking []string
 	if !counters {
-		lacking = append(lacking, "shared counters (feature gate DRAPartitionableDevices)")
+		lacking = append(lacking, "shared counters (feature gate DRAPartitionableDevices, from Kubernetes 1.35)")
 	}
 	if !capacities {
 		lacking = append(lacking, "consumable capacities (feature gate DRAConsumableCapacity)")

@@ -77,6 +77,7 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 			return
 		case <-d.inv.Changed():
 			changed = true
+		case <-d.leadsAgain:
 		case <-time.After(pause):
 		}
 		d.checkHook(ctx)
@@ -142,11 +143,14 @@ func (d *Driver) writeBase(files *string) (renumbered bool) {
 }
 
 // checkHook keeps the hook binary on the host. The node is not ready while the host could not run it: containers with a GPU would then fail to start.
+// A superseded instance leaves installing to the newer one, but still checks: it serves claims, and
+// must not keep a reason that the newer one has removed.
 func (d *Driver) checkHook(ctx context.Context) {
-	if d.superseded.Load() {
-		return
+	superseded, changed := d.superseded.Load(), false
+	var err error
+	if !superseded {
+		changed, err = d.hook.Install()
 	}
-	changed, err := d.hook.Install()
 	if err == nil {
 		err = d.hook.Check()
 	}
@@ -158,6 +162,9 @@ func (d *Driver) checkHook(ctx context.Context) {
 		klog.FromContext(ctx).Info("Installed the CDI hook on the host", "path", d.cfg.HookPath)
 	}
 	d.readiness.Clear("hook")
+	if superseded {
+		return
+	}
 	// Only containers that share a GPU by MPS need this one: their claims say so if it is missing.
 	if _, err := d.mpsHook.Install(); err != nil {
 		klog.FromContext(ctx).Error(err, "Claims that ask for MPS cannot be prepared")
@@ -191,6 +198,7 @@ func (d *Driver) publisher(ctx context.Context) *publisher {
 			d.metrics.Publisher(held)
 			d.health.Publishes(held)
 			if d.superseded.Swap(superseded) && held {
+				wake(d.leadsAgain)
 				// What happened while neither instance mended.
 				if err := d.mend(ctx); err != nil {
 					klog.FromContext(ctx).Error(err, "Could not write all CDI specs again")

@@ -8,6 +8,7 @@ import (
 	"syscall"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/client-go/kubernetes"
@@ -69,6 +70,9 @@ type Driver struct {
 	toldWithheld string
 	// toPublisher asks for the slices to be made anew.
 	toPublisher chan struct{}
+	// leadsAgain asks for hook and base spec to be installed at once: a newer instance that was
+	// rolled back may have left ones that do not work.
+	leadsAgain chan struct{}
 	// toReconcile asks for records and hardware to be compared soon.
 	toReconcile chan struct{}
 	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.
@@ -210,6 +214,10 @@ func (d *Driver) HandleError(ctx context.Context, err error, msg string) {
 	utilruntime.HandleErrorWithContext(ctx, err, msg)
 	if errors.Is(err, kubeletplugin.ErrRecoverable) || isRecoverable(err) {
 		d.metrics.PublishError()
+		if apierrors.IsInvalid(err) { // a retry alone does not help
+			d.events.warn("SlicesRejected", "The API server rejects this node's ResourceSlices; "+
+				"look for an admission policy that refuses them, else report a bug: "+rejection(err))
+		}
 		return
 	}
 	d.fail(fmt.Errorf("%s: %w", msg, err))

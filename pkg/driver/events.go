@@ -4,14 +4,12 @@ import (
 	"context"
 
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/tools/record"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
-	"k8s.io/klog/v2"
 )
 
 // nodeEvents writes Events about the plugin's own Node and about the claims on it.
@@ -23,19 +21,17 @@ type nodeEvents struct {
 	node     *corev1.ObjectReference
 }
 
-// newNodeEvents starts a recorder that ends with the context. Events name the Node by its UID, so that "kubectl describe node" shows them;
-// the UID is looked up once, and the kubelet's convention (the name as UID) serves if that fails.
+// newNodeEvents starts a recorder that ends with the context. As in the kubelet's own Events, the
+// Node's name stands for its UID: "kubectl describe node" shows those too, and a start waits for no
+// API server to look the UID up.
 func newNodeEvents(ctx context.Context, client kubernetes.Interface, nodeName string) *nodeEvents {
 	broadcaster := record.NewBroadcaster(record.WithContext(ctx), record.WithCorrelatorOptions(record.CorrelatorOptions{SpamKeyFunc: quotaKey, KeyFunc: likenessKey}))
 	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: client.CoreV1().Events("")})
 	context.AfterFunc(ctx, broadcaster.Shutdown)
-	ref := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: nodeName, UID: types.UID(nodeName)}
-	if node, err := client.CoreV1().Nodes().Get(ctx, nodeName, metav1.GetOptions{}); err == nil {
-		ref.UID = node.UID
-	} else {
-		klog.FromContext(ctx).V(2).Info("Could not look up the Node's UID for Events", "err", err)
+	return &nodeEvents{
+		recorder: broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: DriverName, Host: nodeName}),
+		node:     &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: nodeName, UID: types.UID(nodeName)},
 	}
-	return &nodeEvents{recorder: broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: DriverName, Host: nodeName}), node: ref}
 }
 
 func (e *nodeEvents) warn(reason, message string) {

@@ -1,15 +1,26 @@
 package driver
 
 import (
+	"bytes"
 	"errors"
+	"slices"
+	"strings"
+	"sync/atomic"
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/rand"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/textlogger"
+	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // server answers a dry run as an API server whose feature gates drop fields does.
@@ -62,7 +73,23 @@ func TestProbeTellsWhichFieldsSurvive(t *testing.T) {
 			}
 			return nil
 		}, Features{true, true, false, true, true}},
-		"counters dropped": {func(s *resourceapi.ResourceSliceSpec) error { s.SharedCounters = nil; return nil }, Features{true, false, false, true, true}},
+		"counters dropped":               {func(s *resourceapi.ResourceSliceSpec) error { s.SharedCounters = nil; return nil }, Features{true, false, false, true, true}},
+		"Kubernetes 1.34 with all gates": {kubernetes134, Features{true, false, false, true, false}},
+		"Kubernetes 1.35 with all gates": {kubernetes135, Features{true, true, false, true, true}},
+		"counters refused together with consumable capacity": {func(s *resourceapi.ResourceSliceSpec) error {
+			for _, d := range s.Devices {
+				if ptr.Deref(d.AllowMultipleAllocations, false) && len(d.ConsumesCounters) > 0 {
+					return invalid(field.Invalid(field.NewPath("spec", "devices"), d.Name, "not both"))
+				}
+			}
+			return nil
+		}, Features{true, false, false, true, true}},
+		"what devices consume dropped": {func(s *resourceapi.ResourceSliceSpec) error {
+			for i := range s.Devices {
+				s.Devices[i].ConsumesCounters = nil
+			}
+			return nil
+		}, Features{true, false, false, true, true}},
 		"counters dropped, and the empty slice refused": {func(s *resourceapi.ResourceSliceSpec) error {
 			if len(s.Devices) == 0 {
 				return apierrors.NewInvalid(schema.GroupKind{Kind: "ResourceSlice"}, "probe", nil)
@@ -71,12 +98,166 @@ func TestProbeTellsWhichFieldsSurvive(t *testing.T) {
 		}, Features{true, false, false, true, true}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, err := probeFeatures(t.Context(), server(c.drop), "node")
+			got, _, err := probeFeatures(t.Context(), server(c.drop), "node")
 			if err != nil || got != c.want {
 				t.Errorf("got %+v, %v; want %+v", got, err, c.want)
 			}
 		})
 	}
+}
+
+func invalid(errs ...*field.Error) error {
+	if len(errs) == 0 {
+		return nil
+	}
+	return apierrors.NewInvalid(schema.GroupKind{Group: "resource.k8s.io", Kind: "ResourceSlice"}, "00000-"+rand.String(5), errs)
+}
+
+// kubernetes134 validates as pkg/apis/resource/validation of Kubernetes 1.34.4 does, with all gates:
+// a counter set must be in the same slice as the devices that consume it.
+func kubernetes134(s *resourceapi.ResourceSliceSpec) error {
+	s.PartitionTypeAttribute = nil // an unknown field
+	sets := map[string]map[string]resourceapi.Counter{}
+	for _, set := range s.SharedCounters {
+		sets[set.Name] = set.Counters
+	}
+	var errs field.ErrorList
+	for i, d := range s.Devices {
+		path := field.NewPath("spec", "devices").Index(i)
+		for _, taint := range d.Taints {
+			if taint.Effect != resourceapi.DeviceTaintEffectNoSchedule && taint.Effect != resourceapi.DeviceTaintEffectNoExecute {
+				errs = append(errs, field.NotSupported(path.Child("taints").Index(0).Child("effect"), taint.Effect, []string{"NoExecute", "NoSchedule"}))
+			}
+		}
+		for j, consumed := range d.ConsumesCounters {
+			path := path.Child("consumesCounters").Index(j)
+			counters, exists := sets[consumed.CounterSet]
+			if !exists {
+				errs = append(errs, field.Invalid(path.Child("counterSet"), consumed.CounterSet, "must reference a counterSet defined in the ResourceSlice sharedCounters"))
+				continue
+			}
+			for name := range consumed.Counters {
+				if _, exists := counters[name]; !exists {
+					errs = append(errs, field.Invalid(path.Child("counters"), name, "must reference a counter defined in the ResourceSlice sharedCounters"))
+				}
+			}
+		}
+	}
+	return invalid(errs...)
+}
+
+// kubernetes135 validates as Kubernetes 1.35.3 and 1.36.3 do, with all gates: a slice has counter
+// sets or devices.
+func kubernetes135(s *resourceapi.ResourceSliceSpec) error {
+	s.PartitionTypeAttribute = nil // an unknown field
+	var errs field.ErrorList
+	if s.SharedCounters != nil && s.Devices != nil {
+		errs = append(errs, field.Invalid(field.NewPath("spec"), "", "only one of `sharedCounters` or `devices` is allowed"))
+	}
+	return invalid(errs...)
+}
+
+// validating lets an API server refuse slices, also those that are stored.
+func validating(client *fake.Clientset, validate func(*resourceapi.ResourceSliceSpec, bool) error) {
+	client.PrependReactor("*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		written, ok := a.(interface{ GetObject() runtime.Object })
+		if !ok {
+			return false, nil, nil
+		}
+		slice, ok := written.GetObject().(*resourceapi.ResourceSlice)
+		if !ok {
+			return false, nil, nil
+		}
+		create, ok := a.(clienttesting.CreateActionImpl)
+		if err := validate(&slice.Spec, ok && len(create.CreateOptions.DryRun) > 0); err != nil {
+			return true, nil, err
+		}
+		return false, nil, nil
+	})
+}
+
+// oneCuttableGPU may be cut, so that its shapes overlap.
+func oneCuttableGPU() (nvidia.Node, error) {
+	all, err := twoGPUs()
+	all.GPUs = all.GPUs[:1]
+	all.GPUs[0].ProductName, all.GPUs[0].MIG = "NVIDIA H100", half().Node.GPUs[0].MIG
+	return all, err
+}
+
+func TestKubernetes134GetsWholeGPUs(t *testing.T) {
+	n := newNode(t)
+	n.say("cuttable", oneCuttableGPU)
+	validating(n.client, func(s *resourceapi.ResourceSliceSpec, _ bool) error { return kubernetes134(s) })
+	n.start(t)
+	eventually(t, "the whole GPU is published", func() bool { return slices.Equal(published(t, n.client), []string{firstGPU}) })
+	n.hears(t, "Node", "node", "GPUsLimited", "Kubernetes 1.35")
+}
+
+func TestKubernetes135GetsAllShapes(t *testing.T) {
+	n := newNode(t)
+	n.say("cuttable", oneCuttableGPU)
+	validating(n.client, func(s *resourceapi.ResourceSliceSpec, _ bool) error { return kubernetes135(s) })
+	n.start(t)
+	eventually(t, "the GPU and its partitions are published", func() bool { return len(published(t, n.client)) == 3 })
+}
+
+func TestRejectedSlicesAreAnEvent(t *testing.T) {
+	n := newAiling(t)
+	n.say("cuttable", oneCuttableGPU)
+	validating(n.client, func(s *resourceapi.ResourceSliceSpec, dry bool) error {
+		if dry {
+			return nil
+		}
+		return kubernetes134(s)
+	})
+	n.begin(t)
+	n.hears(t, "Node", "node", "SlicesRejected", "must reference a counterSet")
+	if !n.metric(t, "gpu_dra_publish_errors_total") {
+		t.Error("it is not counted")
+	}
+}
+
+func TestRejectedSlicesStartAProbe(t *testing.T) {
+	n := newNode(t)
+	n.say("cuttable", oneCuttableGPU)
+	var downgraded atomic.Bool
+	validating(n.client, func(s *resourceapi.ResourceSliceSpec, dry bool) error {
+		if dry && !downgraded.Load() {
+			return kubernetes135(s)
+		}
+		downgraded.Store(true)
+		return kubernetes134(s)
+	})
+	n.start(t)
+	eventually(t, "the whole GPU is published", func() bool { return slices.Equal(published(t, n.client), []string{firstGPU}) })
+}
+
+func TestRejectedProbeIsReportedOncePerChange(t *testing.T) {
+	var logged bytes.Buffer
+	ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&logged))))
+	var upgraded atomic.Bool
+	p := &publisher{nodeName: "node", client: server(func(s *resourceapi.ResourceSliceSpec) error {
+		if upgraded.Load() {
+			return kubernetes135(s)
+		}
+		return kubernetes134(s)
+	})}
+	probe := func(times, logs int) {
+		t.Helper()
+		for range times {
+			if _, known := p.features(ctx); !known {
+				t.Fatal("the API server does not answer")
+			}
+		}
+		if n := strings.Count(logged.String(), "spec.devices[0].consumesCounters"); n != logs {
+			t.Errorf("logged %d times, not %d:\n%s", n, logs, logged.String())
+		}
+	}
+	probe(3, 1)
+	upgraded.Store(true)
+	probe(2, 1)
+	upgraded.Store(false)
+	probe(2, 2)
 }
 
 func TestProbeThatCannotBeMadeIsAnError(t *testing.T) {
@@ -91,7 +272,7 @@ func TestProbeThatCannotBeMadeIsAnError(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := probeFeatures(t.Context(), server(drop), "node"); !errors.Is(err, away) {
+			if _, _, err := probeFeatures(t.Context(), server(drop), "node"); !errors.Is(err, away) {
 				t.Errorf("got %v", err)
 			}
 		})

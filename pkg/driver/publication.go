@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/klog/v2"
@@ -92,8 +93,11 @@ func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (_ *publ
 		SyncDelay:  ptr.To(syncDelay),
 		ErrorHandler: func(ctx context.Context, err error, msg string) {
 			var dropped *resourceslice.DroppedFieldsError
-			if errors.As(err, &dropped) {
+			switch {
+			case errors.As(err, &dropped):
 				wake(b.dropped)
+			case apierrors.IsInvalid(err):
+				wake(b.probeAgain) // the server that was probed may be another one by now
 			}
 			p.onError(ctx, recoverable(err), msg)
 		},
@@ -107,19 +111,25 @@ func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (_ *publ
 // loop gives the controller what is to be published until the context ends.
 func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
 	var again, unsettled <-chan time.Time
+	poll := stagePoll
 	for {
 		if !b.settled && unsettled == nil {
 			unsettled = time.After(settleInterval)
 		}
 		var staged <-chan time.Time
 		if b.stage.waiting() {
-			staged = time.After(stagePoll)
+			staged = time.After(poll)
+		} else {
+			poll = stagePoll
 		}
 		select {
 		case <-ctx.Done():
 			return
 		case <-staged:
-			b.give(ctx, b.next)
+			poll = min(poll+poll/4, stagePollMost)
+			if b.give(ctx, b.next) {
+				poll = stagePoll
+			}
 			continue
 		case <-again:
 			again = nil
@@ -155,7 +165,7 @@ func (b *publication) want(ctx context.Context) error {
 }
 
 // give gives the controller slices, if there are any to be given now.
-func (b *publication) give(ctx context.Context, which func() (_ []resourceslice.Slice, ok bool, _ error)) {
+func (b *publication) give(ctx context.Context, which func() (_ []resourceslice.Slice, ok bool, _ error)) (given bool) {
 	slices, ok, err := which()
 	if err != nil {
 		b.failed(ctx, err)
@@ -163,6 +173,7 @@ func (b *publication) give(ctx context.Context, which func() (_ []resourceslice.
 	if ok {
 		b.controller.Update(b.pool(slices))
 	}
+	return ok
 }
 
 // next is what follows, if the controller has written what it was given.

@@ -6,15 +6,21 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/client-go/util/workqueue"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
 func TestPublishingIsTriedLessAndLessOftenWhileItFails(t *testing.T) {
@@ -77,6 +83,82 @@ func TestPublishingIsTriedLessAndLessOftenWhileItFails(t *testing.T) {
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
+	})
+}
+
+// countedLooks counts how often the publication wakes to look whether a slice has been written.
+type countedLooks struct {
+	workqueue.TypedRateLimiter[string]
+	looks *atomic.Int64
+}
+
+func (c countedLooks) NumRequeues(pool string) int {
+	c.looks.Add(1)
+	return c.TypedRateLimiter.NumRequeues(pool)
+}
+
+func TestStagedTaintsWakeThePluginSeldomWhileTheAPIServerIsAway(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		client, inv := apiServer(), &fakeInventory{}
+		inv.set(manyGPUs())
+		var away, ill atomic.Bool
+		client.PrependReactor("update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
+			if away.Load() {
+				return true, nil, apierrors.NewServiceUnavailable("away")
+			}
+			return false, nil, nil
+		})
+		p := &publisher{
+			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onError: func(context.Context, error, string) {},
+			mark: func(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
+				for i := range all {
+					if ill.Load() {
+						all[i].Devices[0].Taints = []resourceapi.DeviceTaint{{Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule}}
+					}
+				}
+				return all, true
+			},
+		}
+		taints := func() (n int) {
+			for _, s := range mustList(t, client) {
+				n += len(s.Spec.Devices[0].Taints)
+			}
+			return n
+		}
+		ctx, stop := context.WithCancel(t.Context())
+		changed := make(chan struct{}, 1)
+		b, err := p.start(ctx, changed)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var looks atomic.Int64
+		b.retries = countedLooks{b.retries, &looks}
+		done := make(chan struct{})
+		go func() { defer close(done); b.loop(ctx, changed) }()
+		passes(time.Minute)
+
+		away.Store(true)
+		ill.Store(true)
+		changed <- struct{}{}
+		const outage = 10 * time.Minute
+		passes(outage)
+		if n, most := looks.Load(), int64(outage/stagePollMost)+50; n > most {
+			t.Errorf("it woke %d times in %s, more than %d", n, outage, most)
+		}
+		away.Store(false)
+		passes(publishRetryMost*3/2 + 2*stagePollMost)
+		if n := taints(); n != 2 {
+			t.Errorf("%d taints are published after the API server is back", n)
+		}
+		ill.Store(false)
+		changed <- struct{}{}
+		passes(time.Second)
+		if n := taints(); n != 0 {
+			t.Errorf("%d taints are still published a second after a change", n)
+		}
+		stop()
+		<-done
+		b.controller.Stop()
 	})
 }
 

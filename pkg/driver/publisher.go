@@ -41,13 +41,17 @@ type publisher struct {
 	due func(now time.Time) (due, pending bool)
 	// onTurn is told when this instance starts and stops to publish, and whether it stops because a newer instance takes over.
 	onTurn func(held, superseded bool)
+	// probed is what the API server was last found to keep.
+	probed *Features
 }
 
 // Run publishes until the context ends. changed wakes it when the inventory has changed.
 // Before the node is ready nothing new is published, but slices of an earlier instance are marked.
 func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
+	p.untilWanted(ctx, changed)
 	for ctx.Err() == nil {
-		p.untilWanted(ctx, changed)
+		// An instance that has yielded leads again as soon as the newer one is gone, ready or not:
+		// only a leader may install the hook that it may lack.
 		if err := p.turn.Take(ctx); err != nil {
 			return unlessOver(ctx, fmt.Errorf("take the publisher's turn: %w", err))
 		}
@@ -123,9 +127,10 @@ func (p *publisher) untilWanted(ctx context.Context, changed <-chan struct{}) (a
 func (p *publisher) features(ctx context.Context) (_ Features, known bool) {
 	pause := time.Second
 	for {
-		f, err := p.probe(ctx)
+		f, rejected, err := p.probe(ctx)
 		if err == nil {
-			klog.FromContext(ctx).Info("ResourceSlice features that the cluster keeps", "features", f)
+			logFeatures(ctx, p.probed, f, rejected)
+			p.probed = &f
 			return f, true
 		}
 		if ctx.Err() != nil {
@@ -141,7 +146,7 @@ func (p *publisher) features(ctx context.Context) (_ Features, known bool) {
 	}
 }
 
-func (p *publisher) probe(ctx context.Context) (Features, error) {
+func (p *publisher) probe(ctx context.Context) (f Features, rejected []error, err error) {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	return probeFeatures(ctx, p.client, p.nodeName)

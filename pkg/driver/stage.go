@@ -10,8 +10,12 @@ import (
 )
 
 const (
-	// stagePoll is how often is looked whether a slice has been written, stagePatience how long that is waited for where there may be nothing to write.
+	// stagePoll is how soon the publication first looks whether the controller has written a slice.
+	// It looks ever less often, down to once in stagePollMost: an API server that is away for hours
+	// would otherwise wake every node a hundred times a second.
 	stagePoll     = 10 * time.Millisecond
+	stagePollMost = time.Second
+	// stagePatience is how long a write is waited for where there may be nothing to write.
 	stagePatience = 3 * time.Second
 	// stageSettle is how long nothing must have been written after a change of several slices: nobody knows how many writes that takes.
 	stageSettle = 200 * time.Millisecond

@@ -147,7 +147,7 @@ const (
 	ampereOn         = "MIG mode is on, and on this card only a reset turns it off"
 	instancesOfAdmin = "MIG instances are there that no claim has made: it is offered as it is cut"
 	guestOnly        = "instances can be used but not made here, as in the guest of a virtual GPU"
-	noCounters       = "the cluster keeps no shared counters (feature gate DRAPartitionableDevices), without which shapes that overlap would be given away twice"
+	noCounters       = "the cluster keeps no shared counters (feature gate DRAPartitionableDevices, from Kubernetes 1.35), without which shapes that overlap would be given away twice"
 )
 
 func (w *world) testCards(t *testing.T) {
