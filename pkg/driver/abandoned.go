@@ -37,6 +37,8 @@ type abandonment struct {
 	// use is to be called before the hardware is used; ok is false while it may not be.
 	use    func() (done func(), ok bool)
 	claims abandonedClaims
+	// bootID is the kernel's of now.
+	bootID string
 	// lookup gets a claim, nil if there is none of that name. latest asks for what is stored now.
 	lookup func(ctx context.Context, name types.NamespacedName, latest bool) (*resourceapi.ResourceClaim, error)
 	// users are the containers that have devices of the claim.
@@ -165,6 +167,8 @@ func (a *abandonment) giveBack(ctx context.Context, c kubeletplugin.NamespacedOb
 		switch why, idle := a.claims.Abandoned(r, now); {
 		case why == "":
 			return errKept
+		case r.BootID != a.bootID:
+			return nil // no container outlives the boot that its claim was prepared in
 		case !idle:
 			return a.unused(ctx, c.UID, running)
 		case !a.kubeletAtWork(a.grace):
@@ -208,7 +212,7 @@ func (a *abandonment) unused(ctx context.Context, uid types.UID, which whichCont
 func (d *Driver) newAbandonment(client kubernetes.Interface) *abandonment {
 	return &abandonment{
 		grace: d.cfg.ClaimGrace, idle: d.superseded.Load, use: func() (func(), bool) { return d.release.Use() }, claims: d.preparer,
-		told: map[types.UID]string{}, kubeletAtWork: d.kubelet.AtWork,
+		bootID: d.preparer.BootID, told: map[types.UID]string{}, kubeletAtWork: d.kubelet.AtWork,
 		lookup: func(ctx context.Context, name types.NamespacedName, latest bool) (*resourceapi.ResourceClaim, error) {
 			ctx, cancel := context.WithTimeout(ctx, lookupTimeout)
 			defer cancel()

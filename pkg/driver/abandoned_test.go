@@ -32,6 +32,7 @@ type leftClaim struct {
 	idle    bool   // the claim is there, without a Pod
 	ended   []string
 	atWork  time.Duration // how long the kubelet has been
+	boot    string        // when the claim was prepared
 	gone    string
 	kept    []string
 }
@@ -51,8 +52,12 @@ func (l *leftClaim) Prepared() ([]kubeletplugin.NamespacedObject, error) {
 	return []kubeletplugin.NamespacedObject{{NamespacedName: types.NamespacedName{Namespace: "team", Name: "c"}, UID: leftUID}}, nil
 }
 
+func (l *leftClaim) record() checkpoint.Record {
+	return checkpoint.Record{ClaimUID: leftUID, BootID: l.boot}
+}
+
 func (l *leftClaim) Holding(types.UID) (checkpoint.Record, bool, error) {
-	return checkpoint.Record{ClaimUID: leftUID}, l.held, nil
+	return l.record(), l.held, nil
 }
 
 func (l *leftClaim) Abandoned(r checkpoint.Record, now *resourceapi.ResourceClaim) (string, bool) {
@@ -72,7 +77,7 @@ func (l *leftClaim) GiveBack(ctx context.Context, _ types.UID, confirm func(cont
 	if l.before != nil {
 		l.before()
 	}
-	if err := confirm(ctx, checkpoint.Record{ClaimUID: leftUID}); err != nil {
+	if err := confirm(ctx, l.record()); err != nil {
 		return false, err
 	}
 	l.held = false
@@ -118,6 +123,7 @@ func TestAClaimThatIsGoneIsGivenBackAfterAWhile(t *testing.T) {
 		"replaced":                           {held: true, stored: storedClaim("another")},
 		"deleted, as only the store can say": {held: true, cached: storedClaim("older")},
 		"deleted, with a container that has ended, which nobody would start again": {held: true, ended: []string{"team/pod"}},
+		"deleted, and prepared before a reboot, where the runtime cannot be asked": {held: true, boot: "an earlier one", unasked: errors.New("no socket")},
 		"without a Pod": {held: true, stored: storedClaim(leftUID), idle: true},
 	} {
 		t.Run(name, func(t *testing.T) {
