@@ -61,7 +61,6 @@ type Driver struct {
 	calls      *inflight
 	abandoned  *abandonment
 	mender     *claimMender
-	kubelet    kubeletLife
 	beside     *besidePlugin
 	// before is what the reference driver has left on the node, if it was here before; toldWithheld what was last said of it.
 	before       *predecessor.Store
@@ -141,7 +140,6 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 		kubeletplugin.RegistrarDirectoryPath(d.cfg.RegistrarDir),
 		kubeletplugin.Serialize(false),
 		kubeletplugin.GRPCInterceptor(d.calls.intercept),
-		kubeletplugin.GRPCInterceptor(d.kubelet.intercept),
 	}
 	if d.cfg.PodUID != "" {
 		options = append(options, kubeletplugin.RollingUpdate(types.UID(d.cfg.PodUID)))
