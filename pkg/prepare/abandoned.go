@@ -8,6 +8,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
 // Abandoned says why a record holds what nobody uses. now is the claim of that name in the API
@@ -37,23 +38,22 @@ func (p *Preparer) Abandoned(r checkpoint.Record, now *resourceapi.ResourceClaim
 func (p *Preparer) GiveBack(ctx context.Context, uid types.UID, confirm func(ctx context.Context, r checkpoint.Record) error) (done bool, err error) {
 	waiting, cancel := context.WithTimeout(ctx, tryWait)
 	defer cancel()
-	held, err := p.lock(waiting, uid)
-	if err != nil {
-		return false, nil // the call that works on it knows better
-	}
-	defer held.Release()
-	r, found, err := p.Records.Load(uid)
-	if err != nil || !found {
-		return false, err
-	}
-	if err := confirm(ctx, r); err != nil {
-		return false, err
-	}
-	if err := p.unprepareLocked(ctx, held, uid); err != nil {
-		return false, about(r.Namespace+"/"+r.Name, err)
-	}
-	p.GivenBack(uid)
-	return true, nil
+	err = p.unlessBusy(waiting, uid, func(held *lock.Held) error {
+		r, found, err := p.Records.Load(uid)
+		if err != nil || !found {
+			return err
+		}
+		if err := confirm(ctx, r); err != nil {
+			return err
+		}
+		if err := p.unprepareLocked(ctx, held, uid); err != nil {
+			return about(r.Namespace+"/"+r.Name, err)
+		}
+		p.GivenBack(uid)
+		done = true
+		return nil
+	})
+	return done, err
 }
 
 // Holding is the record of a claim that is held.
