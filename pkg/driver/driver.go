@@ -78,11 +78,8 @@ type Driver struct {
 	fractions   atomic.Bool
 	absentSince time.Time
 	absentTold  bool
-	// lost is what was last said of devices that claims have lost. Only reconcile uses it.
-	lost map[string]toldLost
-	// unhealthy says of the devices that claims have lost, by name, what became of them.
-	unhealthy atomic.Pointer[map[string]string]
-	presence  *presence
+	lost        losses
+	presence    *presence
 	// health has the verdicts on devices; watch listens to the hardware for it.
 	health     *healthWatch
 	healthTold healthTold

@@ -70,9 +70,9 @@ func (p *Preparer) Reconcile(ctx context.Context) error {
 	var all together
 	r := &round{done: map[string]error{}}
 	for _, e := range entries {
-		all.do(func() error { return p.reconcileClaim(ctx, r, e.ClaimUID) })
+		all.do(func() error { return ofClaim(e.ClaimUID, p.reconcileClaim(ctx, r, e.ClaimUID)) })
 	}
-	all.do(func() error { return p.orphans(ctx) })
+	all.do(func() error { return ofClaim("", p.orphans(ctx)) })
 	return all.wait()
 }
 
