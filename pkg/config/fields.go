@@ -70,7 +70,7 @@ func (c *Config) Fields() []Field {
 	str(&c.Shares, "shares", "which devices several claims may hold at once, as [SELECTOR[/PROFILE]=]KIND,...: SELECTOR is a PCI address, a UUID, a product name with * for anything, or #N for the GPU at place N by PCI address, PROFILE that of partitions (without one the rule is about whole GPUs), KIND is fractions (of memory and compute units, kept by MPS), shares:N (N of them, in turn and without limits) or off (the default); of rules that fit a device the last one holds")
 
 	str(&c.BesideDevicePlugin, "beside-device-plugin", "what to do while NVIDIA's device plugin offers GPUs of the same node (nvidia.com/gpu or nvidia.com/mig-* in the Node's capacity): refuse (prepare nothing, and taint the devices) or warn")
-	span(&c.ClaimGrace, "claim-grace", "how long a claim that is held must have been gone from the API server (deleted, replaced, or without its devices) or without a Pod before the plugin gives its devices back by itself, like 5m; while containers have them it does not; held claims are looked up once in that time; 0 means never; less than two minutes is too short for a kubelet that has just started")
+	span(&c.ClaimGrace, "claim-grace", "how long a claim that is held must have been gone from the API server (deleted, replaced, or without its devices) before the plugin gives its devices back by itself, like 5m; while containers have them it does not; held claims are looked up once in that time; 0 means never")
 
 	str(&c.HTTPAddress, "http-address", "host:port for /livez, /readyz and /metrics; empty means off")
 	str(&c.GRPCHealthAddress, "grpc-health-address", "host:port for the gRPC health service (grpc.health.v1); empty means off")

@@ -22,12 +22,9 @@ import (
 // lookupTimeout bounds one question to the API server. While the last one before a claim is given back is asked, a Prepare of that claim waits.
 const lookupTimeout = 5 * time.Second
 
-// abandonment gives back what claims hold that were deleted, or lost their Pods, behind the kubelet's back: their finalizer was removed while the node was down,
+// abandonment gives back what claims hold that were deleted, or lost their allocation, behind the kubelet's back: their finalizer was removed while the node was down,
 // say, or the kubelet lost what it knew. It looks up each held claim once in its grace time, and not all nodes at the same moment; there is no watch. The routine
 // question may be answered from the API server's memory; before anything follows from an answer, it is asked so that the store itself answers.
-//
-// A claim that is there and only has no Pod may have its next one at any moment, which must find it either held or prepared anew. So it is given back only
-// once the kubelet has been at work for the grace time, which then does not know it, and when no container of it is left that could start again.
 //
 // Only an answer counts. An API server that is away, slow or that refuses says nothing about a claim, and neither begins nor ends its time.
 type abandonment struct {
@@ -37,12 +34,12 @@ type abandonment struct {
 	// use is to be called before the hardware is used; ok is false while it may not be.
 	use    func() (done func(), ok bool)
 	claims abandonedClaims
+	// bootID is the kernel's of now.
+	bootID string
 	// lookup gets a claim, nil if there is none of that name. latest asks for what is stored now.
 	lookup func(ctx context.Context, name types.NamespacedName, latest bool) (*resourceapi.ResourceClaim, error)
-	// users are the containers that have devices of the claim.
-	users func(ctx context.Context, uid types.UID, which whichContainers) ([]string, error)
-	// kubeletAtWork says whether the kubelet has been at work for so long.
-	kubeletAtWork func(least time.Duration) bool
+	// users are the running containers that have devices of the claim.
+	users func(ctx context.Context, uid types.UID) ([]string, error)
 	// gone is told of a claim that was given back, kept of one that is kept for a reason that somebody has to see to.
 	gone, kept func(ctx context.Context, c kubeletplugin.NamespacedObject, why string)
 
@@ -55,7 +52,7 @@ type abandonment struct {
 type abandonedClaims interface {
 	Prepared() ([]kubeletplugin.NamespacedObject, error)
 	Holding(uid types.UID) (r checkpoint.Record, found bool, err error)
-	Abandoned(r checkpoint.Record, now *resourceapi.ResourceClaim) (why string, idle bool)
+	Abandoned(r checkpoint.Record, now *resourceapi.ResourceClaim) (why string)
 	GiveBack(ctx context.Context, uid types.UID, confirm func(ctx context.Context, r checkpoint.Record) error) (done bool, err error)
 }
 
@@ -104,7 +101,7 @@ func (a *abandonment) look(ctx context.Context) bool {
 			continue
 		case !known:
 			first = time.Now()
-			logger.Info("A claim that is held on this node is gone or has no Pod; its devices are given back after a while, unless the kubelet does it", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why, "after", a.grace)
+			logger.Info("A claim that is held on this node is gone; its devices are given back after a while, unless the kubelet does it", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why, "after", a.grace)
 		}
 		since[c.UID] = first
 		if time.Since(first) >= a.grace && a.giveBack(ctx, c, why) {
@@ -131,7 +128,7 @@ func (a *abandonment) why(ctx context.Context, c kubeletplugin.NamespacedObject)
 		if err != nil {
 			return "", err
 		}
-		why, _ := a.claims.Abandoned(r, now)
+		why := a.claims.Abandoned(r, now)
 		if why == "" || latest {
 			return why, nil
 		}
@@ -141,9 +138,6 @@ func (a *abandonment) why(ctx context.Context, c kubeletplugin.NamespacedObject)
 
 // errKept says that a claim is not given back now, and that there is nothing to be told.
 var errKept = errors.New("the claim is as it should be again")
-
-// errNotYet says that a claim is not given back now, and that it may well be later.
-var errNotYet = errors.New("the kubelet may know the claim as prepared")
 
 // inUseError says who still uses the devices of a claim that is gone.
 type inUseError struct{ reason string }
@@ -162,23 +156,19 @@ func (a *abandonment) giveBack(ctx context.Context, c kubeletplugin.NamespacedOb
 		if err != nil {
 			return err
 		}
-		switch why, idle := a.claims.Abandoned(r, now); {
-		case why == "":
+		switch {
+		case a.claims.Abandoned(r, now) == "":
 			return errKept
-		case !idle:
-			return a.unused(ctx, c.UID, running)
-		case !a.kubeletAtWork(a.grace):
-			return errNotYet
+		case r.BootID != a.bootID:
+			return nil // no container outlives the boot that its claim was prepared in
 		default:
-			return a.unused(ctx, c.UID, existing)
+			return a.unused(ctx, c.UID)
 		}
 	})
 	inUse := new(inUseError)
 	switch {
 	case errors.Is(err, errKept):
 		return true
-	case errors.Is(err, errNotYet):
-		logger.V(2).Info("A claim without a Pod stays held until the kubelet has been at work for a while", "least", a.grace)
 	case errors.As(err, &inUse):
 		if a.told[c.UID] != inUse.reason {
 			a.told[c.UID] = inUse.reason
@@ -193,9 +183,9 @@ func (a *abandonment) giveBack(ctx context.Context, c kubeletplugin.NamespacedOb
 	return false
 }
 
-// unused makes sure that no such container has devices of the claim. Who cannot tell does not take anything away: the next claim would get what is still in use.
-func (a *abandonment) unused(ctx context.Context, uid types.UID, which whichContainers) error {
-	users, err := a.users(ctx, uid, which)
+// unused makes sure that no running container has devices of the claim. Who cannot tell does not take anything away: the next claim would get what is still in use.
+func (a *abandonment) unused(ctx context.Context, uid types.UID) error {
+	users, err := a.users(ctx, uid)
 	switch {
 	case err != nil:
 		return &inUseError{fmt.Sprintf("whether there are containers with its devices cannot be told, so they stay held: delete its Pods, or restart the node: %v", err)}
@@ -208,7 +198,7 @@ func (a *abandonment) unused(ctx context.Context, uid types.UID, which whichCont
 func (d *Driver) newAbandonment(client kubernetes.Interface) *abandonment {
 	return &abandonment{
 		grace: d.cfg.ClaimGrace, idle: d.superseded.Load, use: func() (func(), bool) { return d.release.Use() }, claims: d.preparer,
-		told: map[types.UID]string{}, kubeletAtWork: d.kubelet.AtWork,
+		bootID: d.preparer.BootID, told: map[types.UID]string{},
 		lookup: func(ctx context.Context, name types.NamespacedName, latest bool) (*resourceapi.ResourceClaim, error) {
 			ctx, cancel := context.WithTimeout(ctx, lookupTimeout)
 			defer cancel()
@@ -222,16 +212,16 @@ func (d *Driver) newAbandonment(client kubernetes.Interface) *abandonment {
 			}
 			return claim, err
 		},
-		users: func(ctx context.Context, uid types.UID, which whichContainers) ([]string, error) {
-			return usersOfClaim(ctx, d.cfg.CRISocket, uid, which)
+		users: func(ctx context.Context, uid types.UID) ([]string, error) {
+			return usersOfClaim(ctx, d.cfg.CRISocket, uid)
 		},
 		gone: func(ctx context.Context, c kubeletplugin.NamespacedObject, why string) {
 			wake(d.toReconcile)
-			klog.FromContext(ctx).Info("Gave back what a claim held that is gone or has no Pod", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why)
+			klog.FromContext(ctx).Info("Gave back what a claim held that is gone", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why)
 			d.repaired(prepare.Repair{Kind: "abandoned-claim", What: "Gave back what a claim held (" + why + ")", Object: c.String() + " (UID " + string(c.UID) + ")"})
 		},
 		kept: func(ctx context.Context, c kubeletplugin.NamespacedObject, why string) {
-			klog.FromContext(ctx).Info("A claim is gone or has no Pod, and its devices stay held", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why)
+			klog.FromContext(ctx).Info("A claim is gone, and its devices stay held", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why)
 			d.events.warn("ClaimGone", fmt.Sprintf("Claim %s (UID %s): %s", c.NamespacedName, c.UID, why))
 		},
 	}

@@ -3,7 +3,6 @@ package driver
 import (
 	"context"
 	"errors"
-	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -11,7 +10,6 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
@@ -29,9 +27,7 @@ type leftClaim struct {
 	unasked error // why users cannot be told
 	asked   int
 	before  func() // the last question is asked
-	idle    bool   // the claim is there, without a Pod
-	ended   []string
-	atWork  time.Duration // how long the kubelet has been
+	boot    string // when the claim was prepared
 	gone    string
 	kept    []string
 }
@@ -51,18 +47,19 @@ func (l *leftClaim) Prepared() ([]kubeletplugin.NamespacedObject, error) {
 	return []kubeletplugin.NamespacedObject{{NamespacedName: types.NamespacedName{Namespace: "team", Name: "c"}, UID: leftUID}}, nil
 }
 
-func (l *leftClaim) Holding(types.UID) (checkpoint.Record, bool, error) {
-	return checkpoint.Record{ClaimUID: leftUID}, l.held, nil
+func (l *leftClaim) record() checkpoint.Record {
+	return checkpoint.Record{ClaimUID: leftUID, BootID: l.boot}
 }
 
-func (l *leftClaim) Abandoned(r checkpoint.Record, now *resourceapi.ResourceClaim) (string, bool) {
-	switch {
-	case now == nil || now.UID != r.ClaimUID:
-		return "it is gone", false
-	case l.idle:
-		return "it has no Pod", true
+func (l *leftClaim) Holding(types.UID) (checkpoint.Record, bool, error) {
+	return l.record(), l.held, nil
+}
+
+func (l *leftClaim) Abandoned(r checkpoint.Record, now *resourceapi.ResourceClaim) string {
+	if now == nil || now.UID != r.ClaimUID {
+		return "it is gone"
 	}
-	return "", false
+	return ""
 }
 
 func (l *leftClaim) GiveBack(ctx context.Context, _ types.UID, confirm func(context.Context, checkpoint.Record) error) (bool, error) {
@@ -72,7 +69,7 @@ func (l *leftClaim) GiveBack(ctx context.Context, _ types.UID, confirm func(cont
 	if l.before != nil {
 		l.before()
 	}
-	if err := confirm(ctx, checkpoint.Record{ClaimUID: leftUID}); err != nil {
+	if err := confirm(ctx, l.record()); err != nil {
 		return false, err
 	}
 	l.held = false
@@ -84,7 +81,6 @@ func (l *leftClaim) run(t *testing.T, idle bool, how time.Duration) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), how)
 	defer cancel()
-	began := time.Now()
 	a := &abandonment{
 		grace: 5 * time.Minute, idle: func() bool { return idle }, claims: l, told: map[types.UID]string{},
 		use: func() (func(), bool) { return func() {}, true },
@@ -99,15 +95,9 @@ func (l *leftClaim) run(t *testing.T, idle bool, how time.Duration) {
 			}
 			return l.cached, away
 		},
-		users: func(_ context.Context, _ types.UID, which whichContainers) ([]string, error) {
-			if which(runtimeapi.ContainerState_CONTAINER_EXITED) {
-				return slices.Concat(l.users, l.ended), l.unasked
-			}
-			return l.users, l.unasked
-		},
-		kubeletAtWork: func(least time.Duration) bool { return l.atWork+time.Since(began) >= least },
-		gone:          func(_ context.Context, _ kubeletplugin.NamespacedObject, why string) { l.gone = why },
-		kept:          func(_ context.Context, _ kubeletplugin.NamespacedObject, why string) { l.kept = append(l.kept, why) },
+		users: func(context.Context, types.UID) ([]string, error) { return l.users, l.unasked },
+		gone:  func(_ context.Context, _ kubeletplugin.NamespacedObject, why string) { l.gone = why },
+		kept:  func(_ context.Context, _ kubeletplugin.NamespacedObject, why string) { l.kept = append(l.kept, why) },
 	}
 	a.Run(ctx)
 }
@@ -117,8 +107,7 @@ func TestAClaimThatIsGoneIsGivenBackAfterAWhile(t *testing.T) {
 		"deleted":                            {held: true},
 		"replaced":                           {held: true, stored: storedClaim("another")},
 		"deleted, as only the store can say": {held: true, cached: storedClaim("older")},
-		"deleted, with a container that has ended, which nobody would start again": {held: true, ended: []string{"team/pod"}},
-		"without a Pod": {held: true, stored: storedClaim(leftUID), idle: true},
+		"deleted, and prepared before a reboot, where the runtime cannot be asked": {held: true, boot: "an earlier one", unasked: errors.New("no socket")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -149,8 +138,6 @@ func TestAClaimIsKept(t *testing.T) {
 		"by an instance that does not look after the node":                {idle: true},
 		"while containers use its devices":                                {l: leftClaim{users: []string{"team/pod"}}, kept: "team/pod"},
 		"while it cannot be told whether containers use its devices":      {l: leftClaim{unasked: errors.New("no socket")}, kept: "no socket"},
-		"without a Pod, while a container that has ended may start again": {l: leftClaim{stored: storedClaim(leftUID), idle: true, ended: []string{"team/pod"}}, kept: "team/pod"},
-		"without a Pod, while the kubelet may know it as prepared":        {l: leftClaim{stored: storedClaim(leftUID), idle: true, atWork: -2 * time.Hour}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -166,17 +153,6 @@ func TestAClaimIsKept(t *testing.T) {
 			})
 		})
 	}
-}
-
-func TestAClaimThatHasItsNextPodInTimeIsKept(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		l := &leftClaim{held: true, stored: storedClaim(leftUID), idle: true}
-		l.before = func() { l.idle = false }
-		l.run(t, false, time.Hour)
-		if !l.held {
-			t.Error("given back although a Pod had it reserved when it was asked for last")
-		}
-	})
 }
 
 // A kubelet that comes back after a day finds its claim as it was.

@@ -54,7 +54,6 @@ func (d *Driver) nodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 		seen: func(node *corev1.Node) {
 			d.release.See(node)
 			d.beside.See(node)
-			d.kubelet.See(node)
 			d.health.Clear(node.Annotations[clearAnnotation])
 		},
 	}

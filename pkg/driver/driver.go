@@ -63,7 +63,6 @@ type Driver struct {
 	calls      *inflight
 	abandoned  *abandonment
 	mender     *claimMender
-	kubelet    kubeletLife
 	beside     *besidePlugin
 	// before is what the reference driver has left on the node, if it was here before; toldWithheld what was last said of it.
 	before       *predecessor.Store
@@ -84,11 +83,8 @@ type Driver struct {
 	fractions   atomic.Bool
 	absentSince time.Time
 	absentTold  bool
-	// lost is what was last said of devices that claims have lost. Only reconcile uses it.
-	lost map[string]toldLost
-	// unhealthy says of the devices that claims have lost, by name, what became of them.
-	unhealthy atomic.Pointer[map[string]string]
-	presence  *presence
+	lost        losses
+	presence    *presence
 	// health has the verdicts on devices; watch listens to the hardware for it.
 	health     *healthWatch
 	healthTold healthTold
@@ -146,7 +142,6 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 		kubeletplugin.RegistrarDirectoryPath(d.cfg.RegistrarDir),
 		kubeletplugin.Serialize(false),
 		kubeletplugin.GRPCInterceptor(d.calls.intercept),
-		kubeletplugin.GRPCInterceptor(d.kubelet.intercept),
 	}
 	if d.cfg.PodUID != "" {
 		options = append(options, kubeletplugin.RollingUpdate(types.UID(d.cfg.PodUID)))

@@ -5,7 +5,6 @@ import (
 	"time"
 
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
-	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
@@ -22,7 +21,7 @@ func (d *Driver) WatchHealthStatus(ctx context.Context, reports chan<- kubeletpl
 	for {
 		changed := d.health.Changed() // before looking: what comes after it wakes us
 		now := time.Now()
-		r := reporter{pool: d.cfg.NodeName, view: d.health.View(), stale: d.health.Stale(now), lost: ptr.Deref(d.unhealthy.Load(), nil)}
+		r := reporter{pool: d.cfg.NodeName, view: d.health.View(), stale: d.health.Stale(now), lost: d.lost.Messages()}
 		select {
 		case <-ctx.Done():
 			return nil

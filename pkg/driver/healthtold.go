@@ -173,6 +173,7 @@ func (d *Driver) watchHealth(watch func(context.Context, func(device.Signal)) er
 	d.health = newHealthWatch(effects, rules, d.cfg.StateDir(), d.preparer.BootID, d.readiness)
 	d.health.count = d.countHealth
 	d.health.inUse = d.heldAny
+	d.lost.changed = d.health.announce
 	d.health.wrong = func(message string) { d.events.warn("HealthNotCleared", message) }
 	return nil
 }

@@ -87,11 +87,19 @@ func newHealthWatch(effects health.Effects, rules health.Rules, stateDir, bootID
 // View is what is known now. It is nil on a node on which nobody listens.
 func (h *healthWatch) View() *health.View { return h.view.Load() }
 
-// Changed is closed with the next change of a verdict.
+// Changed is closed with the next change of a verdict, or of what claims have lost.
 func (h *healthWatch) Changed() <-chan struct{} {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.waiting
+}
+
+// announce wakes those who wait for a change.
+func (h *healthWatch) announce() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	close(h.waiting)
+	h.waiting = make(chan struct{})
 }
 
 // Stale says that nobody has thought about the verdicts for too long.
@@ -260,10 +268,7 @@ func (j *judge) flush(ctx context.Context) {
 	j.view.Store(j.monitor.View())
 	j.told = version
 	j.tell(ctx, j.monitor.Changes())
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	close(j.waiting)
-	j.waiting = make(chan struct{})
+	j.announce()
 }
 
 // save writes what is known, if this instance is the one to do so. What could not be written is tried again; verdicts hold all the same.

@@ -9,11 +9,7 @@ import (
 	"sync"
 	"time"
 
-	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
 // How often records and hardware are compared: regularly, and again soon where something is left to do.
@@ -105,6 +101,7 @@ func (d *Driver) reconcileOnce(ctx context.Context) (compared bool, _ error) {
 			return true, err
 		}
 	}
+	d.lost.Begin()
 	err := d.preparer.Reconcile(ctx)
 	d.reportLost(ctx, err)
 	err = errors.Join(err, d.adopt(ctx))
@@ -126,42 +123,4 @@ func (d *Driver) adopt(ctx context.Context) error {
 	}
 	wg.Wait()
 	return errors.Join(errs...)
-}
-
-// toldLost is what was said of a device that a claim has lost.
-type toldLost struct {
-	claim           kubeletplugin.NamespacedObject
-	device, message string
-}
-
-// reportLost says of each claim that has lost a device so where its user looks, once for each way in which it was lost, and when it has the device again.
-// err is that of a comparison of all claims.
-func (d *Driver) reportLost(ctx context.Context, err error) {
-	now := map[string]toldLost{}
-	for _, lost := range prepare.Lost(err) {
-		namespace, name, _ := strings.Cut(lost.Claim, "/")
-		told := toldLost{kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: namespace, Name: name}, UID: lost.UID}, lost.Device, lost.Error()}
-		key := string(lost.UID) + "/" + lost.Device
-		now[key] = told
-		if d.lost[key] == told {
-			continue
-		}
-		d.status.Lost(ctx, told.claim, lost.Device, "Lost", told.message)
-		d.events.warnClaim(told.claim, "DeviceLost", told.message)
-	}
-	for key, told := range d.lost {
-		switch _, still := now[key]; {
-		case still:
-		case err != nil:
-			now[key] = told // another error may stand in for that of this claim
-		default:
-			d.status.Changed(ctx, told.claim, d.given(told.claim.UID))
-		}
-	}
-	d.lost = now
-	unhealthy := make(map[string]string, len(now))
-	for _, told := range now {
-		unhealthy[told.device] = told.message
-	}
-	d.unhealthy.Store(&unhealthy)
 }

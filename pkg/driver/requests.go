@@ -49,6 +49,7 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 		logger.Error(err, "Could not prepare the claim")
 		return kubeletplugin.PrepareResult{Err: err}
 	}
+	d.lost.End(c.UID)
 	d.status.Prepared(ctx, c, d.given(c.UID))
 	logger.Info("Prepared the claim", "devices", names(devices), "took", took)
 	return kubeletplugin.PrepareResult{Devices: devices}
@@ -101,5 +102,6 @@ func names(devices []kubeletplugin.Device) []string {
 // givenBack is told of a claim that was given back before its lock is let go of: what a later Prepare of it says must outlive what is forgotten here.
 func (d *Driver) givenBack(uid types.UID) {
 	d.calls.GivenBack(uid)
+	d.lost.End(uid)
 	d.status.Forget(uid)
 }

@@ -20,20 +20,9 @@ import (
 // usersTimeout bounds how long a container runtime is asked about all of its containers.
 const usersTimeout = 20 * time.Second
 
-// whichContainers says of which containers, by their state, it is asked what they have.
-type whichContainers func(runtimeapi.ContainerState) bool
-
-// those that run, or are about to.
-func running(s runtimeapi.ContainerState) bool {
-	return s != runtimeapi.ContainerState_CONTAINER_EXITED
-}
-
-// those that there are. The kubelet keeps one that has ended as long as it may start it again, and removes those of Pods that have gone.
-func existing(runtimeapi.ContainerState) bool { return true }
-
-// usersOfClaim lists the containers, as namespace/pod, that have CDI devices of a claim. Only containerd is known to say which a container was made with;
+// usersOfClaim lists the containers, as namespace/pod, that run, or are about to, and have CDI devices of a claim. Only containerd is known to say which a container was made with;
 // of another runtime nothing is concluded.
-func usersOfClaim(ctx context.Context, socket string, uid types.UID, which whichContainers) ([]string, error) {
+func usersOfClaim(ctx context.Context, socket string, uid types.UID) ([]string, error) {
 	if socket == "" {
 		return nil, errors.New("no socket of the container runtime is configured (--cri-socket)")
 	}
@@ -59,7 +48,7 @@ func usersOfClaim(ctx context.Context, socket string, uid types.UID, which which
 	device := cdi.ClaimDeviceID(uid, "", nil)
 	var users []string
 	for _, c := range list.GetContainers() {
-		if !which(c.GetState()) {
+		if c.GetState() == runtimeapi.ContainerState_CONTAINER_EXITED {
 			continue
 		}
 		answer, err := client.ContainerStatus(ctx, &runtimeapi.ContainerStatusRequest{ContainerId: c.GetId(), Verbose: true})

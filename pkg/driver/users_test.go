@@ -68,17 +68,9 @@ func madeWith(device string) string {
 func TestWhoUsesAClaimIsToldByItsCDIDevices(t *testing.T) {
 	const ours, others = "k8s.gpu.nvidia.com/claim=uid-1-gpu-0000-1b-00-0", "k8s.gpu.nvidia.com/claim=uid-10-gpu-0000-1b-00-0"
 	socket := serveRuntime(t, &runningContainers{name: "containerd", made: map[string]string{"runs": madeWith(ours), "other": madeWith(others), "ended": madeWith(ours)}})
-	for name, c := range map[string]struct {
-		which whichContainers
-		want  []string
-	}{
-		"running":  {running, []string{"team/pod-runs"}},
-		"existing": {existing, []string{"team/pod-runs", "team/pod-ended"}},
-	} {
-		users, err := usersOfClaim(t.Context(), socket, "uid-1", c.which)
-		if err != nil || !slices.Equal(users, c.want) {
-			t.Errorf("%s: %q, %v", name, users, err)
-		}
+	users, err := usersOfClaim(t.Context(), socket, "uid-1")
+	if err != nil || !slices.Equal(users, []string{"team/pod-runs"}) {
+		t.Errorf("%q, %v", users, err)
 	}
 }
 
@@ -89,7 +81,7 @@ func TestARuntimeThatDoesNotTellIsNotTakenForOneWithoutUsers(t *testing.T) {
 		"no socket":       {"", "--cri-socket"},
 		"says nothing":    {serveRuntime(t, &runningContainers{name: "containerd", made: map[string]string{"runs": ""}}), "does not say"},
 	} {
-		if users, err := usersOfClaim(t.Context(), c.socket, "uid-1", running); err == nil || !strings.Contains(err.Error(), c.says) {
+		if users, err := usersOfClaim(t.Context(), c.socket, "uid-1"); err == nil || !strings.Contains(err.Error(), c.says) {
 			t.Errorf("%s: %q, %v", name, users, err)
 		}
 	}

@@ -74,7 +74,7 @@ func (s *Set) flock(ctx context.Context, name Name) (opened, error) {
 		}
 		select {
 		case <-ctx.Done():
-			return nil, fmt.Errorf("lock %s, which another process holds: %w", filepath.Join(s.dir, name.String()), ctx.Err())
+			return nil, &BusyError{fmt.Errorf("lock %s, which another process holds: %w", filepath.Join(s.dir, name.String()), ctx.Err())}
 		case <-poll.C:
 		}
 	}
@@ -106,7 +106,7 @@ func lockPart(file *os.File, part string) (got bool, err error) {
 	const lastByte = 1<<62 - 1
 	at := unix.Flock_t{Type: unix.F_WRLCK, Whence: io.SeekStart, Start: int64(binary.BigEndian.Uint64(sum[:]) & lastByte), Len: 1}
 	err = unix.FcntlFlock(file.Fd(), unix.F_OFD_SETLK, &at)
-	if errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EACCES) {
+	if errors.Is(err, unix.EAGAIN) { // EACCES is a policy's refusal: Linux says no more than EAGAIN of a lock that is held
 		return false, nil
 	}
 	return err == nil, os.NewSyscallError("fcntl", err)

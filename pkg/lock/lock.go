@@ -70,7 +70,12 @@ type taken struct {
 	file opened
 }
 
-// Acquire takes all the locks, or none.
+// BusyError says that a lock was waited for in vain, because another call or another process holds it.
+type BusyError struct{ error }
+
+func (e *BusyError) Unwrap() error { return e.error }
+
+// Acquire takes all the locks, or none. Its error is a [BusyError] only where somebody holds one.
 func (s *Set) Acquire(ctx context.Context, names ...Name) (*Held, error) {
 	h := &Held{set: s}
 	if err := h.Add(ctx, names...); err != nil {
@@ -91,7 +96,7 @@ func (h *Held) Add(ctx context.Context, names ...Name) error {
 		waited, err := h.set.enter(ctx, place, keys(names))
 		h.Waited = h.Waited || waited
 		if err != nil {
-			return fmt.Errorf("wait for the lock %s: %w", strings.Join(keys(names), ", "), err)
+			return &BusyError{fmt.Errorf("wait for the lock %s: %w", strings.Join(keys(names), ", "), err)}
 		}
 		locks, busy, err := h.set.flocks(names)
 		if err == nil && busy >= 0 {

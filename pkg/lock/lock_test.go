@@ -259,3 +259,29 @@ func TestAFailedFlockLeavesTheQueueToTheNext(t *testing.T) {
 		})
 	}
 }
+
+func TestOnlyALockThatSomebodyHoldsIsBusy(t *testing.T) {
+	for kind, name := range kinds {
+		t.Run(kind, func(t *testing.T) {
+			dir := t.TempDir()
+			s := set(t, dir)
+			ended, end := context.WithCancel(t.Context())
+			end()
+			busy := new(BusyError)
+			held := acquire(t, s, name)
+			for process, other := range map[string]*Set{"this process": s, "another process": set(t, dir)} {
+				if _, err := other.Acquire(ended, name); !errors.As(err, &busy) || !errors.Is(err, context.Canceled) {
+					t.Errorf("held by %s: %v", process, err)
+				}
+			}
+			held.Release()
+			file := filepath.Join(dir, name.File)
+			if err := errors.Join(os.Remove(file), os.Symlink("nowhere/at/all", file)); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := s.Acquire(ended, name); err == nil || errors.As(err, &busy) {
+				t.Errorf("a file that cannot be opened: %v", err)
+			}
+		})
+	}
+}

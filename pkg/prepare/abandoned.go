@@ -8,31 +8,29 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
-// Abandoned says why a record holds what nobody uses, given the claim of that name as the API server has it, nil if it has none. It is empty for a claim
-// that has its devices, and Pods that it is reserved for. idle says that the claim is only without Pods: the next one may have it at any time, so that it must
-// not be given back while the kubelet knows it as prepared, who would not prepare it again.
-func (p *Preparer) Abandoned(r checkpoint.Record, now *resourceapi.ResourceClaim) (why string, idle bool) {
+// Abandoned says why a record holds what nobody uses. now is the claim of that name in the API
+// server, nil if there is none. A claim that keeps its allocation is not abandoned, also while no
+// Pod has it reserved: the scheduler gives its devices to nobody else.
+func (p *Preparer) Abandoned(r checkpoint.Record, now *resourceapi.ResourceClaim) (why string) {
 	switch {
 	case now == nil:
-		return "it was deleted", false
+		return "it was deleted"
 	case now.UID != r.ClaimUID:
-		return "it was deleted, and another claim has its name (UID " + string(now.UID) + ")", false
+		return "it was deleted, and another claim has its name (UID " + string(now.UID) + ")"
 	case now.Status.Allocation == nil:
-		return "it is not allocated any more", false
+		return "it is not allocated any more"
 	}
 	for _, d := range r.Devices {
 		if !slices.ContainsFunc(now.Status.Allocation.Devices.Results, func(a resourceapi.DeviceRequestAllocationResult) bool {
 			return a.Driver == p.DriverName && a.Pool == d.Pool && a.Device == d.Device && a.Request == d.Request && same(a.ShareID, d.ShareID)
 		}) {
-			return "it is not allocated device " + d.Device + " any more", false
+			return "it is not allocated device " + d.Device + " any more"
 		}
 	}
-	if len(now.Status.ReservedFor) == 0 {
-		return "it is not reserved for any Pod any more", true
-	}
-	return "", false
+	return ""
 }
 
 // GiveBack gives a claim's devices back although the kubelet has not asked for it. The last word has confirm, which is asked while no call works on the claim:
@@ -40,23 +38,22 @@ func (p *Preparer) Abandoned(r checkpoint.Record, now *resourceapi.ResourceClaim
 func (p *Preparer) GiveBack(ctx context.Context, uid types.UID, confirm func(ctx context.Context, r checkpoint.Record) error) (done bool, err error) {
 	waiting, cancel := context.WithTimeout(ctx, tryWait)
 	defer cancel()
-	held, err := p.lock(waiting, uid)
-	if err != nil {
-		return false, nil // the call that works on it knows better
-	}
-	defer held.Release()
-	r, found, err := p.Records.Load(uid)
-	if err != nil || !found {
-		return false, err
-	}
-	if err := confirm(ctx, r); err != nil {
-		return false, err
-	}
-	if err := p.unprepareLocked(ctx, held, uid); err != nil {
-		return false, about(r.Namespace+"/"+r.Name, err)
-	}
-	p.GivenBack(uid)
-	return true, nil
+	err = p.unlessBusy(waiting, uid, func(held *lock.Held) error {
+		r, found, err := p.Records.Load(uid)
+		if err != nil || !found {
+			return err
+		}
+		if err := confirm(ctx, r); err != nil {
+			return err
+		}
+		if err := p.unprepareLocked(ctx, held, uid); err != nil {
+			return about(r.Namespace+"/"+r.Name, err)
+		}
+		p.GivenBack(uid)
+		done = true
+		return nil
+	})
+	return done, err
 }
 
 // Holding is the record of a claim that is held.

@@ -30,20 +30,20 @@ func TestWhenAClaimIsAbandoned(t *testing.T) {
 	deallocated := newClaim("c")
 	deallocated.Status.Allocation = nil
 	for name, c := range map[string]struct {
-		now             *resourceapi.ResourceClaim
-		abandoned, idle bool
+		now       *resourceapi.ResourceClaim
+		abandoned bool
 	}{
-		"deleted":                            {nil, true, false},
-		"replaced":                           {replaced, true, false},
-		"not allocated":                      {deallocated, true, false},
-		"allocated another device":           {newClaim("c", allocated("r", gpu1)), true, false},
-		"another device, and no Pod":         {forPods(newClaim("c", allocated("r", gpu1))), true, false},
-		"as it was":                          {newClaim("c", allocated("r", gpu0)), false, false},
-		"waits for its next Pod":             {forPods(newClaim("c", allocated("r", gpu0))), true, true},
-		"has a further device of its driver": {newClaim("c", allocated("r", gpu0), allocated("s", gpu1)), false, false},
+		"deleted":                            {nil, true},
+		"replaced":                           {replaced, true},
+		"not allocated":                      {deallocated, true},
+		"allocated another device":           {newClaim("c", allocated("r", gpu1)), true},
+		"another device, and no Pod":         {forPods(newClaim("c", allocated("r", gpu1))), true},
+		"as it was":                          {newClaim("c", allocated("r", gpu0)), false},
+		"waits for its next Pod":             {forPods(newClaim("c", allocated("r", gpu0))), false},
+		"has a further device of its driver": {newClaim("c", allocated("r", gpu0), allocated("s", gpu1)), false},
 	} {
-		if why, idle := p.Abandoned(r, c.now); why != "" != c.abandoned || idle != c.idle {
-			t.Errorf("%s: %q, idle %v", name, why, idle)
+		if why := p.Abandoned(r, c.now); why != "" != c.abandoned {
+			t.Errorf("%s: %q", name, why)
 		}
 	}
 }

@@ -3,6 +3,7 @@ package prepare
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -135,6 +136,38 @@ type LostError struct {
 
 func (e *LostError) Error() string {
 	return fmt.Sprintf("claim %s: device %s is lost, containers that use it do not start any more: delete the claim's Pods: %v", e.Claim, e.Device, e.Reason)
+}
+
+// claimError is what came of one claim's part of a comparison. Without a UID it is of what no claim's record tells.
+type claimError struct {
+	uid types.UID
+	error
+}
+
+func (e *claimError) Unwrap() error { return e.error }
+
+func ofClaim(uid types.UID, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &claimError{uid, err}
+}
+
+// LeavesOpen says whether a comparison that ended with err cannot tell how the claim is. err is of
+// [Preparer.Reconcile]; what it says of other claims leaves nothing open.
+func LeavesOpen(err error, uid types.UID) bool {
+	switch e := err.(type) { //nolint:errorlint // each level is looked at: errors.As would take the first claim's error for that of all
+	case nil:
+		return false
+	case *claimError:
+		return e.uid == uid
+	case *LostError:
+		return e.UID == uid
+	case interface{ Unwrap() []error }:
+		return slices.ContainsFunc(e.Unwrap(), func(err error) bool { return LeavesOpen(err, uid) })
+	default:
+		return true
+	}
 }
 
 // lastingError is of a claim about which nothing can be done until somebody acts.

@@ -18,7 +18,7 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (ke
 	logger := klog.FromContext(ctx)
 	if old.State != checkpoint.Prepared || len(w.record.Devices) == 0 || !slices.EqualFunc(old.Devices, w.record.Devices, sameDevice) {
 		logger.Info("Reverting an earlier preparation of the claim", "state", old.State, "devices", deviceNames(old.Devices))
-		return false, p.revert(ctx, old)
+		return false, p.revertEarlier(ctx, old)
 	}
 	for i, d := range old.Devices {
 		if now := w.record.Devices[i]; now.GPUUUID != d.GPUUUID {
@@ -30,7 +30,7 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (ke
 			return false, err
 		}
 		logger.Info("Preparing the claim anew: the node was started again, and what was cut is gone", "devices", deviceNames(old.Devices))
-		return false, p.revert(ctx, old)
+		return false, p.revertEarlier(ctx, old)
 	}
 	asked := w.sharing
 	known, err := p.adopt(w, old)
@@ -39,12 +39,12 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (ke
 	}
 	if known && !w.sharesAs(asked) {
 		logger.Info("Preparing the claim anew: it wants its devices to be shared in another way than before", "devices", deviceNames(old.Devices))
-		return false, p.revert(ctx, old)
+		return false, p.revertEarlier(ctx, old)
 	}
 	if !known {
 		// Made by another version of the driver. Nothing that it did may be forgotten: what this version cannot revert, it refuses here by name.
 		logger.Info("Preparing the claim anew: an earlier preparation took other steps")
-		return false, p.revert(ctx, old)
+		return false, p.revertEarlier(ctx, old)
 	}
 	// What is answered stands on a record that another process may have been killed in writing.
 	if err := p.Records.Settle(sharesSteps(old)); err != nil {
@@ -64,6 +64,16 @@ func (p *Preparer) keep(ctx context.Context, old checkpoint.Record, w *plan) (ke
 		return false, stepError(err)
 	}
 	return true, p.refresh(work, old, w, p.held)
+}
+
+// revertEarlier gives back what an earlier preparation has, so that the claim is prepared anew. What was said
+// of its devices ends with it.
+func (p *Preparer) revertEarlier(ctx context.Context, old checkpoint.Record) error {
+	if err := p.revert(ctx, old); err != nil {
+		return err
+	}
+	p.GivenBack(old.ClaimUID)
+	return nil
 }
 
 // madeAgain waits, after a reboot, for whoever made the partitions that the claim uses as they are: at such a place nothing is cut in their stead.

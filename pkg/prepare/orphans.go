@@ -92,21 +92,18 @@ func hasRecord(entries []checkpoint.Entry, uid types.UID) bool {
 func (p *Preparer) removeRecordless(ctx context.Context, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, tryWait)
 	defer cancel()
-	held, err := p.lock(waiting, uid)
-	if err != nil {
-		return nil // the call that works on it knows better
-	}
-	defer held.Release()
-	entries, err := p.Records.List()
-	if err != nil {
-		return because(CauseRecord, "%w", err)
-	}
-	if hasRecord(entries, uid) {
-		return nil
-	}
-	work, cancelWork := context.WithTimeout(ctx, roundTime+answerTime)
-	defer cancelWork()
-	return errors.Join(p.removeTraces(ctx, uid), p.leaveAll(work, uid))
+	return p.unlessBusy(waiting, uid, func(*lock.Held) error {
+		entries, err := p.Records.List()
+		if err != nil {
+			return because(CauseRecord, "%w", err)
+		}
+		if hasRecord(entries, uid) {
+			return nil
+		}
+		work, cancelWork := context.WithTimeout(ctx, roundTime+answerTime)
+		defer cancelWork()
+		return errors.Join(p.removeTraces(ctx, uid), p.leaveAll(work, uid))
+	})
 }
 
 // removeTraces removes a claim's spec, and the beginning of its record, where there are any. The caller holds the claim, which has no record.
@@ -304,7 +301,7 @@ func (p *Preparer) lockKey(ctx context.Context, key string) (*lock.Held, error) 
 	}
 	held, err := p.Locks.Acquire(ctx, locks...)
 	if err != nil {
-		return nil, notLocked(ctx, "a claim is being prepared or unprepared that has to do with "+of, err)
+		return nil, notLocked("a claim is being prepared or unprepared that has to do with "+of, err)
 	}
 	return held, nil
 }

@@ -155,7 +155,7 @@ func (p *Preparer) Foreign(ctx context.Context, card device.Card, gpu string) (i
 func (p *Preparer) foreign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, h *holding, release func(), err error) {
 	held, err := p.Locks.Acquire(ctx, gpuLocks(gpu)...)
 	if err != nil {
-		return nil, nil, nil, nil, notLocked(ctx, "a claim is being prepared or unprepared on the GPU", err)
+		return nil, nil, nil, nil, notLocked("a claim is being prepared or unprepared on the GPU", err)
 	}
 	state, err := p.Partitions.Look(ctx, card)
 	if err == nil {

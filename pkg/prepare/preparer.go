@@ -2,6 +2,7 @@ package prepare
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -45,7 +46,7 @@ type Options struct {
 	Locks   *lock.Set
 	// Reread gets a claim from the API server again, after a wait in which it may have changed.
 	Reread func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error)
-	// GivenBack, if set, is told of each claim that was given back, while its lock is held. Overtaken, if set, says that this was so since the call came that
+	// GivenBack, if set, is told of each claim that was given back, also to be prepared anew, while its lock is held. Overtaken, if set, says that this was so since the call came that
 	// the context is of.
 	GivenBack func(uid types.UID)
 	Overtaken func(ctx context.Context, uid types.UID) bool
@@ -167,24 +168,43 @@ func gpuLocks(gpus ...string) []lock.Name {
 func (p *Preparer) lock(ctx context.Context, uid types.UID) (*lock.Held, error) {
 	held, err := p.Locks.Acquire(ctx, claimLock(uid))
 	if err != nil {
-		return nil, notLocked(ctx, "another call for the same claim is under way", err)
+		return nil, notLocked("another call for the same claim is under way", err)
 	}
 	return held, nil
 }
 
 func lockGPUs(ctx context.Context, held *lock.Held, gpus ...string) error {
 	if err := held.Add(ctx, gpuLocks(gpus...)...); err != nil {
-		return notLocked(ctx, "another claim is being prepared or unprepared on the same GPU", err)
+		return notLocked("another claim is being prepared or unprepared on the same GPU", err)
 	}
 	return nil
 }
 
 // notLocked tells a lock that was waited for in vain from one that the disk does not give.
-func notLocked(ctx context.Context, waitedFor string, err error) error {
-	if ctx.Err() != nil {
+func notLocked(waitedFor string, err error) error {
+	if isBusy(err) {
 		return because(CauseCanceled, "%s: %w", waitedFor, err)
 	}
 	return because(CauseRecord, "%w", err)
+}
+
+func isBusy(err error) bool {
+	busy := new(lock.BusyError)
+	return errors.As(err, &busy)
+}
+
+// unlessBusy does work under the claim's lock. A call that holds the lock knows better what the claim
+// needs, so that is no error. A lock that the disk does not give is an error.
+func (p *Preparer) unlessBusy(waiting context.Context, uid types.UID, work func(held *lock.Held) error) error {
+	held, err := p.lock(waiting, uid)
+	if isBusy(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer held.Release()
+	return work(held)
 }
 
 // revert undoes a record's steps and removes it. The caller holds the claim and its GPUs.

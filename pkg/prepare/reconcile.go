@@ -11,6 +11,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
 const (
@@ -69,20 +70,21 @@ func (p *Preparer) Reconcile(ctx context.Context) error {
 	var all together
 	r := &round{done: map[string]error{}}
 	for _, e := range entries {
-		all.do(func() error { return p.reconcileClaim(ctx, r, e.ClaimUID) })
+		all.do(func() error { return ofClaim(e.ClaimUID, p.reconcileClaim(ctx, r, e.ClaimUID)) })
 	}
-	all.do(func() error { return p.orphans(ctx) })
+	all.do(func() error { return ofClaim("", p.orphans(ctx)) })
 	return all.wait()
 }
 
 func (p *Preparer) reconcileClaim(ctx context.Context, all *round, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, recoverWait)
 	defer cancel()
-	held, err := p.lock(waiting, uid)
-	if err != nil {
-		return nil // the call that works on it brings it to agree
-	}
-	defer held.Release()
+	return p.unlessBusy(waiting, uid, func(held *lock.Held) error {
+		return p.reconcileLocked(ctx, all, held, uid)
+	})
+}
+
+func (p *Preparer) reconcileLocked(ctx context.Context, all *round, held *lock.Held, uid types.UID) error {
 	r, found, err := p.Records.Load(uid)
 	var unreadable *checkpoint.UnreadableError
 	switch {

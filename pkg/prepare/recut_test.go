@@ -1,6 +1,7 @@
 package prepare
 
 import (
+	"errors"
 	"strings"
 	"testing"
 
@@ -58,5 +59,35 @@ func TestWhatThePolicyForbidsToMakeAgainIsLost(t *testing.T) {
 				t.Errorf("lost: %+v, its spec is %q", got, w.specs.of("uid-c"))
 			}
 		})
+	}
+}
+
+func TestAComparisonSaysOfWhichClaimsItCannotTell(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	mustPrepare(t, w.plugin(t), newClaim("lost", allocated("r", small0)))
+	mustPrepare(t, w.plugin(t), newClaim("well", allocated("r", gpu1)))
+	h.of(t, gpu0).reset()
+	w.scan()
+	w.policy = func(device.GPU) device.Policy { return device.PolicyOff }
+	p := w.plugin(t)
+	for _, c := range []struct {
+		what           string
+		change         func()
+		ofLost, ofWell bool
+	}{
+		{"one has lost its device", func() {}, true, false},
+		{"what no record tells cannot be put in order", func() {
+			w.policy = nil
+			p.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }
+			w.specs.unlisted = errors.New("input/output error")
+		}, false, false},
+		{"the records cannot be listed", func() { w.disk.StopAt(1) }, true, true},
+	} {
+		c.change()
+		err := p.Reconcile(t.Context())
+		if err == nil || LeavesOpen(err, "uid-lost") != c.ofLost || LeavesOpen(err, "uid-well") != c.ofWell {
+			t.Errorf("%s: %v leaves open the lost one %v, the other %v", c.what, err, LeavesOpen(err, "uid-lost"), LeavesOpen(err, "uid-well"))
+		}
 	}
 }

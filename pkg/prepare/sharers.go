@@ -90,7 +90,7 @@ func (p *Preparer) leaveAll(ctx context.Context, uid types.UID) error {
 	}
 	held, err := p.Locks.Acquire(ctx, gpuLocks(gpus...)...)
 	if err != nil {
-		return notLocked(ctx, "a claim is being prepared or unprepared on the same GPU", err)
+		return notLocked("a claim is being prepared or unprepared on the same GPU", err)
 	}
 	defer held.Release()
 	slices.SortStableFunc(steps, func(a, b *shared) int { return order(b.Key) - order(a.Key) })

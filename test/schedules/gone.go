@@ -29,7 +29,7 @@ func (p *process) giveBackGone(ctx context.Context) error {
 			continue
 		}
 		now, err := p.lookup(ctx, c.Name)
-		if why, _ := p.Abandoned(r, now); err != nil || why == "" {
+		if err != nil || p.Abandoned(r, now) == "" {
 			errs = append(errs, err)
 			continue
 		}
@@ -40,7 +40,7 @@ func (p *process) giveBackGone(ctx context.Context) error {
 		}
 		done, err := p.GiveBack(ctx, c.UID, func(ctx context.Context, r checkpoint.Record) error {
 			now, err := p.lookup(ctx, r.Name)
-			if why, _ := p.Abandoned(r, now); err == nil && (why == "" || p.world.uses(r)) {
+			if err == nil && (p.Abandoned(r, now) == "" || p.world.uses(r)) {
 				err = errKept
 			}
 			return err
