@@ -23,7 +23,7 @@ func (c cutter) createInstance(r request) (*device.Instance, error) {
 	if ret != nvml.SUCCESS {
 		refusal := c.because(r, toError(ret))
 		if refusal.Code == CodeInUse {
-			refusal.Processes = c.processes(card, nil)
+			refusal.Processes = c.holders(card, nil)
 		}
 		return nil, refusal
 	}

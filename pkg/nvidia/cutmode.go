@@ -8,7 +8,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// setMode changes the MIG mode, unless it is as wanted. A GPU that is in use by nobody whom NVML can name is tried again for a moment: somebody just
+// setMode changes the MIG mode, unless it is as wanted or who watches the card has not left it yet: then the answer says how it is. A GPU on which nobody computes, as NVML says, is tried again for a moment: somebody just
 // looks at it, a scan of our own for example.
 func (c cutter) setMode(r request) (*State, error) {
 	for pause := firstPause; ; pause *= 2 {
@@ -31,7 +31,7 @@ func (c cutter) trySetMode(r request) (*State, error) {
 	if err != nil {
 		return nil, err
 	}
-	if before.Enabled == r.On {
+	if before.Enabled == r.On || !r.Left {
 		return c.state(card)
 	}
 	activation, ret := card.SetMigMode(modeNumber(r.On))
@@ -75,8 +75,8 @@ func (c cutter) modeRefusal(r request, card nvml.Device, ret nvml.Return) *CutEr
 			return r.fail(CodeInUse, "it has %d GPU instances, which have to be destroyed first (nvidia-smi mig -lgi lists them)", there)
 		}
 		refusal := c.because(r, toError(ret))
-		refusal.Processes = c.processes(card, nil)
-		refusal.passing = len(refusal.Processes) == 0
+		refusal.passing = len(c.processes(card, nil)) == 0
+		refusal.Processes = c.holders(card, nil)
 		return refusal
 	default:
 		return c.because(r, toError(ret))

@@ -41,6 +41,9 @@ type Partitions struct {
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 
+	// absences are the cards that whoever watches them has to leave.
+	absences *absences
+
 	mu    sync.Mutex
 	seats map[device.PCIAddress]*seat
 }
@@ -50,7 +53,7 @@ var errClosed = errors.New("the plugin is ending")
 // NewPartitions cuts with workers that command starts, which must call [ServePartitions] on its standard input and output.
 func NewPartitions(p Paths, command ...string) *Partitions {
 	ctx, cancel := context.WithCancelCause(context.Background())
-	return &Partitions{paths: p, command: command, idle: idleLimit, ctx: ctx, cancel: cancel, seats: map[device.PCIAddress]*seat{}}
+	return &Partitions{paths: p, command: command, idle: idleLimit, ctx: ctx, cancel: cancel, seats: map[device.PCIAddress]*seat{}, absences: newAbsences()}
 }
 
 // Look says how a card is cut now.
@@ -59,11 +62,15 @@ func (p *Partitions) Look(ctx context.Context, card Card) (State, error) {
 }
 
 // SetMode turns MIG mode on or off, unless it is as wanted. On a board with NVLink fabric a card without MIG mode can be used only after it has
-// registered there: SetMode waits for that.
+// registered there: SetMode waits for that. Who watches the card leaves it before its mode is changed, and is back soon after.
 func (p *Partitions) SetMode(ctx context.Context, card Card, on bool) (State, error) {
 	ctx, cancel := p.bounded(ctx)
 	defer cancel()
-	s, err := p.state(ctx, request{Op: opSetMode, Card: card, On: on})
+	r := request{Op: opSetMode, Card: card, On: on}
+	s, err := p.state(ctx, r)
+	if err == nil && s.MIG.Enabled != on {
+		s, err = p.changeMode(ctx, r, s.Minor)
+	}
 	if err == nil && !on {
 		err = p.awaitFabric(ctx, card)
 	}
@@ -71,6 +78,19 @@ func (p *Partitions) SetMode(ctx context.Context, card Card, on bool) (State, er
 		return State{}, err
 	}
 	return s, nil
+}
+
+// changeMode changes the mode when nobody watches the card.
+func (p *Partitions) changeMode(ctx context.Context, r request, minor int) (State, error) {
+	back, err := p.absences.leave(ctx, r.Card.PCIAddress, minor)
+	if err != nil {
+		refusal := r.fail(CodeInUse, "%v", err)
+		refusal.cause = context.Cause(ctx)
+		return State{}, refusal
+	}
+	defer back()
+	r.Left = true
+	return p.state(ctx, r)
 }
 
 // CreateInstance makes a GPU instance at exactly this place, where nothing may be.
