@@ -8,14 +8,18 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// setMode changes the MIG mode, unless it is as wanted or who watches the card has not left it yet: then the answer says how it is. A GPU on which nobody computes, as NVML says, is tried again for a moment: somebody just
-// looks at it, a scan of our own for example.
+// setMode changes the MIG mode, unless it is as wanted or who watches the card has not left it yet: then the answer says how it is.
 func (c cutter) setMode(r request) (*State, error) {
+	return whilePassing(func() (*State, error) { return c.trySetMode(r) })
+}
+
+// whilePassing tries again for a moment while a GPU is in use on which nobody computes: somebody just looks at it, a scan of our own for example.
+func whilePassing[T any](try func() (T, error)) (T, error) {
 	for pause := firstPause; ; pause *= 2 {
-		s, err := c.trySetMode(r)
+		made, err := try()
 		var refusal *CutError
 		if !errors.As(err, &refusal) || !refusal.passing || pause > lastPause {
-			return s, err
+			return made, err
 		}
 		<-time.After(pause)
 	}
@@ -74,13 +78,18 @@ func (c cutter) modeRefusal(r request, card nvml.Device, ret nvml.Return) *CutEr
 		if there := c.listed(card); there > 0 {
 			return r.fail(CodeInUse, "it has %d GPU instances, which have to be destroyed first (nvidia-smi mig -lgi lists them)", there)
 		}
-		refusal := c.because(r, toError(ret))
-		refusal.passing = len(c.processes(card, nil)) == 0
-		refusal.Processes = c.holders(card, nil)
-		return refusal
+		return c.inUse(r, card, ret)
 	default:
 		return c.because(r, toError(ret))
 	}
+}
+
+// inUse explains a refusal that is not about one instance, and says who has the card open.
+func (c cutter) inUse(r request, card nvml.Device, ret nvml.Return) *CutError {
+	refusal := c.because(r, toError(ret))
+	refusal.passing = len(c.processes(card, nil)) == 0
+	refusal.Processes = c.holders(card, nil)
+	return refusal
 }
 
 // listed counts the GPU instances of a card, as far as NVML says.

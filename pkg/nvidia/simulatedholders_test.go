@@ -227,6 +227,18 @@ func TestAnInstanceThatHadAnEventCanBeDestroyed(t *testing.T) {
 	}
 }
 
+func TestTheFirstInstanceIsTriedAgain(t *testing.T) {
+	s := newSite(t, "awkward", layout.Container, "")
+	c := s.cutting(s.partitions(), 1)
+	c.mode(true)
+	c.destroy(c.make(14, device.Placement{Start: 2, Size: 2}))
+	// What does not pass is refused, and who may be in its way is named.
+	pid, _ := s.foreign("hold", 1)
+	s.fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(nvml.ERROR_IN_USE)}, "nvmlDeviceCreateGpuInstanceWithPlacement", 0)
+	_, err := c.CreateInstance(t.Context(), c.card, 14, device.Placement{Start: 2, Size: 2})
+	refusedBy(t, err, pid)
+}
+
 func TestAForeignProcessThatHasAGPUOpenIsNamed(t *testing.T) {
 	s := newSite(t, "awkward", layout.Container, "")
 	w, p := cutWatched(s, nil)

@@ -72,20 +72,18 @@ func TestAProcessThatHasAHandleOfAnInstanceKeepsIt(t *testing.T) {
 	}
 }
 
-func TestAProcessThatHasAGPUOpenKeepsItFromBeingCut(t *testing.T) {
+func TestTheFirstInstanceIsRefusedOnce(t *testing.T) {
 	w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 1)).onHost()
 	w.must(w.state.SetBlock(state.CreateInUse, true))
 	device := devices(t, initialize(t))[0]
 	setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS)
-	other := start(t, "hold")
-	other.says()
-	_, ret := device.CreateGpuInstance(&nvml.GpuInstanceProfileInfo{Id: 19})
-	want(t, "the first instance", ret, nvml.ERROR_IN_USE)
-	other.kill()
-	create(t, device, 19, 0, 1)
-	other = start(t, "hold")
-	other.says()
-	create(t, device, 19, 1, 1)
+	for range 2 {
+		_, ret := device.CreateGpuInstance(&nvml.GpuInstanceProfileInfo{Id: 19})
+		want(t, "the first instance", ret, nvml.ERROR_IN_USE)
+		first, second := create(t, device, 19, 0, 1), create(t, device, 19, 1, 1)
+		want(t, "destroy", first.Destroy(), nvml.SUCCESS)
+		want(t, "destroy", second.Destroy(), nvml.SUCCESS)
+	}
 }
 
 // Who has what shows in /proc, by the numbers of the device nodes, as on a real node.

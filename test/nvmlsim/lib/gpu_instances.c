@@ -66,8 +66,11 @@ static nvmlReturn_t make(struct nvmlsim_gpu *gpu, unsigned int number, const str
 {
     if (!LOAD(gpu->mig_current))
         return NVML_ERROR_NOT_SUPPORTED;
-    if (LOAD(sim_state()->create_in_use) && !sim_has_instances(gpu) && sim_opened_elsewhere(number))
-        return NVML_ERROR_IN_USE;
+    if (LOAD(sim_state()->create_in_use) && !sim_has_instances(gpu)) {
+        STORE(gpu->create_refused, !LOAD(gpu->create_refused));
+        if (LOAD(gpu->create_refused))
+            return NVML_ERROR_IN_USE;
+    }
     if (start < 0)
         start = sim_gi_choose(gpu, profile);
     if (start < 0 || !sim_gi_fits(gpu, profile, (unsigned int)start))

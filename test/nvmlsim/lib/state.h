@@ -106,7 +106,7 @@ struct nvmlsim_header {
     uint64_t fabric_settle_ms; /* how long a GPU that leaves MIG mode takes to be back in its fabric */
     uint32_t client_blocks_mode;    /* a process that has a GPU open keeps others from changing its MIG mode */
     uint32_t client_blocks_destroy; /* a process that has a handle of an instance keeps others from removing it */
-    uint32_t create_in_use;         /* a process that has a GPU open keeps others from making its first GPU instance */
+    uint32_t create_in_use;         /* the first try to make the first GPU instance of a GPU is refused */
     uint32_t reserved_blocks;
 };
 
@@ -205,7 +205,7 @@ struct nvmlsim_gpu {
     uint64_t event_types;     /* nvmlEventType* that can be registered for */
     uint64_t energy_since_ms; /* what it used is counted from here (CLOCK_REALTIME) */
     uint32_t fabric_status;   /* nvmlReturn_t of a registration with the fabric that is completed */
-    uint32_t reserved;
+    uint32_t create_refused;  /* so it was: the next try is let through */
     uint64_t processes[NVMLSIM_PROCESSES];
     uint64_t instances[NVMLSIM_GPU_INSTANCES]; /* by GPU instance ID */
     uint64_t compute_instances[NVMLSIM_GPU_INSTANCES][NVMLSIM_COMPUTE_INSTANCES];

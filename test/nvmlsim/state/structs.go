@@ -168,7 +168,7 @@ type GPU struct {
 	EventTypes         uint64                                 `c:"event_types"`
 	EnergySinceMS      uint64                                 `c:"energy_since_ms"`
 	FabricStatus       uint32                                 `c:"fabric_status"`
-	Reserved           uint32                                 `c:"reserved"`
+	CreateRefused      uint32                                 `c:"create_refused"`
 	Processes          [maxProcesses]uint64                   `c:"processes"`
 	Instances          [gpuInstances]uint64                   `c:"instances"`
 	ComputeInstances   [gpuInstances][computeInstances]uint64 `c:"compute_instances"`
