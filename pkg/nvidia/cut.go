@@ -17,7 +17,7 @@ type request struct {
 	Op       operation        `json:"op"`
 	Card     Card             `json:"card"`
 	On       bool             `json:"on,omitempty"`      // the wanted mode
-	Left     bool             `json:"left,omitempty"`    // nobody watches the card: its mode may be changed
+	Watched  bool             `json:"watched,omitempty"` // somebody watches the card: its mode is read and not changed
 	Profile  uint32           `json:"profile,omitempty"` // of the GPU instance to make
 	At       device.Placement `json:"at"`                // where
 	Instance device.Instance  `json:"instance,omitzero"` // the one meant; of opCreateCompute only the ID counts

@@ -8,7 +8,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// setMode changes the MIG mode, unless it is as wanted or who watches the card has not left it yet: then the answer says how it is.
+// setMode changes the MIG mode, unless it is as wanted, or the card is watched: then the answer says how it is.
 func (c cutter) setMode(r request) (*State, error) {
 	return whilePassing(func() (*State, error) { return c.trySetMode(r) })
 }
@@ -35,7 +35,7 @@ func (c cutter) trySetMode(r request) (*State, error) {
 	if err != nil {
 		return nil, err
 	}
-	if before.Enabled == r.On || !r.Left {
+	if before.Enabled == r.On || r.Watched {
 		return c.state(card)
 	}
 	activation, ret := card.SetMigMode(modeNumber(r.On))

@@ -66,7 +66,7 @@ func (p *Partitions) Look(ctx context.Context, card Card) (State, error) {
 func (p *Partitions) SetMode(ctx context.Context, card Card, on bool) (State, error) {
 	ctx, cancel := p.bounded(ctx)
 	defer cancel()
-	r := request{Op: opSetMode, Card: card, On: on}
+	r := request{Op: opSetMode, Card: card, On: on, Watched: true}
 	s, err := p.state(ctx, r)
 	if err == nil && s.MIG.Enabled != on {
 		s, err = p.changeMode(ctx, r, s.Minor)
@@ -89,7 +89,7 @@ func (p *Partitions) changeMode(ctx context.Context, r request, minor int) (Stat
 		return State{}, refusal
 	}
 	defer back()
-	r.Left = true
+	r.Watched = false
 	return p.state(ctx, r)
 }
 
