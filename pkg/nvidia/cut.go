@@ -17,7 +17,7 @@ type request struct {
 	Op       operation        `json:"op"`
 	Card     Card             `json:"card"`
 	On       bool             `json:"on,omitempty"`      // the wanted mode
-	Watched  bool             `json:"watched,omitempty"` // somebody watches the card: its mode is read and not changed
+	Watched  bool             `json:"watched,omitempty"` // the watcher has the card open: only read the mode
 	Profile  uint32           `json:"profile,omitempty"` // of the GPU instance to make
 	At       device.Placement `json:"at"`                // where
 	Instance device.Instance  `json:"instance,omitzero"` // the one meant; of opCreateCompute only the ID counts
@@ -206,14 +206,15 @@ func (c cutter) modeOf(r request, card nvml.Device) (*device.MIG, error) {
 	return mode, err
 }
 
-// holders lists who has the card open, or one GPU instance of it. It is for the text of an error: what fails is left out.
+// holders lists the processes that have the card open, or one GPU instance of it. It serves error
+// messages, so it leaves out what it cannot read.
 func (c cutter) holders(card nvml.Device, instance *uint32) []Process {
 	minor, ret := card.GetMinorNumber()
 	if ret != nvml.SUCCESS {
 		return c.processes(card, instance)
 	}
 	if instance == nil {
-		return join(c.processes(card, nil), c.paths.holders(cardNode(minor)))
+		return merge(c.processes(card, nil), c.paths.holders(cardNode(minor)))
 	}
 	if of := c.paths.holders(c.paths.instanceNodes(minor, *instance)); len(of) > 0 {
 		return of
@@ -221,7 +222,7 @@ func (c cutter) holders(card nvml.Device, instance *uint32) []Process {
 	return c.processes(card, instance)
 }
 
-// processes lists who computes on the card, or on one GPU instance of it, as far as NVML says.
+// processes lists the processes that compute on the card or one GPU instance, as NVML says.
 func (c cutter) processes(card nvml.Device, instance *uint32) []Process {
 	lists := []func() ([]nvml.ProcessInfo, nvml.Return){card.GetComputeRunningProcesses, card.GetGraphicsRunningProcesses}
 	if c.has("nvmlDeviceGetMPSComputeRunningProcesses") {

@@ -34,11 +34,11 @@ const (
 	CodeOther        = device.CutOther
 )
 
-// Process is one that has a GPU open, as NVML lists it or /proc shows it.
+// Process has a GPU open, as NVML or /proc shows.
 type Process struct {
 	PID  uint32 `json:"pid"`
 	Name string `json:"name,omitempty"`
-	// Pod is the UID of the Pod that it is of, empty if it is of none.
+	// Pod is the UID of its Pod, empty if it has none.
 	Pod string `json:"pod,omitempty"`
 }
 
@@ -59,7 +59,7 @@ type CutError struct {
 	Op      string  `json:"op"`
 	Code    CutCode `json:"code"`
 	Message string  `json:"message"`
-	// Processes are those that have the GPU or the instance open, where it is in use.
+	// Processes have the GPU or the instance open, where it is in use.
 	Processes []Process `json:"processes,omitempty"`
 
 	cause error

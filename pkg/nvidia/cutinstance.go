@@ -9,9 +9,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// createInstance makes a GPU instance at exactly the place that is asked for. The first one of a GPU may be refused while the driver clears what it has there.
+// createInstance makes a GPU instance at exactly the requested place. The driver may refuse the
+// first instance of a GPU while its own channels and profilers still use the GPU.
 func (c cutter) createInstance(r request) (*device.Instance, error) {
-	return whilePassing(func() (*device.Instance, error) { return c.tryCreateInstance(r) })
+	return retryTransient(func() (*device.Instance, error) { return c.tryCreateInstance(r) })
 }
 
 func (c cutter) tryCreateInstance(r request) (*device.Instance, error) {

@@ -8,13 +8,14 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// setMode changes the MIG mode, unless it is as wanted, or the card is watched: then the answer says how it is.
+// setMode changes the MIG mode, unless it is as wanted or the watcher still has the card open.
 func (c cutter) setMode(r request) (*State, error) {
-	return whilePassing(func() (*State, error) { return c.trySetMode(r) })
+	return retryTransient(func() (*State, error) { return c.trySetMode(r) })
 }
 
-// whilePassing tries again for a moment while a GPU is in use on which nobody computes: somebody just looks at it, a scan of our own for example.
-func whilePassing[T any](try func() (T, error)) (T, error) {
+// retryTransient retries for a moment while the GPU is in use and no process computes on it. A
+// process that only looks, such as our own scan, soon ends.
+func retryTransient[T any](try func() (T, error)) (T, error) {
 	for pause := firstPause; ; pause *= 2 {
 		made, err := try()
 		var refusal *CutError
@@ -84,7 +85,7 @@ func (c cutter) modeRefusal(r request, card nvml.Device, ret nvml.Return) *CutEr
 	}
 }
 
-// inUse explains a refusal that is not about one instance, and says who has the card open.
+// inUse explains a refusal about the card, and names the processes that have it open.
 func (c cutter) inUse(r request, card nvml.Device, ret nvml.Return) *CutError {
 	refusal := c.because(r, toError(ret))
 	refusal.passing = len(c.processes(card, nil)) == 0

@@ -16,18 +16,18 @@ import (
 // majorNVIDIA is of all GPUs, as Linux's list of device numbers has it.
 const majorNVIDIA = 195
 
-// nodes are device nodes of the driver's by their numbers, and the names of those that may be mapped.
+// nodes are device nodes of the driver.
 type nodes struct {
 	numbers map[uint64]bool
-	name    string // nvidiaN; a mapping has no number
+	name    string // finds mappings, which show no device number; empty if the nodes are never mapped
 }
 
-// cardNode is the node of a GPU.
+// cardNode is a GPU's device node.
 func cardNode(minor int) nodes {
 	return nodes{map[uint64]bool{unix.Mkdev(majorNVIDIA, uint32(minor)): true}, fmt.Sprintf("nvidia%d", minor)} //nolint:gosec // NVML's own number
 }
 
-// instanceNodes are those that stand for a GPU instance and what is in it.
+// instanceNodes are the capability nodes of a GPU instance and its compute instances.
 func (p Paths) instanceNodes(gpuMinor int, instance uint32) nodes {
 	found := nodes{numbers: map[uint64]bool{}}
 	major, err := p.capabilityMajor()
@@ -44,12 +44,13 @@ func (p Paths) instanceNodes(gpuMinor int, instance uint32) nodes {
 	return found
 }
 
-// Holders are the processes that have a GPU's device node open, but for this one. NVML lists only those that compute.
+// Holders are the other processes that have a GPU's device node open, on the whole host. NVML lists
+// only processes with a CUDA or graphics context.
 func (p Paths) Holders(minor int) []Process { return p.withDefaults().holders(cardNode(minor)) }
 
-// holders reads what every process of the host has open. It is for people: what cannot be read is left out.
+// holders searches all processes of the host's /proc. It leaves out what it cannot read.
 func (p Paths) holders(of nodes) []Process {
-	self, _ := os.Readlink(filepath.Join(p.Proc, "self")) // our number there, which is another one in a container
+	self, _ := os.Readlink(filepath.Join(p.Proc, "self")) // our PID in the host's namespace
 	entries, _ := os.ReadDir(p.Proc)
 	var found []Process
 	for _, e := range entries {
@@ -64,7 +65,8 @@ func (p Paths) holders(of nodes) []Process {
 	return found
 }
 
-// openIn looks at those descriptors only whose path may be a node's: others may lie on a file system that does not answer.
+// openIn calls stat only on paths that look like the driver's nodes: others may lie on a file system
+// that hangs.
 func (n nodes) openIn(process string) bool {
 	descriptors := filepath.Join(process, "fd")
 	entries, _ := os.ReadDir(descriptors)
@@ -81,7 +83,7 @@ func (n nodes) openIn(process string) bool {
 	return false
 }
 
-// mappedIn finds who has closed the node and goes on using it.
+// mappedIn finds a process that has closed the descriptor and keeps the mapping.
 func (n nodes) mappedIn(process string) bool {
 	if n.name == "" {
 		return false
@@ -90,16 +92,16 @@ func (n nodes) mappedIn(process string) bool {
 	return strings.Contains(string(maps), "/"+n.name+"\n")
 }
 
-// process says who that is.
+// process describes a process of the host.
 func (p Paths) process(pid uint32) Process {
 	dir := filepath.Join(p.Proc, fmt.Sprint(pid))
 	return Process{PID: pid, Name: readTrimmed(filepath.Join(dir, "comm")), Pod: podOf(filepath.Join(dir, "cgroup"))}
 }
 
-// podGroup is how the kubelet names a Pod's control group: with dashes, or underscores where systemd makes it.
+// podGroup matches the kubelet's cgroup of a Pod. The systemd driver writes underscores for dashes.
 var podGroup = regexp.MustCompile(`pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})`)
 
-// podOf is the UID of the Pod that a process is of, empty if it is of none.
+// podOf is the UID of a process's Pod, empty if it has none.
 func podOf(cgroup string) string {
 	m := podGroup.FindStringSubmatch(readTrimmed(cgroup))
 	if m == nil {
@@ -108,8 +110,8 @@ func podOf(cgroup string) string {
 	return strings.ReplaceAll(m[1], "_", "-")
 }
 
-// join adds the processes that are not among the first.
-func join(first, more []Process) []Process {
+// merge adds the processes that first lacks.
+func merge(first, more []Process) []Process {
 	for _, p := range more {
 		if !slices.ContainsFunc(first, func(o Process) bool { return o.PID == p.PID }) {
 			first = append(first, p)

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func TestWhoHasAGPUOpenIsFoundByTheNumberOfItsNode(t *testing.T) {
+func TestHoldersFindsProcessesByDeviceNumber(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root: device nodes with the driver's numbers")
 	}

@@ -195,7 +195,7 @@ func (l *look) computeName(in device.Instance, kind nvml.ComputeInstanceProfileI
 
 var partName = regexp.MustCompile(`^[0-9]+c\.`)
 
-// isPart says whether a compute instance has fewer slices than the GPU instance that it is in: then its name says how many.
+// isPart says whether a compute instance fills only a part of its GPU instance. Its name says so.
 func isPart(c device.ComputeInstance) bool { return partName.MatchString(c.Name) }
 
 // uuid finds a MIG device's UUID. The devices are listed anew for one that has come since, and once more, because a cut beside us moves their indices.

@@ -168,7 +168,7 @@ func (l *listener) listen(ctx context.Context, set nvml.EventSet, handle nvml.De
 	return worked, ctx.Err()
 }
 
-// event says which instance it is about by its IDs. It asks nothing of the instance: that would keep it from being destroyed.
+// event names the instance by its IDs only. Opening the instance here would block its removal.
 func (l *listener) event(handle nvml.Device, kind device.EventKind, data nvml.EventData) device.HealthEvent {
 	e := device.HealthEvent{Card: l.patient.card, Kind: kind, At: time.Now()}
 	switch kind {

@@ -41,8 +41,8 @@ type Partitions struct {
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 
-	// absences are the cards that whoever watches them has to leave.
-	absences *absences
+	// excluded are the cards that the watcher must not have open.
+	excluded *exclusions
 
 	mu    sync.Mutex
 	seats map[device.PCIAddress]*seat
@@ -53,7 +53,7 @@ var errClosed = errors.New("the plugin is ending")
 // NewPartitions cuts with workers that command starts, which must call [ServePartitions] on its standard input and output.
 func NewPartitions(p Paths, command ...string) *Partitions {
 	ctx, cancel := context.WithCancelCause(context.Background())
-	return &Partitions{paths: p, command: command, idle: idleLimit, ctx: ctx, cancel: cancel, seats: map[device.PCIAddress]*seat{}, absences: newAbsences()}
+	return &Partitions{paths: p, command: command, idle: idleLimit, ctx: ctx, cancel: cancel, seats: map[device.PCIAddress]*seat{}, excluded: newExclusions()}
 }
 
 // Look says how a card is cut now.
@@ -62,7 +62,7 @@ func (p *Partitions) Look(ctx context.Context, card Card) (State, error) {
 }
 
 // SetMode turns MIG mode on or off, unless it is as wanted. On a board with NVLink fabric a card without MIG mode can be used only after it has
-// registered there: SetMode waits for that. Who watches the card leaves it before its mode is changed, and is back soon after.
+// registered there: SetMode waits for that. Before the mode changes, the watcher lets go of the card; soon after, it watches the card again.
 func (p *Partitions) SetMode(ctx context.Context, card Card, on bool) (State, error) {
 	ctx, cancel := p.bounded(ctx)
 	defer cancel()
@@ -80,15 +80,15 @@ func (p *Partitions) SetMode(ctx context.Context, card Card, on bool) (State, er
 	return s, nil
 }
 
-// changeMode changes the mode when nobody watches the card.
+// changeMode changes the mode while the watcher does not have the card open.
 func (p *Partitions) changeMode(ctx context.Context, r request, minor int) (State, error) {
-	back, err := p.absences.leave(ctx, r.Card.PCIAddress, minor)
+	restore, err := p.excluded.exclude(ctx, r.Card.PCIAddress, minor)
 	if err != nil {
 		refusal := r.fail(CodeInUse, "%v", err)
 		refusal.cause = context.Cause(ctx)
 		return State{}, refusal
 	}
-	defer back()
+	defer restore()
 	r.Watched = false
 	return p.state(ctx, r)
 }

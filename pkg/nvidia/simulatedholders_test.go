@@ -21,7 +21,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// cutWatched watches a site and cuts it, as the plugin does both.
+// cutWatched watches and cuts a site, as the plugin does.
 func cutWatched(s site, change func(*watcher)) (watch, *Partitions) {
 	s.t.Helper()
 	self, err := os.Executable()
@@ -57,7 +57,7 @@ func playHolder(subscribes bool) {
 	select {}
 }
 
-// foreign starts such a process. It shows below the site's /proc with all that it really has open. end kills it.
+// foreign starts such a process, and shows the real one in the site's /proc. end kills it.
 func (s site) foreign(role string, index int) (pid int, end func()) {
 	s.t.Helper()
 	library, err := findLibrary(s.paths().withDefaults())
@@ -93,7 +93,7 @@ func (s site) blocks(b state.Block) {
 	s.change(func(_ *layout.Config, f *state.File) error { return f.SetBlock(b, true) })
 }
 
-// refusedBy fails the test if the error is not that the card or instance is in use, by this process.
+// refusedBy checks that the error names this process as the holder.
 func refusedBy(t *testing.T, err error, pid int) {
 	t.Helper()
 	var refusal *CutError
@@ -102,7 +102,7 @@ func refusedBy(t *testing.T, err error, pid int) {
 	}
 }
 
-func TestAWatchedGPUChangesItsModeAndIsWatchedAgain(t *testing.T) {
+func TestModeChangeReplacesWatcherAndLosesNoEvent(t *testing.T) {
 	s := newSite(t, "awkward", layout.Container, "")
 	w, p := cutWatched(s, nil)
 	w.listens()
@@ -112,7 +112,7 @@ func TestAWatchedGPUChangesItsModeAndIsWatchedAgain(t *testing.T) {
 		_, err := p.SetMode(t.Context(), s.card(1), true)
 		changed <- err
 	}()
-	// Meanwhile nothing is missed of another GPU, and nothing is said twice.
+	// Meanwhile every event of another GPU arrives once.
 	const events = 500
 	f, err := state.Open(layout.StatePath(s.root))
 	if err != nil {
@@ -167,19 +167,19 @@ func TestAWatchedGPUChangesItsModeAndIsWatchedAgain(t *testing.T) {
 	}
 }
 
-func TestEightWatchedGPUsChangeTheirModesAtOnce(t *testing.T) {
+func TestConcurrentModeChangesShareWatcherReplacements(t *testing.T) {
 	s := newSite(t, "awkward", layout.Container, "")
 	var pids sync.Map
 	w, p := cutWatched(s, nil)
 	w.listens()
 	stop := make(chan struct{})
-	go func() { // whoever has watched at any time
+	go func() { // collects every watcher process
 		for {
-			p.absences.mu.Lock()
-			for h := range p.absences.watches {
+			p.excluded.mu.Lock()
+			for h := range p.excluded.watchers {
 				pids.Store(h.pid, true)
 			}
-			p.absences.mu.Unlock()
+			p.excluded.mu.Unlock()
 			select {
 			case <-stop:
 				return
@@ -207,7 +207,7 @@ func TestEightWatchedGPUsChangeTheirModesAtOnce(t *testing.T) {
 	}
 }
 
-func TestAnInstanceThatHadAnEventCanBeDestroyed(t *testing.T) {
+func TestInstanceWithXIDCanBeDestroyed(t *testing.T) {
 	s := newSite(t, "awkward", layout.Container, "")
 	w, p := cutWatched(s, nil)
 	w.listens()
@@ -227,19 +227,19 @@ func TestAnInstanceThatHadAnEventCanBeDestroyed(t *testing.T) {
 	}
 }
 
-func TestTheFirstInstanceIsTriedAgain(t *testing.T) {
+func TestFirstCreateInUseIsRetried(t *testing.T) {
 	s := newSite(t, "awkward", layout.Container, "")
 	c := s.cutting(s.partitions(), 1)
 	c.mode(true)
 	c.destroy(c.make(14, device.Placement{Start: 2, Size: 2}))
-	// What does not pass is refused, and who may be in its way is named.
+	// A lasting refusal names the holder.
 	pid, _ := s.foreign("hold", 1)
 	s.fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(nvml.ERROR_IN_USE)}, "nvmlDeviceCreateGpuInstanceWithPlacement", 0)
 	_, err := c.CreateInstance(t.Context(), c.card, 14, device.Placement{Start: 2, Size: 2})
 	refusedBy(t, err, pid)
 }
 
-func TestAForeignProcessThatHasAGPUOpenIsNamed(t *testing.T) {
+func TestModeChangeNamesForeignHolder(t *testing.T) {
 	s := newSite(t, "awkward", layout.Container, "")
 	w, p := cutWatched(s, nil)
 	w.listens()
@@ -261,7 +261,7 @@ func TestAForeignProcessThatHasAGPUOpenIsNamed(t *testing.T) {
 	w.condition(s.card(1), func(c device.Condition) bool { return c.MIG != nil && c.MIG.Enabled })
 }
 
-func TestAForeignProcessThatHasAHandleOfAnInstanceIsNamed(t *testing.T) {
+func TestDestroyNamesForeignSubscriber(t *testing.T) {
 	s := newSite(t, "awkward", layout.Container, "")
 	w, p := cutWatched(s, nil)
 	w.listens()
@@ -277,20 +277,20 @@ func TestAForeignProcessThatHasAHandleOfAnInstanceIsNamed(t *testing.T) {
 	c.destroy(made)
 }
 
-func TestAWatcherThatCannotBeEndedIsNamed(t *testing.T) {
-	a := newAbsences()
+func TestExclusionNamesWatcherThatCannotEnd(t *testing.T) {
+	a := newExclusions()
 	h, _ := a.begin("")
 	a.started(h, 4711)
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	if _, err := a.leave(ctx, "0000:1b:00.0", 0); err == nil || !strings.Contains(err.Error(), "process 4711") {
+	if _, err := a.exclude(ctx, "0000:1b:00.0", 0); err == nil || !strings.Contains(err.Error(), "process 4711") {
 		t.Error(err)
 	}
-	if now, later := a.due(h); now || later {
-		t.Error("a card is still to be left that nobody wants changed any more")
+	if now, later := a.outdated(h); now || later {
+		t.Error("the card is still excluded after its mode change gave up")
 	}
 	a.end(h)
-	back, err := a.leave(t.Context(), "0000:1b:00.0", 0)
+	restore, err := a.exclude(t.Context(), "0000:1b:00.0", 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -298,9 +298,9 @@ func TestAWatcherThatCannotBeEndedIsNamed(t *testing.T) {
 		t.Errorf("%+v", h)
 	}
 	without, _ := a.begin("")
-	back()
-	back()
-	if now, later := a.due(without); now || !later || without.has("0000:1b:00.0") || !without.has("0000:43:00.0") {
+	restore()
+	restore()
+	if now, later := a.outdated(without); now || !later || without.has("0000:1b:00.0") || !without.has("0000:43:00.0") {
 		t.Error(now, later, without)
 	}
 }

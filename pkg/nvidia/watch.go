@@ -42,8 +42,8 @@ type WatchOptions struct {
 	Command []string
 	// Interval is how often each GPU is asked; [DefaultWatchInterval] if it is 0.
 	Interval time.Duration
-	// Partitions cut the same GPUs. They say where an instance is that has an event, and a GPU whose MIG mode they are to change is left meanwhile.
-	// Nil is nobody who cuts.
+	// Partitions cut the same GPUs. They locate the instances of events, and exclude a GPU from the
+	// watch while they change its MIG mode. Nil means that nothing cuts GPUs.
 	Partitions *Partitions
 }
 
@@ -53,8 +53,8 @@ type WatchOptions struct {
 // A GPU that hangs costs the child two threads and holds up no other, unless it has a lock of NVML's while it hangs: when two hang at once, the one that
 // began is watched by a child of its own from then on, so that the other, if it is only held up, answers again. There are at most maxApart such children.
 //
-// A GPU whose MIG mode [Partitions] are to change is left alone meanwhile, and nothing is said of it. The process with the GPU is ended when another
-// listens to all but that one.
+// While [Partitions] change a GPU's MIG mode, no process of Watch has that GPU open and Watch says
+// nothing about it. A process for the other GPUs takes over first, so that their events arrive.
 //
 // When Watch returns the children have ended, and with them every handle and event set; if one cannot be ended because it hangs in the driver, that is the
 // error.
@@ -73,9 +73,9 @@ type watcher struct {
 	uuids map[device.PCIAddress]string
 	// children are those that have not ended, the last one last. Those before it hang in the driver.
 	children []*watchChild
-	absent   *absences
-	places   *places
-	placing  context.Context // of who is asked for places
+	excluded *exclusions
+	places   *placeResolver
+	placing  context.Context // bounds the look-ups of places
 	overlap  overlap
 
 	// only is the card that this watcher is for, empty for all but those apart.
@@ -100,25 +100,25 @@ func newWatcher(o WatchOptions, emit func(device.Signal)) *watcher {
 		defer w.emitting.Unlock()
 		emit(s)
 	}
-	w.absent, w.places = newAbsences(), &places{emit: w.emit}
+	w.excluded, w.places = newExclusions(), &placeResolver{emit: w.emit}
 	if o.Partitions != nil {
 		w.serve(o.Partitions)
 	}
 	return w
 }
 
-// serve has the watcher leave the cards that p is to change, and ask p for places.
-func (w *watcher) serve(p *Partitions) { w.absent, w.places.look = p.absences, p.Look }
+// serve makes the watcher exclude the cards that p needs, and look up places with p.
+func (w *watcher) serve(p *Partitions) { w.excluded, w.places.look = p.excluded, p.Look }
 
 func (w *watcher) run(ctx context.Context) error {
 	w.placing = ctx
 	for pause := firstRestart; ctx.Err() == nil; pause = min(max(2*pause, firstRestart), lastRestart) {
-		began, changed := time.Now(), w.absent.changed()
+		began, changed := time.Now(), w.excluded.changed()
 		err := w.watch(ctx)
 		if ctx.Err() != nil {
 			break
 		}
-		if errors.Is(err, errAway) {
+		if errors.Is(err, errExcluded) {
 			select {
 			case <-changed:
 			case <-ctx.Done():
@@ -206,49 +206,49 @@ func stuckError(n int) error {
 	return fmt.Errorf("%d earlier processes that watched the GPUs still hang in the NVIDIA driver: look at dmesg, and reset the GPUs or reboot the node", n)
 }
 
-// attend hands on what a child says, and what those say that follow it because a card is to be left or is back.
+// attend passes on what the watcher process says, and replaces the process when exclusions change.
 func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 	epoch := driverLoad(w.options.Paths)
 	silence := time.NewTimer(initLimit + w.options.Interval)
 	defer silence.Stop()
-	raising, stop := context.WithCancel(ctx)
-	var next <-chan heir       // nil while none is raised
-	var later <-chan time.Time // when one is to be
-	failed := false            // the last one was of no use
+	starting, cancel := context.WithCancel(ctx)
+	var next <-chan replacement // nil while none is starting
+	var retry <-chan time.Time  // when to start one, nil while no time is set
+	failed := false             // the last one could not take over
 	defer func() {
-		stop()
+		cancel()
 		if next != nil {
 			(<-next).abandon()
 		}
 	}()
 	for {
-		changed := w.absent.changed()
-		if now, some := w.absent.due(child.holding); next == nil {
+		changed := w.excluded.changed()
+		if now, soon := w.excluded.outdated(child.coverage); next == nil && (now || soon) {
 			switch {
 			case now && w.only != "":
 				w.part(child, epoch)
-				return errAway
+				return errExcluded
 			case now && !failed:
-				next = w.raise(raising)
-			case (now || some) && later == nil:
-				later = time.After(returnPause)
+				next = w.startReplacement(starting)
+			case retry == nil:
+				retry = time.After(restorePause)
 			}
 		}
 		select {
 		case <-changed:
-		case <-later:
-			later, failed = nil, false
-			if now, some := w.absent.due(child.holding); next == nil && (now || some) {
-				next = w.raise(raising)
+		case <-retry:
+			retry, failed = nil, false
+			if now, soon := w.excluded.outdated(child.coverage); next == nil && (now || soon) {
+				next = w.startReplacement(starting)
 			}
-		case h := <-next:
-			next, later, failed = nil, nil, h.err != nil
+		case r := <-next:
+			next, retry, failed = nil, nil, r.err != nil
 			if failed {
-				h.abandon()
-				break
+				r.abandon()
+				continue
 			}
-			w.takeOver(child, epoch, h)
-			child, epoch = h.child, h.epoch
+			w.handOver(child, epoch, r)
+			child, epoch = r.child, r.epoch
 			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
 		case s := <-child.signals:
 			if s.Watcher != nil && driverLoad(w.options.Paths) != epoch {
@@ -321,7 +321,7 @@ func (w *watcher) pass(s device.Signal, epoch string) {
 	}
 	switch {
 	case s.Event != nil:
-		if !w.overlap.again(s.Event) {
+		if !w.overlap.repeated(s.Event) {
 			w.places.add(w.placing, *s.Event)
 		}
 		return
@@ -349,10 +349,10 @@ type watchChild struct {
 	gone      chan struct{} // closed when the process has ended
 	err       error         // of what it said, to be read after ended
 	lastWords *tail
-	holding   *holding
+	coverage  *coverage
 }
 
-func (c *watchChild) hasGone() bool {
+func (c *watchChild) hasEnded() bool {
 	select {
 	case <-c.gone:
 		return true
@@ -378,7 +378,7 @@ func startWatchChild(command []string, order watchOrder, hidden []string) (*watc
 	}
 	child.Stderr = c.lastWords
 	child.WaitDelay = time.Second
-	if err := startWithout(child, hidden); err != nil {
+	if err := startHiding(child, hidden); err != nil {
 		return nil, err
 	}
 	c.process = child.Process
