@@ -74,7 +74,8 @@ func modeNumber(on bool) int {
 func (c cutter) modeRefusal(r request, card nvml.Device, ret nvml.Return) *CutError {
 	switch ret {
 	case nvml.SUCCESS, nvml.ERROR_RESET_REQUIRED:
-		return r.fail(CodeReset, "this machine changes the mode with a reset of the GPU only: set it while nothing runs (nvidia-smi -mig, then --gpu-reset), or reboot")
+		return r.fail(CodeReset, "this machine changes the mode with a reset of the GPU only: set it while nothing runs (nvidia-smi -mig), "+
+			"let the plugin release the GPUs (annotate the Node with gpu.nvidia.com/release-driver=true) and reset (nvidia-smi --gpu-reset), or reboot")
 	case nvml.ERROR_IN_USE:
 		if there := c.listed(card); there > 0 {
 			return r.fail(CodeInUse, "it has %d GPU instances, which have to be destroyed first (nvidia-smi mig -lgi lists them)", there)

@@ -8,6 +8,8 @@ import (
 	"sync"
 	"time"
 
+	"k8s.io/klog/v2"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
@@ -82,6 +84,7 @@ func (p *Partitions) SetMode(ctx context.Context, card Card, on bool) (State, er
 
 // changeMode changes the mode while the watcher does not have the card open.
 func (p *Partitions) changeMode(ctx context.Context, r request, minor int) (State, error) {
+	klog.FromContext(ctx).Info("Excluding GPU from the health watch while its MIG mode changes", "gpu", r.Card.String(), "mig", r.On)
 	restore, err := p.excluded.exclude(ctx, r.Card.PCIAddress, minor)
 	if err != nil {
 		refusal := r.fail(CodeInUse, "%v", err)
