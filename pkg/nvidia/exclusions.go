@@ -27,6 +27,7 @@ type exclusions struct {
 	cards    map[device.PCIAddress]exclusion
 	watchers map[*coverage]bool
 	change   chan struct{} // closed with the next change
+	trouble  error         // why the last replacement could not take over, nil if it did
 }
 
 type exclusion struct {
@@ -67,10 +68,27 @@ func (x *exclusions) exclude(ctx context.Context, card device.PCIAddress, minor 
 		case <-changed:
 		case <-ctx.Done():
 			restore()
-			return nil, fmt.Errorf("the plugin's watcher (process %s) still has the GPU open: %w: look at dmesg, and reset the GPU or reboot the node",
-				strings.Join(pids, ", "), context.Cause(ctx))
+			return nil, x.refusal(pids, context.Cause(ctx))
 		}
 	}
+}
+
+func (x *exclusions) refusal(pids []string, cause error) error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	why := ""
+	if x.trouble != nil {
+		why = fmt.Sprintf(", because its replacement does not listen to the other GPUs (%v)", x.trouble)
+	}
+	return fmt.Errorf("the plugin's watcher (process %s) still has the GPU open%s: %w: look at dmesg, and reset the GPU or reboot the node",
+		strings.Join(pids, ", "), why, cause)
+}
+
+// replaced records how the last replacement of a watcher process went.
+func (x *exclusions) replaced(err error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.trouble = err
 }
 
 func (x *exclusions) request(card device.PCIAddress, minor, more int) {

@@ -286,6 +286,11 @@ func TestExclusionNamesWatcherThatCannotEnd(t *testing.T) {
 	if _, err := a.exclude(ctx, "0000:1b:00.0", 0); err == nil || !strings.Contains(err.Error(), "process 4711") {
 		t.Error(err)
 	}
+	a.replaced(errors.New("NVML has not started"))
+	_, err := a.exclude(ctx, "0000:1b:00.0", 0)
+	if err == nil || !strings.Contains(err.Error(), "NVML has not started") {
+		t.Error(err)
+	}
 	if now, later := a.outdated(h); now || later {
 		t.Error("the card is still excluded after its mode change gave up")
 	}

@@ -243,6 +243,7 @@ func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 			}
 		case r := <-next:
 			next, retry, failed = nil, nil, r.err != nil
+			w.excluded.replaced(r.err)
 			if failed {
 				r.abandon()
 				continue
