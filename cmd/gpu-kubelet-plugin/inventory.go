@@ -64,6 +64,10 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
+	preview.Holders = map[string][]nvidia.Process{}
+	for _, g := range node.GPUs {
+		preview.Holders[g.WholeName()] = driver.Paths(cfg).Holders(g.Minor)
+	}
 	if err := show(out, format, cfg.NodeName, preview, unread); err != nil {
 		return err
 	}

@@ -9,9 +9,11 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
 	resourceapi "k8s.io/api/resource/v1"
 	"sigs.k8s.io/yaml"
 
@@ -110,9 +112,22 @@ func TestInventoryShowsWhatTheNodeOffers(t *testing.T) {
 	}
 	t.Setenv("NVMLSIM_DEV", filepath.Join(root, "driver/dev"))
 
+	// The tests themselves have the second GPU open.
+	held, err := unix.Open(filepath.Join(root, "driver/dev/nvidia1"), unix.O_PATH|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Close(held) }()
+	self := strconv.Itoa(os.Getpid())
+	if err := os.Symlink("/proc/"+self, filepath.Join(root, "proc", self)); err != nil {
+		t.Fatal(err)
+	}
 	out, errOut, code := inventoryOf(t, root)
 	if code != 0 || strings.Count(out, "NVIDIA L40S") != 2 || !strings.Contains(out, node.GPUs[1].UUID) {
 		t.Errorf("%d: %s%s", code, out, errOut)
+	}
+	if _, holders, _ := strings.Cut(out, "Open in other processes:"); !strings.Contains(holders, "(process "+self) || strings.Count(holders, "gpu-0000-") != 1 {
+		t.Errorf("%s", out)
 	}
 	out, errOut, code = inventoryOf(t, root, "-o", "yaml", "--node-name", "node-1")
 	var slice resourceapi.ResourceSlice

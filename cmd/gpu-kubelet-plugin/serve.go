@@ -88,7 +88,7 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 		return err
 	}
 	defer partitions.Close()
-	watch, err := driver.NewWatch(cfg)
+	watch, err := driver.NewWatch(cfg, partitions)
 	if err != nil {
 		return err
 	}

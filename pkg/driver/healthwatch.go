@@ -35,13 +35,13 @@ const (
 	healthStale = 30 * time.Second
 )
 
-// NewWatch listens to the node's hardware: NVML in a child process of its own.
-func NewWatch(cfg *config.Config) (func(ctx context.Context, tell func(device.Signal)) error, error) {
+// NewWatch listens to the node's hardware: NVML in a child process of its own, which makes room for what partitions do.
+func NewWatch(cfg *config.Config, partitions *nvidia.Partitions) (func(ctx context.Context, tell func(device.Signal)) error, error) {
 	executable, err := os.Executable()
 	if err != nil {
 		return nil, fmt.Errorf("find the plugin's own binary, which listens to the hardware in a child process: %w", err)
 	}
-	options := nvidia.WatchOptions{Paths: Paths(cfg), Command: []string{executable, nvidia.WatchCommand}}
+	options := nvidia.WatchOptions{Paths: Paths(cfg), Command: []string{executable, nvidia.WatchCommand}, Partitions: partitions}
 	return func(ctx context.Context, tell func(device.Signal)) error { return nvidia.Watch(ctx, options, tell) }, nil
 }
 

@@ -28,6 +28,8 @@ type Records interface {
 // and records are of two moments, so that what is cut or given back between them is shown wrongly.
 type Preview struct {
 	Node nvidia.Node
+	// Holders are the processes that have a GPU open, by its name: they may keep it from being cut.
+	Holders map[string][]nvidia.Process
 
 	policies device.Policies
 	shapes   []device.Shape

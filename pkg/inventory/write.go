@@ -59,6 +59,25 @@ func WriteTable(out io.Writer, p Preview) error {
 			return err
 		}
 	}
+	return writeHolders(out, p)
+}
+
+// writeHolders names who has a GPU open, for an admin who wants it cut or reset.
+func writeHolders(out io.Writer, p Preview) error {
+	title := "\nOpen in other processes:\n"
+	for _, g := range p.Node.GPUs {
+		var names []string
+		for _, process := range p.Holders[g.WholeName()] {
+			names = append(names, process.String())
+		}
+		if len(names) == 0 {
+			continue
+		}
+		if _, err := fmt.Fprintf(out, "%s  %s: %s\n", title, g.WholeName(), strings.Join(names, ", ")); err != nil {
+			return err
+		}
+		title = ""
+	}
 	return nil
 }
 

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -18,6 +17,7 @@ type request struct {
 	Op       operation        `json:"op"`
 	Card     Card             `json:"card"`
 	On       bool             `json:"on,omitempty"`      // the wanted mode
+	Watched  bool             `json:"watched,omitempty"` // the watcher has the card open: only read the mode
 	Profile  uint32           `json:"profile,omitempty"` // of the GPU instance to make
 	At       device.Placement `json:"at"`                // where
 	Instance device.Instance  `json:"instance,omitzero"` // the one meant; of opCreateCompute only the ID counts
@@ -206,7 +206,23 @@ func (c cutter) modeOf(r request, card nvml.Device) (*device.MIG, error) {
 	return mode, err
 }
 
-// processes lists who uses the card, or one GPU instance of it, as far as NVML says. It is for the text of an error: what fails is left out.
+// holders lists the processes that have the card open, or one GPU instance of it. It serves error
+// messages, so it leaves out what it cannot read.
+func (c cutter) holders(card nvml.Device, instance *uint32) []Process {
+	minor, ret := card.GetMinorNumber()
+	if ret != nvml.SUCCESS {
+		return c.processes(card, instance)
+	}
+	if instance == nil {
+		return merge(c.processes(card, nil), c.paths.holders(cardNode(minor)))
+	}
+	if of := c.paths.holders(c.paths.instanceNodes(minor, *instance)); len(of) > 0 {
+		return of
+	}
+	return c.processes(card, instance)
+}
+
+// processes lists the processes that compute on the card or one GPU instance, as NVML says.
 func (c cutter) processes(card nvml.Device, instance *uint32) []Process {
 	lists := []func() ([]nvml.ProcessInfo, nvml.Return){card.GetComputeRunningProcesses, card.GetGraphicsRunningProcesses}
 	if c.has("nvmlDeviceGetMPSComputeRunningProcesses") {
@@ -222,7 +238,7 @@ func (c cutter) processes(card nvml.Device, instance *uint32) []Process {
 			if slices.ContainsFunc(all, func(p Process) bool { return p.PID == info.Pid }) {
 				continue
 			}
-			p := Process{PID: info.Pid, Name: readTrimmed(filepath.Join(c.paths.Proc, fmt.Sprint(info.Pid), "comm"))}
+			p := c.paths.process(info.Pid)
 			all = append(all, p)
 			if instance != nil && info.GpuInstanceId == *instance {
 				inside = append(inside, p)

@@ -64,7 +64,7 @@ func (c cutter) destroy(r request) error {
 func (c cutter) destroyRefusal(r request, card nvml.Device, what string, ret nvml.Return) *CutError {
 	refusal := c.because(r, fmt.Errorf("%s: %w", what, toError(ret)))
 	if refusal.Code == CodeInUse {
-		refusal.Processes = c.processes(card, &r.Instance.ID)
+		refusal.Processes = c.holders(card, &r.Instance.ID)
 	}
 	return refusal
 }

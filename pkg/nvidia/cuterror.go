@@ -34,17 +34,23 @@ const (
 	CodeOther        = device.CutOther
 )
 
-// Process is one that has a GPU open, as NVML lists it.
+// Process has a GPU open, as NVML or /proc shows.
 type Process struct {
 	PID  uint32 `json:"pid"`
 	Name string `json:"name,omitempty"`
+	// Pod is the UID of its Pod, empty if it has none.
+	Pod string `json:"pod,omitempty"`
 }
 
 func (p Process) String() string {
-	if p.Name == "" {
-		return fmt.Sprintf("process %d", p.PID)
+	text := fmt.Sprintf("process %d", p.PID)
+	if p.Pod != "" {
+		text += ", Pod " + p.Pod
 	}
-	return fmt.Sprintf("%s (process %d)", p.Name, p.PID)
+	if p.Name == "" {
+		return text
+	}
+	return p.Name + " (" + text + ")"
 }
 
 // CutError is why a cut failed: on which GPU, what was tried, and the way out. It wraps the context's error where that ended the call.
@@ -53,7 +59,7 @@ type CutError struct {
 	Op      string  `json:"op"`
 	Code    CutCode `json:"code"`
 	Message string  `json:"message"`
-	// Processes are those that NVML lists on the GPU, where it is in use.
+	// Processes have the GPU or the instance open, where it is in use.
 	Processes []Process `json:"processes,omitempty"`
 
 	cause error

@@ -9,8 +9,13 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// createInstance makes a GPU instance at exactly the place that is asked for.
+// createInstance makes a GPU instance at exactly the requested place. The driver may refuse the
+// first instance of a GPU while its own channels and profilers still use the GPU.
 func (c cutter) createInstance(r request) (*device.Instance, error) {
+	return retryTransient(func() (*device.Instance, error) { return c.tryCreateInstance(r) })
+}
+
+func (c cutter) tryCreateInstance(r request) (*device.Instance, error) {
 	card, err := c.open(r)
 	if err != nil {
 		return nil, err
@@ -20,12 +25,11 @@ func (c cutter) createInstance(r request) (*device.Instance, error) {
 		return nil, fmt.Errorf("read its minor number: %w", toError(ret))
 	}
 	handle, ret := card.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: r.Profile}, &nvml.GpuInstancePlacement{Start: r.At.Start, Size: r.At.Size})
+	if ret == nvml.ERROR_IN_USE {
+		return nil, c.inUse(r, card, ret)
+	}
 	if ret != nvml.SUCCESS {
-		refusal := c.because(r, toError(ret))
-		if refusal.Code == CodeInUse {
-			refusal.Processes = c.processes(card, nil)
-		}
-		return nil, refusal
+		return nil, c.because(r, toError(ret))
 	}
 	made, err := c.identify(handle)
 	if err == nil && (made.ProfileID != r.Profile || made.Placement != r.At) {

@@ -8,14 +8,19 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// setMode changes the MIG mode, unless it is as wanted. A GPU that is in use by nobody whom NVML can name is tried again for a moment: somebody just
-// looks at it, a scan of our own for example.
+// setMode changes the MIG mode, unless it is as wanted or the watcher still has the card open.
 func (c cutter) setMode(r request) (*State, error) {
+	return retryTransient(func() (*State, error) { return c.trySetMode(r) })
+}
+
+// retryTransient retries for a moment while the GPU is in use and no process computes on it. A
+// process that only looks, such as our own scan, soon ends.
+func retryTransient[T any](try func() (T, error)) (T, error) {
 	for pause := firstPause; ; pause *= 2 {
-		s, err := c.trySetMode(r)
+		made, err := try()
 		var refusal *CutError
 		if !errors.As(err, &refusal) || !refusal.passing || pause > lastPause {
-			return s, err
+			return made, err
 		}
 		<-time.After(pause)
 	}
@@ -31,7 +36,7 @@ func (c cutter) trySetMode(r request) (*State, error) {
 	if err != nil {
 		return nil, err
 	}
-	if before.Enabled == r.On {
+	if before.Enabled == r.On || r.Watched {
 		return c.state(card)
 	}
 	activation, ret := card.SetMigMode(modeNumber(r.On))
@@ -69,18 +74,24 @@ func modeNumber(on bool) int {
 func (c cutter) modeRefusal(r request, card nvml.Device, ret nvml.Return) *CutError {
 	switch ret {
 	case nvml.SUCCESS, nvml.ERROR_RESET_REQUIRED:
-		return r.fail(CodeReset, "this machine changes the mode with a reset of the GPU only: set it while nothing runs (nvidia-smi -mig, then --gpu-reset), or reboot")
+		return r.fail(CodeReset, "this machine changes the mode with a reset of the GPU only: set it while nothing runs (nvidia-smi -mig), "+
+			"let the plugin release the GPUs (annotate the Node with gpu.nvidia.com/release-driver=true) and reset (nvidia-smi --gpu-reset), or reboot")
 	case nvml.ERROR_IN_USE:
 		if there := c.listed(card); there > 0 {
 			return r.fail(CodeInUse, "it has %d GPU instances, which have to be destroyed first (nvidia-smi mig -lgi lists them)", there)
 		}
-		refusal := c.because(r, toError(ret))
-		refusal.Processes = c.processes(card, nil)
-		refusal.passing = len(refusal.Processes) == 0
-		return refusal
+		return c.inUse(r, card, ret)
 	default:
 		return c.because(r, toError(ret))
 	}
+}
+
+// inUse explains a refusal about the card, and names the processes that have it open.
+func (c cutter) inUse(r request, card nvml.Device, ret nvml.Return) *CutError {
+	refusal := c.because(r, toError(ret))
+	refusal.passing = len(c.processes(card, nil)) == 0
+	refusal.Processes = c.holders(card, nil)
+	return refusal
 }
 
 // listed counts the GPU instances of a card, as far as NVML says.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"regexp"
 	"slices"
 	"time"
 
@@ -191,6 +192,11 @@ func (l *look) computeName(in device.Instance, kind nvml.ComputeInstanceProfileI
 	}
 	return fmt.Sprintf("profile %d", in.ProfileID)
 }
+
+var partName = regexp.MustCompile(`^[0-9]+c\.`)
+
+// isPart says whether a compute instance fills only a part of its GPU instance. Its name says so.
+func isPart(c device.ComputeInstance) bool { return partName.MatchString(c.Name) }
 
 // uuid finds a MIG device's UUID. The devices are listed anew for one that has come since, and once more, because a cut beside us moves their indices.
 func (l *look) uuid(of migIDs) (string, error) {

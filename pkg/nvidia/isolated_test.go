@@ -40,6 +40,8 @@ func TestMain(m *testing.M) {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1) //nolint:forbidigo // this process is the child of a test
 		}
+	case "hold", "subscribe":
+		playHolder(os.Getenv(roleVariable) == "subscribe")
 	case "locked":
 		playLocked()
 	case "answer":

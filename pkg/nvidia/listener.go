@@ -168,7 +168,7 @@ func (l *listener) listen(ctx context.Context, set nvml.EventSet, handle nvml.De
 	return worked, ctx.Err()
 }
 
-// event says at once which instance it is about: IDs are used again.
+// event names the instance by its IDs only. Opening the instance here would block its removal.
 func (l *listener) event(handle nvml.Device, kind device.EventKind, data nvml.EventData) device.HealthEvent {
 	e := device.HealthEvent{Card: l.patient.card, Kind: kind, At: time.Now()}
 	switch kind {
@@ -182,53 +182,6 @@ func (l *listener) event(handle nvml.Device, kind device.EventKind, data nvml.Ev
 		if data.ComputeInstanceId != noInstance {
 			e.ComputeInstance = &data.ComputeInstanceId
 		}
-		e.Place = l.place(handle, data)
 	}
 	return e
-}
-
-// place is where on the card the instance of an event is, nil if that cannot be read.
-func (l *listener) place(card nvml.Device, data nvml.EventData) *device.EventPlace {
-	instance, ret := card.GetGpuInstanceById(int(data.GpuInstanceId))
-	if ret != nvml.SUCCESS {
-		return nil
-	}
-	in, err := l.patient.identify(instance)
-	if err != nil {
-		return nil
-	}
-	place := &device.EventPlace{ProfileID: in.ProfileID, Placement: in.Placement}
-	if data.ComputeInstanceId == noInstance {
-		return place
-	}
-	compute, ret := instance.GetComputeInstanceById(int(data.ComputeInstanceId))
-	if ret != nvml.SUCCESS {
-		return place
-	}
-	info, ret := compute.GetInfo()
-	if ret != nvml.SUCCESS {
-		return place
-	}
-	place.Part = l.patient.isPart(card, instance, in.ProfileID, info.ProfileId)
-	return place
-}
-
-// isPart says whether a compute instance has fewer slices than the GPU instance that it is in. What cannot be read is taken for the whole, as most are.
-func (m *migReader) isPart(card nvml.Device, instance nvml.GpuInstance, profile, computeProfile uint32) bool {
-	kinds, err := m.readKinds(card)
-	if err != nil {
-		return false
-	}
-	computeKinds, err := m.computeKinds(instance, profile)
-	if err != nil {
-		return false
-	}
-	for _, whole := range kinds {
-		for _, part := range computeKinds {
-			if whole.Id == profile && part.Id == computeProfile {
-				return part.SliceCount < whole.SliceCount
-			}
-		}
-	}
-	return false
 }

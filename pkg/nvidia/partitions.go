@@ -8,6 +8,8 @@ import (
 	"sync"
 	"time"
 
+	"k8s.io/klog/v2"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
@@ -41,6 +43,9 @@ type Partitions struct {
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 
+	// excluded are the cards that the watcher must not have open.
+	excluded *exclusions
+
 	mu    sync.Mutex
 	seats map[device.PCIAddress]*seat
 }
@@ -50,7 +55,7 @@ var errClosed = errors.New("the plugin is ending")
 // NewPartitions cuts with workers that command starts, which must call [ServePartitions] on its standard input and output.
 func NewPartitions(p Paths, command ...string) *Partitions {
 	ctx, cancel := context.WithCancelCause(context.Background())
-	return &Partitions{paths: p, command: command, idle: idleLimit, ctx: ctx, cancel: cancel, seats: map[device.PCIAddress]*seat{}}
+	return &Partitions{paths: p, command: command, idle: idleLimit, ctx: ctx, cancel: cancel, seats: map[device.PCIAddress]*seat{}, excluded: newExclusions()}
 }
 
 // Look says how a card is cut now.
@@ -59,11 +64,15 @@ func (p *Partitions) Look(ctx context.Context, card Card) (State, error) {
 }
 
 // SetMode turns MIG mode on or off, unless it is as wanted. On a board with NVLink fabric a card without MIG mode can be used only after it has
-// registered there: SetMode waits for that.
+// registered there: SetMode waits for that. Before the mode changes, the watcher lets go of the card; soon after, it watches the card again.
 func (p *Partitions) SetMode(ctx context.Context, card Card, on bool) (State, error) {
 	ctx, cancel := p.bounded(ctx)
 	defer cancel()
-	s, err := p.state(ctx, request{Op: opSetMode, Card: card, On: on})
+	r := request{Op: opSetMode, Card: card, On: on, Watched: true}
+	s, err := p.state(ctx, r)
+	if err == nil && s.MIG.Enabled != on {
+		s, err = p.changeMode(ctx, r, s.Minor)
+	}
 	if err == nil && !on {
 		err = p.awaitFabric(ctx, card)
 	}
@@ -71,6 +80,20 @@ func (p *Partitions) SetMode(ctx context.Context, card Card, on bool) (State, er
 		return State{}, err
 	}
 	return s, nil
+}
+
+// changeMode changes the mode while the watcher does not have the card open.
+func (p *Partitions) changeMode(ctx context.Context, r request, minor int) (State, error) {
+	klog.FromContext(ctx).Info("Excluding GPU from the health watch while its MIG mode changes", "gpu", r.Card.String(), "mig", r.On)
+	restore, err := p.excluded.exclude(ctx, r.Card.PCIAddress, minor)
+	if err != nil {
+		refusal := r.fail(CodeInUse, "%v", err)
+		refusal.cause = context.Cause(ctx)
+		return State{}, refusal
+	}
+	defer restore()
+	r.Watched = false
+	return p.state(ctx, r)
 }
 
 // CreateInstance makes a GPU instance at exactly this place, where nothing may be.

@@ -42,6 +42,9 @@ type WatchOptions struct {
 	Command []string
 	// Interval is how often each GPU is asked; [DefaultWatchInterval] if it is 0.
 	Interval time.Duration
+	// Partitions cut the same GPUs. They locate the instances of events, and exclude a GPU from the
+	// watch while they change its MIG mode. Nil means that nothing cuts GPUs.
+	Partitions *Partitions
 }
 
 // Watch listens to all GPUs until ctx ends, and calls emit with each signal, one at a time. It changes nothing. NVML lives in a child process; one that
@@ -49,6 +52,9 @@ type WatchOptions struct {
 //
 // A GPU that hangs costs the child two threads and holds up no other, unless it has a lock of NVML's while it hangs: when two hang at once, the one that
 // began is watched by a child of its own from then on, so that the other, if it is only held up, answers again. There are at most maxApart such children.
+//
+// While [Partitions] change a GPU's MIG mode, no process of Watch has that GPU open and Watch says
+// nothing about it. A process for the other GPUs takes over first, so that their events arrive.
 //
 // When Watch returns the children have ended, and with them every handle and event set; if one cannot be ended because it hangs in the driver, that is the
 // error.
@@ -67,6 +73,10 @@ type watcher struct {
 	uuids map[device.PCIAddress]string
 	// children are those that have not ended, the last one last. Those before it hang in the driver.
 	children []*watchChild
+	excluded *exclusions
+	places   *placeResolver
+	placing  context.Context // bounds the look-ups of places
+	overlap  overlap
 
 	// only is the card that this watcher is for, empty for all but those apart.
 	only  device.PCIAddress
@@ -90,15 +100,31 @@ func newWatcher(o WatchOptions, emit func(device.Signal)) *watcher {
 		defer w.emitting.Unlock()
 		emit(s)
 	}
+	w.excluded, w.places = newExclusions(), &placeResolver{emit: w.emit}
+	if o.Partitions != nil {
+		w.serve(o.Partitions)
+	}
 	return w
 }
 
+// serve makes the watcher exclude the cards that p needs, and look up places with p.
+func (w *watcher) serve(p *Partitions) { w.excluded, w.places.look = p.excluded, p.Look }
+
 func (w *watcher) run(ctx context.Context) error {
+	w.placing = ctx
 	for pause := firstRestart; ctx.Err() == nil; pause = min(max(2*pause, firstRestart), lastRestart) {
-		began := time.Now()
+		began, changed := time.Now(), w.excluded.changed()
 		err := w.watch(ctx)
 		if ctx.Err() != nil {
 			break
+		}
+		if errors.Is(err, errExcluded) {
+			select {
+			case <-changed:
+			case <-ctx.Done():
+			}
+			pause = 0
+			continue
 		}
 		w.say(device.WatcherState{Error: err.Error()})
 		if errors.Is(err, errApart) {
@@ -137,6 +163,7 @@ func (w *watcher) say(s device.WatcherState) {
 // release ends when no child has NVML any more. Its error tells of each that hangs as a [*HangingError].
 func (w *watcher) release() error {
 	w.aside.Wait() // each of them keeps to the limit
+	w.places.asking.Wait()
 	limit, cancel := context.WithTimeout(context.Background(), releaseLimit)
 	defer cancel()
 	var failed []error
@@ -165,23 +192,65 @@ func (w *watcher) watch(ctx context.Context) error {
 	}
 	w.bury()
 	if n := len(w.children); n >= maxStuck {
-		return fmt.Errorf("%d earlier processes that watched the GPUs still hang in the NVIDIA driver: look at dmesg, and reset the GPUs or reboot the node", n)
+		return stuckError(n)
 	}
-	w.hanging = nil
-	order := watchOrder{Paths: w.options.Paths, Interval: w.options.Interval, Wedged: w.wedged, Except: w.apart}
-	if w.only != "" {
-		order.Only = []device.PCIAddress{w.only}
-	}
-	child, err := startWatchChild(w.options.Command, order)
+	w.hanging, w.overlap = nil, overlap{}
+	child, err := w.start()
 	if err != nil {
-		return fmt.Errorf("start the process that watches the GPUs: %w", err)
+		return err
 	}
-	w.children = append(w.children, child)
+	return w.attend(ctx, child)
+}
+
+func stuckError(n int) error {
+	return fmt.Errorf("%d earlier processes that watched the GPUs still hang in the NVIDIA driver: look at dmesg, and reset the GPUs or reboot the node", n)
+}
+
+// attend passes on what the watcher process says, and replaces the process when exclusions change.
+func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 	epoch := driverLoad(w.options.Paths)
 	silence := time.NewTimer(initLimit + w.options.Interval)
 	defer silence.Stop()
+	starting, cancel := context.WithCancel(ctx)
+	var next <-chan replacement // nil while none is starting
+	var retry <-chan time.Time  // when to start one, nil while no time is set
+	failed := false             // the last one could not take over
+	defer func() {
+		cancel()
+		if next != nil {
+			(<-next).abandon()
+		}
+	}()
 	for {
+		changed := w.excluded.changed()
+		if now, soon := w.excluded.outdated(child.coverage); next == nil && (now || soon) {
+			switch {
+			case now && w.only != "":
+				w.part(child, epoch)
+				return errExcluded
+			case now && !failed:
+				next = w.startReplacement(starting)
+			case retry == nil:
+				retry = time.After(restorePause)
+			}
+		}
 		select {
+		case <-changed:
+		case <-retry:
+			retry, failed = nil, false
+			if now, soon := w.excluded.outdated(child.coverage); next == nil && (now || soon) {
+				next = w.startReplacement(starting)
+			}
+		case r := <-next:
+			next, retry, failed = nil, nil, r.err != nil
+			w.excluded.replaced(r.err)
+			if failed {
+				r.abandon()
+				continue
+			}
+			w.handOver(child, epoch, r)
+			child, epoch = r.child, r.epoch
+			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
 		case s := <-child.signals:
 			if s.Watcher != nil && driverLoad(w.options.Paths) != epoch {
 				w.part(child, epoch) // what it has open is of a driver that is not there any more
@@ -252,6 +321,11 @@ func (w *watcher) pass(s device.Signal, epoch string) {
 		}
 	}
 	switch {
+	case s.Event != nil:
+		if !w.overlap.repeated(s.Event) {
+			w.places.add(w.placing, *s.Event)
+		}
+		return
 	case s.Watcher != nil:
 		s.Watcher.Driver = epoch
 	case s.Condition != nil && s.Condition.Card.UUID == "":
@@ -276,9 +350,19 @@ type watchChild struct {
 	gone      chan struct{} // closed when the process has ended
 	err       error         // of what it said, to be read after ended
 	lastWords *tail
+	coverage  *coverage
 }
 
-func startWatchChild(command []string, order watchOrder) (*watchChild, error) {
+func (c *watchChild) hasEnded() bool {
+	select {
+	case <-c.gone:
+		return true
+	default:
+		return false
+	}
+}
+
+func startWatchChild(command []string, order watchOrder, hidden []string) (*watchChild, error) {
 	child := exec.Command(command[0], command[1:]...)
 	child.Env = append(os.Environ(), oneProcessor)
 	stdin, err := child.StdinPipe() // its end tells the child that we are gone
@@ -295,7 +379,7 @@ func startWatchChild(command []string, order watchOrder) (*watchChild, error) {
 	}
 	child.Stderr = c.lastWords
 	child.WaitDelay = time.Second
-	if err := child.Start(); err != nil {
+	if err := startHiding(child, hidden); err != nil {
 		return nil, err
 	}
 	c.process = child.Process

@@ -180,10 +180,11 @@ func TestEveryModelIsWatchedWithWhatItHas(t *testing.T) {
 
 func TestAnEventSaysWhichInstanceItIsAbout(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Container, "")
-	c := s.cutting(s.partitions(), 1)
+	w, p := cutWatched(s, nil)
+	c := s.cutting(p, 1)
 	c.mode(true)
 	made := c.make(14, device.Placement{Start: 2, Size: 2})
-	w := watchSite(s, nil)
+	w.condition(c.card, func(c device.Condition) bool { return c.MIG != nil && c.MIG.Enabled })
 	w.listens()
 	s.change(func(_ *layout.Config, f *state.File) error { return f.XIDOn(1, made.ID, made.Compute[0].ID, 94) })
 	e := w.event(c.card)
@@ -194,7 +195,6 @@ func TestAnEventSaysWhichInstanceItIsAbout(t *testing.T) {
 		t.Errorf("place is %+v", e.Place)
 	}
 	// One that is gone when its event comes has no place.
-	t.Setenv(roleVariable, "partition")
 	c.destroy(made)
 	s.change(func(_ *layout.Config, f *state.File) error { return f.XIDOn(1, made.ID, made.Compute[0].ID, 94) })
 	if e := w.event(c.card); e.GPUInstance == nil || e.Place != nil {

@@ -222,7 +222,7 @@ func TestAChildThatIsNotNeededAnyMoreSaysWhatItHasHeard(t *testing.T) {
 			t.Parallel()
 			var heard []device.Signal
 			w := newWatcher(WatchOptions{}, func(s device.Signal) { heard = append(heard, s) })
-			child, err := startWatchChild([]string{"sh", "-c", c.script}, watchOrder{})
+			child, err := startWatchChild([]string{"sh", "-c", c.script}, watchOrder{}, nil)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -79,6 +79,9 @@ func play(role string) int {
 			fmt.Println(uuid)
 		}
 		fmt.Println("all")
+	case "subscribe": // a handle of each GPU instance and compute instance, until killed
+		fmt.Println("subscribed", subscribe(device))
+		select {}
 	case "count": // GPUs
 		count, _ := library.DeviceGetCount()
 		fmt.Println(count)
@@ -113,6 +116,23 @@ func cut(device nvml.Device) {
 		return
 	}
 	fmt.Println("destroy", int(compute.Destroy()), int(instance.Destroy()))
+}
+
+// subscribe takes handles of all instances, and counts them.
+func subscribe(device nvml.Device) (count int) {
+	for gi := range 15 {
+		instance, ret := device.GetGpuInstanceById(gi)
+		if ret != nvml.SUCCESS {
+			continue
+		}
+		count++
+		for ci := range 8 {
+			if _, ret := instance.GetComputeInstanceById(ci); ret == nvml.SUCCESS {
+				count++
+			}
+		}
+	}
+	return count
 }
 
 // dieWriting takes the write lock as a writer does, marks the change as begun, and never ends it.

@@ -24,6 +24,17 @@ static struct {
     uint8_t open[512];      /* GPUs that this process has open: a bit each */
 } view = {.fd = -1, .write_lock = PTHREAD_MUTEX_INITIALIZER};
 
+/* The descriptors of nodes that this process has, by the byte of the state file that says so too. */
+enum { MAX_HELD = 4096 };
+static struct {
+    pthread_mutex_t lock;
+    unsigned int count;
+    struct {
+        uint64_t byte;
+        int fd;
+    } held[MAX_HELD];
+} nodes = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
 __attribute__((destructor)) static void detach(void)
 {
     if (view.state)
@@ -181,11 +192,55 @@ nvmlReturn_t sim_hold_driver(void)
     return lock_byte(F_RDLCK, NVMLSIM_LOCK_IN_USE, false) == 0 ? NVML_SUCCESS : NVML_ERROR_DRIVER_NOT_LOADED;
 }
 
+/* Takes the byte and keeps the descriptor, unless this process has them. */
+static void hold(uint64_t byte, int (*descriptor)(unsigned int minor), unsigned int minor)
+{
+    pthread_mutex_lock(&nodes.lock);
+    bool has = nodes.count == MAX_HELD;
+    for (unsigned int i = 0; i < nodes.count && !has; i++)
+        has = nodes.held[i].byte == byte;
+    if (!has) {
+        lock_byte(F_RDLCK, (off_t)byte, false);
+        nodes.held[nodes.count].byte = byte;
+        nodes.held[nodes.count++].fd = descriptor(minor);
+    }
+    pthread_mutex_unlock(&nodes.lock);
+}
+
+/* Lets go of these bytes and their descriptors. */
+static void let_go(uint64_t start, uint64_t count)
+{
+    pthread_mutex_lock(&nodes.lock);
+    for (unsigned int i = 0; i < nodes.count;) {
+        uint64_t byte = nodes.held[i].byte;
+        if (byte < start || byte - start >= count) {
+            i++;
+            continue;
+        }
+        if (nodes.held[i].fd >= 0)
+            close(nodes.held[i].fd);
+        lock_byte(F_UNLCK, (off_t)byte, false);
+        nodes.held[i] = nodes.held[--nodes.count];
+    }
+    pthread_mutex_unlock(&nodes.lock);
+}
+
+static uint64_t subscription(unsigned int number, unsigned int gi, int ci)
+{
+    return NVMLSIM_LOCK_SUBSCRIBE + (uint64_t)number * NVMLSIM_COMPUTE_BYTES + gi * (1 + NVMLSIM_COMPUTE_INSTANCES) + (unsigned int)(1 + ci);
+}
+
+void sim_subscribe(unsigned int number, unsigned int gi, int ci)
+{
+    const struct nvmlsim_gpu *gpu = sim_gpu_at(number);
+    hold(subscription(number, gi, ci), sim_capability_descriptor, ci < 0 ? sim_gi_minor(gpu, gi) : sim_ci_minor(gpu, gi, (unsigned int)ci));
+}
+
+void sim_unsubscribe(unsigned int number, unsigned int gi, int ci) { let_go(subscription(number, gi, ci), 1); }
+
 void sim_release_driver(void)
 {
-    struct flock all = {.l_type = F_UNLCK, .l_whence = SEEK_SET, .l_start = NVMLSIM_LOCK_OPEN, .l_len = view.state->gpu_count};
-    if (view.state->gpu_count > 0)
-        fcntl(view.fd, F_OFD_SETLK, &all);
+    let_go(0, UINT64_MAX);
     for (size_t i = 0; i < sizeof view.open; i++)
         STORE(view.open[i], 0);
     lock_byte(F_UNLCK, NVMLSIM_LOCK_IN_USE, false);
@@ -197,6 +252,10 @@ static bool held_elsewhere(uint64_t start, uint64_t count)
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)start, .l_len = (off_t)count};
     return fcntl(view.fd, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
+
+bool sim_opened_elsewhere(unsigned int number) { return held_elsewhere(NVMLSIM_LOCK_OPEN + number, 1); }
+
+bool sim_subscribed_elsewhere(unsigned int number, unsigned int gi, int ci) { return held_elsewhere(subscription(number, gi, ci), 1); }
 
 bool sim_computed_on(unsigned int number, unsigned int slot)
 {
@@ -222,7 +281,7 @@ void sim_open_gpu(unsigned int number)
     bool writing = sim_write_begin() == NVML_SUCCESS; /* a process that has the state read-only leaves it to the next one */
     if (writing)
         forget_if_closed(number);
-    lock_byte(F_RDLCK, NVMLSIM_LOCK_OPEN + number, false);
+    hold(NVMLSIM_LOCK_OPEN + number, sim_gpu_descriptor, sim_gpu_at(number)->minor);
     if (writing)
         sim_write_end();
 }

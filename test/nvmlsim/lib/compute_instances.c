@@ -82,6 +82,7 @@ NVMLSIM_API nvmlReturn_t nvmlGpuInstanceGetComputeInstances(nvmlGpuInstance_t in
         if (!have.exists || have.profile != id || !sim_ci_visible(at.gpu, at.gi_id, ci))
             continue;
         REQUIRE(instances);
+        sim_subscribe(at.number, at.gi_id, (int)ci);
         instances[found++] = sim_ci_handle(at.number, at.gi_id, ci);
     }
     *count = found;
@@ -95,6 +96,7 @@ NVMLSIM_API nvmlReturn_t nvmlGpuInstanceGetComputeInstanceById(nvmlGpuInstance_t
     REQUIRE(found);
     if (!sim_ci(at.gpu, at.gi_id, id).exists || !sim_ci_visible(at.gpu, at.gi_id, id))
         return NVML_ERROR_NOT_FOUND;
+    sim_subscribe(at.number, at.gi_id, (int)id);
     *found = sim_ci_handle(at.number, at.gi_id, id);
     return NVML_SUCCESS;
 }
@@ -163,7 +165,11 @@ static nvmlReturn_t create(const char *function, nvmlGpuInstance_t gi, unsigned 
     result = sim_cut_begin(function, at.number, &cut);
     if (result != NVML_SUCCESS)
         return result;
-    return sim_cut_end(&cut, make(&at, &profile, placement ? (int)placement->start : -1, instance));
+    result = sim_cut_end(&cut, make(&at, &profile, placement ? (int)placement->start : -1, instance));
+    struct sim_target made;
+    if (result == NVML_SUCCESS && sim_find_ci(*instance, &made) == NVML_SUCCESS)
+        sim_subscribe(made.number, made.gi_id, (int)made.ci_id);
+    return result;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlGpuInstanceCreateComputeInstance(nvmlGpuInstance_t gi, unsigned int profile_id,
@@ -196,7 +202,11 @@ NVMLSIM_API nvmlReturn_t nvmlComputeInstanceDestroy(nvmlComputeInstance_t instan
         result = NVML_ERROR_INVALID_ARGUMENT;
     else if (sim_is_busy(at.gpu, at.gi_id, at.ci_id))
         result = NVML_ERROR_IN_USE;
-    else
+    else if (LOAD(sim_state()->client_blocks_destroy) && sim_subscribed_elsewhere(at.number, at.gi_id, (int)at.ci_id))
+        result = NVML_ERROR_IN_USE;
+    else {
         STORE(at.gpu->compute_instances[at.gi_id][at.ci_id], 0);
+        sim_unsubscribe(at.number, at.gi_id, (int)at.ci_id);
+    }
     return sim_cut_end(&cut, result);
 }

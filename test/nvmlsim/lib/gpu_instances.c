@@ -28,6 +28,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstances(nvmlDevice_t device, unsigned
         if (!instance.exists || instance.profile != id || !sim_gi_visible(gpu, gi))
             continue;
         REQUIRE(instances);
+        sim_subscribe(number, gi, -1);
         instances[found++] = sim_gi_handle(number, gi);
     }
     *count = found;
@@ -42,6 +43,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceById(nvmlDevice_t device, unsig
         return NVML_ERROR_NOT_SUPPORTED;
     if (!sim_gi(gpu, id).exists || !sim_gi_visible(gpu, id))
         return NVML_ERROR_NOT_FOUND;
+    sim_subscribe((unsigned int)sim_handle_gpu(device), id, -1);
     *instance = sim_gi_handle((unsigned int)sim_handle_gpu(device), id);
     return NVML_SUCCESS;
 }
@@ -64,6 +66,11 @@ static nvmlReturn_t make(struct nvmlsim_gpu *gpu, unsigned int number, const str
 {
     if (!LOAD(gpu->mig_current))
         return NVML_ERROR_NOT_SUPPORTED;
+    if (LOAD(sim_state()->create_in_use) && !sim_has_instances(gpu)) {
+        STORE(gpu->create_refused, !LOAD(gpu->create_refused));
+        if (LOAD(gpu->create_refused))
+            return NVML_ERROR_IN_USE;
+    }
     if (start < 0)
         start = sim_gi_choose(gpu, profile);
     if (start < 0 || !sim_gi_fits(gpu, profile, (unsigned int)start))
@@ -100,7 +107,11 @@ static nvmlReturn_t create(const char *function, nvmlDevice_t device, unsigned i
     result = sim_cut_begin(function, at.number, &cut);
     if (result != NVML_SUCCESS)
         return result;
-    return sim_cut_end(&cut, make(at.gpu, at.number, profile, placement ? (int)placement->start : -1, instance));
+    result = sim_cut_end(&cut, make(at.gpu, at.number, profile, placement ? (int)placement->start : -1, instance));
+    struct sim_target made;
+    if (result == NVML_SUCCESS && sim_find_gi(*instance, &made) == NVML_SUCCESS)
+        sim_subscribe(made.number, made.gi_id, -1);
+    return result;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceCreateGpuInstance(nvmlDevice_t device, unsigned int profile_id, nvmlGpuInstance_t *instance)
@@ -132,7 +143,11 @@ NVMLSIM_API nvmlReturn_t nvmlGpuInstanceDestroy(nvmlGpuInstance_t instance)
         result = NVML_ERROR_INVALID_ARGUMENT;
     else if (sim_has_compute_instances(at.gpu, at.gi_id))
         result = NVML_ERROR_IN_USE;
-    else
+    else if (LOAD(sim_state()->client_blocks_destroy) && sim_subscribed_elsewhere(at.number, at.gi_id, -1))
+        result = NVML_ERROR_IN_USE;
+    else {
         STORE(at.gpu->instances[at.gi_id], 0);
+        sim_unsubscribe(at.number, at.gi_id, -1);
+    }
     return sim_cut_end(&cut, result);
 }

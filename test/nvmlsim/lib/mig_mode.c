@@ -3,6 +3,8 @@
  *
  * A GPU with instances keeps its mode: the call answers IN_USE and changes nothing. Where processes use the GPU the call itself succeeds, the mode is
  * pending, and the activation status says IN_USE: the caller is to idle the GPU and call again (nvml.h).
+ * Whether a process that has NVML open, and no more, uses the GPU so is not known: the MIG guide has such services stopped, the open kernel module
+ * has no check. `client_blocks_mode` says it.
  */
 #include "sim.h"
 
@@ -42,7 +44,8 @@ static nvmlReturn_t change_mode(struct nvmlsim_gpu *gpu, unsigned int mode, nvml
     STORE(gpu->mig_pending, mode);
     if (LOAD(gpu->mig_current) == mode)
         return NVML_SUCCESS;
-    if (sim_is_busy(gpu, NVMLSIM_NO_INSTANCE, NVMLSIM_NO_INSTANCE))
+    bool blocked = LOAD(sim_state()->client_blocks_mode) && sim_opened_elsewhere((unsigned int)(gpu - sim_gpu_at(0)));
+    if (blocked || sim_is_busy(gpu, NVMLSIM_NO_INSTANCE, NVMLSIM_NO_INSTANCE))
         *activation = NVML_ERROR_IN_USE;
     else if (sim_model(gpu)->mig_needs_reset)
         *activation = NVML_ERROR_RESET_REQUIRED;

@@ -45,6 +45,14 @@ nvmlReturn_t sim_hold_driver(void);
 void sim_release_driver(void);
 /* Notes that this process has the GPU open, until its last nvmlShutdown. */
 void sim_open_gpu(unsigned int number);
+/* Whether another process has the GPU open. */
+bool sim_opened_elsewhere(unsigned int number);
+/* Notes that this process has a handle of a GPU instance, or, with ci >= 0, of a compute instance, until its last nvmlShutdown. */
+void sim_subscribe(unsigned int number, unsigned int gi, int ci);
+/* Whether another process has such a handle. */
+bool sim_subscribed_elsewhere(unsigned int number, unsigned int gi, int ci);
+/* Ends this process's own: the instance is gone. */
+void sim_unsubscribe(unsigned int number, unsigned int gi, int ci);
 /* Whether another process computes on the GPU, or, with slot > 0, on that compute instance of it. */
 bool sim_computed_on(unsigned int number, unsigned int slot);
 /* A lock on one byte of the state file with an open file description of its own, so that it excludes threads of this process too. The kernel
@@ -72,6 +80,9 @@ bool sim_control_device_opens(void);
 bool sim_gpu_device_opens(unsigned int minor);
 /* Whether this process has the capability with this minor. */
 bool sim_capability_opens(unsigned int minor);
+/* A descriptor of the node, as a process has one while it uses the GPU or the capability; negative where there is none. */
+int sim_gpu_descriptor(unsigned int minor);
+int sim_capability_descriptor(unsigned int minor);
 /* The folder of the device nodes. */
 void sim_device_folder(char *folder, size_t size);
 

@@ -19,6 +19,8 @@
  *   - A process that computes holds a shared lock on byte NVMLSIM_LOCK_COMPUTE plus 256 times the GPU's number, plus, on a MIG device,
  *     1 + 9 times the GPU instance's ID plus the compute instance's. Whether it may is decided under flock() of the file, which, unlike a
  *     write lock, a process can take that has the file read-only.
+ *   - A process that has asked for a handle of a GPU instance or compute instance holds a shared lock on byte NVMLSIM_LOCK_SUBSCRIBE plus 256 times the
+ *     GPU's number, plus 9 times the GPU instance's ID, plus, for a compute instance, 1 + its ID; until its last nvmlShutdown.
  *   - Whoever makes or removes the capability files and nodes that the instances call for holds byte NVMLSIM_LOCK_CAPABILITIES.
  *   - A call that changes MIG mode or instances holds byte NVMLSIM_LOCK_CUT, or that byte plus 1 + the GPU's number, for as
  *     long as it takes, as the driver does.
@@ -39,6 +41,7 @@ enum {
     NVMLSIM_LOCK_OPEN = 8192,
     NVMLSIM_LOCK_COMPUTE = 16384,
     NVMLSIM_COMPUTE_BYTES = 256, /* of one GPU */
+    NVMLSIM_LOCK_SUBSCRIBE = 2097152,
 
     NVMLSIM_GPU_INSTANCES = 15,
     NVMLSIM_COMPUTE_INSTANCES = 8,
@@ -101,6 +104,10 @@ struct nvmlsim_header {
     uint32_t cut_lock;      /* enum nvmlsim_cut_lock */
     uint32_t reserved;
     uint64_t fabric_settle_ms; /* how long a GPU that leaves MIG mode takes to be back in its fabric */
+    uint32_t client_blocks_mode;    /* a process that has a GPU open keeps others from changing its MIG mode */
+    uint32_t client_blocks_destroy; /* a process that has a handle of an instance keeps others from removing it */
+    uint32_t create_in_use;         /* the first try to make the first GPU instance of a GPU is refused */
+    uint32_t reserved_blocks;
 };
 
 /* One GPU instance profile of a model, as `nvidia-smi mig -lgip` and `-lgipp` print it. */
@@ -198,7 +205,7 @@ struct nvmlsim_gpu {
     uint64_t event_types;     /* nvmlEventType* that can be registered for */
     uint64_t energy_since_ms; /* what it used is counted from here (CLOCK_REALTIME) */
     uint32_t fabric_status;   /* nvmlReturn_t of a registration with the fabric that is completed */
-    uint32_t reserved;
+    uint32_t create_refused;  /* so it was: the next try is let through */
     uint64_t processes[NVMLSIM_PROCESSES];
     uint64_t instances[NVMLSIM_GPU_INSTANCES]; /* by GPU instance ID */
     uint64_t compute_instances[NVMLSIM_GPU_INSTANCES][NVMLSIM_COMPUTE_INSTANCES];

@@ -13,6 +13,7 @@
  *      (There the real library, run by root, makes missing nodes itself.)
  *   4. /dev.
  */
+#define _GNU_SOURCE
 #include "sim.h"
 
 #include <errno.h>
@@ -77,4 +78,27 @@ bool sim_capability_opens(unsigned int minor)
     char name[64];
     snprintf(name, sizeof name, "nvidia-caps/nvidia-cap%u", minor);
     return opens(name, O_RDONLY); /* their modes are 0400 and 0444 */
+}
+
+/* No driver is behind the node, so it is not opened but pointed at: /proc shows the descriptor with the node's numbers all the same. */
+static int point_at(const char *name)
+{
+    char folder[PATH_MAX], path[2 * PATH_MAX];
+    sim_device_folder(folder, sizeof folder);
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    return open(path, O_PATH | O_CLOEXEC);
+}
+
+int sim_gpu_descriptor(unsigned int minor)
+{
+    char name[32];
+    snprintf(name, sizeof name, "nvidia%u", minor);
+    return point_at(name);
+}
+
+int sim_capability_descriptor(unsigned int minor)
+{
+    char name[64];
+    snprintf(name, sizeof name, "nvidia-caps/nvidia-cap%u", minor);
+    return point_at(name);
 }

@@ -24,6 +24,11 @@ type Node struct {
 	GPUs          []Card `json:"gpus"`
 	// Others are PCI devices that are no GPUs: NVSwitches, network cards. They stand in sysfs only.
 	Others []PCIDevice `json:"otherDevices,omitempty"`
+	// ClientBlocksMode and ClientBlocksDestroy (on unless it says false) say what processes that only have NVML open keep others from, CreateInUse that
+	// the first GPU instance of a GPU is refused once.
+	ClientBlocksMode    bool  `json:"clientBlocksMode,omitempty"`
+	ClientBlocksDestroy *bool `json:"clientBlocksDestroy,omitempty"`
+	CreateInUse         bool  `json:"createInUse,omitempty"`
 }
 
 // Card is one GPU in its slot.

@@ -75,6 +75,7 @@ func (f *File) fill(header Header, spec Spec, index map[string]uint32) error {
 	header.DriverEpoch = epoch
 	header.DriverLoaded = 1
 	header.FabricSettleMS = defaultFabricSettleMS
+	header.blocks(spec.Node)
 	if err := putString(header.NodeName[:], spec.Node.Name, "node name"); err != nil {
 		return err
 	}

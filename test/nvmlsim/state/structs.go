@@ -13,6 +13,7 @@ const (
 	lockOpen         = 8192
 	lockCompute      = 16384
 	computeBytes     = 256
+	lockSubscribe    = 2097152
 
 	gpuInstances     = 15
 	computeInstances = 8
@@ -64,6 +65,11 @@ type Header struct {
 	CutLock        uint32    `c:"cut_lock"`
 	Reserved       uint32    `c:"reserved"`
 	FabricSettleMS uint64    `c:"fabric_settle_ms"`
+
+	ClientBlocksMode    uint32 `c:"client_blocks_mode"`
+	ClientBlocksDestroy uint32 `c:"client_blocks_destroy"`
+	CreateInUse         uint32 `c:"create_in_use"`
+	ReservedBlocks      uint32 `c:"reserved_blocks"`
 }
 
 // Profile mirrors struct nvmlsim_profile.
@@ -162,7 +168,7 @@ type GPU struct {
 	EventTypes         uint64                                 `c:"event_types"`
 	EnergySinceMS      uint64                                 `c:"energy_since_ms"`
 	FabricStatus       uint32                                 `c:"fabric_status"`
-	Reserved           uint32                                 `c:"reserved"`
+	CreateRefused      uint32                                 `c:"create_refused"`
 	Processes          [maxProcesses]uint64                   `c:"processes"`
 	Instances          [gpuInstances]uint64                   `c:"instances"`
 	ComputeInstances   [gpuInstances][computeInstances]uint64 `c:"compute_instances"`

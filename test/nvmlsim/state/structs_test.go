@@ -49,6 +49,7 @@ func TestGoAndCAgreeOnTheLayout(t *testing.T) {
 	ask("lock-capabilities", "NVMLSIM_LOCK_CAPABILITIES", lockCapabilities)
 	ask("lock-open", "NVMLSIM_LOCK_OPEN", lockOpen)
 	ask("lock-compute", "NVMLSIM_LOCK_COMPUTE", lockCompute)
+	ask("lock-subscribe", "NVMLSIM_LOCK_SUBSCRIBE", lockSubscribe)
 	ask("compute-bytes", "NVMLSIM_COMPUTE_BYTES", computeBytes)
 	ask("instance", "NVMLSIM_INSTANCE", instanceBit)
 	ask("no-instance", "NVMLSIM_NO_INSTANCE", noInstanceWord)

@@ -14,7 +14,7 @@ import (
 )
 
 func newMIG(n *node) []*cobra.Command {
-	return []*cobra.Command{newBusy(n), newReset(n), newLock(n), newFabric(n)}
+	return []*cobra.Command{newBusy(n), newReset(n), newLock(n), newFabric(n), newBlock(n)}
 }
 
 // findPlace reads GPU or GPU/GI/CI.

@@ -1,0 +1,171 @@
+package nvidia
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+const (
+	// excludeLimit bounds how long a mode change waits for the watcher to let go of its card.
+	excludeLimit = 45 * time.Second
+	// restorePause lets cards that come back at about the same time share one replacement.
+	restorePause = time.Second
+)
+
+// exclusions are the cards that no watcher process may have open, because their MIG mode changes.
+// A process that has a card open may block the change, and NVML closes a card only when its process
+// ends. So the watcher is replaced by a process without the card.
+type exclusions struct {
+	mu       sync.Mutex
+	cards    map[device.PCIAddress]exclusion
+	watchers map[*coverage]bool
+	change   chan struct{} // closed with the next change
+	trouble  error         // why the last replacement could not take over, nil if it did
+}
+
+type exclusion struct {
+	requests int // mode changes that need it
+	minor    int // N of the device node nvidiaN
+}
+
+// coverage is what one watcher process may have open.
+type coverage struct {
+	only   device.PCIAddress // empty for all cards
+	except map[device.PCIAddress]exclusion
+	pid    int // 0 until the process has started
+}
+
+func (c *coverage) has(card device.PCIAddress) bool {
+	_, excluded := c.except[card]
+	return !excluded && (c.only == "" || c.only == card)
+}
+
+func newExclusions() *exclusions {
+	return &exclusions{
+		cards: map[device.PCIAddress]exclusion{}, watchers: map[*coverage]bool{}, change: make(chan struct{}),
+	}
+}
+
+// exclude returns when no watcher process has the card open, and keeps it so until restore is called.
+func (x *exclusions) exclude(ctx context.Context, card device.PCIAddress, minor int) (restore func(), err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, excludeLimit, fmt.Errorf("it has not ended for %s", excludeLimit))
+	defer cancel()
+	x.request(card, minor, 1)
+	restore = sync.OnceFunc(func() { x.request(card, minor, -1) })
+	for {
+		changed, pids := x.watchersOf(card)
+		if len(pids) == 0 {
+			return restore, nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			restore()
+			return nil, x.refusal(pids, context.Cause(ctx))
+		}
+	}
+}
+
+func (x *exclusions) refusal(pids []string, cause error) error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	why := ""
+	if x.trouble != nil {
+		why = fmt.Sprintf(", because its replacement does not listen to the other GPUs (%v)", x.trouble)
+	}
+	return fmt.Errorf("the plugin's watcher (process %s) still has the GPU open%s: %w: look at dmesg, and reset the GPU or reboot the node",
+		strings.Join(pids, ", "), why, cause)
+}
+
+// replaced records how the last replacement of a watcher process went.
+func (x *exclusions) replaced(err error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.trouble = err
+}
+
+func (x *exclusions) request(card device.PCIAddress, minor, more int) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	e := exclusion{requests: x.cards[card].requests + more, minor: minor}
+	if e.requests > 0 {
+		x.cards[card] = e
+	} else {
+		delete(x.cards, card)
+	}
+	x.announce()
+}
+
+// announce needs the lock.
+func (x *exclusions) announce() {
+	close(x.change)
+	x.change = make(chan struct{})
+}
+
+func (x *exclusions) watchersOf(card device.PCIAddress) (changed <-chan struct{}, pids []string) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for c := range x.watchers {
+		if c.has(card) {
+			pids = append(pids, fmt.Sprint(c.pid))
+		}
+	}
+	slices.Sort(pids)
+	return x.change, pids
+}
+
+// changed is closed with the next change.
+func (x *exclusions) changed() <-chan struct{} {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.change
+}
+
+// begin registers a watcher process before it starts. It refuses one for a single excluded card.
+func (x *exclusions) begin(only device.PCIAddress) (c *coverage, ok bool) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	c = &coverage{only: only, except: maps.Clone(x.cards)}
+	if only != "" && !c.has(only) {
+		return nil, false
+	}
+	x.watchers[c] = true
+	return c, true
+}
+
+// started records the process ID for error messages.
+func (x *exclusions) started(c *coverage, pid int) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	c.pid = pid
+}
+
+// end removes a watcher process that has ended.
+func (x *exclusions) end(c *coverage) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	delete(x.watchers, c)
+	x.announce()
+}
+
+// outdated says whether a watcher process needs a replacement: at once, because it has an excluded
+// card open, or soon, because it lacks a card that may be watched again.
+func (x *exclusions) outdated(c *coverage) (now, soon bool) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for card := range x.cards {
+		now = now || c.has(card)
+	}
+	for card := range c.except {
+		_, excluded := x.cards[card]
+		soon = soon || !excluded
+	}
+	return now, soon
+}
