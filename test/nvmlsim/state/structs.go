@@ -5,11 +5,12 @@ import "math"
 // The magic number and version of the layout that this package and lib/state.h describe.
 const (
 	Magic  uint64 = 0x314d49534c4d564e
-	Layout uint32 = 4
+	Layout uint32 = 5
 
 	lockWrite        = 0
 	lockInUse        = 1
 	lockCapabilities = 2
+	lockCut          = 1024
 	lockOpen         = 8192
 	lockCompute      = 16384
 	computeBytes     = 256
@@ -64,6 +65,7 @@ type Header struct {
 	CutLock        uint32    `c:"cut_lock"`
 	Reserved       uint32    `c:"reserved"`
 	FabricSettleMS uint64    `c:"fabric_settle_ms"`
+	AttachCostMS   uint64    `c:"attach_cost_ms"`
 }
 
 // Profile mirrors struct nvmlsim_profile.
@@ -168,6 +170,7 @@ type GPU struct {
 	ComputeInstances   [gpuInstances][computeInstances]uint64 `c:"compute_instances"`
 	UUID               [48]byte                               `c:"uuid"`
 	Serial             [32]byte                               `c:"serial"`
+	NoMemoryInfo       uint64                                 `c:"no_memory_info"`
 }
 
 // Event mirrors struct nvmlsim_event.
