@@ -117,7 +117,7 @@ func pciAddress(card nvlib.Device) (device.PCIAddress, error) {
 	return device.ParsePCIAddress(id)
 }
 
-// identity reads what a claim can select by. Without UUID, minor or memory a card cannot be offered; the names are best effort.
+// identity reads what a claim can select by. Without UUID or minor a card cannot be offered; the names are best effort.
 func identity(card nvlib.Device, g *device.GPU, progress func()) error {
 	var ret nvml.Return
 	if g.UUID, ret = card.GetUUID(); ret != nvml.SUCCESS {
@@ -128,8 +128,9 @@ func identity(card nvlib.Device, g *device.GPU, progress func()) error {
 		return fmt.Errorf("read the minor number: %w", toError(ret))
 	}
 	progress()
+	// A GPU that works in the host's memory, such as GB10, has no figures of its own.
 	memory, ret := card.GetMemoryInfo()
-	if ret != nvml.SUCCESS {
+	if ret != nvml.SUCCESS && ret != nvml.ERROR_NOT_SUPPORTED {
 		return fmt.Errorf("read the memory size: %w", toError(ret))
 	}
 	progress()
