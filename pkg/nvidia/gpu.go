@@ -15,12 +15,16 @@ import (
 type reading struct {
 	address  atomic.Pointer[device.PCIAddress]
 	progress chan struct{}
+	opened   func()
 }
 
-func newReading() *reading { return &reading{progress: make(chan struct{}, 1)} }
+func newReading(opened func()) *reading {
+	return &reading{progress: make(chan struct{}, 1), opened: opened}
+}
 
 // beat says that the GPU has answered once more.
 func (r *reading) beat() {
+	r.opened()
 	select {
 	case r.progress <- struct{}{}:
 	default:
@@ -40,6 +44,7 @@ func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
 	if ret != nvml.SUCCESS {
 		return nil, fmt.Errorf("open the GPU with index %d: %w", index, toError(ret))
 	}
+	r.beat()
 	card, err := nvlib.New(s.lib).NewDevice(handle)
 	if err != nil {
 		return nil, err
