@@ -97,6 +97,8 @@ func TestFractionsAreOfferedWhereTheyCanBeKept(t *testing.T) {
 	h100, l40s := node(t, h100Key)[0], node(t, l40sKey)[0]
 	unknown := l40s
 	unknown.CUDAComputeCapability = ""
+	unified := l40s
+	unified.MemoryBytes = 0
 	volta := l40s
 	volta.CUDAComputeCapability = "7.0"
 	for name, c := range map[string]struct {
@@ -110,6 +112,7 @@ func TestFractionsAreOfferedWhereTheyCanBeKept(t *testing.T) {
 		"an older driver":     {h100, "550.163.01", "driver 555"},
 		"a GPU before Volta":  {p4, "580.65.06", "before Volta"},
 		"a GPU that is mute":  {unknown, "580.65.06", "not known"},
+		"no memory figures":   {unified, "580.65.06", "memory"},
 		"a driver that is":    {l40s, "", "not known"},
 		"a driver of letters": {l40s, "x.y", "not known"},
 	} {

@@ -15,6 +15,9 @@ const (
 
 // WhyNoFractions says why nothing could keep processes to fractions of a GPU, for people to read. It is empty if MPS can: what is not known is not promised.
 func WhyNoFractions(g GPU, d Driver) string {
+	if g.MemoryBytes == 0 {
+		return "fractions are parts of a GPU's memory, and NVML does not say how much this one has"
+	}
 	switch n, err := major(g.CUDAComputeCapability); {
 	case err != nil:
 		return fmt.Sprintf("whether MPS can limit memory is not known: its CUDA compute capability %q is none", g.CUDAComputeCapability)

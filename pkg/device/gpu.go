@@ -13,7 +13,8 @@ type GPU struct {
 	Brand                 string `json:"brand"`
 	Architecture          string `json:"architecture"`
 	CUDAComputeCapability string `json:"cudaComputeCapability"` // "9.0"
-	MemoryBytes           uint64 `json:"memoryBytes"`
+	// MemoryBytes is 0 when the driver does not say, as for GPUs that work in the host's memory.
+	MemoryBytes uint64 `json:"memoryBytes"`
 
 	// PCIeRoot is the root complex as sysfs names it ("pci0000:00"), empty when unknown.
 	PCIeRoot string `json:"pcieRoot,omitempty"`

@@ -39,16 +39,12 @@ func (p Partition) Device(d Driver) resourceapi.Device {
 	if p.uuid != "" {
 		attributes["uuid"] = text(p.uuid)
 	}
-	device := resourceapi.Device{
+	return resourceapi.Device{
 		Name:             p.Name(),
 		Attributes:       attributes,
 		Capacity:         capacities(p.memory, p.engines),
 		ConsumesCounters: p.cost.consumed(p.gpu.WholeName()),
 	}
-	if p.memory == 0 {
-		delete(device.Capacity, "memory")
-	}
-	return device
 }
 
 func (p Partition) partitionType() string { return named(p.profile, p.gpu) }

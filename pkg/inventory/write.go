@@ -30,7 +30,10 @@ func WriteTable(out io.Writer, p Preview) error {
 		if g.NUMANode != nil {
 			numa = strconv.Itoa(*g.NUMANode)
 		}
-		memory := resource.NewQuantity(int64(g.MemoryBytes), resource.BinarySI) //nolint:gosec // no card has 8 EiB
+		memory := "-"
+		if g.MemoryBytes > 0 {
+			memory = resource.NewQuantity(int64(g.MemoryBytes), resource.BinarySI).String() //nolint:gosec // no card has 8 EiB
+		}
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%d\t%s\n", g.WholeName(), g.ProductName, memory, numa, cmp.Or(g.PCIeRoot, "-"), g.Minor, g.UUID)
 	}
 	if err := w.Flush(); err != nil {

@@ -61,6 +61,7 @@ func (r records) HeldShares() (map[string]bool, error) { return r.shares, nil }
 func TestTheTable(t *testing.T) {
 	node := nodeWith("0000:1b:00.0", "0000:43:00.0")
 	node.GPUs[0].NUMANode, node.GPUs[0].PCIeRoot = ptr.To(0), "pci0000:15"
+	node.GPUs[1].MemoryBytes = 0
 	node.Problems = []nvidia.Problem{{PCIAddress: "0000:52:00.0", Message: "MIG mode is on"}, {Message: "lost"}}
 	var out strings.Builder
 	if err := WriteTable(&out, previewOf(t, Rules{}, node)); err != nil {
@@ -70,7 +71,7 @@ func TestTheTable(t *testing.T) {
 
 NAME              PRODUCT      MEMORY  NUMA  PCIE ROOT   MINOR  UUID
 gpu-0000-1b-00-0  NVIDIA H200  1Gi     0     pci0000:15  0      GPU-0000:1b:00.0
-gpu-0000-43-00-0  NVIDIA H200  1Gi     -     -           1      GPU-0000:43:00.0
+gpu-0000-43-00-0  NVIDIA H200  -       -     -           1      GPU-0000:43:00.0
 
 NAME              MIG POLICY  DEVICES OFFERED
 gpu-0000-1b-00-0  -           1 x whole

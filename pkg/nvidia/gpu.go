@@ -15,12 +15,16 @@ import (
 type reading struct {
 	address  atomic.Pointer[device.PCIAddress]
 	progress chan struct{}
+	opened   func()
 }
 
-func newReading() *reading { return &reading{progress: make(chan struct{}, 1)} }
+func newReading(opened func()) *reading {
+	return &reading{progress: make(chan struct{}, 1), opened: opened}
+}
 
 // beat says that the GPU has answered once more.
 func (r *reading) beat() {
+	r.opened()
 	select {
 	case r.progress <- struct{}{}:
 	default:
@@ -40,6 +44,7 @@ func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
 	if ret != nvml.SUCCESS {
 		return nil, fmt.Errorf("open the GPU with index %d: %w", index, toError(ret))
 	}
+	r.beat()
 	card, err := nvlib.New(s.lib).NewDevice(handle)
 	if err != nil {
 		return nil, err
@@ -117,7 +122,7 @@ func pciAddress(card nvlib.Device) (device.PCIAddress, error) {
 	return device.ParsePCIAddress(id)
 }
 
-// identity reads what a claim can select by. Without UUID, minor or memory a card cannot be offered; the names are best effort.
+// identity reads what a claim can select by. Without UUID or minor a card cannot be offered; the names are best effort.
 func identity(card nvlib.Device, g *device.GPU, progress func()) error {
 	var ret nvml.Return
 	if g.UUID, ret = card.GetUUID(); ret != nvml.SUCCESS {
@@ -128,8 +133,9 @@ func identity(card nvlib.Device, g *device.GPU, progress func()) error {
 		return fmt.Errorf("read the minor number: %w", toError(ret))
 	}
 	progress()
+	// A GPU that works in the host's memory, such as GB10, has no figures of its own.
 	memory, ret := card.GetMemoryInfo()
-	if ret != nvml.SUCCESS {
+	if ret != nvml.SUCCESS && ret != nvml.ERROR_NOT_SUPPORTED {
 		return fmt.Errorf("read the memory size: %w", toError(ret))
 	}
 	progress()

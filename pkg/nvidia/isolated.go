@@ -16,7 +16,7 @@ import (
 )
 
 const (
-	// scanLimit is how long a child may take; it gives up on every single question long before.
+	// scanLimit is how long a child may take besides callLimit for each GPU; it gives up on every single question long before.
 	scanLimit = 45 * time.Second
 	// maxStuck is how many children may hang in the driver before no more are started. A process in uninterruptible sleep cannot be killed.
 	maxStuck = 4
@@ -106,7 +106,9 @@ func (i *isolated) scan(ctx context.Context) (Node, error) {
 	if n := i.stuck.Load(); n >= maxStuck {
 		return Node{}, fmt.Errorf("%d earlier scans still hang in the NVIDIA driver: look at dmesg, and reset the GPUs or reboot the node", n)
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, scanLimit, fmt.Errorf("the scan has not ended for %s", scanLimit))
+	onBus, _ := pciGPUs(i.paths.withDefaults().Sysfs) // if it cannot be read, NVML hardly lists any
+	limit := scanLimit + time.Duration(len(onBus))*callLimit
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("the scan has not ended for %s", limit))
 	defer cancel()
 	return i.runChild(ctx)
 }

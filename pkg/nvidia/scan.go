@@ -101,11 +101,12 @@ func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]GPU, [
 		address device.PCIAddress
 		err     error
 	}
-	results := make(chan result, count)
+	results, opening := make(chan result, count), newOpenings()
 	for i := range count {
+		r := newReading(opening.enter())
 		go func() {
-			r := newReading()
-			gpu, err := boundedWhile(ctx, s.limit, r.progress, fmt.Sprintf("NVML for the GPU with index %d", i), func() (*GPU, error) { return s.gpu(i, d, r) })
+			defer r.opened()
+			gpu, err := boundedWhile(ctx, s.limit, r.progress, opening, fmt.Sprintf("NVML for the GPU with index %d", i), func() (*GPU, error) { return s.gpu(i, d, r) })
 			results <- result{gpu, r.known(), err}
 		}()
 	}

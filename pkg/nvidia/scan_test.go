@@ -244,7 +244,7 @@ func TestBoundedEndsWithTheContextOrTheLimit(t *testing.T) {
 func TestManySlowAnswersAreNotTakenForAHangingGPU(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		progress := make(chan struct{}, 1)
-		v, err := boundedWhile(t.Context(), callLimit, progress, "nvmlX", func() (int, error) {
+		v, err := boundedWhile(t.Context(), callLimit, progress, newOpenings(), "nvmlX", func() (int, error) {
 			for range 10 {
 				<-time.After(callLimit - time.Second)
 				progress <- struct{}{}

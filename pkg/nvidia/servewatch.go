@@ -66,7 +66,7 @@ func serveWatch(ctx context.Context, in io.Reader, out io.Writer, open func(Path
 		}
 		return err
 	}
-	w := &watching{order: order, lib: library, outbox: newOutbox(), restated: make(chan struct{}, 1), back: make(chan device.PCIAddress, 1), cards: map[device.PCIAddress]*watched{}, others: map[device.PCIAddress]bool{}}
+	w := &watching{order: order, lib: library, outbox: newOutbox(), restated: make(chan struct{}, 1), back: make(chan device.PCIAddress, 1), cards: map[device.PCIAddress]*watched{}, others: map[device.PCIAddress]bool{}, opening: newOpenings()}
 	sent := make(chan error, 1)
 	go func() {
 		sent <- w.outbox.send(ctx, out)
@@ -91,6 +91,8 @@ type watching struct {
 	others map[device.PCIAddress]bool
 	// back is told of a card that was off the bus and that NVML does not know now that it is there again.
 	back chan device.PCIAddress
+	// opening are the cards that have not answered this child yet.
+	opening *openings
 }
 
 // run starts a watch of each card, and says how well is listened: at each interval, which also shows that the child lives, and when it changes.

@@ -162,6 +162,7 @@ func TestEveryModelIsWatchedWithWhatItHas(t *testing.T) {
 		"dgx-a100":   func(c device.Condition) bool { return c.Remap != nil },
 		"mixed-mig":  func(device.Condition) bool { return true },
 		"dgx-b200":   func(c device.Condition) bool { return c.Remap != nil },
+		"gb10":       func(c device.Condition) bool { return c.Fabric == nil && c.Uncorrected == nil },
 		"mixed":      func(device.Condition) bool { return true },
 	} {
 		t.Run(node, func(t *testing.T) {

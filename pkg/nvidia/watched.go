@@ -19,6 +19,8 @@ type watched struct {
 	listener *listener
 	tell     func(device.Condition)
 	back     chan<- device.PCIAddress
+	opening  *openings
+	opened   func() // it has answered, or it is not waited for any more
 
 	left    bool   // it is off the bus, or has not answered since it was; for whoever asks it
 	unbound bool   // it had no kernel driver, and has not answered since; for whoever asks it
@@ -33,7 +35,7 @@ type watched struct {
 }
 
 func (w *watching) watch(ctx context.Context, a device.PCIAddress) {
-	c := &watched{order: w.order, began: w.began, progress: make(chan struct{}, 1), kicked: make(chan struct{}, 1), back: w.back}
+	c := &watched{order: w.order, began: w.began, progress: make(chan struct{}, 1), kicked: make(chan struct{}, 1), back: w.back, opening: w.opening, opened: w.opening.enter()}
 	ours := ctx // the child's; the card's own ends sooner if it is dismissed
 	ctx, c.cancel = context.WithCancel(ctx)
 	restate := func() { signalTo(w.restated) }
@@ -72,6 +74,7 @@ func (c *watched) dismiss() {
 	c.telling.Lock()
 	c.dismissed = true
 	c.telling.Unlock()
+	c.opened()
 	c.cancel()
 }
 
@@ -87,19 +90,28 @@ func (c *watched) run(ctx context.Context) {
 	for ctx.Err() == nil {
 		answer := make(chan device.Condition, 1)
 		go func() { answer <- c.condition() }()
-		limit := time.NewTimer(c.order.Wedged)
+		most, another := c.opening.limit(c.order.Wedged)
+		limit := time.NewTimer(most)
 		for waiting := true; waiting; {
 			select {
 			case condition := <-answer:
+				c.opened()
 				c.answered(condition)
 				waiting = false
 			case <-c.progress:
-				limit.Reset(c.order.Wedged)
+				c.opened()
+				most, another = c.opening.limit(c.order.Wedged)
+				limit.Reset(most)
+			case <-another:
+				most, another = c.opening.limit(c.order.Wedged)
+				limit.Reset(most)
 			case <-limit.C:
+				c.opened()
+				another = nil
 				// Its UUID is the questioner's, who is not to be asked now: the place says which card it is.
 				c.answered(device.Condition{
 					Card: device.Card{PCIAddress: c.patient.card.PCIAddress}, Reach: device.ReachWedged, At: time.Now(),
-					Error: fmt.Sprintf("NVML has not answered for %s", c.order.Wedged),
+					Error: fmt.Sprintf("NVML has not answered for %s", most),
 				})
 				limit.Reset(c.order.Interval)
 			case <-ctx.Done():

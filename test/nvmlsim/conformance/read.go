@@ -78,13 +78,18 @@ func (c *comparison) identity(device Reader, want *model.GPU) {
 	major, minor, ret := device.GetCudaComputeCapability()
 	c.equal("cudaComputeCapability", want.CUDAComputeCapability.Value, fmt.Sprintf("%d.%d", major, minor), ret)
 
-	memory, ret := device.GetMemoryInfo()
-	c.equal("memoryTotalMiB", want.MemoryTotalMiB.Value, memory.Total>>20, ret)
-	memoryV2, ret := device.GetMemoryInfo_v2()
-	c.equal("memoryTotalMiB (version 2)", want.MemoryTotalMiB.Value, memoryV2.Total>>20, ret)
-
 	isMIG, ret := device.IsMigDeviceHandle()
 	c.equal("is a MIG device", false, isMIG, ret)
+
+	memory, ret := device.GetMemoryInfo()
+	memoryV2, retV2 := device.GetMemoryInfo_v2()
+	if !want.HasMemoryInfo() {
+		c.equal("memory information", nvml.ERROR_NOT_SUPPORTED, ret, nvml.SUCCESS)
+		c.equal("memory information (version 2)", nvml.ERROR_NOT_SUPPORTED, retV2, nvml.SUCCESS)
+		return
+	}
+	c.equal("memoryTotalMiB", want.MemoryTotalMiB.Value, memory.Total>>20, ret)
+	c.equal("memoryTotalMiB (version 2)", want.MemoryTotalMiB.Value, memoryV2.Total>>20, retV2)
 }
 
 func (c *comparison) mig(device Reader, want *model.GPU) {

@@ -273,10 +273,17 @@ static void forget_if_closed(unsigned int number)
     STORE(gpu->time_slice, 0);
 }
 
-void sim_open_gpu(unsigned int number)
+/* Whether this process would be the first to have the GPU open. */
+static bool detached(unsigned int number)
+{
+    return LOAD(view.state->attach_cost_ms) > 0 && !LOAD(sim_gpu_at(number)->persistence_mode) &&
+           !held_elsewhere(NVMLSIM_LOCK_OPEN + number, 1);
+}
+
+static void open_now(unsigned int number)
 {
     uint8_t bit = (uint8_t)(1u << number % 8);
-    if (number / 8 >= sizeof view.open || (__atomic_fetch_or(&view.open[number / 8], bit, __ATOMIC_ACQ_REL) & bit))
+    if (__atomic_fetch_or(&view.open[number / 8], bit, __ATOMIC_ACQ_REL) & bit)
         return;
     bool writing = sim_write_begin() == NVML_SUCCESS; /* a process that has the state read-only leaves it to the next one */
     if (writing)
@@ -284,6 +291,25 @@ void sim_open_gpu(unsigned int number)
     hold(NVMLSIM_LOCK_OPEN + number, sim_gpu_descriptor, sim_gpu_at(number)->minor);
     if (writing)
         sim_write_end();
+}
+
+static bool opened(unsigned int number) { return LOAD(view.open[number / 8]) >> number % 8 & 1; }
+
+void sim_open_gpu(unsigned int number)
+{
+    if (number / 8 >= sizeof view.open || opened(number))
+        return;
+    if (!detached(number)) {
+        open_now(number);
+        return;
+    }
+    int lock = sim_lock_open(NVMLSIM_LOCK_CUT, false);
+    if (!opened(number)) {
+        if (detached(number)) /* still: another may have attached it while this one waited */
+            sim_wait_ms(LOAD(view.state->attach_cost_ms));
+        open_now(number);
+    }
+    sim_lock_close(lock);
 }
 
 nvmlReturn_t sim_write_begin(void)

@@ -38,6 +38,13 @@ static void wait_while_in_force(const struct nvmlsim_fault *fault, uint64_t seri
     }
 }
 
+void sim_wait_ms(uint64_t duration)
+{
+    struct timespec left = {.tv_sec = (time_t)(duration / 1000), .tv_nsec = (long)(duration % 1000) * 1000000};
+    while (nanosleep(&left, &left) != 0)
+        ;
+}
+
 static bool matches(const struct nvmlsim_fault *fault, const char *function, int gpu)
 {
     if (fault->gpu >= 0 && fault->gpu != gpu)

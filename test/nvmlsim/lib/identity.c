@@ -178,16 +178,20 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetVirtualizationMode(nvmlDevice_t device, nv
     return NVML_SUCCESS;
 }
 
-/* A MIG device has the memory of its GPU instance. */
+/* A MIG device has the memory of its GPU instance. A GPU that works in the host's memory has none to tell of: 0. */
 static unsigned long long memory_of(const struct sim_target *at)
 {
-    return (unsigned long long)(at->kind == SIM_HANDLE_MIG ? at->profile->memory_mib : at->model->memory_mib) << 20;
+    if (at->kind == SIM_HANDLE_MIG)
+        return (unsigned long long)at->profile->memory_mib << 20;
+    return LOAD(at->gpu->no_memory_info) ? 0 : (unsigned long long)at->model->memory_mib << 20;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
 {
     ENTER_DEVICE(device);
     REQUIRE(memory);
+    if (memory_of(&at) == 0)
+        return NVML_ERROR_NOT_SUPPORTED;
     memory->total = memory_of(&at);
     memory->used = 0;
     memory->free = memory->total;
@@ -200,6 +204,8 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMem
     REQUIRE(memory);
     if (memory->version != nvmlMemory_v2)
         return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+    if (memory_of(&at) == 0)
+        return NVML_ERROR_NOT_SUPPORTED;
     memory->total = memory_of(&at);
     memory->reserved = 0;
     memory->used = 0;

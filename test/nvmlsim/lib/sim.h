@@ -43,7 +43,7 @@ nvmlReturn_t sim_attach(void);
 /* Takes and drops the shared in-use lock. */
 nvmlReturn_t sim_hold_driver(void);
 void sim_release_driver(void);
-/* Notes that this process has the GPU open, until its last nvmlShutdown. */
+/* Opens the GPU for this process, until its last nvmlShutdown. That takes as long as the driver takes to attach it. */
 void sim_open_gpu(unsigned int number);
 /* Whether another process has the GPU open. */
 bool sim_opened_elsewhere(unsigned int number);
@@ -100,6 +100,7 @@ nvmlReturn_t sim_check_initialized(void);
 /* ---- faults.c: slow and failing functions, ordered by the control tool */
 
 enum { SIM_NO_GPU = -1 };
+void sim_wait_ms(uint64_t duration);
 /* Waits and fails as ordered for this function and GPU. */
 nvmlReturn_t sim_fault(const char *function, int gpu_number);
 /* The same, but only what is ordered for this very GPU. */

@@ -16,6 +16,7 @@
  *     so the tool can tell whether anybody would notice that the driver goes away.
  *   - A process holds a shared lock on byte NVMLSIM_LOCK_OPEN plus the GPU's number from its first handle of a GPU to its last nvmlShutdown. A GPU
  *     whose persistence mode is off and that nobody holds so has forgotten what was set: whoever opens it next makes that true.
+ *   - Whoever opens such a GPU attaches it: that takes attach_cost_ms, with byte NVMLSIM_LOCK_CUT held, so that GPUs are attached one after another.
  *   - A process that computes holds a shared lock on byte NVMLSIM_LOCK_COMPUTE plus 256 times the GPU's number, plus, on a MIG device,
  *     1 + 9 times the GPU instance's ID plus the compute instance's. Whether it may is decided under flock() of the file, which, unlike a
  *     write lock, a process can take that has the file read-only.
@@ -31,7 +32,7 @@
 #include <stdint.h>
 
 #define NVMLSIM_MAGIC UINT64_C(0x314d49534c4d564e) /* "NVMLSIM1", little endian */
-#define NVMLSIM_LAYOUT 4u
+#define NVMLSIM_LAYOUT 5u
 
 enum {
     NVMLSIM_LOCK_WRITE = 0,
@@ -108,6 +109,7 @@ struct nvmlsim_header {
     uint32_t client_blocks_destroy; /* a process that has a handle of an instance keeps others from removing it */
     uint32_t create_in_use;         /* the first try to make the first GPU instance of a GPU is refused */
     uint32_t reserved_blocks;
+    uint64_t attach_cost_ms;   /* how long the driver takes to open a GPU that nobody has open */
 };
 
 /* One GPU instance profile of a model, as `nvidia-smi mig -lgip` and `-lgipp` print it. */
@@ -211,6 +213,7 @@ struct nvmlsim_gpu {
     uint64_t compute_instances[NVMLSIM_GPU_INSTANCES][NVMLSIM_COMPUTE_INSTANCES];
     char uuid[48];
     char serial[32];
+    uint64_t no_memory_info; /* the memory is the host's: its size is answered with NOT_SUPPORTED */
 };
 
 struct nvmlsim_event {

@@ -71,6 +71,8 @@ type GPU struct {
 	// Events are the kinds of events that can be registered for, by the names of EventTypes. Without it xid, and with ECC singleBitEcc and doubleBitEcc.
 	Events Fact[[]string] `json:"events"`
 	MIG    MIG            `json:"mig"`
+	// MemoryInfo is false where NVML has no figures of the memory, because it is the host's; without it true.
+	MemoryInfo Fact[bool] `json:"memoryInfo"`
 }
 
 // Enum is a value that NVML gives as a number.
@@ -187,8 +189,8 @@ func (g *GPU) validate() error {
 	switch {
 	case !g.ProductName.Known || g.ProductName.Value == "":
 		return fmt.Errorf("productName is missing")
-	case !g.MemoryTotalMiB.Known || g.MemoryTotalMiB.Value == 0:
-		return fmt.Errorf("memoryTotalMiB is missing")
+	case g.HasMemoryInfo() != (g.MemoryTotalMiB.Value > 0):
+		return fmt.Errorf("memoryTotalMiB is missing, or is there although memoryInfo is false")
 	}
 	if _, _, err := g.ComputeCapability(); err != nil {
 		return err
@@ -252,6 +254,9 @@ func (g *GPU) HasTimeSlices() bool {
 	}
 	return g.Architecture.NVMLValue >= archVolta
 }
+
+// HasMemoryInfo tells whether NVML has figures of the memory.
+func (g *GPU) HasMemoryInfo() bool { return !g.MemoryInfo.Known || g.MemoryInfo.Value }
 
 // EventTypes are the nvmlEventType* that can be registered for.
 func (g *GPU) EventTypes() (uint32, error) {

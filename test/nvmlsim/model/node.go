@@ -10,6 +10,7 @@ import (
 	"sort"
 	"strings"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 )
 
@@ -29,6 +30,8 @@ type Node struct {
 	ClientBlocksMode    bool  `json:"clientBlocksMode,omitempty"`
 	ClientBlocksDestroy *bool `json:"clientBlocksDestroy,omitempty"`
 	CreateInUse         bool  `json:"createInUse,omitempty"`
+	// AttachCost is how long the driver takes to open a GPU that nobody has open, one GPU after another. With it GPUs begin without persistence mode.
+	AttachCost metav1.Duration `json:"attachCost,omitzero"`
 }
 
 // Card is one GPU in its slot.
@@ -52,6 +55,8 @@ type Card struct {
 	Virtualization string `json:"virtualization,omitempty"`
 	// MIG is how the GPU is cut when the node is made. A reboot forgets it, as far as the hardware does.
 	MIG *CardMIG `json:"mig,omitempty"`
+	// NoMemoryInfo says that NVML has no figures of the GPU's memory, whatever the model file says.
+	NoMemoryInfo bool `json:"noMemoryInfo,omitempty"`
 }
 
 // CardMIG is a GPU's MIG mode and what an administrator made of it.

@@ -165,7 +165,10 @@ func compileCard(card model.Card, modelIndex uint32, to *GPU) error {
 	}
 	*to = GPU{
 		Model: modelIndex, Minor: *card.Minor, PCIDomain: address.Domain, PCIBus: address.Bus, PCIDevice: address.Device,
-		NUMANode: card.NUMANode, PCIRoot: pathNumber(card.PCIRoot), PCISwitch: pathNumber(card.Bridges...), ModuleID: *card.Module, Present: 1, PersistenceMode: 1,
+		NUMANode: card.NUMANode, PCIRoot: pathNumber(card.PCIRoot), PCISwitch: pathNumber(card.Bridges...), ModuleID: *card.Module, Present: 1,
+	}
+	if card.NoMemoryInfo {
+		to.NoMemoryInfo = 1
 	}
 	if card.Fabric != nil {
 		if to.FabricState, err = card.Fabric.StateValue(); err != nil {

@@ -76,6 +76,7 @@ func (f *File) fill(header Header, spec Spec, index map[string]uint32) error {
 	header.DriverLoaded = 1
 	header.FabricSettleMS = defaultFabricSettleMS
 	header.blocks(spec.Node)
+	header.AttachCostMS = uint64(spec.Node.AttachCost.Milliseconds())
 	if err := putString(header.NodeName[:], spec.Node.Name, "node name"); err != nil {
 		return err
 	}
@@ -96,6 +97,7 @@ func (f *File) fill(header Header, spec Spec, index map[string]uint32) error {
 		if err := compileCard(card, index[card.Model], f.GPU(i)); err != nil {
 			return fmt.Errorf("GPU at %s: %w", card.PCI, err)
 		}
+		f.GPU(i).PersistenceMode = f.persistence()
 		f.GPU(i).EventTypes = uint64(f.Model(int(index[card.Model])).EventTypes)
 		f.GPU(i).began()
 		if err := f.GPU(i).cut(f.Model(int(index[card.Model])), card.MIG); err != nil {

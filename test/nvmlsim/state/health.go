@@ -133,7 +133,7 @@ func (f *File) Plug(gpu int, uuid string) error {
 func (f *File) anew(gpu int) {
 	g := f.GPU(gpu)
 	g.forget()
-	atomic.StoreUint32(&g.PersistenceMode, 1)
+	atomic.StoreUint32(&g.PersistenceMode, f.persistence())
 	f.resetMIG(gpu)
 	atomic.StoreUint64(&g.ECCSingleVolatile, 0)
 	atomic.StoreUint64(&g.ECCDoubleVolatile, 0)

@@ -5,11 +5,12 @@ import "math"
 // The magic number and version of the layout that this package and lib/state.h describe.
 const (
 	Magic  uint64 = 0x314d49534c4d564e
-	Layout uint32 = 4
+	Layout uint32 = 5
 
 	lockWrite        = 0
 	lockInUse        = 1
 	lockCapabilities = 2
+	lockCut          = 1024
 	lockOpen         = 8192
 	lockCompute      = 16384
 	computeBytes     = 256
@@ -70,6 +71,7 @@ type Header struct {
 	ClientBlocksDestroy uint32 `c:"client_blocks_destroy"`
 	CreateInUse         uint32 `c:"create_in_use"`
 	ReservedBlocks      uint32 `c:"reserved_blocks"`
+	AttachCostMS        uint64 `c:"attach_cost_ms"`
 }
 
 // Profile mirrors struct nvmlsim_profile.
@@ -174,6 +176,7 @@ type GPU struct {
 	ComputeInstances   [gpuInstances][computeInstances]uint64 `c:"compute_instances"`
 	UUID               [48]byte                               `c:"uuid"`
 	Serial             [32]byte                               `c:"serial"`
+	NoMemoryInfo       uint64                                 `c:"no_memory_info"`
 }
 
 // Event mirrors struct nvmlsim_event.

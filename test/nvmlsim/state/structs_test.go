@@ -47,6 +47,7 @@ func TestGoAndCAgreeOnTheLayout(t *testing.T) {
 	ask("lock-write", "NVMLSIM_LOCK_WRITE", lockWrite)
 	ask("lock-in-use", "NVMLSIM_LOCK_IN_USE", lockInUse)
 	ask("lock-capabilities", "NVMLSIM_LOCK_CAPABILITIES", lockCapabilities)
+	ask("lock-cut", "NVMLSIM_LOCK_CUT", lockCut)
 	ask("lock-open", "NVMLSIM_LOCK_OPEN", lockOpen)
 	ask("lock-compute", "NVMLSIM_LOCK_COMPUTE", lockCompute)
 	ask("lock-subscribe", "NVMLSIM_LOCK_SUBSCRIBE", lockSubscribe)

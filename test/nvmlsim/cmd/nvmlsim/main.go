@@ -84,5 +84,6 @@ func newCommand() *cobra.Command {
 	command.AddCommand(newFaults(n)...)
 	command.AddCommand(newHealth(n)...)
 	command.AddCommand(newMIG(n)...)
+	command.AddCommand(newAttach(n)...)
 	return command
 }
