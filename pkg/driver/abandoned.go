@@ -22,9 +22,11 @@ import (
 // lookupTimeout bounds one question to the API server. While the last one before a claim is given back is asked, a Prepare of that claim waits.
 const lookupTimeout = 5 * time.Second
 
-// abandonment gives back what claims hold that were deleted, or lost their allocation, behind the kubelet's back: their finalizer was removed while the node was down,
-// say, or the kubelet lost what it knew. It looks up each held claim once in its grace time, and not all nodes at the same moment; there is no watch. The routine
-// question may be answered from the API server's memory; before anything follows from an answer, it is asked so that the store itself answers.
+// abandonment gives back what claims hold that were deleted, or lost their allocation, behind the
+// kubelet's back. Their finalizer was removed while the node was down, say, or the kubelet lost what
+// it knew. It looks up each held claim once in its grace time, not all nodes at the same moment, and
+// there is no watch. The API server may answer the routine question from its memory; before anything
+// follows from an answer, the store itself is asked.
 //
 // Only an answer counts. An API server that is away, slow or that refuses says nothing about a claim, and neither begins nor ends its time.
 type abandonment struct {
@@ -183,7 +185,8 @@ func (a *abandonment) giveBack(ctx context.Context, c kubeletplugin.NamespacedOb
 	return false
 }
 
-// unused makes sure that no running container has devices of the claim. Who cannot tell does not take anything away: the next claim would get what is still in use.
+// unused makes sure that no running container has devices of the claim. Where that cannot be told,
+// nothing is taken away: the next claim would get what is still in use.
 func (a *abandonment) unused(ctx context.Context, uid types.UID) error {
 	users, err := a.users(ctx, uid)
 	switch {
