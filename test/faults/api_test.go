@@ -49,13 +49,15 @@ type outside struct {
 }
 
 // agree compares hardware, records and specs, and what the claims say that they were given.
+//
+// This observer must keep no handles of instances: they would block the plugin under test.
 func (o outside) agree(ctx context.Context) error {
-	return errors.Join(o.plugin.agree(ctx, o.theirs), o.claimsAgree(ctx))
+	return errors.Join(o.plugin.agree(ctx, o.theirs), o.claimsAgree(ctx), o.Cuts.Dismiss(ctx))
 }
 
 // agreeAll compares what is offered, too.
 func (o outside) agreeAll(ctx context.Context) error {
-	return errors.Join(o.agree(ctx), o.slicesAgree(ctx))
+	return errors.Join(o.agree(ctx), o.slicesAgree(ctx), o.Cuts.Dismiss(ctx))
 }
 
 // slicesAgree: a GPU with an admin's instance is offered as it is cut, and any other in all its shapes.
