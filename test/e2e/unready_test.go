@@ -62,6 +62,17 @@ func TestUnreadyNode(t *testing.T) {
 // notReady is the taint of every device of a node that cannot serve.
 func notReady(code string) string { return notReadyKey + "=" + code + ":NoSchedule" }
 
+// tolerant makes a template of that name for a GPU of a node that need not be ready.
+func (u tenant) tolerant() {
+	u.t.Helper()
+	u.template("tolerant", `
+requests:
+- name: gpu
+  exactly:
+    deviceClassName: gpu.nvidia.com
+    tolerations: [{key: `+notReadyKey+`, operator: Exists, effect: NoSchedule}]`)
+}
+
 // keepsAway waits until every device of a node has the taint with this reason, and says how long that took.
 func (w *world) keepsAway(t *testing.T, node, code string, within time.Duration) time.Duration {
 	t.Helper()
@@ -112,12 +123,7 @@ func (w *world) testRuntimeLosesCDI(t *testing.T) {
 	u.gpus(1)
 	// The scheduler asks no taints about a claim that has its device already.
 	w.handAllocate(t, u.namespace, "allocated", broken, firstGPU)
-	u.template("tolerant", `
-requests:
-- name: gpu
-  exactly:
-    deviceClassName: gpu.nvidia.com
-    tolerations: [{key: `+notReadyKey+`, operator: Exists, effect: NoSchedule}]`)
+	u.tolerant()
 	w.setCDI(t, broken, false)
 	w.saysWhyNot(t, broken, cdiIsOff)
 
