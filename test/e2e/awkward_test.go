@@ -21,12 +21,12 @@ const attachCost = 3 * time.Second
 // TestAwkwardNode: the NVIDIA driver opens GPUs slowly, and whoever has one open keeps it from being cut.
 func TestAwkwardNode(t *testing.T) {
 	t.Parallel()
-	node := simulator(t).Node(h100, "awkward")
+	node := simulator(t).Node(h100, "awkward", "--mount-proc")
 	node.Mounts = []cluster.Mount{{Source: buildProgram(t, "nvml-client"), Target: probeDir}}
 	node.Labels = map[string]string{nodesLabel: "awkward"}
 	w := bringUp(t, "e2e-awkward", node)
 	w.nvmlsim(t, h100, "attach-cost", attachCost.String())
-	w.releaseOn(t, stand.Release, "awkward")
+	w.releaseOn(t, stand.Release, "awkward", "--set", "hostPaths.proc=/proc") // where processes are seen
 
 	t.Run("the first watcher lives until it has opened every GPU", w.testFirstWatcher)
 	bare := w.simulated(t)
