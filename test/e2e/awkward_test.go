@@ -18,15 +18,26 @@ import (
 // attachCost is what the awkward driver takes to open a GPU that nobody has open, one after another.
 const attachCost = 3 * time.Second
 
+// procView is the node's /proc with the simulated driver's files. The plugin finds processes in it.
+const procView = "/run/proc-view"
+
+const mountProcesses = `
+mkdir ` + procView + `
+mount -t proc proc ` + procView + `
+for file in driver devices sys/kernel/random/boot_id; do
+	mount --bind ` + stand.NodeRoot + `/proc/$file ` + procView + `/$file
+done`
+
 // TestAwkwardNode: the NVIDIA driver opens GPUs slowly, and whoever has one open keeps it from being cut.
 func TestAwkwardNode(t *testing.T) {
 	t.Parallel()
-	node := simulator(t).Node(h100, "awkward", "--mount-proc")
+	node := simulator(t).Node(h100, "awkward")
+	node.BootHook = append([]string{"/bin/sh", "-ec", `"$@"; ` + mountProcesses, "boot"}, node.BootHook...)
 	node.Mounts = []cluster.Mount{{Source: buildProgram(t, "nvml-client"), Target: probeDir}}
 	node.Labels = map[string]string{nodesLabel: "awkward"}
 	w := bringUp(t, "e2e-awkward", node)
 	w.nvmlsim(t, h100, "attach-cost", attachCost.String())
-	w.releaseOn(t, stand.Release, "awkward", "--set", "hostPaths.proc=/proc") // where processes are seen
+	w.releaseOn(t, stand.Release, "awkward", "--set", "hostPaths.proc="+procView)
 
 	t.Run("the first watcher lives until it has opened every GPU", w.testFirstWatcher)
 	bare := w.simulated(t)

@@ -209,7 +209,7 @@ func hookGone(w *world) cause {
 func otherCauses(w *world) []cause {
 	return []cause{
 		{
-			name: "an NVIDIA driver that is gone", code: "driver-missing", says: "driver",
+			name: "an NVIDIA driver that is gone", code: "driver-missing", says: "the NVIDIA kernel module is not loaded",
 			taintedWithin: 45 * time.Second, notBefore: 25 * time.Second,
 			begin: func(t *testing.T, node string) { w.nvmlsim(t, node, "driver", "away", "--force") },
 			end:   func(t *testing.T, node string) { w.nvmlsim(t, node, "driver", "back") },
