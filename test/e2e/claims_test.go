@@ -16,7 +16,7 @@ const (
 	plain = "plain" // none
 )
 
-// probeDir is where the nodes have the compiled testdata/probe.c.
+// probeDir is where nodes have what buildProgram compiled.
 const probeDir = "/opt/probe"
 
 // TestClaims: what users can ask for, and that their containers get this and nothing else.
@@ -38,7 +38,7 @@ func TestClaims(t *testing.T) {
 			device 0000:65:00.0 0x8086 0x020000
 			device 0000:66:00.0 0x10de 0x068000`}},
 	}
-	probe := buildProbe(t)
+	probe := buildProgram(t, "probe")
 	for i := range nodes {
 		nodes[i].Mounts = []cluster.Mount{{Source: probe, Target: probeDir}}
 	}
@@ -85,13 +85,13 @@ func TestClaims(t *testing.T) {
 	})
 }
 
-// buildProbe compiles testdata/probe.c and returns the folder that it lies in.
-func buildProbe(t *testing.T) string {
+// buildProgram compiles a C program of testdata and returns the folder that it lies in.
+func buildProgram(t *testing.T, name string) string {
 	t.Helper()
 	dir := t.TempDir()
-	build := exec.CommandContext(t.Context(), "gcc", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "probe"), filepath.Join("testdata", "probe.c"), "-ldl")
+	build := exec.CommandContext(t.Context(), "gcc", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, name), filepath.Join("testdata", name+".c"), "-ldl")
 	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("build the probe: %v\n%s", err, out)
+		t.Fatalf("build %s: %v\n%s", name, err, out)
 	}
 	return dir
 }

@@ -299,8 +299,8 @@ func (w *world) testDriverUpgrade(t *testing.T) {
 		return err == nil, fmt.Sprint(err)
 	})
 	u := w.tenant(t)
-	u.gpus(1)
-	u.holder("early", 1, onNode(h100))
+	u.tolerant()
+	u.pod("early", onNode(h100), fromTemplate("gpu", "tolerant"))
 	eventually(t, 60*time.Second, "a Pod is told why it has to wait", func() (bool, string) {
 		events := w.events(t, u.namespace, "early")
 		return strings.Contains(events, "has been let go of"), events

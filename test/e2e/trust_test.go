@@ -182,7 +182,8 @@ func (w *world) testDevicePlugin(t *testing.T) {
 	}
 	capacity(`"8"`)
 	w.nodeSays(t, "DevicePlugin", "nvidia.com/gpu=8")
-	u.holder("after", 1)
+	u.tolerant()
+	u.pod("after", fromTemplate("gpu", "tolerant"), container("main", "gpu"), lasting)
 	eventually(t, 60*time.Second, "the new Pod is refused", func() (bool, string) {
 		events := u.events(t, u.namespace, "after")
 		return strings.Contains(events, "FailedPrepareDynamicResources") && strings.Contains(events, "device plugin"), events

@@ -1,0 +1,324 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/yaml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+)
+
+// attachCost is what the awkward driver takes to open a GPU that nobody has open, one after another.
+const attachCost = 3 * time.Second
+
+// procView is the node's /proc with the simulated driver's files. The plugin finds processes in it.
+const procView = "/run/proc-view"
+
+const mountProcesses = `
+mkdir ` + procView + `
+mount -t proc proc ` + procView + `
+for file in driver devices sys/kernel/random/boot_id; do
+	mount --bind ` + stand.NodeRoot + `/proc/$file ` + procView + `/$file
+done`
+
+// TestAwkwardNode: the NVIDIA driver opens GPUs slowly, and whoever has one open keeps it from being cut.
+func TestAwkwardNode(t *testing.T) {
+	t.Parallel()
+	node := simulator(t).Node(h100, "awkward")
+	node.BootHook = append([]string{"/bin/sh", "-ec", `"$@"; ` + mountProcesses, "boot"}, node.BootHook...)
+	node.Mounts = []cluster.Mount{{Source: buildProgram(t, "nvml-client"), Target: probeDir}}
+	node.Labels = map[string]string{nodesLabel: "awkward"}
+	w := bringUp(t, "e2e-awkward", node)
+	w.nvmlsim(t, h100, "attach-cost", attachCost.String())
+	w.releaseOn(t, stand.Release, "awkward", "--set", "hostPaths.proc="+procView)
+
+	t.Run("the first watcher lives until it has opened every GPU", w.testFirstWatcher)
+	bare := w.simulated(t)
+	t.Run("56 partitions, with XIDs while they are cut", w.testEveryPartitionWithXIDs)
+	t.Run("a client that has a GPU open delays the first cut of that GPU only", w.testClientHoldsGPU)
+	t.Run("a client that has an instance open delays the return of that instance only", w.testClientHoldsInstance)
+	t.Run("the GPUs serve whole again and are as they were", func(t *testing.T) { w.isBare(t, bare) })
+}
+
+// simulatedGPU is a GPU as the simulator has it, which one asks without opening it.
+type simulatedGPU struct {
+	PCI         string `json:"pci"`
+	Condition   string `json:"condition"`
+	Fabric      string `json:"fabric"`
+	ComputeMode uint32 `json:"computeMode"`
+	MIG         struct {
+		Enabled   bool                `json:"enabled"`
+		Pending   bool                `json:"pending"`
+		Instances []simulatedInstance `json:"instances"`
+	} `json:"mig"`
+}
+
+type simulatedInstance struct {
+	ID        uint32 `json:"id"`
+	ProfileID uint32 `json:"profileID"`
+	Placement string `json:"placement"`
+	Compute   []struct {
+		ID uint32 `json:"id"`
+	} `json:"compute"`
+}
+
+// simulated are the node's GPUs, in order.
+func (w *world) simulated(t *testing.T) []simulatedGPU {
+	t.Helper()
+	var shown struct {
+		GPUs []simulatedGPU `json:"gpus"`
+	}
+	out := w.nvmlsim(t, h100, "show", "-o", "yaml")
+	if err := yaml.Unmarshal([]byte(out), &shown); err != nil || len(shown.GPUs) == 0 {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	return shown.GPUs
+}
+
+// simulatedInstanceOf is the instance of a partition, once it has its compute instance.
+func (w *world) simulatedInstanceOf(t *testing.T, partition string) (_ simulatedInstance, made bool) {
+	t.Helper()
+	p := strings.Split(partition, "-") // gpu-0000-1b-00-0-mig-19-6
+	for _, gpu := range w.simulated(t) {
+		if gpu.PCI != busOf(partition) {
+			continue
+		}
+		for _, i := range gpu.MIG.Instances {
+			if fmt.Sprint(i.ProfileID) == p[6] && strings.HasPrefix(i.Placement, p[7]+":") && len(i.Compute) == 1 {
+				return i, true
+			}
+		}
+	}
+	return simulatedInstance{}, false
+}
+
+// uncutNow waits until no GPU has an instance, without opening one.
+func (w *world) uncutNow(t *testing.T) {
+	t.Helper()
+	eventually(t, 2*time.Minute, "no GPU has an instance", func() (bool, string) {
+		gpus := w.simulated(t)
+		return !slices.ContainsFunc(gpus, func(g simulatedGPU) bool { return len(g.MIG.Instances) > 0 }), fmt.Sprintf("%+v", gpus)
+	})
+}
+
+// isBare runs a Pod with all GPUs, for which MIG mode goes off, and compares the hardware afterwards.
+func (w *world) isBare(t *testing.T, bare []simulatedGPU) {
+	t.Helper()
+	u := w.tenant(t)
+	u.gpus(8)
+	u.holder("all", 8, onNode(h100))
+	u.runningWithin(2*time.Minute, "all")
+	w.endPods(t, u.namespace)
+	want := fmt.Sprintf("%+v", bare)
+	eventually(t, 30*time.Second, "the hardware is as it was", func() (bool, string) {
+		now := fmt.Sprintf("%+v", w.simulated(t))
+		return now == want, "was " + want + "\nis  " + now
+	})
+	w.clean(t, h100)
+}
+
+// watchers are the processes that listen to GPUs.
+func (w *world) watchers(t *testing.T) []string {
+	t.Helper()
+	out, _ := w.node(t, h100).Exec(t.Context(), "pgrep", "-f", "gpu-kubelet-plugin watch$") // 1 if there is none
+	return strings.Fields(out)
+}
+
+// opened counts the GPUs that a process has open, and is 0 when the process has ended.
+func (w *world) opened(t *testing.T, pid string) int {
+	t.Helper()
+	const count = `for fd in /proc/$1/fd/*; do readlink $fd; done 2>/dev/null | grep '/nvidia[0-9]*$' | sort -u | wc -l`
+	out := w.on(t, h100, "sh", "-c", count, "sh", pid)
+	return number(t, strings.TrimSpace(out))
+}
+
+// testFirstWatcher begins when nobody has a GPU open, so that every GPU has to be attached.
+func (w *world) testFirstWatcher(t *testing.T) {
+	var first []string
+	eventually(t, time.Minute, "the plugin listens to GPUs", func() (bool, string) {
+		first = w.watchers(t)
+		return len(first) > 0, "no process"
+	})
+	took := eventually(t, 16*attachCost, "the watcher has opened every GPU", func() (bool, string) {
+		now := w.watchers(t)
+		if !slices.Equal(now, first) {
+			t.Fatalf("the watchers were %v and are %v before each GPU has answered", first, now)
+		}
+		n := w.opened(t, first[0])
+		return n == 8, fmt.Sprintf("%d GPUs are open", n)
+	})
+	t.Logf("all GPUs were open after %s", took.Round(time.Second))
+	w.offersShapes(t, h100, 8, 200)
+	eventually(t, 30*time.Second, "events are heard, and every GPU is healthy", func() (bool, string) {
+		metrics := w.get(t, h100, "metrics")
+		healthy := strings.Count(metrics, `state="Healthy"} 1`)
+		return healthy == 8 && strings.Contains(metrics, "\ngpu_dra_health_events_heard 1\n"), fmt.Sprint(healthy, " GPUs are healthy")
+	})
+	if now := w.watchers(t); !slices.Equal(now, first) {
+		t.Errorf("the watchers were %v and are %v", first, now)
+	}
+}
+
+func (w *world) testEveryPartitionWithXIDs(t *testing.T) {
+	u := w.tenant(t)
+	u.template("smallest", partitions(1, "1g.10gb"))
+	var pods []string
+	for i := range 56 {
+		pods = append(pods, fmt.Sprintf("user-%d", i))
+		u.pod(pods[i], onNode(h100), fromTemplate("gpu", "smallest"))
+	}
+	// Errors of applications, which make no device unhealthy.
+	for i, pod := range u.anyRunning(4) {
+		w.reportsXID(t, u.device(pod), []string{"31", "43", "45", "94"}[i])
+		eventually(t, 30*time.Second, "an Event tells Pod "+pod, func() (bool, string) {
+			events := u.events(t, u.namespace, pod)
+			return strings.Contains(events, "GPUReport"), events
+		})
+	}
+	u.runningWithin(5*time.Minute, pods...)
+	seen := map[string]string{}
+	for _, pod := range pods {
+		for _, uuid := range u.migAllocated(pod, "gpu") {
+			if other, twice := seen[uuid]; twice {
+				t.Errorf("Pods %s and %s both have %s", other, pod, uuid)
+			}
+			seen[uuid] = pod
+		}
+	}
+	if len(seen) != 56 {
+		t.Errorf("the Pods have %d MIG devices, want 56", len(seen))
+	}
+	w.endPods(t, u.namespace)
+	w.uncutNow(t)
+	w.clean(t, h100)
+}
+
+// anyRunning waits until some Pods of many run, and names so many of them.
+func (u tenant) anyRunning(n int) (pods []string) {
+	u.t.Helper()
+	eventually(u.t, 2*time.Minute, fmt.Sprintf("%d Pods run", n), func() (bool, string) {
+		list, err := u.Client.CoreV1().Pods(u.namespace).List(u.t.Context(), metav1.ListOptions{})
+		if err != nil {
+			return false, err.Error()
+		}
+		pods = nil
+		for i := range list.Items {
+			if isReady(&list.Items[i]) {
+				pods = append(pods, list.Items[i].Name)
+			}
+		}
+		return len(pods) >= n, fmt.Sprint(pods)
+	})
+	return pods[:n]
+}
+
+// reportsXID has an instance report an XID until the plugin has counted it: nobody listens to a GPU while it is cut first.
+func (w *world) reportsXID(t *testing.T, partition, code string) {
+	t.Helper()
+	instance, made := w.simulatedInstanceOf(t, partition)
+	if !made {
+		t.Fatalf("%s does not exist", partition)
+	}
+	place := fmt.Sprintf("%s/%d/%d", busOf(partition), instance.ID, instance.Compute[0].ID)
+	gpu, _, _ := strings.Cut(partition, "-mig-")
+	counted := fmt.Sprintf(`gpu_dra_health_events_total{code="xid-%s",gpu=%q} `, code, gpu)
+	eventually(t, time.Minute, "XID "+code+" of "+partition+" is counted", func() (bool, string) {
+		w.nvmlsim(t, h100, "xid", place, code)
+		<-time.After(time.Second)
+		return strings.Contains(w.get(t, h100, "metrics"), counted), counted
+	})
+}
+
+// The GPUs of the tests with a client: it has one open, and the other is to be free of it.
+const (
+	clientGPU = "0000:1b:00.0"
+	freeGPU   = "0000:43:00.0"
+)
+
+// client starts a process on the node that has a GPU open, or an instance too; stop ends it.
+func (w *world) client(t *testing.T, open ...string) (pid string, stop func()) {
+	t.Helper()
+	const script = `export LD_LIBRARY_PATH=` + stand.NodeRoot + `/driver/usr/lib/x86_64-linux-gnu
+setsid ` + probeDir + `/nvml-client "$@" </dev/null >/run/nvml-client 2>&1 &
+echo $!`
+	pid = strings.TrimSpace(w.on(t, h100, append([]string{"sh", "-c", script, "sh"}, open...)...))
+	stop = func() {
+		_, _ = w.node(t, h100).Exec(context.WithoutCancel(t.Context()), "kill", "-9", pid) // it may have ended
+	}
+	t.Cleanup(stop)
+	eventually(t, 30*time.Second, "the client is ready", func() (bool, string) {
+		out := w.on(t, h100, "cat", "/run/nvml-client")
+		return strings.Contains(out, "ready"), out
+	})
+	return pid, stop
+}
+
+// saysClient waits until an Event about an object names the client.
+func (u tenant) saysClient(object, reason, pid string) {
+	u.t.Helper()
+	eventually(u.t, 2*time.Minute, fmt.Sprintf("an Event %s of %s names the client", reason, object), func() (bool, string) {
+		events := u.events(u.t, u.namespace, object)
+		return slices.ContainsFunc(strings.Split(events, "\n"), func(e string) bool {
+			return strings.HasPrefix(e, reason+": ") && containsAll(e, "nvml-client", pid)
+		}), events
+	})
+}
+
+func (w *world) testClientHoldsGPU(t *testing.T) {
+	u := w.tenant(t)
+	u.gpus(8)
+	u.holder("all", 8, onNode(h100)) // MIG mode goes off for it, so that the next cut of each GPU is a first one
+	u.runningWithin(2*time.Minute, "all")
+	u.remove("all")
+	u.template("open", device("mig.nvidia.com", clientGPU, "1g.10gb"))
+	u.template("free", device("mig.nvidia.com", freeGPU, "1g.10gb"))
+
+	pid, stop := w.client(t, clientGPU)
+	u.pod("open", onNode(h100), fromTemplate("gpu", "open"))
+	u.pod("free", onNode(h100), fromTemplate("gpu", "free"))
+	u.running("free")
+	u.saysClient("open", "FailedPrepareDynamicResources", pid)
+	if u.get("open").Status.Phase != "Pending" {
+		t.Errorf("Pod open runs although a client has its GPU open")
+	}
+	stop()
+	u.runningWithin(2*time.Minute, "open", "free")
+	w.endPods(t, u.namespace)
+	w.uncutNow(t)
+}
+
+func (w *world) testClientHoldsInstance(t *testing.T) {
+	u := w.tenant(t)
+	u.claim("held", device("mig.nvidia.com", clientGPU, "1g.10gb"))
+	u.template("free", device("mig.nvidia.com", freeGPU, "1g.10gb"))
+	u.pod("open", onNode(h100), fromClaim("gpu", "held"))
+	u.pod("free", onNode(h100), fromTemplate("gpu", "free"))
+	u.runningWithin(2*time.Minute, "open", "free")
+	partition := u.device("open")
+	instance, made := w.simulatedInstanceOf(t, partition)
+	if !made {
+		t.Fatalf("%s does not exist", partition)
+	}
+
+	pid, stop := w.client(t, clientGPU, fmt.Sprint(instance.ID), fmt.Sprint(instance.Compute[0].ID))
+	u.delete("open")
+	u.saysClient("held", "UnprepareFailed", pid)
+	u.remove("free") // which waits for nobody
+	if _, there := w.simulatedInstanceOf(t, partition); !there {
+		t.Errorf("%s is gone although a client has it open", partition)
+	}
+	if u.get("open").DeletionTimestamp == nil {
+		t.Error("Pod open is not being deleted")
+	}
+	stop()
+	u.gone("open")
+	w.uncutNow(t)
+	w.clean(t, h100)
+}

@@ -1,0 +1,261 @@
+package e2e
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+)
+
+// The nodes of TestUnreadyNode.
+const (
+	sound  = "sound"
+	broken = "broken"
+
+	notReadyKey = "gpu.nvidia.com/not-ready"
+	hookPath    = pluginDir + "/bin/nvidia-cdi-hook"
+)
+
+// noticedWithin is how soon the plugin notices a broken hook or runtime: it checks both once a minute.
+const noticedWithin = 75 * time.Second
+
+// TestUnreadyNode: a node that cannot serve claims keeps new ones away, says why, and takes them again once it can.
+func TestUnreadyNode(t *testing.T) {
+	t.Parallel()
+	sim := simulator(t)
+	w := start(t, "e2e-unready", sim.Node(sound, "dgx-h100"), sim.Node(broken, "dgx-h100"))
+	for _, node := range []string{sound, broken} {
+		w.offersShapes(t, node, 8, 200)
+	}
+
+	t.Run("a container runtime that ignores CDI", w.testRuntimeLosesCDI)
+	t.Run("other causes", func(t *testing.T) {
+		// The plugin takes a minute to notice the hook, so the other node takes the rest meanwhile.
+		for node, causes := range map[string][]cause{sound: {hookGone(w)}, broken: otherCauses(w)} {
+			t.Run(node, func(t *testing.T) {
+				t.Parallel()
+				for _, c := range causes {
+					t.Run(c.name, func(t *testing.T) { w.testCause(t, node, c) })
+				}
+			})
+		}
+	})
+	t.Run("both nodes serve again and keep nothing", func(t *testing.T) {
+		u := w.tenant(t)
+		u.gpus(8)
+		for _, node := range []string{sound, broken} {
+			u.holder("all-of-"+node, 8, onNode(node))
+		}
+		u.running("all-of-"+sound, "all-of-"+broken)
+		w.endPods(t, u.namespace)
+		w.clean(t, sound)
+		w.clean(t, broken)
+	})
+}
+
+// notReady is the taint of every device of a node that cannot serve.
+func notReady(code string) string { return notReadyKey + "=" + code + ":NoSchedule" }
+
+// tolerant makes a template of that name for a GPU of a node that need not be ready.
+func (u tenant) tolerant() {
+	u.t.Helper()
+	u.template("tolerant", `
+requests:
+- name: gpu
+  exactly:
+    deviceClassName: gpu.nvidia.com
+    tolerations: [{key: `+notReadyKey+`, operator: Exists, effect: NoSchedule}]`)
+}
+
+// keepsAway waits until every device of a node has the taint with this reason, and says how long that took.
+func (w *world) keepsAway(t *testing.T, node, code string, within time.Duration) time.Duration {
+	t.Helper()
+	want := notReady(code)
+	what := fmt.Sprintf("all devices of node %s have the taint %s", node, want)
+	return eventually(t, within, what, func() (bool, string) {
+		tainted, taints := 0, w.taints(t, node)
+		for _, of := range taints {
+			if slices.Contains(of, want) {
+				tainted++
+			}
+		}
+		devices := len(w.devices(t, node))
+		state := fmt.Sprintf("%d of %d devices have it; the first GPU has %q", tainted, devices, taints[firstGPU])
+		return tainted == devices && devices == 208, state
+	})
+}
+
+// firstGPU is a device of both nodes.
+const firstGPU = "gpu-0000-1b-00-0"
+
+// takesAll waits until no device of a node has a taint that keeps claims away.
+func (w *world) takesAll(t *testing.T, node string) {
+	t.Helper()
+	eventually(t, 30*time.Second, "no device of node "+node+" keeps claims away", func() (bool, string) {
+		for device, taints := range w.taints(t, node) {
+			for _, taint := range taints {
+				if !strings.HasSuffix(taint, ":None") {
+					return false, device + " has " + taint
+				}
+			}
+		}
+		return true, ""
+	})
+}
+
+// setCDI switches CDI on or off in the container runtime of a node.
+func (w *world) setCDI(t *testing.T, node string, on bool) {
+	t.Helper()
+	w.on(t, node, "sed", "-i", fmt.Sprintf("s/enable_cdi = .*/enable_cdi = %t/", on), "/etc/containerd/config.toml")
+	if err := w.node(t, node).RestartContainerd(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (w *world) testRuntimeLosesCDI(t *testing.T) {
+	u := w.tenant(t)
+	u.gpus(1)
+	// The scheduler asks no taints about a claim that has its device already.
+	w.handAllocate(t, u.namespace, "allocated", broken, firstGPU)
+	u.tolerant()
+	w.setCDI(t, broken, false)
+	w.saysWhyNot(t, broken, cdiIsOff)
+
+	t.Run("taints every device at once", func(t *testing.T) { w.keepsAway(t, broken, "cdi-disabled", 5*time.Second) })
+	t.Run("sends a whole Deployment to the other node", func(t *testing.T) { w.testDeploymentAvoids(u.as(t)) })
+	t.Run("tells the Pods that are bound to the node", func(t *testing.T) {
+		u := u.as(t)
+		u.pod("bound", onNode(broken), fromClaim("gpu", "allocated"))
+		u.pod("tolerant", onNode(broken), fromTemplate("gpu", "tolerant"))
+		for _, pod := range []string{"bound", "tolerant"} {
+			w.refused(t, u.namespace, pod, cdiIsOff, "enable_cdi = true")
+		}
+	})
+	w.setCDI(t, broken, true)
+	t.Run("and everything starts once CDI is back", func(t *testing.T) {
+		w.takesAll(t, broken)
+		u.as(t).running("bound", "tolerant")
+	})
+	w.endPods(t, u.namespace)
+}
+
+// testDeploymentAvoids runs eight replicas with a GPU each, for which both nodes have room.
+func (w *world) testDeploymentAvoids(u tenant) {
+	t := u.t
+	u.apply(t, u.namespace, `
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: eight}
+spec:
+  replicas: 8
+  selector: {matchLabels: {app: eight}}
+  template:
+    metadata: {labels: {app: eight}}
+    spec:
+      terminationGracePeriodSeconds: 1
+      containers:
+      - name: main
+        image: `+cluster.TestImage+`
+        imagePullPolicy: Never
+        command: [sh, -c, "trap 'exit 0' TERM; sleep infinity & wait"]
+        resources: {claims: [{name: gpu}]}
+      resourceClaims: [{name: gpu, resourceClaimTemplateName: `+gpusTemplate(1)+`}]`)
+	eventually(t, 30*time.Second, "eight replicas run on node "+sound, func() (bool, string) {
+		list, err := w.Client.CoreV1().Pods(u.namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app=eight"})
+		if err != nil {
+			return false, err.Error()
+		}
+		ready := map[string]int{}
+		for i := range list.Items {
+			if p := &list.Items[i]; isReady(p) {
+				ready[p.Spec.NodeName]++
+			}
+		}
+		return ready[sound] == 8, fmt.Sprintf("%d Pods, ready by node: %v", len(list.Items), ready)
+	})
+	err := w.Client.AppsV1().Deployments(u.namespace).Delete(t.Context(), "eight", metav1.DeleteOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// cause is something that keeps a node from serving claims.
+type cause struct {
+	name string
+	// code is the taint's value, and says a part of what the Events and the readiness say.
+	code, says string
+	// taintedWithin is how soon the taint is there, and notBefore how long the driver waits for the cause to pass.
+	taintedWithin, notBefore time.Duration
+	begin, end               func(t *testing.T, node string)
+}
+
+// hookGone replaces the hook by a directory, over which the plugin cannot install it again.
+func hookGone(w *world) cause {
+	return cause{
+		name: "a hook that cannot run", code: "hook-missing", says: "hook", taintedWithin: noticedWithin,
+		begin: func(t *testing.T, node string) {
+			w.on(t, node, "sh", "-c", "rm "+hookPath+" && mkdir -p "+hookPath+"/full")
+		},
+		end: func(t *testing.T, node string) { w.on(t, node, "rm", "-r", hookPath) },
+	}
+}
+
+func otherCauses(w *world) []cause {
+	return []cause{
+		{
+			name: "an NVIDIA driver that is gone", code: "driver-missing", says: "the NVIDIA kernel module is not loaded",
+			taintedWithin: 45 * time.Second, notBefore: 25 * time.Second,
+			begin: func(t *testing.T, node string) { w.nvmlsim(t, node, "driver", "away", "--force") },
+			end:   func(t *testing.T, node string) { w.nvmlsim(t, node, "driver", "back") },
+		}, {
+			name: "hardware let go of by the annotation", code: "hardware-released", says: "let go of", taintedWithin: 10 * time.Second,
+			begin: w.patchNode(`{"metadata":{"annotations":{"gpu.nvidia.com/release-driver":"true"}}}`),
+			end:   w.patchNode(`{"metadata":{"annotations":{"gpu.nvidia.com/release-driver":null}}}`),
+		}, {
+			name: "hardware let go of by a label", code: "hardware-released", says: "let go of", taintedWithin: 10 * time.Second,
+			begin: w.patchNode(`{"metadata":{"labels":{"nvidia.com/gpu.deploy.client":"paused-for-driver-upgrade"}}}`),
+			end:   w.patchNode(`{"metadata":{"labels":{"nvidia.com/gpu.deploy.client":"true"}}}`),
+		}, {
+			name: "a device plugin on the same node", code: "device-plugin", says: "nvidia.com/gpu=8", taintedWithin: 10 * time.Second,
+			begin: w.patchNode(`{"status":{"capacity":{"nvidia.com/gpu":"8"}}}`, "status"),
+			end:   w.patchNode(`{"status":{"capacity":{"nvidia.com/gpu":null}}}`, "status"),
+		},
+	}
+}
+
+// patchNode is a step that merges a patch into a Node.
+func (w *world) patchNode(patch string, subresources ...string) func(t *testing.T, node string) {
+	return func(t *testing.T, node string) {
+		nodes := w.Client.CoreV1().Nodes()
+		if _, err := nodes.Patch(t.Context(), node, types.MergePatchType, []byte(patch), metav1.PatchOptions{}, subresources...); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// testCause has a cause begin and end on a node, with a Pod that waits for its end.
+func (w *world) testCause(t *testing.T, node string, c cause) {
+	u := w.tenant(t)
+	u.gpus(1)
+	watch, since := w.watchSlices(t, node), time.Now()
+	c.begin(t, node)
+	took := w.keepsAway(t, node, c.code, c.taintedWithin)
+	t.Logf("tainted after %s", took.Round(100*time.Millisecond))
+	if took < c.notBefore {
+		t.Errorf("the taint came after %s, want it no sooner than after %s", took, c.notBefore)
+	}
+	w.saysWhyNot(t, node, c.says)
+	u.pod("waits", onNode(node), fromTemplate("gpu", gpusTemplate(1)))
+	u.waits("waits")
+	c.end(t, node)
+	w.takesAll(t, node)
+	u.running("waits")
+	watch.alwaysOffered(8, since)
+	w.endPods(t, u.namespace)
+}
