@@ -21,7 +21,8 @@ func slowToOpen(h fakeHost, cost time.Duration, hang func(i int) bool, over <-ch
 	cards := make([]card, 8)
 	for i := range cards {
 		cards[i] = card{
-			bus: fmt.Sprintf("00000000:%02X:00.0", 0xa0+i), uuid: fmt.Sprintf("GPU-00000000-0000-0000-0000-00000000000%d", i), name: "NVIDIA L40S", minor: 10 + i,
+			bus:  fmt.Sprintf("00000000:%02X:00.0", 0xa0+i),
+			uuid: fmt.Sprintf("GPU-00000000-0000-0000-0000-00000000000%d", i), name: "NVIDIA L40S", minor: 10 + i,
 		}
 		h.node(fmt.Sprintf("driver/dev/nvidia%d", cards[i].minor))
 	}
