@@ -37,16 +37,15 @@ func watch(ctx context.Context, t *testing.T, s *Store, mend func(context.Contex
 func watched(ctx context.Context, t *testing.T) (*Store, <-chan struct{}) {
 	t.Helper()
 	s := newStore(t)
-	write := func() {
-		must(t, s.WriteBase(commonEdits()))
-		must(t, writeClaim(s, claimUID))
-	}
-	write()
+	write := func() error { return errors.Join(s.WriteBase(commonEdits()), writeClaim(s, claimUID)) }
+	must(t, write())
 	mended := make(chan struct{}, 100)
 	watch(ctx, t, s, func(context.Context) error {
-		write()
-		mended <- struct{}{}
-		return nil
+		err := write() // fails where the directory goes meanwhile
+		if err == nil {
+			mended <- struct{}{}
+		}
+		return err
 	})
 	return s, mended
 }

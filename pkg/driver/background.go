@@ -76,7 +76,7 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 			return
 		case <-d.inv.Changed():
 			changed = true
-		case <-d.leadsAgain:
+		case <-d.toFollow:
 		case <-time.After(pause):
 		}
 		d.checkHook(ctx)
@@ -197,7 +197,7 @@ func (d *Driver) publisher(ctx context.Context) *publisher {
 			d.metrics.Publisher(held)
 			d.health.Publishes(held)
 			if d.superseded.Swap(superseded) && held {
-				wake(d.leadsAgain)
+				wake(d.toFollow)
 				// What happened while neither instance mended.
 				if err := d.mend(ctx); err != nil {
 					klog.FromContext(ctx).Error(err, "Could not write all CDI specs again")

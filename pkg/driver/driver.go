@@ -69,9 +69,9 @@ type Driver struct {
 	toldWithheld string
 	// toPublisher asks for the slices to be made anew.
 	toPublisher chan struct{}
-	// leadsAgain asks for hook and base spec to be installed at once: a newer instance that was
-	// rolled back may have left ones that do not work.
-	leadsAgain chan struct{}
+	// toFollow asks for hook, runtime and base spec to be checked at once. A readiness condition has come
+	// or gone, or a newer instance was rolled back and may have left what does not work.
+	toFollow chan struct{}
 	// toReconcile asks for records and hardware to be compared soon.
 	toReconcile chan struct{}
 	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.

@@ -106,9 +106,9 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		status: newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError),
 		shares: shares, supervisor: supervised{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics},
 
-		toReconcile: make(chan struct{}, 1), toPublisher: make(chan struct{}, 1), leadsAgain: make(chan struct{}, 1),
+		toReconcile: make(chan struct{}, 1), toPublisher: make(chan struct{}, 1), toFollow: make(chan struct{}, 1),
 	}
-	d.readiness = newReadiness(inv, func() { wake(d.toPublisher) })
+	d.readiness = newReadiness(inv, func() { wake(d.toPublisher); wake(d.toFollow) })
 	if d.presence, err = bePresent(ctx, cfg.PluginDir); err != nil {
 		return nil, err
 	}
