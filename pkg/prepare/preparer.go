@@ -73,6 +73,9 @@ type Options struct {
 	Shares device.ShareRules
 	// Repaired, if set, is told of each thing that was put in order, by several at once. It must not block.
 	Repaired func(Repair)
+	// NotLooked, if set, is called by Reconcile for each claim whose devices it could not look at, by
+	// several at once. How they are is as open as before.
+	NotLooked func(uid types.UID)
 	// Changed, if set, is told of each prepared claim whose devices are others than before: a partition that was made again has another UUID.
 	// It must not block.
 	Changed func(ctx context.Context, claim kubeletplugin.NamespacedObject)
@@ -106,6 +109,9 @@ func New(o Options) *Preparer {
 	}
 	if o.Repaired == nil {
 		o.Repaired = func(Repair) {}
+	}
+	if o.NotLooked == nil {
+		o.NotLooked = func(types.UID) {}
 	}
 	if o.Changed == nil {
 		o.Changed = func(context.Context, kubeletplugin.NamespacedObject) {}
