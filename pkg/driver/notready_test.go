@@ -139,7 +139,7 @@ func TestProvenConditionsTaintAtOnce(t *testing.T) {
 			n := newAiling(t)
 			cri := n.withRuntime(t)
 			n.cfg.HookSource = filepath.Join(t.TempDir(), "hook")
-			if err := os.WriteFile(n.cfg.HookSource, []byte("hook"), 0o755); err != nil { //nolint:gosec // a hook is executable
+			if err := os.WriteFile(n.cfg.HookSource, []byte("hook"), 0o755); err != nil {
 				t.Fatal(err)
 			}
 			n.run(t)
