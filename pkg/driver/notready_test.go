@@ -502,3 +502,16 @@ func TestADriverThatGoesTaintsByItsOwnCode(t *testing.T) {
 		return len(all) == 1 && all[0].code == "driver-missing" && all[0].passing && time.Since(all[0].since) < 20*time.Second
 	})
 }
+
+func TestTheBaseSpecsConditionEndsWhereTheSpecIsNotWritten(t *testing.T) {
+	n := newNode(t)
+	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.readiness.Report(condition{source: "base-spec", code: codeBaseSpec, message: "disk full", passing: true})
+	files := ""
+	if d.writeBase(&files); d.readiness.Blocked() {
+		t.Errorf("the inventory is not ready, and the condition stays: %+v", d.readiness.Conditions())
+	}
+}
