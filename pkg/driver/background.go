@@ -191,7 +191,7 @@ func (d *Driver) askRuntime(ctx context.Context) {
 
 func (d *Driver) publisher(ctx context.Context) *publisher {
 	return &publisher{
-		client: d.client, nodeName: d.cfg.NodeName, inv: withheld{d.offered(), d.before},
+		client: d.client, nodeName: d.cfg.NodeName, inv: d.publishable(),
 		turn:   newTurn(d.cfg.PluginDir, time.Now()),
 		slices: d.offer, mark: d.marked, due: d.readiness.Due,
 		onError: d.HandleError,
