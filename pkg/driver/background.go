@@ -59,8 +59,9 @@ func (d *Driver) nodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 	}
 }
 
-// follow does what a change of the inventory asks for: first the base spec, so that the first Pod already gets all of it, then the slices, then what claims
-// have that are held.
+// follow does what a change of the inventory asks for: the base spec, then the slices, then the specs of
+// held claims. A Pod may come before the base spec is written; its container then fails to start and is
+// tried again.
 func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 	logger := klog.FromContext(ctx)
 	reason, files := "", ""
@@ -80,9 +81,9 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 		case <-time.After(pause):
 		}
 		d.checkHook(ctx)
+		renumbered := d.writeBase(&files)
 		d.askRuntime(ctx)
 		d.tellWithheld()
-		renumbered := d.writeBase(&files)
 		s := d.readiness.Snapshot()
 		d.metrics.Inventory(s.Ready, len(s.Node.GPUs))
 		switch {
@@ -99,8 +100,8 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 			}
 		case s.Reason != reason:
 			reason = s.Reason
-			logger.Info("No devices are offered", "reason", reason)
-			d.events.warn("DevicesUnavailable", "No GPUs are offered: "+reason)
+			logger.Info("No claim is prepared on this node", "reason", reason)
+			d.events.warn("DevicesUnavailable", "No claim is prepared on this node: "+reason)
 			wake(toPublisher) // the last GPU may be gone
 		}
 		if renumbered { // device nodes may have other numbers now: what held claims have is looked at too
@@ -122,6 +123,7 @@ func (d *Driver) writeBase(files *string) (renumbered bool) {
 	defer done()
 	s := d.inv.Snapshot()
 	if !ok || !s.Ready {
+		d.readiness.Clear("base-spec") // it is not written now, for a reason of its own
 		return false
 	}
 	write := d.specs.WriteBase
@@ -189,7 +191,7 @@ func (d *Driver) askRuntime(ctx context.Context) {
 
 func (d *Driver) publisher(ctx context.Context) *publisher {
 	return &publisher{
-		client: d.client, nodeName: d.cfg.NodeName, inv: withheld{d.offered(), d.before},
+		client: d.client, nodeName: d.cfg.NodeName, inv: d.publishable(),
 		turn:   newTurn(d.cfg.PluginDir, time.Now()),
 		slices: d.offer, mark: d.marked, due: d.readiness.Due,
 		onError: d.HandleError,

@@ -31,11 +31,11 @@ func (b *besidePlugin) See(node *corev1.Node) {
 	b.seen(len(offered) > 0)
 	message := ""
 	if len(offered) > 0 {
-		message = "NVIDIA's device plugin offers this node's GPUs too (" + strings.Join(offered, ", ") + " in the Node's capacity), and would give them to Pods that know nothing of claims: keep one of the two off the node with a nodeSelector; "
+		message = "NVIDIA's device plugin offers this node's GPUs too (" + strings.Join(offered, ", ") + " in the Node's capacity), and would give them to Pods that know nothing of claims. Keep one of the two off the node with a nodeSelector. "
 		if b.refuse {
-			message += "until then no claim is prepared here, or, if the two share out the GPUs between them, set besideDevicePlugin to warn"
+			message += "Until then no claim is prepared here. If each has its own GPUs on the node, set besideDevicePlugin to warn."
 		} else {
-			message += "both go on, as besideDevicePlugin says: nothing else keeps a GPU from being given out twice"
+			message += "Both go on, as besideDevicePlugin says: nothing else keeps a GPU from being given out twice"
 		}
 	}
 	switch {

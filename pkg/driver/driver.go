@@ -210,8 +210,11 @@ func (d *Driver) HandleError(ctx context.Context, err error, msg string) {
 	if errors.Is(err, kubeletplugin.ErrRecoverable) || isRecoverable(err) {
 		d.metrics.PublishError()
 		if apierrors.IsInvalid(err) { // a retry alone does not help
-			d.events.warn("SlicesRejected", "The API server rejects this node's ResourceSlices; "+
-				"look for an admission policy that refuses them, else report a bug: "+rejection(err))
+			what := "this node's ResourceSlices"
+			if errors.As(err, new(probeError)) {
+				what = "the plugin's test slices (dry run)"
+			}
+			d.events.warn("SlicesRejected", "The API server rejects "+what+"; look for an admission policy that refuses them, else report a bug: "+rejection(err))
 		}
 		return
 	}
@@ -238,7 +241,7 @@ func (d *Driver) ready(context.Context) error {
 		return fmt.Errorf("the kubelet refused to register the plugin: %s", status.Error)
 	}
 	if s := d.readiness.Snapshot(); !s.Ready {
-		return fmt.Errorf("no devices are offered yet: %s", s.Reason)
+		return fmt.Errorf("claims are not prepared yet: %s", s.Reason)
 	}
 	return nil
 }

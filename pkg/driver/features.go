@@ -35,6 +35,11 @@ type featureProbe struct {
 	rejected []error
 }
 
+// probeError is of a slice that was never meant to be stored.
+type probeError struct{ error }
+
+func (e probeError) Unwrap() error { return e.error }
+
 // probeFeatures also returns the API server's answer to what it rejected rather than dropped.
 func probeFeatures(ctx context.Context, client kubernetes.Interface, nodeName string) (f Features, rejected []error, err error) {
 	p := &featureProbe{client: client, nodeName: nodeName}

@@ -278,3 +278,15 @@ func TestProbeThatCannotBeMadeIsAnError(t *testing.T) {
 		})
 	}
 }
+
+func TestRejectedProbesAreAnEventOfTheirOwn(t *testing.T) {
+	n := newAiling(t)
+	validating(n.client, func(_ *resourceapi.ResourceSliceSpec, dry bool) error {
+		if dry {
+			return invalid(field.Invalid(field.NewPath("spec"), "probe", "a policy refuses it"))
+		}
+		return nil
+	})
+	n.begin(t)
+	n.hears(t, "Node", "node", "SlicesRejected", "rejects the plugin's test slices (dry run)")
+}

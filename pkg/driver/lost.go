@@ -32,13 +32,22 @@ type losses struct {
 	all map[lossKey]loss
 	// ended are the claims that ended while a comparison runs; nil while none does.
 	ended map[types.UID]bool
+	// unseen are the claims whose devices this comparison could not look at.
+	unseen map[types.UID]bool
 }
 
 // Begin is called before a comparison.
 func (l *losses) Begin() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.ended = map[types.UID]bool{}
+	l.ended, l.unseen = map[types.UID]bool{}, map[types.UID]bool{}
+}
+
+// NotLooked says that the comparison could not look at a claim's devices: what is lost stays lost.
+func (l *losses) NotLooked(uid types.UID) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.unseen[uid] = true
 }
 
 // End is called when a claim was given back or prepared.
@@ -76,14 +85,14 @@ func (l *losses) Compared(now []loss, open func(types.UID) bool, lost, found fun
 	for key, before := range l.all {
 		switch _, still := all[key]; {
 		case still:
-		case open(key.claim):
+		case l.unseen[key.claim], open(key.claim):
 			all[key] = before
 		default:
 			found(before)
 			l.changed()
 		}
 	}
-	l.all, l.ended = all, nil
+	l.all, l.ended, l.unseen = all, nil, nil
 }
 
 // Messages say of each lost device what became of it.

@@ -14,6 +14,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -64,7 +65,7 @@ func newLosing(t *testing.T) *losing {
 // prepared is a claim that has the device.
 func (l *losing) prepared(name, device string) *resourceapi.ResourceClaim {
 	l.Helper()
-	l.node.claim(l.T, name, device)
+	l.claim(l.T, name, device)
 	c := l.stored(name)
 	l.prepares(c)
 	return c
@@ -189,4 +190,31 @@ func TestALostDeviceStaysLostWhileNothingElseIsKnown(t *testing.T) {
 	l.is(firstGPU, old)
 	l.d.reportLost(t.Context(), nil)
 	l.is(firstGPU, nil)
+}
+
+// Nothing was seen of the device, so nothing says that the claim has it again.
+func TestALostDeviceStaysLostWhileItCannotBeLookedAt(t *testing.T) {
+	l := newLosing(t)
+	old := l.prepared("old", firstGPU)
+	l.d.reportLost(t.Context(), lost(old))
+	l.is(firstGPU, old)
+
+	l.say("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })
+	l.d.inv.Doubt()
+	eventually(t, "the node is not ready", func() bool { return !l.d.readiness.Snapshot().Ready })
+	if _, err := l.d.reconcileOnce(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if got := l.d.lost.Messages(); len(got) != 1 {
+		t.Errorf("it is not lost any more: %v", got)
+	}
+
+	l.say("driver", twoGPUs)
+	l.d.inv.Doubt()
+	eventually(t, "the node is ready", func() bool { return l.d.readiness.Snapshot().Ready })
+	if _, err := l.d.reconcileOnce(t.Context()); err != nil {
+		t.Error(err)
+	}
+	l.is(firstGPU, nil)
+	l.isReady(old)
 }

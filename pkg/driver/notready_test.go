@@ -139,7 +139,7 @@ func TestProvenConditionsTaintAtOnce(t *testing.T) {
 			n := newAiling(t)
 			cri := n.withRuntime(t)
 			n.cfg.HookSource = filepath.Join(t.TempDir(), "hook")
-			if err := os.WriteFile(n.cfg.HookSource, []byte("hook"), 0o755); err != nil { //nolint:gosec // a hook is executable
+			if err := os.WriteFile(n.cfg.HookSource, []byte("hook"), 0o755); err != nil {
 				t.Fatal(err)
 			}
 			n.run(t)
@@ -380,6 +380,48 @@ func TestWhatMayPassIsTaintedAfterHalfAMinute(t *testing.T) {
 	}
 }
 
+// A node that refuses for another reason goes on being tainted: Pods that come in between would hang.
+func TestAConditionThatBeganUnderAnotherIsShownWhenThatEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		u := publishes(t, apiServer(), manyGPUs())
+		defer u.stop()
+		passes(time.Minute)
+		u.readiness.Report(condition{source: "release", code: codeReleased, message: "released"})
+		passes(10 * time.Second)
+		untainted := 0
+		u.client.PrependReactor("update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+			for _, d := range a.(clienttesting.UpdateAction).GetObject().(*resourceapi.ResourceSlice).Spec.Devices {
+				if len(d.Taints) == 0 {
+					untainted++
+				}
+			}
+			return false, nil, nil
+		})
+
+		u.becomes(away(manyGPUs()))
+		passes(5 * time.Second)
+		if got := u.values(t); got["not-ready=hardware-released"] != 70 {
+			t.Errorf("the driver is away too: %v", got)
+		}
+		u.readiness.Clear("release")
+		passes(5 * time.Second)
+		if got := u.values(t); got["not-ready=driver-missing"] != 70 || untainted > 0 {
+			t.Errorf("the driver is still away: %v, and %d devices were written without a taint", got, untainted)
+		}
+
+		u.becomes(manyGPUs())
+		passes(5 * time.Second)
+		if got := u.values(t); len(got) > 0 {
+			t.Errorf("ready again: %v", got)
+		}
+		u.becomes(away(manyGPUs()))
+		passes(29 * time.Second)
+		if got := u.values(t); len(got) > 0 {
+			t.Errorf("what comes later may pass: %v", got)
+		}
+	})
+}
+
 // unknown is a node of which the plugin has not seen anything since its start.
 func unknown() inventory.Snapshot {
 	return inventory.Snapshot{Reason: "no driver", Code: inventory.CodeDriverMissing, Since: time.Now()}
@@ -459,4 +501,17 @@ func TestADriverThatGoesTaintsByItsOwnCode(t *testing.T) {
 		all := n.driver.readiness.Conditions()
 		return len(all) == 1 && all[0].code == "driver-missing" && all[0].passing && time.Since(all[0].since) < 20*time.Second
 	})
+}
+
+func TestTheBaseSpecsConditionEndsWhereTheSpecIsNotWritten(t *testing.T) {
+	n := newNode(t)
+	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.readiness.Report(condition{source: "base-spec", code: codeBaseSpec, message: "disk full", passing: true})
+	files := ""
+	if d.writeBase(&files); d.readiness.Blocked() {
+		t.Errorf("the inventory is not ready, and the condition stays: %+v", d.readiness.Conditions())
+	}
 }

@@ -192,15 +192,26 @@ func (b *publication) failed(ctx context.Context, err error) {
 	b.onError(ctx, recoverable(err), "Could not put this node's ResourceSlices together")
 }
 
+// reprobe asks once which fields the API server keeps, and again later if it has no answer: until then
+// the loop goes on with what is known, or no taint would be published.
 func (b *publication) reprobe(ctx context.Context) {
-	if now, known := b.features(ctx); known && now != b.keeps {
+	now, ok := b.probe(ctx)
+	if !ok {
+		time.AfterFunc(b.retries.When(unansweredProbe), func() { wake(b.probeAgain) })
+		return
+	}
+	b.retries.Forget(unansweredProbe)
+	if now != b.keeps {
 		b.keeps = now
 		b.retries.Forget(droppedFields)
 	}
 }
 
-// droppedFields stands beside the pool's name among what is tried again.
-const droppedFields = "/dropped-fields"
+// What is tried again besides the pool, which has the node's name.
+const (
+	droppedFields   = "/dropped-fields"
+	unansweredProbe = "/unanswered-probe"
+)
 
 // scattered makes pauses longer or shorter by up to half.
 type scattered struct {

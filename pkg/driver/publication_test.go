@@ -14,6 +14,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	clienttesting "k8s.io/client-go/testing"
@@ -203,4 +204,64 @@ func TestAnAPIServerThatDoesNotAnswerKeepsNoPluginFromEnding(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A server that answers no probe must not keep a taint from being published.
+func TestTaintsArePublishedWhileProbesAreRejected(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		client, inv := apiServer(), &fakeInventory{}
+		inv.set(readyWith("0000:1b:00.0"))
+		var rejects, ill atomic.Bool
+		var probes atomic.Int64
+		client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+			if create, ok := a.(clienttesting.CreateActionImpl); ok && len(create.CreateOptions.DryRun) > 0 && rejects.Load() {
+				probes.Add(1)
+				return true, nil, invalid(field.Invalid(field.NewPath("spec"), "probe", "a policy refuses it"))
+			}
+			return false, nil, nil
+		})
+		p := &publisher{
+			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onError: func(context.Context, error, string) {},
+			mark: func(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
+				if ill.Load() {
+					all[0].Devices[0].Taints = []resourceapi.DeviceTaint{{Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule}}
+				}
+				return all, true
+			},
+		}
+		ctx, stop := context.WithCancel(t.Context())
+		changed := make(chan struct{}, 1)
+		b, err := p.start(ctx, changed)
+		if err != nil {
+			t.Fatal(err)
+		}
+		done := make(chan struct{})
+		go func() { defer close(done); b.loop(ctx, changed) }()
+		passes(time.Minute)
+
+		rejects.Store(true)
+		wake(b.probeAgain)
+		passes(time.Second)
+		ill.Store(true)
+		wake(changed)
+		passes(5 * time.Second)
+		if taints := mustList(t, client)[0].Spec.Devices[0].Taints; len(taints) != 1 {
+			t.Errorf("after a change: %+v", taints)
+		}
+		const outage = 10 * time.Minute
+		passes(outage)
+		if n, most := probes.Load(), int64(outage/(publishRetryMost/2))+20; n < 10 || n > most {
+			t.Errorf("%d probes in %s", n, outage)
+		}
+		rejects.Store(false)
+		passes(2 * publishRetryMost)
+		before := probes.Load()
+		passes(outage)
+		if n := probes.Load() - before; n > 0 {
+			t.Errorf("%d probes after one was answered", n)
+		}
+		stop()
+		<-done
+		b.controller.Stop()
+	})
 }

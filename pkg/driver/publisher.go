@@ -127,16 +127,9 @@ func (p *publisher) untilWanted(ctx context.Context, changed <-chan struct{}) (a
 func (p *publisher) features(ctx context.Context) (_ Features, known bool) {
 	pause := time.Second
 	for {
-		f, rejected, err := p.probe(ctx)
-		if err == nil {
-			logFeatures(ctx, p.probed, f, rejected)
-			p.probed = &f
+		if f, ok := p.probe(ctx); ok {
 			return f, true
 		}
-		if ctx.Err() != nil {
-			return Features{}, false
-		}
-		p.onError(ctx, recoverable(err), "Could not find out which ResourceSlice features the cluster keeps; trying again")
 		select {
 		case <-ctx.Done():
 			return Features{}, false
@@ -146,10 +139,20 @@ func (p *publisher) features(ctx context.Context) (_ Features, known bool) {
 	}
 }
 
-func (p *publisher) probe(ctx context.Context) (f Features, rejected []error, err error) {
-	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+// probe asks once, and reports an answer that is none.
+func (p *publisher) probe(ctx context.Context) (_ Features, ok bool) {
+	asking, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
-	return probeFeatures(ctx, p.client, p.nodeName)
+	f, rejected, err := probeFeatures(asking, p.client, p.nodeName)
+	if err == nil {
+		logFeatures(ctx, p.probed, f, rejected)
+		p.probed = &f
+		return f, true
+	}
+	if ctx.Err() == nil {
+		p.onError(ctx, recoverable(probeError{err}), "Could not find out which ResourceSlice features the cluster keeps; trying again")
+	}
+	return Features{}, false
 }
 
 // followVersion asks the API server regularly for its version until the context ends, and wakes who has to know that it is another one.

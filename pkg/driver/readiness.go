@@ -40,11 +40,14 @@ type condition struct {
 	types []string
 	// since is when the source first reported a condition, after it had none.
 	since time.Time
+	// follows says that it began before one ended that the slices showed. Then they show it at once:
+	// without a taint, Pods would be scheduled to a node that still refuses them.
+	follows bool
 }
 
 // due is when the slices show the condition.
 func (c condition) due() time.Time {
-	if c.passing {
+	if c.passing && !c.follows {
 		return c.since.Add(passingGrace)
 	}
 	return c.since
@@ -82,6 +85,9 @@ type readiness struct {
 
 	mu       sync.Mutex
 	reported map[string]condition // by source
+	// shownUntil is when a condition last ended that was due. The inventory's need not be in it: no
+	// condition that may pass is reported while the hardware is away.
+	shownUntil time.Time
 }
 
 func newReadiness(inv inventorySource, changed func()) *readiness {
@@ -106,7 +112,10 @@ func (r *readiness) Report(c condition) {
 // Clear ends the source's condition, if there is one.
 func (r *readiness) Clear(source string) {
 	r.mu.Lock()
-	_, is := r.reported[source]
+	c, is := r.reported[source]
+	if now := time.Now(); is && !now.Before(r.following(c).due()) {
+		r.shownUntil = now
+	}
 	delete(r.reported, source)
 	r.mu.Unlock()
 	if is {
@@ -142,14 +151,24 @@ func (r *readiness) Snapshot() inventory.Snapshot {
 
 // Conditions are all that there are now, those of the hardware included.
 func (r *readiness) Conditions() []condition {
-	all := r.bySource()
-	if s := r.inv.Snapshot(); s.Code != "" {
-		all = append(all, condition{
-			source: "inventory", code: s.Code, message: s.Reason,
-			passing: true, types: nvidiaTypes, since: s.Since,
-		})
+	all := r.bySource() // first: what ends after this look is in it
+	s := r.inv.Snapshot()
+	if s.Code == "" {
+		return all
 	}
-	return all
+	c := condition{
+		source: "inventory", code: s.Code, message: s.Reason,
+		passing: true, types: nvidiaTypes, since: s.Since,
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return append(all, r.following(c))
+}
+
+// following is the condition as it is to be shown. The caller holds the lock.
+func (r *readiness) following(c condition) condition {
+	c.follows = c.since.Before(r.shownUntil)
+	return c
 }
 
 // Due says whether the slices have to show any condition now, or will have to if it stays.
@@ -166,7 +185,7 @@ func (r *readiness) bySource() []condition {
 	defer r.mu.Unlock()
 	all := make([]condition, 0, len(r.reported))
 	for _, c := range r.reported {
-		all = append(all, c)
+		all = append(all, r.following(c))
 	}
 	slices.SortFunc(all, func(a, b condition) int { return cmp.Compare(a.source, b.source) })
 	return all

@@ -39,7 +39,7 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 		err = d.refuseLost(c)
 	}
 	if err == nil {
-		done, _ := d.release.Use() // the readiness refuses what may not be done
+		done, _ := d.release.Use() // Prepare refuses while the node is not ready
 		defer done()
 		devices, err = d.preparer.Prepare(klog.NewContext(ctx, logger), c)
 	}

@@ -227,3 +227,28 @@ func TestThePluginTellsWhatTheDriverForgets(t *testing.T) {
 	}
 	n.hears(t, "Node", "node", "PersistenceModeOff", gpuName)
 }
+
+// A lost GPU stays in the slices, so that the others keep their places there.
+func TestAShareRuleForAPlaceCountsWhatIsOffered(t *testing.T) {
+	n := newAiling(t)
+	n.cfg.Shares = "shares:5,#1=shares:3"
+	n.run(t)
+	eventually(t, "the GPUs are known", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 2 })
+	n.register(t)
+	if msg := n.prepare(t, n.claim(t, "held", firstGPU)).GetError(); msg != "" {
+		t.Fatal(msg)
+	}
+	second := n.driver.inv.Snapshot().Node.GPUs[1].GPU
+	n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
+	eventually(t, "the first is lost", func() bool { return strings.Contains(n.taints(t)[firstGPU], "lost:NoSchedule") })
+	n.say("the second", func() (nvidia.Node, error) {
+		all, err := twoGPUs()
+		all.GPUs = all.GPUs[1:]
+		return all, err
+	})
+	eventually(t, "the hardware shows one", func() bool { return len(n.driver.preparer.Hardware.Snapshot().Node.GPUs) == 1 })
+	name, _ := device.ParseName(secondGPU + "-share")
+	if q := n.driver.preparer.Totals(second, name)[device.CapacityShares]; q.String() != "3" {
+		t.Errorf("it has %s shares", q.String())
+	}
+}

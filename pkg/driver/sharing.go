@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -193,3 +194,18 @@ func (d *Driver) endDaemons(ctx context.Context) error {
 	}
 	return supervisor.RemoveAll(MPSPaths(d.cfg))
 }
+
+// shareTotals is what claims can hold together of a device, as it is offered. A rule for the GPU at a
+// place counts those that are offered, of which the hardware may not show all.
+func (d *Driver) shareTotals(of device.GPU, n device.Name) map[string]resource.Quantity {
+	place := 0
+	for _, g := range d.publishable().Snapshot().Node.GPUs {
+		if g.PCIAddress < of.PCIAddress {
+			place++
+		}
+	}
+	return d.shares.Totals(of, place, n)
+}
+
+// publishable is the inventory that the slices are made of.
+func (d *Driver) publishable() inventorySource { return withheld{d.offered(), d.before} }

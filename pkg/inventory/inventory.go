@@ -50,7 +50,7 @@ type Snapshot struct {
 const (
 	CodeNotScanned    = "not-scanned"    // the first scan has not ended
 	CodeDriverMissing = "driver-missing" // the driver, or a part of it, is missing
-	CodeScanFailed    = "scan-failed"    // the scan fails, or the driver does not answer it
+	CodeScanFailed    = "scan-failed"    // no scan has succeeded since the start
 	CodeNoGPU         = "no-gpu"         // the node has no GPU that can be offered
 )
 

@@ -32,7 +32,7 @@ func (e *FullError) Error() string {
 	for i, h := range e.Holders {
 		names[i] = h.String()
 	}
-	return fmt.Sprintf("%s, and other claims hold %s: it fits when the last Pod of one of them has ended on this node: %s", asked, e.Held.String(), strings.Join(names, ", "))
+	return fmt.Sprintf("%s, and other claims hold %s: wait until enough of these claims are given back on this node, or end their Pods: %s", asked, e.Held.String(), strings.Join(names, ", "))
 }
 
 func (e *FullError) until() []types.UID {

@@ -86,7 +86,7 @@ func (p *Preparer) plan(c *resourceapi.ResourceClaim) (*plan, error) {
 			GPU: t.name.GPU, GPUUUID: t.gpu.UUID, Fraction: isFraction(r, t.name),
 		}
 		if t.name.Share && !r.AdminAccess {
-			d.ConsumedCapacity, t.totals = r.Capacity, p.Shares.Totals(t.gpu, placeOf(snapshot, t.gpu), t.name)
+			d.ConsumedCapacity, t.totals = r.Capacity, p.Totals(t.gpu, t.name)
 		}
 		w.wants, w.record.Devices = append(w.wants, t), append(w.record.Devices, d)
 	}
@@ -218,17 +218,6 @@ func find(s inventory.Snapshot, deviceName string) (want, bool) {
 		}
 	}
 	return want{}, false
-}
-
-// placeOf is the GPU's place among the node's by PCI address.
-func placeOf(s inventory.Snapshot, of device.GPU) int {
-	place := 0
-	for _, g := range s.Node.GPUs {
-		if g.PCIAddress < of.PCIAddress {
-			place++
-		}
-	}
-	return place
 }
 
 // missing says what is known of a device that is not offered, and else what is offered.

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
@@ -69,10 +70,14 @@ type Options struct {
 	MIGEdits func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 	// Policy says what may be done about a GPU's partitions; without it everything may.
 	Policy func(device.GPU) device.Policy
-	// Shares says how many plain shares of a device there are. Without it their number is not known.
-	Shares device.ShareRules
+	// Totals is what claims can hold together of a device that is shared, by capacity, as it is offered.
+	// Without it the number of plain shares is not known.
+	Totals func(device.GPU, device.Name) map[string]resource.Quantity
 	// Repaired, if set, is told of each thing that was put in order, by several at once. It must not block.
 	Repaired func(Repair)
+	// NotLooked, if set, is called by Reconcile for each claim whose devices it could not look at, by
+	// several at once. How they are is as open as before.
+	NotLooked func(uid types.UID)
 	// Changed, if set, is told of each prepared claim whose devices are others than before: a partition that was made again has another UUID.
 	// It must not block.
 	Changed func(ctx context.Context, claim kubeletplugin.NamespacedObject)
@@ -106,6 +111,14 @@ func New(o Options) *Preparer {
 	}
 	if o.Repaired == nil {
 		o.Repaired = func(Repair) {}
+	}
+	if o.Totals == nil {
+		o.Totals = func(g device.GPU, n device.Name) map[string]resource.Quantity {
+			return device.ShareRules{}.Totals(g, 0, n)
+		}
+	}
+	if o.NotLooked == nil {
+		o.NotLooked = func(types.UID) {}
 	}
 	if o.Changed == nil {
 		o.Changed = func(context.Context, kubeletplugin.NamespacedObject) {}

@@ -22,6 +22,9 @@ const (
 	keepTime = 10 * time.Second
 )
 
+// errNotLooked is of a claim whose devices were not looked at. Nothing is known to be wrong with them.
+var errNotLooked = errors.New("the claim's devices were not looked at")
+
 // round is one comparison of all claims: what several of them share is looked at once. A nil round remembers nothing.
 type round struct {
 	mu   sync.Mutex
@@ -79,9 +82,18 @@ func (p *Preparer) Reconcile(ctx context.Context) error {
 func (p *Preparer) reconcileClaim(ctx context.Context, all *round, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, recoverWait)
 	defer cancel()
-	return p.unlessBusy(waiting, uid, func(held *lock.Held) error {
-		return p.reconcileLocked(ctx, all, held, uid)
-	})
+	err := errNotLooked // by us: a call works on the claim
+	if lockErr := p.unlessBusy(waiting, uid, func(held *lock.Held) error {
+		err = p.reconcileLocked(ctx, all, held, uid)
+		return nil
+	}); lockErr != nil {
+		return lockErr
+	}
+	if errors.Is(err, errNotLooked) {
+		p.NotLooked(uid)
+		return nil
+	}
+	return err
 }
 
 func (p *Preparer) reconcileLocked(ctx context.Context, all *round, held *lock.Held, uid types.UID) error {
@@ -89,7 +101,7 @@ func (p *Preparer) reconcileLocked(ctx context.Context, all *round, held *lock.H
 	var unreadable *checkpoint.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
-		return nil // Recover has said so; it stays until its claim is given back
+		return errNotLooked // Recover has said so; it stays until its claim is given back
 	case err != nil:
 		return because(CauseRecord, "%w", err)
 	case !found:

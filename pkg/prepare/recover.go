@@ -1,6 +1,7 @@
 package prepare
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -86,7 +87,7 @@ func (p *Preparer) recoverClaim(ctx context.Context, uid types.UID) error {
 	case r.State != checkpoint.Prepared:
 		return p.recoverUnfinished(ctx, held, r)
 	}
-	if err := p.rewrite(ctx, r, p.seen); !errors.Is(err, errUnseen) {
+	if err := p.rewrite(ctx, r, p.seen); !errors.Is(err, errUnseen) && !errors.Is(err, errNotLooked) {
 		return err
 	}
 	return nil
@@ -116,23 +117,23 @@ func (p *Preparer) recoverUnfinished(ctx context.Context, held *lock.Held, r che
 }
 
 // rewrite writes a prepared claim's spec again. After a reboot the record's edits may name other cards' device nodes: the kubelet prepares every claim
-// again then, and Prepare looks.
+// again then, and Prepare looks. Where the node does not show the claim's devices, the error is errNotLooked.
 func (p *Preparer) rewrite(ctx context.Context, r checkpoint.Record, ensure ensure) error {
 	if r.BootID != p.BootID {
-		return nil
+		return errNotLooked
 	}
 	snapshot := p.Hardware.Snapshot()
 	if !snapshot.Ready {
 		// The record's device nodes may be another card's since the driver was loaded anew. A spec that is there stays; one that is missing is
 		// written when the node has been looked at.
-		return nil
+		return errNotLooked
 	}
 	w, known, err := p.planned(r, snapshot)
 	if err != nil {
 		return err
 	}
 	if !known {
-		return p.asRecorded(ctx, r)
+		return cmp.Or(p.asRecorded(ctx, r), errNotLooked)
 	}
 	if err := p.refresh(ctx, r, w, ensure); err != nil {
 		if errors.Is(err, errUnseen) {
@@ -228,5 +229,8 @@ func (p *Preparer) mendClaim(ctx context.Context, uid types.UID, wait time.Durat
 	if err != nil || !found || r.State != checkpoint.Prepared {
 		return err
 	}
-	return p.rewrite(ctx, r, ensure)
+	if err := p.rewrite(ctx, r, ensure); !errors.Is(err, errNotLooked) {
+		return err
+	}
+	return nil
 }

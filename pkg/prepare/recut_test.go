@@ -2,8 +2,11 @@ package prepare
 
 import (
 	"errors"
+	"slices"
 	"strings"
 	"testing"
+
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -57,6 +60,39 @@ func TestWhatThePolicyForbidsToMakeAgainIsLost(t *testing.T) {
 			w.policy = func(device.GPU) device.Policy { return policy }
 			if got := Lost(w.plugin(t).Reconcile(t.Context())); len(got) != lost || (w.specs.of("uid-c") == nothing) != (lost > 0) {
 				t.Errorf("lost: %+v, its spec is %q", got, w.specs.of("uid-c"))
+			}
+		})
+	}
+}
+
+func TestAComparisonSaysWhichClaimsItCouldNotLookAt(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(t *testing.T, w *world, p *Preparer)
+		want   []types.UID
+	}{
+		"all is as it should be": {func(*testing.T, *world, *Preparer) {}, nil},
+		"a call works on it": {func(t *testing.T, _ *world, p *Preparer) {
+			t.Helper()
+			held, err := p.Locks.Acquire(t.Context(), claimLock("uid-c"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(held.Release)
+		}, []types.UID{"uid-c"}},
+		"its record cannot be read":  {func(t *testing.T, w *world, _ *Preparer) { w.disk.Put(recordFile(t, w, "uid-c"), []byte("{")) }, []types.UID{"uid-c"}},
+		"the node is not ready":      {func(_ *testing.T, w *world, _ *Preparer) { w.snapshot.Ready = false }, []types.UID{"uid-c"}},
+		"the node was started again": {func(_ *testing.T, _ *world, p *Preparer) { p.BootID = "another" }, []types.UID{"uid-c"}},
+		"the GPU is not shown":       {func(_ *testing.T, w *world, _ *Preparer) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:] }, []types.UID{"uid-c"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			p := w.plugin(t)
+			mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
+			var got []types.UID
+			p.NotLooked = func(uid types.UID) { got = append(got, uid) }
+			c.change(t, w, p)
+			if err := p.Reconcile(t.Context()); err != nil || !slices.Equal(got, c.want) {
+				t.Errorf("%v, not looked at %q", err, got)
 			}
 		})
 	}

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -103,7 +104,7 @@ func (w *world) start() (*Preparer, error) {
 			}
 			return w.reread()
 		},
-		MIGEdits: migEdits, Policy: w.policy, Shares: w.shares, MPS: w.daemons, MPSEdits: w.daemons.edits,
+		MIGEdits: migEdits, Policy: w.policy, Totals: totalsBy(w.shares), MPS: w.daemons, MPSEdits: w.daemons.edits,
 		LimitEdits: func(gpu string, mebibytes uint64) specs.ContainerEdits {
 			return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: fmt.Sprintf("/limit/%s/%d", gpu, mebibytes)}}}
 		},
@@ -112,6 +113,11 @@ func (w *world) start() (*Preparer, error) {
 		o.Partitions = w.hardware
 	}
 	return New(o), nil
+}
+
+// totalsBy are those of the first GPU.
+func totalsBy(rules device.ShareRules) func(device.GPU, device.Name) map[string]resource.Quantity {
+	return func(g device.GPU, n device.Name) map[string]resource.Quantity { return rules.Totals(g, 0, n) }
 }
 
 // Mend is both parts of it, as package driver does them, and then they have ended.

@@ -296,7 +296,7 @@ func (w *world) saysWhyNot(t *testing.T, node, reason string) {
 			return false, "log: " + log
 		}
 		events := w.events(t, "default", node)
-		return strings.Contains(events, "DevicesUnavailable: No GPUs are offered: ") && strings.Contains(events, reason), "Events: " + events
+		return strings.Contains(events, "DevicesUnavailable: No claim is prepared on this node: ") && strings.Contains(events, reason), "Events: " + events
 	})
 }
 
