@@ -39,7 +39,8 @@ type exclusion struct {
 type coverage struct {
 	only   device.PCIAddress // empty for all cards
 	except map[device.PCIAddress]exclusion
-	pid    int // 0 until the process has started
+	pid    int  // 0 until the process has started
+	killed bool // it goes when the driver lets it go
 }
 
 func (c *coverage) has(card device.PCIAddress) bool {
@@ -54,18 +55,28 @@ func newExclusions() *exclusions {
 }
 
 // exclude returns when no watcher process has the card open, and keeps it so until restore is called.
+// A killed process that hangs in another card does not delay it for long: it may not block the
+// change, and if it does, NVML says so.
 func (x *exclusions) exclude(ctx context.Context, card device.PCIAddress, minor int) (restore func(), err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, excludeLimit, fmt.Errorf("it has not ended for %s", excludeLimit))
 	defer cancel()
 	x.request(card, minor, 1)
 	restore = sync.OnceFunc(func() { x.request(card, minor, -1) })
+	var dying <-chan time.Time // nil while a living process has the card open
 	for {
-		changed, pids := x.watchersOf(card)
-		if len(pids) == 0 {
+		changed, pids, killed := x.watchersOf(card)
+		switch {
+		case len(pids) == 0:
 			return restore, nil
+		case !killed:
+			dying = nil
+		case dying == nil:
+			dying = time.After(killLimit)
 		}
 		select {
 		case <-changed:
+		case <-dying:
+			return restore, nil
 		case <-ctx.Done():
 			restore()
 			return nil, x.refusal(pids, context.Cause(ctx))
@@ -103,22 +114,32 @@ func (x *exclusions) request(card device.PCIAddress, minor, more int) {
 	x.announce()
 }
 
+func (x *exclusions) has(card device.PCIAddress) bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	_, excluded := x.cards[card]
+	return excluded
+}
+
 // announce needs the lock.
 func (x *exclusions) announce() {
 	close(x.change)
 	x.change = make(chan struct{})
 }
 
-func (x *exclusions) watchersOf(card device.PCIAddress) (changed <-chan struct{}, pids []string) {
+// watchersOf lists the processes that have the card open, and says whether all of them were killed.
+func (x *exclusions) watchersOf(card device.PCIAddress) (changed <-chan struct{}, pids []string, killed bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	killed = true
 	for c := range x.watchers {
 		if c.has(card) {
 			pids = append(pids, fmt.Sprint(c.pid))
+			killed = killed && c.killed
 		}
 	}
 	slices.Sort(pids)
-	return x.change, pids
+	return x.change, pids, killed
 }
 
 // changed is closed with the next change.
@@ -145,6 +166,14 @@ func (x *exclusions) started(c *coverage, pid int) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	c.pid = pid
+}
+
+// kill records that a watcher process was killed. It may hang in the driver before it ends.
+func (x *exclusions) kill(c *coverage) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	c.killed = true
+	x.announce()
 }
 
 // end removes a watcher process that has ended.

@@ -35,6 +35,7 @@ type replacement struct {
 
 func (r replacement) abandon() {
 	if r.child != nil {
+		r.child.replaced = true
 		r.child.end()
 	}
 }
@@ -61,6 +62,11 @@ func (w *watcher) start() (*watchChild, error) {
 	w.excluded.started(c, child.process.Pid)
 	w.children = append(w.children, child)
 	go func() {
+		select {
+		case <-child.stop:
+			w.excluded.kill(c)
+		case <-child.gone:
+		}
 		<-child.gone
 		w.excluded.end(c)
 	}()
@@ -93,6 +99,16 @@ func startHiding(command *exec.Cmd, nodes []string) error {
 		started <- command.Start()
 	}()
 	return <-started
+}
+
+// setHangingApart has cards that hang watched by processes of their own. Otherwise each replacement
+// would leave a process that hangs with them.
+func (w *watcher) setHangingApart(ctx context.Context) {
+	for _, a := range slices.Clone(w.hanging) {
+		if len(w.apart) < maxApart && !slices.Contains(w.apart, a) && !w.excluded.has(a) {
+			w.setApart(ctx, a)
+		}
+	}
 }
 
 // startReplacement delivers the replacement when it listens, or when it has failed.
@@ -141,6 +157,7 @@ func (r replacement) await(ctx context.Context) replacement {
 
 // handOver ends the current watcher process and emits what its replacement has said meanwhile.
 func (w *watcher) handOver(from *watchChild, epoch string, to replacement) {
+	from.replaced = true
 	w.part(from, epoch)
 	w.overlap.until = time.Now()
 	w.hanging = nil

@@ -191,7 +191,7 @@ func (w *watcher) watch(ctx context.Context) error {
 		return err // no need to start a process for that
 	}
 	w.bury()
-	if n := len(w.children); n >= maxStuck {
+	if n := w.hung(); n >= maxStuck {
 		return stuckError(n)
 	}
 	w.hanging, w.overlap = nil, overlap{}
@@ -200,6 +200,17 @@ func (w *watcher) watch(ctx context.Context) error {
 		return err
 	}
 	return w.attend(ctx, child)
+}
+
+// hung counts the processes that hang. Those that were replaced have a limit of their own: a change
+// of MIG mode must not keep the watch from being started again.
+func (w *watcher) hung() (n int) {
+	for _, c := range w.children {
+		if !c.replaced {
+			n++
+		}
+	}
+	return n
 }
 
 func stuckError(n int) error {
@@ -215,6 +226,10 @@ func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 	var next <-chan replacement // nil while none is starting
 	var retry <-chan time.Time  // when to start one, nil while no time is set
 	failed := false             // the last one could not take over
+	replace := func() {
+		w.setHangingApart(ctx)
+		next = w.startReplacement(starting)
+	}
 	defer func() {
 		cancel()
 		if next != nil {
@@ -229,7 +244,7 @@ func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 				w.part(child, epoch)
 				return errExcluded
 			case now && !failed:
-				next = w.startReplacement(starting)
+				replace()
 			case retry == nil:
 				retry = time.After(restorePause)
 			}
@@ -239,7 +254,7 @@ func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 		case <-retry:
 			retry, failed = nil, false
 			if now, soon := w.excluded.outdated(child.coverage); next == nil && (now || soon) {
-				next = w.startReplacement(starting)
+				replace()
 			}
 		case r := <-next:
 			next, retry, failed = nil, nil, r.err != nil
@@ -351,6 +366,7 @@ type watchChild struct {
 	err       error         // of what it said, to be read after ended
 	lastWords *tail
 	coverage  *coverage
+	replaced  bool // another has taken over from it, or it could not take over itself
 }
 
 func (c *watchChild) hasEnded() bool {
