@@ -12,12 +12,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-const (
-	// excludeLimit bounds how long a mode change waits for the watcher to let go of its card.
-	excludeLimit = 45 * time.Second
-	// restorePause lets cards that come back at about the same time share one replacement.
-	restorePause = time.Second
-)
+// restorePause lets cards that come back at about the same time share one replacement.
+const restorePause = time.Second
 
 // exclusions are the cards that no watcher process may have open, because their MIG mode changes.
 // A process that has a card open may block the change, and NVML closes a card only when its process
@@ -58,8 +54,6 @@ func newExclusions() *exclusions {
 // A killed process that hangs in another card does not delay it for long: it may not block the
 // change, and if it does, NVML says so.
 func (x *exclusions) exclude(ctx context.Context, card device.PCIAddress, minor int) (restore func(), err error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, excludeLimit, fmt.Errorf("it has not ended for %s", excludeLimit))
-	defer cancel()
 	x.request(card, minor, 1)
 	restore = sync.OnceFunc(func() { x.request(card, minor, -1) })
 	var dying <-chan time.Time // nil while a living process has the card open
@@ -79,20 +73,24 @@ func (x *exclusions) exclude(ctx context.Context, card device.PCIAddress, minor 
 			return restore, nil
 		case <-ctx.Done():
 			restore()
-			return nil, x.refusal(pids, context.Cause(ctx))
+			return nil, x.refusal(pids, killed, context.Cause(ctx))
 		}
 	}
 }
 
-func (x *exclusions) refusal(pids []string, cause error) error {
+// refusal names the processes, and what to do about those that were killed and hang in the driver.
+func (x *exclusions) refusal(pids []string, killed bool, cause error) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	why := ""
+	why, advice := "", ""
 	if x.trouble != nil {
 		why = fmt.Sprintf(", because its replacement does not listen to the other GPUs (%v)", x.trouble)
 	}
-	return fmt.Errorf("the plugin's watcher (process %s) still has the GPU open%s: %w: look at dmesg, and reset the GPU or reboot the node",
-		strings.Join(pids, ", "), why, cause)
+	if killed {
+		advice = ": look at dmesg, and reset the GPU or reboot the node"
+	}
+	return fmt.Errorf("the plugin's watcher (process %s) still has the GPU open%s: %w%s",
+		strings.Join(pids, ", "), why, cause, advice)
 }
 
 // replaced records how the last replacement of a watcher process went.
@@ -149,6 +147,16 @@ func (x *exclusions) changed() <-chan struct{} {
 	return x.change
 }
 
+// leaves says whether one of the cards is not excluded. No cards means that they are not known.
+func (x *exclusions) leaves(cards []device.PCIAddress) bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return len(cards) == 0 || slices.ContainsFunc(cards, func(a device.PCIAddress) bool {
+		_, excluded := x.cards[a]
+		return !excluded
+	})
+}
+
 // begin registers a watcher process before it starts. It refuses one for a single excluded card.
 func (x *exclusions) begin(only device.PCIAddress) (c *coverage, ok bool) {
 	x.mu.Lock()
@@ -185,7 +193,7 @@ func (x *exclusions) end(c *coverage) {
 }
 
 // outdated says whether a watcher process needs a replacement: at once, because it has an excluded
-// card open, or soon, because it lacks a card that may be watched again.
+// card open, or soon, because it lacks a card of its own that may be watched again.
 func (x *exclusions) outdated(c *coverage) (now, soon bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -194,7 +202,7 @@ func (x *exclusions) outdated(c *coverage) (now, soon bool) {
 	}
 	for card := range c.except {
 		_, excluded := x.cards[card]
-		soon = soon || !excluded
+		soon = soon || c.only == "" && !excluded
 	}
 	return now, soon
 }

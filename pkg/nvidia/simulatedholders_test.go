@@ -32,6 +32,7 @@ func cutWatched(s site, change func(*watcher)) (watch, *Partitions) {
 	s.t.Cleanup(p.Close)
 	return watchSite(s, func(w *watcher) {
 		w.options.Command = []string{"env", roleVariable + "=watch", self}
+		w.options.Partitions = p // for watchers of cards apart
 		w.serve(p)
 		if change != nil {
 			change(w)

@@ -132,6 +132,10 @@ func (w *watcher) run(ctx context.Context) error {
 			pause = 0 // and the next is firstRestart again
 			continue
 		}
+		if errors.Is(err, errNotReplaced) {
+			pause = 0 // the same
+			continue
+		}
 		var unready *NotReadyError
 		if errors.As(err, &unready) || time.Since(began) > longLife {
 			pause = firstRestart
@@ -199,6 +203,9 @@ func (w *watcher) watch(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if w.only == "" {
+		w.excluded.replaced(nil)
+	}
 	return w.attend(ctx, child)
 }
 
@@ -213,8 +220,11 @@ func (w *watcher) hung() (n int) {
 	return n
 }
 
+// errStuck says that one more process might hang too.
+var errStuck = errors.New("still hang in the NVIDIA driver")
+
 func stuckError(n int) error {
-	return fmt.Errorf("%d earlier processes that watched the GPUs still hang in the NVIDIA driver: look at dmesg, and reset the GPUs or reboot the node", n)
+	return fmt.Errorf("%d earlier processes that watched the GPUs %w: look at dmesg, and reset the GPUs or reboot the node", n, errStuck)
 }
 
 // attend passes on what the watcher process says, and replaces the process when exclusions change.
@@ -222,25 +232,25 @@ func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 	epoch := driverLoad(w.options.Paths)
 	silence := time.NewTimer(initLimit + w.options.Interval)
 	defer silence.Stop()
-	starting, cancel := context.WithCancel(ctx)
-	var next <-chan replacement // nil while none is starting
-	var retry <-chan time.Time  // when to start one, nil while no time is set
-	failed := false             // the last one could not take over
+	var next starting
+	var retry <-chan time.Time // when to start one, nil while no time is set
+	failed := false            // the last one could not take over
 	replace := func() {
 		w.setHangingApart(ctx)
-		next = w.startReplacement(starting)
+		next = w.startReplacement(ctx)
 	}
-	defer func() {
-		cancel()
-		if next != nil {
-			(<-next).abandon()
-		}
-	}()
+	defer func() { next.abandon() }()
 	for {
 		changed := w.excluded.changed()
-		if now, soon := w.excluded.outdated(child.coverage); next == nil && (now || soon) {
+		if next.coverage != nil {
+			if now, _ := w.excluded.outdated(next.coverage); now {
+				next.abandon()
+				next = starting{}
+			}
+		}
+		if now, soon := w.excluded.outdated(child.coverage); next.ready == nil && (now || soon) {
 			switch {
-			case now && w.only != "":
+			case now && !w.excluded.leaves(w.cards()):
 				w.part(child, epoch)
 				return errExcluded
 			case now && !failed:
@@ -253,14 +263,20 @@ func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 		case <-changed:
 		case <-retry:
 			retry, failed = nil, false
-			if now, soon := w.excluded.outdated(child.coverage); next == nil && (now || soon) {
+			if now, soon := w.excluded.outdated(child.coverage); next.ready == nil && (now || soon) {
 				replace()
 			}
-		case r := <-next:
-			next, retry, failed = nil, nil, r.err != nil
+		case r := <-next.ready:
+			next.cancel()
+			next, retry, failed = starting{}, nil, r.err != nil
 			w.excluded.replaced(r.err)
 			if failed {
 				r.abandon()
+				// A gap in the watch is better than a refusal of every mode change.
+				if now, _ := w.excluded.outdated(child.coverage); now && !errors.Is(r.err, errStuck) {
+					w.part(child, epoch)
+					return fmt.Errorf("%w: %w", errNotReplaced, r.err)
+				}
 				continue
 			}
 			w.handOver(child, epoch, r)
