@@ -111,7 +111,9 @@ func newWatcher(o WatchOptions, emit func(device.Signal)) *watcher {
 func (w *watcher) serve(p *Partitions) { w.excluded, w.places.look = p.excluded, p.Look }
 
 func (w *watcher) run(ctx context.Context) error {
-	w.placing = ctx
+	placing, placed := outlasting(ctx)
+	defer placed()
+	w.placing = placing
 	for pause := firstRestart; ctx.Err() == nil; pause = min(max(2*pause, firstRestart), lastRestart) {
 		began, changed := time.Now(), w.excluded.changed()
 		err := w.watch(ctx)
