@@ -205,3 +205,38 @@ func TestExclusionAdvisesResetOnlyForKilledWatcher(t *testing.T) {
 		t.Errorf("the error about a killed watcher is %v", err)
 	}
 }
+
+func TestModeChangeWaitsForIdleWorkerOfAnotherGPU(t *testing.T) {
+	s := newSite(t, "awkward", layout.Container, "")
+	_, end := s.foreign("hold", 1) // which NVML may make of a worker
+	time.AfterFunc(idleLimit, end)
+	s.cutting(s.partitions(), 1).mode(true)
+}
+
+func TestLastEventHasItsPlace(t *testing.T) {
+	asked, answer := make(chan struct{}), make(chan struct{})
+	places := make(chan device.HealthEvent, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	placing, placed := outlasting(ctx)
+	defer placed()
+	instance := uint32(7)
+	r := &placeResolver{
+		emit: func(s device.Signal) { places <- *s.Event },
+		look: func(ctx context.Context, _ Card) (State, error) {
+			close(asked)
+			select {
+			case <-answer:
+				return State{MIG: device.MIG{Instances: []device.Instance{{ID: instance}}}}, nil
+			case <-ctx.Done():
+				return State{}, ctx.Err()
+			}
+		},
+	}
+	r.add(placing, device.HealthEvent{GPUInstance: &instance})
+	<-asked
+	cancel()
+	time.AfterFunc(10*time.Millisecond, func() { close(answer) })
+	if e := <-places; e.Place == nil {
+		t.Error("the event has no place")
+	}
+}
