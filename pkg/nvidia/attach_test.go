@@ -37,7 +37,7 @@ func slowToOpen(h fakeHost, cost time.Duration, hang func(i int) bool, over <-ch
 		case <-over:
 			return nil, nvml.ERROR_UNKNOWN
 		}
-		time.Sleep(cost)
+		<-time.After(cost)
 		<-driver
 		return find(i)
 	}
@@ -49,7 +49,7 @@ func TestGPUsThatAreOpenedOneAfterAnotherAreAllOffered(t *testing.T) {
 		t.Run(cost.String(), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				h, over := newFakeHost(t), make(chan struct{})
-				defer func() { close(over); time.Sleep(8 * cost) }() // until the library is at rest
+				defer func() { close(over); <-time.After(8 * cost) }() // until the library is at rest
 				library := slowToOpen(h, cost, func(int) bool { return false }, over)
 				node, err := h.scanner(library).scan(t.Context())
 				if err != nil || len(node.GPUs) != 8 {
@@ -66,7 +66,7 @@ func TestAGPUThatNeverOpensCostsTheOthersTheOldLimit(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				h, over, began := newFakeHost(t), make(chan struct{}), time.Now()
 				const cost = 3 * time.Second
-				defer func() { close(over); time.Sleep(8 * cost) }()
+				defer func() { close(over); <-time.After(8 * cost) }()
 				library := slowToOpen(h, cost, func(i int) bool { return i < hanging }, over)
 				node, err := h.scanner(library).scan(t.Context())
 				if err != nil || len(node.GPUs) != 8-hanging {

@@ -6,6 +6,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
@@ -21,6 +22,9 @@ type request struct {
 	Profile  uint32           `json:"profile,omitempty"` // of the GPU instance to make
 	At       device.Placement `json:"at"`                // where
 	Instance device.Instance  `json:"instance,omitzero"` // the one meant; of opCreateCompute only the ID counts
+
+	// Patience is how long a worker retries while the card is in use for a moment.
+	Patience time.Duration `json:"patience,omitempty"`
 
 	ComputeMode device.ComputeMode `json:"computeMode,omitempty"` // the wanted one
 	TimeSlice   device.TimeSlice   `json:"timeSlice,omitempty"`   // the wanted one

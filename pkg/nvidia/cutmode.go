@@ -1,6 +1,7 @@
 package nvidia
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"time"
@@ -10,16 +11,30 @@ import (
 
 // setMode changes the MIG mode, unless it is as wanted or the watcher still has the card open.
 func (c cutter) setMode(r request) (*State, error) {
-	return retryTransient(func() (*State, error) { return c.trySetMode(r) })
+	return retryTransient(r.Patience, func() (*State, error) { return c.trySetMode(r) })
 }
 
-// retryTransient retries for a moment while the GPU is in use and no process computes on it. A
-// process that only looks, such as our own scan, soon ends.
-func retryTransient[T any](try func() (T, error)) (T, error) {
-	for pause := firstPause; ; pause *= 2 {
+// transientLimit is how long a GPU may be in use while no process computes on it. NVML may open all
+// GPUs in the worker of another one, which ends idleLimit after its last call.
+const transientLimit = 2 * idleLimit
+
+// retryFor is how long a worker may retry: the call has to end with the refusal, not with its context.
+func retryFor(ctx context.Context) time.Duration {
+	end, ok := ctx.Deadline()
+	if !ok {
+		return transientLimit
+	}
+	return min(transientLimit, time.Until(end)-2*lastPause)
+}
+
+// retryTransient retries while the GPU is in use and no process computes on it. A process that only
+// looks, such as our own scan, soon ends.
+func retryTransient[T any](limit time.Duration, try func() (T, error)) (T, error) {
+	began := time.Now()
+	for pause := firstPause; ; pause = min(2*pause, lastPause) {
 		made, err := try()
 		var refusal *CutError
-		if !errors.As(err, &refusal) || !refusal.passing || pause > lastPause {
+		if !errors.As(err, &refusal) || !refusal.passing || time.Since(began)+pause > limit {
 			return made, err
 		}
 		<-time.After(pause)

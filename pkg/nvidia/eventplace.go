@@ -9,8 +9,26 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// placeLimit bounds how long an event waits for its place. After that it counts for the whole card.
-const placeLimit = 5 * time.Second
+const (
+	// placeLimit bounds how long an event waits for its place. After that it counts for the whole card,
+	// so it is longer than a mode change elsewhere or the start of NVML as a rule takes.
+	placeLimit = 30 * time.Second
+	// lastPlaceLimit is the same after the end of the watch, which waits for it.
+	lastPlaceLimit = releaseLimit - 2*time.Second
+)
+
+// outlasting ends lastPlaceLimit after ctx: what was heard last has a place too.
+func outlasting(ctx context.Context) (context.Context, context.CancelFunc) {
+	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(ctx, func() {
+		rest(longer, lastPlaceLimit)
+		cancel()
+	})
+	return longer, func() {
+		stop()
+		cancel()
+	}
+}
 
 // placeResolver finds where on a card the instance of an event is. The watcher process must not ask
 // NVML: its handle of the instance would block the instance's removal. So the card's worker is

@@ -12,12 +12,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-const (
-	// excludeLimit bounds how long a mode change waits for the watcher to let go of its card.
-	excludeLimit = 45 * time.Second
-	// restorePause lets cards that come back at about the same time share one replacement.
-	restorePause = time.Second
-)
+// restorePause lets cards that come back at about the same time share one replacement.
+const restorePause = time.Second
 
 // exclusions are the cards that no watcher process may have open, because their MIG mode changes.
 // A process that has a card open may block the change, and NVML closes a card only when its process
@@ -39,7 +35,8 @@ type exclusion struct {
 type coverage struct {
 	only   device.PCIAddress // empty for all cards
 	except map[device.PCIAddress]exclusion
-	pid    int // 0 until the process has started
+	pid    int  // 0 until the process has started
+	killed bool // it goes when the driver lets it go
 }
 
 func (c *coverage) has(card device.PCIAddress) bool {
@@ -54,34 +51,46 @@ func newExclusions() *exclusions {
 }
 
 // exclude returns when no watcher process has the card open, and keeps it so until restore is called.
+// A killed process that hangs in another card does not delay it for long: it may not block the
+// change, and if it does, NVML says so.
 func (x *exclusions) exclude(ctx context.Context, card device.PCIAddress, minor int) (restore func(), err error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, excludeLimit, fmt.Errorf("it has not ended for %s", excludeLimit))
-	defer cancel()
 	x.request(card, minor, 1)
 	restore = sync.OnceFunc(func() { x.request(card, minor, -1) })
+	var dying <-chan time.Time // nil while a living process has the card open
 	for {
-		changed, pids := x.watchersOf(card)
-		if len(pids) == 0 {
+		changed, pids, killed := x.watchersOf(card)
+		switch {
+		case len(pids) == 0:
 			return restore, nil
+		case !killed:
+			dying = nil
+		case dying == nil:
+			dying = time.After(killLimit)
 		}
 		select {
 		case <-changed:
+		case <-dying:
+			return restore, nil
 		case <-ctx.Done():
 			restore()
-			return nil, x.refusal(pids, context.Cause(ctx))
+			return nil, x.refusal(pids, killed, context.Cause(ctx))
 		}
 	}
 }
 
-func (x *exclusions) refusal(pids []string, cause error) error {
+// refusal names the processes, and what to do about those that were killed and hang in the driver.
+func (x *exclusions) refusal(pids []string, killed bool, cause error) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	why := ""
+	why, advice := "", ""
 	if x.trouble != nil {
 		why = fmt.Sprintf(", because its replacement does not listen to the other GPUs (%v)", x.trouble)
 	}
-	return fmt.Errorf("the plugin's watcher (process %s) still has the GPU open%s: %w: look at dmesg, and reset the GPU or reboot the node",
-		strings.Join(pids, ", "), why, cause)
+	if killed {
+		advice = ": look at dmesg, and reset the GPU or reboot the node"
+	}
+	return fmt.Errorf("the plugin's watcher (process %s) still has the GPU open%s: %w%s",
+		strings.Join(pids, ", "), why, cause, advice)
 }
 
 // replaced records how the last replacement of a watcher process went.
@@ -103,22 +112,32 @@ func (x *exclusions) request(card device.PCIAddress, minor, more int) {
 	x.announce()
 }
 
+func (x *exclusions) has(card device.PCIAddress) bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	_, excluded := x.cards[card]
+	return excluded
+}
+
 // announce needs the lock.
 func (x *exclusions) announce() {
 	close(x.change)
 	x.change = make(chan struct{})
 }
 
-func (x *exclusions) watchersOf(card device.PCIAddress) (changed <-chan struct{}, pids []string) {
+// watchersOf lists the processes that have the card open, and says whether all of them were killed.
+func (x *exclusions) watchersOf(card device.PCIAddress) (changed <-chan struct{}, pids []string, killed bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	killed = true
 	for c := range x.watchers {
 		if c.has(card) {
 			pids = append(pids, fmt.Sprint(c.pid))
+			killed = killed && c.killed
 		}
 	}
 	slices.Sort(pids)
-	return x.change, pids
+	return x.change, pids, killed
 }
 
 // changed is closed with the next change.
@@ -126,6 +145,16 @@ func (x *exclusions) changed() <-chan struct{} {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	return x.change
+}
+
+// leaves says whether one of the cards is not excluded. No cards means that they are not known.
+func (x *exclusions) leaves(cards []device.PCIAddress) bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return len(cards) == 0 || slices.ContainsFunc(cards, func(a device.PCIAddress) bool {
+		_, excluded := x.cards[a]
+		return !excluded
+	})
 }
 
 // begin registers a watcher process before it starts. It refuses one for a single excluded card.
@@ -147,6 +176,14 @@ func (x *exclusions) started(c *coverage, pid int) {
 	c.pid = pid
 }
 
+// kill records that a watcher process was killed. It may hang in the driver before it ends.
+func (x *exclusions) kill(c *coverage) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	c.killed = true
+	x.announce()
+}
+
 // end removes a watcher process that has ended.
 func (x *exclusions) end(c *coverage) {
 	x.mu.Lock()
@@ -156,7 +193,7 @@ func (x *exclusions) end(c *coverage) {
 }
 
 // outdated says whether a watcher process needs a replacement: at once, because it has an excluded
-// card open, or soon, because it lacks a card that may be watched again.
+// card open, or soon, because it lacks a card of its own that may be watched again.
 func (x *exclusions) outdated(c *coverage) (now, soon bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -165,7 +202,7 @@ func (x *exclusions) outdated(c *coverage) (now, soon bool) {
 	}
 	for card := range c.except {
 		_, excluded := x.cards[card]
-		soon = soon || !excluded
+		soon = soon || c.only == "" && !excluded
 	}
 	return now, soon
 }

@@ -22,8 +22,11 @@ const (
 	hearingApart = 200 * time.Millisecond
 )
 
-// errExcluded says that the only card of this watcher is excluded.
+// errExcluded says that all cards of this watcher are excluded.
 var errExcluded = errors.New("the GPU is excluded from the watch while its MIG mode changes")
+
+// errNotReplaced says that the watch starts anew, because nobody took over without a gap.
+var errNotReplaced = errors.New("no process took over the watch of the other GPUs while the MIG mode of one changes")
 
 // replacement is a watcher process that is to follow the current one.
 type replacement struct {
@@ -35,12 +38,30 @@ type replacement struct {
 
 func (r replacement) abandon() {
 	if r.child != nil {
+		r.child.replaced = true
 		r.child.end()
+	}
+}
+
+// starting is a replacement that is not ready yet.
+type starting struct {
+	ready    <-chan replacement // nil while none starts
+	cancel   context.CancelFunc
+	coverage *coverage // nil if it could not be started
+}
+
+func (s starting) abandon() {
+	if s.ready != nil {
+		s.cancel()
+		(<-s.ready).abandon()
 	}
 }
 
 // start starts a watcher process for all cards that are not excluded.
 func (w *watcher) start() (*watchChild, error) {
+	if !w.excluded.leaves(w.cards()) {
+		return nil, errExcluded
+	}
 	c, ok := w.excluded.begin(w.only)
 	if !ok {
 		return nil, errExcluded
@@ -61,10 +82,31 @@ func (w *watcher) start() (*watchChild, error) {
 	w.excluded.started(c, child.process.Pid)
 	w.children = append(w.children, child)
 	go func() {
+		select {
+		case <-child.stop:
+			w.excluded.kill(c)
+		case <-child.gone:
+		}
 		<-child.gone
 		w.excluded.end(c)
 	}()
 	return child, nil
+}
+
+// cards are those that this watcher is for, as far as the PCI bus shows them.
+func (w *watcher) cards() []device.PCIAddress {
+	if w.only != "" {
+		return []device.PCIAddress{w.only}
+	}
+	sysfs := w.options.Paths.withDefaults().Sysfs
+	found, err := pciGPUs(sysfs)
+	if err != nil {
+		return nil
+	}
+	return slices.DeleteFunc(found, func(a device.PCIAddress) bool {
+		driver := pciDriver(sysfs, a)
+		return driver != "" && driver != nvidiaDriver || slices.Contains(w.apart, a)
+	})
 }
 
 // hiddenNodes are the device nodes of excluded cards. NVML may open every GPU that it sees.
@@ -95,22 +137,35 @@ func startHiding(command *exec.Cmd, nodes []string) error {
 	return <-started
 }
 
+// setHangingApart has cards that hang watched by processes of their own. Otherwise each replacement
+// would leave a process that hangs with them.
+func (w *watcher) setHangingApart(ctx context.Context) {
+	for _, a := range slices.Clone(w.hanging) {
+		if len(w.apart) < maxApart && !slices.Contains(w.apart, a) && !w.excluded.has(a) {
+			w.setApart(ctx, a)
+		}
+	}
+}
+
 // startReplacement delivers the replacement when it listens, or when it has failed.
-func (w *watcher) startReplacement(ctx context.Context) <-chan replacement {
+func (w *watcher) startReplacement(ctx context.Context) starting {
+	ctx, cancel := context.WithCancel(ctx)
 	ready := make(chan replacement, 1)
+	next := starting{ready: ready, cancel: cancel}
 	w.children = slices.DeleteFunc(w.children, (*watchChild).hasEnded)
 	if n := len(w.children) - 1; n >= maxStuck {
 		ready <- replacement{err: stuckError(n)}
-		return ready
+		return next
 	}
 	w.overlap = overlap{heard: map[eventKey]int{}}
 	r := replacement{epoch: driverLoad(w.options.Paths)}
 	if r.child, r.err = w.start(); r.err != nil {
 		ready <- r
-		return ready
+		return next
 	}
+	next.coverage = r.child.coverage
 	go func() { ready <- r.await(ctx) }()
-	return ready
+	return next
 }
 
 // await returns when the replacement listens to all its cards.
@@ -141,6 +196,7 @@ func (r replacement) await(ctx context.Context) replacement {
 
 // handOver ends the current watcher process and emits what its replacement has said meanwhile.
 func (w *watcher) handOver(from *watchChild, epoch string, to replacement) {
+	from.replaced = true
 	w.part(from, epoch)
 	w.overlap.until = time.Now()
 	w.hanging = nil

@@ -102,8 +102,11 @@ func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]GPU, [
 		err     error
 	}
 	results, opening := make(chan result, count), newOpenings()
-	for i := range count {
-		r := newReading(opening.enter())
+	readings := make([]*reading, count)
+	for i := range readings { // all of them before the first limit is set
+		readings[i] = newReading(opening.enter())
+	}
+	for i, r := range readings {
 		go func() {
 			defer r.opened()
 			gpu, err := boundedWhile(ctx, s.limit, r.progress, opening, fmt.Sprintf("NVML for the GPU with index %d", i), func() (*GPU, error) { return s.gpu(i, d, r) })

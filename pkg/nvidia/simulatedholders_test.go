@@ -32,6 +32,7 @@ func cutWatched(s site, change func(*watcher)) (watch, *Partitions) {
 	s.t.Cleanup(p.Close)
 	return watchSite(s, func(w *watcher) {
 		w.options.Command = []string{"env", roleVariable + "=watch", self}
+		w.options.Partitions = p // for watchers of cards apart
 		w.serve(p)
 		if change != nil {
 			change(w)
@@ -53,7 +54,7 @@ func playHolder(subscribes bool) {
 			_, _ = instance.GetComputeInstanceById(0)
 		}
 	}
-	fmt.Println(int(ret))
+	_, _ = fmt.Fprintln(os.Stdout, int(ret))
 	select {}
 }
 
@@ -88,11 +89,6 @@ func (s site) foreign(role string, index int) (pid int, end func()) {
 	return pid, end
 }
 
-func (s site) blocks(b state.Block) {
-	s.t.Helper()
-	s.change(func(_ *layout.Config, f *state.File) error { return f.SetBlock(b, true) })
-}
-
 // refusedBy checks that the error names this process as the holder.
 func refusedBy(t *testing.T, err error, pid int) {
 	t.Helper()
@@ -122,7 +118,7 @@ func TestModeChangeReplacesWatcherAndLosesNoEvent(t *testing.T) {
 	go func() {
 		for code := range events {
 			_ = f.XID(3, 1000+uint64(code))
-			time.Sleep(time.Millisecond)
+			<-time.After(time.Millisecond)
 		}
 	}()
 	heard, done := map[uint64]int{}, false

@@ -111,7 +111,9 @@ func newWatcher(o WatchOptions, emit func(device.Signal)) *watcher {
 func (w *watcher) serve(p *Partitions) { w.excluded, w.places.look = p.excluded, p.Look }
 
 func (w *watcher) run(ctx context.Context) error {
-	w.placing = ctx
+	placing, placed := outlasting(ctx)
+	defer placed()
+	w.placing = placing
 	for pause := firstRestart; ctx.Err() == nil; pause = min(max(2*pause, firstRestart), lastRestart) {
 		began, changed := time.Now(), w.excluded.changed()
 		err := w.watch(ctx)
@@ -130,6 +132,10 @@ func (w *watcher) run(ctx context.Context) error {
 		if errors.Is(err, errApart) {
 			w.setApart(ctx, w.hanging[0])
 			pause = 0 // and the next is firstRestart again
+			continue
+		}
+		if errors.Is(err, errNotReplaced) {
+			pause = 0 // the same
 			continue
 		}
 		var unready *NotReadyError
@@ -191,7 +197,7 @@ func (w *watcher) watch(ctx context.Context) error {
 		return err // no need to start a process for that
 	}
 	w.bury()
-	if n := len(w.children); n >= maxStuck {
+	if n := w.hung(); n >= maxStuck {
 		return stuckError(n)
 	}
 	w.hanging, w.overlap = nil, overlap{}
@@ -199,11 +205,28 @@ func (w *watcher) watch(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if w.only == "" {
+		w.excluded.replaced(nil)
+	}
 	return w.attend(ctx, child)
 }
 
+// hung counts the processes that hang. Those that were replaced have a limit of their own: a change
+// of MIG mode must not keep the watch from being started again.
+func (w *watcher) hung() (n int) {
+	for _, c := range w.children {
+		if !c.replaced {
+			n++
+		}
+	}
+	return n
+}
+
+// errStuck says that one more process might hang too.
+var errStuck = errors.New("still hang in the NVIDIA driver")
+
 func stuckError(n int) error {
-	return fmt.Errorf("%d earlier processes that watched the GPUs still hang in the NVIDIA driver: look at dmesg, and reset the GPUs or reboot the node", n)
+	return fmt.Errorf("%d earlier processes that watched the GPUs %w: look at dmesg, and reset the GPUs or reboot the node", n, errStuck)
 }
 
 // attend passes on what the watcher process says, and replaces the process when exclusions change.
@@ -211,25 +234,29 @@ func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 	epoch := driverLoad(w.options.Paths)
 	silence := time.NewTimer(initLimit + w.options.Interval)
 	defer silence.Stop()
-	starting, cancel := context.WithCancel(ctx)
-	var next <-chan replacement // nil while none is starting
-	var retry <-chan time.Time  // when to start one, nil while no time is set
-	failed := false             // the last one could not take over
-	defer func() {
-		cancel()
-		if next != nil {
-			(<-next).abandon()
-		}
-	}()
+	var next starting
+	var retry <-chan time.Time // when to start one, nil while no time is set
+	failed := false            // the last one could not take over
+	replace := func() {
+		w.setHangingApart(ctx)
+		next = w.startReplacement(ctx)
+	}
+	defer func() { next.abandon() }()
 	for {
 		changed := w.excluded.changed()
-		if now, soon := w.excluded.outdated(child.coverage); next == nil && (now || soon) {
+		if next.coverage != nil {
+			if now, _ := w.excluded.outdated(next.coverage); now {
+				next.abandon()
+				next = starting{}
+			}
+		}
+		if now, soon := w.excluded.outdated(child.coverage); next.ready == nil && (now || soon) {
 			switch {
-			case now && w.only != "":
+			case now && !w.excluded.leaves(w.cards()):
 				w.part(child, epoch)
 				return errExcluded
 			case now && !failed:
-				next = w.startReplacement(starting)
+				replace()
 			case retry == nil:
 				retry = time.After(restorePause)
 			}
@@ -238,14 +265,20 @@ func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 		case <-changed:
 		case <-retry:
 			retry, failed = nil, false
-			if now, soon := w.excluded.outdated(child.coverage); next == nil && (now || soon) {
-				next = w.startReplacement(starting)
+			if now, soon := w.excluded.outdated(child.coverage); next.ready == nil && (now || soon) {
+				replace()
 			}
-		case r := <-next:
-			next, retry, failed = nil, nil, r.err != nil
+		case r := <-next.ready:
+			next.cancel()
+			next, retry, failed = starting{}, nil, r.err != nil
 			w.excluded.replaced(r.err)
 			if failed {
 				r.abandon()
+				// A gap in the watch is better than a refusal of every mode change.
+				if now, _ := w.excluded.outdated(child.coverage); now && !errors.Is(r.err, errStuck) {
+					w.part(child, epoch)
+					return fmt.Errorf("%w: %w", errNotReplaced, r.err)
+				}
 				continue
 			}
 			w.handOver(child, epoch, r)
@@ -351,6 +384,7 @@ type watchChild struct {
 	err       error         // of what it said, to be read after ended
 	lastWords *tail
 	coverage  *coverage
+	replaced  bool // another has taken over from it, or it could not take over itself
 }
 
 func (c *watchChild) hasEnded() bool {

@@ -197,6 +197,7 @@ func (w *worker) usable() bool {
 
 func (w *worker) call(ctx context.Context, r request) (answer, *CutError) {
 	defer func() { w.lastUse = time.Now() }()
+	r.Patience = retryFor(ctx)
 	_ = w.send(r) // if it cannot be told, it is gone
 	select {
 	case a := <-w.answers:

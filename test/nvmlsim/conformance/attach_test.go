@@ -84,7 +84,7 @@ func TestAKilledProcessDropsTheAttachLock(t *testing.T) {
 	w.must(w.state.SetAttachCost(time.Hour))
 	p := start(t, "hold")
 	for !w.state.Attaching() {
-		time.Sleep(time.Millisecond)
+		<-time.After(time.Millisecond)
 	}
 	w.must(w.state.SetAttachCost(attachCost))
 	p.kill()
