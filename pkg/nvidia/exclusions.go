@@ -12,8 +12,13 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// restorePause lets cards that come back at about the same time share one replacement.
-const restorePause = time.Second
+const (
+	// restorePause lets cards that come back at about the same time share one replacement.
+	restorePause = 500 * time.Millisecond
+	// watchLimit bounds how long a mode change waits until its card is watched again. Without a watch
+	// claims are prepared all the same.
+	watchLimit = 5 * time.Second
+)
 
 // exclusions are the cards that no watcher process may have open, because their MIG mode changes.
 // A process that has a card open may block the change, and NVML closes a card only when its process
@@ -24,6 +29,7 @@ type exclusions struct {
 	watchers map[*coverage]bool
 	change   chan struct{} // closed with the next change
 	trouble  error         // why the last replacement could not take over, nil if it did
+	running  bool          // the watch runs, even while it has no process
 }
 
 type exclusion struct {
@@ -37,6 +43,7 @@ type coverage struct {
 	except map[device.PCIAddress]exclusion
 	pid    int  // 0 until the process has started
 	killed bool // it goes when the driver lets it go
+	hears  bool // the process listens to events
 }
 
 func (c *coverage) has(card device.PCIAddress) bool {
@@ -75,6 +82,55 @@ func (x *exclusions) exclude(ctx context.Context, card device.PCIAddress, minor 
 			restore()
 			return nil, x.refusal(pids, killed, context.Cause(ctx))
 		}
+	}
+}
+
+// awaitWatch returns when a watcher process listens to the card, so that the first fault of a Pod on
+// the card is heard.
+func (x *exclusions) awaitWatch(ctx context.Context, card device.PCIAddress) {
+	limit := time.NewTimer(watchLimit)
+	defer limit.Stop()
+	for {
+		changed, watched := x.watched(card)
+		if watched {
+			return
+		}
+		select {
+		case <-changed:
+		case <-limit.C:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// watched is also true where no watch runs: then there is nothing to wait for.
+func (x *exclusions) watched(card device.PCIAddress) (changed <-chan struct{}, watched bool) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	watched = !x.running
+	for c := range x.watchers {
+		watched = watched || c.has(card) && c.hears && !c.killed
+	}
+	return x.change, watched
+}
+
+// run records whether the watch runs.
+func (x *exclusions) run(running bool) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.running = running
+	x.announce()
+}
+
+// hear records that a watcher process listens to its cards.
+func (x *exclusions) hear(c *coverage) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if !c.hears {
+		c.hears = true
+		x.announce()
 	}
 }
 

@@ -64,7 +64,8 @@ func (p *Partitions) Look(ctx context.Context, card Card) (State, error) {
 }
 
 // SetMode turns MIG mode on or off, unless it is as wanted. On a board with NVLink fabric a card without MIG mode can be used only after it has
-// registered there: SetMode waits for that. Before the mode changes, the watcher lets go of the card; soon after, it watches the card again.
+// registered there: SetMode waits for that. Before the mode changes, the watcher lets go of the card;
+// SetMode returns when the card is watched again.
 func (p *Partitions) SetMode(ctx context.Context, card Card, on bool) (State, error) {
 	ctx, cancel := p.bounded(ctx)
 	defer cancel()
@@ -91,9 +92,11 @@ func (p *Partitions) changeMode(ctx context.Context, r request, minor int) (Stat
 		refusal.cause = context.Cause(ctx)
 		return State{}, refusal
 	}
-	defer restore()
 	r.Watched = false
-	return p.state(ctx, r)
+	s, err := p.state(ctx, r)
+	restore()
+	p.excluded.awaitWatch(ctx, r.Card.PCIAddress)
+	return s, err
 }
 
 // CreateInstance makes a GPU instance at exactly this place, where nothing may be.

@@ -163,6 +163,19 @@ func TestModeChangeReplacesWatcherAndLosesNoEvent(t *testing.T) {
 	}
 }
 
+func TestModeChangeEndsWhenTheGPUIsWatchedAgain(t *testing.T) {
+	s := newSite(t, "dgx-h100", layout.Container, "")
+	w, p := cutWatched(s, nil)
+	w.listens()
+	if _, err := p.SetMode(t.Context(), s.card(1), true); err != nil {
+		t.Fatal(err)
+	}
+	s.change(func(_ *layout.Config, f *state.File) error { return f.XID(1, 45) })
+	if e := w.event(s.card(1)); e.XID != 45 {
+		t.Errorf("%+v", e)
+	}
+}
+
 func TestConcurrentModeChangesShareWatcherReplacements(t *testing.T) {
 	s := newSite(t, "awkward", layout.Container, "")
 	var pids sync.Map

@@ -114,6 +114,10 @@ func (w *watcher) run(ctx context.Context) error {
 	placing, placed := outlasting(ctx)
 	defer placed()
 	w.placing = placing
+	if w.only == "" {
+		w.excluded.run(true)
+		defer w.excluded.run(false)
+	}
 	for pause := firstRestart; ctx.Err() == nil; pause = min(max(2*pause, firstRestart), lastRestart) {
 		began, changed := time.Now(), w.excluded.changed()
 		err := w.watch(ctx)
@@ -283,11 +287,15 @@ func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 			}
 			w.handOver(child, epoch, r)
 			child, epoch = r.child, r.epoch
+			w.excluded.hear(child.coverage)
 			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
 		case s := <-child.signals:
 			if s.Watcher != nil && driverLoad(w.options.Paths) != epoch {
 				w.part(child, epoch) // what it has open is of a driver that is not there any more
 				return errors.New("the NVIDIA driver was unloaded, or loaded again")
+			}
+			if s.Watcher != nil && s.Watcher.Up && s.Watcher.Events {
+				w.excluded.hear(child.coverage)
 			}
 			w.pass(s, epoch) // which may take its time
 			if len(w.hanging) > 1 && len(w.apart) < maxApart {
