@@ -147,7 +147,7 @@ func TestAModeThatCannotBeChangedIsExplainedAndTakenBack(t *testing.T) {
 	b.fails(b.do(request{Op: opSetMode, On: false}), CodeInUse, "1 GPU instances")
 	b = newBench(t, nil)
 	b.answers["nvmlDeviceSetMigMode 1"] = nvml.ERROR_IN_USE
-	if b.works(b.do(request{Op: opSetMode, On: true})); len(b.calls) != 2 {
+	if b.works(b.do(request{Op: opSetMode, On: true, Patience: transientLimit})); len(b.calls) != 2 {
 		t.Errorf("a GPU that is looked at for a moment: %v", b.calls)
 	}
 	b = newBench(t, nil)

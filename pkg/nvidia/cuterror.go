@@ -65,6 +65,8 @@ type CutError struct {
 	cause error
 	// passing says that the next try may well succeed.
 	passing bool
+	// held says that whoever has the card open is to be named.
+	held bool
 }
 
 // namedProcesses is how many processes the text names.

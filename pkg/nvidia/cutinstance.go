@@ -12,7 +12,8 @@ import (
 // createInstance makes a GPU instance at exactly the requested place. The driver may refuse the
 // first instance of a GPU while its own channels and profilers still use the GPU.
 func (c cutter) createInstance(r request) (*device.Instance, error) {
-	return retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateInstance(r) })
+	in, err := retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateInstance(r) })
+	return in, c.nameHolders(r, err)
 }
 
 func (c cutter) tryCreateInstance(r request) (*device.Instance, error) {

@@ -11,7 +11,19 @@ import (
 
 // setMode changes the MIG mode, unless it is as wanted or the watcher still has the card open.
 func (c cutter) setMode(r request) (*State, error) {
-	return retryTransient(r.Patience, func() (*State, error) { return c.trySetMode(r) })
+	s, err := retryTransient(r.Patience, func() (*State, error) { return c.trySetMode(r) })
+	return s, c.nameHolders(r, err)
+}
+
+// nameHolders lists who has the card open, after the last try only: it walks all of /proc.
+func (c cutter) nameHolders(r request, err error) error {
+	var refusal *CutError
+	if errors.As(err, &refusal) && refusal.held {
+		if card, failure := c.open(r); failure == nil {
+			refusal.Processes = c.holders(card, nil)
+		}
+	}
+	return err
 }
 
 // transientLimit is how long a GPU may be in use while no process computes on it. NVML may open all
@@ -101,11 +113,11 @@ func (c cutter) modeRefusal(r request, card nvml.Device, ret nvml.Return) *CutEr
 	}
 }
 
-// inUse explains a refusal about the card, and names the processes that have it open.
+// inUse explains a refusal about the card. [cutter.nameHolders] names who has it open.
 func (c cutter) inUse(r request, card nvml.Device, ret nvml.Return) *CutError {
 	refusal := c.because(r, toError(ret))
 	refusal.passing = len(c.processes(card, nil)) == 0
-	refusal.Processes = c.holders(card, nil)
+	refusal.held = true
 	return refusal
 }
 

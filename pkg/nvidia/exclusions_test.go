@@ -37,7 +37,7 @@ func TestExclusionDoesNotWaitForKilledWatcherThatHangs(t *testing.T) {
 }
 
 func TestModeChangeSetsHangingGPUApart(t *testing.T) {
-	s := newSite(t, "awkward", layout.Container, "")
+	s := newSite(t, "dgx-h100", layout.Container, "") // whose GPUs are attached at once
 	w, p := cutWatched(s, func(w *watcher) { w.wedged = 4 * hangLimit })
 	w.condition(s.card(3), answers)
 	w.listens()

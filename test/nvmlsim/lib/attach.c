@@ -7,6 +7,7 @@
 #include <limits.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -196,9 +197,13 @@ nvmlReturn_t sim_hold_driver(void)
 static void hold(uint64_t byte, int (*descriptor)(unsigned int minor), unsigned int minor)
 {
     pthread_mutex_lock(&nodes.lock);
-    bool has = nodes.count == MAX_HELD;
+    bool has = false;
     for (unsigned int i = 0; i < nodes.count && !has; i++)
         has = nodes.held[i].byte == byte;
+    if (!has && nodes.count == MAX_HELD) { /* a silent loss would let changes through that a driver refuses */
+        fprintf(stderr, "nvmlsim: this process holds more than %d instances and nodes\n", MAX_HELD);
+        abort();
+    }
     if (!has) {
         lock_byte(F_RDLCK, (off_t)byte, false);
         nodes.held[nodes.count].byte = byte;
