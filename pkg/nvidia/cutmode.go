@@ -27,8 +27,8 @@ func (c cutter) nameHolders(r request, err error) error {
 }
 
 // transientLimit is how long a GPU may be in use while no process computes on it. NVML may open all
-// GPUs in the worker of another one, which ends idleLimit after its last call.
-const transientLimit = 2 * idleLimit
+// GPUs in the worker of another one, which may be cutting and then ends after idleLimit.
+const transientLimit = 10 * time.Second
 
 // retryFor is how long a worker may retry: the call has to end with the refusal, not with its context.
 func retryFor(ctx context.Context) time.Duration {

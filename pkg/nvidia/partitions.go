@@ -14,8 +14,9 @@ import (
 )
 
 const (
-	// idleLimit is how long a worker is kept after its last answer: a claim makes several calls, and while a worker holds NVML no driver can be unloaded.
-	idleLimit = 5 * time.Second
+	// idleLimit is how long a worker is kept after its last answer, because a claim makes several calls.
+	// While it lives, no driver can be unloaded, and nobody else can remove an instance that it has read.
+	idleLimit = time.Second
 	// operationLimit bounds an operation whose context has no end.
 	operationLimit = 2 * time.Minute
 	// closeLimit is how long Close waits for workers to go.

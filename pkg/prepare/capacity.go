@@ -7,7 +7,6 @@ import (
 	"strings"
 
 	"k8s.io/apimachinery/pkg/api/resource"
-	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 )
@@ -35,12 +34,12 @@ func (e *FullError) Error() string {
 	return fmt.Sprintf("%s, and other claims hold %s: wait until enough of these claims are given back on this node, or end their Pods: %s", asked, e.Held.String(), strings.Join(names, ", "))
 }
 
-func (e *FullError) until() []types.UID {
-	uids := make([]types.UID, len(e.Holders))
+func (e *FullError) until() []waitedFor {
+	holders := make([]waitedFor, len(e.Holders))
 	for i, h := range e.Holders {
-		uids[i] = h.UID
+		holders[i] = waitedFor{h.UID, h.Namespace + "/" + h.Name}
 	}
-	return uids
+	return holders
 }
 
 // fits refuses the i-th device's shares if they exceed its capacity together with those that other

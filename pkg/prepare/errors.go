@@ -94,11 +94,11 @@ type HeldError struct {
 }
 
 // until is empty where nobody can say when the claim leaves, or where others share the device as it does.
-func (e *HeldError) until() []types.UID {
+func (e *HeldError) until() []waitedFor {
 	if e.Otherwise || e.Unreadable != nil {
 		return nil
 	}
-	return []types.UID{e.UID}
+	return []waitedFor{{e.UID, e.Holder}}
 }
 
 func (e *HeldError) Error() string {

@@ -57,15 +57,25 @@ func (p *Preparer) prepareAfterOthers(ctx context.Context, c *resourceapi.Resour
 // refusal names the claims that have to be given back, one of them, before trying again is of use.
 type refusal interface {
 	error
-	until() []types.UID
+	until() []waitedFor
+}
+
+// waitedFor is a claim that has to be given back first.
+type waitedFor struct {
+	uid  types.UID
+	name string
 }
 
 // givenBack waits for one of the claims. It is false if that has not happened in time, or cannot be expected.
-func (p *Preparer) givenBack(ctx context.Context, holders []types.UID) bool {
+func (p *Preparer) givenBack(ctx context.Context, holders []waitedFor) bool {
 	if len(holders) == 0 || ctx.Err() != nil {
 		return false
 	}
-	klog.FromContext(ctx).Info("Waiting for another claim to be given back", "claimUIDs", holders)
+	names := make([]string, len(holders))
+	for i, h := range holders {
+		names[i] = h.name
+	}
+	klog.FromContext(ctx).Info("Waiting for another claim to be given back", "claims", names)
 	poll := time.NewTicker(heldPoll)
 	defer poll.Stop()
 	for {
@@ -76,8 +86,8 @@ func (p *Preparer) givenBack(ctx context.Context, holders []types.UID) bool {
 			return false
 		case <-poll.C:
 		}
-		for _, uid := range holders {
-			if _, found, err := p.Records.Load(uid); err != nil || !found {
+		for _, h := range holders {
+			if _, found, err := p.Records.Load(h.uid); err != nil || !found {
 				return err == nil
 			}
 		}
