@@ -143,9 +143,10 @@ func (d *Driver) writeBase(files *string) (renumbered bool) {
 	return renumbered
 }
 
-// checkHook keeps the hook binary on the host. The node is not ready while the host could not run it: containers with a GPU would then fail to start.
-// A superseded instance leaves installing to the newer one, but still checks: it serves claims, and
-// must not keep a condition that the newer one has removed.
+// checkHook keeps the hook binary on the host. The node is not ready while the host could not run
+// it: containers with a GPU would then fail to start. A superseded instance leaves installing to
+// the newer one, but still checks: it serves claims, and must not keep a condition that the newer
+// one has removed.
 func (d *Driver) checkHook(ctx context.Context) {
 	superseded, changed := d.superseded.Load(), false
 	var err error
@@ -172,7 +173,8 @@ func (d *Driver) checkHook(ctx context.Context) {
 	}
 }
 
-// askRuntime asks whether the container runtime would ignore our specs: then the node is not ready. A runtime that cannot be asked changes nothing.
+// askRuntime asks whether the container runtime would ignore our specs: then the node is not ready.
+// A runtime that cannot be asked changes nothing.
 func (d *Driver) askRuntime(ctx context.Context) {
 	if d.cfg.CRISocket == "" {
 		return

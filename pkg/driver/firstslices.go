@@ -84,7 +84,8 @@ func completePool(there []resourceapi.ResourceSlice) (_ []resourceslice.Slice, c
 	return all, true
 }
 
-// butTaints are the slices as they are in the API server, and whether they are one complete pool that is the same as what is wanted but for taints.
+// butTaints are the slices as they are in the API server, and whether they are one complete pool
+// that is the same as what is wanted but for taints.
 func butTaints(there []resourceapi.ResourceSlice, wanted []resourceslice.Slice) (_ []resourceslice.Slice, same bool) {
 	given, complete := completePool(there)
 	if !complete || len(given) != len(wanted) {

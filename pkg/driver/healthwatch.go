@@ -35,7 +35,8 @@ const (
 	healthStale = 30 * time.Second
 )
 
-// NewWatch listens to the node's hardware: NVML in a child process of its own, which makes room for what partitions do.
+// NewWatch listens to the node's hardware: NVML in a child process of its own, which makes room for
+// what partitions do.
 func NewWatch(cfg *config.Config, partitions *nvidia.Partitions) (func(ctx context.Context, tell func(device.Signal)) error, error) {
 	executable, err := os.Executable()
 	if err != nil {

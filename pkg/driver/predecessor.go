@@ -23,8 +23,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
-// withheld is an inventory without the GPUs that claims of the reference driver hold, which prepared them before this driver came to the node. They are neither
-// published nor prepared; who asks for one of them is told whose it is.
+// withheld is an inventory without the GPUs that claims of the reference driver hold, which
+// prepared them before this driver came to the node. They are neither published nor prepared; who
+// asks for one of them is told whose it is.
 type withheld struct {
 	inventorySource
 	before *predecessor.Store

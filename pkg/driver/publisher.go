@@ -184,8 +184,9 @@ func (p *publisher) serverVersion(ctx context.Context) string {
 	return v.GitVersion
 }
 
-// basis is what was last offered: slices without marks, for a cluster with such features, of the snapshot that they were cut from. Slices of an earlier instance
-// have its marks, and the snapshot is empty until the hardware is known.
+// basis is what was last offered: slices without marks, for a cluster with such features, of the
+// snapshot that they were cut from. Slices of an earlier instance have its marks, and the snapshot
+// is empty until the hardware is known.
 type basis struct {
 	// made is false before anything was offered.
 	made     bool
@@ -195,9 +196,10 @@ type basis struct {
 	settled  bool
 }
 
-// resources are the slices of the node's one pool, with marks. A node that is not ready now keeps what it has offered, since an empty pool would be a claim
-// about its GPUs, unless they are known to be gone; the marks say that it is not ready. It is not known what to publish where a cluster has come to keep other fields meanwhile: shapes that
-// overlap may not be cut as they were.
+// resources are the slices of the node's one pool, with marks. A node that is not ready now keeps
+// what it has offered, since an empty pool would be a claim about its GPUs, unless they are known
+// to be gone; the marks say that it is not ready. It is not known what to publish where a cluster
+// has come to keep other fields meanwhile: shapes that overlap may not be cut as they were.
 func (p *publisher) resources(ctx context.Context, on *basis, f Features) (_ []resourceslice.Slice, settled, known bool, _ error) {
 	s := p.inv.Snapshot()
 	if !s.Ready && !s.Empty && (!on.made || on.features != f) {

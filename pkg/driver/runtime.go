@@ -13,8 +13,10 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// runtimeRefusesCDI asks the container runtime whether it will inject the specs in cdiRoot. containerd 1.7 has enable_cdi = false by default, and
-// then runs Pods without their devices, silently. A non-empty code and its message say why not and what to change. Runtimes that do not tell are taken to do it.
+// runtimeRefusesCDI asks the container runtime whether it will inject the specs in cdiRoot.
+// containerd 1.7 has enable_cdi = false by default, and then runs Pods without their devices,
+// silently. A non-empty code and its message say why not and what to change. Runtimes that do not
+// tell are taken to do it.
 func runtimeRefusesCDI(ctx context.Context, socket, cdiRoot string) (code, message string, _ error) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()

@@ -17,8 +17,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// offeredInventory is the inventory with all readiness conditions, and with cards that the inventory has lost sight of and that are known to be ill: they stay in the slices, tainted, so that the
-// Pods that have them can be found, and the other cards' slices stay as they are.
+// offeredInventory is the inventory with all readiness conditions, and with cards that the
+// inventory has lost sight of and that are known to be ill: they stay in the slices, tainted, so
+// that the Pods that have them can be found, and the other cards' slices stay as they are.
 type offeredInventory struct {
 	readiness *readiness
 	health    *healthWatch
@@ -146,7 +147,8 @@ func (m marker) all(d resourceapi.Device, v health.Verdict, notReady *resourceap
 	return taints
 }
 
-// taints has one for each state that the device is in: a milder one stays beside a graver one, and each has been there since its own time.
+// taints has one for each state that the device is in: a milder one stays beside a graver one, and
+// each has been there since its own time.
 func (m marker) taints(v health.Verdict) []resourceapi.DeviceTaint {
 	var taints []resourceapi.DeviceTaint
 	for _, c := range v.Causes {

@@ -20,8 +20,9 @@ import (
 // usersTimeout bounds how long a container runtime is asked about all of its containers.
 const usersTimeout = 20 * time.Second
 
-// usersOfClaim lists the containers, as namespace/pod, that run, or are about to, and have CDI devices of a claim. Only containerd is known to say which a container was made with;
-// of another runtime nothing is concluded.
+// usersOfClaim lists the containers, as namespace/pod, that run, or are about to, and have CDI
+// devices of a claim. Only containerd is known to say which a container was made with; of another
+// runtime nothing is concluded.
 func usersOfClaim(ctx context.Context, socket string, uid types.UID) ([]string, error) {
 	if socket == "" {
 		return nil, errors.New("no socket of the container runtime is configured (--cri-socket)")

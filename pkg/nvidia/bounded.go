@@ -6,7 +6,8 @@ import (
 	"time"
 )
 
-// callLimit is how long NVML may take for one question. Attaching a GPU that nothing holds takes one to three seconds, and more; see [openings].
+// callLimit is how long NVML may take for one question. Attaching a GPU that nothing holds takes
+// one to three seconds, and more; see [openings].
 const callLimit = 10 * time.Second
 
 // bounded waits for call until ctx ends or the limit is over. A C call cannot be cancelled: one that hangs keeps its goroutine and its thread
@@ -15,8 +16,9 @@ func bounded[T any](ctx context.Context, limit time.Duration, what string, call 
 	return boundedWhile(ctx, limit, nil, newOpenings(), what, call)
 }
 
-// boundedWhile is [bounded] for a call that asks NVML many questions: the limit begins again with each progress, of this card or of those that are
-// opened. Beside a cut, which locks the whole driver, each answer may take long.
+// boundedWhile is [bounded] for a call that asks NVML many questions: the limit begins again with
+// each progress, of this card or of those that are opened. Beside a cut, which locks the whole
+// driver, each answer may take long.
 func boundedWhile[T any](ctx context.Context, own time.Duration, progress <-chan struct{}, o *openings, what string, call func() (T, error)) (T, error) {
 	type answer struct {
 		value T

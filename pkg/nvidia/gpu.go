@@ -122,7 +122,8 @@ func pciAddress(card nvlib.Device) (device.PCIAddress, error) {
 	return device.ParsePCIAddress(id)
 }
 
-// identity reads what a claim can select by. Without UUID or minor a card cannot be offered; the names are best effort.
+// identity reads what a claim can select by. Without UUID or minor a card cannot be offered; the
+// names are best effort.
 func identity(card nvlib.Device, g *device.GPU, progress func()) error {
 	var ret nvml.Return
 	if g.UUID, ret = card.GetUUID(); ret != nvml.SUCCESS {

@@ -16,7 +16,8 @@ import (
 )
 
 const (
-	// scanLimit is how long a child may take besides callLimit for each GPU; it gives up on every single question long before.
+	// scanLimit is how long a child may take besides callLimit for each GPU; it gives up on every
+	// single question long before.
 	scanLimit = 45 * time.Second
 	// maxStuck is how many children may hang in the driver before no more are started. A process in uninterruptible sleep cannot be killed.
 	maxStuck = 4

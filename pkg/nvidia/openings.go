@@ -30,7 +30,8 @@ func (o *openings) enter() (done func()) {
 	})
 }
 
-// limit is how long a card may take from now on that may take so long for itself. After another it is to be asked again.
+// limit is how long a card may take from now on that may take so long for itself. After another it
+// is to be asked again.
 func (o *openings) limit(own time.Duration) (now time.Duration, another <-chan struct{}) {
 	o.mu.Lock()
 	defer o.mu.Unlock()

@@ -138,7 +138,8 @@ func (e *LostError) Error() string {
 	return fmt.Sprintf("claim %s: device %s is lost, containers that use it do not start any more: delete the claim's Pods: %v", e.Claim, e.Device, e.Reason)
 }
 
-// claimError is what came of one claim's part of a comparison. Without a UID it is of what no claim's record tells.
+// claimError is what came of one claim's part of a comparison. Without a UID it is of what no
+// claim's record tells.
 type claimError struct {
 	uid types.UID
 	error

@@ -84,7 +84,8 @@ func (p *Preparer) shareable(w *plan, i int, others []checkpoint.Entry, had bool
 }
 
 // unmeasured refuses a share of a device of which a claim holds nobody knows how much, because its
-// record cannot be read. A claim that has its share keeps it, unless the other shares the device in another way.
+// record cannot be read. A claim that has its share keeps it, unless the other shares the device in
+// another way.
 func (p *Preparer) unmeasured(d checkpoint.Device, uid types.UID, unreadable error, had bool) error {
 	h, _, err := p.Records.Holder(sharedKey(d.Device, mpsDaemonKind))
 	alike := err == nil && h.Holds(uid) == d.Fraction
@@ -96,8 +97,9 @@ func (p *Preparer) unmeasured(d checkpoint.Device, uid types.UID, unreadable err
 	})
 }
 
-// sharedOtherwise says whether the claim has fractions of the device where plain shares are asked for, or the other way round: what keeps limits lets nobody
-// else compute. The scheduler gives out both only where what is offered has changed while claims held the device.
+// sharedOtherwise says whether the claim has fractions of the device where plain shares are asked
+// for, or the other way round: what keeps limits lets nobody else compute. The scheduler gives out
+// both only where what is offered has changed while claims held the device.
 func sharedOtherwise(d checkpoint.Device, holder checkpoint.Record) bool {
 	return slices.ContainsFunc(holder.Devices, func(h checkpoint.Device) bool {
 		return h.Device == d.Device && !h.AdminAccess && h.Fraction != d.Fraction

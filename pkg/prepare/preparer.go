@@ -47,8 +47,9 @@ type Options struct {
 	Locks   *lock.Set
 	// Reread gets a claim from the API server again, after a wait in which it may have changed.
 	Reread func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error)
-	// GivenBack, if set, is told of each claim that was given back, also to be prepared anew, while its lock is held. Overtaken, if set, says that this was so since the call came that
-	// the context is of.
+	// GivenBack, if set, is told of each claim that was given back, also to be prepared anew, while
+	// its lock is held. Overtaken, if set, says that this was so since the call came that the
+	// context is of.
 	GivenBack func(uid types.UID)
 	Overtaken func(ctx context.Context, uid types.UID) bool
 	BootID    string

@@ -15,7 +15,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
-// attachCost is that of nodes/awkward.yaml: the driver takes it for each GPU that nobody has open, one after another.
+// attachCost is that of nodes/awkward.yaml: the driver takes it for each GPU that nobody has open,
+// one after another.
 const attachCost = 3 * time.Second
 
 // procView is the node's /proc with the simulated driver's files. The plugin finds processes in it.
@@ -218,7 +219,8 @@ func (u tenant) anyRunning(n int) (pods []string) {
 	return pods[:n]
 }
 
-// reportsXID has an instance report an XID until the plugin has counted it: nobody listens to a GPU while it is cut first.
+// reportsXID has an instance report an XID until the plugin has counted it: nobody listens to a GPU
+// while it is cut first.
 func (w *world) reportsXID(t *testing.T, partition, code string) {
 	t.Helper()
 	instance, made := w.simulatedInstanceOf(t, partition)

@@ -323,8 +323,9 @@ func (w *world) testStatic(t *testing.T) {
 	if now := layout(); now != before {
 		t.Errorf("after the claim the admin's layout is\n%s", now)
 	}
-	// Another layout is followed, and an empty GPU is offered in all shapes again.
-	// The plugin's worker may have read the instances just now, and keeps others from removing them for a second.
+	// Another layout is followed, and an empty GPU is offered in all shapes again. The plugin's
+	// worker may have read the instances just now, and keeps others from removing them for a
+	// second.
 	eventually(t, 10*time.Second, "the admin removes the instances", func() (bool, string) {
 		out := w.smi(t, h100, "mig", "-i", "7", "-dci") + w.smi(t, h100, "mig", "-i", "7", "-dgi")
 		return strings.Contains(w.smi(t, h100, "mig", "-i", "7", "-lgi"), "No GPU instances"), out

@@ -25,7 +25,8 @@ const (
 // noticedWithin is how soon the plugin notices a broken hook or runtime: it checks both once a minute.
 const noticedWithin = 75 * time.Second
 
-// TestUnreadyNode: a node that cannot serve claims keeps new ones away, says why, and takes them again once it can.
+// TestUnreadyNode: a node that cannot serve claims keeps new ones away, says why, and takes them
+// again once it can.
 func TestUnreadyNode(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
@@ -190,7 +191,8 @@ type cause struct {
 	name string
 	// code is the taint's value, and says a part of what the Events and the readiness say.
 	code, says string
-	// taintedWithin is how soon the taint is there, and notBefore how long the driver waits for the cause to pass.
+	// taintedWithin is how soon the taint is there, and notBefore how long the driver waits for the
+	// cause to pass.
 	taintedWithin, notBefore time.Duration
 	begin, end               func(t *testing.T, node string)
 }

@@ -25,12 +25,14 @@ type Node struct {
 	GPUs          []Card `json:"gpus"`
 	// Others are PCI devices that are no GPUs: NVSwitches, network cards. They stand in sysfs only.
 	Others []PCIDevice `json:"otherDevices,omitempty"`
-	// ClientBlocksMode and ClientBlocksDestroy (on unless it says false) say what processes that only have NVML open keep others from, CreateInUse that
-	// the first GPU instance of a GPU is refused once.
+	// ClientBlocksMode and ClientBlocksDestroy (on unless it says false) say what processes that
+	// only have NVML open keep others from, CreateInUse that the first GPU instance of a GPU is
+	// refused once.
 	ClientBlocksMode    bool  `json:"clientBlocksMode,omitempty"`
 	ClientBlocksDestroy *bool `json:"clientBlocksDestroy,omitempty"`
 	CreateInUse         bool  `json:"createInUse,omitempty"`
-	// AttachCost is how long the driver takes to open a GPU that nobody has open, one GPU after another. With it GPUs begin without persistence mode.
+	// AttachCost is how long the driver takes to open a GPU that nobody has open, one GPU after
+	// another. With it GPUs begin without persistence mode.
 	AttachCost metav1.Duration `json:"attachCost,omitzero"`
 }
 

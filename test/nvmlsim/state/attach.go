@@ -5,7 +5,8 @@ import (
 	"time"
 )
 
-// SetAttachCost says how long the driver takes to open a GPU that nobody has open. A GPU with persistence mode is open always, so with a cost they lose it.
+// SetAttachCost says how long the driver takes to open a GPU that nobody has open. A GPU with
+// persistence mode is open always, so with a cost they lose it.
 func (f *File) SetAttachCost(cost time.Duration) error {
 	return f.update(func() error {
 		atomic.StoreUint64(&f.Header().AttachCostMS, uint64(cost.Milliseconds()))

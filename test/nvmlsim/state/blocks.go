@@ -14,7 +14,8 @@ const (
 	ClientBlocksMode Block = iota
 	// ClientBlocksDestroy is that a process which has a handle of an instance keeps others from removing it.
 	ClientBlocksDestroy
-	// CreateInUse is that the first GPU instance of a GPU is refused once: what the driver itself has there goes first.
+	// CreateInUse is that the first GPU instance of a GPU is refused once: what the driver itself
+	// has there goes first.
 	CreateInUse
 )
 
