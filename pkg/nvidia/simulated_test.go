@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/google/go-cmp/cmp"
@@ -45,6 +46,9 @@ func newSite(t *testing.T, node string, kind layout.Kind, libdir string) site {
 	if err != nil {
 		t.Fatal(err)
 	}
+	// In real time each process would open the GPUs of an awkward node for half a minute. attach_test.go
+	// sets the cost that it tests.
+	described.AttachCost.Duration = min(described.AttachCost.Duration, 10*time.Millisecond)
 	return newSiteOf(t, described, kind, libdir)
 }
 
