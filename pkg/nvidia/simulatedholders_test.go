@@ -211,7 +211,9 @@ func TestConcurrentModeChangesShareWatcherReplacements(t *testing.T) {
 	close(stop)
 	count := 0
 	pids.Range(func(any, any) bool { count++; return true })
-	if count > 6 { // the first, one or two without them, one or two with them, and the moment before a process has its number
+	// Without sharing there would be seventeen: the first, and two for each change. How many there are
+	// depends on how many changes begin before the next process listens.
+	if count > 12 {
 		t.Errorf("%d processes were needed", count)
 	}
 }
