@@ -15,8 +15,9 @@ const (
 	// would otherwise wake every node a hundred times a second.
 	stagePoll     = 10 * time.Millisecond
 	stagePollMost = time.Second
-	// stagePatience is how long a write is waited for where there may be nothing to write.
-	stagePatience = 3 * time.Second
+	// stagePatience bounds the wait for a write, because there may be nothing to write. It is longer
+	// than a busy API server takes: two changed slices at once would leave the pool incomplete.
+	stagePatience = 10 * time.Second
 	// stageSettle is how long nothing must have been written after a change of several slices: nobody knows how many writes that takes.
 	stageSettle = 200 * time.Millisecond
 )
