@@ -38,6 +38,7 @@ func (c *Config) Fields() []Field {
 	str := func(p *string, name, usage string) { flags.StringVar(p, name, *p, usage); row(name, usage) }
 	num := func(p *int, name, usage string) { flags.IntVar(p, name, *p, usage); row(name, usage) }
 	span := func(p *time.Duration, name, usage string) { flags.DurationVar(p, name, *p, usage); row(name, usage) }
+	boolean := func(p *bool, name, usage string) { flags.BoolVar(p, name, *p, usage); row(name, usage) }
 	float := func(p *float64, name, usage string) { flags.Float64Var(p, name, *p, usage); row(name, usage) }
 
 	str(&c.NodeName, "node-name", "name of the Node that this process serves; also the name of its pool")
@@ -71,6 +72,7 @@ func (c *Config) Fields() []Field {
 
 	str(&c.BesideDevicePlugin, "beside-device-plugin", "what to do while NVIDIA's device plugin offers GPUs of the same node (nvidia.com/gpu or nvidia.com/mig-* in the Node's capacity): refuse (prepare nothing, and taint the devices) or warn")
 	span(&c.ClaimGrace, "claim-grace", "how long a claim that is held must have been gone from the API server (deleted, replaced, or without its devices) before the plugin gives its devices back by itself, like 5m; while containers have them it does not; held claims are looked up once in that time; 0 means never")
+	boolean(&c.ClaimStatus, "claim-status", "whether to write into a claim's status.devices what each of its devices is (UUIDs, profile, place, condition Ready), for monitoring; false also makes the rights for that needless")
 
 	str(&c.HTTPAddress, "http-address", "host:port for /livez, /readyz and /metrics; empty means off")
 	str(&c.GRPCHealthAddress, "grpc-health-address", "host:port for the gRPC health service (grpc.health.v1); empty means off")
