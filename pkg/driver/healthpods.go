@@ -110,7 +110,9 @@ func consumers(c *resourceapi.ResourceClaim) []*corev1.ObjectReference {
 		onlyPods = onlyPods && resource == corev1.Resource("pods")
 		if kind, known := consumerKinds[resource]; known {
 			version, kind := kind.ToAPIVersionAndKind()
-			objects = append(objects, &corev1.ObjectReference{APIVersion: version, Kind: kind, Namespace: c.Namespace, Name: consumer.Name, UID: consumer.UID})
+			objects = append(objects, &corev1.ObjectReference{
+				APIVersion: version, Kind: kind, Namespace: c.Namespace, Name: consumer.Name, UID: consumer.UID,
+			})
 		}
 	}
 	if !onlyPods {

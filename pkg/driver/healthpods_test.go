@@ -7,29 +7,36 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 func podGroup(name string) resourceapi.ResourceClaimConsumerReference {
 	return resourceapi.ResourceClaimConsumerReference{APIGroup: "scheduling.k8s.io", Resource: "podgroups", Name: name, UID: "uid-of-group"}
 }
 
-// The Pods of a PodGroup are not named in the claim, so the Event is where their users look: at the PodGroup and at the claim.
+// The claim does not name the Pods of a PodGroup, so the Event goes to the PodGroup and to the claim.
 func TestHealthEventsReachEveryConsumerOfAClaim(t *testing.T) {
 	pod := resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: "p", UID: "uid-of-p"}
-	aPod := corev1.ObjectReference{APIVersion: "v1", Kind: "Pod", Namespace: "team", Name: "p", UID: "uid-of-p"}
-	aGroup := corev1.ObjectReference{APIVersion: "scheduling.k8s.io/v1beta1", Kind: "PodGroup", Namespace: "team", Name: "g", UID: "uid-of-group"}
-	theClaim := corev1.ObjectReference{APIVersion: "resource.k8s.io/v1", Kind: "ResourceClaim", Namespace: "team", Name: "c", UID: "uid-of-c"}
+	run := resourceapi.ResourceClaimConsumerReference{APIGroup: "example.com", Resource: "runs", Name: "r", UID: "u"}
+	foreignPod := resourceapi.ResourceClaimConsumerReference{APIGroup: "example.com", Resource: "pods", Name: "p", UID: "u"}
+	type consumersOf = []resourceapi.ResourceClaimConsumerReference
+	object := func(version, kind, name string, uid types.UID) corev1.ObjectReference {
+		return corev1.ObjectReference{APIVersion: version, Kind: kind, Namespace: "team", Name: name, UID: uid}
+	}
+	aPod := object("v1", "Pod", "p", "uid-of-p")
+	aGroup := object("scheduling.k8s.io/v1beta1", "PodGroup", "g", "uid-of-group")
+	theClaim := object("resource.k8s.io/v1", "ResourceClaim", "c", "uid-of-c")
 	for name, c := range map[string]struct {
-		reserved []resourceapi.ResourceClaimConsumerReference
+		reserved consumersOf
 		want     []corev1.ObjectReference
 	}{
 		"nobody":             {nil, nil},
-		"a Pod":              {[]resourceapi.ResourceClaimConsumerReference{pod}, []corev1.ObjectReference{aPod}},
-		"a PodGroup":         {[]resourceapi.ResourceClaimConsumerReference{podGroup("g")}, []corev1.ObjectReference{aGroup, theClaim}},
-		"both":               {[]resourceapi.ResourceClaimConsumerReference{podGroup("g"), pod}, []corev1.ObjectReference{aGroup, aPod, theClaim}},
-		"two PodGroups":      {[]resourceapi.ResourceClaimConsumerReference{podGroup("g"), podGroup("g")}, []corev1.ObjectReference{aGroup, aGroup, theClaim}},
-		"an unknown kind":    {[]resourceapi.ResourceClaimConsumerReference{{APIGroup: "example.com", Resource: "runs", Name: "r", UID: "u"}}, []corev1.ObjectReference{theClaim}},
-		"Pods of some group": {[]resourceapi.ResourceClaimConsumerReference{{APIGroup: "example.com", Resource: "pods", Name: "p", UID: "u"}}, []corev1.ObjectReference{theClaim}},
+		"a Pod":              {consumersOf{pod}, []corev1.ObjectReference{aPod}},
+		"a PodGroup":         {consumersOf{podGroup("g")}, []corev1.ObjectReference{aGroup, theClaim}},
+		"both":               {consumersOf{podGroup("g"), pod}, []corev1.ObjectReference{aGroup, aPod, theClaim}},
+		"two PodGroups":      {consumersOf{podGroup("g"), podGroup("g")}, []corev1.ObjectReference{aGroup, aGroup, theClaim}},
+		"an unknown kind":    {consumersOf{run}, []corev1.ObjectReference{theClaim}},
+		"Pods of some group": {consumersOf{foreignPod}, []corev1.ObjectReference{theClaim}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: "c", UID: "uid-of-c"}}

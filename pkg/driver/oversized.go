@@ -96,5 +96,6 @@ func (d *Driver) oversizedHint(c *resourceapi.ResourceClaim) string {
 	if d.fractions.Load() {
 		return o.String() + ". Class shared.gpu.nvidia.com gives a share with a limit of memory"
 	}
-	return o.String() + ". This node offers no shares with a limit of memory; the chart's value shares=fractions offers them in class shared.gpu.nvidia.com"
+	return o.String() + ". This node offers no shares with a limit of memory; " +
+		"the chart's value shares=fractions offers them in class shared.gpu.nvidia.com"
 }

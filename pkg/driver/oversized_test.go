@@ -37,31 +37,38 @@ func TestWhichClaimsHoldAWholeGPUForLittle(t *testing.T) {
 	foreign.Driver, admin.AdminAccess = "nic.example.com", ptr.To(true)
 	type requests = []resourceapi.DeviceRequest
 	type results = []resourceapi.DeviceRequestAllocationResult
+	little, alternatives := requests{exactly("gpu", "4Gi")}, requests{firstOf}
+	whole := results{result("gpu", firstGPU)}
 	for name, c := range map[string]struct {
 		requests requests
 		results  results
 		says     []string // nothing, if empty
 	}{
-		"asks for less than half":                    {requests{exactly("gpu", "4Gi")}, results{result("gpu", firstGPU)}, []string{"gpu", "4Gi", firstGPU, "80Gi", "class gpu.nvidia.com"}},
-		"asks for half":                              {requests{exactly("gpu", "40Gi")}, results{result("gpu", firstGPU)}, []string{"40Gi"}},
-		"asks for nothing, by a number":              {requests{exactly("gpu", "0")}, results{result("gpu", firstGPU)}, []string{"asks for 0 of memory"}},
-		"asks for more than half":                    {requests{exactly("gpu", "40961Mi")}, results{result("gpu", firstGPU)}, nil},
-		"asks for more than a number holds":          {requests{exactly("gpu", "1e30")}, results{result("gpu", firstGPU)}, nil},
-		"does not say how much":                      {requests{exactly("gpu", "")}, results{result("gpu", firstGPU)}, nil},
-		"got the alternative that asks for little":   {requests{firstOf}, results{result("gpu/small", firstGPU)}, []string{"gpu/small", "10Gi", "class small.example.com"}},
-		"got the alternative that asks for much":     {requests{firstOf}, results{result("gpu/large", firstGPU)}, nil},
-		"got an alternative that it does not have":   {requests{firstOf}, results{result("gpu/other", firstGPU)}, nil},
-		"got what it does not ask for":               {requests{exactly("gpu", "4Gi")}, results{result("extra", firstGPU)}, nil},
-		"got a share":                                {requests{exactly("gpu", "4Gi")}, results{result("gpu", firstGPU+"-share")}, nil},
-		"got a partition":                            {requests{exactly("gpu", "4Gi")}, results{result("gpu", firstGPU+"-mig-19-0")}, nil},
-		"got a GPU of which nothing is known":        {requests{exactly("gpu", "4Gi")}, results{result("gpu", "gpu-0000-99-00-0")}, nil},
-		"got a device of another driver":             {requests{exactly("gpu", "4Gi")}, results{foreign}, nil},
-		"only looks":                                 {requests{exactly("gpu", "4Gi")}, results{admin}, nil},
-		"got several":                                {requests{exactly("gpu", "4Gi")}, results{result("gpu", firstGPU), result("gpu", secondGPU)}, []string{"1 more"}},
-		"holds one for much and one for little":      {requests{exactly("much", "80Gi"), exactly("little", "1Gi")}, results{result("much", firstGPU), result("little", secondGPU)}, []string{"little", secondGPU}},
-		"got something with a name that is none":     {requests{exactly("gpu", "4Gi")}, results{result("gpu", "")}, nil},
-		"asks for little, and is not allocated":      {requests{exactly("gpu", "4Gi")}, nil, nil},
-		"has a request that this version cannot say": {requests{{Name: "gpu"}}, results{result("gpu", firstGPU)}, nil},
+		"asks for less than half":           {little, whole, []string{"gpu", "4Gi", firstGPU, "80Gi", "class gpu.nvidia.com"}},
+		"asks for half":                     {requests{exactly("gpu", "40Gi")}, whole, []string{"40Gi"}},
+		"asks for nothing, by a number":     {requests{exactly("gpu", "0")}, whole, []string{"asks for 0 of memory"}},
+		"asks for more than half":           {requests{exactly("gpu", "40961Mi")}, whole, nil},
+		"asks for more than a number holds": {requests{exactly("gpu", "1e30")}, whole, nil},
+		"does not say how much":             {requests{exactly("gpu", "")}, whole, nil},
+		"got the alternative that asks for little": {
+			alternatives, results{result("gpu/small", firstGPU)}, []string{"gpu/small", "10Gi", "class small.example.com"},
+		},
+		"got the alternative that asks for much":   {alternatives, results{result("gpu/large", firstGPU)}, nil},
+		"got an alternative that it does not have": {alternatives, results{result("gpu/other", firstGPU)}, nil},
+		"got what it does not ask for":             {little, results{result("extra", firstGPU)}, nil},
+		"got a share":                              {little, results{result("gpu", firstGPU+"-share")}, nil},
+		"got a partition":                          {little, results{result("gpu", firstGPU+"-mig-19-0")}, nil},
+		"got a GPU of which nothing is known":      {little, results{result("gpu", "gpu-0000-99-00-0")}, nil},
+		"got a device of another driver":           {little, results{foreign}, nil},
+		"only looks":                               {little, results{admin}, nil},
+		"got several":                              {little, append(whole, result("gpu", secondGPU)), []string{"1 more"}},
+		"holds one for much and one for little": {
+			requests{exactly("much", "80Gi"), exactly("little", "1Gi")},
+			results{result("much", firstGPU), result("little", secondGPU)}, []string{"little", secondGPU},
+		},
+		"got something with a name that is none":     {little, results{result("gpu", "")}, nil},
+		"asks for little, and is not allocated":      {little, nil, nil},
+		"has a request that this version cannot say": {requests{{Name: "gpu"}}, whole, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: "c", UID: "uid"}}

@@ -43,7 +43,8 @@ spec:
 	u.sees("second", "", allocated)
 	eventually(t, 10*time.Second, "the claim's status says what it got", func() (bool, string) {
 		devices := w.claimOf(t, u.namespace, "first", "gpu").Status.Devices
-		return len(devices) == 1 && devices[0].Data != nil && strings.Contains(string(devices[0].Data.Raw), allocated[0]), fmt.Sprintf("%+v", devices)
+		ok := len(devices) == 1 && devices[0].Data != nil && strings.Contains(string(devices[0].Data.Raw), allocated[0])
+		return ok, fmt.Sprintf("%+v", devices)
 	})
 
 	w.nvmlsim(t, h100, "xid", busOf(claim.Status.Allocation.Devices.Results[0].Device), "31")
