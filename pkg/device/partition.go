@@ -119,11 +119,11 @@ func existing(g GPU, i Instance) []Partition {
 	var partitions []Partition
 	p, _ := g.Profile(i.ProfileID)
 	for _, c := range i.Compute {
+		s := Partition{gpu: g, part: i.partName(c), profile: c.Name, uuid: c.UUID, at: i.Placement}
 		engines := p.Engines
 		engines.Multiprocessors = c.Multiprocessors
-		partitions = append(partitions, Partition{
-			gpu: g, part: i.partName(c), profile: c.Name, uuid: c.UUID, at: i.Placement, memory: p.MemoryBytes, engines: &engines,
-		})
+		s.memory, s.engines = p.MemoryBytes, &engines
+		partitions = append(partitions, s)
 	}
 	return partitions
 }
