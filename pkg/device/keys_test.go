@@ -43,13 +43,15 @@ var (
 	optionalKeys = []string{string(AttrPCIeRoot), string(AttrNUMANode)}
 )
 
-// everyDevice calls visit with each device that GPUs of a model are offered as: whole, as places, as
-// an admin cut them and in shares, with all that can be known of a GPU and with next to nothing.
+// everyDevice calls visit with each device that GPUs of a model are offered as: whole, as places,
+// as an admin cut them and in shares, with all that can be known of a GPU and with next to nothing.
 func everyDevice(t *testing.T, m *model.GPU, visit func(resourceapi.Device)) {
 	t.Helper()
 	full := fromModel(m)
 	full.PCIAddress, full.UUID, full.PCIeRoot, full.NUMANode = "0000:01:00.0", "GPU-1", "pci0000:00", ptr.To(1)
-	bare := GPU{PCIAddress: full.PCIAddress, UUID: full.UUID, ProductName: full.ProductName, Brand: "Unknown", Architecture: "Unknown", MIG: full.MIG}
+	bare := GPU{
+		PCIAddress: full.PCIAddress, UUID: full.UUID, ProductName: full.ProductName, Brand: "Unknown", Architecture: "Unknown", MIG: full.MIG,
+	}
 	versions := []Driver{{Version: m.TypicalDriverVersion.Value, CUDAVersion: m.TypicalCUDAVersion.Value}, {Version: "vgpu-x"}}
 	for i, g := range []GPU{full, bare} {
 		for _, rules := range []string{"", "fractions,*/*=fractions", "shares:4,*/*=shares:4"} {
@@ -77,8 +79,10 @@ func layoutsOf(g GPU) []Offering {
 		cut := []Instance{{ID: 99, ProfileID: 77, Compute: []ComputeInstance{{Name: "1c.9g.99gb", UUID: "MIG-guest"}}}}
 		for i, p := range g.MIG.Profiles {
 			uuid := fmt.Sprintf("MIG-%d", i)
-			at := Placement{p.Starts[0], p.Size}
-			cut = append(cut, Instance{ID: p.ID, ProfileID: p.ID, Placement: at, Compute: []ComputeInstance{{Name: p.Name, UUID: uuid, Multiprocessors: 1}}})
+			cut = append(cut, Instance{
+				ID: p.ID, ProfileID: p.ID, Placement: Placement{p.Starts[0], p.Size},
+				Compute: []ComputeInstance{{Name: p.Name, UUID: uuid, Multiprocessors: 1}},
+			})
 		}
 		layouts = append(layouts, Layout{Whole: true, Placements: true, Counters: true}, Layout{Instances: cut})
 	}

@@ -204,7 +204,7 @@ func agrees(t *testing.T, g GPU, card model.Card, m *model.GPU) {
 	}
 }
 
-// addressingMode is what the scan makes of a model's: empty where NVML does not support the question.
+// addressingMode is what the scan makes of a model's: empty where NVML does not support it.
 func addressingMode(m *model.GPU) string {
 	if m.AddressingMode.Value == "NotSupported" {
 		return ""

@@ -94,7 +94,7 @@ func (c *comparison) identity(device Reader, want *model.GPU) {
 	c.equal("memoryTotalMiB (version 2)", want.MemoryTotalMiB.Value, memoryV2.Total>>20, retV2)
 }
 
-// addressing compares what the model decides. Whether another card has HMM depends on its node's kernel.
+// addressing compares what the model decides. Whether another card has HMM is up to its node.
 func (c *comparison) addressing(device Reader, want *model.GPU) {
 	if !want.AddressingMode.Known {
 		return

@@ -57,7 +57,7 @@ func TestReadings(t *testing.T) {
 	want(t, "serial that the node file does not give", ret, nvml.ERROR_NOT_SUPPORTED)
 }
 
-// The addressing mode is the model's, None where the model file is silent, and a fault takes it away.
+// The addressing mode is the model's, None where its file is silent. A fault takes it away.
 func TestAddressingModes(t *testing.T) {
 	for node, wanted := range map[string]nvml.DeviceAddressingModeType{
 		"gb200-tray": nvml.DEVICE_ADDRESSING_MODE_ATS, "l40s-x2": nvml.DEVICE_ADDRESSING_MODE_NONE, "dgx-h100": nvml.DEVICE_ADDRESSING_MODE_NONE,
