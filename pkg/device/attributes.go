@@ -1,6 +1,7 @@
 package device
 
 import (
+	"cmp"
 	"fmt"
 	"strconv"
 	"strings"
@@ -17,16 +18,29 @@ const (
 	AttrNUMANode resourceapi.QualifiedName = "resource.kubernetes.io/numaNode"
 )
 
+// What a fact has for a value that nobody knows. Every device of a type has the same keys, because
+// Kubernetes' allocator takes a selector that reads a missing key for an error, not for "no match",
+// and the error ends the scheduling of the Pod on all nodes.
+const (
+	// NotCut is the uuid of a partition that is not cut yet.
+	NotCut = "not-cut"
+	// noAddressingMode is NVML's word for a platform on which none is active.
+	noAddressingMode = "None"
+	// noVersion is older than every version, so that no selector for a minimum matches it.
+	noVersion = "0.0.0"
+)
+
 type attributes map[resourceapi.QualifiedName]resourceapi.DeviceAttribute
 
 // common are the attributes of every shape of a GPU. parentUUID is the GPU's own where it is whole.
 func common(g GPU, d Driver) attributes {
 	a := attributes{
-		"parentUUID":   text(g.UUID),
-		AttrPCIBusID:   text(string(g.PCIAddress)),
-		"productName":  text(g.ProductName),
-		"brand":        text(g.Brand),
-		"architecture": text(g.Architecture),
+		"parentUUID":     text(g.UUID),
+		AttrPCIBusID:     text(string(g.PCIAddress)),
+		"productName":    text(g.ProductName),
+		"brand":          text(g.Brand),
+		"architecture":   text(g.Architecture),
+		"addressingMode": text(cmp.Or(g.AddressingMode, noAddressingMode)),
 	}
 	a.driver(d)
 	a.version("cudaComputeCapability", g.CUDAComputeCapability)
@@ -49,11 +63,12 @@ func (a attributes) driver(d Driver) {
 	a["driverVersionString"] = text(d.Version)
 }
 
-// version leaves the attribute out if v is no version: absent is better than wrong.
 func (a attributes) version(name resourceapi.QualifiedName, v string) {
-	if s, err := Semver(v); err == nil {
-		a[name] = resourceapi.DeviceAttribute{VersionValue: ptr.To(s)}
+	s, err := Semver(v)
+	if err != nil {
+		s = noVersion
 	}
+	a[name] = resourceapi.DeviceAttribute{VersionValue: ptr.To(s)}
 }
 
 func (a attributes) place(g GPU) {

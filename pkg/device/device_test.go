@@ -57,25 +57,37 @@ func TestVersionsBecomeSemver(t *testing.T) {
 	}
 }
 
-func TestWhatIsUnknownIsLeftOut(t *testing.T) {
-	d := Offer(dynamic(GPU{PCIAddress: "0000:01:00.0", UUID: "GPU-1", MemoryBytes: 1 << 30}))[0].Device(Driver{Version: "vgpu-x"})
-	for _, name := range []resourceapi.QualifiedName{"driverVersion", "cudaDriverVersion", "cudaComputeCapability", AttrPCIeRoot, AttrNUMANode} {
+func TestWhatIsUnknownHasANeutralValue(t *testing.T) {
+	d := Offer(dynamic(GPU{PCIAddress: "0000:01:00.0", UUID: "GPU-1"}))[0].Device(Driver{Version: "vgpu-x"})
+	for _, name := range []resourceapi.QualifiedName{AttrPCIeRoot, AttrNUMANode} {
 		if a, ok := d.Attributes[name]; ok {
 			t.Errorf("%s is published as %v", name, a)
 		}
 	}
-	if got := *d.Attributes["driverVersionString"].StringValue; got != "vgpu-x" {
-		t.Errorf("driverVersionString is %s", got)
+	for _, name := range []resourceapi.QualifiedName{"driverVersion", "cudaDriverVersion", "cudaComputeCapability"} {
+		if got := ptr.Deref(d.Attributes[name].VersionValue, ""); got != "0.0.0" {
+			t.Errorf("%s is %q, want a version older than all", name, got)
+		}
 	}
-	if len(d.Capacity) != 1 {
-		t.Errorf("capacities are %v, want memory alone", d.Capacity)
+	for name, want := range map[resourceapi.QualifiedName]string{"driverVersionString": "vgpu-x", "addressingMode": "None"} {
+		if got := ptr.Deref(d.Attributes[name].StringValue, ""); got != want {
+			t.Errorf("%s is %q, want %q", name, got, want)
+		}
+	}
+	for name, c := range d.Capacity {
+		if !c.Value.IsZero() {
+			t.Errorf("%s is %s", name, c.Value.String())
+		}
+	}
+	if len(d.Capacity) != 7 {
+		t.Errorf("capacities are %v, want memory and six kinds of units", d.Capacity)
 	}
 }
 
 func TestAPublishedGPU(t *testing.T) {
 	g := GPU{
 		PCIAddress: "0000:1b:00.0", UUID: "GPU-1", ProductName: "NVIDIA H100 80GB HBM3", Brand: "Nvidia", Architecture: "Hopper",
-		CUDAComputeCapability: "9.0", MemoryBytes: 81559 << 20, PCIeRoot: "pci0000:15", NUMANode: ptr.To(1),
+		CUDAComputeCapability: "9.0", AddressingMode: "HMM", MemoryBytes: 81559 << 20, PCIeRoot: "pci0000:15", NUMANode: ptr.To(1),
 		Engines: &Engines{Multiprocessors: 132, CopyEngines: 8, Decoders: 7, JPEGEngines: 7, OFAEngines: 1},
 	}
 	shape := Offer(dynamic(g))[0]
@@ -83,7 +95,7 @@ func TestAPublishedGPU(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := `{"name":"gpu-0000-1b-00-0","attributes":{"architecture":{"string":"Hopper"},"brand":{"string":"Nvidia"},` +
+	want := `{"name":"gpu-0000-1b-00-0","attributes":{"addressingMode":{"string":"HMM"},"architecture":{"string":"Hopper"},"brand":{"string":"Nvidia"},` +
 		`"cudaComputeCapability":{"version":"9.0.0"},"cudaDriverVersion":{"version":"13.0.0"},"driverVersion":{"version":"580.65.6"},` +
 		`"driverVersionString":{"string":"580.65.06"},"parentUUID":{"string":"GPU-1"},"productName":{"string":"NVIDIA H100 80GB HBM3"},` +
 		`"resource.kubernetes.io/numaNode":{"int":1},"resource.kubernetes.io/pciBusID":{"string":"0000:1b:00.0"},` +

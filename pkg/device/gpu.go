@@ -13,6 +13,8 @@ type GPU struct {
 	Brand                 string `json:"brand"`
 	Architecture          string `json:"architecture"`
 	CUDAComputeCapability string `json:"cudaComputeCapability"` // "9.0"
+	// AddressingMode is "HMM", "ATS" or "None", empty where the driver does not tell.
+	AddressingMode string `json:"addressingMode,omitempty"`
 	// MemoryBytes is 0 when the driver does not say, as for GPUs that work in the host's memory.
 	MemoryBytes uint64 `json:"memoryBytes"`
 

@@ -209,7 +209,7 @@ func TestAnAdminsLayout(t *testing.T) {
 		wholeName + "-mig-0-0-ci-0":  {"1c.2g.20gb", "MIG-a", "20Gi", "10"},
 		wholeName + "-mig-0-0-ci-3":  {"1c.2g.20gb", "MIG-b", "20Gi", "10"},
 		firstName:                    {"1g.10gb", "MIG-c", "10Gi", "10"},
-		wholeName + "-mig-77-4-ci-1": {"1c.2g.24gb", "MIG-d", "", ""},
+		wholeName + "-mig-77-4-ci-1": {"1c.2g.24gb", "MIG-d", "0", "4"},
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
@@ -234,12 +234,12 @@ func TestAPublishedPlacement(t *testing.T) {
 			}
 		}
 	}
-	want := `{"name":"gpu-0000-1b-00-0-mig-19-1","attributes":{"architecture":{"string":"Hopper"},"brand":{"string":"Nvidia"},` +
+	want := `{"name":"gpu-0000-1b-00-0-mig-19-1","attributes":{"addressingMode":{"string":"None"},"architecture":{"string":"Hopper"},"brand":{"string":"Nvidia"},` +
 		`"cudaComputeCapability":{"version":"9.0.0"},"cudaDriverVersion":{"version":"13.0.0"},"driverVersion":{"version":"580.65.6"},` +
 		`"driverVersionString":{"string":"580.65.06"},"parentUUID":{"string":"GPU-1"},"placementSize":{"int":1},"placementStart":{"int":1},` +
 		`"productName":{"string":"NVIDIA Small"},"profile":{"string":"1g.10gb"},"profileID":{"int":19},` +
 		`"resource.kubernetes.io/numaNode":{"int":1},"resource.kubernetes.io/pciBusID":{"string":"0000:1b:00.0"},` +
-		`"resource.kubernetes.io/pcieRoot":{"string":"pci0000:15"},"type":{"string":"mig"}},` +
+		`"resource.kubernetes.io/pcieRoot":{"string":"pci0000:15"},"type":{"string":"mig"},"uuid":{"string":"not-cut"}},` +
 		`"capacity":{"copyEngines":{"value":"1"},"decoders":{"value":"0"},"encoders":{"value":"0"},"jpegEngines":{"value":"0"},` +
 		`"memory":{"value":"10Gi"},"multiprocessors":{"value":"10"},"ofaEngines":{"value":"0"}},` +
 		`"consumesCounters":[{"counterSet":"gpu-0000-1b-00-0","counters":{"memory-slice-1":{"value":"2"}}}]}`

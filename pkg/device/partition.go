@@ -16,7 +16,7 @@ type Partition struct {
 	profile string // as users write it: "1g.10gb", "1c.3g.40gb"
 	uuid    string // empty for a place
 	at      Placement
-	// memory is 0 where the driver does not say, engines then nil.
+	// memory is 0 where the driver does not say.
 	memory  uint64
 	engines *Engines
 	// budget is the GPU's, cost the part of it that this takes. Both are nil where nothing overlaps.
@@ -36,9 +36,7 @@ func (p Partition) Device(d Driver) resourceapi.Device {
 	attributes["profileID"] = number(p.part.ProfileID)
 	attributes["placementStart"] = number(p.at.Start)
 	attributes["placementSize"] = number(p.at.Size)
-	if p.uuid != "" {
-		attributes["uuid"] = text(p.uuid)
-	}
+	attributes["uuid"] = text(cmp.Or(p.uuid, NotCut))
 	return resourceapi.Device{
 		Name:             p.Name(),
 		Attributes:       attributes,
@@ -119,14 +117,12 @@ func blocked(g GPU, at Placement) int {
 // existing lists the MIG devices of an instance, one for each compute instance. Without one there is nothing that a container could use.
 func existing(g GPU, i Instance) []Partition {
 	var partitions []Partition
-	p, known := g.Profile(i.ProfileID)
+	p, _ := g.Profile(i.ProfileID)
 	for _, c := range i.Compute {
 		s := Partition{gpu: g, part: i.partName(c), profile: c.Name, uuid: c.UUID, at: i.Placement}
-		if known {
-			engines := p.Engines
-			engines.Multiprocessors = c.Multiprocessors
-			s.memory, s.engines = p.MemoryBytes, &engines
-		}
+		engines := p.Engines
+		engines.Multiprocessors = c.Multiprocessors
+		s.memory, s.engines = p.MemoryBytes, &engines
 		partitions = append(partitions, s)
 	}
 	return partitions

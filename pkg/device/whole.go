@@ -42,14 +42,12 @@ func (w Whole) name() Name            { return Name{GPU: w.gpu.WholeName()} }
 func (w Whole) memoryToShare() uint64 { return w.gpu.MemoryBytes }
 func (w Whole) costOfShares() budget  { return w.budget.all(w.budget.whole()) }
 
-// capacities leaves out what is not known: a capacity of 0 would say that there is none.
-func capacities(memory uint64, e *Engines) map[resourceapi.QualifiedName]resourceapi.DeviceCapacity {
-	c := map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{}
-	if memory > 0 {
-		c["memory"] = resourceapi.DeviceCapacity{Value: *resource.NewQuantity(int64(min(memory, math.MaxInt64)), resource.BinarySI)}
-	}
-	if e == nil {
-		return c
+// capacities has every key, with 0 for what is not known: see [NotCut]. No selector for so much or
+// more matches a 0.
+func capacities(memory uint64, known *Engines) map[resourceapi.QualifiedName]resourceapi.DeviceCapacity {
+	e := ptr.Deref(known, Engines{})
+	c := map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
+		"memory": {Value: *resource.NewQuantity(int64(min(memory, math.MaxInt64)), resource.BinarySI)},
 	}
 	for name, n := range map[resourceapi.QualifiedName]uint32{
 		"multiprocessors": e.Multiprocessors,

@@ -21,7 +21,7 @@ func TestAnAdminClearsAGPU(t *testing.T) {
 	eventually(t, "a wrong name is told", func() bool { return n.hasEvent(t, "Node", "node", "HealthNotCleared", "gpu-0000-99-00-0") })
 
 	n.says(device.Signal{Event: &device.HealthEvent{Card: n.card("0000:1b:00.0"), Kind: device.EventXID, XID: 95, At: time.Now()}})
-	eventually(t, "what comes after it counts", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid-95") })
+	eventually(t, "what comes after it counts", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid=95:") })
 	before := n.taints(t)
 	if err := n.stop(); err != nil {
 		t.Fatal(err)

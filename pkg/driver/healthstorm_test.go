@@ -56,7 +56,7 @@ func TestStorms(t *testing.T) {
 	eventually(t, "every GPU has the taint that it must have", func() bool {
 		all := n.taints(t)
 		for i := range ailing {
-			if !strings.Contains(all[ill(i).WholeName()], "gpu.nvidia.com/unhealthy=xid-") {
+			if !strings.Contains(all[ill(i).WholeName()], "gpu.nvidia.com/xid=") {
 				return false
 			}
 		}

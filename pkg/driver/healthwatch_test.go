@@ -203,7 +203,7 @@ func TestALostGPUIsTaintedToldAndHeals(t *testing.T) {
 
 	n.xid("0000:1b:00.0", 79)
 	eventually(t, "the device has its taint", func() bool {
-		return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/unhealthy=xid-79:NoSchedule@")
+		return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/xid=79:NoSchedule@")
 	})
 	if all := n.taints(t); len(all) != 1 {
 		t.Errorf("others have taints too: %v", all)
@@ -217,7 +217,7 @@ func TestALostGPUIsTaintedToldAndHeals(t *testing.T) {
 	}
 	eventually(t, "the Node has an Event", func() bool { return n.hasEvent(t, "Node", "node", "GPUUnhealthy", "XID 79") })
 	eventually(t, "the Pod that holds it has an Event", func() bool { return n.hasEvent(t, "Pod", "pod-1", "GPUUnhealthy", firstGPU) })
-	for _, line := range []string{"gpu_dra_gpu_health code=xid-79 device=" + firstGPU + " state=Unhealthy", "gpu_dra_health_events_total code=xid-79 gpu=" + firstGPU, "gpu_dra_tainted_devices effect=NoSchedule state=unhealthy"} {
+	for _, line := range []string{"gpu_dra_gpu_health code=xid-79 device=" + firstGPU + " state=Unhealthy", "gpu_dra_health_events_total code=xid-79 gpu=" + firstGPU, "gpu_dra_tainted_devices effect=NoSchedule key=xid"} {
 		eventually(t, "the metrics show it: "+line, func() bool { return n.metric(t, line) })
 	}
 
@@ -240,7 +240,7 @@ func TestALostGPUIsTaintedToldAndHeals(t *testing.T) {
 	eventually(t, "all of that is judged and told", func() bool {
 		return n.metric(t, "gpu_dra_health_events_total code=xid-31") && len(n.driver.health.View().Findings("0000:43:00.0")) == 1
 	})
-	eventually(t, "it is published", func() bool { return n.metric(t, "gpu_dra_tainted_devices effect=NoSchedule state=unhealthy") })
+	eventually(t, "it is published", func() bool { return n.metric(t, "gpu_dra_tainted_devices effect=NoSchedule key=xid") })
 	for _, a := range n.client.Actions() {
 		if a.Matches("update", "resourceslices") || a.Matches("delete", "resourceslices") {
 			t.Errorf("a restart writes slices: %v", a)
@@ -327,7 +327,7 @@ func TestALostCardThatTheInventoryDropsStaysPublished(t *testing.T) {
 		return all, err
 	}
 	n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
-	eventually(t, "it has a taint", func() bool { return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/lost=lost:NoSchedule") })
+	eventually(t, "it has a taint", func() bool { return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/gpu-lost=:NoSchedule") })
 	n.register(t)
 	if msg := n.prepare(t, n.claim(t, "late", firstGPU)).GetError(); !strings.Contains(msg, firstGPU) || !strings.Contains(msg, "lost") {
 		t.Errorf("a lost GPU is prepared: %q", msg)
@@ -418,7 +418,7 @@ func TestEffectsAndRulesAreTheAdmins(t *testing.T) {
 	n.run(t)
 	n.xid("0000:43:00.0", 79) // judged first
 	n.xid("0000:1b:00.0", 31)
-	eventually(t, "the taint is as the admin says", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid-31:NoExecute") })
+	eventually(t, "the taint is as the admin says", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid=31:NoExecute") })
 	if all := n.taints(t); len(all) != 1 {
 		t.Errorf("%v", all)
 	}

@@ -152,7 +152,7 @@ func TestProvenConditionsTaintAtOnce(t *testing.T) {
 			if len(published(t, n.client)) != 2 || mustList(t, n.client)[0].Spec.Pool.Generation != generation {
 				t.Error("the pool is another one")
 			}
-			if !n.metric(t, "gpu_dra_tainted_devices effect=NoSchedule state=not-ready") {
+			if !n.metric(t, "gpu_dra_tainted_devices effect=NoSchedule key=not-ready") {
 				t.Error("the metric does not count it")
 			}
 			early := n.claim(t, "early", firstGPU)
@@ -225,7 +225,7 @@ func TestARestartOnAnUnreadyNodeTaints(t *testing.T) {
 
 	updates := stored(n.client)["update"]
 	n.begin(t)
-	eventually(t, "the next instance publishes", func() bool { return n.metric(t, "gpu_dra_tainted_devices effect=NoSchedule state=not-ready") })
+	eventually(t, "the next instance publishes", func() bool { return n.metric(t, "gpu_dra_tainted_devices effect=NoSchedule key=not-ready") })
 	if now := n.taints(t)[firstGPU]; now != first || stored(n.client)["update"] != updates {
 		t.Errorf("%q after %q, %d writes", now, first, stored(n.client)["update"]-updates)
 	}

@@ -105,7 +105,7 @@ func TestNotReadyStandsBesideHealth(t *testing.T) {
 	m.conditions, m.now = []condition{{code: "cdi-disabled", since: at}}, at.Add(time.Hour)
 	marked, count, settled := m.mark(all)
 	first, second := marked[0].Devices[0].Taints, marked[0].Devices[1].Taints
-	if !settled || len(first) != 2 || len(second) != 1 || first[0].Key != "gpu.nvidia.com/unhealthy" {
+	if !settled || len(first) != 2 || len(second) != 1 || first[0].Key != "gpu.nvidia.com/xid" {
 		t.Fatalf("%+v, %+v", first, second)
 	}
 	for _, taint := range []resourceapi.DeviceTaint{first[1], second[0]} {
@@ -113,7 +113,7 @@ func TestNotReadyStandsBesideHealth(t *testing.T) {
 			t.Errorf("%+v", taint)
 		}
 	}
-	if count[metrics.Taint{State: "not-ready", Effect: "NoSchedule"}] != 2 {
+	if count[metrics.Taint{Key: "not-ready", Effect: "NoSchedule"}] != 2 {
 		t.Errorf("%v", count)
 	}
 }

@@ -240,7 +240,7 @@ func TestAShareRuleForAPlaceCountsWhatIsOffered(t *testing.T) {
 	}
 	second := n.driver.inv.Snapshot().Node.GPUs[1].GPU
 	n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
-	eventually(t, "the first is lost", func() bool { return strings.Contains(n.taints(t)[firstGPU], "lost:NoSchedule") })
+	eventually(t, "the first is lost", func() bool { return strings.Contains(n.taints(t)[firstGPU], "gpu-lost=:NoSchedule") })
 	n.say("the second", func() (nvidia.Node, error) {
 		all, err := twoGPUs()
 		all.GPUs = all.GPUs[1:]

@@ -2,6 +2,7 @@ package driver
 
 import (
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -77,7 +78,7 @@ func (m marker) mark(slices []resourceslice.Slice) (_ []resourceslice.Slice, cou
 			}
 			d.Taints = m.all(d, v, notReady)
 			for _, t := range d.Taints {
-				count[metrics.Taint{State: strings.TrimPrefix(t.Key, taintPrefix), Effect: string(t.Effect)}]++
+				count[metrics.Taint{Key: strings.TrimPrefix(t.Key, taintPrefix), Effect: string(t.Effect)}]++
 			}
 			devices = append(devices, d)
 		}
@@ -147,28 +148,61 @@ func (m marker) all(d resourceapi.Device, v health.Verdict, notReady *resourceap
 	return taints
 }
 
-// taints has one for each state that the device is in: a milder one stays beside a graver one, and
-// each has been there since its own time.
+// taints has one for each key, with the gravest effect that a cause of this key asks for. The time
+// is since when the device has been in the cause's state.
 func (m marker) taints(v health.Verdict) []resourceapi.DeviceTaint {
 	var taints []resourceapi.DeviceTaint
 	for _, c := range v.Causes {
-		var effect resourceapi.DeviceTaintEffect
-		switch m.effects[c.State] {
-		case health.NoExecute:
-			effect = resourceapi.DeviceTaintEffectNoExecute
-		case health.NoSchedule:
-			effect = resourceapi.DeviceTaintEffectNoSchedule
-		case health.Informing:
-			if !m.features.InformingTaints {
-				continue
-			}
-			effect = resourceapi.DeviceTaintEffectNone
-		default:
+		effect, shown := m.effect(c.State)
+		if !shown {
 			continue
 		}
-		taints = append(taints, resourceapi.DeviceTaint{Key: taintPrefix + strings.ToLower(c.State.String()), Value: c.Code, Effect: effect, TimeAdded: stamp(c.Since)})
+		key, value := keyOf(c)
+		t := resourceapi.DeviceTaint{Key: taintPrefix + key, Value: value, Effect: effect, TimeAdded: stamp(c.Since)}
+		i := slices.IndexFunc(taints, func(o resourceapi.DeviceTaint) bool { return o.Key == t.Key })
+		switch {
+		case i < 0:
+			taints = append(taints, t)
+		case slices.Index(effects, effect) > slices.Index(effects, taints[i].Effect):
+			taints[i] = t
+		}
 	}
 	return taints
+}
+
+// effects are a taint's, the mildest first.
+var effects = []resourceapi.DeviceTaintEffect{
+	resourceapi.DeviceTaintEffectNone, resourceapi.DeviceTaintEffectNoSchedule, resourceapi.DeviceTaintEffectNoExecute,
+}
+
+// effect is false for a state that has no taint.
+func (m marker) effect(s health.State) (_ resourceapi.DeviceTaintEffect, shown bool) {
+	switch m.effects[s] {
+	case health.NoExecute:
+		return resourceapi.DeviceTaintEffectNoExecute, true
+	case health.NoSchedule:
+		return resourceapi.DeviceTaintEffectNoSchedule, true
+	case health.Informing:
+		return resourceapi.DeviceTaintEffectNone, m.features.InformingTaints
+	default:
+		return "", false
+	}
+}
+
+// keyOf is a taint's key without its domain, and its value. Where NVIDIA's DRA driver publishes the
+// same fact, both are as there, so that a toleration holds with either driver:
+// https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu/blob/main/cmd/gpu-kubelet-plugin/device_health.go
+func keyOf(c health.Cause) (key, value string) {
+	switch {
+	case c.State == health.Lost:
+		return "gpu-lost", ""
+	case c.State == health.Unknown:
+		return "unmonitored", ""
+	case c.XID != 0:
+		return "xid", strconv.FormatUint(c.XID, 10)
+	default:
+		return strings.ToLower(c.State.String()), c.Code
+	}
 }
 
 // marked is what the driver publishes of slices.

@@ -1,7 +1,9 @@
 package driver
 
 import (
+	"cmp"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -13,12 +15,18 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
 const firstGPU, secondGPU = "gpu-0000-1b-00-0", "gpu-0000-43-00-0"
 
 // ill is a view in which a card fell off the bus at that time.
 func ill(t *testing.T, at time.Time, s inventory.Snapshot, kinds ...uint64) *health.View {
+	t.Helper()
+	return monitorOf(t, at, s, kinds...).View()
+}
+
+func monitorOf(t *testing.T, at time.Time, s inventory.Snapshot, kinds ...uint64) *health.Monitor {
 	t.Helper()
 	m := health.New(health.Options{}, at)
 	var gpus []device.GPU
@@ -29,7 +37,7 @@ func ill(t *testing.T, at time.Time, s inventory.Snapshot, kinds ...uint64) *hea
 	for _, xid := range kinds {
 		m.Apply(device.Signal{Event: &device.HealthEvent{Card: gpus[0].Card(), Kind: device.EventXID, XID: xid, At: at}}, at)
 	}
-	return m.View()
+	return m
 }
 
 func markerOf(t *testing.T, f Features, s inventory.Snapshot, view *health.View, effects string, held ...string) (marker, []resourceslice.Slice) {
@@ -52,37 +60,119 @@ func markerOf(t *testing.T, f Features, s inventory.Snapshot, view *health.View,
 func TestTaintsSayWhatIsKnown(t *testing.T) {
 	at := time.Date(2026, 3, 1, 12, 0, 0, 999, time.UTC)
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
-	view := ill(t, at, s, 79, 144, 31)
+	all, untold := Features{DeviceTaints: true, InformingTaints: true}, Features{DeviceTaints: true}
+	xids := func(codes ...uint64) *health.View { return ill(t, at, s, codes...) }
+	pending := device.Condition{Remap: &device.Remap{Pending: true}}
+	reset := device.Condition{Recovery: device.RecoveryReset}
+	lost := device.Condition{Reach: device.ReachLost}
 	for name, c := range map[string]struct {
 		features Features
+		view     *health.View
 		effects  string
-		want     map[string]resourceapi.DeviceTaintEffect
+		want     []string
 	}{
-		"by default": {Features{DeviceTaints: true, InformingTaints: true}, "", map[string]resourceapi.DeviceTaintEffect{
-			"gpu.nvidia.com/unhealthy": "NoSchedule", "gpu.nvidia.com/degraded": "None",
-		}},
-		"where None is not known": {Features{DeviceTaints: true}, "", map[string]resourceapi.DeviceTaintEffect{"gpu.nvidia.com/unhealthy": "NoSchedule"}},
-		"as the admin says": {Features{DeviceTaints: true, InformingTaints: true}, "unhealthy=NoExecute,degraded=NoSchedule", map[string]resourceapi.DeviceTaintEffect{
-			"gpu.nvidia.com/unhealthy": "NoExecute", "gpu.nvidia.com/degraded": "NoSchedule",
-		}},
-		"not at all": {Features{DeviceTaints: true, InformingTaints: true}, "unhealthy=off,degraded=off", nil},
+		"an XID":                  {all, xids(79), "", []string{"xid=79:NoSchedule"}},
+		"an XID that degrades":    {all, xids(144), "", []string{"xid=144:None"}},
+		"where None is not known": {untold, xids(144), "", nil},
+		"what an application did": {all, xids(31), "", nil},
+		// One taint for each key: the gravest effect counts.
+		"a grave and a mild XID":         {all, xids(144, 79, 31), "", []string{"xid=79:NoSchedule"}},
+		"of two XIDs the mild takes out": {all, xids(144, 79), "unhealthy=none,degraded=NoSchedule", []string{"xid=144:NoSchedule"}},
+		"of two XIDs one is off":         {all, xids(144, 79), "unhealthy=off", []string{"xid=144:None"}},
+		"as the admin says":              {all, xids(79), "unhealthy=NoExecute", []string{"xid=79:NoExecute"}},
+		"not at all":                     {all, xids(79, 144), "unhealthy=off,degraded=off", nil},
+		"the driver asks for a reset":    {all, answering(t, at, s, nil, reset), "", []string{"unhealthy=recovery-gpu-reset:NoSchedule"}},
+		"an XID, and the driver asks for a reset": {
+			all, answering(t, at, s, []uint64{95}, reset), "", []string{"unhealthy=recovery-gpu-reset:NoSchedule", "xid=95:NoSchedule"},
+		},
+		"a remap is pending": {all, answering(t, at, s, nil, pending), "", []string{"degraded=remap-pending:None"}},
+		"lost":               {all, answering(t, at, s, nil, lost), "", []string{"gpu-lost=:NoSchedule"}},
+		"lost after an XID":  {all, answering(t, at, s, []uint64{79}, lost), "", []string{"gpu-lost=:NoSchedule", "xid=79:NoSchedule"}},
+		"nobody can watch it": {
+			all, answering(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), "", []string{"unmonitored=:None"},
+		},
+		"nobody can watch it, evicting": {
+			all, answering(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), "unknown=NoExecute", []string{"unmonitored=:NoExecute"},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m, all := markerOf(t, c.features, s, view, c.effects)
-			marked, count, settled := m.mark(all)
+			m, published := markerOf(t, c.features, s, c.view, c.effects)
+			marked, count, settled := m.mark(published)
 			if !settled || len(marked) != 1 || len(marked[0].Devices) != 2 || len(marked[0].Devices[1].Taints) != 0 {
 				t.Fatalf("%+v", marked)
 			}
-			got := marked[0].Devices[0].Taints
-			if len(got) != len(c.want) || len(count) != len(c.want) {
-				t.Errorf("%+v, %v", got, count)
-			}
-			for _, taint := range got {
-				if c.want[taint.Key] != taint.Effect || !taint.TimeAdded.Time.Equal(at.Truncate(time.Second)) {
-					t.Errorf("%+v", taint)
+			var got []string
+			for _, taint := range marked[0].Devices[0].Taints {
+				key := strings.TrimPrefix(taint.Key, "gpu.nvidia.com/")
+				got = append(got, key+"="+taint.Value+":"+string(taint.Effect))
+				if count[metrics.Taint{Key: key, Effect: string(taint.Effect)}] != 1 {
+					t.Errorf("counted %v", count)
 				}
-				if want := map[string]string{"gpu.nvidia.com/unhealthy": "xid-79", "gpu.nvidia.com/degraded": "xid-144"}[taint.Key]; taint.Value != want {
-					t.Errorf("%+v", taint)
+				if taint.TimeAdded.Before(stamp(at)) || taint.TimeAdded.After(at.Add(time.Minute)) {
+					t.Errorf("%s was added at %s", key, taint.TimeAdded)
+				}
+			}
+			slices.Sort(got)
+			if !slices.Equal(got, c.want) || len(count) != len(c.want) {
+				t.Errorf("%q, want %q; counted %v", got, c.want, count)
+			}
+		})
+	}
+}
+
+// answering is a view in which the first card answers so, from half a minute after its XIDs on.
+func answering(t *testing.T, at time.Time, s inventory.Snapshot, xids []uint64, c device.Condition) *health.View {
+	t.Helper()
+	m := monitorOf(t, at, s, xids...)
+	for i := range 4 {
+		now := at.Add(30*time.Second + time.Duration(i)*5*time.Second)
+		for n, g := range s.Node.GPUs {
+			is := device.Condition{}
+			if n == 0 {
+				is = c
+			}
+			is.Card, is.At, is.Reach = g.Card(), now, cmp.Or(is.Reach, device.ReachOK)
+			m.Apply(device.Signal{Condition: &is}, now)
+		}
+	}
+	return m.View()
+}
+
+// Tolerations of claims that were written for NVIDIA's DRA driver hold here as they do there.
+func TestTolerationsOfTheReferenceDriverAreHonoured(t *testing.T) {
+	at := time.Now()
+	s := readyWith("0000:1b:00.0")
+	for name, c := range map[string]struct {
+		view       *health.View
+		effects    string
+		toleration resourceapi.DeviceToleration
+	}{
+		"any XID": {ill(t, at, s, 79), "", resourceapi.DeviceToleration{Key: "gpu.nvidia.com/xid", Operator: resourceapi.DeviceTolerationOpExists}},
+		"one XID": {ill(t, at, s, 79), "", resourceapi.DeviceToleration{
+			Key: "gpu.nvidia.com/xid", Operator: resourceapi.DeviceTolerationOpEqual, Value: "79", Effect: resourceapi.DeviceTaintEffectNoSchedule,
+		}},
+		"a lost GPU": {answering(t, at, s, nil, device.Condition{Reach: device.ReachLost}), "", resourceapi.DeviceToleration{
+			Key: "gpu.nvidia.com/gpu-lost", Operator: resourceapi.DeviceTolerationOpEqual,
+		}},
+		"not monitored": {answering(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), "unknown=NoSchedule", resourceapi.DeviceToleration{
+			Key: "gpu.nvidia.com/unmonitored", Operator: resourceapi.DeviceTolerationOpEqual,
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m, published := markerOf(t, Features{DeviceTaints: true, InformingTaints: true}, s, c.view, c.effects)
+			marked, _, _ := m.mark(published)
+			classes := scheduler.Classes{DriverName: `device.attributes["gpu.nvidia.com"].type == "gpu"`}
+			other := c.toleration
+			other.Key = "gpu.nvidia.com/other"
+			for toleration, want := range map[resourceapi.DeviceToleration]int{c.toleration: 1, other: 0} {
+				got, err := scheduler.New(DriverName, marked, classes).Allocate(t.Context(), scheduler.NewTaken(), resourceapi.DeviceClaim{
+					Requests: []resourceapi.DeviceRequest{{Name: "gpu", Exactly: &resourceapi.ExactDeviceRequest{
+						DeviceClassName: DriverName, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1,
+						Tolerations: []resourceapi.DeviceToleration{toleration},
+					}}},
+				})
+				if err != nil || len(got) != want {
+					t.Errorf("%d devices for a claim that tolerates %s: %v", len(got), toleration.Key, err)
 				}
 			}
 		})
@@ -174,7 +264,7 @@ func TestALostCardStaysInSight(t *testing.T) {
 func TestMetricsCountTaints(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
 	m, all := markerOf(t, Features{DeviceTaints: true}, s, ill(t, time.Now(), s, 95), "")
-	if _, count, _ := m.mark(all); count[metrics.Taint{State: "unhealthy", Effect: "NoSchedule"}] != 1 {
+	if _, count, _ := m.mark(all); count[metrics.Taint{Key: "xid", Effect: "NoSchedule"}] != 1 {
 		t.Errorf("%v", count)
 	}
 }

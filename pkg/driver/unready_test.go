@@ -37,14 +37,14 @@ func TestUnreadyNodesAreTainted(t *testing.T) {
 			}
 
 			tell(device.Signal{Event: &device.HealthEvent{Card: n.card("0000:1b:00.0"), Kind: device.EventXID, XID: 79, At: time.Now()}})
-			eventually(t, "it has its taint", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid-79:NoSchedule") })
+			eventually(t, "it has its taint", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid=79:NoSchedule") })
 			if s := mustList(t, n.client)[0]; len(s.Spec.Devices) != 2 || s.Spec.Pool.Generation != generation {
 				t.Errorf("the slice is another one: %+v", s.Spec)
 			}
 			for _, a := range []device.RecoveryAction{device.RecoveryReset, device.RecoveryNone} {
 				tell(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachOK, Recovery: a, At: time.Now()}})
 			}
-			eventually(t, "the taint goes", func() bool { return !strings.Contains(n.taints(t)[firstGPU], "unhealthy") })
+			eventually(t, "the taint goes", func() bool { return !strings.Contains(n.taints(t)[firstGPU], "xid=") })
 			if len(published(t, n.client)) != 2 {
 				t.Error("devices are withdrawn")
 			}
@@ -88,7 +88,7 @@ func TestTheLastGPULeaves(t *testing.T) {
 			}
 			if seenLost {
 				lost(n)
-				eventually(t, "it has a taint", func() bool { return strings.Contains(n.taints(t)[firstGPU], "lost:NoSchedule") })
+				eventually(t, "it has a taint", func() bool { return strings.Contains(n.taints(t)[firstGPU], "gpu-lost=:NoSchedule") })
 				n.say("none", noGPU)
 				eventually(t, "the inventory has noticed", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 0 })
 				lost(n)

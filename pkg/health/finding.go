@@ -31,14 +31,17 @@ func (f *Finding) key() string { return f.Code + f.Part.name() }
 // Verdict is what the findings say of one device.
 type Verdict struct {
 	State State
-	// Causes are what made it so, at most one for each state, the gravest first. A milder one stays beside a graver one.
+	// Causes are what made it so, the gravest first. A milder one stays beside a graver one. Each state
+	// has at most two: an XID and something else.
 	Causes []Cause
 }
 
-// Cause is the longest-standing finding of a state.
+// Cause is the longest-standing finding of a state, among XIDs or among all others.
 type Cause struct {
-	State          State
-	Code           string
+	State State
+	Code  string
+	// XID is the number of an XID, else 0.
+	XID            uint64
 	Reason, Action string
 	// Since is stable while the state lasts, also over a restart.
 	Since time.Time

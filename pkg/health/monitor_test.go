@@ -426,6 +426,19 @@ func TestAMilderFindingStaysBesideAGraverOne(t *testing.T) {
 	}
 }
 
+func TestAStateNamesAnXIDBesideWhatElseCausesIt(t *testing.T) {
+	w := watch(t, Options{})
+	w.xid(95)
+	w.wait(time.Second)
+	w.xid(48)
+	w.wait(time.Second)
+	w.recovery(device.RecoveryReset)
+	v := w.of(whole)
+	if len(v.Causes) != 2 || v.Causes[0].XID != 95 || v.Causes[1].XID != 0 || v.Causes[1].Code != "recovery-gpu-reset" || v.Causes[1].State != Unhealthy {
+		t.Errorf("%+v", v.Causes)
+	}
+}
+
 func TestTheFirstTimeStaysWhileTheStateLasts(t *testing.T) {
 	w := watch(t, Options{})
 	w.recovery(device.RecoveryReset)

@@ -45,9 +45,9 @@ func (v *View) Of(g device.GPU, n device.Name) Verdict {
 		return Verdict{}
 	}
 	var verdict Verdict
-	for _, s := range slices.Backward(States()) {
-		if first := c.first(s, g, n); first != nil && s != Healthy {
-			verdict.Causes = append(verdict.Causes, Cause{State: s, Code: first.Code, Reason: first.Reason, Action: first.Action, Since: first.Since})
+	for _, s := range slices.Backward(States()[1:]) {
+		for _, f := range c.first(s, g, n) {
+			verdict.Causes = append(verdict.Causes, Cause{State: s, Code: f.Code, XID: f.XID, Reason: f.Reason, Action: f.Action, Since: f.Since})
 		}
 	}
 	if len(verdict.Causes) > 0 {
@@ -81,19 +81,36 @@ func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []dev
 	return missing, settled
 }
 
-// first is the finding of that state that has been there longest, for as long as it is there.
-func (c cardView) first(s State, g device.GPU, n device.Name) *Finding {
-	var first *Finding
+// first has, of the findings of that state, the XID and the other one that have been there longest,
+// each for as long as it is there. The older of the two comes first.
+func (c cardView) first(s State, g device.GPU, n device.Name) []*Finding {
+	var xid, other *Finding
 	for i := range c.findings {
 		f := &c.findings[i]
 		if f.State != s || !f.Part.reaches(n, g) {
 			continue
 		}
-		if first == nil || f.Since.Before(first.Since) || f.Since.Equal(first.Since) && (f.First.Before(first.First) || f.First.Equal(first.First) && f.key() < first.key()) {
-			first = f
+		longest := &other
+		if f.XID != 0 {
+			longest = &xid
+		}
+		if *longest == nil || f.before(*longest) {
+			*longest = f
 		}
 	}
-	return first
+	found := slices.DeleteFunc([]*Finding{xid, other}, func(f *Finding) bool { return f == nil })
+	if len(found) == 2 && other.before(xid) {
+		slices.Reverse(found)
+	}
+	return found
+}
+
+// before says whether a finding has been there longer than another.
+func (f *Finding) before(o *Finding) bool {
+	if !f.Since.Equal(o.Since) {
+		return f.Since.Before(o.Since)
+	}
+	return f.First.Before(o.First) || f.First.Equal(o.First) && f.key() < o.key()
 }
 
 // Findings are all that is known of a card, those included that take nothing out.

@@ -21,7 +21,7 @@ func newHealthMetrics() healthMetrics {
 			"that it is a reason for.", "device", "code", "state"),
 		events:   counters("health_events_total", "Events of GPUs that say something about health, by GPU and kind: xid-79, double-bit-ecc, …", "gpu", "code"),
 		hears:    gauge("health_events_heard", "1 while the hardware's events are listened to, else 0: then only regular questions show how GPUs are."),
-		tainted:  newCurrent("tainted_devices", "Devices with a taint of this driver, by the state that it stands for and its effect.", "state", "effect"),
+		tainted:  newCurrent("tainted_devices", "Devices with a taint of this driver, by the taint's key without its domain and by its effect.", "key", "effect"),
 		released: gauge("driver_released", "1 while the hardware is let go of so that its driver can be changed, else 0."),
 	}
 }
@@ -65,14 +65,14 @@ func (m *Metrics) Hears(is bool) {
 	m.health.hears.Set(number(is))
 }
 
-// Taint is one kind of taint on devices.
-type Taint struct{ State, Effect string }
+// Taint is one kind of taint on devices. Key lacks the driver's domain.
+type Taint struct{ Key, Effect string }
 
 // Tainted sets how many devices have taints.
 func (m *Metrics) Tainted(n map[Taint]int) {
 	m.health.tainted.replace(func(set func(n int, labels ...string)) {
 		for t, count := range n {
-			set(count, t.State, t.Effect)
+			set(count, t.Key, t.Effect)
 		}
 	})
 }

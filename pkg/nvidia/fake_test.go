@@ -28,6 +28,7 @@ type card struct {
 	hangs           string
 	until           <-chan struct{} // nil for ever
 	modes           *fakeModes      // nil for a card whose driver does not say
+	addressing      nvml.DeviceAddressingModeType
 }
 
 // fakeModes are those of a card of the fake library. A deaf one says that it obeys.
@@ -101,6 +102,9 @@ func (c card) handle(index int) nvml.Device {
 		},
 		GetCudaComputeCapabilityFunc: func() (int, int, nvml.Return) {
 			return cmp.Or(c.major, 8), 9, nvml.SUCCESS
+		},
+		GetAddressingModeFunc: func() (nvml.DeviceAddressingMode, nvml.Return) {
+			return nvml.DeviceAddressingMode{Value: uint32(c.addressing)}, c.ask("nvmlDeviceGetAddressingMode")
 		},
 		IsMigDeviceHandleFunc:     func() (bool, nvml.Return) { return false, nvml.SUCCESS },
 		GetMigModeFunc:            func() (int, int, nvml.Return) { return 0, 0, nvml.ERROR_NOT_SUPPORTED },

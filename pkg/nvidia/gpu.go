@@ -148,6 +148,10 @@ func identity(card nvlib.Device, g *device.GPU, progress func()) error {
 	if capability, err := card.GetCudaComputeCapabilityAsString(); err == nil {
 		g.CUDAComputeCapability = capability
 	}
+	progress()
+	if mode, err := card.GetAddressingModeAsString(); err == nil {
+		g.AddressingMode = mode
+	}
 	return nil
 }
 

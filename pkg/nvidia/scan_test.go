@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
 	"github.com/google/go-cmp/cmp"
 	"k8s.io/utils/ptr"
 	"tags.cncf.io/container-device-interface/specs-go"
@@ -21,7 +22,7 @@ func TestScanReportsTheNode(t *testing.T) {
 	h := newFakeHost(t)
 	cards := twoCards()
 	cards[1].cut = newFakeCut(h, 1)
-	cards[1].major = 9
+	cards[1].major, cards[1].addressing = 9, nvml.DEVICE_ADDRESSING_MODE_ATS
 	for _, info := range []nvml.GpuInstanceProfileInfo{
 		{Id: 5, SliceCount: 7, InstanceCount: 1, MultiprocessorCount: 132, CopyEngineCount: 8, DecoderCount: 7, JpegCount: 7, OfaCount: 0, MemorySizeMB: 81152},
 		{Id: 0, SliceCount: 7, InstanceCount: 1, MultiprocessorCount: 130, CopyEngineCount: 8, DecoderCount: 7, EncoderCount: 1, OfaCount: 1, MemorySizeMB: 81152},
@@ -35,13 +36,13 @@ func TestScanReportsTheNode(t *testing.T) {
 	want := []device.GPU{
 		{
 			PCIAddress: "0000:1b:00.0", UUID: cards[1].uuid, Minor: 1, ProductName: "NVIDIA L40S", Brand: "Nvidia", Architecture: "Ada Lovelace",
-			CUDAComputeCapability: "9.9", MemoryBytes: 80 << 30, PCIeRoot: "pci0000:15", NUMANode: ptr.To(0),
+			CUDAComputeCapability: "9.9", AddressingMode: "ATS", MemoryBytes: 80 << 30, PCIeRoot: "pci0000:15", NUMANode: ptr.To(0),
 			Engines: &device.Engines{Multiprocessors: 132, CopyEngines: 8, Decoders: 7, Encoders: 1, JPEGEngines: 7, OFAEngines: 1},
 			MIG:     &device.MIG{},
 		},
 		{
 			PCIAddress: "0000:c3:00.0", UUID: cards[0].uuid, Minor: 0, ProductName: "NVIDIA L40S", Brand: "Nvidia", Architecture: "Ada Lovelace",
-			CUDAComputeCapability: "8.9", MemoryBytes: 80 << 30, PCIeRoot: "pci0000:bd",
+			CUDAComputeCapability: "8.9", AddressingMode: "None", MemoryBytes: 80 << 30, PCIeRoot: "pci0000:bd",
 		},
 	}
 	var got []device.GPU
@@ -199,6 +200,42 @@ func TestBestEffortValuesCostNoGPU(t *testing.T) {
 	}
 	if g := node.GPUs[0]; g.Brand != "Unknown" || g.Architecture != "Unknown" || g.Engines != nil {
 		t.Errorf("got %+v", g)
+	}
+}
+
+func TestAddressingModeIsBestEffort(t *testing.T) {
+	addressing := func(ret nvml.Return) map[string]nvml.Return {
+		return map[string]nvml.Return{"nvmlDeviceGetAddressingMode": ret}
+	}
+	for name, c := range map[string]struct {
+		change func(*card)
+		absent bool
+		want   string
+	}{
+		"HMM":                           {func(c *card) { c.addressing = nvml.DEVICE_ADDRESSING_MODE_HMM }, false, "HMM"},
+		"not supported by the platform": {func(c *card) { c.answers = addressing(nvml.ERROR_NOT_SUPPORTED) }, false, ""},
+		"an error":                      {func(c *card) { c.answers = addressing(nvml.ERROR_UNKNOWN) }, false, ""},
+		"a mode of a later driver":      {func(c *card) { c.addressing = 7 }, false, ""},
+		"a driver without the call":     {func(c *card) { c.answers = addressing(nvml.ERROR_FUNCTION_NOT_FOUND) }, true, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := newFakeHost(t)
+			cards := twoCards()[:1]
+			c.change(&cards[0])
+			library := fakeNVML(cards...)
+			if c.absent {
+				library.ExtensionsFunc = func() nvml.ExtendedInterface {
+					return &mock.ExtendedInterface{LookupSymbolFunc: func(name string) error { return errors.New(name + " is not there") }}
+				}
+			}
+			node, err := h.scanner(library).scan(t.Context())
+			if err != nil || len(node.GPUs) != 1 {
+				t.Fatal(err, node.Problems)
+			}
+			if got := node.GPUs[0].AddressingMode; got != c.want {
+				t.Errorf("addressing mode %q, want %q", got, c.want)
+			}
+		})
 	}
 }
 

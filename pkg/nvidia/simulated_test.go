@@ -173,22 +173,22 @@ var published = map[uint32]string{
 func agrees(t *testing.T, g GPU, card model.Card, m *model.GPU) {
 	t.Helper()
 	type facts struct {
-		address, uuid, root, name, brand, architecture, capability string
-		minor, numa                                                int
-		mib                                                        uint64
-		engines                                                    bool
+		address, uuid, root, name, brand, architecture, capability, addressing string
+		minor, numa                                                            int
+		mib                                                                    uint64
+		engines                                                                bool
 	}
 	numa := -1
 	if g.NUMANode != nil {
 		numa = *g.NUMANode
 	}
 	got := facts{
-		string(g.PCIAddress), g.UUID, g.PCIeRoot, g.ProductName, g.Brand, g.Architecture, g.CUDAComputeCapability,
+		string(g.PCIAddress), g.UUID, g.PCIeRoot, g.ProductName, g.Brand, g.Architecture, g.CUDAComputeCapability, g.AddressingMode,
 		g.Minor, numa, g.MemoryBytes >> 20, g.Engines != nil,
 	}
 	want := facts{
 		card.PCI, card.UUID, card.PCIRoot, m.ProductName.Value, m.Brand.Value, published[m.Architecture.NVMLValue], m.CUDAComputeCapability.Value,
-		int(*card.Minor), int(card.NUMANode), m.MemoryTotalMiB.Value, m.MIG.Supported.Value,
+		addressingMode(m), int(*card.Minor), int(card.NUMANode), m.MemoryTotalMiB.Value, m.MIG.Supported.Value,
 	}
 	if diff := cmp.Diff(want, got, cmp.AllowUnexported(facts{})); diff != "" {
 		t.Error(diff)
@@ -202,6 +202,17 @@ func agrees(t *testing.T, g GPU, card model.Card, m *model.GPU) {
 	if len(g.Edits.DeviceNodes) != 1 || len(g.Edits.Hooks)+len(g.Edits.Mounts)+len(g.Edits.Env) > 0 {
 		t.Errorf("its own edits are %+v", g.Edits)
 	}
+}
+
+// addressingMode is what the scan makes of a model's: empty where NVML does not support it.
+func addressingMode(m *model.GPU) string {
+	if m.AddressingMode.Value == "NotSupported" {
+		return ""
+	}
+	if m.AddressingMode.Known {
+		return m.AddressingMode.Value
+	}
+	return "None"
 }
 
 func TestEveryDriverLayoutIsComplete(t *testing.T) {

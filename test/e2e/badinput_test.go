@@ -153,7 +153,7 @@ func (w *world) testVanishedDevice(t *testing.T) {
 	eventually(t, 30*time.Second, "the device is tainted as lost", func() (bool, string) {
 		taints := w.gpus(t, badNode)[device].Taints
 		return slices.ContainsFunc(taints, func(t resourceapi.DeviceTaint) bool {
-			return t.Key == "gpu.nvidia.com/lost" && t.Effect == resourceapi.DeviceTaintEffectNoSchedule
+			return t.Key == "gpu.nvidia.com/gpu-lost" && t.Effect == resourceapi.DeviceTaintEffectNoSchedule
 		}), fmt.Sprint(taints)
 	})
 	// An allocation from a moment before the device vanished. (About the next Pod of a claim that is prepared the kubelet asks nobody.)

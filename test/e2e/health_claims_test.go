@@ -93,7 +93,7 @@ func (w *world) testClaimsMeanwhile(t *testing.T) {
 		// One of those that are held fails in earnest, and is given back so.
 		ill := u.device(pods[1])
 		w.nvmlsim(t, h100, "xid", busOf(ill), "95")
-		w.becomesGrave(t, ill, "gpu.nvidia.com/unhealthy=xid-95:NoSchedule")
+		w.becomesGrave(t, ill, "gpu.nvidia.com/xid=95:NoSchedule")
 		w.deletePods(t, u.namespace, pods...)
 		w.nvmlsim(t, h100, "recovery", busOf(ill), "gpu-reset", "--announce")
 		w.knows(t, busOf(ill), "recovery-gpu-reset")
@@ -140,7 +140,7 @@ func (w *world) testReloadUnderClaims(t *testing.T) {
 		u.hears(pod, corev1.ResourceHealthStatusHealthy, "")
 	}
 	w.nvmlsim(t, h100, "xid", busOf(devices[pods[0]]), "95")
-	w.becomesGrave(t, devices[pods[0]], "gpu.nvidia.com/unhealthy=xid-95:NoSchedule")
+	w.becomesGrave(t, devices[pods[0]], "gpu.nvidia.com/xid=95:NoSchedule")
 
 	w.release(t, true)
 	eventually(t, 60*time.Second, "the driver can be unloaded", func() (bool, string) {

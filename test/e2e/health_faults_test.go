@@ -30,7 +30,7 @@ func (w *world) testStorm(t *testing.T, noisy, ill string) {
 	watch, since := w.watchSlices(t, h100), time.Now()
 	go w.nvmlsim(t, h100, "xid", busOf(noisy), "31", "--count", "1000", "--over", "1s")
 	w.nvmlsim(t, h100, "xid", busOf(ill), "79")
-	t.Logf("tainted after %s", w.becomes(t, ill, "gpu.nvidia.com/unhealthy=xid-79:NoSchedule"))
+	t.Logf("tainted after %s", w.becomes(t, ill, "gpu.nvidia.com/xid=79:NoSchedule"))
 	eventually(t, 20*time.Second, "all events are counted", func() (bool, string) {
 		line := fmt.Sprintf(`gpu_dra_health_events_total{code="xid-31",gpu=%q} 1000`, noisy)
 		return strings.Contains(w.get(t, h100, "metrics"), line+"\n"), line
@@ -50,7 +50,7 @@ func (w *world) testHang(t *testing.T, device string) {
 	w.nvmlsim(t, h100, "slow", "nvmlDeviceGetFieldValues", "1h", "--gpu", busOf(device))
 	eventually(t, 60*time.Second, "the GPU is unknown", func() (bool, string) {
 		got := w.taints(t, h100)[device]
-		return slices.Equal(got, []string{"gpu.nvidia.com/unknown=unknown:None"}), fmt.Sprint(got)
+		return slices.Equal(got, []string{"gpu.nvidia.com/unmonitored=:None"}), fmt.Sprint(got)
 	})
 	for name := range w.taints(t, h100) {
 		if !strings.HasPrefix(name, device) {
@@ -79,7 +79,7 @@ func (w *world) testDeaf(t *testing.T, device string) {
 		w.nvmlsim(t, h100, "xid", busOf(device), "95")
 		<-time.After(time.Second)
 		got := w.taints(t, h100)[device]
-		return slices.Equal(got, []string{"gpu.nvidia.com/unhealthy=xid-95:NoSchedule"}), fmt.Sprint(got)
+		return slices.Equal(got, []string{"gpu.nvidia.com/xid=95:NoSchedule"}), fmt.Sprint(got)
 	})
 	eventually(t, 10*time.Second, "the metrics say so", func() (bool, string) {
 		return strings.Contains(w.get(t, h100, "metrics"), "gpu_dra_health_events_heard 1"), ""
@@ -109,7 +109,7 @@ func (w *world) testPulled(t *testing.T, device string) {
 
 func (w *world) testAway(t *testing.T, ill, healed string) {
 	w.nvmlsim(t, h100, "xid", busOf(healed), "95")
-	w.becomes(t, healed, "gpu.nvidia.com/unhealthy=xid-95:NoSchedule")
+	w.becomes(t, healed, "gpu.nvidia.com/xid=95:NoSchedule")
 	apiserver := w.node(t, "control-plane")
 	if err := apiserver.Service(t.Context(), "stop", "kube-apiserver"); err != nil {
 		t.Fatal(err)
@@ -127,7 +127,7 @@ func (w *world) testAway(t *testing.T, ill, healed string) {
 			return false, err.Error()
 		}
 		all := w.taints(t, h100)
-		return strings.Join(all[ill], " ") == "gpu.nvidia.com/unhealthy=xid-79:NoSchedule" && len(all[healed]) == 0, fmt.Sprint(all[ill], all[healed])
+		return strings.Join(all[ill], " ") == "gpu.nvidia.com/xid=79:NoSchedule" && len(all[healed]) == 0, fmt.Sprint(all[ill], all[healed])
 	})
 	w.heals(t, busOf(ill))
 }
@@ -135,9 +135,9 @@ func (w *world) testAway(t *testing.T, ill, healed string) {
 func (w *world) testResetSeen(t *testing.T, device string) {
 	for what, again := range map[string][][]string{"a reset": {{"reset", busOf(device)}}, "a reload": {{"driver", "away", "--force"}, {"driver", "back"}}} {
 		w.nvmlsim(t, h100, "xid", busOf(device), "95")
-		w.becomes(t, device, "gpu.nvidia.com/unhealthy=xid-95:NoSchedule")
+		w.becomes(t, device, "gpu.nvidia.com/xid=95:NoSchedule")
 		<-time.After(6 * time.Second) // it has been asked meanwhile, and nothing of that ends it
-		w.becomes(t, device, "gpu.nvidia.com/unhealthy=xid-95:NoSchedule")
+		w.becomes(t, device, "gpu.nvidia.com/xid=95:NoSchedule")
 		for _, args := range again {
 			w.nvmlsim(t, h100, args...)
 		}
@@ -151,7 +151,7 @@ func (w *world) testResetSeen(t *testing.T, device string) {
 
 func (w *world) testKilledWhileIll(t *testing.T, device string) {
 	w.nvmlsim(t, h100, "xid", busOf(device), "79")
-	w.becomes(t, device, "gpu.nvidia.com/unhealthy=xid-79:NoSchedule")
+	w.becomes(t, device, "gpu.nvidia.com/xid=79:NoSchedule")
 	eventually(t, 10*time.Second, "its partitions are tainted", func() (bool, string) {
 		n := len(w.taints(t, h100))
 		return n == 26, fmt.Sprint(n)
@@ -165,7 +165,7 @@ func (w *world) testKilledWhileIll(t *testing.T, device string) {
 		p := w.instance(t, h100)
 		return p.Status.ContainerStatuses[0].RestartCount > restarts && isReady(&p), fmt.Sprint(p.Status.ContainerStatuses[0].RestartCount)
 	})
-	w.becomes(t, device, "gpu.nvidia.com/unhealthy=xid-79:NoSchedule")
+	w.becomes(t, device, "gpu.nvidia.com/xid=79:NoSchedule")
 	if now := w.gpus(t, h100)[device].Taints[0]; !now.TimeAdded.Equal(before.TimeAdded) {
 		t.Errorf("it is from %s, before from %s", now.TimeAdded, before.TimeAdded)
 	}

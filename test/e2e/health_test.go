@@ -126,7 +126,7 @@ func (w *world) testIll(t *testing.T) {
 	watch, since := w.watchSlices(t, h100), time.Now()
 
 	w.nvmlsim(t, h100, "xid", gpu, "79")
-	t.Logf("tainted after %s", w.becomes(t, device, "gpu.nvidia.com/unhealthy=xid-79:NoSchedule"))
+	t.Logf("tainted after %s", w.becomes(t, device, "gpu.nvidia.com/xid=79:NoSchedule"))
 	for name := range w.taints(t, h100) {
 		if !strings.HasPrefix(name, device) {
 			t.Errorf("%s has a taint too", name)
@@ -160,7 +160,7 @@ func (w *world) testLost(t *testing.T) {
 	device := slices.Sorted(maps.Keys(w.gpus(t, h100)))[0]
 	gpu := busOf(device)
 	w.nvmlsim(t, h100, "lose", gpu)
-	want := []string{"gpu.nvidia.com/lost=lost:NoSchedule", "gpu.nvidia.com/unhealthy=xid-79:NoSchedule"}
+	want := []string{"gpu.nvidia.com/gpu-lost=:NoSchedule", "gpu.nvidia.com/xid=79:NoSchedule"}
 	t.Logf("lost after %s", w.becomes(t, device, want...))
 	added := w.gpus(t, h100)[device].Taints
 	w.restartPlugin(t, h100)
@@ -188,14 +188,14 @@ func (w *world) testIllPartition(t *testing.T) {
 	}
 	instance := w.instanceAt(t, one)
 	w.nvmlsim(t, h100, "xid", busOf(one)+"/"+instance+"/0", "95")
-	w.becomes(t, one, "gpu.nvidia.com/unhealthy=xid-95:NoSchedule")
+	w.becomes(t, one, "gpu.nvidia.com/xid=95:NoSchedule")
 	u.hears("one", corev1.ResourceHealthStatusUnhealthy, "XID 95")
 	u.hears("two", corev1.ResourceHealthStatusHealthy, "")
 	if got := w.taints(t, h100)[two]; len(got) > 0 {
 		t.Errorf("its neighbour %s has %q", two, got)
 	}
 	w.nvmlsim(t, h100, "xid", busOf(one), "95")
-	w.becomes(t, two, "gpu.nvidia.com/unhealthy=xid-95:NoSchedule")
+	w.becomes(t, two, "gpu.nvidia.com/xid=95:NoSchedule")
 	u.hears("two", corev1.ResourceHealthStatusUnhealthy, "XID 95")
 	w.heals(t, busOf(one))
 	u.hears("one", corev1.ResourceHealthStatusHealthy, "")
@@ -319,7 +319,7 @@ func (w *world) testDriverUpgrade(t *testing.T) {
 	u.running("early")
 	gpu := u.device("early")
 	w.nvmlsim(t, h100, "xid", busOf(gpu), "79")
-	w.becomes(t, gpu, "gpu.nvidia.com/unhealthy=xid-79:NoSchedule")
+	w.becomes(t, gpu, "gpu.nvidia.com/xid=79:NoSchedule")
 	w.heals(t, busOf(gpu))
 	w.sameInstance(t, before)
 }
@@ -330,7 +330,7 @@ func (w *world) testEvicted(t *testing.T) {
 	u := w.tenant(t)
 	u.gpus(1)
 	// The controller that evicts wants the effect to be named (Kubernetes 1.36).
-	u.template("tolerant", `requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com, tolerations: [{key: gpu.nvidia.com/unhealthy, operator: Exists, effect: NoExecute}]}}]`)
+	u.template("tolerant", `requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com, tolerations: [{key: gpu.nvidia.com/xid, operator: Exists, effect: NoExecute}]}}]`)
 	u.pod("stays", onNode(h100), fromTemplate("gpu", "tolerant"))
 	u.pod("goes", onNode(h100), fromTemplate("gpu", gpusTemplate(1)))
 	u.running("stays", "goes")

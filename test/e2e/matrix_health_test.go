@@ -28,7 +28,7 @@ func wards() []ward {
 }
 
 // illTaint is what an XID 79 does to every device of its GPU.
-const illTaint = "gpu.nvidia.com/unhealthy=xid-79:NoSchedule"
+const illTaint = "gpu.nvidia.com/xid=79:NoSchedule"
 
 // isIll waits until every device of a GPU, and its shares among them, has the taint, and no device of another GPU has any.
 func (w *world) isIll(t *testing.T, gpu string) {

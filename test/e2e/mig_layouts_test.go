@@ -26,7 +26,7 @@ func (w *world) testLaidOutBefore(t *testing.T, before string) {
 	w.saysLimited(t, nodeLaidOut, instancesOfAdmin, 2)
 	w.unchanged(t, before, "after the installation")
 	u := w.tenant(t)
-	u.template("admins", `requests: [{name: mig, exactly: {deviceClassName: mig.nvidia.com, count: 4, selectors: [{cel: {expression: '"uuid" in device.attributes["gpu.nvidia.com"]'}}]}}]`)
+	u.template("admins", `requests: [{name: mig, exactly: {deviceClassName: mig.nvidia.com, count: 4, selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].uuid != "not-cut"'}}]}}]`)
 	u.pod("user", onNode(nodeLaidOut), fromTemplate("mig", "admins"))
 	u.running("user")
 	given := u.seesPartitions("user", "mig")

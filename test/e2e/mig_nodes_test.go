@@ -95,7 +95,7 @@ func (w *world) shapes(t *testing.T, node string) map[string]string {
 	t.Helper()
 	names, counts := map[string][]string{}, map[string]int{}
 	for name, d := range w.devices(t, node) {
-		_, exists := d.Attributes["uuid"]
+		exists := *d.Attributes["uuid"].StringValue != "not-cut"
 		card, partition, cut := strings.Cut(strings.TrimPrefix(name, "gpu-0000-"), "-mig-")
 		switch {
 		case !cut:

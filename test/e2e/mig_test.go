@@ -305,7 +305,7 @@ func (w *world) testStatic(t *testing.T) {
 	}
 
 	u.template("half", partitions(1, "3g.40gb"))
-	u.template("admins", `requests: [{name: mig, exactly: {deviceClassName: mig.nvidia.com, count: 2, selectors: [{cel: {expression: '"uuid" in device.attributes["gpu.nvidia.com"]'}}]}}]`)
+	u.template("admins", `requests: [{name: mig, exactly: {deviceClassName: mig.nvidia.com, count: 2, selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].uuid != "not-cut"'}}]}}]`)
 	u.pod("user", onNode(h100), fromTemplate("mig", "admins"))
 	u.running("user")
 	given := u.seesPartitions("user", "mig")

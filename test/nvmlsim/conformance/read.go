@@ -27,6 +27,7 @@ type Reader interface {
 	GetGpuInstanceProfileInfoV(int) nvml.GpuInstanceProfileInfoHandler
 	GetGpuInstancePossiblePlacements(*nvml.GpuInstanceProfileInfo) ([]nvml.GpuInstancePlacement, nvml.Return)
 	GetSupportedEventTypes() (uint64, nvml.Return)
+	GetAddressingMode() (nvml.DeviceAddressingMode, nvml.Return)
 }
 
 // Difference is one point in which a GPU and its model file disagree.
@@ -78,6 +79,7 @@ func (c *comparison) identity(device Reader, want *model.GPU) {
 	major, minor, ret := device.GetCudaComputeCapability()
 	c.equal("cudaComputeCapability", want.CUDAComputeCapability.Value, fmt.Sprintf("%d.%d", major, minor), ret)
 
+	c.addressing(device, want)
 	isMIG, ret := device.IsMigDeviceHandle()
 	c.equal("is a MIG device", false, isMIG, ret)
 
@@ -90,6 +92,20 @@ func (c *comparison) identity(device Reader, want *model.GPU) {
 	}
 	c.equal("memoryTotalMiB", want.MemoryTotalMiB.Value, memory.Total>>20, ret)
 	c.equal("memoryTotalMiB (version 2)", want.MemoryTotalMiB.Value, memoryV2.Total>>20, retV2)
+}
+
+// addressing compares what the model decides. Whether another card has HMM is up to its node.
+func (c *comparison) addressing(device Reader, want *model.GPU) {
+	if !want.AddressingMode.Known {
+		return
+	}
+	value, _ := want.AddressingModeValue()
+	mode, ret := device.GetAddressingMode()
+	if value == model.NoAddressingMode {
+		c.equal("addressing mode", nvml.ERROR_NOT_SUPPORTED, ret, nvml.SUCCESS)
+		return
+	}
+	c.equal("addressing mode", value, mode.Value, ret)
 }
 
 func (c *comparison) mig(device Reader, want *model.GPU) {

@@ -4,6 +4,8 @@ import (
 	"testing"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
 // Readings that the plugin, its libraries and nvidia-smi take of a GPU, besides those that a model file stands behind.
@@ -53,6 +55,27 @@ func TestReadings(t *testing.T) {
 	want(t, "make a GPU instance", ret, nvml.ERROR_NOT_SUPPORTED)
 	_, ret = device.GetSerial()
 	want(t, "serial that the node file does not give", ret, nvml.ERROR_NOT_SUPPORTED)
+}
+
+// The addressing mode is the model's, None where its file is silent. A fault takes it away.
+func TestAddressingModes(t *testing.T) {
+	for node, wanted := range map[string]nvml.DeviceAddressingModeType{
+		"gb200-tray": nvml.DEVICE_ADDRESSING_MODE_ATS, "l40s-x2": nvml.DEVICE_ADDRESSING_MODE_NONE, "dgx-h100": nvml.DEVICE_ADDRESSING_MODE_NONE,
+	} {
+		t.Run(node, func(t *testing.T) {
+			w := newWorld(t, readNode(t, node))
+			all := devices(t, initialize(t))
+			mode, ret := all[0].GetAddressingMode()
+			if want(t, "addressing mode", ret, nvml.SUCCESS); mode.Value != uint32(wanted) {
+				t.Errorf("addressing mode %d, want %d", mode.Value, wanted)
+			}
+			w.must(w.state.AddFault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(nvml.ERROR_NOT_SUPPORTED)}, "nvmlDeviceGetAddressingMode", 0))
+			_, ret = all[0].GetAddressingMode()
+			want(t, "a GPU without the fault", ret, nvml.SUCCESS)
+			_, ret = all[1].GetAddressingMode()
+			want(t, "a GPU with the fault", ret, nvml.ERROR_NOT_SUPPORTED)
+		})
+	}
 }
 
 // A GPU whose model has no MIG says so everywhere.

@@ -166,6 +166,8 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetAddressingMode(nvmlDevice_t device, nvmlDe
     REQUIRE(mode);
     if (mode->version != nvmlDeviceAddressingMode_v1)
         return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+    if (sim_model(gpu)->addressing_mode == NVMLSIM_ABSENT)
+        return NVML_ERROR_NOT_SUPPORTED;
     mode->value = sim_model(gpu)->addressing_mode;
     return NVML_SUCCESS;
 }

@@ -157,7 +157,7 @@ struct nvmlsim_model {
     uint32_t ecc;              /* ECC supported and on */
     uint32_t power_limit_mw;
     uint32_t power_idle_mw;
-    uint32_t addressing_mode;  /* NVML_DEVICE_ADDRESSING_MODE_* */
+    uint32_t addressing_mode;  /* NVML_DEVICE_ADDRESSING_MODE_*, or ABSENT */
     uint32_t mig_supported;
     uint32_t mig_max_instances;
     uint32_t profile_count;

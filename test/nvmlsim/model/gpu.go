@@ -3,6 +3,7 @@ package model
 import (
 	"encoding/json"
 	"fmt"
+	"math"
 	"os"
 	"path/filepath"
 	"sort"
@@ -65,7 +66,8 @@ type GPU struct {
 	ECC                   Fact[bool]   `json:"ecc"`
 	PowerLimitWatts       Fact[uint32] `json:"powerLimitWatts"`
 	BAR1MiB               Fact[uint32] `json:"bar1MiB"`
-	AddressingMode        Fact[string] `json:"addressingMode"`
+	// AddressingMode is None without it: then it depends on the node's kernel what a card says.
+	AddressingMode Fact[string] `json:"addressingMode"`
 	// TimeSlices says whether the length of a time-slice can be set; without it, whether the GPU is of Volta or later.
 	TimeSlices Fact[bool] `json:"timeSlices"`
 	// Events are the kinds of events that can be registered for, by the names of EventTypes. Without it xid, and with ECC singleBitEcc and doubleBitEcc.
@@ -231,7 +233,10 @@ func (g *GPU) ComputeCapability() (major, minor uint32, err error) {
 	return major, minor, nil
 }
 
-// AddressingModeValue is the NVML_DEVICE_ADDRESSING_MODE_* number.
+// NoAddressingMode stands for a GPU whose addressing mode NVML does not support.
+const NoAddressingMode = math.MaxUint32
+
+// AddressingModeValue is the NVML_DEVICE_ADDRESSING_MODE_* number, or NoAddressingMode.
 func (g *GPU) AddressingModeValue() (uint32, error) {
 	switch g.AddressingMode.Value {
 	case "", "None":
@@ -240,8 +245,10 @@ func (g *GPU) AddressingModeValue() (uint32, error) {
 		return 1, nil
 	case "ATS":
 		return 2, nil
+	case "NotSupported":
+		return NoAddressingMode, nil
 	}
-	return 0, fmt.Errorf("addressingMode %q is none of None, HMM, ATS", g.AddressingMode.Value)
+	return 0, fmt.Errorf("addressingMode %q is none of None, HMM, ATS, NotSupported", g.AddressingMode.Value)
 }
 
 // archVolta is NVML_DEVICE_ARCH_VOLTA.
