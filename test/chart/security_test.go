@@ -146,7 +146,7 @@ func with(who string, things []string) []string {
 
 // Whoever gives a Pod more than it had has to say why, and whoever takes something away, that it is gone.
 func TestWhatEachPodHasIsOnTheSecurityPageWithItsReason(t *testing.T) {
-	objects, _ := render(t, "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook")
+	objects, _ := render(t, "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook", "--set", "mps.enabled=true")
 	var got []string
 	for who, pod := range workloads(objects) {
 		got = append(got, with(who, powers(pod))...)
