@@ -49,6 +49,7 @@ type Config struct {
 	XIDRules        string
 	ReleaseLabels   string
 	ClaimGrace      time.Duration
+	ClaimStatus     bool
 	// BesideDevicePlugin is what to do where NVIDIA's device plugin offers the same GPUs.
 	BesideDevicePlugin string
 
@@ -82,6 +83,7 @@ func Default() *Config {
 		HealthEffects:      health.DefaultEffects,
 		ReleaseLabels:      "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
 		ClaimGrace:         5 * time.Minute,
+		ClaimStatus:        true,
 		BesideDevicePlugin: BesideRefuse,
 		MPSHookSource:      "/usr/bin/gpu-mps",
 		ShmRoot:            "/dev/shm",

@@ -36,9 +36,9 @@ func (c *Config) Fields() []Field {
 		fields = append(fields, Field{Name: name, Usage: usage, Value: flags.Lookup(name).Value})
 	}
 	str := func(p *string, name, usage string) { flags.StringVar(p, name, *p, usage); row(name, usage) }
-	truth := func(p *bool, name, usage string) { flags.BoolVar(p, name, *p, usage); row(name, usage) }
 	num := func(p *int, name, usage string) { flags.IntVar(p, name, *p, usage); row(name, usage) }
 	span := func(p *time.Duration, name, usage string) { flags.DurationVar(p, name, *p, usage); row(name, usage) }
+	boolean := func(p *bool, name, usage string) { flags.BoolVar(p, name, *p, usage); row(name, usage) }
 	float := func(p *float64, name, usage string) { flags.Float64Var(p, name, *p, usage); row(name, usage) }
 
 	str(&c.NodeName, "node-name", "name of the Node that this process serves; also the name of its pool")
@@ -62,7 +62,7 @@ func (c *Config) Fields() []Field {
 	str(&c.HookSource, "hook-source", "the nvidia-cdi-hook binary in this image")
 	str(&c.HookPath, "hook-path", "where nvidia-cdi-hook is installed, at the same path on the host; empty means bin/nvidia-cdi-hook in the plugin directory")
 	str(&c.MPSHookSource, "mps-hook-source", "the gpu-mps binary in this image; it is installed beside nvidia-cdi-hook")
-	truth(&c.MPS, "mps", "whether the cluster has supervisors of MPS daemons; false refuses claims that ask for MPS or fractions")
+	boolean(&c.MPS, "mps", "whether the cluster has supervisors of MPS daemons; false refuses claims that ask for MPS or fractions")
 	str(&c.ShmRoot, "shm-root", "the host's file system for shared memory, of which MPS daemons and their clients get a directory")
 	str(&c.CRISocket, "cri-socket", "socket of the container runtime, asked every minute whether CDI is switched on; empty means not to ask")
 	str(&c.MIGPolicy, "mig-policy", "what may be done about the partitions of GPUs that can be cut, as [SELECTOR=]POLICY,...: SELECTOR is a PCI address, a UUID or a product name with * for anything, POLICY is dynamic (the default), static (offered as an admin cut it), off (whole GPUs only) or adopt (dynamic, and idle instances that an admin made are removed); of rules that fit a GPU the last one holds, and the Node annotation gpu.nvidia.com/mig-policy goes before this")
@@ -73,6 +73,7 @@ func (c *Config) Fields() []Field {
 
 	str(&c.BesideDevicePlugin, "beside-device-plugin", "what to do while NVIDIA's device plugin offers GPUs of the same node (nvidia.com/gpu or nvidia.com/mig-* in the Node's capacity): refuse (prepare nothing, and taint the devices) or warn")
 	span(&c.ClaimGrace, "claim-grace", "how long a claim that is held must have been gone from the API server (deleted, replaced, or without its devices) before the plugin gives its devices back by itself, like 5m; while containers have them it does not; held claims are looked up once in that time; 0 means never")
+	boolean(&c.ClaimStatus, "claim-status", "whether to write into a claim's status.devices what each of its devices is (UUIDs, profile, place, condition Ready), for monitoring; false also makes the rights for that needless")
 
 	str(&c.HTTPAddress, "http-address", "host:port for /livez, /readyz and /metrics; empty means off")
 	str(&c.GRPCHealthAddress, "grpc-health-address", "host:port for the gRPC health service (grpc.health.v1); empty means off")

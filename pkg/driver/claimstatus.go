@@ -38,6 +38,8 @@ const (
 // It writes beside the kubelet's calls, never within them, and a moment later: what it is told is queued, one change a claim, the newest wins. What fails is tried again for
 // a while, counted, and then given up with a line in the log; no claim depends on it. Entries of other drivers are left alone: server-side apply owns
 // only what this driver applied.
+//
+// A nil claimStatus is one that is switched off: it neither reads nor writes anything.
 type claimStatus struct {
 	client kubernetes.Interface
 	failed func(cause string)
@@ -96,6 +98,9 @@ func (s *claimStatus) Lost(ctx context.Context, c kubeletplugin.NamespacedObject
 
 // Forget drops what was not written yet, of a claim that has been given back.
 func (s *claimStatus) Forget(claim types.UID) {
+	if s == nil {
+		return
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.pending, claim)
@@ -103,6 +108,9 @@ func (s *claimStatus) Forget(claim types.UID) {
 
 // change queues what apply makes of what waits for the claim already.
 func (s *claimStatus) change(ctx context.Context, c kubeletplugin.NamespacedObject, apply func(change *statusChange)) {
+	if s == nil {
+		return
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	before := s.pending[c.UID]
@@ -124,6 +132,9 @@ func (s *claimStatus) change(ctx context.Context, c kubeletplugin.NamespacedObje
 
 // Run writes until the context ends.
 func (s *claimStatus) Run(ctx context.Context) {
+	if s == nil {
+		return
+	}
 	stop := context.AfterFunc(ctx, s.queue.ShutDown)
 	defer stop()
 	for {

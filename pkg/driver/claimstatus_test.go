@@ -376,3 +376,25 @@ func TestWhatIsToBeSaidOfAClaimIsForgottenBeforeItsNextPodHasIt(t *testing.T) {
 		})
 	}
 }
+
+func TestAStatusThatIsSwitchedOffIsNotWritten(t *testing.T) {
+	n := newNode(t)
+	n.cfg.ClaimStatus = false
+	n.start(t)
+	n.register(t)
+	eventually(t, "both GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
+	c := n.claim(t, "c", wholeName)
+	n.client.ClearActions()
+	if answer := n.prepare(t, c); answer.GetError() != "" {
+		t.Fatal(answer.GetError())
+	}
+	<-time.After(2 * statusDelay) // by when it would be written
+	if msg := n.unprepare(t, c); msg != "" {
+		t.Fatal(msg)
+	}
+	for _, a := range n.client.Actions() {
+		if a.GetResource().Resource == "resourceclaims" && a.GetVerb() != "get" {
+			t.Errorf("%s %s/%s", a.GetVerb(), a.GetResource().Resource, a.GetSubresource())
+		}
+	}
+}

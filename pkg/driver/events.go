@@ -4,6 +4,8 @@ import (
 	"context"
 
 	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
@@ -44,6 +46,17 @@ func (e *nodeEvents) normal(reason, message string) {
 
 // warnClaim writes an Event about a claim: the kubelet puts the errors of a Prepare into its Pod's Events, and those of an Unprepare nowhere.
 func (e *nodeEvents) warnClaim(c kubeletplugin.NamespacedObject, reason, message string) {
-	ref := &corev1.ObjectReference{APIVersion: "resource.k8s.io/v1", Kind: "ResourceClaim", Namespace: c.Namespace, Name: c.Name, UID: c.UID}
-	e.recorder.Event(ref, corev1.EventTypeWarning, reason, message)
+	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: c.Name, UID: c.UID}}
+	e.recorder.Event(claimReference(claim), corev1.EventTypeWarning, reason, message)
+}
+
+// normalClaim writes an Event about a claim that works as it was asked.
+func (e *nodeEvents) normalClaim(c *resourceapi.ResourceClaim, reason, message string) {
+	e.recorder.Event(claimReference(c), corev1.EventTypeNormal, reason, message)
+}
+
+// claimReference is a claim as an Event names it.
+func claimReference(c *resourceapi.ResourceClaim) *corev1.ObjectReference {
+	version, kind := resourceapi.SchemeGroupVersion.WithKind("ResourceClaim").ToAPIVersionAndKind()
+	return &corev1.ObjectReference{APIVersion: version, Kind: kind, Namespace: c.Namespace, Name: c.Name, UID: c.UID}
 }

@@ -6,7 +6,10 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	schedulingv1beta1 "k8s.io/api/scheduling/v1beta1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
@@ -88,14 +91,39 @@ func (d *Driver) tellClaim(ctx context.Context, e checkpoint.Entry, notices noti
 	if err != nil || claim.UID != e.ClaimUID {
 		return err
 	}
-	for _, consumer := range claim.Status.ReservedFor {
-		if consumer.APIGroup != "" || consumer.Resource != "pods" {
-			continue
-		}
-		pod := &corev1.ObjectReference{APIVersion: "v1", Kind: "Pod", Namespace: claim.Namespace, Name: consumer.Name, UID: consumer.UID}
+	for _, object := range consumers(claim) {
 		for _, n := range notices {
-			d.events.health(pod, n)
+			d.events.health(object, n)
 		}
 	}
 	return nil
+}
+
+// consumers are the objects that show their users how a claim's devices are: those for which it is
+// reserved. Only a Pod is named there itself. For all others the claim is one more of the objects:
+// the Pods of a PodGroup, say, cannot be known without the right to list Pods.
+func consumers(c *resourceapi.ResourceClaim) []*corev1.ObjectReference {
+	var objects []*corev1.ObjectReference
+	onlyPods := true
+	for _, consumer := range c.Status.ReservedFor {
+		resource := schema.GroupResource{Group: consumer.APIGroup, Resource: consumer.Resource}
+		onlyPods = onlyPods && resource == corev1.Resource("pods")
+		if kind, known := consumerKinds[resource]; known {
+			version, kind := kind.ToAPIVersionAndKind()
+			objects = append(objects, &corev1.ObjectReference{
+				APIVersion: version, Kind: kind, Namespace: c.Namespace, Name: consumer.Name, UID: consumer.UID,
+			})
+		}
+	}
+	if !onlyPods {
+		objects = append(objects, claimReference(c))
+	}
+	return objects
+}
+
+// consumerKinds are the kinds of what a claim can be reserved for: Pods, and PodGroups (KEP-5729).
+// Kubernetes 1.36 serves PodGroups in another version of their group, which matters to no reader of Events.
+var consumerKinds = map[schema.GroupResource]schema.GroupVersionKind{
+	corev1.Resource("pods"):                 corev1.SchemeGroupVersion.WithKind("Pod"),
+	schedulingv1beta1.Resource("podgroups"): schedulingv1beta1.SchemeGroupVersion.WithKind("PodGroup"),
 }

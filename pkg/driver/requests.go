@@ -34,6 +34,7 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 	logger := klog.FromContext(ctx).WithValues("claim", klog.KObj(c), "claimUID", c.UID)
 	start := time.Now()
 	var devices []kubeletplugin.Device
+	hint := ""
 	err := d.refuseForeign(c.UID, c.Namespace+"/"+c.Name)
 	if err == nil {
 		err = d.refuseLost(c)
@@ -41,6 +42,7 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 	if err == nil {
 		done, _ := d.release.Use() // Prepare refuses while the node is not ready
 		defer done()
+		hint = d.oversizedHint(c)
 		devices, err = d.preparer.Prepare(klog.NewContext(ctx, logger), c)
 	}
 	took := time.Since(start)
@@ -51,6 +53,9 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 	}
 	d.lost.End(c.UID)
 	d.status.Prepared(ctx, c, d.given(c.UID))
+	if hint != "" {
+		d.events.normalClaim(c, "WholeGPUHeld", hint)
+	}
 	logger.Info("Prepared the claim", "devices", names(devices), "took", took)
 	return kubeletplugin.PrepareResult{Devices: devices}
 }

@@ -103,10 +103,12 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
 		events: newNodeEvents(ctx, parts.Client, cfg.NodeName),
 		calls:  newInflight(tidy, debug.FreeOSMemory),
-		status: newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError),
 		shares: shares, supervisor: supervised{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics},
 
 		toReconcile: make(chan struct{}, 1), toPublisher: make(chan struct{}, 1), toFollow: make(chan struct{}, 1),
+	}
+	if cfg.ClaimStatus {
+		d.status = newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError)
 	}
 	d.readiness = newReadiness(inv, func() { wake(d.toPublisher); wake(d.toFollow) })
 	if d.presence, err = bePresent(ctx, cfg.PluginDir); err != nil {

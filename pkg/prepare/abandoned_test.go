@@ -29,6 +29,11 @@ func TestWhenAClaimIsAbandoned(t *testing.T) {
 	replaced.UID = "another"
 	deallocated := newClaim("c")
 	deallocated.Status.Allocation = nil
+	group := resourceapi.ResourceClaimConsumerReference{APIGroup: "scheduling.k8s.io", Resource: "podgroups", Name: "gang", UID: "uid-of-gang"}
+	ofGroup := newClaim("c", allocated("r", gpu0))
+	ofGroup.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{group}
+	leftByGroup := newClaim("c") // the claim controller takes the allocation with the last reservation
+	leftByGroup.Status.Allocation, leftByGroup.Status.ReservedFor = nil, nil
 	for name, c := range map[string]struct {
 		now       *resourceapi.ResourceClaim
 		abandoned bool
@@ -38,7 +43,9 @@ func TestWhenAClaimIsAbandoned(t *testing.T) {
 		"not allocated":                      {deallocated, true},
 		"allocated another device":           {newClaim("c", allocated("r", gpu1)), true},
 		"another device, and no Pod":         {forPods(newClaim("c", allocated("r", gpu1))), true},
+		"its PodGroup was deleted":           {leftByGroup, true},
 		"as it was":                          {newClaim("c", allocated("r", gpu0)), false},
+		"reserved for a PodGroup":            {ofGroup, false},
 		"waits for its next Pod":             {forPods(newClaim("c", allocated("r", gpu0))), false},
 		"has a further device of its driver": {newClaim("c", allocated("r", gpu0), allocated("s", gpu1)), false},
 	} {

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
 	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -45,7 +46,7 @@ var onLinux = map[string]string{"kubernetes.io/os": "linux"}
 var nothing = []string{
 	"--set", "rbac.create=false", "--set", "serviceAccount.create=false", "--set", "serviceAccount.name=mine", "--set", "admissionPolicy.enabled=false", "--set", "networkPolicy.enabled=false",
 	"--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "uninstall.enabled=false", "--set", "criSocket=", "--set", "priorityClassName=",
-	"--set-json", "tolerations=[]",
+	"--set-json", "tolerations=[]", "--set", "claimStatus.enabled=false",
 }
 
 var valueSets = map[string][]string{
@@ -270,6 +271,24 @@ func TestRightsAreNoMoreThanThese(t *testing.T) {
 	if diff := cmp.Diff(wantBound, bound); diff != "" {
 		t.Errorf("bindings (-want +got):\n%s", diff)
 	}
+}
+
+// Without the status of claims nothing is left of the right to write it, nor of the policy that narrows that right.
+func TestAStatusThatIsSwitchedOffNeedsNoRight(t *testing.T) {
+	objects, text := render(t, "--set", "claimStatus.enabled=false")
+	for _, left := range []string{"resourceclaims/status", "resourceclaims/driver", "claim-status"} {
+		if strings.Contains(text, left) {
+			t.Errorf("the chart still renders %s", left)
+		}
+	}
+	rights := only[*rbacv1.ClusterRole](t, objects, plugin).Rules
+	everyClaim := func(r rbacv1.PolicyRule) bool {
+		return slices.Contains(r.Resources, "resourceclaims") && slices.Contains(r.Verbs, "get")
+	}
+	if !slices.ContainsFunc(rights, everyClaim) {
+		t.Errorf("the plugin cannot read claims any more: %v", rights)
+	}
+	only[*admissionregistrationv1.ValidatingAdmissionPolicy](t, objects, plugin) // narrows slices as before
 }
 
 func TestTheUninstallHook(t *testing.T) {

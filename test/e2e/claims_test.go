@@ -58,6 +58,7 @@ func TestClaims(t *testing.T) {
 			"naming another's device in CDI's words gives nothing":    w.testNamesOfOthers,
 			"containers of a Pod share claims out":                    w.testContainers,
 			"two Pods share one claim":                                w.testSharedClaim,
+			"the Pods of a PodGroup share its claim":                  w.testPodGroup,
 			"sockets, records and specs are root's alone":             w.testSocketsAndStateAreRoots,
 			"a claim has devices of another driver too":               w.testOtherDriver,
 		} {

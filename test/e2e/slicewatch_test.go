@@ -31,6 +31,8 @@ type sliceWatch struct {
 	slices map[string]*resourceapi.ResourceSlice
 	offers []offer
 	failed error
+	// each sees every complete pool. It is called with mu held.
+	each func(pool map[string]resourceapi.Device)
 }
 
 // watchSlices watches until the test ends. A watch that breaks off fails the test, because it would have proved nothing.
@@ -113,8 +115,24 @@ func (s *sliceWatch) note(because string) {
 	}
 	if have != want {
 		gpus = 0
+	} else if s.each != nil {
+		s.each(s.pool(newest))
 	}
 	s.offers = append(s.offers, offer{time.Now(), gpus, because})
+}
+
+// pool has the devices of one generation, by name.
+func (s *sliceWatch) pool(generation int64) map[string]resourceapi.Device {
+	pool := map[string]resourceapi.Device{}
+	for _, slice := range s.slices {
+		if slice.Spec.Pool.Generation != generation {
+			continue
+		}
+		for _, d := range slice.Spec.Devices {
+			pool[d.Name] = d
+		}
+	}
+	return pool
 }
 
 // history waits until the watch has seen what the API server has now, and returns all that the node offered since a moment, beginning with what it

@@ -271,6 +271,7 @@ xidRules: {{ . | quote }}
 releaseLabels: {{ . | quote }}
 {{- end }}
 besideDevicePlugin: {{ .Values.besideDevicePlugin | quote }}
+claimStatus: {{ .Values.claimStatus.enabled }}
 httpAddress: ":{{ .Values.metrics.port }}"
 kubeApiQps: {{ .Values.kubeAPI.qps }}
 kubeApiBurst: {{ .Values.kubeAPI.burst }}

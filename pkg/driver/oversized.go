@@ -1,0 +1,101 @@
+package driver
+
+import (
+	"fmt"
+	"math"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// oversized is a request that asks for at most half of the memory of a GPU that it holds whole. Some
+// manifests mean a share by that: for NVIDIA's driver they do where it has consumableShares.
+type oversized struct {
+	request, class, device string
+	asked, has             resource.Quantity
+	// more is how many other GPUs the claim holds in the same way.
+	more int
+}
+
+func (o oversized) String() string {
+	others := ""
+	if o.more > 0 {
+		others = fmt.Sprintf(" (%d more GPUs of the claim are held like this)", o.more)
+	}
+	return fmt.Sprintf("Request %s asks for %s of memory and holds %s with all of its %s%s: class %s gives whole GPUs",
+		o.request, &o.asked, o.device, &o.has, others, o.class)
+}
+
+// findOversized is nil for a claim that has no such request.
+func findOversized(c *resourceapi.ResourceClaim, gpus []nvidia.GPU) *oversized {
+	if c.Status.Allocation == nil {
+		return nil
+	}
+	memory := map[string]uint64{}
+	for _, g := range gpus {
+		memory[g.WholeName()] = min(g.MemoryBytes, math.MaxInt64)
+	}
+	var first *oversized
+	for _, r := range c.Status.Allocation.Devices.Results {
+		name, ok := device.ParseName(r.Device)
+		if r.Driver != DriverName || ptr.Deref(r.AdminAccess, false) || !ok || name.Share || name.Partition != nil {
+			continue
+		}
+		has := int64(memory[r.Device]) //nolint:gosec // bounded above
+		class, asked, ok := memoryRequest(c, r.Request)
+		if !ok || has == 0 || asked.CmpInt64(has/2) > 0 {
+			continue
+		}
+		if first != nil {
+			first.more++
+			continue
+		}
+		first = &oversized{request: r.Request, class: class, device: r.Device, asked: asked, has: *resource.NewQuantity(has, resource.BinarySI)}
+	}
+	return first
+}
+
+// memoryRequest is what a request of the claim asks of the capacity "memory". A result names a
+// subrequest as "request/subrequest".
+func memoryRequest(c *resourceapi.ResourceClaim, name string) (class string, asked resource.Quantity, ok bool) {
+	of := func(class string, capacity *resourceapi.CapacityRequirements) (string, resource.Quantity, bool) {
+		if capacity == nil {
+			return "", resource.Quantity{}, false
+		}
+		asked, ok := capacity.Requests["memory"]
+		return class, asked, ok
+	}
+	for _, r := range c.Spec.Devices.Requests {
+		if r.Exactly != nil && r.Name == name {
+			return of(r.Exactly.DeviceClassName, r.Exactly.Capacity)
+		}
+		for _, sub := range r.FirstAvailable {
+			if r.Name+"/"+sub.Name == name {
+				return of(sub.DeviceClassName, sub.Capacity)
+			}
+		}
+	}
+	return "", resource.Quantity{}, false
+}
+
+// oversizedHint is what to tell the user of a claim that is prepared for the first time, or empty.
+// It looks for the claim's record, so it comes before Prepare writes one.
+func (d *Driver) oversizedHint(c *resourceapi.ResourceClaim) string {
+	o := findOversized(c, d.inv.Snapshot().Node.GPUs)
+	if o == nil {
+		return ""
+	}
+	if r, found, err := d.preparer.Holding(c.UID); err != nil || found && r.State == checkpoint.Prepared {
+		return ""
+	}
+	if d.fractions.Load() {
+		return o.String() + ". Class shared.gpu.nvidia.com gives a share with a limit of memory"
+	}
+	return o.String() + ". This node offers no shares with a limit of memory; " +
+		"the chart's value shares=fractions offers them in class shared.gpu.nvidia.com"
+}

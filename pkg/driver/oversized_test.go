@@ -1,0 +1,156 @@
+package driver
+
+import (
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
+	"k8s.io/utils/ptr"
+)
+
+func ofMemory(amount string) *resourceapi.CapacityRequirements {
+	return &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse(amount)}}
+}
+
+func exactly(name, amount string) resourceapi.DeviceRequest {
+	r := resourceapi.DeviceRequest{Name: name, Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu.nvidia.com"}}
+	if amount != "" {
+		r.Exactly.Capacity = ofMemory(amount)
+	}
+	return r
+}
+
+func result(request, device string) resourceapi.DeviceRequestAllocationResult {
+	return resourceapi.DeviceRequestAllocationResult{Driver: DriverName, Pool: "node", Device: device, Request: request}
+}
+
+// The GPUs of these tests have 80Gi.
+func TestWhichClaimsHoldAWholeGPUForLittle(t *testing.T) {
+	firstOf := resourceapi.DeviceRequest{Name: "gpu", FirstAvailable: []resourceapi.DeviceSubRequest{
+		{Name: "large", DeviceClassName: "gpu.nvidia.com", Capacity: ofMemory("60Gi")},
+		{Name: "small", DeviceClassName: "small.example.com", Capacity: ofMemory("10Gi")},
+	}}
+	foreign, admin := result("gpu", firstGPU), result("gpu", firstGPU)
+	foreign.Driver, admin.AdminAccess = "nic.example.com", ptr.To(true)
+	type requests = []resourceapi.DeviceRequest
+	type results = []resourceapi.DeviceRequestAllocationResult
+	little, alternatives := requests{exactly("gpu", "4Gi")}, requests{firstOf}
+	whole := results{result("gpu", firstGPU)}
+	for name, c := range map[string]struct {
+		requests requests
+		results  results
+		says     []string // nothing, if empty
+	}{
+		"asks for less than half":           {little, whole, []string{"gpu", "4Gi", firstGPU, "80Gi", "class gpu.nvidia.com"}},
+		"asks for half":                     {requests{exactly("gpu", "40Gi")}, whole, []string{"40Gi"}},
+		"asks for nothing, by a number":     {requests{exactly("gpu", "0")}, whole, []string{"asks for 0 of memory"}},
+		"asks for more than half":           {requests{exactly("gpu", "40961Mi")}, whole, nil},
+		"asks for more than a number holds": {requests{exactly("gpu", "1e30")}, whole, nil},
+		"does not say how much":             {requests{exactly("gpu", "")}, whole, nil},
+		"got the alternative that asks for little": {
+			alternatives, results{result("gpu/small", firstGPU)}, []string{"gpu/small", "10Gi", "class small.example.com"},
+		},
+		"got the alternative that asks for much":   {alternatives, results{result("gpu/large", firstGPU)}, nil},
+		"got an alternative that it does not have": {alternatives, results{result("gpu/other", firstGPU)}, nil},
+		"got what it does not ask for":             {little, results{result("extra", firstGPU)}, nil},
+		"got a share":                              {little, results{result("gpu", firstGPU+"-share")}, nil},
+		"got a partition":                          {little, results{result("gpu", firstGPU+"-mig-19-0")}, nil},
+		"got a GPU of which nothing is known":      {little, results{result("gpu", "gpu-0000-99-00-0")}, nil},
+		"got a device of another driver":           {little, results{foreign}, nil},
+		"only looks":                               {little, results{admin}, nil},
+		"got several":                              {little, append(whole, result("gpu", secondGPU)), []string{"1 more"}},
+		"holds one for much and one for little": {
+			requests{exactly("much", "80Gi"), exactly("little", "1Gi")},
+			results{result("much", firstGPU), result("little", secondGPU)}, []string{"little", secondGPU},
+		},
+		"got something with a name that is none":     {little, results{result("gpu", "")}, nil},
+		"asks for little, and is not allocated":      {little, nil, nil},
+		"has a request that this version cannot say": {requests{{Name: "gpu"}}, whole, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: "c", UID: "uid"}}
+			claim.Spec.Devices.Requests = c.requests
+			if c.results != nil {
+				claim.Status.Allocation = &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: c.results}}
+			}
+			node, err := twoGPUs()
+			if err != nil {
+				t.Fatal(err)
+			}
+			found := findOversized(claim, node.GPUs)
+			if (found != nil) != (c.says != nil) {
+				t.Fatalf("found %v", found)
+			}
+			for _, part := range c.says {
+				if !strings.Contains(found.String(), part) {
+					t.Errorf("%q does not say %q", found, part)
+				}
+			}
+		})
+	}
+}
+
+func TestAClaimThatHoldsAWholeGPUForLittleIsToldOnce(t *testing.T) {
+	n := newNode(t)
+	n.start(t)
+	n.register(t)
+	eventually(t, "both GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
+	little := func(name string, devices ...string) *drapb.Claim {
+		c := n.claim(t, name, devices...)
+		claims := n.client.ResourceV1().ResourceClaims("team")
+		stored, err := claims.Get(t.Context(), name, metav1.GetOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		stored.Spec.Devices.Requests = []resourceapi.DeviceRequest{exactly("gpu", "4Gi")}
+		if _, err := claims.Update(t.Context(), stored, metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	c := little("c", firstGPU)
+	for range 2 {
+		if answer := n.prepare(t, c); answer.GetError() != "" {
+			t.Fatal(answer.GetError())
+		}
+	}
+	n.hears(t, "ResourceClaim", "c", "WholeGPUHeld", "shares=fractions offers them in class shared.gpu.nvidia.com")
+	refused := little("refused", secondGPU, "gpu-0000-99-00-0")
+	if n.prepare(t, refused).GetError() == "" {
+		t.Fatal("a GPU that is not there is prepared")
+	}
+
+	// Another instance knows from the record that the claim was told.
+	if err := n.stop(); err != nil {
+		t.Fatal(err)
+	}
+	n.start(t)
+	n.register(t)
+	if answer := n.prepare(t, c); answer.GetError() != "" {
+		t.Fatal(answer.GetError())
+	}
+	last := little("last", secondGPU)
+	if answer := n.prepare(t, last); answer.GetError() != "" {
+		t.Fatal(answer.GetError())
+	}
+	n.hears(t, "ResourceClaim", "last", "WholeGPUHeld", "4Gi") // Events come in their order
+	events, err := n.client.CoreV1().Events("").List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := map[string]int{}
+	for _, e := range events.Items {
+		if e.Reason == "WholeGPUHeld" {
+			told[e.InvolvedObject.Name] += max(1, int(e.Count))
+			if e.Type != "Normal" {
+				t.Errorf("an Event of type %s for a claim that has what it asked for", e.Type)
+			}
+		}
+	}
+	if told["c"] != 1 || told["last"] != 1 || told["refused"] != 0 {
+		t.Errorf("told %v", told)
+	}
+}

@@ -1,0 +1,292 @@
+package e2e
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// TestNeighbours: what a default install offers to the other parts of a cluster, how policies change
+// while claims are held, and the manifests of those who come from the reference driver.
+func TestNeighbours(t *testing.T) {
+	t.Parallel()
+	sim := simulator(t)
+	w := bringUp(t, "e2e-near", sim.Node(h100, "dgx-h100"), sim.Node(a100, "dgx-a100"))
+	w.needSMI(t)
+	w.installDefault(t)
+
+	t.Run("a default install offers GPUs and counts nothing", w.testDefaultOffer)
+	t.Run("a default install runs Pods with nvidia.com/gpu", w.testDefaultResource)
+	t.Run("a default install refuses MPS and names the value to set", w.testDefaultRefusesMPS)
+	t.Run("the Operator's claims see GPUs beside held ones and an admin's partitions", w.testOperatorClaims)
+	t.Run("a policy changes under held claims", w.testPolicyChanges)
+	t.Run("manifests of the reference driver", w.testReferenceManifests)
+	t.Run("nothing of all this is left", func(t *testing.T) {
+		for _, node := range []string{h100, a100} {
+			w.clean(t, node)
+		}
+	})
+}
+
+// installDefault installs the chart with what describes a simulated node and nothing else.
+func (w *world) installDefault(t *testing.T, more ...string) {
+	t.Helper()
+	w.install(t, append([]string{"--set", "mig.policy=", "--set", "mps.enabled=false"}, more...)...)
+}
+
+func (w *world) testDefaultOffer(t *testing.T) {
+	for _, node := range []string{h100, a100} {
+		w.offersShapes(t, node, 8, 0)
+		for _, s := range w.slices(t, node) {
+			if len(s.Spec.SharedCounters) > 0 {
+				t.Errorf("slice %s has counter sets: %v", s.Name, s.Spec.SharedCounters)
+			}
+			for _, d := range s.Spec.Devices {
+				if len(d.ConsumesCounters) > 0 {
+					t.Errorf("device %s consumes counters: %v", d.Name, d.ConsumesCounters)
+				}
+			}
+		}
+	}
+	list, err := w.Client.CoreV1().Events("").List(t.Context(), metav1.ListOptions{FieldSelector: "reason=GPUsLimited"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(list.Items) > 0 {
+		t.Errorf("a default install complains about whole GPUs: %s", list.Items[0].Message)
+	}
+	for _, daemonSet := range w.daemonSets(t) {
+		if strings.HasSuffix(daemonSet, "-mps") {
+			t.Errorf("a default install has DaemonSet %s", daemonSet)
+		}
+	}
+}
+
+func (w *world) daemonSets(t *testing.T) (names []string) {
+	t.Helper()
+	list, err := w.Client.AppsV1().DaemonSets("").List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range list.Items {
+		names = append(names, d.Name)
+	}
+	return names
+}
+
+func (w *world) testDefaultResource(t *testing.T) {
+	u := w.tenant(t)
+	u.pod("limits", limits("1"))
+	u.running("limits")
+	if seen := u.visible("limits", ""); len(seen) != 1 {
+		t.Errorf("a Pod with nvidia.com/gpu: 1 sees %v", seen)
+	}
+	w.endPods(t, u.namespace)
+}
+
+func (w *world) testDefaultRefusesMPS(t *testing.T) {
+	u := w.tenant(t)
+	u.template("mps", oneGPU+`
+config: [{requests: [gpu], opaque: {driver: gpu.nvidia.com, parameters: `+gpuConfig("sharing: {strategy: MPS}")+`}}]`)
+	u.pod("mps", fromTemplate("gpu", "mps"))
+	w.refused(t, u.namespace, "mps", "mps.enabled=true")
+	w.endPods(t, u.namespace)
+}
+
+// testOperatorClaims runs the claims of the GPU Operator's Pods as its manifests have them.
+func (w *world) testOperatorClaims(t *testing.T) {
+	u := w.tenant(t)
+	patch := []byte(`{"metadata":{"labels":{"resource.kubernetes.io/admin-access":"true"}}}`)
+	if _, err := w.Client.CoreV1().Namespaces().Patch(t.Context(), u.namespace, types.MergePatchType, patch, metav1.PatchOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	// GPUs that are held, and one that an admin has cut, of which a part is held too.
+	index := w.index(t, lastGPU)
+	w.smi(t, h100, "-i", index, "-mig", "1")
+	w.smi(t, h100, "mig", "-i", index, "-cgi", "9,9", "-C")
+	w.offersShapes(t, h100, 7, 2)
+	u.gpus(3)
+	u.holder("holder", 3, onNode(h100))
+	u.template("part", partitions(1, "3g.40gb"))
+	u.pod("part", onNode(h100), fromTemplate("gpu", "part"))
+	u.running("holder", "part")
+
+	u.applyTo(h100, referenceFile(t, "exporter.yaml"))
+	u.running("exporter", "validator")
+	if seen := u.visible("exporter", ""); len(seen) != 7 {
+		t.Errorf("the exporter sees %v, want the 7 GPUs that are whole", seen)
+	}
+	w.endPods(t, u.namespace)
+	w.smi(t, h100, "mig", "-i", index, "-dci")
+	w.smi(t, h100, "mig", "-i", index, "-dgi")
+	w.smi(t, h100, "-i", index, "-mig", "0")
+	w.offersShapes(t, h100, 8, 0)
+}
+
+// lastGPU is the last of the H100.
+const lastGPU = "0000:df:00.0"
+
+// held remembers how devices were published when claims got them.
+type held struct {
+	*sliceWatch
+	consumed map[string]string
+	broken   []string
+}
+
+// watchHeld checks every complete pool of a node for devices that claims hold.
+func (w *world) watchHeld(t *testing.T, node string) *held {
+	t.Helper()
+	h := &held{sliceWatch: w.watchSlices(t, node), consumed: map[string]string{}}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.each = h.check
+	return h
+}
+
+func (h *held) check(pool map[string]resourceapi.Device) {
+	for name, before := range h.consumed {
+		d, there := pool[name]
+		switch now := consumption(d); {
+		case !there:
+			h.broken = append(h.broken, name+" is not published, and a claim holds it")
+		case now != before:
+			h.broken = append(h.broken, fmt.Sprintf("%s consumes %s, and %s when a claim got it", name, now, before))
+		}
+	}
+}
+
+// consumption is what a device takes of which counter sets, as text.
+func consumption(d resourceapi.Device) string {
+	var all []string
+	for _, c := range d.ConsumesCounters {
+		for name, counter := range c.Counters {
+			all = append(all, fmt.Sprintf("%s/%s=%s", c.CounterSet, name, counter.Value.String()))
+		}
+	}
+	slices.Sort(all)
+	return "[" + strings.Join(all, " ") + "]"
+}
+
+// hold says that a Pod's claim has its device from now on.
+func (h *held) hold(u tenant, pod string) (name string) {
+	u.t.Helper()
+	name = u.device(pod)
+	now := h.world.devices(u.t, h.node)[name]
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.consumed[name] = consumption(now)
+	return name
+}
+
+// end ends a Pod that holds a device.
+func (h *held) end(u tenant, pod string) {
+	u.t.Helper()
+	name := u.device(pod)
+	h.mu.Lock()
+	delete(h.consumed, name)
+	h.mu.Unlock()
+	u.end(pod)
+}
+
+// kept fails the test where a held device was not published as it was.
+func (h *held) kept() {
+	h.t.Helper()
+	h.history(time.Now())
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, b := range slices.Compact(h.broken) {
+		h.t.Error(b)
+	}
+}
+
+// Partitions that eight H100 offer: each of them all, or two profiles.
+const (
+	everyPartition = 25
+	twoProfiles    = 7 + 2
+)
+
+func (w *world) testPolicyChanges(t *testing.T) {
+	u := w.tenant(t)
+	h := w.watchHeld(t, h100)
+	u.gpus(1)
+	u.template("small", partitions(1, "1g.10gb"))
+	u.holder("whole", 1, onNode(h100))
+	u.running("whole")
+	wholeGPU := h.hold(u, "whole")
+
+	// By an upgrade: the GPU that is held stays as it is, the others are offered in every shape.
+	w.installDefault(t, "--set", "mig.policy=dynamic")
+	w.offersShapes(t, h100, 8, 7*everyPartition)
+	w.warnsOfSlowScheduler(t)
+	u.pod("small", onNode(h100), fromTemplate("gpu", "small"))
+	u.running("small")
+	small := h.hold(u, "small")
+
+	// By annotation: what is held stays, what is free goes. A new partition cannot be had.
+	w.annotate(t, h100, "static")
+	w.offersShapes(t, h100, 7, 1)
+	u.pod("late", onNode(h100), fromTemplate("gpu", "small"))
+	u.waits("late")
+	if _, there := w.devices(t, h100)[small]; !there {
+		t.Errorf("%s is not offered any more", small)
+	}
+	h.end(u, "small")
+	u.delete("late")
+	w.offersShapes(t, h100, 8, 0)
+	w.modeIsOff(t)
+
+	// Only two profiles, and then a name that no GPU here knows.
+	w.annotate(t, h100, "dynamic(1g.10gb,3g.40gb)")
+	w.offersShapes(t, h100, 8, 7*twoProfiles)
+	h.end(u, "whole")
+	w.offersShapes(t, h100, 8, 8*twoProfiles)
+	u.pod("small-again", onNode(h100), fromTemplate("gpu", "small"))
+	u.running("small-again")
+	h.hold(u, "small-again")
+	w.annotate(t, h100, "dynamic(1g.11gb)")
+	w.nodeHears(t, h100, "GPUsLimited", "1g.11gb", "1g.10gb+me")
+	h.end(u, "small-again")
+	w.offersShapes(t, h100, 8, 0)
+
+	h.kept()
+	t.Logf("%s and %s kept their form through all policies", wholeGPU, small)
+	w.annotate(t, h100, "")
+	w.offersShapes(t, h100, 8, 8*everyPartition)
+	w.installDefault(t)
+	w.offersShapes(t, h100, 8, 0)
+	w.modeIsOff(t)
+	w.endPods(t, u.namespace)
+}
+
+// modeIsOff waits until no H100 is in MIG mode.
+func (w *world) modeIsOff(t *testing.T) {
+	t.Helper()
+	eventually(t, 60*time.Second, "no GPU is in MIG mode", func() (bool, string) {
+		out := w.smi(t, h100, "--query-gpu=index,mig.mode.current", "--format=csv,noheader")
+		return !strings.Contains(out, "Enabled"), out
+	})
+}
+
+// nodeHears waits for an Event at a node with all of these texts.
+func (w *world) nodeHears(t *testing.T, node, reason string, texts ...string) {
+	t.Helper()
+	eventually(t, 30*time.Second, fmt.Sprintf("an Event %s of node %s says %q", reason, node, texts), func() (bool, string) {
+		events := w.events(t, corev1.NamespaceDefault, node)
+		return slices.ContainsFunc(strings.Split(events, "\n"), func(e string) bool {
+			return strings.HasPrefix(e, reason+": ") && containsAll(e, texts...)
+		}), events
+	})
+}
+
+// warnsOfSlowScheduler waits for the Event which says what counters cost this scheduler.
+func (w *world) warnsOfSlowScheduler(t *testing.T) {
+	t.Helper()
+	w.nodeHears(t, h100, "SlowScheduler", "1.37")
+}
