@@ -1,5 +1,5 @@
-// gpu-mps hosts the MPS control daemons of a node, in a DaemonSet of its own (supervise), and is the hooks that give containers a daemon's shared memory
-// (shm-hook) and hold them to a part of a GPU's memory (memory-limit). It is one static program, because hooks run on hosts of any kind. It speaks to no API server.
+// gpu-mps hosts the MPS control daemons of a node, in a DaemonSet of its own (supervise), and is the hook that holds containers to a
+// part of a GPU's memory (memory-limit). It is one static program, because hooks run on hosts of any kind. It speaks to no API server.
 package main
 
 import (
@@ -8,7 +8,6 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"io"
 	"os"
 	"os/signal"
 	"syscall"
@@ -19,7 +18,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/memorylimit"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/sharedmemory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/supervisor"
 )
 
@@ -44,7 +42,6 @@ func commands() []command {
 	return []command{
 		{"supervise", "start, keep and end the node's MPS control daemons", supervise},
 		{"status", "list the daemons of the node's supervisor; fails if it does not answer", status},
-		{mps.HookCommand, "give a container its daemon's shared memory (run by the container runtime)", shmHook},
 		{mps.LimitCommand, "hold a container to a part of a GPU's memory (run by the container runtime)", memoryLimit},
 		{"daemon", "become a program of the driver's in a mount namespace of its own (internal)", daemon},
 		{"version", "print the version", func(context.Context, []string) error {
@@ -128,7 +125,7 @@ func supervise(ctx context.Context, args []string) error {
 	flags.StringVar(&o.DriverRootMount, "driver-root-mount", "", "the same as this process sees it; empty means the same path")
 	flags.StringVar(&o.DevRoot, "dev-root", "", "directory whose dev/ holds the NVIDIA device nodes, as this process sees it; empty means / if it has dev/nvidiactl, else the driver root")
 	flags.StringVar(&o.SELinuxLabel, "selinux-label", "", "label of the directories that daemons share with containers, such as system_u:object_r:container_file_t:s0; empty means none")
-	flags.Uint64Var(&o.SharedMemory, "shared-memory", supervisor.DefaultSharedMemory, "MiB that each daemon and its clients have for /dev/shm")
+	flags.Uint64Var(&o.SharedMemory, "shared-memory", 0, "MiB that each daemon and its clients have for /dev/shm; 0 means half of the node's memory")
 	flags.DurationVar(&o.StartTimeout, "start-timeout", supervisor.DefaultStartTimeout, "how long a daemon may take until it is ready; the kubelet waits 45s for the claim")
 	verbosity := flags.Uint("v", 2, "log verbosity: 0 tells an operator what changed, 4 tells a developer how")
 	if err := parse(flags, args); err != nil {
@@ -158,19 +155,6 @@ func status(ctx context.Context, args []string) error {
 	out := json.NewEncoder(os.Stdout)
 	out.SetIndent("", "  ")
 	return out.Encode(all)
-}
-
-func shmHook(_ context.Context, args []string) error {
-	flags := newFlags(mps.HookCommand)
-	source := flags.String("source", "", "the daemon's directory for shared memory, as the host sees it")
-	if err := parse(flags, args); err != nil {
-		return err
-	}
-	if *source == "" {
-		return usageError{errors.New("--source is missing")}
-	}
-	_, err := sharedmemory.Hook(io.Reader(os.Stdin), *source)
-	return err
 }
 
 func memoryLimit(ctx context.Context, args []string) error {

@@ -134,7 +134,7 @@ func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
 		{"malformed", newClaim(results, config(theClaim, "{")), []string{"the claim's configuration"}},
 		{"malformed, in the class", newClaim(results, config(class, "{", "r", "s")), []string{"the DeviceClass's configuration", "r, s"}},
 		{"malformed, for a request that is not ours", newClaim(nil, config(theClaim, "{", "nic")), []string{"nic"}},
-		{"without meaning", newClaim(results, config(theClaim, slice("Eternal"))), []string{"Eternal", "the claim's configuration"}},
+		{"without meaning", newClaim(results, config(theClaim, slice("Eternal"))), []string{"the claim's configuration is not valid: GpuConfig: sharing.timeSlicingConfig.interval is \"Eternal\""}},
 		{"an unknown field", newClaim(results, config(theClaim, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","shraing":{}}`)), []string{"shraing"}},
 		{"of the wrong kind for its request", newClaim(results, config(theClaim, kind("MigDeviceConfig"), "r")), []string{"request r", "MigDeviceConfig", gpu0, "GpuConfig"}},
 		{"of the wrong kind for its request, passthrough", newClaim(results, config(theClaim, kind("VfioDeviceConfig"), "r")), []string{"request r", "VfioDeviceConfig", gpu0, "GpuConfig"}},

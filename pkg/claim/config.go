@@ -40,7 +40,7 @@ func decode(configs []resourceapi.DeviceAllocationConfiguration, driver string) 
 		}
 		config.Default()
 		if err := config.Validate(); err != nil {
-			return nil, fmt.Errorf("%s is not valid: %s: %w", e.origin, config.Kind(), err)
+			return nil, fmt.Errorf("%s is not valid: %w", e.origin, err)
 		}
 		e.Config = config
 		entries = append(entries, e)

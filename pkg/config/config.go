@@ -40,6 +40,7 @@ type Config struct {
 	HookSource      string
 	HookPath        string
 	MPSHookSource   string
+	MPS             bool
 	ShmRoot         string
 	CRISocket       string
 	MIGPolicy       string
@@ -104,7 +105,7 @@ func (c *Config) complete() {
 	}
 }
 
-// MPSHookPath is where the program that makes containers clients of their MPS daemon is installed: beside the other hook.
+// MPSHookPath is where the program that holds containers to their fraction of a GPU's memory is installed: beside the other hook.
 func (c *Config) MPSHookPath() string {
 	return filepath.Join(filepath.Dir(c.HookPath), mps.HookProgram)
 }

@@ -17,7 +17,7 @@ func write(t *testing.T, content string) string {
 }
 
 func TestLaterSourcesWin(t *testing.T) {
-	file := write(t, "driverRoot: /from/file\ncdiRoot: /from/file\nhttpAddress: ':1'\nkubeApiQps: 12.5\n")
+	file := write(t, "driverRoot: /from/file\ncdiRoot: /from/file\nhttpAddress: ':1'\nkubeApiQps: 12.5\nmps: true\n")
 	c, err := Load("test", []string{"--config", file, "--http-address=:3"},
 		[]string{"GPU_DRA_CDI_ROOT=/from/env", "GPU_DRA_HTTP_ADDRESS=:2", "OTHER=x"}, nil)
 	if err != nil {
@@ -33,6 +33,9 @@ func TestLaterSourcesWin(t *testing.T) {
 	}
 	if c.KubeAPIQPS != 12.5 {
 		t.Errorf("kubeApiQps from the file: got %v", c.KubeAPIQPS)
+	}
+	if !c.MPS || Default().MPS {
+		t.Errorf("mps from the file: got %t, the default is %t", c.MPS, Default().MPS)
 	}
 }
 
@@ -63,6 +66,7 @@ func TestEverySourceIsStrictAndNamesWhatIsWrong(t *testing.T) {
 		"key given twice":       {file: "cdiRoot: /a\ncdiRoot: /b", want: []string{"config.yaml", "cdiRoot"}},
 		"not YAML":              {file: "{", want: []string{"config.yaml"}},
 		"a list for a value":    {file: "cdiRoot: [/a]", want: []string{"cdiRoot", "single value"}},
+		"a word for a truth":    {file: "mps: perhaps", want: []string{"mps"}},
 		"a word for a number":   {file: "kubeApiBurst: many", want: []string{"kubeApiBurst"}},
 		"a bad variable":        {env: []string{"GPU_DRA_KUBE_API_BURST=many"}, want: []string{"GPU_DRA_KUBE_API_BURST"}},
 		"a bad flag":            {args: []string{"--kube-api-burst=many"}, want: []string{"--kube-api-burst"}},

@@ -62,6 +62,7 @@ func (c *Config) Fields() []Field {
 	str(&c.HookSource, "hook-source", "the nvidia-cdi-hook binary in this image")
 	str(&c.HookPath, "hook-path", "where nvidia-cdi-hook is installed, at the same path on the host; empty means bin/nvidia-cdi-hook in the plugin directory")
 	str(&c.MPSHookSource, "mps-hook-source", "the gpu-mps binary in this image; it is installed beside nvidia-cdi-hook")
+	boolean(&c.MPS, "mps", "whether the cluster has supervisors of MPS daemons; false refuses claims that ask for MPS or fractions")
 	str(&c.ShmRoot, "shm-root", "the host's file system for shared memory, of which MPS daemons and their clients get a directory")
 	str(&c.CRISocket, "cri-socket", "socket of the container runtime, asked every minute whether CDI is switched on; empty means not to ask")
 	str(&c.MIGPolicy, "mig-policy", "what may be done about the partitions of GPUs that can be cut, as [SELECTOR=]POLICY,...: SELECTOR is a PCI address, a UUID or a product name with * for anything, POLICY is dynamic (the default), static (offered as an admin cut it), off (whole GPUs only) or adopt (dynamic, and idle instances that an admin made are removed); of rules that fit a GPU the last one holds, and the Node annotation gpu.nvidia.com/mig-policy goes before this")

@@ -167,9 +167,9 @@ func (d *Driver) checkHook(ctx context.Context) {
 	if superseded {
 		return
 	}
-	// Only containers that share a GPU by MPS need this one: their claims say so if it is missing.
+	// Only fractions that the driver holds containers to need this one: their claims say so if it is missing.
 	if _, err := d.mpsHook.Install(); err != nil {
-		klog.FromContext(ctx).Error(err, "Claims that ask for MPS cannot be prepared")
+		klog.FromContext(ctx).Error(err, "Claims with fractions that limit whole containers cannot be prepared")
 	}
 }
 

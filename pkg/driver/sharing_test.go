@@ -3,10 +3,15 @@ package driver
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"slices"
 	"strings"
 	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -61,6 +66,37 @@ func TestSharesAreOfferedToAClusterThatCountsThem(t *testing.T) {
 			if got.Any() != c.offered || !strings.Contains(lacking, c.lacking) || (lacking == "") != (c.lacking == "") {
 				t.Errorf("offered: %v, lacking: %q", got.Any(), lacking)
 			}
+		})
+	}
+}
+
+// The chart sets --mps where it makes the supervisors' DaemonSet.
+func TestMPSIsOffOrDown(t *testing.T) {
+	for on, says := range map[bool]string{
+		false: "request gpu: MPS is switched off in this cluster: set mps.enabled=true in the chart's values",
+		true:  "the MPS supervisor is not running on this node",
+	} {
+		t.Run(fmt.Sprint(on), func(t *testing.T) {
+			n := newNode(t)
+			n.cfg.MPS = on
+			n.start(t)
+			c := n.claim(t, "c", gpuName)
+			claims := n.client.ResourceV1().ResourceClaims("team")
+			stored, err := claims.Get(t.Context(), "c", metav1.GetOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			stored.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{{
+				Source: resourceapi.AllocationConfigSourceClaim,
+				DeviceConfiguration: resourceapi.DeviceConfiguration{Opaque: &resourceapi.OpaqueDeviceConfiguration{
+					Driver:     DriverName,
+					Parameters: runtime.RawExtension{Raw: []byte(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`)},
+				}},
+			}}
+			if _, err := claims.Update(t.Context(), stored, metav1.UpdateOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			eventually(t, "the claim is refused: "+says, func() bool { return strings.Contains(n.prepare(t, c).GetError(), says) })
 		})
 	}
 }

@@ -168,8 +168,9 @@ func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions
 		Partitions: partitions,
 		MIGEdits:   paths.CapabilityEdits,
 		MPS:        d.supervisor,
+		NoMPS:      !d.cfg.MPS,
 		MPSEdits: func(daemon string) specs.ContainerEdits {
-			return mps.Edits(MPSPaths(d.cfg), d.cfg.MPSHookPath(), daemon)
+			return mps.Edits(MPSPaths(d.cfg), daemon)
 		},
 		LimitEdits: func(gpuUUID string, mebibytes uint64) specs.ContainerEdits {
 			return mps.LimitEdits(mps.Roots{Driver: d.cfg.DriverRoot, Cgroups: d.cfg.CgroupRoot}, d.cfg.MPSHookPath(), gpuUUID, mebibytes)

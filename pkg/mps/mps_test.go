@@ -7,11 +7,13 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	oci "github.com/opencontainers/runtime-spec/specs-go"
 	"tags.cncf.io/container-device-interface/pkg/cdi"
 	"tags.cncf.io/container-device-interface/specs-go"
 )
@@ -87,18 +89,50 @@ func TestDaemonsAreEqualAfterJSON(t *testing.T) {
 
 func TestEditsMakeAClient(t *testing.T) {
 	paths := Paths{PluginDir: "/var/lib/kubelet/plugins/gpu.nvidia.com"}
-	e := Edits(paths, "/var/lib/kubelet/plugins/gpu.nvidia.com/bin/gpu-mps", "a")
+	e := Edits(paths, "a")
 	if !slices.Equal(e.Env, []string{"CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps"}) {
 		t.Error(e.Env)
 	}
-	if m := e.Mounts[0]; m.HostPath != "/var/lib/kubelet/plugins/gpu.nvidia.com/mps/a/pipe" || m.ContainerPath != "/tmp/nvidia-mps" || slices.Contains(m.Options, "ro") {
-		t.Errorf("%+v", m)
+	want := []*specs.Mount{
+		{HostPath: "/var/lib/kubelet/plugins/gpu.nvidia.com/mps/a/pipe", ContainerPath: "/tmp/nvidia-mps"},
+		{HostPath: "/dev/shm/gpu-dra-driver-mps/a", ContainerPath: "/dev/shm"},
 	}
-	if h := e.Hooks[0]; h.HookName != "createContainer" || !slices.Equal(h.Args, []string{"gpu-mps", "shm-hook", "--source=/dev/shm/gpu-dra-driver-mps/a"}) {
-		t.Errorf("%+v", h)
+	for _, m := range want {
+		m.Options = []string{"rw", "nosuid", "nodev", "noexec", "bind"}
 	}
-	if err := (&cdi.ContainerEdits{ContainerEdits: &specs.ContainerEdits{Env: e.Env, Mounts: e.Mounts, Hooks: e.Hooks}}).Validate(); err != nil {
+	if !reflect.DeepEqual(e.Mounts, want) || len(e.Hooks) > 0 {
+		t.Errorf("%+v", e)
+	}
+	if err := (&cdi.ContainerEdits{ContainerEdits: &e}).Validate(); err != nil {
 		t.Error(err)
+	}
+}
+
+// The container runtime puts the Pod's volumes into the OCI spec first, and then what CDI says.
+func TestAClientHasItsDaemonsSharedMemoryWhateverThePodMountsThere(t *testing.T) {
+	for name, there := range map[string][]oci.Mount{
+		"nothing":                     nil,
+		"the runtime's own":           {{Destination: "/dev/shm", Type: "bind", Source: "/run/containerd/io.containerd.grpc.v1.cri/sandboxes/x/shm"}},
+		"a volume in memory":          {{Destination: "/dev/shm", Type: "bind", Source: "/var/lib/kubelet/pods/x/volumes/kubernetes.io~empty-dir/shm"}},
+		"a volume with a final slash": {{Destination: "/dev/shm/", Type: "bind", Source: "/volume"}},
+		"the host's /dev":             {{Destination: "/dev", Type: "bind", Source: "/dev"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := Edits(Paths{PluginDir: "/plugin"}, "a")
+			container := oci.Spec{Mounts: append([]oci.Mount{{Destination: "/proc", Type: "proc"}}, there...)}
+			if err := (&cdi.ContainerEdits{ContainerEdits: &e}).Apply(&container); err != nil {
+				t.Fatal(err)
+			}
+			seen := "" // Mounts are made in their order, so the last one at a place or above it is seen.
+			for _, m := range container.Mounts {
+				if place := filepath.Clean(m.Destination); place == "/dev/shm" || place == "/dev" {
+					seen = m.Source
+				}
+			}
+			if seen != "/dev/shm/gpu-dra-driver-mps/a" {
+				t.Errorf("the container's /dev/shm is %s: %+v", seen, container.Mounts)
+			}
+		})
 	}
 }
 

@@ -272,6 +272,33 @@ func TestAClaimWithMPSHasADaemonOverAllDevicesOfItsConfiguration(t *testing.T) {
 	clean(t, w)
 }
 
+// NVIDIA's reference driver sorts the UUIDs before it counts them
+// (https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu/blob/main/cmd/gpu-kubelet-plugin/allocatable.go, UUIDs).
+func TestALimitByIndexCountsTheDevicesInTheOrderOfTheirUUIDs(t *testing.T) {
+	for name, c := range map[string]struct {
+		perDevice string
+		want      map[int]uint64
+	}{
+		"the first UUID is of the second request": {`"0":"5Gi"`, map[int]uint64{1: 5120}},
+		"the last one is of the first":            {`"1":"6Gi"`, map[int]uint64{0: 6144}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			withMPS(w)
+			p := w.plugin(t)
+			claim := shareBy(newClaim("c", allocated("a", gpu1), allocated("b", gpu0)), "GpuConfig",
+				`{"strategy":"MPS","mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{`+c.perDevice+`}}}`)
+			mustPrepare(t, p, claim)
+			want := mps.Daemon{ID: "uid-c-0", Devices: []string{"GPU-1", "GPU-0"}, MemoryLimits: c.want}
+			if got := w.daemons.running["uid-c-0"]; !got.Equal(want) {
+				t.Errorf("the daemon is %+v, want %+v", got, want)
+			}
+			mustUnprepare(t, p, claim.UID)
+			clean(t, w)
+		})
+	}
+}
+
 func TestMPSOfAPartitionFollowsIt(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
@@ -293,6 +320,20 @@ func TestMPSOfAPartitionFollowsIt(t *testing.T) {
 	if len(w.daemons.running) != 0 || len(h.of(t, gpu0).instances) != 0 {
 		t.Errorf("left: %v", w.daemons.running)
 	}
+	clean(t, w)
+}
+
+// NVIDIA's control daemon refuses 0 and stays at 100 (test/nvmlsim/conformance), so that with the reference driver it is no limit.
+func TestNoPercentageOfThreadsIsNoLimit(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	p := w.plugin(t)
+	c := shareBy(newClaim("c", allocated("a", gpu0)), "GpuConfig", `{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":0}}`)
+	mustPrepare(t, p, c)
+	if got := w.daemons.running["uid-c-0"]; got.ThreadPercentage != nil {
+		t.Errorf("the daemon is %+v", got)
+	}
+	mustUnprepare(t, p, c.UID)
 	clean(t, w)
 }
 

@@ -117,6 +117,10 @@ func (p *Preparer) sharing(uid types.UID, w *plan, results []claim.Result) (*sha
 	if err := s.fractions(w, results, fractions); err != nil {
 		return nil, err
 	}
+	if p.NoMPS && len(s.clients) > 0 {
+		return nil, fmt.Errorf("request %s: MPS is switched off in this cluster: set mps.enabled=true in the chart's values",
+			results[s.clients[0].Devices[0]].Request)
+	}
 	return s, nil
 }
 

@@ -174,7 +174,9 @@ func TestWhatOfSharingIsRefusedAndWhatItSays(t *testing.T) {
 		{"a limit for another MIG device", nil, shareBy(newClaim("c", allocated("r", small0)), "MigDeviceConfig", limits(other)), CauseClaim, []string{"defaultPerDevicePinnedMemoryLimit", "MIG-1"}},
 		{"a GPU without time slices", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).unsliced = true },
 			shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long")), CauseStep, []string{gpu0, "time slices", "not-supported"}},
-		{"MPS that is switched off", func(_ *testing.T, w *world, _ *hardware) { w.daemons.absent = true }, newClaim("c", fraction("r", share0, "1Gi", "0")), CauseNotReady, []string{"mps.enabled"}},
+		{"MPS that is down", func(_ *testing.T, w *world, _ *hardware) { w.daemons.absent = true }, newClaim("c", fraction("r", share0, "1Gi", "0")), CauseNotReady, []string{"the MPS supervisor is not running on this node", "mps.enabled"}},
+		{"MPS that is switched off", func(_ *testing.T, w *world, _ *hardware) { w.noMPS = true }, shareBy(newClaim("c", allocated("a", gpu1), allocated("b", gpu0)), "GpuConfig", byMPS), CauseClaim, []string{"claim default/c: request a: MPS is switched off in this cluster: set mps.enabled=true in the chart's values"}},
+		{"a fraction while MPS is switched off", func(_ *testing.T, w *world, _ *hardware) { w.noMPS = true }, newClaim("c", fraction("r", share0, "1Gi", "0")), CauseClaim, []string{"request r: MPS is switched off in this cluster"}},
 		{"a whole GPU of which shares are held", func(t *testing.T, w *world, _ *hardware) {
 			mustPrepare(t, w.plugin(t), newClaim("other", fraction("r", share0, "1Gi", "0")))
 		}, newClaim("c", allocated("r", gpu0)), CauseHeld, []string{gpu0, share0, "default/other"}},

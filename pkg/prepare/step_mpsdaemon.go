@@ -35,7 +35,7 @@ type mpsDaemon struct {
 	// ThreadPercentage, and Memory in MiB, hold for each client process; zero is no limit.
 	ThreadPercentage int    `json:"threadPercentage,omitempty"`
 	Memory           uint64 `json:"memory,omitempty"`
-	// PerDevice is Memory for single devices, by their UUIDs or their index in Devices.
+	// PerDevice is Memory for single devices, by their UUIDs or their index in the order of the UUIDs.
 	PerDevice map[string]uint64 `json:"perDevice,omitempty"`
 	MultiUser bool              `json:"multiUser,omitempty"`
 	// UUIDs are those of the devices when the daemon was asked for. There are none while it was not.
@@ -168,6 +168,7 @@ func (s *mpsDaemon) daemon() (mps.Daemon, error) {
 	return d, nil
 }
 
+// ordinal is a place in UUIDs. An index counts as in NVIDIA's reference driver, which sorts them.
 func (s *mpsDaemon) ordinal(key string) (int, error) {
 	if i := slices.Index(s.UUIDs, key); i >= 0 {
 		return i, nil
@@ -176,8 +177,8 @@ func (s *mpsDaemon) ordinal(key string) (int, error) {
 	switch {
 	case err != nil:
 		return 0, fmt.Errorf("none of the devices that the configuration is for has this UUID: they are %s", strings.Join(s.UUIDs, ", "))
-	case i < 0 || i >= len(s.Devices):
-		return 0, fmt.Errorf("the configuration is for %d devices, which are counted from 0", len(s.Devices))
+	case i < 0 || i >= len(s.UUIDs):
+		return 0, fmt.Errorf("the configuration is for %d devices, which are counted from 0", len(s.UUIDs))
 	}
-	return i, nil
+	return slices.Index(s.UUIDs, slices.Sorted(slices.Values(s.UUIDs))[i]), nil
 }

@@ -7,6 +7,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -38,6 +39,31 @@ func TestWithoutASupervisorNothingIsDoneForAClaimThatNeedsOne(t *testing.T) {
 			}
 			w.daemons.absent = false
 			goesOn(t, w, h, s.claims, found)
+		})
+	}
+}
+
+// An admin takes MPS away, and the supervisor and its daemons with it.
+func TestAClaimThatHeldMPSBeforeItWasSwitchedOffIsGivenBack(t *testing.T) {
+	for name, claim := range map[string]*resourceapi.ResourceClaim{
+		"MPS":        shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", byMPS),
+		"a fraction": newClaim("c", fraction("r", share0, "1Gi", "0")),
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMPS(w)
+			mustPrepare(t, w.plugin(t), claim)
+			w.noMPS = true
+			clear(w.daemons.running)
+			p := w.plugin(t)
+			if _, err := p.Prepare(t.Context(), claim); CauseOf(err) != CauseClaim || !strings.Contains(err.Error(), "MPS is switched off") {
+				t.Errorf("for another Pod of it: %v", err)
+			}
+			mustUnprepare(t, p, claim.UID)
+			if mode := h.of(t, gpu0).mode; mode != device.ComputeDefault {
+				t.Errorf("the compute mode is %s", mode)
+			}
+			clean(t, w)
 		})
 	}
 }

@@ -51,6 +51,7 @@ type world struct {
 	policy   func(device.GPU) device.Policy
 	shares   device.ShareRules
 	daemons  *daemons
+	noMPS    bool
 	patience time.Duration // with what others hold
 	stopping chan struct{}
 }
@@ -104,7 +105,7 @@ func (w *world) start() (*Preparer, error) {
 			}
 			return w.reread()
 		},
-		MIGEdits: migEdits, Policy: w.policy, Totals: totalsBy(w.shares), MPS: w.daemons, MPSEdits: w.daemons.edits,
+		MIGEdits: migEdits, Policy: w.policy, Totals: totalsBy(w.shares), MPS: w.daemons, NoMPS: w.noMPS, MPSEdits: w.daemons.edits,
 		LimitEdits: func(gpu string, mebibytes uint64) specs.ContainerEdits {
 			return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: fmt.Sprintf("/limit/%s/%d", gpu, mebibytes)}}}
 		},

@@ -28,7 +28,7 @@ var everything = []string{
 	"--set", "metrics.service.enabled=true", "--set", "metrics.podMonitor.enabled=true", "--set", "metrics.podMonitor.labels.team=gpu",
 	"--set", "criticalPodsQuota.enabled=true", "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu",
 	"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`, "--set", `mig.policy=static\,NVIDIA A100*=dynamic`,
-	"--set", "openshift.privilegedSCC=true",
+	"--set", "openshift.privilegedSCC=true", "--set", "mps.enabled=true",
 	"--set-json", `networkPolicy={"metricsFrom":[{"podSelector":{"matchLabels":{"app":"prometheus"}}}],"apiServer":[{"cidr":"10.0.0.10/32","port":6443},{"cidr":"fd00::10/128","port":6443}]}`,
 	"--set", "image.digest=sha256:" + strings.Repeat("0a", 32), "--set", "imagePullSecrets[0].name=pull",
 	"--set", "driverRoot=/run/nvidia/driver", "--set", "devRoot=/driver-root/driver", "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook",
@@ -45,7 +45,7 @@ var onLinux = map[string]string{"kubernetes.io/os": "linux"}
 // nothing switches off all that can be.
 var nothing = []string{
 	"--set", "rbac.create=false", "--set", "serviceAccount.create=false", "--set", "serviceAccount.name=mine", "--set", "admissionPolicy.enabled=false", "--set", "networkPolicy.enabled=false",
-	"--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "mps.enabled=false", "--set", "uninstall.enabled=false", "--set", "criSocket=", "--set", "priorityClassName=",
+	"--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "uninstall.enabled=false", "--set", "criSocket=", "--set", "priorityClassName=",
 	"--set-json", "tolerations=[]", "--set", "claimStatus.enabled=false",
 }
 
@@ -388,6 +388,7 @@ func TestTheSchemaRefuses(t *testing.T) {
 		"shares that are a Boolean":  {"shares=false", "shares"},
 		"a network without a prefix": {`networkPolicy.apiServer[0].cidr=10.0.0.1,networkPolicy.apiServer[0].port=443`, "cidr"},
 		"an API server without port": {`networkPolicy.apiServer[0].cidr=10.0.0.1/32`, "port"},
+		"too little shared memory":   {"mps.sharedMemoryMiB=63", "sharedMemoryMiB"},
 		"another way to roll MPS":    {"mps.updateStrategy.type=RollingUpdate", "updateStrategy"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -146,7 +146,7 @@ func with(who string, things []string) []string {
 
 // Whoever gives a Pod more than it had has to say why, and whoever takes something away, that it is gone.
 func TestWhatEachPodHasIsOnTheSecurityPageWithItsReason(t *testing.T) {
-	objects, _ := render(t, "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook")
+	objects, _ := render(t, "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook", "--set", "mps.enabled=true")
 	var got []string
 	for who, pod := range workloads(objects) {
 		got = append(got, with(who, powers(pod))...)
@@ -246,7 +246,7 @@ func TestWhoMayTalkToThePodsAndToWhomTheyMay(t *testing.T) {
 	monitoring := `networkPolicy.metricsFrom=[{"podSelector":{"matchLabels":{"app":"prometheus"}}}]`
 	addresses := `networkPolicy.apiServer=[{"cidr":"10.0.0.10/32","port":6443}]`
 	policies := func(args ...string) map[string]networkingv1.NetworkPolicySpec {
-		objects, _ := render(t, args...)
+		objects, _ := render(t, slices.Concat(args, withMPS)...)
 		by := map[string]networkingv1.NetworkPolicySpec{}
 		for who, name := range map[string]string{"plugin": plugin, "supervisor": supervisor, "uninstall": uninstaller + "-network"} {
 			policy := only[*networkingv1.NetworkPolicy](t, objects, name)

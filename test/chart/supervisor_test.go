@@ -1,6 +1,7 @@
 package chart
 
 import (
+	"fmt"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -11,13 +12,17 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 )
 
 // supervisor is the name of the DaemonSet in which MPS daemons run.
 const supervisor = "gpus-gpu-dra-driver-mps"
 
+// withMPS asks for it.
+var withMPS = []string{"--set", "mps.enabled=true"}
+
 func TestTheSupervisorOfMPSDaemons(t *testing.T) {
-	objects, _ := render(t)
+	objects, _ := render(t, withMPS...)
 	set := only[*appsv1.DaemonSet](t, objects, supervisor)
 	of := only[*appsv1.DaemonSet](t, objects, plugin)
 	pod := set.Spec.Template.Spec
@@ -35,7 +40,7 @@ func TestTheSupervisorOfMPSDaemons(t *testing.T) {
 		}
 	})
 	t.Run("is the same whatever is set for the plugin", func(t *testing.T) {
-		changed, _ := render(t, "--set", "logVerbosity=5", "--set", "shares=fractions", "--set", "mig.policy=static", "--set", "metrics.port=9090")
+		changed, _ := render(t, "--set", "mps.enabled=true", "--set", "logVerbosity=5", "--set", "shares=fractions", "--set", "mig.policy=static", "--set", "metrics.port=9090")
 		if diff := cmp.Diff(set.Spec, only[*appsv1.DaemonSet](t, changed, supervisor).Spec); diff != "" {
 			t.Error(diff)
 		}
@@ -96,6 +101,7 @@ func TestTheSupervisorHasTheHostsPaths(t *testing.T) {
 		"defaults": nil, "everything": everything, "test cluster": {"--values", "../e2e/values.yaml"},
 	} {
 		t.Run(name, func(t *testing.T) {
+			args := slices.Concat(args, withMPS)
 			objects, _ := render(t, args...)
 			pod := only[*appsv1.DaemonSet](t, objects, supervisor).Spec.Template.Spec
 			given := flags(pod.Containers[0].Args)
@@ -132,7 +138,7 @@ func TestTheSupervisorHasTheHostsPaths(t *testing.T) {
 
 // The plugin removes what daemons leave in the host's shared memory, by the path that the host has it at.
 func TestThePluginSeesTheHostsSharedMemory(t *testing.T) {
-	objects, _ := render(t)
+	objects, _ := render(t, withMPS...)
 	pod := only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec
 	root := flags(only[*appsv1.DaemonSet](t, objects, supervisor).Spec.Template.Spec.Containers[0].Args)["--shm-root"]
 	m := slices.IndexFunc(pod.Containers[0].VolumeMounts, func(m corev1.VolumeMount) bool { return m.MountPath == root && !m.ReadOnly })
@@ -155,31 +161,45 @@ func flags(args []string) map[string]string {
 	return given
 }
 
-func TestWithoutTheSupervisor(t *testing.T) {
-	off := []string{"--set", "mps.enabled=false"}
-	objects, _ := render(t, off...)
-	for _, object := range objects {
-		if object.(metav1.Object).GetName() == supervisor {
-			t.Errorf("there is a %T", object)
-		}
-	}
-	for shares, refused := range map[string]bool{
-		"fractions": true, `shares:2\,NVIDIA L40S = fractions`: true, "NVIDIA fractions=shares:2": false, "shares:2": false, `fractions=off`: false,
+// A privileged DaemonSet in the host's PID namespace is there only where somebody asks for it, and the plugin knows whether it is.
+func TestTheSupervisorIsThereOnlyWhereItIsAskedFor(t *testing.T) {
+	for name, c := range map[string]struct {
+		args []string
+		want bool
+	}{
+		"by default":                   {nil, false},
+		"switched on":                  {withMPS, true},
+		"fractions":                    {[]string{"--set", "shares=fractions"}, true},
+		"fractions of one model":       {[]string{"--set", `shares=shares:2\,NVIDIA L40S = fractions`}, true},
+		"fractions, and no MPS beside": {[]string{"--set", "shares=fractions", "--set", "mps.enabled=false"}, true},
+		"plain shares":                 {[]string{"--set", "shares=shares:2"}, false},
+		"a model of that name":         {[]string{"--set", "shares=NVIDIA fractions=shares:2"}, false},
+		"a model named like the kind":  {[]string{"--set", "shares=fractions=off"}, false},
 	} {
-		_, err := template(t, append(off, "--set", "shares="+shares)...)
-		if got := err != nil && strings.Contains(err.Error(), "Set mps.enabled=true"); got != refused || !refused && err != nil {
-			t.Errorf("shares=%s: %v, want a refusal that names the way out: %t", shares, err, refused)
-		}
+		t.Run(name, func(t *testing.T) {
+			objects, text := render(t, c.args...)
+			named := slices.DeleteFunc(objects, func(o runtime.Object) bool { return o.(metav1.Object).GetName() != supervisor })
+			if want := map[bool]int{true: 2}[c.want]; len(named) != want { // with its NetworkPolicy
+				t.Errorf("%d objects are named after the supervisor, want %d", len(named), want)
+			}
+			if want := fmt.Sprintf("\n    mps: %t\n", c.want); !strings.Contains(text, want) {
+				t.Errorf("the plugin's configuration has no %q", want)
+			}
+		})
 	}
 }
 
 func TestTheSupervisorsSettings(t *testing.T) {
-	objects, _ := render(t, "--set", "mps.selinuxLabel=system_u:object_r:container_file_t:s0", "--set", "mps.logVerbosity=4", "--set", "devRoot=/driver-root/driver")
+	objects, _ := render(t, "--set", "mps.enabled=true", "--set", "mps.selinuxLabel=system_u:object_r:container_file_t:s0", "--set", "mps.logVerbosity=4", "--set", "devRoot=/driver-root/driver", "--set", "mps.sharedMemoryMiB=2048")
 	given := flags(only[*appsv1.DaemonSet](t, objects, supervisor).Spec.Template.Spec.Containers[0].Args)
-	for flag, want := range map[string]string{"--selinux-label": "system_u:object_r:container_file_t:s0", "--v": "4", "--dev-root": "/driver-root/driver"} {
+	for flag, want := range map[string]string{"--selinux-label": "system_u:object_r:container_file_t:s0", "--v": "4", "--dev-root": "/driver-root/driver", "--shared-memory": "2048"} {
 		if given[flag] != want {
 			t.Errorf("%s=%s, want %s", flag, given[flag], want)
 		}
+	}
+	byDefault, _ := render(t, withMPS...)
+	if size := flags(only[*appsv1.DaemonSet](t, byDefault, supervisor).Spec.Template.Spec.Containers[0].Args)["--shared-memory"]; size != "0" {
+		t.Errorf("by default clients have %s MiB, want half of the memory", size)
 	}
 	for set, want := range map[string]string{
 		"mps.selinuxLabel=container_file_t": "selinuxLabel", "mps.startTimeout=45s": "startTimeout",
@@ -192,7 +212,7 @@ func TestTheSupervisorsSettings(t *testing.T) {
 
 // OpenShift admits privileged Pods by a right of their account. Nobody else's account gets it.
 func TestOpenShiftsConstraintIsForTheOneAccount(t *testing.T) {
-	objects, _ := render(t, "--set", "openshift.privilegedSCC=true")
+	objects, _ := render(t, "--set", "openshift.privilegedSCC=true", "--set", "mps.enabled=true")
 	binding := only[*rbacv1.RoleBinding](t, objects, plugin+"-privileged")
 	if binding.RoleRef.Name != "system:openshift:scc:privileged" || len(binding.Subjects) != 1 {
 		t.Errorf("%+v", binding)

@@ -42,7 +42,8 @@ func TestClaims(t *testing.T) {
 	for i := range nodes {
 		nodes[i].Mounts = []cluster.Mount{{Source: probe, Target: probeDir}}
 	}
-	w := start(t, "e2e-claims", nodes...)
+	w := bringUp(t, "e2e-claims", nodes...)
+	w.install(t, "--set", "mps.enabled=true") // The supervisor's socket is looked at too.
 	w.offers(t, h100, 8)
 	w.offers(t, a100, 8)
 	w.offers(t, mixed, 4)

@@ -3,6 +3,7 @@ package e2e
 import (
 	"context"
 	"fmt"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -77,7 +78,7 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 	u.pod("dynamic", onNode(h100), fromTemplate("gpu", "dynamic"), container("one", "gpu"), asUser(1001))
 	u.pod("pair", onNode(h100), fromTemplate("gpu", "pair"), container("one", "gpu"))
 	u.template("share", shared("shared.gpu.nvidia.com", fractioned, "capacity: {requests: {memory: 2Gi}}", ""))
-	u.pod("own", onNode(h100), fromTemplate("gpu", "share"), container("one", "gpu"), ownShm("7Mi"))
+	u.pod("own", onNode(h100), fromTemplate("gpu", "share"), container("one", "gpu"), container("two"), ownShm("7Mi"))
 	u.pod("turns", onNode(h100), fromTemplate("gpu", "turns"))
 	u.running("whole", "static", "dynamic", "pair", "own", "turns")
 
@@ -100,7 +101,7 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 		}
 	}
 
-	// The containers of one claim share their daemon's /dev/shm and nobody else's; a Pod that has one of its own keeps that.
+	// The containers of one claim share their daemon's /dev/shm and nobody else's.
 	u.sh("whole", "one", "echo hello >/dev/shm/hello")
 	if got := u.sh("whole", "two", "cat /dev/shm/hello"); got != "hello\n" {
 		t.Errorf("the other container of the claim reads %q", got)
@@ -108,8 +109,23 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 	if got := u.sh("static", "one", "ls /dev/shm"); strings.Contains(got, "hello") {
 		t.Errorf("another claim's container sees %q", got)
 	}
-	if got := u.sh("own", "one", "df -m /dev/shm | tail -1"); !strings.Contains(got, " 7 ") {
-		t.Errorf("the Pod's own /dev/shm is hidden: %s", got)
+	// A client has it also where its Pod mounts a volume there. A container of the Pod that is no client keeps the volume.
+	if c := u.computes("own", "one"); c.Mode != "mps" {
+		t.Errorf("a program in a Pod with a volume at /dev/shm got %+v", c)
+	}
+	half, err := strconv.Atoi(strings.TrimSpace(u.sh("own", "one", "awk '/^MemTotal:/ {print int($2/2048)}' /proc/meminfo")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for container, want := range map[string]int{"one": half, "two": 7} {
+		size, err := strconv.Atoi(strings.TrimSpace(u.sh("own", container, "df -m /dev/shm | awk 'NR>1 {print $(NF-4)}'")))
+		if err != nil || size < want-1 || size > want+1 {
+			t.Errorf("/dev/shm of container %s has %d MiB, want %d (%v)", container, size, want, err)
+		}
+	}
+	u.sh("own", "two", "echo mine >/dev/shm/mine")
+	if got := u.sh("own", "one", "ls /dev/shm"); strings.Contains(got, "mine") {
+		t.Errorf("the client sees the volume: %q", got)
 	}
 
 	w.endPods(t, u.namespace)

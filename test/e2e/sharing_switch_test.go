@@ -29,7 +29,7 @@ func (w *world) testMPSSwitchedOff(t *testing.T) {
 		return err == nil && len(list.Items) == 0, fmt.Sprint(err)
 	})
 	u.pod("new", onNode(h100), fromTemplate("gpu", "new"))
-	w.refused(t, u.namespace, "new", "the MPS supervisor is not running on this node", "mps.enabled")
+	w.refused(t, u.namespace, "new", "request one: MPS is switched off in this cluster: set mps.enabled=true in the chart's values")
 	u.running("mps", "share")
 	w.endPods(t, u.namespace)
 	w.unshared(t)

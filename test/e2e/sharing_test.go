@@ -37,7 +37,7 @@ func TestSharing(t *testing.T) {
 	w.needSMI(t)
 	// Else the driver would forget what is set as soon as nothing has the GPU open, as it should.
 	w.smi(t, h100, "-pm", "1")
-	w.install(t, "--set", "shares="+strings.ReplaceAll(shareRules, ",", `\,`), "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu.shared")
+	w.install(t, "--set", "mps.enabled=true", "--set", "shares="+strings.ReplaceAll(shareRules, ",", `\,`), "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu.shared")
 	w.offers(t, h100, 8)
 	bare := w.settings(t)
 

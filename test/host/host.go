@@ -127,7 +127,7 @@ func (h Host) Config() *config.Config {
 	c.DriverRoot, c.DriverRootMount = "/run/nvidia/driver", filepath.Join(h.Root, "driver")
 	c.SysfsRoot, c.ProcRoot = filepath.Join(h.Root, "sys"), filepath.Join(h.Root, "proc")
 	c.HookSource, c.HookPath = "/bin/true", filepath.Join(c.PluginDir, "bin", "nvidia-cdi-hook")
-	c.MPSHookSource = c.HookSource
+	c.MPSHookSource, c.MPS = c.HookSource, true
 	return c
 }
 

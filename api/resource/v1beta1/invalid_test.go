@@ -45,7 +45,7 @@ var (
 	}
 	mpsFields = map[string][]string{
 		"sharing.mpsConfig": anyOfItsType,
-		"sharing.mpsConfig.defaultActiveThreadPercentage":          {`0`, `-1`, `101`, `1000`, `-9223372036854775808`, `9223372036854775807`},
+		"sharing.mpsConfig.defaultActiveThreadPercentage":          {`-1`, `101`, `1000`, `-9223372036854775808`, `9223372036854775807`},
 		"sharing.mpsConfig.defaultPinnedDeviceMemoryLimit":         amountsThatAreNone,
 		"sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit":      anyOfItsType,
 		"sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[]":    append([]string{`null`}, amountsThatAreNone...),

@@ -13,12 +13,12 @@ import (
 
 // MPSConfig holds the settings of strategy MPS. Each is a default of the MPS control daemon, which a process may lower for itself.
 type MPSConfig struct {
-	// DefaultActiveThreadPercentage is the share of the device's compute that one process may use: 1 to 100 percent. Left out: 100.
+	// DefaultActiveThreadPercentage is the share of the device's compute that one process may use: 1 to 100 percent. Left out, or 0: no limit.
 	DefaultActiveThreadPercentage *int `json:"defaultActiveThreadPercentage,omitempty"`
 	// DefaultPinnedDeviceMemoryLimit is the device memory that one process may use on each device: 1Mi or more. Left out: no limit.
 	DefaultPinnedDeviceMemoryLimit *MemoryLimit `json:"defaultPinnedDeviceMemoryLimit,omitempty"`
 	// DefaultPerDevicePinnedMemoryLimit is the same for single devices, and overrides it there. The key is a device's UUID
-	// (GPU-… or MIG-…) or its index among the devices of the claim that this configuration is for, counted from 0.
+	// (GPU-… or MIG-…) or its index, from 0, among the devices of the claim that this configuration is for, in the order of their UUIDs.
 	DefaultPerDevicePinnedMemoryLimit map[string]MemoryLimit `json:"defaultPerDevicePinnedMemoryLimit,omitempty"`
 	// MultiUser lets processes of different Linux users share the device.
 	MultiUser bool `json:"multiUser,omitempty"`
@@ -48,8 +48,8 @@ var (
 )
 
 func (m *MPSConfig) validate() error {
-	if p := m.DefaultActiveThreadPercentage; p != nil && (*p < 1 || *p > 100) {
-		return fmt.Errorf("sharing.mpsConfig.defaultActiveThreadPercentage is %d: set it to 1 to 100", *p)
+	if p := m.DefaultActiveThreadPercentage; p != nil && (*p < 0 || *p > 100) {
+		return fmt.Errorf("sharing.mpsConfig.defaultActiveThreadPercentage is %d: set it to 0 to 100, where 0 is no limit", *p)
 	}
 	if limit := m.DefaultPinnedDeviceMemoryLimit; limit != nil {
 		if err := validateMemory("sharing.mpsConfig.defaultPinnedDeviceMemoryLimit", *limit); err != nil {

@@ -1,5 +1,5 @@
-// Package container is what an OCI hook is told of the container that it is run for: its state, on standard input, and its configuration, in its bundle.
-// Both are the runtime's. What the configuration says of the container's own files is not to be trusted by their names: see the hooks.
+// Package container reads what the runtime gives an OCI hook about its container: the state, on standard input, and the configuration,
+// in the bundle.
 package container
 
 import (
@@ -49,18 +49,7 @@ func (c *Container) readConfig() error {
 	if err := decode(io.LimitReader(f, maxConfig), &c.Config); err != nil {
 		return fmt.Errorf("read its configuration %s: %w", f.Name(), err)
 	}
-	if c.Config.Root == nil || c.Config.Root.Path == "" {
-		return fmt.Errorf("its configuration %s names no root", f.Name())
-	}
 	return nil
-}
-
-// Root is the container's root directory as the runtime sees it.
-func (c Container) Root() string {
-	if filepath.IsAbs(c.Config.Root.Path) {
-		return filepath.Clean(c.Config.Root.Path)
-	}
-	return filepath.Join(c.State.Bundle, c.Config.Root.Path)
 }
 
 func decode(from io.Reader, into any) error {

@@ -44,8 +44,8 @@ type runRecord struct {
 type directories struct {
 	paths mps.Paths // as this process sees them
 	label string
-	// sharedMemory is what each daemon and its clients have for /dev/shm, in MiB.
-	sharedMemory uint64
+	// sharedMemory is the size of /dev/shm of each daemon and its clients.
+	sharedMemory string
 	// shm is held while the directory for all shared memory comes or goes.
 	shm *sync.Mutex
 }
@@ -73,7 +73,7 @@ func (d directories) make(id string) error {
 		mode  fs.FileMode
 		space space
 	}{
-		{d.paths.Pipes(id), shared, space{pipeSpace, pipeFiles}},
+		{d.paths.Pipes(id), shared, space{mebibytes(pipeSpace), pipeFiles}},
 		{d.paths.Logs(id), 0o700, space{}},
 		{d.paths.Shm(id), shared, space{d.sharedMemory, shmFiles}},
 	} {

@@ -1,7 +1,6 @@
 package supervisor
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -147,7 +146,7 @@ func (n *node) superviseApart() {
 	defer func() { _ = log.Close() }()
 	o := n.options
 	n.cmd = exec.Command(o.Program, "supervise", "--plugin-dir="+o.Paths.PluginDir, "--shm-root="+o.Paths.ShmRoot, "--driver-root="+o.DriverRoot,
-		"--driver-root-mount="+o.DriverRootMount, "--dev-root="+o.DevRoot, "--shared-memory="+fmt.Sprint(cmp.Or(o.SharedMemory, DefaultSharedMemory)))
+		"--driver-root-mount="+o.DriverRootMount, "--dev-root="+o.DevRoot, "--shared-memory="+fmt.Sprint(o.SharedMemory))
 	n.cmd.Stdout, n.cmd.Stderr = log, log
 	must(n.t, n.cmd.Start())
 	n.awaitSupervisor()

@@ -28,7 +28,7 @@ type Options struct {
 	DevRoot string
 	// SELinuxLabel is given to the directories that are shared with containers. Empty: none.
 	SELinuxLabel string
-	// SharedMemory is what each daemon and its clients have for /dev/shm, in MiB. 0 means DefaultSharedMemory.
+	// SharedMemory is what each daemon and its clients have for /dev/shm, in MiB. 0 means half of the node's memory.
 	SharedMemory uint64
 	// StartTimeout is how long a daemon may take until it is ready. 0 means DefaultStartTimeout.
 	StartTimeout time.Duration
@@ -51,9 +51,6 @@ func (o *Options) complete() error {
 	}
 	if o.DriverRootMount == "" {
 		o.DriverRootMount = o.DriverRoot
-	}
-	if o.SharedMemory == 0 {
-		o.SharedMemory = DefaultSharedMemory
 	}
 	if o.StartTimeout == 0 {
 		o.StartTimeout = DefaultStartTimeout
@@ -79,6 +76,14 @@ func (o *Options) dev() string {
 func hasNodes(root string) bool {
 	_, err := os.Lstat(filepath.Join(root, "dev", "nvidiactl"))
 	return err == nil
+}
+
+// sharedMemory is the size of the file system.
+func (o *Options) sharedMemory() string {
+	if o.SharedMemory == 0 {
+		return halfOfMemory
+	}
+	return mebibytes(o.SharedMemory)
 }
 
 // visible are the paths as this process sees them: the plugin's directory has the same name everywhere.

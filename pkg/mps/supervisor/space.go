@@ -14,27 +14,29 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// DefaultSharedMemory is in MiB: many times what a container has for /dev/shm without MPS (64 MiB), because its programs may use it for more than MPS.
-const DefaultSharedMemory = 1024
-
 // What clients can write to is a small file system of its own, so that they can fill that and nothing else of the node. It holds for all clients of a daemon
 // together.
 const (
 	// pipeSpace, in MiB, and files are far beyond some pipes, sockets and locks for each client.
 	pipeSpace = 16
-	pipeFiles = 1 << 14
-	shmFiles  = 1 << 16
+	// halfOfMemory is what tmpfs itself defaults to, written out because an empty size would be no space at all.
+	halfOfMemory = "50%"
+	pipeFiles    = 1 << 14
+	shmFiles     = 1 << 16
 )
 
 // space is what a directory has room for. None at all is no limit: the directory is an ordinary one, which no client sees.
 type space struct {
-	mebibytes uint64
-	files     int
+	size  string // as tmpfs(5) has it
+	files int
 }
+
+// mebibytes are a size.
+func mebibytes(n uint64) string { return fmt.Sprintf("%dm", n) }
 
 // bound makes the directory, which is there, a file system of this size, unless it is one already or holds something: it would be hidden from those who use it.
 func (s space) bound(path string) error {
-	if s.mebibytes == 0 {
+	if s.size == "" {
 		return nil
 	}
 	is, err := mounted(path)
@@ -45,7 +47,7 @@ func (s space) bound(path string) error {
 	if err != nil || len(entries) > 0 {
 		return err
 	}
-	data := fmt.Sprintf("size=%dm,nr_inodes=%d,mode=1777", s.mebibytes, s.files)
+	data := fmt.Sprintf("size=%s,nr_inodes=%d,mode=1777", s.size, s.files)
 	if err := unix.Mount("gpu-mps", path, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, data); err != nil {
 		return fmt.Errorf("give %s a bounded space: mount a tmpfs: %w", path, err)
 	}

@@ -12,6 +12,22 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
+// Half of the memory is what the kernel gives a tmpfs, and NVIDIA's reference driver its clients.
+func TestClientsHaveHalfOfTheNodesMemoryUnlessAValueSaysOtherwise(t *testing.T) {
+	n := newNode(t)
+	n.superviseApart()
+	n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
+	var memory unix.Sysinfo_t
+	must(t, unix.Sysinfo(&memory))
+	half := memory.Totalram * uint64(memory.Unit) / 2
+	var shm unix.Statfs_t
+	must(t, unix.Statfs(n.paths.Shm("a"), &shm))
+	if size := shm.Blocks * uint64(shm.Bsize); size > half || size < half-1<<20 {
+		t.Errorf("clients have %d bytes, half of the memory is %d", size, half)
+	}
+	n.mustStop("a")
+}
+
 // What clients write to is theirs to fill, and nothing else of the node.
 func TestClientsCanFillTheirOwnSpaceAlone(t *testing.T) {
 	n := newNode(t)
@@ -81,7 +97,7 @@ func TestADirectoryThatHoldsSomethingIsNotCovered(t *testing.T) {
 	needMounts(t)
 	dir := filepath.Join(t.TempDir(), "pipe")
 	must(t, os.Mkdir(dir, 0o700), os.WriteFile(filepath.Join(dir, "control"), nil, 0o600))
-	s := space{mebibytes: 1, files: 16}
+	s := space{size: "1m", files: 16}
 	must(t, s.bound(dir))
 	if is, err := mounted(dir); is || err != nil {
 		t.Errorf("covered: %t, %v", is, err)
@@ -99,7 +115,7 @@ func TestADirectoryIsRemovedWhateverCoversACopyOfItsMount(t *testing.T) {
 	top := t.TempDir()
 	dir, copies := filepath.Join(top, "shm", "a"), filepath.Join(top, "dev")
 	must(t, os.MkdirAll(dir, 0o700), os.Mkdir(copies, 0o700))
-	must(t, space{mebibytes: 1, files: 16}.bound(dir))
+	must(t, space{size: "1m", files: 16}.bound(dir))
 	must(t, unix.Mount(filepath.Dir(dir), copies, "", unix.MS_BIND|unix.MS_REC, ""))
 	t.Cleanup(func() { _ = unix.Unmount(copies, unix.MNT_DETACH) })
 	must(t, unix.Mount("", copies, "", unix.MS_REC|unix.MS_PRIVATE, ""), unix.Mount("cover", copies, "tmpfs", 0, "size=64k"))

@@ -51,7 +51,7 @@ func Run(ctx context.Context, options Options) error {
 	}
 	s := &Supervisor{
 		options: options, visible: options.visible(), bootID: boot, groups: groups,
-		directories: directories{paths: options.visible(), label: options.SELinuxLabel, sharedMemory: options.SharedMemory, shm: new(sync.Mutex)},
+		directories: directories{paths: options.visible(), label: options.SELinuxLabel, sharedMemory: options.sharedMemory(), shm: new(sync.Mutex)},
 		lives:       map[string]*life{},
 	}
 	held, err := lockOut(ctx, s.visible.Root(), s.directories.prepare)

@@ -85,6 +85,11 @@ by default). This one ends within the hour: the kubelet renews the file before, 
 {{- include "gpu-dra-driver.fullname" . }}-kubelet-plugin
 {{- end -}}
 
+{{/* "true" where MPS daemons may be needed: it is asked for, or fractions are offered, which MPS keeps. */}}
+{{- define "gpu-dra-driver.mps" -}}
+{{- if or .Values.mps.enabled (regexMatch "(^|[=,]) *fractions *(,|$)" .Values.shares) }}true{{ end -}}
+{{- end -}}
+
 {{/* The host of the MPS daemons. */}}
 {{- define "gpu-dra-driver.supervisorName" -}}
 {{- include "gpu-dra-driver.fullname" . }}-mps
@@ -255,6 +260,7 @@ migPolicy: {{ . | quote }}
 {{- with .Values.shares }}
 shares: {{ . | quote }}
 {{- end }}
+mps: {{ include "gpu-dra-driver.mps" . | default "false" }}
 {{- with .Values.health.effects }}
 healthEffects: {{ . | quote }}
 {{- end }}
