@@ -31,6 +31,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 )
 
 // NewHardware is the node that the configuration names: its files, and NVML in a child process of its own.
@@ -122,7 +123,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		claims: d.preparer, left: workqueue.NewTyped[types.UID](), failed: func() { wake(d.toReconcile) },
 		use: func() (func(), bool) { return d.release.Use() }, off: func() { d.unmended.Store(true) },
 	}
-	d.layouts = newLayouts(d.preparer, policies)
+	d.layouts = publish.NewLayouts(d.preparer, policies)
 	d.release, release.readiness, release.told = release, d.readiness, d.tellRelease
 	release.memory = newReleaseMemory(cfg.StateDir(), func(err error) {
 		klog.FromContext(ctx).Error(err, "A plugin that starts while the driver is changed and the API server is away would take the hardware")
