@@ -174,7 +174,6 @@ func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions
 			return mps.LimitEdits(mps.Roots{Driver: d.cfg.DriverRoot, Cgroups: d.cfg.CgroupRoot}, d.cfg.MPSHookPath(), gpuUUID, mebibytes)
 		},
 		GivenBack: d.givenBack, Overtaken: d.calls.Overtaken, Repaired: d.repaired, NotLooked: d.lost.NotLooked,
-		Policy:  func(g device.GPU) device.Policy { return d.layouts.Policy(g) },
 		Totals:  d.shareTotals,
 		Changed: func(ctx context.Context, c kubeletplugin.NamespacedObject) { d.status.Changed(ctx, c, d.given(c.UID)) },
 		Reread: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {

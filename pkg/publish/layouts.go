@@ -57,27 +57,24 @@ func (l *Layouts) Annotate(p device.Policies) {
 	l.annotated, l.read = p, true
 }
 
-// Policy is what may be done about a GPU.
-func (l *Layouts) Policy(g device.GPU) device.Policy {
+// policies are the rules as they are now.
+func (l *Layouts) policies() func(device.GPU) device.Policy {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.policy(g)
-}
-
-func (l *Layouts) policy(g device.GPU) device.Policy {
 	if !l.read {
-		return device.PolicyStatic
+		return func(device.GPU) device.Policy { return device.PolicyStatic }
 	}
-	return l.configured.And(l.annotated).For(g)
+	return l.configured.And(l.annotated).For
 }
 
 // Decide says how each GPU of the snapshot is offered. It is settled if no GPU has to be asked again soon.
 func (l *Layouts) Decide(ctx context.Context, s inventory.Snapshot, counters bool) (offerings []device.Offering, settled bool) {
 	decisions := make([]decision, len(s.Node.GPUs))
 	errs := make([]error, len(s.Node.GPUs))
+	policy := l.policies()
 	var wg sync.WaitGroup
 	for i, g := range s.Node.GPUs {
-		wg.Go(func() { decisions[i], errs[i] = l.decide(ctx, g.GPU, counters) }) // a GPU that hangs keeps no other waiting
+		wg.Go(func() { decisions[i], errs[i] = l.decide(ctx, g.GPU, policy(g.GPU), counters) }) // a GPU that hangs keeps no other waiting
 	}
 	wg.Wait()
 	settled = true
@@ -101,7 +98,7 @@ func (l *Layouts) Decide(ctx context.Context, s inventory.Snapshot, counters boo
 	return offerings, settled
 }
 
-func (l *Layouts) decide(ctx context.Context, g device.GPU, counters bool) (decision, error) {
+func (l *Layouts) decide(ctx context.Context, g device.GPU, policy device.Policy, counters bool) (decision, error) {
 	var owned []device.Instance
 	var foreign []device.Instance
 	var failed error
@@ -111,7 +108,7 @@ func (l *Layouts) decide(ctx context.Context, g device.GPU, counters bool) (deci
 	if before, known := l.before(g); failed != nil && known {
 		return before, failed // a GPU that is busy being cut is not taken away for that
 	}
-	layout, reason := device.Decide(g, owned, l.Policy(g), counters)
+	layout, reason := device.Decide(g, owned, policy, counters)
 	return decision{offering: device.Offering{GPU: g, Layout: layout}, reason: reason, foreign: foreign}, failed
 }
 
@@ -169,12 +166,13 @@ func (l *Layouts) Limited() map[string]string {
 
 // HandedOver are the GPUs with instances of an admin who hands them over.
 func (l *Layouts) HandedOver() []device.GPU {
+	policy := l.policies()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	var gpus []device.GPU
 	for _, d := range l.decided {
 		g := d.offering.GPU
-		if len(d.foreign) > 0 && l.policy(g) == device.PolicyAdopt {
+		if len(d.foreign) > 0 && policy(g) == device.PolicyAdopt {
 			gpus = append(gpus, g)
 		}
 	}
