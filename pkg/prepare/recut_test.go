@@ -105,7 +105,7 @@ func TestAComparisonSaysOfWhichClaimsItCannotTell(t *testing.T) {
 	mustPrepare(t, w.plugin(t), newClaim("well", allocated("r", gpu1)))
 	h.of(t, gpu0).reset()
 	w.scan()
-	w.policy = func(device.GPU) device.Policy { return device.PolicyOff }
+	w.policy = func(device.GPU) device.Policy { return device.Policy{Mode: device.PolicyOff} }
 	p := w.plugin(t)
 	for _, c := range []struct {
 		what           string
@@ -115,7 +115,7 @@ func TestAComparisonSaysOfWhichClaimsItCannotTell(t *testing.T) {
 		{"one has lost its device", func() {}, true, false},
 		{"what no record tells cannot be put in order", func() {
 			w.policy = nil
-			p.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }
+			p.Policy = func(device.GPU) device.Policy { return device.Policy{Mode: device.PolicyDynamic} }
 			w.specs.unlisted = errors.New("input/output error")
 		}, false, false},
 		{"the records cannot be listed", func() { w.disk.StopAt(1) }, true, true},
