@@ -62,7 +62,7 @@ func (l *Layouts) policies() func(device.GPU) device.Policy {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.read {
-		return func(device.GPU) device.Policy { return device.PolicyStatic }
+		return device.Policies{}.For // static
 	}
 	return l.configured.And(l.annotated).For
 }
@@ -172,7 +172,7 @@ func (l *Layouts) HandedOver() []device.GPU {
 	var gpus []device.GPU
 	for _, d := range l.decided {
 		g := d.offering.GPU
-		if len(d.foreign) > 0 && policy(g) == device.PolicyAdopt {
+		if holds, _ := policy(g).On(g); len(d.foreign) > 0 && holds.Mode == device.PolicyAdopt {
 			gpus = append(gpus, g)
 		}
 	}
