@@ -67,7 +67,7 @@ func (l *layouts) Policy(g device.GPU) device.Policy {
 
 func (l *layouts) policy(g device.GPU) device.Policy {
 	if !l.read {
-		return device.PolicyStatic
+		return device.Policy{Mode: device.PolicyStatic}
 	}
 	return l.configured.And(l.annotated).For(g)
 }
@@ -175,7 +175,7 @@ func (l *layouts) HandedOver() []device.GPU {
 	var gpus []device.GPU
 	for _, d := range l.decided {
 		g := d.offering.GPU
-		if len(d.foreign) > 0 && l.policy(g) == device.PolicyAdopt {
+		if policy, _ := l.policy(g).On(g); len(d.foreign) > 0 && policy.Mode == device.PolicyAdopt {
 			gpus = append(gpus, g)
 		}
 	}

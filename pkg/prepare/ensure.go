@@ -91,7 +91,7 @@ func (p *Preparer) again(ctx context.Context, env *Env, t *want) error {
 	if err := m.Revert(ctx, env); err != nil {
 		return err
 	}
-	if policy := p.Policy(t.gpu); !cuttable(policy) {
+	if policy := p.Policy(t.gpu); !policy.Cuts() {
 		return because(CauseDevice, "the policy of %s is %s", t.name.GPU, policy)
 	}
 	m.Card, m.Minor = t.gpu.Card(), t.gpu.Minor

@@ -102,7 +102,7 @@ func New(o Options) *Preparer {
 		o.LimitEdits = func(string, uint64) specs.ContainerEdits { return specs.ContainerEdits{} }
 	}
 	if o.Policy == nil {
-		o.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }
+		o.Policy = func(device.GPU) device.Policy { return device.Policy{Mode: device.PolicyDynamic} }
 	}
 	if o.GivenBack == nil {
 		o.GivenBack = func(types.UID) {}

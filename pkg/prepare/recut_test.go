@@ -50,14 +50,14 @@ func TestAPartitionThatCannotBeMadeAgainIsLostOnlyIfTryingAgainCannotHelp(t *tes
 }
 
 func TestWhatThePolicyForbidsToMakeAgainIsLost(t *testing.T) {
-	for policy, lost := range map[device.Policy]int{device.PolicyStatic: 1, device.PolicyOff: 1, device.PolicyAdopt: 0} {
+	for policy, lost := range map[device.PolicyMode]int{device.PolicyStatic: 1, device.PolicyOff: 1, device.PolicyAdopt: 0} {
 		t.Run(string(policy), func(t *testing.T) {
 			w := newWorld(t)
 			h := withMIG(w)
 			mustPrepare(t, w.plugin(t), several)
 			h.of(t, gpu0).reset()
 			w.scan()
-			w.policy = func(device.GPU) device.Policy { return policy }
+			w.policy = func(device.GPU) device.Policy { return device.Policy{Mode: policy} }
 			if got := Lost(w.plugin(t).Reconcile(t.Context())); len(got) != lost || (w.specs.of("uid-c") == nothing) != (lost > 0) {
 				t.Errorf("lost: %+v, its spec is %q", got, w.specs.of("uid-c"))
 			}
@@ -105,7 +105,7 @@ func TestAComparisonSaysOfWhichClaimsItCannotTell(t *testing.T) {
 	mustPrepare(t, w.plugin(t), newClaim("well", allocated("r", gpu1)))
 	h.of(t, gpu0).reset()
 	w.scan()
-	w.policy = func(device.GPU) device.Policy { return device.PolicyOff }
+	w.policy = func(device.GPU) device.Policy { return device.Policy{Mode: device.PolicyOff} }
 	p := w.plugin(t)
 	for _, c := range []struct {
 		what           string
@@ -115,7 +115,7 @@ func TestAComparisonSaysOfWhichClaimsItCannotTell(t *testing.T) {
 		{"one has lost its device", func() {}, true, false},
 		{"what no record tells cannot be put in order", func() {
 			w.policy = nil
-			p.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }
+			p.Policy = func(device.GPU) device.Policy { return device.Policy{Mode: device.PolicyDynamic} }
 			w.specs.unlisted = errors.New("input/output error")
 		}, false, false},
 		{"the records cannot be listed", func() { w.disk.StopAt(1) }, true, true},

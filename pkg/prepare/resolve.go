@@ -142,7 +142,7 @@ func (p *Preparer) resolveWhole(ctx context.Context, looks *looks, g device.GPU)
 			name, describe(state.MIG.Instances...))
 	case g.MIG != nil && g.MIG.ModeFixed:
 		return nil, because(CauseDevice, "%s cannot be had whole: MIG mode is on, and only a reset of the GPU turns it off", name)
-	case p.Policy(g) == device.PolicyStatic:
+	case p.Policy(g).Mode == device.PolicyStatic:
 		return nil, because(CauseDevice, "%s cannot be had whole: MIG mode is on, and by its policy (%s) nothing about it is changed", name, device.PolicyStatic)
 	}
 	return &migModeOff{GPU: name, Card: g.Card(), Minor: g.Minor}, nil
@@ -267,7 +267,7 @@ func (p *Preparer) cut(t *want, state device.CutState) (*migInstance, error) {
 		return refuse("%s has no profile %d that begins at %d", t.name.GPU, place.ProfileID, place.Start)
 	case !state.MIG.Enabled && g.MIG.ModeFixed:
 		return refuse("MIG mode of %s is off, and only a reset of the GPU turns it on", t.name.GPU)
-	case !cuttable(policy):
+	case !policy.Cuts():
 		return refuse("the policy of %s is %s", t.name.GPU, policy)
 	}
 	s := &migInstance{
@@ -278,11 +278,6 @@ func (p *Preparer) cut(t *want, state device.CutState) (*migInstance, error) {
 		return nil, s.taken(taken)
 	}
 	return s, nil
-}
-
-// cuttable says whether the policy lets instances be made.
-func cuttable(policy device.Policy) bool {
-	return policy != device.PolicyStatic && policy != device.PolicyOff
 }
 
 // present says whether the card may still be there, as far as the inventory knows. Whether it may be offered says nothing about that: a node all of whose
