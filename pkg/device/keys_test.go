@@ -84,7 +84,7 @@ func layoutsOf(g GPU) []Offering {
 				Compute: []ComputeInstance{{Name: p.Name, UUID: uuid, Multiprocessors: 1}},
 			})
 		}
-		layouts = append(layouts, Layout{Whole: true, Placements: true, Counters: true}, Layout{Instances: cut})
+		layouts = append(layouts, Layout{Whole: true, Placements: true}, Layout{Instances: cut})
 	}
 	var offerings []Offering
 	for _, l := range layouts {

@@ -91,9 +91,6 @@ func (p *Preparer) again(ctx context.Context, env *Env, t *want) error {
 	if err := m.Revert(ctx, env); err != nil {
 		return err
 	}
-	if policy := p.Policy(t.gpu); !cuttable(policy) {
-		return because(CauseDevice, "the policy of %s is %s", t.name.GPU, policy)
-	}
 	m.Card, m.Minor = t.gpu.Card(), t.gpu.Minor
 	if err := m.Apply(ctx, env); err != nil || t.shared == nil {
 		return err

@@ -71,8 +71,6 @@ type Options struct {
 	LimitEdits func(gpuUUID string, mebibytes uint64) specs.ContainerEdits
 	// MIGEdits are those of a MIG device, given those of the whole GPU.
 	MIGEdits func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
-	// Policy says what may be done about a GPU's partitions; without it everything may.
-	Policy func(device.GPU) device.Policy
 	// Totals is what claims can hold together of a device that is shared, by capacity, as it is offered.
 	// Without it the number of plain shares is not known.
 	Totals func(device.GPU, device.Name) map[string]resource.Quantity
@@ -102,9 +100,6 @@ func New(o Options) *Preparer {
 	}
 	if o.LimitEdits == nil {
 		o.LimitEdits = func(string, uint64) specs.ContainerEdits { return specs.ContainerEdits{} }
-	}
-	if o.Policy == nil {
-		o.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }
 	}
 	if o.GivenBack == nil {
 		o.GivenBack = func(types.UID) {}
@@ -141,14 +136,7 @@ func (p *Preparer) Held() (Held, error) {
 	h := Held{Claims: len(entries)}
 	gpus := map[string]bool{}
 	for _, e := range entries {
-		devices := e.Devices
-		if e.Inexact() {
-			// One that cannot be read counts as a claim and, for want of better knowledge, as no device.
-			if r, found, err := p.Records.Load(e.ClaimUID); err == nil && found {
-				devices = r.Holds()
-			}
-		}
-		for _, d := range devices {
+		for _, d := range p.devicesOf(e) {
 			name, ok := device.ParseName(d)
 			if !ok {
 				continue // of a later version
