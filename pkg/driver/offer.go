@@ -22,7 +22,9 @@ func (d *Driver) offer(ctx context.Context, s inventory.Snapshot, f Features) (_
 	if f.PartitionTypes {
 		options = append(options, device.PartitionTypes(DriverName))
 	}
-	cut := func(shapes []device.Shape) []resourceslice.Slice { return device.Slices(shapes, s.Node.Driver, options...) }
+	cut := func(shapes []device.Shape) []resourceslice.Slice {
+		return device.Slices(shapes, s.Node.Driver, options...)
+	}
 	offerings, settled, err := d.layouts.Decide(ctx, s, f.PartitionedDevices, func(o []device.Offering) []resourceslice.Slice {
 		return cut(device.Offer(d.inShares(o, s.Node.Driver, f)))
 	})
@@ -33,6 +35,7 @@ func (d *Driver) offer(ctx context.Context, s inventory.Snapshot, f Features) (_
 	shapes := device.Offer(offerings)
 	settled = d.tellShares(offerings, shapes, f) && settled
 	slices := cut(shapes)
+	d.slow.Publishes(slices)
 	d.metrics.MIG(d.count(slices))
 	limited := d.layouts.Limited()
 	if !maps.Equal(limited, d.limited) {
