@@ -196,7 +196,7 @@ func (d *Driver) publisher(ctx context.Context) *publisher {
 		client: d.client, nodeName: d.cfg.NodeName, inv: d.publishable(),
 		turn:   newTurn(d.cfg.PluginDir, time.Now()),
 		slices: d.offer, mark: d.marked, due: d.readiness.Due,
-		onError: d.HandleError,
+		onError: d.HandleError, onVersion: d.slow.Serves,
 		onTurn: func(held, superseded bool) {
 			d.metrics.Publisher(held)
 			if held {

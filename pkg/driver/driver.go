@@ -57,6 +57,8 @@ type Driver struct {
 	// readiness joins all that keeps the node from preparing claims.
 	readiness *readiness
 	layouts   *publish.Layouts
+	// slow warns of schedulers that are slow with counters.
+	slow *slowScheduler
 	// shares says which devices several claims may hold; supervisor runs the daemons that such claims, and those that ask for MPS, need.
 	shares     device.ShareRules
 	supervisor Supervisor
@@ -75,7 +77,7 @@ type Driver struct {
 	toFollow chan struct{}
 	// toReconcile asks for records and hardware to be compared soon.
 	toReconcile chan struct{}
-	// limited is what was last said of GPUs that are not offered in every shape. Only the publisher uses it.
+	// limited is what was last said of GPUs that are not offered as their policy wants. Only the publisher uses it.
 	limited map[string]string
 	// toldShares is what was last said of what is not shared. Only the publisher uses it.
 	toldShares toldShares

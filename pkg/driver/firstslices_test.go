@@ -49,7 +49,7 @@ func publishing(t *testing.T, client *fake.Clientset, inv *fakeInventory, mark f
 	t.Helper()
 	changed := make(chan struct{}, 1)
 	p := &publisher{
-		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs, mark: mark,
+		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs, onVersion: func(string) {}, mark: mark,
 		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool, bool) {},
 	}
 	ctx, stop := context.WithCancel(t.Context())

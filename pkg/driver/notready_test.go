@@ -278,7 +278,7 @@ func publishes(t *testing.T, client *fake.Clientset, s inventory.Snapshot) *unre
 	u.readiness = newReadiness(u.inv, func() { wake(u.changed) })
 	d := &Driver{readiness: u.readiness, health: newHealthWatch(nil, nil, t.TempDir(), "boot", u.readiness), metrics: metrics.New("test")}
 	p := &publisher{
-		client: client, nodeName: "node", inv: u.readiness, slices: wholeGPUs, mark: d.marked, due: u.readiness.Due,
+		client: client, nodeName: "node", inv: u.readiness, slices: wholeGPUs, onVersion: func(string) {}, mark: d.marked, due: u.readiness.Due,
 		onError: func(_ context.Context, err error, msg string) { t.Errorf("%s: %v", msg, err) },
 	}
 	ctx, stop := context.WithCancel(t.Context())

@@ -35,6 +35,7 @@ func (d *Driver) offer(ctx context.Context, s inventory.Snapshot, f Features) (_
 	shapes := device.Offer(offerings)
 	settled = d.tellShares(offerings, shapes, f) && settled
 	slices := cut(shapes)
+	d.slow.Publishes(slices)
 	d.metrics.MIG(d.count(slices))
 	limited := d.layouts.Limited()
 	if !maps.Equal(limited, d.limited) {

@@ -41,7 +41,7 @@ func TestPublishingIsTriedLessAndLessOftenWhileItFails(t *testing.T) {
 			return true, nil, apierrors.NewServiceUnavailable("away")
 		})
 		p := &publisher{
-			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, mark: unmarked,
+			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {}, mark: unmarked,
 			onError: func(_ context.Context, err error, _ string) {
 				if !isRecoverable(err) {
 					t.Error(err)
@@ -110,7 +110,7 @@ func TestStagedTaintsWakeThePluginSeldomWhileTheAPIServerIsAway(t *testing.T) {
 			return false, nil, nil
 		})
 		p := &publisher{
-			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onError: func(context.Context, error, string) {},
+			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {}, onError: func(context.Context, error, string) {},
 			mark: func(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
 				for i := range all {
 					if ill.Load() {
@@ -177,7 +177,7 @@ func TestAnAPIServerThatDoesNotAnswerKeepsNoPluginFromEnding(t *testing.T) {
 	}
 	inv := &fakeInventory{}
 	inv.set(readyWith("0000:1b:00.0"))
-	p := &publisher{client: client, nodeName: "node", inv: inv, slices: wholeGPUs, mark: unmarked, onError: func(_ context.Context, err error, _ string) { t.Error(err) }}
+	p := &publisher{client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {}, mark: unmarked, onError: func(_ context.Context, err error, _ string) { t.Error(err) }}
 	for name, ask := range map[string]func(ctx context.Context) error{
 		"which fields it keeps": func(ctx context.Context) error { return p.publish(ctx, nil) },
 		"for its version":       func(ctx context.Context) error { p.followVersion(ctx, nil); return nil },
@@ -221,7 +221,7 @@ func TestTaintsArePublishedWhileProbesAreRejected(t *testing.T) {
 			return false, nil, nil
 		})
 		p := &publisher{
-			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onError: func(context.Context, error, string) {},
+			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {}, onError: func(context.Context, error, string) {},
 			mark: func(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
 				if ill.Load() {
 					all[0].Devices[0].Taints = []resourceapi.DeviceTaint{{Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule}}

@@ -42,6 +42,8 @@ type publisher struct {
 	due func(now time.Time) (due, pending bool)
 	// onTurn is told when this instance starts and stops to publish, and whether it stops because a newer instance takes over.
 	onTurn func(held, superseded bool)
+	// onVersion is told the API server's version, now and then.
+	onVersion func(version string)
 	// probed is what the API server was last found to keep.
 	probed *Features
 }
@@ -159,6 +161,7 @@ func (p *publisher) probe(ctx context.Context) (_ Features, ok bool) {
 // followVersion asks the API server regularly for its version until the context ends, and wakes who has to know that it is another one.
 func (p *publisher) followVersion(ctx context.Context, another chan<- struct{}) {
 	version := p.serverVersion(ctx)
+	p.onVersion(version)
 	tick := time.NewTicker(versionInterval)
 	defer tick.Stop()
 	for {
@@ -169,6 +172,7 @@ func (p *publisher) followVersion(ctx context.Context, another chan<- struct{}) 
 		}
 		if now := p.serverVersion(ctx); now != "" && now != version {
 			version = now
+			p.onVersion(version)
 			wake(another)
 		}
 	}

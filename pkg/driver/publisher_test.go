@@ -132,7 +132,7 @@ func TestSlicesFollowTheInventory(t *testing.T) {
 	inv.set(inventory.Snapshot{Reason: "the driver is not loaded"})
 	changed := make(chan struct{}, 1)
 	p := &publisher{
-		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs, mark: unmarked,
+		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs, onVersion: func(string) {}, mark: unmarked,
 		due:     func(time.Time) (due, pending bool) { return false, false },
 		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool, bool) {},
 	}

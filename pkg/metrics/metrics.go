@@ -33,6 +33,7 @@ type Metrics struct {
 	publisher      prometheus.Gauge
 	hasGPU         sync.Once
 	devicePlugin   prometheus.Gauge
+	slowScheduler  prometheus.Gauge
 	withheldClaims prometheus.Gauge
 	unreadableLeft prometheus.Gauge
 	mig            migMetrics
@@ -56,6 +57,7 @@ func New(version string) *Metrics {
 			"1 when the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU."),
 		publisher:      gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
 		devicePlugin:   gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
+		slowScheduler:  gauge("slow_scheduler", "1 on a node that publishes counters to an API server before Kubernetes 1.37, whose scheduler is slow with them, else 0."),
 		withheldClaims: gauge("predecessor_claims", "Claims that NVIDIA's reference driver prepared on this node and that have not ended: their GPUs are not offered."),
 		unreadableLeft: gauge("predecessor_unreadable", "1 while the reference driver's checkpoint cannot be understood, so that no GPU is offered, else 0."),
 		mig:            newMIGMetrics(),
@@ -64,7 +66,7 @@ func New(version string) *Metrics {
 	}
 	build := named("build_info", "Always 1; the labels say what runs.")
 	build.ConstLabels = prometheus.Labels{"version": version, "go_version": runtime.Version()}
-	m.Registry.MustRegister(m.duration, m.requestErrors, m.statusErrors, m.publishErrors, m.repairs, m.devices, m.publisher, m.devicePlugin, m.withheldClaims, m.unreadableLeft,
+	m.Registry.MustRegister(m.duration, m.requestErrors, m.statusErrors, m.publishErrors, m.repairs, m.devices, m.publisher, m.devicePlugin, m.slowScheduler, m.withheldClaims, m.unreadableLeft,
 		m.mig.duration, m.mig.errors, m.mig.instances, m.mig.gpus, m.mps.start, m.mps.errors, m.mps.daemons, m.mps.restarts,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts(build), func() float64 { return 1 }),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
@@ -146,6 +148,9 @@ func (m *Metrics) Publisher(is bool) { m.publisher.Set(number(is)) }
 
 // DevicePlugin says whether NVIDIA's device plugin serves the same node.
 func (m *Metrics) DevicePlugin(there bool) { m.devicePlugin.Set(number(there)) }
+
+// SlowScheduler says whether this node publishes counters to a cluster whose scheduler is slow with them.
+func (m *Metrics) SlowScheduler(is bool) { m.slowScheduler.Set(number(is)) }
 
 // Withheld says what the reference driver has left on the node.
 func (m *Metrics) Withheld(claims int, unreadable bool) {

@@ -53,7 +53,7 @@ func TestEveryMetricHasThePluginsPrefixAndAMeaning(t *testing.T) {
 		"gpu_dra_mig_gpus", "gpu_dra_mig_instances", "gpu_dra_mig_operation_duration_seconds", "gpu_dra_mig_operation_errors_total",
 		"gpu_dra_mps_daemons", "gpu_dra_mps_restarts_total", "gpu_dra_mps_start_duration_seconds", "gpu_dra_mps_start_errors_total",
 		"gpu_dra_predecessor_claims", "gpu_dra_predecessor_unreadable", "gpu_dra_prepared_claims", "gpu_dra_publish_errors_total", "gpu_dra_publisher", "gpu_dra_repairs_total",
-		"gpu_dra_request_duration_seconds", "gpu_dra_request_errors_total",
+		"gpu_dra_request_duration_seconds", "gpu_dra_request_errors_total", "gpu_dra_slow_scheduler",
 	}
 	if diff := cmp.Diff(want, names); diff != "" {
 		t.Error(diff)

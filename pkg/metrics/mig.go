@@ -22,7 +22,7 @@ func newMIGMetrics() migMetrics {
 			prometheus.ExponentialBuckets(0.01, 2, 13), "operation"), // 10 ms … 41 s
 		errors:    counters("mig_operation_errors_total", "Calls that look at or change how a GPU is cut and failed, by code.", "operation", "code"),
 		instances: newCurrent("mig_instances", "MIG devices by profile and state: offered (cut or not), made for claims (ours), made by an admin (foreign).", "profile", "state"),
-		gpus:      newCurrent("mig_gpus", "GPUs that can be cut, by why they are not offered in every shape; the reason is empty for those that are.", "reason"),
+		gpus:      newCurrent("mig_gpus", "GPUs that can be cut, by why they are not offered as their policy wants; the reason is empty for those that are.", "reason"),
 	}
 }
 
@@ -39,7 +39,7 @@ type MIGState struct {
 	// Offered are the partitions in the node's slices, whether they are cut yet or not; Ours exist for claims; Foreign were made by an admin.
 	// Each by profile.
 	Offered, Ours, Foreign map[string]int
-	// GPUs that can be cut, by why they are not offered in every shape. The reasons must be few: each is a time series.
+	// GPUs that can be cut, by why they are not offered as their policy wants. The reasons must be few: each is a time series.
 	GPUs map[string]int
 }
 

@@ -177,7 +177,7 @@ func (l *Layouts) confirmed(gpu string, foreign []device.Instance) bool {
 	return slices.EqualFunc(foreign, l.decided[gpu].foreign, sameInstance)
 }
 
-// Limited says for each GPU that is not offered in every shape why, by the GPU's name.
+// Limited says for each GPU that is not offered as its policy wants why, by the GPU's name.
 func (l *Layouts) Limited() map[string]string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -205,8 +205,8 @@ func (l *Layouts) HandedOver() []device.GPU {
 	return gpus
 }
 
-// Count is how many MIG devices there are of each profile, by whose they are, and how many GPUs that can be cut there are, by why they are not offered in
-// every shape.
+// Count is how many MIG devices there are of each profile, by whose they are, and how many GPUs that can be cut there are, by why they are not offered as
+// their policy wants.
 func (l *Layouts) Count() (ours, foreign, gpus map[string]int) {
 	ours, foreign, gpus = map[string]int{}, map[string]int{}, map[string]int{}
 	l.mu.Lock()

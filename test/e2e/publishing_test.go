@@ -270,7 +270,6 @@ func (w *world) testForgedSlices(t *testing.T) {
 			{Verb: "get", Resource: "secrets", Namespace: stand.Namespace},
 			{Verb: "list", Resource: "pods"},
 			{Verb: "update", Resource: "nodes", Name: h100},
-			{Verb: "list", Group: "resource.k8s.io", Resource: "resourceclaims"},
 			{Verb: "update", Group: "resource.k8s.io", Resource: "resourceclaims", Namespace: "default"},
 			{Verb: "update", Group: "resource.k8s.io", Resource: "resourceclaims", Subresource: "binding", Namespace: "default"},
 			{Verb: "update", Group: "resource.k8s.io", Resource: "deviceclasses"},

@@ -122,7 +122,7 @@ func (h Host) layOut(ctx context.Context, addresses []string) error {
 // Config is the plugin's, on this node.
 func (h Host) Config() *config.Config {
 	c := config.Default()
-	c.NodeName = nodeName
+	c.NodeName, c.MIGPolicy = nodeName, "dynamic"
 	c.PluginDir, c.RegistrarDir, c.CDIRoot = filepath.Join(h.Root, "plugin"), filepath.Join(h.Root, "registry"), filepath.Join(h.Root, "cdi")
 	c.DriverRoot, c.DriverRootMount = "/run/nvidia/driver", filepath.Join(h.Root, "driver")
 	c.SysfsRoot, c.ProcRoot = filepath.Join(h.Root, "sys"), filepath.Join(h.Root, "proc")

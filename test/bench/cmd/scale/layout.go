@@ -56,7 +56,7 @@ func (s *scale) classes(ctx context.Context) error {
 // models asks the plugin what it publishes. Static devices are those of the smallest profile, which nothing excludes from each other.
 func (s *scale) models(ctx context.Context, o node.Options) error {
 	s.layout = map[string]layout{}
-	for name, policy := range map[string]string{everyShape: "", wholeOnly: "off"} {
+	for name, policy := range map[string]string{everyShape: "dynamic", wholeOnly: "static"} {
 		o.Name, o.MIGPolicy = strings.ReplaceAll(name, " ", "-")+"-model", policy
 		o.Name = strings.ToLower(o.Name)
 		o.CDIRoot = filepath.Join(o.Folder, o.Name+"-cdi")
