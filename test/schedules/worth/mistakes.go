@@ -45,7 +45,7 @@ var mistakes = []mistake{
 	{"a partition that is gone is not noticed", "pkg/prepare/ensure.go",
 		`if t.intact(d, state.MIG.Instances) {`, `if t.intact(d, state.MIG.Instances) || true {`},
 	{"that a GPU's MIG mode may be on is not noted", "pkg/prepare/step_miginstance.go",
-		`if err := env.Records.Mark(s.GPU); err != nil {`, `if err := error(nil); err != nil {`},
+		`if err := env.Records.Mark(s.GPU, env.BootID); err != nil {`, `if err := error(nil); err != nil {`},
 	{"a GPU's settings are not set back", "pkg/prepare/step_setting.go",
 		"if s.Found == nil {\n\t\treturn nil", "if s.Found == nil || s.GPU != \"\" {\n\t\treturn nil"},
 	{"a GPU's settings are set back to the default", "pkg/prepare/step_setting.go",
