@@ -30,9 +30,7 @@ func BenchmarkAllocation(b *testing.B) {
 	static := Offer(every)
 	static = slices.DeleteFunc(static, func(s Shape) bool { p, is := s.(Partition); return !is || p.profile != smallest })
 	for i, s := range static {
-		p := s.(Partition)
-		p.cost, p.budget = nil, nil
-		static[i] = p
+		static[i] = uncounted(s)
 	}
 	layouts := map[string][]Shape{"whole": Offer(wholeOnly), "static": static, "every": Offer(every)}
 

@@ -44,7 +44,7 @@ func offered(t *testing.T, offerings []Offering, d Driver) machine {
 func dynamic(gpus ...GPU) []Offering {
 	offerings := make([]Offering, len(gpus))
 	for i, g := range gpus {
-		layout, _ := Decide(g, nil, PolicyDynamic, true)
+		layout, _ := Decide(g, nil, Policy{Mode: PolicyDynamic}, true)
 		offerings[i] = Offering{GPU: g, Layout: layout}
 	}
 	return offerings

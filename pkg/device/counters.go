@@ -2,14 +2,16 @@ package device
 
 import (
 	"fmt"
+	"math"
 	"slices"
+	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// budget is what a GPU has for its partitions, and so what keeps them apart: a number of each of several units. Its names are those of counters.
-type budget map[string]uint32
+// budget is what a GPU has for its devices, and so what keeps them apart: a number of each of several units. Its names are those of counters.
+type budget map[string]int64
 
 // engineCounters are the units of which a GPU has several and a partition takes some. Multiprocessors are not among them: they are bound to memory slices,
 // and those of all profiles do not add up to what the card has.
@@ -21,32 +23,38 @@ var engineCounters = map[string]func(Engines) uint32{
 	"ofa-engines":  func(e Engines) uint32 { return e.OFAEngines },
 }
 
-// A partition takes all of each memory slice that it lies on, the whole GPU half of every one. So the whole excludes every partition, and still there is
-// enough left for a second time: a scheduler asks for a device's counters once more when a claim with admin access is to look at it
-// (https://github.com/kubernetes/kubernetes/issues/140729).
 const (
-	sliceTotal     = 2
-	ofEachForWhole = 1
+	// memoryCounter is in bytes. It decides nothing: it is there for those who add up what a node has and what of it is used.
+	memoryCounter = "memory"
+	// wholeCounter is all that a GPU has of which nothing else is known.
+	wholeCounter = "whole"
+
+	slicePrefix = "memory-slice-"
 )
 
-func memorySlice(n uint32) string { return fmt.Sprintf("memory-slice-%d", n) }
-
-// Where nothing overlaps but shares, a device and its shares have a counter of their own. The device takes half of it, for the reason above.
-const (
-	deviceTotal   = sliceTotal
-	ofOwnForAlone = ofEachForWhole
-	wholeCounter  = "whole"
-)
+func memorySlice(n uint32) string { return fmt.Sprint(slicePrefix, n) }
 
 func ownCounter(profile uint32) string { return fmt.Sprintf("profile-%d", profile) }
+
+// setOf is the counter set of a GPU, which follows from its model alone. A GPU that cannot be cut, or not be described, has one counter.
+func setOf(g GPU) budget {
+	if b := budgetOf(g); b != nil {
+		return b
+	}
+	if n := memoryOf(g); n > 0 {
+		return budget{memoryCounter: n}
+	}
+	return budget{wholeCounter: 1}
+}
 
 // budgetOf is nil for a card that cannot be cut, or that cannot be described: the API allows a set no more than 32 counters.
 //
 // Memory slices are counted by position, since a placement takes certain ones. An engine is counted where placements that lie side by side could take more
 // of it than the card has, and a profile gets a counter of its own where more of its instances would fit side by side than the card allows. What could
-// decide nothing is left out: the scheduler goes through every counter of a node for every device that it tries.
-func budgetOf(m *MIG) budget {
-	if m == nil {
+// decide nothing is left out, but for the memory: the scheduler goes through every counter of a node for every device that it tries.
+func budgetOf(g GPU) budget {
+	m := g.MIG
+	if m == nil || len(m.Profiles) == 0 {
 		return nil
 	}
 	b := budget{}
@@ -60,34 +68,52 @@ func budgetOf(m *MIG) budget {
 		}
 	}
 	for n := range width {
-		b[memorySlice(n)] = sliceTotal
+		b[memorySlice(n)] = 1
 	}
 	for name, of := range engineCounters {
 		// What the card has of an engine is told nowhere. It is at least what the instances of one profile have together.
-		total := uint32(0)
+		total := int64(0)
 		for _, p := range m.Profiles {
-			side := min(p.MaxInstances, mostSideBySide(m.Profiles, func(o Profile) uint32 { return one(o.ID == p.ID) }))
-			total = max(total, side*of(p.Engines))
+			side := min(int64(p.MaxInstances), mostSideBySide(m.Profiles, func(o Profile) int64 { return one(o.ID == p.ID) }))
+			total = max(total, side*int64(of(p.Engines)))
 		}
-		if mostSideBySide(m.Profiles, func(p Profile) uint32 { return of(p.Engines) }) > total {
+		if mostSideBySide(m.Profiles, func(p Profile) int64 { return int64(of(p.Engines)) }) > total {
 			b[name] = total
 		}
 	}
 	for _, p := range m.Profiles {
-		if p.MaxInstances < b.mostOf(p, m.Profiles) {
-			b[ownCounter(p.ID)] = p.MaxInstances
+		if int64(p.MaxInstances) < b.mostOf(p, m.Profiles) {
+			b[ownCounter(p.ID)] = int64(p.MaxInstances)
 		}
 	}
-	if len(b) == 0 || len(b) > resourceapi.ResourceSliceMaxCountersPerCounterSet {
+	if len(b) == 0 {
+		return nil
+	}
+	if n := memoryOf(g); n > 0 {
+		b[memoryCounter] = n
+	}
+	if len(b) > resourceapi.ResourceSliceMaxCountersPerCounterSet {
 		return nil
 	}
 	return b
 }
 
+// memoryOf is what a GPU has, and never less than what its partitions have side by side: NVML counts both in its own way.
+func memoryOf(g GPU) int64 {
+	n := int64(min(g.MemoryBytes, math.MaxInt64))
+	if g.MIG == nil {
+		return n
+	}
+	return max(n, mostSideBySide(g.MIG.Profiles, Profile.memory))
+}
+
+// memory is bounded, so that no sum of partitions overflows.
+func (p Profile) memory() int64 { return int64(min(p.MemoryBytes, math.MaxInt64/maxMemorySlices)) }
+
 // maxMemorySlices is far beyond what any card has, and keeps numbers that make no sense from being added up.
 const maxMemorySlices = resourceapi.ResourceSliceMaxCountersPerCounterSet
 
-func one(is bool) uint32 {
+func one(is bool) int64 {
 	if is {
 		return 1
 	}
@@ -95,9 +121,9 @@ func one(is bool) uint32 {
 }
 
 // mostSideBySide is the largest sum of weights of placements that do not overlap.
-func mostSideBySide(profiles []Profile, weight func(Profile) uint32) uint32 {
+func mostSideBySide(profiles []Profile, weight func(Profile) int64) int64 {
 	// most[n] is the largest sum within the first n memory slices.
-	var most [maxMemorySlices + 1]uint32
+	var most [maxMemorySlices + 1]int64
 	for n := uint32(1); n <= maxMemorySlices; n++ {
 		most[n] = most[n-1]
 		for _, p := range profiles {
@@ -110,11 +136,11 @@ func mostSideBySide(profiles []Profile, weight func(Profile) uint32) uint32 {
 }
 
 // mostOf is how many instances of one profile the budget allows side by side.
-func (b budget) mostOf(p Profile, profiles []Profile) uint32 {
-	most := mostSideBySide(profiles, func(o Profile) uint32 { return one(o.ID == p.ID) })
+func (b budget) mostOf(p Profile, profiles []Profile) int64 {
+	most := mostSideBySide(profiles, func(o Profile) int64 { return one(o.ID == p.ID) })
 	for name, of := range engineCounters {
 		if total, counted := b[name]; counted && of(p.Engines) > 0 {
-			most = min(most, total/of(p.Engines))
+			most = min(most, total/int64(of(p.Engines)))
 		}
 	}
 	return most
@@ -123,48 +149,40 @@ func (b budget) mostOf(p Profile, profiles []Profile) uint32 {
 // cost is what an instance takes of the budget.
 func (b budget) cost(p Profile, at Placement) budget {
 	c := budget{}
-	for n := at.Start; n < at.Start+at.Size; n++ {
-		c[memorySlice(n)] = sliceTotal
-	}
-	for name, of := range engineCounters {
-		if _, counted := b[name]; counted && of(p.Engines) > 0 {
-			c[name] = of(p.Engines)
+	take := func(name string, n int64) {
+		if _, counted := b[name]; counted && n > 0 {
+			c[name] = n
 		}
 	}
-	if _, counted := b[ownCounter(p.ID)]; counted {
-		c[ownCounter(p.ID)] = 1
+	for n := range uint32(maxMemorySlices) {
+		take(memorySlice(n), one(at.Overlaps(Placement{n, 1})))
 	}
+	for name, of := range engineCounters {
+		take(name, int64(of(p.Engines)))
+	}
+	take(memoryCounter, min(p.memory(), b[memoryCounter]))
+	take(ownCounter(p.ID), 1)
 	return c
 }
 
-// whole is what the GPU as a whole takes of the budget. Every partition needs a memory slice: so these are enough.
-func (b budget) whole() budget {
-	if b == nil {
-		return nil
+// costOfPart is what a compute instance takes that is less than its GPU instance: its part of the memory.
+func (b budget) costOfPart(p Profile, compute ComputeInstance) budget {
+	all := int64(max(p.Slices, 1))
+	n := p.memory() / all * min(int64(max(compute.Placement.Size, 1)), all)
+	if b[memoryCounter] == 0 || n == 0 {
+		return budget{}
 	}
-	c := b.alone(wholeCounter)
-	for n := uint32(0); b[memorySlice(n)] > 0; n++ {
-		c[memorySlice(n)] = ofEachForWhole
-	}
-	return c
+	return budget{memoryCounter: min(n, b[memoryCounter])}
 }
 
-// alone is what a device takes of a counter that only its shares use besides, if there is one.
-func (b budget) alone(counter string) budget {
-	c := budget{}
-	if b[counter] > 0 {
-		c[counter] = ofOwnForAlone
+// placed says whether the budget has memory slices, by which partitions exclude each other.
+func (b budget) placed() bool {
+	for name := range b {
+		if strings.HasPrefix(name, slicePrefix) {
+			return true
+		}
 	}
-	return c
-}
-
-// all of what is taken a part of.
-func (b budget) all(of budget) budget {
-	c := budget{}
-	for name := range of {
-		c[name] = b[name]
-	}
-	return c
+	return false
 }
 
 // holds says whether both fit together.
@@ -180,7 +198,11 @@ func (b budget) holds(x, y budget) bool {
 func (b budget) counters() map[string]resourceapi.Counter {
 	counters := make(map[string]resourceapi.Counter, len(b))
 	for name, n := range b {
-		counters[name] = resourceapi.Counter{Value: *resource.NewQuantity(int64(n), resource.DecimalSI)}
+		format := resource.DecimalSI
+		if name == memoryCounter {
+			format = resource.BinarySI
+		}
+		counters[name] = resourceapi.Counter{Value: *resource.NewQuantity(n, format)}
 	}
 	return counters
 }
@@ -215,6 +237,6 @@ func Conflict(a, b Name, g GPU) bool {
 	if at.Overlaps(beside) {
 		return true
 	}
-	all := budgetOf(g.MIG)
+	all := budgetOf(g)
 	return all != nil && !all.holds(all.cost(p, at), all.cost(q, beside))
 }

@@ -3,17 +3,18 @@ package device
 import (
 	"fmt"
 	"slices"
+	"strings"
 )
 
 // Layout says in which shapes a GPU is offered.
 type Layout struct {
 	Whole bool
-	// Placements stands for every placement, to be cut on demand.
+	// Placements stands for every placement, to be cut on demand. They overlap, so counters keep them apart.
 	Placements bool
+	// Profiles are the names of those whose placements are offered. None stands for all.
+	Profiles []string
 	// Instances are offered as they are: those that an admin made, and those of ours that claims hold.
 	Instances []Instance
-	// Counters says that shapes overlap, and that counters keep them apart.
-	Counters bool
 }
 
 // Offering is a GPU with the shapes in which it is offered.
@@ -24,14 +25,17 @@ type Offering struct {
 	Shares ShareRules
 	// NoFractions says why nothing could keep processes to fractions of this GPU; see [WhyNoFractions]. It is not offered in any then.
 	NoFractions string
+	// Held are the devices that claims hold alone, by their names, and whether they consume counters as they are published. They stay published so until
+	// their claims end, whatever the layout says: the scheduler would over-commit the GPU (https://github.com/kubernetes/kubernetes/issues/140802).
+	Held map[string]bool
 	// HeldShares are the share devices that claims hold, by their names, and whether they hold them in fractions. They stay in the pool, without anything to be
-	// had of them, where the rules say something else by now: else the scheduler would no longer know that they keep others away.
+	// had of them, where the rules or the layout say something else by now.
 	HeldShares map[string]bool
 }
 
 // Decide is the one place that knows how a GPU is offered. owned are those of its instances that claims of ours explain, whatever else is there is an
-// admin's; counters says whether the cluster keeps shared counters. The reason says why the GPU is not offered in every shape that its model has, for
-// people to read. It is empty if it is.
+// admin's; counters says whether the cluster keeps shared counters. The reason says what of the policy's promise the GPU does not keep, for people to read.
+// It is empty if it keeps all.
 func Decide(g GPU, owned []Instance, policy Policy, counters bool) (_ Layout, reason string) {
 	m := g.MIG
 	if m == nil {
@@ -39,55 +43,95 @@ func Decide(g GPU, owned []Instance, policy Policy, counters bool) (_ Layout, re
 	}
 	foreign := slices.ContainsFunc(m.Instances, func(i Instance) bool { return !slices.ContainsFunc(owned, i.same) })
 	asCut := Layout{Instances: m.Instances}
+	policy, problem := policy.On(g)
 	switch {
 	case m.Uncuttable:
-		return asItIs(m), "instances can be used but not made here, as in the guest of a virtual GPU"
-	case foreign && policy == PolicyOff:
-		return Layout{Instances: owned}, "MIG instances are there that no claim has made, and the policy is to offer the GPU as a whole only: remove them with nvidia-smi mig"
-	case foreign && policy == PolicyAdopt:
+		return decideUncuttable(m, policy)
+	case policy.Mode == PolicyOff:
+		return decideOff(m, owned, foreign)
+	case !policy.Cuts():
+		return decideStatic(m, foreign, problem)
+	case foreign && policy.Mode == PolicyAdopt:
 		return asCut, "MIG instances are there that no claim has made: it is offered as it is cut until those that are idle are removed"
 	case foreign:
 		return asCut, "MIG instances are there that no claim has made: it is offered as it is cut"
-	case policy == PolicyStatic:
-		return asItIs(m), "the policy is to offer it as it is cut"
-	case policy == PolicyOff && len(owned) > 0:
-		return asCut, "the policy is to offer it as a whole only, which waits for claims that hold partitions"
-	case m.ModeFixed:
-		return decideFixed(g, policy, counters)
-	case policy == PolicyOff:
-		return Layout{Whole: true}, "the policy is to offer it as a whole only"
-	case !counters || budgetOf(m) == nil:
-		if len(m.Instances) > 0 {
-			return asCut, whyNotCounted(g, counters)
-		}
-		return Layout{Whole: true}, whyNotCounted(g, counters)
-	default:
-		return Layout{Whole: true, Placements: true, Counters: true}, ""
+	case m.ModeFixed && !m.Enabled:
+		return Layout{Whole: true}, "MIG mode is off, and on this card only a reset turns it on" + m.afterReset()
+	case !counters || budgetOf(g) == nil:
+		return Layout{Whole: len(m.Instances) == 0 && !m.ModeFixed, Instances: m.Instances}, whyNotCounted(g, counters)
 	}
+	places := Layout{Whole: true, Placements: true, Profiles: policy.Profiles, Instances: outside(policy.Profiles, g)}
+	if m.ModeFixed {
+		places.Whole = false
+		return places, "MIG mode is on, and on this card only a reset turns it off" + m.afterReset()
+	}
+	return places, ""
 }
 
-// decideFixed is for a card that only a reset brings from one mode to the other: it has the shapes of the mode that it is in.
-func decideFixed(g GPU, policy Policy, counters bool) (_ Layout, reason string) {
-	m := g.MIG
-	after := ""
-	if m.Pending != m.Enabled {
-		after = ", which is pending"
-	}
+// decideUncuttable is for a card about which nothing can be changed here. Under a policy that changes nothing that is no limit.
+func decideUncuttable(m *MIG, policy Policy) (_ Layout, reason string) {
+	const guest = "instances can be used but not made here, as in the guest of a virtual GPU"
+	layout := Layout{Whole: !m.Enabled, Instances: m.Instances}
 	switch {
-	case !m.Enabled:
-		return Layout{Whole: true}, "MIG mode is off, and on this card only a reset turns it on" + after
-	case policy == PolicyOff:
-		return Layout{}, "the policy is to offer it as a whole only, but MIG mode is on, and on this card only a reset turns it off" + after
-	case !counters || budgetOf(m) == nil:
-		return Layout{Instances: m.Instances}, whyNotCounted(g, counters)
+	case m.Enabled && len(m.Instances) == 0:
+		return layout, "nothing is offered: MIG mode is on and there is no MIG instance; " + guest
+	case policy.Cuts() || policy.Mode == PolicyOff && m.Enabled:
+		return layout, guest
 	default:
-		return Layout{Placements: true, Counters: true}, "MIG mode is on, and on this card only a reset turns it off" + after
+		return layout, ""
 	}
 }
 
-// asItIs is a GPU about which nothing is to be changed.
-func asItIs(m *MIG) Layout {
-	return Layout{Whole: !m.Enabled, Instances: m.Instances}
+func decideOff(m *MIG, owned []Instance, foreign bool) (_ Layout, reason string) {
+	switch {
+	case foreign:
+		return Layout{Instances: owned}, "MIG instances are there that no claim has made, and the policy is to offer the GPU as a whole only: remove them with nvidia-smi mig"
+	case len(owned) > 0:
+		return Layout{Instances: m.Instances}, "the policy is to offer it as a whole only, which waits for claims that hold partitions"
+	case m.ModeFixed && m.Enabled:
+		return Layout{}, "the policy is to offer it as a whole only, but MIG mode is on, and on this card only a reset turns it off" + m.afterReset()
+	default:
+		return Layout{Whole: true}, ""
+	}
+}
+
+// decideStatic keeps its promise with what an admin cut, and with a whole GPU. problem is why another policy does not hold.
+func decideStatic(m *MIG, foreign bool, problem string) (_ Layout, reason string) {
+	reasons := []string{problem}
+	switch {
+	case !m.Enabled || foreign:
+	case len(m.Instances) > 0:
+		reasons = append(reasons, "it is not offered whole while claims hold partitions that were made for them")
+	default:
+		reasons = append(reasons, "nothing is offered: MIG mode is on and there is no MIG instance; cut it with nvidia-smi mig -cgi PROFILE -C, "+
+			"or turn MIG mode off with nvidia-smi -mig 0"+m.afterReset())
+	}
+	reasons = slices.DeleteFunc(reasons, func(s string) bool { return s == "" })
+	return Layout{Whole: !m.Enabled, Instances: m.Instances}, strings.Join(reasons, "; ")
+}
+
+// afterReset goes behind what only a reset changes.
+func (m *MIG) afterReset() string {
+	if m.Pending != m.Enabled {
+		return ", which is pending"
+	}
+	return ""
+}
+
+// outside are the instances of profiles that a list does not name.
+func outside(profiles []string, g GPU) []Instance {
+	var others []Instance
+	for _, i := range g.MIG.Instances {
+		if p, _ := g.Profile(i.ProfileID); !offers(profiles, p) {
+			others = append(others, i)
+		}
+	}
+	return others
+}
+
+// offers says whether the placements of a profile are offered.
+func offers(profiles []string, p Profile) bool {
+	return len(profiles) == 0 || slices.Contains(profiles, p.Name)
 }
 
 func whyNotCounted(g GPU, counters bool) string {

@@ -58,7 +58,7 @@ func TestHowAGPUIsOffered(t *testing.T) {
 		name     string
 		mig      mig
 		owned    []Instance
-		policy   Policy
+		policy   PolicyMode
 		counters bool
 		want     []string
 		says     string // empty: no reason
@@ -110,7 +110,7 @@ func TestHowAGPUIsOffered(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			g := small()
 			c.mig(g.MIG)
-			layout, reason := Decide(g, c.owned, c.policy, c.counters)
+			layout, reason := Decide(g, c.owned, Policy{Mode: c.policy}, c.counters)
 			shapes := Offer([]Offering{{GPU: g, Layout: layout}})
 			var names []string
 			for _, s := range shapes {
@@ -141,9 +141,9 @@ func TestHowAGPUIsOffered(t *testing.T) {
 }
 
 func TestAGPUThatCannotBeCutIsWholeUnderEveryPolicy(t *testing.T) {
-	for _, p := range []Policy{PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt} {
+	for _, p := range []PolicyMode{PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt} {
 		for _, counters := range []bool{true, false} {
-			layout, reason := Decide(GPU{}, nil, p, counters)
+			layout, reason := Decide(GPU{}, nil, Policy{Mode: p}, counters)
 			if diff := cmp.Diff(Layout{Whole: true}, layout); diff != "" || reason != "" {
 				t.Error(p, reason, diff)
 			}

@@ -19,8 +19,7 @@ type Partition struct {
 	// memory is 0 where the driver does not say, engines then nil.
 	memory  uint64
 	engines *Engines
-	// budget is the GPU's, cost the part of it that this takes. Both are nil where nothing overlaps.
-	budget, cost budget
+	counts
 }
 
 var _ shareable = Partition{}
@@ -48,21 +47,12 @@ func (p Partition) Device(d Driver) resourceapi.Device {
 }
 
 func (p Partition) partitionType() string { return named(p.profile, p.gpu) }
-func (p Partition) counted() budget       { return p.budget }
 
 func (p Partition) name() Name            { return Name{GPU: p.gpu.WholeName(), Partition: &p.part} }
 func (p Partition) memoryToShare() uint64 { return p.memory }
 
-// costOfShares is what the place costs, and all of what one that exists takes a part of: no other shape takes of it.
-func (p Partition) costOfShares() budget {
-	if p.uuid == "" {
-		return p.cost
-	}
-	return p.budget.all(p.cost)
-}
-
-// counter is that of a partition that exists.
-func (p Partition) counter() string {
+// ownCounter keeps a partition and its shares apart where no memory slice does.
+func (p Partition) ownCounter() string {
 	return strings.TrimPrefix(p.Name(), p.gpu.WholeName()+"-")
 }
 
@@ -73,31 +63,39 @@ func number(n uint32) resourceapi.DeviceAttribute {
 	return resourceapi.DeviceAttribute{IntValue: ptr.To(int64(n))}
 }
 
-// places lists every placement of the GPU's profiles in the order in which the scheduler should take them. Small profiles come first, and of profiles of
-// one size those that take the least of what few can have: "+me" after plain.
+// places lists every placement of the profiles that are offered, in the order in which the scheduler should take them. Small profiles come first, and of
+// profiles of one size those that take the least of what few can have: "+me" after plain.
 //
 // Of one profile's places those come first that leave most to others. On an H100 the first 1g goes to 6, where no 2g and no 4g could be, and the first 3g to
 // 4, beside which a 4g still fits; the GPU's own driver, left to choose, does the same.
-func places(g GPU, b budget) []Partition {
+func places(g GPU, offered []string) []Partition {
 	profiles := slices.Clone(g.MIG.Profiles)
 	slices.SortStableFunc(profiles, func(p, q Profile) int {
 		return cmp.Or(cmp.Compare(p.Slices, q.Slices), cmp.Compare(p.Size, q.Size), cmp.Compare(p.media(), q.media()), cmp.Compare(p.ID, q.ID))
 	})
+	set := setOf(g)
 	var partitions []Partition
 	for _, p := range profiles {
+		if !offers(offered, p) {
+			continue
+		}
 		starts := slices.Clone(p.Starts)
 		slices.SortFunc(starts, func(x, y uint32) int {
 			return cmp.Or(cmp.Compare(blocked(g, Placement{x, p.Size}), blocked(g, Placement{y, p.Size})), cmp.Compare(x, y))
 		})
 		for _, start := range slices.Compact(starts) {
-			at := Placement{start, p.Size}
-			partitions = append(partitions, Partition{
-				gpu: g, part: PartitionName{ProfileID: p.ID, Start: start}, profile: p.Name, at: at,
-				memory: p.MemoryBytes, engines: &p.Engines, budget: b, cost: b.cost(p, at),
-			})
+			partitions = append(partitions, place(g, p, start, set))
 		}
 	}
 	return partitions
+}
+
+func place(g GPU, p Profile, start uint32, set budget) Partition {
+	at := Placement{start, p.Size}
+	return Partition{
+		gpu: g, part: PartitionName{ProfileID: p.ID, Start: start}, profile: p.Name, at: at,
+		memory: p.MemoryBytes, engines: &p.Engines, counts: counts{set, set.cost(p, at)},
+	}
 }
 
 // media counts the engines that a profile has besides those that compute.
@@ -118,10 +116,16 @@ func blocked(g GPU, at Placement) int {
 
 // existing lists the MIG devices of an instance, one for each compute instance. Without one there is nothing that a container could use.
 func existing(g GPU, i Instance) []Partition {
-	var partitions []Partition
+	set := setOf(g)
 	p, known := g.Profile(i.ProfileID)
+	p.ID = i.ProfileID
+	var partitions []Partition
 	for _, c := range i.Compute {
 		s := Partition{gpu: g, part: i.partName(c), profile: c.Name, uuid: c.UUID, at: i.Placement}
+		s.counts = counts{set, set.cost(p, i.Placement)}
+		if s.part.Compute != nil {
+			s.cost = set.costOfPart(p, c)
+		}
 		if known {
 			engines := p.Engines
 			engines.Multiprocessors = c.Multiprocessors
@@ -130,4 +134,24 @@ func existing(g GPU, i Instance) []Partition {
 		partitions = append(partitions, s)
 	}
 	return partitions
+}
+
+// partition is the MIG device of that name, or the place where it can be made. It is false for one that the GPU neither has nor can have.
+func (g GPU) partition(n PartitionName) (Partition, bool) {
+	if g.MIG == nil {
+		return Partition{}, false
+	}
+	name := Name{GPU: g.WholeName(), Partition: &n}.String()
+	for _, i := range g.MIG.Instances {
+		for _, p := range existing(g, i) {
+			if p.Name() == name {
+				return p, true
+			}
+		}
+	}
+	p, known := g.Profile(n.ProfileID)
+	if !known || n.Compute != nil {
+		return Partition{}, false
+	}
+	return place(g, p, n.Start, setOf(g)), true
 }

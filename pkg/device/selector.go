@@ -1,6 +1,7 @@
 package device
 
 import (
+	"errors"
 	"fmt"
 	"path"
 	"strconv"
@@ -33,10 +34,11 @@ func (s selector) fits(g GPU) bool {
 	return false
 }
 
-// parseRules reads rules of the form [SELECTOR=]KIND, separated by commas. parse gets "*" for a selector that is left out; of says in errors what the rules are.
+// parseRules reads rules of the form [SELECTOR=]KIND, separated by commas outside parentheses. parse gets "*" for a selector that is left out; of says in
+// errors what the rules are.
 func parseRules[R any](of, text string, parse func(selector, kind string) (R, error)) ([]R, error) {
 	var rules []R
-	for rule := range strings.SplitSeq(text, ",") {
+	for _, rule := range splitRules(text) {
 		rule = strings.TrimSpace(rule)
 		if rule == "" {
 			continue
@@ -46,12 +48,34 @@ func parseRules[R any](of, text string, parse func(selector, kind string) (R, er
 			what, kind = strings.TrimSpace(rule[:i]), strings.TrimSpace(rule[i+1:])
 		}
 		r, err := parse(what, kind)
+		if err == nil && strings.Count(rule, "(") != strings.Count(rule, ")") {
+			err = errors.New("its parentheses do not match: want each that opens to close before the next rule")
+		}
 		if err != nil {
 			return nil, fmt.Errorf("%s %q: %w", of, rule, err)
 		}
 		rules = append(rules, r)
 	}
 	return rules, nil
+}
+
+// splitRules leaves lists in parentheses together. A parenthesis that nothing closes takes all that follows.
+func splitRules(text string) []string {
+	depth := 0
+	var rules []string
+	start := 0
+	for i, c := range text {
+		switch {
+		case c == '(':
+			depth++
+		case c == ')':
+			depth = max(0, depth-1)
+		case c == ',' && depth == 0:
+			rules = append(rules, text[start:i])
+			start = i + 1
+		}
+	}
+	return append(rules, text[start:])
 }
 
 // parseIndex reads "#0": the place of a GPU among those of its node, by PCI address.

@@ -50,8 +50,8 @@ type shareable interface {
 	name() Name
 	// memoryToShare is 0 where it is not known.
 	memoryToShare() uint64
-	// costOfShares is what they take together: never less than keeps the shape itself away.
-	costOfShares() budget
+	// exclusive says whether counters keep the shape apart from what takes the same, as its shares do together.
+	exclusive() bool
 }
 
 var _ Shape = Shared{}
@@ -62,17 +62,9 @@ func (s Shared) Ending() bool { return s.share.ending }
 // InFractions says whether what claims hold of it is kept by MPS.
 func (s Shared) InFractions() bool { return s.share.Fractions }
 
-// sharesOf is empty where the shape is not shared, or cannot be.
-func sharesOf(s shareable, as Share) []Shape {
-	shared := Shared{s, as}
-	if !shared.possible() || len(s.costOfShares()) == 0 {
-		return nil
-	}
-	return []Shape{shared}
-}
-
+// possible is false where the shape is not shared, or cannot be.
 func (s Shared) possible() bool {
-	return s.share.Offered() && len(s.Name()) <= validation.DNS1123LabelMaxLength && (!s.share.Fractions || s.share.ending || s.memory() > 0)
+	return s.share.Offered() && s.exclusive() && len(s.Name()) <= validation.DNS1123LabelMaxLength && (!s.share.Fractions || s.share.ending || s.memory() > 0)
 }
 
 func (s Shared) Name() string {
@@ -99,7 +91,6 @@ func (s Shared) Device(d Driver) resourceapi.Device {
 	device := s.shareable.Device(d)
 	device.Name = s.Name()
 	device.AllowMultipleAllocations = ptr.To(true)
-	device.ConsumesCounters = s.costOfShares().consumed(s.GPU().WholeName())
 	device.Attributes["type"] = text(*device.Attributes["type"].StringValue + "-share")
 	device.Attributes["sharing"], device.Attributes["memoryLimit"] = text("TimeSlicing"), text("none")
 	if s.share.Fractions {

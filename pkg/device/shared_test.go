@@ -202,7 +202,7 @@ func TestEveryModelKeepsTheLimitsInShares(t *testing.T) {
 				cut := slices.Clone(offerings)
 				for i := range cut {
 					cut[i].GPU = cutEverywhere(cut[i].GPU)
-					cut[i].Layout, _ = Decide(cut[i].GPU, nil, PolicyStatic, true)
+					cut[i].Layout, _ = Decide(cut[i].GPU, nil, Policy{Mode: PolicyStatic}, true)
 				}
 				m = offered(t, cut, Driver{Version: "580.65.06"})
 				keepsLimits(t, m)

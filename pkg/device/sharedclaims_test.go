@@ -200,7 +200,7 @@ func TestSharesOfInstancesThatExist(t *testing.T) {
 	g.MIG.Enabled, g.MIG.Pending, g.MIG.Instances = true, true, []Instance{instance(1, 0), instance(2, 1)}
 	offerings := sharing(t, "fractions,*/1g*=fractions", g)
 	if !offerings[0].Placements {
-		offerings[0].Layout, _ = Decide(g, nil, PolicyStatic, true)
+		offerings[0].Layout, _ = Decide(g, nil, Policy{Mode: PolicyStatic}, true)
 	}
 	m := offered(t, offerings, Driver{Version: "580.65.06"})
 	keepsLimits(t, m)

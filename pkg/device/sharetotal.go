@@ -27,19 +27,6 @@ func (g GPU) shareable(n Name) (_ shareable, profile string, known bool) {
 	if n.Partition == nil {
 		return Whole{gpu: g}, "", true
 	}
-	if g.MIG == nil {
-		return nil, "", false
-	}
-	for _, i := range g.MIG.Instances {
-		for _, p := range existing(g, i) {
-			if p.Name() == n.Unshared().String() {
-				return p, p.profile, true
-			}
-		}
-	}
-	p, known := g.Profile(n.Partition.ProfileID)
-	if !known || n.Partition.Compute != nil {
-		return nil, "", false
-	}
-	return Partition{gpu: g, part: *n.Partition, profile: p.Name, memory: p.MemoryBytes}, p.Name, true
+	p, known := g.partition(*n.Partition)
+	return p, p.profile, known
 }

@@ -63,7 +63,7 @@ func TestEveryModelCanBeOfferedAsItIsCut(t *testing.T) {
 				})
 			}
 		}
-		layout, _ := Decide(g, nil, PolicyDynamic, true)
+		layout, _ := Decide(g, nil, Policy{Mode: PolicyDynamic}, true)
 		m := offered(t, []Offering{{GPU: g, Layout: layout}}, Driver{Version: "580.65.06"})
 		keepsLimits(t, m)
 		for _, s := range m.Slices {
@@ -143,7 +143,7 @@ func TestWhatClaimsCutDoesNotChangeTheSlices(t *testing.T) {
 	publish := func(instances ...Instance) string {
 		g := small()
 		g.MIG.Enabled, g.MIG.Instances = len(instances) > 0, instances
-		layout, _ := Decide(g, instances, PolicyDynamic, true)
+		layout, _ := Decide(g, instances, Policy{Mode: PolicyDynamic}, true)
 		data, err := json.Marshal(Slices(Offer([]Offering{{GPU: g, Layout: layout}}), Driver{Version: "580.65.06"}))
 		if err != nil {
 			t.Fatal(err)
@@ -298,7 +298,7 @@ func TestACardThatCannotBeDescribedIsOfferedAsAWhole(t *testing.T) {
 		change(g.MIG)
 		m := newMachine(t, []GPU{g}, Driver{Version: "580.65.06"})
 		keepsLimits(t, m)
-		layout, reason := Decide(g, nil, PolicyDynamic, true)
+		layout, reason := Decide(g, nil, Policy{Mode: PolicyDynamic}, true)
 		if !layout.Whole || layout.Placements || !strings.Contains(reason, "counters") || len(m.Slices) != 1 {
 			t.Errorf("%s: %+v, %q", name, layout, reason)
 		}

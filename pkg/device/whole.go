@@ -11,8 +11,7 @@ import (
 // Whole is a GPU offered as it is.
 type Whole struct {
 	gpu GPU
-	// budget is nil where nothing else is offered of the GPU.
-	budget budget
+	counts
 }
 
 var _ shareable = Whole{}
@@ -31,16 +30,14 @@ func (w Whole) Device(d Driver) resourceapi.Device {
 		Name:             w.Name(),
 		Attributes:       attributes,
 		Capacity:         capacities(g.MemoryBytes, g.Engines),
-		ConsumesCounters: w.budget.whole().consumed(w.Name()),
+		ConsumesCounters: w.cost.consumed(w.Name()),
 	}
 }
 
 func (w Whole) partitionType() string { return named("whole", w.gpu) }
-func (w Whole) counted() budget       { return w.budget }
 
 func (w Whole) name() Name            { return Name{GPU: w.gpu.WholeName()} }
 func (w Whole) memoryToShare() uint64 { return w.gpu.MemoryBytes }
-func (w Whole) costOfShares() budget  { return w.budget.all(w.budget.whole()) }
 
 // capacities leaves out what is not known: a capacity of 0 would say that there is none.
 func capacities(memory uint64, e *Engines) map[resourceapi.QualifiedName]resourceapi.DeviceCapacity {

@@ -40,8 +40,8 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 	return &wg
 }
 
-// nodePolicy follows what the Node says. It must be read before anything is decided: what may not be made again yet would be called lost, what is offered
-// would change at once, and hardware would be opened that somebody has asked for.
+// nodePolicy follows what the Node says. It must be read before anything is decided: what is offered would
+// change at once, and hardware would be opened that somebody has asked for.
 func (d *Driver) nodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 	return &nodePolicy{
 		client: d.client, node: d.cfg.NodeName,

@@ -23,6 +23,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 )
 
 // DriverName is the name under which claims' DeviceClasses find our devices, and the kubelet our plugin.
@@ -55,7 +56,7 @@ type Driver struct {
 	events   *nodeEvents
 	// readiness joins all that keeps the node from preparing claims.
 	readiness *readiness
-	layouts   *layouts
+	layouts   *publish.Layouts
 	// shares says which devices several claims may hold; supervisor runs the daemons that such claims, and those that ask for MPS, need.
 	shares     device.ShareRules
 	supervisor Supervisor

@@ -2,7 +2,10 @@ package driver
 
 import (
 	"context"
+	"fmt"
 	"maps"
+	"slices"
+	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
@@ -57,4 +60,19 @@ func profileOf(d *resourceapi.Device) string {
 		return *a.StringValue
 	}
 	return ""
+}
+
+// describe is one line for an Event.
+func describe(limited map[string]string) string {
+	byReason := map[string][]string{}
+	for gpu, reason := range limited {
+		byReason[reason] = append(byReason[reason], gpu)
+	}
+	lines := make([]string, 0, len(byReason))
+	for reason, gpus := range byReason {
+		slices.Sort(gpus)
+		lines = append(lines, fmt.Sprintf("%s: %s", strings.Join(gpus, ", "), reason))
+	}
+	slices.Sort(lines)
+	return strings.Join(lines, "; ")
 }

@@ -51,6 +51,18 @@ func readyWith(addresses ...device.PCIAddress) inventory.Snapshot {
 	return s
 }
 
+const gpuName = "gpu-0000-1b-00-0"
+
+// half is a card of two memory slices that can be cut in halves.
+func half() inventory.Snapshot {
+	return inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{GPUs: []nvidia.GPU{{GPU: device.GPU{
+		PCIAddress: "0000:1b:00.0", UUID: "GPU-1", ProductName: "NVIDIA H100", MemoryBytes: 80 << 30,
+		MIG: &device.MIG{
+			Profiles: []device.Profile{{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, MemoryBytes: 40 << 30, Size: 1, Starts: []uint32{0, 1}}},
+		},
+	}}}}}
+}
+
 // apiServer answers dry runs without storing them, and gives slices names and versions, by which the slice controller tells what it wrote itself from what it has
 // only heard of: the plain fake does neither.
 func apiServer() *fake.Clientset {

@@ -31,6 +31,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 )
 
 // NewHardware is the node that the configuration names: its files, and NVML in a child process of its own.
@@ -122,7 +123,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		claims: d.preparer, left: workqueue.NewTyped[types.UID](), failed: func() { wake(d.toReconcile) },
 		use: func() (func(), bool) { return d.release.Use() }, off: func() { d.unmended.Store(true) },
 	}
-	d.layouts = newLayouts(d.preparer, policies)
+	d.layouts = publish.NewLayouts(d.preparer, policies)
 	d.release, release.readiness, release.told = release, d.readiness, d.tellRelease
 	release.memory = newReleaseMemory(cfg.StateDir(), func(err error) {
 		klog.FromContext(ctx).Error(err, "A plugin that starts while the driver is changed and the API server is away would take the hardware")
@@ -173,7 +174,6 @@ func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions
 			return mps.LimitEdits(mps.Roots{Driver: d.cfg.DriverRoot, Cgroups: d.cfg.CgroupRoot}, d.cfg.MPSHookPath(), gpuUUID, mebibytes)
 		},
 		GivenBack: d.givenBack, Overtaken: d.calls.Overtaken, Repaired: d.repaired, NotLooked: d.lost.NotLooked,
-		Policy:  func(g device.GPU) device.Policy { return d.layouts.Policy(g) },
 		Totals:  d.shareTotals,
 		Changed: func(ctx context.Context, c kubeletplugin.NamespacedObject) { d.status.Changed(ctx, c, d.given(c.UID)) },
 		Reread: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {

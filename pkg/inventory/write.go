@@ -94,7 +94,7 @@ func writeOffer(out io.Writer, p Preview) error {
 	for _, g := range p.Node.GPUs {
 		policy := "-"
 		if g.MIG != nil {
-			policy = string(p.policies.For(g.GPU))
+			policy = p.policies.For(g.GPU).String()
 		}
 		kinds, devices := p.offered(g.GPU)
 		for i, kind := range kinds {

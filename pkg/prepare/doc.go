@@ -16,6 +16,9 @@
 // were allocated it, and never changed. The proof is the GPU instance's ID, its place and the MIG device's UUID, in the boot in which it was made; of an
 // instance whose making was cut short, that it is exactly at the place, was not there before, and is still empty.
 //
+// Which partitions are offered is a policy's to say, and none of this package's business: what a
+// claim was allocated is made, kept and made again, whatever the policy says by then.
+//
 // The hardware forgets at a reboot, a reload of its driver and a reset. A partition that is gone is cut again at its place, by the next Prepare or by
 // [Preparer.Reconcile]; where that cannot be, the claim's spec is removed: its containers fail to start, and never get another device.
 //

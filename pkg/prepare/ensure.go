@@ -91,9 +91,6 @@ func (p *Preparer) again(ctx context.Context, env *Env, t *want) error {
 	if err := m.Revert(ctx, env); err != nil {
 		return err
 	}
-	if policy := p.Policy(t.gpu); !cuttable(policy) {
-		return because(CauseDevice, "the policy of %s is %s", t.name.GPU, policy)
-	}
 	if mig := t.gpu.MIG; mig != nil && mig.ModeFixed && !mig.Enabled {
 		return because(CauseDevice, "MIG mode of %s is off, and only a reset of the GPU turns it on", t.name.GPU)
 	}

@@ -164,9 +164,6 @@ func TestWhatOfPartitionsIsRefusedAndWhatItSays(t *testing.T) {
 		{"a guest that cannot cut", func(_ *testing.T, w *world, _ *hardware) {
 			w.snapshot.Node.GPUs[0].MIG.Uncuttable = true
 		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "not changed"}},
-		{"a GPU that is pinned", func(_ *testing.T, w *world, _ *hardware) {
-			w.policy = func(device.GPU) device.Policy { return device.PolicyStatic }
-		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "static"}},
 		{"a GPU without MIG", func(_ *testing.T, w *world, _ *hardware) { w.snapshot.Node.GPUs[0].MIG = nil }, newClaim("c", allocated("a", small0)), CauseDevice, []string{"has no MIG"}},
 		{"a GPU that is in use", func(t *testing.T, _ *world, h *hardware) {
 			h.of(t, gpu0).open = []nvidia.Process{{PID: 4711, Name: "dcgm"}}

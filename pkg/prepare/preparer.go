@@ -69,8 +69,6 @@ type Options struct {
 	LimitEdits func(gpuUUID string, mebibytes uint64) specs.ContainerEdits
 	// MIGEdits are those of a MIG device, given those of the whole GPU.
 	MIGEdits func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
-	// Policy says what may be done about a GPU's partitions; without it everything may.
-	Policy func(device.GPU) device.Policy
 	// Totals is what claims can hold together of a device that is shared, by capacity, as it is offered.
 	// Without it the number of plain shares is not known.
 	Totals func(device.GPU, device.Name) map[string]resource.Quantity
@@ -100,9 +98,6 @@ func New(o Options) *Preparer {
 	}
 	if o.LimitEdits == nil {
 		o.LimitEdits = func(string, uint64) specs.ContainerEdits { return specs.ContainerEdits{} }
-	}
-	if o.Policy == nil {
-		o.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }
 	}
 	if o.GivenBack == nil {
 		o.GivenBack = func(types.UID) {}

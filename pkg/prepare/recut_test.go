@@ -8,7 +8,6 @@ import (
 
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -45,22 +44,6 @@ func TestAPartitionThatCannotBeMadeAgainIsLostOnlyIfTryingAgainCannotHelp(t *tes
 			}
 			w.scan()
 			agree(t, w, h, p, nil)
-		})
-	}
-}
-
-func TestWhatThePolicyForbidsToMakeAgainIsLost(t *testing.T) {
-	for policy, lost := range map[device.Policy]int{device.PolicyStatic: 1, device.PolicyOff: 1, device.PolicyAdopt: 0} {
-		t.Run(string(policy), func(t *testing.T) {
-			w := newWorld(t)
-			h := withMIG(w)
-			mustPrepare(t, w.plugin(t), several)
-			h.of(t, gpu0).reset()
-			w.scan()
-			w.policy = func(device.GPU) device.Policy { return policy }
-			if got := Lost(w.plugin(t).Reconcile(t.Context())); len(got) != lost || (w.specs.of("uid-c") == nothing) != (lost > 0) {
-				t.Errorf("lost: %+v, its spec is %q", got, w.specs.of("uid-c"))
-			}
 		})
 	}
 }
@@ -105,7 +88,12 @@ func TestAComparisonSaysOfWhichClaimsItCannotTell(t *testing.T) {
 	mustPrepare(t, w.plugin(t), newClaim("well", allocated("r", gpu1)))
 	h.of(t, gpu0).reset()
 	w.scan()
-	w.policy = func(device.GPU) device.Policy { return device.PolicyOff }
+	h.fault = func(_ int, after bool) error {
+		if !after && strings.HasPrefix(h.calls[len(h.calls)-1], "create GPU instance") {
+			return &nvidia.CutError{Op: "a call", Code: nvidia.CodeNotSupported, Message: "not supported"}
+		}
+		return nil
+	}
 	p := w.plugin(t)
 	for _, c := range []struct {
 		what           string
@@ -114,8 +102,7 @@ func TestAComparisonSaysOfWhichClaimsItCannotTell(t *testing.T) {
 	}{
 		{"one has lost its device", func() {}, true, false},
 		{"what no record tells cannot be put in order", func() {
-			w.policy = nil
-			p.Policy = func(device.GPU) device.Policy { return device.PolicyDynamic }
+			h.fault = nil
 			w.specs.unlisted = errors.New("input/output error")
 		}, false, false},
 		{"the records cannot be listed", func() { w.disk.StopAt(1) }, true, true},

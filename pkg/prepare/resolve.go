@@ -142,8 +142,6 @@ func (p *Preparer) resolveWhole(ctx context.Context, looks *looks, g device.GPU)
 			name, describe(state.MIG.Instances...))
 	case g.MIG != nil && g.MIG.ModeFixed:
 		return nil, because(CauseDevice, "%s cannot be had whole: MIG mode is on, and only a reset of the GPU turns it off", name)
-	case p.Policy(g) == device.PolicyStatic:
-		return nil, because(CauseDevice, "%s cannot be had whole: MIG mode is on, and by its policy (%s) nothing about it is changed", name, device.PolicyStatic)
 	}
 	return &migModeOff{GPU: name, Card: g.Card(), Minor: g.Minor}, nil
 }
@@ -259,7 +257,6 @@ func (p *Preparer) cut(t *want, state device.CutState) (*migInstance, error) {
 		return refuse("%s has no MIG", t.name.GPU)
 	}
 	profile, known := g.Profile(place.ProfileID)
-	policy := p.Policy(g)
 	switch {
 	case g.MIG.Uncuttable:
 		return refuse("in this machine the instances of %s can be used and not changed", t.name.GPU)
@@ -267,8 +264,6 @@ func (p *Preparer) cut(t *want, state device.CutState) (*migInstance, error) {
 		return refuse("%s has no profile %d that begins at %d", t.name.GPU, place.ProfileID, place.Start)
 	case !state.MIG.Enabled && g.MIG.ModeFixed:
 		return refuse("MIG mode of %s is off, and only a reset of the GPU turns it on", t.name.GPU)
-	case !cuttable(policy):
-		return refuse("the policy of %s is %s", t.name.GPU, policy)
 	}
 	s := &migInstance{
 		Device: t.name.Unshared().String(), GPU: t.name.GPU, Card: g.Card(), Minor: g.Minor, ProfileID: profile.ID, Profile: profile.Name,
@@ -278,11 +273,6 @@ func (p *Preparer) cut(t *want, state device.CutState) (*migInstance, error) {
 		return nil, s.taken(taken)
 	}
 	return s, nil
-}
-
-// cuttable says whether the policy lets instances be made.
-func cuttable(policy device.Policy) bool {
-	return policy != device.PolicyStatic && policy != device.PolicyOff
 }
 
 // present says whether the card may still be there, as far as the inventory knows. Whether it may be offered says nothing about that: a node all of whose

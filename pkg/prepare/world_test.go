@@ -48,7 +48,6 @@ type world struct {
 	missing  map[string]error // by path of a device node or mount
 	reread   func() (*resourceapi.ResourceClaim, error)
 	hardware *hardware // nil if no GPU can be cut
-	policy   func(device.GPU) device.Policy
 	shares   device.ShareRules
 	daemons  *daemons
 	patience time.Duration // with what others hold
@@ -104,7 +103,7 @@ func (w *world) start() (*Preparer, error) {
 			}
 			return w.reread()
 		},
-		MIGEdits: migEdits, Policy: w.policy, Totals: totalsBy(w.shares), MPS: w.daemons, MPSEdits: w.daemons.edits,
+		MIGEdits: migEdits, Totals: totalsBy(w.shares), MPS: w.daemons, MPSEdits: w.daemons.edits,
 		LimitEdits: func(gpu string, mebibytes uint64) specs.ContainerEdits {
 			return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: fmt.Sprintf("/limit/%s/%d", gpu, mebibytes)}}}
 		},

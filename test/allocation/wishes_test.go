@@ -25,7 +25,7 @@ func (c *cluster) publish(gpus []device.GPU) {
 	must(c.t, "read the rules", err)
 	var offerings []device.Offering
 	for _, g := range gpus {
-		as, reason := device.Decide(g, nil, device.PolicyDynamic, true)
+		as, reason := device.Decide(g, nil, device.Policy{Mode: device.PolicyDynamic}, true)
 		if !as.Placements {
 			c.t.Fatal(reason)
 		}

@@ -1,10 +1,8 @@
-package driver
+package publish
 
 import (
 	"context"
-	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -17,20 +15,20 @@ import (
 // confirmTimeout bounds how long a GPU that a claim is being prepared on is waited for before its layout is decided.
 const confirmTimeout = 2 * time.Second
 
-// ownership tells the instances that claims were given from those that an admin made. Package prepare has the records.
-type ownership interface {
+// Ownership tells the instances that claims were given from those that an admin made. Package prepare has the records.
+type Ownership interface {
 	// Explained is the part of the instances that records explain.
 	Explained(gpu string, instances []device.Instance) ([]device.Instance, error)
 	// Foreign looks at the card itself, while no claim is being prepared on it, and says what is there, and what of it no record explains.
 	Foreign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error)
 }
 
-// layouts decides in which shapes each GPU is offered.
+// Layouts decides in which shapes each GPU is offered.
 //
 // What the inventory saw and what the records say are of two moments: an instance that was removed in between looks like one that nobody knows. So before
 // a GPU is taken for an admin's, the card itself is asked, under its lock.
-type layouts struct {
-	owner ownership
+type Layouts struct {
+	owner Ownership
 
 	mu sync.Mutex
 	// configured and annotated are the rules of the configuration, and of the Node's annotation, which go first.
@@ -47,38 +45,36 @@ type decision struct {
 	foreign  []device.Instance // as confirmed
 }
 
-func newLayouts(owner ownership, configured device.Policies) *layouts {
-	return &layouts{owner: owner, configured: configured, decided: map[string]decision{}}
+// NewLayouts decides by the rules of the configuration.
+func NewLayouts(owner Ownership, configured device.Policies) *Layouts {
+	return &Layouts{owner: owner, configured: configured, decided: map[string]decision{}}
 }
 
 // Annotate sets the rules of the Node's annotation.
-func (l *layouts) Annotate(p device.Policies) {
+func (l *Layouts) Annotate(p device.Policies) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.annotated, l.read = p, true
 }
 
-// Policy is what may be done about a GPU.
-func (l *layouts) Policy(g device.GPU) device.Policy {
+// policies are the rules as they are now.
+func (l *Layouts) policies() func(device.GPU) device.Policy {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.policy(g)
-}
-
-func (l *layouts) policy(g device.GPU) device.Policy {
 	if !l.read {
-		return device.PolicyStatic
+		return device.Policies{}.For // static
 	}
-	return l.configured.And(l.annotated).For(g)
+	return l.configured.And(l.annotated).For
 }
 
 // Decide says how each GPU of the snapshot is offered. It is settled if no GPU has to be asked again soon.
-func (l *layouts) Decide(ctx context.Context, s inventory.Snapshot, counters bool) (offerings []device.Offering, settled bool) {
+func (l *Layouts) Decide(ctx context.Context, s inventory.Snapshot, counters bool) (offerings []device.Offering, settled bool) {
 	decisions := make([]decision, len(s.Node.GPUs))
 	errs := make([]error, len(s.Node.GPUs))
+	policy := l.policies()
 	var wg sync.WaitGroup
 	for i, g := range s.Node.GPUs {
-		wg.Go(func() { decisions[i], errs[i] = l.decide(ctx, g.GPU, counters) }) // a GPU that hangs keeps no other waiting
+		wg.Go(func() { decisions[i], errs[i] = l.decide(ctx, g.GPU, policy(g.GPU), counters) }) // a GPU that hangs keeps no other waiting
 	}
 	wg.Wait()
 	settled = true
@@ -102,7 +98,7 @@ func (l *layouts) Decide(ctx context.Context, s inventory.Snapshot, counters boo
 	return offerings, settled
 }
 
-func (l *layouts) decide(ctx context.Context, g device.GPU, counters bool) (decision, error) {
+func (l *Layouts) decide(ctx context.Context, g device.GPU, policy device.Policy, counters bool) (decision, error) {
 	var owned []device.Instance
 	var foreign []device.Instance
 	var failed error
@@ -112,12 +108,12 @@ func (l *layouts) decide(ctx context.Context, g device.GPU, counters bool) (deci
 	if before, known := l.before(g); failed != nil && known {
 		return before, failed // a GPU that is busy being cut is not taken away for that
 	}
-	layout, reason := device.Decide(g, owned, l.Policy(g), counters)
+	layout, reason := device.Decide(g, owned, policy, counters)
 	return decision{offering: device.Offering{GPU: g, Layout: layout}, reason: reason, foreign: foreign}, failed
 }
 
 // before is what was last decided about this card.
-func (l *layouts) before(g device.GPU) (_ decision, known bool) {
+func (l *Layouts) before(g device.GPU) (_ decision, known bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	d, known := l.decided[g.WholeName()]
@@ -126,7 +122,7 @@ func (l *layouts) before(g device.GPU) (_ decision, known bool) {
 
 // split tells a GPU's instances apart, and brings them up to date where that was needed. On an error what nobody explains counts as an admin's: then
 // nothing is offered that may not be there.
-func (l *layouts) split(ctx context.Context, g device.GPU) (_ device.GPU, owned, foreign []device.Instance, err error) {
+func (l *Layouts) split(ctx context.Context, g device.GPU) (_ device.GPU, owned, foreign []device.Instance, err error) {
 	name := g.WholeName()
 	owned, err = l.owner.Explained(name, g.MIG.Instances)
 	if err != nil {
@@ -149,14 +145,14 @@ func (l *layouts) split(ctx context.Context, g device.GPU) (_ device.GPU, owned,
 }
 
 // confirmed says whether exactly these instances were seen to be an admin's before.
-func (l *layouts) confirmed(gpu string, foreign []device.Instance) bool {
+func (l *Layouts) confirmed(gpu string, foreign []device.Instance) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.EqualFunc(foreign, l.decided[gpu].foreign, sameInstance)
 }
 
 // Limited says for each GPU that is not offered in every shape why, by the GPU's name.
-func (l *layouts) Limited() map[string]string {
+func (l *Layouts) Limited() map[string]string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	limited := map[string]string{}
@@ -169,13 +165,14 @@ func (l *layouts) Limited() map[string]string {
 }
 
 // HandedOver are the GPUs with instances of an admin who hands them over.
-func (l *layouts) HandedOver() []device.GPU {
+func (l *Layouts) HandedOver() []device.GPU {
+	policy := l.policies()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	var gpus []device.GPU
 	for _, d := range l.decided {
 		g := d.offering.GPU
-		if len(d.foreign) > 0 && l.policy(g) == device.PolicyAdopt {
+		if holds, _ := policy(g).On(g); len(d.foreign) > 0 && holds.Mode == device.PolicyAdopt {
 			gpus = append(gpus, g)
 		}
 	}
@@ -184,7 +181,7 @@ func (l *layouts) HandedOver() []device.GPU {
 
 // Count is how many MIG devices there are of each profile, by whose they are, and how many GPUs that can be cut there are, by why they are not offered in
 // every shape.
-func (l *layouts) Count() (ours, foreign, gpus map[string]int) {
+func (l *Layouts) Count() (ours, foreign, gpus map[string]int) {
 	ours, foreign, gpus = map[string]int{}, map[string]int{}, map[string]int{}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -223,19 +220,4 @@ func without(all, some []device.Instance) []device.Instance {
 func sameInstance(a, b device.Instance) bool {
 	return a.ID == b.ID && a.ProfileID == b.ProfileID && a.Placement == b.Placement &&
 		slices.EqualFunc(a.Compute, b.Compute, func(a, b device.ComputeInstance) bool { return a.ID == b.ID && a.UUID == b.UUID })
-}
-
-// describe is one line for an Event.
-func describe(limited map[string]string) string {
-	byReason := map[string][]string{}
-	for gpu, reason := range limited {
-		byReason[reason] = append(byReason[reason], gpu)
-	}
-	lines := make([]string, 0, len(byReason))
-	for reason, gpus := range byReason {
-		slices.Sort(gpus)
-		lines = append(lines, fmt.Sprintf("%s: %s", strings.Join(gpus, ", "), reason))
-	}
-	slices.Sort(lines)
-	return strings.Join(lines, "; ")
 }

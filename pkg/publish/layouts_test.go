@@ -1,4 +1,4 @@
-package driver
+package publish
 
 import (
 	"context"
@@ -47,8 +47,8 @@ func half(instances ...device.Instance) inventory.Snapshot {
 }
 
 // annotated has read a Node's annotation.
-func annotated(r *records, rules string) *layouts {
-	l := newLayouts(r, device.Policies{})
+func annotated(r *records, rules string) *Layouts {
+	l := NewLayouts(r, device.Policies{})
 	policies, _ := device.ParsePolicies(rules)
 	l.Annotate(policies)
 	return l
@@ -61,7 +61,7 @@ func instance(id, start uint32) device.Instance {
 	}
 }
 
-func offered(t *testing.T, l *layouts, s inventory.Snapshot) (names []string, settled bool) {
+func offered(t *testing.T, l *Layouts, s inventory.Snapshot) (names []string, settled bool) {
 	t.Helper()
 	offerings, settled := l.Decide(t.Context(), s, true)
 	for _, shape := range device.Offer(offerings) {
@@ -141,7 +141,7 @@ func TestNothingIsCutBeforeTheNodesAnnotationIsKnown(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := newLayouts(&records{card: []device.Instance{instance(1, 0)}}, adopt)
+	l := NewLayouts(&records{card: []device.Instance{instance(1, 0)}}, adopt)
 	if got, _ := offered(t, l, half(instance(1, 0))); !slices.Equal(got, []string{gpuName + "-mig-9-0"}) || len(l.HandedOver()) != 0 {
 		t.Error(got, l.HandedOver())
 	}
@@ -160,7 +160,7 @@ func TestPoliciesOfTheNodeGoBeforeTheConfiguration(t *testing.T) {
 		t.Fatal(err)
 	}
 	r := &records{card: []device.Instance{instance(1, 0)}}
-	l := newLayouts(r, configured)
+	l := NewLayouts(r, configured)
 	l.Annotate(device.Policies{})
 	if got, _ := offered(t, l, half()); !slices.Equal(got, everyShape[:1]) {
 		t.Error(got)
