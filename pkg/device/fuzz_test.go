@@ -45,9 +45,12 @@ func FuzzParsePCIAddress(f *testing.F) {
 	})
 }
 
-// Rules that are taken say something of every GPU.
+// Rules that are taken say something of every GPU, and what they say is read back as it is written.
 func FuzzParsePolicies(f *testing.F) {
-	for _, s := range []string{"", "dynamic", "0=static,*=off", "GPU-x=adopt", "=", "a=b=c", "0000:1b:00.0=off", ",,,", "*=", "99999999999999999999=off", "-1=off"} {
+	for _, s := range []string{
+		"", "dynamic", "0=static,*=off", "GPU-x=adopt", "=", "a=b=c", "0000:1b:00.0=off", ",,,", "*=", "99999999999999999999=off", "-1=off",
+		"dynamic(1g.10gb,3g.40gb),x=off", "adopt( 1g.24gb+me.all )", "dynamic(", "dynamic()", "(=dynamic,off", "a)b(=off", "static(1g.10gb)",
+	} {
 		f.Add(s)
 	}
 	gpu := GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-x", ProductName: "NVIDIA H100"}
@@ -56,10 +59,14 @@ func FuzzParsePolicies(f *testing.F) {
 		if err != nil {
 			return
 		}
-		switch got := p.For(gpu); got {
-		case PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt, "":
+		got := p.For(gpu)
+		switch got.Mode {
+		case PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt:
 		default:
 			t.Errorf("%q says %q", s, got)
+		}
+		if again, err := ParsePolicies(got.String()); err != nil || again.For(gpu).String() != got.String() {
+			t.Errorf("%q says %q, which is read as %q, %v", s, got, again.For(gpu), err)
 		}
 	})
 }

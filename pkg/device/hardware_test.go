@@ -1,12 +1,14 @@
 package device
 
 import (
+	"maps"
 	"slices"
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
 // hardware is one card by its model file: the rules of the card itself, written without looking at how the driver counts.
@@ -98,20 +100,21 @@ func (h hardware) sets(visit func(held []item)) {
 	grow(nil, 0)
 }
 
-// ledger is the scheduler's arithmetic on the slices that are published: what is left of each counter, by set and name.
+// ledger is the scheduler's arithmetic on the slices that are published: what is left of each counter and what there was, by set and name.
 type ledger struct {
-	left map[string]map[string]int64
-	cost map[string][]resourceapi.DeviceCounterConsumption
+	left, total map[string]map[string]int64
+	cost        map[string][]resourceapi.DeviceCounterConsumption
 }
 
-func newLedger(m machine) ledger {
-	l := ledger{map[string]map[string]int64{}, map[string][]resourceapi.DeviceCounterConsumption{}}
+func newLedger(m *scheduler.Scheduler) ledger {
+	l := ledger{map[string]map[string]int64{}, map[string]map[string]int64{}, map[string][]resourceapi.DeviceCounterConsumption{}}
 	for _, s := range m.Slices {
 		for _, set := range s.Spec.SharedCounters {
 			l.left[set.Name] = map[string]int64{}
 			for name, c := range set.Counters {
 				l.left[set.Name][name] = c.Value.Value()
 			}
+			l.total[set.Name] = maps.Clone(l.left[set.Name])
 		}
 		for _, d := range s.Spec.Devices {
 			l.cost[d.Name] = d.ConsumesCounters
@@ -128,19 +131,21 @@ func (l ledger) add(device string, sign int64) {
 	}
 }
 
-func (l ledger) has(device string) bool {
+// has says whether every counter has enough left for the device; by are those that have not.
+func (l ledger) has(device string) (_ bool, by []string) {
 	for _, c := range l.cost[device] {
 		for name, n := range c.Counters {
 			if l.left[c.CounterSet][name] < n.Value.Value() {
-				return false
+				by = append(by, name)
 			}
 		}
 	}
-	return true
+	return len(by) == 0, by
 }
 
 // For every set of devices that a card can hold, and every further device, published counters and hardware agree on whether it fits beside them. Every set
-// that the hardware allows is reached by adding one device after the other, so nothing else has to be looked at.
+// that the hardware allows is reached by adding one device after the other, so nothing else has to be looked at. Memory never decides: where it is short,
+// another counter is, too.
 func TestCountersAllowExactlyWhatTheHardwareCanHold(t *testing.T) {
 	forEachMIGModel(t, func(t *testing.T, known *model.GPU) {
 		agree(t, newHardware(known))
@@ -149,7 +154,7 @@ func TestCountersAllowExactlyWhatTheHardwareCanHold(t *testing.T) {
 
 func agree(t *testing.T, h hardware) {
 	t.Helper()
-	l := newLedger(newMachine(t, []GPU{h.gpu}, Driver{}))
+	l := newLedger(newMachine(t, []GPU{h.gpu}, Driver{}).Scheduler)
 	// Of a card whose mode is fixed only partitions are offered.
 	h.devices = slices.DeleteFunc(h.devices, func(d item) bool { _, offered := l.cost[d.device]; return !offered })
 	if len(h.devices) != len(l.cost) {
@@ -165,9 +170,14 @@ func agree(t *testing.T, h hardware) {
 			if slices.ContainsFunc(held, func(o item) bool { return o.device == d.device }) {
 				continue // nobody asks counters about a device that is held
 			}
-			if may, can := l.has(d.device), h.holds(append(slices.Clip(held), d)...); may != can && wrong < 10 {
+			may, by := l.has(d.device)
+			if can := h.holds(append(slices.Clip(held), d)...); may != can && wrong < 10 {
 				wrong++
-				t.Errorf("beside %v, counters allow %s: %v, the hardware: %v", held, d.device, may, can)
+				t.Errorf("beside %v, counters allow %s: %v %v, the hardware: %v", held, d.device, may, by, can)
+			}
+			if slices.Equal(by, []string{"memory"}) && wrong < 10 {
+				wrong++
+				t.Errorf("beside %v, nothing but the memory keeps %s away", held, d.device)
 			}
 		}
 		for _, d := range held {

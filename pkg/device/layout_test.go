@@ -72,13 +72,15 @@ func TestHowAGPUIsOffered(t *testing.T) {
 		{"as an admin cut it, until that is removed", cut(a), nil, PolicyAdopt, true, []string{firstName}, "idle"},
 		{"as an admin cut it, with the ID of one of ours that is gone", cut(a), []Instance{{ID: 7, ProfileID: 19, Placement: Placement{1, 1}}}, PolicyDynamic, true, []string{firstName}, "no claim has made"},
 
-		{"static: whole", off, nil, PolicyStatic, true, []string{wholeName}, "policy"},
-		{"static: empty", on, nil, PolicyStatic, true, nil, "policy"},
-		{"static: as it is cut", cut(a, b), nil, PolicyStatic, true, []string{firstName, lastName}, "no claim has made"},
-		{"static: what claims hold", cut(a), []Instance{a}, PolicyStatic, true, []string{firstName}, "policy"},
+		{"static: whole", off, nil, PolicyStatic, true, []string{wholeName}, ""},
+		{"static: whole, where no policy is named", off, nil, "", true, []string{wholeName}, ""},
+		{"static: empty", on, nil, PolicyStatic, true, nil, "nothing is offered: MIG mode is on and there is no MIG instance; cut it with nvidia-smi mig"},
+		{"static: as it is cut", cut(a, b), nil, PolicyStatic, true, []string{firstName, lastName}, ""},
+		{"static: as it is cut, with what claims hold", cut(a, b), []Instance{b}, PolicyStatic, true, []string{firstName, lastName}, ""},
+		{"static: what claims hold", cut(a), []Instance{a}, PolicyStatic, true, []string{firstName}, "while claims hold partitions"},
 
-		{"off: whole", off, nil, PolicyOff, true, []string{wholeName}, "policy"},
-		{"off: whole, when MIG mode is turned off", on, nil, PolicyOff, true, []string{wholeName}, "policy"},
+		{"off: whole", off, nil, PolicyOff, true, []string{wholeName}, ""},
+		{"off: whole, when MIG mode is turned off", on, nil, PolicyOff, true, []string{wholeName}, ""},
 		{"off: nothing while an admin's instances are there", cut(a), nil, PolicyOff, true, nil, "nvidia-smi mig"},
 		{"off: nothing while an admin's instances are there, but what claims hold", cut(a, b), []Instance{b}, PolicyOff, true, []string{lastName}, "nvidia-smi mig"},
 		{"off: not before claims give back what they hold", cut(a), []Instance{a}, PolicyOff, true, []string{firstName}, "waits"},
@@ -90,20 +92,27 @@ func TestHowAGPUIsOffered(t *testing.T) {
 		{"Ampere, off and on after a reset", fixed(false, true), nil, PolicyDynamic, true, []string{wholeName}, "pending"},
 		{"Ampere, on and off after a reset", fixed(true, false), nil, PolicyAdopt, true, all[1:], "pending"},
 		{"Ampere, on, by policy whole only", fixed(true, true), nil, PolicyOff, true, nil, "reset"},
-		{"Ampere, off, by policy whole only", fixed(false, false), nil, PolicyOff, true, []string{wholeName}, "reset"},
-		{"Ampere, on, static", fixed(true, true), nil, PolicyStatic, true, nil, "policy"},
+		{"Ampere, off, by policy whole only", fixed(false, false), nil, PolicyOff, true, []string{wholeName}, ""},
+		{"Ampere, off, static", fixed(false, false), nil, PolicyStatic, true, []string{wholeName}, ""},
+		{"Ampere, on, static", fixed(true, true), nil, PolicyStatic, true, nil, "nothing is offered"},
+		{"Ampere, on and off after a reset, static", fixed(true, false), nil, PolicyStatic, true, nil, "-mig 0, which is pending"},
 		{"Ampere, on, without counters", fixed(true, true), nil, PolicyDynamic, false, nil, "DRAPartitionableDevices"},
 		{"Ampere, on, without counters, what claims hold", fixed(true, true, a), []Instance{a}, PolicyDynamic, false, []string{firstName}, "DRAPartitionableDevices"},
 
 		{"guest of a virtual GPU, whole", guest(false), nil, PolicyDynamic, true, []string{wholeName}, "guest"},
 		{"guest of a virtual GPU, cut", guest(true, a), nil, PolicyDynamic, true, []string{firstName}, "guest"},
 		{"guest of a virtual GPU, without an instance", guest(true), nil, PolicyAdopt, true, nil, "guest"},
+		{"guest of a virtual GPU, whole, static", guest(false), nil, PolicyStatic, true, []string{wholeName}, ""},
+		{"guest of a virtual GPU, cut, static", guest(true, a), nil, PolicyStatic, true, []string{firstName}, ""},
+		{"guest of a virtual GPU, without an instance, static", guest(true), nil, PolicyStatic, true, nil, "nothing is offered"},
+		{"guest of a virtual GPU, whole, by policy whole only", guest(false), nil, PolicyOff, true, []string{wholeName}, ""},
+		{"guest of a virtual GPU, cut, by policy whole only", guest(true, a), nil, PolicyOff, true, []string{firstName}, "guest"},
 
 		{"without counters: whole", off, nil, PolicyDynamic, false, []string{wholeName}, "DRAPartitionableDevices"},
 		{"without counters: whole, with MIG mode on and nothing cut", on, nil, PolicyDynamic, false, []string{wholeName}, "DRAPartitionableDevices"},
 		{"without counters: as an admin cut it", cut(a, b), nil, PolicyDynamic, false, []string{firstName, lastName}, "no claim has made"},
 		{"without counters: what claims hold", cut(b), []Instance{b}, PolicyDynamic, false, []string{lastName}, "DRAPartitionableDevices"},
-		{"without counters, static", off, nil, PolicyStatic, false, []string{wholeName}, "policy"},
+		{"without counters, static", off, nil, PolicyStatic, false, []string{wholeName}, ""},
 
 		{"profiles that could not be read", unknown, nil, PolicyDynamic, true, []string{wholeName}, "not known"},
 	} {
@@ -133,8 +142,53 @@ func TestHowAGPUIsOffered(t *testing.T) {
 			for _, s := range Slices(shapes, Driver{}) {
 				counted = counted || len(s.SharedCounters) > 0
 			}
-			if overlap := len(names) > 2; counted != overlap {
+			if overlap := layout.Placements; counted != overlap {
 				t.Errorf("counters are published: %v; shapes overlap: %v", counted, overlap)
+			}
+		})
+	}
+}
+
+// A list of profiles says which places are offered, and takes away nothing that is there.
+func TestOnlyProfilesOfTheListAreOffered(t *testing.T) {
+	one, two := instance(7, 0), Instance{
+		ID: 1, ProfileID: 0, Placement: Placement{0, 2}, Compute: []ComputeInstance{{Name: "2g.20gb", Placement: Placement{0, 2}, UUID: "MIG-2"}},
+	}
+	for _, c := range []struct {
+		name             string
+		instances, owned []Instance
+		mode             PolicyMode
+		profiles         []string
+		held             map[string]bool
+		want             []string
+		says             string
+	}{
+		{"one profile", nil, nil, PolicyDynamic, []string{"2g.20gb"}, nil, []string{wholeName, twoName}, ""},
+		{"the other", nil, nil, PolicyAdopt, []string{"1g.10gb"}, nil, []string{wholeName, firstName, lastName}, ""},
+		{"both", nil, nil, PolicyDynamic, []string{"2g.20gb", "1g.10gb"}, nil, []string{wholeName, firstName, lastName, twoName}, ""},
+		{"what was cut of one", []Instance{one}, []Instance{one}, PolicyDynamic, []string{"1g.10gb"}, nil, []string{wholeName, firstName, lastName}, ""},
+		{"what was cut of the other", []Instance{two}, []Instance{two}, PolicyDynamic, []string{"1g.10gb"}, nil, []string{wholeName, twoName, firstName, lastName}, ""},
+		{"what is held and not cut yet", nil, nil, PolicyDynamic, []string{"2g.20gb"}, map[string]bool{lastName: true}, []string{wholeName, lastName, twoName}, ""},
+		{"what an admin cut", []Instance{one}, nil, PolicyDynamic, []string{"2g.20gb"}, nil, []string{firstName}, "no claim has made"},
+		{"a profile that is not there", nil, nil, PolicyDynamic, []string{"1g.10gb", "3g.40gb"}, nil, []string{wholeName}, "its profiles are 2g.20gb, 1g.10gb"},
+		{
+			"a profile that is not there, and what an admin cut", []Instance{one}, nil, PolicyAdopt, []string{"3g.40gb"}, nil, []string{firstName},
+			"it has no profile 3g.40gb",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			g := small()
+			g.MIG.Instances, g.MIG.Enabled, g.MIG.Pending = c.instances, len(c.instances) > 0, len(c.instances) > 0
+			layout, reason := Decide(g, c.owned, Policy{c.mode, c.profiles}, true)
+			var names []string
+			for _, s := range Offer([]Offering{{GPU: g, Layout: layout, Held: c.held}}) {
+				names = append(names, s.Name())
+			}
+			if diff := cmp.Diff(c.want, names); diff != "" {
+				t.Error(diff)
+			}
+			if !strings.Contains(reason, c.says) || (reason == "") != (c.says == "") {
+				t.Errorf("the reason is %q, want %q", reason, c.says)
 			}
 		})
 	}
@@ -242,7 +296,7 @@ func TestAPublishedPlacement(t *testing.T) {
 		`"resource.kubernetes.io/pcieRoot":{"string":"pci0000:15"},"type":{"string":"mig"}},` +
 		`"capacity":{"copyEngines":{"value":"1"},"decoders":{"value":"0"},"encoders":{"value":"0"},"jpegEngines":{"value":"0"},` +
 		`"memory":{"value":"10Gi"},"multiprocessors":{"value":"10"},"ofaEngines":{"value":"0"}},` +
-		`"consumesCounters":[{"counterSet":"gpu-0000-1b-00-0","counters":{"memory-slice-1":{"value":"2"}}}]}`
+		`"consumesCounters":[{"counterSet":"gpu-0000-1b-00-0","counters":{"memory":{"value":"10Gi"},"memory-slice-1":{"value":"1"}}}]}`
 	if diff := cmp.Diff(want, string(data)); diff != "" {
 		t.Error(diff)
 	}

@@ -12,6 +12,8 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
 // sharing offers GPUs in every shape, and in shares by rules.
@@ -31,7 +33,10 @@ func sharing(t *testing.T, rules string, gpus ...GPU) []Offering {
 // node has GPUs of models, which can be cut if the model can.
 func node(t *testing.T, keys ...string) []GPU {
 	t.Helper()
-	models := readModels(t)
+	return nodeOf(readModels(t), keys...)
+}
+
+func nodeOf(models map[string]*model.GPU, keys ...string) []GPU {
 	gpus := make([]GPU, len(keys))
 	for i, key := range keys {
 		gpus[i] = fromModel(models[key])
@@ -70,7 +75,7 @@ func TestAPublishedShare(t *testing.T) {
 	of := func(attributes, capacity string) string {
 		return `{"name":"gpu-0000-20-00-0-share","attributes":{` + attributes + `,"parentUUID":{"string":"GPU-0"},"sharing":` + "%s" +
 			`,"type":{"string":"gpu-share"},"uuid":{"string":"GPU-0"}},"capacity":{` + capacity +
-			`},"consumesCounters":[{"counterSet":"gpu-0000-20-00-0","counters":{"whole":{"value":"2"}}}],"allowMultipleAllocations":true}`
+			`},"consumesCounters":[{"counterSet":"gpu-0000-20-00-0","counters":{"memory":{"value":"46068Mi"}}}],"allowMultipleAllocations":true}`
 	}
 	want := []string{
 		fmt.Sprintf(of(`"memoryLimit":{"string":"process"}`, `"cores":{"value":"100","requestPolicy":{"default":"0","validRange":{"min":"0","max":"100","step":"1"}}},`+

@@ -215,11 +215,6 @@ func TestSharesOfInstancesThatExist(t *testing.T) {
 	if second := m.allocate(taken, requests(partitions(1))); !slices.Equal(second, []string{lastName}) {
 		t.Errorf("the other is %v", second)
 	}
-	admin := partitions(1)
-	admin.Exactly.AdminAccess = ptr.To(true)
-	if seen := m.allocate(taken.Clone(), requests(admin)); !slices.Equal(seen, []string{lastName}) {
-		t.Errorf("admin access sees %v", seen)
-	}
 	if more := m.allocate(taken, requests(share(memory("5Gi")))); more != nil {
 		t.Errorf("nothing is left of 9984Mi: %v", more)
 	}
@@ -233,14 +228,10 @@ func TestAdminAccessToShares(t *testing.T) {
 	m := offered(t, sharing(t, "fractions", node(t, l40sKey, h100Key)...), Driver{})
 	admin := share(nil)
 	admin.Exactly.AllocationMode, admin.Exactly.Count, admin.Exactly.AdminAccess = resourceapi.DeviceAllocationModeAll, 0, ptr.To(true)
-	whole := count(1)
-	whole.Exactly.AdminAccess = ptr.To(true)
 	taken := scheduler.NewTaken()
-	m.allocate(taken, requests(count(1)))
-	if got := m.allocate(taken.Clone(), requests(whole)); len(got) != 1 {
-		t.Errorf("of a GPU in use it sees %v", got)
+	if got := m.allocate(taken, requests(admin)); len(got) != 2 || taken.Len() != 0 {
+		t.Errorf("of shares that nobody holds it sees %v, and takes %d", got, taken.Len())
 	}
-	taken = scheduler.NewTaken()
 	m.allocate(taken, requests(share(memory("40Gi"))))
 	before := taken.Len()
 	m.allocate(taken, requests(admin))

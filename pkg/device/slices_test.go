@@ -195,7 +195,7 @@ func TestPartitionTypes(t *testing.T) {
 			costs[*kind.StringValue].Insert(fmt.Sprint(memory, others))
 		}
 	}
-	if len(costs) != 8+7 {
+	if len(costs) != 8+7+1 {
 		t.Errorf("there are %d partition types: %v", len(costs), costs)
 	}
 	for kind, different := range costs {
@@ -205,34 +205,40 @@ func TestPartitionTypes(t *testing.T) {
 	}
 }
 
-// In the scheduler, admin access asks for a device's counters a second time (https://github.com/kubernetes/kubernetes/issues/140729).
+// Admin access sees whatever is held of GPUs that have no counters. It asks for a device's counters a second time
+// (https://github.com/kubernetes/kubernetes/issues/140729), so of GPUs with counters it sees what is idle.
 func TestAdminAccess(t *testing.T) {
-	m := newMachine(t, cuttable(readModels(t)["h100-sxm5-80gb"], 2), Driver{Version: "580.65.06", CUDAVersion: "13.0"})
-	admin := requests(resourceapi.DeviceRequest{Exactly: &resourceapi.ExactDeviceRequest{
+	gpus := cuttable(readModels(t)["h100-sxm5-80gb"], 2)
+	all := resourceapi.DeviceRequest{Exactly: &resourceapi.ExactDeviceRequest{
 		DeviceClassName: driverName, AllocationMode: resourceapi.DeviceAllocationModeAll, AdminAccess: ptr.To(true),
-	}})
-	taken := scheduler.NewTaken()
-	if got := m.allocate(scheduler.NewTaken(), admin); len(got) != 2 {
-		t.Errorf("of idle GPUs it sees %v", got)
-	}
-	m.allocate(taken, requests(count(2)))
-	if got := m.allocate(taken.Clone(), admin); len(got) != 2 {
-		t.Errorf("of GPUs in use it sees %v", got)
-	}
-	if got := m.allocate(taken, requests(count(1))); got != nil {
-		t.Errorf("a GPU in use is given away: %v", got)
-	}
-	if got := m.allocate(taken, requests(partitions(1))); got != nil {
-		t.Errorf("a part of a GPU in use is given away: %v", got)
-	}
-
-	// With a GPU cut into partitions, there is still the other one. That one itself cannot be looked at before the scheduler's bug is mended: no counters
-	// are right for both.
-	taken = scheduler.NewTaken()
-	cut := m.allocate(taken, requests(partitions(1)))
-	admin.Requests[0].Exactly.AllocationMode, admin.Requests[0].Exactly.Count = resourceapi.DeviceAllocationModeExactCount, 1
-	if got := m.allocate(taken.Clone(), admin); len(cut) != 1 || len(got) != 1 || strings.HasPrefix(cut[0], got[0]) {
-		t.Errorf("with %v in use, it sees %v", cut, got)
+	}}
+	first := count(1)
+	first.Exactly.AdminAccess = ptr.To(true)
+	for _, c := range []struct {
+		policy                  PolicyMode
+		seesIdle, seesBusy, one int // of GPUs none of which is in use, both are, one is
+	}{{PolicyStatic, 2, 2, 1}, {PolicyOff, 2, 2, 1}, {PolicyDynamic, 2, 0, 1}} {
+		m := offered(t, under(Policy{Mode: c.policy}, gpus...), Driver{Version: "580.65.06", CUDAVersion: "13.0"})
+		taken := scheduler.NewTaken()
+		if got := m.allocate(taken, requests(all)); len(got) != c.seesIdle || taken.Len() != 0 {
+			t.Errorf("%s: of idle GPUs it sees %v, and takes %d", c.policy, got, taken.Len())
+		}
+		if got := m.allocate(taken, requests(count(1))); len(got) != 1 {
+			t.Fatal(got)
+		}
+		if got := m.allocate(taken, requests(first)); len(got) != c.one {
+			t.Errorf("%s: beside a GPU in use it sees %v", c.policy, got)
+		}
+		m.allocate(taken, requests(count(1)))
+		if got := m.allocate(taken, requests(all)); len(got) != c.seesBusy {
+			t.Errorf("%s: of GPUs in use it sees %v", c.policy, got)
+		}
+		if got := m.allocate(taken, requests(count(1))); got != nil {
+			t.Errorf("%s: a GPU in use is given away: %v", c.policy, got)
+		}
+		if got := m.allocate(taken, requests(partitions(1))); got != nil {
+			t.Errorf("%s: a part of a GPU in use is given away: %v", c.policy, got)
+		}
 	}
 }
 

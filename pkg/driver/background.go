@@ -199,6 +199,9 @@ func (d *Driver) publisher(ctx context.Context) *publisher {
 		onError: d.HandleError,
 		onTurn: func(held, superseded bool) {
 			d.metrics.Publisher(held)
+			if held {
+				d.layouts.Begin()
+			}
 			d.health.Publishes(held)
 			if d.superseded.Swap(superseded) && held {
 				wake(d.toFollow)

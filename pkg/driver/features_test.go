@@ -187,6 +187,7 @@ func oneCuttableGPU() (nvidia.Node, error) {
 func TestKubernetes134GetsWholeGPUs(t *testing.T) {
 	n := newNode(t)
 	n.say("cuttable", oneCuttableGPU)
+	n.cfg.MIGPolicy = "dynamic"
 	validating(n.client, func(s *resourceapi.ResourceSliceSpec, _ bool) error { return kubernetes134(s) })
 	n.start(t)
 	eventually(t, "the whole GPU is published", func() bool { return slices.Equal(published(t, n.client), []string{firstGPU}) })
@@ -196,6 +197,7 @@ func TestKubernetes134GetsWholeGPUs(t *testing.T) {
 func TestKubernetes135GetsAllShapes(t *testing.T) {
 	n := newNode(t)
 	n.say("cuttable", oneCuttableGPU)
+	n.cfg.MIGPolicy = "dynamic"
 	validating(n.client, func(s *resourceapi.ResourceSliceSpec, _ bool) error { return kubernetes135(s) })
 	n.start(t)
 	eventually(t, "the GPU and its partitions are published", func() bool { return len(published(t, n.client)) == 3 })
@@ -204,6 +206,7 @@ func TestKubernetes135GetsAllShapes(t *testing.T) {
 func TestRejectedSlicesAreAnEvent(t *testing.T) {
 	n := newAiling(t)
 	n.say("cuttable", oneCuttableGPU)
+	n.cfg.MIGPolicy = "dynamic"
 	validating(n.client, func(s *resourceapi.ResourceSliceSpec, dry bool) error {
 		if dry {
 			return nil
@@ -220,6 +223,7 @@ func TestRejectedSlicesAreAnEvent(t *testing.T) {
 func TestRejectedSlicesStartAProbe(t *testing.T) {
 	n := newNode(t)
 	n.say("cuttable", oneCuttableGPU)
+	n.cfg.MIGPolicy = "dynamic"
 	var downgraded atomic.Bool
 	validating(n.client, func(s *resourceapi.ResourceSliceSpec, dry bool) error {
 		if dry && !downgraded.Load() {

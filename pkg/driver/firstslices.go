@@ -9,10 +9,11 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 )
 
 // first says what the slice controller begins with, given what is wanted, and whether that is what the API server has.
@@ -42,13 +43,7 @@ func (p *publisher) first(ctx context.Context, wanted []resourceslice.Slice) (gi
 
 // there are the node's slices in the API server.
 func (p *publisher) there(ctx context.Context) ([]resourceapi.ResourceSlice, error) {
-	list, err := p.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: fields.Set{
-		resourceapi.ResourceSliceSelectorDriver: DriverName, resourceapi.ResourceSliceSelectorNodeName: p.nodeName,
-	}.String()})
-	if err != nil {
-		return nil, err
-	}
-	return list.Items, nil
+	return publish.APIServer{Client: p.client, Driver: DriverName, Node: p.nodeName}.Slices(ctx)
 }
 
 // adopt has the slices that an earlier instance has published. It has none where they are no complete

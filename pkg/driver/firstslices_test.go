@@ -117,7 +117,7 @@ func TestTaintsThatAnEarlierInstanceHasNotPublishedAreWrittenSliceBySlice(t *tes
 	client, inv := apiServer(), &fakeInventory{}
 	s := manyGPUs()
 	inv.set(s)
-	earlier, _ := wholeGPUs(t.Context(), s, Features{})
+	earlier, _, _ := wholeGPUs(t.Context(), s, Features{})
 	if _, published, err := (&publisher{client: client, nodeName: "node"}).first(t.Context(), earlier); !published || err != nil {
 		t.Fatal(published, err)
 	}

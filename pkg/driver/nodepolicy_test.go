@@ -18,19 +18,19 @@ func TestTheNodesAnnotationIsFollowed(t *testing.T) {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node", Annotations: map[string]string{policyAnnotation: "static"}}}
 	client := fake.NewClientset(node, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "other", Annotations: map[string]string{policyAnnotation: "off"}}})
 	var mu sync.Mutex
-	var policies []device.Policy
+	var policies []device.PolicyMode
 	var complaints []string
 	p := &nodePolicy{
 		client: client, node: "node",
 		set: func(p device.Policies) {
 			mu.Lock()
 			defer mu.Unlock()
-			policies = append(policies, p.For(device.GPU{}))
+			policies = append(policies, p.For(device.GPU{}).Mode)
 		},
 		wrong: func(m string) { mu.Lock(); defer mu.Unlock(); complaints = append(complaints, m) },
 	}
 	p.Read(t.Context())
-	if !slices.Equal(policies, []device.Policy{device.PolicyStatic}) {
+	if !slices.Equal(policies, []device.PolicyMode{device.PolicyStatic}) {
 		t.Fatalf("at the first look: %v", policies)
 	}
 	ctx, stop := context.WithCancel(t.Context())
@@ -43,7 +43,7 @@ func TestTheNodesAnnotationIsFollowed(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	seen := func(what string, want ...device.Policy) {
+	seen := func(what string, want ...device.PolicyMode) {
 		t.Helper()
 		eventually(t, what, func() bool { mu.Lock(); defer mu.Unlock(); return slices.Equal(policies, want) })
 	}

@@ -17,24 +17,31 @@ import (
 )
 
 // offer makes slices of what the node has, and says where people look in which shapes it is offered.
-func (d *Driver) offer(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool) {
-	offerings, settled := d.layouts.Decide(ctx, s, f.PartitionedDevices)
-	shapes, ended := d.inShares(ctx, offerings, s.Node.Driver, f)
-	settled = settled && ended
+func (d *Driver) offer(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool, _ error) {
 	var options []device.SliceOption
 	if f.PartitionTypes {
 		options = append(options, device.PartitionTypes(DriverName))
 	}
-	slices := device.Slices(shapes, s.Node.Driver, options...)
+	cut := func(shapes []device.Shape) []resourceslice.Slice { return device.Slices(shapes, s.Node.Driver, options...) }
+	offerings, settled, err := d.layouts.Decide(ctx, s, f.PartitionedDevices, func(o []device.Offering) []resourceslice.Slice {
+		return cut(device.Offer(d.inShares(o, s.Node.Driver, f)))
+	})
+	if err != nil {
+		return nil, false, err
+	}
+	offerings = d.inShares(offerings, s.Node.Driver, f)
+	shapes := device.Offer(offerings)
+	settled = d.tellShares(offerings, shapes, f) && settled
+	slices := cut(shapes)
 	d.metrics.MIG(d.count(slices))
 	limited := d.layouts.Limited()
 	if !maps.Equal(limited, d.limited) {
 		if len(limited) > 0 {
-			d.events.normal("GPUsLimited", "Not offered in every shape: "+describe(limited))
+			d.events.normal("GPUsLimited", "Not offered as the policy wants: "+describe(limited))
 		}
 		d.limited = limited
 	}
-	return slices, settled
+	return slices, settled, nil
 }
 
 // count is what the metrics show of the GPUs that can be cut.

@@ -69,7 +69,12 @@ func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (_ *publ
 			return nil, err
 		}
 		if wanted, b.settled, known, err = p.resources(ctx, &b.on, b.keeps); err != nil {
-			return nil, err
+			b.failed(ctx, err)
+			select {
+			case <-ctx.Done():
+				return nil, ctx.Err()
+			case <-time.After(b.settlePause()):
+			}
 		}
 	}
 	asking, cancel := context.WithTimeout(ctx, askTimeout)
@@ -114,7 +119,7 @@ func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
 	poll := stagePoll
 	for {
 		if !b.settled && unsettled == nil {
-			unsettled = time.After(settleInterval)
+			unsettled = time.After(b.settlePause())
 		}
 		var staged <-chan time.Time
 		if b.stage.waiting() {
@@ -152,6 +157,16 @@ func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
 			b.failed(ctx, err)
 		}
 	}
+}
+
+// settlePause is how soon a layout is looked at again that is not settled. While the API server does
+// not say what claims hold, the pauses grow.
+func (b *publication) settlePause() time.Duration {
+	if !b.on.blocked {
+		b.retries.Forget(unknownHolders)
+		return settleInterval
+	}
+	return settleInterval + b.retries.When(unknownHolders)
 }
 
 // want looks at what is to be published now.
@@ -211,6 +226,7 @@ func (b *publication) reprobe(ctx context.Context) {
 const (
 	droppedFields   = "/dropped-fields"
 	unansweredProbe = "/unanswered-probe"
+	unknownHolders  = "/unknown-holders"
 )
 
 // scattered makes pauses longer or shorter by up to half.

@@ -32,9 +32,10 @@ type publisher struct {
 	nodeName string
 	turn     *turn
 	inv      inventorySource
-	// slices cuts what a snapshot offers, for a cluster with such features; mark puts into them what is known of their devices' health. They are not
-	// settled if they should be asked again soon.
-	slices  func(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool)
+	// slices cuts what a snapshot offers, for a cluster with such features. On an error nobody knows what
+	// claims hold. mark puts into slices what is known of their devices' health. Neither is settled if
+	// it should be asked again soon.
+	slices  func(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool, _ error)
 	mark    func(slices []resourceslice.Slice, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool)
 	onError func(ctx context.Context, err error, msg string)
 	// due says whether slices have to show that the node is not ready, now or if it stays so.
@@ -194,11 +195,14 @@ type basis struct {
 	snapshot inventory.Snapshot
 	features Features
 	settled  bool
+	// blocked says that something else is to be offered, and that nobody knows what claims hold.
+	blocked bool
 }
 
 // resources are the slices of the node's one pool, with marks. A node that is not ready now keeps
 // what it has offered, since an empty pool would be a claim about its GPUs, unless they are known
-// to be gone; the marks say that it is not ready. It is not known what to publish where a cluster
+// to be gone; the marks say that it is not ready. Neither does anything but marks change while nobody
+// knows what claims hold. It is not known what to publish where a cluster
 // has come to keep other fields meanwhile: shapes that overlap may not be cut as they were.
 func (p *publisher) resources(ctx context.Context, on *basis, f Features) (_ []resourceslice.Slice, settled, known bool, _ error) {
 	s := p.inv.Snapshot()
@@ -217,7 +221,10 @@ func (p *publisher) resources(ctx context.Context, on *basis, f Features) (_ []r
 func (p *publisher) offered(ctx context.Context, on *basis, s inventory.Snapshot, f Features) (offered []resourceslice.Slice, err error) {
 	switch {
 	case s.Ready:
-		offered, settled := p.slices(ctx, s, f)
+		offered, settled, err := p.slices(ctx, s, f)
+		if err != nil {
+			return p.unchanged(ctx, on, s, f, err)
+		}
 		kept, err := keep(offered)
 		if err != nil {
 			return nil, err
@@ -229,6 +236,28 @@ func (p *publisher) offered(ctx context.Context, on *basis, s inventory.Snapshot
 	case s.Known && !on.snapshot.Known:
 		on.snapshot = s
 	}
+	return unkeep(on.slices)
+}
+
+// unchanged are the slices as they are published. For some reason nobody knows what claims hold of them.
+func (p *publisher) unchanged(
+	ctx context.Context, on *basis, s inventory.Snapshot, f Features, reason error,
+) (offered []resourceslice.Slice, err error) {
+	if !on.made {
+		adopted, err := p.adopt(ctx)
+		if err == nil {
+			*on, err = adoptedBasis(adopted, f)
+		}
+		if err != nil {
+			return nil, errors.Join(reason, err)
+		}
+		on.snapshot = s
+	}
+	on.blocked, on.settled = true, false
+	if !on.made || on.features != f {
+		return nil, reason
+	}
+	p.onError(ctx, recoverable(reason), "Failed to find out which devices claims hold; the ResourceSlices keep their devices until that is known")
 	return unkeep(on.slices)
 }
 

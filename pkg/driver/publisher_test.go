@@ -89,12 +89,12 @@ func apiServer() *fake.Clientset {
 	return client
 }
 
-func wholeGPUs(_ context.Context, s inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
+func wholeGPUs(_ context.Context, s inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool, error) {
 	var offerings []device.Offering
 	for _, g := range s.Node.GPUs {
 		offerings = append(offerings, device.Offering{GPU: g.GPU, Layout: device.Layout{Whole: true}})
 	}
-	return device.Slices(device.Offer(offerings), s.Node.Driver), true
+	return device.Slices(device.Offer(offerings), s.Node.Driver), true, nil
 }
 
 func unmarked(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {

@@ -96,7 +96,11 @@ func TestSharesThatAreHeldStayWhenTheRulesDoNot(t *testing.T) {
 	if failed := n.unprepare(t, c); failed != "" {
 		t.Fatal(failed)
 	}
-	eventually(t, "when it was given back, the share is withdrawn", func() bool { return !slices.Contains(published(t, n.client), shareName) })
+	// Allocated it may be prepared again.
+	if err := n.client.ResourceV1().ResourceClaims("team").Delete(t.Context(), c.GetName(), metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "when its claim has ended, the share is withdrawn", func() bool { return !slices.Contains(published(t, n.client), shareName) })
 }
 
 func TestMoreSharesThanTheRulesOfferAreRefused(t *testing.T) {

@@ -57,29 +57,32 @@ func (t supervised) Stop(ctx context.Context, id string) error {
 // toldShares is what was last said of devices that are not shared as the configuration has it, or were before.
 type toldShares struct {
 	notShared, noFractions, ending string
-	held                           map[string]bool
 }
 
-// inShares adds to what is offered that which several claims may hold, and says where people look what of it cannot be offered. It is settled if no claim
-// holds shares that are offered no more.
-func (d *Driver) inShares(ctx context.Context, offerings []device.Offering, v device.Driver, f Features) (_ []device.Shape, settled bool) {
-	rules, notShared := d.shareRules(f)
-	now := toldShares{notShared: notShared}
-	if device.WhyNotShared(f.PartitionedDevices, f.ConsumableCapacity) == "" {
-		var err error
-		if now.held, err = d.preparer.HeldShares(); err != nil {
-			klog.FromContext(ctx).Error(err, "Could not look which shares are held; going by what was held before")
-			now.held = d.toldShares.held
+// inShares adds to offerings what several claims may hold.
+func (d *Driver) inShares(offerings []device.Offering, v device.Driver, f Features) []device.Offering {
+	rules, _ := d.shareRules(f)
+	possible := device.WhyNotShared(f.PartitionedDevices, f.ConsumableCapacity) == ""
+	shared := slices.Clone(offerings)
+	for i := range shared {
+		o := &shared[i]
+		o.Shares, o.NoFractions = rules, device.WhyNoFractions(o.GPU, v)
+		if !possible {
+			o.HeldShares = nil
 		}
 	}
-	for i := range offerings {
-		o := &offerings[i]
-		o.Shares, o.NoFractions, o.HeldShares = rules, device.WhyNoFractions(o.GPU, v), now.held
+	return shared
+}
+
+// tellShares says where people look what cannot be offered in shares. It is settled if no claim holds
+// shares that are offered no more.
+func (d *Driver) tellShares(offerings []device.Offering, shapes []device.Shape, f Features) (settled bool) {
+	_, notShared := d.shareRules(f)
+	now := toldShares{
+		notShared: notShared, noFractions: describe(device.NotInFractions(offerings)), ending: strings.Join(ending(shapes), ", "),
 	}
-	shapes := device.Offer(offerings)
 	d.metrics.Shares(countShares(shapes))
 	d.fractions.Store(slices.ContainsFunc(shapes, inFractions))
-	now.noFractions, now.ending = describe(device.NotInFractions(offerings)), strings.Join(ending(shapes), ", ")
 	if now.notShared != "" && now.notShared != d.toldShares.notShared {
 		d.events.warn("SharesNotOffered", "No device is offered in shares: "+now.notShared)
 	}
@@ -91,7 +94,7 @@ func (d *Driver) inShares(ctx context.Context, offerings []device.Offering, v de
 			", and what is configured now holds when the last of them has been given back")
 	}
 	d.toldShares = now
-	return shapes, now.ending == ""
+	return now.ending == ""
 }
 
 func inFractions(s device.Shape) bool {

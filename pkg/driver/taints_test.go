@@ -45,7 +45,7 @@ func markerOf(t *testing.T, f Features, s inventory.Snapshot, view *health.View,
 	for _, h := range held {
 		m.held[h] = true
 	}
-	all, _ := wholeGPUs(t.Context(), s, f)
+	all, _, _ := wholeGPUs(t.Context(), s, f)
 	return m, all
 }
 

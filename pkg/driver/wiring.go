@@ -123,7 +123,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		claims: d.preparer, left: workqueue.NewTyped[types.UID](), failed: func() { wake(d.toReconcile) },
 		use: func() (func(), bool) { return d.release.Use() }, off: func() { d.unmended.Store(true) },
 	}
-	d.layouts = publish.NewLayouts(d.preparer, policies)
+	d.layouts = publish.NewLayouts(d.preparer, publish.APIServer{Client: d.client, Driver: DriverName, Node: cfg.NodeName}, policies)
 	d.release, release.readiness, release.told = release, d.readiness, d.tellRelease
 	release.memory = newReleaseMemory(cfg.StateDir(), func(err error) {
 		klog.FromContext(ctx).Error(err, "A plugin that starts while the driver is changed and the API server is away would take the hardware")

@@ -134,14 +134,7 @@ func (p *Preparer) Held() (Held, error) {
 	h := Held{Claims: len(entries)}
 	gpus := map[string]bool{}
 	for _, e := range entries {
-		devices := e.Devices
-		if e.Inexact() {
-			// One that cannot be read counts as a claim and, for want of better knowledge, as no device.
-			if r, found, err := p.Records.Load(e.ClaimUID); err == nil && found {
-				devices = r.Holds()
-			}
-		}
-		for _, d := range devices {
+		for _, d := range p.devicesOf(e) {
 			name, ok := device.ParseName(d)
 			if !ok {
 				continue // of a later version

@@ -15,20 +15,26 @@ import (
 // confirmTimeout bounds how long a GPU that a claim is being prepared on is waited for before its layout is decided.
 const confirmTimeout = 2 * time.Second
 
-// Ownership tells the instances that claims were given from those that an admin made. Package prepare has the records.
+// Ownership tells what claims hold from what an admin made. Package prepare has the records.
 type Ownership interface {
 	// Explained is the part of the instances that records explain.
 	Explained(gpu string, instances []device.Instance) ([]device.Instance, error)
 	// Foreign looks at the card itself, while no claim is being prepared on it, and says what is there, and what of it no record explains.
 	Foreign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error)
+	// HeldAlone are the devices that one claim holds, by name, with the claim's UID.
+	HeldAlone() (map[string]string, error)
+	// HeldShares are the devices of which claims hold shares, and whether these are fractions.
+	HeldShares() (map[string]bool, error)
 }
 
-// Layouts decides in which shapes each GPU is offered.
+// Layouts decides in which shapes each GPU is offered: as its policy wants, but for what claims hold.
 //
 // What the inventory saw and what the records say are of two moments: an instance that was removed in between looks like one that nobody knows. So before
 // a GPU is taken for an admin's, the card itself is asked, under its lock.
 type Layouts struct {
 	owner Ownership
+	// keeper is the publisher's alone.
+	keeper *keeper
 
 	mu sync.Mutex
 	// configured and annotated are the rules of the configuration, and of the Node's annotation, which go first.
@@ -46,9 +52,15 @@ type decision struct {
 }
 
 // NewLayouts decides by the rules of the configuration.
-func NewLayouts(owner Ownership, configured device.Policies) *Layouts {
-	return &Layouts{owner: owner, configured: configured, decided: map[string]decision{}}
+func NewLayouts(owner Ownership, cluster Cluster, configured device.Policies) *Layouts {
+	return &Layouts{
+		owner: owner, keeper: &keeper{records: owner, cluster: cluster},
+		configured: configured, decided: map[string]decision{},
+	}
 }
+
+// Begin is to be called when this instance begins to publish: another one may have done so before.
+func (l *Layouts) Begin() { l.keeper.Begin() }
 
 // Annotate sets the rules of the Node's annotation.
 func (l *Layouts) Annotate(p device.Policies) {
@@ -62,13 +74,27 @@ func (l *Layouts) policies() func(device.GPU) device.Policy {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.read {
-		return device.Policies{}.For // static
+		return device.Policies{}.For
 	}
 	return l.configured.And(l.annotated).For
 }
 
-// Decide says how each GPU of the snapshot is offered. It is settled if no GPU has to be asked again soon.
-func (l *Layouts) Decide(ctx context.Context, s inventory.Snapshot, counters bool) (offerings []device.Offering, settled bool) {
+// Decide says how each GPU of the snapshot is offered, to a cluster that keeps counters or not. It is
+// settled if it need not be asked again soon. On an error only what is published may be offered,
+// because nobody knows what claims hold of it. One goroutine calls it at a time.
+func (l *Layouts) Decide(
+	ctx context.Context, s inventory.Snapshot, counters bool, cut Cut,
+) (_ []device.Offering, settled bool, _ error) {
+	offerings, settled := l.byPolicy(ctx, s, counters)
+	kept, err := l.keeper.Keep(ctx, offerings, counters, cut)
+	if err != nil {
+		return nil, false, err
+	}
+	return offerings, settled && kept, nil
+}
+
+// byPolicy says how each GPU would be offered if no claim held anything.
+func (l *Layouts) byPolicy(ctx context.Context, s inventory.Snapshot, counters bool) (offerings []device.Offering, settled bool) {
 	decisions := make([]decision, len(s.Node.GPUs))
 	errs := make([]error, len(s.Node.GPUs))
 	policy := l.policies()

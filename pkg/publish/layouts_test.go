@@ -5,6 +5,8 @@ import (
 	"errors"
 	"slices"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -17,6 +19,9 @@ type records struct {
 	card  []device.Instance
 	err   error
 	looks int
+	// alone are the devices of prepared claims.
+	alone      map[string]string
+	unreadable error
 }
 
 func (r *records) Explained(_ string, instances []device.Instance) ([]device.Instance, error) {
@@ -35,6 +40,9 @@ func (r *records) Foreign(context.Context, device.Card, string) (instances, fore
 	return r.card, without(r.card, ours), r.err
 }
 
+func (r *records) HeldAlone() (map[string]string, error) { return r.alone, r.unreadable }
+func (r *records) HeldShares() (map[string]bool, error)  { return nil, nil }
+
 // half is a card of two memory slices that can be cut in halves.
 func half(instances ...device.Instance) inventory.Snapshot {
 	return inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{GPUs: []nvidia.GPU{{GPU: device.GPU{
@@ -48,7 +56,8 @@ func half(instances ...device.Instance) inventory.Snapshot {
 
 // annotated has read a Node's annotation.
 func annotated(r *records, rules string) *Layouts {
-	l := NewLayouts(r, device.Policies{})
+	configured, _ := device.ParsePolicies("dynamic")
+	l := NewLayouts(r, &cluster{}, configured)
 	policies, _ := device.ParsePolicies(rules)
 	l.Annotate(policies)
 	return l
@@ -63,7 +72,11 @@ func instance(id, start uint32) device.Instance {
 
 func offered(t *testing.T, l *Layouts, s inventory.Snapshot) (names []string, settled bool) {
 	t.Helper()
-	offerings, settled := l.Decide(t.Context(), s, true)
+	offerings, settled, err := l.Decide(t.Context(), s, true, sliced)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.keeper.cluster.(*cluster).slices = sliced(offerings)
 	for _, shape := range device.Offer(offerings) {
 		names = append(names, shape.Name())
 	}
@@ -115,15 +128,19 @@ func TestAnInstanceThatWasOursWhenItWasSeenIsNoAdmins(t *testing.T) {
 }
 
 func TestAGPUThatCannotBeAskedIsOfferedAsItIsAndAskedAgain(t *testing.T) {
-	r := &records{err: errors.New("it hangs")}
-	l := annotated(r, "")
-	if got, settled := offered(t, l, half(instance(1, 0))); !slices.Equal(got, []string{gpuName + "-mig-9-0"}) || settled {
-		t.Errorf("got %v, settled %v", got, settled)
-	}
-	r.err, r.card = nil, nil
-	if got, settled := offered(t, l, half(instance(1, 0))); !slices.Equal(got, everyShape) || !settled {
-		t.Errorf("got %v, settled %v", got, settled)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		r := &records{err: errors.New("it hangs")}
+		l := annotated(r, "")
+		if got, settled := offered(t, l, half(instance(1, 0))); !slices.Equal(got, []string{gpuName + "-mig-9-0"}) || settled {
+			t.Errorf("got %v, settled %v", got, settled)
+		}
+		r.err, r.card = nil, nil
+		offered(t, l, half(instance(1, 0)))
+		<-time.After(lookInterval) // the partition consumes counters from now on
+		if got, settled := offered(t, l, half(instance(1, 0))); !slices.Equal(got, everyShape) || !settled {
+			t.Errorf("got %v, settled %v", got, settled)
+		}
+	})
 }
 
 func TestAGPUThatIsBusyStaysAsItWasOffered(t *testing.T) {
@@ -141,7 +158,7 @@ func TestNothingIsCutBeforeTheNodesAnnotationIsKnown(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := NewLayouts(&records{card: []device.Instance{instance(1, 0)}}, adopt)
+	l := NewLayouts(&records{card: []device.Instance{instance(1, 0)}}, &cluster{}, adopt)
 	if got, _ := offered(t, l, half(instance(1, 0))); !slices.Equal(got, []string{gpuName + "-mig-9-0"}) || len(l.HandedOver()) != 0 {
 		t.Error(got, l.HandedOver())
 	}
@@ -160,7 +177,7 @@ func TestPoliciesOfTheNodeGoBeforeTheConfiguration(t *testing.T) {
 		t.Fatal(err)
 	}
 	r := &records{card: []device.Instance{instance(1, 0)}}
-	l := NewLayouts(r, configured)
+	l := NewLayouts(r, &cluster{}, configured)
 	l.Annotate(device.Policies{})
 	if got, _ := offered(t, l, half()); !slices.Equal(got, everyShape[:1]) {
 		t.Error(got)

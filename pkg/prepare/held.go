@@ -3,8 +3,36 @@ package prepare
 import (
 	"slices"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
+
+// devicesOf are those that a claim holds. A record that cannot be read counts as far as its name tells.
+func (p *Preparer) devicesOf(e checkpoint.Entry) []string {
+	if e.Inexact() {
+		if r, found, err := p.Records.Load(e.ClaimUID); err == nil && found {
+			return r.Holds()
+		}
+	}
+	return e.Devices
+}
+
+// HeldAlone are the devices that one claim holds, with the claim's UID.
+func (p *Preparer) HeldAlone() (map[string]string, error) {
+	entries, err := p.Records.List()
+	if err != nil {
+		return nil, because(CauseRecord, "%w", err)
+	}
+	held := map[string]string{}
+	for _, e := range entries {
+		for _, d := range p.devicesOf(e) {
+			if n, ok := device.ParseName(d); ok && !n.Share {
+				held[d] = string(e.ClaimUID)
+			}
+		}
+	}
+	return held, nil
+}
 
 // HeldShares are the devices of which claims hold shares, and whether these are fractions.
 func (p *Preparer) HeldShares() (map[string]bool, error) {

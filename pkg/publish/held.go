@@ -1,0 +1,287 @@
+package publish
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"hash/fnv"
+	"maps"
+	"slices"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// Cluster is what others know of this node's pool.
+type Cluster interface {
+	// Slices are those that are published.
+	Slices(ctx context.Context) ([]resourceapi.ResourceSlice, error)
+	// Allocated are the devices that claims were allocated, prepared or not.
+	Allocated(ctx context.Context) (Holders, error)
+}
+
+// Holders says which devices claims hold.
+type Holders struct {
+	// Alone are devices that one claim holds, by name, with what is known of the claim.
+	Alone map[string]string
+	// Shares are devices of which claims hold shares, by name, and whether these are fractions.
+	Shares map[string]bool
+}
+
+// Cut makes slices of offerings, as they are to be published. It must do nothing else.
+type Cut func([]device.Offering) []resourceslice.Slice
+
+const (
+	// The cluster is asked again for claims at first so soon, and in the end so seldom, while nothing changes.
+	lookInterval = 2 * time.Second
+	lookSeldom   = 30 * time.Second
+	// lookTimeout is for one look at all claims of a large cluster.
+	lookTimeout = 30 * time.Second
+)
+
+// keeper keeps what claims hold published in the form that it has, until they end. A scheduler
+// would over-commit a GPU else (https://github.com/kubernetes/kubernetes/issues/140802).
+//
+// The records tell which claims are prepared. Where a change would take a device away or alter it,
+// the cluster is asked for claims that are only allocated. A scheduler may allocate one while the
+// slices are being written. So the cluster is asked again until it shows the change.
+type keeper struct {
+	records Ownership
+	cluster Cluster
+
+	// published are the devices that the cluster may show. It is nil before the first look.
+	published forms
+	// offered are those that were last decided, held what claims held of them.
+	offered forms
+	held    map[string]bool
+	// prepared is what the records said last, allocated what the cluster said.
+	prepared, allocated Holders
+	// lost are the devices because of which the cluster was asked last.
+	lost  []string
+	pause time.Duration
+	next  time.Time
+	// told is what was last logged.
+	told []string
+}
+
+// forms are devices by name. The form of one that consumes counters is a digest of these and of
+// their sets. It is 0 for one that consumes none.
+type forms map[string]uint64
+
+func formsOf(all []resourceslice.Slice) forms {
+	sets := map[string][]byte{}
+	for _, s := range all {
+		for i := range s.SharedCounters {
+			raw, _ := s.SharedCounters[i].Marshal() // fails for no value
+			sets[s.SharedCounters[i].Name] = raw
+		}
+	}
+	f := forms{}
+	for _, s := range all {
+		for i := range s.Devices {
+			f[s.Devices[i].Name] = formOf(s.Devices[i].ConsumesCounters, sets)
+		}
+	}
+	return f
+}
+
+func formOf(consumed []resourceapi.DeviceCounterConsumption, sets map[string][]byte) uint64 {
+	if len(consumed) == 0 {
+		return 0
+	}
+	digest := fnv.New64a()
+	for i := range consumed {
+		raw, _ := consumed[i].Marshal()
+		_, _ = digest.Write(raw)
+		_, _ = digest.Write(sets[consumed[i].CounterSet])
+	}
+	return max(digest.Sum64(), 1)
+}
+
+// lost are the devices of some GPUs that wanted takes away or alters.
+func (f forms) lost(wanted forms, gpus map[string]bool) []string {
+	var names []string
+	for name, form := range f {
+		n, ok := device.ParseName(name)
+		if now, there := wanted[name]; ok && gpus[n.GPU] && (!there || now != form) {
+			names = append(names, name)
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+// add adds the devices that are missing.
+func (f forms) add(more forms) {
+	for name, form := range more {
+		if _, there := f[name]; !there {
+			f[name] = form
+		}
+	}
+}
+
+// Begin forgets what the cluster showed: another instance may have published since.
+func (k *keeper) Begin() { k.published, k.offered, k.lost = nil, nil, nil }
+
+// Keep notes in the offerings what claims hold. It is settled if nothing has to be looked at again
+// soon. On an error it is not known what claims hold, and nothing may be published but what is.
+func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters bool, cut Cut) (settled bool, _ error) {
+	settled = k.read(ctx)
+	before := k.held
+	if k.published == nil {
+		var err error
+		if k.published, err = k.shown(ctx); err != nil {
+			return false, err
+		}
+	}
+	gpus := map[string]bool{}
+	for _, o := range offerings {
+		gpus[o.WholeName()] = true
+	}
+	k.hold(offerings, counters, k.prepared)
+	wanted := formsOf(cut(offerings))
+	if lost := k.published.lost(wanted, gpus); len(lost) > 0 {
+		if err := k.look(ctx, lost, before); err != nil {
+			return false, err
+		}
+		k.hold(offerings, counters, k.prepared, k.allocated)
+		wanted = formsOf(cut(offerings))
+		settled = settled && len(k.published.lost(wanted, gpus)) == 0
+	} else {
+		k.allocated, k.lost = Holders{}, nil
+	}
+	k.offered = wanted
+	k.published.add(wanted)
+	waiting := k.waiting(offerings, cut)
+	k.tell(ctx, waiting)
+	return settled && len(waiting) == 0, nil
+}
+
+// read goes by what was held before where the records cannot be read.
+func (k *keeper) read(ctx context.Context) (ok bool) {
+	alone, err := k.records.HeldAlone()
+	shares, errShares := k.records.HeldShares()
+	if err = errors.Join(err, errShares); err != nil {
+		klog.FromContext(ctx).Error(err, "Failed to read which devices claims hold; going by what they held before")
+		return false
+	}
+	k.prepared = Holders{Alone: alone, Shares: shares}
+	return true
+}
+
+// shown are the devices in the cluster, and those that were offered and may be on their way there.
+func (k *keeper) shown(ctx context.Context) (forms, error) {
+	ctx, cancel := context.WithTimeout(ctx, lookTimeout)
+	defer cancel()
+	all, err := k.cluster.Slices(ctx)
+	if err != nil {
+		return nil, err
+	}
+	there := make([]resourceslice.Slice, len(all))
+	for i, s := range all {
+		there[i] = resourceslice.Slice{Devices: s.Spec.Devices, SharedCounters: s.Spec.SharedCounters}
+	}
+	shown := formsOf(there)
+	shown.add(k.offered)
+	return shown, nil
+}
+
+// look asks the cluster which claims hold devices, unless it was asked just now because of the same.
+// It shows its slices first: a claim can be allocated as long as a scheduler sees the device. before
+// is what claims held.
+func (k *keeper) look(ctx context.Context, lost []string, before map[string]bool) error {
+	again := slices.Equal(lost, k.lost)
+	if again && time.Now().Before(k.next) {
+		return nil
+	}
+	shown, err := k.shown(ctx)
+	if err != nil {
+		return err
+	}
+	asking, cancel := context.WithTimeout(ctx, lookTimeout)
+	defer cancel()
+	allocated, err := k.cluster.Allocated(asking)
+	if err != nil {
+		return err
+	}
+	k.pause = min(2*k.pause, lookSeldom)
+	if written := maps.Equal(shown, k.offered); !again || !written {
+		k.pause = lookInterval
+	}
+	for name := range allocated.Alone {
+		// It was allocated while it was being taken away. One that was held before and is gone cannot be kept.
+		if form, was := k.published[name]; was && !before[name] {
+			shown.add(forms{name: form})
+		}
+	}
+	k.published, k.allocated, k.lost = shown, allocated, lost
+	k.next = time.Now().Add(k.pause)
+	return nil
+}
+
+// hold notes what claims hold, and in which form that is published. Where the cluster keeps no
+// counters, nothing can be kept that consumes them.
+func (k *keeper) hold(offerings []device.Offering, counters bool, all ...Holders) {
+	k.held = map[string]bool{}
+	alone, shares := map[string]map[string]bool{}, map[string]bool{}
+	for _, h := range slices.Backward(all) { // records come first, and know better
+		maps.Copy(shares, h.Shares)
+		for name := range h.Alone {
+			n, ok := device.ParseName(name)
+			form, published := k.published[name]
+			if !ok || !published || form != 0 && !counters {
+				continue
+			}
+			if alone[n.GPU] == nil {
+				alone[n.GPU] = map[string]bool{}
+			}
+			alone[n.GPU][name] = form != 0
+			k.held[name] = true
+		}
+	}
+	for i := range offerings {
+		offerings[i].Held, offerings[i].HeldShares = alone[offerings[i].WholeName()], shares
+	}
+}
+
+// waiting are the held devices that would be offered otherwise, or not at all, if nobody held any.
+func (k *keeper) waiting(offerings []device.Offering, cut Cut) []string {
+	if len(k.held) == 0 {
+		return nil
+	}
+	free := slices.Clone(offerings)
+	for i := range free {
+		free[i].Held = nil
+	}
+	wanted := formsOf(cut(free))
+	var waiting []string
+	for name := range k.held {
+		form, offered := k.offered[name]
+		if now, there := wanted[name]; offered && (!there || now != form) {
+			waiting = append(waiting, name)
+		}
+	}
+	slices.Sort(waiting)
+	return waiting
+}
+
+// tell logs which claims keep GPUs from what their policy wants, once.
+func (k *keeper) tell(ctx context.Context, waiting []string) {
+	if slices.Equal(waiting, k.told) {
+		return
+	}
+	k.told = waiting
+	if len(waiting) == 0 {
+		klog.FromContext(ctx).Info("No claim keeps a GPU from the layout that its policy wants any more")
+		return
+	}
+	held := make([]string, len(waiting))
+	for i, name := range waiting {
+		held[i] = name + " by claim " + cmp.Or(k.prepared.Alone[name], k.allocated.Alone[name])
+	}
+	klog.FromContext(ctx).Info("Claims keep GPUs from the layout that their policy wants; it changes when they end", "held", held)
+}
