@@ -78,4 +78,10 @@ var mistakes = []mistake{
 		`all.do(func() error { return p.begun(ctx, keys) })`, `_ = p.begun`},
 	{"the beginnings of files stay", "pkg/checkpoint/store.go",
 		`if of, ok := unfinishedOf(name); ok && of == uid {`, `if of, ok := unfinishedOf(name); ok && of == "" {`},
+	{"a MIG mode of ours is taken for an admin's", "pkg/prepare/step_miginstance.go",
+		`env.Records.Mark(s.GPU, env.BootID)`, `env.Records.Mark(s.GPU, env.BootID+"?")`},
+	{"what claims hold is not kept published", "pkg/publish/held.go",
+		`offerings[i].Held, offerings[i].HeldShares = alone[offerings[i].WholeName()], shares`, `_, _ = alone, shares`},
+	{"claims that are not prepared hold nothing", "pkg/publish/held.go",
+		`k.hold(offerings, counters, k.prepared, k.allocated)`, `k.hold(offerings, counters, k.prepared)`},
 }
