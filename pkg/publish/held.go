@@ -150,7 +150,14 @@ func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters
 	}
 	k.hold(offerings, counters, k.prepared)
 	wanted := formsOf(cut(offerings))
-	if lost := k.published.lost(wanted, gpus); len(lost) > 0 {
+	lost := k.published.lost(wanted, gpus)
+	if len(lost) == 0 {
+		// A change that is taken back may have been seen meanwhile.
+		if lost = k.offered.lost(wanted, gpus); len(lost) > 0 {
+			k.lost = nil // look now
+		}
+	}
+	if len(lost) > 0 {
 		if err := k.look(ctx, lost, before); err != nil {
 			return false, err
 		}
