@@ -80,11 +80,12 @@ test-unit: toolchain ## Unit and chart tests, with the race detector and the cov
 # Which schedules of faults are run: so many seeds from this one on. A seed tells the same story each time.
 SEED      ?= 1
 SCHEDULES ?= 500
+POLICIES  ?= 2000
 
 .PHONY: test-faults
-test-faults: toolchain ## Random schedules of faults over the real transaction, checked after each (SEED=1 SCHEDULES=500)
+test-faults: toolchain ## Random schedules of faults over the real transaction, checked after each (SEED=1 SCHEDULES=500 POLICIES=2000)
 	$(GOTEST) ./test/schedules/worth
-	$(GOTEST) -count=1 -timeout 60m ./test/schedules -args -seed=$(SEED) -schedules=$(SCHEDULES)
+	$(GOTEST) -count=1 -timeout 60m ./test/schedules -args -seed=$(SEED) -schedules=$(SCHEDULES) -policies=$(POLICIES)
 
 # How long each fuzz target is run, and which (a regular expression over package.Target).
 FUZZTIME ?= 60s

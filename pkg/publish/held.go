@@ -132,10 +132,16 @@ func (k *keeper) Begin() { k.published, k.offered, k.lost = nil, nil, nil }
 func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters bool, cut Cut) (settled bool, _ error) {
 	settled = k.read(ctx)
 	before := k.held
-	if k.published == nil {
+	if k.published == nil || k.unsure(before) {
+		first := k.published == nil
 		var err error
 		if k.published, err = k.shown(ctx); err != nil {
 			return false, err
+		}
+		if first && len(k.published) == 0 {
+			if err := k.assume(ctx, formsOf(cut(offerings))); err != nil {
+				return false, err
+			}
 		}
 	}
 	gpus := map[string]bool{}
@@ -144,7 +150,14 @@ func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters
 	}
 	k.hold(offerings, counters, k.prepared)
 	wanted := formsOf(cut(offerings))
-	if lost := k.published.lost(wanted, gpus); len(lost) > 0 {
+	lost := k.published.lost(wanted, gpus)
+	if len(lost) == 0 {
+		// A change that is taken back may have been seen meanwhile.
+		if lost = k.offered.lost(wanted, gpus); len(lost) > 0 {
+			k.lost = nil // look now
+		}
+	}
+	if len(lost) > 0 {
 		if err := k.look(ctx, lost, before); err != nil {
 			return false, err
 		}
@@ -159,6 +172,36 @@ func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters
 	waiting := k.waiting(offerings, cut)
 	k.tell(ctx, waiting)
 	return settled && len(waiting) == 0, nil
+}
+
+// assume goes by claims where there are no slices, as after the kubelet deleted them while no plugin
+// ran. A device that a claim holds and that is not wanted is published with counters, which keep
+// everything else on its GPU from other claims.
+func (k *keeper) assume(ctx context.Context, wanted forms) error {
+	asking, cancel := context.WithTimeout(ctx, lookTimeout)
+	defer cancel()
+	allocated, err := k.cluster.Allocated(asking)
+	if err != nil {
+		return err
+	}
+	k.allocated = allocated
+	for name := range allocated.Alone {
+		if _, offered := wanted[name]; !offered {
+			k.published[name] = 1
+		}
+	}
+	return nil
+}
+
+// unsure says that a claim holds a device whose form was changing when it was last looked at. The
+// claim may have been allocated the device in either form.
+func (k *keeper) unsure(before map[string]bool) bool {
+	for name := range k.prepared.Alone {
+		if form, offered := k.offered[name]; offered && !before[name] && form != k.published[name] {
+			return true
+		}
+	}
+	return false
 }
 
 // read goes by what was held before where the records cannot be read.
