@@ -69,7 +69,8 @@ func (l layout) total(size int) int {
 	return size + size/(poolOf-1)
 }
 
-// inPool says whether the node with the given number belongs to the pool, whose nodes lie among the others.
+// inPool says whether the node with the given number belongs to the pool. Its nodes lie among the
+// others.
 func (l layout) inPool(i int) bool { return l.pool != "" && i%poolOf == poolOf-1 }
 
 // model is the slices of one node, in their order.

@@ -65,7 +65,7 @@ func parse() (options, error) {
 	flag.IntVar(&o.mostDynamic, "most-dynamic", 50, "how many nodes the layout "+dynamic+" has at most")
 	flag.IntVar(&o.claims, "claims", 100, "how many claims are allocated in one measurement")
 	flag.IntVar(&o.turns, "turns", 3, "how often each layout is measured")
-	flag.DurationVar(&o.limit, "limit", 2*time.Minute, "how long one measurement may take; what is done by then makes the rate, and larger sizes are left out")
+	flag.DurationVar(&o.limit, "limit", 2*time.Minute, "how long one measurement may take; what is done by then counts, and larger sizes are left out")
 	flag.StringVar(&o.profiles, "profiles", "", "folder for a profile of the scheduler's CPU from each measurement's first seconds")
 	flag.StringVar(&o.json, "json", "", "file for the figures as JSON")
 	flag.Parse()

@@ -107,9 +107,12 @@ func (s *scale) grow(ctx context.Context, l layout, from, to int) error {
 			if l.inPool(i) {
 				pool, policy = partitionsPool, l.pool
 			}
-			n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: s.nodeName(i), Labels: map[string]string{poolLabel: pool}}, Status: corev1.NodeStatus{
-				Capacity: room, Allocatable: room, Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}},
-			}}
+			n := &corev1.Node{
+				ObjectMeta: metav1.ObjectMeta{Name: s.nodeName(i), Labels: map[string]string{poolLabel: pool}},
+				Status: corev1.NodeStatus{
+					Capacity: room, Allocatable: room, Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}},
+				},
+			}
 			if _, err := s.client.CoreV1().Nodes().Create(ctx, n, metav1.CreateOptions{}); err != nil {
 				return err
 			}

@@ -74,7 +74,7 @@ func (c ControlPlane) Services(programs Programs) []machine.Service {
 		file := path.Join(KubernetesDir, name+".conf")
 		return []string{"--kubeconfig=" + file, "--authentication-kubeconfig=" + file, "--authorization-kubeconfig=" + file}
 	}
-	controllers := "*,-cloud-node-lifecycle-controller"
+	controllers := "*"
 	if c.Alone {
 		controllers += ",-node-lifecycle-controller"
 	}
