@@ -122,7 +122,7 @@ bench-quick: build
 	$(BENCH) -quick $(BENCH_ARGS)
 
 .PHONY: bench-scale
-bench-scale: build ## Measure what the published shapes cost a scheduler with 500 nodes, on a machine that does nothing else (root; SCALE_ARGS="-nodes 50,500")
+bench-scale: build ## Measure what our slices cost the schedulers of Kubernetes 1.37.0 and 1.36.3 with 500 nodes, on an idle machine (root; SCALE_ARGS="-kubernetes v1.37.0")
 	go run ./test/bench/cmd/scale -program $(BUILD)/bin/gpu-kubelet-plugin -json $(BUILD)/scale.json $(SCALE_ARGS)
 
 # How often each benchmark is run: benchstat takes ten to tell a change from noise.
