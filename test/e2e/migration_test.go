@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -176,9 +177,9 @@ func (w *world) testBesideOperator(t *testing.T) {
 	}
 
 	w.kubectl(t, "label", "node", "node1", "nvidia.com/gpu.deploy.client=paused-for-driver-upgrade", "--overwrite")
-	w.eachDevice(t, "node1", notReady("hardware-released"), true)
+	w.allTainted(t, "node1", notReady("hardware-released"))
 	w.kubectl(t, "label", "node", "node1", "nvidia.com/gpu.deploy.client=true", "--overwrite")
-	w.eachDevice(t, "node1", notReady("hardware-released"), false)
+	w.takesAll(t, "node1")
 	u.undisturbed(held)
 	// The Operator goes by a validator that starts anew after the change.
 	operator.end(operator.ready("nvidia-operator-validator,node=node1"))
@@ -187,17 +188,17 @@ func (w *world) testBesideOperator(t *testing.T) {
 	u.remove("all")
 }
 
-// eachDevice waits until every device of a node has a taint, or none has.
-func (w *world) eachDevice(t *testing.T, node, taint string, has bool) {
+// allTainted waits until every device of a node has a taint.
+func (w *world) allTainted(t *testing.T, node, taint string) {
 	t.Helper()
-	eventually(t, 30*time.Second, fmt.Sprintf("taint %s of node %s: %t", taint, node, has), func() (bool, string) {
-		all := w.taints(t, node)
-		for device, taints := range all {
-			if strings.Contains(strings.Join(taints, " "), taint) != has {
-				return false, device + " has " + strings.Join(taints, " ")
+	eventually(t, 30*time.Second, "every device of "+node+" has the taint "+taint, func() (bool, string) {
+		taints := w.taints(t, node)
+		for device := range w.devices(t, node) {
+			if !slices.Contains(taints[device], taint) {
+				return false, device + " has " + strings.Join(taints[device], " ")
 			}
 		}
-		return len(all) > 0, ""
+		return true, ""
 	})
 }
 
