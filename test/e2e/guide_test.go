@@ -65,6 +65,7 @@ func (w *world) workplace(t *testing.T) string {
 	for link, target := range map[string]string{
 		"deployments":                  filepath.Join(w.root, "deployments"),
 		"nvidia/dra-driver-nvidia-gpu": filepath.Join(neighbours, "dra-driver-nvidia-gpu"),
+		"nvidia/gpu-operator":          filepath.Join(neighbours, "gpu-operator"),
 		"nvdp/nvidia-device-plugin":    filepath.Join(neighbours, "nvidia-device-plugin"),
 	} {
 		link = filepath.Join(dir, link)

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -24,13 +25,16 @@ func TestMigration(t *testing.T) {
 	w := bringUp(t, "e2e-move", sim.Node("node1", "dgx-h100"), sim.Node("node2", "dgx-h100"))
 	w.needSMI(t)
 	w.while(t, "nvidia-device-plugin-ctr", func(node string) (func(), error) { return w.devicePlugin(t, node) })
+	w.while(t, "nvidia-device-plugin", func(node string) (func(), error) { return w.devicePlugin(t, node) })
 	w.while(t, "gpus", func(node string) (func(), error) { return w.referenceDriver(t, node) })
 
 	// Each part begins where the one before has ended.
 	_ = t.Run("from the device plugin, node by node", w.testFromDevicePlugin) &&
 		t.Run("beside the GPU Operator's monitoring", w.testBesideOperator) &&
 		t.Run("from NVIDIA's DRA driver, with Pods that go on", w.testFromReference) &&
-		t.Run("back to NVIDIA's DRA driver", w.testBackToReference)
+		t.Run("back to NVIDIA's DRA driver", w.testBackToReference) &&
+		t.Run("with the GPU Operator and its DRA driver", w.testOperatorWithDRA) &&
+		t.Run("with the GPU Operator and its device plugin", w.testOperatorWithDevicePlugin)
 }
 
 func (w *world) testFromDevicePlugin(t *testing.T) {
@@ -176,16 +180,22 @@ func (w *world) testBesideOperator(t *testing.T) {
 		}
 	}
 
-	w.kubectl(t, "label", "node", "node1", "nvidia.com/gpu.deploy.client=paused-for-driver-upgrade", "--overwrite")
-	w.allTainted(t, "node1", notReady("hardware-released"))
-	w.kubectl(t, "label", "node", "node1", "nvidia.com/gpu.deploy.client=true", "--overwrite")
-	w.takesAll(t, "node1")
+	w.paused(t, "node1", "nvidia.com/gpu.deploy.client")
 	u.undisturbed(held)
 	// The Operator goes by a validator that starts anew after the change.
 	operator.end(operator.ready("nvidia-operator-validator,node=node1"))
 	operator.apply(t, operator.namespace, operatorClaims)
 	operator.ready("nvidia-operator-validator,node=node1")
 	u.remove("all")
+}
+
+// paused does with a label what the Operator does before and after a change of the driver.
+func (w *world) paused(t *testing.T, node, label string) {
+	t.Helper()
+	w.kubectl(t, "label", "node", node, label+"=paused-for-driver-upgrade", "--overwrite")
+	w.allTainted(t, node, notReady("hardware-released"))
+	w.kubectl(t, "label", "node", node, label+"=true", "--overwrite")
+	w.takesAll(t, node)
 }
 
 // allTainted waits until every device of a node has a taint.
@@ -212,10 +222,7 @@ func (w *world) kubectl(t *testing.T, args ...string) string {
 }
 
 func (w *world) testFromReference(t *testing.T) {
-	if out, err := w.uninstall(t); err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
-	w.kubectl(t, "delete", "namespace", stand.Namespace)
+	w.leave(t)
 	g := w.guide(t, "From NVIDIA's DRA driver")
 	g.shell(g.dir, g.variables+`helm install "$OLD" "$OLD_CHART" --namespace "$OLD_NAMESPACE" --create-namespace --wait`)
 	for _, node := range []string{"node1", "node2"} {
@@ -319,6 +326,76 @@ func (w *world) testBackToReference(t *testing.T) {
 		t.Errorf("the old driver gave %q", got)
 	}
 	u.remove("back")
+	w.kubectl(t, "delete", "namespace", stand.Namespace)
+}
+
+// leave ends what a guide has brought about, so that the next one finds a cluster without this driver.
+func (w *world) leave(t *testing.T) {
+	t.Helper()
+	if out, err := w.uninstall(t); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	w.kubectl(t, "delete", "namespace", stand.Namespace)
+	w.kubectl(t, "label", "nodes", "--all", "gpu-driver-")
+}
+
+func (w *world) testOperatorWithDRA(t *testing.T) {
+	g := w.guide(t, "With a GPUCluster")
+	w.kubectl(t, "label", "nodes", "--all", "nvidia.com/gpu.present=true", "nvidia.com/gpu.deploy.dra-driver=true", "nvidia.com/gpu.deploy.dra-validator=true", "--overwrite")
+	g.shell(g.dir, `helm uninstall dra-driver-nvidia-gpu --namespace dra-driver-nvidia-gpu --wait
+helm install gpu-operator nvidia/gpu-operator --namespace gpu-operator --create-namespace --set clusterPolicy.deployCR=false,gpuCluster.deployCR=true --wait`)
+	u := w.tenant(t)
+	u.gpus(1)
+	u.holder("trainer", 1, onNode("node1"))
+	u.running("trainer")
+	before, classes := u.process("trainer", "main"), w.classes(t)
+
+	g.do("Install this driver")
+	g.do("Move a node")
+	g.complete()
+	w.offers(t, "node1", 7)
+	u.holder("here", 1, onNode("node1"))
+	u.running("here")
+	u.sees("here", "main", u.allocated("here", "gpu"))
+	u.holder("there", 1, onNode("node2"))
+	u.running("there")
+	if got := u.sh("there", "main", "echo $REFERENCE_DEVICE"); !strings.HasPrefix(got, "gpu-") {
+		t.Errorf("the Operator's driver gave %q", got)
+	}
+	w.paused(t, "node1", "nvidia.com/gpu.deploy.dra-validator")
+	if after := u.process("trainer", "main"); after != before {
+		t.Errorf("the old Pod's container was %s and is %s", before, after)
+	}
+	if now := w.classes(t); !maps.Equal(now, classes) {
+		t.Errorf("the classes were %v and are %v", classes, now)
+	}
+	u.remove("trainer", "here", "there")
+	w.offers(t, "node1", 8)
+	w.leave(t)
+	g.shell(g.dir, "helm uninstall gpu-operator --namespace gpu-operator --wait")
+}
+
+func (w *world) testOperatorWithDevicePlugin(t *testing.T) {
+	g := w.guide(t, "With a ClusterPolicy")
+	w.kubectl(t, "label", "nodes", "--all", "nvidia.com/gpu.deploy.device-plugin=true", "nvidia.com/gpu.deploy.operator-validator=true", "nvidia.com/gpu.deploy.client=true", "--overwrite")
+	g.shell(g.dir, "helm install gpu-operator nvidia/gpu-operator --namespace gpu-operator --create-namespace --wait")
+	w.capacity(t, "node1", "8")
+	w.capacity(t, "node2", "8")
+	u := w.tenant(t)
+	g.do("Install this driver")
+	g.do("Move a node")
+	u.pod("here", onNode("node1"), limits("1"))
+	u.pod("there", onNode("node2"), limits("1"))
+	u.running("here", "there")
+	u.servedHere("here")
+	u.servedByPlugin("there")
+	u.end("there")
+	g.variables += "NODE=node2\n"
+	g.do("Move a node")
+	g.do("When the last node has moved")
+	g.complete()
+	u.end("here")
+	w.paused(t, "node2", "nvidia.com/gpu.deploy.device-plugin")
 }
 
 // operatorClaims are the objects by which the GPU Operator's operands look at GPUs: the exporter at all of a node, the
