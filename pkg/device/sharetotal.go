@@ -27,7 +27,7 @@ func (g GPU) shareable(n Name) (_ shareable, profile string, known bool) {
 	if n.Partition == nil {
 		return Whole{gpu: g}, "", true
 	}
-	p, known := g.partition(*n.Partition)
+	p, known := g.partition(*n.Partition, setOf(g))
 	return p, p.profile, known
 }
 
