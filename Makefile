@@ -80,11 +80,12 @@ test-unit: toolchain ## Unit and chart tests, with the race detector and the cov
 # Which schedules of faults are run: so many seeds from this one on. A seed tells the same story each time.
 SEED      ?= 1
 SCHEDULES ?= 500
+POLICIES  ?= 2000
 
 .PHONY: test-faults
-test-faults: toolchain ## Random schedules of faults over the real transaction, checked after each (SEED=1 SCHEDULES=500)
+test-faults: toolchain ## Random schedules of faults over the real transaction, checked after each (SEED=1 SCHEDULES=500 POLICIES=2000)
 	$(GOTEST) ./test/schedules/worth
-	$(GOTEST) -count=1 -timeout 60m ./test/schedules -args -seed=$(SEED) -schedules=$(SCHEDULES)
+	$(GOTEST) -count=1 -timeout 60m ./test/schedules -args -seed=$(SEED) -schedules=$(SCHEDULES) -policies=$(POLICIES)
 
 # How long each fuzz target is run, and which (a regular expression over package.Target).
 FUZZTIME ?= 60s
@@ -121,7 +122,7 @@ bench-quick: build
 	$(BENCH) -quick $(BENCH_ARGS)
 
 .PHONY: bench-scale
-bench-scale: build ## Measure what the published shapes cost a scheduler with 500 nodes, on a machine that does nothing else (root; SCALE_ARGS="-nodes 50,500")
+bench-scale: build ## Measure what our slices cost the schedulers of Kubernetes 1.37.0 and 1.36.3 with 500 nodes, on an idle machine (root; SCALE_ARGS="-kubernetes v1.37.0")
 	go run ./test/bench/cmd/scale -program $(BUILD)/bin/gpu-kubelet-plugin -json $(BUILD)/scale.json $(SCALE_ARGS)
 
 # How often each benchmark is run: benchstat takes ten to tell a change from noise.

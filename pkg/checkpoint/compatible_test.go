@@ -60,7 +60,7 @@ func TestAMarkLastsUntilItIsTakenBack(t *testing.T) {
 	}
 	marked(gpu0, false)
 	for range 2 {
-		if err := s.Mark(gpu0); err != nil {
+		if err := s.Mark(gpu0, "boot-1"); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -79,9 +79,36 @@ func TestAMarkLastsUntilItIsTakenBack(t *testing.T) {
 	if _, err := broken.Marked(gpu0); err == nil || !strings.Contains(err.Error(), gpu0) {
 		t.Error(err)
 	}
-	for _, do := range []func(string) error{broken.Mark, broken.Unmark} {
+	mark := func(gpu string) error { return broken.Mark(gpu, "boot-1") }
+	for _, do := range []func(string) error{mark, broken.Unmark} {
 		if err := do(gpu0); err == nil {
 			t.Error("a mark that cannot be read was passed over")
 		}
 	}
+}
+
+// A mode is ours only if we turned it on in this boot.
+func TestAMarkProvesNothingInAnotherBoot(t *testing.T) {
+	disk := durabletest.New()
+	s := open(t, disk)
+	ours := func(bootID string, want bool) {
+		t.Helper()
+		if got, err := s.MarkedIn(gpu0, bootID); err != nil || got != want {
+			t.Errorf("in %s: %v, %v", bootID, got, err)
+		}
+		if marked, err := s.Marked(gpu0); err != nil || !marked {
+			t.Errorf("whoever wants the GPU whole does not ask the hardware: %v, %v", marked, err)
+		}
+	}
+	disk.Put(filepath.Join(s.marks, gpu0), nil) // of an earlier version
+	ours("boot-1", false)
+	for _, bootID := range []string{"boot-1", "boot-2"} {
+		if err := s.Mark(gpu0, bootID); err != nil {
+			t.Fatal(err)
+		}
+		disk.PowerCut()
+		ours(bootID, true)
+		ours(bootID+"+", false)
+	}
+	ours("boot-1", false)
 }

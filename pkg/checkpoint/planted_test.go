@@ -35,7 +35,7 @@ func TestARecordThatAnotherCouldHaveWrittenIsNotBelieved(t *testing.T) {
 				t.Fatal(err)
 			}
 			held := Holder{Key: "gpu-0_kind", State: Applied, Claims: []HolderClaim{{UID: uid}}}
-			if err := errors.Join(s.Save(record(gpu0)), s.SaveHolder(held), s.Mark(gpu0)); err != nil {
+			if err := errors.Join(s.Save(record(gpu0)), s.SaveHolder(held), s.Mark(gpu0, "boot-1")); err != nil {
 				t.Fatal(err)
 			}
 			entries, err := s.List()
@@ -57,6 +57,9 @@ func TestARecordThatAnotherCouldHaveWrittenIsNotBelieved(t *testing.T) {
 			}
 			if marked, err := s.Marked(gpu0); !marked || err != nil {
 				t.Errorf("a mark that may be wrong has the hardware asked: %t, %v", marked, err)
+			}
+			if ours, err := s.MarkedIn(gpu0, "boot-1"); ours || err != nil {
+				t.Errorf("a mark that another user may have written makes the mode ours: %t, %v", ours, err)
 			}
 			// And there is a way on.
 			if _, err := s.Quarantine(uid, time.Now()); err != nil {

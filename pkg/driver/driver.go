@@ -65,6 +65,7 @@ type Driver struct {
 	status     *claimStatus
 	calls      *inflight
 	abandoned  *abandonment
+	modes      *modes
 	mender     *claimMender
 	beside     *besidePlugin
 	// before is what the reference driver has left on the node, if it was here before; toldWithheld what was last said of it.

@@ -50,6 +50,7 @@ func (d *Driver) leaveIfUninstalled(ctx context.Context) {
 		logger.Info("The driver is being uninstalled, but claims are held: what their Pods need stays on the node", "claims", held.Claims, "err", err)
 		return
 	}
+	d.modesOff(ctx)
 	left, err := d.leaveNode(ctx)
 	switch {
 	case err != nil:

@@ -104,7 +104,7 @@ func (d *Driver) reconcileOnce(ctx context.Context) (compared bool, _ error) {
 	d.lost.Begin()
 	err := d.preparer.Reconcile(ctx)
 	d.reportLost(ctx, err)
-	err = errors.Join(err, d.adopt(ctx))
+	err = errors.Join(err, d.adopt(ctx), d.modes.Off(ctx, d.layouts.Uncut()))
 	d.countDaemons(ctx)
 	return true, err
 }

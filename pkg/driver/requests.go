@@ -89,8 +89,8 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 		d.events.warnClaim(c, "UnprepareFailed", err.Error())
 		return err
 	}
-	if len(d.layouts.HandedOver()) > 0 {
-		wake(d.toReconcile) // the claim may have used one of the instances that are waited for
+	if len(d.layouts.HandedOver()) > 0 || len(d.layouts.Uncut()) > 0 {
+		wake(d.toReconcile) // the claim may have used an instance, or a MIG mode, that is waited for
 	}
 	logger.Info("Unprepared the claim", "took", took)
 	return nil

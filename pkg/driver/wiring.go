@@ -120,6 +120,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		return nil, err
 	}
 	d.beside = &besidePlugin{refuse: cfg.BesideDevicePlugin == config.BesideRefuse, readiness: d.readiness, warn: d.events.warn, seen: d.metrics.DevicePlugin}
+	d.modes = &modes{turnOff: d.preparer.ModeOff, changed: inv.Doubt}
 	d.abandoned = d.newAbandonment(parts.StatusClient)
 	d.mender = &claimMender{
 		claims: d.preparer, left: workqueue.NewTyped[types.UID](), failed: func() { wake(d.toReconcile) },

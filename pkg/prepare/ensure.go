@@ -91,6 +91,9 @@ func (p *Preparer) again(ctx context.Context, env *Env, t *want) error {
 	if err := m.Revert(ctx, env); err != nil {
 		return err
 	}
+	if mig := t.gpu.MIG; mig != nil && mig.ModeFixed && !mig.Enabled {
+		return because(CauseDevice, "MIG mode of %s is off, and only a reset of the GPU turns it on", t.name.GPU)
+	}
 	m.Card, m.Minor = t.gpu.Card(), t.gpu.Minor
 	if err := m.Apply(ctx, env); err != nil || t.shared == nil {
 		return err

@@ -76,6 +76,7 @@ func (p *Preparer) Reconcile(ctx context.Context) error {
 		all.do(func() error { return ofClaim(e.ClaimUID, p.reconcileClaim(ctx, r, e.ClaimUID)) })
 	}
 	all.do(func() error { return ofClaim("", p.orphans(ctx)) })
+	all.do(func() error { return ofClaim("", p.forgetModes(ctx)) })
 	return all.wait()
 }
 

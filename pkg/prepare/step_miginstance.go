@@ -48,10 +48,6 @@ func (s *migInstance) Apply(ctx context.Context, env *Env) error {
 		return s.failed(err)
 	}
 	defer env.Looks.forget(s.Card)
-	// Whoever wants the GPU whole must know that its mode may be on, before the inventory has seen it.
-	if err := env.Records.Mark(s.GPU); err != nil {
-		return because(CauseRecord, "%w", err)
-	}
 	if !state.MIG.Enabled {
 		if state, err = s.turnOn(ctx, env); err != nil {
 			return err
@@ -98,6 +94,10 @@ func (s *migInstance) expect(state device.CutState) {
 }
 
 func (s *migInstance) turnOn(ctx context.Context, env *Env) (device.CutState, error) {
+	// Before the mode is on: it is ours to turn off, and whoever wants the GPU whole must know of it.
+	if err := env.Records.Mark(s.GPU, env.BootID); err != nil {
+		return device.CutState{}, because(CauseRecord, "%w", err)
+	}
 	state, err := env.Partitions.SetMode(ctx, s.Card, true)
 	if err != nil {
 		return state, s.failed(err)

@@ -205,6 +205,22 @@ func (l *Layouts) HandedOver() []device.GPU {
 	return gpus
 }
 
+// Uncut are the GPUs in MIG mode whose policy lets nothing be cut. While the Node's annotation is not
+// known, there are none.
+func (l *Layouts) Uncut() []device.GPU {
+	policy := l.policies()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var gpus []device.GPU
+	for _, d := range l.decided {
+		g := d.offering.GPU
+		if holds, _ := policy(g).On(g); l.read && g.MIG != nil && g.MIG.Enabled && !holds.Cuts() {
+			gpus = append(gpus, g)
+		}
+	}
+	return gpus
+}
+
 // Count is how many MIG devices there are of each profile, by whose they are, and how many GPUs that can be cut there are, by why they are not offered as
 // their policy wants.
 func (l *Layouts) Count() (ours, foreign, gpus map[string]int) {

@@ -89,7 +89,7 @@ func resources(t *testing.T, args ...string) map[string]string {
 
 func TestClassesAndTheirExtendedResources(t *testing.T) {
 	both := func(more map[string]string) map[string]string {
-		all := map[string]string{"gpu.nvidia.com": "", "mig.nvidia.com": ""}
+		all := map[string]string{"gpu.nvidia.com": "nvidia.com/gpu", "mig.nvidia.com": ""}
 		for class, resource := range more {
 			all[class] = resource
 		}
@@ -99,8 +99,11 @@ func TestClassesAndTheirExtendedResources(t *testing.T) {
 		args []string
 		want map[string]string
 	}{
-		"by default there is none": {nil, both(nil)},
-		"whole GPUs may have one":  {[]string{"--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu"}, both(map[string]string{"gpu.nvidia.com": "nvidia.com/gpu"})},
+		"a GPU is what it was with the device plugin": {nil, both(nil)},
+		"a GPU may be something else": {
+			[]string{"--set", "deviceClasses.gpu.extendedResourceName=example.com/gpu"}, both(map[string]string{"gpu.nvidia.com": "example.com/gpu"}),
+		},
+		"a GPU may be nothing": {[]string{"--set", "deviceClasses.gpu.extendedResourceName="}, both(map[string]string{"gpu.nvidia.com": ""})},
 		"a profile has what the device plugin calls it": {
 			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"},{"profile":"1g.24gb-me"},{"profile":"2g.48gb+me.all"},{"profile":"1c.3g.40gb"}]`},
 			both(map[string]string{
@@ -111,7 +114,7 @@ func TestClassesAndTheirExtendedResources(t *testing.T) {
 		},
 		"one profile may be what a GPU was": {
 			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","name":"small.example.com","extendedResourceName":"nvidia.com/gpu"}]`},
-			both(map[string]string{"small.example.com": "nvidia.com/gpu"}),
+			both(map[string]string{"gpu.nvidia.com": "", "small.example.com": "nvidia.com/gpu"}),
 		},
 		"a class may have none": {
 			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","extendedResourceName":""},{"profile":"2g.20gb","extendedResourceName":""}]`},
@@ -122,7 +125,15 @@ func TestClassesAndTheirExtendedResources(t *testing.T) {
 		"what shares nothing makes none":            {[]string{"--set", "shares=off\\,NVIDIA fractions*=off"}, both(nil)},
 		"a share may be what a GPU was": {
 			[]string{"--set", "shares=shares:4", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu"},
-			both(map[string]string{"shared.gpu.nvidia.com": "nvidia.com/gpu"}),
+			both(map[string]string{"gpu.nvidia.com": "", "shared.gpu.nvidia.com": "nvidia.com/gpu"}),
+		},
+		"a share that has a resource of its own leaves the GPU's": {
+			[]string{"--set", "shares=shares:4", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu.shared"},
+			both(map[string]string{"shared.gpu.nvidia.com": "nvidia.com/gpu.shared"}),
+		},
+		"shares that are not offered take nothing": {[]string{"--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu"}, both(nil)},
+		"shares without a class take nothing": {
+			[]string{"--set", "shares=shares:4", "--set", "deviceClasses.shared.enabled=false", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu"}, both(nil),
 		},
 		"nothing need be there": {[]string{"--set", "shares=fractions", "--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "deviceClasses.shared.enabled=false"}, map[string]string{}},
 	} {
@@ -146,9 +157,10 @@ func TestClassesAndTheirExtendedResources(t *testing.T) {
 	}
 }
 
-func TestAShareIsNotWhatAGPUIs(t *testing.T) {
-	_, err := template(t, "--set", "shares=shares:2", "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu")
-	if want := "deviceClasses.shared: extended resource nvidia.com/gpu is already that of deviceClasses.gpu."; err == nil || !strings.Contains(err.Error(), want) {
+func TestAShareIsNotWhatAPartitionIs(t *testing.T) {
+	_, err := template(t, "--set", "shares=shares:2", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu",
+		"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","extendedResourceName":"nvidia.com/gpu"}]`)
+	if want := "deviceClasses.migProfiles[0]: extended resource nvidia.com/gpu is already that of deviceClasses.shared."; err == nil || !strings.Contains(err.Error(), want) {
 		t.Errorf("%v, want %q", err, want)
 	}
 }
@@ -158,12 +170,12 @@ func TestTwoClassesDoNotMeanTheSame(t *testing.T) {
 		"the same profile twice":       {`[{"profile":"1g.10gb"},{"profile":"1g.10gb"}]`, "deviceClasses.migProfiles[1]: DeviceClass mig-1g.10gb.nvidia.com is already made by deviceClasses.migProfiles[0]"},
 		"the name of another class":    {`[{"profile":"1g.10gb","name":"mig.nvidia.com"}]`, "already made by deviceClasses.mig."},
 		"the resource of another":      {`[{"profile":"1g.10gb"},{"profile":"2g.20gb","extendedResourceName":"nvidia.com/mig-1g.10gb"}]`, "extended resource nvidia.com/mig-1g.10gb is already that of deviceClasses.migProfiles[0]"},
-		"the resource that GPUs have":  {`[{"profile":"1g.10gb","extendedResourceName":"nvidia.com/gpu"}]`, "extended resource nvidia.com/gpu is already that of deviceClasses.gpu."},
+		"one resource for two":         {`[{"profile":"1g.10gb","extendedResourceName":"nvidia.com/gpu"},{"profile":"2g.20gb","extendedResourceName":"nvidia.com/gpu"}]`, "extended resource nvidia.com/gpu is already that of deviceClasses.migProfiles[0]"},
 		"no profile of a GPU instance": {`[{"profile":"all"}]`, "profile"},
 		"an unknown key":               {`[{"profile":"1g.10gb","extendedResource":"x"}]`, "extendedResource"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := template(t, "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu", "--set-json", "deviceClasses.migProfiles="+c.classes)
+			_, err := template(t, "--set-json", "deviceClasses.migProfiles="+c.classes)
 			if err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("%v, want %q", err, c.want)
 			}

@@ -29,24 +29,18 @@ type Programs struct {
 	Images   []string           `json:"images"`
 }
 
-// Build builds everything that a cluster needs and that is not in the cache yet; with a warm cache it takes well under a second. The working
-// directory must be in a checkout of this project. more are programs that few clusters need, and that are not built else.
-func Build(ctx context.Context, output io.Writer, more ...string) (*Programs, error) {
+// Build builds everything that a cluster needs and that is not in the cache yet; with a warm cache
+// it takes well under a second. kubernetes is as in [Options]. The working directory must be in a
+// checkout of this project.
+func Build(ctx context.Context, kubernetes string, output io.Writer) (*Programs, error) {
 	source, cache, err := findBuild()
 	if err != nil {
 		return nil, err
 	}
 	progress := toolchain.NewProgress(output)
 	built := &Programs{CacheDir: cache.Dir}
-	if built.Paths, err = cache.BuildTools(ctx, source, progress); err != nil {
+	if built.Paths, err = cache.BuildTools(ctx, source, kubernetes, progress); err != nil {
 		return nil, err
-	}
-	if len(more) > 0 {
-		special, err := cache.BuildTools(ctx, source, progress, more...)
-		if err != nil {
-			return nil, err
-		}
-		maps.Copy(built.Paths, special)
 	}
 	if built.Machine, err = cache.BuildMachine(ctx, source, progress); err != nil {
 		return nil, err
@@ -57,13 +51,14 @@ func Build(ctx context.Context, output io.Writer, more ...string) (*Programs, er
 	return built, nil
 }
 
-// BuildProgram builds one program (and those that come with it) and returns its path: helm, say, for tests that need no cluster.
-func BuildProgram(ctx context.Context, program string, output io.Writer) (string, error) {
+// BuildProgram builds one program (and those that come with it) and returns its path: helm, say,
+// for tests that need no cluster. kubernetes is as in [Options].
+func BuildProgram(ctx context.Context, program, kubernetes string, output io.Writer) (string, error) {
 	source, cache, err := findBuild()
 	if err != nil {
 		return "", err
 	}
-	paths, err := cache.BuildTools(ctx, source, toolchain.NewProgress(output), program)
+	paths, err := cache.BuildTools(ctx, source, kubernetes, toolchain.NewProgress(output), program)
 	if err != nil {
 		return "", err
 	}
@@ -129,7 +124,7 @@ type ImageBuild struct {
 // BuildImage builds the image with no registry and no container engine, unless it has been built from the same inputs before. It returns the
 // archive, to be given to LoadImage or Options.Images.
 func BuildImage(ctx context.Context, build ImageBuild, output io.Writer) (archive string, err error) {
-	runc, err := BuildProgram(ctx, "runc", output)
+	runc, err := BuildProgram(ctx, "runc", "", output)
 	if err != nil {
 		return "", err
 	}

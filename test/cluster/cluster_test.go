@@ -234,7 +234,7 @@ func TestAHookThatFailsIsNamedAndItsOutputKept(t *testing.T) {
 }
 
 func TestDownCleansUpAfterAToolThatWasKilledAtAnyMoment(t *testing.T) {
-	if _, err := cluster.Build(t.Context(), t.Output()); err != nil {
+	if _, err := cluster.Build(t.Context(), "", t.Output()); err != nil {
 		t.Fatal(err)
 	}
 	for _, milliseconds := range []int{20, 100, 300, 700, 1500, 3000} {

@@ -106,7 +106,10 @@ func (c *Cluster) describeControlPlane(options Options, credentials *credentials
 	if err != nil {
 		return err
 	}
-	plane := components.ControlPlane{Address: network.address(0), FeatureGates: options.FeatureGates, Scheduler: options.Scheduler, Alone: options.ControlPlaneOnly}
+	plane := components.ControlPlane{Address: network.address(0), FeatureGates: options.FeatureGates, Alone: options.ControlPlaneOnly}
+	if options.Kubernetes == "" {
+		plane.RuntimeConfig = components.DefaultRuntimeConfig
+	}
 	spec := &machine.Spec{Name: controlPlane, Services: plane.Services(c.programPaths)}
 	spec.Network.Loopback = []string{components.KubernetesService + "/32"} // the Service "kubernetes", with no kube-proxy
 	for i := range options.Nodes {

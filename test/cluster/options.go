@@ -9,12 +9,7 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/components"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/toolchain"
 )
-
-// SchedulerOfOwnNodes is a program for Options.Scheduler: the release's kube-scheduler without the condition that makes it look at the counters of every node
-// for each node. It stands for the releases that have this fixed.
-const SchedulerOfOwnNodes = toolchain.SchedulerOfOwnNodes
 
 // DefaultName is the name of a cluster that was given none.
 const DefaultName = "default"
@@ -27,10 +22,12 @@ type Options struct {
 	Nodes []NodeOptions
 	// ControlPlaneOnly brings up no node at all. Nobody looks after Nodes then: those that a test makes stay as it made them, with no kubelet behind them.
 	ControlPlaneOnly bool
-	// FeatureGates are set on every component, over the defaults (what the Kubernetes release has for dynamic resource allocation, all on).
+	// Kubernetes is the version of Kubernetes' programs, like v1.37.0, as users get it: with its own
+	// defaults for feature gates and APIs. Empty means the version that tools/go.mod pins, with
+	// every gate and API for dynamic resource allocation on.
+	Kubernetes string
+	// FeatureGates are set on every component, over the defaults.
 	FeatureGates map[string]bool
-	// Scheduler is the program that runs as kube-scheduler; empty means that of the release.
-	Scheduler string
 	// RestartPause is the longest that a kubelet waits before it starts a container again that ended, from one second on, for tests that end one over
 	// and over. 0 leaves Kubernetes' own: ten seconds that double up to five minutes.
 	RestartPause time.Duration
@@ -87,7 +84,10 @@ func (o Options) complete() (Options, error) {
 	if len(o.Nodes) > maxNodes {
 		return o, fmt.Errorf("cluster %s: %d nodes wanted, at most %d fit into its network", o.Name, len(o.Nodes), maxNodes)
 	}
-	gates := components.DefaultFeatureGates()
+	gates := map[string]bool{}
+	if o.Kubernetes == "" {
+		gates = components.DefaultFeatureGates()
+	}
 	maps.Copy(gates, o.FeatureGates)
 	o.FeatureGates = gates
 	taken := map[string]bool{controlPlane: true}

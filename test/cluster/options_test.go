@@ -20,6 +20,10 @@ func TestOptionsAreCompleted(t *testing.T) {
 	if gates := completed.FeatureGates; gates["DRADeviceTaintRules"] || !gates["New"] || !gates["DRAListTypeAttributes"] {
 		t.Errorf("gates are %v: the caller's must win over the defaults, and the other defaults stay", gates)
 	}
+	release, err := Options{Kubernetes: "v1.37.0", FeatureGates: map[string]bool{"New": true}}.complete()
+	if gates := release.FeatureGates; err != nil || len(gates) != 1 || !gates["New"] {
+		t.Errorf("gates of a release as users get it are %v (%v), want only the caller's", gates, err)
+	}
 	if empty, err := (Options{}).complete(); err != nil || len(empty.Nodes) != 1 {
 		t.Errorf("the zero value makes %d nodes (%v), want one", len(empty.Nodes), err)
 	}

@@ -25,11 +25,7 @@ func Up(ctx context.Context, options Options) (*Cluster, error) {
 	if err := needRoot(); err != nil {
 		return nil, err
 	}
-	var more []string
-	if options.Scheduler != "" {
-		more = append(more, options.Scheduler)
-	}
-	programs, err := Build(ctx, options.Output, more...)
+	programs, err := Build(ctx, options.Kubernetes, options.Output)
 	if err != nil {
 		return nil, err
 	}

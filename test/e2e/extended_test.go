@@ -20,15 +20,12 @@ func limits(count string) func(*corev1.Pod) {
 func (w *world) testExtendedResource(t *testing.T) {
 	w.needSMI(t)
 	u := w.tenant(t)
-	// As the chart comes, nobody offers this resource.
-	u.pod("early", limits("1"))
-	u.unschedulable("early", "Insufficient nvidia.com/gpu")
-
-	w.install(t, "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu", "--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"}]`)
-	u.running("early")
+	u.pod("one", limits("1"))
+	u.running("one")
+	w.install(t, "--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"}]`)
 	u.pod("two", onNode(h100), limits("2"))
 	u.running("two")
-	for pod, count := range map[string]int{"early": 1, "two": 2} {
+	for pod, count := range map[string]int{"one": 1, "two": 2} {
 		status := u.get(pod).Status.ExtendedResourceClaimStatus
 		if status == nil {
 			t.Fatalf("Pod %s has no claim behind its limits", pod)

@@ -82,8 +82,27 @@ func (w *world) settle(uids []types.UID) {
 			w.hadAgain(p.ctx, p, g.name())
 		}
 	}
+	w.wholeAgain(p)
 	w.empty()
 	p.end()
+}
+
+// wholeAgain makes sure that no card is left in a MIG mode of ours where nothing is cut, and that an
+// admin's mode stays.
+func (w *world) wholeAgain(p *process) {
+	for _, g := range w.snapshot.Node.GPUs {
+		card := w.gpu(g.WholeName())
+		theirs := card.on && !card.ours
+		if _, err := p.ModeOff(p.ctx, g.GPU); err != nil {
+			w.breaks("the MIG mode of %s is not turned off: %v", card.name(), err)
+		}
+		if card.on && card.ours && len(card.instances) == 0 {
+			w.breaks("%s is left in MIG mode, which the plugin turned on", card.name())
+		}
+		if theirs && !card.on {
+			w.breaks("the MIG mode of %s was turned off, which an admin uses", card.name())
+		}
+	}
 }
 
 // hadAgain makes sure that a GPU can be prepared, as a whole and in part.

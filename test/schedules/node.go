@@ -31,10 +31,12 @@ type node struct {
 // gpu is a card, with the rules of a real one: instances don't overlap, the compute instance goes before the GPU instance, IDs are used again, and the UUIDs
 // of MIG devices follow from them.
 type gpu struct {
-	address   device.PCIAddress
-	uuid      string
-	minor     int
-	on        bool
+	address device.PCIAddress
+	uuid    string
+	minor   int
+	on      bool
+	// ours says that the plugin turned the mode on, and that no admin has used it since.
+	ours      bool
 	instances map[uint32]device.Instance
 	// theirs are the instances that an admin has cut, by their IDs.
 	theirs map[uint32]device.Instance
@@ -55,8 +57,8 @@ const gpuMemory = 25 << 30
 
 // profiles are some of an H100's.
 var profiles = []device.Profile{
-	{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, Size: 4, Starts: []uint32{0, 4}},
-	{ID: theirProfile, Name: "2g.20gb", Slices: 2, MaxInstances: 3, Size: 2, Starts: []uint32{0, 2, 4}},
+	{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, Size: 4, Starts: []uint32{0, 4}, MemoryBytes: 40 << 30},
+	{ID: theirProfile, Name: "2g.20gb", Slices: 2, MaxInstances: 3, Size: 2, Starts: []uint32{0, 2, 4}, MemoryBytes: 20 << 30},
 	{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 7, Size: 1, Starts: []uint32{0, 1, 2, 3, 4, 5, 6}, MemoryBytes: 17 << 30},
 }
 
@@ -121,7 +123,7 @@ func (n *node) bootID() string { return fmt.Sprintf("boot-%d", n.boots) }
 func (g *gpu) forget() {
 	clear(g.instances)
 	clear(g.theirs)
-	g.on, g.mode, g.slice = false, device.ComputeDefault, device.TimeSliceDefault
+	g.on, g.ours, g.mode, g.slice = false, false, device.ComputeDefault, device.TimeSliceDefault
 	g.disturbed++
 }
 
@@ -166,9 +168,9 @@ func (g *gpu) setMode(c nvidia.Card, on bool) (nvidia.State, error) {
 		return g.state(), failure(nvidia.CodeInUse, modeOn, c)
 	}
 	if on && !g.on {
-		g.mode = device.ComputeDefault
+		g.mode, g.ours = device.ComputeDefault, true
 	}
-	g.on = on
+	g.on, g.ours = on, g.ours && on
 	return g.state(), nil
 }
 
@@ -269,7 +271,7 @@ func (g *gpu) someoneElse(start uint32) bool {
 		g.on = on
 		return false
 	}
-	g.theirs[in.ID] = g.instances[in.ID]
+	g.theirs[in.ID], g.ours = g.instances[in.ID], false
 	return true
 }
 

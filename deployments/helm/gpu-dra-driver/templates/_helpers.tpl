@@ -230,6 +230,36 @@ device plugin writes them.
 mig-{{ . | replace "+" "." }}
 {{- end -}}
 
+{{/* The extended resource of an entry of deviceClasses.migProfiles. */}}
+{{- define "gpu-dra-driver.profileResource" -}}
+{{- if hasKey . "extendedResourceName" -}}
+{{- .extendedResourceName -}}
+{{- else -}}
+nvidia.com/{{ include "gpu-dra-driver.profileName" .profile }}
+{{- end -}}
+{{- end -}}
+
+{{/* Not empty if class shared.gpu.nvidia.com is made. */}}
+{{- define "gpu-dra-driver.sharesAnything" -}}
+{{- if and .Values.deviceClasses.shared.enabled (regexMatch "(^|[=,]) *(fractions|shares:)" .Values.shares) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/*
+The extended resource of class gpu.nvidia.com. It has one by default, so it yields: a class of shares or of a profile that is given the same resource has
+it alone.
+*/}}
+{{- define "gpu-dra-driver.gpuResource" -}}
+{{- $taken := list -}}
+{{- if include "gpu-dra-driver.sharesAnything" . }}{{ $taken = append $taken .Values.deviceClasses.shared.extendedResourceName }}{{ end -}}
+{{- range .Values.deviceClasses.migProfiles }}{{ $taken = append $taken (include "gpu-dra-driver.profileResource" .) }}{{ end -}}
+{{- $own := .Values.deviceClasses.gpu.extendedResourceName -}}
+{{- if and .Values.deviceClasses.gpu.enabled (not (has $own $taken)) -}}
+{{- $own -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The plugin's configuration file. Who it is (node, Pod) comes from the environment. */}}
 {{- define "gpu-dra-driver.config" -}}
 daemonsetName: {{ include "gpu-dra-driver.pluginName" . | quote }}

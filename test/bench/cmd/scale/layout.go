@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strings"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -17,26 +16,65 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/node"
 )
 
-// What a node publishes.
+// The names of layouts that others are compared with, or that have fewer nodes.
 const (
-	everyShape = "every shape"
-	wholeOnly  = "whole GPUs only"
-	static     = "56 static MIG devices"
+	whole   = "whole"
+	dynamic = "dynamic"
 )
 
 // The classes, as the chart has them.
 const (
 	wholeClass = "gpu.nvidia.com"
 	migClass   = "mig.nvidia.com"
-
-	smallest = "1g.10gb"
 )
 
-// classesOf says for which classes claims are made on nodes of a layout.
-var classesOf = map[string][]string{wholeOnly: {wholeClass}, static: {migClass}, everyShape: {wholeClass, migClass}}
+// layout is what the nodes of a cluster publish, and which claims are made there.
+type layout struct {
+	name string
+	// policy is that of the nodes' plugins, pool that of a tenth as many nodes more.
+	policy, pool string
+	claims       []claim
+	// held says that claims for whole GPUs are held to leastRate.
+	held bool
+}
 
-// layout is the slices of one node, in their order.
-type layout []resourceapi.ResourceSliceSpec
+// claim is what each claim of one measurement asks for.
+type claim struct {
+	name, class, profile string
+	// avoidsPool keeps the claim's Pod away from the pool's nodes by a node selector.
+	avoidsPool bool
+}
+
+var (
+	aGPU        = claim{name: "a GPU", class: wholeClass}
+	outsidePool = claim{name: "a GPU outside the pool", class: wholeClass, avoidsPool: true}
+	aPartition  = claim{name: "1g.10gb", class: migClass, profile: "1g.10gb"}
+)
+
+var layouts = []layout{
+	{name: whole, policy: "off", claims: []claim{aGPU}},
+	{name: "default", policy: "static", claims: []claim{aGPU}, held: true},
+	{name: "mixed", policy: "static", pool: "dynamic(1g.10gb,3g.40gb)", claims: []claim{aGPU, outsidePool}, held: true},
+	{name: dynamic, policy: "dynamic", claims: []claim{aGPU, aPartition}},
+}
+
+// poolOf is how many nodes there are for each one of the pool.
+const poolOf = 11
+
+// total is how many nodes a layout has where size is asked for.
+func (l layout) total(size int) int {
+	if l.pool == "" {
+		return size
+	}
+	return size + size/(poolOf-1)
+}
+
+// inPool says whether the node with the given number belongs to the pool. Its nodes lie among the
+// others.
+func (l layout) inPool(i int) bool { return l.pool != "" && i%poolOf == poolOf-1 }
+
+// model is the slices of one node, in their order.
+type model []resourceapi.ResourceSliceSpec
 
 func (s *scale) classes(ctx context.Context) error {
 	for class, kind := range map[string]string{wholeClass: "gpu", migClass: "mig"} {
@@ -53,41 +91,38 @@ func (s *scale) classes(ctx context.Context) error {
 	return nil
 }
 
-// models asks the plugin what it publishes. Static devices are those of the smallest profile, which nothing excludes from each other.
+// models asks the plugin what it publishes under each policy.
 func (s *scale) models(ctx context.Context, o node.Options) error {
-	s.layout = map[string]layout{}
-	for name, policy := range map[string]string{everyShape: "dynamic", wholeOnly: "static"} {
-		o.Name, o.MIGPolicy = strings.ReplaceAll(name, " ", "-")+"-model", policy
-		o.Name = strings.ToLower(o.Name)
-		o.CDIRoot = filepath.Join(o.Folder, o.Name+"-cdi")
-		var err error
-		if s.layout[name], err = s.published(ctx, o); err != nil {
-			return err
-		}
-	}
-	var one resourceapi.ResourceSliceSpec
-	for _, slice := range s.layout[everyShape] {
-		for _, d := range slice.Devices {
-			if profile := d.Attributes["profile"].StringValue; profile == nil || *profile != smallest {
+	s.published = map[string]model{}
+	for _, l := range s.layouts {
+		for _, policy := range []string{l.policy, l.pool} {
+			if _, known := s.published[policy]; known || policy == "" {
 				continue
 			}
-			d.ConsumesCounters = nil
-			one.Devices = append(one.Devices, d)
+			o.Name, o.MIGPolicy = fmt.Sprintf("model%d", len(s.published)), policy
+			o.CDIRoot = filepath.Join(o.Folder, o.Name+"-cdi")
+			m, err := s.ask(ctx, o)
+			if err != nil {
+				return fmt.Errorf("ask the plugin what it publishes under the policy %s: %w", policy, err)
+			}
+			s.published[policy] = m
+			fmt.Fprintf(os.Stderr, "%s, policy %s: %s\n", s.version, policy, m)
 		}
-	}
-	s.layout[static] = layout{one}
-	for name, slices := range s.layout {
-		devices, stored := 0, 0
-		for _, spec := range slices {
-			devices += len(spec.Devices)
-			stored += (&resourceapi.ResourceSlice{Spec: spec}).Size()
-		}
-		fmt.Fprintf(os.Stderr, "%s: %d slices, %d devices, %d KB a node as the API server stores them\n", name, len(slices), devices, stored/1000)
 	}
 	return nil
 }
 
-func (s *scale) published(ctx context.Context, o node.Options) (layout, error) {
+func (m model) String() string {
+	devices, stored := 0, 0
+	for _, spec := range m {
+		devices += len(spec.Devices)
+		stored += (&resourceapi.ResourceSlice{Spec: spec}).Size()
+	}
+	return fmt.Sprintf("%d slices, %d devices, %d KB a node as the API server stores them", len(m), devices, stored/1000)
+}
+
+// ask runs the plugin on a node until its pool is complete.
+func (s *scale) ask(ctx context.Context, o node.Options) (model, error) {
 	n, err := node.New(ctx, o)
 	if err != nil {
 		return nil, err
@@ -105,7 +140,7 @@ func (s *scale) published(ctx context.Context, o node.Options) (layout, error) {
 }
 
 // complete waits for the node's whole pool.
-func (s *scale) complete(ctx context.Context, name string) (layout, error) {
+func (s *scale) complete(ctx context.Context, name string) (model, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	for {
@@ -113,7 +148,7 @@ func (s *scale) complete(ctx context.Context, name string) (layout, error) {
 		if err != nil {
 			return nil, err
 		}
-		var all layout
+		var all model
 		for _, slice := range list.Items { // by name, which begins with the place in the pool
 			all = append(all, slice.Spec)
 		}
@@ -128,11 +163,11 @@ func (s *scale) complete(ctx context.Context, name string) (layout, error) {
 	}
 }
 
-// publish gives a node the layout's slices, named as the plugin names them.
-func (s *scale) publish(ctx context.Context, name string, l layout) error {
-	for i, spec := range l {
+// publish gives a node the model's slices, named as the plugin names them.
+func (s *scale) publish(ctx context.Context, name string, m model) error {
+	for i, spec := range m {
 		spec.Driver, spec.NodeName = driver.DriverName, &name
-		spec.Pool = resourceapi.ResourcePool{Name: name, Generation: 1, ResourceSliceCount: int64(len(l))}
+		spec.Pool = resourceapi.ResourcePool{Name: name, Generation: 1, ResourceSliceCount: int64(len(m))}
 		slice := &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%05x-%s-%s", i, driver.DriverName, name)}, Spec: spec}
 		_, err := s.client.ResourceV1().ResourceSlices().Create(ctx, slice, metav1.CreateOptions{})
 		if err != nil && !apierrors.IsAlreadyExists(err) {

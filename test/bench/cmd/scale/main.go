@@ -1,8 +1,9 @@
-// scale measures what a large cluster's scheduler pays for the shapes that each node publishes: the slices that the production plugin publishes for a simulated
-// node, copied to hundreds of Node objects without kubelets, in a real API server, and claims with Pods that the real scheduler allocates and binds.
+// scale measures what the slices that each node publishes cost the scheduler of a large cluster.
 //
-// The scheduler is that of the test cluster's release, as it is and without the one condition that its successor took away, each in a cluster of its own. What is
-// compared was measured in the same run; how the cost grows with the number of nodes says what a larger cluster would cost.
+// It copies the slices that the production plugin publishes for a simulated node to hundreds of
+// Node objects without kubelets, in a real API server. The real scheduler allocates claims and
+// binds their Pods. Each version of Kubernetes has a cluster of its own, with that version's
+// defaults. Layouts of the nodes are measured in turns, and medians are compared.
 package main
 
 import (
@@ -13,6 +14,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -26,30 +28,18 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// The schedulers, by the names that the flag has for them, and their programs for [cluster.Options].
-const (
-	fixed   = "fixed"
-	asBuilt = "as-built"
-)
-
-var schedulers = map[string]string{fixed: cluster.SchedulerOfOwnNodes, asBuilt: ""}
-
-// gates are those that the test cluster sets and that nobody has set who uses the release as it comes: one of them alone, DRANodeAllocatableResources, has the
-// scheduler list all slices for every node.
-var gates = map[string]bool{
-	"DRADeviceTaintRules": false, "DRAListTypeAttributes": false, "DRANodeAllocatableResources": false, "DRAResourcePoolStatus": false,
-	"DRAWorkloadResourceClaims": false, "GenericWorkload": false,
-}
-
 type options struct {
 	program    string
-	schedulers []string
-	layouts    []string
+	kubernetes []string
+	layouts    []layout
 	nodes      []int
-	claims     int
-	limit      time.Duration
-	profiles   string
-	json       string
+	// mostDynamic is the largest number of nodes with every shape.
+	mostDynamic int
+	claims      int
+	turns       int
+	limit       time.Duration
+	profiles    string
+	json        string
 }
 
 func main() {
@@ -64,12 +54,18 @@ func main() {
 
 func parse() (options, error) {
 	var o options
-	nodes := flag.String("nodes", "50,150,500", "how many nodes, in ascending order")
-	names := flag.String("schedulers", fixed+","+asBuilt, fixed+": without the condition that Kubernetes 1.37 took away; "+asBuilt+": as the release has it")
-	layouts := flag.String("layouts", strings.Join([]string{wholeOnly, static, everyShape}, ","), "what the nodes publish")
+	var names []string
+	for _, l := range layouts {
+		names = append(names, l.name)
+	}
+	versions := flag.String("kubernetes", "v1.37.0,v1.36.3", "versions of Kubernetes; one that is not in the build cache is built first")
+	nodes := flag.String("nodes", "50,500", "how many nodes, in ascending order; the layout mixed has a tenth more, with partitions")
+	chosen := flag.String("layouts", strings.Join(names, ","), "what the nodes publish; all are compared with "+whole)
 	flag.StringVar(&o.program, "program", "build/bin/gpu-kubelet-plugin", "the plugin's program")
-	flag.IntVar(&o.claims, "claims", 200, "how many claims are allocated at each size")
-	flag.DurationVar(&o.limit, "limit", 5*time.Minute, "how long the claims of one measurement may take; what was done until then makes the rate, and larger sizes are left out")
+	flag.IntVar(&o.mostDynamic, "most-dynamic", 50, "how many nodes the layout "+dynamic+" has at most")
+	flag.IntVar(&o.claims, "claims", 100, "how many claims are allocated in one measurement")
+	flag.IntVar(&o.turns, "turns", 3, "how often each layout is measured")
+	flag.DurationVar(&o.limit, "limit", 2*time.Minute, "how long one measurement may take; what is done by then counts, and larger sizes are left out")
 	flag.StringVar(&o.profiles, "profiles", "", "folder for a profile of the scheduler's CPU from each measurement's first seconds")
 	flag.StringVar(&o.json, "json", "", "file for the figures as JSON")
 	flag.Parse()
@@ -80,16 +76,13 @@ func parse() (options, error) {
 		}
 		o.nodes = append(o.nodes, count)
 	}
-	o.schedulers, o.layouts = strings.Split(*names, ","), strings.Split(*layouts, ",")
-	for _, name := range o.schedulers {
-		if _, known := schedulers[name]; !known {
-			return o, fmt.Errorf("--schedulers: there is none called %q", name)
-		}
-	}
-	for _, name := range o.layouts {
-		if _, known := classesOf[name]; !known {
+	o.kubernetes = strings.Split(*versions, ",")
+	for _, name := range strings.Split(*chosen, ",") {
+		i := slices.Index(names, name)
+		if i < 0 {
 			return o, fmt.Errorf("--layouts: there is none called %q", name)
 		}
+		o.layouts = append(o.layouts, layouts[i])
 	}
 	var err error
 	o.program, err = filepath.Abs(o.program)
@@ -101,16 +94,16 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s := &scale{options: o, costs: map[key]cost{}}
-	for _, s.scheduler = range o.schedulers {
-		if err := s.onCluster(ctx); err != nil {
-			return errors.Join(err, s.print()) // what was measured until then took long enough
+	s := &scale{options: o, costs: map[key]*costs{}}
+	for _, s.version = range o.kubernetes {
+		if err = s.onCluster(ctx); err != nil {
+			break // what was measured until then took long enough to be printed
 		}
 	}
-	return s.print()
+	return errors.Join(err, s.print())
 }
 
-// onCluster measures with one scheduler.
+// onCluster measures with one version of Kubernetes.
 func (s *scale) onCluster(ctx context.Context) (err error) {
 	name := fmt.Sprintf("scale%d", os.Getpid()%1000000)
 	folder, err := os.MkdirTemp("", "scale-")
@@ -122,7 +115,7 @@ func (s *scale) onCluster(ctx context.Context) (err error) {
 		defer cancel()
 		err = errors.Join(err, cluster.Down(end, name), os.RemoveAll(folder))
 	}()
-	c, err := cluster.Up(ctx, cluster.Options{Name: name, ControlPlaneOnly: true, FeatureGates: gates, Scheduler: schedulers[s.scheduler], Output: os.Stderr})
+	c, err := cluster.Up(ctx, cluster.Options{Name: name, ControlPlaneOnly: true, Kubernetes: s.version, Output: os.Stderr})
 	if err != nil {
 		return err
 	}
@@ -148,78 +141,103 @@ func (s *scale) onCluster(ctx context.Context) (err error) {
 }
 
 func (s *scale) print() error {
-	for _, s.scheduler = range s.schedulers {
-		s.conclude()
-	}
-	if err := s.report.Table(os.Stdout); err != nil {
+	r := s.conclude()
+	if err := r.Table(os.Stdout); err != nil {
 		return err
 	}
-	if s.json == "" {
-		return nil
+	if s.json != "" {
+		f, err := os.Create(s.json)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(r.JSON(f), f.Close()); err != nil {
+			return err
+		}
 	}
-	f, err := os.Create(s.json)
-	if err != nil {
-		return err
+	for _, g := range r.Goals {
+		if !g.Met() {
+			return errors.New("a goal is not met")
+		}
 	}
-	return errors.Join(s.report.JSON(f), f.Close())
+	return nil
 }
 
-// key is a kind of claim on nodes of a layout, for a scheduler.
+// key is a kind of claim on nodes of a layout, with a version of Kubernetes.
 type key struct {
-	scheduler, layout, class string
-	nodes                    int
+	kubernetes, layout, claim string
+	nodes                     int
 }
 
-// cost is what claims of a kind took.
-type cost struct {
-	// perSecond is what a user sees, on a machine on which everything runs; processor is the scheduler's own part of each claim.
-	perSecond float64
-	processor time.Duration
+// costs are what a claim took, in each turn.
+type costs struct {
+	// elapsed is what a user sees, on a machine on which everything runs. processor is the
+	// scheduler's own part.
+	elapsed, processor report.Samples
 }
 
-// conclude compares what one scheduler did, as far as it came.
-func (s *scale) conclude() {
-	at := func(layout, class string, nodes int) cost { return s.costs[key{s.scheduler, layout, class, nodes}] }
-	atLeast := func(what, layout, class, of string, limit float64) {
-		for _, n := range s.nodes {
-			if here, there := at(layout, class, n), at(of, class, n); here.perSecond > 0 && there.perSecond > 0 {
-				s.report.AtLeast(fmt.Sprintf("%s a second, every shape, to %s, %d nodes", what, of, n), s.scheduler, here.perSecond/there.perSecond, limit, "×")
-				s.report.AtMost(fmt.Sprintf("the scheduler's processor, %s, every shape, to %s, %d nodes", what, of, n), s.scheduler,
-					here.processor.Seconds()/there.processor.Seconds(), 1/limit, "×")
+// leastRate is how many claims for whole GPUs a second a cluster gets done with the slices of a
+// default install, as a part of those that it gets done with nothing but whole GPUs.
+const leastRate = 0.8
+
+// conclude compares every layout with whole GPUs only, at the same size.
+func (s *scale) conclude() *report.Report {
+	r := &report.Report{Machine: s.machine()}
+	for _, version := range s.kubernetes {
+		for _, size := range s.nodes {
+			var elapsed, processor *report.Row // of whole GPUs only
+			for _, l := range s.layouts {
+				for _, c := range l.claims {
+					cost := s.costs[key{version, l.name, c.name, size}]
+					if cost == nil {
+						continue
+					}
+					work, by := fmt.Sprintf("%s, %d nodes", c.name, size), version+", "+l.name
+					time := r.Add(work, by, &cost.elapsed)
+					cpu := r.Add(work+": the scheduler's processor", by, &cost.processor)
+					if l.name == whole {
+						elapsed, processor = time, cpu
+						continue
+					}
+					if elapsed == nil || c.class != wholeClass {
+						continue
+					}
+					time.Compare(elapsed)
+					cpu.Compare(processor)
+					if l.held && ownNodesOnly(version) {
+						r.AtLeast("claims a second, "+work+", to "+whole, by, elapsed.P50/time.P50, leastRate, "×")
+					}
+				}
 			}
 		}
 	}
-	atLeast("whole-GPU claims", everyShape, wholeClass, wholeOnly, 0.5)
-	atLeast("1g MIG claims", everyShape, migClass, static, 0.25)
-	first, last := s.nodes[0], s.nodes[len(s.nodes)-1]
-	for _, layout := range s.layouts {
-		for _, class := range classesOf[layout] {
-			few, many := at(layout, class, first), at(layout, class, last)
-			if first == last || few.perSecond == 0 || many.perSecond == 0 {
-				continue
-			}
-			growth, more := few.perSecond/many.perSecond, float64(last)/float64(first)
-			s.report.AtMost(fmt.Sprintf("cost of a claim of %s, %s, %d to %d nodes", class, layout, first, last), s.scheduler, growth, more, "×")
-			// A straight line through the smallest and the largest size.
-			slope := (many.processor - few.processor) / time.Duration(last-first)
-			fmt.Fprintf(os.Stderr, "%s, %s, %s: %s of the scheduler's processor a claim at %d nodes, %s at %d, so %s at 5000 on a straight line\n",
-				s.scheduler, layout, class, few.processor, first, many.processor, last, many.processor+slope*time.Duration(5000-last))
-		}
-	}
+	return r
+}
+
+// ownNodesOnly says whether the scheduler of a version looks at each node's own counters only. To
+// 1.36 it looks at those of all nodes for each node, and no limit is set to what that costs
+// (https://github.com/kubernetes/kubernetes/pull/138917).
+func ownNodesOnly(version string) bool {
+	minor, _, _ := strings.Cut(strings.TrimPrefix(version, "v1."), ".")
+	n, err := strconv.Atoi(minor)
+	return err == nil && n >= 37
+}
+
+func (s *scale) machine() string {
+	return fmt.Sprintf("%d claims at once, medians of %d turns", s.claims, s.turns)
 }
 
 type scale struct {
 	options
 
-	costs  map[key]cost
-	report report.Report
+	costs map[key]*costs
 
 	// Of the cluster that is up.
-	scheduler string
-	client    kubernetes.Interface
+	version string
+	client  kubernetes.Interface
 	// schedulerConfig is for the scheduler's own port.
 	schedulerConfig *rest.Config
-	layout          map[string]layout
+	// published is the slices of one node by the policy of its plugin.
+	published map[string]model
 	// generation counts the layouts that have been measured.
 	generation int
 }

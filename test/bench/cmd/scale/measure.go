@@ -18,23 +18,32 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/tools/cache"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/report"
 )
 
 // workers is how many requests are under way while objects are made.
 const workers = 16
 
-// measure goes through layouts and sizes; nodes of one size grow into those of the next.
+// poolLabel is the label of nodes, with the name of the pool that they belong to.
+const (
+	poolLabel      = "pool"
+	partitionsPool = "partitions"
+	wholePool      = "whole"
+)
+
+// measure measures each layout in every turn, and begins each turn with another one: what has
+// gathered in the cluster until then is nobody's disadvantage.
 func (s *scale) measure(ctx context.Context) error {
-	for i, layout := range s.layouts {
-		if i > 0 {
-			if err := s.clear(ctx); err != nil {
+	for turn := range s.turns {
+		for i := range s.layouts {
+			if s.generation > 0 {
+				if err := s.clear(ctx); err != nil {
+					return err
+				}
+			}
+			s.generation++
+			if err := s.measureLayout(ctx, s.layouts[(turn+i)%len(s.layouts)]); err != nil {
 				return err
 			}
-		}
-		if err := s.measureLayout(ctx, layout); err != nil {
-			return err
 		}
 	}
 	return nil
@@ -53,31 +62,31 @@ func (s *scale) clear(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("remove the slices: %w", err)
 	}
-	s.generation++
 	return s.client.CoreV1().Nodes().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{})
 }
 
-// measureLayout ends with the size at which claims of all classes took too long.
-func (s *scale) measureLayout(ctx context.Context, layout string) error {
-	there, classes := 0, slices.Clone(classesOf[layout])
+// measureLayout grows the nodes of one size into those of the next. It leaves out claims of which
+// a smaller size took too long.
+func (s *scale) measureLayout(ctx context.Context, l layout) error {
+	there, claims := 0, slices.Clone(l.claims)
 	for _, size := range s.nodes {
-		if len(classes) == 0 {
+		if len(claims) == 0 || l.name == dynamic && size > s.mostDynamic {
 			return nil
 		}
-		if err := s.grow(ctx, s.layout[layout], there, size); err != nil {
+		if err := s.grow(ctx, l, there, l.total(size)); err != nil {
 			return err
 		}
-		there = size
+		there = l.total(size)
 		if err := s.settle(ctx); err != nil {
 			return err
 		}
-		for _, class := range slices.Clone(classes) {
-			inTime, err := s.allocate(ctx, key{s.scheduler, layout, class, size})
+		for _, c := range slices.Clone(claims) {
+			inTime, err := s.allocate(ctx, key{s.version, l.name, c.name, size}, c)
 			if err != nil {
 				return err
 			}
 			if !inTime {
-				classes = slices.DeleteFunc(classes, func(c string) bool { return c == class })
+				claims = slices.DeleteFunc(claims, func(late claim) bool { return late == c })
 			}
 		}
 	}
@@ -88,15 +97,22 @@ func (s *scale) measureLayout(ctx context.Context, layout string) error {
 func (s *scale) nodeName(i int) string { return fmt.Sprintf("n%d-%04d", s.generation, i) }
 
 func (s *scale) grow(ctx context.Context, l layout, from, to int) error {
-	fmt.Fprintf(os.Stderr, "making nodes %d to %d\n", from, to)
+	fmt.Fprintf(os.Stderr, "%s, %s: making nodes %d to %d\n", s.version, l.name, from, to)
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(workers)
 	room := corev1.ResourceList{corev1.ResourceCPU: resource.MustParse("1000"), corev1.ResourceMemory: resource.MustParse("1Ti"), corev1.ResourcePods: resource.MustParse("10000")}
 	for i := from; i < to; i++ {
 		group.Go(func() error {
-			n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: s.nodeName(i)}, Status: corev1.NodeStatus{
-				Capacity: room, Allocatable: room, Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}},
-			}}
+			pool, policy := wholePool, l.policy
+			if l.inPool(i) {
+				pool, policy = partitionsPool, l.pool
+			}
+			n := &corev1.Node{
+				ObjectMeta: metav1.ObjectMeta{Name: s.nodeName(i), Labels: map[string]string{poolLabel: pool}},
+				Status: corev1.NodeStatus{
+					Capacity: room, Allocatable: room, Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}},
+				},
+			}
 			if _, err := s.client.CoreV1().Nodes().Create(ctx, n, metav1.CreateOptions{}); err != nil {
 				return err
 			}
@@ -105,7 +121,7 @@ func (s *scale) grow(ctx context.Context, l layout, from, to int) error {
 			if _, err := s.client.CoreV1().Nodes().Patch(ctx, n.Name, types.MergePatchType, noTaints, metav1.PatchOptions{}); err != nil {
 				return err
 			}
-			return s.publish(ctx, n.Name, l)
+			return s.publish(ctx, n.Name, s.published[policy])
 		})
 	}
 	return group.Wait()
@@ -113,7 +129,7 @@ func (s *scale) grow(ctx context.Context, l layout, from, to int) error {
 
 // allocate makes claims and a Pod for each, and takes the time from the first Pod that is bound to the last. How long each had to wait is of no interest:
 // they all come at once. It says whether all were bound in time.
-func (s *scale) allocate(ctx context.Context, k key) (inTime bool, err error) {
+func (s *scale) allocate(ctx context.Context, k key, c claim) (inTime bool, err error) {
 	ns, err := s.client.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "scale-"}}, metav1.CreateOptions{})
 	if err != nil {
 		return false, err
@@ -129,7 +145,7 @@ func (s *scale) allocate(ctx context.Context, k key) (inTime bool, err error) {
 	group.SetLimit(workers)
 	group.Go(func() error {
 		for i := range s.claims {
-			group.Go(func() error { return s.claim(making, ns.Name, fmt.Sprintf("claim-%d", i), k.class) })
+			group.Go(func() error { return s.claim(making, ns.Name, fmt.Sprintf("claim-%d", i), c) })
 		}
 		return nil
 	})
@@ -154,17 +170,17 @@ func (s *scale) allocate(ctx context.Context, k key) (inTime bool, err error) {
 		}
 	}
 	if bound < 2 {
-		fmt.Fprintf(os.Stderr, "%s, %s, %d nodes, %s: %d claims in %s\n", k.scheduler, k.layout, k.nodes, k.class, bound, s.limit)
+		fmt.Fprintf(os.Stderr, "%s, %s, %d nodes, %s: %d claims in %s\n", k.kubernetes, k.layout, k.nodes, k.claim, bound, s.limit)
 		return inTime, nil
 	}
-	took := last.Sub(first)
-	c := cost{perSecond: float64(bound-1) / took.Seconds(), processor: (after - before) / time.Duration(bound)}
-	s.costs[k] = c
-	work, by := fmt.Sprintf("a claim of %s, %d nodes", k.class, k.nodes), k.scheduler+", "+k.layout
-	s.report.Add(work, by, &report.Samples{All: []time.Duration{took / time.Duration(bound-1)}})
-	s.report.Add(work+": the scheduler's processor", by, &report.Samples{All: []time.Duration{c.processor}})
+	if s.costs[k] == nil {
+		s.costs[k] = &costs{}
+	}
+	elapsed, processor := last.Sub(first)/time.Duration(bound-1), (after-before)/time.Duration(bound)
+	s.costs[k].elapsed.All = append(s.costs[k].elapsed.All, elapsed)
+	s.costs[k].processor.All = append(s.costs[k].processor.All, processor)
 	fmt.Fprintf(os.Stderr, "%s, %s, %d nodes, %s: %.1f claims a second, %d of %d, %s of the scheduler's processor each\n",
-		k.scheduler, k.layout, k.nodes, k.class, c.perSecond, bound, s.claims, c.processor)
+		k.kubernetes, k.layout, k.nodes, k.claim, 1/elapsed.Seconds(), bound, s.claims, processor)
 	return inTime, nil
 }
 
@@ -214,11 +230,11 @@ func (s *scale) follow(ctx context.Context, namespace string, binds chan<- strin
 }
 
 // claim makes a claim and its Pod.
-func (s *scale) claim(ctx context.Context, namespace, name, class string) error {
-	request := &resourceapi.ExactDeviceRequest{DeviceClassName: class}
-	if class == migClass {
+func (s *scale) claim(ctx context.Context, namespace, name string, wanted claim) error {
+	request := &resourceapi.ExactDeviceRequest{DeviceClassName: wanted.class}
+	if wanted.profile != "" {
 		request.Selectors = []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
-			Expression: fmt.Sprintf("device.attributes['gpu.nvidia.com'].profile == '%s'", smallest),
+			Expression: fmt.Sprintf("device.attributes['gpu.nvidia.com'].profile == '%s'", wanted.profile),
 		}}}
 	}
 	c := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: resourceapi.ResourceClaimSpec{
@@ -233,6 +249,9 @@ func (s *scale) claim(ctx context.Context, namespace, name, class string) error 
 		ResourceClaims:               []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimName: &name}},
 		Containers:                   []corev1.Container{{Name: "c", Image: "none", Resources: corev1.ResourceRequirements{Claims: []corev1.ResourceClaim{{Name: "gpu"}}}}},
 	}}
+	if wanted.avoidsPool {
+		pod.Spec.NodeSelector = map[string]string{poolLabel: wholePool}
+	}
 	for {
 		_, err := s.client.CoreV1().Pods(namespace).Create(ctx, pod, metav1.CreateOptions{})
 		if err == nil {

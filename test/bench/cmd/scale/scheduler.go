@@ -27,7 +27,7 @@ func (s *scale) profile(ctx context.Context, k key) <-chan error {
 		return done
 	}
 	go func() {
-		path := filepath.Join(s.profiles, strings.ReplaceAll(fmt.Sprintf("%s_%s_%s_%d.pprof", k.scheduler, k.layout, k.class, k.nodes), " ", "-"))
+		path := filepath.Join(s.profiles, strings.ReplaceAll(fmt.Sprintf("%s_%s_%s_%d.pprof", k.kubernetes, k.layout, k.claim, k.nodes), " ", "-"))
 		done <- s.writeProfile(ctx, path)
 	}()
 	return done

@@ -37,19 +37,7 @@ func clientCommands(name *string) []*cobra.Command {
 				return opened.LoadImage(command.Context(), args[0], args[1:]...)
 			},
 		},
-		{
-			Use:   "program NAME",
-			Short: "Build a program unless it is in the cache, and print its path: kubectl, helm, ctr, runc, …",
-			Args:  cobra.ExactArgs(1),
-			RunE: func(command *cobra.Command, args []string) error {
-				path, err := cluster.BuildProgram(command.Context(), args[0], command.ErrOrStderr())
-				if err != nil {
-					return err
-				}
-				fmt.Fprintln(command.OutOrStdout(), path)
-				return nil
-			},
-		},
+		programCommand(),
 	}
 	for _, program := range []string{"kubectl", "helm"} {
 		commands = append(commands, &cobra.Command{
@@ -70,4 +58,23 @@ func clientCommands(name *string) []*cobra.Command {
 		})
 	}
 	return commands
+}
+
+func programCommand() *cobra.Command {
+	var kubernetes string
+	command := &cobra.Command{
+		Use:   "program NAME",
+		Short: "Build a program unless it is in the cache, and print its path: kubectl, helm, ctr, runc, …",
+		Args:  cobra.ExactArgs(1),
+		RunE: func(command *cobra.Command, args []string) error {
+			path, err := cluster.BuildProgram(command.Context(), args[0], kubernetes, command.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			fmt.Fprintln(command.OutOrStdout(), path)
+			return nil
+		},
+	}
+	addKubernetesFlag(command, &kubernetes)
+	return command
 }

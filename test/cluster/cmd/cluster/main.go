@@ -59,15 +59,23 @@ func newCommand() *cobra.Command {
 }
 
 func buildCommand() *cobra.Command {
-	return &cobra.Command{
+	var kubernetes string
+	command := &cobra.Command{
 		Use:   "build",
 		Short: "Build everything a cluster needs that is not in the cache yet",
 		Args:  cobra.NoArgs,
 		RunE: func(command *cobra.Command, _ []string) error {
-			_, err := cluster.Build(command.Context(), command.ErrOrStderr())
+			_, err := cluster.Build(command.Context(), kubernetes, command.ErrOrStderr())
 			return err
 		},
 	}
+	addKubernetesFlag(command, &kubernetes)
+	return command
+}
+
+// addKubernetesFlag lets a command work with another Kubernetes than the pinned one.
+func addKubernetesFlag(command *cobra.Command, version *string) {
+	command.Flags().StringVar(version, "kubernetes", "", "`version` of Kubernetes, like v1.37.0, instead of the pinned one")
 }
 
 func buildImageCommand() *cobra.Command {

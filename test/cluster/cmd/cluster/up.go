@@ -14,12 +14,13 @@ import (
 
 // upFlags are what a cluster can be told on the command line; nodes of different kinds need the Go API, but for CDI.
 type upFlags struct {
-	nodes  int
-	hook   string
-	noCDI  []string
-	gates  map[string]string
-	images []string
-	mounts []string
+	nodes      int
+	kubernetes string
+	hook       string
+	noCDI      []string
+	gates      map[string]string
+	images     []string
+	mounts     []string
 }
 
 func upCommand(name *string) *cobra.Command {
@@ -40,6 +41,7 @@ func upCommand(name *string) *cobra.Command {
 	}
 	set := command.Flags()
 	set.IntVar(&flags.nodes, "nodes", 1, "number of nodes that run Pods, named node1, node2, …")
+	addKubernetesFlag(command, &flags.kubernetes)
 	set.StringVar(&flags.hook, "boot-hook", "", "command `'PROGRAM ARG …'` that every node runs at each boot, before containerd; NODE_NAME is set")
 	set.StringSliceVar(&flags.noCDI, "no-cdi", nil, "`nodes` whose containerd ignores CDI devices")
 	set.StringToStringVar(&flags.gates, "feature-gates", nil, "feature gates of all components, over the defaults: `NAME=true,…`")
@@ -49,7 +51,7 @@ func upCommand(name *string) *cobra.Command {
 }
 
 func (f upFlags) options(name string) (cluster.Options, error) {
-	options := cluster.Options{Name: name, Images: f.images, FeatureGates: map[string]bool{}}
+	options := cluster.Options{Name: name, Kubernetes: f.kubernetes, Images: f.images, FeatureGates: map[string]bool{}}
 	for gate, value := range f.gates {
 		on, err := strconv.ParseBool(value)
 		if err != nil {

@@ -7,7 +7,6 @@
 package components
 
 import (
-	"cmp"
 	"fmt"
 	"maps"
 	"path"
@@ -38,7 +37,7 @@ const (
 	SchedulerPort     = 10259
 )
 
-// DefaultFeatureGates switches on what the cluster's Kubernetes release has for devices but leaves off.
+// DefaultFeatureGates switches on what the pinned Kubernetes release has for devices but leaves off.
 func DefaultFeatureGates() map[string]bool {
 	return map[string]bool{
 		"DRADeviceTaintRules":         true,
@@ -50,9 +49,9 @@ func DefaultFeatureGates() map[string]bool {
 	}
 }
 
-// runtimeConfig serves the versions that are off by default; without scheduling.k8s.io/v1alpha2 GenericWorkload keeps the API server from
-// becoming ready.
-const runtimeConfig = "resource.k8s.io/v1beta2=true,resource.k8s.io/v1alpha3=true,scheduling.k8s.io/v1alpha2=true"
+// DefaultRuntimeConfig serves the API versions that the pinned Kubernetes release leaves off. Without
+// scheduling.k8s.io/v1alpha2, GenericWorkload keeps the API server from becoming ready.
+const DefaultRuntimeConfig = "resource.k8s.io/v1beta2=true,resource.k8s.io/v1alpha3=true,scheduling.k8s.io/v1alpha2=true"
 
 // Programs finds the path of a program as a machine sees it.
 type Programs func(name string) string
@@ -61,8 +60,8 @@ type Programs func(name string) string
 type ControlPlane struct {
 	Address      string
 	FeatureGates map[string]bool
-	// Scheduler is the program that runs as kube-scheduler; empty means the one of that name.
-	Scheduler string
+	// RuntimeConfig says which API versions are served beside those that are on by default.
+	RuntimeConfig string
 	// Alone says that there are no kubelets: nobody minds that Nodes are silent.
 	Alone bool
 }
@@ -75,8 +74,7 @@ func (c ControlPlane) Services(programs Programs) []machine.Service {
 		file := path.Join(KubernetesDir, name+".conf")
 		return []string{"--kubeconfig=" + file, "--authentication-kubeconfig=" + file, "--authorization-kubeconfig=" + file}
 	}
-	scheduler := cmp.Or(c.Scheduler, "kube-scheduler")
-	controllers := "*,-cloud-node-lifecycle-controller"
+	controllers := "*"
 	if c.Alone {
 		controllers += ",-node-lifecycle-controller"
 	}
@@ -87,7 +85,7 @@ func (c ControlPlane) Services(programs Programs) []machine.Service {
 			"--listen-peer-urls=http://127.0.0.1:2380",
 		}},
 		{Name: "kube-apiserver", Ready: "https://127.0.0.1:" + strconv.Itoa(APIServerPort) + "/readyz", Argv: []string{
-			programs("kube-apiserver"), verbosity, gates, "--runtime-config=" + runtimeConfig,
+			programs("kube-apiserver"), verbosity, gates, "--runtime-config=" + c.RuntimeConfig,
 			"--etcd-servers=http://127.0.0.1:2379",
 			"--secure-port=" + strconv.Itoa(APIServerPort), "--bind-address=0.0.0.0", "--advertise-address=" + c.Address,
 			"--service-cluster-ip-range=" + ServiceNetwork, "--allow-privileged", "--enable-aggregator-routing",
@@ -111,7 +109,7 @@ func (c ControlPlane) Services(programs Programs) []machine.Service {
 			"--service-account-private-key-file=" + pki("service-account.key"), "--root-ca-file=" + pki("ca.crt"),
 		}, kubeconfigs("controller-manager")...)},
 		{Name: "kube-scheduler", Argv: append([]string{
-			programs(scheduler), verbosity, gates, "--leader-elect=false", "--bind-address=" + c.Address, "--secure-port=" + strconv.Itoa(SchedulerPort),
+			programs("kube-scheduler"), verbosity, gates, "--leader-elect=false", "--bind-address=" + c.Address, "--secure-port=" + strconv.Itoa(SchedulerPort),
 			"--kube-api-qps=500", "--kube-api-burst=1000",
 		}, kubeconfigs("scheduler")...)},
 	}

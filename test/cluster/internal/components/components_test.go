@@ -44,15 +44,6 @@ func TestServicesStartInTheOrderOfTheirDependencies(t *testing.T) {
 	}
 }
 
-func TestAnotherSchedulerRunsUnderTheSameName(t *testing.T) {
-	for _, service := range (ControlPlane{Scheduler: "other"}).Services(program) {
-		if service.Name == "kube-scheduler" && service.Argv[0] == "/tools/other" {
-			return
-		}
-	}
-	t.Error("the scheduler that was asked for runs nowhere")
-}
-
 func TestTheKubeletPausesAsLongAsItIsTold(t *testing.T) {
 	for pause, want := range map[time.Duration]string{0: "", time.Second: "1s", time.Minute: "1m0s"} {
 		var kubelet struct {

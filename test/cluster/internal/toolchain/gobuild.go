@@ -18,7 +18,6 @@ import (
 type goBuild struct {
 	name     string   // in progress lines and errors
 	dir      string   // the module's folder
-	modfile  string   // instead of the module's go.mod, if not empty
 	packages []string // what to build
 	tags     string
 	ldflags  string
@@ -30,19 +29,11 @@ type goBuild struct {
 const reportEvery = 10 * time.Second
 
 func (b goBuild) args() []string {
-	args := append([]string{"build", "-v", "-trimpath", "-buildvcs=false"}, b.selection()...)
-	return append(append(args, "-ldflags", b.ldflags, "-o", b.output), b.packages...)
-}
-
-// selection decides which files are compiled.
-func (b goBuild) selection() (args []string) {
+	args := []string{"build", "-v", "-trimpath", "-buildvcs=false"}
 	if b.tags != "" {
 		args = append(args, "-tags", b.tags)
 	}
-	if b.modfile != "" {
-		args = append(args, "-modfile", b.modfile)
-	}
-	return args
+	return append(append(args, "-ldflags", b.ldflags, "-o", b.output), b.packages...)
 }
 
 // run builds, and prints every few seconds what it is at. On failure the error carries what the compiler said.
@@ -95,7 +86,10 @@ func follow(output io.Reader, compiled *atomic.Int64) string {
 
 // countPackages also downloads the modules that the build needs.
 func (b goBuild) countPackages(ctx context.Context) (int64, error) {
-	args := append([]string{"list", "-deps"}, b.selection()...)
+	args := []string{"list", "-deps"}
+	if b.tags != "" {
+		args = append(args, "-tags", b.tags)
+	}
 	cmd := exec.CommandContext(ctx, "go", append(args, b.packages...)...)
 	cmd.Dir, cmd.Env = b.dir, b.environment()
 	var stderr bytes.Buffer

@@ -4,11 +4,12 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
 	"time"
+
+	"golang.org/x/mod/modfile"
 )
 
 // tool is an artifact that holds programs built from the tool module or from this module.
@@ -21,11 +22,7 @@ type tool struct {
 	ldflags  func(version string) string // nil: only what makes the binary small
 	links    []string                    // the names under which its only binary is called
 	seccomp  bool                        // links C code against libseccomp
-	change   *moduleChange               // what it is built without; such a tool is built only if it is asked for
 }
-
-// SchedulerOfOwnNodes is kube-scheduler as the cluster's release has it, but for one condition that its successor took away; see eachNodesOwnCounters.
-const SchedulerOfOwnNodes = "kube-scheduler-own-nodes"
 
 const stripped = "-s -w"
 
@@ -33,7 +30,7 @@ const stripped = "-s -w"
 var tools = []tool{
 	{
 		name: "kubernetes", programs: []string{"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"},
-		packages: []string{"./kubernetes"}, module: "k8s.io/kubernetes", ldflags: kubernetesVersionFlags,
+		packages: []string{"./kubernetes"}, module: kubernetesModule, ldflags: kubernetesVersionFlags,
 		links: []string{"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"},
 	},
 	{
@@ -62,10 +59,6 @@ var tools = []tool{
 		name: "runc", programs: []string{"runc"}, packages: []string{"github.com/opencontainers/runc"}, module: "github.com/opencontainers/runc",
 		tags: "seccomp netgo osusergo", ldflags: func(string) string { return stripped + " -extldflags -static" }, seccomp: true,
 	},
-	{
-		name: "scheduler", programs: []string{SchedulerOfOwnNodes}, packages: []string{"k8s.io/kubernetes/cmd/kube-scheduler"}, module: "k8s.io/kubernetes",
-		ldflags: kubernetesVersionFlags, links: []string{SchedulerOfOwnNodes}, change: &eachNodesOwnCounters,
-	},
 	{name: "helm", programs: []string{"helm"}, packages: []string{"helm.sh/helm/v4/cmd/helm"}, module: "helm.sh/helm/v4"},
 }
 
@@ -82,19 +75,12 @@ func kubernetesVersionFlags(version string) string {
 // Programs are the paths of built programs, by name.
 type Programs map[string]string
 
-// BuildTools builds every program that is not in the cache, or, if names are given, what is needed for those. source is the folder of this
-// repository's test/cluster.
-func (c *Cache) BuildTools(ctx context.Context, source string, progress *Progress, names ...string) (Programs, error) {
-	module := filepath.Join(source, "tools")
-	identity, err := goIdentity(ctx, module)
-	if err != nil {
-		return nil, err
-	}
-	inputs, err := goSources(filepath.Join(module, "kubernetes"))
-	if err != nil {
-		return nil, err
-	}
-	digest, err := hashRelative(module, append(inputs, filepath.Join(module, "go.mod"), filepath.Join(module, "go.sum"))...)
+// BuildTools builds every program that is not in the cache, or, if names are given, what is needed
+// for those. source is the folder of this repository's test/cluster. kubernetes is the version of
+// Kubernetes' own programs; empty means the one that the tool module pins.
+func (c *Cache) BuildTools(ctx context.Context, source, kubernetes string, progress *Progress, names ...string) (Programs, error) {
+	pinned := filepath.Join(source, "tools")
+	identity, err := goIdentity(ctx, pinned)
 	if err != nil {
 		return nil, err
 	}
@@ -103,7 +89,14 @@ func (c *Cache) BuildTools(ctx context.Context, source string, progress *Progres
 		if !tool.wanted(names) {
 			continue
 		}
-		key := Key(identity, digest, tool.tags, strings.Join(tool.packages, " "), strings.Join(tool.links, " "), tool.flags("key")+tool.change.key())
+		module, err := c.moduleOf(ctx, tool, pinned, kubernetes, progress)
+		if err != nil {
+			return nil, err
+		}
+		key, err := tool.key(identity, module)
+		if err != nil {
+			return nil, err
+		}
 		dir, err := c.Ensure(ctx, tool.name, key, func(dir string) error { return c.buildTool(ctx, tool, module, dir, progress) })
 		if err != nil {
 			return nil, err
@@ -115,9 +108,35 @@ func (c *Cache) BuildTools(ctx context.Context, source string, progress *Progres
 	return built, nil
 }
 
-// wanted tells whether one of the names is a program of the tool; with no names every tool is wanted that is as its makers made it.
+// moduleOf returns the folder of the module that a tool is built from: the pinned one, unless
+// another version of Kubernetes is wanted and the tool is Kubernetes.
+func (c *Cache) moduleOf(ctx context.Context, tool tool, pinned, kubernetes string, progress *Progress) (string, error) {
+	if kubernetes == "" || tool.module != kubernetesModule {
+		return pinned, nil
+	}
+	version, err := moduleVersion(pinned, kubernetesModule)
+	if err != nil || version == kubernetes {
+		return pinned, err
+	}
+	return c.release(ctx, pinned, kubernetes, progress)
+}
+
+// wanted tells whether one of the names is a program of the tool; with no names every tool is wanted.
 func (t tool) wanted(names []string) bool {
-	return len(names) == 0 && t.change == nil || slices.ContainsFunc(t.programs, func(program string) bool { return slices.Contains(names, program) })
+	return len(names) == 0 || slices.ContainsFunc(t.programs, func(program string) bool { return slices.Contains(names, program) })
+}
+
+// key stands for all that decides what the tool becomes when the given Go builds it from a module.
+func (t tool) key(identity, module string) (string, error) {
+	inputs, err := goSources(filepath.Join(module, "kubernetes"))
+	if err != nil {
+		return "", err
+	}
+	digest, err := hashRelative(module, append(inputs, filepath.Join(module, "go.mod"), filepath.Join(module, "go.sum"))...)
+	if err != nil {
+		return "", err
+	}
+	return Key(identity, digest, t.tags, strings.Join(t.packages, " "), strings.Join(t.links, " "), t.flags("key")), nil
 }
 
 func (t tool) flags(version string) string {
@@ -129,7 +148,7 @@ func (t tool) flags(version string) string {
 
 func (c *Cache) buildTool(ctx context.Context, tool tool, module, dir string, progress *Progress) error {
 	start := time.Now()
-	version, err := moduleVersion(ctx, module, tool.module)
+	version, err := moduleVersion(module, tool.module)
 	if err != nil {
 		return err
 	}
@@ -137,11 +156,6 @@ func (c *Cache) buildTool(ctx context.Context, tool tool, module, dir string, pr
 	build := goBuild{name: tool.name, dir: module, packages: tool.packages, tags: tool.tags, ldflags: tool.flags(version), output: dir + "/", env: []string{"CGO_ENABLED=0"}}
 	if tool.seccomp {
 		if build.env, err = c.seccompEnvironment(ctx, progress); err != nil {
-			return err
-		}
-	}
-	if tool.change != nil {
-		if build.modfile, err = tool.change.copyChanged(ctx, module, dir); err != nil {
 			return err
 		}
 	}
@@ -160,14 +174,23 @@ func (c *Cache) buildTool(ctx context.Context, tool tool, module, dir string, pr
 	return nil
 }
 
-func moduleVersion(ctx context.Context, dir, module string) (string, error) {
-	cmd := exec.CommandContext(ctx, "go", "list", "-m", "-f", "{{.Version}}", module)
-	cmd.Dir, cmd.Env = dir, append(os.Environ(), "GOWORK=off", "GOFLAGS=")
-	out, err := cmd.Output()
+// moduleVersion returns the version of a module that go.mod in dir requires.
+func moduleVersion(dir, module string) (string, error) {
+	path := filepath.Join(dir, "go.mod")
+	content, err := os.ReadFile(path)
 	if err != nil {
-		return "", fmt.Errorf("find the version of %s in %s: %w", module, dir, err)
+		return "", err
 	}
-	return strings.TrimSpace(string(out)), nil
+	file, err := modfile.Parse(path, content, nil)
+	if err != nil {
+		return "", err
+	}
+	for _, require := range file.Require {
+		if require.Mod.Path == module {
+			return require.Mod.Version, nil
+		}
+	}
+	return "", fmt.Errorf("%s does not require %s", path, module)
 }
 
 // seccompEnvironment makes the C part of runc find libseccomp in the unpacked package. A stand-in for pkg-config answers for it, because

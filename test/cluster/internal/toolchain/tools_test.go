@@ -22,11 +22,8 @@ func TestAToolIsWantedByAnyOfItsPrograms(t *testing.T) {
 	if got := wanted("helm", "runc"); !slices.Equal(got, []string{"runc", "helm"}) {
 		t.Errorf("helm and runc come from %v", got)
 	}
-	if got := wanted(SchedulerOfOwnNodes); !slices.Equal(got, []string{"scheduler"}) {
-		t.Errorf("the changed scheduler comes from %v", got)
-	}
-	if got := wanted(); len(got) != len(tools)-1 || slices.Contains(got, "scheduler") {
-		t.Errorf("with no names %v would be built, want all but the changed scheduler", got)
+	if got := wanted(); len(got) != len(tools) {
+		t.Errorf("with no names %v would be built, want all", got)
 	}
 }
 

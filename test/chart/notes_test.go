@@ -1,0 +1,58 @@
+package chart
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// notes is what helm prints after an installation into a cluster of this version. helm renders notes for no version
+// but that of a real cluster, so a copy of the chart renders them as an object.
+func notes(t *testing.T, version string, args ...string) string {
+	t.Helper()
+	dir := filepath.Join(t.TempDir(), "chart")
+	if err := os.CopyFS(dir, os.DirFS(chartDir)); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(filepath.Join(dir, "templates", "NOTES.txt"), filepath.Join(dir, "notes.txt")); err != nil {
+		t.Fatal(err)
+	}
+	object := `notes: {{ tpl (.Files.Get "notes.txt") . | quote }}`
+	if err := os.WriteFile(filepath.Join(dir, "templates", "notes.yaml"), []byte(object), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	args = append([]string{"template", release, dir, "--show-only", "templates/notes.yaml", "--kube-version", version}, args...)
+	out, err := exec.Command(helm(t), args...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	return string(out)
+}
+
+func TestTheNotesSayFromWhenOnPodsMayAskWithLimits(t *testing.T) {
+	const may, notYet = `nvidia.com/gpu\": \"1\"`, "Not yet in this cluster"
+	for name, c := range map[string]struct {
+		version      string
+		args         []string
+		says, warned bool
+	}{
+		"a cluster that drops the field":    {version: "1.35.4", says: true, warned: true},
+		"the same as some providers say it": {version: "1.35.4-gke.1000", says: true, warned: true},
+		"a cluster that keeps it":           {version: "1.36.0", says: true},
+		"a pre-release that keeps it":       {version: "1.36.0-rc.1", says: true},
+		"another class has the resource": {
+			version: "1.35.4", args: []string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","extendedResourceName":"nvidia.com/gpu"}]`},
+		},
+		"no class has it": {version: "1.35.4", args: []string{"--set", "deviceClasses.gpu.extendedResourceName="}},
+		"no class at all": {version: "1.35.4", args: []string{"--set", "deviceClasses.gpu.enabled=false"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := notes(t, c.version, c.args...)
+			if says, warned := strings.Contains(got, may), strings.Contains(got, notYet); says != c.says || warned != c.warned {
+				t.Errorf("they say how: %t, want %t; that it is too early: %t, want %t\n%s", says, c.says, warned, c.warned, got)
+			}
+		})
+	}
+}
