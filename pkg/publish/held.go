@@ -132,13 +132,12 @@ func (k *keeper) Begin() { k.published, k.offered, k.lost = nil, nil, nil }
 func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters bool, cut Cut) (settled bool, _ error) {
 	settled = k.read(ctx)
 	before := k.held
-	if k.published == nil || k.unsure(before) {
-		first := k.published == nil
+	if k.published == nil {
 		var err error
 		if k.published, err = k.shown(ctx); err != nil {
 			return false, err
 		}
-		if first && len(k.published) == 0 {
+		if len(k.published) == 0 {
 			if err := k.assume(ctx, formsOf(cut(offerings))); err != nil {
 				return false, err
 			}
@@ -191,17 +190,6 @@ func (k *keeper) assume(ctx context.Context, wanted forms) error {
 		}
 	}
 	return nil
-}
-
-// unsure says that a claim holds a device whose form was changing when it was last looked at. The
-// claim may have been allocated the device in either form.
-func (k *keeper) unsure(before map[string]bool) bool {
-	for name := range k.prepared.Alone {
-		if form, offered := k.offered[name]; offered && !before[name] && form != k.published[name] {
-			return true
-		}
-	}
-	return false
 }
 
 // read goes by what was held before where the records cannot be read.

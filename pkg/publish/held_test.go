@@ -93,6 +93,7 @@ func newNode(t *testing.T, policy string) *node {
 	n := &node{cluster: &cluster{claims: map[string]string{}, shares: map[string]bool{}}, records: &records{alone: map[string]string{}}, gpus: two()}
 	n.starts(t, policy)
 	n.publishes(t)
+	n.lists = 0
 	return n
 }
 
