@@ -30,3 +30,9 @@ func (g GPU) shareable(n Name) (_ shareable, profile string, known bool) {
 	p, known := g.partition(*n.Partition)
 	return p, p.profile, known
 }
+
+// Has says whether the GPU has the device of that name, or can have it. The zero GPU has none.
+func (g GPU) Has(n Name) bool {
+	_, _, known := g.shareable(n)
+	return known && n.GPU == g.WholeName()
+}

@@ -125,8 +125,8 @@ func marked(t *testing.T, stateDir, bootID string) *checkpoint.Store {
 	return records
 }
 
-func TestAnUninstalledPluginTurnsOffTheModesOfThisBoot(t *testing.T) {
-	for _, boot := range []string{"this", "an earlier one"} {
+func TestLeavingTurnsModesOff(t *testing.T) {
+	for _, boot := range []string{"this", "earlier"} {
 		t.Run(boot, func(t *testing.T) {
 			n := newNode(t)
 			n.cfg.MIGPolicy = "dynamic" // or the modes go off before
@@ -198,7 +198,7 @@ func markedDriver(t *testing.T, hardware prepare.Partitions) *Driver {
 	}
 }
 
-func TestAGPUThatHangsHoldsAnUninstallationUpForTenSecondsAtMost(t *testing.T) {
+func TestLeavingWaitsTenSecondsForAGPUThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hardware := &modeHardware{turnOff: func(ctx context.Context, _ device.Card) error { <-ctx.Done(); return context.Cause(ctx) }}
 		d := markedDriver(t, hardware)
@@ -214,7 +214,7 @@ func TestAGPUThatHangsHoldsAnUninstallationUpForTenSecondsAtMost(t *testing.T) {
 	})
 }
 
-func TestAnUninstalledPluginLeavesHardwareAloneThatItLetGoOf(t *testing.T) {
+func TestLeavingOpensNoHardwareThatWasLetGoOf(t *testing.T) {
 	hardware := &modeHardware{turnOff: busy, off: map[device.PCIAddress]bool{}}
 	d := markedDriver(t, hardware)
 	d.release.readiness = newReadiness(always{}, func() {})

@@ -235,13 +235,15 @@ func TestAllocatedDevicesStayAsTheyArePublished(t *testing.T) {
 }
 
 func TestAHeldPartitionKeepsNeitherOtherPlacesNorOtherGPUs(t *testing.T) {
-	n := newNode(t, "dynamic")
-	n.claims[small] = "team/held"
-	n.policy(t, "static")
-	n.publishes(t)
-	if now := slices.Sorted(maps.Keys(n.devices())); !slices.Equal(now, []string{gpuName, small, otherName}) {
-		t.Error(now)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, "dynamic")
+		n.claims[small] = "team/held"
+		n.policy(t, "static")
+		n.rounds(t)
+		if now := slices.Sorted(maps.Keys(n.devices())); !slices.Equal(now, []string{gpuName, small, otherName}) {
+			t.Error(now)
+		}
+	})
 }
 
 func TestClaimsAreListedOnlyWhereAChangeTakesAwayOrAlters(t *testing.T) {
@@ -328,7 +330,7 @@ func TestNothingChangesWhileNobodyKnowsWhatClaimsHold(t *testing.T) {
 			}
 		}
 		n.away, n.claims[small] = nil, "team/held"
-		n.publishes(t)
+		n.rounds(t)
 		if len(n.devices()) != 3 {
 			t.Error(slices.Sorted(maps.Keys(n.devices())))
 		}
