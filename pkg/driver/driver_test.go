@@ -25,6 +25,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
 // node is a node in a temporary directory, with a driver on it that talks to a fake API server.
@@ -33,6 +34,8 @@ type node struct {
 	client *fake.Clientset
 	probe  *Probe
 	stop   func() error
+	// partitions cut the GPUs. Nil cuts none.
+	partitions prepare.Partitions
 
 	mu   sync.Mutex
 	scan func() (nvidia.Node, error)
@@ -99,7 +102,7 @@ func newNode(t *testing.T) *node {
 func (n *node) start(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
-	d, err := New(ctx, n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
+	d, err := New(ctx, n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Partitions: n.partitions, Metrics: metrics.New("test")})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -2,6 +2,8 @@ package driver
 
 import (
 	"context"
+	"fmt"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -13,6 +15,9 @@ import (
 	"k8s.io/client-go/tools/record"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 )
+
+// lastEventTimeout bounds how long an exit waits for its last Event.
+const lastEventTimeout = 5 * time.Second
 
 // nodeEvents writes Events about the plugin's own Node and about the claims on it.
 //
@@ -38,6 +43,22 @@ func newNodeEvents(ctx context.Context, client kubernetes.Interface, nodeName st
 
 func (e *nodeEvents) warn(reason, message string) {
 	e.recorder.Event(e.node, corev1.EventTypeWarning, reason, message)
+}
+
+// warnLast writes an Event itself: the recorder has ended when the plugin is about to exit.
+func (e *nodeEvents) warnLast(ctx context.Context, client kubernetes.Interface, reason, message string) error {
+	ctx, cancel := context.WithTimeout(ctx, lastEventTimeout)
+	defer cancel()
+	now := metav1.Now()
+	_, err := client.CoreV1().Events(metav1.NamespaceDefault).Create(ctx, &corev1.Event{
+		ObjectMeta:     metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: e.node.Name + "."},
+		InvolvedObject: *e.node, Type: corev1.EventTypeWarning, Reason: reason, Message: message,
+		Source: corev1.EventSource{Component: DriverName, Host: e.node.Name}, FirstTimestamp: now, LastTimestamp: now, Count: 1,
+	}, metav1.CreateOptions{})
+	if err != nil {
+		return fmt.Errorf("write an Event about the Node: %w", err)
+	}
+	return nil
 }
 
 func (e *nodeEvents) normal(reason, message string) {

@@ -23,9 +23,9 @@ func (d *Driver) leaveIfUninstalled(ctx context.Context) {
 	if d.cfg.DaemonSetName == "" {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	asking, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	gone, err := daemonSetGone(ctx, d.client, d.cfg.Namespace, d.cfg.DaemonSetName)
+	gone, err := daemonSetGone(asking, d.client, d.cfg.Namespace, d.cfg.DaemonSetName)
 	if err != nil {
 		logger.Error(err, "Leaving everything on the node in its place")
 		return
@@ -42,7 +42,7 @@ func (d *Driver) leaveIfUninstalled(ctx context.Context) {
 		logger.Info("The driver is being uninstalled, but another instance of it lives on this node, which goes on using what is there, or removes it when it ends")
 		return
 	}
-	if err := d.withdraw(ctx); err != nil {
+	if err := d.withdraw(asking); err != nil {
 		logger.Error(err, "The kubelet will do that soon")
 	}
 	held, err := d.preparer.Held()

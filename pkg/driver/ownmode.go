@@ -87,7 +87,7 @@ func (d *Driver) modesOff(ctx context.Context) {
 	if !ok {
 		return // the hardware is not ours to open
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), modesLimit)
+	working, cancel := context.WithTimeout(ctx, modesLimit)
 	defer cancel()
 	var gpus []device.GPU
 	for _, g := range d.preparer.Hardware.Snapshot().Node.GPUs {
@@ -96,8 +96,14 @@ func (d *Driver) modesOff(ctx context.Context) {
 		}
 	}
 	m := &modes{turnOff: d.preparer.ModeOff, changed: func() {}}
-	if err := m.Off(ctx, gpus); err != nil {
-		klog.FromContext(ctx).Error(err, "Failed to turn off MIG mode; turn it off with nvidia-smi -i ADDRESS -mig 0")
-		d.events.warn("MIGModeStays", "The driver was uninstalled, and "+err.Error()+"; turn it off with nvidia-smi -i ADDRESS -mig 0")
+	stays := m.Off(working, gpus)
+	if stays == nil {
+		return
+	}
+	logger := klog.FromContext(ctx)
+	logger.Error(stays, "Failed to turn off MIG mode; turn it off with nvidia-smi -i ADDRESS -mig 0")
+	message := "The driver was uninstalled, and " + stays.Error() + "; turn it off with nvidia-smi -i ADDRESS -mig 0"
+	if err := d.events.warnLast(ctx, d.client, "MIGModeStays", message); err != nil {
+		logger.Error(err, "Failed to write the Event MIGModeStays")
 	}
 }

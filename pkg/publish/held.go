@@ -136,7 +136,7 @@ func (k *keeper) Begin() { k.published, k.offered, k.asked, k.seen = nil, nil, n
 func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters bool, cut Cut) (settled bool, _ error) {
 	settled = k.read(ctx)
 	before := k.held
-	if k.published == nil || k.unsure(before) {
+	if k.published == nil {
 		var err error
 		if k.published, err = k.shown(ctx); err != nil {
 			return false, err
@@ -147,11 +147,12 @@ func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters
 		gpus[o.WholeName()] = o.GPU
 	}
 	wanted, waiting := k.hold(offerings, gpus, counters, cut, k.prepared)
-	looking := len(k.published.lost(wanted, gpus)) > 0 || k.unseen(gpus)
-	if !looking && len(k.offered.lost(wanted, gpus)) > 0 {
-		looking, k.asked = true, nil // a change that is taken back may have been seen meanwhile
+	changed := len(k.published.lost(wanted, gpus)) > 0
+	takenBack := !changed && len(k.offered.lost(wanted, gpus)) > 0
+	if takenBack {
+		k.asked = nil // look now: a claim may have been allocated what was offered meanwhile
 	}
-	if looking {
+	if changed || takenBack || k.unseen(gpus) {
 		if err := k.look(ctx, wanted, before); err != nil {
 			return false, err
 		}
@@ -180,18 +181,6 @@ func (k *keeper) unseen(gpus map[string]device.GPU) bool {
 	}
 	for name := range gpus {
 		if _, seen := k.seen[name]; !seen && !known[name] {
-			return true
-		}
-	}
-	return false
-}
-
-// unsure says that a claim holds a device whose form was changing when it was last looked at. The
-// claim may have been allocated the device in either form.
-func (k *keeper) unsure(before map[string]bool) bool {
-	for name := range k.prepared.Alone {
-		_, held := before[name]
-		if form, offered := k.offered[name]; offered && !held && form != k.published[name] {
 			return true
 		}
 	}

@@ -60,7 +60,8 @@ func (o outside) agreeAll(ctx context.Context) error {
 	return errors.Join(o.agree(ctx), o.slicesAgree(ctx), o.Cuts.Dismiss(ctx))
 }
 
-// slicesAgree: a GPU with an admin's instance is offered as it is cut, and any other in all its shapes.
+// slicesAgree: a GPU with an admin's instance is offered as it is cut, with what claims are allocated
+// besides, and any other in all its shapes.
 func (o outside) slicesAgree(ctx context.Context) error {
 	list, err := o.api.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{})
 	if err != nil {
@@ -71,6 +72,18 @@ func (o outside) slicesAgree(ctx context.Context) error {
 		for _, d := range s.Spec.Devices {
 			gpu, _, _ := strings.Cut(d.Name, "-mig-")
 			offered[gpu] = append(offered[gpu], d.Name)
+		}
+	}
+	claims, err := o.api.ResourceV1().ResourceClaims("").List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return err
+	}
+	var allocated []string
+	for _, c := range claims.Items {
+		if c.Status.Allocation != nil {
+			for _, r := range c.Status.Allocation.Devices.Results {
+				allocated = append(allocated, r.Device)
+			}
 		}
 	}
 	var errs []error
@@ -91,7 +104,13 @@ func (o outside) slicesAgree(ctx context.Context) error {
 		for _, in := range there {
 			want = append(want, fmt.Sprintf("%s-mig-%d-%d", gpu, in.ProfileID, in.Placement.Start))
 		}
+		for _, name := range allocated {
+			if strings.HasPrefix(name, gpu+"-mig-") {
+				want = append(want, name)
+			}
+		}
 		slices.Sort(want)
+		want = slices.Compact(want)
 		slices.Sort(got)
 		if !slices.Equal(got, want) {
 			errs = append(errs, fmt.Errorf("%s is offered as %v and is cut into %v", gpu, got, want))

@@ -81,7 +81,7 @@ var mistakes = []mistake{
 	{"a MIG mode of ours is taken for an admin's", "pkg/prepare/step_miginstance.go",
 		`env.Records.Mark(s.GPU, env.BootID)`, `env.Records.Mark(s.GPU, env.BootID+"?")`},
 	{"what claims hold is not kept published", "pkg/publish/held.go",
-		`offerings[i].Held, offerings[i].HeldShares = alone[offerings[i].WholeName()], shares`, `_, _ = alone, shares`},
+		`offerings[i].Held = k.held`, `_ = offerings[i].Held`},
 	{"claims that are not prepared hold nothing", "pkg/publish/held.go",
-		`k.hold(offerings, counters, k.prepared, k.allocated)`, `k.hold(offerings, counters, k.prepared)`},
+		`k.hold(offerings, gpus, counters, cut, k.prepared, k.allocated)`, `k.hold(offerings, gpus, counters, cut, k.prepared)`},
 }
