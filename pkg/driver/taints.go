@@ -145,8 +145,18 @@ func (m marker) all(d resourceapi.Device, v health.Verdict, notReady *resourceap
 	if notReady != nil {
 		taints = append(taints, *notReady)
 	}
+	if !m.features.InformingTaints && len(taints) > mostTaintsIn134 {
+		slices.SortStableFunc(taints, func(a, b resourceapi.DeviceTaint) int {
+			return slices.Index(effects, b.Effect) - slices.Index(effects, a.Effect)
+		})
+		taints = taints[:mostTaintsIn134]
+	}
 	return taints
 }
+
+// mostTaintsIn134 is how many taints Kubernetes 1.34 takes for a device. It rejects a slice with more.
+// Later versions, which also know the effect None, take 16.
+const mostTaintsIn134 = 4
 
 // taints has one for each key, with the gravest effect that a cause of this key asks for. The time
 // is since when the device has been in the cause's state.

@@ -215,6 +215,30 @@ func TestWithoutTaintsADeviceIsWithdrawnUnlessItIsHeld(t *testing.T) {
 	}
 }
 
+// Kubernetes 1.34 rejects a slice that has a device with more than four.
+func TestTaintsAreNoMoreThanTheAPIServerTakes(t *testing.T) {
+	at, s := time.Now(), readyWith("0000:1b:00.0")
+	v := health.Verdict{State: health.Lost, Causes: []health.Cause{
+		{State: health.Lost, Code: "off-the-bus", Since: at}, {State: health.Unhealthy, Code: "xid-95", XID: 95, Since: at},
+		{State: health.Unhealthy, Code: "recovery-gpu-reset", Since: at}, {State: health.Unknown, Code: "watcher", Since: at},
+		{State: health.Degraded, Code: "remap-pending", Since: at},
+	}}
+	notReady := &resourceapi.DeviceTaint{Key: notReadyTaint, Value: codeHookMissing, Effect: resourceapi.DeviceTaintEffectNoSchedule}
+	for _, c := range []struct {
+		features Features
+		want     int
+	}{{Features{DeviceTaints: true}, 4}, {Features{DeviceTaints: true, InformingTaints: true}, 6}} {
+		m, published := markerOf(t, c.features, s, nil, "unknown=NoSchedule,degraded=NoExecute")
+		taints := m.all(published[0].Devices[0], v, notReady)
+		if len(taints) != c.want {
+			t.Errorf("%+v: want %d taints: %v", c.features, c.want, taints)
+		}
+		if !slices.ContainsFunc(taints, func(t resourceapi.DeviceTaint) bool { return t.Effect == resourceapi.DeviceTaintEffectNoExecute }) {
+			t.Errorf("%+v: the gravest is left out: %v", c.features, taints)
+		}
+	}
+}
+
 func TestALostCardStaysInSight(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
 	inv := &fakeInventory{}

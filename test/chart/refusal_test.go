@@ -110,14 +110,14 @@ func TestADeviceClassOfAnotherReleaseIsNotTaken(t *testing.T) {
 			"another's, and not offered": {class: true, args: c.without, owner: owner("nvidia-dra", "nvidia")},
 		} {
 			t.Run(class+": "+name, func(t *testing.T) {
-				var found *resourceapi.DeviceClass
+				objects := map[string]any{}
 				if there.class {
-					found = &resourceapi.DeviceClass{
+					objects["/apis/resource.k8s.io/v1/deviceclasses/"+class] = &resourceapi.DeviceClass{
 						TypeMeta:   metav1.TypeMeta{APIVersion: "resource.k8s.io/v1", Kind: "DeviceClass"},
 						ObjectMeta: metav1.ObjectMeta{Name: class, Annotations: there.owner},
 					}
 				}
-				_, err := template(t, append(clusterWith(t, found), there.args...)...)
+				_, err := template(t, append(clusterWith(t, objects), there.args...)...)
 				switch {
 				// The server has no OpenAPI: helm gets as far as to what comes after the templates.
 				case there.refused == "" && err != nil && !strings.Contains(err.Error(), "from release manifest"):
@@ -130,26 +130,31 @@ func TestADeviceClassOfAnotherReleaseIsNotTaken(t *testing.T) {
 	}
 }
 
-// clusterWith serves as much of the API as a template's lookup needs, and returns helm's arguments for it. The class may be nil.
-func clusterWith(t *testing.T, class *resourceapi.DeviceClass) []string {
+// clusterWith serves as much of the API as a template's lookup needs, with objects by their paths. It returns helm's arguments.
+func clusterWith(t *testing.T, objects map[string]any) []string {
 	t.Helper()
+	group := func(name string) metav1.APIGroup {
+		v := metav1.GroupVersionForDiscovery{GroupVersion: name + "/v1", Version: "v1"}
+		return metav1.APIGroup{Name: name, Versions: []metav1.GroupVersionForDiscovery{v}, PreferredVersion: v}
+	}
+	resources := func(group string, all ...metav1.APIResource) metav1.APIResourceList {
+		kind := metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}
+		return metav1.APIResourceList{TypeMeta: kind, GroupVersion: group + "/v1", APIResources: all}
+	}
+	verbs := []string{"get", "list"}
 	answers := map[string]any{
 		"/version": version.Info{Major: "1", Minor: "34", GitVersion: "v1.34.0"},
 		"/api":     metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{"v1"}},
 		"/api/v1":  metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList"}, GroupVersion: "v1"},
-		"/apis": metav1.APIGroupList{TypeMeta: metav1.TypeMeta{Kind: "APIGroupList", APIVersion: "v1"}, Groups: []metav1.APIGroup{{
-			Name:             "resource.k8s.io",
-			Versions:         []metav1.GroupVersionForDiscovery{{GroupVersion: "resource.k8s.io/v1", Version: "v1"}},
-			PreferredVersion: metav1.GroupVersionForDiscovery{GroupVersion: "resource.k8s.io/v1", Version: "v1"},
-		}}},
-		"/apis/resource.k8s.io/v1": metav1.APIResourceList{
-			TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: "resource.k8s.io/v1",
-			APIResources: []metav1.APIResource{{Name: "deviceclasses", SingularName: "deviceclass", Kind: "DeviceClass", Verbs: []string{"get", "list"}}},
+		"/apis": metav1.APIGroupList{
+			TypeMeta: metav1.TypeMeta{Kind: "APIGroupList", APIVersion: "v1"}, Groups: []metav1.APIGroup{group("apps"), group("resource.k8s.io")},
 		},
+		"/apis/apps/v1": resources("apps", metav1.APIResource{Name: "daemonsets", SingularName: "daemonset", Namespaced: true, Kind: "DaemonSet", Verbs: verbs}),
+		"/apis/resource.k8s.io/v1": resources("resource.k8s.io",
+			metav1.APIResource{Name: "deviceclasses", SingularName: "deviceclass", Kind: "DeviceClass", Verbs: verbs},
+			metav1.APIResource{Name: "resourceclaims", SingularName: "resourceclaim", Namespaced: true, Kind: "ResourceClaim", Verbs: verbs}),
 	}
-	if class != nil {
-		answers["/apis/resource.k8s.io/v1/deviceclasses/"+class.Name] = class
-	}
+	maps.Copy(answers, objects)
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
 		answer, found := answers[r.URL.Path]

@@ -11,8 +11,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
-// testMPSSwitchedOff: an admin takes the daemons' host away under claims that have some. They can be given back all the same, nobody gets new ones, and
-// when it is switched on again all is as before.
+// testMPSSwitchedOff: an admin takes the daemons' host away under claims that have some, which helm alone refuses. They can be given back all the
+// same, nobody gets new ones, and when it is switched on again all is as before.
 func (w *world) testMPSSwitchedOff(t *testing.T) {
 	u := w.tenant(t)
 	u.template("mps", shared("gpu.nvidia.com", whole1, "", gpuConfig("sharing: {strategy: MPS}")))
@@ -23,7 +23,14 @@ func (w *world) testMPSSwitchedOff(t *testing.T) {
 	}
 	u.running("mps", "share")
 	plain := strings.ReplaceAll(inTurns+"=shares:3,"+cutShares+"/2g.20gb=shares:2", ",", `\,`)
-	w.install(t, "--reuse-values", "--set", "mps.enabled=false", "--set", "shares="+plain)
+	off := []string{"--reuse-values", "--set", "mps.enabled=false", "--set", "shares=" + plain}
+	if err := stand.Install(t.Context(), w.Cluster, w.root, off...); err == nil || !strings.Contains(err.Error(), "the Pods of 2 claims") {
+		t.Errorf("helm ends the work of Pods: %v, want an error that says of how many claims", err)
+	}
+	if err := w.Client.AppsV1().DaemonSets(stand.Namespace).Delete(t.Context(), stand.Release+"-mps", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	w.install(t, off...)
 	eventually(t, 60*time.Second, "the supervisor is gone", func() (bool, string) {
 		list, err := w.Client.CoreV1().Pods(stand.Namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/component=mps-supervisor"})
 		return err == nil && len(list.Items) == 0, fmt.Sprint(err)
