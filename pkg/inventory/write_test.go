@@ -99,8 +99,10 @@ func TestTheTableShowsHowGPUsAreCut(t *testing.T) {
 	}}
 	node.GPUs[1].MIG = &device.MIG{ModeFixed: true, Pending: true, Profiles: []device.Profile{small}}
 	node.GPUs[2].MIG = &device.MIG{Uncuttable: true}
+	rules := configured(t, "dynamic", "")
+	rules.Records = records{instances: []uint32{7, 8}}
 	var out strings.Builder
-	if err := WriteTable(&out, previewOf(t, Rules{Records: records{instances: []uint32{7, 8}}}, node)); err != nil {
+	if err := WriteTable(&out, previewOf(t, rules, node)); err != nil {
 		t.Fatal(err)
 	}
 	_, cuts, _ := strings.Cut(out.String(), "GPU-0000:9b:00.0\n")
