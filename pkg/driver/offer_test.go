@@ -34,10 +34,10 @@ func TestADefaultInstallOnWholeGPUsSaysNothingOfLimits(t *testing.T) {
 
 // What claims hold is not known then. What is published stays, and it is tried again.
 func TestClaimsThatCannotBeListedKeepWhatIsPublished(t *testing.T) {
-	n := newNode(t)
+	n := &ailing{node: newNode(t)}
 	n.say("cuttable", oneCuttableGPU)
 	n.cfg.MIGPolicy = "dynamic"
-	n.start(t)
+	n.begin(t)
 	everything := []string{firstGPU, firstGPU + "-mig-9-0", firstGPU + "-mig-9-1"}
 	eventually(t, "every shape is published", func() bool { return slices.Equal(n.all(t), everything) })
 	var forbidden atomic.Bool
@@ -50,10 +50,13 @@ func TestClaimsThatCannotBeListedKeepWhatIsPublished(t *testing.T) {
 		tries.Add(1)
 		return true, nil, apierrors.NewForbidden(resourceapi.Resource("resourceclaims"), "", nil)
 	})
-	(&ailing{node: n}).change(t, nil, map[string]string{policyAnnotation: "static"})
+	n.change(t, nil, map[string]string{policyAnnotation: "static"})
 	eventually(t, "it was tried again", func() bool { return tries.Load() > 1 })
 	if got := n.all(t); !slices.Equal(got, everything) {
 		t.Errorf("published are %v", got)
+	}
+	if !n.metric(t, "gpu_dra_publish_errors_total") {
+		t.Error("no error is counted")
 	}
 	forbidden.Store(false)
 	eventually(t, "the GPU is published whole", func() bool { return slices.Equal(n.all(t), []string{firstGPU}) })
