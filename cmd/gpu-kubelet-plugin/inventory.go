@@ -80,7 +80,7 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 // unseen is what decides about a node's offer, too, and does not show on the node.
 const unseen = `Not looked at here:
   the Node's annotation gpu.nvidia.com/mig-policy, which goes before the policies that are shown
-  what is published now: a device that a claim holds keeps its form until the claim ends, whatever the policy says by then
+  what is published: devices that claims hold stay there as they are until the claims end, and GPUs offer nothing beside them that overlaps
   what the cluster keeps: without shared counters or consumable capacities there are fewer shapes and no shares
   NVIDIA's device plugin on this node, and claims of NVIDIA's own DRA driver: GPUs that these have are not offered
   whether the kubelet has registered the plugin, the container runtime injects CDI devices, and the host can run the hooks

@@ -206,7 +206,7 @@ func (f *fleet) admin(i int) {
 }
 
 func (f *fleet) isHeld(g GPU, in Instance) bool {
-	for _, p := range existing(g, in) {
+	for _, p := range existing(g, in, setOf(g)) {
 		_, alone := f.held[p.Name()]
 		_, shared := f.held[p.Name()+"-share"]
 		if alone || shared {
@@ -244,7 +244,7 @@ func (f *fleet) gone(n Name) bool {
 		return false
 	}
 	g := f.gpus[slices.IndexFunc(f.gpus, func(g GPU) bool { return g.WholeName() == n.GPU })]
-	_, known := g.partition(*n.Partition)
+	_, known := g.partition(*n.Partition, setOf(g))
 	return !known
 }
 

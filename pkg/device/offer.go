@@ -52,7 +52,8 @@ type card struct {
 
 // card has the shapes of the GPU at a place among the node's. All are counted, except those that are held and were not.
 func (o Offering) card(index int) card {
-	held, set := o.holdings(), setOf(o.GPU)
+	set := setOf(o.GPU)
+	held := o.holdings(set)
 	o.Placements = o.Placements && set.placed()
 	c := card{overlaps: o.Placements}
 	for _, h := range held {
@@ -69,7 +70,7 @@ func (o Offering) card(index int) card {
 			c.whole = append(c.whole, s)
 		}
 	}
-	existing, kept, places := o.partitions(held)
+	existing, kept, places := o.partitions(held, set)
 	for _, partitions := range [][]Partition{existing, kept, places} {
 		ownCounters(set, partitions)
 	}
@@ -90,12 +91,12 @@ func (o Offering) card(index int) card {
 }
 
 // partitions are those that exist and are offered, those that are only kept because a claim holds them or a share of them, and places.
-func (o Offering) partitions(held []holding) (there, kept, free []Partition) {
+func (o Offering) partitions(held []holding, set budget) (there, kept, free []Partition) {
 	for _, i := range o.Instances {
-		there = append(there, existing(o.GPU, i)...)
+		there = append(there, existing(o.GPU, i, set)...)
 	}
 	if o.Placements {
-		free = places(o.GPU, o.Profiles)
+		free = places(o.GPU, o.Profiles, set)
 	}
 	for _, h := range held {
 		is := func(p Partition) bool { return p.Name() == h.Unshared().String() }
@@ -189,7 +190,7 @@ type holding struct {
 // untold says that counters cannot tell others that the device is held: then nothing is offered that overlaps with it.
 func (h holding) untold() bool { return !h.counted || h.Partition != nil && !h.known }
 
-func (o Offering) holdings() []holding {
+func (o Offering) holdings(set budget) []holding {
 	var all []holding
 	add := func(name string, share, counted bool) {
 		if !strings.HasPrefix(name, o.WholeName()) {
@@ -201,7 +202,7 @@ func (o Offering) holdings() []holding {
 		}
 		h := holding{Name: n, counted: counted}
 		if n.Partition != nil {
-			h.partition, h.known = o.partition(*n.Partition)
+			h.partition, h.known = o.partition(*n.Partition, set)
 		}
 		all = append(all, h)
 	}

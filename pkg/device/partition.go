@@ -66,12 +66,11 @@ func number(n uint32) resourceapi.DeviceAttribute {
 //
 // Of one profile's places those come first that leave most to others. On an H100 the first 1g goes to 6, where no 2g and no 4g could be, and the first 3g to
 // 4, beside which a 4g still fits; the GPU's own driver, left to choose, does the same.
-func places(g GPU, offered []string) []Partition {
+func places(g GPU, offered []string, set budget) []Partition {
 	profiles := slices.Clone(g.MIG.Profiles)
 	slices.SortStableFunc(profiles, func(p, q Profile) int {
 		return cmp.Or(cmp.Compare(p.Slices, q.Slices), cmp.Compare(p.Size, q.Size), cmp.Compare(p.media(), q.media()), cmp.Compare(p.ID, q.ID))
 	})
-	set := setOf(g)
 	var partitions []Partition
 	for _, p := range profiles {
 		if !offers(offered, p) {
@@ -113,8 +112,7 @@ func blocked(g GPU, at Placement) int {
 }
 
 // existing lists the MIG devices of an instance, one for each compute instance. Without one there is nothing that a container could use.
-func existing(g GPU, i Instance) []Partition {
-	set := setOf(g)
+func existing(g GPU, i Instance, set budget) []Partition {
 	p, _ := g.Profile(i.ProfileID)
 	p.ID = i.ProfileID
 	var partitions []Partition
@@ -133,13 +131,13 @@ func existing(g GPU, i Instance) []Partition {
 }
 
 // partition is the MIG device of that name, or the place where it can be made. It is false for one that the GPU neither has nor can have.
-func (g GPU) partition(n PartitionName) (Partition, bool) {
+func (g GPU) partition(n PartitionName, set budget) (Partition, bool) {
 	if g.MIG == nil {
 		return Partition{}, false
 	}
 	name := Name{GPU: g.WholeName(), Partition: &n}.String()
 	for _, i := range g.MIG.Instances {
-		for _, p := range existing(g, i) {
+		for _, p := range existing(g, i, set) {
 			if p.Name() == name {
 				return p, true
 			}
@@ -149,5 +147,5 @@ func (g GPU) partition(n PartitionName) (Partition, bool) {
 	if !known || n.Compute != nil {
 		return Partition{}, false
 	}
-	return place(g, p, n.Start, setOf(g)), true
+	return place(g, p, n.Start, set), true
 }

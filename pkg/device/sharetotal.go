@@ -27,6 +27,12 @@ func (g GPU) shareable(n Name) (_ shareable, profile string, known bool) {
 	if n.Partition == nil {
 		return Whole{gpu: g}, "", true
 	}
-	p, known := g.partition(*n.Partition)
+	p, known := g.partition(*n.Partition, setOf(g))
 	return p, p.profile, known
+}
+
+// Has says whether the GPU has the device of that name, or can have it. The zero GPU has none.
+func (g GPU) Has(n Name) bool {
+	_, _, known := g.shareable(n)
+	return known && n.GPU == g.WholeName()
 }

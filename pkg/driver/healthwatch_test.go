@@ -408,7 +408,7 @@ func TestAnAPIServerComesBack(t *testing.T) {
 	away.Store(false)
 	eventually(t, "the published state is the hardware's", func() bool {
 		all := n.taints(t)
-		return len(all) == 1 && strings.Contains(all[secondGPU], "xid-79")
+		return len(all) == 1 && strings.Contains(all[secondGPU], "xid=79:")
 	})
 }
 

@@ -55,13 +55,15 @@ type keeper struct {
 
 	// published are the devices that the cluster may show. It is nil before the first look.
 	published forms
-	// offered are those that were last decided, held what claims held of them.
+	// offered are those that were last decided, held what claims held of them and whether with counters.
 	offered forms
 	held    map[string]bool
+	// seen are the GPUs that there were then.
+	seen map[string]device.GPU
 	// prepared is what the records said last, allocated what the cluster said.
 	prepared, allocated Holders
-	// lost are the devices because of which the cluster was asked last.
-	lost  []string
+	// asked is what was to be offered when the cluster was asked last.
+	asked forms
 	pause time.Duration
 	next  time.Time
 	// told is what was last logged.
@@ -103,11 +105,12 @@ func formOf(consumed []resourceapi.DeviceCounterConsumption, sets map[string][]b
 }
 
 // lost are the devices of some GPUs that wanted takes away or alters.
-func (f forms) lost(wanted forms, gpus map[string]bool) []string {
+func (f forms) lost(wanted forms, gpus map[string]device.GPU) []string {
 	var names []string
 	for name, form := range f {
 		n, ok := device.ParseName(name)
-		if now, there := wanted[name]; ok && gpus[n.GPU] && (!there || now != form) {
+		_, here := gpus[n.GPU]
+		if now, there := wanted[name]; ok && here && (!there || now != form) {
 			names = append(names, name)
 		}
 	}
@@ -125,83 +128,95 @@ func (f forms) add(more forms) {
 }
 
 // Begin forgets what the cluster showed: another instance may have published since.
-func (k *keeper) Begin() { k.published, k.offered, k.lost = nil, nil, nil }
+func (k *keeper) Begin() { k.published, k.offered, k.asked, k.seen = nil, nil, nil, nil }
 
-// Keep notes in the offerings what claims hold. It is settled if nothing has to be looked at again
-// soon. On an error it is not known what claims hold, and nothing may be published but what is.
+// Keep notes in the offerings what claims hold, and takes from them what may not be offered yet. It is
+// settled if nothing has to be looked at again soon. On an error it is not known what claims hold, and
+// nothing may be published but what is.
 func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters bool, cut Cut) (settled bool, _ error) {
 	settled = k.read(ctx)
 	before := k.held
 	if k.published == nil || k.unsure(before) {
-		first := k.published == nil
 		var err error
 		if k.published, err = k.shown(ctx); err != nil {
 			return false, err
 		}
-		if first && len(k.published) == 0 {
-			if err := k.assume(ctx, formsOf(cut(offerings))); err != nil {
-				return false, err
-			}
-		}
 	}
-	gpus := map[string]bool{}
+	gpus := map[string]device.GPU{}
 	for _, o := range offerings {
-		gpus[o.WholeName()] = true
+		gpus[o.WholeName()] = o.GPU
 	}
-	k.hold(offerings, counters, k.prepared)
-	wanted := formsOf(cut(offerings))
-	lost := k.published.lost(wanted, gpus)
-	if len(lost) == 0 {
-		// A change that is taken back may have been seen meanwhile.
-		if lost = k.offered.lost(wanted, gpus); len(lost) > 0 {
-			k.lost = nil // look now
-		}
+	wanted, waiting := k.hold(offerings, gpus, counters, cut, k.prepared)
+	looking := len(k.published.lost(wanted, gpus)) > 0 || k.unseen(gpus)
+	if !looking && len(k.offered.lost(wanted, gpus)) > 0 {
+		looking, k.asked = true, nil // a change that is taken back may have been seen meanwhile
 	}
-	if len(lost) > 0 {
-		if err := k.look(ctx, lost, before); err != nil {
+	if looking {
+		if err := k.look(ctx, wanted, before); err != nil {
 			return false, err
 		}
-		k.hold(offerings, counters, k.prepared, k.allocated)
-		wanted = formsOf(cut(offerings))
-		settled = settled && len(k.published.lost(wanted, gpus)) == 0
+		wanted, waiting = k.hold(offerings, gpus, counters, cut, k.prepared, k.allocated)
+		if lost := k.published.lost(wanted, gpus); len(lost) > 0 {
+			settled = false
+			wanted = k.withdraw(offerings, wanted, lost, cut)
+		}
 	} else {
-		k.allocated, k.lost = Holders{}, nil
+		k.allocated, k.asked = Holders{}, nil
 	}
-	k.offered = wanted
+	k.offered, k.seen = wanted, gpus
 	k.published.add(wanted)
-	waiting := k.waiting(offerings, cut)
 	k.tell(ctx, waiting)
 	return settled && len(waiting) == 0, nil
 }
 
-// assume goes by claims where there are no slices, as after the kubelet deleted them while no plugin
-// ran. A device that a claim holds and that is not wanted is published with counters, which keep
-// everything else on its GPU from other claims.
-func (k *keeper) assume(ctx context.Context, wanted forms) error {
-	asking, cancel := context.WithTimeout(ctx, lookTimeout)
-	defer cancel()
-	allocated, err := k.cluster.Allocated(asking)
-	if err != nil {
-		return err
-	}
-	k.allocated = allocated
-	for name := range allocated.Alone {
-		if _, offered := wanted[name]; !offered {
-			k.published[name] = 1
+// unseen says whether a GPU is new here, and nothing of it is published. The kubelet removes a node's
+// slices when it starts, and claims may hold devices all the same.
+func (k *keeper) unseen(gpus map[string]device.GPU) bool {
+	known := map[string]bool{}
+	for name := range k.published {
+		if n, ok := device.ParseName(name); ok {
+			known[n.GPU] = true
 		}
 	}
-	return nil
+	for name := range gpus {
+		if _, seen := k.seen[name]; !seen && !known[name] {
+			return true
+		}
+	}
+	return false
 }
 
 // unsure says that a claim holds a device whose form was changing when it was last looked at. The
 // claim may have been allocated the device in either form.
 func (k *keeper) unsure(before map[string]bool) bool {
 	for name := range k.prepared.Alone {
-		if form, offered := k.offered[name]; offered && !before[name] && form != k.published[name] {
+		_, held := before[name]
+		if form, offered := k.offered[name]; offered && !held && form != k.published[name] {
 			return true
 		}
 	}
 	return false
+}
+
+// withdraw offers nothing that is free of GPUs that lose devices which consume counters. A scheduler may
+// have allocated one just now. Once that is unpublished, no counter keeps others apart from it.
+func (k *keeper) withdraw(offerings []device.Offering, wanted forms, lost []string, cut Cut) forms {
+	leaving := map[string]bool{}
+	for _, name := range lost {
+		if _, stays := wanted[name]; !stays && k.published[name] != 0 {
+			n, _ := device.ParseName(name)
+			leaving[n.GPU] = true
+		}
+	}
+	if len(leaving) == 0 {
+		return wanted
+	}
+	for i := range offerings {
+		if leaving[offerings[i].WholeName()] {
+			offerings[i].Layout = device.Layout{}
+		}
+	}
+	return formsOf(cut(offerings))
 }
 
 // read goes by what was held before where the records cannot be read.
@@ -233,11 +248,11 @@ func (k *keeper) shown(ctx context.Context) (forms, error) {
 	return shown, nil
 }
 
-// look asks the cluster which claims hold devices, unless it was asked just now because of the same.
+// look asks the cluster which claims hold devices, unless it was asked just now for the same offer.
 // It shows its slices first: a claim can be allocated as long as a scheduler sees the device. before
 // is what claims held.
-func (k *keeper) look(ctx context.Context, lost []string, before map[string]bool) error {
-	again := slices.Equal(lost, k.lost)
+func (k *keeper) look(ctx context.Context, wanted forms, before map[string]bool) error {
+	again := k.asked != nil && maps.Equal(wanted, k.asked)
 	if again && time.Now().Before(k.next) {
 		return nil
 	}
@@ -257,59 +272,63 @@ func (k *keeper) look(ctx context.Context, lost []string, before map[string]bool
 	}
 	for name := range allocated.Alone {
 		// It was allocated while it was being taken away. One that was held before and is gone cannot be kept.
-		if form, was := k.published[name]; was && !before[name] {
+		form, was := k.published[name]
+		if _, held := before[name]; was && !held {
 			shown.add(forms{name: form})
 		}
 	}
-	k.published, k.allocated, k.lost = shown, allocated, lost
+	k.published, k.allocated, k.asked = shown, allocated, wanted
 	k.next = time.Now().Add(k.pause)
 	return nil
 }
 
-// hold notes what claims hold, and in which form that is published. Where the cluster keeps no
-// counters, nothing can be kept that consumes them.
-func (k *keeper) hold(offerings []device.Offering, counters bool, all ...Holders) {
+// hold notes in the offerings what claims hold. It says what is offered then, and which held devices
+// would be offered otherwise, or not at all, if nobody held them.
+func (k *keeper) hold(
+	offerings []device.Offering, gpus map[string]device.GPU, counters bool, cut Cut, all ...Holders,
+) (wanted forms, waiting []string) {
 	k.held = map[string]bool{}
-	alone, shares := map[string]map[string]bool{}, map[string]bool{}
+	shares := map[string]bool{}
 	for _, h := range slices.Backward(all) { // records come first, and know better
 		maps.Copy(shares, h.Shares)
-		for name := range h.Alone {
-			n, ok := device.ParseName(name)
-			form, published := k.published[name]
-			if !ok || !published || form != 0 && !counters {
-				continue
-			}
-			if alone[n.GPU] == nil {
-				alone[n.GPU] = map[string]bool{}
-			}
-			alone[n.GPU][name] = form != 0
-			k.held[name] = true
-		}
 	}
 	for i := range offerings {
-		offerings[i].Held, offerings[i].HeldShares = alone[offerings[i].WholeName()], shares
+		offerings[i].Held, offerings[i].HeldShares = nil, shares
 	}
-}
-
-// waiting are the held devices that would be offered otherwise, or not at all, if nobody held any.
-func (k *keeper) waiting(offerings []device.Offering, cut Cut) []string {
+	free := formsOf(cut(offerings))
+	for _, h := range all {
+		for name := range h.Alone {
+			if counted, held := k.heldAs(name, free, gpus); held {
+				k.held[name] = counted && counters
+			}
+		}
+	}
 	if len(k.held) == 0 {
-		return nil
+		return free, nil
 	}
-	free := slices.Clone(offerings)
-	for i := range free {
-		free[i].Held = nil
+	for i := range offerings {
+		offerings[i].Held = k.held
 	}
-	wanted := formsOf(cut(free))
-	var waiting []string
+	wanted = formsOf(cut(offerings))
 	for name := range k.held {
-		form, offered := k.offered[name]
-		if now, there := wanted[name]; offered && (!there || now != form) {
+		form, offered := wanted[name]
+		if now, there := free[name]; offered && (!there || now != form) {
 			waiting = append(waiting, name)
 		}
 	}
 	slices.Sort(waiting)
-	return waiting
+	return wanted, waiting
+}
+
+// heldAs says how a device is kept that a claim holds: as it is published. One that is not published,
+// and not offered anyway, has counters if it is a partition, to leave the rest of the GPU to others.
+func (k *keeper) heldAs(name string, free forms, gpus map[string]device.GPU) (counted, held bool) {
+	n, ok := device.ParseName(name)
+	if form, published := k.published[name]; published {
+		return form != 0, ok
+	}
+	_, offered := free[name]
+	return n.Partition != nil, ok && !offered && gpus[n.GPU].Has(n)
 }
 
 // tell logs which claims keep GPUs from what their policy wants, once.

@@ -93,6 +93,7 @@ func newNode(t *testing.T, policy string) *node {
 	n := &node{cluster: &cluster{claims: map[string]string{}, shares: map[string]bool{}}, records: &records{alone: map[string]string{}}, gpus: two()}
 	n.starts(t, policy)
 	n.publishes(t)
+	n.lists = 0
 	return n
 }
 
@@ -234,13 +235,15 @@ func TestAllocatedDevicesStayAsTheyArePublished(t *testing.T) {
 }
 
 func TestAHeldPartitionKeepsNeitherOtherPlacesNorOtherGPUs(t *testing.T) {
-	n := newNode(t, "dynamic")
-	n.claims[small] = "team/held"
-	n.policy(t, "static")
-	n.publishes(t)
-	if now := slices.Sorted(maps.Keys(n.devices())); !slices.Equal(now, []string{gpuName, small, otherName}) {
-		t.Error(now)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, "dynamic")
+		n.claims[small] = "team/held"
+		n.policy(t, "static")
+		n.rounds(t)
+		if now := slices.Sorted(maps.Keys(n.devices())); !slices.Equal(now, []string{gpuName, small, otherName}) {
+			t.Error(now)
+		}
+	})
 }
 
 func TestClaimsAreListedOnlyWhereAChangeTakesAwayOrAlters(t *testing.T) {
@@ -331,7 +334,7 @@ func TestNothingChangesWhileNobodyKnowsWhatClaimsHold(t *testing.T) {
 			}
 		}
 		n.away, n.claims[small] = nil, "team/held"
-		n.publishes(t)
+		n.rounds(t)
 		if len(n.devices()) != 3 {
 			t.Error(slices.Sorted(maps.Keys(n.devices())))
 		}
