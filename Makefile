@@ -28,7 +28,7 @@ LONG := ./pkg/nvidia ./pkg/prepare
 # A process with the race detector would wait a second before it ends, and many tests start and end many.
 export GORACE ?= atexit_sleep_ms=0
 ROOMS := $(filter-out $(PURE),$(addsuffix /...,$(wildcard ./pkg/*)))
-UNIT := $(ROOMS) ./cmd/... ./hack/... ./test/bench/report/... ./test/chart/... ./test/cluster/...
+UNIT := $(ROOMS) ./cmd/... ./hack/... ./test/bench/cmd/... ./test/bench/report/... ./test/chart/... ./test/cluster/... ./test/neighbours/...
 
 .DEFAULT_GOAL := help
 .PHONY: help

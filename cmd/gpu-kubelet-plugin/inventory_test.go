@@ -171,13 +171,16 @@ func TestInventoryGoesByTheConfigurationAndTheRecords(t *testing.T) {
 		says []string
 	}{
 		"by default": {[]string{state}, []string{
+			ours + " static 1 x 1g.10gb", theirs + " static 1 x 3g.40gb", ours + ": it is not offered whole while claims hold partitions",
+		}},
+		"dynamic": {[]string{state, "--mig-policy=dynamic"}, []string{
 			ours + "-mig-19-0 a claim", theirs + "-mig-9-4 an admin", ours + " dynamic 1 x whole, ", theirs + " dynamic 1 x 3g.40gb",
 			theirs + ": MIG instances are there that no claim has made",
 		}},
-		"with a policy": {[]string{state, "--mig-policy=0000:1b:00.0=off"}, []string{
+		"with a policy": {[]string{state, "--mig-policy=dynamic,0000:1b:00.0=off"}, []string{
 			ours + " off 1 x 1g.10gb", ours + ": the policy is to offer it as a whole only, which waits for claims", theirs + " dynamic 1 x 3g.40gb",
 		}},
-		"with shares":     {[]string{state, "--shares=*/3g*=shares:2"}, []string{theirs + " dynamic 1 x 3g.40gb, 1 x 3g.40gb in 2 shares"}},
+		"with shares":     {[]string{state, "--shares=*/3g*=shares:2"}, []string{theirs + " static 1 x 3g.40gb, 1 x 3g.40gb in 2 shares"}},
 		"without records": {[]string{elsewhere}, []string{ours + "-mig-19-0 an admin", "the plugin's records, without which MIG instances of claims are shown as an admin's: there are none in " + h.Root}},
 		"what it cannot see": {[]string{state}, []string{
 			"Not looked at here:", "gpu.nvidia.com/mig-policy", "consumable capacities", "device plugin", "/readyz", "kubectl describe node",
@@ -235,7 +238,7 @@ func TestInventoryThatOffersNothingByItsPolicyFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	out, errOut, code := inventoryOf(t, h.Root, "--mig-policy=static", "--plugin-dir="+h.Config().PluginDir)
-	if code != exitFailed || !strings.Contains(errOut, "offers none of them") || !strings.Contains(out, "the policy is to offer it as it is cut") {
+	if code != exitFailed || !strings.Contains(errOut, "offers none of them") || !strings.Contains(out, "nothing is offered: MIG mode is on and there is no MIG instance") {
 		t.Errorf("%d: %s%s", code, out, errOut)
 	}
 }

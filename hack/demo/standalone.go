@@ -49,6 +49,7 @@ func (d *demo) showStandalone(ctx context.Context) (*stand.Simulator, error) {
 	argv = []string{
 		plugin, "inventory", "--driver-root=" + filepath.Join(node, "driver"),
 		"--sysfs-root=" + filepath.Join(node, "sys"), "--proc-root=" + filepath.Join(node, "proc"),
+		"--mig-policy=dynamic", // as the cluster's chart is installed
 	}
 	_, err = s.run(command(ctx, root, nil, argv...), short(root, argv...))
 	return sim, err

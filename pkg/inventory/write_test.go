@@ -99,8 +99,10 @@ func TestTheTableShowsHowGPUsAreCut(t *testing.T) {
 	}}
 	node.GPUs[1].MIG = &device.MIG{ModeFixed: true, Pending: true, Profiles: []device.Profile{small}}
 	node.GPUs[2].MIG = &device.MIG{Uncuttable: true}
+	rules := configured(t, "dynamic", "")
+	rules.Records = records{instances: []uint32{7, 8}}
 	var out strings.Builder
-	if err := WriteTable(&out, previewOf(t, Rules{Records: records{instances: []uint32{7, 8}}}, node)); err != nil {
+	if err := WriteTable(&out, previewOf(t, rules, node)); err != nil {
 		t.Fatal(err)
 	}
 	_, cuts, _ := strings.Cut(out.String(), "GPU-0000:9b:00.0\n")
@@ -149,19 +151,22 @@ func TestTheOfferGoesByConfigurationAndClaims(t *testing.T) {
 		records          Records
 		offered, why     string
 	}{
-		"nothing said": {mig(), "", "", nil, "dynamic 1 x whole, 2 x 1g.10gb", ""},
-		"static":       {mig(), "static", "", nil, "static 1 x whole", "the policy is to offer it as it is cut"},
+		"nothing said": {mig(), "", "", nil, "static 1 x whole", ""},
+		"dynamic":      {mig(), "dynamic", "", nil, "dynamic 1 x whole, 2 x 1g.10gb", ""},
+		"a list":       {mig(), "adopt(1g.10gb)", "", nil, "adopt(1g.10gb) 1 x whole, 2 x 1g.10gb", ""},
+		"another list": {mig(), "dynamic(3g.40gb)", "", nil, "dynamic(3g.40gb) 1 x whole", "it has no profile 3g.40gb, which the policy dynamic(3g.40gb) names, so the policy static holds; its profiles are 1g.10gb"},
+		"static":       {mig(), "static", "", nil, "static 1 x whole", ""},
 		"off for this one": {
-			mig(), "static,0000:1b:00.0=off", "", nil, "off 1 x whole", "the policy is to offer it as a whole only",
+			mig(), "static,0000:1b:00.0=off", "", nil, "off 1 x whole", "",
 		},
-		"cut by nobody known": {mig(cut), "", "", nil, "dynamic 1 x 1g.10gb", "MIG instances are there that no claim has made: it is offered as it is cut"},
-		"cut for a claim":     {mig(cut), "", "", records{instances: []uint32{7}}, "dynamic 1 x whole, 2 x 1g.10gb", ""},
+		"cut by nobody known": {mig(cut), "dynamic", "", nil, "dynamic 1 x 1g.10gb", "MIG instances are there that no claim has made: it is offered as it is cut"},
+		"cut for a claim":     {mig(cut), "dynamic", "", records{instances: []uint32{7}}, "dynamic 1 x whole, 2 x 1g.10gb", ""},
 		"cut for a claim and not to be cut any more": {
 			mig(cut), "off", "", records{instances: []uint32{7}}, "off 1 x 1g.10gb",
 			"the policy is to offer it as a whole only, which waits for claims that hold partitions",
 		},
 		"shared":           {nil, "", "shares:4", nil, "- 1 x whole, 1 x whole in 4 shares", ""},
-		"partitions share": {mig(), "", "*/1g*=shares:3", nil, "dynamic 1 x whole, 2 x 1g.10gb, 2 x 1g.10gb in 3 shares", ""},
+		"partitions share": {mig(), "dynamic", "*/1g*=shares:3", nil, "dynamic 1 x whole, 2 x 1g.10gb, 2 x 1g.10gb in 3 shares", ""},
 		"shared no more, and held": {
 			nil, "", "", records{shares: map[string]bool{gpu + "-share": false}}, "- 1 x whole, 1 x whole in shares that claims hold, no others", "",
 		},

@@ -249,6 +249,10 @@ func TestAHeldPartitionKeepsNeitherOtherPlacesNorOtherGPUs(t *testing.T) {
 func TestClaimsAreListedOnlyWhereAChangeTakesAwayOrAlters(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNode(t, "dynamic(1g.10gb)")
+		if n.lists != 1 {
+			t.Errorf("%d lists on a node without slices, of which claims may hold devices", n.lists)
+		}
+		n.lists = 0
 		n.claims[small], n.alone[small] = "team/held", "uid"
 		n.rounds(t)
 		n.policy(t, "dynamic") // offers more
@@ -349,7 +353,7 @@ func TestAHeldPartOfAnInstanceThatAnAdminRemovesIsNotWaitedFor(t *testing.T) {
 		if _, published := n.devices()[part]; !published {
 			t.Fatal(slices.Sorted(maps.Keys(n.devices())))
 		}
-		n.claims[part] = "team/held"
+		n.claims[part], n.lists = "team/held", 0
 		n.gpus, n.card = two(), nil
 		for range 30 {
 			offerings, _, err := n.layouts.Decide(t.Context(), n.gpus, true, sliced)

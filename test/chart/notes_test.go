@@ -56,3 +56,31 @@ func TestTheNotesSayFromWhenOnPodsMayAskWithLimits(t *testing.T) {
 		})
 	}
 }
+
+func TestTheNotesWarnOfASchedulerThatIsSlowWithCounters(t *testing.T) {
+	const warning = "square of the nodes that publish counters"
+	for name, c := range map[string]struct {
+		version string
+		args    []string
+		warned  bool
+	}{
+		"a default install":            {version: "1.36.6"},
+		"dynamic":                      {version: "1.36.6", args: []string{"--set", "mig.policy=dynamic"}, warned: true},
+		"dynamic, no shares":           {version: "1.36.6", args: []string{"--set", "mig.policy=dynamic,shares="}, warned: true},
+		"dynamic with a list, one GPU": {version: "1.35.4", args: []string{"--set-string", "mig.policy=static\\,0000:db:00.0=dynamic(1g.10gb)"}, warned: true},
+		"adopt, as some providers say": {version: "1.36.2-gke.1000", args: []string{"--set", "mig.policy=adopt"}, warned: true},
+		"static":                       {version: "1.36.6", args: []string{"--set", "mig.policy=static"}},
+		"shares":                       {version: "1.36.6", args: []string{"--set", "shares=shares:4"}, warned: true},
+		"fractions of one model":       {version: "1.36.6", args: []string{"--set", "shares=NVIDIA A100*=fractions"}, warned: true},
+		"dynamic, a fast scheduler":    {version: "1.37.0", args: []string{"--set", "mig.policy=dynamic"}},
+		"dynamic, a pre-release of it": {version: "1.37.0-rc.1", args: []string{"--set", "mig.policy=dynamic"}},
+		"shares, a fast scheduler":     {version: "1.37.0", args: []string{"--set", "shares=fractions"}},
+		"dynamic, a scheduler to come": {version: "1.38.1", args: []string{"--set", "mig.policy=dynamic"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := notes(t, c.version, c.args...); strings.Contains(got, warning) != c.warned {
+				t.Errorf("they warn: %t, want %t\n%s", !c.warned, c.warned, got)
+			}
+		})
+	}
+}

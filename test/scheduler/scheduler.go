@@ -21,13 +21,19 @@ const node = "node"
 type Scheduler struct {
 	Slices  []*resourceapi.ResourceSlice
 	Classes Classes
+	// Features are those of the allocator. [New] switches on what a cluster of today has.
+	Features structured.Features
 	// cache keeps compiled expressions, as the scheduler does.
 	cache *cel.Cache
 }
 
 // New publishes a driver's slices.
 func New(driver string, published []resourceslice.Slice, classes Classes) *Scheduler {
-	s := &Scheduler{Classes: classes, cache: cel.NewCache(1000, cel.Features{})}
+	s := &Scheduler{
+		Classes:  classes,
+		Features: structured.Features{AdminAccess: true, PrioritizedList: true, DeviceTaints: true, PartitionableDevices: true, ConsumableCapacity: true},
+		cache:    cel.NewCache(1000, cel.Features{}),
+	}
 	for i, p := range published {
 		s.Slices = append(s.Slices, &resourceapi.ResourceSlice{
 			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("slice-%d", i)},
@@ -47,8 +53,7 @@ func Device(driver, name string) resourceapi.DeviceRequestAllocationResult {
 
 // Allocate returns what a claim gets beside what is taken, and adds it to that; it returns nothing if the claim gets nothing.
 func (s *Scheduler) Allocate(ctx context.Context, taken *Taken, spec resourceapi.DeviceClaim) ([]resourceapi.DeviceRequestAllocationResult, error) {
-	features := structured.Features{AdminAccess: true, PrioritizedList: true, DeviceTaints: true, PartitionableDevices: true, ConsumableCapacity: true}
-	a, err := structured.NewAllocator(ctx, features, taken.state(), s.Classes, s.Slices, s.cache)
+	a, err := structured.NewAllocator(ctx, s.Features, taken.state(), s.Classes, s.Slices, s.cache)
 	if err != nil {
 		return nil, err
 	}
