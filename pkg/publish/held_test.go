@@ -93,6 +93,9 @@ func newNode(t *testing.T, policy string) *node {
 	n := &node{cluster: &cluster{claims: map[string]string{}, shares: map[string]bool{}}, records: &records{alone: map[string]string{}}, gpus: two()}
 	n.starts(t, policy)
 	n.publishes(t)
+	if n.lists != 1 {
+		t.Errorf("%d lists on a node without slices, of which claims may hold devices", n.lists)
+	}
 	n.lists = 0
 	return n
 }
@@ -249,10 +252,6 @@ func TestAHeldPartitionKeepsNeitherOtherPlacesNorOtherGPUs(t *testing.T) {
 func TestClaimsAreListedOnlyWhereAChangeTakesAwayOrAlters(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNode(t, "dynamic(1g.10gb)")
-		if n.lists != 1 {
-			t.Errorf("%d lists on a node without slices, of which claims may hold devices", n.lists)
-		}
-		n.lists = 0
 		n.claims[small], n.alone[small] = "team/held", "uid"
 		n.rounds(t)
 		n.policy(t, "dynamic") // offers more
