@@ -73,6 +73,8 @@ type Driver struct {
 	toldWithheld string
 	// toPublisher asks for the slices to be made anew.
 	toPublisher chan struct{}
+	// unsettled says that claims keep devices from being offered as configured.
+	unsettled atomic.Bool
 	// toFollow asks for hook, runtime and base spec to be checked at once. A readiness condition has come
 	// or gone, or a newer instance was rolled back and may have left what does not work.
 	toFollow chan struct{}

@@ -34,6 +34,7 @@ func (d *Driver) offer(ctx context.Context, s inventory.Snapshot, f Features) (_
 	offerings = d.inShares(offerings, s.Node.Driver, f)
 	shapes := device.Offer(offerings)
 	settled = d.tellShares(offerings, shapes, f) && settled
+	d.unsettled.Store(!settled)
 	slices := cut(shapes)
 	d.slow.Publishes(slices)
 	d.metrics.MIG(d.count(slices))

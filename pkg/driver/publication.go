@@ -73,7 +73,7 @@ func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (_ *publ
 			select {
 			case <-ctx.Done():
 				return nil, ctx.Err()
-			case <-time.After(b.settlePause()):
+			case <-time.After(settleInterval + b.retries.When(unknownHolders)):
 			}
 		}
 	}
@@ -116,10 +116,10 @@ func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (_ *publ
 // loop gives the controller what is to be published until the context ends.
 func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
 	var again, unsettled <-chan time.Time
-	poll := stagePoll
+	poll, pause := stagePoll, settleInterval
 	for {
 		if !b.settled && unsettled == nil {
-			unsettled = time.After(b.settlePause())
+			unsettled = time.After(pause)
 		}
 		var staged <-chan time.Time
 		if b.stage.waiting() {
@@ -149,7 +149,12 @@ func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
 		case <-b.probeAgain:
 			b.reprobe(ctx)
 		case <-changed:
+			pause = settleInterval
 		case <-unsettled:
+			// A claim may keep a GPU from its layout for weeks. Unprepare wakes this loop.
+			if pause = min(2*pause, settleSeldom); b.on.settled {
+				pause = settleInterval
+			}
 		}
 		unsettled = nil
 		if err := b.want(ctx); err != nil {
@@ -157,16 +162,6 @@ func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
 			b.failed(ctx, err)
 		}
 	}
-}
-
-// settlePause is how soon a layout is looked at again that is not settled. While the API server does
-// not say what claims hold, the pauses grow.
-func (b *publication) settlePause() time.Duration {
-	if !b.on.blocked {
-		b.retries.Forget(unknownHolders)
-		return settleInterval
-	}
-	return settleInterval + b.retries.When(unknownHolders)
 }
 
 // want looks at what is to be published now.

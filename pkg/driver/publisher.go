@@ -17,11 +17,12 @@ import (
 // they must be back within two seconds. Long enough for the controller's own cache to have caught up with what it wrote itself.
 const syncDelay = 500 * time.Millisecond
 
-// How often the API server is asked for its version, since another one may keep other fields; and how soon a layout is looked at again that could not be
-// settled.
+// How often the API server is asked for its version, since another one may keep other fields; and how
+// soon, and in the end how seldom, a layout is looked at again that could not be settled.
 const (
 	versionInterval = 5 * time.Minute
 	settleInterval  = 2 * time.Second
+	settleSeldom    = 10 * time.Second
 	// askTimeout bounds what is asked before anything is published, and beside that: an API server that is there answers at once.
 	askTimeout = 10 * time.Second
 )
@@ -199,8 +200,6 @@ type basis struct {
 	snapshot inventory.Snapshot
 	features Features
 	settled  bool
-	// blocked says that something else is to be offered, and that nobody knows what claims hold.
-	blocked bool
 }
 
 // resources are the slices of the node's one pool, with marks. A node that is not ready now keeps
@@ -257,7 +256,7 @@ func (p *publisher) unchanged(
 		}
 		on.snapshot = s
 	}
-	on.blocked, on.settled = true, false
+	on.settled = false
 	if !on.made || on.features != f {
 		return nil, reason
 	}

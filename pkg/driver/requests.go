@@ -92,6 +92,9 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 	if len(d.layouts.HandedOver()) > 0 || len(d.layouts.Uncut()) > 0 {
 		wake(d.toReconcile) // the claim may have used an instance, or a MIG mode, that is waited for
 	}
+	if d.unsettled.Load() {
+		wake(d.toPublisher)
+	}
 	logger.Info("Unprepared the claim", "took", took)
 	return nil
 }

@@ -61,10 +61,10 @@ func (w *world) testAnnotation(t *testing.T) {
 	}
 	asCut := laidOut["1b-00-0"]
 	offers("0000:43:00.0=off,0000:1b:00.0=off", "whole", "")
-	w.saysLimited(t, nodeLaidOut, "the policy is to offer it as a whole only", 1)
+	w.asPromised(t, nodeLaidOut, 1)
 	w.saysLimited(t, nodeLaidOut, "MIG instances are there that no claim has made, and the policy is to offer the GPU as a whole only: remove them with nvidia-smi mig", 1)
 	offers("NVIDIA H100*=static", "whole", asCut)
-	w.saysLimited(t, nodeLaidOut, "the policy is to offer it as it is cut", 1)
+	w.asPromised(t, nodeLaidOut, 2)
 	w.annotate(t, nodeLaidOut, "0000:43:00.0=carve")
 	eventually(t, 30*time.Second, "an Event tells of an annotation that cannot be read", func() (bool, string) {
 		events := w.events(t, "default", nodeLaidOut)

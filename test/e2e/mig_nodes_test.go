@@ -141,6 +141,16 @@ func (w *world) saysLimited(t *testing.T, node, reason string, gpus int) {
 	})
 }
 
+// asPromised waits until a node offers so many GPUs as their policy promises.
+func (w *world) asPromised(t *testing.T, node string, gpus int) {
+	t.Helper()
+	want := fmt.Sprintf(`gpu_dra_mig_gpus{reason=""} %d`, gpus)
+	eventually(t, 30*time.Second, fmt.Sprintf("node %s offers %d GPUs as promised", node, gpus), func() (bool, string) {
+		all := regexp.MustCompile(`(?m)^gpu_dra_mig_gpus.*$`).FindAllString(w.get(t, node, "metrics"), -1)
+		return slices.Contains(all, want), strings.Join(all, "\n")
+	})
+}
+
 // Why GPUs of these nodes are not offered in every shape.
 const (
 	ampereOff        = "MIG mode is off, and on this card only a reset turns it on"

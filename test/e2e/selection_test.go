@@ -207,6 +207,10 @@ func (w *world) testAdminAccess(t *testing.T) {
 	if err := u.tryClaim("look", everything); err == nil || !strings.Contains(err.Error(), "resource.kubernetes.io/admin-access: true") {
 		t.Errorf("admin access in an ordinary namespace: %v", err)
 	}
+	// Where partitions are cut on demand, a look waits for who holds the GPU
+	// (https://github.com/kubernetes/kubernetes/issues/140729).
+	w.annotate(t, h100, "static")
+	w.offersShapes(t, h100, 8, 0)
 	u.template("all", gpus(8))
 	u.pod("user", onNode(h100), fromTemplate("gpus", "all"))
 	u.running("user")
@@ -239,4 +243,8 @@ func (w *world) testAdminAccess(t *testing.T) {
 		u.sees("user-2", "", held)
 		admin.sees("look", "", held)
 	}
+	admin.end("look")
+	u.end("user-2")
+	w.annotate(t, h100, "")
+	w.offersShapes(t, h100, 8, 8*everyPartition)
 }
