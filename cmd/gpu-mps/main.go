@@ -1,5 +1,6 @@
-// gpu-mps hosts the MPS control daemons of a node, in a DaemonSet of its own (supervise), and is the hook that holds containers to a
-// part of a GPU's memory (memory-limit). It is one static program, because hooks run on hosts of any kind. It speaks to no API server.
+// gpu-mps hosts the MPS control daemons of a node, in a DaemonSet of its own (supervise), and is
+// the hook that holds containers to a part of a GPU's memory (memory-limit). It is one static
+// program, because hooks run on hosts of any kind. It speaks to no API server.
 package main
 
 import (

@@ -10,8 +10,8 @@ import (
 )
 
 // Mark notes durably, before we turn on a GPU's MIG mode, that we did so in this boot. It has two
-// readers. Whoever wants the GPU whole asks the hardware where there is a mark, because the inventory
-// may be out of date. And only a mode with a mark of this boot is ours to turn off.
+// readers. Whoever wants the GPU whole asks the hardware where there is a mark, because the
+// inventory may be out of date. And only a mode with a mark of this boot is ours to turn off.
 func (s *Store) Mark(gpu, bootID string) error {
 	boot, marked, err := s.mark(gpu)
 	if err != nil || marked && boot == bootID {
@@ -34,9 +34,9 @@ func (s *Store) Marked(gpu string) (bool, error) {
 	return marked, err
 }
 
-// MarkedIn says whether we turned the mode on in this boot. A mark of an earlier boot proves nothing:
-// cards whose mode we turn on forget it at a reboot. Nor does an empty one of an earlier version,
-// which also marked modes that an admin had turned on.
+// MarkedIn says whether we turned the mode on in this boot. A mark of an earlier boot proves
+// nothing: cards whose mode we turn on forget it at a reboot. Nor does an empty one of an earlier
+// version, which also marked modes that an admin had turned on.
 func (s *Store) MarkedIn(gpu, bootID string) (bool, error) {
 	boot, marked, err := s.mark(gpu)
 	return marked && boot == bootID, err

@@ -105,7 +105,8 @@ func (c *Config) complete() {
 	}
 }
 
-// MPSHookPath is where the program that holds containers to their fraction of a GPU's memory is installed: beside the other hook.
+// MPSHookPath is where the program that holds containers to their fraction of a GPU's memory is
+// installed: beside the other hook.
 func (c *Config) MPSHookPath() string {
 	return filepath.Join(filepath.Dir(c.HookPath), mps.HookProgram)
 }

@@ -10,7 +10,8 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// budget is what a GPU has for its devices, and so what keeps them apart: a number of each of several units. Its names are those of counters.
+// budget is what a GPU has for its devices, and so what keeps them apart: a number of each of
+// several units. Its names are those of counters.
 type budget map[string]int64
 
 // engineCounters are the units of which a GPU has several and a partition takes some. Multiprocessors are not among them: they are bound to memory slices,
@@ -24,7 +25,8 @@ var engineCounters = map[string]func(Engines) uint32{
 }
 
 const (
-	// memoryCounter is in bytes. It decides nothing: it is there for those who add up what a node has and what of it is used.
+	// memoryCounter is in bytes. It decides nothing: it is there for those who add up what a node
+	// has and what of it is used.
 	memoryCounter = "memory"
 	// wholeCounter is all that a GPU has of which nothing else is known.
 	wholeCounter = "whole"
@@ -36,7 +38,8 @@ func memorySlice(n uint32) string { return fmt.Sprint(slicePrefix, n) }
 
 func ownCounter(profile uint32) string { return fmt.Sprintf("profile-%d", profile) }
 
-// setOf is the counter set of a GPU, which follows from its model alone. A GPU that cannot be cut, or not be described, has one counter.
+// setOf is the counter set of a GPU, which follows from its model alone. A GPU that cannot be cut,
+// or not be described, has one counter.
 func setOf(g GPU) budget {
 	if b := budgetOf(g); b != nil {
 		return b
@@ -49,9 +52,11 @@ func setOf(g GPU) budget {
 
 // budgetOf is nil for a card that cannot be cut, or that cannot be described: the API allows a set no more than 32 counters.
 //
-// Memory slices are counted by position, since a placement takes certain ones. An engine is counted where placements that lie side by side could take more
-// of it than the card has, and a profile gets a counter of its own where more of its instances would fit side by side than the card allows. What could
-// decide nothing is left out, but for the memory: the scheduler goes through every counter of a node for every device that it tries.
+// Memory slices are counted by position, since a placement takes certain ones. An engine is counted
+// where placements that lie side by side could take more of it than the card has, and a profile
+// gets a counter of its own where more of its instances would fit side by side than the card
+// allows. What could decide nothing is left out, but for the memory: the scheduler goes through
+// every counter of a node for every device that it tries.
 func budgetOf(g GPU) budget {
 	m := g.MIG
 	if m == nil || len(m.Profiles) == 0 {
@@ -98,7 +103,8 @@ func budgetOf(g GPU) budget {
 	return b
 }
 
-// memoryOf is what a GPU has, and never less than what its partitions have side by side: NVML counts both in its own way.
+// memoryOf is what a GPU has, and never less than what its partitions have side by side: NVML
+// counts both in its own way.
 func memoryOf(g GPU) int64 {
 	n := int64(min(g.MemoryBytes, math.MaxInt64))
 	if g.MIG == nil {
@@ -165,7 +171,8 @@ func (b budget) cost(p Profile, at Placement) budget {
 	return c
 }
 
-// costOfPart is what a compute instance takes that is less than its GPU instance: its part of the memory.
+// costOfPart is what a compute instance takes that is less than its GPU instance: its part of the
+// memory.
 func (b budget) costOfPart(p Profile, compute ComputeInstance) budget {
 	all := int64(max(p.Slices, 1))
 	n := p.memory() / all * min(int64(max(compute.Placement.Size, 1)), all)

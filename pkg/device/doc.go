@@ -5,9 +5,11 @@
 // card is offered, [Offer] lists them for all GPUs of a node, in the order in which the scheduler's first-fit should meet them, and [Slices] cuts that list to
 // the API's limits.
 //
-// Shapes of one card may overlap: a whole and every partition at once, as the [Policy] says. What keeps them apart are shared counters, from which the
-// scheduler subtracts what it gives away: memory slices by position, engines, and profiles of which the card allows only so many. Where counters allow
-// something, the hardware can hold it, and the other way round. Where nothing overlaps, or the cluster keeps no counters, nothing is counted.
+// Shapes of one card may overlap: a whole and every partition at once, as the [Policy] says. What
+// keeps them apart are shared counters, from which the scheduler subtracts what it gives away:
+// memory slices by position, engines, and profiles of which the card allows only so many. Where
+// counters allow something, the hardware can hold it, and the other way round. Where nothing
+// overlaps, or the cluster keeps no counters, nothing is counted.
 //
 // A [Shared] device is a GPU or a partition that several claims may hold, where [ShareRules] say so: in fractions of its memory and compute units, or in plain
 // shares, which are only counted. It takes the counters of what it is made of, once for as long as somebody holds a share. How much each claim holds is the

@@ -100,7 +100,8 @@ func (h hardware) sets(visit func(held []item)) {
 	grow(nil, 0)
 }
 
-// ledger is the scheduler's arithmetic on the slices that are published: what is left of each counter and what there was, by set and name.
+// ledger is the scheduler's arithmetic on the slices that are published: what is left of each
+// counter and what there was, by set and name.
 type ledger struct {
 	left, total map[string]map[string]int64
 	cost        map[string][]resourceapi.DeviceCounterConsumption
@@ -143,9 +144,10 @@ func (l ledger) has(device string) (_ bool, by []string) {
 	return len(by) == 0, by
 }
 
-// For every set of devices that a card can hold, and every further device, published counters and hardware agree on whether it fits beside them. Every set
-// that the hardware allows is reached by adding one device after the other, so nothing else has to be looked at. Memory never decides: where it is short,
-// another counter is, too.
+// For every set of devices that a card can hold, and every further device, published counters and
+// hardware agree on whether it fits beside them. Every set that the hardware allows is reached by
+// adding one device after the other, so nothing else has to be looked at. Memory never decides:
+// where it is short, another counter is, too.
 func TestCountersAllowExactlyWhatTheHardwareCanHold(t *testing.T) {
 	forEachMIGModel(t, func(t *testing.T, known *model.GPU) {
 		agree(t, newHardware(known))

@@ -16,7 +16,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
-// fleet is a node over time: what its GPUs are cut into, by which policies they are offered, and what claims hold of them.
+// fleet is a node over time: what its GPUs are cut into, by which policies they are offered, and
+// what claims hold of them.
 type fleet struct {
 	t        *testing.T
 	random   *rand.Rand
@@ -152,7 +153,8 @@ func (f *fleet) pick() string {
 	return slices.Sorted(maps.Keys(f.held))[f.random.IntN(len(f.held))]
 }
 
-// set gives a GPU other instances. Others than Ampere leave MIG mode now and then when nothing is left.
+// set gives a GPU other instances. Others than Ampere leave MIG mode now and then when nothing is
+// left.
 func (f *fleet) set(i int, instances []Instance) {
 	m := *f.gpus[i].MIG
 	m.Instances = instances
@@ -176,7 +178,8 @@ func (f *fleet) cutForClaim() {
 	}
 }
 
-// admin cuts a GPU, removes what nobody holds, or boots the node, after which every instance is gone.
+// admin cuts a GPU, removes what nobody holds, or boots the node, after which every instance is
+// gone.
 func (f *fleet) admin(i int) {
 	g := f.gpus[i]
 	if g.MIG == nil {
@@ -248,7 +251,8 @@ func (f *fleet) gone(n Name) bool {
 	return !known
 }
 
-// publish offers the GPUs, checks what is published against what is held, and returns what can be had beside that.
+// publish offers the GPUs, checks what is published against what is held, and returns what can be
+// had beside that.
 func (f *fleet) publish() (free []string, devices map[string]resourceapi.Device, l ledger) {
 	f.t.Helper()
 	offerings := f.offerings()
@@ -303,7 +307,8 @@ func (f *fleet) conflictsWithNothing(name string) {
 	}
 }
 
-// allOrNone: where devices overlap, every device of the node is counted, unless a claim holds it that got it uncounted.
+// allOrNone: where devices overlap, every device of the node is counted, unless a claim holds it
+// that got it uncounted.
 func (f *fleet) allOrNone(devices map[string]resourceapi.Device) {
 	overlap, wanted, placed := false, false, map[string]bool{}
 	for _, o := range f.offerings() {
@@ -329,7 +334,8 @@ func (f *fleet) allOrNone(devices map[string]resourceapi.Device) {
 	}
 }
 
-// holdsCounted says whether a claim holds a counted device of the GPU, or a counted partition of any.
+// holdsCounted says whether a claim holds a counted device of the GPU, or a counted partition of
+// any.
 func (f *fleet) holdsCounted(gpu string) bool {
 	for name, d := range f.held {
 		if n, _ := ParseName(name); len(d.consumes) > 0 && (n.GPU == gpu || n.Partition != nil) {
@@ -350,8 +356,9 @@ func (l ledger) totals(device string) map[string]int64 {
 	return totals
 }
 
-// Policies, rules and hardware change while claims hold devices. Whatever comes, a device that is held stays published and consumes what it did, and
-// nothing can be allocated that cannot be had beside it (https://github.com/kubernetes/kubernetes/issues/140802).
+// Policies, rules and hardware change while claims hold devices. Whatever comes, a device that is
+// held stays published and consumes what it did, and nothing can be allocated that cannot be had
+// beside it (https://github.com/kubernetes/kubernetes/issues/140802).
 func TestWhatIsHeldStaysAsItWasPublished(t *testing.T) {
 	const fleets, steps = 120, 25
 	models := readModels(t)

@@ -9,7 +9,8 @@ import (
 // Layout says in which shapes a GPU is offered.
 type Layout struct {
 	Whole bool
-	// Placements stands for every placement, to be cut on demand. They overlap, so counters keep them apart.
+	// Placements stands for every placement, to be cut on demand. They overlap, so counters keep
+	// them apart.
 	Placements bool
 	// Profiles are the names of those whose placements are offered. None stands for all.
 	Profiles []string
@@ -25,17 +26,20 @@ type Offering struct {
 	Shares ShareRules
 	// NoFractions says why nothing could keep processes to fractions of this GPU; see [WhyNoFractions]. It is not offered in any then.
 	NoFractions string
-	// Held are the devices that claims hold alone, by their names, and whether they consume counters as they are published. They stay published so until
-	// their claims end, whatever the layout says: the scheduler would over-commit the GPU (https://github.com/kubernetes/kubernetes/issues/140802).
+	// Held are the devices that claims hold alone, by their names, and whether they consume
+	// counters as they are published. They stay published so until their claims end, whatever the
+	// layout says: the scheduler would over-commit the GPU
+	// (https://github.com/kubernetes/kubernetes/issues/140802).
 	Held map[string]bool
 	// HeldShares are the share devices that claims hold, by their names, and whether they hold them in fractions. They stay in the pool, without anything to be
 	// had of them, where the rules or the layout say something else by now.
 	HeldShares map[string]bool
 }
 
-// Decide is the one place that knows how a GPU is offered. owned are those of its instances that claims of ours explain, whatever else is there is an
-// admin's; counters says whether the cluster keeps shared counters. The reason says what of the policy's promise the GPU does not keep, for people to read.
-// It is empty if it keeps all.
+// Decide is the one place that knows how a GPU is offered. owned are those of its instances that
+// claims of ours explain, whatever else is there is an admin's; counters says whether the cluster
+// keeps shared counters. The reason says what of the policy's promise the GPU does not keep, for
+// people to read. It is empty if it keeps all.
 func Decide(g GPU, owned []Instance, policy Policy, counters bool) (_ Layout, reason string) {
 	m := g.MIG
 	if m == nil {
@@ -68,7 +72,8 @@ func Decide(g GPU, owned []Instance, policy Policy, counters bool) (_ Layout, re
 	return places, ""
 }
 
-// decideUncuttable is for a card about which nothing can be changed here. Under a policy that changes nothing that is no limit.
+// decideUncuttable is for a card about which nothing can be changed here. Under a policy that
+// changes nothing that is no limit.
 func decideUncuttable(m *MIG, policy Policy) (_ Layout, reason string) {
 	const guest = "instances can be used but not made here, as in the guest of a virtual GPU"
 	layout := Layout{Whole: !m.Enabled, Instances: m.Instances}
@@ -95,7 +100,8 @@ func decideOff(m *MIG, owned []Instance, foreign bool) (_ Layout, reason string)
 	}
 }
 
-// decideStatic keeps its promise with what an admin cut, and with a whole GPU. problem is why another policy does not hold.
+// decideStatic keeps its promise with what an admin cut, and with a whole GPU. problem is why
+// another policy does not hold.
 func decideStatic(m *MIG, foreign bool, problem string) (_ Layout, reason string) {
 	reasons := []string{problem}
 	switch {

@@ -8,15 +8,17 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 )
 
-// Offer lists every shape of the GPUs, in publishing order. Allocation is first-fit, so this order is a cost, and a choice:
+// Offer lists every shape of the GPUs, in publishing order. Allocation is first-fit, so this order
+// is a cost, and a choice:
 //
 //   - Whole GPUs come first, by PCI address, so that a claim for one does not go through the partitions of all. Their shares follow.
 //   - Partitions that exist come before places of any GPU: what an admin cut is used before another GPU is.
 //   - Places come last, one GPU after the other with its small partitions first, so that a GPU is filled before the next is begun. They begin with the last
 //     GPU: a scheduler evaluates the expressions of a claim for each partition of a GPU that somebody has whole before it goes on to the next.
 //
-// Shares of a partition follow it. The GPUs are all that the node has: share rules may count them, and if one needs counters, the devices of all are counted.
-// The Cluster Autoscaler takes no notice of a GPU without counters beside one with them
+// Shares of a partition follow it. The GPUs are all that the node has: share rules may count them,
+// and if one needs counters, the devices of all are counted. The Cluster Autoscaler takes no notice
+// of a GPU without counters beside one with them
 // (https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/simulator/dynamicresources/utils/utilization.go).
 func Offer(offerings []Offering) []Shape {
 	sorted := byPlace(offerings)
@@ -43,14 +45,17 @@ func byPlace(offerings []Offering) []Offering {
 	return sorted
 }
 
-// card is what is offered of one GPU: the whole and its shares, partitions that exist or are held, and places, each before its shares.
+// card is what is offered of one GPU: the whole and its shares, partitions that exist or are held,
+// and places, each before its shares.
 type card struct {
 	whole, shares, existing, places []Shape
-	// overlaps says that all GPUs of the node need counters, held that this one does for what claims hold.
+	// overlaps says that all GPUs of the node need counters, held that this one does for what
+	// claims hold.
 	overlaps, held bool
 }
 
-// card has the shapes of the GPU at a place among the node's. All are counted, except those that are held and were not.
+// card has the shapes of the GPU at a place among the node's. All are counted, except those that
+// are held and were not.
 func (o Offering) card(index int) card {
 	set := setOf(o.GPU)
 	held := o.holdings(set)
@@ -90,7 +95,8 @@ func (o Offering) card(index int) card {
 	return c
 }
 
-// partitions are those that exist and are offered, those that are only kept because a claim holds them or a share of them, and places.
+// partitions are those that exist and are offered, those that are only kept because a claim holds
+// them or a share of them, and places.
 func (o Offering) partitions(held []holding, set budget) (there, kept, free []Partition) {
 	for _, i := range o.Instances {
 		there = append(there, existing(o.GPU, i, set)...)
@@ -107,8 +113,9 @@ func (o Offering) partitions(held []holding, set budget) (there, kept, free []Pa
 	return there, kept, free
 }
 
-// ownCounters gives a counter to each partition that shares nothing with others but memory, as compute instances of one GPU instance do. It keeps the
-// partition and its shares apart. The API allows a set so many counters. No card has as many instances, but what it says is not trusted.
+// ownCounters gives a counter to each partition that shares nothing with others but memory, as
+// compute instances of one GPU instance do. It keeps the partition and its shares apart. The API
+// allows a set so many counters. No card has as many instances, but what it says is not trusted.
 func ownCounters(set budget, partitions []Partition) {
 	for i := range partitions {
 		p := &partitions[i]
@@ -119,7 +126,8 @@ func ownCounters(set budget, partitions []Partition) {
 	}
 }
 
-// barred says whether a claim holds what cannot be had beside the partition, and counters do not keep them apart.
+// barred says whether a claim holds what cannot be had beside the partition, and counters do not
+// keep them apart.
 func barred(p Partition, held []holding) bool {
 	return slices.ContainsFunc(held, func(h holding) bool {
 		return (h.untold() || !p.cost.placed()) && h.Unshared().String() != p.Name() && Conflict(h.Name, p.name(), p.gpu)
@@ -187,7 +195,8 @@ type holding struct {
 	known     bool
 }
 
-// untold says that counters cannot tell others that the device is held: then nothing is offered that overlaps with it.
+// untold says that counters cannot tell others that the device is held: then nothing is offered
+// that overlaps with it.
 func (h holding) untold() bool { return !h.counted || h.Partition != nil && !h.known }
 
 func (o Offering) holdings(set budget) []holding {

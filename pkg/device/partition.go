@@ -61,8 +61,9 @@ func number(n uint32) resourceapi.DeviceAttribute {
 	return resourceapi.DeviceAttribute{IntValue: ptr.To(int64(n))}
 }
 
-// places lists every placement of the profiles that are offered, in the order in which the scheduler should take them. Small profiles come first, and of
-// profiles of one size those that take the least of what few can have: "+me" after plain.
+// places lists every placement of the profiles that are offered, in the order in which the
+// scheduler should take them. Small profiles come first, and of profiles of one size those that
+// take the least of what few can have: "+me" after plain.
 //
 // Of one profile's places those come first that leave most to others. On an H100 the first 1g goes to 6, where no 2g and no 4g could be, and the first 3g to
 // 4, beside which a 4g still fits; the GPU's own driver, left to choose, does the same.
@@ -130,7 +131,8 @@ func existing(g GPU, i Instance, set budget) []Partition {
 	return partitions
 }
 
-// partition is the MIG device of that name, or the place where it can be made. It is false for one that the GPU neither has nor can have.
+// partition is the MIG device of that name, or the place where it can be made. It is false for one
+// that the GPU neither has nor can have.
 func (g GPU) partition(n PartitionName, set budget) (Partition, bool) {
 	if g.MIG == nil {
 		return Partition{}, false

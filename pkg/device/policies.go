@@ -40,8 +40,8 @@ func (p Policy) String() string {
 // Cuts says whether partitions are made for claims.
 func (p Policy) Cuts() bool { return p.Mode == PolicyDynamic || p.Mode == PolicyAdopt }
 
-// On is the policy that holds for a GPU. It is static where the policy names a profile that the GPU's model lacks,
-// and problem then says which profiles there are.
+// On is the policy that holds for a GPU. It is static where the policy names a profile that the
+// GPU's model lacks, and problem then says which profiles there are.
 func (p Policy) On(g GPU) (_ Policy, problem string) {
 	if g.MIG == nil || len(g.MIG.Profiles) == 0 {
 		return p, ""
@@ -72,8 +72,9 @@ type policyRule struct {
 	policy   Policy
 }
 
-// ParsePolicies reads rules of the form [SELECTOR=]MODE[(PROFILE,...)], separated by commas. A selector is a PCI address, a UUID or a product name, in
-// which * stands for anything; none stands for every GPU. Of the rules that fit a GPU the last one holds.
+// ParsePolicies reads rules of the form [SELECTOR=]MODE[(PROFILE,...)], separated by commas. A
+// selector is a PCI address, a UUID or a product name, in which * stands for anything; none stands
+// for every GPU. Of the rules that fit a GPU the last one holds.
 func ParsePolicies(s string) (Policies, error) {
 	rules, err := parseRules("MIG policy", s, func(gpus, policy string) (policyRule, error) {
 		var rule policyRule

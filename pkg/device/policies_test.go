@@ -89,7 +89,8 @@ func TestOnlyDynamicAndAdoptCut(t *testing.T) {
 	}
 }
 
-// A name that the model does not have is most likely misspelt: the names that it has are said once each, by their IDs.
+// A name that the model does not have is most likely misspelt: the names that it has are said once
+// each, by their IDs.
 func TestAPolicyWithAProfileThatTheGPULacksIsStatic(t *testing.T) {
 	g := small()
 	g.MIG.Profiles = append(g.MIG.Profiles, Profile{ID: 20, Name: "1g.10gb+me"}, Profile{ID: 21, Name: "1g.10gb"})

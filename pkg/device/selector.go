@@ -34,8 +34,8 @@ func (s selector) fits(g GPU) bool {
 	return false
 }
 
-// parseRules reads rules of the form [SELECTOR=]KIND, separated by commas outside parentheses. parse gets "*" for a selector that is left out; of says in
-// errors what the rules are.
+// parseRules reads rules of the form [SELECTOR=]KIND, separated by commas outside parentheses.
+// parse gets "*" for a selector that is left out; of says in errors what the rules are.
 func parseRules[R any](of, text string, parse func(selector, kind string) (R, error)) ([]R, error) {
 	var rules []R
 	for _, rule := range splitRules(text) {
@@ -59,7 +59,8 @@ func parseRules[R any](of, text string, parse func(selector, kind string) (R, er
 	return rules, nil
 }
 
-// splitRules leaves lists in parentheses together. A parenthesis that nothing closes takes all that follows.
+// splitRules leaves lists in parentheses together. A parenthesis that nothing closes takes all that
+// follows.
 func splitRules(text string) []string {
 	depth := 0
 	var rules []string

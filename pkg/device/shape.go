@@ -16,7 +16,8 @@ type Shape interface {
 	counted() budget
 }
 
-// counts is what a shape takes of its GPU's counter set. Both are nil where the node's devices are not counted.
+// counts is what a shape takes of its GPU's counter set. Both are nil where the node's devices are
+// not counted.
 type counts struct{ set, cost budget }
 
 func (c counts) counted() budget { return c.set }

@@ -50,7 +50,8 @@ type shareable interface {
 	name() Name
 	// memoryToShare is 0 where it is not known.
 	memoryToShare() uint64
-	// exclusive says whether counters keep the shape apart from what takes the same, as its shares do together.
+	// exclusive says whether counters keep the shape apart from what takes the same, as its shares
+	// do together.
 	exclusive() bool
 }
 

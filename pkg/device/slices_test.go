@@ -205,8 +205,9 @@ func TestPartitionTypes(t *testing.T) {
 	}
 }
 
-// Admin access sees whatever is held of GPUs that have no counters. It asks for a device's counters a second time
-// (https://github.com/kubernetes/kubernetes/issues/140729), so of GPUs with counters it sees what is idle.
+// Admin access sees whatever is held of GPUs that have no counters. It asks for a device's counters
+// a second time (https://github.com/kubernetes/kubernetes/issues/140729), so of GPUs with counters
+// it sees what is idle.
 func TestAdminAccess(t *testing.T) {
 	gpus := cuttable(readModels(t)["h100-sxm5-80gb"], 2)
 	all := resourceapi.DeviceRequest{Exactly: &resourceapi.ExactDeviceRequest{

@@ -7,7 +7,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
-// Without configuration nothing overlaps: one device a GPU, and no counters, which older schedulers and other components do not understand.
+// Without configuration nothing overlaps: one device a GPU, and no counters, which older schedulers
+// and other components do not understand.
 func TestADefaultInstallationPublishesNoCounters(t *testing.T) {
 	policies, err := ParsePolicies("")
 	if err != nil {
@@ -52,7 +53,8 @@ func several(known *model.GPU, n int) []GPU {
 	return gpus
 }
 
-// An idle instance that an admin made serves a claim before another GPU is cut, wherever that GPU is.
+// An idle instance that an admin made serves a claim before another GPU is cut, wherever that GPU
+// is.
 func TestWhatAnAdminCutIsUsedBeforeAnotherGPUIsCut(t *testing.T) {
 	for _, cut := range []int{0, 7} {
 		gpus := cuttable(readModels(t)[h100Key], 8)

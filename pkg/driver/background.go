@@ -40,8 +40,8 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 	return &wg
 }
 
-// nodePolicy follows what the Node says. It must be read before anything is decided: what is offered would
-// change at once, and hardware would be opened that somebody has asked for.
+// nodePolicy follows what the Node says. It must be read before anything is decided: what is
+// offered would change at once, and hardware would be opened that somebody has asked for.
 func (d *Driver) nodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 	return &nodePolicy{
 		client: d.client, node: d.cfg.NodeName,
@@ -167,7 +167,8 @@ func (d *Driver) checkHook(ctx context.Context) {
 	if superseded {
 		return
 	}
-	// Only fractions that the driver holds containers to need this one: their claims say so if it is missing.
+	// Only fractions that the driver holds containers to need this one: their claims say so if it
+	// is missing.
 	if _, err := d.mpsHook.Install(); err != nil {
 		klog.FromContext(ctx).Error(err, "Claims with fractions that limit whole containers cannot be prepared")
 	}

@@ -80,7 +80,8 @@ type Driver struct {
 	toFollow chan struct{}
 	// toReconcile asks for records and hardware to be compared soon.
 	toReconcile chan struct{}
-	// limited is what was last said of GPUs that are not offered as their policy wants. Only the publisher uses it.
+	// limited is what was last said of GPUs that are not offered as their policy wants. Only the
+	// publisher uses it.
 	limited map[string]string
 	// toldShares is what was last said of what is not shared. Only the publisher uses it.
 	toldShares toldShares

@@ -122,7 +122,8 @@ func consumers(c *resourceapi.ResourceClaim) []*corev1.ObjectReference {
 }
 
 // consumerKinds are the kinds of what a claim can be reserved for: Pods, and PodGroups (KEP-5729).
-// Kubernetes 1.36 serves PodGroups in another version of their group, which matters to no reader of Events.
+// Kubernetes 1.36 serves PodGroups in another version of their group, which matters to no reader of
+// Events.
 var consumerKinds = map[schema.GroupResource]schema.GroupVersionKind{
 	corev1.Resource("pods"):                 corev1.SchemeGroupVersion.WithKind("Pod"),
 	schedulingv1beta1.Resource("podgroups"): schedulingv1beta1.SchemeGroupVersion.WithKind("PodGroup"),

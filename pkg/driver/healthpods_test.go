@@ -14,7 +14,8 @@ func podGroup(name string) resourceapi.ResourceClaimConsumerReference {
 	return resourceapi.ResourceClaimConsumerReference{APIGroup: "scheduling.k8s.io", Resource: "podgroups", Name: name, UID: "uid-of-group"}
 }
 
-// The claim does not name the Pods of a PodGroup, so the Event goes to the PodGroup and to the claim.
+// The claim does not name the Pods of a PodGroup, so the Event goes to the PodGroup and to the
+// claim.
 func TestHealthEventsReachEveryConsumerOfAClaim(t *testing.T) {
 	pod := resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: "p", UID: "uid-of-p"}
 	run := resourceapi.ResourceClaimConsumerReference{APIGroup: "example.com", Resource: "runs", Name: "r", UID: "u"}

@@ -13,8 +13,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// oversized is a request that asks for at most half of the memory of a GPU that it holds whole. Some
-// manifests mean a share by that: for NVIDIA's driver they do where it has consumableShares.
+// oversized is a request that asks for at most half of the memory of a GPU that it holds whole.
+// Some manifests mean a share by that: for NVIDIA's driver they do where it has consumableShares.
 type oversized struct {
 	request, class, device string
 	asked, has             resource.Quantity

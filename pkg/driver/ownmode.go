@@ -12,8 +12,9 @@ import (
 )
 
 const (
-	// A MIG mode that cannot be turned off, mostly because something has the GPU open, is tried again
-	// at first so soon, and in the end so seldom: each try holds the GPU up and replaces the watcher.
+	// A MIG mode that cannot be turned off, mostly because something has the GPU open, is tried
+	// again at first so soon, and in the end so seldom: each try holds the GPU up and replaces the
+	// watcher.
 	modeRetryFirst = 10 * time.Second
 	modeRetryMost  = 10 * time.Minute
 	// modesLimit bounds how long an uninstallation waits for GPUs to be whole again.
@@ -36,7 +37,8 @@ type modeRetry struct {
 	err   error
 }
 
-// Off turns off what can be turned off, on each GPU by itself. One that failed is left alone for a while.
+// Off turns off what can be turned off, on each GPU by itself. One that failed is left alone for a
+// while.
 func (m *modes) Off(ctx context.Context, gpus []device.GPU) error {
 	var wg sync.WaitGroup
 	errs := make([]error, len(gpus))
@@ -79,8 +81,8 @@ func (m *modes) note(gpu string, err error) {
 	m.retry[gpu] = modeRetry{time.Now().Add(pause), pause, err}
 }
 
-// modesOff leaves no GPU in a MIG mode of ours when the driver is uninstalled. One that is in use keeps
-// its mode, which does not keep the rest from being removed.
+// modesOff leaves no GPU in a MIG mode of ours when the driver is uninstalled. One that is in use
+// keeps its mode, which does not keep the rest from being removed.
 func (d *Driver) modesOff(ctx context.Context) {
 	done, ok := d.release.Use()
 	defer done()

@@ -61,7 +61,8 @@ func TestAModeThatCannotBeTurnedOffIsTriedMoreAndMoreSeldom(t *testing.T) {
 	})
 }
 
-// modeHardware are GPUs in MIG mode, without instances. turnOff says what keeps one from leaving it.
+// modeHardware are GPUs in MIG mode, without instances. turnOff says what keeps one from leaving
+// it.
 type modeHardware struct {
 	prepare.Partitions
 	turnOff func(context.Context, device.Card) error

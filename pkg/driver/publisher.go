@@ -17,8 +17,8 @@ import (
 // they must be back within two seconds. Long enough for the controller's own cache to have caught up with what it wrote itself.
 const syncDelay = 500 * time.Millisecond
 
-// How often the API server is asked for its version, since another one may keep other fields; and how
-// soon, and in the end how seldom, a layout is looked at again that could not be settled.
+// How often the API server is asked for its version, since another one may keep other fields; and
+// how soon, and in the end how seldom, a layout is looked at again that could not be settled.
 const (
 	versionInterval = 5 * time.Minute
 	settleInterval  = 2 * time.Second
@@ -33,9 +33,9 @@ type publisher struct {
 	nodeName string
 	turn     *turn
 	inv      inventorySource
-	// slices cuts what a snapshot offers, for a cluster with such features. On an error nobody knows what
-	// claims hold. mark puts into slices what is known of their devices' health. Neither is settled if
-	// it should be asked again soon.
+	// slices cuts what a snapshot offers, for a cluster with such features. On an error nobody
+	// knows what claims hold. mark puts into slices what is known of their devices' health. Neither
+	// is settled if it should be asked again soon.
 	slices  func(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool, _ error)
 	mark    func(slices []resourceslice.Slice, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool)
 	onError func(ctx context.Context, err error, msg string)
@@ -43,7 +43,7 @@ type publisher struct {
 	due func(now time.Time) (due, pending bool)
 	// onTurn is told when this instance starts and stops to publish, and whether it stops because a newer instance takes over.
 	onTurn func(held, superseded bool)
-	// onVersion is told the API server's version, now and then.
+	// onVersion gets the API server's version, now and then.
 	onVersion func(version string)
 	// probed is what the API server was last found to keep.
 	probed *Features
@@ -204,9 +204,9 @@ type basis struct {
 
 // resources are the slices of the node's one pool, with marks. A node that is not ready now keeps
 // what it has offered, since an empty pool would be a claim about its GPUs, unless they are known
-// to be gone; the marks say that it is not ready. Neither does anything but marks change while nobody
-// knows what claims hold. It is not known what to publish where a cluster
-// has come to keep other fields meanwhile: shapes that overlap may not be cut as they were.
+// to be gone; the marks say that it is not ready. Neither does anything but marks change while
+// nobody knows what claims hold. It is not known what to publish where a cluster has come to keep
+// other fields meanwhile: shapes that overlap may not be cut as they were.
 func (p *publisher) resources(ctx context.Context, on *basis, f Features) (_ []resourceslice.Slice, settled, known bool, _ error) {
 	s := p.inv.Snapshot()
 	if !s.Ready && !s.Empty && (!on.made || on.features != f) {
@@ -242,7 +242,8 @@ func (p *publisher) offered(ctx context.Context, on *basis, s inventory.Snapshot
 	return unkeep(on.slices)
 }
 
-// unchanged are the slices as they are published. For some reason nobody knows what claims hold of them.
+// unchanged are the slices as they are published. For some reason nobody knows what claims hold of
+// them.
 func (p *publisher) unchanged(
 	ctx context.Context, on *basis, s inventory.Snapshot, f Features, reason error,
 ) (offered []resourceslice.Slice, err error) {

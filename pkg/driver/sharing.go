@@ -74,8 +74,8 @@ func (d *Driver) inShares(offerings []device.Offering, v device.Driver, f Featur
 	return shared
 }
 
-// tellShares says where people look what cannot be offered in shares. It is settled if no claim holds
-// shares that are offered no more.
+// tellShares says where people look what cannot be offered in shares. It is settled if no claim
+// holds shares that are offered no more.
 func (d *Driver) tellShares(offerings []device.Offering, shapes []device.Shape, f Features) (settled bool) {
 	_, notShared := d.shareRules(f)
 	now := toldShares{

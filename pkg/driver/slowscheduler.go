@@ -23,10 +23,11 @@ type slowScheduler struct {
 	told     bool
 }
 
-// firstFast is the first version whose scheduler counts in a time that does not grow with the square of the nodes.
+// firstFast is the first version whose scheduler counts in a time that does not grow with the
+// square of the nodes.
 var firstFast = version.MustParseGeneric("1.37.0-0")
 
-// Serves is told the API server's version, as it calls itself.
+// Serves takes the API server's version, as it calls itself.
 func (s *slowScheduler) Serves(server string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -34,7 +35,7 @@ func (s *slowScheduler) Serves(server string) {
 	s.look()
 }
 
-// Publishes is told what this node publishes.
+// Publishes takes what this node publishes.
 func (s *slowScheduler) Publishes(all []resourceslice.Slice) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -154,8 +154,8 @@ func (m marker) all(d resourceapi.Device, v health.Verdict, notReady *resourceap
 	return taints
 }
 
-// mostTaintsIn134 is how many taints Kubernetes 1.34 takes for a device. It rejects a slice with more.
-// Later versions, which also know the effect None, take 16.
+// mostTaintsIn134 is how many taints Kubernetes 1.34 takes for a device. It rejects a slice with
+// more. Later versions, which also know the effect None, take 16.
 const mostTaintsIn134 = 4
 
 // taints has one for each key, with the gravest effect that a cause of this key asks for. The time

@@ -31,8 +31,8 @@ func (f *Finding) key() string { return f.Code + f.Part.name() }
 // Verdict is what the findings say of one device.
 type Verdict struct {
 	State State
-	// Causes are what made it so, the gravest first. A milder one stays beside a graver one. Each state
-	// has at most two: an XID and something else.
+	// Causes are what made it so, the gravest first. A milder one stays beside a graver one. Each
+	// state has at most two: an XID and something else.
 	Causes []Cause
 }
 

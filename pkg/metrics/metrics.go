@@ -149,7 +149,8 @@ func (m *Metrics) Publisher(is bool) { m.publisher.Set(number(is)) }
 // DevicePlugin says whether NVIDIA's device plugin serves the same node.
 func (m *Metrics) DevicePlugin(there bool) { m.devicePlugin.Set(number(there)) }
 
-// SlowScheduler says whether this node publishes counters to a cluster whose scheduler is slow with them.
+// SlowScheduler says whether this node publishes counters to a cluster whose scheduler is slow with
+// them.
 func (m *Metrics) SlowScheduler(is bool) { m.slowScheduler.Set(number(is)) }
 
 // Withheld says what the reference driver has left on the node.

@@ -39,7 +39,8 @@ type MIGState struct {
 	// Offered are the partitions in the node's slices, whether they are cut yet or not; Ours exist for claims; Foreign were made by an admin.
 	// Each by profile.
 	Offered, Ours, Foreign map[string]int
-	// GPUs that can be cut, by why they are not offered as their policy wants. The reasons must be few: each is a time series.
+	// GPUs that can be cut, by why they are not offered as their policy wants. The reasons must be
+	// few: each is a time series.
 	GPUs map[string]int
 }
 

@@ -273,7 +273,8 @@ func TestAClaimWithMPSHasADaemonOverAllDevicesOfItsConfiguration(t *testing.T) {
 }
 
 // NVIDIA's reference driver sorts the UUIDs before it counts them
-// (https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu/blob/main/cmd/gpu-kubelet-plugin/allocatable.go, UUIDs).
+// (https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu/blob/main/cmd/gpu-kubelet-plugin/allocatable.go,
+// UUIDs).
 func TestALimitByIndexCountsTheDevicesInTheOrderOfTheirUUIDs(t *testing.T) {
 	for name, c := range map[string]struct {
 		perDevice string
@@ -323,7 +324,8 @@ func TestMPSOfAPartitionFollowsIt(t *testing.T) {
 	clean(t, w)
 }
 
-// NVIDIA's control daemon refuses 0 and stays at 100 (test/nvmlsim/conformance), so that with the reference driver it is no limit.
+// NVIDIA's control daemon refuses 0 and stays at 100 (test/nvmlsim/conformance), so that with the
+// reference driver it is no limit.
 func TestNoPercentageOfThreadsIsNoLimit(t *testing.T) {
 	w := newWorld(t)
 	withMPS(w)

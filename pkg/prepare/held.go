@@ -7,7 +7,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// devicesOf are those that a claim holds. A record that cannot be read counts as far as its name tells.
+// devicesOf are those that a claim holds. A record that cannot be read counts as far as its name
+// tells.
 func (p *Preparer) devicesOf(e checkpoint.Entry) []string {
 	if e.Inexact() {
 		if r, found, err := p.Records.Load(e.ClaimUID); err == nil && found {

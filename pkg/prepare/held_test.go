@@ -8,7 +8,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// What is offered follows which shares are held, and in which way, whatever has become of the records.
+// What is offered follows which shares are held, and in which way, whatever has become of the
+// records.
 func TestWhichSharesAreHeldIsKnownWithoutRecords(t *testing.T) {
 	for _, s := range sharingScenes() {
 		if !strings.HasSuffix(s.name, "joined") {

@@ -13,10 +13,11 @@ import (
 
 // ModeOff turns off a GPU's MIG mode that a cut of ours turned on, so that the GPU can be offered
 // whole where nothing is cut any more. It leaves the mode on while a claim holds any of the GPU, or
-// while an instance is there. off says that the hardware changed, so that the inventory is out of date.
+// while an instance is there. off says that the hardware changed, so that the inventory is out of
+// date.
 //
-// An admin's mode is never changed. An admin's instance makes the mode the admin's, because somebody
-// relies on it.
+// An admin's mode is never changed. An admin's instance makes the mode the admin's, because
+// somebody relies on it.
 func (p *Preparer) ModeOff(ctx context.Context, g device.GPU) (off bool, _ error) {
 	name := g.WholeName()
 	if ours, err := p.modeIsOurs(name); !ours || err != nil {
@@ -55,7 +56,8 @@ func (p *Preparer) disown(gpu string, instances []device.Instance) error {
 	return nil
 }
 
-// forgetModes removes the marks of modes that are off: whoever turns such a mode on next need not be us.
+// forgetModes removes the marks of modes that are off: whoever turns such a mode on next need not
+// be us.
 func (p *Preparer) forgetModes(ctx context.Context) error {
 	var all together
 	for _, g := range p.Hardware.Snapshot().Node.GPUs {
@@ -75,8 +77,8 @@ func (p *Preparer) forgetModes(ctx context.Context) error {
 	return all.wait()
 }
 
-// whileIdle does work while a GPU is in MIG mode, no claim holds any of it, and no call works on it.
-// Of a mode that is off it forgets that we turned it on.
+// whileIdle does work while a GPU is in MIG mode, no claim holds any of it, and no call works on
+// it. Of a mode that is off it forgets that we turned it on.
 func (p *Preparer) whileIdle(ctx context.Context, g device.GPU, work func(context.Context, device.CutState) error) error {
 	name := g.WholeName()
 	ctx, cancel := within(ctx, reconcileTime, 0)

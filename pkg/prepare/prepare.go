@@ -164,9 +164,10 @@ func (p *Preparer) oldRecord(ctx context.Context, c *resourceapi.ResourceClaim) 
 	return &old, nil
 }
 
-// reserved refuses a claim that no Pod may use. The kubelet asks for none: such a call comes after its Pod has gone and the claim was given back, and nobody
-// would give it back once more. The next Pod of a claim with a name is told from it by nothing else: UID and allocation are the same.
-// A PodGroup keeps its claim reserved between its Pods. What a late call prepares of such a claim is
+// reserved refuses a claim that no Pod may use. The kubelet asks for none: such a call comes after
+// its Pod has gone and the claim was given back, and nobody would give it back once more. The next
+// Pod of a claim with a name is told from it by nothing else: UID and allocation are the same. A
+// PodGroup keeps its claim reserved between its Pods. What a late call prepares of such a claim is
 // garbage when the group is gone: see [Preparer.Abandoned].
 func reserved(c *resourceapi.ResourceClaim) error {
 	if c.Status.Allocation != nil && len(c.Status.ReservedFor) == 0 {

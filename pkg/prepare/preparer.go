@@ -63,7 +63,8 @@ type Options struct {
 	Partitions Partitions
 	// MPS runs control daemons. Where nobody answers for it, or without it, MPS and fractions are refused.
 	MPS Daemons
-	// NoMPS says that MPS is switched off in the cluster: claims that ask for it are refused. Those that have it can be given back.
+	// NoMPS says that MPS is switched off in the cluster: claims that ask for it are refused. Those
+	// that have it can be given back.
 	NoMPS bool
 	// MPSEdits make a container a client of the daemon with this ID. They are asked for only where there is MPS.
 	MPSEdits func(daemon string) specs.ContainerEdits

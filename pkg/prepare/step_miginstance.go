@@ -94,7 +94,8 @@ func (s *migInstance) expect(state device.CutState) {
 }
 
 func (s *migInstance) turnOn(ctx context.Context, env *Env) (device.CutState, error) {
-	// Before the mode is on: it is ours to turn off, and whoever wants the GPU whole must know of it.
+	// Before the mode is on: it is ours to turn off, and whoever wants the GPU whole must know of
+	// it.
 	if err := env.Records.Mark(s.GPU, env.BootID); err != nil {
 		return device.CutState{}, because(CauseRecord, "%w", err)
 	}

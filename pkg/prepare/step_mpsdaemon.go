@@ -35,7 +35,8 @@ type mpsDaemon struct {
 	// ThreadPercentage, and Memory in MiB, hold for each client process; zero is no limit.
 	ThreadPercentage int    `json:"threadPercentage,omitempty"`
 	Memory           uint64 `json:"memory,omitempty"`
-	// PerDevice is Memory for single devices, by their UUIDs or their index in the order of the UUIDs.
+	// PerDevice is Memory for single devices, by their UUIDs or their index in the order of the
+	// UUIDs.
 	PerDevice map[string]uint64 `json:"perDevice,omitempty"`
 	MultiUser bool              `json:"multiUser,omitempty"`
 	// UUIDs are those of the devices when the daemon was asked for. There are none while it was not.

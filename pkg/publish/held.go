@@ -36,7 +36,8 @@ type Holders struct {
 type Cut func([]device.Offering) []resourceslice.Slice
 
 const (
-	// The cluster is asked again for claims at first so soon, and in the end so seldom, while nothing changes.
+	// The cluster is asked again for claims at first so soon, and in the end so seldom, while
+	// nothing changes.
 	lookInterval = 2 * time.Second
 	lookSeldom   = 30 * time.Second
 	// lookTimeout is for one look at all claims of a large cluster.
@@ -55,7 +56,8 @@ type keeper struct {
 
 	// published are the devices that the cluster may show. It is nil before the first look.
 	published forms
-	// offered are those that were last decided, held what claims held of them and whether with counters.
+	// offered are those that were last decided, held what claims held of them and whether with
+	// counters.
 	offered forms
 	held    map[string]bool
 	// seen are the GPUs that there were then.
@@ -130,9 +132,9 @@ func (f forms) add(more forms) {
 // Begin forgets what the cluster showed: another instance may have published since.
 func (k *keeper) Begin() { k.published, k.offered, k.asked, k.seen = nil, nil, nil, nil }
 
-// Keep notes in the offerings what claims hold, and takes from them what may not be offered yet. It is
-// settled if nothing has to be looked at again soon. On an error it is not known what claims hold, and
-// nothing may be published but what is.
+// Keep notes in the offerings what claims hold, and takes from them what may not be offered yet. It
+// is settled if nothing has to be looked at again soon. On an error it is not known what claims
+// hold, and nothing may be published but what is.
 func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters bool, cut Cut) (settled bool, _ error) {
 	settled = k.read(ctx)
 	before := k.held
@@ -170,8 +172,8 @@ func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters
 	return settled && len(waiting) == 0, nil
 }
 
-// unseen says whether a GPU is new here, and nothing of it is published. The kubelet removes a node's
-// slices when it starts, and claims may hold devices all the same.
+// unseen says whether a GPU is new here, and nothing of it is published. The kubelet removes a
+// node's slices when it starts, and claims may hold devices all the same.
 func (k *keeper) unseen(gpus map[string]device.GPU) bool {
 	known := map[string]bool{}
 	for name := range k.published {
@@ -187,8 +189,9 @@ func (k *keeper) unseen(gpus map[string]device.GPU) bool {
 	return false
 }
 
-// withdraw offers nothing that is free of GPUs that lose devices which consume counters. A scheduler may
-// have allocated one just now. Once that is unpublished, no counter keeps others apart from it.
+// withdraw offers nothing that is free of GPUs that lose devices which consume counters. A
+// scheduler may have allocated one just now. Once that is unpublished, no counter keeps others
+// apart from it.
 func (k *keeper) withdraw(offerings []device.Offering, wanted forms, lost []string, cut Cut) forms {
 	leaving := map[string]bool{}
 	for _, name := range lost {
@@ -238,8 +241,8 @@ func (k *keeper) shown(ctx context.Context) (forms, error) {
 }
 
 // look asks the cluster which claims hold devices, unless it was asked just now for the same offer.
-// It shows its slices first: a claim can be allocated as long as a scheduler sees the device. before
-// is what claims held.
+// It shows its slices first: a claim can be allocated as long as a scheduler sees the device.
+// before is what claims held.
 func (k *keeper) look(ctx context.Context, wanted forms, before map[string]bool) error {
 	again := k.asked != nil && maps.Equal(wanted, k.asked)
 	if again && time.Now().Before(k.next) {
@@ -260,7 +263,8 @@ func (k *keeper) look(ctx context.Context, wanted forms, before map[string]bool)
 		k.pause = lookInterval
 	}
 	for name := range allocated.Alone {
-		// It was allocated while it was being taken away. One that was held before and is gone cannot be kept.
+		// It was allocated while it was being taken away. One that was held before and is gone
+		// cannot be kept.
 		form, was := k.published[name]
 		if _, held := before[name]; was && !held {
 			shown.add(forms{name: form})
@@ -271,8 +275,8 @@ func (k *keeper) look(ctx context.Context, wanted forms, before map[string]bool)
 	return nil
 }
 
-// hold notes in the offerings what claims hold. It says what is offered then, and which held devices
-// would be offered otherwise, or not at all, if nobody held them.
+// hold notes in the offerings what claims hold. It says what is offered then, and which held
+// devices would be offered otherwise, or not at all, if nobody held them.
 func (k *keeper) hold(
 	offerings []device.Offering, gpus map[string]device.GPU, counters bool, cut Cut, all ...Holders,
 ) (wanted forms, waiting []string) {
@@ -309,8 +313,9 @@ func (k *keeper) hold(
 	return wanted, waiting
 }
 
-// heldAs says how a device is kept that a claim holds: as it is published. One that is not published,
-// and not offered anyway, has counters if it is a partition, to leave the rest of the GPU to others.
+// heldAs says how a device is kept that a claim holds: as it is published. One that is not
+// published, and not offered anyway, has counters if it is a partition, to leave the rest of the
+// GPU to others.
 func (k *keeper) heldAs(name string, free forms, gpus map[string]device.GPU) (counted, held bool) {
 	n, ok := device.ParseName(name)
 	if form, published := k.published[name]; published {

@@ -116,7 +116,8 @@ func (n *node) policy(t *testing.T, policy string) {
 	n.layouts.Annotate(p)
 }
 
-// publishes decides once and writes that. No device that a claim was allocated is taken away or altered.
+// publishes decides once and writes that. No device that a claim was allocated is taken away or
+// altered.
 func (n *node) publishes(t *testing.T) (settled bool) {
 	t.Helper()
 	offerings, settled, err := n.layouts.Decide(t.Context(), n.gpus, true, sliced)
@@ -134,7 +135,8 @@ func (n *node) writes(t *testing.T, offerings []device.Offering) {
 	keptAllocated(t, n.claims, before, n.devices())
 }
 
-// keptAllocated is the invariant: a device that a claim was allocated stays published, and consumes what it did.
+// keptAllocated is the invariant: a device that a claim was allocated stays published, and consumes
+// what it did.
 func keptAllocated(t *testing.T, claims map[string]string, before, now map[string]resourceapi.Device) {
 	t.Helper()
 	for name := range claims {
@@ -261,7 +263,8 @@ func TestClaimsAreListedOnlyWhereAChangeTakesAwayOrAlters(t *testing.T) {
 		}
 		n.policy(t, "static")
 		n.rounds(t)
-		// Before the slices are written, and once they are. From then on the record tells that the claim holds it.
+		// Before the slices are written, and once they are. From then on the record tells that the
+		// claim holds it.
 		if n.lists != 2 {
 			t.Errorf("%d lists", n.lists)
 		}

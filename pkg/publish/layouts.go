@@ -12,14 +12,16 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// confirmTimeout bounds how long a GPU that a claim is being prepared on is waited for before its layout is decided.
+// confirmTimeout bounds how long a GPU that a claim is being prepared on is waited for before its
+// layout is decided.
 const confirmTimeout = 2 * time.Second
 
 // Ownership tells what claims hold from what an admin made. Package prepare has the records.
 type Ownership interface {
 	// Explained is the part of the instances that records explain.
 	Explained(gpu string, instances []device.Instance) ([]device.Instance, error)
-	// Foreign looks at the card itself, while no claim is being prepared on it, and says what is there, and what of it no record explains.
+	// Foreign looks at the card itself, while no claim is being prepared on it, and says what is
+	// there, and what of it no record explains.
 	Foreign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error)
 	// HeldAlone are the devices that one claim holds, by name, with the claim's UID.
 	HeldAlone() (map[string]string, error)
@@ -27,19 +29,23 @@ type Ownership interface {
 	HeldShares() (map[string]bool, error)
 }
 
-// Layouts decides in which shapes each GPU is offered: as its policy wants, but for what claims hold.
+// Layouts decides in which shapes each GPU is offered: as its policy wants, but for what claims
+// hold.
 //
-// What the inventory saw and what the records say are of two moments: an instance that was removed in between looks like one that nobody knows. So before
-// a GPU is taken for an admin's, the card itself is asked, under its lock.
+// What the inventory saw and what the records say are of two moments: an instance that was removed
+// in between looks like one that nobody knows. So before a GPU is taken for an admin's, the card
+// itself is asked, under its lock.
 type Layouts struct {
 	owner Ownership
 	// keeper is the publisher's alone.
 	keeper *keeper
 
 	mu sync.Mutex
-	// configured and annotated are the rules of the configuration, and of the Node's annotation, which go first.
+	// configured and annotated are the rules of the configuration, and of the Node's annotation,
+	// which go first.
 	configured, annotated device.Policies
-	// read says that the Node's annotation is known. Until then nothing is changed about any GPU: it may say so.
+	// read says that the Node's annotation is known. Until then nothing is changed about any GPU:
+	// it may say so.
 	read bool
 	// decided is what was last said of each GPU, by its name.
 	decided map[string]decision
@@ -79,8 +85,8 @@ func (l *Layouts) policies() func(device.GPU) device.Policy {
 	return l.configured.And(l.annotated).For
 }
 
-// Decide says how each GPU of the snapshot is offered, to a cluster that keeps counters or not. It is
-// settled if it need not be asked again soon. On an error only what is published may be offered,
+// Decide says how each GPU of the snapshot is offered, to a cluster that keeps counters or not. It
+// is settled if it need not be asked again soon. On an error only what is published may be offered,
 // because nobody knows what claims hold of it. One goroutine calls it at a time.
 func (l *Layouts) Decide(
 	ctx context.Context, s inventory.Snapshot, counters bool, cut Cut,
@@ -146,8 +152,8 @@ func (l *Layouts) before(g device.GPU) (_ decision, known bool) {
 	return d, known && d.offering.UUID == g.UUID
 }
 
-// split tells a GPU's instances apart, and brings them up to date where that was needed. On an error what nobody explains counts as an admin's: then
-// nothing is offered that may not be there.
+// split tells a GPU's instances apart, and brings them up to date where that was needed. On an
+// error what nobody explains counts as an admin's: then nothing is offered that may not be there.
 func (l *Layouts) split(ctx context.Context, g device.GPU) (_ device.GPU, owned, foreign []device.Instance, err error) {
 	name := g.WholeName()
 	owned, err = l.owner.Explained(name, g.MIG.Instances)
@@ -205,8 +211,8 @@ func (l *Layouts) HandedOver() []device.GPU {
 	return gpus
 }
 
-// Uncut are the GPUs in MIG mode whose policy lets nothing be cut. While the Node's annotation is not
-// known, there are none.
+// Uncut are the GPUs in MIG mode whose policy lets nothing be cut. While the Node's annotation is
+// not known, there are none.
 func (l *Layouts) Uncut() []device.GPU {
 	policy := l.policies()
 	l.mu.Lock()
@@ -221,8 +227,8 @@ func (l *Layouts) Uncut() []device.GPU {
 	return gpus
 }
 
-// Count is how many MIG devices there are of each profile, by whose they are, and how many GPUs that can be cut there are, by why they are not offered as
-// their policy wants.
+// Count is how many MIG devices there are of each profile, by whose they are, and how many GPUs
+// that can be cut there are, by why they are not offered as their policy wants.
 func (l *Layouts) Count() (ours, foreign, gpus map[string]int) {
 	ours, foreign, gpus = map[string]int{}, map[string]int{}, map[string]int{}
 	l.mu.Lock()

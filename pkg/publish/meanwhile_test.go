@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// A claim was allocated a GPU while its form changed, and is prepared before the cluster is looked at
-// again. It has the GPU in the form that the cluster showed.
+// A claim was allocated a GPU while its form changed, and is prepared before the cluster is looked
+// at again. It has the GPU in the form that the cluster showed.
 func TestADeviceThatAClaimNewlyHoldsStaysAsItWasAllocated(t *testing.T) {
 	for _, change := range []struct{ from, to string }{{"static", "dynamic"}, {"dynamic", "static"}} {
 		for _, written := range []bool{true, false} {
@@ -31,7 +31,8 @@ func TestADeviceThatAClaimNewlyHoldsStaysAsItWasAllocated(t *testing.T) {
 	}
 }
 
-// The kubelet deleted the slices while no plugin ran. A claim still holds a device that the policy offers no more.
+// The kubelet deleted the slices while no plugin ran. A claim still holds a device that the policy
+// offers no more.
 func TestAPluginThatFindsNoSlicesGoesByClaims(t *testing.T) {
 	for _, prepared := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {
@@ -61,7 +62,8 @@ func TestAPluginThatFindsNoSlicesGoesByClaims(t *testing.T) {
 	}
 }
 
-// A change of form was written, and a claim allocated in the new form. Then the policy is as before.
+// A change of form was written, and a claim allocated in the new form. Then the policy is as
+// before.
 func TestAChangeOfFormThatIsTakenBackAltersNoDeviceOfAClaim(t *testing.T) {
 	for _, change := range []struct{ from, to string }{{"static", "dynamic"}, {"dynamic", "static"}, {"dynamic(1g.10gb)", "static"}} {
 		synctest.Test(t, func(t *testing.T) {

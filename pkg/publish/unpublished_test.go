@@ -115,7 +115,8 @@ func TestNothingElseIsOfferedOfAGPUWhileDevicesAreTakenAway(t *testing.T) {
 			n := newNode(t, change.from)
 			n.policy(t, change.to)
 			n.publishes(t)
-			// A scheduler that had not seen the change allocates one device, and as soon as it has seen it the other.
+			// A scheduler that had not seen the change allocates one device, and as soon as it has
+			// seen it the other.
 			n.claims[change.taken] = "team/quick"
 			if _, published := n.devices()[change.other]; published {
 				n.claims[change.other] = "team/next"

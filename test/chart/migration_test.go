@@ -9,7 +9,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// The page on migration shows the values of the device plugin's MIG strategies: they are taken from there as a reader would.
+// The page on migration shows the values of the device plugin's MIG strategies: they are taken from
+// there as a reader would.
 func TestTheValuesForMIGStrategiesWorkAsTheyAreWritten(t *testing.T) {
 	page, err := os.ReadFile("../../docs/migration.md")
 	if err != nil {

@@ -11,8 +11,8 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 )
 
-// Without its DaemonSet all daemons end, and with them the work of Pods. It was there by default once, so an upgrade that
-// sets nothing would remove it.
+// Without its DaemonSet all daemons end, and with them the work of Pods. It was there by default
+// once, so an upgrade that sets nothing would remove it.
 func TestMPSIsNotSwitchedOffUnderItsClients(t *testing.T) {
 	const config = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"STRATEGY"}}`
 	claim := func(driver, strategy string, change func(*resourceapi.ResourceClaimStatus)) resourceapi.ResourceClaim {

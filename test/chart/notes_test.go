@@ -8,8 +8,9 @@ import (
 	"testing"
 )
 
-// notes is what helm prints after an installation into a cluster of this version. helm renders notes for no version
-// but that of a real cluster, so a copy of the chart renders them as an object.
+// notes is what helm prints after an installation into a cluster of this version. helm renders
+// notes for no version but that of a real cluster, so a copy of the chart renders them as an
+// object.
 func notes(t *testing.T, version string, args ...string) string {
 	t.Helper()
 	dir := filepath.Join(t.TempDir(), "chart")

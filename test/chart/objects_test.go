@@ -273,7 +273,8 @@ func TestRightsAreNoMoreThanThese(t *testing.T) {
 	}
 }
 
-// Without the status of claims nothing is left of the right to write it, nor of the policy that narrows that right.
+// Without the status of claims nothing is left of the right to write it, nor of the policy that
+// narrows that right.
 func TestAStatusThatIsSwitchedOffNeedsNoRight(t *testing.T) {
 	objects, text := render(t, "--set", "claimStatus.enabled=false")
 	for _, left := range []string{"resourceclaims/status", "resourceclaims/driver", "claim-status"} {

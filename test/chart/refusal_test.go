@@ -130,7 +130,8 @@ func TestADeviceClassOfAnotherReleaseIsNotTaken(t *testing.T) {
 	}
 }
 
-// clusterWith serves as much of the API as a template's lookup needs, with objects by their paths. It returns helm's arguments.
+// clusterWith serves as much of the API as a template's lookup needs, with objects by their paths.
+// It returns helm's arguments.
 func clusterWith(t *testing.T, objects map[string]any) []string {
 	t.Helper()
 	group := func(name string) metav1.APIGroup {

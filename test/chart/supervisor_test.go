@@ -161,7 +161,8 @@ func flags(args []string) map[string]string {
 	return given
 }
 
-// A privileged DaemonSet in the host's PID namespace is there only where somebody asks for it, and the plugin knows whether it is.
+// A privileged DaemonSet in the host's PID namespace is there only where somebody asks for it, and
+// the plugin knows whether it is.
 func TestTheSupervisorIsThereOnlyWhereItIsAskedFor(t *testing.T) {
 	for name, c := range map[string]struct {
 		args []string

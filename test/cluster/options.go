@@ -22,8 +22,8 @@ type Options struct {
 	Nodes []NodeOptions
 	// ControlPlaneOnly brings up no node at all. Nobody looks after Nodes then: those that a test makes stay as it made them, with no kubelet behind them.
 	ControlPlaneOnly bool
-	// Kubernetes is the version of Kubernetes' programs, like v1.37.0, as users get it: with its own
-	// defaults for feature gates and APIs. Empty means the version that tools/go.mod pins, with
+	// Kubernetes is the version of Kubernetes' programs, like v1.37.0, as users get it: with its
+	// own defaults for feature gates and APIs. Empty means the version that tools/go.mod pins, with
 	// every gate and API for dynamic resource allocation on.
 	Kubernetes string
 	// FeatureGates are set on every component, over the defaults.

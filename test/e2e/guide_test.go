@@ -56,8 +56,9 @@ func (w *world) guide(t *testing.T, heading string) *guide {
 	return g
 }
 
-// workplace is a directory in which the page's commands find what they name: the chart, the user's values, and the
-// charts of the neighbours, which helm takes from a directory before it asks a repository.
+// workplace is a directory in which the page's commands find what they name: the chart, the user's
+// values, and the charts of the neighbours, which helm takes from a directory before it asks a
+// repository.
 func (w *world) workplace(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()

@@ -27,7 +27,8 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// while has something run on each node on which a container of this name runs. It is what the container would do.
+// while has something run on each node on which a container of this name runs. It is what the
+// container would do.
 func (w *world) while(t *testing.T, container string, run func(node string) (stop func(), err error)) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	ended := make(chan struct{})
@@ -83,8 +84,8 @@ func (w *world) while(t *testing.T, container string, run func(node string) (sto
 	})
 }
 
-// listenOn makes a socket in a folder of the node's /var. The way there is too long for a socket's address, so a short
-// link stands for it.
+// listenOn makes a socket in a folder of the node's /var. The way there is too long for a socket's
+// address, so a short link stands for it.
 func (w *world) listenOn(t *testing.T, node string) func(ctx context.Context, path string) (net.Listener, error) {
 	short := shortLink(t, w.node(t, node).VarDir())
 	return func(ctx context.Context, path string) (net.Listener, error) {
@@ -109,8 +110,8 @@ func shortLink(t *testing.T, target string) string {
 	return link
 }
 
-// reference stands for the GPU container of NVIDIA's DRA driver on a node: it names devices and keeps its checkpoint
-// and CDI specs as that does.
+// reference stands for the GPU container of NVIDIA's DRA driver on a node: it names devices and
+// keeps its checkpoint and CDI specs as that does.
 type reference struct {
 	kubeletplugin.DRAPlugin // what is not implemented is not called
 
@@ -270,8 +271,8 @@ func (p devicePlugin) Allocate(_ context.Context, request *deviceplugin.Allocate
 	return answer, nil
 }
 
-// devicePlugin registers eight GPUs with the kubelet of a node. What is over when it ends, the kubelet would remember
-// for five minutes: it is restarted instead, as the guide allows.
+// devicePlugin registers eight GPUs with the kubelet of a node. What is over when it ends, the
+// kubelet would remember for five minutes: it is restarted instead, as the guide allows.
 func (w *world) devicePlugin(t *testing.T, node string) (stop func(), err error) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	const dir, socket = "/var/lib/kubelet/device-plugins/", "nvidia-gpu.sock"

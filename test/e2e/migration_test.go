@@ -17,8 +17,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
-// TestMigration: users come from the device plugin and from NVIDIA's DRA driver, and go back, by the commands of
-// docs/migration.md. What runs meanwhile goes on.
+// TestMigration: users come from the device plugin and from NVIDIA's DRA driver, and go back, by
+// the commands of docs/migration.md. What runs meanwhile goes on.
 func TestMigration(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
@@ -161,7 +161,8 @@ func (u tenant) process(pod, container string) string {
 	return ""
 }
 
-// testBesideOperator has the Operator's claims for monitoring beside a node whose GPUs are all held.
+// testBesideOperator has the Operator's claims for monitoring beside a node whose GPUs are all
+// held.
 func (w *world) testBesideOperator(t *testing.T) {
 	u := w.tenant(t)
 	u.gpus(8)
@@ -329,7 +330,8 @@ func (w *world) testBackToReference(t *testing.T) {
 	w.kubectl(t, "delete", "namespace", stand.Namespace)
 }
 
-// leave ends what a guide has brought about, so that the next one finds a cluster without this driver.
+// leave ends what a guide has brought about, so that the next one finds a cluster without this
+// driver.
 func (w *world) leave(t *testing.T) {
 	t.Helper()
 	if out, err := w.uninstall(t); err != nil {
@@ -398,8 +400,9 @@ func (w *world) testOperatorWithDevicePlugin(t *testing.T) {
 	w.paused(t, "node2", "nvidia.com/gpu.deploy.device-plugin")
 }
 
-// operatorClaims are the objects by which the GPU Operator's operands look at GPUs: the exporter at all of a node, the
-// validator at one. In the Operator they are DaemonSets; here each node's Pod stands alone.
+// operatorClaims are the objects by which the GPU Operator's operands look at GPUs: the exporter at
+// all of a node, the validator at one. In the Operator they are DaemonSets; here each node's Pod
+// stands alone.
 var operatorClaims = operatorTemplate("nvidia-dcgm-exporter", "allocationMode: All") +
 	operatorTemplate("nvidia-operator-validator", "allocationMode: ExactCount, count: 1") +
 	operatorPods("nvidia-dcgm-exporter") + operatorPods("nvidia-operator-validator")

@@ -13,8 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// TestNeighbours: what a default install offers to the other parts of a cluster, how policies change
-// while claims are held, and the manifests of those who come from the reference driver.
+// TestNeighbours: what a default install offers to the other parts of a cluster, how policies
+// change while claims are held, and the manifests of those who come from the reference driver.
 func TestNeighbours(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)

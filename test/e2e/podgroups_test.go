@@ -18,7 +18,8 @@ func inPodGroup(name string) func(*corev1.Pod) {
 	return func(p *corev1.Pod) { p.Spec.SchedulingGroup = &corev1.PodSchedulingGroup{PodGroupName: ptr.To(name)} }
 }
 
-// testPodGroup has two Pods that share the claim of their PodGroup, which is reserved for the group alone.
+// testPodGroup has two Pods that share the claim of their PodGroup, which is reserved for the group
+// alone.
 func (w *world) testPodGroup(t *testing.T) {
 	w.needSMI(t)
 	u := w.tenant(t)

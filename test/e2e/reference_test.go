@@ -13,8 +13,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// testReferenceManifests applies manifests of the shapes that the reference driver documents and tests
-// (https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu, demo/specs and tests/bats/specs).
+// testReferenceManifests applies manifests of the shapes that the reference driver documents and
+// tests (https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu, demo/specs and
+// tests/bats/specs).
 func (w *world) testReferenceManifests(t *testing.T) {
 	w.installDefault(t, "--set", "mig.policy=dynamic", "--set", "mps.enabled=true")
 	w.offersShapes(t, h100, 8, 8*everyPartition)
@@ -155,7 +156,8 @@ func (u tenant) checkSharing() {
 	}
 }
 
-// checkMPSVolume: the daemon's shared memory takes the place of the Pod's volume, without which a client fails.
+// checkMPSVolume: the daemon's shared memory takes the place of the Pod's volume, without which a
+// client fails.
 func (u tenant) checkMPSVolume() {
 	u.running("mps-shm")
 	if got := u.computes("mps-shm", "ctr0"); got.Mode != "mps" || len(got.Devices) != 1 || got.Devices[0].Limit != 10<<10 {
@@ -168,7 +170,8 @@ func (u tenant) checkSelectors() {
 	u.sees("selectors", "", u.allocated("selectors", "gpu"))
 }
 
-// checkNoMatch: a selector that fits nothing is no error, or it would end the scheduling for all nodes.
+// checkNoMatch: a selector that fits nothing is no error, or it would end the scheduling for all
+// nodes.
 func (u tenant) checkNoMatch() {
 	u.waits("no-match")
 	u.waits("no-such-uuid")

@@ -109,7 +109,8 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 	if got := u.sh("static", "one", "ls /dev/shm"); strings.Contains(got, "hello") {
 		t.Errorf("another claim's container sees %q", got)
 	}
-	// A client has it also where its Pod mounts a volume there. A container of the Pod that is no client keeps the volume.
+	// A client has it also where its Pod mounts a volume there. A container of the Pod that is no
+	// client keeps the volume.
 	if c := u.computes("own", "one"); c.Mode != "mps" {
 		t.Errorf("a program in a Pod with a volume at /dev/shm got %+v", c)
 	}

@@ -11,8 +11,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
 )
 
-// testMPSSwitchedOff: an admin takes the daemons' host away under claims that have some, which helm alone refuses. They can be given back all the
-// same, nobody gets new ones, and when it is switched on again all is as before.
+// testMPSSwitchedOff: an admin takes the daemons' host away under claims that have some, which helm
+// alone refuses. They can be given back all the same, nobody gets new ones, and when it is switched
+// on again all is as before.
 func (w *world) testMPSSwitchedOff(t *testing.T) {
 	u := w.tenant(t)
 	u.template("mps", shared("gpu.nvidia.com", whole1, "", gpuConfig("sharing: {strategy: MPS}")))

@@ -60,8 +60,8 @@ func (o outside) agreeAll(ctx context.Context) error {
 	return errors.Join(o.agree(ctx), o.slicesAgree(ctx), o.Cuts.Dismiss(ctx))
 }
 
-// slicesAgree: a GPU with an admin's instance is offered as it is cut, with what claims are allocated
-// besides, and any other in all its shapes.
+// slicesAgree: a GPU with an admin's instance is offered as it is cut, with what claims are
+// allocated besides, and any other in all its shapes.
 func (o outside) slicesAgree(ctx context.Context) error {
 	list, err := o.api.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{})
 	if err != nil {

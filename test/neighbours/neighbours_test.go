@@ -13,9 +13,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
-// utilization of a pool by the Cluster Autoscaler: of each counter set the highest ratio of a counter that is used, averaged over the sets that devices
-// consume. Devices without counters count by number. Where devices of both sorts are allocated, both are weighted by how many there are; else the other
-// sort is left out.
+// utilization of a pool by the Cluster Autoscaler: of each counter set the highest ratio of a
+// counter that is used, averaged over the sets that devices consume. Devices without counters count
+// by number. Where devices of both sorts are allocated, both are weighted by how many there are;
+// else the other sort is left out.
 //
 // https://github.com/kubernetes/autoscaler/blob/0046c5d1066a1c5fa4246ff621c088c675b0ca82/cluster-autoscaler/simulator/dynamicresources/utils/utilization.go
 func utilization(pool []resourceslice.Slice, allocated []string) float64 {
@@ -109,7 +110,8 @@ func TestTheClusterAutoscalerSeesHowFullANodeIs(t *testing.T) {
 	}
 }
 
-// The Cluster Autoscaler leaves GPUs without counters out as long as only devices with counters are allocated, and the other way round.
+// The Cluster Autoscaler leaves GPUs without counters out as long as only devices with counters are
+// allocated, and the other way round.
 func TestWhereOneGPUHasCountersAllHave(t *testing.T) {
 	for policies, want := range map[string]bool{
 		"": false, "static": false, "off": false, "static,0000:27:00.0=dynamic": false, "static,0000:26:00.0=dynamic": true, "off,0000:20:00.0=adopt(1g.10gb)": true, "dynamic": true,
@@ -138,8 +140,9 @@ func TestWhereOneGPUHasCountersAllHave(t *testing.T) {
 	}
 }
 
-// Kueue charges a quota by the counter that the admin names, which is memory in its example for NVIDIA's GPUs, and rejects a workload if a device that
-// matches has no such entry. Without counters it counts devices. https://github.com/kubernetes-sigs/kueue/pull/10283
+// Kueue charges a quota by the counter that the admin names, which is memory in its example for
+// NVIDIA's GPUs, and rejects a workload if a device that matches has no such entry. Without
+// counters it counts devices. https://github.com/kubernetes-sigs/kueue/pull/10283
 func TestKueueFindsMemoryInEveryDevice(t *testing.T) {
 	for _, key := range []string{h100, a100} {
 		const counter = "memory"
@@ -191,8 +194,8 @@ func TestKueueFindsMemoryInEveryDevice(t *testing.T) {
 	}
 }
 
-// The KAI scheduler up to 0.17 leaves partitionable devices off in the allocator, which then passes every device by that consumes counters.
-// https://github.com/NVIDIA/KAI-Scheduler/issues/2100
+// The KAI scheduler up to 0.17 leaves partitionable devices off in the allocator, which then passes
+// every device by that consumes counters. https://github.com/NVIDIA/KAI-Scheduler/issues/2100
 func TestKAIAllocatesWholeGPUsUnderStatic(t *testing.T) {
 	for policies, want := range map[string]int{"": 8, "static": 8, "off": 8, "dynamic": 0} {
 		s := newScheduler(published(t, policies, cards(t, h100, 8, 0)))
@@ -203,7 +206,8 @@ func TestKAIAllocatesWholeGPUsUnderStatic(t *testing.T) {
 	}
 }
 
-// The Cluster Autoscaler makes the template of a node group from one of its nodes: nodes of one model and policy must have the same counter sets.
+// The Cluster Autoscaler makes the template of a node group from one of its nodes: nodes of one
+// model and policy must have the same counter sets.
 // https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/docs/dra_support.md
 func TestNodesOfAGroupHaveTheSameCounterSets(t *testing.T) {
 	sets := func(policies string, node int) map[string]map[string]resourceapi.Counter {

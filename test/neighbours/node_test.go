@@ -25,7 +25,8 @@ const (
 	isHalf  = `device.attributes["gpu.nvidia.com"].type == "mig" && device.attributes["gpu.nvidia.com"].profile == "3g.40gb"`
 )
 
-// cards are GPUs of a model. first is the number of their node, which stands in what differs between nodes.
+// cards are GPUs of a model. first is the number of their node, which stands in what differs
+// between nodes.
 func cards(t *testing.T, key string, n, first int) []device.GPU {
 	t.Helper()
 	m, err := model.ReadGPU(filepath.Join("..", "nvmlsim", "models", key+".yaml"))

@@ -87,8 +87,8 @@ func (w *world) settle(uids []types.UID) {
 	p.end()
 }
 
-// wholeAgain makes sure that no card is left in a MIG mode of ours where nothing is cut, and that an
-// admin's mode stays.
+// wholeAgain makes sure that no card is left in a MIG mode of ours where nothing is cut, and that
+// an admin's mode stays.
 func (w *world) wholeAgain(p *process) {
 	for _, g := range w.snapshot.Node.GPUs {
 		card := w.gpu(g.WholeName())

@@ -95,7 +95,8 @@ func newSequence(dir string, seed uint64) (*sequence, error) {
 	return s, nil
 }
 
-// runPolicies tells the sequence of a seed, in a bubble of package synctest. It returns what did not hold.
+// runPolicies tells the sequence of a seed, in a bubble of package synctest. It returns what did
+// not hold.
 func runPolicies(dir string, seed uint64) (broken []string, story string, err error) {
 	s, err := newSequence(dir, seed)
 	if err != nil {

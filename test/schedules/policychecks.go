@@ -54,8 +54,8 @@ func (s *sequence) names() []string {
 	return names
 }
 
-// staysPublished makes sure that each allocated device is published, and consumes what it did when it
-// was allocated. While there are no slices nothing is allocated either.
+// staysPublished makes sure that each allocated device is published, and consumes what it did when
+// it was allocated. While there are no slices nothing is allocated either.
 func (s *sequence) staysPublished() {
 	if s.scheduler == nil {
 		return

@@ -13,12 +13,14 @@ import (
 
 // MPSConfig holds the settings of strategy MPS. Each is a default of the MPS control daemon, which a process may lower for itself.
 type MPSConfig struct {
-	// DefaultActiveThreadPercentage is the share of the device's compute that one process may use: 1 to 100 percent. Left out, or 0: no limit.
+	// DefaultActiveThreadPercentage is the share of the device's compute that one process may use:
+	// 1 to 100 percent. Left out, or 0: no limit.
 	DefaultActiveThreadPercentage *int `json:"defaultActiveThreadPercentage,omitempty"`
 	// DefaultPinnedDeviceMemoryLimit is the device memory that one process may use on each device: 1Mi or more. Left out: no limit.
 	DefaultPinnedDeviceMemoryLimit *MemoryLimit `json:"defaultPinnedDeviceMemoryLimit,omitempty"`
-	// DefaultPerDevicePinnedMemoryLimit is the same for single devices, and overrides it there. The key is a device's UUID
-	// (GPU-… or MIG-…) or its index, from 0, among the devices of the claim that this configuration is for, in the order of their UUIDs.
+	// DefaultPerDevicePinnedMemoryLimit is the same for single devices, and overrides it there. The
+	// key is a device's UUID (GPU-… or MIG-…) or its index, from 0, among the devices of the claim
+	// that this configuration is for, in the order of their UUIDs.
 	DefaultPerDevicePinnedMemoryLimit map[string]MemoryLimit `json:"defaultPerDevicePinnedMemoryLimit,omitempty"`
 	// MultiUser lets processes of different Linux users share the device.
 	MultiUser bool `json:"multiUser,omitempty"`

@@ -1,5 +1,5 @@
-// Package container reads what the runtime gives an OCI hook about its container: the state, on standard input, and the configuration,
-// in the bundle.
+// Package container reads what the runtime gives an OCI hook about its container: the state, on
+// standard input, and the configuration, in the bundle.
 package container
 
 import (

@@ -28,7 +28,8 @@ type Options struct {
 	DevRoot string
 	// SELinuxLabel is given to the directories that are shared with containers. Empty: none.
 	SELinuxLabel string
-	// SharedMemory is what each daemon and its clients have for /dev/shm, in MiB. 0 means half of the node's memory.
+	// SharedMemory is what each daemon and its clients have for /dev/shm, in MiB. 0 means half of
+	// the node's memory.
 	SharedMemory uint64
 	// StartTimeout is how long a daemon may take until it is ready. 0 means DefaultStartTimeout.
 	StartTimeout time.Duration

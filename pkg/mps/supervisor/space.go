@@ -19,7 +19,8 @@ import (
 const (
 	// pipeSpace, in MiB, and files are far beyond some pipes, sockets and locks for each client.
 	pipeSpace = 16
-	// halfOfMemory is what tmpfs itself defaults to, written out because an empty size would be no space at all.
+	// halfOfMemory is what tmpfs itself defaults to, written out because an empty size would be no
+	// space at all.
 	halfOfMemory = "50%"
 	pipeFiles    = 1 << 14
 	shmFiles     = 1 << 16

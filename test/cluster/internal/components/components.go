@@ -37,7 +37,8 @@ const (
 	SchedulerPort     = 10259
 )
 
-// DefaultFeatureGates switches on what the pinned Kubernetes release has for devices but leaves off.
+// DefaultFeatureGates switches on what the pinned Kubernetes release has for devices but leaves
+// off.
 func DefaultFeatureGates() map[string]bool {
 	return map[string]bool{
 		"DRADeviceTaintRules":         true,
@@ -49,8 +50,8 @@ func DefaultFeatureGates() map[string]bool {
 	}
 }
 
-// DefaultRuntimeConfig serves the API versions that the pinned Kubernetes release leaves off. Without
-// scheduling.k8s.io/v1alpha2, GenericWorkload keeps the API server from becoming ready.
+// DefaultRuntimeConfig serves the API versions that the pinned Kubernetes release leaves off.
+// Without scheduling.k8s.io/v1alpha2, GenericWorkload keeps the API server from becoming ready.
 const DefaultRuntimeConfig = "resource.k8s.io/v1beta2=true,resource.k8s.io/v1alpha3=true,scheduling.k8s.io/v1alpha2=true"
 
 // Programs finds the path of a program as a machine sees it.

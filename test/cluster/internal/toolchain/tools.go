@@ -121,7 +121,8 @@ func (c *Cache) moduleOf(ctx context.Context, tool tool, pinned, kubernetes stri
 	return c.release(ctx, pinned, kubernetes, progress)
 }
 
-// wanted tells whether one of the names is a program of the tool; with no names every tool is wanted.
+// wanted tells whether one of the names is a program of the tool; with no names every tool is
+// wanted.
 func (t tool) wanted(names []string) bool {
 	return len(names) == 0 || slices.ContainsFunc(t.programs, func(program string) bool { return slices.Contains(names, program) })
 }
