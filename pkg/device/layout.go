@@ -26,6 +26,9 @@ type Offering struct {
 	Shares ShareRules
 	// NoFractions says why nothing could keep processes to fractions of this GPU; see [WhyNoFractions]. It is not offered in any then.
 	NoFractions string
+	// Counted has the devices of all the node's GPUs counted, although nothing may overlap. A GPU whose
+	// devices are being withdrawn must not take the counters of the others along.
+	Counted bool
 	// Held are the devices that claims hold alone, by their names, and whether they consume
 	// counters as they are published. They stay published so until their claims end, whatever the
 	// layout says: the scheduler would over-commit the GPU

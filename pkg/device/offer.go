@@ -60,7 +60,7 @@ func (o Offering) card(index int) card {
 	set := setOf(o.GPU)
 	held := o.holdings(set)
 	o.Placements = o.Placements && set.placed()
-	c := card{overlaps: o.Placements}
+	c := card{overlaps: o.Placements || o.Counted}
 	for _, h := range held {
 		c.held = c.held || h.counted
 		c.overlaps = c.overlaps || h.counted && h.Partition != nil // a whole GPU that is held is all used: it forces nobody

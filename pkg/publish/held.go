@@ -138,7 +138,7 @@ func (k *keeper) Begin() { k.published, k.offered, k.asked, k.seen = nil, nil, n
 func (k *keeper) Keep(ctx context.Context, offerings []device.Offering, counters bool, cut Cut) (settled bool, _ error) {
 	settled = k.read(ctx)
 	before := k.held
-	if k.published == nil {
+	if k.published == nil || k.unsure(before) {
 		var err error
 		if k.published, err = k.shown(ctx); err != nil {
 			return false, err
@@ -189,6 +189,18 @@ func (k *keeper) unseen(gpus map[string]device.GPU) bool {
 	return false
 }
 
+// unsure says that a claim holds a device whose form was changing when the cluster was last asked. The
+// claim may have been allocated the device in either form.
+func (k *keeper) unsure(before map[string]bool) bool {
+	for name := range k.prepared.Alone {
+		_, held := before[name]
+		if form, offered := k.offered[name]; offered && !held && form != k.published[name] {
+			return true
+		}
+	}
+	return false
+}
+
 // withdraw offers nothing that is free of GPUs that lose devices which consume counters. A
 // scheduler may have allocated one just now. Once that is unpublished, no counter keeps others
 // apart from it.
@@ -205,7 +217,7 @@ func (k *keeper) withdraw(offerings []device.Offering, wanted forms, lost []stri
 	}
 	for i := range offerings {
 		if leaving[offerings[i].WholeName()] {
-			offerings[i].Layout = device.Layout{}
+			offerings[i].Layout, offerings[i].Counted = device.Layout{}, true
 		}
 	}
 	return formsOf(cut(offerings))
@@ -259,7 +271,8 @@ func (k *keeper) look(ctx context.Context, wanted forms, before map[string]bool)
 		return err
 	}
 	k.pause = min(2*k.pause, lookSeldom)
-	if written := maps.Equal(shown, k.offered); !again || !written {
+	written, same := maps.Equal(shown, k.offered), maps.Equal(allocated.Alone, k.allocated.Alone)
+	if !again || !written || !same {
 		k.pause = lookInterval
 	}
 	for name := range allocated.Alone {
