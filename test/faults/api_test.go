@@ -60,8 +60,8 @@ func (o outside) agreeAll(ctx context.Context) error {
 	return errors.Join(o.agree(ctx), o.slicesAgree(ctx), o.Cuts.Dismiss(ctx))
 }
 
-// slicesAgree: a GPU with an admin's instance is offered as it is cut, with what claims are
-// allocated besides, and any other in all its shapes.
+// slicesAgree: a GPU with an admin's instance is offered as it is cut, and besides at most as claims
+// are allocated it. Any other is offered in all its shapes.
 func (o outside) slicesAgree(ctx context.Context) error {
 	list, err := o.api.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{})
 	if err != nil {
@@ -100,20 +100,17 @@ func (o outside) slicesAgree(ctx context.Context) error {
 			}
 			continue
 		}
-		var want []string
+		var cut []string
 		for _, in := range there {
-			want = append(want, fmt.Sprintf("%s-mig-%d-%d", gpu, in.ProfileID, in.Placement.Start))
+			cut = append(cut, fmt.Sprintf("%s-mig-%d-%d", gpu, in.ProfileID, in.Placement.Start))
 		}
-		for _, name := range allocated {
-			if strings.HasPrefix(name, gpu+"-mig-") {
-				want = append(want, name)
-			}
-		}
-		slices.Sort(want)
-		want = slices.Compact(want)
-		slices.Sort(got)
-		if !slices.Equal(got, want) {
-			errs = append(errs, fmt.Errorf("%s is offered as %v and is cut into %v", gpu, got, want))
+		missing := slices.ContainsFunc(cut, func(name string) bool { return !slices.Contains(got, name) })
+		// An allocated place stays only if it was published before the admin's instance was seen.
+		free := slices.ContainsFunc(got, func(name string) bool {
+			return !slices.Contains(cut, name) && !slices.Contains(allocated, name)
+		})
+		if missing || free {
+			errs = append(errs, fmt.Errorf("%s is offered as %v and is cut into %v; allocated are %v", gpu, got, cut, allocated))
 		}
 	}
 	return errors.Join(errs...)
