@@ -1,34 +1,39 @@
-# `make` alone says what there is. Every target gets what it needs by itself: a Debian machine with Go (the version that hack/need-go.sh wants), make and root is enough.
+# `make` lists the targets. Each target installs what it needs, on a Debian machine with make,
+# root and the Go that hack/need-go.sh checks for.
 
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
 IMAGE   ?= gpu-dra-driver:$(VERSION)
-# What the Dockerfile takes: BUILDER, its base image; GOPROXY, GOFLAGS, GOMODCACHE, GOCACHE, Go's settings.
+# Arguments of the Dockerfile: BUILDER (base image), GOPROXY, GOFLAGS, GOMODCACHE, GOCACHE.
 BUILD_ARGS ?=
-# docker, podman or buildah, whichever is there.
+# The first of docker, podman and buildah that is installed.
 ENGINE  ?= $(firstword $(notdir $(foreach b,docker podman buildah,$(shell command -v $(b) 2>/dev/null))))
 
 CACHE  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-dra-driver
 BUILD  := $(CURDIR)/build
 NEED   := hack/need.sh
-# The bindings of NVML call what NVIDIA has marked as deprecated.
+# The NVML bindings call deprecated functions.
 export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 
-# A linter that another version of the module file was built from has another name, so that it is built anew.
+# The linter has the hash of its module file in its name. So a change of that file rebuilds it.
 LINT := $(CACHE)/bin/golangci-lint-$(shell cat hack/tools/go.mod hack/tools/go.sum | sha256sum | cut -c1-12)
+# The documentation's linter, named in the same way.
+VALE := $(CACHE)/bin/vale-$(shell cat hack/vale/go.mod hack/vale/go.sum | sha256sum | cut -c1-12)
 CLUSTER := go run ./test/cluster/cmd/cluster
-# go test, with a list of the skipped tests at the end.
+# go test, which lists the skipped tests at its end.
 GOTEST := go run ./hack/gotest
 
-# What unit tests alone must cover of pkg/, in percent.
+# Minimum coverage of pkg/ by unit tests, in percent.
 COVERAGE := 80
-# Rooms without a goroutine: the race detector would find nothing there, and their long tests would take many times as long.
+# Packages without goroutines. The race detector would find nothing and make their tests slow.
 PURE := ./api/... ./pkg/claim/... ./pkg/device/... ./pkg/health/...
-# Rooms that meet every call and every write with every fault: all of them without the race detector, a sample (-short) with it.
+# Packages whose tests inject every fault into every call and write. They run completely without the
+# race detector, and as a sample (-short) with it.
 LONG := ./pkg/nvidia ./pkg/prepare
-# A process with the race detector would wait a second before it ends, and many tests start and end many.
+# By default a process with the race detector waits a second before it ends.
 export GORACE ?= atexit_sleep_ms=0
-ROOMS := $(filter-out $(PURE),$(addsuffix /...,$(wildcard ./pkg/*)))
-UNIT := $(ROOMS) ./cmd/... ./hack/... ./test/bench/cmd/... ./test/bench/report/... ./test/chart/... ./test/cluster/... ./test/neighbours/...
+PACKAGES := $(filter-out $(PURE),$(addsuffix /...,$(wildcard ./pkg/*)))
+UNIT := $(PACKAGES) ./cmd/... ./hack/... ./test/bench/cmd/... ./test/bench/report/... \
+	./test/chart/... ./test/cluster/... ./test/neighbours/...
 
 .DEFAULT_GOAL := help
 .PHONY: help
@@ -40,18 +45,21 @@ help: ## Show this list
 ##@ Build
 
 .PHONY: build
-build: toolchain ## Build the plugin, its hooks and the host of MPS daemons into build/bin
-	go build -tags grpcnotrace -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" -o $(BUILD)/bin/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
-	CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" -o $(BUILD)/bin/gpu-mps ./cmd/gpu-mps
+build: toolchain ## Build the plugin, its hooks and the MPS supervisor into build/bin
+	go build -tags grpcnotrace -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" \
+	    -o $(BUILD)/bin/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
+	CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" \
+	    -o $(BUILD)/bin/gpu-mps ./cmd/gpu-mps
 	go build -trimpath -buildvcs=false -tags netgo,osusergo -ldflags "-s -w -extldflags=-static" \
-	    -o $(BUILD)/bin/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook 2>$(BUILD)/hook.log || { cat $(BUILD)/hook.log; exit 1; }
+	    -o $(BUILD)/bin/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook 2>$(BUILD)/hook.log || \
+	    { cat $(BUILD)/hook.log; exit 1; }
 
 .PHONY: sbom
-sbom: build ## List what is linked into each program, with licences (CycloneDX), in build/sbom
+sbom: build ## List the modules and licences of each program (CycloneDX) in build/sbom
 	cd hack/sbom && go vet . && go test . && go run . -out $(BUILD)/sbom $(addprefix $(BUILD)/bin/,gpu-kubelet-plugin gpu-mps nvidia-cdi-hook)
 
 .PHONY: reproducible
-reproducible: build ## Build the programs again in another folder, and compare (FRESH=1: compile everything again too)
+reproducible: build ## Build the programs in another folder too, and compare (FRESH=1: without caches)
 	hack/reproducible.sh $(BUILD)/bin $(VERSION) $(if $(FRESH),$(CACHE)/reproducible)
 
 .PHONY: image
@@ -62,12 +70,17 @@ image: ## Build the image (IMAGE, VERSION, ENGINE=docker|podman|buildah, BUILD_A
 ##@ Test
 
 .PHONY: check
-check: vet lint helm-lint sbom reproducible ## Look without running: go vet, the linters, helm lint, what is linked into the programs, and whether they are the same wherever they are built
+check: vet lint text helm-lint sbom reproducible ## Static checks: go vet, linters, texts, helm lint, SBOM, reproducible build
+
+.PHONY: text
+text: toolchain $(VALE) ## Check the words and width of all texts, and the sentences of the documentation
+	go run ./hack/textcheck
+	$(VALE) --no-global --config hack/vale/.vale.ini --output line $$(git ls-files '*.md' ':!*/testdata/*')
 
 .PHONY: test
 test: test-unit test-faults test-sim test-e2e ## Run every test: unit, random faults, simulated GPU, real cluster
 
-# More packages at once than there are cores (-p): many tests wait for processes to be ended.
+# More packages than cores at once (-p), because many tests wait for processes to end.
 .PHONY: test-unit
 test-unit: toolchain ## Unit and chart tests, with the race detector and the coverage of pkg/
 	@mkdir -p $(BUILD)
@@ -77,44 +90,54 @@ test-unit: toolchain ## Unit and chart tests, with the race detector and the cov
 	@tail -n +2 $(BUILD)/pure.out >>$(BUILD)/cover.out
 	@go tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
 
-# Which schedules of faults are run: so many seeds from this one on. A seed tells the same story each time.
+# The schedules of faults: this many seeds, from this one on. A seed always gives the same schedule.
 SEED      ?= 1
 SCHEDULES ?= 500
 POLICIES  ?= 2000
 
 .PHONY: test-faults
-test-faults: toolchain ## Random schedules of faults over the real transaction, checked after each (SEED=1 SCHEDULES=500 POLICIES=2000)
-	$(GOTEST) ./test/schedules/worth
+test-faults: toolchain ## Random schedules of faults over the real transaction (SEED=1 SCHEDULES=500 POLICIES=2000)
+	$(GOTEST) ./test/schedules/mutants
 	$(GOTEST) -count=1 -timeout 60m ./test/schedules -args -seed=$(SEED) -schedules=$(SCHEDULES) -policies=$(POLICIES)
 
-# How long each fuzz target is run, and which (a regular expression over package.Target).
+# How long each fuzz target runs, and which ones (a regular expression over package.Target).
 FUZZTIME ?= 60s
 FUZZ     ?= .
 
 .PHONY: fuzz
-fuzz: toolchain ## Run every fuzz target in turn (FUZZTIME=60s; FUZZ=pkg/claim for some)
+fuzz: toolchain ## Run the fuzz targets one after another (FUZZTIME=60s; FUZZ=pkg/claim for some)
 	hack/fuzz.sh $(FUZZTIME) '$(FUZZ)'
 
 .PHONY: test-faults-long
-test-faults-long: toolchain ## 10,000 schedules, in which every step has to meet every fault 20 times (build/faults.md has the table; a few minutes)
+test-faults-long: toolchain ## 10,000 schedules, with every fault in every step 20 times (table: build/faults.md; minutes)
 	@mkdir -p $(BUILD)
-	go test -count=1 -timeout 120m -run '^TestWhateverGoesWrong' ./test/schedules -args -schedules=10000 -least=20 -table=$(BUILD)/faults.md
+	go test -count=1 -timeout 120m -run '^TestInvariantsHoldUnderFaults' ./test/schedules -args \
+	    -schedules=10000 -least=20 -table=$(BUILD)/faults.md
 
-.PHONY: test-faults-worth
-test-faults-worth: toolchain ## Put one mistake after the other into the code, and see that the schedules find each (SCHEDULES=500; five minutes)
-	go run ./test/schedules/worth -schedules $(SCHEDULES)
+# How many schedules must find a mutant. One mutant needs more than the schedules of test-faults.
+MUTANT_SCHEDULES ?= 1000
+
+.PHONY: test-mutants
+test-mutants: toolchain ## Fail unless the schedules find each mutant of the code (MUTANT_SCHEDULES=1000; up to 20 minutes)
+	go run ./test/schedules/mutants -schedules $(MUTANT_SCHEDULES)
 
 .PHONY: test-sim
-test-sim: toolchain ## The simulated GPU library: its own tests, sanitizers, the conformance suite, hwcheck run against it, every fault of a cut, and every kind of allocation
+test-sim: toolchain ## The simulated GPU library with all that runs on it, and the golden outputs
 	$(MAKE) --no-print-directory -C test/nvmlsim
-	$(GOTEST) ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/... ./test/allocation/...
+	helm=$$($(CLUSTER) program helm) && \
+	HELM=$$helm $(GOTEST) ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/... ./test/allocation/... ./test/golden/...
 
-# Programs to measure, in turns: PROGRAMS=before=/tmp/old,after=build/bin/gpu-kubelet-plugin; without it the one of this checkout.
+.PHONY: golden
+golden: toolchain ## Rewrite the golden outputs in test/golden/testdata; git diff shows what changed
+	helm=$$($(CLUSTER) program helm) && HELM=$$helm go test -count=1 ./test/golden -args -update
+
+# Programs to measure, alternating. The default is the one of this checkout. To compare:
+# PROGRAMS=before=/tmp/old,after=build/bin/gpu-kubelet-plugin
 PROGRAMS ?= $(BUILD)/bin/gpu-kubelet-plugin
 BENCH := go run ./test/bench/cmd/bench -programs $(PROGRAMS) -json $(BUILD)/bench.json
 
 .PHONY: bench
-bench: build ## Measure what the plugin costs, beside the floor of what safety alone costs, on a machine that does nothing else (root; BENCH_ARGS="-only single")
+bench: build ## Measure the plugin's cost against the minimum for durable writes, on an idle machine (root; BENCH_ARGS="-only single")
 	$(BENCH) $(BENCH_ARGS)
 
 .PHONY: bench-quick
@@ -122,27 +145,27 @@ bench-quick: build
 	$(BENCH) -quick $(BENCH_ARGS)
 
 .PHONY: bench-scale
-bench-scale: build ## Measure what our slices cost the schedulers of Kubernetes 1.37.0 and 1.36.3 with 500 nodes, on an idle machine (root; SCALE_ARGS="-kubernetes v1.37.0")
+bench-scale: build ## Measure schedulers with our slices of 500 nodes, on an idle machine (root; SCALE_ARGS="-kubernetes v1.37.0")
 	go run ./test/bench/cmd/scale -program $(BUILD)/bin/gpu-kubelet-plugin -json $(BUILD)/scale.json $(SCALE_ARGS)
 
-# How often each benchmark is run: benchstat takes ten to tell a change from noise.
+# Runs of each benchmark: benchstat needs ten to distinguish a change from noise.
 COUNT ?= 10
 
 .PHONY: bench-go
-bench-go: toolchain ## Measure the rooms that do no I/O, and what lists records, in build/bench-go.txt for benchstat (COUNT=10)
+bench-go: toolchain ## Run the Go benchmarks, into build/bench-go.txt for benchstat (COUNT=10)
 	@mkdir -p $(BUILD)
 	go test -run '^$$' -bench . -count $(COUNT) $(PURE) ./pkg/checkpoint ./pkg/cdi ./pkg/durable | tee $(BUILD)/bench-go.txt
 
 .PHONY: bench-pods
-bench-pods: toolchain ## Measure how much later a Pod starts because it claims a GPU, on a real cluster, on a machine that does nothing else (root; PODS_ARGS="-pods 20")
+bench-pods: toolchain ## Measure how much a GPU claim delays a Pod, on a real cluster on an idle machine (root; PODS_ARGS="-pods 20")
 	@mkdir -p $(BUILD)
 	go run ./test/bench/cmd/pods -json $(BUILD)/pods.json $(PODS_ARGS)
 
 .PHONY: bench-limits
-bench-limits: toolchain ## Hold what many claims for partitions at once cost to its limits, on a machine that does nothing else (root)
+bench-limits: toolchain ## Hold the cost of many simultaneous partition claims to limits, on an idle machine (root)
 	$(GOTEST) -v -count=1 ./test/bench
 
-# Suites on clusters side by side: each takes about a minute of the processor's time, in two to four minutes.
+# Parallel suites on clusters. Each takes about a minute of processor time, in two to four minutes.
 SUITES ?= 3
 
 .PHONY: test-e2e
@@ -151,38 +174,38 @@ test-e2e: toolchain ## The chart, the image and the plugin on a real cluster wit
 	$(MAKE) --no-print-directory bench-quick
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 60m ./test/e2e/...
 
-# How many Pods, and after how many seconds the plugin and the kubelet are killed again.
+# The number of Pods, and the seconds between kills of the plugin and the kubelet.
 SOAK := SOAK_PODS=2000 SOAK_KILL_PLUGIN=20 SOAK_KILL_KUBELET=120
 
 .PHONY: soak
-soak: toolchain ## Thousands of Pods with devices of every kind while plugin and kubelet are killed over and over; half an hour or more (root; SOAK="SOAK_PODS=10000 …")
+soak: toolchain ## Run thousands of Pods while plugin and kubelet are killed; half an hour (root; SOAK="SOAK_PODS=10000 …")
 	$(SOAK) $(GOTEST) -v -count=1 -timeout 12h ./test/e2e/... -run 'TestSoak$$'
 
 .PHONY: hwcheck
-hwcheck: toolchain ## Build the folder build/hwcheck, which checks a real GPU without Go or network; it only reads
+hwcheck: toolchain ## Build build/hwcheck, a folder that checks a real GPU without Go or network, and only reads
 	hack/hwcheck.sh $(BUILD)/hwcheck
 
-##@ See it work
+##@ Demo
 
 .PHONY: demo
-demo: toolchain ## A real cluster with a simulated 8-GPU node; a claimed Pod runs nvidia-smi (root)
+demo: toolchain ## Start a cluster with a simulated 8-GPU node, and a Pod with a claim that runs nvidia-smi (root)
 	@mkdir -p $(BUILD)/bin
 	go build -o $(BUILD)/bin/demo ./hack/demo
 	$(BUILD)/bin/demo up
 
 .PHONY: demo-down
-demo-down: toolchain ## Take the demo's cluster away; build/ and the caches stay
+demo-down: toolchain ## Remove the demo's cluster; build/ and the caches stay
 	go run ./hack/demo down
 
 .PHONY: reference
-reference: ## Write the tables of docs/reference.md from the plugin's settings and the chart's values
+reference: ## Rewrite the tables of docs/reference.md from the plugin's settings and the chart's values
 	go run ./hack/reference
 
 .PHONY: clean
 clean: ## Remove build/; the caches below ~/.cache/gpu-dra-driver stay
 	rm -rf $(BUILD)
 
-# --- parts of the above ----------------------------------------------------------------------------------------------------------
+# --- parts of the above ---
 
 .PHONY: toolchain
 toolchain:
@@ -197,13 +220,20 @@ vet: toolchain
 lint: toolchain $(LINT)
 	$(LINT) run ./...
 
-$(LINT): hack/tools/go.mod hack/tools/go.sum
+$(LINT):
 	@echo "building golangci-lint: a minute or two, once"
 	@mkdir -p $(@D)
-	cd hack/tools && CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o $@.tmp github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+	cd hack/tools && CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o $@.tmp \
+	    github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 	@mv $@.tmp $@
 
-# helm comes from the test cluster's programs, in the version that the tests run.
+$(VALE):
+	@echo "building vale: two minutes, once"
+	@mkdir -p $(@D)
+	cd hack/vale && CGO_CFLAGS="-O2 -w" go build -trimpath -ldflags "-s -w" -o $@.tmp github.com/vale-cli/vale/v3/cmd/vale
+	@mv $@.tmp $@
+
+# helm comes from the test cluster's programs, in the tests' version.
 .PHONY: helm-lint
 helm-lint: toolchain
 	@helm=$$($(CLUSTER) program helm) && \

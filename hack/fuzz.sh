@@ -1,6 +1,7 @@
 #!/bin/sh
-# Runs every fuzz target of the module for a while, one after the other, and lists what each has done: fuzz.sh TIME [PATTERN]
-# What a target fails on is written into its package's testdata/fuzz, where each later test run tries it again. Fails if any target did.
+# Runs the fuzz targets one after another, each for TIME, and lists what each has done:
+# fuzz.sh TIME [PATTERN]
+# Go writes a failing input to the package's testdata/fuzz, and every later test run tries it again.
 set -eu
 
 time=$1
@@ -16,7 +17,7 @@ for target in $(grep -rl --include='*_test.go' '^func Fuzz' api cmd pkg | sort |
     package=${target%.*}
     name=${target##*.}
     state=
-    # One worker: more than one would say more a minute, and hold a machine that others use.
+    # Use one fuzzing worker by default, so that the machine stays usable.
     go test -run '^$' -fuzz "^$name\$" -fuzztime "$time" -parallel "${FUZZ_WORKERS:-1}" "./$package" >"$log" 2>&1 || { failed=1 state=FAILED; }
     line=$(grep 'execs: ' "$log" | tail -n 1)
     took=$(echo "$line" | sed -n 's/.*elapsed: \([^,]*\),.*/\1/p')

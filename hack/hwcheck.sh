@@ -1,5 +1,6 @@
 #!/bin/sh
-# Builds the folder that checks a machine with real GPUs, needing neither Go nor a network there: hwcheck.sh FOLDER
+# Builds the folder FOLDER with programs that check the driver on a machine with real GPUs. That
+# machine needs neither Go nor a network. Usage: hwcheck.sh FOLDER
 set -eu
 
 folder=$1
@@ -8,7 +9,7 @@ version=${VERSION:-$(git -C "$root" describe --tags --always --dirty 2>/dev/null
 limit=$((60 * 1024 * 1024))
 cd "$root"
 
-# Only what an earlier run has made is removed.
+# Remove FOLDER only if an earlier run of this script created it.
 if [ -e "$folder/programs" ]; then rm -rf "$folder"; fi
 mkdir -p "$folder/programs" "$folder/models"
 folder=$(cd "$folder" && pwd)
@@ -18,12 +19,12 @@ export CGO_CFLAGS="${CGO_CFLAGS:--O2 -Wno-deprecated-declarations}"
 build() { go build -trimpath -buildvcs=false "$@"; }
 build -ldflags "-s -w -X main.version=$version" -o "$packed/gpu-kubelet-plugin" ./cmd/gpu-kubelet-plugin
 go test -c -trimpath -ldflags "-s -w" -o "$packed/conformance.test" ./test/nvmlsim/conformance
-# The linker warns of dlopen, which the hook's commands that we use do without.
+# Hide the linker's warning about dlopen: the driver uses no command of the hook that calls dlopen.
 build -tags netgo,osusergo -ldflags "-s -w -extldflags=-static" -o "$packed/nvidia-cdi-hook" \
     github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook 2>"$packed/log" || { cat "$packed/log" >&2; exit 1; }
 rm "$packed/log"
 cp "$(go run ./test/cluster/cmd/cluster program runc)" "$packed/runc"
-# -n: the same programs make the same bytes.
+# Without -n, gzip would store the time, and the same programs would give other bytes.
 gzip -9 -n "$packed"/*
 
 CGO_ENABLED=0 build -ldflags "-s -w" -o "$folder/hwcheck" ./test/hwcheck
@@ -31,5 +32,5 @@ cp test/nvmlsim/models/*.yaml "$folder/models/"
 cp test/hardware/README.md LICENSE "$folder/"
 
 size=$(du -sb "$folder" | cut -f1)
-[ "$size" -lt "$limit" ] || { echo "hwcheck.sh: $folder weighs $size bytes, more than $limit" >&2; exit 1; }
+[ "$size" -lt "$limit" ] || { echo "hwcheck.sh: $folder has $size bytes, more than $limit" >&2; exit 1; }
 echo "$folder ($((size / 1024 / 1024)) MB): take it to the machine with the GPU and run ./hwcheck there"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes sure that commands are there, by Debian's packages where they are not: need.sh COMMAND[=PACKAGE]…
-# Quiet and without rights when nothing is missing.
+# Installs missing commands from Debian's packages: need.sh COMMAND[=PACKAGE]…
+# If no command is missing, it prints nothing and needs no root.
 set -eu
 
 missing=
@@ -21,8 +21,8 @@ if [ "$(id -u)" != 0 ]; then
     sudo=sudo
 fi
 echo "installing$missing" >&2
-# The lists may be old or missing: refresh them only if they do not do.
-# shellcheck disable=SC2086 # one word a package
+# Refresh the package lists only if the installation fails without it.
+# shellcheck disable=SC2086 # one word per package
 $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $missing >/dev/null 2>&1 && exit 0
 $sudo apt-get update -q >/dev/null
 # shellcheck disable=SC2086

@@ -25,15 +25,18 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
-// errOffersNothing makes the exit code tell scripts what the text tells people.
+// errOffersNothing is the error of the command inventory on a node whose GPUs would not be offered.
+// Because of it the command ends with exit code 1, which scripts can test.
 var errOffersNothing = errors.New("this node has NVIDIA GPUs and offers none of them")
 
-// runInventory looks at this node once and shows what it would offer by its configuration and by the plugin's records. It needs no cluster, and so cannot say what
-// the cluster has a part in; it changes nothing. It fails if there is a GPU on the PCI bus and nothing can be offered.
+// runInventory scans this node once and prints the devices that the plugin would publish, given its
+// configuration and its checkpoint records of claims. It calls no API server and changes nothing.
+// If the node has an NVIDIA GPU and the plugin would publish none, it returns errOffersNothing.
 func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	format := ""
 	cfg, err := config.Load("gpu-kubelet-plugin inventory", args, os.Environ(), func(f *pflag.FlagSet) {
-		f.StringVarP(&format, "output", "o", "table", "table, yaml for the ResourceSlices that would be published, or cdi for the CDI specs that containers would get")
+		f.StringVarP(&format, "output", "o", "table", "table, yaml for the ResourceSlices that would be published, or cdi for the "+
+			"CDI specs that containers would get")
 	})
 	if err != nil {
 		return asUsage(err)
@@ -43,12 +46,12 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	}
 	present, err := nvidia.HasNVIDIADevice(cfg.SysfsRoot)
 	if err == nil && !present {
-		_, err := fmt.Fprintln(out, "There is no NVIDIA GPU on this node's PCI bus: it offers nothing, and the plugin idles here.")
+		_, err := fmt.Fprintln(out, "There is no NVIDIA GPU on this node's PCI bus. The node offers nothing, and the plugin idles.")
 		return err
 	}
 	self, err := os.Executable()
 	if err != nil {
-		return fmt.Errorf("find the program to start for looking at the GPUs: %w", err)
+		return fmt.Errorf("find the program that scans the GPUs: %w", err)
 	}
 	node, err := nvidia.Isolated(driver.Paths(cfg), self, driver.ScanCommand)(ctx)
 	if err != nil {
@@ -58,17 +61,17 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return asUsage(err)
 	}
-	var unread error
-	rules.Records, unread = recordsOf(cfg)
+	var recordsErr error
+	rules.Records, recordsErr = recordsOf(cfg)
 	preview, err := rules.Preview(node)
 	if err != nil {
 		return err
 	}
 	preview.Holders = map[string][]nvidia.Process{}
 	for _, g := range node.GPUs {
-		preview.Holders[g.WholeName()] = driver.Paths(cfg).Holders(g.Minor)
+		preview.Holders[g.WholeName()] = driver.Paths(cfg).Users(g.Minor)
 	}
-	if err := show(out, format, cfg.NodeName, preview, unread); err != nil {
+	if err := show(out, format, cfg.NodeName, preview, recordsErr); err != nil {
 		return err
 	}
 	if preview.Empty() {
@@ -77,29 +80,32 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	return nil
 }
 
-// unseen is what decides about a node's offer, too, and does not show on the node.
-const unseen = `Not looked at here:
-  the Node's annotation gpu.nvidia.com/mig-policy, which goes before the policies that are shown
-  what is published: devices that claims hold stay there as they are until the claims end, and GPUs offer nothing beside them that overlaps
-  what the cluster keeps: without shared counters or consumable capacities there are fewer shapes and no shares
-  NVIDIA's device plugin on this node, and claims of NVIDIA's own DRA driver: GPUs that these have are not offered
+// notChecked is printed after the devices. It lists what also decides which devices the plugin
+// publishes, but cannot be found out on the node alone.
+const notChecked = `Not checked here:
+  the Node's annotation gpu.nvidia.com/mig-policy, which takes precedence over the policies above
+  published devices that claims hold: they stay unchanged until the claims end, and overlapping devices are not offered
+  the cluster's features: without shared counters or consumable capacities there are fewer devices and no shares
+  NVIDIA's device plugin on this node, and claims of NVIDIA's DRA driver: their GPUs are not offered
   whether the kubelet has registered the plugin, the container runtime injects CDI devices, and the host can run the hooks
-  the GPUs' health: those that are ill have taints
-The plugin that serves this node tells of all that: at /readyz (of its Pod's --http-address), and in Events (kubectl describe node).
+  the GPUs' health: unhealthy GPUs have taints
+The plugin on this node reports all of these at /readyz (of its Pod's --http-address) and in Events (kubectl describe node).
 `
 
-// rulesOf are those of the configuration.
+// rulesOf parses two settings of the configuration: the MIG policies, and the rules that say which
+// devices several claims can share.
 func rulesOf(cfg *config.Config) (inventory.Rules, error) {
 	policies, err := device.ParsePolicies(cfg.MIGPolicy)
 	shares, sharesErr := device.ParseShares(cfg.Shares)
 	return inventory.Rules{Policies: policies, Shares: shares}, errors.Join(err, sharesErr)
 }
 
-// recordsOf are those that the plugin keeps on this node. Nothing is made where there are none.
+// recordsOf opens the plugin's checkpoint records of the claims on this node. It returns an error
+// if there are none, because it creates no directory.
 func recordsOf(cfg *config.Config) (inventory.Records, error) {
 	records, err := checkpoint.Open(cfg.StateDir(), durable.ReadOnly{})
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("there are none in %s (--plugin-dir)", cfg.StateDir())
+		return nil, fmt.Errorf("no records in %s (--plugin-dir)", cfg.StateDir())
 	}
 	if err != nil {
 		return nil, err
@@ -111,37 +117,40 @@ func recordsOf(cfg *config.Config) (inventory.Records, error) {
 	return prepare.New(prepare.Options{Records: records, BootID: bootID}), nil
 }
 
-// show ends with what was not looked at; unread is why the records are among that. The CDI specs, which are JSON, have no room for it.
-func show(out io.Writer, format, nodeName string, p inventory.Preview, unread error) error {
-	told := unseen
-	if unread != nil {
-		told = strings.Replace(told, "\n", "\n  the plugin's records, without which MIG instances of claims are shown as an admin's: "+unread.Error()+"\n", 1)
+// show prints the devices of p, and then notChecked. It leaves notChecked out of CDI specs, which
+// are JSON. recordsErr is nil, or says why the checkpoint records of claims cannot be read.
+func show(out io.Writer, format, nodeName string, p inventory.Preview, recordsErr error) error {
+	notes := notChecked
+	if recordsErr != nil {
+		notes = strings.Replace(notes, "\n", "\n  the plugin's records, so that MIG instances of claims are shown as an "+
+			"admin's: "+recordsErr.Error()+"\n", 1)
 	}
 	switch format {
 	case "yaml":
 		if err := inventory.WriteSlices(out, p, driver.DriverName, nodeName); err != nil {
 			return err
 		}
-		told = "# " + strings.ReplaceAll(strings.TrimSpace(told), "\n", "\n# ") + "\n"
+		notes = "# " + strings.ReplaceAll(strings.TrimSpace(notes), "\n", "\n# ") + "\n"
 	case "cdi":
 		return writeCDI(out, p.Node)
 	default:
 		if err := inventory.WriteTable(out, p); err != nil {
 			return err
 		}
-		told = "\n" + told
+		notes = "\n" + notes
 	}
-	_, err := fmt.Fprint(out, told)
+	_, err := fmt.Fprint(out, notes)
 	return err
 }
 
-// previewClaim stands for the claim's UID in the specs that are shown.
+// previewClaim stands for a claim's UID in the CDI specs that the command inventory prints.
 const previewClaim types.UID = "claim"
 
-// writeCDI shows the base spec and the spec of a claim that holds every GPU of the node, as two JSON documents.
+// writeCDI prints two JSON documents: the base CDI spec, and the CDI spec of an imaginary claim to
+// which every GPU of the node is allocated.
 func writeCDI(out io.Writer, node nvidia.Node) error {
 	if len(node.GPUs) == 0 {
-		return nil // a spec without devices is none
+		return nil // A CDI spec without devices would be invalid.
 	}
 	devices := make([]cdi.ClaimDevice, len(node.GPUs))
 	for i, g := range node.GPUs {

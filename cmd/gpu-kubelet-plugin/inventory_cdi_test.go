@@ -13,7 +13,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-func TestInventoryShowsTheCDISpecsThatContainersWouldGet(t *testing.T) {
+func TestInventoryShowsCDISpecs(t *testing.T) {
 	node := nvidia.Node{
 		Common: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidiactl"}}},
 		GPUs: []nvidia.GPU{{
@@ -33,12 +33,13 @@ func TestInventoryShowsTheCDISpecsThatContainersWouldGet(t *testing.T) {
 		}
 		kinds, devices = append(kinds, spec.Kind), append(devices, spec.Devices[0].Name)
 	}
-	if !slices.Equal(kinds, []string{"k8s.gpu.nvidia.com/base", "k8s.gpu.nvidia.com/claim"}) || !slices.Equal(devices, []string{"driver", "claim-gpu-0000-1b-00-0"}) {
+	if !slices.Equal(kinds, []string{"k8s.gpu.nvidia.com/base", "k8s.gpu.nvidia.com/claim"}) || !slices.Equal(devices,
+		[]string{"driver", "claim-gpu-0000-1b-00-0"}) {
 		t.Errorf("%v %v:\n%s", kinds, devices, out.String())
 	}
 }
 
-func TestANodeThatOffersNothingHasNoCDISpec(t *testing.T) {
+func TestInventoryWithoutGPUsHasNoCDISpec(t *testing.T) {
 	var out strings.Builder
 	if err := show(&out, "cdi", "", inventory.Preview{}, nil); err != nil || out.Len() != 0 {
 		t.Errorf("%q, %v", out.String(), err)

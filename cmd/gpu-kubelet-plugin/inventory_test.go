@@ -20,25 +20,27 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/host"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nodeharness"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// TestMain lets the test binary be the child that looks at the hardware, as the plugin's binary is, or the plugin itself.
+// TestMain lets a test start this binary as the plugin, or the plugin start it as the child process
+// that scans the hardware.
 func TestMain(m *testing.M) {
 	if os.Getenv(asPlugin) != "" {
 		main()
 	}
 	if len(os.Args) == 2 && os.Args[1] == driver.ScanCommand {
-		os.Exit(run(context.Background(), os.Args[1:], os.Stdout, os.Stderr)) //nolint:forbidigo // this process is the child of a test
+		os.Exit(run(context.Background(), os.Args[1:], os.Stdout, os.Stderr)) //nolint:forbidigo // a child process of a test
 	}
-	if code := host.Main(m, nil); code != 0 {
+	if code := nodeharness.Main(m, nil); code != 0 {
 		os.Exit(code) //nolint:forbidigo // this process is the tests, or the child of one
 	}
 }
 
-// inventoryOf runs the command against the files under root.
+// inventoryOf runs the command inventory on the files of a simulated host below root. It returns
+// standard output, standard error and the exit code.
 func inventoryOf(t *testing.T, root string, args ...string) (out, errOut string, code int) {
 	t.Helper()
 	var o, e strings.Builder
@@ -60,7 +62,7 @@ func pciDevice(t *testing.T, root, address, vendor, class string) {
 	}
 }
 
-func TestInventoryOfANodeWithoutAGPUIsNoFailure(t *testing.T) {
+func TestInventoryWithoutGPUSucceeds(t *testing.T) {
 	root := t.TempDir()
 	pciDevice(t, root, "0000:00:02.0", "0x8086", "0x030000")
 	out, errOut, code := inventoryOf(t, root)
@@ -69,7 +71,7 @@ func TestInventoryOfANodeWithoutAGPUIsNoFailure(t *testing.T) {
 	}
 }
 
-func TestInventoryOfANodeWithoutADriverFailsAndSaysWhatToDo(t *testing.T) {
+func TestInventoryWithoutDriverSaysWhatToDo(t *testing.T) {
 	root := t.TempDir()
 	pciDevice(t, root, "0000:1b:00.0", "0x10de", "0x030200")
 	_, errOut, code := inventoryOf(t, root)
@@ -87,7 +89,7 @@ func TestInventoryRefusesAnUnknownFormat(t *testing.T) {
 	}
 }
 
-func TestInventoryShowsWhatTheNodeOffers(t *testing.T) {
+func TestInventoryShowsOfferedDevices(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root: device nodes with the driver's numbers")
 	}
@@ -112,7 +114,7 @@ func TestInventoryShowsWhatTheNodeOffers(t *testing.T) {
 	}
 	t.Setenv("NVMLSIM_DEV", filepath.Join(root, "driver/dev"))
 
-	// The tests themselves have the second GPU open.
+	// The test process opens the second GPU, so the output must name that process.
 	held, err := unix.Open(filepath.Join(root, "driver/dev/nvidia1"), unix.O_PATH|unix.O_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -126,7 +128,8 @@ func TestInventoryShowsWhatTheNodeOffers(t *testing.T) {
 	if code != 0 || strings.Count(out, "NVIDIA L40S") != 2 || !strings.Contains(out, node.GPUs[1].UUID) {
 		t.Errorf("%d: %s%s", code, out, errOut)
 	}
-	if _, holders, _ := strings.Cut(out, "Open in other processes:"); !strings.Contains(holders, "(process "+self) || strings.Count(holders, "gpu-0000-") != 1 {
+	if _, holders, _ := strings.Cut(out, "Open in other processes:"); !strings.Contains(holders, "(process "+self) ||
+		strings.Count(holders, "gpu-0000-") != 1 {
 		t.Errorf("%s", out)
 	}
 	out, errOut, code = inventoryOf(t, root, "-o", "yaml", "--node-name", "node-1")
@@ -139,28 +142,30 @@ func TestInventoryShowsWhatTheNodeOffers(t *testing.T) {
 	}
 }
 
-// A node with two GPUs: of one a partition was cut for a claim, of the other one for nobody.
-func TestInventoryGoesByTheConfigurationAndTheRecords(t *testing.T) {
+// The node has two GPUs. The plugin created a MIG device of one GPU for a claim, and an admin
+// created a MIG device of the other. The output must name the owner of each, which the command
+// reads from the plugin's claim records.
+func TestInventoryUsesConfigurationAndRecords(t *testing.T) {
 	const ours, theirs = "gpu-0000-1b-00-0", "gpu-0000-43-00-0"
-	h := host.New(t, "0000:1b:00.0", "0000:43:00.0")
+	h := nodeharness.New(t, "0000:1b:00.0", "0000:43:00.0")
 	t.Setenv("NVMLSIM_DEV", filepath.Join(h.Root, "driver/dev"))
 	plugin, err := h.Plugin(t.Context(), durable.OS{}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer plugin.Cuts.Close()
-	if _, err := plugin.Prepare(t.Context(), host.Claim("one", ours+"-mig-19-0")); err != nil {
+	defer plugin.Worker.Close()
+	if _, err := plugin.Prepare(t.Context(), nodeharness.Claim("one", ours+"-mig-19-0")); err != nil {
 		t.Fatal(err)
 	}
 	other := plugin.Snapshot().Node.GPUs[1].Card()
-	if _, err := plugin.Cuts.SetMode(t.Context(), other, true); err != nil {
+	if _, err := plugin.Worker.SetMode(t.Context(), other, true); err != nil {
 		t.Fatal(err)
 	}
-	made, err := plugin.Cuts.CreateInstance(t.Context(), other, 9, device.Placement{Start: 4, Size: 4})
+	made, err := plugin.Worker.CreateInstance(t.Context(), other, 9, device.Placement{Start: 4, Size: 4})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := plugin.Cuts.CreateCompute(t.Context(), other, made.ID); err != nil {
+	if _, err := plugin.Worker.CreateCompute(t.Context(), other, made.ID); err != nil {
 		t.Fatal(err)
 	}
 	state := "--plugin-dir=" + h.Config().PluginDir
@@ -171,29 +176,30 @@ func TestInventoryGoesByTheConfigurationAndTheRecords(t *testing.T) {
 		says []string
 	}{
 		"by default": {[]string{state}, []string{
-			ours + " static 1 x 1g.10gb", theirs + " static 1 x 3g.40gb", ours + ": it is not offered whole while claims hold partitions",
+			ours + " static 1 x 1g.10gb", theirs + " static 1 x 3g.40gb", ours + ": the GPU is not offered whole while claims hold its partitions",
 		}},
 		"dynamic": {[]string{state, "--mig-policy=dynamic"}, []string{
 			ours + "-mig-19-0 a claim", theirs + "-mig-9-4 an admin", ours + " dynamic 1 x whole, ", theirs + " dynamic 1 x 3g.40gb",
-			theirs + ": MIG instances are there that no claim has made",
+			theirs + ": MIG instances exist that no claim created",
 		}},
 		"with a policy": {[]string{state, "--mig-policy=dynamic,0000:1b:00.0=off"}, []string{
-			ours + " off 1 x 1g.10gb", ours + ": the policy is to offer it as a whole only, which waits for claims", theirs + " dynamic 1 x 3g.40gb",
+			ours + " off 1 x 1g.10gb", ours + ": the policy offers whole GPUs only: waiting for claims", theirs + " dynamic 1 x 3g.40gb",
 		}},
-		"with shares":     {[]string{state, "--shares=*/3g*=shares:2"}, []string{theirs + " static 1 x 3g.40gb, 1 x 3g.40gb in 2 shares"}},
-		"without records": {[]string{elsewhere}, []string{ours + "-mig-19-0 an admin", "the plugin's records, without which MIG instances of claims are shown as an admin's: there are none in " + h.Root}},
+		"with shares": {[]string{state, "--shares=*/3g*=shares:2"}, []string{theirs + " static 1 x 3g.40gb, 1 x 3g.40gb in 2 shares"}},
+		"without records": {[]string{elsewhere}, []string{ours + "-mig-19-0 an admin",
+			"the plugin's records, so that MIG instances of claims are shown as an admin's: no records in " + h.Root}},
 		"what it cannot see": {[]string{state}, []string{
-			"Not looked at here:", "gpu.nvidia.com/mig-policy", "consumable capacities", "device plugin", "/readyz", "kubectl describe node",
+			"Not checked here:", "gpu.nvidia.com/mig-policy", "consumable capacities", "device plugin", "/readyz", "kubectl describe node",
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			out, errOut, code := inventoryOf(t, h.Root, c.args...)
-			// Columns are apart by spaces, and an instance's ID, place and profile stand between its name and whom it was made for.
+			// Remove the columns between a partition's name and its owner, and repeated spaces.
 			text := regexp.MustCompile(`(-mig-\d+-\d+) +\d+ +\d:\d +\S+`).ReplaceAllString(out, "$1")
 			text = regexp.MustCompile(" +").ReplaceAllString(text, " ")
 			for _, says := range c.says {
 				if !strings.Contains(text, says) {
-					t.Errorf("it does not say %q", says)
+					t.Errorf("the output lacks %q", says)
 				}
 			}
 			if t.Failed() || code != 0 {
@@ -202,11 +208,11 @@ func TestInventoryGoesByTheConfigurationAndTheRecords(t *testing.T) {
 		})
 	}
 	if _, err := os.Stat(filepath.Join(h.Root, "nothing")); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("looking made a directory: %v", err)
+		t.Errorf("inventory made a directory: %v", err)
 	}
 
 	out, errOut, code := inventoryOf(t, h.Root, state, "-o", "yaml", "--mig-policy=off", "--shares=shares:4", "--node-name=node-1")
-	if code != 0 || !strings.Contains(out, "\n# Not looked at here:\n#   the Node's annotation") {
+	if code != 0 || !strings.Contains(out, "\n# Not checked here:\n#   the Node's annotation") {
 		t.Errorf("%d: %s%s", code, out, errOut)
 	}
 	var offered []string
@@ -219,16 +225,17 @@ func TestInventoryGoesByTheConfigurationAndTheRecords(t *testing.T) {
 			offered = append(offered, slice.Spec.Devices[i].Name)
 		}
 	}
-	// The one waits for its claim, and of the other nothing may be offered: it is neither whole nor ours.
+	// With policy off, the first GPU can be offered whole only after its claim ends, so it still
+	// offers the claim's partition. The second has an admin's partition, so it offers nothing.
 	if want := []string{ours + "-mig-19-0"}; !slices.Equal(offered, want) {
 		t.Errorf("with the policy off it offers %v, want %v", offered, want)
 	}
 }
 
-func TestInventoryThatOffersNothingByItsPolicyFails(t *testing.T) {
-	h := host.New(t, "0000:1b:00.0")
+func TestInventoryFailsWhenPolicyOffersNothing(t *testing.T) {
+	h := nodeharness.New(t, "0000:1b:00.0")
 	t.Setenv("NVMLSIM_DEV", filepath.Join(h.Root, "driver/dev"))
-	cuts := h.Cutter()
+	cuts := h.PartitionWorker()
 	defer cuts.Close()
 	node, err := h.Scan(t.Context())
 	if err != nil {
@@ -238,7 +245,8 @@ func TestInventoryThatOffersNothingByItsPolicyFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	out, errOut, code := inventoryOf(t, h.Root, "--mig-policy=static", "--plugin-dir="+h.Config().PluginDir)
-	if code != exitFailed || !strings.Contains(errOut, "offers none of them") || !strings.Contains(out, "nothing is offered: MIG mode is on and there is no MIG instance") {
+	if code != exitFailed || !strings.Contains(errOut, "offers none of them") || !strings.Contains(out,
+		"nothing is offered: MIG mode is on and there is no MIG instance") {
 		t.Errorf("%d: %s%s", code, out, errOut)
 	}
 }

@@ -1,5 +1,6 @@
-// gpu-kubelet-plugin is the DRA kubelet plugin for NVIDIA GPUs. Without a subcommand it serves the node it runs on; the subcommands look at a node
-// ("inventory"), take an installation away in order ("uninstall") or name the build ("version").
+// gpu-kubelet-plugin is the DRA kubelet plugin for NVIDIA GPUs. Without a subcommand it serves the
+// GPUs of its node. Subcommand "inventory" prints the devices that the plugin would offer,
+// "uninstall" removes the plugin's DaemonSet, and "version" prints the version.
 package main
 
 import (
@@ -21,10 +22,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// version is set by the linker.
+// version is the program's version, which the linker sets.
 var version = "devel"
 
-// Exit codes: a wrong call is told apart from work that failed.
+// exitUsage is the exit code for wrong usage, exitFailed for every other failure.
 const (
 	exitFailed = 1
 	exitUsage  = 2
@@ -38,11 +39,11 @@ type command struct {
 func commands() map[string]command {
 	return map[string]command{
 		"":                      {"serve this node (the default)", serve},
-		"inventory":             {"show what this node would offer, and why not if it offers nothing; needs no cluster and changes nothing", runInventory},
+		"inventory":             {"show what this node would offer, or why nothing; needs no cluster and changes nothing", runInventory},
 		"uninstall":             {"remove the DaemonSet in order; refuses while claims hold devices", uninstall},
-		driver.ScanCommand:      {"look at the hardware for a parent process (internal)", runScan},
-		nvidia.PartitionCommand: {"cut a GPU for a parent process (internal)", runPartition},
-		nvidia.WatchCommand:     {"listen to the hardware for a parent process (internal)", runWatch},
+		driver.ScanCommand:      {"scan the hardware for a parent process (internal)", runScan},
+		nvidia.PartitionCommand: {"change MIG partitions for a parent process (internal)", runPartition},
+		nvidia.WatchCommand:     {"watch the hardware for a parent process (internal)", runWatch},
 		"version": {"print the version", func(_ context.Context, _ []string, out io.Writer) error {
 			_, err := fmt.Fprintln(out, version)
 			return err
@@ -51,7 +52,7 @@ func commands() map[string]command {
 }
 
 func main() {
-	// A signal ends the context; a second one ends the process, for whoever is in a hurry.
+	// The first signal cancels ctx, so that the process ends cleanly. A second signal ends it at once.
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	context.AfterFunc(ctx, stop)
 	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
@@ -66,7 +67,7 @@ func run(ctx context.Context, args []string, out, errOut io.Writer) int {
 	}
 	c, ok := commands()[name]
 	if !ok {
-		fmt.Fprintf(errOut, "gpu-kubelet-plugin: unknown command %q; there are:\n", name)
+		fmt.Fprintf(errOut, "gpu-kubelet-plugin: unknown command %q; the commands are:\n", name)
 		for _, n := range []string{"inventory", "uninstall", "version"} {
 			fmt.Fprintf(errOut, "  %-10s %s\n", n, commands()[n].summary)
 		}
@@ -85,12 +86,12 @@ func run(ctx context.Context, args []string, out, errOut io.Writer) int {
 	return exitFailed
 }
 
-// usageError is a call or configuration that cannot work, whatever the node looks like.
+// usageError is an error in the command line, the environment or the configuration file.
 type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
 
-// startLogging sets up klog as configured; it can be done once per process.
+// startLogging sets up klog as configured. klog allows this only once per process.
 func startLogging(cfg *config.Config) error {
 	c := logsapi.NewLoggingConfiguration()
 	c.Format = cfg.LoggingFormat

@@ -8,8 +8,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// runScan is the child's side of nvidia.Isolated: NVML lives in this process, so that whatever it does to it stays here.
-// It is not meant for people: inventory is.
+// runScan is the child process that scans the hardware for [nvidia.Isolated]. It alone loads NVML,
+// so that a crash or hang of NVML does not affect the plugin. Users run inventory instead.
 func runScan(ctx context.Context, _ []string, out io.Writer) error {
 	return nvidia.ServeScan(ctx, os.Stdin, out)
 }

@@ -24,17 +24,20 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// idleInterval is how often a node without an NVIDIA device is looked at again.
+// idleInterval is how often a plugin on a node without an NVIDIA GPU looks for one again.
 const idleInterval = 10 * time.Second
 
-// writeProbe is the file that proves a directory to be writable. Always the same one: what a killed plugin left of it, the next one removes.
+// writeProbe is the name of the file that checkWritable creates and removes. The name is fixed, so
+// that the next plugin removes the file of a killed one.
 const writeProbe = "." + driver.DriverName + ".writable"
 
-// heapGrowth is by how many percent of what is in use the heap grows before garbage is collected, where GOGC does not say it. Go's own 100 keeps two megabytes
-// more, and what the processor does for a claim is the same.
+// heapGrowth is the plugin's default for GOGC, in percent. Go's default of 100 would take two
+// megabytes more of memory and would save no CPU time.
 const heapGrowth = 70
 
-// serve is the plugin. What is wrong with the configuration or the directories ends it at once; a driver that is not there yet does not.
+// serve runs the plugin until a signal or a failed server ends it. It returns an error at once if
+// the configuration or a directory is wrong. If the NVIDIA driver is missing, it waits for the
+// driver.
 func serve(ctx context.Context, args []string, _ io.Writer) error {
 	cfg, err := config.Load("gpu-kubelet-plugin", args, os.Environ(), nil)
 	if err != nil {
@@ -49,7 +52,7 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	logger := klog.FromContext(ctx)
 	logger.Info("Starting gpu-kubelet-plugin", "version", version)
 	for _, f := range cfg.Fields() {
-		logger.Info("Configuration", "name", f.Name, "value", f.Value.String())
+		logger.Info("Configuration setting", "name", f.Name, "value", f.Value.String())
 	}
 
 	ctx, fail := context.WithCancelCause(ctx)
@@ -92,7 +95,8 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	if err != nil {
 		return err
 	}
-	d, err := driver.New(ctx, cfg, driver.Parts{Client: client, StatusClient: statusClient, Hardware: hardware, Partitions: partitions, Watch: watch, Metrics: m})
+	d, err := driver.New(ctx, cfg, driver.Parts{Client: client, StatusClient: statusClient, Hardware: hardware,
+		Partitions: partitions, Watch: watch, Metrics: m})
 	if err != nil {
 		return err
 	}
@@ -102,7 +106,7 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	return stopped(ctx)
 }
 
-// stopped is nil after a signal, and the cause when a server of ours failed.
+// stopped returns nil if a signal ended ctx, and the cause if a failed server did.
 func stopped(ctx context.Context) error {
 	if cause := context.Cause(ctx); cause != nil && !errors.Is(cause, context.Canceled) {
 		return cause
@@ -110,8 +114,8 @@ func stopped(ctx context.Context) error {
 	return nil
 }
 
-// awaitDevice returns when the node has an NVIDIA PCI device. Until then the process holds no connection and loads no library, and calls itself ready:
-// a node without a GPU is no failure.
+// awaitDevice returns when the node has an NVIDIA PCI device. Until then the plugin contacts no API
+// server, loads no library and reports ready, because a node without a GPU is no failure.
 func awaitDevice(ctx context.Context, sysfs string, probe *driver.Probe) error {
 	idle := false
 	for {
@@ -125,7 +129,7 @@ func awaitDevice(ctx context.Context, sysfs string, probe *driver.Probe) error {
 		}
 		if !idle {
 			idle = true
-			klog.FromContext(ctx).Info("No NVIDIA PCI device on this node: idle until one appears", "sysfs", sysfs, "interval", idleInterval)
+			klog.FromContext(ctx).Info("No NVIDIA PCI device on this node, idling until one appears", "sysfs", sysfs, "interval", idleInterval)
 			probe.Set(func(context.Context) error { return nil }, func(context.Context) error { return nil })
 		}
 		select {
@@ -136,7 +140,9 @@ func awaitDevice(ctx context.Context, sysfs string, probe *driver.Probe) error {
 	}
 }
 
-// makeDirectories creates the directories that are ours and proves that each can be written to.
+// makeDirectories creates the plugin's directories. It returns an error if other users can write to
+// one of them, if the plugin cannot write there, or if the kubelet's registration directory does
+// not exist.
 func makeDirectories(cfg *config.Config) error {
 	for _, d := range []struct {
 		flag, dir string
@@ -146,30 +152,34 @@ func makeDirectories(cfg *config.Config) error {
 		if err := os.MkdirAll(dir, d.mode); err != nil {
 			return fmt.Errorf("--%s: create %s: %w", flag, dir, err)
 		}
-		// A CDI spec names programs that the container runtime runs as root, a record what this process does.
+		// Other users must not be able to write here. A CDI spec names programs that the container
+		// runtime runs as root, and the claim records determine what the plugin does.
 		if err := durable.CheckDir(dir); err != nil {
 			return fmt.Errorf("--%s: %w", flag, err)
 		}
-		if err := proveWritable(filepath.Join(dir, writeProbe)); err != nil {
-			return fmt.Errorf("--%s: %s cannot be written to: %w", flag, dir, err)
+		if err := checkWritable(filepath.Join(dir, writeProbe)); err != nil {
+			return fmt.Errorf("--%s: %s is not writable: %w", flag, dir, err)
 		}
 	}
-	// Earlier versions let others look into it.
+	// Earlier versions of the plugin let other users read this directory.
 	if err := os.Chmod(cfg.StateDir(), 0o700); err != nil {
-		return fmt.Errorf("--plugin-dir: close %s to others: %w", cfg.StateDir(), err)
+		return fmt.Errorf("--plugin-dir: make %s private: %w", cfg.StateDir(), err)
 	}
 	info, err := os.Stat(cfg.RegistrarDir)
 	if err == nil && !info.IsDir() {
 		err = syscall.ENOTDIR
 	}
 	if err != nil {
-		return fmt.Errorf("--registrar-dir: %s is not the kubelet's plugin registration directory (is the kubelet's root directory another one on this node?): %w", filepath.Clean(cfg.RegistrarDir), err)
+		return fmt.Errorf("--registrar-dir: %s is not the kubelet's plugin registration directory "+
+			"(does this node have another kubelet root directory?): %w", filepath.Clean(cfg.RegistrarDir), err)
 	}
 	return nil
 }
 
-// proveWritable makes a file and removes it again. Another instance may do the same at this moment, and a killed one may have left the file.
-func proveWritable(path string) error {
+// checkWritable creates the file at path and removes it again. It accepts that the file already
+// exists or is already gone, because another instance of the plugin may do the same now, or was
+// killed in between.
+func checkWritable(path string) error {
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}

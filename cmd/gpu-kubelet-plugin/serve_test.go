@@ -9,12 +9,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 )
 
-func TestLookingAtDirectoriesLeavesNothingInThem(t *testing.T) {
+func TestMakeDirectoriesLeavesNoProbeFiles(t *testing.T) {
 	dir := t.TempDir()
 	cfg := config.Default()
 	cfg.PluginDir, cfg.CDIRoot, cfg.RegistrarDir = filepath.Join(dir, "plugin"), filepath.Join(dir, "cdi"), dir
 	probed := []string{cfg.StateDir(), cfg.CDIRoot}
-	for _, d := range probed { // as if a plugin had been killed in the middle
+	for _, d := range probed { // as if a plugin was killed before it removed the file
 		if err := os.MkdirAll(d, 0o750); err != nil {
 			t.Fatal(err)
 		}
@@ -23,7 +23,7 @@ func TestLookingAtDirectoriesLeavesNothingInThem(t *testing.T) {
 		}
 	}
 	var all sync.WaitGroup
-	for range 8 { // instances that start at the same time
+	for range 8 { // plugin instances that start at the same time
 		all.Go(func() {
 			for range 100 {
 				if err := makeDirectories(cfg); err != nil {

@@ -10,10 +10,12 @@ import (
 	"time"
 )
 
-// asPlugin makes the test binary the plugin, in a process of its own: its exit code is what is tested.
+// asPlugin is an environment variable. If it is set, the test binary runs as the plugin, so that a
+// test can check the exit code.
 const asPlugin = "GPU_KUBELET_PLUGIN_TEST_AS_PLUGIN"
 
-// serveAndFail starts the plugin on a node with a GPU and returns how it ended.
+// serveAndFail starts the plugin on a fake node with a GPU, and fails the test if the plugin
+// succeeds. It returns the last line of the plugin's output and its exit code.
 func serveAndFail(t *testing.T, environ []string, args ...string) (lastLine string, code int) {
 	t.Helper()
 	root := t.TempDir()
@@ -23,7 +25,8 @@ func serveAndFail(t *testing.T, environ []string, args ...string) (lastLine stri
 		t.Fatal(err)
 	}
 	args = append([]string{
-		"--node-name=n", "--http-address=127.0.0.1:0", "--sysfs-root=" + filepath.Join(root, "sys"), "--plugin-dir=" + filepath.Join(root, "plugin"),
+		"--node-name=n", "--http-address=127.0.0.1:0", "--sysfs-root=" + filepath.Join(root, "sys"),
+		"--plugin-dir=" + filepath.Join(root, "plugin"),
 		"--cdi-root=" + filepath.Join(root, "cdi"), "--registrar-dir=" + registry,
 	}, args...)
 	child := exec.CommandContext(t.Context(), os.Args[0], args...)
@@ -38,7 +41,7 @@ func serveAndFail(t *testing.T, environ []string, args ...string) (lastLine stri
 	return lines[len(lines)-1], exit.ExitCode()
 }
 
-func TestAStartThatCannotWorkEndsWithOneClearError(t *testing.T) {
+func TestStartFailsWithOneClearError(t *testing.T) {
 	dir := t.TempDir()
 	file := func(name, content string) string {
 		path := filepath.Join(dir, name)
@@ -57,26 +60,38 @@ func TestAStartThatCannotWorkEndsWithOneClearError(t *testing.T) {
 		code          int
 		says          []string
 	}{
-		"an unknown key in the file":    {nil, []string{"--config", file("typo.yaml", "driverRot: /\n")}, exitUsage, []string{"typo.yaml", `unknown key "driverRot"`}},
-		"a bad value in the file":       {nil, []string{"--config", file("value.yaml", "kubeApiQps: many\n")}, exitUsage, []string{"value.yaml", "kubeApiQps", "many"}},
-		"a file that is no YAML":        {nil, []string{"--config", file("broken.yaml", "{")}, exitUsage, []string{"broken.yaml"}},
-		"a file that is not there":      {nil, []string{"--config", filepath.Join(dir, "absent")}, exitUsage, []string{"configuration file", "absent"}},
-		"a sysfs that is not there":     {nil, []string{"--sysfs-root=" + filepath.Join(dir, "no-sysfs")}, exitFailed, []string{"--sysfs-root", "no-sysfs"}},
-		"an unknown flag":               {nil, []string{"--driver-rot=/"}, exitUsage, []string{"--driver-rot"}},
-		"a bad value of a flag":         {nil, []string{"--kube-api-burst=0"}, exitUsage, []string{"--kube-api-burst", "below 1"}},
-		"a bad value of a variable":     {[]string{"GPU_DRA_KUBE_API_BURST=some"}, nil, exitUsage, []string{"GPU_DRA_KUBE_API_BURST", "some"}},
-		"no node":                       {nil, []string{"--node-name="}, exitUsage, []string{"--node-name", "required"}},
-		"a plugin dir below a file":     {nil, []string{"--plugin-dir=" + inTheWay}, exitFailed, []string{"--plugin-dir", inTheWay, "not a directory"}},
-		"a plugin dir nobody can make":  {nil, []string{"--plugin-dir=/proc/gpu"}, exitFailed, []string{"--plugin-dir", "/proc/gpu"}},
-		"a CDI root nobody can make":    {nil, []string{"--cdi-root=/proc/cdi"}, exitFailed, []string{"--cdi-root", "/proc/cdi"}},
-		"a CDI root nobody can fill":    {nil, []string{"--cdi-root=/proc/sys"}, exitFailed, []string{"--cdi-root", "/proc/sys cannot be written to"}},
-		"a plugin dir of everyone's":    {nil, []string{"--plugin-dir=" + everyones}, exitFailed, []string{"--plugin-dir", everyones + " is not believed", "others may write", "chmod go-w"}},
-		"a CDI root of everyone's":      {nil, []string{"--cdi-root=" + everyones}, exitFailed, []string{"--cdi-root", everyones + " is not believed", "others may write", "chmod go-w"}},
-		"a CDI root that is a link":     {nil, []string{"--cdi-root=" + link}, exitFailed, []string{"--cdi-root", link + " is not believed", "symbolic link"}},
-		"no kubelet":                    {nil, []string{"--registrar-dir=" + filepath.Join(dir, "elsewhere")}, exitFailed, []string{"--registrar-dir", "is the kubelet's root directory another one"}},
-		"a file instead of a registry":  {nil, []string{"--registrar-dir=" + inTheWay}, exitFailed, []string{"--registrar-dir", inTheWay, "not a directory"}},
+		"an unknown key in the file": {nil, []string{"--config", file("typo.yaml", "driverRot: /\n")}, exitUsage,
+			[]string{"typo.yaml", `unknown key "driverRot"`}},
+		"a bad value in the file": {nil, []string{"--config", file("value.yaml", "kubeApiQps: many\n")}, exitUsage,
+			[]string{"value.yaml", "kubeApiQps", "many"}},
+		"a file that is no YAML": {nil, []string{"--config", file("broken.yaml", "{")}, exitUsage, []string{"broken.yaml"}},
+		"a file that is not there": {nil, []string{"--config", filepath.Join(dir, "absent")}, exitUsage,
+			[]string{"configuration file", "absent"}},
+		"a sysfs that is not there": {nil, []string{"--sysfs-root=" + filepath.Join(dir, "no-sysfs")}, exitFailed,
+			[]string{"--sysfs-root", "no-sysfs"}},
+		"an unknown flag":           {nil, []string{"--driver-rot=/"}, exitUsage, []string{"--driver-rot"}},
+		"a bad value of a flag":     {nil, []string{"--kube-api-burst=0"}, exitUsage, []string{"--kube-api-burst", "below 1"}},
+		"a bad value of a variable": {[]string{"GPU_DRA_KUBE_API_BURST=some"}, nil, exitUsage, []string{"GPU_DRA_KUBE_API_BURST", "some"}},
+		"no node":                   {nil, []string{"--node-name="}, exitUsage, []string{"--node-name", "required"}},
+		"a plugin dir below a file": {nil, []string{"--plugin-dir=" + inTheWay}, exitFailed, []string{"--plugin-dir", inTheWay,
+			"not a directory"}},
+		"a plugin dir in procfs": {nil, []string{"--plugin-dir=/proc/gpu"}, exitFailed, []string{"--plugin-dir", "/proc/gpu"}},
+		"a CDI root in procfs":   {nil, []string{"--cdi-root=/proc/cdi"}, exitFailed, []string{"--cdi-root", "/proc/cdi"}},
+		"a read-only CDI root": {nil, []string{"--cdi-root=/proc/sys"}, exitFailed, []string{"--cdi-root",
+			"/proc/sys is not writable"}},
+		"a world-writable plugin dir": {nil, []string{"--plugin-dir=" + everyones}, exitFailed, []string{"--plugin-dir",
+			"refusing " + everyones, "others may write", "chmod go-w"}},
+		"a world-writable CDI root": {nil, []string{"--cdi-root=" + everyones}, exitFailed, []string{"--cdi-root",
+			"refusing " + everyones, "others may write", "chmod go-w"}},
+		"a CDI root that is a link": {nil, []string{"--cdi-root=" + link}, exitFailed, []string{"--cdi-root",
+			"refusing " + link, "symbolic link"}},
+		"no kubelet": {nil, []string{"--registrar-dir=" + filepath.Join(dir, "elsewhere")}, exitFailed,
+			[]string{"--registrar-dir", "another kubelet root directory"}},
+		"a file instead of a registry": {nil, []string{"--registrar-dir=" + inTheWay}, exitFailed, []string{"--registrar-dir",
+			inTheWay, "not a directory"}},
 		"an address of another machine": {nil, []string{"--http-address=192.0.2.1:1"}, exitFailed, []string{"--http-address", "192.0.2.1:1"}},
-		"no such kubeconfig":            {nil, []string{"--kubeconfig=" + filepath.Join(dir, "absent")}, exitFailed, []string{"--kubeconfig", "absent"}},
+		"no such kubeconfig": {nil, []string{"--kubeconfig=" + filepath.Join(dir, "absent")}, exitFailed,
+			[]string{"--kubeconfig", "absent"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			line, code := serveAndFail(t, c.environ, c.args...)

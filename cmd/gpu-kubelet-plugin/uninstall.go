@@ -13,19 +13,20 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 )
 
-// uninstall is what the chart runs before it deletes the release.
+// uninstall is the command that the chart's pre-delete hook runs. It deletes the plugin's
+// DaemonSet. Without --force, it refuses to do so while claims hold devices.
 func uninstall(ctx context.Context, args []string, _ io.Writer) error {
 	var force bool
 	var timeout time.Duration
 	cfg, err := config.Load("gpu-kubelet-plugin uninstall", args, os.Environ(), func(flags *pflag.FlagSet) {
-		flags.BoolVar(&force, "force", false, "go on although claims hold devices; what their Pods need stays on the nodes")
+		flags.BoolVar(&force, "force", false, "continue although claims hold devices; files that their Pods need stay on the nodes")
 		flags.DurationVar(&timeout, "timeout", 5*time.Minute, "how long to wait for the plugin's Pods to finish")
 	})
 	if err != nil {
 		return asUsage(err)
 	}
 	if cfg.Namespace == "" || cfg.DaemonSetName == "" {
-		return usageError{errors.New("--namespace and --daemonset-name: both are required to know what to remove")}
+		return usageError{errors.New("--namespace and --daemonset-name: both are required to find the DaemonSet to remove")}
 	}
 	if err := startLogging(cfg); err != nil {
 		return err

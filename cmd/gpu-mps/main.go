@@ -1,6 +1,6 @@
-// gpu-mps hosts the MPS control daemons of a node, in a DaemonSet of its own (supervise), and is
-// the hook that holds containers to a part of a GPU's memory (memory-limit). It is one static
-// program, because hooks run on hosts of any kind. It speaks to no API server.
+// gpu-mps runs as the MPS supervisor of a node, in a DaemonSet of its own (supervise). It is also
+// the OCI hook that limits the GPU memory of a container (memory-limit). It is a static program,
+// because the container runtime runs hooks on hosts of any kind. It does not use the API server.
 package main
 
 import (
@@ -22,16 +22,17 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/supervisor"
 )
 
-// version is set by the linker.
+// version is the program's version, which the linker sets.
 var version = "devel"
 
-// Exit codes: a wrong call is told apart from work that failed.
+// exitUsage is the exit code for wrong usage, exitFailed for every other failure.
 const (
 	exitFailed = 1
 	exitUsage  = 2
 )
 
-// statusTimeout is for a question that is answered from memory.
+// statusTimeout is how long the request for the daemons' status may take. The supervisor has the
+// status in memory, so it answers at once.
 const statusTimeout = 5 * time.Second
 
 type command struct {
@@ -41,10 +42,10 @@ type command struct {
 
 func commands() []command {
 	return []command{
-		{"supervise", "start, keep and end the node's MPS control daemons", supervise},
+		{"supervise", "start, supervise and stop the node's MPS control daemons", supervise},
 		{"status", "list the daemons of the node's supervisor; fails if it does not answer", status},
-		{mps.LimitCommand, "hold a container to a part of a GPU's memory (run by the container runtime)", memoryLimit},
-		{"daemon", "become a program of the driver's in a mount namespace of its own (internal)", daemon},
+		{mps.LimitCommand, "limit a container to a part of a GPU's memory (run by the container runtime)", memoryLimit},
+		{"daemon", "run a program of the driver in its own mount namespace (internal)", daemon},
 		{"version", "print the version", func(context.Context, []string) error {
 			_, err := fmt.Fprintln(os.Stdout, version)
 			return err
@@ -52,13 +53,13 @@ func commands() []command {
 	}
 }
 
-// usageError is a call that cannot work.
+// usageError is an error in the command line.
 type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
 
 func main() {
-	// A signal ends the context; a second one ends the process, for whoever is in a hurry.
+	// The first signal cancels ctx, so that the process ends cleanly. A second signal ends it at once.
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	context.AfterFunc(ctx, stop)
 	code := run(ctx, os.Args[1:])
@@ -85,14 +86,14 @@ func run(ctx context.Context, args []string) int {
 		}
 		return exitFailed
 	}
-	fmt.Fprintf(os.Stderr, "gpu-mps: unknown command %q; there are:\n", name)
+	fmt.Fprintf(os.Stderr, "gpu-mps: unknown command %q; the commands are:\n", name)
 	for _, c := range commands() {
 		fmt.Fprintf(os.Stderr, "  %-10s %s\n", c.name, c.summary)
 	}
 	return exitUsage
 }
 
-// parse takes flags alone.
+// parse parses the flags in args, and refuses arguments that are not flags.
 func parse(flags *flag.FlagSet, args []string) error {
 	err := flags.Parse(args)
 	if err == nil && flags.NArg() > 0 {
@@ -115,19 +116,24 @@ const defaultPluginDir = "/var/lib/kubelet/plugins/gpu.nvidia.com"
 func supervise(ctx context.Context, args []string) error {
 	program, err := os.Executable()
 	if err != nil {
-		return fmt.Errorf("find this program itself: %w", err)
+		return fmt.Errorf("find the path of gpu-mps: %w", err)
 	}
 	o := supervisor.Options{Program: program}
 	flags := newFlags("supervise")
-	flags.StringVar(&o.Paths.PluginDir, "plugin-dir", defaultPluginDir, "the plugin's directory below the kubelet's root, at the same path on the host")
+	flags.StringVar(&o.Paths.PluginDir, "plugin-dir", defaultPluginDir,
+		"the plugin's directory below the kubelet's root, at the same path on the host")
 	flags.StringVar(&o.Paths.ShmRoot, "shm-root", "/dev/shm", "the host's file system for shared memory, as the host sees it")
-	flags.StringVar(&o.ShmRootMount, "shm-root-mount", "", "the same as this process sees it; empty means the same path")
+	flags.StringVar(&o.ShmRootMount, "shm-root-mount", "", "the shm root as this process sees it; empty means the same path")
 	flags.StringVar(&o.DriverRoot, "driver-root", "/", "root of the NVIDIA driver's files as the host sees it")
-	flags.StringVar(&o.DriverRootMount, "driver-root-mount", "", "the same as this process sees it; empty means the same path")
-	flags.StringVar(&o.DevRoot, "dev-root", "", "directory whose dev/ holds the NVIDIA device nodes, as this process sees it; empty means / if it has dev/nvidiactl, else the driver root")
-	flags.StringVar(&o.SELinuxLabel, "selinux-label", "", "label of the directories that daemons share with containers, such as system_u:object_r:container_file_t:s0; empty means none")
-	flags.Uint64Var(&o.SharedMemory, "shared-memory", 0, "MiB that each daemon and its clients have for /dev/shm; 0 means half of the node's memory")
-	flags.DurationVar(&o.StartTimeout, "start-timeout", supervisor.DefaultStartTimeout, "how long a daemon may take until it is ready; the kubelet waits 45s for the claim")
+	flags.StringVar(&o.DriverRootMount, "driver-root-mount", "", "the driver root as this process sees it; empty means the same path")
+	flags.StringVar(&o.DevRoot, "dev-root", "", "directory whose dev/ holds the NVIDIA device nodes, as this process sees it; "+
+		"empty means / if it has dev/nvidiactl, else the driver root")
+	flags.StringVar(&o.SELinuxLabel, "selinux-label", "", "label of the directories that daemons share with containers, such as "+
+		"system_u:object_r:container_file_t:s0; empty means none")
+	flags.Uint64Var(&o.SharedMemory, "shared-memory", 0, "size of /dev/shm of each daemon and its clients in MiB; 0 means half "+
+		"of the node's memory")
+	flags.DurationVar(&o.StartTimeout, "start-timeout", supervisor.DefaultStartTimeout,
+		"time limit for a daemon to become ready; the kubelet waits 45s for the claim")
 	verbosity := flags.Uint("v", 2, "log verbosity: 0 tells an operator what changed, 4 tells a developer how")
 	if err := parse(flags, args); err != nil {
 		return err
@@ -162,7 +168,7 @@ func memoryLimit(ctx context.Context, args []string) error {
 	var l memorylimit.Limit
 	flags := newFlags(mps.LimitCommand)
 	flags.StringVar(&l.GPU, "gpu", "", "UUID of the GPU")
-	flags.Uint64Var(&l.Mebibytes, "mebibytes", 0, "how much of its memory the container may use")
+	flags.Uint64Var(&l.Mebibytes, "mebibytes", 0, "memory that the container may use, in MiB")
 	flags.StringVar(&l.DriverRoot, "driver-root", "/", "root of the NVIDIA driver's files as the host sees it")
 	flags.StringVar(&l.Cgroups, "cgroup-root", "/sys/fs/cgroup", "where the host has mounted cgroup v2")
 	if err := parse(flags, args); err != nil {
@@ -174,10 +180,12 @@ func memoryLimit(ctx context.Context, args []string) error {
 	return l.Hook(ctx, os.Stdin)
 }
 
-// daemon is called by the supervisor alone: the view, then the program's arguments.
+// daemon becomes a program of the NVIDIA driver in a mount namespace of its own. Only the
+// supervisor calls this command. args[0] is the view as JSON, and the rest are the program's
+// arguments.
 func daemon(_ context.Context, args []string) error {
 	if len(args) == 0 {
-		return usageError{errors.New("the view is missing")}
+		return usageError{errors.New("the argument with the view is missing")}
 	}
 	view, err := namespace.Parse(args[0])
 	if err != nil {

@@ -12,7 +12,8 @@ func TestMain(m *testing.M) {
 	klog.Flush()
 }
 
-// A wrong call is told apart from work that failed: the container runtime and the kubelet show the code.
+// The exit code must distinguish wrong usage from other failures, because the container runtime and
+// the kubelet show the code to the user.
 func TestExitCodes(t *testing.T) {
 	null, err := os.Open(os.DevNull)
 	if err != nil {

@@ -11,20 +11,23 @@ import (
 	"time"
 )
 
-// background is a build that goes on while other things are shown.
+// background is the build of the programs that the cluster needs. It runs while the demo shows the
+// simulated node.
 type background struct {
 	cancel context.CancelFunc
 	done   chan struct{}
-	err    error // to be read when done is closed
+	err    error // valid after done is closed
 }
 
-// buildInBackground builds the cluster's programs at the lowest priority, so that what is shown meanwhile does not wait for it.
+// buildInBackground starts the build of the cluster's programs. It runs at the lowest priority, so
+// that the build does not slow down the demo.
 func (d *demo) buildInBackground(ctx context.Context) *background {
 	ctx, cancel := context.WithCancel(ctx)
 	b := &background{cancel: cancel, done: make(chan struct{})}
 	go func() {
 		defer close(b.done)
-		// Built and then run, not by `go run`: that one ends on SIGTERM without its child.
+		// Build and run the program in two steps, because `go run` ends on SIGTERM without ending its
+		// child process.
 		tool := filepath.Join(d.folder(), "cluster")
 		if b.err = d.runGroup(ctx, "go", "build", "-o", tool, "./test/cluster/cmd/cluster"); b.err == nil {
 			b.err = d.runGroup(ctx, "nice", "-n", "19", tool, "build")
@@ -38,16 +41,17 @@ func (b *background) wait() error {
 	return b.err
 }
 
-// stop ends the build and returns when no process of it is left.
+// stop ends the build. It returns after the build's last process has ended.
 func (b *background) stop() {
 	b.cancel()
 	<-b.done
 }
 
-// patience is how long a cancelled build may take to end in order.
+// patience is how long a cancelled build may take to end before it is killed.
 const patience = 10 * time.Second
 
-// runGroup runs a command in a process group of its own, which ends as a whole when the context does: the command starts compilers, which start more.
+// runGroup runs a command in its own process group, and signals the whole group when ctx ends. The
+// command starts compilers, which start more processes.
 func (d *demo) runGroup(ctx context.Context, argv ...string) error {
 	cmd := command(ctx, d.root, nil, argv...)
 	output := d.screen.background("cluster")
@@ -63,7 +67,7 @@ func (d *demo) runGroup(ctx context.Context, argv ...string) error {
 	cmd.WaitDelay = patience
 	err := cmd.Run()
 	if ctx.Err() != nil && cmd.Process != nil {
-		// The command has ended; what it started may have not.
+		// The command has ended, but processes that it started may still run.
 		_ = signal(syscall.SIGKILL)
 	}
 	if err == nil || errors.Is(err, exec.ErrWaitDelay) && ctx.Err() == nil {

@@ -1,7 +1,10 @@
-// Demo shows the driver at work on this machine: first a simulated 8-GPU node by itself (its nvidia-smi and what the plugin would offer of it), while
-// the programs of a real Kubernetes cluster are built in the background, then the whole: the cluster comes up, the chart is installed, a Pod claims a
-// GPU and runs nvidia-smi. It leaves the cluster up for a look around; `demo down` takes everything away. Where nvidia-smi cannot be had, the Pod's
-// device nodes are shown instead.
+// Demo shows the driver on this machine. First it shows a simulated node with 8 GPUs alone: the
+// output of nvidia-smi, and what the plugin would offer. In the background it builds the programs
+// of a real Kubernetes cluster. Then it starts that cluster and installs the chart. A Pod claims a
+// GPU and runs nvidia-smi. If nvidia-smi is unavailable, the demo shows the Pod's device nodes
+// instead.
+//
+// The cluster stays up, so that the user can look around. `demo down` removes everything.
 package main
 
 import (
@@ -16,10 +19,10 @@ import (
 	"syscall"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// demo is one showing: its cluster and its folder below build/ bear its name.
+// demo is one run of the demo. name is also the name of the cluster and of the folder below build/.
 type demo struct {
 	name, root string
 	withoutSMI bool
@@ -40,22 +43,23 @@ func main() {
 
 func run(ctx context.Context, args []string) error {
 	if os.Geteuid() != 0 {
-		return errors.New("a node needs device files, mounts and cgroups: run this as root")
+		return errors.New("the simulated node needs device files, mounts and cgroups: run the demo as root")
 	}
-	root, err := stand.Root()
+	root, err := clusterharness.Root()
 	if err != nil {
 		return err
 	}
 	d := demo{root: root, screen: newScreen(os.Stdout)}
 	flags := flag.NewFlagSet("demo", flag.ContinueOnError)
-	flags.StringVar(&d.name, "name", "demo", "name of the cluster and of the folder below build/: demos with different names run beside each other")
-	flags.BoolVar(&d.withoutSMI, "without-nvidia-smi", false, "show what is shown where nvidia-smi cannot be had")
+	flags.StringVar(&d.name, "name", "demo", "name of the cluster and of the folder below build/; demos with different names "+
+		"can run at the same time")
+	flags.BoolVar(&d.withoutSMI, "without-nvidia-smi", false, "show the demo for machines without nvidia-smi")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
-	// The name becomes a path that is removed.
+	// Restrict the name, because it is part of a path that `demo down` removes.
 	if !regexp.MustCompile(`^demo[a-z0-9-]*$`).MatchString(d.name) {
-		return fmt.Errorf("name %q: want demo and then lower-case letters, digits and dashes", d.name)
+		return fmt.Errorf("name %q: want demo, followed by lower-case letters, digits and dashes", d.name)
 	}
 	switch flags.Arg(0) {
 	case "up":
@@ -66,7 +70,7 @@ func run(ctx context.Context, args []string) error {
 	return errors.New("usage: demo [--name NAME] [--without-nvidia-smi] up|down")
 }
 
-// down removes whatever up has made, however far it came.
+// down removes everything that up created, also after up failed.
 func (d *demo) down(ctx context.Context) error {
 	return errors.Join(cluster.Down(ctx, d.name), d.removeStandalone(ctx), os.RemoveAll(d.folder()))
 }
@@ -75,9 +79,10 @@ func (d *demo) up(ctx context.Context) error {
 	if err := os.MkdirAll(d.folder(), 0o755); err != nil {
 		return err
 	}
-	d.screen.title("In the background: the programs of a Kubernetes cluster, built from source. The first time takes a while, later it is a matter of seconds.")
+	d.screen.title("In the background: building the programs of a Kubernetes cluster from source. The first time takes a while, " +
+		"later runs take seconds.")
 	programs := d.buildInBackground(ctx)
-	// However the showing ends, the build has ended before.
+	// End the background build before this function returns, also after an error.
 	defer programs.stop()
 	sim, err := d.showStandalone(ctx)
 	if err != nil {

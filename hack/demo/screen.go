@@ -12,7 +12,8 @@ import (
 	"time"
 )
 
-// screen keeps what is shown in one piece while the background reports its progress: a command's output is printed when it has ended.
+// screen prints the output of each command in one piece after the command has ended, so that lines
+// of the background build cannot mix with it.
 type screen struct {
 	mu    sync.Mutex
 	out   io.Writer
@@ -27,12 +28,12 @@ func (s *screen) print(text string) {
 	_, _ = io.WriteString(s.out, text)
 }
 
-// title says what comes next.
+// title prints the title of the next part of the demo.
 func (s *screen) title(text string) {
 	s.print(fmt.Sprintf("\n\033[1m== %s\033[0m  (%s)\n", text, time.Since(s.start).Round(time.Second)))
 }
 
-// background is a writer whose lines are shown one by one behind a name.
+// background returns a writer that prints each line with this name as prefix.
 func (s *screen) background(name string) *lines { return &lines{screen: s, name: name} }
 
 type lines struct {
@@ -53,7 +54,8 @@ func (l *lines) Write(p []byte) (int, error) {
 	}
 }
 
-// run shows a command, as a user would type it, and what it prints. It returns standard output.
+// run runs the command cmd. It prints the text shown as the command line, and the command's output
+// below it. It returns standard output.
 func (s *screen) run(cmd *exec.Cmd, shown string) (string, error) {
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
@@ -65,14 +67,14 @@ func (s *screen) run(cmd *exec.Cmd, shown string) (string, error) {
 	return stdout.String(), nil
 }
 
-// command prepares a command in the checkout with additions to the environment.
+// command returns a command that runs in the folder root with additional environment variables.
 func command(ctx context.Context, root string, env []string, argv ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	cmd.Dir, cmd.Env = root, append(os.Environ(), env...)
 	return cmd
 }
 
-// short is a command line with the checkout's path left out.
+// short returns the command line as text, with paths relative to the folder root.
 func short(root string, argv ...string) string {
 	return strings.ReplaceAll(strings.Join(argv, " "), root+"/", "")
 }

@@ -15,20 +15,27 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// devices prints one line a whole GPU of what the API server has. Its 27 partitions have lines of their own in the slices.
-const devices = `{{range .items}}{{$node := .spec.nodeName}}{{range .spec.devices}}{{if eq .attributes.type.string "gpu"}}{{$node}}  {{.name}}  {{.attributes.productName.string}}  {{.capacity.memory.value}}  NUMA {{(index .attributes "resource.kubernetes.io/numaNode").int}}  {{.attributes.uuid.string}}{{"\n"}}{{end}}{{end}}{{end}}`
+// devices is a template for kubectl. It prints one line for each whole GPU in the ResourceSlices
+// and leaves out partitions.
+const devices = `{{range .items}}{{$node := .spec.nodeName}}{{range .spec.devices}}` +
+	`{{if eq .attributes.type.string "gpu"}}` +
+	`{{$node}}  {{.name}}  {{.attributes.productName.string}}  {{.capacity.memory.value}}  ` +
+	`NUMA {{(index .attributes "resource.kubernetes.io/numaNode").int}}  {{.attributes.uuid.string}}{{"\n"}}` +
+	`{{end}}{{end}}{{end}}`
 
-// showCluster brings the cluster up with the node that was shown, and lets a Pod claim one of its GPUs.
-func (d *demo) showCluster(ctx context.Context, sim *stand.Simulator) error {
+// showCluster starts a cluster with the simulated node, installs the chart, and shows a Pod that
+// claims a GPU.
+func (d *demo) showCluster(ctx context.Context, sim *clusterharness.Simulator) error {
 	root, s := d.root, d.screen
 	s.title("A real Kubernetes cluster with that node")
 	if err := cluster.Down(ctx, d.name); err != nil {
 		return err
 	}
-	c, err := cluster.Up(ctx, cluster.Options{Name: d.name, Nodes: []cluster.NodeOptions{sim.Node("node1", model)}, Output: s.background("cluster")})
+	c, err := cluster.Up(ctx, cluster.Options{Name: d.name, Nodes: []cluster.NodeOptions{sim.Node("node1", model)},
+		Output: s.background("cluster")})
 	if err != nil {
 		return err
 	}
@@ -38,7 +45,7 @@ func (d *demo) showCluster(ctx context.Context, sim *stand.Simulator) error {
 	}
 
 	s.title("The image, built from the Dockerfile")
-	archive, err := stand.BuildImage(ctx, root, s.background("image"))
+	archive, err := clusterharness.BuildImage(ctx, root, s.background("image"))
 	if err != nil {
 		return err
 	}
@@ -47,7 +54,7 @@ func (d *demo) showCluster(ctx context.Context, sim *stand.Simulator) error {
 	}
 
 	s.title("The driver, installed by helm")
-	arguments := stand.InstallArguments(root)
+	arguments := clusterharness.InstallArguments(root)
 	cmd, err := c.ClientCommand(ctx, "helm", arguments...)
 	if err != nil {
 		return err
@@ -58,23 +65,27 @@ func (d *demo) showCluster(ctx context.Context, sim *stand.Simulator) error {
 	if _, err := k.show(ctx, "get", "resourceslices"); err != nil {
 		return err
 	}
-	if _, err := k.showAs(ctx, "kubectl get resourceslices -o go-template=…   # the whole GPUs; each is offered in parts as well", "get", "resourceslices", "-o", "go-template="+devices); err != nil {
+	if _, err := k.showAs(ctx, "kubectl get resourceslices -o go-template=…   # whole GPUs; their partitions are offered too",
+		"get", "resourceslices", "-o", "go-template="+devices); err != nil {
 		return err
 	}
 	return d.showPod(ctx, k, sim.SMI != "")
 }
 
-// showPod applies the first example of the documentation and compares what its Pod saw with what the scheduler allocated.
+// showPod applies the first example of the documentation, a Pod that claims one GPU. It returns an
+// error if the Pod sees another GPU than the one that is allocated to its claim.
 func (d *demo) showPod(ctx context.Context, k kubectl, withSMI bool) error {
 	root := d.root
-	k.screen.title("A Pod that claims a GPU and looks at it")
+	k.screen.title("A Pod that claims a GPU")
 	example, err := os.ReadFile(filepath.Join(root, "docs/examples/one-gpu.yaml"))
 	if err != nil {
 		return err
 	}
-	// There is no registry here: a small image that every node has stands in for Debian's.
+	// The cluster has no image registry. So the manifest names a small image that every node has,
+	// instead of Debian's.
 	manifest := filepath.Join(d.folder(), "one-gpu.yaml")
-	if err := os.WriteFile(manifest, []byte(strings.ReplaceAll(string(example), "debian:bookworm-slim", cluster.TestImage)), 0o600); err != nil {
+	if err := os.WriteFile(manifest, []byte(strings.ReplaceAll(string(example), "debian:bookworm-slim", cluster.TestImage)),
+		0o600); err != nil {
 		return err
 	}
 	for _, arguments := range [][]string{
@@ -99,14 +110,15 @@ func (d *demo) showPod(ctx context.Context, k kubectl, withSMI bool) error {
 		return err
 	}
 	if len(seen) != 1 || seen[0] != allocated {
-		return fmt.Errorf("the Pod saw the GPUs %v, and the scheduler allocated %s", seen, allocated)
+		return fmt.Errorf("the Pod saw the GPUs %v, but the scheduler allocated %s", seen, allocated)
 	}
-	k.screen.title("The Pod saw one GPU, and it is the one that the scheduler allocated: " + allocated)
-	k.screen.print(fmt.Sprintf("Look around with\n  export KUBECONFIG=%s PATH=%s:$PATH\nand take it all away with\n  make demo-down\n", k.cluster.Kubeconfig(), k.programs()))
+	k.screen.title("The Pod saw one GPU, the one that the scheduler allocated: " + allocated)
+	k.screen.print(fmt.Sprintf("To look around, run\n  export KUBECONFIG=%s PATH=%s:$PATH\nTo remove everything, run\n  make "+
+		"demo-down\n", k.cluster.Kubeconfig(), k.programs()))
 	return nil
 }
 
-// lookBySMI gives the UUIDs of the GPUs that nvidia-smi sees in the Pod.
+// lookBySMI returns the UUIDs of the GPUs that nvidia-smi sees in the Pod.
 func (k kubectl) lookBySMI(ctx context.Context) ([]string, error) {
 	if _, err := k.show(ctx, "exec", "one-gpu", "--", "nvidia-smi"); err != nil {
 		return nil, err
@@ -115,13 +127,15 @@ func (k kubectl) lookBySMI(ctx context.Context) ([]string, error) {
 	return regexp.MustCompile(`GPU-[0-9a-f-]{36}`).FindAllString(printed, -1), err
 }
 
-// lookByDeviceNodes gives the UUIDs of the GPUs whose device nodes the Pod has. Which GPU a node belongs to the plugin's inventory says.
+// lookByDeviceNodes returns the UUIDs of the GPUs whose device nodes the Pod has. It takes the GPU
+// of each device node from the output of the plugin's inventory command.
 func (k kubectl) lookByDeviceNodes(ctx context.Context) ([]string, error) {
 	printed, err := k.show(ctx, "exec", "one-gpu", "--", "sh", "-c", "ls -l /dev/nvidia*")
 	if err != nil {
 		return nil, err
 	}
-	inventory, err := k.show(ctx, "-n", stand.Namespace, "exec", "daemonset/"+stand.Release+"-kubelet-plugin", "--", "gpu-kubelet-plugin", "inventory")
+	inventory, err := k.show(ctx, "-n", clusterharness.Namespace, "exec", "daemonset/"+clusterharness.Release+"-kubelet-plugin",
+		"--", "gpu-kubelet-plugin", "inventory")
 	if err != nil {
 		return nil, err
 	}
@@ -136,7 +150,7 @@ func (k kubectl) lookByDeviceNodes(ctx context.Context) ([]string, error) {
 	return seen, nil
 }
 
-// kubectl runs kubectl on the screen.
+// kubectl runs kubectl on the demo's cluster, and prints the command and its output on the screen.
 type kubectl struct {
 	cluster *cluster.Cluster
 	screen  *screen
@@ -154,7 +168,7 @@ func (k kubectl) showAs(ctx context.Context, shown string, arguments ...string) 
 	return k.screen.run(cmd, shown)
 }
 
-// programs is the folder that holds kubectl.
+// programs returns the folder that holds kubectl.
 func (k kubectl) programs() string {
 	path, err := k.cluster.Programs().Path("kubectl")
 	if err != nil {
@@ -163,7 +177,7 @@ func (k kubectl) programs() string {
 	return filepath.Dir(path)
 }
 
-// get reads an object from the API server.
+// get reads an object from the API server into object. It prints nothing.
 func (k kubectl) get(ctx context.Context, object any, arguments ...string) error {
 	out, err := k.cluster.Kubectl(ctx, append([]string{"get", "-o", "json"}, arguments...)...)
 	if err != nil {
@@ -172,7 +186,8 @@ func (k kubectl) get(ctx context.Context, object any, arguments ...string) error
 	return json.Unmarshal([]byte(out), object)
 }
 
-// allocated is the UUID of the GPU that the Pod's claim was given, as the ResourceSlice has it.
+// allocated returns the UUID of the GPU that is allocated to the Pod's claim, as the ResourceSlice
+// has it.
 func (k kubectl) allocated(ctx context.Context) (string, error) {
 	var pod corev1.Pod
 	if err := k.get(ctx, &pod, "pod", "one-gpu"); err != nil {

@@ -8,19 +8,20 @@ import (
 	"path/filepath"
 	"runtime"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// model is the node that the demo shows.
+// model is the name of the simulated node that the demo shows.
 const model = "dgx-h100"
 
 func (d *demo) standaloneRoot() string { return filepath.Join(d.folder(), "node") }
 
-// showStandalone lays a node out below build/demo and looks at it twice: through NVIDIA's own nvidia-smi and through the plugin.
-func (d *demo) showStandalone(ctx context.Context) (*stand.Simulator, error) {
+// showStandalone creates the files of a simulated node below build/ and shows the node twice: with
+// NVIDIA's nvidia-smi, and with the plugin's inventory command.
+func (d *demo) showStandalone(ctx context.Context) (*clusterharness.Simulator, error) {
 	root, s, node := d.root, d.screen, d.standaloneRoot()
 	s.title("A simulated node with 8 GPUs, " + short(root, "below", node))
-	sim, err := stand.BuildSimulator(ctx, root, s.background("simulator"))
+	sim, err := clusterharness.BuildSimulator(ctx, root, s.background("simulator"))
 	if err != nil {
 		return nil, err
 	}
@@ -30,7 +31,8 @@ func (d *demo) showStandalone(ctx context.Context) (*stand.Simulator, error) {
 	if err := d.removeStandalone(ctx); err != nil {
 		return nil, err
 	}
-	// A driver root with a dev/ of its own: nothing of this machine is touched.
+	// In a driver container's layout, the device nodes are in the driver root's own dev/, so that this
+	// machine's /dev stays unchanged.
 	argv := sim.LayoutUp(node, model, "--kind", "container")
 	if _, err := s.run(command(ctx, root, nil, argv...), short(root, argv...)); err != nil {
 		return nil, err
@@ -38,7 +40,7 @@ func (d *demo) showStandalone(ctx context.Context) (*stand.Simulator, error) {
 	if err := d.showSMI(ctx, sim); err != nil {
 		return nil, err
 	}
-	s.title("What the plugin would offer of it to Kubernetes")
+	s.title("What the plugin would offer to Kubernetes")
 	plugin := filepath.Join(root, "build/bin/gpu-kubelet-plugin")
 	build := command(ctx, root, nil, "go", "build", "-o", plugin, "./cmd/gpu-kubelet-plugin")
 	progress := s.background("plugin")
@@ -49,19 +51,21 @@ func (d *demo) showStandalone(ctx context.Context) (*stand.Simulator, error) {
 	argv = []string{
 		plugin, "inventory", "--driver-root=" + filepath.Join(node, "driver"),
 		"--sysfs-root=" + filepath.Join(node, "sys"), "--proc-root=" + filepath.Join(node, "proc"),
-		"--mig-policy=dynamic", // as the cluster's chart is installed
+		"--mig-policy=dynamic", // as the demo installs the chart later
 	}
 	_, err = s.run(command(ctx, root, nil, argv...), short(root, argv...))
 	return sim, err
 }
 
-// showSMI lets NVIDIA's own nvidia-smi look at the node, where it can be had.
-func (d *demo) showSMI(ctx context.Context, sim *stand.Simulator) error {
+// showSMI runs NVIDIA's nvidia-smi on the simulated node. If nvidia-smi is unavailable, it prints
+// why.
+func (d *demo) showSMI(ctx context.Context, sim *clusterharness.Simulator) error {
 	if sim.SMI == "" {
-		d.screen.title("NO NVIDIA-SMI: NVIDIA's nvidia-smi cannot be fetched from Debian's archive here. All else is shown; the Pod's GPU by its device nodes.")
+		d.screen.title("NO NVIDIA-SMI: NVIDIA's nvidia-smi cannot be fetched from Debian's archive. The demo shows the rest, " +
+			"and the Pod's GPU by its device nodes.")
 		return nil
 	}
-	d.screen.title("What NVIDIA's own nvidia-smi says there")
+	d.screen.title("The output of NVIDIA's nvidia-smi")
 	smi := filepath.Join(d.standaloneRoot(), "driver/usr/bin/nvidia-smi")
 	_, err := d.screen.run(command(ctx, d.root, []string{"LD_LIBRARY_PATH=" + libraryDir(d.standaloneRoot())}, smi), short(d.root, smi))
 	return err

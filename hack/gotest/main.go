@@ -1,5 +1,6 @@
-// Gotest is `go test` that says at its end which tests were skipped, and why: without -v a skipped test looks like one that passed. Its arguments are
-// those of `go test`, and so is its exit code.
+// Gotest runs `go test` and lists the skipped tests with their reasons at the end. Without -v, `go
+// test` shows a skipped test like one that passed. The arguments and the exit code are those of `go
+// test`.
 package main
 
 import (
@@ -34,25 +35,26 @@ func run(args []string, out io.Writer) (code int, err error) {
 		return 0, err
 	}
 	r := newReport(out, slices.Contains(args, "-v"))
-	told := r.read(events)
+	readErr := r.read(events)
 	ended := test.Wait()
 	var failed *exec.ExitError
 	if ended != nil && !errors.As(ended, &failed) {
 		return 0, ended
 	}
-	return test.ProcessState.ExitCode(), errors.Join(told, r.end())
+	return test.ProcessState.ExitCode(), errors.Join(readErr, r.end())
 }
 
-// event is a line of `go test -json`; see `go doc test2json`.
+// event is a line of `go test -json`. See `go doc test2json`.
 type event struct{ Action, Package, Test, Output string }
 
 type name struct{ pkg, test string }
 
-// report writes what `go test` would, and keeps what skipped tests say.
+// report prints the output of `go test`, without -v only that of failed tests and of packages. It
+// keeps the names of skipped tests and their reasons for the end.
 type report struct {
 	out     io.Writer
 	verbose bool
-	said    map[name][]string // by tests that have not ended
+	said    map[name][]string // output of tests that have not ended
 	skipped []string
 }
 
@@ -81,7 +83,7 @@ func (r *report) read(events io.Reader) error {
 func (r *report) add(line []byte) error {
 	var e event
 	if err := json.Unmarshal(line, &e); err != nil {
-		_, err := r.out.Write(line) // not of the tests, so it is for people
+		_, err := r.out.Write(line) // Print what is not an event.
 		return err
 	}
 	test := name{e.Package, e.Test}
@@ -112,7 +114,8 @@ func (r *report) add(line []byte) error {
 	return nil
 }
 
-// end prints what tests had said that never ended, because their process did, and the list of those that were skipped.
+// end prints the output of tests that have no result because their process died, and then the list
+// of skipped tests.
 func (r *report) end() error {
 	var b strings.Builder
 	if !r.verbose {
@@ -131,7 +134,7 @@ func (r *report) print(text string) error {
 	return err
 }
 
-// reason is what a test says of itself, on one line.
+// reason returns the output of a skipped test (said, in lines) as one line.
 func reason(said []string) string {
 	var words []string
 	for _, line := range said {

@@ -32,22 +32,23 @@ func runIn(t *testing.T, source string, args ...string) (output string, code int
 	return out.String(), code
 }
 
-func TestSkipsAreToldWithTheirReasons(t *testing.T) {
+func TestReportListsSkipsWithReasons(t *testing.T) {
 	const skip = "sample TestSkips/inside: sample_test.go:6: the program cannot be had"
 	out, code := runIn(t, tests)
 	if code != 0 || !strings.Contains(out, "ok  \tsample") || strings.Contains(out, "of no interest") {
 		t.Errorf("exit code %d: %s", code, out)
 	}
 	if _, summary, _ := strings.Cut(out, "SKIPPED, so NOT tested"); !strings.Contains(summary, skip) {
-		t.Errorf("no word of the skipped test at the end: %s", out)
+		t.Errorf("the end does not list the skipped test: %s", out)
 	}
 	out, code = runIn(t, tests, "-v")
-	if _, summary, _ := strings.Cut(out, "SKIPPED, so NOT tested"); code != 0 || !strings.Contains(out, "of no interest") || !strings.Contains(summary, skip) {
+	if _, summary, _ := strings.Cut(out, "SKIPPED, so NOT tested"); code != 0 || !strings.Contains(out, "of no interest") ||
+		!strings.Contains(summary, skip) {
 		t.Errorf("with -v: exit code %d: %s", code, out)
 	}
 }
 
-func TestFailuresFailWithAllThatTheySay(t *testing.T) {
+func TestReportKeepsOutputOfFailures(t *testing.T) {
 	for name, c := range map[string]struct{ source, says string }{
 		"a test":          {tests + `func TestFails(t *testing.T) { t.Error("it is broken") }`, "sample_test.go:7: it is broken"},
 		"a panic":         {tests + `func TestFails(t *testing.T) { panic("at the disco") }`, "at the disco"},
@@ -61,8 +62,9 @@ func TestFailuresFailWithAllThatTheySay(t *testing.T) {
 	}
 }
 
-func TestWithoutSkipsThereIsNoSummary(t *testing.T) {
-	if out, code := runIn(t, "package sample\n\nimport \"testing\"\n\nfunc TestPasses(t *testing.T) {}\n"); code != 0 || strings.Contains(out, "SKIPPED") {
+func TestReportHasNoSummaryWithoutSkips(t *testing.T) {
+	if out, code := runIn(t, "package sample\n\nimport \"testing\"\n\nfunc TestPasses(t *testing.T) {}\n"); code != 0 ||
+		strings.Contains(out, "SKIPPED") {
 		t.Errorf("exit code %d: %s", code, out)
 	}
 }

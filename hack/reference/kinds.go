@@ -11,12 +11,14 @@ import (
 	"strings"
 )
 
-// api is the package with the kinds of opaque configuration, and kinds are those that a device takes.
+// api is the package that defines the opaque configuration. kinds are the kinds that users can
+// write for the driver's devices.
 const api = "api/resource/v1beta1"
 
 var kinds = []string{"GpuConfig", "MigDeviceConfig"}
 
-// kindTable lists the fields that a user may write, with the comments that the API's types have.
+// kindTable returns the table of the fields that a user may write. The descriptions are the
+// comments of the Go types.
 func kindTable(root string) (string, error) {
 	types, err := declaredTypes(filepath.Join(root, api))
 	if err != nil {
@@ -56,15 +58,17 @@ func declaredTypes(dir string) (map[string]ast.Expr, error) {
 	return types, nil
 }
 
-// fields writes a row for each field of a struct, and then those of the field's own.
+// fields writes a table row for each field of the struct type that the parameter of names, and for
+// the fields of the structs in it. kind is the configuration's kind, and prefix the path of the
+// struct in it.
 func fields(b *strings.Builder, types map[string]ast.Expr, kind, of, prefix string) error {
 	object, ok := types[of].(*ast.StructType)
 	if !ok {
-		return fmt.Errorf("%s: %s is no struct", api, of)
+		return fmt.Errorf("%s: %s is not a struct", api, of)
 	}
 	for _, f := range object.Fields.List {
 		if len(f.Names) == 0 {
-			continue // apiVersion and kind, which every configuration has
+			continue // The embedded TypeMeta has apiVersion and kind.
 		}
 		key := jsonKey(f)
 		if key == "" || f.Doc == nil {
@@ -84,7 +88,7 @@ func fields(b *strings.Builder, types map[string]ast.Expr, kind, of, prefix stri
 	return nil
 }
 
-// sentence is a field's comment without its beginning, the field's name in Go.
+// sentence returns a field's comment as one line, without the field's Go name at its beginning.
 func sentence(f *ast.Field) string {
 	text := strings.Join(strings.Fields(f.Doc.Text()), " ")
 	text = strings.TrimPrefix(text, f.Names[0].Name+" ")
@@ -103,7 +107,8 @@ func jsonKey(f *ast.Field) string {
 	return key
 }
 
-// typeOf says how a value is written in YAML; nested is the struct whose fields it has.
+// typeOf returns in written how users write a value of type t in YAML. nested is the name of the
+// struct type if t is one, else empty.
 func typeOf(types map[string]ast.Expr, t ast.Expr) (written, nested string, err error) {
 	switch t := t.(type) {
 	case *ast.StarExpr:
@@ -129,5 +134,5 @@ func typeOf(types map[string]ast.Expr, t ast.Expr) (written, nested string, err 
 			return typeOf(types, base)
 		}
 	}
-	return "", "", fmt.Errorf("how a %T is written is not known here", t)
+	return "", "", fmt.Errorf("the YAML form of a %T is unknown", t)
 }

@@ -1,5 +1,7 @@
-// Reference writes the tables of docs/reference.md from what the plugin and the chart themselves say: the flags of pkg/config, the values of the
-// chart with their comments, and the kinds of opaque configuration with theirs. `make reference` runs it; a test fails while the page is out of date.
+// Reference writes the tables of docs/reference.md: the flags in pkg/config, the values of the
+// chart, and the fields of the opaque configuration. The descriptions of the last two are comments
+// in values.yaml and in the Go types. `make reference` runs this program. A test fails while the
+// page is out of date.
 package main
 
 import (
@@ -42,7 +44,7 @@ func write(root string) error {
 	return os.WriteFile(path, updated, 0o644)
 }
 
-// update returns the page with its tables as they should be.
+// update returns the page old with its three tables replaced by current ones.
 func update(root string, old []byte) ([]byte, error) {
 	chart, err := os.ReadFile(root + "/" + values)
 	if err != nil {
@@ -64,13 +66,13 @@ func update(root string, old []byte) ([]byte, error) {
 	return old, nil
 }
 
-// replace puts a table between the two comments that mark its place.
+// replace replaces the text between the two comments that enclose the table with this name.
 func replace(text []byte, name, table string) ([]byte, error) {
 	begin, end := "<!-- begin "+name+" -->\n", "<!-- end "+name+" -->"
 	before, rest, found := bytes.Cut(text, []byte(begin))
 	_, after, closed := bytes.Cut(rest, []byte(end))
 	if !found || !closed {
-		return nil, fmt.Errorf("the comments %q and %q are not there", strings.TrimSpace(begin), end)
+		return nil, fmt.Errorf("the comments %q and %q are missing", strings.TrimSpace(begin), end)
 	}
 	return bytes.Join([][]byte{before, []byte(begin), []byte(table), []byte(end), after}, nil), nil
 }
@@ -90,7 +92,7 @@ func chartTable(source []byte) (string, error) {
 		return "", err
 	}
 	if len(document.Content) != 1 || document.Content[0].Kind != yaml.MappingNode {
-		return "", errors.New("want one mapping")
+		return "", errors.New("the file is not one YAML mapping")
 	}
 	var b strings.Builder
 	b.WriteString("| value | default | meaning |\n|---|---|---|\n")
@@ -98,7 +100,8 @@ func chartTable(source []byte) (string, error) {
 	return b.String(), err
 }
 
-// rows writes a row for each value that is not itself a group of values. A comment above a group is its own row.
+// rows writes a table row for each value of a YAML mapping, and for each value of the mappings in
+// it. A nested mapping with a comment gets a row of its own. prefix is the path of the mapping.
 func rows(b *strings.Builder, prefix string, mapping *yaml.Node) error {
 	for i := 0; i < len(mapping.Content); i += 2 {
 		key, value := mapping.Content[i], mapping.Content[i+1]
@@ -126,7 +129,7 @@ func rows(b *strings.Builder, prefix string, mapping *yaml.Node) error {
 	return nil
 }
 
-// inline is a value on one line, as one would give it to --set-json.
+// inline returns a value as YAML in one line, as a user writes it for --set-json.
 func inline(value any) (string, error) {
 	if value == "" {
 		return "", nil
@@ -143,7 +146,8 @@ func inline(value any) (string, error) {
 	return strings.TrimSpace(string(out)), err
 }
 
-// comment joins the lines of a comment's last paragraph; those before it are headings.
+// comment returns the last paragraph of a value's comment as one line. Earlier paragraphs are
+// headings of the values file.
 func comment(head string) string {
 	paragraphs := strings.Split(head, "\n\n")
 	var words []string

@@ -11,7 +11,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
 )
 
-func TestTheReferencePageIsUpToDate(t *testing.T) {
+func TestReferencePageIsUpToDate(t *testing.T) {
 	const root = "../.."
 	old, err := os.ReadFile(root + "/" + page)
 	if err != nil {
@@ -26,8 +26,9 @@ func TestTheReferencePageIsUpToDate(t *testing.T) {
 	}
 }
 
-func TestEveryValueIsARowWithItsComment(t *testing.T) {
-	table, err := chartTable([]byte("# one\n# two\na: 1\n\n# --- heading ---\n\n# of the group\ng:\n  # inner\n  b: []\n  c: {x: y}\nd: \"\"\n"))
+func TestChartTableHasEveryValue(t *testing.T) {
+	table, err := chartTable([]byte("# one\n# two\na: 1\n\n# --- heading ---\n\n# of the group\ng:\n  # inner\n  b: []\n  c: " +
+		"{x: y}\nd: \"\"\n"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -38,7 +39,7 @@ func TestEveryValueIsARowWithItsComment(t *testing.T) {
 	}
 }
 
-func TestTheConfigurationsFieldsAreThoseThatAreRead(t *testing.T) {
+func TestKindTableMatchesTypes(t *testing.T) {
 	table, err := kindTable("../..")
 	if err != nil {
 		t.Fatal(err)
@@ -46,17 +47,20 @@ func TestTheConfigurationsFieldsAreThoseThatAreRead(t *testing.T) {
 	for _, row := range strings.Split(strings.TrimSpace(table), "\n")[2:] {
 		columns := strings.Split(row, "|")
 		kind, field := strings.TrimSpace(columns[1]), strings.Trim(columns[2], " `")
-		document := "null" // which every type takes, and no unknown field
+		document := "null" // valid for every type
 		keys := strings.Split(field, ".")
 		for _, key := range slices.Backward(keys) {
 			document = `{"` + key + `": ` + document + `}`
 		}
 		document = `{"apiVersion": "` + v1beta1.APIVersion + `", "kind": "` + kind + `", ` + strings.TrimPrefix(document, "{")
 		if _, err := v1beta1.Decode([]byte(document)); err != nil {
-			t.Errorf("%s is on the page, but the driver says: %v", field, err)
+			t.Errorf("%s is on the page, but the driver refuses it: %v", field, err)
 		}
 	}
-	for _, want := range []string{"| GpuConfig | `sharing.timeSlicingConfig.interval` | string |", "| MigDeviceConfig | `sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit` | map of quantity |"} {
+	for _, want := range []string{
+		"| GpuConfig | `sharing.timeSlicingConfig.interval` | string |",
+		"| MigDeviceConfig | `sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit` | map of quantity |",
+	} {
 		if !strings.Contains(table, want) {
 			t.Errorf("no row %q in\n%s", want, table)
 		}

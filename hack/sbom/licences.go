@@ -13,15 +13,17 @@ import (
 	"golang.org/x/mod/module"
 )
 
-// permissive are the licences under which a program with the module in it may be passed on as this one is, by their SPDX names.
+// permissive are the SPDX names of the permitted licences.
 var permissive = []string{"Apache-2.0", "MIT", "BSD-2-Clause", "BSD-3-Clause", "ISC", "0BSD", "MPL-2.0", "CC0-1.0", "Unlicense", "Zlib"}
 
-// enough is how much of a licence file must be the words of known licences, in percent: copyright lines are not.
+// enough is the percentage of a licence file's text that must match a known licence. It is below
+// 100 because copyright lines match none.
 const enough = 75
 
 var licenceFile = regexp.MustCompile(`(?i)^(un)?licen[cs]e([-.].*)?$|^copying([-.].*)?$`)
 
-// licences are those of a module's licence files.
+// licences returns the SPDX names of the licences in a module's licence files, or an error if a
+// licence is unknown or not permitted. cache is Go's module cache.
 func licences(cache, path, version string) ([]string, error) {
 	escapedPath, err := module.EscapePath(path)
 	if err != nil {
@@ -34,7 +36,7 @@ func licences(cache, path, version string) ([]string, error) {
 	dir := filepath.Join(cache, filepath.FromSlash(escapedPath)+"@"+escapedVersion)
 	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return nil, fmt.Errorf("look for its licence (go mod download): %w", err)
+		return nil, fmt.Errorf("find its licence (go mod download): %w", err)
 	}
 	var ids []string
 	for _, e := range entries {
@@ -57,11 +59,11 @@ func licences(cache, path, version string) ([]string, error) {
 	}
 	slices.Sort(ids)
 	if len(ids) == 0 {
-		return nil, fmt.Errorf("none of its files is a licence that is known: look at it")
+		return nil, fmt.Errorf("none of its files is a known licence: check the module")
 	}
 	for _, id := range ids {
 		if !slices.Contains(permissive, id) {
-			return nil, fmt.Errorf("its licence %s is not among those that are agreed on (%s)", id, strings.Join(permissive, ", "))
+			return nil, fmt.Errorf("its licence %s is not permitted (permitted: %s)", id, strings.Join(permissive, ", "))
 		}
 	}
 	return ids, nil
@@ -75,7 +77,7 @@ func choices(ids []string) *cyclonedx.Licenses {
 	return &all
 }
 
-// licencesOf are all licences of a list, each once.
+// licencesOf returns the licences of all components in the list, each licence once.
 func licencesOf(bom *cyclonedx.BOM) []string {
 	var ids []string
 	for _, c := range *bom.Components {

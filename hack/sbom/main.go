@@ -1,8 +1,9 @@
-// Sbom writes, for each program that it is given, the list of what is linked into it, as CycloneDX has it: modules with versions, hashes and licences, from what the
-// Go linker wrote into the program itself and from the modules' own licence files. The list has no time and no number of its own, so that the same program has the
-// same list. A module whose licence is not recognized, or does not allow to pass the program on, is an error.
+// Sbom writes a CycloneDX list of the modules linked into each program, with versions, hashes and
+// licences. It reads the build information in the program and the modules' licence files. The list
+// has no time and no serial number, so that the same program gives the same list. A module whose
+// licence is unknown or not permitted is an error.
 //
-// It is a module of its own: what it needs must not decide what the driver is built from.
+// Sbom is a separate Go module, so that its dependencies do not affect the driver's.
 //
 //	sbom -out FOLDER PROGRAM...
 package main
@@ -60,12 +61,13 @@ func run(out string, programs []string) error {
 func moduleCache() (string, error) {
 	dir, err := exec.Command("go", "env", "GOMODCACHE").Output()
 	if err != nil {
-		return "", fmt.Errorf("ask for the module cache: %w", err)
+		return "", fmt.Errorf("find the module cache: %w", err)
 	}
 	return strings.TrimSpace(string(dir)), nil
 }
 
-// list is what a program says of itself.
+// list returns the CycloneDX document for a program, with a component for each module that is
+// linked into it. cache is Go's module cache.
 func list(program, cache string) (*cyclonedx.BOM, error) {
 	info, err := buildinfo.ReadFile(program)
 	if err != nil {
@@ -81,7 +83,8 @@ func list(program, cache string) (*cyclonedx.BOM, error) {
 	self.Hashes = &[]cyclonedx.Hash{{Algorithm: cyclonedx.HashAlgoSHA256, Value: hex.EncodeToString(sum[:])}}
 	self.Properties = settings(info)
 
-	std := component(cyclonedx.ComponentTypeLibrary, debug.Module{Path: "std", Version: strings.TrimPrefix(strings.Fields(info.GoVersion)[0], "go")})
+	std := component(cyclonedx.ComponentTypeLibrary, debug.Module{Path: "std",
+		Version: strings.TrimPrefix(strings.Fields(info.GoVersion)[0], "go")})
 	std.Licenses = choices([]string{"BSD-3-Clause"}) // https://go.dev/LICENSE
 	components := []cyclonedx.Component{std}
 	var errs []error
@@ -113,7 +116,8 @@ func list(program, cache string) (*cyclonedx.BOM, error) {
 	return bom, errors.Join(errs...)
 }
 
-// component names a module by its package URL (https://github.com/package-url/purl-spec).
+// component returns the CycloneDX component of module m. It identifies the module by its package
+// URL (https://github.com/package-url/purl-spec).
 func component(kind cyclonedx.ComponentType, m debug.Module) cyclonedx.Component {
 	purl := "pkg:golang/" + m.Path
 	if m.Version != "" {
@@ -122,17 +126,18 @@ func component(kind cyclonedx.ComponentType, m debug.Module) cyclonedx.Component
 	return cyclonedx.Component{BOMRef: purl, Type: kind, Name: m.Path, Version: m.Version, PackageURL: purl}
 }
 
-// hashes turns the sum of go.sum, a SHA-256 over the hashes of a module's files, into CycloneDX's form.
+// hashes converts a module's hash from the format of go.sum to that of CycloneDX. The hash is a
+// SHA-256 over the hashes of the module's files.
 func hashes(sum string) (*[]cyclonedx.Hash, error) {
 	encoded, ok := strings.CutPrefix(sum, "h1:")
 	raw, err := base64.StdEncoding.DecodeString(encoded)
 	if !ok || err != nil || len(raw) != sha256.Size {
-		return nil, fmt.Errorf("its sum is %q, none of go.sum's", sum)
+		return nil, fmt.Errorf("its hash %q does not have the form of go.sum", sum)
 	}
 	return &[]cyclonedx.Hash{{Algorithm: cyclonedx.HashAlgoSHA256, Value: hex.EncodeToString(raw)}}, nil
 }
 
-// settings are those of the build, by which anyone can repeat it.
+// settings returns the program's build settings, so that anyone can repeat the build.
 func settings(info *debug.BuildInfo) *[]cyclonedx.Property {
 	properties := []cyclonedx.Property{{Name: "go:version", Value: info.GoVersion}}
 	for _, s := range info.Settings {

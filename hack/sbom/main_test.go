@@ -18,8 +18,8 @@ of the Software. THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND,
 PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE,
 ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.`
 
-// This test is a program too, with the modules of the tool in it.
-func TestTheListOfAProgramIsWhatItSaysOfItselfAndAlwaysTheSame(t *testing.T) {
+// The test lists the modules of its own binary, which are those of this tool.
+func TestSBOMIsCompleteAndReproducible(t *testing.T) {
 	cache, err := moduleCache()
 	if err != nil {
 		t.Fatal(err)
@@ -61,16 +61,17 @@ func TestTheListOfAProgramIsWhatItSaysOfItselfAndAlwaysTheSame(t *testing.T) {
 	}
 }
 
-func TestAModuleWithoutAGoodLicenceIsRefused(t *testing.T) {
+func TestRefusesModuleWithoutAllowedLicence(t *testing.T) {
 	for name, c := range map[string]struct {
 		files map[string]string
-		says  string // empty: good
+		says  string // part of the error; empty means permitted
 	}{
-		"MIT":                {map[string]string{"LICENSE": mit}, ""},
-		"of another name":    {map[string]string{"COPYING.md": "Copyright (c) somebody\n\n" + mit}, ""},
-		"none":               {map[string]string{"README": mit}, "none of its files"},
-		"not known":          {map[string]string{"LICENSE": "All of this is mine, and you may look at it on Sundays, as long as you say please before and thank you afterwards."}, "none of its files"},
-		"not there anywhere": {nil, "go mod download"},
+		"MIT":          {map[string]string{"LICENSE": mit}, ""},
+		"another name": {map[string]string{"COPYING.md": "Copyright (c) The Authors\n\n" + mit}, ""},
+		"none":         {map[string]string{"README": mit}, "none of its files"},
+		"unknown": {map[string]string{"LICENSE": "All of this is mine, and you may look at it on Sundays, as long as " +
+			"you say please before and thank you afterwards."}, "none of its files"},
+		"missing": {nil, "go mod download"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			cache := t.TempDir()
@@ -100,13 +101,15 @@ func TestAModuleWithoutAGoodLicenceIsRefused(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "LICENSE"), []byte(mit), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := licences(cache, "example.com/module", "v1.0.0"); err == nil || !strings.Contains(err.Error(), "licence MIT is not among") {
+	_, err := licences(cache, "example.com/module", "v1.0.0")
+	if err == nil || !strings.Contains(err.Error(), "licence MIT is not permitted") {
 		t.Error(err)
 	}
 }
 
-func TestASumThatIsNoneOfGoSumsIsRefused(t *testing.T) {
-	for _, sum := range []string{"", "h1:", "h1:AAAA", "h2:688QHn2X/5nRezKe2ueIVCt+NRqf7fl3AVQk+vaFcIo=", "688QHn2X/5nRezKe2ueIVCt+NRqf7fl3AVQk+vaFcIo="} {
+func TestRefusesMalformedGoSumHash(t *testing.T) {
+	for _, sum := range []string{"", "h1:", "h1:AAAA", "h2:688QHn2X/5nRezKe2ueIVCt+NRqf7fl3AVQk+vaFcIo=",
+		"688QHn2X/5nRezKe2ueIVCt+NRqf7fl3AVQk+vaFcIo="} {
 		if h, err := hashes(sum); err == nil {
 			t.Errorf("%q: %v", sum, h)
 		}

@@ -1,4 +1,4 @@
-// Tools of the build, apart from the product's own module: what a linter needs must not decide what the driver is built from.
+// Tools of the build in a separate module, so that their dependencies do not affect the driver's.
 module github.com/gpu-dra-driver/gpu-dra-driver/hack/tools
 
 go 1.26.0

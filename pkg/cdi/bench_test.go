@@ -20,7 +20,8 @@ func BenchmarkClaimSpec(b *testing.B) {
 			}
 		}
 	})
-	// What a container runtime does with each spec of the node when one has changed.
+	// After each change in the CDI directory, a container runtime reads every spec of the node like
+	// this.
 	b.Run("read-by-a-runtime", func(b *testing.B) {
 		b.ReportAllocs()
 		for b.Loop() {

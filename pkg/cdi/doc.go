@@ -1,11 +1,16 @@
-// Package cdi keeps the Container Device Interface specs through which the container runtime learns what a claim's devices are.
+// Package cdi keeps the Container Device Interface specs that give the container runtime a claim's
+// devices.
 //
-// There are two kinds of files in the CDI directory: one base spec, whose spec-level edits are what every container with a GPU needs (libraries,
-// control nodes, hooks), and one small spec per claim. A claim's device is answered to the kubelet as two CDI device IDs, the base's and its own:
-// a driver upgrade then rewrites one file, and reaches containers when they restart.
+// The CDI directory has one base spec, with the edits that every container with a GPU needs
+// (libraries, control device nodes, hooks), and one small spec per claim. The kubelet gets two CDI
+// device IDs for each device of a claim: that of the base spec and that of the device in the
+// claim's spec. A driver upgrade then rewrites one file, which reaches containers when they
+// restart.
 //
-// What the package promises: a spec is valid for the CDI library before it is written; a reader sees the old file or the new one and never a
-// part; an unchanged spec is not written again; [Store.Watch] notices within a second when someone else removes or alters a file of ours.
+// Promises: the CDI library has validated a spec before it is written. A reader sees the old file
+// or the new one, never a part. An unchanged spec is not rewritten. [Store.Watch] notices within a
+// second when another program removes or changes a spec.
 //
-// It does not know what is in the edits, and it keeps no record of claims: a spec that is lost is made again by its owner.
+// The package does not interpret edits and does not know which claims exist. [Store.Watch] calls
+// back to have a lost spec written again.
 package cdi

@@ -6,7 +6,8 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 )
 
-// Render returns the base spec and the spec of one claim with these devices, byte for byte as a [Store] would write them, and writes nothing.
+// Render returns the base spec with the edits common and the spec of one claim with these devices,
+// byte for byte as [Store] would write them. It writes no file.
 func Render(common specs.ContainerEdits, devices []ClaimDevice) (base, claim []byte, err error) {
 	if base, err = encode(baseSpec(common)); err != nil {
 		return nil, nil, fmt.Errorf("the base CDI spec: %w", err)
@@ -23,7 +24,8 @@ func baseSpec(edits specs.ContainerEdits) *specs.Spec {
 		ContainerEdits: edits,
 		Devices: []specs.Device{{
 			Name: baseDevice,
-			// A runtime that acts on this variable (the NVIDIA Container Runtime in its older modes) must not add GPUs of its own.
+			// The legacy mode of the NVIDIA Container Runtime adds the GPUs that this variable names. "void"
+			// names none.
 			ContainerEdits: specs.ContainerEdits{Env: []string{"NVIDIA_VISIBLE_DEVICES=void"}},
 		}},
 	}

@@ -9,7 +9,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 )
 
-func TestWhatIsRenderedIsWhatIsWritten(t *testing.T) {
+func TestRenderMatchesWrittenSpecs(t *testing.T) {
 	const uid = types.UID("0b4c")
 	common := specs.ContainerEdits{Env: []string{"A=b"}, DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidiactl"}}}
 	devices := []ClaimDevice{{
@@ -30,12 +30,12 @@ func TestWhatIsRenderedIsWhatIsWritten(t *testing.T) {
 	}
 	for name, rendered := range map[string][]byte{baseFile: base, claimPrefix + string(uid) + suffix: claim} {
 		if written, err := os.ReadFile(filepath.Join(root, name)); err != nil || string(written) != string(rendered) {
-			t.Errorf("%s is written as %s (%v) and rendered as %s", name, written, err, rendered)
+			t.Errorf("%s was written as %s (%v), but rendered as %s", name, written, err, rendered)
 		}
 	}
 }
 
-func TestASpecThatARuntimeWouldRefuseIsNotRendered(t *testing.T) {
+func TestRenderRejectsInvalidSpec(t *testing.T) {
 	for name, devices := range map[string][]ClaimDevice{
 		"no device":     nil,
 		"an empty edit": {{Name: "x"}},

@@ -17,10 +17,11 @@ import (
 	"tags.cncf.io/container-device-interface/pkg/parser"
 	"tags.cncf.io/container-device-interface/specs-go"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/joint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/coalesce"
 )
 
-// The kinds of our specs are k8s.gpu.nvidia.com/base and k8s.gpu.nvidia.com/claim.
+// These names make the CDI kinds k8s.gpu.nvidia.com/base and k8s.gpu.nvidia.com/claim, and their
+// file names.
 const (
 	Vendor     = "k8s.gpu.nvidia.com"
 	baseClass  = "base"
@@ -31,48 +32,54 @@ const (
 	claimPrefix = Vendor + "-" + claimClass + "_"
 	suffix      = ".json"
 	temporary   = ".tmp-"
-	// ofClaim ends the name of a claim's temporary file.
+	// ofClaim is the suffix of the temporary file of a claim's spec.
 	ofClaim = temporary + "claim"
 )
 
-// Store is the CDI directory, as far as it is ours. Its methods may be called from several goroutines.
+// Store manages the driver's specs in the CDI directory. It is safe for concurrent use.
 type Store struct {
 	root string
 
-	// files is read-locked by who changes one file and what is known of it, so that claims do not wait for each other's disk writes, and locked by who
-	// compares all files with what is known. Calls for one claim follow each other; those for the base spec take baseMu.
-	files  sync.RWMutex
-	baseMu sync.Mutex
-	bases  joint.Work[identity]
+	// files is read-locked while one file and its entry in known change, so that claims do not wait
+	// for each other's writes. It is write-locked while all files are compared with known. Callers
+	// must serialize calls for one claim. Writers of the base spec also lock baseMu.
+	files      sync.RWMutex
+	baseMu     sync.Mutex
+	baseWrites coalesce.Group[editsIdentity]
 
-	mu sync.Mutex // guards what follows
-	// known is what each file should hold: what we last wrote, or, for files of another instance of the plugin, what we found.
-	// Watch compares it with the disk to tell strangers' changes from ours.
+	mu sync.Mutex // guards the fields below
+	// known is the expected content of each file: what this Store last wrote, or what it read from a
+	// file that another plugin instance wrote. Watch compares it with the disk to detect changes by
+	// other programs.
 	known map[string][]byte
-	// lost are the files that Watch has found removed or altered and that were not written since; mended are those that were, until Watch tells of them.
-	lost   map[string]bool
-	mended []string
-	// base is the last base spec, and of what edits it was made: it is the same for every claim.
-	base   []byte
-	baseOf identity
+	// damaged are the files that another program removed or changed, until they are written again.
+	damaged map[string]bool
+	// repaired are the damaged files that were written again, until Watch reports them.
+	repaired []string
+	// base is the JSON of the base spec that WriteBase encoded last. WriteBase uses it again for the
+	// same edits, because encoding is slow.
+	base []byte
+	// baseEdits identifies the edits from which base was encoded.
+	baseEdits editsIdentity
 }
 
 // NewStore keeps specs in root, a directory that the container runtime reads, such as /var/run/cdi.
 func NewStore(root string) *Store {
-	return &Store{root: root, known: map[string][]byte{}, lost: map[string]bool{}}
+	return &Store{root: root, known: map[string][]byte{}, damaged: map[string]bool{}}
 }
 
-// ClaimDevice is one device of a claim's spec.
+// ClaimDevice is one device of a claim with its edits.
 type ClaimDevice struct {
-	// Name is the part of the ID after the "=", as [ClaimDeviceName] makes it.
+	// Name is the part of the CDI ID after the "=", as [ClaimDeviceName] returns it.
 	Name  string
 	Edits specs.ContainerEdits
 }
 
-// BaseID is the CDI device that stands for the node-wide edits.
+// BaseID returns the CDI ID that gives a container the edits of the base spec.
 func BaseID() string { return parser.QualifiedName(Vendor, baseClass, baseDevice) }
 
-// ClaimDeviceName names a claim's device within its spec: <claim UID>-<device>, with -<share ID> if the claim holds only a share of it.
+// ClaimDeviceName returns the name of a claim's device within the claim's spec: <claim
+// UID>-<device>. If the claim has only a share of the device, -<share ID> follows.
 func ClaimDeviceName(uid types.UID, device string, shareID *types.UID) string {
 	name := string(uid) + "-" + device
 	if shareID != nil {
@@ -81,18 +88,19 @@ func ClaimDeviceName(uid types.UID, device string, shareID *types.UID) string {
 	return name
 }
 
-// ClaimDeviceID is the CDI device that stands for a claim's device.
+// ClaimDeviceID returns the CDI ID of a claim's device.
 func ClaimDeviceID(uid types.UID, device string, shareID *types.UID) string {
 	return parser.QualifiedName(Vendor, claimClass, ClaimDeviceName(uid, device, shareID))
 }
 
-// WriteBase makes edits those of the base spec. They are the spec's, not a device's: the runtime applies them once per container,
-// however many GPUs it has. Calls that bring the same edits at the same time share a look at the file, and a write where one is needed.
+// WriteBase writes the base spec. The edits apply to the whole spec, so the runtime applies them
+// once per container, however many GPUs the container has. Concurrent calls with the same edits
+// share one comparison with the file and at most one write.
 func (s *Store) WriteBase(edits specs.ContainerEdits) error {
 	of := identityOf(edits)
-	return s.bases.Do(of, func() error {
+	return s.baseWrites.Do(of, func() error {
 		s.mu.Lock()
-		data, made := s.base, s.baseOf == of && s.base != nil
+		data, made := s.base, s.baseEdits == of && s.base != nil
 		s.mu.Unlock()
 		if !made {
 			var err error
@@ -100,15 +108,15 @@ func (s *Store) WriteBase(edits specs.ContainerEdits) error {
 				return fmt.Errorf("CDI spec %s: %w", baseFile, err)
 			}
 			s.mu.Lock()
-			s.base, s.baseOf = data, of
+			s.base, s.baseEdits = data, of
 			s.mu.Unlock()
 		}
 		return s.write(baseFile, data)
 	})
 }
 
-// WriteClaim makes devices those of the claim's spec. Each must have the claim's UID in its name: the runtime gives a device to whoever is told its name, so a
-// claim's spec must never answer to another claim's.
+// WriteClaim writes the claim's spec. Each device name must begin with the claim's UID. The runtime
+// injects a device into any container that names it, so no name may fit two claims.
 func (s *Store) WriteClaim(uid types.UID, devices []ClaimDevice) error {
 	name, err := claimFile(uid)
 	if err != nil {
@@ -116,7 +124,7 @@ func (s *Store) WriteClaim(uid types.UID, devices []ClaimDevice) error {
 	}
 	for _, d := range devices {
 		if !strings.HasPrefix(d.Name, ClaimDeviceName(uid, "", nil)) {
-			return fmt.Errorf("CDI spec %s: device %q is not the claim's: its name does not begin with the claim's UID", name, d.Name)
+			return fmt.Errorf("CDI spec %s: device %q does not belong to the claim: its name does not begin with the claim's UID", name, d.Name)
 		}
 	}
 	data, err := encode(claimSpec(devices))
@@ -126,7 +134,7 @@ func (s *Store) WriteClaim(uid types.UID, devices []ClaimDevice) error {
 	return s.write(name, data)
 }
 
-// RemoveClaim removes a claim's spec. One that is not there is no error.
+// RemoveClaim removes a claim's spec. If the spec is missing, it succeeds.
 func (s *Store) RemoveClaim(uid types.UID) error {
 	name, err := claimFile(uid)
 	if err != nil {
@@ -135,8 +143,8 @@ func (s *Store) RemoveClaim(uid types.UID) error {
 	return s.remove(name)
 }
 
-// RemoveBase removes the base spec, and what killed calls have left of it. One that is not there is no error. No other instance of the plugin may be
-// writing it.
+// RemoveBase removes the base spec and the temporary files of killed processes. If they are
+// missing, it succeeds. No other plugin instance may be writing the base spec.
 func (s *Store) RemoveBase() error {
 	left, _ := filepath.Glob(filepath.Join(s.root, "."+baseFile+temporary+"*"))
 	for _, path := range left {
@@ -147,7 +155,8 @@ func (s *Store) RemoveBase() error {
 	return s.remove(baseFile)
 }
 
-// Claims lists the claims that have a spec, or of which a killed call left the beginning of one.
+// Claims lists the UIDs of the claims that have a spec in the CDI directory, or the temporary file
+// of a spec that a killed process left.
 func (s *Store) Claims() ([]types.UID, error) {
 	entries, err := os.ReadDir(s.root)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -170,7 +179,7 @@ func (s *Store) Claims() ([]types.UID, error) {
 	return slices.Compact(uids), nil
 }
 
-// isSpec says whether a file in the directory is one that this package could have made.
+// isSpec reports whether name is the file name of a base spec or claim spec.
 func isSpec(name string) bool {
 	_, claim := claimOf(name)
 	return claim || name == baseFile
@@ -185,7 +194,8 @@ func claimOf(name string) (types.UID, bool) {
 	return types.UID(uid), ok && uid != ""
 }
 
-// claimFile refuses a UID that would lead out of the directory. The API server's UIDs never do.
+// claimFile returns the file name of a claim's spec. It rejects a UID that would lead out of the
+// directory, although the API server creates no such UID.
 func claimFile(uid types.UID) (string, error) {
 	if uid == "" || strings.ContainsAny(string(uid), "/\x00") {
 		return "", fmt.Errorf("claim UID %q cannot name a file", uid)
@@ -194,7 +204,7 @@ func claimFile(uid types.UID) (string, error) {
 }
 
 func (s *Store) write(name string, data []byte) error {
-	defer s.changing(name)()
+	defer s.lockFile(name)()
 	path := filepath.Join(s.root, name)
 	on, err := os.ReadFile(path)
 	differs := err != nil || !bytes.Equal(on, data)
@@ -203,26 +213,28 @@ func (s *Store) write(name string, data []byte) error {
 			return fmt.Errorf("write CDI spec: %w", err)
 		}
 	}
-	s.wrote(name, data, differs)
+	s.recordWrite(name, data, differs)
 	return nil
 }
 
-// wrote notes what a file holds now, and whether it was another's doing that it did not.
-func (s *Store) wrote(name string, data []byte, differed bool) {
+// recordWrite stores data in known as the expected content of the file called name. differed says
+// that the file had another content before. If another program had damaged it, recordWrite then
+// adds it to repaired.
+func (s *Store) recordWrite(name string, data []byte, differed bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.known[name] = data
-	if s.lost[name] && differed {
-		s.mended = append(s.mended, name)
+	if s.damaged[name] && differed {
+		s.repaired = append(s.repaired, name)
 	}
-	delete(s.lost, name)
+	delete(s.damaged, name)
 }
 
 func (s *Store) remove(name string) error {
-	defer s.changing(name)()
+	defer s.lockFile(name)()
 	s.mu.Lock()
 	delete(s.known, name)
-	delete(s.lost, name)
+	delete(s.damaged, name)
 	s.mu.Unlock()
 	path := filepath.Join(s.root, name)
 	for _, path := range []string{path, unfinished(path)} {
@@ -233,8 +245,8 @@ func (s *Store) remove(name string) error {
 	return nil
 }
 
-// changing keeps the file, and what is known of it, to the caller until he calls what it returns.
-func (s *Store) changing(name string) (changed func()) {
+// lockFile locks a file and its entry in known until the caller calls unlock.
+func (s *Store) lockFile(name string) (unlock func()) {
 	s.files.RLock()
 	if name != baseFile {
 		return s.files.RUnlock
@@ -246,7 +258,8 @@ func (s *Store) changing(name string) (changed func()) {
 	}
 }
 
-// encode completes a spec, with the lowest version that can express it, and makes sure that a runtime can load it: older ones refuse versions they don't know.
+// encode sets the lowest CDI version that the spec's content allows, because older runtimes refuse
+// newer versions. It returns the spec as JSON, or an error if a runtime could not load it.
 func encode(spec *specs.Spec) ([]byte, error) {
 	version, err := specs.MinimumRequiredVersion(spec)
 	if err != nil {
@@ -269,19 +282,21 @@ func encode(spec *specs.Spec) ([]byte, error) {
 	return data, nil
 }
 
-// isPlain says whether JSON is in printable ASCII. A runtime reads specs as YAML, of which that is a part, while other characters may be none of YAML's. Its
-// parser takes longer than all else that is done for a spec, and so is asked only where there are such.
+// isPlain reports whether data is printable ASCII. Runtimes parse specs as YAML, which accepts any
+// such JSON, but not every other character. So encode calls the slow YAML parser only for specs
+// that are not plain.
 func isPlain(data []byte) bool {
 	return !slices.ContainsFunc(data, func(b byte) bool { return b < ' ' || b > '~' })
 }
 
-// validate holds a spec to the rules that the CDI library applies when a runtime loads it. One bad device costs the runtime the whole file.
+// validate applies the rules by which the CDI library loads a spec. One bad device makes the
+// runtime refuse the whole file.
 func validate(spec *specs.Spec) error {
 	if len(spec.Devices) == 0 {
 		return errors.New("it has no devices")
 	}
 	if err := (&cdilib.ContainerEdits{ContainerEdits: &spec.ContainerEdits}).Validate(); err != nil {
-		return fmt.Errorf("its common edits: %w", err)
+		return fmt.Errorf("common edits: %w", err)
 	}
 	seen := map[string]bool{}
 	for i := range spec.Devices {
@@ -290,11 +305,11 @@ func validate(spec *specs.Spec) error {
 			return err
 		}
 		if seen[d.Name] {
-			return fmt.Errorf("device %s is in it twice", d.Name)
+			return fmt.Errorf("duplicate device %s", d.Name)
 		}
 		seen[d.Name] = true
 		if isEmpty(d.ContainerEdits) {
-			return fmt.Errorf("device %s changes nothing, which CDI refuses", d.Name)
+			return fmt.Errorf("device %s has no edits, which CDI refuses", d.Name)
 		}
 		if err := (&cdilib.ContainerEdits{ContainerEdits: &d.ContainerEdits}).Validate(); err != nil {
 			return fmt.Errorf("device %s: %w", d.Name, err)
@@ -307,15 +322,16 @@ func isEmpty(e specs.ContainerEdits) bool {
 	return len(e.Env)+len(e.DeviceNodes)+len(e.Hooks)+len(e.Mounts)+len(e.NetDevices)+len(e.AdditionalGIDs) == 0 && e.IntelRdt == nil
 }
 
-// replace puts data at path so that a reader sees all of it or the file that was there. CDI reads only *.json and *.yaml,
-// so the temporary file is no spec to anyone. There is no fsync: the directory is on tmpfs or is rewritten from records after a crash.
+// replace writes data to path so that a reader sees the old file or the new one. CDI reads only
+// *.json and *.yaml, so it ignores the temporary file. fsync is not needed, because the plugin
+// writes the specs again after a crash of the node.
 func replace(path string, data []byte) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err
 	}
 	f, err := create(path)
 	if err != nil {
-		return about(path, err)
+		return withTargetPath(path, err)
 	}
 	_, err = f.Write(data)
 	err = errors.Join(err, f.Chmod(0o644), f.Close())
@@ -325,12 +341,12 @@ func replace(path string, data []byte) error {
 	if err != nil {
 		_ = os.Remove(f.Name())
 	}
-	return about(path, err)
+	return withTargetPath(path, err)
 }
 
-// about names the file that was to be written. The temporary file has another name with each try, and
-// who reports only new errors would report each try.
-func about(path string, err error) error {
+// withTargetPath replaces the temporary file's path in an error by path. The temporary path changes
+// with each try, and a caller that logs only new errors would log each one.
+func withTargetPath(path string, err error) error {
 	var file *fs.PathError
 	var link *os.LinkError
 	switch {
@@ -342,24 +358,26 @@ func about(path string, err error) error {
 	return err
 }
 
-// create makes the temporary file for path. A claim's has a fixed name, because calls for one claim follow each other, in all processes: what a killed one
-// left is removed by the next, and not written to, whatever it is. The base spec may be written by two instances at once.
+// create creates the temporary file for path. For a claim's spec the name is fixed, because calls
+// for one claim run one after another in all processes. create removes a leftover with this name
+// instead of writing to it. For the base spec the name is random, because two plugin instances may
+// write it at once.
 func create(path string) (*os.File, error) {
 	if _, claim := claimOf(filepath.Base(path)); !claim {
 		return os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+temporary+"*")
 	}
-	const anew = os.O_CREATE | os.O_EXCL | os.O_WRONLY
-	f, err := os.OpenFile(unfinished(path), anew, 0o600)
+	const flags = os.O_CREATE | os.O_EXCL | os.O_WRONLY
+	f, err := os.OpenFile(unfinished(path), flags, 0o600)
 	if !errors.Is(err, fs.ErrExist) {
 		return f, err
 	}
 	if err := os.Remove(unfinished(path)); err != nil {
 		return nil, err
 	}
-	return os.OpenFile(unfinished(path), anew, 0o600)
+	return os.OpenFile(unfinished(path), flags, 0o600)
 }
 
-// unfinished is the temporary file of a claim's spec.
+// unfinished returns the path of the temporary file for the claim's spec at path.
 func unfinished(path string) string {
 	return filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+ofClaim)
 }

@@ -20,7 +20,8 @@ import (
 
 const claimUID = types.UID("7e5b1f5e-3a10-4bd1-8a53-8d6b27c6b0a1")
 
-// wholeGPU is the edits of one GPU. /dev/null stands in for its node: every machine has it.
+// wholeGPU returns the edits of one GPU. Its device node on the host is /dev/null, because every
+// machine has that.
 func wholeGPU() specs.ContainerEdits {
 	return specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia0", HostPath: "/dev/null", Permissions: "rw"}}}
 }
@@ -28,8 +29,10 @@ func wholeGPU() specs.ContainerEdits {
 func commonEdits() specs.ContainerEdits {
 	return specs.ContainerEdits{
 		DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidiactl", HostPath: "/dev/zero", Permissions: "rw"}},
-		Mounts:      []*specs.Mount{{HostPath: "/usr/lib/libcuda.so.1", ContainerPath: "/usr/lib/libcuda.so.1", Options: []string{"ro", "rbind"}}},
-		Hooks:       []*specs.Hook{{HookName: "createContainer", Path: "/opt/nvidia-cdi-hook", Args: []string{"nvidia-cdi-hook", "update-ldcache"}}},
+		Mounts: []*specs.Mount{{HostPath: "/usr/lib/libcuda.so.1", ContainerPath: "/usr/lib/libcuda.so.1",
+			Options: []string{"ro", "rbind"}}},
+		Hooks: []*specs.Hook{{HookName: "createContainer", Path: "/opt/nvidia-cdi-hook",
+			Args: []string{"nvidia-cdi-hook", "update-ldcache"}}},
 	}
 }
 
@@ -61,24 +64,26 @@ func TestDeviceIDs(t *testing.T) {
 	}
 }
 
-func TestARuntimeInjectsBaseAndClaim(t *testing.T) {
+func TestRuntimeInjectsBaseAndClaimSpecs(t *testing.T) {
 	s := newStore(t)
 	must(t, s.WriteBase(commonEdits()))
 	must(t, s.WriteClaim(claimUID, []ClaimDevice{
 		{Name: ClaimDeviceName(claimUID, "gpu-a", nil), Edits: wholeGPU()},
-		{Name: ClaimDeviceName(claimUID, "gpu-b", nil), Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia1", HostPath: "/dev/full"}}}},
+		{Name: ClaimDeviceName(claimUID, "gpu-b", nil),
+			Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia1", HostPath: "/dev/full"}}}},
 	}))
 	runtime, err := cdilib.NewCache(cdilib.WithSpecDirs(s.root), cdilib.WithAutoRefresh(false))
 	must(t, err)
 	container := &oci.Spec{}
-	if _, err := runtime.InjectDevices(container, BaseID(), ClaimDeviceID(claimUID, "gpu-a", nil), BaseID(), ClaimDeviceID(claimUID, "gpu-b", nil)); err != nil {
+	if _, err := runtime.InjectDevices(container, BaseID(), ClaimDeviceID(claimUID, "gpu-a", nil), BaseID(),
+		ClaimDeviceID(claimUID, "gpu-b", nil)); err != nil {
 		t.Fatal(err, runtime.GetErrors())
 	}
 	var nodes []string
 	for _, d := range container.Linux.Devices {
 		nodes = append(nodes, d.Path)
 		if d.Type != "c" || d.Major != 1 {
-			t.Errorf("%s is %s %d:%d: the runtime should have read the host's numbers", d.Path, d.Type, d.Major, d.Minor)
+			t.Errorf("%s is %s %d:%d: want the host's numbers", d.Path, d.Type, d.Major, d.Minor)
 		}
 	}
 	if diff := cmp.Diff([]string{"/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia1"}, nodes); diff != "" {
@@ -88,11 +93,11 @@ func TestARuntimeInjectsBaseAndClaim(t *testing.T) {
 		t.Error(diff)
 	}
 	if len(container.Mounts) != 1 || len(container.Hooks.CreateContainer) != 1 {
-		t.Errorf("spec-level edits are there %d and %d times, want once", len(container.Mounts), len(container.Hooks.CreateContainer))
+		t.Errorf("got spec-level edits %d and %d times, want once", len(container.Mounts), len(container.Hooks.CreateContainer))
 	}
 }
 
-func TestAClaimOfOneGPUTakesLessThanAKilobyte(t *testing.T) {
+func TestSpecOfOneGPUIsUnderOneKilobyte(t *testing.T) {
 	s := newStore(t)
 	must(t, writeClaim(s, claimUID))
 	data, err := os.ReadFile(filepath.Join(s.root, "k8s.gpu.nvidia.com-claim_"+string(claimUID)+".json"))
@@ -103,11 +108,11 @@ func TestAClaimOfOneGPUTakesLessThanAKilobyte(t *testing.T) {
 	var spec specs.Spec
 	must(t, json.Unmarshal(data, &spec))
 	if want, _ := specs.MinimumRequiredVersion(&spec); spec.Version != want {
-		t.Errorf("its version is %s, the lowest possible is %s", spec.Version, want)
+		t.Errorf("version is %s, want the lowest, %s", spec.Version, want)
 	}
 }
 
-func TestFilesAreReadableForAllAndNothingElseIsLeft(t *testing.T) {
+func TestSpecsAreWorldReadableWithoutLeftovers(t *testing.T) {
 	s := newStore(t)
 	must(t, s.WriteBase(commonEdits()))
 	must(t, writeClaim(s, claimUID))
@@ -127,7 +132,7 @@ func TestFilesAreReadableForAllAndNothingElseIsLeft(t *testing.T) {
 	}
 }
 
-func TestAnUnchangedSpecIsNotWrittenAgain(t *testing.T) {
+func TestUnchangedSpecIsNotRewritten(t *testing.T) {
 	s := newStore(t)
 	path := filepath.Join(s.root, baseFile)
 	must(t, s.WriteBase(commonEdits()))
@@ -145,7 +150,7 @@ func TestAnUnchangedSpecIsNotWrittenAgain(t *testing.T) {
 	}
 }
 
-func TestClaimsAreListedAndRemoved(t *testing.T) {
+func TestClaimsListsAndRemovesSpecs(t *testing.T) {
 	s := newStore(t)
 	if claims, err := s.Claims(); err != nil || len(claims) != 0 {
 		t.Error("without the directory:", claims, err)
@@ -159,7 +164,7 @@ func TestClaimsAreListedAndRemoved(t *testing.T) {
 	if diff := cmp.Diff([]types.UID{"a", "b"}, claims); diff != "" {
 		t.Error(diff)
 	}
-	for range 2 { // the second time it is gone already
+	for range 2 { // the second time, the spec is already gone
 		must(t, s.RemoveClaim("a"))
 		must(t, s.RemoveBase())
 	}
@@ -169,11 +174,11 @@ func TestClaimsAreListedAndRemoved(t *testing.T) {
 	must(t, s.RemoveClaim("b"))
 	entries, err := os.ReadDir(s.root)
 	if must(t, err); len(entries) != 1 {
-		t.Error("only the stranger's file should be left:", entries)
+		t.Error("want only the foreign file:", entries)
 	}
 }
 
-func TestSpecsThatARuntimeWouldRefuseAreNotWritten(t *testing.T) {
+func TestWriteRejectsInvalidSpecs(t *testing.T) {
 	named := func(name string, e specs.ContainerEdits) []ClaimDevice {
 		return []ClaimDevice{{ClaimDeviceName(claimUID, name, nil), e}}
 	}
@@ -184,9 +189,9 @@ func TestSpecsThatARuntimeWouldRefuseAreNotWritten(t *testing.T) {
 		says    string
 	}{
 		{"no devices", nil, "no devices"},
-		{"no edits", named("a", specs.ContainerEdits{}), "changes nothing"},
+		{"no edits", named("a", specs.ContainerEdits{}), "has no edits"},
 		{"name", named("a/b", wholeGPU()), "a/b"},
-		{"twice", append(named("a", wholeGPU()), named("a", wholeGPU())...), "twice"},
+		{"twice", append(named("a", wholeGPU()), named("a", wholeGPU())...), "duplicate"},
 		{"device node", named("a", specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{}}}), "device " + a},
 		{"environment", named("a", specs.ContainerEdits{Env: []string{"no equals sign"}}), "device " + a},
 	} {
@@ -195,11 +200,11 @@ func TestSpecsThatARuntimeWouldRefuseAreNotWritten(t *testing.T) {
 			t.Errorf("%s: error is %v, want one that says %q", tc.name, err, tc.says)
 		}
 		if claims, _ := s.Claims(); len(claims) > 0 {
-			t.Errorf("%s: it was written", tc.name)
+			t.Errorf("%s: the spec was written", tc.name)
 		}
 	}
 	s := newStore(t)
-	for range 2 { // also after one that is valid
+	for range 2 { // the second time, after a valid spec
 		if err := s.WriteBase(specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "never"}}}); err == nil {
 			t.Error("a base spec with an unknown hook was written")
 		}
@@ -207,16 +212,16 @@ func TestSpecsThatARuntimeWouldRefuseAreNotWritten(t *testing.T) {
 	}
 }
 
-func TestAClaimCannotLeaveTheDirectory(t *testing.T) {
+func TestClaimUIDCannotEscapeDirectory(t *testing.T) {
 	s := newStore(t)
 	for _, uid := range []types.UID{"", "../../etc/passwd", "a/b", "a\x00b"} {
 		if writeClaim(s, uid) == nil || s.RemoveClaim(uid) == nil {
-			t.Errorf("UID %q was taken", uid)
+			t.Errorf("UID %q was accepted", uid)
 		}
 	}
 }
 
-func TestADirectoryThatCannotBeWrittenIsAnError(t *testing.T) {
+func TestWriteFailsOnUnwritableDirectory(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	must(t, os.WriteFile(file, nil, 0o600))
 	s := NewStore(filepath.Join(file, "cdi"))
@@ -224,14 +229,14 @@ func TestADirectoryThatCannotBeWrittenIsAnError(t *testing.T) {
 		t.Error(err)
 	}
 	if _, err := s.Claims(); err == nil {
-		t.Error("a directory that is a file was listed")
+		t.Error("listed a file as a directory")
 	}
 	if err := s.RemoveClaim("a"); err == nil {
-		t.Error("a spec was removed from a file")
+		t.Error("removed a spec from a file")
 	}
 }
 
-func TestTheBaseSpecGoesWithWhatKilledCallsLeftOfIt(t *testing.T) {
+func TestRemoveBaseRemovesLeftoverTemporaryFiles(t *testing.T) {
 	s := newStore(t)
 	must(t, s.WriteBase(commonEdits()))
 	theirs := filepath.Join(s.root, ".vendor.example.com-base.json.tmp-1")
@@ -246,7 +251,7 @@ func TestTheBaseSpecGoesWithWhatKilledCallsLeftOfIt(t *testing.T) {
 	}
 }
 
-func TestAClaimsSpecAnswersToNoNameOfAnotherClaims(t *testing.T) {
+func TestClaimSpecRejectsDeviceOfAnotherClaim(t *testing.T) {
 	s := NewStore(t.TempDir())
 	edits := specs.ContainerEdits{Env: []string{"A=b"}}
 	for _, name := range []string{ClaimDeviceName("uid-2", "gpu-0", nil), "uid-1", "uid-11-gpu-0", "driver", ""} {
@@ -259,8 +264,9 @@ func TestAClaimsSpecAnswersToNoNameOfAnotherClaims(t *testing.T) {
 	}
 }
 
-// What is taken for plain is not read by the runtime's parser before it is written: then it has to read it as what it is, whatever characters there are.
-func TestARuntimeReadsWhatIsPlain(t *testing.T) {
+// The store writes a spec of printable ASCII without parsing it as YAML first. So the test expects
+// that the CDI library reads random specs of this kind back unchanged.
+func TestRuntimeReadsPlainSpecs(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	for range 2000 {
 		text := make([]byte, random.IntN(40))
@@ -274,12 +280,12 @@ func TestARuntimeReadsWhatIsPlain(t *testing.T) {
 		data, err := encode(spec)
 		if err != nil {
 			if !bytes.ContainsRune(text, 0x7f) {
-				t.Errorf("%q is refused: %v", text, err)
+				t.Errorf("%q was refused: %v", text, err)
 			}
 			continue
 		}
 		if !isPlain(data) {
-			t.Errorf("%q is written and not plain", text)
+			t.Errorf("%q was written although it is not plain", text)
 		}
 		read, err := cdilib.ParseSpec(data)
 		if err != nil {

@@ -11,11 +11,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
-// Mapper says where this process sees a path of the host.
+// Mapper converts a host path to the path at which this process sees the file.
 type Mapper func(host string) string
 
-// Verify makes sure that what edits name is really there, so that a container that was promised a GPU starts: every device node is a device node
-// (with the numbers that the edits give, if they give any), every mount source and every hook exists, and nobody but root can have written the hooks. The error names the first that is missing.
+// Verify checks that the files in edits exist, so that a container with these edits can start:
+// device nodes (and their numbers, if edits has them), mount sources and hooks. Hooks must be
+// writable by root only. The error names the first file that is missing or wrong.
 func Verify(edits specs.ContainerEdits, visible Mapper) error {
 	for _, n := range edits.DeviceNodes {
 		if err := verifyDeviceNode(n, visible); err != nil {
@@ -24,10 +25,11 @@ func Verify(edits specs.ContainerEdits, visible Mapper) error {
 	}
 	for _, m := range edits.Mounts {
 		if _, err := os.Stat(visible(m.HostPath)); err != nil {
-			return fmt.Errorf("mount source %s is missing on the node (%w): a driver installation that has just changed is picked up within seconds, otherwise reinstall the driver", m.HostPath, err)
+			return fmt.Errorf("mount source %s is missing on the node (%w): "+
+				"a driver installation that has just changed is picked up within seconds, otherwise reinstall the driver", m.HostPath, err)
 		}
 	}
-	seen := map[string]bool{} // one program has several hooks
+	seen := map[string]bool{} // one program runs as several hooks
 	for _, h := range edits.Hooks {
 		if seen[h.Path] {
 			continue
@@ -35,7 +37,7 @@ func Verify(edits specs.ContainerEdits, visible Mapper) error {
 		seen[h.Path] = true
 		info, err := os.Stat(visible(h.Path))
 		if err != nil {
-			return fmt.Errorf("hook %s is missing on the node (%w): the plugin puts it there when it starts, restart it", h.Path, err)
+			return fmt.Errorf("hook %s is missing on the node (%w): restart the plugin, which installs it", h.Path, err)
 		}
 		if !info.Mode().IsRegular() || info.Mode().Perm()&0o111 == 0 {
 			return fmt.Errorf("hook %s on the node is not an executable file", h.Path)
@@ -54,7 +56,7 @@ func verifyDeviceNode(n *specs.DeviceNode, visible Mapper) error {
 	}
 	info, err := os.Stat(visible(host))
 	if err != nil {
-		return fmt.Errorf("device node %s is missing on the node (%w): nvidia-smi or nvidia-modprobe, run on the node, make it", host, err)
+		return fmt.Errorf("device node %s is missing on the node (%w): run nvidia-smi or nvidia-modprobe on the node to create it", host, err)
 	}
 	if info.Mode()&os.ModeCharDevice == 0 {
 		return fmt.Errorf("%s on the node is not a character device: remove it and run nvidia-modprobe", host)

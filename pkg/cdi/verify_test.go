@@ -9,7 +9,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 )
 
-func TestVerifyNamesTheFirstThingThatIsMissing(t *testing.T) {
+func TestVerifyNamesFirstMissingFile(t *testing.T) {
 	root := t.TempDir()
 	for path, mode := range map[string]os.FileMode{"lib": 0o644, "hook": 0o755, "no-hook": 0o644, "everyones-hook": 0o755} {
 		must(t, os.WriteFile(filepath.Join(root, path), nil, mode))
@@ -42,7 +42,8 @@ func TestVerifyNamesTheFirstThingThatIsMissing(t *testing.T) {
 		{"missing node", node(specs.DeviceNode{Path: "/dev/null", HostPath: "/dev/nvidia99"}), "device node /dev/nvidia99 is missing"},
 		{"a file for a node", node(specs.DeviceNode{Path: "/lib"}), "is not a character device"},
 		{"mount", specs.ContainerEdits{Mounts: []*specs.Mount{{HostPath: "/lib"}}}, ""},
-		{"missing mount source", specs.ContainerEdits{Mounts: []*specs.Mount{{HostPath: "/lib"}, {HostPath: "/gone"}}}, "mount source /gone is missing"},
+		{"missing mount source", specs.ContainerEdits{Mounts: []*specs.Mount{{HostPath: "/lib"}, {HostPath: "/gone"}}},
+			"mount source /gone is missing"},
 		{"hook", hook("/hook"), ""},
 		{"missing hook", hook("/gone"), "hook /gone is missing"},
 		{"hook that cannot run", hook("/no-hook"), "is not an executable file"},

@@ -12,102 +12,114 @@ import (
 )
 
 const (
-	// settle lets a burst of changes end before it is looked at: an rm -rf of the directory, or calls of the kubelet, which a look would keep waiting.
-	settle = 300 * time.Millisecond
-	// lookAgain bounds how long a change can stay unseen while inotify cannot tell: the directory is not there to be watched, or inotify is not to be had on
-	// the node. While it can, confirm does: somebody may mount something over the directory.
-	lookAgain = 900 * time.Millisecond
-	confirm   = 5 * time.Second
-	// rest is the least time between two mendings, so that two who disagree about a spec don't keep the runtime busy with it.
-	rest = 500 * time.Millisecond
-	// failingMost is the longest pause between two mendings while they fail. The first is lookAgain.
-	failingMost = 30 * time.Second
-	// stale is the age from which a temporary file is no longer in use by another instance.
-	stale = time.Minute
+	// settleDelay is the wait between a change in the CDI directory and the search for damaged specs.
+	// So one search covers a burst of changes, such as an rm -rf of the directory, and searches do not
+	// delay calls of the kubelet.
+	settleDelay = 300 * time.Millisecond
+	// pollInterval is the time between two searches for damaged specs while inotify or the CDI
+	// directory is missing.
+	pollInterval = 900 * time.Millisecond
+	// confirmInterval is the time between two searches for damaged specs while inotify works. They
+	// detect a mount over the CDI directory, which inotify does not report.
+	confirmInterval = 5 * time.Second
+	// minRepairInterval is the shortest time between two repairs. Otherwise the container runtime
+	// would reload the specs all the time if another program undoes each repair.
+	minRepairInterval = 500 * time.Millisecond
+	// maxRepairPause is the longest pause between repairs that fail. The first pause is pollInterval,
+	// and it doubles each time.
+	maxRepairPause = 30 * time.Second
+	// staleAge is the age at which a temporary file counts as left by a killed process.
+	staleAge = time.Minute
 )
 
-// Watch calls mend within a second after someone else removed or altered a spec of ours, until ctx ends. mend is expected to write
-// every spec again that should be there. Changes that this Store made itself are not reported. Of several instances of the plugin only one
-// should watch: they would take each other's base spec for altered.
+// Watch checks the specs until ctx ends. It calls repair within a second after another program has
+// removed or changed a spec. repair must write every spec that should exist. Changes through this
+// Store cause no repair. Only one plugin instance may watch, because two would undo each other's
+// base spec.
 //
-// The directory may vanish and come back meanwhile. Looks are seldom and cheap while inotify is quiet and in place: nothing is read. On a node that has
-// no inotify left the files are read at every look.
+// The directory may vanish and come back. While inotify works and reports nothing, checks are rare
+// and read no file. Without inotify, each check reads the files.
 //
-// A mend that fails is repeated until it does not, less and less often. Its error must be one that may pass by itself.
+// If repair fails, Watch retries it with growing pauses until it succeeds, so its errors must be
+// transient.
 //
-// mended is told of the specs that were written again, by mend or by whoever else did.
-func (s *Store) Watch(ctx context.Context, mend func(context.Context) error, mended func(ctx context.Context, specs []string)) {
-	w := &watching{store: s, seen: newLookout(s.root), mend: mend, mended: mended, now: time.Now}
-	defer w.seen.close()
+// repaired receives the names of the damaged specs that were written again, by repair or by another
+// caller of this Store.
+func (s *Store) Watch(ctx context.Context, repair func(context.Context) error, repaired func(ctx context.Context, specs []string)) {
+	w := &specWatch{store: s, dir: newDirWatcher(s.root), repair: repair, repaired: repaired, now: time.Now}
+	defer w.dir.close()
 	s.sweep()
 
-	look := time.NewTimer(0)
-	defer look.Stop()
-	old := time.NewTicker(stale)
+	check := time.NewTimer(0)
+	defer check.Stop()
+	old := time.NewTicker(staleAge)
 	defer old.Stop()
-	soon := true // a look is due soon already, and is not put off by what comes before it
+	pending := true // a check is due, and later changes do not postpone it
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-w.seen.ended:
-			w.seen.close() // the next look takes another
-		case <-w.seen.changed:
-			if !soon {
-				soon = true
-				look.Reset(max(settle, time.Until(w.rested)))
+		case <-w.dir.ended:
+			w.dir.close() // the next check starts inotify again
+		case <-w.dir.changed:
+			if !pending {
+				pending = true
+				check.Reset(max(settleDelay, time.Until(w.nextRepair)))
 			}
 		case <-old.C:
 			s.sweep()
-		case <-look.C:
-			soon = false
-			look.Reset(w.look(ctx))
+		case <-check.C:
+			pending = false
+			check.Reset(w.check(ctx))
 		}
 	}
 }
 
-// watching is one run of [Store.Watch].
-type watching struct {
-	store  *Store
-	seen   *lookout
-	mend   func(context.Context) error
-	mended func(context.Context, []string)
-	now    func() time.Time
-	// rested is until when nothing is mended again.
-	rested time.Time
-	// failing is how long is waited after a mending that failed, and zero where the last one did not; retry is when that time is over.
-	failing time.Duration
-	retry   time.Time
+// specWatch is the state of one call of [Store.Watch].
+type specWatch struct {
+	store    *Store
+	dir      *dirWatcher
+	repair   func(context.Context) error
+	repaired func(context.Context, []string)
+	now      func() time.Time
+	// nextRepair is the earliest time of the next repair.
+	nextRepair time.Time
+	// retryPause is the pause after the last repair if that failed, otherwise zero.
+	retryPause time.Duration
+	// retryAt is the time at which retryPause ends.
+	retryAt time.Time
 }
 
-// look has mended what was removed or altered since the last look, and what could not be mended until now if its time has come. It says how long the next look
-// has time, unless something changes before.
-func (w *watching) look(ctx context.Context) time.Duration {
-	lost := w.lost(klog.FromContext(ctx))
+// check calls repair if another program removed or changed specs since the last call of check, or
+// if a failed repair is due for a retry. It returns the time until the next call of check, unless a
+// change triggers one earlier.
+func (w *specWatch) check(ctx context.Context) time.Duration {
+	lost := w.damaged(klog.FromContext(ctx))
 	if len(lost) > 0 {
-		klog.FromContext(ctx).Info("CDI specs were removed or altered by someone else, writing them again", "specs", lost)
+		klog.FromContext(ctx).Info("Repairing CDI specs that another program removed or changed", "specs", lost)
 	}
-	if len(lost) > 0 || w.failing > 0 && !w.now().Before(w.retry) {
-		w.again(ctx)
+	if len(lost) > 0 || w.retryPause > 0 && !w.now().Before(w.retryAt) {
+		w.repairSpecs(ctx)
 	}
-	if specs := w.store.takeMended(); len(specs) > 0 {
-		w.mended(ctx, specs)
+	if specs := w.store.takeRepaired(); len(specs) > 0 {
+		w.repaired(ctx, specs)
 	}
-	next := lookAgain
-	if w.seen.told {
-		next = confirm
+	next := pollInterval
+	if w.dir.complete {
+		next = confirmInterval
 	}
-	if w.failing > 0 {
-		next = min(next, w.retry.Sub(w.now()))
+	if w.retryPause > 0 {
+		next = min(next, w.retryAt.Sub(w.now()))
 	}
 	return next
 }
 
-// lost are the specs that are not as they should be any more, as far as that is not known yet.
-func (w *watching) lost(log klog.Logger) []string {
-	unseen := w.seen.follow(log)
-	switch names, all := w.seen.touched.take(); {
-	case unseen || all:
+// damaged returns the names of the specs that another program removed or changed since the last
+// call.
+func (w *specWatch) damaged(log klog.Logger) []string {
+	missed := w.dir.renew(log)
+	switch names, all := w.dir.specs.take(); {
+	case missed || all:
 		return w.store.altered()
 	case len(names) > 0:
 		return w.store.alteredAmong(names)
@@ -116,20 +128,20 @@ func (w *watching) lost(log klog.Logger) []string {
 	}
 }
 
-func (w *watching) again(ctx context.Context) {
-	err := w.mend(ctx)
-	w.rested = w.now().Add(rest)
+func (w *specWatch) repairSpecs(ctx context.Context) {
+	err := w.repair(ctx)
+	w.nextRepair = w.now().Add(minRepairInterval)
 	if err == nil {
-		w.failing = 0
+		w.retryPause = 0
 		return
 	}
-	w.failing = min(max(2*w.failing, lookAgain), failingMost)
-	w.retry = w.now().Add(w.failing)
-	klog.FromContext(ctx).Error(err, "Could not write all CDI specs again; the next try follows", "after", w.failing)
+	w.retryPause = min(max(2*w.retryPause, pollInterval), maxRepairPause)
+	w.retryAt = w.now().Add(w.retryPause)
+	klog.FromContext(ctx).Error(err, "Failed to repair CDI specs, retrying", "after", w.retryPause)
 }
 
-// altered lists the specs that are not on disk as they should be, and forgets them: mend says anew what should be there.
-// A spec that another instance of the plugin has made meanwhile is taken as it is.
+// altered returns the specs that were removed or differ from known. It removes them from known, and
+// repair adds those that should exist. A new spec of another plugin instance is added to known.
 func (s *Store) altered() []string {
 	s.files.Lock() // no file is being changed
 	defer s.files.Unlock()
@@ -140,7 +152,7 @@ func (s *Store) altered() []string {
 		if on, err := os.ReadFile(filepath.Join(s.root, name)); err != nil || !bytes.Equal(on, data) {
 			names = append(names, name)
 			delete(s.known, name)
-			s.lost[name] = true
+			s.damaged[name] = true
 		}
 	}
 	entries, err := os.ReadDir(s.root)
@@ -159,22 +171,22 @@ func (s *Store) altered() []string {
 	return names
 }
 
-// alteredAmong is altered where inotify has told which specs may be: a claim that comes or goes on a node with hundreds of them is no reason to read
-// all, while calls of the kubelet wait.
-func (s *Store) alteredAmong(touched map[string]bool) []string {
+// alteredAmong does the same as altered, but only for the specs in changed, which inotify reported.
+// Otherwise the plugin would read all specs after each new claim, while the kubelet waits.
+func (s *Store) alteredAmong(changed map[string]bool) []string {
 	s.files.Lock() // no file is being changed
 	defer s.files.Unlock()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var names []string
-	for name := range touched {
+	for name := range changed {
 		on, err := os.ReadFile(filepath.Join(s.root, name))
 		data, ours := s.known[name]
 		switch {
 		case ours && (err != nil || !bytes.Equal(on, data)):
 			names = append(names, name)
 			delete(s.known, name)
-			s.lost[name] = true
+			s.damaged[name] = true
 		case !ours && err == nil:
 			s.known[name] = on
 		}
@@ -183,21 +195,22 @@ func (s *Store) alteredAmong(touched map[string]bool) []string {
 	return names
 }
 
-// takeMended are the specs that were written again since the last call.
-func (s *Store) takeMended() []string {
+// takeRepaired returns the damaged specs that were written again since the last call.
+func (s *Store) takeRepaired() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	names := s.mended
-	s.mended = nil
+	names := s.repaired
+	s.repaired = nil
 	slices.Sort(names)
 	return names
 }
 
-// sweep removes temporary files that a killed instance left. A young one may be in use by another instance.
+// sweep removes temporary files that killed processes left. It spares young files, because another
+// plugin instance may be writing them.
 func (s *Store) sweep() {
 	left, _ := filepath.Glob(filepath.Join(s.root, "."+Vendor+"-*"+suffix+temporary+"*"))
 	for _, path := range left {
-		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > stale {
+		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > staleAge {
 			_ = os.Remove(path)
 		}
 	}

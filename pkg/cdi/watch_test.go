@@ -12,20 +12,21 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// within is the promise that Watch makes; patience is for a machine that is busy with something else meanwhile.
 const (
-	within   = time.Second
+	// repairLimit is the time in which Watch promises to call repair.
+	repairLimit = time.Second
+	// patience is how long tests wait before they fail. It is long enough for a busy machine.
 	patience = 20 * time.Second
 )
 
-// watch runs Watch until the test has ended.
-func watch(ctx context.Context, t *testing.T, s *Store, mend func(context.Context) error) {
+// watch runs s.Watch until the test ends.
+func watch(ctx context.Context, t *testing.T, s *Store, repair func(context.Context) error) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(ctx)
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		s.Watch(ctx, mend, func(context.Context, []string) {})
+		s.Watch(ctx, repair, func(context.Context, []string) {})
 	}()
 	t.Cleanup(func() {
 		cancel()
@@ -33,42 +34,45 @@ func watch(ctx context.Context, t *testing.T, s *Store, mend func(context.Contex
 	})
 }
 
-// watched is a store with a base and a claim spec under watch, whose mend writes both again and says so.
+// watched returns a store with a base spec and a claim's spec, for which Watch runs. Each repair
+// writes both specs and then sends a value to the returned channel.
 func watched(ctx context.Context, t *testing.T) (*Store, <-chan struct{}) {
 	t.Helper()
 	s := newStore(t)
 	write := func() error { return errors.Join(s.WriteBase(commonEdits()), writeClaim(s, claimUID)) }
 	must(t, write())
-	mended := make(chan struct{}, 100)
+	repaired := make(chan struct{}, 100)
 	watch(ctx, t, s, func(context.Context) error {
-		err := write() // fails where the directory goes meanwhile
+		err := write() // fails if the directory is removed meanwhile
 		if err == nil {
-			mended <- struct{}{}
+			repaired <- struct{}{}
 		}
 		return err
 	})
-	return s, mended
+	return s, repaired
 }
 
-// expectMending waits until specs are mended and there, and says how long that took: the first mending may have come while the harm was still being done.
-func expectMending(t *testing.T, s *Store, mended <-chan struct{}) time.Duration {
+// expectRepair waits for a repair after which both specs exist, and returns the time that it took.
+// The first repair may run while the test still removes files.
+func expectRepair(t *testing.T, s *Store, repaired <-chan struct{}) time.Duration {
 	t.Helper()
 	start, timeout := time.Now(), time.After(patience)
 	for {
 		select {
-		case <-mended:
+		case <-repaired:
 			_, baseErr := os.Stat(filepath.Join(s.root, baseFile))
 			_, claimErr := os.Stat(filepath.Join(s.root, claimPrefix+string(claimUID)+suffix))
 			if baseErr == nil && claimErr == nil {
 				return time.Since(start)
 			}
 		case <-timeout:
-			t.Fatalf("not mended within %s", patience)
+			t.Fatalf("not repaired within %s", patience)
 		}
 	}
 }
 
-// removeDirectory is stubborn: mending may fill the directory while it is being emptied.
+// removeDirectory removes the directory. It retries, because a repair may create files in it
+// meanwhile.
 func removeDirectory(root string) error {
 	var err error
 	for range 100 {
@@ -79,9 +83,9 @@ func removeDirectory(root string) error {
 	return err
 }
 
-func TestSpecsThatOthersRemoveOrAlterAreMended(t *testing.T) {
+func TestWatchRepairsRemovedOrChangedSpecs(t *testing.T) {
 	claim := claimPrefix + string(claimUID) + suffix
-	for name, harm := range map[string]func(root string) error{
+	for name, damage := range map[string]func(root string) error{
 		"base removed":  func(root string) error { return os.Remove(filepath.Join(root, baseFile)) },
 		"claim removed": func(root string) error { return os.Remove(filepath.Join(root, claim)) },
 		"claim altered": func(root string) error { return os.WriteFile(filepath.Join(root, claim), []byte("{}"), 0o600) },
@@ -93,7 +97,7 @@ func TestSpecsThatOthersRemoveOrAlterAreMended(t *testing.T) {
 			return os.Rename(filepath.Join(root, "x"), filepath.Join(root, claim))
 		},
 		"directory removed": removeDirectory,
-		"directory removed and made again": func(root string) error {
+		"directory removed and created again": func(root string) error {
 			if err := removeDirectory(root); err != nil {
 				return err
 			}
@@ -102,46 +106,48 @@ func TestSpecsThatOthersRemoveOrAlterAreMended(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s, mended := watched(t.Context(), t)
+			s, repaired := watched(t.Context(), t)
 			quickest := patience
-			for range 3 { // also after it was mended once
-				must(t, harm(s.root))
-				quickest = min(quickest, expectMending(t, s, mended))
+			for range 3 { // also after a repair
+				must(t, damage(s.root))
+				quickest = min(quickest, expectRepair(t, s, repaired))
 			}
-			if quickest > within {
-				t.Errorf("mended in %s at best, promised is %s", quickest, within)
+			if quickest > repairLimit {
+				t.Errorf("repaired in %s at best, want %s", quickest, repairLimit)
 			}
 		})
 	}
 }
 
-func TestOwnChangesAreNotMended(t *testing.T) {
-	s, mended := watched(t.Context(), t)
+func TestWatchIgnoresOwnChanges(t *testing.T) {
+	s, repaired := watched(t.Context(), t)
 	must(t, writeClaim(s, "another"))
 	must(t, s.RemoveClaim("another"))
 	must(t, s.RemoveClaim(claimUID))
 	must(t, os.WriteFile(filepath.Join(s.root, "stranger.json"), []byte("{}"), 0o600))
 	must(t, os.Remove(filepath.Join(s.root, "stranger.json")))
-	// A change of a stranger after them is the proof that they have been seen: there is one mending, not more.
+	// Remove a spec as another program would. When Watch has repaired this, it has also seen the
+	// earlier changes by the store. So the test expects only this one repair.
 	must(t, os.Remove(filepath.Join(s.root, baseFile)))
-	expectMending(t, s, mended)
-	if len(mended) > 0 {
-		t.Error("mended again")
+	expectRepair(t, s, repaired)
+	if len(repaired) > 0 {
+		t.Error("repaired again")
 	}
 }
 
-func TestSpecsOfAnotherInstanceAreWatchedToo(t *testing.T) {
-	s, mended := watched(t.Context(), t)
+func TestWatchCoversSpecsOfAnotherInstance(t *testing.T) {
+	s, repaired := watched(t.Context(), t)
 	other := types.UID("made-by-another")
 	must(t, writeClaim(NewStore(s.root), other))
-	// Watch takes it in when it looks, as it does here for another reason.
+	// At its next check, Watch adds the spec of the other plugin instance to the expected specs.
+	// Removing the base spec triggers this check.
 	must(t, os.Remove(filepath.Join(s.root, baseFile)))
-	expectMending(t, s, mended)
+	expectRepair(t, s, repaired)
 	must(t, os.Remove(filepath.Join(s.root, claimPrefix+string(other)+suffix)))
-	expectMending(t, s, mended)
+	expectRepair(t, s, repaired)
 }
 
-func TestTemporaryFilesOfAKilledInstanceAreSweptUp(t *testing.T) {
+func TestWatchRemovesOldTemporaryFiles(t *testing.T) {
 	s := newStore(t)
 	must(t, s.WriteBase(commonEdits()))
 	old, young := filepath.Join(s.root, "."+baseFile+temporary+"1"), filepath.Join(s.root, "."+baseFile+temporary+"2")
@@ -151,14 +157,14 @@ func TestTemporaryFilesOfAKilledInstanceAreSweptUp(t *testing.T) {
 	must(t, os.Chtimes(old, time.Now(), time.Now().Add(-time.Hour)))
 	s.sweep()
 	if _, err := os.Stat(old); err == nil {
-		t.Error("the old one is still there")
+		t.Error("the old file still exists")
 	}
 	if _, err := os.Stat(young); err != nil {
-		t.Error("another instance may be writing the young one:", err)
+		t.Error("the young file was removed, which another instance may be writing:", err)
 	}
 }
 
-func TestWhatAKilledCallLeftOfAClaimsSpecIsItsClaims(t *testing.T) {
+func TestClaimsListsUnfinishedSpecs(t *testing.T) {
 	s := newStore(t)
 	must(t, s.WriteBase(commonEdits()))
 	uid := types.UID("killed")
@@ -167,7 +173,7 @@ func TestWhatAKilledCallLeftOfAClaimsSpecIsItsClaims(t *testing.T) {
 	gone := func(after string) {
 		t.Helper()
 		if _, err := os.Stat(left); err == nil {
-			t.Error("it is still there after", after)
+			t.Error("the file still exists after", after)
 		}
 	}
 	leave()
@@ -184,7 +190,7 @@ func TestWhatAKilledCallLeftOfAClaimsSpecIsItsClaims(t *testing.T) {
 	}
 }
 
-func TestASpecIsNotWrittenThroughALinkThatWasPlanted(t *testing.T) {
+func TestWriteDoesNotFollowPlantedSymlink(t *testing.T) {
 	s := newStore(t)
 	must(t, s.WriteBase(commonEdits()))
 	elsewhere := filepath.Join(t.TempDir(), "file")
@@ -192,59 +198,62 @@ func TestASpecIsNotWrittenThroughALinkThatWasPlanted(t *testing.T) {
 	must(t, os.Symlink(elsewhere, filepath.Join(s.root, "."+claimPrefix+string(claimUID)+suffix+ofClaim)))
 	must(t, writeClaim(s, claimUID))
 	if got, err := os.ReadFile(elsewhere); err != nil || string(got) != "theirs" {
-		t.Errorf("elsewhere there is %q now, %v", got, err)
+		t.Errorf("the symlink's target now has %q, %v", got, err)
 	}
 	if info, err := os.Lstat(filepath.Join(s.root, claimPrefix+string(claimUID)+suffix)); err != nil || !info.Mode().IsRegular() {
 		t.Errorf("the spec is %v, %v", info, err)
 	}
 }
 
-func TestAMendingThatFailsIsTriedAgain(t *testing.T) {
+func TestFailedRepairIsRetried(t *testing.T) {
 	s := newStore(t)
 	must(t, s.WriteBase(commonEdits()))
-	mended := make(chan struct{})
+	repaired := make(chan struct{})
 	tries := 0
 	watch(t.Context(), t, s, func(context.Context) error {
 		if tries++; tries < 3 {
 			return errors.New("no space left on device")
 		}
-		close(mended)
+		close(repaired)
 		return s.WriteBase(commonEdits())
 	})
 	must(t, os.Remove(filepath.Join(s.root, baseFile)))
 	select {
-	case <-mended:
+	case <-repaired:
 	case <-time.After(patience):
-		t.Error("given up after a failure")
+		t.Error("no retry after a failure")
 	}
 }
 
-func TestAMendingThatGoesOnFailingIsTriedLessAndLessOften(t *testing.T) {
+func TestRepairRetriesBackOff(t *testing.T) {
 	s := newStore(t)
 	must(t, s.WriteBase(commonEdits()))
 	clock := time.Now()
 	tries, failing := 0, errors.New("no space left on device")
-	w := &watching{store: s, seen: newLookout(s.root), now: func() time.Time { return clock }, mended: func(context.Context, []string) {}, mend: func(context.Context) error {
-		tries++
-		return errors.Join(failing, s.WriteBase(commonEdits()))
-	}}
-	defer w.seen.close()
-	// passes is how often is tried within a time in which nothing changes.
+	w := &specWatch{store: s, dir: newDirWatcher(s.root), now: func() time.Time { return clock },
+		repaired: func(context.Context, []string) {}, repair: func(context.Context) error {
+			tries++
+			return errors.Join(failing, s.WriteBase(commonEdits()))
+		}}
+	defer w.dir.close()
+	// passes advances the fake clock by d and runs each check that is due. It changes no spec. The
+	// result is how often repair was called.
 	passes := func(d time.Duration) int {
 		before := tries
 		for end := clock.Add(d); clock.Before(end); {
-			clock = clock.Add(w.look(t.Context()))
+			clock = clock.Add(w.check(t.Context()))
 		}
 		return tries - before
 	}
 	if n := passes(time.Minute); n != 0 {
-		t.Errorf("mended %d times although nothing was wrong", n)
+		t.Errorf("repaired %d times without a change", n)
 	}
-	// removed waits until the removal was told, and mended, without time passing.
+	// removed removes the base spec and returns when repair was called. The fake clock stands still
+	// meanwhile.
 	removed := func() {
 		must(t, os.Remove(filepath.Join(s.root, baseFile)))
-		for before := tries; tries == before; w.look(t.Context()) {
-			<-w.seen.changed
+		for before := tries; tries == before; w.check(t.Context()) {
+			<-w.dir.changed
 		}
 	}
 	removed()
@@ -257,48 +266,48 @@ func TestAMendingThatGoesOnFailingIsTriedLessAndLessOften(t *testing.T) {
 	removed()
 	failing = nil
 	if n := passes(time.Hour); n != 1 {
-		t.Errorf("tried %d times although that has worked", n)
+		t.Errorf("tried %d times after a success", n)
 	}
 }
 
-func TestOnlyWhatWasWrittenAgainIsToldAsMended(t *testing.T) {
+func TestWatchReportsOnlyRewrittenSpecs(t *testing.T) {
 	s := newStore(t)
 	write := func() error { return errors.Join(s.WriteBase(commonEdits()), writeClaim(s, claimUID)) }
 	must(t, write())
-	var told []string
-	w := &watching{
-		store: s, seen: newLookout(s.root), now: time.Now, mend: func(context.Context) error { return nil },
-		mended: func(_ context.Context, specs []string) { told = append(told, specs...) },
+	var reported []string
+	w := &specWatch{
+		store: s, dir: newDirWatcher(s.root), now: time.Now, repair: func(context.Context) error { return nil },
+		repaired: func(_ context.Context, specs []string) { reported = append(reported, specs...) },
 	}
-	defer w.seen.close()
+	defer w.dir.close()
 	says := func(when string, want ...string) {
 		t.Helper()
-		w.seen.touched.addAll()
-		w.look(t.Context())
-		if !slices.Equal(told, want) {
-			t.Errorf("%s: told %q", when, told)
+		w.dir.specs.addAll()
+		w.check(t.Context())
+		if !slices.Equal(reported, want) {
+			t.Errorf("%s: reported %q", when, reported)
 		}
-		told = nil
+		reported = nil
 	}
 	claim := claimPrefix + string(claimUID) + suffix
-	says("nothing was wrong")
+	says("nothing was damaged")
 	must(t, os.Remove(filepath.Join(s.root, claim)))
 	must(t, os.WriteFile(filepath.Join(s.root, baseFile), []byte("{}"), 0o600))
-	says("nothing is written yet")
+	says("nothing was written yet")
 	must(t, write())
 	says("both were written", baseFile, claim)
 	must(t, write())
-	says("nothing was wrong any more")
+	says("nothing was damaged any more")
 
 	must(t, os.Remove(filepath.Join(s.root, claim)))
-	says("the claim's is gone again")
+	says("the claim's spec is gone again")
 	must(t, s.RemoveClaim(claimUID))
 	must(t, write())
-	says("the claim was given back, and prepared anew")
+	says("the claim was unprepared and prepared again")
 
 	must(t, os.Remove(filepath.Join(s.root, claim)))
-	says("the claim's is gone a third time")
+	says("the claim's spec is gone a third time")
 	must(t, writeClaim(NewStore(s.root), claimUID))
 	must(t, write())
-	says("another instance has written it")
+	says("another instance wrote it")
 }

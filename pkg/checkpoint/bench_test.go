@@ -3,7 +3,7 @@ package checkpoint
 import "testing"
 
 func BenchmarkRecord(b *testing.B) {
-	for name, r := range map[string]Record{"one-GPU": record(gpu0), "two-GPUs": record(gpu0, gpu1)} {
+	for name, r := range map[string]Record{"one-GPU": newRecord(gpu0), "two-GPUs": newRecord(gpu0, gpu1)} {
 		raw, err := encode("a claim", r)
 		if err != nil {
 			b.Fatal(err)

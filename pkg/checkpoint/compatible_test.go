@@ -11,25 +11,32 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 )
 
-// before is a record as the version wrote it that knew whole GPUs only, with the name that it gave the file.
+// before is the payload of a record, and beforeFile its file name, as an early version wrote them.
+// That version supported only whole GPUs.
 const (
-	before     = `{"claimUID":"` + string(uid) + `","namespace":"default","name":"two","state":"Prepared","bootID":"boot-1","devices":[{"request":"a","pool":"node","device":"` + gpu0 + `","gpu":"` + gpu0 + `","gpuUUID":"GPU-0"},{"request":"b","pool":"node","device":"` + gpu1 + `","adminAccess":true,"gpu":"` + gpu1 + `","gpuUUID":"GPU-1"}],"steps":[{"kind":"claim-spec","params":{"devices":null}}]}`
+	before = `{"claimUID":"` + string(
+		uid,
+	) + `","namespace":"default","name":"two","state":"Prepared","bootID":"boot-1","devices":[{"request":"a","pool":"node","device":"` +
+		gpu0 + `","gpu":"` + gpu0 + `","gpuUUID":"GPU-0"},{"request":"b","pool":"node","device":"` + gpu1 + `","adminAccess":true,"gpu":"` +
+		gpu1 + `","gpuUUID":"GPU-1"}],"steps":[{"kind":"claim-spec","params":{"devices":null}}]}`
 	beforeFile = string(uid) + "_" + gpu0 + ".json"
 )
 
-func TestARecordOfTheVersionBeforeIsReadAndKeepsItsName(t *testing.T) {
+func TestRecordOfPreviousVersionIsRead(t *testing.T) {
 	disk := durabletest.New()
 	s := open(t, disk)
-	disk.Put(filepath.Join(claims, beforeFile), fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(before)), before))
+	disk.Put(filepath.Join(claims, beforeFile), fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(before)),
+		before))
 	entries, err := s.List()
 	if err != nil || len(entries) != 1 || !slices.Equal(entries[0].Devices, []string{gpu0}) {
 		t.Fatal(entries, err)
 	}
 	r, found, err := s.Load(uid)
-	if err != nil || !found || !slices.Equal(r.Holds(), []string{gpu0}) || !slices.Equal(r.GPUs(), []string{gpu0}) {
+	if err != nil || !found || !slices.Equal(r.OccupiedDevices(), []string{gpu0}) || !slices.Equal(r.GPUs(), []string{gpu0}) {
 		t.Fatalf("%+v, %v, %v", r, found, err)
 	}
-	// What is written again is what that version can read: the same file, the same bytes.
+	// The early version must be able to read the record after this version rewrites it. So the file
+	// name and the bytes must stay the same.
 	save(t, s, r)
 	if names := disk.Names(claims); !slices.Equal(names, []string{beforeFile}) {
 		t.Errorf("the files are %q", names)
@@ -40,8 +47,9 @@ func TestARecordOfTheVersionBeforeIsReadAndKeepsItsName(t *testing.T) {
 	}
 }
 
-// Every version reverts what is not Prepared.
-func TestNoStateButOneSaysThatAClaimIsPrepared(t *testing.T) {
+// Every version of the driver undoes the preparation of a claim whose record has another state than
+// "Prepared". So no other state constant may be "Prepared" or empty.
+func TestOnlyPreparedStateMeansPrepared(t *testing.T) {
 	for _, s := range []State{Preparing, Reverting} {
 		if s == Prepared || s == "" {
 			t.Errorf("%q", s)
@@ -49,7 +57,7 @@ func TestNoStateButOneSaysThatAClaimIsPrepared(t *testing.T) {
 	}
 }
 
-func TestAMarkLastsUntilItIsTakenBack(t *testing.T) {
+func TestMarkLastsUntilUnmark(t *testing.T) {
 	disk := durabletest.New()
 	s := open(t, disk)
 	marked := func(gpu string, want bool) {
@@ -87,8 +95,10 @@ func TestAMarkLastsUntilItIsTakenBack(t *testing.T) {
 	}
 }
 
-// A mode is ours only if we turned it on in this boot.
-func TestAMarkProvesNothingInAnotherBoot(t *testing.T) {
+// A mark says that the plugin enabled a GPU's MIG mode. The test expects that a mark of an earlier
+// boot does not allow the plugin to disable MIG mode, but still makes claims for the whole GPU read
+// the hardware.
+func TestMarkOfEarlierBootProvesNothing(t *testing.T) {
 	disk := durabletest.New()
 	s := open(t, disk)
 	ours := func(bootID string, want bool) {
@@ -97,10 +107,10 @@ func TestAMarkProvesNothingInAnotherBoot(t *testing.T) {
 			t.Errorf("in %s: %v, %v", bootID, got, err)
 		}
 		if marked, err := s.Marked(gpu0); err != nil || !marked {
-			t.Errorf("whoever wants the GPU whole does not ask the hardware: %v, %v", marked, err)
+			t.Errorf("a claim for the whole GPU would not read the hardware: %v, %v", marked, err)
 		}
 	}
-	disk.Put(filepath.Join(s.marks, gpu0), nil) // of an earlier version
+	disk.Put(filepath.Join(s.marks, gpu0), nil) // as an earlier version wrote it
 	ours("boot-1", false)
 	for _, bootID := range []string{"boot-1", "boot-2"} {
 		if err := s.Mark(gpu0, bootID); err != nil {

@@ -8,31 +8,37 @@ import (
 	"fmt"
 )
 
-// FormatVersion is the version of the envelope and of what is in the payload. A field that is added may leave it as it is, since unknown fields are kept.
+// FormatVersion is the version of this package's JSON files: of the envelope and of the payload in
+// it. A new field need not raise FormatVersion, since older readers keep fields that they do not
+// know.
 const FormatVersion = 1
 
-// readableFrom is the oldest version whose readers understand what this one writes: all of it that they must know to give a claim back, and to tell containers
-// what they get, because a reader writes a claim's spec by what it knows. It goes up only with a change after which they would do harm.
+// readableFrom is the oldest format version whose readers understand what this version writes. Such
+// a reader can unprepare a claim and write its CDI spec. Raise readableFrom only for a change after
+// which older readers would do harm.
 const readableFrom = 1
 
-// envelope is a record's file. The checksum is over the payload's bytes as they stand in the file, so it needs no canonical form.
+// envelope is the content of a record's file. Checksum covers the bytes of Payload as they are in
+// the file, so the JSON needs no canonical form.
 type envelope struct {
 	FormatVersion int `json:"formatVersion"`
-	// ReadableFrom is left out where it is the version itself.
+	// ReadableFrom is the oldest reader version that understands Payload. It is omitted if it equals
+	// FormatVersion.
 	ReadableFrom int             `json:"readableFrom,omitempty"`
 	Checksum     string          `json:"checksum"`
 	Payload      json.RawMessage `json:"payload"`
 }
 
-// needs is the version that a reader must know.
-func (e envelope) needs() int {
+// requiredReader returns the oldest reader version that understands the payload.
+func (e envelope) requiredReader() int {
 	if e.ReadableFrom > 0 {
 		return e.ReadableFrom
 	}
 	return e.FormatVersion
 }
 
-// UnreadableError says that a record is there and cannot be understood.
+// UnreadableError means that the file of a claim's record, or of a GPU setting or MPS daemon that
+// claims share, exists but is damaged or may have been written by another user.
 type UnreadableError struct {
 	Path   string
 	Reason string
@@ -42,18 +48,20 @@ func (e *UnreadableError) Error() string {
 	return fmt.Sprintf("record %s is unreadable (%s)", e.Path, e.Reason)
 }
 
-// FutureError says that a record was written by a later version of the driver, in a form that this one does not know.
+// FutureError means that a later version of the driver wrote the file in a format that this version
+// cannot read.
 type FutureError struct {
 	Path    string
 	Version int
 }
 
 func (e *FutureError) Error() string {
-	return fmt.Sprintf("record %s needs a reader of format version %d and this version of the driver reads up to %d: install the later driver again, or end the claim's Pods there first",
-		e.Path, e.Version, FormatVersion)
+	return fmt.Sprintf("record %s has format version %d, but this version of the driver reads up to %d: "+
+		"install the later driver again, or end the claim's Pods with it first", e.Path, e.Version, FormatVersion)
 }
 
-// encode seals what is kept; of says of whom or of what it is, for errors.
+// encode wraps v in an envelope with a checksum. The parameter "of" names the object in error
+// messages.
 func encode(of string, v any) ([]byte, error) {
 	payload, err := json.Marshal(v)
 	if err != nil {
@@ -66,7 +74,8 @@ func encode(of string, v any) ([]byte, error) {
 	return json.Marshal(e)
 }
 
-// decode reads into v what encode has sealed. Its error is an [*UnreadableError] or a [*FutureError].
+// decode reads an envelope's payload into v. A returned error is an [*UnreadableError] or a
+// [*FutureError].
 func decode(path string, raw []byte, v any) error {
 	unreadable := func(format string, args ...any) error {
 		return &UnreadableError{Path: path, Reason: fmt.Sprintf(format, args...)}
@@ -78,14 +87,14 @@ func decode(path string, raw []byte, v any) error {
 	if err := json.Unmarshal(raw, &e); err != nil {
 		return unreadable("%v", err)
 	}
-	if e.needs() > FormatVersion {
-		return &FutureError{Path: path, Version: e.needs()}
+	if e.requiredReader() > FormatVersion {
+		return &FutureError{Path: path, Version: e.requiredReader()}
 	}
 	if e.FormatVersion < 1 {
 		return unreadable("format version %d", e.FormatVersion)
 	}
 	if got := checksum(e.Payload); got != e.Checksum {
-		return unreadable("its checksum is %s, its content has %s", e.Checksum, got)
+		return unreadable("its checksum is %s, but its content has %s", e.Checksum, got)
 	}
 	if err := json.Unmarshal(e.Payload, v); err != nil {
 		return unreadable("%v", err)

@@ -9,12 +9,16 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 )
 
-// Whatever stands in a record's file, it is read or refused, and what was read is kept in whole when it is written again. The seal is made to fit, so that
-// what is below it is met too.
+// FuzzRecord lets the store read a claim's record with any content. It expects a record or an
+// error, and that saving the record again loses nothing. If "sealed", the checksum matches, so that
+// the code after it is tested too.
 func FuzzRecord(f *testing.F) {
 	for _, text := range []string{
-		``, `{`, `null`, `[]`, `{"claimUID":"uid"}`, `{"claimUID":"uid","devices":[{"device":"gpu-0000-1b-00-0","shareID":"x","later":1}],"steps":[{"kind":"shared","params":{}}],"later":{"a":[1]}}`,
-		`{"claimUID":"uid","devices":null,"steps":[{"kind":"","params":null}],"bootID":""}`, `{"claimUID":"other"}`, `{"claimUID":"uid","devices":[{"consumedCapacity":{"memory":"1024Mi","cores":25,"":null,"x":"1e300"}}]}`, `{"ClaimUID":"uid","CLAIMUID":"x"}`,
+		``, `{`, `null`, `[]`, `{"claimUID":"uid"}`, `{"claimUID":"uid","devices":[{"device":"gpu-0000-1b-00-0","shareID":"x",` +
+			`"later":1}],"steps":[{"kind":"shared","params":{}}],"later":{"a":[1]}}`,
+		`{"claimUID":"uid","devices":null,"steps":[{"kind":"","params":null}],"bootID":""}`, `{"claimUID":"other"}`,
+		`{"claimUID":"uid","devices":[{"consumedCapacity":{"memory":"1024Mi","cores":25,"":null,"x":"1e300"}}]}`,
+		`{"ClaimUID":"uid","CLAIMUID":"x"}`,
 	} {
 		f.Add([]byte(text), true)
 		f.Add([]byte(text), false)
@@ -40,19 +44,21 @@ func FuzzRecord(f *testing.F) {
 			t.Fatal(err)
 		}
 		if err := s.Save(r); err != nil {
-			return // its devices cannot be a file's name
+			return // its devices are no valid file name
 		}
 		again, found, err := s.Load("uid")
-		if err != nil || !found || !alike(t, r, again) {
+		if err != nil || !found || !equalJSON(t, r, again) {
 			t.Errorf("%+v was written, and is %+v, %v, %v", r, again, found, err)
 		}
 	})
 }
 
-// Whatever stands in a holder's file.
+// FuzzHolder does the same as FuzzRecord, for the file of a GPU setting or MPS daemon that several
+// claims share.
 func FuzzHolder(f *testing.F) {
 	for _, text := range []string{
-		`{"key":"a_b","gpus":["g"],"state":"Applied","bootID":"x","step":{"kind":"time-slice","params":{}},"claims":[{"uid":"u"}],"later":1}`, `{"key":"a_b"}`, `{"key":1}`, `null`,
+		`{"key":"a_b","gpus":["g"],"state":"Applied","bootID":"x","step":{"kind":"time-slice","params":{}},"claims":[{"uid":"u"}],"later":1}`,
+		`{"key":"a_b"}`, `{"key":1}`, `null`,
 	} {
 		f.Add([]byte(text), true)
 		f.Add([]byte(text), false)
@@ -77,19 +83,21 @@ func FuzzHolder(f *testing.F) {
 		if err := s.SaveHolder(h); err != nil {
 			t.Fatal(err)
 		}
-		if again, _, err := s.Holder("a_b"); err != nil || !alike(t, h, again) {
+		if again, _, err := s.Holder("a_b"); err != nil || !equalJSON(t, h, again) {
 			t.Errorf("%+v was written, and is %+v, %v", h, again, err)
 		}
 	})
 }
 
-// Any file name is one of a record, or none, and never more.
+// FuzzFileName expects that no file name counts both as that of a complete claim record and as that
+// of a temporary file that an interrupted write left.
 func FuzzFileName(f *testing.F) {
-	for _, name := range []string{"", ".json", "uid.json", "uid_all.json", "_x.json", "uid__.json", ".tmp-uid_gpu.json", "a/b.json", "uid_gpu.json.json"} {
+	for _, name := range []string{"", ".json", "uid.json", "uid_all.json", "_x.json", "uid__.json", ".tmp-uid_gpu.json", "a/b.json",
+		"uid_gpu.json.json"} {
 		f.Add(name)
 	}
 	f.Fuzz(func(t *testing.T, name string) {
-		e, is := parse(name)
+		e, is := parseFileName(name)
 		if is && (e.ClaimUID == "" || e.file != name) {
 			t.Errorf("%q is of claim %q", name, e.ClaimUID)
 		}
@@ -99,8 +107,8 @@ func FuzzFileName(f *testing.F) {
 	})
 }
 
-// alike compares what would be written.
-func alike(t *testing.T, a, b any) bool {
+// equalJSON reports whether a and b have the same JSON encoding.
+func equalJSON(t *testing.T, a, b any) bool {
 	t.Helper()
 	x, err := json.Marshal(a)
 	y, err2 := json.Marshal(b)
@@ -110,7 +118,8 @@ func alike(t *testing.T, a, b any) bool {
 	return bytes.Equal(x, y)
 }
 
-// seal puts a payload into an envelope, if it is JSON at all.
+// seal wraps a payload in an envelope with a valid checksum. It returns false if the payload is not
+// JSON.
 func seal(payload []byte) ([]byte, bool) {
 	var compact bytes.Buffer
 	if json.Compact(&compact, payload) != nil {

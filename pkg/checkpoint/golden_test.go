@@ -14,11 +14,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 )
 
-// golden are records as versions of the driver have written them, one in a directory that begins with its format version, under the name that the file had.
-// Those of a version that was released are never changed.
+// golden is the directory with claims' checkpoint records as released versions wrote them, under
+// their original file names. Its subdirectories' names start with the format version. Never change
+// the records of a released version.
 const golden = "testdata/records"
 
-func TestRecordsOfEveryVersionAreReadAndNothingInThemIsLost(t *testing.T) {
+func TestRecordsOfEveryVersionAreReadWithoutLoss(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(golden, "*", "*.json"))
 	if err != nil || len(files) < 4 {
 		t.Fatalf("%q, %v", files, err)
@@ -37,7 +38,8 @@ func TestRecordsOfEveryVersionAreReadAndNothingInThemIsLost(t *testing.T) {
 			if err != nil || !found || r.State != Prepared || len(r.Devices) == 0 || len(r.Steps) == 0 {
 				t.Fatalf("%+v, %v, %v", r, found, err)
 			}
-			// Under the same name, and with all that was in it, whoever wrote it.
+			// Whichever version wrote the record first, this version must save it under the same name and
+			// with the same payload.
 			save(t, s, r)
 			if names := disk.Names(claims); len(names) != 1 || names[0] != filepath.Base(file) {
 				t.Errorf("the files are %q", names)
@@ -73,7 +75,7 @@ func payloadOf(t *testing.T, raw []byte) (e opened) {
 	return e
 }
 
-func TestAReaderIsNeededThatUnderstandsTheRecord(t *testing.T) {
+func TestRecordForNewerReaderIsRefused(t *testing.T) {
 	payload := `{"claimUID":"` + string(uid) + `","state":"Prepared","devices":[],"steps":[]}`
 	for _, c := range []struct {
 		envelope string
@@ -87,10 +89,12 @@ func TestAReaderIsNeededThatUnderstandsTheRecord(t *testing.T) {
 	} {
 		disk := durabletest.New()
 		s := open(t, disk)
-		disk.Put(filepath.Join(claims, string(uid)+"_"+gpu0+".json"), fmt.Appendf(nil, `{%s,"checksum":%q,"payload":%s}`, c.envelope, checksum([]byte(payload)), payload))
+		disk.Put(filepath.Join(claims, string(uid)+"_"+gpu0+".json"), fmt.Appendf(nil, `{%s,"checksum":%q,"payload":%s}`, c.envelope,
+			checksum([]byte(payload)), payload))
 		_, found, err := s.Load(uid)
 		future := new(FutureError)
-		if !found || c.readable != (err == nil) || !c.readable && (!errors.As(err, &future) || !strings.Contains(err.Error(), "install the later driver again")) {
+		if !found || c.readable != (err == nil) || !c.readable && (!errors.As(err, &future) ||
+			!strings.Contains(err.Error(), "install the later driver again")) {
 			t.Errorf("%s: %v, %v", c.envelope, found, err)
 		}
 	}

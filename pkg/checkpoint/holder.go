@@ -13,36 +13,44 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
-// HolderState says how far that which is held has come.
+// HolderState says how far a GPU setting, MPS daemon or partition that several claims share was set
+// up or undone.
 type HolderState string
 
 const (
-	// Applying means that any part of the step may have been applied, for the first claim or again.
+	// Applying means that the shared setting, daemon or partition is being set up, so some of its
+	// effects may exist.
 	Applying HolderState = "Applying"
-	// Applied means that the step was applied for the claims that hold it.
+	// Applied means that the shared setting, daemon or partition is completely set up for all of its
+	// claims.
 	Applied HolderState = "Applied"
-	// Undoing means that the last claim is leaving and any part of the step may be reverted.
+	// Undoing means that the shared setting, daemon or partition is being undone for the last claim,
+	// so some of its effects may be gone.
 	Undoing HolderState = "Reverting"
 )
 
-// Holder is a step that several claims can hold together: the first applies it, the last reverts it. Its file has all that this takes, so that it can be
-// reverted without the claims' records.
+// Holder is a GPU setting, MPS daemon or partition that several claims share, with the list of
+// these claims. The first claim sets it up, and the last one undoes it. Its file has all that is
+// needed to undo it, so no claim's record is needed.
 type Holder struct {
-	// Key is the same for claims that share the step. It names the file.
+	// Key names what is shared: the name of a GPU, partition or MPS daemon, and the kind of setting,
+	// for example the time slice. The Holder's file name is made from Key.
 	Key string `json:"key"`
-	// GPUs are those whose locks are held for it.
+	// GPUs are the GPUs whose locks a caller must have before it changes the shared setting or daemon,
+	// or the Holder's file.
 	GPUs  []string    `json:"gpus"`
 	State HolderState `json:"state"`
-	// BootID is the kernel's of when the step was applied.
+	// BootID is the kernel's boot ID when the setting, daemon or partition was set up.
 	BootID string `json:"bootID"`
-	// Step is what is held, with what was found before it and what came of it.
+	// Step is the shared setting, daemon or partition in its stored form. It includes the original
+	// state of the hardware, which the last claim restores.
 	Step   Step          `json:"step"`
 	Claims []HolderClaim `json:"claims"`
 
 	unknown map[string]json.RawMessage
 }
 
-// HolderClaim is a claim that holds the step.
+// HolderClaim is one of the claims in a Holder's list.
 type HolderClaim struct {
 	UID       types.UID `json:"uid"`
 	Namespace string    `json:"namespace"`
@@ -55,12 +63,12 @@ func (c HolderClaim) String() string {
 	return fmt.Sprintf("%s/%s (UID %s)", c.Namespace, c.Name, c.UID)
 }
 
-// Holds says whether the claim is among those that hold the step.
-func (h Holder) Holds(uid types.UID) bool {
+// HeldBy reports whether the claim with this UID is in the Holder's list of claims.
+func (h Holder) HeldBy(uid types.UID) bool {
 	return slices.ContainsFunc(h.Claims, func(c HolderClaim) bool { return c.UID == uid })
 }
 
-// Others are the claims besides one.
+// Others returns the claims in the Holder's list except the one with this UID.
 func (h Holder) Others(uid types.UID) []HolderClaim {
 	return slices.DeleteFunc(slices.Clone(h.Claims), func(c HolderClaim) bool { return c.UID == uid })
 }
@@ -75,7 +83,7 @@ func (h *Holder) UnmarshalJSON(raw []byte) error {
 	return err
 }
 
-func (h Holder) MarshalJSON() ([]byte, error) { return encodeWith(plainHolder(h), h.unknown) }
+func (h Holder) MarshalJSON() ([]byte, error) { return encodeWithUnknown(plainHolder(h), h.unknown) }
 
 type plainHolderClaim HolderClaim
 
@@ -88,30 +96,31 @@ func (c *HolderClaim) UnmarshalJSON(raw []byte) error {
 }
 
 func (c HolderClaim) MarshalJSON() ([]byte, error) {
-	return encodeWith(plainHolderClaim(c), c.unknown)
+	return encodeWithUnknown(plainHolderClaim(c), c.unknown)
 }
 
 func (s *Store) holderFile(key string) (string, error) {
 	if key == "" || strings.HasPrefix(key, ".") || strings.ContainsAny(key, "/\x00") || len(key)+len(suffix) > maxName {
-		return "", fmt.Errorf("key %q cannot name a holder's file", key)
+		return "", fmt.Errorf("key %q of a shared setting cannot be a file name", key)
 	}
 	return filepath.Join(s.holders, key+suffix), nil
 }
 
-// SaveHolder makes the holder durable.
+// SaveHolder writes h to its file durably.
 func (s *Store) SaveHolder(h Holder) error {
 	path, err := s.holderFile(h.Key)
 	if err != nil {
 		return err
 	}
-	raw, err := encode("holder "+h.Key, h)
+	raw, err := encode("shared setting "+h.Key, h)
 	if err != nil {
 		return err
 	}
 	return durable.Replace(s.disk, path, raw)
 }
 
-// Holder finds a holder. An error that is an [*UnreadableError] or a [*FutureError] says that there is one, and what is wrong with it.
+// Holder reads the shared setting, daemon or partition with this key, and the list of its claims.
+// If err is an [*UnreadableError] or a [*FutureError], the file exists but cannot be used.
 func (s *Store) Holder(key string) (h Holder, found bool, err error) {
 	path, err := s.holderFile(key)
 	if err != nil {
@@ -122,16 +131,16 @@ func (s *Store) Holder(key string) (h Holder, found bool, err error) {
 		return Holder{}, found, err
 	}
 	if h.Key != key {
-		return Holder{}, true, &UnreadableError{Path: path, Reason: "it is about " + h.Key}
+		return Holder{}, true, &UnreadableError{Path: path, Reason: "it belongs to key " + h.Key}
 	}
 	return h, true, nil
 }
 
-// Holders lists the keys of all holders.
+// Holders lists the keys of all shared settings, daemons and partitions that have a file.
 func (s *Store) Holders() ([]string, error) {
 	names, err := s.disk.ReadDir(s.holders)
 	if err != nil {
-		return nil, fmt.Errorf("list what claims share: %w", err)
+		return nil, fmt.Errorf("list the files of shared settings: %w", err)
 	}
 	var keys []string
 	for _, name := range names {
@@ -143,11 +152,12 @@ func (s *Store) Holders() ([]string, error) {
 	return keys, nil
 }
 
-// UnfinishedHolders lists the keys of the holders of which an interrupted [Store.SaveHolder] left a temporary file: of those that are there, and of others.
+// UnfinishedHolders lists the keys for which an interrupted [Store.SaveHolder] left a temporary
+// file. A complete file may exist for the same key.
 func (s *Store) UnfinishedHolders() ([]string, error) {
 	names, err := s.disk.ReadDir(s.holders)
 	if err != nil {
-		return nil, fmt.Errorf("list unfinished files of what claims share: %w", err)
+		return nil, fmt.Errorf("list the unfinished files of shared settings: %w", err)
 	}
 	var keys []string
 	for _, name := range names {
@@ -158,7 +168,8 @@ func (s *Store) UnfinishedHolders() ([]string, error) {
 	return keys, nil
 }
 
-// RemoveHolder deletes a holder, and what an interrupted [Store.SaveHolder] has left of it. One that is not there is removed already.
+// RemoveHolder deletes the file of the shared setting, daemon or partition with this key, and the
+// temporary files that interrupted writes of it left. It is no error if there are none.
 func (s *Store) RemoveHolder(key string) error {
 	path, err := s.holderFile(key)
 	if err != nil {
@@ -166,7 +177,7 @@ func (s *Store) RemoveHolder(key string) error {
 	}
 	names, err := s.disk.ReadDir(s.holders)
 	if err != nil {
-		return fmt.Errorf("remove holder %s: %w", key, err)
+		return fmt.Errorf("remove the file of shared setting %s: %w", key, err)
 	}
 	for _, name := range names {
 		base, unfinished := durable.Unfinished(name)
@@ -174,13 +185,14 @@ func (s *Store) RemoveHolder(key string) error {
 			continue
 		}
 		if err := s.disk.Remove(filepath.Join(s.holders, name)); err != nil {
-			return fmt.Errorf("remove what an interrupted write of holder %s left: %w", key, err)
+			return fmt.Errorf("remove an unfinished file of shared setting %s: %w", key, err)
 		}
 	}
 	return durable.Remove(s.disk, path)
 }
 
-// QuarantineHolder sets an unreadable holder aside. It returns the new place.
+// QuarantineHolder moves the unreadable file of a shared setting, daemon or partition to the
+// quarantine directory and returns its new path.
 func (s *Store) QuarantineHolder(key string, now time.Time) (string, error) {
 	path, err := s.holderFile(key)
 	if err != nil {
@@ -188,11 +200,11 @@ func (s *Store) QuarantineHolder(key string, now time.Time) (string, error) {
 	}
 	to := filepath.Join(s.quarantine, fmt.Sprintf("holder-%s-%d%s", key, now.UnixNano(), suffix))
 	if err := s.disk.Rename(path, to); err != nil {
-		return "", fmt.Errorf("set holder %s aside: %w", key, err)
+		return "", fmt.Errorf("quarantine the file of shared setting %s: %w", key, err)
 	}
 	for _, dir := range []string{s.quarantine, s.holders} {
 		if err := s.disk.SyncDir(dir); err != nil {
-			return to, fmt.Errorf("set holder %s aside: %w", key, err)
+			return to, fmt.Errorf("quarantine the file of shared setting %s: %w", key, err)
 		}
 	}
 	return to, nil

@@ -17,14 +17,15 @@ import (
 
 const holders = "/state/holders"
 
-func holder(key string, claims ...HolderClaim) Holder {
-	return Holder{Key: key, GPUs: []string{gpu0}, State: Applied, BootID: "boot-1", Step: Step{Kind: "time-slice", Params: json.RawMessage(`{"want":3}`)}, Claims: claims}
+func newHolder(key string, claims ...HolderClaim) Holder {
+	return Holder{Key: key, GPUs: []string{gpu0}, State: Applied, BootID: "boot-1",
+		Step: Step{Kind: "time-slice", Params: json.RawMessage(`{"want":3}`)}, Claims: claims}
 }
 
-func TestAHolderComesBackAsItWas(t *testing.T) {
+func TestHolderRoundTrip(t *testing.T) {
 	disk := durabletest.New()
 	s := open(t, disk)
-	h := holder("a_time-slice", HolderClaim{UID: uid, Namespace: "default", Name: "one"}, HolderClaim{UID: "other"})
+	h := newHolder("a_time-slice", HolderClaim{UID: uid, Namespace: "default", Name: "one"}, HolderClaim{UID: "other"})
 	if err := s.SaveHolder(h); err != nil {
 		t.Fatal(err)
 	}
@@ -36,7 +37,7 @@ func TestAHolderComesBackAsItWas(t *testing.T) {
 	if diff := cmp.Diff(h, got, cmp.AllowUnexported(Holder{}, HolderClaim{}, Step{})); diff != "" {
 		t.Error(diff)
 	}
-	if !got.Holds(uid) || got.Holds("nobody") || len(got.Others(uid)) != 1 || got.Others(uid)[0].UID != "other" {
+	if !got.HeldBy(uid) || got.HeldBy("none") || len(got.Others(uid)) != 1 || got.Others(uid)[0].UID != "other" {
 		t.Errorf("%+v", got.Claims)
 	}
 	if keys, err := s.Holders(); err != nil || !slices.Equal(keys, []string{h.Key}) {
@@ -53,10 +54,11 @@ func TestAHolderComesBackAsItWas(t *testing.T) {
 	}
 }
 
-func TestAHolderKeepsWhatALaterVersionWrote(t *testing.T) {
+func TestHolderPreservesUnknownFields(t *testing.T) {
 	disk := durabletest.New()
 	s := open(t, disk)
-	payload := `{"key":"k","gpus":["` + gpu0 + `"],"state":"Applied","bootID":"b","step":{"kind":"x","params":{"later":1},"later":2},"claims":[{"uid":"u","namespace":"n","name":"c","later":3}],"later":{"a":[1,2]}}`
+	payload := `{"key":"k","gpus":["` + gpu0 + `"],"state":"Applied","bootID":"b","step":{"kind":"x","params":{"later":1},"later":2},` +
+		`"claims":[{"uid":"u","namespace":"n","name":"c","later":3}],"later":{"a":[1,2]}}`
 	path := filepath.Join(holders, "k.json")
 	disk.Put(path, fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(payload)), payload))
 	h, found, err := s.Holder("k")
@@ -75,11 +77,12 @@ func TestAHolderKeepsWhatALaterVersionWrote(t *testing.T) {
 	}
 }
 
-func TestAHolderThatCannotBeReadIsSaidToBeThereAndCanBeSetAside(t *testing.T) {
+func TestUnreadableHolderIsFoundAndQuarantined(t *testing.T) {
 	sealed := func(payload string) string {
 		return fmt.Sprintf(`{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(payload)), payload)
 	}
-	for name, content := range map[string]string{"empty": "", "half": `{"formatVersion":1`, "no checksum": `{"formatVersion":1,"payload":{}}`, "another's": sealed(`{"key":"other"}`), "of another form": sealed(`[]`)} {
+	for name, content := range map[string]string{"empty": "", "half": `{"formatVersion":1`, "no checksum": `{"formatVersion":1,"payload":{}}`,
+		"another key": sealed(`{"key":"other"}`), "wrong type": sealed(`[]`)} {
 		t.Run(name, func(t *testing.T) {
 			disk := durabletest.New()
 			s := open(t, disk)
@@ -111,16 +114,16 @@ func TestAHolderThatCannotBeReadIsSaidToBeThereAndCanBeSetAside(t *testing.T) {
 	}
 }
 
-func TestWhatAnInterruptedWriteOfAHolderLeftGoesWithIt(t *testing.T) {
+func TestRemoveHolderRemovesUnfinishedWrites(t *testing.T) {
 	for n := 1; n <= 3; n++ {
 		disk := durabletest.New()
 		s := open(t, disk)
 		disk.StopAt(n)
-		if err := s.SaveHolder(holder("k")); err == nil {
+		if err := s.SaveHolder(newHolder("k")); err == nil {
 			t.Fatal("not interrupted")
 		}
 		disk.Restart()
-		if err := s.SaveHolder(holder("k2")); err != nil {
+		if err := s.SaveHolder(newHolder("k2")); err != nil {
 			t.Fatal(err)
 		}
 		if err := s.RemoveHolder("k"); err != nil {
@@ -132,10 +135,10 @@ func TestWhatAnInterruptedWriteOfAHolderLeftGoesWithIt(t *testing.T) {
 	}
 }
 
-func TestAKeyThatCannotNameAFileIsRefused(t *testing.T) {
+func TestInvalidHolderKeyIsRefused(t *testing.T) {
 	s := open(t, durabletest.New())
 	for _, key := range []string{"", ".", "..", "../x", "a/b", ".tmp-x", strings.Repeat("x", 300)} {
-		if err := s.SaveHolder(holder(key)); err == nil {
+		if err := s.SaveHolder(newHolder(key)); err == nil {
 			t.Errorf("%q was saved", key)
 		}
 		if _, _, err := s.Holder(key); err == nil {

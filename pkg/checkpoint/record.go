@@ -10,75 +10,85 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// State says how far a claim's preparation has come.
+// State is the progress of a claim's preparation.
 type State string
 
 const (
-	// Preparing means that any part of the steps may have been applied: all of them have to be reverted.
+	// Preparing means that some or all of the record's Steps may have been carried out. If the call
+	// was interrupted, all of them must be undone.
 	Preparing State = "Preparing"
-	// Prepared means that every step was applied and the kubelet may have been told.
+	// Prepared means that all of the record's Steps were carried out. The kubelet may already have the
+	// result of the call.
 	Prepared State = "Prepared"
-	// Reverting means that the claim is being given back and any part of it may be gone. To a version that does not know the word it is, like all that is
-	// not Prepared, something to revert.
+	// Reverting means that the claim is being unprepared and some Steps may be undone already. Older
+	// versions of the driver do not know this state. They undo a record in any state but Prepared.
 	Reverting State = "Reverting"
 )
 
-// Record is what the driver must know of a claim after anything has happened to the node.
+// Record is what the driver must remember about a claim across a crash or a reboot.
 type Record struct {
 	ClaimUID  types.UID `json:"claimUID"`
 	Namespace string    `json:"namespace"`
 	Name      string    `json:"name"`
 	State     State     `json:"state"`
-	// BootID is the kernel's of when the steps were applied: a reboot makes the hardware and tmpfs forget.
+	// BootID is the kernel's boot ID when the record's Steps were carried out. After a reboot their
+	// effects on the hardware and in tmpfs are gone.
 	BootID  string   `json:"bootID"`
 	Devices []Device `json:"devices"`
-	// Steps in the order in which they are applied; reverted backwards.
+	// Steps are the parts of the claim's preparation, such as creating a MIG instance, in the order in
+	// which the driver carries them out. It undoes them in reverse order.
 	Steps []Step `json:"steps"`
 
 	unknown map[string]json.RawMessage
 }
 
-// Device is one allocation result of the claim.
+// Device is one device that was allocated to the claim.
 type Device struct {
 	Request     string     `json:"request"`
 	Pool        string     `json:"pool"`
 	Device      string     `json:"device"`
 	ShareID     *types.UID `json:"shareID,omitempty"`
 	AdminAccess bool       `json:"adminAccess,omitempty"`
-	// GPU is the name of the physical card, GPUUUID which card that was: another UUID under the same name is another card.
-	GPU     string `json:"gpu"`
+	// GPU is the name of the GPU that provides the device. The name contains the PCI address.
+	GPU string `json:"gpu"`
+	// GPUUUID is the UUID of that GPU when the claim was prepared. If the GPU there has another UUID
+	// now, the card was replaced.
 	GPUUUID string `json:"gpuUUID"`
-	// MIGUUID is which MIG device it was, for a partition that exists.
+	// MIGUUID is the UUID of the partition's MIG device. It is empty for a whole GPU.
 	MIGUUID string `json:"migUUID,omitempty"`
-	// Fraction says that it is a share with limits, and not one of those that only take turns.
+	// Fraction means that the device is a share with a limited part of the GPU's memory and compute. A
+	// share without Fraction has no limit.
 	Fraction bool `json:"fraction,omitempty"`
-	// ConsumedCapacity is what the share takes of each of its device's capacities. Records of earlier
-	// versions do not have it, nor do devices that are held alone.
+	// ConsumedCapacity is how much of each capacity of the device the claim's share takes. It is nil
+	// for an exclusive device, and in records of driver versions that did not write it.
 	ConsumedCapacity map[string]resource.Quantity `json:"consumedCapacity,omitempty"`
 
 	unknown map[string]json.RawMessage
 }
 
-// Step is a step of package prepare in its stored form.
+// Step is one part of a claim's preparation, such as creating a MIG instance, in the form in which
+// the record stores it. Package prepare carries it out.
 type Step struct {
 	Kind string `json:"kind"`
-	// Params are kept by who knows the kind.
+	// Params are the step's parameters. Their form depends on Kind.
 	Params json.RawMessage `json:"params"`
 
 	unknown map[string]json.RawMessage
 }
 
-// Holds names the devices that the claim holds for itself, without duplicates, in the devices' order. Admin access holds nothing.
-func (r Record) Holds() []string {
-	return r.held(func(d Device) string { return d.Device })
+// OccupiedDevices returns the names of the claim's devices, each once, in the order of Devices.
+// Devices with admin access are left out: they stay free for other claims.
+func (r Record) OccupiedDevices() []string {
+	return r.collect(func(d Device) string { return d.Device })
 }
 
-// GPUs names the physical cards of what the claim holds for itself, in the same way.
+// GPUs returns the names of the GPUs of the claim's devices, each once. Devices with admin access
+// are left out.
 func (r Record) GPUs() []string {
-	return r.held(func(d Device) string { return d.GPU })
+	return r.collect(func(d Device) string { return d.GPU })
 }
 
-func (r Record) held(name func(Device) string) []string {
+func (r Record) collect(name func(Device) string) []string {
 	var names []string
 	seen := map[string]bool{}
 	for _, d := range r.Devices {
@@ -90,7 +100,8 @@ func (r Record) held(name func(Device) string) []string {
 	return names
 }
 
-// Fields that this version does not know were written by a later one, which may read the record again: they are kept.
+// Unknown fields in a record were written by a later version of the driver, which may read the
+// record again after an upgrade. So decoding and encoding keep them.
 
 type plainRecord Record
 
@@ -102,7 +113,7 @@ func (r *Record) UnmarshalJSON(raw []byte) error {
 	return err
 }
 
-func (r Record) MarshalJSON() ([]byte, error) { return encodeWith(plainRecord(r), r.unknown) }
+func (r Record) MarshalJSON() ([]byte, error) { return encodeWithUnknown(plainRecord(r), r.unknown) }
 
 type plainDevice Device
 
@@ -114,7 +125,7 @@ func (d *Device) UnmarshalJSON(raw []byte) error {
 	return err
 }
 
-func (d Device) MarshalJSON() ([]byte, error) { return encodeWith(plainDevice(d), d.unknown) }
+func (d Device) MarshalJSON() ([]byte, error) { return encodeWithUnknown(plainDevice(d), d.unknown) }
 
 type plainStep Step
 
@@ -126,9 +137,10 @@ func (s *Step) UnmarshalJSON(raw []byte) error {
 	return err
 }
 
-func (s Step) MarshalJSON() ([]byte, error) { return encodeWith(plainStep(s), s.unknown) }
+func (s Step) MarshalJSON() ([]byte, error) { return encodeWithUnknown(plainStep(s), s.unknown) }
 
-// decodeKnown fills v, which has these fields, and returns those of the object that it does not have.
+// decodeKnown decodes raw into v, whose JSON field names are in fields. It returns the fields of
+// raw that v does not have.
 func decodeKnown(raw []byte, v any, fields []string) (map[string]json.RawMessage, error) {
 	if err := json.Unmarshal(raw, v); err != nil {
 		return nil, err
@@ -146,7 +158,7 @@ func decodeKnown(raw []byte, v any, fields []string) (map[string]json.RawMessage
 	return all, nil
 }
 
-// fieldsOf are the names of a struct's fields in JSON.
+// fieldsOf returns the JSON names of the fields of struct T.
 func fieldsOf[T any]() []string {
 	var names []string
 	for _, field := range reflect.VisibleFields(reflect.TypeFor[T]()) {
@@ -157,14 +169,14 @@ func fieldsOf[T any]() []string {
 	return names
 }
 
-func encodeWith(v any, unknown map[string]json.RawMessage) ([]byte, error) {
+func encodeWithUnknown(v any, unknown map[string]json.RawMessage) ([]byte, error) {
 	raw, err := json.Marshal(v)
 	if err != nil || len(unknown) == 0 {
 		return raw, err
 	}
 	all := map[string]json.RawMessage{}
 	if err := json.Unmarshal(raw, &all); err != nil {
-		return nil, fmt.Errorf("keep the fields of a later version: %w", err)
+		return nil, fmt.Errorf("keep the fields that a later version of the driver wrote: %w", err)
 	}
 	for name, value := range unknown {
 		if _, ours := all[name]; !ours {

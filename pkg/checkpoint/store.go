@@ -1,12 +1,17 @@
-// Package checkpoint keeps one durable record per claim that is held on the node.
+// Package checkpoint keeps one durable record for each claim on the node.
 //
-// A record is a JSON file: a format version, a checksum over the bytes of the payload, and the payload. It is replaced atomically and is on the disk
-// before a call returns. The file's name says which claim it is and which devices the claim holds for itself: who holds a device is answered by one look
-// at the directory, and a record that cannot be read still holds its devices. Fields of later versions are kept.
+// A record is a JSON file with a format version, a payload and a checksum of the payload's bytes.
+// It is replaced atomically, and is on disk before the call returns. The file's name contains the
+// UID of the claim and the names of its devices. So one directory listing shows which claim uses a
+// device, and an unreadable record still blocks its devices. Fields that a later version wrote are
+// kept.
 //
-// Beside the records there is a mark per GPU, see [Store.Mark], and a file for each thing that several claims can hold together; see [Holder].
+// Next to the records are two more kinds of files. One kind is a mark that the plugin enabled a
+// GPU's MIG mode (see [Store.Mark]). The other lists the claims that share a GPU setting, an MPS
+// daemon or a partition (see [Holder]).
 //
-// The package does not lock: callers hold the claim's lock, and the lock of each GPU whose holders or mark they ask for.
+// The package does not lock. Callers hold the lock of the claim. To use a GPU's marks or the files
+// about what claims share on the GPU, they also hold the lock of that GPU.
 package checkpoint
 
 import (
@@ -27,12 +32,13 @@ import (
 const (
 	suffix    = ".json"
 	separator = "_"
-	// allDevices stands in a file name that would be too long with every device in it.
+	// allDevices replaces the list of devices in a file name that would be longer than maxName.
 	allDevices = "all"
 	maxName    = 255
 )
 
-// Store is the records of a node.
+// Store reads, writes and deletes the checkpoint records of the claims on a node, and the files of
+// settings that claims share.
 type Store struct {
 	disk       durable.FS
 	claims     string
@@ -41,9 +47,12 @@ type Store struct {
 	holders    string
 }
 
-// Open makes the store's directories.
+// Open creates the store's directories in dir, if they are missing.
 func Open(dir string, disk durable.FS) (*Store, error) {
-	s := &Store{disk: durable.NewTogether(disk), claims: filepath.Join(dir, "claims"), quarantine: filepath.Join(dir, "quarantine"), marks: filepath.Join(dir, "mig"), holders: filepath.Join(dir, "holders")}
+	s := &Store{
+		disk: durable.NewGroupSync(disk), claims: filepath.Join(dir, "claims"),
+		quarantine: filepath.Join(dir, "quarantine"), marks: filepath.Join(dir, "mig"), holders: filepath.Join(dir, "holders"),
+	}
 	for _, d := range []string{dir, s.claims, s.quarantine, s.marks, s.holders} {
 		if err := durable.MakeDir(disk, d); err != nil {
 			return nil, fmt.Errorf("open the store of records: %w", err)
@@ -52,24 +61,27 @@ func Open(dir string, disk durable.FS) (*Store, error) {
 	return s, nil
 }
 
-// Entry is what a record's file name tells.
+// Entry is what the file name of a claim's record says: the claim's UID and its devices.
 type Entry struct {
 	ClaimUID types.UID
 	Devices  []string
-	every    bool
+	overflow bool
 	file     string
 }
 
-// Inexact says that the devices did not fit into the name: they may be any, and the record knows which they are.
-func (e Entry) Inexact() bool { return e.every }
+// Inexact reports whether the names of the claim's devices were too long for the file name. If so,
+// Devices is empty, and only the record itself lists the devices.
+func (e Entry) Inexact() bool { return e.overflow }
 
-// List reads the directory, and no record. Files that are not records are left alone.
+// List returns an entry for each record, from the file names alone. It ignores files that are not
+// records.
 func (s *Store) List() ([]Entry, error) {
 	return s.list(func(string) bool { return true })
 }
 
-// ListAbout is List for the records whose claims may hold one of these cards, or a part of one.
-func (s *Store) ListAbout(gpus ...string) ([]Entry, error) {
+// ListForGPUs lists the records of claims that may have a device on one of these GPUs, by the
+// records' file names.
+func (s *Store) ListForGPUs(gpus ...string) ([]Entry, error) {
 	return s.list(func(name string) bool {
 		return strings.HasSuffix(name, separator+allDevices+suffix) ||
 			slices.ContainsFunc(gpus, func(gpu string) bool { return strings.Contains(name, separator+gpu) })
@@ -84,9 +96,9 @@ func (s *Store) list(wanted func(name string) bool) ([]Entry, error) {
 	var entries []Entry
 	for _, name := range names {
 		if !wanted(name) {
-			continue // not taken apart: there may be hundreds, and this is asked in calls of the kubelet
+			continue // each kubelet call lists hundreds of names, so parse only the wanted ones
 		}
-		if e, ok := parse(name); ok {
+		if e, ok := parseFileName(name); ok {
 			entries = append(entries, e)
 		}
 	}
@@ -94,7 +106,7 @@ func (s *Store) list(wanted func(name string) bool) ([]Entry, error) {
 	return entries, nil
 }
 
-func parse(name string) (Entry, bool) {
+func parseFileName(name string) (Entry, bool) {
 	stem, ok := strings.CutSuffix(name, suffix)
 	if _, unfinished := durable.Unfinished(name); !ok || unfinished {
 		return Entry{}, false
@@ -105,7 +117,7 @@ func parse(name string) (Entry, bool) {
 	}
 	e := Entry{ClaimUID: types.UID(parts[0]), Devices: parts[1:], file: name}
 	if slices.Equal(e.Devices, []string{allDevices}) {
-		e.Devices, e.every = nil, true
+		e.Devices, e.overflow = nil, true
 	}
 	return e, true
 }
@@ -115,14 +127,15 @@ func fileName(r Record) (string, error) {
 	if uid == "" || strings.ContainsAny(uid, separator+"/.") {
 		return "", fmt.Errorf("claim %s/%s: UID %q cannot name a file", r.Namespace, r.Name, uid)
 	}
-	name := strings.Join(append([]string{uid}, r.Holds()...), separator) + suffix
+	name := strings.Join(append([]string{uid}, r.OccupiedDevices()...), separator) + suffix
 	if len(name) > maxName {
 		name = uid + separator + allDevices + suffix
 	}
 	return name, nil
 }
 
-// Save makes the record durable. A claim whose devices have changed must be removed first.
+// Save writes the record durably. The file's name depends on the claim's devices, so the caller
+// must remove the old record first if they changed.
 func (s *Store) Save(r Record) error {
 	name, err := fileName(r)
 	if err != nil {
@@ -135,24 +148,26 @@ func (s *Store) Save(r Record) error {
 	return durable.Replace(s.disk, filepath.Join(s.claims, name), raw)
 }
 
-// Settle makes durable what is seen of records, and of holders if they matter: the process that wrote one, or removed it, may have been killed before the disk
-// had the name. Nothing is written where it has.
-func (s *Store) Settle(holders bool) error {
+// SyncDirs makes sure that a power cut cannot undo earlier writes and removals of records, because
+// a process may have been killed between a write and its sync. If "holders" is true, it does the
+// same for the files of settings and daemons that claims share.
+func (s *Store) SyncDirs(holders bool) error {
 	dirs := []string{s.claims}
 	if holders {
 		dirs = []string{s.holders, s.claims}
 	}
 	for _, dir := range dirs {
 		if err := s.disk.SyncDir(dir); err != nil {
-			return fmt.Errorf("make sure that the disk has the records: %w", err)
+			return fmt.Errorf("sync the directory of records: %w", err)
 		}
 	}
 	return nil
 }
 
-// Load finds a claim's record. An error that is an [*UnreadableError] or a [*FutureError] says that there is one, and what is wrong with it.
+// Load reads a claim's record. If err is an [*UnreadableError] or a [*FutureError], the record
+// exists but cannot be used.
 func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
-	files, err := s.files(uid)
+	files, err := s.recordFiles(uid)
 	if err != nil || len(files) == 0 {
 		return Record{}, false, err
 	}
@@ -165,12 +180,13 @@ func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 		return Record{}, found, err
 	}
 	if r.ClaimUID != uid {
-		return Record{}, true, &UnreadableError{Path: path, Reason: fmt.Sprintf("it is about claim %s", r.ClaimUID)}
+		return Record{}, true, &UnreadableError{Path: path, Reason: fmt.Sprintf("it belongs to claim %s", r.ClaimUID)}
 	}
 	return r, true, nil
 }
 
-// read is false for a file that is not there.
+// read decodes the file at path into v. found is false, without an error, if the file does not
+// exist.
 func (s *Store) read(path string, v any) (found bool, err error) {
 	raw, err := s.disk.ReadFile(path)
 	var untrusted *durable.UntrustedError
@@ -178,10 +194,12 @@ func (s *Store) read(path string, v any) (found bool, err error) {
 	case errors.Is(err, fs.ErrNotExist):
 		return false, nil
 	case errors.Is(err, syscall.EIO):
-		// A bad sector stays bad; anything else (no file handles left, say) says nothing about the record.
+		// A bad disk sector stays bad, so the record is lost. Other read errors, such as too many open
+		// files, may pass.
 		return true, &UnreadableError{Path: path, Reason: err.Error()}
 	case errors.As(err, &untrusted):
-		// Whoever planted it must not say what this process does as root.
+		// Never use a file that another user may have written: records decide what this process does as
+		// root.
 		return true, &UnreadableError{Path: path, Reason: untrusted.Reason}
 	case err != nil:
 		return true, fmt.Errorf("read the record %s: %w", path, err)
@@ -189,8 +207,9 @@ func (s *Store) read(path string, v any) (found bool, err error) {
 	return true, decode(path, raw, v)
 }
 
-// files are those of one claim. Others' names are not taken apart: there may be hundreds, and this is asked in every call of the kubelet.
-func (s *Store) files(uid types.UID) ([]string, error) {
+// recordFiles returns the file names of one claim's records. It parses only names that start with
+// the claim's UID, because each kubelet call gets here and there may be hundreds of files.
+func (s *Store) recordFiles(uid types.UID) ([]string, error) {
 	names, err := s.disk.ReadDir(s.claims)
 	if err != nil {
 		return nil, fmt.Errorf("list the records: %w", err)
@@ -200,7 +219,7 @@ func (s *Store) files(uid types.UID) ([]string, error) {
 		if !strings.HasPrefix(name, string(uid)) {
 			continue
 		}
-		if e, ok := parse(name); ok && e.ClaimUID == uid {
+		if e, ok := parseFileName(name); ok && e.ClaimUID == uid {
 			files = append(files, e.file)
 		}
 	}
@@ -208,9 +227,9 @@ func (s *Store) files(uid types.UID) ([]string, error) {
 	return files, nil
 }
 
-// Remove deletes a claim's record. One that is not there is removed already.
+// Remove deletes a claim's record. It is no error if there is none.
 func (s *Store) Remove(uid types.UID) error {
-	files, err := s.files(uid)
+	files, err := s.recordFiles(uid)
 	if err != nil {
 		return err
 	}
@@ -220,7 +239,8 @@ func (s *Store) Remove(uid types.UID) error {
 		}
 	}
 	if len(files) == 0 {
-		// An earlier call may have been killed between the removal and its way to the disk.
+		// Sync the directory even without a file: an earlier call may have been killed after it removed
+		// the file but before the removal was on disk.
 		if err := s.disk.SyncDir(s.claims); err != nil {
 			return fmt.Errorf("remove the record of claim %s: %w", uid, err)
 		}
@@ -228,31 +248,32 @@ func (s *Store) Remove(uid types.UID) error {
 	return nil
 }
 
-// Quarantine sets a claim's unreadable record aside, where it holds nothing any more and someone can still look at it. It returns the new places.
+// Quarantine moves a claim's unreadable record to the quarantine directory. There it blocks no
+// device, and an admin can inspect it. Quarantine returns the new path of each moved file.
 func (s *Store) Quarantine(uid types.UID, now time.Time) ([]string, error) {
-	files, err := s.files(uid)
+	files, err := s.recordFiles(uid)
 	if err != nil {
 		return nil, err
 	}
 	var places []string
 	for _, f := range files {
-		// The claim alone names it: with every device and the time the name could get too long.
+		// The new name has only the claim's UID and the time. With the devices it could be too long.
 		to := filepath.Join(s.quarantine, fmt.Sprintf("%s-%d%s", uid, now.UnixNano(), suffix))
 		if err := s.disk.Rename(filepath.Join(s.claims, f), to); err != nil {
-			return places, fmt.Errorf("set the record of claim %s aside: %w", uid, err)
+			return places, fmt.Errorf("quarantine the record of claim %s: %w", uid, err)
 		}
 		places = append(places, to)
 		now = now.Add(1)
 	}
 	for _, dir := range []string{s.quarantine, s.claims} {
 		if err := s.disk.SyncDir(dir); err != nil {
-			return places, fmt.Errorf("set the record of claim %s aside: %w", uid, err)
+			return places, fmt.Errorf("quarantine the record of claim %s: %w", uid, err)
 		}
 	}
 	return places, nil
 }
 
-// Unfinished lists the claims of which an interrupted [Store.Save] left a temporary file.
+// Unfinished lists the claims for which an interrupted [Store.Save] left a temporary file.
 func (s *Store) Unfinished() ([]types.UID, error) {
 	names, err := s.disk.ReadDir(s.claims)
 	if err != nil {
@@ -267,8 +288,9 @@ func (s *Store) Unfinished() ([]types.UID, error) {
 	return uids, nil
 }
 
-// Discard removes what interrupted writes of the claim's record left. The caller holds the claim, so no write is under way.
-func (s *Store) Discard(uid types.UID) error {
+// DiscardUnfinished removes the temporary files that interrupted calls of [Store.Save] left for a
+// claim. The caller holds the claim's lock, so no Save is running.
+func (s *Store) DiscardUnfinished(uid types.UID) error {
 	names, err := s.disk.ReadDir(s.claims)
 	if err != nil {
 		return fmt.Errorf("discard unfinished records of claim %s: %w", uid, err)

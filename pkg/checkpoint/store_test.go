@@ -36,7 +36,7 @@ func open(t *testing.T, disk *durabletest.Disk) *Store {
 	return s
 }
 
-func record(gpus ...string) Record {
+func newRecord(gpus ...string) Record {
 	r := Record{ClaimUID: uid, Namespace: "default", Name: "one-gpu", State: Prepared, BootID: "boot-1",
 		Steps: []Step{{Kind: "claim-spec", Params: json.RawMessage(`{"a":1}`)}}}
 	for i, g := range gpus {
@@ -57,9 +57,9 @@ func save(t *testing.T, s *Store, r Record) string {
 	return filepath.Join(claims, name)
 }
 
-func TestARecordComesBackAsItWas(t *testing.T) {
+func TestRecordRoundTrip(t *testing.T) {
 	s := open(t, durabletest.New())
-	want := record(gpu0, gpu1)
+	want := newRecord(gpu0, gpu1)
 	want.Devices[0].ShareID = ptr.To(types.UID("share"))
 	want.Devices[1].AdminAccess = true
 	want.Devices[1].MIGUUID = "MIG-1"
@@ -80,14 +80,14 @@ func holds(e Entry, device string) bool {
 	return e.Inexact() || slices.Contains(e.Devices, device)
 }
 
-func TestTheFileNameSaysWhatIsHeld(t *testing.T) {
+func TestFileNameListsDevices(t *testing.T) {
 	many := make([]string, 13)
 	for i := range many {
 		many[i] = fmt.Sprintf("gpu-0000-%02x-00-0", i)
 	}
-	admin := record(gpu0)
+	admin := newRecord(gpu0)
 	admin.Devices[0].AdminAccess = true
-	partitioned := record(gpu0, gpu1)
+	partitioned := newRecord(gpu0, gpu1)
 	partitioned.Devices[0].Device += "-mig-19-4"
 	for _, c := range []struct {
 		name    string
@@ -96,11 +96,11 @@ func TestTheFileNameSaysWhatIsHeld(t *testing.T) {
 		free    []string
 		inexact bool
 	}{
-		{"one GPU", record(gpu0), []string{gpu0}, []string{gpu1}, false},
-		{"one GPU for two requests", record(gpu0, gpu0), []string{gpu0}, []string{gpu1}, false},
+		{"one GPU", newRecord(gpu0), []string{gpu0}, []string{gpu1}, false},
+		{"one GPU for two requests", newRecord(gpu0, gpu0), []string{gpu0}, []string{gpu1}, false},
 		{"admin access", admin, nil, []string{gpu0}, false},
-		{"a partition beside a GPU", partitioned, []string{gpu0 + "-mig-19-4", gpu1}, []string{gpu0, gpu0 + "-mig-19-3"}, false},
-		{"more GPUs than fit", record(many...), []string{many[0], gpu1}, nil, true},
+		{"a partition and a GPU", partitioned, []string{gpu0 + "-mig-19-4", gpu1}, []string{gpu0, gpu0 + "-mig-19-3"}, false},
+		{"more GPUs than fit", newRecord(many...), []string{many[0], gpu1}, nil, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := open(t, durabletest.New())
@@ -117,19 +117,19 @@ func TestTheFileNameSaysWhatIsHeld(t *testing.T) {
 			}
 			for _, g := range c.holds {
 				if !holds(e, g) {
-					t.Errorf("%s is not held", g)
+					t.Errorf("%s is not occupied", g)
 				}
 			}
 			for _, g := range c.free {
 				if holds(e, g) {
-					t.Errorf("%s is held", g)
+					t.Errorf("%s is occupied", g)
 				}
 			}
 		})
 	}
 }
 
-func TestOneBadRecordIsOneBadRecord(t *testing.T) {
+func TestBadRecordAffectsNoOther(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		spoil func([]byte) []byte
@@ -142,19 +142,19 @@ func TestOneBadRecordIsOneBadRecord(t *testing.T) {
 			b[strings.Index(string(b), "one-gpu")] ^= 1
 			return b
 		}},
-		{"something behind it", func(b []byte) []byte { return append(slices.Clone(b), b...) }},
+		{"trailing data", func(b []byte) []byte { return append(slices.Clone(b), b...) }},
 		{"no version", func([]byte) []byte { return []byte(`{}`) }},
 		{"no payload", func([]byte) []byte { return []byte(`{"formatVersion":1}`) }},
-		{"a payload of another form", func([]byte) []byte {
+		{"a payload of the wrong type", func([]byte) []byte {
 			return fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":[]}`, checksum([]byte("[]")))
 		}},
 		{"the record of another claim", func([]byte) []byte {
-			other := record(gpu0)
+			other := newRecord(gpu0)
 			other.ClaimUID = "other"
 			raw, _ := encode("another claim", other)
 			return raw
 		}},
-		{"devices of another form", func([]byte) []byte {
+		{"devices of the wrong type", func([]byte) []byte {
 			payload := `{"claimUID":"` + string(uid) + `","devices":[7]}`
 			return fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(payload)), payload)
 		}},
@@ -162,10 +162,10 @@ func TestOneBadRecordIsOneBadRecord(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			disk := durabletest.New()
 			s := open(t, disk)
-			path := save(t, s, record(gpu0))
+			path := save(t, s, newRecord(gpu0))
 			raw, _ := disk.ReadFile(path)
 			disk.Put(path, c.spoil(raw))
-			good := record(gpu1)
+			good := newRecord(gpu1)
 			good.ClaimUID = "good"
 			save(t, s, good)
 
@@ -182,7 +182,7 @@ func TestOneBadRecordIsOneBadRecord(t *testing.T) {
 			}
 			entries, err := s.List()
 			if err != nil || !slices.ContainsFunc(entries, func(e Entry) bool { return e.ClaimUID == uid && holds(e, gpu0) }) {
-				t.Errorf("it holds its GPU no more: %v, %v", entries, err)
+				t.Errorf("it no longer blocks its GPU: %v, %v", entries, err)
 			}
 
 			places, err := s.Quarantine(uid, time.Unix(1, 0))
@@ -200,10 +200,10 @@ func TestOneBadRecordIsOneBadRecord(t *testing.T) {
 	}
 }
 
-func TestALaterFormatIsNamedAndLeft(t *testing.T) {
+func TestLaterFormatIsRefusedAndKept(t *testing.T) {
 	disk := durabletest.New()
 	s := open(t, disk)
-	path := save(t, s, record(gpu0))
+	path := save(t, s, newRecord(gpu0))
 	disk.Put(path, []byte(`{"formatVersion":2,"digest":"of another kind","body":{}}`))
 	_, found, err := s.Load(uid)
 	var future *FutureError
@@ -217,12 +217,13 @@ func TestALaterFormatIsNamedAndLeft(t *testing.T) {
 	}
 }
 
-func TestFieldsOfLaterVersionsAreKept(t *testing.T) {
+func TestRecordPreservesUnknownFields(t *testing.T) {
 	disk := durabletest.New()
 	s := open(t, disk)
-	path := save(t, s, record(gpu0))
+	path := save(t, s, newRecord(gpu0))
 	payload := `{"claimUID":"` + string(uid) + `","namespace":"default","name":"one-gpu","state":"Prepared","bootID":"b","epoch":7,` +
-		`"devices":[{"request":"r","pool":"p","device":"` + gpu0 + `","gpu":"` + gpu0 + `","gpuUUID":"u","adminAccess":false,"mig":{"id":3}}],"steps":[]}`
+		`"devices":[{"request":"r","pool":"p","device":"` + gpu0 + `","gpu":"` + gpu0 +
+		`","gpuUUID":"u","adminAccess":false,"mig":{"id":3}}],"steps":[]}`
 	disk.Put(path, fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(payload)), payload))
 	r, _, err := s.Load(uid)
 	if err != nil {
@@ -241,14 +242,14 @@ func TestFieldsOfLaterVersionsAreKept(t *testing.T) {
 	}
 }
 
-func TestReadErrorsThatMayPassSayNothingAboutTheRecord(t *testing.T) {
+func TestTransientReadErrorsAreNotUnreadable(t *testing.T) {
 	for err, unreadable := range map[error]bool{syscall.EMFILE: false, syscall.EACCES: false, syscall.EIO: true} {
 		disk := &brokenReads{Disk: durabletest.New(), err: err}
 		s, oerr := Open("/state", disk)
 		if oerr != nil {
 			t.Fatal(oerr)
 		}
-		save(t, s, record(gpu0))
+		save(t, s, newRecord(gpu0))
 		_, found, got := s.Load(uid)
 		var u *UnreadableError
 		if !found || got == nil || errors.As(got, &u) != unreadable {
@@ -264,11 +265,11 @@ type brokenReads struct {
 
 func (b *brokenReads) ReadFile(string) ([]byte, error) { return nil, b.err }
 
-func TestTwoRecordsOfOneClaimAreNotGuessedAbout(t *testing.T) {
+func TestTwoRecordsOfOneClaimAreUnreadable(t *testing.T) {
 	disk := durabletest.New()
 	s := open(t, disk)
-	save(t, s, record(gpu0))
-	save(t, s, record(gpu1))
+	save(t, s, newRecord(gpu0))
+	save(t, s, newRecord(gpu1))
 	_, _, err := s.Load(uid)
 	var unreadable *UnreadableError
 	if !errors.As(err, &unreadable) {
@@ -279,10 +280,10 @@ func TestTwoRecordsOfOneClaimAreNotGuessedAbout(t *testing.T) {
 	}
 }
 
-func TestRemoveTakesAllOfAClaim(t *testing.T) {
+func TestRemoveDeletesAllRecordsOfAClaim(t *testing.T) {
 	disk := durabletest.New()
 	s := open(t, disk)
-	save(t, s, record(gpu0))
+	save(t, s, newRecord(gpu0))
 	for range 2 {
 		if err := s.Remove(uid); err != nil {
 			t.Fatal(err)
@@ -293,11 +294,11 @@ func TestRemoveTakesAllOfAClaim(t *testing.T) {
 	}
 }
 
-func TestUnfinishedWritesAreFoundAndDiscarded(t *testing.T) {
+func TestUnfinishedWritesAreDiscarded(t *testing.T) {
 	disk := durabletest.New()
 	s := open(t, disk)
 	disk.StopAt(2)
-	if err := s.Save(record(gpu0)); err == nil {
+	if err := s.Save(newRecord(gpu0)); err == nil {
 		t.Fatal("succeeded")
 	}
 	disk.Restart()
@@ -307,7 +308,7 @@ func TestUnfinishedWritesAreFoundAndDiscarded(t *testing.T) {
 	if uids, err := s.Unfinished(); err != nil || !slices.Equal(uids, []types.UID{uid}) {
 		t.Errorf("%v, %v", uids, err)
 	}
-	if err := errors.Join(s.Discard("another"), s.Discard(uid)); err != nil {
+	if err := errors.Join(s.DiscardUnfinished("another"), s.DiscardUnfinished(uid)); err != nil {
 		t.Fatal(err)
 	}
 	if names := disk.Names(claims); len(names) != 0 {
@@ -326,10 +327,10 @@ func TestForeignFilesAreLeftAlone(t *testing.T) {
 	}
 }
 
-func TestAUIDThatIsNoFileNameIsRefused(t *testing.T) {
+func TestInvalidUIDIsRefused(t *testing.T) {
 	s := open(t, durabletest.New())
 	for _, bad := range []types.UID{"", "../x", "a_b", "a/b"} {
-		r := record(gpu0)
+		r := newRecord(gpu0)
 		r.ClaimUID = bad
 		if err := s.Save(r); err == nil {
 			t.Errorf("%q accepted", bad)
@@ -337,12 +338,12 @@ func TestAUIDThatIsNoFileNameIsRefused(t *testing.T) {
 	}
 }
 
-func TestEveryFailingCallIsAnErrorThatNamesTheClaim(t *testing.T) {
+func TestFailingDiskCallsNameTheClaim(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		do   func(*Store) error
 	}{
-		{"save", func(s *Store) error { return s.Save(record(gpu0)) }},
+		{"save", func(s *Store) error { return s.Save(newRecord(gpu0)) }},
 		{"remove", func(s *Store) error { return s.Remove(uid) }},
 		{"quarantine", func(s *Store) error { _, err := s.Quarantine(uid, time.Unix(1, 0)); return err }},
 	} {
@@ -350,7 +351,7 @@ func TestEveryFailingCallIsAnErrorThatNamesTheClaim(t *testing.T) {
 			for n := 1; ; n++ {
 				disk := durabletest.New()
 				s := open(t, disk)
-				save(t, s, record(gpu0))
+				save(t, s, newRecord(gpu0))
 				disk.FailAt(n, syscall.EROFS)
 				err := c.do(s)
 				if disk.Writes() < n {
@@ -367,13 +368,13 @@ func TestEveryFailingCallIsAnErrorThatNamesTheClaim(t *testing.T) {
 	}
 }
 
-func TestADirectoryThatIsGoneIsAnError(t *testing.T) {
+func TestMissingDirectoryIsAnError(t *testing.T) {
 	s := &Store{disk: durabletest.New(), claims: claims, quarantine: "/state/quarantine"}
 	_, listErr := s.List()
 	_, _, loadErr := s.Load(uid)
 	_, quarantineErr := s.Quarantine(uid, time.Unix(1, 0))
 	_, unfinishedErr := s.Unfinished()
-	for i, err := range []error{listErr, loadErr, quarantineErr, unfinishedErr, s.Remove(uid), s.Discard(uid)} {
+	for i, err := range []error{listErr, loadErr, quarantineErr, unfinishedErr, s.Remove(uid), s.DiscardUnfinished(uid)} {
 		if err == nil {
 			t.Errorf("call %d succeeded", i)
 		}

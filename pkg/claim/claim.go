@@ -12,37 +12,44 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
 )
 
-// Allocation is our part of what a claim got.
+// Allocation is the part of a claim's allocation that belongs to this driver.
 type Allocation struct {
 	UID       types.UID
 	Namespace string
 	Name      string
-	// Results are in the order in which the scheduler wrote them. There are none if the claim got nothing of ours.
+	// Results are in the order that the scheduler wrote. Results is empty if the claim has no device
+	// of this driver.
 	Results []Result
 }
 
-// Result is one allocated device.
+// Result is one device that was allocated to the claim.
 type Result struct {
-	// Request names the request, or "request/subrequest" where the claim gave alternatives.
+	// Request is the request's name. It is "request/subrequest" if the request lists alternatives
+	// (firstAvailable).
 	Request string
 	Pool    string
 	Device  string
-	// ShareID tells shares of one device apart. It is nil for a device that is held alone.
+	// ShareID tells several shares of one device apart. It is nil for an exclusive device.
 	ShareID *types.UID
-	// Capacity is how much of each of the device's capacities the claim holds, by the capacity's name. It is nil for a device that is held alone.
+	// Capacity is how much of each capacity of the device was allocated to the claim. It is nil for an
+	// exclusive device.
 	Capacity map[string]resource.Quantity
-	// AdminAccess marks a device that is looked at, not held: others may hold it.
+	// AdminAccess means that the claim only observes the device, which other claims may use at the
+	// same time.
 	AdminAccess bool
-	// Config is the effective configuration. It is nil only if the device's name is none that this driver gives.
+	// Config is the configuration that applies to the device, with defaults filled in. It is nil only
+	// if this driver does not know the form of the device's name.
 	Config v1beta1.Config
-	// Group is the same for results that take one and the same configuration as it was written. It is [NoGroup] where none was.
+	// Group is equal for all results that use the same configuration entry of the claim or
+	// DeviceClass. It is [NoGroup] if no entry applies.
 	Group int
 }
 
-// NoGroup is the group of a result whose configuration nobody wrote.
+// NoGroup is the group of a result to which no configuration entry applies.
 const NoGroup = -1
 
-// Read picks the driver's part out of an allocated claim. Errors name the request or configuration, not the claim: the caller does.
+// Read returns the part of the allocated claim c that belongs to driver. Its errors name the
+// request or the configuration but not the claim, which the caller adds.
 func Read(c *resourceapi.ResourceClaim, driver string) (Allocation, error) {
 	a := Allocation{UID: c.UID, Namespace: c.Namespace, Name: c.Name}
 	if c.Status.Allocation == nil {
@@ -58,14 +65,14 @@ func Read(c *resourceapi.ResourceClaim, driver string) (Allocation, error) {
 		if r.Driver != driver {
 			continue
 		}
-		config, group, err := effective(configs, r)
+		config, group, err := effectiveConfig(configs, r)
 		if err != nil {
 			return a, fmt.Errorf("request %s: %w", r.Request, err)
 		}
 		a.Results = append(a.Results, Result{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID,
 			AdminAccess: ptr.Deref(r.AdminAccess, false),
-			Capacity:    consumed(r.ConsumedCapacity),
+			Capacity:    capacities(r.ConsumedCapacity),
 			Config:      config,
 			Group:       group,
 		})
@@ -73,8 +80,9 @@ func Read(c *resourceapi.ResourceClaim, driver string) (Allocation, error) {
 	return a, nil
 }
 
-// consumed has the names as slices have them, without a domain: the scheduler repeats those.
-func consumed(all map[resourceapi.QualifiedName]resource.Quantity) map[string]resource.Quantity {
+// capacities converts the capacity names to strings. They have no domain prefix, because the
+// scheduler copies the names from the ResourceSlice and this driver writes none there.
+func capacities(all map[resourceapi.QualifiedName]resource.Quantity) map[string]resource.Quantity {
 	if len(all) == 0 {
 		return nil
 	}

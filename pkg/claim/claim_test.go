@@ -35,14 +35,17 @@ func config(from resourceapi.AllocationConfigSource, raw string, requests ...str
 	}}
 }
 
-// slice is a GpuConfig that the interval tells from others.
+// slice returns a GpuConfig with this time slice interval. Tests recognize the configuration by its
+// interval.
 func slice(interval v1beta1.TimeSliceInterval) string {
-	return `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"` + string(interval) + `"}}}`
+	return `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing",` +
+		`"timeSlicingConfig":{"interval":"` + string(interval) + `"}}}`
 }
 
 func kind(k string) string { return `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"` + k + `"}` }
 
-func newClaim(results []resourceapi.DeviceRequestAllocationResult, configs ...resourceapi.DeviceAllocationConfiguration) *resourceapi.ResourceClaim {
+func newClaim(results []resourceapi.DeviceRequestAllocationResult,
+	configs ...resourceapi.DeviceAllocationConfiguration) *resourceapi.ResourceClaim {
 	return &resourceapi.ResourceClaim{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "c", UID: "uid"},
 		Status: resourceapi.ResourceClaimStatus{Allocation: &resourceapi.AllocationResult{
@@ -51,18 +54,20 @@ func newClaim(results []resourceapi.DeviceRequestAllocationResult, configs ...re
 	}
 }
 
-func TestOnlyOurResultsInTheirOrder(t *testing.T) {
+func TestReadKeepsDriverResultsInOrder(t *testing.T) {
 	foreign := allocated("nic", "eth0")
 	foreign.Driver = "net.example.com"
 	shared := allocated("b/large", gpu0)
 	shared.ShareID = ptr.To(types.UID("share"))
 	shared.AdminAccess = ptr.To(true)
-	shared.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse("18Gi"), "cores": resource.MustParse("25")}
+	shared.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse("18Gi"),
+		"cores": resource.MustParse("25")}
 	foreignConfig := config(theClaim, "not even JSON")
 	foreignConfig.Opaque.Driver = "net.example.com"
 	empty := resourceapi.DeviceAllocationConfiguration{Source: theClaim}
 
-	got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated("a", gpu1), foreign, shared}, foreignConfig, empty), driver)
+	got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated("a", gpu1), foreign, shared}, foreignConfig, empty),
+		driver)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -80,26 +85,36 @@ func TestOnlyOurResultsInTheirOrder(t *testing.T) {
 	}
 }
 
-func TestWhichConfigurationHolds(t *testing.T) {
+func TestEffectiveConfiguration(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		configs []resourceapi.DeviceAllocationConfiguration
 		request string
-		want    v1beta1.TimeSliceInterval // empty: none
+		want    v1beta1.TimeSliceInterval // empty means that no interval is set
 	}{
 		{"none", nil, "r", ""},
-		{"the class's", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short"), "r")}, "r", "Short"},
-		{"a later one of the class", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")), config(class, slice("Long"))}, "r", "Long"},
-		{"the claim's over the class's", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")), config(theClaim, slice("Long"))}, "r", "Long"},
-		{"the claim's over the class's, even before it", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long")), config(class, slice("Short"))}, "r", "Long"},
-		{"a later one of the claim", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r"), config(theClaim, slice("Medium"))}, "r", "Medium"},
-		{"one for another request", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "other")}, "r", ""},
-		{"one for the request holds for its subrequest", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r")}, "r/large", "Long"},
-		{"one for the subrequest", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "other", "r/large")}, "r/large", "Long"},
-		{"one for another subrequest", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r/small")}, "r/large", ""},
-		{"one for a subrequest does not hold for a request that begins like it", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r/large")}, "r", ""},
-		{"one of another kind from the class, whose entries the scheduler gives the request's name", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short"), "r"), config(class, kind("MigDeviceConfig"), "r")}, "r", "Short"},
-		{"one of another kind for all requests", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")), config(theClaim, kind("MigDeviceConfig"))}, "r", "Short"},
+		{"class", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short"), "r")}, "r", "Short"},
+		{"later class entry", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")), config(class, slice("Long"))},
+			"r", "Long"},
+		{"claim overrides class", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")),
+			config(theClaim, slice("Long"))}, "r", "Long"},
+		{"claim overrides a later class entry", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long")),
+			config(class, slice("Short"))}, "r", "Long"},
+		{"later claim entry", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r"),
+			config(theClaim, slice("Medium"))}, "r", "Medium"},
+		{"another request's", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "other")}, "r", ""},
+		{"request's entry applies to its subrequest", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r")},
+			"r/large", "Long"},
+		{"subrequest's", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "other", "r/large")}, "r/large",
+			"Long"},
+		{"another subrequest's", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r/small")}, "r/large", ""},
+		{"subrequest's entry ignores a request with the same prefix",
+			[]resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long"), "r/large")}, "r", ""},
+		{"class entry of another kind with the request's name",
+			[]resourceapi.DeviceAllocationConfiguration{config(class, slice("Short"), "r"),
+				config(class, kind("MigDeviceConfig"), "r")}, "r", "Short"},
+		{"another kind for all requests", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")),
+			config(theClaim, kind("MigDeviceConfig"))}, "r", "Short"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated(c.request, gpu0)}, c.configs...), driver)
@@ -121,7 +136,7 @@ func TestWhichConfigurationHolds(t *testing.T) {
 	}
 }
 
-func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
+func TestReadErrors(t *testing.T) {
 	results := []resourceapi.DeviceRequestAllocationResult{allocated("r", gpu0)}
 	unallocated := newClaim(nil)
 	unallocated.Status.Allocation = nil
@@ -133,12 +148,17 @@ func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
 		{"not allocated", unallocated, []string{"not allocated"}},
 		{"malformed", newClaim(results, config(theClaim, "{")), []string{"the claim's configuration"}},
 		{"malformed, in the class", newClaim(results, config(class, "{", "r", "s")), []string{"the DeviceClass's configuration", "r, s"}},
-		{"malformed, for a request that is not ours", newClaim(nil, config(theClaim, "{", "nic")), []string{"nic"}},
-		{"without meaning", newClaim(results, config(theClaim, slice("Eternal"))), []string{"the claim's configuration is not valid: GpuConfig: sharing.timeSlicingConfig.interval is \"Eternal\""}},
-		{"an unknown field", newClaim(results, config(theClaim, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","shraing":{}}`)), []string{"shraing"}},
-		{"of the wrong kind for its request", newClaim(results, config(theClaim, kind("MigDeviceConfig"), "r")), []string{"request r", "MigDeviceConfig", gpu0, "GpuConfig"}},
-		{"of the wrong kind for its request, passthrough", newClaim(results, config(theClaim, kind("VfioDeviceConfig"), "r")), []string{"request r", "VfioDeviceConfig", gpu0, "GpuConfig"}},
-		{"too long", newClaim(results, config(theClaim, strings.Repeat(" ", resourceapi.OpaqueParametersMaxLength+1))), []string{"the claim's configuration"}},
+		{"malformed for another driver's request", newClaim(nil, config(theClaim, "{", "nic")), []string{"nic"}},
+		{"unknown interval", newClaim(results, config(theClaim, slice("Eternal"))),
+			[]string{"the claim's configuration is not valid: GpuConfig: sharing.timeSlicingConfig.interval is \"Eternal\""}},
+		{"an unknown field", newClaim(results, config(theClaim, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","shraing":{}}`)),
+			[]string{"shraing"}},
+		{"wrong kind for its request", newClaim(results, config(theClaim, kind("MigDeviceConfig"), "r")),
+			[]string{"request r", "MigDeviceConfig", gpu0, "GpuConfig"}},
+		{"passthrough kind for its request", newClaim(results, config(theClaim, kind("VfioDeviceConfig"), "r")),
+			[]string{"request r", "VfioDeviceConfig", gpu0, "GpuConfig"}},
+		{"too long", newClaim(results, config(theClaim, strings.Repeat(" ", resourceapi.OpaqueParametersMaxLength+1))),
+			[]string{"the claim's configuration"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			_, err := Read(c.claim, driver)
@@ -154,33 +174,41 @@ func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
 	}
 }
 
-// Whether the device exists is not for this package to say: it must come through, so that someone can.
-func TestADeviceOfAnotherNameComesThrough(t *testing.T) {
+// If a result has an unknown device name, Read must return it without a configuration. It must not
+// fail: package prepare reports that the device does not exist.
+func TestUnknownDeviceNameHasNoConfiguration(t *testing.T) {
 	for _, name := range []string{"", "gpu-0", gpu0 + "-mig-19", gpu0 + "-mig-019-0", "gpu-0000-1b-00-9", "x" + gpu0} {
-		got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated("r", name)}, config(theClaim, slice("Long"), "r")), driver)
+		got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated("r", name)}, config(theClaim, slice("Long"), "r")),
+			driver)
 		if err != nil || len(got.Results) != 1 || got.Results[0].Config != nil || got.Results[0].Device != name {
 			t.Errorf("%q: %+v, %v", name, got, err)
 		}
 	}
 }
 
-// A class is written without knowing which shapes a claim gets, and a claim may get both: each takes the configuration of its kind.
+// A DeviceClass may have configurations for whole GPUs and for MIG devices, because its author does
+// not know which of them a claim gets. Each device must use the one for its kind.
 func TestPartitionsTakeMigDeviceConfigAndWholeGPUsGpuConfig(t *testing.T) {
 	const partition, part = gpu1 + "-mig-19-0", gpu1 + "-mig-9-4-ci-0"
-	both := []resourceapi.DeviceRequestAllocationResult{allocated("whole", gpu0), allocated("parts/small", partition), allocated("parts/large", part)}
+	both := []resourceapi.DeviceRequestAllocationResult{allocated("whole", gpu0), allocated("parts/small", partition),
+		allocated("parts/large", part)}
 	mig := func(strategy string) string {
 		return `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig","sharing":{"strategy":"` + strategy + `"}}`
 	}
 	for _, c := range []struct {
 		name    string
 		configs []resourceapi.DeviceAllocationConfiguration
-		want    []v1beta1.SharingStrategy // empty: no sharing
+		want    []v1beta1.SharingStrategy // empty means no sharing
 	}{
 		{"none", nil, []v1beta1.SharingStrategy{"", "", ""}},
-		{"one of each kind for all requests", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long")), config(theClaim, mig("MPS"))}, []v1beta1.SharingStrategy{"TimeSlicing", "MPS", "MPS"}},
-		{"one for partitions alone", []resourceapi.DeviceAllocationConfiguration{config(theClaim, mig("MPS"), "parts")}, []v1beta1.SharingStrategy{"", "MPS", "MPS"}},
-		{"one for one of the alternatives", []resourceapi.DeviceAllocationConfiguration{config(theClaim, mig("MPS"), "parts/large")}, []v1beta1.SharingStrategy{"", "", "MPS"}},
-		{"the class's of both kinds, the claim's of one", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")), config(class, mig("TimeSlicing")), config(theClaim, mig("MPS"), "parts")}, []v1beta1.SharingStrategy{"TimeSlicing", "MPS", "MPS"}},
+		{"one of each kind for all requests", []resourceapi.DeviceAllocationConfiguration{config(theClaim, slice("Long")),
+			config(theClaim, mig("MPS"))}, []v1beta1.SharingStrategy{"TimeSlicing", "MPS", "MPS"}},
+		{"only for partitions", []resourceapi.DeviceAllocationConfiguration{config(theClaim, mig("MPS"), "parts")},
+			[]v1beta1.SharingStrategy{"", "MPS", "MPS"}},
+		{"for one alternative", []resourceapi.DeviceAllocationConfiguration{config(theClaim, mig("MPS"), "parts/large")},
+			[]v1beta1.SharingStrategy{"", "", "MPS"}},
+		{"class has both kinds, claim one", []resourceapi.DeviceAllocationConfiguration{config(class, slice("Short")),
+			config(class, mig("TimeSlicing")), config(theClaim, mig("MPS"), "parts")}, []v1beta1.SharingStrategy{"TimeSlicing", "MPS", "MPS"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			got, err := Read(newClaim(both, c.configs...), driver)
@@ -205,41 +233,44 @@ func TestPartitionsTakeMigDeviceConfigAndWholeGPUsGpuConfig(t *testing.T) {
 		})
 	}
 	for request, wrong := range map[string]string{"whole": mig("MPS"), "parts": slice("Long")} {
-		if _, err := Read(newClaim(both, config(theClaim, wrong, request)), driver); err == nil || !strings.Contains(err.Error(), "request "+request) {
+		if _, err := Read(newClaim(both, config(theClaim, wrong, request)), driver); err == nil ||
+			!strings.Contains(err.Error(), "request "+request) {
 			t.Errorf("a configuration of the other kind for request %s: %v", request, err)
 		}
 	}
 }
 
-func TestTheKindOfADeviceFollowsFromItsName(t *testing.T) {
+func TestConfigurationKindFollowsDeviceName(t *testing.T) {
 	for _, address := range []string{"0000:1b:00.0", "00000008:01:00.0", "10000:ff:1f.7"} {
 		a, err := device.ParsePCIAddress(address)
 		if err != nil {
 			t.Fatal(err)
 		}
 		name := device.Name{GPU: a.WholeName()}
-		if k, ok := kindFor(name.String()); !ok || k != "GpuConfig" {
+		if k, ok := configKindFor(name.String()); !ok || k != "GpuConfig" {
 			t.Errorf("%s: %q, %v", name, k, ok)
 		}
 		name.Partition = &device.PartitionName{ProfileID: 19, Start: 3, Compute: ptr.To(uint32(1))}
-		if k, ok := kindFor(name.String()); !ok || k != "MigDeviceConfig" {
+		if k, ok := configKindFor(name.String()); !ok || k != "MigDeviceConfig" {
 			t.Errorf("%s: %q, %v", name, k, ok)
 		}
 		for _, n := range []device.Name{{GPU: a.WholeName()}, name} {
 			share := n
 			share.Share = true
-			alone, _ := kindFor(n.String())
-			if k, ok := kindFor(share.String()); !ok || k != alone {
-				t.Errorf("%s: %q, %v; what it is a share of takes a %s", share, k, ok, alone)
+			alone, _ := configKindFor(n.String())
+			if k, ok := configKindFor(share.String()); !ok || k != alone {
+				t.Errorf("%s: %q, %v, but the unshared device takes a %s", share, k, ok, alone)
 			}
 		}
 	}
 }
 
-// One daemon serves the results that one entry was written for.
-func TestResultsThatTakeOneConfigurationAreAGroup(t *testing.T) {
+// Results that use the same configuration entry must have the same group, because one MPS daemon
+// serves the group.
+func TestResultsWithOneConfigurationShareAGroup(t *testing.T) {
 	const partition = gpu1 + "-mig-19-0"
-	results := []resourceapi.DeviceRequestAllocationResult{allocated("a", gpu0), allocated("b", gpu1), allocated("c", partition), allocated("a", gpu0+"-share")}
+	results := []resourceapi.DeviceRequestAllocationResult{allocated("a", gpu0), allocated("b", gpu1), allocated("c", partition),
+		allocated("a", gpu0+"-share")}
 	foreign := config(theClaim, "{}")
 	foreign.Opaque.Driver = "net.example.com"
 	short, long, mig := slice("Short"), slice("Long"), kind("MigDeviceConfig")
@@ -248,14 +279,19 @@ func TestResultsThatTakeOneConfigurationAreAGroup(t *testing.T) {
 		configs []resourceapi.DeviceAllocationConfiguration
 		want    []int
 	}{
-		{"none was written", nil, []int{NoGroup, NoGroup, NoGroup, NoGroup}},
-		{"one for all is for those of its kind", []resourceapi.DeviceAllocationConfiguration{config(theClaim, short)}, []int{0, 0, NoGroup, 0}},
-		{"one of each kind", []resourceapi.DeviceAllocationConfiguration{foreign, config(theClaim, mig), config(theClaim, short)}, []int{2, 2, 1, 2}},
-		{"one for some", []resourceapi.DeviceAllocationConfiguration{config(theClaim, short, "a")}, []int{0, NoGroup, NoGroup, 0}},
-		{"two that say the same are two", []resourceapi.DeviceAllocationConfiguration{config(theClaim, short, "a"), config(theClaim, short, "b")}, []int{0, 1, NoGroup, 0}},
-		{"a class's is the same for every request", []resourceapi.DeviceAllocationConfiguration{foreign, config(class, short, "a"), config(class, short, "b")}, []int{1, 1, NoGroup, 1}},
-		{"two of classes", []resourceapi.DeviceAllocationConfiguration{config(class, short, "a"), config(class, long, "b"), config(class, short, "b")}, []int{0, 0, NoGroup, 0}},
-		{"the claim's beside the same of the class", []resourceapi.DeviceAllocationConfiguration{config(class, short, "a", "b"), config(theClaim, short, "b")}, []int{0, 1, NoGroup, 0}},
+		{"no configuration", nil, []int{NoGroup, NoGroup, NoGroup, NoGroup}},
+		{"one for all applies to its kind", []resourceapi.DeviceAllocationConfiguration{config(theClaim, short)}, []int{0, 0, NoGroup, 0}},
+		{"one of each kind", []resourceapi.DeviceAllocationConfiguration{foreign, config(theClaim, mig), config(theClaim, short)},
+			[]int{2, 2, 1, 2}},
+		{"only for some requests", []resourceapi.DeviceAllocationConfiguration{config(theClaim, short, "a")}, []int{0, NoGroup, NoGroup, 0}},
+		{"equal entries are two groups", []resourceapi.DeviceAllocationConfiguration{config(theClaim, short, "a"),
+			config(theClaim, short, "b")}, []int{0, 1, NoGroup, 0}},
+		{"class entry is one group for all requests", []resourceapi.DeviceAllocationConfiguration{foreign, config(class, short, "a"),
+			config(class, short, "b")}, []int{1, 1, NoGroup, 1}},
+		{"two class entries", []resourceapi.DeviceAllocationConfiguration{config(class, short, "a"), config(class, long, "b"),
+			config(class, short, "b")}, []int{0, 0, NoGroup, 0}},
+		{"equal entries of claim and class", []resourceapi.DeviceAllocationConfiguration{config(class, short, "a", "b"),
+			config(theClaim, short, "b")}, []int{0, 1, NoGroup, 0}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			got, err := Read(newClaim(results, c.configs...), driver)

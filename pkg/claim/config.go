@@ -11,16 +11,17 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
 )
 
-// entry is one configuration with where it came from.
+// entry is one configuration entry of the allocation, decoded.
 type entry struct {
 	v1beta1.Config
 	requests  []string
 	fromClaim bool
-	origin    string // for messages
+	origin    string // where a user finds the entry, for error messages
 	group     int
 }
 
-// decode reads every configuration that is meant for the driver, whether or not it will apply: a mistake is best found at the first Pod.
+// decode reads every configuration entry for the driver. It also reads entries that apply to no
+// result, so that the first Pod with the claim already shows a mistake in them.
 func decode(configs []resourceapi.DeviceAllocationConfiguration, driver string) ([]entry, error) {
 	var entries []entry
 	for i := range configs {
@@ -32,7 +33,7 @@ func decode(configs []resourceapi.DeviceAllocationConfiguration, driver string) 
 			requests:  c.Requests,
 			fromClaim: c.Source == resourceapi.AllocationConfigSourceClaim,
 			origin:    origin(c),
-			group:     group(configs[:i+1], driver),
+			group:     groupOf(configs[:i+1], driver),
 		}
 		config, err := v1beta1.Decode(c.Opaque.Parameters.Raw)
 		if err != nil {
@@ -48,19 +49,23 @@ func decode(configs []resourceapi.DeviceAllocationConfiguration, driver string) 
 	return entries, nil
 }
 
-// group is the number of the last of the configurations. One of a class may stand in the claim for each request anew: these are one that was written.
-func group(configs []resourceapi.DeviceAllocationConfiguration, driver string) int {
+// groupOf returns the group of the last entry in configs, which is normally the entry's index. But
+// the scheduler may copy an entry of a DeviceClass once for each request: all copies get the index
+// of the first one.
+func groupOf(configs []resourceapi.DeviceAllocationConfiguration, driver string) int {
 	last := len(configs) - 1
 	c := configs[last]
 	if c.Source != resourceapi.AllocationConfigSourceClass {
 		return last
 	}
 	return slices.IndexFunc(configs, func(o resourceapi.DeviceAllocationConfiguration) bool {
-		return o.Source == c.Source && o.Opaque != nil && o.Opaque.Driver == driver && bytes.Equal(o.Opaque.Parameters.Raw, c.Opaque.Parameters.Raw)
+		return o.Source == c.Source && o.Opaque != nil && o.Opaque.Driver == driver &&
+			bytes.Equal(o.Opaque.Parameters.Raw, c.Opaque.Parameters.Raw)
 	})
 }
 
-// origin says where a user finds a configuration. The API server's list of an allocation has no place in what users write, so requests identify it.
+// origin describes in words where a user finds the configuration c: in the claim or in the
+// DeviceClass, and for which requests.
 func origin(c *resourceapi.DeviceAllocationConfiguration) string {
 	from := "the claim's configuration"
 	if c.Source == resourceapi.AllocationConfigSourceClass {
@@ -72,25 +77,27 @@ func origin(c *resourceapi.DeviceAllocationConfiguration) string {
 	return fmt.Sprintf("%s for request %s", from, strings.Join(c.Requests, ", "))
 }
 
-// effective settles a result's configuration and its group.
-func effective(entries []entry, r *resourceapi.DeviceRequestAllocationResult) (v1beta1.Config, int, error) {
-	kind, ok := kindFor(r.Device)
+// effectiveConfig returns the configuration that applies to the result r, and its group.
+func effectiveConfig(entries []entry, r *resourceapi.DeviceRequestAllocationResult) (v1beta1.Config, int, error) {
+	kind, ok := configKindFor(r.Device)
 	if !ok {
 		return nil, NoGroup, nil
 	}
 	var chosen *entry
 	for i := range entries {
 		e := &entries[i]
-		if !e.holdsFor(r.Request) {
+		if !e.appliesTo(r.Request) {
 			continue
 		}
 		if e.Kind() != kind {
 			if len(e.requests) == 0 || !e.fromClaim {
-				// Said of all devices, it is for those of its kind. A class is written without knowing the requests: the scheduler puts
-				// their names into its entries, so the names say nothing about what the author meant.
+				// Without requests, a configuration applies only to devices of its kind and is skipped for
+				// others. The same holds for a DeviceClass's configuration, because the scheduler filled in its
+				// requests.
 				continue
 			}
-			return nil, NoGroup, fmt.Errorf("%s is a %s, but device %s takes a %s: change its kind, or name another request", e.origin, e.Kind(), r.Device, kind)
+			return nil, NoGroup, fmt.Errorf("%s is a %s, but device %s needs a %s: change its kind, or name another request", e.origin, e.Kind(),
+				r.Device, kind)
 		}
 		if chosen == nil || e.fromClaim || !chosen.fromClaim {
 			chosen = e
@@ -107,8 +114,9 @@ func effective(entries []entry, r *resourceapi.DeviceRequestAllocationResult) (v
 	return config, NoGroup, nil
 }
 
-// holdsFor says whether the configuration is meant for a request. "a" holds for "a/b".
-func (e *entry) holdsFor(request string) bool {
+// appliesTo reports whether the entry applies to a request. An entry for request "a" also applies
+// to its subrequest "a/b".
+func (e *entry) appliesTo(request string) bool {
 	if len(e.requests) == 0 || slices.Contains(e.requests, request) {
 		return true
 	}

@@ -1,9 +1,15 @@
-// Package claim reads an allocated ResourceClaim: which devices of ours it got, for which requests, and with which configuration.
+// Package claim reads from an allocated ResourceClaim which of the driver's devices it has, for
+// which requests, and with which configuration.
 //
-// It promises to see only what is this driver's (results and configuration of other drivers in the same claim are skipped) and to settle each
-// result's effective configuration: one of the claim beats one of the DeviceClass, a later one beats an earlier one, and one that names a request also
-// holds for its subrequests. What comes out is decoded, completed and validated. Results that take one and the same configuration form a group; of a share it is
-// said which capacities it has, as the scheduler wrote them.
+// It skips results and configurations of other drivers. It decides which configuration applies to
+// a result:
+//   - The claim's configuration overrides the DeviceClass's.
+//   - A later configuration overrides an earlier one.
+//   - A configuration that names a request also applies to the request's subrequests.
 //
-// It is pure. It does not know which devices the node has, nor what can be done with them.
+// The package decodes configurations, fills in their defaults and validates them. Results that use
+// the same configuration entry form a group.
+//
+// The package needs only the claim. It does not know which devices the node has, nor what they
+// support.
 package claim

@@ -11,15 +11,26 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Whatever stands in a claim, reading it makes no panic, and no error that an Event cannot carry. Every result is there, with a configuration that is complete and
-// means something; without one only if the device has no name of ours.
+// FuzzRead expects that Read never panics and that every error is short enough for an Event. Every
+// result must have a valid configuration, unless this driver does not know the form of its device
+// name.
 func FuzzRead(f *testing.F) {
 	f.Add("r", gpu0, "r", []byte(slice("Long")), []byte(kind("MigDeviceConfig")), true)
 	f.Add("r/s", gpu0+"-mig-19-0", "r", []byte(kind("GpuConfig")), []byte(kind("MigDeviceConfig")), false)
 	f.Add("r/s", gpu0+"-share", "r/s", []byte(kind("VfioDeviceConfig")), []byte(slice("Eternal")), true)
 	f.Add("", gpu0+"-mig-9-4-ci-0-share", "", []byte("{"), []byte(nil), false)
 	f.Add("r", "", "s", []byte(`null`), []byte(`{"apiVersion":7}`), true)
-	f.Add("/", "\n", "/", []byte(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS","mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{"0":"1e99"}}}}`), []byte("\xff"), false)
+	f.Add(
+		"/",
+		"\n",
+		"/",
+		[]byte(
+			`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS",`+
+				`"mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{"0":"1e99"}}}}`,
+		),
+		[]byte("\xff"),
+		false,
+	)
 	f.Fuzz(func(t *testing.T, request, name, configured string, first, second []byte, fromClass bool) {
 		source := theClaim
 		if fromClass {
@@ -35,7 +46,8 @@ func FuzzRead(f *testing.F) {
 		foreign.Driver = "net.example.com"
 		a, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated(request, name), foreign, shared}, one, two), driver)
 		if err != nil {
-			// The names of requests are the API server's, which keeps them short.
+			// A long request name makes the error long. The API server keeps these names short, so only
+			// errors with short names are checked.
 			if s := err.Error(); len(request)+len(configured)+len(name) < 200 && len(s) > 1000 {
 				t.Errorf("no short error: %q", s)
 			}

@@ -5,8 +5,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// kindFor is the kind of configuration that a device takes, by its name. It is false for a name that this driver does not give.
-func kindFor(name string) (kind string, ok bool) {
+// configKindFor returns the kind of configuration for the device called name. It returns ok false
+// if this driver does not know the form of the name.
+func configKindFor(name string) (kind string, ok bool) {
 	n, ok := device.ParseName(name)
 	switch {
 	case !ok:

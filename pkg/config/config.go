@@ -50,8 +50,9 @@ type Config struct {
 	ReleaseLabels   string
 	ClaimGrace      time.Duration
 	ClaimStatus     bool
-	// BesideDevicePlugin is what to do where NVIDIA's device plugin offers the same GPUs.
-	BesideDevicePlugin string
+	// DevicePluginConflict is what the plugin does while NVIDIA's device plugin offers GPUs of the
+	// same node: ConflictRefuse or ConflictWarn.
+	DevicePluginConflict string
 
 	HTTPAddress       string
 	GRPCHealthAddress string
@@ -61,41 +62,44 @@ type Config struct {
 	LoggingFormat     string
 }
 
-// What is done where NVIDIA's device plugin offers the same GPUs.
+// ConflictRefuse and ConflictWarn are the values of DevicePluginConflict. With refuse the plugin
+// prepares no claims and taints the devices. With warn it only warns.
 const (
-	BesideRefuse = "refuse"
-	BesideWarn   = "warn"
+	ConflictRefuse = "refuse"
+	ConflictWarn   = "warn"
 )
 
-// leastClaimGrace is the shortest time that a claim must have been gone before its devices are given back.
-const leastClaimGrace = 10 * time.Second
+// minClaimGrace is the shortest ClaimGrace that Validate accepts, except 0, with which the plugin
+// never releases the devices of claims that are missing from the API server.
+const minClaimGrace = 10 * time.Second
 
-// Default is the configuration of a plain host: a driver installed into the root file system, the usual kubelet root.
+// Default returns the configuration for a plain host: the NVIDIA driver is installed in the host's
+// root file system, and the kubelet has its usual root directory.
 func Default() *Config {
 	return &Config{
-		PluginDir:          "/var/lib/kubelet/plugins/gpu.nvidia.com",
-		RegistrarDir:       "/var/lib/kubelet/plugins_registry",
-		CDIRoot:            "/var/run/cdi",
-		DriverRoot:         "/",
-		SysfsRoot:          "/sys",
-		ProcRoot:           "/proc",
-		HookSource:         "/usr/bin/nvidia-cdi-hook",
-		HealthEffects:      health.DefaultEffects,
-		ReleaseLabels:      "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
-		ClaimGrace:         5 * time.Minute,
-		ClaimStatus:        true,
-		BesideDevicePlugin: BesideRefuse,
-		MPSHookSource:      "/usr/bin/gpu-mps",
-		ShmRoot:            "/dev/shm",
-		CgroupRoot:         "/sys/fs/cgroup",
-		HTTPAddress:        ":8080",
-		KubeAPIQPS:         100,
-		KubeAPIBurst:       200,
-		LoggingFormat:      "text",
+		PluginDir:            "/var/lib/kubelet/plugins/gpu.nvidia.com",
+		RegistrarDir:         "/var/lib/kubelet/plugins_registry",
+		CDIRoot:              "/var/run/cdi",
+		DriverRoot:           "/",
+		SysfsRoot:            "/sys",
+		ProcRoot:             "/proc",
+		HookSource:           "/usr/bin/nvidia-cdi-hook",
+		HealthEffects:        health.DefaultEffects,
+		ReleaseLabels:        "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
+		ClaimGrace:           5 * time.Minute,
+		ClaimStatus:          true,
+		DevicePluginConflict: ConflictRefuse,
+		MPSHookSource:        "/usr/bin/gpu-mps",
+		ShmRoot:              "/dev/shm",
+		CgroupRoot:           "/sys/fs/cgroup",
+		HTTPAddress:          ":8080",
+		KubeAPIQPS:           100,
+		KubeAPIBurst:         200,
+		LoggingFormat:        "text",
 	}
 }
 
-// complete derives the values that follow from others.
+// complete fills in empty values whose default depends on other values.
 func (c *Config) complete() {
 	if c.DriverRootMount == "" {
 		c.DriverRootMount = c.DriverRoot
@@ -105,21 +109,24 @@ func (c *Config) complete() {
 	}
 }
 
-// MPSHookPath is where the program that holds containers to their fraction of a GPU's memory is
-// installed: beside the other hook.
+// MPSHookPath returns the path on the host of gpu-mps, which limits the GPU memory of containers.
+// It is in the same directory as nvidia-cdi-hook.
 func (c *Config) MPSHookPath() string {
 	return filepath.Join(filepath.Dir(c.HookPath), mps.HookProgram)
 }
 
-// ExtraDriverDirs are the directories outside the driver root in which files of the driver may lie too.
+// ExtraDriverDirs returns the directories of DriverDirs: outside the driver root, but with files of
+// the driver.
 func (c *Config) ExtraDriverDirs() []string {
 	return strings.FieldsFunc(c.DriverDirs, func(r rune) bool { return r == ',' })
 }
 
-// StateDir holds what must survive the process: records, locks, quarantine.
+// StateDir returns the directory for what must survive the plugin's process: the records of claims,
+// locks, and quarantined files.
 func (c *Config) StateDir() string { return filepath.Join(c.PluginDir, "state") }
 
-// Validate reports everything that is wrong at once, each with the flag to change.
+// Validate returns an error if a value is invalid. The error lists every invalid value with its
+// flag.
 func (c *Config) Validate() error {
 	var errs []error
 	wrong := func(flag, format string, args ...any) {
@@ -127,19 +134,22 @@ func (c *Config) Validate() error {
 	}
 	if c.NodeName != "" {
 		for _, msg := range validation.NameIsDNSSubdomain(c.NodeName, false) {
-			wrong("node-name", "%q is no node name: %s", c.NodeName, msg)
+			wrong("node-name", "%q is not a valid node name: %s", c.NodeName, msg)
 		}
 	}
 	for flag, path := range map[string]string{
 		"plugin-dir": c.PluginDir, "registrar-dir": c.RegistrarDir, "cdi-root": c.CDIRoot,
 		"driver-root": c.DriverRoot, "driver-root-mount": c.DriverRootMount,
-		"sysfs-root": c.SysfsRoot, "proc-root": c.ProcRoot, "hook-source": c.HookSource, "hook-path": c.HookPath, "mps-hook-source": c.MPSHookSource, "shm-root": c.ShmRoot,
+		"sysfs-root": c.SysfsRoot, "proc-root": c.ProcRoot,
+		"hook-source": c.HookSource, "hook-path": c.HookPath, "mps-hook-source": c.MPSHookSource, "shm-root": c.ShmRoot,
 	} {
 		if !filepath.IsAbs(path) {
 			wrong(flag, "%q is not an absolute path", path)
 		}
 	}
-	for flag, path := range map[string]string{"dev-root": c.DevRoot, "cgroup-root": c.CgroupRoot, "cri-socket": c.CRISocket, "kubeconfig": c.Kubeconfig} {
+	for flag, path := range map[string]string{
+		"dev-root": c.DevRoot, "cgroup-root": c.CgroupRoot, "cri-socket": c.CRISocket, "kubeconfig": c.Kubeconfig,
+	} {
 		if path != "" && !filepath.IsAbs(path) {
 			wrong(flag, "%q is not an absolute path", path)
 		}
@@ -172,18 +182,19 @@ func (c *Config) Validate() error {
 	for label := range strings.SplitSeq(c.ReleaseLabels, ",") {
 		for _, msg := range utilvalidation.IsQualifiedName(label) {
 			if c.ReleaseLabels != "" {
-				wrong("release-labels", "%q is no name of a label: %s", label, msg)
+				wrong("release-labels", "%q is not a valid label name: %s", label, msg)
 			}
 		}
 	}
-	if c.BesideDevicePlugin != BesideRefuse && c.BesideDevicePlugin != BesideWarn {
-		wrong("beside-device-plugin", "%q is neither %s nor %s", c.BesideDevicePlugin, BesideRefuse, BesideWarn)
+	if c.DevicePluginConflict != ConflictRefuse && c.DevicePluginConflict != ConflictWarn {
+		wrong("device-plugin-conflict", "%q is neither %s nor %s", c.DevicePluginConflict, ConflictRefuse, ConflictWarn)
 	}
-	if c.ClaimGrace != 0 && c.ClaimGrace < leastClaimGrace {
-		wrong("claim-grace", "%s is less than %s, within which the API server and the kubelet may well be of two minds; 0 is never", c.ClaimGrace, leastClaimGrace)
+	if c.ClaimGrace != 0 && c.ClaimGrace < minClaimGrace {
+		wrong("claim-grace", "%s is below %s, for which API server and kubelet may disagree: set it to 0 (never) or at least that",
+			c.ClaimGrace, minClaimGrace)
 	}
 	if c.KubeAPIQPS <= 0 || math.IsNaN(c.KubeAPIQPS) {
-		wrong("kube-api-qps", "%v is no number above 0", c.KubeAPIQPS)
+		wrong("kube-api-qps", "%v is not a number above 0", c.KubeAPIQPS)
 	}
 	if c.KubeAPIBurst < 1 {
 		wrong("kube-api-burst", "%d is below 1", c.KubeAPIBurst)
@@ -197,10 +208,11 @@ func (c *Config) Validate() error {
 	return errors.Join(errs...)
 }
 
-// RequireNode is asked by the commands that serve a node; the read-only ones run without a cluster.
+// RequireNode returns an error if NodeName is missing. Only commands that serve a node call it,
+// because the read-only commands need no cluster.
 func (c *Config) RequireNode() error {
 	if c.NodeName == "" {
-		return errors.New("--node-name: the name of the Node object that this process serves is required (the chart sets it from spec.nodeName)")
+		return errors.New("--node-name: required: the name of the Node object that this process serves (the chart sets it from spec.nodeName)")
 	}
 	return nil
 }

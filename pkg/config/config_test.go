@@ -39,7 +39,7 @@ func TestLaterSourcesWin(t *testing.T) {
 	}
 }
 
-func TestValuesThatFollowFromOthers(t *testing.T) {
+func TestDerivedValues(t *testing.T) {
 	c, err := Load("test", []string{"--driver-root=/run/nvidia/driver", "--plugin-dir=/k0s/plugins/gpu.nvidia.com"}, nil, nil)
 	if err != nil {
 		t.Fatal(err)
@@ -55,7 +55,7 @@ func TestValuesThatFollowFromOthers(t *testing.T) {
 	}
 }
 
-func TestEverySourceIsStrictAndNamesWhatIsWrong(t *testing.T) {
+func TestEverySourceIsStrict(t *testing.T) {
 	for name, c := range map[string]struct {
 		file string
 		args []string
@@ -66,12 +66,12 @@ func TestEverySourceIsStrictAndNamesWhatIsWrong(t *testing.T) {
 		"key given twice":       {file: "cdiRoot: /a\ncdiRoot: /b", want: []string{"config.yaml", "cdiRoot"}},
 		"not YAML":              {file: "{", want: []string{"config.yaml"}},
 		"a list for a value":    {file: "cdiRoot: [/a]", want: []string{"cdiRoot", "single value"}},
-		"a word for a truth":    {file: "mps: perhaps", want: []string{"mps"}},
+		"a word for a Boolean":  {file: "mps: perhaps", want: []string{"mps"}},
 		"a word for a number":   {file: "kubeApiBurst: many", want: []string{"kubeApiBurst"}},
 		"a bad variable":        {env: []string{"GPU_DRA_KUBE_API_BURST=many"}, want: []string{"GPU_DRA_KUBE_API_BURST"}},
 		"a bad flag":            {args: []string{"--kube-api-burst=many"}, want: []string{"--kube-api-burst"}},
 		"an unknown flag":       {args: []string{"--no-such"}, want: []string{"no-such"}},
-		"an argument":           {args: []string{"stray"}, want: []string{`"stray"`}},
+		"an argument":           {args: []string{"more"}, want: []string{`"more"`}},
 		"a missing file":        {args: []string{"--config=/nowhere/x.yaml"}, want: []string{"/nowhere/x.yaml"}},
 		"a relative path":       {args: []string{"--cdi-root=cdi"}, want: []string{"--cdi-root", `"cdi"`}},
 		"a relative socket":     {args: []string{"--cri-socket=x.sock"}, want: []string{"--cri-socket"}},
@@ -104,7 +104,7 @@ func TestEverySourceIsStrictAndNamesWhatIsWrong(t *testing.T) {
 	}
 }
 
-func TestServingNeedsANode(t *testing.T) {
+func TestRequireNodeNeedsNodeName(t *testing.T) {
 	c := Default()
 	if err := c.RequireNode(); err == nil || !strings.Contains(err.Error(), "--node-name") {
 		t.Errorf("without a node name: %v", err)
@@ -115,7 +115,7 @@ func TestServingNeedsANode(t *testing.T) {
 	}
 }
 
-func TestNamesOfOneField(t *testing.T) {
+func TestFieldEnvAndKey(t *testing.T) {
 	f := Field{Name: "grpc-health-address"}
 	if f.Env() != "GPU_DRA_GRPC_HEALTH_ADDRESS" || f.Key() != "grpcHealthAddress" {
 		t.Errorf("%s, %s", f.Env(), f.Key())

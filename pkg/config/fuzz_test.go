@@ -8,10 +8,12 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// A file that is accepted says what the configuration is: what it is can be written down again, and is read the same.
+// A configuration that Load accepts from a file must be the same after it is written to a file and
+// loaded again.
 func FuzzFile(f *testing.F) {
 	for _, text := range []string{
-		"", "driverRoot: /x\nclaimGrace: 1m\n", "kubeApiQps: .inf", "kubeApiQps: 'nan'", "kubeApiBurst: 1e3", "migPolicy: '*=static'", "nodeName: [a]", "a: &a {b: *a}", "claimGrace: -9223372036854775808ns", "shares: null", "cdiRoot: \"/\\0\"", "---\n---",
+		"", "driverRoot: /x\nclaimGrace: 1m\n", "kubeApiQps: .inf", "kubeApiQps: 'nan'", "kubeApiBurst: 1e3", "migPolicy: '*=static'",
+		"nodeName: [a]", "a: &a {b: *a}", "claimGrace: -9223372036854775808ns", "shares: null", "cdiRoot: \"/\\0\"", "---\n---",
 	} {
 		f.Add([]byte(text))
 	}

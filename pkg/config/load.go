@@ -11,20 +11,20 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// ErrHelp is returned when --help was asked for; the usage has then been printed.
+// ErrHelp is the error of [Load] for --help, after Load has printed the usage.
 var ErrHelp = pflag.ErrHelp
 
-// Load resolves the configuration of a command from its arguments, the environment and the file that --config names.
-// extra adds the command's own flags.
+// Load returns the configuration of a command from the defaults, the file that --config names, the
+// environment and the command line arguments. extra may add the command's own flags.
 func Load(command string, args []string, environ []string, extra func(*pflag.FlagSet)) (*Config, error) {
 	c := Default()
 	fields := c.Fields()
 	flags := pflag.NewFlagSet(command, pflag.ContinueOnError)
 	flags.SortFlags = false
 	file := flags.String("config", "", "YAML file with any of these settings, keys in camelCase (also GPU_DRA_CONFIG)")
-	given := map[string]*string{}
+	fromFlags := map[string]*string{}
 	for _, f := range fields {
-		given[f.Name] = flags.String(f.Name, f.Value.String(), f.Usage+" ("+f.Env()+", "+f.Key()+")")
+		fromFlags[f.Name] = flags.String(f.Name, f.Value.String(), f.Usage+" ("+f.Env()+", "+f.Key()+")")
 	}
 	if extra != nil {
 		extra(flags)
@@ -33,7 +33,7 @@ func Load(command string, args []string, environ []string, extra func(*pflag.Fla
 		return nil, err
 	}
 	if flags.NArg() > 0 {
-		return nil, fmt.Errorf("unexpected argument %q: settings are given as flags, see %s --help", flags.Arg(0), command)
+		return nil, fmt.Errorf("unexpected argument %q: pass settings as flags, see %s --help", flags.Arg(0), command)
 	}
 	env := environment(environ)
 	if *file == "" {
@@ -46,7 +46,7 @@ func Load(command string, args []string, environ []string, extra func(*pflag.Fla
 		if !flags.Changed(f.Name) {
 			continue
 		}
-		if err := f.Value.Set(*given[f.Name]); err != nil {
+		if err := f.Value.Set(*fromFlags[f.Name]); err != nil {
 			return nil, fmt.Errorf("--%s: %w", f.Name, err)
 		}
 	}
@@ -68,7 +68,8 @@ func fromFile(path string, fields []Field) error {
 	return Decode(path, raw, fields)
 }
 
-// Decode sets the fields that a YAML document names. path is only for the errors.
+// Decode sets those fields that the YAML document raw contains. It returns an error for unknown or
+// repeated keys and invalid values. path is the document's name in errors.
 func Decode(path string, raw []byte, fields []Field) error {
 	var doc map[string]any
 	if err := yaml.UnmarshalStrict(raw, &doc); err != nil {

@@ -13,15 +13,16 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
-// BenchmarkAllocation is what a scheduler does for one claim and one node of eight H100, with its own allocator: it does that for each node that it looks at. The
-// processor's time is a figure of its own, since a busy machine makes the other one meaningless.
+// BenchmarkAllocation measures how long the scheduler's allocator takes to allocate one claim on
+// one node with eight H100. A scheduler does this for each node that it considers. The benchmark
+// also reports CPU time, because wall time means little on a busy machine.
 func BenchmarkAllocation(b *testing.B) {
 	const smallest = "1g.10gb"
 	models, err := model.ReadGPUs(filepath.Join(simulator, "models"))
 	if err != nil {
 		b.Fatal(err)
 	}
-	gpus := cuttable(models["h100-sxm5-80gb"], 8)
+	gpus := migCapable(models["h100-sxm5-80gb"], 8)
 	every := dynamic(gpus...)
 	wholeOnly := slices.Clone(every)
 	for i := range wholeOnly {
@@ -30,7 +31,7 @@ func BenchmarkAllocation(b *testing.B) {
 	static := Offer(every)
 	static = slices.DeleteFunc(static, func(s Shape) bool { p, is := s.(Partition); return !is || p.profile != smallest })
 	for i, s := range static {
-		static[i] = uncounted(s)
+		static[i] = withoutCounters(s)
 	}
 	layouts := map[string][]Shape{"whole": Offer(wholeOnly), "static": static, "every": Offer(every)}
 
@@ -39,7 +40,7 @@ func BenchmarkAllocation(b *testing.B) {
 		return slices.Repeat([]resourceapi.DeviceRequest{r}, n)
 	}
 	for _, c := range []struct {
-		name   string // what is published, what is wanted, what is taken
+		name   string // published layout, requested device, devices in use
 		layout string
 		taken  []resourceapi.DeviceRequest
 		wanted resourceapi.DeviceRequest
@@ -62,7 +63,7 @@ func BenchmarkAllocation(b *testing.B) {
 			taken := scheduler.NewTaken()
 			for _, r := range c.taken {
 				if len(allocateOne(b, node, taken, r)) == 0 {
-					b.Fatal("there is not as much to take")
+					b.Fatal("setup: not enough devices")
 				}
 			}
 			before := processorTime(b)
@@ -74,7 +75,8 @@ func BenchmarkAllocation(b *testing.B) {
 	}
 }
 
-func allocateOne(b *testing.B, node *scheduler.Scheduler, taken *scheduler.Taken, r resourceapi.DeviceRequest) []resourceapi.DeviceRequestAllocationResult {
+func allocateOne(b *testing.B, node *scheduler.Scheduler, taken *scheduler.Taken,
+	r resourceapi.DeviceRequest) []resourceapi.DeviceRequestAllocationResult {
 	b.Helper()
 	exactly := *r.Exactly
 	if exactly.DeviceClassName == "" {
@@ -87,7 +89,7 @@ func allocateOne(b *testing.B, node *scheduler.Scheduler, taken *scheduler.Taken
 	return results
 }
 
-// processorTime is what this process has used.
+// processorTime returns the CPU time that this process has used.
 func processorTime(b *testing.B) time.Duration {
 	b.Helper()
 	var used syscall.Rusage

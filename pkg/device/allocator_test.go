@@ -22,7 +22,8 @@ const (
 	simulator  = "../../test/nvmlsim"
 )
 
-// machine is a node and what it publishes.
+// machine is a simulated node: the devices that it offers, and a scheduler that sees its published
+// slices.
 type machine struct {
 	t         *testing.T
 	offerings []Offering
@@ -34,17 +35,17 @@ func newMachine(t *testing.T, gpus []GPU, d Driver) machine {
 	return offered(t, dynamic(gpus...), d)
 }
 
-// offered is a machine whose GPUs are offered in certain shapes.
+// offered returns a machine that publishes these offerings.
 func offered(t *testing.T, offerings []Offering, d Driver) machine {
 	t.Helper()
 	return machine{t, offerings, scheduler.New(driverName, Slices(Offer(offerings), d), chartClasses())}
 }
 
-// dynamic offers the GPUs in every shape.
-func dynamic(gpus ...GPU) []Offering { return under(Policy{Mode: PolicyDynamic}, gpus...) }
+// dynamic returns offerings of the GPUs under the policy dynamic: whole and in every partition.
+func dynamic(gpus ...GPU) []Offering { return offerUnder(Policy{Mode: PolicyDynamic}, gpus...) }
 
-// under offers the GPUs by a policy.
-func under(policy Policy, gpus ...GPU) []Offering {
+// offerUnder returns offerings of the GPUs under this policy.
+func offerUnder(policy Policy, gpus ...GPU) []Offering {
 	offerings := make([]Offering, len(gpus))
 	for i, g := range gpus {
 		layout, _ := Decide(g, nil, policy, true)
@@ -53,7 +54,9 @@ func under(policy Policy, gpus ...GPU) []Offering {
 	return offerings
 }
 
-// allocate asks the scheduler's own allocator for one claim and returns the devices it got, nil if it got none.
+// allocate runs the scheduler's own allocator for one claim. It returns the names of the allocated
+// devices, or nil if the claim cannot be allocated. taken has the devices in use, and also gets the
+// newly allocated devices.
 func (m machine) allocate(taken *scheduler.Taken, spec resourceapi.DeviceClaim) []string {
 	m.t.Helper()
 	var names []string
@@ -63,7 +66,8 @@ func (m machine) allocate(taken *scheduler.Taken, spec resourceapi.DeviceClaim) 
 	return names
 }
 
-// results is the same, with what is held of each device.
+// results is like allocate, but returns the whole results, with the consumed capacity of each
+// device.
 func (m machine) results(taken *scheduler.Taken, spec resourceapi.DeviceClaim) []resourceapi.DeviceRequestAllocationResult {
 	m.t.Helper()
 	for i := range spec.Requests {
@@ -79,7 +83,8 @@ func (m machine) results(taken *scheduler.Taken, spec resourceapi.DeviceClaim) [
 	return results
 }
 
-// device finds a GPU by the name of its device.
+// device returns the GPU whose device for the whole GPU has this name. It ends the test if the
+// machine has none.
 func (m machine) device(name string) GPU {
 	m.t.Helper()
 	for _, o := range m.offerings {
@@ -87,11 +92,11 @@ func (m machine) device(name string) GPU {
 			return o.GPU
 		}
 	}
-	m.t.Fatalf("device %s is none of the machine's", name)
+	m.t.Fatalf("device %s is not on the machine", name)
 	return GPU{}
 }
 
-// count asks for n devices that satisfy every expression.
+// count returns a request for n devices for which all expressions are true.
 func count(n int, expressions ...string) resourceapi.DeviceRequest {
 	exactly := &resourceapi.ExactDeviceRequest{AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: int64(n)}
 	for _, e := range expressions {
@@ -104,14 +109,14 @@ func requests(r ...resourceapi.DeviceRequest) resourceapi.DeviceClaim {
 	return resourceapi.DeviceClaim{Requests: r}
 }
 
-// partitions asks for n MIG devices that satisfy every expression.
+// partitions returns a request for n MIG devices for which all expressions are true.
 func partitions(n int, expressions ...string) resourceapi.DeviceRequest {
 	r := count(n, expressions...)
 	r.Exactly.DeviceClassName = migClass
 	return r
 }
 
-// profile is an expression for partitions of a profile.
+// profile returns an expression that selects partitions of the profile with this name.
 func profile(name string) string {
 	return fmt.Sprintf(`device.attributes["gpu.nvidia.com"].profile == %q`, name)
 }
@@ -121,7 +126,8 @@ const (
 	sharedClass = "shared.gpu.nvidia.com"
 )
 
-// chartClasses are those that the chart installs for whole GPUs, for partitions and for shares.
+// chartClasses returns the device classes that the Helm chart installs: for whole GPUs, partitions
+// and shares.
 func chartClasses() scheduler.Classes {
 	const isType = `device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == %q`
 	return scheduler.Classes{
@@ -130,7 +136,7 @@ func chartClasses() scheduler.Classes {
 	}
 }
 
-// simulated reads the machine of a node file, as discovery would find it.
+// simulated returns a machine with the GPUs that a node file of the simulator describes.
 func simulated(t *testing.T, file string, models map[string]*model.GPU) machine {
 	t.Helper()
 	node, err := model.ReadNode(file, "")
@@ -181,8 +187,9 @@ func fromModel(m *model.GPU) GPU {
 	return g
 }
 
-// cuttable are cards of a model that can be cut now: those that need a reset for it have had one.
-func cuttable(m *model.GPU, n int) []GPU {
+// migCapable returns n GPUs of a model that can be partitioned now. If the model needs a reset to
+// enter MIG mode, MIG mode is already on.
+func migCapable(m *model.GPU, n int) []GPU {
 	gpus := make([]GPU, n)
 	for i := range gpus {
 		gpus[i] = fromModel(m)
@@ -193,7 +200,7 @@ func cuttable(m *model.GPU, n int) []GPU {
 	return gpus
 }
 
-// forEachMIGModel runs a test for every known model that can be cut.
+// forEachMIGModel runs test as a subtest for every known GPU model with MIG.
 func forEachMIGModel(t *testing.T, test func(t *testing.T, known *model.GPU)) {
 	t.Helper()
 	models := readModels(t)
@@ -213,7 +220,7 @@ func readModels(tb testing.TB) map[string]*model.GPU {
 	return models
 }
 
-func TestEveryKnownNodeKeepsTheLimitsAndAllocates(t *testing.T) {
+func TestKnownNodesPublishValidSlicesAndAllocate(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(simulator, "nodes", "*.yaml"))
 	if err != nil || len(files) == 0 {
 		t.Fatal("no nodes", err)
@@ -222,38 +229,40 @@ func TestEveryKnownNodeKeepsTheLimitsAndAllocates(t *testing.T) {
 	for _, file := range files {
 		t.Run(filepath.Base(file), func(t *testing.T) {
 			m := simulated(t, file, models)
-			keepsLimits(t, m)
+			checkAPILimits(t, m)
 			allocatesEveryGPUOnce(t, m)
 		})
 	}
 }
 
-func TestEveryKnownModelKeepsTheLimitsAndAllocates(t *testing.T) {
+func TestKnownModelsPublishValidSlicesAndAllocate(t *testing.T) {
 	for key, known := range readModels(t) {
 		t.Run(key, func(t *testing.T) {
 			g := fromModel(known)
 			g.PCIAddress, g.UUID = "0000:01:00.0", "GPU-1"
 			m := newMachine(t, []GPU{g}, Driver{Version: known.TypicalDriverVersion.Value, CUDAVersion: known.TypicalCUDAVersion.Value})
-			keepsLimits(t, m)
-			expression := fmt.Sprintf(`device.attributes["gpu.nvidia.com"].productName == %q && device.capacity["gpu.nvidia.com"].memory.compareTo(quantity("%dMi")) == 0`,
+			checkAPILimits(t, m)
+			expression := fmt.Sprintf(`device.attributes["gpu.nvidia.com"].productName == %q && `+
+				`device.capacity["gpu.nvidia.com"].memory.compareTo(quantity("%dMi")) == 0`,
 				known.ProductName.Value, known.MemoryTotalMiB.Value)
 			if got := m.allocate(scheduler.NewTaken(), requests(count(1, expression))); len(got) != 1 {
-				t.Error("it is not found by its name and memory")
+				t.Error("no device matches its product name and memory")
 			}
 		})
 	}
 }
 
-func TestMachinesWithMoreGPUsThanASliceHolds(t *testing.T) {
+func TestManyGPUsSpanSeveralSlices(t *testing.T) {
 	for n, slices := range map[int]int{1: 1, 16: 1, 64: 1, 65: 2, 130: 3} {
 		m := newMachine(t, manyGPUs(n), Driver{Version: "580.65.06", CUDAVersion: "13.0"})
 		if len(m.Slices) != slices {
-			t.Errorf("%d GPUs make %d slices, want %d", n, len(m.Slices), slices)
+			t.Errorf("%d GPUs are published in %d slices, want %d", n, len(m.Slices), slices)
 		}
-		keepsLimits(t, m)
+		checkAPILimits(t, m)
 		taken := scheduler.NewTaken()
-		if got := m.allocate(taken, requests(count(min(n, resourceapi.AllocationResultsMaxSize)))); len(got) != min(n, resourceapi.AllocationResultsMaxSize) {
-			t.Errorf("of %d GPUs %d were allocated", n, len(got))
+		if got := m.allocate(taken,
+			requests(count(min(n, resourceapi.AllocationResultsMaxSize)))); len(got) != min(n, resourceapi.AllocationResultsMaxSize) {
+			t.Errorf("%[2]d of %[1]d GPUs were allocated", n, len(got))
 		}
 	}
 }
@@ -272,7 +281,7 @@ func allocatesEveryGPUOnce(t *testing.T, m machine) {
 		t.Errorf("%d of %d GPUs were allocated", taken.Len(), len(m.offerings))
 	}
 	if got := m.allocate(taken, requests(count(1))); got != nil {
-		t.Errorf("there was one too many: %v", got)
+		t.Errorf("one device too many: %v", got)
 	}
 }
 
@@ -281,17 +290,17 @@ func dgxH100(t *testing.T) machine {
 	return simulated(t, filepath.Join(simulator, "nodes", "dgx-h100.yaml"), readModels(t))
 }
 
-func TestEightOfEightAndNoNinth(t *testing.T) {
+func TestNodeAllocatesEachGPUOnce(t *testing.T) {
 	m := dgxH100(t)
 	taken := scheduler.NewTaken()
 	if got := m.allocate(taken, requests(count(9))); got != nil {
-		t.Errorf("nine of eight: %v", got)
+		t.Errorf("nine of eight GPUs were allocated: %v", got)
 	}
 	if got := m.allocate(taken, requests(count(8))); len(got) != 8 {
 		t.Errorf("eight of eight: %v", got)
 	}
 	if got := m.allocate(taken, requests(count(1))); got != nil {
-		t.Errorf("a ninth: %v", got)
+		t.Errorf("a ninth GPU was allocated: %v", got)
 	}
 }
 
@@ -320,8 +329,9 @@ func TestSelectionByCEL(t *testing.T) {
 	}
 }
 
-func TestMatchingAndDistinctPlaces(t *testing.T) {
-	m := newMachine(t, manyGPUs(16), Driver{Version: "580.65.06", CUDAVersion: "13.0"}) // four to a PCIe root, even and odd NUMA nodes
+func TestMatchAndDistinctAttributes(t *testing.T) {
+	// The machine has four GPUs on each PCIe root, on even and odd NUMA nodes.
+	m := newMachine(t, manyGPUs(16), Driver{Version: "580.65.06", CUDAVersion: "13.0"})
 	root := resourceapi.FullyQualifiedName(AttrPCIeRoot)
 	roots := func(names []string) sets.Set[string] {
 		found := sets.New[string]()
@@ -338,7 +348,7 @@ func TestMatchingAndDistinctPlaces(t *testing.T) {
 	tooMany := requests(count(5))
 	tooMany.Constraints = match.Constraints
 	if got := m.allocate(scheduler.NewTaken(), tooMany); got != nil {
-		t.Errorf("five at a root that has four: %v", got)
+		t.Errorf("five at a root with four: %v", got)
 	}
 	distinct := requests(count(4))
 	distinct.Constraints = []resourceapi.DeviceConstraint{{DistinctAttribute: &root}}
@@ -347,9 +357,10 @@ func TestMatchingAndDistinctPlaces(t *testing.T) {
 	}
 }
 
-func TestFirstFitGoesByPCIAddress(t *testing.T) {
+func TestAllocationFollowsPCIAddresses(t *testing.T) {
 	m := dgxH100(t)
-	if got := m.allocate(scheduler.NewTaken(), requests(count(2))); len(got) != 2 || got[0] != "gpu-0000-1b-00-0" || got[1] != "gpu-0000-43-00-0" {
+	if got := m.allocate(scheduler.NewTaken(), requests(count(2))); len(got) != 2 || got[0] != "gpu-0000-1b-00-0" ||
+		got[1] != "gpu-0000-43-00-0" {
 		t.Error(got)
 	}
 }

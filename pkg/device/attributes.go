@@ -10,30 +10,32 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// Attributes that Kubernetes itself defines, so that GPUs can be matched with the devices of other drivers.
-// See k8s.io/dynamic-resource-allocation/deviceattribute.
+// These attributes are defined by Kubernetes itself, so that a claim can match a GPU with a device
+// of another driver. See k8s.io/dynamic-resource-allocation/deviceattribute.
 const (
 	AttrPCIeRoot resourceapi.QualifiedName = "resource.kubernetes.io/pcieRoot"
 	AttrPCIBusID resourceapi.QualifiedName = "resource.kubernetes.io/pciBusID"
 	AttrNUMANode resourceapi.QualifiedName = "resource.kubernetes.io/numaNode"
 )
 
-// What a fact has for a value that nobody knows. Every device of a type has the same keys, because
-// Kubernetes' allocator takes a selector that reads a missing key for an error, not for "no match",
-// and the error ends the scheduling of the Pod on all nodes.
+// These values are published for facts that the driver does not report, because a CEL selector that
+// reads a missing attribute is an error. Such an error stops the scheduling of the Pod on all
+// nodes.
 const (
-	// NotCut is the uuid of a partition that is not cut yet.
-	NotCut = "not-cut"
-	// noAddressingMode is NVML's word for a platform on which none is active.
+	// UUIDNotCreated is the attribute uuid of a partition that does not exist yet.
+	UUIDNotCreated = "not-cut"
+	// noAddressingMode is NVML's word for a GPU without an active addressing mode.
 	noAddressingMode = "None"
-	// noVersion is older than every version, so that no selector for a minimum matches it.
+	// noVersion is published for an unknown version. It is lower than every version, so no selector
+	// for a minimum version matches it.
 	noVersion = "0.0.0"
 )
 
 type attributes map[resourceapi.QualifiedName]resourceapi.DeviceAttribute
 
-// common are the attributes of every shape of a GPU. parentUUID is the GPU's own where it is whole.
-func common(g GPU, d Driver) attributes {
+// commonAttributes returns the attributes that all devices of a GPU have. The attribute parentUUID
+// is always the UUID of the GPU, even on the device for the whole GPU.
+func commonAttributes(g GPU, d Driver) attributes {
 	a := attributes{
 		"parentUUID":     text(g.UUID),
 		AttrPCIBusID:     text(string(g.PCIAddress)),
@@ -44,11 +46,12 @@ func common(g GPU, d Driver) attributes {
 	}
 	a.driver(d)
 	a.version("cudaComputeCapability", g.CUDAComputeCapability)
-	a.place(g)
+	a.topology(g)
 	return a
 }
 
-// text is a string attribute, cut to the API's limit: a product name of 70 letters must not cost the node its pool.
+// text returns a string attribute. It truncates s to the API's limit, because one longer product
+// name would make the whole pool invalid.
 func text(s string) resourceapi.DeviceAttribute {
 	if len(s) > resourceapi.DeviceAttributeMaxValueLength {
 		s = strings.ToValidUTF8(s[:resourceapi.DeviceAttributeMaxValueLength], "")
@@ -56,7 +59,8 @@ func text(s string) resourceapi.DeviceAttribute {
 	return resourceapi.DeviceAttribute{StringValue: ptr.To(s)}
 }
 
-// driver sets the versions in semver, by which CEL can compare them, and the driver's own spelling ("580.65.06"), which semver forbids.
+// driver sets the driver's versions as semver, which CEL can compare. It also sets the version as
+// the driver writes it ("580.65.06"), which is not valid semver.
 func (a attributes) driver(d Driver) {
 	a.version("driverVersion", d.Version)
 	a.version("cudaDriverVersion", d.CUDAVersion)
@@ -71,7 +75,7 @@ func (a attributes) version(name resourceapi.QualifiedName, v string) {
 	a[name] = resourceapi.DeviceAttribute{VersionValue: ptr.To(s)}
 }
 
-func (a attributes) place(g GPU) {
+func (a attributes) topology(g GPU) {
 	if g.PCIeRoot != "" {
 		a[AttrPCIeRoot] = text(g.PCIeRoot)
 	}
@@ -80,8 +84,8 @@ func (a attributes) place(g GPU) {
 	}
 }
 
-// Semver turns a dotted version of one to three numbers into strict semver: three numbers without leading zeros.
-// "580.65.06" becomes "580.65.6", "13.0" becomes "13.0.0".
+// Semver converts a dotted version of one to three numbers to strict semver: three numbers without
+// leading zeros. "580.65.06" becomes "580.65.6", and "13.0" becomes "13.0.0".
 func Semver(v string) (string, error) {
 	parts := strings.Split(v, ".")
 	if len(parts) > 3 {

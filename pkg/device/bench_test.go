@@ -15,7 +15,7 @@ func BenchmarkSlices(b *testing.B) {
 	models := readModels(b)
 	for _, n := range []int{1, 8, 16} {
 		b.Run(fmt.Sprintf("%dxH100", n), func(b *testing.B) {
-			gpus := cuttable(models[h100Key], n)
+			gpus := migCapable(models[h100Key], n)
 			b.ReportAllocs()
 			for b.Loop() {
 				if s := Slices(Offer(dynamic(gpus...)), benchDriver, PartitionTypes(driverName)); len(s) == 0 {
@@ -26,9 +26,10 @@ func BenchmarkSlices(b *testing.B) {
 	}
 }
 
-// What the scheduler's own allocator takes to find a device of one node on which nothing is held, among all shapes of eight cards.
+// BenchmarkAllocate measures how long the scheduler's allocator takes to allocate one device of an
+// idle node that offers eight GPUs whole and in every partition.
 func BenchmarkAllocate(b *testing.B) {
-	node := scheduler.New(driverName, Slices(Offer(dynamic(cuttable(readModels(b)[h100Key], 8)...)), benchDriver), chartClasses())
+	node := scheduler.New(driverName, Slices(Offer(dynamic(migCapable(readModels(b)[h100Key], 8)...)), benchDriver), chartClasses())
 	for name, request := range map[string]resourceapi.DeviceRequest{
 		"whole": count(1), "1g.10gb": partitions(1, `device.attributes["gpu.nvidia.com"].profile == "1g.10gb"`),
 	} {

@@ -10,12 +10,12 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// budget is what a GPU has for its devices, and so what keeps them apart: a number of each of
-// several units. Its names are those of counters.
+// budget maps the names of counters to amounts: what a GPU has in total, or what one device takes
+// of that total.
 type budget map[string]int64
 
-// engineCounters are the units of which a GPU has several and a partition takes some. Multiprocessors are not among them: they are bound to memory slices,
-// and those of all profiles do not add up to what the card has.
+// engineCounters maps the name of each engine counter to the function that reads that number of
+// engines. Multiprocessors have no counter, because they belong to memory slices.
 var engineCounters = map[string]func(Engines) uint32{
 	"copy-engines": func(e Engines) uint32 { return e.CopyEngines },
 	"decoders":     func(e Engines) uint32 { return e.Decoders },
@@ -25,10 +25,11 @@ var engineCounters = map[string]func(Engines) uint32{
 }
 
 const (
-	// memoryCounter is in bytes. It decides nothing: it is there for those who add up what a node
-	// has and what of it is used.
+	// memoryCounter is the name of the counter for memory, in bytes. This counter never limits an
+	// allocation. It lets tools add up a node's memory and how much of it is used.
 	memoryCounter = "memory"
-	// wholeCounter is all that a GPU has of which nothing else is known.
+	// wholeCounter is the name of the counter for the whole GPU. It is used only for a GPU with no
+	// usable MIG profiles and unknown memory.
 	wholeCounter = "whole"
 
 	slicePrefix = "memory-slice-"
@@ -36,28 +37,25 @@ const (
 
 func memorySlice(n uint32) string { return fmt.Sprint(slicePrefix, n) }
 
-func ownCounter(profile uint32) string { return fmt.Sprintf("profile-%d", profile) }
+func profileCounter(profile uint32) string { return fmt.Sprintf("profile-%d", profile) }
 
-// setOf is the counter set of a GPU, which follows from its model alone. A GPU that cannot be cut,
-// or not be described, has one counter.
-func setOf(g GPU) budget {
-	if b := budgetOf(g); b != nil {
+// counterSetOf returns the counters of a GPU and their totals. They depend only on the GPU's model.
+// A GPU without usable MIG profiles has a single counter.
+func counterSetOf(g GPU) budget {
+	if b := migBudget(g); b != nil {
 		return b
 	}
-	if n := memoryOf(g); n > 0 {
+	if n := totalMemory(g); n > 0 {
 		return budget{memoryCounter: n}
 	}
 	return budget{wholeCounter: 1}
 }
 
-// budgetOf is nil for a card that cannot be cut, or that cannot be described: the API allows a set no more than 32 counters.
-//
-// Memory slices are counted by position, since a placement takes certain ones. An engine is counted
-// where placements that lie side by side could take more of it than the card has, and a profile
-// gets a counter of its own where more of its instances would fit side by side than the card
-// allows. What could decide nothing is left out, but for the memory: the scheduler goes through
-// every counter of a node for every device that it tries.
-func budgetOf(g GPU) budget {
+// migBudget returns the counters for the partitions of a GPU. It returns nil if the GPU has no MIG,
+// or needs more counters than a counter set may have. It leaves out counters that restrict nothing,
+// except memory, because the scheduler checks every counter of a node for every device that it
+// tries.
+func migBudget(g GPU) budget {
 	m := g.MIG
 	if m == nil || len(m.Profiles) == 0 {
 		return nil
@@ -72,29 +70,35 @@ func budgetOf(g GPU) budget {
 			width = max(width, start+p.Size)
 		}
 	}
+	// Each memory slice has its own counter, because a placement takes certain memory slices.
 	for n := range width {
 		b[memorySlice(n)] = 1
 	}
 	for name, of := range engineCounters {
-		// What the card has of an engine is told nowhere. It is at least what the instances of one profile have together.
+		// NVML does not report how many engines of a kind a card has, so the number is computed: the
+		// largest number that all instances of one profile have together.
 		total := int64(0)
 		for _, p := range m.Profiles {
-			side := min(int64(p.MaxInstances), mostSideBySide(m.Profiles, func(o Profile) int64 { return one(o.ID == p.ID) }))
+			side := min(int64(p.MaxInstances), maxWithoutOverlap(m.Profiles, func(o Profile) int64 { return boolToInt(o.ID == p.ID) }))
 			total = max(total, side*int64(of(p.Engines)))
 		}
-		if mostSideBySide(m.Profiles, func(p Profile) int64 { return int64(of(p.Engines)) }) > total {
+		// A kind of engine gets a counter only if placements that do not overlap could together need more
+		// of these engines than the card has.
+		if maxWithoutOverlap(m.Profiles, func(p Profile) int64 { return int64(of(p.Engines)) }) > total {
 			b[name] = total
 		}
 	}
+	// A profile gets a counter of its own if the other counters would allow more of its instances at
+	// once than the card does.
 	for _, p := range m.Profiles {
-		if int64(p.MaxInstances) < b.mostOf(p, m.Profiles) {
-			b[ownCounter(p.ID)] = int64(p.MaxInstances)
+		if int64(p.MaxInstances) < b.maxInstances(p, m.Profiles) {
+			b[profileCounter(p.ID)] = int64(p.MaxInstances)
 		}
 	}
 	if len(b) == 0 {
 		return nil
 	}
-	if n := memoryOf(g); n > 0 {
+	if n := totalMemory(g); n > 0 {
 		b[memoryCounter] = n
 	}
 	if len(b) > resourceapi.ResourceSliceMaxCountersPerCounterSet {
@@ -103,32 +107,35 @@ func budgetOf(g GPU) budget {
 	return b
 }
 
-// memoryOf is what a GPU has, and never less than what its partitions have side by side: NVML
-// counts both in its own way.
-func memoryOf(g GPU) int64 {
+// totalMemory returns the GPU's memory in bytes. If the partitions that fit on the GPU together
+// have more, it returns the sum of their memory, so that the memory counter allows all of them.
+func totalMemory(g GPU) int64 {
 	n := int64(min(g.MemoryBytes, math.MaxInt64))
 	if g.MIG == nil {
 		return n
 	}
-	return max(n, mostSideBySide(g.MIG.Profiles, Profile.memory))
+	return max(n, maxWithoutOverlap(g.MIG.Profiles, Profile.memory))
 }
 
-// memory is bounded, so that no sum of partitions overflows.
+// memory returns the profile's memory in bytes. It caps the value, so that adding up partitions
+// never overflows an int64.
 func (p Profile) memory() int64 { return int64(min(p.MemoryBytes, math.MaxInt64/maxMemorySlices)) }
 
-// maxMemorySlices is far beyond what any card has, and keeps numbers that make no sense from being added up.
+// maxMemorySlices is a limit that is higher than the number of memory slices of any known card. If
+// a profile needs more, the GPU gets no counters for partitions, because its MIG data is
+// nonsensical.
 const maxMemorySlices = resourceapi.ResourceSliceMaxCountersPerCounterSet
 
-func one(is bool) int64 {
+func boolToInt(is bool) int64 {
 	if is {
 		return 1
 	}
 	return 0
 }
 
-// mostSideBySide is the largest sum of weights of placements that do not overlap.
-func mostSideBySide(profiles []Profile, weight func(Profile) int64) int64 {
-	// most[n] is the largest sum within the first n memory slices.
+// maxWithoutOverlap returns the largest sum of weights that placements without overlap can have.
+func maxWithoutOverlap(profiles []Profile, weight func(Profile) int64) int64 {
+	// most[n] is the largest sum of weights within the first n memory slices.
 	var most [maxMemorySlices + 1]int64
 	for n := uint32(1); n <= maxMemorySlices; n++ {
 		most[n] = most[n-1]
@@ -141,9 +148,10 @@ func mostSideBySide(profiles []Profile, weight func(Profile) int64) int64 {
 	return most[maxMemorySlices]
 }
 
-// mostOf is how many instances of one profile the budget allows side by side.
-func (b budget) mostOf(p Profile, profiles []Profile) int64 {
-	most := mostSideBySide(profiles, func(o Profile) int64 { return one(o.ID == p.ID) })
+// maxInstances returns how many instances of the profile p can exist at the same time, according to
+// the placements of the profile and the engine counters in b.
+func (b budget) maxInstances(p Profile, profiles []Profile) int64 {
+	most := maxWithoutOverlap(profiles, func(o Profile) int64 { return boolToInt(o.ID == p.ID) })
 	for name, of := range engineCounters {
 		if total, counted := b[name]; counted && of(p.Engines) > 0 {
 			most = min(most, total/int64(of(p.Engines)))
@@ -152,7 +160,8 @@ func (b budget) mostOf(p Profile, profiles []Profile) int64 {
 	return most
 }
 
-// cost is what an instance takes of the budget.
+// cost returns what a MIG instance of the profile p at the placement "at" takes of the counters in
+// b.
 func (b budget) cost(p Profile, at Placement) budget {
 	c := budget{}
 	take := func(name string, n int64) {
@@ -161,19 +170,19 @@ func (b budget) cost(p Profile, at Placement) budget {
 		}
 	}
 	for n := range uint32(maxMemorySlices) {
-		take(memorySlice(n), one(at.Overlaps(Placement{n, 1})))
+		take(memorySlice(n), boolToInt(at.Overlaps(Placement{n, 1})))
 	}
 	for name, of := range engineCounters {
 		take(name, int64(of(p.Engines)))
 	}
 	take(memoryCounter, min(p.memory(), b[memoryCounter]))
-	take(ownCounter(p.ID), 1)
+	take(profileCounter(p.ID), 1)
 	return c
 }
 
-// costOfPart is what a compute instance takes that is less than its GPU instance: its part of the
-// memory.
-func (b budget) costOfPart(p Profile, compute ComputeInstance) budget {
+// computeInstanceCost returns what a compute instance takes of the counters in b if it is smaller
+// than its GPU instance. That is only a part of the memory.
+func (b budget) computeInstanceCost(p Profile, compute ComputeInstance) budget {
 	all := int64(max(p.Slices, 1))
 	n := p.memory() / all * min(int64(max(compute.Placement.Size, 1)), all)
 	if b[memoryCounter] == 0 || n == 0 {
@@ -182,8 +191,9 @@ func (b budget) costOfPart(p Profile, compute ComputeInstance) budget {
 	return budget{memoryCounter: min(n, b[memoryCounter])}
 }
 
-// placed says whether the budget has memory slices, by which partitions exclude each other.
-func (b budget) placed() bool {
+// hasMemorySlices reports whether b has counters for memory slices, which keep overlapping
+// partitions apart.
+func (b budget) hasMemorySlices() bool {
 	for name := range b {
 		if strings.HasPrefix(name, slicePrefix) {
 			return true
@@ -192,8 +202,9 @@ func (b budget) placed() bool {
 	return false
 }
 
-// holds says whether both fit together.
-func (b budget) holds(x, y budget) bool {
+// fits reports whether two devices, which cost x and y, together consume no more than the counters
+// in b have.
+func (b budget) fits(x, y budget) bool {
 	for name, total := range b {
 		if x[name]+y[name] > total {
 			return false
@@ -214,7 +225,8 @@ func (b budget) counters() map[string]resourceapi.Counter {
 	return counters
 }
 
-// consumed is what a device takes from its GPU's counter set. Nothing is taken where nothing is counted.
+// consumed returns b as what a device consumes from the counter set with the name in set. It
+// returns nil if b is empty.
 func (b budget) consumed(set string) []resourceapi.DeviceCounterConsumption {
 	if len(b) == 0 {
 		return nil
@@ -222,8 +234,9 @@ func (b budget) consumed(set string) []resourceapi.DeviceCounterConsumption {
 	return []resourceapi.DeviceCounterConsumption{{CounterSet: set, Counters: b.counters()}}
 }
 
-// Conflict says whether two claims cannot hold both devices of a GPU at once. Shares of one device can be held by many, and with everything else they are as
-// their device. Where the card's profiles are not known, it takes partitions at different places for compatible: they were allocated by someone who knew them.
+// Conflict reports whether the GPU g cannot hold both devices a and b, because they overlap or need
+// too many engines or instances. Shares of one device do not conflict; otherwise a share counts as
+// its device. If a profile is unknown, only the first memory slices are compared.
 func Conflict(a, b Name, g GPU) bool {
 	if a.GPU != b.GPU || a.Share && b.Share && a.String() == b.String() {
 		return false
@@ -236,14 +249,14 @@ func Conflict(a, b Name, g GPU) bool {
 		return x.Compute == nil || y.Compute == nil || *x.Compute == *y.Compute
 	}
 	p, known := g.Profile(x.ProfileID)
-	q, too := g.Profile(y.ProfileID)
-	if !known || !too {
+	q, otherKnown := g.Profile(y.ProfileID)
+	if !known || !otherKnown {
 		return x.Start == y.Start
 	}
-	at, beside := Placement{x.Start, p.Size}, Placement{y.Start, q.Size}
-	if at.Overlaps(beside) {
+	at, other := Placement{x.Start, p.Size}, Placement{y.Start, q.Size}
+	if at.Overlaps(other) {
 		return true
 	}
-	all := budgetOf(g)
-	return all != nil && !all.holds(all.cost(p, at), all.cost(q, beside))
+	all := migBudget(g)
+	return all != nil && !all.fits(all.cost(p, at), all.cost(q, other))
 }

@@ -12,7 +12,7 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-func TestPCIAddressesComeInNVMLsAndInSysfsForm(t *testing.T) {
+func TestParsePCIAddressAcceptsNVMLAndSysfsForms(t *testing.T) {
 	for given, want := range map[string]PCIAddress{
 		"0000:1b:00.0":     "0000:1b:00.0",
 		"00000000:1B:00.0": "0000:1b:00.0",
@@ -21,17 +21,18 @@ func TestPCIAddressesComeInNVMLsAndInSysfsForm(t *testing.T) {
 		"00010000:E1:00.7": "10000:e1:00.7",
 	} {
 		if got, err := ParsePCIAddress(given); err != nil || got != want {
-			t.Errorf("%s is read as %s, %v; want %s", given, got, err, want)
+			t.Errorf("%s is parsed as %s, %v; want %s", given, got, err, want)
 		}
 	}
-	for _, given := range []string{"", "1b:00.0", "000:1b:00.0", "0000:1b:00.8", "0000:1b:00", "0000:1b:00.0 ", "000000000:1b:00.0", "gggg:1b:00.0", "0000-1b-00-0"} {
+	for _, given := range []string{"", "1b:00.0", "000:1b:00.0", "0000:1b:00.8", "0000:1b:00", "0000:1b:00.0 ",
+		"000000000:1b:00.0", "gggg:1b:00.0", "0000-1b-00-0"} {
 		if got, err := ParsePCIAddress(given); err == nil {
-			t.Errorf("%q is read as %s", given, got)
+			t.Errorf("%q is parsed as %s", given, got)
 		}
 	}
 }
 
-func TestNamesComeFromTheFullAddress(t *testing.T) {
+func TestDeviceNameUsesFullPCIAddress(t *testing.T) {
 	for address, want := range map[PCIAddress]string{
 		"0000:1b:00.0":     "gpu-0000-1b-00-0",
 		"0008:01:00.0":     "gpu-0008-01-00-0",
@@ -44,7 +45,7 @@ func TestNamesComeFromTheFullAddress(t *testing.T) {
 	}
 }
 
-func TestVersionsBecomeSemver(t *testing.T) {
+func TestSemverConvertsDriverVersions(t *testing.T) {
 	for given, want := range map[string]string{"580.65.06": "580.65.6", "13.0": "13.0.0", "12": "12.0.0", "9.0": "9.0.0"} {
 		if got, err := Semver(given); err != nil || got != want {
 			t.Errorf("%s becomes %s, %v; want %s", given, got, err, want)
@@ -57,7 +58,7 @@ func TestVersionsBecomeSemver(t *testing.T) {
 	}
 }
 
-func TestWhatIsUnknownHasANeutralValue(t *testing.T) {
+func TestUnknownFactsHaveNeutralValues(t *testing.T) {
 	d := Offer(dynamic(GPU{PCIAddress: "0000:01:00.0", UUID: "GPU-1"}))[0].Device(Driver{Version: "vgpu-x"})
 	for _, name := range []resourceapi.QualifiedName{AttrPCIeRoot, AttrNUMANode} {
 		if a, ok := d.Attributes[name]; ok {
@@ -84,7 +85,7 @@ func TestWhatIsUnknownHasANeutralValue(t *testing.T) {
 	}
 }
 
-func TestAPublishedGPU(t *testing.T) {
+func TestPublishedGPU(t *testing.T) {
 	g := GPU{
 		PCIAddress: "0000:1b:00.0", UUID: "GPU-1", ProductName: "NVIDIA H100 80GB HBM3", Brand: "Nvidia", Architecture: "Hopper",
 		CUDAComputeCapability: "9.0", AddressingMode: "HMM", MemoryBytes: 81559 << 20, PCIeRoot: "pci0000:15", NUMANode: ptr.To(1),
@@ -95,7 +96,8 @@ func TestAPublishedGPU(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := `{"name":"gpu-0000-1b-00-0","attributes":{"addressingMode":{"string":"HMM"},"architecture":{"string":"Hopper"},"brand":{"string":"Nvidia"},` +
+	want := `{"name":"gpu-0000-1b-00-0","attributes":{"addressingMode":{"string":"HMM"},` +
+		`"architecture":{"string":"Hopper"},"brand":{"string":"Nvidia"},` +
 		`"cudaComputeCapability":{"version":"9.0.0"},"cudaDriverVersion":{"version":"13.0.0"},"driverVersion":{"version":"580.65.6"},` +
 		`"driverVersionString":{"string":"580.65.06"},"parentUUID":{"string":"GPU-1"},"productName":{"string":"NVIDIA H100 80GB HBM3"},` +
 		`"resource.kubernetes.io/numaNode":{"int":1},"resource.kubernetes.io/pciBusID":{"string":"0000:1b:00.0"},` +
@@ -110,7 +112,7 @@ func TestAPublishedGPU(t *testing.T) {
 	}
 }
 
-func TestLongTextIsCutToTheLimitAndStaysText(t *testing.T) {
+func TestLongAttributeIsTruncatedToValidUTF8(t *testing.T) {
 	for _, s := range []string{strings.Repeat("x", 70), strings.Repeat("ü", 70), strings.Repeat("x", 63) + "ü"} {
 		got := *text(s).StringValue
 		if len(got) > resourceapi.DeviceAttributeMaxValueLength || !strings.HasPrefix(s, got) || strings.ToValidUTF8(got, "?") != got {
@@ -119,7 +121,7 @@ func TestLongTextIsCutToTheLimitAndStaysText(t *testing.T) {
 	}
 }
 
-func TestTheSameGPUsGiveTheSameBytesInWhateverOrderTheyAreFound(t *testing.T) {
+func TestGPUOrderDoesNotChangeSlices(t *testing.T) {
 	gpus := manyGPUs(130)
 	before := fmt.Sprint(gpus)
 	publish := func() string {
@@ -136,18 +138,18 @@ func TestTheSameGPUsGiveTheSameBytesInWhateverOrderTheyAreFound(t *testing.T) {
 	for range 5 {
 		rand.Shuffle(len(gpus), func(i, j int) { gpus[i], gpus[j] = gpus[j], gpus[i] })
 		if publish() != want {
-			t.Fatal("another order gives other bytes")
+			t.Fatal("the order of GPUs changes the slices")
 		}
 	}
 }
 
-func TestNoGPUsGiveNoSlices(t *testing.T) {
+func TestNoGPUsPublishNoSlices(t *testing.T) {
 	if slices := Slices(Offer(nil), Driver{}); len(slices) != 0 {
 		t.Error(slices)
 	}
 }
 
-// manyGPUs is a machine with as many GPUs as one likes.
+// manyGPUs returns n H200 GPUs of one node.
 func manyGPUs(n int) []GPU {
 	gpus := make([]GPU, n)
 	for i := range gpus {

@@ -1,23 +1,31 @@
-// Package device is the vocabulary of the driver: what a GPU is, in which shapes it is offered, and how each shape reads in a ResourceSlice.
+// Package device is the vocabulary of the driver: what a GPU is, how a node can offer it, and what
+// each offered device looks like in a ResourceSlice.
 //
-// A [GPU] is a physical card, as discovery found it; its [MIG] says what it can be cut into and how it is cut. A [Shape] is one way to offer a card to the
-// scheduler; each shape is a type of its own ([Whole], [Partition], [Shared]) and knows its name and its resourceapi.Device. [Decide] settles in which shapes a
-// card is offered, [Offer] lists them for all GPUs of a node, in the order in which the scheduler's first-fit should meet them, and [Slices] cuts that list to
-// the API's limits.
+// A [GPU] is a physical card as the last scan of the hardware reported it. Its [MIG] field lists
+// the profiles that the card supports and the MIG instances that it has. A [Shape] is one way to
+// offer a card to the scheduler: as a whole ([Whole]), as a partition ([Partition]) or in shares
+// ([Shared]). Each shape has a device name and returns its resourceapi.Device. [Decide] chooses in
+// which of these ways one card is offered. [Offer] lists the resulting devices of all GPUs of a
+// node, in the order that suits the scheduler's first-fit allocation. [Slices] splits that list to
+// fit the API's limits.
 //
-// Shapes of one card may overlap: a whole and every partition at once, as the [Policy] says. What
-// keeps them apart are shared counters, from which the scheduler subtracts what it gives away:
-// memory slices by position, engines, and profiles of which the card allows only so many. Where
-// counters allow something, the hardware can hold it, and the other way round. Where nothing
-// overlaps, or the cluster keeps no counters, nothing is counted.
+// Devices of one card may overlap: its [Policy] may offer the whole GPU and every partition at
+// once. Shared counters then keep the scheduler from allocating overlapping devices. These counters
+// count memory slices by position, engines, and profiles of which the card allows few instances.
+// The counters allow exactly what the hardware can hold. Devices use no counters where nothing
+// overlaps, or where the cluster does not support counters.
 //
-// A [Shared] device is a GPU or a partition that several claims may hold, where [ShareRules] say so: in fractions of its memory and compute units, or in plain
-// shares, which are only counted. It takes the counters of what it is made of, once for as long as somebody holds a share. How much each claim holds is the
-// scheduler's account, by the capacities that are published here; that nobody uses more is for others to see to.
+// A [Shared] device is a GPU or a partition that several claims may use, as [ShareRules] say. Each
+// claim gets a fraction of its memory and compute units, or a plain share, which is only counted.
+// The shared device takes the counters of its GPU or partition once, while at least one claim has a
+// share. The scheduler accounts for each claim by the capacities published here. Other packages
+// enforce the limits.
 //
-// The package is pure: it reads no file, calls no library and holds no state. The same GPUs always give the same bytes, and a partition that is cut for a
-// claim changes none of them.
+// The package is pure: it reads no file, calls no library and keeps no state. The same GPUs always
+// give the same bytes. A partition created for a claim does not change the published devices.
 //
-// Names are stable: they come from the PCI address (with its full domain) and from the place on the card, never from an index that shifts when a card falls
-// off the bus, nor from an instance that may have to be made again. A [Name] is what they say.
+// Device names are stable. They come from the PCI address, with its full domain, and from the
+// placement on the card. They never use an index, which shifts when a card falls off the bus, or
+// the ID of a MIG instance, which changes when the instance is created again. [Name] is a parsed
+// device name.
 package device

@@ -6,7 +6,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/version"
 )
 
-// What a driver calls its version is strict semver, or refused.
+// FuzzSemver expects that Semver returns strict semver or an error for any driver version.
 func FuzzSemver(f *testing.F) {
 	for _, v := range []string{"580.65.06", "13.0", "", ".", "1..2", "00.00.00", "4294967296", "-1", "1.2.3.4", "١"} {
 		f.Add(v)
@@ -18,15 +18,16 @@ func FuzzSemver(f *testing.F) {
 		}
 		parsed, err := version.ParseSemantic(strict)
 		if err != nil || parsed.String() != strict {
-			t.Errorf("%q is %q: %v", v, strict, err)
+			t.Errorf("%q becomes %q: %v", v, strict, err)
 		}
 		if again, err := Semver(strict); err != nil || again != strict {
-			t.Errorf("%q is %q, and that is %q: %v", v, strict, again, err)
+			t.Errorf("%q becomes %q, which becomes %q: %v", v, strict, again, err)
 		}
 	})
 }
 
-// An address is brought to one form, of which a device's name is made that can be taken apart again.
+// FuzzParsePCIAddress expects that parsing a parsed address again returns the same address, and
+// that ParseName accepts the device name made from the address.
 func FuzzParsePCIAddress(f *testing.F) {
 	for _, s := range []string{"00000000:1B:00.0", "0000:1b:00.0", "10000:e1:00.7", "", "0000:1b:00.8", "FFFFFFFF:ff:ff.7", "K:1b:00.0"} {
 		f.Add(s)
@@ -37,15 +38,16 @@ func FuzzParsePCIAddress(f *testing.F) {
 			return
 		}
 		if again, err := ParsePCIAddress(string(a)); err != nil || again != a {
-			t.Errorf("%q is %q, and that is %q: %v", s, a, again, err)
+			t.Errorf("%q becomes %q, which becomes %q: %v", s, a, again, err)
 		}
 		if name, ok := ParseName(a.WholeName()); !ok || name.GPU != a.WholeName() || name.Partition != nil || name.Share {
-			t.Errorf("%q is named %q, which is %+v, %v", s, a.WholeName(), name, ok)
+			t.Errorf("%q is named %q, which is parsed as %+v, %v", s, a.WholeName(), name, ok)
 		}
 	})
 }
 
-// Rules that are taken say something of every GPU, and what they say is read back as it is written.
+// FuzzParsePolicies expects that valid rules give every GPU a valid policy, and that the policy's
+// text form can be parsed again.
 func FuzzParsePolicies(f *testing.F) {
 	for _, s := range []string{
 		"", "dynamic", "0=static,*=off", "GPU-x=adopt", "=", "a=b=c", "0000:1b:00.0=off", ",,,", "*=", "99999999999999999999=off", "-1=off",
@@ -63,10 +65,10 @@ func FuzzParsePolicies(f *testing.F) {
 		switch got.Mode {
 		case PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt:
 		default:
-			t.Errorf("%q says %q", s, got)
+			t.Errorf("%q sets policy %q", s, got)
 		}
 		if again, err := ParsePolicies(got.String()); err != nil || again.For(gpu).String() != got.String() {
-			t.Errorf("%q says %q, which is read as %q, %v", s, got, again.For(gpu), err)
+			t.Errorf("%q sets policy %q, which is parsed as %q, %v", s, got, again.For(gpu), err)
 		}
 	})
 }

@@ -1,36 +1,41 @@
 package device
 
-// GPU is one physical GPU as discovery found it. It holds no handle: it can be compared, printed and kept.
+// GPU is one physical GPU as the last scan of the hardware reported it. It is plain data without
+// any handle.
 type GPU struct {
-	// PCIAddress identifies the card's place in this node, and so its name.
+	// PCIAddress identifies the slot of the GPU in this node. The names of the GPU's devices come from
+	// it.
 	PCIAddress PCIAddress `json:"pciAddress"`
-	// UUID is NVML's, with its "GPU-" prefix. Another UUID at the same place is another card.
+	// UUID is NVML's UUID, with its "GPU-" prefix. If the UUID at a PCI address changes, the card was
+	// replaced.
 	UUID string `json:"uuid"`
-	// Minor is N of /dev/nvidiaN. It may change at every boot.
+	// Minor is the N of the device node /dev/nvidiaN. It may change at every boot.
 	Minor int `json:"minor"`
 
 	ProductName           string `json:"productName"`
 	Brand                 string `json:"brand"`
 	Architecture          string `json:"architecture"`
 	CUDAComputeCapability string `json:"cudaComputeCapability"` // "9.0"
-	// AddressingMode is "HMM", "ATS" or "None", empty where the driver does not tell.
+	// AddressingMode is "HMM", "ATS" or "None". It is empty if the driver does not report it.
 	AddressingMode string `json:"addressingMode,omitempty"`
-	// MemoryBytes is 0 when the driver does not say, as for GPUs that work in the host's memory.
+	// MemoryBytes is 0 if the driver does not report the memory, as for GPUs that use the host's
+	// memory.
 	MemoryBytes uint64 `json:"memoryBytes"`
 
-	// PCIeRoot is the root complex as sysfs names it ("pci0000:00"), empty when unknown.
+	// PCIeRoot is the root complex as sysfs names it ("pci0000:00"). It is empty if unknown.
 	PCIeRoot string `json:"pcieRoot,omitempty"`
-	// NUMANode is nil when the platform does not say.
+	// NUMANode is nil if the platform does not report the NUMA node.
 	NUMANode *int `json:"numaNode,omitempty"`
-	// Engines is nil when the driver does not say.
+	// Engines is nil if the driver does not report the numbers of engines.
 	Engines *Engines `json:"engines,omitempty"`
-	// ContainerLimits says that the driver and this node can hold a container as a whole to a part of the card's memory, as long as it is not cut.
+	// ContainerLimits is true if the driver and the node can limit the GPU memory of a whole
+	// container, not only of each process. This is possible only while the card is not in MIG mode.
 	ContainerLimits bool `json:"containerLimits,omitempty"`
-	// MIG is nil for a card that cannot be cut.
+	// MIG has the GPU's MIG mode, profiles and instances. It is nil for a card without MIG.
 	MIG *MIG `json:"mig,omitempty"`
 }
 
-// Engines counts the units of a GPU that a partition takes a part of.
+// Engines counts the units of a GPU that are divided among its partitions.
 type Engines struct {
 	Multiprocessors uint32 `json:"multiprocessors"`
 	CopyEngines     uint32 `json:"copyEngines"`
@@ -40,11 +45,11 @@ type Engines struct {
 	OFAEngines      uint32 `json:"ofaEngines"`
 }
 
-// Driver is the NVIDIA driver of a node, in its own spelling.
+// Driver has the versions of a node's NVIDIA driver, as the driver itself writes them.
 type Driver struct {
 	Version     string `json:"version"`     // "580.65.06"
 	CUDAVersion string `json:"cudaVersion"` // "13.0"
 }
 
-// WholeName is the name under which a GPU is offered as a whole: gpu-0000-1b-00-0.
+// WholeName returns the device name of the whole GPU, such as gpu-0000-1b-00-0.
 func (g GPU) WholeName() string { return g.PCIAddress.WholeName() }

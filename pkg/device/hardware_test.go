@@ -11,27 +11,29 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
-// hardware is one card by its model file: the rules of the card itself, written without looking at how the driver counts.
+// hardware models which devices of one GPU of a model file fit on the GPU at the same time. It does
+// not use the driver's counters, so that tests can compare the counters with it.
 type hardware struct {
 	gpu GPU
-	// devices are all that can be had of the card, the whole first.
+	// devices has all devices that the GPU can be offered as, the whole GPU first.
 	devices      []item
 	has          engineCount
 	maxInstances int
 }
 
-// item is one device and what it needs of the card.
+// item is one device and what it takes of the GPU.
 type item struct {
-	name    Name
-	device  string
-	whole   bool
-	profile uint32
-	slices  uint64 // one bit for each memory slice
-	needs   engineCount
-	most    int // instances of the profile beside each other
+	name         Name
+	device       string
+	whole        bool
+	profile      uint32
+	slices       uint64 // one bit for each memory slice
+	needs        engineCount
+	maxInstances int // how many instances of the profile the card allows
 }
 
-// engineCount has copy, decode, encode, JPEG and OFA engines.
+// engineCount has the number of engines of each kind, in this order: copy, decode, encode, JPEG and
+// OFA engines.
 type engineCount [5]uint32
 
 func enginesOf(p model.Profile) engineCount {
@@ -39,7 +41,7 @@ func enginesOf(p model.Profile) engineCount {
 }
 
 func newHardware(m *model.GPU) hardware {
-	h := hardware{gpu: cuttable(m, 1)[0], maxInstances: int(m.MIG.MaxInstances.Value)}
+	h := hardware{gpu: migCapable(m, 1)[0], maxInstances: int(m.MIG.MaxInstances.Value)}
 	whole := Name{GPU: h.gpu.WholeName()}
 	h.devices = append(h.devices, item{name: whole, device: whole.String(), whole: true})
 	for _, p := range m.MIG.Profiles {
@@ -51,15 +53,17 @@ func newHardware(m *model.GPU) hardware {
 		for _, start := range p.Placements.Starts {
 			n := Name{GPU: whole.GPU, Partition: &PartitionName{ProfileID: p.ID, Start: start}}
 			h.devices = append(h.devices, item{
-				name: n, device: n.String(), profile: p.ID, slices: (uint64(1)<<p.Placements.Size - 1) << start, needs: enginesOf(p), most: int(p.InstancesMax),
+				name: n, device: n.String(), profile: p.ID, slices: (uint64(1)<<p.Placements.Size - 1) << start,
+				needs: enginesOf(p), maxInstances: int(p.InstancesMax),
 			})
 		}
 	}
 	return h
 }
 
-// holds says whether the card can hold these devices together. A memory slice belongs to one instance, there are as many engines as the profile has that
-// takes all memory, and of each profile and of all together there are no more than so many instances.
+// holds reports whether the GPU can hold these devices at the same time. It returns false if two
+// devices share a memory slice, if they need more engines than the GPU has, or if they exceed the
+// maximum number of instances of a profile or of the GPU.
 func (h hardware) holds(set ...item) bool {
 	var taken uint64
 	var used engineCount
@@ -73,20 +77,21 @@ func (h hardware) holds(set ...item) bool {
 				return false
 			}
 		}
-		alike := 1
+		same := 1
 		for _, o := range set[:i] {
 			if o.profile == d.profile {
-				alike++
+				same++
 			}
 		}
-		if !d.whole && alike > d.most {
+		if !d.whole && same > d.maxInstances {
 			return false
 		}
 	}
 	return len(set) <= h.maxInstances
 }
 
-// sets calls visit with every set of the devices that the card can hold. The slice is only lent.
+// sets calls visit with every set of devices that the GPU can hold at the same time. visit must not
+// keep the slice.
 func (h hardware) sets(visit func(held []item)) {
 	var grow func(held []item, from int)
 	grow = func(held []item, from int) {
@@ -100,8 +105,8 @@ func (h hardware) sets(visit func(held []item)) {
 	grow(nil, 0)
 }
 
-// ledger is the scheduler's arithmetic on the slices that are published: what is left of each
-// counter and what there was, by set and name.
+// ledger simulates how the scheduler counts. left and total have what is left and the total amount,
+// by counter set and counter. cost has what each device consumes.
 type ledger struct {
 	left, total map[string]map[string]int64
 	cost        map[string][]resourceapi.DeviceCounterConsumption
@@ -132,8 +137,9 @@ func (l ledger) add(device string, sign int64) {
 	}
 }
 
-// has says whether every counter has enough left for the device; by are those that have not.
-func (l ledger) has(device string) (_ bool, by []string) {
+// covers reports whether enough is left of every counter for the device. The result by lists the
+// counters of which too little is left.
+func (l ledger) covers(device string) (_ bool, by []string) {
 	for _, c := range l.cost[device] {
 		for name, n := range c.Counters {
 			if l.left[c.CounterSet][name] < n.Value.Value() {
@@ -144,20 +150,19 @@ func (l ledger) has(device string) (_ bool, by []string) {
 	return len(by) == 0, by
 }
 
-// For every set of devices that a card can hold, and every further device, published counters and
-// hardware agree on whether it fits beside them. Every set that the hardware allows is reached by
-// adding one device after the other, so nothing else has to be looked at. Memory never decides:
-// where it is short, another counter is, too.
-func TestCountersAllowExactlyWhatTheHardwareCanHold(t *testing.T) {
+// For every set of devices that a GPU can hold, the published counters must allow the same further
+// devices as the hardware model. If too little memory is left by the memory counter, another
+// counter must also be short.
+func TestCountersAgreeWithHardware(t *testing.T) {
 	forEachMIGModel(t, func(t *testing.T, known *model.GPU) {
-		agree(t, newHardware(known))
+		checkCountersAgree(t, newHardware(known))
 	})
 }
 
-func agree(t *testing.T, h hardware) {
+func checkCountersAgree(t *testing.T, h hardware) {
 	t.Helper()
 	l := newLedger(newMachine(t, []GPU{h.gpu}, Driver{}).Scheduler)
-	// Of a card whose mode is fixed only partitions are offered.
+	// A GPU in MIG mode that needs a reset to leave MIG mode offers only partitions.
 	h.devices = slices.DeleteFunc(h.devices, func(d item) bool { _, offered := l.cost[d.device]; return !offered })
 	if len(h.devices) != len(l.cost) {
 		t.Fatalf("%d devices are offered, the card has %d", len(l.cost), len(h.devices))
@@ -170,16 +175,16 @@ func agree(t *testing.T, h hardware) {
 		}
 		for _, d := range h.devices {
 			if slices.ContainsFunc(held, func(o item) bool { return o.device == d.device }) {
-				continue // nobody asks counters about a device that is held
+				continue // the scheduler does not allocate this device again
 			}
-			may, by := l.has(d.device)
+			may, by := l.covers(d.device)
 			if can := h.holds(append(slices.Clip(held), d)...); may != can && wrong < 10 {
 				wrong++
-				t.Errorf("beside %v, counters allow %s: %v %v, the hardware: %v", held, d.device, may, by, can)
+				t.Errorf("with %v held, counters allow %s: %v %v, hardware: %v", held, d.device, may, by, can)
 			}
 			if slices.Equal(by, []string{"memory"}) && wrong < 10 {
 				wrong++
-				t.Errorf("beside %v, nothing but the memory keeps %s away", held, d.device)
+				t.Errorf("with %v held, only the memory counter excludes %s", held, d.device)
 			}
 		}
 		for _, d := range held {
@@ -192,8 +197,8 @@ func agree(t *testing.T, h hardware) {
 	}
 }
 
-// Two claims are refused together if and only if the card cannot hold what they want.
-func TestDevicesConflictWhereTheHardwareCannotHoldBoth(t *testing.T) {
+// Conflict must be true for two devices if and only if the GPU cannot hold both.
+func TestConflictAgreesWithHardware(t *testing.T) {
 	forEachMIGModel(t, func(t *testing.T, known *model.GPU) {
 		h := newHardware(known)
 		for _, a := range h.devices {

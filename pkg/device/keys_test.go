@@ -18,12 +18,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// most is how many attributes and capacities a device may have: six less than the API allows.
-const most = 26
+// maxKeys is how many attributes and capacities a device may have together: six less than the API
+// allows.
+const maxKeys = 26
 
-// always are the keys that each device of a type has, whatever is known of its GPU. Those of
-// resource.kubernetes.io but for the address are optional.
-var always = map[string]struct{ attributes, capacities []string }{
+// requiredKeys maps each type of device to the keys that all its devices must have, even if most
+// facts about the GPU are unknown. Of the keys of resource.kubernetes.io, only pciBusID is
+// required.
+var requiredKeys = map[string]struct{ attributes, capacities []string }{
 	"gpu":       {wholeKeys, capacityKeys},
 	"mig":       {partitionKeys, capacityKeys},
 	"gpu-share": {append(slices.Clone(wholeKeys), shareKeys...), nil},
@@ -38,13 +40,15 @@ var (
 	partitionKeys = append(slices.Clone(wholeKeys), "profile", "profileID", "placementStart", "placementSize")
 	shareKeys     = []string{"sharing", "memoryLimit"}
 	capacityKeys  = []string{"memory", "multiprocessors", "copyEngines", "decoders", "encoders", "jpegEngines", "ofaEngines"}
-	// ofShares are a share's capacities, by its attribute sharing.
-	ofShares     = map[string][]string{"MPS": {"cores", "memory"}, "TimeSlicing": {"shares"}}
-	optionalKeys = []string{string(AttrPCIeRoot), string(AttrNUMANode)}
+	// shareCapacities maps the value of a share device's attribute sharing to the capacities that the
+	// device must have.
+	shareCapacities = map[string][]string{"MPS": {"cores", "memory"}, "TimeSlicing": {"shares"}}
+	optionalKeys    = []string{string(AttrPCIeRoot), string(AttrNUMANode)}
 )
 
-// everyDevice calls visit with each device that GPUs of a model are offered as: whole, as places,
-// as an admin cut them and in shares, with all that can be known of a GPU and with next to nothing.
+// everyDevice calls visit with each device that a GPU of the model can be offered as: whole,
+// placements, existing MIG instances and shares. It does so for a GPU about which all facts are
+// known, and for a GPU about which few are.
 func everyDevice(t *testing.T, m *model.GPU, visit func(resourceapi.Device)) {
 	t.Helper()
 	full := fromModel(m)
@@ -71,20 +75,21 @@ func everyDevice(t *testing.T, m *model.GPU, visit func(resourceapi.Device)) {
 	}
 }
 
-// layoutsOf has one instance of each profile where an admin cut the GPU, and of one that the driver
-// does not list, as in a vGPU guest.
+// layoutsOf returns the GPU offered in three ways: as a whole, with all placements, and with
+// existing MIG instances. These are one of each profile, and one of a profile that the driver does
+// not list, as in a vGPU guest.
 func layoutsOf(g GPU) []Offering {
 	layouts := []Layout{{Whole: true}}
 	if g.MIG != nil {
-		cut := []Instance{{ID: 99, ProfileID: 77, Compute: []ComputeInstance{{Name: "1c.9g.99gb", UUID: "MIG-guest"}}}}
+		instances := []Instance{{ID: 99, ProfileID: 77, Compute: []ComputeInstance{{Name: "1c.9g.99gb", UUID: "MIG-guest"}}}}
 		for i, p := range g.MIG.Profiles {
 			uuid := fmt.Sprintf("MIG-%d", i)
-			cut = append(cut, Instance{
+			instances = append(instances, Instance{
 				ID: p.ID, ProfileID: p.ID, Placement: Placement{p.Starts[0], p.Size},
 				Compute: []ComputeInstance{{Name: p.Name, UUID: uuid, Multiprocessors: 1}},
 			})
 		}
-		layouts = append(layouts, Layout{Whole: true, Placements: true}, Layout{Instances: cut})
+		layouts = append(layouts, Layout{Whole: true, Placements: true}, Layout{Instances: instances})
 	}
 	var offerings []Offering
 	for _, l := range layouts {
@@ -101,22 +106,23 @@ func forEachModel(t *testing.T, test func(t *testing.T, known *model.GPU)) {
 	}
 }
 
-// A selector on a key that one device lacks keeps a Pod from being scheduled anywhere.
-func TestDevicesOfATypeHaveTheSameKeys(t *testing.T) {
+// All devices of a type must have the same keys. If a selector uses a key that one device lacks,
+// the scheduling of the Pod stops on all nodes.
+func TestDevicesOfOneTypeHaveSameKeys(t *testing.T) {
 	forEachModel(t, func(t *testing.T, m *model.GPU) {
 		seen := map[string]bool{}
 		everyDevice(t, m, func(d resourceapi.Device) {
 			kind := ptr.Deref(d.Attributes["type"].StringValue, "")
 			seen[kind] = true
-			if n := len(d.Attributes) + len(d.Capacity); n > most {
-				t.Errorf("%s has %d attributes and capacities, want at most %d", d.Name, n, most)
+			if n := len(d.Attributes) + len(d.Capacity); n > maxKeys {
+				t.Errorf("%s has %d attributes and capacities, want at most %d", d.Name, n, maxKeys)
 			}
 			delete(d.Attributes, partitionTypeAttribute)
-			wantCapacities := always[kind].capacities
+			wantCapacities := requiredKeys[kind].capacities
 			if sharing, shared := d.Attributes["sharing"]; shared {
-				wantCapacities = ofShares[ptr.Deref(sharing.StringValue, "")]
+				wantCapacities = shareCapacities[ptr.Deref(sharing.StringValue, "")]
 			}
-			if diff := cmp.Diff(sorted(always[kind].attributes), keysOf(d.Attributes)); diff != "" {
+			if diff := cmp.Diff(sorted(requiredKeys[kind].attributes), keysOf(d.Attributes)); diff != "" {
 				t.Errorf("attributes of %s (%s):\n%s", d.Name, kind, diff)
 			}
 			if diff := cmp.Diff(sorted(wantCapacities), keysOf(d.Capacity)); diff != "" {
@@ -128,14 +134,14 @@ func TestDevicesOfATypeHaveTheSameKeys(t *testing.T) {
 			kinds = append(kinds, "mig", "mig-share")
 		}
 		if got := slices.Sorted(maps.Keys(seen)); !slices.Equal(got, sorted(kinds)) {
-			t.Errorf("devices of types %v were looked at, want %v", got, kinds)
+			t.Errorf("checked devices of types %v, want %v", got, kinds)
 		}
 	})
 }
 
 func sorted(keys []string) []string { return slices.Sorted(slices.Values(keys)) }
 
-// keysOf leaves out what is optional.
+// keysOf returns the sorted keys of the given attributes or capacities, without the optional keys.
 func keysOf[V any](of map[resourceapi.QualifiedName]V) []string {
 	var keys []string
 	for name := range of {
@@ -146,9 +152,9 @@ func keysOf[V any](of map[resourceapi.QualifiedName]V) []string {
 	return sorted(keys)
 }
 
-// selectors are those of the examples and tests of NVIDIA's DRA driver, by the type of their class
-// (https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu, demo/specs, site/content, test*), and
-// one for each key that it publishes.
+// selectors maps types of devices to selectors. They are from the examples and tests of NVIDIA's
+// DRA driver (https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu, demo/specs, site/content,
+// test*), plus one for each key that NVIDIA's DRA driver publishes.
 var selectors = map[string][]string{
 	"gpu": {
 		`device.attributes['gpu.nvidia.com'].productName.lowerAscii().matches('^.*a100.*$')`,
@@ -156,7 +162,8 @@ var selectors = map[string][]string{
 		`device.attributes["gpu.nvidia.com"].driverVersion.compareTo(semver("550.0.0")) >= 0`,
 		`device.attributes["gpu.nvidia.com"].uuid == "GPU-2fa81118-5a5f-aa66-7660-471eed407181"`,
 		`device.capacity["gpu.nvidia.com"].memory.compareTo(quantity("40Gi")) >= 0`,
-		`device.attributes['gpu.nvidia.com'].architecture == 'Hopper' && device.capacity['gpu.nvidia.com'].memory.isGreaterThan(quantity("80Gi"))`,
+		`device.attributes['gpu.nvidia.com'].architecture == 'Hopper' && ` +
+			`device.capacity['gpu.nvidia.com'].memory.isGreaterThan(quantity("80Gi"))`,
 		`device.attributes["gpu.nvidia.com"].brand == "Nvidia"`,
 		`device.attributes["gpu.nvidia.com"].addressingMode == "HMM"`,
 		`device.attributes["gpu.nvidia.com"].cudaComputeCapability.isGreaterThan(semver("8.9.0"))`,
@@ -166,16 +173,18 @@ var selectors = map[string][]string{
 	},
 	"mig": {
 		`device.attributes['gpu.nvidia.com'].profile == '1g.5gb'`,
-		`device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'mig' && device.attributes['gpu.nvidia.com'].profile == '1g.12gb'`,
+		`device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'mig' && ` +
+			`device.attributes['gpu.nvidia.com'].profile == '1g.12gb'`,
 		`device.capacity['gpu.nvidia.com'].multiprocessors.isLessThan(quantity("30"))`,
-		`device.capacity['gpu.nvidia.com'].multiprocessors.isGreaterThan(quantity("10")) && device.capacity['gpu.nvidia.com'].memory.isGreaterThan(quantity("10Gi"))`,
+		`device.capacity['gpu.nvidia.com'].multiprocessors.isGreaterThan(quantity("10")) && ` +
+			`device.capacity['gpu.nvidia.com'].memory.isGreaterThan(quantity("10Gi"))`,
 		`device.attributes["gpu.nvidia.com"].uuid == "MIG-1a2b3c4d-5e6f-7a8b-9c0d-1e2f3a4b5c6d"`,
 		`device.attributes["gpu.nvidia.com"].parentUUID == "GPU-2fa81118-5a5f-aa66-7660-471eed407181"`,
 		`device.attributes["gpu.nvidia.com"].addressingMode == "ATS"`,
 		`device.attributes["gpu.nvidia.com"].driverVersion.compareTo(semver("550.0.0")) >= 0`,
 		`device.capacity["gpu.nvidia.com"].decoders.compareTo(quantity("1")) >= 0`,
 	},
-	// Classes look at every device.
+	// The selectors of a device class are evaluated on the devices of all types.
 	"": {
 		`device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'`,
 		`device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'mig'`,
@@ -184,7 +193,7 @@ var selectors = map[string][]string{
 	},
 }
 
-func TestRealSelectorsFailOnNoDevice(t *testing.T) {
+func TestExampleSelectorsEvaluateOnEveryDevice(t *testing.T) {
 	ours := exampleSelectors(t)
 	compiler := cel.GetCompiler(cel.Features{})
 	programs := map[string][]cel.CompilationResult{}
@@ -202,9 +211,10 @@ func TestRealSelectorsFailOnNoDevice(t *testing.T) {
 	}
 	forEachModel(t, func(t *testing.T, m *model.GPU) {
 		everyDevice(t, m, func(d resourceapi.Device) {
-			// A claim's selector is asked only of devices that its class selects.
+			// The selectors of a claim are evaluated only on devices that its device class selects.
 			kind := ptr.Deref(d.Attributes["type"].StringValue, "")
-			in := cel.Device{Driver: driverName, AllowMultipleAllocations: d.AllowMultipleAllocations, Attributes: d.Attributes, Capacity: d.Capacity}
+			in := cel.Device{Driver: driverName, AllowMultipleAllocations: d.AllowMultipleAllocations,
+				Attributes: d.Attributes, Capacity: d.Capacity}
 			for _, p := range slices.Concat(programs[kind], programs[""]) {
 				if _, _, err := p.DeviceMatches(t.Context(), in); err != nil {
 					t.Errorf("%s on %s (%s): %v", p.Expression, d.Name, kind, err)
@@ -214,7 +224,8 @@ func TestRealSelectorsFailOnNoDevice(t *testing.T) {
 	})
 }
 
-// exampleSelectors are those of docs/examples, by the types of devices that their class selects.
+// exampleSelectors returns the selectors in the manifests of docs/examples. It maps each type of
+// device to the selectors that are evaluated on it.
 func exampleSelectors(t *testing.T) map[string][]string {
 	t.Helper()
 	files, err := filepath.Glob("../../docs/examples/*.yaml")
@@ -247,7 +258,7 @@ func exampleSelectors(t *testing.T) map[string][]string {
 	return found
 }
 
-// eachSelector looks for requests with a class and selectors anywhere in a document.
+// eachSelector calls visit with the device class and the expression of each selector in a manifest.
 func eachSelector(content any, visit func(class, expression string)) {
 	switch c := content.(type) {
 	case []any:

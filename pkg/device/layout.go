@@ -6,84 +6,91 @@ import (
 	"strings"
 )
 
-// Layout says in which shapes a GPU is offered.
+// Layout says which devices of a GPU are offered: the GPU as a whole, placements or existing MIG
+// instances.
 type Layout struct {
 	Whole bool
-	// Placements stands for every placement, to be cut on demand. They overlap, so counters keep
-	// them apart.
+	// Placements is true if the placements of the GPU's profiles are offered, and the plugin creates
+	// their MIG instances on demand. Placements overlap, so counters must keep them apart.
 	Placements bool
-	// Profiles are the names of those whose placements are offered. None stands for all.
+	// Profiles has the names of the profiles whose placements are offered. If it is empty, those of
+	// all profiles are offered.
 	Profiles []string
-	// Instances are offered as they are: those that an admin made, and those of ours that claims hold.
+	// Instances are existing MIG instances, which are offered as they are. An admin created them, or
+	// claims have them.
 	Instances []Instance
 }
 
-// Offering is a GPU with the shapes in which it is offered.
+// Offering is a GPU and what decides which of its devices are published: the layout, the share
+// rules and the devices that claims have.
 type Offering struct {
 	GPU
 	Layout
-	// Shares says which of the shapes are also offered in shares. None are unless [WhyNotShared] lacks nothing.
+	// Shares says which of the devices are also offered in shares. It must be empty unless
+	// [SharingUnsupportedReason] returns "".
 	Shares ShareRules
-	// NoFractions says why nothing could keep processes to fractions of this GPU; see [WhyNoFractions]. It is not offered in any then.
-	NoFractions string
-	// Counted has the devices of all the node's GPUs counted, although nothing may overlap. A GPU whose
-	// devices are being withdrawn must not take the counters of the others along.
+	// FractionsUnsupported says why MPS cannot share this GPU with limits for each claim (see
+	// [FractionsUnsupportedReason]). It is empty if MPS can.
+	FractionsUnsupported string
+	// Counted makes the devices of all GPUs of the node consume counters even if no devices overlap.
+	// It is set while published devices of this GPU are being removed, because until then the
+	// scheduler may still allocate them.
 	Counted bool
-	// Held are the devices that claims hold alone, by their names, and whether they consume
-	// counters as they are published. They stay published so until their claims end, whatever the
-	// layout says: the scheduler would over-commit the GPU
+	// Held has the names of the devices that one claim has alone. The value is true if the device is
+	// published with counters. These devices stay published that way until their claims end, because
+	// otherwise the scheduler over-commits the GPU
 	// (https://github.com/kubernetes/kubernetes/issues/140802).
 	Held map[string]bool
-	// HeldShares are the share devices that claims hold, by their names, and whether they hold them in fractions. They stay in the pool, without anything to be
-	// had of them, where the rules or the layout say something else by now.
+	// HeldShares has the names of the share devices of which claims have shares. The value is true if
+	// MPS limits these shares. A share device that is no longer offered stays published, but no
+	// further share can be allocated.
 	HeldShares map[string]bool
 }
 
-// Decide is the one place that knows how a GPU is offered. owned are those of its instances that
-// claims of ours explain, whatever else is there is an admin's; counters says whether the cluster
-// keeps shared counters. The reason says what of the policy's promise the GPU does not keep, for
-// people to read. It is empty if it keeps all.
+// Decide chooses which devices of the GPU g are offered. owned are its MIG instances that were
+// created for claims; all others belong to an admin. counters is true if the cluster supports
+// shared counters. reason says why less is offered than the policy wants. Otherwise it is empty.
 func Decide(g GPU, owned []Instance, policy Policy, counters bool) (_ Layout, reason string) {
 	m := g.MIG
 	if m == nil {
 		return Layout{Whole: true}, ""
 	}
 	foreign := slices.ContainsFunc(m.Instances, func(i Instance) bool { return !slices.ContainsFunc(owned, i.same) })
-	asCut := Layout{Instances: m.Instances}
+	asIs := Layout{Instances: m.Instances}
 	policy, problem := policy.On(g)
 	switch {
-	case m.Uncuttable:
-		return decideUncuttable(m, policy)
+	case m.ReadOnly:
+		return decideReadOnly(m, policy)
 	case policy.Mode == PolicyOff:
 		return decideOff(m, owned, foreign)
-	case !policy.Cuts():
+	case !policy.CreatesInstances():
 		return decideStatic(m, foreign, problem)
 	case foreign && policy.Mode == PolicyAdopt:
-		return asCut, "MIG instances are there that no claim has made: it is offered as it is cut until those that are idle are removed"
+		return asIs, "MIG instances exist that no claim created: the GPU is offered as partitioned until the idle ones are removed"
 	case foreign:
-		return asCut, "MIG instances are there that no claim has made: it is offered as it is cut"
+		return asIs, "MIG instances exist that no claim created: the GPU is offered as partitioned"
 	case m.ModeFixed && !m.Enabled:
-		return Layout{Whole: true}, "MIG mode is off, and on this card only a reset turns it on" + m.afterReset()
-	case !counters || budgetOf(g) == nil:
-		return Layout{Whole: len(m.Instances) == 0 && !m.ModeFixed, Instances: m.Instances}, whyNotCounted(g, counters)
+		return Layout{Whole: true}, "MIG mode is off, and only a GPU reset enables it on this card" + m.afterReset()
+	case !counters || migBudget(g) == nil:
+		return Layout{Whole: len(m.Instances) == 0 && !m.ModeFixed, Instances: m.Instances}, countersUnsupportedReason(g, counters)
 	}
-	places := Layout{Whole: true, Placements: true, Profiles: policy.Profiles, Instances: outside(policy.Profiles, g)}
+	layout := Layout{Whole: true, Placements: true, Profiles: policy.Profiles, Instances: instancesOutside(policy.Profiles, g)}
 	if m.ModeFixed {
-		places.Whole = false
-		return places, "MIG mode is on, and on this card only a reset turns it off" + m.afterReset()
+		layout.Whole = false
+		return layout, "MIG mode is on, and only a GPU reset disables it on this card" + m.afterReset()
 	}
-	return places, ""
+	return layout, ""
 }
 
-// decideUncuttable is for a card about which nothing can be changed here. Under a policy that
-// changes nothing that is no limit.
-func decideUncuttable(m *MIG, policy Policy) (_ Layout, reason string) {
-	const guest = "instances can be used but not made here, as in the guest of a virtual GPU"
+// decideReadOnly chooses what is offered of a GPU whose MIG instances the plugin cannot create or
+// remove. reason says why less is offered than the policy wants. Otherwise it is empty.
+func decideReadOnly(m *MIG, policy Policy) (_ Layout, reason string) {
+	const guest = "MIG instances can be used but not created here, as in a vGPU guest"
 	layout := Layout{Whole: !m.Enabled, Instances: m.Instances}
 	switch {
 	case m.Enabled && len(m.Instances) == 0:
 		return layout, "nothing is offered: MIG mode is on and there is no MIG instance; " + guest
-	case policy.Cuts() || policy.Mode == PolicyOff && m.Enabled:
+	case policy.CreatesInstances() || policy.Mode == PolicyOff && m.Enabled:
 		return layout, guest
 	default:
 		return layout, ""
@@ -93,33 +100,36 @@ func decideUncuttable(m *MIG, policy Policy) (_ Layout, reason string) {
 func decideOff(m *MIG, owned []Instance, foreign bool) (_ Layout, reason string) {
 	switch {
 	case foreign:
-		return Layout{Instances: owned}, "MIG instances are there that no claim has made, and the policy is to offer the GPU as a whole only: remove them with nvidia-smi mig"
+		return Layout{Instances: owned}, "MIG instances exist that no claim created, and the policy offers whole GPUs only: " +
+			"remove them with nvidia-smi mig"
 	case len(owned) > 0:
-		return Layout{Instances: m.Instances}, "the policy is to offer it as a whole only, which waits for claims that hold partitions"
+		return Layout{Instances: m.Instances}, "the policy offers whole GPUs only: waiting for claims that hold partitions"
 	case m.ModeFixed && m.Enabled:
-		return Layout{}, "the policy is to offer it as a whole only, but MIG mode is on, and on this card only a reset turns it off" + m.afterReset()
+		return Layout{}, "the policy offers whole GPUs only, but MIG mode is on, and only a GPU reset disables it on this card" + m.afterReset()
 	default:
 		return Layout{Whole: true}, ""
 	}
 }
 
-// decideStatic keeps its promise with what an admin cut, and with a whole GPU. problem is why
-// another policy does not hold.
+// decideStatic chooses what is offered under the policy static: the whole GPU, or the MIG instances
+// that exist. reason says why less is offered than configured. It begins with problem, which is why
+// another policy was replaced by static, or "".
 func decideStatic(m *MIG, foreign bool, problem string) (_ Layout, reason string) {
 	reasons := []string{problem}
 	switch {
 	case !m.Enabled || foreign:
 	case len(m.Instances) > 0:
-		reasons = append(reasons, "it is not offered whole while claims hold partitions that were made for them")
+		reasons = append(reasons, "the GPU is not offered whole while claims hold its partitions")
 	default:
-		reasons = append(reasons, "nothing is offered: MIG mode is on and there is no MIG instance; cut it with nvidia-smi mig -cgi PROFILE -C, "+
-			"or turn MIG mode off with nvidia-smi -mig 0"+m.afterReset())
+		reasons = append(reasons, "nothing is offered: MIG mode is on and there is no MIG instance; "+
+			"create one with nvidia-smi mig -cgi PROFILE -C, or disable MIG mode with nvidia-smi -mig 0"+m.afterReset())
 	}
 	reasons = slices.DeleteFunc(reasons, func(s string) bool { return s == "" })
 	return Layout{Whole: !m.Enabled, Instances: m.Instances}, strings.Join(reasons, "; ")
 }
 
-// afterReset goes behind what only a reset changes.
+// afterReset returns the end of a message that asks for a reset to change the MIG mode. It says
+// whether the change is already pending.
 func (m *MIG) afterReset() string {
 	if m.Pending != m.Enabled {
 		return ", which is pending"
@@ -127,34 +137,37 @@ func (m *MIG) afterReset() string {
 	return ""
 }
 
-// outside are the instances of profiles that a list does not name.
-func outside(profiles []string, g GPU) []Instance {
+// instancesOutside returns the GPU's MIG instances whose profiles are not in profiles.
+func instancesOutside(profiles []string, g GPU) []Instance {
 	var others []Instance
 	for _, i := range g.MIG.Instances {
-		if p, _ := g.Profile(i.ProfileID); !offers(profiles, p) {
+		if p, _ := g.Profile(i.ProfileID); !offersProfile(profiles, p) {
 			others = append(others, i)
 		}
 	}
 	return others
 }
 
-// offers says whether the placements of a profile are offered.
-func offers(profiles []string, p Profile) bool {
+// offersProfile reports whether the placements of the profile p are offered. profiles has the names
+// of the profiles that the policy allows. An empty list allows all of them.
+func offersProfile(profiles []string, p Profile) bool {
 	return len(profiles) == 0 || slices.Contains(profiles, p.Name)
 }
 
-func whyNotCounted(g GPU, counters bool) string {
+func countersUnsupportedReason(g GPU, counters bool) string {
 	switch {
 	case !counters:
-		return "the cluster keeps no shared counters (feature gate DRAPartitionableDevices, from Kubernetes 1.35), without which shapes that overlap would be given away twice"
+		return "the cluster does not support shared counters (feature gate DRAPartitionableDevices, from Kubernetes 1.35), " +
+			"which overlapping devices need"
 	case len(g.MIG.Profiles) == 0:
-		return "what it can be cut into is not known"
+		return "the GPU's MIG profiles are not known"
 	default:
-		return fmt.Sprintf("its %d profiles cannot be described with the number of counters that the API allows", len(g.MIG.Profiles))
+		return fmt.Sprintf("the GPU's %d MIG profiles need more counters than the API allows", len(g.MIG.Profiles))
 	}
 }
 
-// same leaves out what follows from the rest.
+// same reports whether i and o are the same GPU instance. It compares the ID, the profile and the
+// placement, because the other fields follow from these.
 func (i Instance) same(o Instance) bool {
 	return i.ID == o.ID && i.ProfileID == o.ProfileID && i.Placement == o.Placement
 }

@@ -10,11 +10,12 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// keepsLimits holds every slice to the API's limits, with room for what health adds later.
-func keepsLimits(t *testing.T, m machine) {
+// checkAPILimits fails the test if a slice exceeds a limit of the API. The limits must hold even
+// after taints for unhealthy devices are added later.
+func checkAPILimits(t *testing.T, m machine) {
 	t.Helper()
 	names := sets.New[string]()
-	counters := countersKeepLimits(t, m)
+	counters := checkCounters(t, m)
 	for _, s := range m.Slices {
 		if len(s.Spec.SharedCounters) > 0 {
 			continue
@@ -34,13 +35,13 @@ func keepsLimits(t *testing.T, m machine) {
 				t.Errorf("device %s has %d attributes and capacities", d.Name, n)
 			}
 			for name, a := range d.Attributes {
-				attributeIsValid(t, d.Name, name, a)
+				checkAttribute(t, d.Name, name, a)
 			}
 			for name, c := range d.Capacity {
-				nameIsValid(t, d.Name, name)
-				policyIsValid(t, d, name, c)
+				checkName(t, d.Name, name)
+				checkRequestPolicy(t, d, name, c)
 			}
-			consumptionIsValid(t, d, counters)
+			checkConsumption(t, d, counters)
 		}
 	}
 	if n := len(Offer(m.offerings)); names.Len() != n {
@@ -48,9 +49,9 @@ func keepsLimits(t *testing.T, m machine) {
 	}
 }
 
-func attributeIsValid(t *testing.T, device string, name resourceapi.QualifiedName, a resourceapi.DeviceAttribute) {
+func checkAttribute(t *testing.T, device string, name resourceapi.QualifiedName, a resourceapi.DeviceAttribute) {
 	t.Helper()
-	nameIsValid(t, device, name)
+	checkName(t, device, name)
 	set := 0
 	if a.StringValue != nil {
 		set++
@@ -61,7 +62,7 @@ func attributeIsValid(t *testing.T, device string, name resourceapi.QualifiedNam
 	if a.VersionValue != nil {
 		set++
 		if strict, err := Semver(*a.VersionValue); err != nil || strict != *a.VersionValue {
-			t.Errorf("device %s: %s is %q, no strict semver", device, name, *a.VersionValue)
+			t.Errorf("device %s: %s is %q, not strict semver", device, name, *a.VersionValue)
 		}
 	}
 	if a.IntValue != nil {
@@ -72,7 +73,7 @@ func attributeIsValid(t *testing.T, device string, name resourceapi.QualifiedNam
 	}
 }
 
-func nameIsValid(t *testing.T, device string, name resourceapi.QualifiedName) {
+func checkName(t *testing.T, device string, name resourceapi.QualifiedName) {
 	t.Helper()
 	domain, id, qualified := strings.Cut(string(name), "/")
 	if !qualified {
@@ -80,12 +81,13 @@ func nameIsValid(t *testing.T, device string, name resourceapi.QualifiedName) {
 	}
 	if qualified && (len(validation.IsDNS1123Subdomain(domain)) > 0 || len(domain) > resourceapi.DeviceMaxDomainLength) ||
 		len(validation.IsCIdentifier(id)) > 0 || len(id) > resourceapi.DeviceMaxIDLength {
-		t.Errorf("device %s: %q is no qualified name", device, name)
+		t.Errorf("device %s: %q is not a qualified name", device, name)
 	}
 }
 
-// countersKeepLimits holds every counter set to the API's limits and returns what there is, by set.
-func countersKeepLimits(t *testing.T, m machine) map[string]map[string]resourceapi.Counter {
+// checkCounters fails the test if a counter set exceeds a limit of the API. It returns the counters
+// of each counter set, by the counter set's name.
+func checkCounters(t *testing.T, m machine) map[string]map[string]resourceapi.Counter {
 	t.Helper()
 	all := map[string]map[string]resourceapi.Counter{}
 	for i, s := range m.Slices {
@@ -96,7 +98,7 @@ func countersKeepLimits(t *testing.T, m machine) map[string]map[string]resourcea
 			t.Errorf("%s has counters and comes after one with devices", s.Name)
 		}
 		if len(s.Spec.Devices) > 0 || len(s.Spec.SharedCounters) > resourceapi.ResourceSliceMaxCounterSets {
-			t.Errorf("%s has %d counter sets, and %d devices beside them", s.Name, len(s.Spec.SharedCounters), len(s.Spec.Devices))
+			t.Errorf("%s has %d counter sets and also %d devices", s.Name, len(s.Spec.SharedCounters), len(s.Spec.Devices))
 		}
 		for _, set := range s.Spec.SharedCounters {
 			if _, twice := all[set.Name]; twice {
@@ -116,8 +118,9 @@ func countersKeepLimits(t *testing.T, m machine) map[string]map[string]resourcea
 	return all
 }
 
-// consumptionIsValid says whether everything that a device takes is there, once.
-func consumptionIsValid(t *testing.T, d resourceapi.Device, all map[string]map[string]resourceapi.Counter) {
+// checkConsumption fails the test if the device consumes a counter that does not exist, or more of
+// a counter than its total.
+func checkConsumption(t *testing.T, d resourceapi.Device, all map[string]map[string]resourceapi.Counter) {
 	t.Helper()
 	if len(d.ConsumesCounters) > resourceapi.ResourceSliceMaxDeviceCounterConsumptionsPerDevice {
 		t.Errorf("device %s consumes from %d counter sets", d.Name, len(d.ConsumesCounters))
@@ -134,9 +137,10 @@ func consumptionIsValid(t *testing.T, d resourceapi.Device, all map[string]map[s
 	}
 }
 
-// policyIsValid says whether the API server takes a capacity: see validateRequestPolicyRange in its validation of ResourceSlices. Each capacity of a device that
-// several claims may hold needs a policy, or the first claim that does not ask for it gets all.
-func policyIsValid(t *testing.T, d resourceapi.Device, name resourceapi.QualifiedName, c resourceapi.DeviceCapacity) {
+// checkRequestPolicy fails the test if the API server would reject the capacity, or if the capacity
+// has no request policy. Without one, the first claim that does not request the capacity would get
+// all of it.
+func checkRequestPolicy(t *testing.T, d resourceapi.Device, name resourceapi.QualifiedName, c resourceapi.DeviceCapacity) {
 	t.Helper()
 	if shared := ptr.Deref(d.AllowMultipleAllocations, false); shared != (c.RequestPolicy != nil) {
 		t.Errorf("device %s is shared: %v; its %s has a policy: %v", d.Name, shared, name, !shared)
@@ -145,9 +149,10 @@ func policyIsValid(t *testing.T, d resourceapi.Device, name resourceapi.Qualifie
 		return
 	}
 	p := c.RequestPolicy
-	if len(p.ValidValues) > 0 { // of a device of which nobody gets more
-		if p.ValidRange != nil || len(p.ValidValues) != 1 || p.Default == nil || p.Default.Cmp(p.ValidValues[0]) != 0 || p.Default.Cmp(c.Value) != 0 {
-			t.Errorf("device %s: of %s %s one gets %v, by default %v", d.Name, name, c.Value.String(), p.ValidValues, p.Default)
+	if len(p.ValidValues) > 0 { // a withdrawn share
+		if p.ValidRange != nil || len(p.ValidValues) != 1 || p.Default == nil || p.Default.Cmp(p.ValidValues[0]) != 0 ||
+			p.Default.Cmp(c.Value) != 0 {
+			t.Errorf("device %s: %s of %s allows values %v, default %v", d.Name, name, c.Value.String(), p.ValidValues, p.Default)
 		}
 		return
 	}
@@ -160,6 +165,6 @@ func policyIsValid(t *testing.T, d resourceapi.Device, name resourceapi.Qualifie
 		t.Errorf("device %s: %s goes from %d to %d of %d in steps of %d", d.Name, name, least, most, total, step)
 	}
 	if n := p.Default.Value(); n < least || n > most || (n-least)%step != 0 {
-		t.Errorf("device %s: %s is %d by default, which is none of %d to %d in steps of %d", d.Name, name, n, least, most, step)
+		t.Errorf("device %s: the default of %s is %d, not one of %d to %d in steps of %d", d.Name, name, n, least, most, step)
 	}
 }

@@ -8,28 +8,33 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// Name says which device is meant: a GPU as a whole, or a part of it, for one claim alone or for several.
+// Name is a parsed device name. It identifies a whole GPU or a part of it, for one claim alone or
+// for several.
 type Name struct {
-	// GPU is the name of the whole GPU.
+	// GPU is the device name of the whole GPU, such as gpu-0000-1b-00-0.
 	GPU string
-	// Partition is nil for the whole.
+	// Partition identifies a part of the GPU. It is nil for the whole GPU.
 	Partition *PartitionName
-	// Share says that several claims may hold the device, each a share of it.
+	// Share is true for the device that several claims may use, each with a share.
 	Share bool
 }
 
-// PartitionName says which part of a GPU is meant. It names a place on the card, so that it is the same before the instance is made and after it was
-// made again. The profile's ID stands in it because two profiles may differ in nothing of their names but "+me".
+// PartitionName identifies a part of a GPU by its placement. So the name is the same before the GPU
+// instance is created and after it is created again. The profile's ID is used because the names of
+// two profiles may differ only in "+me".
 type PartitionName struct {
 	ProfileID uint32
 	Start     uint32
-	// Compute is the ID of a compute instance that is less than its GPU instance. It is nil for the GPU instance with all that is in it.
+	// Compute is the ID of a compute instance that is smaller than its GPU instance. It is nil for the
+	// whole GPU instance.
 	Compute *uint32
 }
 
-var nameForm = regexp.MustCompile(`^(gpu-[0-9a-f]{4,8}-[0-9a-f]{2}-[0-9a-f]{2}-[0-7])(?:-mig-([0-9]+)-([0-9]+)(?:-ci-([0-9]+))?)?(-share)?$`)
+var nameForm = regexp.MustCompile(`^(gpu-[0-9a-f]{4,8}-[0-9a-f]{2}-[0-9a-f]{2}-[0-7])` +
+	`(?:-mig-([0-9]+)-([0-9]+)(?:-ci-([0-9]+))?)?(-share)?$`)
 
-// ParseName reads the name of a device. It is false for one that this driver does not give.
+// ParseName parses a device name. The second result is false if s is not a device name of this
+// driver.
 func ParseName(s string) (Name, bool) {
 	m := nameForm.FindStringSubmatch(s)
 	if m == nil || len(s) > validation.DNS1123LabelMaxLength {
@@ -54,14 +59,14 @@ func ParseName(s string) (Name, bool) {
 	if m[4] != "" {
 		n.Partition.Compute = &numbers[2]
 	}
-	if n.String() != s { // 07 is no number that String writes
+	if n.String() != s { // String never writes a number as 07
 		return Name{}, false
 	}
 	return n, true
 }
 
-// String is the name as the scheduler knows it: a DNS label of at most 60 letters, and "-share" where several claims may hold the device. With numbers that
-// no card has, a share's name is too long for a label: such a device is not offered.
+// String returns the device name that the scheduler uses. It is a DNS label, except for shares with
+// numbers that are larger than on any known card. Such devices are not offered.
 func (n Name) String() string {
 	s := n.GPU
 	if p := n.Partition; p != nil {
@@ -76,14 +81,16 @@ func (n Name) String() string {
 	return s
 }
 
-// Unshared is the device that the share is of. A device that is held alone is its own.
+// Unshared returns the name of the device that is shared if n names a share device. It returns any
+// other name unchanged.
 func (n Name) Unshared() Name {
 	n.Share = false
 	return n
 }
 
-// DeviceNames are the names of all devices that the GPU can be or is: itself, every placement, parts of instances that exist, and a share of each. Shares are
-// among them whether or not they are offered: a claim may hold one that was offered once.
+// DeviceNames returns the names of all devices that the GPU may be offered as: the whole GPU, every
+// placement, and existing compute instances, each also as a share device. It includes share devices
+// that are not offered, because a claim may have a share that was offered earlier.
 func (g GPU) DeviceNames() []string {
 	var names []string
 	seen := map[string]bool{}
@@ -106,7 +113,7 @@ func (g GPU) DeviceNames() []string {
 	}
 	for _, i := range g.MIG.Instances {
 		for _, c := range i.Compute {
-			part := i.partName(c)
+			part := i.partitionName(c)
 			add(&part)
 		}
 	}

@@ -10,7 +10,7 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-func TestNamesAreReadAsTheyAreWritten(t *testing.T) {
+func TestNameRoundTrip(t *testing.T) {
 	for _, n := range []Name{
 		{GPU: "gpu-0000-1b-00-0"},
 		{GPU: "gpu-10000-e1-1f-7"},
@@ -26,10 +26,11 @@ func TestNamesAreReadAsTheyAreWritten(t *testing.T) {
 		s := n.String()
 		got, ok := ParseName(s)
 		if !ok || got.String() != s || got.GPU != n.GPU || got.Share != n.Share || (got.Partition == nil) != (n.Partition == nil) {
-			t.Errorf("%s is read as %+v, %v", s, got, ok)
+			t.Errorf("%s is parsed as %+v, %v", s, got, ok)
 		}
-		if p := n.Partition; p != nil && (got.Partition.ProfileID != p.ProfileID || got.Partition.Start != p.Start || (got.Partition.Compute == nil) != (p.Compute == nil)) {
-			t.Errorf("%s is read as %+v", s, *got.Partition)
+		if p := n.Partition; p != nil && (got.Partition.ProfileID != p.ProfileID || got.Partition.Start != p.Start ||
+			(got.Partition.Compute == nil) != (p.Compute == nil)) {
+			t.Errorf("%s is parsed as %+v", s, *got.Partition)
 		}
 		if msgs := validation.IsDNS1123Label(s); len(msgs) > 0 {
 			t.Errorf("%s: %v", s, msgs)
@@ -52,8 +53,9 @@ func TestNamesAreReadAsTheyAreWritten(t *testing.T) {
 	}
 }
 
-// The kubelet is told of a device by its name, of a share as of what it is a share of.
-func TestTheNamesOfAllThatAGPUCanBe(t *testing.T) {
+// DeviceNames must list every device that the GPU can be offered as, because the plugin reports the
+// health of these devices to the kubelet.
+func TestDeviceNamesListsEveryPossibleDevice(t *testing.T) {
 	g := GPU{PCIAddress: "0000:1b:00.0"}
 	if diff := cmp.Diff([]string{wholeName, wholeName + "-share"}, g.DeviceNames()); diff != "" {
 		t.Error(diff)
@@ -61,32 +63,33 @@ func TestTheNamesOfAllThatAGPUCanBe(t *testing.T) {
 	g = small()
 	names := sets.New(g.DeviceNames()...)
 	if names.Len() != len(g.DeviceNames()) {
-		t.Errorf("a name twice: %v", g.DeviceNames())
+		t.Errorf("a name occurs twice: %v", g.DeviceNames())
 	}
 	for _, n := range []string{wholeName, firstName, lastName, twoName} {
 		if !names.HasAll(n, n+"-share") {
-			t.Errorf("%s is not among %v with its share", n, names.UnsortedList())
+			t.Errorf("%s or its share is missing from %v", n, names.UnsortedList())
 		}
 	}
 	for n := range names {
 		if got, ok := ParseName(n); !ok || got.GPU != wholeName {
-			t.Errorf("%s is read as %+v, %v", n, got, ok)
+			t.Errorf("%s is parsed as %+v, %v", n, got, ok)
 		}
 	}
 }
 
-func TestOtherNamesAreNotRead(t *testing.T) {
+func TestParseNameRejectsForeignNames(t *testing.T) {
 	for _, s := range []string{
 		"", "gpu-0", "gpu-000-1b-00-0", "gpu-0000-1b-00-8", "gpu-0000-1B-00-0", "xgpu-0000-1b-00-0", "gpu-0000-1b-00-0\n",
 		"gpu-0000-1b-00-0-", "gpu-0000-1b-00-0-mig", "gpu-0000-1b-00-0-mig-19", "gpu-0000-1b-00-0-mig-19-", "gpu-0000-1b-00-0-mig-019-0",
 		"gpu-0000-1b-00-0-mig-19-00", "gpu-0000-1b-00-0-mig-19-4294967296", "gpu-0000-1b-00-0-mig--1-0", "gpu-0000-1b-00-0-mig-19-0-ci",
 		"gpu-0000-1b-00-0-mig-19-0-ci-", "gpu-0000-1b-00-0-mig-19-0-ci-01", "gpu-0000-1b-00-0-ci-1", "gpu-0000-1b-00-0-mig-19-0-mig-19-0",
 		"gpu-0000-1b-00-0-shared", "gpu-0000-1b-00-0-share-share", "-share", "gpu-0000-1b-00-0-share-mig-19-0", "gpu-0000-1b-00-0-mig-19-share",
-		"gpu-0000-1b-00-0-mig-019-0-share", "gpu-ffffffff-ff-1f-7-mig-4294967295-4294967295-ci-4294967295-share", // no DNS label
+		// These names are too long for a DNS label or have a leading zero.
+		"gpu-0000-1b-00-0-mig-019-0-share", "gpu-ffffffff-ff-1f-7-mig-4294967295-4294967295-ci-4294967295-share",
 		"gpu-0000-1b-00-0-mig-" + strings.Repeat("9", 100) + "-0",
 	} {
 		if n, ok := ParseName(s); ok {
-			t.Errorf("%q is read as %s", s, n)
+			t.Errorf("%q is parsed as %s", s, n)
 		}
 	}
 }
@@ -95,12 +98,12 @@ func FuzzParseName(f *testing.F) {
 	f.Add("gpu-0000-1b-00-0-mig-9-4-ci-1")
 	f.Fuzz(func(t *testing.T, s string) {
 		if n, ok := ParseName(s); ok && n.String() != s {
-			t.Errorf("%q is read as %s", s, n)
+			t.Errorf("%q is parsed as %s", s, n)
 		}
 	})
 }
 
-func TestWhichDevicesTwoClaimsCannotHold(t *testing.T) {
+func TestConflict(t *testing.T) {
 	const other = "gpu-0000-43-00-0"
 	g := small()
 	for _, c := range []struct {
@@ -109,32 +112,32 @@ func TestWhichDevicesTwoClaimsCannotHold(t *testing.T) {
 		want       bool
 	}{
 		{"one device", firstName, firstName, g, true},
-		{"the whole twice", wholeName, wholeName, g, true},
-		{"the whole and a part", wholeName, firstName, g, true},
+		{"the whole GPU twice", wholeName, wholeName, g, true},
+		{"the whole GPU and a partition", wholeName, firstName, g, true},
 		{"two GPUs", wholeName, other, g, false},
-		{"parts of two GPUs at the same place", firstName, other + "-mig-19-0", g, false},
-		{"places side by side", firstName, lastName, g, false},
-		{"places that overlap", lastName, twoName, g, true},
+		{"partitions of two GPUs at the same start", firstName, other + "-mig-19-0", g, false},
+		{"placements without overlap", firstName, lastName, g, false},
+		{"placements with overlap", lastName, twoName, g, true},
 		{"two parts of one GPU instance", twoName + "-ci-0", twoName + "-ci-1", g, false},
 		{"one part of a GPU instance", twoName + "-ci-0", twoName + "-ci-0", g, true},
 		{"a GPU instance and a part of it", twoName, twoName + "-ci-1", g, true},
-		{"a part of a GPU instance and a place on it", twoName + "-ci-0", firstName, g, true},
+		{"a part of a GPU instance and a placement on it", twoName + "-ci-0", firstName, g, true},
 		{"two shares of a GPU", wholeName + "-share", wholeName + "-share", g, false},
 		{"a GPU and a share of it", wholeName, wholeName + "-share", g, true},
-		{"a share of a GPU and a part of it", wholeName + "-share", firstName, g, true},
-		{"a share of a GPU and a share of a part of it", wholeName + "-share", firstName + "-share", g, true},
+		{"a share of a GPU and a partition of it", wholeName + "-share", firstName, g, true},
+		{"a share of a GPU and a share of a partition of it", wholeName + "-share", firstName + "-share", g, true},
 		{"shares of two GPUs", wholeName + "-share", other + "-share", g, false},
-		{"two shares of a place", firstName + "-share", firstName + "-share", g, false},
-		{"a place and a share of it", firstName, firstName + "-share", g, true},
-		{"shares of places side by side", firstName + "-share", lastName + "-share", g, false},
-		{"shares of places that overlap", lastName + "-share", twoName + "-share", g, true},
-		{"a share of a place and a place that overlaps", lastName + "-share", twoName, g, true},
+		{"two shares of a placement", firstName + "-share", firstName + "-share", g, false},
+		{"a placement and a share of it", firstName, firstName + "-share", g, true},
+		{"shares of placements without overlap", firstName + "-share", lastName + "-share", g, false},
+		{"shares of placements with overlap", lastName + "-share", twoName + "-share", g, true},
+		{"a share of a placement and one that overlaps", lastName + "-share", twoName, g, true},
 		{"two shares of a part of a GPU instance", twoName + "-ci-0-share", twoName + "-ci-0-share", g, false},
 		{"shares of a GPU instance and of a part of it", twoName + "-share", twoName + "-ci-1-share", g, true},
-		{"two shares of a place on a GPU that is not there", firstName + "-share", firstName + "-share", GPU{}, false},
-		{"places on a GPU that is not there", firstName, lastName, GPU{}, false},
-		{"places that begin at the same slice of a GPU that is not there", firstName, twoName, GPU{}, true},
-		{"places far beyond the card", wholeName + "-mig-19-4294967295", wholeName + "-mig-0-4294967295", g, true},
+		{"two shares of a placement on an unknown GPU", firstName + "-share", firstName + "-share", GPU{}, false},
+		{"placements on an unknown GPU", firstName, lastName, GPU{}, false},
+		{"placements with the same start on an unknown GPU", firstName, twoName, GPU{}, true},
+		{"placements far beyond the card", wholeName + "-mig-19-4294967295", wholeName + "-mig-0-4294967295", g, true},
 	} {
 		a, okA := ParseName(c.a)
 		b, okB := ParseName(c.b)

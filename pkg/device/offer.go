@@ -8,64 +8,71 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 )
 
-// Offer lists every shape of the GPUs, in publishing order. Allocation is first-fit, so this order
-// is a cost, and a choice:
+// Offer returns all devices that the GPUs are offered as, in publishing order. The scheduler takes
+// the first device that fits, so this order decides what it picks and how much work that takes:
 //
-//   - Whole GPUs come first, by PCI address, so that a claim for one does not go through the partitions of all. Their shares follow.
-//   - Partitions that exist come before places of any GPU: what an admin cut is used before another GPU is.
-//   - Places come last, one GPU after the other with its small partitions first, so that a GPU is filled before the next is begun. They begin with the last
-//     GPU: a scheduler evaluates the expressions of a claim for each partition of a GPU that somebody has whole before it goes on to the next.
+//   - Whole GPUs come first, by PCI address, then their shares. So a claim for a whole GPU skips
+//     all partitions.
+//   - Existing partitions of any GPU come next, so that the partitions of an admin are used before
+//     the plugin partitions another GPU.
+//   - Placements come last, GPU by GPU, small partitions first, so that one GPU fills up before
+//     the next. They begin with the last GPU, because claims for whole GPUs take the first ones.
+//     The scheduler evaluates a claim's expressions for each placement of a full GPU, too.
 //
-// Shares of a partition follow it. The GPUs are all that the node has: share rules may count them,
-// and if one needs counters, the devices of all are counted. The Cluster Autoscaler takes no notice
-// of a GPU without counters beside one with them
-// (https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/simulator/dynamicresources/utils/utilization.go).
+// The shares of a partition follow that partition. The offerings must include all GPUs of the node:
+// share rules may select a GPU by its index, and if one GPU needs counters, all GPUs get them. The
+// Cluster Autoscaler ignores a GPU without counters on a node where other GPUs have counters
+// (kubernetes/autoscaler, cluster-autoscaler/simulator/dynamicresources/utils/utilization.go).
 func Offer(offerings []Offering) []Shape {
-	sorted := byPlace(offerings)
-	cards := make([]card, len(sorted))
+	sorted := byPCIAddress(offerings)
+	gpus := make([]gpuShapes, len(sorted))
 	overlap := false
 	for index, o := range sorted {
-		cards[index] = o.card(index)
-		overlap = overlap || cards[index].overlaps
+		gpus[index] = o.gpuShapes(index)
+		overlap = overlap || gpus[index].overlaps
 	}
-	var whole, shares, existing, places []Shape
-	for _, c := range cards {
+	var whole, shares, existing, placements []Shape
+	for _, c := range gpus {
 		if !overlap && !c.held {
-			c.uncount()
+			c.dropCounters()
 		}
 		whole, shares = append(whole, c.whole...), append(shares, c.shares...)
-		existing, places = append(c.existing, existing...), append(c.places, places...)
+		existing, placements = append(c.existing, existing...), append(c.placements, placements...)
 	}
-	return slices.Concat(whole, shares, existing, places)
+	return slices.Concat(whole, shares, existing, placements)
 }
 
-func byPlace(offerings []Offering) []Offering {
+func byPCIAddress(offerings []Offering) []Offering {
 	sorted := slices.Clone(offerings)
 	slices.SortFunc(sorted, func(a, b Offering) int { return strings.Compare(string(a.PCIAddress), string(b.PCIAddress)) })
 	return sorted
 }
 
-// card is what is offered of one GPU: the whole and its shares, partitions that exist or are held,
-// and places, each before its shares.
-type card struct {
-	whole, shares, existing, places []Shape
-	// overlaps says that all GPUs of the node need counters, held that this one does for what
-	// claims hold.
+// gpuShapes has the devices that one GPU is offered as. A partition comes directly before its share
+// device. The field existing also has partitions that are published only because claims have them.
+type gpuShapes struct {
+	whole, shares, existing, placements []Shape
+	// overlaps is true if devices of this GPU may overlap. Then the devices of all GPUs of the node
+	// need counters. held is true if claims have devices of this GPU that were published with
+	// counters.
 	overlaps, held bool
 }
 
-// card has the shapes of the GPU at a place among the node's. All are counted, except those that
-// are held and were not.
-func (o Offering) card(index int) card {
-	set := setOf(o.GPU)
+// gpuShapes returns the devices that the GPU is offered as. index is the GPU's index on the node.
+// All these devices consume counters, except those that were published without counters when a
+// claim got them.
+func (o Offering) gpuShapes(index int) gpuShapes {
+	set := counterSetOf(o.GPU)
 	held := o.holdings(set)
-	o.Placements = o.Placements && set.placed()
-	c := card{overlaps: o.Placements || o.Counted}
+	o.Placements = o.Placements && set.hasMemorySlices()
+	c := gpuShapes{overlaps: o.Placements || o.Counted}
 	for _, h := range held {
 		c.held = c.held || h.counted
-		c.overlaps = c.overlaps || h.counted && h.Partition != nil // a whole GPU that is held is all used: it forces nobody
+		// If a claim has the whole GPU, the GPU has no room for other devices, so the other GPUs need no
+		// counters.
+		c.overlaps = c.overlaps || h.counted && h.Partition != nil
 	}
-	if slices.ContainsFunc(held, holding.untold) {
+	if slices.ContainsFunc(held, holding.hiddenFromCounters) {
 		o.Whole, o.Placements = false, false
 	}
 	for _, s := range o.shapes(Whole{o.GPU, counts{set, maps.Clone(set)}}, "", o.Whole, index) {
@@ -75,47 +82,48 @@ func (o Offering) card(index int) card {
 			c.whole = append(c.whole, s)
 		}
 	}
-	existing, kept, places := o.partitions(held, set)
-	for _, partitions := range [][]Partition{existing, kept, places} {
+	existing, kept, placements := o.partitions(held, set)
+	for _, partitions := range [][]Partition{existing, kept, placements} {
 		ownCounters(set, partitions)
 	}
 	for _, p := range existing {
-		if !barred(p, held) {
+		if !conflictsWithHeld(p, held) {
 			c.existing = append(c.existing, o.shapes(p, p.profile, true, index)...)
 		}
 	}
 	for _, p := range kept {
 		c.existing = append(c.existing, o.shapes(p, p.profile, false, index)...)
 	}
-	for _, p := range places {
-		c.places = append(c.places, o.shapes(p, p.profile, true, index)...)
+	for _, p := range placements {
+		c.placements = append(c.placements, o.shapes(p, p.profile, true, index)...)
 	}
 	isShare := func(s Shape) bool { _, is := s.(Shared); return is }
 	c.overlaps = c.overlaps || len(c.shares) > 0 || slices.ContainsFunc(c.existing, isShare)
 	return c
 }
 
-// partitions are those that exist and are offered, those that are only kept because a claim holds
-// them or a share of them, and places.
-func (o Offering) partitions(held []holding, set budget) (there, kept, free []Partition) {
+// partitions returns the GPU's partitions. existing are the MIG devices that are offered. kept are
+// partitions that are published only because claims have them or shares of them. free are
+// placements where MIG instances can be created.
+func (o Offering) partitions(held []holding, set budget) (existing, kept, free []Partition) {
 	for _, i := range o.Instances {
-		there = append(there, existing(o.GPU, i, set)...)
+		existing = append(existing, migDevices(o.GPU, i, set)...)
 	}
 	if o.Placements {
-		free = places(o.GPU, o.Profiles, set)
+		free = placementsOf(o.GPU, o.Profiles, set)
 	}
 	for _, h := range held {
 		is := func(p Partition) bool { return p.Name() == h.Unshared().String() }
-		if h.known && !slices.ContainsFunc(there, is) && !slices.ContainsFunc(free, is) && !slices.ContainsFunc(kept, is) {
+		if h.known && !slices.ContainsFunc(existing, is) && !slices.ContainsFunc(free, is) && !slices.ContainsFunc(kept, is) {
 			kept = append(kept, h.partition)
 		}
 	}
-	return there, kept, free
+	return existing, kept, free
 }
 
-// ownCounters gives a counter to each partition that shares nothing with others but memory, as
-// compute instances of one GPU instance do. It keeps the partition and its shares apart. The API
-// allows a set so many counters. No card has as many instances, but what it says is not trusted.
+// A partition that consumes some counter already excludes its own shares. ownCounters adds a
+// counter to every other partition, such as one of several compute instances, so that it excludes
+// its shares too. No counter is added beyond the API's limit.
 func ownCounters(set budget, partitions []Partition) {
 	for i := range partitions {
 		p := &partitions[i]
@@ -126,19 +134,21 @@ func ownCounters(set budget, partitions []Partition) {
 	}
 }
 
-// barred says whether a claim holds what cannot be had beside the partition, and counters do not
-// keep them apart.
-func barred(p Partition, held []holding) bool {
+// conflictsWithHeld reports whether a claim has a device that overlaps the partition p, and no
+// counter keeps the scheduler from allocating p.
+func conflictsWithHeld(p Partition, held []holding) bool {
 	return slices.ContainsFunc(held, func(h holding) bool {
-		return (h.untold() || !p.cost.placed()) && h.Unshared().String() != p.Name() && Conflict(h.Name, p.name(), p.gpu)
+		return (h.hiddenFromCounters() || !p.cost.hasMemorySlices()) &&
+			h.Unshared().String() != p.Name() && Conflict(h.Name, p.name(), p.gpu)
 	})
 }
 
-// shapes are a device, where it is offered or held, and its shares.
+// shapes returns the device s and its share device. It omits s if it is not offered and no claim
+// has it, and the share device if it is not offered and no claim has a share.
 func (o Offering) shapes(s shareable, profile string, offered bool, index int) []Shape {
 	counted, held := o.Held[s.Name()]
 	if held && !counted {
-		return []Shape{uncounted(s)}
+		return []Shape{withoutCounters(s)}
 	}
 	var all []Shape
 	if offered || held {
@@ -150,30 +160,33 @@ func (o Offering) shapes(s shareable, profile string, offered bool, index int) [
 	return all
 }
 
-// share is how a shape of the GPU at a place among the node's is shared.
+// share returns how the device s is shared. index is the index of the GPU on the node. offered is
+// false if s is not offered. If claims have shares of a kind that is no longer offered, share
+// returns that kind as withdrawn.
 func (o Offering) share(s shareable, profile string, offered bool, index int) Share {
 	share := o.Shares.For(o.GPU, profile, index)
-	if !offered || share.Fractions && o.NoFractions != "" {
+	if !offered || share.Fractions && o.FractionsUnsupported != "" {
 		share = Share{}
 	}
 	name := s.name()
 	name.Share = true
 	if fractions, held := o.HeldShares[name.String()]; held && (!share.Offered() || share.Fractions != fractions) {
-		return Share{Fractions: fractions, ending: true}
+		return Share{Fractions: fractions, withdrawn: true}
 	}
 	return share
 }
 
-// uncount takes the counters away where nothing overlaps.
-func (c card) uncount() {
+// dropCounters makes whole GPUs and existing partitions consume no counters. Callers use it on
+// nodes where no devices overlap.
+func (c gpuShapes) dropCounters() {
 	for _, shapes := range [][]Shape{c.whole, c.existing} {
 		for i, s := range shapes {
-			shapes[i] = uncounted(s)
+			shapes[i] = withoutCounters(s)
 		}
 	}
 }
 
-func uncounted(s Shape) Shape {
+func withoutCounters(s Shape) Shape {
 	switch s := s.(type) {
 	case Whole:
 		return Whole{gpu: s.gpu}
@@ -185,19 +198,21 @@ func uncounted(s Shape) Shape {
 	}
 }
 
-// holding is a device of the GPU that a claim holds.
+// holding is a device of the GPU that a claim has alone or of which claims have shares.
 type holding struct {
 	Name
-	// counted is how the device is published. Shares always are.
+	// counted is true if the device is published with counters. Share devices always are.
 	counted bool
-	// partition is known if the GPU has it, or can have it.
+	// partition is the partition that the embedded Name names. known is true if the GPU has this
+	// partition or can have it. Otherwise partition is not set.
 	partition Partition
 	known     bool
 }
 
-// untold says that counters cannot tell others that the device is held: then nothing is offered
-// that overlaps with it.
-func (h holding) untold() bool { return !h.counted || h.Partition != nil && !h.known }
+// hiddenFromCounters reports whether a claim has the device, but the device takes nothing from the
+// GPU's published counters. Then no overlapping device may be offered, because the scheduler would
+// allocate it, too.
+func (h holding) hiddenFromCounters() bool { return !h.counted || h.Partition != nil && !h.known }
 
 func (o Offering) holdings(set budget) []holding {
 	var all []holding

@@ -9,14 +9,15 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// Partition is a part of a GPU: a place at which a GPU instance can be made when a claim needs it, or a MIG device that exists.
+// Partition is a part of a GPU that is offered as one device. It is either a placement where a GPU
+// instance can be created for a claim, or an existing MIG device.
 type Partition struct {
 	gpu     GPU
 	part    PartitionName
 	profile string // as users write it: "1g.10gb", "1c.3g.40gb"
-	uuid    string // empty for a place
+	uuid    string // empty for a placement without an instance
 	at      Placement
-	// memory is 0 where the driver does not say.
+	// memory is in bytes. It is 0 if the driver does not report the memory.
 	memory  uint64
 	engines *Engines
 	counts
@@ -27,15 +28,16 @@ var _ shareable = Partition{}
 func (p Partition) Name() string { return p.name().String() }
 func (p Partition) GPU() GPU     { return p.gpu }
 
-// Device carries what a claim selects a partition by, and what it knows of the GPU around it.
+// Device returns the device with the attributes by which a claim selects a partition, and those of
+// its GPU.
 func (p Partition) Device(d Driver) resourceapi.Device {
-	attributes := common(p.gpu, d)
+	attributes := commonAttributes(p.gpu, d)
 	attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("mig")}
 	attributes["profile"] = text(p.profile)
 	attributes["profileID"] = number(p.part.ProfileID)
 	attributes["placementStart"] = number(p.at.Start)
 	attributes["placementSize"] = number(p.at.Size)
-	attributes["uuid"] = text(cmp.Or(p.uuid, NotCut))
+	attributes["uuid"] = text(cmp.Or(p.uuid, UUIDNotCreated))
 	return resourceapi.Device{
 		Name:             p.Name(),
 		Attributes:       attributes,
@@ -44,51 +46,59 @@ func (p Partition) Device(d Driver) resourceapi.Device {
 	}
 }
 
-func (p Partition) partitionType() string { return named(p.profile, p.gpu) }
+func (p Partition) partitionType() string { return perProduct(p.profile, p.gpu) }
 
 func (p Partition) name() Name            { return Name{GPU: p.gpu.WholeName(), Partition: &p.part} }
 func (p Partition) memoryToShare() uint64 { return p.memory }
 
-// ownCounter keeps a partition and its shares apart where no memory slice does.
+// ownCounter returns the name of a counter that only this partition and its shares consume. It
+// makes them exclude each other if the partition uses up no other counter.
 func (p Partition) ownCounter() string {
 	return strings.TrimPrefix(p.Name(), p.gpu.WholeName()+"-")
 }
 
-// named makes what is alike on all cards of a product one kind: partitions of one name cost other cards something else.
-func named(what string, g GPU) string { return what + " of " + g.ProductName }
+// perProduct returns the type of a partition for ResourcePoolStatusRequest: the text in what and
+// the product name, because the same profile costs other counters on another product.
+func perProduct(what string, g GPU) string { return what + " of " + g.ProductName }
 
 func number(n uint32) resourceapi.DeviceAttribute {
 	return resourceapi.DeviceAttribute{IntValue: ptr.To(int64(n))}
 }
 
-// places lists every placement of the profiles that are offered, in the order in which the
-// scheduler should take them. Small profiles come first, and of profiles of one size those that
-// take the least of what few can have: "+me" after plain.
-//
-// Of one profile's places those come first that leave most to others. On an H100 the first 1g goes to 6, where no 2g and no 4g could be, and the first 3g to
-// 4, beside which a 4g still fits; the GPU's own driver, left to choose, does the same.
-func places(g GPU, offered []string, set budget) []Partition {
+// placementsOf returns a Partition for every placement of the offered profiles, in publishing
+// order. Small profiles come first. Of two profiles of one size, the one with fewer media engines
+// comes first, so a plain profile comes before its "+me" variant.
+func placementsOf(g GPU, offered []string, set budget) []Partition {
 	profiles := slices.Clone(g.MIG.Profiles)
 	slices.SortStableFunc(profiles, func(p, q Profile) int {
-		return cmp.Or(cmp.Compare(p.Slices, q.Slices), cmp.Compare(p.Size, q.Size), cmp.Compare(p.media(), q.media()), cmp.Compare(p.ID, q.ID))
+		return cmp.Or(
+			cmp.Compare(p.Slices, q.Slices), cmp.Compare(p.Size, q.Size),
+			cmp.Compare(p.mediaEngines(), q.mediaEngines()), cmp.Compare(p.ID, q.ID),
+		)
 	})
 	var partitions []Partition
 	for _, p := range profiles {
-		if !offers(offered, p) {
+		if !offersProfile(offered, p) {
 			continue
 		}
+		// Placements that leave the most room for others come first. On an H100 the first 1g starts at
+		// memory slice 6, where no 2g or 4g fits. The first 3g starts at 4, so that a 4g still fits.
+		// NVIDIA's GPU driver chooses the same placements.
 		starts := slices.Clone(p.Starts)
 		slices.SortFunc(starts, func(x, y uint32) int {
-			return cmp.Or(cmp.Compare(blocked(g, Placement{x, p.Size}), blocked(g, Placement{y, p.Size})), cmp.Compare(x, y))
+			return cmp.Or(
+				cmp.Compare(conflictingPlacements(g, Placement{x, p.Size}), conflictingPlacements(g, Placement{y, p.Size})),
+				cmp.Compare(x, y),
+			)
 		})
 		for _, start := range slices.Compact(starts) {
-			partitions = append(partitions, place(g, p, start, set))
+			partitions = append(partitions, placementOf(g, p, start, set))
 		}
 	}
 	return partitions
 }
 
-func place(g GPU, p Profile, start uint32, set budget) Partition {
+func placementOf(g GPU, p Profile, start uint32, set budget) Partition {
 	at := Placement{start, p.Size}
 	return Partition{
 		gpu: g, part: PartitionName{ProfileID: p.ID, Start: start}, profile: p.Name, at: at,
@@ -96,11 +106,12 @@ func place(g GPU, p Profile, start uint32, set budget) Partition {
 	}
 }
 
-// media counts the engines that a profile has besides those that compute.
-func (p Profile) media() uint32 { return p.Decoders + p.Encoders + p.JPEGEngines + p.OFAEngines }
+// mediaEngines returns the number of the profile's engines that are not for computing.
+func (p Profile) mediaEngines() uint32 { return p.Decoders + p.Encoders + p.JPEGEngines + p.OFAEngines }
 
-// blocked is how many placements cannot be used beside this one.
-func blocked(g GPU, at Placement) int {
+// conflictingPlacements returns how many placements of all of the GPU's profiles overlap with the
+// given placement.
+func conflictingPlacements(g GPU, at Placement) int {
 	n := 0
 	for _, p := range g.MIG.Profiles {
 		for _, start := range p.Starts {
@@ -112,16 +123,17 @@ func blocked(g GPU, at Placement) int {
 	return n
 }
 
-// existing lists the MIG devices of an instance, one for each compute instance. Without one there is nothing that a container could use.
-func existing(g GPU, i Instance, set budget) []Partition {
+// migDevices returns a Partition for each compute instance of the GPU instance i. It returns none
+// if i has no compute instance, because then no container can use i.
+func migDevices(g GPU, i Instance, set budget) []Partition {
 	p, _ := g.Profile(i.ProfileID)
 	p.ID = i.ProfileID
 	var partitions []Partition
 	for _, c := range i.Compute {
-		s := Partition{gpu: g, part: i.partName(c), profile: c.Name, uuid: c.UUID, at: i.Placement}
+		s := Partition{gpu: g, part: i.partitionName(c), profile: c.Name, uuid: c.UUID, at: i.Placement}
 		s.counts = counts{set, set.cost(p, i.Placement)}
 		if s.part.Compute != nil {
-			s.cost = set.costOfPart(p, c)
+			s.cost = set.computeInstanceCost(p, c)
 		}
 		engines := p.Engines
 		engines.Multiprocessors = c.Multiprocessors
@@ -131,15 +143,15 @@ func existing(g GPU, i Instance, set budget) []Partition {
 	return partitions
 }
 
-// partition is the MIG device of that name, or the place where it can be made. It is false for one
-// that the GPU neither has nor can have.
+// partition returns the existing MIG device of the GPU that n names, or else the placement that n
+// names and where a MIG instance can be created. The second result is false if the GPU has neither.
 func (g GPU) partition(n PartitionName, set budget) (Partition, bool) {
 	if g.MIG == nil {
 		return Partition{}, false
 	}
 	name := Name{GPU: g.WholeName(), Partition: &n}.String()
 	for _, i := range g.MIG.Instances {
-		for _, p := range existing(g, i, set) {
+		for _, p := range migDevices(g, i, set) {
 			if p.Name() == name {
 				return p, true
 			}
@@ -149,5 +161,5 @@ func (g GPU) partition(n PartitionName, set budget) (Partition, bool) {
 	if !known || n.Compute != nil {
 		return Partition{}, false
 	}
-	return place(g, p, n.Start, set), true
+	return placementOf(g, p, n.Start, set), true
 }

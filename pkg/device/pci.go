@@ -6,13 +6,14 @@ import (
 	"strings"
 )
 
-// PCIAddress is a PCI function's address in sysfs form: "0000:1b:00.0", lower case, the domain in at least four digits.
-// NVML writes the same address with eight domain digits and in upper case; [ParsePCIAddress] accepts both.
+// PCIAddress is the address of a PCI function as sysfs writes it: "0000:1b:00.0", in lower case,
+// with at least four domain digits.
 type PCIAddress string
 
 var pciAddressForm = regexp.MustCompile(`^([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])$`)
 
-// ParsePCIAddress brings an address to sysfs form. A domain that needs more than four digits keeps them all.
+// ParsePCIAddress parses an address as sysfs or NVML writes it. NVML uses upper case and eight
+// domain digits. A domain that needs more than four digits keeps all of them.
 func ParsePCIAddress(s string) (PCIAddress, error) {
 	m := pciAddressForm.FindStringSubmatch(strings.ToLower(s))
 	if m == nil {
@@ -25,10 +26,11 @@ func ParsePCIAddress(s string) (PCIAddress, error) {
 	return PCIAddress(fmt.Sprintf("%s:%s:%s.%s", domain, m[2], m[3], m[4])), nil
 }
 
-// WholeName is the device name of the GPU at this address.
+// WholeName returns the device name of the GPU at this address.
 func (a PCIAddress) WholeName() string { return "gpu-" + a.label() }
 
-// label is the address as a part of a DNS label.
+// label returns the address with "-" instead of ":" and ".", as it occurs in device names, which
+// must be DNS labels.
 func (a PCIAddress) label() string {
 	return strings.NewReplacer(":", "-", ".", "-").Replace(string(a))
 }

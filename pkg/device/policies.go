@@ -7,29 +7,34 @@ import (
 	"strings"
 )
 
-// PolicyMode says what a policy lets happen to the partitions of a GPU.
+// PolicyMode says what the plugin may do with the partitions of a GPU.
 type PolicyMode string
 
 const (
-	// PolicyStatic offers a GPU whole, or as an admin cut it, and changes nothing about it.
+	// PolicyStatic offers a GPU whole, or as an admin partitioned it. The plugin changes nothing.
 	PolicyStatic PolicyMode = "static"
-	// PolicyDynamic offers every shape and cuts what claims ask for. A GPU with instances that an admin made is offered as it is cut.
+	// PolicyDynamic offers a GPU whole and in every partition, and the plugin creates the partitions
+	// that claims ask for. A GPU with MIG instances of an admin is offered as the admin partitioned
+	// it.
 	PolicyDynamic PolicyMode = "dynamic"
-	// PolicyOff offers a GPU as a whole only.
+	// PolicyOff offers whole GPUs only.
 	PolicyOff PolicyMode = "off"
-	// PolicyAdopt is dynamic, and removes idle instances that an admin made.
+	// PolicyAdopt is like PolicyDynamic, but the plugin also removes idle MIG instances that an admin
+	// created.
 	PolicyAdopt PolicyMode = "adopt"
 )
 
-// Policy says how a GPU is offered. What claims hold is kept whatever the policy says by then.
+// Policy says how a GPU is offered. A change of the policy never takes allocated devices from
+// claims.
 type Policy struct {
-	// Mode is [PolicyStatic] where it is empty.
+	// Mode is the policy's mode. An empty Mode means [PolicyStatic].
 	Mode PolicyMode
-	// Profiles are the names of those that a policy which cuts offers. None stands for all.
+	// Profiles has the names of the profiles that are offered, if Mode creates MIG instances. If it is
+	// empty, all profiles are offered.
 	Profiles []string
 }
 
-// String is the policy as an admin writes it.
+// String returns the policy in the form that ParsePolicies reads.
 func (p Policy) String() string {
 	if len(p.Profiles) == 0 {
 		return string(p.Mode)
@@ -37,17 +42,17 @@ func (p Policy) String() string {
 	return fmt.Sprintf("%s(%s)", p.Mode, strings.Join(p.Profiles, ","))
 }
 
-// Cuts says whether partitions are made for claims.
-func (p Policy) Cuts() bool { return p.Mode == PolicyDynamic || p.Mode == PolicyAdopt }
+// CreatesInstances reports whether the plugin creates partitions for claims.
+func (p Policy) CreatesInstances() bool { return p.Mode == PolicyDynamic || p.Mode == PolicyAdopt }
 
-// On is the policy that holds for a GPU. It is static where the policy names a profile that the
-// GPU's model lacks, and problem then says which profiles there are.
+// On returns the policy that takes effect on the GPU g. If p names a profile that g lacks, the mode
+// is static, and problem says so and lists g's profiles.
 func (p Policy) On(g GPU) (_ Policy, problem string) {
 	if g.MIG == nil || len(g.MIG.Profiles) == 0 {
 		return p, ""
 	}
 	var names, unknown []string
-	for _, profile := range g.MIG.Profiles { // in the order of their IDs
+	for _, profile := range g.MIG.Profiles { // sorted by ID
 		if !slices.Contains(names, profile.Name) {
 			names = append(names, profile.Name)
 		}
@@ -60,11 +65,12 @@ func (p Policy) On(g GPU) (_ Policy, problem string) {
 	if len(unknown) == 0 {
 		return p, ""
 	}
-	return Policy{Mode: PolicyStatic}, fmt.Sprintf("it has no profile %s, which the policy %s names, so the policy static holds; its profiles are %s",
+	return Policy{Mode: PolicyStatic}, fmt.Sprintf(
+		"the GPU has no profile %s, which policy %s names, so policy static applies; its profiles are %s",
 		strings.Join(unknown, ", "), p, strings.Join(names, ", "))
 }
 
-// Policies says for each GPU how it is offered. The zero value is [PolicyStatic] for all.
+// Policies maps each GPU to its policy. The zero value maps all GPUs to [PolicyStatic].
 type Policies struct{ rules []policyRule }
 
 type policyRule struct {
@@ -72,9 +78,9 @@ type policyRule struct {
 	policy   Policy
 }
 
-// ParsePolicies reads rules of the form [SELECTOR=]MODE[(PROFILE,...)], separated by commas. A
-// selector is a PCI address, a UUID or a product name, in which * stands for anything; none stands
-// for every GPU. Of the rules that fit a GPU the last one holds.
+// ParsePolicies parses rules of the form [SELECTOR=]MODE[(PROFILE,...)], separated by commas. A
+// selector is a PCI address, a UUID or a product name, with * as a wildcard. Without a selector the
+// rule applies to every GPU. The last rule that matches a GPU applies.
 func ParsePolicies(s string) (Policies, error) {
 	rules, err := parseRules("MIG policy", s, func(gpus, policy string) (policyRule, error) {
 		var rule policyRule
@@ -113,7 +119,8 @@ func parsePolicy(s string) (Policy, error) {
 	return p, err
 }
 
-// profileForm is how NVML names profiles of GPU instances: 1g.10gb, 1g.24gb-me, 2g.48gb+me.all.
+// profileForm matches names of GPU instance profiles as NVML writes them: 1g.10gb, 1g.24gb-me,
+// 2g.48gb+me.all.
 var profileForm = regexp.MustCompile(`^[0-9]+g\.[0-9]+gb([+-][a-z0-9]+(\.[a-z0-9]+)*)*$`)
 
 func parseProfiles(mode PolicyMode, list string) ([]string, error) {
@@ -124,25 +131,26 @@ func parseProfiles(mode PolicyMode, list string) ([]string, error) {
 	for name := range strings.SplitSeq(list, ",") {
 		name = strings.TrimSpace(name)
 		if !profileForm.MatchString(name) {
-			return nil, fmt.Errorf("%q is no profile: want one as in 1g.10gb or 1g.10gb+me", name)
+			return nil, fmt.Errorf("%q is not a profile: want one like 1g.10gb or 1g.10gb+me", name)
 		}
 		if slices.Contains(profiles, name) {
-			return nil, fmt.Errorf("profile %s stands there twice: want it once", name)
+			return nil, fmt.Errorf("profile %s is listed twice: want it once", name)
 		}
 		profiles = append(profiles, name)
 	}
 	return profiles, nil
 }
 
-// And adds rules that go before the ones of p.
+// And returns the rules of p and of more. The rules of more take precedence.
 func (p Policies) And(more Policies) Policies {
 	return Policies{append(append([]policyRule(nil), p.rules...), more.rules...)}
 }
 
-// For is the policy that the rules have for a GPU. [Policy.On] says what of it holds.
+// For returns the policy that the rules set for a GPU. [Policy.On] returns the policy that then
+// takes effect.
 func (p Policies) For(g GPU) Policy {
 	for i := len(p.rules) - 1; i >= 0; i-- {
-		if p.rules[i].selector.fits(g) {
+		if p.rules[i].selector.matches(g) {
 			return p.rules[i].policy
 		}
 	}

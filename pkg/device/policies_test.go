@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-func TestTheLastRuleThatFitsAGPUIsItsPolicy(t *testing.T) {
+func TestLastMatchingPolicyRuleApplies(t *testing.T) {
 	h100 := GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-Abc", ProductName: "NVIDIA H100 80GB HBM3"}
 	for rules, want := range map[string]string{
 		"":                              "static",
@@ -28,18 +28,18 @@ func TestTheLastRuleThatFitsAGPUIsItsPolicy(t *testing.T) {
 	} {
 		p, err := ParsePolicies(rules)
 		if got := p.For(h100); err != nil || got.String() != want {
-			t.Errorf("%q makes %s, %v; want %s", rules, got, err, want)
+			t.Errorf("%q sets %s, %v; want %s", rules, got, err, want)
 		}
 	}
 }
 
-func TestRulesThatCannotBeReadAreQuotedWithWhatIsWanted(t *testing.T) {
+func TestInvalidPolicyErrorsQuoteTheRule(t *testing.T) {
 	const modes = "want static, dynamic, adopt or off"
 	for rules, says := range map[string]string{
 		"always":                   modes,
 		"static=":                  modes,
-		"=static":                  "no selector",
-		"[=static":                 "no selector",
+		"=static":                  "not a selector",
+		"[=static":                 "not a selector",
 		"a=b=c":                    modes,
 		"off,dynamic()":            "is empty: want dynamic for every profile, or dynamic(1g.10gb,3g.40gb)",
 		"adopt( )":                 "is empty: want adopt for every profile",
@@ -50,16 +50,16 @@ func TestRulesThatCannotBeReadAreQuotedWithWhatIsWanted(t *testing.T) {
 		"dynamic)":                 modes,
 		"x(=dynamic":               "parentheses do not match",
 		"x(=dynamic,y=off":         "parentheses do not match",
-		"dynamic(foo)":             `"foo" is no profile: want one as in 1g.10gb`,
-		"dynamic(1g.10gb,)":        `"" is no profile`,
-		"dynamic(MIG 1g.10gb)":     `"MIG 1g.10gb" is no profile`,
-		"dynamic(1c.3g.40gb)":      `"1c.3g.40gb" is no profile`,
-		"dynamic(1g.10gb*)":        `"1g.10gb*" is no profile`,
-		"dynamic(1g.10gb,1g.10gb)": "profile 1g.10gb stands there twice",
+		"dynamic(foo)":             `"foo" is not a profile: want one like 1g.10gb`,
+		"dynamic(1g.10gb,)":        `"" is not a profile`,
+		"dynamic(MIG 1g.10gb)":     `"MIG 1g.10gb" is not a profile`,
+		"dynamic(1c.3g.40gb)":      `"1c.3g.40gb" is not a profile`,
+		"dynamic(1g.10gb*)":        `"1g.10gb*" is not a profile`,
+		"dynamic(1g.10gb,1g.10gb)": "profile 1g.10gb is listed twice",
 	} {
 		_, err := ParsePolicies(rules)
 		if err == nil || !strings.Contains(err.Error(), says) {
-			t.Errorf("%q: %v; want it to say %q", rules, err, says)
+			t.Errorf("%q: %v; want %q", rules, err, says)
 			continue
 		}
 		quoted := strings.TrimPrefix(strings.TrimPrefix(rules, "off,"), "static,")
@@ -69,7 +69,7 @@ func TestRulesThatCannotBeReadAreQuotedWithWhatIsWanted(t *testing.T) {
 	}
 }
 
-func TestLaterPoliciesGoBeforeEarlierOnes(t *testing.T) {
+func TestAddedPoliciesTakePrecedence(t *testing.T) {
 	configured, _ := ParsePolicies("static")
 	annotated, _ := ParsePolicies("0000:1b:00.0=dynamic")
 	both := configured.And(annotated)
@@ -81,17 +81,17 @@ func TestLaterPoliciesGoBeforeEarlierOnes(t *testing.T) {
 	}
 }
 
-func TestOnlyDynamicAndAdoptCut(t *testing.T) {
+func TestOnlyDynamicAndAdoptCreateInstances(t *testing.T) {
 	for _, m := range []PolicyMode{PolicyStatic, PolicyDynamic, PolicyOff, PolicyAdopt, ""} {
-		if got, want := (Policy{Mode: m}).Cuts(), slices.Contains([]PolicyMode{PolicyDynamic, PolicyAdopt}, m); got != want {
-			t.Errorf("%q cuts: %v", m, got)
+		if got, want := (Policy{Mode: m}).CreatesInstances(), slices.Contains([]PolicyMode{PolicyDynamic, PolicyAdopt}, m); got != want {
+			t.Errorf("%q creates instances: %v", m, got)
 		}
 	}
 }
 
-// A name that the model does not have is most likely misspelt: the names that it has are said once
-// each, by their IDs.
-func TestAPolicyWithAProfileThatTheGPULacksIsStatic(t *testing.T) {
+// If a policy names an unknown profile, it is most likely misspelt. The policy static must apply,
+// and the error must list the GPU's profiles by ID, each name once.
+func TestPolicyWithUnknownProfileIsStatic(t *testing.T) {
 	g := small()
 	g.MIG.Profiles = append(g.MIG.Profiles, Profile{ID: 20, Name: "1g.10gb+me"}, Profile{ID: 21, Name: "1g.10gb"})
 	for _, c := range []struct {
@@ -103,11 +103,13 @@ func TestAPolicyWithAProfileThatTheGPULacksIsStatic(t *testing.T) {
 		{Policy{Mode: PolicyDynamic}, PolicyDynamic, ""},
 		{
 			Policy{Mode: PolicyAdopt, Profiles: []string{"1g.10gb", "1g.5gb"}}, PolicyStatic,
-			"it has no profile 1g.5gb, which the policy adopt(1g.10gb,1g.5gb) names, so the policy static holds; its profiles are 2g.20gb, 1g.10gb, 1g.10gb+me",
+			"the GPU has no profile 1g.5gb, which policy adopt(1g.10gb,1g.5gb) names, " +
+				"so policy static applies; its profiles are 2g.20gb, 1g.10gb, 1g.10gb+me",
 		},
 		{
 			Policy{Mode: PolicyDynamic, Profiles: []string{"1G.10GB", "7g.80gb"}}, PolicyStatic,
-			"it has no profile 1G.10GB, 7g.80gb, which the policy dynamic(1G.10GB,7g.80gb) names, so the policy static holds; its profiles are 2g.20gb, 1g.10gb, 1g.10gb+me",
+			"the GPU has no profile 1G.10GB, 7g.80gb, which policy dynamic(1G.10GB,7g.80gb) names, " +
+				"so policy static applies; its profiles are 2g.20gb, 1g.10gb, 1g.10gb+me",
 		},
 	} {
 		got, problem := c.policy.On(g)

@@ -14,19 +14,20 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
-// rack is a machine of several cards of one model under the scheduler's own allocator, with what their hardware says about it.
+// rack is a machine with GPUs of one model. It also has a model of what each GPU can hold, with
+// which the tests compare the scheduler's allocator.
 type rack struct {
 	machine
 	cards []hardware
 	items map[string]item
 	card  map[string]int
-	held  [][]item // by card
+	held  [][]item // devices of claims, by the index of the card
 	taken *scheduler.Taken
 }
 
 func newRack(t *testing.T, known *model.GPU, n int) *rack {
 	t.Helper()
-	gpus := cuttable(known, n)
+	gpus := migCapable(known, n)
 	r := &rack{
 		machine: newMachine(t, gpus, Driver{Version: "580.65.06", CUDAVersion: "13.0"}),
 		items:   map[string]item{}, card: map[string]int{}, held: make([][]item, n), taken: scheduler.NewTaken(),
@@ -52,11 +53,13 @@ func newRack(t *testing.T, known *model.GPU, n int) *rack {
 	return r
 }
 
-// fits says whether some card can hold one more device that is asked for.
+// fits reports whether, according to the hardware model, some GPU can hold one more device for
+// which the parameter wanted returns true.
 func (r *rack) fits(wanted func(item) bool) bool {
 	for i, h := range r.cards {
 		for _, d := range h.devices {
-			if wanted(d) && !slices.ContainsFunc(r.held[i], func(o item) bool { return o.device == d.device }) && h.holds(append(slices.Clip(r.held[i]), d)...) {
+			if wanted(d) && !slices.ContainsFunc(r.held[i], func(o item) bool { return o.device == d.device }) &&
+				h.holds(append(slices.Clip(r.held[i]), d)...) {
 				return true
 			}
 		}
@@ -64,7 +67,8 @@ func (r *rack) fits(wanted func(item) bool) bool {
 	return false
 }
 
-// hold takes down what the allocator gave, and says if a card cannot hold it.
+// hold adds the allocated devices to the hardware model. It returns an error if a GPU cannot hold
+// one of them.
 func (r *rack) hold(devices ...string) error {
 	for _, name := range devices {
 		i := r.card[name]
@@ -87,8 +91,9 @@ func (r *rack) clear() {
 	r.taken.Clear()
 }
 
-// wish is something that a claim can ask for: a class of its own, since each expression costs the test its time.
-type wish struct {
+// requestKind is one kind of request. Each kind has its own device class, because a class is
+// cheaper to evaluate than expressions in the request.
+type requestKind struct {
 	class string
 	wants func(item) bool
 }
@@ -99,12 +104,13 @@ func ofClass(name string) resourceapi.DeviceRequest {
 	return r
 }
 
-// wishes are: a whole GPU, a partition of each profile, and each placement by its place.
-func (r *rack) wishes() []wish {
-	all := []wish{{driverName, func(d item) bool { return d.whole }}}
+// requestKinds returns one kind of request for a whole GPU, three for a partition of each profile,
+// and one for each single placement.
+func (r *rack) requestKinds() []requestKind {
+	all := []requestKind{{driverName, func(d item) bool { return d.whole }}}
 	add := func(expression string, wants func(item) bool) {
 		r.Classes[expression] = expression
-		all = append(all, wish{expression, wants})
+		all = append(all, requestKind{expression, wants})
 	}
 	seen := sets.New[uint32]()
 	for _, d := range r.cards[0].devices {
@@ -115,7 +121,7 @@ func (r *rack) wishes() []wish {
 		is := fmt.Sprintf(isMIG, d.profile)
 		if !seen.Has(d.profile) {
 			seen.Insert(d.profile)
-			for range 3 { // more often than single places
+			for range 3 { // more often than single placements
 				add(is, func(o item) bool { return !o.whole && o.profile == d.profile })
 			}
 		}
@@ -126,9 +132,9 @@ func (r *rack) wishes() []wish {
 	return all
 }
 
-// The scheduler's allocator is given what we publish, and random claims that come and go. It gives a device if and only if some card can hold one more of
-// what is asked for, whatever came before.
-func TestTheAllocatorGivesExactlyWhatTheHardwareCanHold(t *testing.T) {
+// Random claims come and go. The allocator must allocate a device if and only if, according to the
+// hardware model, some GPU can hold one more of the requested kind.
+func TestAllocatorAgreesWithHardware(t *testing.T) {
 	const sequences, steps = 250, 8
 	forEachMIGModel(t, func(t *testing.T, known *model.GPU) {
 		t.Parallel()
@@ -137,7 +143,7 @@ func TestTheAllocatorGivesExactlyWhatTheHardwareCanHold(t *testing.T) {
 		random := rand.New(rand.NewPCG(seed.Sum64(), 1))
 		given, refused := 0, 0
 		racks := []*rack{newRack(t, known, 1), newRack(t, known, 2)}
-		wishes := racks[0].wishes()
+		requestKinds := racks[0].requestKinds()
 		racks[1].Classes = racks[0].Classes
 		for n := range sequences {
 			r := racks[n%4/3]
@@ -150,11 +156,11 @@ func TestTheAllocatorGivesExactlyWhatTheHardwareCanHold(t *testing.T) {
 					held = slices.Delete(held, i, i+1)
 					continue
 				}
-				w := wishes[random.IntN(len(wishes))]
+				w := requestKinds[random.IntN(len(requestKinds))]
 				can := r.fits(w.wants)
 				got := r.allocate(r.taken, requests(ofClass(w.class)))
 				if can != (len(got) == 1) {
-					t.Fatalf("sequence %d: beside %v the allocator gave %v for %s, the hardware can: %v", n, r.held, got, w.class, can)
+					t.Fatalf("sequence %d: with %v held, the allocator gave %v for %s, the hardware has room: %v", n, r.held, got, w.class, can)
 				}
 				if !can {
 					refused++
@@ -172,7 +178,7 @@ func TestTheAllocatorGivesExactlyWhatTheHardwareCanHold(t *testing.T) {
 		}
 		t.Logf("%d given, %d refused", given, refused)
 		if given < sequences || refused < sequences {
-			t.Errorf("%d were given and %d refused: that proves little", given, refused)
+			t.Errorf("%d given and %d refused are too few cases to prove anything", given, refused)
 		}
 	})
 }

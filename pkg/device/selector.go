@@ -8,24 +8,25 @@ import (
 	"strings"
 )
 
-// selector picks GPUs: by PCI address, UUID or product name, in which * stands for anything.
+// selector selects GPUs by PCI address, UUID or product name, in which * is a wildcard.
 type selector string
 
-// parseSelector is an error without a word of what the selector is for: the caller knows that.
+// parseSelector parses a selector. Its errors do not say which setting the selector belongs to, so
+// the caller must add that.
 func parseSelector(s string) (selector, error) {
 	if address, err := ParsePCIAddress(s); err == nil {
 		s = string(address)
 	}
 	s = strings.ToLower(s)
 	if _, err := path.Match(s, ""); err != nil || s == "" {
-		return "", fmt.Errorf("%q is no selector: want a PCI address, a UUID or a product name, with * for anything", s)
+		return "", fmt.Errorf("%q is not a selector: want a PCI address, a UUID or a product name, with * as a wildcard", s)
 	}
 	return selector(s), nil
 }
 
-func (s selector) fits(g GPU) bool {
+func (s selector) matches(g GPU) bool {
 	for _, name := range []string{string(g.PCIAddress), g.UUID, g.ProductName} {
-		// A product name may have a slash, at which Match would stop.
+		// A product name may contain a slash, which path.Match would treat as a separator.
 		flat := strings.NewReplacer("/", "-").Replace
 		if fits, _ := path.Match(flat(string(s)), flat(strings.ToLower(name))); fits {
 			return true
@@ -34,8 +35,9 @@ func (s selector) fits(g GPU) bool {
 	return false
 }
 
-// parseRules reads rules of the form [SELECTOR=]KIND, separated by commas outside parentheses.
-// parse gets "*" for a selector that is left out; of says in errors what the rules are.
+// parseRules splits text into rules of the form [SELECTOR=]KIND at the commas outside parentheses,
+// and calls parse for each rule, with the selector "*" if it has none. The name of the setting,
+// which errors begin with, is the parameter "of".
 func parseRules[R any](of, text string, parse func(selector, kind string) (R, error)) ([]R, error) {
 	var rules []R
 	for _, rule := range splitRules(text) {
@@ -49,7 +51,7 @@ func parseRules[R any](of, text string, parse func(selector, kind string) (R, er
 		}
 		r, err := parse(what, kind)
 		if err == nil && strings.Count(rule, "(") != strings.Count(rule, ")") {
-			err = errors.New("its parentheses do not match: want each that opens to close before the next rule")
+			err = errors.New("the parentheses do not match: close each one before the next rule")
 		}
 		if err != nil {
 			return nil, fmt.Errorf("%s %q: %w", of, rule, err)
@@ -59,8 +61,8 @@ func parseRules[R any](of, text string, parse func(selector, kind string) (R, er
 	return rules, nil
 }
 
-// splitRules leaves lists in parentheses together. A parenthesis that nothing closes takes all that
-// follows.
+// splitRules splits text at commas outside parentheses. A parenthesis that is never closed extends
+// to the end.
 func splitRules(text string) []string {
 	depth := 0
 	var rules []string
@@ -79,7 +81,8 @@ func splitRules(text string) []string {
 	return append(rules, text[start:])
 }
 
-// parseIndex reads "#0": the place of a GPU among those of its node, by PCI address.
+// parseIndex parses the index of a GPU on its node, by PCI address, such as "#0". The result named
+// "is" tells whether s begins with "#". If not, s is no index, and err is nil.
 func parseIndex(s string) (index int, is bool, err error) {
 	digits, is := strings.CutPrefix(s, "#")
 	if !is {
@@ -87,7 +90,7 @@ func parseIndex(s string) (index int, is bool, err error) {
 	}
 	n, err := strconv.ParseUint(digits, 10, 16)
 	if err != nil {
-		return 0, true, fmt.Errorf("%q is no index: want # and a number from 0, as in #0", s)
+		return 0, true, fmt.Errorf("%q is not an index: want # and a number from 0, as in #0", s)
 	}
 	return int(n), true, nil
 }

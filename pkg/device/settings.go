@@ -4,15 +4,17 @@ package device
 type ComputeMode string
 
 const (
-	// ComputeDefault lets any number of processes use the GPU, in turn.
+	// ComputeDefault lets any number of processes use the GPU.
 	ComputeDefault ComputeMode = "default"
-	// ComputeExclusiveProcess lets one process at a time use it: the server of MPS, through which others do. It does not exist in MIG mode.
+	// ComputeExclusiveProcess lets only one process use the GPU: the MPS server, through which the
+	// other processes use the GPU. The mode does not exist in MIG mode.
 	ComputeExclusiveProcess ComputeMode = "exclusive-process"
-	// ComputeProhibited lets none.
+	// ComputeProhibited lets no process use the GPU.
 	ComputeProhibited ComputeMode = "prohibited"
 )
 
-// TimeSlice says how long a process computes before the next has its turn. The values are those that the driver is told.
+// TimeSlice says how long a process computes before the next process runs. The values are those of
+// nvidia-smi compute-policy.
 type TimeSlice int
 
 const (

@@ -2,27 +2,30 @@ package device
 
 import resourceapi "k8s.io/api/resource/v1"
 
-// Shape is one way in which a GPU is offered: [Whole], [Partition] or [Shared]. Passthrough functions will be shapes of their own.
+// Shape is one way in which a GPU is offered to the scheduler: as a whole ([Whole]), as a partition
+// ([Partition]) or in shares ([Shared]). Each Shape is published as one device.
 type Shape interface {
-	// Name is the device's name in the pool: a DNS label, stable over reboots.
+	// Name returns the device's name in the pool: a DNS label, stable across reboots.
 	Name() string
-	// GPU is the physical card that the shape is cut from.
+	// GPU returns the physical card of the device.
 	GPU() GPU
-	// Device is the shape as the API server sees it.
+	// Device returns the device as published to the API server.
 	Device(Driver) resourceapi.Device
-	// partitionType is the same for shapes that cost the same.
+	// partitionType returns a string that is the same for devices that cost the same counters,
+	// wherever on the GPU they are placed.
 	partitionType() string
-	// counted is the counter set of the GPU. It is nil for a shape that takes nothing of it.
+	// counted returns the counter set of the GPU, or nil for a device that consumes no counters.
 	counted() budget
 }
 
-// counts is what a shape takes of its GPU's counter set. Both are nil where the node's devices are
-// not counted.
+// counts has the counter set of a GPU (set), and the amounts that one device consumes from this set
+// (cost). Both are nil if the device consumes no counters.
 type counts struct{ set, cost budget }
 
 func (c counts) counted() budget { return c.set }
 
-// exclusive says whether nobody else can take the same. Then shares exclude what they are of.
+// exclusive reports whether the device consumes the full amount of some counter. Then the scheduler
+// cannot allocate both the device and shares of it.
 func (c counts) exclusive() bool {
 	for name, n := range c.cost {
 		if n == c.set[name] {

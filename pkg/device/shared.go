@@ -9,63 +9,73 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// Capacities of devices that several claims may hold.
+// These are the capacities of devices that several claims may use.
 const (
-	// CapacityMemory is in bytes.
+	// CapacityMemory is an amount of memory in bytes.
 	CapacityMemory = "memory"
-	// CapacityCores is a percentage of the compute units. None asked for is none reserved, and no limit.
+	// CapacityCores is a percentage of the compute units. A claim that does not request it reserves no
+	// compute units and has no limit on them.
 	CapacityCores = "cores"
-	// CapacityShares counts plain shares.
+	// CapacityShares is a number of plain shares.
 	CapacityShares = "shares"
 )
 
 const (
-	// reserveOfWhole and reserveOfPartition are what no claim can get of a device whose memory is shared. NVML counts into a GPU's memory what the driver
-	// keeps for itself (nvmlMemory_v2_t has it as "reserved": some hundred MiB of a GPU, next to nothing of an instance), and the server of MPS has a context
-	// of its own on the device.
+	// Claims that share a device cannot get this much of its memory. NVML's total memory includes what
+	// the driver reserves (nvmlMemory_v2_t.reserved): some hundred MiB on a GPU, very little on a MIG
+	// instance. The MPS server also needs memory on the device.
 	reserveOfWhole     = 1 << 30
 	reserveOfPartition = 256 << 20
 
-	// leastFraction is what a claim gets that asks for no memory, and the least that one can get: the context of a process and the code of its libraries take
-	// some hundred MiB before it allocates anything, so that less would start nothing. It is the same on every model, so that a claim means the same.
-	leastFraction = 1 << 30
-	// fractionStep is in whole MiB, as MPS takes its limits, and whole pages of device memory (2 MiB). It rounds up what is asked for: smaller steps waste
-	// less, but make limits that nobody reads at a glance.
+	// minFraction is the least memory that a claim on a shared device gets, and what it gets if it
+	// requests none. A process takes some hundred MiB before it allocates any memory itself. The value
+	// does not depend on the GPU model, so that one claim fits all models.
+	minFraction = 1 << 30
+	// Memory requests on a shared device are rounded up to a multiple of fractionStep, which is itself
+	// a multiple of MPS's unit (1 MiB) and of a device memory page (2 MiB). A smaller value would
+	// waste less memory, but give limits that are hard to read.
 	fractionStep = 64 << 20
 
-	// allCores is how many percent a device has. They are limits of what each claim may use at once and do not take turns: so they are not given out twice.
+	// allCores is all compute units of a device, in percent. MPS applies the limits of all claims at
+	// the same time, so their sum must not exceed allCores.
 	allCores = 100
 )
 
-// Shared is a device that several claims may hold at once, beside the [Whole] or the [Partition] that it is made of. They exclude each other: both take their
-// parts of the same counters, the shares once for as long as there is any.
+// Shared is a device that several claims may use at once. It is offered in addition to its [Whole]
+// or [Partition], and takes the same counters, so each excludes the other. All shares together take
+// these counters once, as long as a claim has a share.
 type Shared struct {
 	shareable
 	share Share
 }
 
-// shareable is a shape of which there can be shares.
+// shareable is a device that can also be offered in shares: [Whole] or [Partition].
 type shareable interface {
 	Shape
 	name() Name
-	// memoryToShare is 0 where it is not known.
+	// memoryToShare returns the device's memory in bytes, or 0 if the memory is unknown.
 	memoryToShare() uint64
-	// exclusive says whether counters keep the shape apart from what takes the same, as its shares
-	// do together.
+	// exclusive reports whether counters keep the scheduler from allocating both the device and its
+	// shares.
 	exclusive() bool
 }
 
 var _ Shape = Shared{}
 
-// Ending says whether nobody gets another share, because the device is not offered so any more.
-func (s Shared) Ending() bool { return s.share.ending }
+// Withdrawn reports whether these shares of the device are no longer offered. The device stays
+// published for the claims that have shares, but no further share can be allocated.
+func (s Shared) Withdrawn() bool { return s.share.withdrawn }
 
-// InFractions says whether what claims hold of it is kept by MPS.
+// InFractions reports whether each claim gets a limited part of the memory and compute units, which
+// MPS enforces. Otherwise the shares are plain shares without limits.
 func (s Shared) InFractions() bool { return s.share.Fractions }
 
-// possible is false where the shape is not shared, or cannot be.
+// possible reports whether the device can be published in shares of this kind. It must have
+// counters that exclude its shares, a name that is a DNS label, and enough memory if MPS divides
+// it.
 func (s Shared) possible() bool {
-	return s.share.Offered() && s.exclusive() && len(s.Name()) <= validation.DNS1123LabelMaxLength && (!s.share.Fractions || s.share.ending || s.memory() > 0)
+	return s.share.Offered() && s.exclusive() && len(s.Name()) <= validation.DNS1123LabelMaxLength &&
+		(!s.share.Fractions || s.share.withdrawn || s.memory() > 0)
 }
 
 func (s Shared) Name() string {
@@ -74,20 +84,22 @@ func (s Shared) Name() string {
 	return n.String()
 }
 
-// memory is what claims can get. It is 0 if there is not room for two, since the API wants a step to be possible.
+// memory returns how many bytes of the device's memory its claims can have in total. It is 0 if
+// that is not enough for two claims of minFraction each.
 func (s Shared) memory() int64 {
 	reserve := int64(reserveOfWhole)
 	if s.name().Partition != nil {
 		reserve = reserveOfPartition
 	}
 	total := int64(min(s.memoryToShare(), math.MaxInt64))
-	if total < reserve+2*leastFraction {
+	if total < reserve+2*minFraction {
 		return 0
 	}
 	return (total - reserve) / fractionStep * fractionStep
 }
 
-// Device has the attributes of the shape that it is made of, and other capacities: all that a shared device has is given out in parts.
+// Device returns the device with the attributes of the unshared device, and with only the
+// capacities that shares consume.
 func (s Shared) Device(d Driver) resourceapi.Device {
 	device := s.shareable.Device(d)
 	device.Name = s.Name()
@@ -106,34 +118,36 @@ func (s Shared) Device(d Driver) resourceapi.Device {
 
 func (s Shared) capacities() map[resourceapi.QualifiedName]resourceapi.DeviceCapacity {
 	switch {
-	case s.share.ending && s.share.Fractions:
-		return map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{CapacityMemory: taken(bytesOf(leastFraction))}
-	case s.share.ending:
-		return map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{CapacityShares: taken(numberOf(1))}
+	case s.share.withdrawn && s.share.Fractions:
+		return map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{CapacityMemory: exhaustedCapacity(bytesOf(minFraction))}
+	case s.share.withdrawn:
+		return map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{CapacityShares: exhaustedCapacity(numberOf(1))}
 	case s.share.Fractions:
 		return map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
-			CapacityMemory: inParts(bytesOf(s.memory()), bytesOf(leastFraction), bytesOf(leastFraction), bytesOf(fractionStep)),
-			CapacityCores:  inParts(numberOf(allCores), numberOf(0), numberOf(0), numberOf(1)),
+			CapacityMemory: steppedCapacity(bytesOf(s.memory()), bytesOf(minFraction), bytesOf(minFraction), bytesOf(fractionStep)),
+			CapacityCores:  steppedCapacity(numberOf(allCores), numberOf(0), numberOf(0), numberOf(1)),
 		}
 	default:
 		return map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
-			CapacityShares: inParts(numberOf(s.share.Count), numberOf(1), numberOf(1), numberOf(1)),
+			CapacityShares: steppedCapacity(numberOf(s.share.Count), numberOf(1), numberOf(1), numberOf(1)),
 		}
 	}
 }
 
 func (s Shared) partitionType() string { return "share of " + s.shareable.partitionType() }
 
-// inParts is a capacity of which a claim gets at least so much, or so much if it does not say, and more in steps. Without a policy the first claim that does
-// not say would get all of it.
-func inParts(total, least, unasked, step resource.Quantity) resourceapi.DeviceCapacity {
+// steppedCapacity returns a capacity of which each claim gets at least the minimum, rounded up to a
+// multiple of step. A claim that does not request the capacity gets byDefault. Without this default
+// it would get the total.
+func steppedCapacity(total, least, byDefault, step resource.Quantity) resourceapi.DeviceCapacity {
 	return resourceapi.DeviceCapacity{Value: total, RequestPolicy: &resourceapi.CapacityRequestPolicy{
-		Default: &unasked, ValidRange: &resourceapi.CapacityRequestPolicyRange{Min: &least, Max: ptr.To(total.DeepCopy()), Step: &step},
+		Default: &byDefault, ValidRange: &resourceapi.CapacityRequestPolicyRange{Min: &least, Max: ptr.To(total.DeepCopy()), Step: &step},
 	}}
 }
 
-// taken is a capacity of which no less than all can be asked for, so that nothing is left where anybody holds any.
-func taken(least resource.Quantity) resourceapi.DeviceCapacity {
+// exhaustedCapacity returns a capacity of which a claim can only request all. So if a claim already
+// has some of it, no further claim can be allocated.
+func exhaustedCapacity(least resource.Quantity) resourceapi.DeviceCapacity {
 	return resourceapi.DeviceCapacity{Value: least, RequestPolicy: &resourceapi.CapacityRequestPolicy{
 		Default: ptr.To(least.DeepCopy()), ValidValues: []resource.Quantity{least.DeepCopy()},
 	}}

@@ -16,7 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// sharing offers GPUs in every shape, and in shares by rules.
+// sharing returns offerings of the GPUs under the policy dynamic, with these share rules.
 func sharing(t *testing.T, rules string, gpus ...GPU) []Offering {
 	t.Helper()
 	r, err := ParseShares(rules)
@@ -30,7 +30,7 @@ func sharing(t *testing.T, rules string, gpus ...GPU) []Offering {
 	return offerings
 }
 
-// node has GPUs of models, which can be cut if the model can.
+// node returns one GPU of each model in keys.
 func node(t *testing.T, keys ...string) []GPU {
 	t.Helper()
 	return nodeOf(readModels(t), keys...)
@@ -52,7 +52,7 @@ const (
 	firstGPU, secondGPU = "gpu-0000-20-00-0", "gpu-0000-21-00-0"
 )
 
-func TestAPublishedShare(t *testing.T) {
+func TestPublishedShare(t *testing.T) {
 	gpus := node(t, l40sKey)
 	var published []string
 	for _, rules := range []string{"fractions", "shares:4"} {
@@ -78,9 +78,12 @@ func TestAPublishedShare(t *testing.T) {
 			`},"consumesCounters":[{"counterSet":"gpu-0000-20-00-0","counters":{"memory":{"value":"46068Mi"}}}],"allowMultipleAllocations":true}`
 	}
 	want := []string{
-		fmt.Sprintf(of(`"memoryLimit":{"string":"process"}`, `"cores":{"value":"100","requestPolicy":{"default":"0","validRange":{"min":"0","max":"100","step":"1"}}},`+
-			`"memory":{"value":"44992Mi","requestPolicy":{"default":"1Gi","validRange":{"min":"1Gi","max":"44992Mi","step":"64Mi"}}}`), `{"string":"MPS"}`),
-		fmt.Sprintf(of(`"memoryLimit":{"string":"none"}`, `"shares":{"value":"4","requestPolicy":{"default":"1","validRange":{"min":"1","max":"4","step":"1"}}}`),
+		fmt.Sprintf(of(`"memoryLimit":{"string":"process"}`,
+			`"cores":{"value":"100","requestPolicy":{"default":"0","validRange":{"min":"0","max":"100","step":"1"}}},`+
+				`"memory":{"value":"44992Mi","requestPolicy":{"default":"1Gi",`+
+				`"validRange":{"min":"1Gi","max":"44992Mi","step":"64Mi"}}}`), `{"string":"MPS"}`),
+		fmt.Sprintf(of(`"memoryLimit":{"string":"none"}`,
+			`"shares":{"value":"4","requestPolicy":{"default":"1","validRange":{"min":"1","max":"4","step":"1"}}}`),
 			`{"string":"TimeSlicing"}`),
 	}
 	if diff := cmp.Diff(want, published); diff != "" {
@@ -88,8 +91,9 @@ func TestAPublishedShare(t *testing.T) {
 	}
 }
 
-// The attribute says what holds: a container as a whole only where the node can do that, and never on a partition.
-func TestWhatAFractionsLimitHolds(t *testing.T) {
+// The attribute memoryLimit must say to what a memory limit applies. That is a whole container only
+// if the node supports it, and never on a partition.
+func TestMemoryLimitAttributeOfShares(t *testing.T) {
 	gpus := node(t, h100Key, l40sKey)
 	for i := range gpus {
 		gpus[i].ContainerLimits = true
@@ -100,20 +104,22 @@ func TestWhatAFractionsLimitHolds(t *testing.T) {
 			limits[s.Name()] = *limit.StringValue
 		}
 	}
-	for name, want := range map[string]string{firstGPU + "-share": "container", secondGPU + "-share": "none", firstGPU + "-mig-19-6-share": "process"} {
+	for name, want := range map[string]string{firstGPU + "-share": "container", secondGPU + "-share": "none",
+		firstGPU + "-mig-19-6-share": "process"} {
 		if limits[name] != want {
 			t.Errorf("%s: %q, want %q", name, limits[name], want)
 		}
 	}
-	cut := gpus[0]
-	cut.MIG = &MIG{Enabled: true}
-	if whole, _ := ParseName(firstGPU + "-share"); ContainerLimits(cut, whole) || !ContainerLimits(gpus[0], whole) {
-		t.Error("nothing is limited by container in MIG mode, and outside of it there is")
+	inMIGMode := gpus[0]
+	inMIGMode.MIG = &MIG{Enabled: true}
+	if whole, _ := ParseName(firstGPU + "-share"); ContainerLimits(inMIGMode, whole) || !ContainerLimits(gpus[0], whole) {
+		t.Error("container limits must apply to whole GPUs outside of MIG mode only")
 	}
 }
 
-// Claims and classes find a partition's share by what they find the partition by.
-func TestAShareIsDescribedAsItsDevice(t *testing.T) {
+// A share device must have the attributes of its unshared device, except for the type, so that
+// claims and classes can select it in the same way.
+func TestShareHasAttributesOfItsDevice(t *testing.T) {
 	shapes := Offer(sharing(t, "fractions,*/*=shares:3", node(t, h100Key, l40sKey)...))
 	devices := map[string]resourceapi.Device{}
 	for _, s := range shapes {
@@ -138,7 +144,7 @@ func TestAShareIsDescribedAsItsDevice(t *testing.T) {
 			t.Errorf("%s: %s", name, diff)
 		}
 	}
-	// Whole GPUs, their shares, and partitions each before its share.
+	// The order must be whole GPUs, then their shares, then each partition before its shares.
 	var names []string
 	for _, s := range shapes[:6] {
 		names = append(names, s.Name())
@@ -149,7 +155,7 @@ func TestAShareIsDescribedAsItsDevice(t *testing.T) {
 	}
 }
 
-func TestWhatIsNotSharedIsPublishedAsBefore(t *testing.T) {
+func TestUnsharedDevicesIgnoreShareRules(t *testing.T) {
 	gpus := append(node(t, h100Key, h100Key, l40sKey, "a100-sxm4-80gb"), small())
 	for i := range gpus {
 		gpus[i].PCIAddress = PCIAddress(fmt.Sprintf("0000:%02x:00.0", i))
@@ -167,7 +173,7 @@ func TestWhatIsNotSharedIsPublishedAsBefore(t *testing.T) {
 			t.Errorf("%q: %s", rules, diff)
 		}
 	}
-	// What is said of one GPU is published of that one.
+	// A rule for one GPU must apply only to that GPU.
 	for _, s := range Offer(sharing(t, "#2=fractions,#1/7g*=shares:2", gpus...)) {
 		_, shared := s.(Shared)
 		if want := s.Name() == "gpu-0000-02-00-0-share" || s.Name() == "gpu-0000-01-00-0-mig-0-0-share"; shared != want {
@@ -176,19 +182,19 @@ func TestWhatIsNotSharedIsPublishedAsBefore(t *testing.T) {
 	}
 }
 
-func TestEveryModelKeepsTheLimitsInShares(t *testing.T) {
+func TestSharesOfEveryModelPublishValidSlices(t *testing.T) {
 	for key, known := range readModels(t) {
 		t.Run(key, func(t *testing.T) {
 			g := fromModel(known)
 			g.PCIAddress, g.UUID = "0000:01:00.0", "GPU-1"
 			gpus := []GPU{g}
 			if g.MIG != nil {
-				gpus = cuttable(known, 9)
+				gpus = migCapable(known, 9)
 			}
 			for _, rules := range []string{"fractions,*/*=fractions", "shares:2,*/*=shares:1000", "fractions,*/1g*=shares:3"} {
 				offerings := sharing(t, rules, gpus...)
 				m := offered(t, offerings, Driver{Version: "580.65.06"})
-				keepsLimits(t, m)
+				checkAPILimits(t, m)
 				shared := 0
 				for _, s := range Offer(offerings) {
 					if _, is := s.(Shared); is {
@@ -197,27 +203,28 @@ func TestEveryModelKeepsTheLimitsInShares(t *testing.T) {
 				}
 				if !known.HasMemoryInfo() && !strings.HasPrefix(rules, "shares") {
 					if shared > 0 {
-						t.Errorf("%s: it is offered in parts of a memory of which nothing is known", rules)
+						t.Errorf("%s: a GPU with unknown memory is offered in fractions", rules)
 					}
 					continue
 				}
 				if n := len(Offer(offerings)); !strings.Contains(rules, "/1g") && 2*shared != n || shared == 0 {
 					t.Errorf("%s: %d of %d devices are shares", rules, shared, n)
 				}
-				cut := slices.Clone(offerings)
-				for i := range cut {
-					cut[i].GPU = cutEverywhere(cut[i].GPU)
-					cut[i].Layout, _ = Decide(cut[i].GPU, nil, Policy{Mode: PolicyStatic}, true)
+				existing := slices.Clone(offerings)
+				for i := range existing {
+					existing[i].GPU = withAllInstances(existing[i].GPU)
+					existing[i].Layout, _ = Decide(existing[i].GPU, nil, Policy{Mode: PolicyStatic}, true)
 				}
-				m = offered(t, cut, Driver{Version: "580.65.06"})
-				keepsLimits(t, m)
+				m = offered(t, existing, Driver{Version: "580.65.06"})
+				checkAPILimits(t, m)
 			}
 		})
 	}
 }
 
-// cutEverywhere has more instances than fit: limits hold for whatever is there.
-func cutEverywhere(g GPU) GPU {
+// withAllInstances returns the GPU with a MIG instance at every placement. No real GPU can have so
+// many, but the slices must keep the API's limits whatever the hardware reports.
+func withAllInstances(g GPU) GPU {
 	if g.MIG == nil {
 		return g
 	}
@@ -235,12 +242,14 @@ func cutEverywhere(g GPU) GPU {
 	return g
 }
 
-// Numbers without sense make no shares, and no slices that the API server refuses.
-func TestWhatCannotBeShared(t *testing.T) {
+// Devices with unusable memory sizes or names must not be offered in shares. Large memory sizes
+// must not make invalid slices.
+func TestDevicesThatCannotBeShared(t *testing.T) {
 	for name, g := range map[string]GPU{
-		"memory that is not known":      {PCIAddress: "0000:1b:00.0", Brand: "Nvidia", ProductName: "x", Architecture: "x"},
-		"memory for one claim":          {PCIAddress: "0000:1b:00.0", Brand: "Nvidia", ProductName: "x", Architecture: "x", UUID: "GPU-1", MemoryBytes: 3<<30 - 1},
-		"a name that is too long for a": longName(),
+		"unknown memory": {PCIAddress: "0000:1b:00.0", Brand: "Nvidia", ProductName: "x", Architecture: "x"},
+		"memory for one claim": {PCIAddress: "0000:1b:00.0", Brand: "Nvidia", ProductName: "x", Architecture: "x",
+			UUID: "GPU-1", MemoryBytes: 3<<30 - 1},
+		"name too long for a label": longName(),
 	} {
 		for _, s := range Offer(sharing(t, "fractions,*/*=fractions", g)) {
 			if _, shared := s.(Shared); shared {
@@ -250,12 +259,13 @@ func TestWhatCannotBeShared(t *testing.T) {
 	}
 	g := GPU{PCIAddress: "0000:1b:00.0", Brand: "Nvidia", ProductName: "x", Architecture: "x", UUID: "GPU-1", MemoryBytes: 1<<64 - 1}
 	m := offered(t, sharing(t, "fractions", g), Driver{Version: "580.65.06"})
-	keepsLimits(t, m)
+	checkAPILimits(t, m)
 	if len(m.Slices) != 2 || len(m.Slices[1].Spec.Devices) != 2 {
-		t.Error("memory beyond all numbers is not shared")
+		t.Error("a GPU with the maximum memory value is not shared")
 	}
-	m = offered(t, sharing(t, "shares:2", GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-1", Brand: "x", ProductName: "x", Architecture: "x"}), Driver{Version: "580.65.06"})
-	keepsLimits(t, m)
+	m = offered(t, sharing(t, "shares:2", GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-1", Brand: "x", ProductName: "x",
+		Architecture: "x"}), Driver{Version: "580.65.06"})
+	checkAPILimits(t, m)
 	if len(m.Slices) != 2 || len(m.Slices[1].Spec.Devices) != 2 {
 		t.Error("plain shares need no memory")
 	}
@@ -264,14 +274,16 @@ func TestWhatCannotBeShared(t *testing.T) {
 func longName() GPU {
 	g := small()
 	g.PCIAddress = "ffffffff:1b:00.0"
-	g.MIG.Enabled, g.MIG.Uncuttable = true, true
+	g.MIG.Enabled, g.MIG.ReadOnly = true, true
 	g.MIG.Profiles = []Profile{{ID: 1<<32 - 1, Name: "1g.10gb", MemoryBytes: 10 << 30}}
-	g.MIG.Instances = []Instance{{ProfileID: 1<<32 - 1, Placement: Placement{1<<32 - 2, 1}, Compute: []ComputeInstance{{ID: 1<<32 - 1, Name: "1c.1g.10gb", UUID: "MIG-1"}}}}
+	g.MIG.Instances = []Instance{{ProfileID: 1<<32 - 1, Placement: Placement{1<<32 - 2, 1},
+		Compute: []ComputeInstance{{ID: 1<<32 - 1, Name: "1c.1g.10gb", UUID: "MIG-1"}}}}
 	return g
 }
 
-// Devices of one kind are counted together, shares apart from what they are shares of.
-func TestSharesAreAPartitionTypeOfTheirOwn(t *testing.T) {
+// Share devices must have other partition types than unshared devices, because devices of one
+// partition type are counted together.
+func TestSharesHaveOwnPartitionTypes(t *testing.T) {
 	kinds := map[bool]sets.Set[string]{true: sets.New[string](), false: sets.New[string]()}
 	for _, s := range Slices(Offer(sharing(t, "fractions,*/*=shares:2", node(t, h100Key, l40sKey)...)), Driver{}, PartitionTypes(driverName)) {
 		for _, d := range s.Devices {
@@ -279,6 +291,6 @@ func TestSharesAreAPartitionTypeOfTheirOwn(t *testing.T) {
 		}
 	}
 	if both := kinds[true].Intersection(kinds[false]); both.Len() > 0 || kinds[true].Len() != 8+1 || kinds[false].Len() != 8+1 {
-		t.Errorf("kinds of shares and of others: %v", kinds)
+		t.Errorf("partition types of shares and of other devices: %v", kinds)
 	}
 }

@@ -11,7 +11,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
-// share asks for a share with so much of each capacity.
+// share returns a request for a share with these amounts of capacity, on a device for which all
+// expressions are true.
 func share(amounts map[resourceapi.QualifiedName]string, expressions ...string) resourceapi.DeviceRequest {
 	r := count(1, expressions...)
 	r.Exactly.DeviceClassName = sharedClass
@@ -28,7 +29,7 @@ func memory(amount string) map[resourceapi.QualifiedName]string {
 	return map[resourceapi.QualifiedName]string{CapacityMemory: amount}
 }
 
-func TestFourSharesOf18GiAndNoFifth(t *testing.T) {
+func TestSharesFillTheMemoryAndExcludeTheGPU(t *testing.T) {
 	for _, key := range []string{h100Key, "a100-sxm4-80gb"} {
 		m := offered(t, sharing(t, "fractions,*/1g*=shares:2", node(t, key)...), Driver{Version: "580.65.06"})
 		taken := scheduler.NewTaken()
@@ -47,13 +48,14 @@ func TestFourSharesOf18GiAndNoFifth(t *testing.T) {
 			held = append(held, got...)
 		}
 		if got := m.results(taken, requests(share(memory("18Gi")))); got != nil {
-			t.Errorf("a fifth got %+v", got)
+			t.Errorf("a fifth claim got %+v", got)
 		}
-		exclusive := []resourceapi.DeviceClaim{requests(count(1)), requests(partitions(1)), requests(share(map[resourceapi.QualifiedName]string{CapacityShares: "1"}))}
+		exclusive := []resourceapi.DeviceClaim{requests(count(1)), requests(partitions(1)),
+			requests(share(map[resourceapi.QualifiedName]string{CapacityShares: "1"}))}
 		for len(held) > 0 {
 			for i, spec := range exclusive {
 				if got := m.allocate(taken.Clone(), spec); got != nil {
-					t.Fatalf("beside %d shares, exclusive claim %d got %v", len(held), i, got)
+					t.Fatalf("with %d shares held, exclusive claim %d got %v", len(held), i, got)
 				}
 			}
 			taken.Free(held[len(held)-1])
@@ -62,19 +64,19 @@ func TestFourSharesOf18GiAndNoFifth(t *testing.T) {
 		for i, spec := range exclusive {
 			wants := len(spec.Requests)
 			if key != h100Key && i > 0 {
-				wants = 0 // its mode is fixed: it is offered whole
+				wants = 0 // only a reset enables MIG mode, so only the whole GPU is offered
 			}
 			other := taken.Clone()
 			if got := m.allocate(other, spec); len(got) != wants {
 				t.Errorf("after the shares, exclusive claim %d got %v", i, got)
 			} else if got := m.allocate(other, requests(share(memory("1Gi")))); wants > 0 && got != nil {
-				t.Errorf("beside exclusive claim %d, a share got %v", i, got)
+				t.Errorf("with exclusive claim %d held, a share got %v", i, got)
 			}
 		}
 	}
 }
 
-func TestWhatAShareOfAClaimIs(t *testing.T) {
+func TestConsumedCapacityOfAShare(t *testing.T) {
 	amounts := func(memory, cores string) map[resourceapi.QualifiedName]string {
 		return map[resourceapi.QualifiedName]string{CapacityMemory: memory, CapacityCores: cores}
 	}
@@ -83,10 +85,10 @@ func TestWhatAShareOfAClaimIs(t *testing.T) {
 		name      string
 		offerings []Offering
 		ask       map[resourceapi.QualifiedName]string
-		want      map[resourceapi.QualifiedName]string // nil: nothing
-		more      int                                  // claims of the kind that fit beside the first
+		want      map[resourceapi.QualifiedName]string // nil for no allocation
+		more      int                                  // how many more such claims fit
 	}{
-		{"nothing said", l40s, nil, amounts("1Gi", "0"), 42},
+		{"no amounts", l40s, nil, amounts("1Gi", "0"), 42},
 		{"too little", l40s, amounts("1Mi", "0"), amounts("1Gi", "0"), 42},
 		{"between two steps", l40s, amounts("2049Mi", "1"), amounts("2112Mi", "1"), 20},
 		{"all", l40s, amounts("44992Mi", "100"), amounts("44992Mi", "100"), 0},
@@ -95,9 +97,10 @@ func TestWhatAShareOfAClaimIs(t *testing.T) {
 		{"more cores than there are", l40s, amounts("1Gi", "101"), nil, 0},
 		{"a third of the cores", l40s, amounts("1Gi", "33"), amounts("1Gi", "33"), 2},
 		{"half a percent", l40s, amounts("1Gi", "500m"), amounts("1Gi", "1"), 42},
-		{"a capacity that it has not", l40s, map[resourceapi.QualifiedName]string{CapacityShares: "1"}, nil, 0},
+		{"an unknown capacity", l40s, map[resourceapi.QualifiedName]string{CapacityShares: "1"}, nil, 0},
 		{"a plain share", sharing(t, "shares:5", node(t, l40sKey)...), nil, map[resourceapi.QualifiedName]string{CapacityShares: "1"}, 4},
-		{"two plain shares", sharing(t, "shares:5", node(t, l40sKey)...), map[resourceapi.QualifiedName]string{CapacityShares: "2"}, map[resourceapi.QualifiedName]string{CapacityShares: "2"}, 1},
+		{"two plain shares", sharing(t, "shares:5", node(t, l40sKey)...),
+			map[resourceapi.QualifiedName]string{CapacityShares: "2"}, map[resourceapi.QualifiedName]string{CapacityShares: "2"}, 1},
 		{"six of five", sharing(t, "shares:5", node(t, l40sKey)...), map[resourceapi.QualifiedName]string{CapacityShares: "6"}, nil, 0},
 		{"memory of plain shares", sharing(t, "shares:5", node(t, l40sKey)...), memory("1Gi"), nil, 0},
 	} {
@@ -105,14 +108,14 @@ func TestWhatAShareOfAClaimIs(t *testing.T) {
 			m, taken := offered(t, c.offerings, Driver{}), scheduler.NewTaken()
 			got := m.results(taken, requests(share(c.ask)))
 			if len(got) != min(1, len(c.want)) {
-				t.Fatalf("it got %+v", got)
+				t.Fatalf("the claim got %+v", got)
 			}
 			if c.want == nil {
 				return
 			}
 			for name, want := range c.want {
 				if amount := got[0].ConsumedCapacity[name]; amount.Cmp(resource.MustParse(want)) != 0 {
-					t.Errorf("it got %s of %s, want %s", amount.String(), name, want)
+					t.Errorf("the claim got %s of %s, want %s", amount.String(), name, want)
 				}
 			}
 			more := 0
@@ -120,16 +123,18 @@ func TestWhatAShareOfAClaimIs(t *testing.T) {
 				more++
 			}
 			if more != c.more || len(got[0].ConsumedCapacity) != len(c.want) {
-				t.Errorf("%d more fit, want %d; the first got %v", more, c.more, got[0].ConsumedCapacity)
+				t.Errorf("%d more fit, want %d. The first got %v", more, c.more, got[0].ConsumedCapacity)
 			}
 		})
 	}
 }
 
-// Several shares of one device are several requests. A count asks for so many devices.
-func TestSharesOfOneClaim(t *testing.T) {
+// Several requests of one claim may get shares of one device. A request with a count must get that
+// many different devices.
+func TestOneClaimWithSeveralShares(t *testing.T) {
 	m := offered(t, sharing(t, "fractions", node(t, l40sKey, l40sKey)...), Driver{})
-	if got := m.allocate(scheduler.NewTaken(), requests(share(memory("20Gi")), share(memory("20Gi")))); !slices.Equal(got, []string{firstGPU + "-share", firstGPU + "-share"}) {
+	if got := m.allocate(scheduler.NewTaken(), requests(share(memory("20Gi")),
+		share(memory("20Gi")))); !slices.Equal(got, []string{firstGPU + "-share", firstGPU + "-share"}) {
 		t.Errorf("two requests got %v", got)
 	}
 	two := share(memory("4Gi"))
@@ -141,19 +146,22 @@ func TestSharesOfOneClaim(t *testing.T) {
 	spec := requests(share(memory("39Gi")), share(memory("4Gi")))
 	spec.Constraints = []resourceapi.DeviceConstraint{{MatchAttribute: &attribute}}
 	if got := m.allocate(scheduler.NewTaken(), spec); len(got) != 2 || got[0] != got[1] {
-		t.Errorf("on one card they got %v", got)
+		t.Errorf("two shares of one card got %v", got)
 	}
 	spec = requests(share(memory("40Gi")), share(memory("5Gi")))
 	spec.Constraints = []resourceapi.DeviceConstraint{{MatchAttribute: &attribute}}
 	if got := m.allocate(scheduler.NewTaken(), spec); got != nil {
-		t.Errorf("on one card, more than it has: %v", got)
+		t.Errorf("more memory than one card has: %v", got)
 	}
-	if got := m.allocate(scheduler.NewTaken(), requests(count(1), share(memory("4Gi")))); !slices.Equal(got, []string{firstGPU, secondGPU + "-share"}) {
+	if got := m.allocate(scheduler.NewTaken(), requests(count(1), share(memory("4Gi")))); !slices.Equal(got,
+		[]string{firstGPU, secondGPU + "-share"}) {
 		t.Errorf("a whole GPU and a share got %v", got)
 	}
-	// The allocator goes back and tries otherwise without losing count: the last request fits nowhere.
+	// The third request of this claim fits on no device, so the allocator must also give back what it
+	// took for the first two requests.
 	taken := scheduler.NewTaken()
-	if got := m.allocate(taken, requests(share(memory("30Gi")), share(memory("30Gi")), share(memory("30Gi")))); got != nil || taken.Len() != 0 {
+	if got := m.allocate(taken, requests(share(memory("30Gi")), share(memory("30Gi")),
+		share(memory("30Gi")))); got != nil || taken.Len() != 0 {
 		t.Errorf("three of 30Gi on two cards: %v", got)
 	}
 	if got := m.allocate(taken, requests(count(2))); len(got) != 2 {
@@ -161,23 +169,27 @@ func TestSharesOfOneClaim(t *testing.T) {
 	}
 }
 
-// A share of a partition is a partition: it excludes what the partition excludes, and leaves the rest of the card to others.
+// A share of a partition must exclude the same devices as the partition. The rest of the GPU must
+// stay available.
 func TestSharesOfPartitions(t *testing.T) {
 	m := offered(t, sharing(t, "*/1g.10gb=shares:2,*/3g*=fractions", node(t, h100Key)...), Driver{})
 	taken := scheduler.NewTaken()
 	const half = `device.attributes["gpu.nvidia.com"].profile == "3g.40gb"`
-	for n, want := range []int{1, 1, 0} { // 40448Mi less the reserve, at one place; and the other half of the card
+	// Each half of the GPU has 40448Mi less the reserve of 256Mi, which is enough for one claim of
+	// 30Gi.
+	for n, want := range []int{1, 1, 0} {
 		got := m.allocate(taken, requests(share(memory("30Gi"), half)))
 		if len(got) != want {
 			t.Fatalf("claim %d for most of a half got %v", n, got)
 		}
 	}
 	if got := m.allocate(taken, requests(share(memory("9Gi"), half), share(memory("9Gi"), half))); len(got) != 2 || got[0] == got[1] {
-		t.Errorf("the rests of both halves: %v", got)
+		t.Errorf("the remaining memory of both halves: %v", got)
 	}
-	for _, spec := range []resourceapi.DeviceClaim{requests(count(1)), requests(partitions(1)), requests(share(map[resourceapi.QualifiedName]string{CapacityShares: "1"}))} {
+	for _, spec := range []resourceapi.DeviceClaim{requests(count(1)), requests(partitions(1)),
+		requests(share(map[resourceapi.QualifiedName]string{CapacityShares: "1"}))} {
 		if got := m.allocate(taken, spec); got != nil {
-			t.Errorf("beside both halves: %v", got)
+			t.Errorf("with both halves held: %v", got)
 		}
 	}
 	taken = scheduler.NewTaken()
@@ -189,12 +201,13 @@ func TestSharesOfPartitions(t *testing.T) {
 		shares++
 	}
 	if shares != 2*3 {
-		t.Errorf("beside a 4g there are %d shares of three 1g", shares)
+		t.Errorf("with a 4g held, %d shares of three 1g were allocated", shares)
 	}
 }
 
-// An admin's instances are shared as they are; they overlap with nothing but their shares.
-func TestSharesOfInstancesThatExist(t *testing.T) {
+// Existing MIG instances must be offered in shares as they are. Each of them overlaps only with its
+// own shares.
+func TestSharesOfExistingInstances(t *testing.T) {
 	g := small()
 	g.Brand, g.Architecture = "Nvidia", "Hopper"
 	g.MIG.Enabled, g.MIG.Pending, g.MIG.Instances = true, true, []Instance{instance(1, 0), instance(2, 1)}
@@ -203,24 +216,24 @@ func TestSharesOfInstancesThatExist(t *testing.T) {
 		offerings[0].Layout, _ = Decide(g, nil, Policy{Mode: PolicyStatic}, true)
 	}
 	m := offered(t, offerings, Driver{Version: "580.65.06"})
-	keepsLimits(t, m)
+	checkAPILimits(t, m)
 	taken := scheduler.NewTaken()
 	got := m.results(taken, requests(share(memory("5Gi"))))
 	if len(got) != 1 || got[0].Device != firstName+"-share" {
-		t.Fatalf("it got %+v", got)
+		t.Fatalf("the claim got %+v", got)
 	}
 	if second := m.allocate(taken, requests(partitions(2))); second != nil {
-		t.Errorf("one of two is shared, and two are given: %v", second)
+		t.Errorf("one of two instances is shared, but both were allocated: %v", second)
 	}
 	if second := m.allocate(taken, requests(partitions(1))); !slices.Equal(second, []string{lastName}) {
-		t.Errorf("the other is %v", second)
+		t.Errorf("the other instance is %v", second)
 	}
 	if more := m.allocate(taken, requests(share(memory("5Gi")))); more != nil {
-		t.Errorf("nothing is left of 9984Mi: %v", more)
+		t.Errorf("more than 9984Mi were allocated: %v", more)
 	}
 	taken.Free(got...)
 	if again := m.allocate(taken, requests(partitions(1))); !slices.Equal(again, []string{firstName}) {
-		t.Errorf("after the share it is %v", again)
+		t.Errorf("after the release of the share a claim got %v", again)
 	}
 }
 
@@ -230,12 +243,12 @@ func TestAdminAccessToShares(t *testing.T) {
 	admin.Exactly.AllocationMode, admin.Exactly.Count, admin.Exactly.AdminAccess = resourceapi.DeviceAllocationModeAll, 0, ptr.To(true)
 	taken := scheduler.NewTaken()
 	if got := m.allocate(taken, requests(admin)); len(got) != 2 || taken.Len() != 0 {
-		t.Errorf("of shares that nobody holds it sees %v, and takes %d", got, taken.Len())
+		t.Errorf("admin access to idle shares sees %v and consumes %d", got, taken.Len())
 	}
 	m.allocate(taken, requests(share(memory("40Gi"))))
 	before := taken.Len()
 	m.allocate(taken, requests(admin))
 	if taken.Len() != before {
-		t.Error("who looks at a share takes one")
+		t.Error("admin access consumes a share")
 	}
 }

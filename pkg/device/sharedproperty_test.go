@@ -16,22 +16,25 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
-// amounts are of capacities, in their smallest unit.
+// amounts maps capacities to amounts, in bytes, percent or shares.
 type amounts map[resourceapi.QualifiedName]int64
 
-// crowd is a rack whose devices are also offered in shares: who holds what of which, beside those that hold devices alone.
-type crowd struct {
+// sharedRack is a rack (simulated GPUs of one model) whose devices are also offered in shares. It
+// keeps account of how much of each device claims have.
+type sharedRack struct {
 	*rack
-	// total is what a share device has, by the name of the device that it is made of.
+	// total maps the name of each unshared device to the capacities of its share device.
 	total map[string]amounts
 	held  map[string][]amounts
 }
 
-// newCrowd shares every second card in plain shares, the others in fractions; of partitions the smallest in plain shares.
-func newCrowd(t *testing.T, known *model.GPU, n int) *crowd {
+// newSharedRack offers every second GPU and the smallest partitions in plain shares, and the rest
+// in fractions.
+func newSharedRack(t *testing.T, known *model.GPU, n int) *sharedRack {
 	t.Helper()
-	c := &crowd{rack: newRack(t, known, n), total: map[string]amounts{}, held: map[string][]amounts{}}
-	c.machine = offered(t, sharing(t, "fractions,#1=shares:2,*/*=fractions,*/1g*=shares:3", cuttable(known, n)...), Driver{Version: "580.65.06"})
+	c := &sharedRack{rack: newRack(t, known, n), total: map[string]amounts{}, held: map[string][]amounts{}}
+	c.machine = offered(t, sharing(t, "fractions,#1=shares:2,*/*=fractions,*/1g*=shares:3", migCapable(known, n)...),
+		Driver{Version: "580.65.06"})
 	for name, d := range c.items {
 		mib, plain := int64(known.MemoryTotalMiB.Value)-1024, int64(0)
 		switch {
@@ -56,8 +59,9 @@ func newCrowd(t *testing.T, known *model.GPU, n int) *crowd {
 	return c
 }
 
-// given is what one gets who asks for so much; false if one would never get that here.
-func given(asked, total amounts) (amounts, bool) {
+// consumedFor returns the capacities that a request consumes if it asks for the amounts in asked.
+// The second result is false if a device with these totals can never satisfy the request.
+func consumedFor(asked, total amounts) (amounts, bool) {
 	for name := range asked {
 		if _, has := total[name]; !has {
 			return nil, false
@@ -78,8 +82,8 @@ func given(asked, total amounts) (amounts, bool) {
 	return got, true
 }
 
-// room says whether a device has so much left.
-func (c *crowd) room(device string, more amounts) bool {
+// hasRoom reports whether the device has enough capacity left for the amounts in more.
+func (c *sharedRack) hasRoom(device string, more amounts) bool {
 	for name, total := range c.total[device] {
 		sum := more[name]
 		for _, h := range c.held[device] {
@@ -92,8 +96,8 @@ func (c *crowd) room(device string, more amounts) bool {
 	return true
 }
 
-// together are all devices of a card that are held, alone or in shares.
-func (c *crowd) together(card int) []item {
+// heldOn returns all devices of the GPU with index card that claims have, alone or in shares.
+func (c *sharedRack) heldOn(card int) []item {
 	all := slices.Clone(c.rack.held[card])
 	for _, name := range slices.Sorted(maps.Keys(c.held)) {
 		if len(c.held[name]) > 0 && c.card[name] == card {
@@ -103,22 +107,22 @@ func (c *crowd) together(card int) []item {
 	return all
 }
 
-// fits says whether some card can give what is asked for.
-func (c *crowd) fits(w sharedWish) bool {
+// fits reports whether, according to the model, some GPU can satisfy the request.
+func (c *sharedRack) fits(w sharedRequest) bool {
 	for i, h := range c.cards {
-		beside := c.together(i)
+		held := c.heldOn(i)
 		for _, d := range h.devices {
 			if !w.wants(d) {
 				continue
 			}
 			if !w.shared {
-				if !slices.ContainsFunc(beside, func(o item) bool { return o.device == d.device }) && h.holds(append(slices.Clip(beside), d)...) {
+				if !slices.ContainsFunc(held, func(o item) bool { return o.device == d.device }) && h.holds(append(slices.Clip(held), d)...) {
 					return true
 				}
 				continue
 			}
-			got, ever := given(w.asks, c.total[d.device])
-			if ever && c.room(d.device, got) && (len(c.held[d.device]) > 0 || h.holds(append(slices.Clip(beside), d)...)) {
+			got, ever := consumedFor(w.asks, c.total[d.device])
+			if ever && c.hasRoom(d.device, got) && (len(c.held[d.device]) > 0 || h.holds(append(slices.Clip(held), d)...)) {
 				return true
 			}
 		}
@@ -126,14 +130,15 @@ func (c *crowd) fits(w sharedWish) bool {
 	return false
 }
 
-// sharedWish is for a device, or for so much of one.
-type sharedWish struct {
-	wish
+// sharedRequest is a request for an unshared device, or for a share with the amounts in the field
+// asks.
+type sharedRequest struct {
+	requestKind
 	shared bool
 	asks   amounts
 }
 
-func (w sharedWish) request() resourceapi.DeviceRequest {
+func (w sharedRequest) request() resourceapi.DeviceRequest {
 	r := ofClass(w.class)
 	for name, n := range w.asks {
 		if r.Exactly.Capacity == nil {
@@ -144,18 +149,19 @@ func (w sharedWish) request() resourceapi.DeviceRequest {
 	return r
 }
 
-// crowdWishes are those of a rack, and shares: of any device, of a whole GPU, of partitions of a profile.
-func (c *crowd) crowdWishes() []sharedWish {
-	var all []sharedWish
-	for i, w := range c.wishes() {
-		if i%3 == 0 { // as often as shares
-			all = append(all, sharedWish{wish: w})
+// sharedRequests returns the requests that the test picks from: every third request for an unshared
+// device, and requests for shares of any device, of a whole GPU, and of partitions of each profile.
+func (c *sharedRack) sharedRequests() []sharedRequest {
+	var all []sharedRequest
+	for i, w := range c.requestKinds() {
+		if i%3 == 0 { // fewer, so that shares are requested as often
+			all = append(all, sharedRequest{requestKind: w})
 		}
 	}
-	kinds := []wish{{sharedClass, func(item) bool { return true }}}
+	kinds := []requestKind{{sharedClass, func(item) bool { return true }}}
 	add := func(expression string, wants func(item) bool) {
 		c.Classes[expression] = expression
-		kinds = append(kinds, wish{expression, wants})
+		kinds = append(kinds, requestKind{expression, wants})
 	}
 	const attribute = `device.attributes["gpu.nvidia.com"].`
 	add(attribute+`type == "gpu-share"`, func(d item) bool { return d.whole })
@@ -163,7 +169,8 @@ func (c *crowd) crowdWishes() []sharedWish {
 	for _, d := range c.cards[0].devices {
 		if !d.whole && !seen.Has(d.profile) {
 			seen.Insert(d.profile)
-			add(fmt.Sprintf(attribute+`type == "mig-share" && `+attribute+`profileID == %d`, d.profile), func(o item) bool { return !o.whole && o.profile == d.profile })
+			add(fmt.Sprintf(attribute+`type == "mig-share" && `+attribute+`profileID == %d`, d.profile),
+				func(o item) bool { return !o.whole && o.profile == d.profile })
 		}
 	}
 	for _, k := range kinds {
@@ -177,14 +184,15 @@ func (c *crowd) crowdWishes() []sharedWish {
 			{CapacityShares: 1},
 			{CapacityShares: 2},
 		} {
-			all = append(all, sharedWish{k, true, asks})
+			all = append(all, sharedRequest{k, true, asks})
 		}
 	}
 	return all
 }
 
-// take takes down what the allocator gave, and says if it was not there to give.
-func (c *crowd) take(w sharedWish, r resourceapi.DeviceRequestAllocationResult) error {
+// record adds an allocation to the model. It returns an error if, according to the model, the
+// device or the capacity was not available.
+func (c *sharedRack) record(w sharedRequest, r resourceapi.DeviceRequestAllocationResult) error {
 	name, ok := ParseName(r.Device)
 	if !ok || name.Share != w.shared || name.Share != (r.ShareID != nil) {
 		return fmt.Errorf("%s was given for %s", r.Device, w.class)
@@ -200,21 +208,21 @@ func (c *crowd) take(w sharedWish, r resourceapi.DeviceRequestAllocationResult) 
 	for capacity, q := range r.ConsumedCapacity {
 		got[capacity] = q.Value()
 	}
-	want, _ := given(w.asks, c.total[device])
+	want, _ := consumedFor(w.asks, c.total[device])
 	if !maps.Equal(got, want) {
-		return fmt.Errorf("of %s %v was given for %v, want %v", r.Device, got, w.asks, want)
+		return fmt.Errorf("%s: consumed %v for request %v, want %v", r.Device, got, w.asks, want)
 	}
-	if !c.room(device, got) {
-		return fmt.Errorf("beside %v, %s has not %v", c.held[device], r.Device, got)
+	if !c.hasRoom(device, got) {
+		return fmt.Errorf("with %v held, %s does not have %v", c.held[device], r.Device, got)
 	}
 	c.held[device] = append(c.held[device], got)
-	if i := c.card[device]; !c.cards[i].holds(c.together(i)...) {
-		return fmt.Errorf("the hardware cannot hold %v", c.together(i))
+	if i := c.card[device]; !c.cards[i].holds(c.heldOn(i)...) {
+		return fmt.Errorf("the hardware cannot hold %v", c.heldOn(i))
 	}
 	return nil
 }
 
-func (c *crowd) leave(r resourceapi.DeviceRequestAllocationResult) {
+func (c *sharedRack) giveBack(r resourceapi.DeviceRequestAllocationResult) {
 	name, _ := ParseName(r.Device)
 	device := name.Unshared().String()
 	if !name.Share {
@@ -233,46 +241,48 @@ func (c *crowd) leave(r resourceapi.DeviceRequestAllocationResult) {
 	c.held[device] = slices.Delete(c.held[device], n, n+1)
 }
 
-// Claims for whole GPUs, partitions and shares of either come and go at random. The allocator gives something if and only if a card can hold it: no share beside
-// what its device excludes, never more of a capacity than there is, and nothing is refused that there would be room for.
-func TestTheAllocatorGivesSharesWhereThereIsRoom(t *testing.T) {
+// Claims for whole GPUs, for partitions and for shares of both come and go at random. The allocator
+// must satisfy a request if and only if, according to the model, a GPU has no conflicting device
+// and enough capacity left.
+func TestAllocatorOfSharesAgreesWithHardware(t *testing.T) {
 	const sequences, steps = 80, 12
 	forEachMIGModel(t, func(t *testing.T, known *model.GPU) {
 		t.Parallel()
 		seed := fnv.New64a()
 		_, _ = seed.Write([]byte(known.Key))
 		random := rand.New(rand.NewPCG(seed.Sum64(), 3))
-		crowds := []*crowd{newCrowd(t, known, 1), newCrowd(t, known, 2)}
-		wishes := crowds[0].crowdWishes()
-		crowds[1].Classes = crowds[0].Classes
+		racks := []*sharedRack{newSharedRack(t, known, 1), newSharedRack(t, known, 2)}
+		requestKinds := racks[0].sharedRequests()
+		racks[1].Classes = racks[0].Classes
 		given, shared, refused := 0, 0, 0
 		for n := range sequences {
-			c := crowds[n%2]
+			c := racks[n%2]
 			clear(c.rack.held)
 			clear(c.held)
 			*c.taken = *scheduler.NewTaken()
 			var held []resourceapi.DeviceRequestAllocationResult
-			w := wishes[random.IntN(len(wishes))]
+			w := requestKinds[random.IntN(len(requestKinds))]
 			for range steps {
 				if len(held) > 0 && random.IntN(4) == 0 {
 					i := random.IntN(len(held))
-					c.leave(held[i])
+					c.giveBack(held[i])
 					held = slices.Delete(held, i, i+1)
 					continue
 				}
-				if random.IntN(2) == 0 { // else one more like the last
-					w = wishes[random.IntN(len(wishes))]
+				if random.IntN(2) == 0 { // otherwise repeat the last request
+					w = requestKinds[random.IntN(len(requestKinds))]
 				}
 				can := c.fits(w)
 				got := c.results(c.taken, requests(w.request()))
 				if can != (len(got) == 1) {
-					t.Fatalf("sequence %d: beside %v and %v the allocator gave %v for %s %v, the hardware can: %v", n, c.rack.held, c.held, got, w.class, w.asks, can)
+					t.Fatalf("sequence %d: with %v and %v held, the allocator gave %v for %s %v, the hardware has room: %v", n,
+						c.rack.held, c.held, got, w.class, w.asks, can)
 				}
 				if !can {
 					refused++
 					continue
 				}
-				if err := c.take(w, got[0]); err != nil {
+				if err := c.record(w, got[0]); err != nil {
 					t.Fatalf("sequence %d: %v", n, err)
 				}
 				given++
@@ -284,7 +294,7 @@ func TestTheAllocatorGivesSharesWhereThereIsRoom(t *testing.T) {
 		}
 		t.Logf("%d given, %d of them shares, %d refused", given, shared, refused)
 		if given < sequences || shared < sequences || refused < sequences {
-			t.Error("that proves little")
+			t.Error("too few cases to prove anything")
 		}
 	})
 }

@@ -7,38 +7,47 @@ import (
 	"strings"
 )
 
-// Share says whether and how a device is offered to several claims at once. The zero value is a device that one claim holds alone.
+// Share says how a device is offered to several claims at once. The zero value means that only one
+// claim at a time can have the device.
 type Share struct {
-	// Fractions are by memory and percent of the compute units, and MPS keeps processes to them.
+	// Fractions is true if each claim gets a limited part of the memory and of the compute units. MPS
+	// enforces these limits.
 	Fractions bool
-	// Count is how many claims may hold the device in turn, by time slices and without limits. It is 0 with Fractions.
+	// Count is the number of claims that may use the device at once by time slicing, without limits on
+	// memory. It is 0 if Fractions is true.
 	Count int
-	// ending shares are those that claims hold of a device which is not offered so any more: nobody gets another one, and what is held goes on being counted.
-	ending bool
+	// withdrawn is true if the device is no longer offered in these shares, but claims still have
+	// some. No further share can be allocated.
+	withdrawn bool
 }
 
-// Offered says whether there are shares at all.
-func (s Share) Offered() bool { return s.Fractions || s.Count > 0 || s.ending }
+// Offered reports whether the device is published in shares, even if only for claims that still
+// have withdrawn shares.
+func (s Share) Offered() bool { return s.Fractions || s.Count > 0 || s.withdrawn }
 
-// Plain shares are 2 at least: one that cannot be shared is the device itself. No card serves as many as the most, which keeps numbers in bounds.
-const fewestShares, mostShares = 2, 1000
+// One share would be the same as the whole device, so two is the minimum. The maximum is higher
+// than any card can serve, to reject nonsensical numbers.
+const minShares, maxShares = 2, 1000
 
-// ShareRules says for each GPU and each profile whether it is offered in shares. The zero value offers none.
+// ShareRules are the admin's rules for which devices several claims may use at once, and how. With
+// the zero value, each device is for one claim.
 type ShareRules struct{ rules []shareRule }
 
 type shareRule struct {
 	selector selector
-	// index is -1 where the selector says which GPUs are meant.
+	// index is the index of the GPU that the rule selects. It is -1 if the rule uses selector instead.
 	index int
-	// profile is empty for whole GPUs, else a pattern for the names of profiles.
+	// profile is a pattern for the names of profiles if the rule is about partitions. It is empty if
+	// the rule is about whole GPUs.
 	profile string
 	share   Share
 }
 
-// ParseShares reads rules of the form [SELECTOR[/PROFILE]=]KIND, separated by commas. A kind is off, fractions, or shares:N for N plain shares. A selector is a
-// PCI address, a UUID, a product name in which * stands for anything, or #N for the GPU at the Nth place of the node's by PCI address, from 0; none stands for
-// every GPU. With a profile the rule is about partitions of that profile, in which * stands for anything, too, else about whole GPUs. Of the rules that fit a
-// device the last one holds.
+// ParseShares parses rules of the form [SELECTOR[/PROFILE]=]KIND, separated by commas. A kind is
+// off, fractions, or shares:N for N plain shares. A selector is a PCI address, a UUID, a product
+// name with * as a wildcard, or #N for the GPU with index N by PCI address, from 0. Without a
+// selector the rule applies to every GPU. With a profile, which may contain *, the rule applies to
+// partitions of that profile, otherwise to whole GPUs. The last rule that matches a device applies.
 func ParseShares(s string) (ShareRules, error) {
 	rules, err := parseRules("shares", s, parseShareRule)
 	return ShareRules{rules}, err
@@ -50,11 +59,13 @@ func parseShareRule(what, kind string) (shareRule, error) {
 	if rule.share, err = parseShare(kind); err != nil {
 		return rule, err
 	}
-	// A product name with a slash is written with *: what comes after a slash is a profile, and a misspelt one is better said than never met.
+	// The text after a slash is a MIG profile. So a selector for a product name with a slash must have
+	// * in its place. A profile name of invalid form is an error, so that an admin notices a typing
+	// error.
 	if gpus, profile, is := strings.Cut(what, "/"); is {
 		what, rule.profile = strings.TrimSpace(gpus), strings.ToLower(strings.TrimSpace(profile))
 		if _, err := path.Match(rule.profile, ""); err != nil || !strings.ContainsAny(rule.profile[:min(1, len(rule.profile))], "0123456789*") {
-			return rule, fmt.Errorf("%q is no profile: want one as in 1g.10gb, with * for anything", rule.profile)
+			return rule, fmt.Errorf("%q is not a profile: want one like 1g.10gb, with * as a wildcard", rule.profile)
 		}
 	}
 	index, is, err := parseIndex(what)
@@ -71,8 +82,8 @@ func parseShare(kind string) (Share, error) {
 	switch {
 	case plain:
 		n, err := strconv.Atoi(count)
-		if err != nil || n < fewestShares || n > mostShares {
-			return Share{}, fmt.Errorf("%q is no number of shares: want %d to %d, as in shares:4", count, fewestShares, mostShares)
+		if err != nil || n < minShares || n > maxShares {
+			return Share{}, fmt.Errorf("%q is not a valid number of shares: want %d to %d, as in shares:4", count, minShares, maxShares)
 		}
 		return Share{Count: n}, nil
 	case kind == "fractions":
@@ -80,11 +91,11 @@ func parseShare(kind string) (Share, error) {
 	case kind == "off":
 		return Share{}, nil
 	default:
-		return Share{}, fmt.Errorf("%q is no kind of shares: want off, fractions or shares:N, or [SELECTOR[/PROFILE]=] and one of these", kind)
+		return Share{}, fmt.Errorf("%q is not a kind of shares: want off, fractions or shares:N, or [SELECTOR[/PROFILE]=] and one of these", kind)
 	}
 }
 
-// Any says whether some rule offers shares.
+// Any reports whether some rule offers a device in shares.
 func (r ShareRules) Any() bool {
 	for _, rule := range r.rules {
 		if rule.share.Offered() {
@@ -94,7 +105,8 @@ func (r ShareRules) Any() bool {
 	return false
 }
 
-// For is how the GPU is shared that stands at a place among the node's by PCI address: as a whole, or in its partitions of a profile.
+// For returns how the whole GPU g is shared, or, if profile is not empty, how g's partitions of
+// that profile are shared. index is the index of g on the node, by PCI address.
 func (r ShareRules) For(g GPU, profile string, index int) Share {
 	for i := len(r.rules) - 1; i >= 0; i-- {
 		rule := r.rules[i]
@@ -104,29 +116,32 @@ func (r ShareRules) For(g GPU, profile string, index int) Share {
 		if fits, _ := path.Match(rule.profile, strings.ToLower(profile)); !fits {
 			continue
 		}
-		if rule.index == index || rule.index < 0 && rule.selector.fits(g) {
+		if rule.index == index || rule.index < 0 && rule.selector.matches(g) {
 			return rule.share
 		}
 	}
 	return Share{}
 }
 
-// NotInFractions says of the GPUs which rules want to be offered in fractions, whole or in partitions, why they are not, by the GPU's name.
-func NotInFractions(offerings []Offering) map[string]string {
+// FractionRefusals returns why GPUs are not offered in shares with limits by MPS although the share
+// rules ask for that. The keys are the names of these GPUs.
+func FractionRefusals(offerings []Offering) map[string]string {
 	why := map[string]string{}
-	for index, o := range byPlace(offerings) {
+	for index, o := range byPCIAddress(offerings) {
 		for _, rule := range o.Shares.rules {
-			if o.NoFractions != "" && rule.share.Fractions && (rule.index == index || rule.index < 0 && rule.selector.fits(o.GPU)) {
-				why[o.WholeName()] = o.NoFractions
+			if o.FractionsUnsupported != "" && rule.share.Fractions && (rule.index == index || rule.index < 0 && rule.selector.matches(o.GPU)) {
+				why[o.WholeName()] = o.FractionsUnsupported
 			}
 		}
 	}
 	return why
 }
 
-// WhyNotShared says what a cluster lacks to share devices, for people to read. It is empty if nothing is lacking: then alone may rules be given to [Offer]. A
-// device with shares overlaps with them, and without capacities to count, the first share would be all of it.
-func WhyNotShared(counters, capacities bool) string {
+// SharingUnsupportedReason says which feature the cluster lacks for shared devices, or returns "".
+// Shares need counters, because they overlap with their device, and consumable capacities, because
+// otherwise the first share takes all of the device. If a reason is returned, [Offer] must get no
+// share rules.
+func SharingUnsupportedReason(counters, capacities bool) string {
 	var lacking []string
 	if !counters {
 		lacking = append(lacking, "shared counters (feature gate DRAPartitionableDevices, from Kubernetes 1.35)")
@@ -137,5 +152,5 @@ func WhyNotShared(counters, capacities bool) string {
 	if len(lacking) == 0 {
 		return ""
 	}
-	return "the cluster keeps no " + strings.Join(lacking, " and no ") + ", without which shares would be given away more than once"
+	return "the cluster does not support " + strings.Join(lacking, " and ") + ", which shares need"
 }

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-func TestTheLastRuleThatFitsADeviceSaysHowItIsShared(t *testing.T) {
+func TestLastMatchingShareRuleApplies(t *testing.T) {
 	h100 := GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-Abc", ProductName: "NVIDIA H100 80GB HBM3"}
 	slash := GPU{PCIAddress: "0000:43:00.0", UUID: "GPU-Def", ProductName: "NVIDIA A/B"}
 	none, fractions := Share{}, Share{Fractions: true}
@@ -21,7 +21,7 @@ func TestTheLastRuleThatFitsADeviceSaysHowItIsShared(t *testing.T) {
 		{" , ", h100, "", 0, none},
 		{"off", h100, "", 0, none},
 		{"fractions", h100, "", 0, fractions},
-		{"fractions", h100, "1g.10gb", 0, none}, // is about whole GPUs
+		{"fractions", h100, "1g.10gb", 0, none}, // the rule is about whole GPUs
 		{"*=fractions", h100, "", 7, fractions},
 		{"shares:4", h100, "", 0, plain(4)},
 		{"shares:1000", h100, "", 0, plain(1000)},
@@ -46,7 +46,7 @@ func TestTheLastRuleThatFitsADeviceSaysHowItIsShared(t *testing.T) {
 		{"*/1c.3g.40gb=fractions", h100, "1c.3g.40gb", 0, fractions},
 		{"NVIDIA H100*/3g*=fractions, */3g.40gb=off", h100, "3g.40gb", 0, none},
 		{"NVIDIA H100*/3g*=fractions, */3g.40gb=off", h100, "3g.20gb", 0, fractions},
-		{"*/*=fractions,shares:2", h100, "3g.20gb", 0, fractions}, // the second is about whole GPUs
+		{"*/*=fractions,shares:2", h100, "3g.20gb", 0, fractions}, // the second rule is about whole GPUs
 	} {
 		r, err := ParseShares(c.rules)
 		if err != nil {
@@ -54,24 +54,24 @@ func TestTheLastRuleThatFitsADeviceSaysHowItIsShared(t *testing.T) {
 			continue
 		}
 		if got := r.For(c.gpu, c.profile, c.index); got != c.want {
-			t.Errorf("%q makes of %s %q at %d %+v, want %+v", c.rules, c.gpu.ProductName, c.profile, c.index, got, c.want)
+			t.Errorf("%q: %s %q at index %d is %+v, want %+v", c.rules, c.gpu.ProductName, c.profile, c.index, got, c.want)
 		}
 		if c.want.Offered() && !r.Any() {
-			t.Errorf("%q is said to offer none", c.rules)
+			t.Errorf("Any is false for %q", c.rules)
 		}
 	}
 	for _, r := range []string{"", "off", "*=off,#1/1g*=off"} {
 		if rules, err := ParseShares(r); err != nil || rules.Any() {
-			t.Errorf("%q offers shares, or is none: %v", r, err)
+			t.Errorf("%q offers shares or is invalid: %v", r, err)
 		}
 	}
 }
 
-func TestRulesThatAreNone(t *testing.T) {
+func TestInvalidShareRulesAreRejected(t *testing.T) {
 	for rule, says := range map[string]string{
-		"always":                       "no kind",
-		"shares":                       "no kind",
-		"Fractions":                    "no kind",
+		"always":                       "not a kind",
+		"shares":                       "not a kind",
+		"Fractions":                    "not a kind",
 		"shares:":                      "2 to 1000",
 		"shares:0":                     "2 to 1000",
 		"shares:1":                     "2 to 1000",
@@ -79,25 +79,25 @@ func TestRulesThatAreNone(t *testing.T) {
 		"shares:-4":                    "2 to 1000",
 		"shares:4.5":                   "2 to 1000",
 		"shares:99999999999999999999":  "2 to 1000",
-		"=fractions":                   "no selector",
-		"[=fractions":                  "no selector",
-		"/1g.10gb=fractions":           "no selector",
-		"fractions=":                   "no kind",
-		"*/=fractions":                 "no profile",
-		"*/g1=fractions":               "no profile",
-		"*/[=fractions":                "no profile",
-		"NVIDIA A/B=fractions":         "no profile",
-		"*/1[=fractions":               "no profile",
-		"#=fractions":                  "no index",
-		"#-1=fractions":                "no index",
-		"#x/1g.10gb=fractions":         "no index",
-		"#99999=fractions":             "no index",
+		"=fractions":                   "not a selector",
+		"[=fractions":                  "not a selector",
+		"/1g.10gb=fractions":           "not a selector",
+		"fractions=":                   "not a kind",
+		"*/=fractions":                 "not a profile",
+		"*/g1=fractions":               "not a profile",
+		"*/[=fractions":                "not a profile",
+		"NVIDIA A/B=fractions":         "not a profile",
+		"*/1[=fractions":               "not a profile",
+		"#=fractions":                  "not an index",
+		"#-1=fractions":                "not an index",
+		"#x/1g.10gb=fractions":         "not an index",
+		"#99999=fractions":             "not an index",
 		"fractions,shares:x,*=unheard": "shares:x",
-		"fractions;off":                "no kind",
+		"fractions;off":                "not a kind",
 	} {
 		r, err := ParseShares(rule)
 		if err == nil || !strings.Contains(err.Error(), says) {
-			t.Errorf("%q is read as %v: %v; that should say %q", rule, r, err, says)
+			t.Errorf("%q is parsed as %v: %v; want %q", rule, r, err, says)
 		}
 	}
 }
@@ -110,15 +110,16 @@ func FuzzParseShares(f *testing.F) {
 			return
 		}
 		for _, profile := range []string{"", "1g.10gb"} {
-			if share := r.For(GPU{PCIAddress: "0000:1b:00.0", ProductName: "NVIDIA L40S"}, profile, 0); share.Offered() && !r.Any() || share.Fractions && share.Count != 0 {
+			if share := r.For(GPU{PCIAddress: "0000:1b:00.0", ProductName: "NVIDIA L40S"}, profile, 0); share.Offered() &&
+				!r.Any() || share.Fractions && share.Count != 0 {
 				t.Errorf("%q gives %+v", s, share)
 			}
 		}
 	})
 }
 
-func TestWhatAClusterLacksForShares(t *testing.T) {
-	if why := WhyNotShared(true, true); why != "" {
+func TestSharingUnsupportedReason(t *testing.T) {
+	if why := SharingUnsupportedReason(true, true); why != "" {
 		t.Error(why)
 	}
 	for _, c := range []struct {
@@ -130,7 +131,7 @@ func TestWhatAClusterLacksForShares(t *testing.T) {
 		{false, false, []string{"DRAPartitionableDevices", "DRAConsumableCapacity"}},
 	} {
 		for _, gate := range c.says {
-			if why := WhyNotShared(c.counters, c.capacities); !strings.Contains(why, gate) {
+			if why := SharingUnsupportedReason(c.counters, c.capacities); !strings.Contains(why, gate) {
 				t.Errorf("%q does not name %s", why, gate)
 			}
 		}

@@ -6,9 +6,11 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// The node counts to the same totals as the scheduler.
-func TestTotalsOfSharesAreThoseThatArePublished(t *testing.T) {
-	for _, rules := range []string{"fractions,*/*=fractions", "shares:4,*/*=shares:3", "#0=shares:2,#1=shares:5,*/1g.10gb=shares:7,*/3g.*=fractions"} {
+// Totals must return the capacities that the ResourceSlices publish for a share device, so that the
+// node and the scheduler limit claims by the same amounts.
+func TestTotalsEqualPublishedCapacities(t *testing.T) {
+	for _, rules := range []string{"fractions,*/*=fractions", "shares:4,*/*=shares:3",
+		"#0=shares:2,#1=shares:5,*/1g.10gb=shares:7,*/3g.*=fractions"} {
 		gpus := node(t, h100Key, l40sKey)
 		index := map[string]int{}
 		for _, g := range gpus {
@@ -31,7 +33,7 @@ func TestTotalsOfSharesAreThoseThatArePublished(t *testing.T) {
 			for capacity, published := range shared.Device(Driver{}).Capacity {
 				total, known := got[string(capacity)]
 				if !known || total.Cmp(published.Value) != 0 {
-					t.Errorf("%s: %s has %s of %s, and %s is published", rules, s.Name(), total.String(), capacity, published.Value.String())
+					t.Errorf("%s: the total of %s is %s of %s, but %s is published", rules, s.Name(), total.String(), capacity, published.Value.String())
 				}
 			}
 		}
@@ -41,7 +43,7 @@ func TestTotalsOfSharesAreThoseThatArePublished(t *testing.T) {
 	}
 }
 
-func TestWhatIsNotKnownHasNoTotal(t *testing.T) {
+func TestUnknownCapacitiesHaveNoTotal(t *testing.T) {
 	gpu := node(t, h100Key)[0]
 	rules := sharing(t, "shares:2", gpu)[0].Shares
 	for name, c := range map[string]struct {
@@ -50,12 +52,13 @@ func TestWhatIsNotKnownHasNoTotal(t *testing.T) {
 		rules  ShareRules
 		want   map[string]string
 	}{
-		"plain shares that no rule offers": {gpu, firstGPU + "-share", ShareRules{}, map[string]string{CapacityMemory: "", CapacityCores: "100"}},
-		"plain shares of a partition":      {gpu, firstGPU + "-mig-19-0-share", rules, map[string]string{CapacityMemory: "", CapacityCores: "100"}},
-		"memory of a GPU that is mute":     {GPU{}, firstGPU + "-share", rules, map[string]string{CapacityShares: "2", CapacityCores: "100"}},
-		"a profile that the GPU lacks":     {gpu, firstGPU + "-mig-99-0-share", rules, nil},
-		"a part of an instance":            {gpu, firstGPU + "-mig-19-0-ci-0-share", rules, nil},
-		"a partition of a GPU without any": {GPU{}, firstGPU + "-mig-19-0-share", rules, nil},
+		"plain shares without a rule": {gpu, firstGPU + "-share", ShareRules{}, map[string]string{CapacityMemory: "", CapacityCores: "100"}},
+		"plain shares of a partition": {gpu, firstGPU + "-mig-19-0-share", rules,
+			map[string]string{CapacityMemory: "", CapacityCores: "100"}},
+		"unknown memory":                 {GPU{}, firstGPU + "-share", rules, map[string]string{CapacityShares: "2", CapacityCores: "100"}},
+		"unknown profile":                {gpu, firstGPU + "-mig-99-0-share", rules, nil},
+		"part of an instance":            {gpu, firstGPU + "-mig-19-0-ci-0-share", rules, nil},
+		"partition of a GPU without MIG": {GPU{}, firstGPU + "-mig-19-0-share", rules, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n, ok := ParseName(c.device)

@@ -6,23 +6,27 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// MaxDevicesPerSlice is the API's limit for slices whose devices carry taints or consume counters. Taints can come at any time,
-// and moving devices between slices makes the whole pool incomplete for a moment: so every slice is cut to this limit from the start.
+// MaxDevicesPerSlice is the API's limit on devices in a slice if one of them has taints or consumes
+// counters. A device may get a taint at any time, and moving devices to another slice makes the
+// whole pool incomplete for a moment. So this limit applies to every slice from the start.
 const MaxDevicesPerSlice = resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures
 
-// SliceOption adds to slices what not every cluster knows.
+// SliceOption adds fields to slices that not every cluster supports.
 type SliceOption func(*sliceOptions)
 
 type sliceOptions struct{ partitionTypes string }
 
-// PartitionTypes names in each slice the attribute that says which devices cost the same, so that ResourcePoolStatusRequest can count what is left of each
-// kind. driverName is the attribute's domain. Only for clusters with the feature gate DRAPartitionableDevicesType.
+// PartitionTypes adds to each device an attribute that is equal for devices of equal cost, and
+// names that attribute in the slice. With it, ResourcePoolStatusRequest can count what is left of
+// each type. driverName is the attribute's domain. The cluster must have the feature gate
+// DRAPartitionableDevicesType.
 func PartitionTypes(driverName string) SliceOption {
 	return func(o *sliceOptions) { o.partitionTypes = driverName }
 }
 
-// Slices cuts the devices of one pool into slices, in order. Slices with counter sets come before those with devices: a slice holds one or the other.
-// A GPU's counter set has the name of the whole GPU.
+// Slices splits the devices of one pool into ResourceSlices and keeps the order of shapes. Slices
+// with counter sets come first, because a slice cannot have both counter sets and devices. Each
+// counter set has the device name of its whole GPU.
 func Slices(shapes []Shape, d Driver, options ...SliceOption) []resourceslice.Slice {
 	var o sliceOptions
 	for _, option := range options {
@@ -52,7 +56,8 @@ func (o sliceOptions) slice(shapes []Shape, d Driver) resourceslice.Slice {
 	return slice
 }
 
-// counterSets has one set for each GPU whose shapes overlap, in the order in which the GPUs first appear.
+// counterSets returns slices with one counter set for each GPU whose devices consume counters, in
+// the order in which the GPUs first occur in shapes.
 func counterSets(shapes []Shape) []resourceslice.Slice {
 	var sets []resourceapi.CounterSet
 	seen := map[string]bool{}

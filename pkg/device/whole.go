@@ -8,7 +8,7 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// Whole is a GPU offered as it is.
+// Whole is a GPU that is offered as a whole.
 type Whole struct {
 	gpu GPU
 	counts
@@ -19,11 +19,11 @@ var _ shareable = Whole{}
 func (w Whole) Name() string { return w.gpu.WholeName() }
 func (w Whole) GPU() GPU     { return w.gpu }
 
-// Device carries the attributes by which claims select a GPU. parentUUID equals uuid, so that a claim can match a whole GPU
-// and a partition of one card by the same attribute.
+// Device returns the device with the attributes by which claims select a GPU. parentUUID equals
+// uuid, so that a claim can match a whole GPU and a partition of one card by the same attribute.
 func (w Whole) Device(d Driver) resourceapi.Device {
 	g := w.gpu
-	attributes := common(g, d)
+	attributes := commonAttributes(g, d)
 	attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("gpu")}
 	attributes["uuid"] = text(g.UUID)
 	return resourceapi.Device{
@@ -34,13 +34,14 @@ func (w Whole) Device(d Driver) resourceapi.Device {
 	}
 }
 
-func (w Whole) partitionType() string { return named("whole", w.gpu) }
+func (w Whole) partitionType() string { return perProduct("whole", w.gpu) }
 
 func (w Whole) name() Name            { return Name{GPU: w.gpu.WholeName()} }
 func (w Whole) memoryToShare() uint64 { return w.gpu.MemoryBytes }
 
-// capacities has every key, with 0 for what is not known: see [NotCut]. No selector for so much or
-// more matches a 0.
+// capacities returns the capacities of an unshared device. Unknown values are published as 0,
+// because a selector that reads a missing capacity is an error. A 0 matches no selector for a
+// minimum.
 func capacities(memory uint64, known *Engines) map[resourceapi.QualifiedName]resourceapi.DeviceCapacity {
 	e := ptr.Deref(known, Engines{})
 	c := map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{

@@ -12,64 +12,67 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// How often the hook is looked at and the container runtime is asked again whether it injects CDI specs: seldom while both are as they should be, soon
-// after someone may have followed the advice otherwise.
+// The driver checks every checkInterval that the host can run the CDI hook and that the container
+// runtime reads the driver's CDI specs. While the node is not ready, it checks every
+// unreadyCheckInterval, because an admin may just have fixed the cause.
 const (
-	runtimeInterval = time.Minute
-	mendedInterval  = 5 * time.Second
+	checkInterval        = time.Minute
+	unreadyCheckInterval = 5 * time.Second
 )
 
-// startBackground starts the driver's loops; each ends with the context, and Wait returns when all have.
+// startBackground starts the driver's background goroutines, which end with the context. The Wait
+// of the returned WaitGroup returns after the last of them has ended.
 func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPublisher chan struct{}) *sync.WaitGroup {
 	var wg sync.WaitGroup
 	d.startHealth(ctx, &wg, func() { wake(toPublisher) })
-	wg.Go(func() { d.release.While(ctx, d.listener(ctx)) })
+	wg.Go(func() { d.quiesce.RunUnlessQuiesced(ctx, d.hardwareWatcher(ctx)) })
 	wg.Go(func() { policy.Watch(ctx) })
 	wg.Go(func() { d.inv.Run(ctx) })
-	wg.Go(func() { d.follow(ctx, toPublisher) })
+	wg.Go(func() { d.followInventory(ctx, toPublisher) })
 	wg.Go(func() { d.reconcile(ctx) })
-	wg.Go(func() { d.abandoned.Run(ctx) })
+	wg.Go(func() { d.claimGC.Run(ctx) })
 	wg.Go(func() { d.status.Run(ctx) })
 	wg.Go(func() {
-		if err := d.publisher(ctx).Run(ctx, toPublisher); err != nil {
+		if err := d.newPublisher(ctx).Run(ctx, toPublisher); err != nil {
 			d.fail(err)
 		}
 	})
-	wg.Go(func() { d.specs.Watch(ctx, d.mend, d.mended) })
-	wg.Go(func() { d.mender.Run(ctx) })
+	wg.Go(func() { d.specs.Watch(ctx, d.repairSpecs, d.reportRepairedSpecs) })
+	wg.Go(func() { d.cdiRepairs.Run(ctx) })
 	return &wg
 }
 
-// nodePolicy follows what the Node says. It must be read before anything is decided: what is
-// offered would change at once, and hardware would be opened that somebody has asked for.
-func (d *Driver) nodePolicy(toPublisher chan<- struct{}) *nodePolicy {
+// newNodePolicy returns the watcher of the Node object. The caller must call Read before the driver
+// prepares claims or opens GPUs, because the Node may forbid partitions or request a release of the
+// GPUs.
+func (d *Driver) newNodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 	return &nodePolicy{
 		client: d.client, node: d.cfg.NodeName,
-		set: func(annotated device.Policies) {
-			d.layouts.Annotate(annotated)
+		onPolicies: func(annotated device.Policies) {
+			d.layouts.SetNodePolicies(annotated)
 			wake(toPublisher)
 			wake(d.toReconcile)
 		},
-		wrong: func(message string) { d.events.warn("PolicyIgnored", message) },
-		seen: func(node *corev1.Node) {
-			d.release.See(node)
-			d.beside.See(node)
+		onProblem: func(message string) { d.events.warn("PolicyIgnored", message) },
+		onNode: func(node *corev1.Node) {
+			d.quiesce.Observe(node)
+			d.devicePlugin.Observe(node)
 			d.health.Clear(node.Annotations[clearAnnotation])
 		},
 	}
 }
 
-// follow does what a change of the inventory asks for: the base spec, then the slices, then the specs of
-// held claims. A Pod may come before the base spec is written; its container then fails to start and is
-// tried again.
-func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
+// followInventory runs until the context ends. After each change of the inventory it writes the
+// node-wide base CDI spec and wakes the publisher and reconciliation. If device nodes were created
+// again, it also repairs the CDI specs of prepared claims.
+func (d *Driver) followInventory(ctx context.Context, toPublisher chan<- struct{}) {
 	logger := klog.FromContext(ctx)
 	reason, files := "", ""
 	for {
-		// Before the first look there is nothing to say: the inventory's first answer wakes this loop too.
-		pause := runtimeInterval
+		// The inventory's first scan ends the wait below through d.inv.Changed.
+		pause := checkInterval
 		if d.readiness.Blocked() {
-			pause = mendedInterval
+			pause = unreadyCheckInterval
 		}
 		changed := false
 		select {
@@ -77,21 +80,22 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 			return
 		case <-d.inv.Changed():
 			changed = true
-		case <-d.toFollow:
+		case <-d.toCheck:
 		case <-time.After(pause):
 		}
 		d.checkHook(ctx)
-		renumbered := d.writeBase(&files)
-		d.askRuntime(ctx)
-		d.tellWithheld()
+		renumbered := d.writeBaseSpec(&files)
+		d.checkRuntime(ctx)
+		d.reportWithheldGPUs()
 		s := d.readiness.Snapshot()
 		d.metrics.Inventory(s.Ready, len(s.Node.GPUs))
 		switch {
 		case s.Ready:
 			if reason != "" {
 				changed = true
-				logger.Info("Devices are offered", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version)
-				d.events.normal("DevicesAvailable", fmt.Sprintf("%d GPUs are offered (driver %s)", len(s.Node.GPUs), s.Node.Driver.Version))
+				logger.Info("Offering devices", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version)
+				d.events.normal("DevicesAvailable",
+					fmt.Sprintf("%d GPUs are offered (driver %s)", len(s.Node.GPUs), s.Node.Driver.Version))
 			}
 			reason = ""
 			if changed {
@@ -100,30 +104,31 @@ func (d *Driver) follow(ctx context.Context, toPublisher chan<- struct{}) {
 			}
 		case s.Reason != reason:
 			reason = s.Reason
-			logger.Info("No claim is prepared on this node", "reason", reason)
-			d.events.warn("DevicesUnavailable", "No claim is prepared on this node: "+reason)
-			wake(toPublisher) // the last GPU may be gone
+			logger.Info("Refusing to prepare claims", "reason", reason)
+			d.events.warn("DevicesUnavailable", "This node refuses to prepare claims: "+reason)
+			wake(toPublisher) // to withdraw or taint the devices
 		}
-		if renumbered { // device nodes may have other numbers now: what held claims have is looked at too
-			if err := d.mend(ctx); err != nil {
-				logger.Error(err, "Could not bring the CDI specs of all held claims up to date")
+		if renumbered { // the CDI specs of prepared claims may have old device numbers
+			if err := d.repairSpecs(ctx); err != nil {
+				logger.Error(err, "Failed to update the CDI specs of prepared claims")
 			}
 		}
 	}
 }
 
-// writeBase keeps the base spec as the inventory says, and anew where device nodes were made anew since
-// files: then claims have to be looked at too. The node is not ready while the spec cannot be written.
-func (d *Driver) writeBase(files *string) (renumbered bool) {
-	if d.superseded.Load() {
+// writeBaseSpec writes the node-wide base CDI spec if the file differs from the inventory. While
+// that fails, the node is not ready. files points to the fingerprint of the device nodes at the
+// last call; renumbered is true if the device nodes were created again since then.
+func (d *Driver) writeBaseSpec(files *string) (renumbered bool) {
+	if d.newerLeads.Load() {
 		d.readiness.Clear("base-spec")
 		return false
 	}
-	done, ok := d.release.Use()
+	done, ok := d.quiesce.Use()
 	defer done()
 	s := d.inv.Snapshot()
 	if !ok || !s.Ready {
-		d.readiness.Clear("base-spec") // it is not written now, for a reason of its own
+		d.readiness.Clear("base-spec") // another condition says why the spec is not written
 		return false
 	}
 	write := d.specs.WriteBase
@@ -132,25 +137,24 @@ func (d *Driver) writeBase(files *string) (renumbered bool) {
 	}
 	if err := write(s.Node.Common); err != nil {
 		d.readiness.Report(condition{
-			source: "base-spec", code: codeBaseSpec, passing: true, types: nvidiaTypes,
-			message: fmt.Sprintf("the node-wide CDI spec cannot be written: %v", err),
+			source: "base-spec", code: codeBaseSpec, transient: true, types: nvidiaTypes,
+			message: fmt.Sprintf("cannot write the node-wide CDI spec: %v", err),
 		})
 		return false
 	}
 	d.readiness.Clear("base-spec")
-	renumbered = d.unmended.Swap(false) || s.Files != *files
+	renumbered = d.specsUnchecked.Swap(false) || s.Files != *files
 	*files = s.Files
 	return renumbered
 }
 
-// checkHook keeps the hook binary on the host. The node is not ready while the host could not run
-// it: containers with a GPU would then fail to start. A superseded instance leaves installing to
-// the newer one, but still checks: it serves claims, and must not keep a condition that the newer
-// one has removed.
+// checkHook installs the CDI hook binary on the host, unless a newer plugin instance leads and does
+// that. If the binary is missing there or the host must not execute it, no container with a GPU can
+// start, so checkHook makes the node not ready.
 func (d *Driver) checkHook(ctx context.Context) {
-	superseded, changed := d.superseded.Load(), false
+	newerLeads, changed := d.newerLeads.Load(), false
 	var err error
-	if !superseded {
+	if !newerLeads {
 		changed, err = d.hook.Install()
 	}
 	if err == nil {
@@ -164,25 +168,26 @@ func (d *Driver) checkHook(ctx context.Context) {
 		klog.FromContext(ctx).Info("Installed the CDI hook on the host", "path", d.cfg.HookPath)
 	}
 	d.readiness.Clear("hook")
-	if superseded {
+	if newerLeads {
 		return
 	}
-	// Only fractions that the driver holds containers to need this one: their claims say so if it
-	// is missing.
+	// Only MPS shares with a limited part of the GPU's memory need the MPS hook. If it cannot be
+	// installed, only the claims for such shares fail.
 	if _, err := d.mpsHook.Install(); err != nil {
-		klog.FromContext(ctx).Error(err, "Claims with fractions that limit whole containers cannot be prepared")
+		klog.FromContext(ctx).Error(err, "Failed to install the MPS hook; claims for MPS shares with a memory limit for the container "+
+			"cannot be prepared")
 	}
 }
 
-// askRuntime asks whether the container runtime would ignore our specs: then the node is not ready.
-// A runtime that cannot be asked changes nothing.
-func (d *Driver) askRuntime(ctx context.Context) {
+// checkRuntime makes the node not ready if the container runtime does not read the driver's CDI
+// specs. If the runtime does not answer, the node's readiness does not change.
+func (d *Driver) checkRuntime(ctx context.Context) {
 	if d.cfg.CRISocket == "" {
 		return
 	}
 	code, message, err := runtimeRefusesCDI(ctx, d.cfg.CRISocket, d.cfg.CDIRoot)
 	if err != nil {
-		klog.FromContext(ctx).V(2).Info("Could not find out whether the container runtime has CDI switched on", "err", err)
+		klog.FromContext(ctx).V(2).Info("Failed to ask the container runtime about CDI", "err", err)
 		return
 	}
 	if code == "" {
@@ -192,23 +197,24 @@ func (d *Driver) askRuntime(ctx context.Context) {
 	d.readiness.Report(condition{source: "runtime", code: code, message: message})
 }
 
-func (d *Driver) publisher(ctx context.Context) *publisher {
+func (d *Driver) newPublisher(ctx context.Context) *publisher {
 	return &publisher{
-		client: d.client, nodeName: d.cfg.NodeName, inv: d.publishable(),
-		turn:   newTurn(d.cfg.PluginDir, time.Now()),
-		slices: d.offer, mark: d.marked, due: d.readiness.Due,
-		onError: d.HandleError, onVersion: d.slow.Serves,
-		onTurn: func(held, superseded bool) {
-			d.metrics.Publisher(held)
-			if held {
-				d.layouts.Begin()
+		client: d.client, nodeName: d.cfg.NodeName, inv: d.publishableView(),
+		leader: newLeaderLock(d.cfg.PluginDir, time.Now()),
+		slices: d.offer, mark: d.markSlices, conditionsDue: d.readiness.Due,
+		onError: d.HandleError, onVersion: d.slow.SetVersion,
+		onLeadership: func(leading, newerLeads bool) {
+			d.metrics.Publisher(leading)
+			if leading {
+				d.layouts.Reset()
 			}
-			d.health.Publishes(held)
-			if d.superseded.Swap(superseded) && held {
-				wake(d.toFollow)
-				// What happened while neither instance mended.
-				if err := d.mend(ctx); err != nil {
-					klog.FromContext(ctx).Error(err, "Could not write all CDI specs again")
+			d.health.SetLeader(leading)
+			if d.newerLeads.Swap(newerLeads) && leading {
+				wake(d.toCheck)
+				// While the leader lock passed from one plugin instance to another, neither of them repaired
+				// CDI specs.
+				if err := d.repairSpecs(ctx); err != nil {
+					klog.FromContext(ctx).Error(err, "Failed to restore all CDI specs")
 				}
 			}
 		},

@@ -19,84 +19,88 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// What is written about a claim is written within about a minute or not at all: it is for monitoring, and the claim is served without it.
+// The driver retries a write to a claim's status for about a minute, then drops it. The status
+// serves monitoring only: the claim works without it.
 const (
-	// statusDelay keeps what is written out of the calls that come with the one it is about: a node that gets eight Pods at once would take the processor for it
-	// from those that are not answered yet.
-	statusDelay     = 250 * time.Millisecond
-	statusTries     = 9 // the pauses between them add up to 64 s
-	statusPause     = 250 * time.Millisecond
-	statusPauseMost = 30 * time.Second
-	statusTimeout   = 10 * time.Second // of one call to the API server
-	// statusClaims bounds for how many claims something may wait to be written: far more than a node has, while the API server does not answer.
-	statusClaims = 1024
+	// statusDelay is the pause between a kubelet call and the status write. A node that gets eight
+	// Pods at once needs its CPU for the kubelet's calls first.
+	statusDelay    = 250 * time.Millisecond
+	statusTries    = 9 // the pauses between the tries add up to 64 s
+	statusMinPause = 250 * time.Millisecond
+	statusMaxPause = 30 * time.Second
+	statusTimeout  = 10 * time.Second // limit of one try
+	// maxPendingStatus is how many claims can wait for a status write while the API server does not
+	// answer. No node has nearly as many claims.
+	maxPendingStatus = 1024
 )
 
-// claimStatus tells users and monitoring what a claim got: for each of its devices of this driver an entry in the claim's status.devices, with the
-// UUIDs and the condition Ready.
-//
-// It writes beside the kubelet's calls, never within them, and a moment later: what it is told is queued, one change a claim, the newest wins. What fails is tried again for
-// a while, counted, and then given up with a line in the log; no claim depends on it. Entries of other drivers are left alone: server-side apply owns
-// only what this driver applied.
-//
-// A nil claimStatus is one that is switched off: it neither reads nor writes anything.
+// claimStatus writes the UUID and the condition Ready of each device to the claim's status.devices,
+// soon after the kubelet's calls. A claim has at most one pending change, which includes all
+// earlier ones. A nil claimStatus neither reads nor writes anything.
 type claimStatus struct {
-	client kubernetes.Interface
-	failed func(cause string)
-	queue  workqueue.TypedRateLimitingInterface[types.UID]
+	client    kubernetes.Interface
+	onFailure func(cause string)
+	queue     workqueue.TypedRateLimitingInterface[types.UID]
 
 	mu      sync.Mutex
 	pending map[types.UID]*statusChange
 }
 
-// statusChange is what is to be written about one claim.
+// statusChange is a pending write for one claim.
 type statusChange struct {
 	claim kubeletplugin.NamespacedObject
-	// said is what the claim's status said of our devices, when it was last read.
-	said []resourceapi.AllocatedDeviceStatus
-	// read says that said is to be read again before anything is written, begun that this change, or one whose place it took, may have been written.
-	read, begun bool
-	// given says which devices the claim has; nil if they are those that were said.
-	given func() ([]givenDevice, error)
-	lost  []lostDevice
+	// current has this driver's entries in the claim's status, as of the last read of the claim.
+	current []resourceapi.AllocatedDeviceStatus
+	// needsRead means that the claim must be read from the API server before the write. mayBeWritten
+	// means that an attempt to write this change, or an earlier one that this change includes, has
+	// begun.
+	needsRead, mayBeWritten bool
+	// devices returns the claim's devices for the new entries. If it is nil, the write starts from the
+	// entries in current.
+	devices func() ([]statusDevice, error)
+	lost    []statusLoss
 }
 
-type lostDevice struct{ device, reason, message string }
+type statusLoss struct{ device, reason, message string }
 
-// newClaimStatus makes the writer; nothing is written until [claimStatus.Run]. The client is best one of its own: with the driver's, a burst of writes
-// would take from the rate of requests that Prepare needs. failed is told of each attempt that failed.
+// newClaimStatus returns a writer that starts with [claimStatus.Run]. The client must not be the
+// one that Prepare uses, because bursts of status writes would use up its request rate. failed is
+// called after each failed attempt.
 func newClaimStatus(client kubernetes.Interface, failed func(cause string)) *claimStatus {
-	limiter := workqueue.NewTypedItemExponentialFailureRateLimiter[types.UID](statusPause, statusPauseMost)
-	return &claimStatus{client: client, failed: failed, queue: workqueue.NewTypedRateLimitingQueue(limiter), pending: map[types.UID]*statusChange{}}
+	limiter := workqueue.NewTypedItemExponentialFailureRateLimiter[types.UID](statusMinPause, statusMaxPause)
+	return &claimStatus{
+		client: client, onFailure: failed, queue: workqueue.NewTypedRateLimitingQueue(limiter), pending: map[types.UID]*statusChange{}}
 }
 
-// Prepared has it written that the claim's devices are ready. given says, when it is written, which devices of this driver the claim has. It does not
-// block.
-func (s *claimStatus) Prepared(ctx context.Context, c *resourceapi.ResourceClaim, given func() ([]givenDevice, error)) {
+// Prepared queues a status write that says that the claim's devices are ready. devices is called at
+// the time of the write and returns the claim's devices of this driver. Prepared does not block.
+func (s *claimStatus) Prepared(ctx context.Context, c *resourceapi.ResourceClaim, devices func() ([]statusDevice, error)) {
 	name := types.NamespacedName{Namespace: c.Namespace, Name: c.Name}
 	s.change(ctx, kubeletplugin.NamespacedObject{NamespacedName: name, UID: c.UID}, func(change *statusChange) {
-		// What may be being written is what the claim says by now, and not what the caller has read.
-		change.said, change.given, change.read, change.lost = ours(c), given, change.begun, nil
+		// The API server may have stored an earlier change that is missing in c, so the claim must be
+		// read again.
+		change.current, change.devices, change.needsRead, change.lost = ownEntries(c), devices, change.mayBeWritten, nil
 	})
 }
 
-// Changed has it written what the devices of a prepared claim are now, which were others before. It does not block.
-func (s *claimStatus) Changed(ctx context.Context, c kubeletplugin.NamespacedObject, given func() ([]givenDevice, error)) {
+// Changed queues a status write for a prepared claim whose devices have changed. It does not block.
+func (s *claimStatus) Changed(ctx context.Context, c kubeletplugin.NamespacedObject, devices func() ([]statusDevice, error)) {
 	s.change(ctx, c, func(change *statusChange) {
-		change.given, change.read, change.lost = given, true, nil
+		change.devices, change.needsRead, change.lost = devices, true, nil
 	})
 }
 
-// Lost has it written that a device of a prepared claim is not there any more. The reason is one word in CamelCase. It does not block.
+// Lost queues a status write that says that a prepared claim lost the device. reason is one
+// CamelCase word, for the condition Ready. Lost does not block.
 func (s *claimStatus) Lost(ctx context.Context, c kubeletplugin.NamespacedObject, device, reason, message string) {
 	s.change(ctx, c, func(change *statusChange) {
-		change.lost = slices.DeleteFunc(change.lost, func(l lostDevice) bool { return l.device == device })
-		change.lost = append(change.lost, lostDevice{device, reason, message})
-		change.read = change.read || change.given == nil
+		change.lost = slices.DeleteFunc(change.lost, func(l statusLoss) bool { return l.device == device })
+		change.lost = append(change.lost, statusLoss{device, reason, message})
+		change.needsRead = change.needsRead || change.devices == nil
 	})
 }
 
-// Forget drops what was not written yet, of a claim that has been given back.
+// Forget drops the pending write of a claim that was released.
 func (s *claimStatus) Forget(claim types.UID) {
 	if s == nil {
 		return
@@ -106,7 +110,8 @@ func (s *claimStatus) Forget(claim types.UID) {
 	delete(s.pending, claim)
 }
 
-// change queues what apply makes of what waits for the claim already.
+// change calls apply to modify the claim's pending change, or a new one if none is pending, and
+// queues the write. A new one is dropped if maxPendingStatus claims are waiting already.
 func (s *claimStatus) change(ctx context.Context, c kubeletplugin.NamespacedObject, apply func(change *statusChange)) {
 	if s == nil {
 		return
@@ -114,12 +119,12 @@ func (s *claimStatus) change(ctx context.Context, c kubeletplugin.NamespacedObje
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	before := s.pending[c.UID]
-	if before == nil && len(s.pending) >= statusClaims {
-		s.failed("queue-full")
-		klog.FromContext(ctx).Info("Too much waits to be written about claims: their status will not say which devices they have", "claim", c.NamespacedName)
+	if before == nil && len(s.pending) >= maxPendingStatus {
+		s.onFailure("queue-full")
+		klog.FromContext(ctx).Info("Dropped status write for claim: too many status writes are pending", "claim", c.NamespacedName)
 		return
 	}
-	// A copy: the one before may be being written.
+	// apply modifies a copy of the pending change, because a write of the original may be in progress.
 	change := statusChange{claim: c}
 	if before != nil {
 		change = *before
@@ -130,7 +135,7 @@ func (s *claimStatus) change(ctx context.Context, c kubeletplugin.NamespacedObje
 	s.queue.AddAfter(c.UID, statusDelay)
 }
 
-// Run writes until the context ends.
+// Run writes pending changes until the context ends.
 func (s *claimStatus) Run(ctx context.Context) {
 	if s == nil {
 		return
@@ -142,17 +147,18 @@ func (s *claimStatus) Run(ctx context.Context) {
 		if ended {
 			return
 		}
-		s.next(ctx, claim)
+		s.process(ctx, claim)
 		s.queue.Done(claim)
 	}
 }
 
-// next writes what waits for one claim, and decides what becomes of it.
-func (s *claimStatus) next(ctx context.Context, claim types.UID) {
+// process makes one attempt to write the claim's pending change. If the attempt fails, it queues a
+// retry. After the last retry it drops the change.
+func (s *claimStatus) process(ctx context.Context, claim types.UID) {
 	s.mu.Lock()
 	change := s.pending[claim]
 	if change != nil {
-		change.begun = true
+		change.mayBeWritten = true
 	}
 	s.mu.Unlock()
 	if change == nil {
@@ -165,43 +171,45 @@ func (s *claimStatus) next(ctx context.Context, claim types.UID) {
 		return
 	}
 	if err != nil && wanted {
-		s.failed(causeOfStatus(err))
+		s.onFailure(statusErrorCause(err))
 		if s.queue.NumRequeues(claim)+1 < statusTries {
-			logger.V(2).Info("Could not write into the claim's status; trying again", "err", err)
+			logger.V(2).Info("Failed to write claim status; retrying", "err", err)
 			s.readAgain(claim, change)
 			s.queue.AddRateLimited(claim)
 			return
 		}
-		logger.Error(err, "Could not write into the claim's status: it does not say which devices the claim has")
+		logger.Error(err, "Failed to write claim status; giving up")
 	}
 	if !wanted {
-		logger.V(4).Info("There is nothing to write into the claim's status (any more)", "err", err)
+		logger.V(4).Info("Skipped claim status: nothing to write", "err", err)
 	}
 	s.queue.Forget(claim)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.pending[claim] == change { // else a newer one waits in the queue
+	if s.pending[claim] == change { // otherwise a newer change is queued
 		delete(s.pending, claim)
 	}
 }
 
-// readAgain has the claim read before the next attempt, unless something newer waits.
+// readAgain makes the next attempt to write the failed change read the claim from the API server
+// first. It does nothing if a newer change has replaced the failed one.
 func (s *claimStatus) readAgain(claim types.UID, failed *statusChange) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.pending[claim] == failed {
 		again := *failed
-		again.read = true
+		again.needsRead = true
 		s.pending[claim] = &again
 	}
 }
 
-// write makes one attempt. wanted is false if there is no such claim any more, or nothing that could be said of it.
+// write makes one attempt to write the change. wanted is false if the claim was deleted or
+// deallocated, or if its status is already as wanted.
 func (s *claimStatus) write(ctx context.Context, change statusChange) (wanted bool, _ error) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
 	claims := s.client.ResourceV1().ResourceClaims(change.claim.Namespace)
-	if change.read {
+	if change.needsRead {
 		c, err := claims.Get(ctx, change.claim.Name, metav1.GetOptions{})
 		if err != nil {
 			return !apierrors.IsNotFound(err), fmt.Errorf("read the claim: %w", err)
@@ -209,20 +217,21 @@ func (s *claimStatus) write(ctx context.Context, change statusChange) (wanted bo
 		if c.UID != change.claim.UID || c.Status.Allocation == nil {
 			return false, nil
 		}
-		change.said = ours(c)
+		change.current = ownEntries(c)
 	}
 	entries, err := change.entries(metav1.Now())
 	if err != nil {
 		return true, err
 	}
-	if len(entries) == 0 || saysAlready(change.said, entries) {
+	if len(entries) == 0 || upToDate(change.current, entries) {
 		return false, nil
 	}
 	status := resourceapply.ResourceClaimStatus()
 	for _, e := range entries {
-		status.WithDevices(applied(e))
+		status.WithDevices(applyConfiguration(e))
 	}
-	// The UID keeps a new claim of the same name from being written to.
+	// The UID makes the API server refuse the write if the claim was deleted and a new claim has its
+	// name.
 	apply := resourceapply.ResourceClaim(change.claim.Name, change.claim.Namespace).WithUID(change.claim.UID).WithStatus(status)
 	_, err = claims.ApplyStatus(ctx, apply, metav1.ApplyOptions{FieldManager: DriverName, Force: true})
 	if err != nil {
@@ -231,16 +240,16 @@ func (s *claimStatus) write(ctx context.Context, change statusChange) (wanted bo
 	return true, nil
 }
 
-// causeOfStatus sorts errors for the metrics.
-func causeOfStatus(err error) string {
+// statusErrorCause returns the label of the error in the metric of failed status writes.
+func statusErrorCause(err error) string {
 	if reason := apierrors.ReasonForError(err); reason != metav1.StatusReasonUnknown {
 		return string(reason)
 	}
 	return "other"
 }
 
-// applied is an entry in the form of server-side apply.
-func applied(e resourceapi.AllocatedDeviceStatus) *resourceapply.AllocatedDeviceStatusApplyConfiguration {
+// applyConfiguration converts the status entry e to the type that server-side apply takes.
+func applyConfiguration(e resourceapi.AllocatedDeviceStatus) *resourceapply.AllocatedDeviceStatusApplyConfiguration {
 	a := resourceapply.AllocatedDeviceStatus().WithDriver(e.Driver).WithPool(e.Pool).WithDevice(e.Device)
 	if e.ShareID != nil {
 		a.WithShareID(*e.ShareID)
@@ -249,7 +258,8 @@ func applied(e resourceapi.AllocatedDeviceStatus) *resourceapply.AllocatedDevice
 		a.WithData(*e.Data)
 	}
 	for _, c := range e.Conditions {
-		condition := metav1apply.Condition().WithType(c.Type).WithStatus(c.Status).WithReason(c.Reason).WithMessage(c.Message).WithLastTransitionTime(c.LastTransitionTime)
+		condition := metav1apply.Condition().WithType(c.Type).WithStatus(c.Status).WithReason(c.Reason).
+			WithMessage(c.Message).WithLastTransitionTime(c.LastTransitionTime)
 		a.WithConditions(condition)
 	}
 	return a

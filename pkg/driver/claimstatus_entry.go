@@ -17,47 +17,51 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
-// readyCondition is the one that Kubernetes proposes for a device that is set up as the claim asks.
+// readyCondition is the condition type that Kubernetes suggests for a device that is ready for use
+// by its claim.
 const readyCondition = "Ready"
 
-// givenDevice is a device of a claim as the claim got it.
-type givenDevice struct {
+// statusDevice describes one device of a claim for the claim's status.
+type statusDevice struct {
 	Pool, Device string
 	ShareID      *types.UID
-	Data         givenData
+	Data         statusDeviceData
 }
 
-// givenData is what monitoring needs in order to find the device on the node. It is public: names and meanings are in docs/mig.md.
-type givenData struct {
-	// Type is that of the device's attribute: gpu or mig, gpu-share or mig-share.
+// statusDeviceData is the data of a status entry. Monitoring uses it to find the device on the
+// node. It is public API: docs/mig.md describes its fields.
+type statusDeviceData struct {
+	// Type is the device's attribute "type": gpu, mig, gpu-share or mig-share.
 	Type string `json:"type"`
-	// UUID is the GPU's or the MIG device's, as nvidia-smi -L prints it in the container.
+	// UUID is the UUID of the GPU or MIG device, as nvidia-smi -L prints it in the container.
 	UUID string `json:"uuid"`
-	// ParentUUID is the GPU's.
+	// ParentUUID is the GPU's UUID.
 	ParentUUID string `json:"parentUUID"`
 	PCIBusID   string `json:"pciBusID,omitempty"`
-	// The rest is a MIG device's: its profile, and where it is on the GPU.
+	// The remaining fields are set for MIG devices only.
 	Profile           string            `json:"profile,omitempty"`
 	Placement         *device.Placement `json:"placement,omitempty"`
 	GPUInstanceID     *uint32           `json:"gpuInstanceID,omitempty"`
 	ComputeInstanceID *uint32           `json:"computeInstanceID,omitempty"`
 }
 
-// given has it said, when it is asked for, which devices a prepared claim has.
-func (d *Driver) given(claim types.UID) func() ([]givenDevice, error) {
-	return func() ([]givenDevice, error) {
-		given, err := d.preparer.Given(claim)
-		return givenDevices(given, d.inv.Snapshot().Node.GPUs), err
+// claimDevices returns a function that looks up the devices in the claim's checkpoint record and
+// describes them for the claim's status.
+func (d *Driver) claimDevices(claim types.UID) func() ([]statusDevice, error) {
+	return func() ([]statusDevice, error) {
+		devices, err := d.preparer.PreparedDevices(claim)
+		return statusDevices(devices, d.inv.Snapshot().Node.GPUs), err
 	}
 }
 
-// givenDevices says of a prepared claim which devices it has. gpus are those of the node.
-func givenDevices(given []prepare.Given, gpus []nvidia.GPU) []givenDevice {
-	devices := make([]givenDevice, len(given))
-	for i, g := range given {
-		d := givenDevice{
+// statusDevices describes a prepared claim's devices for the claim's status. gpus are the node's
+// GPUs.
+func statusDevices(prepared []prepare.PreparedDevice, gpus []nvidia.GPU) []statusDevice {
+	devices := make([]statusDevice, len(prepared))
+	for i, g := range prepared {
+		d := statusDevice{
 			Pool: g.Pool, Device: g.Device.Device, ShareID: g.ShareID,
-			Data: givenData{Type: "gpu", UUID: g.GPUUUID, ParentUUID: g.GPUUUID},
+			Data: statusDeviceData{Type: "gpu", UUID: g.GPUUUID, ParentUUID: g.GPUUUID},
 		}
 		if at := slices.IndexFunc(gpus, func(n nvidia.GPU) bool { return n.WholeName() == g.GPU }); at >= 0 {
 			d.Data.PCIBusID = string(gpus[at].PCIAddress)
@@ -77,20 +81,22 @@ func givenDevices(given []prepare.Given, gpus []nvidia.GPU) []givenDevice {
 	return devices
 }
 
-// entry is the device as a claim's status has it, without the time of its condition.
-func (g givenDevice) entry() (resourceapi.AllocatedDeviceStatus, error) {
+// entry returns the device's entry for the claim's status, with the condition Ready. The caller
+// sets the condition's transition time.
+func (g statusDevice) entry() (resourceapi.AllocatedDeviceStatus, error) {
 	data, err := json.Marshal(g.Data)
 	if err != nil {
 		return resourceapi.AllocatedDeviceStatus{}, fmt.Errorf("encode device %s: %w", g.Device, err)
 	}
 	return resourceapi.AllocatedDeviceStatus{
 		Driver: DriverName, Pool: g.Pool, Device: g.Device, ShareID: (*string)(g.ShareID), Data: &runtime.RawExtension{Raw: data},
-		Conditions: []metav1.Condition{{Type: readyCondition, Status: metav1.ConditionTrue, Reason: "Prepared", Message: "The device is set up for the claim"}},
+		Conditions: []metav1.Condition{{
+			Type: readyCondition, Status: metav1.ConditionTrue, Reason: "Prepared", Message: "The device is set up for the claim"}},
 	}, nil
 }
 
-// ours is what a claim's status says of this driver's devices.
-func ours(c *resourceapi.ResourceClaim) []resourceapi.AllocatedDeviceStatus {
+// ownEntries returns this driver's entries in the claim's status.
+func ownEntries(c *resourceapi.ResourceClaim) []resourceapi.AllocatedDeviceStatus {
 	var entries []resourceapi.AllocatedDeviceStatus
 	for _, e := range c.Status.Devices {
 		if e.Driver == DriverName {
@@ -100,19 +106,20 @@ func ours(c *resourceapi.ResourceClaim) []resourceapi.AllocatedDeviceStatus {
 	return entries
 }
 
-// entries are what the claim's status is to say. A condition keeps its time for as long as its status stays.
+// entries returns the entries to write to the claim's status. If the condition Ready has the same
+// status (True or False) as in the current entry, it keeps its transition time.
 func (c statusChange) entries(now metav1.Time) ([]resourceapi.AllocatedDeviceStatus, error) {
-	entries := make([]resourceapi.AllocatedDeviceStatus, 0, len(c.said))
-	if c.given == nil {
-		for _, e := range c.said {
+	entries := make([]resourceapi.AllocatedDeviceStatus, 0, len(c.current))
+	if c.devices == nil {
+		for _, e := range c.current {
 			entries = append(entries, *e.DeepCopy())
 		}
 	} else {
-		given, err := c.given()
+		devices, err := c.devices()
 		if err != nil {
-			return nil, fmt.Errorf("find out which devices the claim has: %w", err)
+			return nil, fmt.Errorf("look up the claim's devices: %w", err)
 		}
-		for _, g := range given {
+		for _, g := range devices {
 			e, err := g.entry()
 			if err != nil {
 				return nil, err
@@ -120,8 +127,8 @@ func (c statusChange) entries(now metav1.Time) ([]resourceapi.AllocatedDeviceSta
 			ready := e.Conditions[0]
 			ready.LastTransitionTime = now
 			e.Conditions = nil
-			if said := find(c.said, e); said != nil {
-				e.Conditions = slices.Clone(said.Conditions)
+			if current := findEntry(c.current, e); current != nil {
+				e.Conditions = slices.Clone(current.Conditions)
 			}
 			meta.SetStatusCondition(&e.Conditions, ready)
 			entries = append(entries, e)
@@ -139,8 +146,8 @@ func (c statusChange) entries(now metav1.Time) ([]resourceapi.AllocatedDeviceSta
 	return entries, nil
 }
 
-// find is the entry about the same device, or nil.
-func find(entries []resourceapi.AllocatedDeviceStatus, e resourceapi.AllocatedDeviceStatus) *resourceapi.AllocatedDeviceStatus {
+// findEntry returns the entry in entries for the same device as e, or nil.
+func findEntry(entries []resourceapi.AllocatedDeviceStatus, e resourceapi.AllocatedDeviceStatus) *resourceapi.AllocatedDeviceStatus {
 	for i, o := range entries {
 		if o.Driver == e.Driver && o.Pool == e.Pool && o.Device == e.Device && equalIDs(o.ShareID, e.ShareID) {
 			return &entries[i]
@@ -153,21 +160,23 @@ func equalIDs(a, b *string) bool {
 	return a == b || a != nil && b != nil && *a == *b
 }
 
-// saysAlready says whether writing the entries would change nothing but times.
-func saysAlready(said, entries []resourceapi.AllocatedDeviceStatus) bool {
-	return len(said) == len(entries) && !slices.ContainsFunc(entries, func(e resourceapi.AllocatedDeviceStatus) bool {
-		o := find(said, e)
-		if o == nil || !equalData(o.Data, e.Data) {
+// upToDate reports whether the entries in current (from the claim) and in entries (to be written)
+// are equal except for their times.
+func upToDate(current, entries []resourceapi.AllocatedDeviceStatus) bool {
+	return len(current) == len(entries) && !slices.ContainsFunc(entries, func(e resourceapi.AllocatedDeviceStatus) bool {
+		entry := findEntry(current, e)
+		if entry == nil || !equalData(entry.Data, e.Data) {
 			return true
 		}
 		return slices.ContainsFunc(e.Conditions, func(c metav1.Condition) bool {
-			was := meta.FindStatusCondition(o.Conditions, c.Type)
+			was := meta.FindStatusCondition(entry.Conditions, c.Type)
 			return was == nil || was.Status != c.Status || was.Reason != c.Reason || was.Message != c.Message
 		})
 	})
 }
 
-// equalData compares what was written with what is to be: the API server may have put the keys into another order.
+// equalData compares the data of two status entries. It ignores the order of keys, which the API
+// server may have changed.
 func equalData(a, b *runtime.RawExtension) bool {
 	if a == nil || b == nil {
 		return a == b

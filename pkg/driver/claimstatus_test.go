@@ -30,8 +30,9 @@ const (
 	partName  = "gpu-0000-43-00-0-mig-19-2"
 )
 
-// statusWorld is an API server with one allocated claim, and a writer that runs. All of it lives in a bubble of simulated time.
-type statusWorld struct {
+// statusFixture has a claim status writer that runs in simulated time against a fake API server
+// with one allocated claim.
+type statusFixture struct {
 	*testing.T
 
 	client *fake.Clientset
@@ -40,11 +41,12 @@ type statusWorld struct {
 	writes int
 }
 
-// inStatusWorld runs a test with the claim's entries of other drivers in place.
-func inStatusWorld(t *testing.T, test func(w *statusWorld)) {
+// withStatusFixture runs the test in simulated time. The claim's status already has an entry of
+// another driver.
+func withStatusFixture(t *testing.T, test func(w *statusFixture)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		w := &statusWorld{T: t, client: fake.NewClientset(allocatedClaim("1"))}
+		w := &statusFixture{T: t, client: fake.NewClientset(allocatedClaim("1"))}
 		w.status = newClaimStatus(w.client, func(cause string) { w.causes = append(w.causes, cause) })
 		w.client.PrependReactor("patch", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
 			w.writes++
@@ -68,18 +70,19 @@ func allocatedClaim(uid types.UID) *resourceapi.ResourceClaim {
 	}
 }
 
-// bothDevices are a whole GPU and a part of another.
-func bothDevices() ([]givenDevice, error) {
-	return []givenDevice{
-		{Pool: "node", Device: wholeName, Data: givenData{Type: "gpu", UUID: "GPU-1", ParentUUID: "GPU-1", PCIBusID: "0000:1b:00.0"}},
-		{Pool: "node", Device: partName, ShareID: ptr.To(types.UID("share")), Data: givenData{
+// bothDevices returns the claim's devices in these tests: a whole GPU and a partition of another
+// GPU.
+func bothDevices() ([]statusDevice, error) {
+	return []statusDevice{
+		{Pool: "node", Device: wholeName, Data: statusDeviceData{Type: "gpu", UUID: "GPU-1", ParentUUID: "GPU-1", PCIBusID: "0000:1b:00.0"}},
+		{Pool: "node", Device: partName, ShareID: ptr.To(types.UID("share")), Data: statusDeviceData{
 			Type: "mig", UUID: "MIG-1", ParentUUID: "GPU-2", Profile: "1g.10gb", Placement: &device.Placement{Start: 2, Size: 1},
 			GPUInstanceID: ptr.To[uint32](7), ComputeInstanceID: ptr.To[uint32](0),
 		}},
 	}, nil
 }
 
-func (w *statusWorld) claim() *resourceapi.ResourceClaim {
+func (w *statusFixture) claim() *resourceapi.ResourceClaim {
 	w.Helper()
 	c, err := w.client.ResourceV1().ResourceClaims("user").Get(w.Context(), "claim", metav1.GetOptions{})
 	if err != nil {
@@ -88,14 +91,15 @@ func (w *statusWorld) claim() *resourceapi.ResourceClaim {
 	return c
 }
 
-// later lets simulated time pass, and what is due in it happen.
-func (w *statusWorld) later(d time.Duration) {
+// advance lets the simulated time d pass, and waits until the status writer has no more work at
+// that time.
+func (w *statusFixture) advance(d time.Duration) {
 	<-time.After(d)
 	synctest.Wait()
 }
 
-// says is one line for each entry of the claim's status.
-func (w *statusWorld) says() []string {
+// entries returns the entries in the claim's status, each as one line of text.
+func (w *statusFixture) entries() []string {
 	w.Helper()
 	var lines []string
 	for _, e := range w.claim().Status.Devices {
@@ -115,21 +119,22 @@ func (w *statusWorld) says() []string {
 	return lines
 }
 
-func (w *statusWorld) expect(want ...string) {
+func (w *statusFixture) expect(want ...string) {
 	w.Helper()
 	slices.Sort(want)
-	if diff := cmp.Diff(want, w.says()); diff != "" {
+	if diff := cmp.Diff(want, w.entries()); diff != "" {
 		w.Error(diff)
 	}
 }
 
-// object names the claim as the kubelet does.
-func object(uid types.UID) kubeletplugin.NamespacedObject {
+// claimObject returns the name and UID of the fixture's claim, as the kubelet passes them to an
+// Unprepare.
+func claimObject(uid types.UID) kubeletplugin.NamespacedObject {
 	return kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: "user", Name: "claim"}, UID: uid}
 }
 
-// fails lets the next n writes fail so.
-func (w *statusWorld) fails(n int, err error) {
+// failWrites makes the next n writes of the claim's status fail with err.
+func (w *statusFixture) failWrites(n int, err error) {
 	w.client.PrependReactor("patch", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
 		if n == 0 {
 			return false, nil, nil
@@ -148,12 +153,12 @@ const (
 	ready = ` Ready=True Prepared: The device is set up for the claim`
 )
 
-func TestStatusSaysWhatAPreparedClaimGot(t *testing.T) {
-	inStatusWorld(t, func(w *statusWorld) {
+func TestStatusListsDevicesOfPreparedClaim(t *testing.T) {
+	withStatusFixture(t, func(w *statusFixture) {
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
-		w.later(statusDelay - 1)
-		w.expect(nic) // the calls that came with it may be under way
-		w.later(1)
+		w.advance(statusDelay - 1)
+		w.expect(nic) // nothing is written before statusDelay has passed
+		w.advance(1)
 		w.expect(nic, wholeData+ready, partData+ready)
 		if len(w.causes) != 0 || w.writes != 1 {
 			t.Errorf("%d writes, errors %v", w.writes, w.causes)
@@ -161,27 +166,29 @@ func TestStatusSaysWhatAPreparedClaimGot(t *testing.T) {
 	})
 }
 
-func TestStatusIsNotWrittenAgainWhereItSaysSoAlready(t *testing.T) {
-	inStatusWorld(t, func(w *statusWorld) {
+func TestStatusIsNotWrittenIfUpToDate(t *testing.T) {
+	withStatusFixture(t, func(w *statusFixture) {
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
-		w.later(statusDelay)
+		w.advance(statusDelay)
 		first := w.claim()
-		w.later(time.Hour)
+		w.advance(time.Hour)
 		w.status.Prepared(t.Context(), first, bothDevices)
-		w.later(statusDelay)
+		w.advance(statusDelay)
 		if w.writes != 1 {
 			t.Errorf("%d writes", w.writes)
 		}
-		// A device that was cut again is another one; the other's condition keeps its time.
-		w.status.Changed(t.Context(), object("1"), func() ([]givenDevice, error) {
+		// A partition that was created again has a new UUID, so the status must be written again. Its
+		// condition must keep its time.
+		w.status.Changed(t.Context(), claimObject("1"), func() ([]statusDevice, error) {
 			again, err := bothDevices()
 			again[1].Data.UUID = "MIG-2"
 			return again, err
 		})
-		w.later(statusDelay)
+		w.advance(statusDelay)
 		for i, e := range w.claim().Status.Devices {
 			if e.Driver == DriverName && !e.Conditions[0].LastTransitionTime.Equal(&first.Status.Devices[i].Conditions[0].LastTransitionTime) {
-				t.Errorf("%s became ready at %s, and was at %s", e.Device, e.Conditions[0].LastTransitionTime, first.Status.Devices[i].Conditions[0].LastTransitionTime)
+				t.Errorf("%s became ready at %s, want %s", e.Device, e.Conditions[0].LastTransitionTime,
+					first.Status.Devices[i].Conditions[0].LastTransitionTime)
 			}
 		}
 		if w.writes != 2 {
@@ -190,128 +197,128 @@ func TestStatusIsNotWrittenAgainWhereItSaysSoAlready(t *testing.T) {
 	})
 }
 
-// The kubelet has just read the claim for each of its calls.
-func TestAClaimIsNotReadForItsStatusBeforeThatIsWritten(t *testing.T) {
-	inStatusWorld(t, func(w *statusWorld) {
+// The writer must use the claim that the caller of Prepared has read, and not read the claim again.
+func TestFirstStatusWriteDoesNotReadTheClaim(t *testing.T) {
+	withStatusFixture(t, func(w *statusFixture) {
 		c := w.claim()
 		w.client.ClearActions()
 		w.status.Prepared(t.Context(), c, bothDevices)
 		w.status.Prepared(t.Context(), c, bothDevices)
-		w.later(statusDelay)
+		w.advance(statusDelay)
 		if actions := w.client.Actions(); len(actions) != 1 || w.writes != 1 {
 			t.Errorf("%v", actions)
 		}
 	})
 }
 
-func TestStatusSaysWhichDeviceWasLost(t *testing.T) {
-	const gone = ` Ready=False Lost: cannot be made again`
-	inStatusWorld(t, func(w *statusWorld) {
+func TestStatusShowsLostDevice(t *testing.T) {
+	const gone = ` Ready=False Lost: cannot be created again`
+	withStatusFixture(t, func(w *statusFixture) {
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
-		w.later(statusDelay)
-		w.status.Lost(t.Context(), object("1"), partName, "Lost", "cannot be made again")
-		w.later(statusDelay)
+		w.advance(statusDelay)
+		w.status.Lost(t.Context(), claimObject("1"), partName, "Lost", "cannot be created again")
+		w.advance(statusDelay)
 		w.expect(nic, wholeData+ready, partData+gone)
 
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
-		w.later(statusDelay)
+		w.advance(statusDelay)
 		w.expect(nic, wholeData+ready, partData+ready)
 	})
-	inStatusWorld(t, func(w *statusWorld) {
-		// Nothing was written in between.
+	withStatusFixture(t, func(w *statusFixture) {
+		// The changes of Prepared and Lost must be written with one request, because both are pending.
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
-		w.status.Lost(t.Context(), object("1"), partName, "Lost", "cannot be made again")
-		w.later(statusDelay)
+		w.status.Lost(t.Context(), claimObject("1"), partName, "Lost", "cannot be created again")
+		w.advance(statusDelay)
 		w.expect(nic, wholeData+ready, partData+gone)
 	})
-	inStatusWorld(t, func(w *statusWorld) {
-		w.status.Lost(t.Context(), object("1"), partName, "Lost", "of which nothing was said")
-		w.later(statusDelay)
+	withStatusFixture(t, func(w *statusFixture) {
+		w.status.Lost(t.Context(), claimObject("1"), partName, "Lost", "has no entry in the status")
+		w.advance(statusDelay)
 		w.expect(nic)
 	})
 }
 
-func TestStatusIsTriedAgainForAWhile(t *testing.T) {
+func TestStatusWriteIsRetriedForAWhile(t *testing.T) {
 	conflict := apierrors.NewConflict(resourceapi.Resource("resourceclaims"), "claim", errors.New("try again"))
-	inStatusWorld(t, func(w *statusWorld) {
-		w.fails(3, conflict)
+	withStatusFixture(t, func(w *statusFixture) {
+		w.failWrites(3, conflict)
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
-		w.later(5 * time.Second)
+		w.advance(5 * time.Second)
 		w.expect(nic, wholeData+ready, partData+ready)
 		if diff := cmp.Diff([]string{"Conflict", "Conflict", "Conflict"}, w.causes); diff != "" {
 			t.Error(diff)
 		}
 	})
-	inStatusWorld(t, func(w *statusWorld) {
-		w.fails(1000, errors.New("connection refused"))
+	withStatusFixture(t, func(w *statusFixture) {
+		w.failWrites(1000, errors.New("connection refused"))
 		w.status.Prepared(t.Context(), w.claim(), bothDevices)
-		w.later(time.Hour)
+		w.advance(time.Hour)
 		w.expect(nic)
 		if w.writes != statusTries || len(w.causes) != statusTries || w.causes[0] != "other" {
 			t.Errorf("%d writes, errors %v", w.writes, w.causes)
 		}
 		if len(w.status.pending) != 0 {
-			t.Errorf("%d changes still wait", len(w.status.pending))
+			t.Errorf("%d changes are still pending", len(w.status.pending))
 		}
 	})
 }
 
-func TestStatusOfAClaimWhoseRecordCannotBeReadIsTriedAgain(t *testing.T) {
-	inStatusWorld(t, func(w *statusWorld) {
+func TestStatusWriteIsRetriedIfRecordIsUnreadable(t *testing.T) {
+	withStatusFixture(t, func(w *statusFixture) {
 		tries := 0
-		w.status.Prepared(t.Context(), w.claim(), func() ([]givenDevice, error) {
+		w.status.Prepared(t.Context(), w.claim(), func() ([]statusDevice, error) {
 			if tries++; tries == 1 {
 				return nil, errors.New("input/output error")
 			}
 			return bothDevices()
 		})
-		w.later(time.Second)
+		w.advance(time.Second)
 		w.expect(nic, wholeData+ready, partData+ready)
 	})
-	inStatusWorld(t, func(w *statusWorld) {
-		w.status.Prepared(t.Context(), w.claim(), func() ([]givenDevice, error) { return nil, nil })
-		w.later(time.Second)
+	withStatusFixture(t, func(w *statusFixture) {
+		w.status.Prepared(t.Context(), w.claim(), func() ([]statusDevice, error) { return nil, nil })
+		w.advance(time.Second)
 		w.expect(nic)
 		if w.writes != 0 {
-			t.Error("wrote of a claim that has no device")
+			t.Error("wrote the status of a claim without devices")
 		}
 	})
 }
 
-// A write that comes too late is dropped, and never goes to a new claim of the same name.
-func TestStatusOfAClaimThatIsGoneIsDropped(t *testing.T) {
-	gone := func(t *testing.T, change func(w *statusWorld), want ...string) {
+// A retried status write must not go to a new claim with the same name.
+func TestStatusOfDeletedClaimIsDropped(t *testing.T) {
+	gone := func(t *testing.T, change func(w *statusFixture), want ...string) {
 		t.Helper()
-		inStatusWorld(t, func(w *statusWorld) {
-			w.fails(1, errors.New("connection refused"))
+		withStatusFixture(t, func(w *statusFixture) {
+			w.failWrites(1, errors.New("connection refused"))
 			w.status.Prepared(t.Context(), w.claim(), bothDevices)
-			w.later(statusDelay)
+			w.advance(statusDelay)
 			change(w)
-			w.later(time.Minute)
+			w.advance(time.Minute)
 			if w.writes != 1 || len(w.causes) != 1 || len(w.status.pending) != 0 {
-				t.Errorf("%d writes, errors %v, %d changes wait", w.writes, w.causes, len(w.status.pending))
+				t.Errorf("%d writes, errors %v, %d pending changes", w.writes, w.causes, len(w.status.pending))
 			}
 			if want != nil {
 				w.expect(want...)
 			}
 		})
 	}
-	remove := func(w *statusWorld) {
+	remove := func(w *statusFixture) {
 		if err := w.client.ResourceV1().ResourceClaims("user").Delete(w.Context(), "claim", metav1.DeleteOptions{}); err != nil {
 			w.Fatal(err)
 		}
 	}
 	t.Run("deleted", func(t *testing.T) { gone(t, remove) })
-	t.Run("made anew", func(t *testing.T) {
-		gone(t, func(w *statusWorld) {
+	t.Run("created again", func(t *testing.T) {
+		gone(t, func(w *statusFixture) {
 			remove(w)
 			if _, err := w.client.ResourceV1().ResourceClaims("user").Create(w.Context(), allocatedClaim("2"), metav1.CreateOptions{}); err != nil {
 				w.Fatal(err)
 			}
 		}, nic)
 	})
-	t.Run("not allocated any more", func(t *testing.T) {
-		gone(t, func(w *statusWorld) {
+	t.Run("deallocated", func(t *testing.T) {
+		gone(t, func(w *statusFixture) {
 			c := w.claim()
 			c.Status.Allocation = nil
 			if _, err := w.client.ResourceV1().ResourceClaims("user").UpdateStatus(w.Context(), c, metav1.UpdateOptions{}); err != nil {
@@ -319,65 +326,67 @@ func TestStatusOfAClaimThatIsGoneIsDropped(t *testing.T) {
 			}
 		}, nic)
 	})
-	t.Run("given back", func(t *testing.T) { gone(t, func(w *statusWorld) { w.status.Forget("1") }, nic) })
+	t.Run("released", func(t *testing.T) { gone(t, func(w *statusFixture) { w.status.Forget("1") }, nic) })
 }
 
-func TestStatusKeepsNobodyWaiting(t *testing.T) {
-	inStatusWorld(t, func(w *statusWorld) {
+func TestStatusNeverBlocksAndIsBounded(t *testing.T) {
+	withStatusFixture(t, func(w *statusFixture) {
 		hang := make(chan struct{})
 		w.client.PrependReactor("*", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
 			<-hang
 			return true, nil, apierrors.NewNotFound(resourceapi.Resource("resourceclaims"), "claim")
 		})
-		for i := range statusClaims + 2 {
+		for i := range maxPendingStatus + 2 {
 			c := allocatedClaim(types.UID(fmt.Sprint("uid-", i)))
 			w.status.Prepared(t.Context(), c, bothDevices)
-			w.status.Prepared(t.Context(), c, bothDevices) // takes the place of the one before
+			w.status.Prepared(t.Context(), c, bothDevices) // replaces the pending change
 		}
-		if n := len(w.status.pending); n != statusClaims {
-			t.Errorf("%d changes wait, want at most %d", n, statusClaims)
+		if n := len(w.status.pending); n != maxPendingStatus {
+			t.Errorf("%d pending changes, want at most %d", n, maxPendingStatus)
 		}
 		if len(w.causes) != 4 || w.causes[0] != "queue-full" {
 			t.Errorf("errors %v", w.causes)
 		}
 		close(hang)
-		w.later(statusDelay)
+		w.advance(statusDelay)
 		if n := len(w.status.pending); n != 0 {
-			t.Errorf("%d changes still wait", n)
+			t.Errorf("%d changes are still pending", n)
 		}
 	})
 }
 
-// A named claim's next Pod may have it prepared as soon as its lock is let go of.
-func TestWhatIsToBeSaidOfAClaimIsForgottenBeforeItsNextPodHasIt(t *testing.T) {
+// When a claim is released, its pending status write must be dropped while the claim's lock is
+// held. After that, the claim's next Pod may prepare it and queue a new write.
+func TestReleaseDropsPendingStatus(t *testing.T) {
 	n := newNode(t)
 	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer d.presence.End()
-	for name, giveBack := range map[string]func(uid types.UID) error{
-		"by the kubelet": func(uid types.UID) error { return d.preparer.Unprepare(t.Context(), uid) },
-		"because it is gone": func(uid types.UID) error {
+	defer d.instanceLock.Release()
+	for name, release := range map[string]func(uid types.UID) error{
+		"unprepared": func(uid types.UID) error { return d.preparer.Unprepare(t.Context(), uid) },
+		"orphaned": func(uid types.UID) error {
 			if err := d.preparer.Records.Save(checkpoint.Record{ClaimUID: uid, State: checkpoint.Prepared}); err != nil {
 				return err
 			}
-			_, err := d.preparer.GiveBack(t.Context(), uid, func(context.Context, checkpoint.Record) error { return nil })
+			_, err := d.preparer.UnprepareOrphan(t.Context(), uid, func(context.Context, checkpoint.Record) error { return nil })
 			return err
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := allocatedClaim("uid")
 			d.status.Prepared(t.Context(), c, bothDevices)
-			// Who has the claim's lock next comes after this.
-			if err := giveBack(c.UID); err != nil || d.status.pending[c.UID] != nil {
-				t.Errorf("%v; there is still to be written %+v", err, d.status.pending[c.UID])
+			// When release returns, another goroutine can take the claim's lock, so the pending write must
+			// be gone.
+			if err := release(c.UID); err != nil || d.status.pending[c.UID] != nil {
+				t.Errorf("%v; still pending: %+v", err, d.status.pending[c.UID])
 			}
 		})
 	}
 }
 
-func TestAStatusThatIsSwitchedOffIsNotWritten(t *testing.T) {
+func TestDisabledStatusIsNotWritten(t *testing.T) {
 	n := newNode(t)
 	n.cfg.ClaimStatus = false
 	n.start(t)
@@ -388,7 +397,7 @@ func TestAStatusThatIsSwitchedOffIsNotWritten(t *testing.T) {
 	if answer := n.prepare(t, c); answer.GetError() != "" {
 		t.Fatal(answer.GetError())
 	}
-	<-time.After(2 * statusDelay) // by when it would be written
+	<-time.After(2 * statusDelay) // within this time a writer that is not switched off writes
 	if msg := n.unprepare(t, c); msg != "" {
 		t.Fatal(msg)
 	}

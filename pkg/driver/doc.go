@@ -1,10 +1,14 @@
-// Package driver is the plugin's life: it wires the rooms below it together, registers with the kubelet, answers its calls, and publishes what the
-// node offers.
+// Package driver runs one instance of the plugin. It wires the other packages together, registers
+// with the kubelet, answers the kubelet's calls and publishes the node's devices.
 //
-// Several instances of it may run on one node for a while, during a rolling update. All of them answer the kubelet; what they share is on disk behind
-// flocks, so they cannot disagree. Only the holder of the publisher flock writes ResourceSlices, and it yields to a newer instance.
+// During a rolling update several plugin instances run on one node. All of them answer the kubelet.
+// Their shared state is on disk behind flocks, so they cannot disagree. Only the leader, the plugin
+// instance with the leader lock, writes ResourceSlices. The leader hands over to a newer instance.
 //
-// It registers and serves as soon as it can read its records and has looked at the hardware once, whatever that found; hardware that does not answer
-// holds it up for a few seconds only. Without a GPU driver a Prepare says "not ready yet" and why, and an Unprepare does its work all the same. It
-// decides nothing about hardware (package nvidia), the transaction (package prepare) or names and attributes (package device).
+// A plugin instance registers after it has read the claims' checkpoint records and scanned the
+// hardware once, whatever the scan's result. Hung hardware delays the registration by a few seconds
+// only. Without a GPU driver a Prepare fails with the reason, and an Unprepare works.
+//
+// Other packages contain the access to the hardware (nvidia), the prepare transaction (prepare),
+// and device names and attributes (device).
 package driver

@@ -26,19 +26,22 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 )
 
-// DriverName is the name under which claims' DeviceClasses find our devices, and the kubelet our plugin.
+// DriverName is the driver's name in DeviceClasses and in the registration with the kubelet.
 const DriverName = "gpu.nvidia.com"
 
-// ScanCommand is the subcommand of the plugin's own binary that looks at the hardware for it; see nvidia.Isolated for why in a process of its own.
+// ScanCommand is the subcommand of the plugin's binary that scans the hardware. The plugin runs it
+// as a child process, for the reasons that [nvidia.Isolated] gives.
 const ScanCommand = "scan"
 
-// drainTimeout bounds how long a terminating plugin lets the kubelet's calls finish. The chart's grace period is longer.
+// drainTimeout is how long a stopping plugin waits for the kubelet's running calls. The Pod's
+// termination grace period in the chart is longer.
 const drainTimeout = 30 * time.Second
 
-// firstLookTimeout bounds how long a starting plugin stays unknown to the kubelet for want of an answer of the hardware.
-const firstLookTimeout = 5 * time.Second
+// firstScanTimeout is how long a starting plugin waits for the first scan of the hardware before it
+// registers with the kubelet. Reads of the Node at the start have the same limit.
+const firstScanTimeout = 5 * time.Second
 
-// inventorySource is what the driver needs to know of the node's devices.
+// inventorySource returns the node's devices.
 type inventorySource interface {
 	Snapshot() inventory.Snapshot
 }
@@ -54,91 +57,106 @@ type Driver struct {
 	mpsHook  *hook.Hook
 	preparer *prepare.Preparer
 	events   *nodeEvents
-	// readiness joins all that keeps the node from preparing claims.
+	// readiness has the conditions under which the node refuses to prepare claims.
 	readiness *readiness
 	layouts   *publish.Layouts
-	// slow warns of schedulers that are slow with counters.
+	// slow warns if the cluster's scheduler is slow with shared counters.
 	slow *slowScheduler
-	// shares says which devices several claims may hold; supervisor runs the daemons that such claims, and those that ask for MPS, need.
-	shares     device.ShareRules
-	supervisor Supervisor
-	status     *claimStatus
-	calls      *inflight
-	abandoned  *abandonment
-	modes      *modes
-	mender     *claimMender
-	beside     *besidePlugin
-	// before is what the reference driver has left on the node, if it was here before; toldWithheld what was last said of it.
-	before       *predecessor.Store
-	toldWithheld string
-	// toPublisher asks for the slices to be made anew.
+	// shares has the configured rules for devices that several claims can share.
+	shares device.ShareRules
+	// supervisor starts and stops MPS daemons.
+	supervisor   Supervisor
+	status       *claimStatus
+	calls        *inFlightCalls
+	claimGC      *claimGC
+	migModes     *migModeCleaner
+	cdiRepairs   *cdiRepairQueue
+	devicePlugin *devicePluginConflict
+	// predecessor reads the checkpoint of NVIDIA's DRA driver, which may have run on this node before.
+	predecessor *predecessor.Store
+	// lastWithheld is the text of the last Event about GPUs that NVIDIA's DRA driver still uses.
+	lastWithheld string
+	// toPublisher wakes the publisher.
 	toPublisher chan struct{}
-	// unsettled says that claims keep devices from being offered as configured.
-	unsettled atomic.Bool
-	// toFollow asks for hook, runtime and base spec to be checked at once. A readiness condition has come
-	// or gone, or a newer instance was rolled back and may have left what does not work.
-	toFollow chan struct{}
-	// toReconcile asks for records and hardware to be compared soon.
+	// layoutsDelayed is true while a GPU cannot be offered as configured (whole or as MIG partitions),
+	// because prepared or allocated claims still need its present partitions.
+	layoutsDelayed atomic.Bool
+	// toCheck makes followInventory check the CDI hook, the container runtime and the base CDI spec
+	// again. It is signaled when a readiness condition changes, and when a newer plugin instance on
+	// this node has ended, because that may have left the hook or the spec broken.
+	toCheck chan struct{}
+	// toReconcile wakes reconciliation.
 	toReconcile chan struct{}
-	// limited is what was last said of GPUs that are not offered as their policy wants. Only the
-	// publisher uses it.
-	limited map[string]string
-	// toldShares is what was last said of what is not shared. Only the publisher uses it.
-	toldShares toldShares
-	// fractions says that there are devices which claims can only have with MPS; absentSince is since when its supervisor is missed,
-	// absentTold whether that was said. Only reconcile uses them.
-	fractions   atomic.Bool
-	absentSince time.Time
-	absentTold  bool
-	lost        losses
-	presence    *presence
-	// health has the verdicts on devices; watch listens to the hardware for it.
-	health     *healthWatch
-	healthTold healthTold
-	// release lets go of the hardware while its driver is changed.
-	release *release
-	watch   func(ctx context.Context, tell func(device.Signal)) error
-	// unrecovered says that what calls left unfinished before the start was not looked at, because the hardware was let go of, and unmended that specs
-	// were not.
-	unrecovered, unmended atomic.Bool
+	// lastLimited has the last reported reasons why GPUs are not offered as their MIG policy asks, by
+	// GPU. Only the publisher uses it.
+	lastLimited map[string]string
+	// lastShares has the last reported problems with shared devices. Only the publisher uses it.
+	lastShares shareProblems
+	// offersFractions is true if the node offers MPS shares with a limited part of a GPU's memory and
+	// compute.
+	offersFractions atomic.Bool
+	// supervisorAbsentSince is when reconciliation first missed the MPS supervisor. Only
+	// reconciliation uses it.
+	supervisorAbsentSince time.Time
+	// supervisorAbsenceReported is set once an Event has reported the absence. Only reconciliation
+	// uses it.
+	supervisorAbsenceReported bool
+	lost                      lostDevices
+	instanceLock              *instanceLock
+	// health has the health verdict (healthy or not, and why) on each of the node's devices.
+	health       *healthWatch
+	healthReport healthReport
+	// quiesce makes the plugin release the GPUs during an upgrade of their driver.
+	quiesce *quiescer
+	// watchHardware watches the GPUs and reports signals about their health. Nil means no watcher.
+	watchHardware func(ctx context.Context, report func(device.Signal)) error
+	// unrecovered is true if the GPUs were released at the start, so that Prepare and Unprepare calls
+	// that an earlier process did not finish are still unfinished. specsUnchecked is true if the
+	// claims' CDI specs were not repaired for the same reason.
+	unrecovered, specsUnchecked atomic.Bool
 
 	fail   context.CancelCauseFunc
 	helper atomic.Pointer[kubeletplugin.Helper]
-	// superseded is true once a newer instance publishes: what is one per node (base spec, hook) is then that instance's to keep, or the two
-	// would take turns in undoing each other's work.
-	superseded atomic.Bool
+	// newerLeads is true while a newer plugin instance leads. The newer one then maintains the files
+	// that exist once per node: the base spec and the CDI hook. If both did, each would undo the
+	// other's work.
+	newerLeads atomic.Bool
 }
 
 var _ kubeletplugin.DRAPlugin = &Driver{}
 
-// Run serves the node until the context ends, then lets what is under way finish. A non-nil error is fatal: it tells main to exit with a code other than 0.
+// Run serves the node until the context ends, then waits for the kubelet's running calls. An error
+// is fatal: main must exit with a code other than 0.
 func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	logger := klog.FromContext(ctx)
-	defer d.presence.End()
+	defer d.instanceLock.Release()
 	ctx, d.fail = context.WithCancelCause(ctx)
 	defer d.fail(nil)
 
 	if err := removeStaleSockets(ctx, d.cfg.PluginDir, d.cfg.RegistrarDir); err != nil {
-		logger.Error(err, "Stale sockets stay")
+		logger.Error(err, "Failed to remove stale sockets")
 	}
-	// Before anything is done with the hardware: the Node may ask for it.
-	d.release.Remember(ctx)
-	policy := d.nodePolicy(d.toPublisher)
+	// The Node may have requested a release of the GPUs before the plugin started. The plugin must
+	// know this before it opens any GPU.
+	d.quiesce.Restore(ctx)
+	policy := d.newNodePolicy(d.toPublisher)
 	policy.Read(ctx)
-	if err := d.recover(ctx); err != nil {
+	if err := d.recoverClaims(ctx); err != nil {
 		return err
 	}
-	d.metrics.Held(d.countHeld)
-	// Before the first call of the kubelet: no Pod may slip through while nobody knows yet that the runtime would ignore its GPUs.
+	d.metrics.CountPrepared(d.countPrepared)
+	// Before the plugin prepares a claim, it must know whether the container runtime would ignore the
+	// claim's CDI devices.
 	d.checkHook(ctx)
-	d.askRuntime(ctx)
-	notLooked := d.inv.Snapshot().Reason
+	d.checkRuntime(ctx)
+	notScanned := d.inv.Snapshot().Reason
 	background := d.startBackground(ctx, policy, d.toPublisher)
 	defer background.Wait()
 	defer d.fail(nil)
-	d.awaitFirstLook(ctx, notLooked)
+	d.awaitFirstScan(ctx, notScanned)
 
-	// Background work ends before Run does; the gRPC servers get a context of their own, so that calls under way outlive the signal.
+	// The gRPC servers have their own context, so that running calls continue after the plugin gets
+	// the signal to stop.
 	serving, stopServing := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopServing()
 	options := []kubeletplugin.Option{
@@ -162,17 +180,17 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	probe.Set(d.live, d.ready)
 
 	<-ctx.Done()
-	logger.Info("Stopping: no new work is begun, calls under way may finish", "cause", context.Cause(ctx))
+	logger.Info("Stopping the plugin after the running calls of the kubelet", "cause", context.Cause(ctx))
 	background.Wait()
 	drain, cancel := context.WithTimeout(serving, drainTimeout)
 	defer cancel()
 	drained := d.calls.Drain(drain)
 	if drained != nil {
-		logger.Error(drained, "Calls of the kubelet are still under way; it will repeat them", "timeout", drainTimeout)
+		logger.Error(drained, "Stopping the plugin before all calls of the kubelet have ended; the kubelet repeats them", "timeout", drainTimeout)
 	}
 	helper.Stop()
 	if drained == nil {
-		d.leaveIfUninstalled(serving)
+		d.cleanUpIfUninstalled(serving)
 	}
 	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
 		return cause
@@ -180,29 +198,31 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	return nil
 }
 
-// recover finishes or undoes what calls left unfinished, as soon as the hardware may be had.
-func (d *Driver) recover(ctx context.Context) error {
-	done, ok := d.release.Use()
+// recoverClaims finishes or rolls back the Prepare and Unprepare calls that an earlier process did
+// not finish. While the GPUs are released, it does nothing and returns nil.
+func (d *Driver) recoverClaims(ctx context.Context) error {
+	done, ok := d.quiesce.Use()
 	defer done()
 	d.unrecovered.Store(!ok)
 	if !ok {
 		return nil
 	}
 	if err := d.preparer.Recover(ctx); err != nil {
-		return fmt.Errorf("recover the records in %s: %w", d.cfg.StateDir(), err)
+		return fmt.Errorf("recover the checkpoint records in %s: %w", d.cfg.StateDir(), err)
 	}
 	return nil
 }
 
-// awaitFirstLook lets the inventory look at the node once before the kubelet is told of this instance: from then on the kubelet sends it what an older
-// instance answers until then, and "not looked yet" would be a worse answer. Hardware that does not answer keeps claims from being given back only for
-// so long.
-func (d *Driver) awaitFirstLook(ctx context.Context, notLooked string) {
-	ctx, cancel := context.WithTimeout(ctx, firstLookTimeout)
+// awaitFirstScan waits for the first scan of the hardware before the plugin registers with the
+// kubelet. Without a scan this instance could only refuse claims, while an older instance may still
+// serve the kubelet. The wait is limited, because hung hardware must not delay an Unprepare for
+// long. notScanned is the inventory's reason before the first scan.
+func (d *Driver) awaitFirstScan(ctx context.Context, notScanned string) {
+	ctx, cancel := context.WithTimeout(ctx, firstScanTimeout)
 	defer cancel()
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
-	for d.inv.Snapshot().Reason == notLooked {
+	for d.inv.Snapshot().Reason == notScanned {
 		select {
 		case <-ctx.Done():
 			return
@@ -211,25 +231,29 @@ func (d *Driver) awaitFirstLook(ctx context.Context, notLooked string) {
 	}
 }
 
-// HandleError is told of background failures. What can be retried is logged and counted; anything else ends the process in order.
+// HandleError logs an error of a background goroutine. It counts an error that is retried, and
+// writes an Event if the API server rejected an object as invalid. Any other error makes the plugin
+// shut down in order.
 func (d *Driver) HandleError(ctx context.Context, err error, msg string) {
 	utilruntime.HandleErrorWithContext(ctx, err, msg)
 	if errors.Is(err, kubeletplugin.ErrRecoverable) || isRecoverable(err) {
 		d.metrics.PublishError()
-		if apierrors.IsInvalid(err) { // a retry alone does not help
+		if apierrors.IsInvalid(err) { // a retry does not help, so tell the admin
 			what := "this node's ResourceSlices"
 			if errors.As(err, new(probeError)) {
 				what = "the plugin's test slices (dry run)"
 			}
-			d.events.warn("SlicesRejected", "The API server rejects "+what+"; look for an admission policy that refuses them, else report a bug: "+rejection(err))
+			d.events.warn("SlicesRejected", "The API server rejects "+what+
+				"; look for an admission policy that refuses them, otherwise report a bug: "+rejection(err))
 		}
 		return
 	}
 	d.fail(fmt.Errorf("%s: %w", msg, err))
 }
 
-// live is false when only a restart helps: the CDI directory was removed on the host, and this container's mount still shows the removed one.
-// Calls to the hardware are bounded, so for the rest an answer at all is the proof.
+// live returns an error if only a restart of the plugin's container helps: the CDI directory was
+// removed on the host, and the container's mount still shows the removed directory. Calls that hang
+// in the hardware are no such case, because they have timeouts.
 func (d *Driver) live(context.Context) error {
 	var stat syscall.Stat_t
 	if err := syscall.Stat(d.cfg.CDIRoot, &stat); err == nil && stat.Nlink == 0 {
@@ -238,7 +262,7 @@ func (d *Driver) live(context.Context) error {
 	return nil
 }
 
-// ready is true when the kubelet knows us and the node's devices are known.
+// ready returns nil when the kubelet has registered the plugin and the node can prepare claims.
 func (d *Driver) ready(context.Context) error {
 	status := d.helper.Load().RegistrationStatus()
 	switch {
@@ -253,7 +277,7 @@ func (d *Driver) ready(context.Context) error {
 	return nil
 }
 
-func (d *Driver) countHeld() (claims, gpus int, _ error) {
-	held, err := d.preparer.Held()
+func (d *Driver) countPrepared() (claims, gpus int, _ error) {
+	held, err := d.preparer.Usage()
 	return held.Claims, held.GPUs, err
 }

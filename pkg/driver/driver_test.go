@@ -28,13 +28,15 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
-// node is a node in a temporary directory, with a driver on it that talks to a fake API server.
+// node is a simulated node: a temporary directory, and a driver with a fake API server and fake
+// hardware.
 type node struct {
 	cfg    *config.Config
 	client *fake.Clientset
 	probe  *Probe
 	stop   func() error
-	// partitions cut the GPUs. Nil cuts none.
+	// partitions fakes the interface that changes GPUs. If it is nil, the driver offers whole GPUs
+	// only.
 	partitions prepare.Partitions
 
 	mu   sync.Mutex
@@ -42,7 +44,7 @@ type node struct {
 	seen string
 }
 
-// hardware is what the test says; say changes it.
+// hardware returns the fake hardware that setHardware set.
 func (n *node) hardware() inventory.Hardware {
 	return inventory.Hardware{
 		Scan: func(context.Context) (nvidia.Node, error) {
@@ -55,13 +57,14 @@ func (n *node) hardware() inventory.Hardware {
 	}
 }
 
-func (n *node) say(seen string, scan func() (nvidia.Node, error)) {
+func (n *node) setHardware(seen string, scan func() (nvidia.Node, error)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.seen, n.scan = seen, scan
 }
 
-// twoGPUs have /dev/null and /dev/zero for device nodes: what is verified has to be there.
+// twoGPUs returns a scan result with two GPUs. It uses /dev/null and /dev/zero as their device
+// nodes, because the driver checks that device nodes exist.
 func twoGPUs() (nvidia.Node, error) {
 	gpu := func(address device.PCIAddress, path string) nvidia.GPU {
 		return nvidia.GPU{
@@ -82,8 +85,11 @@ func newNode(t *testing.T) *node {
 	cfg := config.Default()
 	cfg.NodeName, cfg.Namespace, cfg.DaemonSetName, cfg.PodUID = "node", "gpu", "plugin", "uid"
 	cfg.ShmRoot = t.TempDir()
-	cfg.PluginDir, cfg.RegistrarDir, cfg.CDIRoot = filepath.Join(dir, "plugin"), filepath.Join(dir, "registry"), filepath.Join(dir, "cdi")
-	cfg.HookSource, cfg.MPSHookSource, cfg.HookPath = "/bin/true", "/bin/true", filepath.Join(cfg.PluginDir, "bin", "nvidia-cdi-hook")
+	cfg.PluginDir = filepath.Join(dir, "plugin")
+	cfg.RegistrarDir = filepath.Join(dir, "registry")
+	cfg.CDIRoot = filepath.Join(dir, "cdi")
+	cfg.HookSource, cfg.MPSHookSource = "/bin/true", "/bin/true"
+	cfg.HookPath = filepath.Join(cfg.PluginDir, "bin", "nvidia-cdi-hook")
 	cfg.DriverRootMount = cfg.DriverRoot
 	for _, d := range []string{cfg.StateDir(), cfg.RegistrarDir, cfg.CDIRoot} {
 		if err := os.MkdirAll(d, 0o755); err != nil {
@@ -95,14 +101,16 @@ func newNode(t *testing.T) *node {
 		t.Fatal(err)
 	}
 	n := &node{cfg: cfg, client: client, probe: NewProbe()}
-	n.say("driver", twoGPUs)
+	n.setHardware("driver", twoGPUs)
 	return n
 }
 
 func (n *node) start(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
-	d, err := New(ctx, n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Partitions: n.partitions, Metrics: metrics.New("test")})
+	d, err := New(ctx, n.cfg, Parts{
+		Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Partitions: n.partitions, Metrics: metrics.New("test"),
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -116,7 +124,8 @@ func (n *node) start(t *testing.T) {
 	})
 }
 
-// serves says whether the kubelet can register the plugin. A socket has its name before it listens.
+// serves reports whether the plugin accepts connections on its registration socket. The socket file
+// alone does not prove that a process listens on it.
 func (n *node) serves() bool {
 	conn, err := net.Dial("unix", filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock"))
 	if err == nil {
@@ -135,7 +144,7 @@ func dial(t *testing.T, path string) *grpc.ClientConn {
 	return conn
 }
 
-// register does what the kubelet does when it finds the socket.
+// register registers the plugin like a kubelet that has found the plugin's socket.
 func (n *node) register(t *testing.T) {
 	t.Helper()
 	client := registerapi.NewRegistrationClient(dial(t, filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock")))
@@ -160,15 +169,18 @@ func (n *node) claim(t *testing.T, name string, devices ...string) *drapb.Claim 
 	return c
 }
 
-// claimAs lets the API server have a claim.
+// claimAs creates the claim in the API server. Its allocation result has the devices, and it is
+// reserved for one Pod.
 func (n *node) claimAs(t *testing.T, as *drapb.Claim, devices ...string) {
 	t.Helper()
 	name := as.GetName()
 	c := &resourceapi.ResourceClaim{
 		ObjectMeta: metav1.ObjectMeta{Namespace: as.GetNamespace(), Name: name, UID: types.UID(as.GetUid())},
 		Status: resourceapi.ResourceClaimStatus{
-			Allocation:  &resourceapi.AllocationResult{},
-			ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "user-of-" + name, UID: types.UID("user-of-" + name)}},
+			Allocation: &resourceapi.AllocationResult{},
+			ReservedFor: []resourceapi.ResourceClaimConsumerReference{{
+				Resource: "pods", Name: "user-of-" + name, UID: types.UID("user-of-" + name),
+			}},
 		},
 	}
 	for _, d := range devices {
@@ -211,7 +223,7 @@ func (n *node) cdiFiles(t *testing.T) []string {
 	return names
 }
 
-func TestALifeOnANode(t *testing.T) {
+func TestClaimLifecycleOnANode(t *testing.T) {
 	n := newNode(t)
 	n.start(t)
 	if err := n.probe.isReady(t.Context()); err == nil || !strings.Contains(err.Error(), "kubelet") {
@@ -231,10 +243,11 @@ func TestALifeOnANode(t *testing.T) {
 		t.Errorf("CDI devices %q", ids)
 	}
 	if refused := n.prepare(t, second).GetError(); !strings.Contains(refused, "team/first") {
-		t.Errorf("a GPU that is held was given again, or its holder not named: %q", refused)
+		t.Errorf("a second claim got the GPU, or the error does not name the first: %q", refused)
 	}
 
-	// Both specs vanish: the runtime needs them when a container restarts, and nobody calls Prepare then.
+	// When the test has removed both CDI specs, the driver must write them again without a Prepare,
+	// because the container runtime needs them when a container restarts.
 	for _, name := range n.cdiFiles(t) {
 		if err := os.Remove(filepath.Join(n.cfg.CDIRoot, name)); err != nil {
 			t.Fatal(err)
@@ -258,11 +271,11 @@ func TestALifeOnANode(t *testing.T) {
 		t.Errorf("after a stop only the base spec stays: %v", left)
 	}
 	if len(published(t, n.client)) != 2 {
-		t.Error("a plugin that is restarted must not take its slices along")
+		t.Error("the plugin deleted its slices when it stopped")
 	}
 }
 
-func TestNewDeviceNodesMakeTheRuntimeReadTheSpecsAgain(t *testing.T) {
+func TestRecreatedDeviceNodesReplaceBaseSpec(t *testing.T) {
 	n := newNode(t)
 	n.start(t)
 	n.register(t)
@@ -272,16 +285,16 @@ func TestNewDeviceNodesMakeTheRuntimeReadTheSpecsAgain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n.say("driver, with other device numbers", twoGPUs)
+	n.setHardware("driver, with other device numbers", twoGPUs)
 	eventually(t, "the base spec is a new file", func() bool {
 		now, err := os.Stat(base)
 		return err == nil && !os.SameFile(before, now)
 	})
 }
 
-func TestWithoutADriverTheKubeletIsToldWhy(t *testing.T) {
+func TestPrepareWithoutDriverNamesTheReason(t *testing.T) {
 	n := newNode(t)
-	n.say("nothing", func() (nvidia.Node, error) {
+	n.setHardware("nothing", func() (nvidia.Node, error) {
 		return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no library", Remedy: "install the driver"}
 	})
 	n.start(t)
@@ -297,12 +310,12 @@ func TestWithoutADriverTheKubeletIsToldWhy(t *testing.T) {
 	if got := published(t, n.client); len(got) != 0 {
 		t.Errorf("published %v", got)
 	}
-	n.say("driver", twoGPUs)
-	eventually(t, "the driver that came late is noticed", func() bool { return n.prepare(t, c).GetError() == "" })
+	n.setHardware("driver", twoGPUs)
+	eventually(t, "the late driver is noticed", func() bool { return n.prepare(t, c).GetError() == "" })
 	eventually(t, "and its GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
 }
 
-func TestAnUninstalledPluginLeavesNothing(t *testing.T) {
+func TestUninstallCleansUpNode(t *testing.T) {
 	for name, held := range map[string]bool{"nothing is held": false, "a claim is held": true} {
 		t.Run(name, func(t *testing.T) {
 			n := newNode(t)
@@ -331,7 +344,7 @@ func TestAnUninstalledPluginLeavesNothing(t *testing.T) {
 	}
 }
 
-func TestAHookThatTheHostCannotRunClosesTheNode(t *testing.T) {
+func TestMissingHookBlocksPrepareAndPublishing(t *testing.T) {
 	n := newNode(t)
 	n.cfg.HookSource = filepath.Join(t.TempDir(), "missing")
 	n.start(t)
@@ -343,7 +356,7 @@ func TestAHookThatTheHostCannotRunClosesTheNode(t *testing.T) {
 	}
 }
 
-func TestAFatalBackgroundErrorEndsRun(t *testing.T) {
+func TestFatalBackgroundErrorEndsRun(t *testing.T) {
 	n := newNode(t)
 	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
 	if err != nil {

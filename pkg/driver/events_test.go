@@ -12,8 +12,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// said is what the Events about an object say.
-func (n *node) said(t *testing.T, kind, name string) []string {
+// events returns the Events about the object, each as "REASON: MESSAGE".
+func (n *node) events(t *testing.T, kind, name string) []string {
 	t.Helper()
 	list, err := n.client.CoreV1().Events("").List(t.Context(), metav1.ListOptions{})
 	if err != nil {
@@ -28,28 +28,30 @@ func (n *node) said(t *testing.T, kind, name string) []string {
 	return texts
 }
 
-func (n *node) hears(t *testing.T, kind, name, reason, part string) {
+func (n *node) expectEvent(t *testing.T, kind, name, reason, part string) {
 	t.Helper()
 	eventually(t, reason+" with "+part, func() bool {
-		return slices.ContainsFunc(n.said(t, kind, name), func(e string) bool { return strings.HasPrefix(e, reason+": ") && strings.Contains(e, part) })
+		return slices.ContainsFunc(n.events(t, kind, name), func(e string) bool {
+			return strings.HasPrefix(e, reason+": ") && strings.Contains(e, part)
+		})
 	})
 }
 
-func TestEveryReasonIsAnEvent(t *testing.T) {
+func TestEachUnavailableReasonIsAnEvent(t *testing.T) {
 	n := newNode(t)
 	lacks := func(what string) func() (nvidia.Node, error) {
 		return func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: what} }
 	}
-	n.say("one", lacks("no library"))
+	n.setHardware("one", lacks("no library"))
 	n.start(t)
-	n.hears(t, "Node", "node", "DevicesUnavailable", "no library")
-	n.say("two", lacks("no device node"))
-	n.hears(t, "Node", "node", "DevicesUnavailable", "no device node")
-	n.say("three", twoGPUs)
-	n.hears(t, "Node", "node", "DevicesAvailable", "2 GPUs")
+	n.expectEvent(t, "Node", "node", "DevicesUnavailable", "no library")
+	n.setHardware("two", lacks("no device node"))
+	n.expectEvent(t, "Node", "node", "DevicesUnavailable", "no device node")
+	n.setHardware("three", twoGPUs)
+	n.expectEvent(t, "Node", "node", "DevicesAvailable", "2 GPUs")
 }
 
-func TestAClaimThatStaysSaysWhy(t *testing.T) {
+func TestFailedUnprepareIsAnEvent(t *testing.T) {
 	n := newNode(t)
 	n.start(t)
 	n.register(t)
@@ -63,7 +65,7 @@ func TestAClaimThatStaysSaysWhy(t *testing.T) {
 		t.Fatal(err)
 	}
 	if n.unprepare(t, c) == "" {
-		t.Fatal("gave back what it cannot read")
+		t.Fatal("unprepared a claim whose record is unreadable")
 	}
-	n.hears(t, "ResourceClaim", "c", "UnprepareFailed", "format version 99")
+	n.expectEvent(t, "ResourceClaim", "c", "UnprepareFailed", "format version 99")
 }

@@ -16,31 +16,34 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// Features says which optional fields of a ResourceSlice the API server keeps. Feature gates drop fields silently: the answer of a dry run is the
-// only one that is true for the server that will store the slices.
+// Features says which optional fields of ResourceSlices the API server keeps. It silently drops
+// fields of disabled feature gates, so only a dry run shows what it will store.
 type Features struct {
-	DeviceTaints       bool `json:"deviceTaints"`
-	PartitionedDevices bool `json:"partitionedDevices"` // shared counters, in another slice than the devices that consume them
-	PartitionTypes     bool `json:"partitionTypes"`     // partitionTypeAttribute, from Kubernetes 1.37
+	DeviceTaints bool `json:"deviceTaints"`
+	// PartitionedDevices means that devices can consume shared counters that are in another slice.
+	PartitionedDevices bool `json:"partitionedDevices"`
+	PartitionTypes     bool `json:"partitionTypes"` // the field partitionTypeAttribute, from Kubernetes 1.37
 	ConsumableCapacity bool `json:"consumableCapacity"`
 	InformingTaints    bool `json:"informingTaints"` // taints with the effect None, from Kubernetes 1.35
 }
 
-// featureProbe creates small slices with DryRunAll, so that nothing is stored.
+// featureProbe finds out which fields the API server keeps. It creates small slices as dry runs, so
+// that nothing is stored.
 type featureProbe struct {
 	client   kubernetes.Interface
 	nodeName string
-	// rejected has the API server's answers to slices that it finds invalid. Nothing that needs such
-	// slices is offered.
+	// rejected has the API server's errors for test slices that it rejects as invalid. The driver
+	// offers no devices that need a slice like the rejected one.
 	rejected []error
 }
 
-// probeError is of a slice that was never meant to be stored.
+// probeError is an API server's error for a test slice, in contrast to one for a real slice.
 type probeError struct{ error }
 
 func (e probeError) Unwrap() error { return e.error }
 
-// probeFeatures also returns the API server's answer to what it rejected rather than dropped.
+// probeFeatures finds out which fields the API server keeps. rejected has its errors for test
+// slices that it rejects as invalid.
 func probeFeatures(ctx context.Context, client kubernetes.Interface, nodeName string) (f Features, rejected []error, err error) {
 	p := &featureProbe{client: client, nodeName: nodeName}
 	f, err = p.run(ctx)
@@ -51,7 +54,7 @@ func (p *featureProbe) run(ctx context.Context) (f Features, err error) {
 	all := probeDevice("probe", Features{DeviceTaints: true, ConsumableCapacity: true})
 	plain, err := p.dryRun(ctx, resourceapi.ResourceSliceSpec{Devices: []resourceapi.Device{all}})
 	if err != nil {
-		return f, err // a server that takes not even one device gets nothing
+		return f, err // the server rejects even one plain device, so there is nothing to offer
 	}
 	if len(plain.Devices) == 1 {
 		f.DeviceTaints = len(plain.Devices[0].Taints) == 1
@@ -72,13 +75,15 @@ func (p *featureProbe) run(ctx context.Context) (f Features, err error) {
 func (p *featureProbe) informingTaints(ctx context.Context) (bool, error) {
 	informing := probeDevice("probe", Features{DeviceTaints: true})
 	informing.Taints[0].Effect = resourceapi.DeviceTaintEffectNone
-	return p.keeps(ctx, resourceapi.ResourceSliceSpec{Devices: []resourceapi.Device{informing}}, func(s resourceapi.ResourceSliceSpec) bool {
+	spec := resourceapi.ResourceSliceSpec{Devices: []resourceapi.Device{informing}}
+	return p.keeps(ctx, spec, func(s resourceapi.ResourceSliceSpec) bool {
 		return len(s.Devices) == 1 && len(s.Devices[0].Taints) == 1
 	})
 }
 
-// partitionedDevices asks for counter sets in one slice and devices that consume them in another, as
-// the real slices have them. Kubernetes 1.34 wants both in one slice, later versions refuse that.
+// partitionedDevices reports whether counter sets can be in one slice and the devices that consume
+// them in another, as in the driver's real slices. Kubernetes 1.34 requires both in one slice.
+// Later versions forbid that.
 func (p *featureProbe) partitionedDevices(ctx context.Context, f Features) (bool, error) {
 	counters := resourceapi.ResourceSliceSpec{SharedCounters: []resourceapi.CounterSet{{Name: "probe", Counters: probeCounters()}}}
 	kept, err := p.keeps(ctx, counters, func(s resourceapi.ResourceSliceSpec) bool { return len(s.SharedCounters) == 1 })
@@ -93,14 +98,17 @@ func (p *featureProbe) partitionedDevices(ctx context.Context, f Features) (bool
 
 func (p *featureProbe) partitionTypes(ctx context.Context, f Features) (bool, error) {
 	const attribute = DriverName + "/probe"
-	spec := resourceapi.ResourceSliceSpec{Devices: probeConsumers(f), PartitionTypeAttribute: ptr.To(resourceapi.FullyQualifiedName(attribute))}
+	spec := resourceapi.ResourceSliceSpec{
+		Devices: probeConsumers(f), PartitionTypeAttribute: ptr.To(resourceapi.FullyQualifiedName(attribute)),
+	}
 	for i := range spec.Devices {
 		spec.Devices[i].Attributes = map[resourceapi.QualifiedName]resourceapi.DeviceAttribute{attribute: {StringValue: ptr.To("whole")}}
 	}
 	return p.keeps(ctx, spec, func(s resourceapi.ResourceSliceSpec) bool { return s.PartitionTypeAttribute != nil })
 }
 
-// keeps says whether the API server takes a slice and keeps what matters of it.
+// keeps makes a dry run with a slice of this spec. It returns true if the API server accepts the
+// slice and the function kept returns true for the spec that the server would store.
 func (p *featureProbe) keeps(
 	ctx context.Context, spec resourceapi.ResourceSliceSpec, kept func(resourceapi.ResourceSliceSpec) bool,
 ) (bool, error) {
@@ -115,18 +123,18 @@ func (p *featureProbe) keeps(
 func (p *featureProbe) dryRun(ctx context.Context, spec resourceapi.ResourceSliceSpec) (resourceapi.ResourceSliceSpec, error) {
 	spec.Driver = DriverName
 	spec.NodeName = ptr.To(p.nodeName)
-	// A pool of its own: a dry run is stored nowhere, and a reader of the audit log sees what it was.
+	// The pool's name explains the dry run to readers of the audit log.
 	spec.Pool = resourceapi.ResourcePool{Name: "feature-probe", Generation: 1, ResourceSliceCount: 1}
 	slice, err := p.client.ResourceV1().ResourceSlices().Create(ctx,
 		&resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{GenerateName: "feature-probe-"}, Spec: spec},
 		metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
 	if err != nil {
-		return spec, fmt.Errorf("dry-run create of a ResourceSlice for node %s: %w", p.nodeName, err)
+		return spec, fmt.Errorf("create a ResourceSlice for node %s as a dry run: %w", p.nodeName, err)
 	}
 	return slice.Spec, nil
 }
 
-// probeDevice has what a device of the real slices may have on a cluster with such features.
+// probeDevice returns a device with the optional fields that f allows.
 func probeDevice(name string, f Features) resourceapi.Device {
 	d := resourceapi.Device{Name: name}
 	if f.DeviceTaints {
@@ -145,7 +153,7 @@ func probeDevice(name string, f Features) resourceapi.Device {
 	return d
 }
 
-// probeConsumers are a partition and a share of it.
+// probeConsumers returns a partition and a shared partition that consume the same counter.
 func probeConsumers(f Features) []resourceapi.Device {
 	share := probeDevice("probe-share", f)
 	f.ConsumableCapacity = false
@@ -164,23 +172,25 @@ func keepsCapacity(d resourceapi.Device) bool {
 	return d.AllowMultipleAllocations != nil && d.Capacity["probe"].RequestPolicy != nil
 }
 
-// logFeatures logs what the cluster keeps and rejects, unless that is as it was before.
+// logFeatures logs the features now, and the errors for the rejected test slices, if the features
+// differ from those before. before is nil at the first call.
 func logFeatures(ctx context.Context, before *Features, now Features, rejected []error) {
 	if before != nil && *before == now {
 		return
 	}
 	logger := klog.FromContext(ctx)
-	logger.Info("ResourceSlice features that the cluster keeps", "features", now)
+	logger.Info("Probed the ResourceSlice features of the cluster", "features", now)
 	for _, err := range rejected {
-		logger.Info("The API server rejects a kind of ResourceSlice; nothing that needs it is offered", "reason", rejection(err))
+		logger.Info("Not offering some devices because the API server rejects the ResourceSlices that they need", "reason", rejection(err))
 	}
 }
 
-// shownCauses limits the API server's reasons in an Event: each of a slice's 64 devices may have one.
+// shownCauses is how many causes of a rejection an Event names. Each of a slice's 64 devices may
+// have one.
 const shownCauses = 3
 
-// rejection is why the API server finds an object invalid. It leaves out the object's name, which
-// differs with each try and would make each Event another one.
+// rejection returns why the API server rejects an object as invalid. It omits the object's
+// generated name, because repeated Events about the same cause must have the same message.
 func rejection(err error) string {
 	var status apierrors.APIStatus
 	if !errors.As(err, &status) || status.Status().Details == nil {

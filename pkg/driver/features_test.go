@@ -23,8 +23,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// server answers a dry run as an API server whose feature gates drop fields does.
-func server(drop func(*resourceapi.ResourceSliceSpec) error) *fake.Clientset {
+// serverDroppingFields returns a fake API server for dry runs. The function drop removes fields
+// from a slice, as an API server with disabled feature gates does, or returns the error with which
+// the server rejects the slice.
+func serverDroppingFields(drop func(*resourceapi.ResourceSliceSpec) error) *fake.Clientset {
 	client := fake.NewClientset()
 	client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		create, ok := a.(clienttesting.CreateActionImpl)
@@ -40,7 +42,7 @@ func server(drop func(*resourceapi.ResourceSliceSpec) error) *fake.Clientset {
 	return client
 }
 
-func TestProbeTellsWhichFieldsSurvive(t *testing.T) {
+func TestProbeReportsFieldsTheServerKeeps(t *testing.T) {
 	for name, c := range map[string]struct {
 		drop func(*resourceapi.ResourceSliceSpec) error
 		want Features
@@ -66,14 +68,20 @@ func TestProbeTellsWhichFieldsSurvive(t *testing.T) {
 			}
 			return nil
 		}, Features{true, true, true, false, true}},
-		"no partition types": {func(s *resourceapi.ResourceSliceSpec) error { s.PartitionTypeAttribute = nil; return nil }, Features{true, true, false, true, true}},
+		"no partition types": {func(s *resourceapi.ResourceSliceSpec) error {
+			s.PartitionTypeAttribute = nil
+			return nil
+		}, Features{true, true, false, true, true}},
 		"partition types refused": {func(s *resourceapi.ResourceSliceSpec) error {
 			if s.PartitionTypeAttribute != nil {
 				return apierrors.NewInvalid(schema.GroupKind{Kind: "ResourceSlice"}, "probe", nil)
 			}
 			return nil
 		}, Features{true, true, false, true, true}},
-		"counters dropped":               {func(s *resourceapi.ResourceSliceSpec) error { s.SharedCounters = nil; return nil }, Features{true, false, false, true, true}},
+		"counters dropped": {func(s *resourceapi.ResourceSliceSpec) error {
+			s.SharedCounters = nil
+			return nil
+		}, Features{true, false, false, true, true}},
 		"Kubernetes 1.34 with all gates": {kubernetes134, Features{true, false, false, true, false}},
 		"Kubernetes 1.35 with all gates": {kubernetes135, Features{true, true, false, true, true}},
 		"counters refused together with consumable capacity": {func(s *resourceapi.ResourceSliceSpec) error {
@@ -84,7 +92,7 @@ func TestProbeTellsWhichFieldsSurvive(t *testing.T) {
 			}
 			return nil
 		}, Features{true, false, false, true, true}},
-		"what devices consume dropped": {func(s *resourceapi.ResourceSliceSpec) error {
+		"consumed counters dropped": {func(s *resourceapi.ResourceSliceSpec) error {
 			for i := range s.Devices {
 				s.Devices[i].ConsumesCounters = nil
 			}
@@ -98,7 +106,7 @@ func TestProbeTellsWhichFieldsSurvive(t *testing.T) {
 		}, Features{true, false, false, true, true}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, _, err := probeFeatures(t.Context(), server(c.drop), "node")
+			got, _, err := probeFeatures(t.Context(), serverDroppingFields(c.drop), "node")
 			if err != nil || got != c.want {
 				t.Errorf("got %+v, %v; want %+v", got, err, c.want)
 			}
@@ -113,8 +121,8 @@ func invalid(errs ...*field.Error) error {
 	return apierrors.NewInvalid(schema.GroupKind{Group: "resource.k8s.io", Kind: "ResourceSlice"}, "00000-"+rand.String(5), errs)
 }
 
-// kubernetes134 validates as pkg/apis/resource/validation of Kubernetes 1.34.4 does, with all gates:
-// a counter set must be in the same slice as the devices that consume it.
+// kubernetes134 validates a slice like Kubernetes 1.34.4 (pkg/apis/resource/validation) with all
+// feature gates: a counter set must be in the same slice as the devices that consume it.
 func kubernetes134(s *resourceapi.ResourceSliceSpec) error {
 	s.PartitionTypeAttribute = nil // an unknown field
 	sets := map[string]map[string]resourceapi.Counter{}
@@ -126,19 +134,22 @@ func kubernetes134(s *resourceapi.ResourceSliceSpec) error {
 		path := field.NewPath("spec", "devices").Index(i)
 		for _, taint := range d.Taints {
 			if taint.Effect != resourceapi.DeviceTaintEffectNoSchedule && taint.Effect != resourceapi.DeviceTaintEffectNoExecute {
-				errs = append(errs, field.NotSupported(path.Child("taints").Index(0).Child("effect"), taint.Effect, []string{"NoExecute", "NoSchedule"}))
+				errs = append(errs, field.NotSupported(path.Child("taints").Index(0).Child("effect"),
+					taint.Effect, []string{"NoExecute", "NoSchedule"}))
 			}
 		}
 		for j, consumed := range d.ConsumesCounters {
 			path := path.Child("consumesCounters").Index(j)
 			counters, exists := sets[consumed.CounterSet]
 			if !exists {
-				errs = append(errs, field.Invalid(path.Child("counterSet"), consumed.CounterSet, "must reference a counterSet defined in the ResourceSlice sharedCounters"))
+				errs = append(errs, field.Invalid(path.Child("counterSet"), consumed.CounterSet,
+					"must reference a counterSet defined in the ResourceSlice sharedCounters"))
 				continue
 			}
 			for name := range consumed.Counters {
 				if _, exists := counters[name]; !exists {
-					errs = append(errs, field.Invalid(path.Child("counters"), name, "must reference a counter defined in the ResourceSlice sharedCounters"))
+					errs = append(errs, field.Invalid(path.Child("counters"), name,
+						"must reference a counter defined in the ResourceSlice sharedCounters"))
 				}
 			}
 		}
@@ -146,8 +157,8 @@ func kubernetes134(s *resourceapi.ResourceSliceSpec) error {
 	return invalid(errs...)
 }
 
-// kubernetes135 validates as Kubernetes 1.35.3 and 1.36.3 do, with all gates: a slice has counter
-// sets or devices.
+// kubernetes135 validates a slice like Kubernetes 1.35.3 and 1.36.3 with all feature gates: a slice
+// has counter sets or devices, not both.
 func kubernetes135(s *resourceapi.ResourceSliceSpec) error {
 	s.PartitionTypeAttribute = nil // an unknown field
 	var errs field.ErrorList
@@ -157,8 +168,9 @@ func kubernetes135(s *resourceapi.ResourceSliceSpec) error {
 	return invalid(errs...)
 }
 
-// validating lets an API server refuse slices, also those that are stored.
-func validating(client *fake.Clientset, validate func(*resourceapi.ResourceSliceSpec, bool) error) {
+// validateSlices makes the fake API server call validate for each slice, in dry runs and in real
+// writes.
+func validateSlices(client *fake.Clientset, validate func(*resourceapi.ResourceSliceSpec, bool) error) {
 	client.PrependReactor("*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		written, ok := a.(interface{ GetObject() runtime.Object })
 		if !ok {
@@ -176,56 +188,57 @@ func validating(client *fake.Clientset, validate func(*resourceapi.ResourceSlice
 	})
 }
 
-// oneCuttableGPU may be cut, so that its shapes overlap.
-func oneCuttableGPU() (nvidia.Node, error) {
+// oneMIGCapableGPU returns a scan result with one MIG-capable GPU, which the driver can offer as a
+// whole and in partitions.
+func oneMIGCapableGPU() (nvidia.Node, error) {
 	all, err := twoGPUs()
 	all.GPUs = all.GPUs[:1]
-	all.GPUs[0].ProductName, all.GPUs[0].MIG = "NVIDIA H100", half().Node.GPUs[0].MIG
+	all.GPUs[0].ProductName, all.GPUs[0].MIG = "NVIDIA H100", snapshotOfHalves().Node.GPUs[0].MIG
 	return all, err
 }
 
 func TestKubernetes134GetsWholeGPUs(t *testing.T) {
 	n := newNode(t)
-	n.say("cuttable", oneCuttableGPU)
+	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.cfg.MIGPolicy = "dynamic"
-	validating(n.client, func(s *resourceapi.ResourceSliceSpec, _ bool) error { return kubernetes134(s) })
+	validateSlices(n.client, func(s *resourceapi.ResourceSliceSpec, _ bool) error { return kubernetes134(s) })
 	n.start(t)
 	eventually(t, "the whole GPU is published", func() bool { return slices.Equal(published(t, n.client), []string{firstGPU}) })
-	n.hears(t, "Node", "node", "GPUsLimited", "Kubernetes 1.35")
+	n.expectEvent(t, "Node", "node", "GPUsLimited", "Kubernetes 1.35")
 }
 
 func TestKubernetes135GetsAllShapes(t *testing.T) {
 	n := newNode(t)
-	n.say("cuttable", oneCuttableGPU)
+	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.cfg.MIGPolicy = "dynamic"
-	validating(n.client, func(s *resourceapi.ResourceSliceSpec, _ bool) error { return kubernetes135(s) })
+	validateSlices(n.client, func(s *resourceapi.ResourceSliceSpec, _ bool) error { return kubernetes135(s) })
 	n.start(t)
 	eventually(t, "the GPU and its partitions are published", func() bool { return len(published(t, n.client)) == 3 })
 }
 
 func TestRejectedSlicesAreAnEvent(t *testing.T) {
-	n := newAiling(t)
-	n.say("cuttable", oneCuttableGPU)
+	n := newHealthNode(t)
+	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.cfg.MIGPolicy = "dynamic"
-	validating(n.client, func(s *resourceapi.ResourceSliceSpec, dry bool) error {
+	validateSlices(n.client, func(s *resourceapi.ResourceSliceSpec, dry bool) error {
 		if dry {
 			return nil
 		}
 		return kubernetes134(s)
 	})
-	n.begin(t)
-	n.hears(t, "Node", "node", "SlicesRejected", "must reference a counterSet")
+	n.startPlugin(t)
+	n.expectEvent(t, "Node", "node", "SlicesRejected", "must reference a counterSet")
 	if !n.metric(t, "gpu_dra_publish_errors_total") {
-		t.Error("it is not counted")
+		t.Error("the error is not counted")
 	}
 }
 
-func TestRejectedSlicesStartAProbe(t *testing.T) {
+func TestRejectedSlicesTriggerProbe(t *testing.T) {
 	n := newNode(t)
-	n.say("cuttable", oneCuttableGPU)
+	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.cfg.MIGPolicy = "dynamic"
 	var downgraded atomic.Bool
-	validating(n.client, func(s *resourceapi.ResourceSliceSpec, dry bool) error {
+	validateSlices(n.client, func(s *resourceapi.ResourceSliceSpec, dry bool) error {
 		if dry && !downgraded.Load() {
 			return kubernetes135(s)
 		}
@@ -236,11 +249,11 @@ func TestRejectedSlicesStartAProbe(t *testing.T) {
 	eventually(t, "the whole GPU is published", func() bool { return slices.Equal(published(t, n.client), []string{firstGPU}) })
 }
 
-func TestRejectedProbeIsReportedOncePerChange(t *testing.T) {
+func TestRejectedProbeIsLoggedOncePerChange(t *testing.T) {
 	var logged bytes.Buffer
 	ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&logged))))
 	var upgraded atomic.Bool
-	p := &publisher{nodeName: "node", client: server(func(s *resourceapi.ResourceSliceSpec) error {
+	p := &publisher{nodeName: "node", client: serverDroppingFields(func(s *resourceapi.ResourceSliceSpec) error {
 		if upgraded.Load() {
 			return kubernetes135(s)
 		}
@@ -249,7 +262,7 @@ func TestRejectedProbeIsReportedOncePerChange(t *testing.T) {
 	probe := func(times, logs int) {
 		t.Helper()
 		for range times {
-			if _, known := p.features(ctx); !known {
+			if _, known := p.waitForFeatures(ctx); !known {
 				t.Fatal("the API server does not answer")
 			}
 		}
@@ -264,8 +277,8 @@ func TestRejectedProbeIsReportedOncePerChange(t *testing.T) {
 	probe(2, 2)
 }
 
-func TestProbeThatCannotBeMadeIsAnError(t *testing.T) {
-	away := errors.New("the server is away")
+func TestProbeFailsWhenServerIsAway(t *testing.T) {
+	away := errors.New("the API server is away")
 	for name, drop := range map[string]func(*resourceapi.ResourceSliceSpec) error{
 		"at once": func(*resourceapi.ResourceSliceSpec) error { return away },
 		"at the counters": func(s *resourceapi.ResourceSliceSpec) error {
@@ -276,21 +289,21 @@ func TestProbeThatCannotBeMadeIsAnError(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, _, err := probeFeatures(t.Context(), server(drop), "node"); !errors.Is(err, away) {
+			if _, _, err := probeFeatures(t.Context(), serverDroppingFields(drop), "node"); !errors.Is(err, away) {
 				t.Errorf("got %v", err)
 			}
 		})
 	}
 }
 
-func TestRejectedProbesAreAnEventOfTheirOwn(t *testing.T) {
-	n := newAiling(t)
-	validating(n.client, func(_ *resourceapi.ResourceSliceSpec, dry bool) error {
+func TestRejectedProbeIsAnEvent(t *testing.T) {
+	n := newHealthNode(t)
+	validateSlices(n.client, func(_ *resourceapi.ResourceSliceSpec, dry bool) error {
 		if dry {
 			return invalid(field.Invalid(field.NewPath("spec"), "probe", "a policy refuses it"))
 		}
 		return nil
 	})
-	n.begin(t)
-	n.hears(t, "Node", "node", "SlicesRejected", "rejects the plugin's test slices (dry run)")
+	n.startPlugin(t)
+	n.expectEvent(t, "Node", "node", "SlicesRejected", "rejects the plugin's test slices (dry run)")
 }

@@ -16,62 +16,70 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 )
 
-// first says what the slice controller begins with, given what is wanted, and whether that is what the API server has.
+// publishFirst returns the slices that the slice controller must start with. published is true if
+// these slices are already in the API server.
 //
-// A node that has no slices gets them here: the controller looks for the first time a second after it was started, whatever there is to see
-// (k8s.io/dynamic-resource-allocation v0.37, Controller.initInformer), and that is most of the time that a new node's GPUs would be unknown. It finds what it
-// would have written, names included, and leaves it; what failed here it writes itself.
+// On a new node publishFirst creates the wanted slices itself, because the controller would write
+// its first slice only a second after its start (k8s.io/dynamic-resource-allocation v0.37,
+// Controller.initInformer). The slices have the names that the controller would give them, so it
+// leaves them as they are. The controller writes any slice that publishFirst failed to create.
 //
-// Where only taints differ from what an earlier instance has published, which may have ended between two of its writes, the controller begins with that: see [stages].
-func (p *publisher) first(ctx context.Context, wanted []resourceslice.Slice) (given []resourceslice.Slice, published bool, _ error) {
-	there, err := p.there(ctx)
+// If published slices differ from the wanted ones only in taints, publishFirst returns the
+// published ones. An earlier plugin instance may have ended between the writes of two slices, and
+// [sliceRollout] then writes the rest one by one.
+func (p *publisher) publishFirst(
+	ctx context.Context, wanted []resourceslice.Slice,
+) (first []resourceslice.Slice, published bool, _ error) {
+	stored, err := p.listSlices(ctx)
 	if err != nil {
 		return wanted, false, err
 	}
-	if len(there) > 0 {
-		if given, same := butTaints(there, wanted); same {
-			return given, true, nil
+	if len(stored) > 0 {
+		if first, same := equalExceptTaints(stored, wanted); same {
+			return first, true, nil
 		}
 		return wanted, false, nil
 	}
-	if err := p.create(ctx, wanted); err != nil {
+	if err := p.createSlices(ctx, wanted); err != nil {
 		return wanted, false, err
 	}
 	klog.FromContext(ctx).Info("Published the first ResourceSlices of this node", "slices", len(wanted))
 	return wanted, true, nil
 }
 
-// there are the node's slices in the API server.
-func (p *publisher) there(ctx context.Context) ([]resourceapi.ResourceSlice, error) {
+// listSlices returns this node's slices from the API server.
+func (p *publisher) listSlices(ctx context.Context) ([]resourceapi.ResourceSlice, error) {
 	return publish.APIServer{Client: p.client, Driver: DriverName, Node: p.nodeName}.Slices(ctx)
 }
 
-// adopt has the slices that an earlier instance has published. It has none where they are no complete
-// pool: the scheduler gives nothing of such a pool.
-func (p *publisher) adopt(ctx context.Context) ([]resourceslice.Slice, error) {
-	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+// adoptSlices returns the slices that an earlier plugin instance published for this node. It
+// returns none if they are not a complete pool, because the scheduler ignores incomplete pools.
+func (p *publisher) adoptSlices(ctx context.Context) ([]resourceslice.Slice, error) {
+	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
-	there, err := p.there(ctx)
+	stored, err := p.listSlices(ctx)
 	if err != nil {
 		return nil, err
 	}
-	adopted, _ := completePool(there)
+	adopted, _ := completePool(stored)
 	return adopted, nil
 }
 
-// adoptedBasis is what a node that is not ready goes on offering. Without slices there is none.
-func adoptedBasis(adopted []resourceslice.Slice, f Features) (basis, error) {
-	kept, err := keep(adopted)
-	return basis{made: len(adopted) > 0, slices: kept, features: f, settled: true}, err
+// adoptedOffer returns a lastOffer with the slices of an earlier plugin instance, for a node that
+// is not ready. If there are no such slices, the result's field valid is false.
+func adoptedOffer(adopted []resourceslice.Slice, f Features) (lastOffer, error) {
+	encoded, err := encodeSlices(adopted)
+	return lastOffer{valid: len(adopted) > 0, slices: encoded, features: f, settled: true}, err
 }
 
-// completePool are slices as they are in the API server, in order, if they are one complete pool.
-func completePool(there []resourceapi.ResourceSlice) (_ []resourceslice.Slice, complete bool) {
-	// The place in the pool begins the name.
-	slices.SortFunc(there, func(a, b resourceapi.ResourceSlice) int { return strings.Compare(a.Name, b.Name) })
-	all := make([]resourceslice.Slice, len(there))
-	for i, t := range there {
-		if t.Spec.Pool != there[0].Spec.Pool || t.Spec.Pool.ResourceSliceCount != int64(len(there)) {
+// completePool returns the stored slices, sorted by index. complete is false if they are not one
+// complete pool.
+func completePool(stored []resourceapi.ResourceSlice) (_ []resourceslice.Slice, complete bool) {
+	// The name of each slice starts with its index in the pool.
+	slices.SortFunc(stored, func(a, b resourceapi.ResourceSlice) int { return strings.Compare(a.Name, b.Name) })
+	all := make([]resourceslice.Slice, len(stored))
+	for i, t := range stored {
+		if t.Spec.Pool != stored[0].Spec.Pool || t.Spec.Pool.ResourceSliceCount != int64(len(stored)) {
 			return nil, false
 		}
 		all[i] = sliceOf(t.Spec)
@@ -79,23 +87,25 @@ func completePool(there []resourceapi.ResourceSlice) (_ []resourceslice.Slice, c
 	return all, true
 }
 
-// butTaints are the slices as they are in the API server, and whether they are one complete pool
-// that is the same as what is wanted but for taints.
-func butTaints(there []resourceapi.ResourceSlice, wanted []resourceslice.Slice) (_ []resourceslice.Slice, same bool) {
-	given, complete := completePool(there)
-	if !complete || len(given) != len(wanted) {
+// equalExceptTaints compares stored slices with wanted ones. same is true if the stored slices are
+// one complete pool that differs from wanted only in taints. Then it returns the stored slices,
+// sorted.
+func equalExceptTaints(stored []resourceapi.ResourceSlice, wanted []resourceslice.Slice) (_ []resourceslice.Slice, same bool) {
+	published, complete := completePool(stored)
+	if !complete || len(published) != len(wanted) {
 		return nil, false
 	}
 	for i := range wanted {
-		if !apiequality.Semantic.DeepEqual(untainted(given[i]), untainted(wanted[i])) {
+		if !apiequality.Semantic.DeepEqual(withoutTaints(published[i]), withoutTaints(wanted[i])) {
 			return nil, false
 		}
 	}
-	return given, true
+	return published, true
 }
 
-// create writes slices as the controller would.
-func (p *publisher) create(ctx context.Context, wanted []resourceslice.Slice) error {
+// createSlices creates the wanted slices with the names, owner and pool that the slice controller
+// would give them.
+func (p *publisher) createSlices(ctx context.Context, wanted []resourceslice.Slice) error {
 	node, err := p.client.CoreV1().Nodes().Get(ctx, p.nodeName, metav1.GetOptions{})
 	if err != nil {
 		return err
@@ -107,7 +117,7 @@ func (p *publisher) create(ctx context.Context, wanted []resourceslice.Slice) er
 		spec.Pool = resourceapi.ResourcePool{Name: p.nodeName, Generation: 1, ResourceSliceCount: int64(len(wanted))}
 		_, err := p.client.ResourceV1().ResourceSlices().Create(ctx, &resourceapi.ResourceSlice{
 			ObjectMeta: metav1.ObjectMeta{
-				// The controller finds a slice again by its place in the pool, which begins its name.
+				// The slice controller recognizes a slice by its index in the pool, with which the name starts.
 				GenerateName:    fmt.Sprintf("%05x-%s-%s-", i, DriverName, p.nodeName),
 				OwnerReferences: []metav1.OwnerReference{owner},
 			},

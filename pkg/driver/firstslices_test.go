@@ -18,7 +18,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// manyGPUs do not fit into one slice.
+// manyGPUs returns a snapshot with 70 GPUs, which need two slices.
 func manyGPUs() inventory.Snapshot {
 	var addresses []device.PCIAddress
 	for i := range 70 {
@@ -27,8 +27,8 @@ func manyGPUs() inventory.Snapshot {
 	return readyWith(addresses...)
 }
 
-// stored are the writes of slices that were no dry runs, by verb.
-func stored(client *fake.Clientset) map[string]int {
+// storedWrites counts the client's writes of slices by verb. It leaves out dry runs.
+func storedWrites(client *fake.Clientset) map[string]int {
 	counts := map[string]int{}
 	for _, a := range client.Actions() {
 		if a.GetResource().Resource != "resourceslices" {
@@ -45,12 +45,16 @@ func stored(client *fake.Clientset) map[string]int {
 	return counts
 }
 
-func publishing(t *testing.T, client *fake.Clientset, inv *fakeInventory, mark func([]resourceslice.Slice, inventory.Snapshot, Features) ([]resourceslice.Slice, bool)) chan struct{} {
+func startPublisher(
+	t *testing.T, client *fake.Clientset, inv *fakeInventory,
+	mark func([]resourceslice.Slice, inventory.Snapshot, Features) ([]resourceslice.Slice, bool),
+) chan struct{} {
 	t.Helper()
 	changed := make(chan struct{}, 1)
 	p := &publisher{
-		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs, onVersion: func(string) {}, mark: mark,
-		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool, bool) {},
+		client: client, nodeName: "node", inv: inv, leader: newLeaderLock(t.TempDir(), time.Now()),
+		slices: wholeGPUs, onVersion: func(string) {}, mark: mark,
+		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onLeadership: func(bool, bool) {},
 	}
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
@@ -64,32 +68,34 @@ func publishing(t *testing.T, client *fake.Clientset, inv *fakeInventory, mark f
 	return changed
 }
 
-func TestTheControllerLeavesTheFirstSlicesAsTheyAre(t *testing.T) {
+func TestControllerKeepsFirstSlices(t *testing.T) {
 	client, inv := apiServer(), &fakeInventory{}
 	s := manyGPUs()
 	inv.set(s)
-	changed := publishing(t, client, inv, unmarked)
+	changed := startPublisher(t, client, inv, unmarked)
 	eventually(t, "all GPUs are published", func() bool { return len(published(t, client)) == len(s.Node.GPUs) })
-	if got := stored(client); got["create"] != 2 || len(got) != 1 {
+	if got := storedWrites(client); got["create"] != 2 || len(got) != 1 {
 		t.Fatalf("writes %v", got)
 	}
-	// From here on it is the controller who writes: one slice, since the other is as it should be.
+	// The slices exist now, so the slice controller makes this change. It must write only the slice
+	// that differs.
 	s = manyGPUs()
 	s.Node.GPUs[69].UUID = "GPU-another"
 	inv.set(s)
 	changed <- struct{}{}
-	eventually(t, "the change is published", func() bool { return stored(client)["update"] > 0 })
-	if got := stored(client); got["create"] != 2 || got["update"] != 1 || len(got) != 2 {
+	eventually(t, "the change is published", func() bool { return storedWrites(client)["update"] > 0 })
+	if got := storedWrites(client); got["create"] != 2 || got["update"] != 1 || len(got) != 2 {
 		t.Errorf("writes %v", got)
 	}
 	for _, slice := range mustList(t, client) {
-		if slice.Spec.Pool.Generation != 1 || slice.Spec.Pool.ResourceSliceCount != 2 || len(slice.OwnerReferences) != 1 || slice.OwnerReferences[0].UID != "node-uid" {
+		if slice.Spec.Pool.Generation != 1 || slice.Spec.Pool.ResourceSliceCount != 2 ||
+			len(slice.OwnerReferences) != 1 || slice.OwnerReferences[0].UID != "node-uid" {
 			t.Errorf("slice %s: %+v of %+v", slice.Name, slice.Spec.Pool, slice.OwnerReferences)
 		}
 	}
 }
 
-func TestWhatTheFirstSlicesLackTheControllerWrites(t *testing.T) {
+func TestControllerWritesMissingFirstSlices(t *testing.T) {
 	client, inv := apiServer(), &fakeInventory{}
 	refused := false
 	client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
@@ -105,34 +111,37 @@ func TestWhatTheFirstSlicesLackTheControllerWrites(t *testing.T) {
 	})
 	s := manyGPUs()
 	inv.set(s)
-	publishing(t, client, inv, unmarked)
+	startPublisher(t, client, inv, unmarked)
 	eventually(t, "all GPUs are published", func() bool { return len(published(t, client)) == len(s.Node.GPUs) })
 	if !refused {
 		t.Error("nothing was refused")
 	}
 }
 
-// An instance may end between two of the writes that a change of several slices takes.
-func TestTaintsThatAnEarlierInstanceHasNotPublishedAreWrittenSliceBySlice(t *testing.T) {
+// An earlier plugin instance has ended before it wrote the taints of any slice. The next instance
+// must write them slice by slice, in the same pool generation.
+func TestRestartWritesMissingTaintsSliceBySlice(t *testing.T) {
 	client, inv := apiServer(), &fakeInventory{}
 	s := manyGPUs()
 	inv.set(s)
 	earlier, _, _ := wholeGPUs(t.Context(), s, Features{})
-	if _, published, err := (&publisher{client: client, nodeName: "node"}).first(t.Context(), earlier); !published || err != nil {
+	if _, published, err := (&publisher{client: client, nodeName: "node"}).publishFirst(t.Context(), earlier); !published || err != nil {
 		t.Fatal(published, err)
 	}
-	publishing(t, client, inv, func(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
+	startPublisher(t, client, inv, func(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
 		marked := slices.Clone(all)
 		for i := range marked {
 			marked[i].Devices = slices.Clone(marked[i].Devices)
-			marked[i].Devices[0].Taints = []resourceapi.DeviceTaint{{Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule}}
+			marked[i].Devices[0].Taints = []resourceapi.DeviceTaint{{
+				Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule,
+			}}
 		}
 		return marked, true
 	})
 	eventually(t, "all taints are published", func() bool {
 		return !slices.ContainsFunc(mustList(t, client), func(s resourceapi.ResourceSlice) bool { return len(s.Spec.Devices[0].Taints) == 0 })
 	})
-	if got := stored(client); got["create"] != 2 || got["update"] != 2 || len(got) != 2 {
+	if got := storedWrites(client); got["create"] != 2 || got["update"] != 2 || len(got) != 2 {
 		t.Errorf("writes %v", got)
 	}
 	for _, slice := range mustList(t, client) {

@@ -6,32 +6,37 @@ import (
 	"time"
 )
 
-// Whatever a container runtime says of its configuration, its directories are known by either name.
+// The paths /run/cdi and /var/run/cdi name the same directory, so refusesCDI must return the same
+// code for both, for any configuration of the container runtime.
 func FuzzRuntimeConfig(f *testing.F) {
-	for _, config := range []string{`{"enableCDI":false}`, `{"cdiSpecDirs":["/run/cdi"]}`, `{"cdiSpecDirs":[]}`, `{"cdiSpecDirs":["..","/var/run/../run/cdi"]}`, ``, `{`, `[]`, `{"enableCDI":null,"cdiSpecDirs":[null]}`} {
+	for _, config := range []string{
+		`{"enableCDI":false}`, `{"cdiSpecDirs":["/run/cdi"]}`, `{"cdiSpecDirs":[]}`,
+		`{"cdiSpecDirs":["..","/var/run/../run/cdi"]}`, ``, `{`, `[]`, `{"enableCDI":null,"cdiSpecDirs":[null]}`,
+	} {
 		f.Add(config)
 	}
 	f.Fuzz(func(t *testing.T, config string) {
 		one, _ := refusesCDI(config, "/var/run/cdi")
 		other, _ := refusesCDI(config, "/run/cdi")
 		if one != other {
-			t.Errorf("%q: the two names of a directory are told apart", config)
+			t.Errorf("%q: the two names of a directory give different results", config)
 		}
 	})
 }
 
-// Whatever stands where an instance asks for its turn to publish, it is a time at which one started, or nobody asks.
-func FuzzTurnRequest(f *testing.F) {
+// Whatever the request file contains, the leader must read it either as a start time of another
+// plugin instance or as no request, and must not panic.
+func FuzzHandoverRequest(f *testing.F) {
 	for _, text := range []string{"1700000000000000000", "", "-1", "1e9", "99999999999999999999", " 1\n"} {
 		f.Add([]byte(text))
 	}
 	dir := f.TempDir()
 	f.Fuzz(func(t *testing.T, text []byte) {
-		turn := newTurn(dir, time.Unix(1, 0))
-		if err := os.WriteFile(turn.request, text, 0o600); err != nil {
+		leader := newLeaderLock(dir, time.Unix(1, 0))
+		if err := os.WriteFile(leader.requestPath, text, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if at := turn.requested(); !at.IsZero() && !time.Unix(0, at.UnixNano()).Equal(at) {
+		if at := leader.requestTime(); !at.IsZero() && !time.Unix(0, at.UnixNano()).Equal(at) {
 			t.Errorf("%q is %v", text, at)
 		}
 	})

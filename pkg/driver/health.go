@@ -11,17 +11,20 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// healthInterval keeps the kubelet's view fresh: it takes a device as unknown after 30 s of silence.
-const healthInterval = 10 * time.Second
+// healthReportInterval is shorter than the 30 s after which the kubelet reports a silent device as
+// Unknown.
+const healthReportInterval = 10 * time.Second
 
-// WatchHealthStatus reports every offered device, at once, with each change and regularly, until the kubelet goes away.
+// WatchHealthStatus sends the health of every offered device to the channel reports: once at the
+// start, after each change, and every healthReportInterval. It returns when the kubelet
+// disconnects.
 func (d *Driver) WatchHealthStatus(ctx context.Context, reports chan<- kubeletplugin.DeviceHealthReport) error {
-	tick := time.NewTicker(healthInterval)
+	tick := time.NewTicker(healthReportInterval)
 	defer tick.Stop()
 	for {
-		changed := d.health.Changed() // before looking: what comes after it wakes us
+		changed := d.health.Changed() // before View is read, so that no later change is missed
 		now := time.Now()
-		r := reporter{pool: d.cfg.NodeName, view: d.health.View(), stale: d.health.Stale(now), lost: d.lost.Messages()}
+		r := healthReporter{pool: d.cfg.NodeName, view: d.health.View(), stale: d.health.Stale(now), lost: d.lost.Messages()}
 		select {
 		case <-ctx.Done():
 			return nil
@@ -36,32 +39,34 @@ func (d *Driver) WatchHealthStatus(ctx context.Context, reports chan<- kubeletpl
 	}
 }
 
-// reporter says to the kubelet how devices are.
-type reporter struct {
+// healthReporter builds the health reports for the kubelet.
+type healthReporter struct {
 	pool string
 	view *health.View
-	// stale says that nobody has thought about the verdicts for long.
+	// stale is true if the health verdicts have not been updated for too long.
 	stale bool
-	// lost says of devices that are gone for the claims that hold them what became of them.
+	// lost has a message for each device that a prepared claim should have but that is gone from the
+	// hardware, by the device's name.
 	lost map[string]string
 }
 
-// report has every device of the snapshot, and every partition that a GPU can have or has, whether it is cut now or not: the kubelet looks up those that its
-// Pods hold.
-func (r reporter) report(s inventory.Snapshot, now time.Time) kubeletplugin.DeviceHealthReport {
+// report returns the health of every GPU of the snapshot and of all its partitions, also of those
+// that do not exist now. The kubelet picks the devices of its Pods.
+func (r healthReporter) report(s inventory.Snapshot, now time.Time) kubeletplugin.DeviceHealthReport {
 	var report kubeletplugin.DeviceHealthReport
 	for _, g := range s.Node.GPUs {
 		for _, name := range g.DeviceNames() {
 			h := kubeletplugin.DeviceHealth{PoolName: r.pool, DeviceName: name, LastUpdated: now}
-			h.Health, h.Message = r.judge(s, g.GPU, name)
+			h.Health, h.Message = r.status(s, g.GPU, name)
 			report.Devices = append(report.Devices, h)
 		}
 	}
 	return report
 }
 
-// judge says what is gravest of a device.
-func (r reporter) judge(s inventory.Snapshot, g device.GPU, name string) (kubeletplugin.HealthStatus, string) {
+// status returns the health status of the device called name, which is the GPU g or a part of it,
+// and a message for users.
+func (r healthReporter) status(s inventory.Snapshot, g device.GPU, name string) (kubeletplugin.HealthStatus, string) {
 	if message, is := r.lost[name]; is {
 		return kubeletplugin.HealthStatusUnhealthy, message
 	}
@@ -71,12 +76,12 @@ func (r reporter) judge(s inventory.Snapshot, g device.GPU, name string) (kubele
 	case v.State >= health.Unhealthy:
 		return kubeletplugin.HealthStatusUnhealthy, v.Message()
 	case r.stale:
-		return kubeletplugin.HealthStatusUnknown, "the plugin does not judge the hardware any more"
+		return kubeletplugin.HealthStatusUnknown, "the plugin has stopped judging the GPU's health"
 	case !s.Ready:
 		return kubeletplugin.HealthStatusUnknown, s.Reason
 	case v.State == health.Unknown:
 		return kubeletplugin.HealthStatusUnknown, v.Message()
 	default:
-		return kubeletplugin.HealthStatusHealthy, v.Message() // of a degraded one
+		return kubeletplugin.HealthStatusHealthy, v.Message() // a degraded device has a message
 	}
 }

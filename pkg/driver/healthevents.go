@@ -10,13 +10,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 )
 
-// gpuAnnotation names in an Event the GPU that it is about.
+// gpuAnnotation is the annotation of an Event with the name of the GPU that the Event is about.
 const gpuAnnotation = DriverName + "/gpu"
 
-// noticeMost is how many messages one Event has at most.
-const noticeMost = 3
+// maxNoticeMessages is how many messages one Event contains.
+const maxNoticeMessages = 3
 
-// notice is an Event to be written: all that changed of one GPU at one time and for one reason.
+// notice is the content of one Event. It combines all health changes of one GPU that have the same
+// Event reason.
 type notice struct {
 	gpu, kind, reason string
 	messages          []string
@@ -25,7 +26,7 @@ type notice struct {
 
 type notices []notice
 
-// add says one thing more.
+// add adds the message to the notice about the same GPU with the same reason, or to a new one.
 func (n *notices) add(c health.Change, kind, reason, message string) {
 	gpu := c.Card.PCIAddress.WholeName()
 	for i := range *n {
@@ -33,7 +34,7 @@ func (n *notices) add(c health.Change, kind, reason, message string) {
 		switch {
 		case same.gpu != gpu || same.reason != reason:
 			continue
-		case len(same.messages) < noticeMost:
+		case len(same.messages) < maxNoticeMessages:
 			same.messages = append(same.messages, message)
 		default:
 			same.more++
@@ -46,25 +47,28 @@ func (n *notices) add(c health.Change, kind, reason, message string) {
 func (n notice) String() string {
 	text := strings.Join(n.messages, "; ")
 	if n.more > 0 {
-		text += fmt.Sprintf("; and %d more, which are in the plugin's log", n.more)
+		text += fmt.Sprintf("; and %d more in the plugin's log", n.more)
 	}
 	return text
 }
 
-// health writes an Event about a GPU.
-func (e *nodeEvents) health(object *corev1.ObjectReference, n notice) {
+// healthEvent writes the notice as an Event on the object.
+func (e *nodeEvents) healthEvent(object *corev1.ObjectReference, n notice) {
 	e.recorder.AnnotatedEventf(object, map[string]string{gpuAnnotation: n.gpu}, n.kind, n.reason, "%s", n)
 }
 
-// quotaKey says which Events share a quota of 25, and one more every five minutes: those about one object and one GPU. So a GPU that never ceases to fail
-// takes no Event from another one, nor from what else is to be said of the node.
-func quotaKey(e *corev1.Event) string {
+// rateLimitKey returns the key by which the recorder limits Events: 25 for each key, then one every
+// five minutes. Each pair of object and GPU has its own key, so that a failing GPU does not
+// suppress Events about other GPUs or the node.
+func rateLimitKey(e *corev1.Event) string {
 	o := e.InvolvedObject
 	return strings.Join([]string{e.Source.Component, o.Kind, o.Namespace, o.Name, string(o.UID), e.Annotations[gpuAnnotation]}, "/")
 }
 
-// likenessKey says which Events are told as one where many come within ten minutes: those that are alike but for their messages, about one GPU.
-func likenessKey(e *corev1.Event) (group, member string) {
+// aggregationKey returns the keys by which the recorder merges similar Events if many come within
+// ten minutes. Events about one GPU that differ only in their messages have the same group. Each
+// message is a member of the group.
+func aggregationKey(e *corev1.Event) (group, member string) {
 	group, member = record.EventAggregatorByReasonFunc(e)
 	return group + e.Annotations[gpuAnnotation], member
 }

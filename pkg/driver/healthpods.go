@@ -17,67 +17,70 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 )
 
-// podsTimeout bounds looking up the Pods of one claim.
+// podsTimeout limits the time to read one claim and to find its Pods.
 const podsTimeout = 10 * time.Second
 
-// tellPods writes Events on the Pods that hold what changed, until the context ends.
-func (d *Driver) tellPods(ctx context.Context) {
+// reportToPods writes Events about queued health changes on the Pods whose devices are affected. It
+// runs until the context ends.
+func (d *Driver) reportToPods(ctx context.Context) {
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-d.healthTold.wake:
+		case <-d.healthReport.wake:
 		}
-		changes := d.healthTold.take()
-		if d.superseded.Load() || len(changes) == 0 {
+		changes := d.healthReport.take()
+		if d.newerLeads.Load() || len(changes) == 0 {
 			continue
 		}
 		entries, err := d.preparer.Records.List()
 		if err != nil {
-			klog.FromContext(ctx).Error(err, "Could not tell any Pod how the devices are that it holds")
+			klog.FromContext(ctx).Error(err, "Failed to list prepared claims; their Pods get no health Events")
 			continue
 		}
-		known := d.cards()
+		known := d.knownGPUs()
 		for _, e := range entries {
-			if err := d.tellClaim(ctx, e, d.noticesFor(known, e, changes)); err != nil {
-				klog.FromContext(ctx).V(2).Info("Could not tell the Pods of a claim how its devices are", "claim", e.ClaimUID, "err", err)
+			if err := d.reportToClaim(ctx, e, d.noticesFor(known, e, changes)); err != nil {
+				klog.FromContext(ctx).V(2).Info("Failed to write health Events for claim", "claim", e.ClaimUID, "err", err)
 			}
 		}
 	}
 }
 
-// noticesFor are about the changes that reach a device of the claim.
-func (d *Driver) noticesFor(known cards, e checkpoint.Entry, changes []health.Change) (notices notices) {
+// noticesFor returns the Events to write about those health changes that affect a device of the
+// claim with the checkpoint record e. The result is empty if none does.
+func (d *Driver) noticesFor(known knownGPUs, e checkpoint.Entry, changes []health.Change) (notices notices) {
 	for _, c := range changes {
-		held := reached(c, known.of(c.Card), e.Devices)
+		held := affectedDevice(c, known.gpu(c.Card), e.Devices)
 		if held == "" {
 			continue
 		}
-		kind, reason, message := corev1.EventTypeWarning, "GPU"+c.Finding.State.String(), illMessage(c)
+		kind, reason, message := corev1.EventTypeWarning, "GPU"+c.Finding.State.String(), unhealthyMessage(c)
 		switch {
 		case c.Finding.State == health.Healthy:
 			reason, message = "GPUReport", fmt.Sprintf("%s: %s", c.Finding.Reason, c.Finding.Action)
 		case c.Over:
 			kind = corev1.EventTypeNormal
-			reason, message = d.recovered(known, c)
+			reason, message = d.recoveryEvent(known, c)
 		}
 		notices.add(c, kind, reason, held+": "+message)
 	}
 	return notices
 }
 
-// reached is the first of the devices that the change reaches.
-func reached(c health.Change, gpu device.GPU, held []string) string {
+// affectedDevice returns the first of the device names in held that the change affects, or "" if it
+// affects none. gpu is the GPU that the change is about.
+func affectedDevice(c health.Change, gpu device.GPU, held []string) string {
 	for _, name := range held {
-		if n, ok := device.ParseName(name); ok && n.GPU == gpu.WholeName() && c.Affected(gpu, n) {
+		if n, ok := device.ParseName(name); ok && n.GPU == gpu.WholeName() && c.Affects(gpu, n) {
 			return name
 		}
 	}
 	return ""
 }
 
-// tellClaim writes Events on the Pods of a claim.
-func (d *Driver) tellClaim(ctx context.Context, e checkpoint.Entry, notices notices) error {
+// reportToClaim writes the notices as Events on each consumer of the claim.
+func (d *Driver) reportToClaim(ctx context.Context, e checkpoint.Entry, notices notices) error {
 	if len(notices) == 0 {
 		return nil
 	}
@@ -93,15 +96,15 @@ func (d *Driver) tellClaim(ctx context.Context, e checkpoint.Entry, notices noti
 	}
 	for _, object := range consumers(claim) {
 		for _, n := range notices {
-			d.events.health(object, n)
+			d.events.healthEvent(object, n)
 		}
 	}
 	return nil
 }
 
-// consumers are the objects that show their users how a claim's devices are: those for which it is
-// reserved. Only a Pod is named there itself. For all others the claim is one more of the objects:
-// the Pods of a PodGroup, say, cannot be known without the right to list Pods.
+// consumers returns references to the Pods and PodGroups that the claim is reserved for. If any
+// consumer is not a Pod, it adds the claim itself: the Pods of a PodGroup, for example, cannot be
+// found without permission to list Pods.
 func consumers(c *resourceapi.ResourceClaim) []*corev1.ObjectReference {
 	var objects []*corev1.ObjectReference
 	onlyPods := true
@@ -121,9 +124,9 @@ func consumers(c *resourceapi.ResourceClaim) []*corev1.ObjectReference {
 	return objects
 }
 
-// consumerKinds are the kinds of what a claim can be reserved for: Pods, and PodGroups (KEP-5729).
-// Kubernetes 1.36 serves PodGroups in another version of their group, which matters to no reader of
-// Events.
+// consumerKinds are the kinds of objects that a claim can be reserved for: Pods, and PodGroups
+// (KEP-5729). Kubernetes 1.36 serves PodGroups in another API version. For Events the version does
+// not matter.
 var consumerKinds = map[schema.GroupResource]schema.GroupVersionKind{
 	corev1.Resource("pods"):                 corev1.SchemeGroupVersion.WithKind("Pod"),
 	schedulingv1beta1.Resource("podgroups"): schedulingv1beta1.SchemeGroupVersion.WithKind("PodGroup"),

@@ -14,8 +14,8 @@ func podGroup(name string) resourceapi.ResourceClaimConsumerReference {
 	return resourceapi.ResourceClaimConsumerReference{APIGroup: "scheduling.k8s.io", Resource: "podgroups", Name: name, UID: "uid-of-group"}
 }
 
-// The claim does not name the Pods of a PodGroup, so the Event goes to the PodGroup and to the
-// claim.
+// If a PodGroup uses the claim, Events must go to the PodGroup and to the claim, because the claim
+// does not list the group's Pods.
 func TestHealthEventsReachEveryConsumerOfAClaim(t *testing.T) {
 	pod := resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: "p", UID: "uid-of-p"}
 	run := resourceapi.ResourceClaimConsumerReference{APIGroup: "example.com", Resource: "runs", Name: "r", UID: "u"}
@@ -31,7 +31,7 @@ func TestHealthEventsReachEveryConsumerOfAClaim(t *testing.T) {
 		reserved consumersOf
 		want     []corev1.ObjectReference
 	}{
-		"nobody":             {nil, nil},
+		"no consumer":        {nil, nil},
 		"a Pod":              {consumersOf{pod}, []corev1.ObjectReference{aPod}},
 		"a PodGroup":         {consumersOf{podGroup("g")}, []corev1.ObjectReference{aGroup, theClaim}},
 		"both":               {consumersOf{podGroup("g"), pod}, []corev1.ObjectReference{aGroup, aPod, theClaim}},
@@ -53,7 +53,7 @@ func TestHealthEventsReachEveryConsumerOfAClaim(t *testing.T) {
 	}
 }
 
-// setConsumers says for whom a claim is reserved.
+// setConsumers sets the objects that the claim called name is reserved for.
 func (n *node) setConsumers(t *testing.T, name string, consumers ...resourceapi.ResourceClaimConsumerReference) {
 	t.Helper()
 	claims := n.client.ResourceV1().ResourceClaims("team")
@@ -67,8 +67,8 @@ func (n *node) setConsumers(t *testing.T, name string, consumers ...resourceapi.
 	}
 }
 
-func TestAPodGroupHearsHowItsGPUIs(t *testing.T) {
-	n := newAiling(t)
+func TestPodGroupGetsHealthEvents(t *testing.T) {
+	n := newHealthNode(t)
 	n.run(t)
 	n.register(t)
 	claim := n.claim(t, "held", secondGPU)
@@ -79,10 +79,10 @@ func TestAPodGroupHearsHowItsGPUIs(t *testing.T) {
 	n.client.ClearActions()
 	n.xid("0000:43:00.0", 31)
 	eventually(t, "the PodGroup has an Event", func() bool { return n.hasEvent(t, "PodGroup", "gang", "GPUReport", "XID 31") })
-	eventually(t, "the claim has it too", func() bool { return n.hasEvent(t, "ResourceClaim", "held", "GPUReport", "XID 31") })
+	eventually(t, "the claim has an Event", func() bool { return n.hasEvent(t, "ResourceClaim", "held", "GPUReport", "XID 31") })
 	for _, a := range n.client.Actions() {
 		if a.GetResource().Resource == "pods" || a.GetResource().Resource == "podgroups" {
-			t.Errorf("it used a right that it has not: %s %s", a.GetVerb(), a.GetResource().Resource)
+			t.Errorf("the plugin used a permission that it does not have: %s %s", a.GetVerb(), a.GetResource().Resource)
 		}
 	}
 }

@@ -15,13 +15,16 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// TestStorms has every XID that there is, and some that there are not, come on sixteen GPUs at once, in any order. They are in two slices.
-func TestStorms(t *testing.T) {
-	const gpus, ailing, codes, rounds = 70, 16, 180, 6
-	n := newAiling(t)
+// All known XIDs and some unknown ones occur at once, in random order, on 16 of 70 GPUs. The number
+// of writes and Events must stay limited.
+func TestEventStormIsBounded(t *testing.T) {
+	const gpus, failing, codes, rounds = 70, 16, 180, 6
+	n := newHealthNode(t)
 	address := func(i int) device.PCIAddress { return device.PCIAddress(fmt.Sprintf("0001:%02x:00.0", i)) }
-	ill := func(i int) device.PCIAddress { return address(gpus - 1 - i*(gpus/ailing)) } // the first ones are in the second slice
-	n.say("many", func() (nvidia.Node, error) {
+	// failed returns the PCI address of the i-th failing GPU. The failing GPUs are in both slices, the
+	// first ones in the second slice.
+	failed := func(i int) device.PCIAddress { return address(gpus - 1 - i*(gpus/failing)) }
+	n.setHardware("many", func() (nvidia.Node, error) {
 		all, err := twoGPUs()
 		pattern := all.GPUs[0]
 		all.GPUs = nil
@@ -34,11 +37,11 @@ func TestStorms(t *testing.T) {
 	})
 	n.run(t)
 	n.register(t)
-	eventually(t, "all are published", func() bool { return len(published(t, n.client)) == gpus })
+	eventually(t, "all GPUs are published", func() bool { return len(published(t, n.client)) == gpus })
 	generation := mustList(t, n.client)[0].Spec.Pool.Generation
-	for _, i := range []int{0, ailing - 1} {
+	for _, i := range []int{0, failing - 1} {
 		name := fmt.Sprintf("held-%d", i)
-		claim := n.claim(t, name, ill(i).WholeName())
+		claim := n.claim(t, name, failed(i).WholeName())
 		n.reserve(t, name, "pod-"+name)
 		if msg := n.prepare(t, claim).GetError(); msg != "" {
 			t.Fatal(msg)
@@ -48,29 +51,31 @@ func TestStorms(t *testing.T) {
 	n.client.ClearActions()
 	began := time.Now()
 	for range rounds {
-		for _, k := range rand.Perm(ailing * codes) {
-			n.xid(ill(k%ailing), uint64(k/ailing+1))
+		for _, k := range rand.Perm(failing * codes) {
+			n.xid(failed(k%failing), uint64(k/failing+1))
 		}
 	}
-	t.Logf("%d events in %s", rounds*ailing*codes, time.Since(began))
-	eventually(t, "every GPU has the taint that it must have", func() bool {
+	t.Logf("%d events in %s", rounds*failing*codes, time.Since(began))
+	eventually(t, "every GPU is tainted", func() bool {
 		all := n.taints(t)
-		for i := range ailing {
-			if !strings.Contains(all[ill(i).WholeName()], "gpu.nvidia.com/xid=") {
+		for i := range failing {
+			if !strings.Contains(all[failed(i).WholeName()], "gpu.nvidia.com/xid=") {
 				return false
 			}
 		}
 		return true
 	})
-	for _, pod := range []string{"pod-held-0", fmt.Sprintf("pod-held-%d", ailing-1)} {
-		eventually(t, "the Pod is told", func() bool { return n.hasEvent(t, "Pod", pod, "GPUUnhealthy", "XID") })
+	for _, pod := range []string{"pod-held-0", fmt.Sprintf("pod-held-%d", failing-1)} {
+		eventually(t, "the Pod has an Event", func() bool { return n.hasEvent(t, "Pod", pod, "GPUUnhealthy", "XID") })
 	}
-	// The last word of a storm is told before what is said after it.
-	n.change(t, nil, map[string]string{releaseAnnotation: "true"})
-	eventually(t, "what has nothing to do with it is told as well", func() bool { return n.hasEvent(t, "Node", "node", "DriverReleased", "") })
+	// Events are written in order. When the Event about this change of the Node is there, all Events
+	// about the storm are written.
+	n.editNode(t, nil, map[string]string{releaseAnnotation: "true"})
+	eventually(t, "an unrelated Event is written", func() bool { return n.hasEvent(t, "Node", "node", "DriverReleased", "") })
 
-	// A flush comes ten times a second at most, and of one GPU it has an Event for each reason at most.
-	flushes := int(time.Since(began)/healthPause) + 1
+	// Each flush of the health loop writes at most one Event for each GPU and reason, and there are at
+	// most ten flushes a second.
+	flushes := int(time.Since(began)/healthFlushInterval) + 1
 	slices, events, reads := 0, map[string]int{}, 0
 	for _, a := range n.client.Actions() {
 		switch {
@@ -87,7 +92,7 @@ func TestStorms(t *testing.T) {
 	}
 	t.Logf("%d writes of slices, %d reads of claims, events: %v", slices, reads, events)
 	if slices > 30 || mustList(t, n.client)[0].Spec.Pool.Generation != generation {
-		t.Errorf("%d events are %d writes of slices", rounds*ailing*codes, slices)
+		t.Errorf("%d events led to %d writes of slices", rounds*failing*codes, slices)
 	}
 	if reads > 2*flushes {
 		t.Errorf("two claims were read %d times", reads)
@@ -99,7 +104,7 @@ func TestStorms(t *testing.T) {
 	}
 }
 
-func TestNoticesOfOneGPUAreOne(t *testing.T) {
+func TestNoticesMergeByGPUAndReason(t *testing.T) {
 	var n notices
 	change := func(a device.PCIAddress) health.Change { return health.Change{Card: device.Card{PCIAddress: a}} }
 	for i := range 5 {
@@ -107,22 +112,22 @@ func TestNoticesOfOneGPUAreOne(t *testing.T) {
 		n.add(change("0000:43:00.0"), corev1.EventTypeWarning, "GPUUnhealthy", fmt.Sprintf("XID %d", i))
 	}
 	n.add(change("0000:1b:00.0"), corev1.EventTypeWarning, "GPUDegraded", "a little")
-	if len(n) != 3 || n[0].String() != "XID 0; XID 1; XID 2; and 2 more, which are in the plugin's log" || n[2].String() != "a little" {
+	if len(n) != 3 || n[0].String() != "XID 0; XID 1; XID 2; and 2 more in the plugin's log" || n[2].String() != "a little" {
 		t.Errorf("%v", n)
 	}
 }
 
-func TestWhatWaitsToBeToldIsBounded(t *testing.T) {
-	var told healthTold
+func TestPendingHealthChangesAreBounded(t *testing.T) {
+	var report healthReport
 	state := func(s health.State, count uint64) health.Change {
 		return health.Change{Finding: health.Finding{State: s, Count: count}}
 	}
-	told.add(state(health.Lost, 0))
-	for i := range uint64(2 * healthEventsMost) {
-		told.add(state(health.Healthy, i))
+	report.add(state(health.Lost, 0))
+	for i := range uint64(2 * maxPendingHealthChanges) {
+		report.add(state(health.Healthy, i))
 	}
-	left := told.take()
-	if len(left) != healthEventsMost || left[0].Finding.State != health.Lost || left[1].Finding.Count != healthEventsMost+1 {
+	left := report.take()
+	if len(left) != maxPendingHealthChanges || left[0].Finding.State != health.Lost || left[1].Finding.Count != maxPendingHealthChanges+1 {
 		t.Errorf("%d: %+v", len(left), left[:2])
 	}
 }

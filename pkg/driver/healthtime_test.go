@@ -13,60 +13,62 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 )
 
-// judging runs what judges in a bubble of fake time.
-func judging(t *testing.T, test func(ctx context.Context, h *healthWatch, told func() int)) {
+// runHealthLoop runs the test with a health loop in simulated time. The function flushes returns
+// how often the loop has reported changes since the start.
+func runHealthLoop(t *testing.T, test func(ctx context.Context, h *healthWatch, flushes func() int)) {
 	t.Helper()
 	dir := t.TempDir()
 	synctest.Test(t, func(t *testing.T) {
 		inv := &fakeInventory{}
 		inv.set(readyWith("0000:1b:00.0", "0000:43:00.0"))
 		h := newHealthWatch(nil, nil, dir, "boot", inv)
-		var told atomic.Int64
-		h.tell = func(context.Context, []health.Change) { told.Add(1) }
-		h.count = func(map[health.Counted]uint64, string) {}
+		var flushes atomic.Int64
+		h.onChange = func(context.Context, []health.Change) { flushes.Add(1) }
+		h.onCounts = func(map[health.EventKey]uint64, string) {}
 		h.inUse = func(string) bool { return false }
 		ctx, cancel := context.WithCancel(t.Context())
-		j := h.begin(ctx)
+		j := h.newLoop(ctx)
 		done := make(chan struct{})
 		go func() { defer close(done); j.Run(ctx) }()
-		h.Publishes(true)
-		test(ctx, h, func() int { return int(told.Load()) })
+		h.SetLeader(true)
+		test(ctx, h, func() int { return int(flushes.Load()) })
 		cancel()
 		<-done
 	})
 }
 
-func passes(d time.Duration) {
-	time.Sleep(d) //nolint:forbidigo // the bubble's fake time
+func advance(d time.Duration) {
+	time.Sleep(d) //nolint:forbidigo // simulated time
 	synctest.Wait()
 }
 
 func xidAt(address device.PCIAddress, code uint64) device.Signal {
-	return device.Signal{Event: &device.HealthEvent{Card: device.Card{PCIAddress: address, UUID: "GPU-" + string(address)}, Kind: device.EventXID, XID: code, At: time.Now()}}
+	return device.Signal{Event: &device.HealthEvent{
+		Card: device.Card{PCIAddress: address, UUID: "GPU-" + string(address)}, Kind: device.EventXID, XID: code, At: time.Now()}}
 }
 
-func listening() device.Signal {
+func watcherUp() device.Signal {
 	return device.Signal{Watcher: &device.WatcherState{Up: true, Events: true, Driver: "load", At: time.Now()}}
 }
 
-func TestTheFirstEventIsToldAtOnceAndABurstAsAFew(t *testing.T) {
-	judging(t, func(ctx context.Context, h *healthWatch, told func() int) {
-		passes(time.Minute)
-		h.Told(ctx, listening())
-		passes(time.Second)
-		before := told()
-		h.Told(ctx, xidAt("0000:1b:00.0", 79))
+func TestFirstEventIsFlushedAtOnceAndBurstsMerge(t *testing.T) {
+	runHealthLoop(t, func(ctx context.Context, h *healthWatch, flushes func() int) {
+		advance(time.Minute)
+		h.Enqueue(ctx, watcherUp())
+		advance(time.Second)
+		before := flushes()
+		h.Enqueue(ctx, xidAt("0000:1b:00.0", 79))
 		synctest.Wait()
-		if n := told() - before; n != 1 {
-			t.Errorf("told %d times without any time having passed", n)
+		if n := flushes() - before; n != 1 {
+			t.Errorf("%d flushes at once, want 1", n)
 		}
 		for i := range 1000 {
-			h.Told(ctx, xidAt("0000:43:00.0", uint64(1000+i)))
-			passes(time.Millisecond)
+			h.Enqueue(ctx, xidAt("0000:43:00.0", uint64(1000+i)))
+			advance(time.Millisecond)
 		}
-		passes(time.Second)
-		if n := told() - before; n > 13 {
-			t.Errorf("1000 kinds of events in a second are told %d times", n)
+		advance(time.Second)
+		if n := flushes() - before; n > 13 {
+			t.Errorf("1000 kinds of events in a second led to %d flushes", n)
 		}
 		if v := h.View().Of(readyWith("0000:1b:00.0").Node.GPUs[0].GPU, device.Name{GPU: firstGPU}); v.State != health.Unhealthy {
 			t.Errorf("%+v", v)
@@ -75,52 +77,53 @@ func TestTheFirstEventIsToldAtOnceAndABurstAsAFew(t *testing.T) {
 }
 
 func TestSilenceBecomesUnknown(t *testing.T) {
-	judging(t, func(ctx context.Context, h *healthWatch, _ func() int) {
+	runHealthLoop(t, func(ctx context.Context, h *healthWatch, _ func() int) {
 		state := func() health.State {
 			return h.View().Of(readyWith("0000:1b:00.0").Node.GPUs[0].GPU, device.Name{GPU: firstGPU}).State
 		}
-		h.Told(ctx, listening())
-		passes(20 * time.Second)
+		h.Enqueue(ctx, watcherUp())
+		advance(20 * time.Second)
 		if s := state(); s != health.Healthy {
 			t.Error(s)
 		}
-		passes(15 * time.Second)
+		advance(15 * time.Second)
 		if s := state(); s != health.Unknown {
 			t.Error(s)
 		}
 		if h.Stale(time.Now()) {
-			t.Error("time is not thought about")
+			t.Error("the loop does not tick")
 		}
 	})
 }
 
-// inBubble counts the goroutines of the test alone: Go's runtime has some of its own that come and go, and other tests may not have ended theirs.
-func inBubble(t *testing.T) int {
+// bubbleGoroutines returns the number of goroutines in the test's synctest bubble, without those of
+// Go's runtime and of other tests.
+func bubbleGoroutines(t *testing.T) int {
 	t.Helper()
 	stacks := make([]byte, 1<<20)
 	n := bytes.Count(stacks[:runtime.Stack(stacks, true)], []byte(", synctest bubble "))
 	if n == 0 {
-		t.Fatal("not even this goroutine is found")
+		t.Fatal("the test's own goroutine is missing")
 	}
 	return n
 }
 
-// TestTenThousandEventsLeaveNothingBehind looks at what a storm costs.
-func TestTenThousandEventsLeaveNothingBehind(t *testing.T) {
-	judging(t, func(ctx context.Context, h *healthWatch, _ func() int) {
-		h.Told(ctx, listening())
+// After a storm of events, neither the heap nor the number of goroutines may have grown.
+func TestEventStormLeaksNothing(t *testing.T) {
+	runHealthLoop(t, func(ctx context.Context, h *healthWatch, _ func() int) {
+		h.Enqueue(ctx, watcherUp())
 		storm := func() (heap uint64, goroutines int) {
 			for i := range 10_000 {
-				h.Told(ctx, xidAt("0000:1b:00.0", uint64(i%300)))
+				h.Enqueue(ctx, xidAt("0000:1b:00.0", uint64(i%300)))
 				if i%100 == 0 {
-					passes(10 * time.Millisecond)
+					advance(10 * time.Millisecond)
 				}
 			}
-			passes(time.Second)
+			advance(time.Second)
 			var m runtime.MemStats
 			runtime.GC()
 			runtime.ReadMemStats(&m)
-			return m.HeapAlloc, inBubble(t)
+			return m.HeapAlloc, bubbleGoroutines(t)
 		}
 		heap, goroutines := storm()
 		laterHeap, laterGoroutines := storm()

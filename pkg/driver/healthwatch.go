@@ -21,225 +21,241 @@ import (
 )
 
 const (
-	// healthTick is how often time passes for verdicts, calmTick how often where it would change none: somewhat more than is between two answers of the
-	// hardware, with which it passes too.
+	// healthTick is the interval at which the health loop tells the health monitor the current time,
+	// because some verdicts change after a while.
 	healthTick = time.Second
-	calmTick   = 6 * time.Second
-	// healthPause is how long after one change of verdicts the next is told at the earliest: a burst is told as a few.
-	healthPause = 100 * time.Millisecond
-	// healthBacklog is how many signals may wait to be judged. Who tells them waits if there are more: none is lost.
-	healthBacklog = 1024
-	// clearAnnotation of the Node names GPUs that an admin takes for well.
+	// idleTick replaces healthTick while no verdict can change by time alone. It is longer than the
+	// pause between two answers of the hardware watcher, because each answer also tells the monitor
+	// the current time.
+	idleTick = 6 * time.Second
+	// healthFlushInterval is the minimum time between two flushes, in which the health loop saves and
+	// reports verdicts. A burst of signals is thus reported as one change.
+	healthFlushInterval = 100 * time.Millisecond
+	// healthQueueSize is how many signals the queue contains. If the queue is full, the sender waits,
+	// so no signal is lost.
+	healthQueueSize = 1024
+	// clearAnnotation is the Node's annotation in which an admin lists GPUs whose health problems are
+	// to be forgotten, for example after a repair.
 	clearAnnotation = DriverName + "/clear-health"
-	// healthStale is how long a verdict may be the last one that was thought about.
+	// After healthStale without a tick of the health loop, its verdicts count as unknown.
 	healthStale = 30 * time.Second
 )
 
-// NewWatch listens to the node's hardware: NVML in a child process of its own, which makes room for
-// what partitions do.
-func NewWatch(cfg *config.Config, partitions *nvidia.Partitions) (func(ctx context.Context, tell func(device.Signal)) error, error) {
+// NewWatch returns a function that watches the node's hardware with NVML in a child process. That
+// process pauses while partitions are changed.
+func NewWatch(cfg *config.Config, partitions *nvidia.Partitions) (func(ctx context.Context, report func(device.Signal)) error, error) {
 	executable, err := os.Executable()
 	if err != nil {
-		return nil, fmt.Errorf("find the plugin's own binary, which listens to the hardware in a child process: %w", err)
+		return nil, fmt.Errorf("find the plugin's own binary for the process that watches the hardware: %w", err)
 	}
 	options := nvidia.WatchOptions{Paths: Paths(cfg), Command: []string{executable, nvidia.WatchCommand}, Partitions: partitions}
-	return func(ctx context.Context, tell func(device.Signal)) error { return nvidia.Watch(ctx, options, tell) }, nil
+	return func(ctx context.Context, report func(device.Signal)) error { return nvidia.Watch(ctx, options, report) }, nil
 }
 
-// healthWatch owns the verdicts on this node's devices: it has signals judged, keeps what was found on the disk, and then tells everybody else.
-//
-// One goroutine does all of it, in this order, so that a plugin that is killed anywhere comes back with what it had told. Readers take the current view.
+// healthWatch has the health verdicts on this node's devices. Only the goroutine of the health loop
+// changes them. That goroutine saves the health problems on disk before it reports changes, so
+// after a kill, a new process knows everything that was reported.
 type healthWatch struct {
 	effects health.Effects
 	rules   health.Rules
 	store   health.Store
 	inv     inventorySource
-	// tell is called with what came and went, after the new view is there. It must not wait for anybody.
-	tell func(ctx context.Context, changes []health.Change)
-	// count is called about every second while there is something to tell with how many events came, and why none would be heard now.
-	count func(events map[health.Counted]uint64, deaf string)
-	// inUse says whether a claim holds any part of the card.
+	// onChange is called with the changes when they are visible in View. It must not block.
+	onChange func(ctx context.Context, changes []health.Change)
+	// onCounts is called with each tick. events has the number of hardware events. eventFailure is the
+	// reason why no events arrive, or "".
+	onCounts func(events map[health.EventKey]uint64, eventFailure string)
+	// inUse reports whether a claim holds the GPU with this name or a part of it.
 	inUse func(gpu string) bool
-	// wrong says what an admin asked for and cannot have.
-	wrong func(message string)
+	// onInvalid is called with a message if an admin's clear request names unknown GPUs.
+	onInvalid func(message string)
 
-	signals chan device.Signal
-	turn    chan bool // whether this instance publishes
-	clears  chan string
-	view    atomic.Pointer[health.View]
-	beat    atomic.Int64 // when verdicts were last thought about, in Unix nanoseconds
+	signals       chan device.Signal
+	leader        chan bool // whether this instance is the leader
+	clearRequests chan string
+	view          atomic.Pointer[health.View]
+	lastTick      atomic.Int64 // in Unix nanoseconds
 
 	mu      sync.Mutex
-	waiting chan struct{} // closed with the next change
+	changed chan struct{} // closed at the next change
 }
 
 func newHealthWatch(effects health.Effects, rules health.Rules, stateDir, bootID string, inv inventorySource) *healthWatch {
 	return &healthWatch{
 		effects: effects, rules: rules,
-		store:   health.Store{Disk: durable.OS{}, Path: filepath.Join(stateDir, "health.json"), BootID: bootID},
-		inv:     inv,
-		signals: make(chan device.Signal, healthBacklog),
-		turn:    make(chan bool, 1),
-		clears:  make(chan string, 1),
-		waiting: make(chan struct{}),
+		store:         health.Store{Disk: durable.OS{}, Path: filepath.Join(stateDir, "health.json"), BootID: bootID},
+		inv:           inv,
+		signals:       make(chan device.Signal, healthQueueSize),
+		leader:        make(chan bool, 1),
+		clearRequests: make(chan string, 1),
+		changed:       make(chan struct{}),
 	}
 }
 
-// View is what is known now. It is nil on a node on which nobody listens.
+// View returns the current health verdicts. It is nil on a node without a hardware watcher.
 func (h *healthWatch) View() *health.View { return h.view.Load() }
 
-// Changed is closed with the next change of a verdict, or of what claims have lost.
+// Changed returns a channel that is closed at the next change of a verdict or of the devices that
+// claims have lost.
 func (h *healthWatch) Changed() <-chan struct{} {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return h.waiting
+	return h.changed
 }
 
-// announce wakes those who wait for a change.
-func (h *healthWatch) announce() {
+// notifyChanged closes the channel that Changed returned, and creates the next one.
+func (h *healthWatch) notifyChanged() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	close(h.waiting)
-	h.waiting = make(chan struct{})
+	close(h.changed)
+	h.changed = make(chan struct{})
 }
 
-// Stale says that nobody has thought about the verdicts for too long.
+// Stale reports whether the health loop has not ticked for so long that its verdicts count as
+// unknown.
 func (h *healthWatch) Stale(now time.Time) bool {
-	return h.view.Load() != nil && now.Sub(time.Unix(0, h.beat.Load())) > healthStale
+	return h.view.Load() != nil && now.Sub(time.Unix(0, h.lastTick.Load())) > healthStale
 }
 
-// Told takes a signal. It waits while too many wait to be judged.
-func (h *healthWatch) Told(ctx context.Context, s device.Signal) {
+// Enqueue queues a signal for the health loop. It blocks while the queue is full.
+func (h *healthWatch) Enqueue(ctx context.Context, s device.Signal) {
 	select {
 	case h.signals <- s:
 	case <-ctx.Done():
 	}
 }
 
-// Publishes says whether this instance is the one that tells others, and keeps what is on the disk.
-func (h *healthWatch) Publishes(is bool) {
+// SetLeader tells the health loop whether this plugin instance is the leader. Only the leader saves
+// the health problems on disk.
+func (h *healthWatch) SetLeader(is bool) {
 	for {
 		select {
-		case h.turn <- is:
+		case h.leader <- is:
 			return
-		case <-h.turn: // the latest counts
+		case <-h.leader: // keep only the latest value
 		}
 	}
 }
 
-// Clear takes what an admin asks for on the Node.
-func (h *healthWatch) Clear(asked string) {
+// Clear queues the admin's clear request, the value of the Node's annotation, for the health loop.
+func (h *healthWatch) Clear(request string) {
 	for {
 		select {
-		case h.clears <- asked:
+		case h.clearRequests <- request:
 			return
-		case <-h.clears: // the latest counts
+		case <-h.clearRequests: // keep only the latest request
 		}
 	}
 }
 
-// judge is what the goroutine of a healthWatch has.
-type judge struct {
+// healthLoop is the state of the goroutine that evaluates signals. Only that goroutine uses it.
+type healthLoop struct {
 	*healthWatch
 	monitor *health.Monitor
-	// told is the version of the verdicts that was last told, saved the edition that is on the disk.
-	told, saved uint64
-	next        time.Time // when something may be told again
-	publishes   bool
-	unsaved     string // why the verdicts could not be saved, when that was last said
+	// flushed is the version of the monitor's verdicts that was last reported. saved is the version of
+	// the monitor's health problems that is on disk.
+	flushed, saved uint64
+	nextFlush      time.Time // earliest time of the next flush
+	isLeader       bool
+	lastSaveError  string // last logged error of save, or "" after a success
 }
 
-// begin reads what was known before the restart. From then on there is a view.
-func (h *healthWatch) begin(ctx context.Context) *judge {
-	j := &judge{healthWatch: h, monitor: health.New(health.Options{Rules: h.rules}, time.Now())}
-	j.load(ctx)
-	j.expect()
-	j.monitor.Changes() // what was told before the restart
-	h.view.Store(j.monitor.View())
-	h.beat.Store(time.Now().UnixNano())
-	j.told = j.monitor.Version()
-	return j
+// newLoop returns a health loop that starts with the health problems saved on disk, and sets the
+// first View.
+func (h *healthWatch) newLoop(ctx context.Context) *healthLoop {
+	l := &healthLoop{healthWatch: h, monitor: health.New(health.Options{Rules: h.rules}, time.Now())}
+	l.load(ctx)
+	l.syncCards()
+	l.monitor.Changes() // drop the saved findings, which were reported before the restart
+	h.view.Store(l.monitor.View())
+	h.lastTick.Store(time.Now().UnixNano())
+	l.flushed = l.monitor.Version()
+	return l
 }
 
-// Run judges until the context ends.
-func (j *judge) Run(ctx context.Context) {
+// Run applies signals until the context ends.
+func (l *healthLoop) Run(ctx context.Context) {
 	tick := time.NewTimer(healthTick)
 	defer tick.Stop()
 	ticked := time.Now()
 	for {
 		var pause <-chan time.Time
-		if j.told != j.monitor.Version() {
-			pause = time.After(time.Until(j.next))
+		if l.flushed != l.monitor.Version() {
+			pause = time.After(time.Until(l.nextFlush))
 		}
 		select {
 		case <-ctx.Done():
-			j.save(ctx)
+			l.save(ctx)
 			return
-		case s := <-j.signals:
-			j.judge(s)
-		case j.publishes = <-j.turn:
-			j.load(ctx) // what the instance before saw last
-		case asked := <-j.clears:
-			j.clear(ctx, asked)
+		case s := <-l.signals:
+			l.apply(s)
+		case l.isLeader = <-l.leader:
+			l.load(ctx) // the previous leader's last findings
+		case request := <-l.clearRequests:
+			l.clear(ctx, request)
 		case <-tick.C:
 		case <-pause:
 		}
 		now := time.Now()
 		if now.Sub(ticked) >= healthTick {
-			j.tick(ctx, now)
+			l.tick(ctx, now)
 			ticked = now
 		}
-		tick.Reset(j.betweenTicks(now) - now.Sub(ticked))
-		if j.told != j.monitor.Version() && !time.Now().Before(j.next) {
-			j.flush(ctx)
+		tick.Reset(l.tickInterval(now) - now.Sub(ticked))
+		if l.flushed != l.monitor.Version() && !time.Now().Before(l.nextFlush) {
+			l.flush(ctx)
 		}
 	}
 }
 
-// tick lets time pass.
-func (j *judge) tick(ctx context.Context, now time.Time) {
-	j.expect()
-	j.monitor.Tick(now)
-	j.beat.Store(now.UnixNano())
-	j.count(j.monitor.Counts(), j.monitor.Deaf())
-	j.save(ctx) // again, if that failed
+// tick tells the monitor the current time, updates the event counts and retries a failed save.
+func (l *healthLoop) tick(ctx context.Context, now time.Time) {
+	l.syncCards()
+	l.monitor.Tick(now)
+	l.lastTick.Store(now.UnixNano())
+	l.onCounts(l.monitor.Counts(), l.monitor.EventFailure())
+	l.save(ctx) // retries a failed save
 }
 
-// betweenTicks is how long may be between two ticks, if nothing is said meanwhile.
-func (j *judge) betweenTicks(now time.Time) time.Duration {
-	if j.monitor.Calm(now, calmTick) && (!j.publishes || j.saved == j.monitor.Edition()) {
-		return calmTick
+// tickInterval returns the time between the last tick and the next one: idleTick if time alone
+// changes no verdict and all health problems are saved on disk, else healthTick.
+func (l *healthLoop) tickInterval(now time.Time) time.Duration {
+	if l.monitor.StableFor(now, idleTick) && (!l.isLeader || l.saved == l.monitor.SaveVersion()) {
+		return idleTick
 	}
 	return healthTick
 }
 
-// clear does what an admin asks for, once.
-func (j *judge) clear(ctx context.Context, asked string) {
-	j.expect() // cards that nothing was said of yet
-	unknown := j.monitor.Clear(asked, "an admin says so, by the Node's annotation "+clearAnnotation, time.Now())
+// clear makes the health monitor forget the health problems of the GPUs that an admin's clear
+// request names.
+func (l *healthLoop) clear(ctx context.Context, request string) {
+	l.syncCards() // the request may name a GPU that has sent no signal yet
+	unknown := l.monitor.Clear(request, "an admin cleared it with the Node's annotation "+clearAnnotation, time.Now())
 	if len(unknown) == 0 {
 		return
 	}
-	klog.FromContext(ctx).Info("What is to be cleared is no GPU of this node", "annotation", clearAnnotation, "names", unknown)
-	j.wrong(fmt.Sprintf("annotation %s names what is no GPU of this node: %s", clearAnnotation, strings.Join(unknown, ", ")))
+	klog.FromContext(ctx).Info("Ignored unknown GPUs in a request to clear health problems", "annotation", clearAnnotation, "names", unknown)
+	l.onInvalid(fmt.Sprintf("annotation %s names GPUs that this node does not have: %s; use PCI addresses, device names or UUIDs",
+		clearAnnotation, strings.Join(unknown, ", ")))
 }
 
-// judge takes all signals that have come: a burst is one change.
-func (j *judge) judge(s device.Signal) {
-	for range healthBacklog {
-		j.monitor.Apply(s, time.Now())
+// apply applies the signal s and those that are queued, so that a burst of signals is one change.
+func (l *healthLoop) apply(s device.Signal) {
+	for range healthQueueSize {
+		l.monitor.Apply(s, time.Now())
 		select {
-		case s = <-j.signals:
+		case s = <-l.signals:
 		default:
 			return
 		}
 	}
-	j.monitor.Apply(s, time.Now())
+	l.monitor.Apply(s, time.Now())
 }
 
-// expect says which cards there are, and forgets those that are gone for good.
-func (j *judge) expect() {
-	s := j.inv.Snapshot()
+// syncCards adds the inventory's GPUs to the health monitor. It removes GPUs from the monitor that
+// were unplugged and that no claim holds.
+func (l *healthLoop) syncCards() {
+	s := l.inv.Snapshot()
 	if !s.Known {
 		return
 	}
@@ -247,55 +263,59 @@ func (j *judge) expect() {
 	for i, g := range s.Node.GPUs {
 		gpus[i] = g.GPU
 	}
-	j.monitor.Expect(gpus, time.Now())
-	missing, _ := j.View().Missing(listed(s), time.Now())
+	l.monitor.Expect(gpus, time.Now())
+	missing, _ := l.View().Missing(snapshotAddresses(s), time.Now())
 	for _, g := range missing {
-		if j.gone(s, g) {
-			j.monitor.Forget(g.PCIAddress)
+		if l.removedForGood(s, g) {
+			l.monitor.Forget(g.PCIAddress)
 		}
 	}
 }
 
-// gone says of a card that is missing whether it was taken out and nobody asks for it. While the driver is away it may come back with it.
-func (h *healthWatch) gone(s inventory.Snapshot, g device.GPU) bool {
+// removedForGood reports whether the GPU g, which the inventory no longer finds, was unplugged and
+// no claim holds it. While the GPU driver is not ready, the answer is false, because g may come
+// back together with the driver.
+func (h *healthWatch) removedForGood(s inventory.Snapshot, g device.GPU) bool {
 	return (s.Ready || s.Empty) && s.Failure == "" && !onBus(s, g.PCIAddress) && !h.inUse(g.WholeName())
 }
 
-// flush tells what has changed, first the disk and then the world.
-func (j *judge) flush(ctx context.Context) {
-	j.next = time.Now().Add(healthPause)
-	version := j.monitor.Version()
-	j.save(ctx)
-	j.view.Store(j.monitor.View())
-	j.told = version
-	j.tell(ctx, j.monitor.Changes())
-	j.announce()
+// flush saves the health problems on disk, sets the new View and reports the changes, in this
+// order.
+func (l *healthLoop) flush(ctx context.Context) {
+	l.nextFlush = time.Now().Add(healthFlushInterval)
+	version := l.monitor.Version()
+	l.save(ctx)
+	l.view.Store(l.monitor.View())
+	l.flushed = version
+	l.onChange(ctx, l.monitor.Changes())
+	l.notifyChanged()
 }
 
-// save writes what is known, if this instance is the one to do so. What could not be written is tried again; verdicts hold all the same.
-func (j *judge) save(ctx context.Context) {
-	if !j.publishes || j.saved == j.monitor.Edition() {
+// save writes the health problems to disk if this plugin instance is the leader. If that fails, the
+// next tick tries again.
+func (l *healthLoop) save(ctx context.Context) {
+	if !l.isLeader || l.saved == l.monitor.SaveVersion() {
 		return
 	}
-	edition := j.monitor.Edition()
-	if err := j.store.Save(j.monitor); err != nil {
-		if err.Error() != j.unsaved {
-			j.unsaved = err.Error()
-			klog.FromContext(ctx).Error(err, "Verdicts on GPUs would not outlive a restart of the plugin")
+	edition := l.monitor.SaveVersion()
+	if err := l.store.Save(l.monitor); err != nil {
+		if err.Error() != l.lastSaveError {
+			l.lastSaveError = err.Error()
+			klog.FromContext(ctx).Error(err, "Failed to persist health state")
 		}
 		return
 	}
-	j.saved, j.unsaved = edition, ""
+	l.saved, l.lastSaveError = edition, ""
 }
 
-func (j *judge) load(ctx context.Context) {
-	if err := j.store.Load(j.monitor, time.Now()); err != nil {
-		klog.FromContext(ctx).Error(err, "What was known of the health of this node's GPUs before the start is lost")
+func (l *healthLoop) load(ctx context.Context) {
+	if err := l.store.Load(l.monitor, time.Now()); err != nil {
+		klog.FromContext(ctx).Error(err, "Failed to load saved health state; starting without it")
 	}
 }
 
-// listed are the addresses of the cards that a snapshot has.
-func listed(s inventory.Snapshot) []device.PCIAddress {
+// snapshotAddresses returns the PCI addresses of the snapshot's GPUs.
+func snapshotAddresses(s inventory.Snapshot) []device.PCIAddress {
 	addresses := make([]device.PCIAddress, len(s.Node.GPUs))
 	for i, g := range s.Node.GPUs {
 		addresses[i] = g.PCIAddress
@@ -303,7 +323,7 @@ func listed(s inventory.Snapshot) []device.PCIAddress {
 	return addresses
 }
 
-// onBus says whether a card that cannot be offered is still there.
+// onBus reports whether the GPU at this PCI address is plugged in but cannot be offered.
 func onBus(s inventory.Snapshot, address device.PCIAddress) bool {
 	for _, p := range s.Node.Problems {
 		if p.PCIAddress == address {

@@ -23,26 +23,28 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// ailing is a node whose hardware says what a test says.
-type ailing struct {
+// healthNode is a simulated node with a fake hardware watcher. The test sends the watcher's
+// signals.
+type healthNode struct {
 	*node
 	driver  *Driver
 	metrics *metrics.Metrics
 	mu      sync.Mutex
-	tell    func(device.Signal)
+	emit    func(device.Signal)
 }
 
-// run starts the plugin, which takes the hardware.
-func (n *ailing) run(t *testing.T) {
+// run starts the plugin and waits until it serves the kubelet, watches the hardware and has
+// published slices.
+func (n *healthNode) run(t *testing.T) {
 	t.Helper()
-	n.begin(t)
-	eventually(t, "the plugin serves, listens and publishes", func() bool {
-		return n.serves() && n.listens() && len(published(t, n.client)) > 0
+	n.startPlugin(t)
+	eventually(t, "the plugin serves, watches and publishes", func() bool {
+		return n.serves() && n.watching() && len(published(t, n.client)) > 0
 	})
 }
 
-// begin starts the plugin.
-func (n *ailing) begin(t *testing.T) {
+// startPlugin starts the plugin and does not wait until it is ready.
+func (n *healthNode) startPlugin(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
 	n.metrics = metrics.New("test")
@@ -51,11 +53,11 @@ func (n *ailing) begin(t *testing.T) {
 		Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: n.metrics,
 		Watch: func(ctx context.Context, tell func(device.Signal)) error {
 			n.mu.Lock()
-			n.tell = tell
+			n.emit = tell
 			n.mu.Unlock()
 			<-ctx.Done()
 			n.mu.Lock()
-			n.tell = nil
+			n.emit = nil
 			n.mu.Unlock()
 			return nil
 		},
@@ -70,26 +72,26 @@ func (n *ailing) begin(t *testing.T) {
 	t.Cleanup(func() { _ = n.stop() })
 }
 
-func (n *ailing) says(s device.Signal) {
+func (n *healthNode) send(s device.Signal) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.tell(s)
+	n.emit(s)
 }
 
-func (n *ailing) card(address device.PCIAddress) device.Card {
+func (n *healthNode) card(address device.PCIAddress) device.Card {
 	return device.Card{PCIAddress: address, UUID: "GPU-" + string(address)}
 }
 
-func (n *ailing) xid(address device.PCIAddress, code uint64) {
-	n.says(device.Signal{Event: &device.HealthEvent{Card: n.card(address), Kind: device.EventXID, XID: code, At: time.Now()}})
+func (n *healthNode) xid(address device.PCIAddress, code uint64) {
+	n.send(device.Signal{Event: &device.HealthEvent{Card: n.card(address), Kind: device.EventXID, XID: code, At: time.Now()}})
 }
 
-func (n *ailing) recovery(address device.PCIAddress, a device.RecoveryAction) {
-	n.says(device.Signal{Condition: &device.Condition{Card: n.card(address), Reach: device.ReachOK, Recovery: a, At: time.Now()}})
+func (n *healthNode) recovery(address device.PCIAddress, a device.RecoveryAction) {
+	n.send(device.Signal{Condition: &device.Condition{Card: n.card(address), Reach: device.ReachOK, Recovery: a, At: time.Now()}})
 }
 
-// taints are those of all devices, by name, as KEY=VALUE:EFFECT@TIME.
-func (n *ailing) taints(t *testing.T) map[string]string {
+// taints returns the taints in the published slices, by device name, each as KEY=VALUE:EFFECT@TIME.
+func (n *healthNode) taints(t *testing.T) map[string]string {
 	t.Helper()
 	all := map[string]string{}
 	for _, s := range mustList(t, n.client) {
@@ -102,7 +104,7 @@ func (n *ailing) taints(t *testing.T) map[string]string {
 	return all
 }
 
-func (n *ailing) hasEvent(t *testing.T, kind, name, reason, message string) bool {
+func (n *healthNode) hasEvent(t *testing.T, kind, name, reason, message string) bool {
 	t.Helper()
 	list, err := n.client.CoreV1().Events("").List(t.Context(), metav1.ListOptions{})
 	if err != nil {
@@ -116,7 +118,7 @@ func (n *ailing) hasEvent(t *testing.T, kind, name, reason, message string) bool
 	return false
 }
 
-func (n *ailing) metric(t *testing.T, line string) bool {
+func (n *healthNode) metric(t *testing.T, line string) bool {
 	t.Helper()
 	families, err := n.metrics.Registry.Gather()
 	if err != nil {
@@ -136,15 +138,15 @@ func (n *ailing) metric(t *testing.T, line string) bool {
 	return false
 }
 
-// watched is what the kubelet last heard of a device.
-type watched struct {
+// kubeletView has the last health report that the plugin sent to the kubelet, by device name.
+type kubeletView struct {
 	mu   sync.Mutex
 	last map[string]kubeletplugin.DeviceHealth
 }
 
-func (n *ailing) watched(t *testing.T) *watched {
+func (n *healthNode) kubeletView(t *testing.T) *kubeletView {
 	t.Helper()
-	w := &watched{}
+	w := &kubeletView{}
 	reports := make(chan kubeletplugin.DeviceHealthReport)
 	ctx, cancel := context.WithCancel(t.Context())
 	t.Cleanup(cancel)
@@ -167,18 +169,19 @@ func (n *ailing) watched(t *testing.T) *watched {
 	return w
 }
 
-func (w *watched) of(name string) kubeletplugin.DeviceHealth {
+func (w *kubeletView) device(name string) kubeletplugin.DeviceHealth {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.last[name]
 }
 
-func newAiling(t *testing.T) *ailing {
+func newHealthNode(t *testing.T) *healthNode {
 	t.Helper()
-	n := &ailing{node: newNode(t)}
+	n := &healthNode{node: newNode(t)}
 	named := 0
 	n.client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
-		// The fake does not give names, without which the controller does not know its slices again.
+		// The fake client generates no names, but the slice controller needs the names to find its
+		// slices.
 		s := a.(clienttesting.CreateAction).GetObject().(*resourceapi.ResourceSlice)
 		if s.Name == "" {
 			named++
@@ -189,12 +192,12 @@ func newAiling(t *testing.T) *ailing {
 	return n
 }
 
-func TestALostGPUIsTaintedToldAndHeals(t *testing.T) {
-	n := newAiling(t)
+func TestBrokenGPUIsTaintedReportedAndRecovers(t *testing.T) {
+	n := newHealthNode(t)
 	n.run(t)
 	n.register(t)
-	kubelet := n.watched(t)
-	eventually(t, "the kubelet hears that all is well", func() bool { return kubelet.of(firstGPU).Health == "Healthy" })
+	kubelet := n.kubeletView(t)
+	eventually(t, "the kubelet sees a healthy GPU", func() bool { return kubelet.device(firstGPU).Health == "Healthy" })
 	claim := n.claim(t, "held", firstGPU)
 	n.reserve(t, "held", "pod-1")
 	if msg := n.prepare(t, claim).GetError(); msg != "" {
@@ -202,26 +205,28 @@ func TestALostGPUIsTaintedToldAndHeals(t *testing.T) {
 	}
 
 	n.xid("0000:1b:00.0", 79)
-	eventually(t, "the device has its taint", func() bool {
+	eventually(t, "the device is tainted", func() bool {
 		return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/xid=79:NoSchedule@")
 	})
 	if all := n.taints(t); len(all) != 1 {
-		t.Errorf("others have taints too: %v", all)
+		t.Errorf("other devices are tainted too: %v", all)
 	}
-	eventually(t, "the kubelet hears of it", func() bool {
-		h := kubelet.of(firstGPU)
+	eventually(t, "the kubelet sees the fault", func() bool {
+		h := kubelet.device(firstGPU)
 		return h.Health == "Unhealthy" && strings.Contains(h.Message, "PCIe bus") && strings.Contains(h.Message, "power")
 	})
-	if h := kubelet.of(secondGPU); h.Health != "Healthy" {
+	if h := kubelet.device(secondGPU); h.Health != "Healthy" {
 		t.Errorf("the other GPU: %+v", h)
 	}
 	eventually(t, "the Node has an Event", func() bool { return n.hasEvent(t, "Node", "node", "GPUUnhealthy", "XID 79") })
-	eventually(t, "the Pod that holds it has an Event", func() bool { return n.hasEvent(t, "Pod", "pod-1", "GPUUnhealthy", firstGPU) })
-	for _, line := range []string{"gpu_dra_gpu_health code=xid-79 device=" + firstGPU + " state=Unhealthy", "gpu_dra_health_events_total code=xid-79 gpu=" + firstGPU, "gpu_dra_tainted_devices effect=NoSchedule key=xid"} {
-		eventually(t, "the metrics show it: "+line, func() bool { return n.metric(t, line) })
+	eventually(t, "the Pod has an Event", func() bool { return n.hasEvent(t, "Pod", "pod-1", "GPUUnhealthy", firstGPU) })
+	for _, line := range []string{
+		"gpu_dra_gpu_health code=xid-79 device=" + firstGPU + " state=Unhealthy",
+		"gpu_dra_health_events_total code=xid-79 gpu=" + firstGPU, "gpu_dra_tainted_devices effect=NoSchedule key=xid"} {
+		eventually(t, "the metrics show "+line, func() bool { return n.metric(t, line) })
 	}
 
-	// A restart changes nothing, not even the time.
+	// A restart of the plugin must change nothing, not even the taint's time.
 	before := n.taints(t)[firstGPU]
 	if err := n.stop(); err != nil {
 		t.Fatal(err)
@@ -229,21 +234,21 @@ func TestALostGPUIsTaintedToldAndHeals(t *testing.T) {
 	if got := n.taints(t)[firstGPU]; got != before {
 		t.Errorf("after the stop it has %q, before %q", got, before)
 	}
-	n.tell = nil
+	n.emit = nil
 	n.client.ClearActions()
 	n.run(t)
-	kubelet = n.watched(t)
-	eventually(t, "the kubelet hears of it again", func() bool { return kubelet.of(firstGPU).Health == "Unhealthy" })
+	kubelet = n.kubeletView(t)
+	eventually(t, "the kubelet sees the fault again", func() bool { return kubelet.device(firstGPU).Health == "Unhealthy" })
 	n.recovery("0000:43:00.0", device.RecoveryNone)
 	n.recovery("0000:1b:00.0", device.RecoveryNone)
-	n.xid("0000:43:00.0", 31) // judged after them, and published before what changes a slice
-	eventually(t, "all of that is judged and told", func() bool {
+	n.xid("0000:43:00.0", 31) // the loop evaluates this XID after the signals above
+	eventually(t, "all signals are applied and reported", func() bool {
 		return n.metric(t, "gpu_dra_health_events_total code=xid-31") && len(n.driver.health.View().Findings("0000:43:00.0")) == 1
 	})
-	eventually(t, "it is published", func() bool { return n.metric(t, "gpu_dra_tainted_devices effect=NoSchedule key=xid") })
+	eventually(t, "the taint is published", func() bool { return n.metric(t, "gpu_dra_tainted_devices effect=NoSchedule key=xid") })
 	for _, a := range n.client.Actions() {
 		if a.Matches("update", "resourceslices") || a.Matches("delete", "resourceslices") {
-			t.Errorf("a restart writes slices: %v", a)
+			t.Errorf("the restart wrote slices: %v", a)
 		}
 	}
 	if got := n.taints(t)[firstGPU]; got != before {
@@ -252,44 +257,48 @@ func TestALostGPUIsTaintedToldAndHeals(t *testing.T) {
 
 	n.recovery("0000:1b:00.0", device.RecoveryReset)
 	n.recovery("0000:1b:00.0", device.RecoveryNone)
-	eventually(t, "no device has a taint any more", func() bool { return len(n.taints(t)) == 0 })
-	eventually(t, "the kubelet hears that it is well", func() bool { return kubelet.of(firstGPU).Health == "Healthy" })
-	eventually(t, "the Pod is told too", func() bool { return n.hasEvent(t, "Pod", "pod-1", "GPURecovered", "XID 79") })
-	eventually(t, "the metrics show it", func() bool { return n.metric(t, "gpu_dra_gpu_health code= device="+firstGPU+" state=Healthy") })
+	eventually(t, "no device is tainted", func() bool { return len(n.taints(t)) == 0 })
+	eventually(t, "the kubelet sees a healthy GPU", func() bool { return kubelet.device(firstGPU).Health == "Healthy" })
+	eventually(t, "the Pod has an Event", func() bool { return n.hasEvent(t, "Pod", "pod-1", "GPURecovered", "XID 79") })
+	eventually(t, "the metrics show a healthy GPU", func() bool {
+		return n.metric(t, "gpu_dra_gpu_health code= device="+firstGPU+" state=Healthy")
+	})
 	if msg := n.unprepare(t, claim); msg != "" {
 		t.Error(msg)
 	}
 }
 
-func TestOnlyWhatIsWellHasRecovered(t *testing.T) {
-	n := newAiling(t)
+func TestRecoveredEventNeedsAHealthyGPU(t *testing.T) {
+	n := newHealthNode(t)
 	n.run(t)
 	n.recovery("0000:1b:00.0", device.RecoveryReset)
-	eventually(t, "it is ill", func() bool { return n.hasEvent(t, "Node", "node", "GPUUnhealthy", "release-driver=true") })
-	n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachOK, Recovery: device.RecoveryReboot, At: time.Now()}})
-	eventually(t, "what took the place of the first is told", func() bool { return n.hasEvent(t, "Node", "node", "GPUChanged", "it is Unhealthy") })
+	eventually(t, "it is unhealthy", func() bool { return n.hasEvent(t, "Node", "node", "GPUUnhealthy", "release-driver=true") })
+	n.send(device.Signal{Condition: &device.Condition{
+		Card: n.card("0000:1b:00.0"), Reach: device.ReachOK, Recovery: device.RecoveryReboot, At: time.Now()}})
+	eventually(t, "the next finding is reported", func() bool { return n.hasEvent(t, "Node", "node", "GPUChanged", "it is Unhealthy") })
 	if n.hasEvent(t, "Node", "node", "GPURecovered", "") {
-		t.Error("a GPU that is ill is said to have recovered")
+		t.Error("GPURecovered was sent for an unhealthy GPU")
 	}
 	n.recovery("0000:1b:00.0", device.RecoveryNone)
-	eventually(t, "it is well", func() bool { return n.hasEvent(t, "Node", "node", "GPURecovered", firstGPU) })
+	eventually(t, "it is healthy", func() bool { return n.hasEvent(t, "Node", "node", "GPURecovered", firstGPU) })
 }
 
-// reserve lets a Pod use a claim.
-func (n *ailing) reserve(t *testing.T, name, pod string) {
+// reserve adds the Pod to the objects that the claim called name is reserved for.
+func (n *healthNode) reserve(t *testing.T, name, pod string) {
 	t.Helper()
 	c, err := n.client.ResourceV1().ResourceClaims("team").Get(t.Context(), name, metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	c.Status.ReservedFor = append(c.Status.ReservedFor, resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: pod, UID: "uid-of-pod"})
+	c.Status.ReservedFor = append(c.Status.ReservedFor,
+		resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: pod, UID: "uid-of-pod"})
 	if _, err := n.client.ResourceV1().ResourceClaims("team").Update(t.Context(), c, metav1.UpdateOptions{}); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func TestErrorsOfApplicationsAreToldToTheirPods(t *testing.T) {
-	n := newAiling(t)
+func TestApplicationErrorsAreReportedToPods(t *testing.T) {
+	n := newHealthNode(t)
 	n.run(t)
 	n.register(t)
 	claim := n.claim(t, "held", secondGPU)
@@ -303,7 +312,7 @@ func TestErrorsOfApplicationsAreToldToTheirPods(t *testing.T) {
 	}
 	eventually(t, "the Pod has an Event", func() bool { return n.hasEvent(t, "Pod", "pod-2", "GPUReport", "XID 31") })
 	if n.hasEvent(t, "Node", "node", "GPUHealthy", "") || len(n.taints(t)) != 0 {
-		t.Error("it is told as if the GPU were ill")
+		t.Error("the GPU is reported as unhealthy")
 	}
 	writes := 0
 	for _, a := range n.client.Actions() {
@@ -312,46 +321,47 @@ func TestErrorsOfApplicationsAreToldToTheirPods(t *testing.T) {
 		}
 	}
 	if writes > 5 {
-		t.Errorf("1000 events are %d writes: %v", writes, n.client.Actions())
+		t.Errorf("1000 events led to %d writes: %v", writes, n.client.Actions())
 	}
 }
 
-func TestALostCardThatTheInventoryDropsStaysPublished(t *testing.T) {
-	n := newAiling(t)
+func TestLostGPUStaysPublished(t *testing.T) {
+	n := newHealthNode(t)
 	n.run(t)
-	eventually(t, "both are published", func() bool { return len(published(t, n.client)) == 2 })
+	eventually(t, "both GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
 	gone := func() (nvidia.Node, error) {
 		all, err := twoGPUs()
 		all.GPUs = all.GPUs[1:]
 		all.Problems = []nvidia.Problem{{PCIAddress: "0000:1b:00.0", Message: "lost"}}
 		return all, err
 	}
-	n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
-	eventually(t, "it has a taint", func() bool { return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/gpu-lost=:NoSchedule") })
+	n.send(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
+	eventually(t, "it is tainted", func() bool { return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/gpu-lost=:NoSchedule") })
 	n.register(t)
 	if msg := n.prepare(t, n.claim(t, "late", firstGPU)).GetError(); !strings.Contains(msg, firstGPU) || !strings.Contains(msg, "lost") {
 		t.Errorf("a lost GPU is prepared: %q", msg)
 	}
 	generation := mustList(t, n.client)[0].Spec.Pool.Generation
-	n.say("without the first", gone)
-	eventually(t, "the inventory has dropped it", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 1 })
+	n.setHardware("without the first", gone)
+	eventually(t, "the inventory dropped it", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 1 })
 	if err := n.stop(); err != nil {
 		t.Fatal(err)
 	}
-	n.tell = nil
+	n.emit = nil
 	n.run(t)
-	eventually(t, "the restarted plugin has looked", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 1 })
+	eventually(t, "the restarted plugin scanned", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 1 })
 	if s := mustList(t, n.client); len(published(t, n.client)) != 2 || s[0].Spec.Pool.Generation != generation || len(n.taints(t)) != 1 {
 		t.Errorf("%v", s)
 	}
-	n.say("nothing is at the place any more", func() (nvidia.Node, error) { all, err := gone(); all.Problems = nil; return all, err })
-	eventually(t, "a card that was taken out and that nobody holds is withdrawn", func() bool { return len(published(t, n.client)) == 1 })
+	n.setHardware("card unplugged", func() (nvidia.Node, error) { all, err := gone(); all.Problems = nil; return all, err })
+	eventually(t, "the unplugged card is withdrawn", func() bool { return len(published(t, n.client)) == 1 })
 }
 
-// TestAPoolIsNeverIncompleteForTaints taints devices in three slices of one pool.
-func TestAPoolIsNeverIncompleteForTaints(t *testing.T) {
-	n := newAiling(t)
-	n.say("many", func() (nvidia.Node, error) {
+// When taints come and go in several slices of a pool, the pool must keep its generation. With a
+// new generation the scheduler sees no device of the node until all slices are written.
+func TestTaintsKeepPoolGeneration(t *testing.T) {
+	n := newHealthNode(t)
+	n.setHardware("many", func() (nvidia.Node, error) {
 		all, err := twoGPUs()
 		for i := range 3 * device.MaxDevicesPerSlice {
 			g := all.GPUs[0]
@@ -376,12 +386,12 @@ func TestAPoolIsNeverIncompleteForTaints(t *testing.T) {
 	for _, a := range ill {
 		n.xid(a, 95)
 	}
-	eventually(t, "all have their taints", func() bool { return len(n.taints(t)) == len(ill) })
+	eventually(t, "all are tainted", func() bool { return len(n.taints(t)) == len(ill) })
 	for _, a := range ill {
 		n.recovery(a, device.RecoveryReset)
 		n.recovery(a, device.RecoveryNone)
 	}
-	eventually(t, "all are well", func() bool { return len(n.taints(t)) == 0 })
+	eventually(t, "all are healthy", func() bool { return len(n.taints(t)) == 0 })
 	mu.Lock()
 	defer mu.Unlock()
 	if most != generation {
@@ -389,8 +399,8 @@ func TestAPoolIsNeverIncompleteForTaints(t *testing.T) {
 	}
 }
 
-func TestAnAPIServerComesBack(t *testing.T) {
-	n := newAiling(t)
+func TestTaintsCatchUpAfterAPIServerOutage(t *testing.T) {
+	n := newHealthNode(t)
 	var away atomic.Bool
 	n.client.PrependReactor("update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
 		if away.Load() {
@@ -403,48 +413,50 @@ func TestAnAPIServerComesBack(t *testing.T) {
 	n.xid("0000:1b:00.0", 95)
 	n.xid("0000:43:00.0", 79)
 	n.recovery("0000:1b:00.0", device.RecoveryReset)
-	eventually(t, "the plugin has tried", func() bool { return n.metric(t, "gpu_dra_publish_errors_total") })
+	eventually(t, "a write failed", func() bool { return n.metric(t, "gpu_dra_publish_errors_total") })
 	n.recovery("0000:1b:00.0", device.RecoveryNone)
 	away.Store(false)
-	eventually(t, "the published state is the hardware's", func() bool {
+	eventually(t, "the taints match the hardware", func() bool {
 		all := n.taints(t)
 		return len(all) == 1 && strings.Contains(all[secondGPU], "xid=79:")
 	})
 }
 
-func TestEffectsAndRulesAreTheAdmins(t *testing.T) {
-	n := newAiling(t)
+func TestAdminSetsEffectsAndRules(t *testing.T) {
+	n := newHealthNode(t)
 	n.cfg.HealthEffects, n.cfg.XIDRules = "unhealthy=NoExecute", "31=unhealthy,79=app"
 	n.run(t)
-	n.xid("0000:43:00.0", 79) // judged first
+	n.xid("0000:43:00.0", 79) // the loop evaluates this XID before the next one
 	n.xid("0000:1b:00.0", 31)
-	eventually(t, "the taint is as the admin says", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid=31:NoExecute") })
+	eventually(t, "the taint has the configured effect", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid=31:NoExecute") })
 	if all := n.taints(t); len(all) != 1 {
 		t.Errorf("%v", all)
 	}
-	for _, wrong := range []func(*config.Config){func(c *config.Config) { c.HealthEffects = "x" }, func(c *config.Config) { c.XIDRules = "x" }} {
+	for _, wrong := range []func(*config.Config){
+		func(c *config.Config) { c.HealthEffects = "x" }, func(c *config.Config) { c.XIDRules = "x" }} {
 		other := newNode(t)
 		wrong(other.cfg)
-		if _, err := New(t.Context(), other.cfg, Parts{Client: other.client, StatusClient: other.client, Hardware: other.hardware(), Metrics: metrics.New("test")}); err == nil {
-			t.Error("a wrong setting is taken")
+		parts := Parts{Client: other.client, StatusClient: other.client, Hardware: other.hardware(), Metrics: metrics.New("test")}
+		if _, err := New(t.Context(), other.cfg, parts); err == nil {
+			t.Error("an invalid setting is accepted")
 		}
 	}
 }
 
-func TestVerdictsAreSavedByWhoPublishesOnly(t *testing.T) {
+func TestOnlyTheLeaderSavesHealth(t *testing.T) {
 	inv := &fakeInventory{}
 	inv.set(readyWith("0000:1b:00.0"))
 	dir := t.TempDir()
 	h := newHealthWatch(nil, nil, dir, "boot", inv)
 	h.inUse = func(string) bool { return true }
-	j := h.begin(t.Context())
+	j := h.newLoop(t.Context())
 	j.save(t.Context())
 	if names, err := filepath.Glob(filepath.Join(dir, "*")); err != nil || len(names) != 0 {
 		t.Errorf("%q, %v", names, err)
 	}
-	h.Publishes(false)
-	h.Publishes(true)
-	j.publishes = <-h.turn
+	h.SetLeader(false)
+	h.SetLeader(true)
+	j.isLeader = <-h.leader
 	j.save(t.Context())
 	if names, err := filepath.Glob(filepath.Join(dir, "*")); err != nil || len(names) != 1 {
 		t.Errorf("%q, %v", names, err)

@@ -12,113 +12,123 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// inflight counts the kubelet's calls that are under way, so that a terminating plugin can let them finish: stopping the gRPC server cuts them off.
-// It also remembers, while they are, which of them began before a claim was given back; and it knows when there are none, which is when the process can put
-// its memory in order.
-type inflight struct {
-	mu   sync.Mutex
-	n    int
-	idle chan struct{} // closed while n is 0
-	// draining refuses new Prepares: the kubelet asks again, and another instance, or this Pod's next, answers.
+// inFlightCalls counts the kubelet's running calls, so that a stopping plugin can wait for them
+// before it stops the gRPC server. It also tells a running Prepare call whether one of its claims
+// was released meanwhile, and frees memory after the last call.
+type inFlightCalls struct {
+	mu      sync.Mutex
+	running int
+	idle    chan struct{} // closed while running is 0
+	// draining makes enter refuse new Prepare calls. The kubelet retries them, and the next plugin
+	// instance answers.
 	draining bool
-	// calls are those that prepare.
-	calls map[*call]struct{}
-	// quiet and resting are due quietAfter and restingAfter the last call has ended.
-	quiet, resting *time.Timer
+	// prepares has the running Prepare calls.
+	prepares map[*prepareCall]struct{}
+	// gcTimer collects garbage gcDelay after the last call. releaseTimer returns memory to the system
+	// releaseMemoryDelay after the last call.
+	gcTimer, releaseTimer *time.Timer
 }
 
-// call is one of the kubelet's, from before its claims are read.
-type call struct{ overtaken map[types.UID]bool }
+// prepareCall is a running Prepare call. overtaken has the claims that were released since the call
+// began.
+type prepareCall struct{ overtaken map[types.UID]bool }
 
 type callKey struct{}
 
-// newInflight has quiet called each time that there were calls, and none has come for a moment, and resting if none comes for longer.
-func newInflight(quiet, resting func()) *inflight {
+// newInFlightCalls returns a counter of zero calls. gcDelay after the last call it calls
+// collectGarbage, and releaseMemoryDelay after the last call it calls releaseMemory.
+func newInFlightCalls(collectGarbage, releaseMemory func()) *inFlightCalls {
 	idle := make(chan struct{})
 	close(idle)
-	return &inflight{idle: idle, calls: map[*call]struct{}{}, quiet: time.AfterFunc(quietAfter, quiet), resting: time.AfterFunc(restingAfter, resting)}
+	return &inFlightCalls{
+		idle: idle, prepares: map[*prepareCall]struct{}{},
+		gcTimer: time.AfterFunc(gcDelay, collectGarbage), releaseTimer: time.AfterFunc(releaseMemoryDelay, releaseMemory)}
 }
 
-func (f *inflight) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+func (f *inFlightCalls) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	prepares := strings.HasSuffix(info.FullMethod, "/NodePrepareResources")
 	if !f.enter(prepares) {
 		return nil, status.Error(codes.Unavailable, "the plugin is stopping")
 	}
 	defer f.add(-1)
 	if prepares {
-		c := f.begin()
-		defer f.end(c)
+		c := f.beginPrepare()
+		defer f.endPrepare(c)
 		ctx = context.WithValue(ctx, callKey{}, c)
 	}
 	return handler(ctx, req)
 }
 
-func (f *inflight) begin() *call {
+func (f *inFlightCalls) beginPrepare() *prepareCall {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	c := &call{overtaken: map[types.UID]bool{}}
-	f.calls[c] = struct{}{}
+	c := &prepareCall{overtaken: map[types.UID]bool{}}
+	f.prepares[c] = struct{}{}
 	return c
 }
 
-func (f *inflight) end(c *call) {
+func (f *inFlightCalls) endPrepare(c *prepareCall) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	delete(f.calls, c)
+	delete(f.prepares, c)
 }
 
-// GivenBack is told of a claim before its lock is let go of: the calls that are under way may have read it before.
-func (f *inflight) GivenBack(uid types.UID) {
+// ClaimReleased notes in all running Prepare calls that the claim was released. The caller must
+// still hold the claim's lock, because these calls may have read the claim before its release.
+func (f *inFlightCalls) ClaimReleased(uid types.UID) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for c := range f.calls {
+	for c := range f.prepares {
 		c.overtaken[uid] = true
 	}
 }
 
-// Overtaken says whether the claim was given back since the call began that the context is of.
-func (f *inflight) Overtaken(ctx context.Context, uid types.UID) bool {
+// Overtaken reports whether the claim was released after the Prepare call with this context began.
+func (f *inFlightCalls) Overtaken(ctx context.Context, uid types.UID) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	c, _ := ctx.Value(callKey{}).(*call)
+	c, _ := ctx.Value(callKey{}).(*prepareCall)
 	return c != nil && c.overtaken[uid]
 }
 
-// enter admits a call, unless it is one that begins new work while draining.
-func (f *inflight) enter(begins bool) bool {
+// enter counts a new call and returns true. begins is true for a Prepare call and false for any
+// other. While the plugin stops, enter returns false for a Prepare call and does not count it.
+func (f *inFlightCalls) enter(begins bool) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if begins && f.draining {
 		return false
 	}
-	f.count(1)
+	f.adjust(1)
 	return true
 }
 
-func (f *inflight) add(d int) {
+func (f *inFlightCalls) add(d int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.count(d)
+	f.adjust(d)
 }
 
-// count is called with the mutex held.
-func (f *inflight) count(d int) {
-	was := f.n
-	f.n += d
+// adjust adds d to the number of running calls. It starts the memory timers when the number drops
+// to zero, and stops them when a call begins. The caller must hold f.mu.
+func (f *inFlightCalls) adjust(d int) {
+	was := f.running
+	f.running += d
 	switch {
-	case was == 0 && f.n > 0:
+	case was == 0 && f.running > 0:
 		f.idle = make(chan struct{})
-		f.quiet.Stop()
-		f.resting.Stop()
-	case was > 0 && f.n == 0:
+		f.gcTimer.Stop()
+		f.releaseTimer.Stop()
+	case was > 0 && f.running == 0:
 		close(f.idle)
-		f.quiet.Reset(quietAfter)
-		f.resting.Reset(restingAfter)
+		f.gcTimer.Reset(gcDelay)
+		f.releaseTimer.Reset(releaseMemoryDelay)
 	}
 }
 
-// Drain refuses new Prepares from now on, and returns when no call is under way, or when the context ends.
-func (f *inflight) Drain(ctx context.Context) error {
+// Drain makes the plugin refuse new Prepare calls, and waits until no call runs. It returns an
+// error if the context ends before.
+func (f *inFlightCalls) Drain(ctx context.Context) error {
 	f.mu.Lock()
 	f.draining = true
 	idle := f.idle

@@ -14,10 +14,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-func TestDrainWaitsForCallsUnderWay(t *testing.T) {
+func TestDrainWaitsForRunningCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		calls := newInflight(func() {}, func() {})
-		prepare, unprepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodePrepareResources"}, &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodeUnprepareResources"}
+		calls := newInFlightCalls(func() {}, func() {})
+		prepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodePrepareResources"}
+		unprepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodeUnprepareResources"}
 		finish := make(chan struct{})
 		for range 2 {
 			go func() {
@@ -28,57 +29,57 @@ func TestDrainWaitsForCallsUnderWay(t *testing.T) {
 		short, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		if err := calls.Drain(short); !errors.Is(err, context.DeadlineExceeded) {
-			t.Fatalf("with two calls under way: %v", err)
+			t.Fatalf("while two calls run: %v", err)
 		}
 		answer := func(context.Context, any) (any, error) { return "answer", nil }
 		if _, err := calls.intercept(t.Context(), nil, prepare, answer); status.Code(err) != codes.Unavailable {
-			t.Errorf("new work was begun while draining: %v", err)
+			t.Errorf("a Prepare was admitted while draining: %v", err)
 		}
 		if _, err := calls.intercept(t.Context(), nil, unprepare, answer); err != nil {
-			t.Errorf("giving back is not new work: %v", err)
+			t.Errorf("an Unprepare was refused while draining: %v", err)
 		}
 		close(finish)
 		synctest.Wait()
 		if err := calls.Drain(t.Context()); err != nil {
-			t.Fatalf("after both: %v", err)
+			t.Fatalf("after both calls: %v", err)
 		}
 	})
 }
 
-func TestItIsQuietSomeTimeAfterTheLastCallAndRestsLater(t *testing.T) {
+func TestIdleTimersRunAfterTheLastCall(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var quiet, rests atomic.Int64
-		calls := newInflight(func() { quiet.Add(1) }, func() { rests.Add(1) })
+		calls := newInFlightCalls(func() { quiet.Add(1) }, func() { rests.Add(1) })
 		expect := func(after time.Duration, wantQuiet, wantRests int64) {
 			t.Helper()
 			<-time.After(after)
 			synctest.Wait()
 			if q, r := quiet.Load(), rests.Load(); q != wantQuiet || r != wantRests {
-				t.Errorf("it was quiet %d times and rested %d times, want %d and %d", q, r, wantQuiet, wantRests)
+				t.Errorf("the timers ran %d and %d times, want %d and %d", q, r, wantQuiet, wantRests)
 			}
 		}
-		expect(quietAfter, 1, 0) // the start was no call, and leaves as much behind
+		expect(gcDelay, 1, 0) // one collection after the start, which leaves garbage like a call
 		calls.add(1)
 		calls.add(1)
 		calls.add(-1)
 		expect(time.Hour, 1, 0)
 		calls.add(-1)
-		expect(quietAfter-1, 1, 0)
+		expect(gcDelay-1, 1, 0)
 		calls.add(1)
 		calls.add(-1)
-		expect(quietAfter-1, 1, 0)
+		expect(gcDelay-1, 1, 0)
 		expect(1, 2, 0)
-		expect(restingAfter-quietAfter-1, 2, 0)
+		expect(releaseMemoryDelay-gcDelay-1, 2, 0)
 		expect(1, 2, 1)
 		expect(time.Hour, 2, 1)
 	})
 }
 
-func TestOnlyCallsThatBeganBeforeAreOvertaken(t *testing.T) {
-	calls := newInflight(func() {}, func() {})
+func TestOnlyEarlierCallsAreOvertaken(t *testing.T) {
+	calls := newInFlightCalls(func() {}, func() {})
 	prepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodePrepareResources"}
 	_, err := calls.intercept(t.Context(), nil, prepare, func(early context.Context, _ any) (any, error) {
-		calls.GivenBack("a")
+		calls.ClaimReleased("a")
 		return calls.intercept(t.Context(), nil, prepare, func(late context.Context, _ any) (any, error) {
 			for _, c := range []struct {
 				ctx  context.Context
@@ -92,7 +93,7 @@ func TestOnlyCallsThatBeganBeforeAreOvertaken(t *testing.T) {
 			return nil, nil
 		})
 	})
-	if err != nil || len(calls.calls) != 0 {
-		t.Errorf("%v, and %d calls are remembered that have ended", err, len(calls.calls))
+	if err != nil || len(calls.prepares) != 0 {
+		t.Errorf("%v, and %d finished calls are still tracked", err, len(calls.prepares))
 	}
 }

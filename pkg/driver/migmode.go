@@ -4,17 +4,19 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// modeWatch notices that an admin has changed the MIG mode of a card, which shows in no file: who listens to the hardware is told the mode with each answer.
-// It is for one goroutine.
+// modeWatch requests a scan of the hardware when an admin has changed a GPU's MIG mode. The change
+// shows in no file that the inventory watches, but the health watcher reports the mode. Only one
+// goroutine may use modeWatch.
 type modeWatch struct {
 	inv inventorySource
-	// doubt has the inventory take a full look.
-	doubt func()
-	// doubted is what was last said of a card that the inventory knows otherwise: it is told once.
-	doubted map[device.PCIAddress]device.MIGMode
+	// requestScan requests a full scan from the inventory.
+	requestScan func()
+	// reported has each GPU's last MIG mode that the health watcher reported and that differed from
+	// the inventory's. It prevents a second scan for the same mode.
+	reported map[device.PCIAddress]device.MIGMode
 }
 
-func (w *modeWatch) see(c *device.Condition) {
+func (w *modeWatch) observe(c *device.Condition) {
 	if c == nil || c.MIG == nil {
 		return
 	}
@@ -24,10 +26,10 @@ func (w *modeWatch) see(c *device.Condition) {
 			continue
 		}
 		if *c.MIG == (device.MIGMode{Enabled: g.MIG.Enabled, Pending: g.MIG.Pending}) {
-			delete(w.doubted, address)
-		} else if doubted, was := w.doubted[address]; !was || doubted != *c.MIG {
-			w.doubted[address] = *c.MIG
-			w.doubt()
+			delete(w.reported, address)
+		} else if reported, known := w.reported[address]; !known || reported != *c.MIG {
+			w.reported[address] = *c.MIG
+			w.requestScan()
 		}
 	}
 }

@@ -8,38 +8,39 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// seenNode is an inventory that knows one card, in this mode.
-type seenNode struct{ mode device.MIGMode }
+// oneGPUInventory fakes an inventory with one GPU, whose MIG mode is in the field mode.
+type oneGPUInventory struct{ mode device.MIGMode }
 
-func (n *seenNode) Snapshot() inventory.Snapshot {
+func (n *oneGPUInventory) Snapshot() inventory.Snapshot {
 	mig := &device.MIG{Enabled: n.mode.Enabled, Pending: n.mode.Pending}
-	return inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{GPUs: []nvidia.GPU{{GPU: device.GPU{PCIAddress: "0000:1b:00.0", MIG: mig}}}}}
+	gpu := nvidia.GPU{GPU: device.GPU{PCIAddress: "0000:1b:00.0", MIG: mig}}
+	return inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{GPUs: []nvidia.GPU{gpu}}}
 }
 
-func TestAModeThatTheInventoryDoesNotKnowIsDoubtedOnce(t *testing.T) {
+func TestUnknownMIGModeRequestsOneScan(t *testing.T) {
 	off, on, toBe := device.MIGMode{}, device.MIGMode{Enabled: true, Pending: true}, device.MIGMode{Pending: true}
-	node, doubts := &seenNode{mode: off}, 0
-	w := &modeWatch{inv: node, doubt: func() { doubts++ }, doubted: map[device.PCIAddress]device.MIGMode{}}
+	node, scans := &oneGPUInventory{mode: off}, 0
+	w := &modeWatch{inv: node, requestScan: func() { scans++ }, reported: map[device.PCIAddress]device.MIGMode{}}
 	says := func(address device.PCIAddress, mode *device.MIGMode) {
-		w.see(&device.Condition{Card: device.Card{PCIAddress: address}, MIG: mode})
+		w.observe(&device.Condition{Card: device.Card{PCIAddress: address}, MIG: mode})
 	}
 	for _, step := range []struct {
 		what string
 		do   func()
 		want int
 	}{
-		{"it is as known", func() { says("0000:1b:00.0", &off) }, 0},
-		{"who listens says something else", func() { w.see(nil) }, 0},
-		{"it does not say", func() { says("0000:1b:00.0", nil) }, 0},
-		{"a card that is not known", func() { says("0000:99:00.0", &on) }, 0},
+		{"the known mode", func() { says("0000:1b:00.0", &off) }, 0},
+		{"another signal", func() { w.observe(nil) }, 0},
+		{"no mode", func() { says("0000:1b:00.0", nil) }, 0},
+		{"an unknown card", func() { says("0000:99:00.0", &on) }, 0},
 		{"an admin has switched it on", func() { says("0000:1b:00.0", &on) }, 1},
-		{"nobody has looked yet", func() { says("0000:1b:00.0", &on) }, 1},
+		{"before the scan", func() { says("0000:1b:00.0", &on) }, 1},
 		{"an admin wants it at the next reset", func() { says("0000:1b:00.0", &toBe) }, 2},
-		{"somebody has looked", func() { node.mode = toBe; says("0000:1b:00.0", &toBe) }, 2},
-		{"it is switched on after all", func() { says("0000:1b:00.0", &on) }, 3},
+		{"after the scan", func() { node.mode = toBe; says("0000:1b:00.0", &toBe) }, 2},
+		{"the admin switches it on after all", func() { says("0000:1b:00.0", &on) }, 3},
 	} {
-		if step.do(); doubts != step.want {
-			t.Errorf("%s: %d doubts, want %d", step.what, doubts, step.want)
+		if step.do(); scans != step.want {
+			t.Errorf("%s: %d scans requested, want %d", step.what, scans, step.want)
 		}
 	}
 }

@@ -18,90 +18,96 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// policyAnnotation is where an admin says for one Node what may be done about its GPUs' partitions, as rules like those of --mig-policy.
+// policyAnnotation is the Node's annotation with rules for the MIG policies of its GPUs. The rules
+// have the syntax of --mig-policy.
 const policyAnnotation = DriverName + "/mig-policy"
 
-// nodePolicy follows the rules in the Node's annotation. Rules that cannot be read are reported, and the ones before stay in force; before the first that
-// can be read, nothing is known.
+// nodePolicy watches the Node and reads the MIG policy rules in its annotation. If it cannot parse
+// new rules, it reports them and the previous rules stay in force.
 type nodePolicy struct {
 	client kubernetes.Interface
 	node   string
-	// set is told of the rules, wrong of what keeps them from being followed, each time for another reason.
-	set   func(device.Policies)
-	wrong func(message string)
-	// seen, if not nil, is shown the Node with each change of it.
-	seen func(*corev1.Node)
+	// onPolicies is called with the rules after each change.
+	onPolicies func(device.Policies)
+	// onProblem is called with a message if the rules cannot be read or parsed, but not twice in a row
+	// with the same one.
+	onProblem func(message string)
+	// onNode, if not nil, is called with each version of the Node.
+	onNode func(*corev1.Node)
 
 	mu    sync.Mutex
 	known bool
-	last  string // the annotation
-	said  string // to wrong
+	// lastRules is the annotation's last value. lastProblem is the last message to onProblem.
+	lastRules   string
+	lastProblem string
 }
 
-// Read looks once, so that the rules are known before anything is decided.
+// Read reads the Node once, so that the driver knows the MIG policy rules before it partitions any
+// GPU.
 func (p *nodePolicy) Read(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, firstLookTimeout)
+	ctx, cancel := context.WithTimeout(ctx, firstScanTimeout)
 	defer cancel()
 	node, err := p.client.CoreV1().Nodes().Get(ctx, p.node, metav1.GetOptions{})
 	if err != nil {
-		p.complain(fmt.Sprintf("annotation %s cannot be read, so that nothing about the GPUs is changed: %v", policyAnnotation, err))
+		p.reportProblem(fmt.Sprintf("cannot read annotation %s, so no GPU is changed: %v", policyAnnotation, err))
 		return
 	}
-	p.follow(ctx, node)
+	p.handleNode(ctx, node)
 }
 
-// Watch follows until the context ends.
+// Watch watches the Node until the context ends.
 func (p *nodePolicy) Watch(ctx context.Context) {
-	// Not from the factory of all informers, which brings every API along.
+	// An informer factory would link the packages of every Kubernetes API into the binary.
 	nodes := informers.NewFilteredNodeInformer(p.client, 0, nil, func(o *metav1.ListOptions) {
 		o.FieldSelector = fields.OneTermEqualSelector(metav1.ObjectNameField, p.node).String()
 	})
-	see := func(object any) {
+	handle := func(object any) {
 		if node, ok := object.(*corev1.Node); ok && node.Name == p.node {
-			p.follow(ctx, node)
+			p.handleNode(ctx, node)
 		}
 	}
-	_, err := nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: see, UpdateFunc: func(_, now any) { see(now) }})
+	_, err := nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: handle, UpdateFunc: func(_, now any) { handle(now) }})
 	err = errors.Join(err, nodes.SetWatchErrorHandlerWithContext(func(ctx context.Context, r *cache.Reflector, err error) {
 		cache.DefaultWatchErrorHandler(ctx, r, err)
 		if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
-			p.complain(fmt.Sprintf("changes of annotation %s are not noticed: %v", policyAnnotation, err))
+			p.reportProblem(fmt.Sprintf("cannot watch the Node, so changes of annotation %s have no effect: %v", policyAnnotation, err))
 		}
 	}))
-	if err != nil { // not of an informer that has not been started
-		p.complain(fmt.Sprintf("changes of annotation %s are not noticed: %v", policyAnnotation, err))
+	if err != nil { // both calls fail only on a running informer
+		p.reportProblem(fmt.Sprintf("cannot watch the Node, so changes of annotation %s have no effect: %v", policyAnnotation, err))
 		return
 	}
 	nodes.RunWithContext(ctx)
 }
 
-func (p *nodePolicy) follow(ctx context.Context, node *corev1.Node) {
-	if p.seen != nil {
-		p.seen(node)
+func (p *nodePolicy) handleNode(ctx context.Context, node *corev1.Node) {
+	if p.onNode != nil {
+		p.onNode(node)
 	}
 	rules := node.Annotations[policyAnnotation]
 	p.mu.Lock()
-	same := p.known && rules == p.last
-	p.known, p.last = true, rules
+	same := p.known && rules == p.lastRules
+	p.known, p.lastRules = true, rules
 	p.mu.Unlock()
 	if same {
 		return
 	}
 	policies, err := device.ParsePolicies(rules)
 	if err != nil {
-		p.complain(fmt.Sprintf("annotation %s is not followed: %v", policyAnnotation, err))
+		p.reportProblem(fmt.Sprintf("cannot parse the MIG policy in annotation %s, so the previous policy stays in force: %v",
+			policyAnnotation, err))
 		return
 	}
-	klog.FromContext(ctx).Info("Policy for partitions in the Node's annotation", "annotation", policyAnnotation, "rules", rules)
-	p.set(policies)
+	klog.FromContext(ctx).Info("Read the MIG policy from the Node's annotation", "annotation", policyAnnotation, "rules", rules)
+	p.onPolicies(policies)
 }
 
-func (p *nodePolicy) complain(message string) {
+func (p *nodePolicy) reportProblem(message string) {
 	p.mu.Lock()
-	said := p.said == message
-	p.said = message
+	reported := p.lastProblem == message
+	p.lastProblem = message
 	p.mu.Unlock()
-	if !said {
-		p.wrong(message)
+	if !reported {
+		p.onProblem(message)
 	}
 }

@@ -14,24 +14,25 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-func TestTheNodesAnnotationIsFollowed(t *testing.T) {
+func TestNodePolicyFollowsAnnotation(t *testing.T) {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node", Annotations: map[string]string{policyAnnotation: "static"}}}
-	client := fake.NewClientset(node, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "other", Annotations: map[string]string{policyAnnotation: "off"}}})
+	other := metav1.ObjectMeta{Name: "other", Annotations: map[string]string{policyAnnotation: "off"}}
+	client := fake.NewClientset(node, &corev1.Node{ObjectMeta: other})
 	var mu sync.Mutex
 	var policies []device.PolicyMode
-	var complaints []string
+	var problems []string
 	p := &nodePolicy{
 		client: client, node: "node",
-		set: func(p device.Policies) {
+		onPolicies: func(p device.Policies) {
 			mu.Lock()
 			defer mu.Unlock()
 			policies = append(policies, p.For(device.GPU{}).Mode)
 		},
-		wrong: func(m string) { mu.Lock(); defer mu.Unlock(); complaints = append(complaints, m) },
+		onProblem: func(m string) { mu.Lock(); defer mu.Unlock(); problems = append(problems, m) },
 	}
 	p.Read(t.Context())
 	if !slices.Equal(policies, []device.PolicyMode{device.PolicyStatic}) {
-		t.Fatalf("at the first look: %v", policies)
+		t.Fatalf("after the first read: %v", policies)
 	}
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan struct{})
@@ -43,35 +44,36 @@ func TestTheNodesAnnotationIsFollowed(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	seen := func(what string, want ...device.PolicyMode) {
+	expectPolicies := func(what string, want ...device.PolicyMode) {
 		t.Helper()
 		eventually(t, what, func() bool { mu.Lock(); defer mu.Unlock(); return slices.Equal(policies, want) })
 	}
-	// An update that comes before the watch stands would be in its first list.
+	// This update tests the watch only if the watch has started. Otherwise the watch's first list
+	// contains the update.
 	annotate("adopt")
-	seen("another rule", device.PolicyStatic, device.PolicyAdopt)
+	expectPolicies("another rule", device.PolicyStatic, device.PolicyAdopt)
 	annotate("allways")
-	eventually(t, "a complaint about the rule", func() bool {
+	eventually(t, "a problem with the rule is reported", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
-		return len(complaints) == 1 && strings.Contains(complaints[0], "allways")
+		return len(problems) == 1 && strings.Contains(problems[0], "allways")
 	})
 	annotate("dynamic")
-	seen("the next rule that can be read", device.PolicyStatic, device.PolicyAdopt, device.PolicyDynamic)
+	expectPolicies("the next valid rule", device.PolicyStatic, device.PolicyAdopt, device.PolicyDynamic)
 	stop()
 	<-done
 }
 
-func TestANodeThatCannotBeReadIsComplainedAboutOnce(t *testing.T) {
-	var complaints []string
+func TestUnreadableNodeIsReportedOnce(t *testing.T) {
+	var problems []string
 	p := &nodePolicy{
 		client: fake.NewClientset(), node: "node",
-		set:   func(device.Policies) { t.Error("rules out of nothing") },
-		wrong: func(m string) { complaints = append(complaints, m) },
+		onPolicies: func(device.Policies) { t.Error("rules without a Node") },
+		onProblem:  func(m string) { problems = append(problems, m) },
 	}
 	p.Read(t.Context())
 	p.Read(t.Context())
-	if len(complaints) != 1 {
-		t.Error(complaints)
+	if len(problems) != 1 {
+		t.Error(problems)
 	}
 }

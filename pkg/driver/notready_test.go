@@ -28,34 +28,34 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// switchable is a container runtime of which CDI can be switched off.
-type switchable struct {
+// fakeCRI fakes a container runtime. cdiOff switches off its CDI support.
+type fakeCRI struct {
 	runtimeapi.UnimplementedRuntimeServiceServer
-	mu  sync.Mutex
-	off bool
+	mu     sync.Mutex
+	cdiOff bool
 }
 
-func (s *switchable) Status(context.Context, *runtimeapi.StatusRequest) (*runtimeapi.StatusResponse, error) {
+func (s *fakeCRI) Status(context.Context, *runtimeapi.StatusRequest) (*runtimeapi.StatusResponse, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return &runtimeapi.StatusResponse{Info: map[string]string{"config": fmt.Sprintf(`{"enableCDI":%v}`, !s.off)}}, nil
+	return &runtimeapi.StatusResponse{Info: map[string]string{"config": fmt.Sprintf(`{"enableCDI":%v}`, !s.cdiOff)}}, nil
 }
 
-func (s *switchable) set(off bool) {
+func (s *fakeCRI) setCDIOff(off bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.off = off
+	s.cdiOff = off
 }
 
-// withRuntime gives the node a container runtime.
-func (n *node) withRuntime(t *testing.T) *switchable {
+// startCRI starts a fakeCRI and makes the driver use it.
+func (n *node) startCRI(t *testing.T) *fakeCRI {
 	t.Helper()
 	n.cfg.CRISocket = filepath.Join(t.TempDir(), "cri.sock")
 	l, err := net.Listen("unix", n.cfg.CRISocket)
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &switchable{}
+	s := &fakeCRI{}
 	server := grpc.NewServer()
 	runtimeapi.RegisterRuntimeServiceServer(server, s)
 	go func() { _ = server.Serve(l) }()
@@ -63,14 +63,17 @@ func (n *node) withRuntime(t *testing.T) *switchable {
 	return s
 }
 
-// nudge makes the driver look at everything: the files of the hardware were made anew.
-func (n *ailing) nudge(why string) {
-	n.say("driver, "+why, twoGPUs)
-	n.driver.inv.Doubt()
+// rescan makes the inventory scan the hardware again, with the text why as the new fingerprint of
+// the device nodes. A new fingerprint makes the driver look at the CDI hook, the base spec and the
+// container runtime again, so why must be new in each call.
+func (n *healthNode) rescan(why string) {
+	n.setHardware("driver, "+why, twoGPUs)
+	n.driver.inv.RequestScan()
 }
 
-// capacity is what the kubelet says of the Node.
-func (n *node) capacity(t *testing.T, devicePlugin string) {
+// setCapacity sets the amount of nvidia.com/gpu in the Node's capacity, as NVIDIA's device plugin
+// does.
+func (n *node) setCapacity(t *testing.T, devicePlugin string) {
 	t.Helper()
 	node, err := n.client.CoreV1().Nodes().Get(t.Context(), "node", metav1.GetOptions{})
 	if err != nil {
@@ -82,8 +85,8 @@ func (n *node) capacity(t *testing.T, devicePlugin string) {
 	}
 }
 
-// notReady is whether all devices have the taint, with this value.
-func (n *ailing) notReady(t *testing.T, value string) bool {
+// allNotReady reports whether all published devices have the taint not-ready with this value.
+func (n *healthNode) allNotReady(t *testing.T, value string) bool {
 	t.Helper()
 	taints := n.taints(t)
 	for _, name := range published(t, n.client) {
@@ -94,50 +97,50 @@ func (n *ailing) notReady(t *testing.T, value string) bool {
 	return len(taints) > 0
 }
 
-func TestProvenConditionsTaintAtOnce(t *testing.T) {
+func TestPersistentConditionsTaintAtOnce(t *testing.T) {
 	for name, c := range map[string]struct {
 		value string
-		shut  func(t *testing.T, n *ailing, cri *switchable)
-		open  func(t *testing.T, n *ailing, cri *switchable)
+		shut  func(t *testing.T, n *healthNode, cri *fakeCRI)
+		open  func(t *testing.T, n *healthNode, cri *fakeCRI)
 		says  string
 	}{
 		"no CDI": {
 			"cdi-disabled",
-			func(_ *testing.T, n *ailing, r *switchable) { r.set(true); n.nudge("off") },
-			func(_ *testing.T, n *ailing, r *switchable) { r.set(false); n.nudge("on") },
+			func(_ *testing.T, n *healthNode, r *fakeCRI) { r.setCDIOff(true); n.rescan("off") },
+			func(_ *testing.T, n *healthNode, r *fakeCRI) { r.setCDIOff(false); n.rescan("on") },
 			"enable_cdi",
 		},
 		"no hook": {
 			"hook-missing",
-			func(t *testing.T, n *ailing, _ *switchable) {
+			func(t *testing.T, n *healthNode, _ *fakeCRI) {
 				rename(t, n.cfg.HookSource, n.cfg.HookSource+".away")
 				rename(t, n.cfg.HookPath, n.cfg.HookPath+".away")
-				n.nudge("no hook")
+				n.rescan("no hook")
 			},
-			func(t *testing.T, n *ailing, _ *switchable) {
+			func(t *testing.T, n *healthNode, _ *fakeCRI) {
 				rename(t, n.cfg.HookSource+".away", n.cfg.HookSource)
-				n.nudge("hook")
+				n.rescan("hook")
 			},
 			"hook",
 		},
 		"released": {
 			"hardware-released",
-			func(t *testing.T, n *ailing, _ *switchable) {
-				n.change(t, nil, map[string]string{releaseAnnotation: "true"})
+			func(t *testing.T, n *healthNode, _ *fakeCRI) {
+				n.editNode(t, nil, map[string]string{releaseAnnotation: "true"})
 			},
-			func(t *testing.T, n *ailing, _ *switchable) { n.change(t, nil, nil) },
-			"let go of",
+			func(t *testing.T, n *healthNode, _ *fakeCRI) { n.editNode(t, nil, nil) },
+			"released for a driver upgrade",
 		},
 		"device plugin": {
 			"device-plugin",
-			func(t *testing.T, n *ailing, _ *switchable) { n.capacity(t, "8") },
-			func(t *testing.T, n *ailing, _ *switchable) { n.capacity(t, "0") },
+			func(t *testing.T, n *healthNode, _ *fakeCRI) { n.setCapacity(t, "8") },
+			func(t *testing.T, n *healthNode, _ *fakeCRI) { n.setCapacity(t, "0") },
 			"device plugin",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			n := newAiling(t)
-			cri := n.withRuntime(t)
+			n := newHealthNode(t)
+			cri := n.startCRI(t)
 			n.cfg.HookSource = filepath.Join(t.TempDir(), "hook")
 			if err := os.WriteFile(n.cfg.HookSource, []byte("hook"), 0o755); err != nil {
 				t.Fatal(err)
@@ -148,12 +151,12 @@ func TestProvenConditionsTaintAtOnce(t *testing.T) {
 			generation := mustList(t, n.client)[0].Spec.Pool.Generation
 
 			c.shut(t, n, cri)
-			eventually(t, "all have the taint", func() bool { return n.notReady(t, c.value) })
+			eventually(t, "all have the taint", func() bool { return n.allNotReady(t, c.value) })
 			if len(published(t, n.client)) != 2 || mustList(t, n.client)[0].Spec.Pool.Generation != generation {
-				t.Error("the pool is another one")
+				t.Error("the pool changed")
 			}
 			if !n.metric(t, "gpu_dra_tainted_devices effect=NoSchedule key=not-ready") {
-				t.Error("the metric does not count it")
+				t.Error("the metric does not count the taints")
 			}
 			early := n.claim(t, "early", firstGPU)
 			if msg := n.prepare(t, early).GetError(); !strings.Contains(msg, c.says) {
@@ -161,7 +164,7 @@ func TestProvenConditionsTaintAtOnce(t *testing.T) {
 			}
 
 			c.open(t, n, cri)
-			eventually(t, "the taints go", func() bool { return len(n.taints(t)) == 0 })
+			eventually(t, "the taints are removed", func() bool { return len(n.taints(t)) == 0 })
 			eventually(t, "the claim is prepared", func() bool { return n.prepare(t, early).GetError() == "" })
 		})
 	}
@@ -174,68 +177,69 @@ func rename(t *testing.T, from, to string) {
 	}
 }
 
-func TestABaseSpecThatCannotBeWrittenClosesTheNode(t *testing.T) {
-	n := newAiling(t)
+func TestUnwritableBaseSpecMakesNodeUnready(t *testing.T) {
+	n := newHealthNode(t)
 	n.run(t)
 	n.register(t)
 	eventually(t, "the plugin is ready", func() bool { return n.probe.isReady(t.Context()) == nil })
-	// Nothing can be renamed to a directory that is not empty, not even by root.
+	// The test puts a directory that is not empty in place of the base spec. Even root cannot rename a
+	// file to such a directory, so the driver cannot write the base spec.
 	base := filepath.Join(n.cfg.CDIRoot, "k8s.gpu.nvidia.com-base.json")
 	rename(t, base, base+".away")
 	if err := os.MkdirAll(filepath.Join(base, "in the way"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	n.nudge("no base spec")
-	eventually(t, "readyz says so", func() bool {
+	n.rescan("no base spec")
+	eventually(t, "readyz reports it", func() bool {
 		err := n.probe.isReady(t.Context())
-		return err != nil && strings.Contains(err.Error(), "node-wide CDI spec cannot be written")
+		return err != nil && strings.Contains(err.Error(), "cannot write the node-wide CDI spec")
 	})
 	early := n.claim(t, "early", firstGPU)
-	if msg := n.prepare(t, early).GetError(); !strings.Contains(msg, "node-wide CDI spec cannot be written") {
+	if msg := n.prepare(t, early).GetError(); !strings.Contains(msg, "cannot write the node-wide CDI spec") {
 		t.Errorf("prepared: %q", msg)
 	}
-	if all := n.driver.readiness.Conditions(); len(all) != 1 || all[0].code != "base-spec-unwritable" || !all[0].passing {
+	if all := n.driver.readiness.Conditions(); len(all) != 1 || all[0].code != "base-spec-unwritable" || !all[0].transient {
 		t.Errorf("%+v", all)
 	}
 	if got := n.taints(t); len(got) > 0 {
-		t.Errorf("it may pass: %v", got)
+		t.Errorf("a transient condition set taints: %v", got)
 	}
-	n.hears(t, "Node", "node", "DevicesUnavailable", "cannot be written: write CDI spec: rename "+base+":")
+	n.expectEvent(t, "Node", "node", "DevicesUnavailable", "cannot write the node-wide CDI spec: write CDI spec: rename "+base+":")
 
 	rename(t, base, filepath.Join(t.TempDir(), "base"))
 	eventually(t, "the claim is prepared", func() bool { return n.prepare(t, early).GetError() == "" })
 }
 
-func TestARestartOnAnUnreadyNodeTaints(t *testing.T) {
-	n := newAiling(t)
-	cri := n.withRuntime(t)
+func TestRestartOnUnreadyNodeKeepsTaints(t *testing.T) {
+	n := newHealthNode(t)
+	cri := n.startCRI(t)
 	n.run(t)
 	eventually(t, "both are published", func() bool { return len(published(t, n.client)) == 2 })
 	if err := n.stop(); err != nil {
 		t.Fatal(err)
 	}
 
-	cri.set(true)
-	n.begin(t)
-	eventually(t, "all have the taint", func() bool { return n.notReady(t, "cdi-disabled") })
+	cri.setCDIOff(true)
+	n.startPlugin(t)
+	eventually(t, "all have the taint", func() bool { return n.allNotReady(t, "cdi-disabled") })
 	first := n.taints(t)[firstGPU]
 	if err := n.stop(); err != nil {
 		t.Fatal(err)
 	}
 
-	updates := stored(n.client)["update"]
-	n.begin(t)
+	updates := storedWrites(n.client)["update"]
+	n.startPlugin(t)
 	eventually(t, "the next instance publishes", func() bool { return n.metric(t, "gpu_dra_tainted_devices effect=NoSchedule key=not-ready") })
-	if now := n.taints(t)[firstGPU]; now != first || stored(n.client)["update"] != updates {
-		t.Errorf("%q after %q, %d writes", now, first, stored(n.client)["update"]-updates)
+	if now := n.taints(t)[firstGPU]; now != first || storedWrites(n.client)["update"] != updates {
+		t.Errorf("%q after %q, %d writes", now, first, storedWrites(n.client)["update"]-updates)
 	}
-	cri.set(false)
-	n.nudge("on")
-	eventually(t, "the taints go", func() bool { return len(n.taints(t)) == 0 && len(published(t, n.client)) == 2 })
+	cri.setCDIOff(false)
+	n.rescan("on")
+	eventually(t, "the taints are removed", func() bool { return len(n.taints(t)) == 0 && len(published(t, n.client)) == 2 })
 }
 
-func TestWithoutTaintsAnUnreadyNodeIsWithdrawn(t *testing.T) {
-	n := newAiling(t)
+func TestUnreadyNodeIsWithdrawnWithoutTaintSupport(t *testing.T) {
+	n := newHealthNode(t)
 	n.client.PrependReactor("*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		if written, ok := a.(interface{ GetObject() runtime.Object }); ok {
 			for i := range written.GetObject().(*resourceapi.ResourceSlice).Spec.Devices {
@@ -251,18 +255,19 @@ func TestWithoutTaintsAnUnreadyNodeIsWithdrawn(t *testing.T) {
 	if msg := n.prepare(t, held).GetError(); msg != "" {
 		t.Fatal(msg)
 	}
-	n.capacity(t, "8")
-	eventually(t, "what no claim holds is withdrawn", func() bool { return slices.Equal(published(t, n.client), []string{firstGPU}) })
+	n.setCapacity(t, "8")
+	eventually(t, "the free device is withdrawn", func() bool { return slices.Equal(published(t, n.client), []string{firstGPU}) })
 	if msg := n.unprepare(t, held); msg != "" {
 		t.Error(msg)
 	}
-	eventually(t, "what was held is withdrawn", func() bool { return len(published(t, n.client)) == 0 })
-	n.capacity(t, "0")
+	eventually(t, "the unprepared device is withdrawn", func() bool { return len(published(t, n.client)) == 0 })
+	n.setCapacity(t, "0")
 	eventually(t, "both are published again", func() bool { return len(published(t, n.client)) == 2 })
 }
 
-// unready is a publisher with the driver's own marks, of a node whose inventory a test says.
-type unready struct {
+// publishingNode has a publisher that adds the driver's own taints, a fake inventory and a fake API
+// server.
+type publishingNode struct {
 	client    *fake.Clientset
 	inv       *fakeInventory
 	readiness *readiness
@@ -270,15 +275,17 @@ type unready struct {
 	stop      func()
 }
 
-// publishes starts a publisher on what the API server has. It must be in a bubble.
-func publishes(t *testing.T, client *fake.Clientset, s inventory.Snapshot) *unready {
+// startPublishingNode starts a publisher with the snapshot s. The caller must be in a synctest
+// bubble.
+func startPublishingNode(t *testing.T, client *fake.Clientset, s inventory.Snapshot) *publishingNode {
 	t.Helper()
-	u := &unready{client: client, inv: &fakeInventory{}, changed: make(chan struct{}, 1)}
+	u := &publishingNode{client: client, inv: &fakeInventory{}, changed: make(chan struct{}, 1)}
 	u.inv.set(s)
 	u.readiness = newReadiness(u.inv, func() { wake(u.changed) })
 	d := &Driver{readiness: u.readiness, health: newHealthWatch(nil, nil, t.TempDir(), "boot", u.readiness), metrics: metrics.New("test")}
 	p := &publisher{
-		client: client, nodeName: "node", inv: u.readiness, slices: wholeGPUs, onVersion: func(string) {}, mark: d.marked, due: u.readiness.Due,
+		client: client, nodeName: "node", inv: u.readiness, slices: wholeGPUs, onVersion: func(string) {},
+		mark: d.markSlices, conditionsDue: u.readiness.Due,
 		onError: func(_ context.Context, err error, msg string) { t.Errorf("%s: %v", msg, err) },
 	}
 	ctx, stop := context.WithCancel(t.Context())
@@ -293,13 +300,13 @@ func publishes(t *testing.T, client *fake.Clientset, s inventory.Snapshot) *unre
 	return u
 }
 
-// becomes is what the inventory says from now on.
-func (u *unready) becomes(s inventory.Snapshot) {
+// setInventory sets the snapshot of the fake inventory and wakes the publisher.
+func (u *publishingNode) setInventory(s inventory.Snapshot) {
 	u.inv.set(s)
 	wake(u.changed)
 }
 
-func (u *unready) values(t *testing.T) map[string]int {
+func (u *publishingNode) taintValues(t *testing.T) map[string]int {
 	t.Helper()
 	values := map[string]int{}
 	for _, s := range mustList(t, u.client) {
@@ -312,53 +319,57 @@ func (u *unready) values(t *testing.T) map[string]int {
 	return values
 }
 
-// away is a node that was seen, and whose driver has been away since then.
-func away(s inventory.Snapshot) inventory.Snapshot {
+// withoutDriver returns the snapshot s after the node has lost its GPU driver.
+func withoutDriver(s inventory.Snapshot) inventory.Snapshot {
 	s.Ready, s.Reason, s.Code, s.Since = false, "no driver", inventory.CodeDriverMissing, time.Now()
 	return s
 }
 
-func TestWhatMayPassIsTaintedAfterHalfAMinute(t *testing.T) {
-	baseSpec := condition{source: "base-spec", code: codeBaseSpec, message: "disk full", passing: true}
+func TestTransientConditionTaintsAfterGrace(t *testing.T) {
+	baseSpec := condition{source: "base-spec", code: codeBaseSpec, message: "disk full", transient: true}
 	for name, c := range map[string]struct {
-		shut, open func(u *unready)
+		shut, open func(u *publishingNode)
 		want       string
 	}{
 		"the driver is away": {
-			func(u *unready) { u.becomes(away(manyGPUs())) }, func(u *unready) { u.becomes(manyGPUs()) }, "driver-missing",
+			func(u *publishingNode) { u.setInventory(withoutDriver(manyGPUs())) },
+			func(u *publishingNode) { u.setInventory(manyGPUs()) },
+			"driver-missing",
 		},
 		"the base spec cannot be written": {
-			func(u *unready) { u.readiness.Report(baseSpec) }, func(u *unready) { u.readiness.Clear("base-spec") }, "base-spec-unwritable",
+			func(u *publishingNode) { u.readiness.Report(baseSpec) },
+			func(u *publishingNode) { u.readiness.Clear("base-spec") },
+			"base-spec-unwritable",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				u := publishes(t, apiServer(), manyGPUs())
+				u := startPublishingNode(t, apiServer(), manyGPUs())
 				defer u.stop()
-				passes(time.Minute)
-				before := stored(u.client)["update"]
+				advance(time.Minute)
+				before := storedWrites(u.client)["update"]
 
 				c.shut(u)
-				passes(29 * time.Second)
+				advance(29 * time.Second)
 				c.open(u)
-				passes(time.Minute)
-				if now := stored(u.client)["update"]; now != before {
-					t.Errorf("%d writes for what has passed", now-before)
+				advance(time.Minute)
+				if now := storedWrites(u.client)["update"]; now != before {
+					t.Errorf("%d writes for a condition that ended early", now-before)
 				}
 
 				began := time.Now()
 				c.shut(u)
-				passes(29 * time.Second)
-				if got := u.values(t); len(got) > 0 {
+				advance(29 * time.Second)
+				if got := u.taintValues(t); len(got) > 0 {
 					t.Errorf("too early: %v", got)
 				}
-				passes(5 * time.Second)
-				if got := u.values(t); got["not-ready="+c.want] != 70 || len(got) != 1 {
+				advance(5 * time.Second)
+				if got := u.taintValues(t); got["not-ready="+c.want] != 70 || len(got) != 1 {
 					t.Fatalf("%v", got)
 				}
-				for range 5 { // what happens meanwhile writes nothing
+				for range 5 { // a later change must write nothing
 					wake(u.changed)
-					passes(time.Minute)
+					advance(time.Minute)
 				}
 				all := mustList(t, u.client)
 				for _, s := range all {
@@ -366,13 +377,13 @@ func TestWhatMayPassIsTaintedAfterHalfAMinute(t *testing.T) {
 						t.Errorf("%+v, %+v", s.Spec.Pool, s.Spec.Devices[0].Taints)
 					}
 				}
-				if now := stored(u.client)["update"]; now != before+len(all) {
+				if now := storedWrites(u.client)["update"]; now != before+len(all) {
 					t.Errorf("%d writes for %d slices", now-before, len(all))
 				}
 
 				c.open(u)
-				passes(5 * time.Second)
-				if got := u.values(t); len(got) > 0 || len(published(t, u.client)) != 70 {
+				advance(5 * time.Second)
+				if got := u.taintValues(t); len(got) > 0 || len(published(t, u.client)) != 70 {
 					t.Errorf("ready again: %v", got)
 				}
 			})
@@ -380,14 +391,15 @@ func TestWhatMayPassIsTaintedAfterHalfAMinute(t *testing.T) {
 	}
 }
 
-// A node that refuses for another reason goes on being tainted: Pods that come in between would hang.
-func TestAConditionThatBeganUnderAnotherIsShownWhenThatEnds(t *testing.T) {
+// When a second condition begins before the first one ends, the devices must never be without a
+// taint. Pods that are scheduled in a gap between two taints would hang.
+func TestOverlappingConditionTaintsWithoutGap(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		u := publishes(t, apiServer(), manyGPUs())
+		u := startPublishingNode(t, apiServer(), manyGPUs())
 		defer u.stop()
-		passes(time.Minute)
+		advance(time.Minute)
 		u.readiness.Report(condition{source: "release", code: codeReleased, message: "released"})
-		passes(10 * time.Second)
+		advance(10 * time.Second)
 		untainted := 0
 		u.client.PrependReactor("update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 			for _, d := range a.(clienttesting.UpdateAction).GetObject().(*resourceapi.ResourceSlice).Spec.Devices {
@@ -398,82 +410,85 @@ func TestAConditionThatBeganUnderAnotherIsShownWhenThatEnds(t *testing.T) {
 			return false, nil, nil
 		})
 
-		u.becomes(away(manyGPUs()))
-		passes(5 * time.Second)
-		if got := u.values(t); got["not-ready=hardware-released"] != 70 {
-			t.Errorf("the driver is away too: %v", got)
+		u.setInventory(withoutDriver(manyGPUs()))
+		advance(5 * time.Second)
+		if got := u.taintValues(t); got["not-ready=hardware-released"] != 70 {
+			t.Errorf("while both conditions last: %v", got)
 		}
 		u.readiness.Clear("release")
-		passes(5 * time.Second)
-		if got := u.values(t); got["not-ready=driver-missing"] != 70 || untainted > 0 {
-			t.Errorf("the driver is still away: %v, and %d devices were written without a taint", got, untainted)
+		advance(5 * time.Second)
+		if got := u.taintValues(t); got["not-ready=driver-missing"] != 70 || untainted > 0 {
+			t.Errorf("after the first condition: %v, and %d devices were written without a taint", got, untainted)
 		}
 
-		u.becomes(manyGPUs())
-		passes(5 * time.Second)
-		if got := u.values(t); len(got) > 0 {
+		u.setInventory(manyGPUs())
+		advance(5 * time.Second)
+		if got := u.taintValues(t); len(got) > 0 {
 			t.Errorf("ready again: %v", got)
 		}
-		u.becomes(away(manyGPUs()))
-		passes(29 * time.Second)
-		if got := u.values(t); len(got) > 0 {
-			t.Errorf("what comes later may pass: %v", got)
+		u.setInventory(withoutDriver(manyGPUs()))
+		advance(29 * time.Second)
+		if got := u.taintValues(t); len(got) > 0 {
+			t.Errorf("a later transient condition set taints early: %v", got)
 		}
 	})
 }
 
-// unknown is a node of which the plugin has not seen anything since its start.
-func unknown() inventory.Snapshot {
+// neverScanned returns the snapshot of a plugin that has not scanned the hardware since its start.
+func neverScanned() inventory.Snapshot {
 	return inventory.Snapshot{Reason: "no driver", Code: inventory.CodeDriverMissing, Since: time.Now()}
 }
 
-func TestSlicesOfAnEarlierInstanceAreAdoptedWhileNothingIsKnown(t *testing.T) {
+func TestUnscannedNodeAdoptsEarlierSlices(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client := apiServer()
-		earlier := publishes(t, client, manyGPUs())
-		passes(time.Minute)
+		earlier := startPublishingNode(t, client, manyGPUs())
+		advance(time.Minute)
 		earlier.stop()
 		ill := mustList(t, client)[0]
-		ill.Spec.Devices[0].Taints = []resourceapi.DeviceTaint{{Key: taintPrefix + "unhealthy", Value: "xid-79", Effect: resourceapi.DeviceTaintEffectNoSchedule}}
+		ill.Spec.Devices[0].Taints = []resourceapi.DeviceTaint{{
+			Key: taintPrefix + "unhealthy", Value: "xid-79", Effect: resourceapi.DeviceTaintEffectNoSchedule,
+		}}
 		if _, err := client.ResourceV1().ResourceSlices().Update(t.Context(), &ill, metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 
-		u := publishes(t, client, unknown())
-		passes(29 * time.Second)
-		if got := u.values(t); len(got) != 1 {
+		u := startPublishingNode(t, client, neverScanned())
+		advance(29 * time.Second)
+		if got := u.taintValues(t); len(got) != 1 {
 			t.Errorf("too early: %v", got)
 		}
-		passes(10 * time.Second)
+		advance(10 * time.Second)
 		want := map[string]int{"not-ready=driver-missing": 70, "unhealthy=xid-79": 1}
-		if got := u.values(t); fmt.Sprint(got) != fmt.Sprint(want) {
+		if got := u.taintValues(t); fmt.Sprint(got) != fmt.Sprint(want) {
 			t.Errorf("%v", got)
 		}
 		u.stop()
 
-		// The next one knows no more, and has nothing to write: not for now, and not later.
-		before := stored(client)["update"]
-		u = publishes(t, client, unknown())
+		// This plugin instance has never scanned the hardware, so it must leave all published slices as
+		// they are.
+		before := storedWrites(client)["update"]
+		u = startPublishingNode(t, client, neverScanned())
 		defer u.stop()
-		passes(5 * time.Minute)
-		if got, now := u.values(t), stored(client)["update"]; fmt.Sprint(got) != fmt.Sprint(want) || now != before {
+		advance(5 * time.Minute)
+		if got, now := u.taintValues(t), storedWrites(client)["update"]; fmt.Sprint(got) != fmt.Sprint(want) || now != before {
 			t.Errorf("%v after %d writes", got, now-before)
 		}
-		u.becomes(manyGPUs())
-		passes(10 * time.Second)
-		if got := u.values(t); len(got) > 0 || len(published(t, client)) != 70 {
+		u.setInventory(manyGPUs())
+		advance(10 * time.Second)
+		if got := u.taintValues(t); len(got) > 0 || len(published(t, client)) != 70 {
 			t.Errorf("ready again: %v", got)
 		}
 	})
 }
 
-func TestANodeWithoutSlicesPublishesNothingBeforeItIsReady(t *testing.T) {
+func TestNewNodePublishesNothingUntilReady(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client := apiServer()
-		u := publishes(t, client, unknown())
+		u := startPublishingNode(t, client, neverScanned())
 		defer u.stop()
-		passes(time.Hour)
-		if got := stored(client); len(got) > 0 {
+		advance(time.Hour)
+		if got := storedWrites(client); len(got) > 0 {
 			t.Errorf("%v", got)
 		}
 		lists := 0
@@ -485,33 +500,33 @@ func TestANodeWithoutSlicesPublishesNothingBeforeItIsReady(t *testing.T) {
 		if lists > 1 {
 			t.Errorf("%d lists", lists)
 		}
-		u.becomes(manyGPUs())
-		passes(10 * time.Second)
+		u.setInventory(manyGPUs())
+		advance(10 * time.Second)
 		if got := len(published(t, client)); got != 70 {
 			t.Errorf("%d devices", got)
 		}
 	})
 }
 
-func TestADriverThatGoesTaintsByItsOwnCode(t *testing.T) {
-	n := newAiling(t)
+func TestRemovedDriverHasItsOwnConditionCode(t *testing.T) {
+	n := newHealthNode(t)
 	n.run(t)
-	n.say("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })
-	eventually(t, "the condition is there", func() bool {
+	n.setHardware("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })
+	eventually(t, "the condition is reported", func() bool {
 		all := n.driver.readiness.Conditions()
-		return len(all) == 1 && all[0].code == "driver-missing" && all[0].passing && time.Since(all[0].since) < 20*time.Second
+		return len(all) == 1 && all[0].code == "driver-missing" && all[0].transient && time.Since(all[0].since) < 20*time.Second
 	})
 }
 
-func TestTheBaseSpecsConditionEndsWhereTheSpecIsNotWritten(t *testing.T) {
+func TestBaseSpecConditionClearsWhenSpecIsNotWritten(t *testing.T) {
 	n := newNode(t)
 	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.readiness.Report(condition{source: "base-spec", code: codeBaseSpec, message: "disk full", passing: true})
+	d.readiness.Report(condition{source: "base-spec", code: codeBaseSpec, message: "disk full", transient: true})
 	files := ""
-	if d.writeBase(&files); d.readiness.Blocked() {
-		t.Errorf("the inventory is not ready, and the condition stays: %+v", d.readiness.Conditions())
+	if d.writeBaseSpec(&files); d.readiness.Blocked() {
+		t.Errorf("the condition stays although the inventory is not ready: %+v", d.readiness.Conditions())
 	}
 }

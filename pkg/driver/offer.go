@@ -16,40 +16,44 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
 
-// offer makes slices of what the node has, and says where people look in which shapes it is offered.
+// offer returns the ResourceSlices for the snapshot s of the node's devices. If some GPUs are not
+// offered as their MIG policy asks, it writes an Event with the reasons. settled is false if the
+// publisher must call offer again soon, because claims delay a change.
 func (d *Driver) offer(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool, _ error) {
 	var options []device.SliceOption
 	if f.PartitionTypes {
 		options = append(options, device.PartitionTypes(DriverName))
 	}
-	cut := func(shapes []device.Shape) []resourceslice.Slice {
+	build := func(shapes []device.Shape) []resourceslice.Slice {
 		return device.Slices(shapes, s.Node.Driver, options...)
 	}
-	offerings, settled, err := d.layouts.Decide(ctx, s, f.PartitionedDevices, func(o []device.Offering) []resourceslice.Slice {
-		return cut(device.Offer(d.inShares(o, s.Node.Driver, f)))
-	})
+	preview := func(o []device.Offering) []resourceslice.Slice {
+		return build(device.Offer(d.withShares(o, s.Node.Driver, f)))
+	}
+	offerings, settled, err := d.layouts.Decide(ctx, s, f.PartitionedDevices, preview)
 	if err != nil {
 		return nil, false, err
 	}
-	offerings = d.inShares(offerings, s.Node.Driver, f)
+	offerings = d.withShares(offerings, s.Node.Driver, f)
 	shapes := device.Offer(offerings)
-	settled = d.tellShares(offerings, shapes, f) && settled
-	d.unsettled.Store(!settled)
-	slices := cut(shapes)
-	d.slow.Publishes(slices)
-	d.metrics.MIG(d.count(slices))
+	settled = d.reportShares(offerings, shapes, f) && settled
+	d.layoutsDelayed.Store(!settled)
+	slices := build(shapes)
+	d.slow.SetSlices(slices)
+	d.metrics.MIG(d.countMIG(slices))
 	limited := d.layouts.Limited()
-	if !maps.Equal(limited, d.limited) {
+	if !maps.Equal(limited, d.lastLimited) {
 		if len(limited) > 0 {
-			d.events.normal("GPUsLimited", "Not offered as the policy wants: "+describe(limited))
+			d.events.normal("GPUsLimited", "GPUs are not offered as their MIG policy asks: "+describeLimits(limited))
 		}
-		d.limited = limited
+		d.lastLimited = limited
 	}
 	return slices, settled, nil
 }
 
-// count is what the metrics show of the GPUs that can be cut.
-func (d *Driver) count(slices []resourceslice.Slice) metrics.MIGState {
+// countMIG returns the numbers for the MIG metrics: the offered MIG devices by profile, the
+// existing MIG devices, and the MIG-capable GPUs.
+func (d *Driver) countMIG(slices []resourceslice.Slice) metrics.MIGState {
 	now := metrics.MIGState{Offered: map[string]int{}}
 	for _, s := range slices {
 		for i := range s.Devices {
@@ -62,7 +66,8 @@ func (d *Driver) count(slices []resourceslice.Slice) metrics.MIGState {
 	return now
 }
 
-// profileOf is empty for a whole GPU, and for shares, which are counted apart.
+// profileOf returns the MIG profile of a MIG device in a slice. It returns "" for a whole GPU and
+// for a device that several claims can share, because other metrics count shared devices.
 func profileOf(d *resourceapi.Device) string {
 	if ptr.Deref(d.AllowMultipleAllocations, false) {
 		return ""
@@ -73,8 +78,9 @@ func profileOf(d *resourceapi.Device) string {
 	return ""
 }
 
-// describe is one line for an Event.
-func describe(limited map[string]string) string {
+// describeLimits returns one line for an Event: the reasons why GPUs are not offered as configured,
+// each after the names of its GPUs. limited has the reason by GPU.
+func describeLimits(limited map[string]string) string {
 	byReason := map[string][]string{}
 	for gpu, reason := range limited {
 		byReason[reason] = append(byReason[reason], gpu)

@@ -12,34 +12,35 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 )
 
-// all are the published devices, sorted.
-func (n *node) all(t *testing.T) []string {
+// sortedDevices returns the names of the published devices in order.
+func (n *node) sortedDevices(t *testing.T) []string {
 	t.Helper()
 	names := published(t, n.client)
 	slices.Sort(names)
 	return names
 }
 
-func TestADefaultInstallOnWholeGPUsSaysNothingOfLimits(t *testing.T) {
+func TestDefaultInstallReportsNoLimits(t *testing.T) {
 	n := newNode(t)
-	n.say("cuttable", oneCuttableGPU)
+	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.start(t)
-	eventually(t, "the whole GPU is published", func() bool { return slices.Equal(n.all(t), []string{firstGPU}) })
-	for _, said := range n.said(t, "Node", "node") {
-		if strings.HasPrefix(said, "GPUsLimited") {
-			t.Error(said)
+	eventually(t, "the whole GPU is published", func() bool { return slices.Equal(n.sortedDevices(t), []string{firstGPU}) })
+	for _, event := range n.events(t, "Node", "node") {
+		if strings.HasPrefix(event, "GPUsLimited") {
+			t.Error(event)
 		}
 	}
 }
 
-// What claims hold is not known then. What is published stays, and it is tried again.
-func TestClaimsThatCannotBeListedKeepWhatIsPublished(t *testing.T) {
-	n := &ailing{node: newNode(t)}
-	n.say("cuttable", oneCuttableGPU)
+// If the publisher cannot list claims, it does not know which devices are allocated. The published
+// devices must stay, and the publisher must retry.
+func TestUnlistableClaimsKeepPublishedDevices(t *testing.T) {
+	n := &healthNode{node: newNode(t)}
+	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.cfg.MIGPolicy = "dynamic"
-	n.begin(t)
+	n.startPlugin(t)
 	everything := []string{firstGPU, firstGPU + "-mig-9-0", firstGPU + "-mig-9-1"}
-	eventually(t, "every shape is published", func() bool { return slices.Equal(n.all(t), everything) })
+	eventually(t, "every shape is published", func() bool { return slices.Equal(n.sortedDevices(t), everything) })
 	var forbidden atomic.Bool
 	var tries atomic.Int32
 	forbidden.Store(true)
@@ -50,14 +51,14 @@ func TestClaimsThatCannotBeListedKeepWhatIsPublished(t *testing.T) {
 		tries.Add(1)
 		return true, nil, apierrors.NewForbidden(resourceapi.Resource("resourceclaims"), "", nil)
 	})
-	n.change(t, nil, map[string]string{policyAnnotation: "static"})
-	eventually(t, "it was tried again", func() bool { return tries.Load() > 1 })
-	if got := n.all(t); !slices.Equal(got, everything) {
+	n.editNode(t, nil, map[string]string{policyAnnotation: "static"})
+	eventually(t, "the publisher retries", func() bool { return tries.Load() > 1 })
+	if got := n.sortedDevices(t); !slices.Equal(got, everything) {
 		t.Errorf("published are %v", got)
 	}
 	if !n.metric(t, "gpu_dra_publish_errors_total") {
 		t.Error("no error is counted")
 	}
 	forbidden.Store(false)
-	eventually(t, "the GPU is published whole", func() bool { return slices.Equal(n.all(t), []string{firstGPU}) })
+	eventually(t, "the GPU is published whole", func() bool { return slices.Equal(n.sortedDevices(t), []string{firstGPU}) })
 }

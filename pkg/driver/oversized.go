@@ -13,25 +13,27 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// oversized is a request that asks for at most half of the memory of a GPU that it holds whole.
-// Some manifests mean a share by that: for NVIDIA's driver they do where it has consumableShares.
+// oversized describes a request for at most half of a GPU's memory that was allocated the whole
+// GPU. Manifests for NVIDIA's DRA driver with its gate consumableShares expect a share for such a
+// request.
 type oversized struct {
 	request, class, device string
 	asked, has             resource.Quantity
-	// more is how many other GPUs the claim holds in the same way.
+	// more is how many other GPUs of the claim were allocated for such requests.
 	more int
 }
 
 func (o oversized) String() string {
 	others := ""
 	if o.more > 0 {
-		others = fmt.Sprintf(" (%d more GPUs of the claim are held like this)", o.more)
+		others = fmt.Sprintf(" (the same applies to %d more GPUs of the claim)", o.more)
 	}
-	return fmt.Sprintf("Request %s asks for %s of memory and holds %s with all of its %s%s: class %s gives whole GPUs",
+	return fmt.Sprintf("Request %s asks for %s of memory but got the whole GPU %s with %s%s: class %s gives whole GPUs",
 		o.request, &o.asked, o.device, &o.has, others, o.class)
 }
 
-// findOversized is nil for a claim that has no such request.
+// findOversized returns the claim's first request for at most half of a GPU's memory that was
+// allocated the whole GPU, or nil if there is none. gpus are the node's GPUs.
 func findOversized(c *resourceapi.ResourceClaim, gpus []nvidia.GPU) *oversized {
 	if c.Status.Allocation == nil {
 		return nil
@@ -55,13 +57,17 @@ func findOversized(c *resourceapi.ResourceClaim, gpus []nvidia.GPU) *oversized {
 			first.more++
 			continue
 		}
-		first = &oversized{request: r.Request, class: class, device: r.Device, asked: asked, has: *resource.NewQuantity(has, resource.BinarySI)}
+		first = &oversized{
+			request: r.Request, class: class, device: r.Device,
+			asked: asked, has: *resource.NewQuantity(has, resource.BinarySI),
+		}
 	}
 	return first
 }
 
-// memoryRequest is what a request of the claim asks of the capacity "memory". A result names a
-// subrequest as "request/subrequest".
+// memoryRequest finds the claim's request by its name in an allocation result ("request" or
+// "request/subrequest"). It returns the request's DeviceClass and how much of the capacity "memory"
+// it asks for. ok is false if there is no such request or it asks for no memory.
 func memoryRequest(c *resourceapi.ResourceClaim, name string) (class string, asked resource.Quantity, ok bool) {
 	of := func(class string, capacity *resourceapi.CapacityRequirements) (string, resource.Quantity, bool) {
 		if capacity == nil {
@@ -83,17 +89,18 @@ func memoryRequest(c *resourceapi.ResourceClaim, name string) (class string, ask
 	return "", resource.Quantity{}, false
 }
 
-// oversizedHint is what to tell the user of a claim that is prepared for the first time, or empty.
-// It looks for the claim's record, so it comes before Prepare writes one.
+// oversizedHint returns a hint for users whose claim asks for at most half of a GPU's memory but
+// got a whole GPU. For any other claim, and for a claim that is prepared already, it returns "". So
+// the caller must call it before Prepare, which records the claim.
 func (d *Driver) oversizedHint(c *resourceapi.ResourceClaim) string {
 	o := findOversized(c, d.inv.Snapshot().Node.GPUs)
 	if o == nil {
 		return ""
 	}
-	if r, found, err := d.preparer.Holding(c.UID); err != nil || found && r.State == checkpoint.Prepared {
+	if r, found, err := d.preparer.Record(c.UID); err != nil || found && r.State == checkpoint.Prepared {
 		return ""
 	}
-	if d.fractions.Load() {
+	if d.offersFractions.Load() {
 		return o.String() + ". Class shared.gpu.nvidia.com gives a share with a limit of memory"
 	}
 	return o.String() + ". This node offers no shares with a limit of memory; " +

@@ -27,8 +27,9 @@ func result(request, device string) resourceapi.DeviceRequestAllocationResult {
 	return resourceapi.DeviceRequestAllocationResult{Driver: DriverName, Pool: "node", Device: device, Request: request}
 }
 
-// The GPUs of these tests have 80Gi.
-func TestWhichClaimsHoldAWholeGPUForLittle(t *testing.T) {
+// findOversized must find requests for at most half of the memory of the whole GPU that they got.
+// The GPUs here have 80Gi.
+func TestFindOversized(t *testing.T) {
 	firstOf := resourceapi.DeviceRequest{Name: "gpu", FirstAvailable: []resourceapi.DeviceSubRequest{
 		{Name: "large", DeviceClassName: "gpu.nvidia.com", Capacity: ofMemory("60Gi")},
 		{Name: "small", DeviceClassName: "small.example.com", Capacity: ofMemory("10Gi")},
@@ -42,33 +43,33 @@ func TestWhichClaimsHoldAWholeGPUForLittle(t *testing.T) {
 	for name, c := range map[string]struct {
 		requests requests
 		results  results
-		says     []string // nothing, if empty
+		parts    []string // parts of the hint; nil if there must be none
 	}{
-		"asks for less than half":           {little, whole, []string{"gpu", "4Gi", firstGPU, "80Gi", "class gpu.nvidia.com"}},
-		"asks for half":                     {requests{exactly("gpu", "40Gi")}, whole, []string{"40Gi"}},
-		"asks for nothing, by a number":     {requests{exactly("gpu", "0")}, whole, []string{"asks for 0 of memory"}},
-		"asks for more than half":           {requests{exactly("gpu", "40961Mi")}, whole, nil},
-		"asks for more than a number holds": {requests{exactly("gpu", "1e30")}, whole, nil},
-		"does not say how much":             {requests{exactly("gpu", "")}, whole, nil},
+		"asks for less than half":        {little, whole, []string{"gpu", "4Gi", firstGPU, "80Gi", "class gpu.nvidia.com"}},
+		"asks for half":                  {requests{exactly("gpu", "40Gi")}, whole, []string{"40Gi"}},
+		"asks for zero":                  {requests{exactly("gpu", "0")}, whole, []string{"asks for 0 of memory"}},
+		"asks for more than half":        {requests{exactly("gpu", "40961Mi")}, whole, nil},
+		"asks for more than int64 holds": {requests{exactly("gpu", "1e30")}, whole, nil},
+		"names no amount":                {requests{exactly("gpu", "")}, whole, nil},
 		"got the alternative that asks for little": {
 			alternatives, results{result("gpu/small", firstGPU)}, []string{"gpu/small", "10Gi", "class small.example.com"},
 		},
 		"got the alternative that asks for much":   {alternatives, results{result("gpu/large", firstGPU)}, nil},
 		"got an alternative that it does not have": {alternatives, results{result("gpu/other", firstGPU)}, nil},
-		"got what it does not ask for":             {little, results{result("extra", firstGPU)}, nil},
+		"got a device of an unknown request":       {little, results{result("extra", firstGPU)}, nil},
 		"got a share":                              {little, results{result("gpu", firstGPU+"-share")}, nil},
 		"got a partition":                          {little, results{result("gpu", firstGPU+"-mig-19-0")}, nil},
-		"got a GPU of which nothing is known":      {little, results{result("gpu", "gpu-0000-99-00-0")}, nil},
+		"got an unknown GPU":                       {little, results{result("gpu", "gpu-0000-99-00-0")}, nil},
 		"got a device of another driver":           {little, results{foreign}, nil},
-		"only looks":                               {little, results{admin}, nil},
+		"has admin access":                         {little, results{admin}, nil},
 		"got several":                              {little, append(whole, result("gpu", secondGPU)), []string{"1 more"}},
-		"holds one for much and one for little": {
+		"has one large and one small request": {
 			requests{exactly("much", "80Gi"), exactly("little", "1Gi")},
 			results{result("much", firstGPU), result("little", secondGPU)}, []string{"little", secondGPU},
 		},
-		"got something with a name that is none":     {little, results{result("gpu", "")}, nil},
-		"asks for little, and is not allocated":      {little, nil, nil},
-		"has a request that this version cannot say": {requests{{Name: "gpu"}}, whole, nil},
+		"got a device without a name":      {little, results{result("gpu", "")}, nil},
+		"is not allocated":                 {little, nil, nil},
+		"has a request of an unknown form": {requests{{Name: "gpu"}}, whole, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: "c", UID: "uid"}}
@@ -81,10 +82,10 @@ func TestWhichClaimsHoldAWholeGPUForLittle(t *testing.T) {
 				t.Fatal(err)
 			}
 			found := findOversized(claim, node.GPUs)
-			if (found != nil) != (c.says != nil) {
+			if (found != nil) != (c.parts != nil) {
 				t.Fatalf("found %v", found)
 			}
-			for _, part := range c.says {
+			for _, part := range c.parts {
 				if !strings.Contains(found.String(), part) {
 					t.Errorf("%q does not say %q", found, part)
 				}
@@ -93,7 +94,7 @@ func TestWhichClaimsHoldAWholeGPUForLittle(t *testing.T) {
 	}
 }
 
-func TestAClaimThatHoldsAWholeGPUForLittleIsToldOnce(t *testing.T) {
+func TestOversizedClaimGetsOneEvent(t *testing.T) {
 	n := newNode(t)
 	n.start(t)
 	n.register(t)
@@ -117,13 +118,14 @@ func TestAClaimThatHoldsAWholeGPUForLittleIsToldOnce(t *testing.T) {
 			t.Fatal(answer.GetError())
 		}
 	}
-	n.hears(t, "ResourceClaim", "c", "WholeGPUHeld", "shares=fractions offers them in class shared.gpu.nvidia.com")
+	n.expectEvent(t, "ResourceClaim", "c", "WholeGPUHeld", "shares=fractions offers them in class shared.gpu.nvidia.com")
 	refused := little("refused", secondGPU, "gpu-0000-99-00-0")
 	if n.prepare(t, refused).GetError() == "" {
-		t.Fatal("a GPU that is not there is prepared")
+		t.Fatal("a missing GPU was prepared")
 	}
 
-	// Another instance knows from the record that the claim was told.
+	// After a restart there must be no second Event for the claim, because its checkpoint record shows
+	// that it is prepared already.
 	if err := n.stop(); err != nil {
 		t.Fatal(err)
 	}
@@ -136,21 +138,21 @@ func TestAClaimThatHoldsAWholeGPUForLittleIsToldOnce(t *testing.T) {
 	if answer := n.prepare(t, last); answer.GetError() != "" {
 		t.Fatal(answer.GetError())
 	}
-	n.hears(t, "ResourceClaim", "last", "WholeGPUHeld", "4Gi") // Events come in their order
+	n.expectEvent(t, "ResourceClaim", "last", "WholeGPUHeld", "4Gi") // Events are written in order, so all earlier ones exist, too
 	events, err := n.client.CoreV1().Events("").List(t.Context(), metav1.ListOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	told := map[string]int{}
+	count := map[string]int{}
 	for _, e := range events.Items {
 		if e.Reason == "WholeGPUHeld" {
-			told[e.InvolvedObject.Name] += max(1, int(e.Count))
+			count[e.InvolvedObject.Name] += max(1, int(e.Count))
 			if e.Type != "Normal" {
 				t.Errorf("an Event of type %s for a claim that has what it asked for", e.Type)
 			}
 		}
 	}
-	if told["c"] != 1 || told["last"] != 1 || told["refused"] != 0 {
-		t.Errorf("told %v", told)
+	if count["c"] != 1 || count["last"] != 1 || count["refused"] != 0 {
+		t.Errorf("Events by claim: %v", count)
 	}
 }

@@ -10,7 +10,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// Paths is the part of the configuration that package nvidia looks at.
+// Paths returns the configured paths that package nvidia needs.
 func Paths(cfg *config.Config) nvidia.Paths {
 	return nvidia.Paths{
 		DriverRoot:     cfg.DriverRootMount,
@@ -24,13 +24,14 @@ func Paths(cfg *config.Config) nvidia.Paths {
 	}
 }
 
-// MPSPaths is the part of it that package mps looks at.
+// MPSPaths returns the configured paths that package mps needs.
 func MPSPaths(cfg *config.Config) mps.Paths {
 	return mps.Paths{PluginDir: cfg.PluginDir, ShmRoot: cfg.ShmRoot}
 }
 
-// visible says where this process sees what the host knows by a path. What is the driver's own lies at the same path on both sides.
-func (d *Driver) visible(paths nvidia.Paths) cdi.Mapper {
+// mountedPath returns a function that maps the path of a file on the host to its path in the
+// plugin's container. The plugin's own directories have the same path in both.
+func (d *Driver) mountedPath(paths nvidia.Paths) cdi.Mapper {
 	own := []string{d.cfg.PluginDir, d.cfg.ShmRoot, filepath.Dir(d.cfg.HookPath)}
 	return func(host string) string {
 		for _, root := range own {

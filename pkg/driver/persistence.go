@@ -9,58 +9,63 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
-// forgetful is the hardware, of which it is said where people look if the driver does not keep what is set: whoever runs the node can change that.
-type forgetful struct {
+// persistenceWarner wraps the interface that changes GPUs. If a changed GPU's persistence mode is
+// off, it writes an Event, because the GPU loses the changed setting when the last process closes
+// it.
+type persistenceWarner struct {
 	prepare.Partitions
 	events *nodeEvents
 
 	mu sync.Mutex
-	// off says of the cards that were looked at whether their persistence mode was off.
-	off map[device.Card]bool
-	// told is what was said, until it is on.
-	told map[string]bool
+	// persistenceOff is true for each GPU whose persistence mode was off when Look last read it.
+	persistenceOff map[device.Card]bool
+	// warned has the texts of the Events written for each GPU since its persistence mode was last on.
+	warned map[string]bool
 }
 
-func newForgetful(p prepare.Partitions, events *nodeEvents) *forgetful {
-	return &forgetful{Partitions: p, events: events, off: map[device.Card]bool{}, told: map[string]bool{}}
+func newPersistenceWarner(p prepare.Partitions, events *nodeEvents) *persistenceWarner {
+	return &persistenceWarner{Partitions: p, events: events, persistenceOff: map[device.Card]bool{}, warned: map[string]bool{}}
 }
 
-func (f *forgetful) Look(ctx context.Context, c device.Card) (device.CutState, error) {
-	state, err := f.Partitions.Look(ctx, c)
+func (w *persistenceWarner) Look(ctx context.Context, c device.Card) (device.CardState, error) {
+	state, err := w.Partitions.Look(ctx, c)
 	if err == nil {
-		f.mu.Lock()
-		defer f.mu.Unlock()
-		f.off[c] = state.Persistence != nil && !*state.Persistence
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.persistenceOff[c] = state.Persistence != nil && !*state.Persistence
 	}
 	return state, err
 }
 
-func (f *forgetful) SetComputeMode(ctx context.Context, c device.Card, mode device.ComputeMode) error {
-	err := f.Partitions.SetComputeMode(ctx, c, mode)
+func (w *persistenceWarner) SetComputeMode(ctx context.Context, c device.Card, mode device.ComputeMode) error {
+	err := w.Partitions.SetComputeMode(ctx, c, mode)
 	if err == nil && mode != device.ComputeDefault {
-		f.warn(c, "the compute mode")
+		w.warn(c, "the compute mode")
 	}
 	return err
 }
 
-func (f *forgetful) SetTimeSlice(ctx context.Context, c device.Card, slice device.TimeSlice) error {
-	err := f.Partitions.SetTimeSlice(ctx, c, slice)
+func (w *persistenceWarner) SetTimeSlice(ctx context.Context, c device.Card, slice device.TimeSlice) error {
+	err := w.Partitions.SetTimeSlice(ctx, c, slice)
 	if err == nil && slice != device.TimeSliceDefault {
-		f.warn(c, "the time slice")
+		w.warn(c, "the time slice")
 	}
 	return err
 }
 
-// warn says it once: what is kept set is set often.
-func (f *forgetful) warn(c device.Card, what string) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
+// warn writes an Event that the GPU may lose the setting called what, if its persistence mode is
+// off. The same Event is not written again until the mode was on, because the driver restores a
+// lost setting often.
+func (w *persistenceWarner) warn(c device.Card, what string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
 	key := c.String() + what
-	if off := f.off[c]; !off || f.told[key] {
-		f.told[key] = off
+	if off := w.persistenceOff[c]; !off || w.warned[key] {
+		w.warned[key] = off
 		return
 	}
-	f.told[key] = true
-	f.events.warn("PersistenceModeOff", fmt.Sprintf("Persistence mode of %s is off: %s that claims asked for is forgotten whenever the last process closes the GPU, and set again within half a minute. "+
-		"Run nvidia-persistenced, or nvidia-smi -pm 1", c.PCIAddress.WholeName(), what))
+	w.warned[key] = true
+	w.events.warn("PersistenceModeOff", fmt.Sprintf("Persistence mode of %s is off: "+
+		"the GPU loses %s of its claims when the last process closes it. The driver restores the setting within half a minute. "+
+		"To prevent the loss, run nvidia-persistenced or nvidia-smi -pm 1", c.PCIAddress.WholeName(), what))
 }

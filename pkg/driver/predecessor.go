@@ -23,17 +23,17 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
-// withheld is an inventory without the GPUs that claims of the reference driver hold, which
-// prepared them before this driver came to the node. They are neither published nor prepared; who
-// asks for one of them is told whose it is.
-type withheld struct {
+// predecessorFilter hides GPUs that claims of NVIDIA's DRA driver still use. That driver prepared
+// these claims before this driver was installed on the node. This driver neither publishes nor
+// prepares such a GPU, and its error for the GPU names the claim.
+type predecessorFilter struct {
 	inventorySource
-	before *predecessor.Store
+	store *predecessor.Store
 }
 
-func (w withheld) Snapshot() inventory.Snapshot {
-	s := w.inventorySource.Snapshot()
-	claims, err := w.before.Claims()
+func (f predecessorFilter) Snapshot() inventory.Snapshot {
+	s := f.inventorySource.Snapshot()
+	claims, err := f.store.Claims()
 	if err == nil && len(claims) == 0 {
 		return s
 	}
@@ -43,8 +43,8 @@ func (w withheld) Snapshot() inventory.Snapshot {
 		why := ""
 		if err != nil {
 			why = err.Error()
-		} else if i := slices.IndexFunc(claims, func(c predecessor.Claim) bool { return mayHold(c, g.GPU, s.Node.GPUs) }); i >= 0 {
-			why = fmt.Sprintf("%s holds it still, which NVIDIA's reference driver prepared: it is free when that claim has ended", claims[i])
+		} else if i := slices.IndexFunc(claims, func(c predecessor.Claim) bool { return mayUseGPU(c, g.GPU, s.Node.GPUs) }); i >= 0 {
+			why = fmt.Sprintf("NVIDIA's DRA driver prepared this GPU for %s: wait until that claim ends", claims[i])
 		}
 		if why == "" {
 			free = append(free, g)
@@ -56,25 +56,29 @@ func (w withheld) Snapshot() inventory.Snapshot {
 	return s
 }
 
-// mayHold says whether a claim holds the card or a part of it. A device that cannot be told to be any one of the node's cards may be every one.
-func mayHold(c predecessor.Claim, g device.GPU, all []nvidia.GPU) bool {
+// mayUseGPU reports whether the claim c of NVIDIA's DRA driver may use the GPU g or a part of it.
+// all has the node's GPUs. If a device of the claim matches none of them, it could be on any GPU,
+// so the answer is true.
+func mayUseGPU(c predecessor.Claim, g device.GPU, all []nvidia.GPU) bool {
 	return slices.ContainsFunc(c.Devices, func(d predecessor.Device) bool {
-		card, known := cardOf(d, all)
+		card, known := findGPU(d, all)
 		return !known || card.PCIAddress == g.PCIAddress
 	})
 }
 
 var byMinor = regexp.MustCompile(`^gpu-([0-9]+)(-mig-.*)?$`)
 
-// cardOf is the card of a device: by UUID, by place, by the partition's UUID, or, of a preparation that was only begun, by the number in its name.
-func cardOf(d predecessor.Device, all []nvidia.GPU) (device.GPU, bool) {
+// findGPU returns the GPU in all that a device in the checkpoint of NVIDIA's DRA driver belongs to,
+// by GPU UUID, PCI address or MIG UUID. A device of an unfinished Prepare has none of these, so the
+// minor number in its name decides. The second result is false if no GPU matches.
+func findGPU(d predecessor.Device, all []nvidia.GPU) (device.GPU, bool) {
 	number := -1
 	if m := byMinor.FindStringSubmatch(d.Name); m != nil {
-		number, _ = strconv.Atoi(m[1]) // one that is too large is no card's
+		number, _ = strconv.Atoi(m[1]) // a number that does not fit into an int matches no GPU
 	}
 	for _, is := range []func(g device.GPU) bool{
 		func(g device.GPU) bool { return d.GPUUUID != "" && g.UUID == d.GPUUUID },
-		func(g device.GPU) bool { return d.PCIBusID != "" && samePlace(g.PCIAddress, d.PCIBusID) },
+		func(g device.GPU) bool { return d.PCIBusID != "" && samePCIAddress(g.PCIAddress, d.PCIBusID) },
 		func(g device.GPU) bool { return d.MIG != nil && hasPartition(g, d.MIG.UUID) },
 		func(g device.GPU) bool {
 			return d.GPUUUID == "" && d.PCIBusID == "" && d.MIG == nil && g.Minor == number
@@ -87,7 +91,7 @@ func cardOf(d predecessor.Device, all []nvidia.GPU) (device.GPU, bool) {
 	return device.GPU{}, false
 }
 
-func samePlace(a device.PCIAddress, other string) bool {
+func samePCIAddress(a device.PCIAddress, other string) bool {
 	b, err := device.ParsePCIAddress(strings.ToLower(other))
 	return err == nil && a == b
 }
@@ -98,15 +102,17 @@ func hasPartition(g device.GPU, uuid string) bool {
 	})
 }
 
-// refuseForeign refuses a claim that the reference driver has prepared: it was allocated devices by names that mean nothing here, and holds them already.
-func (d *Driver) refuseForeign(uid types.UID, name string) error {
-	claims, err := d.before.Claims()
+// refusePredecessorClaim returns an error if the claim was prepared by NVIDIA's DRA driver. Such a
+// claim already has devices, under names that this driver does not know.
+func (d *Driver) refusePredecessorClaim(uid types.UID, name string) error {
+	claims, err := d.predecessor.Claims()
 	if err != nil {
-		return nil //nolint:nilerr // every GPU is withheld, and who asks for one is told why
+		return nil //nolint:nilerr // every GPU is withheld, and a Prepare fails with the reason
 	}
 	for _, c := range claims {
 		if c.UID == uid {
-			return prepare.Refused(name, prepare.CauseClaim, "NVIDIA's reference driver prepared it on this node as %s: its Pods go on as they are, and cannot be started again here: delete them",
+			return prepare.NewRefusal(name, prepare.CauseClaim,
+				"NVIDIA's DRA driver prepared it on this node as %s: its Pods keep running but cannot restart here: delete them",
 				strings.Join(deviceNames(c), ", "))
 		}
 	}
@@ -121,12 +127,12 @@ func deviceNames(c predecessor.Claim) []string {
 	return names
 }
 
-// endForeign gives back what a claim holds that the reference driver prepared, as far as its checkpoint proves that it made it. It does nothing about any other
-// claim.
-func (d *Driver) endForeign(ctx context.Context, uid types.UID) error {
-	claims, err := d.before.Claims()
+// endPredecessorClaim releases the devices that NVIDIA's DRA driver prepared for the claim. It does
+// nothing if that driver's checkpoint does not contain the claim.
+func (d *Driver) endPredecessorClaim(ctx context.Context, uid types.UID) error {
+	claims, err := d.predecessor.Claims()
 	if err != nil {
-		klog.FromContext(ctx).Error(err, "Whether the claim held anything from the driver before cannot be told; nothing is given to others")
+		klog.FromContext(ctx).Error(err, "Failed to read which devices NVIDIA's DRA driver prepared for the claim; offering no GPU")
 		return nil
 	}
 	i := slices.IndexFunc(claims, func(c predecessor.Claim) bool { return c.UID == uid })
@@ -135,13 +141,14 @@ func (d *Driver) endForeign(ctx context.Context, uid types.UID) error {
 	}
 	c := claims[i]
 	s := d.inv.Snapshot()
-	hard := c.MPS || c.TimeSlices || slices.ContainsFunc(c.Devices, func(d predecessor.Device) bool { return d.MIG != nil })
-	if hard && !s.Known {
-		return prepare.Refused("with UID "+string(uid), prepare.CauseNotReady, "what it held of the reference driver's cannot be looked at yet: %s", s.Reason)
+	changedHardware := c.MPS || c.TimeSlices || slices.ContainsFunc(c.Devices, func(d predecessor.Device) bool { return d.MIG != nil })
+	if changedHardware && !s.Known {
+		return prepare.NewRefusal("with UID "+string(uid), prepare.CauseNotReady,
+			"cannot release the devices that NVIDIA's DRA driver prepared for it, because the hardware is not scanned yet: %s", s.Reason)
 	}
 	cards := map[string]device.GPU{}
 	for _, held := range c.Devices {
-		if g, known := cardOf(held, s.Node.GPUs); known {
+		if g, known := findGPU(held, s.Node.GPUs); known {
 			cards[g.WholeName()] = g
 		}
 	}
@@ -149,56 +156,65 @@ func (d *Driver) endForeign(ctx context.Context, uid types.UID) error {
 	for name := range cards {
 		gpus = append(gpus, name)
 	}
-	err = d.preparer.Locked(ctx, uid, gpus, func(ctx context.Context) error { return d.undoForeign(ctx, c, cards, s.Node.GPUs) })
+	err = d.preparer.WithLocks(ctx, uid, gpus, func(ctx context.Context) error {
+		return d.undoPredecessorClaim(ctx, c, cards, s.Node.GPUs)
+	})
 	if err != nil {
 		return err
 	}
-	d.repaired(prepare.Repair{Kind: "predecessor-claim", What: "Gave back what NVIDIA's reference driver had prepared", Object: c.String()})
+	d.reportRepair(prepare.Repair{
+		Kind: "predecessor-claim", What: "Released the devices of a claim that NVIDIA's DRA driver prepared", Object: c.String(),
+	})
 	wake(d.toPublisher)
 	return nil
 }
 
-// undoForeign is endForeign under the locks.
-func (d *Driver) undoForeign(ctx context.Context, c predecessor.Claim, cards map[string]device.GPU, all []nvidia.GPU) error {
+// undoPredecessorClaim releases the devices of the claim c of NVIDIA's DRA driver. The caller holds
+// the locks of the claim and of the GPUs in cards.
+func (d *Driver) undoPredecessorClaim(
+	ctx context.Context, c predecessor.Claim, cards map[string]device.GPU, all []nvidia.GPU,
+) error {
 	logger := klog.FromContext(ctx)
-	d.tellForeignDaemons(c)
+	d.reportPredecessorDaemons(c)
 	for _, held := range c.Devices {
-		g, known := cardOf(held, all)
+		g, known := findGPU(held, all)
 		if !known || held.MIG == nil {
 			continue
 		}
-		if err := d.destroyForeign(ctx, g, held); err != nil {
+		if err := d.destroyPredecessorPartition(ctx, g, held); err != nil {
 			return err
 		}
 	}
 	for name, g := range cards {
 		if c.MPS {
 			if err := d.preparer.Partitions.SetComputeMode(ctx, g.Card(), device.ComputeDefault); err != nil {
-				logger.Error(err, "Could not set the compute mode back that the reference driver had set", "gpu", name)
+				logger.Error(err, "Failed to reset the compute mode that NVIDIA's DRA driver set", "gpu", name)
 			}
 		}
 		if c.TimeSlices {
 			if err := d.preparer.Partitions.SetTimeSlice(ctx, g.Card(), device.TimeSliceDefault); err != nil {
-				logger.Error(err, "Could not set the time slices back that the reference driver had set", "gpu", name)
+				logger.Error(err, "Failed to reset the time slices that NVIDIA's DRA driver set", "gpu", name)
 			}
 		}
 	}
 	spec := filepath.Join(d.cfg.CDIRoot, cdi.Vendor+"-claim_"+string(c.UID)+".yaml")
 	if err := os.Remove(spec); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove the CDI spec of the reference driver: %w", err)
+		return fmt.Errorf("remove the CDI spec of NVIDIA's DRA driver: %w", err)
 	}
-	aside, err := d.before.End(c.UID)
-	if err == nil && aside != "" {
-		logger.Info("All claims of the reference driver have ended; its checkpoint is set aside", "file", aside)
+	renamedTo, err := d.predecessor.MarkEnded(c.UID)
+	if err == nil && renamedTo != "" {
+		logger.Info("Renamed the checkpoint of NVIDIA's DRA driver after its last claim ended", "file", renamedTo)
 	}
 	return err
 }
 
-// destroyForeign removes the partition if what is there is exactly what the checkpoint tells of. Anything else may be somebody else's by now.
-func (d *Driver) destroyForeign(ctx context.Context, g device.GPU, held predecessor.Device) error {
+// destroyPredecessorPartition destroys the partition on the GPU g whose UUID and MIG IDs are those
+// in the checkpoint of NVIDIA's DRA driver. If a UUID or ID differs, the partition may belong to
+// another claim by now, and is kept.
+func (d *Driver) destroyPredecessorPartition(ctx context.Context, g device.GPU, held predecessor.Device) error {
 	state, err := d.preparer.Partitions.Look(ctx, g.Card())
 	if err != nil {
-		return fmt.Errorf("look for %s of the reference driver on %s: %w", held.Name, g.WholeName(), err)
+		return fmt.Errorf("find %s of NVIDIA's DRA driver on %s: %w", held.Name, g.WholeName(), err)
 	}
 	for _, in := range state.MIG.Instances {
 		if len(in.Compute) != 1 || held.MIG.UUID == "" || in.Compute[0].UUID != held.MIG.UUID ||
@@ -207,25 +223,30 @@ func (d *Driver) destroyForeign(ctx context.Context, g device.GPU, held predeces
 			continue
 		}
 		if err := d.preparer.Partitions.Destroy(ctx, g.Card(), in); err != nil {
-			return fmt.Errorf("remove %s, which the reference driver made, from %s: %w", held.Name, g.WholeName(), err)
+			return fmt.Errorf("remove %s, which NVIDIA's DRA driver created, from %s: %w", held.Name, g.WholeName(), err)
 		}
-		klog.FromContext(ctx).Info("Removed an instance that the reference driver had made", "gpu", g.WholeName(), "device", held.Name, "migUUID", held.MIG.UUID)
+		klog.FromContext(ctx).Info("Removed a MIG instance of NVIDIA's DRA driver",
+			"gpu", g.WholeName(), "device", held.Name, "migUUID", held.MIG.UUID)
 	}
 	return nil
 }
 
-// tellForeignDaemons says which MPS daemons of the claim go on: they are Deployments of the reference driver's, with names that cannot be known before, so that
-// the right to delete one is the right to delete any in that namespace. No node's plugin has it.
-func (d *Driver) tellForeignDaemons(c predecessor.Claim) {
+// reportPredecessorDaemons writes an Event for each MPS daemon that still runs after the claim of
+// NVIDIA's DRA driver ended. The admin has to delete it: it is a Deployment whose name is not known
+// in advance, so this driver would need permission to delete any Deployment.
+func (d *Driver) reportPredecessorDaemons(c predecessor.Claim) {
 	for _, id := range c.Daemons {
-		d.events.warn("PredecessorDaemon", fmt.Sprintf("%s has ended, and its MPS daemon, a Deployment of NVIDIA's reference driver, goes on: kubectl delete deployments --all-namespaces --field-selector metadata.name=mps-control-daemon-%s", c, id))
+		d.events.warn("PredecessorDaemon", fmt.Sprintf("%s has ended, but its MPS daemon, "+
+			"a Deployment of NVIDIA's DRA driver, still runs. To delete it, run: "+
+			"kubectl delete deployments --all-namespaces --field-selector metadata.name=mps-control-daemon-%s", c, id))
 	}
 }
 
-// tellWithheld says, where it has changed, which GPUs are withheld and why. Only one loop calls it.
-func (d *Driver) tellWithheld() {
+// reportWithheldGPUs writes an Event about the GPUs that claims of NVIDIA's DRA driver still use,
+// if they changed since the last Event. Only followInventory calls it.
+func (d *Driver) reportWithheldGPUs() {
 	var lines []string
-	claims, err := d.before.Claims()
+	claims, err := d.predecessor.Claims()
 	if err != nil {
 		lines = []string{err.Error()}
 	}
@@ -233,9 +254,9 @@ func (d *Driver) tellWithheld() {
 		lines = append(lines, fmt.Sprintf("%s holds %s", c, strings.Join(deviceNames(c), ", ")))
 	}
 	now := strings.Join(lines, "; ")
-	if now != d.toldWithheld && now != "" {
-		d.events.warn("GPUsWithheld", "GPUs that NVIDIA's reference driver gave to claims are not offered until these end: "+now)
+	if now != d.lastWithheld && now != "" {
+		d.events.warn("GPUsWithheld", "Not offering GPUs that NVIDIA's DRA driver prepared for claims until these claims end: "+now)
 	}
-	d.toldWithheld = now
-	d.metrics.Withheld(len(claims), err != nil)
+	d.lastWithheld = now
+	d.metrics.ReferenceDriver(len(claims), err != nil)
 }

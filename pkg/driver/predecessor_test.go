@@ -22,8 +22,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
-// leave puts a checkpoint of the reference driver into the plugin directory.
-func (n *node) leave(t *testing.T, content string) string {
+// writeCheckpoint writes a checkpoint of NVIDIA's DRA driver into the plugin directory and returns
+// its path.
+func (n *node) writeCheckpoint(t *testing.T, content string) string {
 	t.Helper()
 	path := filepath.Join(n.cfg.PluginDir, predecessor.File)
 	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
@@ -32,7 +33,7 @@ func (n *node) leave(t *testing.T, content string) string {
 	return path
 }
 
-func offers(t *testing.T, n *node, want ...string) {
+func expectOffered(t *testing.T, n *node, want ...string) {
 	t.Helper()
 	var got []string
 	eventually(t, fmt.Sprintf("%q are offered", want), func() bool {
@@ -42,10 +43,11 @@ func offers(t *testing.T, n *node, want ...string) {
 	})
 }
 
-func TestForeignClaimsWithholdTheirGPUs(t *testing.T) {
+func TestPredecessorClaimsWithholdTheirGPUs(t *testing.T) {
 	n := newNode(t)
 	const uid = "aaaaaaaa-1111-4222-8333-444444444444"
-	checkpoint := n.leave(t, `{"v2":{"preparedClaims":{"`+uid+`":{"checkpointState":"PrepareCompleted","status":{"reservedFor":[{"resource":"pods","name":"trainer"}]},
+	checkpoint := n.writeCheckpoint(t, `{"v2":{"preparedClaims":{"`+uid+`":{"checkpointState":"PrepareCompleted",
+		"status":{"reservedFor":[{"resource":"pods","name":"trainer"}]},
 		"preparedDevices":[{"devices":[{"gpu":{"info":{"uuid":"GPU-0000:1b:00.0"},"device":{"DeviceName":"gpu-0"}}}],"configState":{}}]}}}}`)
 	spec := filepath.Join(n.cfg.CDIRoot, "k8s.gpu.nvidia.com-claim_"+uid+".yaml")
 	if err := os.WriteFile(spec, nil, 0o600); err != nil {
@@ -53,12 +55,12 @@ func TestForeignClaimsWithholdTheirGPUs(t *testing.T) {
 	}
 	n.start(t)
 	n.register(t)
-	offers(t, n, secondGPU)
-	n.hears(t, "Node", "node", "GPUsWithheld", uid+" of Pod trainer holds gpu-0")
+	expectOffered(t, n, secondGPU)
+	n.expectEvent(t, "Node", "node", "GPUsWithheld", uid+" of Pod trainer holds gpu-0")
 
 	early := n.claim(t, "early", firstGPU)
-	if msg := n.prepare(t, early).GetError(); !strings.Contains(msg, uid) || !strings.Contains(msg, "reference driver") {
-		t.Errorf("who holds it is not said: %q", msg)
+	if msg := n.prepare(t, early).GetError(); !strings.Contains(msg, uid) || !strings.Contains(msg, "NVIDIA's DRA driver") {
+		t.Errorf("the error does not name the claim: %q", msg)
 	}
 	foreign := n.claim(t, "foreign", "gpu-0")
 	if err := n.client.ResourceV1().ResourceClaims("team").Delete(t.Context(), "foreign", metav1.DeleteOptions{}); err != nil {
@@ -66,22 +68,22 @@ func TestForeignClaimsWithholdTheirGPUs(t *testing.T) {
 	}
 	foreign = &drapb.Claim{Namespace: "team", Name: foreign.GetName(), Uid: uid}
 	n.claimAs(t, foreign, "gpu-0")
-	if msg := n.prepare(t, foreign).GetError(); !strings.Contains(msg, "reference driver prepared it") {
-		t.Errorf("the claim itself is told %q", msg)
+	if msg := n.prepare(t, foreign).GetError(); !strings.Contains(msg, "NVIDIA's DRA driver prepared it") {
+		t.Errorf("the claim itself fails with %q", msg)
 	}
 	if msg := n.prepare(t, n.claim(t, "other", secondGPU)).GetError(); msg != "" {
-		t.Errorf("the other GPU is refused too: %s", msg)
+		t.Errorf("the other GPU is refused: %s", msg)
 	}
 
 	if msg := n.unprepare(t, foreign); msg != "" {
 		t.Fatal(msg)
 	}
-	offers(t, n, firstGPU, secondGPU)
+	expectOffered(t, n, firstGPU, secondGPU)
 	if msg := n.prepare(t, early).GetError(); msg != "" {
 		t.Errorf("after its end: %s", msg)
 	}
 	if msg := n.unprepare(t, foreign); msg != "" {
-		t.Errorf("given back twice: %s", msg)
+		t.Errorf("unprepared twice: %s", msg)
 	}
 	for _, path := range []string{checkpoint, spec} {
 		if _, err := os.Stat(path); !os.IsNotExist(err) {
@@ -90,18 +92,18 @@ func TestForeignClaimsWithholdTheirGPUs(t *testing.T) {
 	}
 }
 
-func TestAForeignFileWithholdsAll(t *testing.T) {
+func TestUnreadablePredecessorCheckpointWithholdsAllGPUs(t *testing.T) {
 	n := newNode(t)
-	path := n.leave(t, `{"v3":{}}`)
+	path := n.writeCheckpoint(t, `{"v3":{}}`)
 	n.start(t)
 	n.register(t)
-	n.hears(t, "Node", "node", "GPUsWithheld", path)
+	n.expectEvent(t, "Node", "node", "GPUsWithheld", path)
 	c := n.claim(t, "c", firstGPU)
 	if msg := n.prepare(t, c).GetError(); !strings.Contains(msg, path) || !strings.Contains(msg, "move the file away") {
 		t.Errorf("%q", msg)
 	}
 	if msg := n.unprepare(t, c); msg != "" {
-		t.Errorf("it cannot be given back: %s", msg)
+		t.Errorf("it cannot be unprepared: %s", msg)
 	}
 	if got := published(t, n.client); len(got) != 0 {
 		t.Errorf("offered: %q", got)
@@ -110,33 +112,34 @@ func TestAForeignFileWithholdsAll(t *testing.T) {
 		t.Fatal(err)
 	}
 	if msg := n.prepare(t, c).GetError(); msg != "" {
-		t.Errorf("the file has gone: %s", msg)
+		t.Errorf("after the file was removed: %s", msg)
 	}
 }
 
-// cutHardware is a card with instances.
-type cutHardware struct {
+// partitionedGPU fakes a GPU with MIG instances. It remembers which of them were destroyed, and the
+// last compute mode.
+type partitionedGPU struct {
 	prepare.Partitions
 	there     []device.Instance
 	destroyed []uint32
 	mode      device.ComputeMode
 }
 
-func (c *cutHardware) Look(context.Context, device.Card) (device.CutState, error) {
-	return device.CutState{MIG: device.MIG{Enabled: true, Instances: c.there}}, nil
+func (c *partitionedGPU) Look(context.Context, device.Card) (device.CardState, error) {
+	return device.CardState{MIG: device.MIG{Enabled: true, Instances: c.there}}, nil
 }
 
-func (c *cutHardware) Destroy(_ context.Context, _ device.Card, in device.Instance) error {
+func (c *partitionedGPU) Destroy(_ context.Context, _ device.Card, in device.Instance) error {
 	c.destroyed = append(c.destroyed, in.ID)
 	return nil
 }
 
-func (c *cutHardware) SetComputeMode(_ context.Context, _ device.Card, to device.ComputeMode) error {
+func (c *partitionedGPU) SetComputeMode(_ context.Context, _ device.Card, to device.ComputeMode) error {
 	c.mode = to
 	return nil
 }
 
-func TestOnlyWhatTheCheckpointProvesIsRemoved(t *testing.T) {
+func TestOnlyProvenPredecessorPartitionIsRemoved(t *testing.T) {
 	part := func(id uint32, uuid string) device.Instance {
 		return device.Instance{ID: id, ProfileID: 19, Compute: []device.ComputeInstance{{ID: 0, UUID: uuid}}}
 	}
@@ -144,24 +147,29 @@ func TestOnlyWhatTheCheckpointProvesIsRemoved(t *testing.T) {
 		there     []device.Instance
 		destroyed []uint32
 	}{
-		"as it was made":                      {[]device.Instance{part(3, "MIG-other"), part(7, "MIG-1")}, []uint32{7}},
-		"its ID was given again":              {[]device.Instance{part(7, "MIG-2")}, nil},
-		"its UUID is another instance's":      {[]device.Instance{part(8, "MIG-1")}, nil},
-		"someone put a second part beside it": {[]device.Instance{{ID: 7, Compute: []device.ComputeInstance{{UUID: "MIG-1"}, {ID: 1, UUID: "MIG-3"}}}}, nil},
-		"it is gone":                          {nil, nil},
+		"it is unchanged":                {[]device.Instance{part(3, "MIG-other"), part(7, "MIG-1")}, []uint32{7}},
+		"its ID was reused":              {[]device.Instance{part(7, "MIG-2")}, nil},
+		"its UUID is another instance's": {[]device.Instance{part(8, "MIG-1")}, nil},
+		"an admin added a compute instance": {[]device.Instance{
+			{ID: 7, Compute: []device.ComputeInstance{{UUID: "MIG-1"}, {ID: 1, UUID: "MIG-3"}}},
+		}, nil},
+		"it is gone": {nil, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := newNode(t)
-			n.leave(t, `{"v2":{"preparedClaims":{"u-1":{"preparedDevices":[
-				{"devices":[{"mig":{"concrete":{"giId":7,"ciId":0,"migUUID":"MIG-1","parentUUID":"GPU-0000:1b:00.0"},"device":{"DeviceName":"gpu-0-mig-1g10gb-19-0"}}}],
+			n.writeCheckpoint(t, `{"v2":{"preparedClaims":{"u-1":{"preparedDevices":[
+				{"devices":[{"mig":{"concrete":{"giId":7,"ciId":0,"migUUID":"MIG-1","parentUUID":"GPU-0000:1b:00.0"},
+					"device":{"DeviceName":"gpu-0-mig-1g10gb-19-0"}}}],
 				"configState":{"mpsControlDaemonID":"u-1-abc","mpsApplied":true}}]}}}}`)
-			hardware := &cutHardware{there: c.there}
-			d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Partitions: hardware, Metrics: metrics.New("test")})
+			hardware := &partitionedGPU{there: c.there}
+			d, err := New(t.Context(), n.cfg, Parts{
+				Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Partitions: hardware, Metrics: metrics.New("test"),
+			})
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer d.presence.End()
-			if err := d.endForeign(t.Context(), "u-1"); err == nil || !strings.Contains(err.Error(), "not ready") && !strings.Contains(err.Error(), "looked at") {
+			defer d.instanceLock.Release()
+			if err := d.endPredecessorClaim(t.Context(), "u-1"); err == nil || !strings.Contains(err.Error(), "hardware is not scanned yet") {
 				t.Errorf("before the hardware is known: %v", err)
 			}
 			ctx, cancel := context.WithCancel(t.Context())
@@ -169,21 +177,22 @@ func TestOnlyWhatTheCheckpointProvesIsRemoved(t *testing.T) {
 			go func() { defer close(done); d.inv.Run(ctx) }()
 			defer func() { cancel(); <-done }()
 			eventually(t, "the hardware is known", func() bool { return d.inv.Snapshot().Known })
-			if err := d.endForeign(t.Context(), "u-1"); err != nil {
+			if err := d.endPredecessorClaim(t.Context(), "u-1"); err != nil {
 				t.Fatal(err)
 			}
 			if !slices.Equal(hardware.destroyed, c.destroyed) || hardware.mode != device.ComputeDefault {
 				t.Errorf("destroyed %v, want %v; compute mode %q", hardware.destroyed, c.destroyed, hardware.mode)
 			}
-			n.hears(t, "Node", "node", "PredecessorDaemon", "kubectl delete deployments --all-namespaces --field-selector metadata.name=mps-control-daemon-u-1-abc")
-			if claims, err := d.before.Claims(); len(claims) != 0 || err != nil {
+			n.expectEvent(t, "Node", "node", "PredecessorDaemon",
+				"kubectl delete deployments --all-namespaces --field-selector metadata.name=mps-control-daemon-u-1-abc")
+			if claims, err := d.predecessor.Claims(); len(claims) != 0 || err != nil {
 				t.Errorf("left: %v, %v", claims, err)
 			}
 		})
 	}
 }
 
-func TestWhichCardADeviceOfTheReferenceDriverIsOn(t *testing.T) {
+func TestMayUseGPU(t *testing.T) {
 	node, err := twoGPUs()
 	if err != nil {
 		t.Fatal(err)
@@ -193,38 +202,42 @@ func TestWhichCardADeviceOfTheReferenceDriverIsOn(t *testing.T) {
 	all[1].MIG = &device.MIG{Instances: []device.Instance{{Compute: []device.ComputeInstance{{UUID: "MIG-1"}}}}}
 	for name, c := range map[string]struct {
 		d    predecessor.Device
-		want int // -1: it may be any
+		want int // index of the GPU; -1 means that any GPU may be used
 	}{
-		"by UUID":                     {predecessor.Device{Name: "gpu-1", GPUUUID: all[0].UUID}, 0},
-		"by place":                    {predecessor.Device{Name: "gpu-vfio-0", PCIBusID: "0000:43:00.0"}, 1},
-		"by its partition":            {predecessor.Device{Name: "x", MIG: &predecessor.MIG{UUID: "MIG-1"}}, 1},
-		"by number, if only begun":    {predecessor.Device{Name: "gpu-1-mig-1g10gb-19-0"}, 1},
-		"a card that is gone":         {predecessor.Device{Name: "gpu-1", GPUUUID: "GPU-gone"}, -1},
-		"a partition that is gone":    {predecessor.Device{Name: "gpu-1-mig-1g10gb-19-0", MIG: &predecessor.MIG{UUID: "MIG-gone"}}, -1},
-		"of a kind that is not known": {predecessor.Device{}, -1},
+		"by UUID":                  {predecessor.Device{Name: "gpu-1", GPUUUID: all[0].UUID}, 0},
+		"by PCI address":           {predecessor.Device{Name: "gpu-vfio-0", PCIBusID: "0000:43:00.0"}, 1},
+		"by its partition":         {predecessor.Device{Name: "x", MIG: &predecessor.MIG{UUID: "MIG-1"}}, 1},
+		"by number, if unfinished": {predecessor.Device{Name: "gpu-1-mig-1g10gb-19-0"}, 1},
+		"a card that is gone":      {predecessor.Device{Name: "gpu-1", GPUUUID: "GPU-gone"}, -1},
+		"a partition that is gone": {predecessor.Device{Name: "gpu-1-mig-1g10gb-19-0", MIG: &predecessor.MIG{UUID: "MIG-gone"}}, -1},
+		"of an unknown kind":       {predecessor.Device{}, -1},
 	} {
 		for i, g := range all {
 			want := c.want == i || c.want < 0
-			if got := mayHold(predecessor.Claim{Devices: []predecessor.Device{c.d}}, g.GPU, all); got != want {
+			if got := mayUseGPU(predecessor.Claim{Devices: []predecessor.Device{c.d}}, g.GPU, all); got != want {
 				t.Errorf("%s: may be on card %d: %v", name, i, got)
 			}
 		}
 	}
 }
 
-func TestTheDevicePluginOnTheSameNode(t *testing.T) {
+func TestDevicePluginConflict(t *testing.T) {
 	gpus := func(name, n string) corev1.ResourceList {
 		return corev1.ResourceList{corev1.ResourceName(name): resource.MustParse(n), corev1.ResourceCPU: resource.MustParse("2")}
 	}
-	for _, mode := range []string{config.BesideRefuse, config.BesideWarn} {
-		var said []string
+	for _, mode := range []string{config.ConflictRefuse, config.ConflictWarn} {
+		var messages []string
 		there := false
-		g := newReadiness(always{}, func() {})
-		b := &besidePlugin{refuse: mode == config.BesideRefuse, readiness: g, warn: func(_, message string) { said = append(said, message) }, seen: func(is bool) { there = is }}
+		g := newReadiness(alwaysReady{}, func() {})
+		b := &devicePluginConflict{
+			refuse: mode == config.ConflictRefuse, readiness: g,
+			warn:       func(_, message string) { messages = append(messages, message) },
+			onDetected: func(is bool) { there = is },
+		}
 		for _, c := range []struct {
 			capacity corev1.ResourceList
 			there    bool
-			said     int
+			messages int
 		}{
 			{gpus("nvidia.com/gpu", "0"), false, 0},
 			{gpus("nvidia.com/gpumem", "8"), false, 0},
@@ -234,21 +247,21 @@ func TestTheDevicePluginOnTheSameNode(t *testing.T) {
 			{gpus("amd.com/gpu", "8"), false, 2},
 			{gpus("nvidia.com/gpu.shared", "8"), true, 3},
 		} {
-			b.See(&corev1.Node{Status: corev1.NodeStatus{Capacity: c.capacity}})
-			if there != c.there || len(said) != c.said || g.Snapshot().Ready != (mode == config.BesideWarn || !c.there) {
-				t.Errorf("%s, %v: there %v, said %q, ready %v", mode, c.capacity, there, said, g.Snapshot().Ready)
+			b.Observe(&corev1.Node{Status: corev1.NodeStatus{Capacity: c.capacity}})
+			if there != c.there || len(messages) != c.messages || g.Snapshot().Ready != (mode == config.ConflictWarn || !c.there) {
+				t.Errorf("%s, %v: there %v, said %q, ready %v", mode, c.capacity, there, messages, g.Snapshot().Ready)
 			}
 		}
-		if !strings.Contains(said[2], "nvidia.com/gpu.shared=8") || !strings.Contains(said[2], "besideDevicePlugin") {
-			t.Errorf("%q", said[2])
+		if !strings.Contains(messages[2], "nvidia.com/gpu.shared=8") || !strings.Contains(messages[2], "devicePluginConflict") {
+			t.Errorf("%q", messages[2])
 		}
 	}
 }
 
-// always is a node that is ready.
-type always struct{}
+// alwaysReady fakes the inventory of a node that is ready, with two GPUs.
+type alwaysReady struct{}
 
-func (always) Snapshot() inventory.Snapshot {
+func (alwaysReady) Snapshot() inventory.Snapshot {
 	node, _ := twoGPUs()
 	return inventory.Snapshot{Ready: true, Known: true, Node: node}
 }

@@ -15,94 +15,105 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// How soon publishing is tried again. All nodes of a cluster lose the API server at the same time: each waits twice as long after each failure, and no two
-// equally long. In the end a GPU's taint must not come long after the server is back. By itself the slice controller would begin with milliseconds and end with
-// a quarter of an hour.
+// publishRetry and publishRetryMax are the shortest and the longest pause between retries. The
+// pauses grow and are randomized, because all nodes of a cluster lose the API server together.
+// publishRetryMax is short, so that taints appear soon after the API server is back. The slice
+// controller's own pauses can reach a quarter of an hour.
 const (
-	publishRetry     = 250 * time.Millisecond
-	publishRetryMost = 30 * time.Second
+	publishRetry    = 250 * time.Millisecond
+	publishRetryMax = 30 * time.Second
 )
 
-// publication is the slice controller for as long as this instance has the turn, and what it was given.
+// publication publishes the slices while this plugin instance is the leader. It has the slice
+// controller (the library's writer of ResourceSlices) and the slices that the controller has to
+// write.
 type publication struct {
 	*publisher
-	keeps Features
-	on    basis
-	stage stages
-	// settled says that what is offered need not be asked for again soon.
+	features Features
+	offer    lastOffer
+	rollout  sliceRollout
+	// settled is false if the slices must soon be built again even if nothing changes, for example
+	// because a claim delays a change.
 	settled    bool
 	controller *resourceslice.Controller
-	// retries has the failures since the controller last had nothing left to do, by pool.
+	// retries counts the failures since the last success and computes the pause before each retry. Its
+	// keys are the pool's name, for the slice controller, and the constants below.
 	retries workqueue.TypedRateLimiter[string]
-	// dropped wakes the loop when the API server has not kept all fields of a slice, probeAgain when it may keep others than before.
-	dropped, probeAgain chan struct{}
+	// fieldsDropped wakes the loop when the API server dropped fields of a slice. probeAgain wakes the
+	// loop when the API server may keep other fields than at the last probe.
+	fieldsDropped, probeAgain chan struct{}
 }
 
-// publish runs the slice controller until the context ends.
+// publish runs the slice controller until the context ends. changed tells that the slices may have
+// to change.
 func (p *publisher) publish(ctx context.Context, changed <-chan struct{}) error {
 	b, err := p.start(ctx, changed)
 	if err != nil {
-		return unlessOver(ctx, err)
+		return unlessDone(ctx, err)
 	}
 	defer b.controller.Stop()
-	var beside sync.WaitGroup
-	defer beside.Wait()
-	beside.Go(func() { p.followVersion(ctx, b.probeAgain) })
+	var background sync.WaitGroup
+	defer background.Wait()
+	background.Go(func() { p.watchVersion(ctx, b.probeAgain) })
 	b.loop(ctx, changed)
 	return nil
 }
 
-// start finds out what the cluster keeps and the node has, writes a new node's first slices, and starts the controller with what is published then.
+// start finds out which fields the API server keeps, waits until there is something to publish,
+// creates the slices of a new node and starts the slice controller.
 func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (_ *publication, err error) {
-	b := &publication{publisher: p, retries: newRetries(), dropped: make(chan struct{}, 1), probeAgain: make(chan struct{}, 1)}
+	b := &publication{
+		publisher: p, retries: newJitteredLimiter(),
+		fieldsDropped: make(chan struct{}, 1), probeAgain: make(chan struct{}, 1),
+	}
 	var known bool
-	if b.keeps, known = p.features(ctx); !known {
+	if b.features, known = p.waitForFeatures(ctx); !known {
 		return nil, ctx.Err()
 	}
 	var wanted []resourceslice.Slice
 	for known = false; !known; {
-		adopted, ok := p.untilWanted(ctx, changed)
+		adopted, ok := p.waitForContent(ctx, changed)
 		if !ok {
 			return nil, ctx.Err()
 		}
-		if b.on, err = adoptedBasis(adopted, b.keeps); err != nil {
+		if b.offer, err = adoptedOffer(adopted, b.features); err != nil {
 			return nil, err
 		}
-		if wanted, b.settled, known, err = p.resources(ctx, &b.on, b.keeps); err != nil {
-			b.failed(ctx, err)
+		if wanted, b.settled, known, err = p.buildSlices(ctx, &b.offer, b.features); err != nil {
+			b.reportFailure(ctx, err)
 			select {
 			case <-ctx.Done():
 				return nil, ctx.Err()
-			case <-time.After(settleInterval + b.retries.When(unknownHolders)):
+			case <-time.After(settleInterval + b.retries.When(unknownAllocations)):
 			}
 		}
 	}
-	asking, cancel := context.WithTimeout(ctx, askTimeout)
+	callCtx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
-	given, published, err := p.first(asking, wanted)
+	first, published, err := p.publishFirst(callCtx, wanted)
 	if err != nil {
-		klog.FromContext(ctx).V(2).Info("Could not write the first ResourceSlices; the controller will", "err", err)
+		klog.FromContext(ctx).V(2).Info("Failed to write the first ResourceSlices; the controller will write them", "err", err)
 	}
-	if b.stage, err = begin(given, published, time.Now()); err != nil {
+	if b.rollout, err = newSliceRollout(first, published, time.Now()); err != nil {
 		return nil, err
 	}
-	if err := b.stage.want(wanted); err != nil {
+	if err := b.rollout.setTarget(wanted); err != nil {
 		return nil, err
 	}
 	b.controller, err = resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: DriverName,
 		KubeClient: p.client,
 		Owner:      &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: p.nodeName},
-		Resources:  p.pool(given),
+		Resources:  p.driverResources(first),
 		Queue:      workqueue.NewTypedRateLimitingQueue(b.retries),
 		SyncDelay:  ptr.To(syncDelay),
 		ErrorHandler: func(ctx context.Context, err error, msg string) {
 			var dropped *resourceslice.DroppedFieldsError
 			switch {
 			case errors.As(err, &dropped):
-				wake(b.dropped)
+				wake(b.fieldsDropped)
 			case apierrors.IsInvalid(err):
-				wake(b.probeAgain) // the server that was probed may be another one by now
+				wake(b.probeAgain) // the API server may have been replaced since the last probe
 			}
 			p.onError(ctx, recoverable(err), msg)
 		},
@@ -113,97 +124,105 @@ func (p *publisher) start(ctx context.Context, changed <-chan struct{}) (_ *publ
 	return b, nil
 }
 
-// loop gives the controller what is to be published until the context ends.
+// loop waits for changes until the context ends, builds the slices again after each, and passes
+// changed ones to the slice controller.
 func (b *publication) loop(ctx context.Context, changed <-chan struct{}) {
-	var again, unsettled <-chan time.Time
-	poll, pause := stagePoll, settleInterval
+	var resendDue, retryDue <-chan time.Time
+	poll, pause := rolloutPoll, settleInterval
 	for {
-		if !b.settled && unsettled == nil {
-			unsettled = time.After(pause)
+		if !b.settled && retryDue == nil {
+			retryDue = time.After(pause)
 		}
-		var staged <-chan time.Time
-		if b.stage.waiting() {
-			staged = time.After(poll)
+		var rolloutDue <-chan time.Time
+		if b.rollout.pending() {
+			rolloutDue = time.After(poll)
 		} else {
-			poll = stagePoll
+			poll = rolloutPoll
 		}
 		select {
 		case <-ctx.Done():
 			return
-		case <-staged:
-			poll = min(poll+poll/4, stagePollMost)
-			if b.give(ctx, b.next) {
-				poll = stagePoll
+		case <-rolloutDue:
+			poll = min(poll+poll/4, rolloutPollMax)
+			if b.send(ctx, b.nextSlices) {
+				poll = rolloutPoll
 			}
 			continue
-		case <-again:
-			again = nil
-			b.give(ctx, b.sameAgain)
+		case <-resendDue:
+			resendDue = nil
+			b.send(ctx, b.lastSlices)
 			continue
-		case <-b.dropped:
-			// It is not the server any more that was asked; or only one of several is, and the controller takes what that one has kept for what is wanted.
-			if again == nil {
-				again = time.After(b.retries.When(droppedFields))
+		case <-b.fieldsDropped:
+			// The API server was replaced since the probe, or one of several API servers drops fields. The
+			// slices must be sent again, because the controller now takes the stored slices, without these
+			// fields, for the wanted ones.
+			if resendDue == nil {
+				resendDue = time.After(b.retries.When(droppedFields))
 			}
 			b.reprobe(ctx)
 		case <-b.probeAgain:
 			b.reprobe(ctx)
 		case <-changed:
 			pause = settleInterval
-		case <-unsettled:
-			// A claim may keep a GPU from its layout for weeks. Unprepare wakes this loop.
-			if pause = min(2*pause, settleSeldom); b.on.settled {
+		case <-retryDue:
+			// A claim may delay a change of its GPU's partitions for weeks, so the pause grows. When a claim
+			// is unprepared, changed wakes this loop.
+			if pause = min(2*pause, settleIntervalMax); b.offer.settled {
 				pause = settleInterval
 			}
 		}
-		unsettled = nil
-		if err := b.want(ctx); err != nil {
+		retryDue = nil
+		if err := b.update(ctx); err != nil {
 			b.settled = false
-			b.failed(ctx, err)
+			b.reportFailure(ctx, err)
 		}
 	}
 }
 
-// want looks at what is to be published now.
-func (b *publication) want(ctx context.Context) error {
-	wanted, settled, known, err := b.resources(ctx, &b.on, b.keeps)
+// update builds the slices again, for the rollout to publish. If the node is not ready and there
+// are no earlier slices to keep, it changes nothing.
+func (b *publication) update(ctx context.Context) error {
+	wanted, settled, known, err := b.buildSlices(ctx, &b.offer, b.features)
 	if err != nil || !known {
 		return err
 	}
 	b.settled = settled
-	return b.stage.want(wanted)
+	return b.rollout.setTarget(wanted)
 }
 
-// give gives the controller slices, if there are any to be given now.
-func (b *publication) give(ctx context.Context, which func() (_ []resourceslice.Slice, ok bool, _ error)) (given bool) {
-	slices, ok, err := which()
+// send passes the slices that the function choose returns to the slice controller. sent is false if
+// choose returned false. An error of choose is reported.
+func (b *publication) send(ctx context.Context, choose func() (_ []resourceslice.Slice, ok bool, _ error)) (sent bool) {
+	slices, ok, err := choose()
 	if err != nil {
-		b.failed(ctx, err)
+		b.reportFailure(ctx, err)
 	}
 	if ok {
-		b.controller.Update(b.pool(slices))
+		b.controller.Update(b.driverResources(slices))
 	}
 	return ok
 }
 
-// next is what follows, if the controller has written what it was given.
-func (b *publication) next() (_ []resourceslice.Slice, ok bool, _ error) {
+// nextSlices returns the slices to pass to the slice controller now. ok is false if there are none,
+// or while the controller has not written the previous ones.
+func (b *publication) nextSlices() (_ []resourceslice.Slice, ok bool, _ error) {
 	stats, failing := b.controller.GetStats(), b.retries.NumRequeues(b.nodeName) > 0
-	return b.stage.next(stats.NumCreates+stats.NumUpdates+stats.NumDeletes, failing, time.Now())
+	return b.rollout.next(stats.NumCreates+stats.NumUpdates+stats.NumDeletes, failing, time.Now())
 }
 
-func (b *publication) sameAgain() (_ []resourceslice.Slice, ok bool, _ error) {
-	given, err := unkeep(b.stage.given)
-	return given, err == nil, err
+func (b *publication) lastSlices() (_ []resourceslice.Slice, ok bool, _ error) {
+	sent, err := decodeSlices(b.rollout.sent)
+	return sent, err == nil, err
 }
 
-// failed is told of slices that could not be put together. What is published stays.
-func (b *publication) failed(ctx context.Context, err error) {
-	b.onError(ctx, recoverable(err), "Could not put this node's ResourceSlices together")
+// reportFailure reports that the slices could not be built. The published slices stay as they are.
+func (b *publication) reportFailure(ctx context.Context, err error) {
+	b.onError(ctx, recoverable(err), "Failed to build this node's ResourceSlices")
 }
 
-// reprobe asks once which fields the API server keeps, and again later if it has no answer: until then
-// the loop goes on with what is known, or no taint would be published.
+// reprobe probes once which fields the API server keeps. If there is no answer, it schedules
+// another probe. Meanwhile the loop publishes slices with the fields known so far, so that taints
+// are not delayed.
 func (b *publication) reprobe(ctx context.Context) {
 	now, ok := b.probe(ctx)
 	if !ok {
@@ -211,29 +230,30 @@ func (b *publication) reprobe(ctx context.Context) {
 		return
 	}
 	b.retries.Forget(unansweredProbe)
-	if now != b.keeps {
-		b.keeps = now
+	if now != b.features {
+		b.features = now
 		b.retries.Forget(droppedFields)
 	}
 }
 
-// What is tried again besides the pool, which has the node's name.
+// These keys count other failures than those of the slice controller in the retry limiter. The
+// controller's own key is the pool's name, which is the node's name.
 const (
-	droppedFields   = "/dropped-fields"
-	unansweredProbe = "/unanswered-probe"
-	unknownHolders  = "/unknown-holders"
+	droppedFields      = "/dropped-fields"
+	unansweredProbe    = "/unanswered-probe"
+	unknownAllocations = "/unknown-allocations"
 )
 
-// scattered makes pauses longer or shorter by up to half.
-type scattered struct {
+// jitteredLimiter makes each pause randomly shorter or longer by up to half.
+type jitteredLimiter struct {
 	workqueue.TypedRateLimiter[string]
 }
 
-func newRetries() scattered {
-	return scattered{workqueue.NewTypedItemExponentialFailureRateLimiter[string](publishRetry, publishRetryMost)}
+func newJitteredLimiter() jitteredLimiter {
+	return jitteredLimiter{workqueue.NewTypedItemExponentialFailureRateLimiter[string](publishRetry, publishRetryMax)}
 }
 
-func (s scattered) When(item string) time.Duration {
-	pause := s.TypedRateLimiter.When(item)
+func (l jitteredLimiter) When(item string) time.Duration {
+	pause := l.TypedRateLimiter.When(item)
 	return pause/2 + rand.N(pause)
 }

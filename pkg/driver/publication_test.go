@@ -24,11 +24,11 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-func TestPublishingIsTriedLessAndLessOftenWhileItFails(t *testing.T) {
+func TestPublishingRetriesWithBackoff(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client, inv := apiServer(), &fakeInventory{}
 		inv.set(readyWith("0000:1b:00.0"))
-		var mu sync.Mutex // guards what follows
+		var mu sync.Mutex // guards the variables below
 		away, began := false, time.Now()
 		var tries []time.Duration
 		client.PrependReactor("update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
@@ -51,11 +51,11 @@ func TestPublishingIsTriedLessAndLessOftenWhileItFails(t *testing.T) {
 		ctx, stop := context.WithCancel(t.Context())
 		changed, done := make(chan struct{}, 1), make(chan error, 1)
 		go func() { done <- p.publish(ctx, changed) }()
-		passes(time.Minute)
+		advance(time.Minute)
 		if n := len(published(t, client)); n != 1 {
 			t.Fatalf("%d devices are published", n)
 		}
-		for range 2 { // what failed once does not slow down what fails later
+		for range 2 { // twice, because a success must reset the pauses
 			mu.Lock()
 			away, began, tries = true, time.Now(), nil
 			mu.Unlock()
@@ -63,10 +63,10 @@ func TestPublishingIsTriedLessAndLessOftenWhileItFails(t *testing.T) {
 			s.Node.GPUs[0].UUID = "GPU-" + time.Now().String()
 			inv.set(s)
 			changed <- struct{}{}
-			passes(10 * time.Minute)
+			advance(10 * time.Minute)
 			mu.Lock()
 			for i := 1; i < len(tries); i++ {
-				if pause := tries[i] - tries[i-1]; pause > publishRetryMost*3/2 {
+				if pause := tries[i] - tries[i-1]; pause > publishRetryMax*3/2 {
 					t.Errorf("try %d came after %s", i, pause)
 				}
 			}
@@ -75,7 +75,7 @@ func TestPublishingIsTriedLessAndLessOftenWhileItFails(t *testing.T) {
 			}
 			away = false
 			mu.Unlock()
-			passes(publishRetryMost * 3 / 2)
+			advance(publishRetryMax * 3 / 2)
 			if n := len(published(t, client)); n != 2 {
 				t.Errorf("%d devices are published", n)
 			}
@@ -87,18 +87,19 @@ func TestPublishingIsTriedLessAndLessOftenWhileItFails(t *testing.T) {
 	})
 }
 
-// countedLooks counts how often the publication wakes to look whether a slice has been written.
-type countedLooks struct {
+// countingLimiter counts how often the publication looks whether the slice controller has written a
+// slice.
+type countingLimiter struct {
 	workqueue.TypedRateLimiter[string]
-	looks *atomic.Int64
+	polls *atomic.Int64
 }
 
-func (c countedLooks) NumRequeues(pool string) int {
-	c.looks.Add(1)
+func (c countingLimiter) NumRequeues(pool string) int {
+	c.polls.Add(1)
 	return c.TypedRateLimiter.NumRequeues(pool)
 }
 
-func TestStagedTaintsWakeThePluginSeldomWhileTheAPIServerIsAway(t *testing.T) {
+func TestRolloutPollsSeldomWhileAPIServerIsAway(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client, inv := apiServer(), &fakeInventory{}
 		inv.set(manyGPUs())
@@ -110,11 +111,14 @@ func TestStagedTaintsWakeThePluginSeldomWhileTheAPIServerIsAway(t *testing.T) {
 			return false, nil, nil
 		})
 		p := &publisher{
-			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {}, onError: func(context.Context, error, string) {},
+			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {},
+			onError: func(context.Context, error, string) {},
 			mark: func(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
 				for i := range all {
 					if ill.Load() {
-						all[i].Devices[0].Taints = []resourceapi.DeviceTaint{{Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule}}
+						all[i].Devices[0].Taints = []resourceapi.DeviceTaint{{
+							Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule,
+						}}
 					}
 				}
 				return all, true
@@ -132,28 +136,28 @@ func TestStagedTaintsWakeThePluginSeldomWhileTheAPIServerIsAway(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var looks atomic.Int64
-		b.retries = countedLooks{b.retries, &looks}
+		var polls atomic.Int64
+		b.retries = countingLimiter{b.retries, &polls}
 		done := make(chan struct{})
 		go func() { defer close(done); b.loop(ctx, changed) }()
-		passes(time.Minute)
+		advance(time.Minute)
 
 		away.Store(true)
 		ill.Store(true)
 		changed <- struct{}{}
 		const outage = 10 * time.Minute
-		passes(outage)
-		if n, most := looks.Load(), int64(outage/stagePollMost)+50; n > most {
-			t.Errorf("it woke %d times in %s, more than %d", n, outage, most)
+		advance(outage)
+		if n, most := polls.Load(), int64(outage/rolloutPollMax)+50; n > most {
+			t.Errorf("the publication woke %d times in %s, more than %d", n, outage, most)
 		}
 		away.Store(false)
-		passes(publishRetryMost*3/2 + 2*stagePollMost)
+		advance(publishRetryMax*3/2 + 2*rolloutPollMax)
 		if n := taints(); n != 2 {
 			t.Errorf("%d taints are published after the API server is back", n)
 		}
 		ill.Store(false)
 		changed <- struct{}{}
-		passes(time.Second)
+		advance(time.Second)
 		if n := taints(); n != 0 {
 			t.Errorf("%d taints are still published a second after a change", n)
 		}
@@ -163,7 +167,7 @@ func TestStagedTaintsWakeThePluginSeldomWhileTheAPIServerIsAway(t *testing.T) {
 	})
 }
 
-func TestAnAPIServerThatDoesNotAnswerKeepsNoPluginFromEnding(t *testing.T) {
+func TestSilentAPIServerDoesNotBlockStop(t *testing.T) {
 	asked, over := make(chan struct{}, 100), make(chan struct{})
 	silent := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
 		asked <- struct{}{}
@@ -177,12 +181,15 @@ func TestAnAPIServerThatDoesNotAnswerKeepsNoPluginFromEnding(t *testing.T) {
 	}
 	inv := &fakeInventory{}
 	inv.set(readyWith("0000:1b:00.0"))
-	p := &publisher{client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {}, mark: unmarked, onError: func(_ context.Context, err error, _ string) { t.Error(err) }}
+	p := &publisher{
+		client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {}, mark: unmarked,
+		onError: func(_ context.Context, err error, _ string) { t.Error(err) },
+	}
 	for name, ask := range map[string]func(ctx context.Context) error{
-		"which fields it keeps": func(ctx context.Context) error { return p.publish(ctx, nil) },
-		"for its version":       func(ctx context.Context) error { p.followVersion(ctx, nil); return nil },
-		"for what there is": func(ctx context.Context) error {
-			if _, _, err := p.first(ctx, nil); !errors.Is(err, context.Canceled) {
+		"probe":   func(ctx context.Context) error { return p.publish(ctx, nil) },
+		"version": func(ctx context.Context) error { p.watchVersion(ctx, nil); return nil },
+		"list": func(ctx context.Context) error {
+			if _, _, err := p.publishFirst(ctx, nil); !errors.Is(err, context.Canceled) {
 				return err
 			}
 			return nil
@@ -200,14 +207,14 @@ func TestAnAPIServerThatDoesNotAnswerKeepsNoPluginFromEnding(t *testing.T) {
 					t.Error(err)
 				}
 			case <-time.After(20 * time.Second):
-				t.Error("it still waits for the API server")
+				t.Error("the call still waits for the API server")
 			}
 		})
 	}
 }
 
-// A server that answers no probe must not keep a taint from being published.
-func TestTaintsArePublishedWhileProbesAreRejected(t *testing.T) {
+// Taints must be published even while the API server rejects every probe of its features.
+func TestTaintsArePublishedWhileProbesFail(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client, inv := apiServer(), &fakeInventory{}
 		inv.set(readyWith("0000:1b:00.0"))
@@ -221,10 +228,13 @@ func TestTaintsArePublishedWhileProbesAreRejected(t *testing.T) {
 			return false, nil, nil
 		})
 		p := &publisher{
-			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {}, onError: func(context.Context, error, string) {},
+			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {},
+			onError: func(context.Context, error, string) {},
 			mark: func(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
 				if ill.Load() {
-					all[0].Devices[0].Taints = []resourceapi.DeviceTaint{{Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule}}
+					all[0].Devices[0].Taints = []resourceapi.DeviceTaint{{
+						Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule,
+					}}
 				}
 				return all, true
 			},
@@ -237,26 +247,26 @@ func TestTaintsArePublishedWhileProbesAreRejected(t *testing.T) {
 		}
 		done := make(chan struct{})
 		go func() { defer close(done); b.loop(ctx, changed) }()
-		passes(time.Minute)
+		advance(time.Minute)
 
 		rejects.Store(true)
 		wake(b.probeAgain)
-		passes(time.Second)
+		advance(time.Second)
 		ill.Store(true)
 		wake(changed)
-		passes(5 * time.Second)
+		advance(5 * time.Second)
 		if taints := mustList(t, client)[0].Spec.Devices[0].Taints; len(taints) != 1 {
 			t.Errorf("after a change: %+v", taints)
 		}
 		const outage = 10 * time.Minute
-		passes(outage)
-		if n, most := probes.Load(), int64(outage/(publishRetryMost/2))+20; n < 10 || n > most {
+		advance(outage)
+		if n, most := probes.Load(), int64(outage/(publishRetryMax/2))+20; n < 10 || n > most {
 			t.Errorf("%d probes in %s", n, outage)
 		}
 		rejects.Store(false)
-		passes(2 * publishRetryMost)
+		advance(2 * publishRetryMax)
 		before := probes.Load()
-		passes(outage)
+		advance(outage)
 		if n := probes.Load() - before; n > 0 {
 			t.Errorf("%d probes after one was answered", n)
 		}

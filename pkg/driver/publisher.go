@@ -13,59 +13,67 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// syncDelay is how long the slice controller waits after a change that was not its own. The kubelet deletes the node's slices whenever it starts;
-// they must be back within two seconds. Long enough for the controller's own cache to have caught up with what it wrote itself.
+// syncDelay is how long the slice controller waits after someone else has changed its slices, so
+// that its cache has caught up with its own writes. The pause must be short: the kubelet deletes
+// the node's slices when it starts, and they must be back within two seconds.
 const syncDelay = 500 * time.Millisecond
 
-// How often the API server is asked for its version, since another one may keep other fields; and
-// how soon, and in the end how seldom, a layout is looked at again that could not be settled.
+// versionInterval is how often the publisher reads the API server's version, because another
+// version may keep other fields. settleInterval is the first pause before it builds slices again
+// that are not settled. The pause grows to settleIntervalMax.
 const (
-	versionInterval = 5 * time.Minute
-	settleInterval  = 2 * time.Second
-	settleSeldom    = 10 * time.Second
-	// askTimeout bounds what is asked before anything is published, and beside that: an API server that is there answers at once.
-	askTimeout = 10 * time.Second
+	versionInterval   = 5 * time.Minute
+	settleInterval    = 2 * time.Second
+	settleIntervalMax = 10 * time.Second
+	// apiTimeout limits each call of the publisher to the API server. A healthy API server answers at
+	// once.
+	apiTimeout = 10 * time.Second
 )
 
-// publisher writes the node's ResourceSlices while it holds the publisher's turn.
+// publisher writes the node's ResourceSlices while this plugin instance is the leader.
 type publisher struct {
 	client   kubernetes.Interface
 	nodeName string
-	turn     *turn
+	leader   *leaderLock
 	inv      inventorySource
-	// slices cuts what a snapshot offers, for a cluster with such features. On an error nobody
-	// knows what claims hold. mark puts into slices what is known of their devices' health. Neither
-	// is settled if it should be asked again soon.
-	slices  func(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool, _ error)
+	// slices builds the ResourceSlices of the snapshot s for a cluster with the features f. It returns
+	// an error if the plugin cannot find out which devices are allocated. settled is false if the
+	// publisher must call slices again soon.
+	slices func(ctx context.Context, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool, _ error)
+	// mark adds taints for the devices' health and the node's readiness to the slices. settled is
+	// false if the publisher must call mark again soon.
 	mark    func(slices []resourceslice.Slice, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool)
 	onError func(ctx context.Context, err error, msg string)
-	// due says whether slices have to show that the node is not ready, now or if it stays so.
-	due func(now time.Time) (due, pending bool)
-	// onTurn is told when this instance starts and stops to publish, and whether it stops because a newer instance takes over.
-	onTurn func(held, superseded bool)
-	// onVersion gets the API server's version, now and then.
+	// conditionsDue says whether the slices must show that the node is not ready. due is true if they
+	// must show it now, pending if they must show it later unless the condition ends.
+	conditionsDue func(now time.Time) (due, pending bool)
+	// onLeadership is called when this plugin instance becomes the leader and when it stops being the
+	// leader. newerLeads is true if a newer instance takes over.
+	onLeadership func(leading, newerLeads bool)
+	// onVersion is called with the API server's version at the start and after each change.
 	onVersion func(version string)
-	// probed is what the API server was last found to keep.
-	probed *Features
+	// lastFeatures is the result of the last successful probe.
+	lastFeatures *Features
 }
 
-// Run publishes until the context ends. changed wakes it when the inventory has changed.
-// Before the node is ready nothing new is published, but slices of an earlier instance are marked.
+// Run publishes slices until the context ends. A signal on changed tells that the slices may have
+// to change. While the node is not ready, Run only updates the taints of slices that an earlier
+// plugin instance published.
 func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
-	p.untilWanted(ctx, changed)
+	p.waitForContent(ctx, changed)
 	for ctx.Err() == nil {
-		// An instance that has yielded leads again as soon as the newer one is gone, ready or not:
-		// only a leader may install the hook that it may lack.
-		if err := p.turn.Take(ctx); err != nil {
-			return unlessOver(ctx, fmt.Errorf("take the publisher's turn: %w", err))
+		// When a newer plugin instance that took over has ended, this one becomes the leader again even
+		// if the node is not ready. The reason may be a missing CDI hook, which only a leader installs.
+		if err := p.leader.Acquire(ctx); err != nil {
+			return unlessDone(ctx, fmt.Errorf("acquire the leader lock: %w", err))
 		}
-		p.onTurn(true, false)
+		p.onLeadership(true, false)
 		klog.FromContext(ctx).Info("Publishing this node's ResourceSlices", "pool", p.nodeName)
-		holding, yield := p.holding(ctx)
-		err := p.publish(holding, changed)
-		yield()
-		p.onTurn(false, err == nil && ctx.Err() == nil)
-		p.turn.Release(ctx)
+		leading, stop := p.leaderContext(ctx)
+		err := p.publish(leading, changed)
+		stop()
+		p.onLeadership(false, err == nil && ctx.Err() == nil)
+		p.leader.Release(ctx)
 		if err != nil {
 			return err
 		}
@@ -73,45 +81,47 @@ func (p *publisher) Run(ctx context.Context, changed <-chan struct{}) error {
 	return nil
 }
 
-// holding is a context that ends when a newer instance wants the turn: whatever the API server is being asked then is given up.
-func (p *publisher) holding(ctx context.Context) (context.Context, context.CancelFunc) {
-	holding, yield := context.WithCancel(ctx)
+// leaderContext returns a context that ends when a newer plugin instance asks to lead. This also
+// cancels running calls to the API server.
+func (p *publisher) leaderContext(ctx context.Context) (context.Context, context.CancelFunc) {
+	leading, stop := context.WithCancel(ctx)
 	go func() {
 		select {
-		case <-holding.Done():
-		case <-p.turn.Wanted():
-			klog.FromContext(ctx).Info("A newer instance of the plugin takes over publishing")
-			yield()
+		case <-leading.Done():
+		case <-p.leader.HandoverRequested():
+			klog.FromContext(ctx).Info("Handing over to a newer instance of the plugin")
+			stop()
 		}
 	}()
-	return holding, yield
+	return leading, stop
 }
 
-// unlessOver is err, but nil once the context has ended: then it is that end which the work reports.
-func unlessOver(ctx context.Context, err error) error {
+// unlessDone returns err, or nil if the context has ended.
+func unlessDone(ctx context.Context, err error) error {
 	if ctx.Err() == nil {
 		return err
 	}
 	return nil
 }
 
-// untilWanted waits until there is something to publish: the node is ready, or it is known not to be
-// and has the slices of an earlier instance, which it returns. It is false if the context ended first.
-func (p *publisher) untilWanted(ctx context.Context, changed <-chan struct{}) (adopted []resourceslice.Slice, ok bool) {
+// waitForContent waits until the node is ready and returns no slices. If the node stays not ready
+// for so long that a taint must say so, it instead returns the slices of an earlier plugin
+// instance, which need that taint. ok is false if the context ended.
+func (p *publisher) waitForContent(ctx context.Context, changed <-chan struct{}) (adopted []resourceslice.Slice, ok bool) {
 	pause := settleInterval
 	for !p.inv.Snapshot().Ready {
 		var again <-chan time.Time
-		due, pending := p.due(time.Now())
+		due, pending := p.conditionsDue(time.Now())
 		switch {
 		case due:
-			adopted, err := p.adopt(ctx)
+			adopted, err := p.adoptSlices(ctx)
 			if len(adopted) > 0 {
 				return adopted, true
 			}
 			if err != nil && ctx.Err() == nil {
 				p.onError(ctx, recoverable(err), "Failed to list the ResourceSlices of an earlier instance; retrying")
 				again = time.After(pause)
-				pause = min(2*pause, publishRetryMost)
+				pause = min(2*pause, publishRetryMax)
 			}
 		case pending:
 			again = time.After(settleInterval)
@@ -126,9 +136,10 @@ func (p *publisher) untilWanted(ctx context.Context, changed <-chan struct{}) (a
 	return nil, true
 }
 
-// features asks the API server until it answers which fields it keeps: shapes that overlap must not be published to one that drops the counters which
-// keep them apart. It is false when the context ends.
-func (p *publisher) features(ctx context.Context) (_ Features, known bool) {
+// waitForFeatures asks the API server which fields it keeps, until there is an answer. Without the
+// answer the publisher could publish a whole GPU and its partitions to a server that drops the
+// counters between them. known is false if the context ended.
+func (p *publisher) waitForFeatures(ctx context.Context) (_ Features, known bool) {
 	pause := time.Second
 	for {
 		if f, ok := p.probe(ctx); ok {
@@ -143,24 +154,26 @@ func (p *publisher) features(ctx context.Context) (_ Features, known bool) {
 	}
 }
 
-// probe asks once, and reports an answer that is none.
+// probe asks the API server once which fields it keeps. After a failure it reports the error, and
+// ok is false.
 func (p *publisher) probe(ctx context.Context) (_ Features, ok bool) {
-	asking, cancel := context.WithTimeout(ctx, askTimeout)
+	callCtx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
-	f, rejected, err := probeFeatures(asking, p.client, p.nodeName)
+	f, rejected, err := probeFeatures(callCtx, p.client, p.nodeName)
 	if err == nil {
-		logFeatures(ctx, p.probed, f, rejected)
-		p.probed = &f
+		logFeatures(ctx, p.lastFeatures, f, rejected)
+		p.lastFeatures = &f
 		return f, true
 	}
 	if ctx.Err() == nil {
-		p.onError(ctx, recoverable(probeError{err}), "Could not find out which ResourceSlice features the cluster keeps; trying again")
+		p.onError(ctx, recoverable(probeError{err}), "Failed to probe the ResourceSlice features of the cluster; retrying")
 	}
 	return Features{}, false
 }
 
-// followVersion asks the API server regularly for its version until the context ends, and wakes who has to know that it is another one.
-func (p *publisher) followVersion(ctx context.Context, another chan<- struct{}) {
+// watchVersion reads the API server's version every versionInterval until the context ends. After a
+// change it signals versionChanged.
+func (p *publisher) watchVersion(ctx context.Context, versionChanged chan<- struct{}) {
 	version := p.serverVersion(ctx)
 	p.onVersion(version)
 	tick := time.NewTicker(versionInterval)
@@ -174,14 +187,14 @@ func (p *publisher) followVersion(ctx context.Context, another chan<- struct{}) 
 		if now := p.serverVersion(ctx); now != "" && now != version {
 			version = now
 			p.onVersion(version)
-			wake(another)
+			wake(versionChanged)
 		}
 	}
 }
 
-// serverVersion is empty while the server does not answer.
+// serverVersion returns the API server's version, or "" while the server does not answer.
 func (p *publisher) serverVersion(ctx context.Context) string {
-	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
 	v, err := p.client.Discovery().ServerVersionWithContext(ctx)
 	if err != nil {
@@ -190,87 +203,94 @@ func (p *publisher) serverVersion(ctx context.Context) string {
 	return v.GitVersion
 }
 
-// basis is what was last offered: slices without marks, for a cluster with such features, of the
-// snapshot that they were cut from. Slices of an earlier instance have its marks, and the snapshot
-// is empty until the hardware is known.
-type basis struct {
-	// made is false before anything was offered.
-	made     bool
-	slices   []keptSlice
+// lastOffer has the slices that were built last, without taints, and the snapshot and features from
+// which they were built. Slices of an earlier plugin instance keep their taints. The snapshot is
+// empty until the hardware is known.
+type lastOffer struct {
+	// valid is false until slices were built or taken over from an earlier plugin instance.
+	valid    bool
+	slices   []encodedSlice
 	snapshot inventory.Snapshot
 	features Features
 	settled  bool
 }
 
-// resources are the slices of the node's one pool, with marks. A node that is not ready now keeps
-// what it has offered, since an empty pool would be a claim about its GPUs, unless they are known
-// to be gone; the marks say that it is not ready. Neither does anything but marks change while
-// nobody knows what claims hold. It is not known what to publish where a cluster has come to keep
-// other fields meanwhile: shapes that overlap may not be cut as they were.
-func (p *publisher) resources(ctx context.Context, on *basis, f Features) (_ []resourceslice.Slice, settled, known bool, _ error) {
+// buildSlices returns the slices to publish, with taints. If the node is not ready, it returns the
+// last slices with a taint, because an empty pool would mean that the GPUs are gone. known is false
+// if there are no last slices then, or if they were built for other features.
+func (p *publisher) buildSlices(
+	ctx context.Context, last *lastOffer, f Features,
+) (_ []resourceslice.Slice, settled, known bool, _ error) {
 	s := p.inv.Snapshot()
-	if !s.Ready && !s.Empty && (!on.made || on.features != f) {
+	if !s.Ready && !s.Empty && (!last.valid || last.features != f) {
 		return nil, false, false, nil
 	}
-	offered, err := p.offered(ctx, on, s, f)
+	offered, err := p.refreshOffer(ctx, last, s, f)
 	if err != nil {
 		return nil, false, false, err
 	}
-	marked, settled := p.mark(offered, on.snapshot, f)
-	return marked, settled && on.settled, true, nil
+	marked, settled := p.mark(offered, last.snapshot, f)
+	return marked, settled && last.settled, true, nil
 }
 
-// offered are the slices without marks, and what is remembered of them.
-func (p *publisher) offered(ctx context.Context, on *basis, s inventory.Snapshot, f Features) (offered []resourceslice.Slice, err error) {
+// refreshOffer returns the slices to publish, without new taints. If the node is ready, it builds
+// them from the snapshot s and stores them in last. If the inventory says that the node has no GPU,
+// there are none. Otherwise it returns the slices in last.
+func (p *publisher) refreshOffer(
+	ctx context.Context, last *lastOffer, s inventory.Snapshot, f Features,
+) (offered []resourceslice.Slice, err error) {
 	switch {
 	case s.Ready:
 		offered, settled, err := p.slices(ctx, s, f)
 		if err != nil {
-			return p.unchanged(ctx, on, s, f, err)
+			return p.keepOffer(ctx, last, s, f, err)
 		}
-		kept, err := keep(offered)
+		encoded, err := encodeSlices(offered)
 		if err != nil {
 			return nil, err
 		}
-		*on = basis{made: true, slices: kept, snapshot: s, features: f, settled: settled}
+		*last = lastOffer{valid: true, slices: encoded, snapshot: s, features: f, settled: settled}
 		return offered, nil
 	case s.Empty:
-		*on = basis{made: true, snapshot: s, features: f, settled: true}
-	case s.Known && !on.snapshot.Known:
-		on.snapshot = s
+		*last = lastOffer{valid: true, snapshot: s, features: f, settled: true}
+	case s.Known && !last.snapshot.Known:
+		last.snapshot = s
 	}
-	return unkeep(on.slices)
+	return decodeSlices(last.slices)
 }
 
-// unchanged are the slices as they are published. For some reason nobody knows what claims hold of
-// them.
-func (p *publisher) unchanged(
-	ctx context.Context, on *basis, s inventory.Snapshot, f Features, reason error,
+// keepOffer returns the slices in last, or those of an earlier plugin instance, because new ones
+// could not be built. reason is the error that prevented it. If there are no earlier slices for the
+// features f, keepOffer returns reason.
+func (p *publisher) keepOffer(
+	ctx context.Context, last *lastOffer, s inventory.Snapshot, f Features, reason error,
 ) (offered []resourceslice.Slice, err error) {
-	if !on.made {
-		adopted, err := p.adopt(ctx)
+	if !last.valid {
+		adopted, err := p.adoptSlices(ctx)
 		if err == nil {
-			*on, err = adoptedBasis(adopted, f)
+			*last, err = adoptedOffer(adopted, f)
 		}
 		if err != nil {
 			return nil, errors.Join(reason, err)
 		}
-		on.snapshot = s
+		last.snapshot = s
 	}
-	on.settled = false
-	if !on.made || on.features != f {
+	last.settled = false
+	if !last.valid || last.features != f {
 		return nil, reason
 	}
-	p.onError(ctx, recoverable(reason), "Failed to find out which devices claims hold; the ResourceSlices keep their devices until that is known")
-	return unkeep(on.slices)
+	p.onError(ctx, recoverable(reason), "Failed to read allocated devices; keeping the published ResourceSlices")
+	return decodeSlices(last.slices)
 }
 
-// pool has the slices. The controller compares it with what the API server has and writes only what differs.
-func (p *publisher) pool(slices []resourceslice.Slice) *resourceslice.DriverResources {
+// driverResources returns the slices in the form that the slice controller takes. The controller
+// writes only slices that differ from those in the API server.
+func (p *publisher) driverResources(slices []resourceslice.Slice) *resourceslice.DriverResources {
 	return &resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{p.nodeName: {Slices: slices}}}
 }
 
-// wake leaves a value in a channel of capacity one.
+// wake signals c, a channel of capacity one. It does not block if a signal is already in the
+// channel.
 func wake(c chan<- struct{}) {
 	select {
 	case c <- struct{}{}:
@@ -278,7 +298,7 @@ func wake(c chan<- struct{}) {
 	}
 }
 
-// recoverableError is an error after which the work goes on: it is logged, counted and retried.
+// recoverableError marks an error of a background goroutine that is logged, counted and retried.
 type recoverableError struct{ error }
 
 func (e recoverableError) Unwrap() error { return e.error }

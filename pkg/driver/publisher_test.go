@@ -24,7 +24,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// fakeInventory is what a test says it is.
+// fakeInventory fakes an inventory. It returns the snapshot that the test has set.
 type fakeInventory struct {
 	mu sync.Mutex
 	s  inventory.Snapshot
@@ -46,15 +46,18 @@ func readyWith(addresses ...device.PCIAddress) inventory.Snapshot {
 	s := inventory.Snapshot{Ready: true, Known: true}
 	s.Node.Driver = device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}
 	for _, a := range addresses {
-		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{GPU: device.GPU{PCIAddress: a, UUID: "GPU-" + string(a), ProductName: "NVIDIA H100", MemoryBytes: 80 << 30}})
+		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{GPU: device.GPU{
+			PCIAddress: a, UUID: "GPU-" + string(a), ProductName: "NVIDIA H100", MemoryBytes: 80 << 30,
+		}})
 	}
 	return s
 }
 
 const gpuName = "gpu-0000-1b-00-0"
 
-// half is a card of two memory slices that can be cut in halves.
-func half() inventory.Snapshot {
+// snapshotOfHalves returns a snapshot with one GPU, which has two memory slices and can be split
+// into halves.
+func snapshotOfHalves() inventory.Snapshot {
 	return inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{GPUs: []nvidia.GPU{{GPU: device.GPU{
 		PCIAddress: "0000:1b:00.0", UUID: "GPU-1", ProductName: "NVIDIA H100", MemoryBytes: 80 << 30,
 		MIG: &device.MIG{
@@ -63,8 +66,9 @@ func half() inventory.Snapshot {
 	}}}}}
 }
 
-// apiServer answers dry runs without storing them, and gives slices names and versions, by which the slice controller tells what it wrote itself from what it has
-// only heard of: the plain fake does neither.
+// apiServer returns a fake API server that does two things that the plain fake client does not: it
+// stores nothing in dry runs, and it gives slices names and resource versions. The slice controller
+// recognizes its own writes by these.
 func apiServer() *fake.Clientset {
 	client := fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node", UID: "node-uid"}})
 	var version atomic.Int64
@@ -132,15 +136,16 @@ func TestSlicesFollowTheInventory(t *testing.T) {
 	inv.set(inventory.Snapshot{Reason: "the driver is not loaded"})
 	changed := make(chan struct{}, 1)
 	p := &publisher{
-		client: client, nodeName: "node", inv: inv, turn: newTurn(t.TempDir(), time.Now()), slices: wholeGPUs, onVersion: func(string) {}, mark: unmarked,
-		due:     func(time.Time) (due, pending bool) { return false, false },
-		onError: func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onTurn: func(bool, bool) {},
+		client: client, nodeName: "node", inv: inv, leader: newLeaderLock(t.TempDir(), time.Now()),
+		slices: wholeGPUs, onVersion: func(string) {}, mark: unmarked,
+		conditionsDue: func(time.Time) (due, pending bool) { return false, false },
+		onError:       func(_ context.Context, err error, msg string) { t.Logf("%s: %v", msg, err) }, onLeadership: func(bool, bool) {},
 	}
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error)
 	go func() { done <- p.Run(ctx, changed) }()
 
-	changed <- struct{}{} // still not ready
+	changed <- struct{}{} // the publisher wakes, but the node is still not ready
 	if got := published(t, client); len(got) != 0 {
 		t.Fatalf("published %v without a driver", got)
 	}
@@ -155,7 +160,8 @@ func TestSlicesFollowTheInventory(t *testing.T) {
 		return slices.Equal(published(t, client), []string{"gpu-0000-43-00-0"})
 	})
 
-	// The kubelet deletes the node's slices when it starts.
+	// The test deletes all slices, as the kubelet does when it starts. The controller must create them
+	// again.
 	if err := client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -171,7 +177,7 @@ func TestSlicesFollowTheInventory(t *testing.T) {
 		t.Fatal(err)
 	}
 	if len(published(t, client)) != 1 {
-		t.Error("a plugin that stops takes its slices along: an update must not make the GPUs vanish")
+		t.Error("the plugin deleted its slices when it stopped: an update must keep the GPUs published")
 	}
 }
 
@@ -187,19 +193,22 @@ func mustList(t *testing.T, client *fake.Clientset) []resourceapi.ResourceSlice 
 func TestHealthReportCoversEveryDevice(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
 	now := time.Now()
-	if r := (reporter{pool: "node"}).report(s, now); len(r.Devices) != 4 || r.Devices[2].Health != "Healthy" || r.Devices[2].DeviceName != "gpu-0000-43-00-0" || r.Devices[3].DeviceName != "gpu-0000-43-00-0-share" {
+	r := (healthReporter{pool: "node"}).report(s, now)
+	if len(r.Devices) != 4 || r.Devices[2].Health != "Healthy" ||
+		r.Devices[2].DeviceName != "gpu-0000-43-00-0" || r.Devices[3].DeviceName != "gpu-0000-43-00-0-share" {
 		t.Errorf("got %+v", r)
 	}
 	s.Ready, s.Reason = false, "the driver went away"
-	if r := (reporter{pool: "node"}).report(s, now); len(r.Devices) != 4 || r.Devices[0].Health != "Unknown" || r.Devices[0].Message != s.Reason {
+	r = (healthReporter{pool: "node"}).report(s, now)
+	if len(r.Devices) != 4 || r.Devices[0].Health != "Unknown" || r.Devices[0].Message != s.Reason {
 		t.Errorf("got %+v", r)
 	}
 }
 
-func TestHealthReportSaysWhatAClaimHasLost(t *testing.T) {
-	s := half()
+func TestHealthReportMarksLostDevice(t *testing.T) {
+	s := snapshotOfHalves()
 	lost := map[string]string{gpuName + "-mig-9-1": "it is gone"}
-	for _, h := range (reporter{pool: "node", lost: lost}).report(s, time.Now()).Devices {
+	for _, h := range (healthReporter{pool: "node", lost: lost}).report(s, time.Now()).Devices {
 		want := kubeletplugin.HealthStatusHealthy
 		if h.DeviceName == gpuName+"-mig-9-1" {
 			want = kubeletplugin.HealthStatusUnhealthy
@@ -210,12 +219,12 @@ func TestHealthReportSaysWhatAClaimHasLost(t *testing.T) {
 	}
 }
 
-func TestRecoverableErrorsAreToldApart(t *testing.T) {
+func TestIsRecoverable(t *testing.T) {
 	cause := errors.New("conflict")
 	if err := recoverable(cause); !isRecoverable(err) || !errors.Is(err, cause) {
-		t.Error("a recoverable error must be recognised and keep its cause")
+		t.Error("a recoverable error is not recognized or lost its cause")
 	}
 	if isRecoverable(cause) {
-		t.Error("any error is taken for recoverable")
+		t.Error("a plain error is recoverable")
 	}
 }

@@ -10,8 +10,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// Codes of readiness conditions, beside those of package inventory: values of the taint not-ready,
-// which docs/operations.md lists.
+// These are the codes of conditions: values of the taint not-ready, which docs/operations.md lists.
+// Package inventory has further codes.
 const (
 	codeCDIDisabled  = "cdi-disabled"
 	codeCDIDirectory = "cdi-directory"
@@ -21,34 +21,38 @@ const (
 	codeDevicePlugin = "device-plugin"
 )
 
-// passingGrace is how long a condition that may pass by itself leaves no trace in the slices. A driver
-// that is loaded again, or a full disk for a moment, must not rewrite every slice twice.
-const passingGrace = 30 * time.Second
+// transientGrace is how long a transient condition must last before the slices show it. Without
+// this grace, a driver reload or a disk that is full for a moment would rewrite every slice twice.
+const transientGrace = 30 * time.Second
 
-// nvidiaTypes are the types of devices that need NVIDIA's driver on the node.
+// nvidiaTypes are the device types that cannot be prepared without NVIDIA's driver, as in the
+// attribute "type".
 var nvidiaTypes = []string{"gpu", "mig"}
 
 // condition is one reason why the node refuses to prepare devices.
 type condition struct {
-	// source reports it. A source has one condition at a time.
+	// source names the part of the driver that reports the condition. Each source has at most one
+	// condition.
 	source string
-	// code is a label value for programs, message is for people.
+	// code is the condition's value in taints, for programs. message is for people.
 	code, message string
-	// passing conditions may end without anybody's help.
-	passing bool
-	// types of devices are affected, as the attribute "type" says without "-share"; all if nil.
+	// transient means that the condition may end without an admin's help.
+	transient bool
+	// types are the device types that the condition affects, as in the attribute "type" without
+	// "-share". Nil means all.
 	types []string
-	// since is when the source first reported a condition, after it had none.
+	// since is when the source began to report a condition. It does not change when the source
+	// replaces one condition by another.
 	since time.Time
-	// follows says that it began before one ended that the slices showed. Then they show it at once:
-	// without a taint, Pods would be scheduled to a node that still refuses them.
-	follows bool
+	// shownAtOnce means that the condition began while the slices showed another one, so it has no
+	// transientGrace. Otherwise Pods could be scheduled to the node in the gap between the two taints.
+	shownAtOnce bool
 }
 
-// due is when the slices show the condition.
+// due returns when the slices must show the condition.
 func (c condition) due() time.Time {
-	if c.passing && !c.follows {
-		return c.since.Add(passingGrace)
+	if c.transient && !c.shownAtOnce {
+		return c.since.Add(transientGrace)
 	}
 	return c.since
 }
@@ -57,9 +61,12 @@ func (c condition) affects(deviceType string) bool {
 	return c.types == nil || slices.Contains(c.types, strings.TrimSuffix(deviceType, "-share"))
 }
 
-// blocking is the condition that the slices show for devices of a type: the one that was due first, so
-// that one which comes later rewrites nothing. Where none is due yet, pending says that one will be.
-func blocking(conditions []condition, deviceType string, now time.Time) (_ condition, shown, pending bool) {
+// shownCondition returns the condition that the slices show for the device type: the one that is
+// due first, so that a later condition rewrites no slice. shown is true if that condition is due at
+// the time now, pending if it is due later. Without a condition both are false.
+func shownCondition(
+	conditions []condition, deviceType string, now time.Time,
+) (_ condition, shown, pending bool) {
 	var first *condition
 	for i, c := range conditions {
 		if c.affects(deviceType) && (first == nil || c.due().Before(first.due())) {
@@ -76,17 +83,18 @@ func blocking(conditions []condition, deviceType string, now time.Time) (_ condi
 	}
 }
 
-// readiness says whether the node prepares devices: it joins what the inventory knows of the hardware
-// with the conditions that the rest of the driver reports.
+// readiness combines the inventory's reasons for refusing claims with the conditions that other
+// parts of the driver report.
 type readiness struct {
 	inv inventorySource
-	// changed is called when a reported condition comes, goes or gets another code. It must not wait.
+	// changed is called when a source reports a condition with a new code and when a condition ends.
+	// It must not block.
 	changed func()
 
 	mu       sync.Mutex
 	reported map[string]condition // by source
-	// shownUntil is when a condition last ended that was due. The inventory's need not be in it: no
-	// condition that may pass is reported while the hardware is away.
+	// shownUntil is when a condition that the slices showed last ended. The inventory's own condition
+	// does not count, because no transient condition is reported at the same time.
 	shownUntil time.Time
 }
 
@@ -94,7 +102,7 @@ func newReadiness(inv inventorySource, changed func()) *readiness {
 	return &readiness{inv: inv, changed: changed, reported: map[string]condition{}}
 }
 
-// Report sets the source's condition. It sets since.
+// Report sets the condition of c.source. It sets c.since itself.
 func (r *readiness) Report(c condition) {
 	r.mu.Lock()
 	last, is := r.reported[c.source]
@@ -109,11 +117,11 @@ func (r *readiness) Report(c condition) {
 	}
 }
 
-// Clear ends the source's condition, if there is one.
+// Clear ends the condition of the source, if there is one.
 func (r *readiness) Clear(source string) {
 	r.mu.Lock()
 	c, is := r.reported[source]
-	if now := time.Now(); is && !now.Before(r.following(c).due()) {
+	if now := time.Now(); is && !now.Before(r.withShownAtOnce(c).due()) {
 		r.shownUntil = now
 	}
 	delete(r.reported, source)
@@ -123,14 +131,15 @@ func (r *readiness) Clear(source string) {
 	}
 }
 
-// Blocked says whether anything besides the hardware keeps the node from being ready.
+// Blocked reports whether any source other than the inventory has a condition.
 func (r *readiness) Blocked() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return len(r.reported) > 0
 }
 
-// Snapshot is the inventory's, with all reported conditions as further reasons.
+// Snapshot returns the inventory's snapshot. If there are reported conditions, the snapshot is not
+// ready, and their messages are added to its reason.
 func (r *readiness) Snapshot() inventory.Snapshot {
 	s := r.inv.Snapshot()
 	reported := r.bySource()
@@ -149,29 +158,30 @@ func (r *readiness) Snapshot() inventory.Snapshot {
 	return s
 }
 
-// Conditions are all that there are now, those of the hardware included.
+// Conditions returns the reported conditions and the inventory's.
 func (r *readiness) Conditions() []condition {
-	all := r.bySource() // first: what ends after this look is in it
+	all := r.bySource() // read before the inventory, so that a condition that moves there is not missed
 	s := r.inv.Snapshot()
 	if s.Code == "" {
 		return all
 	}
 	c := condition{
 		source: "inventory", code: s.Code, message: s.Reason,
-		passing: true, types: nvidiaTypes, since: s.Since,
+		transient: true, types: nvidiaTypes, since: s.Since,
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return append(all, r.following(c))
+	return append(all, r.withShownAtOnce(c))
 }
 
-// following is the condition as it is to be shown. The caller holds the lock.
-func (r *readiness) following(c condition) condition {
-	c.follows = c.since.Before(r.shownUntil)
+// withShownAtOnce returns c with shownAtOnce set or cleared. The caller holds r.mu.
+func (r *readiness) withShownAtOnce(c condition) condition {
+	c.shownAtOnce = c.since.Before(r.shownUntil)
 	return c
 }
 
-// Due says whether the slices have to show any condition now, or will have to if it stays.
+// Due says whether the slices must show that the node is not ready. due is true if a condition is
+// due at the time now, pending if one is due later.
 func (r *readiness) Due(now time.Time) (due, pending bool) {
 	for _, c := range r.Conditions() {
 		due = due || !now.Before(c.due())
@@ -185,7 +195,7 @@ func (r *readiness) bySource() []condition {
 	defer r.mu.Unlock()
 	all := make([]condition, 0, len(r.reported))
 	for _, c := range r.reported {
-		all = append(all, r.following(c))
+		all = append(all, r.withShownAtOnce(c))
 	}
 	slices.SortFunc(all, func(a, b condition) int { return cmp.Compare(a.source, b.source) })
 	return all

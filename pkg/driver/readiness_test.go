@@ -18,7 +18,7 @@ func TestReadinessNamesEveryReason(t *testing.T) {
 	inv.set(readyWith("0000:1b:00.0"))
 	r := newReadiness(inv, func() {})
 	if s := r.Snapshot(); !s.Ready {
-		t.Fatal("no condition, and yet not ready")
+		t.Fatal("not ready without a condition")
 	}
 	r.Report(condition{source: "runtime", message: "CDI is off"})
 	r.Report(condition{source: "hook", message: "noexec"})
@@ -37,13 +37,13 @@ func TestReadinessNamesEveryReason(t *testing.T) {
 	}
 }
 
-func TestAReadinessConditionKeepsItsTime(t *testing.T) {
+func TestReadinessConditionKeepsItsStartTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		changes := 0
-		r := newReadiness(always{}, func() { changes++ })
+		r := newReadiness(alwaysReady{}, func() { changes++ })
 		began := time.Now()
 		r.Report(condition{source: "runtime", code: "a", message: "one"})
-		passes(time.Minute)
+		advance(time.Minute)
 		r.Report(condition{source: "runtime", code: "a", message: "another"})
 		r.Report(condition{source: "runtime", code: "b", message: "another"})
 		r.Clear("hook")
@@ -58,9 +58,9 @@ func TestAReadinessConditionKeepsItsTime(t *testing.T) {
 	})
 }
 
-func TestTheConditionThatIsDueFirstIsShown(t *testing.T) {
+func TestConditionDueFirstIsShown(t *testing.T) {
 	at := time.Now()
-	early := condition{code: "early", passing: true, since: at, types: nvidiaTypes}
+	early := condition{code: "early", transient: true, since: at, types: nvidiaTypes}
 	late := condition{code: "late", since: at.Add(time.Second)}
 	for name, c := range map[string]struct {
 		after   time.Duration
@@ -68,22 +68,22 @@ func TestTheConditionThatIsDueFirstIsShown(t *testing.T) {
 		want    string
 		pending bool
 	}{
-		"one may pass":                {0, "gpu", "", true},
-		"the other is proven":         {time.Second, "gpu", "late", false},
-		"both are due":                {time.Hour, "gpu", "late", false},
-		"a share":                     {time.Hour, "mig-share", "late", false},
-		"a type that only one is of":  {time.Second, "vfio", "late", false},
-		"the same before that is due": {0, "vfio", "", true},
+		"one is transient":               {0, "gpu", "", true},
+		"the other is due":               {time.Second, "gpu", "late", false},
+		"both are due":                   {time.Hour, "gpu", "late", false},
+		"a share":                        {time.Hour, "mig-share", "late", false},
+		"a type that one affects":        {time.Second, "vfio", "late", false},
+		"a type that one affects, early": {0, "vfio", "", true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, shown, pending := blocking([]condition{early, late}, c.of, at.Add(c.after))
+			got, shown, pending := shownCondition([]condition{early, late}, c.of, at.Add(c.after))
 			if got.code != c.want || shown != (c.want != "") || pending != c.pending {
 				t.Errorf("%+v, %v, %v", got, shown, pending)
 			}
 		})
 	}
-	if _, shown, pending := blocking([]condition{early}, "vfio", at.Add(time.Hour)); shown || pending {
-		t.Error("a device that needs no NVIDIA driver is affected by one that is missing")
+	if _, shown, pending := shownCondition([]condition{early}, "vfio", at.Add(time.Hour)); shown || pending {
+		t.Error("a missing NVIDIA driver affects a device that does not need it")
 	}
 }
 
@@ -98,10 +98,10 @@ func TestReasonCodesAreLabelValues(t *testing.T) {
 	}
 }
 
-func TestNotReadyStandsBesideHealth(t *testing.T) {
+func TestNotReadyTaintKeepsHealthTaints(t *testing.T) {
 	at := time.Date(2026, 3, 1, 12, 0, 0, 999, time.UTC)
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
-	m, all := markerOf(t, Features{DeviceTaints: true}, s, ill(t, at, s, 79), "")
+	m, all := newMarker(t, Features{DeviceTaints: true}, s, viewWithXIDs(t, at, s, 79), "")
 	m.conditions, m.now = []condition{{code: "cdi-disabled", since: at}}, at.Add(time.Hour)
 	marked, count, settled := m.mark(all)
 	first, second := marked[0].Devices[0].Taints, marked[0].Devices[1].Taints
@@ -109,7 +109,8 @@ func TestNotReadyStandsBesideHealth(t *testing.T) {
 		t.Fatalf("%+v, %+v", first, second)
 	}
 	for _, taint := range []resourceapi.DeviceTaint{first[1], second[0]} {
-		if taint.Key != "gpu.nvidia.com/not-ready" || taint.Value != "cdi-disabled" || taint.Effect != "NoSchedule" || !taint.TimeAdded.Time.Equal(at.Truncate(time.Second)) {
+		if taint.Key != "gpu.nvidia.com/not-ready" || taint.Value != "cdi-disabled" ||
+			taint.Effect != "NoSchedule" || !taint.TimeAdded.Time.Equal(at.Truncate(time.Second)) {
 			t.Errorf("%+v", taint)
 		}
 	}
@@ -118,19 +119,19 @@ func TestNotReadyStandsBesideHealth(t *testing.T) {
 	}
 }
 
-func TestWithoutTaintsOnlyHeldDevicesOfAnUnreadyNodeStay(t *testing.T) {
+func TestUnreadyNodeKeepsClaimedDevicesWithoutTaintSupport(t *testing.T) {
 	at := time.Now()
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
-	passing := []condition{{code: "driver-missing", passing: true, since: at, types: nvidiaTypes}}
+	passing := []condition{{code: "driver-missing", transient: true, since: at, types: nvidiaTypes}}
 	for name, c := range map[string]struct {
 		conditions []condition
 		want       []string
 	}{
-		"proven":      {[]condition{{code: "cdi-disabled", since: at}}, []string{firstGPU}},
-		"it may pass": {passing, []string{firstGPU, secondGPU}},
+		"persistent": {[]condition{{code: "cdi-disabled", since: at}}, []string{firstGPU}},
+		"transient":  {passing, []string{firstGPU, secondGPU}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m, all := markerOf(t, Features{}, s, nil, "", firstGPU)
+			m, all := newMarker(t, Features{}, s, nil, "", firstGPU)
 			m.conditions, m.now = c.conditions, at
 			marked, count, settled := m.mark(all)
 			var names []string

@@ -14,9 +14,11 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
-// PrepareResourceClaims prepares the claims of one Pod side by side: a claim that waits for its GPU does not hold up the others.
-// One claim's failure is that claim's answer.
-func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceapi.ResourceClaim) (map[types.UID]kubeletplugin.PrepareResult, error) {
+// PrepareResourceClaims prepares the claims in parallel, so that a claim that waits for its GPU
+// does not delay the others. The error of a claim is in the claim's own result.
+func (d *Driver) PrepareResourceClaims(
+	ctx context.Context, claims []*resourceapi.ResourceClaim,
+) (map[types.UID]kubeletplugin.PrepareResult, error) {
 	results := make([]kubeletplugin.PrepareResult, len(claims))
 	var wg sync.WaitGroup
 	for i, c := range claims {
@@ -35,12 +37,12 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 	start := time.Now()
 	var devices []kubeletplugin.Device
 	hint := ""
-	err := d.refuseForeign(c.UID, c.Namespace+"/"+c.Name)
+	err := d.refusePredecessorClaim(c.UID, c.Namespace+"/"+c.Name)
 	if err == nil {
 		err = d.refuseLost(c)
 	}
 	if err == nil {
-		done, _ := d.release.Use() // Prepare refuses while the node is not ready
+		done, _ := d.quiesce.Use() // ok is not needed: Prepare fails while the node is not ready
 		defer done()
 		hint = d.oversizedHint(c)
 		devices, err = d.preparer.Prepare(klog.NewContext(ctx, logger), c)
@@ -48,19 +50,20 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 	took := time.Since(start)
 	d.metrics.Request(metrics.Prepare, took, string(prepare.CauseOf(err)))
 	if err != nil {
-		logger.Error(err, "Could not prepare the claim")
+		logger.Error(err, "Failed to prepare claim")
 		return kubeletplugin.PrepareResult{Err: err}
 	}
-	d.lost.End(c.UID)
-	d.status.Prepared(ctx, c, d.given(c.UID))
+	d.lost.EndClaim(c.UID)
+	d.status.Prepared(ctx, c, d.claimDevices(c.UID))
 	if hint != "" {
 		d.events.normalClaim(c, "WholeGPUHeld", hint)
 	}
-	logger.Info("Prepared the claim", "devices", names(devices), "took", took)
+	logger.Info("Prepared claim", "devices", names(devices), "took", took)
 	return kubeletplugin.PrepareResult{Devices: devices}
 }
 
-// UnprepareResourceClaims gives the claims' devices back. A claim that was never prepared here is given back already.
+// UnprepareResourceClaims releases the claims' devices. It succeeds for claims that are not
+// prepared on this node.
 func (d *Driver) UnprepareResourceClaims(ctx context.Context, claims []kubeletplugin.NamespacedObject) (map[types.UID]error, error) {
 	errs := make([]error, len(claims))
 	var wg sync.WaitGroup
@@ -80,22 +83,22 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 	start := time.Now()
 	err := d.preparer.Unprepare(klog.NewContext(ctx, logger), c.UID)
 	if err == nil {
-		err = d.endForeign(klog.NewContext(ctx, logger), c.UID)
+		err = d.endPredecessorClaim(klog.NewContext(ctx, logger), c.UID)
 	}
 	took := time.Since(start)
 	d.metrics.Request(metrics.Unprepare, took, string(prepare.CauseOf(err)))
 	if err != nil {
-		logger.Error(err, "Could not unprepare the claim")
+		logger.Error(err, "Failed to unprepare claim")
 		d.events.warnClaim(c, "UnprepareFailed", err.Error())
 		return err
 	}
-	if len(d.layouts.HandedOver()) > 0 || len(d.layouts.Uncut()) > 0 {
-		wake(d.toReconcile) // the claim may have used an instance, or a MIG mode, that is waited for
+	if len(d.layouts.HandedOver()) > 0 || len(d.layouts.MIGModeUnneeded()) > 0 {
+		wake(d.toReconcile) // reconciliation may wait for the claim's MIG instance or for MIG mode
 	}
-	if d.unsettled.Load() {
+	if d.layoutsDelayed.Load() {
 		wake(d.toPublisher)
 	}
-	logger.Info("Unprepared the claim", "took", took)
+	logger.Info("Unprepared claim", "took", took)
 	return nil
 }
 
@@ -107,9 +110,10 @@ func names(devices []kubeletplugin.Device) []string {
 	return out
 }
 
-// givenBack is told of a claim that was given back before its lock is let go of: what a later Prepare of it says must outlive what is forgotten here.
-func (d *Driver) givenBack(uid types.UID) {
-	d.calls.GivenBack(uid)
-	d.lost.End(uid)
+// onClaimReleased removes what the driver remembers about a released claim. The caller still holds
+// the claim's lock, so a later Prepare of the same claim begins after this cleanup.
+func (d *Driver) onClaimReleased(uid types.UID) {
+	d.calls.ClaimReleased(uid)
+	d.lost.EndClaim(uid)
 	d.status.Forget(uid)
 }

@@ -13,10 +13,10 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// runtimeRefusesCDI asks the container runtime whether it will inject the specs in cdiRoot.
-// containerd 1.7 has enable_cdi = false by default, and then runs Pods without their devices,
-// silently. A non-empty code and its message say why not and what to change. Runtimes that do not
-// tell are taken to do it.
+// runtimeRefusesCDI asks the container runtime whether it reads CDI specs from cdiRoot. If it does
+// not, code and message say why and what to change. Otherwise, or if the runtime does not say, both
+// are empty. By default containerd 1.7 has enable_cdi = false and then silently runs Pods without
+// their devices.
 func runtimeRefusesCDI(ctx context.Context, socket, cdiRoot string) (code, message string, _ error) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
@@ -33,7 +33,9 @@ func runtimeRefusesCDI(ctx context.Context, socket, cdiRoot string) (code, messa
 	return code, message, nil
 }
 
-// refusesCDI reads containerd's CRI configuration as its status reports it. Fields that are not there are not judged.
+// refusesCDI looks for CDI support in config, the CRI configuration in containerd's status. If CDI
+// is off or cdiRoot is not read, it returns a code and a message for admins, otherwise two empty
+// strings. Missing fields count as support for CDI.
 func refusesCDI(config, cdiRoot string) (code, message string) {
 	var c struct {
 		EnableCDI   *bool    `json:"enableCDI"`
@@ -43,16 +45,20 @@ func refusesCDI(config, cdiRoot string) (code, message string) {
 		return "", ""
 	}
 	if c.EnableCDI != nil && !*c.EnableCDI {
-		return codeCDIDisabled, "CDI is switched off in the container runtime, so Pods would run without their GPUs: set enable_cdi = true in the CRI section of /etc/containerd/config.toml and restart containerd"
+		return codeCDIDisabled, "CDI is switched off in the container runtime, so Pods would run without their GPUs: " +
+			"set enable_cdi = true in the CRI section of /etc/containerd/config.toml and restart containerd"
 	}
-	if c.CDISpecDirs != nil && !slices.ContainsFunc(c.CDISpecDirs, func(dir string) bool { return sameDir(dir, cdiRoot) }) {
-		return codeCDIDirectory, fmt.Sprintf("the container runtime reads CDI specs from %q, not from %s: add it to cdi_spec_dirs in the CRI section of /etc/containerd/config.toml and restart containerd, or set cdiRoot to one of its directories",
-			c.CDISpecDirs, cdiRoot)
+	isRoot := func(dir string) bool { return sameDir(dir, cdiRoot) }
+	if c.CDISpecDirs != nil && !slices.ContainsFunc(c.CDISpecDirs, isRoot) {
+		return codeCDIDirectory, fmt.Sprintf("the container runtime reads CDI specs from %q, not from %s: "+
+			"add it to cdi_spec_dirs in the CRI section of /etc/containerd/config.toml and restart containerd, "+
+			"or set cdiRoot to one of its directories", c.CDISpecDirs, cdiRoot)
 	}
 	return "", ""
 }
 
-// sameDir takes /run and /var/run for one, as the file hierarchy does.
+// sameDir reports whether a and b are the same directory. /run and /var/run are the same according
+// to the Filesystem Hierarchy Standard.
 func sameDir(a, b string) bool {
 	canonical := func(p string) string {
 		p = filepath.Clean(p)

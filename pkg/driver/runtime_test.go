@@ -11,10 +11,10 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-func TestWhetherTheRuntimeInjectsOurSpecs(t *testing.T) {
+func TestRefusesCDI(t *testing.T) {
 	for name, c := range map[string]struct {
 		config string
-		want   string // a part of the reason; empty means it does
+		want   string // a part of the message, or "" if the runtime reads the CDI specs
 	}{
 		"containerd 1.7 as shipped":             {`{"enableCDI":false,"cdiSpecDirs":["/etc/cdi","/var/run/cdi"]}`, "enable_cdi = true"},
 		"switched on":                           {`{"enableCDI":true,"cdiSpecDirs":["/etc/cdi","/var/run/cdi"]}`, ""},
@@ -49,10 +49,10 @@ func (f *fakeRuntime) Status(_ context.Context, r *runtimeapi.StatusRequest) (*r
 	return answer, nil
 }
 
-func TestTheRuntimeIsAskedOverItsSocket(t *testing.T) {
+func TestRuntimeRefusesCDIOverSocket(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "cri.sock")
 	if _, _, err := runtimeRefusesCDI(t.Context(), socket, "/var/run/cdi"); err == nil || !strings.Contains(err.Error(), socket) {
-		t.Errorf("no runtime there: %v", err)
+		t.Errorf("without a runtime: %v", err)
 	}
 	l, err := net.Listen("unix", socket)
 	if err != nil {

@@ -18,20 +18,21 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Probe answers whether the process lives and whether it is ready, each with a reason if not.
+// Probe has two functions: one returns nil if the process is live, the other if it is ready.
+// Otherwise they return an error with the reason.
 type Probe struct {
 	live  atomic.Pointer[func(context.Context) error]
 	ready atomic.Pointer[func(context.Context) error]
 }
 
-// NewProbe makes a probe that lives and is not ready yet.
+// NewProbe returns a Probe for a starting process: live, but not ready.
 func NewProbe() *Probe {
 	p := &Probe{}
 	p.Set(func(context.Context) error { return nil }, func(context.Context) error { return errors.New("starting") })
 	return p
 }
 
-// Set replaces both answers.
+// Set replaces both functions.
 func (p *Probe) Set(live, ready func(context.Context) error) {
 	p.live.Store(&live)
 	p.ready.Store(&ready)
@@ -40,15 +41,18 @@ func (p *Probe) Set(live, ready func(context.Context) error) {
 func (p *Probe) isLive(ctx context.Context) error  { return (*p.live.Load())(ctx) }
 func (p *Probe) isReady(ctx context.Context) error { return (*p.ready.Load())(ctx) }
 
-// ServeHTTP serves /livez, /readyz and /metrics on address until the context ends. It returns once it listens; failed is told if it stops early.
-func ServeHTTP(ctx context.Context, address string, probe *Probe, gatherer prometheus.Gatherer, failed func(error)) error {
+// ServeHTTP serves /livez, /readyz and /metrics on address until the context ends. It returns as
+// soon as it listens on address. It calls failed if serving fails later.
+func ServeHTTP(
+	ctx context.Context, address string, probe *Probe, gatherer prometheus.Gatherer, failed func(error),
+) error {
 	if address == "" {
 		return nil
 	}
 	mux := http.NewServeMux()
 	mux.Handle("/metrics", promhttp.HandlerFor(gatherer, promhttp.HandlerOpts{}))
-	mux.Handle("/livez", answer(probe.isLive))
-	mux.Handle("/readyz", answer(probe.isReady))
+	mux.Handle("/livez", probeHandler(probe.isLive))
+	mux.Handle("/readyz", probeHandler(probe.isReady))
 	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", address)
 	if err != nil {
 		return fmt.Errorf("listen for probes and metrics (--http-address): %w", err)
@@ -67,7 +71,7 @@ func ServeHTTP(ctx context.Context, address string, probe *Probe, gatherer prome
 	return nil
 }
 
-func answer(check func(context.Context) error) http.Handler {
+func probeHandler(check func(context.Context) error) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if err := check(r.Context()); err != nil {
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)
@@ -77,7 +81,9 @@ func answer(check func(context.Context) error) http.Handler {
 	})
 }
 
-// ServeGRPCHealth serves grpc.health.v1: service "" or "readiness" is readiness, "liveness" is liveness.
+// ServeGRPCHealth serves grpc.health.v1 on address until the context ends. The services "" and
+// "readiness" report readiness, the service "liveness" reports liveness. It calls failed if serving
+// fails later.
 func ServeGRPCHealth(ctx context.Context, address string, probe *Probe, failed func(error)) error {
 	if address == "" {
 		return nil

@@ -18,7 +18,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
 
-// freeAddress asks the kernel for a port on loopback.
+// freeAddress returns an address on loopback with a free port.
 func freeAddress(t *testing.T) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -51,19 +51,22 @@ func TestProbesOverHTTP(t *testing.T) {
 		t.Fatal(err)
 	}
 	if code, _ := get(t, "http://"+address+"/livez"); code != http.StatusOK {
-		t.Errorf("a starting plugin lives: got %d", code)
+		t.Errorf("liveness of a starting plugin: got %d", code)
 	}
-	if code, body := get(t, "http://"+address+"/readyz"); code != http.StatusServiceUnavailable || !strings.Contains(body, "starting") {
-		t.Errorf("a starting plugin is not ready: got %d, %q", code, body)
+	code, body := get(t, "http://"+address+"/readyz")
+	if code != http.StatusServiceUnavailable || !strings.Contains(body, "starting") {
+		t.Errorf("readiness of a starting plugin: got %d, %q", code, body)
 	}
 	probe.Set(func(context.Context) error { return nil }, func(context.Context) error { return nil })
 	if code, _ := get(t, "http://"+address+"/readyz"); code != http.StatusOK {
 		t.Errorf("ready: got %d", code)
 	}
-	if _, body := get(t, "http://"+address+"/metrics"); !strings.Contains(body, `gpu_dra_build_info{go_version=`) || !strings.Contains(body, `version="v1.2.3"`) {
+	_, body = get(t, "http://"+address+"/metrics")
+	if !strings.Contains(body, `gpu_dra_build_info{go_version=`) || !strings.Contains(body, `version="v1.2.3"`) {
 		t.Error("the metrics do not say which build runs")
 	}
-	if err := ServeHTTP(t.Context(), address, probe, metrics.New("").Registry, failed); err == nil || !strings.Contains(err.Error(), "--http-address") {
+	err := ServeHTTP(t.Context(), address, probe, metrics.New("").Registry, failed)
+	if err == nil || !strings.Contains(err.Error(), "--http-address") {
 		t.Errorf("a taken port: %v", err)
 	}
 }
@@ -88,7 +91,7 @@ func TestProbesOverGRPC(t *testing.T) {
 	}
 	probe.Set(func(context.Context) error { return nil }, func(context.Context) error { return errors.New("no driver") })
 	if check("liveness") != healthpb.HealthCheckResponse_SERVING || check("readiness") != healthpb.HealthCheckResponse_NOT_SERVING {
-		t.Error("living and not ready are told apart")
+		t.Error("want live and not ready")
 	}
 	_, err = healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{Service: "other"})
 	if status.Code(err) != codes.NotFound {

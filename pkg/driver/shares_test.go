@@ -29,19 +29,20 @@ import (
 
 const shareName = gpuName + "-share"
 
-// plainShare is a claim for one plain share.
-func (n *node) plainShare(t *testing.T, name string) *drapb.Claim {
+// claimShare creates a claim that is allocated one share of the first GPU.
+func (n *node) claimShare(t *testing.T, name string) *drapb.Claim {
 	t.Helper()
-	return n.plainShares(t, name, "1")
+	return n.claimShares(t, name, "1")
 }
 
-func (n *node) plainShares(t *testing.T, name, shares string) *drapb.Claim {
+func (n *node) claimShares(t *testing.T, name, shares string) *drapb.Claim {
 	t.Helper()
 	c := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: name, UID: types.UID("uid-" + name)}}
-	c.Status.Allocation = &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: []resourceapi.DeviceRequestAllocationResult{{
+	results := []resourceapi.DeviceRequestAllocationResult{{
 		Driver: DriverName, Pool: "node", Device: shareName, Request: "gpu", ShareID: ptr.To(types.UID("share-" + name)),
 		ConsumedCapacity: map[resourceapi.QualifiedName]resource.Quantity{device.CapacityShares: resource.MustParse(shares)},
-	}}}}
+	}}
+	c.Status.Allocation = &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: results}}
 	c.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "pod", UID: "pod"}}
 	if _, err := n.client.ResourceV1().ResourceClaims("team").Create(t.Context(), c, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
@@ -49,8 +50,9 @@ func (n *node) plainShares(t *testing.T, name, shares string) *drapb.Claim {
 	return &drapb.Claim{Namespace: "team", Name: name, Uid: string(c.UID)}
 }
 
-// namesSlices does what the API server does: counters and devices are slices of their own.
-func (n *node) namesSlices() {
+// generateSliceNames makes the fake client generate slice names. They must be unique, because
+// counters and devices are in different slices.
+func (n *node) generateSliceNames() {
 	var last atomic.Int64
 	n.client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		if create, ok := a.(clienttesting.CreateActionImpl); ok {
@@ -62,14 +64,14 @@ func (n *node) namesSlices() {
 	})
 }
 
-func TestSharesThatAreHeldStayWhenTheRulesDoNot(t *testing.T) {
+func TestHeldSharesOutliveTheirRules(t *testing.T) {
 	n := newNode(t)
-	n.namesSlices()
+	n.generateSliceNames()
 	n.cfg.Shares = "shares:3"
 	n.start(t)
 	n.register(t)
 	eventually(t, "shares are published", func() bool { return slices.Contains(published(t, n.client), shareName) })
-	c := n.plainShare(t, "c")
+	c := n.claimShare(t, "c")
 	if answer := n.prepare(t, c); answer.GetError() != "" {
 		t.Fatal(answer.GetError())
 	}
@@ -80,7 +82,7 @@ func TestSharesThatAreHeldStayWhenTheRulesDoNot(t *testing.T) {
 	n.cfg.Shares = ""
 	n.start(t)
 	n.register(t)
-	n.hears(t, "Node", "node", "SharesEnding", shareName)
+	n.expectEvent(t, "Node", "node", "SharesEnding", shareName)
 	eventually(t, "the other GPU's shares are withdrawn", func() bool { return len(published(t, n.client)) == 3 })
 	list, err := n.client.ResourceV1().ResourceSlices().List(t.Context(), metav1.ListOptions{})
 	if err != nil {
@@ -89,37 +91,38 @@ func TestSharesThatAreHeldStayWhenTheRulesDoNot(t *testing.T) {
 	for _, s := range list.Items {
 		for _, d := range s.Spec.Devices {
 			if left := d.Capacity[device.CapacityShares]; d.Name == shareName && left.Value.Value() != 1 {
-				t.Errorf("there are still %s shares", left.Value.String())
+				t.Errorf("%s shares are still offered", left.Value.String())
 			}
 		}
 	}
 	if failed := n.unprepare(t, c); failed != "" {
 		t.Fatal(failed)
 	}
-	// Allocated it may be prepared again.
+	// The Unprepare alone does not withdraw the share: while the claim is allocated, it may be
+	// prepared again. So the test deletes the claim.
 	if err := n.client.ResourceV1().ResourceClaims("team").Delete(t.Context(), c.GetName(), metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "when its claim has ended, the share is withdrawn", func() bool { return !slices.Contains(published(t, n.client), shareName) })
+	eventually(t, "the share is withdrawn after its claim ended", func() bool { return !slices.Contains(published(t, n.client), shareName) })
 }
 
-func TestMoreSharesThanTheRulesOfferAreRefused(t *testing.T) {
+func TestTooManySharesAreRefused(t *testing.T) {
 	n := newNode(t)
 	n.cfg.Shares = "shares:5,#0=shares:3"
 	n.start(t)
 	n.register(t)
-	if answer := n.prepare(t, n.plainShares(t, "more", "4")); !strings.Contains(answer.GetError(), "which has 3") {
+	if answer := n.prepare(t, n.claimShares(t, "more", "4")); !strings.Contains(answer.GetError(), "which has 3") {
 		t.Errorf("the answer is %q", answer.GetError())
 	}
-	if answer := n.prepare(t, n.plainShares(t, "all", "3")); answer.GetError() != "" {
+	if answer := n.prepare(t, n.claimShares(t, "all", "3")); answer.GetError() != "" {
 		t.Error(answer.GetError())
 	}
 }
 
-func TestFractionsThatCannotBeKeptAreAnEvent(t *testing.T) {
+func TestUnsupportedFractionsAreAnEvent(t *testing.T) {
 	n := newNode(t)
 	n.cfg.Shares = "fractions"
-	n.say("old", func() (nvidia.Node, error) {
+	n.setHardware("old", func() (nvidia.Node, error) {
 		found, err := twoGPUs()
 		found.Driver.Version = "550.163.01"
 		for i := range found.GPUs {
@@ -129,35 +132,38 @@ func TestFractionsThatCannotBeKeptAreAnEvent(t *testing.T) {
 		return found, err
 	})
 	n.start(t)
-	n.hears(t, "Node", "node", "FractionsNotOffered", gpuName+": MPS serves several users at once from NVIDIA driver 555 on")
-	n.hears(t, "Node", "node", "FractionsNotOffered", "before Volta")
+	n.expectEvent(t, "Node", "node", "FractionsNotOffered", gpuName+": MPS serves several users at once only from NVIDIA driver 555 on")
+	n.expectEvent(t, "Node", "node", "FractionsNotOffered", "before Volta")
 	eventually(t, "whole GPUs are offered", func() bool { return len(published(t, n.client)) == 2 })
 }
 
-// settable is hardware of which all can be set.
-type settable struct {
+// settableGPU fakes a GPU that accepts every compute mode and time slice. persistence is its
+// persistence mode.
+type settableGPU struct {
 	prepare.Partitions
 	persistence *bool
 }
 
-func (s *settable) Look(context.Context, device.Card) (device.CutState, error) {
-	return device.CutState{Persistence: s.persistence}, nil
+func (s *settableGPU) Look(context.Context, device.Card) (device.CardState, error) {
+	return device.CardState{Persistence: s.persistence}, nil
 }
-func (s *settable) SetComputeMode(context.Context, device.Card, device.ComputeMode) error { return nil }
-func (s *settable) SetTimeSlice(context.Context, device.Card, device.TimeSlice) error     { return nil }
+func (s *settableGPU) SetComputeMode(context.Context, device.Card, device.ComputeMode) error {
+	return nil
+}
+func (s *settableGPU) SetTimeSlice(context.Context, device.Card, device.TimeSlice) error { return nil }
 
-func TestWhatTheDriverForgetsIsSaidOnce(t *testing.T) {
+func TestPersistenceModeOffIsReportedOnce(t *testing.T) {
 	recorder := record.NewFakeRecorder(10)
-	hardware := &settable{}
-	f := newForgetful(hardware, &nodeEvents{recorder: recorder, node: &corev1.ObjectReference{}})
-	set := func() (said int) {
+	hardware := &settableGPU{}
+	w := newPersistenceWarner(hardware, &nodeEvents{recorder: recorder, node: &corev1.ObjectReference{}})
+	set := func() (events int) {
 		t.Helper()
 		for _, c := range []device.Card{{PCIAddress: "0000:1b:00.0", UUID: "GPU-1"}, {PCIAddress: "0000:43:00.0", UUID: "GPU-2"}} {
-			_, err := f.Look(t.Context(), c)
+			_, err := w.Look(t.Context(), c)
 			for _, to := range []device.TimeSlice{device.TimeSliceLong, device.TimeSliceDefault, device.TimeSliceLong} {
-				err = errors.Join(err, f.SetTimeSlice(t.Context(), c, to))
+				err = errors.Join(err, w.SetTimeSlice(t.Context(), c, to))
 			}
-			if err := errors.Join(err, f.SetComputeMode(t.Context(), c, device.ComputeExclusiveProcess)); err != nil {
+			if err := errors.Join(err, w.SetComputeMode(t.Context(), c, device.ComputeExclusiveProcess)); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -165,22 +171,22 @@ func TestWhatTheDriverForgetsIsSaidOnce(t *testing.T) {
 			if e := <-recorder.Events; !strings.Contains(e, "PersistenceModeOff") || !strings.Contains(e, "nvidia-smi -pm 1") {
 				t.Error(e)
 			}
-			said++
+			events++
 		}
-		return said
+		return events
 	}
 	for i, c := range []struct {
 		persistence *bool
-		said        int
+		events      int
 	}{{nil, 0}, {ptr.To(true), 0}, {ptr.To(false), 4}, {ptr.To(false), 0}, {ptr.To(true), 0}, {ptr.To(false), 4}} {
 		hardware.persistence = c.persistence
-		if said := set(); said != c.said {
-			t.Errorf("%d: %d Events, want %d", i, said, c.said)
+		if events := set(); events != c.events {
+			t.Errorf("%d: %d Events, want %d", i, events, c.events)
 		}
 	}
 }
 
-func TestASupervisorThatIsAbsentForLongIsAnEvent(t *testing.T) {
+func TestAbsentSupervisorIsAnEventAfterGrace(t *testing.T) {
 	recorder := record.NewFakeRecorder(10)
 	d := &Driver{events: &nodeEvents{recorder: recorder, node: &corev1.ObjectReference{}}}
 	now := time.Now()
@@ -189,7 +195,7 @@ func TestASupervisorThatIsAbsentForLongIsAnEvent(t *testing.T) {
 		fractions bool
 		err       error
 		after     time.Duration
-		said      int
+		events    int
 	}{
 		{false, absent, 0, 0},
 		{false, absent, time.Hour, 0},
@@ -202,10 +208,10 @@ func TestASupervisorThatIsAbsentForLongIsAnEvent(t *testing.T) {
 		{true, absent, time.Hour, 1},
 	} {
 		now = now.Add(c.after)
-		d.fractions.Store(c.fractions)
-		d.missSupervisor(c.err, now)
-		if said := len(recorder.Events); said != c.said {
-			t.Errorf("%d: %d Events, want %d", i, said, c.said)
+		d.offersFractions.Store(c.fractions)
+		d.checkSupervisor(c.err, now)
+		if events := len(recorder.Events); events != c.events {
+			t.Errorf("%d: %d Events, want %d", i, events, c.events)
 		}
 		for len(recorder.Events) > 0 {
 			<-recorder.Events
@@ -213,15 +219,16 @@ func TestASupervisorThatIsAbsentForLongIsAnEvent(t *testing.T) {
 	}
 }
 
-func TestThePluginTellsWhatTheDriverForgets(t *testing.T) {
+func TestDriverReportsPersistenceModeOff(t *testing.T) {
 	n := newNode(t)
 	d, err := New(t.Context(), n.cfg, Parts{
-		Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Partitions: &settable{persistence: ptr.To(false)}, Metrics: metrics.New("test"),
+		Client: n.client, StatusClient: n.client, Hardware: n.hardware(),
+		Partitions: &settableGPU{persistence: ptr.To(false)}, Metrics: metrics.New("test"),
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(d.presence.End)
+	t.Cleanup(d.instanceLock.Release)
 	card := device.Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-1"}
 	if _, err := d.preparer.Partitions.Look(t.Context(), card); err != nil {
 		t.Fatal(err)
@@ -229,12 +236,13 @@ func TestThePluginTellsWhatTheDriverForgets(t *testing.T) {
 	if err := d.preparer.Partitions.SetComputeMode(t.Context(), card, device.ComputeExclusiveProcess); err != nil {
 		t.Fatal(err)
 	}
-	n.hears(t, "Node", "node", "PersistenceModeOff", gpuName)
+	n.expectEvent(t, "Node", "node", "PersistenceModeOff", gpuName)
 }
 
-// A lost GPU stays in the slices, so that the others keep their places there.
-func TestAShareRuleForAPlaceCountsWhatIsOffered(t *testing.T) {
-	n := newAiling(t)
+// Share rules name a GPU by its index among the offered GPUs. A lost GPU is still offered, with a
+// taint, so the index of the other GPU must not change.
+func TestShareRuleIndexCountsOfferedGPUs(t *testing.T) {
+	n := newHealthNode(t)
 	n.cfg.Shares = "shares:5,#1=shares:3"
 	n.run(t)
 	eventually(t, "the GPUs are known", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 2 })
@@ -243,16 +251,16 @@ func TestAShareRuleForAPlaceCountsWhatIsOffered(t *testing.T) {
 		t.Fatal(msg)
 	}
 	second := n.driver.inv.Snapshot().Node.GPUs[1].GPU
-	n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
+	n.send(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
 	eventually(t, "the first is lost", func() bool { return strings.Contains(n.taints(t)[firstGPU], "gpu-lost=:NoSchedule") })
-	n.say("the second", func() (nvidia.Node, error) {
+	n.setHardware("the second", func() (nvidia.Node, error) {
 		all, err := twoGPUs()
 		all.GPUs = all.GPUs[1:]
 		return all, err
 	})
 	eventually(t, "the hardware shows one", func() bool { return len(n.driver.preparer.Hardware.Snapshot().Node.GPUs) == 1 })
 	name, _ := device.ParseName(secondGPU + "-share")
-	if q := n.driver.preparer.Totals(second, name)[device.CapacityShares]; q.String() != "3" {
+	if q := n.driver.preparer.ShareTotals(second, name)[device.CapacityShares]; q.String() != "3" {
 		t.Errorf("it has %s shares", q.String())
 	}
 }

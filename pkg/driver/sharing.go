@@ -16,13 +16,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/supervisor"
 )
 
-// mpsTimeout bounds how long the supervisor of MPS is waited for where no claim waits.
+// mpsTimeout limits calls to the MPS supervisor outside Prepare and Unprepare.
 const mpsTimeout = 5 * time.Second
 
-// absentFor is how long the supervisor may be absent before it is said to be: it starts beside the plugin.
-const absentFor = time.Minute
+// supervisorGrace is how long the MPS supervisor may be absent before an Event says so. The
+// supervisor's Pod starts at the same time as the plugin's.
+const supervisorGrace = time.Minute
 
-// Supervisor runs the control daemons of MPS, in a Pod of its own.
+// Supervisor starts and stops MPS control daemons. It runs in a Pod of its own.
 type Supervisor interface {
 	Start(ctx context.Context, d mps.Daemon) error
 	Stop(ctx context.Context, id string) error
@@ -31,42 +32,47 @@ type Supervisor interface {
 
 var _ Supervisor = &mps.Client{}
 
-// supervised shows in the metrics what starting a daemon costs, and lets claims be given back on a node that has lost its supervisor.
-type supervised struct {
+// nodeSupervisor wraps the client of this node's MPS supervisor. Start measures how long daemons
+// take to start. If the supervisor is gone, Stop removes the daemon's files itself, so that claims
+// can be unprepared.
+type nodeSupervisor struct {
 	Supervisor
 	paths   mps.Paths
-	proc    string // where the node's processes are seen
+	proc    string // the node's /proc
 	metrics *metrics.Metrics
 }
 
-func (t supervised) Start(ctx context.Context, d mps.Daemon) error {
+func (s nodeSupervisor) Start(ctx context.Context, d mps.Daemon) error {
 	start := time.Now()
-	err := t.Supervisor.Start(ctx, d)
-	t.metrics.MPSStart(time.Since(start), err != nil)
+	err := s.Supervisor.Start(ctx, d)
+	s.metrics.MPSStart(time.Since(start), err != nil)
 	return err
 }
 
-func (t supervised) Stop(ctx context.Context, id string) error {
-	err := t.Supervisor.Stop(ctx, id)
+func (s nodeSupervisor) Stop(ctx context.Context, id string) error {
+	err := s.Supervisor.Stop(ctx, id)
 	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
-		return supervisor.Forget(ctx, t.paths, t.proc, id)
+		return supervisor.Forget(ctx, s.paths, s.proc, id)
 	}
 	return err
 }
 
-// toldShares is what was last said of devices that are not shared as the configuration has it, or were before.
-type toldShares struct {
+// shareProblems has the texts of the last Events about shared devices: why no devices are shared,
+// why no shares with a limited part of memory and compute are offered, and which devices have
+// shares that the configuration no longer has.
+type shareProblems struct {
 	notShared, noFractions, ending string
 }
 
-// inShares adds to offerings what several claims may hold.
-func (d *Driver) inShares(offerings []device.Offering, v device.Driver, f Features) []device.Offering {
+// withShares returns the offerings (devices to offer per GPU) with the configured share rules
+// added, if a cluster with the features f supports them. v is the node's GPU driver.
+func (d *Driver) withShares(offerings []device.Offering, v device.Driver, f Features) []device.Offering {
 	rules, _ := d.shareRules(f)
-	possible := device.WhyNotShared(f.PartitionedDevices, f.ConsumableCapacity) == ""
+	possible := device.SharingUnsupportedReason(f.PartitionedDevices, f.ConsumableCapacity) == ""
 	shared := slices.Clone(offerings)
 	for i := range shared {
 		o := &shared[i]
-		o.Shares, o.NoFractions = rules, device.WhyNoFractions(o.GPU, v)
+		o.Shares, o.FractionsUnsupported = rules, device.FractionsUnsupportedReason(o.GPU, v)
 		if !possible {
 			o.HeldShares = nil
 		}
@@ -74,57 +80,62 @@ func (d *Driver) inShares(offerings []device.Offering, v device.Driver, f Featur
 	return shared
 }
 
-// tellShares says where people look what cannot be offered in shares. It is settled if no claim
-// holds shares that are offered no more.
-func (d *Driver) tellShares(offerings []device.Offering, shapes []device.Shape, f Features) (settled bool) {
+// reportShares writes Events and metrics about devices that several claims can share. settled is
+// false while claims have shares that the configuration no longer has, so the slices must be built
+// again soon.
+func (d *Driver) reportShares(offerings []device.Offering, shapes []device.Shape, f Features) (settled bool) {
 	_, notShared := d.shareRules(f)
-	now := toldShares{
-		notShared: notShared, noFractions: describe(device.NotInFractions(offerings)), ending: strings.Join(ending(shapes), ", "),
+	now := shareProblems{
+		notShared:   notShared,
+		noFractions: describeLimits(device.FractionRefusals(offerings)),
+		ending:      strings.Join(endingShares(shapes), ", "),
 	}
 	d.metrics.Shares(countShares(shapes))
-	d.fractions.Store(slices.ContainsFunc(shapes, inFractions))
-	if now.notShared != "" && now.notShared != d.toldShares.notShared {
-		d.events.warn("SharesNotOffered", "No device is offered in shares: "+now.notShared)
+	d.offersFractions.Store(slices.ContainsFunc(shapes, isFractional))
+	if now.notShared != "" && now.notShared != d.lastShares.notShared {
+		d.events.warn("SharesNotOffered", "Not offering shares: "+now.notShared)
 	}
-	if now.noFractions != "" && now.noFractions != d.toldShares.noFractions {
-		d.events.warn("FractionsNotOffered", "Not offered in fractions: "+now.noFractions)
+	if now.noFractions != "" && now.noFractions != d.lastShares.noFractions {
+		d.events.warn("FractionsNotOffered", "Not offering fractions: "+now.noFractions)
 	}
-	if now.ending != "" && now.ending != d.toldShares.ending {
-		d.events.warn("SharesEnding", "Claims hold shares that are not offered so any more: nobody gets another one of "+now.ending+
-			", and what is configured now holds when the last of them has been given back")
+	if now.ending != "" && now.ending != d.lastShares.ending {
+		d.events.warn("SharesEnding", "Claims hold shares that are no longer configured. No more shares are offered of "+
+			now.ending+". The new configuration applies when the last of these claims ends")
 	}
-	d.toldShares = now
+	d.lastShares = now
 	return now.ending == ""
 }
 
-func inFractions(s device.Shape) bool {
+func isFractional(s device.Shape) bool {
 	shared, is := s.(device.Shared)
 	return is && shared.InFractions()
 }
 
-// ending are the devices that are there for those alone who hold shares of them.
-func ending(shapes []device.Shape) []string {
+// endingShares returns the names of shared devices that the configuration no longer has, but that
+// are published as long as claims have shares of them.
+func endingShares(shapes []device.Shape) []string {
 	var names []string
 	for _, s := range shapes {
-		if shared, is := s.(device.Shared); is && shared.Ending() {
+		if shared, is := s.(device.Shared); is && shared.Withdrawn() {
 			names = append(names, s.Name())
 		}
 	}
 	return names
 }
 
-// shareRules are those that the configuration has, on a cluster that can count what is shared. notShared says what else it lacks, for people to read.
+// shareRules returns the configured share rules. If the cluster does not support them, it returns
+// no rules, and notShared says what the cluster lacks.
 func (d *Driver) shareRules(f Features) (_ device.ShareRules, notShared string) {
 	if !d.shares.Any() {
 		return device.ShareRules{}, ""
 	}
-	if why := device.WhyNotShared(f.PartitionedDevices, f.ConsumableCapacity); why != "" {
+	if why := device.SharingUnsupportedReason(f.PartitionedDevices, f.ConsumableCapacity); why != "" {
 		return device.ShareRules{}, why
 	}
 	return d.shares, ""
 }
 
-// countShares is how many devices that several claims may hold are among the shapes, by type.
+// countShares returns the number of shared devices by their attribute "type".
 func countShares(shapes []device.Shape) map[string]int {
 	byType := map[string]int{}
 	for _, s := range shapes {
@@ -135,7 +146,7 @@ func countShares(shapes []device.Shape) map[string]int {
 	return byType
 }
 
-// typeOf is the attribute type of a device.
+// typeOf returns the attribute "type" of the device with this name.
 func typeOf(name device.Name) string {
 	kind := "gpu"
 	if name.Partition != nil {
@@ -147,17 +158,17 @@ func typeOf(name device.Name) string {
 	return kind
 }
 
-// countDaemons shows the daemons in the metrics. Without a supervisor there are none.
-func (d *Driver) countDaemons(ctx context.Context) {
+// reportDaemons updates the metrics of the MPS daemons. Without a supervisor it reports no daemons.
+func (d *Driver) reportDaemons(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, mpsTimeout)
 	defer cancel()
 	all, err := d.supervisor.List(ctx)
 	absent := new(mps.NotRunningError)
 	if err != nil && !errors.As(err, &absent) {
-		klog.FromContext(ctx).Error(err, "Could not look which MPS daemons there are")
+		klog.FromContext(ctx).Error(err, "Failed to list the MPS daemons")
 		return
 	}
-	d.missSupervisor(err, time.Now())
+	d.checkSupervisor(err, time.Now())
 	now := make([]metrics.MPSDaemon, len(all))
 	for i, s := range all {
 		now[i] = metrics.MPSDaemon{ID: s.Daemon.ID, State: string(s.State), Restarts: s.Restarts}
@@ -165,24 +176,28 @@ func (d *Driver) countDaemons(ctx context.Context) {
 	d.metrics.MPS(now)
 }
 
-// missSupervisor says where people look, once, that fractions are offered which cannot be prepared.
-func (d *Driver) missSupervisor(absent error, now time.Time) {
+// checkSupervisor writes an Event if the node offers MPS shares with limited memory and compute,
+// and the MPS supervisor has been absent for longer than supervisorGrace. It writes one Event per
+// absence. absent is the error that says that the supervisor is absent, or nil.
+func (d *Driver) checkSupervisor(absent error, now time.Time) {
 	switch {
-	case absent == nil || !d.fractions.Load():
-		d.absentSince = time.Time{}
-	case d.absentSince.IsZero():
-		d.absentSince = now
-	case now.Sub(d.absentSince) > absentFor && !d.absentTold:
-		d.absentTold = true
-		d.events.warn("MPSNotRunning", "Fractions are offered, and claims for them cannot be prepared: "+absent.Error())
+	case absent == nil || !d.offersFractions.Load():
+		d.supervisorAbsentSince = time.Time{}
+	case d.supervisorAbsentSince.IsZero():
+		d.supervisorAbsentSince = now
+	case now.Sub(d.supervisorAbsentSince) > supervisorGrace && !d.supervisorAbsenceReported:
+		d.supervisorAbsenceReported = true
+		d.events.warn("MPSNotRunning", "This node offers memory-limited GPU shares (shares=fractions) but cannot prepare claims for them: "+
+			absent.Error())
 	}
 	if absent == nil {
-		d.absentTold = false
+		d.supervisorAbsenceReported = false
 	}
 }
 
-// endDaemons ends all daemons of a node on which no claim is held, and removes what they had on the disk. The supervisor may have gone first.
-func (d *Driver) endDaemons(ctx context.Context) error {
+// stopDaemons stops all MPS daemons of the node and removes their files. The node must have no
+// prepared claims. It also works if the supervisor is already gone.
+func (d *Driver) stopDaemons(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, mpsTimeout)
 	defer cancel()
 	all, err := d.supervisor.List(ctx)
@@ -198,11 +213,12 @@ func (d *Driver) endDaemons(ctx context.Context) error {
 	return supervisor.RemoveAll(MPSPaths(d.cfg))
 }
 
-// shareTotals is what claims can hold together of a device, as it is offered. A rule for the GPU at a
-// place counts those that are offered, of which the hardware may not show all.
+// shareTotals returns how much of each resource of the shared device n all claims together can get.
+// The parameter of is the GPU of n. A share rule for the n-th GPU counts all offered GPUs,
+// including those that the hardware no longer shows.
 func (d *Driver) shareTotals(of device.GPU, n device.Name) map[string]resource.Quantity {
 	place := 0
-	for _, g := range d.publishable().Snapshot().Node.GPUs {
+	for _, g := range d.publishableView().Snapshot().Node.GPUs {
 		if g.PCIAddress < of.PCIAddress {
 			place++
 		}
@@ -210,5 +226,8 @@ func (d *Driver) shareTotals(of device.GPU, n device.Name) map[string]resource.Q
 	return d.shares.Totals(of, place, n)
 }
 
-// publishable is the inventory that the slices are made of.
-func (d *Driver) publishable() inventorySource { return withheld{d.offered(), d.before} }
+// publishableView returns the inventory that the slices are built from: offered GPUs without those
+// that NVIDIA's DRA driver still uses.
+func (d *Driver) publishableView() inventorySource {
+	return predecessorFilter{d.offered(), d.predecessor}
+}

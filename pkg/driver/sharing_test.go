@@ -18,33 +18,34 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// daemons is a supervisor that runs nothing.
-type daemons struct {
-	there   []string
-	failing error
+// fakeSupervisor fakes an MPS supervisor. It remembers the IDs of running daemons, but starts no
+// process. If err is set, Start and Stop return it.
+type fakeSupervisor struct {
+	running []string
+	err     error
 }
 
-func (d *daemons) Start(_ context.Context, daemon mps.Daemon) error {
-	d.there = append(d.there, daemon.ID)
-	return d.failing
+func (d *fakeSupervisor) Start(_ context.Context, daemon mps.Daemon) error {
+	d.running = append(d.running, daemon.ID)
+	return d.err
 }
 
-func (d *daemons) Stop(_ context.Context, id string) error {
-	if d.failing == nil {
-		d.there = slices.DeleteFunc(d.there, func(s string) bool { return s == id })
+func (d *fakeSupervisor) Stop(_ context.Context, id string) error {
+	if d.err == nil {
+		d.running = slices.DeleteFunc(d.running, func(s string) bool { return s == id })
 	}
-	return d.failing
+	return d.err
 }
 
-func (d *daemons) List(context.Context) ([]mps.Status, error) {
-	all := make([]mps.Status, len(d.there))
-	for i, id := range d.there {
+func (d *fakeSupervisor) List(context.Context) ([]mps.Status, error) {
+	all := make([]mps.Status, len(d.running))
+	for i, id := range d.running {
 		all[i].Daemon.ID = id
 	}
 	return all, nil
 }
 
-func TestSharesAreOfferedToAClusterThatCountsThem(t *testing.T) {
+func TestShareRulesNeedClusterFeatures(t *testing.T) {
 	rules, err := device.ParseShares("fractions")
 	if err != nil {
 		t.Fatal(err)
@@ -55,11 +56,11 @@ func TestSharesAreOfferedToAClusterThatCountsThem(t *testing.T) {
 		offered  bool
 		lacking  string
 	}{
-		"it counts":                        {rules, Features{PartitionedDevices: true, ConsumableCapacity: true}, true, ""},
-		"it drops counters":                {rules, Features{ConsumableCapacity: true}, false, "DRAPartitionableDevices"},
-		"it drops what shares take":        {rules, Features{PartitionedDevices: true}, false, "DRAConsumableCapacity"},
-		"it counts, and nothing is shared": {device.ShareRules{}, Features{PartitionedDevices: true, ConsumableCapacity: true}, false, ""},
-		"nothing is shared":                {device.ShareRules{}, Features{}, false, ""},
+		"all features":                {rules, Features{PartitionedDevices: true, ConsumableCapacity: true}, true, ""},
+		"no counters":                 {rules, Features{ConsumableCapacity: true}, false, "DRAPartitionableDevices"},
+		"no consumable capacity":      {rules, Features{PartitionedDevices: true}, false, "DRAConsumableCapacity"},
+		"all features, without rules": {device.ShareRules{}, Features{PartitionedDevices: true, ConsumableCapacity: true}, false, ""},
+		"without rules":               {device.ShareRules{}, Features{}, false, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, lacking := (&Driver{shares: c.rules}).shareRules(c.features)
@@ -70,13 +71,15 @@ func TestSharesAreOfferedToAClusterThatCountsThem(t *testing.T) {
 	}
 }
 
-// The chart sets --mps where it makes the supervisors' DaemonSet.
-func TestMPSIsOffOrDown(t *testing.T) {
+// The error of a Prepare that needs MPS must name what is missing: the chart's value
+// mps.enabled=true, or the MPS supervisor on this node.
+func TestMPSRefusalNamesSwitchOrSupervisor(t *testing.T) {
 	for on, says := range map[bool]string{
 		false: "request gpu: MPS is switched off in this cluster: set mps.enabled=true in the chart's values",
 		true:  "the MPS supervisor is not running on this node",
 	} {
 		t.Run(fmt.Sprint(on), func(t *testing.T) {
+			const mpsConfig = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`
 			n := newNode(t)
 			n.cfg.MPS = on
 			n.start(t)
@@ -89,8 +92,7 @@ func TestMPSIsOffOrDown(t *testing.T) {
 			stored.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{{
 				Source: resourceapi.AllocationConfigSourceClaim,
 				DeviceConfiguration: resourceapi.DeviceConfiguration{Opaque: &resourceapi.OpaqueDeviceConfiguration{
-					Driver:     DriverName,
-					Parameters: runtime.RawExtension{Raw: []byte(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`)},
+					Driver: DriverName, Parameters: runtime.RawExtension{Raw: []byte(mpsConfig)},
 				}},
 			}}
 			if _, err := claims.Update(t.Context(), stored, metav1.UpdateOptions{}); err != nil {
@@ -101,7 +103,7 @@ func TestMPSIsOffOrDown(t *testing.T) {
 	}
 }
 
-func TestAnUninstallationEndsDaemons(t *testing.T) {
+func TestUninstallStopsMPSDaemons(t *testing.T) {
 	cfg := config.Default()
 	cfg.PluginDir, cfg.ShmRoot = t.TempDir(), t.TempDir()
 	paths := MPSPaths(cfg)
@@ -110,17 +112,17 @@ func TestAnUninstallationEndsDaemons(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	running := &daemons{there: []string{"a", "b"}, failing: errors.New("it is busy")}
+	running := &fakeSupervisor{running: []string{"a", "b"}, err: errors.New("it is busy")}
 	d := &Driver{cfg: cfg, supervisor: running}
-	if err := d.endDaemons(t.Context()); err == nil {
-		t.Error("what could not be ended is no error")
+	if err := d.stopDaemons(t.Context()); err == nil {
+		t.Error("no error for daemons that could not be stopped")
 	}
 	if _, err := os.Stat(paths.Pipes("a")); err != nil {
-		t.Errorf("a daemon that runs has lost its directory: %v", err)
+		t.Errorf("a running daemon lost its directory: %v", err)
 	}
-	running.failing = nil
-	if err := d.endDaemons(t.Context()); err != nil || len(running.there) > 0 {
-		t.Errorf("left: %v, %v", running.there, err)
+	running.err = nil
+	if err := d.stopDaemons(t.Context()); err != nil || len(running.running) > 0 {
+		t.Errorf("left: %v, %v", running.running, err)
 	}
 	for _, dir := range []string{paths.Root(), paths.ShmDir()} {
 		if _, err := os.Stat(dir); !os.IsNotExist(err) {
@@ -128,20 +130,21 @@ func TestAnUninstallationEndsDaemons(t *testing.T) {
 		}
 	}
 	d.supervisor = mps.NewClient(paths)
-	if err := d.endDaemons(t.Context()); err != nil {
+	if err := d.stopDaemons(t.Context()); err != nil {
 		t.Errorf("without a supervisor: %v", err)
 	}
 }
 
-// A claim is given back on a node whose supervisor is gone.
-func TestADaemonIsStoppedWithoutASupervisor(t *testing.T) {
+// Stop must succeed and remove the daemon's files even if the node's MPS supervisor is gone.
+// Otherwise claims could not be unprepared.
+func TestStopDaemonWithoutSupervisor(t *testing.T) {
 	paths := mps.Paths{PluginDir: t.TempDir(), ShmRoot: t.TempDir()}
 	for _, dir := range []string{paths.Pipes("a"), paths.Shm("a")} {
 		if err := os.MkdirAll(dir, 0o755); err != nil {
 			t.Fatal(err)
 		}
 	}
-	s := supervised{Supervisor: mps.NewClient(paths), paths: paths, proc: "/proc"}
+	s := nodeSupervisor{Supervisor: mps.NewClient(paths), paths: paths, proc: "/proc"}
 	if err := s.Stop(t.Context(), "a"); err != nil {
 		t.Error(err)
 	}

@@ -9,48 +9,49 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 )
 
-// slowScheduler warns where this node publishes counters to a cluster whose scheduler is slow with
-// them (https://github.com/kubernetes/kubernetes/pull/138917). The API server's version stands for
-// the scheduler's.
+// slowScheduler warns if this node publishes shared counters to a cluster whose scheduler is slow
+// with them (https://github.com/kubernetes/kubernetes/pull/138917). It assumes that the scheduler
+// has the same version as the API server.
 type slowScheduler struct {
-	warn func(reason, message string)
-	show func(slow bool)
+	warn      func(reason, message string)
+	setMetric func(slow bool)
 
 	mu sync.Mutex
-	// server is empty while the API server has not told its version.
+	// server is the API server's version, or "" if it is not known.
 	server   string
 	counters bool
-	told     bool
+	warned   bool
 }
 
-// firstFast is the first version whose scheduler counts in a time that does not grow with the
-// square of the nodes.
-var firstFast = version.MustParseGeneric("1.37.0-0")
+// firstFastVersion is the first Kubernetes version in which the time to schedule a claim does not
+// grow with the square of the number of nodes with counters.
+var firstFastVersion = version.MustParseGeneric("1.37.0-0")
 
-// Serves takes the API server's version, as it calls itself.
-func (s *slowScheduler) Serves(server string) {
+// SetVersion tells slowScheduler the API server's version.
+func (s *slowScheduler) SetVersion(server string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.server = server
-	s.look()
+	s.update()
 }
 
-// Publishes takes what this node publishes.
-func (s *slowScheduler) Publishes(all []resourceslice.Slice) {
+// SetSlices tells slowScheduler which slices this node publishes.
+func (s *slowScheduler) SetSlices(all []resourceslice.Slice) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.counters = slices.ContainsFunc(all, func(slice resourceslice.Slice) bool { return len(slice.SharedCounters) > 0 })
-	s.look()
+	s.update()
 }
 
-func (s *slowScheduler) look() {
+func (s *slowScheduler) update() {
 	v, err := version.ParseGeneric(s.server)
-	slow := err == nil && s.counters && v.LessThan(firstFast)
-	s.show(slow)
-	if slow && !s.told {
-		s.warn("SlowScheduler", fmt.Sprintf("This node publishes counters, and Kubernetes is %s: before 1.37, each claim takes the scheduler a time that grows with the "+
-			"square of the nodes which do so (kubernetes PR 138917). Upgrade to 1.37, or set mig.policy=static (and no shares) where nobody asks for partitions, "+
-			"or another policy on some nodes only. sum(gpu_dra_slow_scheduler) counts these nodes", s.server))
+	slow := err == nil && s.counters && v.LessThan(firstFastVersion)
+	s.setMetric(slow)
+	if slow && !s.warned {
+		s.warn("SlowScheduler", fmt.Sprintf("This node publishes counters to a cluster with Kubernetes %s. Before 1.37 the time to "+
+			"schedule a claim grows with the square of the nodes with counters (kubernetes PR 138917). Upgrade to 1.37, "+
+			"or set mig.policy=static (and no shares) on nodes where no claim needs partitions. "+
+			"sum(gpu_dra_slow_scheduler) counts these nodes", s.server))
 	}
-	s.told = slow
+	s.warned = slow
 }

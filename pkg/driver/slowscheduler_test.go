@@ -8,7 +8,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 )
 
-func TestCountersBeforeASlowSchedulerAreAnEvent(t *testing.T) {
+func TestSlowSchedulerIsAnEvent(t *testing.T) {
 	counted := []resourceslice.Slice{{SharedCounters: []resourceapi.CounterSet{{Name: "gpu"}}}, {Devices: []resourceapi.Device{{Name: "gpu"}}}}
 	whole := counted[1:]
 	for _, c := range []struct {
@@ -26,22 +26,25 @@ func TestCountersBeforeASlowSchedulerAreAnEvent(t *testing.T) {
 		{"unheard of", counted, false},
 	} {
 		t.Run(c.server, func(t *testing.T) {
-			var told []string
+			var warnings []string
 			slow := false
-			s := &slowScheduler{warn: func(reason, message string) { told = append(told, reason+": "+message) }, show: func(is bool) { slow = is }}
+			s := &slowScheduler{
+				warn:      func(reason, message string) { warnings = append(warnings, reason+": "+message) },
+				setMetric: func(is bool) { slow = is },
+			}
 			for range 2 {
-				s.Publishes(c.published)
-				s.Serves(c.server)
+				s.SetSlices(c.published)
+				s.SetVersion(c.server)
 			}
-			if slow != c.slow || (len(told) == 1) != c.slow || len(told) > 1 {
-				t.Errorf("slow %v, told %q", slow, told)
+			if slow != c.slow || (len(warnings) == 1) != c.slow || len(warnings) > 1 {
+				t.Errorf("slow %v, warnings %q", slow, warnings)
 			}
-			for _, message := range told {
+			for _, message := range warnings {
 				if !strings.HasPrefix(message, "SlowScheduler: ") || !strings.Contains(message, c.server) || len(message) > 1024 {
 					t.Error(message)
 				}
 			}
-			s.Serves("v1.37.0")
+			s.SetVersion("v1.37.0")
 			if slow {
 				t.Error("slow after an upgrade")
 			}

@@ -14,8 +14,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// removeStaleSockets clears what killed instances left behind: sockets of ours on which nobody listens. The kubelet would dial them again and again.
-// A socket that answers belongs to a living instance and stays.
+// removeStaleSockets removes the sockets of plugin instances that were killed, because the kubelet
+// would keep dialing them. It keeps sockets that accept connections.
 func removeStaleSockets(ctx context.Context, pluginDir, registrarDir string) error {
 	var errs []error
 	for _, pattern := range []string{
@@ -24,23 +24,23 @@ func removeStaleSockets(ctx context.Context, pluginDir, registrarDir string) err
 	} {
 		paths, err := filepath.Glob(pattern)
 		if err != nil {
-			return fmt.Errorf("look for stale sockets as %s: %w", pattern, err)
+			return fmt.Errorf("find stale sockets %s: %w", pattern, err)
 		}
 		for _, path := range paths {
-			if !refuses(ctx, path) {
+			if !isStale(ctx, path) {
 				continue
 			}
 			if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-				errs = append(errs, fmt.Errorf("remove the stale socket of a killed instance: %w", err))
+				errs = append(errs, fmt.Errorf("remove stale socket of a killed instance: %w", err))
 				continue
 			}
-			klog.FromContext(ctx).Info("Removed the stale socket of a killed instance", "path", path)
+			klog.FromContext(ctx).Info("Removed stale socket of a killed instance", "path", path)
 		}
 	}
 	return errors.Join(errs...)
 }
 
-func refuses(ctx context.Context, path string) bool {
+func isStale(ctx context.Context, path string) bool {
 	dialer := net.Dialer{Timeout: time.Second}
 	conn, err := dialer.DialContext(ctx, "unix", path)
 	if err == nil {

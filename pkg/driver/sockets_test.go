@@ -7,12 +7,14 @@ import (
 	"testing"
 )
 
-func TestOnlySocketsThatRefuseAreRemoved(t *testing.T) {
+func TestOnlyStaleSocketsAreRemoved(t *testing.T) {
 	plugin, registrar := t.TempDir(), t.TempDir()
 	stale := []string{filepath.Join(plugin, "dra-1.sock"), filepath.Join(registrar, DriverName+"-1-reg.sock")}
-	kept := []string{filepath.Join(plugin, "dra-2.sock"), filepath.Join(registrar, DriverName+"-2-reg.sock"), filepath.Join(registrar, "other.example.com-reg.sock")}
+	kept := []string{
+		filepath.Join(plugin, "dra-2.sock"), filepath.Join(registrar, DriverName+"-2-reg.sock"),
+		filepath.Join(registrar, "other.example.com-reg.sock")}
 	for _, path := range append(append([]string(nil), stale...), kept[2]) {
-		abandon(t, path)
+		createStaleSocket(t, path)
 	}
 	for _, path := range kept[:2] {
 		l, err := net.Listen("unix", path)
@@ -36,8 +38,9 @@ func TestOnlySocketsThatRefuseAreRemoved(t *testing.T) {
 	}
 }
 
-// abandon leaves a socket behind as a killed process does.
-func abandon(t *testing.T, path string) {
+// createStaleSocket creates a socket file on which no process listens, as a killed process leaves
+// it.
+func createStaleSocket(t *testing.T, path string) {
 	t.Helper()
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
 	if err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
 
-// stalledServer accepts connections and never answers.
+// stalledServer returns a client of a fake API server that accepts connections and never answers.
 func stalledServer(t *testing.T) kubernetes.Interface {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -27,7 +27,7 @@ func stalledServer(t *testing.T) kubernetes.Interface {
 	return client
 }
 
-func TestStartWithStalledAPIServerServesUnprepareSoon(t *testing.T) {
+func TestUnprepareIsServedWhileAPIServerStalls(t *testing.T) {
 	n := newNode(t)
 	n.start(t)
 	n.register(t)
@@ -37,7 +37,7 @@ func TestStartWithStalledAPIServerServesUnprepareSoon(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	n.cfg.DaemonSetName = "" // nothing to look up when it ends
+	n.cfg.DaemonSetName = "" // so that the plugin does not look up the DaemonSet when it stops
 	client := stalledServer(t)
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
@@ -53,8 +53,8 @@ func TestStartWithStalledAPIServerServesUnprepareSoon(t *testing.T) {
 	if msg := n.unprepare(t, held); msg != "" {
 		t.Error(msg)
 	}
-	if took, most := time.Since(began), firstLookTimeout+5*time.Second; took > most {
-		t.Errorf("the claim was given back after %s, later than %s", took, most)
+	if took, most := time.Since(began), firstScanTimeout+5*time.Second; took > most {
+		t.Errorf("the claim was unprepared after %s, later than %s", took, most)
 	}
 	stop()
 	if err := <-done; err != nil {

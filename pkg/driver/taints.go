@@ -18,24 +18,24 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// offeredInventory is the inventory with all readiness conditions, and with cards that the
-// inventory has lost sight of and that are known to be ill: they stay in the slices, tainted, so
-// that the Pods that have them can be found, and the other cards' slices stay as they are.
-type offeredInventory struct {
+// offeredView is the inventory with the node's readiness conditions, plus the unhealthy GPUs that
+// the inventory no longer finds. These GPUs stay in the slices with a taint, so that admins see
+// which Pods have them.
+type offeredView struct {
 	readiness *readiness
 	health    *healthWatch
 }
 
-func (o offeredInventory) Snapshot() inventory.Snapshot {
-	s := o.readiness.Snapshot()
-	missing, _ := o.health.View().Missing(listed(s), time.Now())
-	missing = slices.DeleteFunc(missing, func(g device.GPU) bool { return o.health.gone(s, g) })
+func (v offeredView) Snapshot() inventory.Snapshot {
+	s := v.readiness.Snapshot()
+	missing, _ := v.health.View().Missing(snapshotAddresses(s), time.Now())
+	missing = slices.DeleteFunc(missing, func(g device.GPU) bool { return v.health.removedForGood(s, g) })
 	if !s.Known || len(missing) == 0 {
 		return s
 	}
 	s.Empty = false
-	if len(s.Node.GPUs) == 0 && !o.readiness.Blocked() {
-		s.Ready, s.Reason = true, "" // it was not ready because none is left
+	if len(s.Node.GPUs) == 0 && !v.readiness.Blocked() {
+		s.Ready, s.Reason = true, "" // the node was not ready only because all GPUs are missing
 	}
 	gpus := append([]nvidia.GPU{}, s.Node.GPUs...)
 	for _, g := range missing {
@@ -45,23 +45,25 @@ func (o offeredInventory) Snapshot() inventory.Snapshot {
 	return s
 }
 
-// marker puts into slices what is known of their devices' health, and why they cannot be prepared.
+// marker adds taints to slices, for the health of devices and for the readiness of the node.
 type marker struct {
 	view     *health.View
 	effects  health.Effects
 	features Features
 	gpus     map[string]device.GPU
-	// held are the devices of claims.
-	held map[string]bool
-	// conditions are those that keep the node from being ready, at the time now.
+	// claimed has the names of the devices that prepared claims have.
+	claimed map[string]bool
+	// conditions has the node's readiness conditions at the time now.
 	conditions []condition
 	now        time.Time
 }
 
-// mark gives each device the taints that its verdict and the node's readiness ask for. On a cluster
-// without taints a device that is to be taken out is left out instead, as long as no claim holds it.
-// settled is false while one is held, or while a condition is not yet to be shown.
-func (m marker) mark(slices []resourceslice.Slice) (_ []resourceslice.Slice, count map[metrics.Taint]int, settled bool) {
+// mark returns the slices with taints. On a cluster without device taints, it removes devices whose
+// taint would block scheduling, unless a claim has them. count has the number of tainted devices by
+// taint. settled is false while a claim keeps such a device, or while a condition is not due yet.
+func (m marker) mark(
+	slices []resourceslice.Slice,
+) (_ []resourceslice.Slice, count map[metrics.Taint]int, settled bool) {
 	count, settled = map[metrics.Taint]int{}, true
 	var marked []resourceslice.Slice
 	for _, slice := range slices {
@@ -70,13 +72,13 @@ func (m marker) mark(slices []resourceslice.Slice) (_ []resourceslice.Slice, cou
 			v := m.verdict(d.Name)
 			notReady, pending := m.notReady(d)
 			settled = settled && !pending
-			if !m.features.DeviceTaints && (m.effects.TakesOut(v) || notReady != nil) {
-				if !m.held[d.Name] {
+			if !m.features.DeviceTaints && (m.effects.BlocksScheduling(v) || notReady != nil) {
+				if !m.claimed[d.Name] {
 					continue
 				}
 				settled = false
 			}
-			d.Taints = m.all(d, v, notReady)
+			d.Taints = m.allTaints(d, v, notReady)
 			for _, t := range d.Taints {
 				count[metrics.Taint{Key: strings.TrimPrefix(t.Key, taintPrefix), Effect: string(t.Effect)}]++
 			}
@@ -104,11 +106,11 @@ const (
 	notReadyTaint = taintPrefix + "not-ready"
 )
 
-// notReady is the taint of a device that the node would refuse to prepare. A device of an earlier
-// instance's slices keeps the taint that it has while nothing else is known: that instance has waited,
-// and the time is since when it is so.
+// notReady returns the taint for a device that the node would refuse to prepare, or nil. pending is
+// true if the condition is not due yet. A taint of an earlier plugin instance is returned unchanged
+// if the condition is pending or has the same code, because its time is older and correct.
 func (m marker) notReady(d resourceapi.Device) (_ *resourceapi.DeviceTaint, pending bool) {
-	c, shown, pending := blocking(m.conditions, typeAttribute(d), m.now)
+	c, shown, pending := shownCondition(m.conditions, typeAttribute(d), m.now)
 	if !shown && !pending {
 		return nil, false
 	}
@@ -125,49 +127,51 @@ func (m marker) notReady(d resourceapi.Device) (_ *resourceapi.DeviceTaint, pend
 	}, false
 }
 
-// stamp is a time as the API server stores it.
+// stamp returns t with the precision that the API server stores.
 func stamp(t time.Time) *metav1.Time { return new(metav1.NewTime(t.Truncate(time.Second))) }
 
 func typeAttribute(d resourceapi.Device) string {
 	return ptr.Deref(d.Attributes["type"].StringValue, "")
 }
 
-// all are a device's taints. A GPU of which nothing is known since the start keeps those that an
-// earlier instance has given it.
-func (m marker) all(d resourceapi.Device, v health.Verdict, notReady *resourceapi.DeviceTaint) []resourceapi.DeviceTaint {
+// allTaints returns all taints of the device d: those of its health verdict v, and notReady unless
+// it is nil. If no scan has found the GPU of d, d keeps the health taints of an earlier plugin
+// instance. For Kubernetes 1.34 only the most severe taints are returned.
+func (m marker) allTaints(d resourceapi.Device, v health.Verdict, notReady *resourceapi.DeviceTaint) []resourceapi.DeviceTaint {
 	if !m.features.DeviceTaints {
 		return nil
 	}
-	taints := m.taints(v)
+	taints := m.healthTaints(v)
 	if n, ok := device.ParseName(d.Name); !ok || m.gpus[n.GPU].PCIAddress == "" {
 		taints = slices.DeleteFunc(d.Taints, func(t resourceapi.DeviceTaint) bool { return t.Key == notReadyTaint })
 	}
 	if notReady != nil {
 		taints = append(taints, *notReady)
 	}
-	if !m.features.InformingTaints && len(taints) > mostTaintsIn134 {
+	if !m.features.InformingTaints && len(taints) > maxTaintsIn134 {
 		slices.SortStableFunc(taints, func(a, b resourceapi.DeviceTaint) int {
 			return slices.Index(effects, b.Effect) - slices.Index(effects, a.Effect)
 		})
-		taints = taints[:mostTaintsIn134]
+		taints = taints[:maxTaintsIn134]
 	}
 	return taints
 }
 
-// mostTaintsIn134 is how many taints Kubernetes 1.34 takes for a device. It rejects a slice with
-// more. Later versions, which also know the effect None, take 16.
-const mostTaintsIn134 = 4
+// maxTaintsIn134 is the number of taints per device that Kubernetes 1.34 accepts. It rejects the
+// slice if a device has more. Later versions, which also have the effect None, accept 16.
+const maxTaintsIn134 = 4
 
-// taints has one for each key, with the gravest effect that a cause of this key asks for. The time
-// is since when the device has been in the cause's state.
-func (m marker) taints(v health.Verdict) []resourceapi.DeviceTaint {
+// healthTaints returns a taint for each cause of a device's health verdict v. If several causes
+// have the same taint key, only the cause with the most severe effect gets a taint. The taint's
+// time is when that cause began.
+func (m marker) healthTaints(v health.Verdict) []resourceapi.DeviceTaint {
 	var taints []resourceapi.DeviceTaint
 	for _, c := range v.Causes {
 		effect, shown := m.effect(c.State)
 		if !shown {
 			continue
 		}
-		key, value := keyOf(c)
+		key, value := taintKey(c)
 		t := resourceapi.DeviceTaint{Key: taintPrefix + key, Value: value, Effect: effect, TimeAdded: stamp(c.Since)}
 		i := slices.IndexFunc(taints, func(o resourceapi.DeviceTaint) bool { return o.Key == t.Key })
 		switch {
@@ -180,29 +184,30 @@ func (m marker) taints(v health.Verdict) []resourceapi.DeviceTaint {
 	return taints
 }
 
-// effects are a taint's, the mildest first.
+// effects has the taint effects, the mildest first.
 var effects = []resourceapi.DeviceTaintEffect{
 	resourceapi.DeviceTaintEffectNone, resourceapi.DeviceTaintEffectNoSchedule, resourceapi.DeviceTaintEffectNoExecute,
 }
 
-// effect is false for a state that has no taint.
+// effect returns the configured taint effect for the health state s. shown is false if devices in
+// that state get no taint.
 func (m marker) effect(s health.State) (_ resourceapi.DeviceTaintEffect, shown bool) {
 	switch m.effects[s] {
 	case health.NoExecute:
 		return resourceapi.DeviceTaintEffectNoExecute, true
 	case health.NoSchedule:
 		return resourceapi.DeviceTaintEffectNoSchedule, true
-	case health.Informing:
+	case health.Informational:
 		return resourceapi.DeviceTaintEffectNone, m.features.InformingTaints
 	default:
 		return "", false
 	}
 }
 
-// keyOf is a taint's key without its domain, and its value. Where NVIDIA's DRA driver publishes the
-// same fact, both are as there, so that a toleration holds with either driver:
+// taintKey returns the taint's key, without its domain, and value for a cause. NVIDIA's DRA driver
+// uses the same ones, so that tolerations work with either driver:
 // https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu/blob/main/cmd/gpu-kubelet-plugin/device_health.go
-func keyOf(c health.Cause) (key, value string) {
+func taintKey(c health.Cause) (key, value string) {
 	switch {
 	case c.State == health.Lost:
 		return "gpu-lost", ""
@@ -215,11 +220,14 @@ func keyOf(c health.Cause) (key, value string) {
 	}
 }
 
-// marked is what the driver publishes of slices.
-func (d *Driver) marked(slices []resourceslice.Slice, s inventory.Snapshot, f Features) (_ []resourceslice.Slice, settled bool) {
-	view := d.health.View() // nil where nobody watches the hardware
+// markSlices returns the slices with the taints to publish. s is the snapshot that the slices were
+// built from. settled is false if the publisher must call markSlices again soon.
+func (d *Driver) markSlices(
+	slices []resourceslice.Slice, s inventory.Snapshot, f Features,
+) (_ []resourceslice.Slice, settled bool) {
+	view := d.health.View() // nil without a health watcher
 	m := marker{
-		view: view, effects: d.health.effects, features: f, gpus: map[string]device.GPU{}, held: map[string]bool{},
+		view: view, effects: d.health.effects, features: f, gpus: map[string]device.GPU{}, claimed: map[string]bool{},
 		conditions: d.readiness.Conditions(), now: time.Now(),
 	}
 	for _, g := range s.Node.GPUs {
@@ -228,18 +236,19 @@ func (d *Driver) marked(slices []resourceslice.Slice, s inventory.Snapshot, f Fe
 	if !f.DeviceTaints {
 		entries, err := d.preparer.Records.List()
 		if err != nil {
-			return slices, false // who holds what is not known: nothing is withdrawn
+			return slices, false // the claims are unknown, so nothing is withdrawn
 		}
 		for _, e := range entries {
 			for _, name := range e.Devices {
-				m.held[name] = true
+				m.claimed[name] = true
 			}
 		}
 	}
 	slices, count, settled := m.mark(slices)
 	d.metrics.Tainted(count)
-	// One that has recovered is to be listed soon, or to be withdrawn.
-	if _, listed := view.Missing(listed(d.readiness.Snapshot()), time.Now()); !listed {
+	// A lost GPU has recovered, but no scan has found it yet. The slices must be built again soon,
+	// because the GPU must leave them if no scan finds it.
+	if _, listed := view.Missing(snapshotAddresses(d.readiness.Snapshot()), time.Now()); !listed {
 		settled = false
 	}
 	return slices, settled

@@ -20,13 +20,14 @@ import (
 
 const firstGPU, secondGPU = "gpu-0000-1b-00-0", "gpu-0000-43-00-0"
 
-// ill is a view in which a card fell off the bus at that time.
-func ill(t *testing.T, at time.Time, s inventory.Snapshot, kinds ...uint64) *health.View {
+// viewWithXIDs returns the health view after the first GPU of the snapshot s has reported XIDs at
+// the time at. kinds has the numbers of the XIDs.
+func viewWithXIDs(t *testing.T, at time.Time, s inventory.Snapshot, kinds ...uint64) *health.View {
 	t.Helper()
-	return monitorOf(t, at, s, kinds...).View()
+	return newMonitor(t, at, s, kinds...).View()
 }
 
-func monitorOf(t *testing.T, at time.Time, s inventory.Snapshot, kinds ...uint64) *health.Monitor {
+func newMonitor(t *testing.T, at time.Time, s inventory.Snapshot, kinds ...uint64) *health.Monitor {
 	t.Helper()
 	m := health.New(health.Options{}, at)
 	var gpus []device.GPU
@@ -40,28 +41,30 @@ func monitorOf(t *testing.T, at time.Time, s inventory.Snapshot, kinds ...uint64
 	return m
 }
 
-func markerOf(t *testing.T, f Features, s inventory.Snapshot, view *health.View, effects string, held ...string) (marker, []resourceslice.Slice) {
+func newMarker(
+	t *testing.T, f Features, s inventory.Snapshot, view *health.View, effects string, claimed ...string,
+) (marker, []resourceslice.Slice) {
 	t.Helper()
 	e, err := health.ParseEffects(effects)
 	if err != nil {
 		t.Fatal(err)
 	}
-	m := marker{view: view, effects: e, features: f, gpus: map[string]device.GPU{}, held: map[string]bool{}}
+	m := marker{view: view, effects: e, features: f, gpus: map[string]device.GPU{}, claimed: map[string]bool{}}
 	for _, g := range s.Node.GPUs {
 		m.gpus[g.WholeName()] = g.GPU
 	}
-	for _, h := range held {
-		m.held[h] = true
+	for _, name := range claimed {
+		m.claimed[name] = true
 	}
 	all, _, _ := wholeGPUs(t.Context(), s, f)
 	return m, all
 }
 
-func TestTaintsSayWhatIsKnown(t *testing.T) {
+func TestMarkTaints(t *testing.T) {
 	at := time.Date(2026, 3, 1, 12, 0, 0, 999, time.UTC)
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
-	all, untold := Features{DeviceTaints: true, InformingTaints: true}, Features{DeviceTaints: true}
-	xids := func(codes ...uint64) *health.View { return ill(t, at, s, codes...) }
+	all, withoutNone := Features{DeviceTaints: true, InformingTaints: true}, Features{DeviceTaints: true}
+	xids := func(codes ...uint64) *health.View { return viewWithXIDs(t, at, s, codes...) }
 	pending := device.Condition{Remap: &device.Remap{Pending: true}}
 	reset := device.Condition{Recovery: device.RecoveryReset}
 	lost := device.Condition{Reach: device.ReachLost}
@@ -73,30 +76,33 @@ func TestTaintsSayWhatIsKnown(t *testing.T) {
 	}{
 		"an XID":                  {all, xids(79), "", []string{"xid=79:NoSchedule"}},
 		"an XID that degrades":    {all, xids(144), "", []string{"xid=144:None"}},
-		"where None is not known": {untold, xids(144), "", nil},
-		"what an application did": {all, xids(31), "", nil},
-		// One taint for each key: the gravest effect counts.
-		"a grave and a mild XID":         {all, xids(144, 79, 31), "", []string{"xid=79:NoSchedule"}},
-		"of two XIDs the mild takes out": {all, xids(144, 79), "unhealthy=none,degraded=NoSchedule", []string{"xid=144:NoSchedule"}},
-		"of two XIDs one is off":         {all, xids(144, 79), "unhealthy=off", []string{"xid=144:None"}},
-		"as the admin says":              {all, xids(79), "unhealthy=NoExecute", []string{"xid=79:NoExecute"}},
-		"not at all":                     {all, xids(79, 144), "unhealthy=off,degraded=off", nil},
-		"the driver asks for a reset":    {all, answering(t, at, s, nil, reset), "", []string{"unhealthy=recovery-gpu-reset:NoSchedule"}},
+		"without the effect None": {withoutNone, xids(144), "", nil},
+		"an application's XID":    {all, xids(31), "", nil},
+		// Each taint key has one taint, with the most severe effect.
+		"a grave and a mild XID":           {all, xids(144, 79, 31), "", []string{"xid=79:NoSchedule"}},
+		"the milder of two XIDs withdraws": {all, xids(144, 79), "unhealthy=none,degraded=NoSchedule", []string{"xid=144:NoSchedule"}},
+		"of two XIDs one is off":           {all, xids(144, 79), "unhealthy=off", []string{"xid=144:None"}},
+		"configured effect":                {all, xids(79), "unhealthy=NoExecute", []string{"xid=79:NoExecute"}},
+		"not at all":                       {all, xids(79, 144), "unhealthy=off,degraded=off", nil},
+		"the driver asks for a reset": {
+			all, viewWithCondition(t, at, s, nil, reset), "", []string{"unhealthy=recovery-gpu-reset:NoSchedule"},
+		},
 		"an XID, and the driver asks for a reset": {
-			all, answering(t, at, s, []uint64{95}, reset), "", []string{"unhealthy=recovery-gpu-reset:NoSchedule", "xid=95:NoSchedule"},
+			all, viewWithCondition(t, at, s, []uint64{95}, reset), "", []string{"unhealthy=recovery-gpu-reset:NoSchedule", "xid=95:NoSchedule"},
 		},
-		"a remap is pending": {all, answering(t, at, s, nil, pending), "", []string{"degraded=remap-pending:None"}},
-		"lost":               {all, answering(t, at, s, nil, lost), "", []string{"gpu-lost=:NoSchedule"}},
-		"lost after an XID":  {all, answering(t, at, s, []uint64{79}, lost), "", []string{"gpu-lost=:NoSchedule", "xid=79:NoSchedule"}},
-		"nobody can watch it": {
-			all, answering(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), "", []string{"unmonitored=:None"},
+		"a remap is pending": {all, viewWithCondition(t, at, s, nil, pending), "", []string{"degraded=remap-pending:None"}},
+		"lost":               {all, viewWithCondition(t, at, s, nil, lost), "", []string{"gpu-lost=:NoSchedule"}},
+		"lost after an XID":  {all, viewWithCondition(t, at, s, []uint64{79}, lost), "", []string{"gpu-lost=:NoSchedule", "xid=79:NoSchedule"}},
+		"unmonitored": {
+			all, viewWithCondition(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), "", []string{"unmonitored=:None"},
 		},
-		"nobody can watch it, evicting": {
-			all, answering(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), "unknown=NoExecute", []string{"unmonitored=:NoExecute"},
+		"unmonitored, evicting": {
+			all, viewWithCondition(t, at, s, nil, device.Condition{Reach: device.ReachFailed}),
+			"unknown=NoExecute", []string{"unmonitored=:NoExecute"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m, published := markerOf(t, c.features, s, c.view, c.effects)
+			m, published := newMarker(t, c.features, s, c.view, c.effects)
 			marked, count, settled := m.mark(published)
 			if !settled || len(marked) != 1 || len(marked[0].Devices) != 2 || len(marked[0].Devices[1].Taints) != 0 {
 				t.Fatalf("%+v", marked)
@@ -120,10 +126,11 @@ func TestTaintsSayWhatIsKnown(t *testing.T) {
 	}
 }
 
-// answering is a view in which the first card answers so, from half a minute after its XIDs on.
-func answering(t *testing.T, at time.Time, s inventory.Snapshot, xids []uint64, c device.Condition) *health.View {
+// viewWithCondition returns the health view after the first GPU of the snapshot s has reported the
+// XIDs at the time at, and the hardware condition c half a minute later.
+func viewWithCondition(t *testing.T, at time.Time, s inventory.Snapshot, xids []uint64, c device.Condition) *health.View {
 	t.Helper()
-	m := monitorOf(t, at, s, xids...)
+	m := newMonitor(t, at, s, xids...)
 	for i := range 4 {
 		now := at.Add(30*time.Second + time.Duration(i)*5*time.Second)
 		for n, g := range s.Node.GPUs {
@@ -138,8 +145,8 @@ func answering(t *testing.T, at time.Time, s inventory.Snapshot, xids []uint64, 
 	return m.View()
 }
 
-// Tolerations of claims that were written for NVIDIA's DRA driver hold here as they do there.
-func TestTolerationsOfTheReferenceDriverAreHonoured(t *testing.T) {
+// Tolerations that were written for NVIDIA's DRA driver must match this driver's taints, too.
+func TestReferenceDriverTolerationsMatch(t *testing.T) {
 	at := time.Now()
 	s := readyWith("0000:1b:00.0")
 	for name, c := range map[string]struct {
@@ -147,19 +154,22 @@ func TestTolerationsOfTheReferenceDriverAreHonoured(t *testing.T) {
 		effects    string
 		toleration resourceapi.DeviceToleration
 	}{
-		"any XID": {ill(t, at, s, 79), "", resourceapi.DeviceToleration{Key: "gpu.nvidia.com/xid", Operator: resourceapi.DeviceTolerationOpExists}},
-		"one XID": {ill(t, at, s, 79), "", resourceapi.DeviceToleration{
+		"any XID": {viewWithXIDs(t, at, s, 79), "", resourceapi.DeviceToleration{
+			Key: "gpu.nvidia.com/xid", Operator: resourceapi.DeviceTolerationOpExists,
+		}},
+		"one XID": {viewWithXIDs(t, at, s, 79), "", resourceapi.DeviceToleration{
 			Key: "gpu.nvidia.com/xid", Operator: resourceapi.DeviceTolerationOpEqual, Value: "79", Effect: resourceapi.DeviceTaintEffectNoSchedule,
 		}},
-		"a lost GPU": {answering(t, at, s, nil, device.Condition{Reach: device.ReachLost}), "", resourceapi.DeviceToleration{
+		"a lost GPU": {viewWithCondition(t, at, s, nil, device.Condition{Reach: device.ReachLost}), "", resourceapi.DeviceToleration{
 			Key: "gpu.nvidia.com/gpu-lost", Operator: resourceapi.DeviceTolerationOpEqual,
 		}},
-		"not monitored": {answering(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), "unknown=NoSchedule", resourceapi.DeviceToleration{
-			Key: "gpu.nvidia.com/unmonitored", Operator: resourceapi.DeviceTolerationOpEqual,
-		}},
+		"not monitored": {
+			viewWithCondition(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), "unknown=NoSchedule",
+			resourceapi.DeviceToleration{Key: "gpu.nvidia.com/unmonitored", Operator: resourceapi.DeviceTolerationOpEqual},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m, published := markerOf(t, Features{DeviceTaints: true, InformingTaints: true}, s, c.view, c.effects)
+			m, published := newMarker(t, Features{DeviceTaints: true, InformingTaints: true}, s, c.view, c.effects)
 			marked, _, _ := m.mark(published)
 			classes := scheduler.Classes{DriverName: `device.attributes["gpu.nvidia.com"].type == "gpu"`}
 			other := c.toleration
@@ -179,9 +189,9 @@ func TestTolerationsOfTheReferenceDriverAreHonoured(t *testing.T) {
 	}
 }
 
-func TestWithoutTaintsADeviceIsWithdrawnUnlessItIsHeld(t *testing.T) {
+func TestUnhealthyDeviceIsWithdrawnUnlessClaimed(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
-	view := ill(t, time.Now(), s, 79)
+	view := viewWithXIDs(t, time.Now(), s, 79)
 	for name, c := range map[string]struct {
 		effects string
 		held    []string
@@ -194,7 +204,7 @@ func TestWithoutTaintsADeviceIsWithdrawnUnlessItIsHeld(t *testing.T) {
 		"it is not taken out": {"unhealthy=none", nil, []string{firstGPU, secondGPU}, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m, all := markerOf(t, Features{}, s, view, c.effects, c.held...)
+			m, all := newMarker(t, Features{}, s, view, c.effects, c.held...)
 			marked, count, settled := m.mark(all)
 			var names []string
 			for _, d := range marked[0].Devices {
@@ -209,14 +219,15 @@ func TestWithoutTaintsADeviceIsWithdrawnUnlessItIsHeld(t *testing.T) {
 		})
 	}
 	only := readyWith("0000:1b:00.0")
-	m, all := markerOf(t, Features{}, only, ill(t, time.Now(), only, 79), "")
+	m, all := newMarker(t, Features{}, only, viewWithXIDs(t, time.Now(), only, 79), "")
 	if marked, _, _ := m.mark(all); len(marked) != 0 {
 		t.Errorf("a slice without devices is published: %+v", marked)
 	}
 }
 
-// Kubernetes 1.34 rejects a slice that has a device with more than four.
-func TestTaintsAreNoMoreThanTheAPIServerTakes(t *testing.T) {
+// Kubernetes 1.34 rejects a slice if a device has more than four taints. On such a cluster the
+// marker must leave out the mildest ones.
+func TestTaintsStayWithinAPIServerLimit(t *testing.T) {
 	at, s := time.Now(), readyWith("0000:1b:00.0")
 	v := health.Verdict{State: health.Lost, Causes: []health.Cause{
 		{State: health.Lost, Code: "off-the-bus", Since: at}, {State: health.Unhealthy, Code: "xid-95", XID: 95, Since: at},
@@ -228,66 +239,66 @@ func TestTaintsAreNoMoreThanTheAPIServerTakes(t *testing.T) {
 		features Features
 		want     int
 	}{{Features{DeviceTaints: true}, 4}, {Features{DeviceTaints: true, InformingTaints: true}, 6}} {
-		m, published := markerOf(t, c.features, s, nil, "unknown=NoSchedule,degraded=NoExecute")
-		taints := m.all(published[0].Devices[0], v, notReady)
+		m, published := newMarker(t, c.features, s, nil, "unknown=NoSchedule,degraded=NoExecute")
+		taints := m.allTaints(published[0].Devices[0], v, notReady)
 		if len(taints) != c.want {
 			t.Errorf("%+v: want %d taints: %v", c.features, c.want, taints)
 		}
 		if !slices.ContainsFunc(taints, func(t resourceapi.DeviceTaint) bool { return t.Effect == resourceapi.DeviceTaintEffectNoExecute }) {
-			t.Errorf("%+v: the gravest is left out: %v", c.features, taints)
+			t.Errorf("%+v: the gravest taint is missing: %v", c.features, taints)
 		}
 	}
 }
 
-func TestALostCardStaysInSight(t *testing.T) {
+func TestOfferedViewKeepsLostGPU(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
 	inv := &fakeInventory{}
 	h := newHealthWatch(nil, nil, t.TempDir(), "boot", inv)
 	held := true
 	h.inUse = func(string) bool { return held }
-	o := offeredInventory{readiness: newReadiness(inv, func() {}), health: h}
-	h.view.Store(ill(t, time.Now(), s, 79))
+	v := offeredView{readiness: newReadiness(inv, func() {}), health: h}
+	h.view.Store(viewWithXIDs(t, time.Now(), s, 79))
 
 	inv.set(readyWith("0000:43:00.0"))
-	if now := o.Snapshot(); !now.Ready || len(now.Node.GPUs) != 2 || now.Node.GPUs[1].WholeName() != firstGPU {
+	if now := v.Snapshot(); !now.Ready || len(now.Node.GPUs) != 2 || now.Node.GPUs[1].WholeName() != firstGPU {
 		t.Errorf("%+v", now)
 	}
 	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
-	if now := o.Snapshot(); !now.Ready || len(now.Node.GPUs) != 1 {
+	if now := v.Snapshot(); !now.Ready || len(now.Node.GPUs) != 1 {
 		t.Errorf("the only card: %+v", now)
 	}
 	inv.set(inventory.Snapshot{Known: true, Empty: true, Reason: "the driver lists no GPU"})
-	if now := o.Snapshot(); !now.Ready || now.Empty || len(now.Node.GPUs) != 1 {
-		t.Errorf("the only card was taken out, and a claim has it: %+v", now)
+	if now := v.Snapshot(); !now.Ready || now.Empty || len(now.Node.GPUs) != 1 {
+		t.Errorf("the only card was removed, and a claim has it: %+v", now)
 	}
 	held = false
-	if now := o.Snapshot(); now.Ready || !now.Empty {
-		t.Errorf("the only card was taken out: %+v", now)
+	if now := v.Snapshot(); now.Ready || !now.Empty {
+		t.Errorf("the only card was removed: %+v", now)
 	}
 	inv.set(readyWith("0000:43:00.0"))
-	if now := o.Snapshot(); len(now.Node.GPUs) != 1 {
-		t.Errorf("a card was taken out: %+v", now)
+	if now := v.Snapshot(); len(now.Node.GPUs) != 1 {
+		t.Errorf("a card was removed: %+v", now)
 	}
 	onBus := readyWith("0000:43:00.0")
 	onBus.Node.Problems = []nvidia.Problem{{PCIAddress: "0000:1b:00.0"}}
 	inv.set(onBus)
-	if now := o.Snapshot(); len(now.Node.GPUs) != 2 {
+	if now := v.Snapshot(); len(now.Node.GPUs) != 2 {
 		t.Errorf("a card that is on the bus: %+v", now)
 	}
 	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
-	o.readiness.Report(condition{source: "runtime", message: "CDI is off"})
-	if now := o.Snapshot(); now.Ready {
-		t.Errorf("a closed node: %+v", now)
+	v.readiness.Report(condition{source: "runtime", message: "CDI is off"})
+	if now := v.Snapshot(); now.Ready {
+		t.Errorf("a node that is not ready: %+v", now)
 	}
-	inv.set(inventory.Snapshot{Reason: "not looked yet"})
-	if now := o.Snapshot(); now.Ready || len(now.Node.GPUs) != 0 {
-		t.Errorf("a node of which nothing is known: %+v", now)
+	inv.set(inventory.Snapshot{Reason: "not scanned yet"})
+	if now := v.Snapshot(); now.Ready || len(now.Node.GPUs) != 0 {
+		t.Errorf("a node that was never scanned: %+v", now)
 	}
 }
 
-func TestMetricsCountTaints(t *testing.T) {
+func TestTaintsAreCounted(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
-	m, all := markerOf(t, Features{DeviceTaints: true}, s, ill(t, time.Now(), s, 95), "")
+	m, all := newMarker(t, Features{DeviceTaints: true}, s, viewWithXIDs(t, time.Now(), s, 95), "")
 	if _, count, _ := m.mark(all); count[metrics.Taint{Key: "xid", Effect: "NoSchedule"}] != 1 {
 		t.Errorf("%v", count)
 	}

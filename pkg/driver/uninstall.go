@@ -15,7 +15,8 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// ClaimsHeldError refuses an uninstallation while claims hold devices of ours.
+// ClaimsHeldError is returned if the driver cannot be uninstalled because claims are allocated its
+// devices. Claims has the claims' names.
 type ClaimsHeldError struct{ Claims []string }
 
 func (e *ClaimsHeldError) Error() string {
@@ -26,13 +27,17 @@ func (e *ClaimsHeldError) Error() string {
 		more = fmt.Sprintf(" and %d more", len(list)-shown)
 		list = list[:shown]
 	}
-	return fmt.Sprintf("%d ResourceClaims hold devices of %s: %s%s. Nothing was removed. Delete their Pods and claims and uninstall again; or keep the release, which helm has noted as uninstalling, with helm rollback to its last revision; or uninstall with --no-hooks, which leaves on the nodes what running Pods need",
+	return fmt.Sprintf("%d ResourceClaims hold devices of %s: %s%s. Nothing was removed."+
+		" To uninstall, delete their Pods and claims and uninstall again."+
+		" To keep the release, which helm has marked as uninstalling, run helm rollback to its last revision."+
+		" To uninstall now and leave on the nodes what running Pods need, use --no-hooks",
 		len(e.Claims), DriverName, strings.Join(list, ", "), more)
 }
 
-// Uninstall removes the DaemonSet in an orderly way: it refuses while claims hold devices (unless forced), then deletes the DaemonSet in the foreground
-// and waits until its Pods are gone. Each of them, seeing its DaemonSet deleted and no claim held, removes what it made on its node; that needs the
-// service account, so the caller deletes the rest of the installation only afterwards.
+// Uninstall deletes the DaemonSet and waits until its Pods are gone. If claims are allocated
+// devices of this driver, it fails unless force is set. Each Pod cleans up its node if no claim is
+// prepared there. The Pods need their service account for that, so the caller must delete the rest
+// of the installation afterwards.
 func Uninstall(ctx context.Context, client kubernetes.Interface, namespace, daemonSet string, force bool) error {
 	held, err := heldClaims(ctx, client)
 	if err != nil {
@@ -44,7 +49,7 @@ func Uninstall(ctx context.Context, client kubernetes.Interface, namespace, daem
 		if !force {
 			return refusal
 		}
-		logger.Info("Uninstalling although claims hold devices; the nodes keep what their Pods need", "claims", held)
+		logger.Info("Uninstalling although claims hold devices; files that their Pods need stay on the nodes", "claims", held)
 	}
 	daemonSets := client.AppsV1().DaemonSets(namespace)
 	err = daemonSets.Delete(ctx, daemonSet, metav1.DeleteOptions{PropagationPolicy: ptr.To(metav1.DeletePropagationForeground)})
@@ -57,21 +62,23 @@ func Uninstall(ctx context.Context, client kubernetes.Interface, namespace, daem
 		if apierrors.IsNotFound(err) {
 			return true, nil
 		}
-		return false, nil // any other error is worth another try until the deadline
+		return false, nil // after other errors, ask again until the context ends
 	})
 	if err != nil {
-		return fmt.Errorf("wait until DaemonSet %s/%s and its Pods are gone: %w%s", namespace, daemonSet, err, remaining(context.WithoutCancel(ctx), client, namespace, daemonSet))
+		return fmt.Errorf("wait until DaemonSet %s/%s and its Pods are gone: %w%s",
+			namespace, daemonSet, err, remainingPods(context.WithoutCancel(ctx), client, namespace, daemonSet))
 	}
 	return nil
 }
 
-// remaining names the DaemonSet's Pods that do not end, and where: a Pod on a node that does not answer stays until someone says that the node is gone.
-func remaining(ctx context.Context, client kubernetes.Interface, namespace, daemonSet string) string {
+// remainingPods returns a text about the DaemonSet's Pods that still exist, with their nodes. A Pod
+// on an unreachable node exists until an admin deletes the Node.
+func remainingPods(ctx context.Context, client kubernetes.Interface, namespace, daemonSet string) string {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
 	pods, err := client.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{})
 	if err != nil {
-		return fmt.Sprintf(" (which Pods are left cannot be told: %v)", err)
+		return fmt.Sprintf(" (failed to list the remaining Pods: %v)", err)
 	}
 	var left []string
 	for i := range pods.Items {
@@ -83,7 +90,8 @@ func remaining(ctx context.Context, client kubernetes.Interface, namespace, daem
 	if len(left) == 0 {
 		return ""
 	}
-	return fmt.Sprintf("; left are %s: if a node is gone for good, delete its Node object, and uninstall again", strings.Join(left, ", "))
+	return fmt.Sprintf("; remaining Pods: %s. If a node is gone for good, delete its Node object and uninstall again",
+		strings.Join(left, ", "))
 }
 
 func heldClaims(ctx context.Context, client kubernetes.Interface) ([]string, error) {
@@ -95,7 +103,7 @@ func heldClaims(ctx context.Context, client kubernetes.Interface) ([]string, err
 			return nil, fmt.Errorf("list ResourceClaims: %w", err)
 		}
 		for i := range list.Items {
-			if holdsOurs(&list.Items[i]) {
+			if holdsOurDevices(&list.Items[i]) {
 				held = append(held, klog.KObj(&list.Items[i]).String())
 			}
 		}
@@ -105,7 +113,7 @@ func heldClaims(ctx context.Context, client kubernetes.Interface) ([]string, err
 	}
 }
 
-func holdsOurs(c *resourceapi.ResourceClaim) bool {
+func holdsOurDevices(c *resourceapi.ResourceClaim) bool {
 	if c.Status.Allocation == nil {
 		return false
 	}

@@ -20,7 +20,7 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-func claimOf(name, driver string) *resourceapi.ResourceClaim {
+func allocatedClaimOf(name, driver string) *resourceapi.ResourceClaim {
 	return &resourceapi.ResourceClaim{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: name},
 		Status: resourceapi.ResourceClaimStatus{Allocation: &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{
@@ -34,7 +34,7 @@ func daemonSet() *appsv1.DaemonSet {
 }
 
 func TestUninstallRefusesWhileClaimsHoldDevices(t *testing.T) {
-	client := fake.NewClientset(daemonSet(), claimOf("training", DriverName), claimOf("network", "nic.example.com"),
+	client := fake.NewClientset(daemonSet(), allocatedClaimOf("training", DriverName), allocatedClaimOf("network", "nic.example.com"),
 		&resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: "pending"}})
 	err := Uninstall(t.Context(), client, "gpu", "plugin", false)
 	var held *ClaimsHeldError
@@ -43,7 +43,7 @@ func TestUninstallRefusesWhileClaimsHoldDevices(t *testing.T) {
 	}
 	for _, word := range []string{"team/training", "helm rollback", "--no-hooks"} {
 		if !strings.Contains(err.Error(), word) {
-			t.Errorf("%q does not name %q", err, word)
+			t.Errorf("%q does not contain %q", err, word)
 		}
 	}
 	if _, err := client.AppsV1().DaemonSets("gpu").Get(t.Context(), "plugin", metav1.GetOptions{}); err != nil {
@@ -56,7 +56,7 @@ func TestUninstallDeletesTheDaemonSetAndWaits(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			objects := []runtime.Object{daemonSet()}
 			if force {
-				objects = append(objects, claimOf("training", DriverName))
+				objects = append(objects, allocatedClaimOf("training", DriverName))
 			}
 			client := fake.NewClientset(objects...)
 			if err := Uninstall(t.Context(), client, "gpu", "plugin", force); err != nil {
@@ -82,8 +82,10 @@ func TestUninstallGivesUpAtItsDeadline(t *testing.T) {
 	defer cancel()
 	pod := func(name, node, daemonSet string) *corev1.Pod {
 		return &corev1.Pod{
-			ObjectMeta: metav1.ObjectMeta{Namespace: "gpu", Name: name, OwnerReferences: []metav1.OwnerReference{{Kind: "DaemonSet", Name: daemonSet, Controller: ptr.To(true)}}},
-			Spec:       corev1.PodSpec{NodeName: node},
+			ObjectMeta: metav1.ObjectMeta{
+				Namespace: "gpu", Name: name,
+				OwnerReferences: []metav1.OwnerReference{{Kind: "DaemonSet", Name: daemonSet, Controller: ptr.To(true)}}},
+			Spec: corev1.PodSpec{NodeName: node},
 		}
 	}
 	for _, p := range []*corev1.Pod{pod("plugin-x", "dead-node", "plugin"), pod("other-y", "fine-node", "other")} {
@@ -92,12 +94,13 @@ func TestUninstallGivesUpAtItsDeadline(t *testing.T) {
 		}
 	}
 	err := Uninstall(ctx, client, "gpu", "plugin", false)
-	if err == nil || !strings.Contains(err.Error(), "gpu/plugin") || !strings.Contains(err.Error(), "plugin-x on node dead-node") || strings.Contains(err.Error(), "fine-node") {
+	if err == nil || !strings.Contains(err.Error(), "gpu/plugin") || !strings.Contains(err.Error(), "plugin-x on node dead-node") ||
+		strings.Contains(err.Error(), "fine-node") {
 		t.Errorf("got %v", err)
 	}
 }
 
-func TestATerminatingPluginKnowsAnUpdateFromAnUninstallation(t *testing.T) {
+func TestDaemonSetGone(t *testing.T) {
 	deleted := daemonSet()
 	deleted.DeletionTimestamp = ptr.To(metav1.Now())
 	deleted.Finalizers = []string{"foregroundDeletion"}
@@ -121,12 +124,12 @@ func TestATerminatingPluginKnowsAnUpdateFromAnUninstallation(t *testing.T) {
 		return true, nil, errors.New("forbidden")
 	})
 	if _, err := daemonSetGone(t.Context(), client, "gpu", "plugin"); err == nil {
-		t.Error("an API server that does not answer was taken for an answer")
+		t.Error("an error of the API server counts as an answer")
 	}
 }
 
-func TestLeavingRemovesOnlyWhatIsOurs(t *testing.T) {
-	for name, theirs := range map[string][]string{"alone": nil, "someone else's files are there": {"bin/their-hook", "theirs"}} {
+func TestCleanupRemovesOnlyOurFiles(t *testing.T) {
+	for name, theirs := range map[string][]string{"only our files": nil, "foreign files": {"bin/their-hook", "theirs"}} {
 		t.Run(name, func(t *testing.T) {
 			dir := filepath.Join(t.TempDir(), "gpu.nvidia.com")
 			made := []string{"state/claims", "state/locks", "bin"}
@@ -153,12 +156,12 @@ func TestLeavingRemovesOnlyWhatIsOurs(t *testing.T) {
 					want = append(want, filepath.Join(dir, path))
 				}
 			}
-			there, err := below(dir)
+			there, err := listBelow(dir)
 			if err != nil || !slices.Equal(there, want) {
 				t.Errorf("left: %q, %v, want %q", there, err, want)
 			}
 			if !slices.Equal(left, want) {
-				t.Errorf("said to be left: %q, want %q", left, want)
+				t.Errorf("reported as left: %q, want %q", left, want)
 			}
 			if _, err := os.Stat(dir); os.IsNotExist(err) != (theirs == nil) {
 				t.Errorf("the directory: %v", err)
@@ -167,7 +170,7 @@ func TestLeavingRemovesOnlyWhatIsOurs(t *testing.T) {
 	}
 }
 
-func TestWhatCannotBeRemovedIsNotCalledSomebodyElses(t *testing.T) {
+func TestCleanupFailureReportsNoForeignFiles(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "theirs"), nil, 0o600); err != nil {
 		t.Fatal(err)

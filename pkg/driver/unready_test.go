@@ -11,25 +11,25 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-func TestUnreadyNodesAreTainted(t *testing.T) {
+func TestHealthTaintsChangeOnUnreadyNode(t *testing.T) {
 	away := func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} }
-	for name, shut := range map[string]func(n *ailing){
-		"no hook": func(n *ailing) {
+	for name, shut := range map[string]func(n *healthNode){
+		"no hook": func(n *healthNode) {
 			n.driver.readiness.Report(condition{source: "test", code: "hook-missing", message: "no hook"})
 		},
-		"no driver": func(n *ailing) { n.say("none", away) },
-		"let go of": func(n *ailing) { n.change(t, nil, map[string]string{releaseAnnotation: "true"}) },
-		"gone meanwhile": func(n *ailing) {
+		"no driver":     func(n *healthNode) { n.setHardware("none", away) },
+		"GPUs released": func(n *healthNode) { n.editNode(t, nil, map[string]string{releaseAnnotation: "true"}) },
+		"gone meanwhile": func(n *healthNode) {
 			n.driver.readiness.Report(condition{source: "test", code: "hook-missing", message: "no hook"})
-			n.say("one", justOneGPU)
+			n.setHardware("one", justOneGPU)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			n := newAiling(t)
+			n := newHealthNode(t)
 			n.run(t)
 			eventually(t, "both are published", func() bool { return len(published(t, n.client)) == 2 })
 			generation := mustList(t, n.client)[0].Spec.Pool.Generation
-			tell := n.tell
+			tell := n.emit
 			shut(n)
 			eventually(t, "it is not ready", func() bool { return !n.driver.readiness.Snapshot().Ready })
 			if name == "gone meanwhile" {
@@ -39,12 +39,12 @@ func TestUnreadyNodesAreTainted(t *testing.T) {
 			tell(device.Signal{Event: &device.HealthEvent{Card: n.card("0000:1b:00.0"), Kind: device.EventXID, XID: 79, At: time.Now()}})
 			eventually(t, "it has its taint", func() bool { return strings.Contains(n.taints(t)[firstGPU], "xid=79:NoSchedule") })
 			if s := mustList(t, n.client)[0]; len(s.Spec.Devices) != 2 || s.Spec.Pool.Generation != generation {
-				t.Errorf("the slice is another one: %+v", s.Spec)
+				t.Errorf("the slice changed: %+v", s.Spec)
 			}
 			for _, a := range []device.RecoveryAction{device.RecoveryReset, device.RecoveryNone} {
 				tell(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachOK, Recovery: a, At: time.Now()}})
 			}
-			eventually(t, "the taint goes", func() bool { return !strings.Contains(n.taints(t)[firstGPU], "xid=") })
+			eventually(t, "the taint is removed", func() bool { return !strings.Contains(n.taints(t)[firstGPU], "xid=") })
 			if len(published(t, n.client)) != 2 {
 				t.Error("devices are withdrawn")
 			}
@@ -58,28 +58,29 @@ func justOneGPU() (nvidia.Node, error) {
 	return all, err
 }
 
-// noGPU is a node with a driver whose cards were all taken out.
+// noGPU returns a scan result with a GPU driver but without GPUs.
 func noGPU() (nvidia.Node, error) {
 	all, err := twoGPUs()
 	all.GPUs = nil
 	return all, err
 }
 
-func TestTheLastGPULeaves(t *testing.T) {
-	lost := func(n *ailing) {
-		n.says(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
+func TestRemovedLastGPUIsWithdrawn(t *testing.T) {
+	lost := func(n *healthNode) {
+		n.send(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
 	}
-	// judged waits until all that was said is judged: what another card says is after it.
-	judged := func(n *ailing, xid uint64) {
+	// waitUntilApplied waits until the health loop has applied all earlier signals. For that it sends
+	// an XID of another GPU, and waits until the health view contains that XID.
+	waitUntilApplied := func(n *healthNode, xid uint64) {
 		n.xid("0000:43:00.0", xid)
-		eventually(t, "that is judged", func() bool {
+		eventually(t, "the signals are applied", func() bool {
 			return slices.ContainsFunc(n.driver.health.View().Findings("0000:43:00.0"), func(f health.Finding) bool { return f.XID == xid })
 		})
 	}
 	for name, seenLost := range map[string]bool{"lost": true, "not asked": false} {
 		t.Run(name, func(t *testing.T) {
-			n := newAiling(t)
-			n.say("one", justOneGPU)
+			n := newHealthNode(t)
+			n.setHardware("one", justOneGPU)
 			n.run(t)
 			n.register(t)
 			claim := n.claim(t, "held", firstGPU)
@@ -89,30 +90,30 @@ func TestTheLastGPULeaves(t *testing.T) {
 			if seenLost {
 				lost(n)
 				eventually(t, "it has a taint", func() bool { return strings.Contains(n.taints(t)[firstGPU], "gpu-lost=:NoSchedule") })
-				n.say("none", noGPU)
+				n.setHardware("none", noGPU)
 				eventually(t, "the inventory has noticed", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 0 })
 				lost(n)
-				judged(n, 13)
+				waitUntilApplied(n, 13)
 				if got := published(t, n.client); len(got) != 1 || len(n.taints(t)) != 1 {
-					t.Errorf("a claim has it: %v", got)
+					t.Errorf("a removed GPU of a claim must stay published: %v", got)
 				}
 			}
 			if msg := n.unprepare(t, claim); msg != "" {
 				t.Fatal(msg)
 			}
-			n.say("none", noGPU)
+			n.setHardware("none", noGPU)
 			eventually(t, "it is withdrawn", func() bool { return len(mustList(t, n.client)) == 0 })
 
 			if found := n.driver.health.View().Findings("0000:1b:00.0"); len(found) > 0 {
 				t.Errorf("%+v", found)
 			}
 			lost(n)
-			judged(n, 31)
+			waitUntilApplied(n, 31)
 			if got := published(t, n.client); len(got) != 0 {
-				t.Errorf("it comes back as a ghost: %v", got)
+				t.Errorf("the removed GPU is published again: %v", got)
 			}
 
-			n.say("one again", justOneGPU)
+			n.setHardware("one again", justOneGPU)
 			n.recovery("0000:1b:00.0", device.RecoveryNone)
 			eventually(t, "another one is published", func() bool { return len(published(t, n.client)) == 1 && len(n.taints(t)) == 0 })
 		})

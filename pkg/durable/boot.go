@@ -9,8 +9,8 @@ import (
 	"strings"
 )
 
-// BootID tells this boot of the node from any other: what is on the disk may be of an earlier one, which what is in memory, or was told to the hardware, did not
-// outlive. A proc that does not have it (an unusual mount) is no reason to fail: the process's own has.
+// BootID returns the kernel's ID of this boot. Memory and hardware settings of an earlier boot are
+// gone, while files survive. If procRoot lacks the file, BootID reads this process's /proc.
 func BootID(procRoot string) (string, error) {
 	const file = "sys/kernel/random/boot_id"
 	raw, err := os.ReadFile(filepath.Join(procRoot, file))

@@ -13,7 +13,7 @@ func TestBootID(t *testing.T) {
 	}
 	proc := t.TempDir()
 	if got, err := BootID(proc); err != nil || got != own {
-		t.Errorf("a proc without it: %q, %v", got, err)
+		t.Errorf("proc without a boot ID: %q, %v", got, err)
 	}
 	file := filepath.Join(proc, "sys/kernel/random/boot_id")
 	if err := os.MkdirAll(filepath.Dir(file), 0o750); err != nil {

@@ -1,11 +1,12 @@
-// Package durable replaces and removes files so that a power cut leaves the old state or the new one, never a part and never neither.
+// Package durable replaces and removes files so that after a power cut either the old or the new
+// state is on disk, never a part.
 //
-// The order is the promise: the new content is on the disk before it gets the name, and the directory is on the disk before the caller goes on.
-// What is read is believed only if nobody but the user of this process, root on a node, can have written it: see [UntrustedError].
+// A file's content is on disk before the file gets its name, and the directory is on disk before
+// the call returns. Files are trusted only if no other user than this process's (root on a node)
+// can have written them: see [UntrustedError].
 //
-// What a power cut takes away for certain is told by [BootID].
-//
-// [FS] is the small part of a file system that this takes, so that tests can end the world between any two of its calls.
+// [BootID] tells whether the node was rebooted. [FS] is the part of a file system that this package
+// needs, so that tests can simulate a crash between any two of its calls.
 package durable
 
 import (
@@ -16,32 +17,34 @@ import (
 	"strings"
 )
 
-// FS is what durable writes need of a file system.
+// FS is the part of a file system that this package uses.
 type FS interface {
-	// Create writes a file, over one that is there, and waits until its content is on the disk.
+	// Create creates or replaces a file, and waits until its content is on disk.
 	Create(path string, data []byte) error
-	// MkdirAll makes a directory and its parents; one that is there is fine.
+	// MkdirAll creates a directory and its parents. If the directory exists, it succeeds.
 	MkdirAll(dir string) error
 	Rename(from, to string) error
 	Remove(path string) error
-	// SyncDir waits until the directory's names are on the disk.
+	// SyncDir waits until the names in the directory are on disk.
 	SyncDir(dir string) error
 	ReadFile(path string) ([]byte, error)
-	// ReadDir lists names, in any order.
+	// ReadDir returns the names in a directory, in any order.
 	ReadDir(dir string) ([]string, error)
-	// Hold keeps what has the name now from being freed when it loses the name, until the caller lets go: to free what was on the disk takes a file system
-	// longer than all else of a removal (1.1 ms of 1.4 on an ext4 that tells the device of it at once), and nobody needs to wait for that.
-	Hold(path string) (letGo func())
+	// Hold opens the file at path, so that removing its name does not free the file. release closes
+	// the file in the background, which frees it. Freeing takes most of the time of a removal (1.1 of
+	// 1.4 ms on ext4 with discard), and no caller should wait for that.
+	Hold(path string) (release func())
 }
 
-// tmpPrefix marks files that have no name yet; readers of a directory skip them.
+// tmpPrefix is the prefix of temporary files. Readers of a directory skip them.
 const tmpPrefix = ".tmp-"
 
-// maxName is the longest file name that Linux file systems take, in bytes.
+// maxName is the longest file name on Linux, in bytes.
 const maxName = 255
 
-// Replace gives path the content, whether or not it was there. Only one call for a path may run at a time, in all processes: its temporary file has a
-// fixed name, so that what a killed call left is overwritten by the next one and can be found by [Unfinished].
+// Replace gives the file at path this content, whether or not the file exists. Only one call for a
+// path may run at a time, in all processes. The temporary file has a fixed name. So the next call
+// overwrites the file that a killed call left, and [Unfinished] recognizes it.
 func Replace(disk FS, path string, data []byte) error {
 	dir, base := filepath.Split(path)
 	tmp := filepath.Join(dir, temporary(base))
@@ -51,7 +54,7 @@ func Replace(disk FS, path string, data []byte) error {
 		err = disk.Rename(tmp, path)
 	}
 	if err != nil {
-		_ = disk.Remove(tmp) // A file that stays is overwritten by the next call.
+		_ = disk.Remove(tmp) // the next call overwrites a leftover
 		return fmt.Errorf("write %s: %w", path, err)
 	}
 	if err := disk.SyncDir(filepath.Clean(dir)); err != nil {
@@ -65,24 +68,28 @@ func temporary(base string) string {
 	return name[:min(len(name), maxName)]
 }
 
-// Unfinished says whether a directory entry is the temporary file of an interrupted [Replace], and of which name: all of it, or its beginning where the
-// name is almost as long as a name can be.
+// Unfinished reports whether a name in a directory is that of the temporary file of an interrupted
+// [Replace]. base is the name of the file to replace, or only its beginning if that name is almost
+// as long as maxName.
 func Unfinished(entry string) (base string, is bool) { return strings.CutPrefix(entry, tmpPrefix) }
 
-// Remove takes the name away for good. A file that is not there is removed already.
+// Remove removes the file at path and waits until the removal is on disk. If the file is missing,
+// it succeeds.
 func Remove(disk FS, path string) error {
 	defer disk.Hold(path)()
 	if err := disk.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove %s: %w", path, err)
 	}
-	// Also where it was gone already: the call that removed it may have been killed before this.
+	// Sync even if the file was missing: the process that removed it may have been killed before the
+	// sync.
 	if err := disk.SyncDir(filepath.Dir(path)); err != nil {
 		return fmt.Errorf("remove %s: %w", path, err)
 	}
 	return nil
 }
 
-// MakeDir makes a directory below one that is there already, for good: without its name on the disk, what is in it would be lost with it.
+// MakeDir creates a directory in an existing one and waits until its name is on disk. Without the
+// name, the files in the directory would be lost in a power cut.
 func MakeDir(disk FS, dir string) error {
 	if err := disk.MkdirAll(dir); err != nil {
 		return fmt.Errorf("create the directory %s: %w", dir, err)

@@ -15,7 +15,7 @@ import (
 
 const file = "/state/record.json"
 
-func TestAPowerCutAnywhereLeavesTheOldContentOrTheNew(t *testing.T) {
+func TestPowerCutLeavesOldOrNewContent(t *testing.T) {
 	old, fresh := []byte("the old content"), []byte("the new content")
 	for n := 1; ; n++ {
 		disk := durabletest.New()
@@ -28,13 +28,13 @@ func TestAPowerCutAnywhereLeavesTheOldContentOrTheNew(t *testing.T) {
 		if !disk.Stopped() {
 			disk.PowerCut()
 			if got, _ := disk.ReadFile(file); !bytes.Equal(got, fresh) {
-				t.Fatalf("a write that succeeded did not last: %q", got)
+				t.Fatalf("a successful write was lost: %q", got)
 			}
 			return
 		}
 		disk.PowerCut()
 		if got, _ := disk.ReadFile(file); !bytes.Equal(got, old) && !bytes.Equal(got, fresh) {
-			t.Errorf("stopped at write %d: the file holds %q", n, got)
+			t.Errorf("stopped at write %d: the file has %q", n, got)
 		}
 		if err := durable.Replace(disk, file, fresh); err != nil {
 			t.Errorf("stopped at write %d: the next write fails: %v", n, err)
@@ -42,9 +42,9 @@ func TestAPowerCutAnywhereLeavesTheOldContentOrTheNew(t *testing.T) {
 	}
 }
 
-func TestAKilledWriteIsOverwrittenByTheNext(t *testing.T) {
+func TestReplaceOverwritesUnfinishedWrite(t *testing.T) {
 	disk := durabletest.New()
-	disk.StopAt(2) // after the temporary file
+	disk.StopAt(2) // crash after the temporary file was written
 	if err := durable.Replace(disk, file, []byte("content")); err == nil {
 		t.Fatal("succeeded")
 	}
@@ -64,7 +64,7 @@ func TestAKilledWriteIsOverwrittenByTheNext(t *testing.T) {
 	}
 }
 
-func TestAFailedWriteLeavesNothingAndNamesTheFile(t *testing.T) {
+func TestFailedWriteLeavesNothingAndNamesFile(t *testing.T) {
 	for n := 1; n <= 2; n++ {
 		disk := durabletest.New()
 		disk.FailAt(n, syscall.ENOSPC)
@@ -78,7 +78,7 @@ func TestAFailedWriteLeavesNothingAndNamesTheFile(t *testing.T) {
 	}
 }
 
-func TestRemovalLasts(t *testing.T) {
+func TestRemovalSurvivesPowerCut(t *testing.T) {
 	disk := durabletest.New()
 	disk.Put(file, []byte("content"))
 	if err := durable.Remove(disk, file); err != nil {
@@ -86,10 +86,10 @@ func TestRemovalLasts(t *testing.T) {
 	}
 	disk.PowerCut()
 	if names := disk.Names("/state"); len(names) != 0 {
-		t.Errorf("came back: %q", names)
+		t.Errorf("reappeared: %q", names)
 	}
 	if err := durable.Remove(disk, file); err != nil {
-		t.Errorf("a file that is gone: %v", err)
+		t.Errorf("missing file: %v", err)
 	}
 	for n := 1; n <= 2; n++ {
 		disk.Put(file, nil)
@@ -100,13 +100,14 @@ func TestRemovalLasts(t *testing.T) {
 	}
 }
 
-func TestTheRealFileSystem(t *testing.T) {
+func TestOSFileSystem(t *testing.T) {
 	disk := durable.OS{}
 	dir := filepath.Join(t.TempDir(), "records")
 	if err := durable.MakeDir(disk, dir); err != nil {
 		t.Fatal(err)
 	}
-	// The longest name that there is leaves no room for the mark of a temporary file.
+	// With a name of 255 bytes, the temporary file's name must be truncated, because the prefix does
+	// not fit. Replace must work all the same.
 	for _, name := range []string{"record.json", strings.Repeat("x", 255)} {
 		path := filepath.Join(dir, name)
 		for _, content := range []string{"first", "second"} {
@@ -126,21 +127,21 @@ func TestTheRealFileSystem(t *testing.T) {
 	}
 	missing := filepath.Join(dir, "missing")
 	if err := durable.Replace(disk, filepath.Join(missing, "a"), nil); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("in a directory that is gone: %v", err)
+		t.Errorf("in a missing directory: %v", err)
 	}
 	if err := disk.SyncDir(missing); err == nil {
-		t.Error("synced a directory that is gone")
+		t.Error("synced a missing directory")
 	}
 	if _, err := disk.ReadDir(missing); err == nil {
-		t.Error("listed a directory that is gone")
+		t.Error("listed a missing directory")
 	}
 	inAFile := filepath.Join(dir, strings.Repeat("x", 255), "sub")
 	if err := durable.MakeDir(disk, inAFile); err == nil {
-		t.Error("made a directory in a file")
+		t.Error("created a directory in a file")
 	}
 }
 
-func TestADirectoryThatCannotBeSyncedIsAnError(t *testing.T) {
+func TestFailedDirectorySyncIsError(t *testing.T) {
 	disk := durabletest.New()
 	disk.FailAt(2, syscall.EIO)
 	if err := durable.MakeDir(disk, "/state"); !errors.Is(err, syscall.EIO) {

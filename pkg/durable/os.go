@@ -11,16 +11,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxSize is far beyond any file that is kept by this package.
+// maxSize is the largest file that ReadFile reads. Files of this package are far smaller.
 const maxSize = 16 << 20
 
-// OS is the real file system. It follows no symbolic link in the last place of a path, and it reads files and directories only if nobody but the user of this
-// process can have written to them; see [UntrustedError].
+// OS is the real file system. It does not follow a symlink in the last element of a path. It reads
+// a file or directory only if no other user than this process's can have written to it: see
+// [UntrustedError].
 type OS struct{}
 
 var _ FS = OS{}
 
-// Create never writes to a file that is there: what was planted under the name, a link or a file that someone holds open, is removed first.
+// Create never writes to an existing file, because it may be a planted symlink, or another process
+// may have it open. It removes such a file first.
 func (OS) Create(path string, data []byte) error {
 	f, err := createNew(path)
 	if errors.Is(err, fs.ErrExist) {
@@ -64,7 +66,7 @@ func (OS) SyncDir(dir string) error {
 }
 
 func (OS) ReadFile(path string) ([]byte, error) {
-	// Without waiting: a pipe would wait for its writer.
+	// If path is a pipe, opening it without O_NONBLOCK would wait for a writer.
 	f, err := open(path, syscall.O_NONBLOCK)
 	if err != nil {
 		return nil, err
@@ -78,7 +80,7 @@ func (OS) ReadFile(path string) ([]byte, error) {
 		return nil, err
 	}
 	if info.Size() > maxSize {
-		return nil, &UntrustedError{path, fmt.Sprintf("it has %d bytes, more than this driver ever writes", info.Size())}
+		return nil, &UntrustedError{path, fmt.Sprintf("it has %d bytes, which is more than this driver ever writes", info.Size())}
 	}
 	return io.ReadAll(io.LimitReader(f, maxSize))
 }
@@ -99,8 +101,9 @@ func (OS) ReadDir(dir string) ([]string, error) {
 	return d.Readdirnames(-1)
 }
 
-// Hold opens the file as a place only (O_PATH), which asks for no right to it and never waits.
-func (OS) Hold(path string) (letGo func()) {
+// Hold implements [FS]: it keeps a removed file's blocks until release, which closes the file in
+// the background. It uses O_PATH, which needs no permission on the file and never blocks.
+func (OS) Hold(path string) (release func()) {
 	fd, err := unix.Open(path, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return func() {}
@@ -108,7 +111,8 @@ func (OS) Hold(path string) (letGo func()) {
 	return func() { go func() { _ = unix.Close(fd) }() }
 }
 
-// open follows no link in the last place of the path.
+// open opens a file for reading. If the last element of path is a symlink, it returns an
+// [*UntrustedError].
 func open(path string, flags int) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|flags, 0)
 	if err == nil {

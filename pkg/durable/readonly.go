@@ -5,7 +5,8 @@ import (
 	"syscall"
 )
 
-// ReadOnly is [OS] for who looks and changes nothing: a directory that is to be made must be there, and what was written need not be made durable.
+// ReadOnly is [OS] for a process that must not change files. MkdirAll only checks that the
+// directory exists, and SyncDir does nothing.
 type ReadOnly struct{ OS }
 
 var _ FS = ReadOnly{}

@@ -11,19 +11,20 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
-func TestWhoOnlyLooksChangesNothing(t *testing.T) {
+func TestReadOnlyChangesNothing(t *testing.T) {
 	dir, disk := t.TempDir(), durable.ReadOnly{}
 	there, away := filepath.Join(dir, "file"), filepath.Join(dir, "away")
 	write(t, there, 0o600)
 	for name, err := range map[string]error{
-		"create": disk.Create(away, nil), "replace": durable.Replace(disk, there, nil), "rename": disk.Rename(there, away), "remove": disk.Remove(there),
+		"create": disk.Create(away, nil), "replace": durable.Replace(disk, there, nil),
+		"rename": disk.Rename(there, away), "remove": disk.Remove(there),
 	} {
 		if !errors.Is(err, syscall.EROFS) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
 	if err := durable.MakeDir(disk, away); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("a directory that is not there: %v", err)
+		t.Errorf("missing directory: %v", err)
 	}
 	must(t, durable.MakeDir(disk, dir))
 	names, err := os.ReadDir(dir)

@@ -6,14 +6,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Stamp is another one whenever somebody has touched what has a name: a file, or the names in a directory. It is zero if nobody can tell.
+// Stamp changes whenever a file's content, or a directory's list of names, changes. It is zero if
+// the file or directory cannot be read.
 type Stamp struct {
 	device, inode uint64
 	size          int64
 	changed       unix.Timespec
 }
 
-// StampOf is the stamp of what has the name now.
+// StampOf returns the stamp of the file or directory at path.
 func StampOf(path string) Stamp {
 	var s unix.Stat_t
 	if err := unix.Stat(path, &s); err != nil {
@@ -22,11 +23,11 @@ func StampOf(path string) Stamp {
 	return Stamp{s.Dev, s.Ino, s.Size, s.Ctim}
 }
 
-// recent is more than the kernel's clock for the times of files takes for one step.
+// recent is longer than the kernel's step between two file times.
 const recent = 2 * time.Second
 
-// Settled says that what is read after the stamp was taken has another stamp when it changes. The kernel's clock for files has steps of some milliseconds: of
-// what was touched a moment ago nobody can tell.
+// Settled reports whether every later change of the file will change its stamp. File times have
+// steps of some milliseconds, so a second change within the same step leaves the stamp equal.
 func (s Stamp) Settled(now time.Time) bool {
 	return s != Stamp{} && now.Sub(time.Unix(s.changed.Unix())) >= recent
 }

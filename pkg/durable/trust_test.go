@@ -13,17 +13,18 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
-// nobody is some other user of the node.
-const nobody = 65534
+// otherUser is the ID of a user who is not root.
+const otherUser = 65534
 
 func needRoot(t *testing.T) {
 	t.Helper()
 	if os.Geteuid() != 0 {
-		t.Skip("SKIPPED: only root can make another user's file")
+		t.Skip("SKIPPED: only root can create another user's file")
 	}
 }
 
-// planted makes one thing at path that is not to be believed, beside a file that it may lead to.
+// planted are directory entries that an attacker may create, such as symlinks. plant creates one at
+// path, and a symlink leads to the file elsewhere. The resulting error must contain reason.
 var planted = map[string]struct {
 	plant  func(t *testing.T, path, elsewhere string)
 	reason string
@@ -32,30 +33,31 @@ var planted = map[string]struct {
 		t.Helper()
 		needRoot(t)
 		write(t, path, 0o600)
-		must(t, os.Chown(path, nobody, -1))
+		must(t, os.Chown(path, otherUser, -1))
 	}, "belongs to user 65534"},
-	"a file that others may write": {func(t *testing.T, path, _ string) { t.Helper(); write(t, path, 0o602) }, "others may write"},
-	"a file of another group, which may write": {func(t *testing.T, path, _ string) {
+	"a file writable by others": {func(t *testing.T, path, _ string) { t.Helper(); write(t, path, 0o602) }, "others may write"},
+	"a file writable by another group": {func(t *testing.T, path, _ string) {
 		t.Helper()
 		needRoot(t)
 		write(t, path, 0o660)
-		must(t, os.Chown(path, -1, nobody))
+		must(t, os.Chown(path, -1, otherUser))
 	}, "others may write"},
-	"a link to a file": {func(t *testing.T, path, elsewhere string) { t.Helper(); must(t, os.Symlink(elsewhere, path)) }, "symbolic link"},
-	"a link to nowhere": {func(t *testing.T, path, elsewhere string) {
+	"a symlink to a file": {func(t *testing.T, path, elsewhere string) { t.Helper(); must(t, os.Symlink(elsewhere, path)) }, "symbolic link"},
+	"a dangling symlink": {func(t *testing.T, path, elsewhere string) {
 		t.Helper()
 		must(t, os.Symlink(elsewhere+"-not-there", path))
 	}, "symbolic link"},
-	"a directory":                  {func(t *testing.T, path, _ string) { t.Helper(); must(t, os.Mkdir(path, 0o700)) }, "a directory"},
-	"a pipe that nobody writes to": {func(t *testing.T, path, _ string) { t.Helper(); must(t, syscall.Mkfifo(path, 0o600)) }, "a device, pipe or socket"},
-	"a device without end": {func(t *testing.T, path, _ string) {
+	"a directory": {func(t *testing.T, path, _ string) { t.Helper(); must(t, os.Mkdir(path, 0o700)) }, "a directory"},
+	"a pipe without writer": {func(t *testing.T, path, _ string) { t.Helper(); must(t, syscall.Mkfifo(path, 0o600)) },
+		"a device, pipe or socket"},
+	"an endless device": {func(t *testing.T, path, _ string) {
 		t.Helper()
 		needRoot(t)
 		if err := syscall.Mknod(path, syscall.S_IFCHR|0o600, 1<<8|5); err != nil {
-			t.Skipf("SKIPPED: no device can be made here: %v", err)
+			t.Skipf("SKIPPED: cannot create a device here: %v", err)
 		}
 	}, "a device, pipe or socket"},
-	"a file without end": {func(t *testing.T, path, _ string) {
+	"an endless file": {func(t *testing.T, path, _ string) {
 		t.Helper()
 		write(t, path, 0o600)
 		must(t, os.Truncate(path, 1<<40))
@@ -65,7 +67,7 @@ var planted = map[string]struct {
 func write(t *testing.T, path string, mode fs.FileMode) {
 	t.Helper()
 	must(t, os.WriteFile(path, []byte("theirs"), mode))
-	must(t, os.Chmod(path, mode)) // past the umask
+	must(t, os.Chmod(path, mode)) // despite the umask
 }
 
 func must(t *testing.T, err error) {
@@ -75,7 +77,7 @@ func must(t *testing.T, err error) {
 	}
 }
 
-func TestWhatWasPlantedIsNotRead(t *testing.T) {
+func TestPlantedFileIsNotRead(t *testing.T) {
 	for name, c := range planted {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -85,14 +87,15 @@ func TestWhatWasPlantedIsNotRead(t *testing.T) {
 			raw, err := durable.OS{}.ReadFile(path)
 			var untrusted *durable.UntrustedError
 			if !errors.As(err, &untrusted) || !strings.Contains(err.Error(), path) || !strings.Contains(err.Error(), c.reason) {
-				t.Errorf("read %.20q, %v; want a refusal that says %q", raw, err, c.reason)
+				t.Errorf("read %.20q, %v; want an error with %q", raw, err, c.reason)
 			}
 		})
 	}
 }
 
-// The temporary file has a fixed name, at which something may lie already.
-func TestWhatWasPlantedIsReplacedAndNotWrittenTo(t *testing.T) {
+// The temporary file has a fixed name, where an attacker may plant an entry. The test expects that
+// Replace removes this entry and does not write through it.
+func TestPlantedFileIsReplacedNotWrittenThrough(t *testing.T) {
 	for name, c := range planted {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -106,29 +109,29 @@ func TestWhatWasPlantedIsReplacedAndNotWrittenTo(t *testing.T) {
 				t.Errorf("read %q, %v", got, err)
 			}
 			if got, err := os.ReadFile(elsewhere); err != nil || string(got) != "theirs" {
-				t.Errorf("elsewhere there is %q now, %v", got, err)
+				t.Errorf("the other file now has %q, %v", got, err)
 			}
 			if _, err := os.Lstat(elsewhere + "-not-there"); err == nil {
-				t.Error("a link was followed to make a file")
+				t.Error("a symlink was followed to create a file")
 			}
 		})
 	}
 }
 
-func TestADirectoryThatOthersCanChangeIsNotUsed(t *testing.T) {
+func TestUntrustedDirectoryIsRefused(t *testing.T) {
 	for name, c := range map[string]struct {
 		plant  func(t *testing.T, path string)
 		reason string
 	}{
-		"a link to a directory": {func(t *testing.T, path string) { t.Helper(); must(t, os.Symlink(t.TempDir(), path)) }, "symbolic link"},
-		"a file":                {func(t *testing.T, path string) { t.Helper(); write(t, path, 0o600) }, ""},
-		"one of another user": {func(t *testing.T, path string) {
+		"a symlink to a directory": {func(t *testing.T, path string) { t.Helper(); must(t, os.Symlink(t.TempDir(), path)) }, "symbolic link"},
+		"a file":                   {func(t *testing.T, path string) { t.Helper(); write(t, path, 0o600) }, ""},
+		"a directory of another user": {func(t *testing.T, path string) {
 			t.Helper()
 			needRoot(t)
 			must(t, os.Mkdir(path, 0o700))
-			must(t, os.Chown(path, nobody, -1))
+			must(t, os.Chown(path, otherUser, -1))
 		}, "belongs to user 65534"},
-		"one that everyone may write to": {func(t *testing.T, path string) {
+		"a world-writable directory": {func(t *testing.T, path string) {
 			t.Helper()
 			must(t, os.Mkdir(path, 0o700))
 			must(t, os.Chmod(path, 0o777|fs.ModeSticky))
@@ -147,7 +150,7 @@ func TestADirectoryThatOthersCanChangeIsNotUsed(t *testing.T) {
 				t.Errorf("listed %q, %v", names, err)
 			}
 			if err := durable.MakeDir(durable.OS{}, dir); err == nil || !strings.Contains(err.Error(), c.reason) {
-				t.Errorf("took it as made: %v", err)
+				t.Errorf("MakeDir accepted it: %v", err)
 			}
 		})
 	}

@@ -11,23 +11,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Watched is the real file system, which lists a directory once and knows its names from then on, so that a directory with hundreds of files costs a call as
-// little as an empty one.
+// Watched is the real file system with cached directory listings, so that listing hundreds of files
+// costs little.
 //
-// It is as true as a look at the directory, also for what other processes do: the kernel puts a change into inotify's queue before the call that made it
-// returns, and the queue is emptied before each answer. So whoever has got a lock sees all that was done by those who had it before. Where inotify is not to be
-// had, has lost something or tells of anything but names, the directory is read.
+// A cached listing is as current as a new one, even if other processes change the directory. The
+// kernel queues an inotify event before the call that made the change returns, and Watched applies
+// all queued events before each answer. So a process that gets a lock sees all changes that earlier
+// owners of the lock made. Watched reads the directory again if inotify is unavailable, has lost
+// events, or reports another kind of event.
 type Watched struct {
 	OS
 
 	mu sync.Mutex
-	// queue is inotify's; -1 until there is one.
+	// queue is the descriptor of the inotify event queue, -1 until it is opened.
 	queue  int
 	dirs   map[string]*listing
 	buffer [4 << 10]byte
 }
 
-// listing is what is known of a directory.
+// listing is the cached list of a directory's names.
 type listing struct {
 	watch int32
 	dir   fs.FileInfo
@@ -42,23 +44,26 @@ func (l *listing) list() []string {
 	return names
 }
 
-// NewWatched watches nothing yet: a directory is from when it is first listed. It is closed with the process.
+// NewWatched returns a Watched. From the first listing of a directory on, Watched watches this
+// directory until the process ends.
 func NewWatched() *Watched { return &Watched{queue: -1, dirs: map[string]*listing{}} }
 
 var _ FS = &Watched{}
 
-// told are the changes of names, and what ends a watch.
-const told = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO | unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR | unix.IN_DONT_FOLLOW
+// nameEvents are the inotify events to receive: changes of names, and changes that end a watch.
+const nameEvents = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO |
+	unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR | unix.IN_DONT_FOLLOW
 
-// ReadDir is [OS.ReadDir], with the same distrust.
+// ReadDir does the same as [OS.ReadDir], including the check of owner and permissions.
 func (w *Watched) ReadDir(dir string) ([]string, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if err := w.catchUp(); err != nil {
+	if err := w.drainEvents(); err != nil {
 		w.forget()
 	}
 	if known := w.dirs[dir]; known != nil {
-		// Another directory may have got the name, or been mounted there; and whom it belongs to, no event tells.
+		// Check the directory itself: another one may have been mounted or renamed to this path, and
+		// inotify does not report a change of the owner.
 		now, err := os.Lstat(dir)
 		if err == nil && os.SameFile(now, known.dir) && trustedDir(dir, now) == nil {
 			return known.list(), nil
@@ -68,7 +73,7 @@ func (w *Watched) ReadDir(dir string) ([]string, error) {
 	return w.list(dir)
 }
 
-// list reads the directory, watched from before that.
+// list starts to watch the directory and then reads it, so that no change between both is missed.
 func (w *Watched) list(dir string) ([]string, error) {
 	before, _ := os.Lstat(dir)
 	watch, watchErr := w.watch(dir)
@@ -78,7 +83,7 @@ func (w *Watched) list(dir string) ([]string, error) {
 	}
 	if after, err := os.Lstat(dir); err != nil || !os.SameFile(before, after) {
 		w.forget()
-		return names, nil //nolint:nilerr // what was read was there
+		return names, nil //nolint:nilerr // the names were read
 	}
 	known := &listing{watch: watch, dir: before, names: make(map[string]struct{}, len(names))}
 	for _, name := range names {
@@ -96,11 +101,11 @@ func (w *Watched) watch(dir string) (int32, error) {
 		}
 		w.queue = queue
 	}
-	watch, err := unix.InotifyAddWatch(w.queue, dir, told)
-	return int32(watch), err //nolint:gosec // the kernel's own are of this size
+	watch, err := unix.InotifyAddWatch(w.queue, dir, nameEvents)
+	return int32(watch), err //nolint:gosec // the kernel's descriptors have this size
 }
 
-// forget has every directory read again.
+// forget drops all listings and watches, so that the next call reads the directory again.
 func (w *Watched) forget() {
 	if w.queue >= 0 {
 		_ = unix.Close(w.queue)
@@ -109,10 +114,10 @@ func (w *Watched) forget() {
 	clear(w.dirs)
 }
 
-var errLost = errors.New("not all changes of names are known")
+var errIncomplete = errors.New("some name changes were missed")
 
-// catchUp takes in what has changed.
-func (w *Watched) catchUp() error {
+// drainEvents applies all queued inotify events to the cached listings.
+func (w *Watched) drainEvents() error {
 	if w.queue < 0 {
 		return nil
 	}
@@ -126,22 +131,23 @@ func (w *Watched) catchUp() error {
 		case err != nil:
 			return err
 		case n < unix.SizeofInotifyEvent:
-			return errLost
+			return errIncomplete
 		}
-		if err := w.take(w.buffer[:n]); err != nil {
+		if err := w.applyEvents(w.buffer[:n]); err != nil {
 			return err
 		}
 	}
 }
 
-// take reads events, each of a fixed part and a name; see inotify(7).
-func (w *Watched) take(events []byte) error {
+// applyEvents applies inotify events to the cached listings. Each event has a fixed part and a
+// name: see inotify(7).
+func (w *Watched) applyEvents(events []byte) error {
 	for len(events) >= unix.SizeofInotifyEvent {
-		watch := int32(binary.NativeEndian.Uint32(events)) //nolint:gosec // that is what it is
+		watch := int32(binary.NativeEndian.Uint32(events)) //nolint:gosec // the field's size
 		mask := binary.NativeEndian.Uint32(events[4:])
 		end := unix.SizeofInotifyEvent + int(binary.NativeEndian.Uint32(events[12:]))
 		if end > len(events) || mask&(unix.IN_CREATE|unix.IN_DELETE|unix.IN_MOVED_FROM|unix.IN_MOVED_TO) == 0 {
-			return errLost
+			return errIncomplete
 		}
 		name := strings.TrimRight(string(events[unix.SizeofInotifyEvent:end]), "\x00")
 		events = events[end:]

@@ -12,7 +12,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
-// sameNames holds what is known of a directory to what is in it.
+// sameNames fails the test unless w lists the names that the directory really has.
 func sameNames(t *testing.T, w *durable.Watched, dir string) {
 	t.Helper()
 	got, err := w.ReadDir(dir)
@@ -26,7 +26,7 @@ func sameNames(t *testing.T, w *durable.Watched, dir string) {
 	slices.Sort(got)
 	slices.Sort(want)
 	if !slices.Equal(got, want) {
-		t.Fatalf("known are %q, and there are %q", got, want)
+		t.Fatalf("known names are %q, want %q", got, want)
 	}
 }
 
@@ -39,8 +39,8 @@ func records(t *testing.T) string {
 	return dir
 }
 
-func TestAWatchedDirectoryIsKnownAsOthersChangeIt(t *testing.T) {
-	w, dir, beside := durable.NewWatched(), records(t), records(t)
+func TestWatchedSeesChangesOfOtherProcesses(t *testing.T) {
+	w, dir, otherDir := durable.NewWatched(), records(t), records(t)
 	seed := rand.Uint64()
 	random := rand.New(rand.NewPCG(seed, 0))
 	other := durable.OS{}
@@ -53,18 +53,18 @@ func TestAWatchedDirectoryIsKnownAsOthersChangeIt(t *testing.T) {
 		case 1:
 			err = durable.Remove(other, path)
 		case 2:
-			err = durable.Replace(w, path, []byte("x")) // its own changes are no different
+			err = durable.Replace(w, path, []byte("x")) // changes through w count too
 		case 3:
-			err = errors.Join(other.Create(path, nil), other.Rename(path, filepath.Join(beside, filepath.Base(path))))
+			err = errors.Join(other.Create(path, nil), other.Rename(path, filepath.Join(otherDir, filepath.Base(path))))
 		case 4:
 			err = os.WriteFile(path, []byte("in its place"), 0o600)
 		}
 		if err != nil {
 			t.Fatal(err)
 		}
-		if random.IntN(3) == 0 { // many changes at once, as well as few
+		if random.IntN(3) == 0 { // sometimes compare after few changes, sometimes after many
 			sameNames(t, w, dir)
-			sameNames(t, w, beside)
+			sameNames(t, w, otherDir)
 		}
 		if t.Failed() {
 			t.Fatalf("after %d changes of seed %d", i, seed)
@@ -72,10 +72,10 @@ func TestAWatchedDirectoryIsKnownAsOthersChangeIt(t *testing.T) {
 	}
 }
 
-func TestMoreChangesThanTheKernelKeepsAreNotMissed(t *testing.T) {
+func TestWatchedSurvivesInotifyQueueOverflow(t *testing.T) {
 	w, dir := durable.NewWatched(), records(t)
 	sameNames(t, w, dir)
-	for i := range 10000 { // two events each, and the queue takes 16384 by default
+	for i := range 10000 { // two events each; the kernel's queue takes 16384 by default
 		path := filepath.Join(dir, "comes-and-goes")
 		if err := errors.Join(os.WriteFile(path, nil, 0o600), os.Remove(path)); err != nil {
 			t.Fatal(i, err)
@@ -87,7 +87,7 @@ func TestMoreChangesThanTheKernelKeepsAreNotMissed(t *testing.T) {
 	sameNames(t, w, dir)
 }
 
-func TestAnotherDirectoryOfTheSameNameIsReadAnew(t *testing.T) {
+func TestWatchedRereadsReplacedDirectory(t *testing.T) {
 	w, dir := durable.NewWatched(), records(t)
 	for _, name := range []string{"a", "b"} {
 		if err := os.WriteFile(filepath.Join(dir, name), nil, 0o600); err != nil {
@@ -103,7 +103,7 @@ func TestAnotherDirectoryOfTheSameNameIsReadAnew(t *testing.T) {
 		t.Fatal(err)
 	}
 	if names, err := w.ReadDir(dir); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("a directory that is gone has %q, %v", names, err)
+		t.Errorf("a missing directory has %q, %v", names, err)
 	}
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
@@ -111,7 +111,7 @@ func TestAnotherDirectoryOfTheSameNameIsReadAnew(t *testing.T) {
 	sameNames(t, w, dir)
 }
 
-func TestAWatchedDirectoryThatOthersMayChangeIsNotBelieved(t *testing.T) {
+func TestWatchedRejectsUntrustedDirectory(t *testing.T) {
 	w, dir := durable.NewWatched(), records(t)
 	sameNames(t, w, dir)
 	if err := os.Chmod(dir, 0o777); err != nil {
@@ -127,7 +127,7 @@ func TestAWatchedDirectoryThatOthersMayChangeIsNotBelieved(t *testing.T) {
 	sameNames(t, w, dir)
 }
 
-func BenchmarkAListOf500Records(b *testing.B) {
+func BenchmarkList500Records(b *testing.B) {
 	dir := filepath.Join(b.TempDir(), "claims")
 	if err := durable.MakeDir(durable.OS{}, dir); err != nil {
 		b.Fatal(err)

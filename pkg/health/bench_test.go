@@ -17,8 +17,9 @@ func BenchmarkParseRules(b *testing.B) {
 	}
 }
 
-// What eight cards tell each time that they are asked, and an error now and then, with the view that all who publish it take.
-func BenchmarkJudge(b *testing.B) {
+// BenchmarkApply measures a monitor of eight GPUs. In each round all GPUs answer a query, one GPU
+// sends an XID of an application error, and a reader takes the view.
+func BenchmarkApply(b *testing.B) {
 	m, now := New(Options{}, start), start
 	gpus := make([]device.GPU, 8)
 	for i := range gpus {

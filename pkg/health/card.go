@@ -9,59 +9,71 @@ import (
 )
 
 const (
-	// maxFindings bounds what is kept of one card. Beyond it what weighs least is dropped, and what must not be forgotten is counted together.
+	// maxFindings is the maximum number of findings of one card. At this limit the monitor drops the
+	// mildest finding that needs no reset. If all need one, it merges further findings into one.
 	maxFindings = 64
-	// maxLevels is more than there are kinds of levels: for those there is always room.
+	// maxLevels is the part of maxFindings that is reserved for findings that come from queries, such
+	// as a pending row remap. There are fewer kinds of such findings than maxLevels.
 	maxLevels = 16
-	// manyCode is what is counted together. Its place is kept free.
+	// manyCode is the code of the single finding that stands for all further findings once a card has
+	// maxFindings. One place is reserved for it.
 	manyCode = "many"
 )
 
-// card is the state machine of one GPU and all that is cut from it.
+// card is the health state of one GPU and all its partitions.
 type card struct {
 	Card device.Card `json:"card"`
-	// GPU is what the inventory last said of it. It outlives a card that is lost, whose devices are still held and named.
+	// GPU is what the inventory last reported about the card. It stays while the card is lost, because
+	// claims still have the card's devices and messages name them.
 	GPU      *device.GPU `json:"gpu,omitempty"`
 	Findings []*Finding  `json:"findings,omitempty"`
-	// Recovery is the last action that the driver named. It outlives answers that name none.
+	// Recovery is the last recovery action that the driver reported. An answer without a recovery
+	// action does not change Recovery.
 	Recovery device.RecoveryAction `json:"recovery,omitempty"`
-	// ResetAsked says that the driver has asked for a reset, and not yet for nothing.
-	ResetAsked bool `json:"resetAsked,omitempty"`
-	// Uncorrected and Energy only grow as long as the card is not reset. The first may also be cleared by an admin.
+	// ResetRequested is true from the driver's first request for a reset until a reset was noticed.
+	ResetRequested bool `json:"resetAsked,omitempty"`
+	// Uncorrected is the number of uncorrected ECC errors, and Energy is the used energy. Both only
+	// grow until the card is reset, but an admin may also clear the error counter.
 	Uncorrected *uint64 `json:"uncorrected,omitempty"`
 	Energy      *uint64 `json:"energyMillijoules,omitempty"`
 
-	// Away says that another kernel driver has the card.
-	Away bool `json:"away,omitempty"`
+	// OtherDriver is true while another kernel driver, such as vfio-pci, is bound to the card, so that
+	// NVML cannot query it.
+	OtherDriver bool `json:"away,omitempty"`
 
-	// asked is when the last full answer was asked for: what came later may be from before or after a reset that the next answer shows.
-	asked time.Time
-	// heard is when the card last answered, or when listening began; failing since when it answers with errors, fabricless since when it lacks its fabric.
-	heard, failing, fabricless time.Time
-	recovered                  time.Time // when the last thing was over that made it less than healthy
-	failure                    string
+	// lastQuery is when the watcher process began its last conclusive query of the card. If the next
+	// answer proves a reset, only findings from before lastQuery are surely older than that reset.
+	lastQuery time.Time
+	// lastHeard is when the card last answered, or when the watcher process started. failingSince is
+	// when the card began to answer with errors only. fabricMissingSince is when the card was first
+	// seen outside its NVLink fabric.
+	lastHeard, failingSince, fabricMissingSince time.Time
+	// recoveredAt is when the last finding with a state worse than Healthy ended.
+	recoveredAt time.Time
+	failure     string
 }
 
-// found adds a finding or counts it once more.
-func (m *Monitor) found(c *card, f Finding, count int, now time.Time) {
+// addFinding adds a new finding to the card. If the card already has a finding of this kind,
+// addFinding updates that finding and increases its count.
+func (m *Monitor) addFinding(c *card, f Finding, count int, now time.Time) {
 	if old := c.find(f.key()); old != nil {
 		old.Count += uint64(max(count, 1))
-		m.aged = true
+		m.detailsChanged = true
 		if f.Last.After(old.Last) {
 			old.Last = f.Last
 		}
 		if old.Ends == EndsByReset && (f.Ends != EndsByReset || f.State < old.State) {
-			return // what takes a reset is not made milder by what comes after it
+			return // a milder finding must not replace a finding that needs a reset
 		}
-		turned, reworded := old.State != f.State || old.Ends != f.Ends, old.Reason != f.Reason || old.Action != f.Action
+		stateChanged, textChanged := old.State != f.State || old.Ends != f.Ends, old.Reason != f.Reason || old.Action != f.Action
 		if old.State != f.State {
 			old.Since = f.First
 		}
 		old.State, old.Ends, old.Reason, old.Action = f.State, f.Ends, f.Reason, f.Action
 		switch {
-		case turned:
-			m.changed(Change{Card: c.Card, Finding: *old})
-		case reworded:
+		case stateChanged:
+			m.recordChange(Change{Card: c.Card, Finding: *old})
+		case textChanged:
 			m.version++
 		}
 		return
@@ -76,14 +88,16 @@ func (m *Monitor) found(c *card, f Finding, count int, now time.Time) {
 			f.Since = other.Since
 		}
 	}
-	if m.admit(c, &f, now) {
+	if m.ensureRoom(c, &f, now) {
 		c.Findings = append(c.Findings, &f)
-		m.changed(Change{Card: c.Card, Finding: f})
+		m.recordChange(Change{Card: c.Card, Finding: f})
 	}
 }
 
-// admit says whether there is room for a finding, and makes some. Levels are few, and what is said of all of the card must not be hidden by events.
-func (m *Monitor) admit(c *card, f *Finding, now time.Time) bool {
+// ensureRoom reports whether the finding f can be added to the card. If the card has too many
+// findings, it calls makeRoom. Findings from queries (EndsByLevel) can always be added, because
+// they are few and concern the whole card.
+func (m *Monitor) ensureRoom(c *card, f *Finding, now time.Time) bool {
 	if f.Ends == EndsByLevel {
 		return true
 	}
@@ -96,39 +110,40 @@ func (m *Monitor) admit(c *card, f *Finding, now time.Time) bool {
 	return events < maxFindings-maxLevels-1 || m.makeRoom(c, f, now)
 }
 
-// makeRoom drops the mildest of what passes by itself; of those the one that was seen longest ago. Where there is none and f is latched, f becomes a finding
-// about the whole card that stands for all that have no room. It is false if f is not to be kept: then one of its state has been seen as late as f, so that the
-// state lasts as long as it must. Errors of ever other kinds do not take turns in being over.
+// makeRoom ends the mildest of the card's findings with EndsByTime. If there is none, f becomes the
+// finding with manyCode, which stands for several. The result is false if f must not be added,
+// because another finding already covers it or all others are graver.
 func (m *Monitor) makeRoom(c *card, f *Finding, now time.Time) bool {
 	if f.Ends == EndsByTime {
 		for _, o := range c.Findings {
 			if o.Ends == EndsByTime && o.State == f.State && o.Part.covers(f.Part) {
 				if f.Last.After(o.Last) {
-					o.Last, m.aged = f.Last, true
+					o.Last, m.detailsChanged = f.Last, true
 				}
 				return false
 			}
 		}
 	}
-	worst := -1
+	mildest := -1
 	for i, o := range c.Findings {
 		if o.Ends != EndsByTime {
 			continue
 		}
-		if worst < 0 || o.State < c.Findings[worst].State || o.State == c.Findings[worst].State && o.Last.Before(c.Findings[worst].Last) {
-			worst = i
+		if mildest < 0 || o.State < c.Findings[mildest].State || o.State == c.Findings[mildest].State && o.Last.Before(c.Findings[mildest].Last) {
+			mildest = i
 		}
 	}
-	if worst >= 0 && (f.Ends != EndsByTime || c.Findings[worst].State <= f.State) {
-		m.drop(c, func(o *Finding) bool { return o == c.Findings[worst] }, "there is no room for more")
+	if mildest >= 0 && (f.Ends != EndsByTime || c.Findings[mildest].State <= f.State) {
+		m.endFindings(c, func(o *Finding) bool { return o == c.Findings[mildest] }, "there is no room for more findings")
 		return true
 	}
 	if f.Ends == EndsByTime {
 		return false
 	}
-	// All that is there is latched or a level.
+	// All findings of the card last until a reset or until the hardware no longer reports them, so
+	// none can be dropped.
 	f.Code, f.XID, f.Part = manyCode, 0, Part{}
-	f.Reason = "more kinds of errors than can be told apart"
+	f.Reason = "there are more kinds of errors than the plugin tracks"
 	if old := c.find(f.key()); old != nil {
 		old.Count++
 		old.Last, old.State = now, max(old.State, f.State)
@@ -146,73 +161,76 @@ func (c *card) find(key string) *Finding {
 	return nil
 }
 
-// drop ends findings.
-func (m *Monitor) drop(c *card, over func(*Finding) bool, why string) {
-	var gone []*Finding
+// endFindings ends the card's findings for which ends returns true. why explains the end.
+func (m *Monitor) endFindings(c *card, ends func(*Finding) bool, why string) {
+	var ended []*Finding
 	kept := slices.DeleteFunc(slices.Clone(c.Findings), func(f *Finding) bool {
-		if over(f) {
-			gone = append(gone, f)
+		if ends(f) {
+			ended = append(ended, f)
 			return true
 		}
 		return false
 	})
-	if len(gone) == 0 {
+	if len(ended) == 0 {
 		return
 	}
 	c.Findings = kept
-	for _, g := range gone {
-		if g.State > Healthy {
-			c.recovered = m.now
+	for _, f := range ended {
+		if f.State > Healthy {
+			c.recoveredAt = m.now
 		}
-		m.changed(Change{Card: c.Card, Finding: *g, Over: true, Why: why})
+		m.recordChange(Change{Card: c.Card, Finding: *f, Over: true, Why: why})
 	}
 }
 
-func (m *Monitor) dropCode(c *card, code, why string) bool {
+func (m *Monitor) endCode(c *card, code, why string) bool {
 	is := func(f *Finding) bool { return f.Code == code }
 	there := slices.ContainsFunc(c.Findings, is)
-	m.drop(c, is, why)
+	m.endFindings(c, is, why)
 	return there
 }
 
-// level sets or takes back what the hardware says each time that it is asked.
-func (m *Monitor) level(c *card, is bool, f Finding, over string, at time.Time) (ended bool) {
-	if !is {
-		return m.dropCode(c, f.Code, over)
+// setLevel adds the finding f if present is true. Otherwise it ends the card's finding with f's
+// code, and ended reports whether there was one. It is for faults that the hardware reports in
+// every answer while they last.
+func (m *Monitor) setLevel(c *card, present bool, f Finding, endedWhy string, when time.Time) (ended bool) {
+	if !present {
+		return m.endCode(c, f.Code, endedWhy)
 	}
-	f.Ends, f.First, f.Last = EndsByLevel, at, at
-	m.found(c, f, 1, at)
+	f.Ends, f.First, f.Last = EndsByLevel, when, when
+	m.addFinding(c, f, 1, when)
 	return false
 }
 
-// event judges what the card announced.
-func (m *Monitor) event(c *card, e device.HealthEvent, now time.Time) {
+// applyEvent adds the finding that the event e of the card means, if any, and counts the event.
+func (m *Monitor) applyEvent(c *card, e device.HealthEvent, now time.Time) {
 	at := e.At
 	if at.IsZero() || at.After(now) {
 		at = now
 	}
 	if e.Kind == device.EventRecoveryAction {
-		m.recommended(c, e.Recovery, at)
+		m.applyRecovery(c, e.Recovery, at)
 		return
 	}
-	meaning, code := event(e.Kind, c.Recovery != device.RecoveryUnknown), string(e.Kind)
+	meaning, code := eventMeaning(e.Kind, c.Recovery != device.RecoveryUnknown), string(e.Kind)
 	reason := meaning.Text
 	if e.Kind == device.EventXID {
 		meaning, code = m.rules.XID(e.XID), "xid-"+strconv.FormatUint(e.XID, 10)
 		reason = "XID " + strconv.FormatUint(e.XID, 10) + ": " + meaning.Text
 	}
-	m.count(c, code, e.Count)
+	m.countEvent(c, code, e.Count)
 	if meaning.Weight == Ignored {
 		return
 	}
-	state, ends := meaning.verdict()
-	m.found(c, Finding{
-		Code: code, XID: e.XID, Part: m.part(e), State: state, Ends: ends, Reason: reason, Action: meaning.Action, First: at, Last: at,
+	state, ends := meaning.stateAndEnd()
+	m.addFinding(c, Finding{
+		Code: code, XID: e.XID, Part: m.partOf(e), State: state, Ends: ends, Reason: reason, Action: meaning.Action, First: at, Last: at,
 	}, e.Count, now)
 }
 
-// part is what the event is about. An instance of which nobody could say where it is may be anywhere on the card.
-func (m *Monitor) part(e device.HealthEvent) Part {
+// partOf returns the part of the card that the event is about. That is the whole card if the
+// placement of the event's GPU instance is unknown.
+func (m *Monitor) partOf(e device.HealthEvent) Part {
 	if e.GPUInstance == nil || e.Place == nil {
 		return Part{}
 	}

@@ -8,37 +8,38 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Clear ends on the word of an admin what only a reset or time would end. asked names cards by their addresses, names or UUIDs, with commas between them, and
-// stands where the admin wrote it: each that was not named before is cleared once, and what it does after that counts. What the hardware says each time that
-// it is asked stays. It returns what names no card.
-func (m *Monitor) Clear(asked, why string, now time.Time) (unknown []string) {
+// Clear ends the findings of the named cards for an admin, except those with EndsByLevel, which the
+// next query would add again. names has PCI addresses, device names or UUIDs, separated by commas.
+// Names that the last call had are skipped. The result has the names without a card.
+func (m *Monitor) Clear(names, why string, now time.Time) (unknown []string) {
 	m.now = now
-	before := names(m.cleared)
-	if asked == m.cleared {
+	before := splitNames(m.lastClear)
+	if names == m.lastClear {
 		return nil
 	}
-	m.cleared = asked
-	m.aging++
-	for _, name := range names(asked) {
-		c := m.named(name)
+	m.lastClear = names
+	m.detailsVersion++
+	for _, name := range splitNames(names) {
+		c := m.findCard(name)
 		switch {
 		case slices.Contains(before, name):
 		case c == nil:
 			unknown = append(unknown, name)
 		default:
-			m.drop(c, func(f *Finding) bool { return f.Ends != EndsByLevel }, why)
-			c.ResetAsked = isReset(c.Recovery)
+			m.endFindings(c, func(f *Finding) bool { return f.Ends != EndsByLevel }, why)
+			c.ResetRequested = isReset(c.Recovery)
 		}
 	}
 	return unknown
 }
 
-func names(asked string) []string {
+func splitNames(asked string) []string {
 	return strings.FieldsFunc(asked, func(r rune) bool { return r == ',' || r == ' ' || r == '\n' })
 }
 
-// named is nil if there is no such card.
-func (m *Monitor) named(name string) *card {
+// findCard returns the card with this PCI address, device name or UUID. It returns nil if there is
+// none.
+func (m *Monitor) findCard(name string) *card {
 	address, err := device.ParsePCIAddress(name)
 	for a, c := range m.cards {
 		if err == nil && a == address || a.WholeName() == name || c.Card.UUID != "" && c.Card.UUID == name {

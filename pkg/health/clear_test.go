@@ -8,39 +8,39 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-func TestAnAdminKnowsBetter(t *testing.T) {
-	for _, name := range []string{whole, string(address), uuid, " x, " + whole} {
-		w := watch(t, Options{})
-		w.xid(79)
-		w.xid(144)
+func TestClearEndsAllFindingsButLevels(t *testing.T) {
+	for _, name := range []string{gpuName, string(address), uuid, " x, " + gpuName} {
+		w := newTestMonitor(t, Options{})
+		w.sendXID(79)
+		w.sendXID(144)
 		w.answer(device.Condition{Remap: &device.Remap{Pending: true}})
 		w.Changes()
-		unknown := w.Clear(name, "an admin says so", w.now)
-		w.want(whole, Degraded) // the hardware says that itself
-		if told := w.Changes(); len(told) != 2 || !told[0].Over || told[0].Why != "an admin says so" {
-			t.Errorf("%s: %+v", name, told)
+		unknown := w.Clear(name, "cleared by an admin", w.now)
+		w.wantState(gpuName, Degraded) // the hardware still reports the pending remap
+		if changes := w.Changes(); len(changes) != 2 || !changes[0].Over || changes[0].Why != "cleared by an admin" {
+			t.Errorf("%s: %+v", name, changes)
 		}
-		if want := name == " x, "+whole; slices.Equal(unknown, []string{"x"}) != want {
+		if want := name == " x, "+gpuName; slices.Equal(unknown, []string{"x"}) != want {
 			t.Errorf("%s: %q", name, unknown)
 		}
 	}
 }
 
-func TestWhatComesAfterAnAdminsWordCounts(t *testing.T) {
-	s, _ := onDisk()
-	w := watch(t, Options{})
-	w.xid(79)
-	w.Clear(whole, "an admin says so", w.now)
-	w.want(whole, Healthy)
-	w.wait(time.Second)
-	w.xid(79)
-	w.Clear(whole, "an admin says so", w.now) // the annotation is still there
-	w.want(whole, Unhealthy)
-	w = w.restarted(s, Options{})
-	w.Clear(whole, "an admin says so", w.now)
-	w.want(whole, Unhealthy)
-	w.Clear(whole+",gpu-0000-43-00-0", "an admin says so", w.now) // another one is named as well
-	w.want(whole, Unhealthy)
+func TestFindingsAfterClearCount(t *testing.T) {
+	s, _ := newStore()
+	w := newTestMonitor(t, Options{})
+	w.sendXID(79)
+	w.Clear(gpuName, "cleared by an admin", w.now)
+	w.wantState(gpuName, Healthy)
+	w.advance(time.Second)
+	w.sendXID(79)
+	w.Clear(gpuName, "cleared by an admin", w.now) // the annotation is unchanged
+	w.wantState(gpuName, Unhealthy)
+	w = w.restart(s, Options{})
+	w.Clear(gpuName, "cleared by an admin", w.now)
+	w.wantState(gpuName, Unhealthy)
+	w.Clear(gpuName+",gpu-0000-43-00-0", "cleared by an admin", w.now) // another name is added
+	w.wantState(gpuName, Unhealthy)
 
 	other := s
 	other.BootID = "another"
@@ -49,11 +49,11 @@ func TestWhatComesAfterAnAdminsWordCounts(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.Monitor = m
-	w.xid(79)
-	w.Clear(whole, "an admin says so", w.now)
-	w.want(whole, Unhealthy)
+	w.sendXID(79)
+	w.Clear(gpuName, "cleared by an admin", w.now)
+	w.wantState(gpuName, Unhealthy)
 
 	w.Clear("", "", w.now)
-	w.Clear(whole, "an admin says so", w.now)
-	w.want(whole, Healthy)
+	w.Clear(gpuName, "cleared by an admin", w.now)
+	w.wantState(gpuName, Healthy)
 }

@@ -1,20 +1,28 @@
-// Package health turns what the hardware says into one verdict per device, and knows when it is over.
+// Package health judges each device from what the hardware reports, and knows when a fault is over.
 //
-// A [Monitor] is fed [device.Signal] values and the time. For each card it keeps findings: what was seen, on which part of the card, since when, and
-// what ends it. A [Verdict] is what the findings say of one device, whole or partition; the gravest says how it is, and milder ones stay beside it.
+// A [Monitor] receives [device.Signal] values and the time. For each card it keeps findings: what
+// was seen, on which part of the card, since when, and what ends it. A [Verdict] summarizes the
+// findings of one device, a whole GPU or a partition. The gravest finding decides the state of the
+// verdict. Milder findings are listed in the verdict, too.
 //
-// What ends a finding depends on what it is:
+// What ends a finding depends on its kind:
 //
-//   - A level (lost, unknown, a recovery action, a pending row remap, a fabric that is not there) ends when the hardware is asked again and says so. What
-//     the hardware does not know ends nothing.
-//   - A latched one (an XID after which the GPU has to be reset) ends when a reset was seen: the recovery action went from something to none, counters
-//     that only grow began anew, a pending remap has taken effect, a lost card is back, the driver was loaded again, the node has booted. Never by time.
-//   - A passing one (an application's error, a piece of information) ends when it has not come again for a while.
+//   - A level ends when the hardware is queried again and no longer reports it. Levels are lost,
+//     unknown, a recovery action, a pending row remap and a missing fabric. An answer that does not
+//     mention a level does not end it.
+//   - A latched finding, such as an XID that requires a GPU reset, ends only with a reset, never by
+//     time. Proof of a reset: the recovery action went back to none, counters that only grow
+//     restarted, a pending remap took effect, a lost card is back, the driver was loaded again, or
+//     the node booted.
+//   - A passing finding, such as an application's error, ends when it has not recurred for a while.
 //
-// What an XID means is a table; an admin can say otherwise for each code. Where the driver recommends a recovery action, that goes first.
+// A table says what each XID means. An admin can override the meaning of each code. If the driver
+// reports a recovery action, that action takes precedence.
 //
-// The package is pure: time is given to it, and it asks no hardware. A [Store] keeps the findings on the disk, so that a restart of the plugin changes
-// neither a verdict nor the time since when it holds; a reboot drops them. Memory is bounded whatever comes.
+// The package queries no hardware, and its caller supplies the time. A [Store] keeps the findings
+// on disk, so a restart of the plugin changes neither a verdict nor its start time. A reboot drops
+// the findings. The memory that a [Monitor] uses is bounded.
 //
-// It does not say what is done about a verdict: taints, reports, metrics and Events are made of it elsewhere.
+// The package does not act on verdicts. Its callers set taints, and write reports, metrics and
+// Events.
 package health

@@ -6,27 +6,28 @@ import (
 	"strings"
 )
 
-// Effect is what a state does to scheduling, by a taint on the device.
+// Effect is how a state affects scheduling, through a taint on the device.
 type Effect string
 
 const (
-	// Untold is no taint at all.
-	Untold Effect = "off"
-	// Informing is a taint that does nothing, for who looks.
-	Informing Effect = "none"
-	// NoSchedule keeps new Pods away that do not tolerate it.
+	// NoTaint adds no taint.
+	NoTaint Effect = "off"
+	// Informational adds a taint without effect, for people to see.
+	Informational Effect = "none"
+	// NoSchedule adds a taint that keeps away new Pods that do not tolerate the taint.
 	NoSchedule Effect = "NoSchedule"
-	// NoExecute also evicts those that run.
+	// NoExecute adds a taint that also evicts running Pods that do not tolerate the taint.
 	NoExecute Effect = "NoExecute"
 )
 
-// Effects say what each state does. Healthy does nothing.
+// Effects maps each state to its effect on scheduling. Healthy has no effect.
 type Effects map[State]Effect
 
-// DefaultEffects keep new Pods from what does not work, and leave those that run to their owners.
+// DefaultEffects keep new Pods away from broken devices, and leave running Pods alone.
 const DefaultEffects = "lost=NoSchedule,unhealthy=NoSchedule,unknown=none,degraded=none"
 
-// ParseEffects reads STATE=EFFECT,…; what is not named is as in [DefaultEffects].
+// ParseEffects parses a list such as "lost=NoExecute,degraded=off". States that are not in the list
+// have their [DefaultEffects].
 func ParseEffects(s string) (Effects, error) {
 	effects := Effects{}
 	for rule := range strings.SplitSeq(DefaultEffects+","+s, ",") {
@@ -37,15 +38,16 @@ func ParseEffects(s string) (Effects, error) {
 		name, effect, _ := strings.Cut(rule, "=")
 		state := slices.IndexFunc(stateNames, func(n string) bool { return strings.EqualFold(n, strings.TrimSpace(name)) })
 		e := Effect(strings.TrimSpace(effect))
-		if state <= int(Healthy) || !slices.Contains([]Effect{Untold, Informing, NoSchedule, NoExecute}, e) {
-			return nil, fmt.Errorf("rule %q: want STATE=EFFECT with one of degraded, unknown, unhealthy, lost and one of off, none, NoSchedule, NoExecute", rule)
+		if state <= int(Healthy) || !slices.Contains([]Effect{NoTaint, Informational, NoSchedule, NoExecute}, e) {
+			return nil, fmt.Errorf(
+				"rule %q: want STATE=EFFECT with one of degraded, unknown, unhealthy, lost and one of off, none, NoSchedule, NoExecute", rule)
 		}
 		effects[State(state)] = e
 	}
 	return effects, nil
 }
 
-// TakesOut says whether a device of that verdict is kept from new Pods.
-func (e Effects) TakesOut(v Verdict) bool {
+// BlocksScheduling reports whether a taint for the verdict keeps new Pods off the device.
+func (e Effects) BlocksScheduling(v Verdict) bool {
 	return slices.ContainsFunc(v.Causes, func(c Cause) bool { return e[c.State] == NoSchedule || e[c.State] == NoExecute })
 }

@@ -2,12 +2,12 @@ package health
 
 import "testing"
 
-func TestEffectsOfStates(t *testing.T) {
+func TestParseEffects(t *testing.T) {
 	e, err := ParseEffects(" lost=NoExecute, Degraded=off,")
 	if err != nil {
 		t.Fatal(err)
 	}
-	for state, want := range (Effects{Lost: NoExecute, Unhealthy: NoSchedule, Unknown: Informing, Degraded: Untold}) {
+	for state, want := range (Effects{Lost: NoExecute, Unhealthy: NoSchedule, Unknown: Informational, Degraded: NoTaint}) {
 		if e[state] != want {
 			t.Errorf("%s: %q, want %q", state, e[state], want)
 		}
@@ -18,11 +18,11 @@ func TestEffectsOfStates(t *testing.T) {
 		}
 	}
 	for state, want := range map[State]bool{Lost: true, Unhealthy: true, Unknown: false, Degraded: false} {
-		if e.TakesOut(Verdict{State: state, Causes: []Cause{{State: state}}}) != want {
-			t.Errorf("%s takes out: %v", state, !want)
+		if e.BlocksScheduling(Verdict{State: state, Causes: []Cause{{State: state}}}) != want {
+			t.Errorf("%s blocks scheduling: %v", state, !want)
 		}
 	}
-	if !e.TakesOut(Verdict{State: Unknown, Causes: []Cause{{State: Unknown}, {State: Unhealthy}}}) {
-		t.Error("a state that does nothing hides one that does")
+	if !e.BlocksScheduling(Verdict{State: Unknown, Causes: []Cause{{State: Unknown}, {State: Unhealthy}}}) {
+		t.Error("a state without effect hides a state with one")
 	}
 }

@@ -6,51 +6,54 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Finding is one thing that was seen on a card and is not over.
+// Finding is one fault of a card, or one report about it, that has not ended.
 type Finding struct {
-	// Code is one word for labels and values: "xid-79", "lost", "remap-pending".
+	// Code names the kind of the finding in one word, for labels and taint values: "xid-79", "lost",
+	// "remap-pending".
 	Code string `json:"code"`
-	// XID is the number that a finding about an XID was made of, else 0.
+	// XID is NVIDIA's XID error code. It is 0 for a finding that is not an XID.
 	XID   uint64 `json:"xid,omitempty"`
 	Part  Part   `json:"part"`
 	State State  `json:"state"`
 	Ends  Ends   `json:"ends"`
-	// Reason says what it is, Action what an operator can do.
+	// Reason says what is wrong. Action says what an operator can do about it.
 	Reason string `json:"reason"`
 	Action string `json:"action"`
-	// First and Last are when it was seen first and last, Since is since when its part of the card has been in this state without a break: before First
-	// where another finding of the same state was there already.
+	// First and Last are the times when this finding was seen first and last. Since is when the part
+	// of the card entered its present state. It is earlier than First if another finding had caused
+	// that state before.
 	First time.Time `json:"first"`
 	Last  time.Time `json:"last"`
 	Since time.Time `json:"since"`
 	Count uint64    `json:"count"`
 }
 
-func (f *Finding) key() string { return f.Code + f.Part.name() }
+func (f *Finding) key() string { return f.Code + f.Part.suffix() }
 
-// Verdict is what the findings say of one device.
+// Verdict is the health of one device, with the findings that explain it.
 type Verdict struct {
 	State State
-	// Causes are what made it so, the gravest first. A milder one stays beside a graver one. Each
-	// state has at most two: an XID and something else.
+	// Causes lists the findings that explain the verdict, the gravest first. For each state it has at
+	// most one finding that is an XID and one that is not.
 	Causes []Cause
 }
 
-// Cause is the longest-standing finding of a state, among XIDs or among all others.
+// Cause is a finding that explains a verdict. Of all findings with its state it is the oldest XID,
+// or the oldest that is no XID.
 type Cause struct {
 	State State
 	Code  string
-	// XID is the number of an XID, else 0.
+	// XID is NVIDIA's XID error code. It is 0 for a cause that is not an XID.
 	XID            uint64
 	Reason, Action string
-	// Since is stable while the state lasts, also over a restart.
+	// Since is when the device entered the state. A restart of the plugin does not change Since.
 	Since time.Time
 }
 
-// Message is one line for people: what it is, and the way out.
+// Message returns one line for people, with the reason and the action.
 func (c Cause) Message() string { return c.Reason + ": " + c.Action }
 
-// Message is that of the gravest cause, empty for a healthy device.
+// Message returns the message of the gravest cause, or "" for a healthy device.
 func (v Verdict) Message() string {
 	if len(v.Causes) == 0 {
 		return ""
@@ -58,14 +61,16 @@ func (v Verdict) Message() string {
 	return v.Causes[0].Message()
 }
 
-// Change is a finding that came or went.
+// Change tells a reader of [Monitor.Changes] that a finding started, entered another state or
+// ended.
 type Change struct {
 	Card    device.Card
 	Finding Finding
-	// Over says that it went, Why what ended it.
+	// Over is true if the finding ended. Then Why explains what ended the finding.
 	Over bool
 	Why  string
 }
 
-// Device is the name of what the change is about: the card, or an instance on it.
-func (c Change) Device() string { return c.Card.PCIAddress.WholeName() + c.Finding.Part.name() }
+// Device returns the name of the device that the change is about: the whole GPU or one of its MIG
+// devices.
+func (c Change) Device() string { return c.Card.PCIAddress.WholeName() + c.Finding.Part.suffix() }

@@ -10,77 +10,88 @@ import (
 )
 
 const (
-	// maxCards is more than a node can have.
+	// maxCards bounds the cards of a monitor. No node has as many.
 	maxCards = 256
-	// maxChanges bounds what waits to be told; of one finding only the latest does.
+	// maxChanges bounds the changes that no caller of Changes has read yet. Beyond this limit the
+	// oldest change is dropped.
 	maxChanges = 256
-	// maxCounted bounds the kinds of events that are counted apart.
-	maxCounted = 1024
+	// maxEventKeys bounds the number of event counters. Events of further kinds are added to one
+	// counter with the name "other".
+	maxEventKeys = 1024
 )
 
-// Options are what an admin may say. The zero value is good.
+// Options are an admin's settings. The zero value uses the defaults.
 type Options struct {
 	Rules Rules
-	// Quiet is how long nothing may have come before what ends by time is over: DefaultQuiet if 0.
-	Quiet time.Duration
+	// QuietPeriod is how long a passing error must not recur before the monitor ends the finding about
+	// it. 0 means DefaultQuietPeriod.
+	QuietPeriod time.Duration
 }
 
-// Monitor judges what it is told. It is for one goroutine; readers are given a [View].
+// Monitor derives verdicts from signals. Only one goroutine may use it. Readers use a [View].
 type Monitor struct {
-	rules Rules
-	quiet time.Duration
-	cards map[device.PCIAddress]*card
-	// forgotten are places of cards that were taken out, and that who listens goes on to call lost.
+	rules       Rules
+	quietPeriod time.Duration
+	cards       map[device.PCIAddress]*card
+	// forgotten has the PCI addresses of removed cards. If the watcher process still reports such a
+	// card as lost, the monitor ignores the report.
 	forgotten map[device.PCIAddress]bool
-	// driver is the load of the kernel driver that was last seen.
+	// driver identifies the last seen load of the kernel driver (see [device.WatcherState]).
 	driver string
-	// cleared is what an admin asked for last; it was done.
-	cleared string
-	// silent is since when nobody listens, and why; zero while somebody does.
-	silent   time.Time
-	silence  string
-	released bool
-	// deaf says why events are not listened to.
-	deaf string
+	// lastClear is the text of the last clear request of an admin that the monitor carried out.
+	lastClear string
+	// silentSince is when the watcher process stopped, and silenceReason says why. Both are zero while
+	// the watcher process runs.
+	silentSince   time.Time
+	silenceReason string
+	released      bool
+	// eventFailure explains why the watcher process receives no NVML events. It is empty while events
+	// can arrive.
+	eventFailure string
 
-	now time.Time // when it was last told anything
-	// aged says that what was saved is older than what is known, renewed when that last became a new version.
-	aged    bool
-	renewed time.Time
-	// loaded is when what was saved was last read.
-	loaded  time.Time
-	version uint64
-	// aging counts how often what was saved had become too old.
-	aging   uint64
-	changes []Change
-	counts  map[Counted]uint64
+	now time.Time // the time of the last call
+	// detailsChanged is true if counts or times of findings changed, but no verdict, and these changes
+	// are not yet in SaveVersion. detailsRenewed is when SaveVersion last got such changes.
+	detailsChanged bool
+	detailsRenewed time.Time
+	// lastLoad is when Store.Load last added saved findings.
+	lastLoad time.Time
+	version  uint64
+	// detailsVersion is the part of SaveVersion that grows when only counts or times changed.
+	detailsVersion uint64
+	changes        []Change
+	counts         map[EventKey]uint64
 }
 
-// Counted is a kind of event of a card.
-type Counted struct {
+// EventKey identifies an event counter, which counts the events with one code on one card.
+type EventKey struct {
 	Card device.PCIAddress
 	Code string
 }
 
-// New makes a monitor that begins to listen now. Every card is healthy until something else is said, and unknown if nothing is said for long.
+// New returns a monitor that waits for signals from now on. A card is Healthy until a signal
+// reports a fault, and becomes Unknown if no signal arrives for a while.
 func New(o Options, now time.Time) *Monitor {
 	return &Monitor{
-		rules: o.Rules, quiet: cmp.Or(o.Quiet, DefaultQuiet), cards: map[device.PCIAddress]*card{}, forgotten: map[device.PCIAddress]bool{}, counts: map[Counted]uint64{},
-		silent: now, silence: "it has not begun", now: now, renewed: now,
+		rules: o.Rules, quietPeriod: cmp.Or(o.QuietPeriod, DefaultQuietPeriod),
+		cards: map[device.PCIAddress]*card{}, forgotten: map[device.PCIAddress]bool{}, counts: map[EventKey]uint64{},
+		silentSince: now, silenceReason: "the watcher has not started", now: now, detailsRenewed: now,
 	}
 }
 
-// Expect says which cards there are, and what they are. One that was not known is waited for from now on.
+// Expect tells the monitor which cards the inventory found. A card that is new to the monitor
+// becomes Unknown if it does not answer within the usual time from now on.
 func (m *Monitor) Expect(gpus []device.GPU, now time.Time) {
 	m.now = now
 	for _, g := range gpus {
-		if c := m.card(g.Card(), now); c != nil && (c.GPU == nil || !reflect.DeepEqual(*c.GPU, g)) {
+		if c := m.cardAt(g.Card(), now); c != nil && (c.GPU == nil || !reflect.DeepEqual(*c.GPU, g)) {
 			c.GPU = &g // changes no verdict
 		}
 	}
 }
 
-// Forget drops a card that is not there any more and that nobody asks for, until there is another one at its place.
+// Forget removes the card at this address from the monitor. After that, a report that the card is
+// lost does not add the card again. A good answer or an event of a card at this address does.
 func (m *Monitor) Forget(address device.PCIAddress) {
 	if _, known := m.cards[address]; known {
 		delete(m.cards, address)
@@ -92,45 +103,49 @@ func (m *Monitor) Forget(address device.PCIAddress) {
 	}
 }
 
-// Apply judges one signal.
+// Apply updates the findings from one signal.
 func (m *Monitor) Apply(s device.Signal, now time.Time) {
 	m.now = now
 	switch {
 	case s.Event != nil:
-		if c := m.card(s.Event.Card, now); c != nil {
-			m.event(c, *s.Event, now)
+		if c := m.cardAt(s.Event.Card, now); c != nil {
+			m.applyEvent(c, *s.Event, now)
 		}
 	case s.Condition != nil:
 		a, reach := s.Condition.Card.PCIAddress, s.Condition.Reach
 		if m.cards[a] == nil && (reach == device.ReachNotOurs || reach != device.ReachOK && m.forgotten[a]) {
 			return
 		}
-		if c := m.card(s.Condition.Card, now); c != nil {
-			m.condition(c, *s.Condition, now)
+		if c := m.cardAt(s.Condition.Card, now); c != nil {
+			m.applyCondition(c, *s.Condition, now)
 		}
 	case s.Watcher != nil:
-		m.watcher(*s.Watcher, now)
+		m.applyWatcher(*s.Watcher, now)
 	}
 }
 
-// Tick lets time pass. It is to be called about every second, but while it is [Monitor.Calm].
+// Tick ends findings that have not recurred for the quiet period, and adds findings about cards
+// that were silent for too long. The caller must call it about every second, or less often while
+// [Monitor.StableFor] allows that.
 func (m *Monitor) Tick(now time.Time) {
 	m.now = now
 	for _, c := range m.cards {
-		m.patience(c, now)
+		m.checkTimeouts(c, now)
 	}
-	if m.aged && now.Sub(m.renewed) >= renewAfter {
-		m.aged, m.renewed = false, now
-		m.aging++
+	if m.detailsChanged && now.Sub(m.detailsRenewed) >= detailsSaveInterval {
+		m.detailsChanged, m.detailsRenewed = false, now
+		m.detailsVersion++
 	}
 }
 
-// card finds the card, and forgets another one that was at its place. It is nil where there is no room for any more.
-func (m *Monitor) card(who device.Card, now time.Time) *card {
-	c := m.cards[who.PCIAddress]
-	if c != nil && who.UUID != "" && c.Card.UUID != "" && c.Card.UUID != who.UUID {
-		m.drop(c, func(*Finding) bool { return true }, "another card is at its place: "+who.UUID)
-		delete(m.cards, who.PCIAddress)
+// cardAt returns the card with this PCI address and UUID, and adds it if it is new. It first
+// removes a card with another UUID at the address. It returns nil if the monitor already has
+// maxCards cards.
+func (m *Monitor) cardAt(id device.Card, now time.Time) *card {
+	c := m.cards[id.PCIAddress]
+	if c != nil && id.UUID != "" && c.Card.UUID != "" && c.Card.UUID != id.UUID {
+		m.endFindings(c, func(*Finding) bool { return true }, "another card is at this address: "+id.UUID)
+		delete(m.cards, id.PCIAddress)
 		m.version++
 		c = nil
 	}
@@ -138,19 +153,19 @@ func (m *Monitor) card(who device.Card, now time.Time) *card {
 		if len(m.cards) >= maxCards {
 			return nil
 		}
-		c = &card{Card: who, heard: now}
-		m.cards[who.PCIAddress] = c
-		delete(m.forgotten, who.PCIAddress)
+		c = &card{Card: id, lastHeard: now}
+		m.cards[id.PCIAddress] = c
+		delete(m.forgotten, id.PCIAddress)
 		m.version++
 	}
 	if c.Card.UUID == "" {
-		c.Card.UUID = who.UUID
+		c.Card.UUID = id.UUID
 	}
 	return c
 }
 
-// watcher judges how well is listened.
-func (m *Monitor) watcher(s device.WatcherState, now time.Time) {
+// applyWatcher updates the monitor from a report of the watcher process about itself.
+func (m *Monitor) applyWatcher(s device.WatcherState, now time.Time) {
 	at := s.At
 	if at.IsZero() || at.After(now) {
 		at = now
@@ -160,15 +175,15 @@ func (m *Monitor) watcher(s device.WatcherState, now time.Time) {
 			for _, c := range m.cards {
 				c.Uncorrected, c.Energy = nil, nil
 				c.Recovery = device.RecoveryUnknown
-				m.wasReset(c, at, "the driver was loaded again")
+				m.endByReset(c, at, "the driver was loaded again")
 			}
 		}
 		m.driver = s.Driver
 		m.version++
 	}
-	m.deaf = ""
+	m.eventFailure = ""
 	if !s.Events {
-		m.deaf = cmp.Or(clean(s.Error), "unknown")
+		m.eventFailure = cmp.Or(oneLine(s.Error), "unknown")
 	}
 	if m.released != s.Released {
 		m.released = s.Released
@@ -176,35 +191,38 @@ func (m *Monitor) watcher(s device.WatcherState, now time.Time) {
 	}
 	switch {
 	case s.Up:
-		if !m.silent.IsZero() {
+		if !m.silentSince.IsZero() {
 			for _, c := range m.cards {
-				c.heard = now
+				c.lastHeard = now
 			}
 		}
-		m.silent, m.silence = time.Time{}, ""
-	case m.silent.IsZero():
-		m.silent, m.silence = now, cmp.Or(clean(s.Error), "unknown")
+		m.silentSince, m.silenceReason = time.Time{}, ""
+	case m.silentSince.IsZero():
+		m.silentSince, m.silenceReason = now, cmp.Or(oneLine(s.Error), "unknown")
 	default:
-		m.silence = cmp.Or(clean(s.Error), m.silence)
+		m.silenceReason = cmp.Or(oneLine(s.Error), m.silenceReason)
 	}
 	m.Tick(now)
 }
 
-// Deaf says why events are not listened to, empty while they are.
-func (m *Monitor) Deaf() string { return m.deaf }
+// EventFailure explains why the watcher process receives no NVML events. It returns "" while events
+// can arrive.
+func (m *Monitor) EventFailure() string { return m.eventFailure }
 
-// Version is another number whenever a verdict may be another one.
+// Version returns a number that changes whenever a verdict may have changed.
 func (m *Monitor) Version() uint64 { return m.version }
 
-// Edition is another number whenever something is to be saved: with another [Monitor.Version], and when what no verdict depends on now has been another for a
-// while.
-func (m *Monitor) Edition() uint64 { return m.version + m.aging }
+// SaveVersion returns a number that changes whenever the findings should be saved: whenever
+// [Monitor.Version] changes, and at most once a minute if only counts or times changed.
+func (m *Monitor) SaveVersion() uint64 { return m.version + m.detailsVersion }
 
-// changed remembers what is to be told. Of one finding the latest counts; one that came and went before anybody was told is told as both.
-func (m *Monitor) changed(change Change) {
+// recordChange queues a change for [Monitor.Changes]. If the queue already has a start of the same
+// finding, a newer start replaces it, and a newer end replaces an older end.
+func (m *Monitor) recordChange(change Change) {
 	m.version++
 	same := func(c Change) bool {
-		return c.Card == change.Card && c.Over == change.Over && c.Finding.Code == change.Finding.Code && c.Finding.Part.name() == change.Finding.Part.name()
+		return c.Card == change.Card && c.Over == change.Over && c.Finding.Code == change.Finding.Code &&
+			c.Finding.Part.suffix() == change.Finding.Part.suffix()
 	}
 	m.changes = slices.DeleteFunc(m.changes, same)
 	if len(m.changes) >= maxChanges {
@@ -213,25 +231,26 @@ func (m *Monitor) changed(change Change) {
 	m.changes = append(m.changes, change)
 }
 
-// Changes takes what came and went since it was last called, in order.
+// Changes returns the findings that started, changed or ended since the last call of Changes,
+// oldest first.
 func (m *Monitor) Changes() []Change {
 	taken := m.changes
 	m.changes = nil
 	return taken
 }
 
-// count counts events for the metrics.
-func (m *Monitor) count(c *card, code string, n int) {
-	key := Counted{c.Card.PCIAddress, code}
-	if _, known := m.counts[key]; !known && len(m.counts) >= maxCounted {
+// countEvent adds n events of the card, at least one, to the counter for the code.
+func (m *Monitor) countEvent(c *card, code string, n int) {
+	key := EventKey{c.Card.PCIAddress, code}
+	if _, known := m.counts[key]; !known && len(m.counts) >= maxEventKeys {
 		key.Code = "other"
 	}
 	m.counts[key] += uint64(max(n, 1))
 }
 
-// Counts takes how many events came since it was last called.
-func (m *Monitor) Counts() map[Counted]uint64 {
+// Counts returns how many events of each kind each card had since the last call of Counts.
+func (m *Monitor) Counts() map[EventKey]uint64 {
 	taken := m.counts
-	m.counts = map[Counted]uint64{}
+	m.counts = map[EventKey]uint64{}
 	return taken
 }

@@ -2,19 +2,21 @@ package health
 
 import "github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 
-// Part is what of a card a finding is about. The zero value is all of it.
+// Part is the part of a card that a finding is about. The zero value is the whole card.
 type Part struct {
-	// Instance is the place of a GPU instance. What shares memory with that place is reached too: it cannot exist beside that instance, and is
-	// cut from the same memory.
+	// Instance is the placement of the GPU instance with the fault. The finding also affects GPU
+	// instances at overlapping placements, because they would use the same memory.
 	Instance *device.EventPlace `json:"instance,omitempty"`
-	// Compute is the compute instance, where that is less than its GPU instance.
+	// Compute is the ID of the compute instance with the fault. It is nil if the compute instance
+	// fills its GPU instance.
 	Compute *uint32 `json:"compute,omitempty"`
-	// Links says that only the card as a whole is reached, because partitions do without its links.
+	// Links is true for a fault of NVLink. It affects only the whole GPU, because partitions do not
+	// use NVLink.
 	Links bool `json:"links,omitempty"`
 }
 
-// reaches says whether a finding on this part of a card is one of the device.
-func (p Part) reaches(n device.Name, g device.GPU) bool {
+// affects reports whether a finding on the part p of a card affects the device n of the GPU g.
+func (p Part) affects(n device.Name, g device.GPU) bool {
 	switch {
 	case n.Partition == nil:
 		return true
@@ -25,12 +27,13 @@ func (p Part) reaches(n device.Name, g device.GPU) bool {
 	case n.Partition.ProfileID == p.Instance.ProfileID && n.Partition.Start == p.Instance.Start:
 		return p.Compute == nil || n.Partition.Compute == nil || *p.Compute == *n.Partition.Compute
 	default:
-		return place(*n.Partition, g).Overlaps(p.Instance.Placement)
+		return placementOf(*n.Partition, g).Overlaps(p.Instance.Placement)
 	}
 }
 
-// place is where a partition is. A profile that nobody knows any more takes at least one memory slice.
-func place(n device.PartitionName, g device.GPU) device.Placement {
+// placementOf returns the placement of the partition n. If the GPU does not list the partition's
+// profile or instance, placementOf assumes a size of one memory slice.
+func placementOf(n device.PartitionName, g device.GPU) device.Placement {
 	profile, known := g.Profile(n.ProfileID)
 	if known {
 		return device.Placement{Start: n.Start, Size: profile.Size}
@@ -45,8 +48,9 @@ func place(n device.PartitionName, g device.GPU) device.Placement {
 	return device.Placement{Start: n.Start, Size: 1}
 }
 
-// name says in a key and in a log which part is meant: the end of a device's name.
-func (p Part) name() string {
+// suffix returns what a device name has after the GPU's name, such as "-mig-19-2". It is empty for
+// the whole card.
+func (p Part) suffix() string {
 	if p.Instance == nil {
 		return ""
 	}
@@ -55,7 +59,8 @@ func (p Part) name() string {
 	return n.String()[len(gpu):]
 }
 
-// covers says whether all that other reaches is reached by p as well.
+// covers reports whether a finding on the part p affects at least all devices that a finding on the
+// part given by other affects.
 func (p Part) covers(other Part) bool {
-	return p == (Part{}) || p.name() == other.name() && p.Links == other.Links
+	return p == (Part{}) || p.suffix() == other.suffix() && p.Links == other.Links
 }

@@ -13,13 +13,15 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 )
 
-// oracle knows in the simplest way what must not be forgotten: for each device since when it must be at least Unhealthy.
+// oracle is a simple model to compare the monitor with. broken has the devices that must be
+// Unhealthy or Lost, each with the time when that began. recovery is the recovery action that the
+// driver last reported.
 type oracle struct {
 	broken   map[string]time.Time
 	recovery device.RecoveryAction
 }
 
-func (o *oracle) breaks(now time.Time, names ...string) {
+func (o *oracle) markBroken(now time.Time, names ...string) {
 	for _, n := range names {
 		for _, device := range []string{n, n + "-share"} {
 			if _, is := o.broken[device]; !is {
@@ -29,15 +31,16 @@ func (o *oracle) breaks(now time.Time, names ...string) {
 	}
 }
 
-// TestNothingHidesWhatIsGrave plays at random what hardware may do, and compares with the oracle after each step. It also saves and loads at random
-// moments: a restart must change no verdict and no time.
-func TestNothingHidesWhatIsGrave(t *testing.T) {
+// The test plays random hardware events and compares the monitor's verdicts with the oracle after
+// each of them. At random moments it restarts the plugin: a saved and loaded monitor must give the
+// same verdicts with the same times.
+func TestRandomFaultsAreNeverHidden(t *testing.T) {
 	names := gpu.DeviceNames()
 	for seed := range uint64(300) {
 		r := rand.New(rand.NewPCG(seed, 0))
 		disk := durabletest.New()
 		store := Store{Disk: disk, Path: "/state/health.json", BootID: "boot"}
-		w := watch(t, Options{})
+		w := newTestMonitor(t, Options{})
 		o := oracle{broken: map[string]time.Time{}}
 		var story []string
 		for range 120 {
@@ -46,66 +49,67 @@ func TestNothingHidesWhatIsGrave(t *testing.T) {
 			switch r.IntN(14) {
 			case 0:
 				step = "xid 95"
-				w.xid(95)
-				o.breaks(w.now, names...)
+				w.sendXID(95)
+				o.markBroken(w.now, names...)
 			case 1:
 				slice := uint32(r.IntN(7))
 				step = fmt.Sprintf("xid 48 on slice %d", slice)
-				w.xidOn(48, 19, slice, 1)
-				o.breaks(w.now, fmt.Sprintf("%s-mig-19-%d", whole, slice), fmt.Sprintf("%s-mig-9-%d", whole, slice/4*4), whole+"-mig-0-0", whole)
+				w.sendXIDOn(48, 19, slice, 1)
+				o.markBroken(w.now, fmt.Sprintf("%s-mig-19-%d", gpuName, slice), fmt.Sprintf("%s-mig-9-%d", gpuName, slice/4*4),
+					gpuName+"-mig-0-0", gpuName)
 			case 2:
-				step = "errors of applications and of unknown kinds"
-				w.xid(31)
-				w.xidOn(43, 19, 2, 1)
-				w.xid(uint64(1000 + r.IntN(50)))
+				step = "application errors and unknown XIDs"
+				w.sendXID(31)
+				w.sendXIDOn(43, 19, 2, 1)
+				w.sendXID(uint64(1000 + r.IntN(50)))
 			case 3:
 				step = "the driver asks for a reset"
-				w.recovery(device.RecoveryReset)
+				w.answerRecovery(device.RecoveryReset)
 				o.recovery = device.RecoveryReset
-				o.breaks(w.now, names...)
+				o.markBroken(w.now, names...)
 			case 4:
 				step = "the driver asks for nothing"
-				w.recovery(device.RecoveryNone)
+				w.answerRecovery(device.RecoveryNone)
 				if o.recovery == device.RecoveryReset {
 					clear(o.broken)
 				}
 				o.recovery = device.RecoveryNone
 			case 5:
-				step = "the driver does not know"
-				w.recovery(device.RecoveryUnknown)
+				step = "the driver reports no action"
+				w.answerRecovery(device.RecoveryUnknown)
 			case 6:
-				step = "more errors are counted"
+				step = "the error counter grows"
 				w.answer(device.Condition{Uncorrected: ptr.To(uint64(w.now.Unix()))})
 			case 7:
-				step = "it hangs"
+				step = "the GPU hangs"
 				w.answer(device.Condition{Reach: device.ReachWedged})
 			case 8:
-				step = "it fails"
+				step = "the GPU fails"
 				w.answer(device.Condition{Reach: device.ReachFailed})
 			case 9:
 				step = "a remap is pending"
 				w.answer(device.Condition{Remap: &device.Remap{Pending: true}})
 			case 10:
 				step = "a long time passes"
-				w.wait(time.Duration(r.IntN(48)) * time.Hour)
-				w.listen(w.driver)
+				w.advance(time.Duration(r.IntN(48)) * time.Hour)
+				w.watcherUp(w.driver)
 			case 11:
 				step = "the driver is loaded again"
 				load := fmt.Sprint("load-", seed, w.now)
-				w.listen(load)
+				w.watcherUp(load)
 				asks := o.recovery == device.RecoveryReset
-				// What the driver asks for is asked again.
-				w.recovery(o.recovery)
+				// The driver was loaded again and reports the same recovery action as before.
+				w.answerRecovery(o.recovery)
 				clear(o.broken)
 				if asks {
-					o.breaks(start, names...)
+					o.markBroken(start, names...)
 				}
-				w.listen(load)
+				w.watcherUp(load)
 			case 12:
 				step = "the plugin is restarted"
 				before := map[string]Verdict{}
 				for _, n := range names {
-					before[n] = w.of(n)
+					before[n] = w.verdict(n)
 				}
 				if err := store.Save(w.Monitor); err != nil {
 					t.Fatal(err)
@@ -115,16 +119,16 @@ func TestNothingHidesWhatIsGrave(t *testing.T) {
 					t.Fatal(err)
 				}
 				for _, n := range names {
-					sameVerdict(t, n, before[n], w.of(n))
+					sameVerdict(t, n, before[n], w.verdict(n))
 				}
-				w.listen(w.driver)
+				w.watcherUp(w.driver)
 			default:
-				step = "all is well"
-				w.ok()
+				step = "the GPU is fine"
+				w.answerOK()
 			}
 			story = append(story, step)
 			for _, n := range names {
-				v := w.of(n)
+				v := w.verdict(n)
 				since, is := o.broken[n]
 				if is && v.State < Unhealthy || !is && v.State >= Unhealthy {
 					t.Fatalf("seed %d: %s is %s (%s), broken %v, after %q", seed, n, v.State, v.Message(), is, story[max(0, len(story)-8):])
@@ -132,10 +136,11 @@ func TestNothingHidesWhatIsGrave(t *testing.T) {
 				if !is || since.Equal(start) {
 					continue
 				}
-				// Of the two causes that a state may have the first is the older.
+				// Of all findings with the state Unhealthy, a verdict lists at most two, and the older one
+				// comes first.
 				unhealthy := slices.IndexFunc(v.Causes, func(c Cause) bool { return c.State == Unhealthy })
 				if unhealthy >= 0 && v.Causes[unhealthy].Since.After(since) {
-					t.Fatalf("seed %d: %s is broken since %s, and it says %s, after %q", seed, n, since, v.Causes[unhealthy].Since, story)
+					t.Fatalf("seed %d: %s is broken since %s, but its cause says %s, after %q", seed, n, since, v.Causes[unhealthy].Since, story)
 				}
 			}
 			if n := len(w.View().Findings(address)); n > maxFindings {
@@ -153,35 +158,36 @@ func sameVerdict(t *testing.T, name string, a, b Verdict) {
 		same = x.Code == y.Code && x.State == y.State && x.Since.Equal(y.Since) && x.Message() == y.Message()
 	}
 	if !same {
-		t.Errorf("%s was\n%+v and is after a restart\n%+v", name, a, b)
+		t.Errorf("%s was\n%+v, and after a restart\n%+v", name, a, b)
 	}
 }
 
-func TestMoreLatchedKindsThanThereIsRoomFor(t *testing.T) {
+func TestExcessLatchedFindingsAreMerged(t *testing.T) {
 	rules := Rules{}
 	for code := range uint64(500) {
 		rules[1000+code] = Breaking
 	}
-	w := watch(t, Options{Rules: rules})
+	w := newTestMonitor(t, Options{Rules: rules})
 	for code := range uint64(500) {
-		w.xidOn(1000+code, 19, uint32(code%7), 1)
-		w.want(fmt.Sprintf("%s-mig-19-%d", whole, code%7), Unhealthy)
+		w.sendXIDOn(1000+code, 19, uint32(code%7), 1)
+		w.wantState(fmt.Sprintf("%s-mig-19-%d", gpuName, code%7), Unhealthy)
 	}
-	// What the hardware says each time that it is asked has room all the same, and is over when it says so.
-	w.counts(0, 1)
+	// The GPU has as many findings that need a reset as a card may have. A finding from a query must
+	// still be added, and must end when the hardware no longer reports it.
+	w.answerCounters(0, 1)
 	w.answer(device.Condition{Reach: device.ReachLost})
-	w.want(whole, Lost)
-	w.counts(0, 2)
-	w.want(whole, Unhealthy)
+	w.wantState(gpuName, Lost)
+	w.answerCounters(0, 2)
+	w.wantState(gpuName, Unhealthy)
 	w.answer(device.Condition{Reach: device.ReachNeedsReset})
-	w.counts(0, 3)
+	w.answerCounters(0, 3)
 	for code := range uint64(500) {
-		w.xidOn(1000+code, 19, uint32(code%7), 1)
+		w.sendXIDOn(1000+code, 19, uint32(code%7), 1)
 	}
 	if n := len(w.View().Findings(address)); n > maxFindings {
 		t.Errorf("%d findings", n)
 	}
-	s, _ := onDisk()
+	s, _ := newStore()
 	if err := s.Save(w.Monitor); err != nil {
 		t.Fatal(err)
 	}
@@ -192,14 +198,14 @@ func TestMoreLatchedKindsThanThereIsRoomFor(t *testing.T) {
 	}
 	for _, name := range gpu.DeviceNames() {
 		n, _ := device.ParseName(name)
-		sameVerdict(t, name, before.Of(gpu, n), w.of(name))
+		sameVerdict(t, name, before.Of(gpu, n), w.verdict(name))
 	}
-	w.listen("load-1")
-	w.pass(24 * time.Hour)
+	w.watcherUp("load-1")
+	w.healthyFor(24 * time.Hour)
 	for _, n := range gpu.DeviceNames() {
-		w.want(n, Unhealthy)
+		w.wantState(n, Unhealthy)
 	}
-	w.recovery(device.RecoveryReset)
-	w.recovery(device.RecoveryNone)
-	w.want(whole, Healthy)
+	w.answerRecovery(device.RecoveryReset)
+	w.answerRecovery(device.RecoveryNone)
+	w.wantState(gpuName, Healthy)
 }

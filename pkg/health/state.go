@@ -5,24 +5,24 @@ import (
 	"slices"
 )
 
-// State is how a device is. A larger one is graver.
+// State is the health of a device. Of two states, the larger value is the graver one.
 type State int
 
 const (
 	Healthy State = iota
-	// Degraded works, with something that somebody should see to.
+	// Degraded means that the device works, but an operator should look into it.
 	Degraded
-	// Unknown is a device of which nobody can say anything now.
+	// Unknown means that the state cannot be determined now.
 	Unknown
-	// Unhealthy must not be given to anybody until it has been repaired or reset.
+	// Unhealthy means that no Pod must get the device until it has been repaired or reset.
 	Unhealthy
-	// Lost does not answer any more.
+	// Lost means that the device no longer answers.
 	Lost
 )
 
 var stateNames = []string{"Healthy", "Degraded", "Unknown", "Unhealthy", "Lost"}
 
-// States are all of them, the mildest first.
+// States returns all states, the mildest first.
 func States() []State { return []State{Healthy, Degraded, Unknown, Unhealthy, Lost} }
 
 func (s State) String() string {
@@ -32,24 +32,23 @@ func (s State) String() string {
 	return stateNames[s]
 }
 
-// MarshalText writes the state's name.
 func (s State) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
-// UnmarshalText reads a state's name.
 func (s *State) UnmarshalText(text []byte) error {
 	i := slices.Index(stateNames, string(text))
 	if i < 0 {
-		return fmt.Errorf("state of health %q: want one of %v", text, stateNames)
+		return fmt.Errorf("health state %q: want one of %v", text, stateNames)
 	}
 	*s = State(i)
 	return nil
 }
 
-// Ends says what ends a finding.
+// Ends says what ends a finding: a reset, the passing of time, or an answer of the GPU without the
+// fault.
 type Ends string
 
 const (
-	EndsByLevel Ends = "level" // the hardware is asked again and says that it is over
-	EndsByReset Ends = "reset" // a reset, reload or reboot
-	EndsByTime  Ends = "time"  // it has not come again for a while
+	EndsByLevel Ends = "level" // the hardware no longer reports the fault
+	EndsByReset Ends = "reset" // a reset, driver reload or reboot
+	EndsByTime  Ends = "time"  // the error has not recurred for a while
 )

@@ -8,7 +8,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// View is what a monitor knew at one moment. It does not change, and any goroutine may read it. Nil knows of nothing: every device is healthy.
+// View is a copy of a monitor's findings at one moment. It never changes, so any goroutine may read
+// it. In a nil View all devices are healthy.
 type View struct {
 	cards map[device.PCIAddress]cardView
 }
@@ -17,12 +18,12 @@ type cardView struct {
 	card     device.Card
 	gpu      *device.GPU
 	findings []Finding
-	// recovered is when the last thing was over that made it less than healthy.
-	recovered time.Time
-	away      bool
+	// recoveredAt is when the last finding with a state worse than Healthy ended.
+	recoveredAt time.Time
+	otherDriver bool
 }
 
-// View copies what is known.
+// View returns a copy of the monitor's current state.
 func (m *Monitor) View() *View {
 	v := &View{cards: make(map[device.PCIAddress]cardView, len(m.cards))}
 	for address, c := range m.cards {
@@ -30,13 +31,14 @@ func (m *Monitor) View() *View {
 		for i, f := range c.Findings {
 			findings[i] = *f
 		}
-		v.cards[address] = cardView{c.Card, c.GPU, findings, c.recovered, c.Away}
+		v.cards[address] = cardView{c.Card, c.GPU, findings, c.recoveredAt, c.OtherDriver}
 	}
 	return v
 }
 
-// Of is the verdict on a device of the GPU. Another card at the place has none.
-func (v *View) Of(g device.GPU, n device.Name) Verdict {
+// Of returns the verdict on the device with this name, a part of the GPU g or all of it. The
+// verdict is Healthy if the view has no card at g's PCI address, or a card with another UUID.
+func (v *View) Of(g device.GPU, name device.Name) Verdict {
 	if v == nil {
 		return Verdict{}
 	}
@@ -46,7 +48,7 @@ func (v *View) Of(g device.GPU, n device.Name) Verdict {
 	}
 	var verdict Verdict
 	for _, s := range slices.Backward(States()[1:]) {
-		for _, f := range c.first(s, g, n) {
+		for _, f := range c.longestStanding(s, g, name) {
 			verdict.Causes = append(verdict.Causes, Cause{State: s, Code: f.Code, XID: f.XID, Reason: f.Reason, Action: f.Action, Since: f.Since})
 		}
 	}
@@ -56,24 +58,26 @@ func (v *View) Of(g device.GPU, n device.Name) Verdict {
 	return verdict
 }
 
-// recoveredFor is how long a card that has recovered may take until it is listed again.
-const recoveredFor = time.Minute
+// relistGrace is how long after a card's recovery Missing still returns the card while the
+// inventory's scans do not list it yet.
+const relistGrace = time.Minute
 
-// Missing are the cards, by PCI address, that are none of those listed and that something grave is known of, or was until a moment ago: settled is false then.
-// One that another kernel driver has is not missing.
+// Missing returns the cards that are absent from listed and are not Healthy, or recovered less than
+// relistGrace ago. settled is false if it returned a card only because of relistGrace. It skips
+// cards that are bound to another kernel driver.
 func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []device.GPU, settled bool) {
 	if v == nil {
 		return nil, true
 	}
 	settled = true
 	for address, c := range v.cards {
-		if c.gpu == nil || c.away || slices.Contains(listed, address) {
+		if c.gpu == nil || c.otherDriver || slices.Contains(listed, address) {
 			continue
 		}
 		switch {
 		case v.Of(*c.gpu, device.Name{GPU: address.WholeName()}).State > Healthy:
 			missing = append(missing, *c.gpu)
-		case now.Sub(c.recovered) < recoveredFor:
+		case now.Sub(c.recoveredAt) < relistGrace:
 			missing, settled = append(missing, *c.gpu), false
 		}
 	}
@@ -81,39 +85,41 @@ func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []dev
 	return missing, settled
 }
 
-// first has, of the findings of that state, the XID and the other one that have been there longest,
-// each for as long as it is there. The older of the two comes first.
-func (c cardView) first(s State, g device.GPU, n device.Name) []*Finding {
+// longestStanding returns at most two findings of state s that affect the device n: the oldest XID
+// and the oldest finding that is no XID. The older of the two comes first.
+func (c cardView) longestStanding(s State, g device.GPU, n device.Name) []*Finding {
 	var xid, other *Finding
 	for i := range c.findings {
 		f := &c.findings[i]
-		if f.State != s || !f.Part.reaches(n, g) {
+		if f.State != s || !f.Part.affects(n, g) {
 			continue
 		}
 		longest := &other
 		if f.XID != 0 {
 			longest = &xid
 		}
-		if *longest == nil || f.before(*longest) {
+		if *longest == nil || f.startedBefore(*longest) {
 			*longest = f
 		}
 	}
 	found := slices.DeleteFunc([]*Finding{xid, other}, func(f *Finding) bool { return f == nil })
-	if len(found) == 2 && other.before(xid) {
+	if len(found) == 2 && other.startedBefore(xid) {
 		slices.Reverse(found)
 	}
 	return found
 }
 
-// before says whether a finding has been there longer than another.
-func (f *Finding) before(o *Finding) bool {
+// startedBefore reports whether the finding f is older than o. Between findings of the same age
+// their keys decide, so that the order is always the same.
+func (f *Finding) startedBefore(o *Finding) bool {
 	if !f.Since.Equal(o.Since) {
 		return f.Since.Before(o.Since)
 	}
 	return f.First.Before(o.First) || f.First.Equal(o.First) && f.key() < o.key()
 }
 
-// Findings are all that is known of a card, those included that take nothing out.
+// Findings returns all findings of the card at the address, including those that do not affect
+// scheduling.
 func (v *View) Findings(address device.PCIAddress) []Finding {
 	if v == nil {
 		return nil
@@ -121,7 +127,8 @@ func (v *View) Findings(address device.PCIAddress) []Finding {
 	return slices.Clone(v.cards[address].findings)
 }
 
-// Affected says whether a change reaches a device of the GPU.
-func (c Change) Affected(g device.GPU, n device.Name) bool {
-	return c.Card.PCIAddress == g.PCIAddress && (c.Card.UUID == "" || g.UUID == "" || c.Card.UUID == g.UUID) && c.Finding.Part.reaches(n, g)
+// Affects reports whether the finding of this Change affects the device n of the GPU g.
+func (c Change) Affects(g device.GPU, n device.Name) bool {
+	return c.Card.PCIAddress == g.PCIAddress && (c.Card.UUID == "" || g.UUID == "" || c.Card.UUID == g.UUID) &&
+		c.Finding.Part.affects(n, g)
 }

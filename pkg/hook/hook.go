@@ -1,8 +1,10 @@
-// Package hook keeps a hook on the host: nvidia-cdi-hook, and gpu-mps for clients of MPS. The container runtime runs it when a container with a GPU is
-// created, in the host's view of the file system, so the binary in the plugin's image is of no use to it: it has to be put where the host can run it.
+// Package hook keeps a hook program on the host: nvidia-cdi-hook, or gpu-mps for clients of MPS.
+// The container runtime runs the program on the host when it creates a container with a GPU, so the
+// plugin must copy it there from its image.
 //
-// [Hook.Install] replaces the file atomically, because a container may be starting this moment, and only if its bytes differ. [Hook.Check] says
-// what would keep the host from running it. The package does not decide which hooks there are: they come with the CDI edits.
+// [Hook.Install] replaces the file only if its bytes differ, and atomically, because a container
+// may be starting. [Hook.Check] returns what would keep the host from running the program. The CDI
+// edits name the hooks to run.
 package hook
 
 import (
@@ -22,29 +24,33 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
-// stale is the age from which a copy is no longer being written by another instance of the plugin.
+// stale is the age at which an unfinished copy counts as left by a killed plugin instance.
 const stale = time.Minute
 
-// Hook is the binary in the plugin's image and its place on the host. It is for one goroutine.
+// Hook is a hook program: a file in the plugin's image and its copy on the host. It is not safe for
+// concurrent use.
 type Hook struct {
 	source, target string
-	// alike are what both files were when they were last found to have the same bytes: they are many, and are not read again and again.
-	alike [2]durable.Stamp
+	// identical are the stamps that source and target had when their bytes were equal. While the
+	// stamps stay equal, Install does not read the large files again.
+	identical [2]durable.Stamp
 }
 
-// New names the binary at source and the place for it, a path that the plugin and the host share.
+// New returns a Hook. source is the path in the image. target is the path on the host, at which the
+// plugin sees the file too.
 func New(source, target string) *Hook { return &Hook{source: source, target: target} }
 
-// Install puts the binary to its place. changed says whether it had to.
+// Install copies the program to its target. changed is false if the target was already equal and
+// executable.
 func (h *Hook) Install() (changed bool, err error) {
 	now := [2]durable.Stamp{durable.StampOf(h.source), durable.StampOf(h.target)}
-	if now == h.alike && now[0] != (durable.Stamp{}) && now[1] != (durable.Stamp{}) {
+	if now == h.identical && now[0] != (durable.Stamp{}) && now[1] != (durable.Stamp{}) {
 		return false, nil
 	}
 	changed, err = h.install()
-	h.alike = [2]durable.Stamp{}
+	h.identical = [2]durable.Stamp{}
 	if err == nil && !changed {
-		h.alike = now // from before they were read: what is done to them since makes them others
+		h.identical = now // taken before reading, so later changes give other stamps
 	}
 	return changed, err
 }
@@ -56,9 +62,10 @@ func (h *Hook) install() (changed bool, err error) {
 		return false, fmt.Errorf("read the hook binary: %w", err)
 	}
 	if err := os.MkdirAll(filepath.Dir(target), 0o755); err != nil {
-		return false, fmt.Errorf("make the hook's directory on the host: %w", err)
+		return false, fmt.Errorf("create the hook's directory on the host: %w", err)
 	}
-	// The container runtime runs it as root: nobody else may be able to replace it, nor to change it later.
+	// The container runtime runs the hook as root, so no other user may be able to change files in
+	// this directory.
 	if err := durable.CheckDir(filepath.Dir(target)); err != nil {
 		return false, fmt.Errorf("use the hook's directory on the host: %w", err)
 	}
@@ -69,7 +76,7 @@ func (h *Hook) install() (changed bool, err error) {
 	}
 	for _, path := range h.unfinished() {
 		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > stale {
-			_ = os.Remove(path) // The next installation tries again.
+			_ = os.Remove(path) // the next installation retries
 		}
 	}
 	if err := replace(source, target); err != nil {
@@ -78,22 +85,26 @@ func (h *Hook) install() (changed bool, err error) {
 	return true, nil
 }
 
-// executable leaves a file as it is that everybody can run already.
+// executable sets the file's mode to 0755 if needed, and reports whether the file now has this
+// mode.
 func executable(path string) bool {
 	const mode = 0o755
 	info, err := os.Stat(path)
 	return err == nil && (info.Mode().Perm() == mode || os.Chmod(path, mode) == nil)
 }
 
-// Check makes sure that the host can run the hook: it is there, a file, executable, and on a file system that allows execution.
+// Check returns an error if the host cannot run the hook: the file is missing, is not executable,
+// or is on a file system mounted noexec. It also returns an error if another user than root can
+// change the file.
 func (h *Hook) Check() error {
 	target := h.target
 	info, err := os.Stat(target)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return fmt.Errorf("hook %s is not on the host: check that its directory is mounted into the plugin's container under the same path", target)
+		return fmt.Errorf("hook %s is not on the host: "+
+			"check that its directory is mounted into the plugin's container under the same path", target)
 	case err != nil:
-		return fmt.Errorf("look at the hook on the host: %w", err)
+		return fmt.Errorf("stat the hook on the host: %w", err)
 	case !info.Mode().IsRegular():
 		return fmt.Errorf("hook %s is not a file: remove it", target)
 	case info.Mode().Perm()&0o111 == 0:
@@ -104,16 +115,17 @@ func (h *Hook) Check() error {
 	}
 	var mount unix.Statfs_t
 	if err := unix.Statfs(target, &mount); err != nil {
-		return fmt.Errorf("look at the hook's file system: %w", err)
+		return fmt.Errorf("stat the hook's file system: %w", err)
 	}
 	if mount.Flags&unix.ST_NOEXEC != 0 {
-		return fmt.Errorf("hook %s is on a file system mounted noexec, the container runtime cannot run it: set the hook path to a directory that allows execution", target)
+		return fmt.Errorf("hook %s is on a file system mounted noexec, so the container runtime cannot run it: "+
+			"set the hook path to a directory that allows execution", target)
 	}
 	return nil
 }
 
-// Remove takes the hook from the host, and what killed installations have left of it. One that is not there is no error. No other instance of the plugin may
-// be installing it.
+// Remove removes the hook from the host, and unfinished copies of killed installations. If they are
+// missing, it succeeds. No other plugin instance may be installing the hook.
 func (h *Hook) Remove() error {
 	for _, path := range append(h.unfinished(), h.target) {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -123,12 +135,13 @@ func (h *Hook) Remove() error {
 	return nil
 }
 
-// unfinished are copies that are being written, or that a killed plugin left.
+// unfinished lists the unfinished copies: those that a plugin instance is writing or that a killed
+// one left.
 func (h *Hook) unfinished() []string {
 	dir, name := filepath.Split(h.target)
 	entries, err := os.ReadDir(filepath.Clean(dir))
 	if err != nil {
-		return nil // There is nothing to remove, or the installation says why it fails.
+		return nil // if the error lasts, the installation reports it
 	}
 	var paths []string
 	for _, e := range entries {
@@ -139,7 +152,7 @@ func (h *Hook) unfinished() []string {
 	return paths
 }
 
-// copyPrefix begins the names of copies that do not have their name yet.
+// copyPrefix returns the prefix in the names of unfinished copies of the hook called name.
 func copyPrefix(name string) string { return "." + name + ".tmp-" }
 
 func digest(path string) ([]byte, error) {
@@ -155,8 +168,9 @@ func digest(path string) ([]byte, error) {
 	return h.Sum(nil), nil
 }
 
-// replace writes a copy beside the target and renames it: a half-written program is never run, and one that is running is not disturbed.
-// The copy is synced before, so that a power cut does not leave an empty file under the good name.
+// replace copies source next to target and renames the copy to target. So a half-written program
+// never runs, and a running one is not disturbed. It syncs the copy first, so that a power cut does
+// not leave an empty file.
 func replace(source, target string) error {
 	from, err := os.Open(source)
 	if err != nil {

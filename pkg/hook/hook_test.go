@@ -13,7 +13,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
-// host is a directory with a hook binary in an "image" and a place for it on the "host".
+// host returns a hook with a source in the directory "image" and a target in the directory "host",
+// both temporary.
 func host(t *testing.T) (h *Hook, source, target string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -41,7 +42,7 @@ func install(t *testing.T, h *Hook) bool {
 	return changed
 }
 
-func TestInstallPutsAnExecutableToItsPlace(t *testing.T) {
+func TestInstallWritesExecutable(t *testing.T) {
 	h, _, target := host(t)
 	if !install(t, h) {
 		t.Error("the first installation changed nothing")
@@ -55,48 +56,48 @@ func TestInstallPutsAnExecutableToItsPlace(t *testing.T) {
 	}
 	entries, _ := os.ReadDir(filepath.Dir(target))
 	if len(entries) != 1 {
-		t.Error("something else is left:", entries)
+		t.Error("leftover files:", entries)
 	}
 }
 
-func TestInstallWritesOnlyWhatDiffers(t *testing.T) {
+func TestInstallWritesOnlyChangedBinary(t *testing.T) {
 	h, source, target := host(t)
 	install(t, h)
 	first, _ := os.Stat(target)
 	if install(t, h) {
-		t.Error("the same bytes were installed again")
+		t.Error("an equal file was installed again")
 	}
 	if second, _ := os.Stat(target); !os.SameFile(first, second) {
 		t.Error("the file was replaced")
 	}
 	write(t, source, "version 2")
-	running, err := os.Open(target) // as a runtime that executes it now
+	running, err := os.Open(target) // like a runtime that executes the hook now
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = running.Close() }()
 	if !install(t, h) {
-		t.Error("other bytes were not installed")
+		t.Error("a changed binary was not installed")
 	}
 	old := make([]byte, 20)
 	if n, _ := running.Read(old); string(old[:n]) != "version 1" {
-		t.Errorf("who runs the old one reads %q", old[:n])
+		t.Errorf("the running program reads %q", old[:n])
 	}
 	if data, _ := os.ReadFile(target); string(data) != "version 2" {
 		t.Errorf("installed: %q", data)
 	}
 }
 
-func TestInstallReadsOnlyWhatSomebodyHasTouched(t *testing.T) {
+func TestInstallReadsOnlyChangedFiles(t *testing.T) {
 	h, source, target := host(t)
 	install(t, h)
 	install(t, h)
-	known := h.alike
+	known := h.identical
 	if known[0] == (durable.Stamp{}) || known[1] == (durable.Stamp{}) {
-		t.Fatal("it is not known that both are alike")
+		t.Fatal("the files' equality was not remembered")
 	}
-	if install(t, h) || h.alike != known {
-		t.Error("looking changes something")
+	if install(t, h) || h.identical != known {
+		t.Error("checking changed a file")
 	}
 	for name, touch := range map[string]func(){
 		"other bytes of the same size and time": func() {
@@ -108,12 +109,12 @@ func TestInstallReadsOnlyWhatSomebodyHasTouched(t *testing.T) {
 				t.Fatal(err)
 			}
 		},
-		"removed":              func() { _ = os.Remove(target) },
-		"another in the image": func() { write(t, source, "version 3") },
+		"removed":                     func() { _ = os.Remove(target) },
+		"another binary in the image": func() { write(t, source, "version 3") },
 	} {
 		touch()
 		if !install(t, h) || install(t, h) {
-			t.Errorf("%s: it is not installed again, once", name)
+			t.Errorf("%s: it was not installed exactly once more", name)
 		}
 		want, _ := os.ReadFile(source)
 		if have, _ := os.ReadFile(target); string(have) != string(want) {
@@ -122,7 +123,7 @@ func TestInstallReadsOnlyWhatSomebodyHasTouched(t *testing.T) {
 	}
 }
 
-func TestInstallRestoresTheRightToExecute(t *testing.T) {
+func TestInstallRestoresExecutePermission(t *testing.T) {
 	h, _, target := host(t)
 	install(t, h)
 	if err := os.Chmod(target, 0o600); err != nil {
@@ -137,16 +138,16 @@ func TestInstallRestoresTheRightToExecute(t *testing.T) {
 	}
 }
 
-func TestInstallFailuresNameTheirPlace(t *testing.T) {
+func TestInstallErrorNamesPath(t *testing.T) {
 	h, source, target := host(t)
-	write(t, filepath.Dir(target), "a file where the directory should be")
+	write(t, filepath.Dir(target), "a file in place of the directory")
 	if _, err := h.Install(); err == nil || !strings.Contains(err.Error(), "directory on the host") {
 		t.Error(err)
 	}
 	if err := os.Remove(filepath.Dir(target)); err != nil {
 		t.Fatal(err)
 	}
-	write(t, filepath.Join(target, "x"), "the hook's place is a directory")
+	write(t, filepath.Join(target, "x"), "the hook's path is a directory")
 	if _, err := h.Install(); err == nil || !strings.Contains(err.Error(), target) {
 		t.Error(err)
 	}
@@ -154,7 +155,7 @@ func TestInstallFailuresNameTheirPlace(t *testing.T) {
 		t.Error(err)
 	}
 	if err := h.Remove(); err == nil {
-		t.Error("a directory with something in it was removed")
+		t.Error("a non-empty directory was removed")
 	}
 	if err := os.Remove(source); err != nil {
 		t.Fatal(err)
@@ -164,18 +165,18 @@ func TestInstallFailuresNameTheirPlace(t *testing.T) {
 	}
 }
 
-func TestCheckNamesTheMissingHook(t *testing.T) {
+func TestCheckNamesMissingHook(t *testing.T) {
 	h, _, target := host(t)
 	if err := h.Check(); err == nil || !strings.Contains(err.Error(), target+" is not on the host") {
 		t.Error(err)
 	}
 }
 
-func TestCheckRefusesAFileSystemWithoutExecution(t *testing.T) {
+func TestCheckRejectsNoexecFileSystem(t *testing.T) {
 	dir := t.TempDir()
 	switch err := unix.Mount("tmpfs", dir, "tmpfs", unix.MS_NOEXEC, "size=64k,mode=755"); {
 	case errors.Is(err, unix.EPERM):
-		t.Skip("needs the right to mount")
+		t.Skip("needs permission to mount")
 	case err != nil:
 		t.Fatal(err)
 	}
@@ -191,17 +192,17 @@ func TestCheckRefusesAFileSystemWithoutExecution(t *testing.T) {
 func TestRemove(t *testing.T) {
 	h, _, target := host(t)
 	install(t, h)
-	for range 2 { // the second time it is gone already
+	for range 2 { // the second time, the hook is already gone
 		if err := h.Remove(); err != nil {
 			t.Error(err)
 		}
 	}
 	if _, err := os.Stat(target); err == nil {
-		t.Error("it is still there")
+		t.Error("the hook still exists")
 	}
 }
 
-func TestCopiesOfKilledInstallationsGo(t *testing.T) {
+func TestInstallRemovesOldUnfinishedCopies(t *testing.T) {
 	h, _, target := host(t)
 	old, young := filepath.Join(filepath.Dir(target), ".nvidia-cdi-hook.tmp-1"), filepath.Join(filepath.Dir(target), ".nvidia-cdi-hook.tmp-2")
 	write(t, old, "half a ho")
@@ -212,10 +213,10 @@ func TestCopiesOfKilledInstallationsGo(t *testing.T) {
 	}
 	install(t, h)
 	if _, err := os.Stat(old); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("the old copy is still there: %v", err)
+		t.Errorf("the old copy still exists: %v", err)
 	}
 	if _, err := os.Stat(young); err != nil {
-		t.Errorf("what another instance may be writing is gone: %v", err)
+		t.Errorf("the young copy, which another instance may be writing, is gone: %v", err)
 	}
 	if err := h.Remove(); err != nil {
 		t.Fatal(err)
@@ -225,11 +226,12 @@ func TestCopiesOfKilledInstallationsGo(t *testing.T) {
 	}
 }
 
-// The runtime runs it as root.
-func TestWhatOthersCouldChangeIsReplacedOrRefused(t *testing.T) {
+// The runtime runs the hook as root. The test expects that Check refuses a file that another user
+// can change, and that Install replaces or refuses it.
+func TestInstallReplacesOrRefusesUntrustedHook(t *testing.T) {
 	for name, plant := range map[string]func(target, elsewhere string) error{
-		"a file that everyone may write to": func(target, _ string) error { return os.Chmod(target, 0o777) },
-		"a link to the same bytes": func(target, elsewhere string) error {
+		"a world-writable file": func(target, _ string) error { return os.Chmod(target, 0o777) },
+		"a symlink to an equal file": func(target, elsewhere string) error {
 			return errors.Join(os.Rename(target, elsewhere), os.Symlink(elsewhere, target))
 		},
 		"a pipe": func(target, _ string) error { return errors.Join(os.Remove(target), unix.Mkfifo(target, 0o755)) },
@@ -241,10 +243,10 @@ func TestWhatOthersCouldChangeIsReplacedOrRefused(t *testing.T) {
 				t.Fatal(err)
 			}
 			if err := h.Check(); err == nil {
-				t.Error("it is taken for the hook")
+				t.Error("Check accepted it")
 			}
 			if !install(t, h) {
-				t.Error("it was left")
+				t.Error("it was not replaced")
 			}
 			if info, err := os.Lstat(target); err != nil || !info.Mode().IsRegular() || info.Mode().Perm() != 0o755 {
 				t.Error(info, err)
@@ -254,7 +256,7 @@ func TestWhatOthersCouldChangeIsReplacedOrRefused(t *testing.T) {
 			}
 		})
 	}
-	t.Run("a directory that everyone may write to", func(t *testing.T) {
+	t.Run("a world-writable directory", func(t *testing.T) {
 		h, _, target := host(t)
 		install(t, h)
 		if err := os.Chmod(filepath.Dir(target), 0o777); err != nil {

@@ -1,10 +1,11 @@
-// Package inventory knows what the node has now. It looks at the hardware when there is a reason to, keeps the last good answer, and tells its
-// readers when something changed.
+// Package inventory knows which GPUs the node has now. It scans the hardware when there is a reason
+// to, keeps the result of the last good scan, and notifies its readers of changes.
 //
-// What it promises: a [Snapshot] is immutable and whole, never a pool half read; a look that fails does not take away what the last good one found;
-// a driver that comes late, or goes and comes back, is noticed without a restart. Readers never wait for the hardware.
+// A [Snapshot] is immutable and complete. A failed scan does not discard the result of the last
+// good scan. The inventory notices a driver that is loaded late, or unloaded and loaded again,
+// without a restart. Readers never wait for the hardware.
 //
-// It does not judge health, and it publishes nothing itself.
+// The inventory does not judge health and publishes nothing.
 package inventory
 
 import (
@@ -22,191 +23,213 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// Snapshot is what the node had when the inventory last looked. It must not be changed.
+// Snapshot is the node's state as of the last scan. Readers must not modify it.
 type Snapshot struct {
-	// Ready says that the GPUs in Node can be handed out now.
+	// Ready is true if the GPUs in Node can be allocated now.
 	Ready bool
-	// Reason says why not, and the way out. Empty while Ready.
+	// Reason tells an operator why the node is not ready, and what to do. It is empty while Ready.
 	Reason string
-	// Failure is why the latest look failed although an earlier one succeeded: Node may be out of date. Empty when it did not.
+	// Failure is the error of the latest scan if an earlier scan succeeded. Then Node is the result of
+	// the earlier scan and may be outdated. Failure is empty if the latest scan succeeded.
 	Failure string
-	// Code says why the node is not ready, as one of the Code constants. Since says since when the node
-	// has not been ready. Both are zero while it is.
+	// Code is one of the constants Code* and says which kind of problem keeps the node from being
+	// ready. Since is when the node stopped being ready. Both are zero while the node is ready.
 	Code  string
 	Since time.Time
-	// Known says that a look has succeeded since the start: Node is what it found. Before, Node is empty and says nothing about the node,
-	// least of all that it has no GPUs.
+	// Known is true once a scan has succeeded since the plugin started. Before that, Node is empty and
+	// does not mean that the node has no GPUs.
 	Known bool
-	// Empty says that the latest look found no GPU because there is none: not even one on the PCI bus that cannot be offered.
+	// Empty is true if the node has no NVIDIA GPU at all, not even one that cannot be offered.
 	Empty bool
-	// Files is the fingerprint of the files from before the latest look, without those of MIG instances. Another one says that something was made anew, device nodes for example,
-	// even where the look found the same GPUs.
+	// Files is a digest of the device and driver files before the latest scan, except the files of MIG
+	// instances. It changes, for example, when a device node is created again, even if the scan
+	// returns the same GPUs.
 	Files string
-	// Node is the last good answer. It outlives a driver that is taken away, because claims on its GPUs do too.
+	// Node is the result of the last good scan. Node stays when the driver is unloaded, because claims
+	// may still have its GPUs.
 	Node nvidia.Node
 }
 
-// What is wrong with the node's hardware.
+// These codes say why a node offers no GPUs.
 const (
-	CodeNotScanned    = "not-scanned"    // the first scan has not ended
-	CodeDriverMissing = "driver-missing" // the driver, or a part of it, is missing
+	CodeNotScanned    = "not-scanned"    // the first scan has not finished
+	CodeDriverMissing = "driver-missing" // the driver or a part of it is missing
 	CodeScanFailed    = "scan-failed"    // no scan has succeeded since the start
-	CodeNoGPU         = "no-gpu"         // the node has no GPU that can be offered
+	CodeNoGPU         = "no-gpu"         // the node has no GPU to offer
 )
 
 const (
-	// whileUnready is how often the files are looked at while the node cannot serve.
-	whileUnready = time.Second
-	// whileReady is how often they are looked at while it can.
-	whileReady = 5 * time.Second
-	// While files don't change but the last look failed or a GPU has a problem, full looks are repeated, first after firstRetry, then ever more
-	// seldom, at least every failureRetry or problemRetry.
+	// pollUnready is how often the inventory looks for changed device and driver files while the node
+	// is not ready.
+	pollUnready = time.Second
+	// pollReady is how often the inventory looks for changed device and driver files while the node is
+	// ready.
+	pollReady = 5 * time.Second
+	// If the last scan failed or a GPU has a problem, the inventory repeats the scan although no file
+	// changes. The pause between scans starts at firstRetry and doubles. Its maximum is failureRetry
+	// after a failed scan, and problemRetry while a GPU has a problem.
 	firstRetry   = time.Second
 	failureRetry = 5 * time.Second
 	problemRetry = 30 * time.Second
-	// whileCut is how often a full look is taken where GPUs are in MIG mode: that an instance was replaced by another with the same ID shows in no file.
-	// whileCuttable is how often where they could be, whatever Doubt is told: that an admin has changed the mode shows in none either.
-	whileCut      = time.Minute
-	whileCuttable = 5 * time.Minute
-	// keepUncertain is how long a card is offered as it was known while its MIG instances cannot be read: a few looks.
-	keepUncertain = 15 * time.Second
+	// rescanMIG is how often to scan while a GPU is in MIG mode: no file shows that a MIG instance was
+	// replaced by another one with the same ID. rescanMIGCapable is how often to scan while a GPU
+	// could be in MIG mode but is not: no file shows that an admin changed the mode.
+	rescanMIG        = time.Minute
+	rescanMIGCapable = 5 * time.Minute
+	// uncertainGrace is how long the snapshot keeps the last known state of a GPU whose MIG instances
+	// cannot be read.
+	uncertainGrace = 15 * time.Second
 )
 
-// Hardware is what the inventory looks at. Package nvidia has it.
+// Hardware has the functions by which the inventory reads the hardware. Package nvidia implements
+// them.
 type Hardware struct {
-	// Scan takes a full look. It may wake GPUs.
+	// Scan reads everything about the node's GPUs. Scan may wake GPUs.
 	Scan func(context.Context) (nvidia.Node, error)
-	// Fingerprint is equal as long as there is no reason for a full look. It must be cheap.
+	// Fingerprint returns a digest of the device and driver files. If it changes, the inventory scans.
+	// It must be cheap, because the inventory calls it every few seconds.
 	Fingerprint func() string
-	// Present says whether there is an NVIDIA GPU on the PCI bus at all. An error means that nobody knows. It must be cheap.
+	// Present reports whether any NVIDIA GPU is on the PCI bus. After an error this is unknown.
+	// Present must be cheap.
 	Present func() (bool, error)
 }
 
-// Inventory keeps the current [Snapshot]. Run must be called for it to learn anything.
+// Inventory keeps the current [Snapshot]. Only Run updates the snapshot.
 type Inventory struct {
-	hardware Hardware
-	current  atomic.Pointer[Snapshot]
-	changed  chan struct{}
-	doubt    chan struct{}
+	hardware     Hardware
+	current      atomic.Pointer[Snapshot]
+	changed      chan struct{}
+	scanRequests chan struct{}
 }
 
-// New returns an inventory that knows nothing yet.
+// New returns an inventory that has not scanned yet.
 func New(h Hardware) *Inventory {
-	i := &Inventory{hardware: h, changed: make(chan struct{}, 1), doubt: make(chan struct{}, 1)}
+	i := &Inventory{hardware: h, changed: make(chan struct{}, 1), scanRequests: make(chan struct{}, 1)}
 	i.current.Store(&Snapshot{
-		Reason: "the node's GPUs have not been looked at yet", Code: CodeNotScanned, Since: time.Now(),
+		Reason: "the node's GPUs have not been scanned yet", Code: CodeNotScanned, Since: time.Now(),
 	})
 	return i
 }
 
-// Snapshot is the state of knowledge. It never blocks.
+// Snapshot returns the current snapshot. It never blocks.
 func (i *Inventory) Snapshot() Snapshot { return *i.current.Load() }
 
-// Changed delivers a value after the snapshot has changed. Changes coalesce: read the snapshot after receiving.
+// Changed returns a channel that delivers a value after the snapshot has changed. One value may
+// stand for several changes, so the receiver must read the current snapshot.
 func (i *Inventory) Changed() <-chan struct{} { return i.changed }
 
-// Doubt has a full look taken at once: somebody has seen that a card is not what the snapshot says.
-func (i *Inventory) Doubt() {
+// RequestScan triggers a scan at once. Callers use it when they saw that the hardware differs from
+// the snapshot.
+func (i *Inventory) RequestScan() {
 	select {
-	case i.doubt <- struct{}{}:
+	case i.scanRequests <- struct{}{}:
 	default:
 	}
 }
 
-// Run looks until ctx ends.
+// Run scans and updates the snapshot until ctx ends.
 func (i *Inventory) Run(ctx context.Context) {
-	l := looker{inventory: i, log: klog.FromContext(ctx)}
+	l := scanLoop{inventory: i, log: klog.FromContext(ctx)}
 	for {
-		pause := l.look(ctx)
+		pause := l.step(ctx)
 		select {
 		case <-ctx.Done():
 			return
-		case <-i.doubt:
+		case <-i.scanRequests:
 			l.next = time.Now()
 		case <-time.After(pause):
 		}
 	}
 }
 
-// looker decides when a full look is due.
-type looker struct {
+// scanLoop has what Run needs to know to decide when the next scan is due.
+type scanLoop struct {
 	inventory *Inventory
 	log       klog.Logger
 
-	looked      bool
+	scanned     bool
 	fingerprint string
-	next        time.Time     // when to look again without a change of the files; zero for never
-	backoff     time.Duration // between such looks
-	// uncertain is since when the instances of a card cannot be read.
+	next        time.Time     // when to scan even if no file changes; zero means never
+	backoff     time.Duration // pause before the next retry
+	// uncertain has the GPUs whose MIG instances cannot be read, each with the time when that began.
 	uncertain map[device.PCIAddress]time.Time
 }
 
-// look takes one turn and says how long to pause.
-func (l *looker) look(ctx context.Context) time.Duration {
+// step scans the hardware if a scan is due. It returns how long Run must wait before the next call
+// of step.
+func (l *scanLoop) step(ctx context.Context) time.Duration {
 	i := l.inventory
 	if !i.Snapshot().Known {
 		if present, err := i.hardware.Present(); err == nil && !present {
-			l.looked = false
+			l.scanned = false
 			i.set(l.log, Snapshot{
-				Reason: "no NVIDIA GPU is on this node's PCI bus: nothing to do until one appears", Code: CodeNoGPU,
+				Reason: "no NVIDIA GPU is on this node's PCI bus: waiting for one to appear", Code: CodeNoGPU,
 			})
-			return whileUnready
+			return pollUnready
 		}
 	}
 	fingerprint := i.hardware.Fingerprint()
 	due := !l.next.IsZero() && !time.Now().Before(l.next)
-	if l.looked && fingerprint == l.fingerprint && !due {
+	if l.scanned && fingerprint == l.fingerprint && !due {
 		return i.pause()
 	}
-	if !l.looked || fingerprint != l.fingerprint {
+	if !l.scanned || fingerprint != l.fingerprint {
 		l.backoff = firstRetry
 	}
 	node, err := i.hardware.Scan(ctx)
 	if ctx.Err() != nil {
 		return 0
 	}
-	// The fingerprint from before the look: what changed meanwhile is a reason for another.
-	l.looked, l.fingerprint = true, fingerprint
+	// The fingerprint was read before the scan, so a change of the files during the scan triggers
+	// another scan.
+	l.scanned, l.fingerprint = true, fingerprint
 	l.next = time.Time{}
 	if err != nil {
 		l.retry(failureRetry)
 	} else if len(node.Problems) > 0 {
 		l.retry(problemRetry)
-	} else if pause := afterAll(node.GPUs); pause > 0 {
+	} else if pause := rescanInterval(node.GPUs); pause > 0 {
 		l.next = time.Now().Add(pause)
 	}
-	if err == nil { // one that failed says nothing of any card, and so neither begins nor ends the time for which one is kept
-		node = l.keep(node)
+	// A failed scan tells nothing about the state of each GPU, so it must neither start nor end the
+	// grace period of a GPU with unreadable MIG instances.
+	if err == nil {
+		node = l.retainUncertain(node)
 	}
-	s := i.judge(node, err)
+	s := i.snapshotOf(node, err)
 	s.Files = nvidia.WithoutInstances(fingerprint)
 	i.set(l.log, s)
 	return i.pause()
 }
 
-// afterAll is how long after a full look the next one is due although no file has changed, 0 if it never is.
-func afterAll(gpus []nvidia.GPU) time.Duration {
+// rescanInterval returns how long after a scan the next scan is due if no file changes. 0 means
+// never.
+func rescanInterval(gpus []nvidia.GPU) time.Duration {
 	pause := time.Duration(0)
 	for _, g := range gpus {
 		switch {
-		case g.MIG == nil || g.MIG.Uncuttable:
+		case g.MIG == nil || g.MIG.ReadOnly:
 		case g.MIG.Enabled:
-			return whileCut
+			return rescanMIG
 		default:
-			pause = whileCuttable
+			pause = rescanMIGCapable
 		}
 	}
 	return pause
 }
 
-// keep leaves a card as it was known that is well but for its MIG instances: one of them that cannot be read, in the middle of somebody's cut for example,
-// must not take from schedulers what claims hold beside it. Nothing is cut by what is only known: that is looked at again. It ends with keepUncertain.
-func (l *looker) keep(node nvidia.Node) nvidia.Node {
+// retainUncertain adds to the node the last known state of each GPU whose MIG instances cannot be
+// read, for example while an admin changes them. Otherwise allocated devices would be unpublished.
+// After uncertainGrace it no longer adds the GPU.
+func (l *scanLoop) retainUncertain(node nvidia.Node) nvidia.Node {
 	last := l.inventory.Snapshot().Node
 	since := map[device.PCIAddress]time.Time{}
 	for _, p := range node.Problems {
-		known := slices.IndexFunc(last.GPUs, func(g nvidia.GPU) bool { return g.PCIAddress == p.PCIAddress && g.UUID == p.Uncertain })
-		if p.Uncertain == "" || known < 0 || last.Driver != node.Driver || last.GPUs[known].MIG == nil || !last.GPUs[known].MIG.Enabled {
+		known := slices.IndexFunc(last.GPUs, func(g nvidia.GPU) bool {
+			return g.PCIAddress == p.PCIAddress && g.UUID == p.Uncertain
+		})
+		if p.Uncertain == "" || known < 0 || last.Driver != node.Driver ||
+			last.GPUs[known].MIG == nil || !last.GPUs[known].MIG.Enabled {
 			continue
 		}
 		began, ok := l.uncertain[p.PCIAddress]
@@ -214,7 +237,7 @@ func (l *looker) keep(node nvidia.Node) nvidia.Node {
 			began = time.Now()
 		}
 		since[p.PCIAddress] = began
-		if time.Since(began) < keepUncertain {
+		if time.Since(began) < uncertainGrace {
 			node.GPUs = append(slices.Clone(node.GPUs), last.GPUs[known])
 			slices.SortFunc(node.GPUs, func(a, b nvidia.GPU) int { return cmp.Compare(a.PCIAddress, b.PCIAddress) })
 		}
@@ -223,7 +246,7 @@ func (l *looker) keep(node nvidia.Node) nvidia.Node {
 	return node
 }
 
-func (l *looker) retry(atLeastEvery time.Duration) {
+func (l *scanLoop) retry(atLeastEvery time.Duration) {
 	l.backoff = min(l.backoff, atLeastEvery)
 	l.next = time.Now().Add(l.backoff)
 	l.backoff *= 2
@@ -231,13 +254,14 @@ func (l *looker) retry(atLeastEvery time.Duration) {
 
 func (i *Inventory) pause() time.Duration {
 	if i.Snapshot().Ready {
-		return whileReady
+		return pollReady
 	}
-	return whileUnready
+	return pollUnready
 }
 
-// judge makes a snapshot of what a full look said.
-func (i *Inventory) judge(node nvidia.Node, err error) Snapshot {
+// snapshotOf returns the snapshot for the result of a scan. If the scan failed, err is set, and the
+// snapshot keeps the node from the last good scan.
+func (i *Inventory) snapshotOf(node nvidia.Node, err error) Snapshot {
 	last := i.Snapshot()
 	var unready *nvidia.NotReadyError
 	switch {
@@ -248,15 +272,18 @@ func (i *Inventory) judge(node nvidia.Node, err error) Snapshot {
 	case err != nil:
 		return Snapshot{Reason: err.Error(), Code: CodeScanFailed}
 	case len(node.GPUs) == 0:
-		_, unreadable := i.hardware.Present() // a look cannot say what is on a bus that cannot be read
-		return Snapshot{Known: true, Node: node, Reason: noGPU(node), Code: CodeNoGPU, Empty: len(node.Problems) == 0 && unreadable == nil}
+		_, unreadable := i.hardware.Present() // if the PCI bus cannot be read, there may be a GPU
+		return Snapshot{
+			Known: true, Node: node, Reason: noGPUReason(node), Code: CodeNoGPU,
+			Empty: len(node.Problems) == 0 && unreadable == nil,
+		}
 	default:
 		return Snapshot{Ready: true, Known: true, Node: node}
 	}
 }
 
-// noGPU explains an answer without a GPU that can be offered.
-func noGPU(node nvidia.Node) string {
+// noGPUReason returns the text that tells an operator why no GPU of the node can be offered.
+func noGPUReason(node nvidia.Node) string {
 	if len(node.Problems) == 0 {
 		return "the NVIDIA driver is loaded and lists no GPU"
 	}
@@ -279,29 +306,30 @@ func (i *Inventory) set(log klog.Logger, s Snapshot) {
 		return
 	}
 	i.current.Store(&s)
-	tell(log, last, s)
+	logChange(log, last, s)
 	select {
 	case i.changed <- struct{}{}:
 	default:
 	}
 }
 
-// tell logs what an operator wants to know, each thing once.
-func tell(log klog.Logger, last, s Snapshot) {
+// logChange logs what differs between the snapshots last and s. A problem that was already in last
+// is not logged again.
+func logChange(log klog.Logger, last, s Snapshot) {
 	switch {
-	case s.Ready && last.Ready && reflect.DeepEqual(uncut(last.Node), uncut(s.Node)):
+	case s.Ready && last.Ready && reflect.DeepEqual(withoutInstances(last.Node), withoutInstances(s.Node)):
 		if !reflect.DeepEqual(last.Node, s.Node) {
-			log.Info("MIG instances have changed", "gpus", recut(last.Node, s.Node))
+			log.Info("MIG instances changed", "gpus", changedInstances(last.Node, s.Node))
 		}
 	case s.Ready && !reflect.DeepEqual(last.Node, s.Node):
-		log.Info("GPUs found", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version, "cuda", s.Node.Driver.CUDAVersion)
+		log.Info("Found GPUs", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version, "cuda", s.Node.Driver.CUDAVersion)
 	case s.Ready && !last.Ready:
 		log.Info("GPUs are ready again", "gpus", len(s.Node.GPUs))
 	case !s.Ready && s.Reason != last.Reason:
-		log.Info("This node offers no GPUs for now", "reason", s.Reason)
+		log.Info("Node offers no GPUs", "reason", s.Reason)
 	}
 	if s.Failure != "" && s.Failure != last.Failure {
-		log.Error(nil, "Looking at the GPUs failed, keeping what is known", "failure", s.Failure)
+		log.Error(nil, "Failed to scan GPUs; keeping the result of the last good scan", "failure", s.Failure)
 	}
 	known := map[nvidia.Problem]bool{}
 	for _, p := range last.Node.Problems {
@@ -309,13 +337,14 @@ func tell(log klog.Logger, last, s Snapshot) {
 	}
 	for _, p := range s.Node.Problems {
 		if !known[p] {
-			log.Info("A GPU is not offered, or not in every shape", "gpu", p.PCIAddress, "reason", p.Message)
+			log.Info("GPU is not offered, or only in part", "gpu", p.PCIAddress, "reason", p.Message)
 		}
 	}
 }
 
-// uncut is a node without the instances that its GPUs are cut into: they come and go with claims.
-func uncut(n nvidia.Node) nvidia.Node {
+// withoutInstances returns a copy of the node without its MIG instances, which come and go with
+// claims.
+func withoutInstances(n nvidia.Node) nvidia.Node {
 	n.GPUs = slices.Clone(n.GPUs)
 	for i, g := range n.GPUs {
 		if g.MIG != nil {
@@ -327,8 +356,9 @@ func uncut(n nvidia.Node) nvidia.Node {
 	return n
 }
 
-// recut names the GPUs of which the instances are others, on nodes that are otherwise alike.
-func recut(last, now nvidia.Node) []string {
+// changedInstances returns the names of the GPUs whose MIG instances differ between two nodes that
+// are otherwise equal.
+func changedInstances(last, now nvidia.Node) []string {
 	var names []string
 	for i, g := range now.GPUs {
 		if !reflect.DeepEqual(last.GPUs[i].MIG, g.MIG) {

@@ -8,87 +8,97 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// Rules decide what of a node's GPUs is offered: what an admin has configured, and what claims hold.
+// Rules have what decides which devices a node offers: the admin's configuration and the devices
+// that claims have.
 type Rules struct {
 	Policies device.Policies
 	Shares   device.ShareRules
-	// Records are nil where there are none: then nothing is held, and every MIG instance is an admin's.
+	// Records may be nil. Then the preview assumes that no claim has a device and an admin created all
+	// MIG instances.
 	Records Records
 }
 
-// Records say what claims hold. Package prepare has them.
+// Records reads from the claims' checkpoint records which devices claims have. Package prepare
+// implements it.
 type Records interface {
-	// Explained is the part of a GPU's instances that was made for claims.
-	Explained(gpu string, instances []device.Instance) ([]device.Instance, error)
-	// HeldShares are the devices of which claims hold shares, and whether these are fractions.
-	HeldShares() (map[string]bool, error)
+	// OwnedInstances returns the MIG instances that this driver created for claims, out of the
+	// instances of the GPU named gpu.
+	OwnedInstances(gpu string, instances []device.Instance) ([]device.Instance, error)
+	// SharedDevices returns the names of the devices of which claims have shares. The value is true if
+	// MPS limits the memory and compute units of these shares.
+	SharedDevices() (map[string]bool, error)
 }
 
-// Preview is what a node would offer to a cluster that keeps all that can be published, as far as that shows on the node. It is for people to read: hardware
-// and records are of two moments, so that what is cut or given back between them is shown wrongly.
+// Preview is what a node would offer to a cluster with all DRA features. It is for people to read.
+// A preview may be inconsistent, because the hardware and the claims' records are read at different
+// moments.
 type Preview struct {
 	Node nvidia.Node
-	// Holders are the processes that have a GPU open, by its name: they may keep it from being cut.
+	// Holders has the processes that have a GPU open, by the name of the GPU. They may prevent changes
+	// of its MIG mode and instances.
 	Holders map[string][]nvidia.Process
 
 	policies device.Policies
 	shapes   []device.Shape
-	// owned are the instances that were made for claims. reasons say why something is not offered in every shape. Both by the GPU's name.
+	// owned has the MIG instances that this driver created for claims. reasons says why less is
+	// offered than the configuration asks for. The keys of both are the names of the GPUs.
 	owned   map[string][]device.Instance
 	reasons map[string][]string
 }
 
-// Preview says what the node offers by the rules.
+// Preview returns what the node would offer under the rules.
 func (r Rules) Preview(node nvidia.Node) (Preview, error) {
 	p := Preview{Node: node, policies: r.Policies, owned: map[string][]device.Instance{}, reasons: map[string][]string{}}
 	var held map[string]bool
 	if r.Records != nil {
 		var err error
-		if held, err = r.Records.HeldShares(); err != nil {
-			return p, fmt.Errorf("look which shares claims hold: %w", err)
+		if held, err = r.Records.SharedDevices(); err != nil {
+			return p, fmt.Errorf("list the shares that claims hold: %w", err)
 		}
 	}
 	offerings := make([]device.Offering, len(node.GPUs))
 	for i, g := range node.GPUs {
 		name := g.WholeName()
 		if r.Records != nil && g.MIG != nil {
-			owned, err := r.Records.Explained(name, g.MIG.Instances)
+			owned, err := r.Records.OwnedInstances(name, g.MIG.Instances)
 			if err != nil {
-				return p, fmt.Errorf("look which MIG instances of %s were made for claims: %w", name, err)
+				return p, fmt.Errorf("find the MIG instances of %s that were created for claims: %w", name, err)
 			}
 			p.owned[name] = owned
 		}
 		layout, reason := device.Decide(g.GPU, p.owned[name], r.Policies.For(g.GPU), true)
-		p.because(name, reason)
+		p.addReason(name, reason)
 		offerings[i] = device.Offering{
-			GPU: g.GPU, Layout: layout, Shares: r.Shares, NoFractions: device.WhyNoFractions(g.GPU, node.Driver), HeldShares: held,
+			GPU: g.GPU, Layout: layout, Shares: r.Shares,
+			FractionsUnsupported: device.FractionsUnsupportedReason(g.GPU, node.Driver), HeldShares: held,
 		}
 	}
-	for name, why := range device.NotInFractions(offerings) {
-		p.because(name, "not in fractions: "+why)
+	for name, why := range device.FractionRefusals(offerings) {
+		p.addReason(name, "not in fractions: "+why)
 	}
 	p.shapes = device.Offer(offerings)
 	return p, nil
 }
 
-func (p Preview) because(gpu, reason string) {
+func (p Preview) addReason(gpu, reason string) {
 	if reason != "" {
 		p.reasons[gpu] = append(p.reasons[gpu], reason)
 	}
 }
 
-// Empty says that nothing is offered at all.
+// Empty reports whether the node would publish no device.
 func (p Preview) Empty() bool { return len(p.shapes) == 0 }
 
-// madeFor says whose an instance is.
-func (p Preview) madeFor(gpu string, in device.Instance) string {
+// ownerOf returns the text that the table shows for who created the MIG instance.
+func (p Preview) ownerOf(gpu string, in device.Instance) string {
 	if slices.ContainsFunc(p.owned[gpu], func(o device.Instance) bool { return o.ID == in.ID }) {
 		return "a claim"
 	}
 	return "an admin"
 }
 
-// offered counts the devices of a GPU by what they are, in the order in which they are published.
+// offered counts the devices that a GPU would publish. devices maps each kind of device to its
+// number, and kinds lists the kinds in publishing order.
 func (p Preview) offered(g device.GPU) (kinds []string, devices map[string]int) {
 	devices = map[string]int{}
 	for _, s := range p.shapes {
@@ -114,8 +124,8 @@ func kind(s device.Shape, d device.Driver) string {
 	switch {
 	case !is:
 		return of
-	case shared.Ending():
-		return of + " in shares that claims hold, no others"
+	case shared.Withdrawn():
+		return of + " in shares that claims hold, no new ones"
 	case shared.InFractions():
 		return of + " in fractions"
 	default:

@@ -17,7 +17,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// WriteTable shows people what a node has and would offer, and of the rest why not.
+// WriteTable writes a table of the GPUs that a node has, the devices that it offers, and why it
+// does not offer more.
 func WriteTable(out io.Writer, p Preview) error {
 	node := p.Node
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
@@ -32,14 +33,16 @@ func WriteTable(out io.Writer, p Preview) error {
 		}
 		memory := "-"
 		if g.MemoryBytes > 0 {
-			memory = resource.NewQuantity(int64(g.MemoryBytes), resource.BinarySI).String() //nolint:gosec // no card has 8 EiB
+			//nolint:gosec // no card has 8 EiB
+			memory = resource.NewQuantity(int64(g.MemoryBytes), resource.BinarySI).String()
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%d\t%s\n", g.WholeName(), g.ProductName, memory, numa, cmp.Or(g.PCIeRoot, "-"), g.Minor, g.UUID)
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%d\t%s\n",
+			g.WholeName(), g.ProductName, memory, numa, cmp.Or(g.PCIeRoot, "-"), g.Minor, g.UUID)
 	}
 	if err := w.Flush(); err != nil {
 		return err
 	}
-	if err := writeCuts(out, p); err != nil {
+	if err := writeMIG(out, p); err != nil {
 		return err
 	}
 	if err := writeOffer(out, p); err != nil {
@@ -56,7 +59,7 @@ func WriteTable(out io.Writer, p Preview) error {
 	}
 	for i, line := range why {
 		if i == 0 {
-			fmt.Fprintln(out, "\nNot offered, or not in every shape:")
+			fmt.Fprintln(out, "\nNot offered, or only in part:")
 		}
 		if _, err := fmt.Fprintf(out, "  %s\n", line); err != nil {
 			return err
@@ -65,7 +68,8 @@ func WriteTable(out io.Writer, p Preview) error {
 	return writeHolders(out, p)
 }
 
-// writeHolders names who has a GPU open, for an admin who wants it cut or reset.
+// writeHolders lists the processes that have a GPU open. Such a process blocks a reset of the GPU
+// and a change of its MIG mode.
 func writeHolders(out io.Writer, p Preview) error {
 	title := "\nOpen in other processes:\n"
 	for _, g := range p.Node.GPUs {
@@ -84,7 +88,8 @@ func writeHolders(out io.Writer, p Preview) error {
 	return nil
 }
 
-// writeOffer counts the devices that would be published of each GPU. Devices that exclude each other stand side by side.
+// writeOffer writes how many devices of each kind each GPU would publish. It counts all devices,
+// even those that cannot be allocated at the same time.
 func writeOffer(out io.Writer, p Preview) error {
 	if len(p.Node.GPUs) == 0 {
 		return nil
@@ -105,7 +110,8 @@ func writeOffer(out io.Writer, p Preview) error {
 	return w.Flush()
 }
 
-// WriteSlices shows the ResourceSlices that a node would publish, as YAML documents. Without a node name the machine's own stands in.
+// WriteSlices writes the ResourceSlices that a node would publish, as YAML documents. If nodeName
+// is empty, WriteSlices uses the machine's host name.
 func WriteSlices(out io.Writer, p Preview, driverName, nodeName string) error {
 	if nodeName == "" {
 		nodeName, _ = os.Hostname()
@@ -122,17 +128,18 @@ func WriteSlices(out io.Writer, p Preview, driverName, nodeName string) error {
 	return nil
 }
 
-// resourceSlices gives the slices what the publisher adds to them: name, driver, pool and node.
+// resourceSlices returns the slices of the preview, with the names, driver, pool and node that the
+// plugin would set.
 func resourceSlices(p Preview, driverName, nodeName string) []resourceapi.ResourceSlice {
-	cut := device.Slices(p.shapes, p.Node.Driver)
-	slices := make([]resourceapi.ResourceSlice, len(cut))
-	for i, s := range cut {
+	split := device.Slices(p.shapes, p.Node.Driver)
+	slices := make([]resourceapi.ResourceSlice, len(split))
+	for i, s := range split {
 		slices[i] = resourceapi.ResourceSlice{
 			TypeMeta:   metav1.TypeMeta{APIVersion: resourceapi.SchemeGroupVersion.String(), Kind: "ResourceSlice"},
 			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%s-%s-%d", nodeName, driverName, i)},
 			Spec: resourceapi.ResourceSliceSpec{
 				Driver:         driverName,
-				Pool:           resourceapi.ResourcePool{Name: nodeName, Generation: 1, ResourceSliceCount: int64(len(cut))},
+				Pool:           resourceapi.ResourcePool{Name: nodeName, Generation: 1, ResourceSliceCount: int64(len(split))},
 				NodeName:       &nodeName,
 				SharedCounters: s.SharedCounters,
 				Devices:        s.Devices,

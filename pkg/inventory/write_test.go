@@ -15,7 +15,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// previewOf is what a node offers by the rules.
+// previewOf returns the preview of what this node offers under the rules. It ends the test after an
+// error.
 func previewOf(t *testing.T, r Rules, node nvidia.Node) Preview {
 	t.Helper()
 	p, err := r.Preview(node)
@@ -25,7 +26,7 @@ func previewOf(t *testing.T, r Rules, node nvidia.Node) Preview {
 	return p
 }
 
-// configured are the rules of these settings, where claims hold nothing.
+// configured returns rules with these MIG policies and share settings, and without any claim.
 func configured(t *testing.T, policies, shares string) Rules {
 	t.Helper()
 	p, err := device.ParsePolicies(policies)
@@ -39,14 +40,15 @@ func configured(t *testing.T, policies, shares string) Rules {
 	return Rules{Policies: p, Shares: s}
 }
 
-// records are those of claims that were given the instances with these IDs, and hold these shares.
+// records acts as the claims' checkpoint records. Claims own the MIG instances with these IDs, and
+// have shares of these devices.
 type records struct {
 	instances []uint32
 	shares    map[string]bool
 	err       error
 }
 
-func (r records) Explained(_ string, all []device.Instance) ([]device.Instance, error) {
+func (r records) OwnedInstances(_ string, all []device.Instance) ([]device.Instance, error) {
 	var ours []device.Instance
 	for _, in := range all {
 		if slices.Contains(r.instances, in.ID) {
@@ -56,9 +58,9 @@ func (r records) Explained(_ string, all []device.Instance) ([]device.Instance, 
 	return ours, r.err
 }
 
-func (r records) HeldShares() (map[string]bool, error) { return r.shares, nil }
+func (r records) SharedDevices() (map[string]bool, error) { return r.shares, nil }
 
-func TestTheTable(t *testing.T) {
+func TestWriteTable(t *testing.T) {
 	node := nodeWith("0000:1b:00.0", "0000:43:00.0")
 	node.GPUs[0].NUMANode, node.GPUs[0].PCIeRoot = ptr.To(0), "pci0000:15"
 	node.GPUs[1].MemoryBytes = 0
@@ -77,7 +79,7 @@ NAME              MIG POLICY  DEVICES OFFERED
 gpu-0000-1b-00-0  -           1 x whole
 gpu-0000-43-00-0  -           1 x whole
 
-Not offered, or not in every shape:
+Not offered, or only in part:
   0000:52:00.0: MIG mode is on
   lost
 `
@@ -86,37 +88,40 @@ Not offered, or not in every shape:
 	}
 }
 
-func TestTheTableShowsHowGPUsAreCut(t *testing.T) {
+func TestWriteTableShowsMIGLayout(t *testing.T) {
 	node := nodeWith("0000:1b:00.0", "0000:43:00.0", "0000:52:00.0", "0000:9b:00.0")
 	small := device.Profile{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 7, Size: 1, Starts: []uint32{0, 1}}
 	large := device.Profile{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, Size: 4, Starts: []uint32{0, 4}}
 	node.GPUs[0].MIG = &device.MIG{Enabled: true, Pending: true, Profiles: []device.Profile{large, small}, Instances: []device.Instance{
 		{ID: 1, ProfileID: 9, Placement: device.Placement{Start: 4, Size: 4}, Compute: []device.ComputeInstance{
-			{Name: "1c.3g.40gb", Placement: device.Placement{Size: 1}, UUID: "MIG-a"}, {ID: 1, Name: "2c.3g.40gb", Placement: device.Placement{Start: 1, Size: 2}, UUID: "MIG-b"},
+			{Name: "1c.3g.40gb", Placement: device.Placement{Size: 1}, UUID: "MIG-a"},
+			{ID: 1, Name: "2c.3g.40gb", Placement: device.Placement{Start: 1, Size: 2}, UUID: "MIG-b"},
 		}},
-		{ID: 7, ProfileID: 19, Placement: device.Placement{Size: 1}, Compute: []device.ComputeInstance{{Name: "1g.10gb", Placement: device.Placement{Size: 1}, UUID: "MIG-c"}}},
+		{ID: 7, ProfileID: 19, Placement: device.Placement{Size: 1}, Compute: []device.ComputeInstance{
+			{Name: "1g.10gb", Placement: device.Placement{Size: 1}, UUID: "MIG-c"},
+		}},
 		{ID: 8, ProfileID: 19, Placement: device.Placement{Start: 1, Size: 1}},
 	}}
 	node.GPUs[1].MIG = &device.MIG{ModeFixed: true, Pending: true, Profiles: []device.Profile{small}}
-	node.GPUs[2].MIG = &device.MIG{Uncuttable: true}
+	node.GPUs[2].MIG = &device.MIG{ReadOnly: true}
 	rules := configured(t, "dynamic", "")
 	rules.Records = records{instances: []uint32{7, 8}}
 	var out strings.Builder
 	if err := WriteTable(&out, previewOf(t, rules, node)); err != nil {
 		t.Fatal(err)
 	}
-	_, cuts, _ := strings.Cut(out.String(), "GPU-0000:9b:00.0\n")
+	_, layout, _ := strings.Cut(out.String(), "GPU-0000:9b:00.0\n")
 	want := `
-NAME              MIG MODE                                     PROFILES
-gpu-0000-1b-00-0  on                                           2 x 3g.40gb, 7 x 1g.10gb
-gpu-0000-43-00-0  off (on after a reset)                       7 x 1g.10gb
-gpu-0000-52-00-0  off (fixed by the host of this virtual GPU)  -
+NAME              MIG MODE                           PROFILES
+gpu-0000-1b-00-0  on                                 2 x 3g.40gb, 7 x 1g.10gb
+gpu-0000-43-00-0  off (on after a reset)             7 x 1g.10gb
+gpu-0000-52-00-0  off (controlled by the vGPU host)  -
 
 INSTANCE                       ID  PLACEMENT  PROFILE     MADE FOR  UUID
 gpu-0000-1b-00-0-mig-9-4-ci-0  1   4:4        1c.3g.40gb  an admin  MIG-a
 gpu-0000-1b-00-0-mig-9-4-ci-1  1   4:4        2c.3g.40gb  an admin  MIG-b
 gpu-0000-1b-00-0-mig-19-0      7   0:1        1g.10gb     a claim   MIG-c
-gpu-0000-1b-00-0-mig-19-1      8   1:1        1g.10gb     a claim   none: it has no compute instance
+gpu-0000-1b-00-0-mig-19-1      8   1:1        1g.10gb     a claim   none: no compute instance
 
 NAME              MIG POLICY  DEVICES OFFERED
 gpu-0000-1b-00-0  dynamic     1 x 1c.3g.40gb, 1 x 2c.3g.40gb, 1 x 1g.10gb
@@ -124,20 +129,20 @@ gpu-0000-43-00-0  dynamic     1 x whole
 gpu-0000-52-00-0  dynamic     1 x whole
 gpu-0000-9b-00-0  -           1 x whole
 
-Not offered, or not in every shape:
-  gpu-0000-1b-00-0: MIG instances are there that no claim has made: it is offered as it is cut
-  gpu-0000-43-00-0: MIG mode is off, and on this card only a reset turns it on, which is pending
-  gpu-0000-52-00-0: instances can be used but not made here, as in the guest of a virtual GPU
+Not offered, or only in part:
+  gpu-0000-1b-00-0: MIG instances exist that no claim created: the GPU is offered as partitioned
+  gpu-0000-43-00-0: MIG mode is off, and only a GPU reset enables it on this card, which is pending
+  gpu-0000-52-00-0: MIG instances can be used but not created here, as in a vGPU guest
 `
-	if diff := cmp.Diff(want, cuts); diff != "" {
+	if diff := cmp.Diff(want, layout); diff != "" {
 		t.Error(diff)
 	}
 }
 
-// What is offered is what the configuration and the claims leave of what there is.
-func TestTheOfferGoesByConfigurationAndClaims(t *testing.T) {
+// The preview must differ with the configuration and with the claims that have devices.
+func TestPreviewFollowsConfigurationAndClaims(t *testing.T) {
 	small := device.Profile{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 2, Size: 1, Starts: []uint32{0, 1}}
-	cut := device.Instance{ID: 7, ProfileID: 19, Placement: device.Placement{Size: 1}, Compute: []device.ComputeInstance{
+	instance := device.Instance{ID: 7, ProfileID: 19, Placement: device.Placement{Size: 1}, Compute: []device.ComputeInstance{
 		{Name: "1g.10gb", Placement: device.Placement{Size: 1}, UUID: "MIG-a"},
 	}}
 	mig := func(instances ...device.Instance) *device.MIG {
@@ -151,24 +156,32 @@ func TestTheOfferGoesByConfigurationAndClaims(t *testing.T) {
 		records          Records
 		offered, why     string
 	}{
-		"nothing said": {mig(), "", "", nil, "static 1 x whole", ""},
-		"dynamic":      {mig(), "dynamic", "", nil, "dynamic 1 x whole, 2 x 1g.10gb", ""},
-		"a list":       {mig(), "adopt(1g.10gb)", "", nil, "adopt(1g.10gb) 1 x whole, 2 x 1g.10gb", ""},
-		"another list": {mig(), "dynamic(3g.40gb)", "", nil, "dynamic(3g.40gb) 1 x whole", "it has no profile 3g.40gb, which the policy dynamic(3g.40gb) names, so the policy static holds; its profiles are 1g.10gb"},
-		"static":       {mig(), "static", "", nil, "static 1 x whole", ""},
-		"off for this one": {
+		"no configuration": {mig(), "", "", nil, "static 1 x whole", ""},
+		"dynamic":          {mig(), "dynamic", "", nil, "dynamic 1 x whole, 2 x 1g.10gb", ""},
+		"profile list":     {mig(), "adopt(1g.10gb)", "", nil, "adopt(1g.10gb) 1 x whole, 2 x 1g.10gb", ""},
+		"list with an unknown profile": {
+			mig(), "dynamic(3g.40gb)", "", nil, "dynamic(3g.40gb) 1 x whole",
+			"the GPU has no profile 3g.40gb, which policy dynamic(3g.40gb) names, " +
+				"so policy static applies; its profiles are 1g.10gb",
+		},
+		"static": {mig(), "static", "", nil, "static 1 x whole", ""},
+		"off for this GPU": {
 			mig(), "static,0000:1b:00.0=off", "", nil, "off 1 x whole", "",
 		},
-		"cut by nobody known": {mig(cut), "dynamic", "", nil, "dynamic 1 x 1g.10gb", "MIG instances are there that no claim has made: it is offered as it is cut"},
-		"cut for a claim":     {mig(cut), "dynamic", "", records{instances: []uint32{7}}, "dynamic 1 x whole, 2 x 1g.10gb", ""},
-		"cut for a claim and not to be cut any more": {
-			mig(cut), "off", "", records{instances: []uint32{7}}, "off 1 x 1g.10gb",
-			"the policy is to offer it as a whole only, which waits for claims that hold partitions",
+		"instance of an admin": {
+			mig(instance), "dynamic", "", nil, "dynamic 1 x 1g.10gb",
+			"MIG instances exist that no claim created: the GPU is offered as partitioned",
 		},
-		"shared":           {nil, "", "shares:4", nil, "- 1 x whole, 1 x whole in 4 shares", ""},
-		"partitions share": {mig(), "dynamic", "*/1g*=shares:3", nil, "dynamic 1 x whole, 2 x 1g.10gb, 2 x 1g.10gb in 3 shares", ""},
-		"shared no more, and held": {
-			nil, "", "", records{shares: map[string]bool{gpu + "-share": false}}, "- 1 x whole, 1 x whole in shares that claims hold, no others", "",
+		"instance of a claim": {mig(instance), "dynamic", "", records{instances: []uint32{7}}, "dynamic 1 x whole, 2 x 1g.10gb", ""},
+		"instance of a claim, policy now off": {
+			mig(instance), "off", "", records{instances: []uint32{7}}, "off 1 x 1g.10gb",
+			"the policy offers whole GPUs only: waiting for claims that hold partitions",
+		},
+		"shared":            {nil, "", "shares:4", nil, "- 1 x whole, 1 x whole in 4 shares", ""},
+		"shared partitions": {mig(), "dynamic", "*/1g*=shares:3", nil, "dynamic 1 x whole, 2 x 1g.10gb, 2 x 1g.10gb in 3 shares", ""},
+		"no longer shared, share held": {
+			nil, "", "", records{shares: map[string]bool{gpu + "-share": false}},
+			"- 1 x whole, 1 x whole in shares that claims hold, no new ones", "",
 		},
 		"in fractions": {nil, "", "fractions", nil, "- 1 x whole, 1 x whole in fractions", ""},
 	} {
@@ -182,21 +195,21 @@ func TestTheOfferGoesByConfigurationAndClaims(t *testing.T) {
 				t.Fatal(err)
 			}
 			_, offer, _ := strings.Cut(out.String(), "DEVICES OFFERED\n")
-			offer, why, _ := strings.Cut(offer, "\n\nNot offered, or not in every shape:\n")
+			offer, why, _ := strings.Cut(offer, "\n\nNot offered, or only in part:\n")
 			if got := strings.Join(strings.Fields(offer), " "); got != gpu+" "+c.offered {
-				t.Errorf("offered is %q", got)
+				t.Errorf("offered: %q", got)
 			}
 			if c.why != "" {
 				c.why = gpu + ": " + c.why
 			}
 			if got := strings.TrimSpace(why); got != c.why {
-				t.Errorf("why: %q", got)
+				t.Errorf("reason: %q", got)
 			}
 		})
 	}
 }
 
-func TestWhatCannotBeInFractionsIsNamedWithTheReason(t *testing.T) {
+func TestTableSaysWhyGPUHasNoFractions(t *testing.T) {
 	node := nodeWith("0000:1b:00.0")
 	node.GPUs[0].CUDAComputeCapability = "6.1"
 	var out strings.Builder
@@ -204,27 +217,29 @@ func TestWhatCannotBeInFractionsIsNamedWithTheReason(t *testing.T) {
 		t.Fatal(err)
 	}
 	if want := "gpu-0000-1b-00-0: not in fractions: MPS cannot limit memory on GPUs before Volta"; !strings.Contains(out.String(), want) {
-		t.Errorf("it does not say %q:\n%s", want, out.String())
+		t.Errorf("the table does not contain %q:\n%s", want, out.String())
 	}
 }
 
-func TestRecordsThatCannotBeReadAreAnError(t *testing.T) {
+func TestPreviewReturnsErrorOfRecords(t *testing.T) {
 	node := nodeWith("0000:1b:00.0")
 	node.GPUs[0].MIG = &device.MIG{}
 	broken := errors.New("bad sector")
-	if _, err := (Rules{Records: records{err: broken}}).Preview(node); !errors.Is(err, broken) || !strings.Contains(err.Error(), "gpu-0000-1b-00-0") {
+	if _, err := (Rules{Records: records{err: broken}}).Preview(node); !errors.Is(err, broken) ||
+		!strings.Contains(err.Error(), "gpu-0000-1b-00-0") {
 		t.Error(err)
 	}
 }
 
-func TestTheTableOfANodeWithoutGPUsHasNoHead(t *testing.T) {
+func TestTableWithoutGPUsHasNoHeader(t *testing.T) {
 	var out strings.Builder
-	if err := WriteTable(&out, Preview{}); err != nil || strings.Contains(out.String(), "NAME") || !strings.Contains(out.String(), "CUDA unknown") {
+	if err := WriteTable(&out, Preview{}); err != nil || strings.Contains(out.String(), "NAME") ||
+		!strings.Contains(out.String(), "CUDA unknown") {
 		t.Errorf("%s, %v", out.String(), err)
 	}
 }
 
-func TestTheSlicesAreThoseOfTheAPI(t *testing.T) {
+func TestWriteSlicesWritesValidResourceSlices(t *testing.T) {
 	for given, want := range map[string]string{"node-1": "node-1", "": ""} {
 		var out strings.Builder
 		if err := WriteSlices(&out, previewOf(t, Rules{}, nodeWith("0000:1b:00.0")), "gpu.nvidia.com", given); err != nil {
@@ -245,14 +260,14 @@ func TestTheSlicesAreThoseOfTheAPI(t *testing.T) {
 	}
 }
 
-// full is a disk without room.
+// full is a writer that returns an error for every write, like a full disk.
 type full struct{}
 
 func (full) Write([]byte) (int, error) { return 0, errors.New("no space left") }
 
-func TestAnOutputThatCannotBeWrittenIsAnError(t *testing.T) {
+func TestFailedWriteIsAnError(t *testing.T) {
 	p := previewOf(t, Rules{}, nodeWith("0000:1b:00.0"))
 	if WriteTable(full{}, p) == nil || WriteSlices(full{}, p, "d", "n") == nil {
-		t.Error("it went unnoticed")
+		t.Error("a write error was ignored")
 	}
 }

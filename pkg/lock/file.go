@@ -16,23 +16,24 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// flockPoll is how often a lock that another process holds is tried again.
+// flockPoll is how often to try again to lock a file that another process has locked.
 const flockPoll = 5 * time.Millisecond
 
 const permissions = 0o600
 
-// opened is a file that is locked for as long as it is open.
-type opened interface {
+// lockFile is an open and locked file. Closing it releases the lock.
+type lockFile interface {
 	Stat() (fs.FileInfo, error)
 	Close() error
 }
 
-// flocks locks the files of all the names, or none: then busy is the one that another process holds.
-func (s *Set) flocks(names []Name) (locks []taken, busy int, err error) {
+// tryFlockAll locks the files of all names, or none of them. If another process has locked one of
+// the files, locks is nil and busy is that file's index in names.
+func (s *Set) tryFlockAll(names []Name) (locks []lockedFile, busy int, err error) {
 	for i, name := range names {
 		file, err := s.tryFlock(name)
 		if err == nil && file != nil {
-			locks = append(locks, taken{name, file})
+			locks = append(locks, lockedFile{name, file})
 			continue
 		}
 		for _, t := range locks {
@@ -43,8 +44,8 @@ func (s *Set) flocks(names []Name) (locks []taken, busy int, err error) {
 	return locks, -1, nil
 }
 
-// tryFlock is nil where another process holds the lock.
-func (s *Set) tryFlock(name Name) (opened, error) {
+// tryFlock locks the file of name. It returns nil if another process has locked it.
+func (s *Set) tryFlock(name Name) (lockFile, error) {
 	path := filepath.Join(s.dir, name.File)
 	for {
 		f, got, err := open(path, name.Part)
@@ -54,7 +55,7 @@ func (s *Set) tryFlock(name Name) (opened, error) {
 		if !got {
 			return nil, f.Close()
 		}
-		same, err := isNamed(f, path)
+		same, err := isCurrent(f, path)
 		if err == nil && same {
 			return f, nil
 		}
@@ -64,8 +65,9 @@ func (s *Set) tryFlock(name Name) (opened, error) {
 	}
 }
 
-// flock waits for another process to let go of the file. One that was removed meanwhile is not the one of that name any more.
-func (s *Set) flock(ctx context.Context, name Name) (opened, error) {
+// waitFlock waits until no other process has locked the file, and locks it. If the file was removed
+// meanwhile, it creates and locks a new one.
+func (s *Set) waitFlock(ctx context.Context, name Name) (lockFile, error) {
 	poll := time.NewTicker(flockPoll)
 	defer poll.Stop()
 	for {
@@ -74,14 +76,15 @@ func (s *Set) flock(ctx context.Context, name Name) (opened, error) {
 		}
 		select {
 		case <-ctx.Done():
-			return nil, &BusyError{fmt.Errorf("lock %s, which another process holds: %w", filepath.Join(s.dir, name.String()), ctx.Err())}
+			return nil, &BusyError{fmt.Errorf("lock %s, which another process has locked: %w", filepath.Join(s.dir, name.String()), ctx.Err())}
 		case <-poll.C:
 		}
 	}
 }
 
-// open opens the file, and locks it if it is free.
-func open(path, part string) (f opened, got bool, err error) {
+// open opens the file at path and tries to lock it. If part is not empty, it locks only that part
+// of the file. got is false if another process has the lock.
+func open(path, part string) (f lockFile, got bool, err error) {
 	if part == "" {
 		whole := flock.New(path, flock.SetPermissions(permissions))
 		if got, err = whole.TryLock(); err != nil {
@@ -99,20 +102,21 @@ func open(path, part string) (f opened, got bool, err error) {
 	return file, got, nil
 }
 
-// lockPart locks a byte of the file. Like a flock, the lock is of this opening of the file, not of the process. Two names at one byte, if there ever were any,
-// would only wait for each other.
+// lockPart tries to lock one byte of the file, which it chooses by a hash of part. Like a flock,
+// the lock belongs to the open file, not to the process. Two parts with the same byte exclude each
+// other, which does no harm.
 func lockPart(file *os.File, part string) (got bool, err error) {
 	sum := sha256.Sum256([]byte(part))
 	const lastByte = 1<<62 - 1
 	at := unix.Flock_t{Type: unix.F_WRLCK, Whence: io.SeekStart, Start: int64(binary.BigEndian.Uint64(sum[:]) & lastByte), Len: 1}
 	err = unix.FcntlFlock(file.Fd(), unix.F_OFD_SETLK, &at)
-	if errors.Is(err, unix.EAGAIN) { // EACCES is a policy's refusal: Linux says no more than EAGAIN of a lock that is held
+	if errors.Is(err, unix.EAGAIN) { // another process has the lock (on Linux, EACCES would mean a security policy)
 		return false, nil
 	}
 	return err == nil, os.NewSyscallError("fcntl", err)
 }
 
-func isNamed(f opened, path string) (bool, error) {
+func isCurrent(f lockFile, path string) (bool, error) {
 	named, err := os.Stat(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return false, nil
@@ -120,9 +124,9 @@ func isNamed(f opened, path string) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	held, err := f.Stat()
+	opened, err := f.Stat()
 	if err != nil {
 		return false, err
 	}
-	return os.SameFile(named, held), nil
+	return os.SameFile(named, opened), nil
 }

@@ -1,14 +1,19 @@
-// Package lock keeps two claims from touching one GPU at a time, and two calls from touching one claim, in this process and across processes.
+// Package lock serializes claims on one GPU, and calls for one claim. It works within this process
+// and across processes.
 //
-// Locks are named. A name's lock is two layers: a fair queue within the process, and below it a lock of a file, which is contended only while two instances
-// of the plugin overlap. [Set.Acquire] and [Held.Add] take several names at once or none: nobody holds one of them while waiting for another. So no two can
-// wait for each other, and what hangs with one GPU delays those alone who want that one. What is held already stays held while more is added: callers take
-// a claim first and then its GPUs, never the other way. Waiting ends with the caller's context.
+// Locks have names. A lock has two layers: a fair queue within the process, and a file lock between
+// processes. Processes compete for the file lock only while two instances of the plugin overlap.
 //
-// A name is a file, or one of any number that share a file: then a byte of it is locked, whose place is made of the name. A GPU has a file of its own. Claims, of
-// which there is always another one, share one, so that no file has to be made and removed with each call.
+// [Set.Acquire] and [Guard.Add] take several names at once or none, so no caller holds one of these
+// names while it waits for another. That excludes deadlocks, and a hung GPU delays only the callers
+// that need it. Guard.Add keeps the locks that the guard already has. So callers take a claim's
+// lock first and then its GPUs' locks, never the reverse. A wait ends with the caller's context.
 //
-// A process that dies loses its locks at once. Lock files stay.
+// A name is a whole file or a part of a shared file. A part is locked as one byte of the file,
+// which a hash of the name chooses. Each GPU has its own file. All claims share one file, so that
+// calls need not create and remove files.
+//
+// When a process dies, the kernel releases its locks at once. The lock files stay.
 package lock
 
 import (
@@ -24,7 +29,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
-// Set is the locks of one directory.
+// Set manages the locks in one directory.
 type Set struct {
 	dir string
 
@@ -32,21 +37,22 @@ type Set struct {
 	queue queue
 }
 
-// NewSet makes the directory if needed.
+// NewSet returns the locks in the directory dir. It creates dir if needed.
 func NewSet(dir string) (*Set, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create the directory for locks: %w", err)
 	}
 	if err := durable.CheckDir(dir); err != nil {
-		return nil, fmt.Errorf("use the directory for locks: %w", err)
+		return nil, fmt.Errorf("check the directory for locks: %w", err)
 	}
-	return &Set{dir: dir, queue: queue{taken: map[string]time.Time{}}}, nil
+	return &Set{dir: dir, queue: queue{since: map[string]time.Time{}}}, nil
 }
 
-// Name is what is locked: a file, or a part of one.
+// Name says what to lock: a file, or a part of a file.
 type Name struct {
 	File string
-	// Part, where it is not empty, is locked alone of all that share the file.
+	// Part selects a part of the file. Different parts are locked independently. If Part is empty, the
+	// whole file is locked.
 	Part string
 }
 
@@ -57,53 +63,56 @@ func (n Name) String() string {
 	return n.File + "/" + n.Part
 }
 
-// Held is a group of locks that were taken.
-type Held struct {
+// Guard is a group of acquired locks.
+type Guard struct {
 	set   *Set
-	locks []taken
-	// Waited says that at least one lock was not free at once, so what was read before may be out of date.
+	locks []lockedFile
+	// Waited means that at least one lock was not free at once. What the caller read before may be out
+	// of date then.
 	Waited bool
 }
 
-type taken struct {
+type lockedFile struct {
 	name Name
-	file opened
+	file lockFile
 }
 
-// BusyError says that a lock was waited for in vain, because another call or another process holds it.
+// BusyError means that a lock could not be taken in time because another call or process has it.
 type BusyError struct{ error }
 
 func (e *BusyError) Unwrap() error { return e.error }
 
-// Acquire takes all the locks, or none. Its error is a [BusyError] only where somebody holds one.
-func (s *Set) Acquire(ctx context.Context, names ...Name) (*Held, error) {
-	h := &Held{set: s}
+// Acquire takes all locks, or none. Its error is a [BusyError] only if another call or process has
+// a lock.
+func (s *Set) Acquire(ctx context.Context, names ...Name) (*Guard, error) {
+	h := &Guard{set: s}
 	if err := h.Add(ctx, names...); err != nil {
 		return nil, err
 	}
 	return h, nil
 }
 
-// Add takes further locks, all or none. Those taken before are held meanwhile, and after an error.
-func (h *Held) Add(ctx context.Context, names ...Name) error {
+// Add takes more locks, all or none of them. The guard keeps its earlier locks while Add waits, and
+// also if Add fails.
+func (h *Guard) Add(ctx context.Context, names ...Name) error {
 	for _, name := range names {
 		if !filepath.IsLocal(name.File) || filepath.Base(name.File) != name.File {
-			return fmt.Errorf("%q cannot name a lock's file", name.File)
+			return fmt.Errorf("%q is no valid name of a lock file", name.File)
 		}
 	}
-	place := h.set.place()
+	place := h.set.nextTicket()
 	for {
-		waited, err := h.set.enter(ctx, place, keys(names))
+		waited, err := h.set.acquire(ctx, place, keys(names))
 		h.Waited = h.Waited || waited
 		if err != nil {
 			return &BusyError{fmt.Errorf("wait for the lock %s: %w", strings.Join(keys(names), ", "), err)}
 		}
-		locks, busy, err := h.set.flocks(names)
+		locks, busy, err := h.set.tryFlockAll(names)
 		if err == nil && busy >= 0 {
 			h.Waited = true
-			locks, err = h.set.elsewhere(ctx, names, busy)
+			locks, err = h.set.waitForProcess(ctx, names, busy)
 		} else if err != nil {
-			h.set.leave(keys(names))
+			h.set.release(keys(names))
 		}
 		if err != nil {
 			return err
@@ -115,30 +124,32 @@ func (h *Held) Add(ctx context.Context, names ...Name) error {
 	}
 }
 
-// elsewhere waits for a lock that another process holds, and lets go of the others meanwhile. It comes back with all or with none of them.
-func (s *Set) elsewhere(ctx context.Context, names []Name, busy int) ([]taken, error) {
-	one := names[busy]
+// waitForProcess waits until the other process releases the lock names[busy]. Meanwhile it releases
+// the other names in this process's queue. It returns all the locks, or none if the caller must try
+// again.
+func (s *Set) waitForProcess(ctx context.Context, names []Name, busy int) ([]lockedFile, error) {
+	contended := names[busy]
 	others := slices.Delete(slices.Clone(names), busy, busy+1)
-	s.leave(keys(others))
-	file, err := s.flock(ctx, one)
+	s.release(keys(others))
+	file, err := s.waitFlock(ctx, contended)
 	if err != nil {
-		s.leave([]string{one.String()})
+		s.release([]string{contended.String()})
 		return nil, err
 	}
-	if s.try(keys(others)) {
-		locks, busy, err := s.flocks(others)
+	if s.tryAcquire(keys(others)) {
+		locks, busy, err := s.tryFlockAll(others)
 		if err == nil && busy < 0 {
-			return append(locks, taken{one, file}), nil
+			return append(locks, lockedFile{contended, file}), nil
 		}
-		s.leave(keys(others))
+		s.release(keys(others))
 		if err != nil {
 			_ = file.Close()
-			s.leave([]string{one.String()})
+			s.release([]string{contended.String()})
 			return nil, err
 		}
 	}
 	_ = file.Close()
-	s.leave([]string{one.String()})
+	s.release([]string{contended.String()})
 	return nil, nil
 }
 
@@ -150,12 +161,12 @@ func keys(names []Name) []string {
 	return keys
 }
 
-// Release gives all back, last taken first.
-func (h *Held) Release() {
+// Release releases all locks of the guard, in the reverse order.
+func (h *Guard) Release() {
 	for i := len(h.locks) - 1; i >= 0; i-- {
 		t := h.locks[i]
 		_ = t.file.Close()
-		h.set.leave([]string{t.name.String()})
+		h.set.release([]string{t.name.String()})
 	}
 	h.locks = nil
 }

@@ -22,7 +22,7 @@ func set(t *testing.T, dir string) *Set {
 	return s
 }
 
-func acquire(t *testing.T, s *Set, names ...Name) *Held {
+func acquire(t *testing.T, s *Set, names ...Name) *Guard {
 	t.Helper()
 	h, err := s.Acquire(t.Context(), names...)
 	if err != nil {
@@ -48,13 +48,13 @@ func TestFirstComeFirstServed(t *testing.T) {
 				}
 				defer h.Release()
 				if !h.Waited {
-					t.Error("waited, and was not told")
+					t.Error("waited, but Waited is false")
 				}
 				mu.Lock()
 				order = append(order, i)
 				mu.Unlock()
 			})
-			synctest.Wait() // the i-th is in the queue before the next comes
+			synctest.Wait() // until this caller is in the queue, before the next one starts
 		}
 		first.Release()
 		wg.Wait()
@@ -66,7 +66,7 @@ func TestFirstComeFirstServed(t *testing.T) {
 	})
 }
 
-func TestOtherNamesDoNotWait(t *testing.T) {
+func TestDifferentNamesDoNotWait(t *testing.T) {
 	s := set(t, t.TempDir())
 	defer acquire(t, s, Name{File: "a"}).Release()
 	h := acquire(t, s, Name{File: "b"})
@@ -76,7 +76,7 @@ func TestOtherNamesDoNotWait(t *testing.T) {
 	}
 }
 
-func TestWaitingEndsWithTheContext(t *testing.T) {
+func TestWaitEndsWithTheContext(t *testing.T) {
 	s := set(t, t.TempDir())
 	a, b := Name{File: "a"}, Name{File: "b"}
 	holder := acquire(t, s, b)
@@ -86,12 +86,12 @@ func TestWaitingEndsWithTheContext(t *testing.T) {
 	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "b") {
 		t.Fatalf("got %v", err)
 	}
-	acquire(t, s, a).Release() // the one that gave up left nothing locked
+	acquire(t, s, a).Release() // the canceled waiter holds nothing
 	holder.Release()
 	acquire(t, s, b).Release()
 }
 
-func TestAWaiterInTheMiddleGivesUp(t *testing.T) {
+func TestWaiterInTheMiddleCanGiveUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := set(t, t.TempDir())
 		gpu := Name{File: "gpu"}
@@ -100,7 +100,7 @@ func TestAWaiterInTheMiddleGivesUp(t *testing.T) {
 		gaveUp := make(chan error, 1)
 		go func() { _, err := s.Acquire(ctx, gpu); gaveUp <- err }()
 		synctest.Wait()
-		served := make(chan *Held, 1)
+		served := make(chan *Guard, 1)
 		go func() { h, _ := s.Acquire(t.Context(), gpu); served <- h }()
 		synctest.Wait()
 		cancel()
@@ -115,8 +115,9 @@ func TestAWaiterInTheMiddleGivesUp(t *testing.T) {
 
 var kinds = map[string]Name{"a file": {File: "gpu"}, "a part of one": {File: "claims", Part: "claim"}}
 
-// Two sets over one directory stand for two processes: each opens its own files, as processes do.
-func TestAnotherProcessIsKeptOut(t *testing.T) {
+// The test uses two sets over one directory, which act like two processes. While one has a lock,
+// the other must not get it.
+func TestLockExcludesOtherProcesses(t *testing.T) {
 	for kind, name := range kinds {
 		t.Run(kind, func(t *testing.T) {
 			dir := t.TempDir()
@@ -127,7 +128,7 @@ func TestAnotherProcessIsKeptOut(t *testing.T) {
 			if _, err := theirs.Acquire(short, name); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), name.String()) {
 				t.Fatalf("two processes hold one lock: %v", err)
 			}
-			got := asking(t, theirs, name)
+			got := acquireAsync(t, theirs, name)
 			held.Release()
 			h := <-got
 			if h == nil {
@@ -138,14 +139,15 @@ func TestAnotherProcessIsKeptOut(t *testing.T) {
 	}
 }
 
-// A file that somebody has removed keeps nobody out who comes later: they are not to take another one for it.
-func TestTheFileIsTheOneThatHasTheName(t *testing.T) {
+// Someone removes the file of a lock that a process has. Later callers must still get the lock, but
+// never two of them at once.
+func TestLockFollowsReplacedFile(t *testing.T) {
 	for kind, name := range kinds {
 		t.Run(kind, func(t *testing.T) {
 			dir := t.TempDir()
 			mine, theirs := set(t, dir), set(t, dir)
 			first := acquire(t, mine, name)
-			got := asking(t, theirs, name)
+			got := acquireAsync(t, theirs, name)
 			if err := os.Remove(filepath.Join(dir, name.File)); err != nil {
 				t.Fatal(err)
 			}
@@ -156,14 +158,14 @@ func TestTheFileIsTheOneThatHasTheName(t *testing.T) {
 			first.Release()
 			third, err := set(t, dir).tryFlock(name)
 			if err != nil || third != nil {
-				t.Errorf("the lock has two holders (%v)", err)
+				t.Errorf("the lock has two owners (%v)", err)
 			}
 			h.Release()
 		})
 	}
 }
 
-func TestPartsOfAFileAreLockedEachAlone(t *testing.T) {
+func TestPartsOfAFileLockIndependently(t *testing.T) {
 	dir := t.TempDir()
 	mine, theirs := set(t, dir), set(t, dir)
 	for i := range 100 {
@@ -180,7 +182,7 @@ func TestPartsOfAFileAreLockedEachAlone(t *testing.T) {
 	}
 }
 
-func TestManyProcessesExcludeEachOther(t *testing.T) {
+func TestConcurrentProcessesExcludeEachOther(t *testing.T) {
 	dir := t.TempDir()
 	claim := Name{File: "claims", Part: "claim"}
 	var inside, most int
@@ -213,7 +215,7 @@ func TestManyProcessesExcludeEachOther(t *testing.T) {
 	}
 }
 
-func TestADirectoryThatCannotBeMadeIsAnError(t *testing.T) {
+func TestUnusableDirectoryIsAnError(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
@@ -230,7 +232,7 @@ func TestADirectoryThatCannotBeMadeIsAnError(t *testing.T) {
 	}
 }
 
-func TestANameThatLeadsElsewhereIsRefused(t *testing.T) {
+func TestNameOutsideTheDirectoryIsRefused(t *testing.T) {
 	s := set(t, t.TempDir())
 	for _, bad := range []string{"", ".", "..", "../a", "a/b", "/a"} {
 		if _, err := s.Acquire(t.Context(), Name{File: bad}); err == nil {
@@ -239,7 +241,7 @@ func TestANameThatLeadsElsewhereIsRefused(t *testing.T) {
 	}
 }
 
-func TestAFailedFlockLeavesTheQueueToTheNext(t *testing.T) {
+func TestFailedFlockReleasesTheQueue(t *testing.T) {
 	for kind, name := range kinds {
 		t.Run(kind, func(t *testing.T) {
 			dir := t.TempDir()
@@ -260,7 +262,7 @@ func TestAFailedFlockLeavesTheQueueToTheNext(t *testing.T) {
 	}
 }
 
-func TestOnlyALockThatSomebodyHoldsIsBusy(t *testing.T) {
+func TestBusyErrorOnlyForContendedLocks(t *testing.T) {
 	for kind, name := range kinds {
 		t.Run(kind, func(t *testing.T) {
 			dir := t.TempDir()
@@ -271,7 +273,7 @@ func TestOnlyALockThatSomebodyHoldsIsBusy(t *testing.T) {
 			held := acquire(t, s, name)
 			for process, other := range map[string]*Set{"this process": s, "another process": set(t, dir)} {
 				if _, err := other.Acquire(ended, name); !errors.As(err, &busy) || !errors.Is(err, context.Canceled) {
-					t.Errorf("held by %s: %v", process, err)
+					t.Errorf("locked by %s: %v", process, err)
 				}
 			}
 			held.Release()

@@ -6,52 +6,55 @@ import (
 	"time"
 )
 
-// patience is for how long those who wait for a lock, and want others besides, keep the others free for themselves. It is long beside what a claim takes that
-// asks the hardware for nothing, and short beside what a hanging GPU takes.
-const patience = 500 * time.Millisecond
+// reservationTime is how long the queue reserves free names for a waiter that needs several. It is
+// long compared to a claim that reads no hardware, and short compared to a hung GPU.
+const reservationTime = 500 * time.Millisecond
 
-// queue hands names to those who want them: all that somebody wants at once, or none.
+// queue grants names to waiters: all the names that a waiter wants at once, or none.
 //
-// Nobody holds a name while waiting for another, so that what hangs with one name keeps nobody from the rest. But who wants several would starve if others
-// could always take one of them first. So they are kept for him, as long as all that he lacks are in hands that let go of names as one does: who has had one
-// for longer than patience is not waited for at others' cost.
+// No waiter has a name while it waits for another, so a busy name blocks only the waiters that want
+// it. But a waiter for several names could starve if other waiters always took one of these names
+// first. So the queue reserves its free names for it. The reservation ends when one of its other
+// names has been busy for longer than reservationTime.
 type queue struct {
-	// taken has when each name that is not free was given.
-	taken map[string]time.Time
-	// waiting are in the order in which they came.
+	// since maps each name that a caller has to the time at which the queue granted it.
+	since map[string]time.Time
+	// waiting lists the waiters by their tickets, so in the order of their arrival.
 	waiting []*waiter
-	// came counts them.
-	came uint64
-	// wake is when somebody's patience is over.
+	// tickets is the number of tickets given out so far.
+	tickets uint64
+	// wake runs the queue again when the next reservation ends.
 	wake *time.Timer
 }
 
-// waiter keeps its place where it has to ask again.
+// waiter is a caller that waits for names. Its ticket decides its position in the queue. A caller
+// that must wait again keeps its ticket.
 type waiter struct {
-	place uint64
-	names []string
-	turn  chan struct{}
+	ticket  uint64
+	names   []string
+	granted chan struct{}
 }
 
-// serve gives those who wait what they want, first come first served.
-func (q *queue) serve(now time.Time, again func()) {
-	kept := map[string]bool{}
-	var patient time.Duration // the least that is left of anybody's
+// serve grants names to waiters, first come first served. If it reserves names for a waiter, it
+// sets a timer that calls wakeUp when the reservation ends.
+func (q *queue) serve(now time.Time, wakeUp func()) {
+	reserved := map[string]bool{}
+	var shortest time.Duration // time until the first reservation ends
 	q.waiting = slices.DeleteFunc(q.waiting, func(w *waiter) bool {
-		free, left := q.lacks(w, now)
-		if free && !slices.ContainsFunc(w.names, func(name string) bool { return kept[name] }) {
+		free, left := q.availability(w, now)
+		if free && !slices.ContainsFunc(w.names, func(name string) bool { return reserved[name] }) {
 			for _, name := range w.names {
-				q.taken[name] = now
+				q.since[name] = now
 			}
-			close(w.turn)
+			close(w.granted)
 			return true
 		}
 		if left > 0 {
 			for _, name := range w.names {
-				kept[name] = true
+				reserved[name] = true
 			}
-			if len(w.names) > 1 && !free && (patient == 0 || left < patient) {
-				patient = left
+			if len(w.names) > 1 && !free && (shortest == 0 || left < shortest) {
+				shortest = left
 			}
 		}
 		return false
@@ -60,26 +63,27 @@ func (q *queue) serve(now time.Time, again func()) {
 		q.wake.Stop()
 		q.wake = nil
 	}
-	if patient > 0 {
-		q.wake = time.AfterFunc(patient, again)
+	if shortest > 0 {
+		q.wake = time.AfterFunc(shortest, wakeUp)
 	}
 }
 
-// lacks says whether all that one wants is free, and else how much patience is left with those who have it.
-func (q *queue) lacks(w *waiter, now time.Time) (free bool, left time.Duration) {
-	free, left = true, patience
+// availability reports whether all names that the waiter wants are free. If they are not, left is
+// how long the free ones stay reserved for the waiter.
+func (q *queue) availability(w *waiter, now time.Time) (free bool, left time.Duration) {
+	free, left = true, reservationTime
 	for _, name := range w.names {
-		if since, busy := q.taken[name]; busy {
-			free, left = false, min(left, patience-now.Sub(since))
+		if since, busy := q.since[name]; busy {
+			free, left = false, min(left, reservationTime-now.Sub(since))
 		}
 	}
 	return free, left
 }
 
-// add keeps the order of places.
+// add inserts the waiter into the queue in the order of the tickets.
 func (q *queue) add(w *waiter) {
 	at, _ := slices.BinarySearchFunc(q.waiting, w, func(a, b *waiter) int {
-		if a.place < b.place {
+		if a.ticket < b.ticket {
 			return -1
 		}
 		return 1
@@ -87,27 +91,28 @@ func (q *queue) add(w *waiter) {
 	q.waiting = slices.Insert(q.waiting, at, w)
 }
 
-func (s *Set) place() uint64 {
+func (s *Set) nextTicket() uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.queue.came++
-	return s.queue.came
+	s.queue.tickets++
+	return s.queue.tickets
 }
 
-// enter takes all names, or none if the context ends.
-func (s *Set) enter(ctx context.Context, place uint64, names []string) (waited bool, err error) {
-	w := &waiter{place: place, names: names, turn: make(chan struct{})}
+// acquire takes all names, or none if the context ends first. waited reports whether it had to
+// wait.
+func (s *Set) acquire(ctx context.Context, ticket uint64, names []string) (waited bool, err error) {
+	w := &waiter{ticket: ticket, names: names, granted: make(chan struct{})}
 	s.mu.Lock()
 	s.queue.add(w)
-	s.serve()
+	s.serveQueue()
 	s.mu.Unlock()
 	select {
-	case <-w.turn:
+	case <-w.granted:
 		return false, nil
 	default:
 	}
 	select {
-	case <-w.turn:
+	case <-w.granted:
 		return true, nil
 	case <-ctx.Done():
 	}
@@ -115,44 +120,45 @@ func (s *Set) enter(ctx context.Context, place uint64, names []string) (waited b
 	defer s.mu.Unlock()
 	if at := slices.Index(s.queue.waiting, w); at >= 0 {
 		s.queue.waiting = slices.Delete(s.queue.waiting, at, at+1)
-	} else { // its turn came in the meantime
+	} else { // the queue granted the names when the context ended
 		for _, name := range names {
-			delete(s.queue.taken, name)
+			delete(s.queue.since, name)
 		}
 	}
-	s.serve()
+	s.serveQueue()
 	return true, ctx.Err()
 }
 
-// try takes all names if they are free now, whoever waits for them.
-func (s *Set) try(names []string) bool {
+// tryAcquire takes all names if they are free now, even if other callers wait for them. Otherwise
+// it takes none and returns false.
+func (s *Set) tryAcquire(names []string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, name := range names {
-		if _, busy := s.queue.taken[name]; busy {
+		if _, busy := s.queue.since[name]; busy {
 			return false
 		}
 	}
 	for _, name := range names {
-		s.queue.taken[name] = time.Now()
+		s.queue.since[name] = time.Now()
 	}
 	return true
 }
 
-func (s *Set) leave(names []string) {
+func (s *Set) release(names []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, name := range names {
-		delete(s.queue.taken, name)
+		delete(s.queue.since, name)
 	}
-	s.serve()
+	s.serveQueue()
 }
 
-// serve is for whoever has the mutex.
-func (s *Set) serve() {
+// serveQueue grants free names to the waiters. The caller holds the mutex s.mu.
+func (s *Set) serveQueue() {
 	s.queue.serve(time.Now(), func() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		s.serve()
+		s.serveQueue()
 	})
 }

@@ -12,13 +12,13 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// described are all metrics that a plugin can have, with their labels, whether or not they have a series yet.
+// described returns the labels of every metric that the plugin can have, by the metric's name.
 func described(t *testing.T) map[string][]string {
 	t.Helper()
 	m := New("v1")
-	m.Held(func() (int, int, error) { return 0, 0, nil })
+	m.CountPrepared(func() (int, int, error) { return 0, 0, nil })
 	m.Inventory(true, 0)
-	m.Hears(true)
+	m.ReceivesEvents(true)
 	descriptions := make(chan *prometheus.Desc)
 	go func() { m.Registry.Describe(descriptions); close(descriptions) }()
 	form := regexp.MustCompile(`^Desc\{fqName: "([^"]+)", help: .*constLabels: \{(.*)\}, variableLabels: \{(.*)\}\}$`)
@@ -26,11 +26,11 @@ func described(t *testing.T) map[string][]string {
 	for d := range descriptions {
 		parts := form.FindStringSubmatch(d.String())
 		if parts == nil {
-			t.Errorf("not understood: %s", d)
+			t.Errorf("cannot parse: %s", d)
 			continue
 		}
 		if !strings.HasPrefix(parts[1], "gpu_dra_") {
-			continue // Go's own, and the process's
+			continue // metrics of the Go runtime and of the process
 		}
 		labels := strings.FieldsFunc(parts[3], func(r rune) bool { return r == ',' })
 		for _, constant := range regexp.MustCompile(`(\w+)="`).FindAllStringSubmatch(parts[2], -1) {
@@ -44,8 +44,7 @@ func described(t *testing.T) map[string][]string {
 
 var metricName = regexp.MustCompile("gpu_dra_[a-z_]+")
 
-// Who adds a metric says in the table what it means, and with which labels.
-func TestTheTableOfTheDocumentationHasEveryMetricWithItsLabels(t *testing.T) {
+func TestDocsTableListsEveryMetricWithLabels(t *testing.T) {
 	page, err := os.ReadFile("../../docs/operations.md")
 	if err != nil {
 		t.Fatal(err)
@@ -64,17 +63,19 @@ func TestTheTableOfTheDocumentationHasEveryMetricWithItsLabels(t *testing.T) {
 			table[name] = labels
 		}
 		if strings.TrimSpace(cells[3]) == "" {
-			t.Errorf("%s: what does it mean?", cells[1])
+			t.Errorf("%s has no meaning in the table", cells[1])
 		}
 	}
-	// Whether labels are none or not there is the same.
-	if diff := cmp.Diff(table, described(t), cmp.Transformer("sorted", func(labels []string) string { return strings.Join(labels, ", ") })); diff != "" {
+	// Without this transformer, cmp would report nil and empty labels as different.
+	sorted := cmp.Transformer("sorted", func(labels []string) string { return strings.Join(labels, ", ") })
+	if diff := cmp.Diff(table, described(t), sorted); diff != "" {
 		t.Errorf("-page +registry:\n%s", diff)
 	}
 }
 
-// An alert on a metric that there is not never fires.
-func TestTheDocumentationNamesNoMetricThatThereIsNot(t *testing.T) {
+// The documentation must not name a metric that does not exist, because an alert on such a metric
+// would never fire.
+func TestDocsNameOnlyExistingMetrics(t *testing.T) {
 	pages, err := filepath.Glob("../../docs/*.md")
 	if err != nil || len(pages) == 0 {
 		t.Fatalf("no pages: %v", err)
@@ -87,7 +88,7 @@ func TestTheDocumentationNamesNoMetricThatThereIsNot(t *testing.T) {
 		}
 		for _, name := range metricName.FindAllString(string(text), -1) {
 			if _, there := all[name]; !there {
-				t.Errorf("%s: there is no metric %s", page, name)
+				t.Errorf("%s names the missing metric %s", page, name)
 			}
 		}
 	}

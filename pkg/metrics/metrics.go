@@ -1,5 +1,7 @@
-// Package metrics names what the plugin counts and times, in one place. Durations are in seconds, in buckets from one millisecond: a Prepare that
-// does its two durable writes takes a few of them. The package decides nothing and knows no other room.
+// Package metrics defines all metrics of the plugin. Durations are in seconds. Their buckets begin
+// at one millisecond, because a Prepare with its two durable writes takes a few milliseconds. The
+// package only stores the values that other packages set, and imports no other package of the
+// driver.
 package metrics
 
 import (
@@ -11,7 +13,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 )
 
-// Operation is a kubelet call that is timed.
+// Operation names the kubelet call that a duration or an error belongs to.
 type Operation string
 
 const (
@@ -19,54 +21,59 @@ const (
 	Unprepare Operation = "unprepare"
 )
 
-// Metrics is the plugin's registry and its instruments.
+// Metrics holds the plugin's Prometheus registry and the metrics in it.
 type Metrics struct {
 	Registry *prometheus.Registry
 
-	duration       *prometheus.HistogramVec
-	requestErrors  *prometheus.CounterVec
-	statusErrors   *prometheus.CounterVec
-	publishErrors  prometheus.Counter
-	repairs        *prometheus.CounterVec
-	devices        *prometheus.GaugeVec
-	ready          prometheus.Gauge
-	publisher      prometheus.Gauge
-	hasGPU         sync.Once
-	devicePlugin   prometheus.Gauge
-	slowScheduler  prometheus.Gauge
-	withheldClaims prometheus.Gauge
-	unreadableLeft prometheus.Gauge
-	mig            migMetrics
-	health         healthMetrics
-	listens        sync.Once
-	mps            *mpsMetrics
+	duration             *prometheus.HistogramVec
+	requestErrors        *prometheus.CounterVec
+	statusErrors         *prometheus.CounterVec
+	publishErrors        prometheus.Counter
+	repairs              *prometheus.CounterVec
+	devices              *prometheus.GaugeVec
+	ready                prometheus.Gauge
+	publisher            prometheus.Gauge
+	readyOnce            sync.Once
+	devicePlugin         prometheus.Gauge
+	slowScheduler        prometheus.Gauge
+	referenceClaims      prometheus.Gauge
+	unreadableCheckpoint prometheus.Gauge
+	mig                  migMetrics
+	health               healthMetrics
+	eventsOnce           sync.Once
+	mps                  *mpsMetrics
 }
 
-// New makes a registry of its own, so that two in one process (a test) do not meet.
+// New returns metrics with a registry of their own, so that tests can have several in one process.
 func New(version string) *Metrics {
 	m := &Metrics{
 		Registry: prometheus.NewRegistry(),
 		duration: histograms("request_duration_seconds", "Time to prepare or unprepare one claim, successful or not.",
 			prometheus.ExponentialBuckets(0.001, 2, 16), "operation"), // 1 ms … 33 s; the kubelet gives a call 45 s
 		requestErrors: counters("request_errors_total", "Claims that could not be prepared or unprepared, by cause.", "operation", "cause"),
-		statusErrors:  counters("claim_status_errors_total", "Failed attempts to write what a claim got into its status.devices.", "cause"),
-		publishErrors: prometheus.NewCounter(prometheus.CounterOpts(named("publish_errors_total", "Failed attempts to publish ResourceSlices; each is retried."))),
-		repairs:       counters("repairs_total", "Things that were found missing or altered on the node and mended, by kind.", "kind"),
-		devices:       gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
+		statusErrors:  counters("claim_status_errors_total", "Failed attempts to write a claim's devices into its status.devices.", "cause"),
+		publishErrors: prometheus.NewCounter(prometheus.CounterOpts(named("publish_errors_total",
+			"Failed attempts to publish ResourceSlices. Each is retried."))),
+		repairs: counters("repairs_total", "Repairs of things that were missing or altered on the node, by kind.", "kind"),
+		devices: gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
 		ready: gauge("inventory_ready",
-			"1 when the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU."),
-		publisher:      gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
-		devicePlugin:   gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
-		slowScheduler:  gauge("slow_scheduler", "1 on a node that publishes counters to an API server before Kubernetes 1.37, whose scheduler is slow with them, else 0."),
-		withheldClaims: gauge("predecessor_claims", "Claims that NVIDIA's reference driver prepared on this node and that have not ended: their GPUs are not offered."),
-		unreadableLeft: gauge("predecessor_unreadable", "1 while the reference driver's checkpoint cannot be understood, so that no GPU is offered, else 0."),
-		mig:            newMIGMetrics(),
-		health:         newHealthMetrics(),
-		mps:            newMPSMetrics(),
+			"1 if the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU."),
+		publisher:    gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
+		devicePlugin: gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
+		slowScheduler: gauge("slow_scheduler",
+			"1 on a node that publishes counters to a cluster before Kubernetes 1.37, whose scheduler is slow with them, else 0."),
+		referenceClaims: gauge("predecessor_claims",
+			"Claims that NVIDIA's DRA driver prepared on this node and that have not ended. Their GPUs are not offered."),
+		unreadableCheckpoint: gauge("predecessor_unreadable",
+			"1 while the checkpoint of NVIDIA's DRA driver cannot be read and no GPU is offered, else 0."),
+		mig:    newMIGMetrics(),
+		health: newHealthMetrics(),
+		mps:    newMPSMetrics(),
 	}
-	build := named("build_info", "Always 1; the labels say what runs.")
+	build := named("build_info", "Always 1. The labels name the running version.")
 	build.ConstLabels = prometheus.Labels{"version": version, "go_version": runtime.Version()}
-	m.Registry.MustRegister(m.duration, m.requestErrors, m.statusErrors, m.publishErrors, m.repairs, m.devices, m.publisher, m.devicePlugin, m.slowScheduler, m.withheldClaims, m.unreadableLeft,
+	m.Registry.MustRegister(m.duration, m.requestErrors, m.statusErrors, m.publishErrors, m.repairs, m.devices,
+		m.publisher, m.devicePlugin, m.slowScheduler, m.referenceClaims, m.unreadableCheckpoint,
 		m.mig.duration, m.mig.errors, m.mig.instances, m.mig.gpus, m.mps.start, m.mps.errors, m.mps.daemons, m.mps.restarts,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts(build), func() float64 { return 1 }),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
@@ -74,7 +81,7 @@ func New(version string) *Metrics {
 	return m
 }
 
-// named puts the prefix that all of the plugin's own metrics have in front.
+// named adds the prefix gpu_dra_ to the name of a metric.
 func named(name, help string) prometheus.Opts {
 	return prometheus.Opts{Name: "gpu_dra_" + name, Help: help}
 }
@@ -95,7 +102,8 @@ func histograms(name, help string, buckets []float64, labels ...string) *prometh
 	return prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: named(name, help).Name, Help: help, Buckets: buckets}, labels)
 }
 
-// Request records one claim of one kubelet call. cause is empty when it succeeded.
+// Request adds the time that one claim took in one kubelet call. If cause is not empty, it also
+// counts an error with this cause.
 func (m *Metrics) Request(op Operation, took time.Duration, cause string) {
 	m.duration.WithLabelValues(string(op)).Observe(took.Seconds())
 	if cause != "" {
@@ -103,63 +111,66 @@ func (m *Metrics) Request(op Operation, took time.Duration, cause string) {
 	}
 }
 
-// Held has count asked, with each scrape, how much is prepared then: who holds hundreds of claims pays nothing for that in a kubelet's call. What cannot be
-// counted is left out.
-func (m *Metrics) Held(count func() (claims, gpus int, err error)) {
-	m.Registry.MustRegister(held{count})
+// CountPrepared registers the metrics of prepared claims. At each scrape, these metrics call the
+// function count, so that kubelet calls need not count hundreds of claims. If count fails, the
+// scrape lacks these metrics.
+func (m *Metrics) CountPrepared(count func() (claims, gpus int, err error)) {
+	m.Registry.MustRegister(preparedCollector{count})
 }
 
-type held struct {
+type preparedCollector struct {
 	count func() (claims, gpus int, err error)
 }
 
 var (
-	heldClaims = prometheus.NewDesc(named("prepared_claims", "").Name, "Claims that are held on this node.", nil, nil)
-	heldGPUs   = prometheus.NewDesc(named("held_gpus", "").Name, "GPUs that claims hold for themselves on this node.", nil, nil)
+	preparedClaims = prometheus.NewDesc(named("prepared_claims", "").Name, "Claims that are prepared on this node.", nil, nil)
+	heldGPUs       = prometheus.NewDesc(named("held_gpus", "").Name, "GPUs of this node that claims hold exclusively.", nil, nil)
 )
 
-func (held) Describe(to chan<- *prometheus.Desc) { to <- heldClaims; to <- heldGPUs }
+func (preparedCollector) Describe(to chan<- *prometheus.Desc) { to <- preparedClaims; to <- heldGPUs }
 
-func (h held) Collect(to chan<- prometheus.Metric) {
+func (h preparedCollector) Collect(to chan<- prometheus.Metric) {
 	claims, gpus, err := h.count()
 	if err != nil {
 		return
 	}
-	to <- prometheus.MustNewConstMetric(heldClaims, prometheus.GaugeValue, float64(claims))
+	to <- prometheus.MustNewConstMetric(preparedClaims, prometheus.GaugeValue, float64(claims))
 	to <- prometheus.MustNewConstMetric(heldGPUs, prometheus.GaugeValue, float64(gpus))
 }
 
-// Inventory sets what the node offers now.
+// Inventory sets whether the node's devices are known, and how many whole GPUs the node offers.
 func (m *Metrics) Inventory(ready bool, gpus int) {
-	// Only from here on: a node without a GPU has nothing that could be ready, and an alert must not take it for one that is not.
-	m.hasGPU.Do(func() { m.Registry.MustRegister(m.ready) })
+	// Register this metric at the first call. A node without a GPU never calls Inventory, so it lacks
+	// the metric and triggers no alert.
+	m.readyOnce.Do(func() { m.Registry.MustRegister(m.ready) })
 	m.ready.Set(number(ready))
 	m.devices.WithLabelValues("gpu").Set(float64(gpus))
 }
 
-// ClaimStatusError counts one failed attempt to write into a claim's status.
+// ClaimStatusError counts one failed attempt to write a claim's status.devices.
 func (m *Metrics) ClaimStatusError(cause string) { m.statusErrors.WithLabelValues(cause).Inc() }
 
-// PublishError counts one failed attempt.
+// PublishError counts one failed attempt to publish ResourceSlices.
 func (m *Metrics) PublishError() { m.publishErrors.Inc() }
 
-// Publisher says whether this instance is the one that publishes.
+// Publisher sets whether this plugin instance is the one that publishes the node's ResourceSlices.
 func (m *Metrics) Publisher(is bool) { m.publisher.Set(number(is)) }
 
-// DevicePlugin says whether NVIDIA's device plugin serves the same node.
+// DevicePlugin sets whether NVIDIA's device plugin offers GPUs of the same node.
 func (m *Metrics) DevicePlugin(there bool) { m.devicePlugin.Set(number(there)) }
 
-// SlowScheduler says whether this node publishes counters to a cluster whose scheduler is slow with
-// them.
+// SlowScheduler sets whether this node publishes shared counters to a cluster whose scheduler is
+// slow with them, that is before Kubernetes 1.37.
 func (m *Metrics) SlowScheduler(is bool) { m.slowScheduler.Set(number(is)) }
 
-// Withheld says what the reference driver has left on the node.
-func (m *Metrics) Withheld(claims int, unreadable bool) {
-	m.withheldClaims.Set(float64(claims))
-	m.unreadableLeft.Set(number(unreadable))
+// ReferenceDriver sets how many claims that NVIDIA's DRA driver prepared still exist on this node.
+// unreadable says whether the checkpoint of that driver cannot be read.
+func (m *Metrics) ReferenceDriver(claims int, unreadable bool) {
+	m.referenceClaims.Set(float64(claims))
+	m.unreadableCheckpoint.Set(number(unreadable))
 }
 
-// Repaired counts one thing mended.
+// Repaired counts one repair that the plugin made on the node. kind says what it repaired.
 func (m *Metrics) Repaired(kind string) { m.repairs.WithLabelValues(kind).Inc() }
 
 func number(b bool) float64 {

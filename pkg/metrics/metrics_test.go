@@ -11,11 +11,13 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 )
 
-// scrape is what Prometheus reads of the plugin's own metrics: the lines that begin so, without those of a histogram's buckets.
+// scrape returns the lines that Prometheus would read and that start with begin. It leaves out
+// histogram buckets.
 func scrape(t *testing.T, m *Metrics, begin string) []string {
 	t.Helper()
 	answer := httptest.NewRecorder()
-	promhttp.HandlerFor(m.Registry, promhttp.HandlerOpts{}).ServeHTTP(answer, httptest.NewRequestWithContext(t.Context(), "GET", "/metrics", nil))
+	promhttp.HandlerFor(m.Registry, promhttp.HandlerOpts{}).ServeHTTP(answer, httptest.NewRequestWithContext(t.Context(), "GET",
+		"/metrics", nil))
 	var lines []string
 	for line := range strings.Lines(answer.Body.String()) {
 		if strings.HasPrefix(line, begin) && !strings.Contains(line, "_bucket{") {
@@ -25,13 +27,13 @@ func scrape(t *testing.T, m *Metrics, begin string) []string {
 	return lines
 }
 
-func TestEveryMetricHasThePluginsPrefixAndAMeaning(t *testing.T) {
+func TestEveryMetricHasPrefixAndHelp(t *testing.T) {
 	m := New("v1")
 	m.Request(Prepare, time.Millisecond, "hardware")
 	m.ClaimStatusError("conflict")
 	m.PublishError()
 	m.Repaired("cdi-spec")
-	m.Held(func() (int, int, error) { return 1, 2, nil })
+	m.CountPrepared(func() (int, int, error) { return 1, 2, nil })
 	m.Inventory(true, 8)
 	m.Publisher(true)
 	m.MIGCall("create", time.Second, "in-use")
@@ -49,10 +51,12 @@ func TestEveryMetricHasThePluginsPrefixAndAMeaning(t *testing.T) {
 		names = append(names, name)
 	}
 	want := []string{
-		"gpu_dra_build_info", "gpu_dra_claim_status_errors_total", "gpu_dra_device_plugin", "gpu_dra_driver_released", "gpu_dra_held_gpus", "gpu_dra_inventory_devices", "gpu_dra_inventory_ready",
+		"gpu_dra_build_info", "gpu_dra_claim_status_errors_total", "gpu_dra_device_plugin", "gpu_dra_driver_released",
+		"gpu_dra_held_gpus", "gpu_dra_inventory_devices", "gpu_dra_inventory_ready",
 		"gpu_dra_mig_gpus", "gpu_dra_mig_instances", "gpu_dra_mig_operation_duration_seconds", "gpu_dra_mig_operation_errors_total",
 		"gpu_dra_mps_daemons", "gpu_dra_mps_restarts_total", "gpu_dra_mps_start_duration_seconds", "gpu_dra_mps_start_errors_total",
-		"gpu_dra_predecessor_claims", "gpu_dra_predecessor_unreadable", "gpu_dra_prepared_claims", "gpu_dra_publish_errors_total", "gpu_dra_publisher", "gpu_dra_repairs_total",
+		"gpu_dra_predecessor_claims", "gpu_dra_predecessor_unreadable", "gpu_dra_prepared_claims", "gpu_dra_publish_errors_total",
+		"gpu_dra_publisher", "gpu_dra_repairs_total",
 		"gpu_dra_request_duration_seconds", "gpu_dra_request_errors_total", "gpu_dra_slow_scheduler",
 	}
 	if diff := cmp.Diff(want, names); diff != "" {
@@ -60,7 +64,7 @@ func TestEveryMetricHasThePluginsPrefixAndAMeaning(t *testing.T) {
 	}
 }
 
-func TestWhatIsNoMoreHasNoSeries(t *testing.T) {
+func TestMissingValuesLoseTheirSeries(t *testing.T) {
 	m := New("v1")
 	m.MIG(MIGState{
 		Offered: map[string]int{"1g.10gb": 7, "3g.40gb": 2}, Ours: map[string]int{"1g.10gb": 1},
@@ -78,7 +82,7 @@ func TestWhatIsNoMoreHasNoSeries(t *testing.T) {
 	}
 }
 
-func TestOnlyFailedCallsAreErrors(t *testing.T) {
+func TestOnlyFailedMIGCallsCountAsErrors(t *testing.T) {
 	m := New("v1")
 	m.MIGCall("destroy", 250*time.Millisecond, "")
 	m.MIGCall("destroy", 250*time.Millisecond, "in-use")

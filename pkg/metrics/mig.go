@@ -8,7 +8,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// migMetrics are about what GPUs are cut into.
 type migMetrics struct {
 	duration  *prometheus.HistogramVec
 	errors    *prometheus.CounterVec
@@ -18,15 +17,19 @@ type migMetrics struct {
 
 func newMIGMetrics() migMetrics {
 	return migMetrics{
-		duration: histograms("mig_operation_duration_seconds", "Time of one call that looks at or changes how a GPU is cut, successful or not.",
+		duration: histograms("mig_operation_duration_seconds", "Time of one call that reads or changes a GPU's partitions, successful or not.",
 			prometheus.ExponentialBuckets(0.01, 2, 13), "operation"), // 10 ms … 41 s
-		errors:    counters("mig_operation_errors_total", "Calls that look at or change how a GPU is cut and failed, by code.", "operation", "code"),
-		instances: newCurrent("mig_instances", "MIG devices by profile and state: offered (cut or not), made for claims (ours), made by an admin (foreign).", "profile", "state"),
-		gpus:      newCurrent("mig_gpus", "GPUs that can be cut, by why they are not offered as their policy wants; the reason is empty for those that are.", "reason"),
+		errors: counters("mig_operation_errors_total", "Failed calls that read or change a GPU's partitions, by code.", "operation", "code"),
+		instances: newCurrent("mig_instances", "MIG devices by profile and state: offered (they may not exist yet), made for "+
+			"claims (ours), made by an admin (foreign).", "profile", "state"),
+		gpus: newCurrent("mig_gpus", "GPUs with MIG, by the reason why they are not offered as their policy says. The reason is "+
+			"empty for GPUs that are.",
+			"reason"),
 	}
 }
 
-// MIGCall records one call that looks at or changes how a GPU is cut. code is empty when it succeeded.
+// MIGCall adds the duration of one call that reads or changes a GPU's partitions, and counts
+// an error if code is not empty.
 func (m *Metrics) MIGCall(operation string, took time.Duration, code string) {
 	m.mig.duration.WithLabelValues(operation).Observe(took.Seconds())
 	if code != "" {
@@ -34,17 +37,20 @@ func (m *Metrics) MIGCall(operation string, took time.Duration, code string) {
 	}
 }
 
-// MIGState is how the node's GPUs are cut and offered.
+// MIGState counts the node's partitions and the GPUs with MIG.
 type MIGState struct {
-	// Offered are the partitions in the node's slices, whether they are cut yet or not; Ours exist for claims; Foreign were made by an admin.
-	// Each by profile.
+	// Offered, Ours and Foreign count partitions by profile. Offered partitions are in the node's
+	// ResourceSlices and may not exist yet. Ours are those that the plugin created for claims, Foreign
+	// those that an admin created.
 	Offered, Ours, Foreign map[string]int
-	// GPUs that can be cut, by why they are not offered as their policy wants. The reasons must be
-	// few: each is a time series.
+	// GPUs counts the GPUs with MIG by the reason why the node does not offer them as their policy
+	// says. The reason is "" for GPUs that the node does offer so. Use few reasons: each is a time
+	// series.
 	GPUs map[string]int
 }
 
-// MIG sets how the node's GPUs are cut and offered now. What is not in it is no more.
+// MIG sets the numbers of MIG devices and of GPUs with MIG. A profile or reason that is missing in
+// the parameter now loses its time series.
 func (m *Metrics) MIG(now MIGState) {
 	offered := 0
 	for _, n := range now.Offered {
@@ -65,12 +71,13 @@ func (m *Metrics) MIG(now MIGState) {
 	})
 }
 
-// current is a gauge whose series come and go with what they count. Those that stay are never missing from a scrape, as they would be after a Reset.
+// current is a gauge whose time series are replaced as a whole. In contrast to a Reset followed by
+// new values, a scrape meanwhile still has each time series that stays.
 type current struct {
 	*prometheus.GaugeVec
 
 	mu    sync.Mutex
-	shown map[string][]string // label values
+	shown map[string][]string // label values of the current time series
 }
 
 func newCurrent(name, help string, labels ...string) *current {

@@ -7,7 +7,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// mpsMetrics are about the daemons of MPS, which have their own life in the supervisor's Pod.
+// mpsMetrics are the metrics of the node's MPS daemons. The daemons run in the supervisor's Pod,
+// not in the plugin's.
 type mpsMetrics struct {
 	start    prometheus.Histogram
 	errors   prometheus.Counter
@@ -15,22 +16,24 @@ type mpsMetrics struct {
 	restarts prometheus.Counter
 
 	mu   sync.Mutex
-	seen map[string]int // restarts by daemon, as counted already; nil before the first look
+	seen map[string]int // restarts counted so far, by daemon ID; nil before the first call of MPS
 }
 
 func newMPSMetrics() *mpsMetrics {
 	return &mpsMetrics{
 		start: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: named("mps_start_duration_seconds", "").Name, Help: "Time until an MPS daemon that a claim needs was ready, or was found so, or could not be started.",
+			Name: named("mps_start_duration_seconds", "").Name, Help: "Time until an MPS daemon for a claim was ready, or failed to start.",
 			Buckets: prometheus.ExponentialBuckets(0.001, 2, 16), // 1 ms … 33 s
 		}),
-		errors:   prometheus.NewCounter(prometheus.CounterOpts(named("mps_start_errors_total", "MPS daemons that could not be started; each is tried again."))),
-		daemons:  newCurrent("mps_daemons", "MPS daemons of this node, by state: Starting, Ready, Failed.", "state"),
-		restarts: prometheus.NewCounter(prometheus.CounterOpts(named("mps_restarts_total", "MPS daemons that ended by themselves, and with them the work of their clients."))),
+		errors: prometheus.NewCounter(prometheus.CounterOpts(named("mps_start_errors_total",
+			"Failed starts of MPS daemons. Each is retried."))),
+		daemons: newCurrent("mps_daemons", "MPS daemons of this node, by state: Starting, Ready, Failed.", "state"),
+		restarts: prometheus.NewCounter(prometheus.CounterOpts(named("mps_restarts_total",
+			"MPS daemons that ended unexpectedly, which also ends their clients."))),
 	}
 }
 
-// MPSStart records one start of a daemon.
+// MPSStart adds the duration of one start of a daemon, and counts an error if the start failed.
 func (m *Metrics) MPSStart(took time.Duration, failed bool) {
 	m.mps.start.Observe(took.Seconds())
 	if failed {
@@ -38,14 +41,15 @@ func (m *Metrics) MPSStart(took time.Duration, failed bool) {
 	}
 }
 
-// MPSDaemon is what the supervisor says of one daemon.
+// MPSDaemon is the supervisor's status of one daemon.
 type MPSDaemon struct {
 	ID, State string
-	// Restarts is how often it ended by itself since it was asked for.
+	// Restarts counts how often the daemon ended unexpectedly since it was requested.
 	Restarts int
 }
 
-// MPS sets which daemons there are now. What is not in it is no more.
+// MPS sets the number of daemons in each state. It also adds the restarts since the previous call
+// to a counter.
 func (m *Metrics) MPS(now []MPSDaemon) {
 	states := map[string]int{}
 	m.mps.mu.Lock()
@@ -53,7 +57,8 @@ func (m *Metrics) MPS(now []MPSDaemon) {
 	for _, d := range now {
 		states[d.State]++
 		seen[d.ID] = d.Restarts
-		// What was before the first look was counted by the plugin's last process, or never.
+		// Do not count the restarts in the first call: the plugin's previous process already counted
+		// them.
 		if more := d.Restarts - m.mps.seen[d.ID]; more > 0 && m.mps.seen != nil {
 			m.mps.restarts.Add(float64(more))
 		}
@@ -67,7 +72,7 @@ func (m *Metrics) MPS(now []MPSDaemon) {
 	})
 }
 
-// Shares sets how many devices that several claims may hold the node offers, by type.
+// Shares sets how many devices that several claims can share the node publishes, by device type.
 func (m *Metrics) Shares(byType map[string]int) {
 	for _, kind := range []string{"gpu-share", "mig-share"} {
 		m.devices.WithLabelValues(kind).Set(float64(byType[kind]))

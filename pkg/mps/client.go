@@ -16,67 +16,71 @@ import (
 	"time"
 )
 
-// Resource is the path below which the supervisor serves its daemons: PUT and DELETE Resource/<id>, GET Resource.
+// Resource is the URL path of the supervisor's HTTP interface on its Unix socket. The client sends
+// PUT and DELETE to Resource/<daemon's ID>, and GET to Resource.
 const Resource = "/v1/daemons"
 
-// How much of an answer is read, in bytes: far beyond what a supervisor has to say.
+// maxAnswer and maxFailure limit how many bytes of a response the client reads: maxAnswer of a
+// success, maxFailure of an error. A supervisor sends far less.
 const (
 	maxAnswer  = 16 << 20
 	maxFailure = 64 << 10
 )
 
-// State is where a daemon is in its life.
+// State is the state of an MPS control daemon.
 type State string
 
 const (
-	// Starting is not ready yet, for the first time or after its process ended.
+	// Starting means that the daemon is not ready yet, at its first start or at a restart.
 	Starting State = "Starting"
-	// Ready answers at its control pipe and has all its limits.
+	// Ready means that the daemon answers at its control pipe and has all its limits.
 	Ready State = "Ready"
-	// Failed ended or could not be started, and is tried again after a while.
+	// Failed means that the daemon ended or could not be started. The supervisor retries.
 	Failed State = "Failed"
 )
 
-// Status is what the supervisor says of a daemon.
+// Status is what the supervisor reports about one MPS control daemon.
 type Status struct {
 	Daemon   Daemon `json:"daemon"`
 	State    State  `json:"state"`
 	PID      int    `json:"pid,omitempty"`
 	Restarts int    `json:"restarts,omitempty"`
-	// Since is when it came into this state.
+	// Since is when the daemon entered its current State.
 	Since time.Time `json:"since"`
-	// Error is why the last start failed or the last process ended.
+	// Error says why the daemon's last start failed or its last process ended.
 	Error string `json:"error,omitempty"`
 }
 
-// Failure is how the supervisor answers a request that it did not fulfil.
+// Failure is the body of the supervisor's response to a failed request.
 type Failure struct {
 	Error string `json:"error"`
 }
 
-// NotRunningError says that no supervisor answers at its socket.
+// NotRunningError means that no supervisor listens on Socket.
 type NotRunningError struct {
 	Socket string
 	Err    error
 }
 
 func (e *NotRunningError) Error() string {
-	return fmt.Sprintf("the MPS supervisor is not running on this node: check that the chart value mps.enabled is true and that its DaemonSet (…-mps) has a ready Pod here (socket %s: %v)", e.Socket, e.Err)
+	return fmt.Sprintf("the MPS supervisor is not running on this node: check that the chart value mps.enabled is true "+
+		"and that its DaemonSet (…-mps) has a ready Pod here (socket %s: %v)", e.Socket, e.Err)
 }
 
 func (e *NotRunningError) Unwrap() error { return e.Err }
 
-// Client asks the node's supervisor. It may be used by several goroutines, and needs no supervisor to be made.
+// Client sends requests to the node's MPS supervisor. It is safe for concurrent use. The supervisor
+// need not run yet when the client is created.
 type Client struct {
 	socket string
 	http   *http.Client
 }
 
-// NewClient makes a client of the supervisor that has its socket in these paths.
+// NewClient returns a client of the supervisor that listens on paths.Socket().
 func NewClient(paths Paths) *Client {
 	socket := paths.Socket()
 	return &Client{socket: socket, http: &http.Client{Transport: &http.Transport{
-		// Each request has a connection of its own: a supervisor that was restarted is found again at once.
+		// Each request opens a new connection, so the first request after a supervisor's restart works.
 		DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			return dial(ctx, socket)
@@ -84,9 +88,12 @@ func NewClient(paths Paths) *Client {
 	}}}
 }
 
-// Start returns when the daemon runs and is as described. One that is as described already is left alone; one that differs is ended first. After an
-// error nothing of a daemon runs that was never ready; one that was is tried again and again. Where the context or the connection has ended, or the error says
-// that a process is left, only [Client.Stop] makes sure.
+// Start returns when the daemon runs as d describes. If the daemon already runs so, Start changes
+// nothing. Start first ends a daemon with the same ID and another description.
+//
+// After an error, the supervisor retries a daemon that was ready before, and removes a daemon that
+// never was. Call [Client.Stop] if the context or the connection ended, or if the error says that a
+// process remains.
 func (c *Client) Start(ctx context.Context, d Daemon) error {
 	if err := d.Validate(); err != nil {
 		return err
@@ -101,7 +108,7 @@ func (c *Client) Start(ctx context.Context, d Daemon) error {
 	return nil
 }
 
-// Stop returns when nothing of the daemon is left. One that is not there is stopped already.
+// Stop returns when no process and no file of the daemon is left. An unknown ID is no error.
 func (c *Client) Stop(ctx context.Context, id string) error {
 	if err := checkID(id); err != nil {
 		return err
@@ -112,7 +119,7 @@ func (c *Client) Stop(ctx context.Context, id string) error {
 	return nil
 }
 
-// List says which daemons there are, by ID.
+// List returns the status of all daemons, sorted by ID.
 func (c *Client) List(ctx context.Context) ([]Status, error) {
 	var all []Status
 	if err := c.do(ctx, http.MethodGet, Resource, nil, &all); err != nil {
@@ -129,16 +136,16 @@ func (c *Client) do(ctx context.Context, method, path string, body []byte, into 
 	response, err := c.http.Do(request)
 	if err != nil {
 		if ctx.Err() != nil {
-			return fmt.Errorf("the MPS supervisor has not answered in time: %w", context.Cause(ctx))
+			return fmt.Errorf("the MPS supervisor did not answer in time: %w", context.Cause(ctx))
 		}
 		if absent := new(NotRunningError); errors.As(err, &absent) {
 			return absent
 		}
-		return fmt.Errorf("ask the MPS supervisor: %w", err)
+		return fmt.Errorf("send a request to the MPS supervisor: %w", err)
 	}
 	defer func() { _ = response.Body.Close() }()
 	if response.StatusCode != http.StatusOK {
-		return failure(response)
+		return responseError(response)
 	}
 	if into == nil {
 		return nil
@@ -149,17 +156,19 @@ func (c *Client) do(ctx context.Context, method, path string, body []byte, into 
 	return nil
 }
 
-// failure is the reason that the supervisor gives.
-func failure(response *http.Response) error {
+// responseError returns the supervisor's error message, or the HTTP status if there is none.
+func responseError(response *http.Response) error {
 	data, err := io.ReadAll(io.LimitReader(response.Body, maxFailure))
 	var f Failure
 	if err == nil && json.Unmarshal(data, &f) == nil && f.Error != "" {
 		return errors.New(f.Error)
 	}
-	return fmt.Errorf("the MPS supervisor answers %s: %.200s", response.Status, strings.TrimSpace(string(data)))
+	return fmt.Errorf("the MPS supervisor answered %s: %.200s", response.Status, strings.TrimSpace(string(data)))
 }
 
-// dial connects through the directory's file descriptor: the address of a Unix socket has 107 characters at most, and the kubelet's root may be deep.
+// dial connects to the supervisor's socket. It goes through a descriptor of the directory, because
+// the address of a Unix socket has at most 107 characters and the kubelet's root directory may be
+// deep.
 func dial(ctx context.Context, socket string) (net.Conn, error) {
 	var d net.Dialer
 	conn, err := throughDirectory(socket, func(address string) (net.Conn, error) { return d.DialContext(ctx, "unix", address) })
@@ -169,28 +178,29 @@ func dial(ctx context.Context, socket string) (net.Conn, error) {
 	return conn, err
 }
 
-// Listen makes the supervisor's socket, which only root can open, in place of one that a killed supervisor left. The caller has made sure that no other
-// supervisor runs.
+// Listen creates the supervisor's socket, which only root can open. It replaces an existing socket,
+// so the caller must first make sure that no other supervisor runs.
 func Listen(paths Paths) (net.Listener, error) {
 	socket := paths.Socket()
 	if err := os.Remove(socket); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("listen for the plugin: %w", err)
+		return nil, fmt.Errorf("remove the old socket of the MPS supervisor: %w", err)
 	}
-	// Between bind and chmod the directory keeps others out: it is open to root alone.
+	// Only root can open the directory, which protects the socket between bind and chmod.
 	listener, err := throughDirectory(socket, func(address string) (net.Listener, error) { return net.Listen("unix", address) })
 	if err != nil {
-		return nil, fmt.Errorf("listen for the plugin on %s: %w", socket, err)
+		return nil, fmt.Errorf("listen on %s: %w", socket, err)
 	}
 	if l, ok := listener.(*net.UnixListener); ok {
-		l.SetUnlinkOnClose(false) // The name that it knows may be another directory's by then.
+		l.SetUnlinkOnClose(false) // When the listener closes, its address may name another directory.
 	}
 	if err := os.Chmod(socket, 0o600); err != nil {
-		return nil, errors.Join(fmt.Errorf("listen for the plugin: %w", err), listener.Close())
+		return nil, errors.Join(fmt.Errorf("restrict the socket of the MPS supervisor to root: %w", err), listener.Close())
 	}
 	return listener, nil
 }
 
-// throughDirectory names the socket by its open directory, which makes the name short.
+// throughDirectory calls the function use with a short address of the socket, in which a file
+// descriptor stands for the socket's directory. It returns the result of use.
 func throughDirectory[T any](socket string, use func(address string) (T, error)) (T, error) {
 	dir, err := os.Open(socket[:strings.LastIndexByte(socket, '/')+1])
 	if err != nil {

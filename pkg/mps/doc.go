@@ -1,26 +1,35 @@
-// Package mps is what the plugin and the supervisor of MPS control daemons agree on: what a daemon is asked to be ([Daemon]), where its files are
-// ([Paths]), what a container needs to be its client ([Edits]), and how the plugin asks for one ([Client]).
+// Package mps is what the plugin and the supervisor of MPS control daemons share. [Daemon]
+// describes a daemon, [Paths] locates its files, [Edits] makes a container its client, and [Client]
+// connects the plugin to the supervisor.
 //
-// MPS (CUDA Multi-Process Service) lets the processes of several containers use one GPU at the same time. A control daemon owns a directory with pipes;
-// a CUDA process that finds CUDA_MPS_PIPE_DIRECTORY becomes its client. A CUDA process knows one such directory only, so a daemon spans all the devices
-// that its clients may use.
+// With MPS (CUDA Multi-Process Service) the processes of several containers use one GPU at the same
+// time. A control daemon owns a directory with pipes. A CUDA process whose CUDA_MPS_PIPE_DIRECTORY
+// names that directory becomes the daemon's client. A CUDA process can name only one directory, so
+// one daemon serves all devices that its clients may use.
 //
-// # Whose children the daemons are
+// # Parent process
 //
-// Clients lose their work when their daemon ends, so a daemon must outlive the plugin, which is restarted and upgraded like any Pod. Package
-// [github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/supervisor] is the parent: a small static program in a DaemonSet of its own that is updated only
-// when its Pods are deleted. It starts a daemon in milliseconds, on the node alone, where a Pod for each daemon would take seconds, the scheduler, and
-// the right to create Pods. The plugin speaks to it by JSON over a Unix socket that only root can open.
+// Clients lose their work when their daemon ends. So a daemon must outlive the plugin, which is
+// restarted and upgraded like any Pod. Its parent is the MPS supervisor: a small static program
+// with a DaemonSet of its own, which is updated only when an admin deletes its Pods. See package
+// [github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/supervisor]. The supervisor starts a daemon in
+// milliseconds. A Pod for each daemon would take seconds, depend on the scheduler, and need the
+// right to create Pods. The plugin sends JSON to the supervisor over a Unix socket that only root
+// can open.
 //
-// # What is promised
+// # Promises
 //
-// [Client.Start] returns when the daemon answers at its control pipe and every limit that was asked for has been set and read back; called again with
-// the same daemon it changes nothing. [Client.Stop] returns when no process and no directory of the daemon is left. What a daemon should be is on the
-// disk before it starts; a boot forgets it.
+// [Client.Start] returns when the daemon answers at its control pipe and the supervisor has set
+// every requested limit and read it back. Another call with the same daemon changes nothing.
+// [Client.Stop] returns when no process and no directory of the daemon is left. The supervisor
+// writes the description of a daemon to disk before it starts the daemon, and discards the
+// description after a reboot.
 //
-// # What is not
+// # Limitations
 //
-// Limits of memory and threads hold for each client process, not for a container. A process that starts while its daemon is down runs without MPS, as
-// CUDA does wherever no daemon answers. Nothing here sets compute modes, decides who shares, or protects tenants from each other's bugs: clients of one
-// daemon share a server process, and some faults of one end the others.
+// Limits of memory and threads apply to each client process, not to a container. A process that
+// starts while its daemon is down runs without MPS, as CUDA does wherever no daemon answers. This
+// package does not set compute modes or decide who shares a device. It does not protect tenants
+// from each other's bugs: clients of one daemon share a server process, and some faults of one
+// client end the others.
 package mps

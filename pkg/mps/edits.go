@@ -8,21 +8,22 @@ import (
 )
 
 const (
-	// ContainerPipes is where a client's container has the pipes. It is CUDA's own default, so that a process whose environment was cleaned (by su, or
-	// by a login shell) is a client all the same.
+	// ContainerPipes is where a client's container mounts the daemon's pipes. Because it is CUDA's
+	// default directory, a process without the container's environment (after su or in a login shell)
+	// becomes a client too.
 	ContainerPipes = "/tmp/nvidia-mps"
-	// containerShm is where CUDA exchanges data with its daemon. CDI removes what the Pod has
-	// mounted there, so that a client always has its daemon's, as with NVIDIA's reference driver
-	// (https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu/blob/main/cmd/gpu-kubelet-plugin/sharing.go).
+	// containerShm is where CUDA exchanges data with its daemon. The CDI mount replaces whatever the
+	// Pod has mounted there, so that a client always shares memory with its daemon. NVIDIA's DRA
+	// driver does the same (cmd/gpu-kubelet-plugin/sharing.go in
+	// kubernetes-sigs/dra-driver-nvidia-gpu).
 	containerShm = "/dev/shm"
-	// LimitCommand is the subcommand of gpu-mps that holds a container as a whole to a part of a
-	// GPU's memory.
+	// LimitCommand is the subcommand of gpu-mps that limits the memory of a whole container on a GPU.
 	LimitCommand = "memory-limit"
-	// HookProgram is the name of the program, in the image and on the host.
+	// HookProgram is the file name of gpu-mps, in the image and on the host.
 	HookProgram = "gpu-mps"
 
-	// createRuntime hooks run in the host's mount namespace, when the container's control group is
-	// there and nothing of the container's runs yet.
+	// createRuntime is the type of OCI hook that runs in the host's mount namespace, after the
+	// container's control group exists and before any of the container's processes runs.
 	createRuntime = "createRuntime"
 
 	pipeVariable    = "CUDA_MPS_PIPE_DIRECTORY"
@@ -30,9 +31,9 @@ const (
 	threadsVariable = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 )
 
-// Edits is what makes the processes of a container clients of the daemon: its pipes, the variable
-// that names them, and its shared memory. The directories must be there when the container is
-// created, that is, after [Client.Start].
+// Edits returns the CDI edits that make a container's processes clients of the daemon with this ID.
+// They mount the daemon's pipes and shared memory, and name the pipes in the environment. The
+// directories exist only after [Client.Start].
 func Edits(paths Paths, id string) specs.ContainerEdits {
 	return specs.ContainerEdits{
 		Env:    []string{pipeVariable + "=" + ContainerPipes},
@@ -40,16 +41,19 @@ func Edits(paths Paths, id string) specs.ContainerEdits {
 	}
 }
 
-// shared has the options of the runtime's own /dev/shm.
+// shared returns a bind mount of the host's directory at the path container. It has the options
+// that runtimes give to a container's own /dev/shm.
 func shared(host, container string) *specs.Mount {
 	return &specs.Mount{HostPath: host, ContainerPath: container, Options: []string{"rw", "nosuid", "nodev", "noexec", "bind"}}
 }
 
-// Roots are where the host has what a limit of a container takes: the driver's files, and the control groups.
+// Roots are the paths on the host that a container's memory limit needs. Driver is the root of the
+// driver's files. Cgroups is the mount point of cgroup v2.
 type Roots struct{ Driver, Cgroups string }
 
-// LimitEdits hold a container to that many MiB of a GPU, whatever processes it has. hookPath is
-// where the host keeps gpu-mps.
+// LimitEdits returns CDI edits with an OCI hook. The hook limits the memory that all processes of a
+// container together can use of the GPU, to memory MiB. hookPath is the path of gpu-mps on the
+// host.
 func LimitEdits(roots Roots, hookPath, gpuUUID string, memory uint64) specs.ContainerEdits {
 	return specs.ContainerEdits{Hooks: []*specs.Hook{{
 		HookName: createRuntime,
@@ -61,8 +65,9 @@ func LimitEdits(roots Roots, hookPath, gpuUUID string, memory uint64) specs.Cont
 	}}}
 }
 
-// Limits are the variables by which each process of a container is held to less than the daemon's defaults: memory in MiB of the daemon's only device, and
-// a percentage of its threads. Zero is no limit.
+// Limits returns environment variables for a client's container. They limit each of its processes
+// further than the daemon's own limits do: to memory MiB and to threadPercentage of the threads of
+// the daemon's only device. Zero means no limit.
 func Limits(memory uint64, threadPercentage int) []string {
 	var env []string
 	if memory > 0 {

@@ -7,19 +7,22 @@ import (
 	"testing"
 )
 
-// answering says the same to every request, down to the bytes of the protocol.
+// answering is a fake transport. It answers every request with the same raw HTTP response.
 type answering []byte
 
 func (a answering) RoundTrip(r *http.Request) (*http.Response, error) {
 	return http.ReadResponse(bufio.NewReader(bytes.NewReader(a)), r)
 }
 
-// Whatever answers on the supervisor's socket, only a success is taken for one, and what is said of failures is of a bounded size.
+// Whatever the process on the supervisor's socket answers, the client counts only status 200 as
+// success and returns errors of bounded size.
 func FuzzAnswer(f *testing.F) {
 	const ok, failed = "HTTP/1.1 200 OK\r\n\r\n", "HTTP/1.1 500 Internal Server Error\r\n"
 	for _, answer := range []string{
-		"", ok, ok + "null", ok + `[{"id":"a","state":"Ready","pid":1}]`, ok + `[{"pid":-1e9}]`, ok + `{}`, ok + `[]]`, failed + "\r\n" + `{"error":"no such GPU"}`, failed + "\r\n" + `{"error":1}`,
-		failed + "Content-Length: 99999999999\r\n\r\nx", failed + "Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n", "HTTP/1.1 999 \r\n\r\n", "HTTP/1.1 100 Continue\r\n\r\n", "HTTP/0.9",
+		"", ok, ok + "null", ok + `[{"id":"a","state":"Ready","pid":1}]`, ok + `[{"pid":-1e9}]`, ok + `{}`, ok + `[]]`,
+		failed + "\r\n" + `{"error":"no such GPU"}`, failed + "\r\n" + `{"error":1}`,
+		failed + "Content-Length: 99999999999\r\n\r\nx", failed + "Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
+		"HTTP/1.1 999 \r\n\r\n", "HTTP/1.1 100 Continue\r\n\r\n", "HTTP/0.9",
 	} {
 		f.Add([]byte(answer))
 	}
@@ -36,8 +39,8 @@ func FuzzAnswer(f *testing.F) {
 		for _, err := range []error{started, stopped, listed} {
 			switch {
 			case err == nil && code != http.StatusOK:
-				t.Errorf("status %d is taken for a success", code)
-			case err != nil && len(err.Error()) > 3*maxFailure+1000: // a byte that is no character becomes one of three
+				t.Errorf("status %d counts as success", code)
+			case err != nil && len(err.Error()) > 3*maxFailure+1000: // JSON decoding replaces an invalid byte by three bytes.
 				t.Errorf("an error of %d bytes", len(err.Error()))
 			}
 		}

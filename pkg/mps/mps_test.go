@@ -18,32 +18,33 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 )
 
-func TestDaemonsThatCannotBe(t *testing.T) {
+func TestValidate(t *testing.T) {
 	percent := func(p int) *int { return &p }
 	gpus := []string{"GPU-0", "MIG-8e9c-1"}
 	for name, c := range map[string]struct {
 		daemon Daemon
-		want   string // empty: it can be
+		want   string // part of the error; empty means valid
 	}{
-		"all it can have":         {Daemon{ID: "gpu-0000-1b-00-0-mig-19-3-share", Devices: gpus, ThreadPercentage: percent(100), MemoryLimits: map[int]uint64{0: 1, 1: maxMemory}, MultiUser: true}, ""},
-		"a claim's":               {Daemon{ID: "0b7ce1b4-1c52-4a5c-9c32-5f1f5d1d0a51-0", Devices: gpus}, ""},
-		"a device of old drivers": {Daemon{ID: "a", Devices: []string{"MIG-GPU-0b7c/3/0"}}, ""},
-		"no ID":                   {Daemon{Devices: gpus}, "needs an ID"},
-		"an ID that leads out":    {Daemon{ID: "../x", Devices: gpus}, "cannot be the ID"},
-		"an ID of dots":           {Daemon{ID: "..", Devices: gpus}, "cannot be the ID"},
-		"an ID of the socket's":   {Daemon{ID: "supervisor_socket", Devices: gpus}, "cannot be the ID"},
-		"a long ID":               {Daemon{ID: strings.Repeat("a", 64), Devices: gpus}, "cannot be the ID"},
-		"no device":               {Daemon{ID: "a"}, "no devices"},
-		"many devices":            {Daemon{ID: "a", Devices: make([]string, maxDevices+1)}, "257 devices"},
-		"no UUID":                 {Daemon{ID: "a", Devices: []string{"0"}}, "device 0"},
-		"two in one":              {Daemon{ID: "a", Devices: []string{"GPU-0,GPU-1"}}, "device 0"},
-		"one twice":               {Daemon{ID: "a", Devices: []string{"GPU-0", "GPU-0"}}, "named twice"},
-		"no threads":              {Daemon{ID: "a", Devices: gpus, ThreadPercentage: percent(0)}, "percentage is 0"},
-		"too many threads":        {Daemon{ID: "a", Devices: gpus, ThreadPercentage: percent(101)}, "percentage is 101"},
-		"a limit of no device":    {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{2: 1}}, "for device 2"},
-		"a negative ordinal":      {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{-1: 1}}, "for device -1"},
-		"no memory":               {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{0: 0}}, "is 0 MiB"},
-		"too much memory":         {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{0: maxMemory + 1}}, "MiB, not 1 to"},
+		"all fields": {Daemon{ID: "gpu-0000-1b-00-0-mig-19-3-share", Devices: gpus,
+			ThreadPercentage: percent(100), MemoryLimits: map[int]uint64{0: 1, 1: maxMemory}, MultiUser: true}, ""},
+		"daemon of a claim":             {Daemon{ID: "0b7ce1b4-1c52-4a5c-9c32-5f1f5d1d0a51-0", Devices: gpus}, ""},
+		"UUID form of old drivers":      {Daemon{ID: "a", Devices: []string{"MIG-GPU-0b7c/3/0"}}, ""},
+		"no ID":                         {Daemon{Devices: gpus}, "needs an ID"},
+		"ID with path elements":         {Daemon{ID: "../x", Devices: gpus}, "cannot be the ID"},
+		"ID of dots":                    {Daemon{ID: "..", Devices: gpus}, "cannot be the ID"},
+		"ID equal to the socket's name": {Daemon{ID: "supervisor_socket", Devices: gpus}, "cannot be the ID"},
+		"long ID":                       {Daemon{ID: strings.Repeat("a", 64), Devices: gpus}, "cannot be the ID"},
+		"no device":                     {Daemon{ID: "a"}, "no devices"},
+		"too many devices":              {Daemon{ID: "a", Devices: make([]string, maxDevices+1)}, "257 devices"},
+		"not a UUID":                    {Daemon{ID: "a", Devices: []string{"0"}}, "device 0"},
+		"two UUIDs in one":              {Daemon{ID: "a", Devices: []string{"GPU-0,GPU-1"}}, "device 0"},
+		"device listed twice":           {Daemon{ID: "a", Devices: []string{"GPU-0", "GPU-0"}}, "listed twice"},
+		"no threads":                    {Daemon{ID: "a", Devices: gpus, ThreadPercentage: percent(0)}, "percentage is 0"},
+		"too many threads":              {Daemon{ID: "a", Devices: gpus, ThreadPercentage: percent(101)}, "percentage is 101"},
+		"limit for unknown device":      {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{2: 1}}, "for device 2"},
+		"negative ordinal":              {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{-1: 1}}, "for device -1"},
+		"no memory":                     {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{0: 0}}, "is 0 MiB"},
+		"too much memory":               {Daemon{ID: "a", Devices: gpus, MemoryLimits: map[int]uint64{0: maxMemory + 1}}, "MiB, not 1 to"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			switch err := c.daemon.Validate(); {
@@ -56,8 +57,10 @@ func TestDaemonsThatCannotBe(t *testing.T) {
 	}
 }
 
-// What is asked for survives its way to the supervisor and its disk; and what differs is not equal.
-func TestDaemonsAreEqualAfterJSON(t *testing.T) {
+// A daemon's description (Daemon) must be the same after it is written as JSON and read again,
+// because the client sends it as JSON and the supervisor stores it so. Equal must report that two
+// different descriptions differ.
+func TestDaemonEqualSurvivesJSON(t *testing.T) {
 	p := 40
 	d := Daemon{ID: "a", Devices: []string{"GPU-0", "GPU-1"}, ThreadPercentage: &p, MemoryLimits: map[int]uint64{0: 18432}, MultiUser: true}
 	data, err := json.Marshal(d)
@@ -69,7 +72,7 @@ func TestDaemonsAreEqualAfterJSON(t *testing.T) {
 		t.Errorf("%s: %+v, %v", data, read, err)
 	}
 	if !(Daemon{ID: "a"}).Equal(Daemon{ID: "a", MemoryLimits: map[int]uint64{}}) {
-		t.Error("no limits are not equal to none")
+		t.Error("an empty set of limits does not equal an absent one")
 	}
 	q := 41
 	for name, change := range map[string]func(*Daemon){
@@ -82,7 +85,7 @@ func TestDaemonsAreEqualAfterJSON(t *testing.T) {
 	} {
 		other := d
 		if change(&other); d.Equal(other) || other.Equal(d) {
-			t.Errorf("another %s is equal", name)
+			t.Errorf("daemons with different %s are equal", name)
 		}
 	}
 }
@@ -108,12 +111,15 @@ func TestEditsMakeAClient(t *testing.T) {
 	}
 }
 
-// The container runtime puts the Pod's volumes into the OCI spec first, and then what CDI says.
-func TestAClientHasItsDaemonsSharedMemoryWhateverThePodMountsThere(t *testing.T) {
+// Whatever the Pod mounts at /dev/shm, the container must see the daemon's shared memory there. The
+// container runtime applies CDI edits after it has added the Pod's volumes to the OCI spec.
+func TestEditsReplaceSharedMemoryOfPod(t *testing.T) {
 	for name, there := range map[string][]oci.Mount{
-		"nothing":                     nil,
-		"the runtime's own":           {{Destination: "/dev/shm", Type: "bind", Source: "/run/containerd/io.containerd.grpc.v1.cri/sandboxes/x/shm"}},
-		"a volume in memory":          {{Destination: "/dev/shm", Type: "bind", Source: "/var/lib/kubelet/pods/x/volumes/kubernetes.io~empty-dir/shm"}},
+		"nothing": nil,
+		"the runtime's own": {{Destination: "/dev/shm", Type: "bind",
+			Source: "/run/containerd/io.containerd.grpc.v1.cri/sandboxes/x/shm"}},
+		"a volume in memory": {{Destination: "/dev/shm", Type: "bind",
+			Source: "/var/lib/kubelet/pods/x/volumes/kubernetes.io~empty-dir/shm"}},
 		"a volume with a final slash": {{Destination: "/dev/shm/", Type: "bind", Source: "/volume"}},
 		"the host's /dev":             {{Destination: "/dev", Type: "bind", Source: "/dev"}},
 	} {
@@ -123,7 +129,7 @@ func TestAClientHasItsDaemonsSharedMemoryWhateverThePodMountsThere(t *testing.T)
 			if err := (&cdi.ContainerEdits{ContainerEdits: &e}).Apply(&container); err != nil {
 				t.Fatal(err)
 			}
-			seen := "" // Mounts are made in their order, so the last one at a place or above it is seen.
+			seen := "" // Mounts apply in order, so the last one at or above a path is visible.
 			for _, m := range container.Mounts {
 				if place := filepath.Clean(m.Destination); place == "/dev/shm" || place == "/dev" {
 					seen = m.Source
@@ -140,12 +146,14 @@ func TestLimitsAreVariables(t *testing.T) {
 	if env := Limits(0, 0); len(env) > 0 {
 		t.Error(env)
 	}
-	if env := Limits(18432, 25); !slices.Equal(env, []string{"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=18432M", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"}) {
+	if env := Limits(18432, 25); !slices.Equal(env, []string{"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=18432M",
+		"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"}) {
 		t.Error(env)
 	}
 }
 
-// deep is a plugin directory whose socket's name is longer than the address of a Unix socket may be.
+// deep returns Paths with a directory so deep that the path of the supervisor's socket is too long
+// for the address of a Unix socket.
 func deep(t *testing.T) Paths {
 	t.Helper()
 	paths := Paths{PluginDir: filepath.Join(t.TempDir(), strings.Repeat("deep/", 20), "plugin")}
@@ -155,7 +163,7 @@ func deep(t *testing.T) Paths {
 	return paths
 }
 
-func TestWithoutASupervisorTheErrorSaysWhatToDo(t *testing.T) {
+func TestMissingSupervisorErrorSaysWhatToDo(t *testing.T) {
 	paths := deep(t)
 	c := NewClient(paths)
 	d := Daemon{ID: "a", Devices: []string{"GPU-0"}}
@@ -179,14 +187,14 @@ func TestWithoutASupervisorTheErrorSaysWhatToDo(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err = c.List(t.Context())
-	check("gone, its socket still there", err)
+	check("stopped, with its socket left", err)
 	if err := os.RemoveAll(paths.Root()); err != nil {
 		t.Fatal(err)
 	}
 	check("no directory", c.Stop(t.Context(), "a"))
 }
 
-func TestTheClientSaysWhatTheSupervisorSays(t *testing.T) {
+func TestClientReturnsSupervisorErrors(t *testing.T) {
 	paths := deep(t)
 	listener, err := Listen(paths)
 	if err != nil {
@@ -214,7 +222,8 @@ func TestTheClientSaysWhatTheSupervisorSays(t *testing.T) {
 	if err := start(t.Context(), "reason"); err == nil || err.Error() != "start MPS daemon reason: the reason" {
 		t.Error(err)
 	}
-	if err := start(t.Context(), "garbage"); err == nil || !strings.Contains(err.Error(), "418") || !strings.Contains(err.Error(), "not JSON") {
+	if err := start(t.Context(), "garbage"); err == nil || !strings.Contains(err.Error(), "418") ||
+		!strings.Contains(err.Error(), "not JSON") {
 		t.Error(err)
 	}
 	late := errors.New("the claim's time is over")
@@ -234,9 +243,10 @@ func TestTheClientSaysWhatTheSupervisorSays(t *testing.T) {
 	}
 }
 
-func TestALimitOfTheContainerIsSetOnTheHostBeforeAnythingOfItRuns(t *testing.T) {
+func TestLimitEditsAddCreateRuntimeHook(t *testing.T) {
 	e := LimitEdits(Roots{Driver: "/run/nvidia/driver", Cgroups: "/sys/fs/cgroup"}, "/opt/gpu-mps", "GPU-0", 18432)
-	want := []string{"gpu-mps", "memory-limit", "--gpu=GPU-0", "--mebibytes=18432", "--driver-root=/run/nvidia/driver", "--cgroup-root=/sys/fs/cgroup"}
+	want := []string{"gpu-mps", "memory-limit", "--gpu=GPU-0", "--mebibytes=18432", "--driver-root=/run/nvidia/driver",
+		"--cgroup-root=/sys/fs/cgroup"}
 	if h := e.Hooks[0]; h.HookName != "createRuntime" || h.Path != "/opt/gpu-mps" || !slices.Equal(h.Args, want) {
 		t.Errorf("%+v", *h)
 	}

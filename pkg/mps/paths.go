@@ -2,9 +2,10 @@ package mps
 
 import "path/filepath"
 
-// Paths says where the host keeps the files of MPS daemons. The plugin, the supervisor and the container runtime know the plugin's directory by the same name.
+// Paths locates the files of MPS daemons on the host. The plugin, the supervisor and the container
+// runtime all see the plugin's directory under the same path.
 type Paths struct {
-	// PluginDir is the plugin's directory below the kubelet's root, such as /var/lib/kubelet/plugins/gpu.nvidia.com.
+	// PluginDir is the plugin's directory, such as /var/lib/kubelet/plugins/gpu.nvidia.com.
 	PluginDir string
 	// ShmRoot is the host's file system for shared memory. Empty means /dev/shm.
 	ShmRoot string
@@ -12,26 +13,28 @@ type Paths struct {
 
 const (
 	defaultShmRoot = "/dev/shm"
-	// shmName is the directory in ShmRoot that holds those of the daemons.
+	// shmName is the directory in ShmRoot that holds the shared memory of all daemons.
 	shmName = "gpu-dra-driver-mps"
 )
 
-// Root holds the socket of the supervisor and a directory for each daemon.
+// Root returns the directory that holds the supervisor's socket and one directory for each daemon.
 func (p Paths) Root() string { return filepath.Join(p.PluginDir, "mps") }
 
-// Socket is where the supervisor listens. Its name is no daemon's ID.
+// Socket returns the path of the supervisor's socket. Its file name cannot be a daemon's ID,
+// because an ID has no "_".
 func (p Paths) Socket() string { return filepath.Join(p.Root(), "supervisor_socket") }
 
-// Dir holds what a daemon has on the disk.
+// Dir returns the directory below Root of the daemon with this ID. It holds everything but the
+// shared memory.
 func (p Paths) Dir(id string) string { return filepath.Join(p.Root(), id) }
 
-// Pipes is the directory with the daemon's pipes, which its clients are given.
+// Pipes returns the directory with the daemon's pipes. Its clients mount this directory.
 func (p Paths) Pipes(id string) string { return filepath.Join(p.Dir(id), "pipe") }
 
-// Logs is the directory with the logs of the daemon and its servers.
+// Logs returns the directory with the logs of the control daemon and its MPS servers.
 func (p Paths) Logs(id string) string { return filepath.Join(p.Dir(id), "log") }
 
-// ShmDir holds the shared memory of all daemons.
+// ShmDir returns the directory that holds the shared memory of all daemons.
 func (p Paths) ShmDir() string {
 	if p.ShmRoot == "" {
 		return filepath.Join(defaultShmRoot, shmName)
@@ -39,5 +42,5 @@ func (p Paths) ShmDir() string {
 	return filepath.Join(p.ShmRoot, shmName)
 }
 
-// Shm is the directory that the daemon and its clients have as /dev/shm.
+// Shm returns the directory on the host that the daemon and its clients mount as /dev/shm.
 func (p Paths) Shm(id string) string { return filepath.Join(p.ShmDir(), id) }

@@ -14,8 +14,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// slowToOpen is a library with eight cards that are opened one after another, each in cost. Those
-// that hang is true of do not stand in that queue, and do not answer before it is over.
+// slowToOpen returns a fake NVML library with eight cards. The cards open one after another, and
+// each takes the time cost. A card for which hang is true stays out of that order and answers only
+// after over is closed.
 func slowToOpen(h fakeHost, cost time.Duration, hang func(i int) bool, over <-chan struct{}) *fakeLibrary {
 	h.t.Helper()
 	cards := make([]card, 8)
@@ -44,23 +45,23 @@ func slowToOpen(h fakeHost, cost time.Duration, hang func(i int) bool, over <-ch
 	return library
 }
 
-func TestGPUsThatAreOpenedOneAfterAnotherAreAllOffered(t *testing.T) {
+func TestScanOffersGPUsThatOpenSequentially(t *testing.T) {
 	for _, cost := range []time.Duration{3 * time.Second, 6 * time.Second, 9 * time.Second} {
 		t.Run(cost.String(), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				h, over := newFakeHost(t), make(chan struct{})
-				defer func() { close(over); <-time.After(8 * cost) }() // until the library is at rest
+				defer func() { close(over); <-time.After(8 * cost) }() // until the library is idle
 				library := slowToOpen(h, cost, func(int) bool { return false }, over)
 				node, err := h.scanner(library).scan(t.Context())
 				if err != nil || len(node.GPUs) != 8 {
-					t.Errorf("%d GPUs are offered (%v), problems %v", len(node.GPUs), err, node.Problems)
+					t.Errorf("offered %d GPUs (%v), problems %v", len(node.GPUs), err, node.Problems)
 				}
 			})
 		})
 	}
 }
 
-func TestAGPUThatNeverOpensCostsTheOthersTheOldLimit(t *testing.T) {
+func TestGPUThatNeverOpensDelaysOthersByOneLimit(t *testing.T) {
 	for hanging := range 3 {
 		t.Run(fmt.Sprint(hanging), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -70,7 +71,7 @@ func TestAGPUThatNeverOpensCostsTheOthersTheOldLimit(t *testing.T) {
 				library := slowToOpen(h, cost, func(i int) bool { return i < hanging }, over)
 				node, err := h.scanner(library).scan(t.Context())
 				if err != nil || len(node.GPUs) != 8-hanging {
-					t.Errorf("%d GPUs are offered (%v), problems %v", len(node.GPUs), err, node.Problems)
+					t.Errorf("offered %d GPUs (%v), problems %v", len(node.GPUs), err, node.Problems)
 				}
 				if most := time.Duration(8-hanging)*cost + time.Duration(hanging)*callLimit; time.Since(began) > most {
 					t.Errorf("it took %s, want %s at most", time.Since(began), most)
@@ -80,8 +81,8 @@ func TestAGPUThatNeverOpensCostsTheOthersTheOldLimit(t *testing.T) {
 	}
 }
 
-// untilAllAnswer returns when each of the site's eight cards has answered, and fails if one is said to hang
-// before that, or if a child is replaced.
+// untilAllAnswer returns when each of the site's eight cards has answered. It fails the test if a
+// card is reported as hung before its first answer, or if the watcher's child process is replaced.
 func (w watch) untilAllAnswer() {
 	w.t.Helper()
 	answered := map[device.PCIAddress]bool{}
@@ -99,7 +100,7 @@ func (w watch) untilAllAnswer() {
 	})
 }
 
-func TestNoWatcherIsEndedBeforeEachGPUHasAnsweredOnce(t *testing.T) {
+func TestWatcherLivesUntilEachGPUAnsweredOnce(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Container, "")
 	s.change(func(_ *layout.Config, f *state.File) error { return f.SetAttachCost(2 * hangLimit) })
 	w := watchSite(s, func(w *watcher) { w.wedged = 4 * hangLimit })
@@ -107,45 +108,48 @@ func TestNoWatcherIsEndedBeforeEachGPUHasAnsweredOnce(t *testing.T) {
 	if t.Failed() {
 		return
 	}
-	// From now on the limit is that of one card again.
+	// After all cards have answered once, the limit of a query is w.wedged again, because no card
+	// waits for another one.
 	s.fault(state.Fault{Kind: state.FaultSlow, GPU: 3, DelayMS: 3600_000}, "nvmlDeviceGetRemappedRows", 0)
-	c := w.condition(s.card(3), func(c device.Condition) bool { return c.Reach != device.ReachOK })
+	c := w.awaitCondition(s.card(3), func(c device.Condition) bool { return c.Reach != device.ReachOK })
 	if c.Reach != device.ReachWedged || !strings.Contains(c.Error, (4*hangLimit).String()) {
 		t.Errorf("%+v", c)
 	}
 }
 
-// A GPU that hangs from the start is said to hang, although others are opened slowly.
-func TestAGPUThatHangsFromTheStartIsSaidToHang(t *testing.T) {
+// The test expects that a GPU that hangs from the start is reported as wedged, although the other
+// GPUs open slowly.
+func TestGPUHungFromStartIsReportedWedged(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Container, "")
 	s.change(func(_ *layout.Config, f *state.File) error { return f.SetAttachCost(hangLimit) })
 	s.fault(state.Fault{Kind: state.FaultSlow, GPU: 5, DelayMS: 3600_000}, "nvmlDeviceGetHandleByPciBusId_v2", 0)
 	w := watchSite(s, func(w *watcher) { w.wedged = 3 * hangLimit })
-	w.await("that it hangs", func(s2 device.Signal) bool {
+	w.await("the wedged GPU", func(s2 device.Signal) bool {
 		if s2.Watcher != nil && !s2.Watcher.Up {
 			t.Errorf("the child was replaced: %s", s2.Watcher.Error)
 		}
 		return s2.Condition != nil && s2.Condition.Card.PCIAddress == s.card(5).PCIAddress && s2.Condition.Reach == device.ReachWedged
 	})
-	w.condition(s.card(7), answers)
+	w.awaitCondition(s.card(7), answers)
 }
 
-// The whole of it with the limits that hold on a real node.
-func TestEightGPUsThatTakeThreeSecondsEachAreOffered(t *testing.T) {
+// The test uses the production time limits, with a simulated node whose GPUs take three seconds
+// each to open.
+func TestScanOffersEightSlowGPUs(t *testing.T) {
 	if testing.Short() {
 		t.Skip("takes half a minute")
 	}
 	s := newSite(t, "dgx-h100", layout.Container, "")
 	s.change(func(_ *layout.Config, f *state.File) error { return f.SetAttachCost(3 * time.Second) })
 	w := watchSite(s, nil)
-	node, err := s.scanBeside()
+	node, err := s.scanDuringChange()
 	if err != nil || len(node.GPUs) != 8 || len(node.Problems) > 0 {
-		t.Fatalf("%d GPUs are offered (%v), problems %v", len(node.GPUs), err, node.Problems)
+		t.Fatalf("offered %d GPUs (%v), problems %v", len(node.GPUs), err, node.Problems)
 	}
 	w.untilAllAnswer()
-	// Whoever watches the GPUs keeps them open.
+	// The second scan must be fast, because the watcher keeps the GPUs open.
 	began := time.Now()
-	if node, err = s.scanBeside(); err != nil || len(node.GPUs) != 8 || time.Since(began) > 3*time.Second {
+	if node, err = s.scanDuringChange(); err != nil || len(node.GPUs) != 8 || time.Since(began) > 3*time.Second {
 		t.Errorf("another scan took %s: %d GPUs (%v)", time.Since(began), len(node.GPUs), err)
 	}
 }

@@ -6,20 +6,23 @@ import (
 	"time"
 )
 
-// callLimit is how long NVML may take for one question. Attaching a GPU that nothing holds takes
-// one to three seconds, and more; see [openings].
+// callLimit is how long NVML may take for one query. The first query of a GPU that no process has
+// open attaches the GPU, which takes one to three seconds or more: see [pendingOpens].
 const callLimit = 10 * time.Second
 
-// bounded waits for call until ctx ends or the limit is over. A C call cannot be cancelled: one that hangs keeps its goroutine and its thread
-// until the process ends, so it must not touch anything that others wait for.
+// bounded returns the result of call, or an error if ctx ends or limit passes first. A C call
+// cannot be cancelled: if call hangs, it keeps its goroutine and thread until the process ends. So
+// call must hold no lock that others wait for.
 func bounded[T any](ctx context.Context, limit time.Duration, what string, call func() (T, error)) (T, error) {
-	return boundedWhile(ctx, limit, nil, newOpenings(), what, call)
+	return boundedWhile(ctx, limit, nil, newPendingOpens(), what, call)
 }
 
-// boundedWhile is [bounded] for a call that asks NVML many questions: the limit begins again with
-// each progress, of this card or of those that are opened. Beside a cut, which locks the whole
-// driver, each answer may take long.
-func boundedWhile[T any](ctx context.Context, own time.Duration, progress <-chan struct{}, o *openings, what string, call func() (T, error)) (T, error) {
+// boundedWhile is [bounded] for a call with many NVML queries. The limit restarts when progress
+// gets a value, and when a card in o answers for the first time. Otherwise a healthy card could
+// time out, because a MIG change on another card delays each answer.
+func boundedWhile[T any](
+	ctx context.Context, own time.Duration, progress <-chan struct{}, o *pendingOpens, what string, call func() (T, error),
+) (T, error) {
 	type answer struct {
 		value T
 		err   error
@@ -29,7 +32,7 @@ func boundedWhile[T any](ctx context.Context, own time.Duration, progress <-chan
 		value, err := call()
 		done <- answer{value, err}
 	}()
-	limit, another := o.limit(own)
+	limit, opensChanged := o.limit(own)
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	var none T
@@ -38,13 +41,13 @@ func boundedWhile[T any](ctx context.Context, own time.Duration, progress <-chan
 		case a := <-done:
 			return a.value, a.err
 		case <-progress:
-		case <-another:
+		case <-opensChanged:
 		case <-timer.C:
 			return none, fmt.Errorf("%s has not answered for %s", what, limit)
 		case <-ctx.Done():
 			return none, fmt.Errorf("%s: %w", what, context.Cause(ctx))
 		}
-		limit, another = o.limit(own)
+		limit, opensChanged = o.limit(own)
 		timer.Reset(limit)
 	}
 }

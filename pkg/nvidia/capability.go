@@ -16,26 +16,27 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// The kernel driver describes the right to use a GPU instance or a compute instance in a file below /proc, and grants it to whoever can open the
-// device node of the minor number named there. It makes no such node itself
-// (https://docs.nvidia.com/datacenter/tesla/mig-user-guide/device-nodes-and-capabilities.html).
+// instanceFolder returns the /proc directory of a GPU instance's capability files. Each file names
+// the minor number of a device node, and a process that can open this device node may use the GPU
+// instance. The kernel does not create the device node:
+// https://docs.nvidia.com/datacenter/tesla/mig-user-guide/device-nodes-and-capabilities.html.
 func (p Paths) instanceFolder(gpuMinor int, instance uint32) string {
 	return filepath.Join(p.Proc, "driver", "nvidia", "capabilities", fmt.Sprintf("gpu%d", gpuMinor), "mig", fmt.Sprintf("gi%d", instance))
 }
 
-// instanceMinor is the minor number of a GPU instance's capability node.
+// instanceMinor returns the minor number of a GPU instance's capability device node.
 func (p Paths) instanceMinor(gpuMinor int, instance uint32) (int, error) {
 	c, err := readCapability(filepath.Join(p.instanceFolder(gpuMinor, instance), "access"))
 	return c.minor, err
 }
 
-// computeMinor is the minor number of a compute instance's capability node.
+// computeMinor returns the minor number of a compute instance's capability device node.
 func (p Paths) computeMinor(gpuMinor int, instance, compute uint32) (int, error) {
 	c, err := readCapability(filepath.Join(p.instanceFolder(gpuMinor, instance), fmt.Sprintf("ci%d", compute), "access"))
 	return c.minor, err
 }
 
-// capability is what such a file says.
+// capability is the content of a capability file.
 type capability struct {
 	minor int
 	mode  fs.FileMode
@@ -66,16 +67,22 @@ func readCapability(path string) (capability, error) {
 	return c, nil
 }
 
-// capabilityNode is where a capability node is in a container and, below the dev root, on the host.
+// capabilityNode returns a capability device node's path in a container. On the host, the same path
+// is below the dev root.
 func capabilityNode(minor int) string { return fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", minor) }
 
-// CapabilityEdits is what a container needs for a MIG device besides [Node.Common]: its parent's device node and the two nodes that stand for the
-// right to use the GPU instance and the compute instance. parent is the [GPU.Edits] of the card; what it has for graphics is left out, because
-// that would be the whole card's.
-func (p Paths) CapabilityEdits(parent specs.ContainerEdits, instance device.Instance, compute device.ComputeInstance) specs.ContainerEdits {
+// CapabilityEdits returns the edits that a MIG device needs in addition to [Node.Common]: the GPU's
+// device node and the capability device nodes of the GPU instance and the compute instance. parent
+// is the GPU's [GPU.Edits]. CapabilityEdits drops the graphics device nodes of parent, because they
+// give access to the whole GPU.
+func (p Paths) CapabilityEdits(
+	parent specs.ContainerEdits, instance device.Instance, compute device.ComputeInstance,
+) specs.ContainerEdits {
 	p = p.withDefaults()
 	e := parent
-	e.DeviceNodes = slices.DeleteFunc(slices.Clone(parent.DeviceNodes), func(n *specs.DeviceNode) bool { return strings.HasPrefix(n.Path, "/dev/dri/") })
+	e.DeviceNodes = slices.DeleteFunc(slices.Clone(parent.DeviceNodes), func(n *specs.DeviceNode) bool {
+		return strings.HasPrefix(n.Path, "/dev/dri/")
+	})
 	e.Hooks = slices.DeleteFunc(slices.Clone(parent.Hooks), func(h *specs.Hook) bool {
 		return slices.ContainsFunc(h.Args, func(arg string) bool { return strings.Contains(arg, "/dev/dri") })
 	})
@@ -93,8 +100,8 @@ func (p Paths) CapabilityEdits(parent specs.ContainerEdits, instance device.Inst
 	return e
 }
 
-// makeCapabilityNodes makes the device nodes of a MIG device where they are missing or stand for another number: the driver's major number is
-// another one after each load of its module.
+// makeCapabilityNodes creates the capability device nodes of a MIG device, or replaces those with
+// an outdated major number. The driver gets another major number each time its module is loaded.
 func (p Paths) makeCapabilityNodes(gpuMinor int, instance, compute uint32) error {
 	folder := p.instanceFolder(gpuMinor, instance)
 	for _, file := range []string{filepath.Join(folder, "access"), filepath.Join(folder, fmt.Sprintf("ci%d", compute), "access")} {
@@ -109,7 +116,9 @@ func (p Paths) makeCapabilityNodes(gpuMinor int, instance, compute uint32) error
 	return nil
 }
 
-// makeCapabilityNode makes a node where the driver's others are or, where that is mounted read-only as a driver container's root may be, in the host's /dev.
+// makeCapabilityNode creates the device node of c below the dev root, next to the driver's other
+// device nodes. If the dev root is mounted read-only, as in some driver containers, it creates the
+// device node in the host's /dev.
 func (p Paths) makeCapabilityNode(c capability) error {
 	major, err := p.capabilityMajor()
 	if err != nil {
@@ -132,7 +141,8 @@ func (c capability) make(root string, major uint32) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err
 	}
-	// Made under another name and put in place: whoever opens it meanwhile finds the old one or the new.
+	// Create the device node under a temporary name and rename it, so that a reader finds the old or
+	// the new device node.
 	fresh := fmt.Sprintf("%s.%d", path, os.Getpid())
 	if err := os.Remove(fresh); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -140,14 +150,15 @@ func (c capability) make(root string, major uint32) error {
 	if err := unix.Mknod(fresh, unix.S_IFCHR|uint32(c.mode), int(number)); err != nil { //nolint:gosec // a device number
 		return &fs.PathError{Op: "mknod", Path: fresh, Err: err}
 	}
-	err := errors.Join(os.Chmod(fresh, c.mode), os.Rename(fresh, path)) // the mode that the umask took away
+	// The umask removed permission bits, so set them again.
+	err := errors.Join(os.Chmod(fresh, c.mode), os.Rename(fresh, path))
 	if err != nil {
 		_ = os.Remove(fresh)
 	}
 	return err
 }
 
-// capabilityMajor is the major number of all capability nodes.
+// capabilityMajor returns the major number that all capability device nodes have.
 func (p Paths) capabilityMajor() (uint32, error) {
 	path := filepath.Join(p.Proc, "devices")
 	data, err := os.ReadFile(path)

@@ -15,24 +15,26 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
-// What is found below the driver root is mounted into tenants' containers, by a runtime that follows links from the root of the host: a link out of the driver
-// root would show them a file of the node's, and a device node with another number another device. confine refuses both. It makes the sources of mounts what
-// their links lead to, so that the runtime has none to follow.
+// confine returns an error if e could expose the host. The container runtime follows symlinks from
+// the host's root, so a symlink out of the driver root would give tenants a host file. A device
+// node with a wrong number would open another device. confine also resolves the symlinks in mount
+// sources, so that the runtime has none to follow.
 func (s scanner) confine(e edits) error {
 	for _, m := range e.Mounts {
-		source, err := s.paths.confined(m.HostPath)
+		source, err := s.paths.resolveConfined(m.HostPath)
 		if err != nil {
 			return err
 		}
 		if !filepath.IsAbs(m.ContainerPath) || filepath.Clean(m.ContainerPath) != m.ContainerPath {
-			return fmt.Errorf("%s would be mounted at %q, which is no absolute path", s.paths.host(m.HostPath), m.ContainerPath)
+			return fmt.Errorf("mount %s: the container path %q is not absolute", s.paths.host(m.HostPath), m.ContainerPath)
 		}
 		m.HostPath = source
 	}
 	for _, h := range e.Hooks {
 		for _, arg := range h.Args {
-			if _, link, ok := strings.Cut(arg, "::"); ok && !besideMounts(s.withoutDevRoot(link), e.Mounts) {
-				return fmt.Errorf("the link %s would be made in containers, outside the directories of what is mounted there (a library can name it): reinstall the driver", link)
+			if _, link, ok := strings.Cut(arg, "::"); ok && !isNextToMount(s.withoutDevRoot(link), e.Mounts) {
+				return fmt.Errorf("symlink %s would be outside the directories mounted into containers (a library can name it): "+
+					"reinstall the driver", link)
 			}
 		}
 	}
@@ -45,32 +47,35 @@ func (s scanner) confine(e edits) error {
 	return nil
 }
 
-// confined is the file that a path which the plugin sees stands for, seen as the plugin sees it. It lies in the driver root, with all links followed as if that
-// were the root, or in one of the directories that an admin has named beside it.
-func (p Paths) confined(path string) (string, error) {
+// resolveConfined follows the symlinks of path and returns the path of the file. Both are as this
+// process sees them. The file must be in the driver root, whose symlinks are resolved as if it were
+// /, or in one of the configured DriverDirs.
+func (p Paths) resolveConfined(path string) (string, error) {
 	var source string
 	var err error
 	if rest, ok := below(p.DriverRoot, path); ok {
 		source, err = driverroot.Resolve(p.DriverRoot, rest)
-	} else if source, err = filepath.EvalSymlinks(path); err == nil && !p.besides(source) {
-		return "", fmt.Errorf("%s leads out of the driver root %s: put the file there, or name its directory (--driver-dirs)", source, p.HostDriverRoot)
+	} else if source, err = filepath.EvalSymlinks(path); err == nil && !p.inDriverDirs(source) {
+		return "", fmt.Errorf("%s leads out of the driver root %s: put the file there, or name its directory (--driver-dirs)",
+			source, p.HostDriverRoot)
 	}
 	if err != nil {
-		return "", fmt.Errorf("%s leads to no file within the driver root %s (%w): remove it, or reinstall the driver", p.host(path), p.HostDriverRoot, err)
+		return "", fmt.Errorf("%s leads to no file within the driver root %s (%w): remove it, or reinstall the driver",
+			p.host(path), p.HostDriverRoot, err)
 	}
 	info, err := os.Lstat(source)
 	if err != nil {
-		return "", fmt.Errorf("look at what %s leads to: %w", p.host(path), err)
+		return "", fmt.Errorf("stat the target of %s: %w", p.host(path), err)
 	}
 	if !info.Mode().IsRegular() {
-		return "", fmt.Errorf("%s is no file but %s: remove it, or reinstall the driver", p.host(path), info.Mode().Type())
+		return "", fmt.Errorf("%s is not a file but %s: remove it, or reinstall the driver", p.host(path), info.Mode().Type())
 	}
 	return source, nil
 }
 
-// besideMounts says whether a link that a hook makes in a container is below /dev, or below a directory that something is mounted into: the names of links come
-// from within libraries, and "../" in one must not lead elsewhere.
-func besideMounts(link string, mounts []*specs.Mount) bool {
+// isNextToMount reports whether the symlink that a hook creates is below /dev or below a mounted
+// directory. Library files determine the link's path, and "../" in it must not lead elsewhere.
+func isNextToMount(link string, mounts []*specs.Mount) bool {
 	if !filepath.IsAbs(link) || filepath.Clean(link) != link {
 		return false
 	}
@@ -86,7 +91,7 @@ func besideMounts(link string, mounts []*specs.Mount) bool {
 	return false
 }
 
-func (p Paths) besides(path string) bool {
+func (p Paths) inDriverDirs(path string) bool {
 	for _, dir := range p.DriverDirs {
 		if _, ok := below(filepath.Clean(dir), path); ok {
 			return true
@@ -102,10 +107,10 @@ func (s scanner) checkNode(n *specs.DeviceNode, majors map[uint32]bool) error {
 	}
 	info, err := os.Lstat(path)
 	if err != nil {
-		return fmt.Errorf("look at the device node %s: %w", s.paths.host(path), err)
+		return fmt.Errorf("stat device node %s: %w", s.paths.host(path), err)
 	}
 	if info.Mode()&fs.ModeCharDevice == 0 {
-		return fmt.Errorf("%s is no character device: remove it and run nvidia-modprobe", s.paths.host(path))
+		return fmt.Errorf("%s is not a character device: remove it and run nvidia-modprobe", s.paths.host(path))
 	}
 	if err := checkNumber(filepath.Base(path), deviceNumber(info), majors); err != nil {
 		return fmt.Errorf("device node %s: %w: remove it and run nvidia-modprobe", s.paths.host(path), err)
@@ -116,36 +121,39 @@ func (s scanner) checkNode(n *specs.DeviceNode, majors map[uint32]bool) error {
 var numbered = regexp.MustCompile(`^nvidia([0-9]+)$`)
 
 const (
-	majorDRM     = 226 // of every DRM driver, as Linux's list of device numbers has it
-	minorControl = 255 // of /dev/nvidiactl
+	majorDRM     = 226 // major number of all DRM devices (Linux device list)
+	minorControl = 255 // minor number of /dev/nvidiactl
 )
 
-// checkNumber holds a device node's number against what the kernel has given to drivers of NVIDIA's. Where it lists none, in a sandbox for example, nothing is known.
+// checkNumber returns an error if number belongs to no NVIDIA or DRM device, or if its minor number
+// does not fit the name of the device node. majors are NVIDIA's major numbers. If they are unknown,
+// as in a sandbox, checkNumber accepts every number.
 func checkNumber(name string, number uint64, majors map[uint32]bool) error {
 	if len(majors) == 0 {
 		return nil
 	}
 	major, minor := unix.Major(number), unix.Minor(number)
 	if major != majorDRM && !majors[major] {
-		return fmt.Errorf("its number %d:%d is none of the NVIDIA driver's", major, minor)
+		return fmt.Errorf("its number %d:%d does not belong to the NVIDIA driver", major, minor)
 	}
 	want := minor
 	if m := numbered.FindStringSubmatch(name); m != nil {
 		n, err := strconv.ParseUint(m[1], 10, 20)
 		if err != nil {
-			return fmt.Errorf("its name is none that the driver gives: %w", err)
+			return fmt.Errorf("the driver does not use this name: %w", err)
 		}
 		want = uint32(n)
 	} else if name == "nvidiactl" {
 		want = minorControl
 	}
 	if want != minor {
-		return fmt.Errorf("its number is %d:%d, another device's than its name says", major, minor)
+		return fmt.Errorf("its number %d:%d does not match its name", major, minor)
 	}
 	return nil
 }
 
-// kernelMajors are the major numbers that the kernel has given to drivers of NVIDIA's.
+// kernelMajors returns the major numbers of NVIDIA drivers in the kernel's list of character
+// devices, /proc/devices. The result is empty if the list cannot be read.
 func kernelMajors(proc string) map[uint32]bool {
 	data, err := os.ReadFile(filepath.Join(proc, "devices"))
 	if err != nil {

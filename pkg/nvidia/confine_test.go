@@ -12,50 +12,54 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 )
 
-// secret is a file of the node's, named so that it would pass for a library of the driver's.
+// secret is a host file whose name looks like a driver library.
 const secret = "etc/libsecret.so." + fakeVersion
 
-// hostile are driver roots that lead a runtime, which mounts what is found there into tenants' containers, somewhere else.
+// hostile are driver roots with files that could lead the container runtime to files outside the
+// driver root. The runtime mounts the driver's files into tenants' containers.
 var hostile = map[string]struct {
-	plant  func(h fakeHost)
-	reason string // empty: what is planted is passed over
+	plant func(h fakeHost)
+	// reason must be in the problem that the scan reports. If reason is empty, the scan ignores the
+	// planted file and reports no problem.
+	reason string
 }{
-	"a library that is an absolute link to a file of the node's": {func(h fakeHost) {
+	"a library that is an absolute symlink to a host file": {func(h fakeHost) {
 		h.link(filepath.Join(h.root, secret), "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+fakeVersion)
 	}, ""},
-	"a library that is a link which climbs": {func(h fakeHost) {
+	"a library that is a symlink with ..": {func(h fakeHost) {
 		h.link("../../../"+secret, "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+fakeVersion)
 	}, ""},
-	"a library behind two links": {func(h fakeHost) {
+	"a library behind two symlinks": {func(h fakeHost) {
 		h.link("step", "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+fakeVersion)
 		h.link("/../../"+h.root+"/"+secret, "driver/usr/lib64/step")
 	}, ""},
-	"a program that is a link out": {func(h fakeHost) {
+	"a program that is a symlink out": {func(h fakeHost) {
 		h.link(filepath.Join(h.root, secret), "driver/usr/bin/nvidia-smi")
 		h.must(os.Chmod(filepath.Join(h.root, secret), 0o755))
 	}, "leads to no file within the driver root"},
-	"a configuration that is a link out": {func(h fakeHost) {
+	"a configuration that is a symlink out": {func(h fakeHost) {
 		h.link("../../../../"+secret, "driver/usr/share/glvnd/egl_vendor.d/10_nvidia.json")
 		h.link(filepath.Join(h.root, secret), "driver/etc/vulkan/icd.d/nvidia_icd.json")
 	}, "leads to no file within the driver root"},
-	"firmware that is a link out": {func(h fakeHost) {
+	"firmware that is a symlink out": {func(h fakeHost) {
 		h.link(filepath.Join(h.root, secret), "driver/lib/firmware/nvidia/"+fakeVersion+"/gsp_ga10x.bin")
 	}, "leads to no file within the driver root"},
 	"a library that is a pipe": {func(h fakeHost) {
 		h.pipe("driver/usr/lib64/libnvidia-ptxjitcompiler.so." + fakeVersion)
-	}, "has not answered"}, // where it is read; in the child process that the driver root is looked through in, which is ended then
+		// The scan's child process hangs when it opens the pipe, so the parent kills it.
+	}, "has not answered"},
 	"a library that is a device": {func(h fakeHost) {
 		h.node("driver/usr/lib64/libnvidia-ptxjitcompiler.so." + fakeVersion)
-	}, "is no file but"},
-	"a library without end": {func(h fakeHost) {
+	}, "is not a file but"},
+	"an endless library": {func(h fakeHost) {
 		h.file("driver/usr/lib64/libnvidia-ptxjitcompiler.so."+fakeVersion, "")
 		h.must(os.Truncate(filepath.Join(h.root, "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+fakeVersion), 1<<42))
 	}, ""},
-	"a directory of libraries that is a link out": {func(h fakeHost) {
+	"a library directory that is a symlink out": {func(h fakeHost) {
 		h.must(os.Rename(filepath.Join(h.root, "driver/usr/lib64"), filepath.Join(h.root, "etc/lib64")))
 		h.link(filepath.Join(h.root, "etc/lib64"), "driver/usr/lib64")
 	}, "libcuda.so." + fakeVersion + " is not under"},
-	"a GPU's node that is a link": {func(h fakeHost) {
+	"a GPU's device node that is a symlink": {func(h fakeHost) {
 		h.remove("driver/dev/nvidia0")
 		h.link(filepath.Join(h.root, "driver/dev/nvidia1"), "driver/dev/nvidia0")
 	}, "GPU"},
@@ -65,7 +69,7 @@ func (h fakeHost) pipe(path string) {
 	h.t.Helper()
 	h.parent(path)
 	h.must(unix.Mkfifo(filepath.Join(h.root, path), 0o600))
-	h.t.Cleanup(func() { // lets go of who waits for a writer
+	h.t.Cleanup(func() { // unblocks a reader that waits for a writer
 		if f, err := os.OpenFile(filepath.Join(h.root, path), os.O_RDWR|unix.O_NONBLOCK, 0); err == nil {
 			_ = f.Close()
 		}
@@ -79,8 +83,9 @@ func (h fakeHost) must(err error) {
 	}
 }
 
-// Whatever lies in a driver root, no container is given a file that is not in it.
-func TestAHostileDriverRootGivesNothingOfTheNodeAway(t *testing.T) {
+// The test expects that no container gets a file from outside the driver root, whatever the driver
+// root contains.
+func TestHostileDriverRootExposesNoHostFiles(t *testing.T) {
 	for name, c := range hostile {
 		t.Run(name, func(t *testing.T) {
 			h := newFakeHost(t)
@@ -95,7 +100,7 @@ func TestAHostileDriverRootGivesNothingOfTheNodeAway(t *testing.T) {
 			h.must(merr)
 			switch {
 			case err == nil && c.reason != "" && !strings.Contains(string(said), c.reason):
-				t.Errorf("no word of it: %s", said)
+				t.Errorf("no problem reported: %s", said)
 			case err != nil && (c.reason == "" || !strings.Contains(err.Error(), c.reason)):
 				t.Errorf("%v, want %q", err, c.reason)
 			}
@@ -110,10 +115,10 @@ func TestAHostileDriverRootGivesNothingOfTheNodeAway(t *testing.T) {
 						t.Errorf("%s is mounted at %s", m.HostPath, m.ContainerPath)
 						continue
 					}
-					// The runtime follows links from the root of the host: there must be none.
+					// The runtime follows symlinks from the host's root, so the mount source must have none.
 					path := filepath.Join(h.root, "driver", rest)
 					if leads, err := filepath.EvalSymlinks(path); err != nil || leads != path {
-						t.Errorf("the source %s of a mount leads to %s (%v)", m.HostPath, leads, err)
+						t.Errorf("mount source %s resolves to %s (%v)", m.HostPath, leads, err)
 					}
 				}
 			}
@@ -121,16 +126,16 @@ func TestAHostileDriverRootGivesNothingOfTheNodeAway(t *testing.T) {
 	}
 }
 
-func TestNVMLIsLoadedFromTheDriverRootOnly(t *testing.T) {
+func TestNVMLIsLoadedOnlyFromDriverRoot(t *testing.T) {
 	for name, plant := range map[string]func(h fakeHost, path string){
-		"a link out": func(h fakeHost, path string) {
+		"a symlink out": func(h fakeHost, path string) {
 			h.file("etc/own.so", "no ELF")
 			h.link(filepath.Join(h.root, "etc/own.so"), path)
 		},
-		"a link that climbs": func(h fakeHost, path string) { h.file("etc/own.so", "no ELF"); h.link("../../../etc/own.so", path) },
-		"a pipe":             func(h fakeHost, path string) { h.pipe(path) },
-		"a device":           func(h fakeHost, path string) { h.node(path) },
-		"a directory":        func(h fakeHost, path string) { h.file(path+"/x", "") },
+		"a symlink with ..": func(h fakeHost, path string) { h.file("etc/own.so", "no ELF"); h.link("../../../etc/own.so", path) },
+		"a pipe":            func(h fakeHost, path string) { h.pipe(path) },
+		"a device":          func(h fakeHost, path string) { h.node(path) },
+		"a directory":       func(h fakeHost, path string) { h.file(path+"/x", "") },
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newFakeHost(t)
@@ -143,8 +148,9 @@ func TestNVMLIsLoadedFromTheDriverRootOnly(t *testing.T) {
 	}
 }
 
-// An admin who has files of the driver elsewhere says so.
-func TestDirectoriesBesideTheDriverRootAreAnAdminsToName(t *testing.T) {
+// The test expects that files outside the driver root are allowed only in the DriverDirs that the
+// admin configured.
+func TestOnlyConfiguredDriverDirsAreAllowed(t *testing.T) {
 	h := newFakeHost(t)
 	h.file("opt/more/lib.so", "no ELF")
 	h.file("etc/shadow", "secret")
@@ -164,33 +170,36 @@ func TestDirectoriesBesideTheDriverRootAreAnAdminsToName(t *testing.T) {
 	} {
 		paths := h.paths()
 		paths.DriverDirs = c.dirs
-		got, err := paths.confined(filepath.Join(more, c.file))
+		got, err := paths.resolveConfined(filepath.Join(more, c.file))
 		if c.leads == "" && err == nil || c.leads != "" && got != filepath.Join(more, c.leads) {
 			t.Errorf("%s with %q: %q, %v", c.file, c.dirs, got, err)
 		}
 	}
 }
 
-func TestALinkThatALibraryNamesStaysBesideTheLibrary(t *testing.T) {
+func TestLibrarySymlinkStaysInItsDirectory(t *testing.T) {
 	mounts := []*specs.Mount{{ContainerPath: "/usr/lib64/libcuda.so.1"}, {ContainerPath: "/nvidia.json"}}
 	for link, want := range map[string]bool{
 		"/usr/lib64/libcuda.so": true, "/usr/lib64/gbm/nvidia-drm_gbm.so": true, "/dev/dri/by-path/pci-0000:1b:00.0-card": true,
-		"/etc/ld.so.preload": false, "/usr/lib64/../../etc/ld.so.preload": false, "/usr/lib": false, "/usr/lib641/x": false, "usr/lib64/x": false, "": false, "/devil": false, "/x": false,
+		"/etc/ld.so.preload": false, "/usr/lib64/../../etc/ld.so.preload": false, "/usr/lib": false, "/usr/lib641/x": false,
+		"usr/lib64/x": false, "": false, "/devil": false, "/x": false,
 	} {
-		if got := besideMounts(link, mounts); got != want {
+		if got := isNextToMount(link, mounts); got != want {
 			t.Errorf("%q: %t", link, got)
 		}
 	}
 	s := newFakeHost(t).scanner(nil)
-	e := specs.ContainerEdits{Hooks: []*specs.Hook{{Args: []string{"nvidia-cdi-hook", "create-symlinks", "--link", "libcuda.so.1::/etc/ld.so.preload"}}}}
+	e := specs.ContainerEdits{Hooks: []*specs.Hook{{Args: []string{"nvidia-cdi-hook", "create-symlinks", "--link",
+		"libcuda.so.1::/etc/ld.so.preload"}}}}
 	if err := s.confine(e); err == nil || !strings.Contains(err.Error(), "/etc/ld.so.preload") {
 		t.Error(err)
 	}
 }
 
-func TestADeviceNodesNumberIsTheOneOfItsName(t *testing.T) {
+func TestDeviceNodeNumberMatchesName(t *testing.T) {
 	h := newFakeHost(t)
-	h.file("proc/devices", "Character devices:\n  1 mem\n195 nvidia\n195 nvidiactl\n226 drm\n510 nvidia-uvm\n\nBlock devices:\n  8 sd\n259 nvidia-block\n")
+	h.file("proc/devices", "Character devices:\n  1 mem\n195 nvidia\n195 nvidiactl\n226 drm\n510 nvidia-uvm\n\n"+
+		"Block devices:\n  8 sd\n259 nvidia-block\n")
 	majors := kernelMajors(h.paths().Proc)
 	for _, c := range []struct {
 		name         string
@@ -203,11 +212,11 @@ func TestADeviceNodesNumberIsTheOneOfItsName(t *testing.T) {
 		{"nvidia-uvm", 510, 0, true},
 		{"nvidia-uvm-tools", 510, 1, true},
 		{"card1", 226, 1, true},
-		{"nvidia0", 195, 1, false},    // another GPU
-		{"nvidia0", 1, 0, false},      // /dev/mem and its like
-		{"nvidia-uvm", 511, 0, false}, // of an earlier load of the module: anybody's by now
+		{"nvidia0", 195, 1, false},    // the number of another GPU
+		{"nvidia0", 1, 0, false},      // the number of /dev/mem
+		{"nvidia-uvm", 511, 0, false}, // the number of an earlier module load, now free for any driver
 		{"nvidia-uvm", 8, 0, false},
-		{"nvidia-uvm", 259, 0, false}, // of block devices' numbers
+		{"nvidia-uvm", 259, 0, false}, // a block device's number
 		{"nvidiactl", 195, 0, false},
 		{"nvidia99999999999", 195, 0, false},
 	} {
@@ -216,6 +225,6 @@ func TestADeviceNodesNumberIsTheOneOfItsName(t *testing.T) {
 		}
 	}
 	if err := checkNumber("nvidia0", unix.Mkdev(0, 0), kernelMajors(filepath.Join(h.root, "nowhere"))); err != nil {
-		t.Errorf("where nothing is known: %v", err)
+		t.Errorf("without a list of numbers: %v", err)
 	}
 }

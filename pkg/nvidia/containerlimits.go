@@ -10,12 +10,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// memoryLimitsFunction came with the accounting of device memory by control group, in drivers of r615 (CUDA 13.4).
+// memoryLimitsFunction exists in drivers from r615 (CUDA 13.4). These drivers account device memory
+// by cgroup.
 const memoryLimitsFunction = "nvmlDeviceGetMemoryLimits_v1"
 
-// containerLimits says whether the driver counts the card's memory by control group on this node. That is proven by its telling what this process's own
-// group is limited to: a driver that is older lacks the function, and one that cannot count here says so. What is not proven is not promised. The driver's
-// nvidia-smi must be there too, because it sets the limits.
+// containerLimits reports whether the driver can limit the card's memory by cgroup on this node:
+// NVML returns the limit of this process's cgroup, which older drivers cannot, and the driver has
+// nvidia-smi, which sets the limits.
 func (s scanner) containerLimits(card nvml.Device) bool {
 	if s.group == "" || s.lib.Extensions().LookupSymbol(memoryLimitsFunction) != nil {
 		return false
@@ -27,7 +28,8 @@ func (s scanner) containerLimits(card nvml.Device) bool {
 	return ret == nvml.SUCCESS
 }
 
-// ownGroup is the directory of this process's control group. It is empty where root is not cgroup v2.
+// ownGroup returns the directory of this process's cgroup. It is empty if root is not a cgroup v2
+// mount.
 func ownGroup(proc, root string) string {
 	var mount unix.Statfs_t
 	if root == "" || unix.Statfs(root, &mount) != nil || mount.Type != unix.CGROUP2_SUPER_MAGIC {
@@ -50,5 +52,5 @@ func groupBelow(proc, root string) (string, error) {
 			return filepath.Join(root, filepath.Clean("/"+path)), nil
 		}
 	}
-	return "", errors.New("no control group of cgroup v2")
+	return "", errors.New("no cgroup v2 group")
 }

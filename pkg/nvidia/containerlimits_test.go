@@ -10,7 +10,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
 )
 
-func TestContainerLimitsArePromisedWhereTheDriverProvesThatItCounts(t *testing.T) {
+func TestContainerLimitsNeedDriverProof(t *testing.T) {
 	const group = "/sys/fs/cgroup/kubepods/plugin"
 	for name, tc := range map[string]struct {
 		group   string
@@ -19,13 +19,13 @@ func TestContainerLimitsArePromisedWhereTheDriverProvesThatItCounts(t *testing.T
 		noSMI   bool
 		want    bool
 	}{
-		"a driver of r615":                     {group: group, want: true},
-		"no cgroup v2":                         {group: ""},
-		"an older driver":                      {group: group, missing: memoryLimitsFunction},
-		"a card or a kernel that does not do":  {group: group, answer: nvml.ERROR_NOT_SUPPORTED},
-		"a group of which it does not know":    {group: group, answer: nvml.ERROR_NOT_FOUND},
-		"a hierarchy that it cannot look at":   {group: group, answer: nvml.ERROR_OPERATING_SYSTEM},
-		"no nvidia-smi, which sets the limits": {group: group, noSMI: true},
+		"a driver of r615":                        {group: group, want: true},
+		"no cgroup v2":                            {group: ""},
+		"an older driver":                         {group: group, missing: memoryLimitsFunction},
+		"a card or a kernel without support":      {group: group, answer: nvml.ERROR_NOT_SUPPORTED},
+		"a group unknown to the driver":           {group: group, answer: nvml.ERROR_NOT_FOUND},
+		"a hierarchy that the driver cannot read": {group: group, answer: nvml.ERROR_OPERATING_SYSTEM},
+		"no nvidia-smi, which sets the limits":    {group: group, noSMI: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newFakeHost(t)
@@ -48,7 +48,7 @@ func TestContainerLimitsArePromisedWhereTheDriverProvesThatItCounts(t *testing.T
 			s.group = tc.group
 			card := &mock.Device{GetMemoryLimits_v1Func: func(asked string) (nvml.MemoryLimits_v1, nvml.Return) {
 				if asked != group {
-					t.Errorf("asked for %q", asked)
+					t.Errorf("queried %q", asked)
 				}
 				return nvml.MemoryLimits_v1{}, tc.answer
 			}}
@@ -59,12 +59,12 @@ func TestContainerLimitsArePromisedWhereTheDriverProvesThatItCounts(t *testing.T
 	}
 }
 
-func TestOnesOwnControlGroup(t *testing.T) {
+func TestOwnGroup(t *testing.T) {
 	if got := ownGroup("/proc", t.TempDir()); got != "" {
-		t.Errorf("a directory that is no cgroup v2 has %q", got)
+		t.Errorf("a directory without cgroup v2 has %q", got)
 	}
 	if got := ownGroup("/proc", ""); got != "" {
-		t.Errorf("nobody asked, and it is %q", got)
+		t.Errorf("without a root it is %q", got)
 	}
 	for text, want := range map[string]string{
 		"0::/kubepods/pod1/c1\n":             "/cg/kubepods/pod1/c1",

@@ -5,7 +5,7 @@ import (
 	"syscall"
 )
 
-// deviceNumber is the number that a device node stands for.
+// deviceNumber returns the major and minor number of a device node, as the kernel encodes them.
 func deviceNumber(info fs.FileInfo) uint64 {
 	if s, ok := info.Sys().(*syscall.Stat_t); ok {
 		return s.Rdev

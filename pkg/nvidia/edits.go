@@ -20,23 +20,26 @@ import (
 
 type edits = specs.ContainerEdits
 
-// memoryLimitHook opens NVML on the host for each container that sets NVIDIA_GPU_MEMORY_LIMIT, and fails it where cgroup v1 or an older driver is in use. A variable
-// in a Pod must not have this effect. Containers that hold a fraction are limited by a hook of this project's, see package memorylimit.
+// memoryLimitHook is the container toolkit's hook that opens NVML on the host to limit memory if a
+// container sets NVIDIA_GPU_MEMORY_LIMIT. The hook is disabled, because this variable would make a
+// container fail on cgroup v1 or an older driver. Package memorylimit sets the limits instead.
 const memoryLimitHook = "apply-cuda-memory-limits"
 
-// commonEdits is what every container with a GPU needs. nvcdi (of the NVIDIA Container Toolkit) knows the driver's files.
+// commonEdits returns the edits that every container with a GPU needs. nvcdi (of the NVIDIA
+// Container Toolkit) finds the driver's files.
 func (s scanner) commonEdits(d device.Driver) (edits, error) {
 	generator, err := s.generator(pinned{Interface: s.lib, driver: d})
 	if err != nil {
-		return edits{}, fmt.Errorf("look through the driver root: %w", err)
+		return edits{}, fmt.Errorf("search the driver root: %w", err)
 	}
 	found, err := generator.GetCommonEdits()
 	if err != nil {
-		return edits{}, notReady("wait until the driver's installation is complete, or check that its libraries and its kernel module are of one version",
+		return edits{}, notReady("wait until the driver's installation is complete, "+
+			"or check that its libraries and its kernel module are of one version",
 			"the libraries of driver %s are not complete under %s (%v)", d.Version, s.paths.HostDriverRoot, err)
 	}
 	if err := s.confine(*found.ContainerEdits); err != nil {
-		return edits{}, notReady("", "what the driver root offers is not given to containers: %v", err)
+		return edits{}, notReady("", "refusing the files of the driver root: %v", err)
 	}
 	common := s.tidy(*found.ContainerEdits)
 	if !hasLibrary(common, "libcuda.so."+d.Version) {
@@ -46,7 +49,8 @@ func (s scanner) commonEdits(d device.Driver) (edits, error) {
 	return common, nil
 }
 
-// ownEdits is what a container needs for this one GPU: its device node, and its DRM nodes where there are any.
+// ownEdits returns the edits that a container needs for the GPU g: its device node, and its DRM
+// device nodes if it has any.
 func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (edits, error) {
 	generator, err := s.generator(pinned{Interface: s.lib, driver: d, uuid: g.UUID, handle: handle})
 	if err != nil {
@@ -60,7 +64,7 @@ func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (ed
 		return edits{}, fmt.Errorf("describe the GPU for CDI: nothing found for %s", g.UUID)
 	}
 	if err := s.confine(found[0].ContainerEdits); err != nil {
-		return edits{}, fmt.Errorf("what there is of the GPU is not given to containers: %w", err)
+		return edits{}, fmt.Errorf("refusing the GPU's files: %w", err)
 	}
 	own := s.tidy(found[0].ContainerEdits)
 	want := fmt.Sprintf("/dev/nvidia%d", g.Minor)
@@ -73,7 +77,7 @@ func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (ed
 }
 
 func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
-	quiet := logrus.New() // it writes some forty lines about what optional file is not there
+	quiet := logrus.New() // nvcdi would log some forty lines about optional files
 	quiet.SetOutput(io.Discard)
 	options := []nvcdi.Option{
 		nvcdi.WithMode(nvcdi.ModeNvml),
@@ -85,7 +89,8 @@ func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
 		nvcdi.WithDisabledHooks(memoryLimitHook),
 		nvcdi.WithFeatureFlags(
 			nvcdi.FeatureDisableNvsandboxUtils,
-			// The host's MPS pipes and the fabric manager's socket are not every container's business.
+			// This feature flag keeps the host's MPS pipes and the fabric manager's socket out of
+			// containers.
 			nvcdi.FeatureDisableIPCDiscoverer,
 		),
 		nvcdi.WithLogger(quiet),
@@ -96,8 +101,9 @@ func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
 	return nvcdi.New(options...)
 }
 
-// pinned shows nvcdi one GPU that is open already. Left to itself it looks GPUs up by UUID, which NVML answers by asking every card:
-// one that is lost or hangs would take the others with it.
+// pinned is an NVML library that shows nvcdi only one GPU, through its open handle. nvcdi finds
+// GPUs by UUID, for which NVML queries every card. One lost or hung card would then fail the other
+// cards too.
 type pinned struct {
 	nvml.Interface
 	driver device.Driver
@@ -119,7 +125,8 @@ func (p pinned) DeviceGetHandleByUUID(uuid string) (nvml.Device, nvml.Return) {
 	return p.handle, nvml.SUCCESS
 }
 
-// tidy turns what nvcdi found from the plugin's point of view into the host's, in an order that does not depend on the day.
+// tidy converts the paths in nvcdi's edits from the plugin's view to the host's, and sorts the
+// edits.
 func (s scanner) tidy(e edits) edits {
 	for _, n := range e.DeviceNodes {
 		visible := n.HostPath
@@ -130,17 +137,18 @@ func (s scanner) tidy(e edits) edits {
 		if n.HostPath = s.paths.host(visible); n.HostPath == n.Path {
 			n.HostPath = ""
 		}
-		// Device numbers are left to the runtime, which reads them from the host's node when the container starts. The number of nvidia-uvm
-		// changes with every load of its module: one written down here could open another driver's device after a reboot.
+		// Without stored numbers, the runtime reads them from the host's device node when the container
+		// starts. The number of nvidia-uvm changes with every module load, so a stored number could open
+		// another device after a reboot.
 		n.Type, n.Major, n.Minor, n.FileMode = "", 0, 0, nil
-		n.Permissions = "rw" // a container has no need to make the node again
+		n.Permissions = "rw" // no mknod: the container need not create the device node
 	}
 	sort.SliceStable(e.DeviceNodes, func(i, j int) bool { return e.DeviceNodes[i].Path < e.DeviceNodes[j].Path })
 	for _, m := range e.Mounts {
 		m.HostPath = s.paths.host(m.HostPath)
 	}
 	sort.SliceStable(e.Mounts, func(i, j int) bool { return e.Mounts[i].ContainerPath < e.Mounts[j].ContainerPath })
-	// nvcdi adds this to every part; package cdi sets it once.
+	// nvcdi adds this variable to the edits of every device. Package cdi sets it once.
 	e.Env = slices.DeleteFunc(e.Env, func(v string) bool { return strings.HasPrefix(v, "NVIDIA_VISIBLE_DEVICES=") })
 	for _, h := range e.Hooks {
 		for i, arg := range h.Args {
@@ -152,7 +160,7 @@ func (s scanner) tidy(e edits) edits {
 	return e
 }
 
-// withoutDevRoot names a device node as the container sees it.
+// withoutDevRoot returns the path in the container of a device node at path on this machine.
 func (s scanner) withoutDevRoot(path string) string {
 	root := s.paths.devRoot()
 	if rest, ok := below(filepath.Join(root, "dev"), path); ok {

@@ -10,18 +10,21 @@ import (
 )
 
 const (
-	// placeLimit bounds how long an event waits for its place. After that it counts for the whole card,
-	// so it is longer than a mode change elsewhere or the start of NVML as a rule takes.
+	// placeLimit bounds how long an event of a MIG instance waits for the instance's placement. An
+	// event without placement counts for the whole card. So the limit is longer than what may delay
+	// the answer: a MIG mode change of another card, or a start of NVML.
 	placeLimit = 30 * time.Second
-	// lastPlaceLimit is the same after the end of the watch, which waits for it.
+	// lastPlaceLimit replaces placeLimit after the watch has ended. It is shorter, because Watch
+	// returns only after these last events.
 	lastPlaceLimit = releaseLimit - 2*time.Second
 )
 
-// outlasting ends lastPlaceLimit after ctx: what was heard last has a place too.
-func outlasting(ctx context.Context) (context.Context, context.CancelFunc) {
+// extendContext returns a context that ends lastPlaceLimit after ctx, so that the placements of the
+// last events can still be read.
+func extendContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	stop := context.AfterFunc(ctx, func() {
-		rest(longer, lastPlaceLimit)
+		sleep(longer, lastPlaceLimit)
 		cancel()
 	})
 	return longer, func() {
@@ -30,19 +33,22 @@ func outlasting(ctx context.Context) (context.Context, context.CancelFunc) {
 	}
 }
 
-// placeResolver finds where on a card the instance of an event is. The watcher process must not ask
-// NVML: its handle of the instance would block the instance's removal. So the card's worker is
-// asked, as soon as the event arrives, because instance IDs are reused.
+// placeResolver adds to an event of a MIG instance its placement, which the card's worker process
+// reads. The watcher process must not open MIG instances, because an open one cannot be removed.
+// The worker is asked at once, because the driver reuses instance IDs.
 type placeResolver struct {
-	look func(context.Context, Card) (State, error) // nil where there are no workers
+	look func(context.Context, Card) (State, error) // Partitions.Look, nil without Partitions
 	emit func(device.Signal)
 
-	mu      sync.Mutex
-	waiting map[device.PCIAddress][]*device.HealthEvent // has a key for each card that is being asked
+	mu sync.Mutex
+	// waiting has a key for each card whose worker is being asked. The values are the events that wait
+	// for the worker's next answer.
+	waiting map[device.PCIAddress][]*device.HealthEvent
 	asking  sync.WaitGroup
 }
 
-// add emits the event, after it has resolved the place if there is one. It does not block.
+// add emits e after adding the placement of its MIG instance. It does not wait for the worker: a
+// goroutine emits e later. An event without MIG instance is emitted at once.
 func (r *placeResolver) add(ctx context.Context, e device.HealthEvent) {
 	if e.GPUInstance == nil || r.look == nil {
 		r.emit(device.Signal{Event: &e})
@@ -67,7 +73,9 @@ func (r *placeResolver) add(ctx context.Context, e device.HealthEvent) {
 	}
 }
 
-// resolve asks the card's worker until no event waits. Each answer serves all events before it.
+// resolve asks the card's worker for placements and emits the card's waiting events, until none
+// waits. One answer serves all events that arrived before the question. If the worker gives no
+// answer, the events have no placement.
 func (r *placeResolver) resolve(ctx context.Context, card device.PCIAddress) {
 	for events := r.take(card); len(events) > 0; events = r.take(card) {
 		limit, cancel := context.WithTimeout(ctx, placeLimit)
@@ -94,7 +102,8 @@ func (r *placeResolver) take(card device.PCIAddress) []*device.HealthEvent {
 	return events
 }
 
-// placeOf is nil for an instance that no longer exists.
+// placeOf returns the profile and placement of the MIG instance that e names, or nil if this MIG
+// instance no longer exists.
 func placeOf(s State, e device.HealthEvent) *device.EventPlace {
 	for _, in := range s.MIG.Instances {
 		if in.ID != *e.GPUInstance {

@@ -13,16 +13,17 @@ import (
 )
 
 const (
-	// restorePause lets cards that come back at about the same time share one replacement.
+	// restorePause is the wait before a watcher process is replaced to watch a card again, so that
+	// cards whose mode changes end at about the same time share one replacement.
 	restorePause = 500 * time.Millisecond
-	// watchLimit bounds how long a mode change waits until its card is watched again. Without a watch
-	// claims are prepared all the same.
+	// watchLimit bounds how long a MIG mode change waits until its card is watched again. After that
+	// the claim is prepared without the watch.
 	watchLimit = 5 * time.Second
 )
 
 // exclusions are the cards that no watcher process may have open, because their MIG mode changes.
-// A process that has a card open may block the change, and NVML closes a card only when its process
-// ends. So the watcher is replaced by a process without the card.
+// An open card may block the change, and NVML closes a card only when its process ends. So a new
+// watcher process without this card replaces the current one.
 type exclusions struct {
 	mu       sync.Mutex
 	cards    map[device.PCIAddress]exclusion
@@ -32,18 +33,19 @@ type exclusions struct {
 	running  bool          // the watch runs, even while it has no process
 }
 
+// exclusion says how many MIG mode changes exclude a card from the watch now.
 type exclusion struct {
-	requests int // mode changes that need it
+	requests int // MIG mode changes that exclude the card
 	minor    int // N of the device node nvidiaN
 }
 
-// coverage is what one watcher process may have open.
+// coverage says which cards one watcher process may have open.
 type coverage struct {
-	only   device.PCIAddress // empty for all cards
-	except map[device.PCIAddress]exclusion
-	pid    int  // 0 until the process has started
-	killed bool // it goes when the driver lets it go
-	hears  bool // the process listens to events
+	only    device.PCIAddress // empty for all cards
+	except  map[device.PCIAddress]exclusion
+	pid     int  // 0 until the process has started
+	killed  bool // the process was killed, but it may hang in the driver
+	listens bool // the process listens to events
 }
 
 func (c *coverage) has(card device.PCIAddress) bool {
@@ -57,9 +59,9 @@ func newExclusions() *exclusions {
 	}
 }
 
-// exclude returns when no watcher process has the card open, and keeps it so until restore is called.
-// A killed process that hangs in another card does not delay it for long: it may not block the
-// change, and if it does, NVML says so.
+// exclude returns when no watcher process has the card open, or killLimit after the last ones that
+// do were killed. No new one opens the card until restore is called. If ctx ends first, exclude
+// returns an error with the processes that have the card open.
 func (x *exclusions) exclude(ctx context.Context, card device.PCIAddress, minor int) (restore func(), err error) {
 	x.request(card, minor, 1)
 	restore = sync.OnceFunc(func() { x.request(card, minor, -1) })
@@ -85,8 +87,8 @@ func (x *exclusions) exclude(ctx context.Context, card device.PCIAddress, minor 
 	}
 }
 
-// awaitWatch returns when a watcher process listens to the card, so that the first fault of a Pod on
-// the card is heard.
+// awaitWatch returns when a watcher process receives the card's events, when watchLimit has passed,
+// or when ctx ends. This wait keeps the watcher from missing the first fault of a Pod on this card.
 func (x *exclusions) awaitWatch(ctx context.Context, card device.PCIAddress) {
 	limit := time.NewTimer(watchLimit)
 	defer limit.Stop()
@@ -105,18 +107,20 @@ func (x *exclusions) awaitWatch(ctx context.Context, card device.PCIAddress) {
 	}
 }
 
-// watched is also true where no watch runs: then there is nothing to wait for.
+// watched reports whether a watcher process receives the card's events. It is also true if the
+// watch does not run, because then there is nothing to wait for. The channel changed is closed when
+// the result may be another one.
 func (x *exclusions) watched(card device.PCIAddress) (changed <-chan struct{}, watched bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	watched = !x.running
 	for c := range x.watchers {
-		watched = watched || c.has(card) && c.hears && !c.killed
+		watched = watched || c.has(card) && c.listens && !c.killed
 	}
 	return x.change, watched
 }
 
-// run records whether the watch runs.
+// run records whether [Watch] runs.
 func (x *exclusions) run(running bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -124,17 +128,19 @@ func (x *exclusions) run(running bool) {
 	x.announce()
 }
 
-// hear records that a watcher process listens to its cards.
-func (x *exclusions) hear(c *coverage) {
+// listening records that the watcher process with the coverage c now receives events of the cards
+// that it covers.
+func (x *exclusions) listening(c *coverage) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	if !c.hears {
-		c.hears = true
+	if !c.listens {
+		c.listens = true
 		x.announce()
 	}
 }
 
-// refusal names the processes, and what to do about those that were killed and hang in the driver.
+// refusal returns the error of an exclusion that failed. pids are the processes that still have the
+// card open. killed says that all of them were killed, so they hang in the driver.
 func (x *exclusions) refusal(pids []string, killed bool, cause error) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -143,13 +149,14 @@ func (x *exclusions) refusal(pids []string, killed bool, cause error) error {
 		why = fmt.Sprintf(", because its replacement does not listen to the other GPUs (%v)", x.trouble)
 	}
 	if killed {
-		advice = ": look at dmesg, and reset the GPU or reboot the node"
+		advice = ": check dmesg, and reset the GPU or reboot the node"
 	}
 	return fmt.Errorf("the plugin's watcher (process %s) still has the GPU open%s: %w%s",
 		strings.Join(pids, ", "), why, cause, advice)
 }
 
-// replaced records how the last replacement of a watcher process went.
+// replaced records why the last attempt to replace a watcher process failed, or nil. The error of
+// refusal contains it.
 func (x *exclusions) replaced(err error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -175,13 +182,16 @@ func (x *exclusions) has(card device.PCIAddress) bool {
 	return excluded
 }
 
-// announce needs the lock.
+// announce wakes all who wait for a change of the exclusions or watcher processes. The caller must
+// hold x.mu.
 func (x *exclusions) announce() {
 	close(x.change)
 	x.change = make(chan struct{})
 }
 
-// watchersOf lists the processes that have the card open, and says whether all of them were killed.
+// watchersOf returns the process IDs of the watcher processes that have the card open. killed is
+// true if all of them were killed. The channel changed is closed at the next change of the
+// exclusions or watcher processes.
 func (x *exclusions) watchersOf(card device.PCIAddress) (changed <-chan struct{}, pids []string, killed bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -196,15 +206,17 @@ func (x *exclusions) watchersOf(card device.PCIAddress) (changed <-chan struct{}
 	return x.change, pids, killed
 }
 
-// changed is closed with the next change.
-func (x *exclusions) changed() <-chan struct{} {
+// changes returns a channel that is closed with the next change of the exclusions or watcher
+// processes.
+func (x *exclusions) changes() <-chan struct{} {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	return x.change
 }
 
-// leaves says whether one of the cards is not excluded. No cards means that they are not known.
-func (x *exclusions) leaves(cards []device.PCIAddress) bool {
+// leavesAny reports whether at least one of the cards is not excluded from the watch. It is also
+// true if cards is empty, because then the cards are unknown.
+func (x *exclusions) leavesAny(cards []device.PCIAddress) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	return len(cards) == 0 || slices.ContainsFunc(cards, func(a device.PCIAddress) bool {
@@ -213,7 +225,8 @@ func (x *exclusions) leaves(cards []device.PCIAddress) bool {
 	})
 }
 
-// begin registers a watcher process before it starts. It refuses one for a single excluded card.
+// begin registers a watcher process before its start. If only is set, the process watches this one
+// card, otherwise all cards. ok is false if this one card is excluded.
 func (x *exclusions) begin(only device.PCIAddress) (c *coverage, ok bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -225,14 +238,15 @@ func (x *exclusions) begin(only device.PCIAddress) (c *coverage, ok bool) {
 	return c, true
 }
 
-// started records the process ID for error messages.
+// started records the process ID of a watcher process, for error messages.
 func (x *exclusions) started(c *coverage, pid int) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	c.pid = pid
 }
 
-// kill records that a watcher process was killed. It may hang in the driver before it ends.
+// kill records that a watcher process was killed. The process may hang in the driver before it
+// ends.
 func (x *exclusions) kill(c *coverage) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -248,8 +262,8 @@ func (x *exclusions) end(c *coverage) {
 	x.announce()
 }
 
-// outdated says whether a watcher process needs a replacement: at once, because it has an excluded
-// card open, or soon, because it lacks a card of its own that may be watched again.
+// outdated reports whether a watcher process needs a replacement. now is true if the process has an
+// excluded card open. soon is true if the process does not watch a card that is no longer excluded.
 func (x *exclusions) outdated(c *coverage) (now, soon bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()

@@ -36,25 +36,25 @@ func TestExclusionDoesNotWaitForKilledWatcherThatHangs(t *testing.T) {
 	}
 }
 
-func TestModeChangeSetsHangingGPUApart(t *testing.T) {
-	s := newSite(t, "dgx-h100", layout.Container, "") // whose GPUs are attached at once
-	w, p := cutWatched(s, func(w *watcher) { w.wedged = 4 * hangLimit })
-	w.condition(s.card(3), answers)
-	w.listens()
+func TestModeChangeWatchesHungGPUApart(t *testing.T) {
+	s := newSite(t, "dgx-h100", layout.Container, "") // its GPUs attach at once
+	w, p := newWatchedSite(s, func(w *watcher) { w.wedged = 4 * hangLimit })
+	w.awaitCondition(s.card(3), answers)
+	w.awaitListening()
 	s.fault(state.Fault{Kind: state.FaultSlow, GPU: 3, DelayMS: 3600_000}, "nvmlDeviceGetRemappedRows", 0)
-	w.condition(s.card(3), func(c device.Condition) bool { return c.Reach == device.ReachWedged })
-	s.cutting(p, 1).mode(true)
-	w.condition(s.card(1), func(c device.Condition) bool { return c.MIG != nil && c.MIG.Enabled })
-	w.condition(s.card(3), func(c device.Condition) bool { return c.Reach == device.ReachWedged })
+	w.awaitCondition(s.card(3), func(c device.Condition) bool { return c.Reach == device.ReachWedged })
+	s.changer(p, 1).mode(true)
+	w.awaitCondition(s.card(1), func(c device.Condition) bool { return c.MIG != nil && c.MIG.Enabled })
+	w.awaitCondition(s.card(3), func(c device.Condition) bool { return c.Reach == device.ReachWedged })
 	if err := w.stop(); err != nil {
 		t.Error(err)
 	}
 	if hanging := s.card(3).PCIAddress; !slices.Contains(w.apart, hanging) {
-		t.Errorf("%v are watched by processes of their own, want %s", w.apart, hanging)
+		t.Errorf("%v have their own watcher, want %s", w.apart, hanging)
 	}
 }
 
-func TestHungReplacedWatchersDoNotKeepTheWatchFromStarting(t *testing.T) {
+func TestHungReplacedWatchersDoNotBlockStart(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	self, err := os.FindProcess(os.Getpid())
 	if err != nil {
@@ -65,13 +65,13 @@ func TestHungReplacedWatchersDoNotKeepTheWatchFromStarting(t *testing.T) {
 		hung = append(hung, &watchChild{process: self, gone: make(chan struct{}), replaced: true})
 	}
 	w := watchSite(s, func(w *watcher) { w.children = slices.Clone(hung) })
-	w.listens()
+	w.awaitListening()
 	for _, c := range hung {
 		close(c.gone)
 	}
 }
 
-// watchersNow are the registered watcher processes.
+// watchersNow lists the registered watcher processes.
 func (x *exclusions) watchersNow() []*coverage {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -83,7 +83,7 @@ func TestExclusionOfAllGPUsStartsNoReplacement(t *testing.T) {
 		t.Run(node, func(t *testing.T) {
 			s := newSite(t, node, layout.Container, "")
 			w := watchSite(s, nil)
-			w.listens()
+			w.awaitListening()
 			ctx, cancel := context.WithTimeout(t.Context(), patience)
 			defer cancel()
 			var all sync.WaitGroup
@@ -106,13 +106,14 @@ func TestExclusionOfAllGPUsStartsNoReplacement(t *testing.T) {
 			for restore := range restores {
 				restore()
 			}
-			w.condition(s.card(0), answers)
-			w.listens()
+			w.awaitCondition(s.card(0), answers)
+			w.awaitListening()
 		})
 	}
 }
 
-// scripted has watchers started by a shell script, which then becomes the watcher.
+// scripted makes the watcher start each child process by a shell that first runs script and then
+// executes the child's command.
 func scripted(script string) func(*watcher) {
 	return func(w *watcher) {
 		w.options.Command = append([]string{"sh", "-c", script + `; exec "$0"`}, w.options.Command...)
@@ -123,7 +124,7 @@ func TestExclusionEndsWatcherThatCannotBeReplaced(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	fails := filepath.Join(t.TempDir(), "fails")
 	w := watchSite(s, scripted("test ! -e "+fails+" || exit 1"))
-	w.listens()
+	w.awaitListening()
 	if err := os.WriteFile(fails, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -133,20 +134,20 @@ func TestExclusionEndsWatcherThatCannotBeReplaced(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.says(func(s device.WatcherState) bool { return !s.Up && strings.Contains(s.Error, "no process took over") })
+	w.awaitState(func(s device.WatcherState) bool { return !s.Up && strings.Contains(s.Error, "no process took over") })
 	if err := os.Remove(fails); err != nil {
 		t.Fatal(err)
 	}
-	w.listens()
+	w.awaitListening()
 	restore()
-	w.condition(s.card(1), answers)
+	w.awaitCondition(s.card(1), answers)
 }
 
 func TestOutdatedReplacementDoesNotTakeOver(t *testing.T) {
 	s := newSite(t, "awkward", layout.Container, "")
 	slow := filepath.Join(t.TempDir(), "slow")
 	w := watchSite(s, scripted("while test -e "+slow+"; do sleep 0.1; done"))
-	w.listens()
+	w.awaitListening()
 	if err := os.WriteFile(slow, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -208,16 +209,16 @@ func TestExclusionAdvisesResetOnlyForKilledWatcher(t *testing.T) {
 
 func TestModeChangeWaitsForIdleWorkerOfAnotherGPU(t *testing.T) {
 	s := newSite(t, "awkward", layout.Container, "")
-	_, end := s.foreign("hold", 1) // which NVML may make of a worker
+	_, end := s.foreign("hold", 1) // NVML may open this GPU in a worker
 	time.AfterFunc(idleLimit, end)
-	s.cutting(s.partitions(), 1).mode(true)
+	s.changer(s.partitions(), 1).mode(true)
 }
 
 func TestLastEventHasItsPlace(t *testing.T) {
 	asked, answer := make(chan struct{}), make(chan struct{})
 	places := make(chan device.HealthEvent, 1)
 	ctx, cancel := context.WithCancel(t.Context())
-	placing, placed := outlasting(ctx)
+	placing, placed := extendContext(ctx)
 	defer placed()
 	instance := uint32(7)
 	r := &placeResolver{

@@ -16,41 +16,43 @@ import (
 
 const fakeVersion = "580.65.06"
 
-// card is a GPU of the fake library. answers overrides what a function of NVML says; hangs makes one never answer.
+// card is a GPU of the fake NVML library. answers are the return codes by NVML function, SUCCESS
+// for functions not in it. The function that hangs names returns only after until is closed.
 type card struct {
 	bus, uuid, name string
 	minor           int
-	cut             *fakeCut // nil for a card that cannot be cut
+	mig             *fakeMIG // nil for a card without MIG
 	fabric          *nvml.GpuFabricInfo
 	virtualization  nvml.GpuVirtualizationMode
-	major           int // of the CUDA compute capability, 8 unless told otherwise
+	major           int // CUDA compute capability, default 8
 	answers         map[string]nvml.Return
 	hangs           string
-	until           <-chan struct{} // nil for ever
-	modes           *fakeModes      // nil for a card whose driver does not say
+	until           <-chan struct{} // nil means forever
+	modes           *fakeModes      // nil for a card without these modes
 	addressing      nvml.DeviceAddressingModeType
 }
 
-// fakeModes are those of a card of the fake library. A deaf one says that it obeys.
+// fakeModes are the compute mode and persistence mode of a fake card. With ignoresChange, the card
+// reports success for a change and keeps the old mode.
 type fakeModes struct {
-	compute     nvml.ComputeMode
-	persistence nvml.EnableState
-	deaf        bool
+	compute       nvml.ComputeMode
+	persistence   nvml.EnableState
+	ignoresChange bool
 }
 
 func (c card) ask(function string) nvml.Return {
 	if c.hangs == function {
 		<-c.until
 	}
-	return c.answers[function] // SUCCESS unless told otherwise
+	return c.answers[function] // SUCCESS by default
 }
 
 type fakeLibrary = mock.Interface
 
-// hangLimit is how long the tests wait for what never answers.
+// hangLimit is the time limit that tests set for NVML calls, so that a hung call ends soon.
 const hangLimit = 200 * time.Millisecond
 
-// fakeNVML is a library that lists the cards.
+// fakeNVML returns a fake NVML library that lists these cards.
 func fakeNVML(cards ...card) *mock.Interface {
 	return &mock.Interface{
 		InitFunc:                       func() nvml.Return { return nvml.SUCCESS },
@@ -126,7 +128,7 @@ func (c card) handle(index int) nvml.Device {
 		if ret := c.ask("nvmlDeviceSetComputeMode"); ret != nvml.SUCCESS {
 			return ret
 		}
-		if !c.modes.deaf {
+		if !c.modes.ignoresChange {
 			c.modes.compute = to
 		}
 		return nvml.SUCCESS
@@ -144,13 +146,14 @@ func (c card) handle(index int) nvml.Device {
 		}
 		return *c.fabric, nvml.SUCCESS
 	}
-	if c.cut != nil {
-		c.cut.equip(d)
+	if c.mig != nil {
+		c.mig.install(d)
 	}
 	return d
 }
 
-// twoCards is an ordinary node; minors are crossed, as real drivers cross them.
+// twoCards returns two fake cards. As on real nodes, their indices and minor numbers do not follow
+// the order of their PCI addresses.
 func twoCards() []card {
 	return []card{
 		{bus: "00000000:C3:00.0", uuid: "GPU-00000000-0000-0000-0000-0000000000c3", name: "NVIDIA L40S", minor: 0},
@@ -158,7 +161,8 @@ func twoCards() []card {
 	}
 }
 
-// fakeHost lays out what the scan reads besides NVML: a driver root with a dev of its own, sysfs, proc.
+// fakeHost is a temporary directory with the files that a scan reads: a driver root with its own
+// dev, sysfs and proc.
 type fakeHost struct {
 	t    *testing.T
 	root string
@@ -201,7 +205,7 @@ func (h fakeHost) gpuOnBus(address, root, numa string) {
 	h.link("../../../"+dir[len("sys/"):], "sys/bus/pci/devices/"+address)
 }
 
-// node makes a character device. The number 0:0 is the one that everybody may make.
+// node creates a character device with the number 0:0, because any user may create this one.
 func (h fakeHost) node(path string) {
 	h.t.Helper()
 	h.parent(path)

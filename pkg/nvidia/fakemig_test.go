@@ -12,23 +12,26 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
 )
 
-// fakeCut is a card of the fake library that can be cut. Its memory has eight slices, its instances lie below the fake host's /proc.
-type fakeCut struct {
-	host       fakeHost
-	minor      int
-	gpu        string // its UUID
-	on, next   bool
-	needsReset bool // to change the mode
-	activation nvml.Return
-	moves      bool // instances to another place than they should be at
-	mute       bool // about capabilities
-	profiles   []fakeProfile
-	processes  []nvml.ProcessInfo
+// fakeMIG is the MIG part of a fake card. The card's memory has eight slices. The capability files
+// of its MIG instances are in the fake host's /proc.
+type fakeMIG struct {
+	host           fakeHost
+	minor          int
+	gpu            string // the UUID
+	on, next       bool
+	needsReset     bool // to change the mode
+	activation     nvml.Return
+	misplaces      bool // creates instances at a wrong placement
+	noCapabilities bool // creates no capability files
+	profiles       []fakeProfile
+	processes      []nvml.ProcessInfo
 
 	mu        sync.Mutex
 	instances map[uint32]*fakeInstance
 	calls     []string // those that change something
-	// answers overrides what a function says, before it does anything; after lets it do its work first. Each is used once.
+	// answers are return codes by NVML function. A function in answers returns this code and changes
+	// nothing. A function in after makes its change first and then returns the code. Each code is used
+	// once.
 	answers, after map[string]nvml.Return
 }
 
@@ -43,27 +46,32 @@ type fakeInstance struct {
 	compute map[uint32]uint32 // profile by ID
 }
 
-// newFakeCut is a card with a large and a small profile, as an H100 has them.
-func newFakeCut(h fakeHost, minor int) *fakeCut {
-	return &fakeCut{
-		host: h, minor: minor, gpu: fmt.Sprintf("GPU-%d", minor), instances: map[uint32]*fakeInstance{}, answers: map[string]nvml.Return{}, after: map[string]nvml.Return{},
+// newFakeMIG returns a fake card with a large and a small MIG profile, like those of an H100.
+func newFakeMIG(h fakeHost, minor int) *fakeMIG {
+	return &fakeMIG{
+		host: h, minor: minor, gpu: fmt.Sprintf("GPU-%d", minor), instances: map[uint32]*fakeInstance{},
+		answers: map[string]nvml.Return{}, after: map[string]nvml.Return{},
 		profiles: []fakeProfile{
-			{nvml.GpuInstanceProfileInfo{Id: 19, SliceCount: 1, InstanceCount: 7, MultiprocessorCount: 16, CopyEngineCount: 1, MemorySizeMB: 9984}, 1, []uint32{0, 1, 2, 3, 4, 5, 6}},
+			{nvml.GpuInstanceProfileInfo{Id: 19, SliceCount: 1, InstanceCount: 7, MultiprocessorCount: 16, CopyEngineCount: 1, MemorySizeMB: 9984},
+				1, []uint32{0, 1, 2, 3, 4, 5, 6}},
 			{},
-			{nvml.GpuInstanceProfileInfo{Id: 9, SliceCount: 3, InstanceCount: 2, MultiprocessorCount: 60, CopyEngineCount: 3, MemorySizeMB: 40448}, 4, []uint32{4, 0}},
+			{nvml.GpuInstanceProfileInfo{Id: 9, SliceCount: 3, InstanceCount: 2, MultiprocessorCount: 60, CopyEngineCount: 3, MemorySizeMB: 40448},
+				4, []uint32{4, 0}},
 		},
 	}
 }
 
-// say is what a function answers unless it works: SUCCESS unless told otherwise.
+// say returns the return code that answers has for a function, SUCCESS by default. It removes the
+// code from answers.
 func say(answers map[string]nvml.Return, function string) nvml.Return {
 	ret := answers[function]
 	delete(answers, function)
 	return ret
 }
 
-// change runs a function that changes something.
-func (f *fakeCut) change(function string, do func() nvml.Return) nvml.Return {
+// change calls do, which makes the change of a fake NVML function. If answers has an error for the
+// function, change returns that error instead.
+func (f *fakeMIG) change(function string, do func() nvml.Return) nvml.Return {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.calls = append(f.calls, function)
@@ -76,8 +84,9 @@ func (f *fakeCut) change(function string, do func() nvml.Return) nvml.Return {
 	return say(f.after, function)
 }
 
-// ask runs a function that reads something.
-func ask[T any](f *fakeCut, function string, read func() (T, nvml.Return)) (T, nvml.Return) {
+// ask calls read, which returns the result of a fake NVML function. If answers has an error for the
+// function, ask returns that error instead.
+func ask[T any](f *fakeMIG, function string, read func() (T, nvml.Return)) (T, nvml.Return) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if ret := say(f.answers, function); ret != nvml.SUCCESS {
@@ -87,14 +96,15 @@ func ask[T any](f *fakeCut, function string, read func() (T, nvml.Return)) (T, n
 	return read()
 }
 
-func (f *fakeCut) folder(instance uint32) string {
+func (f *fakeMIG) folder(instance uint32) string {
 	return fmt.Sprintf("proc/driver/nvidia/capabilities/gpu%d/mig/gi%d", f.minor, instance)
 }
 
-// equip gives a handle the functions of a card that can be cut.
-func (f *fakeCut) equip(d *mock.Device) {
+// install replaces the MIG functions of the mock device with those of this fake card.
+func (f *fakeMIG) install(d *mock.Device) {
 	d.GetMigModeFunc = func() (int, int, nvml.Return) {
-		modes, ret := ask(f, "nvmlDeviceGetMigMode", func() ([2]int, nvml.Return) { return [2]int{modeNumber(f.on), modeNumber(f.next)}, nvml.SUCCESS })
+		modes, ret := ask(f, "nvmlDeviceGetMigMode",
+			func() ([2]int, nvml.Return) { return [2]int{modeNumber(f.on), modeNumber(f.next)}, nvml.SUCCESS })
 		return modes[0], modes[1], ret
 	}
 	d.SetMigModeFunc = func(mode int) (nvml.Return, nvml.Return) {
@@ -154,7 +164,9 @@ func (f *fakeCut) equip(d *mock.Device) {
 			return f.handle(uint32(id)), nvml.SUCCESS
 		})
 	}
-	d.CreateGpuInstanceWithPlacementFunc = func(info *nvml.GpuInstanceProfileInfo, at *nvml.GpuInstancePlacement) (nvml.GpuInstance, nvml.Return) {
+	d.CreateGpuInstanceWithPlacementFunc = func(
+		info *nvml.GpuInstanceProfileInfo, at *nvml.GpuInstancePlacement,
+	) (nvml.GpuInstance, nvml.Return) {
 		var handle nvml.GpuInstance
 		ret := f.change("nvmlDeviceCreateGpuInstanceWithPlacement", func() nvml.Return {
 			if !f.on {
@@ -186,7 +198,7 @@ func (f *fakeCut) equip(d *mock.Device) {
 	d.GetComputeRunningProcessesFunc, d.GetGraphicsRunningProcessesFunc, d.GetMPSComputeRunningProcessesFunc = running, running, none
 }
 
-func (f *fakeCut) profile(id uint32) fakeProfile {
+func (f *fakeMIG) profile(id uint32) fakeProfile {
 	for _, p := range f.profiles {
 		if p.Id == id && p.size > 0 {
 			return p
@@ -195,42 +207,43 @@ func (f *fakeCut) profile(id uint32) fakeProfile {
 	return fakeProfile{}
 }
 
-// add makes a GPU instance, as the driver or an admin does.
-func (f *fakeCut) add(profile uint32, at nvml.GpuInstancePlacement) uint32 {
+// add creates a GPU instance on the fake card, as the driver or an admin would.
+func (f *fakeMIG) add(profile uint32, at nvml.GpuInstancePlacement) uint32 {
 	id := uint32(1)
 	for f.instances[id] != nil {
 		id++
 	}
-	if f.moves {
+	if f.misplaces {
 		at.Start++
 	}
 	f.instances[id] = &fakeInstance{nvml.GpuInstanceInfo{Id: id, ProfileId: profile, Placement: at}, map[uint32]uint32{}}
-	if f.mute {
+	if f.noCapabilities {
 		return id
 	}
 	f.host.file(f.folder(id)+"/access", fmt.Sprintf("DeviceFileMinor: %d\nDeviceFileMode: 292\nDeviceFileModify: 1\n", f.capability(id)))
 	return id
 }
 
-func (f *fakeCut) capability(instance uint32) int { return 3 + 135*f.minor + 9*int(instance) }
+func (f *fakeMIG) capability(instance uint32) int { return 3 + 135*f.minor + 9*int(instance) }
 
-// addCompute makes a compute instance.
-func (f *fakeCut) addCompute(instance, profile uint32) uint32 {
+// addCompute creates a compute instance on the fake card.
+func (f *fakeMIG) addCompute(instance, profile uint32) uint32 {
 	i := f.instances[instance]
 	id := uint32(len(i.compute))
 	i.compute[id] = profile
-	if f.mute {
+	if f.noCapabilities {
 		return id
 	}
-	f.host.file(fmt.Sprintf("%s/ci%d/access", f.folder(instance), id), fmt.Sprintf("DeviceFileMinor: %d\nDeviceFileMode: 292\n", f.capability(instance)+1+int(id)))
+	f.host.file(fmt.Sprintf("%s/ci%d/access", f.folder(instance), id),
+		fmt.Sprintf("DeviceFileMinor: %d\nDeviceFileMode: 292\n", f.capability(instance)+1+int(id)))
 	return id
 }
 
-func (f *fakeCut) uuid(instance, compute uint32) string {
+func (f *fakeMIG) uuid(instance, compute uint32) string {
 	return fmt.Sprintf("MIG-%s-%d-%d", f.gpu, instance, compute)
 }
 
-func (f *fakeCut) devices() []nvml.Device {
+func (f *fakeMIG) devices() []nvml.Device {
 	var devices []nvml.Device
 	for _, id := range slices.Sorted(maps.Keys(f.instances)) {
 		for _, compute := range slices.Sorted(maps.Keys(f.instances[id].compute)) {
@@ -244,8 +257,9 @@ func (f *fakeCut) devices() []nvml.Device {
 	return devices
 }
 
-// handle stands for a GPU instance. It goes on to exist when the instance does not.
-func (f *fakeCut) handle(id uint32) nvml.GpuInstance {
+// handle returns a fake NVML handle of a GPU instance. It can still be used after the GPU instance
+// was destroyed.
+func (f *fakeMIG) handle(id uint32) nvml.GpuInstance {
 	return &mock.GpuInstance{
 		GetInfoFunc: func() (nvml.GpuInstanceInfo, nvml.Return) {
 			return ask(f, "nvmlGpuInstanceGetInfo", func() (nvml.GpuInstanceInfo, nvml.Return) {
@@ -258,14 +272,16 @@ func (f *fakeCut) handle(id uint32) nvml.GpuInstance {
 		GetComputeInstanceProfileInfoFunc: func(profile, _ int) (nvml.ComputeInstanceProfileInfo, nvml.Return) {
 			return ask(f, "nvmlGpuInstanceGetComputeInstanceProfileInfo", func() (nvml.ComputeInstanceProfileInfo, nvml.Return) {
 				i := f.instances[id]
-				if i == nil || profile > 8 || uint32(profile+1) > f.profile(i.ProfileId).SliceCount && profile != nvml.COMPUTE_INSTANCE_PROFILE_1_SLICE_REV1 {
+				if i == nil || profile > 8 || uint32(profile+1) > f.profile(i.ProfileId).SliceCount &&
+					profile != nvml.COMPUTE_INSTANCE_PROFILE_1_SLICE_REV1 {
 					return nvml.ComputeInstanceProfileInfo{}, nvml.ERROR_NOT_SUPPORTED
 				}
 				if profile == nvml.COMPUTE_INSTANCE_PROFILE_1_SLICE_REV1 {
 					return nvml.ComputeInstanceProfileInfo{Id: 7, SliceCount: 1, InstanceCount: 1, MultiprocessorCount: 26}, nvml.SUCCESS
 				}
 				n := uint32(profile + 1)
-				return nvml.ComputeInstanceProfileInfo{Id: uint32(profile), SliceCount: n, InstanceCount: cmp.Or(3/n, 1), MultiprocessorCount: 16 * n}, nvml.SUCCESS
+				return nvml.ComputeInstanceProfileInfo{Id: uint32(profile), SliceCount: n, InstanceCount: cmp.Or(3/n, 1),
+					MultiprocessorCount: 16 * n}, nvml.SUCCESS
 			})
 		},
 		GetComputeInstancesFunc: func(info *nvml.ComputeInstanceProfileInfo) ([]nvml.ComputeInstance, nvml.Return) {
@@ -316,7 +332,7 @@ func (f *fakeCut) handle(id uint32) nvml.GpuInstance {
 	}
 }
 
-func (f *fakeCut) computeHandle(instance, compute uint32) nvml.ComputeInstance {
+func (f *fakeMIG) computeHandle(instance, compute uint32) nvml.ComputeInstance {
 	return &mock.ComputeInstance{
 		GetInfoFunc: func() (nvml.ComputeInstanceInfo, nvml.Return) {
 			return ask(f, "nvmlComputeInstanceGetInfo", func() (nvml.ComputeInstanceInfo, nvml.Return) {
@@ -328,7 +344,8 @@ func (f *fakeCut) computeHandle(instance, compute uint32) nvml.ComputeInstance {
 				if !ok {
 					return nvml.ComputeInstanceInfo{}, nvml.ERROR_NOT_FOUND
 				}
-				return nvml.ComputeInstanceInfo{Id: compute, ProfileId: profile, Placement: nvml.ComputeInstancePlacement{Start: compute, Size: 1}}, nvml.SUCCESS
+				return nvml.ComputeInstanceInfo{Id: compute, ProfileId: profile,
+					Placement: nvml.ComputeInstancePlacement{Start: compute, Size: 1}}, nvml.SUCCESS
 			})
 		},
 		DestroyFunc: func() nvml.Return {
@@ -345,7 +362,7 @@ func (f *fakeCut) computeHandle(instance, compute uint32) nvml.ComputeInstance {
 	}
 }
 
-func (f *fakeCut) cut(t *testing.T, profile, start, size uint32, compute ...uint32) uint32 {
+func (f *fakeMIG) partition(t *testing.T, profile, start, size uint32, compute ...uint32) uint32 {
 	t.Helper()
 	f.on, f.next = true, true
 	id := f.add(profile, nvml.GpuInstancePlacement{Start: start, Size: size})

@@ -10,10 +10,11 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// What nvidia-smi prints is a time slice, or an error.
+// The test expects a time slice or an error for any output of nvidia-smi, never a panic.
 func FuzzTimeSliceTable(f *testing.F) {
 	for _, table := range []string{
-		"+---+\n|   0   Timeslice       Short         |\n+---+\n", "", "| 0 Timeslice |", "| 0 timeslice LONG |\n| 1 Timeslice Long |", "0 Timeslice \xff",
+		"+---+\n|   0   Timeslice       Short         |\n+---+\n", "", "| 0 Timeslice |", "| 0 timeslice LONG |\n| 1 Timeslice Long |",
+		"0 Timeslice \xff",
 	} {
 		f.Add(table)
 	}
@@ -24,10 +25,11 @@ func FuzzTimeSliceTable(f *testing.F) {
 	})
 }
 
-// What /proc says of a MIG capability is a minor number and a mode of permissions, or an error.
+// The test expects a valid minor number and mode, or an error, for any MIG capability file.
 func FuzzCapabilityFile(f *testing.F) {
 	for _, text := range []string{
-		"DeviceFileMinor: 12\nDeviceFileMode: 292\nDeviceFileModify: 1\n", "", "DeviceFileMinor: -1", "DeviceFileMinor: 2147483648", "DeviceFileMinor:\x00 1", "DeviceFileMode: 4294967295\nDeviceFileMinor: 1",
+		"DeviceFileMinor: 12\nDeviceFileMode: 292\nDeviceFileModify: 1\n", "", "DeviceFileMinor: -1", "DeviceFileMinor: 2147483648",
+		"DeviceFileMinor:\x00 1", "DeviceFileMode: 4294967295\nDeviceFileMinor: 1",
 	} {
 		f.Add([]byte(text))
 	}
@@ -42,19 +44,20 @@ func FuzzCapabilityFile(f *testing.F) {
 	})
 }
 
-// Whatever a child process says, whoever listens comes to an end of it.
-func FuzzWhatAChildSays(f *testing.F) {
+// The test expects that no output of a child process makes its parent panic or wait forever.
+func FuzzChildReport(f *testing.F) {
 	for _, said := range []string{
-		``, `{}`, `{`, `null`, `{}{}{}`, `{"report":{"node":{"gpus":[{}]}}}`, `{"state":{"mig":{"instances":[{"compute":[]}]}}}`, `{"kind":"xid","xid":-1}`, "\x00", `[1`,
+		``, `{}`, `{`, `null`, `{}{}{}`, `{"report":{"node":{"gpus":[{}]}}}`, `{"state":{"mig":{"instances":[{"compute":[]}]}}}`,
+		`{"kind":"xid","xid":-1}`, "\x00", `[1`,
 	} {
 		f.Add(said)
 	}
 	f.Fuzz(func(_ *testing.T, said string) {
 		w := &worker{answers: make(chan answer, 1)}
-		_ = w.listen(strings.NewReader(said))
+		_ = w.readAnswers(strings.NewReader(said))
 		c := &watchChild{signals: make(chan device.Signal, 1), stop: make(chan struct{})}
 		close(c.stop)
-		_ = c.listen(strings.NewReader(said))
-		_ = converse(nil, io.Discard, strings.NewReader(said))
+		_ = c.readSignals(strings.NewReader(said))
+		_ = exchange(nil, io.Discard, strings.NewReader(said))
 	})
 }

@@ -12,10 +12,11 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// The kernel's list of device numbers gives numbers that a device can have, and those of NVIDIA's drivers alone.
+// The test expects only possible device numbers from any content of the kernel's list of devices.
 func FuzzDeviceNumbers(f *testing.F) {
 	for _, list := range []string{
-		"Character devices:\n195 nvidia\n234 nvidia-caps\n\nBlock devices:\n259 nvidia\n", "", "4096 nvidia", "-1 nvidia", "195 nvidia x", "1 mem\n195 nvidiactl", "Block devices:\n195 nvidia-caps",
+		"Character devices:\n195 nvidia\n234 nvidia-caps\n\nBlock devices:\n259 nvidia\n", "", "4096 nvidia", "-1 nvidia", "195 nvidia x",
+		"1 mem\n195 nvidiactl", "Block devices:\n195 nvidia-caps",
 	} {
 		f.Add([]byte(list), "nvidia0", uint32(195), uint32(0))
 	}
@@ -44,7 +45,8 @@ func FuzzDeviceNumbers(f *testing.F) {
 	})
 }
 
-// What sysfs says of a PCI function makes a card only of what is one, at an address that is one.
+// The test expects a GPU from sysfs only for a valid PCI address whose files describe an NVIDIA
+// display controller.
 func FuzzPCIFunction(f *testing.F) {
 	f.Add("0000:1b:00.0", []byte("0x10de\n"), []byte("0x030200\n"), []byte("1\n"))
 	f.Add("0000:1B:00.0", []byte("0x10de"), []byte("0x03"), []byte("-1"))
@@ -52,7 +54,7 @@ func FuzzPCIFunction(f *testing.F) {
 	f.Add("..", []byte("0x10de"), []byte("0x0300"), []byte("\x00"))
 	f.Fuzz(func(t *testing.T, name string, vendor, class, numa []byte) {
 		if name == "" || name == "." || name == ".." || strings.ContainsAny(name, "/\x00") || len(name) > 255 {
-			return // no directory has that name
+			return // not a valid directory name
 		}
 		sysfs := t.TempDir()
 		dir := filepath.Join(sysfs, "bus", "pci", "devices", name)
@@ -73,8 +75,8 @@ func FuzzPCIFunction(f *testing.F) {
 				t.Errorf("%q is a card at %q", name, a)
 			}
 			g := device.GPU{PCIAddress: a}
-			place(sysfs, &g)
-			_, _ = pciDriver(sysfs, a), pciSeat(sysfs, a)
+			locate(sysfs, &g)
+			_, _ = pciDriver(sysfs, a), pciInode(sysfs, a)
 		}
 		if len(gpus) > 0 && !slices.Equal([]string{string(gpus[0])}, []string{strings.ToLower(name)}) {
 			t.Errorf("%q is listed as %v", name, gpus)
@@ -82,7 +84,8 @@ func FuzzPCIFunction(f *testing.F) {
 	})
 }
 
-// The control group of a process is one below the root of all.
+// The test expects that the cgroup directory of a process is below the cgroup root, whatever /proc
+// says.
 func FuzzGroupOfProcess(f *testing.F) {
 	for _, text := range []string{"0::/kubepods/x\n", "", "0::", "0::/../../etc", "1:name=systemd:/x\n0::y\n"} {
 		f.Add([]byte(text))

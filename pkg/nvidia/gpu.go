@@ -11,40 +11,43 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// reading remembers how far the reading of one GPU came, so that a problem can name the card even when a later question hangs.
-type reading struct {
+// gpuReading tracks how far the reading of one GPU has come, so that a problem can name the GPU's
+// PCI address even if a later query hangs.
+type gpuReading struct {
 	address  atomic.Pointer[device.PCIAddress]
 	progress chan struct{}
-	opened   func()
+	onOpen   func()
 }
 
-func newReading(opened func()) *reading {
-	return &reading{progress: make(chan struct{}, 1), opened: opened}
+func newGPUReading(onOpen func()) *gpuReading {
+	return &gpuReading{progress: make(chan struct{}, 1), onOpen: onOpen}
 }
 
-// beat says that the GPU has answered once more.
-func (r *reading) beat() {
-	r.opened()
+// answered is called after each NVML answer for the GPU. It restarts the time limit for reading
+// this GPU.
+func (r *gpuReading) answered() {
+	r.onOpen()
 	select {
 	case r.progress <- struct{}{}:
 	default:
 	}
 }
 
-func (r *reading) known() device.PCIAddress {
+func (r *gpuReading) known() device.PCIAddress {
 	if a := r.address.Load(); a != nil {
 		return *a
 	}
 	return ""
 }
 
-// gpu reads one GPU. It is nil without an error for a card that is none of our business. A GPU with an error can be offered, but not in every shape.
-func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
+// gpu reads one GPU. It returns nil without an error for a card that only drives a display. If it
+// returns both a GPU and an error, the GPU can be offered as a whole, but not as MIG partitions.
+func (s scanner) gpu(index int, d device.Driver, r *gpuReading) (*GPU, error) {
 	handle, ret := s.lib.DeviceGetHandleByIndex(index)
 	if ret != nvml.SUCCESS {
 		return nil, fmt.Errorf("open the GPU with index %d: %w", index, toError(ret))
 	}
-	r.beat()
+	r.answered()
 	card, err := nvlib.New(s.lib).NewDevice(handle)
 	if err != nil {
 		return nil, err
@@ -55,28 +58,28 @@ func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
 	}
 	address := g.PCIAddress
 	r.address.Store(&address)
-	r.beat()
+	r.answered()
 	if g.ProductName, ret = card.GetName(); ret != nvml.SUCCESS {
 		return nil, fmt.Errorf("read the product name: %w", toError(ret))
 	}
 	if drivesADisplay[g.ProductName] {
 		return nil, nil
 	}
-	if err := identity(card, &g, r.beat); err != nil {
+	if err := identity(card, &g, r.answered); err != nil {
 		return nil, err
 	}
 	node := filepath.Join(s.paths.devRoot(), "dev", fmt.Sprintf("nvidia%d", g.Minor))
 	if !isCharDevice(node) {
 		return nil, fmt.Errorf("device node %s is missing: run nvidia-modprobe -c=%d on the node", s.paths.host(node), g.Minor)
 	}
-	partial, err := s.cuts(handle, &g, r.beat)
+	partial, err := s.readMIG(handle, &g, r.answered)
 	if err != nil {
 		return nil, err
 	}
-	r.beat()
-	place(s.paths.Sysfs, &g)
+	r.answered()
+	locate(s.paths.Sysfs, &g)
 	g.ContainerLimits = s.containerLimits(handle)
-	r.beat()
+	r.answered()
 	own, err := s.ownEdits(handle, g, d)
 	if err != nil {
 		return nil, err
@@ -84,14 +87,15 @@ func (s scanner) gpu(index int, d device.Driver, r *reading) (*GPU, error) {
 	return &GPU{GPU: g, Edits: own}, partial
 }
 
-// cuts reads how the card can be cut and how it is cut. Without its profiles a card whose MIG mode is off can still be used as a whole: what
-// could not be read then comes back as partial. With MIG mode on it is no use to anybody.
-func (s scanner) cuts(card nvml.Device, g *device.GPU, progress func()) (partial, err error) {
+// readMIG reads the MIG profiles and MIG instances into g. If that fails on a card with MIG off,
+// the card can still be offered as a whole GPU, and partial says why not as partitions. If it fails
+// on a card with MIG on, the card is unusable, and readMIG returns err.
+func (s scanner) readMIG(card nvml.Device, g *device.GPU, progress func()) (partial, err error) {
 	m := newMIGReader(s.paths, s.lib, progress)
 	if g.MIG, err = m.mode(card); g.MIG == nil || err != nil {
 		return nil, err
 	}
-	limits(card, g.MIG)
+	setLimits(card, g.MIG)
 	kinds, err := m.readKinds(card)
 	g.Engines = engines(kinds)
 	if err == nil {
@@ -107,11 +111,11 @@ func (s scanner) cuts(card nvml.Device, g *device.GPU, progress func()) (partial
 		return nil, &uncertainError{g.UUID, err}
 	default:
 		g.MIG.Profiles = nil
-		return fmt.Errorf("offered as a whole only, because how it can be cut cannot be read: %w", err), nil
+		return fmt.Errorf("offered as a whole only, because its MIG profiles cannot be read: %w", err), nil
 	}
 }
 
-// drivesADisplay are the cards of a DGX Station that only drive its screen.
+// drivesADisplay are the product names of DGX Station cards that only drive a display.
 var drivesADisplay = map[string]bool{"DGX Display": true, "NVIDIA DGX Display": true}
 
 func pciAddress(card nvlib.Device) (device.PCIAddress, error) {
@@ -122,8 +126,9 @@ func pciAddress(card nvlib.Device) (device.PCIAddress, error) {
 	return device.ParsePCIAddress(id)
 }
 
-// identity reads what a claim can select by. Without UUID or minor a card cannot be offered; the
-// names are best effort.
+// identity reads the attributes by which a claim can select the card. It fails if the UUID, minor
+// number or memory size cannot be read. Other attributes that NVML does not report stay empty or
+// unknown.
 func identity(card nvlib.Device, g *device.GPU, progress func()) error {
 	var ret nvml.Return
 	if g.UUID, ret = card.GetUUID(); ret != nvml.SUCCESS {
@@ -134,7 +139,7 @@ func identity(card nvlib.Device, g *device.GPU, progress func()) error {
 		return fmt.Errorf("read the minor number: %w", toError(ret))
 	}
 	progress()
-	// A GPU that works in the host's memory, such as GB10, has no figures of its own.
+	// A GPU that uses the host's memory, such as GB10, reports no memory size.
 	memory, ret := card.GetMemoryInfo()
 	if ret != nvml.SUCCESS && ret != nvml.ERROR_NOT_SUPPORTED {
 		return fmt.Errorf("read the memory size: %w", toError(ret))
@@ -162,8 +167,9 @@ func orUnknown(name string, err error) string {
 	return name
 }
 
-// engines counts the units of the whole card as its largest MIG profiles have them: NVML gives these numbers nowhere else.
-// Profiles of one size differ in media engines (the "+me" and "-me" variants), so that each engine is counted where it is most.
+// engines returns the number of engines of the whole card. NVML reports them only for MIG profiles,
+// so it takes the maximum of the largest profiles. Profiles of one size differ in media engines
+// ("+me", "-me").
 func engines(kinds []kind) *device.Engines {
 	var e *device.Engines
 	var slices uint32

@@ -13,8 +13,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Check looks for what must be there before NVML can be asked: a platform that is supported, the library, the control nodes.
-// It reads files only, and so is cheap enough to be polled.
+// Check returns an error if NVML cannot start: the platform is not supported, or the library or a
+// control device node is missing. It only looks at files, so it is cheap enough for polling.
 func Check(p Paths) error {
 	p = p.withDefaults()
 	if err := checkPlatform(p); err != nil {
@@ -28,20 +28,23 @@ func Check(p Paths) error {
 
 func checkPlatform(p Paths) error {
 	if exists(filepath.Join(p.devRoot(), "dev", "dxg")) {
-		return notReady("use a Linux host", "this is Windows Subsystem for Linux (/dev/dxg exists): GPUs have no device nodes of their own there, so they cannot be handed out one by one")
+		return notReady("use a Linux host", "this is Windows Subsystem for Linux (/dev/dxg exists): "+
+			"GPUs have no device nodes of their own there, so they cannot be handed out one by one")
 	}
 	family, _ := os.ReadFile(filepath.Join(p.Sysfs, "devices", "soc0", "family"))
 	if exists(filepath.Join(p.DriverRoot, "etc", "nv_tegra_release")) || bytes.HasPrefix(bytes.ToLower(family), []byte("tegra")) {
-		return notReady("keep this driver off such nodes with the chart's nodeSelector or affinity", "this is an NVIDIA Tegra (Jetson) system: its integrated GPU is not supported")
+		return notReady("keep this driver off such nodes with the chart's nodeSelector or affinity",
+			"this is an NVIDIA Tegra (Jetson) system: its integrated GPU is not supported")
 	}
 	return nil
 }
 
-// checkControlNodes asks for every node that CUDA needs besides the GPU's own. Without nvidia-uvm nvidia-smi works and every CUDA program fails.
+// checkControlNodes returns an error if a device node that CUDA needs in addition to the GPU's own
+// is missing. Without nvidia-uvm, nvidia-smi works, but every CUDA program fails.
 func checkControlNodes(p Paths) error {
 	dev := filepath.Join(p.devRoot(), "dev")
 	for _, n := range []struct{ name, remedy string }{
-		{"nvidiactl", "run nvidia-modprobe -c=255 on the node (or nvidia-smi, which makes it too)"},
+		{"nvidiactl", "run nvidia-modprobe -c=255 on the node (or nvidia-smi, which creates it too)"},
 		{"nvidia-uvm", "run nvidia-modprobe -u -c=0 on the node"},
 		{"nvidia-uvm-tools", "run nvidia-modprobe -u -c=0 -c=1 on the node"},
 	} {
@@ -50,7 +53,8 @@ func checkControlNodes(p Paths) error {
 			continue
 		}
 		if n.name == "nvidiactl" && !moduleLoaded(p) {
-			return notReady("run modprobe nvidia on the node, and look at dmesg if that fails", "the NVIDIA kernel module is not loaded (there is neither %s nor /proc/driver/nvidia)", p.host(path))
+			return notReady("run modprobe nvidia on the node, and check dmesg if that fails",
+				"the NVIDIA kernel module is not loaded (there is neither %s nor /proc/driver/nvidia)", p.host(path))
 		}
 		return notReady(n.remedy, "device node %s is missing", p.host(path))
 	}
@@ -61,17 +65,18 @@ func moduleLoaded(p Paths) bool {
 	return exists(filepath.Join(p.Proc, "driver", "nvidia", "version")) || exists(filepath.Join(p.Sysfs, "module", "nvidia"))
 }
 
-// HasNVIDIADevice says whether sysfs lists an NVIDIA display controller. It is the cheap question that a node without GPUs asks for ever.
-// An unreadable sysfs is an error, not a no.
+// HasNVIDIADevice reports whether sysfs lists an NVIDIA display controller. The plugin polls it on
+// nodes without GPUs, so it must be cheap. It fails if sysfs cannot be read.
 func HasNVIDIADevice(sysfs string) (bool, error) {
 	gpus, err := pciGPUs(sysfs)
 	return len(gpus) > 0, err
 }
 
-// pciGPUs lists NVIDIA's display controllers on the PCI bus once.
+// pciGPUs lists NVIDIA's display controllers on the PCI bus, without a cache.
 func pciGPUs(sysfs string) ([]device.PCIAddress, error) { return new(pciBus).gpus(sysfs, time.Now()) }
 
-// pciDriver is the kernel driver that holds a PCI function, empty when none does.
+// pciDriver returns the name of the kernel driver that is bound to a PCI function, empty if none
+// is.
 func pciDriver(sysfs string, a device.PCIAddress) string {
 	target, err := os.Readlink(filepath.Join(sysfs, "bus", "pci", "devices", string(a), "driver"))
 	if err != nil {
@@ -80,8 +85,9 @@ func pciDriver(sysfs string, a device.PCIAddress) string {
 	return filepath.Base(target)
 }
 
-// pciSeat tells a PCI function from one that comes to the same address later: the kernel makes it a new directory. It is 0 where there is none.
-func pciSeat(sysfs string, a device.PCIAddress) uint64 {
+// pciInode returns the inode of a PCI function's sysfs directory. Another function that later takes
+// the same address has another inode. It is 0 if no function has the address.
+func pciInode(sysfs string, a device.PCIAddress) uint64 {
 	info, err := os.Stat(filepath.Join(sysfs, "bus", "pci", "devices", string(a)))
 	if err != nil {
 		return 0
@@ -93,8 +99,8 @@ func pciSeat(sysfs string, a device.PCIAddress) uint64 {
 	return stat.Ino
 }
 
-// place fills in where in the machine the card sits. What sysfs does not say stays unknown: absent is better than wrong.
-func place(sysfs string, g *device.GPU) {
+// locate sets the PCIe root and NUMA node of g. They stay empty if sysfs does not report them.
+func locate(sysfs string, g *device.GPU) {
 	fs := deviceattribute.WithFSFromRoot(sysfs)
 	if a, err := deviceattribute.GetPCIeRootAttributeByPCIBusID(string(g.PCIAddress), fs); err == nil {
 		g.PCIeRoot = *a.Value.StringValue

@@ -13,19 +13,24 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
-func TestCheckSaysWhatIsMissingAndWhichCommandMakesIt(t *testing.T) {
+func TestCheckNamesMissingFileAndRemedy(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		change func(fakeHost)
 		says   []string
 	}{
 		{"all there", func(fakeHost) {}, nil},
-		{"no library", func(h fakeHost) { h.remove("driver/usr/lib64/libnvidia-ml.so.1") }, []string{"libnvidia-ml.so.1 is not under the driver root", "set the driver root"}},
-		{"no uvm", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm") }, []string{"device node /run/nvidia/driver/dev/nvidia-uvm is missing", "nvidia-modprobe -u -c=0"}},
-		{"no uvm tools", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm-tools") }, []string{"/dev/nvidia-uvm-tools is missing", "nvidia-modprobe"}},
-		{"uvm is a file", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm"); h.file("driver/dev/nvidia-uvm", "") }, []string{"/dev/nvidia-uvm is missing"}},
+		{"no library", func(h fakeHost) { h.remove("driver/usr/lib64/libnvidia-ml.so.1") },
+			[]string{"libnvidia-ml.so.1 is not under the driver root", "set the driver root"}},
+		{"no uvm", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm") },
+			[]string{"device node /run/nvidia/driver/dev/nvidia-uvm is missing", "nvidia-modprobe -u -c=0"}},
+		{"no uvm tools", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm-tools") },
+			[]string{"/dev/nvidia-uvm-tools is missing", "nvidia-modprobe"}},
+		{"uvm is a file", func(h fakeHost) { h.remove("driver/dev/nvidia-uvm"); h.file("driver/dev/nvidia-uvm", "") },
+			[]string{"/dev/nvidia-uvm is missing"}},
 		{"no control node", func(h fakeHost) { h.remove("driver/dev/nvidiactl") }, []string{"nvidiactl is missing", "nvidia-modprobe -c=255"}},
-		{"no module", func(h fakeHost) { h.remove("driver/dev/nvidiactl"); h.remove("proc/driver") }, []string{"kernel module is not loaded", "modprobe nvidia"}},
+		{"no module", func(h fakeHost) { h.remove("driver/dev/nvidiactl"); h.remove("proc/driver") },
+			[]string{"kernel module is not loaded", "modprobe nvidia"}},
 		{"WSL2", func(h fakeHost) { h.node("driver/dev/dxg") }, []string{"Windows Subsystem for Linux"}},
 		{"Tegra by release file", func(h fakeHost) { h.file("driver/etc/nv_tegra_release", "") }, []string{"Tegra"}},
 		{"Tegra by SoC family", func(h fakeHost) { h.file("sys/devices/soc0/family", "Tegra\n") }, []string{"Tegra", "nodeSelector"}},
@@ -48,14 +53,14 @@ func TestCheckSaysWhatIsMissingAndWhichCommandMakesIt(t *testing.T) {
 			}
 			for _, part := range tc.says {
 				if !strings.Contains(err.Error(), part) {
-					t.Errorf("error %q does not say %q", err, part)
+					t.Errorf("error %q does not contain %q", err, part)
 				}
 			}
 		})
 	}
 }
 
-func TestLibraryIsFoundInEveryCustomaryPlace(t *testing.T) {
+func TestLibraryIsFoundInUsualDirectories(t *testing.T) {
 	for _, dir := range driverroot.LibraryDirs() {
 		h := fakeHost{t, t.TempDir()}
 		h.file(dir+"/"+driverroot.NVML, "")
@@ -65,7 +70,7 @@ func TestLibraryIsFoundInEveryCustomaryPlace(t *testing.T) {
 	}
 }
 
-func TestOnlyDisplayControllersOfNVIDIACountAsGPUs(t *testing.T) {
+func TestOnlyNVIDIADisplayControllersAreGPUs(t *testing.T) {
 	h := fakeHost{t, t.TempDir()}
 	h.file("sys/bus/pci/devices/0000:00:01.0/vendor", "0x8086\n")
 	h.file("sys/bus/pci/devices/0000:00:01.0/class", "0x030000\n")
@@ -80,63 +85,67 @@ func TestOnlyDisplayControllersOfNVIDIACountAsGPUs(t *testing.T) {
 		t.Errorf("with a VGA card of NVIDIA: %v, %v", found, err)
 	}
 	if _, err := HasNVIDIADevice(filepath.Join(h.root, "nowhere")); err == nil {
-		t.Error("a sysfs that cannot be read is no proof that there is no GPU")
+		t.Error("an unreadable sysfs must not count as a node without GPUs")
 	}
 }
 
-func TestPlaceStaysUnknownWhereSysfsIsSilent(t *testing.T) {
+func TestLocateLeavesMissingFactsUnknown(t *testing.T) {
 	for _, address := range []device.PCIAddress{"0000:99:00.0", "10000:01:00.0"} {
 		g := device.GPU{PCIAddress: address}
-		if place(t.TempDir(), &g); g.PCIeRoot != "" || g.NUMANode != nil {
+		if locate(t.TempDir(), &g); g.PCIeRoot != "" || g.NUMANode != nil {
 			t.Errorf("%s: %+v", address, g)
 		}
 	}
 }
 
-func TestFingerprintChangesWithWhatAScanDependsOn(t *testing.T) {
+func TestFingerprintChangesWithScanInputs(t *testing.T) {
 	for name, change := range map[string]func(fakeHost){
-		"a GPU appears":                    func(h fakeHost) { h.gpuOnBus("0000:d1:00.0", "pci0000:cb", "1") },
-		"a GPU is gone":                    func(h fakeHost) { h.remove("sys/bus/pci/devices/0000:c3:00.0") },
-		"a GPU changes its kernel driver":  func(h fakeHost) { h.link("../x/vfio-pci", "sys/devices/pci0000:15/0000:15:01.0/0000:1b:00.0/driver") },
-		"a device node comes late":         func(h fakeHost) { h.node("driver/dev/nvidia2") },
-		"a device node is lost":            func(h fakeHost) { h.remove("driver/dev/nvidia-uvm") },
-		"the driver's own dev is lost":     func(h fakeHost) { h.remove("driver/dev/nvidiactl") },
-		"a library comes late":             func(h fakeHost) { h.file("driver/usr/lib64/libnvidia-nvvm.so.4", "") },
-		"a library is replaced":            func(h fakeHost) { h.file("driver/usr/lib64/libcuda.so."+fakeVersion, "another") },
-		"another place has the library":    func(h fakeHost) { h.file("driver/usr/lib/libnvidia-ml.so.1", "") },
-		"nvidia-smi comes late":            func(h fakeHost) { h.file("driver/usr/bin/nvidia-smi", "") },
-		"firmware comes late":              func(h fakeHost) { h.file("driver/lib/firmware/nvidia/"+fakeVersion+"/gsp.bin", "") },
-		"the module is unloaded":           func(h fakeHost) { h.remove("proc/driver") },
-		"the module is of another version": func(h fakeHost) { h.file("proc/driver/nvidia/version", "590.1") },
-		"the same driver is loaded again between two looks": func(h fakeHost) {
+		"a GPU appears": func(h fakeHost) { h.gpuOnBus("0000:d1:00.0", "pci0000:cb", "1") },
+		"a GPU is gone": func(h fakeHost) { h.remove("sys/bus/pci/devices/0000:c3:00.0") },
+		"a GPU changes its kernel driver": func(h fakeHost) {
+			h.link("../x/vfio-pci", "sys/devices/pci0000:15/0000:15:01.0/0000:1b:00.0/driver")
+		},
+		"a device node appears":             func(h fakeHost) { h.node("driver/dev/nvidia2") },
+		"a device node is removed":          func(h fakeHost) { h.remove("driver/dev/nvidia-uvm") },
+		"the driver's own dev is removed":   func(h fakeHost) { h.remove("driver/dev/nvidiactl") },
+		"a library appears":                 func(h fakeHost) { h.file("driver/usr/lib64/libnvidia-nvvm.so.4", "") },
+		"a library is replaced":             func(h fakeHost) { h.file("driver/usr/lib64/libcuda.so."+fakeVersion, "another") },
+		"another directory has the library": func(h fakeHost) { h.file("driver/usr/lib/libnvidia-ml.so.1", "") },
+		"nvidia-smi appears":                func(h fakeHost) { h.file("driver/usr/bin/nvidia-smi", "") },
+		"firmware appears":                  func(h fakeHost) { h.file("driver/lib/firmware/nvidia/"+fakeVersion+"/gsp.bin", "") },
+		"the module is unloaded":            func(h fakeHost) { h.remove("proc/driver") },
+		"the module is of another version":  func(h fakeHost) { h.file("proc/driver/nvidia/version", "590.1") },
+		"the same driver is reloaded between two calls": func(h fakeHost) {
 			h.remove("proc/driver")
 			h.file("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  "+fakeVersion+"\n")
 		},
-		"the module shows in sysfs": func(h fakeHost) { h.file("sys/module/nvidia/version", "590.1") },
+		"the module appears in sysfs": func(h fakeHost) { h.file("sys/module/nvidia/version", "590.1") },
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newFakeHost(t)
-			glance := NewGlance(h.paths())
-			glance.now = func() time.Time { return time.Now().Add(relist / 2) } // it believes what it has read of these files
-			before := glance.Fingerprint()
-			if again := glance.Fingerprint(); again != before {
+			detector := NewChangeDetector(h.paths())
+			// At this time the ChangeDetector still uses its cached directory listings.
+			detector.now = func() time.Time { return time.Now().Add(relistInterval / 2) }
+			before := detector.Fingerprint()
+			if again := detector.Fingerprint(); again != before {
 				t.Fatalf("%s, then %s without a change", before, again)
 			}
-			h.untilAnotherTime()
+			h.awaitNewFileTime()
 			change(h)
-			after := glance.Fingerprint()
+			after := detector.Fingerprint()
 			if after == before {
-				t.Error("it did not change")
+				t.Error("the fingerprint did not change")
 			}
-			if fresh := NewGlance(h.paths()).Fingerprint(); fresh != after {
-				t.Errorf("%s, and %s for who has not looked before", after, fresh)
+			if fresh := NewChangeDetector(h.paths()).Fingerprint(); fresh != after {
+				t.Errorf("got %s, but %s from a new detector", after, fresh)
 			}
 		})
 	}
 }
 
-// untilAnotherTime returns when the kernel gives files another time than those that are there.
-func (h fakeHost) untilAnotherTime() {
+// awaitNewFileTime returns when a new file would get a later time than the existing files. File
+// times have coarse steps.
+func (h fakeHost) awaitNewFileTime() {
 	h.file("clock", "x")
 	before := durable.StampOf(filepath.Join(h.root, "clock"))
 	for durable.StampOf(filepath.Join(h.root, "clock")) == before {
@@ -144,15 +153,15 @@ func (h fakeHost) untilAnotherTime() {
 	}
 }
 
-func TestFingerprintIgnoresWhatIsNoneOfTheDrivers(t *testing.T) {
+func TestFingerprintIgnoresUnrelatedFiles(t *testing.T) {
 	h := newFakeHost(t)
-	before := NewGlance(h.paths()).Fingerprint()
+	before := NewChangeDetector(h.paths()).Fingerprint()
 	h.file("driver/usr/lib64/libssl.so", "")
 	h.file("driver/dev/tty", "")
 	if err := os.Chmod(h.root, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if NewGlance(h.paths()).Fingerprint() != before {
-		t.Error("it changed")
+	if NewChangeDetector(h.paths()).Fingerprint() != before {
+		t.Error("the fingerprint changed")
 	}
 }

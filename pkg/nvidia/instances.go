@@ -15,40 +15,42 @@ import (
 )
 
 var (
-	// errVanished says that what was listed a moment ago is there no more.
-	errVanished = errors.New("it has gone meanwhile")
-	// errUnsettled says that it is there, and not all that belongs to it.
+	// errVanished says that NVML listed an object that was gone when it was read.
+	errVanished = errors.New("it vanished during the read")
+	// errUnsettled says that NVML does not list the MIG device of a new compute instance yet.
 	errUnsettled = errors.New("NVML lists no MIG device for it")
 )
 
-// look is one reading of how a card is cut. Somebody else may be cutting it at the same time: what vanishes while it is read is left out.
-type look struct {
+// instanceReader reads the MIG instances of a card once. Another tool may change MIG instances at
+// the same time, so instanceReader leaves out each one that vanishes during the read.
+type instanceReader struct {
 	*migReader
 	card  nvml.Device
 	minor int
-	// uuids are those of the card's MIG devices.
+	// uuids are the UUIDs of the card's MIG devices.
 	uuids map[migIDs]string
-	// disturbed says that something vanished.
-	disturbed bool
+	// changed says that a MIG instance vanished during the read.
+	changed bool
 }
 
-// migIDs say which MIG device is meant.
+// migIDs identify a MIG device by its GPU instance ID and compute instance ID.
 type migIDs struct{ instance, compute uint32 }
 
-// instances lists the GPU instances of a card whose MIG mode is on, by ID. A reading that somebody else's cut got into is repeated, a few times: the
-// instance that vanished may have come again under the same ID, and one that has just come may have no capability yet.
+// instances lists the GPU instances of a card with MIG mode on, sorted by ID. If another tool
+// changes MIG instances meanwhile, it reads them again for about a second. Otherwise one that is
+// recreated under the same ID, or has no capability file yet, could be missed.
 func (m *migReader) instances(card nvml.Device, minor int) ([]device.Instance, error) {
 	for pause := 10 * time.Millisecond; ; pause *= 2 {
-		l := look{migReader: m, card: card, minor: minor}
+		l := instanceReader{migReader: m, card: card, minor: minor}
 		found, err := l.instances()
-		if pause > time.Second || err == nil && !l.disturbed || err != nil && !errors.Is(err, errUnsettled) && !errors.Is(err, fs.ErrNotExist) {
+		if pause > time.Second || err == nil && !l.changed || err != nil && !errors.Is(err, errUnsettled) && !errors.Is(err, fs.ErrNotExist) {
 			return found, err
 		}
 		<-time.After(pause)
 	}
 }
 
-func (l *look) instances() ([]device.Instance, error) {
+func (l *instanceReader) instances() ([]device.Instance, error) {
 	kinds, err := l.readKinds(l.card)
 	if err != nil {
 		return nil, err
@@ -69,7 +71,7 @@ func (l *look) instances() ([]device.Instance, error) {
 		for _, handle := range handles {
 			i, err := l.instance(handle)
 			if errors.Is(err, errVanished) {
-				l.disturbed = true
+				l.changed = true
 				continue
 			}
 			if err != nil {
@@ -84,7 +86,8 @@ func (l *look) instances() ([]device.Instance, error) {
 	return found, nil
 }
 
-// identify reads which GPU instance a handle stands for.
+// identify reads ID, profile and placement of a GPU instance and leaves all other fields empty. If
+// the GPU instance is gone, the error is errVanished.
 func (m *migReader) identify(handle nvml.GpuInstance) (device.Instance, error) {
 	info, ret := handle.GetInfo()
 	m.progress()
@@ -94,11 +97,14 @@ func (m *migReader) identify(handle nvml.GpuInstance) (device.Instance, error) {
 	if ret != nvml.SUCCESS {
 		return device.Instance{}, toError(ret)
 	}
-	return device.Instance{ID: info.Id, ProfileID: info.ProfileId, Placement: device.Placement{Start: info.Placement.Start, Size: info.Placement.Size}}, nil
+	return device.Instance{
+		ID: info.Id, ProfileID: info.ProfileId,
+		Placement: device.Placement{Start: info.Placement.Start, Size: info.Placement.Size},
+	}, nil
 }
 
-// instance reads a GPU instance with everything in it.
-func (l *look) instance(handle nvml.GpuInstance) (device.Instance, error) {
+// instance reads a GPU instance with its compute instances.
+func (l *instanceReader) instance(handle nvml.GpuInstance) (device.Instance, error) {
 	i, err := l.identify(handle)
 	if err != nil {
 		return device.Instance{}, fmt.Errorf("read a GPU instance: %w", err)
@@ -123,8 +129,11 @@ func (l *look) instance(handle nvml.GpuInstance) (device.Instance, error) {
 	return i, nil
 }
 
-// eachCompute calls visit for every compute instance of the GPU instance in. It goes on when visit says that one has vanished.
-func (m *migReader) eachCompute(handle nvml.GpuInstance, in device.Instance, visit func(nvml.ComputeInstanceProfileInfo, nvml.ComputeInstance) error) error {
+// eachCompute calls visit for every compute instance of the GPU instance. If visit returns
+// errVanished, it continues with the next one. Any other error ends it.
+func (m *migReader) eachCompute(
+	handle nvml.GpuInstance, in device.Instance, visit func(nvml.ComputeInstanceProfileInfo, nvml.ComputeInstance) error,
+) error {
 	kinds, err := m.computeKinds(handle, in.ProfileID)
 	if err != nil {
 		return err
@@ -139,7 +148,7 @@ func (m *migReader) eachCompute(handle nvml.GpuInstance, in device.Instance, vis
 			continue
 		}
 		if ret != nvml.SUCCESS {
-			return fmt.Errorf("list those of profile %d: %w", kind.Id, toError(ret))
+			return fmt.Errorf("list the compute instances of profile %d: %w", kind.Id, toError(ret))
 		}
 		for _, compute := range handles {
 			if err := visit(kind, compute); err != nil && !errors.Is(err, errVanished) {
@@ -150,12 +159,15 @@ func (m *migReader) eachCompute(handle nvml.GpuInstance, in device.Instance, vis
 	return nil
 }
 
-// computeInstance reads a compute instance of the GPU instance in.
-func (l *look) computeInstance(in device.Instance, parent nvml.GpuInstance, kind nvml.ComputeInstanceProfileInfo, handle nvml.ComputeInstance) (device.ComputeInstance, error) {
+// computeInstance reads the compute instance of handle. The parameter in is the GPU instance that
+// contains it. If the compute instance is gone, the error is errVanished.
+func (l *instanceReader) computeInstance(
+	in device.Instance, parent nvml.GpuInstance, kind nvml.ComputeInstanceProfileInfo, handle nvml.ComputeInstance,
+) (device.ComputeInstance, error) {
 	info, ret := handle.GetInfo()
 	l.progress()
 	if isAbsent(ret) {
-		l.disturbed = true
+		l.changed = true
 		return device.ComputeInstance{}, errVanished
 	}
 	if ret != nvml.SUCCESS {
@@ -171,15 +183,17 @@ func (l *look) computeInstance(in device.Instance, parent nvml.GpuInstance, kind
 	}
 	if err != nil {
 		if _, ret := parent.GetComputeInstanceById(int(c.ID)); isAbsent(ret) {
-			l.disturbed = true
+			l.changed = true
 			return device.ComputeInstance{}, errVanished
 		}
 	}
 	return c, err
 }
 
-// computeName is the MIG device's name: the GPU instance's for one that fills it, with its own slices in front for a part.
-func (l *look) computeName(in device.Instance, kind nvml.ComputeInstanceProfileInfo) string {
+// computeName returns the MIG device's name: the profile name of its GPU instance, such as 3g.40gb.
+// If the compute instance fills only a part of the GPU instance, its number of slices comes first,
+// as in 1c.3g.40gb.
+func (l *instanceReader) computeName(in device.Instance, kind nvml.ComputeInstanceProfileInfo) string {
 	for _, k := range l.kinds {
 		if k.Id != in.ProfileID {
 			continue
@@ -195,11 +209,14 @@ func (l *look) computeName(in device.Instance, kind nvml.ComputeInstanceProfileI
 
 var partName = regexp.MustCompile(`^[0-9]+c\.`)
 
-// isPart says whether a compute instance fills only a part of its GPU instance. Its name says so.
+// isPart reports whether a compute instance fills only a part of its GPU instance, as a name such
+// as 1c.3g.40gb shows.
 func isPart(c device.ComputeInstance) bool { return partName.MatchString(c.Name) }
 
-// uuid finds a MIG device's UUID. The devices are listed anew for one that has come since, and once more, because a cut beside us moves their indices.
-func (l *look) uuid(of migIDs) (string, error) {
+// uuid returns a MIG device's UUID. If the cached list lacks the MIG device, uuid lists all MIG
+// devices again, twice if needed, because a concurrent change may hide one from the first list. If
+// it is still missing, the error is errUnsettled.
+func (l *instanceReader) uuid(of migIDs) (string, error) {
 	for try := 0; ; try++ {
 		if uuid, ok := l.uuids[of]; ok {
 			return uuid, nil

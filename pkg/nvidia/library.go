@@ -9,7 +9,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
-// findLibrary returns the path of NVML under the driver root as the plugin sees it.
+// findLibrary returns the path of the NVML library under the driver root, as this process sees it.
 func findLibrary(p Paths) (string, error) {
 	if path, ok := driverroot.Library(p.DriverRoot); ok {
 		return path, nil
@@ -19,7 +19,8 @@ func findLibrary(p Paths) (string, error) {
 		"%s is not under the driver root %s (looked in %s)", driverroot.NVML, p.HostDriverRoot, strings.Join(driverroot.LibraryDirs(), ", "))
 }
 
-// Program finds a program of the driver's, such as nvidia-smi, as this process sees it. An error that is [fs.ErrNotExist] says that the driver is there without it.
+// Program finds a program of the driver, such as nvidia-smi, as this process sees it. The error
+// wraps [fs.ErrNotExist] if the driver is installed without this program.
 func (p Paths) Program(name string) (driverroot.Program, error) {
 	p = p.withDefaults()
 	found, err := driverroot.Find(p.DriverRoot, name)

@@ -12,33 +12,42 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// migReader reads how one GPU can be cut. It changes nothing. What cannot change while NVML is held is read once.
+// migReader reads how one GPU can be partitioned and changes nothing. It caches values that cannot
+// change while NVML is open.
 type migReader struct {
-	paths    Paths
-	lib      nvml.Interface
-	progress func() // told after each answer, so that many slow ones are not taken for one that never comes
-	// kinds are the GPU instance profiles of the card, names theirs, and compute the compute instance profiles of their instances, all by the profile's ID.
-	kinds   []kind
-	names   map[uint32]string
+	paths Paths
+	lib   nvml.Interface
+	// progress is called after each NVML answer, so that many slow answers do not look like a hang.
+	progress func()
+	// kinds are the card's GPU instance profiles.
+	kinds []kind
+	// names are the names of the GPU instance profiles by profile ID.
+	names map[uint32]string
+	// compute are the compute instance profiles by GPU instance profile ID.
 	compute map[uint32][]nvml.ComputeInstanceProfileInfo
 }
 
-// kind is a GPU instance profile with the number by which NVML is asked for it, which is not its ID.
+// kind is a GPU instance profile. number is the argument with which NVML was queried for it, and
+// differs from the profile ID.
 type kind struct {
 	number int
 	nvml.GpuInstanceProfileInfo
 }
 
 func newMIGReader(p Paths, library nvml.Interface, progress func()) *migReader {
-	return &migReader{paths: p, lib: library, progress: progress, names: map[uint32]string{}, compute: map[uint32][]nvml.ComputeInstanceProfileInfo{}}
+	return &migReader{
+		paths: p, lib: library, progress: progress,
+		names: map[uint32]string{}, compute: map[uint32][]nvml.ComputeInstanceProfileInfo{},
+	}
 }
 
-// has says whether the driver's library has a function. Calling one that is missing would end the process.
+// has reports whether the driver's library has an NVML function. A call of a missing function would
+// crash the process.
 func (m *migReader) has(function string) bool {
 	return m.lib.Extensions().LookupSymbol(function) == nil
 }
 
-// mode is nil for a card that cannot be cut.
+// mode reads the MIG mode of a card. The result is nil for a card without MIG.
 func (m *migReader) mode(card nvml.Device) (*device.MIG, error) {
 	if !m.has("nvmlDeviceGetMigMode") {
 		return nil, nil
@@ -53,25 +62,28 @@ func (m *migReader) mode(card nvml.Device) (*device.MIG, error) {
 	return &device.MIG{Enabled: current == nvml.DEVICE_MIG_ENABLE, Pending: pending == nvml.DEVICE_MIG_ENABLE}, nil
 }
 
-// firstWithoutReset is the major CUDA compute capability of Hopper: cards before it change their MIG mode with a reset only
-// (https://docs.nvidia.com/datacenter/tesla/mig-user-guide/getting-started-with-mig.html).
+// firstWithoutReset is the major CUDA compute capability of Hopper. Earlier cards change MIG mode
+// only with a reset:
+// https://docs.nvidia.com/datacenter/tesla/mig-user-guide/getting-started-with-mig.html.
 const firstWithoutReset = 9
 
-// limits fills in what this machine does not allow. A card whose age is unknown is taken for an old one. The guest of a virtual GPU can use the
-// instances that its host made, and make none.
-func limits(card nvml.Device, to *device.MIG) {
+// setLimits sets ModeFixed if the MIG mode of this card cannot change without a reset, as before
+// Hopper or if the generation is unknown. It sets ReadOnly for a vGPU, which can use the host's MIG
+// instances but create none.
+func setLimits(card nvml.Device, to *device.MIG) {
 	major, _, ret := card.GetCudaComputeCapability()
 	to.ModeFixed = ret != nvml.SUCCESS || major < firstWithoutReset
 	if mode, ret := card.GetVirtualizationMode(); ret == nvml.SUCCESS {
-		to.Uncuttable = mode == nvml.GPU_VIRTUALIZATION_MODE_VGPU
+		to.ReadOnly = mode == nvml.GPU_VIRTUALIZATION_MODE_VGPU
 	}
 }
 
-// kindLimit is how many kinds of GPU instances NVML is asked for. It is more than nvml.h knew when this was written: a library answers for
-// kinds that it does not know with an error, and for new ones with their data.
+// kindLimit is how many GPU instance profile numbers are tried. It is larger than the count in
+// today's nvml.h. NVML returns an error for an unknown number.
 const kindLimit = 32
 
-// readKinds lists the card's GPU instance profiles. What was found before a failure is returned with it.
+// readKinds lists the card's GPU instance profiles. If a query fails, it returns the error and the
+// profiles read before.
 func (m *migReader) readKinds(card nvml.Device) ([]kind, error) {
 	if m.kinds != nil {
 		return m.kinds, nil
@@ -94,12 +106,13 @@ func (m *migReader) readKinds(card nvml.Device) ([]kind, error) {
 	return found, nil
 }
 
-// isAbsent says that NVML's answer means "there is no such thing", not that something went wrong.
+// isAbsent reports whether ret means that the requested object does not exist.
 func isAbsent(ret nvml.Return) bool {
 	return ret == nvml.ERROR_NOT_SUPPORTED || ret == nvml.ERROR_INVALID_ARGUMENT || ret == nvml.ERROR_NOT_FOUND
 }
 
-// profiles lists what the card can be cut into, by ID. A profile that has no place, or places of several sizes, cannot be offered and is left out.
+// profiles lists the card's MIG profiles by ID. It leaves out a profile that has no placement, or
+// placements of several sizes, because such a profile cannot be offered.
 func (m *migReader) profiles(card nvml.Device) ([]device.Profile, error) {
 	kinds, err := m.readKinds(card)
 	if err != nil {
@@ -119,7 +132,7 @@ func (m *migReader) profiles(card nvml.Device) ([]device.Profile, error) {
 		if ret != nvml.SUCCESS && !isAbsent(ret) {
 			return nil, fmt.Errorf("read the placements of GPU instance profile %s: %w", p.Name, toError(ret))
 		}
-		if ret == nvml.SUCCESS && settle(&p, places) {
+		if ret == nvml.SUCCESS && setPlacements(&p, places) {
 			profiles = append(profiles, p)
 		}
 	}
@@ -127,8 +140,9 @@ func (m *migReader) profiles(card nvml.Device) ([]device.Profile, error) {
 	return profiles, nil
 }
 
-// settle fills in where a profile fits, and says whether it can be offered there.
-func settle(p *device.Profile, places []nvml.GpuInstancePlacement) bool {
+// setPlacements sets the placements of p. It returns false if the profile cannot be offered,
+// because it has no placement, placements of several sizes, or no instances.
+func setPlacements(p *device.Profile, places []nvml.GpuInstancePlacement) bool {
 	for i, place := range places {
 		if i > 0 && place.Size != p.Size {
 			return false
@@ -141,7 +155,7 @@ func settle(p *device.Profile, places []nvml.GpuInstancePlacement) bool {
 	return p.Size > 0 && p.MaxInstances > 0
 }
 
-// profileName is the driver's own name for a profile, without the "MIG " in front.
+// profileName returns the driver's name of a profile, without the "MIG " prefix.
 func (m *migReader) profileName(card nvml.Device, k kind) string {
 	if name, ok := m.names[k.Id]; ok {
 		return name
@@ -160,19 +174,22 @@ func (m *migReader) profileName(card nvml.Device, k kind) string {
 	return name
 }
 
-// filling are the compute instances that take as many slices as there are.
-var filling = map[uint32]int{
+// fillingProfiles are NVML's numbers of the compute instance profiles by the number of slices that
+// they fill.
+var fillingProfiles = map[uint32]int{
 	1: nvml.COMPUTE_INSTANCE_PROFILE_1_SLICE, 2: nvml.COMPUTE_INSTANCE_PROFILE_2_SLICE, 3: nvml.COMPUTE_INSTANCE_PROFILE_3_SLICE,
 	4: nvml.COMPUTE_INSTANCE_PROFILE_4_SLICE, 6: nvml.COMPUTE_INSTANCE_PROFILE_6_SLICE, 7: nvml.COMPUTE_INSTANCE_PROFILE_7_SLICE,
 	8: nvml.COMPUTE_INSTANCE_PROFILE_8_SLICE,
 }
 
-// customaryName is how NVIDIA's tools call a profile where the driver has no names.
+// customaryName returns the name that NVIDIA's tools give to a GPU instance profile, such as
+// 1g.10gb. It is for drivers that report no profile names.
 func (m *migReader) customaryName(card nvml.Device, k kind) string {
 	memory, ret := card.GetMemoryInfo()
-	whole, ok := filling[k.SliceCount]
+	whole, ok := fillingProfiles[k.SliceCount]
 	if ret == nvml.SUCCESS && memory.Total > 0 && ok {
-		if p, err := nvlib.New(m.lib).NewMigProfile(k.number, whole, nvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED, k.MemorySizeMB, memory.Total); err == nil {
+		p, err := nvlib.New(m.lib).NewMigProfile(k.number, whole, nvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED, k.MemorySizeMB, memory.Total)
+		if err == nil {
 			return p.String()
 		}
 	}
@@ -190,7 +207,8 @@ func cString(chars []int8) string {
 	return string(text)
 }
 
-// computeKinds lists the compute instance profiles of a GPU instance. They are the same in every instance of one profile.
+// computeKinds lists the compute instance profiles of the GPU instance of handle. They are equal
+// for all GPU instances with one profile, so they are cached by profileID.
 func (m *migReader) computeKinds(handle nvml.GpuInstance, profileID uint32) ([]nvml.ComputeInstanceProfileInfo, error) {
 	if known, ok := m.compute[profileID]; ok {
 		return known, nil
@@ -209,7 +227,7 @@ func (m *migReader) computeKinds(handle nvml.GpuInstance, profileID uint32) ([]n
 			found = append(found, info)
 		}
 	}
-	if len(found) > 0 { // none at all may also mean that the instance has gone
+	if len(found) > 0 { // an empty list may mean that the instance vanished
 		m.compute[profileID] = found
 	}
 	return found, nil

@@ -13,14 +13,15 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// scanCut scans a node whose GPU with minor 1 can be cut.
-func scanCut(t *testing.T, change func(fakeHost, *card, *fakeCut)) Node {
+// scanMIG scans a fake node whose GPU with minor number 1 has MIG. change adapts the fakes before
+// the scan.
+func scanMIG(t *testing.T, change func(fakeHost, *card, *fakeMIG)) Node {
 	t.Helper()
 	h := newFakeHost(t)
 	cards := twoCards()
 	c := &cards[1]
-	c.cut, c.major = newFakeCut(h, 1), 9
-	change(h, c, c.cut)
+	c.mig, c.major = newFakeMIG(h, 1), 9
+	change(h, c, c.mig)
 	node, err := h.scanner(fakeNVML(cards...)).scan(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -39,22 +40,23 @@ var fakeProfiles = []device.Profile{
 	},
 }
 
-func TestAScanSaysWhatAGPUCanBeCutInto(t *testing.T) {
+func TestScanReportsMIGProfiles(t *testing.T) {
 	for name, tc := range map[string]struct {
-		change func(fakeHost, *card, *fakeCut)
+		change func(fakeHost, *card, *fakeMIG)
 		want   device.MIG
 	}{
-		"mode off": {func(fakeHost, *card, *fakeCut) {}, device.MIG{Profiles: fakeProfiles}},
-		"mode on":  {func(_ fakeHost, _ *card, f *fakeCut) { f.on, f.next = true, true }, device.MIG{Enabled: true, Pending: true, Profiles: fakeProfiles}},
-		"Ampere, waiting for its reset": {
-			func(_ fakeHost, c *card, f *fakeCut) { c.major, f.next = 8, true }, device.MIG{Pending: true, ModeFixed: true, Profiles: fakeProfiles},
+		"mode off": {func(fakeHost, *card, *fakeMIG) {}, device.MIG{Profiles: fakeProfiles}},
+		"mode on": {func(_ fakeHost, _ *card, f *fakeMIG) { f.on, f.next = true, true },
+			device.MIG{Enabled: true, Pending: true, Profiles: fakeProfiles}},
+		"Ampere with a pending reset": {
+			func(_ fakeHost, c *card, f *fakeMIG) { c.major, f.next = 8, true }, device.MIG{Pending: true, ModeFixed: true, Profiles: fakeProfiles},
 		},
-		"the guest of a virtual GPU": {
-			func(_ fakeHost, c *card, f *fakeCut) { c.virtualization = nvml.GPU_VIRTUALIZATION_MODE_VGPU },
-			device.MIG{Uncuttable: true, Profiles: fakeProfiles},
+		"a vGPU guest": {
+			func(_ fakeHost, c *card, f *fakeMIG) { c.virtualization = nvml.GPU_VIRTUALIZATION_MODE_VGPU },
+			device.MIG{ReadOnly: true, Profiles: fakeProfiles},
 		},
-		"profiles without a place, or with odd ones, or twice": {
-			func(_ fakeHost, _ *card, f *fakeCut) {
+		"profiles without, with odd or with duplicate placements": {
+			func(_ fakeHost, _ *card, f *fakeMIG) {
 				f.profiles = append(f.profiles,
 					fakeProfile{nvml.GpuInstanceProfileInfo{Id: 77, SliceCount: 2, InstanceCount: 1}, 2, nil},
 					fakeProfile{nvml.GpuInstanceProfileInfo{Id: 78, SliceCount: 2, InstanceCount: 0}, 2, []uint32{0}},
@@ -62,10 +64,10 @@ func TestAScanSaysWhatAGPUCanBeCutInto(t *testing.T) {
 				)
 			}, device.MIG{Profiles: fakeProfiles},
 		},
-		"no profile at all": {func(_ fakeHost, _ *card, f *fakeCut) { f.profiles = nil }, device.MIG{}},
+		"no profiles": {func(_ fakeHost, _ *card, f *fakeMIG) { f.profiles = nil }, device.MIG{}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			node := scanCut(t, tc.change)
+			node := scanMIG(t, tc.change)
 			if len(node.GPUs) != 2 || len(node.Problems) > 0 {
 				t.Fatal(node.Problems)
 			}
@@ -79,24 +81,27 @@ func TestAScanSaysWhatAGPUCanBeCutInto(t *testing.T) {
 	}
 }
 
-func TestAScanSaysHowAGPUIsCut(t *testing.T) {
-	node := scanCut(t, func(_ fakeHost, _ *card, f *fakeCut) {
-		f.cut(t, 9, 4, 4, 0, 1)
-		f.cut(t, 19, 0, 1, 0)
-		f.cut(t, 19, 1, 1)
+func TestScanReportsMIGInstances(t *testing.T) {
+	node := scanMIG(t, func(_ fakeHost, _ *card, f *fakeMIG) {
+		f.partition(t, 9, 4, 4, 0, 1)
+		f.partition(t, 19, 0, 1, 0)
+		f.partition(t, 19, 1, 1)
 	})
 	want := []device.Instance{
 		{
 			ID: 1, ProfileID: 9, Placement: device.Placement{Start: 4, Size: 4}, Minor: 3 + 135 + 9,
 			Compute: []device.ComputeInstance{
-				{ID: 0, Name: "1c.3g.40gb", Placement: device.Placement{Start: 0, Size: 1}, Multiprocessors: 16, UUID: "MIG-GPU-1-1-0", Minor: 3 + 135 + 9 + 1},
-				{ID: 1, ProfileID: 1, Name: "2c.3g.40gb", Placement: device.Placement{Start: 1, Size: 1}, Multiprocessors: 32, UUID: "MIG-GPU-1-1-1", Minor: 3 + 135 + 9 + 2},
+				{ID: 0, Name: "1c.3g.40gb", Placement: device.Placement{Start: 0, Size: 1}, Multiprocessors: 16, UUID: "MIG-GPU-1-1-0",
+					Minor: 3 + 135 + 9 + 1},
+				{ID: 1, ProfileID: 1, Name: "2c.3g.40gb", Placement: device.Placement{Start: 1, Size: 1}, Multiprocessors: 32, UUID: "MIG-GPU-1-1-1",
+					Minor: 3 + 135 + 9 + 2},
 			},
 		},
 		{
 			ID: 2, ProfileID: 19, Placement: device.Placement{Start: 0, Size: 1}, Minor: 3 + 135 + 18,
 			Compute: []device.ComputeInstance{
-				{ID: 0, Name: "1g.10gb", Placement: device.Placement{Start: 0, Size: 1}, Multiprocessors: 16, UUID: "MIG-GPU-1-2-0", Minor: 3 + 135 + 18 + 1},
+				{ID: 0, Name: "1g.10gb", Placement: device.Placement{Start: 0, Size: 1}, Multiprocessors: 16, UUID: "MIG-GPU-1-2-0",
+					Minor: 3 + 135 + 18 + 1},
 			},
 		},
 		{ID: 3, ProfileID: 19, Placement: device.Placement{Start: 1, Size: 1}, Minor: 3 + 135 + 27},
@@ -106,11 +111,12 @@ func TestAScanSaysHowAGPUIsCut(t *testing.T) {
 	}
 }
 
-func TestWhatVanishesWhileItIsReadIsLeftOut(t *testing.T) {
-	for _, function := range []string{"nvmlGpuInstanceGetInfo", "nvmlComputeInstanceGetInfo", "nvmlGpuInstanceGetComputeInstances", "nvmlDeviceGetMigDeviceHandleByIndex"} {
-		node := scanCut(t, func(_ fakeHost, _ *card, f *fakeCut) {
-			f.cut(t, 19, 0, 1)
-			f.cut(t, 19, 1, 1, 0)
+func TestVanishedInstanceIsLeftOut(t *testing.T) {
+	for _, function := range []string{"nvmlGpuInstanceGetInfo", "nvmlComputeInstanceGetInfo", "nvmlGpuInstanceGetComputeInstances",
+		"nvmlDeviceGetMigDeviceHandleByIndex"} {
+		node := scanMIG(t, func(_ fakeHost, _ *card, f *fakeMIG) {
+			f.partition(t, 19, 0, 1)
+			f.partition(t, 19, 1, 1, 0)
 			f.answers[function] = nvml.ERROR_NOT_FOUND
 		})
 		if len(node.Problems) > 0 || len(node.GPUs) != 2 {
@@ -119,9 +125,9 @@ func TestWhatVanishesWhileItIsReadIsLeftOut(t *testing.T) {
 	}
 }
 
-func TestACardThatIsLostWhileItIsReadIsNotTakenForWell(t *testing.T) {
-	node := scanCut(t, func(_ fakeHost, _ *card, f *fakeCut) {
-		f.cut(t, 19, 0, 1)
+func TestCardLostDuringScanIsProblem(t *testing.T) {
+	node := scanMIG(t, func(_ fakeHost, _ *card, f *fakeMIG) {
+		f.partition(t, 19, 0, 1)
 		f.answers["nvmlGpuInstanceGetInfo"] = nvml.ERROR_GPU_IS_LOST
 	})
 	if len(node.Problems) != 1 || node.Problems[0].Uncertain != "" || !strings.Contains(node.Problems[0].Message, "fallen off the bus") {
@@ -129,9 +135,9 @@ func TestACardThatIsLostWhileItIsReadIsNotTakenForWell(t *testing.T) {
 	}
 }
 
-func TestMIGThatCannotBeReadCostsNoMoreThanItMust(t *testing.T) {
+func TestUnreadableMIGDisablesOnlyPartitions(t *testing.T) {
 	for _, function := range []string{"nvmlDeviceGetGpuInstanceProfileInfo", "nvmlDeviceGetGpuInstancePossiblePlacements"} {
-		node := scanCut(t, func(_ fakeHost, _ *card, f *fakeCut) { f.answers[function] = nvml.ERROR_UNKNOWN })
+		node := scanMIG(t, func(_ fakeHost, _ *card, f *fakeMIG) { f.answers[function] = nvml.ERROR_UNKNOWN })
 		if len(node.GPUs) != 2 || len(node.Problems) != 1 || !strings.Contains(node.Problems[0].Message, "offered as a whole only") {
 			t.Errorf("%s: %d GPUs, %v", function, len(node.GPUs), node.Problems)
 		}
@@ -141,64 +147,70 @@ func TestMIGThatCannotBeReadCostsNoMoreThanItMust(t *testing.T) {
 	}
 	for _, function := range []string{
 		"nvmlDeviceGetMigMode", "nvmlDeviceGetGpuInstances", "nvmlGpuInstanceGetInfo", "nvmlGpuInstanceGetComputeInstanceProfileInfo",
-		"nvmlGpuInstanceGetComputeInstances", "nvmlComputeInstanceGetInfo", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex",
+		"nvmlGpuInstanceGetComputeInstances", "nvmlComputeInstanceGetInfo", "nvmlDeviceGetMaxMigDeviceCount",
+		"nvmlDeviceGetMigDeviceHandleByIndex",
 	} {
-		node := scanCut(t, func(_ fakeHost, _ *card, f *fakeCut) {
-			f.cut(t, 19, 0, 1, 0)
+		node := scanMIG(t, func(_ fakeHost, _ *card, f *fakeMIG) {
+			f.partition(t, 19, 0, 1, 0)
 			f.answers[function] = nvml.ERROR_UNKNOWN
 		})
-		if len(node.GPUs) != 1 || len(node.Problems) != 1 || node.Problems[0].PCIAddress != "0000:1b:00.0" || !strings.Contains(node.Problems[0].Message, "unknown error of the driver") {
+		if len(node.GPUs) != 1 || len(node.Problems) != 1 || node.Problems[0].PCIAddress != "0000:1b:00.0" ||
+			!strings.Contains(node.Problems[0].Message, "unknown error of the driver") {
 			t.Errorf("%s: %d GPUs, %v", function, len(node.GPUs), node.Problems)
 		}
-		if cut := function != "nvmlDeviceGetMigMode"; len(node.Problems) == 1 && cut != (node.Problems[0].Uncertain == "GPU-00000000-0000-0000-0000-00000000001b") {
-			t.Errorf("%s: who knew it is not told that it is the same: %+v", function, node.Problems)
+		if uncertain := function != "nvmlDeviceGetMigMode"; len(node.Problems) == 1 &&
+			uncertain != (node.Problems[0].Uncertain == "GPU-00000000-0000-0000-0000-00000000001b") {
+			t.Errorf("%s: the problem lacks the UUID of the known card: %+v", function, node.Problems)
 		}
 	}
 }
 
-func TestCapabilityFilesThatAreMissingOrOddAreNamed(t *testing.T) {
-	for content, says := range map[string]string{"": "no such file", "nonsense": "names no DeviceFileMinor", "DeviceFileMinor: -1\n": "names no DeviceFileMinor"} {
-		node := scanCut(t, func(h fakeHost, _ *card, f *fakeCut) {
-			f.cut(t, 19, 0, 1, 0)
+func TestBadCapabilityFilesAreNamed(t *testing.T) {
+	for content, says := range map[string]string{"": "no such file", "nonsense": "names no DeviceFileMinor",
+		"DeviceFileMinor: -1\n": "names no DeviceFileMinor"} {
+		node := scanMIG(t, func(h fakeHost, _ *card, f *fakeMIG) {
+			f.partition(t, 19, 0, 1, 0)
 			file := f.folder(1) + "/ci0/access"
 			if h.remove(file); content != "" {
 				h.file(file, content)
 			}
 		})
-		if len(node.Problems) != 1 || !strings.Contains(node.Problems[0].Message, says) || !strings.Contains(node.Problems[0].Message, "gpu1/mig/gi1/ci0/access") {
+		if len(node.Problems) != 1 || !strings.Contains(node.Problems[0].Message, says) ||
+			!strings.Contains(node.Problems[0].Message, "gpu1/mig/gi1/ci0/access") {
 			t.Errorf("%q: %v", content, node.Problems)
 		}
 	}
 }
 
-func TestTheFingerprintChangesWithTheInstances(t *testing.T) {
+func TestFingerprintChangesWithInstances(t *testing.T) {
 	h := newFakeHost(t)
-	f := newFakeCut(h, 1)
-	files := WithoutInstances(NewGlance(h.paths()).Fingerprint())
-	seen := map[string]bool{NewGlance(h.paths()).Fingerprint(): true}
+	f := newFakeMIG(h, 1)
+	files := WithoutInstances(NewChangeDetector(h.paths()).Fingerprint())
+	seen := map[string]bool{NewChangeDetector(h.paths()).Fingerprint(): true}
 	for _, change := range []func(){
-		func() { f.cut(t, 19, 0, 1) },
+		func() { f.partition(t, 19, 0, 1) },
 		func() { f.addCompute(1, 0) },
-		func() { f.cut(t, 9, 4, 4) },
+		func() { f.partition(t, 9, 4, 4) },
 		func() { h.remove(f.folder(1)) },
 	} {
 		change()
-		now := NewGlance(h.paths()).Fingerprint()
+		now := NewChangeDetector(h.paths()).Fingerprint()
 		if seen[now] || WithoutInstances(now) != files || now == files {
-			t.Errorf("after a change: %s", now)
+			t.Errorf("fingerprint after a change: %s", now)
 		}
 		seen[now] = true
 	}
 }
 
-func TestAMIGDeviceIsItsParentAndTwoCapabilities(t *testing.T) {
+func TestMIGDeviceEditsHaveParentAndCapabilities(t *testing.T) {
 	h := newFakeHost(t)
 	parent := specs.ContainerEdits{
 		DeviceNodes: []*specs.DeviceNode{
 			{Path: "/dev/dri/card1", HostPath: "/run/nvidia/driver/dev/dri/card1"},
 			{Path: "/dev/nvidia1", HostPath: "/run/nvidia/driver/dev/nvidia1", Permissions: "rw"},
 		},
-		Hooks: []*specs.Hook{{HookName: "createContainer", Args: []string{"nvidia-cdi-hook", "create-symlinks", "--link", "../card1::/dev/dri/by-path/x"}}},
+		Hooks: []*specs.Hook{{HookName: "createContainer",
+			Args: []string{"nvidia-cdi-hook", "create-symlinks", "--link", "../card1::/dev/dri/by-path/x"}}},
 	}
 	got := h.paths().CapabilityEdits(parent, device.Instance{Minor: 147}, device.ComputeInstance{Minor: 148})
 	want := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{
@@ -215,27 +227,28 @@ func TestAMIGDeviceIsItsParentAndTwoCapabilities(t *testing.T) {
 	p := h.paths()
 	p.DevRoot = "/"
 	p.HostDriverRoot, p.DriverRoot = "/", "/"
-	if n := p.CapabilityEdits(parent, device.Instance{Minor: 1}, device.ComputeInstance{Minor: 2}).DeviceNodes[1]; n.HostPath != "" || n.Path != "/dev/nvidia-caps/nvidia-cap1" {
+	if n := p.CapabilityEdits(parent, device.Instance{Minor: 1}, device.ComputeInstance{Minor: 2}).DeviceNodes[1]; n.HostPath != "" ||
+		n.Path != "/dev/nvidia-caps/nvidia-cap1" {
 		t.Errorf("%+v", n)
 	}
 }
 
-func TestCapabilityNodesAreMadeAndMadeAnew(t *testing.T) {
+func TestCapabilityNodesAreCreatedAndReplaced(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root: device nodes with the driver's numbers")
 	}
 	h := newFakeHost(t)
-	f := newFakeCut(h, 1)
-	f.cut(t, 19, 0, 1, 0)
+	f := newFakeMIG(h, 1)
+	f.partition(t, 19, 0, 1, 0)
 	p := h.paths().withDefaults()
 	if err := p.makeCapabilityNodes(1, 1, 0); err == nil || !strings.Contains(err.Error(), "proc/devices") {
-		t.Errorf("without a list of devices: %v", err)
+		t.Errorf("without the list of devices: %v", err)
 	}
 	h.file("proc/devices", "Character devices:\n195 nvidia\n\nBlock devices:\n")
 	if err := p.makeCapabilityNodes(1, 1, 0); err == nil || !strings.Contains(err.Error(), "does not list it") {
-		t.Errorf("without the driver's: %v", err)
+		t.Errorf("without the driver's major number: %v", err)
 	}
-	for _, major := range []uint64{0, 1} { // harmless numbers; the second stands for another load of the module
+	for _, major := range []uint64{0, 1} { // harmless numbers, of which the second simulates a module reload
 		h.file("proc/devices", "Character devices:\n  "+string(rune('0'+major))+" nvidia-caps\n")
 		for range 2 {
 			if err := p.makeCapabilityNodes(1, 1, 0); err != nil {

@@ -10,32 +10,36 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Node is what one pass found. It is plain data: it can be compared, printed, kept and sent between processes.
+// Node is the result of one scan. It is plain data that can be compared, stored and sent.
 type Node struct {
 	Driver device.Driver `json:"driver"`
-	// GPUs are the ones that can be offered, by PCI address.
+	// GPUs are the GPUs that can be offered, sorted by PCI address.
 	GPUs []GPU `json:"gpus"`
-	// Common is what every container with a GPU needs, whichever GPU it is: control nodes, libraries, tools, hooks. Paths are the host's.
+	// Common are the edits that every container with a GPU needs: control device nodes, libraries,
+	// tools, hooks. Paths are the host's.
 	Common specs.ContainerEdits `json:"common"`
-	// Problems says for each GPU that is left out, or not offered in every shape, why, by PCI address.
+	// Problems say why GPUs are left out or can be offered only as a whole, sorted by PCI address.
 	Problems []Problem `json:"problems,omitempty"`
 }
 
-// GPU is a card with what a container needs to use it besides [Node.Common]. Paths are the host's.
+// GPU is a card with the edits that a container needs in addition to [Node.Common]. Paths are the
+// host's.
 type GPU struct {
 	device.GPU
 	Edits specs.ContainerEdits `json:"edits"`
 }
 
-// Problem says why a GPU is not offered, or not in every shape, and what helps. PCIAddress is empty where even the address could not be read.
+// Problem says why a GPU is left out or can be offered only as a whole, and what an operator can
+// do. PCIAddress is empty if the scan could not read the GPU's address.
 type Problem struct {
 	PCIAddress device.PCIAddress `json:"pciAddress,omitempty"`
 	Message    string            `json:"message"`
-	// Uncertain is the UUID of a card that is well but for its MIG instances, which could not be read. Whoever knows the card from before knows it still.
+	// Uncertain is the UUID of a card that answers, but whose MIG instances could not be read. A
+	// caller that knows the card from an earlier scan may keep offering it.
 	Uncertain string `json:"uncertain,omitempty"`
 }
 
-// problemOf says what is wrong with a card.
+// problemOf returns the Problem of a card whose reading failed with err.
 func problemOf(a device.PCIAddress, err error) Problem {
 	p := Problem{PCIAddress: a, Message: err.Error()}
 	var uncertain *uncertainError
@@ -45,7 +49,7 @@ func problemOf(a device.PCIAddress, err error) Problem {
 	return p
 }
 
-// uncertainError is that a card's MIG instances could not be read.
+// uncertainError says that the MIG instances of a card with MIG on could not be read.
 type uncertainError struct {
 	uuid string
 	err  error
@@ -54,7 +58,7 @@ type uncertainError struct {
 func (e *uncertainError) Unwrap() error { return e.err }
 
 func (e *uncertainError) Error() string {
-	return fmt.Sprintf("MIG mode is on, and how the GPU is cut cannot be read: %v", e.err)
+	return fmt.Sprintf("MIG mode is on, and the GPU's MIG instances cannot be read: %v", e.err)
 }
 
 func (p Problem) String() string {
@@ -64,10 +68,11 @@ func (p Problem) String() string {
 	return string(p.PCIAddress) + ": " + p.Message
 }
 
-// NotReadyError says that the node cannot serve GPUs now. It may later, without a restart of the plugin.
+// NotReadyError says that the node cannot serve GPUs now. A later scan may succeed without a
+// restart of the plugin.
 type NotReadyError struct {
 	Reason string `json:"reason"`
-	// Remedy is what an operator can do about it.
+	// Remedy is what an operator can do.
 	Remedy string `json:"remedy,omitempty"`
 }
 

@@ -15,7 +15,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// bind gives a card to a kernel driver, or to none.
+// bind binds a simulated card to a kernel driver. An empty name unbinds the card.
 func (s site) bind(c Card, driver string) {
 	s.t.Helper()
 	link := filepath.Join(s.root, "sys", "bus", "pci", "devices", string(c.PCIAddress), "driver")
@@ -30,43 +30,43 @@ func (s site) bind(c Card, driver string) {
 	}
 }
 
-// unlisted makes NVML know one card no more.
+// unlisted makes NVML fail to return the simulated card with this index, as if the card were lost.
 func (s site) unlisted(index int32) {
 	s.fault(state.Fault{Kind: state.FaultFail, GPU: index, Error: uint32(nvml.ERROR_GPU_IS_LOST)}, "nvmlDeviceGetUUID", 0)
 }
 
-func TestACardThatAnotherDriverHasIsLetGoOf(t *testing.T) {
+func TestWatchDropsCardOfAnotherDriver(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	w := watchSite(s, nil)
-	w.condition(s.card(1), answers)
+	w.awaitCondition(s.card(1), answers)
 	s.bind(s.card(1), "vfio-pci")
 	notOurs := func(c device.Condition) bool { return c.Reach == device.ReachNotOurs }
-	w.condition(s.card(1), notOurs)
-	for range 3 { // who is still watched shows that time has passed
+	w.awaitCondition(s.card(1), notOurs)
+	for range 3 { // conditions of the other card show that time passed
 		w.await("a condition of the other card", func(signal device.Signal) bool {
 			if c := signal.Condition; c != nil && c.Card.PCIAddress == s.card(1).PCIAddress {
-				t.Errorf("a card that is not ours is asked: %+v", c)
+				t.Errorf("polled a card of another driver: %+v", c)
 			}
 			return signal.Condition != nil && signal.Condition.Card == s.card(0)
 		})
 	}
 	s.bind(s.card(1), "nvidia")
-	w.condition(s.card(1), answers)
+	w.awaitCondition(s.card(1), answers)
 	s.bind(s.card(1), "vfio-pci")
-	w.condition(s.card(1), notOurs)
+	w.awaitCondition(s.card(1), notOurs)
 }
 
-func TestACardThatIsBoundLateIsTakenAnew(t *testing.T) {
+func TestWatchRestartsForLateBoundCard(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	s.unlisted(1)
-	s.bind(s.card(1), "") // last: what changes the node puts the link back
+	s.bind(s.card(1), "") // last, because changing the node restores the link
 	w := watchSite(s, nil)
 	lost := func(signal device.Signal) bool {
 		c := signal.Condition
 		return c != nil && c.Card.PCIAddress == s.card(1).PCIAddress && c.Reach == device.ReachLost
 	}
-	for range 3 { // as long as it has no driver nothing is to be gained
-		w.await("its loss", func(signal device.Signal) bool {
+	for range 3 { // no restart while the card has no driver
+		w.await("the lost card", func(signal device.Signal) bool {
 			if signal.Watcher != nil && !signal.Watcher.Up {
 				t.Errorf("%+v", signal.Watcher)
 			}
@@ -74,11 +74,11 @@ func TestACardThatIsBoundLateIsTakenAnew(t *testing.T) {
 		})
 	}
 	s.bind(s.card(1), "nvidia")
-	if state := w.says(func(s device.WatcherState) bool { return !s.Up }); !strings.Contains(state.Error, "taken anew") {
+	if state := w.awaitState(func(s device.WatcherState) bool { return !s.Up }); !strings.Contains(state.Error, "NVML must be restarted") {
 		t.Errorf("%+v", state)
 	}
 	s.change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
-	w.await("its answer", func(signal device.Signal) bool {
+	w.await("the returned card", func(signal device.Signal) bool {
 		return signal.Condition != nil && signal.Condition.Card.PCIAddress == s.card(1).PCIAddress && answers(*signal.Condition)
 	})
 }

@@ -14,28 +14,32 @@ import (
 )
 
 const (
-	// idleLimit is how long a worker is kept after its last answer, because a claim makes several calls.
-	// While it lives, no driver can be unloaded, and nobody else can remove an instance that it has read.
+	// idleLimit is how long a worker lives after its last answer, so that the several calls for one
+	// claim use the same worker. It is short: while a worker lives, the driver cannot be unloaded, and
+	// no other tool can remove a MIG instance that the worker has read.
 	idleLimit = time.Second
-	// operationLimit bounds an operation whose context has no end.
+	// operationLimit bounds an operation whose context has no deadline.
 	operationLimit = 2 * time.Minute
-	// closeLimit is how long Close waits for workers to go.
+	// closeLimit is how long Close waits for workers to end.
 	closeLimit = 2 * time.Second
-	// Busy instances are tried again, and a fabric is looked at again, first after firstPause, then ever more seldom, at least every lastPause.
+	// Destroy and awaitFabric retry after firstPause, then with growing pauses up to lastPause.
 	firstPause = 50 * time.Millisecond
 	lastPause  = time.Second
 )
 
-// Partitions looks at how GPUs are cut, and cuts them. Each card has a worker process of its own, started when it is needed and ended soon after: whatever
-// NVML does to it, a call ends with its context, and other cards do not notice.
+// Partitions reads and changes how GPUs are partitioned. Each card has its own worker process,
+// which starts on demand and ends when idle. Whatever NVML does, a call ends with its context, and
+// calls on other cards are not affected.
 //
-// Calls on one card are carried out one after another, in the order in which they came. A call that outlives its context kills the worker, and the
-// next waits until that has really gone: a process that hangs inside the driver cannot be killed, and may still do what it was told. So a card never
-// has more than one.
+// Calls on one card run one after another, in order. A call that outlives its context kills the
+// worker, and the next call waits until that process is gone. A process that hangs in the driver
+// cannot be killed and may still finish its work. So a card never has more than one worker.
 //
-// What cannot be done is a [CutError]. After [CodeDied], [CodeTimeout] and [CodeOther] it is unknown what was done: look.
+// Errors are of type [PartitionError]. After [CodeDied], [CodeTimeout] and [CodeOther] the caller
+// must call Look to learn the result.
 type Partitions struct {
-	// Observe, if set before the first call, is told of each operation: how long it took and with which [CutCode] it failed, empty if it did not.
+	// Observe receives the duration of each operation and its [FailureCode], which is empty on
+	// success. It may be nil, and must be set before the first call.
 	Observe func(op string, took time.Duration, code string)
 
 	paths   Paths
@@ -44,29 +48,35 @@ type Partitions struct {
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 
-	// excluded are the cards that the watcher must not have open.
+	// excluded are the cards that no process of the health watch may have open, because their MIG mode
+	// changes.
 	excluded *exclusions
 
 	mu    sync.Mutex
-	seats map[device.PCIAddress]*seat
+	slots map[device.PCIAddress]*workerSlot
 }
 
-var errClosed = errors.New("the plugin is ending")
+var errClosed = errors.New("the plugin is shutting down")
 
-// NewPartitions cuts with workers that command starts, which must call [ServePartitions] on its standard input and output.
+// NewPartitions returns a Partitions whose worker processes are started by command. The process
+// must call [ServePartitions] on its standard input and output.
 func NewPartitions(p Paths, command ...string) *Partitions {
 	ctx, cancel := context.WithCancelCause(context.Background())
-	return &Partitions{paths: p, command: command, idle: idleLimit, ctx: ctx, cancel: cancel, seats: map[device.PCIAddress]*seat{}, excluded: newExclusions()}
+	return &Partitions{
+		paths: p, command: command, idle: idleLimit, ctx: ctx, cancel: cancel,
+		slots: map[device.PCIAddress]*workerSlot{}, excluded: newExclusions(),
+	}
 }
 
-// Look says how a card is cut now.
+// Look reads how a card is partitioned now.
 func (p *Partitions) Look(ctx context.Context, card Card) (State, error) {
 	return p.state(ctx, request{Op: opLook, Card: card})
 }
 
-// SetMode turns MIG mode on or off, unless it is as wanted. On a board with NVLink fabric a card without MIG mode can be used only after it has
-// registered there: SetMode waits for that. Before the mode changes, the watcher lets go of the card;
-// SetMode returns when the card is watched again.
+// SetMode enables or disables MIG mode, unless the card already is in the requested mode. The
+// health watch closes the card during the change, and SetMode waits until the card is watched
+// again. On an NVLink board, a card that leaves MIG mode must register with the fabric, so SetMode
+// waits for that too.
 func (p *Partitions) SetMode(ctx context.Context, card Card, on bool) (State, error) {
 	ctx, cancel := p.bounded(ctx)
 	defer cancel()
@@ -84,7 +94,9 @@ func (p *Partitions) SetMode(ctx context.Context, card Card, on bool) (State, er
 	return s, nil
 }
 
-// changeMode changes the mode while the watcher does not have the card open.
+// changeMode changes the MIG mode while no watcher process has the card open. It fails with
+// CodeInUse if a watcher process does not close the card. After the change, it waits until the card
+// is watched again.
 func (p *Partitions) changeMode(ctx context.Context, r request, minor int) (State, error) {
 	klog.FromContext(ctx).Info("Excluding GPU from the health watch while its MIG mode changes", "gpu", r.Card.String(), "mig", r.On)
 	restore, err := p.excluded.exclude(ctx, r.Card.PCIAddress, minor)
@@ -100,60 +112,65 @@ func (p *Partitions) changeMode(ctx context.Context, r request, minor int) (Stat
 	return s, err
 }
 
-// CreateInstance makes a GPU instance at exactly this place, where nothing may be.
+// CreateInstance creates a GPU instance at exactly the placement at, which must be free.
 func (p *Partitions) CreateInstance(ctx context.Context, card Card, profileID uint32, at device.Placement) (device.Instance, error) {
 	return p.instance(ctx, request{Op: opCreateInstance, Card: card, Profile: profileID, At: at})
 }
 
-// CreateCompute makes the compute instance that fills an empty GPU instance, and the device nodes of the two capabilities. The answer is the GPU
-// instance with it inside.
+// CreateCompute creates the compute instance that fills an empty GPU instance, and the capability
+// device nodes of both. It returns the GPU instance with the compute instance.
 func (p *Partitions) CreateCompute(ctx context.Context, card Card, instanceID uint32) (device.Instance, error) {
 	return p.instance(ctx, request{Op: opCreateCompute, Card: card, Instance: device.Instance{ID: instanceID}})
 }
 
-// Destroy takes away a GPU instance and the compute instances in it, if ID, profile, placement and the given compute instances with their UUIDs are those
-// on the card. One that is gone already is no error. While something uses it, Destroy tries again until ctx ends.
+// Destroy removes the GPU instance in and its compute instances. It fails if ID, profile, placement
+// or the UUIDs of the compute instances in in.Compute differ on the card. If the GPU instance is
+// missing, Destroy succeeds. While it is in use, Destroy retries until ctx ends.
 func (p *Partitions) Destroy(ctx context.Context, card Card, in device.Instance) error {
 	ctx, cancel := p.bounded(ctx)
 	defer cancel()
 	r := request{Op: opDestroy, Card: card, Instance: in}
-	var busy *CutError
+	var busy *PartitionError
 	for pause := firstPause; ; pause = min(2*pause, lastPause) {
 		_, err := p.observed(ctx, r)
-		var cut *CutError
+		var failed *PartitionError
 		switch {
-		case errors.As(err, &cut) && cut.Code == CodeInUse:
-			busy = cut
+		case errors.As(err, &failed) && failed.Code == CodeInUse:
+			busy = failed
 		case busy != nil && ctx.Err() != nil:
-			return busy // that says more than that time is over
+			return busy // it explains more than the timeout
 		default:
 			return err
 		}
-		if !rest(ctx, pause) {
+		if !sleep(ctx, pause) {
 			return busy
 		}
 	}
 }
 
-// SetComputeMode says how many processes may use a card at once, unless it is so already. Where persistence mode is off ([State].Persistence), the driver
-// forgets it when the last process closes the card.
+// SetComputeMode sets how many processes may use a card at once. If the card already has this
+// compute mode, it changes nothing. With persistence mode off ([State].Persistence), the driver
+// resets the compute mode when the last process closes the card.
 func (p *Partitions) SetComputeMode(ctx context.Context, card Card, mode device.ComputeMode) error {
 	_, err := p.state(ctx, request{Op: opSetComputeMode, Card: card, ComputeMode: mode})
 	return err
 }
 
-// TimeSlice says how long a process computes on a card before the next has its turn. It takes the driver's own nvidia-smi: NVML has no call for it.
+// TimeSlice reads the time slice of a card: how long one process computes before the next one. It
+// runs the driver's nvidia-smi, because NVML has no function for it.
 func (p *Partitions) TimeSlice(ctx context.Context, card Card) (device.TimeSlice, error) {
 	return p.timeSlice(ctx, request{Op: opTimeSlice, Card: card})
 }
 
-// SetTimeSlice sets it, unless it is so already. Where persistence mode is off the driver forgets it as it does the compute mode.
+// SetTimeSlice sets the time slice of a card, unless the card already has it. With persistence mode
+// off, the driver resets the time slice when the last process closes the card.
 func (p *Partitions) SetTimeSlice(ctx context.Context, card Card, to device.TimeSlice) error {
 	_, err := p.timeSlice(ctx, request{Op: opSetTimeSlice, Card: card, TimeSlice: to})
 	return err
 }
 
-// awaitFabric waits until a card has registered with its fabric.
+// awaitFabric waits until a card has registered with its NVLink fabric. A card without a fabric
+// counts as registered.
 func (p *Partitions) awaitFabric(ctx context.Context, card Card) error {
 	r := request{Op: opFabric, Card: card}
 	for pause := firstPause; ; pause = min(2*pause, lastPause) {
@@ -161,16 +178,16 @@ func (p *Partitions) awaitFabric(ctx context.Context, card Card) error {
 		if err != nil || a.Waiting == "" {
 			return err
 		}
-		if !rest(ctx, pause) {
-			late := r.fail(CodeTimeout, "%s: look at nvidia-fabricmanager and its log", a.Waiting)
-			late.cause = context.Cause(ctx)
-			return late
+		if !sleep(ctx, pause) {
+			timeout := r.fail(CodeTimeout, "%s: check nvidia-fabricmanager and its log", a.Waiting)
+			timeout.cause = context.Cause(ctx)
+			return timeout
 		}
 	}
 }
 
-// rest pauses, and says whether there is time left after that.
-func rest(ctx context.Context, pause time.Duration) bool {
+// sleep waits for pause or until ctx ends. It returns false if ctx has ended.
+func sleep(ctx context.Context, pause time.Duration) bool {
 	timer := time.NewTimer(pause)
 	defer timer.Stop()
 	select {
@@ -181,30 +198,30 @@ func rest(ctx context.Context, pause time.Duration) bool {
 	}
 }
 
-// Close ends all workers, and with them the calls that are under way.
+// Close ends all workers and running calls. Later calls fail.
 func (p *Partitions) Close() {
 	p.mu.Lock()
-	seats := p.seats
-	p.seats = nil
+	slots := p.slots
+	p.slots = nil
 	p.mu.Unlock()
 	p.cancel(errClosed)
 	ctx, cancel := context.WithTimeout(context.Background(), closeLimit)
 	defer cancel()
-	for _, s := range seats {
-		_ = s.clear(ctx) // nothing is left to be done about one that hangs
+	for _, s := range slots {
+		_ = s.stop(ctx) // a hung worker cannot be ended
 	}
 }
 
-// Dismiss ends the workers that there are, each when it is through with what it does, and waits until they have gone: then nobody here has NVML. A call that
-// comes later starts a worker of its own.
-func (p *Partitions) Dismiss(ctx context.Context) error {
+// StopWorkers ends the existing workers, each after its current call, and waits until they are
+// gone. After that no worker has NVML open. A later call starts a new worker.
+func (p *Partitions) StopWorkers(ctx context.Context) error {
 	p.mu.Lock()
-	seats := maps.Clone(p.seats)
+	slots := maps.Clone(p.slots)
 	p.mu.Unlock()
 	var errs []error
-	for at, s := range seats {
-		if err := s.clear(ctx); err != nil {
-			errs = append(errs, fmt.Errorf("end the process that cuts GPU %s: %w", at, err))
+	for at, s := range slots {
+		if err := s.stop(ctx); err != nil {
+			errs = append(errs, fmt.Errorf("stop the MIG worker of GPU %s: %w", at, err))
 		}
 	}
 	return errors.Join(errs...)
@@ -216,7 +233,7 @@ func (p *Partitions) state(ctx context.Context, r request) (State, error) {
 		return State{}, err
 	}
 	if a.State == nil {
-		return State{}, r.fail(CodeOther, "the worker answered nothing: it is of another version")
+		return State{}, r.fail(CodeOther, "the worker's answer is empty: its version differs")
 	}
 	return *a.State, nil
 }
@@ -227,7 +244,7 @@ func (p *Partitions) timeSlice(ctx context.Context, r request) (device.TimeSlice
 		return 0, err
 	}
 	if a.TimeSlice == nil {
-		return 0, r.fail(CodeOther, "the worker answered nothing: it is of another version")
+		return 0, r.fail(CodeOther, "the worker's answer is empty: its version differs")
 	}
 	return *a.TimeSlice, nil
 }
@@ -238,7 +255,7 @@ func (p *Partitions) instance(ctx context.Context, r request) (device.Instance, 
 		return device.Instance{}, err
 	}
 	if a.Instance == nil {
-		return device.Instance{}, r.fail(CodeOther, "the worker answered nothing: it is of another version")
+		return device.Instance{}, r.fail(CodeOther, "the worker's answer is empty: its version differs")
 	}
 	return *a.Instance, nil
 }
@@ -246,7 +263,7 @@ func (p *Partitions) instance(ctx context.Context, r request) (device.Instance, 
 func (p *Partitions) observed(ctx context.Context, r request) (answer, error) {
 	start := time.Now()
 	a, failure := p.call(ctx, r)
-	code := CutCode("")
+	code := FailureCode("")
 	if failure != nil {
 		code = failure.Code
 	}
@@ -259,11 +276,12 @@ func (p *Partitions) observed(ctx context.Context, r request) (answer, error) {
 	return a, nil
 }
 
-// bounded makes a context that ends with the caller's, with us, and after [operationLimit].
+// bounded returns a context that ends with ctx, with Close, or after [operationLimit].
 func (p *Partitions) bounded(ctx context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	stop := context.AfterFunc(p.ctx, func() { cancel(context.Cause(p.ctx)) })
-	ctx, done := context.WithTimeoutCause(ctx, operationLimit, fmt.Errorf("it has not ended for %s: %w", operationLimit, context.DeadlineExceeded))
+	cause := fmt.Errorf("it has not ended after %s: %w", operationLimit, context.DeadlineExceeded)
+	ctx, done := context.WithTimeoutCause(ctx, operationLimit, cause)
 	return ctx, func() {
 		done()
 		stop()
@@ -271,34 +289,35 @@ func (p *Partitions) bounded(ctx context.Context) (context.Context, context.Canc
 	}
 }
 
-func (p *Partitions) call(ctx context.Context, r request) (answer, *CutError) {
+func (p *Partitions) call(ctx context.Context, r request) (answer, *PartitionError) {
 	ctx, cancel := p.bounded(ctx)
 	defer cancel()
-	s := p.seat(r.Card.PCIAddress)
+	s := p.slot(r.Card.PCIAddress)
 	if s == nil {
-		return answer{}, late(r, errClosed, "nothing was done")
+		return answer{}, timeoutError(r, errClosed, "nothing was done")
 	}
 	return s.call(ctx, r)
 }
 
-// seat is nil after Close.
-func (p *Partitions) seat(at device.PCIAddress) *seat {
+// slot returns the worker slot of a card, or nil after Close.
+func (p *Partitions) slot(at device.PCIAddress) *workerSlot {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.seats == nil {
+	if p.slots == nil {
 		return nil
 	}
-	if p.seats[at] == nil {
-		p.seats[at] = &seat{
-			idle: p.idle, turn: make(chan struct{}, 1),
+	if p.slots[at] == nil {
+		p.slots[at] = &workerSlot{
+			idle: p.idle, busy: make(chan struct{}, 1),
 			start: func() (*worker, error) { return startWorker(p.paths, p.command) },
 		}
 	}
-	return p.seats[at]
+	return p.slots[at]
 }
 
-// late is the error of a call that ended with its context.
-func late(r request, cause error, what string) *CutError {
+// timeoutError returns the error of a call that ended early, because of cause: its context ended,
+// or Partitions was closed. what says whether the operation may have changed the GPU.
+func timeoutError(r request, cause error, what string) *PartitionError {
 	e := r.fail(CodeTimeout, "%v: %s", cause, what)
 	e.cause = cause
 	return e

@@ -19,8 +19,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// playWorker is a worker whose cards behave as their UUIDs say. Its answers carry its process ID as the minor number.
-func playWorker() {
+// runFakeWorker is a fake worker process. The UUID of the requested card names how it behaves. Its
+// answers have its process ID in the field Minor.
+func runFakeWorker() {
 	decoder, encoder := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
 	var p Paths
 	if decoder.Decode(&p) != nil {
@@ -38,9 +39,9 @@ func playWorker() {
 		case "dies":
 			fmt.Fprintln(os.Stderr, "symbol lookup error")
 			os.Exit(127) //nolint:forbidigo // this process is the child of a test
-		case "raves":
+		case "prints nonsense":
 			fmt.Println("hello") //nolint:forbidigo // this process is the child of a test
-		case "waits": // for somebody to open the other end
+		case "waits": // until a reader opens the gate
 			_, _ = os.ReadFile(filepath.Join(p.Proc, "gate"))
 		case "busy":
 			if busy++; busy < 3 {
@@ -77,13 +78,14 @@ func newPartitions(t *testing.T) *Partitions {
 	return p
 }
 
-// gpu is a card that behaves in some way.
+// gpu returns a card whose UUID is behaves, which names what the fake worker does with requests for
+// this card.
 func gpu(n int, behaves string) Card {
 	return Card{PCIAddress: device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", n)), UUID: behaves}
 }
 
-// look is the process ID of the worker that answered.
-func lookAt(t *testing.T, p *Partitions, c Card) int {
+// workerPID returns the process ID of the fake worker that serves the card.
+func workerPID(t *testing.T, p *Partitions, c Card) int {
 	t.Helper()
 	s, err := p.Look(t.Context(), c)
 	if err != nil {
@@ -92,26 +94,26 @@ func lookAt(t *testing.T, p *Partitions, c Card) int {
 	return s.Minor
 }
 
-func codeOf(err error) CutCode {
-	var cut *CutError
-	if errors.As(err, &cut) {
-		return cut.Code
+func codeOf(err error) FailureCode {
+	var failed *PartitionError
+	if errors.As(err, &failed) {
+		return failed.Code
 	}
 	return ""
 }
 
-func TestCallsOnOneGPUShareAWorker(t *testing.T) {
+func TestCallsOnOneGPUShareWorker(t *testing.T) {
 	p := newPartitions(t)
-	first := lookAt(t, p, gpu(1, "well"))
-	if again := lookAt(t, p, gpu(1, "well")); again != first {
+	first := workerPID(t, p, gpu(1, "well"))
+	if again := workerPID(t, p, gpu(1, "well")); again != first {
 		t.Errorf("process %d, then %d", first, again)
 	}
-	if other := lookAt(t, p, gpu(2, "well")); other == first {
-		t.Error("another GPU has the same worker")
+	if other := workerPID(t, p, gpu(2, "well")); other == first {
+		t.Error("another GPU shares the worker")
 	}
 }
 
-func TestACallThatOutlivesItsContextEndsAndTheNextWorks(t *testing.T) {
+func TestNextCallWorksAfterTimeout(t *testing.T) {
 	p := newPartitions(t)
 	ctx, cancel := context.WithTimeout(t.Context(), hangLimit)
 	defer cancel()
@@ -119,34 +121,34 @@ func TestACallThatOutlivesItsContextEndsAndTheNextWorks(t *testing.T) {
 	if codeOf(err) != CodeTimeout || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "gpu-0000-01-00-0") {
 		t.Errorf("error is %v", err)
 	}
-	lookAt(t, p, gpu(1, "well"))
+	workerPID(t, p, gpu(1, "well"))
 }
 
-func TestAWorkerThatDiesIsReplaced(t *testing.T) {
+func TestDeadWorkerIsReplaced(t *testing.T) {
 	p := newPartitions(t)
-	before := lookAt(t, p, gpu(1, "well"))
-	for behaves, says := range map[string]string{"dies": "symbol lookup error", "raves": "read its answer"} {
+	before := workerPID(t, p, gpu(1, "well"))
+	for behaves, says := range map[string]string{"dies": "symbol lookup error", "prints nonsense": "read its answer"} {
 		if _, err := p.Look(t.Context(), gpu(1, behaves)); codeOf(err) != CodeDied || !strings.Contains(err.Error(), says) {
 			t.Errorf("%s: %v", behaves, err)
 		}
-		if after := lookAt(t, p, gpu(1, "well")); after == before {
-			t.Error("it lives")
+		if after := workerPID(t, p, gpu(1, "well")); after == before {
+			t.Error("the worker still runs")
 		}
 	}
 }
 
-func TestNVMLIsTakenAfreshAfterAFailure(t *testing.T) {
+func TestFailureStartsNewWorker(t *testing.T) {
 	p := newPartitions(t)
-	before := lookAt(t, p, gpu(1, "well"))
+	before := workerPID(t, p, gpu(1, "well"))
 	if _, err := p.Look(t.Context(), gpu(1, "broken")); codeOf(err) != CodeOther {
 		t.Error(err)
 	}
-	if after := lookAt(t, p, gpu(1, "well")); after == before {
-		t.Error("the same worker goes on")
+	if after := workerPID(t, p, gpu(1, "well")); after == before {
+		t.Error("the worker was not replaced")
 	}
 }
 
-func TestAHangingGPUHoldsUpNoOther(t *testing.T) {
+func TestHungGPUDoesNotBlockOthers(t *testing.T) {
 	p := newPartitions(t)
 	gate := filepath.Join(p.paths.Proc, "gate")
 	if err := unix.Mkfifo(gate, 0o600); err != nil {
@@ -162,7 +164,7 @@ func TestAHangingGPUHoldsUpNoOther(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	lookAt(t, p, gpu(2, "well"))
+	workerPID(t, p, gpu(2, "well"))
 	ctx, cancel := context.WithTimeout(t.Context(), hangLimit)
 	defer cancel()
 	if _, err := p.Look(ctx, gpu(1, "well")); codeOf(err) != CodeTimeout || !strings.Contains(err.Error(), "nothing was done") {
@@ -170,34 +172,35 @@ func TestAHangingGPUHoldsUpNoOther(t *testing.T) {
 	}
 	_ = opened.Close()
 	done.Wait()
-	lookAt(t, p, gpu(1, "well"))
+	workerPID(t, p, gpu(1, "well"))
 }
 
-func TestAnIdleWorkerEnds(t *testing.T) {
+func TestIdleWorkerEnds(t *testing.T) {
 	p := newPartitions(t)
 	p.idle = hangLimit
-	lookAt(t, p, gpu(1, "well"))
-	<-p.seats["0000:01:00.0"].worker.gone
-	lookAt(t, p, gpu(1, "well"))
+	workerPID(t, p, gpu(1, "well"))
+	<-p.slots["0000:01:00.0"].worker.gone
+	workerPID(t, p, gpu(1, "well"))
 }
 
-func TestAWorkerThatCannotBeKilledIsNotJoinedByAnother(t *testing.T) {
+func TestUnkillableWorkerBlocksNewWorker(t *testing.T) {
 	p := newPartitions(t)
-	lookAt(t, p, gpu(1, "well"))
-	w := p.seats["0000:01:00.0"].worker
+	workerPID(t, p, gpu(1, "well"))
+	w := p.slots["0000:01:00.0"].worker
 	stuck := &worker{process: w.process, ended: true, gone: make(chan struct{}), stdin: w.stdin}
-	p.seats["0000:01:00.0"].worker = stuck
+	p.slots["0000:01:00.0"].worker = stuck
 	ctx, cancel := context.WithTimeout(t.Context(), hangLimit)
 	defer cancel()
-	if _, err := p.Look(ctx, gpu(1, "well")); codeOf(err) != CodeTimeout || !strings.Contains(err.Error(), "still hangs in the NVIDIA driver") {
+	if _, err := p.Look(ctx, gpu(1, "well")); codeOf(err) != CodeTimeout ||
+		!strings.Contains(err.Error(), "still hangs in the NVIDIA driver") {
 		t.Errorf("error is %v", err)
 	}
 	close(stuck.gone)
-	lookAt(t, p, gpu(1, "well"))
-	w.end()
+	workerPID(t, p, gpu(1, "well"))
+	w.kill()
 }
 
-func TestBusyInstancesAreTriedAgain(t *testing.T) {
+func TestDestroyRetriesBusyInstance(t *testing.T) {
 	p := newPartitions(t)
 	var mu sync.Mutex
 	seen := map[string]int{}
@@ -216,7 +219,8 @@ func TestBusyInstancesAreTriedAgain(t *testing.T) {
 	}
 }
 
-// until makes a context whose time is over when an operation has been answered so.
+// until returns a context that ends when p has finished the operation and failure code in answer,
+// such as "fabric " for a fabric operation that succeeded.
 func (p *Partitions) until(t *testing.T, answer string) (context.Context, context.CancelFunc) {
 	t.Helper()
 	ctx, cancel := context.WithCancelCause(t.Context())
@@ -228,14 +232,15 @@ func (p *Partitions) until(t *testing.T, answer string) (context.Context, contex
 	return ctx, func() { cancel(nil) }
 }
 
-func TestAWholeGPUWaitsForItsFabric(t *testing.T) {
+func TestSetModeWaitsForFabric(t *testing.T) {
 	p := newPartitions(t)
 	if _, err := p.SetMode(t.Context(), gpu(1, "registering"), false); err != nil {
 		t.Error(err)
 	}
 	ctx, cancel := p.until(t, "fabric ")
 	defer cancel()
-	if _, err := p.SetMode(ctx, gpu(1, "never registers"), false); codeOf(err) != CodeTimeout || !strings.Contains(err.Error(), "fabricmanager") || !errors.Is(err, context.DeadlineExceeded) {
+	if _, err := p.SetMode(ctx, gpu(1, "never registers"), false); codeOf(err) != CodeTimeout ||
+		!strings.Contains(err.Error(), "fabricmanager") || !errors.Is(err, context.DeadlineExceeded) {
 		t.Error(err)
 	}
 	if _, err := p.SetMode(t.Context(), gpu(2, "never registers"), true); err != nil {
@@ -243,7 +248,7 @@ func TestAWholeGPUWaitsForItsFabric(t *testing.T) {
 	}
 }
 
-func TestAnswersWithoutContentAreErrors(t *testing.T) {
+func TestEmptyAnswersAreErrors(t *testing.T) {
 	p := newPartitions(t)
 	if _, err := p.CreateInstance(t.Context(), gpu(1, "well"), 19, device.Placement{Size: 1}); codeOf(err) != CodeOther {
 		t.Error(err)
@@ -259,8 +264,8 @@ func TestAnswersWithoutContentAreErrors(t *testing.T) {
 
 func TestCloseEndsWorkersAndCalls(t *testing.T) {
 	p := newPartitions(t)
-	lookAt(t, p, gpu(2, "well"))
-	idle := p.seats["0000:02:00.0"].worker
+	workerPID(t, p, gpu(2, "well"))
+	idle := p.slots["0000:02:00.0"].worker
 	result := make(chan error)
 	gate := filepath.Join(p.paths.Proc, "gate")
 	if err := unix.Mkfifo(gate, 0o600); err != nil {
@@ -286,7 +291,7 @@ func TestCloseEndsWorkersAndCalls(t *testing.T) {
 	p.Close()
 }
 
-func TestAWorkerEndsWithItsParentEvenInTheMiddleOfACall(t *testing.T) {
+func TestWorkerEndsWithParentDuringCall(t *testing.T) {
 	p := newPartitions(t)
 	t.Setenv(roleVariable, "partition")
 	lookAtNothing, cancel := context.WithTimeout(t.Context(), 10*time.Second)
@@ -317,11 +322,11 @@ func TestAWorkerEndsWithItsParentEvenInTheMiddleOfACall(t *testing.T) {
 		t.Error(err)
 	}
 	if err := ServePartitions(t.Context(), strings.NewReader("no JSON"), io.Discard); err == nil {
-		t.Error("paths that are no JSON were taken")
+		t.Error("invalid JSON was accepted")
 	}
 }
 
-func TestOneCardIsCutByOneWorkerAtATime(t *testing.T) {
+func TestOneWorkerPerCard(t *testing.T) {
 	h := newFakeHost(t)
 	p := h.paths().withDefaults()
 	held, err := lockCard(p, "0000:1b:00.0")
@@ -345,7 +350,7 @@ func TestOneCardIsCutByOneWorkerAtATime(t *testing.T) {
 	_ = other.Close()
 	select {
 	case <-taken:
-		t.Error("two have it")
+		t.Error("two workers have the lock")
 	default:
 	}
 	_ = held.Close()
@@ -355,26 +360,26 @@ func TestOneCardIsCutByOneWorkerAtATime(t *testing.T) {
 	}
 }
 
-func TestWorkersAreDismissed(t *testing.T) {
+func TestStopWorkers(t *testing.T) {
 	p := newPartitions(t)
 	p.idle = time.Hour
-	first := lookAt(t, p, gpu(1, "well"))
-	idle := p.seats["0000:01:00.0"].worker
-	if err := p.Dismiss(t.Context()); err != nil {
+	first := workerPID(t, p, gpu(1, "well"))
+	idle := p.slots["0000:01:00.0"].worker
+	if err := p.StopWorkers(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	select {
 	case <-idle.gone:
 	default:
-		t.Error("a worker outlives its dismissal")
+		t.Error("a worker still runs after StopWorkers")
 	}
-	if again := lookAt(t, p, gpu(1, "well")); again == first {
-		t.Error("the same process answers")
+	if again := workerPID(t, p, gpu(1, "well")); again == first {
+		t.Error("the same process answered")
 	}
-	p.seat("0000:02:00.0").turn <- struct{}{} // a call is under way
+	p.slot("0000:02:00.0").busy <- struct{}{} // a call is in flight
 	short, cancel := context.WithTimeout(t.Context(), hangLimit)
 	defer cancel()
-	if err := p.Dismiss(short); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "0000:02:00.0") {
-		t.Errorf("one that is busy: %v", err)
+	if err := p.StopWorkers(short); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "0000:02:00.0") {
+		t.Errorf("a busy worker: %v", err)
 	}
 }

@@ -6,27 +6,34 @@ import (
 	"strings"
 )
 
-// Paths says where the host's files are. The plugin usually runs in a container and sees parts of the host under other names.
+// Paths says where the host's files are. The plugin usually runs in a container and sees parts of
+// the host under other paths.
 type Paths struct {
-	// DriverRoot is where the plugin sees the root of the driver's installation: /driver-root in a container, / on a plain host.
+	// DriverRoot is where the plugin sees the root of the driver's installation: /driver-root in a
+	// container, / on a plain host.
 	DriverRoot string `json:"driverRoot"`
-	// HostDriverRoot is the same directory as the host sees it: /, /run/nvidia/driver, /home/kubernetes/bin/nvidia.
+	// HostDriverRoot is the path of DriverRoot on the host, such as /, /run/nvidia/driver or
+	// /home/kubernetes/bin/nvidia.
 	HostDriverRoot string `json:"hostDriverRoot"`
-	// DevRoot is the directory, as the plugin sees it, whose dev holds the driver's device nodes (that dev itself is accepted too).
-	// Empty means: the driver root if its dev holds nvidiactl, else /.
+	// DevRoot is the directory, as the plugin sees it, whose subdirectory dev has the driver's device
+	// nodes. The path of that subdirectory is accepted too. If it is empty, the driver root is used if
+	// its dev has nvidiactl, otherwise /.
 	DevRoot string `json:"devRoot,omitempty"`
-	// DriverDirs are directories outside the driver root, the same for host and plugin, in which files of the driver may lie too.
+	// DriverDirs are more directories with files of the driver, outside the driver root. Their paths
+	// are the same for host and plugin.
 	DriverDirs []string `json:"driverDirs,omitempty"`
-	// Sysfs and Proc are where the plugin sees the host's /sys and /proc.
+	// Sysfs and Proc are the paths at which the plugin sees the host's /sys and /proc.
 	Sysfs string `json:"sysfs"`
 	Proc  string `json:"proc"`
-	// Cgroups is where cgroup v2 is mounted, for the plugin and for the host. Empty means that containers' limits of memory are not looked for.
+	// Cgroups is the mount point of cgroup v2, which is the same for the plugin and the host. If it is
+	// empty, the plugin does not detect whether the driver limits memory by cgroup.
 	Cgroups string `json:"cgroups,omitempty"`
-	// HookPath is where the host keeps nvidia-cdi-hook.
+	// HookPath is the path of nvidia-cdi-hook on the host.
 	HookPath string `json:"hookPath"`
 }
 
-// withDefaults fills what a plain host leaves unsaid.
+// withDefaults sets empty fields to the paths of a host on which the plugin runs outside a
+// container.
 func (p Paths) withDefaults() Paths {
 	p.DriverRoot = cleanOr(p.DriverRoot, "/")
 	p.HostDriverRoot = cleanOr(p.HostDriverRoot, p.DriverRoot)
@@ -43,7 +50,8 @@ func cleanOr(path, otherwise string) string {
 	return filepath.Clean(path)
 }
 
-// devRoot is the directory whose dev holds the device nodes. It is looked up each time: a driver container brings its dev late.
+// devRoot returns the directory whose subdirectory dev has the driver's device nodes. It is
+// computed each time, because a driver container creates its dev late.
 func (p Paths) devRoot() string {
 	if p.DevRoot != "" {
 		return filepath.Join("/", strings.TrimSuffix(filepath.Clean(p.DevRoot), "/dev"))
@@ -54,7 +62,8 @@ func (p Paths) devRoot() string {
 	return "/"
 }
 
-// host names a path that the plugin sees as the host names it.
+// host converts the path of a driver file from the plugin's view to the host's. It returns any
+// other path unchanged.
 func (p Paths) host(visible string) string {
 	if rest, ok := below(p.DriverRoot, visible); ok {
 		return filepath.Join(p.HostDriverRoot, rest)
@@ -62,8 +71,8 @@ func (p Paths) host(visible string) string {
 	return visible
 }
 
-// Visible is where the plugin sees a host path: the driver's files under the driver root, device nodes under the dev root,
-// all else (the hook, the CDI directory) under the same name.
+// Visible converts a host path to the plugin's view: driver files below the driver root, device
+// nodes below the dev root. All other paths (the hook, the CDI directory) are the same.
 func (p Paths) Visible(host string) string {
 	p = p.withDefaults()
 	if p.DriverRoot == p.HostDriverRoot {
@@ -84,7 +93,7 @@ func (p Paths) Visible(host string) string {
 	return filepath.Join(p.DriverRoot, host)
 }
 
-// below cuts root off path, at a path separator only.
+// below returns the part of path below root. ok is false if path is not root and not below root.
 func below(root, path string) (rest string, ok bool) {
 	if root == "/" {
 		return path, strings.HasPrefix(path, "/")
@@ -95,7 +104,8 @@ func below(root, path string) (rest string, ok bool) {
 	return strings.CutPrefix(path, root+"/")
 }
 
-// isCharDevice does not follow links: nvcdi, which must find the same nodes, doesn't either.
+// isCharDevice reports whether path is a character device. It does not follow symlinks, because
+// nvcdi does not either, and both must find the same device nodes.
 func isCharDevice(path string) bool {
 	info, err := os.Lstat(path)
 	return err == nil && info.Mode()&os.ModeCharDevice != 0

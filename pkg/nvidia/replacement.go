@@ -15,39 +15,42 @@ import (
 )
 
 const (
-	// replaceLimit bounds how long a replacement may take to listen to all cards. Later it takes over
-	// all the same if it has NVML: it reports itself which cards it cannot hear.
+	// replaceLimit bounds how long the old watcher process waits until its replacement receives the
+	// events of all cards. After that a replacement that has started NVML takes over anyway, and
+	// reports from which cards it receives no events.
 	replaceLimit = 20 * time.Second
-	// hearingApart is how much later than one process another may receive the same event.
-	hearingApart = 200 * time.Millisecond
+	// maxReceiveSkew is how much later than the old watcher process its replacement may receive the
+	// same event.
+	maxReceiveSkew = 200 * time.Millisecond
 )
 
-// errExcluded says that all cards of this watcher are excluded.
+// errExcluded says that a watcher has no card to watch, because all its cards are excluded from the
+// watch.
 var errExcluded = errors.New("the GPU is excluded from the watch while its MIG mode changes")
 
-// errNotReplaced says that the watch starts anew, because nobody took over without a gap.
+// errNotReplaced says that the watch restarts with a gap, because the replacement process failed.
 var errNotReplaced = errors.New("no process took over the watch of the other GPUs while the MIG mode of one changes")
 
-// replacement is a watcher process that is to follow the current one.
+// replacement is a watcher process that takes over from the current watcher process.
 type replacement struct {
-	child *watchChild // nil if it could not be started
-	epoch string
-	held  []device.Signal // what it has said so far
-	err   error           // why it cannot take over
+	child   *watchChild // nil if the process could not be started
+	epoch   string
+	signals []device.Signal // signals that child has sent so far
+	err     error           // why child cannot take over
 }
 
 func (r replacement) abandon() {
 	if r.child != nil {
 		r.child.replaced = true
-		r.child.end()
+		r.child.kill()
 	}
 }
 
-// starting is a replacement that is not ready yet.
+// starting is a replacement that does not receive events yet.
 type starting struct {
-	ready    <-chan replacement // nil while none starts
+	ready    <-chan replacement // nil while no replacement starts
 	cancel   context.CancelFunc
-	coverage *coverage // nil if it could not be started
+	coverage *coverage // nil if the process could not be started
 }
 
 func (s starting) abandon() {
@@ -57,9 +60,10 @@ func (s starting) abandon() {
 	}
 }
 
-// start starts a watcher process for all cards that are not excluded.
+// start starts a watcher process for all cards of this watcher that are not excluded. If none is
+// left, it returns errExcluded.
 func (w *watcher) start() (*watchChild, error) {
-	if !w.excluded.leaves(w.cards()) {
+	if !w.excluded.leavesAny(w.cards()) {
 		return nil, errExcluded
 	}
 	c, ok := w.excluded.begin(w.only)
@@ -76,7 +80,7 @@ func (w *watcher) start() (*watchChild, error) {
 	child, err := startWatchChild(w.options.Command, order, w.hiddenNodes(c))
 	if err != nil {
 		w.excluded.end(c)
-		return nil, fmt.Errorf("start the process that watches the GPUs: %w", err)
+		return nil, fmt.Errorf("start the watcher process: %w", err)
 	}
 	child.coverage = c
 	w.excluded.started(c, child.process.Pid)
@@ -93,7 +97,8 @@ func (w *watcher) start() (*watchChild, error) {
 	return child, nil
 }
 
-// cards are those that this watcher is for, as far as the PCI bus shows them.
+// cards lists the cards on the PCI bus that belong to this watcher, including those that are
+// excluded now.
 func (w *watcher) cards() []device.PCIAddress {
 	if w.only != "" {
 		return []device.PCIAddress{w.only}
@@ -109,7 +114,8 @@ func (w *watcher) cards() []device.PCIAddress {
 	})
 }
 
-// hiddenNodes are the device nodes of excluded cards. NVML may open every GPU that it sees.
+// hiddenNodes lists the device nodes of the cards that c excludes. They must be hidden, because
+// NVML may open every GPU whose device node it can open.
 func (w *watcher) hiddenNodes(c *coverage) []string {
 	if len(c.except) == 0 {
 		return nil
@@ -122,8 +128,8 @@ func (w *watcher) hiddenNodes(c *coverage) []string {
 	return onecard.Others(devRoot, func(name string) bool { return !hidden[name] })
 }
 
-// startHiding starts a process that cannot open these device nodes. If hiding fails, it starts the
-// process all the same: the order it gets does not name these cards.
+// startHiding starts command so that it cannot open the device nodes in nodes. If hiding fails, it
+// starts command anyway: the process does not watch these cards, although NVML may open them.
 func startHiding(command *exec.Cmd, nodes []string) error {
 	if len(nodes) == 0 {
 		return command.Start()
@@ -137,17 +143,18 @@ func startHiding(command *exec.Cmd, nodes []string) error {
 	return <-started
 }
 
-// setHangingApart has cards that hang watched by processes of their own. Otherwise each replacement
-// would leave a process that hangs with them.
-func (w *watcher) setHangingApart(ctx context.Context) {
+// watchHangingApart gives each hung card its own watcher process, up to maxApart. Otherwise each
+// replacement for all cards would leave one more process that hangs in the driver.
+func (w *watcher) watchHangingApart(ctx context.Context) {
 	for _, a := range slices.Clone(w.hanging) {
 		if len(w.apart) < maxApart && !slices.Contains(w.apart, a) && !w.excluded.has(a) {
-			w.setApart(ctx, a)
+			w.watchApart(ctx, a)
 		}
 	}
 }
 
-// startReplacement delivers the replacement when it listens, or when it has failed.
+// startReplacement starts a replacement process. The channel ready of the result gets the
+// replacement when it receives events or has failed.
 func (w *watcher) startReplacement(ctx context.Context) starting {
 	ctx, cancel := context.WithCancel(ctx)
 	ready := make(chan replacement, 1)
@@ -168,14 +175,16 @@ func (w *watcher) startReplacement(ctx context.Context) starting {
 	return next
 }
 
-// await returns when the replacement listens to all its cards.
+// await returns when the replacement receives the events of all its cards, when it has failed, when
+// replaceLimit has passed, or when ctx ends. The err of the result says why the replacement cannot
+// take over.
 func (r replacement) await(ctx context.Context) replacement {
 	limit := time.NewTimer(replaceLimit)
 	defer limit.Stop()
 	for {
 		select {
 		case s := <-r.child.signals:
-			r.held = append(r.held, s)
+			r.signals = append(r.signals, s)
 			if s.Watcher != nil && s.Watcher.Up && s.Watcher.Events {
 				return r
 			}
@@ -183,8 +192,8 @@ func (r replacement) await(ctx context.Context) replacement {
 			r.err = r.child.failure()
 			return r
 		case <-limit.C:
-			if len(r.held) == 0 {
-				r.err = fmt.Errorf("NVML has not started for %s", replaceLimit)
+			if len(r.signals) == 0 {
+				r.err = fmt.Errorf("NVML has not started after %s", replaceLimit)
 			}
 			return r
 		case <-ctx.Done():
@@ -194,25 +203,28 @@ func (r replacement) await(ctx context.Context) replacement {
 	}
 }
 
-// handOver ends the current watcher process and emits what its replacement has said meanwhile.
+// handOver ends the old watcher process, which is the parameter from, after it has sent its last
+// events. It then emits the signals that the replacement has sent so far.
 func (w *watcher) handOver(from *watchChild, epoch string, to replacement) {
 	from.replaced = true
-	w.part(from, epoch)
+	w.drainAndKill(from, epoch)
 	w.overlap.until = time.Now()
 	w.hanging = nil
-	for _, s := range to.held {
-		w.pass(s, to.epoch)
+	for _, s := range to.signals {
+		w.forward(s, to.epoch)
 	}
 }
 
-// overlap drops events that two watcher processes have both received. It never drops an event that
-// only one has received, unless the other has received the same kind of event in that time.
+// overlap drops events that both the old watcher process and its replacement received. It keeps an
+// event that only one of them received, unless the other one received an equal event while both
+// ran.
 type overlap struct {
-	heard map[eventKey]int // by the process that is replaced
-	until time.Time        // when that process ended, zero before
+	heard map[eventKey]int // events that the old process received
+	until time.Time        // when the old process ended, zero before that
 }
 
-// repeated subtracts what was emitted before from an event's count. It reports whether nothing is left.
+// repeated subtracts from the count of e the equal events that the old process already emitted. If
+// none is left, it returns true, and the caller drops e.
 func (o *overlap) repeated(e *device.HealthEvent) bool {
 	if o.heard == nil {
 		return false
@@ -222,7 +234,7 @@ func (o *overlap) repeated(e *device.HealthEvent) bool {
 		o.heard[key] += count
 		return false
 	}
-	if e.At.After(o.until.Add(hearingApart)) {
+	if e.At.After(o.until.Add(maxReceiveSkew)) {
 		return false
 	}
 	before := min(o.heard[key], count)

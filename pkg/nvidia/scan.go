@@ -11,8 +11,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Scan makes one pass over the node, in this process; see [Isolated] for why a daemon should not call it itself.
-// An error that is a [NotReadyError] says what the node lacks; any other error says what failed.
+// Scan reads the node once, in this process. A daemon should use [Isolated] instead. The error is a
+// [NotReadyError] if the node lacks something that GPUs need. Any other error says what failed.
 func Scan(ctx context.Context, p Paths) (Node, error) {
 	p = p.withDefaults()
 	if err := Check(p); err != nil {
@@ -26,13 +26,13 @@ func Scan(ctx context.Context, p Paths) (Node, error) {
 	return s.scan(ctx)
 }
 
-// scanner is one pass.
+// scanner has the settings of one scan.
 type scanner struct {
 	paths Paths
 	lib   nvml.Interface
 	path  string
 	limit time.Duration
-	// group is this process's own control group, empty where there is no cgroup v2 or nobody wants to know.
+	// group is the cgroup directory of this process. It is empty without cgroup v2.
 	group string
 }
 
@@ -40,7 +40,8 @@ func (s scanner) scan(ctx context.Context) (Node, error) {
 	if _, err := bounded(ctx, s.limit, "nvmlInit", func() (any, error) { return nil, s.init() }); err != nil {
 		return Node{}, err
 	}
-	// A hanging card may hold NVML's lock for ever, so the goodbye is bounded too. What it leaves behind goes with the process.
+	// A hung card may hold NVML's lock forever, so wait only a limited time for the shutdown. The end
+	// of the process closes NVML anyway.
 	defer func() {
 		_, _ = bounded(context.WithoutCancel(ctx), s.limit, "nvmlShutdown", func() (any, error) { return nil, toError(s.lib.Shutdown()) })
 	}()
@@ -50,7 +51,9 @@ func (s scanner) scan(ctx context.Context) (Node, error) {
 	if node.Driver, err = bounded(ctx, s.limit, "reading the driver's version", s.driver); err != nil {
 		return Node{}, err
 	}
-	if node.Common, err = bounded(ctx, s.limit, "collecting the driver's files", func() (edits, error) { return s.commonEdits(node.Driver) }); err != nil {
+	if node.Common, err = bounded(ctx, s.limit, "collecting the driver's files", func() (edits, error) {
+		return s.commonEdits(node.Driver)
+	}); err != nil {
 		return Node{}, err
 	}
 	count, err := bounded(ctx, s.limit, "counting the GPUs", func() (int, error) {
@@ -64,7 +67,8 @@ func (s scanner) scan(ctx context.Context) (Node, error) {
 	return node, nil
 }
 
-// init takes NVML. What it answers when the driver is absent, half gone or of another version is the operator's first lead.
+// init starts NVML. If the driver is absent, incomplete or of another version, NVML's answer to
+// init is the first sign of it, so init adds a remedy to it.
 func (s scanner) init() error {
 	switch ret := s.lib.Init(); ret {
 	case nvml.SUCCESS:
@@ -72,9 +76,10 @@ func (s scanner) init() error {
 	case nvml.ERROR_LIBRARY_NOT_FOUND:
 		return notReady("check that the library fits this machine (architecture, glibc) and can be read", "%s cannot be loaded", s.path)
 	case nvml.ERROR_DRIVER_NOT_LOADED:
-		return notReady("run modprobe nvidia on the node, and look at dmesg if that fails", "the NVIDIA kernel module is not loaded")
+		return notReady("run modprobe nvidia on the node, and check dmesg if that fails", "the NVIDIA kernel module is not loaded")
 	case nvml.ERROR_LIB_RM_VERSION_MISMATCH:
-		return notReady("finish the driver upgrade: unload the old kernel module (or reboot the node)", "the NVIDIA kernel module and %s are of different versions", s.path)
+		return notReady("finish the driver upgrade: unload the old kernel module (or reboot the node)",
+			"the NVIDIA kernel module and %s are of different versions", s.path)
 	case nvml.ERROR_NO_PERMISSION:
 		return notReady("run the plugin privileged, or give it access to /dev/nvidiactl", "NVML may not talk to the driver")
 	default:
@@ -94,22 +99,23 @@ func (s scanner) driver() (device.Driver, error) {
 	return d, nil
 }
 
-// gpus reads every GPU on a worker of its own: one that hangs hangs alone.
+// gpus reads every GPU on its own goroutine, so that a hung GPU does not block the others.
 func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]GPU, []Problem) {
 	type result struct {
 		gpu     *GPU
 		address device.PCIAddress
 		err     error
 	}
-	results, opening := make(chan result, count), newOpenings()
-	readings := make([]*reading, count)
-	for i := range readings { // all of them before the first limit is set
-		readings[i] = newReading(opening.enter())
+	results, opens := make(chan result, count), newPendingOpens()
+	readings := make([]*gpuReading, count)
+	for i := range readings { // add all cards before the first limit starts
+		readings[i] = newGPUReading(opens.add())
 	}
 	for i, r := range readings {
 		go func() {
-			defer r.opened()
-			gpu, err := boundedWhile(ctx, s.limit, r.progress, opening, fmt.Sprintf("NVML for the GPU with index %d", i), func() (*GPU, error) { return s.gpu(i, d, r) })
+			defer r.onOpen()
+			what := fmt.Sprintf("NVML for the GPU with index %d", i)
+			gpu, err := boundedWhile(ctx, s.limit, r.progress, opens, what, func() (*GPU, error) { return s.gpu(i, d, r) })
 			results <- result{gpu, r.known(), err}
 		}()
 	}
@@ -135,12 +141,14 @@ func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]GPU, [
 	return gpus, problems
 }
 
-// distinct drops cards that claim another's place: two devices of one name would make the scheduler drop the whole pool.
+// distinct drops a card that has the same PCI address as the card before, and adds a problem for
+// it. Otherwise two devices would have one name, and the scheduler would ignore the whole pool.
 func distinct(gpus []GPU, problems []Problem) ([]GPU, []Problem) {
 	var kept []GPU
 	for i, g := range gpus {
 		if i > 0 && gpus[i-1].PCIAddress == g.PCIAddress {
-			problems = append(problems, Problem{PCIAddress: g.PCIAddress, Message: fmt.Sprintf("NVML lists two GPUs at this address (%s and %s): only the first is offered", gpus[i-1].UUID, g.UUID)})
+			message := fmt.Sprintf("NVML lists two GPUs at this address (%s and %s): only the first is offered", gpus[i-1].UUID, g.UUID)
+			problems = append(problems, Problem{PCIAddress: g.PCIAddress, Message: message})
 			continue
 		}
 		kept = append(kept, g)
@@ -148,12 +156,13 @@ func distinct(gpus []GPU, problems []Problem) ([]GPU, []Problem) {
 	return kept, problems
 }
 
-// explain completes the problems by what the PCI bus tells: cards that NVML does not mention at all, and the address of one
-// that failed before it could say its own.
+// explain adds a problem for each card on the PCI bus that NVML does not list. If a problem has no
+// address and only one such card is left, explain sets that card's address instead. If this is
+// ambiguous, explain leaves those cards out.
 func explain(sysfs string, listed map[device.PCIAddress]bool, problems []Problem) []Problem {
 	onBus, err := pciGPUs(sysfs)
 	if err != nil {
-		return problems // sysfs only helps to explain here
+		return problems // without sysfs, the problems stay as they are
 	}
 	var nameless []int
 	for i, p := range problems {
@@ -177,15 +186,18 @@ func explain(sysfs string, listed map[device.PCIAddress]bool, problems []Problem
 		return problems
 	}
 	if len(nameless) > 0 {
-		return problems // which is which cannot be told
+		return problems // it is unknown which address belongs to which problem
 	}
 	for _, a := range unlisted {
-		problems = append(problems, Problem{PCIAddress: a, Message: "on the PCI bus, but NVML does not list it: look at dmesg for NVRM messages about this address"})
+		problems = append(problems, Problem{
+			PCIAddress: a,
+			Message:    "on the PCI bus, but NVML does not list it: check dmesg for NVRM messages about this address",
+		})
 	}
 	return problems
 }
 
-// toError makes an error of NVML's answer, nil for success.
+// toError returns an NVML return code as an error, and nil for SUCCESS.
 func toError(ret nvml.Return) error {
 	if ret == nvml.SUCCESS {
 		return nil
@@ -193,7 +205,8 @@ func toError(ret nvml.Return) error {
 	return nvmlError(ret)
 }
 
-// nvmlError is an NVML answer as an error. Its text comes from here, not from the library, which may be gone by then.
+// nvmlError is an NVML return code as an error. Its text does not come from the library, because
+// the library may already be unloaded.
 type nvmlError nvml.Return
 
 func (r nvmlError) Error() string {
@@ -204,23 +217,24 @@ func (r nvmlError) Error() string {
 }
 
 var returnTexts = map[nvml.Return]string{
-	nvml.ERROR_UNINITIALIZED:          "NVML is not initialized",
-	nvml.ERROR_INVALID_ARGUMENT:       "an argument is invalid",
-	nvml.ERROR_NOT_SUPPORTED:          "not supported by this GPU or driver",
-	nvml.ERROR_NO_PERMISSION:          "no permission",
-	nvml.ERROR_NOT_FOUND:              "not found",
-	nvml.ERROR_DRIVER_NOT_LOADED:      "the NVIDIA kernel module is not loaded",
-	nvml.ERROR_TIMEOUT:                "the driver timed out",
-	nvml.ERROR_IRQ_ISSUE:              "the kernel has an interrupt problem with this GPU",
-	nvml.ERROR_FUNCTION_NOT_FOUND:     "the driver is too old for this question",
-	nvml.ERROR_CORRUPTED_INFOROM:      "the GPU's infoROM is corrupted",
-	nvml.ERROR_GPU_IS_LOST:            "the GPU has fallen off the bus or is otherwise inaccessible (reset it or reboot the node, and look at dmesg for XIDs)",
+	nvml.ERROR_UNINITIALIZED:      "NVML is not initialized",
+	nvml.ERROR_INVALID_ARGUMENT:   "an argument is invalid",
+	nvml.ERROR_NOT_SUPPORTED:      "not supported by this GPU or driver",
+	nvml.ERROR_NO_PERMISSION:      "no permission",
+	nvml.ERROR_NOT_FOUND:          "not found",
+	nvml.ERROR_DRIVER_NOT_LOADED:  "the NVIDIA kernel module is not loaded",
+	nvml.ERROR_TIMEOUT:            "the driver timed out",
+	nvml.ERROR_IRQ_ISSUE:          "the kernel has an interrupt problem with this GPU",
+	nvml.ERROR_FUNCTION_NOT_FOUND: "the driver is too old for this query",
+	nvml.ERROR_CORRUPTED_INFOROM:  "the GPU's infoROM is corrupted",
+	nvml.ERROR_GPU_IS_LOST: "the GPU has fallen off the bus or is otherwise inaccessible " +
+		"(reset it or reboot the node, and check dmesg for XIDs)",
 	nvml.ERROR_RESET_REQUIRED:         "the GPU needs a reset",
 	nvml.ERROR_OPERATING_SYSTEM:       "the operating system or a cgroup refused access",
 	nvml.ERROR_IN_USE:                 "the GPU is in use",
 	nvml.ERROR_MEMORY:                 "the driver is out of memory",
 	nvml.ERROR_NOT_READY:              "the GPU is not ready",
-	nvml.ERROR_INSUFFICIENT_SIZE:      "more answers than there should be",
+	nvml.ERROR_INSUFFICIENT_SIZE:      "more answers than expected",
 	nvml.ERROR_INSUFFICIENT_RESOURCES: "the GPU has not enough resources left",
 	nvml.ERROR_UNKNOWN:                "unknown error of the driver",
 }

@@ -18,16 +18,18 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
-func TestScanReportsTheNode(t *testing.T) {
+func TestScanReportsNode(t *testing.T) {
 	h := newFakeHost(t)
 	cards := twoCards()
-	cards[1].cut = newFakeCut(h, 1)
+	cards[1].mig = newFakeMIG(h, 1)
 	cards[1].major, cards[1].addressing = 9, nvml.DEVICE_ADDRESSING_MODE_ATS
 	for _, info := range []nvml.GpuInstanceProfileInfo{
-		{Id: 5, SliceCount: 7, InstanceCount: 1, MultiprocessorCount: 132, CopyEngineCount: 8, DecoderCount: 7, JpegCount: 7, OfaCount: 0, MemorySizeMB: 81152},
-		{Id: 0, SliceCount: 7, InstanceCount: 1, MultiprocessorCount: 130, CopyEngineCount: 8, DecoderCount: 7, EncoderCount: 1, OfaCount: 1, MemorySizeMB: 81152},
+		{Id: 5, SliceCount: 7, InstanceCount: 1, MultiprocessorCount: 132, CopyEngineCount: 8, DecoderCount: 7, JpegCount: 7, OfaCount: 0,
+			MemorySizeMB: 81152},
+		{Id: 0, SliceCount: 7, InstanceCount: 1, MultiprocessorCount: 130, CopyEngineCount: 8, DecoderCount: 7, EncoderCount: 1, OfaCount: 1,
+			MemorySizeMB: 81152},
 	} {
-		cards[1].cut.profiles = append(cards[1].cut.profiles, fakeProfile{info, 8, []uint32{0}})
+		cards[1].mig.profiles = append(cards[1].mig.profiles, fakeProfile{info, 8, []uint32{0}})
 	}
 	node, err := h.scanner(fakeNVML(cards...)).scan(t.Context())
 	if err != nil {
@@ -48,7 +50,7 @@ func TestScanReportsTheNode(t *testing.T) {
 	var got []device.GPU
 	for _, g := range node.GPUs {
 		if g.MIG != nil {
-			g.MIG = &device.MIG{} // is looked at elsewhere
+			g.MIG = &device.MIG{} // tested elsewhere
 		}
 		got = append(got, g.GPU)
 	}
@@ -63,13 +65,14 @@ func TestScanReportsTheNode(t *testing.T) {
 	}
 }
 
-func TestEditsNameTheHostsPaths(t *testing.T) {
+func TestEditsUseHostPaths(t *testing.T) {
 	h := newFakeHost(t)
 	node, err := h.scanner(fakeNVML(twoCards()...)).scan(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	own := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia1", HostPath: "/run/nvidia/driver/dev/nvidia1", Permissions: "rw"}}}
+	own := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia1", HostPath: "/run/nvidia/driver/dev/nvidia1",
+		Permissions: "rw"}}}
 	if diff := cmp.Diff(own, node.GPUs[0].Edits); diff != "" {
 		t.Errorf("a GPU's own edits:\n%s", diff)
 	}
@@ -105,7 +108,7 @@ func TestEditsNameTheHostsPaths(t *testing.T) {
 	}
 }
 
-func TestLibrariesInUnusualPlacesReachContainersToo(t *testing.T) {
+func TestLibrariesInUnusualDirectoriesAreMounted(t *testing.T) {
 	for _, dir := range driverroot.LibraryDirs() {
 		t.Run(dir, func(t *testing.T) {
 			h := newFakeHost(t)
@@ -131,17 +134,18 @@ func TestLibrariesInUnusualPlacesReachContainersToo(t *testing.T) {
 	}
 }
 
-func TestDRMLinksAreNamedAsTheContainerSeesThem(t *testing.T) {
+func TestDRMLinksUseContainerPaths(t *testing.T) {
 	h := newFakeHost(t)
 	s := h.scanner(fakeNVML())
 	link := "../card1::" + h.root + "/driver/dev/dri/by-path/pci-0000:1b:00.0-card"
-	e := s.tidy(specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createContainer", Args: []string{"nvidia-cdi-hook", "create-symlinks", "--link", link}}}})
+	e := s.tidy(specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createContainer",
+		Args: []string{"nvidia-cdi-hook", "create-symlinks", "--link", link}}}})
 	if want := "../card1::/dev/dri/by-path/pci-0000:1b:00.0-card"; e.Hooks[0].Args[3] != want {
 		t.Errorf("link is %s, want %s", e.Hooks[0].Args[3], want)
 	}
 }
 
-func TestScansOfTheSameNodeAreEqual(t *testing.T) {
+func TestRepeatedScansAreEqual(t *testing.T) {
 	h := newFakeHost(t)
 	first, err := h.scanner(fakeNVML(twoCards()...)).scan(t.Context())
 	if err != nil {
@@ -155,7 +159,7 @@ func TestScansOfTheSameNodeAreEqual(t *testing.T) {
 	}
 }
 
-func TestAGPUThatFailsIsLeftOutAlone(t *testing.T) {
+func TestScanLeavesOutOnlyFailedGPU(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		change func(*card)
@@ -164,13 +168,14 @@ func TestAGPUThatFailsIsLeftOutAlone(t *testing.T) {
 		{"lost before it has an address", func(c *card) {
 			c.answers = map[string]nvml.Return{"nvmlDeviceGetHandleByIndex": nvml.ERROR_GPU_IS_LOST}
 		}, "fallen off the bus"},
-		{"PCI information fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetPciInfo": nvml.ERROR_UNKNOWN} }, "PCI address"},
+		{"PCI information fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetPciInfo": nvml.ERROR_UNKNOWN} },
+			"PCI address"},
 		{"name fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetName": nvml.ERROR_RESET_REQUIRED} }, "needs a reset"},
 		{"UUID fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetUUID": nvml.ERROR_UNKNOWN} }, "UUID"},
 		{"minor fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetMinorNumber": nvml.ERROR_UNKNOWN} }, "minor"},
 		{"memory fails", func(c *card) { c.answers = map[string]nvml.Return{"nvmlDeviceGetMemoryInfo": 12345} }, "NVML error 12345"},
 		{"its device node is missing", func(c *card) { c.minor = 7 }, "nvidia-modprobe -c=7"},
-		{"its address is no address", func(c *card) { c.bus = "somewhere" }, `PCI address "somewhere"`},
+		{"its address is invalid", func(c *card) { c.bus = "somewhere" }, `PCI address "somewhere"`},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			h := newFakeHost(t)
@@ -181,16 +186,16 @@ func TestAGPUThatFailsIsLeftOutAlone(t *testing.T) {
 				t.Fatal(err)
 			}
 			if len(node.GPUs) != 1 || node.GPUs[0].PCIAddress != "0000:c3:00.0" {
-				t.Errorf("offered: %v, want the healthy one", node.GPUs)
+				t.Errorf("offered %v, want the healthy GPU", node.GPUs)
 			}
 			if len(node.Problems) != 1 || node.Problems[0].PCIAddress != "0000:1b:00.0" || !strings.Contains(node.Problems[0].Message, tc.says) {
-				t.Errorf("problems are %v, want one of 0000:1b:00.0 that says %q", node.Problems, tc.says)
+				t.Errorf("problems are %v, want one of 0000:1b:00.0 with %q", node.Problems, tc.says)
 			}
 		})
 	}
 }
 
-func TestBestEffortValuesCostNoGPU(t *testing.T) {
+func TestMissingOptionalValuesKeepGPU(t *testing.T) {
 	h := newFakeHost(t)
 	cards := twoCards()[:1]
 	cards[0].answers = map[string]nvml.Return{"nvmlDeviceGetBrand": nvml.ERROR_UNKNOWN, "nvmlDeviceGetArchitecture": nvml.ERROR_NOT_SUPPORTED}
@@ -239,10 +244,10 @@ func TestAddressingModeIsBestEffort(t *testing.T) {
 	}
 }
 
-func TestAHangingGPUHangsAlone(t *testing.T) {
+func TestScanLeavesOutOnlyHungGPU(t *testing.T) {
 	for _, function := range []string{"nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo"} {
 		t.Run(function, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) { // time passes only when all but the hanging GPU have answered
+			synctest.Test(t, func(t *testing.T) { // time passes only after all other GPUs have answered
 				h := newFakeHost(t)
 				over := make(chan struct{})
 				defer close(over)
@@ -261,7 +266,7 @@ func TestAHangingGPUHangsAlone(t *testing.T) {
 	}
 }
 
-func TestBoundedEndsWithTheContextOrTheLimit(t *testing.T) {
+func TestBoundedEndsWithContextOrLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		forever := make(chan struct{})
 		defer close(forever)
@@ -278,10 +283,10 @@ func TestBoundedEndsWithTheContextOrTheLimit(t *testing.T) {
 	})
 }
 
-func TestManySlowAnswersAreNotTakenForAHangingGPU(t *testing.T) {
+func TestSlowGPUIsNotTakenForHung(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		progress := make(chan struct{}, 1)
-		v, err := boundedWhile(t.Context(), callLimit, progress, newOpenings(), "nvmlX", func() (int, error) {
+		v, err := boundedWhile(t.Context(), callLimit, progress, newPendingOpens(), "nvmlX", func() (int, error) {
 			for range 10 {
 				<-time.After(callLimit - time.Second)
 				progress <- struct{}{}
@@ -294,7 +299,7 @@ func TestManySlowAnswersAreNotTakenForAHangingGPU(t *testing.T) {
 	})
 }
 
-func TestADGXDisplayIsNobodysBusiness(t *testing.T) {
+func TestDGXDisplayIsIgnored(t *testing.T) {
 	h := newFakeHost(t)
 	cards := twoCards()
 	cards[1].name = "NVIDIA DGX Display"
@@ -303,11 +308,11 @@ func TestADGXDisplayIsNobodysBusiness(t *testing.T) {
 		t.Errorf("%v, %v", node.GPUs, err)
 	}
 	if len(node.Problems) != 0 {
-		t.Errorf("it is no problem either: %v", node.Problems)
+		t.Errorf("it must not be a problem: %v", node.Problems)
 	}
 }
 
-func TestTwoGPUsAtOneAddress(t *testing.T) {
+func TestDuplicateAddressIsProblem(t *testing.T) {
 	h := newFakeHost(t)
 	cards := twoCards()
 	cards[0].bus = cards[1].bus
@@ -317,7 +322,7 @@ func TestTwoGPUsAtOneAddress(t *testing.T) {
 	}
 }
 
-func TestCardsThatNVMLDoesNotListAreExplained(t *testing.T) {
+func TestUnlistedCardsAreExplained(t *testing.T) {
 	h := newFakeHost(t)
 	h.gpuOnBus("0000:d1:00.0", "pci0000:cb", "1")
 	h.link("../../../../bus/pci/drivers/vfio-pci", "sys/devices/pci0000:cb/0000:cb:01.0/0000:d1:00.0/driver")
@@ -332,7 +337,7 @@ func TestCardsThatNVMLDoesNotListAreExplained(t *testing.T) {
 	}
 }
 
-func TestAnAddressIsNotGuessedWhenTwoAreInQuestion(t *testing.T) {
+func TestAmbiguousAddressIsNotGuessed(t *testing.T) {
 	h := newFakeHost(t)
 	cards := twoCards()
 	for i := range cards {
@@ -344,7 +349,7 @@ func TestAnAddressIsNotGuessedWhenTwoAreInQuestion(t *testing.T) {
 	}
 }
 
-func TestANodeThatCannotServeSaysWhyAndWhatHelps(t *testing.T) {
+func TestNotReadyErrorHasReasonAndRemedy(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		answer nvml.Return
@@ -357,7 +362,8 @@ func TestANodeThatCannotServeSaysWhyAndWhatHelps(t *testing.T) {
 		{"library cannot be loaded", nvml.ERROR_LIBRARY_NOT_FOUND, nil, "cannot be loaded", true},
 		{"no permission", nvml.ERROR_NO_PERMISSION, nil, "privileged", true},
 		{"unknown", nvml.ERROR_UNKNOWN, nil, "unknown error", false},
-		{"no libcuda yet", nvml.SUCCESS, func(h fakeHost) { h.remove("driver/usr/lib64/libcuda.so." + fakeVersion) }, "libcuda.so.580.65.06 is not under", true},
+		{"no libcuda yet", nvml.SUCCESS, func(h fakeHost) { h.remove("driver/usr/lib64/libcuda.so." + fakeVersion) },
+			"libcuda.so.580.65.06 is not under", true},
 		{"libraries of another version", nvml.SUCCESS, func(h fakeHost) {
 			h.remove("driver/usr/lib64/libcuda.so." + fakeVersion)
 			h.remove("driver/usr/lib64/libnvidia-ml.so." + fakeVersion)
@@ -373,13 +379,13 @@ func TestANodeThatCannotServeSaysWhyAndWhatHelps(t *testing.T) {
 			_, err := h.scanner(library).scan(t.Context())
 			var unready *NotReadyError
 			if err == nil || errors.As(err, &unready) != tc.typed || !strings.Contains(err.Error(), tc.says) {
-				t.Errorf("error is %v, want one that says %q (not ready: %v)", err, tc.says, tc.typed)
+				t.Errorf("error is %v, want one with %q (not ready: %v)", err, tc.says, tc.typed)
 			}
 		})
 	}
 }
 
-func TestFailingSystemCallsFailTheScan(t *testing.T) {
+func TestSystemQueryFailureFailsScan(t *testing.T) {
 	for name, change := range map[string]func(*fakeLibrary){
 		"the driver's version": func(l *fakeLibrary) {
 			l.SystemGetDriverVersionFunc = func() (string, nvml.Return) { return "", nvml.ERROR_UNKNOWN }
@@ -396,7 +402,7 @@ func TestFailingSystemCallsFailTheScan(t *testing.T) {
 	}
 }
 
-func TestNVMLIsGivenBack(t *testing.T) {
+func TestScanShutsDownNVML(t *testing.T) {
 	library := fakeNVML(twoCards()...)
 	if _, err := newFakeHost(t).scanner(library).scan(t.Context()); err != nil {
 		t.Fatal(err)

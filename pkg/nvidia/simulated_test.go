@@ -26,7 +26,7 @@ const (
 	seed      = "scan"
 )
 
-// buildSimulator builds the simulated library once; it needs a C compiler, as this package itself does.
+// buildSimulator builds the simulated NVML library once. It needs a C compiler.
 var buildSimulator = sync.OnceValues(func() (string, error) {
 	if out, err := exec.Command("make", "-s", "-C", simulator, "library").CombinedOutput(); err != nil {
 		return "", errors.Join(errors.New(string(out)), err)
@@ -34,7 +34,8 @@ var buildSimulator = sync.OnceValues(func() (string, error) {
 	return filepath.Abs("../../build/nvmlsim/libnvidia-ml.so.1")
 })
 
-// site is a simulated node, scanned in a process of its own as the plugin does it.
+// site is a simulated node with the simulated NVML library. Scans run in a child process, as in the
+// plugin.
 type site struct {
 	t    *testing.T
 	root string
@@ -46,8 +47,8 @@ func newSite(t *testing.T, node string, kind layout.Kind, libdir string) site {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// In real time each process would open the GPUs of an awkward node for half a minute. attach_test.go
-	// sets the cost that it tests.
+	// Opening the GPUs of the node "awkward" would take each process half a minute, so reduce it.
+	// Tests in attach_test.go set their own time.
 	described.AttachCost.Duration = min(described.AttachCost.Duration, 10*time.Millisecond)
 	return newSiteOf(t, described, kind, libdir)
 }
@@ -57,7 +58,8 @@ func newSiteOf(t *testing.T, described *model.Node, kind layout.Kind, libdir str
 	return newSiteWith(t, described, kind, libdir, "")
 }
 
-// newSiteWith has an nvidia-smi too, if it is given one.
+// newSiteWith returns a site for the described node. If program is set, it is the path of the
+// site's nvidia-smi.
 func newSiteWith(t *testing.T, described *model.Node, kind layout.Kind, libdir, program string) site {
 	t.Helper()
 	if os.Getuid() != 0 {
@@ -85,7 +87,7 @@ func newSiteWith(t *testing.T, described *model.Node, kind layout.Kind, libdir, 
 	if kind == layout.Container {
 		dev = filepath.Join(s.root, "driver", "dev")
 	}
-	t.Setenv("NVMLSIM_DEV", dev) // the machine that runs the test may have an NVIDIA driver itself
+	t.Setenv("NVMLSIM_DEV", dev) // the test machine may have an NVIDIA driver itself
 	t.Setenv(roleVariable, "scan")
 	return s
 }
@@ -134,7 +136,7 @@ func (s site) change(edit func(*layout.Config, *state.File) error) {
 	}
 }
 
-func TestEveryKnownNodeIsFoundAsItsFileSays(t *testing.T) {
+func TestScanFindsDescribedNodes(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(simulator, "nodes", "*.yaml"))
 	if err != nil || len(files) == 0 {
 		t.Fatal("no nodes", err)
@@ -158,19 +160,21 @@ func TestEveryKnownNodeIsFoundAsItsFileSays(t *testing.T) {
 				t.Fatalf("%d GPUs, problems %v; want %d", len(found.GPUs), found.Problems, len(want.GPUs))
 			}
 			for i, g := range found.GPUs {
-				agrees(t, g, want.GPUs[i], models[want.GPUs[i].Model])
+				checkGPU(t, g, want.GPUs[i], models[want.GPUs[i].Model])
 			}
 		})
 	}
 }
 
-// published is how claims spell the architectures, whatever a model file calls them.
-var published = map[uint32]string{
-	nvml.DEVICE_ARCH_PASCAL: "Pascal", nvml.DEVICE_ARCH_TURING: "Turing", nvml.DEVICE_ARCH_AMPERE: "Ampere", nvml.DEVICE_ARCH_ADA: "Ada Lovelace",
+// architectureNames are the values of the device attribute architecture that the tests expect, by
+// NVML's number of the architecture.
+var architectureNames = map[uint32]string{
+	nvml.DEVICE_ARCH_PASCAL: "Pascal", nvml.DEVICE_ARCH_TURING: "Turing", nvml.DEVICE_ARCH_AMPERE: "Ampere",
+	nvml.DEVICE_ARCH_ADA:    "Ada Lovelace",
 	nvml.DEVICE_ARCH_HOPPER: "Hopper", nvml.DEVICE_ARCH_BLACKWELL: "Blackwell",
 }
 
-func agrees(t *testing.T, g GPU, card model.Card, m *model.GPU) {
+func checkGPU(t *testing.T, g GPU, card model.Card, m *model.GPU) {
 	t.Helper()
 	type facts struct {
 		address, uuid, root, name, brand, architecture, capability, addressing string
@@ -187,7 +191,8 @@ func agrees(t *testing.T, g GPU, card model.Card, m *model.GPU) {
 		g.Minor, numa, g.MemoryBytes >> 20, g.Engines != nil,
 	}
 	want := facts{
-		card.PCI, card.UUID, card.PCIRoot, m.ProductName.Value, m.Brand.Value, published[m.Architecture.NVMLValue], m.CUDAComputeCapability.Value,
+		card.PCI, card.UUID, card.PCIRoot, m.ProductName.Value, m.Brand.Value, architectureNames[m.Architecture.NVMLValue],
+		m.CUDAComputeCapability.Value,
 		addressingMode(m), int(*card.Minor), int(card.NUMANode), m.MemoryTotalMiB.Value, m.MIG.Supported.Value,
 	}
 	if diff := cmp.Diff(want, got, cmp.AllowUnexported(facts{})); diff != "" {
@@ -196,15 +201,16 @@ func agrees(t *testing.T, g GPU, card model.Card, m *model.GPU) {
 	if diff := cmp.Diff(describedMIG(card, m), g.MIG, cmpopts.IgnoreFields(device.MIG{}, "Instances")); diff != "" {
 		t.Error(diff)
 	}
-	if want := cutInto(card); g.MIG != nil && len(g.MIG.Instances) != want {
-		t.Errorf("it is cut into %d instances, want %d: %+v", len(g.MIG.Instances), want, g.MIG.Instances)
+	if want := expectedInstances(card); g.MIG != nil && len(g.MIG.Instances) != want {
+		t.Errorf("found %d instances, want %d: %+v", len(g.MIG.Instances), want, g.MIG.Instances)
 	}
 	if len(g.Edits.DeviceNodes) != 1 || len(g.Edits.Hooks)+len(g.Edits.Mounts)+len(g.Edits.Env) > 0 {
-		t.Errorf("its own edits are %+v", g.Edits)
+		t.Errorf("its edits are %+v", g.Edits)
 	}
 }
 
-// addressingMode is what the scan makes of a model's: empty where NVML does not support it.
+// addressingMode returns the addressing mode that a scan should report for the model. It is empty
+// if NVML does not support the query.
 func addressingMode(m *model.GPU) string {
 	if m.AddressingMode.Value == "NotSupported" {
 		return ""
@@ -244,7 +250,7 @@ func TestEveryDriverLayoutIsComplete(t *testing.T) {
 	}
 }
 
-func TestOfABrokenNodeTheHealthyPartIsOffered(t *testing.T) {
+func TestScanOffersHealthyGPUsOfBrokenNode(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Container, "")
 	s.change(func(_ *layout.Config, f *state.File) error {
 		return errors.Join(
@@ -253,34 +259,35 @@ func TestOfABrokenNodeTheHealthyPartIsOffered(t *testing.T) {
 		)
 	})
 	node := s.mustScan()
-	if len(node.GPUs) != 6 || len(node.Problems) != 2 || node.Problems[0].PCIAddress != "0000:52:00.0" || node.Problems[1].PCIAddress != "0000:c3:00.0" {
+	if len(node.GPUs) != 6 || len(node.Problems) != 2 || node.Problems[0].PCIAddress != "0000:52:00.0" ||
+		node.Problems[1].PCIAddress != "0000:c3:00.0" {
 		t.Errorf("%d GPUs, problems %v", len(node.GPUs), node.Problems)
 	}
 }
 
-func TestADriverThatGoesAndComesInAnotherVersion(t *testing.T) {
+func TestScanFollowsDriverUpgrade(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	first := s.mustScan()
-	before := NewGlance(s.paths()).Fingerprint()
+	before := NewChangeDetector(s.paths()).Fingerprint()
 
 	s.change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, false) })
 	var unready *NotReadyError
 	if _, err := s.scan(); !errors.As(err, &unready) {
 		t.Errorf("without the driver: %v", err)
 	}
-	if NewGlance(s.paths()).Fingerprint() == before {
-		t.Error("its going shows nowhere")
+	if NewChangeDetector(s.paths()).Fingerprint() == before {
+		t.Error("the fingerprint ignores the driver's removal")
 	}
-	before = NewGlance(s.paths()).Fingerprint()
+	before = NewChangeDetector(s.paths()).Fingerprint()
 	s.change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "590.48.01", "13.1") })
-	if NewGlance(s.paths()).Fingerprint() == before {
-		t.Error("its coming shows nowhere")
+	if NewChangeDetector(s.paths()).Fingerprint() == before {
+		t.Error("the fingerprint ignores the new driver")
 	}
 	second := s.mustScan()
 	if second.Driver.Version != "590.48.01" || second.Driver.CUDAVersion != "13.1" || !hasLibrary(second.Common, "libcuda.so.590.48.01") {
 		t.Errorf("%v, %v", second.Driver, second.Common.Mounts)
 	}
 	if diff := cmp.Diff(first.GPUs, second.GPUs); diff != "" {
-		t.Errorf("the GPUs are others:\n%s", diff)
+		t.Errorf("the GPUs changed:\n%s", diff)
 	}
 }

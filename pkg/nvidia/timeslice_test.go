@@ -20,8 +20,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// sliced is a simulated node with the real nvidia-smi.
-func sliced(t *testing.T, node string, kind layout.Kind) site {
+// newSiteWithSMI returns a simulated node with NVIDIA's own nvidia-smi.
+func newSiteWithSMI(t *testing.T, node string, kind layout.Kind) site {
 	t.Helper()
 	program, err := smi.Fetch(t.Context(), smi.DefaultSuite)
 	if errors.Is(err, smi.ErrUnavailable) {
@@ -37,7 +37,7 @@ func sliced(t *testing.T, node string, kind layout.Kind) site {
 	return newSiteWith(t, described, kind, "", program)
 }
 
-func (c cutting) slice() device.TimeSlice {
+func (c changer) slice() device.TimeSlice {
 	c.t.Helper()
 	s, err := c.TimeSlice(c.t.Context(), c.card)
 	if err != nil {
@@ -46,18 +46,18 @@ func (c cutting) slice() device.TimeSlice {
 	return s
 }
 
-func (c cutting) setSlice(to device.TimeSlice) {
+func (c changer) setSlice(to device.TimeSlice) {
 	c.t.Helper()
 	if err := c.SetTimeSlice(c.t.Context(), c.card, to); err != nil {
 		c.t.Fatal(err)
 	}
 }
 
-func TestTimeSlicesAreSetInEveryDriverLayout(t *testing.T) {
+func TestSetTimeSliceInEveryDriverLayout(t *testing.T) {
 	for _, kind := range []layout.Kind{layout.Host, layout.Container, layout.Bare} {
 		t.Run(string(kind), func(t *testing.T) {
-			s := sliced(t, "l40s-x2", kind)
-			if kind != layout.Bare { // a C library of another system lies beside the driver's
+			s := newSiteWithSMI(t, "l40s-x2", kind)
+			if kind != layout.Bare { // the directory of the driver's libraries also has a C library
 				library, err := findLibrary(s.paths().withDefaults())
 				if err != nil {
 					t.Fatal(err)
@@ -67,26 +67,27 @@ func TestTimeSlicesAreSetInEveryDriverLayout(t *testing.T) {
 				}
 			}
 			p := s.partitions()
-			c, other := s.cutting(p, 1), s.cutting(p, 0)
-			for _, to := range []device.TimeSlice{device.TimeSliceLong, device.TimeSliceMedium, device.TimeSliceMedium, device.TimeSliceShort, device.TimeSliceDefault} {
+			c, other := s.changer(p, 1), s.changer(p, 0)
+			for _, to := range []device.TimeSlice{device.TimeSliceLong, device.TimeSliceMedium, device.TimeSliceMedium, device.TimeSliceShort,
+				device.TimeSliceDefault} {
 				c.setSlice(to)
 				if is := c.slice(); is != to {
 					t.Errorf("it is %v, want %v", is, to)
 				}
 				if is := other.slice(); is != device.TimeSliceDefault {
-					t.Errorf("another's is %v", is)
+					t.Errorf("the other GPU's is %v", is)
 				}
 			}
 		})
 	}
 }
 
-func TestALostGPUElsewhereCostsNoTimeSlice(t *testing.T) {
-	s := sliced(t, "dgx-h100", layout.Container)
-	c := s.cutting(s.partitions(), 5)
+func TestSetTimeSliceDespiteLostGPU(t *testing.T) {
+	s := newSiteWithSMI(t, "dgx-h100", layout.Container)
+	c := s.changer(s.partitions(), 5)
 	s.change(func(_ *layout.Config, f *state.File) error { return f.Lose(2) })
 	c.setSlice(device.TimeSliceShort)
-	// One that does not answer at all costs nothing either.
+	// The test expects success although another GPU answers no NVML call at all.
 	s.fault(state.Fault{Kind: state.FaultSlow, GPU: 3, DelayMS: 3600_000}, "*", 0)
 	c.setSlice(device.TimeSliceLong)
 	if is := c.slice(); is != device.TimeSliceLong {
@@ -94,11 +95,12 @@ func TestALostGPUElsewhereCostsNoTimeSlice(t *testing.T) {
 	}
 }
 
-func TestWhereGPUsCannotBeHiddenTheIndexIsUsed(t *testing.T) {
-	s := sliced(t, "dgx-h100", layout.Container)
-	c := s.cutting(s.partitions(), 5)
+func TestTimeSliceFallsBackToIndex(t *testing.T) {
+	s := newSiteWithSMI(t, "dgx-h100", layout.Container)
+	c := s.changer(s.partitions(), 5)
 	s.change(func(_ *layout.Config, f *state.File) error { return f.Lose(2) })
-	if err := os.Symlink("/nonexistent", filepath.Join(s.root, "driver", "dev", "nvidia99")); err != nil { // nothing can be mounted over it
+	// This symlink leads nowhere, so the plugin cannot hide the device node by a mount over it.
+	if err := os.Symlink("/nonexistent", filepath.Join(s.root, "driver", "dev", "nvidia99")); err != nil {
 		t.Fatal(err)
 	}
 	c.setSlice(device.TimeSliceShort)
@@ -107,12 +109,12 @@ func TestWhereGPUsCannotBeHiddenTheIndexIsUsed(t *testing.T) {
 	}
 }
 
-func TestTimeSlicesThatAreNotSet(t *testing.T) {
-	s := sliced(t, "dgx-h100", layout.Container)
-	c := s.cutting(s.partitions(), 1)
+func TestSetTimeSliceFailures(t *testing.T) {
+	s := newSiteWithSMI(t, "dgx-h100", layout.Container)
+	c := s.changer(s.partitions(), 1)
 	for _, tc := range []struct {
 		answer nvml.Return
-		want   CutCode
+		want   FailureCode
 		says   string
 	}{
 		{nvml.ERROR_NOT_SUPPORTED, CodeNotSupported, "Not Supported"},
@@ -122,7 +124,8 @@ func TestTimeSlicesThatAreNotSet(t *testing.T) {
 	} {
 		s.fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(tc.answer)}, "setTimeSlice", 0)
 		err := c.SetTimeSlice(t.Context(), c.card, device.TimeSliceShort)
-		if codeOf(err) != tc.want || !strings.Contains(err.Error(), tc.says) || !strings.Contains(err.Error(), "set the time slice to Short on "+c.card.String()) {
+		if codeOf(err) != tc.want || !strings.Contains(err.Error(), tc.says) ||
+			!strings.Contains(err.Error(), "set the time slice to Short on "+c.card.String()) {
 			t.Errorf("%v, want %s", err, tc.want)
 		}
 		s.change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
@@ -131,7 +134,8 @@ func TestTimeSlicesThatAreNotSet(t *testing.T) {
 		t.Error(err)
 	}
 	c.mode(true)
-	if err := c.SetTimeSlice(t.Context(), c.card, device.TimeSliceShort); codeOf(err) != CodeNotSupported || !strings.Contains(err.Error(), "MIG mode") {
+	if err := c.SetTimeSlice(t.Context(), c.card, device.TimeSliceShort); codeOf(err) != CodeNotSupported ||
+		!strings.Contains(err.Error(), "MIG mode") {
 		t.Error(err)
 	}
 	program, err := s.paths().Program("nvidia-smi")
@@ -146,9 +150,9 @@ func TestTimeSlicesThatAreNotSet(t *testing.T) {
 	}
 }
 
-func TestAnNvidiaSMIThatHangsEndsWithTheContext(t *testing.T) {
-	s := sliced(t, "dgx-h100", layout.Container)
-	c := s.cutting(s.partitions(), 1)
+func TestHungNvidiaSMIEndsWithContext(t *testing.T) {
+	s := newSiteWithSMI(t, "dgx-h100", layout.Container)
+	c := s.changer(s.partitions(), 1)
 	s.fault(state.Fault{Kind: state.FaultSlow, GPU: 1, DelayMS: 3600_000}, "setTimeSlice", 1)
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() {
@@ -158,14 +162,15 @@ func TestAnNvidiaSMIThatHangsEndsWithTheContext(t *testing.T) {
 	if err := c.SetTimeSlice(ctx, c.card, device.TimeSliceShort); codeOf(err) != CodeTimeout || !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
-	// The next waits until it has gone: it holds the lock of the card.
+	// The killed nvidia-smi holds the card's lock until its process has ended. The test expects that
+	// the next call waits for that and then succeeds.
 	c.setSlice(device.TimeSliceMedium)
 	if is := c.slice(); is != device.TimeSliceMedium {
 		t.Error(is)
 	}
 }
 
-// script is a stand-in for a tool.
+// script returns a tool that runs a shell script instead of nvidia-smi.
 func script(t *testing.T, text string) tool {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "nvidia-smi")
@@ -175,12 +180,13 @@ func script(t *testing.T, text string) tool {
 	return tool{program: driverroot.Program{Path: path, LibraryDir: t.TempDir()}, limit: time.Minute}
 }
 
-func TestAToolIsKilledWithAllThatItStarted(t *testing.T) {
+func TestToolIsKilledWithItsChildren(t *testing.T) {
 	gate := filepath.Join(t.TempDir(), "gate")
 	if err := unix.Mkfifo(gate, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	// The child of the tool holds the gate open for writing: it reads as ended once that child is dead.
+	// The script's child process has the pipe open for writing, so a read of the pipe ends only when
+	// the child is dead.
 	hangs := script(t, "sleep 3600 >'"+gate+"' & wait")
 	ctx, cancel := context.WithCancel(t.Context())
 	result := make(chan error)
@@ -188,7 +194,7 @@ func TestAToolIsKilledWithAllThatItStarted(t *testing.T) {
 		_, err := hangs.run(ctx)
 		result <- err
 	}()
-	opened, err := os.Open(gate) // returns when the child is there
+	opened, err := os.Open(gate) // returns when the child runs
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -208,10 +214,11 @@ func TestAToolIsKilledWithAllThatItStarted(t *testing.T) {
 	}
 }
 
-func TestAToolsFloodOfWordsIsCut(t *testing.T) {
-	flood := script(t, "i=0; while [ $i -lt 5000 ]; do echo 'a line of words that nobody will read'; i=$((i+1)); done; echo the last; exit 3")
+func TestToolOutputIsTruncated(t *testing.T) {
+	flood := script(t, "i=0; while [ $i -lt 5000 ]; do echo 'a line of output that is dropped'; i=$((i+1)); done; echo the last; exit 3")
 	out, err := flood.run(t.Context())
-	if err == nil || len(out) > keptOutput || len(err.Error()) > 2*shownOutput || !strings.Contains(err.Error(), "the last") || !strings.Contains(err.Error(), "exit status 3") {
+	if err == nil || len(out) > keptOutput || len(err.Error()) > 2*shownOutput || !strings.Contains(err.Error(), "the last") ||
+		!strings.Contains(err.Error(), "exit status 3") {
 		t.Errorf("%d bytes; %v", len(out), err)
 	}
 	if out, err := script(t, `echo "$LD_LIBRARY_PATH"`).run(t.Context()); err != nil || !strings.HasPrefix(out, "/") {
@@ -219,7 +226,7 @@ func TestAToolsFloodOfWordsIsCut(t *testing.T) {
 	}
 }
 
-func TestTablesOfTimeSlices(t *testing.T) {
+func TestParseTimeSliceTable(t *testing.T) {
 	row := "|   2   Timeslice       Short         |\n"
 	if is, err := parseSlice("+---+\n| GPU     Name           Value        |\n" + row); err != nil || is != device.TimeSliceShort {
 		t.Error(is, err)

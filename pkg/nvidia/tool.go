@@ -19,32 +19,36 @@ import (
 )
 
 const (
-	// smiLimit is how long nvidia-smi may take. Waking a GPU without persistence mode takes one or two seconds, and it may see sixteen of them.
+	// smiLimit is how long nvidia-smi may take. It wakes each GPU that has persistence mode off, which
+	// takes one or two seconds, and a node may have sixteen GPUs.
 	smiLimit = 40 * time.Second
-	// keptOutput is how much of a tool's output is kept.
+	// keptOutput is how many bytes of a tool's output are kept: the last ones.
 	keptOutput = 64 << 10
-	// shownOutput is how much of it an error shows.
+	// shownOutput is how many bytes of the kept output an error message shows.
 	shownOutput = 300
 )
 
-// errNotHidden says that the other cards could not be hidden from a tool, and that it was not run.
+// errNotHidden says that the tool did not run, because the device nodes of the other GPUs could not
+// be hidden.
 var errNotHidden = errors.New("the other GPUs cannot be hidden from it")
 
-// tool is one run of a program of the driver's.
+// tool is a program of the driver with the settings of one run.
 type tool struct {
 	program driverroot.Program
 	args    []string
 	limit   time.Duration
-	// lock is an open file whose lock the program shares: while it hangs in the driver, killed or not, nobody else comes to the card. It may be nil.
+	// lock is a locked file that the program inherits. If the program is killed but hangs in the
+	// driver, the lock stays until the program ends. lock may be nil.
 	lock *os.File
 }
 
-// run is the tool's output, also of one that failed. The tool and all that it started are killed when ctx ends or the limit is over, and the tool with
-// the thread that calls: it does not outlive this process.
+// run runs the tool and returns its output, even if it failed. When ctx ends or t.limit passes, run
+// kills the tool and its children. The kernel also kills the tool when the calling thread ends, so
+// the tool does not outlive this process.
 func (t tool) run(ctx context.Context) (string, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, t.limit, fmt.Errorf("it has not ended for %s: %w", t.limit, context.DeadlineExceeded))
+	ctx, cancel := context.WithTimeoutCause(ctx, t.limit, fmt.Errorf("it has not ended after %s: %w", t.limit, context.DeadlineExceeded))
 	defer cancel()
-	runtime.LockOSThread() // or the death of this thread would be the tool's
+	runtime.LockOSThread() // the tool dies with the thread that started it
 	defer runtime.UnlockOSThread()
 	command := exec.CommandContext(ctx, t.program.Path, t.args...)
 	out := &tail{limit: keptOutput}
@@ -61,20 +65,22 @@ func (t tool) run(ctx context.Context) (string, error) {
 		err = cause
 	}
 	if err != nil {
-		return out.text(), fmt.Errorf("%s failed (%w): %s", filepath.Base(t.program.Path), err, excerpt(out.text()))
+		return out.text(), fmt.Errorf("%s failed (%w): %s", filepath.Base(t.program.Path), err, lastOutput(out.text()))
 	}
 	return out.text(), nil
 }
 
-// alone runs the tool where the given device nodes cannot be opened.
-func (t tool) alone(ctx context.Context, nodes []string) (string, error) {
+// runHiding does the same as run, but hides the given device nodes: the tool sees them but cannot
+// open them. If it cannot hide them, it returns errNotHidden and does not run the tool.
+func (t tool) runHiding(ctx context.Context, nodes []string) (string, error) {
 	type result struct {
 		out string
 		err error
 	}
 	done := make(chan result)
 	go func() {
-		// The thread is never unlocked, so it ends with this goroutine, and its view of the file system with it.
+		// The thread must not run other goroutines, because its mount namespace is changed. It is never
+		// unlocked, so it ends together with this goroutine.
 		runtime.LockOSThread()
 		if err := onecard.Hide(nodes); err != nil {
 			done <- result{"", fmt.Errorf("%w: %w", errNotHidden, err)}
@@ -87,16 +93,16 @@ func (t tool) alone(ctx context.Context, nodes []string) (string, error) {
 	return r.out, r.err
 }
 
-// otherNodes are the device nodes of all GPUs but one.
+// otherNodes lists the device nodes of all GPUs except the one with this minor number.
 func (m *migReader) otherNodes(minor int) []string {
 	return onecard.Others(m.paths.devRoot(), func(name string) bool { return name == fmt.Sprintf("nvidia%d", minor) })
 }
 
-// excerpt is the end of a tool's output in one line.
-func excerpt(out string) string {
+// lastOutput returns the end of a tool's output as one line.
+func lastOutput(out string) string {
 	out = strings.Join(strings.Fields(out), " ")
 	if out == "" {
-		return "it said nothing"
+		return "no output"
 	}
 	if over := len(out) - shownOutput; over > 0 {
 		out = "…" + strings.ToValidUTF8(out[over:], "")
@@ -104,7 +110,7 @@ func excerpt(out string) string {
 	return out
 }
 
-// text is all that was kept.
+// text returns the kept end of the output.
 func (t *tail) text() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -2,12 +2,8 @@ package nvidia
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"sync"
@@ -19,76 +15,87 @@ import (
 )
 
 const (
-	// DefaultWatchInterval is how often each GPU is asked how it is. Events say most things sooner.
+	// DefaultWatchInterval is how often each GPU is polled. Events report most faults sooner.
 	DefaultWatchInterval = 5 * time.Second
-	// A child that ended is followed by another first after firstRestart, then ever later, at most lastRestart; one that lived for long begins anew.
+	// After a child process ended, the watcher waits firstRestart, then with growing pauses up to
+	// lastRestart, before it starts a new one. After a child that lived for longLife it waits
+	// firstRestart again.
 	firstRestart = time.Second
 	lastRestart  = 30 * time.Second
 	longLife     = time.Minute
-	// silenceGrace is how much longer than it should a child may say nothing.
+	// silenceGrace is how late a signal of a child process may be before the child counts as hung and
+	// is replaced.
 	silenceGrace = 10 * time.Second
-	// maxApart is how many GPUs are watched by a child of their own at most. Each may leave one behind that hangs, and of those there may be maxStuck.
+	// maxApart is how many GPUs at most get their own child process. Each of these processes may end
+	// up hung in the driver, and Watch stops starting children when maxStuck hang.
 	maxApart = maxStuck - 1
-	// lastWordsLimit is how long a child that is not needed any more may take to say what it has heard.
-	lastWordsLimit = 500 * time.Millisecond
-	// releaseLimit is how long Watch waits for its child to let go of the hardware.
+	// drainLimit is how long a child process that is no longer needed may take to send its last
+	// events.
+	drainLimit = 500 * time.Millisecond
+	// releaseLimit is how long Watch waits until its child processes have closed NVML.
 	releaseLimit = 5 * time.Second
 )
 
-// WatchOptions say what is watched and by whom.
+// WatchOptions configure [Watch].
 type WatchOptions struct {
 	Paths Paths
-	// Command starts the child, which must call [ServeWatch] on its standard input and output.
+	// Command starts the child process, which must call [ServeWatch] on its standard input and output.
 	Command []string
-	// Interval is how often each GPU is asked; [DefaultWatchInterval] if it is 0.
+	// Interval is how often each GPU is polled, [DefaultWatchInterval] if it is 0.
 	Interval time.Duration
-	// Partitions cut the same GPUs. They locate the instances of events, and exclude a GPU from the
-	// watch while they change its MIG mode. Nil means that nothing cuts GPUs.
+	// Partitions change the same GPUs. Watch uses them to find the placements of MIG instances with
+	// events. They exclude a GPU from the watch while they change its MIG mode. Nil means that nothing
+	// changes the GPUs.
 	Partitions *Partitions
 }
 
-// Watch listens to all GPUs until ctx ends, and calls emit with each signal, one at a time. It changes nothing. NVML lives in a child process; one that
-// dies, falls silent, or asks for it is followed by another. While there is no driver no child is started.
+// Watch watches all GPUs until ctx ends, and calls emit with one signal at a time. It does not
+// change the GPUs. NVML runs in a child process. Watch replaces a child that dies, falls silent, or
+// needs to restart NVML. Without a driver it starts no child.
 //
-// A GPU that hangs costs the child two threads and holds up no other, unless it has a lock of NVML's while it hangs: when two hang at once, the one that
-// began is watched by a child of its own from then on, so that the other, if it is only held up, answers again. There are at most maxApart such children.
+// A hung GPU blocks two threads of the child. It does not block other GPUs, unless its NVML call
+// holds a lock of NVML. So when two GPUs hang at once, the first one gets its own child. If the
+// second one was only blocked, it then answers again. At most maxApart GPUs get their own child.
 //
-// While [Partitions] change a GPU's MIG mode, no process of Watch has that GPU open and Watch says
-// nothing about it. A process for the other GPUs takes over first, so that their events arrive.
+// While [Partitions] change a GPU's MIG mode, no process of Watch has that GPU open, and Watch
+// emits nothing about it. A new process for the other GPUs takes over first, so that no event of
+// them is lost.
 //
-// When Watch returns the children have ended, and with them every handle and event set; if one cannot be ended because it hangs in the driver, that is the
-// error.
+// When Watch returns, its children have ended and closed NVML. It returns an error if a child hangs
+// in the driver and cannot be killed.
 func Watch(ctx context.Context, o WatchOptions, emit func(device.Signal)) error {
 	return newWatcher(o, emit).run(ctx)
 }
 
-// watcher is the parent's side.
+// watcher is the part of [Watch] that runs in the plugin's process. It starts the child processes
+// and emits their signals.
 type watcher struct {
 	options  WatchOptions
 	emitting sync.Mutex
 	emit     func(device.Signal)
-	// wedged is how long a GPU may take for one question.
+	// wedged is how long a GPU may take for one query before it counts as hung.
 	wedged time.Duration
-	// uuids are those of cards that have answered: one that is lost cannot say its own.
+	// uuids has the UUIDs of cards that have answered. A lost card cannot report its own UUID.
 	uuids map[device.PCIAddress]string
-	// children are those that have not ended, the last one last. Those before it hang in the driver.
+	// children are the child processes that have not ended. The last one is the current one. The
+	// others were killed and hang in the driver.
 	children []*watchChild
 	excluded *exclusions
 	places   *placeResolver
-	placing  context.Context // bounds the look-ups of places
+	placing  context.Context // bounds the queries for placements of MIG instances
 	overlap  overlap
 
-	// only is the card that this watcher is for, empty for all but those apart.
+	// only is the card of a watcher for a single card. It is empty for the watcher of all other cards.
 	only  device.PCIAddress
 	apart []device.PCIAddress
-	// hanging are the cards that do not answer, in the order in which they were said to.
-	hanging []device.PCIAddress
-	aside   sync.WaitGroup // the watchers of the cards apart
-	failed  []*error       // of theirs, each written by its own
+	// hanging are the cards that do not answer, in the order in which they were reported.
+	hanging       []device.PCIAddress
+	apartWatchers sync.WaitGroup // watchers of single cards
+	apartErrors   []*error       // one error for each of apartWatchers
 }
 
-// errApart says that a card hangs and another with it.
-var errApart = errors.New("two GPUs hang at once: the one that began is watched by a process of its own from now on")
+// errApart says that two cards hang at once, so that the first one gets its own child process.
+var errApart = errors.New("two GPUs hang at once: a separate process now watches the first one")
 
 func newWatcher(o WatchOptions, emit func(device.Signal)) *watcher {
 	if o.Interval <= 0 {
@@ -102,16 +109,17 @@ func newWatcher(o WatchOptions, emit func(device.Signal)) *watcher {
 	}
 	w.excluded, w.places = newExclusions(), &placeResolver{emit: w.emit}
 	if o.Partitions != nil {
-		w.serve(o.Partitions)
+		w.coordinateWith(o.Partitions)
 	}
 	return w
 }
 
-// serve makes the watcher exclude the cards that p needs, and look up places with p.
-func (w *watcher) serve(p *Partitions) { w.excluded, w.places.look = p.excluded, p.Look }
+// coordinateWith lets p exclude cards from the watch while it changes their MIG mode, and lets the
+// watcher ask p for the placements of MIG instances.
+func (w *watcher) coordinateWith(p *Partitions) { w.excluded, w.places.look = p.excluded, p.Look }
 
 func (w *watcher) run(ctx context.Context) error {
-	placing, placed := outlasting(ctx)
+	placing, placed := extendContext(ctx)
 	defer placed()
 	w.placing = placing
 	if w.only == "" {
@@ -119,7 +127,7 @@ func (w *watcher) run(ctx context.Context) error {
 		defer w.excluded.run(false)
 	}
 	for pause := firstRestart; ctx.Err() == nil; pause = min(max(2*pause, firstRestart), lastRestart) {
-		began, changed := time.Now(), w.excluded.changed()
+		began, changed := time.Now(), w.excluded.changes()
 		err := w.watch(ctx)
 		if ctx.Err() != nil {
 			break
@@ -132,27 +140,28 @@ func (w *watcher) run(ctx context.Context) error {
 			pause = 0
 			continue
 		}
-		w.say(device.WatcherState{Error: err.Error()})
+		w.report(device.WatcherState{Error: err.Error()})
 		if errors.Is(err, errApart) {
-			w.setApart(ctx, w.hanging[0])
-			pause = 0 // and the next is firstRestart again
+			w.watchApart(ctx, w.hanging[0])
+			pause = 0 // the next pause is firstRestart
 			continue
 		}
 		if errors.Is(err, errNotReplaced) {
-			pause = 0 // the same
+			pause = 0 // the next pause is firstRestart
 			continue
 		}
 		var unready *NotReadyError
 		if errors.As(err, &unready) || time.Since(began) > longLife {
 			pause = firstRestart
 		}
-		rest(ctx, pause)
+		sleep(ctx, pause)
 	}
 	return w.release()
 }
 
-// setApart has a card watched by a child of its own. What that child says of how well it listens is about one card, and is not handed on.
-func (w *watcher) setApart(ctx context.Context, a device.PCIAddress) {
+// watchApart starts a watcher for a single card. It does not emit that watcher's WatcherState
+// signals, because they would say nothing about the other cards.
+func (w *watcher) watchApart(ctx context.Context, a device.PCIAddress) {
 	alone := newWatcher(w.options, func(s device.Signal) {
 		if s.Watcher == nil {
 			w.emit(s)
@@ -161,18 +170,19 @@ func (w *watcher) setApart(ctx context.Context, a device.PCIAddress) {
 	alone.only, alone.wedged, alone.uuids[a] = a, w.wedged, w.uuids[a]
 	w.apart = append(w.apart, a)
 	failed := new(error)
-	w.failed = append(w.failed, failed)
-	w.aside.Go(func() { *failed = alone.run(ctx) })
+	w.apartErrors = append(w.apartErrors, failed)
+	w.apartWatchers.Go(func() { *failed = alone.run(ctx) })
 }
 
-func (w *watcher) say(s device.WatcherState) {
+func (w *watcher) report(s device.WatcherState) {
 	s.At = time.Now()
 	w.emit(device.Signal{Watcher: &s})
 }
 
-// release ends when no child has NVML any more. Its error tells of each that hangs as a [*HangingError].
+// release returns when no child process has NVML open, or after releaseLimit. Its error wraps a
+// [*HangingError] for each child process that hangs.
 func (w *watcher) release() error {
-	w.aside.Wait() // each of them keeps to the limit
+	w.apartWatchers.Wait() // each waits for at most releaseLimit
 	w.places.asking.Wait()
 	limit, cancel := context.WithTimeout(context.Background(), releaseLimit)
 	defer cancel()
@@ -181,27 +191,28 @@ func (w *watcher) release() error {
 		select {
 		case <-c.gone:
 		case <-limit.Done():
-			failed = append(failed, &HangingError{PID: c.process.Pid, Gone: c.gone, err: errors.New("who watches the GPUs cannot be ended")})
+			err := errors.New("cannot end the watcher process")
+			failed = append(failed, &HangingError{PID: c.process.Pid, Gone: c.gone, err: err})
 		}
 	}
-	for _, err := range w.failed {
+	for _, err := range w.apartErrors {
 		failed = append(failed, *err)
 	}
 	if err := errors.Join(failed...); err != nil {
-		w.say(device.WatcherState{Error: err.Error()})
+		w.report(device.WatcherState{Error: err.Error()})
 		return err
 	}
-	w.say(device.WatcherState{Released: true, Error: "the hardware was let go of"})
+	w.report(device.WatcherState{Released: true, Error: "the watcher has released the hardware"})
 	return nil
 }
 
-// watch runs one child until it ends or ctx does. There is always an error.
+// watch runs one child process until it fails or ctx ends. It always returns an error.
 func (w *watcher) watch(ctx context.Context) error {
 	if err := Check(w.options.Paths); err != nil {
-		return err // no need to start a process for that
+		return err // no need to start a process
 	}
-	w.bury()
-	if n := w.hung(); n >= maxStuck {
+	w.forgetEnded()
+	if n := w.countHung(); n >= maxStuck {
 		return stuckError(n)
 	}
 	w.hanging, w.overlap = nil, overlap{}
@@ -212,12 +223,13 @@ func (w *watcher) watch(ctx context.Context) error {
 	if w.only == "" {
 		w.excluded.replaced(nil)
 	}
-	return w.attend(ctx, child)
+	return w.supervise(ctx, child)
 }
 
-// hung counts the processes that hang. Those that were replaced have a limit of their own: a change
-// of MIG mode must not keep the watch from being started again.
-func (w *watcher) hung() (n int) {
+// countHung counts the child processes that were killed but have not ended, except those that were
+// replaced for a MIG mode change. Those have their own limit, because they must not keep the watch
+// from starting again.
+func (w *watcher) countHung() (n int) {
 	for _, c := range w.children {
 		if !c.replaced {
 			n++
@@ -226,28 +238,29 @@ func (w *watcher) hung() (n int) {
 	return n
 }
 
-// errStuck says that one more process might hang too.
+// errStuck says that no new child process was started, because too many hang in the driver.
 var errStuck = errors.New("still hang in the NVIDIA driver")
 
 func stuckError(n int) error {
-	return fmt.Errorf("%d earlier processes that watched the GPUs %w: look at dmesg, and reset the GPUs or reboot the node", n, errStuck)
+	return fmt.Errorf("%d earlier watcher processes %w: check dmesg, and reset the GPUs or reboot the node", n, errStuck)
 }
 
-// attend passes on what the watcher process says, and replaces the process when exclusions change.
-func (w *watcher) attend(ctx context.Context, child *watchChild) error {
+// supervise emits the signals of child until it fails, and replaces child when the set of cards
+// excluded from the watch changes.
+func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 	epoch := driverLoad(w.options.Paths)
 	silence := time.NewTimer(initLimit + w.options.Interval)
 	defer silence.Stop()
 	var next starting
-	var retry <-chan time.Time // when to start one, nil while no time is set
-	failed := false            // the last one could not take over
+	var retry <-chan time.Time // when to start a replacement, nil while unset
+	failed := false            // the last replacement could not take over
 	replace := func() {
-		w.setHangingApart(ctx)
+		w.watchHangingApart(ctx)
 		next = w.startReplacement(ctx)
 	}
 	defer func() { next.abandon() }()
 	for {
-		changed := w.excluded.changed()
+		changed := w.excluded.changes()
 		if next.coverage != nil {
 			if now, _ := w.excluded.outdated(next.coverage); now {
 				next.abandon()
@@ -256,8 +269,8 @@ func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 		}
 		if now, soon := w.excluded.outdated(child.coverage); next.ready == nil && (now || soon) {
 			switch {
-			case now && !w.excluded.leaves(w.cards()):
-				w.part(child, epoch)
+			case now && !w.excluded.leavesAny(w.cards()):
+				w.drainAndKill(child, epoch)
 				return errExcluded
 			case now && !failed:
 				replace()
@@ -278,85 +291,91 @@ func (w *watcher) attend(ctx context.Context, child *watchChild) error {
 			w.excluded.replaced(r.err)
 			if failed {
 				r.abandon()
-				// A gap in the watch is better than a refusal of every mode change.
+				// If no replacement works, end the old process anyway so that it closes the card: a gap in the
+				// watch is better than refusing every MIG mode change.
 				if now, _ := w.excluded.outdated(child.coverage); now && !errors.Is(r.err, errStuck) {
-					w.part(child, epoch)
+					w.drainAndKill(child, epoch)
 					return fmt.Errorf("%w: %w", errNotReplaced, r.err)
 				}
 				continue
 			}
 			w.handOver(child, epoch, r)
 			child, epoch = r.child, r.epoch
-			w.excluded.hear(child.coverage)
+			w.excluded.listening(child.coverage)
 			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
 		case s := <-child.signals:
 			if s.Watcher != nil && driverLoad(w.options.Paths) != epoch {
-				w.part(child, epoch) // what it has open is of a driver that is not there any more
-				return errors.New("the NVIDIA driver was unloaded, or loaded again")
+				w.drainAndKill(child, epoch) // the child has the old driver's files open
+				return errors.New("the NVIDIA driver was unloaded or reloaded")
 			}
 			if s.Watcher != nil && s.Watcher.Up && s.Watcher.Events {
-				w.excluded.hear(child.coverage)
+				w.excluded.listening(child.coverage)
 			}
-			w.pass(s, epoch) // which may take its time
+			w.forward(s, epoch) // forward may block, so reset the timer after it
 			if len(w.hanging) > 1 && len(w.apart) < maxApart {
-				w.part(child, epoch)
+				w.drainAndKill(child, epoch)
 				return errApart
 			}
 			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
 		case <-child.ended:
-			child.end()
-			select { // its last words come with its end
+			child.kill()
+			select { // the child may have written an error before its end
 			case <-child.gone:
 			case <-time.After(time.Second):
 			}
 			return child.failure()
 		case <-silence.C:
-			child.end()
-			return errors.New("the process that watches the GPUs has said nothing for long")
+			child.kill()
+			return errors.New("the watcher process has sent nothing for too long")
 		case <-ctx.Done():
-			w.part(child, epoch)
+			w.drainAndKill(child, epoch)
 			return ctx.Err()
 		}
 	}
 }
 
-// part ends a child after it has said what it has heard: nobody else can say that again. How cards are is asked anew.
-func (w *watcher) part(child *watchChild, epoch string) {
+// drainAndKill emits the events that the child process still has queued, because no other process
+// has them, and then kills it. It drops the child's conditions, because the next child polls them
+// again.
+func (w *watcher) drainAndKill(child *watchChild, epoch string) {
 	_ = child.stdin.Close()
-	limit := time.NewTimer(lastWordsLimit)
+	limit := time.NewTimer(drainLimit)
 	defer limit.Stop()
 	for {
 		select {
 		case s := <-child.signals:
 			if s.Event != nil {
-				w.pass(s, epoch)
+				w.forward(s, epoch)
 			}
 			continue
 		case <-child.ended:
 		case <-limit.C:
 		}
-		child.end()
+		child.kill()
 		return
 	}
 }
 
-// bury forgets the children that have ended.
-func (w *watcher) bury() {
+// forgetEnded removes the child processes that have ended from w.children.
+func (w *watcher) forgetEnded() {
 	var left []*watchChild
 	for _, c := range w.children {
 		select {
 		case <-c.gone:
-		case <-time.After(time.Second): // it was killed
+		case <-time.After(time.Second): // the process was killed, but has not ended
 			left = append(left, c)
 		}
 	}
 	w.children = left
 }
 
-// pass hands a signal on, with what the child cannot know.
-func (w *watcher) pass(s device.Signal, epoch string) {
+// forward emits a signal of a child process, except for an event that an earlier child already
+// reported. It adds what the child does not know, such as a lost card's UUID.
+func (w *watcher) forward(s device.Signal, epoch string) {
 	if c := s.Condition; c != nil {
-		w.hanging = slices.DeleteFunc(w.hanging, func(a device.PCIAddress) bool { return a == c.Card.PCIAddress && c.Reach != device.ReachWedged })
+		w.hanging = slices.DeleteFunc(w.hanging, func(a device.PCIAddress) bool {
+			return a == c.Card.PCIAddress && c.Reach != device.ReachWedged
+		})
 		if c.Reach == device.ReachWedged && !slices.Contains(w.hanging, c.Card.PCIAddress) {
 			w.hanging = append(w.hanging, c.Card.PCIAddress)
 		}
@@ -377,103 +396,9 @@ func (w *watcher) pass(s device.Signal, epoch string) {
 	w.emit(s)
 }
 
-// oneProcessor keeps the Go runtime of a child from waking a thread for each of the little things that it does at the same time. Calls that NVML takes long
-// for have threads of their own all the same.
-const oneProcessor = "GOMAXPROCS=1"
-
-// watchChild is a process that has NVML.
-type watchChild struct {
-	process   *os.Process
-	stdin     io.WriteCloser
-	signals   chan device.Signal
-	stop      chan struct{} // closed when nobody takes signals any more
-	ended     chan struct{} // closed when it has said its last
-	gone      chan struct{} // closed when the process has ended
-	err       error         // of what it said, to be read after ended
-	lastWords *tail
-	coverage  *coverage
-	replaced  bool // another has taken over from it, or it could not take over itself
-}
-
-func (c *watchChild) hasEnded() bool {
-	select {
-	case <-c.gone:
-		return true
-	default:
-		return false
-	}
-}
-
-func startWatchChild(command []string, order watchOrder, hidden []string) (*watchChild, error) {
-	child := exec.Command(command[0], command[1:]...)
-	child.Env = append(os.Environ(), oneProcessor)
-	stdin, err := child.StdinPipe() // its end tells the child that we are gone
-	if err != nil {
-		return nil, err
-	}
-	stdout, err := child.StdoutPipe()
-	if err != nil {
-		return nil, err
-	}
-	c := &watchChild{
-		stdin: stdin, signals: make(chan device.Signal), stop: make(chan struct{}), ended: make(chan struct{}), gone: make(chan struct{}),
-		lastWords: &tail{limit: 2048},
-	}
-	child.Stderr = c.lastWords
-	child.WaitDelay = time.Second
-	if err := startHiding(child, hidden); err != nil {
-		return nil, err
-	}
-	c.process = child.Process
-	go func() {
-		defer close(c.gone)
-		c.err = json.NewEncoder(stdin).Encode(order)
-		if c.err == nil {
-			c.err = c.listen(stdout)
-		}
-		close(c.ended)
-		_ = child.Process.Kill() // one that says no more is of no use
-		_ = child.Wait()
-	}()
-	return c, nil
-}
-
-// listen takes signals until there are no more.
-func (c *watchChild) listen(stdout io.Reader) error {
-	decoder := json.NewDecoder(stdout)
-	for {
-		var s device.Signal
-		if err := decoder.Decode(&s); err != nil {
-			if errors.Is(err, io.EOF) {
-				return nil
-			}
-			return fmt.Errorf("read a signal: %w", err)
-		}
-		select {
-		case c.signals <- s:
-		case <-c.stop:
-			return nil
-		}
-	}
-}
-
-// end kills the child: it has nothing to save. It has gone when the driver lets it go.
-func (c *watchChild) end() {
-	close(c.stop)
-	_ = c.stdin.Close()
-	_ = c.process.Kill()
-}
-
-// failure is why the child ended by itself.
-func (c *watchChild) failure() error {
-	if c.err != nil {
-		return fmt.Errorf("the process that watches the GPUs has ended (%w)%s", c.err, c.lastWords)
-	}
-	return fmt.Errorf("the process that watches the GPUs has ended%s", c.lastWords)
-}
-
-// driverLoad is equal as long as the same load of the kernel driver runs: it is by the numbers and times of birth that the kernel gives to what the
-// driver shows of itself, as far as there are any. It is empty if no driver is loaded.
+// driverLoad returns a value that changes each time the driver's kernel module is loaded. It
+// consists of inodes and birth times of the driver's directories in /proc and sysfs. It is empty if
+// no driver is loaded.
 func driverLoad(p Paths) string {
 	p = p.withDefaults()
 	var found string

@@ -17,10 +17,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// watchInterval is how often the tests have GPUs asked.
+// watchInterval is the poll interval in tests.
 const watchInterval = 100 * time.Millisecond
 
-// watch is a watcher at work on a site.
+// watch is a running watcher of a simulated site, with the signals that it has emitted.
 type watch struct {
 	*watcher
 	t       *testing.T
@@ -28,7 +28,8 @@ type watch struct {
 	stop    func() error
 }
 
-// watchSite watches until the test ends, or until it is stopped.
+// watchSite watches the site until the test ends or calls stop. change may adapt the watcher before
+// it starts.
 func watchSite(s site, change func(*watcher)) watch {
 	s.t.Helper()
 	s.t.Setenv(roleVariable, "watch")
@@ -39,7 +40,7 @@ func watchSite(s site, change func(*watcher)) watch {
 	ctx, cancel := context.WithCancel(s.t.Context())
 	w := watch{t: s.t, signals: make(chan device.Signal, 10000)}
 	w.watcher = newWatcher(WatchOptions{Paths: s.paths(), Command: []string{self}, Interval: watchInterval}, func(signal device.Signal) {
-		select { // the last ones come when the context has ended
+		select { // the last signals come after the context has ended
 		case w.signals <- signal:
 			return
 		default:
@@ -64,10 +65,12 @@ func watchSite(s site, change func(*watcher)) watch {
 	return w
 }
 
-// patience is how long the tests wait for what must come. It is no measure of anything.
+// patience is how long tests wait for a signal before they fail. No test expects that much time to
+// pass.
 const patience = 30 * time.Second
 
-// await returns the first signal that is what it waits for.
+// await returns the first signal for which the function is returns true. what describes this signal
+// in the test's error after a timeout.
 func (w watch) await(what string, is func(device.Signal) bool) device.Signal {
 	w.t.Helper()
 	limit := time.NewTimer(patience)
@@ -81,12 +84,12 @@ func (w watch) await(what string, is func(device.Signal) bool) device.Signal {
 			}
 			last = s
 		case <-limit.C:
-			w.t.Fatalf("%s has not come; the last signal was %s", what, spell(last))
+			w.t.Fatalf("timeout waiting for %s; the last signal was %s", what, formatSignal(last))
 		}
 	}
 }
 
-func spell(s device.Signal) string {
+func formatSignal(s device.Signal) string {
 	switch {
 	case s.Event != nil:
 		return fmt.Sprintf("%+v", *s.Event)
@@ -98,60 +101,62 @@ func spell(s device.Signal) string {
 	return "none"
 }
 
-func (w watch) condition(of Card, is func(device.Condition) bool) device.Condition {
+func (w watch) awaitCondition(of Card, is func(device.Condition) bool) device.Condition {
 	w.t.Helper()
 	return *w.await("a condition of "+of.String(), func(s device.Signal) bool {
 		return s.Condition != nil && s.Condition.Card == of && is(*s.Condition)
 	}).Condition
 }
 
-func (w watch) event(of Card) device.HealthEvent {
+func (w watch) awaitEvent(of Card) device.HealthEvent {
 	w.t.Helper()
 	return *w.await("an event of "+of.String(), func(s device.Signal) bool { return s.Event != nil && s.Event.Card == of }).Event
 }
 
-func (w watch) says(is func(device.WatcherState) bool) device.WatcherState {
+func (w watch) awaitState(is func(device.WatcherState) bool) device.WatcherState {
 	w.t.Helper()
 	return *w.await("a state of the watcher", func(s device.Signal) bool { return s.Watcher != nil && is(*s.Watcher) }).Watcher
 }
 
-// listens returns when events are heard.
-func (w watch) listens() device.WatcherState {
+// awaitListening returns when the watcher receives the events of all its cards.
+func (w watch) awaitListening() device.WatcherState {
 	w.t.Helper()
-	return w.says(func(s device.WatcherState) bool { return s.Up && s.Events })
+	return w.awaitState(func(s device.WatcherState) bool { return s.Up && s.Events })
 }
 
 func answers(c device.Condition) bool { return c.Reach == device.ReachOK }
 
-func (s site) card(index int) Card { return s.cutting(nil, index).card }
+func (s site) card(index int) Card { return s.changer(nil, index).card }
 
-func TestEveryGPUIsWatched(t *testing.T) {
+func TestWatchCoversEveryGPU(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Container, "")
 	w := watchSite(s, nil)
 	for i := range 8 {
-		c := w.condition(s.card(i), func(device.Condition) bool { return true })
-		if c.Reach != device.ReachOK || c.Error != "" || c.Recovery != device.RecoveryNone || c.Remap == nil || c.Remap.Pending || c.Remap.Failed ||
+		c := w.awaitCondition(s.card(i), func(device.Condition) bool { return true })
+		if c.Reach != device.ReachOK || c.Error != "" || c.Recovery != device.RecoveryNone || c.Remap == nil || c.Remap.Pending ||
+			c.Remap.Failed ||
 			c.Uncorrected == nil || *c.Uncorrected != 0 || c.Fabric == nil || c.Fabric.State != device.FabricCompleted || c.At.IsZero() {
 			t.Errorf("%+v", c)
 		}
 	}
-	if state := w.listens(); state.Driver == "" || state.Error != "" {
+	if state := w.awaitListening(); state.Driver == "" || state.Error != "" {
 		t.Errorf("%+v", state)
 	}
 	s.change(func(_ *layout.Config, f *state.File) error { return f.XID(3, 48) })
-	if e := w.event(s.card(3)); e.Kind != device.EventXID || e.XID != 48 || e.GPUInstance != nil || e.ComputeInstance != nil || e.Place != nil || e.Count != 1 {
+	if e := w.awaitEvent(s.card(3)); e.Kind != device.EventXID || e.XID != 48 || e.GPUInstance != nil || e.ComputeInstance != nil ||
+		e.Place != nil || e.Count != 1 {
 		t.Errorf("%+v", e)
 	}
 	s.change(func(_ *layout.Config, f *state.File) error { return f.ECC(4, true) })
-	if e := w.event(s.card(4)); e.Kind != device.EventDoubleBitECC || e.XID != 0 {
+	if e := w.awaitEvent(s.card(4)); e.Kind != device.EventDoubleBitECC || e.XID != 0 {
 		t.Errorf("%+v", e)
 	}
-	w.condition(s.card(4), func(c device.Condition) bool { return c.Uncorrected != nil && *c.Uncorrected == 1 })
+	w.awaitCondition(s.card(4), func(c device.Condition) bool { return c.Uncorrected != nil && *c.Uncorrected == 1 })
 	s.change(func(_ *layout.Config, f *state.File) error { return f.SetRecovery(5, 1) })
-	w.condition(s.card(5), func(c device.Condition) bool { return c.Recovery == device.RecoveryReset })
+	w.awaitCondition(s.card(5), func(c device.Condition) bool { return c.Recovery == device.RecoveryReset })
 }
 
-func TestEveryModelIsWatchedWithWhatItHas(t *testing.T) {
+func TestWatchReportsFeaturesOfEveryModel(t *testing.T) {
 	for node, has := range map[string]func(device.Condition) bool{
 		"p4-x2":      func(c device.Condition) bool { return c.Fabric == nil && c.Remap != nil }, // retired pages
 		"t4-x1":      func(c device.Condition) bool { return c.Fabric == nil && c.Remap != nil },
@@ -168,10 +173,10 @@ func TestEveryModelIsWatchedWithWhatItHas(t *testing.T) {
 		t.Run(node, func(t *testing.T) {
 			s := newSite(t, node, layout.Host, "")
 			w := watchSite(s, nil)
-			if c := w.condition(s.card(0), answers); !has(c) {
+			if c := w.awaitCondition(s.card(0), answers); !has(c) {
 				t.Errorf("%+v", c)
 			}
-			w.listens()
+			w.awaitListening()
 			if err := w.stop(); err != nil {
 				t.Error(err)
 			}
@@ -179,174 +184,184 @@ func TestEveryModelIsWatchedWithWhatItHas(t *testing.T) {
 	}
 }
 
-func TestAnEventSaysWhichInstanceItIsAbout(t *testing.T) {
+func TestEventNamesInstance(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Container, "")
-	w, p := cutWatched(s, nil)
-	c := s.cutting(p, 1)
+	w, p := newWatchedSite(s, nil)
+	c := s.changer(p, 1)
 	c.mode(true)
 	made := c.make(14, device.Placement{Start: 2, Size: 2})
-	w.condition(c.card, func(c device.Condition) bool { return c.MIG != nil && c.MIG.Enabled })
-	w.listens()
+	w.awaitCondition(c.card, func(c device.Condition) bool { return c.MIG != nil && c.MIG.Enabled })
+	w.awaitListening()
 	s.change(func(_ *layout.Config, f *state.File) error { return f.XIDOn(1, made.ID, made.Compute[0].ID, 94) })
-	e := w.event(c.card)
-	if e.XID != 94 || e.GPUInstance == nil || *e.GPUInstance != made.ID || e.ComputeInstance == nil || *e.ComputeInstance != made.Compute[0].ID {
+	e := w.awaitEvent(c.card)
+	if e.XID != 94 || e.GPUInstance == nil || *e.GPUInstance != made.ID || e.ComputeInstance == nil ||
+		*e.ComputeInstance != made.Compute[0].ID {
 		t.Errorf("%+v", e)
 	}
 	if e.Place == nil || e.Place.ProfileID != 14 || e.Place.Placement != made.Placement || e.Place.Part {
 		t.Errorf("place is %+v", e.Place)
 	}
-	// One that is gone when its event comes has no place.
+	// The test expects no placement in an event of a MIG instance that was destroyed before the event
+	// arrived.
 	c.destroy(made)
 	s.change(func(_ *layout.Config, f *state.File) error { return f.XIDOn(1, made.ID, made.Compute[0].ID, 94) })
-	if e := w.event(c.card); e.GPUInstance == nil || e.Place != nil {
+	if e := w.awaitEvent(c.card); e.GPUInstance == nil || e.Place != nil {
 		t.Errorf("%+v", e)
 	}
 }
 
-func TestALostGPUIsLostAloneAndHeardOfAgain(t *testing.T) {
+func TestLostGPURecoversAlone(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Container, "")
 	w := watchSite(s, nil)
-	w.condition(s.card(2), answers)
-	w.listens()
+	w.awaitCondition(s.card(2), answers)
+	w.awaitListening()
 	s.change(func(_ *layout.Config, f *state.File) error { return f.Lose(2) })
-	if e := w.event(s.card(2)); e.XID != 79 {
+	if e := w.awaitEvent(s.card(2)); e.XID != 79 {
 		t.Errorf("%+v", e)
 	}
-	lost := w.condition(s.card(2), func(c device.Condition) bool { return c.Reach != device.ReachOK })
+	lost := w.awaitCondition(s.card(2), func(c device.Condition) bool { return c.Reach != device.ReachOK })
 	if lost.Reach != device.ReachLost || !strings.Contains(lost.Error, "fallen off the bus") || lost.Recovery != device.RecoveryUnknown {
 		t.Errorf("%+v", lost)
 	}
-	w.listens() // to the others
+	w.awaitListening() // to the events of the other GPUs
 	s.change(func(_ *layout.Config, f *state.File) error { return f.XID(6, 31) })
-	if e := w.event(s.card(6)); e.XID != 31 {
+	if e := w.awaitEvent(s.card(6)); e.XID != 31 {
 		t.Errorf("%+v", e)
 	}
 	s.change(func(_ *layout.Config, f *state.File) error { return f.Restore(2) })
-	w.condition(s.card(2), answers)
-	w.listens()
+	w.awaitCondition(s.card(2), answers)
+	w.awaitListening()
 	s.change(func(_ *layout.Config, f *state.File) error { return f.XID(2, 43) })
-	if e := w.event(s.card(2)); e.XID != 43 {
+	if e := w.awaitEvent(s.card(2)); e.XID != 43 {
 		t.Errorf("%+v", e)
 	}
 }
 
-func TestALostGPUIsNamedByWhatItOnceSaid(t *testing.T) {
+func TestLostGPUKeepsKnownUUID(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	w := watchSite(s, nil)
-	w.condition(s.card(1), answers)
+	w.awaitCondition(s.card(1), answers)
 	s.change(func(_ *layout.Config, f *state.File) error { return f.Lose(1) })
-	w.condition(s.card(1), func(c device.Condition) bool { return c.Reach == device.ReachLost })
-	// Another child has not seen it well.
+	w.awaitCondition(s.card(1), func(c device.Condition) bool { return c.Reach == device.ReachLost })
+	// The new child process cannot read the lost card's UUID, so the parent must add it.
 	w.killChild(s)
-	w.says(func(state device.WatcherState) bool { return !state.Up })
-	w.condition(s.card(1), func(c device.Condition) bool { return c.Reach == device.ReachLost })
+	w.awaitState(func(state device.WatcherState) bool { return !state.Up })
+	w.awaitCondition(s.card(1), func(c device.Condition) bool { return c.Reach == device.ReachLost })
 }
 
-// killChild kills the process that has NVML, as the kernel does that is out of memory.
+// killChild lets the child process with NVML die at its next query, as if the kernel's OOM killer
+// killed it.
 func (w watch) killChild(s site) {
 	w.t.Helper()
 	s.fault(state.Fault{Kind: state.FaultKill, GPU: state.AnyGPU}, "nvmlDeviceGetUUID", 1)
 }
 
-func TestAWedgedGPUHoldsUpNoOther(t *testing.T) {
+func TestWedgedGPUDoesNotBlockOthers(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Container, "")
 	w := watchSite(s, func(w *watcher) { w.wedged = hangLimit })
-	w.condition(s.card(3), answers)
-	w.listens()
+	w.awaitCondition(s.card(3), answers)
+	w.awaitListening()
 	s.fault(state.Fault{Kind: state.FaultSlow, GPU: 3, DelayMS: 3600_000}, "nvmlDeviceGetRemappedRows", 0)
-	c := w.condition(s.card(3), func(c device.Condition) bool { return c.Reach != device.ReachOK })
+	c := w.awaitCondition(s.card(3), func(c device.Condition) bool { return c.Reach != device.ReachOK })
 	if c.Reach != device.ReachWedged || !strings.Contains(c.Error, "has not answered for") {
 		t.Errorf("%+v", c)
 	}
-	w.condition(s.card(3), func(c device.Condition) bool { return c.Reach == device.ReachWedged }) // it is said again
+	// A GPU that goes on hanging is reported as wedged again at each interval.
+	w.awaitCondition(s.card(3), func(c device.Condition) bool { return c.Reach == device.ReachWedged })
 	s.change(func(_ *layout.Config, f *state.File) error { return errors.Join(f.XID(4, 63), f.XID(3, 64)) })
-	if e := w.event(s.card(4)); e.XID != 63 {
+	if e := w.awaitEvent(s.card(4)); e.XID != 63 {
 		t.Errorf("%+v", e)
 	}
-	w.condition(s.card(5), answers)
+	w.awaitCondition(s.card(5), answers)
 	s.change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
-	w.condition(s.card(3), answers)
+	w.awaitCondition(s.card(3), answers)
 }
 
-func TestASetOfEventsThatFailsIsMadeAnew(t *testing.T) {
+func TestFailedEventSetIsRecreated(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	w := watchSite(s, nil)
-	w.condition(s.card(0), answers)
-	w.condition(s.card(1), answers)
-	w.listens()
-	for n, function := range []string{"nvmlEventSetWait_v2", "nvmlEventSetCreate", "nvmlDeviceRegisterEvents", "nvmlDeviceGetSupportedEventTypes"} {
+	w.awaitCondition(s.card(0), answers)
+	w.awaitCondition(s.card(1), answers)
+	w.awaitListening()
+	for n, function := range []string{"nvmlEventSetWait_v2", "nvmlEventSetCreate", "nvmlDeviceRegisterEvents",
+		"nvmlDeviceGetSupportedEventTypes"} {
 		fail := func(function string, times int) {
 			s.fault(state.Fault{Kind: state.FaultFail, GPU: state.AnyGPU, Error: uint32(nvml.ERROR_IRQ_ISSUE)}, function, times)
 		}
 		fail(function, 3)
-		if n > 0 { // the sets that are there have to fail first
+		if n > 0 { // the existing event sets must fail first
 			fail("nvmlEventSetWait_v2", 2)
 		}
 		code := uint64(100 + n)
 		xid := func() {
 			s.change(func(_ *layout.Config, f *state.File) error { return errors.Join(f.XID(0, code), f.XID(1, code)) })
 		}
-		xid() // ends the waits that are under way
-		if deaf := w.says(func(s device.WatcherState) bool { return !s.Events }); !deaf.Up || !strings.Contains(deaf.Error, "gpu-0000-") || !strings.Contains(deaf.Error, "interrupt problem") {
-			t.Errorf("%s: %+v", function, deaf)
+		xid() // ends the waits in progress
+		if state := w.awaitState(func(s device.WatcherState) bool { return !s.Events }); !state.Up ||
+			!strings.Contains(state.Error, "gpu-0000-") ||
+			!strings.Contains(state.Error, "interrupt problem") {
+			t.Errorf("%s: %+v", function, state)
 		}
 		code += 100
 		for _, index := range []int{0, 1} {
 			w.await("an event after the failure of "+function, func(signal device.Signal) bool {
 				if signal.Condition != nil {
-					xid() // what comes while nobody listens is lost
+					xid() // events without a listener are lost
 				}
 				return signal.Event != nil && signal.Event.XID == code && signal.Event.Card == s.card(index)
 			})
 		}
-		w.listens()
+		w.awaitListening()
 		s.change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
 	}
 }
 
-func TestAnyFailureOfAnyQuestionIsOfThatGPUAlone(t *testing.T) {
+func TestQueryFailureAffectsOneGPU(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Container, "")
 	w := watchSite(s, nil)
-	w.condition(s.card(1), answers)
+	w.awaitCondition(s.card(1), answers)
 	for function, answer := range map[string]nvml.Return{
 		"nvmlDeviceGetUUID": nvml.ERROR_UNKNOWN, "nvmlDeviceGetFieldValues": nvml.ERROR_TIMEOUT, "nvmlDeviceGetRemappedRows": nvml.ERROR_NO_DATA,
 		"nvmlDeviceGetTotalEccErrors": nvml.ERROR_UNKNOWN, "nvmlDeviceGetGpuFabricInfoV": nvml.ERROR_IRQ_ISSUE,
 	} {
 		s.fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(answer)}, function, 0)
-		c := w.condition(s.card(1), func(c device.Condition) bool { return c.Reach != device.ReachOK })
+		c := w.awaitCondition(s.card(1), func(c device.Condition) bool { return c.Reach != device.ReachOK })
 		if c.Reach != device.ReachFailed || !strings.Contains(c.Error, nvmlError(answer).Error()) {
 			t.Errorf("%s: %+v", function, c)
 		}
-		if c := w.condition(s.card(2), func(device.Condition) bool { return true }); c.Reach != device.ReachOK {
+		if c := w.awaitCondition(s.card(2), func(device.Condition) bool { return true }); c.Reach != device.ReachOK {
 			t.Errorf("%s: %+v", function, c)
 		}
 		s.change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
-		w.condition(s.card(1), answers)
+		w.awaitCondition(s.card(1), answers)
 	}
-	// What a driver does not know is no failure, and not the same as good.
+	// The test expects that an unsupported query makes the card neither failed nor recovered: its
+	// recovery action is unknown.
 	s.fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(nvml.ERROR_NOT_SUPPORTED)}, "nvmlDeviceGetFieldValues", 0)
-	w.condition(s.card(1), func(c device.Condition) bool {
+	w.awaitCondition(s.card(1), func(c device.Condition) bool {
 		return c.Reach == device.ReachOK && c.Recovery == device.RecoveryUnknown
 	})
 }
 
-func TestAGPUThatLeavesTheBusAndComesBack(t *testing.T) {
+func TestGPULeavesAndReturnsToBus(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	w := watchSite(s, nil)
-	w.condition(s.card(1), answers)
+	w.awaitCondition(s.card(1), answers)
 	link := filepath.Join(s.root, "sys", "bus", "pci", "devices", string(s.card(1).PCIAddress))
 	if err := os.Remove(link); err != nil {
 		t.Fatal(err)
 	}
-	if c := w.condition(s.card(1), func(c device.Condition) bool { return c.Reach != device.ReachOK }); c.Reach != device.ReachLost || !strings.Contains(c.Error, "left the PCI bus") {
+	if c := w.awaitCondition(s.card(1), func(c device.Condition) bool { return c.Reach != device.ReachOK }); c.Reach != device.ReachLost ||
+		!strings.Contains(c.Error, "left the PCI bus") {
 		t.Errorf("%+v", c)
 	}
-	w.condition(s.card(0), answers)
-	// The library in the child knows nothing of a card that came back (what changes the node puts the link back): another child does.
+	w.awaitCondition(s.card(0), answers)
+	// The NVML of the running child does not know the card that came back, and a new child's NVML
+	// does. s.change also restores the card's link in sysfs.
 	s.fault(state.Fault{Kind: state.FaultFail, GPU: state.AnyGPU, Error: uint32(nvml.ERROR_NOT_FOUND)}, "nvmlDeviceGetHandleByPciBusId_v2", 0)
-	if state := w.says(func(s device.WatcherState) bool { return !s.Up }); !strings.Contains(state.Error, "taken anew") {
+	if state := w.awaitState(func(s device.WatcherState) bool { return !s.Up }); !strings.Contains(state.Error, "NVML must be restarted") {
 		t.Errorf("%+v", state)
 	}
 	s.change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
-	w.condition(s.card(1), answers)
+	w.awaitCondition(s.card(1), answers)
 }

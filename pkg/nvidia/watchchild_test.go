@@ -15,25 +15,26 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-func TestAChildThatDiesIsFollowedByAnother(t *testing.T) {
+func TestDeadWatcherIsReplaced(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	w := watchSite(s, nil)
-	first := w.listens()
+	first := w.awaitListening()
 	w.killChild(s)
-	if state := w.says(func(s device.WatcherState) bool { return !s.Up }); !strings.Contains(state.Error, "has ended") || state.Released {
+	if state := w.awaitState(func(s device.WatcherState) bool { return !s.Up }); !strings.Contains(state.Error, "has ended") ||
+		state.Released {
 		t.Errorf("%+v", state)
 	}
-	if again := w.listens(); again.Driver != first.Driver {
-		t.Errorf("the driver is %q, and was %q", again.Driver, first.Driver)
+	if again := w.awaitListening(); again.Driver != first.Driver {
+		t.Errorf("the driver is %q, was %q", again.Driver, first.Driver)
 	}
 	s.change(func(_ *layout.Config, f *state.File) error { return f.XID(1, 45) })
-	w.event(s.card(1))
+	w.awaitEvent(s.card(1))
 }
 
-func TestWhenWatchReturnsNobodyHasTheHardware(t *testing.T) {
+func TestWatchReleasesHardwareOnReturn(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	w := watchSite(s, nil)
-	first := w.listens()
+	first := w.awaitListening()
 	inUse := func() (used bool) {
 		s.change(func(_ *layout.Config, f *state.File) error {
 			used = f.InUse()
@@ -42,38 +43,40 @@ func TestWhenWatchReturnsNobodyHasTheHardware(t *testing.T) {
 		return used
 	}
 	if !inUse() {
-		t.Error("nobody has it")
+		t.Error("the GPU is not in use")
 	}
 	if err := w.stop(); err != nil {
 		t.Error(err)
 	}
 	if inUse() {
-		t.Error("somebody has it")
+		t.Error("the GPU is still in use")
 	}
-	if s := w.says(func(s device.WatcherState) bool { return s.Released }); s.Up || s.Events {
+	if s := w.awaitState(func(s device.WatcherState) bool { return s.Released }); s.Up || s.Events {
 		t.Errorf("%+v", s)
 	}
 	s.change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, false) })
 	s.change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "", "") })
-	if again := watchSite(s, nil).listens(); again.Driver == first.Driver {
-		t.Error("the driver was loaded again, and it does not show")
+	if again := watchSite(s, nil).awaitListening(); again.Driver == first.Driver {
+		t.Error("the driver reload was not detected")
 	}
 }
 
-func TestWithoutADriverNoChildIsStarted(t *testing.T) {
+func TestWatchNeedsDriverToStartChild(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Container, "")
 	paths := s.paths()
 	s.change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, false) })
 	w := watchSite(s, func(w *watcher) { w.options.Paths = paths })
-	if state := w.says(func(device.WatcherState) bool { return true }); state.Up || !strings.Contains(state.Error, "not under the driver root") || state.Driver != "" {
+	if state := w.awaitState(func(device.WatcherState) bool { return true }); state.Up ||
+		!strings.Contains(state.Error, "not under the driver root") || state.Driver != "" {
 		t.Errorf("%+v", state)
 	}
 	s.change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "", "") })
-	w.listens()
+	w.awaitListening()
 }
 
-// playLocked is a child with a library that asks one card at a time, and of which one card never answers.
-func playLocked() {
+// runLockedWatcher runs a child process of Watch with a fake NVML library. The library holds one
+// lock during a query, and the query of the first card never returns.
+func runLockedWatcher() {
 	var lock sync.Mutex
 	cards := twoCards()
 	library := fakeNVML(cards...)
@@ -91,7 +94,7 @@ func playLocked() {
 	}
 }
 
-func TestAGPUThatHangsWithALockIsSetApart(t *testing.T) {
+func TestGPUHungWithLockGetsOwnWatcher(t *testing.T) {
 	h := newFakeHost(t)
 	s := site{t: t, root: h.root}
 	w := watchSite(s, func(w *watcher) {
@@ -101,18 +104,18 @@ func TestAGPUThatHangsWithALockIsSetApart(t *testing.T) {
 	})
 	cards := twoCards()
 	w.await("the end of the common child", func(s device.Signal) bool {
-		return s.Watcher != nil && strings.Contains(s.Watcher.Error, "process of its own")
+		return s.Watcher != nil && strings.Contains(s.Watcher.Error, "a separate process")
 	})
-	w.condition(Card{PCIAddress: "0000:1b:00.0", UUID: cards[1].uuid}, answers)
-	w.condition(Card{PCIAddress: "0000:c3:00.0"}, func(c device.Condition) bool { return c.Reach == device.ReachWedged })
-	w.condition(Card{PCIAddress: "0000:1b:00.0", UUID: cards[1].uuid}, answers)
+	w.awaitCondition(Card{PCIAddress: "0000:1b:00.0", UUID: cards[1].uuid}, answers)
+	w.awaitCondition(Card{PCIAddress: "0000:c3:00.0"}, func(c device.Condition) bool { return c.Reach == device.ReachWedged })
+	w.awaitCondition(Card{PCIAddress: "0000:1b:00.0", UUID: cards[1].uuid}, answers)
 	if err := w.stop(); err != nil {
 		t.Error(err)
 	}
-	w.says(func(s device.WatcherState) bool { return s.Released })
+	w.awaitState(func(s device.WatcherState) bool { return s.Released })
 }
 
-func TestAChildThatCannotBeEndedIsSaid(t *testing.T) {
+func TestUnkillableWatcherIsReported(t *testing.T) {
 	w := newWatcher(WatchOptions{}, func(device.Signal) {})
 	self, err := os.FindProcess(os.Getpid())
 	if err != nil {
@@ -126,7 +129,7 @@ func TestAChildThatCannotBeEndedIsSaid(t *testing.T) {
 	if err := w.watch(t.Context()); err == nil || !strings.Contains(err.Error(), "still hang in the NVIDIA driver") {
 		t.Error(err)
 	}
-	if err := w.release(); err == nil || !strings.Contains(err.Error(), "cannot be ended") {
+	if err := w.release(); err == nil || !strings.Contains(err.Error(), "cannot end the watcher") {
 		t.Error(err)
 	}
 	for _, c := range w.children {
@@ -137,19 +140,19 @@ func TestAChildThatCannotBeEndedIsSaid(t *testing.T) {
 	}
 }
 
-func TestAWatchIsNotStartedOnNonsense(t *testing.T) {
+func TestServeWatchRejectsInvalidOrder(t *testing.T) {
 	if err := ServeWatch(t.Context(), strings.NewReader("no JSON"), os.Stderr); err == nil {
-		t.Error("an order that is no JSON was taken")
+		t.Error("invalid JSON was accepted")
 	}
 }
 
-func TestTenThousandEventsAreAllCountedAndLeaveNothingBehind(t *testing.T) {
+func TestTenThousandEventsAreCountedWithoutLeak(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Container, "")
 	w := watchSite(s, nil)
 	for i := range 8 {
-		w.condition(s.card(i), answers)
+		w.awaitCondition(s.card(i), answers)
 	}
-	w.listens()
+	w.awaitListening()
 	f, err := state.Open(layout.StatePath(s.root))
 	if err != nil {
 		t.Fatal(err)
@@ -185,12 +188,12 @@ func TestTenThousandEventsAreAllCountedAndLeaveNothingBehind(t *testing.T) {
 	}
 }
 
-// weight is what a process has of the machine.
-type weight struct{ files, threads, kilobytes int }
+// processUsage has the open files, threads and memory of a process.
+type processUsage struct{ files, threads, kilobytes int }
 
-func footprint(t *testing.T, pid int) weight {
+func footprint(t *testing.T, pid int) processUsage {
 	t.Helper()
-	var w weight
+	var w processUsage
 	files, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
 	if err != nil {
 		t.Fatal(err)
@@ -207,16 +210,16 @@ func footprint(t *testing.T, pid int) weight {
 	return w
 }
 
-func TestAChildThatIsNotNeededAnyMoreSaysWhatItHasHeard(t *testing.T) {
+func TestStoppedWatcherDeliversQueuedEvents(t *testing.T) {
 	const taken = `read order; echo '{"condition":{"reach":"ok"}}'; cat > /dev/null; `
 	const words = taken + `echo '{"condition":{"reach":"lost"}}{"event":{"kind":"xid","xid":79}}'`
 	for name, c := range map[string]struct {
 		script string
 		events int
 	}{
-		"in order":  {words, 1},
-		"and hangs": {words + "; exec sleep 3600", 1},
-		"nothing":   {taken + "exec sleep 3600", 0},
+		"in order":   {words, 1},
+		"then hangs": {words + "; exec sleep 3600", 1},
+		"nothing":    {taken + "exec sleep 3600", 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -227,7 +230,7 @@ func TestAChildThatIsNotNeededAnyMoreSaysWhatItHasHeard(t *testing.T) {
 				t.Fatal(err)
 			}
 			<-child.signals
-			w.part(child, "load-1")
+			w.drainAndKill(child, "load-1")
 			<-child.gone
 			if len(heard) != c.events || c.events > 0 && heard[0].Event.XID != 79 {
 				t.Errorf("%+v", heard)

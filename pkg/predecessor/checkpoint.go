@@ -13,19 +13,21 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// Claim is one that the reference driver has prepared, or had begun to.
+// Claim is a claim that NVIDIA's DRA driver prepared or began to prepare.
 type Claim struct {
 	UID types.UID
-	// Namespace and Name are known only of claims whose preparation was not finished. Pods are the names of those that use the claim.
+	// Namespace and Name are empty if the preparation finished, because the checkpoint then lacks
+	// them. Pods has the names of the Pods that use the claim.
 	Namespace, Name string
 	Pods            []string
 	Devices         []Device
-	// Daemons are the IDs of its MPS daemons; MPS and TimeSlices say that compute mode or time slices of its GPUs were set.
+	// Daemons has the IDs of the claim's MPS daemons. MPS is true if NVIDIA's DRA driver changed the
+	// compute mode of the claim's GPUs, and TimeSlices is true if it changed their time slices.
 	Daemons         []string
 	MPS, TimeSlices bool
 }
 
-// String names the claim as well as the file allows.
+// String returns the claim's UID, its name if known, and its Pods.
 func (c Claim) String() string {
 	name := "claim " + string(c.UID)
 	if c.Name != "" {
@@ -37,33 +39,37 @@ func (c Claim) String() string {
 	return name
 }
 
-// Device is one device of such a claim. What is not known is empty.
+// Device is one device of a [Claim]. Fields that the checkpoint does not tell are empty.
 type Device struct {
-	// Name is the reference driver's.
+	// Name is the name that NVIDIA's DRA driver gave to the device.
 	Name string
-	// GPUUUID is the card, or the card of the partition; PCIBusID is the card's where it is known by that.
+	// GPUUUID is the UUID of the device's GPU: the device itself, or the GPU that it is a partition
+	// of. PCIBusID is the PCI address of that GPU.
 	GPUUUID, PCIBusID string
-	// MIG is nil for what is no partition.
+	// MIG describes the partition. It is nil for a device that is not a partition.
 	MIG *MIG
 }
 
-// MIG is a partition that the reference driver has made. Its IDs are nil where an older version did not write them.
+// MIG is a partition that NVIDIA's DRA driver created. GPUInstanceID and ComputeInstanceID are nil
+// if an older version of that driver did not write them.
 type MIG struct {
 	UUID                             string
 	GPUInstanceID, ComputeInstanceID *uint32
 }
 
-// UnreadableError says that a checkpoint is there and cannot be understood.
+// UnreadableError means that the checkpoint exists but cannot be read.
 type UnreadableError struct{ Path, Reason string }
 
 func (e *UnreadableError) Error() string {
-	return fmt.Sprintf("the checkpoint %s of NVIDIA's reference driver cannot be understood (%s), and may list claims that hold any GPU: when no Pod on this node has a GPU from that driver any more, move the file away",
+	return fmt.Sprintf("cannot read the checkpoint %s of NVIDIA's DRA driver (%s). "+
+		"Its claims may still use any GPU: when no Pod on this node has a GPU from that driver any more, move the file away",
 		e.Path, e.Reason)
 }
 
-// The file, as far as it matters here. V1 and V2 list claims alike.
+// The types below have those fields of the checkpoint file that this driver reads. Versions v1 and
+// v2 of the file list claims in the same way.
 
-type checkpointV struct {
+type checkpointVersion struct {
 	NodeBootID     string                    `json:"nodeBootID"`
 	PreparedClaims map[types.UID]claimInFile `json:"preparedClaims"`
 }
@@ -101,7 +107,8 @@ type deviceInFile struct {
 		Device nameInFile `json:"device"`
 	} `json:"gpu"`
 	MIG *struct {
-		// Concrete is V2's. Info is V1's, and may know the partition's UUID alone.
+		// Version v2 of the checkpoint has the field Concrete. Version v1 has the field Info instead,
+		// which may have only the UUID of the partition.
 		Concrete *migInFile `json:"concrete"`
 		Info     *migInFile `json:"info"`
 		Device   nameInFile `json:"device"`
@@ -130,18 +137,20 @@ type nameInFile struct{ DeviceName string }
 
 var versionKey = regexp.MustCompile(`^v[0-9]+$`)
 
-// Parse reads a checkpoint. forgotten says that it was written before the node's last boot, so that nothing in it holds any more; V1 does not tell.
-func Parse(raw []byte, driver, bootID string) (claims []Claim, forgotten bool, err error) {
+// Parse reads a checkpoint. outdated is true if the checkpoint was written before the node's last
+// boot. Then claims is empty, because the boot ended all claims. Version v1 does not record the
+// boot, so it is never outdated.
+func Parse(raw []byte, driver, bootID string) (claims []Claim, outdated bool, err error) {
 	var versions map[string]json.RawMessage
 	if err := json.Unmarshal(raw, &versions); err != nil {
 		if len(bytes.TrimSpace(raw)) == 0 {
-			err = errors.New("it is empty")
+			err = errors.New("the file is empty")
 		}
 		return nil, false, err
 	}
 	for key := range versions {
 		if versionKey.MatchString(key) && key != "v1" && key != "v2" {
-			return nil, false, fmt.Errorf("it has version %s, and v1 and v2 are known", key)
+			return nil, false, fmt.Errorf("the file has version %s, only v1 and v2 are known", key)
 		}
 	}
 	newest := versions["v2"]
@@ -149,9 +158,9 @@ func Parse(raw []byte, driver, bootID string) (claims []Claim, forgotten bool, e
 		newest = versions["v1"]
 	}
 	if isNull(newest) {
-		return nil, false, errors.New("it has neither v1 nor v2")
+		return nil, false, errors.New("the file has neither v1 nor v2")
 	}
-	var v checkpointV
+	var v checkpointVersion
 	if err := json.Unmarshal(newest, &v); err != nil {
 		return nil, false, err
 	}
@@ -160,12 +169,12 @@ func Parse(raw []byte, driver, bootID string) (claims []Claim, forgotten bool, e
 	}
 	for uid, c := range v.PreparedClaims {
 		if uid == "" || strings.ContainsAny(string(uid), "/._") {
-			return nil, false, fmt.Errorf("%q is no UID of a claim", uid)
+			return nil, false, fmt.Errorf("%q is not a claim UID", uid)
 		}
 		read := c.read(uid, driver)
 		for _, daemon := range read.Daemons {
-			if len(validation.IsDNS1123Label(daemon)) > 0 { // administrators are told a command with it
-				return nil, false, fmt.Errorf("%q is no ID of an MPS daemon", daemon)
+			if len(validation.IsDNS1123Label(daemon)) > 0 { // an Event quotes the ID in a shell command
+				return nil, false, fmt.Errorf("%q is not the ID of an MPS daemon", daemon)
 			}
 		}
 		claims = append(claims, read)
@@ -196,7 +205,8 @@ func (f claimInFile) read(uid types.UID, driver string) Claim {
 			c.Devices = append(c.Devices, device)
 		}
 	}
-	// A preparation that was begun may have got hold of anything that was allocated.
+	// The checkpoint has the allocation only of a claim whose preparation did not finish. That
+	// preparation may have changed any allocated device.
 	if f.Status.Allocation != nil {
 		for _, r := range f.Status.Allocation.Devices.Results {
 			if r.Driver == driver && !named[r.Device] {
@@ -207,7 +217,8 @@ func (f claimInFile) read(uid types.UID, driver string) Claim {
 	return c
 }
 
-// read leaves a device of a kind that is not known without a card: it may be any.
+// read converts a device from the checkpoint. If the kind of the device is unknown, the result
+// names no GPU, so the caller must assume that the device may be on any GPU of the node.
 func (f deviceInFile) read() Device {
 	switch {
 	case f.GPU != nil:

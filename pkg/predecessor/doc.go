@@ -1,10 +1,17 @@
-// Package predecessor reads what NVIDIA's reference driver (kubernetes-sigs/dra-driver-nvidia-gpu) has left on a node that this driver takes over: its
-// checkpoint.json, in the plugin directory that both share because they have the same name.
+// Package predecessor reads the checkpoint of NVIDIA's DRA driver
+// (kubernetes-sigs/dra-driver-nvidia-gpu) on a node that this driver takes over. The checkpoint is
+// the file checkpoint.json in the plugin directory. Both drivers use that directory, because they
+// have the same name.
 //
-// The file lists the claims that were prepared and not given back. Their Pods may still run, and the scheduler knows their devices by names that are not ours:
-// what they hold must not be given to others until they end. The package says which claims those are, and what each of them holds, as far as the file proves
-// it. It never changes the file's content: which of its claims have ended is noted beside this driver's own records, and when all have, the file is renamed, so
-// that whoever starts next, this driver or that one, does not believe it any more.
+// The checkpoint lists the claims that NVIDIA's DRA driver prepared and did not unprepare. Their
+// Pods may still run, so other claims must not get their devices until these claims end. The
+// scheduler knows the devices by names that this driver does not use. The package returns the
+// claims, and the devices that the checkpoint identifies.
 //
-// A file that cannot be read, or that a later version has written, may list anything: that is an [UnreadableError], and the caller withholds everything.
+// The package never changes the content of the checkpoint. It notes ended claims in files next to
+// this driver's own files. When all claims have ended, it renames the checkpoint, so that neither
+// driver reads it again.
+//
+// A checkpoint that cannot be read, or has a later version, may list any claim. Then the package
+// returns an [UnreadableError], and the caller withholds every GPU.
 package predecessor

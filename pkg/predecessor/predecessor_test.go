@@ -32,7 +32,7 @@ func read(t *testing.T, name string) []byte {
 	return raw
 }
 
-func TestWhatTheReferenceDriverHasWrittenIsRead(t *testing.T) {
+func TestParseReadsReferenceDriverCheckpoints(t *testing.T) {
 	for name, want := range map[string][]Claim{
 		"v1.json": {{
 			UID: "aaaaaaaa-1111-4222-8333-444444444444", Pods: []string{"trainer"}, TimeSlices: true,
@@ -51,9 +51,9 @@ func TestWhatTheReferenceDriverHasWrittenIsRead(t *testing.T) {
 			UID: second, Namespace: "team", Name: "begun", Pods: []string{"starting"}, Devices: []Device{{Name: "gpu-3"}},
 		}},
 	} {
-		got, forgotten, err := Parse(read(t, name), driver, boot)
-		if err != nil || forgotten {
-			t.Fatalf("%s: forgotten %v, %v", name, forgotten, err)
+		got, outdated, err := Parse(read(t, name), driver, boot)
+		if err != nil || outdated {
+			t.Fatalf("%s: outdated %v, %v", name, outdated, err)
 		}
 		if diff := cmp.Diff(want, got); diff != "" {
 			t.Errorf("%s: %s", name, diff)
@@ -61,37 +61,38 @@ func TestWhatTheReferenceDriverHasWrittenIsRead(t *testing.T) {
 	}
 }
 
-func TestWhatWasWrittenBeforeTheLastBootHoldsNothing(t *testing.T) {
-	if claims, forgotten, err := Parse(read(t, "v2.json"), driver, "boot-2"); len(claims) != 0 || !forgotten || err != nil {
-		t.Errorf("%v, %v, %v", claims, forgotten, err)
+func TestCheckpointFromEarlierBootListsNoClaims(t *testing.T) {
+	if claims, outdated, err := Parse(read(t, "v2.json"), driver, "boot-2"); len(claims) != 0 || !outdated || err != nil {
+		t.Errorf("%v, %v, %v", claims, outdated, err)
 	}
-	if claims, forgotten, err := Parse(read(t, "v1.json"), driver, "boot-2"); len(claims) != 1 || forgotten || err != nil {
-		t.Errorf("V1 does not tell: %v, %v, %v", claims, forgotten, err)
+	if claims, outdated, err := Parse(read(t, "v1.json"), driver, "boot-2"); len(claims) != 1 || outdated || err != nil {
+		t.Errorf("V1 has no boot ID: %v, %v, %v", claims, outdated, err)
 	}
 }
 
-func TestADeviceOfAKindThatIsNotKnownMayBeAny(t *testing.T) {
+func TestUnknownDeviceKindNamesNoGPU(t *testing.T) {
 	claims, _, err := Parse([]byte(`{"v2":{"preparedClaims":{"u":{"preparedDevices":[{"devices":[{"later":{}}]}]}}}}`), driver, boot)
 	if err != nil || len(claims) != 1 || len(claims[0].Devices) != 1 || claims[0].Devices[0] != (Device{}) {
 		t.Errorf("%+v, %v", claims, err)
 	}
 }
 
-// bad are checkpoints that nothing can be concluded from.
-var bad = map[string]string{
-	"empty":                           "",
-	"torn":                            `{"v2":{"preparedClaims":{"u":{`,
-	"no version":                      `{"checksum":1}`,
-	"null":                            `{"v1":null,"v2":null}`,
-	"a later version":                 `{"v1":{},"v2":{},"v3":{"preparedClaims":{}}}`,
-	"of another form":                 `{"v2":{"preparedClaims":[]}}`,
-	"not an object":                   `[]`,
-	"a UID that is a way":             `{"v2":{"preparedClaims":{"../../etc":{}}}}`,
-	"a daemon's ID that is a command": `{"v2":{"preparedClaims":{"u":{"preparedDevices":[{"configState":{"mpsControlDaemonID":"a; rm -r b"}}]}}}}`,
+// badCheckpoints are contents of a checkpoint that the package must reject.
+var badCheckpoints = map[string]string{
+	"empty":                "",
+	"torn":                 `{"v2":{"preparedClaims":{"u":{`,
+	"no version":           `{"checksum":1}`,
+	"null":                 `{"v1":null,"v2":null}`,
+	"a later version":      `{"v1":{},"v2":{},"v3":{"preparedClaims":{}}}`,
+	"of another form":      `{"v2":{"preparedClaims":[]}}`,
+	"not an object":        `[]`,
+	"a UID that is a path": `{"v2":{"preparedClaims":{"../../etc":{}}}}`,
+	"a daemon's ID that is a command": `{"v2":{"preparedClaims":{"u":{"preparedDevices":[
+		{"configState":{"mpsControlDaemonID":"a; rm -r b"}}]}}}}`,
 }
 
-func TestWhatCannotBeUnderstoodIsReportedWithTheWayOut(t *testing.T) {
-	for name, content := range bad {
+func TestUnreadableCheckpointErrorNamesTheWayOut(t *testing.T) {
+	for name, content := range badCheckpoints {
 		dir := t.TempDir()
 		if err := os.WriteFile(filepath.Join(dir, File), []byte(content), 0o600); err != nil {
 			t.Fatal(err)
@@ -99,7 +100,8 @@ func TestWhatCannotBeUnderstoodIsReportedWithTheWayOut(t *testing.T) {
 		s := NewStore(dir, filepath.Join(dir, "state"), driver, boot, durable.OS{})
 		_, err := s.Claims()
 		unreadable := new(UnreadableError)
-		if !errors.As(err, &unreadable) || !strings.Contains(err.Error(), s.Path()) || !strings.Contains(err.Error(), "move the file away") {
+		if !errors.As(err, &unreadable) ||
+			!strings.Contains(err.Error(), s.Path()) || !strings.Contains(err.Error(), "move the file away") {
 			t.Errorf("%s: %v", name, err)
 		}
 		if err := os.Remove(s.Path()); err != nil {
@@ -111,7 +113,7 @@ func TestWhatCannotBeUnderstoodIsReportedWithTheWayOut(t *testing.T) {
 	}
 }
 
-func TestEndedClaimsAreRememberedUntilAllHave(t *testing.T) {
+func TestEndedClaimsAreRememberedUntilAllEnd(t *testing.T) {
 	dir := t.TempDir()
 	state := filepath.Join(dir, "state")
 	if err := errors.Join(os.Mkdir(state, 0o700), os.WriteFile(filepath.Join(dir, File), read(t, "v2.json"), 0o600)); err != nil {
@@ -123,8 +125,8 @@ func TestEndedClaimsAreRememberedUntilAllHave(t *testing.T) {
 		t.Fatal(claims, err)
 	}
 	for range 2 { // the kubelet may ask twice
-		if aside, err := s.End(first); aside != "" || err != nil {
-			t.Fatal(aside, err)
+		if renamedTo, err := s.MarkEnded(first); renamedTo != "" || err != nil {
+			t.Fatal(renamedTo, err)
 		}
 	}
 	for _, s := range []*Store{s, store()} {
@@ -132,15 +134,15 @@ func TestEndedClaimsAreRememberedUntilAllHave(t *testing.T) {
 			t.Fatal(claims, err)
 		}
 	}
-	aside, err := s.End(second)
-	if err != nil || aside == "" {
-		t.Fatal(aside, err)
+	renamedTo, err := s.MarkEnded(second)
+	if err != nil || renamedTo == "" {
+		t.Fatal(renamedTo, err)
 	}
 	if notes, err := os.ReadDir(filepath.Join(state, "predecessor")); err != nil || len(notes) != 0 {
 		t.Errorf("notes are left: %v, %v", notes, err)
 	}
-	if kept, err := os.ReadFile(aside); err != nil || string(kept) != string(read(t, "v2.json")) {
-		t.Errorf("it is not as it was: %v", err)
+	if content, err := os.ReadFile(renamedTo); err != nil || string(content) != string(read(t, "v2.json")) {
+		t.Errorf("the renamed checkpoint changed: %v", err)
 	}
 	for _, s := range []*Store{s, store()} {
 		if claims, err := s.Claims(); len(claims) != 0 || err != nil {
@@ -149,7 +151,7 @@ func TestEndedClaimsAreRememberedUntilAllHave(t *testing.T) {
 	}
 }
 
-func TestACheckpointThatOthersCanWriteIsNotBelieved(t *testing.T) {
+func TestWorldWritableCheckpointIsRejected(t *testing.T) {
 	dir := t.TempDir()
 	s := NewStore(dir, filepath.Join(dir, "state"), driver, boot, durable.OS{})
 	if err := os.WriteFile(s.Path(), read(t, "v1.json"), 0o600); err != nil {
@@ -166,11 +168,11 @@ func TestACheckpointThatOthersCanWriteIsNotBelieved(t *testing.T) {
 		t.Fatal(err)
 	}
 	if claims, err := s.Claims(); err != nil || len(claims) == 0 {
-		t.Errorf("after others have lost the right: %v, %v", claims, err)
+		t.Errorf("after a chmod to 0600: %v, %v", claims, err)
 	}
 }
 
-func TestACheckpointThatChangesIsReadAgain(t *testing.T) {
+func TestChangedCheckpointIsReadAgain(t *testing.T) {
 	dir := t.TempDir()
 	s := NewStore(dir, filepath.Join(dir, "state"), driver, boot, durable.OS{})
 	if claims, err := s.Claims(); claims != nil || err != nil {
@@ -198,13 +200,13 @@ func FuzzParse(f *testing.F) {
 		}
 		f.Add(raw)
 	}
-	for _, content := range bad {
+	for _, content := range badCheckpoints {
 		f.Add([]byte(content))
 	}
 	f.Fuzz(func(t *testing.T, raw []byte) {
-		claims, forgotten, err := Parse(raw, driver, boot)
-		if (err != nil || forgotten) && claims != nil {
-			t.Errorf("claims %v beside forgotten %v, %v", claims, forgotten, err)
+		claims, outdated, err := Parse(raw, driver, boot)
+		if (err != nil || outdated) && claims != nil {
+			t.Errorf("claims %v with outdated %v, %v", claims, outdated, err)
 		}
 		for _, c := range claims {
 			if name := string(c.UID); name == "" || filepath.Base(name) != name {

@@ -14,53 +14,61 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
-// File is the checkpoint's name in the plugin directory.
+// File is the name of the checkpoint that NVIDIA's DRA driver wrote in the plugin directory.
 const File = "checkpoint.json"
 
-// Store is the checkpoint of a node, and the notes of which of its claims have ended. The file is read again when it has changed.
+// Store reads the checkpoint of NVIDIA's DRA driver and notes which of its claims have ended. Store
+// reads the checkpoint again when that file changes.
 type Store struct {
-	path, notes    string
+	path, notesDir string
 	driver, bootID string
 	disk           durable.FS
 
-	mu     sync.Mutex
-	seen   stamp
-	claims []Claim
-	err    error
+	mu        sync.Mutex
+	lastStamp stamp
+	claims    []Claim
+	err       error
 }
 
-// stamp tells one content of the file from another.
+// stamp identifies a version of the checkpoint file by its size and time. If these change, Store
+// reads the file again.
 type stamp struct {
-	there bool
-	size  int64
-	at    time.Time
+	exists   bool
+	size     int64
+	modified time.Time
 }
 
-// NewStore is about the checkpoint in pluginDir. Its notes are in stateDir.
+// NewStore returns the store for the checkpoint in pluginDir. Its notes about ended claims are
+// below stateDir.
 func NewStore(pluginDir, stateDir, driver, bootID string, disk durable.FS) *Store {
-	return &Store{path: filepath.Join(pluginDir, File), notes: filepath.Join(stateDir, "predecessor"), driver: driver, bootID: bootID, disk: disk}
+	return &Store{
+		path: filepath.Join(pluginDir, File), notesDir: filepath.Join(stateDir, "predecessor"),
+		driver: driver, bootID: bootID, disk: disk,
+	}
 }
 
-// Path is the checkpoint's.
+// Path returns the path of the checkpoint.
 func (s *Store) Path() string { return s.path }
 
-// Claims lists those that have not ended. The error is an [*UnreadableError]. A node without the file costs one look for its name.
+// Claims returns the claims in the checkpoint that have not ended, or none if there is no
+// checkpoint. An error is an [*UnreadableError]. Without a checkpoint, a call costs only one stat
+// call.
 func (s *Store) Claims() ([]Claim, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	info, err := os.Stat(s.path)
 	if errors.Is(err, fs.ErrNotExist) {
-		s.seen, s.claims, s.err = stamp{}, nil, nil
+		s.lastStamp, s.claims, s.err = stamp{}, nil, nil
 		return nil, nil
 	}
 	if err != nil {
 		return nil, &UnreadableError{s.path, err.Error()}
 	}
-	if now := (stamp{true, info.Size(), info.ModTime()}); now != s.seen {
-		s.seen, s.claims, s.err = now, nil, nil
+	if now := (stamp{true, info.Size(), info.ModTime()}); now != s.lastStamp {
+		s.lastStamp, s.claims, s.err = now, nil, nil
 		if s.claims, s.err = s.read(); s.err != nil {
 			s.err = &UnreadableError{s.path, s.err.Error()}
-			s.seen = stamp{} // an admin may mend owner and rights, which a stamp does not show
+			s.lastStamp = stamp{} // read again, because the stamp does not change when an admin fixes the owner or mode
 		}
 	}
 	if s.err != nil {
@@ -80,7 +88,9 @@ func (s *Store) Claims() ([]Claim, error) {
 }
 
 func (s *Store) read() ([]Claim, error) {
-	if err := durable.CheckFile(s.path); err != nil { // instances are removed on its word
+	// This driver destroys MIG instances that the checkpoint names, so only root may be able to write
+	// the checkpoint.
+	if err := durable.CheckFile(s.path); err != nil {
 		return nil, err
 	}
 	raw, err := os.ReadFile(s.path)
@@ -91,49 +101,52 @@ func (s *Store) read() ([]Claim, error) {
 	return claims, err
 }
 
-func (s *Store) note(uid types.UID) string { return filepath.Join(s.notes, string(uid)) }
+func (s *Store) notePath(uid types.UID) string { return filepath.Join(s.notesDir, string(uid)) }
 
 func (s *Store) ended(uid types.UID) (bool, error) {
-	switch _, err := os.Stat(s.note(uid)); {
+	switch _, err := os.Stat(s.notePath(uid)); {
 	case err == nil:
 		return true, nil
 	case errors.Is(err, fs.ErrNotExist):
 		return false, nil
 	default:
-		return false, fmt.Errorf("look whether claim %s has ended: %w", uid, err)
+		return false, fmt.Errorf("check whether claim %s has ended: %w", uid, err)
 	}
 }
 
-// End notes that a claim has ended. When the last one has, the checkpoint is renamed; aside is its new place then.
-func (s *Store) End(uid types.UID) (aside string, err error) {
-	if err := durable.MakeDir(s.disk, s.notes); err != nil {
+// MarkEnded notes that the claim with this UID has ended. If no claim is left, it renames the
+// checkpoint and returns the new path. If claims are left or the checkpoint is unreadable,
+// renamedTo is empty.
+func (s *Store) MarkEnded(uid types.UID) (renamedTo string, err error) {
+	if err := durable.MakeDir(s.disk, s.notesDir); err != nil {
 		return "", err
 	}
-	if err := durable.Replace(s.disk, s.note(uid), nil); err != nil {
+	if err := durable.Replace(s.disk, s.notePath(uid), nil); err != nil {
 		return "", fmt.Errorf("note that claim %s has ended: %w", uid, err)
 	}
 	left, err := s.Claims()
 	if err != nil || len(left) > 0 {
-		return "", nil //nolint:nilerr // what cannot be read now is withheld, and said, elsewhere
+		return "", nil //nolint:nilerr // an unreadable file is reported where GPUs are withheld
 	}
-	aside = s.path + ".ended"
-	if err := s.disk.Rename(s.path, aside); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return "", fmt.Errorf("set the checkpoint of the reference driver aside, whose claims have all ended: %w", err)
+	renamedTo = s.path + ".ended"
+	if err := s.disk.Rename(s.path, renamedTo); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return "", fmt.Errorf("rename the checkpoint of NVIDIA's DRA driver, whose claims have all ended: %w", err)
 	}
 	if err := s.disk.SyncDir(filepath.Dir(s.path)); err != nil {
-		return "", fmt.Errorf("set the checkpoint of the reference driver aside: %w", err)
+		return "", fmt.Errorf("rename the checkpoint of NVIDIA's DRA driver: %w", err)
 	}
-	return aside, s.forget()
+	return renamedTo, s.removeNotes()
 }
 
-// forget removes the notes, which nobody needs without the checkpoint.
-func (s *Store) forget() error {
-	names, err := s.disk.ReadDir(s.notes)
+// removeNotes removes the notes about ended claims. They are useless after the checkpoint was
+// renamed.
+func (s *Store) removeNotes() error {
+	names, err := s.disk.ReadDir(s.notesDir)
 	if err != nil {
-		return fmt.Errorf("remove the notes about the reference driver's claims: %w", err)
+		return fmt.Errorf("remove the notes about ended claims of NVIDIA's DRA driver: %w", err)
 	}
 	for _, name := range names {
-		if err := durable.Remove(s.disk, filepath.Join(s.notes, name)); err != nil {
+		if err := durable.Remove(s.disk, filepath.Join(s.notesDir, name)); err != nil {
 			return err
 		}
 	}

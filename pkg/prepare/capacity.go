@@ -11,69 +11,74 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 )
 
-// FullError refuses shares that do not fit into what other claims leave of a device's capacity.
-type FullError struct {
+// CapacityError refuses a claim whose shares do not fit into what other claims leave of a device's
+// capacity.
+type CapacityError struct {
 	Request string
 	Device  string
-	// Capacity is the name of what is short: claims can hold Total of it, and the holders have Held.
-	Capacity           string
-	Asked, Held, Total resource.Quantity
-	// Holders is empty where the claim alone asks for more than there is.
+	// Capacity names the exceeded capacity. Total is how much of it the device has, Requested is what
+	// this claim asks for, and InUse is what the claims in Holders use.
+	Capacity                string
+	Requested, InUse, Total resource.Quantity
+	// Holders are the other claims that use some of the capacity. Holders is empty if this claim alone
+	// asks for more than Total.
 	Holders []checkpoint.HolderClaim
 }
 
-func (e *FullError) Error() string {
-	asked := fmt.Sprintf("request %s: the claim asks for %s of capacity %s of device %s, which has %s", e.Request, e.Asked.String(), e.Capacity, e.Device, e.Total.String())
+func (e *CapacityError) Error() string {
+	asked := fmt.Sprintf("request %s: the claim asks for %s of capacity %s of device %s, which has %s",
+		e.Request, e.Requested.String(), e.Capacity, e.Device, e.Total.String())
 	if len(e.Holders) == 0 {
-		return asked + ": delete the claim's Pods, so that it is allocated anew"
+		return asked + ": delete the claim's Pods to have it allocated anew"
 	}
 	names := make([]string, len(e.Holders))
 	for i, h := range e.Holders {
 		names[i] = h.String()
 	}
-	return fmt.Sprintf("%s, and other claims hold %s: wait until enough of these claims are given back on this node, or end their Pods: %s", asked, e.Held.String(), strings.Join(names, ", "))
+	return fmt.Sprintf("%s, and other claims use %s: wait until the Pods of enough of these claims have ended, or delete them: %s",
+		asked, e.InUse.String(), strings.Join(names, ", "))
 }
 
-func (e *FullError) until() []waitedFor {
-	holders := make([]waitedFor, len(e.Holders))
+func (e *CapacityError) blockers() []blockingClaim {
+	holders := make([]blockingClaim, len(e.Holders))
 	for i, h := range e.Holders {
-		holders[i] = waitedFor{h.UID, h.Namespace + "/" + h.Name}
+		holders[i] = blockingClaim{h.UID, h.Namespace + "/" + h.Name}
 	}
 	return holders
 }
 
-// fits refuses the i-th device's shares if they exceed its capacity together with those that other
-// claims hold. The scheduler counts too, but a Pod that is deleted by force frees its share while it
-// still runs. The caller holds the GPU's lock.
-func (w *plan) fits(i int, holders []checkpoint.Record) error {
-	d := w.record.Devices[i]
-	asked := consumed(w.record, d.Device)
+// checkCapacity returns an error if device i has too little capacity for this claim's shares and
+// those of the claims in holders. The scheduler checks this too, but regards a share as free once
+// its Pod was deleted by force, even if the Pod still runs. The caller holds the GPU's lock.
+func (pl *plan) checkCapacity(i int, holders []checkpoint.Record) error {
+	d := pl.record.Devices[i]
+	asked := consumedBy(pl.record, d.Device)
 	for _, name := range slices.Sorted(maps.Keys(asked)) {
-		total, known := w.wants[i].totals[name]
+		total, known := pl.requests[i].totals[name]
 		if !known {
 			continue
 		}
-		full := &FullError{Request: d.Request, Device: d.Device, Capacity: name, Asked: asked[name], Total: total}
+		full := &CapacityError{Request: d.Request, Device: d.Device, Capacity: name, Requested: asked[name], Total: total}
 		for _, h := range holders {
-			if q, takes := consumed(h, d.Device)[name]; takes {
-				full.Held.Add(q)
+			if q, takes := consumedBy(h, d.Device)[name]; takes {
+				full.InUse.Add(q)
 				full.Holders = append(full.Holders, checkpoint.HolderClaim{UID: h.ClaimUID, Namespace: h.Namespace, Name: h.Name})
 			}
 		}
-		sum := full.Held.DeepCopy()
-		sum.Add(full.Asked)
+		sum := full.InUse.DeepCopy()
+		sum.Add(full.Requested)
 		switch {
 		case sum.Cmp(total) <= 0:
 		case len(full.Holders) == 0:
-			return because(CauseClaim, "%w", full)
+			return withCause(CauseClaim, "%w", full)
 		default:
-			return because(CauseHeld, "%w", full)
+			return withCause(CauseHeld, "%w", full)
 		}
 	}
 	return nil
 }
 
-// capacity is by name. What is nothing is left out.
+// capacity maps the names of capacities to amounts. add keeps only amounts above zero.
 type capacity map[string]resource.Quantity
 
 func (c capacity) add(more capacity) {
@@ -86,8 +91,8 @@ func (c capacity) add(more capacity) {
 	}
 }
 
-// consumed adds up what the claim takes of the device, over all of its shares.
-func consumed(r checkpoint.Record, deviceName string) capacity {
+// consumedBy returns how much of the device all shares of the record's claim consume together.
+func consumedBy(r checkpoint.Record, deviceName string) capacity {
 	sum := capacity{}
 	for _, d := range r.Devices {
 		if d.Device == deviceName && !d.AdminAccess {
@@ -97,7 +102,8 @@ func consumed(r checkpoint.Record, deviceName string) capacity {
 	return sum
 }
 
-// sameCapacity accepts a record that does not say what its shares consume.
+// sameCapacity reports whether old and now are the same amounts. A nil old equals anything, because
+// early versions of the driver did not record what a claim consumes.
 func sameCapacity(old, now capacity) bool {
 	return old == nil || maps.EqualFunc(old, now, func(a, b resource.Quantity) bool { return a.Cmp(b) == 0 })
 }

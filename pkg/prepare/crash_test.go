@@ -17,14 +17,16 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 )
 
-// ends are the two ways in which a process ends without being asked.
-var ends = map[string]func(*world){
+// deaths has the ways in which a plugin process can die, by name: killed, or with a power cut. Each
+// function does to the fake node what that death does.
+var deaths = map[string]func(*world){
 	"kill -9":   func(w *world) { w.disk.Restart() },
 	"power cut": func(w *world) { w.reboot() },
 }
 
-// consistent is what must hold after every start: each claim is prepared in whole or not at all.
-func consistent(t *testing.T, w *world, p *Preparer, uid types.UID) (prepared bool) {
+// checkConsistent fails the test unless the claim uid is either fully prepared or not prepared at
+// all. It returns which of the two is the case.
+func checkConsistent(t *testing.T, w *world, p *Preparer, uid types.UID) (prepared bool) {
 	t.Helper()
 	r, found, err := p.Records.Load(uid)
 	if err != nil {
@@ -47,8 +49,8 @@ func consistent(t *testing.T, w *world, p *Preparer, uid types.UID) (prepared bo
 	return found
 }
 
-func TestAPrepareThatIsInterruptedAnywhere(t *testing.T) {
-	for name, end := range ends {
+func TestInterruptedPrepareIsRecovered(t *testing.T) {
+	for name, end := range deaths {
 		for n := 1; ; n++ {
 			w := newWorld(t)
 			mustPrepare(t, w.plugin(t), newClaim("bystander", allocated("r", gpu1)))
@@ -64,31 +66,32 @@ func TestAPrepareThatIsInterruptedAnywhere(t *testing.T) {
 			}
 			t.Run(fmt.Sprintf("%s at write %d", name, n), func(t *testing.T) {
 				end(w)
-				leaveALock(t, w, "c")
+				leaveLockFile(t, w, "c")
 				p := w.plugin(t)
 				if err := p.Recover(t.Context()); err != nil {
 					t.Fatal(err)
 				}
-				if consistent(t, w, p, "uid-c") {
+				if checkConsistent(t, w, p, "uid-c") {
 					mustUnprepare(t, p, "uid-c")
 				}
 				mustPrepare(t, p, newClaim("next", allocated("r", gpu0)))
 				mustUnprepare(t, p, "uid-next")
 				mustPrepare(t, p, c)
-				if !consistent(t, w, p, "uid-bystander") {
+				if !checkConsistent(t, w, p, "uid-bystander") {
 					t.Error("another claim was lost")
 				}
 				mustUnprepare(t, p, "uid-c")
 				mustUnprepare(t, p, "uid-bystander")
-				clean(t, w)
+				checkClean(t, w)
 			})
 		}
 	}
 }
 
-// The kubelet's next call may come to an instance that has not recovered, or to another one.
-func TestThePrepareAfterAnInterruptedOneNeedsNoRecovery(t *testing.T) {
-	for name, end := range ends {
+// After a crash the kubelet may call Prepare before Recover ran. Prepare must succeed without
+// Recover, whichever disk write of the earlier Prepare was the last.
+func TestPrepareAfterInterruptedPrepareNeedsNoRecovery(t *testing.T) {
+	for name, end := range deaths {
 		for n := 1; ; n++ {
 			w := newWorld(t)
 			dying := w.plugin(t)
@@ -102,7 +105,7 @@ func TestThePrepareAfterAnInterruptedOneNeedsNoRecovery(t *testing.T) {
 				end(w)
 				p := w.plugin(t)
 				mustPrepare(t, p, c)
-				if !consistent(t, w, p, "uid-c") {
+				if !checkConsistent(t, w, p, "uid-c") {
 					t.Error("not prepared")
 				}
 			})
@@ -110,8 +113,8 @@ func TestThePrepareAfterAnInterruptedOneNeedsNoRecovery(t *testing.T) {
 	}
 }
 
-func TestAnUnprepareThatIsInterruptedAnywhere(t *testing.T) {
-	for name, end := range ends {
+func TestInterruptedUnprepareIsRecovered(t *testing.T) {
+	for name, end := range deaths {
 		for n := 1; ; n++ {
 			w := newWorld(t)
 			c := newClaim("c", allocated("r", gpu0))
@@ -128,27 +131,27 @@ func TestAnUnprepareThatIsInterruptedAnywhere(t *testing.T) {
 				if err := p.Recover(t.Context()); err != nil {
 					t.Fatal(err)
 				}
-				consistent(t, w, p, "uid-c")
+				checkConsistent(t, w, p, "uid-c")
 				mustUnprepare(t, p, "uid-c")
-				clean(t, w)
+				checkClean(t, w)
 				mustPrepare(t, p, newClaim("next", allocated("r", gpu0)))
 			})
 		}
 	}
 }
 
-func TestARecoveryThatIsInterruptedAnywhereIsFinishedByTheNext(t *testing.T) {
+func TestInterruptedRecoveryIsFinishedByTheNext(t *testing.T) {
 	for n := 1; ; n++ {
 		w := newWorld(t)
 		dying := w.plugin(t)
-		w.disk.StopAt(4) // the spec is written, the record has no name yet
+		w.disk.StopAt(4) // the spec is written, the record is not
 		_, _ = dying.Prepare(t.Context(), newClaim("c", allocated("r", gpu0)))
 		w.disk.Restart()
 		p := w.plugin(t)
 		w.disk.StopAt(n)
 		_ = p.Recover(t.Context())
 		if !w.disk.Stopped() {
-			clean(t, w)
+			checkClean(t, w)
 			return
 		}
 		w.disk.Restart()
@@ -156,32 +159,32 @@ func TestARecoveryThatIsInterruptedAnywhereIsFinishedByTheNext(t *testing.T) {
 		if err := p.Recover(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		clean(t, w)
+		checkClean(t, w)
 	}
 }
 
-// leaveALock is what a killed process leaves of a lock: its file.
-func leaveALock(t *testing.T, w *world, claim string) {
+// leaveLockFile creates the lock file that a killed process would leave.
+func leaveLockFile(t *testing.T, w *world, claim string) {
 	t.Helper()
 	if err := os.WriteFile(filepath.Join(w.locks, claimLock(types.UID("uid-"+claim)).File), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func TestRecoveryRemovesWhatHasNoRecord(t *testing.T) {
+func TestRecoveryRemovesFilesWithoutRecord(t *testing.T) {
 	w := newWorld(t)
-	w.specs.claims["uid-stray"] = "a spec"
-	leaveALock(t, w, "killed")
+	w.specs.claims["uid-leftover"] = "a spec"
+	leaveLockFile(t, w, "killed")
 	if err := w.plugin(t).Recover(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	clean(t, w)
+	checkClean(t, w)
 }
 
-func TestSpecsThatSomeoneRemovedComeBack(t *testing.T) {
-	for name, mend := range map[string]func(*Preparer, context.Context) error{
+func TestRemovedSpecsAreRestored(t *testing.T) {
+	for name, repair := range map[string]func(*Preparer, context.Context) error{
 		"at the start": (*Preparer).Recover,
-		"when noticed": (*Preparer).Mend,
+		"when noticed": (*Preparer).RepairAllSpecs,
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -189,15 +192,16 @@ func TestSpecsThatSomeoneRemovedComeBack(t *testing.T) {
 			mustPrepare(t, w.plugin(t), newClaim("b", allocated("r", gpu1)))
 			spec := w.specs.of("uid-b")
 			w.specs.clear()
-			w.snapshot.Ready = false // the driver is not there yet after a restart: which card has which device node is not known
-			if err := mend(w.plugin(t), t.Context()); err != nil {
+			// At a restart the driver may not be loaded yet, so the device nodes of the cards are unknown.
+			w.snapshot.Ready = false
+			if err := repair(w.plugin(t), t.Context()); err != nil {
 				t.Fatal(err)
 			}
 			if len(w.specs.claims) != 0 {
-				t.Errorf("written without a look at the node: %v", w.specs.claims)
+				t.Errorf("written before the node was scanned: %v", w.specs.claims)
 			}
 			w.snapshot.Ready = true
-			if err := mend(w.plugin(t), t.Context()); err != nil {
+			if err := repair(w.plugin(t), t.Context()); err != nil {
 				t.Fatal(err)
 			}
 			if w.specs.of("uid-b") != spec || w.specs.of("uid-a") == "" {
@@ -218,7 +222,7 @@ func recordFile(t *testing.T, w *world, uid string) string {
 	return ""
 }
 
-func TestAnUnreadableRecordHoldsItsGPUUntilItsClaimIsGivenBack(t *testing.T) {
+func TestUnreadableRecordBlocksItsGPUUntilUnprepare(t *testing.T) {
 	for name, resolve := range map[string]func(*testing.T, *Preparer){
 		"by unprepare": func(t *testing.T, p *Preparer) {
 			t.Helper()
@@ -239,8 +243,8 @@ func TestAnUnreadableRecordHoldsItsGPUUntilItsClaimIsGivenBack(t *testing.T) {
 			if err := p.Recover(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			if err := p.Mend(t.Context()); err == nil {
-				t.Error("nobody was told")
+			if err := p.RepairAllSpecs(t.Context()); err == nil {
+				t.Error("no error was reported")
 			}
 			_, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0)))
 			if CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "uid-bad") || !strings.Contains(err.Error(), "is unreadable") {
@@ -250,14 +254,14 @@ func TestAnUnreadableRecordHoldsItsGPUUntilItsClaimIsGivenBack(t *testing.T) {
 			resolve(t, p)
 			mustPrepare(t, p, newClaim("next", allocated("r", gpu0)))
 			if kept := w.disk.Names(filepath.Join(state, "quarantine")); len(kept) != 1 {
-				t.Errorf("the quarantine holds %q", kept)
+				t.Errorf("the quarantine has %q", kept)
 			}
 		})
 	}
 }
 
-// What cannot be looked at keeps nothing else from being put in order.
-func TestADaemonThatNobodyHoldsIsEndedThoughTheSpecsCannotBeListed(t *testing.T) {
+// If the CDI specs cannot be listed, Reconcile must still stop the leftover MPS daemon.
+func TestLeftoverDaemonStopsThoughSpecsCannotBeListed(t *testing.T) {
 	w := newWorld(t)
 	withMPS(w)
 	mustPrepare(t, w.plugin(t), newClaim("bad", fraction("r", share0, "1Gi", "0")))
@@ -266,15 +270,16 @@ func TestADaemonThatNobodyHoldsIsEndedThoughTheSpecsCannotBeListed(t *testing.T)
 	}
 	w.specs.unlisted = errors.New("input/output error")
 	if err := w.plugin(t).Reconcile(t.Context()); !errors.Is(err, w.specs.unlisted) {
-		t.Errorf("it is not said: %v", err)
+		t.Errorf("the failure is not reported: %v", err)
 	}
 	if len(w.daemons.running) != 0 || len(w.holders()) != 0 {
 		t.Errorf("left: %v, %q", w.daemons.running, w.holders())
 	}
 }
 
-// Of a claim that was deleted behind the kubelet's back nobody asks for what it holds, and its record does not tell its name.
-func TestAnUnreadableRecordCanBeRemovedByHand(t *testing.T) {
+// The claim of an unreadable record was deleted, so no call unprepares it. The error of a
+// conflicting claim must name the record's file, so that an admin can remove it.
+func TestUnreadableRecordCanBeRemovedByHand(t *testing.T) {
 	w := newWorld(t)
 	withMPS(w)
 	mustPrepare(t, w.plugin(t), newClaim("bad", fraction("r", share0, "1Gi", "0")))
@@ -286,12 +291,12 @@ func TestAnUnreadableRecordCanBeRemovedByHand(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := p.Prepare(t.Context(), next); CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), file) {
-		t.Errorf("the file is not named: %v", err)
+		t.Errorf("the error does not name the file: %v", err)
 	}
 	if err := w.disk.Remove(file); err != nil {
 		t.Fatal(err)
 	}
-	w.daemons.ending = 10 * tryWait // what else is done for the claim does not give up on it meanwhile
+	w.daemons.ending = 10 * tryWait // other work on the claim must wait longer than tryWait
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -301,7 +306,7 @@ func TestAnUnreadableRecordCanBeRemovedByHand(t *testing.T) {
 	mustPrepare(t, p, next)
 }
 
-func TestTheRecordOfALaterVersionIsLeftToIt(t *testing.T) {
+func TestRecordOfLaterVersionIsLeftAlone(t *testing.T) {
 	w := newWorld(t)
 	c := newClaim("c", allocated("r", gpu0))
 	mustPrepare(t, w.plugin(t), c)
@@ -324,7 +329,7 @@ func TestTheRecordOfALaterVersionIsLeftToIt(t *testing.T) {
 	}
 }
 
-func TestAStepOfALaterVersionIsNotLost(t *testing.T) {
+func TestUnknownStepOfLaterVersionIsKept(t *testing.T) {
 	for _, step := range []checkpoint.Step{
 		{Kind: "mps-daemon", Params: []byte(`{}`)},
 		{Kind: claimSpecKind, Params: []byte(`[]`)},
@@ -343,8 +348,8 @@ func TestAStepOfALaterVersionIsNotLost(t *testing.T) {
 		if err := p.Unprepare(t.Context(), "uid-c"); CauseOf(err) != CauseRecord || !strings.Contains(err.Error(), step.Kind) {
 			t.Error(err)
 		}
-		if err := p.Mend(t.Context()); err == nil {
-			t.Error("nobody was told")
+		if err := p.RepairAllSpecs(t.Context()); err == nil {
+			t.Error("no error was reported")
 		}
 		if err := p.Recover(t.Context()); err != nil || len(w.records()) != 1 {
 			t.Error(err, w.records())
@@ -352,7 +357,7 @@ func TestAStepOfALaterVersionIsNotLost(t *testing.T) {
 	}
 }
 
-func TestAReadOnlyDiskIsSaidWhereTheUserLooks(t *testing.T) {
+func TestReadOnlyDiskIsReportedInPrepareError(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
@@ -364,24 +369,25 @@ func TestAReadOnlyDiskIsSaidWhereTheUserLooks(t *testing.T) {
 	}
 	w.disk.Restart()
 	mustUnprepare(t, p, "uid-c")
-	clean(t, w)
+	checkClean(t, w)
 }
 
-func TestUnreadableStateStopsTheStartWithAnError(t *testing.T) {
+func TestUnreadableStateDirectoryFailsRecovery(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
 	w.disk.StopAt(1)
 	_ = w.disk.Write()
-	_, heldErr := p.Held()
-	for i, err := range []error{p.Recover(t.Context()), p.Mend(t.Context()), heldErr} {
+	_, heldErr := p.Usage()
+	for i, err := range []error{p.Recover(t.Context()), p.RepairAllSpecs(t.Context()), heldErr} {
 		if CauseOf(err) != CauseRecord {
 			t.Errorf("call %d: %v", i, err)
 		}
 	}
 }
 
-// The spec that the real store writes is one that the CDI library accepts; the fake does not know.
-func TestWithTheRealSpecs(t *testing.T) {
+// This test uses the real store of CDI specs, because the CDI library must accept the specs. The
+// fake store does not check that.
+func TestPrepareWithRealCDISpecs(t *testing.T) {
 	w := newWorld(t)
 	dir := t.TempDir()
 	store := cdi.NewStore(dir)
@@ -397,7 +403,7 @@ func TestWithTheRealSpecs(t *testing.T) {
 	if err := os.RemoveAll(dir); err != nil {
 		t.Fatal(err)
 	}
-	if err := p.Mend(t.Context()); err != nil {
+	if err := p.RepairAllSpecs(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if after, err := os.ReadFile(file); err != nil || string(after) != string(before) {

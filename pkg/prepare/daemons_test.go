@@ -23,7 +23,7 @@ import (
 
 func (h *hardware) SetComputeMode(_ context.Context, c nvidia.Card, mode device.ComputeMode) error {
 	op := fmt.Sprintf("set compute mode %s", mode)
-	return h.call(op, c, func(s *silicon) error {
+	return h.call(op, c, func(s *fakeGPU) error {
 		if s.on && mode == device.ComputeExclusiveProcess {
 			return failure(nvidia.CodeNotSupported, op, c)
 		}
@@ -33,7 +33,7 @@ func (h *hardware) SetComputeMode(_ context.Context, c nvidia.Card, mode device.
 }
 
 func (h *hardware) TimeSlice(_ context.Context, c nvidia.Card) (slice device.TimeSlice, err error) {
-	err = h.call("time slice", c, func(s *silicon) error {
+	err = h.call("time slice", c, func(s *fakeGPU) error {
 		if s.unsliced {
 			return failure(nvidia.CodeNotSupported, "read the time slice", c)
 		}
@@ -44,21 +44,22 @@ func (h *hardware) TimeSlice(_ context.Context, c nvidia.Card) (slice device.Tim
 }
 
 func (h *hardware) SetTimeSlice(_ context.Context, c nvidia.Card, slice device.TimeSlice) error {
-	return h.call(fmt.Sprintf("set time slice %d", slice), c, func(s *silicon) error {
+	return h.call(fmt.Sprintf("set time slice %d", slice), c, func(s *fakeGPU) error {
 		s.slice = slice
 		return nil
 	})
 }
 
-// daemons are those of a node's supervisor, which lives on when the plugin ends. A daemon needs devices that are there, and a whole GPU for itself.
+// daemons fakes a node's MPS supervisor, which keeps running when the plugin restarts. A fake
+// daemon starts only if its devices exist, and if no other process uses its whole GPUs.
 type daemons struct {
 	h       *hardware
 	running map[string]mps.Daemon
-	hang    map[string]bool // by UUID of a device
-	apart   bool            // what ails the GPUs does not ail their daemons
-	absent  bool            // there is no supervisor, and so no daemon
-	stuck   bool            // no daemon can be ended
-	ending  time.Duration   // how long it takes to end one
+	hang    map[string]bool // by device UUID: starting a daemon for it hangs
+	apart   bool            // injected faults hit GPU calls but no daemon calls
+	absent  bool            // the supervisor does not run
+	stuck   bool            // stopping a daemon hangs
+	ending  time.Duration   // how long a stop takes
 }
 
 var (
@@ -66,7 +67,7 @@ var (
 	errAbsent         = &mps.NotRunningError{Socket: "/mps/socket", Err: fs.ErrNotExist}
 )
 
-// withMPS gives the world's GPUs the ability to be cut, and to be shared.
+// withMPS adds fake MIG GPUs and a fake MPS supervisor to the node, and returns the fake GPUs.
 func withMPS(w *world) *hardware {
 	h := withMIG(w)
 	w.daemons.h, w.daemons.absent = h, false
@@ -84,7 +85,7 @@ func (d *daemons) Start(ctx context.Context, daemon mps.Daemon) error {
 		<-ctx.Done()
 		return fmt.Errorf("start MPS daemon %s: the MPS supervisor has not answered in time: %w", daemon.ID, context.Cause(ctx))
 	}
-	return d.h.any("start "+daemon.ID, func() error {
+	return d.h.inject("start "+daemon.ID, func() error {
 		for _, uuid := range daemon.Devices {
 			if !d.h.serves(uuid) {
 				return fmt.Errorf("start MPS daemon %s: no device %s is there for it alone", daemon.ID, uuid)
@@ -111,7 +112,7 @@ func (d *daemons) List(context.Context) ([]mps.Status, error) {
 	return all, nil
 }
 
-// Stop forgets a daemon that has gone with its supervisor, as the driver does.
+// Stop also succeeds for a daemon that ended with the supervisor, as with the real supervisor.
 func (d *daemons) Stop(ctx context.Context, id string) error {
 	ended := time.After(d.ending)
 	if d.stuck {
@@ -126,13 +127,14 @@ func (d *daemons) Stop(ctx context.Context, id string) error {
 		delete(d.running, id)
 		return nil
 	}
-	return d.h.any("stop "+id, func() error {
+	return d.h.inject("stop "+id, func() error {
 		delete(d.running, id)
 		return nil
 	})
 }
 
-// serves says whether a daemon could use the device.
+// serves reports whether an MPS daemon could use the device: a GPU in exclusive mode, or an
+// existing MIG device.
 func (h *hardware) serves(uuid string) bool {
 	for _, s := range h.cards {
 		if s.uuid == uuid {
@@ -154,7 +156,7 @@ func (d *daemons) edits(id string) specs.ContainerEdits {
 	}
 }
 
-// verify finds a daemon's directory only while the daemon is there.
+// verify fails if the edits mount the directory of a daemon that does not run.
 func (d *daemons) verify(edits specs.ContainerEdits) error {
 	if d.h == nil {
 		return nil
@@ -177,14 +179,15 @@ const (
 	migShare0 = small0 + "-share"
 )
 
-// fraction is a share with limits.
+// fraction returns an allocated share with this much memory and this percentage of the cores.
 func fraction(request, name, memory, cores string) result {
 	r := shareOf(request, name)
-	r.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse(memory), "cores": resource.MustParse(cores)}
+	r.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse(memory),
+		"cores": resource.MustParse(cores)}
 	return r
 }
 
-// plain is a share without.
+// plain returns an allocated plain share, which has no limits.
 func plain(request, name string) result {
 	r := shareOf(request, name)
 	r.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{"shares": resource.MustParse("1")}
@@ -197,12 +200,13 @@ func shareOf(request, name string) result {
 	return r
 }
 
-// shareBy configures how the claim's devices of a kind are shared.
+// shareBy adds a configuration of this kind to the claim, with these sharing settings. It applies
+// to all requests.
 func shareBy(c *resourceapi.ResourceClaim, kind, sharing string) *resourceapi.ResourceClaim {
 	return configured(c, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"`+kind+`","sharing":`+sharing+`}`)
 }
 
-// shareEach gives each request a configuration of its own.
+// shareEach adds one configuration for each request, all with the same sharing settings.
 func shareEach(c *resourceapi.ResourceClaim, kind, sharing string) *resourceapi.ResourceClaim {
 	for _, r := range c.Status.Allocation.Devices.Results {
 		shareBy(c, kind, sharing)
@@ -218,7 +222,7 @@ func slicing(interval string) string {
 
 const byMPS = `{"strategy":"MPS"}`
 
-func TestTimeSlicesOfAWholeGPUAreSetForItsClaimAndSetBack(t *testing.T) {
+func TestTimeSliceIsSetAndRestored(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
 	h.of(t, gpu0).slice = device.TimeSliceMedium
@@ -228,60 +232,68 @@ func TestTimeSlicesOfAWholeGPUAreSetForItsClaimAndSetBack(t *testing.T) {
 	if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
 		t.Errorf("the time slice is %d", got)
 	}
-	h.asked()
+	h.takeCalls()
 	mustPrepare(t, p, c)
-	if calls := h.asked(); !slices.Equal(calls, []string{"time slice"}) {
-		t.Errorf("a repeated call asked %q", calls)
+	if calls := h.takeCalls(); !slices.Equal(calls, []string{"time slice"}) {
+		t.Errorf("a repeated call made hardware calls: %q", calls)
 	}
 	h.of(t, gpu0).forget()
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
-		t.Errorf("forgotten, the time slice is %d", got)
+		t.Errorf("after a reset the time slice is %d", got)
 	}
 	mustUnprepare(t, p, c.UID)
 	if got := h.of(t, gpu0).slice; got != device.TimeSliceMedium {
-		t.Errorf("set back, the time slice is %d", got)
+		t.Errorf("restored, the time slice is %d", got)
 	}
-	clean(t, w)
+	checkClean(t, w)
 }
 
-func TestAClaimWithMPSHasADaemonOverAllDevicesOfItsConfiguration(t *testing.T) {
+func TestOneMPSDaemonServesAllDevicesOfAConfiguration(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
 	p := w.plugin(t)
-	c := shareBy(newClaim("c", allocated("a", gpu0), allocated("b", gpu1)), "GpuConfig",
-		`{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":40,"defaultPinnedDeviceMemoryLimit":"10Gi","defaultPerDevicePinnedMemoryLimit":{"1":"5Gi"},"multiUser":true}}`)
+	c := shareBy(
+		newClaim("c", allocated("a", gpu0), allocated("b", gpu1)),
+		"GpuConfig",
+		`{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":40,"defaultPinnedDeviceMemoryLimit":"10Gi",`+
+			`"defaultPerDevicePinnedMemoryLimit":{"1":"5Gi"},"multiUser":true}}`,
+	)
 	mustPrepare(t, p, c)
-	want := mps.Daemon{ID: "uid-c-0", Devices: []string{"GPU-0", "GPU-1"}, ThreadPercentage: ptr.To(40), MemoryLimits: map[int]uint64{0: 10240, 1: 5120}, MultiUser: true}
+	want := mps.Daemon{ID: "uid-c-0", Devices: []string{"GPU-0", "GPU-1"}, ThreadPercentage: ptr.To(40),
+		MemoryLimits: map[int]uint64{0: 10240, 1: 5120}, MultiUser: true}
 	if got := w.daemons.running["uid-c-0"]; !got.Equal(want) {
 		t.Errorf("the daemon is %+v", got)
 	}
 	if a, b := h.of(t, gpu0).mode, h.of(t, gpu1).mode; a != device.ComputeExclusiveProcess || b != device.ComputeExclusiveProcess {
 		t.Errorf("the compute modes are %s and %s", a, b)
 	}
-	if spec := w.specs.of(c.UID); strings.Count(spec, "/mps/uid-c-0") != 2 || strings.Count(spec, "CUDA_MPS_PIPE_DIRECTORY") != 2 || strings.Contains(spec, "LIMIT") {
+	if spec := w.specs.of(c.UID); strings.Count(spec, "/mps/uid-c-0") != 2 || strings.Count(spec, "CUDA_MPS_PIPE_DIRECTORY") != 2 ||
+		strings.Contains(spec, "LIMIT") {
 		t.Errorf("the spec is %s", spec)
 	}
 	mustPrepare(t, p, c)
 	mustUnprepare(t, p, c.UID)
-	if a, b := h.of(t, gpu0).mode, h.of(t, gpu1).mode; len(w.daemons.running) != 0 || a != device.ComputeDefault || b != device.ComputeDefault {
+	if a, b := h.of(t, gpu0).mode, h.of(t, gpu1).mode; len(w.daemons.running) != 0 || a != device.ComputeDefault ||
+		b != device.ComputeDefault {
 		t.Errorf("left: %v, %s, %s", w.daemons.running, a, b)
 	}
-	clean(t, w)
+	checkClean(t, w)
 }
 
-// NVIDIA's reference driver sorts the UUIDs before it counts them
-// (https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu/blob/main/cmd/gpu-kubelet-plugin/allocatable.go,
-// UUIDs).
-func TestALimitByIndexCountsTheDevicesInTheOrderOfTheirUUIDs(t *testing.T) {
+// An index in defaultPerDevicePinnedMemoryLimit must count the sorted UUIDs, as in NVIDIA's DRA
+// driver:
+// https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu/blob/main/cmd/gpu-kubelet-plugin/allocatable.go,
+// UUIDs.
+func TestMemoryLimitIndexFollowsUUIDOrder(t *testing.T) {
 	for name, c := range map[string]struct {
 		perDevice string
 		want      map[int]uint64
 	}{
-		"the first UUID is of the second request": {`"0":"5Gi"`, map[int]uint64{1: 5120}},
-		"the last one is of the first":            {`"1":"6Gi"`, map[int]uint64{0: 6144}},
+		"index 0 is the second request's GPU": {`"0":"5Gi"`, map[int]uint64{1: 5120}},
+		"index 1 is the first request's GPU":  {`"1":"6Gi"`, map[int]uint64{0: 6144}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -295,12 +307,12 @@ func TestALimitByIndexCountsTheDevicesInTheOrderOfTheirUUIDs(t *testing.T) {
 				t.Errorf("the daemon is %+v, want %+v", got, want)
 			}
 			mustUnprepare(t, p, claim.UID)
-			clean(t, w)
+			checkClean(t, w)
 		})
 	}
 }
 
-func TestMPSOfAPartitionFollowsIt(t *testing.T) {
+func TestMPSDaemonFollowsRecreatedPartition(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
 	p := w.plugin(t)
@@ -315,18 +327,18 @@ func TestMPSOfAPartitionFollowsIt(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got := w.daemons.running["uid-c-0"].Devices; !slices.Equal(got, []string{"MIG-2"}) {
-		t.Errorf("after the partition was made again the daemon has %q", got)
+		t.Errorf("after the partition was recreated the daemon has %q", got)
 	}
 	mustUnprepare(t, p, c.UID)
 	if len(w.daemons.running) != 0 || len(h.of(t, gpu0).instances) != 0 {
 		t.Errorf("left: %v", w.daemons.running)
 	}
-	clean(t, w)
+	checkClean(t, w)
 }
 
-// NVIDIA's control daemon refuses 0 and stays at 100 (test/nvmlsim/conformance), so that with the
-// reference driver it is no limit.
-func TestNoPercentageOfThreadsIsNoLimit(t *testing.T) {
+// A thread percentage of 0 must mean no limit, as with NVIDIA's DRA driver. There the MPS control
+// daemon refuses 0 and stays at 100 (test/nvmlsim/conformance).
+func TestZeroThreadPercentageIsNoLimit(t *testing.T) {
 	w := newWorld(t)
 	withMPS(w)
 	p := w.plugin(t)
@@ -336,15 +348,16 @@ func TestNoPercentageOfThreadsIsNoLimit(t *testing.T) {
 		t.Errorf("the daemon is %+v", got)
 	}
 	mustUnprepare(t, p, c.UID)
-	clean(t, w)
+	checkClean(t, w)
 }
 
-// A process is a client of one daemon: what takes another configuration has another, and what takes none has none.
-func TestDevicesOfOneClaimAreClientsOfTheDaemonOfTheirConfiguration(t *testing.T) {
+// A process can use only one MPS daemon. So each configuration must get its own daemon, and a
+// device without an MPS configuration must get none.
+func TestEachConfigurationHasItsOwnMPSDaemon(t *testing.T) {
 	w := newWorld(t)
 	withMPS(w)
 	p := w.plugin(t)
-	partitions := shareEach(newClaim("p", allocated("a", small0), allocated("b", beside)), "MigDeviceConfig", byMPS)
+	partitions := shareEach(newClaim("p", allocated("a", small0), allocated("b", neighbor)), "MigDeviceConfig", byMPS)
 	mustPrepare(t, p, partitions)
 	for id, device := range map[string]string{"uid-p-0": "MIG-1", "uid-p-1": "MIG-2"} {
 		if got := w.daemons.running[id].Devices; !slices.Equal(got, []string{device}) {
@@ -355,12 +368,12 @@ func TestDevicesOfOneClaimAreClientsOfTheDaemonOfTheirConfiguration(t *testing.T
 		t.Errorf("the spec is %s", spec)
 	}
 	mustUnprepare(t, p, partitions.UID)
-	beside := shareBy(newClaim("c", allocated("a", gpu0), allocated("b", gpu1)), "GpuConfig", byMPS)
-	beside.Status.Allocation.Devices.Config[0].Requests = []string{"a"}
-	mustPrepare(t, p, beside)
-	if spec := w.specs.of(beside.UID); len(w.daemons.running) != 1 || strings.Count(spec, "/mps/") != 1 {
+	neighbor := shareBy(newClaim("c", allocated("a", gpu0), allocated("b", gpu1)), "GpuConfig", byMPS)
+	neighbor.Status.Allocation.Devices.Config[0].Requests = []string{"a"}
+	mustPrepare(t, p, neighbor)
+	if spec := w.specs.of(neighbor.UID); len(w.daemons.running) != 1 || strings.Count(spec, "/mps/") != 1 {
 		t.Errorf("daemons %v, the spec is %s", w.daemons.running, spec)
 	}
-	mustUnprepare(t, p, beside.UID)
-	clean(t, w)
+	mustUnprepare(t, p, neighbor.UID)
+	checkClean(t, w)
 }

@@ -1,41 +1,71 @@
-// Package prepare is the transaction that makes a claim's devices usable, and takes them back.
+// Package prepare makes a claim's devices usable, and takes them back, in one transaction.
 //
-// A preparation is a list of steps, each with an idempotent Apply and an idempotent Revert. The list is in the claim's record, on the disk, before the
-// first step runs; the record says "Prepared" when the last one has. Unprepare reverts the steps of the record backwards and removes it. Recovery
-// after a crash is the same: an unfinished record is reverted. There is no other path.
+// A preparation is a list of steps, such as creating a MIG instance. Each step has an idempotent
+// Apply and an idempotent Revert. The list is in the claim's record on disk before the first step
+// runs. After the last step the record says "Prepared". Unprepare reverts the recorded steps in
+// reverse order and removes the record. Recovery after a crash does the same with an unfinished
+// record. There is no other path.
 //
-// What it promises: an answer without an error stands on things that were looked at in that call (device nodes, mount sources, specs, record, partitions); a
-// repeated Prepare looks again and mends; what one claim holds is refused to every other, by name, after a
-// short wait for it; a claim that comes with another allocation gives the old one back first; Unprepare needs no GPU driver where nothing was cut. Calls for one claim follow each other, calls for different GPUs run side by side, and
-// nothing is kept in memory between calls, so that two instances of the plugin cannot disagree.
+// What the package promises:
+//   - If Prepare succeeds, it has verified in that call that device nodes, mount sources, CDI
+//     specs, the record and partitions exist.
+//   - A repeated Prepare verifies them again and repairs them.
+//   - While one claim uses a device for itself, every other claim is refused after a short wait.
+//     The error names the claim that uses the device.
+//   - If a claim comes with another allocation, Prepare first gives the old devices back.
+//   - Unprepare needs no GPU driver unless the claim's steps changed hardware.
+//   - Calls for one claim run one after another. Calls for different GPUs run concurrently.
+//   - No state stays in memory between calls, so two instances of the plugin cannot disagree.
 //
 // # Partitions
 //
-// A partition is cut when its claim is prepared and removed when it is given back. Both go through [Partitions], call by call, and the record knows before
-// each call what is about to happen, and after it what came of it. What no record proves to be ours is someone else's: it is used as it is by claims that
-// were allocated it, and never changed. The proof is the GPU instance's ID, its place and the MIG device's UUID, in the boot in which it was made; of an
-// instance whose making was cut short, that it is exactly at the place, was not there before, and is still empty.
+// A partition is created when its claim is prepared and removed when the claim is unprepared. Both
+// go through [Partitions]. The record has the intent of each hardware call before the call, and its
+// result after it.
 //
-// Which partitions are offered is a policy's to say, and none of this package's business: what a
-// claim was allocated is made, kept and made again, whatever the policy says by then.
+// This driver owns a MIG instance only if a record of this boot proves that it created the
+// instance: the record has the GPU instance's ID, its placement and the MIG device's UUID. After an
+// interrupted creation, the driver also owns an instance that has exactly the planned placement,
+// did not exist before, and is still empty. Every other MIG instance is foreign. A claim may use a
+// foreign instance that was allocated to it, but the driver never changes the instance.
 //
-// The hardware forgets at a reboot, a reload of its driver and a reset. A partition that is gone is cut again at its place, by the next Prepare or by
-// [Preparer.Reconcile]; where that cannot be, the claim's spec is removed: its containers fail to start, and never get another device.
+// Another package decides which partitions the ResourceSlices list. This package creates and
+// restores what a claim was allocated, whatever the policy is by then.
+//
+// The hardware forgets partitions at a reboot, a driver reload and a GPU reset. The next Prepare or
+// [Preparer.Reconcile] creates a lost partition again at its placement. If that is impossible, it
+// removes the claim's CDI spec. Then the claim's containers fail to start and never get another
+// device.
 //
 // # Sharing
 //
-// Time slices, compute mode, MPS daemons and the partitions of which there are shares can be held by several claims at once. Such a step has a file of its
-// own (package checkpoint's Holder), with what was found before it: the first claim applies it, others join if they want the same value and are refused by
-// the holders' names if not, and the last sets back what was found. The file has all that this takes, so a claim whose record cannot be read leaves by it.
-// While claims hold a step, every repeated Prepare and every [Preparer.Reconcile] looks whether it holds still, and sets it again: the driver forgets at a
-// reload, at a reset, and, without persistence mode, whenever the last process closes the GPU. Where the file itself cannot be read nobody joins, and the last
-// claim whose record names it sets the hardware to its default. A comparison does so where no record names it, ends daemons that nobody holds, and looks once
-// at what many claims share. That a time slice cannot be set back keeps no claim: its file stays without one, and comparisons try again.
+// Several claims can share time slices, a compute mode, an MPS daemon or a partition. The step that
+// provides one of these has a holder file (see [checkpoint.Holder]), which lists the claims and has
+// the original state. The first claim applies the step. A further claim joins if it wants the same
+// value, and is otherwise refused with the names of the claims in the file. The last claim to leave
+// restores the original state. The file has all that this needs, so a claim with an unreadable
+// record can leave too.
 //
-// A fraction's limits are in its containers' environment, and hold for each process; nothing here holds a container as a whole to them.
+// While claims share a step, every repeated Prepare and every [Preparer.Reconcile] checks its
+// effect and applies the step again if needed. The NVIDIA driver forgets settings at a reload and
+// at a reset. Without persistence mode it also forgets them whenever the last process closes the
+// GPU.
+//
+// If a holder file is unreadable, no claim can join. The last claim whose record names the file
+// resets the hardware to its default when it leaves. If no record names the file, Reconcile does
+// that. Reconcile also stops MPS daemons without a holder file.
+//
+// A claim can end even if its time slice cannot be restored. The holder file then stays without
+// claims, and Reconcile tries again.
+//
+// A fraction is a share with a limited part of a device's memory and compute. Its limits are in the
+// environment of its containers and apply to each process. Where the GPU supports it, further edits
+// limit a container as a whole (see [Options].LimitEdits).
 //
 // # Whole GPUs
 //
-// A Prepare of whole GPUs asks no hardware: it uses what the inventory knows already. Only a GPU whose MIG mode may be on, as the inventory or a mark of
-// ours on the disk says, is looked at, and made whole. Without a wish to share it pays for none of the above: no look, no file.
+// A Prepare of whole GPUs uses the inventory and reads no hardware, with one exception. If a GPU's
+// MIG mode may be enabled, by the inventory or by a mark of this driver on disk, Prepare reads the
+// GPU and disables the mode. A claim that does not share its devices costs no hardware access and
+// no file for sharing.
 package prepare

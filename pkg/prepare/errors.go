@@ -11,38 +11,40 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 )
 
-// Cause sorts errors for the metrics.
+// Cause classifies errors for the metrics.
 type Cause string
 
 const (
-	CauseClaim    Cause = "claim"     // the claim, its allocation or its configuration cannot be served
-	CauseHeld     Cause = "held"      // another claim holds the device
+	// CauseClaim means that the claim, its allocation or its configuration cannot be served.
+	CauseClaim    Cause = "claim"
+	CauseHeld     Cause = "held"      // another claim uses the device
 	CauseNotReady Cause = "not-ready" // the node cannot serve now
-	CauseDevice   Cause = "device"    // the device is unknown, gone or another one
+	CauseDevice   Cause = "device"    // the device is unknown, gone or replaced
 	CauseRecord   Cause = "record"    // the record cannot be read or written
 	CauseStep     Cause = "step"      // a step could not be applied or reverted
-	CauseCanceled Cause = "canceled"  // the caller went away, or waited too long
+	CauseCanceled Cause = "canceled"  // the caller canceled, or waited too long
 	causeOther    Cause = "other"
 )
 
-// longest is how many bytes of an error reach the kubelet. It puts them into an Event of the Pod, whose message has room for 1024.
-const longest = 900
+// maxMessage is how many bytes of an error the driver returns to the kubelet. The kubelet adds its
+// own text and reports both as an Event, whose message can have 1024 bytes.
+const maxMessage = 900
 
-// lineError is an error as the kubelet shall show it: in one line, and no longer than an Event.
+// lineError prints an error in one line that is short enough for an Event.
 type lineError struct{ error }
 
 func (e *lineError) Unwrap() error { return e.error }
 
 func (e *lineError) Error() string {
 	line := strings.Join(strings.FieldsFunc(e.error.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
-	if len(line) > longest {
-		line = strings.ToValidUTF8(line[:longest], "") + "…"
+	if len(line) > maxMessage {
+		line = strings.ToValidUTF8(line[:maxMessage], "") + "…"
 	}
 	return line
 }
 
-// about names the claim that an error is about.
-func about(claim string, err error) error {
+// forClaim puts the claim's name in front of err and prints both in one line.
+func forClaim(claim string, err error) error {
 	return &lineError{fmt.Errorf("claim %s: %w", claim, err)}
 }
 
@@ -53,16 +55,17 @@ type causeError struct {
 
 func (e *causeError) Unwrap() error { return e.error }
 
-func because(cause Cause, format string, args ...any) error {
+func withCause(cause Cause, format string, args ...any) error {
 	return &causeError{cause, fmt.Errorf(format, args...)}
 }
 
-// Refused is the error of a claim that is not prepared for a reason that lies outside this package.
-func Refused(claim string, cause Cause, format string, args ...any) error {
-	return about(claim, because(cause, format, args...))
+// NewRefusal returns the error with which another package refuses a claim. claim is the claim's
+// namespace and name.
+func NewRefusal(claim string, cause Cause, format string, args ...any) error {
+	return forClaim(claim, withCause(cause, format, args...))
 }
 
-// CauseOf is the cause of an error of this package; empty for nil.
+// CauseOf returns the Cause of err. It returns "" if err is nil.
 func CauseOf(err error) Cause {
 	var c *causeError
 	switch {
@@ -75,71 +78,79 @@ func CauseOf(err error) Cause {
 	}
 }
 
-// HeldError refuses a device that another claim holds.
-type HeldError struct {
+// InUseError refuses a device because another claim uses this device, or a device that cannot exist
+// together with it.
+type InUseError struct {
 	Request string
 	Device  string
 	GPU     string
-	// Holds is the device that is held: Device itself, or one that cannot exist beside it. Empty if the holder's record cannot be read.
-	Holds string
-	UID   types.UID
-	// Holder is namespace/name, empty if the holder's record cannot be read.
-	Holder string
-	// Leaving says that the holder is being given back, which is not finished.
+	// Conflict is the device that the other claim uses. It is Device itself, or a device that cannot
+	// exist together with Device. It is empty if the other claim's record cannot be read.
+	Conflict string
+	UID      types.UID
+	// Claim is the namespace and name of the other claim. It is empty if that claim's record cannot be
+	// read.
+	Claim string
+	// Leaving means that the other claim is being unprepared.
 	Leaving bool
-	// Otherwise says that the device is shared in another way: as fractions, and the claim has a plain share, or the other way round.
-	Otherwise bool
-	// Unreadable is why it cannot.
+	// SharedDifferently means that one of the two claims has shares of the device with limited memory,
+	// and the other has shares without limits.
+	SharedDifferently bool
+	// Unreadable is why the other claim's record cannot be read.
 	Unreadable error
 }
 
-// until is empty where nobody can say when the claim leaves, or where others share the device as it does.
-func (e *HeldError) until() []waitedFor {
-	if e.Otherwise || e.Unreadable != nil {
+// blockers returns the other claim, for which Prepare waits. It returns none if waiting cannot
+// help: the other claim's record is unreadable, or the two claims share the device in different
+// ways.
+func (e *InUseError) blockers() []blockingClaim {
+	if e.SharedDifferently || e.Unreadable != nil {
 		return nil
 	}
-	return []waitedFor{{e.UID, e.Holder}}
+	return []blockingClaim{{e.UID, e.Claim}}
 }
 
-func (e *HeldError) Error() string {
-	holder := "claim " + e.Holder + " (UID " + string(e.UID) + ")"
-	if e.Holder == "" {
-		holder = "the claim with UID " + string(e.UID) + ", whose record cannot be read"
+func (e *InUseError) Error() string {
+	claim := "claim " + e.Claim + " (UID " + string(e.UID) + ")"
+	if e.Claim == "" {
+		claim = "the claim with UID " + string(e.UID) + ", whose record cannot be read"
 		if e.Unreadable != nil {
-			holder += " (" + e.Unreadable.Error() + ")"
+			claim += " (" + e.Unreadable.Error() + ")"
 		}
 	}
-	held := "device " + e.Device + " is held"
-	if e.Otherwise {
-		held = "device " + e.Device + " is shared in another way (fractions or plain shares), which its limits exclude, and held"
+	problem := "device " + e.Device + " is in use"
+	if e.SharedDifferently {
+		problem = "device " + e.Device + " cannot have fractions and plain shares at the same time, and is in use"
 	}
-	if e.Holds != "" && e.Holds != e.Device {
-		held = "device " + e.Device + " cannot be had beside " + e.Holds + ", which is held"
+	if e.Conflict != "" && e.Conflict != e.Device {
+		problem = "device " + e.Device + " cannot exist together with " + e.Conflict + ", which is in use"
 	}
-	free := "it is free again when the last Pod of that claim has ended on this node"
+	wayOut := "wait until the last Pod of that claim has ended on this node"
 	if e.Leaving {
-		free = "that claim is being given back, which goes on until nothing uses its partitions any more"
+		wayOut = "that claim is being unprepared, which ends when no process uses its partitions"
 	}
-	return fmt.Sprintf("request %s: %s by %s: %s", e.Request, held, holder, free)
+	return fmt.Sprintf("request %s: %s by %s: %s", e.Request, problem, claim, wayOut)
 }
 
-// LostError says that a device that a claim was given does not exist any more. The claim's spec is removed, so that no container gets another device.
+// LostError reports that a device of a prepared claim no longer exists. The driver has removed the
+// claim's CDI spec, so that no container gets another device instead.
 type LostError struct {
-	// Claim is namespace/name.
+	// Claim is the claim's namespace and name.
 	Claim  string
 	UID    types.UID
 	Device string
 	GPU    string
-	// Reason is why it could not be made again.
+	// Reason is why the driver cannot recreate the device.
 	Reason error
 }
 
 func (e *LostError) Error() string {
-	return fmt.Sprintf("claim %s: device %s is lost, containers that use it do not start any more: delete the claim's Pods: %v", e.Claim, e.Device, e.Reason)
+	return fmt.Sprintf("claim %s: device %s is lost and its containers can no longer start (%v): delete the claim's Pods",
+		e.Claim, e.Device, e.Reason)
 }
 
-// claimError is what came of one claim's part of a comparison. Without a UID it is of what no
-// claim's record tells.
+// claimError is an error that Reconcile met while it repaired the claim uid. uid is empty if the
+// error concerns no particular claim.
 type claimError struct {
 	uid types.UID
 	error
@@ -147,17 +158,17 @@ type claimError struct {
 
 func (e *claimError) Unwrap() error { return e.error }
 
-func ofClaim(uid types.UID, err error) error {
+func withClaim(uid types.UID, err error) error {
 	if err == nil {
 		return nil
 	}
 	return &claimError{uid, err}
 }
 
-// LeavesOpen says whether a comparison that ended with err cannot tell how the claim is. err is of
-// [Preparer.Reconcile]; what it says of other claims leaves nothing open.
-func LeavesOpen(err error, uid types.UID) bool {
-	switch e := err.(type) { //nolint:errorlint // each level is looked at: errors.As would take the first claim's error for that of all
+// Undetermined reports whether the state of the claim uid is unknown after Reconcile returned err.
+// Errors that concern only other claims do not make it unknown.
+func Undetermined(err error, uid types.UID) bool {
+	switch e := err.(type) { //nolint:errorlint // checks each level: errors.As would find only the first claim
 	case nil:
 		return false
 	case *claimError:
@@ -165,47 +176,49 @@ func LeavesOpen(err error, uid types.UID) bool {
 	case *LostError:
 		return e.UID == uid
 	case interface{ Unwrap() []error }:
-		return slices.ContainsFunc(e.Unwrap(), func(err error) bool { return LeavesOpen(err, uid) })
+		return slices.ContainsFunc(e.Unwrap(), func(err error) bool { return Undetermined(err, uid) })
 	default:
 		return true
 	}
 }
 
-// lastingError is of a claim about which nothing can be done until somebody acts.
-type lastingError struct{ error }
+// permanentError is an error that no retry can fix, because an operator must act first.
+type permanentError struct{ error }
 
-func (e *lastingError) Unwrap() error { return e.error }
+func (e *permanentError) Unwrap() error { return e.error }
 
-// Passing leaves out of an error of [Preparer.MendSeen] what lasts until somebody acts, so that trying again is of no use: records that cannot be read, or not
-// by this version, and cards that were replaced; and, from one of [Preparer.MendUnseen], devices that are lost. Recover says all that at the start, and
-// Reconcile when it comes, but for records that cannot be read: whoever leaves those out has to say so.
-func Passing(err error) error {
+// Retryable returns the parts of err that may pass if the caller retries. err comes from
+// [Preparer.RepairSpecs] or [Preparer.RepairClaimSpec]. Retryable drops errors about replaced
+// cards, lost devices, and records that are unreadable or that a later version wrote. Reconcile
+// reports all of these except unreadable records, which only Recover and the caller can report.
+func Retryable(err error) error {
 	if joined, ok := err.(interface{ Unwrap() []error }); ok {
 		var left []error
 		for _, e := range joined.Unwrap() {
-			left = append(left, Passing(e))
+			left = append(left, Retryable(e))
 		}
 		return errors.Join(left...)
 	}
 	var unreadable *checkpoint.UnreadableError
 	var future *checkpoint.FutureError
 	var lost *LostError
-	var lasting *lastingError
+	var lasting *permanentError
 	if errors.As(err, &unreadable) || errors.As(err, &future) || errors.As(err, &lost) || errors.As(err, &lasting) {
 		return nil
 	}
 	return err
 }
 
-// Lost picks out of an error of [Preparer.Reconcile] or [Preparer.MendUnseen] the devices that are lost.
-func Lost(err error) []*LostError {
+// LostDevices returns the LostErrors in err, which [Preparer.Reconcile] or
+// [Preparer.RepairClaimSpec] returned.
+func LostDevices(err error) []*LostError {
 	var joined interface{ Unwrap() []error }
 	var one *LostError
 	switch {
 	case errors.As(err, &joined):
 		var lost []*LostError
 		for _, e := range joined.Unwrap() {
-			lost = append(lost, Lost(e)...)
+			lost = append(lost, LostDevices(e)...)
 		}
 		return lost
 	case errors.As(err, &one):

@@ -10,7 +10,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-func TestFractionsOfADeviceHaveOneDaemonAndEachItsLimits(t *testing.T) {
+func TestFractionsShareOneDaemonWithOwnLimits(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
 	p := w.plugin(t)
@@ -39,27 +39,27 @@ func TestFractionsOfADeviceHaveOneDaemonAndEachItsLimits(t *testing.T) {
 	if spec := w.specs.of("uid-b"); strings.Contains(spec, "PERCENTAGE") || strings.Count(spec, "0=10752M") != 2 {
 		t.Errorf("the spec is %s", spec)
 	}
-	h.asked()
+	h.takeCalls()
 	mustUnprepare(t, p, a.UID)
-	if calls := h.asked(); len(calls) != 0 {
-		t.Errorf("who leaves others behind asked %q", calls)
+	if calls := h.takeCalls(); len(calls) != 0 {
+		t.Errorf("a leaving claim made calls although others stay: %q", calls)
 	}
 	mustUnprepare(t, p, b.UID)
 	if len(w.daemons.running) != 0 || h.of(t, gpu0).mode != device.ComputeDefault {
 		t.Errorf("left: %v, %s", w.daemons.running, h.of(t, gpu0).mode)
 	}
-	clean(t, w)
+	checkClean(t, w)
 }
 
-func TestAContainerIsHeldToItsFractionAsAWholeWhereTheNodeCanDoThat(t *testing.T) {
+func TestContainerLimitAppliesWhereNodeSupportsIt(t *testing.T) {
 	for name, tc := range map[string]struct {
 		can   bool
 		share string
 		want  bool
 	}{
-		"a GPU that can":      {true, share0, true},
-		"a GPU that cannot":   {false, share0, false},
-		"a MIG device, never": {true, migShare0, false},
+		"a GPU with container limits":    {true, share0, true},
+		"a GPU without container limits": {false, share0, false},
+		"a MIG device":                   {true, migShare0, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -75,22 +75,23 @@ func TestAContainerIsHeldToItsFractionAsAWholeWhereTheNodeCanDoThat(t *testing.T
 			if !strings.Contains(spec, "0=4096M") {
 				t.Errorf("each process is not limited as well: %s", spec)
 			}
-			// A spec that is written again has the limit still, also by another process.
+			// Another plugin process that rewrites the CDI spec must write the same limit.
 			w.specs.clear()
 			if err := w.plugin(t).Reconcile(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 			if again := w.specs.of(c.UID); again != spec {
-				t.Errorf("the spec was written again as %s", again)
+				t.Errorf("the rewritten spec is %s", again)
 			}
 			mustUnprepare(t, p, c.UID)
-			clean(t, w)
+			checkClean(t, w)
 		})
 	}
 }
 
-// Whether the driver counts the memory of containers is asked anew at each look at the GPU, and one that fails says no: that is no other wish of the claim's.
-func TestAClaimKeepsItsDaemonAndItsLimitWhateverLaterLooksSayOfTheGPU(t *testing.T) {
+// Each scan tests again whether the driver can limit containers on the GPU, and treats a failed
+// test as "cannot". A repeated Prepare must keep the limit that the claim was prepared with.
+func TestRePrepareKeepsContainerLimit(t *testing.T) {
 	for _, could := range []bool{true, false} {
 		t.Run(fmt.Sprintf("the GPU could: %v", could), func(t *testing.T) {
 			w := newWorld(t)
@@ -100,14 +101,14 @@ func TestAClaimKeepsItsDaemonAndItsLimitWhateverLaterLooksSayOfTheGPU(t *testing
 			c := newClaim("c", fraction("r", share0, "3Gi", "0"))
 			mustPrepare(t, p, c)
 			spec := w.specs.of(c.UID)
-			h.asked()
+			h.takeCalls()
 			w.snapshot.Node.GPUs[0].ContainerLimits = !could
 			mustPrepare(t, p, c)
 			if err := p.Reconcile(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			for _, call := range h.asked() {
-				if call != "look" && call != "start "+share0 { // which leaves alone what runs
+			for _, call := range h.takeCalls() {
+				if call != "look" && call != "start "+share0 { // must not change running daemons
 					t.Errorf("%q", call)
 				}
 			}
@@ -115,12 +116,12 @@ func TestAClaimKeepsItsDaemonAndItsLimitWhateverLaterLooksSayOfTheGPU(t *testing
 				t.Errorf("another spec: %s", again)
 			}
 			mustUnprepare(t, p, c.UID)
-			clean(t, w)
+			checkClean(t, w)
 		})
 	}
 }
 
-func TestAPartitionOfWhichThereAreSharesIsCutForTheFirstAndRemovedAfterTheLast(t *testing.T) {
+func TestSharedPartitionLivesFromFirstToLastHolder(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
 	p := w.plugin(t)
@@ -128,17 +129,18 @@ func TestAPartitionOfWhichThereAreSharesIsCutForTheFirstAndRemovedAfterTheLast(t
 	mustPrepare(t, p, a)
 	mustPrepare(t, p, b)
 	if got := w.daemons.running[migShare0].Devices; !slices.Equal(got, []string{"MIG-1"}) || len(h.of(t, gpu0).instances) != 1 {
-		t.Errorf("the daemon has %q of %s", got, describe(h.of(t, gpu0).state().MIG.Instances...))
+		t.Errorf("the daemon has %q of %s", got, describeInstances(h.of(t, gpu0).state().MIG.Instances...))
 	}
 	w.scan()
-	if ours, err := p.Explained(gpu0, h.of(t, gpu0).state().MIG.Instances); err != nil || len(ours) != 1 {
-		t.Errorf("explained: %v, %v", ours, err)
+	if ours, err := p.OwnedInstances(gpu0, h.of(t, gpu0).state().MIG.Instances); err != nil || len(ours) != 1 {
+		t.Errorf("owned: %v, %v", ours, err)
 	}
-	given, err := p.Given(b.UID)
+	given, err := p.PreparedDevices(b.UID)
 	if err != nil || len(given) != 1 || given[0].Compute == nil || given[0].Compute.UUID != "MIG-1" {
-		t.Errorf("given: %+v, %v", given, err)
+		t.Errorf("prepared devices: %+v, %v", given, err)
 	}
-	// Someone resets the GPU: the partition is made again once, for both.
+	// After a GPU reset, Reconcile must recreate the partition once, and both claims must use the new
+	// one.
 	h.of(t, gpu0).reset()
 	w.scan()
 	if err := p.Reconcile(t.Context()); err != nil {
@@ -155,41 +157,43 @@ func TestAPartitionOfWhichThereAreSharesIsCutForTheFirstAndRemovedAfterTheLast(t
 	}
 	mustUnprepare(t, p, a.UID)
 	if len(h.of(t, gpu0).instances) != 1 || len(w.daemons.running) != 1 {
-		t.Error("the first who left took it along")
+		t.Error("the first claim to leave removed it")
 	}
 	mustUnprepare(t, p, b.UID)
 	if len(h.of(t, gpu0).instances) != 0 || len(w.daemons.running) != 0 {
-		t.Errorf("left: %s, %v", describe(h.of(t, gpu0).state().MIG.Instances...), w.daemons.running)
+		t.Errorf("left: %s, %v", describeInstances(h.of(t, gpu0).state().MIG.Instances...), w.daemons.running)
 	}
-	clean(t, w)
+	checkClean(t, w)
 }
 
-// A sets, B joins, A leaves, B leaves: in every order of leaving, what was found is set back by the last, and not before.
-func TestTheLastWhoLeavesSetsBackWhatTheFirstHasFound(t *testing.T) {
+// In whatever order the claims leave, the last one must restore the time slice that the GPU had
+// before.
+func TestLastHolderRestoresOriginalSettings(t *testing.T) {
 	for _, order := range [][]string{{"a", "b", "c"}, {"a", "c", "b"}, {"b", "a", "c"}, {"b", "c", "a"}, {"c", "a", "b"}, {"c", "b", "a"}} {
 		t.Run(fmt.Sprint(order), func(t *testing.T) {
 			w := newWorld(t)
 			h := withMPS(w)
 			h.of(t, gpu0).slice = device.TimeSliceShort
 			for _, name := range []string{"a", "b", "c"} {
-				// Each in a process of its own: nothing is kept in memory.
+				// A new plugin process serves each call, so the test fails if the original time slice is kept
+				// only in memory.
 				mustPrepare(t, w.plugin(t), shareBy(newClaim(name, plain("r", share0)), "GpuConfig", slicing("Long")))
 			}
 			for _, name := range order {
 				if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
-					t.Errorf("before %s leaves, the time slice is %d", name, got)
+					t.Errorf("before claim %s leaves, the time slice is %d", name, got)
 				}
 				mustUnprepare(t, w.plugin(t), newClaim(name).UID)
 			}
 			if got := h.of(t, gpu0).slice; got != device.TimeSliceShort {
 				t.Errorf("at the end the time slice is %d", got)
 			}
-			clean(t, w)
+			checkClean(t, w)
 		})
 	}
 }
 
-func TestAnotherValueThanTheHoldersIsRefusedByName(t *testing.T) {
+func TestDifferentSharedSettingIsRefusedNamingHolders(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
 	p := w.plugin(t)
@@ -215,7 +219,7 @@ func TestAnotherValueThanTheHoldersIsRefusedByName(t *testing.T) {
 	}
 }
 
-func TestFractionsAndPlainSharesOfADeviceExcludeEachOther(t *testing.T) {
+func TestFractionsAndPlainSharesExcludeEachOther(t *testing.T) {
 	f, s := newClaim("f", fraction("r", share0, "1Gi", "0")), newClaim("s", plain("r", share0))
 	for _, c := range []struct{ first, second string }{{"f", "s"}, {"s", "f"}} {
 		claims := map[string]func(*testing.T, *Preparer) error{
@@ -233,8 +237,9 @@ func TestFractionsAndPlainSharesOfADeviceExcludeEachOther(t *testing.T) {
 				w.disk.Put(recordFile(t, w, "uid-"+c.first), nil)
 			}
 			err := claims[c.second](t, p)
-			if CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "uid-"+c.first) || !strings.Contains(err.Error(), "shared in another way") {
-				t.Errorf("%s beside %s: %v", c.second, c.first, err)
+			if CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "uid-"+c.first) ||
+				!strings.Contains(err.Error(), "fractions and plain shares") {
+				t.Errorf("%s after %s: %v", c.second, c.first, err)
 			}
 			mustUnprepare(t, p, newClaim(c.first).UID)
 			if err := claims[c.second](t, p); err != nil {
@@ -244,7 +249,7 @@ func TestFractionsAndPlainSharesOfADeviceExcludeEachOther(t *testing.T) {
 	}
 }
 
-func TestASharedPartitionThatIsGoneHasNoSpecUntilItIsMadeAgain(t *testing.T) {
+func TestLostSharedPartitionHasNoSpecUntilRestored(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
 	p := w.plugin(t)
@@ -252,13 +257,14 @@ func TestASharedPartitionThatIsGoneHasNoSpecUntilItIsMadeAgain(t *testing.T) {
 	mustPrepare(t, p, migPart2)
 	h.of(t, gpu0).reset()
 	w.scan()
-	err := p.Mend(t.Context())
-	if err == nil || len(Lost(err)) > 0 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
-		t.Errorf("%v, lost: %v, specs %q, %q", err, Lost(err), w.specs.of("uid-c"), w.specs.of("uid-d"))
+	err := p.RepairAllSpecs(t.Context())
+	if err == nil || len(LostDevices(err)) > 0 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
+		t.Errorf("%v, lost: %v, specs %q, %q", err, LostDevices(err), w.specs.of("uid-c"), w.specs.of("uid-d"))
 	}
-	// A third cannot make it for the others, whose specs would name what it was.
+	// A third claim must not recreate the partition, because the CDI specs of the other two claims
+	// would still name the old one.
 	third := newClaim("third", fraction("r", migShare0, "1Gi", "0"))
-	if _, err := p.Prepare(t.Context(), third); CauseOf(err) != CauseNotReady || !strings.Contains(err.Error(), "made again") {
+	if _, err := p.Prepare(t.Context(), third); CauseOf(err) != CauseNotReady || !strings.Contains(err.Error(), "recreates the device") {
 		t.Errorf("cause %s: %v", CauseOf(err), err)
 	}
 	if err := p.Reconcile(t.Context()); err != nil {
@@ -266,26 +272,26 @@ func TestASharedPartitionThatIsGoneHasNoSpecUntilItIsMadeAgain(t *testing.T) {
 	}
 	mustPrepare(t, p, third)
 	w.scan()
-	shares(t, w, h, p, device.TimeSliceDefault)
-	agree(t, w, h, p, nil)
+	checkSharedState(t, w, h, p, device.TimeSliceDefault)
+	checkRecordsMatchHardware(t, w, h, p, nil)
 }
 
-func TestASharedPartitionThatCannotBeMadeAgainIsLostForAllWhoShareIt(t *testing.T) {
+func TestUnrestorableSharedPartitionIsLostForAllHolders(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
 	p := w.plugin(t)
 	mustPrepare(t, p, migPart1)
 	mustPrepare(t, p, migPart2)
 	h.of(t, gpu0).reset()
-	h.someoneElse(t, gpu0, 9, 0)
+	h.createForeign(t, gpu0, 9, 0)
 	w.scan()
-	if lost := Lost(p.Reconcile(t.Context())); len(lost) != 2 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
+	if lost := LostDevices(p.Reconcile(t.Context())); len(lost) != 2 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
 		t.Errorf("lost: %v", lost)
 	}
 	mustUnprepare(t, p, migPart1.UID)
 	mustUnprepare(t, p, migPart2.UID)
-	clean(t, w)
+	checkClean(t, w)
 	if len(w.holders()) != 0 || len(w.daemons.running) != 0 || len(h.of(t, gpu0).instances) != 1 {
-		t.Errorf("left: %q, %v, %s", w.holders(), w.daemons.running, describe(h.of(t, gpu0).state().MIG.Instances...))
+		t.Errorf("left: %q, %v, %s", w.holders(), w.daemons.running, describeInstances(h.of(t, gpu0).state().MIG.Instances...))
 	}
 }

@@ -11,7 +11,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Whatever a claim says, it is prepared or refused, and leaves nothing behind.
+// FuzzPrepare expects that Prepare of any claim succeeds or returns an error, and that after
+// Unprepare no record, spec, MIG instance or daemon of the claim is left.
 func FuzzPrepare(f *testing.F) {
 	gpuConfig := `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":`
 	for _, amount := range []string{"18Gi", "-1", "0", "8Ei", "1e30", "1m", "9223372036854775807", "-9223372036854775808"} {
@@ -19,8 +20,10 @@ func FuzzPrepare(f *testing.F) {
 		f.Add(migShare0, "memory", amount, "cores", "25", "", "", false)
 		f.Add(share0, "shares", amount, "memory", amount, "share-1", gpuConfig+slicing("Long")+"}", false)
 	}
-	f.Add(gpu0, "", "", "", "", "", gpuConfig+`{"strategy":"MPS","mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{"-1":"8Ei","99":"0"}}}}`, false)
-	f.Add(gpu0, "", "", "", "", "", gpuConfig+`{"strategy":"MPS","mpsConfig":{"defaultPinnedDeviceMemoryLimit":"-8Ei","defaultActiveThreadPercentage":-7}}}`, true)
+	f.Add(gpu0, "", "", "", "", "", gpuConfig+`{"strategy":"MPS","mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{"-1":"8Ei","99":"0"}}}}`,
+		false)
+	f.Add(gpu0, "", "", "", "", "",
+		gpuConfig+`{"strategy":"MPS","mpsConfig":{"defaultPinnedDeviceMemoryLimit":"-8Ei","defaultActiveThreadPercentage":-7}}}`, true)
 	f.Add(small0, "", "", "", "", "../x", strings.Replace(gpuConfig, "GpuConfig", "MigDeviceConfig", 1)+byMPS+"}", false)
 	f.Add(gpu0, "", "", "", "", "", gpuConfig+`{"strategy":"MPS","mpsConfig":{"defaultPinnedDeviceMemoryLimit":"1e30"}}}`, false)
 	f.Add("gpu-0000-1b-00-0-share-share", "memory", "1Gi", "", "", "a/b_c", `{`, true)
@@ -43,7 +46,7 @@ func FuzzPrepare(f *testing.F) {
 		r.AdminAccess = &admin
 		again := r
 		again.Request = "s"
-		w := withCapacity(t)
+		w := newWorldWithShares(t)
 		h := w.hardware
 		p := w.plugin(t)
 		for _, c := range []*resourceapi.ResourceClaim{newClaim("c", r), newClaim("c", r, again)} {
@@ -52,22 +55,23 @@ func FuzzPrepare(f *testing.F) {
 			}
 			_, err := p.Prepare(t.Context(), c)
 			if err == nil {
-				limits(t, w, p, c)
+				checkLimits(t, w, p, c)
 				w.scan()
-				shares(t, w, h, p, device.TimeSliceDefault)
+				checkSharedState(t, w, h, p, device.TimeSliceDefault)
 				mustUnprepare(t, p, c.UID)
 			}
-			clean(t, w)
-			shares(t, w, h, p, device.TimeSliceDefault)
+			checkClean(t, w)
+			checkSharedState(t, w, h, p, device.TimeSliceDefault)
 			if left := w.holders(); len(left) != 0 || len(h.of(t, gpu0).instances) != 0 {
-				t.Errorf("left after %v: %q, %s", err, left, describe(h.of(t, gpu0).state().MIG.Instances...))
+				t.Errorf("left after %v: %q, %s", err, left, describeInstances(h.of(t, gpu0).state().MIG.Instances...))
 			}
 		}
 	})
 }
 
-// limits makes sure that a claim with a fraction has one, and none beyond what a GPU can be asked for.
-func limits(t *testing.T, w *world, p *Preparer, c *resourceapi.ResourceClaim) {
+// checkLimits fails the test if a share that must have a memory limit has none in its claim's CDI
+// spec, or if a limit is not above zero.
+func checkLimits(t *testing.T, w *world, p *Preparer, c *resourceapi.ResourceClaim) {
 	t.Helper()
 	r, _, err := p.Records.Load(c.UID)
 	if err != nil {
@@ -84,13 +88,13 @@ func limits(t *testing.T, w *world, p *Preparer, c *resourceapi.ResourceClaim) {
 	}
 }
 
-func TestALimitThatNoIntegerHoldsIsALimit(t *testing.T) {
+func TestHugeMemoryLimitIsStillALimit(t *testing.T) {
 	w := newWorld(t)
 	withMPS(w)
 	p := w.plugin(t)
 	c := shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", `{"strategy":"MPS","mpsConfig":{"defaultPinnedDeviceMemoryLimit":"1e30"}}`)
 	if _, err := p.Prepare(t.Context(), c); err == nil && w.daemons.running["uid-c-0"].MemoryLimits[0] == 0 {
-		t.Errorf("a limit was asked for, and the daemon has none: %+v", w.daemons.running)
+		t.Errorf("the daemon lacks the requested limit: %+v", w.daemons.running)
 	}
 	for text, want := range map[string]uint64{"1e30": 1 << 30, "8Ei": 1 << 30, "-1e30": 0, "-1": 0, "1Mi": 1, "1500Ki": 1} {
 		if got := mebibytes(resource.MustParse(text)); got != want {

@@ -14,11 +14,13 @@ import (
 
 var update = flag.Bool("update", false, "write the files of testdata anew: those of a version that was released are never changed")
 
-// golden are the files of nodes on which claims share, as versions of the driver have left them.
+// golden is a directory with files that earlier versions wrote for claims that share devices: the
+// claims' records, and the files that list which claims share a setting.
 const golden = "testdata/sharing"
 
-// What an earlier version has left is read, joined and left by this one.
-func TestWhatVersionsHaveLeftOnTheDiskIsReadJoinedAndLeft(t *testing.T) {
+// This version must be able to prepare and unprepare claims with the files of shared settings that
+// earlier versions wrote.
+func TestSharedStateOfEarlierVersionsIsUsable(t *testing.T) {
 	if *update {
 		writeGolden(t, filepath.Join(golden, "v1"))
 	}
@@ -33,7 +35,7 @@ func TestWhatVersionsHaveLeftOnTheDiskIsReadJoinedAndLeft(t *testing.T) {
 			}
 			for _, later := range []bool{false, true} {
 				t.Run(fmt.Sprintf("%s, %s, of a later version %v", version.Name(), s.name, later), func(t *testing.T) {
-					w, h, _, found := disturbed(t, s)
+					w, h, _, found := interruptedScene(t, s)
 					files := putGolden(t, w, filepath.Join(golden, version.Name(), sceneDir(s)), later)
 					p := w.plugin(t)
 					if err := p.Recover(t.Context()); err != nil {
@@ -42,28 +44,28 @@ func TestWhatVersionsHaveLeftOnTheDiskIsReadJoinedAndLeft(t *testing.T) {
 					if err := p.Reconcile(t.Context()); err != nil {
 						t.Fatal(err)
 					}
-					shares(t, w, h, p, found)
+					checkSharedState(t, w, h, p, found)
 					if len(s.claims) > 1 {
 						third := s.claims[0].DeepCopy()
 						third.Name, third.UID = "third", "uid-third"
 						mustPrepare(t, p, third)
 						if later {
-							keepsUnknown(t, w, files)
+							checkUnknownFieldsKept(t, w, files)
 						}
-						shares(t, w, h, p, found)
+						checkSharedState(t, w, h, p, found)
 						mustUnprepare(t, p, third.UID)
 					}
 					for _, c := range s.claims {
 						mustPrepare(t, p, c)
 					}
 					if later {
-						keepsUnknown(t, w, files)
+						checkUnknownFieldsKept(t, w, files)
 					}
 					for _, c := range s.claims {
 						mustUnprepare(t, p, c.UID)
-						shares(t, w, h, p, found)
+						checkSharedState(t, w, h, p, found)
 					}
-					clean(t, w)
+					checkClean(t, w)
 					if left := w.holders(); len(left) != 0 {
 						t.Errorf("left: %q", left)
 					}
@@ -77,14 +79,14 @@ func sceneDir(s sharingScene) string {
 	return strings.NewReplacer(" ", "-", ":", "").Replace(s.name)
 }
 
-// writeGolden has this version leave files, for later ones to read.
+// writeGolden writes the files of this version into dir. Later versions test with them.
 func writeGolden(t *testing.T, dir string) {
 	t.Helper()
 	for _, s := range sharingScenes() {
 		if !strings.HasSuffix(s.name, "last leaves") && !strings.HasSuffix(s.name, "first leaves") {
 			continue
 		}
-		w, _, _, _ := disturbed(t, s)
+		w, _, _, _ := interruptedScene(t, s)
 		for _, sub := range []string{"claims", "holders"} {
 			to := filepath.Join(dir, sceneDir(s), sub)
 			if err := os.MkdirAll(to, 0o755); err != nil {
@@ -103,7 +105,8 @@ func writeGolden(t *testing.T, dir string) {
 	}
 }
 
-// putGolden puts the files on the node's disk, in the place of its own. A later version has fields that this one does not know: it says how many are in each.
+// putGolden copies the files in dir to the fake disk. If later is true, it adds unknown fields, as
+// a later version would. It returns how many it added to each file.
 func putGolden(t *testing.T, w *world, dir string, later bool) map[string]int {
 	t.Helper()
 	files := map[string]int{}
@@ -119,7 +122,7 @@ func putGolden(t *testing.T, w *world, dir string, later bool) map[string]int {
 				t.Fatal(err)
 			}
 			if later {
-				raw = withUnknown(t, raw)
+				raw = addUnknownFields(t, raw)
 			}
 			file := filepath.Join(state, sub, e.Name())
 			names = append(names, e.Name())
@@ -129,17 +132,17 @@ func putGolden(t *testing.T, w *world, dir string, later bool) map[string]int {
 		own := w.disk.Names(filepath.Join(state, sub))
 		slices.Sort(own)
 		if !slices.Equal(own, names) {
-			t.Fatalf("the node has %q, and the files are %q", own, names)
+			t.Fatalf("the node has %q, but the files are %q", own, names)
 		}
 	}
 	return files
 }
 
-// unknownField is a field of a later version's.
+// unknownField is the name of a field that only a later version knows.
 const unknownField = "ofALaterVersion"
 
-// withUnknown adds a field to every object in a file.
-func withUnknown(t *testing.T, raw []byte) []byte {
+// addUnknownFields adds unknownField to every object in the JSON of a file.
+func addUnknownFields(t *testing.T, raw []byte) []byte {
 	t.Helper()
 	var e struct{ Payload any }
 	if err := json.Unmarshal(raw, &e); err != nil {
@@ -150,7 +153,8 @@ func withUnknown(t *testing.T, raw []byte) []byte {
 		switch v := v.(type) {
 		case map[string]any:
 			for name, inner := range v {
-				if name != "perDevice" && name != "consumedCapacity" { // in which every name is a device, or a capacity
+				// The names in these two objects are not field names but devices or capacities.
+				if name != "perDevice" && name != "consumedCapacity" {
 					add(inner)
 				}
 			}
@@ -166,15 +170,15 @@ func withUnknown(t *testing.T, raw []byte) []byte {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return sealed(payload)
+	return sealPayload(payload)
 }
 
-func sealed(payload []byte) []byte {
+func sealPayload(payload []byte) []byte {
 	return fmt.Appendf(nil, `{"formatVersion":1,"checksum":"sha256:%x","payload":%s}`, sha256.Sum256(payload), payload)
 }
 
-// keepsUnknown makes sure that every file has as many unknown fields as it had.
-func keepsUnknown(t *testing.T, w *world, files map[string]int) {
+// checkUnknownFieldsKept fails the test unless each file has as many unknown fields as files says.
+func checkUnknownFieldsKept(t *testing.T, w *world, files map[string]int) {
 	t.Helper()
 	for file, want := range files {
 		raw, err := w.disk.ReadFile(file)

@@ -15,32 +15,34 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// hardware is a node's GPUs, as far as they can be cut, with the rules of the real ones: instances don't overlap, the compute instance goes before the GPU
-// instance, what is in use stays, IDs are used again.
+// hardware fakes a node's GPUs with MIG. It follows these rules of real GPUs: instances do not
+// overlap, the compute instance must be removed before its GPU instance, an instance in use cannot
+// be removed, and IDs are reused.
 type hardware struct {
-	disk *durabletest.Disk // whose process is dead makes no calls
+	disk *durabletest.Disk // if the disk is stopped, the process is dead and its calls fail
 
 	mu     sync.Mutex
-	cards  map[device.PCIAddress]*silicon
+	cards  map[device.PCIAddress]*fakeGPU
 	serial int
 	calls  []string
-	// fault, if there is one, is asked before and after the effect of each call, which are counted from 1.
+	// fault, if set, returns the error with which a call to the fake fails, or nil. It is called
+	// before and after the effect of each call. The parameter "call" counts the calls from 1.
 	fault func(call int, after bool) error
 }
 
-type silicon struct {
+type fakeGPU struct {
 	uuid      string
 	minor     int
 	on        bool
 	fixed     bool
 	instances map[uint32]device.Instance
-	busy      map[uint32]int // by GPU instance: for how many calls something still has it open
+	busy      map[uint32]int // by instance ID: how many more Destroy calls fail because it is in use
 	open      []nvidia.Process
 
 	mode      device.ComputeMode
 	slice     device.TimeSlice
 	forgetful bool // persistence mode is off
-	unsliced  bool // it has no time slices that could be set
+	unsliced  bool // time slices are not supported
 }
 
 var (
@@ -48,7 +50,7 @@ var (
 	_ Partitions = &nvidia.Partitions{}
 )
 
-// profiles are some of an H100's.
+// profiles are some of the MIG profiles of an H100.
 var profiles = []device.Profile{
 	{ID: 0, Name: "7g.80gb", Slices: 7, MaxInstances: 1, Size: 8, Starts: []uint32{0}},
 	{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, Size: 4, Starts: []uint32{0, 4}},
@@ -56,18 +58,19 @@ var profiles = []device.Profile{
 	{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 7, Size: 1, Starts: []uint32{0, 1, 2, 3, 4, 5, 6}},
 }
 
-// withMIG gives the world's GPUs the ability to be cut.
+// withMIG adds fake MIG GPUs to the node.
 func withMIG(w *world) *hardware {
-	h := &hardware{disk: w.disk, cards: map[device.PCIAddress]*silicon{}}
+	h := &hardware{disk: w.disk, cards: map[device.PCIAddress]*fakeGPU{}}
 	for _, g := range w.snapshot.Node.GPUs {
-		h.cards[g.PCIAddress] = &silicon{uuid: g.UUID, minor: g.Minor, mode: device.ComputeDefault, instances: map[uint32]device.Instance{}, busy: map[uint32]int{}}
+		h.cards[g.PCIAddress] = &fakeGPU{uuid: g.UUID, minor: g.Minor, mode: device.ComputeDefault, instances: map[uint32]device.Instance{},
+			busy: map[uint32]int{}}
 	}
 	w.hardware = h
 	w.scan()
 	return h
 }
 
-// scan is a look of the inventory.
+// scan copies the state of the fake GPUs to the inventory, as the plugin's periodic scan does.
 func (w *world) scan() {
 	w.snapshot.Node.GPUs = slices.Clone(w.snapshot.Node.GPUs)
 	for i := range w.snapshot.Node.GPUs {
@@ -78,7 +81,7 @@ func (w *world) scan() {
 	}
 }
 
-// boot is what a reboot does to the hardware: nothing of what was cut is left.
+// boot resets the fake GPUs as a reboot does: all MIG instances and settings are gone.
 func (h *hardware) boot() {
 	for _, s := range h.cards {
 		s.reset()
@@ -87,30 +90,31 @@ func (h *hardware) boot() {
 	}
 }
 
-// forget is what a reset or a reload of the driver does to what was set.
-func (s *silicon) forget() { s.mode, s.slice = device.ComputeDefault, device.TimeSliceDefault }
+// forget resets the fake GPU's settings to their defaults, as a GPU reset or driver reload does.
+func (s *fakeGPU) forget() { s.mode, s.slice = device.ComputeDefault, device.TimeSliceDefault }
 
-func (s *silicon) reset() {
+func (s *fakeGPU) reset() {
 	clear(s.instances)
 	clear(s.busy)
 }
 
-func (s *silicon) state() nvidia.State {
+func (s *fakeGPU) state() nvidia.State {
 	persistence := !s.forgetful
-	st := nvidia.State{Minor: s.minor, ComputeMode: s.mode, Persistence: &persistence, MIG: device.MIG{Enabled: s.on, Pending: s.on, ModeFixed: s.fixed}}
+	st := nvidia.State{Minor: s.minor, ComputeMode: s.mode, Persistence: &persistence,
+		MIG: device.MIG{Enabled: s.on, Pending: s.on, ModeFixed: s.fixed}}
 	for _, id := range slices.Sorted(maps.Keys(s.instances)) {
 		st.MIG.Instances = append(st.MIG.Instances, s.instances[id])
 	}
 	return st
 }
 
-func failure(code nvidia.CutCode, op string, c nvidia.Card, processes ...nvidia.Process) error {
-	return &nvidia.CutError{Op: op + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code), Processes: processes}
+func failure(code nvidia.FailureCode, op string, c nvidia.Card, processes ...nvidia.Process) error {
+	return &nvidia.PartitionError{Op: op + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code), Processes: processes}
 }
 
-// call is one call of the hardware's: with the faults that were ordered, or the effect.
-func (h *hardware) call(op string, c nvidia.Card, effect func(*silicon) error) error {
-	return h.any(op, func() error {
+// call simulates a call to the card c. It runs effect on the fake GPU, unless a fault is injected.
+func (h *hardware) call(op string, c nvidia.Card, effect func(*fakeGPU) error) error {
+	return h.inject(op, func() error {
 		s, ok := h.cards[c.PCIAddress]
 		if !ok {
 			return failure(nvidia.CodeNotFound, op, c)
@@ -122,8 +126,8 @@ func (h *hardware) call(op string, c nvidia.Card, effect func(*silicon) error) e
 	})
 }
 
-// any is a call of the hardware's, or of the daemons'.
-func (h *hardware) any(op string, effect func() error) error {
+// inject simulates a call to a GPU or an MPS daemon. It runs effect, unless a fault is injected.
+func (h *hardware) inject(op string, effect func() error) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.disk.Stopped() {
@@ -146,13 +150,13 @@ func (h *hardware) any(op string, effect func() error) error {
 }
 
 func (h *hardware) Look(_ context.Context, c nvidia.Card) (st nvidia.State, err error) {
-	err = h.call("look", c, func(s *silicon) error { st = s.state(); return nil })
+	err = h.call("look", c, func(s *fakeGPU) error { st = s.state(); return nil })
 	return st, err
 }
 
 func (h *hardware) SetMode(_ context.Context, c nvidia.Card, on bool) (st nvidia.State, err error) {
 	op := fmt.Sprintf("set MIG mode %v", on)
-	err = h.call(op, c, func(s *silicon) error {
+	err = h.call(op, c, func(s *fakeGPU) error {
 		switch {
 		case s.on == on:
 		case s.fixed:
@@ -169,7 +173,7 @@ func (h *hardware) SetMode(_ context.Context, c nvidia.Card, on bool) (st nvidia
 
 func (h *hardware) CreateInstance(_ context.Context, c nvidia.Card, profileID uint32, at device.Placement) (in device.Instance, err error) {
 	op := fmt.Sprintf("create GPU instance %d at %d", profileID, at.Start)
-	err = h.call(op, c, func(s *silicon) error {
+	err = h.call(op, c, func(s *fakeGPU) error {
 		if !s.on {
 			return failure(nvidia.CodeNotSupported, op, c)
 		}
@@ -189,13 +193,14 @@ func (h *hardware) CreateInstance(_ context.Context, c nvidia.Card, profileID ui
 
 func (h *hardware) CreateCompute(_ context.Context, c nvidia.Card, id uint32) (in device.Instance, err error) {
 	op := "create compute instance"
-	err = h.call(op, c, func(s *silicon) error {
+	err = h.call(op, c, func(s *fakeGPU) error {
 		var ok bool
 		if in, ok = s.instances[id]; !ok || len(in.Compute) > 0 {
 			return failure(nvidia.CodeNotFound, op, c)
 		}
 		h.serial++
-		in.Compute = []device.ComputeInstance{{ProfileID: 0, Name: name(in.ProfileID), UUID: fmt.Sprintf("MIG-%d", h.serial), Minor: in.Minor + 1}}
+		in.Compute = []device.ComputeInstance{{ProfileID: 0, Name: name(in.ProfileID), UUID: fmt.Sprintf("MIG-%d", h.serial),
+			Minor: in.Minor + 1}}
 		s.instances[id] = in
 		return nil
 	})
@@ -211,14 +216,15 @@ func name(profileID uint32) string {
 	return ""
 }
 
-// Destroy is two calls of the hardware's.
+// Destroy simulates two calls: one removes the compute instance, the other the GPU instance.
 func (h *hardware) Destroy(_ context.Context, c nvidia.Card, in device.Instance) error {
-	check := func(s *silicon) (there device.Instance, gone bool, err error) {
+	check := func(s *fakeGPU) (there device.Instance, gone bool, err error) {
 		there, ok := s.instances[in.ID]
 		switch {
 		case !ok:
 			return there, true, nil
-		case there.ProfileID != in.ProfileID || there.Placement != in.Placement || len(in.Compute) > 0 && len(there.Compute) > 0 && there.Compute[0].UUID != in.Compute[0].UUID:
+		case there.ProfileID != in.ProfileID || there.Placement != in.Placement || len(in.Compute) > 0 && len(there.Compute) > 0 &&
+			there.Compute[0].UUID != in.Compute[0].UUID:
 			return there, false, failure(nvidia.CodeChanged, "destroy", c)
 		}
 		if s.busy[in.ID] > 0 {
@@ -227,7 +233,7 @@ func (h *hardware) Destroy(_ context.Context, c nvidia.Card, in device.Instance)
 		}
 		return there, false, nil
 	}
-	err := h.call("destroy compute instance", c, func(s *silicon) error {
+	err := h.call("destroy compute instance", c, func(s *fakeGPU) error {
 		there, gone, err := check(s)
 		if gone || err != nil {
 			return err
@@ -239,7 +245,7 @@ func (h *hardware) Destroy(_ context.Context, c nvidia.Card, in device.Instance)
 	if err != nil {
 		return err
 	}
-	return h.call("destroy GPU instance", c, func(s *silicon) error {
+	return h.call("destroy GPU instance", c, func(s *fakeGPU) error {
 		if _, gone, err := check(s); gone || err != nil {
 			return err
 		}
@@ -248,8 +254,8 @@ func (h *hardware) Destroy(_ context.Context, c nvidia.Card, in device.Instance)
 	})
 }
 
-// someoneElse cuts the card past the plugin, as nvidia-smi mig does.
-func (h *hardware) someoneElse(t *testing.T, gpu string, profileID, start uint32) device.Instance {
+// createForeign creates a MIG instance on the fake GPU as an admin does with nvidia-smi mig.
+func (h *hardware) createForeign(t *testing.T, gpu string, profileID, start uint32) device.Instance {
 	t.Helper()
 	h.mu.Lock()
 	fault := h.fault
@@ -294,13 +300,13 @@ func (h *hardware) card(t *testing.T, gpu string) nvidia.Card {
 	return nvidia.Card{}
 }
 
-func (h *hardware) of(t *testing.T, gpu string) *silicon {
+func (h *hardware) of(t *testing.T, gpu string) *fakeGPU {
 	t.Helper()
 	return h.cards[h.card(t, gpu).PCIAddress]
 }
 
-// asked are the calls since the last time.
-func (h *hardware) asked() []string {
+// takeCalls returns the calls since takeCalls was last called.
+func (h *hardware) takeCalls() []string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	calls := h.calls
@@ -308,7 +314,8 @@ func (h *hardware) asked() []string {
 	return calls
 }
 
-// migEdits give a container the whole card's nodes and the two capability nodes.
+// migEdits is the test's Options.MIGEdits. It adds the two capability device nodes to the edits of
+// the whole GPU.
 func migEdits(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits {
 	parent.DeviceNodes = slices.Clone(parent.DeviceNodes)
 	for _, minor := range []int{in.Minor, c.Minor} {

@@ -11,7 +11,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// breakLock makes a lock file one that cannot be opened.
+// breakLock replaces a lock file by a link to nowhere, so that it cannot be opened.
 func (w *world) breakLock(t *testing.T, file string) (path string) {
 	t.Helper()
 	path = filepath.Join(w.locks, file)
@@ -24,39 +24,39 @@ func (w *world) breakLock(t *testing.T, file string) (path string) {
 	return path
 }
 
-// comparisons are what stops at a lock, each with the lock file that it needs.
-var comparisons = map[string]struct {
+// lockedOperations are operations that wait for a lock, each with the name of the lock's file.
+var lockedOperations = map[string]struct {
 	file string
 	call func(*testing.T, *world, *Preparer) error
-	said string // while a call holds the lock
+	said string // part of the error while another call has the lock
 }{
-	"a claim is compared": {claimLocks, func(t *testing.T, _ *world, p *Preparer) error {
+	"reconcile a claim": {claimLocks, func(t *testing.T, _ *world, p *Preparer) error {
 		return p.reconcileClaim(t.Context(), nil, "uid-c")
 	}, ""},
-	"a claim is given back": {claimLocks, func(t *testing.T, _ *world, p *Preparer) error {
-		_, err := p.GiveBack(t.Context(), "uid-c", allow)
+	"unprepare an orphan": {claimLocks, func(t *testing.T, _ *world, p *Preparer) error {
+		_, err := p.UnprepareOrphan(t.Context(), "uid-c", confirmAlways)
 		return err
 	}, ""},
-	"the spec of a claim without a record is removed": {claimLocks, func(t *testing.T, w *world, p *Preparer) error {
+	"remove the spec of a recordless claim": {claimLocks, func(t *testing.T, w *world, p *Preparer) error {
 		if err := w.specs.WriteClaim("uid-dead", nil); err != nil {
 			t.Fatal(err)
 		}
-		return p.orphans(t.Context())
+		return p.collectGarbage(t.Context())
 	}, ""},
-	"what nobody holds any more is set back": {gpu0, func(t *testing.T, _ *world, p *Preparer) error {
+	"restore shared state without holders": {gpu0, func(t *testing.T, _ *world, p *Preparer) error {
 		if err := p.Records.SaveHolder(checkpoint.Holder{Key: sharedKey(gpu0, timeSliceKind), GPUs: []string{gpu0}}); err != nil {
 			t.Fatal(err)
 		}
-		return p.orphans(t.Context())
+		return p.collectGarbage(t.Context())
 	}, "a claim is being prepared or unprepared"},
-	"a daemon that nobody holds is ended": {gpu0, func(t *testing.T, w *world, p *Preparer) error {
+	"stop a leftover daemon": {gpu0, func(t *testing.T, w *world, p *Preparer) error {
 		w.daemons.running[gpu0] = mps.Daemon{ID: gpu0}
-		return p.orphans(t.Context())
+		return p.collectGarbage(t.Context())
 	}, "a claim is being prepared or unprepared"},
 }
 
-func TestALockThatCannotBeHadIsAnErrorOfTheComparison(t *testing.T) {
-	for name, c := range comparisons {
+func TestReconcileReportsLockErrors(t *testing.T) {
+	for name, c := range lockedOperations {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			withMPS(w)
@@ -70,9 +70,11 @@ func TestALockThatCannotBeHadIsAnErrorOfTheComparison(t *testing.T) {
 	}
 }
 
-// What is the claim's own is left to the call. Who has a GPU may be at work on another claim.
-func TestAClaimThatACallWorksOnIsLeftToIt(t *testing.T) {
-	for name, c := range comparisons {
+// If another call has the lock, the operations on one claim must return nil, because that call
+// takes care of the claim. The operations on a GPU must return an error that says what they waited
+// for, since the call may be for any claim.
+func TestReconcileSkipsClaimWithCallInFlight(t *testing.T) {
+	for name, c := range lockedOperations {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			withMPS(w)

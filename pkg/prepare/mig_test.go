@@ -16,15 +16,15 @@ import (
 )
 
 const (
-	small0  = gpu0 + "-mig-19-0" // 1g.10gb at 0
-	small1  = gpu0 + "-mig-19-1"
-	large4  = gpu0 + "-mig-9-4" // 3g.40gb at 4
-	large0  = gpu0 + "-mig-9-0"
-	beside  = gpu1 + "-mig-19-6"
-	nothing = ""
+	small0   = gpu0 + "-mig-19-0" // 1g.10gb at 0
+	small1   = gpu0 + "-mig-19-1"
+	large4   = gpu0 + "-mig-9-4" // 3g.40gb at 4
+	large0   = gpu0 + "-mig-9-0"
+	neighbor = gpu1 + "-mig-19-6"
+	nothing  = ""
 )
 
-func TestAPartitionIsCutForItsClaimAndRemovedWithIt(t *testing.T) {
+func TestPartitionIsCreatedAndRemovedWithItsClaim(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
@@ -34,7 +34,7 @@ func TestAPartitionIsCutForItsClaimAndRemovedWithIt(t *testing.T) {
 	}
 	in := h.of(t, gpu0).state().MIG.Instances
 	if len(in) != 1 || in[0].ProfileID != 9 || in[0].Placement != (device.Placement{Start: 4, Size: 4}) || len(in[0].Compute) != 1 {
-		t.Fatalf("the GPU is cut into %+v", in)
+		t.Fatalf("the GPU has instances %+v", in)
 	}
 	for _, want := range []string{"/dev/nvidia0", "nvidia-cap10", "nvidia-cap11"} {
 		if spec := w.specs.of("uid-c"); !strings.Contains(spec, want) {
@@ -45,21 +45,21 @@ func TestAPartitionIsCutForItsClaimAndRemovedWithIt(t *testing.T) {
 	if err != nil || r.Devices[0].MIGUUID != in[0].Compute[0].UUID {
 		t.Errorf("%+v, %v", r.Devices, err)
 	}
-	if held, err := p.Held(); err != nil || held != (Held{Claims: 1, GPUs: 1, Partitions: 1}) {
+	if held, err := p.Usage(); err != nil || held != (Usage{Claims: 1, GPUs: 1, Partitions: 1}) {
 		t.Error(held, err)
 	}
 	mustUnprepare(t, p, "uid-c")
-	clean(t, w)
+	checkClean(t, w)
 	if s := h.of(t, gpu0); len(s.instances) != 0 || !s.on {
 		t.Errorf("left: %+v", s.state())
 	}
 }
 
-func TestClaimsWithSeveralPartitions(t *testing.T) {
+func TestClaimWithSeveralPartitions(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
-	got := mustPrepare(t, p, newClaim("many", allocated("a", small0), allocated("b", large4), allocated("c", beside)))
+	got := mustPrepare(t, p, newClaim("many", allocated("a", small0), allocated("b", large4), allocated("c", neighbor)))
 	if len(got) != 3 {
 		t.Error(got)
 	}
@@ -70,7 +70,7 @@ func TestClaimsWithSeveralPartitions(t *testing.T) {
 	if spec := w.specs.of("uid-many"); strings.Count(spec, "nvidia-cap10") != 2 || !strings.Contains(spec, "nvidia-cap21") {
 		t.Errorf("the spec is %s", spec)
 	}
-	if held, err := p.Held(); err != nil || held != (Held{Claims: 2, GPUs: 2, Partitions: 4}) {
+	if held, err := p.Usage(); err != nil || held != (Usage{Claims: 2, GPUs: 2, Partitions: 4}) {
 		t.Error(held, err)
 	}
 	mustUnprepare(t, p, "uid-many")
@@ -79,11 +79,11 @@ func TestClaimsWithSeveralPartitions(t *testing.T) {
 	}
 	mustPrepare(t, p, newClaim("mixed", allocated("whole", gpu1), allocated("part", small0)))
 	if h.of(t, gpu1).on {
-		t.Error("a GPU that is wanted whole is in MIG mode")
+		t.Error("a whole GPU is in MIG mode")
 	}
 }
 
-func TestAWholeGPUAsksNoHardwareUnlessItsMIGModeMayBeOn(t *testing.T) {
+func TestWholeGPUReadsHardwareOnlyIfMIGMayBeEnabled(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
@@ -91,8 +91,8 @@ func TestAWholeGPUAsksNoHardwareUnlessItsMIGModeMayBeOn(t *testing.T) {
 	mustPrepare(t, p, c)
 	mustPrepare(t, p, c)
 	mustUnprepare(t, p, "uid-c")
-	if calls := h.asked(); len(calls) != 0 {
-		t.Errorf("asked: %q", calls)
+	if calls := h.takeCalls(); len(calls) != 0 {
+		t.Errorf("hardware calls: %q", calls)
 	}
 	plain := writesOf(t, newWorld(t), c)
 	if able := writesOf(t, w, c); able != plain {
@@ -101,30 +101,32 @@ func TestAWholeGPUAsksNoHardwareUnlessItsMIGModeMayBeOn(t *testing.T) {
 
 	mustPrepare(t, p, newClaim("part", allocated("r", small0)))
 	mustUnprepare(t, p, "uid-part")
-	h.asked()
-	// The inventory has not looked since: the mark tells.
+	h.takeCalls()
+	// The inventory does not show that MIG mode is enabled. But a file on disk says that the driver
+	// enabled it. So Prepare must read the hardware and disable the mode.
 	mustPrepare(t, p, c)
-	if calls := h.asked(); !slices.Equal(calls, []string{"look", "set MIG mode false"}) || h.of(t, gpu0).on {
-		t.Errorf("asked: %q", calls)
+	if calls := h.takeCalls(); !slices.Equal(calls, []string{"look", "set MIG mode false"}) || h.of(t, gpu0).on {
+		t.Errorf("hardware calls: %q", calls)
 	}
 	r, _, err := p.Records.Load("uid-c")
 	if err != nil || len(r.Steps) != 1 {
-		t.Errorf("the version before could not give it back: %+v, %v", r.Steps, err)
+		t.Errorf("the previous version could not unprepare it: %+v, %v", r.Steps, err)
 	}
 	mustPrepare(t, p, c)
 	mustUnprepare(t, p, "uid-c")
 	mustPrepare(t, p, c)
-	if calls := h.asked(); len(calls) != 0 {
-		t.Errorf("asked, although the mode is off: %q", calls)
+	if calls := h.takeCalls(); len(calls) != 0 {
+		t.Errorf("hardware calls although the mode is off: %q", calls)
 	}
 	mustUnprepare(t, p, "uid-c")
 
-	// A mode that someone else has turned on is seen by the inventory.
+	// Now an admin has enabled MIG mode, and the inventory shows it. Prepare of the whole GPU must
+	// disable it.
 	h.of(t, gpu0).on = true
 	w.scan()
 	mustPrepare(t, p, c)
 	if h.of(t, gpu0).on {
-		t.Error("it is in MIG mode")
+		t.Error("the GPU is in MIG mode")
 	}
 }
 
@@ -138,7 +140,7 @@ func writesOf(t *testing.T, w *world, c *resourceapi.ResourceClaim) int {
 	return writes
 }
 
-func TestWhatOfPartitionsIsRefusedAndWhatItSays(t *testing.T) {
+func TestPartitionRefusals(t *testing.T) {
 	share := `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig","sharing":{"strategy":"MPS"}}`
 	for _, c := range []struct {
 		name  string
@@ -148,42 +150,49 @@ func TestWhatOfPartitionsIsRefusedAndWhatItSays(t *testing.T) {
 		says  []string
 	}{
 		{"sharing", nil, configured(newClaim("c", allocated("r", small0)), share), CauseNotReady, []string{"the claim needs MPS", "mps.enabled"}},
-		{"two at one place", nil, newClaim("c", allocated("a", small0), allocated("b", large0)), CauseClaim, []string{"requests a and b", small0, large0}},
-		{"a whole and its part", nil, newClaim("c", allocated("a", gpu0), allocated("b", large0)), CauseClaim, []string{"requests a and b", gpu0, large0}},
-		{"a profile that there is not", nil, newClaim("c", allocated("a", gpu0+"-mig-77-0")), CauseDevice, []string{"profile 77"}},
-		{"a place where none can begin", nil, newClaim("c", allocated("a", gpu0+"-mig-9-1")), CauseDevice, []string{"begins at 1"}},
-		{"a GPU that is not there", nil, newClaim("c", allocated("a", "gpu-0000-ff-00-0-mig-9-0")), CauseDevice, []string{"not on this node", gpu0}},
+		{"two devices at one place", nil, newClaim("c", allocated("a", small0), allocated("b", large0)), CauseClaim,
+			[]string{"requests a and b", small0, large0}},
+		{"a GPU and its partition", nil, newClaim("c", allocated("a", gpu0), allocated("b", large0)), CauseClaim,
+			[]string{"requests a and b", gpu0, large0}},
+		{"an unknown profile", nil, newClaim("c", allocated("a", gpu0+"-mig-77-0")), CauseDevice, []string{"profile 77"}},
+		{"an invalid placement", nil, newClaim("c", allocated("a", gpu0+"-mig-9-1")), CauseDevice, []string{"starts at 1"}},
+		{"a missing GPU", nil, newClaim("c", allocated("a", "gpu-0000-ff-00-0-mig-9-0")), CauseDevice,
+			[]string{"not on this node", gpu0}},
 		{"a mode that needs a reset", func(t *testing.T, w *world, h *hardware) {
 			h.of(t, gpu0).fixed = true
 			w.scan()
-		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "only a reset"}},
+		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "only a GPU reset"}},
 		{"a whole GPU whose mode needs a reset", func(t *testing.T, w *world, h *hardware) {
 			h.of(t, gpu0).fixed, h.of(t, gpu0).on = true, true
 			w.scan()
-		}, newClaim("c", allocated("a", gpu0)), CauseDevice, []string{gpu0, "only a reset"}},
-		{"a guest that cannot cut", func(_ *testing.T, w *world, _ *hardware) {
-			w.snapshot.Node.GPUs[0].MIG.Uncuttable = true
-		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "not changed"}},
-		{"a GPU without MIG", func(_ *testing.T, w *world, _ *hardware) { w.snapshot.Node.GPUs[0].MIG = nil }, newClaim("c", allocated("a", small0)), CauseDevice, []string{"has no MIG"}},
-		{"a GPU that is in use", func(t *testing.T, _ *world, h *hardware) {
+		}, newClaim("c", allocated("a", gpu0)), CauseDevice, []string{gpu0, "only a GPU reset"}},
+		{"a guest with read-only MIG", func(_ *testing.T, w *world, _ *hardware) {
+			w.snapshot.Node.GPUs[0].MIG.ReadOnly = true
+		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "cannot be changed"}},
+		{"a GPU without MIG", func(_ *testing.T, w *world, _ *hardware) { w.snapshot.Node.GPUs[0].MIG = nil },
+			newClaim("c", allocated("a", small0)), CauseDevice, []string{"has no MIG"}},
+		{"a GPU in use", func(t *testing.T, _ *world, h *hardware) {
 			h.of(t, gpu0).open = []nvidia.Process{{PID: 4711, Name: "dcgm"}}
 		}, newClaim("c", allocated("a", small0)), CauseStep, []string{small0, "dcgm", "4711"}},
-		{"a whole GPU that is cut", func(t *testing.T, w *world, h *hardware) {
-			h.someoneElse(t, gpu0, 9, 4)
+		{"a whole GPU with foreign instances", func(t *testing.T, w *world, h *hardware) {
+			h.createForeign(t, gpu0, 9, 4)
 			w.scan()
 		}, newClaim("c", allocated("a", gpu0)), CauseDevice, []string{gpu0, "GPU instance 1", "4:4", "MIG-1"}},
-		{"a place that is taken", func(t *testing.T, w *world, h *hardware) {
-			h.someoneElse(t, gpu0, 9, 0)
+		{"a taken place", func(t *testing.T, w *world, h *hardware) {
+			h.createForeign(t, gpu0, 9, 0)
 			w.scan()
 		}, newClaim("c", allocated("a", small1)), CauseDevice, []string{small1, "GPU instance 1", "0:4"}},
-		{"a place that was taken just now", func(t *testing.T, _ *world, h *hardware) {
-			h.someoneElse(t, gpu0, 19, 0)
-		}, newClaim("c", allocated("a", small0)), CauseNotReady, []string{small0, "has appeared", "GPU instance 1"}},
-		{"admin access to what does not exist", nil, newClaim("c", admin("a", small0)), CauseDevice, []string{small0, "admin access makes nothing"}},
-		{"a part of what is not there", nil, newClaim("c", allocated("a", small0+"-ci-1")), CauseDevice, []string{"is gone"}},
-		{"a plugin without a way to cut", func(_ *testing.T, w *world, _ *hardware) { w.hardware = nil }, newClaim("c", allocated("a", small0)), CauseStep, []string{"whole GPUs only"}},
-		{"a GPU whose node got another number", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).minor = 5 }, newClaim("c", allocated("a", small0)), CauseNotReady, []string{"/dev/nvidia5"}},
-		{"a capability node that is missing", func(_ *testing.T, w *world, _ *hardware) {
+		{"a place taken since the last scan", func(t *testing.T, _ *world, h *hardware) {
+			h.createForeign(t, gpu0, 19, 0)
+		}, newClaim("c", allocated("a", small0)), CauseNotReady, []string{small0, "appeared", "GPU instance 1"}},
+		{"admin access to a missing partition", nil, newClaim("c", admin("a", small0)), CauseDevice,
+			[]string{small0, "admin access does not create it"}},
+		{"a compute instance of a missing partition", nil, newClaim("c", allocated("a", small0+"-ci-1")), CauseDevice, []string{"is gone"}},
+		{"a plugin without partitions", func(_ *testing.T, w *world, _ *hardware) { w.hardware = nil }, newClaim("c", allocated("a", small0)),
+			CauseStep, []string{"whole GPUs only"}},
+		{"a renumbered device node", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).minor = 5 },
+			newClaim("c", allocated("a", small0)), CauseNotReady, []string{"/dev/nvidia5"}},
+		{"a missing capability node", func(_ *testing.T, w *world, _ *hardware) {
 			w.missing = map[string]error{"/dev/nvidia-caps/nvidia-cap11": errors.New("nvidia-cap11 is missing")}
 		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "nvidia-cap11 is missing"}},
 	} {
@@ -206,7 +215,7 @@ func TestWhatOfPartitionsIsRefusedAndWhatItSays(t *testing.T) {
 			if len(err.Error()) > 1024 {
 				t.Errorf("does not fit into an Event: %q", err)
 			}
-			clean(t, w)
+			checkClean(t, w)
 			if after := len(h.of(t, gpu0).instances); after != before {
 				t.Errorf("%d instances before, %d after", before, after)
 			}
@@ -214,63 +223,66 @@ func TestWhatOfPartitionsIsRefusedAndWhatItSays(t *testing.T) {
 	}
 }
 
-func TestWhatExcludesEachOtherIsRefusedByName(t *testing.T) {
+func TestConflictingDevicesAreRefusedByName(t *testing.T) {
 	w := newWorld(t)
 	withMIG(w)
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("first", allocated("r", small0)))
 	for _, want := range []string{gpu0, small0, large0} {
 		_, err := p.Prepare(t.Context(), newClaim("second", allocated("r", want)))
-		var held *HeldError
-		if !errors.As(err, &held) || held.Holds != small0 || !strings.Contains(err.Error(), "default/first") || !strings.Contains(err.Error(), small0) {
+		var held *InUseError
+		if !errors.As(err, &held) || held.Conflict != small0 || !strings.Contains(err.Error(), "default/first") ||
+			!strings.Contains(err.Error(), small0) {
 			t.Errorf("%s: %v", want, err)
 		}
 	}
 	mustPrepare(t, p, newClaim("second", allocated("r", small1), allocated("s", gpu1)))
-	if _, err := p.Prepare(t.Context(), newClaim("third", allocated("r", beside))); CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "beside "+gpu1) {
+	if _, err := p.Prepare(t.Context(), newClaim("third", allocated("r", neighbor))); CauseOf(err) != CauseHeld ||
+		!strings.Contains(err.Error(), "together with "+gpu1) {
 		t.Error(err)
 	}
 }
 
-func TestAnInstanceOfSomeoneElseIsUsedAsItIsAndStays(t *testing.T) {
+func TestForeignInstanceIsUsedAndStays(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
-	theirs := h.someoneElse(t, gpu0, 19, 0)
+	theirs := h.createForeign(t, gpu0, 19, 0)
 	w.scan()
 	p := w.plugin(t)
-	h.asked()
+	h.takeCalls()
 	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
 	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
 	if r, _, err := p.Records.Load("uid-c"); err != nil || r.Devices[0].MIGUUID != theirs.Compute[0].UUID || len(r.Steps) != 1 {
 		t.Errorf("%+v, %v", r, err)
 	}
-	if ours, err := p.Explained(gpu0, []device.Instance{theirs}); err != nil || len(ours) != 0 {
-		t.Errorf("taken for ours: %+v, %v", ours, err)
+	if ours, err := p.OwnedInstances(gpu0, []device.Instance{theirs}); err != nil || len(ours) != 0 {
+		t.Errorf("foreign instances taken for ours: %+v, %v", ours, err)
 	}
 	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil {
 		t.Error(err)
 	}
 	mustUnprepare(t, p, "uid-c")
-	clean(t, w)
+	checkClean(t, w)
 	if len(h.of(t, gpu0).instances) != 1 {
-		t.Fatal("it was removed")
+		t.Fatal("the foreign instance was removed")
 	}
-	for _, call := range h.asked() {
+	for _, call := range h.takeCalls() {
 		if call != "look" {
-			t.Errorf("called %q", call)
+			t.Errorf("hardware call %q", call)
 		}
 	}
 	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).instances) != 0 {
-		t.Errorf("handed over: %v, %+v", err, h.of(t, gpu0).instances)
+		t.Errorf("after adoption: %v, %+v", err, h.of(t, gpu0).instances)
 	}
 }
 
-func TestAPartOfSomeoneElsesInstanceIsUsedAsItIs(t *testing.T) {
+func TestForeignComputeInstanceIsUsed(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
-	h.someoneElse(t, gpu0, 9, 4)
+	h.createForeign(t, gpu0, 9, 4)
 	in := h.of(t, gpu0).instances[1]
-	in.Compute = []device.ComputeInstance{{ID: 0, Name: "1c.3g.40gb", UUID: "MIG-a", Minor: 41}, {ID: 1, Name: "2c.3g.40gb", UUID: "MIG-b", Minor: 42}}
+	in.Compute = []device.ComputeInstance{{ID: 0, Name: "1c.3g.40gb", UUID: "MIG-a", Minor: 41},
+		{ID: 1, Name: "2c.3g.40gb", UUID: "MIG-b", Minor: 42}}
 	h.of(t, gpu0).instances[1] = in
 	w.scan()
 	p := w.plugin(t)
@@ -284,12 +296,13 @@ func TestAPartOfSomeoneElsesInstanceIsUsedAsItIs(t *testing.T) {
 	}
 	mustUnprepare(t, p, "uid-c")
 	mustUnprepare(t, p, "uid-d")
-	if _, err := p.Prepare(t.Context(), newClaim("e", allocated("r", large4))); CauseOf(err) != CauseDevice || !strings.Contains(err.Error(), "MIG-b") {
+	if _, err := p.Prepare(t.Context(), newClaim("e", allocated("r", large4))); CauseOf(err) != CauseDevice ||
+		!strings.Contains(err.Error(), "MIG-b") {
 		t.Error(err)
 	}
 }
 
-func TestAdminAccessToAPartitionMakesNothingAndRemovesNothing(t *testing.T) {
+func TestAdminAccessNeverChangesPartitions(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
@@ -300,24 +313,24 @@ func TestAdminAccessToAPartitionMakesNothingAndRemovesNothing(t *testing.T) {
 	}
 	mustUnprepare(t, p, "uid-admin")
 	if len(h.of(t, gpu0).instances) != 1 {
-		t.Error("it was removed")
+		t.Error("the foreign instance was removed")
 	}
 	mustPrepare(t, p, newClaim("admin", admin("a", small0)))
 	mustUnprepare(t, p, "uid-user")
 	w.scan()
-	if lost := Lost(p.Reconcile(t.Context())); len(lost) != 1 || lost[0].UID != "uid-admin" || w.specs.of("uid-admin") != nothing {
+	if lost := LostDevices(p.Reconcile(t.Context())); len(lost) != 1 || lost[0].UID != "uid-admin" || w.specs.of("uid-admin") != nothing {
 		t.Errorf("%+v", lost)
 	}
 	mustUnprepare(t, p, "uid-admin")
 	mustPrepare(t, p, newClaim("both", admin("a", small0), allocated("b", small0)))
 	mustUnprepare(t, p, "uid-both")
-	clean(t, w)
+	checkClean(t, w)
 	if len(h.of(t, gpu0).instances) != 0 {
-		t.Error("something is left")
+		t.Error("instances are left")
 	}
 }
 
-func TestAGPUThatIsInUseStaysAsItIs(t *testing.T) {
+func TestGPUInUseKeepsItsMIGMode(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
@@ -328,15 +341,15 @@ func TestAGPUThatIsInUseStaysAsItIs(t *testing.T) {
 	if _, err := p.Prepare(t.Context(), c); CauseOf(err) != CauseStep || !strings.Contains(err.Error(), "dcgm") {
 		t.Error(err)
 	}
-	clean(t, w)
+	checkClean(t, w)
 	h.of(t, gpu0).open = nil
 	mustPrepare(t, p, c)
 	if h.of(t, gpu0).on {
-		t.Error("it is in MIG mode")
+		t.Error("the GPU is in MIG mode")
 	}
 }
 
-func TestAClaimWithMorePartitionsThanAFileNameHolds(t *testing.T) {
+func TestClaimWithMorePartitionsThanAFileNameFits(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
@@ -348,25 +361,26 @@ func TestAClaimWithMorePartitionsThanAFileNameHolds(t *testing.T) {
 	}
 	mustPrepare(t, p, newClaim("large", results...))
 	if r := w.records(); len(r) != 1 || r[0] != "uid-large_all.json" {
-		t.Fatalf("the test is about another record: %q", r)
+		t.Fatalf("the test needs another record: %q", r)
 	}
-	mustPrepare(t, p, newClaim("rest", allocated("r", beside)))
-	if _, err := p.Prepare(t.Context(), newClaim("more", allocated("r", large4))); CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "-mig-19-4") {
+	mustPrepare(t, p, newClaim("rest", allocated("r", neighbor)))
+	if _, err := p.Prepare(t.Context(), newClaim("more", allocated("r", large4))); CauseOf(err) != CauseHeld ||
+		!strings.Contains(err.Error(), "-mig-19-4") {
 		t.Error(err)
 	}
-	if held, err := p.Held(); err != nil || held != (Held{Claims: 2, GPUs: 2, Partitions: 13}) {
+	if held, err := p.Usage(); err != nil || held != (Usage{Claims: 2, GPUs: 2, Partitions: 13}) {
 		t.Error(held, err)
 	}
-	ours, err := p.Explained(gpu1, h.of(t, gpu1).state().MIG.Instances)
+	ours, err := p.OwnedInstances(gpu1, h.of(t, gpu1).state().MIG.Instances)
 	if err != nil || len(ours) != 7 {
 		t.Errorf("%d are explained: %v", len(ours), err)
 	}
 	mustUnprepare(t, p, "uid-large")
 	mustUnprepare(t, p, "uid-rest")
-	clean(t, w)
+	checkClean(t, w)
 }
 
-func TestManyClaimsOnOneGPUAtOnce(t *testing.T) {
+func TestConcurrentClaimsOnOneGPU(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	claims := map[string]*resourceapi.ResourceClaim{}
@@ -377,9 +391,9 @@ func TestManyClaimsOnOneGPUAtOnce(t *testing.T) {
 		}
 	}
 	var plugins []*Preparer
-	for range 2 { // as while one takes over from the other
+	for range 2 { // as during an upgrade
 		p := w.plugin(t)
-		p.Reread = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
+		p.ReadClaim = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
 		plugins = append(plugins, p)
 	}
 	all := func(do func(*Preparer, *resourceapi.ResourceClaim) error) {
@@ -410,9 +424,9 @@ func TestManyClaimsOnOneGPUAtOnce(t *testing.T) {
 		}
 	}
 	w.scan()
-	agree(t, w, h, plugins[0], nil)
+	checkRecordsMatchHardware(t, w, h, plugins[0], nil)
 	all(func(p *Preparer, c *resourceapi.ResourceClaim) error { return p.Unprepare(t.Context(), c.UID) })
-	clean(t, w)
+	checkClean(t, w)
 	for _, gpu := range []string{gpu0, gpu1} {
 		if n := len(h.of(t, gpu).instances); n != 0 {
 			t.Errorf("%s has %d instances", gpu, n)
@@ -420,32 +434,34 @@ func TestManyClaimsOnOneGPUAtOnce(t *testing.T) {
 	}
 }
 
-// An admin's layout survives a reboot: their tool makes it again, maybe later than Pods start.
-func TestAfterARebootAnInstanceOfSomeoneElseIsWaitedFor(t *testing.T) {
+// After a reboot an admin's tool may create its MIG instances only after the Pods start. Until then
+// Prepare must return an error that the kubelet retries.
+func TestPrepareWaitsForForeignInstanceAfterReboot(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
-	h.someoneElse(t, gpu0, 19, 0)
+	h.createForeign(t, gpu0, 19, 0)
 	w.scan()
-	c := newClaim("c", allocated("a", small0), allocated("b", beside))
+	c := newClaim("c", allocated("a", small0), allocated("b", neighbor))
 	mustPrepare(t, w.plugin(t), c)
 	w.reboot()
 	p := w.plugin(t)
 	for range 2 {
-		if _, err := p.Prepare(t.Context(), c); CauseOf(err) != CauseNotReady || !strings.Contains(err.Error(), small0) || !strings.Contains(err.Error(), "made again") {
+		if _, err := p.Prepare(t.Context(), c); CauseOf(err) != CauseNotReady || !strings.Contains(err.Error(), small0) ||
+			!strings.Contains(err.Error(), "create it again") {
 			t.Fatal(err)
 		}
 	}
 	if n := len(h.of(t, gpu0).instances); n != 0 {
 		t.Errorf("%d instances", n)
 	}
-	theirs := h.someoneElse(t, gpu0, 19, 0)
+	theirs := h.createForeign(t, gpu0, 19, 0)
 	w.scan()
 	mustPrepare(t, p, c)
-	if ours, err := p.Explained(gpu0, []device.Instance{theirs}); err != nil || len(ours) != 0 {
-		t.Errorf("taken for ours: %v, %v", ours, err)
+	if ours, err := p.OwnedInstances(gpu0, []device.Instance{theirs}); err != nil || len(ours) != 0 {
+		t.Errorf("foreign instances taken for ours: %v, %v", ours, err)
 	}
 	mustUnprepare(t, p, "uid-c")
 	if len(h.of(t, gpu0).instances) != 1 || len(h.of(t, gpu1).instances) != 0 {
-		t.Error("theirs is gone, or ours is not")
+		t.Error("the foreign instance is gone, or ours is left")
 	}
 }

@@ -15,8 +15,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// stride is the way from one disturbed call or write to the next. With the race detector these tests take many times as long, and what runs in them runs
-// one after the other: there (go test -short) a sample is enough.
+// stride is the distance between the hardware calls or disk writes that the tests let fail, one per
+// run. With go test -short it is larger, because the race detector makes these tests many times
+// slower.
 func stride() int {
 	if testing.Short() {
 		return 7
@@ -24,37 +25,38 @@ func stride() int {
 	return 1
 }
 
-// faults are the ways in which a call of the hardware's goes wrong, once.
+// faults has the ways in which a hardware call can fail, by name. Each function is called before
+// and after the effect of the call and returns the error that the call then returns.
 var faults = map[string]func(w *world, after bool) error{
 	"an error": func(_ *world, after bool) error {
 		if after {
 			return nil
 		}
-		return &nvidia.CutError{Op: "a call", Code: nvidia.CodeOther, Message: "unknown error"}
+		return &nvidia.PartitionError{Op: "a call", Code: nvidia.CodeOther, Message: "unknown error"}
 	},
 	"a refusal": func(_ *world, after bool) error {
 		if after {
 			return nil
 		}
-		return &nvidia.CutError{Op: "a call", Code: nvidia.CodeInUse, Message: "in use by another client"}
+		return &nvidia.PartitionError{Op: "a call", Code: nvidia.CodeInUse, Message: "in use by another client"}
 	},
 	"a lost answer": func(_ *world, after bool) error {
 		if !after {
 			return nil
 		}
-		return &nvidia.CutError{Op: "a call", Code: nvidia.CodeDied, Message: "the worker was killed"}
+		return &nvidia.PartitionError{Op: "a call", Code: nvidia.CodeDied, Message: "the worker was killed"}
 	},
-	"a call without an end": func(_ *world, after bool) error {
+	"a hung call": func(_ *world, after bool) error {
 		if after {
 			return nil
 		}
-		return &nvidia.CutError{Op: "a call", Code: nvidia.CodeTimeout, Message: "no answer"}
+		return &nvidia.PartitionError{Op: "a call", Code: nvidia.CodeTimeout, Message: "no answer"}
 	},
-	"kill -9 before": func(w *world, after bool) error { return dies(w, !after) },
-	"kill -9 after":  func(w *world, after bool) error { return dies(w, after) },
+	"kill -9 before": func(w *world, after bool) error { return killProcess(w, !after) },
+	"kill -9 after":  func(w *world, after bool) error { return killProcess(w, after) },
 }
 
-func dies(w *world, now bool) error {
+func killProcess(w *world, now bool) error {
 	if !now {
 		return nil
 	}
@@ -63,42 +65,43 @@ func dies(w *world, now bool) error {
 	return durabletest.ErrStopped
 }
 
-// scene is a node with a call that will be disturbed.
+// scene describes a fake node and a call on it. The tests let the call fail at every possible
+// point.
 type scene struct {
 	name string
-	// prepare makes the node as it is before.
+	// before sets up the fake node for the call.
 	before func(*testing.T, *world, *hardware, *Preparer)
 	call   func(*testing.T, *Preparer) error
 }
 
-var several = newClaim("c", allocated("a", small0), allocated("b", beside))
+var several = newClaim("c", allocated("a", small0), allocated("b", neighbor))
 
 var scenes = []scene{
 	{"prepare", func(t *testing.T, w *world, h *hardware, _ *Preparer) {
-		h.someoneElse(t, gpu1, 9, 0) // gpu0's mode is off, gpu1's is on
+		h.createForeign(t, gpu1, 9, 0) // gpu0's mode is off, gpu1's is on
 	}, func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), several); return err }},
 	{"unprepare", func(t *testing.T, w *world, h *hardware, p *Preparer) {
-		h.someoneElse(t, gpu1, 9, 0)
+		h.createForeign(t, gpu1, 9, 0)
 		mustPrepare(t, p, several)
 	}, func(t *testing.T, p *Preparer) error { return p.Unprepare(t.Context(), several.UID) }},
 	{"prepare again after a reset", func(t *testing.T, w *world, h *hardware, p *Preparer) {
 		mustPrepare(t, p, several)
 		h.of(t, gpu0).reset()
 		h.of(t, gpu0).on = false
-		h.someoneElse(t, gpu1, 9, 0)
+		h.createForeign(t, gpu1, 9, 0)
 	}, func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), several); return err }},
 	{"reconcile after a reset", func(t *testing.T, w *world, h *hardware, p *Preparer) {
 		mustPrepare(t, p, several)
 		h.of(t, gpu1).reset()
-		h.someoneElse(t, gpu1, 9, 0)
+		h.createForeign(t, gpu1, 9, 0)
 		w.scan()
 	}, func(t *testing.T, p *Preparer) error { return p.Reconcile(t.Context()) }},
 	{"another allocation", func(t *testing.T, w *world, h *hardware, p *Preparer) {
-		h.someoneElse(t, gpu1, 9, 0)
+		h.createForeign(t, gpu1, 9, 0)
 		mustPrepare(t, p, newClaim("c", allocated("a", large0)))
 	}, func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), several); return err }},
-	{"prepare the whole of what was cut", func(t *testing.T, w *world, h *hardware, p *Preparer) {
-		h.someoneElse(t, gpu1, 9, 0)
+	{"prepare the whole GPU after partitions", func(t *testing.T, w *world, h *hardware, p *Preparer) {
+		h.createForeign(t, gpu1, 9, 0)
 		mustPrepare(t, p, newClaim("before", allocated("a", small0)))
 		mustUnprepare(t, p, "uid-before")
 	}, func(t *testing.T, p *Preparer) error {
@@ -107,20 +110,22 @@ var scenes = []scene{
 	}},
 }
 
-// left is a claim whose preparation was killed after so many calls of the hardware's.
-func left(t *testing.T, w *world, h *hardware, calls int) {
+// interruptPrepare prepares the claim called "several", and kills the plugin after this many
+// hardware calls.
+func interruptPrepare(t *testing.T, w *world, h *hardware, calls int) {
 	t.Helper()
-	h.asked()
-	h.fault = func(call int, after bool) error { return dies(w, after && call == calls) }
+	h.takeCalls()
+	h.fault = func(call int, after bool) error { return killProcess(w, after && call == calls) }
 	if _, err := w.plugin(t).Prepare(t.Context(), several); !w.disk.Stopped() {
-		t.Fatalf("it was not killed: %v", err)
+		t.Fatalf("the process was not killed: %v", err)
 	}
 	h.fault = nil
 	w.disk.Restart()
 }
 
-// agree is what must hold after every start: hardware, records and specs say the same, and nothing of anyone else was touched.
-func agree(t *testing.T, w *world, h *hardware, p *Preparer, theirs []device.Instance) {
+// checkRecordsMatchHardware fails the test unless the claims' records, the CDI specs and the MIG
+// instances agree. The instances in "theirs", which an admin created, must be unchanged.
+func checkRecordsMatchHardware(t *testing.T, w *world, h *hardware, p *Preparer, theirs []device.Instance) {
 	t.Helper()
 	explained := map[string]int{}
 	for _, name := range w.records() {
@@ -141,7 +146,7 @@ func agree(t *testing.T, w *world, h *hardware, p *Preparer, theirs []device.Ins
 		if spec == "" {
 			t.Errorf("claim %s has no spec", uid)
 		}
-		steps, err := restore(r.Steps)
+		steps, err := decodeSteps(r.Steps)
 		if err != nil {
 			t.Error(err)
 		}
@@ -152,7 +157,7 @@ func agree(t *testing.T, w *world, h *hardware, p *Preparer, theirs []device.Ins
 			}
 			there, ok := h.of(t, s.GPU).instances[s.Instance.ID]
 			if !ok || len(there.Compute) != 1 || there.Compute[0] != s.Instance.Compute[0] || there.Placement != s.Placement {
-				t.Errorf("claim %s has %+v, and there is %+v", uid, s.Instance, there)
+				t.Errorf("claim %s has %+v, but the GPU has %+v", uid, s.Instance, there)
 			}
 			if !strings.Contains(spec, fmt.Sprintf("nvidia-cap%d\"", s.Instance.Compute[0].Minor)) {
 				t.Errorf("the spec does not name the instance's node: %s", spec)
@@ -161,17 +166,18 @@ func agree(t *testing.T, w *world, h *hardware, p *Preparer, theirs []device.Ins
 		}
 	}
 	for _, file := range w.holders() {
-		if held, _, err := p.Records.Holder(strings.TrimSuffix(file, ".json")); err == nil && held.BootID == w.bootID && held.Step.Kind == migInstanceKind {
+		if held, _, err := p.Records.Holder(strings.TrimSuffix(file, ".json")); err == nil && held.BootID == w.bootID &&
+			held.Step.Kind == migInstanceKind {
 			explained[held.GPUs[0]]++
 		}
 	}
 	if specs, _ := w.specs.Claims(); len(specs) > len(w.records()) {
-		t.Errorf("specs %q of records %q", specs, w.records())
+		t.Errorf("specs %q, records %q", specs, w.records())
 	}
 	var stayed []device.Instance
 	for _, gpu := range []string{gpu0, gpu1} {
 		there := h.of(t, gpu).state().MIG.Instances
-		ours, err := p.Explained(gpu, there)
+		ours, err := p.OwnedInstances(gpu, there)
 		if err != nil || len(ours) != explained[gpu] {
 			t.Errorf("%s: %d instances are explained, by %d claims' partitions: %v", gpu, len(ours), explained[gpu], err)
 		}
@@ -181,23 +187,24 @@ func agree(t *testing.T, w *world, h *hardware, p *Preparer, theirs []device.Ins
 			}
 		}
 	}
-	if !slices.EqualFunc(stayed, theirs, func(a, b device.Instance) bool { return matches(a, b) && len(a.Compute) == len(b.Compute) }) {
-		t.Errorf("of others there were %s, and are %s", describe(theirs...), describe(stayed...))
+	if !slices.EqualFunc(stayed, theirs, func(a, b device.Instance) bool { return sameInstance(a, b) && len(a.Compute) == len(b.Compute) }) {
+		t.Errorf("foreign instances were %s and are %s", describeInstances(theirs...), describeInstances(stayed...))
 	}
 }
 
-// foreign are the instances that the scene made past the plugin.
-func foreign(t *testing.T, h *hardware, p *Preparer) []device.Instance {
+// createForeignInstances returns the MIG instances on the node that no claim's record explains, so
+// those of an admin.
+func createForeignInstances(t *testing.T, h *hardware, p *Preparer) []device.Instance {
 	t.Helper()
 	var theirs []device.Instance
 	for _, gpu := range []string{gpu0, gpu1} {
 		there := h.of(t, gpu).state().MIG.Instances
-		ours, err := p.Explained(gpu, there)
+		ours, err := p.OwnedInstances(gpu, there)
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, in := range there {
-			if !slices.ContainsFunc(ours, func(o device.Instance) bool { return matches(o, in) }) {
+			if !slices.ContainsFunc(ours, func(o device.Instance) bool { return sameInstance(o, in) }) {
 				theirs = append(theirs, in)
 			}
 		}
@@ -205,8 +212,9 @@ func foreign(t *testing.T, h *hardware, p *Preparer) []device.Instance {
 	return theirs
 }
 
-// afterwards is the next process: it puts the node in order, and everything works.
-func afterwards(t *testing.T, w *world, h *hardware, theirs []device.Instance) {
+// checkAfterRecovery starts a new plugin process. It fails the test unless Recover and Reconcile
+// repair the node and claims can be prepared again. The instances in "theirs" are the admin's.
+func checkAfterRecovery(t *testing.T, w *world, h *hardware, theirs []device.Instance) {
 	t.Helper()
 	h.fault = nil
 	p := w.plugin(t)
@@ -217,27 +225,27 @@ func afterwards(t *testing.T, w *world, h *hardware, theirs []device.Instance) {
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	agree(t, w, h, p, theirs)
-	h.asked()
+	checkRecordsMatchHardware(t, w, h, p, theirs)
+	h.takeCalls()
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	for _, call := range h.asked() {
+	for _, call := range h.takeCalls() {
 		if call != "look" {
-			t.Errorf("there was something left to do: %q", call)
+			t.Errorf("work was left to do: %q", call)
 		}
 	}
 	mustPrepare(t, p, several)
 	w.scan()
-	agree(t, w, h, p, theirs)
+	checkRecordsMatchHardware(t, w, h, p, theirs)
 	mustUnprepare(t, p, several.UID)
-	clean(t, w)
+	checkClean(t, w)
 	w.scan()
 	mustPrepare(t, p, newClaim("whole", allocated("r", gpu0)))
-	agree(t, w, h, p, theirs)
+	checkRecordsMatchHardware(t, w, h, p, theirs)
 }
 
-func TestWhereverACallOfTheHardwareGoesWrongNothingIsLeftAndNothingForeignIsTouched(t *testing.T) {
+func TestFailedHardwareCallsLeaveNothingBehind(t *testing.T) {
 	for _, s := range scenes {
 		for name, fault := range faults {
 			for n := 1; ; n += stride() {
@@ -246,8 +254,8 @@ func TestWhereverACallOfTheHardwareGoesWrongNothingIsLeftAndNothingForeignIsTouc
 				p := w.plugin(t)
 				s.before(t, w, h, p)
 				w.scan()
-				theirs := foreign(t, h, p)
-				h.asked()
+				theirs := createForeignInstances(t, h, p)
+				h.takeCalls()
 				reached := false
 				h.fault = func(call int, after bool) error {
 					if call != n {
@@ -265,23 +273,23 @@ func TestWhereverACallOfTheHardwareGoesWrongNothingIsLeftAndNothingForeignIsTouc
 				}
 				t.Run(fmt.Sprintf("%s, %s at call %d", s.name, name, n), func(t *testing.T) {
 					w.disk.Restart()
-					afterwards(t, w, h, theirs)
+					checkAfterRecovery(t, w, h, theirs)
 				})
 			}
 		}
 	}
 }
 
-func TestWhereverTheProcessEndsAtAWriteNothingIsLeftAndNothingForeignIsTouched(t *testing.T) {
+func TestProcessKilledAtAnyWriteLeavesNothingBehind(t *testing.T) {
 	for _, s := range scenes {
-		for name, end := range ends {
+		for name, end := range deaths {
 			for n := 1; ; n += stride() {
 				w := newWorld(t)
 				h := withMIG(w)
 				p := w.plugin(t)
 				s.before(t, w, h, p)
 				w.scan()
-				theirs := foreign(t, h, p)
+				theirs := createForeignInstances(t, h, p)
 				w.disk.StopAt(n)
 				err := s.call(t, p)
 				if !w.disk.Stopped() {
@@ -295,14 +303,14 @@ func TestWhereverTheProcessEndsAtAWriteNothingIsLeftAndNothingForeignIsTouched(t
 					if name == "power cut" {
 						theirs = nil
 					}
-					afterwards(t, w, h, theirs)
+					checkAfterRecovery(t, w, h, theirs)
 				})
 			}
 		}
 	}
 }
 
-func TestADiskThatFailsOnceLeavesNothing(t *testing.T) {
+func TestOneDiskFailureLeavesNothingBehind(t *testing.T) {
 	for _, s := range scenes {
 		for n := 1; ; n += stride() {
 			w := newWorld(t)
@@ -310,7 +318,7 @@ func TestADiskThatFailsOnceLeavesNothing(t *testing.T) {
 			p := w.plugin(t)
 			s.before(t, w, h, p)
 			w.scan()
-			theirs := foreign(t, h, p)
+			theirs := createForeignInstances(t, h, p)
 			w.disk.FailAt(n, errors.New("no space left"))
 			_ = s.call(t, p)
 			if w.disk.Writes() < n {
@@ -318,7 +326,7 @@ func TestADiskThatFailsOnceLeavesNothing(t *testing.T) {
 			}
 			t.Run(fmt.Sprintf("%s, write %d", s.name, n), func(t *testing.T) {
 				w.disk.Restart()
-				afterwards(t, w, h, theirs)
+				checkAfterRecovery(t, w, h, theirs)
 			})
 		}
 	}

@@ -11,89 +11,91 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// ModeOff turns off a GPU's MIG mode that a cut of ours turned on, so that the GPU can be offered
-// whole where nothing is cut any more. It leaves the mode on while a claim holds any of the GPU, or
-// while an instance is there. off says that the hardware changed, so that the inventory is out of
-// date.
+// DisableUnusedMIGMode disables the MIG mode of a GPU if this driver enabled it, so that the whole
+// GPU can be offered again. It leaves the mode on while a claim uses any part of the GPU, or while
+// a MIG instance exists. It returns off true if it disabled the mode, so that the inventory is now
+// out of date.
 //
-// An admin's mode is never changed. An admin's instance makes the mode the admin's, because
-// somebody relies on it.
-func (p *Preparer) ModeOff(ctx context.Context, g device.GPU) (off bool, _ error) {
+// It never disables MIG mode that an admin enabled. If an admin creates a MIG instance on the GPU,
+// the driver treats the mode as the admin's from then on.
+func (p *Preparer) DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error) {
 	name := g.WholeName()
 	if ours, err := p.modeIsOurs(name); !ours || err != nil {
-		return false, err // mostly there is nothing to do, and no lock is needed to see that
+		return false, err // checked without a lock, as usually the mode is off or an admin enabled it
 	}
-	err := p.whileIdle(ctx, g, func(work context.Context, state device.CutState) error {
+	err := p.runWhileIdle(ctx, g, func(work context.Context, state device.CardState) error {
 		if ours, err := p.modeIsOurs(name); !ours || err != nil {
 			return err
 		}
 		if len(state.MIG.Instances) > 0 {
-			return p.disown(name, state.MIG.Instances)
+			return p.yieldModeToAdmin(name, state.MIG.Instances)
 		}
-		_, err := turnOff(work, p.env(&checkpoint.Record{BootID: p.BootID}, nil), g.Card(), name)
+		_, err := disableMIGMode(work, p.newEnv(&checkpoint.Record{BootID: p.BootID}, nil), g.Card(), name)
 		off = err == nil
 		return err
 	})
 	if off {
-		klog.FromContext(ctx).Info("Turned off MIG mode, which no claim needs any more", "gpu", name)
+		klog.FromContext(ctx).Info("Disabled unused MIG mode", "gpu", name)
 	}
 	if err != nil {
-		return off, fmt.Errorf("MIG mode of %s, which this driver turned on, stays on: %w", name, err)
+		return off, fmt.Errorf("disable unused MIG mode of %s, which this driver enabled: %w", name, err)
 	}
 	return off, nil
 }
 
-// disown leaves a mode to the admin who has cut the GPU. What a call of ours left is removed by the
-// comparison of records and hardware, and disowns nothing.
-func (p *Preparer) disown(gpu string, instances []device.Instance) error {
-	ours, err := p.Explained(gpu, instances)
+// yieldModeToAdmin leaves the MIG mode to the admin who created instances on the GPU. It does
+// nothing if this driver created all of the instances: Reconcile removes those.
+func (p *Preparer) yieldModeToAdmin(gpu string, instances []device.Instance) error {
+	ours, err := p.OwnedInstances(gpu, instances)
 	if err != nil || len(ours) == len(instances) {
 		return err
 	}
 	if err := p.Records.Unmark(gpu); err != nil {
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	}
 	return nil
 }
 
-// forgetModes removes the marks of modes that are off: whoever turns such a mode on next need not
-// be us.
-func (p *Preparer) forgetModes(ctx context.Context) error {
-	var all together
+// clearStaleMarks removes the marks "this driver enabled MIG mode" of GPUs whose MIG mode is off.
+// If an admin enabled the mode next, the mark would let the driver disable it.
+func (p *Preparer) clearStaleMarks(ctx context.Context) error {
+	var all parallel
 	for _, g := range p.Hardware.Snapshot().Node.GPUs {
 		if g.MIG == nil || g.MIG.Enabled {
 			continue
 		}
 		name := g.WholeName()
 		if marked, err := p.Records.Marked(name); err != nil {
-			all.do(func() error { return because(CauseRecord, "%w", err) })
+			all.start(func() error { return withCause(CauseRecord, "%w", err) })
 		} else if marked {
-			// The inventory may be out of date: whileIdle looks, and forgets.
-			all.do(func() error {
-				return p.whileIdle(ctx, g.GPU, func(context.Context, device.CutState) error { return nil })
+			// The inventory may be out of date. So runWhileIdle reads the hardware, and removes the GPU's
+			// mark only if MIG mode is off.
+			all.start(func() error {
+				return p.runWhileIdle(ctx, g.GPU, func(context.Context, device.CardState) error { return nil })
 			})
 		}
 	}
 	return all.wait()
 }
 
-// whileIdle does work while a GPU is in MIG mode, no claim holds any of it, and no call works on
-// it. Of a mode that is off it forgets that we turned it on.
-func (p *Preparer) whileIdle(ctx context.Context, g device.GPU, work func(context.Context, device.CutState) error) error {
+// runWhileIdle calls work with the state of the GPU, if its MIG mode is on. It does nothing while a
+// claim uses the GPU or another call has the GPU's lock. If MIG mode is off, it removes the mark
+// that says that this driver enabled the mode.
+func (p *Preparer) runWhileIdle(ctx context.Context, g device.GPU, work func(context.Context, device.CardState) error) error {
 	name := g.WholeName()
-	ctx, cancel := within(ctx, reconcileTime, 0)
+	ctx, cancel := withTimeout(ctx, reconcileTime, 0)
 	defer cancel()
 	waiting, stop := context.WithTimeout(ctx, recoverWait)
 	defer stop()
-	held, err := p.Locks.Acquire(waiting, gpuLocks(name)...)
+	locks, err := p.Locks.Acquire(waiting, gpuLocks(name)...)
 	if isBusy(err) {
-		return nil // a call works on it, so that it is not idle
+		return nil // a call works on the GPU, so the GPU is not idle
 	}
 	if err != nil {
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	}
-	defer held.Release()
-	if used, err := p.used(name); used || err != nil {
+	defer locks.Release()
+	if used, err := p.isUsed(name); used || err != nil {
 		return err
 	}
 	state, err := p.Partitions.Look(ctx, g.Card())
@@ -111,16 +113,17 @@ func (p *Preparer) whileIdle(ctx context.Context, g device.GPU, work func(contex
 func (p *Preparer) modeIsOurs(gpu string) (bool, error) {
 	ours, err := p.Records.MarkedIn(gpu, p.BootID)
 	if err != nil {
-		return false, because(CauseRecord, "%w", err)
+		return false, withCause(CauseRecord, "%w", err)
 	}
 	return ours, nil
 }
 
-// used says whether a claim holds the GPU or a part of it, or may.
-func (p *Preparer) used(gpu string) (bool, error) {
-	entries, err := p.Records.ListAbout(gpu)
+// isUsed reports whether a claim uses the GPU or a part of it. An unreadable record that may name
+// the GPU counts as use.
+func (p *Preparer) isUsed(gpu string) (bool, error) {
+	entries, err := p.Records.ListForGPUs(gpu)
 	if err != nil {
-		return false, because(CauseRecord, "%w", err)
+		return false, withCause(CauseRecord, "%w", err)
 	}
 	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
 		if !e.Inexact() {

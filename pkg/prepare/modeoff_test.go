@@ -11,7 +11,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// gpuOf is the GPU as the inventory saw it last.
+// gpuOf returns the GPU called name from the inventory.
 func (w *world) gpuOf(t *testing.T, name string) device.GPU {
 	t.Helper()
 	for _, g := range w.snapshot.Node.GPUs {
@@ -23,8 +23,9 @@ func (w *world) gpuOf(t *testing.T, name string) device.GPU {
 	return device.GPU{}
 }
 
-// cutAndGivenBack leaves a GPU in MIG mode, without instances.
-func cutAndGivenBack(t *testing.T, p *Preparer) {
+// prepareAndUnprepare prepares and unprepares a claim with a partition. That leaves the GPU in MIG
+// mode without MIG instances.
+func prepareAndUnprepare(t *testing.T, p *Preparer) {
 	t.Helper()
 	mustPrepare(t, p, newClaim("part", allocated("r", small0)))
 	mustUnprepare(t, p, "uid-part")
@@ -32,39 +33,40 @@ func cutAndGivenBack(t *testing.T, p *Preparer) {
 
 func marks(w *world) []string { return w.disk.Names(filepath.Join(state, "mig")) }
 
-func TestModeOffTurnsOffOnlyWhatWeTurnedOnAndNobodyUses(t *testing.T) {
+func TestDisableUnusedMIGMode(t *testing.T) {
 	for name, c := range map[string]struct {
 		given func(t *testing.T, w *world, h *hardware, p *Preparer)
 		off   bool
-		// ours says that the mode stays ours to turn off.
+		// ours is true if the driver may still disable MIG mode after this call, because it was the one
+		// that enabled it.
 		ours bool
 	}{
-		"a cut of ours turned it on": {cutAfter(func(*testing.T, *world, *hardware, *Preparer) {}), true, false},
-		"the inventory has not seen the mode yet": {func(t *testing.T, _ *world, _ *hardware, p *Preparer) {
+		"a partition of ours enabled it": {prepareThen(func(*testing.T, *world, *hardware, *Preparer) {}), true, false},
+		"the inventory is stale": {func(t *testing.T, _ *world, _ *hardware, p *Preparer) {
 			t.Helper()
-			cutAndGivenBack(t, p)
+			prepareAndUnprepare(t, p)
 		}, true, false},
-		"an admin had turned it on before the cut": {func(t *testing.T, w *world, h *hardware, p *Preparer) {
+		"an admin enabled it first": {func(t *testing.T, w *world, h *hardware, p *Preparer) {
 			t.Helper()
 			h.of(t, gpu0).on = true
 			w.scan()
-			cutAndGivenBack(t, p)
+			prepareAndUnprepare(t, p)
 		}, false, false},
-		"an admin had turned it on, and the inventory had not seen it": {func(t *testing.T, _ *world, h *hardware, p *Preparer) {
+		"an admin enabled it, and the inventory is stale": {func(t *testing.T, _ *world, h *hardware, p *Preparer) {
 			t.Helper()
 			h.of(t, gpu0).on = true
-			cutAndGivenBack(t, p)
+			prepareAndUnprepare(t, p)
 		}, false, false},
-		"a claim holds a partition": {func(t *testing.T, _ *world, _ *hardware, p *Preparer) {
+		"a claim has a partition": {func(t *testing.T, _ *world, _ *hardware, p *Preparer) {
 			t.Helper()
 			mustPrepare(t, p, newClaim("part", allocated("r", small0)))
 		}, false, true},
-		"a claim holds a partition that a reset took": {func(t *testing.T, _ *world, h *hardware, p *Preparer) {
+		"a claim lost its partition at a reset": {func(t *testing.T, _ *world, h *hardware, p *Preparer) {
 			t.Helper()
 			mustPrepare(t, p, newClaim("part", allocated("r", small0)))
 			h.of(t, gpu0).reset()
 		}, false, true},
-		"a claim with more devices than a name has room for": {func(t *testing.T, w *world, _ *hardware, p *Preparer) {
+		"a claim with more devices than a file name fits": {func(t *testing.T, w *world, _ *hardware, p *Preparer) {
 			t.Helper()
 			var all []result
 			for _, place := range []string{"0", "1", "2", "3", "4", "5", "6"} {
@@ -72,27 +74,27 @@ func TestModeOffTurnsOffOnlyWhatWeTurnedOnAndNobodyUses(t *testing.T) {
 			}
 			mustPrepare(t, p, newClaim("many", all...))
 			if names := w.records(); len(names) != 1 || strings.Contains(names[0], gpu0) {
-				t.Fatalf("the record's name tells its devices: %q", names)
+				t.Fatalf("the record's name lists its devices: %q", names)
 			}
 		}, false, true},
-		"a record that cannot be read": {cutAfter(func(t *testing.T, w *world, _ *hardware, p *Preparer) {
+		"an unreadable record": {prepareThen(func(t *testing.T, w *world, _ *hardware, p *Preparer) {
 			t.Helper()
 			w.disk.Put(filepath.Join(state, "claims", "uid-x_"+gpu0+".json"), []byte("{"))
 		}), false, true},
-		"an admin's instance is there, who relies on the mode": {cutAfter(func(t *testing.T, _ *world, h *hardware, _ *Preparer) {
+		"an admin's instance relies on the mode": {prepareThen(func(t *testing.T, _ *world, h *hardware, _ *Preparer) {
 			t.Helper()
-			h.someoneElse(t, gpu0, 14, 2)
+			h.createForeign(t, gpu0, 14, 2)
 		}), false, false},
-		"the node was started again, and an admin's service turned it on": {cutAfter(func(t *testing.T, w *world, h *hardware, _ *Preparer) {
+		"after a reboot an admin's service enabled it": {prepareThen(func(t *testing.T, w *world, h *hardware, _ *Preparer) {
 			t.Helper()
 			w.reboot()
 			h.of(t, gpu0).on = true
 			w.scan()
 		}), false, false},
-		"a mark of an earlier version": {cutAfter(func(_ *testing.T, w *world, _ *hardware, _ *Preparer) {
+		"a mark of an earlier version": {prepareThen(func(_ *testing.T, w *world, _ *hardware, _ *Preparer) {
 			w.disk.Put(filepath.Join(state, "mig", gpu0), nil)
 		}), false, false},
-		"a call works on the GPU": {cutAfter(func(t *testing.T, _ *world, _ *hardware, p *Preparer) {
+		"a call works on the GPU": {prepareThen(func(t *testing.T, _ *world, _ *hardware, p *Preparer) {
 			t.Helper()
 			held, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu0)...)
 			if err != nil {
@@ -100,7 +102,8 @@ func TestModeOffTurnsOffOnlyWhatWeTurnedOnAndNobodyUses(t *testing.T) {
 			}
 			t.Cleanup(held.Release)
 		}), false, true},
-		"a reset turned it off, and an admin on again, which the comparison has seen": {cutAfter(func(t *testing.T, w *world, h *hardware, p *Preparer) {
+		"a reset disabled it, and an admin enabled it again": {prepareThen(func(t *testing.T, w *world, h *hardware,
+			p *Preparer) {
 			t.Helper()
 			h.of(t, gpu0).on = false
 			w.scan()
@@ -118,9 +121,9 @@ func TestModeOffTurnsOffOnlyWhatWeTurnedOnAndNobodyUses(t *testing.T) {
 			c.given(t, w, h, w.plugin(t))
 			p := w.plugin(t)
 			before := h.of(t, gpu0).state().MIG
-			off, err := p.ModeOff(t.Context(), w.gpuOf(t, gpu0))
+			off, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0))
 			if err != nil || off != c.off {
-				t.Errorf("turned off: %v, %v", off, err)
+				t.Errorf("disabled: %v, %v", off, err)
 			}
 			now := h.of(t, gpu0).state().MIG
 			if now.Enabled == c.off || len(now.Instances) != len(before.Instances) {
@@ -133,92 +136,94 @@ func TestModeOffTurnsOffOnlyWhatWeTurnedOnAndNobodyUses(t *testing.T) {
 	}
 }
 
-func cutAfter(then func(t *testing.T, w *world, h *hardware, p *Preparer)) func(*testing.T, *world, *hardware, *Preparer) {
+func prepareThen(then func(t *testing.T, w *world, h *hardware, p *Preparer)) func(*testing.T, *world, *hardware, *Preparer) {
 	return func(t *testing.T, w *world, h *hardware, p *Preparer) {
 		t.Helper()
-		cutAndGivenBack(t, p)
+		prepareAndUnprepare(t, p)
 		w.scan()
 		then(t, w, h, p)
 	}
 }
 
-func TestModeOffThatFailsIsSaidAndTriedAgain(t *testing.T) {
+func TestFailedMIGModeDisableIsRetried(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
-	cutAndGivenBack(t, p)
+	prepareAndUnprepare(t, p)
 	w.scan()
 	h.of(t, gpu0).open = []nvidia.Process{{PID: 7, Name: "dcgm"}}
-	off, err := p.ModeOff(t.Context(), w.gpuOf(t, gpu0))
-	var cut *nvidia.CutError
-	if off || !errors.As(err, &cut) || cut.Code != nvidia.CodeInUse || !strings.Contains(err.Error(), gpu0) {
-		t.Errorf("turned off: %v, %v", off, err)
+	off, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0))
+	var failed *nvidia.PartitionError
+	if off || !errors.As(err, &failed) || failed.Code != nvidia.CodeInUse || !strings.Contains(err.Error(), gpu0) {
+		t.Errorf("disabled: %v, %v", off, err)
 	}
 	h.of(t, gpu0).open = nil
-	if off, err := w.plugin(t).ModeOff(t.Context(), w.gpuOf(t, gpu0)); !off || err != nil || h.of(t, gpu0).on {
-		t.Errorf("turned off: %v, %v", off, err)
+	if off, err := w.plugin(t).DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0)); !off || err != nil || h.of(t, gpu0).on {
+		t.Errorf("disabled: %v, %v", off, err)
 	}
-	// Cut again, it is ours again.
+	// The driver enabled MIG mode again for its next partition, so it may disable the mode again.
 	w.scan()
-	cutAndGivenBack(t, p)
+	prepareAndUnprepare(t, p)
 	w.scan()
-	if off, err := p.ModeOff(t.Context(), w.gpuOf(t, gpu0)); !off || err != nil {
-		t.Errorf("turned off: %v, %v", off, err)
+	if off, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0)); !off || err != nil {
+		t.Errorf("disabled: %v, %v", off, err)
 	}
 }
 
-// A call that dies anywhere leaves a mode that the next one turns off, or that is off.
-func TestModeOffIsFinishedByTheNextCallWhereverItDied(t *testing.T) {
+// If DisableUnusedMIGMode fails at a hardware call, whichever it is, the next DisableUnusedMIGMode
+// must disable MIG mode unless it is already off.
+func TestInterruptedMIGModeDisableIsFinished(t *testing.T) {
 	for call := 1; ; call++ {
 		for _, after := range []bool{false, true} {
 			w := newWorld(t)
 			h := withMIG(w)
 			p := w.plugin(t)
-			cutAndGivenBack(t, p)
+			prepareAndUnprepare(t, p)
 			w.scan()
-			h.asked()
+			h.takeCalls()
 			h.fault = func(n int, late bool) error {
 				if n == call && late == after {
-					return &nvidia.CutError{Op: "a call", Code: nvidia.CodeDied}
+					return &nvidia.PartitionError{Op: "a call", Code: nvidia.CodeDied}
 				}
 				return nil
 			}
-			_, err := p.ModeOff(t.Context(), w.gpuOf(t, gpu0))
-			if len(h.asked()) < call {
-				return // every call has died once
+			_, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0))
+			if len(h.takeCalls()) < call {
+				return // no call was left to fail
 			}
 			if err == nil {
-				t.Errorf("call %d died (after its effect: %v), and nothing was said", call, after)
+				t.Errorf("call %d died (after its effect: %v) without an error", call, after)
 			}
 			h.fault = nil
-			if _, err := w.plugin(t).ModeOff(t.Context(), w.gpuOf(t, gpu0)); err != nil || h.of(t, gpu0).on || len(marks(w)) > 0 {
+			if _, err := w.plugin(t).DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0)); err != nil || h.of(t, gpu0).on || len(marks(w)) > 0 {
 				t.Errorf("after call %d died (after its effect: %v): on: %v, marks: %q, %v", call, after, h.of(t, gpu0).on, marks(w), err)
 			}
 		}
 	}
 }
 
-func TestModeOffAsksNothingWhereNothingIsToBeDone(t *testing.T) {
+func TestDisableUnusedMIGModeReadsNoHardwareWhenIdle(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
-	h.of(t, gpu0).on = true // an admin's
+	h.of(t, gpu0).on = true // as an admin does
 	w.scan()
 	for _, gpu := range []string{gpu0, gpu1} {
-		if off, err := p.ModeOff(t.Context(), w.gpuOf(t, gpu)); off || err != nil {
+		if off, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu)); off || err != nil {
 			t.Errorf("%s: %v, %v", gpu, off, err)
 		}
 	}
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if calls := h.asked(); len(calls) > 0 {
-		t.Errorf("asked: %q", calls)
+	if calls := h.takeCalls(); len(calls) > 0 {
+		t.Errorf("hardware calls: %q", calls)
 	}
 }
 
-// Only a reset changes the mode of such a card, so it is never switched and never marked.
-func TestAModeThatOnlyAResetChangesIsNeverMarked(t *testing.T) {
+// On this card only a GPU reset changes the MIG mode. So the driver must not change the mode, and
+// must not mark the GPU.
+func TestModeThatNeedsResetIsNeverMarked(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	s := h.of(t, gpu0)
@@ -229,12 +234,12 @@ func TestAModeThatOnlyAResetChangesIsNeverMarked(t *testing.T) {
 	s.reset()
 	s.on = false
 	w.scan()
-	h.asked()
-	if lost := Lost(p.Reconcile(t.Context())); len(lost) != 1 || !strings.Contains(lost[0].Error(), "only a reset") {
+	h.takeCalls()
+	if lost := LostDevices(p.Reconcile(t.Context())); len(lost) != 1 || !strings.Contains(lost[0].Error(), "only a GPU reset") {
 		t.Errorf("lost: %v", lost)
 	}
-	if calls := h.asked(); slices.Contains(calls, "set MIG mode true") {
-		t.Errorf("asked: %q", calls)
+	if calls := h.takeCalls(); slices.Contains(calls, "set MIG mode true") {
+		t.Errorf("hardware calls: %q", calls)
 	}
 	if names := marks(w); len(names) > 0 {
 		t.Errorf("marks: %q", names)

@@ -12,26 +12,31 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// holding is what records say of one GPU's partitions.
-type holding struct {
-	// cuts are those that were made for claims of this boot.
-	cuts []*migInstance
-	// unread are places of claims whose record cannot be read: whose the instance there is cannot be proved, so it is neither an admin's nor removed.
-	unread []device.PartitionName
-	// unknown says that such a claim's places are not known either: what is there may all be its.
-	unknown bool
-	// used are the MIG devices of others that claims use as they are.
+// partitionOwners says which MIG instances of one GPU this driver created, according to the
+// records.
+type partitionOwners struct {
+	// steps are the stored MIG instance creations of this boot. Each says which instance the driver
+	// created or was about to create.
+	steps []*migInstance
+	// unreadable lists the partitions of claims whose records are unreadable. The driver treats an
+	// instance with the profile and placement of one of them as its own, but does not remove the
+	// instance.
+	unreadable []device.PartitionName
+	// anyPlace is true if a claim's record is unreadable and the record's file name does not list the
+	// claim's partitions. Then every instance may belong to that claim.
+	anyPlace bool
+	// used has the UUIDs of MIG devices that claims use but this driver did not create.
 	used map[string]bool
 }
 
-// holding reads the records of the claims that hold partitions of the GPU.
-func (p *Preparer) holding(gpu string) (*holding, error) {
-	entries, err := p.Records.ListAbout(gpu)
+// readOwners reads the records of all claims with partitions on the GPU.
+func (p *Preparer) readOwners(gpu string) (*partitionOwners, error) {
+	entries, err := p.Records.ListForGPUs(gpu)
 	if err != nil {
-		return nil, because(CauseRecord, "%w", err)
+		return nil, withCause(CauseRecord, "%w", err)
 	}
-	h := &holding{used: map[string]bool{}}
-	if err := p.sharedCuts(gpu, h); err != nil {
+	owners := &partitionOwners{used: map[string]bool{}}
+	if err := p.addSharedOwners(gpu, owners); err != nil {
 		return nil, err
 	}
 	for _, e := range entries {
@@ -42,23 +47,24 @@ func (p *Preparer) holding(gpu string) (*holding, error) {
 		r, found, err := p.Records.Load(e.ClaimUID)
 		var steps []Step
 		if err == nil && found && r.BootID == p.BootID {
-			steps, err = restore(r.Steps)
+			steps, err = decodeSteps(r.Steps)
 		}
 		if err != nil {
-			h.unread = append(h.unread, places...)
-			h.unknown = h.unknown || e.Inexact()
+			owners.unreadable = append(owners.unreadable, places...)
+			owners.anyPlace = owners.anyPlace || e.Inexact()
 			continue
 		}
-		h.take(gpu, r, steps)
+		owners.addRecord(gpu, r, steps)
 	}
-	return h, nil
+	return owners, nil
 }
 
-// sharedCuts adds the partitions that were made for all claims which share them.
-func (p *Preparer) sharedCuts(gpu string, h *holding) error {
+// addSharedOwners adds to owners the partitions that this driver created for several claims
+// together.
+func (p *Preparer) addSharedOwners(gpu string, owners *partitionOwners) error {
 	keys, err := p.Records.Holders()
 	if err != nil {
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	}
 	for _, key := range keys {
 		of, kind := keyOf(key)
@@ -66,41 +72,41 @@ func (p *Preparer) sharedCuts(gpu string, h *holding) error {
 		if kind != migInstanceKind || !ok || name.GPU != gpu || name.Partition == nil {
 			continue
 		}
-		held, found, err := p.Records.Holder(key)
-		if err == nil && (!found || held.BootID != p.BootID) {
+		holder, found, err := p.Records.Holder(key)
+		if err == nil && (!found || holder.BootID != p.BootID) {
 			continue
 		}
-		var step sharable
+		var step sharableStep
 		if err == nil {
-			step, err = sharableOf(held.Step)
+			step, err = decodeSharable(holder.Step)
 		}
 		if m, ok := step.(*migInstance); err == nil && ok {
-			h.cuts = append(h.cuts, m)
+			owners.steps = append(owners.steps, m)
 			continue
 		}
-		h.unread = append(h.unread, *name.Partition)
+		owners.unreadable = append(owners.unreadable, *name.Partition)
 	}
 	return nil
 }
 
-func (h *holding) take(gpu string, r checkpoint.Record, steps []Step) {
-	made := map[string]bool{}
+func (o *partitionOwners) addRecord(gpu string, r checkpoint.Record, steps []Step) {
+	ours := map[string]bool{}
 	for _, step := range steps {
 		switch s := step.(type) {
 		case *migInstance:
 			if s.GPU == gpu {
-				h.cuts = append(h.cuts, s)
-				made[s.Device] = true
+				o.steps = append(o.steps, s)
+				ours[s.Device] = true
 			}
-		case *shared:
-			if part, ok := s.part(); ok {
-				made[part] = true
+		case *sharedStep:
+			if part, ok := s.sharedPartition(); ok {
+				ours[part] = true
 			}
 		}
 	}
 	for _, d := range r.Devices {
-		if d.GPU == gpu && d.MIGUUID != "" && !made[d.Device] && !d.AdminAccess {
-			h.used[d.MIGUUID] = true
+		if d.GPU == gpu && d.MIGUUID != "" && !ours[d.Device] && !d.AdminAccess {
+			o.used[d.MIGUUID] = true
 		}
 	}
 }
@@ -115,36 +121,39 @@ func partitionsOf(gpu string, devices []string) []device.PartitionName {
 	return places
 }
 
-func (h *holding) explains(in device.Instance) bool {
-	return h.unknown || slices.ContainsFunc(h.cuts, func(s *migInstance) bool { return s.explains(in) }) ||
-		slices.ContainsFunc(h.unread, func(place device.PartitionName) bool {
+func (o *partitionOwners) owns(in device.Instance) bool {
+	return o.anyPlace || slices.ContainsFunc(o.steps, func(s *migInstance) bool { return s.owns(in) }) ||
+		slices.ContainsFunc(o.unreadable, func(place device.PartitionName) bool {
 			return place.Compute == nil && place.ProfileID == in.ProfileID && place.Start == in.Placement.Start
 		})
 }
 
-func (h *holding) uses(in device.Instance) bool {
-	return slices.ContainsFunc(in.Compute, func(c device.ComputeInstance) bool { return h.used[c.UUID] })
+func (o *partitionOwners) inUse(in device.Instance) bool {
+	return slices.ContainsFunc(in.Compute, func(c device.ComputeInstance) bool { return o.used[c.UUID] })
 }
 
-// Explained is the part of a GPU's instances that was made for claims, as records prove it. It asks no hardware: for instances that were seen before the
-// records were read, it may leave out what was ours and is removed since; see [Preparer.Foreign].
-func (p *Preparer) Explained(gpu string, instances []device.Instance) ([]device.Instance, error) {
-	h, err := p.holding(gpu)
+// OwnedInstances returns those of a GPU's instances that this driver created, according to the
+// records. It reads no hardware. A claim may be unprepared between the caller's read of instances
+// and this call, so that its instance is missing in the result. Use [Preparer.ForeignInstances]
+// where that matters.
+func (p *Preparer) OwnedInstances(gpu string, instances []device.Instance) ([]device.Instance, error) {
+	owners, err := p.readOwners(gpu)
 	if err != nil {
 		return nil, err
 	}
 	var ours []device.Instance
 	for _, in := range instances {
-		if h.explains(in) {
+		if owners.owns(in) {
 			ours = append(ours, in)
 		}
 	}
 	return ours, nil
 }
 
-// Foreign asks the hardware, while no claim is being prepared on the GPU, what is there, and says what of it no record explains.
-func (p *Preparer) Foreign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error) {
-	instances, foreign, _, release, err := p.foreign(ctx, card, gpu)
+// ForeignInstances reads a GPU's MIG instances from the hardware under the GPU's lock. foreign has
+// those that this driver did not create, according to the records.
+func (p *Preparer) ForeignInstances(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error) {
+	instances, foreign, _, release, err := p.findForeign(ctx, card, gpu)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -152,47 +161,51 @@ func (p *Preparer) Foreign(ctx context.Context, card device.Card, gpu string) (i
 	return instances, foreign, nil
 }
 
-func (p *Preparer) foreign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, h *holding, release func(), err error) {
-	held, err := p.Locks.Acquire(ctx, gpuLocks(gpu)...)
+func (p *Preparer) findForeign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance,
+	owners *partitionOwners, release func(), err error) {
+	locks, err := p.Locks.Acquire(ctx, gpuLocks(gpu)...)
 	if err != nil {
-		return nil, nil, nil, nil, notLocked("a claim is being prepared or unprepared on the GPU", err)
+		return nil, nil, nil, nil, lockError("another claim is being prepared or unprepared on the GPU", err)
 	}
 	state, err := p.Partitions.Look(ctx, card)
 	if err == nil {
-		h, err = p.holding(gpu)
+		owners, err = p.readOwners(gpu)
 	}
 	if err != nil {
-		held.Release()
+		locks.Release()
 		return nil, nil, nil, nil, stepError(err)
 	}
 	for _, in := range state.MIG.Instances {
-		if !h.explains(in) {
+		if !owners.owns(in) {
 			foreign = append(foreign, in)
 		}
 	}
-	return state.MIG.Instances, foreign, h, held.Release, nil
+	return state.MIG.Instances, foreign, owners, locks.Release, nil
 }
 
-// Adopt removes, on an admin's word, the instances of a GPU that no record explains and that no claim uses. One that is in use by others stays, and is an
-// error.
+// Adopt removes the GPU's MIG instances that this driver did not create and that no claim uses. The
+// caller does this if the admin's MIG policy for the GPU is "adopt". An instance that a process
+// still uses stays, and Adopt returns an error.
 func (p *Preparer) Adopt(ctx context.Context, card device.Card, gpu string) error {
-	work, cancel := within(ctx, roundTime, 0)
+	work, cancel := withTimeout(ctx, periodicTime, 0)
 	defer cancel()
-	_, foreign, h, release, err := p.foreign(work, card, gpu)
+	_, foreign, owners, release, err := p.findForeign(work, card, gpu)
 	if err != nil {
 		return err
 	}
 	defer release()
 	var errs []error
 	for _, in := range foreign {
-		if h.uses(in) {
+		if owners.inUse(in) {
 			continue
 		}
 		if err := p.Partitions.Destroy(work, card, in); err != nil {
-			errs = append(errs, fmt.Errorf("remove %s, which was handed over, from %s: %w", describe(in), gpu, err))
+			errs = append(errs, fmt.Errorf("remove %s, which this driver did not create, from %s (policy adopt): %w",
+				describeInstances(in), gpu, err))
 			continue
 		}
-		klog.FromContext(ctx).Info("Removed an instance that was handed over", "gpu", gpu, "instance", describe(in))
+		klog.FromContext(ctx).Info("Removed MIG instance that this driver did not create (policy adopt)",
+			"gpu", gpu, "instance", describeInstances(in))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return stepError(err)

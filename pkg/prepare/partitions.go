@@ -14,102 +14,120 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// Partitions is the hardware, as far as GPUs are cut and set. Package nvidia has it, and the meaning of each call. Any of them may take long, and ends with its
-// context; an error says by a method CutCode why, and after one that is no refusal of the hardware the call may have had its effect.
+// Partitions reads and changes the partitions and settings of GPUs. Package nvidia implements it
+// and documents each call. A call may take long, and ends with its context. If a call fails, the
+// hardware may still have been changed, unless isRefusal is true for the error.
 type Partitions interface {
-	Look(ctx context.Context, card device.Card) (device.CutState, error)
-	SetMode(ctx context.Context, card device.Card, on bool) (device.CutState, error)
+	Look(ctx context.Context, card device.Card) (device.CardState, error)
+	SetMode(ctx context.Context, card device.Card, on bool) (device.CardState, error)
 	CreateInstance(ctx context.Context, card device.Card, profileID uint32, at device.Placement) (device.Instance, error)
 	CreateCompute(ctx context.Context, card device.Card, instanceID uint32) (device.Instance, error)
 	Destroy(ctx context.Context, card device.Card, in device.Instance) error
 	Settings
 }
 
-// uncut is the hardware of a Preparer that was given none.
-type uncut struct{}
+// noPartitions implements Partitions for a Preparer that was created without it. Every call fails.
+type noPartitions struct{}
 
-var errUncut = errors.New("this instance of the plugin hands out whole GPUs only, and as they are")
+var errNoPartitions = errors.New("this node offers whole GPUs only: partitions and sharing are switched off")
 
-func (uncut) Look(context.Context, device.Card) (device.CutState, error) {
-	return device.CutState{}, errUncut
+func (noPartitions) Look(context.Context, device.Card) (device.CardState, error) {
+	return device.CardState{}, errNoPartitions
 }
 
-func (uncut) SetMode(context.Context, device.Card, bool) (device.CutState, error) {
-	return device.CutState{}, errUncut
+func (noPartitions) SetMode(context.Context, device.Card, bool) (device.CardState, error) {
+	return device.CardState{}, errNoPartitions
 }
 
-func (uncut) CreateInstance(context.Context, device.Card, uint32, device.Placement) (device.Instance, error) {
-	return device.Instance{}, errUncut
+func (noPartitions) CreateInstance(context.Context, device.Card, uint32, device.Placement) (device.Instance, error) {
+	return device.Instance{}, errNoPartitions
 }
 
-func (uncut) CreateCompute(context.Context, device.Card, uint32) (device.Instance, error) {
-	return device.Instance{}, errUncut
+func (noPartitions) CreateCompute(context.Context, device.Card, uint32) (device.Instance, error) {
+	return device.Instance{}, errNoPartitions
 }
 
-func (uncut) Destroy(context.Context, device.Card, device.Instance) error { return errUncut }
+func (noPartitions) Destroy(context.Context, device.Card, device.Instance) error {
+	return errNoPartitions
+}
 
-func (uncut) SetComputeMode(context.Context, device.Card, device.ComputeMode) error { return errUncut }
+func (noPartitions) SetComputeMode(context.Context, device.Card, device.ComputeMode) error {
+	return errNoPartitions
+}
 
-func (uncut) TimeSlice(context.Context, device.Card) (device.TimeSlice, error) { return 0, errUncut }
+func (noPartitions) TimeSlice(context.Context, device.Card) (device.TimeSlice, error) {
+	return 0, errNoPartitions
+}
 
-func (uncut) SetTimeSlice(context.Context, device.Card, device.TimeSlice) error { return errUncut }
+func (noPartitions) SetTimeSlice(context.Context, device.Card, device.TimeSlice) error {
+	return errNoPartitions
+}
 
 const (
-	// callTime is how long a call may work on the hardware if the kubelet sets no limit of its own.
+	// callTime limits the time that Prepare works on the hardware, however long the kubelet waits.
 	callTime = 40 * time.Second
-	// answerTime is kept of the kubelet's limit, so that what went wrong can still be said.
+	// answerTime is the part of the kubelet's timeout that is left to report an error.
 	answerTime = 2 * time.Second
-	// undoTime is kept besides for what a failed Prepare has to undo, and bounds that.
+	// undoTime is the part of the kubelet's timeout that is kept free to undo a failed Prepare.
 	undoTime = 8 * time.Second
-	// destroyTime bounds how long one call waits for instances that are still in use: other claims on the GPU wait with it.
+	// destroyTime is the longest time that one call waits until no process uses the MIG instances that
+	// it must remove. Other claims on the GPU wait too.
 	destroyTime = 20 * time.Second
-	// roundTime bounds how long what comes round again keeps a GPU from claims to remove instances that may be in use: the next round is soon.
-	roundTime = 5 * time.Second
+	// periodicTime limits how long Reconcile and other periodic work keep a GPU locked to remove MIG
+	// instances or stop daemons that may be in use. The next pass retries soon.
+	periodicTime = 5 * time.Second
 )
 
-// within bounds work on the hardware: by most, and so that reserve is left of the caller's own time.
-func within(ctx context.Context, most, reserve time.Duration) (context.Context, context.CancelFunc) {
+// withTimeout returns a context for work on the hardware. It ends after the duration "most", or
+// earlier if the caller's deadline minus "reserve" comes first.
+func withTimeout(ctx context.Context, most, reserve time.Duration) (context.Context, context.CancelFunc) {
 	if deadline, ok := ctx.Deadline(); ok {
 		most = min(most, time.Until(deadline)-reserve)
 	}
-	return context.WithTimeoutCause(ctx, most, fmt.Errorf("it was not done within %s", most.Round(time.Second)))
+	return context.WithTimeoutCause(ctx, most, fmt.Errorf("not done within %s", most.Round(time.Second)))
 }
 
-// refused says whether the hardware was not able to do what it was asked, because of what it found: then the call had no effect. Of other errors nobody
-// knows.
-func refused(err error) bool {
-	switch cutCode(err) {
-	case device.CutInsufficient, device.CutNotFound, device.CutReplaced, device.CutNoDriver:
+// isRefusal reports whether err means that the hardware refused the call and changed nothing. After
+// any other error it is unknown whether the hardware was changed.
+func isRefusal(err error) bool {
+	switch failureCode(err) {
+	case device.FailureInsufficient, device.FailureNotFound, device.FailureReplaced, device.FailureNoDriver:
 		return true
 	}
 	return false
 }
 
-// cutError is an error of the hardware.
-type cutError interface {
+// hardwareError is an error that a call to the hardware returned.
+type hardwareError interface {
 	error
-	CutCode() device.CutCode
+	FailureCode() device.FailureCode
 }
 
-func cutCode(err error) device.CutCode {
-	var cut cutError
-	if errors.As(err, &cut) {
-		return cut.CutCode()
+func failureCode(err error) device.FailureCode {
+	var failed hardwareError
+	if errors.As(err, &failed) {
+		return failed.FailureCode()
 	}
-	return device.CutOther
+	return device.FailureOther
 }
 
-// sameNode makes sure that a GPU's device node is the one that containers will be given. A change of the MIG mode may number the nodes anew.
-func sameNode(gpu string, known, now int) error {
+// checkDeviceNode returns an error if the GPU's device node changed: known is its minor number in
+// the inventory, now the number that the hardware has. Changing the MIG mode may renumber the
+// device nodes.
+func checkDeviceNode(gpu string, known, now int) error {
 	if known == now {
 		return nil
 	}
-	return because(CauseNotReady, "the device node of %s was /dev/nvidia%d and is /dev/nvidia%d now: the inventory sees that within seconds", gpu, known, now)
+	return withCause(CauseNotReady,
+		"the device node of %s changed from /dev/nvidia%d to /dev/nvidia%d: the inventory notices within seconds, and the kubelet retries",
+		gpu, known, now)
 }
 
-// matches says whether an instance that is there is the known one. IDs are used again, and MIG UUIDs follow from them: one that someone has made anew with
-// the same profile, place and ID cannot be told from ours. A side without compute instances is half made or half removed, and proves no more than its IDs.
-func matches(known, there device.Instance) bool {
+// sameInstance reports whether known and there are the same GPU instance. The GPU reuses IDs, and
+// MIG UUIDs are computed from the IDs, so a recreated instance may look the same. If one of the two
+// has no compute instance, it is half created or half removed, so only ID, profile and placement
+// are compared.
+func sameInstance(known, there device.Instance) bool {
 	if known.ID != there.ID || known.ProfileID != there.ProfileID || known.Placement != there.Placement {
 		return false
 	}
@@ -118,14 +136,15 @@ func matches(known, there device.Instance) bool {
 
 func sameCompute(a, b device.ComputeInstance) bool { return a.ID == b.ID && a.UUID == b.UUID }
 
-// listed finds the instance in the state of the inventory, which may be older than the hardware's.
-func listed(s inventory.Snapshot, gpu string, in device.Instance) (device.Instance, bool) {
+// inInventory looks for the instance in the GPU's inventory, which may be out of date. It returns
+// false if the inventory does not have the instance.
+func inInventory(s inventory.Snapshot, gpu string, in device.Instance) (device.Instance, bool) {
 	for _, g := range s.Node.GPUs {
 		if g.WholeName() != gpu || g.MIG == nil {
 			continue
 		}
 		for _, there := range g.MIG.Instances {
-			if matches(in, there) && slices.EqualFunc(in.Compute, there.Compute, sameCompute) {
+			if sameInstance(in, there) && slices.EqualFunc(in.Compute, there.Compute, sameCompute) {
 				return there, true
 			}
 		}
@@ -133,7 +152,7 @@ func listed(s inventory.Snapshot, gpu string, in device.Instance) (device.Instan
 	return device.Instance{}, false
 }
 
-// overlapping are the instances at a place, in whole or in part.
+// overlapping returns the instances whose placement overlaps with the parameter "at".
 func overlapping(instances []device.Instance, at device.Placement) []device.Instance {
 	var there []device.Instance
 	for _, in := range instances {
@@ -144,8 +163,9 @@ func overlapping(instances []device.Instance, at device.Placement) []device.Inst
 	return there
 }
 
-// describe names instances as nvidia-smi mig -lgi and -lci list them.
-func describe(instances ...device.Instance) string {
+// describeInstances formats instances for messages, with the IDs and placements that nvidia-smi mig
+// -lgi shows.
+func describeInstances(instances ...device.Instance) string {
 	texts := make([]string, len(instances))
 	for i, in := range instances {
 		texts[i] = fmt.Sprintf("GPU instance %d (profile %d, placement %d:%d", in.ID, in.ProfileID, in.Placement.Start, in.Placement.Size)
@@ -157,23 +177,27 @@ func describe(instances ...device.Instance) string {
 	return strings.Join(texts, ", ")
 }
 
-// hasGone says whether the card has forgotten what was done to it, or is another one.
-func (e *Env) hasGone(card device.Card, err error) bool {
-	switch cutCode(err) {
-	case device.CutReplaced, device.CutNoDriver:
+// isCardGone reports whether err, which a call to the card returned, means that the card was
+// replaced or has lost its state.
+func (e *Env) isCardGone(card device.Card, err error) bool {
+	switch failureCode(err) {
+	case device.FailureReplaced, device.FailureNoDriver:
 		return true
-	case device.CutNotFound, device.CutLost:
-		// A card that fell off the bus answers so until the node is started again, and forgets then.
+	case device.FailureNotFound, device.FailureLost:
+		// A card that fell off the bus gives these errors until the node reboots. The reboot clears the
+		// card's state.
 		return !e.Present(card)
 	}
 	return false
 }
 
-// isGone says whether an instance that could not be removed is not there, or not ours any more.
-func (e *Env) isGone(ctx context.Context, s *migInstance, err error) bool {
-	gone := cutCode(err) == device.CutChanged || e.hasGone(s.Card, err)
+// isInstanceGone reports whether err, from an attempt to remove the MIG instance that s created,
+// means that this instance no longer exists. Another instance may have replaced it.
+func (e *Env) isInstanceGone(ctx context.Context, s *migInstance, err error) bool {
+	gone := failureCode(err) == device.FailureChanged || e.isCardGone(s.Card, err)
 	if gone {
-		klog.FromContext(ctx).Info("The instance of a device that is given back is gone already", "device", s.Device, "gpu", s.GPU, "reason", err.Error())
+		klog.FromContext(ctx).Info("MIG instance to be removed for an unprepared claim is already gone",
+			"device", s.Device, "gpu", s.GPU, "reason", err.Error())
 	}
 	return gone
 }

@@ -16,188 +16,203 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// plan is what a claim's allocation asks for on this node.
+// plan is what the driver must do on this node to prepare one claim.
 type plan struct {
 	record checkpoint.Record
-	// wants has one entry for each device of the record.
-	wants []want
-	// steps are what is to be done before the spec is written.
+	// requests has one entry for each of record.Devices, at the same index.
+	requests []deviceRequest
+	// steps are the parts of the preparation, such as creating a MIG instance, without the last one,
+	// which writes the claim's CDI spec.
 	steps []Step
-	// sharing is what the claim wants of how its devices are shared. It is nil for a plan that a record gave.
-	sharing *sharing
-	spec    *claimSpec
-	common  specs.ContainerEdits
+	// sharing says which settings, MPS daemons and limits the claim asks for. It is nil in a plan made
+	// from a record.
+	sharing   *sharing
+	spec      *claimSpec
+	baseEdits specs.ContainerEdits
 }
 
-// want is one allocated device, and how it is had.
-type want struct {
+// deviceRequest is one allocated device, with its GPU and the steps that create its partition.
+type deviceRequest struct {
 	name device.Name
-	// gpu is the card, whole the edits of the whole of it.
-	gpu   device.GPU
-	whole specs.ContainerEdits
-	// cut makes the partition. It is nil for whole GPUs, for partitions that are used as they are, and for those that claims share.
-	cut *migInstance
-	// shared makes the partition for all claims that hold a share of it. It is nil for other devices, and where the partition is used as it is.
-	shared *shared
-	// found is such a partition.
-	found *partition
-	// totals is what claims can hold together of a device that is shared, by capacity, as far as it is known.
+	// gpu is the GPU that provides the device, as a whole or in part.
+	gpu device.GPU
+	// gpuEdits are the CDI edits for the whole GPU.
+	gpuEdits specs.ContainerEdits
+	// instanceStep creates the partition for this claim alone. It is nil if the device is a whole GPU
+	// or a share, or a partition that this driver did not create.
+	instanceStep *migInstance
+	// sharedInstance creates the partition for all claims that share it. It is nil if the device is no
+	// share of a partition, or if this driver did not create the partition.
+	sharedInstance *sharedStep
+	// existing is a partition that this driver did not create and that the claim uses as it is.
+	existing *partition
+	// totals is how much of each capacity of a shared device all claims together can use. It is nil if
+	// that is unknown.
 	totals map[string]resource.Quantity
 }
 
-// partition is a MIG device that exists.
+// partition is an existing MIG device: a compute instance in a GPU instance.
 type partition struct {
 	instance device.Instance
 	compute  device.ComputeInstance
 }
 
-// plan turns an allocation into what is to be done, as far as that can be told without asking the hardware, or says why it cannot be served.
-// It changes nothing.
-func (p *Preparer) plan(c *resourceapi.ResourceClaim) (*plan, error) {
+// makePlan makes a plan from the claim's allocation, without reading or changing the hardware. It
+// returns an error if the claim cannot be served.
+func (p *Preparer) makePlan(c *resourceapi.ResourceClaim) (*plan, error) {
 	allocation, err := claim.Read(c, p.DriverName)
 	if err != nil {
-		return nil, because(CauseClaim, "%w", err)
+		return nil, withCause(CauseClaim, "%w", err)
 	}
-	w := &plan{spec: &claimSpec{}, record: checkpoint.Record{ClaimUID: c.UID, Namespace: c.Namespace, Name: c.Name, BootID: p.BootID}}
+	pl := &plan{spec: &claimSpec{}, record: checkpoint.Record{ClaimUID: c.UID, Namespace: c.Namespace, Name: c.Name, BootID: p.BootID}}
 	if len(allocation.Results) == 0 {
-		return w, nil
+		return pl, nil
 	}
 	snapshot := p.Hardware.Snapshot()
 	if !snapshot.Ready {
 		return nil, notReady(snapshot)
 	}
-	w.common = snapshot.Node.Common
+	pl.baseEdits = snapshot.Node.Common
 	for _, r := range allocation.Results {
 		if r.Pool != p.Pool {
-			return nil, because(CauseClaim, "request %s was allocated device %s of pool %s, and this node's pool is %s", r.Request, r.Device, r.Pool, p.Pool)
+			return nil, withCause(CauseClaim,
+				"request %s was allocated device %s of pool %s, but this node's pool is %s: delete the claim's Pods to have it allocated anew",
+				r.Request, r.Device, r.Pool, p.Pool)
 		}
-		t, ok := find(snapshot, r.Device)
+		req, ok := findDevice(snapshot, r.Device)
 		if !ok {
-			return nil, because(CauseDevice, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device, missing(snapshot, r.Device))
+			return nil, withCause(CauseDevice, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device,
+				explainMissing(snapshot, r.Device))
 		}
-		if err := ofKind(r, t.name); err != nil {
-			return nil, because(CauseClaim, "%w", err)
+		if err := checkConfigKind(r, req.name); err != nil {
+			return nil, withCause(CauseClaim, "%w", err)
 		}
-		if err := w.excludes(r, t); err != nil {
-			return nil, because(CauseClaim, "%w", err)
+		if err := pl.checkCompatible(r, req); err != nil {
+			return nil, withCause(CauseClaim, "%w", err)
 		}
 		d := checkpoint.Device{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,
-			GPU: t.name.GPU, GPUUUID: t.gpu.UUID, Fraction: isFraction(r, t.name),
+			GPU: req.name.GPU, GPUUUID: req.gpu.UUID, Fraction: isFraction(r, req.name),
 		}
-		if t.name.Share && !r.AdminAccess {
-			d.ConsumedCapacity, t.totals = r.Capacity, p.Totals(t.gpu, t.name)
+		if req.name.Share && !r.AdminAccess {
+			d.ConsumedCapacity, req.totals = r.Capacity, p.ShareTotals(req.gpu, req.name)
 		}
-		w.wants, w.record.Devices = append(w.wants, t), append(w.record.Devices, d)
+		pl.requests, pl.record.Devices = append(pl.requests, req), append(pl.record.Devices, d)
 	}
-	if w.sharing, err = p.sharing(c.UID, w, allocation.Results); err != nil {
+	if pl.sharing, err = p.planSharing(c.UID, pl, allocation.Results); err != nil {
 		if CauseOf(err) == causeOther {
-			err = because(CauseClaim, "%w", err)
+			err = withCause(CauseClaim, "%w", err)
 		}
 		return nil, err
 	}
-	w.spec.Clients = w.sharing.clients
-	return w, nil
+	pl.spec.Clients = pl.sharing.clients
+	return pl, nil
 }
 
-// excludes says which of the devices before cannot be held beside this one.
-func (w *plan) excludes(r claim.Result, t want) error {
-	for i, other := range w.record.Devices {
+// checkCompatible refuses the result r if its device, req, cannot exist together with another
+// device of the claim.
+func (pl *plan) checkCompatible(r claim.Result, req deviceRequest) error {
+	for i, other := range pl.record.Devices {
 		switch {
-		case r.AdminAccess || other.AdminAccess || w.wants[i].name.GPU != t.name.GPU:
-		case t.name.Share && other.Device == r.Device && !same(other.ShareID, r.ShareID):
+		case r.AdminAccess || other.AdminAccess || pl.requests[i].name.GPU != req.name.GPU:
+		case req.name.Share && other.Device == r.Device && !equalPtr(other.ShareID, r.ShareID):
 		case other.Device == r.Device:
 			return fmt.Errorf("requests %s and %s were both allocated device %s", other.Request, r.Request, r.Device)
-		case device.Conflict(w.wants[i].name, t.name, t.gpu):
-			return fmt.Errorf("requests %s and %s were allocated devices %s and %s, which cannot exist side by side", other.Request, r.Request, other.Device, r.Device)
+		case device.Conflict(pl.requests[i].name, req.name, req.gpu):
+			return fmt.Errorf("requests %s and %s were allocated devices %s and %s, which cannot exist at the same time", other.Request, r.Request,
+				other.Device, r.Device)
 		}
 	}
 	return nil
 }
 
-// describe fills in what is known only when everything is there: the spec's edits, and which MIG devices they are.
-func (p *Preparer) describe(w *plan) error {
-	w.spec.Devices = nil
-	for i := range w.record.Devices {
-		d, t := &w.record.Devices[i], w.wants[i]
-		own := t.whole
-		if t.name.Partition != nil {
-			part, err := t.partition()
+// buildSpec fills in the CDI edits of the claim's spec, and the MIG UUIDs of its record. The caller
+// must have applied all steps that create partitions, because only then are the UUIDs known.
+func (p *Preparer) buildSpec(pl *plan) error {
+	pl.spec.Devices = nil
+	for i := range pl.record.Devices {
+		d, req := &pl.record.Devices[i], pl.requests[i]
+		own := req.gpuEdits
+		if req.name.Partition != nil {
+			part, err := req.partition()
 			if err != nil {
 				return err
 			}
 			d.MIGUUID = part.compute.UUID
 			own = p.MIGEdits(own, part.instance, part.compute)
 		}
-		for _, more := range p.clientEdits(w.spec.Clients, i) {
-			own = joined(own, more)
+		for _, more := range p.clientEdits(pl.spec.Clients, i) {
+			own = mergeEdits(own, more)
 		}
-		w.spec.add(specDevice{Name: cdi.ClaimDeviceName(w.record.ClaimUID, d.Device, d.ShareID), Edits: own})
+		pl.spec.addDevice(specDevice{Name: cdi.ClaimDeviceName(pl.record.ClaimUID, d.Device, d.ShareID), Edits: own})
 	}
 	return nil
 }
 
-// joined has both edits.
-func joined(a, b specs.ContainerEdits) specs.ContainerEdits {
+// mergeEdits returns a with the environment, mounts and hooks of b added.
+func mergeEdits(a, b specs.ContainerEdits) specs.ContainerEdits {
 	a.Env = slices.Concat(a.Env, b.Env)
 	a.Mounts = slices.Concat(a.Mounts, b.Mounts)
 	a.Hooks = slices.Concat(a.Hooks, b.Hooks)
 	return a
 }
 
-// made is what makes the partition, as far as it has come. It is nil if nothing of ours does.
-func (t want) made() *migInstance {
-	if t.shared != nil {
-		if m, ok := t.shared.held.step.(*migInstance); ok {
+// creator returns the step that creates the partition, also if claims share it. It returns nil if
+// this driver does not create the partition.
+func (req deviceRequest) creator() *migInstance {
+	if req.sharedInstance != nil {
+		if m, ok := req.sharedInstance.state.step.(*migInstance); ok {
 			return m
 		}
 	}
-	return t.cut
+	return req.instanceStep
 }
 
-func (t want) partition() (*partition, error) {
-	if t.found != nil {
-		return t.found, nil
+func (req deviceRequest) partition() (*partition, error) {
+	if req.existing != nil {
+		return req.existing, nil
 	}
-	if m := t.made(); m != nil && m.Instance != nil && len(m.Instance.Compute) == 1 {
+	if m := req.creator(); m != nil && m.Instance != nil && len(m.Instance.Compute) == 1 {
 		return &partition{*m.Instance, m.Instance.Compute[0]}, nil
 	}
-	return nil, because(CauseDevice, "device %s is not there", t.name)
+	return nil, withCause(CauseDevice, "device %s does not exist now: the kubelet retries", req.name)
 }
 
-// uuid is that of one of the claim's devices, named as it would be for one claim alone.
-func (w *plan) uuid(name string) (string, error) {
-	for _, t := range w.wants {
-		if t.name.Unshared().String() != name {
+// deviceUUID returns the UUID of the claim's device with this name. The parameter has no share
+// suffix.
+func (pl *plan) deviceUUID(name string) (string, error) {
+	for _, req := range pl.requests {
+		if req.name.Unshared().String() != name {
 			continue
 		}
-		if t.name.Partition == nil {
-			return t.gpu.UUID, nil
+		if req.name.Partition == nil {
+			return req.gpu.UUID, nil
 		}
-		part, err := t.partition()
+		part, err := req.partition()
 		if err != nil {
 			return "", err
 		}
 		return part.compute.UUID, nil
 	}
-	return "", because(CauseDevice, "device %s is none of the claim's", name)
+	return "", withCause(CauseDevice, "device %s is not among the claim's devices", name)
 }
 
-// partitioned says whether any of the devices is a part of a GPU.
-func (w *plan) partitioned() bool {
-	for _, t := range w.wants {
-		if t.name.Partition != nil {
+// hasPartitions reports whether any of the claim's devices is a partition.
+func (pl *plan) hasPartitions() bool {
+	for _, req := range pl.requests {
+		if req.name.Partition != nil {
 			return true
 		}
 	}
 	return false
 }
 
-// all are the steps with the spec, which comes last.
-func (w *plan) all() []Step { return append(append([]Step(nil), w.steps...), w.spec) }
+// allSteps returns all steps of the plan. The last one writes the CDI spec.
+func (pl *plan) allSteps() []Step { return append(append([]Step(nil), pl.steps...), pl.spec) }
 
-// add leaves out a device that is there already: with admin access two requests may get the same one, and a CDI spec names a device once.
-func (s *claimSpec) add(d specDevice) {
+// addDevice adds a device to the spec, unless the spec has one of that name. With admin access two
+// requests may get the same device, but a CDI spec may name each device only once.
+func (s *claimSpec) addDevice(d specDevice) {
 	for _, there := range s.Devices {
 		if there.Name == d.Name {
 			return
@@ -206,22 +221,23 @@ func (s *claimSpec) add(d specDevice) {
 	s.Devices = append(s.Devices, d)
 }
 
-// find is a device on its GPU.
-func find(s inventory.Snapshot, deviceName string) (want, bool) {
+// findDevice looks up the device's GPU in the inventory. It returns false if the GPU is not there.
+func findDevice(s inventory.Snapshot, deviceName string) (deviceRequest, bool) {
 	name, ok := device.ParseName(deviceName)
 	if !ok {
-		return want{}, false
+		return deviceRequest{}, false
 	}
 	for _, g := range s.Node.GPUs {
 		if g.WholeName() == name.GPU {
-			return want{name: name, gpu: g.GPU, whole: g.Edits}, true
+			return deviceRequest{name: name, gpu: g.GPU, gpuEdits: g.Edits}, true
 		}
 	}
-	return want{}, false
+	return deviceRequest{}, false
 }
 
-// missing says what is known of a device that is not offered, and else what is offered.
-func missing(s inventory.Snapshot, name string) string {
+// explainMissing returns the end of an error message: why the inventory lacks the device, or else
+// which GPUs the node has.
+func explainMissing(s inventory.Snapshot, name string) string {
 	parsed, _ := device.ParseName(name)
 	for _, problem := range s.Node.Problems {
 		if problem.PCIAddress != "" && problem.PCIAddress.WholeName() == parsed.GPU {
@@ -233,7 +249,7 @@ func missing(s inventory.Snapshot, name string) string {
 		names[i] = g.WholeName()
 	}
 	if len(names) == 0 {
-		return ": it offers none now"
+		return ": it has no GPUs now"
 	}
-	return " (any more): it has " + strings.Join(names, ", ")
+	return ": it has " + strings.Join(names, ", ")
 }

@@ -21,53 +21,60 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
-// heldPoll is how often is looked whether another claim has been given back.
-const heldPoll = 50 * time.Millisecond
+// conflictPoll is how often a waiting Prepare checks whether a conflicting claim was unprepared.
+const conflictPoll = 50 * time.Millisecond
 
-// rereadTime bounds how long a call waits for the API server: well below the kubelet's 45 s, so
-// that the kubelet hears why the call failed.
-const rereadTime = 5 * time.Second
+// readClaimTime limits how long Prepare waits for the API server. It is far below the kubelet's
+// timeout of 45 s, so that an error still reaches the kubelet.
+const readClaimTime = 5 * time.Second
 
-// Prepare makes the claim's devices usable and answers what the container runtime is to inject. It may be called again at any time.
+// Prepare makes the claim's devices usable and returns the CDI devices that the container runtime
+// injects. The kubelet may call it again at any time.
 //
-// A device that is held by another claim may be about to be given back: a Pod that was deleted by force has freed its claim for the scheduler before the
-// kubelet has stopped it. That is waited for a little, because the kubelet comes back only after ten seconds and more.
+// If another claim uses one of the devices, Prepare waits for that claim, at most ConflictWait. A
+// Pod deleted by force frees its claim for the scheduler before the kubelet has stopped the Pod.
+// Without this wait the kubelet would retry only after ten seconds or more.
 func (p *Preparer) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
 	devices, err := p.prepare(ctx, c, false)
 	if CauseOf(err) == CauseHeld {
-		devices, err = p.prepareAfterOthers(ctx, c, err)
+		devices, err = p.prepareAfterConflict(ctx, c, err)
 	}
 	if err != nil {
-		return nil, about(c.Namespace+"/"+c.Name, err)
+		return nil, forClaim(c.Namespace+"/"+c.Name, err)
 	}
 	return devices, nil
 }
 
-// prepareAfterOthers tries again each time that a claim has been given back that held a device.
-func (p *Preparer) prepareAfterOthers(ctx context.Context, c *resourceapi.ResourceClaim, refused error) (devices []kubeletplugin.Device, err error) {
-	waiting, cancel := context.WithTimeout(ctx, p.HeldPatience)
+// prepareAfterConflict waits for the claims that "refused", the error of the last attempt, names.
+// Each time one of them was unprepared, it tries to prepare c again.
+func (p *Preparer) prepareAfterConflict(ctx context.Context, c *resourceapi.ResourceClaim, refused error) (devices []kubeletplugin.Device,
+	err error) {
+	waiting, cancel := context.WithTimeout(ctx, p.ConflictWait)
 	defer cancel()
 	err = refused
-	for refusal := refusal(nil); errors.As(err, &refusal) && p.givenBack(waiting, refusal.until()); {
+	for refusal := conflictError(nil); errors.As(err, &refusal) && p.waitForUnprepare(waiting, refusal.blockers()); {
 		devices, err = p.prepare(ctx, c, true)
 	}
 	return devices, err
 }
 
-// refusal names the claims that have to be given back, one of them, before trying again is of use.
-type refusal interface {
+// conflictError is an error that names the claims in the way. A retry can succeed only after one of
+// these claims was unprepared.
+type conflictError interface {
 	error
-	until() []waitedFor
+	blockers() []blockingClaim
 }
 
-// waitedFor is a claim that has to be given back first.
-type waitedFor struct {
+// blockingClaim is a claim that must be unprepared before another claim can be prepared.
+type blockingClaim struct {
 	uid  types.UID
 	name string
 }
 
-// givenBack waits for one of the claims. It is false if that has not happened in time, or cannot be expected.
-func (p *Preparer) givenBack(ctx context.Context, holders []waitedFor) bool {
+// waitForUnprepare waits until one of the claims in "holders" is unprepared, and returns true. It
+// returns false if ctx ends or the plugin stops first, or if the record of one of these claims
+// cannot be read.
+func (p *Preparer) waitForUnprepare(ctx context.Context, holders []blockingClaim) bool {
 	if len(holders) == 0 || ctx.Err() != nil {
 		return false
 	}
@@ -75,8 +82,8 @@ func (p *Preparer) givenBack(ctx context.Context, holders []waitedFor) bool {
 	for i, h := range holders {
 		names[i] = h.name
 	}
-	klog.FromContext(ctx).Info("Waiting for another claim to be given back", "claims", names)
-	poll := time.NewTicker(heldPoll)
+	klog.FromContext(ctx).Info("Waiting for another claim to be unprepared", "claims", names)
+	poll := time.NewTicker(conflictPoll)
 	defer poll.Stop()
 	for {
 		select {
@@ -94,254 +101,270 @@ func (p *Preparer) givenBack(ctx context.Context, holders []waitedFor) bool {
 	}
 }
 
-// prepare is one attempt. waited says that the claim may have changed since it was read.
+// prepare tries once to prepare the claim. If "waited" is true, the claim may have changed since c
+// was read from the API server, so prepare reads it again.
 func (p *Preparer) prepare(ctx context.Context, c *resourceapi.ResourceClaim, waited bool) ([]kubeletplugin.Device, error) {
-	held, err := p.lock(ctx, c.UID)
+	locks, err := p.lockClaim(ctx, c.UID)
 	if err != nil {
 		return nil, err
 	}
-	defer held.Release()
-	return p.prepareLocked(ctx, held, c, waited)
+	defer locks.Release()
+	return p.prepareLocked(ctx, locks, c, waited)
 }
 
-func (p *Preparer) prepareLocked(ctx context.Context, held *lock.Held, c *resourceapi.ResourceClaim, waited bool) ([]kubeletplugin.Device, error) {
-	if err := reserved(c); err != nil {
+func (p *Preparer) prepareLocked(ctx context.Context, locks *lock.Guard, c *resourceapi.ResourceClaim,
+	waited bool) ([]kubeletplugin.Device, error) {
+	if err := checkReserved(c); err != nil {
 		return nil, err
 	}
-	want, err := p.plan(c)
+	pl, err := p.makePlan(c)
 	if err != nil {
 		return nil, err
 	}
-	// No call gives the claim back while its lock is held, so what the API server says holds until
-	// the GPUs are locked. It is asked before that: other claims on the GPUs do not wait for it.
-	if err := p.timely(ctx, c, waited || held.Waited); err != nil {
+	// No other call can unprepare the claim while it is locked, so the API server's answer stays valid
+	// until this call has locked the GPUs. Asking before that keeps other claims on the GPUs from
+	// waiting for the API server.
+	if err := p.checkTimely(ctx, c, waited || locks.Waited); err != nil {
 		return nil, err
 	}
-	old, err := p.oldRecord(ctx, c)
+	old, err := p.loadOldRecord(ctx, c)
 	if err != nil {
 		return nil, err
 	}
-	gpus := want.record.GPUs()
+	gpus := pl.record.GPUs()
 	if old != nil {
 		gpus = append(gpus, old.GPUs()...)
 	}
-	if err := lockGPUs(ctx, held, gpus...); err != nil {
+	if err := lockGPUs(ctx, locks, gpus...); err != nil {
 		return nil, err
 	}
-	if err := givenUp(ctx); err != nil {
+	if err := checkNotCanceled(ctx); err != nil {
 		return nil, err
 	}
 	if old != nil {
-		if kept, err := p.keep(ctx, *old, want); kept || err != nil {
-			return want.answer(p.Pool), err
+		if kept, err := p.reprepare(ctx, *old, pl); kept || err != nil {
+			return pl.kubeletDevices(p.Pool), err
 		}
 	}
-	if len(want.record.Devices) == 0 {
+	if len(pl.record.Devices) == 0 {
 		return nil, nil
 	}
-	had := old != nil && slices.EqualFunc(old.Devices, want.record.Devices, sameDevice)
-	if err := p.free(c, want, had); err != nil {
+	sameAllocation := old != nil && slices.EqualFunc(old.Devices, pl.record.Devices, sameDevice)
+	if err := p.checkConflicts(c, pl, sameAllocation); err != nil {
 		return nil, err
 	}
-	if err := p.carryOut(ctx, want); err != nil {
+	if err := p.execute(ctx, pl); err != nil {
 		return nil, err
 	}
-	return want.answer(p.Pool), nil
+	return pl.kubeletDevices(p.Pool), nil
 }
 
-// oldRecord is what an earlier call left, if it can be read.
-func (p *Preparer) oldRecord(ctx context.Context, c *resourceapi.ResourceClaim) (*checkpoint.Record, error) {
+// loadOldRecord returns the record that an earlier call wrote for the claim, or nil. It quarantines
+// the record if it is unreadable.
+func (p *Preparer) loadOldRecord(ctx context.Context, c *resourceapi.ResourceClaim) (*checkpoint.Record, error) {
 	old, found, err := p.Records.Load(c.UID)
 	var unreadable *checkpoint.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
-		return nil, p.setAside(ctx, c.UID, unreadable)
+		return nil, p.quarantineRecord(ctx, c.UID, unreadable)
 	case err != nil:
-		return nil, because(CauseRecord, "%w", err)
+		return nil, withCause(CauseRecord, "%w", err)
 	case !found:
 		return nil, nil
 	}
 	return &old, nil
 }
 
-// reserved refuses a claim that no Pod may use. The kubelet asks for none: such a call comes after
-// its Pod has gone and the claim was given back, and nobody would give it back once more. The next
-// Pod of a claim with a name is told from it by nothing else: UID and allocation are the same. A
-// PodGroup keeps its claim reserved between its Pods. What a late call prepares of such a claim is
-// garbage when the group is gone: see [Preparer.Abandoned].
-func reserved(c *resourceapi.ResourceClaim) error {
+// checkReserved refuses a claim that is reserved for no Pod. The kubelet never prepares such a
+// claim, so this must be a late call: its Pod is gone and the claim was already unprepared. If the
+// call succeeded, no later call would unprepare the claim.
+//
+// A late call cannot always be recognized. The call for the claim's next Pod has the same UID and
+// allocation, and a PodGroup keeps its claim reserved while it has no Pod. If a late call prepares
+// such a claim, the driver unprepares the claim once the PodGroup is gone: see
+// [Preparer.OrphanReason].
+func checkReserved(c *resourceapi.ResourceClaim) error {
 	if c.Status.Allocation != nil && len(c.Status.ReservedFor) == 0 {
-		return because(CauseClaim, "it is not reserved for any Pod: this call is late, or was sent twice")
+		return withCause(CauseClaim, "the claim is not reserved for any Pod: this call is late, or was sent twice")
 	}
 	return nil
 }
 
-// givenUp refuses a call that the kubelet does not wait for any more. It is not begun: the kubelet
-// gives the claim back next.
-func givenUp(ctx context.Context) error {
+// checkNotCanceled refuses a call that the kubelet has canceled. After that the kubelet unprepares
+// the claim.
+func checkNotCanceled(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
-		return because(CauseCanceled, "the kubelet gave this call up: %w", err)
+		return withCause(CauseCanceled, "the kubelet canceled this call: %w", err)
 	}
 	return nil
 }
 
-// timely makes sure that the kubelet still waits for this call. Where others may have worked on the
-// claim since it was read, the claim must also be as it was. The caller holds the claim's lock.
-func (p *Preparer) timely(ctx context.Context, c *resourceapi.ResourceClaim, waited bool) error {
-	if err := givenUp(ctx); err != nil {
+// checkTimely returns an error if the kubelet has canceled this call. If "waited" is true, or the
+// claim was unprepared since this call arrived, it also returns an error if the claim has changed
+// in the API server. The caller holds the claim's lock.
+func (p *Preparer) checkTimely(ctx context.Context, c *resourceapi.ResourceClaim, waited bool) error {
+	if err := checkNotCanceled(ctx); err != nil {
 		return err
 	}
-	if waited || p.Overtaken(ctx, c.UID) {
-		return p.unchanged(ctx, c)
+	if waited || p.UnpreparedSince(ctx, c.UID) {
+		return p.checkUnchanged(ctx, c)
 	}
 	return nil
 }
 
-// unchanged makes sure, after a wait, that the claim still has the allocation that was planned for, and a Pod: the kubelet's call may be one that it gave up
-// long ago, and the claim's next Pod may be on another node.
-func (p *Preparer) unchanged(ctx context.Context, c *resourceapi.ResourceClaim) error {
-	reading, cancel := context.WithTimeoutCause(ctx, rereadTime, fmt.Errorf("the API server did not answer within %s; the kubelet will try again", rereadTime))
+// checkUnchanged reads the claim from the API server. It returns an error unless the claim has the
+// same allocation and is reserved for a Pod, because the kubelet may have canceled this call while
+// it waited, and the claim's next Pod may be on another node.
+func (p *Preparer) checkUnchanged(ctx context.Context, c *resourceapi.ResourceClaim) error {
+	reading, cancel := context.WithTimeoutCause(ctx, readClaimTime, fmt.Errorf("the API server did not answer within %s: the kubelet retries",
+		readClaimTime))
 	defer cancel()
-	now, err := p.Reread(reading, c.Namespace, c.Name)
+	now, err := p.ReadClaim(reading, c.Namespace, c.Name)
 	if err != nil {
-		return because(CauseCanceled, "read the claim again after a wait: %w", cmp.Or(context.Cause(reading), err))
+		return withCause(CauseCanceled, "read the claim again after a wait: %w", cmp.Or(context.Cause(reading), err))
 	}
 	if now.UID != c.UID {
-		return because(CauseClaim, "it was replaced by another claim of the same name (UID %s) while this call waited", now.UID)
+		return withCause(CauseClaim, "another claim of the same name (UID %s) replaced the claim while this call waited", now.UID)
 	}
 	before, _ := claim.Read(c, p.DriverName)
 	after, err := claim.Read(now, p.DriverName)
 	if err != nil {
-		return because(CauseClaim, "after a wait: %w", err)
+		return withCause(CauseClaim, "after a wait: %w", err)
 	}
-	if err := reserved(now); err != nil {
+	if err := checkReserved(now); err != nil {
 		return err
 	}
 	if !equality.Semantic.DeepEqual(before, after) {
-		return because(CauseClaim, "its allocation changed while this call waited; the kubelet will try again")
+		return withCause(CauseClaim, "the claim's allocation changed while this call waited: the kubelet retries")
 	}
 	return nil
 }
 
-// verify looks at what the containers will be promised, of the node and of whole cards.
-func (p *Preparer) verify(w *plan) error {
-	if err := p.Verify(w.common); err != nil {
-		return because(CauseNotReady, "what every container with a GPU needs is not complete on this node: %w", err)
+// verifyNode writes the node-wide CDI spec. It returns an error if a file that every GPU container
+// needs, or a device node of the plan's GPUs, does not exist.
+func (p *Preparer) verifyNode(pl *plan) error {
+	if err := p.Verify(pl.baseEdits); err != nil {
+		return withCause(CauseNotReady, "files that every GPU container needs are missing on this node: %w", err)
 	}
-	if err := p.Specs.WriteBase(w.common); err != nil {
-		return because(CauseStep, "%w", err)
+	if err := p.Specs.WriteBase(pl.baseEdits); err != nil {
+		return withCause(CauseStep, "%w", err)
 	}
-	for i, t := range w.wants {
-		if err := p.Verify(t.whole); err != nil {
-			return because(CauseDevice, "device %s: %w", w.record.Devices[i].Device, err)
+	for i, req := range pl.requests {
+		if err := p.Verify(req.gpuEdits); err != nil {
+			return withCause(CauseDevice, "device %s: %w", pl.record.Devices[i].Device, err)
 		}
 	}
 	return nil
 }
 
-// carryOut is the transaction: the plan on the disk, the steps, the result on the disk. What fails is reverted; if even that fails, the record stays
-// and the next call for the claim, the next start or the next comparison with the hardware reverts it.
-func (p *Preparer) carryOut(ctx context.Context, w *plan) error {
-	if err := p.verify(w); err != nil {
+// execute prepares the claim: it saves the plan as a record, applies the steps and saves the
+// result. If one of these fails, execute reverts the steps. If that fails too, the record stays,
+// and the claim's next call, the plugin's next start or Reconcile reverts it.
+func (p *Preparer) execute(ctx context.Context, pl *plan) error {
+	if err := p.verifyNode(pl); err != nil {
 		return err
 	}
-	work, cancel := within(ctx, callTime, answerTime+undoTime)
+	work, cancel := withTimeout(ctx, callTime, answerTime+undoTime)
 	defer cancel()
-	if err := p.served(work, w); err != nil {
+	if err := p.checkDaemons(work, pl); err != nil {
 		return err
 	}
-	looks := newLooks(p.Partitions)
-	if err := p.resolve(work, looks, w); err != nil {
+	cards := newCardStates(p.Partitions)
+	if err := p.resolve(work, cards, pl); err != nil {
 		return err
 	}
-	if !w.partitioned() {
-		if err := p.describe(w); err != nil {
+	if !pl.hasPartitions() {
+		if err := p.buildSpec(pl); err != nil {
 			return err
 		}
 	}
-	r := &w.record
+	r := &pl.record
 	r.State = checkpoint.Preparing
-	steps := w.all()
-	env := p.env(r, steps)
-	env.Looks, env.UUID = looks, w.uuid
-	// Nothing but a spec needs no note beforehand: it has the claim's name, and one without a record is removed.
-	if len(w.steps) > 0 {
+	steps := pl.allSteps()
+	env := p.newEnv(r, steps)
+	env.Cards, env.UUID = cards, pl.deviceUUID
+	// If writing the CDI spec is the only step, the plan need not be recorded first: the plugin's next
+	// start removes a spec without a record.
+	if len(pl.steps) > 0 {
 		if err := env.Journal(); err != nil {
 			return errors.Join(err, p.Records.Remove(r.ClaimUID))
 		}
 	}
-	err := applyAll(work, env, w.steps)
+	err := applyAll(work, env, pl.steps)
 	if err == nil {
-		err = p.finish(work, env, w)
+		err = p.writeSpec(work, env, pl)
 	}
 	if err == nil {
-		if err = p.settle(*r, w); err == nil {
+		if err = p.recordResult(*r, pl); err == nil {
 			return nil
 		}
 	}
 	undo, cancelUndo := context.WithTimeout(context.WithoutCancel(ctx), undoTime+answerTime)
 	defer cancelUndo()
 	if rerr := p.undo(undo, r, steps); rerr != nil {
-		klog.FromContext(ctx).Error(rerr, "Could not revert a preparation that failed; the next call for the claim tries again")
+		klog.FromContext(ctx).Error(rerr, "Failed to revert a failed preparation; the next call for the claim, or Reconcile, reverts it")
 	}
 	return stepError(err)
 }
 
-// finish writes the claim's spec, after all that it names is there.
-func (p *Preparer) finish(ctx context.Context, env *Env, w *plan) error {
-	if err := p.describe(w); err != nil {
+// writeSpec writes the claim's CDI spec. If a file or device node in the spec does not exist, it
+// returns an error instead.
+func (p *Preparer) writeSpec(ctx context.Context, env *Env, pl *plan) error {
+	if err := p.buildSpec(pl); err != nil {
 		return err
 	}
-	for i, t := range w.wants {
-		if t.name.Partition == nil {
+	for i, req := range pl.requests {
+		if req.name.Partition == nil {
 			continue
 		}
-		part, err := t.partition()
+		part, err := req.partition()
 		if err != nil {
 			return err
 		}
-		if err := p.Verify(p.MIGEdits(t.whole, part.instance, part.compute)); err != nil {
-			return because(CauseDevice, "device %s: %w", w.record.Devices[i].Device, err)
+		if err := p.Verify(p.MIGEdits(req.gpuEdits, part.instance, part.compute)); err != nil {
+			return withCause(CauseDevice, "device %s: %w", pl.record.Devices[i].Device, err)
 		}
 	}
-	for _, c := range w.spec.Clients {
+	for _, c := range pl.spec.Clients {
 		if err := p.Verify(p.MPSEdits(c.Daemon)); err != nil {
-			return because(CauseStep, "what the clients of MPS daemon %s need is not complete on this node: %w", c.Daemon, err)
+			return withCause(CauseStep, "files that clients of MPS daemon %s need are missing on this node: %w", c.Daemon, err)
 		}
 	}
-	return applyAll(ctx, env, []Step{w.spec})
+	return applyAll(ctx, env, []Step{pl.spec})
 }
 
-// settle makes the record that of a prepared claim.
-func (p *Preparer) settle(r checkpoint.Record, w *plan) error {
-	stored, err := store(lasting(w.all()), r.Steps)
+// recordResult saves r as the record of a prepared claim, with the plan's steps.
+func (p *Preparer) recordResult(r checkpoint.Record, pl *plan) error {
+	stored, err := encodeSteps(lastingSteps(pl.allSteps()), r.Steps)
 	if err != nil {
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	}
 	r.State, r.BootID, r.Steps = checkpoint.Prepared, p.BootID, stored
 	if err := p.Records.Save(r); err != nil {
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	}
 	return nil
 }
 
-// answer is what the kubelet is told: for each result the node-wide edits and the claim's own.
-func (w *plan) answer(pool string) []kubeletplugin.Device {
-	answer := make([]kubeletplugin.Device, len(w.record.Devices))
-	for i, d := range w.record.Devices {
+// kubeletDevices returns the answer to the kubelet. Each allocated device has two CDI devices: the
+// node-wide one and the claim's own.
+func (pl *plan) kubeletDevices(pool string) []kubeletplugin.Device {
+	answer := make([]kubeletplugin.Device, len(pl.record.Devices))
+	for i, d := range pl.record.Devices {
 		answer[i] = kubeletplugin.Device{
 			Requests: []string{d.Request}, PoolName: pool, DeviceName: d.Device, ShareID: d.ShareID,
-			CDIDeviceIDs: []string{cdi.BaseID(), cdi.ClaimDeviceID(w.record.ClaimUID, d.Device, d.ShareID)},
+			CDIDeviceIDs: []string{cdi.BaseID(), cdi.ClaimDeviceID(pl.record.ClaimUID, d.Device, d.ShareID)},
 		}
 	}
 	return answer
 }
 
-// notReady is the inventory's reason, as the answer to a claim.
+// notReady returns the error for a claim when the inventory is not ready. It includes the
+// inventory's reason.
 func notReady(s inventory.Snapshot) error {
 	reason := s.Reason
 	if reason == "" {
 		reason = "the node's devices are not known yet"
 	}
-	return because(CauseNotReady, "not ready yet: %s", reason)
+	return withCause(CauseNotReady, "the node is not ready: %s", reason)
 }

@@ -39,8 +39,8 @@ func mustUnprepare(t *testing.T, p *Preparer, uid types.UID) {
 	}
 }
 
-// clean makes sure that nothing on the node reminds of any claim.
-func clean(t *testing.T, w *world) {
+// checkClean fails the test if a record, a CDI spec or another file of a claim is left on the node.
+func checkClean(t *testing.T, w *world) {
 	t.Helper()
 	if r := w.records(); len(r) != 0 {
 		t.Errorf("records left: %q", r)
@@ -59,35 +59,38 @@ func clean(t *testing.T, w *world) {
 	}
 }
 
-func TestTheAnswerHoldsForEachResult(t *testing.T) {
+func TestPrepareAnswersForEachResult(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
 	foreign := allocated("nic", "eth0")
 	foreign.Driver = "net.example.com"
 	got := mustPrepare(t, p, newClaim("c", allocated("a", gpu0), foreign, allocated("b/large", gpu1)))
 	want := []kubeletplugin.Device{
-		{Requests: []string{"a"}, PoolName: pool, DeviceName: gpu0, CDIDeviceIDs: []string{"k8s.gpu.nvidia.com/base=driver", "k8s.gpu.nvidia.com/claim=uid-c-" + gpu0}},
-		{Requests: []string{"b/large"}, PoolName: pool, DeviceName: gpu1, CDIDeviceIDs: []string{"k8s.gpu.nvidia.com/base=driver", "k8s.gpu.nvidia.com/claim=uid-c-" + gpu1}},
+		{Requests: []string{"a"}, PoolName: pool, DeviceName: gpu0, CDIDeviceIDs: []string{"k8s.gpu.nvidia.com/base=driver",
+			"k8s.gpu.nvidia.com/claim=uid-c-" + gpu0}},
+		{Requests: []string{"b/large"}, PoolName: pool, DeviceName: gpu1, CDIDeviceIDs: []string{"k8s.gpu.nvidia.com/base=driver",
+			"k8s.gpu.nvidia.com/claim=uid-c-" + gpu1}},
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
 	}
-	if spec := w.specs.of("uid-c"); !strings.Contains(spec, "/dev/nvidia0") || !strings.Contains(spec, "/dev/nvidia1") || !strings.Contains(spec, "uid-c-"+gpu0) {
+	if spec := w.specs.of("uid-c"); !strings.Contains(spec, "/dev/nvidia0") || !strings.Contains(spec, "/dev/nvidia1") ||
+		!strings.Contains(spec, "uid-c-"+gpu0) {
 		t.Errorf("the spec is %s", spec)
 	}
 	if !strings.Contains(w.specs.base, "libcuda") {
 		t.Errorf("the base spec is %s", w.specs.base)
 	}
-	if held, err := p.Held(); err != nil || held != (Held{Claims: 1, GPUs: 2}) {
+	if held, err := p.Usage(); err != nil || held != (Usage{Claims: 1, GPUs: 2}) {
 		t.Error(held, err)
 	}
 	mustUnprepare(t, p, "uid-c")
-	clean(t, w)
+	checkClean(t, w)
 	mustUnprepare(t, p, "uid-c")
 	mustUnprepare(t, p, "never seen")
 }
 
-func TestAClaimWithNothingOfOursLeavesNoTrace(t *testing.T) {
+func TestClaimOfOtherDriversLeavesNoFiles(t *testing.T) {
 	w := newWorld(t)
 	w.snapshot.Ready = false
 	foreign := allocated("nic", "eth0")
@@ -95,20 +98,21 @@ func TestAClaimWithNothingOfOursLeavesNoTrace(t *testing.T) {
 	if devices := mustPrepare(t, w.plugin(t), newClaim("c", foreign)); len(devices) != 0 {
 		t.Error(devices)
 	}
-	clean(t, w)
+	checkClean(t, w)
 }
 
-// This driver writes no such record; but what it reads there must not end it.
-func TestARecordWithoutDevicesOfAClaimWithNothingOfOursIsGivenBack(t *testing.T) {
+// A record without devices, which this driver never writes, must not make Prepare fail.
+func TestEmptyRecordIsRemovedByPrepare(t *testing.T) {
 	for name, bootID := range map[string]string{"of this boot": "boot-1", "of an earlier one": "boot-0"} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			p := w.plugin(t)
-			steps, err := store([]Step{&claimSpec{}}, nil)
+			steps, err := encodeSteps([]Step{&claimSpec{}}, nil)
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := p.Records.Save(checkpoint.Record{ClaimUID: "uid-c", Namespace: "default", Name: "c", State: checkpoint.Prepared, BootID: bootID, Steps: steps}); err != nil {
+			if err := p.Records.Save(checkpoint.Record{ClaimUID: "uid-c", Namespace: "default", Name: "c", State: checkpoint.Prepared,
+				BootID: bootID, Steps: steps}); err != nil {
 				t.Fatal(err)
 			}
 			foreign := allocated("nic", "eth0")
@@ -116,12 +120,12 @@ func TestARecordWithoutDevicesOfAClaimWithNothingOfOursIsGivenBack(t *testing.T)
 			if devices := mustPrepare(t, p, newClaim("c", foreign)); len(devices) != 0 {
 				t.Error(devices)
 			}
-			clean(t, w)
+			checkClean(t, w)
 		})
 	}
 }
 
-func TestAShareHasItsOwnID(t *testing.T) {
+func TestShareHasItsOwnID(t *testing.T) {
 	r := allocated("a", gpu0)
 	r.ShareID = ptr.To(types.UID("share"))
 	got := mustPrepare(t, newWorld(t).plugin(t), newClaim("c", r))
@@ -130,7 +134,7 @@ func TestAShareHasItsOwnID(t *testing.T) {
 	}
 }
 
-func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
+func TestRefusals(t *testing.T) {
 	elsewhere := allocated("r", gpu0)
 	elsewhere.Pool = "node-2"
 	for _, c := range []struct {
@@ -143,25 +147,35 @@ func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
 		{"a claim that is not allocated", nil, &resourceapi.ResourceClaim{}, CauseClaim, []string{"not allocated"}},
 		{"a device of another node", nil, newClaim("c", elsewhere), CauseClaim, []string{"request r", gpu0, "node-2", pool}},
 		{"an unknown device", nil, newClaim("c", allocated("r", "foo")), CauseDevice, []string{"request r", "foo", gpu0, gpu1}},
-		{"a device that vanished", func(w *world) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[:1] }, newClaim("c", allocated("r", gpu1)), CauseDevice, []string{gpu1, "any more", gpu0}},
-		{"no device at all", func(w *world) { w.snapshot.Node.GPUs = nil }, newClaim("c", allocated("r", gpu1)), CauseDevice, []string{gpu1, "none"}},
-		{"a device that is known to be broken", func(w *world) {
+		{"a device that vanished", func(w *world) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[:1] }, newClaim("c", allocated("r", gpu1)),
+			CauseDevice, []string{gpu1, "it has", gpu0}},
+		{"no device at all", func(w *world) { w.snapshot.Node.GPUs = nil }, newClaim("c", allocated("r", gpu1)), CauseDevice,
+			[]string{gpu1, "no GPUs"}},
+		{"a broken device", func(w *world) {
 			w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[:1]
 			w.snapshot.Node.Problems = []nvidia.Problem{{PCIAddress: "0000:1c:00.0", Message: "it fell off the bus"}}
 		}, newClaim("c", allocated("r", gpu1)), CauseDevice, []string{gpu1, "it fell off the bus"}},
-		{"a node that is not ready", func(w *world) { w.snapshot.Ready, w.snapshot.Reason = false, "no driver: install it" }, newClaim("c", allocated("r", gpu0)), CauseNotReady, []string{"not ready yet: no driver: install it"}},
-		{"a node that does not say why it is not ready", func(w *world) { w.snapshot.Ready = false }, newClaim("c", allocated("r", gpu0)), CauseNotReady, []string{"not ready yet: "}},
+		{"a node that is not ready", func(w *world) { w.snapshot.Ready, w.snapshot.Reason = false, "no driver: install it" },
+			newClaim("c", allocated("r", gpu0)), CauseNotReady, []string{"the node is not ready: no driver: install it"}},
+		{"a node that is not ready without a reason", func(w *world) { w.snapshot.Ready = false }, newClaim("c", allocated("r", gpu0)),
+			CauseNotReady, []string{"the node is not ready: "}},
 		{"one device twice", nil, newClaim("c", allocated("a", gpu0), allocated("b", gpu0)), CauseClaim, []string{"requests a and b", gpu0}},
-		{"sharing by MPS", nil, configured(newClaim("c", allocated("r", gpu0)), `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`), CauseNotReady, []string{"the claim needs MPS", "mps.enabled"}},
-		{"sharing by time slices", nil, configured(newClaim("c", allocated("r", gpu0)), `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing"}}`), CauseStep, []string{gpu0, "time slices"}},
-		{"a malformed configuration", nil, configured(newClaim("c", allocated("r", gpu0)), `{`), CauseClaim, []string{"the claim's configuration"}},
+		{"sharing by MPS", nil, configured(newClaim("c", allocated("r", gpu0)),
+			`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`), CauseNotReady,
+			[]string{"the claim needs MPS", "mps.enabled"}},
+		{"sharing by time slices", nil, configured(newClaim("c", allocated("r", gpu0)),
+			`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing"}}`), CauseStep,
+			[]string{gpu0, "time slices"}},
+		{"a malformed configuration", nil, configured(newClaim("c", allocated("r", gpu0)), `{`), CauseClaim,
+			[]string{"the claim's configuration"}},
 		{"a missing device node", func(w *world) {
 			w.missing = map[string]error{"/dev/nvidia0": errors.New("device node /dev/nvidia0 is missing")}
 		}, newClaim("c", allocated("r", gpu0)), CauseDevice, []string{gpu0, "device node /dev/nvidia0 is missing"}},
 		{"a missing library", func(w *world) {
 			w.missing = map[string]error{"/usr/lib/libcuda.so.1": errors.New("mount source libcuda is missing")}
 		}, newClaim("c", allocated("r", gpu0)), CauseNotReady, []string{"mount source libcuda is missing"}},
-		{"very long and in many lines", func(w *world) { w.snapshot.Ready, w.snapshot.Reason = false, strings.Repeat("ä\n", 1000) }, newClaim("c", allocated("r", gpu0)), CauseNotReady, []string{"ä; ä"}},
+		{"a very long reason of many lines", func(w *world) { w.snapshot.Ready, w.snapshot.Reason = false, strings.Repeat("ä\n", 1000) },
+			newClaim("c", allocated("r", gpu0)), CauseNotReady, []string{"ä; ä"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			w := newWorld(t)
@@ -183,17 +197,17 @@ func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
 			if strings.Contains(err.Error(), "\n") || len(err.Error()) > 1024 {
 				t.Errorf("does not fit into an Event: %q", err)
 			}
-			clean(t, w)
+			checkClean(t, w)
 		})
 	}
 }
 
-func TestADeviceThatAnotherClaimHoldsIsRefusedByName(t *testing.T) {
+func TestDeviceInUseIsRefusedNamingTheClaim(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("first", allocated("r", gpu0)))
 	_, err := w.plugin(t).Prepare(t.Context(), newClaim("second", allocated("free", gpu1), allocated("r", gpu0)))
-	var held *HeldError
+	var held *InUseError
 	if !errors.As(err, &held) || CauseOf(err) != CauseHeld {
 		t.Fatal(err)
 	}
@@ -203,13 +217,13 @@ func TestADeviceThatAnotherClaimHoldsIsRefusedByName(t *testing.T) {
 		}
 	}
 	if w.specs.of("uid-second") != "" || len(w.records()) != 1 {
-		t.Error("left something")
+		t.Error("instances or records are left")
 	}
 	mustUnprepare(t, p, "uid-first")
 	mustPrepare(t, p, newClaim("second", allocated("r", gpu0)))
 }
 
-func TestAdminAccessHoldsNothingAndIsHeldUpByNothing(t *testing.T) {
+func TestAdminAccessNeitherBlocksNorIsBlocked(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("user", allocated("r", gpu0)))
@@ -227,7 +241,7 @@ func TestAdminAccessHoldsNothingAndIsHeldUpByNothing(t *testing.T) {
 	}
 }
 
-func TestARepeatedPrepareLooksAgainAndMends(t *testing.T) {
+func TestRePrepareRestoresMissingCDISpec(t *testing.T) {
 	w := newWorld(t)
 	c := newClaim("c", allocated("r", gpu0))
 	want := mustPrepare(t, w.plugin(t), c)
@@ -240,7 +254,7 @@ func TestARepeatedPrepareLooksAgainAndMends(t *testing.T) {
 		t.Error(diff)
 	}
 	if w.specs.of("uid-c") != spec || w.specs.base == "" {
-		t.Error("the specs were not mended")
+		t.Error("the specs were not repaired")
 	}
 	if after, _ := w.disk.ReadFile(filepath.Join(state, "claims", w.records()[0])); string(after) != string(before) {
 		t.Error("the record was written without a reason")
@@ -256,23 +270,23 @@ func TestARepeatedPrepareLooksAgainAndMends(t *testing.T) {
 		t.Errorf("the driver is gone: %v", err)
 	}
 	if err := w.plugin(t).Unprepare(t.Context(), "uid-c"); err != nil {
-		t.Errorf("giving back takes a driver: %v", err)
+		t.Errorf("Unprepare needs a driver: %v", err)
 	}
-	clean(t, w)
+	checkClean(t, w)
 }
 
-func TestAfterARebootTheHardwareIsLookedAtAndTheSpecWrittenAnew(t *testing.T) {
+func TestPrepareAfterRebootRewritesSpec(t *testing.T) {
 	w := newWorld(t)
 	c := newClaim("c", allocated("r", gpu0))
 	mustPrepare(t, w.plugin(t), c)
 	w.reboot()
-	w.snapshot.Node.GPUs[0] = card("0000:1b:00.0", "GPU-0", "/dev/nvidia7")
+	w.snapshot.Node.GPUs[0] = newGPU("0000:1b:00.0", "GPU-0", "/dev/nvidia7")
 	p := w.plugin(t)
-	if err := errors.Join(p.Recover(t.Context()), p.Mend(t.Context())); err != nil {
+	if err := errors.Join(p.Recover(t.Context()), p.RepairAllSpecs(t.Context())); err != nil {
 		t.Fatal(err)
 	}
 	if spec := w.specs.of("uid-c"); spec != "" {
-		t.Errorf("a spec of the last boot came back: %s", spec)
+		t.Errorf("the spec of the last boot was restored: %s", spec)
 	}
 	mustPrepare(t, p, c)
 	if spec := w.specs.of("uid-c"); !strings.Contains(spec, "/dev/nvidia7") {
@@ -284,7 +298,7 @@ func TestAfterARebootTheHardwareIsLookedAtAndTheSpecWrittenAnew(t *testing.T) {
 	}
 }
 
-func TestAnotherCardUnderTheNameIsAnotherCard(t *testing.T) {
+func TestReplacedGPUIsRefused(t *testing.T) {
 	w := newWorld(t)
 	c := newClaim("c", allocated("r", gpu0))
 	p := w.plugin(t)
@@ -294,14 +308,14 @@ func TestAnotherCardUnderTheNameIsAnotherCard(t *testing.T) {
 	if CauseOf(err) != CauseDevice || !strings.Contains(err.Error(), "GPU-0") || !strings.Contains(err.Error(), "GPU-new") {
 		t.Error(err)
 	}
-	if err := p.Mend(t.Context()); err == nil || w.specs.of("uid-c") != "" {
-		t.Errorf("a container that restarts gets the other card: %v", err)
+	if err := p.RepairAllSpecs(t.Context()); err == nil || w.specs.of("uid-c") != "" {
+		t.Errorf("a restarted container gets the other card: %v", err)
 	}
 	mustUnprepare(t, p, "uid-c")
 	mustPrepare(t, p, c)
 }
 
-func TestAnotherAllocationGivesTheOldOneBackFirst(t *testing.T) {
+func TestNewAllocationRevertsTheOldFirst(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
@@ -318,31 +332,33 @@ func TestAnotherAllocationGivesTheOldOneBackFirst(t *testing.T) {
 	}
 }
 
-func TestAClaimWithMoreGPUsThanAFileNameHolds(t *testing.T) {
+func TestClaimWithMoreGPUsThanAFileNameFits(t *testing.T) {
 	w := newWorld(t)
 	w.snapshot.Node.GPUs = nil
 	var results []result
 	for i := range 16 {
 		address := device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", i))
-		w.snapshot.Node.GPUs = append(w.snapshot.Node.GPUs, card(address, fmt.Sprint("GPU-", i), fmt.Sprint("/dev/nvidia", i)))
+		w.snapshot.Node.GPUs = append(w.snapshot.Node.GPUs, newGPU(address, fmt.Sprint("GPU-", i), fmt.Sprint("/dev/nvidia", i)))
 		results = append(results, allocated(fmt.Sprint("r", i), address.WholeName()))
 	}
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("large", results[:15]...))
 	if r := w.records(); len(r) != 1 || r[0] != "uid-large_all.json" {
-		t.Fatalf("the test is about another record: %q", r)
+		t.Fatalf("the test needs another record: %q", r)
 	}
-	if held, err := p.Held(); err != nil || held != (Held{Claims: 1, GPUs: 15}) {
+	if held, err := p.Usage(); err != nil || held != (Usage{Claims: 1, GPUs: 15}) {
 		t.Error(held, err)
 	}
 	mustPrepare(t, p, newClaim("rest", results[15:]...))
-	if _, err := p.Prepare(t.Context(), newClaim("more", results[3])); CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "default/large") {
+	if _, err := p.Prepare(t.Context(), newClaim("more", results[3])); CauseOf(err) != CauseHeld ||
+		!strings.Contains(err.Error(), "default/large") {
 		t.Error(err)
 	}
 }
 
-// The other call may have given the claim back.
-func TestAfterAWaitTheClaimIsReadAgain(t *testing.T) {
+// While Prepare waits for the claim's lock, another call may unprepare the claim. So Prepare must
+// read the claim again after the wait.
+func TestPrepareRereadsClaimAfterWait(t *testing.T) {
 	same := newClaim("c", allocated("r", gpu0))
 	replaced := newClaim("c", allocated("r", gpu0))
 	replaced.UID = "another"
@@ -357,13 +373,13 @@ func TestAfterAWaitTheClaimIsReadAgain(t *testing.T) {
 		{"replaced", replaced, nil, "another"},
 		{"allocated anew", newClaim("c", allocated("r", gpu1)), nil, "allocation changed"},
 		{"reserved for its next Pod", forPods(newClaim("c", allocated("r", gpu0)), "next"), nil, ""},
-		{"not reserved any more", forPods(newClaim("c", allocated("r", gpu0))), nil, "not reserved"},
-		{"not allocated any more", &resourceapi.ResourceClaim{ObjectMeta: same.ObjectMeta}, nil, "not allocated"},
+		{"no longer reserved", forPods(newClaim("c", allocated("r", gpu0))), nil, "not reserved"},
+		{"no longer allocated", &resourceapi.ResourceClaim{ObjectMeta: same.ObjectMeta}, nil, "not allocated"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				w := newWorld(t)
-				w.reread = func() (*resourceapi.ResourceClaim, error) { return c.claim, c.err }
+				w.readClaim = func() (*resourceapi.ResourceClaim, error) { return c.claim, c.err }
 				p := w.plugin(t)
 				other, err := p.Locks.Acquire(t.Context(), claimLock(same.UID))
 				if err != nil {
@@ -374,7 +390,7 @@ func TestAfterAWaitTheClaimIsReadAgain(t *testing.T) {
 					_, err := p.Prepare(t.Context(), same)
 					done <- err
 				}()
-				synctest.Wait() // it is in the queue
+				synctest.Wait() // until Prepare waits for the lock
 				other.Release()
 				err = <-done
 				if c.says == "" && err != nil || c.says != "" && (err == nil || !strings.Contains(err.Error(), c.says)) {
@@ -385,7 +401,7 @@ func TestAfterAWaitTheClaimIsReadAgain(t *testing.T) {
 	}
 }
 
-func TestACallThatWasGivenUpWhileItWaitedChangesNothing(t *testing.T) {
+func TestCallCanceledWhileWaitingChangesNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t)
 		p := w.plugin(t)
@@ -394,7 +410,7 @@ func TestACallThatWasGivenUpWhileItWaitedChangesNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithCancel(t.Context())
-		w.reread = func() (*resourceapi.ResourceClaim, error) { return nil, ctx.Err() }
+		w.readClaim = func() (*resourceapi.ResourceClaim, error) { return nil, ctx.Err() }
 		done := make(chan error)
 		go func() {
 			_, err := p.Prepare(ctx, newClaim("c", allocated("r", gpu0)))
@@ -406,11 +422,11 @@ func TestACallThatWasGivenUpWhileItWaitedChangesNothing(t *testing.T) {
 			t.Error(err)
 		}
 		other.Release()
-		clean(t, w)
+		checkClean(t, w)
 	})
 }
 
-func TestWaitingEndsWithTheCall(t *testing.T) {
+func TestLockWaitEndsWithTheCall(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
 	claims, err := p.Locks.Acquire(t.Context(), claimLock("uid-a"))
@@ -438,7 +454,7 @@ func TestWaitingEndsWithTheCall(t *testing.T) {
 	}
 }
 
-func TestManyCallsAtOnceGiveEachGPUToOneClaim(t *testing.T) {
+func TestConcurrentCallsGiveEachGPUToOneClaim(t *testing.T) {
 	w := newWorld(t)
 	claims := make([]*resourceapi.ResourceClaim, 8)
 	for i := range claims {
@@ -447,10 +463,10 @@ func TestManyCallsAtOnceGiveEachGPUToOneClaim(t *testing.T) {
 	var mu sync.Mutex
 	prepared := map[types.UID]bool{}
 	var wg sync.WaitGroup
-	// Two instances, as while one takes over from the other.
+	// Two plugin instances prepare the claims concurrently, as during an upgrade.
 	for range 2 {
 		p := w.plugin(t)
-		p.Reread = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) {
+		p.ReadClaim = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) {
 			for _, c := range claims {
 				if c.Name == name {
 					return c, nil
@@ -479,7 +495,7 @@ func TestManyCallsAtOnceGiveEachGPUToOneClaim(t *testing.T) {
 	}
 }
 
-func TestAFullDiskIsAnErrorAndNothingStays(t *testing.T) {
+func TestFullDiskFailsAndLeavesNothing(t *testing.T) {
 	for n := 1; ; n++ {
 		w := newWorld(t)
 		p := w.plugin(t)
@@ -495,7 +511,7 @@ func TestAFullDiskIsAnErrorAndNothingStays(t *testing.T) {
 		if !errors.Is(err, syscall.ENOSPC) || !strings.Contains(err.Error(), "default/c") {
 			t.Errorf("write %d: %v", n, err)
 		}
-		clean(t, w)
+		checkClean(t, w)
 		mustPrepare(t, p, c)
 	}
 }

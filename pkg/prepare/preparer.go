@@ -21,12 +21,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
-// Hardware is what the node has, as known already: asking it must not touch a GPU.
+// Hardware returns the inventory of the node's GPUs. Its implementation must not access a GPU.
 type Hardware interface {
 	Snapshot() inventory.Snapshot
 }
 
-// Specs is where the container runtime finds what a device is.
+// Specs stores the CDI specs that the container runtime reads.
 type Specs interface {
 	WriteBase(edits specs.ContainerEdits) error
 	WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error
@@ -34,67 +34,77 @@ type Specs interface {
 	Claims() ([]types.UID, error)
 }
 
-// Options wires a Preparer.
+// Options has the settings and the dependencies of a Preparer.
 type Options struct {
 	DriverName string
-	// Pool is the name of this node's pool.
+	// Pool is the name of this node's resource pool.
 	Pool     string
 	Hardware Hardware
 	Specs    Specs
-	// Verify makes sure that what edits name is really on the node.
+	// Verify returns an error if a file or device node that the edits name does not exist on the node.
 	Verify  func(specs.ContainerEdits) error
 	Records *checkpoint.Store
 	Locks   *lock.Set
-	// Reread gets a claim from the API server again, after a wait in which it may have changed.
-	Reread func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error)
-	// GivenBack, if set, is told of each claim that was given back, also to be prepared anew, while
-	// its lock is held. Overtaken, if set, says that this was so since the call came that the
-	// context is of.
-	GivenBack func(uid types.UID)
-	Overtaken func(ctx context.Context, uid types.UID) bool
-	BootID    string
-	Now       func() time.Time
-	// HeldPatience is how long Prepare waits for a device that another claim holds; without it there is no waiting. Stopping, if set, ends such waits when it
-	// is closed: another instance will serve the kubelet's next call.
-	HeldPatience time.Duration
-	Stopping     <-chan struct{}
+	// ReadClaim reads a claim from the API server again. Prepare calls it after a wait in which the
+	// claim may have changed.
+	ReadClaim func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error)
+	// OnUnprepared, if set, is called under the claim's lock whenever a claim was unprepared. That
+	// includes the case that Prepare reverts an earlier preparation of the claim.
+	OnUnprepared func(uid types.UID)
+	// UnpreparedSince, if set, reports whether the claim was unprepared since the arrival of the call
+	// to which ctx belongs.
+	UnpreparedSince func(ctx context.Context, uid types.UID) bool
+	BootID          string
+	Now             func() time.Time
+	// ConflictWait is how long Prepare waits for a device that another claim uses. Zero means that
+	// Prepare does not wait.
+	ConflictWait time.Duration
+	// Stopping, if set, is closed when the plugin stops. That ends the waits for other claims, because
+	// the kubelet's next call goes to another plugin instance.
+	Stopping <-chan struct{}
 
-	// Partitions cuts GPUs and sets how processes share them. Without it whole GPUs are prepared as they are, and all else is refused.
+	// Partitions changes MIG partitions and GPU settings. If it is nil, the Preparer can prepare only
+	// whole GPUs and does not change them.
 	Partitions Partitions
-	// MPS runs control daemons. Where nobody answers for it, or without it, MPS and fractions are refused.
+	// MPS starts and stops MPS control daemons. If it is nil or not running, claims that need MPS or
+	// have fractions are refused.
 	MPS Daemons
-	// NoMPS says that MPS is switched off in the cluster: claims that ask for it are refused. Those
-	// that have it can be given back.
-	NoMPS bool
-	// MPSEdits make a container a client of the daemon with this ID. They are asked for only where there is MPS.
+	// MPSDisabled means that the administrator switched MPS off. Prepare refuses claims that need MPS.
+	// Claims that were prepared with MPS before can still be unprepared.
+	MPSDisabled bool
+	// MPSEdits returns the CDI edits that make a container a client of the MPS daemon with this ID. It
+	// is called only if MPS is set.
 	MPSEdits func(daemon string) specs.ContainerEdits
-	// LimitEdits hold a container to so many MiB of the GPU with this UUID, where the GPU can do that.
+	// LimitEdits returns the CDI edits that limit a whole container to mebibytes MiB of the GPU's
+	// memory. It is called only for GPUs that support this.
 	LimitEdits func(gpuUUID string, mebibytes uint64) specs.ContainerEdits
-	// MIGEdits are those of a MIG device, given those of the whole GPU.
+	// MIGEdits returns the CDI edits of the MIG device with GPU instance in and compute instance c. It
+	// derives them from parent, the edits of the whole GPU.
 	MIGEdits func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
-	// Totals is what claims can hold together of a device that is shared, by capacity, as it is offered.
-	// Without it the number of plain shares is not known.
-	Totals func(device.GPU, device.Name) map[string]resource.Quantity
-	// Repaired, if set, is told of each thing that was put in order, by several at once. It must not block.
-	Repaired func(Repair)
-	// NotLooked, if set, is called by Reconcile for each claim whose devices it could not look at, by
-	// several at once. How they are is as open as before.
-	NotLooked func(uid types.UID)
-	// Changed, if set, is told of each prepared claim whose devices are others than before: a partition that was made again has another UUID.
-	// It must not block.
-	Changed func(ctx context.Context, claim kubeletplugin.NamespacedObject)
+	// ShareTotals returns how much of each capacity of a shared device all claims together can use. If
+	// ShareTotals is nil, the number of plain shares is not limited.
+	ShareTotals func(device.GPU, device.Name) map[string]resource.Quantity
+	// OnRepaired, if set, is called for each repair. Calls may be concurrent and must not block.
+	OnRepaired func(Repair)
+	// OnSkipped, if set, is called for each claim whose devices Reconcile could not examine, for
+	// example because a call for the claim was running. The claim's reported health then stays as it
+	// was.
+	OnSkipped func(uid types.UID)
+	// OnChanged, if set, is called for each prepared claim whose device got another UUID, because the
+	// driver recreated its partition. It must not block.
+	OnChanged func(ctx context.Context, claim kubeletplugin.NamespacedObject)
 }
 
-// Preparer prepares and unprepares claims. It holds no state of its own.
+// Preparer prepares and unprepares claims. It keeps no state between calls.
 type Preparer struct{ Options }
 
-// New returns a Preparer over what Options name.
+// New returns a Preparer. It replaces optional fields of o that are nil by defaults.
 func New(o Options) *Preparer {
 	if o.Partitions == nil {
-		o.Partitions = uncut{}
+		o.Partitions = noPartitions{}
 	}
 	if o.MPS == nil {
-		o.MPS = unserved{}
+		o.MPS = noDaemons{}
 	}
 	if o.MPSEdits == nil {
 		o.MPSEdits = func(string) specs.ContainerEdits { return specs.ContainerEdits{} }
@@ -102,45 +112,47 @@ func New(o Options) *Preparer {
 	if o.LimitEdits == nil {
 		o.LimitEdits = func(string, uint64) specs.ContainerEdits { return specs.ContainerEdits{} }
 	}
-	if o.GivenBack == nil {
-		o.GivenBack = func(types.UID) {}
+	if o.OnUnprepared == nil {
+		o.OnUnprepared = func(types.UID) {}
 	}
-	if o.Overtaken == nil {
-		o.Overtaken = func(context.Context, types.UID) bool { return false }
+	if o.UnpreparedSince == nil {
+		o.UnpreparedSince = func(context.Context, types.UID) bool { return false }
 	}
-	if o.Repaired == nil {
-		o.Repaired = func(Repair) {}
+	if o.OnRepaired == nil {
+		o.OnRepaired = func(Repair) {}
 	}
-	if o.Totals == nil {
-		o.Totals = func(g device.GPU, n device.Name) map[string]resource.Quantity {
+	if o.ShareTotals == nil {
+		o.ShareTotals = func(g device.GPU, n device.Name) map[string]resource.Quantity {
 			return device.ShareRules{}.Totals(g, 0, n)
 		}
 	}
-	if o.NotLooked == nil {
-		o.NotLooked = func(types.UID) {}
+	if o.OnSkipped == nil {
+		o.OnSkipped = func(types.UID) {}
 	}
-	if o.Changed == nil {
-		o.Changed = func(context.Context, kubeletplugin.NamespacedObject) {}
+	if o.OnChanged == nil {
+		o.OnChanged = func(context.Context, kubeletplugin.NamespacedObject) {}
 	}
 	return &Preparer{o}
 }
 
-// Held is how much is held on the node. GPUs are those of which a claim holds the whole or a part.
-type Held struct{ Claims, GPUs, Partitions int }
+// Usage is the number of claims with a record, the number of GPUs of which these claims use all or
+// a part, and the number of their partitions.
+type Usage struct{ Claims, GPUs, Partitions int }
 
-// Held counts by one look at the records' names; only a claim with more devices than fit into a name costs a look at its record.
-func (p *Preparer) Held() (Held, error) {
+// Usage counts the claims and their devices from the records' file names. It reads a record only if
+// the file name does not list the devices.
+func (p *Preparer) Usage() (Usage, error) {
 	entries, err := p.Records.List()
 	if err != nil {
-		return Held{}, because(CauseRecord, "%w", err)
+		return Usage{}, withCause(CauseRecord, "%w", err)
 	}
-	h := Held{Claims: len(entries)}
+	h := Usage{Claims: len(entries)}
 	gpus := map[string]bool{}
 	for _, e := range entries {
 		for _, d := range p.devicesOf(e) {
 			name, ok := device.ParseName(d)
 			if !ok {
-				continue // of a later version
+				continue // a later version of the driver wrote this device name
 			}
 			gpus[name.GPU] = true
 			if name.Partition != nil {
@@ -152,14 +164,14 @@ func (p *Preparer) Held() (Held, error) {
 	return h, nil
 }
 
-// claimLocks is the file of all claims' locks. GPUs' locks have the GPU's name.
+// claimLocks is the name of the lock file of all claims. Each GPU has its own lock file.
 const claimLocks = "claims"
 
 func claimLock(uid types.UID) lock.Name {
 	return lock.Name{File: claimLocks, Part: string(uid)}
 }
 
-// gpuLocks names each GPU once.
+// gpuLocks returns the names of the locks of the named GPUs, sorted and without duplicates.
 func gpuLocks(gpus ...string) []lock.Name {
 	gpus = slices.Clone(gpus)
 	slices.Sort(gpus)
@@ -170,27 +182,28 @@ func gpuLocks(gpus ...string) []lock.Name {
 	return names
 }
 
-func (p *Preparer) lock(ctx context.Context, uid types.UID) (*lock.Held, error) {
-	held, err := p.Locks.Acquire(ctx, claimLock(uid))
+func (p *Preparer) lockClaim(ctx context.Context, uid types.UID) (*lock.Guard, error) {
+	locks, err := p.Locks.Acquire(ctx, claimLock(uid))
 	if err != nil {
-		return nil, notLocked("another call for the same claim is under way", err)
+		return nil, lockError("another call for the same claim is still running", err)
 	}
-	return held, nil
+	return locks, nil
 }
 
-func lockGPUs(ctx context.Context, held *lock.Held, gpus ...string) error {
-	if err := held.Add(ctx, gpuLocks(gpus...)...); err != nil {
-		return notLocked("another claim is being prepared or unprepared on the same GPU", err)
+func lockGPUs(ctx context.Context, locks *lock.Guard, gpus ...string) error {
+	if err := locks.Add(ctx, gpuLocks(gpus...)...); err != nil {
+		return lockError("another claim is being prepared or unprepared on the same GPU", err)
 	}
 	return nil
 }
 
-// notLocked tells a lock that was waited for in vain from one that the disk does not give.
-func notLocked(waitedFor string, err error) error {
+// lockError adds a cause to err, an error of package lock. If another call has the lock, the error
+// begins with waitedFor, which says what that call does. Otherwise the lock file itself failed.
+func lockError(waitedFor string, err error) error {
 	if isBusy(err) {
-		return because(CauseCanceled, "%s: %w", waitedFor, err)
+		return withCause(CauseCanceled, "%s: %w", waitedFor, err)
 	}
-	return because(CauseRecord, "%w", err)
+	return withCause(CauseRecord, "%w", err)
 }
 
 func isBusy(err error) bool {
@@ -198,87 +211,95 @@ func isBusy(err error) bool {
 	return errors.As(err, &busy)
 }
 
-// unlessBusy does work under the claim's lock. A call that holds the lock knows better what the claim
-// needs, so that is no error. A lock that the disk does not give is an error.
-func (p *Preparer) unlessBusy(waiting context.Context, uid types.UID, work func(held *lock.Held) error) error {
-	held, err := p.lock(waiting, uid)
+// runUnlessBusy runs work under the claim's lock and returns its error. If another call has the
+// lock until the context waiting ends, it returns nil without running work, because that call takes
+// care of the claim. If the lock file cannot be used, it returns an error.
+func (p *Preparer) runUnlessBusy(waiting context.Context, uid types.UID, work func(locks *lock.Guard) error) error {
+	locks, err := p.lockClaim(waiting, uid)
 	if isBusy(err) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	defer held.Release()
-	return work(held)
+	defer locks.Release()
+	return work(locks)
 }
 
-// revert undoes a record's steps and removes it. The caller holds the claim and its GPUs.
+// revert undoes the steps of record r and deletes the record. The caller holds the locks of the
+// claim and of its GPUs.
 func (p *Preparer) revert(ctx context.Context, r checkpoint.Record) error {
-	steps, err := restore(r.Steps)
+	steps, err := decodeSteps(r.Steps)
 	if err != nil {
-		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+		return withCause(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return p.undo(ctx, &r, steps)
 }
 
-// undo reverts steps that may know more than the record. What was cut is not destroyed before the record says that the claim is on its way out; a disk
-// that does not take that keeps nobody from giving back, because what a Prepared record promises is looked at before it is believed.
+// undo reverts the steps and removes the record r. steps may have results that r lacks. Before undo
+// destroys a MIG instance, it saves the state Reverting, but goes on if that fails, because a later
+// call verifies the devices of a record in state Prepared.
 func (p *Preparer) undo(ctx context.Context, r *checkpoint.Record, steps []Step) error {
-	env := p.env(r, steps)
-	if r.State == checkpoint.Prepared && hard(steps) && !env.Forgotten {
+	env := p.newEnv(r, steps)
+	if r.State == checkpoint.Prepared && needsHardware(steps) && !env.EarlierBoot {
 		r.State = checkpoint.Reverting
 		if err := env.Journal(); err != nil {
-			klog.FromContext(ctx).Error(err, "Could not note that a claim is being given back", "claim", klog.KRef(r.Namespace, r.Name))
+			klog.FromContext(ctx).Error(err, "Failed to record that a claim is being unprepared; reverting anyway", "claim",
+				klog.KRef(r.Namespace, r.Name))
 		}
 	}
-	work, cancel := within(ctx, destroyTime, answerTime)
+	work, cancel := withTimeout(ctx, destroyTime, answerTime)
 	defer cancel()
 	if err := revertAll(work, env, steps); err != nil {
 		return stepError(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
 	}
 	if err := p.Records.Remove(r.ClaimUID); err != nil {
-		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+		return withCause(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return nil
 }
 
-// stepError gives an error of a step its cause, if it has none of its own.
+// stepError adds CauseStep to an error without a cause.
 func stepError(err error) error {
 	if CauseOf(err) != causeOther {
 		return err
 	}
-	return because(CauseStep, "%w", err)
+	return withCause(CauseStep, "%w", err)
 }
 
-// setAside resolves a record that cannot be read, at the moment when the claim itself is prepared or unprepared. The spec has the claim's name and is
-// removed, and the claim leaves what it shares. What was cut for the claim alone stays, because nothing proves any more that an instance is its: from here on it is like an admin's, who is told.
-func (p *Preparer) setAside(ctx context.Context, uid types.UID, unreadable *checkpoint.UnreadableError) error {
+// quarantineRecord moves an unreadable record away when its claim is prepared or unprepared. It
+// removes the claim's CDI spec, and removes the claim from all settings, daemons and partitions
+// that it shares. MIG instances that were created for this claim alone stay, because nothing proves
+// any more that this driver created them.
+func (p *Preparer) quarantineRecord(ctx context.Context, uid types.UID, unreadable *checkpoint.UnreadableError) error {
 	entries, err := p.Records.List()
 	if err != nil {
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	}
 	if err := p.Specs.RemoveClaim(uid); err != nil {
-		return because(CauseStep, "%w", err)
+		return withCause(CauseStep, "%w", err)
 	}
-	if err := p.leaveAll(ctx, uid); err != nil {
+	if err := p.leaveSharedSteps(ctx, uid); err != nil {
 		return err
 	}
 	places, err := p.Records.Quarantine(uid, p.Now())
 	if err != nil {
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	}
 	logger := klog.FromContext(ctx).WithValues("claimUID", uid, "quarantine", places)
-	logger.Error(unreadable, "Set an unreadable record aside")
-	p.Repaired(Repair{"unreadable-record", "Set an unreadable record aside", string(uid)})
-	if parts, some := mayHaveCut(entries, uid); some {
-		logger.Error(nil, "MIG instances that were made for the claim stay on the node, and their GPUs are offered only as they are cut: remove those that nothing uses with nvidia-smi mig -dci and -dgi, or set the GPU's policy to adopt",
+	logger.Error(unreadable, "Quarantined unreadable claim record")
+	p.OnRepaired(Repair{"unreadable-record", "Quarantined unreadable claim record", string(uid)})
+	if parts, some := possiblePartitions(entries, uid); some {
+		logger.Error(nil, "MIG instances of the quarantined claim stay on the node, and their GPUs are offered only as they are partitioned: "+
+			"remove unused instances with nvidia-smi mig -dci and -dgi, or set the GPU's policy to adopt",
 			"devices", parts)
 	}
 	return nil
 }
 
-// mayHaveCut are the partitions in the names of a claim's records. There may be some also where the names tell none.
-func mayHaveCut(entries []checkpoint.Entry, uid types.UID) (parts []string, some bool) {
+// possiblePartitions returns the unshared partitions in the file names of the claim's records. The
+// result some is true if there are any, or if a file name has no room to list the devices.
+func possiblePartitions(entries []checkpoint.Entry, uid types.UID) (parts []string, some bool) {
 	for _, e := range entries {
 		if e.ClaimUID != uid {
 			continue
@@ -293,24 +314,25 @@ func mayHaveCut(entries []checkpoint.Entry, uid types.UID) (parts []string, some
 	return parts, some || len(parts) > 0
 }
 
-// env is what the steps of a record work on. Their journal is the record.
-func (p *Preparer) env(r *checkpoint.Record, steps []Step) *Env {
+// newEnv returns the environment in which the steps of record r run. Its Journal function saves the
+// steps' current state in the record.
+func (p *Preparer) newEnv(r *checkpoint.Record, steps []Step) *Env {
 	return &Env{
 		ClaimUID: r.ClaimUID, Namespace: r.Namespace, Name: r.Name, BootID: p.BootID, Now: p.Now,
-		Specs: p.Specs, Partitions: p.Partitions, MPS: p.MPS, Looks: newLooks(p.Partitions), Records: p.Records,
-		Sharers: p.sharers,
+		Specs: p.Specs, Partitions: p.Partitions, MPS: p.MPS, Cards: newCardStates(p.Partitions), Records: p.Records,
+		ClaimsSharing: p.claimsSharing,
 		Journal: func() error {
-			stored, err := store(steps, r.Steps)
+			stored, err := encodeSteps(steps, r.Steps)
 			if err == nil {
 				r.Steps = stored
 				err = p.Records.Save(*r)
 			}
 			if err != nil {
-				return because(CauseRecord, "%w", err)
+				return withCause(CauseRecord, "%w", err)
 			}
 			return nil
 		},
-		Forgotten: r.BootID != p.BootID,
-		Present:   func(card device.Card) bool { return present(p.Hardware.Snapshot(), card) },
+		EarlierBoot: r.BootID != p.BootID,
+		Present:     func(card device.Card) bool { return mayBePresent(p.Hardware.Snapshot(), card) },
 	}
 }

@@ -15,127 +15,140 @@ import (
 )
 
 const (
-	// reconcileTime bounds the work on one claim's hardware, and the wait for it.
+	// reconcileTime limits how long Reconcile waits for the GPUs of one claim, and how long it then
+	// works on them.
 	reconcileTime = 30 * time.Second
-	// keepTime bounds how long it is looked at how a claim's devices are shared, while others wait for them: nvidia-smi takes a second or two each time where
-	// persistence mode is off, and to set a time slice again it runs four times.
-	keepTime = 10 * time.Second
+	// sharedCheckTime limits how long Reconcile examines and restores the shared settings of one
+	// claim, because other claims wait for the GPU meanwhile. Without persistence mode each run of
+	// nvidia-smi takes a second or two, and setting a time slice needs four runs.
+	sharedCheckTime = 10 * time.Second
 )
 
-// errNotLooked is of a claim whose devices were not looked at. Nothing is known to be wrong with them.
-var errNotLooked = errors.New("the claim's devices were not looked at")
+// errNotChecked means that Reconcile did not examine a claim's devices, for example because another
+// call had the lock. It is no sign that something is wrong with them.
+var errNotChecked = errors.New("the claim's devices were not checked")
 
-// round is one comparison of all claims: what several of them share is looked at once. A nil round remembers nothing.
-type round struct {
+// reconcilePass is one pass of Reconcile over all claims. It remembers which shared settings and
+// daemons were restored, so that each is restored once however many claims share it. A nil pass
+// remembers nothing.
+type reconcilePass struct {
 	mu   sync.Mutex
 	done map[string]error
 }
 
-// once does the work for the first who asks for the key, and gives the others its outcome. Those who ask for one key at the same time hold one lock.
-func (r *round) once(key string, work func() error) error {
-	if r == nil {
+// once calls work only for the first call with this key in the pass. A later call with the key
+// returns the error that work returned then. Concurrent callers with the same key must hold the
+// same lock.
+func (pass *reconcilePass) once(key string, work func() error) error {
+	if pass == nil {
 		return work()
 	}
-	r.mu.Lock()
-	err, done := r.done[key]
-	r.mu.Unlock()
+	pass.mu.Lock()
+	err, done := pass.done[key]
+	pass.mu.Unlock()
 	if done {
 		return err
 	}
 	err = work()
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.done[key] = err
+	pass.mu.Lock()
+	defer pass.mu.Unlock()
+	pass.done[key] = err
 	return err
 }
 
-// forget is called when what was looked at may be another thing by now.
-func (r *round) forget() {
-	if r != nil {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		clear(r.done)
+// reset forgets which settings and daemons the pass has restored. A caller that recreates a
+// partition calls reset, because an MPS daemon on the partition must be restarted.
+func (pass *reconcilePass) reset() {
+	if pass != nil {
+		pass.mu.Lock()
+		defer pass.mu.Unlock()
+		clear(pass.done)
 	}
 }
 
-// Reconcile brings hardware and records to agree, for every claim that no other call works on. What was not finished, or not given back in whole, is
-// reverted. A partition of a prepared claim that is gone is cut again at its place; where that is impossible, the claim's spec is removed, so that its next
-// container fails to start and never gets another device, and the error says which device is lost; see [Lost].
+// Reconcile makes hardware and records agree, for every claim for which no call is running. It
+// reverts unfinished preparations, finishes interrupted unpreparations and recreates lost
+// partitions at their placements. If a partition cannot be recreated, Reconcile removes the claim's
+// CDI spec, so that no container starts with another device. It then returns an error that names
+// the lost device: see [LostDevices].
 //
-// How devices are shared is looked at, which the inventory does not see, and set again.
+// It also checks and restores the settings and MPS daemons that claims share, which the inventory
+// does not show.
 //
-// Claims side by side: a GPU that hangs keeps no other waiting. What the inventory sees as it should be is not asked for again.
+// It handles claims concurrently, so a hung GPU delays no claim on another GPU. It reads a GPU only
+// if the inventory lacks one of its partitions or claims share the GPU.
 func (p *Preparer) Reconcile(ctx context.Context) error {
 	entries, err := p.Records.List()
 	if err != nil {
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	}
-	var all together
-	r := &round{done: map[string]error{}}
+	var all parallel
+	pass := &reconcilePass{done: map[string]error{}}
 	for _, e := range entries {
-		all.do(func() error { return ofClaim(e.ClaimUID, p.reconcileClaim(ctx, r, e.ClaimUID)) })
+		all.start(func() error { return withClaim(e.ClaimUID, p.reconcileClaim(ctx, pass, e.ClaimUID)) })
 	}
-	all.do(func() error { return ofClaim("", p.orphans(ctx)) })
-	all.do(func() error { return ofClaim("", p.forgetModes(ctx)) })
+	all.start(func() error { return withClaim("", p.collectGarbage(ctx)) })
+	all.start(func() error { return withClaim("", p.clearStaleMarks(ctx)) })
 	return all.wait()
 }
 
-func (p *Preparer) reconcileClaim(ctx context.Context, all *round, uid types.UID) error {
+func (p *Preparer) reconcileClaim(ctx context.Context, pass *reconcilePass, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, recoverWait)
 	defer cancel()
-	err := errNotLooked // by us: a call works on the claim
-	if lockErr := p.unlessBusy(waiting, uid, func(held *lock.Held) error {
-		err = p.reconcileLocked(ctx, all, held, uid)
+	err := errNotChecked // stays so if another call has the claim's lock
+	if lockErr := p.runUnlessBusy(waiting, uid, func(locks *lock.Guard) error {
+		err = p.reconcileLocked(ctx, pass, locks, uid)
 		return nil
 	}); lockErr != nil {
 		return lockErr
 	}
-	if errors.Is(err, errNotLooked) {
-		p.NotLooked(uid)
+	if errors.Is(err, errNotChecked) {
+		p.OnSkipped(uid)
 		return nil
 	}
 	return err
 }
 
-func (p *Preparer) reconcileLocked(ctx context.Context, all *round, held *lock.Held, uid types.UID) error {
+func (p *Preparer) reconcileLocked(ctx context.Context, pass *reconcilePass, locks *lock.Guard, uid types.UID) error {
 	r, found, err := p.Records.Load(uid)
 	var unreadable *checkpoint.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
-		return errNotLooked // Recover has said so; it stays until its claim is given back
+		return errNotChecked // Recover has reported the record, which stays until the claim is unprepared
 	case err != nil:
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	case !found:
 		return nil
 	}
 	most := reconcileTime
 	if r.State == checkpoint.Prepared {
-		err := p.rewrite(ctx, r, p.seen)
-		unseen := errors.Is(err, errUnseen)
-		if !unseen && !sharesSteps(r) {
+		err := p.rewriteSpec(ctx, r, p.checkInventory)
+		missing := errors.Is(err, errNotInInventory)
+		if !missing && !hasSharedSteps(r) {
 			return err
 		}
-		if !unseen {
-			most = keepTime
+		if !missing {
+			most = sharedCheckTime
 		}
 	}
-	// Others may be before it whose GPU takes as long to answer.
+	// Limit the wait for the locks of the GPUs, since each claim ahead of this one may work on a GPU
+	// for up to reconcileTime.
 	queued, cancelQueued := context.WithTimeout(ctx, reconcileTime)
 	defer cancelQueued()
-	if err := lockGPUs(queued, held, r.GPUs()...); err != nil {
+	if err := lockGPUs(queued, locks, r.GPUs()...); err != nil {
 		return fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
-	work, cancelWork := context.WithTimeoutCause(ctx, most, fmt.Errorf("it was not done within %s", most))
+	work, cancelWork := context.WithTimeoutCause(ctx, most, fmt.Errorf("not done within %s", most))
 	defer cancelWork()
 	if r.State == checkpoint.Prepared {
-		return p.rewrite(work, r, p.heldIn(all))
+		return p.rewriteSpec(work, r, p.restoreAllIn(pass))
 	}
-	klog.FromContext(ctx).Info("Reverting what was not finished or not given back in whole", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", uid, "state", r.State)
-	round, cancelRound := context.WithTimeout(work, roundTime+answerTime)
-	defer cancelRound()
-	if err := p.revert(round, r); err != nil {
+	klog.FromContext(ctx).Info("Rolling back incomplete claim", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", uid, "state", r.State)
+	reverting, cancelReverting := context.WithTimeout(work, periodicTime+answerTime)
+	defer cancelReverting()
+	if err := p.revert(reverting, r); err != nil {
 		return err
 	}
-	p.interrupted(ctx, r)
+	p.reportInterrupted(ctx, r)
 	return nil
 }

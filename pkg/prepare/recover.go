@@ -17,17 +17,19 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
-// recoverWait bounds how long Recover and MendUnseen wait for a claim that another call works on: that call, or the kubelet's next one, finishes it.
+// recoverWait limits how long Recover, Reconcile and RepairClaimSpec wait for the lock of a claim
+// for which a call is running. That call, or the kubelet's next one, takes care of the claim.
 const recoverWait = 2 * time.Second
 
-// tryWait is for a lock that is free, or not worth waiting for yet.
+// tryWait limits the wait for a lock where the caller can skip a claim whose lock is busy.
 const tryWait = 10 * time.Millisecond
 
-// Recover puts the node in order at the start: unfinished preparations are reverted, specs of finished ones are written again, and specs and
-// temporary files without a record are removed. What cannot be read is reported and left: it keeps holding its GPUs until its claim is unprepared.
-// One claim's failure stops no other, and one that another instance works on keeps no other waiting.
+// Recover repairs the node when the plugin starts. It reverts unfinished preparations, rewrites the
+// CDI specs of prepared claims, and removes specs and temporary files without a record. It logs
+// unreadable records and leaves them: they block their devices until the claim is unprepared. If
+// one claim fails or is busy, Recover still repairs the others without delay.
 func (p *Preparer) Recover(ctx context.Context) error {
-	traces, err := p.traces()
+	traces, err := p.findTraces()
 	if err != nil {
 		return err
 	}
@@ -35,7 +37,7 @@ func (p *Preparer) Recover(ctx context.Context) error {
 	for _, uid := range traces {
 		wg.Go(func() {
 			if err := p.recoverClaim(ctx, uid); err != nil {
-				klog.FromContext(ctx).Error(err, "Could not recover a claim; what it holds stays held until it is unprepared", "claimUID", uid)
+				klog.FromContext(ctx).Error(err, "Failed to recover claim; its devices stay in use until it is unprepared", "claimUID", uid)
 			}
 		})
 	}
@@ -43,23 +45,24 @@ func (p *Preparer) Recover(ctx context.Context) error {
 	return nil
 }
 
-// traces are the claims that anything on the node reminds of; with an error, those that could be found.
-func (p *Preparer) traces() (uids []types.UID, _ error) {
+// findTraces returns the claims that have a record, an unfinished record file or a CDI spec on the
+// node. If it also returns an error, the list is incomplete.
+func (p *Preparer) findTraces() (uids []types.UID, _ error) {
 	var errs []error
 	entries, err := p.Records.List()
 	if err != nil {
-		errs = append(errs, because(CauseRecord, "%w", err))
+		errs = append(errs, withCause(CauseRecord, "%w", err))
 	}
 	for _, e := range entries {
 		uids = append(uids, e.ClaimUID)
 	}
 	unfinished, err := p.Records.Unfinished()
 	if err != nil {
-		errs = append(errs, because(CauseRecord, "%w", err))
+		errs = append(errs, withCause(CauseRecord, "%w", err))
 	}
 	specified, err := p.Specs.Claims()
 	if err != nil {
-		errs = append(errs, because(CauseStep, "%w", err))
+		errs = append(errs, withCause(CauseStep, "%w", err))
 	}
 	uids = slices.Concat(uids, unfinished, specified)
 	slices.Sort(uids)
@@ -69,42 +72,44 @@ func (p *Preparer) traces() (uids []types.UID, _ error) {
 func (p *Preparer) recoverClaim(ctx context.Context, uid types.UID) error {
 	ctx, cancel := context.WithTimeout(ctx, recoverWait)
 	defer cancel()
-	held, err := p.lock(ctx, uid)
+	locks, err := p.lockClaim(ctx, uid)
 	if err != nil {
 		return err
 	}
-	defer held.Release()
+	defer locks.Release()
 	r, found, err := p.Records.Load(uid)
 	if err == nil && !found {
 		return p.removeTraces(ctx, uid)
 	}
-	if derr := p.Records.Discard(uid); derr != nil {
-		return because(CauseRecord, "%w", derr)
+	if derr := p.Records.DiscardUnfinished(uid); derr != nil {
+		return withCause(CauseRecord, "%w", derr)
 	}
 	switch {
 	case err != nil:
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	case r.State != checkpoint.Prepared:
-		return p.recoverUnfinished(ctx, held, r)
+		return p.recoverUnfinished(ctx, locks, r)
 	}
-	if err := p.rewrite(ctx, r, p.seen); !errors.Is(err, errUnseen) && !errors.Is(err, errNotLooked) {
+	if err := p.rewriteSpec(ctx, r, p.checkInventory); !errors.Is(err, errNotInInventory) && !errors.Is(err, errNotChecked) {
 		return err
 	}
 	return nil
 }
 
-// recoverUnfinished reverts what needs no hardware. The rest is for Reconcile: the start of the plugin does not wait for a GPU.
-func (p *Preparer) recoverUnfinished(ctx context.Context, held *lock.Held, r checkpoint.Record) error {
-	if err := lockGPUs(ctx, held, r.GPUs()...); err != nil {
+// recoverUnfinished undoes a claim's unfinished preparation or unpreparation at once if that needs
+// no hardware. Otherwise it removes the claim's CDI spec and leaves the rest to Reconcile, so that
+// the plugin's start does not wait for a GPU.
+func (p *Preparer) recoverUnfinished(ctx context.Context, locks *lock.Guard, r checkpoint.Record) error {
+	if err := lockGPUs(ctx, locks, r.GPUs()...); err != nil {
 		return err
 	}
 	logger := klog.FromContext(ctx).WithValues("claim", klog.KRef(r.Namespace, r.Name), "claimUID", r.ClaimUID)
-	steps, err := restore(r.Steps)
+	steps, err := decodeSteps(r.Steps)
 	if err != nil {
-		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+		return withCause(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
-	if hard(steps) && r.BootID == p.BootID {
-		logger.Info("A preparation that was interrupted will be reverted when its GPUs can be asked")
+	if needsHardware(steps) && r.BootID == p.BootID {
+		logger.Info("Deferring rollback of incomplete claim until its GPUs can be read")
 		return p.Specs.RemoveClaim(r.ClaimUID)
 	}
 	state := r.State
@@ -112,31 +117,33 @@ func (p *Preparer) recoverUnfinished(ctx context.Context, held *lock.Held, r che
 		return err
 	}
 	r.State = state
-	p.interrupted(ctx, r)
+	p.reportInterrupted(ctx, r)
 	return nil
 }
 
-// rewrite writes a prepared claim's spec again. After a reboot the record's edits may name other cards' device nodes: the kubelet prepares every claim
-// again then, and Prepare looks. Where the node does not show the claim's devices, the error is errNotLooked.
-func (p *Preparer) rewrite(ctx context.Context, r checkpoint.Record, ensure ensure) error {
+// rewriteSpec writes a prepared claim's CDI spec again, after "ensure" found the claim's
+// partitions. It returns errNotChecked if the inventory lacks one of the claim's GPUs. It does the
+// same after a reboot, because the kubelet prepares every claim again then.
+func (p *Preparer) rewriteSpec(ctx context.Context, r checkpoint.Record, ensure driftCheck) error {
 	if r.BootID != p.BootID {
-		return errNotLooked
+		return errNotChecked
 	}
 	snapshot := p.Hardware.Snapshot()
 	if !snapshot.Ready {
-		// The record's device nodes may be another card's since the driver was loaded anew. A spec that is there stays; one that is missing is
-		// written when the node has been looked at.
-		return errNotLooked
+		// If the NVIDIA driver was reloaded, the device nodes in the record may belong to another card
+		// now. So this call leaves an existing spec alone, and a missing spec is written after the next
+		// scan.
+		return errNotChecked
 	}
-	w, known, err := p.planned(r, snapshot)
+	pl, known, err := p.planFromRecord(r, snapshot)
 	if err != nil {
 		return err
 	}
 	if !known {
-		return cmp.Or(p.asRecorded(ctx, r), errNotLooked)
+		return cmp.Or(p.writeRecordedSpec(ctx, r), errNotChecked)
 	}
-	if err := p.refresh(ctx, r, w, ensure); err != nil {
-		if errors.Is(err, errUnseen) {
+	if err := p.refresh(ctx, r, pl, ensure); err != nil {
+		if errors.Is(err, errNotInInventory) {
 			return err
 		}
 		return stepError(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
@@ -144,58 +151,63 @@ func (p *Preparer) rewrite(ctx context.Context, r checkpoint.Record, ensure ensu
 	return nil
 }
 
-// planned is the plan that the record was made of, on the node as it is now. It is not known if the node does not show all GPUs. It leaves no spec in place
-// that would give a container another card than the one that the claim was prepared with: the next container of the claim then fails to start instead.
-func (p *Preparer) planned(r checkpoint.Record, snapshot inventory.Snapshot) (w *plan, known bool, err error) {
-	w = &plan{record: r, spec: &claimSpec{}, common: snapshot.Node.Common}
-	w.record.Devices = slices.Clone(r.Devices)
+// planFromRecord makes a plan from a record and the current inventory. known is false if the
+// inventory lacks one of the claim's GPUs. If a card was replaced, planFromRecord removes the
+// claim's CDI spec, so that no container gets the new card.
+func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapshot) (pl *plan, known bool, err error) {
+	pl = &plan{record: r, spec: &claimSpec{}, baseEdits: snapshot.Node.Common}
+	pl.record.Devices = slices.Clone(r.Devices)
 	for _, d := range r.Devices {
-		t, ok := find(snapshot, d.Device)
+		req, ok := findDevice(snapshot, d.Device)
 		if !ok {
 			return nil, false, nil
 		}
-		if t.gpu.UUID != d.GPUUUID {
-			return nil, false, errors.Join(replaced(d, t.gpu.UUID), p.Specs.RemoveClaim(r.ClaimUID))
+		if req.gpu.UUID != d.GPUUUID {
+			return nil, false, errors.Join(replacedError(d, req.gpu.UUID), p.Specs.RemoveClaim(r.ClaimUID))
 		}
-		w.wants = append(w.wants, t)
+		pl.requests = append(pl.requests, req)
 	}
-	ours, err := p.adopt(w, r)
+	ours, err := p.adoptSteps(pl, r)
 	if err == nil && !ours {
-		err = &lastingError{errors.New("its steps are of another version of the driver")}
+		err = &permanentError{errors.New("another version of the driver recorded steps that this one would not take: " +
+			"install that version, or delete the claim's Pods")}
 	}
 	if err != nil {
-		return nil, false, because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+		return nil, false, withCause(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
-	return w, true, nil
+	return pl, true, nil
 }
 
-// asRecorded writes the spec of a claim whose GPUs are not all to be seen. One with a partition is left as it is: what the record knows of the partition
-// may be out of date.
-func (p *Preparer) asRecorded(ctx context.Context, r checkpoint.Record) error {
-	steps, err := restore(r.Steps)
+// writeRecordedSpec writes the CDI spec as it is in the record, for a claim with a GPU that the
+// inventory lacks. It does nothing for a claim with a partition, because the recorded partition may
+// no longer exist.
+func (p *Preparer) writeRecordedSpec(ctx context.Context, r checkpoint.Record) error {
+	steps, err := decodeSteps(r.Steps)
 	if err != nil {
-		return because(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+		return withCause(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	if slices.ContainsFunc(r.Devices, func(d checkpoint.Device) bool { return d.MIGUUID != "" }) {
 		return nil
 	}
-	if err := applyAll(ctx, p.env(&r, steps), slices.DeleteFunc(steps, func(s Step) bool { return s.Kind() != claimSpecKind })); err != nil {
+	if err := applyAll(ctx, p.newEnv(&r, steps), slices.DeleteFunc(steps,
+		func(s Step) bool { return s.Kind() != claimSpecKind })); err != nil {
 		return stepError(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
 	}
 	return nil
 }
 
-// MendSeen writes the specs of all prepared claims again where they are missing or altered. The kubelet does not prepare again when a container restarts.
-// It asks no hardware, and waits for no other call: claims that need either are left, for [Preparer.MendUnseen].
-func (p *Preparer) MendSeen(ctx context.Context) (left []types.UID, _ error) {
+// RepairSpecs rewrites missing or altered CDI specs of prepared claims, because the kubelet does
+// not call Prepare when a container restarts. It reads no hardware and waits for no lock. Claims
+// that need either are returned in "left": the caller passes them to [Preparer.RepairClaimSpec].
+func (p *Preparer) RepairSpecs(ctx context.Context) (left []types.UID, _ error) {
 	entries, err := p.Records.List()
 	if err != nil {
-		return nil, because(CauseRecord, "%w", err)
+		return nil, withCause(CauseRecord, "%w", err)
 	}
 	var errs []error
 	for _, e := range entries {
-		err := p.mendClaim(ctx, e.ClaimUID, tryWait, p.seen)
-		if errors.Is(err, errUnseen) || errors.Is(err, errBusy) {
+		err := p.repairSpec(ctx, e.ClaimUID, tryWait, p.checkInventory)
+		if errors.Is(err, errNotInInventory) || errors.Is(err, errBusy) {
 			left = append(left, e.ClaimUID)
 			continue
 		}
@@ -204,32 +216,34 @@ func (p *Preparer) MendSeen(ctx context.Context) (left []types.UID, _ error) {
 	return left, errors.Join(errs...)
 }
 
-// MendUnseen is [Preparer.MendSeen] for one claim that was left. Hardware is asked about partitions that the inventory does not see.
-func (p *Preparer) MendUnseen(ctx context.Context, claim types.UID) error {
-	return p.mendClaim(ctx, claim, recoverWait, p.seenOrLooked)
+// RepairClaimSpec rewrites one claim's CDI spec if it is missing or altered. It reads the hardware
+// if the inventory lacks a partition of the claim.
+func (p *Preparer) RepairClaimSpec(ctx context.Context, claim types.UID) error {
+	return p.repairSpec(ctx, claim, recoverWait, p.checkInventoryOrHardware)
 }
 
-var errBusy = errors.New("another call works on the claim, and gives it its spec")
+var errBusy = errors.New("another call works on the claim and writes its spec")
 
-func (p *Preparer) mendClaim(ctx context.Context, uid types.UID, wait time.Duration, ensure ensure) error {
+func (p *Preparer) repairSpec(ctx context.Context, uid types.UID, wait time.Duration, ensure driftCheck) error {
 	waiting, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
-	held, err := p.lock(waiting, uid)
+	locks, err := p.lockClaim(waiting, uid)
 	if CauseOf(err) == CauseCanceled {
 		return errors.Join(errBusy, err)
 	}
 	if err != nil {
 		return err
 	}
-	defer held.Release()
-	// The hardware has its own, longer time: who gives up a look that was begun ends it for others who wait for that GPU too.
+	defer locks.Release()
+	// Work on the hardware may take longer than the wait for the lock, so it has its own limit.
+	// Canceling a read of the hardware would also fail other calls that wait for the same read.
 	ctx, cancelWork := context.WithTimeout(ctx, reconcileTime)
 	defer cancelWork()
 	r, found, err := p.Records.Load(uid)
 	if err != nil || !found || r.State != checkpoint.Prepared {
 		return err
 	}
-	if err := p.rewrite(ctx, r, ensure); !errors.Is(err, errNotLooked) {
+	if err := p.rewriteSpec(ctx, r, ensure); !errors.Is(err, errNotChecked) {
 		return err
 	}
 	return nil

@@ -8,25 +8,29 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 )
 
-// Repair is one thing that was found out of order and put in order.
+// Repair describes something that the driver found broken and repaired.
 type Repair struct {
-	// Kind is one word for the metrics.
+	// Kind is the value of the metric's label, for example "leftover-spec".
 	Kind string
-	// What was done, and to what: a claim as namespace/name or by its UID, a daemon, what claims share.
+	// What says in words what the driver did.
+	//
+	// Object is what was repaired: a claim (namespace/name or UID), the ID of an MPS daemon, or the
+	// key of a shared setting.
 	What, Object string
 }
 
-// repaired says once what was put in order: in the log, and to whoever counts.
-func (p *Preparer) repaired(ctx context.Context, r Repair) {
+// reportRepair logs the repair and calls OnRepaired.
+func (p *Preparer) reportRepair(ctx context.Context, r Repair) {
 	klog.FromContext(ctx).Info(r.What, "repair", r.Kind, "object", r.Object)
-	p.Repaired(r)
+	p.OnRepaired(r)
 }
 
-// interrupted is told when what a call left unfinished is reverted.
-func (p *Preparer) interrupted(ctx context.Context, r checkpoint.Record) {
-	what := "Reverted a preparation that was interrupted"
+// reportInterrupted reports that the driver undid what an interrupted call for the claim had left
+// on the node.
+func (p *Preparer) reportInterrupted(ctx context.Context, r checkpoint.Record) {
+	what := "Rolled back interrupted preparation"
 	if r.State == checkpoint.Reverting {
-		what = "Gave back in whole what was given back in part"
+		what = "Finished interrupted unpreparation"
 	}
-	p.repaired(ctx, Repair{"interrupted-claim", what, r.Namespace + "/" + r.Name})
+	p.reportRepair(ctx, Repair{"interrupted-claim", what, r.Namespace + "/" + r.Name})
 }

@@ -8,276 +8,298 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// looks asks each card once, until it is changed. It lives no longer than a call that holds the GPUs' locks.
-type looks struct {
+// cardStates caches the state of each card that was read from the hardware. A cardStates is used
+// only within one call that holds the GPUs' locks.
+type cardStates struct {
 	partitions Partitions
-	states     map[device.Card]device.CutState
+	states     map[device.Card]device.CardState
 }
 
-func newLooks(p Partitions) *looks {
-	return &looks{p, map[device.Card]device.CutState{}}
+func newCardStates(p Partitions) *cardStates {
+	return &cardStates{p, map[device.Card]device.CardState{}}
 }
 
-func (l *looks) at(ctx context.Context, c device.Card) (device.CutState, error) {
-	if state, ok := l.states[c]; ok {
+func (c *cardStates) get(ctx context.Context, card device.Card) (device.CardState, error) {
+	if state, ok := c.states[card]; ok {
 		return state, nil
 	}
-	state, err := l.partitions.Look(ctx, c)
+	state, err := c.partitions.Look(ctx, card)
 	if err == nil {
-		l.states[c] = state
+		c.states[card] = state
 	}
 	return state, err
 }
 
-// forget is called when the card may not be any more what it was.
-func (l *looks) forget(c device.Card) { delete(l.states, c) }
+// invalidate removes a card's state from the cache. A caller that changed the card, or may have
+// changed it, must call invalidate.
+func (c *cardStates) invalidate(card device.Card) { delete(c.states, card) }
 
-// resolve decides, by a look at the hardware, how each device is had. The caller holds the GPUs' locks, and nobody else holds the devices. It changes
-// nothing but a mark that is out of date. A GPU that is wanted whole is asked only if its MIG mode may be on.
-func (p *Preparer) resolve(ctx context.Context, looks *looks, w *plan) error {
-	modes, err := p.wholes(ctx, looks, w)
+// resolve reads the hardware and plans the steps that provide each device, but changes no hardware.
+// It reads a GPU that the claim wants as a whole only if the GPU's MIG mode may be enabled. The
+// caller holds the GPUs' locks and has called checkConflicts.
+func (p *Preparer) resolve(ctx context.Context, cards *cardStates, pl *plan) error {
+	modes, err := p.disableModeSteps(ctx, cards, pl)
 	if err != nil {
 		return err
 	}
-	w.steps, w.spec = modes, &claimSpec{Clients: w.sharing.clients}
-	cuts := map[string]*migInstance{}
-	parts := map[string]*shared{}
-	for i := range w.wants {
-		t, d := &w.wants[i], w.record.Devices[i]
-		t.cut, t.found, t.shared = nil, nil, nil
-		if t.name.Partition == nil || d.AdminAccess {
+	pl.steps, pl.spec = modes, &claimSpec{Clients: pl.sharing.clients}
+	instances := map[string]*migInstance{}
+	sharedInstances := map[string]*sharedStep{}
+	for i := range pl.requests {
+		req, d := &pl.requests[i], pl.record.Devices[i]
+		req.instanceStep, req.existing, req.sharedInstance = nil, nil, nil
+		if req.name.Partition == nil || d.AdminAccess {
 			continue
 		}
-		if t.name.Share {
-			if t.shared = parts[d.Device]; t.shared != nil {
+		if req.name.Share {
+			if req.sharedInstance = sharedInstances[d.Device]; req.sharedInstance != nil {
 				continue
 			}
 		}
-		if err := p.resolvePartition(ctx, looks, t); err != nil {
-			return because(CauseOf(err), "request %s: %w", d.Request, err)
+		if err := p.resolvePartition(ctx, cards, req); err != nil {
+			return withCause(CauseOf(err), "request %s: %w", d.Request, err)
 		}
-		if t.shared != nil {
-			parts[d.Device] = t.shared
-			w.steps = append(w.steps, t.shared)
+		if req.sharedInstance != nil {
+			sharedInstances[d.Device] = req.sharedInstance
+			pl.steps = append(pl.steps, req.sharedInstance)
 		}
-		if t.cut != nil {
-			cuts[d.Device] = t.cut
-			w.steps = append(w.steps, t.cut)
+		if req.instanceStep != nil {
+			instances[d.Device] = req.instanceStep
+			pl.steps = append(pl.steps, req.instanceStep)
 		}
 	}
-	for i := range w.wants {
-		t, d := &w.wants[i], w.record.Devices[i]
-		if t.name.Partition == nil || !d.AdminAccess {
+	for i := range pl.requests {
+		req, d := &pl.requests[i], pl.record.Devices[i]
+		if req.name.Partition == nil || !d.AdminAccess {
 			continue
 		}
-		if t.cut, t.shared = cuts[d.Device], parts[d.Device]; t.made() != nil {
+		if req.instanceStep, req.sharedInstance = instances[d.Device], sharedInstances[d.Device]; req.creator() != nil {
 			continue
 		}
-		if err := p.resolveAdmin(ctx, looks, t); err != nil {
-			return because(CauseOf(err), "request %s: %w", d.Request, err)
+		if err := p.resolveAdmin(ctx, cards, req); err != nil {
+			return withCause(CauseOf(err), "request %s: %w", d.Request, err)
 		}
 	}
-	for _, s := range w.sharing.steps() {
-		w.steps = append(w.steps, s)
+	for _, s := range pl.sharing.steps() {
+		pl.steps = append(pl.steps, s)
 	}
-	if len(w.steps) == 0 {
+	if len(pl.steps) == 0 {
 		return nil
 	}
-	// What comes first comes right after the record: it can stand in it already.
-	if first, ok := w.steps[0].(*migInstance); ok {
-		if state, err := looks.at(ctx, first.Card); err == nil && state.MIG.Enabled {
-			first.expect(state)
+	// The claim's record is saved right before the first step runs. So it can already say that this
+	// step, which creates a MIG instance, is about to do so, and the step need not save the record
+	// again.
+	if first, ok := pl.steps[0].(*migInstance); ok {
+		if state, err := cards.get(ctx, first.Card); err == nil && state.MIG.Enabled {
+			first.recordBefore(state)
 		}
 	}
 	return nil
 }
 
-// wholes are the steps that make GPUs whole which are wanted so.
-func (p *Preparer) wholes(ctx context.Context, looks *looks, w *plan) ([]Step, error) {
+// disableModeSteps returns steps that disable MIG mode on the GPUs of which the claim has the whole
+// GPU or a share.
+func (p *Preparer) disableModeSteps(ctx context.Context, cards *cardStates, pl *plan) ([]Step, error) {
 	var steps []Step
-	for i, t := range w.wants {
-		d := w.record.Devices[i]
-		if t.name.Partition != nil || d.AdminAccess {
+	for i, req := range pl.requests {
+		d := pl.record.Devices[i]
+		if req.name.Partition != nil || d.AdminAccess {
 			continue
 		}
-		step, err := p.resolveWhole(ctx, looks, t.gpu)
+		step, err := p.resolveWhole(ctx, cards, req.gpu)
 		if err != nil {
-			return nil, because(CauseOf(err), "request %s: %w", d.Request, err)
+			return nil, withCause(CauseOf(err), "request %s: %w", d.Request, err)
 		}
-		if step != nil && !slices.ContainsFunc(steps, func(there Step) bool { return sameMode(there, step) }) {
+		if step != nil && !slices.ContainsFunc(steps, func(there Step) bool { return sameModeStep(there, step) }) {
 			steps = append(steps, step)
 		}
 	}
 	return steps, nil
 }
 
-// sameMode is true for two steps about one GPU, of which a claim may hold several shares.
-func sameMode(a, b Step) bool {
+// sameModeStep reports whether both steps disable MIG mode on the same GPU. If the claim has
+// several shares of a GPU, each share adds such a step.
+func sameModeStep(a, b Step) bool {
 	x, ok := a.(*migModeOff)
 	y, too := b.(*migModeOff)
 	return ok && too && x.GPU == y.GPU
 }
 
-func (p *Preparer) resolveWhole(ctx context.Context, looks *looks, g device.GPU) (Step, error) {
+func (p *Preparer) resolveWhole(ctx context.Context, cards *cardStates, g device.GPU) (Step, error) {
 	name := g.WholeName()
 	marked, err := p.Records.Marked(name)
 	if err != nil {
-		return nil, because(CauseRecord, "%w", err)
+		return nil, withCause(CauseRecord, "%w", err)
 	}
 	if !marked && (g.MIG == nil || !g.MIG.Enabled) {
 		return nil, nil
 	}
-	state, err := looks.at(ctx, g.Card())
+	state, err := cards.get(ctx, g.Card())
 	if err != nil {
 		return nil, stepError(err)
 	}
 	switch {
 	case !state.MIG.Enabled:
 		if err := p.Records.Unmark(name); err != nil {
-			return nil, because(CauseRecord, "%w", err)
+			return nil, withCause(CauseRecord, "%w", err)
 		}
-		return nil, sameNode(name, g.Minor, state.Minor)
+		return nil, checkDeviceNode(name, g.Minor, state.Minor)
 	case len(state.MIG.Instances) > 0:
-		return nil, because(CauseDevice, "%s cannot be had whole: it is cut into %s, which no claim of this driver has made: remove them (nvidia-smi mig), or delete the claim's Pods to have it allocated elsewhere",
-			name, describe(state.MIG.Instances...))
+		return nil, withCause(CauseDevice,
+			"%s cannot be used whole: it has %s, which no claim of this driver created: remove them (nvidia-smi mig), or delete the claim's Pods "+
+				"to have it allocated elsewhere",
+			name, describeInstances(state.MIG.Instances...))
 	case g.MIG != nil && g.MIG.ModeFixed:
-		return nil, because(CauseDevice, "%s cannot be had whole: MIG mode is on, and only a reset of the GPU turns it off", name)
+		return nil, withCause(CauseDevice, "%s cannot be used whole: MIG mode is enabled, and only a GPU reset can disable it", name)
 	}
 	return &migModeOff{GPU: name, Card: g.Card(), Minor: g.Minor}, nil
 }
 
-// resolvePartition finds the device as someone else has cut it, or plans to cut it.
-func (p *Preparer) resolvePartition(ctx context.Context, looks *looks, t *want) error {
-	if t.name.Share {
-		if joined, err := p.resolveShared(t); joined || err != nil {
+// resolvePartition finds the partition for the request: one that other claims already share, or one
+// that an admin created. Otherwise it plans a step that creates the partition.
+func (p *Preparer) resolvePartition(ctx context.Context, cards *cardStates, req *deviceRequest) error {
+	if req.name.Share {
+		if joined, err := p.resolveShared(req); joined || err != nil {
 			return err
 		}
 	}
-	state, in, there, err := p.at(ctx, looks, t)
+	state, in, found, err := p.instanceAtPlace(ctx, cards, req)
 	if err != nil {
 		return err
 	}
-	if !there {
-		if t.cut, err = p.cut(t, state); err != nil || !t.name.Share {
+	if !found {
+		if req.instanceStep, err = p.planInstance(req, state); err != nil || !req.name.Share {
 			return err
 		}
-		t.shared, err = share(t.name.Unshared().String(), []string{t.name.GPU}, t.cut)
-		t.cut = nil
+		req.sharedInstance, err = newSharedStep(req.name.Unshared().String(), []string{req.name.GPU}, req.instanceStep)
+		req.instanceStep = nil
 		return err
 	}
-	owned, err := p.Explained(t.name.GPU, []device.Instance{in})
+	owned, err := p.OwnedInstances(req.name.GPU, []device.Instance{in})
 	if err != nil {
 		return err
 	}
 	if len(owned) > 0 {
-		return because(CauseHeld, "device %s: %s is there for another claim", t.name, describe(in))
+		return withCause(CauseHeld, "device %s: %s was created for another claim and still exists: wait until that claim's Pods have ended",
+			req.name, describeInstances(in))
 	}
-	if _, known := listed(p.Hardware.Snapshot(), t.name.GPU, in); !known {
-		return because(CauseNotReady, "device %s: %s has appeared at its place, which no claim of this driver has made: it can be used as it is when the inventory has seen it, within seconds", t.name, describe(in))
+	if _, known := inInventory(p.Hardware.Snapshot(), req.name.GPU, in); !known {
+		return withCause(CauseNotReady,
+			"device %s: %s appeared at its placement, which no claim of this driver created: the claim can use it as it is once the inventory has "+
+				"seen it, within seconds", req.name, describeInstances(in))
 	}
-	t.found, err = part(t.name, in)
+	req.existing, err = findPartition(req.name, in)
 	return err
 }
 
-// partKey is that of the instance that claims share.
-func partKey(name device.Name) string { return sharedKey(name.Unshared().String(), migInstanceKind) }
+// partitionKey returns the key of the file that lists the claims which share the partition.
+func partitionKey(name device.Name) string {
+	return sharedKey(name.Unshared().String(), migInstanceKind)
+}
 
-// resolveShared joins those who share a partition that was made for them.
-func (p *Preparer) resolveShared(t *want) (joined bool, err error) {
-	s := &shared{Key: partKey(t.name), GPUs: []string{t.name.GPU}}
+// resolveShared lets the claim join the claims that share the partition. It returns joined false if
+// no claim has shared this partition in this boot, so that no file lists such claims.
+func (p *Preparer) resolveShared(req *deviceRequest) (joined bool, err error) {
+	s := &sharedStep{Key: partitionKey(req.name), GPUs: []string{req.name.GPU}}
 	h, found, err := p.Records.Holder(s.Key)
 	if err != nil {
-		return false, s.unreadable(err)
+		return false, s.unreadableError(err)
 	}
 	if !found || h.BootID != p.BootID {
 		return false, nil
 	}
-	inner, err := sharableOf(h.Step)
+	inner, err := decodeSharable(h.Step)
 	if err != nil {
-		return false, because(CauseRecord, "what is held as %s: %w", s.Key, err)
+		return false, withCause(CauseRecord, "file of shared setting %s: %w", s.Key, err)
 	}
 	m, ok := inner.(*migInstance)
 	if !ok {
-		return false, because(CauseRecord, "what is held as %s is no instance: its file has a step of kind %s", s.Key, inner.Kind())
+		return false, withCause(CauseRecord, "the file of shared MIG instance %s has a step of kind %s instead", s.Key, inner.Kind())
 	}
-	m.unknown()
-	m.Card, m.Minor = t.gpu.Card(), t.gpu.Minor
-	t.shared, err = share(t.name.Unshared().String(), s.GPUs, m)
+	m.assumeDefaults()
+	m.Card, m.Minor = req.gpu.Card(), req.gpu.Minor
+	req.sharedInstance, err = newSharedStep(req.name.Unshared().String(), s.GPUs, m)
 	return true, err
 }
 
-// resolveAdmin finds the device, whoever holds it.
-func (p *Preparer) resolveAdmin(ctx context.Context, looks *looks, t *want) error {
-	_, in, there, err := p.at(ctx, looks, t)
+// resolveAdmin finds the existing MIG instance for a request with admin access, whichever claim
+// uses it.
+func (p *Preparer) resolveAdmin(ctx context.Context, cards *cardStates, req *deviceRequest) error {
+	_, in, found, err := p.instanceAtPlace(ctx, cards, req)
 	if err != nil {
 		return err
 	}
-	if !there {
-		return because(CauseDevice, "device %s does not exist now, and admin access makes nothing: it is there while a claim holds it", t.name)
+	if !found {
+		return withCause(CauseDevice, "device %s does not exist now, and admin access does not create it: it exists while a claim uses it",
+			req.name)
 	}
-	t.found, err = part(t.name, in)
+	req.existing, err = findPartition(req.name, in)
 	return err
 }
 
-// at looks at the device's place.
-func (p *Preparer) at(ctx context.Context, looks *looks, t *want) (state device.CutState, in device.Instance, there bool, err error) {
-	state, err = looks.at(ctx, t.gpu.Card())
+// instanceAtPlace reads the GPU's state and looks for the GPU instance with the requested profile
+// and placement. found reports whether there is one.
+func (p *Preparer) instanceAtPlace(ctx context.Context, cards *cardStates, req *deviceRequest) (state device.CardState, in device.Instance,
+	found bool, err error) {
+	state, err = cards.get(ctx, req.gpu.Card())
 	if err != nil {
 		return state, in, false, stepError(err)
 	}
-	if err := sameNode(t.name.GPU, t.gpu.Minor, state.Minor); err != nil {
+	if err := checkDeviceNode(req.name.GPU, req.gpu.Minor, state.Minor); err != nil {
 		return state, in, false, err
 	}
 	for _, in := range state.MIG.Instances {
-		if in.ProfileID == t.name.Partition.ProfileID && in.Placement.Start == t.name.Partition.Start {
+		if in.ProfileID == req.name.Partition.ProfileID && in.Placement.Start == req.name.Partition.Start {
 			return state, in, true, nil
 		}
 	}
 	return state, in, false, nil
 }
 
-// part finds the device's compute instance in a GPU instance that someone else has cut.
-func part(name device.Name, in device.Instance) (*partition, error) {
+// findPartition returns the compute instance of the device called name in GPU instance in, which
+// this driver did not create.
+func findPartition(name device.Name, in device.Instance) (*partition, error) {
 	if c, ok := in.Part(*name.Partition); ok {
 		return &partition{in, c}, nil
 	}
-	return nil, because(CauseDevice, "device %s is not there (any more): at its place is %s", name, describe(in))
+	return nil, withCause(CauseDevice, "device %s does not exist: its placement has %s", name, describeInstances(in))
 }
 
-// cut plans the making of a partition, if the GPU can be cut and the place is free.
-func (p *Preparer) cut(t *want, state device.CutState) (*migInstance, error) {
+// planInstance returns the step that creates the partition. It returns an error if the GPU does not
+// support the partition or the placement is taken.
+func (p *Preparer) planInstance(req *deviceRequest, state device.CardState) (*migInstance, error) {
 	refuse := func(format string, args ...any) (*migInstance, error) {
-		return nil, because(CauseDevice, "device %s does not exist and cannot be made: "+format, append([]any{t.name}, args...)...)
+		return nil, withCause(CauseDevice, "device %s does not exist and cannot be created: "+format, append([]any{req.name}, args...)...)
 	}
-	g, place := t.gpu, t.name.Partition
+	g, place := req.gpu, req.name.Partition
 	if place.Compute != nil {
-		return refuse("the compute instance that it was is gone")
+		return refuse("its compute instance is gone")
 	}
 	if g.MIG == nil {
-		return refuse("%s has no MIG", t.name.GPU)
+		return refuse("%s has no MIG", req.name.GPU)
 	}
 	profile, known := g.Profile(place.ProfileID)
 	switch {
-	case g.MIG.Uncuttable:
-		return refuse("in this machine the instances of %s can be used and not changed", t.name.GPU)
+	case g.MIG.ReadOnly:
+		return refuse("the MIG instances of %s cannot be changed on this machine", req.name.GPU)
 	case !known || !slices.Contains(profile.Starts, place.Start):
-		return refuse("%s has no profile %d that begins at %d", t.name.GPU, place.ProfileID, place.Start)
+		return refuse("%s has no profile %d that starts at %d", req.name.GPU, place.ProfileID, place.Start)
 	case !state.MIG.Enabled && g.MIG.ModeFixed:
-		return refuse("MIG mode of %s is off, and only a reset of the GPU turns it on", t.name.GPU)
+		return refuse("MIG mode of %s is disabled, and only a GPU reset can enable it", req.name.GPU)
 	}
 	s := &migInstance{
-		Device: t.name.Unshared().String(), GPU: t.name.GPU, Card: g.Card(), Minor: g.Minor, ProfileID: profile.ID, Profile: profile.Name,
+		Device: req.name.Unshared().String(), GPU: req.name.GPU, Card: g.Card(), Minor: g.Minor, ProfileID: profile.ID, Profile: profile.Name,
 		Placement: device.Placement{Start: place.Start, Size: profile.Size},
 	}
 	if taken := overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {
-		return nil, s.taken(taken)
+		return nil, s.placeTaken(taken)
 	}
 	return s, nil
 }
 
-// present says whether the card may still be there, as far as the inventory knows. Whether it may be offered says nothing about that: a node all of whose
-// cards are gone offers none, and an inventory that cannot look goes by what it last saw.
-func present(s inventory.Snapshot, card device.Card) bool {
+// mayBePresent reports whether the card may still be in the node. It does not use Snapshot.Ready: a
+// node without cards is never ready, and a failed scan keeps the last result.
+func mayBePresent(s inventory.Snapshot, card device.Card) bool {
 	for _, g := range s.Node.GPUs {
 		if g.Card() == card {
 			return true

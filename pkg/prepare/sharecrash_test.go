@@ -17,7 +17,7 @@ import (
 var (
 	sliced   = shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long"))
 	grouped  = shareBy(newClaim("c", allocated("a", gpu0), allocated("b", gpu1)), "GpuConfig", byMPS)
-	parted   = shareEach(newClaim("c", allocated("a", small0), allocated("b", beside)), "MigDeviceConfig", byMPS)
+	parted   = shareEach(newClaim("c", allocated("a", small0), allocated("b", neighbor)), "MigDeviceConfig", byMPS)
 	part1    = newClaim("c", fraction("r", share0, "10Gi", "30"))
 	part2    = newClaim("d", fraction("r", share0, "10Gi", "30"))
 	migPart1 = newClaim("c", fraction("r", migShare0, "2Gi", "0"))
@@ -27,7 +27,8 @@ var (
 	moved    = newClaim("c", fraction("r", share1, "10Gi", "30"))
 )
 
-// sharingScene is a node with a call that will be disturbed, and claims that can all be had together.
+// sharingScene describes a fake node, a call that the tests interrupt, and claims that can all be
+// prepared at the same time afterwards.
 type sharingScene struct {
 	name   string
 	claims []*resourceapi.ResourceClaim
@@ -43,7 +44,7 @@ func unprepares(c *resourceapi.ResourceClaim) func(*testing.T, *Preparer) error 
 	return func(t *testing.T, p *Preparer) error { return p.Unprepare(t.Context(), c.UID) }
 }
 
-func having(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *Preparer) {
+func withPrepared(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *Preparer) {
 	return func(t *testing.T, _ *world, p *Preparer) {
 		for _, c := range claims {
 			mustPrepare(t, p, c)
@@ -51,10 +52,11 @@ func having(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *Prep
 	}
 }
 
-// shaken is a node on which all that was set and all that runs was lost while a claim held it.
-func shaken(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *Preparer) {
+// withRestart prepares the claims. After that it resets all GPUs and ends all MPS daemons while the
+// claims are still prepared.
+func withRestart(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *Preparer) {
 	return func(t *testing.T, w *world, p *Preparer) {
-		having(claims...)(t, w, p)
+		withPrepared(claims...)(t, w, p)
 		for _, gpu := range []string{gpu0, gpu1} {
 			w.hardware.of(t, gpu).reset()
 			w.hardware.of(t, gpu).forget()
@@ -68,34 +70,38 @@ func sharingScenes() []sharingScene {
 	for _, s := range []struct {
 		name  string
 		first *resourceapi.ResourceClaim
-		next  *resourceapi.ResourceClaim // nil where nobody can join
+		next  *resourceapi.ResourceClaim // nil if no claim can join
 	}{
 		{"time slices", sliced, nil}, {"MPS", grouped, nil}, {"MPS on partitions", parted, nil}, {"a fraction", part1, part2},
 		{"a fraction of a partition", migPart1, migPart2}, {"a plain share", long1, long2},
 	} {
 		alone := []*resourceapi.ResourceClaim{s.first}
 		all = append(all,
-			sharingScene{s.name + ": first", alone, having(), prepares(s.first)},
-			sharingScene{s.name + ": last leaves", alone, having(s.first), unprepares(s.first)},
-			sharingScene{s.name + ": comparison", alone, shaken(s.first), func(t *testing.T, p *Preparer) error { return p.Reconcile(t.Context()) }},
+			sharingScene{s.name + ": first", alone, withPrepared(), prepares(s.first)},
+			sharingScene{s.name + ": last leaves", alone, withPrepared(s.first), unprepares(s.first)},
+			sharingScene{s.name + ": reconcile", alone, withRestart(s.first), func(t *testing.T,
+				p *Preparer) error {
+				return p.Reconcile(t.Context())
+			}},
 		)
 		if s.next == nil {
 			continue
 		}
 		both := []*resourceapi.ResourceClaim{s.first, s.next}
 		all = append(all,
-			sharingScene{s.name + ": joined", both, having(s.first), prepares(s.next)},
-			sharingScene{s.name + ": first leaves", both, having(s.first, s.next), unprepares(s.first)},
+			sharingScene{s.name + ": joined", both, withPrepared(s.first), prepares(s.next)},
+			sharingScene{s.name + ": first leaves", both, withPrepared(s.first, s.next), unprepares(s.first)},
 		)
 	}
 	return append(all,
-		sharingScene{"a fraction of a partition: again", []*resourceapi.ResourceClaim{migPart1}, shaken(migPart1), prepares(migPart1)},
-		sharingScene{"a fraction: allocated elsewhere", []*resourceapi.ResourceClaim{moved, part2}, having(part1, part2), prepares(moved)},
-		sharingScene{"a fraction: to be had in another way", []*resourceapi.ResourceClaim{sliced}, having(grouped), prepares(sliced)})
+		sharingScene{"a fraction of a partition: again", []*resourceapi.ResourceClaim{migPart1}, withRestart(migPart1), prepares(migPart1)},
+		sharingScene{"a fraction: allocated elsewhere", []*resourceapi.ResourceClaim{moved, part2}, withPrepared(part1, part2), prepares(moved)},
+		sharingScene{"a fraction: sharing changed", []*resourceapi.ResourceClaim{sliced}, withPrepared(grouped), prepares(sliced)})
 }
 
-// disturbed is the node before the call, and the time slice that will be found again in the end.
-func disturbed(t *testing.T, s sharingScene) (w *world, h *hardware, p *Preparer, found device.TimeSlice) {
+// interruptedScene returns the fake node of scene s right before the call that the tests interrupt.
+// The result "found" is the time slice that gpu0 must have again after the last claim left.
+func interruptedScene(t *testing.T, s sharingScene) (w *world, h *hardware, p *Preparer, found device.TimeSlice) {
 	t.Helper()
 	w = newWorld(t)
 	h = withMPS(w)
@@ -104,7 +110,7 @@ func disturbed(t *testing.T, s sharingScene) (w *world, h *hardware, p *Preparer
 	p = w.plugin(t)
 	s.before(t, w, p)
 	w.scan()
-	h.asked()
+	h.takeCalls()
 	if slices.Contains(w.holders(), sharedKey(gpu0, timeSliceKind)+".json") {
 		return w, h, p, device.TimeSliceMedium
 	}
@@ -117,15 +123,18 @@ func (w *world) holders() []string {
 	return names
 }
 
-// shares is what must hold whenever nobody is at work: holders, records, hardware and daemons say the same, and what nobody holds is as it was found.
-func shares(t *testing.T, w *world, h *hardware, p *Preparer, found device.TimeSlice) {
+// checkSharedState fails the test unless the claims' records and the files of shared settings agree
+// with the GPU settings and MPS daemons. Settings that no claim shares must have their original
+// values, for example the value "found" as gpu0's time slice.
+func checkSharedState(t *testing.T, w *world, h *hardware, p *Preparer, found device.TimeSlice) {
 	t.Helper()
-	slice, mode := map[string]device.TimeSlice{gpu0: found}, map[string]device.ComputeMode{gpu0: device.ComputeDefault, gpu1: device.ComputeDefault}
+	slice, mode := map[string]device.TimeSlice{gpu0: found}, map[string]device.ComputeMode{gpu0: device.ComputeDefault,
+		gpu1: device.ComputeDefault}
 	running := 0
 	for _, file := range w.holders() {
 		key, ok := strings.CutSuffix(file, ".json")
 		if unfinished, is := strings.CutPrefix(file, ".tmp-"); is && slices.Contains(w.holders(), unfinished) {
-			continue // the next write is over it
+			continue // the next write of the holder file replaces the unfinished one
 		}
 		held, _, err := p.Records.Holder(key)
 		if !ok || strings.HasPrefix(key, ".") || err != nil {
@@ -140,11 +149,12 @@ func shares(t *testing.T, w *world, h *hardware, p *Preparer, found device.TimeS
 		}
 		for _, c := range held.Claims {
 			r, _, err := p.Records.Load(c.UID)
-			if err != nil || r.State != checkpoint.Prepared || !slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return strings.Contains(string(s.Params), key) }) {
+			if err != nil || r.State != checkpoint.Prepared || !slices.ContainsFunc(r.Steps,
+				func(s checkpoint.Step) bool { return strings.Contains(string(s.Params), key) }) {
 				t.Errorf("%s is held by claim %s, whose record is %+v, %v", key, c, r, err)
 			}
 		}
-		step, err := sharableOf(held.Step)
+		step, err := decodeSharable(held.Step)
 		if err != nil {
 			t.Error(err)
 		}
@@ -164,13 +174,13 @@ func shares(t *testing.T, w *world, h *hardware, p *Preparer, found device.TimeS
 				}
 			}
 		case *migInstance:
-			if _, ok := s.intact(h.of(t, s.GPU).state().MIG.Instances); !ok {
-				t.Errorf("%s has %s, and there is %s", key, describe(*s.Instance), describe(h.of(t, s.GPU).state().MIG.Instances...))
+			if _, ok := s.findIntact(h.of(t, s.GPU).state().MIG.Instances); !ok {
+				t.Errorf("%s has %s, and there is %s", key, describeInstances(*s.Instance), describeInstances(h.of(t, s.GPU).state().MIG.Instances...))
 			}
 		}
 	}
 	if len(w.daemons.running) != running {
-		t.Errorf("the daemons are %v, of %d claims' wishes", w.daemons.running, running)
+		t.Errorf("the daemons are %v, want %d", w.daemons.running, running)
 	}
 	for _, gpu := range []string{gpu0, gpu1} {
 		if s := h.of(t, gpu); s.slice != slice[gpu] || s.mode != mode[gpu] {
@@ -179,8 +189,9 @@ func shares(t *testing.T, w *world, h *hardware, p *Preparer, found device.TimeS
 	}
 }
 
-// goesOn is the next process: it puts the node in order, and everything works.
-func goesOn(t *testing.T, w *world, h *hardware, claims []*resourceapi.ResourceClaim, found device.TimeSlice) {
+// checkClaimsGoOn starts a new plugin process. It fails the test unless Recover and Reconcile
+// repair the node and all claims can be prepared and unprepared.
+func checkClaimsGoOn(t *testing.T, w *world, h *hardware, claims []*resourceapi.ResourceClaim, found device.TimeSlice) {
 	t.Helper()
 	h.fault = nil
 	p := w.plugin(t)
@@ -188,31 +199,31 @@ func goesOn(t *testing.T, w *world, h *hardware, claims []*resourceapi.ResourceC
 		t.Fatal(err)
 	}
 	w.scan()
-	for range 2 { // who has died may have been in the way of others
+	for range 2 { // the first pass may skip what the dead process left blocked
 		if err := p.Reconcile(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 	}
-	shares(t, w, h, p, found)
-	agree(t, w, h, p, nil)
+	checkSharedState(t, w, h, p, found)
+	checkRecordsMatchHardware(t, w, h, p, nil)
 	for _, c := range claims {
 		mustPrepare(t, p, c)
 		w.scan()
 	}
-	shares(t, w, h, p, found)
-	agree(t, w, h, p, nil)
+	checkSharedState(t, w, h, p, found)
+	checkRecordsMatchHardware(t, w, h, p, nil)
 	for _, c := range claims {
 		mustUnprepare(t, p, c.UID)
-		shares(t, w, h, p, found)
+		checkSharedState(t, w, h, p, found)
 	}
-	clean(t, w)
+	checkClean(t, w)
 	if left := w.holders(); len(left) != 0 {
 		t.Errorf("holders left: %q", left)
 	}
 	mustPrepare(t, p, newClaim("whole", allocated("a", gpu0), allocated("b", gpu1)))
 }
 
-func everyScene(t *testing.T, test func(*testing.T, sharingScene)) {
+func forEachScene(t *testing.T, test func(*testing.T, sharingScene)) {
 	t.Helper()
 	for _, s := range sharingScenes() {
 		t.Run(s.name, func(t *testing.T) {
@@ -222,12 +233,14 @@ func everyScene(t *testing.T, test func(*testing.T, sharingScene)) {
 	}
 }
 
-func TestWhereverACallGoesWrongWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
-	everyScene(t, func(t *testing.T, s sharingScene) {
-		for _, name := range []string{"an error", "a lost answer", "kill -9 after"} { // a death before a call is one after a write
+func TestSharedStateIsRestoredAfterFailedCalls(t *testing.T) {
+	forEachScene(t, func(t *testing.T, s sharingScene) {
+		// The test does not kill the plugin right before a call, because that equals killing it after the
+		// previous disk write.
+		for _, name := range []string{"an error", "a lost answer", "kill -9 after"} {
 			fault := faults[name]
 			for n := 1; ; n += stride() {
-				w, h, p, found := disturbed(t, s)
+				w, h, p, found := interruptedScene(t, s)
 				reached := false
 				h.fault = func(call int, after bool) error {
 					if call != n {
@@ -245,22 +258,22 @@ func TestWhereverACallGoesWrongWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
 				}
 				t.Run(fmt.Sprintf("%s at call %d", name, n), func(t *testing.T) {
 					w.disk.Restart()
-					goesOn(t, w, h, s.claims, found)
+					checkClaimsGoOn(t, w, h, s.claims, found)
 				})
 			}
 		}
 	})
 }
 
-func TestWhereverTheProcessEndsAtAWriteWhatIsSharedIsSetBackInTheEnd(t *testing.T) {
-	everyScene(t, func(t *testing.T, s sharingScene) {
-		for name, end := range ends {
+func TestSharedStateIsRestoredAfterProcessDeath(t *testing.T) {
+	forEachScene(t, func(t *testing.T, s sharingScene) {
+		for name, end := range deaths {
 			for n := 1; ; n += stride() {
-				w, h, p, found := disturbed(t, s)
+				w, h, p, found := interruptedScene(t, s)
 				w.disk.StopAt(n)
 				err := s.call(t, p)
 				if !w.disk.Stopped() {
-					if err != nil || n < 6 && !strings.Contains(s.name, "comparison") && !strings.Contains(s.name, "again") {
+					if err != nil || n < 6 && !strings.Contains(s.name, "reconcile") && !strings.Contains(s.name, "again") {
 						t.Fatalf("%s, %s: %d writes: %v", s.name, name, n, err)
 					}
 					break
@@ -270,20 +283,20 @@ func TestWhereverTheProcessEndsAtAWriteWhatIsSharedIsSetBackInTheEnd(t *testing.
 					if name == "power cut" {
 						found = device.TimeSliceDefault
 					}
-					goesOn(t, w, h, s.claims, found)
+					checkClaimsGoOn(t, w, h, s.claims, found)
 				})
 			}
 		}
 	})
 }
 
-func TestADiskThatFailsOnceLeavesWhatIsSharedInOrder(t *testing.T) {
-	everyScene(t, func(t *testing.T, s sharingScene) {
+func TestSharedStateSurvivesOneDiskFailure(t *testing.T) {
+	forEachScene(t, func(t *testing.T, s sharingScene) {
 		if strings.HasPrefix(s.name, "a plain share") {
-			return // to a disk as time slices of one claim
+			return // writes the same files as the scenes of one claim with time slices
 		}
 		for n := 1; ; n += stride() {
-			w, h, p, found := disturbed(t, s)
+			w, h, p, found := interruptedScene(t, s)
 			w.disk.FailAt(n, errors.New("no space left"))
 			_ = s.call(t, p)
 			if w.disk.Writes() < n {
@@ -291,7 +304,7 @@ func TestADiskThatFailsOnceLeavesWhatIsSharedInOrder(t *testing.T) {
 			}
 			t.Run(fmt.Sprintf("write %d", n), func(t *testing.T) {
 				w.disk.Restart()
-				goesOn(t, w, h, s.claims, found)
+				checkClaimsGoOn(t, w, h, s.claims, found)
 			})
 		}
 	})

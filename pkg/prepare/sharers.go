@@ -13,38 +13,40 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// unserved is the supervisor of a Preparer that was given none.
-type unserved struct{}
+// noDaemons implements Daemons for a Preparer without an MPS supervisor. Every call fails.
+type noDaemons struct{}
 
-var errUnserved = &mps.NotRunningError{Socket: "none", Err: errors.New("this instance of the plugin was started without one")}
+var errNoDaemons = &mps.NotRunningError{Socket: "none", Err: errors.New("the plugin was started without an MPS supervisor")}
 
-func (unserved) Start(context.Context, mps.Daemon) error { return errUnserved }
+func (noDaemons) Start(context.Context, mps.Daemon) error { return errNoDaemons }
 
-func (unserved) Stop(context.Context, string) error { return errUnserved }
+func (noDaemons) Stop(context.Context, string) error { return errNoDaemons }
 
-func (unserved) List(context.Context) ([]mps.Status, error) { return nil, errUnserved }
+func (noDaemons) List(context.Context) ([]mps.Status, error) { return nil, errNoDaemons }
 
-// served makes sure, before anything is done for a claim that needs daemons, that there is somebody to run them.
-func (p *Preparer) served(ctx context.Context, w *plan) error {
-	if len(w.sharing.daemons) == 0 {
+// checkDaemons returns an error if the claim needs MPS daemons but the MPS supervisor does not run.
+// Prepare calls it before it changes anything.
+func (p *Preparer) checkDaemons(ctx context.Context, pl *plan) error {
+	if len(pl.sharing.daemons) == 0 {
 		return nil
 	}
 	_, err := p.MPS.List(ctx)
 	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
-		return because(CauseNotReady, "the claim needs MPS: %w", err)
+		return withCause(CauseNotReady, "the claim needs MPS: %w", err)
 	}
-	return nil // whatever else ails it, who starts a daemon is told
+	return nil // Start will report any other error
 }
 
-// sharers are the claims whose records name the key, and those on the GPUs whose records cannot be read.
-func (p *Preparer) sharers(key string, gpus []string) ([]types.UID, error) {
-	entries, err := p.Records.ListAbout(gpus...)
+// claimsSharing returns the claims on the GPUs whose records name the shared setting, partition or
+// daemon with this key. It includes claims with unreadable records, because they may share it too.
+func (p *Preparer) claimsSharing(key string, gpus []string) ([]types.UID, error) {
+	entries, err := p.Records.ListForGPUs(gpus...)
 	if err != nil {
-		return nil, because(CauseRecord, "%w", err)
+		return nil, withCause(CauseRecord, "%w", err)
 	}
 	var uids []types.UID
 	for _, e := range entries {
-		if !e.Inexact() && !slices.ContainsFunc(e.Devices, func(d string) bool { return onAny(d, gpus) }) {
+		if !e.Inexact() && !slices.ContainsFunc(e.Devices, func(d string) bool { return isOnAny(d, gpus) }) {
 			continue
 		}
 		r, found, err := p.Records.Load(e.ClaimUID)
@@ -53,61 +55,64 @@ func (p *Preparer) sharers(key string, gpus []string) ([]types.UID, error) {
 		}
 		var steps []Step
 		if err == nil {
-			steps, err = restore(r.Steps)
+			steps, err = decodeSteps(r.Steps)
 		}
-		if err != nil || slices.ContainsFunc(sharedSteps(steps), func(s *shared) bool { return s.Key == key }) {
+		if err != nil || slices.ContainsFunc(sharedSteps(steps), func(s *sharedStep) bool { return s.Key == key }) {
 			uids = append(uids, e.ClaimUID)
 		}
 	}
 	return uids, nil
 }
 
-func onAny(deviceName string, gpus []string) bool {
+func isOnAny(deviceName string, gpus []string) bool {
 	name, known := device.ParseName(deviceName)
 	return slices.ContainsFunc(gpus, func(gpu string) bool {
 		return known && name.GPU == gpu || !known && (deviceName == gpu || strings.HasPrefix(deviceName, gpu+"-"))
 	})
 }
 
-// leaveAll takes a claim whose record is of no use out of all that it shares: the holders' files have what that takes.
-func (p *Preparer) leaveAll(ctx context.Context, uid types.UID) error {
+// leaveSharedSteps takes a claim without a readable record off all settings, daemons and partitions
+// that it shares. It finds these by their files, which list the claims.
+func (p *Preparer) leaveSharedSteps(ctx context.Context, uid types.UID) error {
 	keys, err := p.Records.Holders()
 	if err != nil {
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	}
-	var steps []*shared
+	var steps []*sharedStep
 	var gpus []string
 	for _, key := range keys {
 		h, found, err := p.Records.Holder(key)
-		if err != nil || !found || !h.Holds(uid) {
-			continue // one that cannot be read is left by the last claim whose record names it
+		if err != nil || !found || !h.HeldBy(uid) {
+			continue // the last claim whose record names an unreadable file cleans it up
 		}
-		steps = append(steps, &shared{Key: key, GPUs: h.GPUs, Want: h.Step})
+		steps = append(steps, &sharedStep{Key: key, GPUs: h.GPUs, Want: h.Step})
 		gpus = append(gpus, h.GPUs...)
 	}
 	if len(steps) == 0 {
 		return nil
 	}
-	held, err := p.Locks.Acquire(ctx, gpuLocks(gpus...)...)
+	locks, err := p.Locks.Acquire(ctx, gpuLocks(gpus...)...)
 	if err != nil {
-		return notLocked("a claim is being prepared or unprepared on the same GPU", err)
+		return lockError("another claim is being prepared or unprepared on the same GPU", err)
 	}
-	defer held.Release()
-	slices.SortStableFunc(steps, func(a, b *shared) int { return order(b.Key) - order(a.Key) })
-	env := p.env(&checkpoint.Record{ClaimUID: uid, BootID: p.BootID}, nil)
-	work, cancel := within(ctx, destroyTime, answerTime)
+	defer locks.Release()
+	slices.SortStableFunc(steps, func(a, b *sharedStep) int { return stepOrder(b.Key) - stepOrder(a.Key) })
+	env := p.newEnv(&checkpoint.Record{ClaimUID: uid, BootID: p.BootID}, nil)
+	work, cancel := withTimeout(ctx, destroyTime, answerTime)
 	defer cancel()
 	for _, s := range steps {
 		if err := s.Revert(work, env); err != nil {
 			return stepError(err)
 		}
-		p.repaired(ctx, Repair{"leftover-share", "Took a claim without a record out of what it shared", string(uid) + " " + s.Key})
+		p.reportRepair(ctx, Repair{"leftover-share", "Released a shared GPU setting for a claim without a checkpoint record",
+			string(uid) + " " + s.Key})
 	}
 	return nil
 }
 
-// order is that in which the kinds of shared steps are applied.
-func order(key string) int {
+// stepOrder returns a number that says when a step of this key's kind is applied: MIG instances
+// come first, then compute modes, time slices and MPS daemons.
+func stepOrder(key string) int {
 	_, kind := keyOf(key)
 	return slices.Index([]string{migInstanceKind, computeModeKind, timeSliceKind, mpsDaemonKind}, kind)
 }

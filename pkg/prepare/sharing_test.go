@@ -19,8 +19,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// Every way to share every kind of device works, or is refused with a reason.
-func TestEveryWayToShareEveryKindOfDevice(t *testing.T) {
+// Each sharing configuration must either work for each kind of device, or be refused with a reason.
+func TestSharingModesForEachKindOfDevice(t *testing.T) {
 	const (
 		works    = ""
 		nothing  = "works, and nothing is done for it"
@@ -28,14 +28,14 @@ func TestEveryWayToShareEveryKindOfDevice(t *testing.T) {
 		someMPS  = `{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":50}}`
 		unsliced = `{"strategy":"TimeSlicing"}`
 	)
-	admins := func(t *testing.T, h *hardware) { h.someoneElse(t, gpu0, 19, 0) }
+	admins := func(t *testing.T, h *hardware) { h.createForeign(t, gpu0, 19, 0) }
 	for _, c := range []struct {
 		device  string
 		kind    string
 		before  func(*testing.T, *hardware)
 		got     result
 		sharing string
-		want    string // or what a refusal says
+		want    string // or part of the refusal
 		has     []string
 	}{
 		{"whole", "GpuConfig", nil, allocated("r", gpu0), none, nothing, nil},
@@ -56,21 +56,27 @@ func TestEveryWayToShareEveryKindOfDevice(t *testing.T) {
 		{"dynamic MIG", "MigDeviceConfig", nil, allocated("r", small0), slicing("Long"), "timeSlicingConfig", nil},
 		{"dynamic MIG", "MigDeviceConfig", nil, allocated("r", small0), byMPS, works, []string{"create compute instance", "start uid-c-0"}},
 
-		{"fraction of a whole", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), none, works, []string{"set compute mode exclusive-process", "start " + share0}},
-		{"fraction of a whole", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), byMPS, works, []string{"set compute mode exclusive-process", "start " + share0}},
-		{"fraction of a whole", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), unsliced, "a fraction is kept to its limits by MPS", nil},
-		{"fraction of a whole", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), someMPS, "remove mpsConfig", nil},
+		{"fraction of a GPU", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), none, works,
+			[]string{"set compute mode exclusive-process", "start " + share0}},
+		{"fraction of a GPU", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), byMPS, works,
+			[]string{"set compute mode exclusive-process", "start " + share0}},
+		{"fraction of a GPU", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), unsliced, "MPS enforces the limits of a fraction", nil},
+		{"fraction of a GPU", "GpuConfig", nil, fraction("r", share0, "1Gi", "0"), someMPS, "remove mpsConfig", nil},
 		{"fraction of static MIG", "MigDeviceConfig", admins, fraction("r", migShare0, "1Gi", "0"), none, works, []string{"start " + migShare0}},
 		{"fraction of static MIG", "MigDeviceConfig", admins, fraction("r", migShare0, "1Gi", "0"), byMPS, works, []string{"start " + migShare0}},
-		{"fraction of static MIG", "MigDeviceConfig", admins, fraction("r", migShare0, "1Gi", "0"), unsliced, "a fraction is kept to its limits by MPS", nil},
-		{"fraction of dynamic MIG", "MigDeviceConfig", nil, fraction("r", migShare0, "1Gi", "0"), none, works, []string{"create compute instance", "start " + migShare0}},
-		{"fraction of dynamic MIG", "MigDeviceConfig", nil, fraction("r", migShare0, "1Gi", "0"), byMPS, works, []string{"create compute instance", "start " + migShare0}},
-		{"fraction of dynamic MIG", "MigDeviceConfig", nil, fraction("r", migShare0, "1Gi", "0"), unsliced, "a fraction is kept to its limits by MPS", nil},
+		{"fraction of static MIG", "MigDeviceConfig", admins, fraction("r", migShare0, "1Gi", "0"), unsliced,
+			"MPS enforces the limits of a fraction", nil},
+		{"fraction of dynamic MIG", "MigDeviceConfig", nil, fraction("r", migShare0, "1Gi", "0"), none, works,
+			[]string{"create compute instance", "start " + migShare0}},
+		{"fraction of dynamic MIG", "MigDeviceConfig", nil, fraction("r", migShare0, "1Gi", "0"), byMPS, works,
+			[]string{"create compute instance", "start " + migShare0}},
+		{"fraction of dynamic MIG", "MigDeviceConfig", nil, fraction("r", migShare0, "1Gi", "0"), unsliced,
+			"MPS enforces the limits of a fraction", nil},
 
-		{"plain share of a whole", "GpuConfig", nil, plain("r", share0), none, nothing, nil},
-		{"plain share of a whole", "GpuConfig", nil, plain("r", share0), unsliced, works, []string{"set time slice 0"}},
-		{"plain share of a whole", "GpuConfig", nil, plain("r", share0), slicing("Long"), works, []string{"set time slice 3"}},
-		{"plain share of a whole", "GpuConfig", nil, plain("r", share0), byMPS, "ask the administrator for fractions", nil},
+		{"plain share of a GPU", "GpuConfig", nil, plain("r", share0), none, nothing, nil},
+		{"plain share of a GPU", "GpuConfig", nil, plain("r", share0), unsliced, works, []string{"set time slice 0"}},
+		{"plain share of a GPU", "GpuConfig", nil, plain("r", share0), slicing("Long"), works, []string{"set time slice 3"}},
+		{"plain share of a GPU", "GpuConfig", nil, plain("r", share0), byMPS, "ask the administrator for fractions", nil},
 		{"plain share of static MIG", "MigDeviceConfig", admins, plain("r", migShare0), none, nothing, nil},
 		{"plain share of static MIG", "MigDeviceConfig", admins, plain("r", migShare0), unsliced, nothing, nil},
 		{"plain share of static MIG", "MigDeviceConfig", admins, plain("r", migShare0), byMPS, "ask the administrator for fractions", nil},
@@ -87,14 +93,14 @@ func TestEveryWayToShareEveryKindOfDevice(t *testing.T) {
 				w.scan()
 			}
 			p := w.plugin(t)
-			h.asked()
+			h.takeCalls()
 			claim := newClaim("c", c.got)
 			if c.sharing != none {
 				shareBy(claim, c.kind, c.sharing)
 			}
 			before := len(h.of(t, gpu0).instances)
 			_, err := p.Prepare(t.Context(), claim)
-			calls := h.asked()
+			calls := h.takeCalls()
 			switch {
 			case c.want == nothing:
 				if err != nil || slices.ContainsFunc(calls, func(c string) bool { return c != "look" }) || len(w.holders()) > 0 {
@@ -106,17 +112,18 @@ func TestEveryWayToShareEveryKindOfDevice(t *testing.T) {
 						t.Errorf("%v, asked %q and not %q", err, calls, call)
 					}
 				}
-			case CauseOf(err) != CauseClaim || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), "request r") && !strings.Contains(err.Error(), "configuration"):
+			case CauseOf(err) != CauseClaim || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), "request r") &&
+				!strings.Contains(err.Error(), "configuration"):
 				t.Errorf("cause %s: %v", CauseOf(err), err)
 			}
 			if err != nil {
 				if c.want == works {
 					t.Error(err)
 				}
-				clean(t, w)
+				checkClean(t, w)
 				return
 			}
-			// The plugin is started again, and upgraded: nothing that runs is touched.
+			// A restart of the plugin must not change settings or restart MPS daemons that claims use.
 			daemons := maps.Clone(w.daemons.running)
 			p = w.plugin(t)
 			if err := p.Recover(t.Context()); err != nil {
@@ -127,23 +134,24 @@ func TestEveryWayToShareEveryKindOfDevice(t *testing.T) {
 				t.Fatal(err)
 			}
 			mustPrepare(t, p, claim)
-			for _, call := range h.asked() {
-				if call != "look" && call != "time slice" && !strings.HasPrefix(call, "start ") || !maps.EqualFunc(w.daemons.running, daemons, mps.Daemon.Equal) {
+			for _, call := range h.takeCalls() {
+				if call != "look" && call != "time slice" && !strings.HasPrefix(call, "start ") ||
+					!maps.EqualFunc(w.daemons.running, daemons, mps.Daemon.Equal) {
 					t.Errorf("after a restart: %q", call)
 				}
 			}
-			shares(t, w, h, p, device.TimeSliceDefault)
+			checkSharedState(t, w, h, p, device.TimeSliceDefault)
 			mustUnprepare(t, p, claim.UID)
-			shares(t, w, h, p, device.TimeSliceDefault)
+			checkSharedState(t, w, h, p, device.TimeSliceDefault)
 			if left := len(h.of(t, gpu0).instances); left != before {
 				t.Errorf("%d instances are left, of %d", left, before)
 			}
-			clean(t, w)
+			checkClean(t, w)
 		})
 	}
 }
 
-func TestWhatOfSharingIsRefusedAndWhatItSays(t *testing.T) {
+func TestSharingRefusals(t *testing.T) {
 	limits := func(perDevice string) string {
 		return `{"strategy":"MPS","mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{` + perDevice + `}}}`
 	}
@@ -157,30 +165,48 @@ func TestWhatOfSharingIsRefusedAndWhatItSays(t *testing.T) {
 		cause Cause
 		says  []string
 	}{
-		{"fractions of two devices", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), fraction("b", share1, "1Gi", "0")), CauseClaim, []string{"requests a and b", share0, share1, "two MPS daemons"}},
-		{"a fraction beside MPS", nil, shareBy(newClaim("c", fraction("a", share0, "1Gi", "0"), allocated("b", gpu1)), "GpuConfig", byMPS), CauseClaim, []string{"requests a and b", "two MPS daemons"}},
-		{"a fraction beside a whole GPU", nil, newClaim("c", allocated("a", gpu1), fraction("b", share0, "1Gi", "0")), CauseClaim, []string{"requests b and a", share0, gpu1, "would not see"}},
-		{"a fraction beside a partition", nil, newClaim("c", fraction("a", share1, "1Gi", "0"), allocated("b", small0)), CauseClaim, []string{"requests a and b", share1, small0, "would not see"}},
-		{"a fraction beside a plain share", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), plain("b", share1)), CauseClaim, []string{"requests a and b", share0, share1, "would not see"}},
-		{"MPS over two MIG devices", nil, shareBy(newClaim("c", allocated("a", small0), allocated("b", beside)), "MigDeviceConfig", byMPS), CauseClaim, []string{"requests a and b", "sharing.strategy MPS", small0, beside, "config[].requests"}},
-		{"MPS over two MIG devices of one request", nil, shareBy(newClaim("c", allocated("r", small0), allocated("r", beside)), "MigDeviceConfig", byMPS), CauseClaim, []string{"requests r and r", "has a count"}},
+		{"fractions of two devices", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), fraction("b", share1, "1Gi", "0")), CauseClaim,
+			[]string{"requests a and b", share0, share1, "two MPS daemons"}},
+		{"a fraction and MPS", nil, shareBy(newClaim("c", fraction("a", share0, "1Gi", "0"), allocated("b", gpu1)), "GpuConfig", byMPS),
+			CauseClaim, []string{"requests a and b", "two MPS daemons"}},
+		{"a fraction and a whole GPU", nil, newClaim("c", allocated("a", gpu1), fraction("b", share0, "1Gi", "0")), CauseClaim,
+			[]string{"requests b and a", share0, gpu1, "cannot see"}},
+		{"a fraction and a partition", nil, newClaim("c", fraction("a", share1, "1Gi", "0"), allocated("b", small0)), CauseClaim,
+			[]string{"requests a and b", share1, small0, "cannot see"}},
+		{"a fraction and a plain share", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), plain("b", share1)), CauseClaim,
+			[]string{"requests a and b", share0, share1, "cannot see"}},
+		{"MPS over two MIG devices", nil, shareBy(newClaim("c", allocated("a", small0), allocated("b", neighbor)), "MigDeviceConfig", byMPS),
+			CauseClaim, []string{"requests a and b", "sharing.strategy MPS", small0, neighbor, "config[].requests"}},
+		{"MPS over two MIG devices of one request", nil, shareBy(newClaim("c", allocated("r", small0), allocated("r", neighbor)),
+			"MigDeviceConfig", byMPS), CauseClaim, []string{"requests r and r", "with a count"}},
 		{"a share without an amount", nil, newClaim("c", without), CauseClaim, []string{"request r", share0, "capacity memory or shares"}},
-		{"a fraction of nothing", nil, newClaim("c", fraction("r", share0, "1000", "0")), CauseClaim, []string{"request r", "1k", "1Mi"}},
+		{"a fraction below 1 MiB", nil, newClaim("c", fraction("r", share0, "1000", "0")), CauseClaim, []string{"request r", "1k", "1Mi"}},
 		{"a share twice", nil, twice, CauseClaim, []string{"requests a and a", share0}},
-		{"a share and its whole", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), allocated("b", gpu0)), CauseClaim, []string{"requests a and b", share0, gpu0}},
-		{"sharing of admin access", nil, shareBy(newClaim("c", admin("r", gpu0)), "GpuConfig", byMPS), CauseClaim, []string{"request r", "admin access holds nothing"}},
-		{"a limit for a device too many", nil, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", limits(`"1":"1Gi"`)), CauseClaim, []string{`defaultPerDevicePinnedMemoryLimit["1"]`, "1 devices"}},
-		{"a limit for another GPU", nil, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", limits(other)), CauseClaim, []string{"defaultPerDevicePinnedMemoryLimit", "GPU-0"}},
-		{"a limit for another MIG device", nil, shareBy(newClaim("c", allocated("r", small0)), "MigDeviceConfig", limits(other)), CauseClaim, []string{"defaultPerDevicePinnedMemoryLimit", "MIG-1"}},
+		{"a share and its GPU", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), allocated("b", gpu0)), CauseClaim,
+			[]string{"requests a and b", share0, gpu0}},
+		{"sharing of admin access", nil, shareBy(newClaim("c", admin("r", gpu0)), "GpuConfig", byMPS), CauseClaim,
+			[]string{"request r", "admin access cannot set up sharing"}},
+		{"a limit for a device too many", nil, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", limits(`"1":"1Gi"`)), CauseClaim,
+			[]string{`defaultPerDevicePinnedMemoryLimit["1"]`, "1 devices"}},
+		{"a limit for another GPU", nil, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", limits(other)), CauseClaim,
+			[]string{"defaultPerDevicePinnedMemoryLimit", "GPU-0"}},
+		{"a limit for another MIG device", nil, shareBy(newClaim("c", allocated("r", small0)), "MigDeviceConfig", limits(other)), CauseClaim,
+			[]string{"defaultPerDevicePinnedMemoryLimit", "MIG-1"}},
 		{"a GPU without time slices", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).unsliced = true },
 			shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long")), CauseStep, []string{gpu0, "time slices", "not-supported"}},
-		{"MPS that is down", func(_ *testing.T, w *world, _ *hardware) { w.daemons.absent = true }, newClaim("c", fraction("r", share0, "1Gi", "0")), CauseNotReady, []string{"the MPS supervisor is not running on this node", "mps.enabled"}},
-		{"MPS that is switched off", func(_ *testing.T, w *world, _ *hardware) { w.noMPS = true }, shareBy(newClaim("c", allocated("a", gpu1), allocated("b", gpu0)), "GpuConfig", byMPS), CauseClaim, []string{"claim default/c: request a: MPS is switched off in this cluster: set mps.enabled=true in the chart's values"}},
-		{"a fraction while MPS is switched off", func(_ *testing.T, w *world, _ *hardware) { w.noMPS = true }, newClaim("c", fraction("r", share0, "1Gi", "0")), CauseClaim, []string{"request r: MPS is switched off in this cluster"}},
-		{"a whole GPU of which shares are held", func(t *testing.T, w *world, _ *hardware) {
+		{"MPS without a supervisor", func(_ *testing.T, w *world, _ *hardware) { w.daemons.absent = true },
+			newClaim("c", fraction("r", share0, "1Gi", "0")), CauseNotReady, []string{"the MPS supervisor is not running on this node",
+				"mps.enabled"}},
+		{"MPS switched off", func(_ *testing.T, w *world, _ *hardware) { w.mpsDisabled = true },
+			shareBy(newClaim("c", allocated("a", gpu1), allocated("b", gpu0)), "GpuConfig",
+				byMPS), CauseClaim, []string{"claim default/c: request a: MPS is switched off in this cluster: set mps.enabled=true in the chart's " +
+				"values"}},
+		{"a fraction while MPS is switched off", func(_ *testing.T, w *world, _ *hardware) { w.mpsDisabled = true },
+			newClaim("c", fraction("r", share0, "1Gi", "0")), CauseClaim, []string{"request r: MPS is switched off in this cluster"}},
+		{"a whole GPU with shares in use", func(t *testing.T, w *world, _ *hardware) {
 			mustPrepare(t, w.plugin(t), newClaim("other", fraction("r", share0, "1Gi", "0")))
 		}, newClaim("c", allocated("r", gpu0)), CauseHeld, []string{gpu0, share0, "default/other"}},
-		{"a share of a GPU that is held", func(t *testing.T, w *world, _ *hardware) {
+		{"a share of a GPU in use", func(t *testing.T, w *world, _ *hardware) {
 			mustPrepare(t, w.plugin(t), newClaim("other", allocated("r", gpu0)))
 		}, newClaim("c", fraction("r", share0, "1Gi", "0")), CauseHeld, []string{gpu0, share0, "default/other"}},
 	} {
@@ -206,7 +232,7 @@ func TestWhatOfSharingIsRefusedAndWhatItSays(t *testing.T) {
 	}
 }
 
-func TestADaemonThatHangsDelaysItsGPUAloneAndEndsInAnError(t *testing.T) {
+func TestHungDaemonDelaysOnlyItsGPU(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
 	synctest.Test(t, func(t *testing.T) {
@@ -220,7 +246,7 @@ func TestADaemonThatHangsDelaysItsGPUAloneAndEndsInAnError(t *testing.T) {
 			done <- err
 		}()
 		synctest.Wait()
-		mustPrepare(t, p, newClaim("beside", fraction("r", share1, "1Gi", "0")))
+		mustPrepare(t, p, newClaim("neighbor", fraction("r", share1, "1Gi", "0")))
 		mustPrepare(t, p, newClaim("admin", admin("r", gpu0)))
 		if took := time.Since(start); took > 0 {
 			t.Errorf("another GPU's claim waited for %s", took)
@@ -242,42 +268,43 @@ func TestADaemonThatHangsDelaysItsGPUAloneAndEndsInAnError(t *testing.T) {
 	})
 }
 
-func TestAWholeGPUPaysNothingForSharing(t *testing.T) {
+func TestWholeGPUPaysNothingForSharing(t *testing.T) {
 	c := newClaim("c", allocated("r", gpu0))
 	unshared := writesOf(t, newWorld(t), c)
 	w := newWorld(t)
 	h := withMPS(w)
 	mustPrepare(t, w.plugin(t), newClaim("other", fraction("r", share1, "1Gi", "0")))
-	h.asked()
+	h.takeCalls()
 	if writes := writesOf(t, w, c); writes != unshared {
 		t.Errorf("%d writes, and %d where nothing can be shared", writes, unshared)
 	}
 	p := w.plugin(t)
 	mustUnprepare(t, p, "uid-other")
 	mustPrepare(t, p, c)
-	h.asked()
+	h.takeCalls()
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if calls := h.asked(); len(calls) != 0 {
-		t.Errorf("a comparison asked %q", calls)
+	if calls := h.takeCalls(); len(calls) != 0 {
+		t.Errorf("Reconcile made calls %q", calls)
 	}
 	mustUnprepare(t, p, c.UID)
 	mustPrepare(t, p, shareBy(newClaim("other", plain("r", share1)), "GpuConfig", slicing("Long")))
-	h.asked()
-	// Not even what is shared elsewhere and cannot be read is looked at.
+	h.takeCalls()
+	// Files of settings that other claims share are unreadable now. That must not harm this claim,
+	// which shares nothing.
 	for _, file := range w.holders() {
 		w.disk.Put(filepath.Join(state, "holders", file), nil)
 	}
 	mustPrepare(t, p, c)
 	mustPrepare(t, p, c)
 	mustUnprepare(t, p, c.UID)
-	if calls := h.asked(); len(calls) != 0 {
-		t.Errorf("asked %q", calls)
+	if calls := h.takeCalls(); len(calls) != 0 {
+		t.Errorf("hardware calls: %q", calls)
 	}
 }
 
-func TestManyClaimsShareAtOnce(t *testing.T) {
+func TestConcurrentSharing(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
 	claims := map[string]*resourceapi.ResourceClaim{}
@@ -288,9 +315,9 @@ func TestManyClaimsShareAtOnce(t *testing.T) {
 		}[i%3])
 	}
 	var plugins []*Preparer
-	for range 2 { // as while one takes over from the other
+	for range 2 { // as during an upgrade
 		p := w.plugin(t)
-		p.Reread = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
+		p.ReadClaim = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
 		plugins = append(plugins, p)
 	}
 	stop := make(chan struct{})
@@ -301,8 +328,8 @@ func TestManyClaimsShareAtOnce(t *testing.T) {
 				select {
 				case <-stop:
 					return
-				default: // what is between two states may be an error, which passes
-					_ = errors.Join(p.Mend(t.Context()), p.Reconcile(t.Context()))
+				default: // errors during a transition are transient
+					_ = errors.Join(p.RepairAllSpecs(t.Context()), p.Reconcile(t.Context()))
 				}
 			}
 		})
@@ -326,9 +353,9 @@ func TestManyClaimsShareAtOnce(t *testing.T) {
 	if err := plugins[0].Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	shares(t, w, h, plugins[0], device.TimeSliceDefault)
+	checkSharedState(t, w, h, plugins[0], device.TimeSliceDefault)
 	if len(w.holders()) != 0 || len(h.of(t, gpu0).instances) != 0 {
-		t.Errorf("left: %q, %s", w.holders(), describe(h.of(t, gpu0).state().MIG.Instances...))
+		t.Errorf("left: %q, %s", w.holders(), describeInstances(h.of(t, gpu0).state().MIG.Instances...))
 	}
-	clean(t, w)
+	checkClean(t, w)
 }

@@ -13,14 +13,16 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Step is one reversible part of a preparation. Apply may run again after it ran in whole or in part; so may Revert, also where Apply never ran.
+// Step is one reversible part of a preparation. Apply may be called again after it ran completely
+// or in part. Revert may be called again too, and also if Apply never ran.
 type Step interface {
 	Kind() string
 	Apply(ctx context.Context, env *Env) error
 	Revert(ctx context.Context, env *Env) error
 }
 
-// Env is what steps work on.
+// Env is what a step needs to run: the claim, access to the hardware, and the stores of records and
+// CDI specs.
 type Env struct {
 	ClaimUID        types.UID
 	Namespace, Name string
@@ -29,49 +31,55 @@ type Env struct {
 	Specs           Specs
 	Partitions      Partitions
 	MPS             Daemons
-	// Looks are what was seen of the hardware within the call.
-	Looks   *looks
+	// Cards caches the state of the cards during the call.
+	Cards   *cardStates
 	Records *checkpoint.Store
-	// Journal writes what the steps know by now into the claim's record.
+	// Journal saves the current state of the steps: in the claim's record, or in the separate file of
+	// a setting, partition or daemon that several claims share.
 	Journal func() error
-	// Forgotten says that the record is of an earlier boot: whatever was cut for it is gone.
-	Forgotten bool
-	// Present says whether the card may still be in the node.
+	// EarlierBoot means that the record was written in an earlier boot, so that its partitions no
+	// longer exist.
+	EarlierBoot bool
+	// Present reports whether the card may still be in the node.
 	Present func(device.Card) bool
-	// UUID is that of one of the claim's devices, by the device's name.
+	// UUID returns the UUID of the claim's device with this name.
 	UUID func(device string) (string, error)
-	// Sharers are the claims whose records say, or may say, that they hold a step together.
-	Sharers func(key string, gpus []string) ([]types.UID, error)
-	// Round is the comparison within which the steps are applied. It is nil in a call for one claim.
-	Round *round
+	// ClaimsSharing returns the claims on the GPUs whose records name the shared setting, partition or
+	// daemon with this key, or cannot be read.
+	ClaimsSharing func(key string, gpus []string) ([]types.UID, error)
+	// Pass is the Reconcile pass in which the steps run. It is nil outside Reconcile.
+	Pass *reconcilePass
 }
 
-// stepKinds knows every step that a record can hold. A kind that is missing here would make old records impossible to revert: kinds are never removed.
+// stepKinds maps each kind of step that a record can have to its constructor. Never remove a kind,
+// because records that contain it could not be reverted.
 var stepKinds = map[string]func() Step{
 	claimSpecKind:   func() Step { return &claimSpec{} },
 	migInstanceKind: func() Step { return &migInstance{} },
 	migModeOffKind:  func() Step { return &migModeOff{} },
-	sharedKind:      func() Step { return &shared{} },
+	sharedKind:      func() Step { return &sharedStep{} },
 }
 
-// store is what stands in the record, given what has stood there for the same steps, as far as there is any. Those of one kind have kept their order.
-func store(steps []Step, before []checkpoint.Step) ([]checkpoint.Step, error) {
-	stored, left := make([]checkpoint.Step, len(steps)), slices.Clone(before)
+// encodeSteps encodes the steps for the claim's record. It keeps unknown fields of "before", the
+// earlier encoding of the steps: the first step of a kind is matched with the first earlier one of
+// that kind, and so on.
+func encodeSteps(steps []Step, before []checkpoint.Step) ([]checkpoint.Step, error) {
+	stored, remaining := make([]checkpoint.Step, len(steps)), slices.Clone(before)
 	for i, s := range steps {
 		var old checkpoint.Step
-		if at := slices.IndexFunc(left, func(b checkpoint.Step) bool { return b.Kind == s.Kind() }); at >= 0 {
-			old = left[at]
-			left = slices.Delete(left, at, at+1)
+		if at := slices.IndexFunc(remaining, func(b checkpoint.Step) bool { return b.Kind == s.Kind() }); at >= 0 {
+			old = remaining[at]
+			remaining = slices.Delete(remaining, at, at+1)
 		}
 		var err error
-		if stored[i], err = storeOver(old, s); err != nil {
+		if stored[i], err = encodeStepOver(old, s); err != nil {
 			return nil, err
 		}
 	}
 	return stored, nil
 }
 
-func storeOne(s Step) (checkpoint.Step, error) {
+func encodeStep(s Step) (checkpoint.Step, error) {
 	params, err := json.Marshal(s)
 	if err != nil {
 		return checkpoint.Step{}, fmt.Errorf("store step %s: %w", s.Kind(), err)
@@ -79,45 +87,47 @@ func storeOne(s Step) (checkpoint.Step, error) {
 	return checkpoint.Step{Kind: s.Kind(), Params: params}, nil
 }
 
-func restore(stored []checkpoint.Step) ([]Step, error) {
+func decodeSteps(stored []checkpoint.Step) ([]Step, error) {
 	steps := make([]Step, len(stored))
 	for i, s := range stored {
 		var err error
-		if steps[i], err = restoreOne(stepKinds, s); err != nil {
+		if steps[i], err = decodeStep(stepKinds, s); err != nil {
 			return nil, err
 		}
 	}
 	return steps, nil
 }
 
-func restoreOne[S Step](kinds map[string]func() S, stored checkpoint.Step) (step S, err error) {
+func decodeStep[S Step](kinds map[string]func() S, stored checkpoint.Step) (step S, err error) {
 	empty, known := kinds[stored.Kind]
 	if !known {
-		return step, &lastingError{fmt.Errorf("step %q was recorded by another version of the driver, and this one cannot revert it: install that version again", stored.Kind)}
+		return step, &permanentError{fmt.Errorf("another version of the driver recorded step %q, and this version cannot revert it: "+
+			"install that version again", stored.Kind)}
 	}
 	step = empty()
 	if err := json.Unmarshal(stored.Params, step); err != nil {
-		return step, &lastingError{fmt.Errorf("step %q of the record: %w", stored.Kind, err)}
+		return step, &permanentError{fmt.Errorf("step %q of the record: %w", stored.Kind, err)}
 	}
 	return step, nil
 }
 
-// lasting are the steps that leave something to revert. The others are not in the record of a claim that is prepared.
-func lasting(steps []Step) []Step {
-	var left []Step
+// lastingSteps returns the steps that stay in the record of a prepared claim, because they must be
+// reverted later. It leaves out those that disable MIG mode.
+func lastingSteps(steps []Step) []Step {
+	var lasting []Step
 	for _, s := range steps {
 		if _, done := s.(*migModeOff); !done {
-			left = append(left, s)
+			lasting = append(lasting, s)
 		}
 	}
-	return left
+	return lasting
 }
 
-// hard says whether reverting the steps takes the hardware, or a daemon.
-func hard(steps []Step) bool {
+// needsHardware reports whether reverting the steps may need the hardware or an MPS daemon.
+func needsHardware(steps []Step) bool {
 	for _, s := range steps {
 		switch s.(type) {
-		case *migInstance, *shared:
+		case *migInstance, *sharedStep:
 			return true
 		}
 	}

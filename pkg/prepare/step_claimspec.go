@@ -10,10 +10,11 @@ import (
 
 const claimSpecKind = "claim-spec"
 
-// claimSpec writes the claim's CDI spec. The edits are in the record, so that a lost spec can be written again without asking the hardware.
+// claimSpec is the step that writes the claim's CDI spec. The record contains the CDI edits, so
+// that the driver can write a lost spec again without reading the hardware.
 type claimSpec struct {
 	Devices []specDevice `json:"devices"`
-	// Clients are the devices whose edits make containers clients of MPS daemons.
+	// Clients says which devices make their containers clients of which MPS daemon.
 	Clients []mpsClient `json:"clients,omitempty"`
 }
 

@@ -10,43 +10,46 @@ import (
 
 const computeModeKind = "compute-mode"
 
-// computeMode keeps all processes but the server of MPS from a GPU.
-type computeMode struct{ setting[device.ComputeMode] }
+// computeMode is the step that sets a GPU's compute mode to exclusive process, so that only the MPS
+// server can use the GPU directly.
+type computeMode struct {
+	settingState[device.ComputeMode]
+}
 
-var _ sharable = &computeMode{}
+var _ sharableStep = &computeMode{}
 
-var computeModes = knob[device.ComputeMode]{
+var computeModes = gpuSetting[device.ComputeMode]{
 	name: "compute mode",
-	now: func(ctx context.Context, env *Env, card device.Card) (device.ComputeMode, error) {
-		state, err := env.Looks.at(ctx, card)
+	read: func(ctx context.Context, env *Env, card device.Card) (device.ComputeMode, error) {
+		state, err := env.Cards.get(ctx, card)
 		return cmp.Or(state.ComputeMode, device.ComputeDefault), err
 	},
 	set: func(ctx context.Context, env *Env, card device.Card, to device.ComputeMode) error {
-		defer env.Looks.forget(card)
+		defer env.Cards.invalidate(card)
 		return env.Partitions.SetComputeMode(ctx, card, to)
 	},
-	say: func(mode device.ComputeMode) string { return string(mode) },
+	format: func(mode device.ComputeMode) string { return string(mode) },
 }
 
 func (s *computeMode) Kind() string { return computeModeKind }
 
-func (s *computeMode) wanted() string {
+func (s *computeMode) describe() string {
 	return fmt.Sprintf("compute mode %s on %s", device.ComputeExclusiveProcess, s.GPU)
 }
 
-func (s *computeMode) unknown() {
+func (s *computeMode) assumeDefaults() {
 	found := device.ComputeDefault
 	s.Found = &found
 }
 
 func (s *computeMode) Apply(ctx context.Context, env *Env) error {
-	return computeModes.apply(ctx, env, &s.setting, device.ComputeExclusiveProcess)
+	return computeModes.apply(ctx, env, &s.settingState, device.ComputeExclusiveProcess)
 }
 
-func (s *computeMode) keep(ctx context.Context, env *Env) error {
-	return computeModes.keep(ctx, env, &s.setting, device.ComputeExclusiveProcess)
+func (s *computeMode) maintain(ctx context.Context, env *Env) error {
+	return computeModes.maintain(ctx, env, &s.settingState, device.ComputeExclusiveProcess)
 }
 
 func (s *computeMode) Revert(ctx context.Context, env *Env) error {
-	return computeModes.revert(ctx, env, &s.setting)
+	return computeModes.revert(ctx, env, &s.settingState)
 }

@@ -12,131 +12,141 @@ import (
 
 const migInstanceKind = "mig-instance"
 
-// migInstance cuts one GPU instance at its place, with one compute instance that fills it. The record says before each call what is about to be done and
-// after it what came of it, so that a call that was killed leaves nothing that nobody knows, and nothing of anyone else is taken for ours.
+// migInstance is the step that creates a GPU instance at a placement, and in it one compute
+// instance of full size. The record has the intent before each call to the hardware and the result
+// after it. So after a crash it is always known who created an instance.
 type migInstance struct {
-	// Device is the allocated device, GPU the card's name as a whole GPU.
-	Device string      `json:"device"`
-	GPU    string      `json:"gpu"`
-	Card   device.Card `json:"card"`
-	// Minor is that of the card's device node, as in the claim's edits.
+	// Device is the name of the allocated partition.
+	Device string `json:"device"`
+	// GPU is the name of the GPU on which the partition is created.
+	GPU  string      `json:"gpu"`
+	Card device.Card `json:"card"`
+	// Minor is the minor number of the GPU's device node, as it is in the claim's CDI edits.
 	Minor     int              `json:"minor"`
 	ProfileID uint32           `json:"profileID"`
-	Profile   string           `json:"profile"` // for people
+	Profile   string           `json:"profile"` // for readers of the record
 	Placement device.Placement `json:"placement"`
-	// Asked says that the hardware may have been asked to make the instance; Before is what there was until then.
-	Asked  bool       `json:"asked,omitempty"`
-	Before []occupied `json:"before,omitempty"`
-	// Instance is what was made, as far as that is known.
+	// Asked is set before the driver asks the GPU to create the instance.
+	Asked bool `json:"asked,omitempty"`
+	// Before lists the GPU instances that existed when Asked was set.
+	Before []priorInstance `json:"before,omitempty"`
+	// Instance is the created GPU instance. It is nil until the creation is known to have succeeded.
 	Instance *device.Instance `json:"instance,omitempty"`
 }
 
-// occupied is a GPU instance that was there before ours. Its ID alone says little: IDs are used again.
-type occupied struct {
+// priorInstance is a GPU instance that existed before the driver created its own. The ID alone does
+// not identify the instance, because the GPU reuses IDs.
+type priorInstance struct {
 	ID        uint32           `json:"id"`
 	Placement device.Placement `json:"placement"`
 }
 
-var _ sharable = &migInstance{}
+var _ sharableStep = &migInstance{}
 
 func (s *migInstance) Kind() string { return migInstanceKind }
 
-// Apply expects that none of its instance is there: what an earlier try left is reverted first. A step that is asked already is on record as it is.
+// Apply creates the instance. The caller must have reverted what an earlier attempt left. If Asked
+// is set, the record already says that the instance is about to be created.
 func (s *migInstance) Apply(ctx context.Context, env *Env) error {
-	state, err := env.Looks.at(ctx, s.Card)
+	state, err := env.Cards.get(ctx, s.Card)
 	if err != nil {
-		return s.failed(err)
+		return s.wrapError(err)
 	}
-	defer env.Looks.forget(s.Card)
+	defer env.Cards.invalidate(s.Card)
 	if !state.MIG.Enabled {
-		if state, err = s.turnOn(ctx, env); err != nil {
+		if state, err = s.enableMIGMode(ctx, env); err != nil {
 			return err
 		}
 	}
-	if err := sameNode(s.GPU, s.Minor, state.Minor); err != nil {
+	if err := checkDeviceNode(s.GPU, s.Minor, state.Minor); err != nil {
 		return err
 	}
 	if taken := overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {
-		return s.taken(taken)
+		return s.placeTaken(taken)
 	}
 	if !s.Asked {
-		s.expect(state)
+		s.recordBefore(state)
 		if err := env.Journal(); err != nil {
 			return err
 		}
 	}
-	made, err := env.Partitions.CreateInstance(ctx, s.Card, s.ProfileID, s.Placement)
+	created, err := env.Partitions.CreateInstance(ctx, s.Card, s.ProfileID, s.Placement)
 	if err != nil {
-		return s.notMade(ctx, env, err)
+		return s.createFailed(ctx, env, err)
 	}
-	s.Instance = &made
+	s.Instance = &created
 	if err := env.Journal(); err != nil {
 		return err
 	}
-	filled, err := env.Partitions.CreateCompute(ctx, s.Card, made.ID)
+	filled, err := env.Partitions.CreateCompute(ctx, s.Card, created.ID)
 	if err != nil {
-		return s.failed(err)
+		return s.wrapError(err)
 	}
-	if len(filled.Compute) != 1 || !matches(made, filled) {
-		return s.failed(fmt.Errorf("%s on %s has not the one compute instance that was asked for", describe(filled), s.GPU))
+	if len(filled.Compute) != 1 || !sameInstance(created, filled) {
+		return s.wrapError(fmt.Errorf("%s on %s does not have exactly the requested compute instance", describeInstances(filled), s.GPU))
 	}
-	// The record follows with what is written next. Until then it has the instance, which is proof enough.
+	// The next write of the record includes the compute instance. If the process dies before that, the
+	// recorded GPU instance proves that this driver created both.
 	s.Instance = &filled
 	return nil
 }
 
-// expect is on record before the hardware is asked.
-func (s *migInstance) expect(state device.CutState) {
+// recordBefore stores in the step which GPU instances exist. The caller saves the record before it
+// asks the GPU to create another one.
+func (s *migInstance) recordBefore(state device.CardState) {
 	s.Asked, s.Before = true, nil
 	for _, in := range state.MIG.Instances {
-		s.Before = append(s.Before, occupied{in.ID, in.Placement})
+		s.Before = append(s.Before, priorInstance{in.ID, in.Placement})
 	}
 }
 
-func (s *migInstance) turnOn(ctx context.Context, env *Env) (device.CutState, error) {
-	// Before the mode is on: it is ours to turn off, and whoever wants the GPU whole must know of
-	// it.
+func (s *migInstance) enableMIGMode(ctx context.Context, env *Env) (device.CardState, error) {
+	// Mark the GPU first. The driver may later disable MIG mode only on a marked GPU, and the mark
+	// makes a claim for the whole GPU read the hardware.
 	if err := env.Records.Mark(s.GPU, env.BootID); err != nil {
-		return device.CutState{}, because(CauseRecord, "%w", err)
+		return device.CardState{}, withCause(CauseRecord, "%w", err)
 	}
 	state, err := env.Partitions.SetMode(ctx, s.Card, true)
 	if err != nil {
-		return state, s.failed(err)
+		return state, s.wrapError(err)
 	}
 	if !state.MIG.Enabled {
-		return state, s.failed(fmt.Errorf("MIG mode of %s is still off (pending: %v) after it was turned on: the GPU may need a reset", s.GPU, state.MIG.Pending))
+		return state, s.wrapError(fmt.Errorf("MIG mode of %s is still disabled (pending: %v) after the driver enabled it: the GPU may need a "+
+			"reset", s.GPU, state.MIG.Pending))
 	}
 	return state, nil
 }
 
-// notMade notes that the hardware refused, so that nothing that appears at the place later is taken for ours.
-func (s *migInstance) notMade(ctx context.Context, env *Env, err error) error {
-	if refused(err) {
+// createFailed returns the error to report when creating the instance failed with err. If the GPU
+// refused, it first records that nothing was created. Otherwise the driver would treat an instance
+// that an admin creates at this placement later as its own.
+func (s *migInstance) createFailed(ctx context.Context, env *Env, err error) error {
+	if isRefusal(err) {
 		s.Asked, s.Before = false, nil
 		if jerr := env.Journal(); jerr != nil {
-			klog.FromContext(ctx).Error(jerr, "Could not note that an instance was refused", "device", s.Device)
+			klog.FromContext(ctx).Error(jerr, "Failed to record that the GPU refused to create a MIG instance", "device", s.Device)
 		}
 		if state, lerr := env.Partitions.Look(ctx, s.Card); lerr == nil {
 			if taken := overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {
-				return s.taken(taken)
+				return s.placeTaken(taken)
 			}
 		}
 	}
-	return s.failed(err)
+	return s.wrapError(err)
 }
 
-// Revert removes the instance, and only that.
+// Revert removes the instance that this step created, and no other.
 func (s *migInstance) Revert(ctx context.Context, env *Env) error {
-	if env.Forgotten || s.Instance == nil && !s.Asked {
+	if env.EarlierBoot || s.Instance == nil && !s.Asked {
 		return nil
 	}
-	defer env.Looks.forget(s.Card)
-	if err := s.remove(ctx, env); err != nil && !env.isGone(ctx, s, err) {
-		return s.failed(err)
+	defer env.Cards.invalidate(s.Card)
+	if err := s.remove(ctx, env); err != nil && !env.isInstanceGone(ctx, s, err) {
+		return s.wrapError(err)
 	}
 	s.Instance, s.Asked, s.Before = nil, false, nil
 	if err := env.Journal(); err != nil {
-		klog.FromContext(ctx).Error(err, "Could not note that an instance is removed", "device", s.Device)
+		klog.FromContext(ctx).Error(err, "Failed to record that a MIG instance was removed", "device", s.Device)
 	}
 	return nil
 }
@@ -150,16 +160,18 @@ func (s *migInstance) remove(ctx context.Context, env *Env) error {
 		return err
 	}
 	for _, in := range state.MIG.Instances {
-		if s.mayHaveMade(in) {
+		if s.mayHaveCreated(in) {
 			return env.Partitions.Destroy(ctx, s.Card, in)
 		}
 	}
 	return nil
 }
 
-// mayHaveMade says whether an instance is the one whose making was cut short: it is exactly at the place, was not there before, and has no compute
-// instance, because that is asked for only after the instance is on record.
-func (s *migInstance) mayHaveMade(in device.Instance) bool {
+// mayHaveCreated reports whether the instance in may come from an interrupted creation by this
+// step. It must have exactly the planned profile and placement, and must not have existed before.
+// It must have no compute instance, because the step creates that only after the GPU instance is in
+// the record.
+func (s *migInstance) mayHaveCreated(in device.Instance) bool {
 	if s.Instance != nil || !s.Asked || in.ProfileID != s.ProfileID || in.Placement != s.Placement || len(in.Compute) > 0 {
 		return false
 	}
@@ -171,50 +183,56 @@ func (s *migInstance) mayHaveMade(in device.Instance) bool {
 	return true
 }
 
-// intact finds the instance among those that are there, with the compute instance that was made in it.
-func (s *migInstance) intact(instances []device.Instance) (device.Instance, bool) {
+// findIntact looks for the step's GPU instance in instances. It finds the instance only if its
+// compute instance is still the one that the step created.
+func (s *migInstance) findIntact(instances []device.Instance) (device.Instance, bool) {
 	if s.Instance == nil || len(s.Instance.Compute) == 0 {
 		return device.Instance{}, false
 	}
 	for _, in := range instances {
-		if matches(*s.Instance, in) && slices.EqualFunc(s.Instance.Compute, in.Compute, sameCompute) {
+		if sameInstance(*s.Instance, in) && slices.EqualFunc(s.Instance.Compute, in.Compute, sameCompute) {
 			return in, true
 		}
 	}
 	return device.Instance{}, false
 }
 
-// keep refuses who would join those who share an instance that is gone. It is theirs to make it again, or to lose it.
-func (s *migInstance) keep(ctx context.Context, env *Env) error {
-	state, err := env.Looks.at(ctx, s.Card)
+// maintain returns an error if the shared GPU instance no longer exists. It does not recreate the
+// instance, because Reconcile does that for the claims that share it.
+func (s *migInstance) maintain(ctx context.Context, env *Env) error {
+	state, err := env.Cards.get(ctx, s.Card)
 	if err != nil {
-		return s.failed(err)
+		return s.wrapError(err)
 	}
-	if _, ok := s.intact(state.MIG.Instances); ok {
+	if _, ok := s.findIntact(state.MIG.Instances); ok {
 		return nil
 	}
-	return because(CauseNotReady, "device %s is gone, which other claims share: it can be shared again when it has been made again for them, within seconds; at its GPU there are now: %s",
-		s.Device, describe(state.MIG.Instances...))
+	return withCause(CauseNotReady,
+		"shared device %s is gone: the kubelet retries, and the driver recreates the device within seconds: its GPU now has: %s",
+		s.Device, describeInstances(state.MIG.Instances...))
 }
 
-func (s *migInstance) wanted() string { return fmt.Sprintf("device %s (%s)", s.Device, s.Profile) }
+func (s *migInstance) describe() string { return fmt.Sprintf("device %s (%s)", s.Device, s.Profile) }
 
-// unknown leaves nothing to revert: nothing proves any more that what is at the place is ours.
-func (s *migInstance) unknown() { s.Instance, s.Asked, s.Before = nil, false, nil }
+// assumeDefaults makes Revert remove nothing. It is called if the file of the shared instance is
+// unreadable, so that nothing proves that this driver created the instance at the placement.
+func (s *migInstance) assumeDefaults() { s.Instance, s.Asked, s.Before = nil, false, nil }
 
-// explains says whether an instance that is there is this step's.
-func (s *migInstance) explains(in device.Instance) bool {
+// owns reports whether this step created the instance in, or may have created it before it was
+// interrupted.
+func (s *migInstance) owns(in device.Instance) bool {
 	if s.Instance != nil {
-		return matches(*s.Instance, in)
+		return sameInstance(*s.Instance, in)
 	}
-	return s.mayHaveMade(in)
+	return s.mayHaveCreated(in)
 }
 
-func (s *migInstance) failed(err error) error {
+func (s *migInstance) wrapError(err error) error {
 	return fmt.Errorf("device %s (%s): %w", s.Device, s.Profile, err)
 }
 
-func (s *migInstance) taken(by []device.Instance) error {
-	return because(CauseDevice, "device %s: its place on %s is taken by %s, which no claim of this driver has made there: remove it (nvidia-smi mig), or delete the claim's Pods to have it allocated elsewhere",
-		s.Device, s.GPU, describe(by...))
+func (s *migInstance) placeTaken(by []device.Instance) error {
+	return withCause(CauseDevice, "device %s: its placement on %s is taken by %s, which no claim of this driver created there: "+
+		"remove it (nvidia-smi mig), or delete the claim's Pods to have it allocated elsewhere",
+		s.Device, s.GPU, describeInstances(by...))
 }

@@ -9,7 +9,9 @@ import (
 
 const migModeOffKind = "mig-mode-off"
 
-// migModeOff makes a GPU whole again that was left in MIG mode without instances. There is nothing to revert: whoever cuts the GPU next turns the mode on.
+// migModeOff is the step that disables MIG mode on a GPU without MIG instances, so that the whole
+// GPU can be used. Its Revert does nothing: the step that creates the next partition enables the
+// mode.
 type migModeOff struct {
 	GPU   string      `json:"gpu"`
 	Card  device.Card `json:"card"`
@@ -21,22 +23,23 @@ var _ Step = &migModeOff{}
 func (s *migModeOff) Kind() string { return migModeOffKind }
 
 func (s *migModeOff) Apply(ctx context.Context, env *Env) error {
-	defer env.Looks.forget(s.Card)
-	state, err := turnOff(ctx, env, s.Card, s.GPU)
+	defer env.Cards.invalidate(s.Card)
+	state, err := disableMIGMode(ctx, env, s.Card, s.GPU)
 	if err != nil {
 		return err
 	}
-	return sameNode(s.GPU, s.Minor, state.Minor)
+	return checkDeviceNode(s.GPU, s.Minor, state.Minor)
 }
 
-// turnOff turns MIG mode off, and then forgets that we turned it on.
-func turnOff(ctx context.Context, env *Env, card device.Card, gpu string) (device.CutState, error) {
+// disableMIGMode disables MIG mode. Then it removes the file that says that this driver enabled the
+// mode.
+func disableMIGMode(ctx context.Context, env *Env, card device.Card, gpu string) (device.CardState, error) {
 	state, err := env.Partitions.SetMode(ctx, card, false)
 	if err != nil {
-		return state, fmt.Errorf("turn off MIG mode of %s: %w", gpu, err)
+		return state, fmt.Errorf("disable MIG mode of %s: %w", gpu, err)
 	}
 	if state.MIG.Enabled {
-		return state, fmt.Errorf("turn off MIG mode of %s: it is still on (pending: %v): the GPU may need a reset", gpu, state.MIG.Pending)
+		return state, fmt.Errorf("disable MIG mode of %s: it is still enabled (pending: %v): the GPU may need a reset", gpu, state.MIG.Pending)
 	}
 	return state, env.Records.Unmark(gpu)
 }

@@ -12,42 +12,49 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// Daemons runs MPS control daemons. [mps.Client] does; but where nobody runs them, Stop has to say that a daemon is gone or why that cannot be told.
+// Daemons starts and stops MPS control daemons. [mps.Client] implements it with the MPS supervisor.
+// If the supervisor does not run, Stop returns nil only if the daemon is certainly gone.
 type Daemons interface {
-	// Start returns when the daemon is ready. One that runs as it should is left alone.
+	// Start returns when the daemon is ready. If the daemon already runs as requested, Start does not
+	// disturb it.
 	Start(ctx context.Context, d mps.Daemon) error
-	// Stop returns when nothing of the daemon is left. One that is not there is stopped already.
+	// Stop returns when no process of the daemon is left. It succeeds if the daemon does not exist.
 	Stop(ctx context.Context, id string) error
-	// List says which daemons there are. Where nobody runs daemons the error is an [*mps.NotRunningError].
+	// List returns the running daemons. If the supervisor does not run, the error is an
+	// [*mps.NotRunningError].
 	List(ctx context.Context) ([]mps.Status, error)
 }
 
-// daemonTime bounds the start or the end of a daemon, which takes milliseconds unless its GPU hangs.
+// daemonTime limits the start or stop of a daemon. Either takes milliseconds unless the GPU hangs.
 const daemonTime = 20 * time.Second
 
 const mpsDaemonKind = "mps-daemon"
 
-// mpsDaemon runs a control daemon over devices, for the claims that hold them or for one claim.
+// mpsDaemon is the step that runs an MPS control daemon for some devices. The daemon serves one
+// claim, or all claims that have fractions of one device.
 type mpsDaemon struct {
 	ID string `json:"id"`
-	// Devices are named: which MIG devices they are is known when they are cut.
+	// Devices are names and not UUIDs, because a MIG device has no UUID before it is created.
 	Devices []string `json:"devices"`
-	// ThreadPercentage, and Memory in MiB, hold for each client process; zero is no limit.
-	ThreadPercentage int    `json:"threadPercentage,omitempty"`
-	Memory           uint64 `json:"memory,omitempty"`
-	// PerDevice is Memory for single devices, by their UUIDs or their index in the order of the
+	// ThreadPercentage limits the part of the GPU's threads that each client process can use. Zero
+	// means no limit.
+	ThreadPercentage int `json:"threadPercentage,omitempty"`
+	// Memory limits the GPU memory of each client process, in MiB. Zero means no limit.
+	Memory uint64 `json:"memory,omitempty"`
+	// PerDevice overrides Memory for single devices. Its keys are UUIDs or indexes into the sorted
 	// UUIDs.
 	PerDevice map[string]uint64 `json:"perDevice,omitempty"`
 	MultiUser bool              `json:"multiUser,omitempty"`
-	// UUIDs are those of the devices when the daemon was asked for. There are none while it was not.
+	// UUIDs are the UUIDs of Devices when the daemon was last started. UUIDs is empty if the daemon
+	// was never started.
 	UUIDs []string `json:"uuids,omitempty"`
 }
 
-var _ sharable = &mpsDaemon{}
+var _ sharableStep = &mpsDaemon{}
 
 func (s *mpsDaemon) Kind() string { return mpsDaemonKind }
 
-func (s *mpsDaemon) wanted() string {
+func (s *mpsDaemon) describe() string {
 	text := fmt.Sprintf("MPS daemon %s over %s", s.ID, strings.Join(s.Devices, ", "))
 	if s.ThreadPercentage > 0 {
 		text += fmt.Sprintf(" with %d %% of the threads", s.ThreadPercentage)
@@ -64,7 +71,7 @@ func (s *mpsDaemon) wanted() string {
 	return text
 }
 
-func (s *mpsDaemon) unknown() { s.UUIDs = slices.Clone(s.Devices) }
+func (s *mpsDaemon) assumeDefaults() { s.UUIDs = slices.Clone(s.Devices) }
 
 func (s *mpsDaemon) Apply(ctx context.Context, env *Env) error {
 	uuids, err := s.uuids(env)
@@ -74,13 +81,15 @@ func (s *mpsDaemon) Apply(ctx context.Context, env *Env) error {
 	return s.start(ctx, env, uuids)
 }
 
-// keep starts another daemon where a MIG device was made again with another UUID: the old one's device is gone, and its clients with it.
-func (s *mpsDaemon) keep(ctx context.Context, env *Env) error {
+// maintain starts the daemon if it does not run. It restarts the daemon if one of its MIG devices
+// was recreated and now has another UUID. That harms no client, because the clients ended with the
+// old device.
+func (s *mpsDaemon) maintain(ctx context.Context, env *Env) error {
 	uuids, err := s.uuids(env)
 	if err != nil {
 		return err
 	}
-	if len(s.UUIDs) == 0 { // it is not known what it was started with
+	if len(s.UUIDs) == 0 { // it is unknown with which UUIDs the daemon was started
 		s.UUIDs = uuids
 	}
 	if slices.Equal(uuids, s.UUIDs) {
@@ -119,7 +128,7 @@ func (s *mpsDaemon) run(ctx context.Context, env *Env) error {
 	if err != nil {
 		return err
 	}
-	work, cancel := context.WithTimeoutCause(ctx, daemonTime, fmt.Errorf("it was not ready within %s", daemonTime))
+	work, cancel := context.WithTimeoutCause(ctx, daemonTime, fmt.Errorf("the MPS daemon was not ready within %s", daemonTime))
 	defer cancel()
 	if err := env.MPS.Start(work, d); err != nil {
 		return fmt.Errorf("%s: %w", strings.Join(s.Devices, ", "), err)
@@ -128,7 +137,7 @@ func (s *mpsDaemon) run(ctx context.Context, env *Env) error {
 }
 
 func (s *mpsDaemon) stop(ctx context.Context, env *Env) error {
-	work, cancel := context.WithTimeoutCause(ctx, daemonTime, fmt.Errorf("it was not gone within %s", daemonTime))
+	work, cancel := context.WithTimeoutCause(ctx, daemonTime, fmt.Errorf("the MPS daemon did not stop within %s", daemonTime))
 	defer cancel()
 	if err := env.MPS.Stop(work, s.ID); err != nil {
 		return fmt.Errorf("%s: %w", strings.Join(s.Devices, ", "), err)
@@ -147,7 +156,7 @@ func (s *mpsDaemon) uuids(env *Env) ([]string, error) {
 	return uuids, nil
 }
 
-// daemon says what the supervisor is asked for.
+// daemon returns the step's daemon in the form that the MPS supervisor needs to start it.
 func (s *mpsDaemon) daemon() (mps.Daemon, error) {
 	d := mps.Daemon{ID: s.ID, Devices: s.UUIDs, MultiUser: s.MultiUser, MemoryLimits: map[int]uint64{}}
 	if s.ThreadPercentage > 0 {
@@ -158,18 +167,19 @@ func (s *mpsDaemon) daemon() (mps.Daemon, error) {
 			d.MemoryLimits[i] = s.Memory
 		}
 	}
-	// In order: a UUID, which says more than an index, comes after every index.
+	// The keys are sorted, so that a device's UUID comes after every index and overrides it.
 	for _, key := range slices.Sorted(maps.Keys(s.PerDevice)) {
 		i, err := s.ordinal(key)
 		if err != nil {
-			return d, because(CauseClaim, "sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[%q]: %w", key, err)
+			return d, withCause(CauseClaim, "sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[%q]: %w", key, err)
 		}
 		d.MemoryLimits[i] = s.PerDevice[key]
 	}
 	return d, nil
 }
 
-// ordinal is a place in UUIDs. An index counts as in NVIDIA's reference driver, which sorts them.
+// ordinal returns the index in UUIDs of the device that key names. A key that is a number counts
+// the UUIDs in sorted order, as in NVIDIA's DRA driver.
 func (s *mpsDaemon) ordinal(key string) (int, error) {
 	if i := slices.Index(s.UUIDs, key); i >= 0 {
 		return i, nil
@@ -177,9 +187,9 @@ func (s *mpsDaemon) ordinal(key string) (int, error) {
 	i, err := strconv.Atoi(key)
 	switch {
 	case err != nil:
-		return 0, fmt.Errorf("none of the devices that the configuration is for has this UUID: they are %s", strings.Join(s.UUIDs, ", "))
+		return 0, fmt.Errorf("no device of this configuration has this UUID: use one of %s", strings.Join(s.UUIDs, ", "))
 	case i < 0 || i >= len(s.UUIDs):
-		return 0, fmt.Errorf("the configuration is for %d devices, which are counted from 0", len(s.UUIDs))
+		return 0, fmt.Errorf("the configuration has %d devices, counted from 0", len(s.UUIDs))
 	}
 	return slices.Index(s.UUIDs, slices.Sorted(slices.Values(s.UUIDs))[i]), nil
 }

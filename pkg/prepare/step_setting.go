@@ -9,69 +9,73 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// setting is what steps know that change one of a GPU's settings.
-type setting[T comparable] struct {
+// settingState is what the claim's record or the shared setting's file stores about a change of a
+// GPU setting.
+type settingState[T comparable] struct {
 	GPU  string      `json:"gpu"`
 	Card device.Card `json:"card"`
-	// Found is what it was before. It is nil while nothing was changed.
+	// Found is the value that the setting had before the step changed it. It is nil if the step has
+	// changed nothing.
 	Found *T `json:"found,omitempty"`
 }
 
-// knob is one of the settings that GPUs have: what it is called, and how it is read and set.
-type knob[T comparable] struct {
+// gpuSetting says how to read and write a GPU setting.
+type gpuSetting[T comparable] struct {
 	name string
-	now  func(ctx context.Context, env *Env, card device.Card) (T, error)
+	read func(ctx context.Context, env *Env, card device.Card) (T, error)
 	set  func(ctx context.Context, env *Env, card device.Card, to T) error
-	// say is a value in the words of users.
-	say func(T) string
+	// format returns the name that users know for a value of the setting.
+	format func(T) string
 }
 
-// apply writes down what is found before anything is changed.
-func (k knob[T]) apply(ctx context.Context, env *Env, s *setting[T], want T) error {
-	found, err := k.now(ctx, env, s.Card)
+// apply records the setting's current value and then sets the setting to the parameter want.
+func (g gpuSetting[T]) apply(ctx context.Context, env *Env, s *settingState[T], want T) error {
+	found, err := g.read(ctx, env, s.Card)
 	if err != nil {
-		return k.failed(s, err)
+		return g.wrapError(s, err)
 	}
 	s.Found = &found
 	if err := env.Journal(); err != nil {
 		return err
 	}
-	env.mayBeForgotten(ctx, s.Card, s.GPU, k.name)
-	return k.to(ctx, env, s, want)
+	env.mayBeForgotten(ctx, s.Card, s.GPU, g.name)
+	return g.write(ctx, env, s, want)
 }
 
-// keep makes sure that it still is what is wanted.
-func (k knob[T]) keep(ctx context.Context, env *Env, s *setting[T], want T) error {
-	now, err := k.now(ctx, env, s.Card)
+// maintain sets the setting to want again if it has another value.
+func (g gpuSetting[T]) maintain(ctx context.Context, env *Env, s *settingState[T], want T) error {
+	now, err := g.read(ctx, env, s.Card)
 	if err != nil {
-		return k.failed(s, err)
+		return g.wrapError(s, err)
 	}
 	if now == want {
 		return nil
 	}
-	klog.FromContext(ctx).Info("Setting again what is not as the claims of a GPU need it", "gpu", s.GPU, "setting", k.name, "now", k.say(now), "want", k.say(want))
-	return k.to(ctx, env, s, want)
+	klog.FromContext(ctx).Info("Restoring a GPU setting that claims need", "gpu", s.GPU, "setting", g.name, "now", g.format(now), "want",
+		g.format(want))
+	return g.write(ctx, env, s, want)
 }
 
-// revert sets what was found. A setting that is gone with the driver or the card needs nothing.
-func (k knob[T]) revert(ctx context.Context, env *Env, s *setting[T]) error {
+// revert restores the value that the setting had before apply. If the GPU or the NVIDIA driver is
+// gone, the setting is gone too, and revert succeeds.
+func (g gpuSetting[T]) revert(ctx context.Context, env *Env, s *settingState[T]) error {
 	if s.Found == nil {
 		return nil
 	}
-	if err := k.to(ctx, env, s, *s.Found); err != nil && !env.isUnset(ctx, s.Card, s.GPU, err) {
+	if err := g.write(ctx, env, s, *s.Found); err != nil && !env.isUnset(ctx, s.Card, s.GPU, err) {
 		return err
 	}
 	s.Found = nil
 	return nil
 }
 
-func (k knob[T]) to(ctx context.Context, env *Env, s *setting[T], to T) error {
-	if err := k.set(ctx, env, s.Card, to); err != nil {
-		return k.failed(s, err)
+func (g gpuSetting[T]) write(ctx context.Context, env *Env, s *settingState[T], to T) error {
+	if err := g.set(ctx, env, s.Card, to); err != nil {
+		return g.wrapError(s, err)
 	}
 	return nil
 }
 
-func (k knob[T]) failed(s *setting[T], err error) error {
-	return fmt.Errorf("%s of %s: %w", k.name, s.GPU, err)
+func (g gpuSetting[T]) wrapError(s *settingState[T], err error) error {
+	return fmt.Errorf("%s of %s: %w", g.name, s.GPU, err)
 }

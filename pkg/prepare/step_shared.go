@@ -13,187 +13,211 @@ import (
 
 const sharedKind = "shared"
 
-// sharable is a step that several claims can hold together. Its Apply calls the journal before it does anything that Revert would have to undo.
-type sharable interface {
+// sharableStep is a change that several claims can share, such as a time slice or an MPS daemon.
+// Before its Apply changes anything that Revert must restore, Apply calls the Journal of its Env.
+type sharableStep interface {
 	Step
-	// keep makes sure, while claims hold the step, that what Apply did still holds, and disturbs nobody who uses it.
-	keep(ctx context.Context, env *Env) error
-	// wanted is what those who hold it together must agree on, in words.
-	wanted() string
-	// unknown prepares a Revert without the knowledge of what was found and made.
-	unknown()
+	// maintain makes sure that the effect of the step still exists while claims share the step. It
+	// does not disturb running processes.
+	maintain(ctx context.Context, env *Env) error
+	// describe returns in words what the step does. Claims can share a step only if their descriptions
+	// are equal.
+	describe() string
+	// assumeDefaults makes the next Revert restore the hardware's default. It is for a step whose
+	// original state is unknown.
+	assumeDefaults()
 }
 
-// shared is a step that is applied for the first claim that wants it and reverted for the last. What is held is in the holder's file; the claim's record
-// has what the claim wants. The caller holds the locks of the GPUs.
-type shared struct {
+// sharedStep wraps a sharableStep, such as setting a time slice. The first claim applies the
+// wrapped step, and the last one reverts it. A file (see [checkpoint.Holder]) has the common state
+// and lists the claims. Callers hold the GPUs' locks.
+type sharedStep struct {
 	Key  string   `json:"key"`
 	GPUs []string `json:"gpus"`
-	// Want is the step as the claim would apply it, were it the first.
+	// Want is the wrapped step as this claim would apply it if it came first.
 	Want checkpoint.Step `json:"want"`
 
-	// held is the step as it was last seen to be held.
-	held common
+	// state is the state that all claims with this key share, as it was last read from the file.
+	state sharedState
 }
 
-var _ Step = &shared{}
+var _ Step = &sharedStep{}
 
-// common is a step as claims hold it, and their file.
-type common struct {
-	step   sharable
+// sharedState is what all claims that share a step have in common: the applied step and the list of
+// the claims.
+type sharedState struct {
+	step   sharableStep
 	holder checkpoint.Holder
-	// fresh says that nothing is applied: nobody holds the step, or nobody has since the node was started.
+	// fresh means that the step is not applied in this boot: either no claim shares it, or its claims
+	// shared it before a reboot.
 	fresh bool
 }
 
-// share makes a step one that claims can hold together. What is the same for all that do names it.
-func share(of string, gpus []string, step sharable) (*shared, error) {
-	stored, err := storeOne(step)
-	return &shared{Key: sharedKey(of, step.Kind()), GPUs: gpus, Want: stored, held: common{step: step, fresh: true}}, err
+// newSharedStep wraps a step so that claims can share it. The key consists of the parameter "of",
+// which is the name of a GPU, partition or daemon, and the step's kind.
+func newSharedStep(of string, gpus []string, step sharableStep) (*sharedStep, error) {
+	stored, err := encodeStep(step)
+	return &sharedStep{Key: sharedKey(of, step.Kind()), GPUs: gpus, Want: stored, state: sharedState{step: step, fresh: true}}, err
 }
 
 func sharedKey(of, kind string) string { return of + "_" + kind }
 
-// keyOf takes a key apart.
+// keyOf splits the key of a shared step into the name of the GPU, partition or daemon and the kind
+// of the step.
 func keyOf(key string) (of, kind string) {
 	of, kind, _ = strings.Cut(key, "_")
 	return of, kind
 }
 
-func (s *shared) Kind() string { return sharedKind }
+func (s *sharedStep) Kind() string { return sharedKind }
 
-// part is the device of which there are shares, as it is allocated, if the step makes it.
-func (s *shared) part() (deviceName string, is bool) {
+// sharedPartition returns the name under which the partition is allocated, with the share suffix.
+// It returns is false if the step does not create a partition.
+func (s *sharedStep) sharedPartition() (deviceName string, is bool) {
 	of, kind := keyOf(s.Key)
 	name, known := device.ParseName(of)
 	name.Share = true
 	return name.String(), known && kind == migInstanceKind
 }
 
-// want is the step as the claim wants it.
-func (s *shared) want() (sharable, error) { return sharableOf(s.Want) }
+func (s *sharedStep) wantedStep() (sharableStep, error) { return decodeSharable(s.Want) }
 
-// sharableKinds knows every step that a holder can have. Like those of records, kinds are never removed.
-var sharableKinds = map[string]func() sharable{
-	migInstanceKind: func() sharable { return &migInstance{} },
-	timeSliceKind:   func() sharable { return &timeSlice{} },
-	computeModeKind: func() sharable { return &computeMode{} },
-	mpsDaemonKind:   func() sharable { return &mpsDaemon{} },
+// sharableKinds maps each kind of step that claims can share to its constructor. Never remove a
+// kind, because recorded steps of that kind could not be reverted.
+var sharableKinds = map[string]func() sharableStep{
+	migInstanceKind: func() sharableStep { return &migInstance{} },
+	timeSliceKind:   func() sharableStep { return &timeSlice{} },
+	computeModeKind: func() sharableStep { return &computeMode{} },
+	mpsDaemonKind:   func() sharableStep { return &mpsDaemon{} },
 }
 
-func sharableOf(stored checkpoint.Step) (sharable, error) { return restoreOne(sharableKinds, stored) }
+func decodeSharable(stored checkpoint.Step) (sharableStep, error) {
+	return decodeStep(sharableKinds, stored)
+}
 
-// load reads what is held. Where nobody holds the step it is as the claim wants it.
-func (s *shared) load(records *checkpoint.Store, bootID string) (common, error) {
+// load reads from the file what the claims that share the step have in common. If there is no file
+// of this boot, load returns a fresh state with the step as this claim wants it.
+func (s *sharedStep) load(records *checkpoint.Store, bootID string) (sharedState, error) {
 	h, found, err := records.Holder(s.Key)
 	if err != nil {
-		return common{}, err
+		return sharedState{}, err
 	}
 	if !found || h.BootID != bootID {
-		step, err := s.want()
-		return common{step, checkpoint.Holder{Key: s.Key, GPUs: s.GPUs, State: checkpoint.Applying, BootID: bootID}, true}, err
+		step, err := s.wantedStep()
+		return sharedState{
+			step, checkpoint.Holder{Key: s.Key, GPUs: s.GPUs, State: checkpoint.Applying, BootID: bootID}, true,
+		}, err
 	}
-	step, err := sharableOf(h.Step)
-	return common{step: step, holder: h}, err
+	step, err := decodeSharable(h.Step)
+	return sharedState{step: step, holder: h}, err
 }
 
-// Apply joins those who hold the step, or is the first.
-func (s *shared) Apply(ctx context.Context, env *Env) (err error) {
-	if s.held, err = s.load(env.Records, env.BootID); err != nil {
-		return s.unreadable(err)
+// Apply adds the claim to those that share the step. It applies the wrapped step if this is the
+// first claim, and otherwise makes sure that it is still in effect.
+func (s *sharedStep) Apply(ctx context.Context, env *Env) (err error) {
+	if s.state, err = s.load(env.Records, env.BootID); err != nil {
+		return s.unreadableError(err)
 	}
-	held := &s.held
-	if err := s.agree(ctx, env, held); err != nil {
+	state := &s.state
+	if err := s.agree(ctx, env, state); err != nil {
 		return err
 	}
-	joined := !held.holder.Holds(env.ClaimUID)
+	joined := !state.holder.HeldBy(env.ClaimUID)
 	if joined {
-		held.holder.Claims = append(held.holder.Claims, checkpoint.HolderClaim{UID: env.ClaimUID, Namespace: env.Namespace, Name: env.Name})
+		state.holder.Claims = append(state.holder.Claims,
+			checkpoint.HolderClaim{UID: env.ClaimUID, Namespace: env.Namespace, Name: env.Name})
 	}
-	if joined && held.applied() {
-		if err := held.save(env); err != nil {
+	if joined && state.isApplied() {
+		if err := state.save(env); err != nil {
 			return err
 		}
 	}
-	return env.Round.once(s.Key, func() error { return held.hold(ctx, env) })
+	return env.Pass.once(s.Key, func() error { return state.applyOrMaintain(ctx, env) })
 }
 
-// agree makes sure that the claim wants what is held. Where it is the only one that holds it, and wants something else, nothing is held afterwards.
-func (s *shared) agree(ctx context.Context, env *Env, held *common) error {
-	want, err := s.want()
-	if err != nil || held.fresh || want.wanted() == held.step.wanted() {
+// agree returns an error if this claim wants another value than the claims that already share the
+// step. If no other claim shares it, agree reverts the old value, so that the new one can be
+// applied.
+func (s *sharedStep) agree(ctx context.Context, env *Env, state *sharedState) error {
+	want, err := s.wantedStep()
+	if err != nil || state.fresh || want.describe() == state.step.describe() {
 		return err
 	}
-	if others := held.holder.Others(env.ClaimUID); len(others) > 0 {
-		return because(CauseHeld, "the claim wants %s, and %s is held for %s: ask for the same, or wait until the last Pod of every such claim has ended on this node",
-			want.wanted(), held.step.wanted(), listClaims(others))
+	if others := state.holder.Others(env.ClaimUID); len(others) > 0 {
+		return withCause(CauseHeld, "the claim wants %s, but %s is set for %s: ask for the same, or wait until the last Pod of every such "+
+			"claim has ended on this node",
+			want.describe(), state.step.describe(), listClaims(others))
 	}
-	if err := held.step.Revert(ctx, held.own(env)); err != nil {
+	if err := state.step.Revert(ctx, state.stepEnv(env)); err != nil {
 		return err
 	}
-	held.step, held.holder.Step, held.fresh = want, checkpoint.Step{}, true
+	state.step, state.holder.Step, state.fresh = want, checkpoint.Step{}, true
 	return nil
 }
 
-func (c *common) applied() bool { return !c.fresh && c.holder.State == checkpoint.Applied }
+func (s *sharedState) isApplied() bool { return !s.fresh && s.holder.State == checkpoint.Applied }
 
-// hold does what the claims that hold the step need.
-func (c *common) hold(ctx context.Context, env *Env) error {
-	own := c.own(env)
-	if c.applied() {
-		return c.step.keep(ctx, own)
+// applyOrMaintain calls maintain of the wrapped step if the step is already applied, and Apply
+// otherwise.
+func (s *sharedState) applyOrMaintain(ctx context.Context, env *Env) error {
+	own := s.stepEnv(env)
+	if s.isApplied() {
+		return s.step.maintain(ctx, own)
 	}
-	if !c.fresh { // What was interrupted is brought back to what was found before it is done again.
-		if err := c.step.Revert(ctx, own); err != nil {
+	if !s.fresh { // an earlier call was interrupted: revert its changes first
+		if err := s.step.Revert(ctx, own); err != nil {
 			return err
 		}
 	}
-	c.holder.State = checkpoint.Applying
-	if err := c.step.Apply(ctx, own); err != nil {
+	s.holder.State = checkpoint.Applying
+	if err := s.step.Apply(ctx, own); err != nil {
 		return err
 	}
-	c.holder.State = checkpoint.Applied
-	return c.save(env)
+	s.holder.State = checkpoint.Applied
+	return s.save(env)
 }
 
-// own is what the step itself works on: its journal is the holder's file.
-func (c *common) own(env *Env) *Env {
+// stepEnv returns the environment in which the wrapped step runs. Its Journal saves the shared file
+// instead of the claim's record.
+func (s *sharedState) stepEnv(env *Env) *Env {
 	own := *env
-	own.Forgotten = false
-	own.Journal = func() error { return c.save(env) }
+	own.EarlierBoot = false
+	own.Journal = func() error { return s.save(env) }
 	return &own
 }
 
-func (c *common) save(env *Env) error {
-	stored, err := storeOver(c.holder.Step, c.step)
+func (s *sharedState) save(env *Env) error {
+	stored, err := encodeStepOver(s.holder.Step, s.step)
 	if err == nil {
-		c.holder.Step = stored
-		err = env.Records.SaveHolder(c.holder)
+		s.holder.Step = stored
+		err = env.Records.SaveHolder(s.holder)
 	}
 	if err != nil {
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	}
 	return nil
 }
 
-// Revert leaves, and is the last if nobody is left.
-func (s *shared) Revert(ctx context.Context, env *Env) error {
+// Revert removes the claim from those that share the step. If no other claim is left, Revert also
+// reverts the wrapped step.
+func (s *sharedStep) Revert(ctx context.Context, env *Env) error {
 	h, found, err := env.Records.Holder(s.Key)
 	var unreadable *checkpoint.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
-		return s.abandon(ctx, env, unreadable)
+		return s.leaveUnreadable(ctx, env, unreadable)
 	case err != nil:
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	case !found:
-		return s.removed(env) // also where an earlier call was killed within the removal
+		return s.removeHolder(env) // an earlier call may have been killed during the removal
 	}
 	others := h.Others(env.ClaimUID)
-	// Also where it has left already: the call that wrote that may have been killed before the disk had it.
-	if len(others) > 0 || !h.Holds(env.ClaimUID) {
+	// Save the file even if the claim is no longer in it. An earlier call may have removed the claim
+	// and been killed before the change was durable.
+	if len(others) > 0 || !h.HeldBy(env.ClaimUID) {
 		h.Claims = others
 		if err := env.Records.SaveHolder(h); err != nil {
-			return because(CauseRecord, "%w", err)
+			return withCause(CauseRecord, "%w", err)
 		}
 		return nil
 	}
@@ -202,40 +226,44 @@ func (s *shared) Revert(ctx context.Context, env *Env) error {
 			return s.leaveUndone(ctx, env, err)
 		}
 	}
-	return s.removed(env)
+	return s.removeHolder(env)
 }
 
-// leaveUndone lets the last claim go where all that is left of it is a preference, which harms nobody: it is set back later. What keeps others from the
-// device keeps the claim.
-func (s *shared) leaveUndone(ctx context.Context, env *Env, err error) error {
-	if _, preference := s.held.step.(*timeSlice); !preference {
+// leaveUndone gets the error of reverting the step for its last claim. If only a time slice could
+// not be restored, it saves that and returns nil: the GPU stays usable, and Reconcile tries again.
+// It returns every other error, so that the claim stays.
+func (s *sharedStep) leaveUndone(ctx context.Context, env *Env, err error) error {
+	if _, preference := s.state.step.(*timeSlice); !preference {
 		return err
 	}
-	s.held.holder.Claims = nil
-	if serr := s.held.save(env); serr != nil {
+	s.state.holder.Claims = nil
+	if serr := s.state.save(env); serr != nil {
 		return errors.Join(err, serr)
 	}
-	klog.FromContext(ctx).Error(err, "Could not set back what claims shared; it is tried again, and keeps nobody from the GPU", "holder", s.Key)
+	klog.FromContext(ctx).Error(err,
+		"Failed to restore the original value of a shared GPU setting; retrying, and the GPU stays usable", "holder", s.Key)
 	return nil
 }
 
-// undo reverts the step for the last claim. A disk that is full keeps nobody from that: reverting twice is reverting once.
-func (s *shared) undo(ctx context.Context, env *Env) (err error) {
-	if s.held, err = s.load(env.Records, env.BootID); err != nil {
-		return because(CauseRecord, "%w", err)
+// undo reverts the wrapped step for the last claim. If undo cannot save the state Undoing, for
+// example on a full disk, it reverts anyway, because Revert can be repeated.
+func (s *sharedStep) undo(ctx context.Context, env *Env) (err error) {
+	if s.state, err = s.load(env.Records, env.BootID); err != nil {
+		return withCause(CauseRecord, "%w", err)
 	}
-	if s.held.holder.State != checkpoint.Undoing {
-		s.held.holder.State = checkpoint.Undoing
-		if err := s.held.save(env); err != nil {
-			klog.FromContext(ctx).Error(err, "Could not note that what claims shared is being reverted", "holder", s.Key)
+	if s.state.holder.State != checkpoint.Undoing {
+		s.state.holder.State = checkpoint.Undoing
+		if err := s.state.save(env); err != nil {
+			klog.FromContext(ctx).Error(err, "Failed to record that a GPU setting shared by claims is being reverted; reverting anyway",
+				"holder", s.Key)
 		}
 	}
-	return s.held.step.Revert(ctx, s.held.own(env))
+	return s.state.step.Revert(ctx, s.state.stepEnv(env))
 }
 
-func (s *shared) removed(env *Env) error {
+func (s *sharedStep) removeHolder(env *Env) error {
 	if err := env.Records.RemoveHolder(s.Key); err != nil {
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	}
 	return nil
 }
@@ -248,11 +276,12 @@ func listClaims(claims []checkpoint.HolderClaim) string {
 	return strings.Join(names, ", ")
 }
 
-// sharedSteps are those of the steps that are held together with other claims, or might be.
-func sharedSteps(steps []Step) []*shared {
-	var found []*shared
+// sharedSteps returns those of the steps that are sharedSteps: settings, daemons and partitions
+// that claims can share.
+func sharedSteps(steps []Step) []*sharedStep {
+	var found []*sharedStep
 	for _, step := range steps {
-		if s, ok := step.(*shared); ok {
+		if s, ok := step.(*sharedStep); ok {
 			found = append(found, s)
 		}
 	}

@@ -11,26 +11,28 @@ import (
 
 const timeSliceKind = "time-slice"
 
-// timeSlice sets for how long a process has the GPU before the next one's turn.
+// timeSlice is the step that sets a GPU's time slice: how long one process runs on the GPU before
+// the next one does.
 type timeSlice struct {
-	setting[device.TimeSlice]
+	settingState[device.TimeSlice]
 	Want device.TimeSlice `json:"want"`
 }
 
-var _ sharable = &timeSlice{}
+var _ sharableStep = &timeSlice{}
 
-var timeSlices = knob[device.TimeSlice]{
+var timeSlices = gpuSetting[device.TimeSlice]{
 	name: "time slices",
-	now: func(ctx context.Context, env *Env, card device.Card) (device.TimeSlice, error) {
+	read: func(ctx context.Context, env *Env, card device.Card) (device.TimeSlice, error) {
 		return env.Partitions.TimeSlice(ctx, card)
 	},
 	set: func(ctx context.Context, env *Env, card device.Card, to device.TimeSlice) error {
 		return env.Partitions.SetTimeSlice(ctx, card, to)
 	},
-	say: length,
+	format: intervalName,
 }
 
-// intervals are the lengths in the words of users.
+// intervals maps the interval names in a claim's configuration to the time slices that the GPU
+// knows.
 var intervals = map[v1beta1.TimeSliceInterval]device.TimeSlice{
 	v1beta1.IntervalDefault: device.TimeSliceDefault,
 	v1beta1.IntervalShort:   device.TimeSliceShort,
@@ -38,7 +40,7 @@ var intervals = map[v1beta1.TimeSliceInterval]device.TimeSlice{
 	v1beta1.IntervalLong:    device.TimeSliceLong,
 }
 
-func length(slice device.TimeSlice) string {
+func intervalName(slice device.TimeSlice) string {
 	for interval, s := range intervals {
 		if s == slice {
 			return string(interval)
@@ -49,23 +51,23 @@ func length(slice device.TimeSlice) string {
 
 func (s *timeSlice) Kind() string { return timeSliceKind }
 
-func (s *timeSlice) wanted() string {
-	return fmt.Sprintf("time slices of length %s on %s", length(s.Want), s.GPU)
+func (s *timeSlice) describe() string {
+	return fmt.Sprintf("time slices of length %s on %s", intervalName(s.Want), s.GPU)
 }
 
-func (s *timeSlice) unknown() {
+func (s *timeSlice) assumeDefaults() {
 	found := device.TimeSliceDefault
 	s.Found = &found
 }
 
 func (s *timeSlice) Apply(ctx context.Context, env *Env) error {
-	return timeSlices.apply(ctx, env, &s.setting, s.Want)
+	return timeSlices.apply(ctx, env, &s.settingState, s.Want)
 }
 
-func (s *timeSlice) keep(ctx context.Context, env *Env) error {
-	return timeSlices.keep(ctx, env, &s.setting, s.Want)
+func (s *timeSlice) maintain(ctx context.Context, env *Env) error {
+	return timeSlices.maintain(ctx, env, &s.settingState, s.Want)
 }
 
 func (s *timeSlice) Revert(ctx context.Context, env *Env) error {
-	return timeSlices.revert(ctx, env, &s.setting)
+	return timeSlices.revert(ctx, env, &s.settingState)
 }

@@ -14,13 +14,13 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-func TestWithoutASupervisorNothingIsDoneForAClaimThatNeedsOne(t *testing.T) {
+func TestMPSClaimIsRefusedWithoutSupervisor(t *testing.T) {
 	for _, s := range sharingScenes() {
 		if !strings.HasSuffix(s.name, "first") && !strings.HasSuffix(s.name, "joined") {
 			continue
 		}
 		t.Run(s.name, func(t *testing.T) {
-			w, h, p, found := disturbed(t, s)
+			w, h, p, found := interruptedScene(t, s)
 			needs := strings.HasPrefix(s.name, "MPS") || strings.HasPrefix(s.name, "a fraction")
 			w.daemons.absent = true
 			before := w.records()
@@ -34,17 +34,18 @@ func TestWithoutASupervisorNothingIsDoneForAClaimThatNeedsOne(t *testing.T) {
 			if CauseOf(err) != CauseNotReady || !strings.Contains(err.Error(), "mps.enabled") {
 				t.Errorf("cause %s: %v", CauseOf(err), err)
 			}
-			if calls := h.asked(); len(calls) > 0 || !slices.Equal(w.records(), before) {
+			if calls := h.takeCalls(); len(calls) > 0 || !slices.Equal(w.records(), before) {
 				t.Errorf("asked %q, records %q", calls, w.records())
 			}
 			w.daemons.absent = false
-			goesOn(t, w, h, s.claims, found)
+			checkClaimsGoOn(t, w, h, s.claims, found)
 		})
 	}
 }
 
-// An admin takes MPS away, and the supervisor and its daemons with it.
-func TestAClaimThatHeldMPSBeforeItWasSwitchedOffIsGivenBack(t *testing.T) {
+// If an admin disables MPS, the MPS supervisor and its daemons are gone. Claims with MPS must then
+// be unprepared without error, and not be prepared again.
+func TestMPSClaimIsUnpreparedAfterMPSIsDisabled(t *testing.T) {
 	for name, claim := range map[string]*resourceapi.ResourceClaim{
 		"MPS":        shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", byMPS),
 		"a fraction": newClaim("c", fraction("r", share0, "1Gi", "0")),
@@ -53,23 +54,24 @@ func TestAClaimThatHeldMPSBeforeItWasSwitchedOffIsGivenBack(t *testing.T) {
 			w := newWorld(t)
 			h := withMPS(w)
 			mustPrepare(t, w.plugin(t), claim)
-			w.noMPS = true
+			w.mpsDisabled = true
 			clear(w.daemons.running)
 			p := w.plugin(t)
 			if _, err := p.Prepare(t.Context(), claim); CauseOf(err) != CauseClaim || !strings.Contains(err.Error(), "MPS is switched off") {
-				t.Errorf("for another Pod of it: %v", err)
+				t.Errorf("for another Pod of the claim: %v", err)
 			}
 			mustUnprepare(t, p, claim.UID)
 			if mode := h.of(t, gpu0).mode; mode != device.ComputeDefault {
 				t.Errorf("the compute mode is %s", mode)
 			}
-			clean(t, w)
+			checkClean(t, w)
 		})
 	}
 }
 
-// The supervisor goes, and takes its daemons along.
-func TestWhatClaimsHaveOutlivesTheSupervisor(t *testing.T) {
+// If the MPS supervisor ends, its daemons end too. The claims must work again after it restarted,
+// and must be unprepared without it.
+func TestMPSClaimsOutliveTheSupervisor(t *testing.T) {
 	for _, s := range sharingScenes() {
 		if !strings.HasSuffix(s.name, "last leaves") && !strings.HasSuffix(s.name, "first leaves") {
 			continue
@@ -77,15 +79,15 @@ func TestWhatClaimsHaveOutlivesTheSupervisor(t *testing.T) {
 		needs := strings.HasPrefix(s.name, "MPS") || strings.HasPrefix(s.name, "a fraction")
 		for _, back := range []bool{false, true} {
 			t.Run(s.name, func(t *testing.T) {
-				w, h, p, found := disturbed(t, s)
+				w, h, p, found := interruptedScene(t, s)
 				w.daemons.absent = true
 				clear(w.daemons.running)
 				if err := p.Reconcile(t.Context()); needs != (err != nil && strings.Contains(err.Error(), "mps.enabled")) {
-					t.Errorf("a comparison: %v", err)
+					t.Errorf("Reconcile: %v", err)
 				}
 				if back {
 					w.daemons.absent = false
-					goesOn(t, w, h, s.claims, found)
+					checkClaimsGoOn(t, w, h, s.claims, found)
 					return
 				}
 				for _, c := range s.claims {
@@ -94,14 +96,14 @@ func TestWhatClaimsHaveOutlivesTheSupervisor(t *testing.T) {
 				if len(w.holders()) != 0 {
 					t.Errorf("left: %q", w.holders())
 				}
-				shares(t, w, h, p, found)
-				clean(t, w)
+				checkSharedState(t, w, h, p, found)
+				checkClean(t, w)
 			})
 		}
 	}
 }
 
-func TestADaemonThatCannotBeEndedKeepsItsClaimAndNoOther(t *testing.T) {
+func TestUnstoppableDaemonKeepsOnlyItsClaim(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
 	synctest.Test(t, func(t *testing.T) {
@@ -113,7 +115,7 @@ func TestADaemonThatCannotBeEndedKeepsItsClaimAndNoOther(t *testing.T) {
 		done := make(chan error)
 		go func() { done <- p.Unprepare(t.Context(), part1.UID) }()
 		synctest.Wait()
-		mustPrepare(t, p, newClaim("beside", fraction("r", share1, "1Gi", "0")))
+		mustPrepare(t, p, newClaim("neighbor", fraction("r", share1, "1Gi", "0")))
 		if took := time.Since(start); took > 0 {
 			t.Errorf("another GPU's claim waited for %s", took)
 		}
@@ -122,25 +124,25 @@ func TestADaemonThatCannotBeEndedKeepsItsClaimAndNoOther(t *testing.T) {
 		}
 		w.daemons.stuck = false
 		mustUnprepare(t, p, part1.UID)
-		// One that hangs at its start, too.
+		// Now the daemon hangs both when it starts and when it stops.
 		w.daemons.stuck, w.daemons.hang["GPU-0"] = true, true
 		start = time.Now()
 		if _, err := p.Prepare(t.Context(), part2); err == nil || time.Since(start) > kubelets-10*time.Second {
 			t.Errorf("after %s: %v", time.Since(start), err)
 		}
 		if len(w.records()) != 2 {
-			t.Errorf("what could not be undone is forgotten: %q", w.records())
+			t.Errorf("the failed revert is forgotten: %q", w.records())
 		}
 		w.daemons.stuck = false
 		clear(w.daemons.hang)
 		if err := p.Reconcile(t.Context()); err != nil {
 			t.Error(err)
 		}
-		shares(t, w, h, p, device.TimeSliceDefault)
+		checkSharedState(t, w, h, p, device.TimeSliceDefault)
 	})
 }
 
-func TestDaemonsThatNobodyHoldsAreEnded(t *testing.T) {
+func TestLeftoverDaemonsAreStopped(t *testing.T) {
 	for name, lose := range map[string]func(*testing.T, *Preparer) (left int){
 		"all files": func(t *testing.T, p *Preparer) int {
 			removeHolders(t, p)
@@ -151,7 +153,8 @@ func TestDaemonsThatNobodyHoldsAreEnded(t *testing.T) {
 			}
 			return 0
 		},
-		// Their claims' comparison gives them files again.
+		// The claims that use the MPS daemons still have records, so Reconcile must write the removed
+		// files, which list the daemons' claims, again.
 		"the holders' files": func(t *testing.T, p *Preparer) int { removeHolders(t, p); return 2 },
 		"nothing":            func(*testing.T, *Preparer) int { return 2 },
 	} {
@@ -175,8 +178,9 @@ func TestDaemonsThatNobodyHoldsAreEnded(t *testing.T) {
 	}
 }
 
-// A daemon is not a stray because its claim's files are only being written, or cannot be read.
-func TestADaemonThatAClaimMayHoldIsLeftAlone(t *testing.T) {
+// An MPS daemon without a file that lists its claims must not be stopped while a claim's unreadable
+// record may name it, or while a call has the GPU's lock.
+func TestDaemonOfUnreadableRecordIsLeftAlone(t *testing.T) {
 	w := newWorld(t)
 	withMPS(w)
 	p := w.plugin(t)
@@ -194,7 +198,7 @@ func TestADaemonThatAClaimMayHoldIsLeftAlone(t *testing.T) {
 			t.Fatal(err)
 		}
 		if err := p.Reconcile(t.Context()); err == nil || len(w.daemons.running) != 1 {
-			t.Errorf("while its GPU is worked on: %v, %v", err, w.daemons.running)
+			t.Errorf("while a call holds the GPU: %v, %v", err, w.daemons.running)
 		}
 		held.Release()
 		if err := p.Reconcile(t.Context()); err != nil || len(w.daemons.running) != 0 {

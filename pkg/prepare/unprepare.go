@@ -10,59 +10,61 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
-// Unprepare gives a claim's devices back. It needs no hardware that the record's steps do not need, and no GPU driver. A claim without a record is given
-// back already.
+// Unprepare takes a claim's devices back. It needs the GPU driver only if one of the recorded steps
+// changed hardware. If the claim has no record, it is already unprepared.
 func (p *Preparer) Unprepare(ctx context.Context, uid types.UID) error {
-	held, err := p.lock(ctx, uid)
+	locks, err := p.lockClaim(ctx, uid)
 	if err != nil {
-		return about("with UID "+string(uid), err)
+		return forClaim("with UID "+string(uid), err)
 	}
-	defer held.Release()
-	if err := p.unprepareLocked(ctx, held, uid); err != nil {
-		return about("with UID "+string(uid), err)
+	defer locks.Release()
+	if err := p.unprepareLocked(ctx, locks, uid); err != nil {
+		return forClaim("with UID "+string(uid), err)
 	}
-	p.GivenBack(uid)
+	p.OnUnprepared(uid)
 	return nil
 }
 
-func (p *Preparer) unprepareLocked(ctx context.Context, held *lock.Held, uid types.UID) error {
+func (p *Preparer) unprepareLocked(ctx context.Context, locks *lock.Guard, uid types.UID) error {
 	r, found, err := p.Records.Load(uid)
 	var unreadable *checkpoint.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
-		return p.setAside(ctx, uid, unreadable)
+		return p.quarantineRecord(ctx, uid, unreadable)
 	case err != nil:
-		return because(CauseRecord, "%w", err)
+		return withCause(CauseRecord, "%w", err)
 	case !found:
 		if err := p.Specs.RemoveClaim(uid); err != nil {
-			return because(CauseStep, "%w", err)
+			return withCause(CauseStep, "%w", err)
 		}
-		// No record now is no record on the disk yet: an earlier call may have been killed in between.
-		if err := p.Records.Settle(true); err != nil {
-			return because(CauseRecord, "%w", err)
+		// Sync the directories: an earlier call may have removed the record and been killed before the
+		// removal was durable.
+		if err := p.Records.SyncDirs(true); err != nil {
+			return withCause(CauseRecord, "%w", err)
 		}
 		return nil
 	}
-	if err := lockGPUs(ctx, held, r.GPUs()...); err != nil {
-		return because(CauseOf(err), "of %s/%s: %w", r.Namespace, r.Name, err)
+	if err := lockGPUs(ctx, locks, r.GPUs()...); err != nil {
+		return withCause(CauseOf(err), "of %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return p.revert(ctx, r)
 }
 
-// Locked does work that is about a claim and GPUs and that no record tells of, while no call works on them.
-func (p *Preparer) Locked(ctx context.Context, uid types.UID, gpus []string, work func(context.Context) error) error {
-	held, err := p.lock(ctx, uid)
+// WithLocks runs work under the locks of the claim and of its GPUs, so that no other call works on
+// them at the same time.
+func (p *Preparer) WithLocks(ctx context.Context, uid types.UID, gpus []string, work func(context.Context) error) error {
+	locks, err := p.lockClaim(ctx, uid)
 	if err == nil {
-		defer held.Release()
-		err = lockGPUs(ctx, held, gpus...)
+		defer locks.Release()
+		err = lockGPUs(ctx, locks, gpus...)
 	}
 	if err == nil {
-		bounded, cancel := within(ctx, destroyTime, answerTime)
+		bounded, cancel := withTimeout(ctx, destroyTime, answerTime)
 		defer cancel()
 		err = work(bounded)
 	}
 	if err != nil {
-		return about("with UID "+string(uid), stepError(err))
+		return forClaim("with UID "+string(uid), stepError(err))
 	}
 	return nil
 }

@@ -38,21 +38,22 @@ const (
 	state      = "/state"
 )
 
-// world is a node: what outlives a process of the plugin, and what lies around it.
+// world fakes a node: disk, CDI specs, inventory, GPUs and MPS daemons. It stays the same when the
+// plugin restarts.
 type world struct {
-	disk     *durabletest.Disk
-	specs    *specsFake
-	locks    string
-	bootID   string
-	snapshot inventory.Snapshot
-	missing  map[string]error // by path of a device node or mount
-	reread   func() (*resourceapi.ResourceClaim, error)
-	hardware *hardware // nil if no GPU can be cut
-	shares   device.ShareRules
-	daemons  *daemons
-	noMPS    bool
-	patience time.Duration // with what others hold
-	stopping chan struct{}
+	disk         *durabletest.Disk
+	specs        *specsFake
+	locks        string
+	bootID       string
+	snapshot     inventory.Snapshot
+	missing      map[string]error // by path of the device node or mount
+	readClaim    func() (*resourceapi.ResourceClaim, error)
+	hardware     *hardware // nil for a plugin without partitions
+	shares       device.ShareRules
+	daemons      *daemons
+	mpsDisabled  bool
+	conflictWait time.Duration // Options.ConflictWait
+	stopping     chan struct{}
 }
 
 func newWorld(t *testing.T) *world {
@@ -64,19 +65,19 @@ func newWorld(t *testing.T) *world {
 		daemons: &daemons{absent: true, running: map[string]mps.Daemon{}, hang: map[string]bool{}},
 		snapshot: inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{
 			Common: specs.ContainerEdits{Mounts: []*specs.Mount{{HostPath: "/usr/lib/libcuda.so.1", ContainerPath: "/usr/lib/libcuda.so.1"}}},
-			GPUs:   []nvidia.GPU{card("0000:1b:00.0", "GPU-0", "/dev/nvidia0"), card("0000:1c:00.0", "GPU-1", "/dev/nvidia1")},
+			GPUs:   []nvidia.GPU{newGPU("0000:1b:00.0", "GPU-0", "/dev/nvidia0"), newGPU("0000:1c:00.0", "GPU-1", "/dev/nvidia1")},
 		}},
 	}
 }
 
-func card(address device.PCIAddress, uuid, node string) nvidia.GPU {
+func newGPU(address device.PCIAddress, uuid, node string) nvidia.GPU {
 	return nvidia.GPU{
 		GPU:   device.GPU{PCIAddress: address, UUID: uuid},
 		Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: node}}},
 	}
 }
 
-// plugin is a new process of the plugin on the node.
+// plugin starts a new plugin process on the fake node and returns its Preparer.
 func (w *world) plugin(t *testing.T) *Preparer {
 	t.Helper()
 	p, err := w.start()
@@ -96,15 +97,15 @@ func (w *world) start() (*Preparer, error) {
 		return nil, err
 	}
 	o := Options{
-		DriverName: driverName, Pool: pool, BootID: w.bootID, Now: time.Now, HeldPatience: w.patience, Stopping: w.stopping,
+		DriverName: driverName, Pool: pool, BootID: w.bootID, Now: time.Now, ConflictWait: w.conflictWait, Stopping: w.stopping,
 		Hardware: w, Specs: w.specs, Records: records, Locks: locks, Verify: w.verify,
-		Reread: func(context.Context, string, string) (*resourceapi.ResourceClaim, error) {
-			if w.reread == nil {
+		ReadClaim: func(context.Context, string, string) (*resourceapi.ResourceClaim, error) {
+			if w.readClaim == nil {
 				return nil, errors.New("not expected to read the claim again")
 			}
-			return w.reread()
+			return w.readClaim()
 		},
-		MIGEdits: migEdits, Totals: totalsBy(w.shares), MPS: w.daemons, NoMPS: w.noMPS, MPSEdits: w.daemons.edits,
+		MIGEdits: migEdits, ShareTotals: totalsBy(w.shares), MPS: w.daemons, MPSDisabled: w.mpsDisabled, MPSEdits: w.daemons.edits,
 		LimitEdits: func(gpu string, mebibytes uint64) specs.ContainerEdits {
 			return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: fmt.Sprintf("/limit/%s/%d", gpu, mebibytes)}}}
 		},
@@ -115,18 +116,20 @@ func (w *world) start() (*Preparer, error) {
 	return New(o), nil
 }
 
-// totalsBy are those of the first GPU.
+// totalsBy returns Options.ShareTotals for these sharing rules. It treats every GPU as the node's
+// first one.
 func totalsBy(rules device.ShareRules) func(device.GPU, device.Name) map[string]resource.Quantity {
 	return func(g device.GPU, n device.Name) map[string]resource.Quantity { return rules.Totals(g, 0, n) }
 }
 
-// Mend is both parts of it, as package driver does them, and then they have ended.
-func (p *Preparer) Mend(ctx context.Context) error {
-	left, err := p.MendSeen(ctx)
-	var all together
-	all.do(func() error { return err })
+// RepairAllSpecs calls RepairSpecs, and then RepairClaimSpec for the claims that RepairSpecs left.
+// Package driver does the same.
+func (p *Preparer) RepairAllSpecs(ctx context.Context) error {
+	left, err := p.RepairSpecs(ctx)
+	var all parallel
+	all.start(func() error { return err })
 	for _, uid := range left {
-		all.do(func() error { return p.MendUnseen(ctx, uid) })
+		all.start(func() error { return p.RepairClaimSpec(ctx, uid) })
 	}
 	return all.wait()
 }
@@ -150,7 +153,8 @@ func (w *world) verify(edits specs.ContainerEdits) error {
 	return nil
 }
 
-// reboot is a power cut: what was not synced is lost, and so is the CDI directory, which is on tmpfs.
+// reboot simulates a power cut: unsynced writes, the CDI specs, MIG instances, GPU settings and MPS
+// daemons are gone.
 func (w *world) reboot() {
 	w.disk.PowerCut()
 	w.specs.clear()
@@ -168,10 +172,11 @@ func (w *world) records() []string {
 	return names
 }
 
-// specsFake is the CDI directory. It fails with the disk.
+// specsFake is a fake of the directory with the CDI specs. Its writes fail while writes to the fake
+// disk fail.
 type specsFake struct {
 	disk     *durabletest.Disk
-	unlisted error // of a look at it
+	unlisted error // if set, Claims returns it
 
 	mu     sync.Mutex
 	base   string

@@ -5,10 +5,12 @@ import (
 	"testing"
 )
 
-// What a claim takes of the disk all others wait for too. A record that is saved is three writes: the file, its name, the directory.
-func TestNoMoreIsWrittenThanTheOrderOfThingsNeeds(t *testing.T) {
+// Claims share the disk, so Prepare must make no more writes than these. Saving a record takes
+// three writes: the file, its rename and the directory sync.
+func TestPrepareWritesNoMoreThanNeeded(t *testing.T) {
 	const save, baseSpec, spec, marked = 3, 1, 1, 3
-	// That the disk has the names of records is made sure of, which is no write where it has.
+	// A repeated Prepare only syncs a directory. The fake disk counts that as a write, although a real
+	// disk that is up to date writes nothing.
 	const settled = 1
 	w := newWorld(t)
 	withMIG(w)

@@ -13,19 +13,19 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// claimsPage is how many claims the API server is asked for at once.
-const claimsPage = 500
+// claimsPageSize is the number of claims that one list call asks for.
+const claimsPageSize = 500
 
-// APIServer is a [Cluster] as its API server shows it.
+// APIServer implements [Cluster] with the Kubernetes API.
 type APIServer struct {
 	Client kubernetes.Interface
-	// Driver and Node name the pool.
+	// Driver and Node identify the pool of devices: the DRA driver's name and the node's name.
 	Driver, Node string
 }
 
 var _ Cluster = APIServer{}
 
-// Slices are those of the node's pool.
+// Slices lists the ResourceSlices of the node's pool.
 func (a APIServer) Slices(ctx context.Context) ([]resourceapi.ResourceSlice, error) {
 	list, err := a.Client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: fields.Set{
 		resourceapi.ResourceSliceSelectorDriver: a.Driver, resourceapi.ResourceSliceSelectorNodeName: a.Node,
@@ -36,25 +36,26 @@ func (a APIServer) Slices(ctx context.Context) ([]resourceapi.ResourceSlice, err
 	return list.Items, nil
 }
 
-// Allocated goes through all claims of the cluster, since none can be selected by node.
-func (a APIServer) Allocated(ctx context.Context) (Holders, error) {
-	held := Holders{Alone: map[string]string{}, Shares: map[string]bool{}}
-	page := metav1.ListOptions{Limit: claimsPage}
+// Allocations returns the node's devices that are allocated to claims. It reads every claim of the
+// cluster, because the API cannot select claims by node.
+func (a APIServer) Allocations(ctx context.Context) (Allocations, error) {
+	found := Allocations{Exclusive: map[string]string{}, Shared: map[string]bool{}}
+	page := metav1.ListOptions{Limit: claimsPageSize}
 	for {
 		list, err := a.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, page)
 		if err != nil {
-			return Holders{}, fmt.Errorf("list the ResourceClaims: %w", err)
+			return Allocations{}, fmt.Errorf("list the ResourceClaims: %w", err)
 		}
 		for i := range list.Items {
-			a.add(held, &list.Items[i])
+			a.addClaim(found, &list.Items[i])
 		}
 		if page.Continue = list.Continue; page.Continue == "" {
-			return held, nil
+			return found, nil
 		}
 	}
 }
 
-func (a APIServer) add(held Holders, c *resourceapi.ResourceClaim) {
+func (a APIServer) addClaim(found Allocations, c *resourceapi.ResourceClaim) {
 	if c.Status.Allocation == nil {
 		return
 	}
@@ -63,9 +64,9 @@ func (a APIServer) add(held Holders, c *resourceapi.ResourceClaim) {
 			continue
 		}
 		if name, ok := device.ParseName(r.Device); ok && name.Share {
-			_, held.Shares[r.Device] = r.ConsumedCapacity[device.CapacityMemory]
+			_, found.Shared[r.Device] = r.ConsumedCapacity[device.CapacityMemory]
 			continue
 		}
-		held.Alone[r.Device] = c.Namespace + "/" + c.Name
+		found.Exclusive[r.Device] = c.Namespace + "/" + c.Name
 	}
 }

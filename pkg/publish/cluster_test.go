@@ -24,7 +24,7 @@ func claimOf(name string, results ...resourceapi.DeviceRequestAllocationResult) 
 	return c
 }
 
-func TestAllocatedGoesThroughEveryPageAndTakesThisPoolAlone(t *testing.T) {
+func TestAllocationsReadsEveryPageOfThisPool(t *testing.T) {
 	const share = gpuName + "-share"
 	result := func(driver, pool, name string) resourceapi.DeviceRequestAllocationResult {
 		return resourceapi.DeviceRequestAllocationResult{Driver: driver, Pool: pool, Device: name}
@@ -34,7 +34,9 @@ func TestAllocatedGoesThroughEveryPageAndTakesThisPoolAlone(t *testing.T) {
 	fraction := result("gpu.nvidia.com", "node", share)
 	fraction.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{device.CapacityMemory: resource.MustParse("1Gi")}
 	pages := map[string]*resourceapi.ResourceClaimList{
-		"":       {ListMeta: metav1.ListMeta{Continue: "second"}, Items: []resourceapi.ResourceClaim{claimOf("whole", result("gpu.nvidia.com", "node", gpuName))}},
+		"": {ListMeta: metav1.ListMeta{Continue: "second"}, Items: []resourceapi.ResourceClaim{
+			claimOf("whole", result("gpu.nvidia.com", "node", gpuName)),
+		}},
 		"second": {ListMeta: metav1.ListMeta{Continue: "third"}, Items: []resourceapi.ResourceClaim{claimOf("pending"), claimOf("admin", admin)}},
 		"third": {Items: []resourceapi.ResourceClaim{
 			claimOf("two", result("gpu.nvidia.com", "node", small), fraction),
@@ -46,22 +48,22 @@ func TestAllocatedGoesThroughEveryPageAndTakesThisPoolAlone(t *testing.T) {
 	client.PrependReactor("list", "resourceclaims", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		options := a.(clienttesting.ListActionImpl).GetListOptions()
 		asked = append(asked, options.Continue)
-		if options.Limit != claimsPage {
+		if options.Limit != claimsPageSize {
 			t.Errorf("a page of %d claims", options.Limit)
 		}
 		return true, pages[options.Continue], nil
 	})
-	got, err := APIServer{Client: client, Driver: "gpu.nvidia.com", Node: "node"}.Allocated(t.Context())
+	got, err := APIServer{Client: client, Driver: "gpu.nvidia.com", Node: "node"}.Allocations(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	if want := []string{"", "second", "third"}; !slices.Equal(asked, want) {
 		t.Errorf("asked for the pages %q", asked)
 	}
-	if want := map[string]string{gpuName: "team/whole", small: "team/two"}; !maps.Equal(got.Alone, want) {
-		t.Errorf("held alone are %v", got.Alone)
+	if want := map[string]string{gpuName: "team/whole", small: "team/two"}; !maps.Equal(got.Exclusive, want) {
+		t.Errorf("exclusive devices: %v", got.Exclusive)
 	}
-	if want := map[string]bool{share: true}; !maps.Equal(got.Shares, want) {
-		t.Errorf("held in shares are %v", got.Shares)
+	if want := map[string]bool{share: true}; !maps.Equal(got.Shared, want) {
+		t.Errorf("shared devices: %v", got.Shared)
 	}
 }

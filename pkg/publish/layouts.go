@@ -12,101 +12,113 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// confirmTimeout bounds how long a GPU that a claim is being prepared on is waited for before its
-// layout is decided.
-const confirmTimeout = 2 * time.Second
+// foreignTimeout bounds the time for getting a GPU's lock and querying its MIG instances, before
+// the plugin chooses how to offer the GPU.
+const foreignTimeout = 2 * time.Second
 
-// Ownership tells what claims hold from what an admin made. Package prepare has the records.
+// Ownership tells the MIG instances that this driver created for claims from those that an admin
+// created. Package prepare implements it with its checkpoint records of claims.
 type Ownership interface {
-	// Explained is the part of the instances that records explain.
-	Explained(gpu string, instances []device.Instance) ([]device.Instance, error)
-	// Foreign looks at the card itself, while no claim is being prepared on it, and says what is
-	// there, and what of it no record explains.
-	Foreign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error)
-	// HeldAlone are the devices that one claim holds, by name, with the claim's UID.
-	HeldAlone() (map[string]string, error)
-	// HeldShares are the devices of which claims hold shares, and whether these are fractions.
-	HeldShares() (map[string]bool, error)
+	// OwnedInstances returns those of the given instances that were created for a claim that still has
+	// a checkpoint record.
+	OwnedInstances(gpu string, instances []device.Instance) ([]device.Instance, error)
+	// ForeignInstances queries the GPU while it holds the GPU's lock. instances are all MIG instances
+	// of the GPU. foreign are those of them that no claim's checkpoint record names, so an admin
+	// created them.
+	ForeignInstances(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error)
+	// ExclusiveDevices maps each device that a prepared claim has alone to that claim's UID.
+	ExclusiveDevices() (map[string]string, error)
+	// SharedDevices has the names of the devices of which prepared claims have shares. The value is
+	// true if MPS limits the memory and compute units of these shares.
+	SharedDevices() (map[string]bool, error)
 }
 
-// Layouts decides in which shapes each GPU is offered: as its policy wants, but for what claims
-// hold.
+// Layouts decides how each GPU is offered: whole, in partitions or in shares. It follows the GPU's
+// policy, but keeps allocated devices published.
 //
-// What the inventory saw and what the records say are of two moments: an instance that was removed
-// in between looks like one that nobody knows. So before a GPU is taken for an admin's, the card
-// itself is asked, under its lock.
+// The inventory and the claims' records are read at different times. So a MIG instance that was
+// just removed for an ended claim looks as if an admin had created it. Layouts therefore queries
+// the GPU again, under its lock, before it decides that an admin partitioned the GPU.
 type Layouts struct {
-	owner Ownership
-	// keeper is the publisher's alone.
-	keeper *keeper
+	ownership Ownership
+	// The retainer has no lock, so only the goroutine that calls Decide may use it.
+	retainer *retainer
 
 	mu sync.Mutex
-	// configured and annotated are the rules of the configuration, and of the Node's annotation,
-	// which go first.
+	// configured are the policies from the plugin's configuration. annotated are the policies from the
+	// Node's annotation, which take precedence.
 	configured, annotated device.Policies
-	// read says that the Node's annotation is known. Until then nothing is changed about any GPU:
-	// it may say so.
-	read bool
-	// decided is what was last said of each GPU, by its name.
+	// annotationKnown is true once the Node's annotation was read. Until then the plugin changes no
+	// GPU, because the annotation may forbid changes.
+	annotationKnown bool
+	// decided maps each GPU's name to how that GPU was last offered, before any change for allocated
+	// devices.
 	decided map[string]decision
 }
 
 type decision struct {
 	offering device.Offering
 	reason   string
-	foreign  []device.Instance // as confirmed
+	foreign  []device.Instance // MIG instances of an admin, confirmed by a query of the GPU
 }
 
-// NewLayouts decides by the rules of the configuration.
-func NewLayouts(owner Ownership, cluster Cluster, configured device.Policies) *Layouts {
+// NewLayouts returns Layouts that follow the configured policies.
+func NewLayouts(ownership Ownership, cluster Cluster, configured device.Policies) *Layouts {
 	return &Layouts{
-		owner: owner, keeper: &keeper{records: owner, cluster: cluster},
+		ownership: ownership, retainer: &retainer{records: ownership, cluster: cluster},
 		configured: configured, decided: map[string]decision{},
 	}
 }
 
-// Begin is to be called when this instance begins to publish: another one may have done so before.
-func (l *Layouts) Begin() { l.keeper.Begin() }
+// Reset forgets which devices are published. The caller must call it when this plugin instance
+// becomes the leader, because another plugin instance may have published since.
+func (l *Layouts) Reset() { l.retainer.Reset() }
 
-// Annotate sets the rules of the Node's annotation.
-func (l *Layouts) Annotate(p device.Policies) {
+// SetNodePolicies sets the policies from the Node's annotation.
+func (l *Layouts) SetNodePolicies(p device.Policies) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.annotated, l.read = p, true
+	l.annotated, l.annotationKnown = p, true
 }
 
-// policies are the rules as they are now.
+// policies returns a function that returns the policy of a GPU. Until the Node's annotation was
+// read, that is the policy static for all GPUs.
 func (l *Layouts) policies() func(device.GPU) device.Policy {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if !l.read {
+	if !l.annotationKnown {
 		return device.Policies{}.For
 	}
 	return l.configured.And(l.annotated).For
 }
 
-// Decide says how each GPU of the snapshot is offered, to a cluster that keeps counters or not. It
-// is settled if it need not be asked again soon. On an error only what is published may be offered,
-// because nobody knows what claims hold of it. One goroutine calls it at a time.
+// Decide returns how each GPU of the snapshot is offered. counters is true if the cluster supports
+// shared counters. settled is false if the caller must call Decide again soon. After an error the
+// caller must not remove any published device, because it is unknown which are allocated.
 func (l *Layouts) Decide(
-	ctx context.Context, s inventory.Snapshot, counters bool, cut Cut,
+	ctx context.Context, s inventory.Snapshot, counters bool, build SliceBuilder,
 ) (_ []device.Offering, settled bool, _ error) {
-	offerings, settled := l.byPolicy(ctx, s, counters)
-	kept, err := l.keeper.Keep(ctx, offerings, counters, cut)
+	offerings, settled := l.decideByPolicy(ctx, s, counters)
+	retained, err := l.retainer.Retain(ctx, offerings, counters, build)
 	if err != nil {
 		return nil, false, err
 	}
-	return offerings, settled && kept, nil
+	return offerings, settled && retained, nil
 }
 
-// byPolicy says how each GPU would be offered if no claim held anything.
-func (l *Layouts) byPolicy(ctx context.Context, s inventory.Snapshot, counters bool) (offerings []device.Offering, settled bool) {
+// decideByPolicy returns how the policies offer each GPU, without regard to the devices that claims
+// have. settled is false if a GPU's MIG instances could not be determined.
+func (l *Layouts) decideByPolicy(
+	ctx context.Context, s inventory.Snapshot, counters bool,
+) (offerings []device.Offering, settled bool) {
 	decisions := make([]decision, len(s.Node.GPUs))
 	errs := make([]error, len(s.Node.GPUs))
 	policy := l.policies()
 	var wg sync.WaitGroup
 	for i, g := range s.Node.GPUs {
-		wg.Go(func() { decisions[i], errs[i] = l.decide(ctx, g.GPU, policy(g.GPU), counters) }) // a GPU that hangs keeps no other waiting
+		// Each GPU has a goroutine, so that a GPU that does not answer does not delay the queries of the
+		// others.
+		wg.Go(func() { decisions[i], errs[i] = l.decideGPU(ctx, g.GPU, policy(g.GPU), counters) })
 	}
 	wg.Wait()
 	settled = true
@@ -119,10 +131,10 @@ func (l *Layouts) byPolicy(ctx context.Context, s inventory.Snapshot, counters b
 		name := s.Node.GPUs[i].WholeName()
 		if errs[i] != nil {
 			settled = false
-			logger.Info("Whose the instances of a GPU are cannot be told now; trying again", "gpu", name, "err", errs[i])
+			logger.Info("Cannot determine who owns the GPU's MIG instances; retrying", "gpu", name, "err", errs[i])
 		}
 		if d.reason != before[name].reason {
-			logger.Info("Shapes in which a GPU is offered", "gpu", name, "limited", d.reason)
+			logger.Info("Chose how to offer a GPU", "gpu", name, "limitedBecause", d.reason)
 		}
 		l.decided[name] = d
 		offerings = append(offerings, d.offering)
@@ -130,60 +142,66 @@ func (l *Layouts) byPolicy(ctx context.Context, s inventory.Snapshot, counters b
 	return offerings, settled
 }
 
-func (l *Layouts) decide(ctx context.Context, g device.GPU, policy device.Policy, counters bool) (decision, error) {
+func (l *Layouts) decideGPU(ctx context.Context, g device.GPU, policy device.Policy, counters bool) (decision, error) {
 	var owned []device.Instance
 	var foreign []device.Instance
 	var failed error
 	if g.MIG != nil && len(g.MIG.Instances) > 0 {
-		g, owned, foreign, failed = l.split(ctx, g)
+		g, owned, foreign, failed = l.splitInstances(ctx, g)
 	}
-	if before, known := l.before(g); failed != nil && known {
-		return before, failed // a GPU that is busy being cut is not taken away for that
+	if before, known := l.lastDecision(g); failed != nil && known {
+		return before, failed // if the GPU is locked for too long, it keeps its layout
 	}
 	layout, reason := device.Decide(g, owned, policy, counters)
 	return decision{offering: device.Offering{GPU: g, Layout: layout}, reason: reason, foreign: foreign}, failed
 }
 
-// before is what was last decided about this card.
-func (l *Layouts) before(g device.GPU) (_ decision, known bool) {
+// lastDecision returns how the card g was last offered. known is false if this card was not offered
+// before.
+func (l *Layouts) lastDecision(g device.GPU) (_ decision, known bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	d, known := l.decided[g.WholeName()]
 	return d, known && d.offering.UUID == g.UUID
 }
 
-// split tells a GPU's instances apart, and brings them up to date where that was needed. On an
-// error what nobody explains counts as an admin's: then nothing is offered that may not be there.
-func (l *Layouts) split(ctx context.Context, g device.GPU) (_ device.GPU, owned, foreign []device.Instance, err error) {
+// splitInstances sorts g's MIG instances into those created for claims (owned) and those of an
+// admin (foreign). If the latter differ from the last call, it queries the GPU again, and the
+// returned GPU has the instances from that query.
+func (l *Layouts) splitInstances(
+	ctx context.Context, g device.GPU,
+) (_ device.GPU, owned, foreign []device.Instance, err error) {
 	name := g.WholeName()
-	owned, err = l.owner.Explained(name, g.MIG.Instances)
+	owned, err = l.ownership.OwnedInstances(name, g.MIG.Instances)
 	if err != nil {
 		return g, nil, nil, err
 	}
-	foreign = without(g.MIG.Instances, owned)
-	if len(foreign) == 0 || l.confirmed(name, foreign) {
+	foreign = subtract(g.MIG.Instances, owned)
+	if len(foreign) == 0 || l.isConfirmed(name, foreign) {
 		return g, owned, foreign, nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, confirmTimeout)
+	ctx, cancel := context.WithTimeout(ctx, foreignTimeout)
 	defer cancel()
-	there, confirmed, err := l.owner.Foreign(ctx, g.Card(), name)
+	instances, confirmed, err := l.ownership.ForeignInstances(ctx, g.Card(), name)
 	if err != nil {
 		return g, owned, nil, err
 	}
 	now := *g.MIG
-	now.Instances = there
+	now.Instances = instances
 	g.MIG = &now
-	return g, without(there, confirmed), confirmed, nil
+	return g, subtract(instances, confirmed), confirmed, nil
 }
 
-// confirmed says whether exactly these instances were seen to be an admin's before.
-func (l *Layouts) confirmed(gpu string, foreign []device.Instance) bool {
+// isConfirmed reports whether the last query of this GPU found exactly the same MIG instances of an
+// admin.
+func (l *Layouts) isConfirmed(gpu string, foreign []device.Instance) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.EqualFunc(foreign, l.decided[gpu].foreign, sameInstance)
 }
 
-// Limited says for each GPU that is not offered as its policy wants why, by the GPU's name.
+// Limited returns why GPUs are not offered as their policies want. The keys are the names of these
+// GPUs.
 func (l *Layouts) Limited() map[string]string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -196,7 +214,8 @@ func (l *Layouts) Limited() map[string]string {
 	return limited
 }
 
-// HandedOver are the GPUs with instances of an admin who hands them over.
+// HandedOver returns the GPUs that have MIG instances of an admin although their policy is adopt,
+// under which the plugin removes such instances when they are idle.
 func (l *Layouts) HandedOver() []device.GPU {
 	policy := l.policies()
 	l.mu.Lock()
@@ -204,33 +223,34 @@ func (l *Layouts) HandedOver() []device.GPU {
 	var gpus []device.GPU
 	for _, d := range l.decided {
 		g := d.offering.GPU
-		if holds, _ := policy(g).On(g); len(d.foreign) > 0 && holds.Mode == device.PolicyAdopt {
+		if policyOn, _ := policy(g).On(g); len(d.foreign) > 0 && policyOn.Mode == device.PolicyAdopt {
 			gpus = append(gpus, g)
 		}
 	}
 	return gpus
 }
 
-// Uncut are the GPUs in MIG mode whose policy lets nothing be cut. While the Node's annotation is
-// not known, there are none.
-func (l *Layouts) Uncut() []device.GPU {
+// MIGModeUnneeded returns the GPUs in MIG mode whose policy creates no partitions. It returns no
+// GPU before the Node's annotation is known.
+func (l *Layouts) MIGModeUnneeded() []device.GPU {
 	policy := l.policies()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	var gpus []device.GPU
 	for _, d := range l.decided {
 		g := d.offering.GPU
-		if holds, _ := policy(g).On(g); l.read && g.MIG != nil && g.MIG.Enabled && !holds.Cuts() {
+		if policyOn, _ := policy(g).On(g); l.annotationKnown && g.MIG != nil && g.MIG.Enabled && !policyOn.CreatesInstances() {
 			gpus = append(gpus, g)
 		}
 	}
 	return gpus
 }
 
-// Count is how many MIG devices there are of each profile, by whose they are, and how many GPUs
-// that can be cut there are, by why they are not offered as their policy wants.
-func (l *Layouts) Count() (ours, foreign, gpus map[string]int) {
-	ours, foreign, gpus = map[string]int{}, map[string]int{}, map[string]int{}
+// Count returns numbers for the metrics: the MIG devices created for claims (owned) and those of an
+// admin (foreign), both by profile, and the MIG-capable GPUs by the reason why less is offered than
+// their policy wants.
+func (l *Layouts) Count() (owned, foreign, gpus map[string]int) {
+	owned, foreign, gpus = map[string]int{}, map[string]int{}, map[string]int{}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, d := range l.decided {
@@ -244,17 +264,17 @@ func (l *Layouts) Count() (ours, foreign, gpus map[string]int) {
 				foreign[c.Name]++
 			}
 		}
-		for _, i := range without(m.Instances, d.foreign) {
+		for _, i := range subtract(m.Instances, d.foreign) {
 			for _, c := range i.Compute {
-				ours[c.Name]++
+				owned[c.Name]++
 			}
 		}
 	}
-	return ours, foreign, gpus
+	return owned, foreign, gpus
 }
 
-// without is what of all is not in some.
-func without(all, some []device.Instance) []device.Instance {
+// subtract returns the MIG instances in the first list that are not in the second.
+func subtract(all, some []device.Instance) []device.Instance {
 	var rest []device.Instance
 	for _, i := range all {
 		if !slices.ContainsFunc(some, func(o device.Instance) bool { return sameInstance(i, o) }) {
@@ -264,7 +284,8 @@ func without(all, some []device.Instance) []device.Instance {
 	return rest
 }
 
-// sameInstance leaves the capability nodes out: they follow from the rest.
+// sameInstance reports whether a and b are the same MIG instance. It ignores the capability device
+// nodes, which follow from the other fields.
 func sameInstance(a, b device.Instance) bool {
 	return a.ID == b.ID && a.ProfileID == b.ProfileID && a.Placement == b.Placement &&
 		slices.EqualFunc(a.Compute, b.Compute, func(a, b device.ComputeInstance) bool { return a.ID == b.ID && a.UUID == b.UUID })

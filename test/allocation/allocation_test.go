@@ -28,10 +28,12 @@ const (
 	driverName = "gpu.nvidia.com"
 	library    = "../../build/nvmlsim/libnvidia-ml.so.1"
 
-	// sequences is how many each model goes through, steps how long one is.
+	// sequences is the number of random sequences for each GPU model. steps is the number of claims
+	// that one sequence allocates or frees.
 	sequences, steps = 400, 8
 
-	// The test binary plays the process that scans.
+	// role is an environment variable. If it is set, the test binary does not run tests: it is the
+	// child process that scans the GPUs for a test.
 	role = "ALLOCATION_TEST_CHILD"
 )
 
@@ -46,7 +48,7 @@ func TestMain(m *testing.M) {
 	}
 }
 
-func TestWhatTheAllocatorGivesIsCutAndWhatItRefusesCannotBe(t *testing.T) {
+func TestAllocatorMatchesHardware(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root: device nodes with the driver's numbers")
 	}
@@ -64,18 +66,19 @@ func TestWhatTheAllocatorGivesIsCutAndWhatItRefusesCannotBe(t *testing.T) {
 	models[unseen.Key] = unseen
 	for _, key := range slices.Sorted(maps.Keys(models)) {
 		if models[key].MIG.Supported.Value {
-			t.Run(key, func(t *testing.T) { carryOut(t, models, key) })
+			t.Run(key, func(t *testing.T) { runSequences(t, models, key) })
 		}
 	}
 }
 
-// carryOut goes through sequences of claims that come and go, on one card of the model and on two.
-func carryOut(t *testing.T, models map[string]*model.GPU, key string) {
+// runSequences runs random sequences of claims on a node with one GPU of the model, and on one with
+// two.
+func runSequences(t *testing.T, models map[string]*model.GPU, key string) {
 	t.Helper()
 	path, err := filepath.Abs(library)
 	must(t, "find the library", err)
-	node := described(t, key, models[key])
-	gpus := scanned(t, path, node, models)
+	node := newNode(t, key, models[key])
+	gpus := scan(t, path, node, models)
 	h := newHardware(t, path, node, models, gpus)
 	seed := fnv.New64a()
 	_, _ = seed.Write([]byte(key))
@@ -89,38 +92,40 @@ func carryOut(t *testing.T, models map[string]*model.GPU, key string) {
 			}
 		}
 	}
-	t.Logf("%d claims for %d devices and %d shares, %d of them beside others, given and made, %d refused after %d devices were tried",
-		c.given, c.devices, c.shares, c.joined, c.refused, c.tries)
-	if c.given < sequences || c.joined < sequences/8 || c.refused < sequences/4 {
-		t.Error("that proves little")
+	t.Logf("created %d claims with %d devices and %d shares, %d of them of a device in use; refused %d claims; tried %d devices for them",
+		c.granted, c.devices, c.shares, c.joined, c.refused, c.tries)
+	if c.granted < sequences || c.joined < sequences/8 || c.refused < sequences/4 {
+		t.Error("too few claims to prove anything")
 	}
 }
 
-// cluster is the scheduler above the hardware.
+// cluster has the scheduler's allocator for one node and the node's simulated GPUs. Its numbers
+// count the claims that the allocator granted or refused, and the devices that the test created.
 type cluster struct {
 	*scheduler.Scheduler
 	t        *testing.T
 	hardware *hardware
 	random   *rand.Rand
-	names    []device.Name // of all devices
-	wishes   []wish
-	books    books
+	names    []device.Name // of all published devices
+	requests []request
+	accounts accounts
 
-	given, devices, shares, joined, refused, tries int
+	granted, devices, shares, joined, refused, tries int
 }
 
-// sequence is claims that come and go, until all are gone.
+// sequence allocates and frees random claims, and at the end frees all claims. Then it fails the
+// test if the simulated GPUs still have a GPU instance or a compute mode that is not the default.
 func (c *cluster) sequence() {
 	c.t.Helper()
 	taken := scheduler.NewTaken()
-	var claims [][]given
+	var claims [][]granted
 	free := func(i int) {
 		for _, g := range claims[i] {
 			if err := c.hardware.destroy(g.made); err != nil {
 				c.t.Fatal(err)
 			}
 			taken.Free(g.result)
-			c.books.give(g.result.Device, g.result.ConsumedCapacity)
+			c.accounts.release(g.result.Device, g.result.ConsumedCapacity)
 		}
 		claims = slices.Delete(claims, i, i+1)
 	}
@@ -129,38 +134,41 @@ func (c *cluster) sequence() {
 			free(c.random.IntN(len(claims)))
 			continue
 		}
-		var wanted []wish
-		for range 1 + c.random.IntN(5)/3 + c.random.IntN(8)/7 { // one device, now and then two or three
-			wanted = append(wanted, c.wishes[c.random.IntN(len(c.wishes))])
+		var requests []request
+		for range 1 + c.random.IntN(5)/3 + c.random.IntN(8)/7 { // mostly one device
+			requests = append(requests, c.requests[c.random.IntN(len(c.requests))])
 		}
-		if got := c.claim(taken, claims, wanted); got != nil {
+		if got := c.claim(taken, claims, requests); got != nil {
 			claims = append(claims, got)
 		}
 	}
 	for len(claims) > 0 {
 		free(0)
 	}
-	if left := c.hardware.left(); left != "" {
-		c.t.Fatalf("everything was freed, and there is %s", left)
+	if leftovers := c.hardware.leftovers(); leftovers != "" {
+		c.t.Fatalf("left after everything was freed: %s", leftovers)
 	}
 }
 
-// given is a part of a claim that was carried out.
-type given struct {
+// granted is a device that the allocator allocated for a claim and that the test created on the
+// simulated GPUs.
+type granted struct {
 	made
 	result resourceapi.DeviceRequestAllocationResult
 }
 
-// claim lets the allocator decide, and the hardware judge.
-func (c *cluster) claim(taken *scheduler.Taken, before [][]given, wanted []wish) []given {
+// claim allocates devices for the requests and creates them on the simulated GPUs. If the allocator
+// refuses, it returns nil. It fails the test if the GPUs cannot have the allocated devices, or
+// could serve a refused claim. Errors name the devices in before, which earlier claims hold.
+func (c *cluster) claim(taken *scheduler.Taken, before [][]granted, requests []request) []granted {
 	c.t.Helper()
 	spec := resourceapi.DeviceClaim{}
-	for i, w := range wanted {
+	for i, w := range requests {
 		spec.Requests = append(spec.Requests, resourceapi.DeviceRequest{Name: fmt.Sprintf("r%d", i), Exactly: &resourceapi.ExactDeviceRequest{
 			DeviceClassName: w.class, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1,
 		}})
-		if w.asks != nil {
-			spec.Requests[i].Exactly.Capacity = &resourceapi.CapacityRequirements{Requests: w.asks}
+		if w.capacity != nil {
+			spec.Requests[i].Exactly.Capacity = &resourceapi.CapacityRequirements{Requests: w.capacity}
 		}
 	}
 	got, err := c.Allocate(c.t.Context(), taken, spec)
@@ -169,25 +177,27 @@ func (c *cluster) claim(taken *scheduler.Taken, before [][]given, wanted []wish)
 	}
 	if len(got) == 0 {
 		c.refused++
-		if way := c.possible(wanted, nil); way != nil {
-			c.t.Fatalf("beside %s the allocator refuses %s, and the hardware can be cut into %v", inWords(before), asked(wanted), way)
+		if way := c.possible(requests, nil); way != nil {
+			c.t.Fatalf("next to %s the allocator refuses %s, but the hardware can have %v", deviceNames(before), classNames(requests), way)
 		}
 		return nil
 	}
-	if len(got) != len(wanted) {
-		c.t.Fatalf("%s: the allocator gave %v", asked(wanted), got)
+	if len(got) != len(requests) {
+		c.t.Fatalf("%s: the allocator allocated %v", classNames(requests), got)
 	}
-	c.given++
-	var all []given
+	c.granted++
+	var all []granted
 	for i, r := range got {
 		name, _ := device.ParseName(r.Device)
-		if !wanted[i].wants(name) {
-			c.t.Fatalf("%s was asked for, and %s given", wanted[i].class, name)
+		if !requests[i].matches(name) {
+			c.t.Fatalf("%s was requested, and %s allocated", requests[i].class, name)
 		}
-		if gets, ever := c.books.reading(r.Device, wanted[i].asks); name.Share && (!ever || !same(gets, r.ConsumedCapacity) || !c.books.take(r.Device, gets)) {
-			c.t.Fatalf("beside %s, which hold %v of %s, the allocator gave %v for %s", inWords(before), c.books.held[r.Device], name, r.ConsumedCapacity, asked(wanted))
+		gets, ever := c.accounts.consumes(r.Device, requests[i].capacity)
+		if name.Share && (!ever || !same(gets, r.ConsumedCapacity) || !c.accounts.take(r.Device, gets)) {
+			c.t.Fatalf("next to %s, with %v of %s held, the allocator allocated %v for %s",
+				deviceNames(before), c.accounts.held[r.Device], name, r.ConsumedCapacity, classNames(requests))
 		}
-		m, err := c.hardware.make(name)
+		m, err := c.hardware.create(name)
 		if err == nil {
 			err = c.hardware.fill(&m)
 		}
@@ -195,7 +205,7 @@ func (c *cluster) claim(taken *scheduler.Taken, before [][]given, wanted []wish)
 			err = c.hasMemory(m)
 		}
 		if err != nil {
-			c.t.Fatalf("beside %s the allocator gave %v for %s: %v", inWords(before), got, asked(wanted), err)
+			c.t.Fatalf("next to %s the allocator allocated %v for %s: %v", deviceNames(before), got, classNames(requests), err)
 		}
 		if name.Share {
 			c.shares++
@@ -205,47 +215,50 @@ func (c *cluster) claim(taken *scheduler.Taken, before [][]given, wanted []wish)
 		} else {
 			c.devices++
 		}
-		all = append(all, given{m, r})
+		all = append(all, granted{m, r})
 	}
 	return all
 }
 
-// hasMemory says whether the hardware has what all that share a device hold of it.
+// hasMemory returns an error if the claims of a shared device hold more memory than the device has
+// on the simulated hardware.
 func (c *cluster) hasMemory(m made) error {
-	held := c.books.held[m.name.String()][device.CapacityMemory]
+	held := c.accounts.held[m.name.String()][device.CapacityMemory]
 	has, err := c.hardware.memory(m)
 	if err == nil && held.Value() > int64(min(has, math.MaxInt64)) {
-		err = fmt.Errorf("%s of memory are held, the hardware has %d bytes", held.String(), has)
+		err = fmt.Errorf("claims hold %s of memory, the hardware has %d bytes", held.String(), has)
 	}
 	return err
 }
 
-// possible tries every way to make what is wanted, and returns one that works.
-func (c *cluster) possible(wanted []wish, way []string) []string {
+// possible tries all combinations of devices for the requests on the simulated hardware. It returns
+// way and the names of the first combination that the hardware creates, or nil if there is none.
+// way has the names of devices that the caller created for earlier requests.
+func (c *cluster) possible(requests []request, way []string) []string {
 	c.t.Helper()
-	if len(wanted) == 0 {
+	if len(requests) == 0 {
 		return way
 	}
 	for _, name := range c.names {
-		if !wanted[0].wants(name) {
+		if !requests[0].matches(name) {
 			continue
 		}
 		c.tries++
-		gets, ever := c.books.reading(name.String(), wanted[0].asks)
-		if name.Share && (!ever || !c.books.take(name.String(), gets)) {
+		gets, ever := c.accounts.consumes(name.String(), requests[0].capacity)
+		if name.Share && (!ever || !c.accounts.take(name.String(), gets)) {
 			continue
 		}
-		m, err := c.hardware.make(name)
+		m, err := c.hardware.create(name)
 		var no refused
 		if errors.As(err, &no) {
-			c.books.give(name.String(), gets)
+			c.accounts.release(name.String(), gets)
 			continue
 		}
 		if err != nil {
 			c.t.Fatal(err)
 		}
-		found := c.possible(wanted[1:], append(slices.Clip(way), name.String()))
-		c.books.give(name.String(), gets)
+		found := c.possible(requests[1:], append(slices.Clip(way), name.String()))
+		c.accounts.release(name.String(), gets)
 		if err := c.hardware.destroy(m); err != nil {
 			c.t.Fatal(err)
 		}
@@ -256,7 +269,7 @@ func (c *cluster) possible(wanted []wish, way []string) []string {
 	return nil
 }
 
-func inWords(claims [][]given) string {
+func deviceNames(claims [][]granted) string {
 	var all []string
 	for _, claim := range claims {
 		for _, m := range claim {

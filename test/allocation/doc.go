@@ -1,7 +1,11 @@
-// Package allocation has one test: what the scheduler's allocator gives, of the slices that we publish, the simulated hardware can always be cut into, and
-// what the allocator refuses the hardware cannot be cut into, whatever came before.
+// Package allocation compares the scheduler's allocator with simulated GPUs. The GPUs must always
+// be able to create the devices that the allocator allocates from the plugin's slices. When the
+// allocator refuses a claim, the test tries every way to create its devices, and all must fail.
 //
-// The GPUs are found by the plugin's own scan. Everything that is given is really made, by calls to the simulated library, and destroyed when it is freed;
-// of everything that is refused every way to make it is really tried. No rule of the hardware stands in this package. What several claims share is made by the
-// first, and taken away by the last; how much each holds is added up by what is published of it, and never more than the hardware has.
+// The plugin's own scan finds the GPUs. The test creates and destroys the devices by NVML calls to
+// the simulated library, so the package itself contains no rule of the hardware.
+//
+// The first claim of a shared device creates the device and the last claim destroys it. The test
+// adds up the capacity that the claims of a shared device hold, and compares the sum of their
+// memory with the memory that the simulated library reports.
 package allocation

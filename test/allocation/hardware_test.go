@@ -14,28 +14,34 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// hardware carries out what claims get. A GPU that is held whole is one whose MIG mode is off.
+// hardware creates the devices of claims on simulated GPUs. It disables MIG mode on a GPU that a
+// claim holds as a whole, and keeps it enabled on all other GPUs.
 type hardware struct {
 	t     *testing.T
 	gpus  map[string]device.GPU
 	cards map[string]nvml.Device
 	state *state.File
-	// fills has the compute instance profile that fills a GPU instance, by the GPU instance's profile.
+	// fills maps the ID of a GPU instance profile to the compute instance profile that uses the whole
+	// GPU instance.
 	fills map[uint32]nvml.ComputeInstanceProfileInfo
-	// shared are the devices that claims share, by the share's name; fractions those that MPS serves.
-	shared    map[string]*together
+	// shared has the shared devices that exist now, by the name under which they are published.
+	// fractions has the names of those devices that claims share through MPS.
+	shared    map[string]*sharedDevice
 	fractions map[string]bool
 }
 
-// made is a device that exists, or the promise of a GPU to be whole.
+// made is a device that the test has created: a partition, a whole GPU with MIG mode disabled, or a
+// share of a device.
 type made struct {
 	name     device.Name
 	instance nvml.GpuInstance
 	compute  nvml.ComputeInstance
-	of       *together // what a share is of
+	of       *sharedDevice // the device, if this is a share
 }
 
-// newHardware is the node once more, without the files that a driver keeps of instances: thousands are made.
+// newHardware makes a second simulated node, equal to the one that the plugin has scanned. It lacks
+// the files that the NVIDIA driver has for each MIG instance, because the test creates thousands of
+// MIG instances.
 func newHardware(t *testing.T, library string, node *model.Node, models map[string]*model.GPU, gpus []device.GPU) *hardware {
 	t.Helper()
 	root := t.TempDir()
@@ -44,7 +50,7 @@ func newHardware(t *testing.T, library string, node *model.Node, models map[stri
 	})
 	must(t, "make the driver's state", err)
 	t.Cleanup(func() { _ = f.Close() })
-	// Plain files, which open, stand for device nodes. The capability is that of a host.
+	// Plain files replace device nodes, because the simulated library only opens them.
 	must(t, "make /dev", os.MkdirAll(filepath.Join(root, "dev", "nvidia-caps"), 0o750))
 	for _, n := range []string{"nvidiactl", "nvidia0", "nvidia1", "nvidia-caps/nvidia-cap1"} {
 		must(t, "make /dev", os.WriteFile(filepath.Join(root, "dev", n), nil, 0o600))
@@ -56,7 +62,10 @@ func newHardware(t *testing.T, library string, node *model.Node, models map[stri
 		t.Fatalf("nvmlInit: %v", ret)
 	}
 	t.Cleanup(func() { _ = lib.Shutdown() })
-	h := &hardware{t: t, gpus: map[string]device.GPU{}, cards: map[string]nvml.Device{}, state: f, fills: map[uint32]nvml.ComputeInstanceProfileInfo{}, shared: map[string]*together{}}
+	h := &hardware{
+		t: t, gpus: map[string]device.GPU{}, cards: map[string]nvml.Device{}, state: f,
+		fills: map[uint32]nvml.ComputeInstanceProfileInfo{}, shared: map[string]*sharedDevice{},
+	}
 	for _, g := range gpus {
 		card, ret := lib.DeviceGetHandleByPciBusId(string(g.PCIAddress))
 		if ret != nvml.SUCCESS {
@@ -72,7 +81,7 @@ func newHardware(t *testing.T, library string, node *model.Node, models map[stri
 	return h
 }
 
-// mode changes a card's MIG mode. It is a refusal if the card is in use.
+// mode sets the MIG mode of a GPU. If the GPU is in use, the error has the type refused.
 func (h *hardware) mode(card nvml.Device, mode int) error {
 	activation, ret := card.SetMigMode(mode)
 	if ret == nvml.SUCCESS {
@@ -87,15 +96,18 @@ func (h *hardware) mode(card nvml.Device, mode int) error {
 	return nil
 }
 
-// refused is the hardware's answer to what it cannot hold.
+// refused is the error for a device that the simulated GPU cannot create next to its existing
+// devices.
 type refused struct{ nvml.Return }
 
 func (r refused) Error() string { return "the hardware refuses: " + r.Return.Error() }
 
-// make cuts the GPU instance of a device at its place, or takes the whole GPU.
-func (h *hardware) make(name device.Name) (made, error) {
+// create creates the device with this name. For a partition that is only its GPU instance; fill
+// adds the compute instance. For a whole GPU it disables MIG mode. For a share it creates the
+// shared device or, if the device exists, counts one more claim.
+func (h *hardware) create(name device.Name) (made, error) {
 	if name.Share {
-		return h.makeShare(name)
+		return h.createShare(name)
 	}
 	card := h.cards[name.GPU]
 	if name.Partition == nil {
@@ -104,27 +116,29 @@ func (h *hardware) make(name device.Name) (made, error) {
 			return made{}, fmt.Errorf("read the MIG mode of %s: %w", name.GPU, ret)
 		}
 		if now == nvml.DEVICE_MIG_DISABLE {
-			return made{}, refused{nvml.ERROR_IN_USE} // somebody has it whole
+			return made{}, refused{nvml.ERROR_IN_USE} // a claim holds the whole GPU
 		}
 		return made{name: name}, h.mode(card, nvml.DEVICE_MIG_DISABLE)
 	}
 	profile, known := h.gpus[name.GPU].Profile(name.Partition.ProfileID)
 	if !known {
-		return made{}, fmt.Errorf("%s is of a profile that the GPU has not", name)
+		return made{}, fmt.Errorf("%s has a profile that the GPU lacks", name)
 	}
 	instance, ret := card.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: profile.ID},
 		&nvml.GpuInstancePlacement{Start: name.Partition.Start, Size: profile.Size})
 	switch ret {
 	case nvml.SUCCESS:
 		return made{name: name, instance: instance}, nil
-	case nvml.ERROR_INSUFFICIENT_RESOURCES, nvml.ERROR_NOT_SUPPORTED: // no room beside the others; no room while the GPU is whole
+	// The GPU has no room next to other GPU instances, or its MIG mode is off.
+	case nvml.ERROR_INSUFFICIENT_RESOURCES, nvml.ERROR_NOT_SUPPORTED:
 		return made{}, refused{ret}
 	default:
 		return made{}, fmt.Errorf("create %s: %w", name, ret)
 	}
 }
 
-// fill makes the compute instance, so that there is a MIG device.
+// fill creates the compute instance of a partition that create has made. The partition then is a
+// MIG device.
 func (h *hardware) fill(m *made) error {
 	if m.of != nil {
 		return h.fillShare(m.of)
@@ -148,7 +162,8 @@ func (h *hardware) fill(m *made) error {
 	return nil
 }
 
-// destroy takes away what was made.
+// destroy removes a created device. For a share it counts one claim less, and removes the shared
+// device with its last claim.
 func (h *hardware) destroy(m made) error {
 	if m.of != nil {
 		return h.leaveShare(m.name, m.of)
@@ -167,8 +182,9 @@ func (h *hardware) destroy(m made) error {
 	return nil
 }
 
-// left lists what there is, as the hardware itself has it.
-func (h *hardware) left() string {
+// leftovers describes the GPU instances that still exist, and the GPUs whose compute mode is not
+// the default. The result is empty if there are none.
+func (h *hardware) leftovers() string {
 	var all []string
 	for i := range h.state.GPUCount() {
 		for _, in := range h.state.GPU(i).GPUInstances() {

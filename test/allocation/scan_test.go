@@ -12,13 +12,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// described is a node with two cards of the model.
-func described(t *testing.T, key string, m *model.GPU) *model.Node {
+// newNode returns a simulated node with two GPUs of the model.
+func newNode(t *testing.T, key string, m *model.GPU) *model.Node {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "node.yaml")
 	text := "driverVersion: \"580.65.06\"\ncudaVersion: \"13.0\"\ngpus:\n"
 	for i := range 2 {
-		text += fmt.Sprintf("- {model: %s, pci: \"0000:%02x:00.0\", pciRoot: \"pci0000:15\", mig: {enabled: %v}}\n", key, 0x20+i, m.MIG.NeedsReset.Value)
+		text += fmt.Sprintf("- {model: %s, pci: \"0000:%02x:00.0\", pciRoot: \"pci0000:15\", mig: {enabled: %v}}\n",
+			key, 0x20+i, m.MIG.NeedsReset.Value)
 	}
 	must(t, "describe the node", os.WriteFile(file, []byte(text), 0o600))
 	node, err := model.ReadNode(file, "allocation")
@@ -26,8 +27,9 @@ func described(t *testing.T, key string, m *model.GPU) *model.Node {
 	return node
 }
 
-// scanned are the node's GPUs as the plugin finds them.
-func scanned(t *testing.T, library string, node *model.Node, models map[string]*model.GPU) []device.GPU {
+// scan creates the files of the simulated node, and returns the GPUs that the plugin's scan reports
+// for it.
+func scan(t *testing.T, library string, node *model.Node, models map[string]*model.GPU) []device.GPU {
 	t.Helper()
 	root := t.TempDir()
 	must(t, "lay the node out", os.MkdirAll(filepath.Join(root, "machine", "dev"), 0o750))
@@ -37,14 +39,14 @@ func scanned(t *testing.T, library string, node *model.Node, models map[string]*
 	})
 	must(t, "lay the node out", err)
 	self, err := os.Executable()
-	must(t, "find the test itself", err)
+	must(t, "find the test binary", err)
 	paths := nvidia.Paths{
 		DriverRoot: filepath.Join(root, "driver"), HostDriverRoot: "/run/nvidia/driver",
 		Sysfs: filepath.Join(root, "sys"), Proc: filepath.Join(root, "proc"),
 	}
 	found, err := nvidia.Isolated(paths, "env", "NVMLSIM_DEV="+filepath.Join(root, "driver", "dev"), role+"=scan", self)(t.Context())
 	if err != nil || len(found.GPUs) != len(node.GPUs) {
-		t.Fatalf("%d GPUs were found: %v, %v", len(found.GPUs), found.Problems, err)
+		t.Fatalf("found %d GPUs: %v, %v", len(found.GPUs), found.Problems, err)
 	}
 	var gpus []device.GPU
 	for _, g := range found.GPUs {

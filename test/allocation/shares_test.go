@@ -11,20 +11,23 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// shareRules share what is asked for most: the first card in fractions, the second in plain shares, small partitions and halves. The others are held alone.
+// shareRules are sharing rules. Claims share the first GPU and all partitions 3g through MPS with
+// limited parts of memory and compute, and the second GPU and all partitions 1g without limits.
+// Each other device is for one claim alone.
 const shareRules = "fractions,#1=shares:2,*/1g*=shares:3,*/3g*=fractions"
 
-// amounts are of capacities, by their names.
+// amounts maps the name of a capacity, such as memory, to a quantity of it.
 type amounts map[resourceapi.QualifiedName]resource.Quantity
 
-// books are what is held of each share device, beside what is published of it.
-type books struct {
+// accounts has, for each shared device, the capacity in the published slices and the sum of what
+// its claims hold.
+type accounts struct {
 	published map[string]map[resourceapi.QualifiedName]resourceapi.DeviceCapacity
 	held      map[string]amounts
 }
 
-func newBooks(slices []*resourceapi.ResourceSlice) books {
-	b := books{map[string]map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{}, map[string]amounts{}}
+func newBooks(slices []*resourceapi.ResourceSlice) accounts {
+	b := accounts{map[string]map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{}, map[string]amounts{}}
 	for _, s := range slices {
 		for _, d := range s.Spec.Devices {
 			if d.AllowMultipleAllocations != nil && *d.AllowMultipleAllocations {
@@ -35,18 +38,20 @@ func newBooks(slices []*resourceapi.ResourceSlice) books {
 	return b
 }
 
-// reading of a request is what it gets of a share device, by what is published of that; false if it never gets that.
-func (b books) reading(name string, asks amounts) (amounts, bool) {
+// consumes returns how much of each capacity a request takes from the shared device with this name:
+// the requested or default quantity, rounded up by the request policy. It returns false if the
+// device lacks a requested capacity.
+func (b accounts) consumes(name string, asked amounts) (amounts, bool) {
 	all := b.published[name]
-	for capacity := range asks {
+	for capacity := range asked {
 		if _, has := all[capacity]; !has {
 			return nil, false
 		}
 	}
 	gets := amounts{}
 	for capacity, c := range all {
-		q, said := asks[capacity]
-		if !said {
+		q, requested := asked[capacity]
+		if !requested {
 			q = *c.RequestPolicy.Default
 		}
 		step, least := c.RequestPolicy.ValidRange.Step.Value(), c.RequestPolicy.ValidRange.Min.Value()
@@ -57,8 +62,9 @@ func (b books) reading(name string, asks amounts) (amounts, bool) {
 	return gets, true
 }
 
-// take is false, and takes nothing, if there is not so much left.
-func (b books) take(name string, gets amounts) bool {
+// take adds the quantities in gets to the sum that claims hold of the shared device with this name.
+// If the device has too little left, take changes nothing and returns false.
+func (b accounts) take(name string, gets amounts) bool {
 	sum := amounts{}
 	for capacity, q := range gets {
 		n := q.DeepCopy()
@@ -72,7 +78,7 @@ func (b books) take(name string, gets amounts) bool {
 	return true
 }
 
-func (b books) give(name string, gets amounts) {
+func (b accounts) release(name string, gets amounts) {
 	for capacity, q := range gets {
 		n := b.held[name][capacity]
 		n.Sub(q)
@@ -84,32 +90,35 @@ func same(a, b amounts) bool {
 	return maps.EqualFunc(a, b, func(x, y resource.Quantity) bool { return x.Cmp(y) == 0 })
 }
 
-// together is a device that claims share: the first makes it, the last takes it away.
-type together struct {
+// sharedDevice is a device that claims share. The first claim creates the device and the last claim
+// destroys it.
+type sharedDevice struct {
 	made
 	holders int
 	filled  bool
 }
 
-// makeShare makes the device that a share is of, if nobody has done so. Processes of fractions go through the server of MPS, on whole GPUs through it alone.
-func (h *hardware) makeShare(name device.Name) (made, error) {
+// createShare counts one more claim of a shared device, and creates the device for the first one. A
+// whole GPU that claims share through MPS gets the exclusive compute mode, because the driver sets
+// it for MPS too.
+func (h *hardware) createShare(name device.Name) (made, error) {
 	t := h.shared[name.String()]
 	if t == nil {
-		m, err := h.make(name.Unshared())
+		m, err := h.create(name.Unshared())
 		if err != nil {
 			return made{}, err
 		}
 		if err := h.computeMode(name, nvml.COMPUTEMODE_EXCLUSIVE_PROCESS); err != nil {
 			return made{}, err
 		}
-		t = &together{made: m}
+		t = &sharedDevice{made: m}
 		h.shared[name.String()] = t
 	}
 	t.holders++
 	return made{name: name, of: t}, nil
 }
 
-func (h *hardware) fillShare(t *together) error {
+func (h *hardware) fillShare(t *sharedDevice) error {
 	if t.filled {
 		return nil
 	}
@@ -117,7 +126,7 @@ func (h *hardware) fillShare(t *together) error {
 	return h.fill(&t.made)
 }
 
-func (h *hardware) leaveShare(name device.Name, t *together) error {
+func (h *hardware) leaveShare(name device.Name, t *sharedDevice) error {
 	t.holders--
 	if t.holders > 0 {
 		return nil
@@ -139,7 +148,8 @@ func (h *hardware) computeMode(name device.Name, mode nvml.ComputeMode) error {
 	return nil
 }
 
-// memory is what the hardware itself says that a device has. It must be made.
+// memory returns the memory of the shared device to which a share belongs, as the simulated library
+// reports it.
 func (h *hardware) memory(m made) (uint64, error) {
 	card := h.cards[m.name.GPU]
 	if m.of.compute != nil {

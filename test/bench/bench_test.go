@@ -13,14 +13,15 @@ import (
 )
 
 const (
-	// cut is how long the driver takes to make a GPU instance.
-	cut = 200 * time.Millisecond
-	// pace is how often a whole GPU is wanted meanwhile.
+	// createTime is how long the simulated driver takes to create a GPU instance.
+	createTime = 200 * time.Millisecond
+	// pace is the time from the start of one Prepare of a whole GPU to the next.
 	pace = 20 * time.Millisecond
 )
 
-// atOnce prepares the claims all at the same moment, and returns how long it takes until the last one is prepared.
-func (s *stand) atOnce(claims []*resourceapi.ResourceClaim) time.Duration {
+// atOnce starts a Prepare of all claims at the same moment. It returns the time until the last
+// claim is prepared.
+func (s *testNode) atOnce(claims []*resourceapi.ResourceClaim) time.Duration {
 	s.t.Helper()
 	var all sync.WaitGroup
 	begin := time.Now()
@@ -39,13 +40,14 @@ func (s *stand) atOnce(claims []*resourceapi.ResourceClaim) time.Duration {
 	return took
 }
 
-// wholes prepares a whole GPU again and again until ctx ends or there are enough, and returns how long it took each time.
-func (s *stand) wholes(ctx context.Context, gpu string, enough int) []time.Duration {
+// cycleWholeGPU prepares and unprepares a claim for the whole GPU until ctx ends or count rounds
+// are done. It returns the durations of Prepare.
+func (s *testNode) cycleWholeGPU(ctx context.Context, gpu string, count int) []time.Duration {
 	c := s.claim(gpu)
 	var took []time.Duration
 	tick := time.NewTicker(pace)
 	defer tick.Stop()
-	for len(took) < enough {
+	for len(took) < count {
 		begin := time.Now()
 		_, err := s.Prepare(s.t.Context(), c)
 		took = append(took, time.Since(begin))
@@ -70,77 +72,83 @@ func median(all []time.Duration) time.Duration {
 	return all[len(all)/2]
 }
 
-// within compares two durations of the same run.
+// within fails the test if duration took is more than limit times duration of. Both were measured
+// in the same run, so a slow machine does not matter. what names the comparison in the log.
 func within(t *testing.T, what string, took, of time.Duration, limit float64) {
 	t.Helper()
 	ratio := float64(took) / float64(of)
-	t.Logf("%s: %v of %v is %.3f, and may be %.1f", what, took.Round(10*time.Microsecond), of.Round(10*time.Microsecond), ratio, limit)
+	t.Logf("%s: %v to %v is %.3f, limit %.1f", what, took.Round(10*time.Microsecond), of.Round(10*time.Microsecond), ratio, limit)
 	if ratio > limit {
 		t.Errorf("%s takes too long", what)
 	}
 }
 
-// during prepares a whole GPU again and again while something else is done, and returns how long it took each time.
-func (s *stand) during(gpu string, work func()) (took []time.Duration) {
+// during prepares and unprepares a claim for the whole GPU again and again while work runs. It
+// returns the durations of Prepare.
+func (s *testNode) during(gpu string, work func()) (took []time.Duration) {
 	s.t.Helper()
 	ctx, stop := context.WithCancel(s.t.Context())
 	var whole sync.WaitGroup
-	whole.Go(func() { took = s.wholes(ctx, gpu, 1<<30) })
+	whole.Go(func() { took = s.cycleWholeGPU(ctx, gpu, 1<<30) })
 	work()
 	stop()
 	whole.Wait()
 	return took
 }
 
-// Where the driver makes one instance at a time on all GPUs together, claims cost hardly more than that, and who wants a whole GPU does not wait.
-func TestADriverThatCutsOneAtATimeIsKeptBusyAndKeepsNobodyElseWaiting(t *testing.T) {
+// The simulated driver creates only one GPU instance at a time. The test expects that 56 claims for
+// partitions take hardly longer than their creations, and that a claim for a whole GPU does not
+// wait for them.
+func TestDriverWideLockDelaysOnlyPartitions(t *testing.T) {
 	const samples = 150
-	s := newStand(t, 9)
-	s.hardware(state.CutLockDriver, cut)
+	s := newTestNode(t, 9)
+	s.hardware(state.CutLockDriver, createTime)
 	whole, claims := s.gpus[8], s.smallest(s.gpus[:8]...)
 	s.claim(whole)
-	alone := s.wholes(t.Context(), whole, samples)
+	alone := s.cycleWholeGPU(t.Context(), whole, samples)
 	var took time.Duration
 	meanwhile := s.during(whole, func() { took = s.atOnce(claims) })
-	alone = append(alone, s.wholes(t.Context(), whole, samples)...)
-	within(t, "56 claims at once, of the sum of the cuts", took, time.Duration(len(claims))*cut, 1.1)
-	within(t, "a whole GPU beside them, of one alone", median(meanwhile), median(alone), 1.2)
+	alone = append(alone, s.cycleWholeGPU(t.Context(), whole, samples)...)
+	within(t, "56 claims at once, to the sum of the creations", took, time.Duration(len(claims))*createTime, 1.1)
+	within(t, "a whole GPU meanwhile, to one alone", median(meanwhile), median(alone), 1.2)
 }
 
-// Where each GPU is cut independently, all of them together take hardly longer than one.
-func TestGPUsAreCutSideBySide(t *testing.T) {
+// The simulated driver creates one GPU instance at a time on each GPU. The test expects that
+// partitioning eight GPUs at once takes hardly longer than partitioning one.
+func TestGPUsArePartitionedInParallel(t *testing.T) {
 	const rounds = 3
-	s := newStand(t, 8)
-	s.hardware(state.CutLockGPU, cut)
+	s := newTestNode(t, 8)
+	s.hardware(state.CutLockGPU, createTime)
 	claims := s.smallest(s.gpus...)
 	var one, all []time.Duration
 	for i := range rounds {
 		one = append(one, s.atOnce(s.smallest(s.gpus[i])))
-		s.putBack()
+		s.unprepareAll()
 		all = append(all, s.atOnce(claims))
-		s.putBack()
+		s.unprepareAll()
 	}
-	within(t, "56 claims on eight GPUs at once, of seven on one", median(all), median(one), 1.3)
+	within(t, "56 claims on eight GPUs at once, to seven on one", median(all), median(one), 1.3)
 }
 
-// Who wants a whole GPU meanwhile shares the disk and the processors with eight claims at every moment, and waits for no cut. What is shared of the machine
-// alone is measured too: the same cuts by another plugin, with locks and records of its own, on another node of this machine.
-func TestAWholeGPUWaitsForNoneOfTheCutsSideBySide(t *testing.T) {
+// The test expects that a claim for a whole GPU does not wait while GPU instances are created on
+// eight other GPUs. The creations also slow it down because they share the disk and the processors.
+// To measure that part alone, a plugin on a second node does the same creations.
+func TestWholeGPUDoesNotWaitForPartitions(t *testing.T) {
 	const rounds, samples = 6, 80
-	s, other := newStand(t, 9), newStand(t, 8)
-	s.hardware(state.CutLockGPU, cut)
-	other.hardware(state.CutLockGPU, cut)
+	s, other := newTestNode(t, 9), newTestNode(t, 8)
+	s.hardware(state.CutLockGPU, createTime)
+	other.hardware(state.CutLockGPU, createTime)
 	whole, claims, others := s.gpus[8], s.smallest(s.gpus[:8]...), other.smallest(other.gpus...)
 	s.claim(whole)
-	var alone, beside, strangers []time.Duration
+	var alone, same, otherNode []time.Duration
 	for range rounds {
-		alone = append(alone, s.wholes(t.Context(), whole, samples)...)
-		beside = append(beside, s.during(whole, func() { s.atOnce(claims) })...)
-		s.putBack()
-		strangers = append(strangers, s.during(whole, func() { other.atOnce(others) })...)
-		other.putBack()
+		alone = append(alone, s.cycleWholeGPU(t.Context(), whole, samples)...)
+		same = append(same, s.during(whole, func() { s.atOnce(claims) })...)
+		s.unprepareAll()
+		otherNode = append(otherNode, s.during(whole, func() { other.atOnce(others) })...)
+		other.unprepareAll()
 	}
-	within(t, "a whole GPU beside 56 cuts side by side, of one beside a stranger's", median(beside), median(strangers), 1.2)
-	within(t, "a whole GPU beside 56 cuts side by side, of one alone", median(beside), median(alone), 2)
-	within(t, "nineteen in twenty of these, of a cut", beside[len(beside)*19/20], cut, 0.5)
+	within(t, "a whole GPU during 56 creations, to one during those of another node", median(same), median(otherNode), 1.2)
+	within(t, "a whole GPU during 56 creations, to one alone", median(same), median(alone), 2)
+	within(t, "its 95th percentile, to one creation", same[len(same)*19/20], createTime, 0.5)
 }

@@ -1,8 +1,9 @@
-// Package bench measures what it costs that many claims want partitions at once, and holds that to limits.
+// Package bench limits the time that many simultaneous claims for partitions take.
 //
-// The command cmd/bench measures the production program as a whole; this package looks at the transaction alone, where more can be asked of it.
+// It measures only the code for Prepare and Unprepare, in more situations than the command
+// cmd/bench, which measures the production program as a whole.
 //
-// It runs the transaction with all that it stands on, the real records, locks, specs and workers, on the simulated driver, whose calls take as long as on
-// hardware. Every limit is a ratio of two durations of the same run, so that a slow machine does not fail it; one that is busy with other things
-// may.
+// Checkpoint records, locks, CDI specs and worker processes are real. The simulated driver's calls
+// take as long as on hardware. Every limit is a ratio of two durations of the same run, so a slow
+// machine does not fail the test. A busy machine may.
 package bench

@@ -14,7 +14,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// takes says whether a device would be one of the class's.
+// takes reports whether the CEL selectors of the DeviceClass select device d of the driver with
+// this name.
 func takes(t *testing.T, class *resourceapi.DeviceClass, driver string, d resourceapi.Device) bool {
 	t.Helper()
 	compiled := dracel.GetCompiler(dracel.Features{}).CompileCELExpression(class.Spec.Selectors[0].CEL.Expression, dracel.Options{})
@@ -28,15 +29,17 @@ func takes(t *testing.T, class *resourceapi.DeviceClass, driver string, d resour
 	return matches
 }
 
-// partition is a device as a GPU's part is published, as far as classes look at it.
+// partition returns a MIG device of this profile, as the driver publishes it, with only the
+// attributes that DeviceClasses use.
 func partition(profile string) resourceapi.Device {
 	return resourceapi.Device{Name: "part", Attributes: map[resourceapi.QualifiedName]resourceapi.DeviceAttribute{
 		"type": {StringValue: ptr.To("mig")}, "profile": {StringValue: &profile},
 	}}
 }
 
-func TestEachClassTakesItsOwnDevicesOfThisDriverOnly(t *testing.T) {
-	objects, _ := render(t, "--set", "shares=shares:2", "--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`)
+func TestDeviceClassesSelectOwnDevicesOnly(t *testing.T) {
+	objects, _ := render(t, "--set", "shares=shares:2", "--set-json",
+		`deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`)
 	whole := device.Whole{}.Device(device.Driver{})
 	shareOf := func(d resourceapi.Device, kind string) resourceapi.Device {
 		share := *d.DeepCopy()
@@ -49,16 +52,17 @@ func TestEachClassTakesItsOwnDevicesOfThisDriverOnly(t *testing.T) {
 		device  resourceapi.Device
 		classes []string
 	}{
-		"a GPU that this driver offers whole":    {"gpu.nvidia.com", whole, []string{"gpu.nvidia.com"}},
-		"a share of a GPU":                       {"gpu.nvidia.com", shareOf(whole, "gpu-share"), []string{"shared.gpu.nvidia.com"}},
-		"a share of a part":                      {"gpu.nvidia.com", shareOf(partition("1g.10gb"), "mig-share"), []string{"shared.gpu.nvidia.com"}},
-		"a share of another driver's":            {"tpu.example.com", shareOf(whole, "gpu-share"), nil},
-		"a part of a GPU":                        {"gpu.nvidia.com", partition("1g.10gb"), []string{"mig.nvidia.com", small}},
-		"a part with the media engines":          {"gpu.nvidia.com", partition("1g.10gb+me"), []string{"mig.nvidia.com", media}},
-		"a part of a profile without a class":    {"gpu.nvidia.com", partition("7g.80gb"), []string{"mig.nvidia.com"}},
-		"another driver's GPU":                   {"tpu.example.com", whole, nil},
-		"another driver's part":                  {"tpu.example.com", partition("1g.10gb"), nil},
-		"another driver's without any attribute": {"tpu.example.com", resourceapi.Device{}, nil},
+		"a GPU that this driver offers whole": {"gpu.nvidia.com", whole, []string{"gpu.nvidia.com"}},
+		"a share of a GPU":                    {"gpu.nvidia.com", shareOf(whole, "gpu-share"), []string{"shared.gpu.nvidia.com"}},
+		"a share of a part": {"gpu.nvidia.com", shareOf(partition("1g.10gb"), "mig-share"),
+			[]string{"shared.gpu.nvidia.com"}},
+		"a share of another driver's":          {"tpu.example.com", shareOf(whole, "gpu-share"), nil},
+		"a part of a GPU":                      {"gpu.nvidia.com", partition("1g.10gb"), []string{"mig.nvidia.com", small}},
+		"a part with the media engines":        {"gpu.nvidia.com", partition("1g.10gb+me"), []string{"mig.nvidia.com", media}},
+		"a part of a profile without a class":  {"gpu.nvidia.com", partition("7g.80gb"), []string{"mig.nvidia.com"}},
+		"another driver's GPU":                 {"tpu.example.com", whole, nil},
+		"another driver's part":                {"tpu.example.com", partition("1g.10gb"), nil},
+		"another driver's, without attributes": {"tpu.example.com", resourceapi.Device{}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var classes []string
@@ -74,7 +78,8 @@ func TestEachClassTakesItsOwnDevicesOfThisDriverOnly(t *testing.T) {
 	}
 }
 
-// resources are the DeviceClasses with their extended resources.
+// resources renders the chart and returns the extended resource of each DeviceClass, by the class's
+// name.
 func resources(t *testing.T, args ...string) map[string]string {
 	t.Helper()
 	objects, _ := render(t, args...)
@@ -87,7 +92,7 @@ func resources(t *testing.T, args ...string) map[string]string {
 	return found
 }
 
-func TestClassesAndTheirExtendedResources(t *testing.T) {
+func TestDeviceClassExtendedResources(t *testing.T) {
 	both := func(more map[string]string) map[string]string {
 		all := map[string]string{"gpu.nvidia.com": "nvidia.com/gpu", "mig.nvidia.com": ""}
 		for class, resource := range more {
@@ -99,43 +104,52 @@ func TestClassesAndTheirExtendedResources(t *testing.T) {
 		args []string
 		want map[string]string
 	}{
-		"a GPU is what it was with the device plugin": {nil, both(nil)},
-		"a GPU may be something else": {
-			[]string{"--set", "deviceClasses.gpu.extendedResourceName=example.com/gpu"}, both(map[string]string{"gpu.nvidia.com": "example.com/gpu"}),
+		"GPUs have the device plugin's resource": {nil, both(nil)},
+		"another resource for GPUs": {
+			[]string{"--set", "deviceClasses.gpu.extendedResourceName=example.com/gpu"},
+			both(map[string]string{"gpu.nvidia.com": "example.com/gpu"}),
 		},
-		"a GPU may be nothing": {[]string{"--set", "deviceClasses.gpu.extendedResourceName="}, both(map[string]string{"gpu.nvidia.com": ""})},
-		"a profile has what the device plugin calls it": {
-			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"},{"profile":"1g.24gb-me"},{"profile":"2g.48gb+me.all"},{"profile":"1c.3g.40gb"}]`},
+		"no resource for GPUs": {[]string{"--set", "deviceClasses.gpu.extendedResourceName="}, both(map[string]string{"gpu.nvidia.com": ""})},
+		"profiles have the device plugin's resources": {
+			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"},{"profile":"1g.24gb-me"}` +
+				`,{"profile":"2g.48gb+me.all"},{"profile":"1c.3g.40gb"}]`},
 			both(map[string]string{
 				"mig-1g.10gb.nvidia.com": "nvidia.com/mig-1g.10gb", "mig-1g.10gb.me.nvidia.com": "nvidia.com/mig-1g.10gb.me",
 				"mig-1g.24gb-me.nvidia.com": "nvidia.com/mig-1g.24gb-me", "mig-2g.48gb.me.all.nvidia.com": "nvidia.com/mig-2g.48gb.me.all",
 				"mig-1c.3g.40gb.nvidia.com": "nvidia.com/mig-1c.3g.40gb",
 			}),
 		},
-		"one profile may be what a GPU was": {
-			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","name":"small.example.com","extendedResourceName":"nvidia.com/gpu"}]`},
+		"a profile takes the GPU's resource": {
+			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","name":"small.example.com",` +
+				`"extendedResourceName":"nvidia.com/gpu"}]`},
 			both(map[string]string{"gpu.nvidia.com": "", "small.example.com": "nvidia.com/gpu"}),
 		},
-		"a class may have none": {
-			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","extendedResourceName":""},{"profile":"2g.20gb","extendedResourceName":""}]`},
+		"a class without a resource": {
+			[]string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","extendedResourceName":""},{"profile":"2g.20gb",` +
+				`"extendedResourceName":""}]`},
 			both(map[string]string{"mig-1g.10gb.nvidia.com": "", "mig-2g.20gb.nvidia.com": ""}),
 		},
-		"shares have one where something is shared": {[]string{"--set", "shares=fractions"}, both(map[string]string{"shared.gpu.nvidia.com": ""})},
-		"shares of partitions are shares":           {[]string{"--set", "shares=off\\,*/1g.10gb = shares:2"}, both(map[string]string{"shared.gpu.nvidia.com": ""})},
-		"what shares nothing makes none":            {[]string{"--set", "shares=off\\,NVIDIA fractions*=off"}, both(nil)},
-		"a share may be what a GPU was": {
+		"a class of shares with fractions": {[]string{"--set", "shares=fractions"},
+			both(map[string]string{"shared.gpu.nvidia.com": ""})},
+		"a class of shares with shares of partitions": {[]string{"--set", "shares=off\\,*/1g.10gb = shares:2"},
+			both(map[string]string{"shared.gpu.nvidia.com": ""})},
+		"no class of shares if nothing is shared": {[]string{"--set", "shares=off\\,NVIDIA fractions*=off"}, both(nil)},
+		"shares take the GPU's resource": {
 			[]string{"--set", "shares=shares:4", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu"},
 			both(map[string]string{"gpu.nvidia.com": "", "shared.gpu.nvidia.com": "nvidia.com/gpu"}),
 		},
-		"a share that has a resource of its own leaves the GPU's": {
+		"shares with another resource leave the GPU's": {
 			[]string{"--set", "shares=shares:4", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu.shared"},
 			both(map[string]string{"shared.gpu.nvidia.com": "nvidia.com/gpu.shared"}),
 		},
-		"shares that are not offered take nothing": {[]string{"--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu"}, both(nil)},
-		"shares without a class take nothing": {
-			[]string{"--set", "shares=shares:4", "--set", "deviceClasses.shared.enabled=false", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu"}, both(nil),
+		"shares that are not offered take no resource": {[]string{"--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu"},
+			both(nil)},
+		"shares without a class take no resource": {
+			[]string{"--set", "shares=shares:4", "--set", "deviceClasses.shared.enabled=false", "--set",
+				"deviceClasses.shared.extendedResourceName=nvidia.com/gpu"}, both(nil),
 		},
-		"nothing need be there": {[]string{"--set", "shares=fractions", "--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "deviceClasses.shared.enabled=false"}, map[string]string{}},
+		"no class at all": {[]string{"--set", "shares=fractions", "--set", "deviceClasses.gpu.enabled=false", "--set",
+			"deviceClasses.mig.enabled=false", "--set", "deviceClasses.shared.enabled=false"}, map[string]string{}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := resources(t, c.args...)
@@ -157,22 +171,26 @@ func TestClassesAndTheirExtendedResources(t *testing.T) {
 	}
 }
 
-func TestAShareIsNotWhatAPartitionIs(t *testing.T) {
+func TestMIGClassExcludesShares(t *testing.T) {
 	_, err := template(t, "--set", "shares=shares:2", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu",
 		"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","extendedResourceName":"nvidia.com/gpu"}]`)
-	if want := "deviceClasses.migProfiles[0]: extended resource nvidia.com/gpu is already that of deviceClasses.shared."; err == nil || !strings.Contains(err.Error(), want) {
+	if want := "deviceClasses.migProfiles[0]: deviceClasses.shared already has extended resource nvidia.com/gpu."; err == nil ||
+		!strings.Contains(err.Error(), want) {
 		t.Errorf("%v, want %q", err, want)
 	}
 }
 
-func TestTwoClassesDoNotMeanTheSame(t *testing.T) {
+func TestRefusesTwoClassesWithOneResource(t *testing.T) {
 	for name, c := range map[string]struct{ classes, want string }{
-		"the same profile twice":       {`[{"profile":"1g.10gb"},{"profile":"1g.10gb"}]`, "deviceClasses.migProfiles[1]: DeviceClass mig-1g.10gb.nvidia.com is already made by deviceClasses.migProfiles[0]"},
-		"the name of another class":    {`[{"profile":"1g.10gb","name":"mig.nvidia.com"}]`, "already made by deviceClasses.mig."},
-		"the resource of another":      {`[{"profile":"1g.10gb"},{"profile":"2g.20gb","extendedResourceName":"nvidia.com/mig-1g.10gb"}]`, "extended resource nvidia.com/mig-1g.10gb is already that of deviceClasses.migProfiles[0]"},
-		"one resource for two":         {`[{"profile":"1g.10gb","extendedResourceName":"nvidia.com/gpu"},{"profile":"2g.20gb","extendedResourceName":"nvidia.com/gpu"}]`, "extended resource nvidia.com/gpu is already that of deviceClasses.migProfiles[0]"},
-		"no profile of a GPU instance": {`[{"profile":"all"}]`, "profile"},
-		"an unknown key":               {`[{"profile":"1g.10gb","extendedResource":"x"}]`, "extendedResource"},
+		"the same profile twice": {`[{"profile":"1g.10gb"},{"profile":"1g.10gb"}]`,
+			"deviceClasses.migProfiles[1]: DeviceClass mig-1g.10gb.nvidia.com is already made by deviceClasses.migProfiles[0]"},
+		"the name of another class": {`[{"profile":"1g.10gb","name":"mig.nvidia.com"}]`, "already made by deviceClasses.mig."},
+		"the resource of another": {`[{"profile":"1g.10gb"},{"profile":"2g.20gb","extendedResourceName":"nvidia.com/mig-1g.10gb"}]`,
+			"deviceClasses.migProfiles[0] already has extended resource nvidia.com/mig-1g.10gb"},
+		"one resource twice": {`[{"profile":"1g.10gb","extendedResourceName":"nvidia.com/gpu"},{"profile":"2g.20gb",` +
+			`"extendedResourceName":"nvidia.com/gpu"}]`, "deviceClasses.migProfiles[0] already has extended resource nvidia.com/gpu"},
+		"an invalid profile": {`[{"profile":"all"}]`, "profile"},
+		"an unknown key":     {`[{"profile":"1g.10gb","extendedResource":"x"}]`, "extendedResource"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := template(t, "--set-json", "deviceClasses.migProfiles="+c.classes)
@@ -183,8 +201,9 @@ func TestTwoClassesDoNotMeanTheSame(t *testing.T) {
 	}
 }
 
-// The page on sharing shows a class that the chart does not make: it is taken from there as a reader would.
-func TestTheClassForTheSharesOfOneProfileTakesThemAlone(t *testing.T) {
+// docs/sharing.md has an example of a DeviceClass, which users copy and the chart does not render.
+// It must select only shareable MIG devices of one profile.
+func TestShareClassOfOneProfile(t *testing.T) {
 	page, err := os.ReadFile("../../docs/sharing.md")
 	if err != nil {
 		t.Fatal(err)
@@ -213,12 +232,12 @@ func TestTheClassForTheSharesOfOneProfileTakesThemAlone(t *testing.T) {
 		device resourceapi.Device
 		want   bool
 	}{
-		"a share of the profile":        {"gpu.nvidia.com", share, true},
-		"a share of another profile":    {"gpu.nvidia.com", other, false},
-		"the partition itself":          {"gpu.nvidia.com", partition("1g.10gb"), false},
-		"a share of a GPU":              {"gpu.nvidia.com", whole, false},
-		"a share of another driver's":   {"tpu.example.com", share, false},
-		"another driver's, quite empty": {"tpu.example.com", resourceapi.Device{}, false},
+		"a share of the profile":               {"gpu.nvidia.com", share, true},
+		"a share of another profile":           {"gpu.nvidia.com", other, false},
+		"the partition itself":                 {"gpu.nvidia.com", partition("1g.10gb"), false},
+		"a share of a GPU":                     {"gpu.nvidia.com", whole, false},
+		"a share of another driver's":          {"tpu.example.com", share, false},
+		"another driver's, without attributes": {"tpu.example.com", resourceapi.Device{}, false},
 	} {
 		if got := takes(t, class, c.driver, c.device); got != c.want {
 			t.Errorf("%s: %t", name, got)

@@ -1,6 +1,8 @@
-// Package chart holds the tests of the Helm chart that need no cluster: what helm renders for several sets of values is decoded strictly into the API's
-// types and held against what the chart promises (rights, mounts, uninstall order), the chart's configuration file goes through the plugin's own
-// strict decoder, and the admission policy's expressions are compiled and evaluated by the API server's own code.
+// Package chart tests the Helm chart without a cluster. The tests render the chart with several
+// sets of values and decode the objects strictly. They check rights, mounts and the order of the
+// uninstall. The plugin's own decoder reads the rendered configuration file. The API server's own
+// code compiles and evaluates the admission policies.
 //
-// The tests run the helm that $HELM names, or one in PATH or in the test cluster's cache; `make test-unit` builds and names one.
+// The tests run the helm program in $HELM, in PATH, or in the test cluster's cache. `make
+// test-unit` sets $HELM.
 package chart

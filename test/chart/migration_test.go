@@ -9,9 +9,9 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// The page on migration shows the values of the device plugin's MIG strategies: they are taken from
-// there as a reader would.
-func TestTheValuesForMIGStrategiesWorkAsTheyAreWritten(t *testing.T) {
+// docs/migration.md has two example values files, one for each MIG strategy of NVIDIA's device
+// plugin. With these values, the chart must render the DeviceClasses that the page promises.
+func TestDocumentedMIGStrategyValues(t *testing.T) {
 	page, err := os.ReadFile("../../docs/migration.md")
 	if err != nil {
 		t.Fatal(err)

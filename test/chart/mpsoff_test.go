@@ -11,9 +11,10 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 )
 
-// Without its DaemonSet all daemons end, and with them the work of Pods. It was there by default
-// once, so an upgrade that sets nothing would remove it.
-func TestMPSIsNotSwitchedOffUnderItsClients(t *testing.T) {
+// Removing the supervisor's DaemonSet ends all MPS daemons, and with them the work of their
+// clients. Earlier versions of the chart enabled MPS by default, so an upgrade with default values
+// would do that. The chart must refuse it while claims use MPS.
+func TestRefusesToDisableMPSUnderClients(t *testing.T) {
 	const config = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"STRATEGY"}}`
 	claim := func(driver, strategy string, change func(*resourceapi.ResourceClaimStatus)) resourceapi.ResourceClaim {
 		status := resourceapi.ResourceClaimStatus{
@@ -44,21 +45,22 @@ func TestMPSIsNotSwitchedOffUnderItsClients(t *testing.T) {
 	for name, c := range map[string]struct {
 		claim   resourceapi.ResourceClaim
 		args    []string
-		gone    bool // the DaemonSet is not there
+		gone    bool // the DaemonSet does not exist
 		refused bool
 	}{
-		"a claim with MPS":                     {claim: mps, refused: true},
-		"a fraction":                           {claim: claim(driver, "", consumes("memory")), refused: true},
-		"a fraction, and plain shares instead": {claim: claim(driver, "", consumes("memory")), args: []string{"--set", "shares=shares:2"}, refused: true},
-		"MPS stays on":                         {claim: mps, args: withMPS},
-		"fractions are offered":                {claim: mps, args: []string{"--set", "shares=fractions"}},
-		"MPS was off":                          {claim: mps, gone: true},
-		"time-slicing":                         {claim: claim(driver, "TimeSlicing", nil)},
-		"a whole GPU":                          {claim: claim(driver, "", nil)},
-		"a plain share":                        {claim: claim(driver, "", consumes("shares"))},
-		"another driver's":                     {claim: claim("other.example.com", "MPS", consumes("memory"))},
-		"a claim that no Pod uses":             {claim: claim(driver, "MPS", func(s *resourceapi.ResourceClaimStatus) { s.ReservedFor = nil })},
-		"a claim that is not allocated":        {claim: claim(driver, "", func(s *resourceapi.ResourceClaimStatus) { s.Allocation = nil })},
+		"a claim with MPS": {claim: mps, refused: true},
+		"a fraction":       {claim: claim(driver, "", consumes("memory")), refused: true},
+		"a fraction, and plain shares instead": {claim: claim(driver, "", consumes("memory")), args: []string{"--set",
+			"shares=shares:2"}, refused: true},
+		"MPS stays on":                  {claim: mps, args: withMPS},
+		"fractions are offered":         {claim: mps, args: []string{"--set", "shares=fractions"}},
+		"MPS was off":                   {claim: mps, gone: true},
+		"time-slicing":                  {claim: claim(driver, "TimeSlicing", nil)},
+		"a whole GPU":                   {claim: claim(driver, "", nil)},
+		"a plain share":                 {claim: claim(driver, "", consumes("shares"))},
+		"another driver's":              {claim: claim("other.example.com", "MPS", consumes("memory"))},
+		"a claim that no Pod uses":      {claim: claim(driver, "MPS", func(s *resourceapi.ResourceClaimStatus) { s.ReservedFor = nil })},
+		"a claim that is not allocated": {claim: claim(driver, "", func(s *resourceapi.ResourceClaimStatus) { s.Allocation = nil })},
 	} {
 		t.Run(name, func(t *testing.T) {
 			objects := map[string]any{"/apis/resource.k8s.io/v1/resourceclaims": resourceapi.ResourceClaimList{
@@ -66,12 +68,13 @@ func TestMPSIsNotSwitchedOffUnderItsClients(t *testing.T) {
 			}}
 			if !c.gone {
 				objects["/apis/apps/v1/namespaces/"+namespace+"/daemonsets/"+supervisor] = appsv1.DaemonSet{
-					TypeMeta: metav1.TypeMeta{APIVersion: "apps/v1", Kind: "DaemonSet"}, ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: supervisor},
+					TypeMeta: metav1.TypeMeta{APIVersion: "apps/v1", Kind: "DaemonSet"}, ObjectMeta: metav1.ObjectMeta{Namespace: namespace,
+						Name: supervisor},
 				}
 			}
 			_, err := template(t, append(clusterWith(t, objects), c.args...)...)
 			switch {
-			// The server has no OpenAPI: helm gets as far as to what comes after the templates.
+			// The fake API server has no OpenAPI, so helm always fails after it has rendered the templates.
 			case !c.refused && (err == nil || !strings.Contains(err.Error(), "from release manifest")):
 				t.Error(err)
 			case c.refused && (err == nil || !strings.Contains(err.Error(), "team/claim") || !strings.Contains(err.Error(), "mps.enabled=true")):

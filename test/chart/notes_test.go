@@ -8,9 +8,9 @@ import (
 	"testing"
 )
 
-// notes is what helm prints after an installation into a cluster of this version. helm renders
-// notes for no version but that of a real cluster, so a copy of the chart renders them as an
-// object.
+// notes returns the chart's NOTES.txt as rendered for a cluster of this version. For that it
+// renders a copy of the chart in which NOTES.txt is part of an object, because helm renders real
+// notes only for the version of a real cluster.
 func notes(t *testing.T, version string, args ...string) string {
 	t.Helper()
 	dir := filepath.Join(t.TempDir(), "chart")
@@ -32,7 +32,7 @@ func notes(t *testing.T, version string, args ...string) string {
 	return string(out)
 }
 
-func TestTheNotesSayFromWhenOnPodsMayAskWithLimits(t *testing.T) {
+func TestNotesExplainResourceLimits(t *testing.T) {
 	const may, notYet = `nvidia.com/gpu\": \"1\"`, "Not yet in this cluster"
 	for name, c := range map[string]struct {
 		version      string
@@ -40,11 +40,12 @@ func TestTheNotesSayFromWhenOnPodsMayAskWithLimits(t *testing.T) {
 		says, warned bool
 	}{
 		"a cluster that drops the field":    {version: "1.35.4", says: true, warned: true},
-		"the same as some providers say it": {version: "1.35.4-gke.1000", says: true, warned: true},
+		"the same with a provider's suffix": {version: "1.35.4-gke.1000", says: true, warned: true},
 		"a cluster that keeps it":           {version: "1.36.0", says: true},
 		"a pre-release that keeps it":       {version: "1.36.0-rc.1", says: true},
 		"another class has the resource": {
-			version: "1.35.4", args: []string{"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","extendedResourceName":"nvidia.com/gpu"}]`},
+			version: "1.35.4", args: []string{"--set-json",
+				`deviceClasses.migProfiles=[{"profile":"1g.10gb","extendedResourceName":"nvidia.com/gpu"}]`},
 		},
 		"no class has it": {version: "1.35.4", args: []string{"--set", "deviceClasses.gpu.extendedResourceName="}},
 		"no class at all": {version: "1.35.4", args: []string{"--set", "deviceClasses.gpu.enabled=false"}},
@@ -52,35 +53,36 @@ func TestTheNotesSayFromWhenOnPodsMayAskWithLimits(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			got := notes(t, c.version, c.args...)
 			if says, warned := strings.Contains(got, may), strings.Contains(got, notYet); says != c.says || warned != c.warned {
-				t.Errorf("they say how: %t, want %t; that it is too early: %t, want %t\n%s", says, c.says, warned, c.warned, got)
+				t.Errorf("the notes explain limits: %t, want %t; warn of an old cluster: %t, want %t\n%s", says, c.says, warned, c.warned, got)
 			}
 		})
 	}
 }
 
-func TestTheNotesWarnOfASchedulerThatIsSlowWithCounters(t *testing.T) {
-	const warning = "square of the nodes that publish counters"
+func TestNotesWarnAboutSlowScheduler(t *testing.T) {
+	const warning = "number of nodes that publish counters"
 	for name, c := range map[string]struct {
 		version string
 		args    []string
 		warned  bool
 	}{
-		"a default install":            {version: "1.36.6"},
-		"dynamic":                      {version: "1.36.6", args: []string{"--set", "mig.policy=dynamic"}, warned: true},
-		"dynamic, no shares":           {version: "1.36.6", args: []string{"--set", "mig.policy=dynamic,shares="}, warned: true},
-		"dynamic with a list, one GPU": {version: "1.35.4", args: []string{"--set-string", "mig.policy=static\\,0000:db:00.0=dynamic(1g.10gb)"}, warned: true},
-		"adopt, as some providers say": {version: "1.36.2-gke.1000", args: []string{"--set", "mig.policy=adopt"}, warned: true},
-		"static":                       {version: "1.36.6", args: []string{"--set", "mig.policy=static"}},
-		"shares":                       {version: "1.36.6", args: []string{"--set", "shares=shares:4"}, warned: true},
-		"fractions of one model":       {version: "1.36.6", args: []string{"--set", "shares=NVIDIA A100*=fractions"}, warned: true},
-		"dynamic, a fast scheduler":    {version: "1.37.0", args: []string{"--set", "mig.policy=dynamic"}},
-		"dynamic, a pre-release of it": {version: "1.37.0-rc.1", args: []string{"--set", "mig.policy=dynamic"}},
-		"shares, a fast scheduler":     {version: "1.37.0", args: []string{"--set", "shares=fractions"}},
-		"dynamic, a scheduler to come": {version: "1.38.1", args: []string{"--set", "mig.policy=dynamic"}},
+		"a default install":  {version: "1.36.6"},
+		"dynamic":            {version: "1.36.6", args: []string{"--set", "mig.policy=dynamic"}, warned: true},
+		"dynamic, no shares": {version: "1.36.6", args: []string{"--set", "mig.policy=dynamic,shares="}, warned: true},
+		"dynamic with a list, one GPU": {version: "1.35.4", args: []string{"--set-string",
+			"mig.policy=static\\,0000:db:00.0=dynamic(1g.10gb)"}, warned: true},
+		"adopt, with a provider's suffix": {version: "1.36.2-gke.1000", args: []string{"--set", "mig.policy=adopt"}, warned: true},
+		"static":                          {version: "1.36.6", args: []string{"--set", "mig.policy=static"}},
+		"shares":                          {version: "1.36.6", args: []string{"--set", "shares=shares:4"}, warned: true},
+		"fractions of one model":          {version: "1.36.6", args: []string{"--set", "shares=NVIDIA A100*=fractions"}, warned: true},
+		"dynamic, a fast scheduler":       {version: "1.37.0", args: []string{"--set", "mig.policy=dynamic"}},
+		"dynamic, a pre-release of it":    {version: "1.37.0-rc.1", args: []string{"--set", "mig.policy=dynamic"}},
+		"shares, a fast scheduler":        {version: "1.37.0", args: []string{"--set", "shares=fractions"}},
+		"dynamic, a later scheduler":      {version: "1.38.1", args: []string{"--set", "mig.policy=dynamic"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := notes(t, c.version, c.args...); strings.Contains(got, warning) != c.warned {
-				t.Errorf("they warn: %t, want %t\n%s", !c.warned, c.warned, got)
+				t.Errorf("the notes warn: %t, want %t\n%s", !c.warned, c.warned, got)
 			}
 		})
 	}

@@ -23,29 +23,35 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 )
 
-// everything switches on all that is off by default.
+// everything is the set of values that enables all features that are off by default.
 var everything = []string{
 	"--set", "metrics.service.enabled=true", "--set", "metrics.podMonitor.enabled=true", "--set", "metrics.podMonitor.labels.team=gpu",
 	"--set", "criticalPodsQuota.enabled=true", "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu",
-	"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`, "--set", `mig.policy=static\,NVIDIA A100*=dynamic\,NVIDIA H100*=adopt(1g.10gb\,1g.10gb+me)`,
+	"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`, "--set",
+	`mig.policy=static\,NVIDIA A100*=dynamic\,NVIDIA H100*=adopt(1g.10gb\,1g.10gb+me)`,
 	"--set", "openshift.privilegedSCC=true", "--set", "mps.enabled=true",
-	"--set-json", `networkPolicy={"metricsFrom":[{"podSelector":{"matchLabels":{"app":"prometheus"}}}],"apiServer":[{"cidr":"10.0.0.10/32","port":6443},{"cidr":"fd00::10/128","port":6443}]}`,
+	"--set-json", `networkPolicy={"metricsFrom":[{"podSelector":{"matchLabels":{"app":"prometheus"}}}],` +
+		`"apiServer":[{"cidr":"10.0.0.10/32","port":6443},{"cidr":"fd00::10/128","port":6443}]}`,
 	"--set", "image.digest=sha256:" + strings.Repeat("0a", 32), "--set", "imagePullSecrets[0].name=pull",
 	"--set", "driverRoot=/run/nvidia/driver", "--set", "devRoot=/driver-root/driver", "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook",
 	"--set", "kubeletRootDir=/var/lib/k0s/kubelet", "--set", "criSocket=/run/k0s/containerd.sock",
-	"--set", "nodeSelector.gpu=yes", "--set", "extraArgs[0]=--grpc-health-address=:8081", "--set", "extraEnv[0].name=A", "--set", "extraEnv[0].value=b",
+	"--set", "nodeSelector.gpu=yes", "--set", "extraArgs[0]=--grpc-health-address=:8081", "--set", "extraEnv[0].name=A", "--set",
+	"extraEnv[0].value=b",
 	"--set", "extraVolumes[0].name=more", "--set", "extraVolumes[0].hostPath.path=/more",
 	"--set", "extraVolumeMounts[0].name=more", "--set", "extraVolumeMounts[0].mountPath=/more",
 	"--set", "podLabels.a=b", "--set", "podAnnotations.a=b", "--set", "serviceAccount.annotations.a=b", "--set", "uninstall.force=true",
-	"--set-json", `affinity={"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":{"nodeSelectorTerms":[{"matchExpressions":[{"key":"a","operator":"Exists"}]}]}}}`,
+	"--set-json", `affinity={"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":{` +
+		`"nodeSelectorTerms":[{"matchExpressions":[{"key":"a","operator":"Exists"}]}]}}}`,
 }
 
 var onLinux = map[string]string{"kubernetes.io/os": "linux"}
 
-// nothing switches off all that can be.
+// nothing is the set of values that disables all features that can be disabled.
 var nothing = []string{
-	"--set", "rbac.create=false", "--set", "serviceAccount.create=false", "--set", "serviceAccount.name=mine", "--set", "admissionPolicy.enabled=false", "--set", "networkPolicy.enabled=false",
-	"--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "uninstall.enabled=false", "--set", "criSocket=", "--set", "priorityClassName=",
+	"--set", "rbac.create=false", "--set", "serviceAccount.create=false", "--set", "serviceAccount.name=mine", "--set",
+	"admissionPolicy.enabled=false", "--set", "networkPolicy.enabled=false",
+	"--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false", "--set", "uninstall.enabled=false",
+	"--set", "criSocket=", "--set", "priorityClassName=",
 	"--set-json", "tolerations=[]", "--set", "claimStatus.enabled=false",
 }
 
@@ -56,7 +62,7 @@ var valueSets = map[string][]string{
 	"test cluster": {"--values", "../e2e/values.yaml"},
 }
 
-func TestEveryValueSetRendersObjectsThatTheAPIKnows(t *testing.T) {
+func TestValueSetsRenderValidObjects(t *testing.T) {
 	for name, args := range valueSets {
 		t.Run(name, func(t *testing.T) {
 			objects, text := render(t, args...)
@@ -66,7 +72,8 @@ func TestEveryValueSetRendersObjectsThatTheAPIKnows(t *testing.T) {
 			for _, object := range objects {
 				m := object.(metav1.Object)
 				switch object.(type) {
-				case *corev1.ServiceAccount, *corev1.ConfigMap, *corev1.Service, *corev1.ResourceQuota, *appsv1.DaemonSet, *rbacv1.Role, *rbacv1.RoleBinding, *batchv1.Job, *networkingv1.NetworkPolicy:
+				case *corev1.ServiceAccount, *corev1.ConfigMap, *corev1.Service, *corev1.ResourceQuota, *appsv1.DaemonSet, *rbacv1.Role,
+					*rbacv1.RoleBinding, *batchv1.Job, *networkingv1.NetworkPolicy:
 					if m.GetNamespace() != namespace {
 						t.Errorf("%T %s is in namespace %q, want the release's", object, m.GetName(), m.GetNamespace())
 					}
@@ -80,8 +87,9 @@ func TestEveryValueSetRendersObjectsThatTheAPIKnows(t *testing.T) {
 	}
 }
 
-// The plugin decodes strictly: a key of the ConfigMap that it does not know, or a value that it refuses, would keep every Pod from starting.
-func TestThePluginAcceptsItsConfigurationFile(t *testing.T) {
+// The plugin must accept the configuration file in the ConfigMap. It decodes strictly, so an
+// unknown key or an invalid value would keep every Pod from starting.
+func TestPluginAcceptsRenderedConfiguration(t *testing.T) {
 	for name, args := range valueSets {
 		t.Run(name, func(t *testing.T) {
 			objects, _ := render(t, args...)
@@ -101,7 +109,7 @@ func TestThePluginAcceptsItsConfigurationFile(t *testing.T) {
 				t.Fatal(err)
 			}
 			if cfg.NodeName != "node-1" || cfg.Namespace != "node-1" || cfg.PodName != "node-1" || cfg.PodUID != "node-1" {
-				t.Errorf("the environment does not say who the plugin is: %+v", cfg)
+				t.Errorf("the environment lacks the plugin's node or Pod: %+v", cfg)
 			}
 			if cfg.DaemonSetName != plugin {
 				t.Errorf("daemonsetName is %q, want %q", cfg.DaemonSetName, plugin)
@@ -111,13 +119,15 @@ func TestThePluginAcceptsItsConfigurationFile(t *testing.T) {
 	}
 }
 
-// checkMounts holds the file's paths against the Pod's mounts: what both the host and the plugin name must be one place.
+// checkMounts fails the test if the Pod does not mount a path that the configuration names. A path
+// that must be the same on the host and in the Pod must also be mounted from that path of the host.
 func checkMounts(t *testing.T, cfg *config.Config, pod corev1.PodSpec) {
 	t.Helper()
 	host := func(inside string) string {
 		best, source := "", ""
 		for _, mount := range pod.Containers[0].VolumeMounts {
-			if inside != mount.MountPath && !strings.HasPrefix(inside, strings.TrimSuffix(mount.MountPath, "/")+"/") || len(mount.MountPath) < len(best) {
+			if inside != mount.MountPath && !strings.HasPrefix(inside, strings.TrimSuffix(mount.MountPath, "/")+"/") ||
+				len(mount.MountPath) < len(best) {
 				continue
 			}
 			for _, volume := range pod.Volumes {
@@ -143,13 +153,13 @@ func checkMounts(t *testing.T, cfg *config.Config, pod corev1.PodSpec) {
 	}
 }
 
-func TestTheDaemonSet(t *testing.T) {
+func TestPluginDaemonSet(t *testing.T) {
 	objects, _ := render(t)
 	set := only[*appsv1.DaemonSet](t, objects, plugin)
 	pod := set.Spec.Template.Spec
 	container := pod.Containers[0]
 
-	t.Run("runs on every Linux node, whatever its other labels and taints", func(t *testing.T) {
+	t.Run("runs on every Linux node, with any labels and taints", func(t *testing.T) {
 		if !maps.Equal(pod.NodeSelector, onLinux) || pod.Affinity != nil {
 			t.Errorf("selector %v, affinity %v", pod.NodeSelector, pod.Affinity)
 		}
@@ -167,7 +177,7 @@ func TestTheDaemonSet(t *testing.T) {
 			t.Errorf("selector %s", selector)
 		}
 	})
-	t.Run("starts the new Pod before the old one ends, and needs no port of the host for that", func(t *testing.T) {
+	t.Run("starts the new Pod before the old one ends, without a host port", func(t *testing.T) {
 		update := set.Spec.UpdateStrategy.RollingUpdate
 		if update == nil || update.MaxSurge.IntValue() != 1 || update.MaxUnavailable.IntValue() != 0 {
 			t.Errorf("rolling update %v", update)
@@ -179,7 +189,8 @@ func TestTheDaemonSet(t *testing.T) {
 	t.Run("sees drivers and runtimes that are mounted or restarted later", func(t *testing.T) {
 		for _, name := range []string{"driver-root", "plugins", "cri"} {
 			i := slices.IndexFunc(container.VolumeMounts, func(m corev1.VolumeMount) bool { return m.Name == name })
-			if i < 0 || container.VolumeMounts[i].MountPropagation == nil || *container.VolumeMounts[i].MountPropagation != corev1.MountPropagationHostToContainer {
+			if i < 0 || container.VolumeMounts[i].MountPropagation == nil ||
+				*container.VolumeMounts[i].MountPropagation != corev1.MountPropagationHostToContainer {
 				t.Errorf("mount %s does not follow the host's mounts", name)
 			}
 		}
@@ -189,12 +200,12 @@ func TestTheDaemonSet(t *testing.T) {
 			t.Errorf("terminationMessagePath %q", container.TerminationMessagePath)
 		}
 	})
-	t.Run("is given longer than one call of the kubelet to end", func(t *testing.T) {
+	t.Run("has more time to end than one call of the kubelet", func(t *testing.T) {
 		if *pod.TerminationGracePeriodSeconds <= 45 {
 			t.Errorf("%d s", *pod.TerminationGracePeriodSeconds)
 		}
 	})
-	t.Run("is rolled by a changed configuration, and by nothing that is not in the Pod", func(t *testing.T) {
+	t.Run("restarts only after a change of its configuration or Pod", func(t *testing.T) {
 		changed, _ := render(t, "--set", "logVerbosity=5")
 		same, _ := render(t, "--set", "metrics.service.enabled=true")
 		if cmp.Equal(set.Spec.Template, only[*appsv1.DaemonSet](t, changed, plugin).Spec.Template) {
@@ -206,8 +217,9 @@ func TestTheDaemonSet(t *testing.T) {
 	})
 }
 
-// The driver root is mounted through its parent, so that a directory that is replaced later is the one that is seen.
-func TestALateDriverRootIsSeen(t *testing.T) {
+// The Pod must mount the parent of the driver root. Then the plugin also sees a driver root that is
+// replaced after the plugin's start.
+func TestDriverRootMountPropagates(t *testing.T) {
 	objects, _ := render(t, "--set", "driverRoot=/run/nvidia/driver")
 	pod := only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec
 	i := slices.IndexFunc(pod.Volumes, func(v corev1.Volume) bool { return v.Name == "driver-root" })
@@ -216,12 +228,14 @@ func TestALateDriverRootIsSeen(t *testing.T) {
 	}
 }
 
-// Whoever widens the rights does it here too, on purpose.
-func TestRightsAreNoMoreThanThese(t *testing.T) {
+// The plugin and the uninstall hook must have exactly these rights at the API server. A change of
+// the rights in the chart must change this list too.
+func TestPluginRights(t *testing.T) {
 	objects, _ := render(t, everything...)
 	want := map[string][]rbacv1.PolicyRule{
 		"ClusterRole " + plugin: {
-			{APIGroups: []string{"resource.k8s.io"}, Resources: []string{"resourceslices"}, Verbs: []string{"list", "watch", "create", "update", "delete", "deletecollection"}},
+			{APIGroups: []string{"resource.k8s.io"}, Resources: []string{"resourceslices"}, Verbs: []string{"list", "watch", "create",
+				"update", "delete", "deletecollection"}},
 			{APIGroups: []string{"resource.k8s.io"}, Resources: []string{"resourceclaims"}, Verbs: []string{"get", "list"}},
 			{APIGroups: []string{"resource.k8s.io"}, Resources: []string{"resourceclaims/status"}, Verbs: []string{"update", "patch"}},
 			{
@@ -273,9 +287,9 @@ func TestRightsAreNoMoreThanThese(t *testing.T) {
 	}
 }
 
-// Without the status of claims nothing is left of the right to write it, nor of the policy that
-// narrows that right.
-func TestAStatusThatIsSwitchedOffNeedsNoRight(t *testing.T) {
+// With claimStatus.enabled=false, the chart renders neither the right to write claims' status nor
+// the admission policy for that right.
+func TestDisabledClaimStatusNeedsNoRight(t *testing.T) {
 	objects, text := render(t, "--set", "claimStatus.enabled=false")
 	for _, left := range []string{"resourceclaims/status", "resourceclaims/driver", "claim-status"} {
 		if strings.Contains(text, left) {
@@ -289,12 +303,12 @@ func TestAStatusThatIsSwitchedOffNeedsNoRight(t *testing.T) {
 	if !slices.ContainsFunc(rights, everyClaim) {
 		t.Errorf("the plugin cannot read claims any more: %v", rights)
 	}
-	only[*admissionregistrationv1.ValidatingAdmissionPolicy](t, objects, plugin) // narrows slices as before
+	only[*admissionregistrationv1.ValidatingAdmissionPolicy](t, objects, plugin) // The policy for ResourceSlices must stay.
 }
 
-func TestTheUninstallHook(t *testing.T) {
+func TestUninstallHook(t *testing.T) {
 	objects, _ := render(t)
-	t.Run("has its rights before it runs, and leaves only a failed Job behind", func(t *testing.T) {
+	t.Run("gets its rights first, and leaves only a failed Job", func(t *testing.T) {
 		for _, object := range objects {
 			m := object.(metav1.Object)
 			if m.GetName() != uninstaller {
@@ -315,11 +329,12 @@ func TestTheUninstallHook(t *testing.T) {
 		job := only[*batchv1.Job](t, objects, uninstaller)
 		pod := job.Spec.Template.Spec
 		security := pod.Containers[0].SecurityContext
-		if security.Privileged != nil || *security.AllowPrivilegeEscalation || !*pod.SecurityContext.RunAsNonRoot || len(pod.Volumes) != len(tokens(pod)) || *job.Spec.BackoffLimit != 0 {
+		if security.Privileged != nil || *security.AllowPrivilegeEscalation || !*pod.SecurityContext.RunAsNonRoot ||
+			len(pod.Volumes) != len(tokens(pod)) || *job.Spec.BackoffLimit != 0 {
 			t.Errorf("%+v", job.Spec)
 		}
 	})
-	t.Run("has a user of its own, but for OpenShift, which chooses one and refuses any other", func(t *testing.T) {
+	t.Run("sets its user, except on OpenShift, which assigns one", func(t *testing.T) {
 		onOpenShift, _ := render(t, "--set", "openshift.privilegedSCC=true")
 		for _, c := range []struct {
 			objects     []runtime.Object
@@ -338,9 +353,10 @@ func TestTheUninstallHook(t *testing.T) {
 			}
 		}
 	})
-	t.Run("waits for no node that does not answer, and needs none with a GPU", func(t *testing.T) {
+	t.Run("runs on any Linux node that answers", func(t *testing.T) {
 		pod := only[*batchv1.Job](t, objects, uninstaller).Spec.Template.Spec
-		want := []corev1.Toleration{{Key: "node-role.kubernetes.io/control-plane", Operator: corev1.TolerationOpExists, Effect: corev1.TaintEffectNoSchedule}}
+		want := []corev1.Toleration{{Key: "node-role.kubernetes.io/control-plane", Operator: corev1.TolerationOpExists,
+			Effect: corev1.TaintEffectNoSchedule}}
 		if diff := cmp.Diff(want, pod.Tolerations); diff != "" {
 			t.Error(diff)
 		}
@@ -350,11 +366,12 @@ func TestTheUninstallHook(t *testing.T) {
 		}
 		own, _ := render(t, "--set", "uninstall.nodeSelector.a=b", "--set-json", `uninstall.tolerations=[{"key":"x","operator":"Exists"}]`)
 		pod = only[*batchv1.Job](t, own, uninstaller).Spec.Template.Spec
-		if len(pod.Tolerations) != 1 || pod.Tolerations[0].Key != "x" || !maps.Equal(pod.NodeSelector, map[string]string{"kubernetes.io/os": "linux", "a": "b"}) {
+		if len(pod.Tolerations) != 1 || pod.Tolerations[0].Key != "x" || !maps.Equal(pod.NodeSelector,
+			map[string]string{"kubernetes.io/os": "linux", "a": "b"}) {
 			t.Errorf("tolerations %v, selector %v", pod.Tolerations, pod.NodeSelector)
 		}
 	})
-	t.Run("forces only when told", func(t *testing.T) {
+	t.Run("forces only with uninstall.force", func(t *testing.T) {
 		forced, _ := render(t, "--set", "uninstall.force=true")
 		if slices.Contains(jobArgs(t, objects), "--force") || !slices.Contains(jobArgs(t, forced), "--force") {
 			t.Errorf("args %v, forced %v", jobArgs(t, objects), jobArgs(t, forced))
@@ -367,34 +384,34 @@ func jobArgs(t *testing.T, objects []runtime.Object) []string {
 	return only[*batchv1.Job](t, objects, uninstaller).Spec.Template.Spec.Containers[0].Args
 }
 
-func TestTheSchemaRefuses(t *testing.T) {
+func TestSchemaRefusesInvalidValues(t *testing.T) {
 	for name, c := range map[string]struct{ set, want string }{
-		"an unknown key":               {"driverroot=/x", "driverroot"},
-		"an unknown nested key":        {"hostPaths.run=/run", "run"},
-		"a relative path":              {"cdiRoot=run/cdi", "cdiRoot"},
-		"a path that climbs":           {"driverRoot=/opt/../etc", "driverRoot"},
-		"a path with a slash behind":   {"kubeletRootDir=/var/lib/kubelet/", "kubeletRootDir"},
-		"a verbosity of letters":       {"logVerbosity=high", "logVerbosity"},
-		"a rate of nothing":            {"kubeAPI.qps=0", "qps"},
-		"no image":                     {"image.repository=", "repository"},
-		"a duration without a unit":    {"uninstall.timeout=240", "timeout"},
-		"an argument that is none":     {"extraArgs[0]=version", "extraArgs"},
-		"a policy that is none":        {"mig.policy=never", "policy"},
-		"an unclosed list of profiles": {`mig.policy=dynamic(1g.10gb`, "policy"},
-		"an empty list of profiles":    {`mig.policy=dynamic()`, "policy"},
-		"profiles where none are cut":  {`mig.policy=static(1g.10gb)`, "policy"},
-		"a profile that is none":       {`mig.policy=dynamic(1g.10gb\,small)`, "policy"},
-		"a policy without a name":      {`mig.policy=static\,=off`, "policy"},
-		"a policy that is a Boolean":   {"mig.policy=false", "policy"},
-		"shares of no kind":            {"shares=half", "shares"},
-		"shares without a number":      {"shares=shares:", "shares"},
-		"a share that is no share":     {"shares=shares:1", "shares"},
-		"more shares than processes":   {"shares=shares:1001", "shares"},
-		"shares that are a Boolean":    {"shares=false", "shares"},
-		"a network without a prefix":   {`networkPolicy.apiServer[0].cidr=10.0.0.1,networkPolicy.apiServer[0].port=443`, "cidr"},
-		"an API server without port":   {`networkPolicy.apiServer[0].cidr=10.0.0.1/32`, "port"},
-		"another way to roll MPS":      {"mps.updateStrategy.type=RollingUpdate", "updateStrategy"},
-		"too little shared memory":     {"mps.sharedMemoryMiB=63", "sharedMemoryMiB"},
+		"an unknown key":                {"driverroot=/x", "driverroot"},
+		"an unknown nested key":         {"hostPaths.run=/run", "run"},
+		"a relative path":               {"cdiRoot=run/cdi", "cdiRoot"},
+		"a path with ..":                {"driverRoot=/opt/../etc", "driverRoot"},
+		"a path with a final slash":     {"kubeletRootDir=/var/lib/kubelet/", "kubeletRootDir"},
+		"a verbosity of letters":        {"logVerbosity=high", "logVerbosity"},
+		"a rate of zero":                {"kubeAPI.qps=0", "qps"},
+		"no image":                      {"image.repository=", "repository"},
+		"a duration without a unit":     {"uninstall.timeout=240", "timeout"},
+		"an argument without dashes":    {"extraArgs[0]=version", "extraArgs"},
+		"an unknown policy":             {"mig.policy=never", "policy"},
+		"an unclosed list of profiles":  {`mig.policy=dynamic(1g.10gb`, "policy"},
+		"an empty list of profiles":     {`mig.policy=dynamic()`, "policy"},
+		"a list of profiles for static": {`mig.policy=static(1g.10gb)`, "policy"},
+		"an invalid profile":            {`mig.policy=dynamic(1g.10gb\,small)`, "policy"},
+		"a policy without a name":       {`mig.policy=static\,=off`, "policy"},
+		"a policy that is a Boolean":    {"mig.policy=false", "policy"},
+		"shares of no kind":             {"shares=half", "shares"},
+		"shares without a number":       {"shares=shares:", "shares"},
+		"a single share":                {"shares=shares:1", "shares"},
+		"more shares than processes":    {"shares=shares:1001", "shares"},
+		"shares that are a Boolean":     {"shares=false", "shares"},
+		"a network without a prefix":    {`networkPolicy.apiServer[0].cidr=10.0.0.1,networkPolicy.apiServer[0].port=443`, "cidr"},
+		"an API server without port":    {`networkPolicy.apiServer[0].cidr=10.0.0.1/32`, "port"},
+		"an update strategy of MPS":     {"mps.updateStrategy.type=RollingUpdate", "updateStrategy"},
+		"too little shared memory":      {"mps.sharedMemoryMiB=63", "sharedMemoryMiB"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := template(t, "--set", c.set)
@@ -405,9 +422,9 @@ func TestTheSchemaRefuses(t *testing.T) {
 	}
 }
 
-// The examples are read by the same strict decoder. Several alike devices are one request with a count: requests that differ in nothing but the name cost
-// the scheduler exponential time.
-func TestTheExamplesAreValid(t *testing.T) {
+// Each example in docs/examples must decode strictly, and use one request with a count for several
+// equal devices. Requests that differ only in their names cost the scheduler exponential time.
+func TestExamplesAreValid(t *testing.T) {
 	files, err := filepath.Glob("../../docs/examples/*.yaml")
 	if err != nil || len(files) == 0 {
 		t.Fatalf("no examples: %v", err)

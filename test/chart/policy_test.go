@@ -21,7 +21,7 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// expression is a CEL expression as the API server's compiler wants to be given it.
+// expression is a CEL expression as the API server's compiler takes it.
 type expression struct {
 	name, text string
 	returns    *cel.Type
@@ -31,7 +31,7 @@ func (e expression) GetName() string          { return e.name }
 func (e expression) GetExpression() string    { return e.text }
 func (e expression) ReturnTypes() []*cel.Type { return []*cel.Type{e.returns} }
 
-// policy is the chart's ValidatingAdmissionPolicy, compiled as the oldest supported API server does it.
+// policy is a ValidatingAdmissionPolicy of the chart, compiled for the oldest supported API server.
 type policy struct {
 	conditions, validations plugincel.ConditionEvaluator
 	messages                []string
@@ -45,7 +45,8 @@ func compile(t *testing.T, p *admissionregistrationv1.ValidatingAdmissionPolicy)
 	}
 	var declared plugincel.OptionalVariableDeclarations
 	for _, v := range p.Spec.Variables {
-		if result := compiler.CompileAndStoreVariable(expression{v.Name, v.Expression, cel.AnyType}, declared, environment.NewExpressions); result.Error != nil {
+		if result := compiler.CompileAndStoreVariable(expression{v.Name, v.Expression, cel.AnyType}, declared,
+			environment.NewExpressions); result.Error != nil {
 			t.Errorf("variable %s: %v", v.Name, result.Error)
 		}
 	}
@@ -79,7 +80,8 @@ func compile(t *testing.T, p *admissionregistrationv1.ValidatingAdmissionPolicy)
 	return compiled
 }
 
-// sliceVerdict is the verdict on a write of a ResourceSlice: a creation without the old one, a deletion without the new one.
+// sliceVerdict returns the policy's verdict (see verdict) on a write of a ResourceSlice by the user
+// who. old is nil for a creation, and object is nil for a deletion.
 func (p policy) sliceVerdict(t *testing.T, who user.Info, object, old *resourceapi.ResourceSlice) string {
 	t.Helper()
 	resource := resourceapi.SchemeGroupVersion.WithResource("resourceslices")
@@ -92,8 +94,10 @@ func (p policy) sliceVerdict(t *testing.T, who user.Info, object, old *resourcea
 	return p.verdict(t, who, admission.Update, resource, "", object, old)
 }
 
-// verdict is "" for an allowed request, else the messages of the validations that refuse it.
-func (p policy) verdict(t *testing.T, who user.Info, operation admission.Operation, resource schema.GroupVersionResource, subresource string, object, old runtime.Object) string {
+// verdict returns "" if the policy allows the request. Otherwise it returns the messages of the
+// validations that refuse it.
+func (p policy) verdict(t *testing.T, who user.Info, operation admission.Operation, resource schema.GroupVersionResource,
+	subresource string, object, old runtime.Object) string {
 	t.Helper()
 	written := object
 	attributes := &admission.VersionedAttributes{}
@@ -121,7 +125,8 @@ func (p policy) verdict(t *testing.T, who user.Info, operation admission.Operati
 	return refused
 }
 
-func (p policy) all(t *testing.T, e plugincel.ConditionEvaluator, attributes *admission.VersionedAttributes, request *admissionv1.AdmissionRequest, no func(int)) bool {
+func (p policy) all(t *testing.T, e plugincel.ConditionEvaluator, attributes *admission.VersionedAttributes,
+	request *admissionv1.AdmissionRequest, no func(int)) bool {
 	t.Helper()
 	results, _, err := e.ForInput(t.Context(), attributes, request, plugincel.OptionalVariableBindings{}, nil, 1<<20)
 	if err != nil {
@@ -143,7 +148,8 @@ func (p policy) all(t *testing.T, e plugincel.ConditionEvaluator, attributes *ad
 }
 
 func slice(node *string, driver string) *resourceapi.ResourceSlice {
-	return &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: "slice"}, Spec: resourceapi.ResourceSliceSpec{Driver: driver, NodeName: node}}
+	return &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: "slice"},
+		Spec: resourceapi.ResourceSliceSpec{Driver: driver, NodeName: node}}
 }
 
 func account(name, node string) user.Info {
@@ -154,7 +160,7 @@ func account(name, node string) user.Info {
 	return &user.DefaultInfo{Name: "system:serviceaccount:" + namespace + ":" + name, Extra: extra}
 }
 
-func TestAPluginWritesOnlyItsOwnNodesSlices(t *testing.T) {
+func TestPolicyLimitsSlicesToOwnNode(t *testing.T) {
 	objects, _ := render(t)
 	p := compile(t, only[*admissionregistrationv1.ValidatingAdmissionPolicy](t, objects, plugin))
 	var (
@@ -173,22 +179,22 @@ func TestAPluginWritesOnlyItsOwnNodesSlices(t *testing.T) {
 	for name, c := range map[string]struct {
 		who         user.Info
 		object, old *resourceapi.ResourceSlice
-		want        string // part of the message; empty: allowed
+		want        string // part of the refusal; empty means that the request is allowed
 	}{
-		"creates its own":                      {me, mine, nil, ""},
-		"updates its own":                      {me, mine, mine, ""},
-		"deletes its own":                      {me, nil, mine, ""},
-		"creates another node's":               {me, theirs, nil, ownNode},
-		"updates another node's":               {me, theirs, theirs, ownNode},
-		"deletes another node's":               {me, nil, theirs, ownNode},
-		"moves its own to another node":        {me, theirs, mine, ownNode},
-		"takes another node's over":            {me, mine, theirs, ownNode},
-		"creates one of no node":               {me, nobodys, nil, ownNode},
-		"speaks for another driver":            {me, foreign, nil, ownDrive},
-		"deletes another driver's":             {me, nil, foreign, ownDrive},
-		"has a token that no node has":         {unbound, mine, nil, noNode},
-		"has a token of no node, for no node":  {unbound, nobodys, nil, noNode},
-		"is someone else, of no concern to us": {someone, mine, nil, ""},
+		"creates its own":                     {me, mine, nil, ""},
+		"updates its own":                     {me, mine, mine, ""},
+		"deletes its own":                     {me, nil, mine, ""},
+		"creates another node's":              {me, theirs, nil, ownNode},
+		"updates another node's":              {me, theirs, theirs, ownNode},
+		"deletes another node's":              {me, nil, theirs, ownNode},
+		"moves its own to another node":       {me, theirs, mine, ownNode},
+		"takes over another node's":           {me, mine, theirs, ownNode},
+		"creates one of no node":              {me, nobodys, nil, ownNode},
+		"writes for another driver":           {me, foreign, nil, ownDrive},
+		"deletes another driver's":            {me, nil, foreign, ownDrive},
+		"has a token without a node":          {unbound, mine, nil, noNode},
+		"has a token without a node, no node": {unbound, nobodys, nil, noNode},
+		"is another account":                  {someone, mine, nil, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := p.sliceVerdict(t, c.who, c.object, c.old)
@@ -199,7 +205,7 @@ func TestAPluginWritesOnlyItsOwnNodesSlices(t *testing.T) {
 	}
 }
 
-// allocated is a claim with one device of this driver and one of another, on a node.
+// allocated returns a claim that is allocated on this node, with a device status of another driver.
 func allocated(node string, change func(*resourceapi.ResourceClaimStatus)) *resourceapi.ResourceClaim {
 	c := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: "claim", Namespace: "user"}, Status: resourceapi.ResourceClaimStatus{
 		Allocation: &resourceapi.AllocationResult{NodeSelector: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
@@ -214,8 +220,9 @@ func allocated(node string, change func(*resourceapi.ResourceClaimStatus)) *reso
 	return c
 }
 
-// Before 1.36 the right to write a claim's status is the right to write all of it.
-func TestAPluginSaysOfAClaimOnlyWhatItsOwnDevicesAre(t *testing.T) {
+// The policy must limit the plugin to its own entries in a claim's status.devices. Before
+// Kubernetes 1.36, the right to write a claim's status covers all of the status.
+func TestPolicyLimitsClaimStatusToOwnDevices(t *testing.T) {
 	objects, _ := render(t)
 	p := compile(t, only[*admissionregistrationv1.ValidatingAdmissionPolicy](t, objects, release+"-gpu-dra-driver-claim-status"))
 	says := func(s *resourceapi.ResourceClaimStatus) {
@@ -227,26 +234,29 @@ func TestAPluginSaysOfAClaimOnlyWhatItsOwnDevicesAre(t *testing.T) {
 	for name, c := range map[string]struct {
 		who         user.Info
 		object, old *resourceapi.ResourceClaim
-		want        string // part of the message; empty: allowed
+		want        string // part of the refusal; empty means that the request is allowed
 	}{
-		"says what a device is": {account(plugin, "node-a"), allocated("node-a", says), plain, ""},
-		"is the first to say something": {account(plugin, "node-a"), allocated("node-a", func(s *resourceapi.ResourceClaimStatus) {
+		"describes a device": {account(plugin, "node-a"), allocated("node-a", says), plain, ""},
+		"writes the first status": {account(plugin, "node-a"), allocated("node-a", func(s *resourceapi.ResourceClaimStatus) {
 			s.Devices = nil
 			says(s)
 		}), first, ""},
-		"takes back what it said":              {account(plugin, "node-a"), plain, allocated("node-a", says), ""},
-		"speaks of another node's claim":       {account(plugin, "node-b"), allocated("node-a", says), plain, "its own node"},
-		"speaks of a claim that has no device": {account(plugin, "node-a"), free, free, "its own node"},
-		"allocates a claim":                    {account(plugin, "node-a"), plain, free, "how a claim is allocated"},
+		"removes its status":              {account(plugin, "node-a"), plain, allocated("node-a", says), ""},
+		"writes another node's claim":     {account(plugin, "node-b"), allocated("node-a", says), plain, "its own node"},
+		"writes a claim without a device": {account(plugin, "node-a"), free, free, "its own node"},
+		"allocates a claim":               {account(plugin, "node-a"), plain, free, "claim's allocation"},
 		"changes an allocation": {account(plugin, "node-a"), allocated("node-a", func(s *resourceapi.ResourceClaimStatus) {
 			s.Allocation.Devices.Results = []resourceapi.DeviceRequestAllocationResult{{Driver: "gpu.nvidia.com", Device: "another"}}
-		}), plain, "how a claim is allocated"},
-		"frees a claim":                        {account(plugin, "node-a"), free, plain, "how a claim is allocated"},
-		"reserves it for another Pod":          {account(plugin, "node-a"), allocated("node-a", func(s *resourceapi.ResourceClaimStatus) { s.ReservedFor[0].UID = "2" }), plain, "reserved"},
-		"removes what another driver said":     {account(plugin, "node-a"), allocated("node-a", func(s *resourceapi.ResourceClaimStatus) { s.Devices = nil }), plain, "driver gpu.nvidia.com"},
-		"changes what another driver said":     {account(plugin, "node-a"), allocated("node-a", func(s *resourceapi.ResourceClaimStatus) { s.Devices[0].Device = "e" }), plain, "driver gpu.nvidia.com"},
-		"has a token that no node has":         {account(plugin, ""), allocated("node-a", says), plain, "bound to no node"},
-		"is someone else, of no concern to us": {account("default", "node-b"), free, plain, ""},
+		}), plain, "claim's allocation"},
+		"frees a claim": {account(plugin, "node-a"), free, plain, "claim's allocation"},
+		"reserves it for another Pod": {account(plugin, "node-a"), allocated("node-a",
+			func(s *resourceapi.ResourceClaimStatus) { s.ReservedFor[0].UID = "2" }), plain, "reservations"},
+		"removes another driver's status": {account(plugin, "node-a"), allocated("node-a",
+			func(s *resourceapi.ResourceClaimStatus) { s.Devices = nil }), plain, "driver gpu.nvidia.com"},
+		"changes another driver's status": {account(plugin, "node-a"), allocated("node-a",
+			func(s *resourceapi.ResourceClaimStatus) { s.Devices[0].Device = "e" }), plain, "driver gpu.nvidia.com"},
+		"has a token without a node": {account(plugin, ""), allocated("node-a", says), plain, "bound to no node"},
+		"is another account":         {account("default", "node-b"), free, plain, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := p.verdict(t, c.who, admission.Update, resourceapi.SchemeGroupVersion.WithResource("resourceclaims"), "status", c.object, c.old)

@@ -18,8 +18,9 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api/v1"
 )
 
-// What the user selects comes on top of Linux, and cannot change it: the image is Linux's.
-func TestThePluginIsOnLinuxOnly(t *testing.T) {
+// The plugin must run on Linux nodes only, because its image is for Linux. The user's nodeSelector
+// can narrow that, but not override it.
+func TestPluginRunsOnLinuxOnly(t *testing.T) {
 	objects, _ := render(t, "--set", "nodeSelector.gpu=yes", "--set", `nodeSelector.kubernetes\.io/os=windows`)
 	want := map[string]string{"kubernetes.io/os": "linux", "gpu": "yes"}
 	if got := only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec.NodeSelector; !maps.Equal(got, want) {
@@ -27,19 +28,23 @@ func TestThePluginIsOnLinuxOnly(t *testing.T) {
 	}
 }
 
-func TestTheHooksDirectoryHidesNothing(t *testing.T) {
+func TestRefusesHookPathOverImageFiles(t *testing.T) {
 	for _, dir := range []string{
-		"", "/usr", "/usr/bin", "/usr/sbin", "/bin", "/sbin", "/lib64", "/usr/lib", "/lib/x86_64-linux-gnu", "/dev", "/dev/shm", "/etc", "/etc/gpu-dra-driver",
-		"/host", "/host/sys", "/host/cri", "/proc", "/proc/driver", "/sys", "/driver-root", "/run", "/var/run", "/var/run/cdi", "/var/lib/kubelet/plugins_registry",
+		"", "/usr", "/usr/bin", "/usr/sbin", "/bin", "/sbin", "/lib64", "/usr/lib", "/lib/x86_64-linux-gnu", "/dev", "/dev/shm", "/etc",
+		"/etc/gpu-dra-driver",
+		"/host", "/host/sys", "/host/cri", "/proc", "/proc/driver", "/sys", "/driver-root", "/run", "/var/run", "/var/run/cdi",
+		"/var/lib/kubelet/plugins_registry",
 		"/run/secrets", "/var/run/secrets/kubernetes.io/serviceaccount",
 	} {
 		_, err := template(t, "--set", "hookPath="+dir+"/nvidia-cdi-hook")
-		if err == nil || !strings.Contains(err.Error(), "hookPath: "+max(dir, "/")+" cannot be") || !strings.Contains(err.Error(), "/opt/nvidia/bin") {
+		if err == nil || !strings.Contains(err.Error(), "hookPath: "+max(dir, "/")+" cannot be") || !strings.Contains(err.Error(),
+			"/opt/nvidia/bin") {
 			t.Errorf("%s/nvidia-cdi-hook: %v, want an error that names the directory and a better one", dir, err)
 		}
 	}
 	for _, dir := range []string{
-		"/usr/local/bin", "/usr/local/nvidia/toolkit", "/opt/nvidia/bin", "/usr/lib/nvidia", "/binaries", "/etc/nvidia", "/devices", "/var/lib/kubelet/plugins",
+		"/usr/local/bin", "/usr/local/nvidia/toolkit", "/opt/nvidia/bin", "/usr/lib/nvidia", "/binaries", "/etc/nvidia", "/devices",
+		"/var/lib/kubelet/plugins",
 	} {
 		if _, err := template(t, "--set", "hookPath="+dir+"/nvidia-cdi-hook"); err != nil {
 			t.Errorf("%s/nvidia-cdi-hook: %v", dir, err)
@@ -55,15 +60,17 @@ func TestTheHooksDirectoryHidesNothing(t *testing.T) {
 	}
 }
 
-// Who may make no accounts and grant no rights may not do it in a hook either.
-func TestTheUninstallHookMakesNoAccountUnasked(t *testing.T) {
+// If the chart may not create accounts or grant rights, it must not do so for the uninstall hook
+// either. The user must name an account for the hook, or disable the hook.
+func TestUninstallHookMakesNoUnwantedAccount(t *testing.T) {
 	for name, args := range map[string][]string{
 		"no rights":  {"--set", "rbac.create=false"},
 		"no account": {"--set", "serviceAccount.create=false", "--set", "serviceAccount.name=mine"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := template(t, args...)
-			if err == nil || !strings.Contains(err.Error(), "Set uninstall.serviceAccountName") || !strings.Contains(err.Error(), "uninstall.enabled=false") {
+			if err == nil || !strings.Contains(err.Error(), "Set uninstall.serviceAccountName") || !strings.Contains(err.Error(),
+				"uninstall.enabled=false") {
 				t.Errorf("%v, want an error that names both ways out", err)
 			}
 			if _, err := template(t, append(args, "--set", "uninstall.enabled=false")...); err != nil {
@@ -82,7 +89,7 @@ func TestTheUninstallHookMakesNoAccountUnasked(t *testing.T) {
 	}
 }
 
-func TestADeviceClassOfAnotherReleaseIsNotTaken(t *testing.T) {
+func TestRefusesDeviceClassOfAnotherRelease(t *testing.T) {
 	owner := func(name, namespace string) map[string]string {
 		return map[string]string{"meta.helm.sh/release-name": name, "meta.helm.sh/release-namespace": namespace}
 	}
@@ -91,9 +98,10 @@ func TestADeviceClassOfAnotherReleaseIsNotTaken(t *testing.T) {
 		with, without []string
 		wayOut        string
 	}{
-		"gpu.nvidia.com":         {nil, []string{"--set", "deviceClasses.gpu.enabled=false"}, "deviceClasses.gpu.enabled=false"},
-		"mig.nvidia.com":         {nil, []string{"--set", "deviceClasses.mig.enabled=false"}, "deviceClasses.mig.enabled=false"},
-		"shared.gpu.nvidia.com":  {[]string{"--set", "shares=fractions"}, []string{"--set", "deviceClasses.shared.enabled=false"}, "deviceClasses.shared.enabled=false"},
+		"gpu.nvidia.com": {nil, []string{"--set", "deviceClasses.gpu.enabled=false"}, "deviceClasses.gpu.enabled=false"},
+		"mig.nvidia.com": {nil, []string{"--set", "deviceClasses.mig.enabled=false"}, "deviceClasses.mig.enabled=false"},
+		"shared.gpu.nvidia.com": {[]string{"--set", "shares=fractions"}, []string{"--set", "deviceClasses.shared.enabled=false"},
+			"deviceClasses.shared.enabled=false"},
 		"mig-1g.10gb.nvidia.com": {[]string{"--set-json", profiles}, nil, "deviceClasses.migProfiles[0]: "},
 	} {
 		for name, there := range map[string]struct {
@@ -102,11 +110,13 @@ func TestADeviceClassOfAnotherReleaseIsNotTaken(t *testing.T) {
 			args    []string
 			refused string
 		}{
-			"there is none":              {args: c.with},
-			"it is this release's":       {class: true, args: c.with, owner: owner(release, namespace)},
-			"it is nobody's":             {class: true, args: c.with},
-			"it is another release's":    {class: true, args: c.with, owner: owner("nvidia-dra", "nvidia"), refused: "release nvidia-dra in namespace nvidia"},
-			"it is another namespace's":  {class: true, args: c.with, owner: owner(release, "old"), refused: "release " + release + " in namespace old"},
+			"no class":       {args: c.with},
+			"this release's": {class: true, args: c.with, owner: owner(release, namespace)},
+			"no release's":   {class: true, args: c.with},
+			"another release's": {class: true, args: c.with, owner: owner("nvidia-dra", "nvidia"),
+				refused: "release nvidia-dra in namespace nvidia"},
+			"another namespace's": {class: true, args: c.with, owner: owner(release, "old"),
+				refused: "release " + release + " in namespace old"},
 			"another's, and not offered": {class: true, args: c.without, owner: owner("nvidia-dra", "nvidia")},
 		} {
 			t.Run(class+": "+name, func(t *testing.T) {
@@ -119,7 +129,7 @@ func TestADeviceClassOfAnotherReleaseIsNotTaken(t *testing.T) {
 				}
 				_, err := template(t, append(clusterWith(t, objects), there.args...)...)
 				switch {
-				// The server has no OpenAPI: helm gets as far as to what comes after the templates.
+				// The fake API server has no OpenAPI, so helm always fails after it has rendered the templates.
 				case there.refused == "" && err != nil && !strings.Contains(err.Error(), "from release manifest"):
 					t.Error(err)
 				case there.refused != "" && (err == nil || !strings.Contains(err.Error(), there.refused) || !strings.Contains(err.Error(), c.wayOut)):
@@ -130,8 +140,8 @@ func TestADeviceClassOfAnotherReleaseIsNotTaken(t *testing.T) {
 	}
 }
 
-// clusterWith serves as much of the API as a template's lookup needs, with objects by their paths.
-// It returns helm's arguments.
+// clusterWith starts a fake API server and returns the arguments that make helm use it. objects are
+// the server's objects by URL path. The server answers only what a template's lookup needs.
 func clusterWith(t *testing.T, objects map[string]any) []string {
 	t.Helper()
 	group := func(name string) metav1.APIGroup {
@@ -150,7 +160,8 @@ func clusterWith(t *testing.T, objects map[string]any) []string {
 		"/apis": metav1.APIGroupList{
 			TypeMeta: metav1.TypeMeta{Kind: "APIGroupList", APIVersion: "v1"}, Groups: []metav1.APIGroup{group("apps"), group("resource.k8s.io")},
 		},
-		"/apis/apps/v1": resources("apps", metav1.APIResource{Name: "daemonsets", SingularName: "daemonset", Namespaced: true, Kind: "DaemonSet", Verbs: verbs}),
+		"/apis/apps/v1": resources("apps", metav1.APIResource{Name: "daemonsets", SingularName: "daemonset", Namespaced: true,
+			Kind: "DaemonSet", Verbs: verbs}),
 		"/apis/resource.k8s.io/v1": resources("resource.k8s.io",
 			metav1.APIResource{Name: "deviceclasses", SingularName: "deviceclass", Kind: "DeviceClass", Verbs: verbs},
 			metav1.APIResource{Name: "resourceclaims", SingularName: "resourceclaim", Namespaced: true, Kind: "ResourceClaim", Verbs: verbs}),
@@ -161,13 +172,14 @@ func clusterWith(t *testing.T, objects map[string]any) []string {
 		answer, found := answers[r.URL.Path]
 		if !found {
 			w.WriteHeader(http.StatusNotFound)
-			answer = metav1.Status{TypeMeta: metav1.TypeMeta{Kind: "Status", APIVersion: "v1"}, Status: metav1.StatusFailure, Reason: metav1.StatusReasonNotFound, Code: http.StatusNotFound}
+			answer = metav1.Status{TypeMeta: metav1.TypeMeta{Kind: "Status", APIVersion: "v1"}, Status: metav1.StatusFailure,
+				Reason: metav1.StatusReasonNotFound, Code: http.StatusNotFound}
 		}
 		_ = json.NewEncoder(w).Encode(answer)
 	}))
 	t.Cleanup(server.Close)
 	home := t.TempDir()
-	t.Setenv("HOME", home) // helm caches below it what a server offers
+	t.Setenv("HOME", home) // helm caches the server's API below HOME.
 	kubeconfig, err := json.Marshal(clientcmdapi.Config{
 		Kind: "Config", APIVersion: "v1", CurrentContext: "c",
 		Clusters: []clientcmdapi.NamedCluster{{Name: "c", Cluster: clientcmdapi.Cluster{Server: server.URL}}},

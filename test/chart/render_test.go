@@ -4,9 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"io"
-	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"testing"
 
@@ -14,37 +12,32 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apimachinery/pkg/util/yaml"
 	"k8s.io/client-go/kubernetes/scheme"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
 const (
 	chartDir  = "../../deployments/helm/gpu-dra-driver"
 	release   = "gpus"
 	namespace = "gpu-system"
-	// plugin is the name of the DaemonSet and of all that belongs to it.
+	// plugin is the name of the plugin's DaemonSet and of the objects that belong to it.
 	plugin = "gpus-gpu-dra-driver-kubelet-plugin"
-	// uninstaller is the name of the pre-delete Job and of all that belongs to it.
+	// uninstaller is the name of the pre-delete Job and of the objects that belong to it.
 	uninstaller = "gpus-gpu-dra-driver-uninstall"
 )
 
-// helm finds the binary, and skips only where nobody promised one.
+// helm returns the path of the helm program. If there is none, it skips the test.
 func helm(t *testing.T) string {
 	t.Helper()
-	if named := os.Getenv("HELM"); named != "" {
-		return named
+	path, found := clusterharness.FindHelm()
+	if !found {
+		t.Skip("no helm in $HELM, PATH or the test cluster's cache: run `make test-unit`, which builds one")
 	}
-	if path, err := exec.LookPath("helm"); err == nil {
-		return path
-	}
-	if cache, err := os.UserCacheDir(); err == nil {
-		if found, _ := filepath.Glob(filepath.Join(cache, "gpu-dra-driver", "cluster", "helm-*", "helm")); len(found) > 0 {
-			return found[len(found)-1]
-		}
-	}
-	t.Skip("no helm in $HELM, PATH or the test cluster's cache: `make test-unit` builds one")
-	return ""
+	return path
 }
 
-// template runs helm template; args are further arguments such as --set.
+// template runs `helm template` with these additional arguments, such as --set. It returns the
+// rendered text, or helm's error.
 func template(t *testing.T, args ...string) (string, error) {
 	t.Helper()
 	cmd := exec.Command(helm(t), append([]string{"template", release, chartDir, "--namespace", namespace}, args...)...)
@@ -56,8 +49,8 @@ func template(t *testing.T, args ...string) (string, error) {
 	return stdout.String(), nil
 }
 
-// render returns what the chart makes of the values, each object decoded without tolerance for unknown or repeated fields.
-// Kinds that this module has no type for are returned as text only.
+// render returns the objects that the chart renders, and their text. Unknown or repeated fields
+// fail the test. A PodMonitor has no Go type in this module, so it is only in the text.
 func render(t *testing.T, args ...string) (objects []runtime.Object, text string) {
 	t.Helper()
 	text, err := template(t, args...)
@@ -93,7 +86,7 @@ func decode(t *testing.T, manifests string) []runtime.Object {
 	}
 }
 
-// only returns the one object of type T that has the name.
+// only returns the object of type T with this name. It fails the test unless there is exactly one.
 func only[T interface {
 	runtime.Object
 	GetName() string

@@ -22,7 +22,8 @@ import (
 
 const securityPage = "../../docs/security.md"
 
-// table has the rows of the page's table below a heading: the first two cells, of which the second may list several things.
+// table returns the rows of the table below this heading of docs/security.md, as "first cell:
+// second cell". A second cell with several things, separated by semicolons, gives several rows.
 func table(t *testing.T, heading string) []string {
 	t.Helper()
 	page, err := os.ReadFile(securityPage)
@@ -41,7 +42,7 @@ func table(t *testing.T, heading string) []string {
 			continue
 		}
 		if strings.TrimSpace(cells[2]) == "" {
-			t.Errorf("no reason is given: %s", line)
+			t.Errorf("no reason: %s", line)
 		}
 		for what := range strings.SplitSeq(cells[1], ";") {
 			rows = append(rows, strings.Trim(strings.TrimSpace(cells[0]), "`")+": "+strings.ReplaceAll(strings.TrimSpace(what), "`", ""))
@@ -51,7 +52,7 @@ func table(t *testing.T, heading string) []string {
 	return rows
 }
 
-// workloads are the Pods that the chart makes, by what the page calls them.
+// workloads returns the chart's Pods by the names that docs/security.md gives them.
 func workloads(objects []runtime.Object) map[string]corev1.PodSpec {
 	pods := map[string]corev1.PodSpec{}
 	for _, object := range objects {
@@ -65,7 +66,8 @@ func workloads(objects []runtime.Object) map[string]corev1.PodSpec {
 	return pods
 }
 
-// powers are what a Pod has beyond the least that a Pod can have.
+// powers returns the privileges of a Pod that most Pods do not have, in the words of
+// docs/security.md.
 func powers(pod corev1.PodSpec) []string {
 	var has []string
 	add := func(is bool, format string, args ...any) {
@@ -115,14 +117,15 @@ func powers(pod corev1.PodSpec) []string {
 				rights = ", read-only"
 			}
 			add(true, "mount %s%s", m.Name, rights)
-			add(m.MountPropagation != nil && *m.MountPropagation == corev1.MountPropagationBidirectional, "mounts that reach the host, from %s", m.Name)
+			add(m.MountPropagation != nil && *m.MountPropagation == corev1.MountPropagationBidirectional,
+				"mounts that reach the host, from %s", m.Name)
 		}
 	}
 	slices.Sort(has)
 	return slices.Compact(has)
 }
 
-// tokens are those for which the Pod asks in a volume of its own.
+// tokens returns the service account tokens that the Pod's volumes project.
 func tokens(pod corev1.PodSpec) []corev1.ServiceAccountTokenProjection {
 	var all []corev1.ServiceAccountTokenProjection
 	for _, v := range pod.Volumes {
@@ -135,7 +138,7 @@ func tokens(pod corev1.PodSpec) []corev1.ServiceAccountTokenProjection {
 	return all
 }
 
-// with gives each thing the name of who has it.
+// with returns things, with who as the prefix of each.
 func with(who string, things []string) []string {
 	var all []string
 	for _, thing := range things {
@@ -144,8 +147,9 @@ func with(who string, things []string) []string {
 	return all
 }
 
-// Whoever gives a Pod more than it had has to say why, and whoever takes something away, that it is gone.
-func TestWhatEachPodHasIsOnTheSecurityPageWithItsReason(t *testing.T) {
+// docs/security.md must explain each privilege of the chart's Pods, and list no privilege that they
+// do not have.
+func TestSecurityPageListsPodPrivileges(t *testing.T) {
 	objects, _ := render(t, "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook", "--set", "mps.enabled=true")
 	var got []string
 	for who, pod := range workloads(objects) {
@@ -157,7 +161,7 @@ func TestWhatEachPodHasIsOnTheSecurityPageWithItsReason(t *testing.T) {
 	}
 }
 
-func TestEveryRightIsOnTheSecurityPageWithItsReason(t *testing.T) {
+func TestSecurityPageListsEveryRight(t *testing.T) {
 	objects, _ := render(t)
 	var got []string
 	rules := func(role string, rules []rbacv1.PolicyRule) {
@@ -184,8 +188,7 @@ func TestEveryRightIsOnTheSecurityPageWithItsReason(t *testing.T) {
 	}
 }
 
-// The page says which test proves what: each is there.
-func TestTheTestsThatTheSecurityPageNamesAreThere(t *testing.T) {
+func TestSecurityPageNamesExistingTests(t *testing.T) {
 	page, err := os.ReadFile(securityPage)
 	if err != nil {
 		t.Fatal(err)
@@ -199,15 +202,17 @@ func TestTheTestsThatTheSecurityPageNamesAreThere(t *testing.T) {
 	}
 	for name := range named {
 		pattern := `^func (\([a-z]+ \*?[a-z]+\) )?` + name + `\(`
-		grep := exec.CommandContext(t.Context(), "grep", "-rqE", "--include=*_test.go", pattern, "../../pkg", "../../cmd", "../../test", "../../api", "../../hack")
+		grep := exec.CommandContext(t.Context(), "grep", "-rqE", "--include=*_test.go", pattern,
+			"../../pkg", "../../cmd", "../../test", "../../api", "../../hack")
 		if err := grep.Run(); err != nil {
-			t.Errorf("there is no test %s (%v)", name, err)
+			t.Errorf("test %s does not exist (%v)", name, err)
 		}
 	}
 }
 
-// client-go looks in one directory for three files. The API server lets the token live as long as it is asked to only where nobody mounts it automatically.
-func TestATokenIsWhereClientGoLooksAndEndsWithinTheHour(t *testing.T) {
+// Each Pod that needs a token mounts its own volume with the three files that client-go reads. The
+// API server honours a short token lifetime only if the token is not mounted automatically.
+func TestTokensAreMountedAndShortLived(t *testing.T) {
 	for name, args := range map[string][]string{"defaults": nil, "everything": everything} {
 		objects, _ := render(t, args...)
 		for who, pod := range workloads(objects) {
@@ -223,13 +228,14 @@ func TestATokenIsWhereClientGoLooksAndEndsWithinTheHour(t *testing.T) {
 			m := slices.IndexFunc(mounts, func(m corev1.VolumeMount) bool { return m.MountPath == "/var/run/secrets/kubernetes.io/serviceaccount" })
 			v := slices.IndexFunc(pod.Volumes, func(v corev1.Volume) bool { return m >= 0 && v.Name == mounts[m].Name })
 			if v < 0 || !mounts[m].ReadOnly {
-				t.Errorf("%s, %s: nothing is where client-go looks, or it can be written: %+v", name, who, mounts)
+				t.Errorf("%s, %s: the mount for client-go is missing or writable: %+v", name, who, mounts)
 				continue
 			}
 			want := &corev1.ProjectedVolumeSource{Sources: []corev1.VolumeProjection{
 				{ServiceAccountToken: &corev1.ServiceAccountTokenProjection{Path: "token", ExpirationSeconds: ptr.To(int64(3600))}},
 				{ConfigMap: &corev1.ConfigMapProjection{
-					LocalObjectReference: corev1.LocalObjectReference{Name: "kube-root-ca.crt"}, Items: []corev1.KeyToPath{{Key: "ca.crt", Path: "ca.crt"}},
+					LocalObjectReference: corev1.LocalObjectReference{Name: "kube-root-ca.crt"},
+					Items:                []corev1.KeyToPath{{Key: "ca.crt", Path: "ca.crt"}},
 				}},
 				{DownwardAPI: &corev1.DownwardAPIProjection{Items: []corev1.DownwardAPIVolumeFile{
 					{Path: "namespace", FieldRef: &corev1.ObjectFieldSelector{APIVersion: "v1", FieldPath: "metadata.namespace"}},
@@ -242,7 +248,7 @@ func TestATokenIsWhereClientGoLooksAndEndsWithinTheHour(t *testing.T) {
 	}
 }
 
-func TestWhoMayTalkToThePodsAndToWhomTheyMay(t *testing.T) {
+func TestNetworkPolicies(t *testing.T) {
 	monitoring := `networkPolicy.metricsFrom=[{"podSelector":{"matchLabels":{"app":"prometheus"}}}]`
 	addresses := `networkPolicy.apiServer=[{"cidr":"10.0.0.10/32","port":6443}]`
 	policies := func(args ...string) map[string]networkingv1.NetworkPolicySpec {
@@ -260,13 +266,14 @@ func TestWhoMayTalkToThePodsAndToWhomTheyMay(t *testing.T) {
 				}
 			}
 			if selected != 1 {
-				t.Errorf("the policy of %s is about %d of the chart's Pods", who, selected)
+				t.Errorf("the policy of %s selects %d of the chart's Pods", who, selected)
 			}
 			by[who] = policy.Spec
 		}
 		return by
 	}
-	in, both := []networkingv1.PolicyType{networkingv1.PolicyTypeIngress}, []networkingv1.PolicyType{networkingv1.PolicyTypeIngress, networkingv1.PolicyTypeEgress}
+	in := []networkingv1.PolicyType{networkingv1.PolicyTypeIngress}
+	both := []networkingv1.PolicyType{networkingv1.PolicyTypeIngress, networkingv1.PolicyTypeEgress}
 
 	byDefault := policies()
 	for who, want := range map[string][]networkingv1.PolicyType{"plugin": in, "uninstall": in, "supervisor": both} {
@@ -277,16 +284,17 @@ func TestWhoMayTalkToThePodsAndToWhomTheyMay(t *testing.T) {
 			t.Errorf("%s: %v", who, byDefault[who].Egress)
 		}
 	}
-	if rules := byDefault["plugin"].Ingress; len(rules) != 1 || len(rules[0].Ports) != 1 || rules[0].Ports[0].Port.StrVal != "http" || len(rules[0].From) != 0 {
+	rules := byDefault["plugin"].Ingress
+	if len(rules) != 1 || len(rules[0].Ports) != 1 || rules[0].Ports[0].Port.StrVal != "http" || len(rules[0].From) != 0 {
 		t.Errorf("the plugin's ingress: %+v", rules)
 	}
 	if len(byDefault["supervisor"].Ingress) != 0 || len(byDefault["uninstall"].Ingress) != 0 {
-		t.Error("somebody is let in to who listens to nobody")
+		t.Error("the supervisor and the uninstall hook must admit no traffic")
 	}
 
 	narrow := policies("--set-json", monitoring, "--set-json", addresses)
 	if from := narrow["plugin"].Ingress[0].From; len(from) != 1 || from[0].PodSelector.MatchLabels["app"] != "prometheus" {
-		t.Errorf("who may read metrics: %+v", from)
+		t.Errorf("sources that may read metrics: %+v", from)
 	}
 	for _, who := range []string{"plugin", "uninstall"} {
 		spec := narrow[who]

@@ -15,20 +15,20 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 )
 
-// supervisor is the name of the DaemonSet in which MPS daemons run.
+// supervisor is the name of the DaemonSet that runs the MPS daemons.
 const supervisor = "gpus-gpu-dra-driver-mps"
 
-// withMPS asks for it.
+// withMPS enables the MPS supervisor.
 var withMPS = []string{"--set", "mps.enabled=true"}
 
-func TestTheSupervisorOfMPSDaemons(t *testing.T) {
+func TestSupervisorDaemonSet(t *testing.T) {
 	objects, _ := render(t, withMPS...)
 	set := only[*appsv1.DaemonSet](t, objects, supervisor)
 	of := only[*appsv1.DaemonSet](t, objects, plugin)
 	pod := set.Spec.Template.Spec
 	container := pod.Containers[0]
 
-	t.Run("is changed by nobody but who deletes its Pod", func(t *testing.T) {
+	t.Run("is updated only by deleting its Pod", func(t *testing.T) {
 		if set.Spec.UpdateStrategy.Type != appsv1.OnDeleteDaemonSetStrategyType {
 			t.Errorf("update strategy %s", set.Spec.UpdateStrategy.Type)
 		}
@@ -39,8 +39,9 @@ func TestTheSupervisorOfMPSDaemons(t *testing.T) {
 			t.Errorf("limits %v", limits)
 		}
 	})
-	t.Run("is the same whatever is set for the plugin", func(t *testing.T) {
-		changed, _ := render(t, "--set", "mps.enabled=true", "--set", "logVerbosity=5", "--set", "shares=fractions", "--set", "mig.policy=static", "--set", "metrics.port=9090")
+	t.Run("does not depend on the plugin's settings", func(t *testing.T) {
+		changed, _ := render(t, "--set", "mps.enabled=true", "--set", "logVerbosity=5", "--set", "shares=fractions", "--set",
+			"mig.policy=static", "--set", "metrics.port=9090")
 		if diff := cmp.Diff(set.Spec, only[*appsv1.DaemonSet](t, changed, supervisor).Spec); diff != "" {
 			t.Error(diff)
 		}
@@ -50,29 +51,31 @@ func TestTheSupervisorOfMPSDaemons(t *testing.T) {
 			t.Errorf("hostPID %t, %+v", pod.HostPID, container.SecurityContext)
 		}
 	})
-	t.Run("has no way to the API server, no port and no network of the host's", func(t *testing.T) {
-		if pod.AutomountServiceAccountToken == nil || *pod.AutomountServiceAccountToken || len(container.Ports) > 0 || pod.HostNetwork || pod.HostIPC {
+	t.Run("has no token, no port and no host network", func(t *testing.T) {
+		if pod.AutomountServiceAccountToken == nil || *pod.AutomountServiceAccountToken || len(container.Ports) > 0 ||
+			pod.HostNetwork || pod.HostIPC {
 			t.Errorf("%+v", pod)
 		}
 		if slices.ContainsFunc(pod.Volumes, func(v corev1.Volume) bool { return v.HostPath == nil }) {
 			t.Errorf("volumes %+v", pod.Volumes)
 		}
 	})
-	t.Run("is where the plugin is", func(t *testing.T) {
+	t.Run("runs on the plugin's nodes", func(t *testing.T) {
 		theirs := of.Spec.Template.Spec
 		type place struct {
 			Selector    map[string]string
 			Tolerations []corev1.Toleration
 			Priority    string
 		}
-		if diff := cmp.Diff(place{theirs.NodeSelector, theirs.Tolerations, theirs.PriorityClassName}, place{pod.NodeSelector, pod.Tolerations, pod.PriorityClassName}); diff != "" {
+		if diff := cmp.Diff(place{theirs.NodeSelector, theirs.Tolerations, theirs.PriorityClassName}, place{pod.NodeSelector,
+			pod.Tolerations, pod.PriorityClassName}); diff != "" {
 			t.Error(diff)
 		}
 		if container.Image != theirs.Containers[0].Image {
 			t.Errorf("image %s, the plugin's is %s", container.Image, theirs.Containers[0].Image)
 		}
 	})
-	t.Run("is not taken for the plugin, nor the plugin for it", func(t *testing.T) {
+	t.Run("has other labels than the plugin", func(t *testing.T) {
 		for _, c := range []struct{ selects, selected *appsv1.DaemonSet }{{set, of}, {of, set}} {
 			selector, err := metav1.LabelSelectorAsSelector(c.selects.Spec.Selector)
 			if err != nil {
@@ -88,15 +91,16 @@ func TestTheSupervisorOfMPSDaemons(t *testing.T) {
 			t.Errorf("terminationMessagePath %q", container.TerminationMessagePath)
 		}
 	})
-	t.Run("is no hook: it outlives the plugin's uninstallation", func(t *testing.T) {
+	t.Run("is no hook, so it outlives the plugin's uninstallation", func(t *testing.T) {
 		if len(set.Annotations) != 0 {
 			t.Errorf("annotations %v", set.Annotations)
 		}
 	})
 }
 
-// What the plugin, the supervisor and the container runtime call by one name is one place.
-func TestTheSupervisorHasTheHostsPaths(t *testing.T) {
+// A path that the plugin, the supervisor and the container runtime share must name the same
+// directory for all three.
+func TestSupervisorMountsHostPaths(t *testing.T) {
 	for name, args := range map[string][]string{
 		"defaults": nil, "everything": everything, "test cluster": {"--values", "../e2e/values.yaml"},
 	} {
@@ -130,14 +134,15 @@ func TestTheSupervisorHasTheHostsPaths(t *testing.T) {
 				}
 			}
 			if probe := pod.Containers[0].ReadinessProbe.Exec.Command; !slices.Contains(probe, "--plugin-dir="+given["--plugin-dir"]) {
-				t.Errorf("the probe asks %q", probe)
+				t.Errorf("the probe runs %q", probe)
 			}
 		})
 	}
 }
 
-// The plugin removes what daemons leave in the host's shared memory, by the path that the host has it at.
-func TestThePluginSeesTheHostsSharedMemory(t *testing.T) {
+// The plugin removes the files of MPS daemons from the host's shared memory. So its Pod must mount
+// that file system under the same path.
+func TestPluginMountsSharedMemory(t *testing.T) {
 	objects, _ := render(t, withMPS...)
 	pod := only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec
 	root := flags(only[*appsv1.DaemonSet](t, objects, supervisor).Spec.Template.Spec.Containers[0].Args)["--shm-root"]
@@ -161,26 +166,27 @@ func flags(args []string) map[string]string {
 	return given
 }
 
-// A privileged DaemonSet in the host's PID namespace is there only where somebody asks for it, and
-// the plugin knows whether it is.
-func TestTheSupervisorIsThereOnlyWhereItIsAskedFor(t *testing.T) {
+// The supervisor is privileged and in the host's PID namespace. So it must be off unless the values
+// enable MPS, or shares with a limited part of memory and compute. The plugin's configuration must
+// say whether the supervisor exists.
+func TestSupervisorIsOptIn(t *testing.T) {
 	for name, c := range map[string]struct {
 		args []string
 		want bool
 	}{
-		"by default":                   {nil, false},
-		"switched on":                  {withMPS, true},
-		"fractions":                    {[]string{"--set", "shares=fractions"}, true},
-		"fractions of one model":       {[]string{"--set", `shares=shares:2\,NVIDIA L40S = fractions`}, true},
-		"fractions, and no MPS beside": {[]string{"--set", "shares=fractions", "--set", "mps.enabled=false"}, true},
-		"plain shares":                 {[]string{"--set", "shares=shares:2"}, false},
-		"a model of that name":         {[]string{"--set", "shares=NVIDIA fractions=shares:2"}, false},
-		"a model named like the kind":  {[]string{"--set", "shares=fractions=off"}, false},
+		"by default":                  {nil, false},
+		"enabled":                     {withMPS, true},
+		"fractions":                   {[]string{"--set", "shares=fractions"}, true},
+		"fractions of one model":      {[]string{"--set", `shares=shares:2\,NVIDIA L40S = fractions`}, true},
+		"fractions, and MPS disabled": {[]string{"--set", "shares=fractions", "--set", "mps.enabled=false"}, true},
+		"plain shares":                {[]string{"--set", "shares=shares:2"}, false},
+		"a model of that name":        {[]string{"--set", "shares=NVIDIA fractions=shares:2"}, false},
+		"a model named like the kind": {[]string{"--set", "shares=fractions=off"}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			objects, text := render(t, c.args...)
 			named := slices.DeleteFunc(objects, func(o runtime.Object) bool { return o.(metav1.Object).GetName() != supervisor })
-			if want := map[bool]int{true: 2}[c.want]; len(named) != want { // with its NetworkPolicy
+			if want := map[bool]int{true: 2}[c.want]; len(named) != want { // the DaemonSet and its NetworkPolicy
 				t.Errorf("%d objects are named after the supervisor, want %d", len(named), want)
 			}
 			if want := fmt.Sprintf("\n    mps: %t\n", c.want); !strings.Contains(text, want) {
@@ -190,10 +196,12 @@ func TestTheSupervisorIsThereOnlyWhereItIsAskedFor(t *testing.T) {
 	}
 }
 
-func TestTheSupervisorsSettings(t *testing.T) {
-	objects, _ := render(t, "--set", "mps.enabled=true", "--set", "mps.selinuxLabel=system_u:object_r:container_file_t:s0", "--set", "mps.logVerbosity=4", "--set", "devRoot=/driver-root/driver", "--set", "mps.sharedMemoryMiB=2048")
+func TestSupervisorSettings(t *testing.T) {
+	objects, _ := render(t, "--set", "mps.enabled=true", "--set", "mps.selinuxLabel=system_u:object_r:container_file_t:s0", "--set",
+		"mps.logVerbosity=4", "--set", "devRoot=/driver-root/driver", "--set", "mps.sharedMemoryMiB=2048")
 	given := flags(only[*appsv1.DaemonSet](t, objects, supervisor).Spec.Template.Spec.Containers[0].Args)
-	for flag, want := range map[string]string{"--selinux-label": "system_u:object_r:container_file_t:s0", "--v": "4", "--dev-root": "/driver-root/driver", "--shared-memory": "2048"} {
+	for flag, want := range map[string]string{"--selinux-label": "system_u:object_r:container_file_t:s0", "--v": "4",
+		"--dev-root": "/driver-root/driver", "--shared-memory": "2048"} {
 		if given[flag] != want {
 			t.Errorf("%s=%s, want %s", flag, given[flag], want)
 		}
@@ -211,8 +219,9 @@ func TestTheSupervisorsSettings(t *testing.T) {
 	}
 }
 
-// OpenShift admits privileged Pods by a right of their account. Nobody else's account gets it.
-func TestOpenShiftsConstraintIsForTheOneAccount(t *testing.T) {
+// OpenShift lets a Pod be privileged if its account has a right to the privileged SCC. The chart
+// must give this right to no account but the plugin's.
+func TestOpenShiftConstraintCoversOneAccount(t *testing.T) {
 	objects, _ := render(t, "--set", "openshift.privilegedSCC=true", "--set", "mps.enabled=true")
 	binding := only[*rbacv1.RoleBinding](t, objects, plugin+"-privileged")
 	if binding.RoleRef.Name != "system:openshift:scc:privileged" || len(binding.Subjects) != 1 {

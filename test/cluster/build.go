@@ -17,11 +17,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/toolchain"
 )
 
-// TestImage is an image that every node has: a shell with the usual commands, and glibc.
+// TestImage is the full name of a container image that Up loads on every node. It has a shell with
+// the usual commands, and glibc.
 const TestImage = toolchain.TestImage
 
-// Programs are what a cluster is made of, built and on disk. It is part of a cluster's state, so that a cluster that is up goes on with the
-// programs that it came up with, whatever the checkout has become.
+// Programs are the built programs that a cluster runs. The cluster stores their paths on disk when
+// it starts. So a running cluster keeps its programs, even if the checkout changes.
 type Programs struct {
 	CacheDir string             `json:"cacheDir"`
 	Paths    toolchain.Programs `json:"paths"`
@@ -51,8 +52,9 @@ func Build(ctx context.Context, kubernetes string, output io.Writer) (*Programs,
 	return built, nil
 }
 
-// BuildProgram builds one program (and those that come with it) and returns its path: helm, say,
-// for tests that need no cluster. kubernetes is as in [Options].
+// BuildProgram builds the named program, and the others that come from the same build, and returns
+// the program's path. A test that needs helm but no cluster calls it, for example. kubernetes is as
+// in [Options].
 func BuildProgram(ctx context.Context, program, kubernetes string, output io.Writer) (string, error) {
 	source, cache, err := findBuild()
 	if err != nil {
@@ -65,7 +67,8 @@ func BuildProgram(ctx context.Context, program, kubernetes string, output io.Wri
 	return (&Programs{Paths: paths}).Path(program)
 }
 
-// Path is where a program lies on the host: kubectl, helm, ctr, runc, etcd, kubelet, containerd, ….
+// Path returns the path of a program on the host. program is kubectl, helm, ctr, runc, etcd,
+// kubelet, containerd, ….
 func (p *Programs) Path(program string) (string, error) {
 	if path, ok := p.Paths[program]; ok {
 		return path, nil
@@ -73,7 +76,8 @@ func (p *Programs) Path(program string) (string, error) {
 	return "", fmt.Errorf("a cluster has no program called %q; it has %s", program, strings.Join(slices.Sorted(maps.Keys(p.Paths)), ", "))
 }
 
-// inMachine is where a machine sees a program.
+// inMachine returns the path under which the cluster's machines see the program. A machine is a
+// process tree with its own namespaces (see package internal/machine).
 func (p *Programs) inMachine(program string) (string, error) {
 	path, err := p.Path(program)
 	if err != nil {
@@ -110,19 +114,20 @@ func findSource() (string, error) {
 	}
 }
 
-// ImageBuild is an image to be built from a Dockerfile that takes its base image from the build argument BUILDER, which is filled in: this
-// host's Go and C toolchain with its caches.
+// ImageBuild is an image build from a Dockerfile whose base image is the build argument BUILDER:
+// this host's Go and C toolchain with its caches.
 type ImageBuild struct {
-	// Dockerfile is its path; its folder is the build context.
+	// Dockerfile is the path of the Dockerfile. The folder that holds it is the build context.
 	Dockerfile string
 	// Tag is the full name of the image, say localhost/gpu-dra-driver:dev.
 	Tag string
-	// Arguments are further build arguments.
+	// Arguments are the build arguments in addition to BUILDER, by name.
 	Arguments map[string]string
 }
 
-// BuildImage builds the image with no registry and no container engine, unless it has been built from the same inputs before. It returns the
-// archive, to be given to LoadImage or Options.Images.
+// BuildImage builds the image without a registry or a container engine, and returns the path of the
+// image archive, for LoadImage or Options.Images. If the same inputs were built before, it returns
+// that archive.
 func BuildImage(ctx context.Context, build ImageBuild, output io.Writer) (archive string, err error) {
 	runc, err := BuildProgram(ctx, "runc", "", output)
 	if err != nil {

@@ -10,15 +10,16 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/machine"
 )
 
-// Cluster is a cluster that is up, or that was and left its state.
+// Cluster is a running cluster, or one that failed to start or crashed and left its state on disk.
 type Cluster struct {
 	name     string
 	programs *Programs
 	state    state
-	machines map[string]*machine.Spec // the control plane's too
+	machines map[string]*machine.Spec // by name, including control-plane
 }
 
-// Open returns the cluster with the given name, which another process may have brought up.
+// Open returns the running cluster with the given name, which another process may have brought up.
+// It returns an error if there is none, or if the cluster never came up completely.
 func Open(name string) (*Cluster, error) {
 	if name == "" {
 		name = DefaultName
@@ -58,7 +59,7 @@ func (c *Cluster) Kubeconfig() string { return filepath.Join(clusterDir(c.name),
 // Programs are the programs that the cluster was built from, kubectl and helm among them.
 func (c *Cluster) Programs() *Programs { return c.programs }
 
-// Nodes are the nodes that run Pods, in the order of Options.Nodes.
+// Nodes are the machines that run Pods, in the order of Options.Nodes.
 func (c *Cluster) Nodes() []*Node {
 	nodes := make([]*Node, 0, len(c.state.Nodes))
 	for _, name := range c.state.Nodes {
@@ -67,7 +68,8 @@ func (c *Cluster) Nodes() []*Node {
 	return nodes
 }
 
-// Node returns a node by name. The control plane is one here, named control-plane, although it runs no Pods.
+// Node returns the machine with that name: a node, or the control plane, which is named
+// control-plane and runs no Pods. It returns an error if there is none.
 func (c *Cluster) Node(name string) (*Node, error) {
 	spec, ok := c.machines[name]
 	if !ok {
@@ -81,7 +83,7 @@ func (c *Cluster) Machines() []*Node {
 	return append([]*Node{{cluster: c, spec: c.machines[controlPlane]}}, c.Nodes()...)
 }
 
-// List names the clusters that are up or have left something.
+// List returns the names of the clusters that are up or have left files.
 func List() ([]string, error) {
 	entries, err := os.ReadDir(stateRoot)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -1,6 +1,7 @@
 //go:build cluster
 
-// These tests bring clusters up, as root: go test -tags cluster ./test/cluster. The first run builds the cluster's programs.
+// These tests start clusters, as root: go test -tags cluster ./test/cluster. The first run builds
+// the cluster's programs.
 package cluster_test
 
 import (
@@ -20,12 +21,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// name is none that a person would use for a cluster of theirs.
+// name is the name of this test's cluster. It is unlikely to be the name of a cluster that a
+// developer runs on the same host.
 const name = "selftest"
 
 func TestMain(m *testing.M) {
 	if os.Getenv("CLUSTER_TEST_UP") != "" {
-		// This process is one that a test kills in the middle of Up.
+		// A test starts this binary again as a child process with CLUSTER_TEST_UP set, and kills that
+		// child while it brings a cluster up.
 		_, err := cluster.Up(context.Background(), cluster.Options{Name: name, Nodes: make([]cluster.NodeOptions, 2)})
 		if err != nil {
 			println(err.Error())
@@ -56,7 +59,8 @@ func up(t *testing.T, options cluster.Options) *cluster.Cluster {
 	return rising
 }
 
-// nothingIsLeft looks for what a cluster is made of, without asking the code that removes it.
+// nothingIsLeft fails the test if a file, mount, process or cgroup of the cluster is left. It looks
+// for them with its own code, because Down's code could overlook them.
 func nothingIsLeft(t *testing.T) {
 	t.Helper()
 	const state = "/var/lib/gpu-dra-driver-cluster/" + name
@@ -86,7 +90,8 @@ func nothingIsLeft(t *testing.T) {
 	}
 }
 
-// must returns what hands an output on, and ends the test on an error: must(t)(node.Exec(…)).
+// must returns a function for calls such as must(t)(node.Exec(…)). That function returns the call's
+// output, and ends the test if the call returned an error.
 func must(t *testing.T) func(output string, err error) string {
 	t.Helper()
 	return func(output string, err error) string {
@@ -128,18 +133,19 @@ func TestPodsRunAndReachEachOther(t *testing.T) {
 	runPod(t, c, "first", "node1")
 	runPod(t, c, "second", "node2")
 	if logs := must(t)(c.Kubectl(t.Context(), "logs", "first")); logs != "booted\n" {
-		t.Errorf("kubectl logs says %q", logs)
+		t.Errorf("kubectl logs prints %q, want the output of the container", logs)
 	}
 	address := must(t)(c.Kubectl(t.Context(), "get", "pod", "second", "-o", "jsonpath={.status.podIP}"))
 	must(t)(c.Kubectl(t.Context(), "exec", "first", "--", "ping", "-c", "1", "-W", "5", address))
 	if helm := must(t)(c.Helm(t.Context(), "list", "--all-namespaces", "--short")); helm != "" {
-		t.Errorf("helm finds %q in a new cluster", helm)
+		t.Errorf("helm lists the releases %q in a new cluster, want none", helm)
 	}
 }
 
-func TestANodeLosesItsMemoryAndKeepsItsDiskWhenThePowerIsCut(t *testing.T) {
+func TestPowerCutLosesMemoryAndKeepsDisk(t *testing.T) {
 	hook := filepath.Join(t.TempDir(), "hook")
-	if err := os.WriteFile(hook, []byte("#!/bin/sh\nmknod /dev/made-by-hook c 1 3 && echo \"$NODE_NAME $1\" >>/var/lib/boots\n"), 0o755); err != nil {
+	if err := os.WriteFile(hook, []byte("#!/bin/sh\nmknod /dev/made-by-hook c 1 3 && echo \"$NODE_NAME $1\" >>/var/lib/boots\n"),
+		0o755); err != nil {
 		t.Fatal(err)
 	}
 	c := up(t, cluster.Options{Nodes: []cluster.NodeOptions{{BootHook: []string{hook, "argument"}}}})
@@ -152,29 +158,55 @@ func TestANodeLosesItsMemoryAndKeepsItsDiskWhenThePowerIsCut(t *testing.T) {
 		t.Fatal(err)
 	}
 	if node.Running() {
-		t.Error("the node runs without power")
+		t.Error("the node runs after a power cut")
 	}
 	if _, err := node.Exec(t.Context(), "true"); err == nil {
-		t.Error("a command ran without power")
+		t.Error("a command ran on the node after a power cut")
 	}
 	if err := node.Boot(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 
 	if boots := must(t)(node.Exec(t.Context(), "cat", "/var/lib/boots")); boots != "node1 argument\nnode1 argument\n" {
-		t.Errorf("the hook ran as %q", boots)
+		t.Errorf("the boot hook wrote %q, want its line once for each of two boots", boots)
 	}
-	must(t)(node.Exec(t.Context(), "test", "-c", "/dev/made-by-hook", "-a", "-e", "/etc/cdi/kept", "-a", "-e", "/usr/kept", "-a", "!", "-e", "/run/lost"))
+	must(
+		t,
+	)(
+		node.Exec(
+			t.Context(),
+			"test",
+			"-c",
+			"/dev/made-by-hook",
+			"-a",
+			"-e",
+			"/etc/cdi/kept",
+			"-a",
+			"-e",
+			"/usr/kept",
+			"-a",
+			"!",
+			"-e",
+			"/run/lost",
+		),
+	)
 	if after := must(t)(node.Exec(t.Context(), "cat", "/proc/sys/kernel/random/boot_id")); after == bootID {
-		t.Error("the boot ID says that nothing happened")
+		t.Error("the boot ID is the same after a power cut")
 	}
 	for _, path := range []string{"/dev/made-by-hook", "/etc/cdi/kept", "/usr/kept"} {
 		if _, err := os.Stat(path); err == nil {
-			t.Errorf("%s is on the host", path)
+			t.Errorf("%s was created on the host, want it on the node only", path)
 		}
 	}
 	eventually(t, "the Pod's container was started again", func() bool {
-		out, err := c.Kubectl(t.Context(), "get", "pod", "survivor", "-o", "jsonpath={.status.containerStatuses[0].restartCount} {.status.containerStatuses[0].ready}")
+		out, err := c.Kubectl(
+			t.Context(),
+			"get",
+			"pod",
+			"survivor",
+			"-o",
+			"jsonpath={.status.containerStatuses[0].restartCount} {.status.containerStatuses[0].ready}",
+		)
 		return err == nil && out == "1 true"
 	})
 }
@@ -192,11 +224,12 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-func TestContainersGoOnWhenNodeServicesRestart(t *testing.T) {
+func TestContainersSurviveNodeServiceRestart(t *testing.T) {
 	c := up(t, cluster.Options{})
 	node := c.Nodes()[0]
 	runPod(t, c, "steady", node.Name())
-	for _, act := range []struct{ verb, service string }{{"restart", "kubelet"}, {"restart", "containerd"}, {"kill", "containerd"}, {"kill", "kubelet"}} {
+	for _, act := range []struct{ verb, service string }{{"restart", "kubelet"}, {"restart", "containerd"}, {"kill", "containerd"},
+		{"kill", "kubelet"}} {
 		if err := node.Service(t.Context(), act.verb, act.service); err != nil {
 			t.Fatal(err)
 		}
@@ -205,22 +238,26 @@ func TestContainersGoOnWhenNodeServicesRestart(t *testing.T) {
 			return err == nil
 		})
 	}
-	if restarts := must(t)(c.Kubectl(t.Context(), "get", "pod", "steady", "-o", "jsonpath={.status.containerStatuses[0].restartCount}")); restarts != "0" {
+	if restarts := must(t)(c.Kubectl(t.Context(), "get", "pod", "steady", "-o",
+		"jsonpath={.status.containerStatuses[0].restartCount}")); restarts != "0" {
 		t.Errorf("the container was restarted %s times", restarts)
 	}
 	if err := node.Service(t.Context(), "restart", "sshd"); err == nil || !strings.Contains(err.Error(), "sshd") {
-		t.Errorf("restart of a service that is not there: %v", err)
+		t.Errorf("restarting a service that the node does not have: error is %v, want one that names it", err)
 	}
 }
 
-func TestAHookThatFailsIsNamedAndItsOutputKept(t *testing.T) {
+func TestFailedBootHookIsReported(t *testing.T) {
 	t.Cleanup(func() {
 		if err := cluster.Down(context.Background(), name); err != nil {
 			t.Error(err)
 		}
 		nothingIsLeft(t)
 	})
-	_, err := cluster.Up(t.Context(), cluster.Options{Name: name, Nodes: []cluster.NodeOptions{{BootHook: []string{"/bin/sh", "-c", "echo no GPU here; exit 3"}}}})
+	_, err := cluster.Up(
+		t.Context(),
+		cluster.Options{Name: name, Nodes: []cluster.NodeOptions{{BootHook: []string{"/bin/sh", "-c", "echo no GPU here; exit 3"}}}},
+	)
 	if err == nil || !strings.Contains(err.Error(), "boot hook") || !strings.Contains(err.Error(), "exit status 3") {
 		t.Fatalf("error is %v", err)
 	}
@@ -228,12 +265,13 @@ func TestAHookThatFailsIsNamedAndItsOutputKept(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if output, err := os.ReadFile(filepath.Join(dirs["node1"], "boot-hook.log")); err != nil || !strings.Contains(string(output), "no GPU here") {
-		t.Errorf("the hook's output is %q, %v", output, err)
+	if output, err := os.ReadFile(filepath.Join(dirs["node1"], "boot-hook.log")); err != nil ||
+		!strings.Contains(string(output), "no GPU here") {
+		t.Errorf("the log of the boot hook is %q, %v", output, err)
 	}
 }
 
-func TestDownCleansUpAfterAToolThatWasKilledAtAnyMoment(t *testing.T) {
+func TestDownCleansUpAfterKill(t *testing.T) {
 	if _, err := cluster.Build(t.Context(), "", t.Output()); err != nil {
 		t.Fatal(err)
 	}
@@ -243,7 +281,7 @@ func TestDownCleansUpAfterAToolThatWasKilledAtAnyMoment(t *testing.T) {
 		if err := command.Start(); err != nil {
 			t.Fatal(err)
 		}
-		<-time.After(time.Duration(milliseconds) * time.Millisecond) // the moment is the test's input: nothing is waited for
+		<-time.After(time.Duration(milliseconds) * time.Millisecond) // not a wait: the moment of the kill is the test's input
 		if err := command.Process.Signal(syscall.SIGKILL); err != nil {
 			t.Fatal(err)
 		}
@@ -254,7 +292,7 @@ func TestDownCleansUpAfterAToolThatWasKilledAtAnyMoment(t *testing.T) {
 		nothingIsLeft(t)
 	}
 	if err := cluster.Down(t.Context(), name); err != nil {
-		t.Errorf("down of nothing: %v", err)
+		t.Errorf("Down without a cluster: %v", err)
 	}
 	links, err := net.Interfaces()
 	if err != nil {
@@ -271,7 +309,7 @@ func TestDownCleansUpAfterAToolThatWasKilledAtAnyMoment(t *testing.T) {
 	}
 }
 
-func TestACancelledUpLeavesNothing(t *testing.T) {
+func TestCancelledUpLeavesNothing(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 1500*time.Millisecond)
 	defer cancel()
 	if _, err := cluster.Up(ctx, cluster.Options{Name: name}); !errors.Is(err, context.DeadlineExceeded) {
@@ -280,12 +318,12 @@ func TestACancelledUpLeavesNothing(t *testing.T) {
 	nothingIsLeft(t)
 }
 
-func TestAClusterThatIsThereIsNotBroughtUpTwice(t *testing.T) {
+func TestUpRefusesExistingCluster(t *testing.T) {
 	up(t, cluster.Options{})
 	if _, err := cluster.Up(t.Context(), cluster.Options{Name: name}); err == nil || !strings.Contains(err.Error(), name) {
 		t.Errorf("error is %v", err)
 	}
 	if opened, err := cluster.Open(name); err != nil || !opened.Nodes()[0].Running() {
-		t.Errorf("the first one suffered: %v", err)
+		t.Errorf("the cluster does not run after a second Up: %v", err)
 	}
 }

@@ -15,16 +15,20 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/cgroup"
 )
 
-// downTimeout bounds the removal of a cluster, which goes on when the caller's context has ended.
+// downTimeout bounds the removal of a cluster, which continues after the caller's context has
+// ended.
 const downTimeout = 2 * time.Minute
 
-// demolish removes all of a cluster: processes by their cgroup, links by their name, mounts and files by their folder. It needs no record of
-// how far the cluster came, and can itself be cut off and called again. The caller holds the cluster's lock.
+// demolish removes everything of a cluster: it finds processes by cgroup, network links by name,
+// and mounts and files by folder. So it works for a partly started cluster too, and can be
+// interrupted and called again. The caller holds the cluster's lock.
 func demolish(ctx context.Context, name string) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), downTimeout)
 	defer cancel()
 	known, err := readState(name)
-	recorded := err == nil // a state that is missing or unreadable was lost before links were made, or in a crash of the host that took them along
+	// If the stored state is missing or unreadable, there is no network link to remove: Up has not
+	// created one yet, or the host has rebooted since.
+	recorded := err == nil
 	if !recorded {
 		if known.CgroupBases, err = cgroupBases(name); err != nil {
 			return err
@@ -34,7 +38,7 @@ func demolish(ctx context.Context, name string) error {
 		return fmt.Errorf("take cluster %s down: %w", name, err)
 	}
 	for _, base := range known.CgroupBases {
-		_ = os.Remove(filepath.Dir(base)) // stays while another cluster is in it
+		_ = os.Remove(filepath.Dir(base)) // fails while another cluster has a cgroup there
 	}
 	if recorded {
 		if err := known.Network.remove(); err != nil {
@@ -53,7 +57,8 @@ func demolish(ctx context.Context, name string) error {
 	return nil
 }
 
-// unmountBelow unmounts what someone mounted on the host below the folder; the machines' own mounts are gone with them.
+// unmountBelow unmounts everything that is mounted on the host below dir. The mounts in a machine's
+// namespace vanish with the machine.
 func unmountBelow(dir string) error {
 	file, err := os.Open("/proc/self/mountinfo")
 	if err != nil {

@@ -13,7 +13,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/toolchain"
 )
 
-// describe writes the description, the configuration and the credentials of every machine, and the administrator's kubeconfig.
+// describe writes the files from which every machine boots: its machine.Spec, configuration files
+// and credentials. It also writes the administrator's kubeconfig.
 func (c *Cluster) describe(options Options) error {
 	credentials, err := c.newCredentials()
 	if err != nil {
@@ -37,7 +38,9 @@ func (c *Cluster) describe(options Options) error {
 	return nil
 }
 
-// addMachine fills in what every machine has and writes it to disk with its files.
+// addMachine fills in the fields of spec that every machine needs. It writes spec and the given
+// files to the machine's folder on the host. index is the machine's number in the cluster's
+// network.
 func (c *Cluster) addMachine(spec *machine.Spec, index int, files map[string][]byte) error {
 	network := c.state.Network
 	spec.Dir = machineDir(c.name, spec.Name)
@@ -73,7 +76,9 @@ func (c *Cluster) addMachine(spec *machine.Spec, index int, files map[string][]b
 	return nil
 }
 
-// writeToDisk writes a file of the machine that is not in its /var.
+// writeToDisk writes a file that the machine will see at path, by writing into the machine's
+// private layer over the host's top-level folder. It cannot write below /var, which is no such
+// layer.
 func writeToDisk(spec *machine.Spec, path string, content []byte) error {
 	top, rest, _ := strings.Cut(strings.TrimPrefix(path, "/"), "/")
 	onHost := filepath.Join(spec.Layer(top), rest)
@@ -90,8 +95,9 @@ func writeToDisk(spec *machine.Spec, path string, content []byte) error {
 	return nil
 }
 
-// programPaths is components.Programs over the built programs. Every name that components asks for is built, so that a missing one is a
-// mistake of this package; it shows as a service whose program has a telling path.
+// programPaths returns the path of a program as the machines see it. For a program that was not
+// built, a bug in this package, it returns /not-built/NAME. The service with that path then fails
+// to start.
 func (c *Cluster) programPaths(name string) string {
 	path, err := c.programs.inMachine(name)
 	if err != nil {
@@ -111,7 +117,7 @@ func (c *Cluster) describeControlPlane(options Options, credentials *credentials
 		plane.RuntimeConfig = components.DefaultRuntimeConfig
 	}
 	spec := &machine.Spec{Name: controlPlane, Services: plane.Services(c.programPaths)}
-	spec.Network.Loopback = []string{components.KubernetesService + "/32"} // the Service "kubernetes", with no kube-proxy
+	spec.Network.Loopback = []string{components.KubernetesService + "/32"} // replaces kube-proxy for the Service "kubernetes"
 	for i := range options.Nodes {
 		spec.Network.Routes = append(spec.Network.Routes, machine.Route{Destination: network.pods(i + 1), Via: network.address(i + 1)})
 	}
@@ -153,7 +159,7 @@ func (c *Cluster) describeNode(options Options, index int, wanted NodeOptions, c
 	return c.addMachine(spec, index, files)
 }
 
-// credentials issue what the cluster's components show each other.
+// credentials issues the certificates that the cluster's components use with each other.
 type credentials struct {
 	authority *pki.Authority
 	server    string

@@ -15,11 +15,13 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/cgroup"
 )
 
-// Inotify instances are few: fs.inotify.max_user_instances, 128 by default, is for all processes of root on this host, those in containers and in our
-// machines included. Where clusters need more the limit is raised for as long as there are any.
+// A host allows few inotify instances. fs.inotify.max_user_instances, 128 by default, is the limit
+// for all processes of root on this host, including containers and the cluster's machines. This
+// file raises the limit while clusters need more.
 
-// What was counted: 7 for a control plane, 8 for a node (kubelet 6, containerd 2), and one for each plugin that watches files. On the unified cgroup
-// hierarchy containerd takes one more for each container, sandboxes included.
+// These numbers are a little higher than what was measured: 7 instances for a control plane, 8 for
+// a node (kubelet 6, containerd 2), and one for each plugin that watches files. On cgroup v2
+// containerd takes one more for each container, including sandboxes.
 const (
 	perControlPlane = 8
 	perNode         = 10
@@ -28,10 +30,11 @@ const (
 	forTheHost      = 64
 )
 
-// leastInstances is what a cluster takes without any Pod.
+// leastInstances returns how many inotify instances a cluster without any Pod needs.
 func leastInstances(nodes int) int { return perControlPlane + perNode*nodes }
 
-// enoughInstances is what a cluster can be expected to take.
+// enoughInstances returns how many inotify instances a cluster with Pods is expected to need.
+// unified says that the host has cgroup v2 only.
 func enoughInstances(nodes int, unified bool) int {
 	enough := leastInstances(nodes) + perNodesPods*nodes
 	if unified {
@@ -40,15 +43,17 @@ func enoughInstances(nodes int, unified bool) int {
 	return enough
 }
 
-// errInstancesTaken says that there will be enough inotify instances when other clusters are down.
+// errInstancesTaken means that too few inotify instances are free now, but that enough become free
+// when other clusters are taken down. So the new cluster can wait.
 var errInstancesTaken = errors.New("other clusters take too many inotify instances")
 
-// inotifyLimit is the host's limit, and how to give it back as it was found. Callers hold the lock of the folder of all clusters.
+// inotifyLimit reads, raises and restores the host's limit of inotify instances. Callers hold the
+// lock of stateRoot, the folder of all clusters.
 type inotifyLimit struct {
-	setting string // the kernel's file
-	record  string // what was found; there while the limit is raised
-	bootID  string // of the host: a boot sets the limit anew
-	unified bool   // the cgroup hierarchy
+	setting string // path of the kernel's file with the limit
+	record  string // path of the file with the old limit; it exists while the limit is raised
+	bootID  string // the host's boot ID; a boot resets the limit
+	unified bool   // whether the host has cgroup v2 only
 	free    func(atMost int) int
 	write   func(setting string, limit int) error
 }
@@ -60,7 +65,7 @@ func hostsInotifyLimit() (*inotifyLimit, error) {
 	}
 	return &inotifyLimit{
 		setting: "/proc/sys/fs/inotify/max_user_instances",
-		record:  filepath.Join(stateRoot, "inotify.json"), // no cluster can have this name
+		record:  filepath.Join(stateRoot, "inotify.json"), // no cluster can be called inotify.json
 		bootID:  string(bytes.TrimSpace(id)),
 		unified: cgroup.Unified(),
 		free:    freeInstances,
@@ -74,7 +79,9 @@ type raisedLimit struct {
 	BootID string `json:"bootID"`
 }
 
-// provide sees to it that a cluster of so many nodes finds instances beside the others, given by their numbers of nodes. say takes a line for people.
+// provide raises the host's inotify limit if a cluster with that many nodes needs it. If the limit
+// cannot be raised, provide returns errInstancesTaken if waiting helps, and another error if fewer
+// than leastInstances are free. others are the node counts of the other clusters.
 func (l *inotifyLimit) provide(nodes int, others []int, say func(format string, args ...any)) error {
 	limit, err := l.read()
 	if err != nil {
@@ -99,13 +106,24 @@ func (l *inotifyLimit) provide(nodes int, others []int, say func(format string, 
 		return fmt.Errorf("%w, and fs.inotify.max_user_instances (%d) cannot be raised to %d: %w", errInstancesTaken, limit, wanted, cause)
 	}
 	if least := leastInstances(nodes); free < least {
-		return fmt.Errorf("a cluster of %d nodes takes at least %d inotify instances, %d are free, and fs.inotify.max_user_instances (%d) cannot be raised to %d: %w "+
-			"(raise it on the host: sysctl fs.inotify.max_user_instances=%d)", nodes, least, free, limit, wanted, cause, wanted)
+		return fmt.Errorf(
+			"a cluster of %d nodes takes at least %d inotify instances, %d are free, and fs.inotify.max_user_instances (%d) cannot be raised "+
+				"to %d: %w "+
+				"(raise it on the host: sysctl fs.inotify.max_user_instances=%d)",
+			nodes,
+			least,
+			free,
+			limit,
+			wanted,
+			cause,
+			wanted,
+		)
 	}
 	return nil
 }
 
-// raise writes down what it found before it sets the limit, so that a killed process leaves what the next one can undo.
+// raise writes the old limit to disk before it sets the new one. So if this process is killed, a
+// later process can restore the old limit.
 func (l *inotifyLimit) raise(found, wanted int) error {
 	raised := raisedLimit{Found: found, Raised: wanted, BootID: l.bootID}
 	if before, err := l.recorded(); err == nil && before.BootID == l.bootID && before.Raised == found {
@@ -129,7 +147,8 @@ func (l *inotifyLimit) raise(found, wanted int) error {
 	return errors.Join(err, os.Remove(l.record))
 }
 
-// restore gives the limit back as it was found, unless someone else has set it since.
+// restore sets the limit back to what it was before raise. If someone else has changed the limit
+// since, it changes nothing.
 func (l *inotifyLimit) restore() error {
 	raised, err := l.recorded()
 	if errors.Is(err, fs.ErrNotExist) {
@@ -179,7 +198,8 @@ func writeSetting(setting string, limit int) error {
 	return errors.Join(err, file.Close())
 }
 
-// freeInstances counts how many instances could be had, by having them for a moment: nothing else tells what other containers on this host have taken.
+// freeInstances counts the free inotify instances by opening them for a moment, and stops at
+// atMost. No counter of the kernel shows how many the other containers on this host use.
 func freeInstances(atMost int) int {
 	var had []int
 	defer func() {

@@ -12,7 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// host is a host's inotify limit, in a file, of which taken are taken.
+// host is a fake host: its inotify limit is a file in a temporary folder, and the field taken is
+// the number of instances that others use.
 type host struct {
 	*inotifyLimit
 	taken int
@@ -58,7 +59,7 @@ func (h *host) must(t *testing.T, err error) {
 	}
 }
 
-func TestALimitThatIsEnoughIsLeftAlone(t *testing.T) {
+func TestSufficientInotifyLimitIsUnchanged(t *testing.T) {
 	h := newHost(t, 128, 0)
 	h.must(t, h.provide(1))
 	if h.limit(t) != 128 || len(h.said) > 0 {
@@ -70,33 +71,34 @@ func TestALimitThatIsEnoughIsLeftAlone(t *testing.T) {
 	}
 }
 
-func TestTheLimitIsRaisedForClustersAndSetBackAfterTheLast(t *testing.T) {
+func TestInotifyLimitIsRaisedAndRestored(t *testing.T) {
 	h := newHost(t, 128, 0)
 	h.must(t, h.provide(4))
 	first := h.limit(t)
-	if first < enoughInstances(4, false) || first == 128 || len(h.said) != 1 || !strings.Contains(h.said[0], "from 128 to "+strconv.Itoa(first)) {
+	if first < enoughInstances(4, false) || first == 128 || len(h.said) != 1 ||
+		!strings.Contains(h.said[0], "from 128 to "+strconv.Itoa(first)) {
 		t.Errorf("limit %d, said %q", first, h.said)
 	}
 	h.must(t, h.provide(9, 4))
 	if second := h.limit(t); second < enoughInstances(4, false)+enoughInstances(9, false) {
-		t.Errorf("limit %d for a second cluster", second)
+		t.Errorf("with a second cluster the limit is %d, which is too low for both", second)
 	}
 	h.must(t, h.restore())
 	if h.limit(t) != 128 {
-		t.Errorf("limit %d was left, 128 was found", h.limit(t))
+		t.Errorf("the limit is %d after restore, want the initial 128", h.limit(t))
 	}
 	h.must(t, h.restore())
 }
 
-func TestWhatOthersHaveTakenIsAddedToTheLimit(t *testing.T) {
+func TestInotifyLimitCountsOtherUsers(t *testing.T) {
 	h := newHost(t, 128, 120)
 	h.must(t, h.provide(1))
 	if got := h.free(1000); got < enoughInstances(1, false) {
-		t.Errorf("%d instances are free", got)
+		t.Errorf("%d inotify instances are free, which is too few for the cluster", got)
 	}
 }
 
-func TestALimitThatSomeoneElseHasSetSinceIsHis(t *testing.T) {
+func TestForeignInotifyLimitIsNotRestored(t *testing.T) {
 	h := newHost(t, 128, 0)
 	h.must(t, h.provide(4))
 	h.set(t, 8192)
@@ -107,34 +109,34 @@ func TestALimitThatSomeoneElseHasSetSinceIsHis(t *testing.T) {
 	h.set(t, 128)
 	h.must(t, h.restore())
 	if h.limit(t) != 128 {
-		t.Error("it was still remembered")
+		t.Error("restore set a limit although an earlier restore had ended the raise")
 	}
 }
 
-func TestWhatWasFoundBeforeABootOfTheHostIsForgotten(t *testing.T) {
+func TestRecordedInotifyLimitEndsWithHostBoot(t *testing.T) {
 	h := newHost(t, 128, 0)
 	h.must(t, h.provide(4))
 	raised := h.limit(t)
-	h.bootID = "second" // and by chance the limit is that one from the start
+	h.bootID = "second" // the host has booted, with the raised limit as its default
 	h.must(t, h.restore())
 	if h.limit(t) != raised {
-		t.Errorf("limit %d, found after the boot was %d", h.limit(t), raised)
+		t.Errorf("restore changed the limit to %d, although the host has booted since; want %d", h.limit(t), raised)
 	}
 }
 
-func TestWhereTheLimitCannotBeRaised(t *testing.T) {
+func TestInotifyLimitCannotBeRaised(t *testing.T) {
 	for name, c := range map[string]struct {
 		taken, nodes int
 		others       []int
 		waits, fails bool
 	}{
-		"one cluster goes on with what there is":             {nodes: 4},
-		"a second one waits for the first":                   {nodes: 4, others: []int{4}, taken: 50, waits: true},
-		"two that fit run together":                          {nodes: 1, others: []int{1}, taken: 30},
-		"one cluster that cannot start is told so":           {nodes: 4, taken: 100, fails: true},
-		"a second one waits, even if the first is idle":      {nodes: 4, others: []int{4}, waits: true},
-		"one that is too large for the host is told so":      {nodes: 20, fails: true},
-		"a small one beside strangers goes on with the rest": {nodes: 1, taken: 105},
+		"one cluster goes on with what there is":           {nodes: 4},
+		"a second one waits for the first":                 {nodes: 4, others: []int{4}, taken: 50, waits: true},
+		"two that fit run together":                        {nodes: 1, others: []int{1}, taken: 30},
+		"one cluster that cannot start gets an error":      {nodes: 4, taken: 100, fails: true},
+		"a second one waits, even if the first is idle":    {nodes: 4, others: []int{4}, waits: true},
+		"one that is too large for the host gets an error": {nodes: 20, fails: true},
+		"a small one takes what other users leave":         {nodes: 1, taken: 105},
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newHost(t, 128, c.taken)
@@ -144,17 +146,17 @@ func TestWhereTheLimitCannotBeRaised(t *testing.T) {
 				t.Fatalf("%v", err)
 			}
 			if c.fails && !strings.Contains(err.Error(), "sysctl fs.inotify.max_user_instances=") {
-				t.Errorf("no way out in: %v", err)
+				t.Errorf("the error names no remedy: %v", err)
 			}
 			if _, err := os.Stat(h.record); err == nil {
-				t.Error("a raised limit is remembered")
+				t.Error("a raised limit is recorded although the limit could not be raised")
 			}
 			h.must(t, h.restore())
 		})
 	}
 }
 
-func TestInstancesAreCountedAndGivenBack(t *testing.T) {
+func TestFreeInstancesAreCountedAndClosed(t *testing.T) {
 	if first, second := freeInstances(3), freeInstances(3); first != 3 || second != 3 {
 		t.Skipf("SKIPPED: this machine has %d, then %d inotify instances left", first, second)
 	}

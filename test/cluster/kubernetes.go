@@ -26,7 +26,7 @@ const (
 	readyPoll    = 50 * time.Millisecond
 )
 
-// RESTConfig is how the administrator reaches the API server.
+// RESTConfig returns the administrator's client configuration for the API server.
 func (c *Cluster) RESTConfig() (*rest.Config, error) {
 	config, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig())
 	if err != nil {
@@ -35,7 +35,9 @@ func (c *Cluster) RESTConfig() (*rest.Config, error) {
 	return config, nil
 }
 
-// SchedulerRESTConfig is how the administrator reaches the scheduler's own port, for metrics and profiles. Its certificate is one that it made for itself.
+// SchedulerRESTConfig returns the administrator's client configuration for the scheduler's own
+// port, for metrics and profiles. It does not verify the scheduler's certificate, which is
+// self-signed.
 func (c *Cluster) SchedulerRESTConfig() (*rest.Config, error) {
 	config, err := c.RESTConfig()
 	if err != nil {
@@ -46,8 +48,8 @@ func (c *Cluster) SchedulerRESTConfig() (*rest.Config, error) {
 	return config, nil
 }
 
-// Kubectl runs kubectl as the administrator and returns what it printed to standard output. On failure the error has what it printed to
-// standard error.
+// Kubectl runs kubectl as the administrator and returns its standard output. On failure the error
+// has its standard error.
 func (c *Cluster) Kubectl(ctx context.Context, arguments ...string) (string, error) {
 	return c.runClient(ctx, "kubectl", arguments)
 }
@@ -70,7 +72,8 @@ func (c *Cluster) runClient(ctx context.Context, program string, arguments []str
 	return stdout.String(), nil
 }
 
-// ClientCommand prepares kubectl or helm to run as the administrator, for callers that want its streams.
+// ClientCommand returns a command that runs kubectl or helm as the administrator, for callers that
+// connect its streams themselves.
 func (c *Cluster) ClientCommand(ctx context.Context, program string, arguments ...string) (*exec.Cmd, error) {
 	path, err := c.programs.Path(program)
 	if err != nil {
@@ -81,7 +84,8 @@ func (c *Cluster) ClientCommand(ctx context.Context, program string, arguments .
 	return command, nil
 }
 
-// awaitReady waits until every running node is Ready since its current boot, and Pods can be created.
+// awaitReady waits until every running node is Ready since its current boot, and Pods can be
+// created.
 func (c *Cluster) awaitReady(ctx context.Context) error {
 	config, err := c.RESTConfig()
 	if err != nil {
@@ -91,7 +95,7 @@ func (c *Cluster) awaitReady(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("reach cluster %s: %w", c.name, err)
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, readyTimeout, fmt.Errorf("not within %s", readyTimeout))
+	ctx, cancel := context.WithTimeoutCause(ctx, readyTimeout, fmt.Errorf("not ready within %s", readyTimeout))
 	defer cancel()
 	for _, node := range c.Nodes() {
 		if !node.Running() {
@@ -122,7 +126,7 @@ func nodeReady(ctx context.Context, client kubernetes.Interface, name, bootID st
 		return err
 	}
 	if node.Status.NodeInfo.BootID != bootID {
-		return fmt.Errorf("its status is from another boot (%q)", node.Status.NodeInfo.BootID)
+		return fmt.Errorf("the Node's status is from another boot (%q)", node.Status.NodeInfo.BootID)
 	}
 	for _, condition := range node.Status.Conditions {
 		if condition.Type == corev1.NodeReady {
@@ -132,10 +136,11 @@ func nodeReady(ctx context.Context, client kubernetes.Interface, name, bootID st
 			return fmt.Errorf("condition Ready is %s: %s", condition.Status, condition.Message)
 		}
 	}
-	return fmt.Errorf("it has no condition Ready yet")
+	return fmt.Errorf("the Node has no condition Ready yet")
 }
 
-// poll calls check until it succeeds or ctx ends; the error is then check's last one.
+// poll calls the function check until it succeeds or ctx ends. When ctx ends, poll's error contains
+// the last error of check.
 func poll(ctx context.Context, check func() error) error {
 	for {
 		err := check()
@@ -150,7 +155,8 @@ func poll(ctx context.Context, check func() error) error {
 	}
 }
 
-// LoadImage puts the images of an archive (OCI layout or docker) on the named nodes, or on all. They survive power cuts.
+// LoadImage loads the images of an archive (OCI layout or docker) on the named nodes, or on all
+// nodes if none is named. The images survive power cuts.
 func (c *Cluster) LoadImage(ctx context.Context, archive string, nodes ...string) error {
 	if len(nodes) == 0 {
 		nodes = c.state.Nodes
@@ -174,7 +180,17 @@ func (c *Cluster) loadImage(ctx context.Context, spec *machine.Spec, archive str
 	}
 	defer func() { _ = file.Close() }()
 	var output bytes.Buffer
-	err = spec.Exec(ctx, machine.Streams{In: file, Out: &output, Err: &output}, "ctr", "--namespace=k8s.io", "images", "import", "--local", "--snapshotter=overlayfs", "-")
+	err = spec.Exec(
+		ctx,
+		machine.Streams{In: file, Out: &output, Err: &output},
+		"ctr",
+		"--namespace=k8s.io",
+		"images",
+		"import",
+		"--local",
+		"--snapshotter=overlayfs",
+		"-",
+	)
 	if err != nil {
 		return fmt.Errorf("load image archive %s: %w: %s", archive, err, strings.TrimSpace(output.String()))
 	}

@@ -10,8 +10,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/machine"
 )
 
-// LogDirs returns the folder of log files of each machine, by the machine's name, also of a cluster that failed to come up. Each folder holds
-// init.log, boot-hook.log, one file per component, and below pods the logs of containers. They go with the cluster.
+// LogDirs returns each machine's folder of log files, by the machine's name. It works after a
+// failed start too. Each folder holds init.log, boot-hook.log and one file per component, and a
+// folder pods with the logs of containers. Down deletes all of them.
 func LogDirs(name string) (map[string]string, error) {
 	if name == "" {
 		name = DefaultName
@@ -27,7 +28,7 @@ func LogDirs(name string) (map[string]string, error) {
 	return dirs, nil
 }
 
-// SaveLogs copies the logs of every machine into a folder each below target, for when the cluster is gone.
+// SaveLogs copies each machine's logs into a folder below target, so that they outlive the cluster.
 func SaveLogs(name, target string) error {
 	dirs, err := LogDirs(name)
 	if err != nil {
@@ -41,7 +42,8 @@ func SaveLogs(name, target string) error {
 	return nil
 }
 
-// copyFiles copies regular files, with their folders. Links are left out: a node's links from containers to Pods point to what is copied too.
+// copyFiles copies regular files and their folders. It skips symbolic links: the links from
+// containers to Pods point to files that are copied anyway.
 func copyFiles(from, to string) error {
 	return filepath.WalkDir(from, func(path string, entry fs.DirEntry, err error) error {
 		if err != nil {

@@ -10,12 +10,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// network is the addresses of one cluster. Clusters beside each other differ in the slot.
+// network computes the names and addresses of one cluster from the number Slot, which differs
+// between the clusters on a host.
 type network struct {
 	Slot int `json:"slot"`
 }
 
-// slots is how many clusters fit on one host.
+// slots is how many clusters can run on one host.
 const slots = 50
 
 func (n network) bridge() string           { return fmt.Sprintf("gpudra%d", n.Slot) }
@@ -24,10 +25,12 @@ func (n network) machines() string         { return fmt.Sprintf("10.199.%d.0/24"
 func (n network) gateway() string          { return fmt.Sprintf("10.199.%d.1", n.Slot) }
 func (n network) address(index int) string { return fmt.Sprintf("10.199.%d.%d", n.Slot, 2+index) }
 
-// pods is the Pod network of the machine with the given index; the control plane, with index 0, has none.
+// pods returns the Pod network of the machine with this index. The control plane has index 0 and
+// runs no Pods.
 func (n network) pods(index int) string { return fmt.Sprintf("10.%d.%d.0/24", 100+n.Slot, index) }
 
-// chooseNetwork finds a slot that no other cluster and no route of the host uses.
+// chooseNetwork returns the network with the first Slot that no other cluster has and whose
+// addresses no route of the host uses. It returns an error if there is none.
 func chooseNetwork(taken map[int]bool) (network, error) {
 	routes, err := netlink.RouteList(nil, netlink.FAMILY_V4)
 	if err != nil {
@@ -39,7 +42,11 @@ func chooseNetwork(taken map[int]bool) (network, error) {
 			return candidate, nil
 		}
 	}
-	return network{}, fmt.Errorf("no free network for the cluster: the host uses all of 10.199.0.0/16 and 10.100.0.0/16 to 10.%d.0.0/16, or %d clusters are up", 99+slots, slots)
+	return network{}, fmt.Errorf(
+		"no free network for the cluster: the host uses all of 10.199.0.0/16 and 10.100.0.0/16 to 10.%d.0.0/16, or %d clusters are up",
+		99+slots,
+		slots,
+	)
 }
 
 func (n network) overlaps(routes []netlink.Route) bool {
@@ -60,7 +67,7 @@ func (n network) overlaps(routes []netlink.Route) bool {
 	return false
 }
 
-// build makes the bridge that the machines are plugged into.
+// build creates the bridge that connects the machines.
 func (n network) build() error {
 	bridge := &netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: n.bridge()}}
 	if err := netlink.LinkAdd(bridge); err != nil {
@@ -83,9 +90,13 @@ func (n network) build() error {
 	return nil
 }
 
-// remove takes away the bridge and every cable; routes go with it.
+// remove deletes the bridge and every network cable. The kernel deletes their routes.
 func (n network) remove() error {
 	links, err := netlink.LinkList()
+	// The kernel interrupts the list if another cluster adds or removes a link meanwhile.
+	for tries := 0; errors.Is(err, netlink.ErrDumpInterrupted) && tries < 100; tries++ {
+		links, err = netlink.LinkList()
+	}
 	if err != nil {
 		return fmt.Errorf("list the host's links: %w", err)
 	}

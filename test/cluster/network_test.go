@@ -19,7 +19,7 @@ func route(t *testing.T, destination string) netlink.Route {
 	return netlink.Route{Dst: parsed}
 }
 
-func TestANetworkThatTheHostUsesIsNotChosen(t *testing.T) {
+func TestNetworkAvoidsHostRoutes(t *testing.T) {
 	for _, test := range []struct {
 		name, destination string
 		overlaps          bool

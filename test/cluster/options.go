@@ -11,48 +11,53 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/components"
 )
 
-// DefaultName is the name of a cluster that was given none.
+// DefaultName is the name of a cluster whose Options.Name is empty.
 const DefaultName = "default"
 
-// Options say what Up makes. The zero value is a cluster of one node.
+// Options describe the cluster that Up starts. The zero value is a cluster of one node.
 type Options struct {
-	// Name tells clusters on this host apart: at most 12 lower-case letters, digits and dashes.
+	// Name distinguishes clusters on this host: at most 12 lower-case letters, digits and dashes.
 	Name string
 	// Nodes are the machines that run Pods; none means one with default options.
 	Nodes []NodeOptions
-	// ControlPlaneOnly brings up no node at all. Nobody looks after Nodes then: those that a test makes stay as it made them, with no kubelet behind them.
+	// ControlPlaneOnly starts no machine that runs Pods. A test can then create Node objects without
+	// kubelets, and they stay unchanged because the controller that taints Nodes without heartbeats is
+	// off.
 	ControlPlaneOnly bool
-	// Kubernetes is the version of Kubernetes' programs, like v1.37.0, as users get it: with its
-	// own defaults for feature gates and APIs. Empty means the version that tools/go.mod pins, with
-	// every gate and API for dynamic resource allocation on.
+	// Kubernetes is the version of Kubernetes' programs, like v1.37.0. These programs have their own
+	// defaults for feature gates and APIs, as users get them. Empty means the version that
+	// tools/go.mod pins, with every gate and API for dynamic resource allocation on.
 	Kubernetes string
-	// FeatureGates are set on every component, over the defaults.
+	// FeatureGates are set on every component, and override the defaults.
 	FeatureGates map[string]bool
-	// RestartPause is the longest that a kubelet waits before it starts a container again that ended, from one second on, for tests that end one over
-	// and over. 0 leaves Kubernetes' own: ten seconds that double up to five minutes.
+	// RestartPause is the longest time that a kubelet waits before it restarts a container, for tests
+	// that end containers often. The wait starts at one second and doubles. 0 keeps Kubernetes' own
+	// limits: ten seconds, doubling up to five minutes.
 	RestartPause time.Duration
-	// Images are archives (OCI layout or docker) that every node gets, beside those that it always has.
+	// Images are archives (OCI layout or docker) that every node gets in addition to the default ones.
 	Images []string
-	// Output takes progress lines; nil discards them.
+	// Output receives progress lines. Nil discards them.
 	Output io.Writer
 }
 
-// NodeOptions describe one node. The zero value is a plain node named by its position: node1, node2, ….
+// NodeOptions describe one node. The zero value is a plain node named by its position: node1,
+// node2, ….
 type NodeOptions struct {
 	Name   string
 	Labels map[string]string
-	// BootHook is a command with an absolute path that the node runs at every boot, after its file system and network are there and before
-	// containerd starts, with NODE_NAME in its environment. If it fails, the node does not boot. It may create device nodes in /dev and write
-	// anywhere: all of it is the node's own.
+	// BootHook is a command with an absolute path that the node runs at every boot, with NODE_NAME in
+	// its environment. It runs after the file system and network are up and before containerd starts.
+	// If it fails, the boot fails. It may create device nodes in /dev and write to any file, because
+	// all these files belong to the node and not to the host.
 	BootHook []string
 	// DisableCDI makes containerd ignore CDI devices.
 	DisableCDI bool
-	// Mounts are paths of the host that the node sees as they are, at every moment. (It sees the host's other files too, but as they were
-	// when it booted, and it does not see the host's /var, /run and /dev.)
+	// Mounts are paths of the host whose content the node always sees as it is now. The node sees the
+	// host's other files as they were at the node's boot, and never the host's /var, /run and /dev.
 	Mounts []Mount
 }
 
-// Mount shows a path of the host on a node, read-only unless it says otherwise.
+// Mount shows a path of the host on a node. It is read-only unless Writable is set.
 type Mount struct {
 	Source string
 	// Target is the path on the node; empty means Source.
@@ -67,7 +72,8 @@ var (
 
 const maxNodes = 100
 
-// complete fills in defaults and refuses what cannot work.
+// complete returns the options with defaults for empty fields. It returns an error for options that
+// cannot work.
 func (o Options) complete() (Options, error) {
 	if o.Name == "" {
 		o.Name = DefaultName

@@ -5,8 +5,11 @@ import (
 	"testing"
 )
 
-func TestOptionsAreCompleted(t *testing.T) {
-	completed, err := Options{Nodes: []NodeOptions{{}, {Name: "gpu"}, {}}, FeatureGates: map[string]bool{"DRADeviceTaintRules": false, "New": true}}.complete()
+func TestOptionDefaults(t *testing.T) {
+	completed, err := Options{
+		Nodes:        []NodeOptions{{}, {Name: "gpu"}, {}},
+		FeatureGates: map[string]bool{"DRADeviceTaintRules": false, "New": true},
+	}.complete()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -32,7 +35,7 @@ func TestOptionsAreCompleted(t *testing.T) {
 	}
 }
 
-func TestOptionsThatCannotWorkAreRefusedByName(t *testing.T) {
+func TestInvalidOptionsAreRefused(t *testing.T) {
 	for _, test := range []struct {
 		name, says string
 		options    Options
@@ -45,7 +48,7 @@ func TestOptionsThatCannotWorkAreRefusedByName(t *testing.T) {
 		{"the control plane's name", `"control-plane"`, Options{Nodes: []NodeOptions{{Name: "control-plane"}}}},
 		{"a relative hook", `"hook.sh"`, Options{Nodes: []NodeOptions{{BootHook: []string{"hook.sh"}}}}},
 		{"a relative mount", `"data"`, Options{Nodes: []NodeOptions{{Mounts: []Mount{{Source: "data"}}}}}},
-		{"nodes beside a control plane alone", "control plane only", Options{ControlPlaneOnly: true, Nodes: make([]NodeOptions, 1)}},
+		{"nodes with a control plane alone", "control plane only", Options{ControlPlaneOnly: true, Nodes: make([]NodeOptions, 1)}},
 		{"too many nodes", "101 nodes", Options{Nodes: make([]NodeOptions, 101)}},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -16,20 +16,21 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/toolchain"
 )
 
-// stateRoot holds a folder per cluster. It is on disk, since nodes keep their images and volumes there.
+// stateRoot holds a folder per cluster. It is on disk, because nodes keep their images and volumes
+// there.
 const stateRoot = "/var/lib/gpu-dra-driver-cluster"
 
 // controlPlane is the name of the machine that runs no Pods.
 const controlPlane = "control-plane"
 
-// state is what is known of a cluster on disk. It is written before anything else of the cluster is made, so that whatever was made can be
-// found and removed.
+// state is what a cluster stores about itself on disk. Up writes it before it creates anything
+// else, so that Down can find and remove everything.
 type state struct {
 	Network     network   `json:"network"`
 	CgroupBases []string  `json:"cgroupBases"`
 	Nodes       []string  `json:"nodes"`
 	Programs    *Programs `json:"programs"`
-	// Complete is set when Up has succeeded once.
+	// Complete is set when Up has succeeded for this cluster, at least once.
 	Complete bool `json:"complete"`
 }
 
@@ -62,15 +63,15 @@ func writeAtomically(path string, content []byte) error {
 	return os.Rename(path+".new", path)
 }
 
-// reserve claims a network and inotify instances for a new cluster and writes its first state. It waits for other clusters to go where there are not
-// instances enough for one more.
+// reserve reserves a network and inotify instances for a new cluster and writes its first state. If
+// there are too few inotify instances, it waits for other clusters to be taken down.
 func reserve(ctx context.Context, name string, wanted state, progress *toolchain.Progress) (state, error) {
-	for told := false; ; told = true {
+	for reported := false; ; reported = true {
 		reserved, err := tryReserve(ctx, name, wanted, progress)
 		if !errors.Is(err, errInstancesTaken) {
 			return reserved, err
 		}
-		if !told {
+		if !reported {
 			progress.Printf("waiting for another cluster to be taken down: %v", err)
 		}
 		select {
@@ -114,7 +115,8 @@ func tryReserve(ctx context.Context, name string, reserved state, progress *tool
 	return reserved, writeState(name, reserved)
 }
 
-// leave gives back what was taken for all clusters together, if there is none any more.
+// leave restores the host's inotify limit and removes stateRoot if no cluster is left on the host.
+// Otherwise it does nothing.
 func leave(ctx context.Context) error {
 	unlock, err := lockDir(ctx, stateRoot)
 	if err != nil {
@@ -127,7 +129,7 @@ func leave(ctx context.Context) error {
 	}
 	for _, name := range names {
 		if _, err := readState(name); !errors.Is(err, fs.ErrNotExist) {
-			return nil // it is somebody's
+			return nil // another cluster exists
 		}
 	}
 	limit, err := hostsInotifyLimit()
@@ -137,7 +139,7 @@ func leave(ctx context.Context) error {
 	if err := limit.restore(); err != nil {
 		return err
 	}
-	_ = os.Remove(stateRoot) // stays while another cluster is about to come up
+	_ = os.Remove(stateRoot) // fails while another cluster has a folder there
 	return nil
 }
 
@@ -145,8 +147,9 @@ func cgroupBases(name string) ([]string, error) {
 	return cgroup.Bases(filepath.Join("gpu-dra-driver-cluster", name))
 }
 
-// lockDir takes the lock that is the folder itself, creating it if need be. The kernel lets go of it when the process ends, however it ends.
-// A folder that another process removed while this one waited is created again.
+// lockDir locks the folder dir itself, and creates it if needed. The kernel releases the lock when
+// the process ends. If another process removes the folder during the wait, lockDir creates it
+// again.
 func lockDir(ctx context.Context, dir string) (unlock func(), err error) {
 	for {
 		if err := os.MkdirAll(dir, 0o755); err != nil {

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-func TestALockIsExclusiveAndWaitingEndsWithTheContext(t *testing.T) {
+func TestLockIsExclusiveAndHonoursContext(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cluster")
 	unlock, err := lockDir(context.Background(), dir)
 	if err != nil {
@@ -22,12 +22,12 @@ func TestALockIsExclusiveAndWaitingEndsWithTheContext(t *testing.T) {
 	unlock()
 	again, err := lockDir(context.Background(), dir)
 	if err != nil {
-		t.Fatalf("after unlocking: %v", err)
+		t.Fatalf("lock the folder again after unlocking: %v", err)
 	}
 	again()
 }
 
-func TestALockOnARemovedFolderIsOneOnTheNewFolder(t *testing.T) {
+func TestLockOnRemovedFolder(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cluster")
 	unlock, err := lockDir(context.Background(), dir)
 	if err != nil {
@@ -47,6 +47,6 @@ func TestALockOnARemovedFolderIsOneOnTheNewFolder(t *testing.T) {
 	}
 	unlock()
 	if err := <-locked; err != nil {
-		t.Errorf("the one who waited holds no folder: %v", err)
+		t.Errorf("the second lock is on a folder that does not exist: %v", err)
 	}
 }

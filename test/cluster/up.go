@@ -15,8 +15,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/toolchain"
 )
 
-// Up builds what is missing and brings a new cluster up. If that fails, the machines are off again but their logs stay until Down; if ctx
-// ends, nothing stays. What an earlier Up of the same name left without having succeeded is removed first.
+// Up builds missing programs and starts a new cluster. It first removes what an unsuccessful Up of
+// the same name left. If Up fails, the machines are off, but their logs stay until Down. If ctx
+// ends, nothing stays.
 func Up(ctx context.Context, options Options) (*Cluster, error) {
 	options, err := options.complete()
 	if err != nil {
@@ -107,11 +108,11 @@ func (c *Cluster) loadImages(ctx context.Context, spec *machine.Spec, archives [
 	return nil
 }
 
-// Down takes the cluster down and removes everything of it.
+// Down stops the cluster and removes everything of it.
 func (c *Cluster) Down(ctx context.Context) error { return Down(ctx, c.name) }
 
-// Down takes the cluster with the given name down and removes everything of it, whatever state it is in. A cluster that does not exist is no
-// error.
+// Down removes everything of the named cluster, in any state. It returns no error if there is no
+// such cluster.
 func Down(ctx context.Context, name string) error {
 	if name == "" {
 		name = DefaultName
@@ -137,7 +138,8 @@ func needRoot() error {
 	return nil
 }
 
-// powerOff ends the machines and removes the links, and leaves the files.
+// powerOff kills the machines and removes the network links. It keeps the files, so that the logs
+// can be read.
 func (c *Cluster) powerOff(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), downTimeout)
 	defer cancel()

@@ -23,17 +23,19 @@ func (w *world) testOneGPU(t *testing.T) {
 
 	allocated := u.allocated("user", "gpu")
 	if len(allocated) != 1 {
-		t.Fatalf("allocated: %v", allocated)
+		t.Fatalf("the Pod was allocated %v, want one GPU", allocated)
 	}
 	u.sees("user", "", allocated)
-	// The table, as people look at it: one GPU, at the address of the device.
+	// nvidia-smi's table must show one GPU, at the PCI address of the allocated device.
 	result := u.claimOf(t, u.namespace, "user", "gpu").Status.Allocation.Devices.Results[0]
 	address := *w.devices(t, h100)[result.Device].Attributes["resource.kubernetes.io/pciBusID"].StringValue
 	table := u.sh("user", "", "nvidia-smi")
-	if strings.Count(table, "H100") != 1 || !strings.Contains(table, strings.ToUpper("0000"+address)) || !strings.Contains(table, "580.65.06") {
-		t.Errorf("nvidia-smi prints not this one H100 at %s with driver 580.65.06:\n%s", address, table)
+	if strings.Count(table, "H100") != 1 || !strings.Contains(table, strings.ToUpper("0000"+address)) ||
+		!strings.Contains(table, "580.65.06") {
+		t.Errorf("nvidia-smi does not print exactly one H100 at %s with driver 580.65.06:\n%s", address, table)
 	}
-	// Runtimes that inject GPUs by this variable must not add theirs.
+	// The driver must set NVIDIA_VISIBLE_DEVICES to void in the container. Otherwise a container
+	// runtime that injects GPUs by this variable could add GPUs that the claim does not have.
 	if env := u.sh("user", "", "tr '\\0' '\\n' </proc/1/environ"); !slices.Contains(strings.Fields(env), "NVIDIA_VISIBLE_DEVICES=void") {
 		t.Errorf("NVIDIA_VISIBLE_DEVICES=void is not in the container's environment:\n%s", env)
 	}
@@ -43,9 +45,10 @@ func (w *world) testNoClaim(t *testing.T) {
 	u := w.tenant(t)
 	driver := "/var/lib/nvmlsim/driver"
 	u.template("one", oneGPU)
-	// Even a container that brings the driver's programs and libraries along finds no GPU with them.
+	// A container without a claim must find no GPU, even if it brings the driver's programs and
+	// libraries.
 	u.pod("stranger", onNode(h100), container("main"), hostPath("driver", driver))
-	// The same holds beside a container with a claim, in one Pod.
+	// The same must hold for a container without a claim next to a container with a claim in one Pod.
 	u.pod("mate", onNode(h100), fromTemplate("gpu", "one"), container("main", "gpu"), container("side"), hostPath("driver", driver))
 	u.running("stranger", "mate")
 	for _, c := range []struct{ pod, container string }{{"stranger", "main"}, {"mate", "side"}} {
@@ -59,13 +62,14 @@ func (w *world) testNoClaim(t *testing.T) {
 	w.needSMI(t)
 	smi := "LD_LIBRARY_PATH=" + driver + "/usr/lib/x86_64-linux-gnu " + driver + "/usr/bin/nvidia-smi -L"
 	for _, c := range []struct{ pod, container string }{{"stranger", "main"}, {"mate", "side"}} {
-		if out, err := u.exec(t, u.namespace, c.pod, c.container, "sh", "-c", smi); err == nil || !strings.Contains(out, "couldn't communicate with the NVIDIA driver") {
+		if out, err := u.exec(t, u.namespace, c.pod, c.container, "sh", "-c", smi); err == nil ||
+			!strings.Contains(out, "couldn't communicate with the NVIDIA driver") {
 			t.Errorf("in container %s of Pod %s nvidia-smi says (%v):\n%s", c.container, c.pod, err, out)
 		}
 	}
 	u.sees("mate", "main", u.allocated("mate", "gpu"))
 	if out := u.sh("mate", "main", smi); !strings.Contains(out, u.allocated("mate", "gpu")[0]) {
-		t.Errorf("the same command works not even with a claim, so the above says nothing:\n%s", out)
+		t.Errorf("the same command fails with a claim too, so the checks above prove nothing:\n%s", out)
 	}
 }
 
@@ -79,7 +83,7 @@ func (w *world) testNinePods(t *testing.T) {
 	}
 	u.running(pods...)
 	u.pod("ninth", onNode(h100), fromTemplate("gpu", "one"), container("main", "gpu"), func(p *corev1.Pod) {
-		p.Spec.Containers[0].Command = []string{"sh", "-c", "trap '' TERM; sleep infinity & wait"} // ends late
+		p.Spec.Containers[0].Command = []string{"sh", "-c", "trap '' TERM; sleep infinity & wait"} // ends only after its grace period
 		p.Spec.TerminationGracePeriodSeconds = ptr.To(int64(3))
 	})
 	u.waits("ninth")
@@ -97,9 +101,10 @@ func (w *world) testNinePods(t *testing.T) {
 			u.sees(pod, "", []string{uuid})
 		}
 	}
-	// One ends by itself, as a job does: it stays in the API, Succeeded, and its GPU is free.
+	// Pod user-3 ends by itself, like a job. It stays in the API as Succeeded, and the ninth Pod must
+	// get its GPU.
 	freed := u.allocated("user-3", "gpu")
-	// The shell that says so may end with its container: that the Pod succeeds is the proof.
+	// The exec may fail because its container ends. The Pod's phase, checked below, is the proof.
 	_, _ = w.exec(t, u.namespace, "user-3", "", "sh", "-c", "kill -TERM 1")
 	u.running("ninth")
 	if phase := u.get("user-3").Status.Phase; phase != corev1.PodSucceeded {
@@ -111,13 +116,14 @@ func (w *world) testNinePods(t *testing.T) {
 	if w.sim.SMI != "" {
 		u.sees("ninth", "", freed)
 	}
-	// One that is deleted by force has left the API, and freed its GPU for the next, before the kubelet has ended it.
+	// A Pod that is deleted by force leaves the API and frees its GPU before the kubelet has ended its
+	// container. The next claim must wait until the kubelet has unprepared the old one.
 	u.pod("tenth", onNode(h100), fromTemplate("gpu", "one"))
 	u.waits("tenth")
 	holding := u.claimOf(t, u.namespace, "ninth", "gpu").Name
 	u.forget("ninth")
 	u.running("tenth")
-	w.said(t, w.instance(t, h100), "Waiting for another claim to be given back", holding)
+	w.said(t, w.instance(t, h100), "Waiting for another claim to be unprepared", holding)
 	if got := u.allocated("tenth", "gpu"); !slices.Equal(got, freed) {
 		t.Errorf("the tenth Pod was allocated %v, and %v became free", got, freed)
 	}
@@ -179,11 +185,29 @@ func (w *world) testContainers(t *testing.T) {
 	w.needSMI(t)
 	u := w.tenant(t)
 	u.template("one", oneGPU)
-	u.template("pair", `requests: [{name: first, exactly: {deviceClassName: gpu.nvidia.com}}, {name: second, exactly: {deviceClassName: gpu.nvidia.com}}]`)
+	u.template(
+		"pair",
+		`requests: [{name: first, exactly: {deviceClassName: gpu.nvidia.com}}, {name: second, exactly: {deviceClassName: gpu.nvidia.com}}]`,
+	)
 
 	u.pod("one-claim", onNode(a100), fromTemplate("gpu", "one"), container("a", "gpu"), container("b", "gpu"))
-	u.pod("two-claims", onNode(a100), fromTemplate("x", "one"), fromTemplate("y", "one"), container("a", "x"), container("b", "y"), container("both", "x", "y"))
-	u.pod("by-request", onNode(a100), fromTemplate("gpus", "pair"), container("a", "gpus/first"), container("b", "gpus/second"), container("both", "gpus"))
+	u.pod(
+		"two-claims",
+		onNode(a100),
+		fromTemplate("x", "one"),
+		fromTemplate("y", "one"),
+		container("a", "x"),
+		container("b", "y"),
+		container("both", "x", "y"),
+	)
+	u.pod(
+		"by-request",
+		onNode(a100),
+		fromTemplate("gpus", "pair"),
+		container("a", "gpus/first"),
+		container("b", "gpus/second"),
+		container("both", "gpus"),
+	)
 	u.running("one-claim", "two-claims", "by-request")
 
 	one := u.allocated("one-claim", "gpu")
@@ -211,7 +235,7 @@ func (w *world) testSharedClaim(t *testing.T) {
 	u.sees("first", "", allocated)
 	u.sees("second", "", allocated)
 
-	// It stays prepared until its last user ends, and for the next one in between.
+	// The claim must stay prepared when one of its Pods ends, and a later Pod must get the same GPU.
 	if err := w.Client.CoreV1().Pods(u.namespace).Delete(t.Context(), "first", metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}

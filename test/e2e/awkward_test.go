@@ -12,24 +12,26 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// attachCost is that of nodes/awkward.yaml: the driver takes it for each GPU that nobody has open,
-// one after another.
+// attachCost is the time that the simulated driver needs to open a GPU that no process has open,
+// one GPU after another. It must equal the value in nodes/awkward.yaml.
 const attachCost = 3 * time.Second
 
-// procView is the node's /proc with the simulated driver's files. The plugin finds processes in it.
+// procView is a directory of the node that shows the node's /proc, with the simulated driver's
+// files mounted over it. The plugin looks there for processes that have a GPU open.
 const procView = "/run/proc-view"
 
 const mountProcesses = `
 mkdir ` + procView + `
 mount -t proc proc ` + procView + `
 for file in driver devices sys/kernel/random/boot_id; do
-	mount --bind ` + stand.NodeRoot + `/proc/$file ` + procView + `/$file
+	mount --bind ` + clusterharness.NodeRoot + `/proc/$file ` + procView + `/$file
 done`
 
-// TestAwkwardNode: the NVIDIA driver opens GPUs slowly, and whoever has one open keeps it from being cut.
+// TestAwkwardNode uses a simulated NVIDIA driver that opens GPUs slowly. That driver also refuses
+// to change the MIG mode of a GPU, or to destroy a MIG instance, while another process has it open.
 func TestAwkwardNode(t *testing.T) {
 	t.Parallel()
 	node := simulator(t).Node(h100, "awkward")
@@ -37,17 +39,18 @@ func TestAwkwardNode(t *testing.T) {
 	node.Mounts = []cluster.Mount{{Source: buildProgram(t, "nvml-client"), Target: probeDir}}
 	node.Labels = map[string]string{nodesLabel: "awkward"}
 	w := bringUp(t, "e2e-awkward", node)
-	w.releaseOn(t, stand.Release, "awkward", "--set", "hostPaths.proc="+procView)
+	w.releaseOn(t, clusterharness.Release, "awkward", "--set", "hostPaths.proc="+procView)
 
 	t.Run("the first watcher lives until it has opened every GPU", w.testFirstWatcher)
 	bare := w.simulated(t)
-	t.Run("56 partitions, with XIDs while they are cut", w.testEveryPartitionWithXIDs)
-	t.Run("a client that has a GPU open delays the first cut of that GPU only", w.testClientHoldsGPU)
-	t.Run("a client that has an instance open delays the return of that instance only", w.testClientHoldsInstance)
+	t.Run("56 partitions, with XIDs while they are created", w.testEveryPartitionWithXIDs)
+	t.Run("a client of a GPU delays only that GPU's first partition", w.testClientHoldsGPU)
+	t.Run("a client of an instance delays only that instance's removal", w.testClientHoldsInstance)
 	t.Run("the GPUs serve whole again and are as they were", func(t *testing.T) { w.isBare(t, bare) })
 }
 
-// simulatedGPU is a GPU as the simulator has it, which one asks without opening it.
+// simulatedGPU is the state of a GPU as the simulator's tool prints it. Reading it does not open
+// the GPU.
 type simulatedGPU struct {
 	PCI         string `json:"pci"`
 	Condition   string `json:"condition"`
@@ -69,7 +72,8 @@ type simulatedInstance struct {
 	} `json:"compute"`
 }
 
-// simulated are the node's GPUs, in order.
+// simulated returns the state of all GPUs of the node h100, in the order in which the simulator's
+// tool prints them.
 func (w *world) simulated(t *testing.T) []simulatedGPU {
 	t.Helper()
 	var shown struct {
@@ -82,7 +86,8 @@ func (w *world) simulated(t *testing.T) []simulatedGPU {
 	return shown.GPUs
 }
 
-// simulatedInstanceOf is the instance of a partition, once it has its compute instance.
+// simulatedInstanceOf returns the GPU instance that the simulator has for the partition with this
+// device name. made is false as long as the partition has no compute instance.
 func (w *world) simulatedInstanceOf(t *testing.T, partition string) (_ simulatedInstance, made bool) {
 	t.Helper()
 	p := strings.Split(partition, "-") // gpu-0000-1b-00-0-mig-19-6
@@ -99,7 +104,8 @@ func (w *world) simulatedInstanceOf(t *testing.T, partition string) (_ simulated
 	return simulatedInstance{}, false
 }
 
-// uncutNow waits until no GPU has an instance, without opening one.
+// uncutNow waits until no GPU has a MIG instance. It reads the state by the simulator's tool,
+// because nvidia-smi would open the GPUs.
 func (w *world) uncutNow(t *testing.T) {
 	t.Helper()
 	eventually(t, 2*time.Minute, "no GPU has an instance", func() (bool, string) {
@@ -108,7 +114,9 @@ func (w *world) uncutNow(t *testing.T) {
 	})
 }
 
-// isBare runs a Pod with all GPUs, for which MIG mode goes off, and compares the hardware afterwards.
+// isBare runs a Pod with all GPUs, because the driver then switches MIG mode off on each of them.
+// Then it waits until the simulated GPUs have the state in the parameter bare again and no file of
+// any claim is left.
 func (w *world) isBare(t *testing.T, bare []simulatedGPU) {
 	t.Helper()
 	u := w.tenant(t)
@@ -117,21 +125,22 @@ func (w *world) isBare(t *testing.T, bare []simulatedGPU) {
 	u.runningWithin(2*time.Minute, "all")
 	w.endPods(t, u.namespace)
 	want := fmt.Sprintf("%+v", bare)
-	eventually(t, 30*time.Second, "the hardware is as it was", func() (bool, string) {
+	eventually(t, 30*time.Second, "the hardware is as before the claims", func() (bool, string) {
 		now := fmt.Sprintf("%+v", w.simulated(t))
 		return now == want, "was " + want + "\nis  " + now
 	})
 	w.clean(t, h100)
 }
 
-// watchers are the processes that listen to GPUs.
+// watchers returns the IDs of the plugin's child processes that listen for NVML events.
 func (w *world) watchers(t *testing.T) []string {
 	t.Helper()
-	out, _ := w.node(t, h100).Exec(t.Context(), "pgrep", "-f", "gpu-kubelet-plugin watch$") // 1 if there is none
+	out, _ := w.node(t, h100).Exec(t.Context(), "pgrep", "-f", "gpu-kubelet-plugin watch$") // pgrep fails if there is none
 	return strings.Fields(out)
 }
 
-// opened counts the GPUs that a process has open, and is 0 when the process has ended.
+// opened returns how many GPUs the process with this pid has open, or 0 if there is no such
+// process.
 func (w *world) opened(t *testing.T, pid string) int {
 	t.Helper()
 	const count = `for fd in /proc/$1/fd/*; do readlink $fd; done 2>/dev/null | grep '/nvidia[0-9]*$' | sort -u | wc -l`
@@ -139,30 +148,32 @@ func (w *world) opened(t *testing.T, pid string) int {
 	return number(t, strings.TrimSpace(out))
 }
 
-// testFirstWatcher begins when nobody has a GPU open, so that every GPU has to be attached.
+// testFirstWatcher waits until the plugin's watcher process, which listens for NVML events, has all
+// eight GPUs open. Opening them takes long because no other process has a GPU open. The plugin must
+// not replace the watcher process meanwhile.
 func (w *world) testFirstWatcher(t *testing.T) {
 	var first []string
-	eventually(t, time.Minute, "the plugin listens to GPUs", func() (bool, string) {
+	eventually(t, time.Minute, "the plugin has a watcher process", func() (bool, string) {
 		first = w.watchers(t)
 		return len(first) > 0, "no process"
 	})
 	took := eventually(t, 16*attachCost, "the watcher has opened every GPU", func() (bool, string) {
 		now := w.watchers(t)
 		if !slices.Equal(now, first) {
-			t.Fatalf("the watchers were %v and are %v before each GPU has answered", first, now)
+			t.Fatalf("the watcher processes were %v and are %v before every GPU is open", first, now)
 		}
 		n := w.opened(t, first[0])
 		return n == 8, fmt.Sprintf("%d GPUs are open", n)
 	})
 	t.Logf("all GPUs were open after %s", took.Round(time.Second))
 	w.offersShapes(t, h100, 8, 200)
-	eventually(t, 30*time.Second, "events are heard, and every GPU is healthy", func() (bool, string) {
+	eventually(t, 30*time.Second, "the watcher receives events, and every GPU is healthy", func() (bool, string) {
 		metrics := w.get(t, h100, "metrics")
 		healthy := strings.Count(metrics, `state="Healthy"} 1`)
 		return healthy == 8 && strings.Contains(metrics, "\ngpu_dra_health_events_heard 1\n"), fmt.Sprint(healthy, " GPUs are healthy")
 	})
 	if now := w.watchers(t); !slices.Equal(now, first) {
-		t.Errorf("the watchers were %v and are %v", first, now)
+		t.Errorf("the watcher processes were %v and are %v", first, now)
 	}
 }
 
@@ -174,7 +185,8 @@ func (w *world) testEveryPartitionWithXIDs(t *testing.T) {
 		pods = append(pods, fmt.Sprintf("user-%d", i))
 		u.pod(pods[i], onNode(h100), fromTemplate("gpu", "smallest"))
 	}
-	// Errors of applications, which make no device unhealthy.
+	// These XIDs are application errors. The plugin must report each in an Event, and no device
+	// becomes unhealthy.
 	for i, pod := range u.anyRunning(4) {
 		w.reportsXID(t, u.device(pod), []string{"31", "43", "45", "94"}[i])
 		eventually(t, 30*time.Second, "an Event tells Pod "+pod, func() (bool, string) {
@@ -200,7 +212,8 @@ func (w *world) testEveryPartitionWithXIDs(t *testing.T) {
 	w.clean(t, h100)
 }
 
-// anyRunning waits until some Pods of many run, and names so many of them.
+// anyRunning waits until at least n of the tenant's Pods are ready, and returns the names of n
+// ready Pods.
 func (u tenant) anyRunning(n int) (pods []string) {
 	u.t.Helper()
 	eventually(u.t, 2*time.Minute, fmt.Sprintf("%d Pods run", n), func() (bool, string) {
@@ -219,8 +232,8 @@ func (u tenant) anyRunning(n int) (pods []string) {
 	return pods[:n]
 }
 
-// reportsXID has an instance report an XID until the plugin has counted it: nobody listens to a GPU
-// while it is cut first.
+// reportsXID repeats an XID of a partition's MIG instance until the plugin's metrics count it. The
+// plugin misses XIDs while it creates the first partition of a GPU.
 func (w *world) reportsXID(t *testing.T, partition, code string) {
 	t.Helper()
 	instance, made := w.simulatedInstanceOf(t, partition)
@@ -237,21 +250,24 @@ func (w *world) reportsXID(t *testing.T, partition, code string) {
 	})
 }
 
-// The GPUs of the tests with a client: it has one open, and the other is to be free of it.
+// The tests of client processes start a process that opens the GPU clientGPU. They expect that the
+// GPU freeGPU works as if that process did not exist.
 const (
 	clientGPU = "0000:1b:00.0"
 	freeGPU   = "0000:43:00.0"
 )
 
-// client starts a process on the node that has a GPU open, or an instance too; stop ends it.
+// client starts a process on the node that opens a GPU until stop kills the process. The arguments
+// in open are the GPU's PCI address and, optionally, the IDs of a GPU instance and a compute
+// instance.
 func (w *world) client(t *testing.T, open ...string) (pid string, stop func()) {
 	t.Helper()
-	const script = `export LD_LIBRARY_PATH=` + stand.NodeRoot + `/driver/usr/lib/x86_64-linux-gnu
+	const script = `export LD_LIBRARY_PATH=` + clusterharness.NodeRoot + `/driver/usr/lib/x86_64-linux-gnu
 setsid ` + probeDir + `/nvml-client "$@" </dev/null >/run/nvml-client 2>&1 &
 echo $!`
 	pid = strings.TrimSpace(w.on(t, h100, append([]string{"sh", "-c", script, "sh"}, open...)...))
 	stop = func() {
-		_, _ = w.node(t, h100).Exec(context.WithoutCancel(t.Context()), "kill", "-9", pid) // it may have ended
+		_, _ = w.node(t, h100).Exec(context.WithoutCancel(t.Context()), "kill", "-9", pid) // the process may have ended
 	}
 	t.Cleanup(stop)
 	eventually(t, 30*time.Second, "the client is ready", func() (bool, string) {
@@ -261,7 +277,8 @@ echo $!`
 	return pid, stop
 }
 
-// saysClient waits until an Event about an object names the client.
+// saysClient waits for an Event about the object that has this reason and names the client process
+// and its pid.
 func (u tenant) saysClient(object, reason, pid string) {
 	u.t.Helper()
 	eventually(u.t, 2*time.Minute, fmt.Sprintf("an Event %s of %s names the client", reason, object), func() (bool, string) {
@@ -275,7 +292,7 @@ func (u tenant) saysClient(object, reason, pid string) {
 func (w *world) testClientHoldsGPU(t *testing.T) {
 	u := w.tenant(t)
 	u.gpus(8)
-	u.holder("all", 8, onNode(h100)) // MIG mode goes off for it, so that the next cut of each GPU is a first one
+	u.holder("all", 8, onNode(h100)) // switches MIG mode off, so that each GPU's next partition is its first
 	u.runningWithin(2*time.Minute, "all")
 	u.remove("all")
 	u.template("open", device("mig.nvidia.com", clientGPU, "1g.10gb"))
@@ -311,7 +328,7 @@ func (w *world) testClientHoldsInstance(t *testing.T) {
 	pid, stop := w.client(t, clientGPU, fmt.Sprint(instance.ID), fmt.Sprint(instance.Compute[0].ID))
 	u.delete("open")
 	u.saysClient("held", "UnprepareFailed", pid)
-	u.remove("free") // which waits for nobody
+	u.remove("free") // the client must not delay this
 	if _, there := w.simulatedInstanceOf(t, partition); !there {
 		t.Errorf("%s is gone although a client has it open", partition)
 	}

@@ -11,7 +11,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// testBrokenRecords breaks the records of claims that running Pods hold, under the plugin, and starts it again on them.
+// testBrokenRecords corrupts the checkpoint records of the claims of running Pods, and then
+// restarts the plugin.
 func (w *world) testBrokenRecords(t *testing.T) {
 	ns := w.namespace(t)
 	kinds := map[string]struct {
@@ -21,7 +22,7 @@ func (w *world) testBrokenRecords(t *testing.T) {
 		"truncated": {func(r string) string { return r[:len(r)/2] }, "is unreadable"},
 		"empty":     {func(string) string { return "" }, "it is empty"},
 		"flipped":   {func(r string) string { return strings.Replace(r, "Prepared", "Preparee", 1) }, "checksum"},
-		"planted":   {func(r string) string { return r + "\n" }, "it belongs to user 65534"}, // whole, but not the driver's
+		"planted":   {func(r string) string { return r + "\n" }, "it belongs to user 65534"}, // valid, but not owned by the driver's user
 		"future":    {func(r string) string { return strings.Replace(r, `"formatVersion":1`, `"formatVersion":99`, 1) }, "format version 99"},
 	}
 	for kind := range kinds {
@@ -42,18 +43,20 @@ func (w *world) testBrokenRecords(t *testing.T) {
 		}
 	}
 
-	// The GPUs stay held: an allocation that names one all the same is refused, and says what is wrong with whose record.
+	// A GPU whose claim has a damaged checkpoint record must stay in use. The driver must refuse
+	// another claim for this GPU with an error that names the claim of the damaged record.
 	for kind, k := range kinds {
 		w.handAllocate(t, ns, "wants-"+kind, badNode, w.allocated(t, ns, kind))
 		w.apply(t, ns, podOnClaim("wants-"+kind, badNode, "wants-"+kind))
-		w.refused(t, ns, "wants-"+kind, "is held by", w.uidOf(t, ns, kind), "cannot be read", k.says)
+		w.refused(t, ns, "wants-"+kind, "is in use by", w.uidOf(t, ns, kind), "cannot be read", k.says)
 	}
 	w.counts(t, badNode, "prepare", "held")
 	w.apply(t, ns, podOn("good", badNode))
 	w.running(t, ns, "good")
 
-	// A plugin that starts on them says so of each and serves. The kubelet starts again too: it would remember that the claims are prepared, and ask
-	// nobody about their next Pods.
+	// The restarted plugin must report each damaged checkpoint record and prepare other claims. The
+	// test restarts the kubelet too, because it caches prepared claims and would not call Prepare for
+	// their next Pods.
 	old := w.livePlugin(t, badNode)
 	w.deletePlugin(t, old)
 	if err := w.node(t, badNode).RestartKubelet(t.Context()); err != nil {
@@ -65,7 +68,8 @@ func (w *world) testBrokenRecords(t *testing.T) {
 	log := w.logOf(t, badNode)
 	for kind, k := range kinds {
 		if !slices.ContainsFunc(strings.Split(log, "\n"), func(line string) bool {
-			return strings.Contains(line, "Could not recover a claim") && strings.Contains(line, w.uidOf(t, ns, kind)) && strings.Contains(line, k.says)
+			return strings.Contains(line, "Failed to recover claim") && strings.Contains(line, w.uidOf(t, ns, kind)) &&
+				strings.Contains(line, k.says)
 		}) {
 			t.Errorf("the log does not say %q of the %s record", k.says, kind)
 		}
@@ -76,26 +80,36 @@ func (w *world) testBrokenRecords(t *testing.T) {
 		w.running(t, ns, kind)
 	}
 
-	// A further Pod of such a claim sets an unreadable record aside and makes a new one. A later version's record is not this one's to judge.
+	// When another Pod uses a claim whose checkpoint record is unreadable, the plugin must move that
+	// file to quarantine and write a new record. It must not change a record with the format version
+	// of a later release.
 	w.apply(t, ns, podOnClaim("joins-empty", badNode, "empty")+podOnClaim("joins-future", badNode, "future"))
 	w.running(t, ns, "joins-empty")
 	w.refused(t, ns, "joins-future", "format version 99", "reads up to 1", "install the later driver again")
 
-	// The end of a claim's last Pod resolves what can be resolved.
+	// When the last Pods of the damaged claims end, the plugin must move the unreadable checkpoint
+	// records to quarantine and free their GPUs. It must keep the record with the format version of a
+	// later release.
 	claim := w.uidOf(t, ns, "future")
-	if _, err := w.Kubectl(t.Context(), "-n", ns, "delete", "--wait=false", "pod", "truncated", "empty", "joins-empty", "flipped", "planted", "future", "joins-future"); err != nil {
+	if _, err := w.Kubectl(t.Context(), "-n", ns, "delete", "--wait=false", "pod", "truncated", "empty", "joins-empty", "flipped", "planted",
+		"future", "joins-future"); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, 60*time.Second, "the claim's Events say why its device is not given back", func() (bool, string) {
+	eventually(t, 60*time.Second, "the claim's Events say why it is not unprepared", func() (bool, string) {
 		events := w.events(t, ns, "future")
 		return strings.Contains(events, "UnprepareFailed") && strings.Contains(events, "format version 99"), events
 	})
 	w.running(t, ns, "wants-truncated", "wants-empty", "wants-flipped", "wants-planted")
 	if aside := strings.Fields(w.on(t, badNode, "ls", stateDir+"/quarantine")); len(aside) != 4 {
-		t.Errorf("set aside for someone to look at: %q, want four records", aside)
+		t.Errorf("the quarantine has %q, want four records", aside)
 	}
-	w.refused(t, ns, "wants-future", "is held by")
-	w.write(t, badNode, fmt.Sprintf("%s/claims/%s_%s.json", stateDir, claim, w.allocated(t, ns, "wants-future")), intact["future"]) // as if the later driver were back
+	w.refused(t, ns, "wants-future", "is in use by")
+	w.write(
+		t,
+		badNode,
+		fmt.Sprintf("%s/claims/%s_%s.json", stateDir, claim, w.allocated(t, ns, "wants-future")),
+		intact["future"],
+	) // fakes that the later driver could read its record
 	w.running(t, ns, "wants-future")
 	w.on(t, badNode, "sh", "-c", "rm "+stateDir+"/quarantine/*")
 	w.givenBack(t, ns)
@@ -105,13 +119,20 @@ func (w *world) testFullDisk(t *testing.T) {
 	ns := w.namespace(t)
 	w.apply(t, ns, claimYAML("held", "")+podOnClaim("before", badNode, "held"))
 	w.running(t, ns, "before")
-	w.on(t, badNode, "sh", "-c", fmt.Sprintf("dd if=/dev/zero of=%[1]s/filler bs=4096 2>/dev/null; dd if=/dev/zero of=%[1]s/filler2 bs=1 2>/dev/null; df %[1]s", stateDir))
+	w.on(
+		t,
+		badNode,
+		"sh",
+		"-c",
+		fmt.Sprintf("dd if=/dev/zero of=%[1]s/filler bs=4096 2>/dev/null; dd if=/dev/zero of=%[1]s/filler2 bs=1 2>/dev/null; df %[1]s", stateDir),
+	)
 
 	w.apply(t, ns, claimYAML("new", "")+podOnClaim("refused", badNode, "new"))
 	w.refused(t, ns, "refused", "no space left on device", stateDir+"/claims", "claim "+ns+"/new")
 	w.counts(t, badNode, "prepare", "record")
 	w.leftNothing(t, w.uidOf(t, ns, "new"))
-	// What needs no space goes on: a running Pod, another one of the same claim, and giving the claim back.
+	// On a full disk, work that needs no disk space must continue: running Pods, another Pod of a
+	// prepared claim, Unprepare.
 	w.apply(t, ns, podOnClaim("joins", badNode, "held")+podOnNothing("no-gpu", badNode))
 	w.running(t, ns, "before", "joins", "no-gpu")
 	if got := len(w.gpus(t, badNode)); got != badGPUs {
@@ -130,8 +151,18 @@ func (w *world) testReadOnlyDisk(t *testing.T) {
 	ns := w.namespace(t)
 	w.apply(t, ns, claimYAML("held", "")+podOnClaim("before", badNode, "held"))
 	w.running(t, ns, "before")
-	// Mounted elsewhere first, because only a new mount reaches the plugin's container, not a change of one's flags.
-	w.on(t, badNode, "sh", "-ec", fmt.Sprintf("mkdir -p /run/read-only; mount --bind %[1]s /run/read-only; mount -o remount,bind,ro /run/read-only; mount --bind /run/read-only %[1]s", stateDir))
+	// Mount a read-only view over the state directory. The plugin's container sees such a new mount,
+	// but would not see new flags of an existing mount.
+	w.on(
+		t,
+		badNode,
+		"sh",
+		"-ec",
+		fmt.Sprintf(
+			"mkdir -p /run/read-only; mount --bind %[1]s /run/read-only; mount -o remount,bind,ro /run/read-only; mount --bind /run/read-only %[1]s",
+			stateDir,
+		),
+	)
 	writable := false
 	defer func() {
 		if !writable {
@@ -145,16 +176,17 @@ func (w *world) testReadOnlyDisk(t *testing.T) {
 	if _, err := w.Kubectl(t.Context(), "-n", ns, "delete", "pod", "before", "--wait=false"); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, 60*time.Second, "the claim's Events say why its device is not given back", func() (bool, string) {
+	eventually(t, 60*time.Second, "the claim's Events say why it is not unprepared", func() (bool, string) {
 		events := w.events(t, ns, "held")
 		return strings.Contains(events, "UnprepareFailed") && strings.Contains(events, "read-only file system"), events
 	})
 
-	// A plugin that starts now says in one line why it cannot, and ends. What was published stays.
+	// A plugin that starts on a read-only disk must end with one clear error. The published slices
+	// must stay.
 	old := w.livePlugin(t, badNode)
 	w.deletePlugin(t, old)
 	eventually(t, 60*time.Second, "the next plugin ends with one clear error", func() (bool, string) {
-		return w.lastWords(t, old.UID, "state cannot be written to", "read-only file system")
+		return w.lastWords(t, old.UID, "state is not writable", "read-only file system")
 	})
 	if got := len(w.gpus(t, badNode)); got != badGPUs {
 		t.Errorf("the node offers %d devices, want %d", got, badGPUs)
@@ -166,7 +198,8 @@ func (w *world) testReadOnlyDisk(t *testing.T) {
 	w.givenBack(t, ns)
 }
 
-// lastWords looks for a plugin on the bad node, other than the old one, that ended with an error that has these texts.
+// lastWords reports whether a plugin Pod other than the one with the UID old has ended with an
+// error that contains all texts. Otherwise the returned string says how the last one ended.
 func (w *world) lastWords(t *testing.T, old types.UID, texts ...string) (bool, string) {
 	t.Helper()
 	state := "no plugin"
@@ -188,7 +221,8 @@ func (w *world) lastWords(t *testing.T, old types.UID, texts ...string) (bool, s
 	return false, state
 }
 
-// leftNothing makes sure that a claim has neither record nor spec, nor half of one.
+// leftNothing checks that the claim with this UID has no checkpoint record and no CDI spec left,
+// not even an unfinished file.
 func (w *world) leftNothing(t *testing.T, uid string) {
 	t.Helper()
 	for _, file := range w.claimFiles(t) {
@@ -200,7 +234,9 @@ func (w *world) leftNothing(t *testing.T, uid string) {
 
 func (w *world) claimFiles(t *testing.T) []string {
 	t.Helper()
-	return strings.Fields(w.on(t, badNode, "sh", "-c", fmt.Sprintf("ls -A -d %[1]s/claims/* %[1]s/claims/.[!.]* /var/run/cdi/*claim* 2>/dev/null; true", stateDir)))
+	return strings.Fields(
+		w.on(t, badNode, "sh", "-c", fmt.Sprintf("ls -A -d %[1]s/claims/* %[1]s/claims/.[!.]* /var/run/cdi/*claim* 2>/dev/null; true", stateDir)),
+	)
 }
 
 func (w *world) recordOf(t *testing.T, namespace, claim string) string {

@@ -19,13 +19,14 @@ const (
 	stateDir = pluginDir + "/state"
 )
 
-// TestBadInput is what users, hand-made allocations, disks and vanished cards can give the driver: each has its error where the user looks, the rest of
-// the node goes on, and what was wrong can be set right.
+// TestBadInput feeds the driver bad input from users, hand-made allocations, broken disks and
+// vanished GPUs. The user must find an error for each fault in an Event or status, and other claims
+// on the node must work.
 func TestBadInput(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
 	node := sim.Node(badNode, "dgx-h100")
-	// A disk of its own for the driver's state, small enough to be filled.
+	// The driver's state directory is a small file system, so that a test can fill it.
 	mountState := fmt.Sprintf(`"$@"; mkdir -p %[1]s; mount -t tmpfs -o size=256k,mode=700 state %[1]s`, stateDir)
 	node.BootHook = append([]string{"/bin/sh", "-ec", mountState, "boot"}, node.BootHook...)
 	w := start(t, "e2e-bad", node)
@@ -42,7 +43,7 @@ func TestBadInput(t *testing.T) {
 	t.Run("EverythingIsFree", w.testEverythingIsFree)
 }
 
-// What the API server knows to be wrong never gets to the driver: the user sees it at once.
+// The API server must refuse these opaque parameters before the driver sees them.
 func (w *world) testOpaqueConfigTheAPIRefuses(t *testing.T) {
 	ns := w.namespace(t)
 	for name, c := range map[string]struct{ parameters, says string }{
@@ -66,19 +67,35 @@ metadata:
   name: badly-configured
 spec:
   selectors: [{cel: {expression: device.driver == 'gpu.nvidia.com'}}]
-  config: [{opaque: {driver: gpu.nvidia.com, parameters: `+gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 101}}")+`}}]
+  config: [{opaque: {driver: gpu.nvidia.com, parameters: `+
+		gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 101}}")+`}}]
 `)
 	cases := map[string]struct {
 		claim string
 		says  []string
 	}{
-		"unknown-field":    {claimYAML("unknown-field", gpuConfig("sharin: {}")), []string{"GpuConfig", `unknown field "sharin"`, "spelling"}},
-		"unknown-kind":     {claimYAML("unknown-kind", "{apiVersion: resource.nvidia.com/v1beta1, kind: Gpu}"), []string{`kind "Gpu"`, "GpuConfig, MigDeviceConfig, VfioDeviceConfig"}},
-		"wrong-kind":       {claimYAML("wrong-kind", "{apiVersion: resource.nvidia.com/v1beta1, kind: MigDeviceConfig}"), []string{"is a MigDeviceConfig", "takes a GpuConfig"}},
-		"wrong-type":       {claimYAML("wrong-type", gpuConfig("sharing: 7")), []string{"wrong type"}},
-		"unknown-strategy": {claimYAML("unknown-strategy", gpuConfig("sharing: {strategy: Luck}")), []string{"sharing.strategy", "Luck", "TimeSlicing"}},
-		"limit-of-nobody":  {claimYAML("limit-of-nobody", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'7': 1Gi}}}")), []string{"defaultPerDevicePinnedMemoryLimit", "7"}},
-		"bad-class":        {strings.Replace(claimYAML("bad-class", ""), "gpu.nvidia.com", "badly-configured", 1), []string{"the DeviceClass's configuration", "sharing.mpsConfig.defaultActiveThreadPercentage is 101"}},
+		"unknown-field": {claimYAML("unknown-field", gpuConfig("sharin: {}")), []string{"GpuConfig", `unknown field "sharin"`, "spelling"}},
+		"unknown-kind": {
+			claimYAML("unknown-kind", "{apiVersion: resource.nvidia.com/v1beta1, kind: Gpu}"),
+			[]string{`kind "Gpu"`, "GpuConfig, MigDeviceConfig, VfioDeviceConfig"},
+		},
+		"wrong-kind": {
+			claimYAML("wrong-kind", "{apiVersion: resource.nvidia.com/v1beta1, kind: MigDeviceConfig}"),
+			[]string{"is a MigDeviceConfig", "needs a GpuConfig"},
+		},
+		"wrong-type": {claimYAML("wrong-type", gpuConfig("sharing: 7")), []string{"wrong type"}},
+		"unknown-strategy": {
+			claimYAML("unknown-strategy", gpuConfig("sharing: {strategy: Luck}")),
+			[]string{"sharing.strategy", "Luck", "TimeSlicing"},
+		},
+		"limit-of-none": {
+			claimYAML("limit-of-none", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'7': 1Gi}}}")),
+			[]string{"defaultPerDevicePinnedMemoryLimit", "7"},
+		},
+		"bad-class": {
+			strings.Replace(claimYAML("bad-class", ""), "gpu.nvidia.com", "badly-configured", 1),
+			[]string{"the DeviceClass's configuration", "sharing.mpsConfig.defaultActiveThreadPercentage is 101"},
+		},
 	}
 	for name, c := range cases {
 		w.apply(t, ns, c.claim+podOnClaim(name, badNode, name))
@@ -93,19 +110,38 @@ spec:
 	w.givenBack(t, ns)
 }
 
-// What would be a way onto the node, if any field took it.
+// These opaque parameters try to reach files, devices or the environment of the node. The driver
+// must refuse each of them.
 func (w *world) testOpaqueConfigThatNamesTheNode(t *testing.T) {
 	ns := w.namespace(t)
 	cases := map[string]struct {
 		claim string
 		says  []string
 	}{
-		"host-path":      {claimYAML("host-path", gpuConfig("hostPath: /etc, mounts: [{hostPath: /, containerPath: /host}]")), []string{"GpuConfig", "unknown field"}},
-		"device-node":    {claimYAML("device-node", gpuConfig("deviceNodes: [{path: /dev/sda}]")), []string{"GpuConfig", `unknown field "deviceNodes"`}},
-		"environment":    {claimYAML("environment", gpuConfig("env: [LD_PRELOAD=/x], hooks: [{hookName: createRuntime, path: /bin/sh}]")), []string{"GpuConfig", "unknown field"}},
-		"cdi-name":       {claimYAML("cdi-name", gpuConfig("cdiDevices: [k8s.gpu.nvidia.com/base=driver]")), []string{"GpuConfig", `unknown field "cdiDevices"`}},
-		"pipe-directory": {claimYAML("pipe-directory", gpuConfig("sharing: {strategy: MPS, mpsConfig: {pipeDirectory: /etc}}")), []string{`unknown field "`, "pipeDirectory"}},
-		"path-as-a-gpu":  {claimYAML("path-as-a-gpu", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'../../etc': 1Gi}}}")), []string{"defaultPerDevicePinnedMemoryLimit", "../../etc"}},
+		"host-path": {
+			claimYAML("host-path", gpuConfig("hostPath: /etc, mounts: [{hostPath: /, containerPath: /host}]")),
+			[]string{"GpuConfig", "unknown field"},
+		},
+		"device-node": {
+			claimYAML("device-node", gpuConfig("deviceNodes: [{path: /dev/sda}]")),
+			[]string{"GpuConfig", `unknown field "deviceNodes"`},
+		},
+		"environment": {
+			claimYAML("environment", gpuConfig("env: [LD_PRELOAD=/x], hooks: [{hookName: createRuntime, path: /bin/sh}]")),
+			[]string{"GpuConfig", "unknown field"},
+		},
+		"cdi-name": {
+			claimYAML("cdi-name", gpuConfig("cdiDevices: [k8s.gpu.nvidia.com/base=driver]")),
+			[]string{"GpuConfig", `unknown field "cdiDevices"`},
+		},
+		"pipe-directory": {
+			claimYAML("pipe-directory", gpuConfig("sharing: {strategy: MPS, mpsConfig: {pipeDirectory: /etc}}")),
+			[]string{`unknown field "`, "pipeDirectory"},
+		},
+		"path-as-a-gpu": {
+			claimYAML("path-as-a-gpu", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'../../etc': 1Gi}}}")),
+			[]string{"defaultPerDevicePinnedMemoryLimit", "../../etc"},
+		},
 	}
 	for name, c := range cases {
 		w.apply(t, ns, c.claim+podOnClaim(name, badNode, name))
@@ -126,7 +162,8 @@ func (w *world) testUnknownDevice(t *testing.T) {
 		devices []string
 		says    []string
 	}{
-		"unknown":       {badNode, []string{"gpu-0000-ff-00-0"}, []string{"device gpu-0000-ff-00-0, which is not on this node", "it has " + device}},
+		"unknown": {badNode, []string{"gpu-0000-ff-00-0"},
+			[]string{"device gpu-0000-ff-00-0, which is not on this node", "it has " + device}},
 		"of-no-shape":   {badNode, []string{"left-shoe"}, []string{"device left-shoe, which is not on this node"}},
 		"half-unknown":  {badNode, []string{device, "gpu-0000-fe-00-0"}, []string{"device gpu-0000-fe-00-0, which is not on this node"}},
 		"another-pool":  {"elsewhere", []string{device}, []string{"of pool elsewhere", "this node's pool is " + badNode}},
@@ -149,20 +186,22 @@ func (w *world) testVanishedDevice(t *testing.T) {
 
 	w.nvmlsim(t, badNode, "lose", pciAddress(device))
 	w.nvmlsim(t, badNode, "driver", "reload", "--force")
-	// It is listed for as long as its claim is held, and no other Pod gets it.
+	// A lost device must stay published, with a taint, while its claim holds it.
 	eventually(t, 30*time.Second, "the device is tainted as lost", func() (bool, string) {
 		taints := w.gpus(t, badNode)[device].Taints
 		return slices.ContainsFunc(taints, func(t resourceapi.DeviceTaint) bool {
 			return t.Key == "gpu.nvidia.com/gpu-lost" && t.Effect == resourceapi.DeviceTaintEffectNoSchedule
 		}), fmt.Sprint(taints)
 	})
-	// An allocation from a moment before the device vanished. (About the next Pod of a claim that is prepared the kubelet asks nobody.)
+	// The claim too-late has an allocation of the vanished device, as the scheduler may write it just
+	// before the device vanishes. The test creates a new claim, because the kubelet does not call
+	// Prepare again for a prepared one.
 	w.handAllocate(t, ns, "too-late", badNode, device)
 	w.apply(t, ns, podOnClaim("too-late", badNode, "too-late")+podOn("good", badNode))
 	w.running(t, ns, "good")
 	w.refused(t, ns, "too-late", "device "+device+", which cannot be prepared", "claim "+ns+"/too-late")
 	w.counts(t, badNode, "prepare", "device")
-	// The claim of the Pod that runs on it can be given back without its device.
+	// The running Pod's claim must be unprepared although its device is gone.
 	w.givenBack(t, ns)
 
 	w.nvmlsim(t, badNode, "restore", pciAddress(device))
@@ -174,7 +213,8 @@ func (w *world) testVanishedDevice(t *testing.T) {
 	w.givenBack(t, ns)
 }
 
-// refused waits until an Event of the Pod has the driver's error, with all these texts in it.
+// refused waits for an Event of the Pod that has the driver's Prepare error with all these texts,
+// and checks that the Pod is pending.
 func (w *world) refused(t *testing.T, namespace, pod string, texts ...string) {
 	t.Helper()
 	eventually(t, 60*time.Second, fmt.Sprintf("an Event of Pod %s says %q", pod, texts), func() (bool, string) {
@@ -192,7 +232,8 @@ func (w *world) refused(t *testing.T, namespace, pod string, texts ...string) {
 	}
 }
 
-// testEverythingIsFree lets one Pod have every GPU, after all that went wrong: none is stuck.
+// testEverythingIsFree starts one Pod with every GPU after all faults, to show that no GPU is
+// stuck.
 func (w *world) testEverythingIsFree(t *testing.T) {
 	ns := w.namespace(t)
 	w.apply(t, ns, strings.Replace(claimYAML("all", ""), "count: 1", "allocationMode: All", 1)+podOnClaim("all", badNode, "all"))
@@ -203,14 +244,16 @@ func (w *world) testEverythingIsFree(t *testing.T) {
 	w.givenBack(t, ns)
 }
 
-// givenBack ends all Pods of the namespace and makes sure that their claims leave nothing on the node.
+// givenBack deletes all Pods of the namespace and waits until no file of any claim is left on the
+// bad node and the plugin's metrics count no claim.
 func (w *world) givenBack(t *testing.T, namespace string) {
 	t.Helper()
 	w.deletePods(t, namespace)
 	w.nothingIsLeft(t)
 }
 
-// nothingIsLeft makes sure that the driver keeps nothing of any claim on the node, and counts none.
+// nothingIsLeft waits until the bad node has no file of any claim, and the plugin's metrics count
+// no prepared claim and no GPU in use.
 func (w *world) nothingIsLeft(t *testing.T) {
 	t.Helper()
 	w.clean(t, badNode)
@@ -220,7 +263,7 @@ func (w *world) nothingIsLeft(t *testing.T) {
 	})
 }
 
-// freeDevices are all devices of the bad node, sorted.
+// freeDevices returns the names of all whole GPUs of the bad node, sorted.
 func (w *world) freeDevices(t *testing.T) []string {
 	t.Helper()
 	var names []string

@@ -8,18 +8,19 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// Nodes of the suite TestClaims.
+// The nodes of TestClaims with their GPUs.
 const (
-	h100  = "h100"  // eight alike GPUs
-	a100  = "a100"  // eight alike GPUs, two behind each PCIe root
-	mixed = "mixed" // four different ones
-	plain = "plain" // none
+	h100  = "h100"  // eight equal GPUs
+	a100  = "a100"  // eight equal GPUs, two behind each PCIe root
+	mixed = "mixed" // four different GPUs
+	plain = "plain" // no GPU
 )
 
-// probeDir is where nodes have what buildProgram compiled.
+// probeDir is the nodes' directory for the programs that buildProgram compiles.
 const probeDir = "/opt/probe"
 
-// TestClaims: what users can ask for, and that their containers get this and nothing else.
+// TestClaims runs the kinds of claims that users write. Containers must get exactly the devices of
+// their claims.
 func TestClaims(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
@@ -27,7 +28,8 @@ func TestClaims(t *testing.T) {
 		sim.Node(h100, "dgx-h100"),
 		sim.Node(a100, "dgx-a100"),
 		sim.Node(mixed, "mixed"),
-		// The chart's values name directories that such a node has too. Its PCI bus has a network card and an NVSwitch, which is NVIDIA's but no GPU.
+		// The node without GPUs needs these directories too, because the chart mounts them. Its PCI bus
+		// has a network card and an NVSwitch, an NVIDIA device that is no GPU.
 		{Name: plain, BootHook: []string{"/bin/sh", "-ec", `
 			mkdir -p /var/lib/nvmlsim/proc
 			device() {
@@ -43,23 +45,24 @@ func TestClaims(t *testing.T) {
 		nodes[i].Mounts = []cluster.Mount{{Source: probe, Target: probeDir}}
 	}
 	w := bringUp(t, "e2e-claims", nodes...)
-	w.install(t, "--set", "mps.enabled=true") // The supervisor's socket is looked at too.
+	w.install(t, "--set", "mps.enabled=true") // The test checks the supervisor's socket too.
 	w.offers(t, h100, 8)
 	w.offers(t, a100, 8)
 	w.offers(t, mixed, 4)
 
-	// Most of the time of these goes into waiting for containers, and there are GPUs enough for all.
+	// These subtests mostly wait for containers and there are enough GPUs for all, so they run in
+	// parallel.
 	t.Run("side by side", func(t *testing.T) {
 		for name, test := range map[string]func(*testing.T){
 			"a Pod sees the one GPU that its claim was allocated":     w.testOneGPU,
-			"without a claim there is nothing to see":                 w.testNoClaim,
+			"a Pod without a claim sees no GPU":                       w.testNoClaim,
 			"a container opens the devices of its claim and no other": w.testIsolation,
-			"a container without any privilege uses its GPU":          w.testUnprivileged,
-			"naming another's device in CDI's words gives nothing":    w.testNamesOfOthers,
-			"containers of a Pod share claims out":                    w.testContainers,
+			"an unprivileged container uses its GPU":                  w.testUnprivileged,
+			"another claim's CDI device name gives nothing":           w.testNamesOfOthers,
+			"containers of a Pod use different claims":                w.testContainers,
 			"two Pods share one claim":                                w.testSharedClaim,
 			"the Pods of a PodGroup share its claim":                  w.testPodGroup,
-			"sockets, records and specs are root's alone":             w.testSocketsAndStateAreRoots,
+			"only root can change sockets, records and specs":         w.testSocketsAndStateAreRoots,
 			"a claim has devices of another driver too":               w.testOtherDriver,
 		} {
 			t.Run(name, func(t *testing.T) {
@@ -68,18 +71,18 @@ func TestClaims(t *testing.T) {
 			})
 		}
 	})
-	t.Run("eight Pods take eight GPUs, and others wait for their turn", w.testNinePods)
+	t.Run("eight Pods take eight GPUs, and others wait", w.testNinePods)
 	t.Run("a Deployment takes two GPUs a Pod", w.testDeployment)
 	t.Run("claims select by attributes and capacity", w.testSelectors)
 	t.Run("claims constrain devices to each other", w.testConstraints)
-	t.Run("a prioritized list takes the first that can be met", w.testPrioritizedList)
-	t.Run("admin access looks at GPUs that others hold", w.testAdminAccess)
-	t.Run("the API server keeps every node's slices as they are", w.testSlicesOfEveryNode)
+	t.Run("a prioritized list takes the first entry that fits", w.testPrioritizedList)
+	t.Run("admin access sees GPUs that others hold", w.testAdminAccess)
+	t.Run("the API server stores every node's slices unchanged", w.testSlicesOfEveryNode)
 	t.Run("a node without a GPU idles", w.testPlainNode)
 	t.Run("a plugin's token writes the slices of its own node only", w.testForgedSlices)
 	t.Run("a plugin's token writes the status of its own devices only", w.testForgedStatuses)
 	t.Run("Pods ask with resource limits", w.testExtendedResource)
-	t.Run("the examples of the documentation work", w.testExamples) // one of them needs the values of the test before
+	t.Run("the examples of the documentation work", w.testExamples) // one example needs the values that testExtendedResource sets
 	t.Run("nothing of all these claims is left on the nodes", func(t *testing.T) {
 		for _, node := range []string{h100, a100, mixed} {
 			w.clean(t, node)
@@ -87,11 +90,21 @@ func TestClaims(t *testing.T) {
 	})
 }
 
-// buildProgram compiles a C program of testdata and returns the folder that it lies in.
+// buildProgram compiles a C program of testdata and returns the directory of the binary.
 func buildProgram(t *testing.T, name string) string {
 	t.Helper()
 	dir := t.TempDir()
-	build := exec.CommandContext(t.Context(), "gcc", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, name), filepath.Join("testdata", name+".c"), "-ldl")
+	build := exec.CommandContext(
+		t.Context(),
+		"gcc",
+		"-Wall",
+		"-Wextra",
+		"-Werror",
+		"-o",
+		filepath.Join(dir, name),
+		filepath.Join("testdata", name+".c"),
+		"-ldl",
+	)
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("build %s: %v\n%s", name, err, out)
 	}

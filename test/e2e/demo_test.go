@@ -15,7 +15,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// TestDemo runs the demonstration as `make demo` and `make demo-down` do, under a name of its own, so that one that is up stays up.
+// TestDemo runs what `make demo` and `make demo-down` run. It uses a cluster name of its own, so
+// that it does not end a running demo.
 func TestDemo(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
@@ -31,11 +32,11 @@ func TestDemo(t *testing.T) {
 	}
 	t.Run("nvidia-smi", func(t *testing.T) {
 		if sim.SMI == "" {
-			t.Skip("SKIPPED: the real nvidia-smi cannot be had here; the demo was seen without it alone")
+			t.Skip("SKIPPED: the real nvidia-smi is not available; only the demo without it runs")
 		}
 		d := demonstration{t, program, b.root, "demo-test"}
 		shown := d.show()
-		if !strings.Contains(section(shown, "What NVIDIA's own nvidia-smi says"), "NVIDIA-SMI ") {
+		if !strings.Contains(section(shown, "The output of NVIDIA's nvidia-smi"), "NVIDIA-SMI ") {
 			t.Error("nvidia-smi of the standalone node was not shown")
 		}
 		last := shown[strings.LastIndex(shown, "nvidia-smi -L\n"):]
@@ -56,13 +57,14 @@ func TestDemo(t *testing.T) {
 	})
 }
 
-// demonstration is one run of the demo program.
+// demonstration is one run of the demo program, with the cluster name that it uses.
 type demonstration struct {
 	*testing.T
 	program, root, name string
 }
 
-// show runs the demo and gives what it printed. At the test's end nothing of it is left.
+// show runs `demo up` and returns its output. When the test ends, `demo down` must remove
+// everything that `demo up` created.
 func (d demonstration) show(flags ...string) string {
 	d.Helper()
 	d.Cleanup(d.takeAway)
@@ -85,12 +87,12 @@ func (d demonstration) run(ctx context.Context, args ...string) (string, error) 
 	return string(out), err
 }
 
-// checkPod compares what the Pod saw with the demo's word on what was allocated.
+// checkPod checks that the GPU that the Pod saw is the one that the demo printed as allocated.
 func (d demonstration) checkPod(shown string, saw [][]string) {
 	d.Helper()
 	said := regexp.MustCompile(`the scheduler allocated: (GPU-[0-9a-f-]{36})`).FindStringSubmatch(shown)
 	if len(said) != 2 || len(saw) != 1 || saw[0][1] != said[1] {
-		d.Errorf("the Pod saw %v, and the demo says of the allocation %v:\n%s", saw, said, shown)
+		d.Errorf("the Pod saw %v, but the demo printed the allocation %v:\n%s", saw, said, shown)
 	}
 }
 
@@ -100,14 +102,14 @@ func (d demonstration) takeAway() {
 	}
 	clusters, err := cluster.List()
 	if err != nil || slices.Contains(clusters, d.name) {
-		d.Errorf("after demo down there are the clusters %v, %v", clusters, err)
+		d.Errorf("after demo down the clusters %v exist, want not the demo's: %v", clusters, err)
 	}
 	if _, err := os.Stat(filepath.Join(d.root, "build", d.name)); !errors.Is(err, fs.ErrNotExist) {
 		d.Errorf("after demo down its folder is still there: %v", err)
 	}
 }
 
-// section is what the demo shows below one of its titles.
+// section returns the part of the demo's output below a title.
 func section(shown, title string) string {
 	_, after, _ := strings.Cut(shown, "== "+title)
 	own, _, _ := strings.Cut(after, "\033[1m==")

@@ -1,8 +1,11 @@
-// Package e2e proves the driver on a real Kubernetes cluster: the chart installed by helm, the image built from the Dockerfile, the production binary
-// through the real go-nvml, kubelet, containerd and runc. Only the GPUs are simulated.
+// Package e2e tests the driver on a real Kubernetes cluster: the chart installed by helm, the image
+// built from the Dockerfile, the production binary through the real go-nvml, kubelet, containerd
+// and runc. Only the GPUs are simulated.
 //
-// A suite is one cluster and the tests that share it; it is a test function whose subtests are the specifications. Suites that break their nodes have
-// a cluster of their own. When a test fails, the logs of every component are kept below build/e2e and named in the output.
+// A suite is a test function with its own cluster, and its subtests are the specifications. When a
+// test fails, the logs of every component stay in a folder below build/e2e, which the test's output
+// names.
 //
-// It needs root and, for the tests that run it, the real nvidia-smi: without it they are skipped and say so.
+// The suites need root. Tests that run nvidia-smi need the real program, and are skipped without
+// it.
 package e2e

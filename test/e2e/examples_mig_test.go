@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// migIn are the MIG devices in what nvidia-smi -L printed.
+// migIn returns the UUIDs of the MIG devices in the output of nvidia-smi -L, sorted.
 func migIn(listing string) []string {
 	var uuids []string
 	for _, m := range migUUID.FindAllStringSubmatch(listing, -1) {
@@ -24,7 +24,7 @@ func (u tenant) checkOneMIG() {
 
 func (u tenant) checkMIGByMemory() {
 	if out := u.says("mig-by-memory"); len(migIn(out)) != 1 || strings.Contains(out, "MIG 1g.10gb ") || strings.Contains(out, "MIG 7g.") {
-		u.t.Errorf("not the smallest part with 15 GiB:\n%s", out)
+		u.t.Errorf("the Pod does not see the smallest partition with 15 GiB:\n%s", out)
 	}
 }
 
@@ -38,7 +38,7 @@ func (u tenant) checkMIGsOfOneGPU() {
 	seen := slices.Concat(migIn(training), migIn(inference))
 	slices.Sort(seen)
 	if given := u.migAllocated(pod, "migs"); !slices.Equal(seen, given) {
-		u.t.Errorf("the containers see %v, the claim was given %v", seen, given)
+		u.t.Errorf("the containers see %v, the claim was allocated %v", seen, given)
 	}
 	parents := append(uuidForm.FindAllString(training, -1), uuidForm.FindAllString(inference, -1)...)
 	if len(parents) != 2 || parents[0] != parents[1] {
@@ -51,15 +51,15 @@ func (u tenant) checkGPUAndMIG() {
 	u.running(pod)
 	training, preprocessing := u.sh(pod, "training", "nvidia-smi -L"), u.sh(pod, "preprocessing", "nvidia-smi -L")
 	if len(uuidForm.FindAllString(training, -1)) != 1 || len(migIn(training)) != 0 {
-		u.t.Errorf("training sees, want one whole GPU:\n%s", training)
+		u.t.Errorf("container training does not see one whole GPU:\n%s", training)
 	}
 	if !slices.Equal(migIn(preprocessing), u.migAllocated(pod, "devices")) {
-		u.t.Errorf("preprocessing sees, want one MIG device:\n%s", preprocessing)
+		u.t.Errorf("container preprocessing does not see one MIG device:\n%s", preprocessing)
 	}
 }
 
 func (u tenant) checkMIGExtendedResource() {
 	if out := u.says("mig-extended-resource"); len(migIn(out)) != 1 {
-		u.t.Errorf("the Pod with limits saw, want one MIG device:\n%s", out)
+		u.t.Errorf("the Pod with limits does not see one MIG device:\n%s", out)
 	}
 }

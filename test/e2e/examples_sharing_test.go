@@ -5,13 +5,21 @@ import (
 	"testing"
 )
 
-// testSharingExamples: the node offers GPUs in fractions and in plain shares, and partitions beside.
+// testSharingExamples applies the documentation's manifests for sharing. The node offers shares
+// with a limited part of memory and compute (through MPS), shares without limits, and partitions.
 func (w *world) testSharingExamples(t *testing.T) {
 	u := w.tenant(t)
-	// While somebody has a share of them, the GPUs that are shared are not given to the examples that ask for a whole one.
+	// A Pod takes shares of two GPUs, so that no example that asks for a whole GPU gets them.
 	u.template("fraction", shared("shared.gpu.nvidia.com", fractioned, "", ""))
-	u.template("turn", shared("shared.gpu.nvidia.com", inTurns, "", ""))
-	u.pod("neighbour", onNode(h100), fromTemplate("fraction", "fraction"), fromTemplate("turn", "turn"), container("one", "fraction"), container("two", "turn"))
+	u.template("sliced", shared("shared.gpu.nvidia.com", timeSliced, "", ""))
+	u.pod(
+		"neighbour",
+		onNode(h100),
+		fromTemplate("fraction", "fraction"),
+		fromTemplate("sliced", "sliced"),
+		container("one", "fraction"),
+		container("two", "sliced"),
+	)
 	u.running("neighbour")
 	u.examples(func(name string) bool { return strings.HasPrefix(name, sharingExamples) }, map[string]func(tenant){
 		"sharing-time-slicing.yaml":      tenant.checkTimeSlicing,
@@ -70,7 +78,8 @@ func (u tenant) checkShareAsResource() {
 	}
 }
 
-// address is where the only GPU of a Pod's claim sits.
+// address returns the PCI address of the GPU that a Pod's claim was allocated. entry is the claim's
+// name in spec.resourceClaims.
 func (u tenant) address(pod, entry string) string {
 	u.t.Helper()
 	r := u.claimOf(u.t, u.namespace, pod, entry).Status.Allocation.Devices.Results[0]

@@ -16,7 +16,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// testExamples shows what the documentation's manifests for GPUs and their partitions do.
+// testExamples applies the documentation's manifests for GPUs and partitions, and checks what each
+// of them promises.
 func (w *world) testExamples(t *testing.T) {
 	w.needSMI(t)
 	w.tenant(t).examples(func(name string) bool { return !strings.HasPrefix(name, sharingExamples) }, map[string]func(tenant){
@@ -34,11 +35,11 @@ func (w *world) testExamples(t *testing.T) {
 	})
 }
 
-// sharingExamples is how the names of the examples begin that need nodes which share GPUs.
+// sharingExamples is the prefix of the file names of examples that need shared GPUs.
 const sharingExamples = "sharing-"
 
-// examples applies the manifests of the documentation as they are, but for what needs a registry or the patience of 30 seconds. Each that is among these
-// has a check.
+// examples applies those manifests of docs/examples that among selects, and runs the check of each.
+// Each selected file must have a check.
 func (u tenant) examples(among func(name string) bool, checks map[string]func(tenant)) {
 	u.t.Helper()
 	files, err := filepath.Glob(filepath.Join(u.root, "docs", "examples", "*.yaml"))
@@ -58,7 +59,7 @@ func (u tenant) examples(among func(name string) bool, checks map[string]func(te
 		u.applyExample(u.t, u.namespace, string(text))
 	}
 	if want := slices.Sorted(maps.Keys(checks)); !slices.Equal(want, slices.Sorted(maps.Keys(found))) {
-		u.t.Errorf("the examples are %v, and what each shows is checked of %v", slices.Sorted(maps.Keys(found)), want)
+		u.t.Errorf("the examples are %v, but the test has checks of %v", slices.Sorted(maps.Keys(found)), want)
 	}
 	for _, file := range slices.Sorted(maps.Keys(checks)) {
 		u.t.Run(file, func(t *testing.T) { checks[file](tenant{u.world, t, u.namespace}) })
@@ -67,7 +68,8 @@ func (u tenant) examples(among func(name string) bool, checks map[string]func(te
 
 var podSpec = regexp.MustCompile(`(?m)^( *)containers:$`)
 
-// applyExample puts an example into a namespace, unless it names its own.
+// applyExample creates an example's objects in namespace, unless the manifest names a namespace. It
+// replaces the image by a local one and shortens the grace period.
 func (w *world) applyExample(t *testing.T, namespace, text string) {
 	t.Helper()
 	text = strings.ReplaceAll(text, "debian:bookworm-slim", cluster.TestImage)
@@ -79,7 +81,7 @@ func (w *world) applyExample(t *testing.T, namespace, text string) {
 	w.apply(t, namespace, text)
 }
 
-// says waits until a Pod that runs to its end has succeeded, and returns what it printed.
+// says waits until a Pod has succeeded, and returns the log of the Pod.
 func (u tenant) says(pod string) string {
 	u.t.Helper()
 	eventually(u.t, 60*time.Second, "Pod "+pod+" succeeds", func() (bool, string) {
@@ -115,7 +117,7 @@ func (u tenant) checkSharedClaim() {
 
 func (u tenant) checkByAttributes() {
 	if out := u.says("best-gpu"); strings.Count(out, "NVIDIA H100") != 1 {
-		u.t.Errorf("not one H100:\n%s", out)
+		u.t.Errorf("the Pod does not see one H100:\n%s", out)
 	}
 }
 

@@ -8,7 +8,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// limits asks for GPUs as manifests did before claims.
+// limits gives a Pod a container that requests GPUs by the resource limit nvidia.com/gpu, without a
+// claim in the Pod's spec.
 func limits(count string) func(*corev1.Pod) {
 	return func(p *corev1.Pod) {
 		c := waitingContainer("main")

@@ -11,10 +11,11 @@ import (
 
 	"sigs.k8s.io/yaml"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// guide is a list of steps from the page on migration, run as it stands there.
+// guide has the steps of one section of docs/migration.md. The test runs the commands of these
+// steps as they are written there.
 type guide struct {
 	*world
 	t         *testing.T
@@ -27,7 +28,8 @@ type guide struct {
 
 var stepTitle = regexp.MustCompile(`^\d+\. \*\*(.+?)\.?\*\*`)
 
-// guide reads the steps below a heading. The first one sets the variables of the others.
+// guide reads the steps below a heading of docs/migration.md. The first step sets the variables
+// that the other steps use.
 func (w *world) guide(t *testing.T, heading string) *guide {
 	t.Helper()
 	page, err := os.ReadFile(filepath.Join(w.root, "docs", "migration.md"))
@@ -56,9 +58,9 @@ func (w *world) guide(t *testing.T, heading string) *guide {
 	return g
 }
 
-// workplace is a directory in which the page's commands find what they name: the chart, the user's
-// values, and the charts of the neighbours, which helm takes from a directory before it asks a
-// repository.
+// workplace returns a directory with everything that the commands of docs/migration.md name: the
+// chart, a values.yaml, and fakes of NVIDIA's charts. helm prefers a directory to a repository of
+// that name.
 func (w *world) workplace(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -78,14 +80,14 @@ func (w *world) workplace(t *testing.T) string {
 		}
 	}
 	values := map[string]any{}
-	content, err := os.ReadFile(stand.Values(w.root))
+	content, err := os.ReadFile(clusterharness.Values(w.root))
 	if err == nil {
 		err = yaml.Unmarshal(content, &values)
 	}
 	if err != nil {
 		t.Fatal(err)
 	}
-	delete(values, "mig") // as the chart comes, whatever the other suites need
+	delete(values, "mig") // use the chart's default, unlike the other suites
 	if content, err = yaml.Marshal(values); err != nil {
 		t.Fatal(err)
 	}
@@ -95,25 +97,26 @@ func (w *world) workplace(t *testing.T) string {
 	return dir
 }
 
-// do runs the step with this title, and nothing but that.
+// do runs the commands of the step with this title.
 func (g *guide) do(title string) {
 	g.t.Helper()
 	if !slices.Contains(g.titles, title) {
-		g.t.Fatalf("the guide has no step %q, but %q", title, g.titles)
+		g.t.Fatalf("the guide has no step %q; its steps are %q", title, g.titles)
 	}
 	g.done = append(g.done, title)
 	g.shell(g.dir, g.variables+g.steps[title])
 }
 
-// complete makes sure that nothing of the guide was left out, or done in another order.
+// complete fails the test unless it has run every step of the guide, in the guide's order.
 func (g *guide) complete() {
 	g.t.Helper()
 	if done := slices.Compact(g.done); !slices.Equal(done, g.titles) {
-		g.t.Errorf("done was %q, the guide says %q", done, g.titles)
+		g.t.Errorf("the test ran the steps %q, the guide has %q", done, g.titles)
 	}
 }
 
-// shell runs commands as an administrator types them.
+// shell runs a script in dir with the cluster's helm and kubectl, as an administrator would type
+// it.
 func (g *guide) shell(dir, script string) {
 	g.t.Helper()
 	bin := g.t.TempDir()

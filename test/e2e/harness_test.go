@@ -19,32 +19,33 @@ import (
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// world is a cluster with the driver on it.
+// world is a test cluster in which the driver is or will be installed, with the clients and
+// programs that tests need.
 type world struct {
 	*cluster.Cluster
 	Client kubernetes.Interface
 	root   string
-	sim    *stand.Simulator
+	sim    *clusterharness.Simulator
 }
 
-// built is made once for all suites.
+// built holds what all suites share: the source root and the built simulator. It has no cluster.
 var built = sync.OnceValues(func() (*world, error) {
-	root, err := stand.Root()
+	root, err := clusterharness.Root()
 	if err != nil {
 		return nil, err
 	}
-	sim, err := stand.BuildSimulator(context.Background(), root, os.Stderr)
+	sim, err := clusterharness.BuildSimulator(context.Background(), root, os.Stderr)
 	if err != nil {
 		return nil, err
 	}
 	return &world{root: root, sim: sim}, nil
 })
 
-// simulator is the built simulated driver, for describing nodes.
-func simulator(t *testing.T) *stand.Simulator {
+// simulator returns the simulated NVIDIA driver, which also describes the suites' nodes.
+func simulator(t *testing.T) *clusterharness.Simulator {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("SKIPPED: a cluster needs root")
@@ -56,22 +57,23 @@ func simulator(t *testing.T) *stand.Simulator {
 	return b.sim
 }
 
-// needSMI skips a test that is nothing without the real nvidia-smi.
+// needSMI skips the test if the real nvidia-smi is not available.
 func (w *world) needSMI(t *testing.T) {
 	t.Helper()
 	if w.sim.SMI == "" {
-		t.Skip("SKIPPED: the real nvidia-smi cannot be had here; nothing that it would show was tested")
+		t.Skip("SKIPPED: the real nvidia-smi is not available")
 	}
 }
 
-// bringUp starts a cluster of these nodes with the production image on them. The chart is not installed yet.
+// bringUp starts a cluster with these nodes and loads the production image. It does not install the
+// chart.
 func bringUp(t *testing.T, name string, nodes ...cluster.NodeOptions) *world {
 	t.Helper()
 	return bringUpWith(t, cluster.Options{Name: name, Nodes: nodes})
 }
 
-// bringUpWith is bringUp of a cluster with further options. Plugins are killed often: the kubelet's usual pause before it starts a container again, which grows
-// up to five minutes, would be most of such tests.
+// bringUpWith is bringUp with more options. It shortens the kubelet's restart back-off, which grows
+// to five minutes, because tests kill the plugin often.
 func bringUpWith(t *testing.T, options cluster.Options) *world {
 	t.Helper()
 	name := options.Name
@@ -81,7 +83,7 @@ func bringUpWith(t *testing.T, options cluster.Options) *world {
 	}
 	sim := simulator(t)
 	b, _ := built()
-	archive, err := stand.BuildImage(t.Context(), b.root, os.Stderr)
+	archive, err := clusterharness.BuildImage(t.Context(), b.root, os.Stderr)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -102,14 +104,14 @@ func bringUpWith(t *testing.T, options cluster.Options) *world {
 		t.Fatal(err)
 	}
 	config.QPS, config.Burst = 100, 200
-	config.ContentType = runtime.ContentTypeProtobuf // the server has two processors for everything, and polls are many
+	config.ContentType = runtime.ContentTypeProtobuf // cheaper than JSON for the many polls
 	if w.Client, err = kubernetes.NewForConfig(config); err != nil {
 		t.Fatal(err)
 	}
 	return w
 }
 
-// start is bringUp with the chart installed and every plugin ready.
+// start is bringUp, and then installs the chart and waits until every plugin is ready.
 func start(t *testing.T, name string, nodes ...cluster.NodeOptions) *world {
 	t.Helper()
 	w := bringUp(t, name, nodes...)
@@ -128,7 +130,7 @@ func (w *world) takeDown(t *testing.T, name string) {
 			_ = os.WriteFile(filepath.Join(target, "objects.yaml"), []byte(objects), 0o644)
 		}
 		if err := cluster.SaveLogs(name, target); err != nil {
-			t.Logf("the logs could not be kept: %v", err)
+			t.Logf("the logs could not be saved: %v", err)
 		}
 		t.Logf("logs of every component: %s", target)
 	}
@@ -137,21 +139,21 @@ func (w *world) takeDown(t *testing.T, name string) {
 	}
 }
 
-// install installs or upgrades the chart; more are further helm arguments.
+// install installs or upgrades the chart. more are further helm arguments.
 func (w *world) install(t *testing.T, more ...string) {
 	t.Helper()
-	if err := stand.Install(t.Context(), w.Cluster, w.root, more...); err != nil {
+	if err := clusterharness.Install(t.Context(), w.Cluster, w.root, more...); err != nil {
 		t.Fatalf("install the chart: %v\n%s", err, w.pluginLogs(t))
 	}
 }
 
-// nvmlsim runs the simulator's control tool on a node.
+// nvmlsim runs the simulator's control tool on a node and returns its output.
 func (w *world) nvmlsim(t *testing.T, node string, args ...string) string {
 	t.Helper()
-	return w.on(t, node, append([]string{w.sim.Tool, "--root", stand.NodeRoot}, args...)...)
+	return w.on(t, node, append([]string{w.sim.Tool, "--root", clusterharness.NodeRoot}, args...)...)
 }
 
-// on runs a command on a node.
+// on runs a command on a node and returns its output. The test fails if the command fails.
 func (w *world) on(t *testing.T, node string, argv ...string) string {
 	t.Helper()
 	out, err := w.node(t, node).Exec(t.Context(), argv...)
@@ -170,11 +172,13 @@ func (w *world) node(t *testing.T, name string) *cluster.Node {
 	return n
 }
 
-// namespace makes a namespace for one test. At the test's end it is removed: when no Pod is left in it, the next test begins; the rest takes Kubernetes
-// some seconds for which nobody needs to wait.
+// namespace creates a namespace for one test. When the test ends, it deletes the namespace and
+// waits only until no Pod is left in it.
 func (w *world) namespace(t *testing.T) string {
 	t.Helper()
-	ns, err := w.Client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "t-"}}, metav1.CreateOptions{})
+	ns, err := w.Client.CoreV1().
+		Namespaces().
+		Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "t-"}}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -190,7 +194,7 @@ func (w *world) namespace(t *testing.T) string {
 	return ns.Name
 }
 
-// endNamespace deletes a namespace and returns when no Pod is left in it.
+// endNamespace deletes a namespace and waits until no Pod is left in it.
 func (w *world) endNamespace(t *testing.T, name string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), 2*enough)
@@ -215,7 +219,8 @@ func (w *world) endNamespace(t *testing.T, name string) {
 func (w *world) pluginLogs(t *testing.T) string {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), 30*time.Second)
 	defer cancel()
-	out, err := w.Kubectl(ctx, "-n", stand.Namespace, "logs", "-l", "app.kubernetes.io/component=kubelet-plugin", "--tail=60", "--prefix")
+	out, err := w.Kubectl(ctx, "-n", clusterharness.Namespace, "logs", "-l", "app.kubernetes.io/component=kubelet-plugin", "--tail=60",
+		"--prefix")
 	if err != nil {
 		return err.Error()
 	}
@@ -244,14 +249,16 @@ func (w *world) tryApply(t *testing.T, namespace, yaml string) error {
 	return nil
 }
 
-// busy is how much longer things may take on a slow machine, or on one that does something else too, and enough the longest that anybody waits.
+// busy multiplies the usual time of a condition to get its time limit, for slow or loaded machines.
+// enough caps that limit.
 const (
 	busy   = 4
 	enough = 6 * time.Minute
 )
 
-// eventually polls a condition; what names it in the failure, and the condition's last text says how far it came. usually is how long it takes at most
-// on a machine with nothing else to do. It is no promise: a test of one compares what it returns, the time that it took.
+// eventually polls ok until it returns true, and returns how long that took. usually is the most
+// that an idle machine takes. After a multiple of usually the test fails, with what and the last
+// text of ok. A test of a time limit must compare the returned time.
 func eventually(t *testing.T, usually time.Duration, what string, ok func() (bool, string)) (took time.Duration) {
 	t.Helper()
 	start, limit := time.Now(), min(busy*usually, max(usually, enough))
@@ -267,7 +274,7 @@ func eventually(t *testing.T, usually time.Duration, what string, ok func() (boo
 	}
 }
 
-// running waits until the Pods run with all containers ready.
+// running waits until these Pods run with all containers ready.
 func (w *world) running(t *testing.T, namespace string, pods ...string) {
 	t.Helper()
 	waited := ""
@@ -294,7 +301,7 @@ func (w *world) running(t *testing.T, namespace string, pods ...string) {
 	waited = ""
 }
 
-// events is what the Events about an object say, newest last.
+// events returns the reasons and messages of the Events about an object, one a line.
 func (w *world) events(t *testing.T, namespace, object string) string {
 	t.Helper()
 	list, err := w.Client.CoreV1().Events(namespace).List(t.Context(), metav1.ListOptions{FieldSelector: "involvedObject.name=" + object})
@@ -308,7 +315,8 @@ func (w *world) events(t *testing.T, namespace, object string) string {
 	return strings.Join(texts, "\n")
 }
 
-// exec runs a command in a Pod's container ("" is the first) and returns what it printed to both streams.
+// exec runs a command in a Pod's container and returns both output streams. An empty container name
+// means the first container.
 func (w *world) exec(t *testing.T, namespace, pod, container string, argv ...string) (string, error) {
 	t.Helper()
 	args := []string{"-n", namespace, "exec", pod}
@@ -323,7 +331,7 @@ func (w *world) exec(t *testing.T, namespace, pod, container string, argv ...str
 	return string(out), err
 }
 
-// mustExec is exec of a command that has to succeed.
+// mustExec is exec, but the test fails if the command fails.
 func (w *world) mustExec(t *testing.T, namespace, pod, container string, argv ...string) string {
 	t.Helper()
 	out, err := w.exec(t, namespace, pod, container, argv...)
@@ -333,7 +341,7 @@ func (w *world) mustExec(t *testing.T, namespace, pod, container string, argv ..
 	return out
 }
 
-// devices are the published devices of a node, by name.
+// devices returns the published devices of a node, by name.
 func (w *world) devices(t *testing.T, node string) map[string]resourceapi.Device {
 	t.Helper()
 	devices := map[string]resourceapi.Device{}
@@ -345,7 +353,7 @@ func (w *world) devices(t *testing.T, node string) map[string]resourceapi.Device
 	return devices
 }
 
-// gpus are the published GPUs of a node, as wholes, by name.
+// gpus returns the published whole GPUs of a node, by name.
 func (w *world) gpus(t *testing.T, node string) map[string]resourceapi.Device {
 	t.Helper()
 	devices := w.devices(t, node)
@@ -355,17 +363,19 @@ func (w *world) gpus(t *testing.T, node string) map[string]resourceapi.Device {
 
 func isWhole(d *resourceapi.Device) bool { return *d.Attributes["type"].StringValue == "gpu" }
 
-// slices are the driver's ResourceSlices of a node.
+// slices returns the driver's ResourceSlices of a node.
 func (w *world) slices(t *testing.T, node string) []resourceapi.ResourceSlice {
 	t.Helper()
-	list, err := w.Client.ResourceV1().ResourceSlices().List(t.Context(), metav1.ListOptions{FieldSelector: "spec.driver=gpu.nvidia.com,spec.nodeName=" + node})
+	list, err := w.Client.ResourceV1().
+		ResourceSlices().
+		List(t.Context(), metav1.ListOptions{FieldSelector: "spec.driver=gpu.nvidia.com,spec.nodeName=" + node})
 	if err != nil {
 		t.Fatal(err)
 	}
 	return list.Items
 }
 
-// offers waits until a node offers n GPUs as wholes.
+// offers waits until a node's ResourceSlices contain exactly n whole GPUs.
 func (w *world) offers(t *testing.T, node string, n int) {
 	t.Helper()
 	eventually(t, 30*time.Second, fmt.Sprintf("node %s offers %d GPUs", node, n), func() (bool, string) {
@@ -374,7 +384,7 @@ func (w *world) offers(t *testing.T, node string, n int) {
 	})
 }
 
-// claimOf is the claim behind a Pod's entry of spec.resourceClaims.
+// claimOf returns a Pod's claim. entry is the claim's name in the Pod's spec.resourceClaims.
 func (w *world) claimOf(t *testing.T, namespace, pod, entry string) *resourceapi.ResourceClaim {
 	t.Helper()
 	p, err := w.Client.CoreV1().Pods(namespace).Get(t.Context(), pod, metav1.GetOptions{})
@@ -399,7 +409,8 @@ func (w *world) claimOf(t *testing.T, namespace, pod, entry string) *resourceapi
 	return claim
 }
 
-// uuids are the GPUs that a claim was allocated, as the ResourceSlices name them.
+// uuids returns the UUIDs of the GPUs that a claim was allocated, as the ResourceSlices publish
+// them.
 func (w *world) uuids(t *testing.T, claim *resourceapi.ResourceClaim) []string {
 	t.Helper()
 	if claim.Status.Allocation == nil {

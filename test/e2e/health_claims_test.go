@@ -13,31 +13,35 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// lateDriver is a file on a node that boots without a driver while it is there.
+// lateDriver is a file on a node. While it exists, the node boots without an NVIDIA driver.
 const lateDriver = "/var/lib/late-driver"
 
-// TestHealthClaims: what becomes of claims while GPUs fail, and while their driver goes and comes.
+// TestHealthClaims prepares and unprepares claims while GPUs report errors, and while the NVIDIA
+// driver is unloaded and loaded again.
 func TestHealthClaims(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
 	node := sim.Node(h100, "dgx-h100")
-	node.BootHook = append([]string{"/bin/sh", "-ec", `[ ! -e ` + lateDriver + ` ] || set -- "$@" --no-driver --no-devices --no-uvm; "$@"`, "boot"}, node.BootHook...)
+	node.BootHook = append(
+		[]string{"/bin/sh", "-ec", `[ ! -e ` + lateDriver + ` ] || set -- "$@" --no-driver --no-devices --no-uvm; "$@"`, "boot"},
+		node.BootHook...)
 	w := bringUp(t, "e2e-illuse", node)
 	w.install(t, "--set", "shares="+strings.ReplaceAll(shareRules, ",", `\,`))
 	w.offersSome(t)
 
 	t.Run("claims are prepared and given back while events come", w.testClaimsMeanwhile)
-	t.Run("the driver is loaded anew while claims are held", w.testReloadUnderClaims)
-	t.Run("a node boots without its driver, its Pods end, and the driver comes then", w.testDriverAfterPods)
+	t.Run("the driver is reloaded while claims are held", w.testReloadUnderClaims)
+	t.Run("a node boots without its driver, its Pods end, and the driver comes back", w.testDriverAfterPods)
 }
 
-// offersSome waits until eight GPUs are offered, and none with a taint that keeps anybody away.
+// offersSome waits until the node h100 publishes eight whole GPUs and no device has a taint that
+// keeps claims away.
 func (w *world) offersSome(t *testing.T) {
 	t.Helper()
-	eventually(t, 60*time.Second, "eight GPUs are offered, and none is kept from anybody", func() (bool, string) {
+	eventually(t, 60*time.Second, "eight GPUs are offered without a taint that keeps claims away", func() (bool, string) {
 		for name, taints := range w.taints(t, h100) {
 			for _, taint := range taints {
 				if !strings.HasSuffix(taint, ":None") {
@@ -50,12 +54,12 @@ func (w *world) offersSome(t *testing.T) {
 	})
 }
 
-// kinds are templates of claims for a whole GPU, a partition and a share.
+// kinds creates three claim templates: for a whole GPU, for a partition, and for a share of a GPU.
 func (u tenant) kinds() {
 	u.t.Helper()
 	u.template("whole", device("gpu.nvidia.com", whole1, ""))
 	u.template("part", device("mig.nvidia.com", whole4, "1g.10gb"))
-	u.template("share", shared("shared.gpu.nvidia.com", inTurns, "", ""))
+	u.template("share", shared("shared.gpu.nvidia.com", timeSliced, "", ""))
 }
 
 func (u tenant) ofEachKind(prefix string, parts ...func(*corev1.Pod)) (pods []string) {
@@ -77,12 +81,13 @@ func (w *world) testClaimsMeanwhile(t *testing.T) {
 	var storm sync.WaitGroup
 	storms := 0
 	storm.Go(func() {
-		tool := []string{w.sim.Tool, "--root", stand.NodeRoot, "xid"}
+		tool := []string{w.sim.Tool, "--root", clusterharness.NodeRoot, "xid"}
 		for ; ctx.Err() == nil; storms++ {
 			for i, gpu := range gpus {
 				code := []string{"31", "43", "144"}[(i+storms)%3]
-				if _, err := w.node(t, h100).Exec(ctx, append(tool, busOf(gpu), code, "--count", "50", "--over", "50ms")...); err != nil && ctx.Err() == nil {
-					t.Errorf("no events: %v", err)
+				if _, err := w.node(t, h100).Exec(ctx, append(tool, busOf(gpu), code, "--count", "50", "--over", "50ms")...); err != nil &&
+					ctx.Err() == nil {
+					t.Errorf("inject XIDs: %v", err)
 				}
 			}
 		}
@@ -90,7 +95,8 @@ func (w *world) testClaimsMeanwhile(t *testing.T) {
 	for round := range rounds {
 		pods := u.ofEachKind(fmt.Sprintf("r%d", round))
 		u.running(pods...)
-		// One of those that are held fails in earnest, and is given back so.
+		// The device that the second Pod's claim holds fails for good. The claim must be unprepared in
+		// that state.
 		ill := u.device(pods[1])
 		w.nvmlsim(t, h100, "xid", busOf(ill), "95")
 		w.becomesGrave(t, ill, "gpu.nvidia.com/xid=95:NoSchedule")
@@ -107,7 +113,8 @@ func (w *world) testClaimsMeanwhile(t *testing.T) {
 	w.clean(t, h100)
 }
 
-// becomesGrave waits until a device has this taint, whatever milder ones it has.
+// becomesGrave waits until the device with this name has the taint in the parameter want. Other
+// taints of the device do not matter.
 func (w *world) becomesGrave(t *testing.T, device, want string) {
 	t.Helper()
 	eventually(t, 20*time.Second, device+" has the taint "+want, func() (bool, string) {
@@ -116,7 +123,8 @@ func (w *world) becomesGrave(t *testing.T, device, want string) {
 	})
 }
 
-// release has the plugin let go of the hardware, or take it again.
+// release sets the Node annotation that makes the plugin release the GPUs for a driver upgrade. If
+// on is false, it removes the annotation.
 func (w *world) release(t *testing.T, on bool) {
 	t.Helper()
 	value := "gpu.nvidia.com/release-driver-"
@@ -144,12 +152,12 @@ func (w *world) testReloadUnderClaims(t *testing.T) {
 
 	w.release(t, true)
 	eventually(t, 60*time.Second, "the driver can be unloaded", func() (bool, string) {
-		_, err := w.node(t, h100).Exec(t.Context(), w.sim.Tool, "--root", stand.NodeRoot, "driver", "reload")
+		_, err := w.node(t, h100).Exec(t.Context(), w.sim.Tool, "--root", clusterharness.NodeRoot, "driver", "reload")
 		return err == nil, fmt.Sprint(err)
 	})
 	w.release(t, false)
 	u.isCut(h100, pods[1])
-	w.offersSome(t) // the reload has ended what took a reset
+	w.offersSome(t) // the reload has ended the finding that needed a reset
 	containers := u.containers(pods)
 	for _, pod := range pods {
 		u.killContainer(pod)
@@ -157,12 +165,12 @@ func (w *world) testReloadUnderClaims(t *testing.T) {
 	u.inNewContainers(containers)
 	for _, pod := range pods {
 		if got := u.device(pod); got != devices[pod] {
-			t.Errorf("Pod %s has %s, it had %s", pod, got, devices[pod])
+			t.Errorf("Pod %s has device %s, it had %s", pod, got, devices[pod])
 		}
 		u.hears(pod, corev1.ResourceHealthStatusHealthy, "")
 	}
 	if log := w.logOf(t, h100); strings.Contains(log, "DeviceLost") || strings.Contains(log, "is lost:") {
-		t.Errorf("a device is called lost that was made again:\n%s", log)
+		t.Errorf("a device that was created again is reported as lost:\n%s", log)
 	}
 	w.sameInstance(t, plugin)
 	w.endPods(t, u.namespace)
@@ -189,11 +197,11 @@ func (w *world) testDriverAfterPods(t *testing.T) {
 	}
 	w.on(t, h100, "rm", lateDriver)
 	w.saysWhy(t, h100, "is not under the driver root")
-	w.endPods(t, u.namespace) // nobody waits for the driver
+	w.endPods(t, u.namespace) // the Pods end before the driver is back
 	for _, args := range [][]string{{"driver", "back"}, {"layout", "devices"}, {"layout", "devices", "--uvm"}} {
 		w.nvmlsim(t, h100, args...)
 	}
-	w.offersSome(t) // a reboot has ended everything
+	w.offersSome(t) // the reboot has ended all findings
 	w.uncut(t, h100)
 	after := u.ofEachKind("after")
 	u.running(after...)
@@ -205,7 +213,8 @@ func (w *world) testDriverAfterPods(t *testing.T) {
 	w.clean(t, h100)
 }
 
-// TestHealthWithoutTaints: on a cluster that keeps no taints, what fails is withdrawn, as long as nobody holds it.
+// TestHealthWithoutTaints uses a cluster that drops taints. The driver must withdraw a failed
+// device instead, unless a claim holds it.
 func TestHealthWithoutTaints(t *testing.T) {
 	t.Parallel()
 	w := bringUpWith(t, cluster.Options{
@@ -227,7 +236,7 @@ func TestHealthWithoutTaints(t *testing.T) {
 	}
 	gone := func(want ...string) {
 		t.Helper()
-		eventually(t, 20*time.Second, fmt.Sprintf("%q are withdrawn, whole", want), func() (bool, string) {
+		eventually(t, 20*time.Second, fmt.Sprintf("%q are withdrawn with all their partitions", want), func() (bool, string) {
 			now := w.devices(t, h100)
 			var missing, parts []string
 			for _, name := range all {
@@ -244,7 +253,7 @@ func TestHealthWithoutTaints(t *testing.T) {
 			return slices.Equal(missing, want) && len(parts) == 0, fmt.Sprint(missing, parts)
 		})
 	}
-	eventually(t, 20*time.Second, "the partitions of what is held are withdrawn, and it stays itself", func() (bool, string) {
+	eventually(t, 20*time.Second, "the partitions of the held GPU are withdrawn, and the GPU itself stays published", func() (bool, string) {
 		now := w.devices(t, h100)
 		_, there := now[held]
 		n := 0
@@ -262,7 +271,7 @@ func TestHealthWithoutTaints(t *testing.T) {
 	for _, s := range w.slices(t, h100) {
 		for _, d := range s.Spec.Devices {
 			if len(d.Taints) > 0 {
-				t.Fatalf("the cluster keeps taints, and nothing is proved: %+v", d.Taints)
+				t.Fatalf("the cluster does not drop taints, so this test proves nothing: %+v", d.Taints)
 			}
 		}
 	}

@@ -13,16 +13,19 @@ import (
 )
 
 const (
-	// idleFor is how long nothing happens while the plugin's use of processors is measured, idleShare what it may use of one.
+	// idleFor is the time over which the idle plugin's processor time is measured. idleShare is the
+	// share of one core that the plugin may use meanwhile.
 	idleFor   = time.Minute
 	idleShare = 0.002
-	// manyEvents come between two looks at what the plugin holds.
+	// manyEvents is the number of XIDs between two measurements of the plugin's resources.
 	manyEvents = 10_000
-	// userHertz is the unit of times in /proc/PID/stat on every machine that Linux runs containers on.
+	// userHertz is the number of ticks a second in which /proc/PID/stat counts times. It is the same
+	// on every machine that Linux runs containers on.
 	userHertz = 100
 )
 
-// TestHealthCost: what it costs to listen to eight GPUs, in the plugin's own processes on a node. It measures, and so it is run by hand, alone.
+// TestHealthCost measures what watching eight GPUs costs the plugin's processes. It runs only with
+// E2E_COST=1, on a machine that does nothing else.
 func TestHealthCost(t *testing.T) {
 	if os.Getenv("E2E_COST") == "" {
 		t.Skip("SKIPPED: what an idle plugin costs is measured on a machine that does nothing else, with E2E_COST=1")
@@ -32,46 +35,53 @@ func TestHealthCost(t *testing.T) {
 	w.offersShapes(t, h100, 8, 200)
 	gpus := slices.Sorted(maps.Keys(w.gpus(t, h100)))
 
-	w.testEvents(t, gpus, manyEvents/10) // what is only made once is there
-	t.Run("listening to eight GPUs hardly costs anything", w.testIdle)
+	w.testEvents(t, gpus, manyEvents/10) // now everything exists that the plugin creates only once
+	t.Run("watching eight GPUs costs almost nothing", w.testIdle)
 	t.Run("ten thousand events leave nothing behind", func(t *testing.T) {
 		before := w.processes(t)
 		w.testEvents(t, gpus, manyEvents)
-		<-time.After(idleFor) // what waited for its time is over
+		<-time.After(idleFor) // until everything that expires has expired
 		after := w.processes(t)
 		t.Logf("before: %s", before)
 		t.Logf("after:  %s", after)
 		if after.watcher != before.watcher {
-			t.Errorf("who listens is another process")
+			t.Errorf("the watcher process was replaced")
 		}
 		if after.goroutines > before.goroutines+5 || after.files > before.files+5 {
-			t.Errorf("it holds more than before")
+			t.Errorf("the plugin has more open files or goroutines than before")
 		}
 		if grown := after.memory - before.memory; grown > 16<<20 {
-			t.Errorf("it has %d MiB more than before", grown>>20)
+			t.Errorf("the plugin has %d MiB more memory than before", grown>>20)
 		}
 	})
 }
 
-// processes are the plugin and who listens for it.
+// processes are the resources that the plugin and its watcher process, which listens for NVML
+// events, use together.
 type processes struct {
 	watcher              string
-	processors           time.Duration // that they and their ended children have used
+	processors           time.Duration // the time that both processes and their ended children have used
 	memory, files, tasks int
 	goroutines           int // of the plugin alone
 }
 
 func (p processes) String() string {
-	return fmt.Sprintf("%.1f MiB resident, %d open files, %d threads; %d goroutines in the plugin", float64(p.memory)/(1<<20), p.files, p.tasks, p.goroutines)
+	return fmt.Sprintf(
+		"%.1f MiB resident, %d open files, %d threads; %d goroutines in the plugin",
+		float64(p.memory)/(1<<20),
+		p.files,
+		p.tasks,
+		p.goroutines,
+	)
 }
 
-// processes looks at the plugin of the node.
+// processes measures the plugin of the node h100 and its watcher process.
 func (w *world) processes(t *testing.T) processes {
 	t.Helper()
 	plugin := strings.TrimSpace(w.on(t, h100, "pgrep", "-o", "-f", "^/usr/bin/gpu-kubelet-plugin"))
 	p := processes{watcher: strings.TrimSpace(w.on(t, h100, "pgrep", "-P", plugin, "-f", " watch$"))}
 	for _, pid := range []string{plugin, p.watcher} {
-		// The command's name may have spaces in it, and stands in parentheses.
+		// The second field is the command's name in parentheses, which may contain spaces.
 		stat := w.on(t, h100, "cat", "/proc/"+pid+"/stat")
 		fields := strings.Fields(stat[strings.LastIndex(stat, ")")+1:])
 		for _, ticks := range fields[11:15] { // utime, stime, cutime, cstime
@@ -89,7 +99,7 @@ func (w *world) processes(t *testing.T) processes {
 	return p
 }
 
-// holds is how many bytes of a process are resident, and how many files it has open.
+// holds returns the resident memory of a process in bytes, and the number of its open files.
 func (w *world) holds(t *testing.T, pid string) (memory, files int) {
 	t.Helper()
 	for line := range strings.Lines(w.on(t, h100, "cat", "/proc/"+pid+"/status")) {
@@ -115,13 +125,14 @@ func (w *world) testIdle(t *testing.T) {
 	<-time.After(idleFor)
 	after := w.processes(t)
 	share := (after.processors - before.processors).Seconds() / time.Since(began).Seconds()
-	t.Logf("of one processor they use %.3f %%; %s", 100*share, after)
+	t.Logf("the plugin and its watcher use %.3f %% of one processor; %s", 100*share, after)
 	if share > idleShare {
-		t.Errorf("want at most %.1f %%", 100*idleShare)
+		t.Errorf("want at most %.1f %% of one processor", 100*idleShare)
 	}
 }
 
-// testEvents has so many events come on all GPUs: such of applications, such that take a GPU out, and such that only degrade it. In the end all are well.
+// testEvents sends n XIDs to the GPUs: application errors, errors that make a GPU unavailable, and
+// errors that only degrade it. After a reset no GPU may have a taint that keeps claims away.
 func (w *world) testEvents(t *testing.T, gpus []string, n int) {
 	t.Helper()
 	codes := []string{"31", "95", "43", "144"}
@@ -142,7 +153,7 @@ func (w *world) testEvents(t *testing.T, gpus []string, n int) {
 	for _, gpu := range gpus {
 		w.nvmlsim(t, h100, "reset", busOf(gpu))
 	}
-	eventually(t, 30*time.Second, "no GPU is kept from anybody", func() (bool, string) {
+	eventually(t, 30*time.Second, "no device has a taint that keeps claims away", func() (bool, string) {
 		for name, taints := range w.taints(t, h100) {
 			for _, taint := range taints {
 				if !strings.HasSuffix(taint, ":None") {
@@ -154,7 +165,7 @@ func (w *world) testEvents(t *testing.T, gpus []string, n int) {
 	})
 }
 
-// counted is how many XIDs the plugin has heard since its start.
+// counted returns the number of XIDs that the plugin has counted since its start.
 func (w *world) counted(t *testing.T) int {
 	t.Helper()
 	n := 0

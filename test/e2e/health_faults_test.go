@@ -9,7 +9,8 @@ import (
 	"time"
 )
 
-// TestHealthFaults: what listens and what is told fail too, and afterwards the published state is the hardware's.
+// TestHealthFaults combines GPU faults with faults of NVML, the API server and the plugin.
+// Afterwards the published taints must match the state of the hardware.
 func TestHealthFaults(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
@@ -18,11 +19,11 @@ func TestHealthFaults(t *testing.T) {
 	devices := slices.Sorted(maps.Keys(w.gpus(t, h100)))
 
 	t.Run("a thousand events in a second are a few writes", func(t *testing.T) { w.testStorm(t, devices[0], devices[1]) })
-	t.Run("a GPU on which NVML hangs is unknown, and no other", func(t *testing.T) { w.testHang(t, devices[2]) })
-	t.Run("without events questions find what is wrong", func(t *testing.T) { w.testDeaf(t, devices[3]) })
-	t.Run("a GPU that is taken out and put in again", func(t *testing.T) { w.testPulled(t, devices[4]) })
-	t.Run("an API server that was away gets the hardware's state", func(t *testing.T) { w.testAway(t, devices[5], devices[6]) })
-	t.Run("a reset that nobody announces ends what takes one, and a reload of the driver too", func(t *testing.T) { w.testResetSeen(t, devices[3]) })
+	t.Run("only the GPU on which NVML hangs is unknown", func(t *testing.T) { w.testHang(t, devices[2]) })
+	t.Run("without events polling finds the fault", func(t *testing.T) { w.testDeaf(t, devices[3]) })
+	t.Run("a GPU is unplugged and plugged in again", func(t *testing.T) { w.testPulled(t, devices[4]) })
+	t.Run("the hardware's state is published after an API server outage", func(t *testing.T) { w.testAway(t, devices[5], devices[6]) })
+	t.Run("an unannounced reset or a driver reload ends findings that need a reset", func(t *testing.T) { w.testResetSeen(t, devices[3]) })
 	t.Run("a kill of the plugin changes nothing", func(t *testing.T) { w.testKilledWhileIll(t, devices[7]) })
 }
 
@@ -37,10 +38,10 @@ func (w *world) testStorm(t *testing.T, noisy, ill string) {
 	})
 	w.heals(t, busOf(ill))
 	if n := len(watch.history(since)); n > 12 {
-		t.Errorf("the slices were written %d times", n-1)
+		t.Errorf("the slices were written %d times, want a few", n-1)
 	}
 	if got := w.taints(t, h100)[noisy]; len(got) > 0 {
-		t.Errorf("applications' errors taint: %q", got)
+		t.Errorf("XIDs of applications put taints on the GPU: %q", got)
 	}
 	watch.alwaysOffered(8, since)
 }
@@ -54,7 +55,7 @@ func (w *world) testHang(t *testing.T, device string) {
 	})
 	for name := range w.taints(t, h100) {
 		if !strings.HasPrefix(name, device) {
-			t.Errorf("%s has a taint, too", name)
+			t.Errorf("%s has a taint too, although only another GPU hangs", name)
 		}
 	}
 	w.nvmlsim(t, h100, "clear")
@@ -64,24 +65,25 @@ func (w *world) testHang(t *testing.T, device string) {
 
 func (w *world) testDeaf(t *testing.T, device string) {
 	w.nvmlsim(t, h100, "fail", "nvmlEventSetWait_v2", "NVML_ERROR_UNKNOWN")
-	eventually(t, 30*time.Second, "nobody hears", func() (bool, string) {
+	eventually(t, 30*time.Second, "the metrics say that the watcher receives no events", func() (bool, string) {
 		return strings.Contains(w.get(t, h100, "metrics"), "gpu_dra_health_events_heard 0"), ""
 	})
 	w.nvmlsim(t, h100, "recovery", busOf(device), "gpu-reset")
 	if took := w.becomes(t, device, "gpu.nvidia.com/unhealthy=recovery-gpu-reset:NoSchedule"); took > 6*time.Second {
-		t.Errorf("a question found it after %s", took)
+		t.Errorf("polling found the fault only after %s", took)
 	}
 	w.nvmlsim(t, h100, "recovery", busOf(device), "none")
 	w.becomes(t, device)
 	w.nvmlsim(t, h100, "clear")
-	// Sets of events are made anew with pauses of up to half a minute; what comes before that is not heard.
-	eventually(t, 60*time.Second, "events are heard again", func() (bool, string) {
+	// The plugin's watcher process, which listens for NVML events, replaces its event sets within half
+	// a minute and misses events until then. So the test repeats the XID.
+	eventually(t, 60*time.Second, "the watcher receives events again", func() (bool, string) {
 		w.nvmlsim(t, h100, "xid", busOf(device), "95")
 		<-time.After(time.Second)
 		got := w.taints(t, h100)[device]
 		return slices.Equal(got, []string{"gpu.nvidia.com/xid=95:NoSchedule"}), fmt.Sprint(got)
 	})
-	eventually(t, 10*time.Second, "the metrics say so", func() (bool, string) {
+	eventually(t, 10*time.Second, "the metrics say that the watcher receives events", func() (bool, string) {
 		return strings.Contains(w.get(t, h100, "metrics"), "gpu_dra_health_events_heard 1"), ""
 	})
 	w.heals(t, busOf(device))
@@ -94,12 +96,13 @@ func (w *world) testPulled(t *testing.T, device string) {
 		return len(gpus) == 7, fmt.Sprint(slices.Sorted(maps.Keys(gpus)), w.taints(t, h100)[device])
 	})
 	w.nvmlsim(t, h100, "plug", busOf(device))
-	eventually(t, 90*time.Second, "it is offered again", func() (bool, string) {
+	eventually(t, 90*time.Second, "the GPU is offered again", func() (bool, string) {
 		gpus := w.gpus(t, h100)
 		return len(gpus) == 8 && len(w.taints(t, h100)) == 0, fmt.Sprint(slices.Sorted(maps.Keys(gpus)), w.taints(t, h100)[device])
 	})
-	// NVML is taken anew for a GPU that has come, and what events say in just that moment nobody hears.
-	eventually(t, 30*time.Second, "it is listened to, and all others", func() (bool, string) {
+	// The plugin's watcher process, which listens for NVML events, opens NVML again to see the new
+	// GPU, and misses events meanwhile. So the test repeats the XID.
+	eventually(t, 30*time.Second, "the watcher receives events of this GPU and all others", func() (bool, string) {
 		w.nvmlsim(t, h100, "xid", busOf(device), "31")
 		metrics := w.get(t, h100, "metrics")
 		counted := fmt.Sprintf(`gpu_dra_health_events_total{code="xid-31",gpu=%q} `, device)
@@ -122,7 +125,7 @@ func (w *world) testAway(t *testing.T, ill, healed string) {
 	if err := apiserver.Service(t.Context(), "start", "kube-apiserver"); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, 60*time.Second, "the published state is the hardware's", func() (bool, string) {
+	eventually(t, 60*time.Second, "the published taints match the hardware's state", func() (bool, string) {
 		if _, err := w.Client.Discovery().ServerVersion(); err != nil {
 			return false, err.Error()
 		}
@@ -133,10 +136,11 @@ func (w *world) testAway(t *testing.T, ill, healed string) {
 }
 
 func (w *world) testResetSeen(t *testing.T, device string) {
-	for what, again := range map[string][][]string{"a reset": {{"reset", busOf(device)}}, "a reload": {{"driver", "away", "--force"}, {"driver", "back"}}} {
+	for what, again := range map[string][][]string{"a reset": {{"reset", busOf(device)}},
+		"a reload": {{"driver", "away", "--force"}, {"driver", "back"}}} {
 		w.nvmlsim(t, h100, "xid", busOf(device), "95")
 		w.becomes(t, device, "gpu.nvidia.com/xid=95:NoSchedule")
-		<-time.After(6 * time.Second) // it has been asked meanwhile, and nothing of that ends it
+		<-time.After(6 * time.Second) // polling meanwhile must not end the finding
 		w.becomes(t, device, "gpu.nvidia.com/xid=95:NoSchedule")
 		for _, args := range again {
 			w.nvmlsim(t, h100, args...)
@@ -152,7 +156,7 @@ func (w *world) testResetSeen(t *testing.T, device string) {
 func (w *world) testKilledWhileIll(t *testing.T, device string) {
 	w.nvmlsim(t, h100, "xid", busOf(device), "79")
 	w.becomes(t, device, "gpu.nvidia.com/xid=79:NoSchedule")
-	eventually(t, 10*time.Second, "its partitions are tainted", func() (bool, string) {
+	eventually(t, 10*time.Second, "the GPU's partitions are tainted", func() (bool, string) {
 		n := len(w.taints(t, h100))
 		return n == 26, fmt.Sprint(n)
 	})
@@ -161,16 +165,16 @@ func (w *world) testKilledWhileIll(t *testing.T, device string) {
 	old := w.instance(t, h100)
 	restarts := old.Status.ContainerStatuses[0].RestartCount
 	w.on(t, h100, "sh", "-c", `kill -9 $(pgrep -o -f "^/usr/bin/gpu-kubelet-plugin")`)
-	eventually(t, 60*time.Second, "the plugin is there again", func() (bool, string) {
+	eventually(t, 60*time.Second, "the plugin runs again", func() (bool, string) {
 		p := w.instance(t, h100)
 		return p.Status.ContainerStatuses[0].RestartCount > restarts && isReady(&p), fmt.Sprint(p.Status.ContainerStatuses[0].RestartCount)
 	})
 	w.becomes(t, device, "gpu.nvidia.com/xid=79:NoSchedule")
 	if now := w.gpus(t, h100)[device].Taints[0]; !now.TimeAdded.Equal(before.TimeAdded) {
-		t.Errorf("it is from %s, before from %s", now.TimeAdded, before.TimeAdded)
+		t.Errorf("after the restart the taint is from %s, before it was from %s", now.TimeAdded, before.TimeAdded)
 	}
 	if n := len(watch.history(since)); n > 1 {
-		t.Errorf("the slices were written %d times for a restart", n-1)
+		t.Errorf("the slices were written %d times after a restart, want not at all", n-1)
 	}
 	w.heals(t, busOf(device))
 	watch.alwaysOffered(8, since)

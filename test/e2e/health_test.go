@@ -12,30 +12,31 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// taintedWithin is how soon after the hardware's event the ResourceSlice has its taint.
+// taintedWithin limits the time from an XID of a GPU to its taint in the ResourceSlice.
 const taintedWithin = time.Second
 
-// TestHealth: a GPU that fails is taken out and comes back by itself, and everybody who looks is told.
-// What measures how soon that is runs alone.
+// TestHealth expects that a failed GPU gets a taint and loses it when the GPU works again, and that
+// metrics, Events and the statuses of Pods report the failure. Subtests that measure times run
+// alone.
 func TestHealth(t *testing.T) {
 	sim := simulator(t)
 	w := start(t, "e2e-health", sim.Node(h100, "dgx-h100"))
 	w.offersShapes(t, h100, 8, 200)
 
-	t.Run("an XID of a GPU that a Pod holds is seen by all, and so is its end", w.testIll)
-	t.Run("one lost GPU of eight leaves the other seven as they are, also over a restart of the plugin", w.testLost)
-	t.Run("an XID of a MIG device is that one's", w.testIllPartition)
+	t.Run("an XID of a held GPU is reported everywhere, and so is its end", w.testIll)
+	t.Run("one lost GPU does not affect the other seven, even over a plugin restart", w.testLost)
+	t.Run("an XID of a MIG device affects only that device", w.testIllPartition)
 	t.Run("fifty XIDs, each with its taint in time", w.testTaintsInTime)
 
 	t.Parallel() // from here on nothing is measured
 	t.Run("the driver is upgraded while the plugin stays", w.testDriverUpgrade)
-	t.Run("who does not tolerate it is evicted where the admin wants that, and gets another GPU", w.testEvicted)
+	t.Run("a Pod without toleration is evicted and gets another GPU", w.testEvicted)
 }
 
-// taints are those of a node's devices, as KEY=VALUE:EFFECT, by the device's name.
+// taints returns the taints of a node's devices as KEY=VALUE:EFFECT, by device name.
 func (w *world) taints(t *testing.T, node string) map[string][]string {
 	t.Helper()
 	all := map[string][]string{}
@@ -47,7 +48,7 @@ func (w *world) taints(t *testing.T, node string) map[string][]string {
 	return all
 }
 
-// becomes waits until a device has exactly these taints, and says how long that took.
+// becomes waits until a device has exactly these taints, and returns how long that took.
 func (w *world) becomes(t *testing.T, device string, want ...string) time.Duration {
 	t.Helper()
 	start := time.Now()
@@ -58,7 +59,8 @@ func (w *world) becomes(t *testing.T, device string, want ...string) time.Durati
 	return time.Since(start)
 }
 
-// heals lets GPUs' driver recover, and waits for the end of all taints.
+// heals makes each GPU announce first that it needs a reset, and then that it needs none. By that
+// the plugin ends the GPU's health findings. Then heals waits until no device has a taint.
 func (w *world) heals(t *testing.T, gpus ...string) {
 	t.Helper()
 	for _, gpu := range gpus {
@@ -68,13 +70,14 @@ func (w *world) heals(t *testing.T, gpus ...string) {
 		w.knows(t, gpu, "recovery-gpu-reset")
 		w.nvmlsim(t, h100, "recovery", gpu, "none", "--announce")
 	}
-	eventually(t, 20*time.Second, "no device has a taint that takes it out", func() (bool, string) {
+	eventually(t, 20*time.Second, "no device has a taint", func() (bool, string) {
 		all := w.taints(t, h100)
 		return len(all) == 0, fmt.Sprint(all)
 	})
 }
 
-// knows waits until the plugin knows something of a GPU.
+// knows waits until the plugin's metrics show the health finding code for the GPU at this PCI
+// address.
 func (w *world) knows(t *testing.T, gpu, code string) {
 	t.Helper()
 	name := "gpu-" + strings.NewReplacer(":", "-", ".", "-").Replace(gpu)
@@ -84,7 +87,7 @@ func (w *world) knows(t *testing.T, gpu, code string) {
 	})
 }
 
-// resourceHealth is what the Pod's status says of its device.
+// resourceHealth returns the health and the message of the first device in the Pod's status.
 func (u tenant) resourceHealth(pod string) (corev1.ResourceHealthStatus, string) {
 	u.t.Helper()
 	p, err := u.Client.CoreV1().Pods(u.namespace).Get(u.t.Context(), pod, metav1.GetOptions{})
@@ -109,7 +112,7 @@ func (u tenant) hears(pod string, want corev1.ResourceHealthStatus, message stri
 	})
 }
 
-// busOf is the PCI address of the GPU that a device is of.
+// busOf returns the PCI address of a device's GPU, which is a part of the device's name.
 func busOf(device string) string {
 	p := strings.Split(device, "-") // gpu-0000-1b-00-0…
 	return fmt.Sprintf("%s:%s:%s.%s", p[1], p[2], p[3], p[4])
@@ -132,7 +135,7 @@ func (w *world) testIll(t *testing.T) {
 			t.Errorf("%s has a taint too", name)
 		}
 	}
-	eventually(t, 10*time.Second, "its partitions are tainted", func() (bool, string) {
+	eventually(t, 10*time.Second, "the GPU's partitions are tainted", func() (bool, string) {
 		n := len(w.taints(t, h100))
 		return n == 26, fmt.Sprint(n)
 	})
@@ -143,12 +146,13 @@ func (w *world) testIll(t *testing.T) {
 			return strings.Contains(events, "GPUUnhealthy") && strings.Contains(events, "XID 79"), events
 		})
 	}
-	for _, line := range []string{`gpu_dra_gpu_health{code="xid-79",device="` + device + `",state="Unhealthy"} 1`, `gpu_dra_health_events_total{code="xid-79",gpu="` + device + `"} 1`} {
-		eventually(t, 10*time.Second, "the metrics show it", func() (bool, string) {
+	for _, line := range []string{`gpu_dra_gpu_health{code="xid-79",device="` + device + `",state="Unhealthy"} 1`,
+		`gpu_dra_health_events_total{code="xid-79",gpu="` + device + `"} 1`} {
+		eventually(t, 10*time.Second, "the metrics show the XID", func() (bool, string) {
 			return strings.Contains(w.get(t, h100, "metrics"), line), line
 		})
 	}
-	u.running("user") // it goes on
+	u.running("user") // the Pod continues
 
 	w.heals(t, gpu)
 	u.hears("user", corev1.ResourceHealthStatusHealthy, "")
@@ -167,7 +171,7 @@ func (w *world) testLost(t *testing.T) {
 	w.becomes(t, device, want...)
 	for i, taint := range w.gpus(t, h100)[device].Taints {
 		if !taint.TimeAdded.Equal(added[i].TimeAdded) {
-			t.Errorf("after a restart %s is from %s, before from %s", taint.Key, taint.TimeAdded, added[i].TimeAdded)
+			t.Errorf("after a restart taint %s is from %s, before it was from %s", taint.Key, taint.TimeAdded, added[i].TimeAdded)
 		}
 	}
 	w.nvmlsim(t, h100, "restore", gpu)
@@ -192,7 +196,7 @@ func (w *world) testIllPartition(t *testing.T) {
 	u.hears("one", corev1.ResourceHealthStatusUnhealthy, "XID 95")
 	u.hears("two", corev1.ResourceHealthStatusHealthy, "")
 	if got := w.taints(t, h100)[two]; len(got) > 0 {
-		t.Errorf("its neighbour %s has %q", two, got)
+		t.Errorf("partition %s of the same GPU has the taints %q", two, got)
 	}
 	w.nvmlsim(t, h100, "xid", busOf(one), "95")
 	w.becomes(t, two, "gpu.nvidia.com/xid=95:NoSchedule")
@@ -202,14 +206,14 @@ func (w *world) testIllPartition(t *testing.T) {
 	u.hears("two", corev1.ResourceHealthStatusHealthy, "")
 }
 
-// instanceAt is the ID of the GPU instance of a partition.
+// instanceAt returns the ID of a partition's GPU instance, as nvidia-smi lists it.
 func (w *world) instanceAt(t *testing.T, device string) string {
 	t.Helper()
 	p := strings.Split(device, "-") // gpu-0000-1b-00-0-mig-19-6
 	profile, start := p[6], p[7]
 	for line := range strings.SplitSeq(w.smi(t, h100, "mig", "-lgi"), "\n") {
 		fields := strings.Fields(strings.Trim(line, "| "))
-		// GPU, MIG, name, profile ID, instance ID, start:size
+		// The columns are: GPU, MIG, name, profile ID, instance ID, start:size.
 		if len(fields) == 6 && fields[3] == profile && strings.HasPrefix(fields[5], start+":") {
 			return fields[4]
 		}
@@ -232,17 +236,17 @@ func (w *world) testTaintsInTime(t *testing.T) {
 			ill = append(ill, busOf(device))
 		}
 		w.heals(t, ill...)
-		watch.untainted() // or the next taint would seem to be there already
+		watch.untainted() // otherwise taintedAt would see the old taint
 	}
 	slices.Sort(took)
 	t.Logf("from the injection to the taint: median %s, longest %s of %d", took[len(took)/2], took[len(took)-1], len(took))
 	if longest := took[len(took)*99/100]; longest > taintedWithin {
-		t.Errorf("99 of 100 taints are there after %s, want at most %s", longest, taintedWithin)
+		t.Errorf("99 %% of the taints were there only after %s, want at most %s", longest, taintedWithin)
 	}
 	watch.alwaysOffered(8, since)
 }
 
-// taintedAt waits until the watch sees a taint of a device, and says when it did.
+// taintedAt waits until the watch sees any taint on a device, and returns the time.
 func (s *sliceWatch) taintedAt(device string) time.Time {
 	s.t.Helper()
 	deadline := time.Now().Add(enough)
@@ -255,7 +259,7 @@ func (s *sliceWatch) taintedAt(device string) time.Time {
 	return time.Now()
 }
 
-// untainted waits until the watch sees no taint any more.
+// untainted waits until the watch sees no taint on any device.
 func (s *sliceWatch) untainted() {
 	s.t.Helper()
 	eventually(s.t, 20*time.Second, "the watch sees no taint", func() (bool, string) {
@@ -264,7 +268,7 @@ func (s *sliceWatch) untainted() {
 	})
 }
 
-// tainted are the devices of which the watch sees a taint.
+// tainted returns the names of the devices that have a taint.
 func (s *sliceWatch) tainted() (names []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -278,10 +282,10 @@ func (s *sliceWatch) tainted() (names []string) {
 	return names
 }
 
-// reload loads another version of the driver, which nobody must have open for that.
+// reload loads another version of the NVIDIA driver. It fails while a process has the driver open.
 func (w *world) reload(t *testing.T, version string) error {
 	t.Helper()
-	_, err := w.node(t, h100).Exec(t.Context(), w.sim.Tool, "--root", stand.NodeRoot, "driver", "reload", "--version", version)
+	_, err := w.node(t, h100).Exec(t.Context(), w.sim.Tool, "--root", clusterharness.NodeRoot, "driver", "reload", "--version", version)
 	return err
 }
 
@@ -289,21 +293,21 @@ func (w *world) testDriverUpgrade(t *testing.T) {
 	const version = "595.45.04"
 	before := w.livePlugin(t, h100)
 	if err := w.reload(t, version); err == nil {
-		t.Fatal("the driver can be unloaded while the plugin listens: nothing is proved by this test")
+		t.Fatal("the driver can be unloaded while the plugin has it open, so this test proves nothing")
 	}
 	if _, err := w.Kubectl(t.Context(), "annotate", "node", h100, "gpu.nvidia.com/release-driver=true"); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, 20*time.Second, "nobody has the driver open", func() (bool, string) {
+	eventually(t, 20*time.Second, "no process has the driver open", func() (bool, string) {
 		err := w.reload(t, version)
 		return err == nil, fmt.Sprint(err)
 	})
 	u := w.tenant(t)
 	u.tolerant()
 	u.pod("early", onNode(h100), fromTemplate("gpu", "tolerant"))
-	eventually(t, 60*time.Second, "a Pod is told why it has to wait", func() (bool, string) {
+	eventually(t, 60*time.Second, "a Pod's Event says why it waits", func() (bool, string) {
 		events := w.events(t, u.namespace, "early")
-		return strings.Contains(events, "has been let go of"), events
+		return strings.Contains(events, "released for a driver upgrade"), events
 	})
 	if _, err := w.Kubectl(t.Context(), "annotate", "node", h100, "gpu.nvidia.com/release-driver-"); err != nil {
 		t.Fatal(err)
@@ -329,8 +333,13 @@ func (w *world) testEvicted(t *testing.T) {
 	w.offersShapes(t, h100, 8, 200)
 	u := w.tenant(t)
 	u.gpus(1)
-	// The controller that evicts wants the effect to be named (Kubernetes 1.36).
-	u.template("tolerant", `requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com, tolerations: [{key: gpu.nvidia.com/xid, operator: Exists, effect: NoExecute}]}}]`)
+	// The toleration names its effect, because the eviction controller of Kubernetes 1.36 requires
+	// that.
+	u.template(
+		"tolerant",
+		`requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com, tolerations: [{key: gpu.nvidia.com/xid, operator: Exists, `+
+			`effect: NoExecute}]}}]`,
+	)
 	u.pod("stays", onNode(h100), fromTemplate("gpu", "tolerant"))
 	u.pod("goes", onNode(h100), fromTemplate("gpu", gpusTemplate(1)))
 	u.running("stays", "goes")
@@ -346,7 +355,7 @@ func (w *world) testEvicted(t *testing.T) {
 	u.pod("again", onNode(h100), fromTemplate("gpu", gpusTemplate(1)))
 	u.running("again")
 	if got := u.device("again"); got == goes || got == stays {
-		t.Errorf("it got the ill GPU %s", got)
+		t.Errorf("the Pod was allocated the failed GPU %s", got)
 	}
 	for _, device := range []string{stays, goes} {
 		w.nvmlsim(t, h100, "recovery", busOf(device), "gpu-reset", "--announce")

@@ -14,7 +14,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 )
 
-// probe runs testdata/probe.c in a container and returns its verdict on each name.
+// probe runs the program testdata/probe.c in a container. The parameter what is the program's
+// action on each name: open the file, or load the library. The result maps each name to OK or the
+// error that the program reports.
 func (u tenant) probe(pod, container, what string, names ...string) map[string]string {
 	u.t.Helper()
 	out := u.mustExec(u.t, u.namespace, pod, container, append([]string{probeDir + "/probe", what}, names...)...)
@@ -26,7 +28,7 @@ func (u tenant) probe(pod, container, what string, names ...string) map[string]s
 	return verdicts
 }
 
-// expect compares verdicts of the probe with the wanted ones.
+// expect runs probe in a container and fails the test unless the results are those in want.
 func (u tenant) expect(pod, container, what string, want map[string]string) {
 	u.t.Helper()
 	got := u.probe(pod, container, what, slices.Sorted(maps.Keys(want))...)
@@ -35,8 +37,9 @@ func (u tenant) expect(pod, container, what string, want map[string]string) {
 	}
 }
 
-// The simulated device nodes have the real driver's numbers and no driver behind them, so that open says how far it came: ENXIO past every check,
-// EPERM stopped by the container's device cgroup, ENOENT nothing there.
+// testIsolation expects that a container opens only the devices of its claim. The simulated device
+// nodes have no driver behind them, so the error of open shows what stopped it: ENXIO nothing,
+// EPERM the container's device cgroup, ENOENT a missing device node.
 func (w *world) testIsolation(t *testing.T) {
 	u := w.tenant(t)
 	u.template("one", oneGPU)
@@ -44,7 +47,7 @@ func (w *world) testIsolation(t *testing.T) {
 	u.pod("owner", onNode(h100), fromTemplate("gpu", "one"), container("main", "gpu"), container("side"), hostPath("probe", probeDir))
 	u.running("stranger", "owner")
 
-	// The nodes of the GPU and of one that nobody was given, as the machine numbers them.
+	// minors maps each GPU to the minor number of its device node on the machine.
 	minors := map[string]int{}
 	for i, address := range []string{"1b", "43", "52", "61", "9d", "c3", "d1", "df"} {
 		minors["gpu-0000-"+address+"-00-0"] = i
@@ -52,11 +55,11 @@ func (w *world) testIsolation(t *testing.T) {
 	device := u.claimOf(t, u.namespace, "owner", "gpu").Status.Allocation.Devices.Results[0].Device
 	mine, ok := minors[device]
 	if !ok {
-		t.Fatalf("device %s is none of the node's", device)
+		t.Fatalf("device %s is not a GPU of the node", device)
 	}
 	other := (mine + 1) % len(minors)
 
-	// What is there by itself.
+	// First try the device nodes at the usual paths, without creating any in the container.
 	own, foreign := fmt.Sprintf("/dev/nvidia%d", mine), fmt.Sprintf("/dev/nvidia%d", other)
 	control := []string{"/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"}
 	given, nothing := map[string]string{own: "ENXIO", foreign: "ENOENT"}, map[string]string{own: "ENOENT", foreign: "ENOENT"}
@@ -67,17 +70,28 @@ func (w *world) testIsolation(t *testing.T) {
 	u.expect("owner", "side", "open", nothing)
 	u.expect("stranger", "main", "open", nothing)
 
-	// Root in a container may make device nodes, here as everywhere. It does not help.
+	// Root in a container may create device nodes, but must still open only the devices of the
+	// container's claim.
 	uvm := strings.TrimSpace(w.on(t, h100, "stat", "-c", "%Hr %Lr", "/dev/nvidia-uvm"))
-	mknod := fmt.Sprintf("mknod /tmp/own c 195 %d && mknod /tmp/foreign c 195 %d && mknod /tmp/ctl c 195 255 && mknod /tmp/uvm c %s", mine, other, uvm)
+	mknod := fmt.Sprintf(
+		"mknod /tmp/own c 195 %d && mknod /tmp/foreign c 195 %d && mknod /tmp/ctl c 195 255 && mknod /tmp/uvm c %s",
+		mine,
+		other,
+		uvm,
+	)
 	for _, c := range []struct{ pod, container, verdict string }{
 		{"owner", "main", "ENXIO"}, {"owner", "side", "EPERM"}, {"stranger", "main", "EPERM"},
 	} {
 		u.sh(c.pod, c.container, mknod)
-		u.expect(c.pod, c.container, "open", map[string]string{"/tmp/own": c.verdict, "/tmp/ctl": c.verdict, "/tmp/uvm": c.verdict, "/tmp/foreign": "EPERM"})
+		u.expect(
+			c.pod,
+			c.container,
+			"open",
+			map[string]string{"/tmp/own": c.verdict, "/tmp/ctl": c.verdict, "/tmp/uvm": c.verdict, "/tmp/foreign": "EPERM"},
+		)
 	}
 
-	// The driver's libraries are found by name, as programs ask for them, and only where a claim is.
+	// Programs must find the driver's libraries by name, but only in a container with a claim.
 	libraries := []string{"libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1"}
 	for _, library := range libraries {
 		u.expect("owner", "main", "load", map[string]string{library: "OK"})
@@ -104,12 +118,12 @@ func (w *world) testUnprivileged(t *testing.T) {
 		}
 	})
 	u.running("user")
-	// It is what it should be…
+	// First make sure that the container is unprivileged.
 	if id := u.sh("user", "", "id -u; grep ^CapEff /proc/1/status; touch /here 2>&1 || true"); !strings.Contains(id, "12345") ||
 		!strings.Contains(id, "CapEff:\t0000000000000000") || !strings.Contains(id, "Read-only file system") {
-		t.Errorf("the container is not as it should be:\n%s", id)
+		t.Errorf("the container is not unprivileged:\n%s", id)
 	}
-	// …and has its GPU all the same.
+	// The unprivileged container must still have its GPU.
 	u.expect("user", "", "load", map[string]string{"libcuda.so.1": "OK"})
 	u.expect("user", "", "open", map[string]string{"/dev/nvidiactl": "ENXIO", "/dev/nvidia-uvm": "ENXIO", "/dev/nvidia-uvm-tools": "ENXIO"})
 	if w.sim.SMI != "" {
@@ -117,8 +131,9 @@ func (w *world) testUnprivileged(t *testing.T) {
 	}
 }
 
-// A claim's CDI name is no secret: it is made of the claim's UID and the device, and who may read claims can say it. Saying it gives nothing: the runtime takes
-// names from the kubelet, which takes them from the driver's answer for the Pod's own claims.
+// testNamesOfOthers names another claim's CDI device in a Pod's annotations and variables, and
+// expects that the Pod does not get the device. The runtime takes CDI names only from the kubelet,
+// and the kubelet only from the driver's answer for the Pod's own claims.
 func (w *world) testNamesOfOthers(t *testing.T) {
 	u := w.tenant(t)
 	u.template("one", oneGPU)
@@ -144,7 +159,15 @@ func (w *world) testNamesOfOthers(t *testing.T) {
 	}
 	u.template("another", oneGPU)
 	u.pod("thief", onNode(h100), container("main"), hostPath("probe", probeDir), naming)
-	u.pod("thief-with-a-claim", onNode(h100), fromTemplate("gpu", "another"), container("main", "gpu"), container("side"), hostPath("probe", probeDir), naming)
+	u.pod(
+		"thief-with-a-claim",
+		onNode(h100),
+		fromTemplate("gpu", "another"),
+		container("main", "gpu"),
+		container("side"),
+		hostPath("probe", probeDir),
+		naming,
+	)
 	u.running("thief", "thief-with-a-claim")
 	node := regexp.MustCompile(`/dev/nvidia[0-9]+`).FindString(spec)
 	for _, c := range []struct{ pod, container string }{{"thief", "main"}, {"thief-with-a-claim", "side"}} {
@@ -153,7 +176,8 @@ func (w *world) testNamesOfOthers(t *testing.T) {
 	u.expect("thief-with-a-claim", "main", "open", map[string]string{node: "ENOENT", "/dev/nvidiactl": "ENXIO"})
 }
 
-// What lies on a node for root's eyes and hands: nobody else may write to it, nor look into the records.
+// testSocketsAndStateAreRoots expects that only root may write to the driver's files on a node, and
+// that only root may read its state.
 func (w *world) testSocketsAndStateAreRoots(t *testing.T) {
 	u := w.tenant(t)
 	u.template("one", oneGPU)
@@ -163,10 +187,12 @@ func (w *world) testSocketsAndStateAreRoots(t *testing.T) {
 	if all := strings.Fields(w.on(t, h100, "sh", "-c", "find "+ours+" -type s -o -name '*.json'")); len(all) < 5 {
 		t.Errorf("sockets of the plugin and of the supervisor, a record and two specs should be there: %q", all)
 	}
-	if open := w.on(t, h100, "sh", "-c", "find "+ours+" '(' -perm /022 -o ! -user 0 ')' ! -type l -exec ls -ld {} +"); strings.TrimSpace(open) != "" {
-		t.Errorf("others than root may write to:\n%s", open)
+	open := w.on(t, h100, "sh", "-c", "find "+ours+" '(' -perm /022 -o ! -user 0 ')' ! -type l -exec ls -ld {} +")
+	if strings.TrimSpace(open) != "" {
+		t.Errorf("users other than root may write to:\n%s", open)
 	}
-	if open := w.on(t, h100, "sh", "-c", "find "+pluginDir+"/state "+pluginDir+"/mps -perm /077 ! -type s -exec ls -ld {} +"); strings.TrimSpace(open) != "" {
-		t.Errorf("others than root may look into:\n%s", open)
+	open = w.on(t, h100, "sh", "-c", "find "+pluginDir+"/state "+pluginDir+"/mps -perm /077 ! -type s -exec ls -ld {} +")
+	if strings.TrimSpace(open) != "" {
+		t.Errorf("users other than root may read:\n%s", open)
 	}
 }

@@ -17,7 +17,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// load is users who all the time create a Pod with a GPU, see it do its work, and delete it.
+// load is a set of users, each of whom keeps creating a Pod with a GPU, checks what the Pod sees,
+// and deletes it.
 type load struct {
 	u       tenant
 	cancel  context.CancelFunc
@@ -26,7 +27,7 @@ type load struct {
 	uuids   map[string]string // by pool/device
 }
 
-// load starts so many users for each node.
+// load starts users that create Pods. perNode is the number of users for each node.
 func (u tenant) load(perNode map[string]int) *load {
 	u.t.Helper()
 	ctx, cancel := context.WithCancel(u.t.Context())
@@ -57,7 +58,7 @@ func (u tenant) load(perNode map[string]int) *load {
 	return l
 }
 
-// completed waits until every user has had n further Pods.
+// completed waits until every user has finished n more Pods.
 func (l *load) completed(n int64) {
 	l.u.t.Helper()
 	before := map[int]int64{}
@@ -74,7 +75,7 @@ func (l *load) completed(n int64) {
 	})
 }
 
-// stop ends the load; Pods under way are left to the namespace's end.
+// stop ends the users. Pods that still run are deleted with the namespace.
 func (l *load) stop() {
 	l.cancel()
 	l.workers.Wait()
@@ -87,7 +88,7 @@ func (l *load) stop() {
 	}
 }
 
-// use is one Pod's life: it prints the GPUs that it sees, and they are those of its claim.
+// use creates a Pod, checks that it lists exactly the GPUs of its claim, and deletes it.
 func (l *load) use(ctx context.Context, name, node string) error {
 	pods := l.u.Client.CoreV1().Pods(l.u.namespace)
 	_, err := pods.Create(ctx, loadPod(name, node), metav1.CreateOptions{})
@@ -102,7 +103,7 @@ func (l *load) use(ctx context.Context, name, node string) error {
 	if err != nil {
 		return err
 	}
-	// What the container printed may reach the log a moment after it.
+	// The container's output may reach the log a moment after the Pod is ready.
 	var seen []string
 	err = wait.PollUntilContextTimeout(ctx, 100*time.Millisecond, enough, true, func(ctx context.Context) (bool, error) {
 		printed, err := pods.GetLogs(name, &corev1.PodLogOptions{}).DoRaw(ctx)
@@ -125,12 +126,15 @@ func (l *load) use(ctx context.Context, name, node string) error {
 	return err
 }
 
-// allocated is the GPU of a running Pod's claim, as the ResourceSlices named it when the load began.
+// allocated returns the UUIDs of the GPUs that a Pod's claim was allocated, as the ResourceSlices
+// published them when the load began.
 func (l *load) allocated(ctx context.Context, pod *corev1.Pod) ([]string, error) {
 	if len(pod.Status.ResourceClaimStatuses) == 0 {
 		return nil, fmt.Errorf("Pod %s: %s: no claim: %+v", pod.Name, pod.Status.Phase, pod.Status.ContainerStatuses)
 	}
-	claim, err := l.u.Client.ResourceV1().ResourceClaims(l.u.namespace).Get(ctx, *pod.Status.ResourceClaimStatuses[0].ResourceClaimName, metav1.GetOptions{})
+	claim, err := l.u.Client.ResourceV1().
+		ResourceClaims(l.u.namespace).
+		Get(ctx, *pod.Status.ResourceClaimStatuses[0].ResourceClaimName, metav1.GetOptions{})
 	if err != nil {
 		return nil, err
 	}

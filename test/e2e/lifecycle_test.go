@@ -12,19 +12,20 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// The nodes of the suite and how many GPUs they have.
+// fleet maps each node of the suite to its number of GPUs.
 var fleet = map[string]int{"gpu1": 8, "gpu2": 1}
 
-// What an administrator does with the release while users work: upgrade it, try to remove it, remove it, install it again.
+// TestLifecycle upgrades, uninstalls and reinstalls the chart while Pods use GPUs.
 func TestLifecycle(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
 	w := bringUpWith(t, cluster.Options{
 		Name: "e2e-life", Nodes: []cluster.NodeOptions{sim.Node("gpu1", "dgx-h100"), sim.Node("gpu2", "t4-x1")},
-		// The kubelet's own: an instance that was killed twice stays away for long enough to see that the other one goes on.
+		// This is the kubelet's default. A plugin instance that was killed twice stays away long enough
+		// for the test to see that the other plugin instance serves.
 		RestartPause: 5 * time.Minute,
 	})
 	w.needSMI(t)
@@ -40,13 +41,13 @@ func TestLifecycle(t *testing.T) {
 		u.gpus(1, 2)
 		u.holder("held", 2, onNode("gpu1"))
 		t.Run("an uninstallation is refused", func(t *testing.T) { w.testRefused(t, u.as(t)) })
-		t.Run("an uninstallation without hooks leaves what they need", func(t *testing.T) { w.testWithoutHooks(t, u.as(t)) })
-		t.Run("an uninstallation by force leaves what they need", func(t *testing.T) { w.testForced(t, u.as(t), bare) })
+		t.Run("an uninstallation without hooks leaves what held claims need", func(t *testing.T) { w.testWithoutHooks(t, u.as(t)) })
+		t.Run("a forced uninstallation leaves what held claims need", func(t *testing.T) { w.testForced(t, u.as(t), bare) })
 	})
 	t.Run("an uninstallation removes everything", func(t *testing.T) { w.testUninstalled(t, bare) })
 }
 
-// Nobody who creates and deletes Pods notices that every plugin is replaced, twice.
+// testUpgrade replaces every plugin twice. No user who creates and deletes Pods may notice.
 func (w *world) testUpgrade(t *testing.T) {
 	u := w.tenant(t)
 	u.gpus(1)
@@ -80,7 +81,8 @@ func (w *world) testUpgrade(t *testing.T) {
 	u.removeAll()
 	for node := range fleet {
 		w.clean(t, node)
-		// Events tell of Prepare alone; the log has both.
+		// Events report only failures of Prepare, so the test also searches the kubelet's log for
+		// failures of Unprepare.
 		for _, line := range logs[node]() {
 			if strings.Contains(line, "prepare dynamic resources: ") {
 				t.Errorf("the kubelet of node %s: %s", node, line)
@@ -89,7 +91,7 @@ func (w *world) testUpgrade(t *testing.T) {
 	}
 }
 
-// noFailedPrepare makes sure that the kubelet never had to say that a claim could not be prepared.
+// noFailedPrepare checks that no Event of the kubelet reports a failed Prepare.
 func (u tenant) noFailedPrepare() {
 	u.t.Helper()
 	list, err := u.Client.CoreV1().Events(u.namespace).List(u.t.Context(), metav1.ListOptions{})
@@ -106,11 +108,12 @@ func (u tenant) noFailedPrepare() {
 		}
 	}
 	if started == 0 {
-		u.t.Errorf("no Event tells of a container that started: Events cannot prove anything")
+		u.t.Errorf("no Event reports a started container, so missing failure Events prove nothing")
 	}
 }
 
-// Both instances of a rolling update serve the kubelet for as long as they are there; if the newer one dies, the older one goes on.
+// testSideBySide keeps both plugin instances of a rolling update running. The newer one must serve
+// the kubelet, and if it dies, the older one must.
 func (w *world) testSideBySide(t *testing.T) {
 	const node = "gpu1"
 	u := w.tenant(t)
@@ -126,26 +129,27 @@ func (w *world) testSideBySide(t *testing.T) {
 	watch, since := w.watchSlices(t, node), time.Now()
 	older, newer := w.overlap(t, node, "logVerbosity=5")
 
-	// What the older one prepared the newer one gives back.
+	// The newer plugin instance must also unprepare claims that the older one prepared.
 	u.holding(claimed(1))
-	w.said(t, newer, "Prepared the claim", "claim-1")
+	w.said(t, newer, "Prepared claim", "claim-1")
 	u.remove("pod-0")
-	w.said(t, newer, "Unprepared the claim", "claim-0")
-	// Twice, because the kubelet starts a container that ended for the first time again at once.
+	w.said(t, newer, "Unprepared claim", "claim-0")
+	// Kill the newer plugin instance twice, because the kubelet restarts a container at once after its
+	// first end.
 	for range 2 {
 		kill(t, mainProcess(t, "GPU_DRA_POD_UID", string(newer.UID)))
 	}
 	u.holding(claimed(2))
-	w.said(t, older, "Prepared the claim", "claim-2")
+	w.said(t, older, "Prepared claim", "claim-2")
 	u.remove("pod-1")
-	w.said(t, older, "Unprepared the claim", "claim-1")
+	w.said(t, older, "Unprepared claim", "claim-1")
 	mainProcess(t, "GPU_DRA_POD_UID", string(newer.UID))
 	u.holding(claimed(3))
 	if n := len(w.records(t, node)); n != 2 {
 		t.Errorf("the node has %d records for 2 claims", n)
 	}
 	w.controllers(t, "start")
-	eventually(t, 90*time.Second, "the older instance goes", func() (bool, string) {
+	eventually(t, 90*time.Second, "the older plugin instance is gone", func() (bool, string) {
 		left := w.instances(t, node)
 		return len(left) == 1 && left[0].UID == newer.UID, fmt.Sprint(len(left))
 	})
@@ -156,8 +160,8 @@ func (w *world) testSideBySide(t *testing.T) {
 	w.clean(t, node)
 }
 
-// overlap begins a rolling update and stops it where the older and the newer instance are both ready: nobody tells the older one to go while the
-// controllers do not run.
+// overlap starts a rolling update and stops it while both plugin instances are ready. It stops the
+// Kubernetes controllers, so that nothing ends the older one.
 func (w *world) overlap(t *testing.T, node, value string) (older, newer corev1.Pod) {
 	t.Helper()
 	older = w.instance(t, node)
@@ -166,16 +170,20 @@ func (w *world) overlap(t *testing.T, node, value string) (older, newer corev1.P
 			w.controllers(t, "start")
 		}
 	})
-	args := append(slices.DeleteFunc(stand.InstallArguments(w.root, "--set", value), func(a string) bool { return strings.HasPrefix(a, "--wait=") }), "--wait=false")
+	args := append(
+		slices.DeleteFunc(clusterharness.InstallArguments(w.root, "--set", value),
+			func(a string) bool { return strings.HasPrefix(a, "--wait=") }),
+		"--wait=false",
+	)
 	if out, err := w.Helm(t.Context(), args...); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	eventually(t, 60*time.Second, "a newer instance is made", func() (bool, string) {
+	eventually(t, 60*time.Second, "a newer plugin instance exists", func() (bool, string) {
 		pods := w.instances(t, node)
 		return len(pods) == 2, fmt.Sprint(len(pods))
 	})
 	w.controllers(t, "stop")
-	eventually(t, 60*time.Second, "both instances are ready", func() (bool, string) {
+	eventually(t, 60*time.Second, "both plugin instances are ready", func() (bool, string) {
 		pods := w.instances(t, node)
 		for _, p := range pods {
 			if p.UID != older.UID {
@@ -190,10 +198,11 @@ func (w *world) overlap(t *testing.T, node, value string) (older, newer corev1.P
 	return older, newer
 }
 
-// said makes sure that an instance has logged something of a claim.
+// said fails the test unless this plugin instance has logged the message in the parameter what
+// about the claim.
 func (w *world) said(t *testing.T, instance corev1.Pod, what, claim string) {
 	t.Helper()
-	out, err := w.Kubectl(t.Context(), "-n", stand.Namespace, "logs", instance.Name)
+	out, err := w.Kubectl(t.Context(), "-n", clusterharness.Namespace, "logs", instance.Name)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -202,17 +211,17 @@ func (w *world) said(t *testing.T, instance corev1.Pod, what, claim string) {
 			return
 		}
 	}
-	t.Errorf("%s did not say %q of %s", instance.Name, what, claim)
+	t.Errorf("plugin %s did not log %q about claim %s", instance.Name, what, claim)
 }
 
-// controllers stops or starts the controllers of Kubernetes itself.
+// controllers stops or starts the kube-controller-manager. verb is "stop" or "start".
 func (w *world) controllers(t *testing.T, verb string) {
 	t.Helper()
 	controlPlane, err := w.Node("control-plane")
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), enough) // also in a cleanup
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), enough) // a cleanup calls this too
 	defer cancel()
 	if err := controlPlane.Service(ctx, verb, "kube-controller-manager"); err != nil {
 		t.Fatal(err)

@@ -12,22 +12,29 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// uninstall is helm uninstall, with all that it prints, until the supervisor's Pods are gone too, which end after the hook.
+// uninstall runs helm uninstall and returns its output. Foreground deletion makes helm also wait
+// for the MPS supervisor's Pods, which end after the hook.
 func (w *world) uninstall(t *testing.T, more ...string) (string, error) {
 	t.Helper()
-	args := append([]string{"uninstall", stand.Release, "--namespace", stand.Namespace, "--timeout", "10m", "--wait", "--cascade", "foreground"}, more...)
+	args := append(
+		[]string{"uninstall", clusterharness.Release, "--namespace", clusterharness.Namespace, "--timeout", "10m", "--wait", "--cascade",
+			"foreground"},
+		more...)
 	cmd, err := w.ClientCommand(t.Context(), "helm", args...)
 	if err != nil {
 		t.Fatal(err)
 	}
 	out, err := cmd.CombinedOutput()
 	if err == nil {
-		// Helm has been seen to come back while one was still there that had been told to go, and an installation right after it took that for its own.
+		// Helm sometimes returns while a deleted DaemonSet still exists. An installation right after that
+		// would adopt the dying DaemonSet.
 		eventually(t, time.Minute, "the chart's DaemonSets are gone", func() (bool, string) {
-			left, err := w.Client.AppsV1().DaemonSets(stand.Namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/instance=" + stand.Release})
+			left, err := w.Client.AppsV1().
+				DaemonSets(clusterharness.Namespace).
+				List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/instance=" + clusterharness.Release})
 			if err != nil {
 				return false, err.Error()
 			}
@@ -37,7 +44,8 @@ func (w *world) uninstall(t *testing.T, more ...string) (string, error) {
 	return string(out), err
 }
 
-// testRefused: the administrator learns who holds what, and nothing has changed.
+// testRefused expects that helm refuses an uninstallation while a claim holds a device. The
+// administrator must learn which claims these are, and nothing may change.
 func (w *world) testRefused(t *testing.T, u tenant) {
 	held := u.holding("held")
 	claim := u.claimOf(t, u.namespace, "held", "gpu")
@@ -49,7 +57,7 @@ func (w *world) testRefused(t *testing.T, u tenant) {
 	}
 	for _, want := range []string{claim.Namespace + "/" + claim.Name, "helm rollback", "--no-hooks"} {
 		if !strings.Contains(out, want) {
-			t.Errorf("helm does not say %q, who holds what and which ways out there are:\n%s", want, out)
+			t.Errorf("helm's output lacks %q:\n%s", want, out)
 		}
 	}
 	u.undisturbed(held)
@@ -61,8 +69,9 @@ func (w *world) testRefused(t *testing.T, u tenant) {
 	u.holder("new", 1, onNode("gpu1"))
 	u.holding("new")
 	u.remove("new")
-	// The release goes on being used.
-	if out, err := w.Helm(t.Context(), "rollback", stand.Release, w.lastRevision(t), "--namespace", stand.Namespace); err != nil {
+	// After the refusal the release must still be usable: roll it back and upgrade it.
+	if out, err := w.Helm(t.Context(), "rollback", clusterharness.Release, w.lastRevision(t), "--namespace",
+		clusterharness.Namespace); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	w.install(t, "--set", "logVerbosity=4")
@@ -70,10 +79,11 @@ func (w *world) testRefused(t *testing.T, u tenant) {
 	watch.alwaysOffered(fleet["gpu1"], since)
 }
 
-// lastRevision is the release's, as helm numbers them.
+// lastRevision returns the number of the release's last revision in helm.
 func (w *world) lastRevision(t *testing.T) string {
 	t.Helper()
-	out, err := w.Helm(t.Context(), "history", stand.Release, "--namespace", stand.Namespace, "--max", "1", "--output", "json")
+	out, err := w.Helm(t.Context(), "history", clusterharness.Release, "--namespace", clusterharness.Namespace, "--max", "1", "--output",
+		"json")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -86,7 +96,8 @@ func (w *world) lastRevision(t *testing.T) string {
 	return strconv.Itoa(revisions[0].Revision)
 }
 
-// testForced: what a running Pod needs stays on its node, nothing stays elsewhere, and an installation takes over what it finds.
+// testForced forces an uninstallation. A running Pod must keep what it needs on its node, nothing
+// may stay on the other node, and a new installation must take over the Pod's claim.
 func (w *world) testForced(t *testing.T, u tenant, bare map[string][]string) {
 	held := u.holding("held")
 	w.install(t, "--set", "uninstall.force=true")
@@ -98,12 +109,16 @@ func (w *world) testForced(t *testing.T, u tenant, bare map[string][]string) {
 	}
 	left := w.traces(t)
 	if !slices.Equal(left["gpu2"], bare["gpu2"]) {
-		t.Errorf("node gpu2, where no claim is held, has\n%s\nbefore the installation it had\n%s", strings.Join(left["gpu2"], "\n"), strings.Join(bare["gpu2"], "\n"))
+		t.Errorf(
+			"node gpu2, where no claim is held, has\n%s\nbefore the installation it had\n%s",
+			strings.Join(left["gpu2"], "\n"),
+			strings.Join(bare["gpu2"], "\n"),
+		)
 	}
 	if n := len(w.records(t, "gpu1")); n != 1 {
-		t.Errorf("there are %d records of the one claim", n)
+		t.Errorf("there are %d records, want one for the one claim", n)
 	}
-	// Nothing may be allocated where nothing can be prepared.
+	// No slice may be left, because no claim may be allocated where no plugin can prepare it.
 	for node := range fleet {
 		if n := len(w.slices(t, node)); n != 0 {
 			t.Errorf("node %s still offers %d slices", node, n)
@@ -111,13 +126,14 @@ func (w *world) testForced(t *testing.T, u tenant, bare map[string][]string) {
 	}
 	u.goesOnWithoutPlugin(held)
 
-	u.delete("held") // its claim cannot be given back without a plugin
+	u.delete("held") // its claim cannot be unprepared without a plugin
 	w.install(t)
 	u.gone("held")
 	w.clean(t, "gpu1")
 }
 
-// goesOnWithoutPlugin makes sure that all is there that a Pod's containers need, and that they can be started again.
+// goesOnWithoutPlugin checks that all files exist that a Pod's containers need, and that its
+// container can restart without a plugin.
 func (u tenant) goesOnWithoutPlugin(h holding) {
 	u.t.Helper()
 	left := u.traces(u.t)["gpu1"]
@@ -135,7 +151,8 @@ func (u tenant) goesOnWithoutPlugin(h holding) {
 	u.stillWorks(h)
 }
 
-// testWithoutHooks: nobody is asked, and the next installation finds what there is.
+// testWithoutHooks uninstalls without hooks, so that no hook checks for claims in use. The next
+// installation must take over the running Pod's claim.
 func (w *world) testWithoutHooks(t *testing.T, u tenant) {
 	held := u.holding("held")
 	if out, err := w.uninstall(t, "--no-hooks"); err != nil {
@@ -159,25 +176,28 @@ func (w *world) testWithoutHooks(t *testing.T, u tenant) {
 	}
 }
 
-// stillWorks makes sure that a Pod sees its GPUs; no slice tells which those are.
+// stillWorks checks that a Pod still sees its GPUs, although no ResourceSlice lists the GPUs any
+// more.
 func (u tenant) stillWorks(h holding) {
 	u.t.Helper()
 	if seen := u.visible(h.pod, ""); !slices.Equal(seen, h.gpus) {
-		u.t.Errorf("Pod %s sees %v, it was given %v", h.pod, seen, h.gpus)
+		u.t.Errorf("Pod %s sees %v, it was allocated %v", h.pod, seen, h.gpus)
 	}
 }
 
-// testUninstalled: nodes and API server are as before the first installation, and the next one works.
+// testUninstalled expects that nodes and API server are as before the first installation, and that
+// the next installation works.
 func (w *world) testUninstalled(t *testing.T, bare map[string][]string) {
 	u := w.tenant(t)
 	u.gpus(8)
 	u.holder("used", 8)
 	u.holding("used")
 	u.remove("used")
-	// Left by a Pod that ended without its plugin: what nobody else would remove.
+	// While the driver is installed, traces must see files of it. Otherwise the comparison below
+	// proves nothing.
 	for node, have := range w.traces(t) {
 		if slices.Equal(have, bare[node]) {
-			t.Errorf("node %s has no trace of the installed driver: they are looked for in the wrong places", node)
+			t.Errorf("traces sees no file of the installed driver on node %s, so it looks in the wrong directories", node)
 		}
 	}
 	if out, err := w.uninstall(t); err != nil {
@@ -191,15 +211,24 @@ func (w *world) testUninstalled(t *testing.T, bare map[string][]string) {
 		}
 		for _, path := range bare[node] {
 			if !slices.Contains(left, path) {
-				t.Errorf("%s was not ours and is gone from node %s", path, node)
+				t.Errorf("%s existed before the installation and is gone from node %s", path, node)
 			}
 		}
 		if n := len(w.slices(t, node)); n != 0 {
 			t.Errorf("%d ResourceSlices of node %s are left", n, node)
 		}
 	}
-	objects, err := w.Kubectl(t.Context(), "get", "--all-namespaces", "--output", "name", "--selector", "app.kubernetes.io/instance="+stand.Release,
-		"daemonsets,pods,jobs,configmaps,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings,deviceclasses,validatingadmissionpolicies,validatingadmissionpolicybindings,resourceslices")
+	objects, err := w.Kubectl(
+		t.Context(),
+		"get",
+		"--all-namespaces",
+		"--output",
+		"name",
+		"--selector",
+		"app.kubernetes.io/instance="+clusterharness.Release,
+		"daemonsets,pods,jobs,configmaps,serviceaccounts,roles,rolebindings,"+
+			"clusterroles,clusterrolebindings,deviceclasses,validatingadmissionpolicies,validatingadmissionpolicybindings,resourceslices",
+	)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -215,13 +244,19 @@ func (w *world) testUninstalled(t *testing.T, bare map[string][]string) {
 	w.clean(t, "gpu1")
 }
 
-// traces lists the files of each node where a driver might leave something.
+// traces lists the files in those directories of each node in which a driver might leave something.
 func (w *world) traces(t *testing.T) map[string][]string {
 	t.Helper()
 	found := map[string][]string{}
 	for node := range fleet {
-		out := w.on(t, node, "sh", "-c", `find /etc /opt /srv /usr/local /usr/bin /dev `+filepath.Dir(pluginDir)+` `+registrarDir+` `+cdiRoot+`/ `+stand.NodeRoot+` \
-			-path /dev/pts -prune -o -path /dev/shm -prune -o -path /opt/cluster -prune -o ! -path `+cdiRoot+`/ -print 2>/dev/null | sort`)
+		out := w.on(
+			t,
+			node,
+			"sh",
+			"-c",
+			`find /etc /opt /srv /usr/local /usr/bin /dev `+filepath.Dir(pluginDir)+` `+registrarDir+` `+cdiRoot+`/ `+clusterharness.NodeRoot+` \
+			-path /dev/pts -prune -o -path /dev/shm -prune -o -path /opt/cluster -prune -o ! -path `+cdiRoot+`/ -print 2>/dev/null | sort`,
+		)
 		found[node] = strings.Fields(out)
 	}
 	return found

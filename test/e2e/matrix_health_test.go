@@ -10,7 +10,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// ward is a GPU of the matrix, with the Pods that hold a part of it, and the cells that have room for more.
+// ward is a GPU of TestMatrix that one test makes fail. holds names the Pods that use the GPU or a
+// part of it. room names the claim templates for which the GPU still has room.
 type ward struct {
 	gpu   string
 	holds []string
@@ -20,17 +21,34 @@ type ward struct {
 func wards() []ward {
 	return []ward{
 		{fractioned, []string{"fraction-alone", "fraction-mps"}, []string{"fraction-alone"}},
-		{inTurns, []string{"turn-alone", "turn-slices"}, []string{"turn-alone", "turn-slices"}},
-		{cutShares, []string{"part-fraction-alone", "part-fraction-mps", "part-turn-alone", "part-turn-slices"}, []string{"part-fraction-mps", "part-turn-alone"}},
+		{timeSliced, []string{"sliced-alone", "sliced-slices"}, []string{"sliced-alone", "sliced-slices"}},
+		{
+			cutShares,
+			[]string{"part-fraction-alone", "part-fraction-mps", "part-sliced-alone", "part-sliced-slices"},
+			[]string{"part-fraction-mps", "part-sliced-alone"},
+		},
 		{whole4, []string{"dynamic-alone", "dynamic-slices", "dynamic-mps"}, []string{"dynamic-alone", "dynamic-mps"}},
-		{staticGPU, []string{"static-alone", "static-slices", "static-mps", "static-fraction-alone", "static-fraction-mps", "static-turn-alone", "static-turn-slices"}, []string{"static-fraction-alone", "static-turn-alone"}},
+		{
+			staticGPU,
+			[]string{
+				"static-alone",
+				"static-slices",
+				"static-mps",
+				"static-fraction-alone",
+				"static-fraction-mps",
+				"static-sliced-alone",
+				"static-sliced-slices",
+			},
+			[]string{"static-fraction-alone", "static-sliced-alone"},
+		},
 	}
 }
 
-// illTaint is what an XID 79 does to every device of its GPU.
+// illTaint is the taint that the driver puts on every device of a GPU that has reported XID 79.
 const illTaint = "gpu.nvidia.com/xid=79:NoSchedule"
 
-// isIll waits until every device of a GPU, and its shares among them, has the taint, and no device of another GPU has any.
+// isIll waits until every device of the GPU at this PCI address has illTaint, and no device of
+// another GPU has a taint.
 func (w *world) isIll(t *testing.T, gpu string) {
 	t.Helper()
 	prefix := deviceOf(gpu)
@@ -49,12 +67,12 @@ func (w *world) isIll(t *testing.T, gpu string) {
 	})
 }
 
-// deviceOf is the name of a GPU at a PCI address.
+// deviceOf returns the device name of the GPU at a PCI address.
 func deviceOf(gpu string) string {
 	return "gpu-" + strings.NewReplacer(":", "-", ".", "-").Replace(gpu)
 }
 
-// sharesOf are the names of the share devices of a GPU.
+// sharesOf returns the names of the share devices of the GPU at a PCI address.
 func (w *world) sharesOf(t *testing.T, gpu string) (names []string) {
 	t.Helper()
 	for name := range w.devices(t, h100) {
@@ -65,7 +83,8 @@ func (w *world) sharesOf(t *testing.T, gpu string) (names []string) {
 	return names
 }
 
-// newcomers makes a Pod for each of the cells.
+// newcomers creates one Pod for each name in cells, which are names of claim templates. It returns
+// the Pods' names, which begin with prefix.
 func (u tenant) newcomers(prefix string, cells []string) (pods []string) {
 	u.t.Helper()
 	for _, cell := range cells {
@@ -76,7 +95,7 @@ func (u tenant) newcomers(prefix string, cells []string) (pods []string) {
 	return pods
 }
 
-// areHealthy makes sure that the status of each Pod says so now.
+// areHealthy checks that the status of each Pod reports healthy devices.
 func (u tenant) areHealthy(pods []string) {
 	u.t.Helper()
 	for _, pod := range pods {
@@ -86,8 +105,9 @@ func (u tenant) areHealthy(pods []string) {
 	}
 }
 
-// testIllOneByOne: while one GPU is ill, what is held of it goes on and can be given back, nobody new gets any kind of part of it, and everybody else does as
-// before.
+// testIllOneByOne makes one GPU after another fail. Pods that use the failed GPU must run on and be
+// unprepared when they end, no new claim may get a part of this GPU, and the other GPUs must serve
+// as before.
 func (w *world) testIllOneByOne(u tenant, works []string, same func(*testing.T)) {
 	t := u.t
 	all := wards()
@@ -95,7 +115,7 @@ func (w *world) testIllOneByOne(u tenant, works []string, same func(*testing.T))
 	for i, ill := range all {
 		next := all[(i+1)%len(all)]
 		if shares := w.sharesOf(t, ill.gpu); ill.gpu != whole4 && len(shares) == 0 {
-			t.Errorf("no share device of %s is there to be tainted", ill.gpu)
+			t.Errorf("GPU %s has no share device that could be tainted", ill.gpu)
 		}
 		leaving := u.newcomers("leaves", ill.room)
 		u.running(leaving...)
@@ -113,7 +133,7 @@ func (w *world) testIllOneByOne(u tenant, works []string, same func(*testing.T))
 		w.deletePods(t, u.namespace, append(leaving, served...)...)
 		for _, pod := range kept {
 			if p := u.get(pod); p.Spec.NodeName != "" {
-				t.Errorf("Pod %s was given a part of %s, which is ill", pod, ill.gpu)
+				t.Errorf("Pod %s was allocated a part of GPU %s, which has failed", pod, ill.gpu)
 			}
 		}
 		same(t)
@@ -124,7 +144,8 @@ func (w *world) testIllOneByOne(u tenant, works []string, same func(*testing.T))
 	}
 }
 
-// testIllWhole: a whole GPU that is ill is given back, and nobody gets it until it has recovered.
+// testIllWhole expects that the claim of a failed whole GPU is unprepared, and that no claim gets
+// the GPU until it has recovered.
 func (w *world) testIllWhole(u tenant) {
 	t := u.t
 	w.nvmlsim(t, h100, "xid", whole1, "79")

@@ -10,14 +10,17 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// escaped makes rules one value for helm.
+// escaped escapes the commas in sharing rules, so that helm takes the rules as one value.
 func escaped(rules string) string { return strings.ReplaceAll(rules, ",", `\,`) }
 
-// testOtherRules: rules that change while shares are held. Who holds one goes on, and goes on keeping others away; nobody joins until the rules are as before.
+// testOtherRules changes the sharing rules while claims hold shares. Their Pods must continue and
+// still keep other claims from the whole GPU. No claim may get a new share until the old rules are
+// restored.
 func (w *world) testOtherRules(u tenant, same func(*testing.T)) {
 	t := u.t
-	w.install(t, "--reuse-values", "--set", "shares="+escaped(fractioned+"=shares:4,"+inTurns+"=fractions"))
-	// A Pod that is refused holds its share too: the scheduler has given it out.
+	w.install(t, "--reuse-values", "--set", "shares="+escaped(fractioned+"=shares:4,"+timeSliced+"=fractions"))
+	// held collects the share devices of all allocated claims, also of claims that the driver refused,
+	// because the scheduler has allocated their shares.
 	claims, err := w.Client.ResourceV1().ResourceClaims(u.namespace).List(t.Context(), metav1.ListOptions{})
 	if err != nil {
 		t.Fatal(err)
@@ -34,7 +37,7 @@ func (w *world) testOtherRules(u tenant, same func(*testing.T)) {
 		}
 	}
 	slices.Sort(held)
-	eventually(t, 30*time.Second, "of shares there are those that are held, with nothing left", func() (bool, string) {
+	eventually(t, 30*time.Second, "only the shares that claims hold are published, with no capacity left", func() (bool, string) {
 		var shares []string
 		for name, d := range w.devices(t, h100) {
 			if !strings.HasSuffix(name, "-share") {
@@ -49,14 +52,14 @@ func (w *world) testOtherRules(u tenant, same func(*testing.T)) {
 		slices.Sort(shares)
 		return slices.Equal(shares, held), fmt.Sprintf("there are %q, want %q", shares, held)
 	})
-	eventually(t, 20*time.Second, "an Event says so", func() (bool, string) {
+	eventually(t, 20*time.Second, "an Event reports the shares that end", func() (bool, string) {
 		events := w.events(t, "default", h100)
 		return strings.Contains(events, "SharesEnding: ") && strings.Contains(events, held[0]), events
 	})
 	u.template("alone", shared("gpu.nvidia.com", fractioned, "", ""))
-	u.template("alone-of-turns", shared("gpu.nvidia.com", inTurns, "", ""))
-	whole := u.newcomers("wants", []string{"alone", "alone-of-turns"})
-	joining := u.newcomers("joins", []string{"fraction-alone", "turn-alone"})
+	u.template("alone-of-sliced", shared("gpu.nvidia.com", timeSliced, "", ""))
+	whole := u.newcomers("wants", []string{"alone", "alone-of-sliced"})
+	joining := u.newcomers("joins", []string{"fraction-alone", "sliced-alone"})
 	for _, pod := range slices.Concat(whole, joining) {
 		u.waits(pod)
 	}
@@ -65,7 +68,7 @@ func (w *world) testOtherRules(u tenant, same func(*testing.T)) {
 	u.running(joining...)
 	for _, pod := range whole {
 		if p := u.get(pod); p.Spec.NodeName != "" {
-			t.Errorf("Pod %s was given a GPU of which shares are held", pod)
+			t.Errorf("Pod %s was allocated a whole GPU although claims hold shares of it", pod)
 		}
 	}
 	w.deletePods(t, u.namespace, slices.Concat(whole, joining)...)

@@ -9,24 +9,28 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// cell is one way to use one kind of device.
+// cell is one combination that TestMatrix tries: a kind of device, and a way in which containers or
+// claims share it.
 type cell struct {
 	name   string
 	claim  string
-	client bool     // of MPS
-	says   []string // of a refusal; nil where it works
+	client bool     // whether a program is a client of MPS
+	says   []string // texts of the refusal; nil if the combination works
 }
 
-// The interval is no field of a MigDeviceConfig.
+// someSlices names no interval, because a MigDeviceConfig has no field for it.
 const (
 	someMPS    = "sharing: {strategy: MPS}"
 	someSlices = "sharing: {strategy: TimeSlicing}"
 )
 
-// matrixRules leave room for more claims than the cells are, and share of the partitions that an admin made, too.
-const matrixRules = shareRules + "," + inTurns + "=shares:6," + staticGPU + "/1g.20gb=fractions," + staticGPU + "/2g.20gb=shares:6"
+// matrixRules are sharing rules for more shares than the claims of the function cells take. They
+// also share partitions that an admin created.
+const matrixRules = shareRules + "," + timeSliced + "=shares:6," + staticGPU + "/1g.20gb=fractions," + staticGPU + "/2g.20gb=shares:6"
 
-// cells are all combinations. Each has a device of its own, but for shares, which are of one.
+// cells returns all combinations of a kind of device and a way of sharing it. Combinations with
+// shares of the same kind take shares of one device, each other combination has a device for
+// itself.
 func cells() []cell {
 	mps, slices := gpuConfig(someMPS), slicing("Long")
 	migMPS, migSlices := migConfig(someMPS), migConfig(someSlices)
@@ -36,18 +40,18 @@ func cells() []cell {
 	cut := func(config string) string { return ofProfile("1g.10gb", mig(whole4, config)) }
 	const eighteen = "capacity: {requests: {memory: 18Gi}}"
 	fraction := func(config string) string { return shared("shared.gpu.nvidia.com", fractioned, eighteen, config) }
-	turn := func(config string) string { return shared("shared.gpu.nvidia.com", inTurns, "", config) }
+	sliced := func(config string) string { return shared("shared.gpu.nvidia.com", timeSliced, "", config) }
 	partFraction := func(config string) string {
 		return ofProfile("1g.10gb", shared("shared.gpu.nvidia.com", cutShares, "capacity: {requests: {memory: 2Gi}}", config))
 	}
-	partTurn := func(config string) string {
+	partSliced := func(config string) string {
 		return ofProfile("2g.20gb", shared("shared.gpu.nvidia.com", cutShares, "", config))
 	}
 	static := func(profile, rest, config string) string {
 		return ofProfile(profile, shared("shared.gpu.nvidia.com", staticGPU, rest, config))
 	}
 	staticFraction := func(config string) string { return static("1g.20gb", "capacity: {requests: {memory: 2Gi}}", config) }
-	staticTurn := func(config string) string { return static("2g.20gb", "", config) }
+	staticSliced := func(config string) string { return static("2g.20gb", "", config) }
 	return []cell{
 		{"whole-alone", gpu(whole1, ""), false, nil},
 		{"whole-slices", gpu(whole2, slices), false, nil},
@@ -58,41 +62,52 @@ func cells() []cell {
 		{"static-fraction-alone", staticFraction(""), true, nil},
 		{"static-fraction-slices", staticFraction(migSlices), false, []string{"TimeSlicing", "request one", "MPS"}},
 		{"static-fraction-mps", staticFraction(migMPS), true, nil},
-		{"static-turn-alone", staticTurn(""), false, nil},
-		{"static-turn-slices", staticTurn(migSlices), false, nil},
-		{"static-turn-mps", staticTurn(migMPS), false, []string{"MPS", "request one", "fractions"}},
+		{"static-sliced-alone", staticSliced(""), false, nil},
+		{"static-sliced-slices", staticSliced(migSlices), false, nil},
+		{"static-sliced-mps", staticSliced(migMPS), false, []string{"MPS", "request one", "fractions"}},
 		{"dynamic-alone", cut(""), false, nil},
 		{"dynamic-slices", cut(migSlices), false, nil},
 		{"dynamic-mps", cut(migMPS), true, nil},
 		{"fraction-alone", fraction(""), true, nil},
 		{"fraction-slices", fraction(slices), false, []string{"TimeSlicing", "request one", "MPS"}},
 		{"fraction-mps", fraction(mps), true, nil},
-		{"turn-alone", turn(""), false, nil},
-		{"turn-slices", turn(slices), false, nil},
-		{"turn-mps", turn(mps), false, []string{"MPS", "request one", "fractions"}},
+		{"sliced-alone", sliced(""), false, nil},
+		{"sliced-slices", sliced(slices), false, nil},
+		{"sliced-mps", sliced(mps), false, []string{"MPS", "request one", "fractions"}},
 		{"part-fraction-alone", partFraction(""), true, nil},
 		{"part-fraction-slices", partFraction(migSlices), false, []string{"TimeSlicing", "request one", "MPS"}},
 		{"part-fraction-mps", partFraction(migMPS), true, nil},
-		{"part-turn-alone", partTurn(""), false, nil},
-		{"part-turn-slices", partTurn(migSlices), false, nil},
-		{"part-turn-mps", partTurn(migMPS), false, []string{"MPS", "request one", "fractions"}},
+		{"part-sliced-alone", partSliced(""), false, nil},
+		{"part-sliced-slices", partSliced(migSlices), false, nil},
+		{"part-sliced-mps", partSliced(migMPS), false, []string{"MPS", "request one", "fractions"}},
 	}
 }
 
-// ofProfile narrows a claim to partitions of a profile. Whole GPUs, which a class for shares has too, know of no profile.
+// ofProfile narrows a claim to partitions of a profile. The expression checks the type first,
+// because the class for shares also selects whole GPUs, which have no profile.
 func ofProfile(profile, claim string) string {
-	return strings.Replace(claim, "selectors: [", fmt.Sprintf(`selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].type.startsWith("mig") && device.attributes["gpu.nvidia.com"].profile == %q'}}, `, profile), 1)
+	return strings.Replace(
+		claim,
+		"selectors: [",
+		fmt.Sprintf(
+			`selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].type.startsWith("mig") && `+
+				`device.attributes["gpu.nvidia.com"].profile == %q'}}, `,
+			profile,
+		),
+		1,
+	)
 }
 
-// TestMatrix: every kind of device in every way of sharing, all at once on one node. Each either works, and goes on working whatever happens to the plugin
-// and to the health of its GPU, or is refused with the reason that the documentation gives.
+// TestMatrix uses every kind of device in every way of sharing at once on one node. Each
+// combination must work, whatever happens to the plugin and the GPUs' health, or be refused with
+// the documented reason.
 func TestMatrix(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
 	w := bringUp(t, "e2e-matrix", sim.Node(h100, "dgx-h100"))
 	w.needSMI(t)
 	w.smi(t, h100, "-pm", "1")
-	w.smi(t, h100, "-i", w.index(t, whole2), "-pm", "0") // as it is on a node on which nobody has done anything about it
+	w.smi(t, h100, "-i", w.index(t, whole2), "-pm", "0") // the default
 	index := w.index(t, staticGPU)
 	w.smi(t, h100, "-i", index, "-mig", "1")
 	w.smi(t, h100, "mig", "-i", index, "-cgi", "14,15,19,19,19", "-C")
@@ -116,7 +131,7 @@ func TestMatrix(t *testing.T) {
 			continue
 		}
 		if got := u.keepsComputing(c.name, ""); got.Mode == "mps" != c.client {
-			t.Errorf("%s: a program runs with mode %q", c.name, got.Mode)
+			t.Errorf("%s: a program attached in mode %q", c.name, got.Mode)
 		}
 	}
 	before := u.containers(works)
@@ -143,9 +158,10 @@ func TestMatrix(t *testing.T) {
 		})
 	}
 	sliced(t)
-	eventually(t, 20*time.Second, "an Event says which GPU forgets what is set", func() (bool, string) {
+	eventually(t, 20*time.Second, "an Event names the GPU without persistence mode", func() (bool, string) {
 		events := w.events(t, "default", h100)
-		return strings.Contains(events, "PersistenceModeOff: Persistence mode of "+deviceOf(whole2)) && strings.Count(events, "PersistenceModeOff") == 1, events
+		return strings.Contains(events, "PersistenceModeOff: Persistence mode of "+deviceOf(whole2)) &&
+			strings.Count(events, "PersistenceModeOff") == 1, events
 	})
 
 	t.Run("restart", func(t *testing.T) {
@@ -161,7 +177,7 @@ func TestMatrix(t *testing.T) {
 		w.install(t, "--reuse-values", "--set", "logVerbosity=5")
 		same(t)
 	})
-	t.Run("other rules for what is shared", func(t *testing.T) { w.testOtherRules(u.as(t), same) })
+	t.Run("other sharing rules", func(t *testing.T) { w.testOtherRules(u.as(t), same) })
 	t.Run("health, one GPU after the other", func(t *testing.T) { w.testIllOneByOne(u.as(t), works, same) })
 	t.Run("health of all GPUs at once", func(t *testing.T) {
 		for gpu := range 8 {
@@ -177,7 +193,7 @@ func TestMatrix(t *testing.T) {
 		same(t)
 	})
 	t.Run("health of a GPU that is held whole", func(t *testing.T) { w.testIllWhole(u.as(t)) })
-	t.Run("nothing of it is left", func(t *testing.T) {
+	t.Run("nothing is left", func(t *testing.T) {
 		w.endPods(t, u.namespace)
 		w.unshared(t)
 		eventually(t, 30*time.Second, "all GPUs are as they were", func() (bool, string) {
@@ -188,7 +204,7 @@ func TestMatrix(t *testing.T) {
 	})
 }
 
-// haveHealth waits until the status of each Pod says so of every device of its claim.
+// haveHealth waits until the status of each Pod reports this health for every device of its claim.
 func (u tenant) haveHealth(pods []string, want corev1.ResourceHealthStatus) {
 	u.t.Helper()
 	for _, pod := range pods {

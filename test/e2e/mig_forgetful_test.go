@@ -13,7 +13,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// testForgetfulHardware: a reboot, and a reload of the driver, forget all instances, and the H100's and X900's mode. Claims that are held get theirs again.
+// testForgetfulHardware lets a reboot and a driver reload erase all MIG instances, and the MIG mode
+// of the H100 and the X900. Claims that hold partitions must get them back.
 func (w *world) testForgetfulHardware(t *testing.T) {
 	u := w.tenant(t)
 	pods := []string{"h100-small", "h100-half", "a100", "unseen"}
@@ -45,10 +46,11 @@ func (w *world) testForgetfulHardware(t *testing.T) {
 	u.haveTheirs(allocated)
 	w.offersAs(t, nodeCards, map[string]string{
 		"1b-00-0": "+25 whole", "3d-00-0": "whole", "43-00-0": "+18 whole", "9b-00-0": "whole",
-		"b1-00-0": "whole", "c1-00-0": "+25", "d1-00-0": "+25", // what was pending
+		"b1-00-0": "whole", "c1-00-0": "+25", "d1-00-0": "+25", // the reboot applied the pending mode
 	})
 
-	// Containers that run through a reload have lost what they had open. The next ones have the same partitions, or do not start.
+	// After a driver reload the running containers' open devices are useless. The next containers must
+	// have the same partitions, or not start.
 	w.nvmlsim(t, nodeCards, "fail", "nvmlDeviceCreateGpuInstanceWithPlacement", "NVML_ERROR_INSUFFICIENT_RESOURCES", "--gpu", "0000:43:00.0")
 	w.nvmlsim(t, nodeCards, "driver", "reload", "--force")
 	u.isCut(nodeCards, "h100-small", "h100-half", "a100")
@@ -75,8 +77,9 @@ func (w *world) testForgetfulHardware(t *testing.T) {
 	u.haveTheirs(allocated)
 	log := w.logOf(t, nodeCards)
 	for pod := range containers {
-		if n := strings.Count(log, fmt.Sprintf(`"Making a claim's partition again, which is gone" claim="%s/%s"`, u.namespace, u.claimOf(t, u.namespace, pod, "gpu").Name)); n != 1 {
-			t.Errorf("the partition of Pod %s was made %d times after one reload", pod, n)
+		if n := strings.Count(log, fmt.Sprintf(`"Recreating lost partition of a claim" claim="%s/%s"`, u.namespace,
+			u.claimOf(t, u.namespace, pod, "gpu").Name)); n != 1 {
+			t.Errorf("the partition of Pod %s was created %d times after one reload, want once", pod, n)
 		}
 	}
 
@@ -85,7 +88,8 @@ func (w *world) testForgetfulHardware(t *testing.T) {
 	w.clean(t, nodeCards)
 }
 
-// isLost waits until the status of a Pod's claim, and an Event at it, say that its device is lost.
+// isLost waits until the status of a Pod's claim reports the device as not ready, and an Event of
+// the claim reports it as lost.
 func (u tenant) isLost(pod string) {
 	u.t.Helper()
 	eventually(u.t, 30*time.Second, "the claim of Pod "+pod+" says that its device is lost", func() (bool, string) {
@@ -96,13 +100,13 @@ func (u tenant) isLost(pod string) {
 	})
 }
 
-// device is the one that a Pod's claim was allocated.
+// device returns the name of the device that a Pod's claim gpu was allocated.
 func (u tenant) device(pod string) string {
 	u.t.Helper()
 	return u.claimOf(u.t, u.namespace, pod, "gpu").Status.Allocation.Devices.Results[0].Device
 }
 
-// containers are the IDs of Pods' containers.
+// containers returns the ID of each Pod's container, by Pod name.
 func (u tenant) containers(pods []string) map[string]string {
 	u.t.Helper()
 	ids := map[string]string{}
@@ -112,7 +116,8 @@ func (u tenant) containers(pods []string) map[string]string {
 	return ids
 }
 
-// inNewContainers waits until Pods run in other containers than these.
+// inNewContainers waits until the Pods in old run in other containers than those with the IDs in
+// old.
 func (u tenant) inNewContainers(old map[string]string) {
 	u.t.Helper()
 	for pod, id := range old {
@@ -125,12 +130,13 @@ func (u tenant) inNewContainers(old map[string]string) {
 	}
 }
 
-// haveTheirs makes sure that each Pod has the device that it was allocated, sees that and nothing else, and that its claim's status says so.
+// haveTheirs checks that each Pod still has the device in allocated, sees only that device, and
+// that its claim's status reports the device as ready.
 func (u tenant) haveTheirs(allocated map[string]string) {
 	u.t.Helper()
 	for pod, want := range allocated {
 		if got := u.device(pod); got != want {
-			u.t.Errorf("Pod %s has %s, it had %s", pod, got, want)
+			u.t.Errorf("Pod %s has device %s, it had %s", pod, got, want)
 		}
 		u.seesPartitions(pod, "gpu")
 		eventually(u.t, 30*time.Second, "the status of Pod "+pod+"'s claim says that "+want+" is ready", func() (bool, string) {
@@ -140,7 +146,8 @@ func (u tenant) haveTheirs(allocated map[string]string) {
 	}
 }
 
-// readiness is what a claim's status says of a device, empty if nothing.
+// readiness returns the status of the Ready condition that the status entries in said have for this
+// device. It returns the empty string if there is no such entry or condition.
 func readiness(said []resourceapi.AllocatedDeviceStatus, device string) metav1.ConditionStatus {
 	for _, s := range said {
 		for _, c := range s.Conditions {
@@ -154,7 +161,8 @@ func readiness(said []resourceapi.AllocatedDeviceStatus, device string) metav1.C
 
 var gpuInstance = regexp.MustCompile(`\|\s+(\d+)\s+MIG \S+\s+(\d+)\s+\d+\s+(\d+):\d+\s+\|`)
 
-// cut are the GPU instances of a node, as the partitions of their names and in order.
+// cut returns the GPU instances of a node, sorted. Each is named like the partition that the driver
+// would publish for it.
 func (w *world) cut(t *testing.T, node string) []string {
 	t.Helper()
 	cards := strings.Fields(w.smi(t, node, "--query-gpu=pci.bus_id", "--format=csv,noheader"))
@@ -171,7 +179,8 @@ func (w *world) cut(t *testing.T, node string) []string {
 	return names
 }
 
-// isCut waits until a node has the GPU instances that Pods of the tenant were allocated, and none else.
+// isCut waits until the node has exactly the GPU instances for the partitions that these Pods were
+// allocated.
 func (u tenant) isCut(node string, pods ...string) {
 	u.t.Helper()
 	var want []string
@@ -181,7 +190,7 @@ func (u tenant) isCut(node string, pods ...string) {
 		}
 	}
 	slices.Sort(want)
-	eventually(u.t, 60*time.Second, fmt.Sprintf("node %s is cut into %v", node, want), func() (bool, string) {
+	eventually(u.t, 60*time.Second, fmt.Sprintf("node %s has the GPU instances %v", node, want), func() (bool, string) {
 		got := u.cut(u.t, node)
 		return slices.Equal(got, want), fmt.Sprint(got)
 	})

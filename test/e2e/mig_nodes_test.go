@@ -16,23 +16,33 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
 // The nodes of TestMIGNodes.
 const (
 	nodeCards   = "cards"  // testdata/cards.yaml
-	nodeLaidOut = "static" // cut by an admin before the driver was installed
-	nodeGuest   = "guest"  // a virtual machine that can use its instance and make none
+	nodeLaidOut = "static" // partitioned by an admin before the driver was installed
+	nodeGuest   = "guest"  // a virtual machine that can use its MIG instance and create none
 )
 
-// TestMIGNodes: what of a GPU can be had depends on its model, its mode, its machine, its admin and the cluster.
+// TestMIGNodes compares the devices that nodes offer with what must be offered for a GPU's model,
+// its MIG mode, its machine, the changes by its admin and the features of the cluster.
 func TestMIGNodes(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
 	models := cardModels(t)
 	cards := cluster.NodeOptions{Name: nodeCards, Mounts: []cluster.Mount{{Source: models, Target: "/opt/models"}}}
-	cards.BootHook = sim.LayoutUp(stand.NodeRoot, "mixed", "--seed", nodeCards, "--node", "/opt/models/node/cards.yaml", "--models", "/opt/models")
+	cards.BootHook = sim.LayoutUp(
+		clusterharness.NodeRoot,
+		"mixed",
+		"--seed",
+		nodeCards,
+		"--node",
+		"/opt/models/node/cards.yaml",
+		"--models",
+		"/opt/models",
+	)
 	w := bringUp(t, "e2e-mignodes", cards, sim.Node(nodeLaidOut, "static-mig"), sim.Node(nodeGuest, "vgpu-guest"))
 	w.needSMI(t)
 	before := w.layout(t, nodeLaidOut)
@@ -57,14 +67,15 @@ func TestMIGNodes(t *testing.T) {
 			})
 		}
 	})
-	t.Run("what an admin cut outlives an upgrade and the driver", func(t *testing.T) { w.testLayoutOutlives(t, before) })
-	t.Run("what an admin cut is handed over", w.testHandOver)
+	t.Run("an admin's partitions outlive an upgrade and the driver", func(t *testing.T) { w.testLayoutOutlives(t, before) })
+	t.Run("an admin's partitions are handed over", w.testHandOver)
 }
 
-// cardModels is a folder with every model, one that does not exist, and the node of cards.
+// cardModels returns a folder with every GPU model, a model that does not exist in reality, and the
+// node file cards.yaml.
 func cardModels(t *testing.T) string {
 	t.Helper()
-	root, err := stand.Root()
+	root, err := clusterharness.Root()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -90,7 +101,9 @@ func cardModels(t *testing.T) string {
 	return dir
 }
 
-// shapes is how a node offers its GPUs, by the address in their names: "whole", "+25" placements, the names of instances.
+// shapes returns what a node offers of each GPU, by the PCI address in its device name: "whole" for
+// the whole GPU, "+25" for 25 partitions on demand, and PROFILE-START, such as "9-0", for a
+// partition that exists.
 func (w *world) shapes(t *testing.T, node string) map[string]string {
 	t.Helper()
 	names, counts := map[string][]string{}, map[string]int{}
@@ -125,23 +138,30 @@ func (w *world) offersAs(t *testing.T, node string, want map[string]string) {
 	})
 }
 
-// saysLimited waits until log, metric and an Event of the node say why a number of its GPUs are not offered in every shape.
+// saysLimited waits until the plugin's log, its metric and a Node Event say for this reason that
+// GPUs are not offered whole and in every partition. The metric must count this number of GPUs.
 func (w *world) saysLimited(t *testing.T, node, reason string, gpus int) {
 	t.Helper()
 	metric := regexp.MustCompile(fmt.Sprintf(`(?m)^gpu_dra_mig_gpus\{reason="%s"\} %d$`, regexp.QuoteMeta(reason), gpus))
-	eventually(t, 30*time.Second, fmt.Sprintf("log, metric and Event of node %s say of %d GPUs: %s", node, gpus, reason), func() (bool, string) {
-		if m := w.get(t, node, "metrics"); !metric.MatchString(m) {
-			return false, strings.Join(regexp.MustCompile(`(?m)^gpu_dra_mig_gpus.*$`).FindAllString(m, -1), "\n")
-		}
-		if log := w.logOf(t, node); !strings.Contains(log, `limited="`+reason) {
-			return false, log
-		}
-		events := w.events(t, "default", node)
-		return regexp.MustCompile(`(?m)^GPUsLimited: .*` + regexp.QuoteMeta(reason)).MatchString(events), events
-	})
+	eventually(
+		t,
+		30*time.Second,
+		fmt.Sprintf("log, metric and Event of node %s say of %d GPUs: %s", node, gpus, reason),
+		func() (bool, string) {
+			if m := w.get(t, node, "metrics"); !metric.MatchString(m) {
+				return false, strings.Join(regexp.MustCompile(`(?m)^gpu_dra_mig_gpus.*$`).FindAllString(m, -1), "\n")
+			}
+			if log := w.logOf(t, node); !strings.Contains(log, `limitedBecause="`+reason) {
+				return false, log
+			}
+			events := w.events(t, "default", node)
+			return regexp.MustCompile(`(?m)^GPUsLimited: .*` + regexp.QuoteMeta(reason)).MatchString(events), events
+		},
+	)
 }
 
-// asPromised waits until a node offers so many GPUs as their policy promises.
+// asPromised waits until the plugin's metric counts this number of GPUs for which the node offers
+// every device that their MIG policy allows.
 func (w *world) asPromised(t *testing.T, node string, gpus int) {
 	t.Helper()
 	want := fmt.Sprintf(`gpu_dra_mig_gpus{reason=""} %d`, gpus)
@@ -151,13 +171,14 @@ func (w *world) asPromised(t *testing.T, node string, gpus int) {
 	})
 }
 
-// Why GPUs of these nodes are not offered in every shape.
+// These are the driver's reasons why GPUs are not offered whole and in every partition.
 const (
-	ampereOff        = "MIG mode is off, and on this card only a reset turns it on"
-	ampereOn         = "MIG mode is on, and on this card only a reset turns it off"
-	instancesOfAdmin = "MIG instances are there that no claim has made: it is offered as it is cut"
-	guestOnly        = "instances can be used but not made here, as in the guest of a virtual GPU"
-	noCounters       = "the cluster keeps no shared counters (feature gate DRAPartitionableDevices, from Kubernetes 1.35), without which shapes that overlap would be given away twice"
+	ampereOff        = "MIG mode is off, and only a GPU reset enables it on this card"
+	ampereOn         = "MIG mode is on, and only a GPU reset disables it on this card"
+	instancesOfAdmin = "MIG instances exist that no claim created: the GPU is offered as partitioned"
+	guestOnly        = "MIG instances can be used but not created here, as in a vGPU guest"
+	noCounters       = "the cluster does not support shared counters (feature gate DRAPartitionableDevices, from Kubernetes 1.35), " +
+		"which overlapping devices need"
 )
 
 func (w *world) testCards(t *testing.T) {
@@ -169,7 +190,8 @@ func (w *world) testCards(t *testing.T) {
 	w.saysLimited(t, nodeCards, ampereOff+", which is pending", 1)
 	w.saysLimited(t, nodeCards, ampereOn, 1)
 	w.saysLimited(t, nodeCards, "", 2)
-	// Some GPUs need counters, so all have them: autoscalers overlook a GPU without.
+	// If one GPU's devices consume counters, all devices must, because autoscalers then ignore a GPU
+	// without counters.
 	sets := map[string]bool{}
 	for _, s := range w.slices(t, nodeCards) {
 		for _, c := range s.Spec.SharedCounters {
@@ -178,7 +200,7 @@ func (w *world) testCards(t *testing.T) {
 		for _, d := range s.Spec.Devices {
 			card, _, _ := strings.Cut(d.Name, "-mig-")
 			if len(d.ConsumesCounters) != 1 || d.ConsumesCounters[0].CounterSet != card {
-				t.Errorf("%s consumes the counters %v, want some of its GPU", d.Name, d.ConsumesCounters)
+				t.Errorf("%s consumes the counters %v, want counters of its GPU", d.Name, d.ConsumesCounters)
 			}
 		}
 	}
@@ -187,7 +209,8 @@ func (w *world) testCards(t *testing.T) {
 	}
 
 	u := w.tenant(t)
-	for pod, address := range map[string]string{"l40s": "0000:3d:00.0", "t4": "0000:9b:00.0", "a100-off": "0000:b1:00.0", "unseen": "0000:43:00.0"} {
+	for pod, address := range map[string]string{"l40s": "0000:3d:00.0", "t4": "0000:9b:00.0", "a100-off": "0000:b1:00.0",
+		"unseen": "0000:43:00.0"} {
 		u.template(pod, device("gpu.nvidia.com", address, ""))
 		u.pod(pod, onNode(nodeCards), fromTemplate("gpu", pod))
 	}
@@ -203,7 +226,8 @@ func (w *world) testCards(t *testing.T) {
 	u.isCut(nodeCards)
 }
 
-// device asks for one device of a card: of a profile, or the whole.
+// device returns a claim for one device of the GPU at this PCI address: a partition of profile, or
+// the whole GPU if profile is empty.
 func device(class, address, profile string) string {
 	wish := fmt.Sprintf(`device.attributes["resource.kubernetes.io"].pciBusID == %q`, address)
 	if profile != "" {
@@ -212,7 +236,7 @@ func device(class, address, profile string) string {
 	return fmt.Sprintf(`requests: [{name: gpu, exactly: {deviceClassName: %s, selectors: [{cel: {expression: %q}}]}}]`, class, wish)
 }
 
-// layout is everything that an admin sees of what a node is cut into.
+// layout returns what nvidia-smi shows of a node's MIG instances and MIG devices.
 func (w *world) layout(t *testing.T, node string) string {
 	t.Helper()
 	return w.smi(t, node, "mig", "-lgi") + w.smi(t, node, "mig", "-lci") + w.smi(t, node, "-L")
@@ -227,7 +251,7 @@ func (w *world) testGuest(t *testing.T) {
 	u.pod("first", onNode(nodeGuest), fromTemplate("mig", "mig"))
 	u.running("first")
 	if given := u.seesPartitions("first", "mig"); len(given) != 1 || !strings.Contains(before, given[0]) {
-		t.Errorf("the Pod was given %v, the host has made\n%s", given, before)
+		t.Errorf("the Pod was allocated %v, but the host has created\n%s", given, before)
 	}
 	u.pod("second", onNode(nodeGuest), fromTemplate("mig", "mig"))
 	u.waits("second")
@@ -238,12 +262,13 @@ func (w *world) testGuest(t *testing.T) {
 	u.seesPartitions("second", "mig")
 	w.endPods(t, u.namespace)
 	if now := w.layout(t, nodeGuest); now != before {
-		t.Errorf("the guest had\n%s\nand has\n%s", before, now)
+		t.Errorf("the guest's MIG layout was\n%s\nand is\n%s", before, now)
 	}
 	w.clean(t, nodeGuest)
 }
 
-// annotate sets the Node's policy; an empty one takes the annotation away.
+// annotate sets the annotation for the MIG policy of a Node. An empty policy removes the
+// annotation.
 func (w *world) annotate(t *testing.T, node, policy string) {
 	t.Helper()
 	value := "null"
@@ -256,7 +281,9 @@ func (w *world) annotate(t *testing.T, node, policy string) {
 	}
 }
 
-// testNoCounters: without counters nothing keeps overlapping shapes apart, so none are offered.
+// testNoCounters uses a cluster in which ResourceSlices cannot have shared counters. There the
+// driver must not offer a GPU both whole and in partitions, because only counters keep claims from
+// getting both.
 func testNoCounters(t *testing.T) {
 	w := bringUpWith(t, cluster.Options{
 		Name: "e2e-nocount", Nodes: []cluster.NodeOptions{simulator(t).Node(nodeLaidOut, "static-mig")},
@@ -270,7 +297,8 @@ func testNoCounters(t *testing.T) {
 	w.saysLimited(t, nodeLaidOut, instancesOfAdmin, 2)
 	w.saysLimited(t, nodeLaidOut, ampereOff+", which is pending", 1)
 	for _, s := range w.slices(t, nodeLaidOut) {
-		if len(s.Spec.SharedCounters) > 0 || slices.ContainsFunc(s.Spec.Devices, func(d resourceapi.Device) bool { return len(d.ConsumesCounters) > 0 }) {
+		if len(s.Spec.SharedCounters) > 0 ||
+			slices.ContainsFunc(s.Spec.Devices, func(d resourceapi.Device) bool { return len(d.ConsumesCounters) > 0 }) {
 			t.Errorf("slice %s has counters", s.Name)
 		}
 	}

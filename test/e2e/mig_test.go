@@ -12,10 +12,11 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// followedWithin is how soon after an admin has cut a GPU it is offered as it is cut.
+// followedWithin limits the time until the plugin publishes a change of MIG instances by an admin.
 const followedWithin = 10 * time.Second
 
-// TestMIG: GPUs that are offered as a whole and in every partition at once, cut for claims and left as they were found.
+// TestMIG uses GPUs that are offered whole and in every partition. The driver partitions them for
+// claims, and must leave them as they were before.
 func TestMIG(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
@@ -25,24 +26,24 @@ func TestMIG(t *testing.T) {
 
 	t.Run("56 Pods take the smallest partitions of eight GPUs", w.testEveryPartition)
 	t.Run("a mix of partitions and whole GPUs fills the node", w.testMix)
-	t.Run("a claim holds several partitions, and a GPU beside them", w.testSeveralPartitions)
-	t.Run("what an admin cut is offered as it is", w.testStatic)
-	t.Run("the cut outlives a kill of the plugin in its midst", w.testKilledCut)
-	t.Run("a GPU reset makes the partitions of running claims anew", w.testReset)
-	t.Run("a cut that fails is said where the user looks, and leaves nothing", w.testFailedCut)
-	t.Run("nothing of all this is left on the node", func(t *testing.T) {
+	t.Run("a claim holds several partitions and a GPU", w.testSeveralPartitions)
+	t.Run("an admin's partitions are offered unchanged", w.testStatic)
+	t.Run("a partition is completed after a kill of the plugin", w.testKilledCut)
+	t.Run("running claims get their partitions again after a GPU reset", w.testReset)
+	t.Run("a failed partition is reported to the user and leaves nothing", w.testFailedCut)
+	t.Run("nothing is left on the node", func(t *testing.T) {
 		w.uncut(t, h100)
 		w.clean(t, h100)
 	})
 }
 
-// partitions asks for a number of partitions of a profile.
+// partitions returns a claim for count partitions of a profile.
 func partitions(count int, profile string) string {
 	return fmt.Sprintf(`requests: [{name: mig, exactly: {deviceClassName: mig.nvidia.com, count: %d, selectors: [{cel: {expression: %q}}]}}]`,
 		count, fmt.Sprintf(`device.attributes["gpu.nvidia.com"].profile == %q`, profile))
 }
 
-// offersShapes waits until a node offers so many whole GPUs and partitions.
+// offersShapes waits until a node offers this many whole GPUs and this many partitions.
 func (w *world) offersShapes(t *testing.T, node string, whole, partitions int) {
 	t.Helper()
 	eventually(t, 30*time.Second, fmt.Sprintf("node %s offers %d GPUs and %d partitions", node, whole, partitions), func() (bool, string) {
@@ -56,7 +57,8 @@ func (w *world) offersShapes(t *testing.T, node string, whole, partitions int) {
 
 var migUUID = regexp.MustCompile(`UUID: (MIG-[0-9a-f-]+)\)`)
 
-// migVisible are the MIG devices that nvidia-smi lists in a Pod's container, sorted.
+// migVisible returns the UUIDs of the MIG devices that nvidia-smi lists in a Pod's container,
+// sorted.
 func (u tenant) migVisible(pod string) []string {
 	u.t.Helper()
 	var uuids []string
@@ -67,7 +69,8 @@ func (u tenant) migVisible(pod string) []string {
 	return uuids
 }
 
-// migAllocated are the UUIDs of the MIG devices that the claim's status names, sorted: one for each allocated partition.
+// migAllocated returns the UUIDs of the MIG devices in the status of a Pod's claim, sorted. It
+// waits until the status has one for each allocated partition.
 func (u tenant) migAllocated(pod, entry string) []string {
 	u.t.Helper()
 	var uuids []string
@@ -96,7 +99,8 @@ func (u tenant) migAllocated(pod, entry string) []string {
 	return uuids
 }
 
-// seesPartitions compares what nvidia-smi lists in a Pod with what its claim was given, and returns it.
+// seesPartitions checks that nvidia-smi in a Pod lists exactly the MIG devices of the Pod's claim,
+// and returns their UUIDs.
 func (u tenant) seesPartitions(pod, entry string) []string {
 	u.t.Helper()
 	given := u.migAllocated(pod, entry)
@@ -106,16 +110,17 @@ func (u tenant) seesPartitions(pod, entry string) []string {
 	return given
 }
 
-// uncut waits until no GPU of the node holds an instance.
+// uncut waits until no GPU of the node has a GPU instance.
 func (w *world) uncut(t *testing.T, node string) {
 	t.Helper()
-	eventually(t, 60*time.Second, "no GPU of node "+node+" is cut", func() (bool, string) {
+	eventually(t, 60*time.Second, "no GPU of node "+node+" has a GPU instance", func() (bool, string) {
 		out := w.smi(t, node, "mig", "-lgi")
 		return strings.Contains(out, "No GPU instances found") || strings.Contains(out, "No MIG-enabled devices found"), out
 	})
 }
 
-// smi runs nvidia-smi on a node, as its admin does. Some of its answers come with an exit code.
+// smi runs nvidia-smi on a node, as its admin does, and returns the output. It ignores the exit
+// code, because some answers come with an error code.
 func (w *world) smi(t *testing.T, node string, args ...string) string {
 	t.Helper()
 	root := "/var/lib/nvmlsim/driver"
@@ -172,7 +177,8 @@ func (w *world) endPods(t *testing.T, namespace string) {
 	})
 }
 
-// runningWithin waits for many Pods at once.
+// runningWithin waits until these Pods run. It lists all Pods of the namespace at once, which suits
+// many Pods.
 func (u tenant) runningWithin(within time.Duration, pods ...string) {
 	u.t.Helper()
 	eventually(u.t, within, fmt.Sprintf("%d Pods run", len(pods)), func() (bool, string) {
@@ -195,10 +201,12 @@ func (u tenant) runningWithin(within time.Duration, pods ...string) {
 	})
 }
 
-// testMix fills eight GPUs: two whole ones, and six that are cut each in another way.
+// testMix uses all of eight GPUs at once: two as whole GPUs, and six in different mixes of
+// partitions.
 func (w *world) testMix(t *testing.T) {
 	u := w.tenant(t)
-	// 7g | 4g+3g | 3g+3g | 2g+2g+2g+1g | 2g+1g.20gb+1g.20gb+1g.20gb | 1g.20gb+5×1g
+	// The partitions of the six GPUs: 7g | 4g+3g | 3g+3g | 2g+2g+2g+1g | 2g+1g.20gb+1g.20gb+1g.20gb |
+	// 1g.20gb+5×1g
 	wishes := map[string]int{"7g.80gb": 1, "4g.40gb": 1, "3g.40gb": 3, "2g.20gb": 4, "1g.20gb": 4, "1g.10gb": 6}
 	var pods []string
 	u.template("whole", oneGPU)
@@ -207,7 +215,8 @@ func (w *world) testMix(t *testing.T) {
 		u.pod(pods[i], onNode(h100), fromTemplate("gpu", "whole"))
 	}
 	u.running(pods...)
-	// From the large to the small, as a cluster's admin would roll them out; what the allocator does with any order is a unit test's.
+	// Create the Pods from large partitions to small ones, as an admin would roll them out. A unit
+	// test covers other orders.
 	for _, profile := range []string{"7g.80gb", "4g.40gb", "3g.40gb", "2g.20gb", "1g.20gb", "1g.10gb"} {
 		template := strings.ReplaceAll(profile, ".", "-")
 		u.template(template, partitions(1, profile))
@@ -231,7 +240,7 @@ func (w *world) testMix(t *testing.T) {
 	w.endPods(t, u.namespace)
 	w.uncut(t, h100)
 
-	// What was cut serves as a whole again: the mode is turned off for it.
+	// GPUs that were partitioned must serve whole again. The driver switches their MIG mode off.
 	u.template("eight", strings.Replace(oneGPU, "gpu.nvidia.com}", "gpu.nvidia.com, count: 8}", 1))
 	u.pod("eight", onNode(h100), fromTemplate("gpu", "eight"))
 	u.running("eight")
@@ -242,12 +251,15 @@ func (w *world) testSeveralPartitions(t *testing.T) {
 	u := w.tenant(t)
 	u.template("several", `
 requests:
-- {name: small, exactly: {deviceClassName: mig.nvidia.com, count: 2, selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "1g.10gb"'}}]}}
-- {name: large, exactly: {deviceClassName: mig.nvidia.com, selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "3g.40gb"'}}]}}
+- {name: small, exactly: {deviceClassName: mig.nvidia.com, count: 2,
+    selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "1g.10gb"'}}]}}
+- {name: large, exactly: {deviceClassName: mig.nvidia.com,
+    selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "3g.40gb"'}}]}}
 constraints: [{requests: [small, large], matchAttribute: gpu.nvidia.com/parentUUID}]`)
 	u.template("apart", `
 requests:
-- {name: mig, exactly: {deviceClassName: mig.nvidia.com, count: 3, selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "2g.20gb"'}}]}}
+- {name: mig, exactly: {deviceClassName: mig.nvidia.com, count: 3,
+    selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "2g.20gb"'}}]}}
 - {name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}
 constraints: [{requests: [mig], distinctAttribute: gpu.nvidia.com/parentUUID}]`)
 	u.pod("together", onNode(h100), fromTemplate("mig", "several"))
@@ -264,17 +276,19 @@ constraints: [{requests: [mig], distinctAttribute: gpu.nvidia.com/parentUUID}]`)
 		parents[*w.devices(t, h100)[r.Device].Attributes["parentUUID"].StringValue] = true
 	}
 	if len(parents) != 1 {
-		t.Errorf("the partitions that belong together are of %v", parents)
+		t.Errorf("the partitions of Pod together are of the GPUs %v, want one", parents)
 	}
 	out, err := w.inventoryOf(t, h100)
-	if made := regexp.MustCompile(` a claim +MIG-`).FindAllString(out, -1); err != nil || len(made) != 6 || strings.Contains(out, " an admin ") {
-		t.Errorf("the inventory does not know six partitions as those of claims: %v\n%s", err, out)
+	if made := regexp.MustCompile(` a claim +MIG-`).FindAllString(out, -1); err != nil || len(made) != 6 ||
+		strings.Contains(out, " an admin ") {
+		t.Errorf("the inventory does not list six partitions of claims: %v\n%s", err, out)
 	}
 	w.endPods(t, u.namespace)
 	w.uncut(t, h100)
 }
 
-// testStatic cuts two GPUs by hand: one stays as it is through claims, a restart of the plugin and an upgrade of the chart.
+// testStatic partitions a GPU by hand. Its MIG layout must stay unchanged through a claim, a
+// restart of the plugin and an upgrade of the chart.
 func (w *world) testStatic(t *testing.T) {
 	u := w.tenant(t)
 	gpu := "gpu-0000-df-00-0"
@@ -295,7 +309,7 @@ func (w *world) testStatic(t *testing.T) {
 		slices.Sort(names)
 		return names
 	}
-	took := eventually(t, followedWithin, "the GPU is offered as the admin cut it", func() (bool, string) {
+	took := eventually(t, followedWithin, "the GPU is offered as the admin partitioned it", func() (bool, string) {
 		got := offered()
 		return slices.Equal(got, []string{"-mig-9-0", "-mig-9-4"}), fmt.Sprint(got)
 	})
@@ -305,13 +319,17 @@ func (w *world) testStatic(t *testing.T) {
 	}
 
 	u.template("half", partitions(1, "3g.40gb"))
-	u.template("admins", `requests: [{name: mig, exactly: {deviceClassName: mig.nvidia.com, count: 2, selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].uuid != "not-cut"'}}]}}]`)
+	u.template(
+		"admins",
+		`requests: [{name: mig, exactly: {deviceClassName: mig.nvidia.com, count: 2, selectors: [{cel: {expression: `+
+			`'device.attributes["gpu.nvidia.com"].uuid != "not-cut"'}}]}}]`,
+	)
 	u.pod("user", onNode(h100), fromTemplate("mig", "admins"))
 	u.running("user")
 	given := u.seesPartitions("user", "mig")
 	for _, uuid := range given {
 		if !strings.Contains(before, uuid) {
-			t.Errorf("%s is none of the admin's:\n%s", uuid, before)
+			t.Errorf("%s is not a MIG device of the admin:\n%s", uuid, before)
 		}
 	}
 	w.restartPlugin(t, h100)
@@ -323,23 +341,22 @@ func (w *world) testStatic(t *testing.T) {
 	if now := layout(); now != before {
 		t.Errorf("after the claim the admin's layout is\n%s", now)
 	}
-	// Another layout is followed, and an empty GPU is offered in all shapes again. The plugin's
-	// worker may have read the instances just now, and keeps others from removing them for a
-	// second.
+	// When the admin removes the MIG instances, the plugin must offer the empty GPU whole and in every
+	// partition again. The removal may fail for a second while the plugin reads the instances.
 	eventually(t, 10*time.Second, "the admin removes the instances", func() (bool, string) {
 		out := w.smi(t, h100, "mig", "-i", "7", "-dci") + w.smi(t, h100, "mig", "-i", "7", "-dgi")
 		return strings.Contains(w.smi(t, h100, "mig", "-i", "7", "-lgi"), "No GPU instances"), out
 	})
-	took = eventually(t, followedWithin, "the empty GPU is offered in all shapes", func() (bool, string) {
+	took = eventually(t, followedWithin, "the empty GPU is offered whole and in every partition", func() (bool, string) {
 		got := offered()
 		return len(got) == 26, fmt.Sprint(got)
 	})
 	if took > followedWithin {
-		t.Errorf("the empty GPU was published after %s, want at most %s", took, followedWithin)
+		t.Errorf("the empty GPU was offered after %s, want at most %s", took, followedWithin)
 	}
 }
 
-// restartPlugin deletes the plugin's Pod on a node and waits for the next one.
+// restartPlugin deletes the plugin's Pod on a node and waits until the next one is ready.
 func (w *world) restartPlugin(t *testing.T, node string) {
 	t.Helper()
 	old := w.instance(t, node)
@@ -352,28 +369,37 @@ func (w *world) restartPlugin(t *testing.T, node string) {
 	})
 }
 
-// testKilledCut kills the plugin, with all its processes, between the GPU instance and its compute instance.
+// testKilledCut kills the plugin and all its processes after they created a GPU instance and before
+// its compute instance. The next plugin must complete the partition.
 func (w *world) testKilledCut(t *testing.T) {
 	u := w.tenant(t)
 	w.nvmlsim(t, h100, "slow", "nvmlGpuInstanceCreateComputeInstance", "1h")
 	u.template("half", partitions(1, "3g.40gb"))
 	u.pod("user", onNode(h100), fromTemplate("mig", "half"))
-	eventually(t, 60*time.Second, "the GPU instance is made, and the compute instance is not", func() (bool, string) {
+	eventually(t, 60*time.Second, "the GPU instance exists, and the compute instance does not", func() (bool, string) {
 		out := w.nvmlsim(t, h100, "show")
-		return regexp.MustCompile(`nvmlGpuInstanceCreateComputeInstance\s.*\b[1-9]\d*\b`).MatchString(out) && !strings.Contains(w.smi(t, h100, "mig", "-lgi"), "No GPU instances"), out
+		return regexp.MustCompile(`nvmlGpuInstanceCreateComputeInstance\s.*\b[1-9]\d*\b`).MatchString(out) &&
+			!strings.Contains(w.smi(t, h100, "mig", "-lgi"), "No GPU instances"), out
 	})
-	w.on(t, h100, "/bin/sh", "-c", `for p in /proc/[0-9]*; do [ "$(readlink $p/exe)" != /usr/bin/gpu-kubelet-plugin ] || kill -9 ${p#/proc/}; done; true`)
+	w.on(
+		t,
+		h100,
+		"/bin/sh",
+		"-c",
+		`for p in /proc/[0-9]*; do [ "$(readlink $p/exe)" != /usr/bin/gpu-kubelet-plugin ] || kill -9 ${p#/proc/}; done; true`,
+	)
 	w.nvmlsim(t, h100, "clear")
 	u.running("user")
 	u.seesPartitions("user", "mig")
 	if out := w.smi(t, h100, "mig", "-lgi"); strings.Count(out, "MIG 3g.40gb") != 1 {
-		t.Errorf("there should be one instance:\n%s", out)
+		t.Errorf("want one GPU instance 3g.40gb:\n%s", out)
 	}
 	w.endPods(t, u.namespace)
 	w.uncut(t, h100)
 }
 
-// testReset resets the GPU below a claim: hardware forgets, the driver does not.
+// testReset resets the GPU of a prepared claim. The GPU loses its MIG instances, but the claim's
+// checkpoint record still names them, so the plugin must create them again.
 func (w *world) testReset(t *testing.T) {
 	u := w.tenant(t)
 	u.template("half", partitions(1, "3g.40gb"))
@@ -383,7 +409,7 @@ func (w *world) testReset(t *testing.T) {
 	r := u.claimOf(t, u.namespace, "user", "mig").Status.Allocation.Devices.Results[0]
 	address := *w.devices(t, h100)[r.Device].Attributes["resource.kubernetes.io/pciBusID"].StringValue
 	w.nvmlsim(t, h100, "reset", address)
-	eventually(t, 60*time.Second, "the partition is there again", func() (bool, string) {
+	eventually(t, 60*time.Second, "the partition exists again", func() (bool, string) {
 		out := w.smi(t, h100, "mig", "-lgi")
 		return strings.Contains(out, "MIG 3g.40gb"), out
 	})
@@ -395,7 +421,8 @@ func (w *world) testReset(t *testing.T) {
 	w.uncut(t, h100)
 }
 
-// testFailedCut has the compute instance fail: the GPU instance goes too, the Pod's Events say why, and the next try succeeds.
+// testFailedCut makes the creation of a compute instance fail. The GPU instance must be removed, an
+// Event of the Pod must give the reason, and the next try must succeed.
 func (w *world) testFailedCut(t *testing.T) {
 	u := w.tenant(t)
 	w.nvmlsim(t, h100, "fail", "nvmlGpuInstanceCreateComputeInstance", "NVML_ERROR_INSUFFICIENT_RESOURCES")

@@ -27,8 +27,8 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// while has something run on each node on which a container of this name runs. It is what the
-// container would do.
+// while simulates a program of another chart. It calls run for each node on which a Pod has a
+// container of this name, and calls the returned function stop when that Pod is gone.
 func (w *world) while(t *testing.T, container string, run func(node string) (stop func(), err error)) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	ended := make(chan struct{})
@@ -84,8 +84,8 @@ func (w *world) while(t *testing.T, container string, run func(node string) (sto
 	})
 }
 
-// listenOn makes a socket in a folder of the node's /var. The way there is too long for a socket's
-// address, so a short link stands for it.
+// listenOn returns a function that creates a Unix socket below the node's /var. It goes through a
+// short link, because the real path is too long for a socket's address.
 func (w *world) listenOn(t *testing.T, node string) func(ctx context.Context, path string) (net.Listener, error) {
 	short := shortLink(t, w.node(t, node).VarDir())
 	return func(ctx context.Context, path string) (net.Listener, error) {
@@ -110,10 +110,10 @@ func shortLink(t *testing.T, target string) string {
 	return link
 }
 
-// reference stands for the GPU container of NVIDIA's DRA driver on a node: it names devices and
-// keeps its checkpoint and CDI specs as that does.
+// reference fakes the GPU container of NVIDIA's DRA driver on a node. It publishes devices, and
+// writes a checkpoint and CDI specs in that driver's format.
 type reference struct {
-	kubeletplugin.DRAPlugin // what is not implemented is not called
+	kubeletplugin.DRAPlugin // the kubelet calls none of the methods that are not implemented
 
 	w          *world
 	t          *testing.T
@@ -133,17 +133,29 @@ func (w *world) referenceDriver(t *testing.T, node string) (stop func(), err err
 		claims: map[types.UID]*resourceapi.ResourceClaim{},
 	}
 	listen := w.listenOn(t, node)
-	helper, err := kubeletplugin.Start(context.WithoutCancel(t.Context()), r,
-		kubeletplugin.DriverName("gpu.nvidia.com"), kubeletplugin.KubeClient(w.Client), kubeletplugin.NodeName(node), kubeletplugin.HealthService(false),
-		kubeletplugin.PluginListener(listen), kubeletplugin.RegistrarListener(listen))
+	helper, err := kubeletplugin.Start(
+		context.WithoutCancel(t.Context()),
+		r,
+		kubeletplugin.DriverName(
+			"gpu.nvidia.com",
+		),
+		kubeletplugin.KubeClient(w.Client),
+		kubeletplugin.NodeName(node),
+		kubeletplugin.HealthService(false),
+		kubeletplugin.PluginListener(listen),
+		kubeletplugin.RegistrarListener(listen),
+	)
 	if err != nil {
 		return nil, err
 	}
 	var devices []resourceapi.Device
 	for i, uuid := range r.uuids {
-		devices = append(devices, resourceapi.Device{Name: fmt.Sprintf("gpu-%d", i), Attributes: map[resourceapi.QualifiedName]resourceapi.DeviceAttribute{
-			"type": {StringValue: ptr.To("gpu")}, "uuid": {StringValue: &uuid},
-		}})
+		devices = append(
+			devices,
+			resourceapi.Device{Name: fmt.Sprintf("gpu-%d", i), Attributes: map[resourceapi.QualifiedName]resourceapi.DeviceAttribute{
+				"type": {StringValue: ptr.To("gpu")}, "uuid": {StringValue: &uuid},
+			}},
+		)
 	}
 	err = helper.PublishResources(t.Context(), resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{
 		node: {Slices: []resourceslice.Slice{{Devices: devices}}},
@@ -151,7 +163,10 @@ func (w *world) referenceDriver(t *testing.T, node string) (stop func(), err err
 	return helper.Stop, err
 }
 
-func (r *reference) PrepareResourceClaims(_ context.Context, claims []*resourceapi.ResourceClaim) (map[types.UID]kubeletplugin.PrepareResult, error) {
+func (r *reference) PrepareResourceClaims(
+	_ context.Context,
+	claims []*resourceapi.ResourceClaim,
+) (map[types.UID]kubeletplugin.PrepareResult, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	results := map[types.UID]kubeletplugin.PrepareResult{}
@@ -162,7 +177,10 @@ func (r *reference) PrepareResourceClaims(_ context.Context, claims []*resourcea
 		for _, d := range claim.Status.Allocation.Devices.Results {
 			name := string(claim.UID) + "-" + d.Device
 			edits = append(edits, map[string]any{"name": name, "containerEdits": map[string]any{
-				"env": []string{"NVIDIA_VISIBLE_DEVICES=void", "REFERENCE_DEVICE=" + d.Device}, "deviceNodes": []any{map[string]any{"path": "/dev/nvidiactl"}},
+				"env": []string{
+					"NVIDIA_VISIBLE_DEVICES=void",
+					"REFERENCE_DEVICE=" + d.Device,
+				}, "deviceNodes": []any{map[string]any{"path": "/dev/nvidiactl"}},
 			}})
 			devices = append(devices, kubeletplugin.Device{
 				Requests: []string{d.Request}, PoolName: d.Pool, DeviceName: d.Device, CDIDeviceIDs: []string{"k8s.gpu.nvidia.com/claim=" + name},
@@ -180,19 +198,21 @@ func (r *reference) specPath(uid types.UID) string {
 	return cdiRoot + "/k8s.gpu.nvidia.com-claim_" + string(uid) + ".yaml" // JSON is YAML
 }
 
-// write writes a file of the node's that is not below /var.
+// write writes content as JSON to a file on the node. It runs a command there, because the host can
+// only write below the node's /var.
 func (r *reference) write(path string, content any) {
 	raw, err := json.Marshal(content)
 	if err != nil {
 		r.t.Error(err)
 		return
 	}
-	if _, err := r.w.node(r.t, r.node).Exec(context.WithoutCancel(r.t.Context()), "sh", "-c", `mkdir -p "${0%/*}" && printf %s "$1" >"$0"`, path, string(raw)); err != nil {
+	if _, err := r.w.node(r.t, r.node).Exec(context.WithoutCancel(r.t.Context()), "sh", "-c", `mkdir -p "${0%/*}" && printf %s "$1" >"$0"`,
+		path, string(raw)); err != nil {
 		r.t.Error(err)
 	}
 }
 
-// keep writes the checkpoint.
+// keep writes the claims that the fake driver has prepared to its checkpoint file.
 func (r *reference) keep() error {
 	prepared := map[types.UID]any{}
 	for uid, claim := range r.claims {
@@ -238,10 +258,10 @@ func (r *reference) UnprepareResourceClaims(_ context.Context, claims []kubeletp
 }
 
 func (r *reference) HandleError(_ context.Context, err error, msg string) {
-	r.t.Logf("the reference driver on %s: %s: %v", r.node, msg, err)
+	r.t.Logf("the fake of NVIDIA's DRA driver on %s: %s: %v", r.node, msg, err)
 }
 
-// devicePlugin stands for NVIDIA's device plugin on a node.
+// devicePlugin fakes NVIDIA's device plugin on a node.
 type devicePlugin struct {
 	deviceplugin.UnimplementedDevicePluginServer
 	ended context.Context
@@ -271,8 +291,9 @@ func (p devicePlugin) Allocate(_ context.Context, request *deviceplugin.Allocate
 	return answer, nil
 }
 
-// devicePlugin registers eight GPUs with the kubelet of a node. What is over when it ends, the
-// kubelet would remember for five minutes: it is restarted instead, as the guide allows.
+// devicePlugin registers a fake device plugin with eight GPUs at a node's kubelet. stop also
+// restarts the kubelet, which would otherwise remember the GPUs for five minutes. The guide allows
+// that.
 func (w *world) devicePlugin(t *testing.T, node string) (stop func(), err error) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	const dir, socket = "/var/lib/kubelet/device-plugins/", "nvidia-gpu.sock"

@@ -14,11 +14,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// TestMigration: users come from the device plugin and from NVIDIA's DRA driver, and go back, by
-// the commands of docs/migration.md. What runs meanwhile goes on.
+// TestMigration moves users from NVIDIA's device plugin and from NVIDIA's DRA driver to this
+// driver, and back, with the commands of docs/migration.md. Running Pods must continue.
 func TestMigration(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
@@ -28,10 +28,10 @@ func TestMigration(t *testing.T) {
 	w.while(t, "nvidia-device-plugin", func(node string) (func(), error) { return w.devicePlugin(t, node) })
 	w.while(t, "gpus", func(node string) (func(), error) { return w.referenceDriver(t, node) })
 
-	// Each part begins where the one before has ended.
+	// Each part needs the state in which the previous one ended, so a failure skips the rest.
 	_ = t.Run("from the device plugin, node by node", w.testFromDevicePlugin) &&
-		t.Run("beside the GPU Operator's monitoring", w.testBesideOperator) &&
-		t.Run("from NVIDIA's DRA driver, with Pods that go on", w.testFromReference) &&
+		t.Run("with the GPU Operator's monitoring", w.testOperatorMonitoring) &&
+		t.Run("from NVIDIA's DRA driver, with running Pods", w.testFromReference) &&
 		t.Run("back to NVIDIA's DRA driver", w.testBackToReference) &&
 		t.Run("with the GPU Operator and its DRA driver", w.testOperatorWithDRA) &&
 		t.Run("with the GPU Operator and its device plugin", w.testOperatorWithDevicePlugin)
@@ -58,7 +58,7 @@ func (w *world) testFromDevicePlugin(t *testing.T) {
 	u.running("new")
 	u.servedByPlugin("new")
 	if after := u.process("stays", "main"); after != before {
-		t.Errorf("the container on the other node was %s and is %s", before, after)
+		t.Errorf("the container of Pod stays was %s and is %s", before, after)
 	}
 	u.pod("claims", onNode("node2"), limits("9"))
 	u.unschedulable("claims", "Insufficient nvidia.com/gpu")
@@ -76,11 +76,12 @@ func (w *world) testFromDevicePlugin(t *testing.T) {
 	}
 }
 
-// servedByPlugin and servedHere tell who has given a Pod its GPU.
+// servedByPlugin and servedHere fail the test unless a Pod got its GPU from the device plugin, or
+// from this driver.
 func (u tenant) servedByPlugin(pod string) {
 	u.t.Helper()
 	if s := u.get(pod).Status.ExtendedResourceClaimStatus; s != nil {
-		u.t.Errorf("Pod %s has claim %s", pod, s.ResourceClaimName)
+		u.t.Errorf("Pod %s has claim %s, want its GPU from the device plugin", pod, s.ResourceClaimName)
 	}
 	if got := u.sh(pod, "main", "echo $NVIDIA_VISIBLE_DEVICES"); !strings.HasPrefix(got, "GPU-") {
 		u.t.Errorf("the device plugin gave Pod %s %q", pod, got)
@@ -93,11 +94,11 @@ func (u tenant) servedHere(pod string) {
 		u.t.Errorf("Pod %s has no claim", pod)
 	}
 	if seen := u.visible(pod, "main"); len(seen) != 1 {
-		u.t.Errorf("Pod %s sees %v", pod, seen)
+		u.t.Errorf("Pod %s sees %v, want one GPU", pod, seen)
 	}
 }
 
-// capacity waits until the kubelet says how many GPUs a device plugin has there.
+// capacity waits until the Node's allocatable nvidia.com/gpu, which a device plugin sets, is want.
 func (w *world) capacity(t *testing.T, node, want string) {
 	t.Helper()
 	eventually(t, 30*time.Second, "the device plugin's GPUs of "+node, func() (bool, string) {
@@ -110,7 +111,8 @@ func (w *world) capacity(t *testing.T, node, want string) {
 	})
 }
 
-// deployment has one Pod with a GPU on a node, which may be evicted.
+// deployment creates a Deployment of one Pod with a GPU on a node, so that a Pod that is evicted
+// gets a successor.
 func (u tenant) deployment(name, node string) {
 	u.t.Helper()
 	u.apply(u.t, u.namespace, `
@@ -132,7 +134,8 @@ spec:
         resources: {limits: {nvidia.com/gpu: "1"}}`)
 }
 
-// ready waits for the one Pod with the label app, and returns its name.
+// ready waits until there is exactly one Pod with this app label and it is ready, and returns its
+// name.
 func (u tenant) ready(app string) (pod string) {
 	u.t.Helper()
 	eventually(u.t, time.Minute, "a Pod of "+app+" is ready", func() (bool, string) {
@@ -149,7 +152,8 @@ func (u tenant) ready(app string) (pod string) {
 	return pod
 }
 
-// process identifies the run of a container.
+// process returns a text that identifies the current run of a container: it changes when the
+// container is replaced or restarted.
 func (u tenant) process(pod, container string) string {
 	u.t.Helper()
 	for _, c := range u.get(pod).Status.ContainerStatuses {
@@ -161,9 +165,9 @@ func (u tenant) process(pod, container string) string {
 	return ""
 }
 
-// testBesideOperator has the Operator's claims for monitoring beside a node whose GPUs are all
-// held.
-func (w *world) testBesideOperator(t *testing.T) {
+// testOperatorMonitoring runs the GPU Operator's monitoring claims, which use admin access, on a
+// node whose GPUs another claim holds.
+func (w *world) testOperatorMonitoring(t *testing.T) {
 	u := w.tenant(t)
 	u.gpus(8)
 	u.holder("all", 8, onNode("node1"))
@@ -183,14 +187,16 @@ func (w *world) testBesideOperator(t *testing.T) {
 
 	w.paused(t, "node1", "nvidia.com/gpu.deploy.client")
 	u.undisturbed(held)
-	// The Operator goes by a validator that starts anew after the change.
+	// The GPU Operator relies on a validator that starts again after a driver upgrade, so a new
+	// validator must run.
 	operator.end(operator.ready("nvidia-operator-validator,node=node1"))
 	operator.apply(t, operator.namespace, operatorClaims)
 	operator.ready("nvidia-operator-validator,node=node1")
 	u.remove("all")
 }
 
-// paused does with a label what the Operator does before and after a change of the driver.
+// paused sets a Node label as the GPU Operator does before a driver upgrade, and resets it as after
+// the upgrade. Every device must be tainted in between.
 func (w *world) paused(t *testing.T, node, label string) {
 	t.Helper()
 	w.kubectl(t, "label", "node", node, label+"=paused-for-driver-upgrade", "--overwrite")
@@ -199,7 +205,7 @@ func (w *world) paused(t *testing.T, node, label string) {
 	w.takesAll(t, node)
 }
 
-// allTainted waits until every device of a node has a taint.
+// allTainted waits until every device of a node has the taint, given as KEY=VALUE:EFFECT.
 func (w *world) allTainted(t *testing.T, node, taint string) {
 	t.Helper()
 	eventually(t, 30*time.Second, "every device of "+node+" has the taint "+taint, func() (bool, string) {
@@ -235,7 +241,7 @@ func (w *world) testFromReference(t *testing.T) {
 	u.running("trainer")
 	before := u.process("trainer", "main")
 	if got := u.sh("trainer", "main", "echo $REFERENCE_DEVICE"); got != "gpu-0\n" {
-		t.Fatalf("the old driver gave %q", got)
+		t.Fatalf("NVIDIA's DRA driver gave the Pod %q", got)
 	}
 	classes := w.classes(t)
 
@@ -252,8 +258,9 @@ func (w *world) testFromReference(t *testing.T) {
 			t.Errorf("class %s was %s and is %s", class, uid, now[class])
 		}
 	}
-	if got := w.kubectl(t, "get", "pods", "-A", "-l", "dra-driver-nvidia-gpu-component=kubelet-plugin", "-o", "jsonpath={.items[*].spec.containers[*].name}"); got != "compute-domains compute-domains" {
-		t.Errorf("of the old driver there are the containers %q", got)
+	if got := w.kubectl(t, "get", "pods", "-A", "-l", "dra-driver-nvidia-gpu-component=kubelet-plugin", "-o",
+		"jsonpath={.items[*].spec.containers[*].name}"); got != "compute-domains compute-domains" {
+		t.Errorf("NVIDIA's DRA driver has the containers %q", got)
 	}
 	u.pod("limits", onNode("node1"), limits("1"))
 	u.holder("claim", 1, onNode("node1"))
@@ -261,7 +268,7 @@ func (w *world) testFromReference(t *testing.T) {
 	u.servedHere("limits")
 	u.sees("claim", "main", u.allocated("claim", "gpu"))
 	if after := u.process("trainer", "main"); after != before {
-		t.Errorf("the old Pod's container was %s and is %s", before, after)
+		t.Errorf("the container of Pod trainer was %s and is %s", before, after)
 	}
 	u.end("trainer")
 	w.offers(t, "node1", 8)
@@ -274,7 +281,7 @@ func (w *world) testFromReference(t *testing.T) {
 		}
 	}
 	if got := len(w.classes(t)); got != 2 {
-		t.Errorf("%d classes are left: %v", got, w.classes(t))
+		t.Errorf("there are %d DeviceClasses, want 2: %v", got, w.classes(t))
 	}
 	u.holder("later", 1)
 	u.running("later")
@@ -282,7 +289,7 @@ func (w *world) testFromReference(t *testing.T) {
 	u.end("limits")
 }
 
-// classes are the DeviceClasses and their UIDs.
+// classes returns the UIDs of the cluster's DeviceClasses, by name.
 func (w *world) classes(t *testing.T) map[string]types.UID {
 	t.Helper()
 	list, err := w.Client.ResourceV1().DeviceClasses().List(t.Context(), metav1.ListOptions{})
@@ -324,28 +331,38 @@ func (w *world) testBackToReference(t *testing.T) {
 	u.holder("back", 1)
 	u.running("back")
 	if got := u.sh("back", "main", "echo $REFERENCE_DEVICE"); !strings.HasPrefix(got, "gpu-") {
-		t.Errorf("the old driver gave %q", got)
+		t.Errorf("NVIDIA's DRA driver gave the Pod %q", got)
 	}
 	u.remove("back")
-	w.kubectl(t, "delete", "namespace", stand.Namespace)
+	w.kubectl(t, "delete", "namespace", clusterharness.Namespace)
 }
 
-// leave ends what a guide has brought about, so that the next one finds a cluster without this
-// driver.
+// leave uninstalls this driver and removes the namespace and labels of a guide, so that the next
+// guide starts without this driver.
 func (w *world) leave(t *testing.T) {
 	t.Helper()
 	if out, err := w.uninstall(t); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	w.kubectl(t, "delete", "namespace", stand.Namespace)
+	w.kubectl(t, "delete", "namespace", clusterharness.Namespace)
 	w.kubectl(t, "label", "nodes", "--all", "gpu-driver-")
 }
 
 func (w *world) testOperatorWithDRA(t *testing.T) {
 	g := w.guide(t, "With a GPUCluster")
-	w.kubectl(t, "label", "nodes", "--all", "nvidia.com/gpu.present=true", "nvidia.com/gpu.deploy.dra-driver=true", "nvidia.com/gpu.deploy.dra-validator=true", "--overwrite")
+	w.kubectl(
+		t,
+		"label",
+		"nodes",
+		"--all",
+		"nvidia.com/gpu.present=true",
+		"nvidia.com/gpu.deploy.dra-driver=true",
+		"nvidia.com/gpu.deploy.dra-validator=true",
+		"--overwrite",
+	)
 	g.shell(g.dir, `helm uninstall dra-driver-nvidia-gpu --namespace dra-driver-nvidia-gpu --wait
-helm install gpu-operator nvidia/gpu-operator --namespace gpu-operator --create-namespace --set clusterPolicy.deployCR=false,gpuCluster.deployCR=true --wait`)
+helm install gpu-operator nvidia/gpu-operator --namespace gpu-operator --create-namespace \
+    --set clusterPolicy.deployCR=false,gpuCluster.deployCR=true --wait`)
 	u := w.tenant(t)
 	u.gpus(1)
 	u.holder("trainer", 1, onNode("node1"))
@@ -362,11 +379,11 @@ helm install gpu-operator nvidia/gpu-operator --namespace gpu-operator --create-
 	u.holder("there", 1, onNode("node2"))
 	u.running("there")
 	if got := u.sh("there", "main", "echo $REFERENCE_DEVICE"); !strings.HasPrefix(got, "gpu-") {
-		t.Errorf("the Operator's driver gave %q", got)
+		t.Errorf("the GPU Operator's driver gave the Pod %q", got)
 	}
 	w.paused(t, "node1", "nvidia.com/gpu.deploy.dra-validator")
 	if after := u.process("trainer", "main"); after != before {
-		t.Errorf("the old Pod's container was %s and is %s", before, after)
+		t.Errorf("the container of Pod trainer was %s and is %s", before, after)
 	}
 	if now := w.classes(t); !maps.Equal(now, classes) {
 		t.Errorf("the classes were %v and are %v", classes, now)
@@ -379,7 +396,16 @@ helm install gpu-operator nvidia/gpu-operator --namespace gpu-operator --create-
 
 func (w *world) testOperatorWithDevicePlugin(t *testing.T) {
 	g := w.guide(t, "With a ClusterPolicy")
-	w.kubectl(t, "label", "nodes", "--all", "nvidia.com/gpu.deploy.device-plugin=true", "nvidia.com/gpu.deploy.operator-validator=true", "nvidia.com/gpu.deploy.client=true", "--overwrite")
+	w.kubectl(
+		t,
+		"label",
+		"nodes",
+		"--all",
+		"nvidia.com/gpu.deploy.device-plugin=true",
+		"nvidia.com/gpu.deploy.operator-validator=true",
+		"nvidia.com/gpu.deploy.client=true",
+		"--overwrite",
+	)
 	g.shell(g.dir, "helm install gpu-operator nvidia/gpu-operator --namespace gpu-operator --create-namespace --wait")
 	w.capacity(t, "node1", "8")
 	w.capacity(t, "node2", "8")
@@ -400,9 +426,8 @@ func (w *world) testOperatorWithDevicePlugin(t *testing.T) {
 	w.paused(t, "node2", "nvidia.com/gpu.deploy.device-plugin")
 }
 
-// operatorClaims are the objects by which the GPU Operator's operands look at GPUs: the exporter at
-// all of a node, the validator at one. In the Operator they are DaemonSets; here each node's Pod
-// stands alone.
+// operatorClaims fake two operands of the GPU Operator: the exporter claims all GPUs of a node, the
+// validator one. The Operator creates DaemonSets. Here each node gets a single Pod of each.
 var operatorClaims = operatorTemplate("nvidia-dcgm-exporter", "allocationMode: All") +
 	operatorTemplate("nvidia-operator-validator", "allocationMode: ExactCount, count: 1") +
 	operatorPods("nvidia-dcgm-exporter") + operatorPods("nvidia-operator-validator")

@@ -13,8 +13,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// TestNeighbours: what a default install offers to the other parts of a cluster, how policies
-// change while claims are held, and the manifests of those who come from the reference driver.
+// TestNeighbours checks what a default installation offers to other components of the cluster, how
+// a change of the MIG policy spares devices that claims use, and that manifests for NVIDIA's DRA
+// driver work.
 func TestNeighbours(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
@@ -22,20 +23,21 @@ func TestNeighbours(t *testing.T) {
 	w.needSMI(t)
 	w.installDefault(t)
 
-	t.Run("a default install offers GPUs and counts nothing", w.testDefaultOffer)
+	t.Run("a default install offers GPUs without counters", w.testDefaultOffer)
 	t.Run("a default install runs Pods with nvidia.com/gpu", w.testDefaultResource)
 	t.Run("a default install refuses MPS and names the value to set", w.testDefaultRefusesMPS)
-	t.Run("the Operator's claims see GPUs beside held ones and an admin's partitions", w.testOperatorClaims)
+	t.Run("the Operator's claims see GPUs that are held or partitioned by an admin", w.testOperatorClaims)
 	t.Run("a policy changes under held claims", w.testPolicyChanges)
 	t.Run("manifests of the reference driver", w.testReferenceManifests)
-	t.Run("nothing of all this is left", func(t *testing.T) {
+	t.Run("nothing is left", func(t *testing.T) {
 		for _, node := range []string{h100, a100} {
 			w.clean(t, node)
 		}
 	})
 }
 
-// installDefault installs the chart with what describes a simulated node and nothing else.
+// installDefault installs the chart with default values, except for those that describe a simulated
+// node.
 func (w *world) installDefault(t *testing.T, more ...string) {
 	t.Helper()
 	w.install(t, append([]string{"--set", "mig.policy=", "--set", "mps.enabled=false"}, more...)...)
@@ -100,14 +102,16 @@ config: [{requests: [gpu], opaque: {driver: gpu.nvidia.com, parameters: `+gpuCon
 	w.endPods(t, u.namespace)
 }
 
-// testOperatorClaims runs the claims of the GPU Operator's Pods as its manifests have them.
+// testOperatorClaims runs the claims of the GPU Operator's exporter and validator, which use admin
+// access, while other claims hold GPUs and an admin has partitioned one.
 func (w *world) testOperatorClaims(t *testing.T) {
 	u := w.tenant(t)
 	patch := []byte(`{"metadata":{"labels":{"resource.kubernetes.io/admin-access":"true"}}}`)
-	if _, err := w.Client.CoreV1().Namespaces().Patch(t.Context(), u.namespace, types.MergePatchType, patch, metav1.PatchOptions{}); err != nil {
+	if _, err := w.Client.CoreV1().Namespaces().Patch(t.Context(), u.namespace, types.MergePatchType, patch,
+		metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	// GPUs that are held, and one that an admin has cut, of which a part is held too.
+	// Claims hold three whole GPUs, and one of the two partitions of a GPU that an admin partitioned.
 	index := w.index(t, lastGPU)
 	w.smi(t, h100, "-i", index, "-mig", "1")
 	w.smi(t, h100, "mig", "-i", index, "-cgi", "9,9", "-C")
@@ -130,17 +134,20 @@ func (w *world) testOperatorClaims(t *testing.T) {
 	w.offersShapes(t, h100, 8, 0)
 }
 
-// lastGPU is the last of the H100.
+// lastGPU is the PCI address of the last GPU of the node h100.
 const lastGPU = "0000:df:00.0"
 
-// held remembers how devices were published when claims got them.
+// held watches the devices of claims. consumed has the counters that each device consumed when its
+// claim got it. broken has an error for each device that later was not published or consumed other
+// counters.
 type held struct {
 	*sliceWatch
 	consumed map[string]string
 	broken   []string
 }
 
-// watchHeld checks every complete pool of a node for devices that claims hold.
+// watchHeld watches a node's slices. Each time the pool is complete, it compares the devices that
+// claims hold with their state when the claims got them.
 func (w *world) watchHeld(t *testing.T, node string) *held {
 	t.Helper()
 	h := &held{sliceWatch: w.watchSlices(t, node), consumed: map[string]string{}}
@@ -162,7 +169,7 @@ func (h *held) check(pool map[string]resourceapi.Device) {
 	}
 }
 
-// consumption is what a device takes of which counter sets, as text.
+// consumption returns the counters that a device consumes, as text.
 func consumption(d resourceapi.Device) string {
 	var all []string
 	for _, c := range d.ConsumesCounters {
@@ -174,7 +181,8 @@ func consumption(d resourceapi.Device) string {
 	return "[" + strings.Join(all, " ") + "]"
 }
 
-// hold says that a Pod's claim has its device from now on.
+// hold makes the watch compare the device of a Pod's claim from now on, and returns the name of the
+// device.
 func (h *held) hold(u tenant, pod string) (name string) {
 	u.t.Helper()
 	name = u.device(pod)
@@ -185,7 +193,7 @@ func (h *held) hold(u tenant, pod string) (name string) {
 	return name
 }
 
-// end ends a Pod that holds a device.
+// end deletes a Pod and makes the watch ignore the device of its claim.
 func (h *held) end(u tenant, pod string) {
 	u.t.Helper()
 	name := u.device(pod)
@@ -195,7 +203,8 @@ func (h *held) end(u tenant, pod string) {
 	u.end(pod)
 }
 
-// kept fails the test where a held device was not published as it was.
+// kept fails the test if a device was not published, or consumed other counters than before, while
+// a claim held it.
 func (h *held) kept() {
 	h.t.Helper()
 	h.history(time.Now())
@@ -206,7 +215,8 @@ func (h *held) kept() {
 	}
 }
 
-// Partitions that eight H100 offer: each of them all, or two profiles.
+// These are numbers of partitions that one H100 offers: everyPartition with all profiles,
+// twoProfiles with 1g.10gb and 3g.40gb.
 const (
 	everyPartition = 25
 	twoProfiles    = 7 + 2
@@ -221,7 +231,8 @@ func (w *world) testPolicyChanges(t *testing.T) {
 	u.running("whole")
 	wholeGPU := h.hold(u, "whole")
 
-	// By an upgrade: the GPU that is held stays as it is, the others are offered in every shape.
+	// An upgrade of the chart sets the policy dynamic. The GPU that a claim uses must stay as it is,
+	// and the others are offered whole and in every partition.
 	w.installDefault(t, "--set", "mig.policy=dynamic")
 	w.offersShapes(t, h100, 8, 7*everyPartition)
 	w.warnsOfSlowScheduler(t)
@@ -229,7 +240,8 @@ func (w *world) testPolicyChanges(t *testing.T) {
 	u.running("small")
 	small := h.hold(u, "small")
 
-	// By annotation: what is held stays, what is free goes. A new partition cannot be had.
+	// An annotation sets the policy static. Devices that claims use must stay published, all other
+	// partitions must go, and no new partition may be allocated.
 	w.annotate(t, h100, "static")
 	w.offersShapes(t, h100, 7, 1)
 	u.pod("late", onNode(h100), fromTemplate("gpu", "small"))
@@ -242,7 +254,8 @@ func (w *world) testPolicyChanges(t *testing.T) {
 	w.offersShapes(t, h100, 8, 0)
 	w.modeIsOff(t)
 
-	// Only two profiles, and then a name that no GPU here knows.
+	// Annotations limit the partitions to two profiles, and then to a profile that no GPU of the node
+	// has.
 	w.annotate(t, h100, "dynamic(1g.10gb,3g.40gb)")
 	w.offersShapes(t, h100, 8, 7*twoProfiles)
 	h.end(u, "whole")
@@ -256,7 +269,7 @@ func (w *world) testPolicyChanges(t *testing.T) {
 	w.offersShapes(t, h100, 8, 0)
 
 	h.kept()
-	t.Logf("%s and %s kept their form through all policies", wholeGPU, small)
+	t.Logf("%s and %s were published unchanged under all policies", wholeGPU, small)
 	w.annotate(t, h100, "")
 	w.offersShapes(t, h100, 8, 8*everyPartition)
 	w.installDefault(t)
@@ -274,7 +287,7 @@ func (w *world) modeIsOff(t *testing.T) {
 	})
 }
 
-// nodeHears waits for an Event at a node with all of these texts.
+// nodeHears waits for an Event about the Node with this reason and all of these texts.
 func (w *world) nodeHears(t *testing.T, node, reason string, texts ...string) {
 	t.Helper()
 	eventually(t, 30*time.Second, fmt.Sprintf("an Event %s of node %s says %q", reason, node, texts), func() (bool, string) {
@@ -285,7 +298,7 @@ func (w *world) nodeHears(t *testing.T, node, reason string, texts ...string) {
 	})
 }
 
-// warnsOfSlowScheduler waits for the Event which says what counters cost this scheduler.
+// warnsOfSlowScheduler waits for the Event that warns that counters slow the scheduler down.
 func (w *world) warnsOfSlowScheduler(t *testing.T) {
 	t.Helper()
 	w.nodeHears(t, h100, "SlowScheduler", "1.37")

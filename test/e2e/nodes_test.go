@@ -12,10 +12,11 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// The nodes of TestNodes. A chart has one driver root, so three releases share the cluster, each on the nodes whose label says its name.
+// The nodes of TestNodes, and the label that assigns each node to a release. A chart has one driver
+// root, so three releases of the chart share the cluster.
 const (
 	nodesLabel = "gpu-driver"
 
@@ -26,15 +27,16 @@ const (
 
 	nodesModel = "l40s-x2"
 	nodesGPUs  = 2
-	// nodesDevice is one of the model's devices.
+	// nodesDevice is the device name of a GPU that each of these nodes has.
 	nodesDevice = "gpu-0000-3d-00-0"
 )
 
-// TestNodes is the variety of nodes: drivers that come late or are installed in unusual places, and a container runtime that would ignore the plugin.
+// TestNodes covers NVIDIA drivers that come late or are installed in unusual places, and a
+// container runtime with CDI disabled.
 func TestNodes(t *testing.T) {
 	t.Parallel()
 	w := bringUpNodes(t)
-	// Nothing is shared between these four nodes but the API server, and most of the time is waiting.
+	// These tests use different nodes and mostly wait, so they run in parallel.
 	for name, test := range map[string]func(*testing.T){
 		"CDISwitchedOff":  w.testCDISwitchedOff,
 		"DriverContainer": w.testDriverContainer,
@@ -65,24 +67,53 @@ func bringUpNodes(t *testing.T) *world {
 	}
 	noCDI := describe(nodeNoCDI, "own-root", "")
 	noCDI.DisableCDI = true
-	w := bringUp(t, "e2e-nodes",
+	w := bringUp(
+		t,
+		"e2e-nodes",
 		describe(nodeLate, "own-root", "", "--no-driver", "--no-devices", "--no-uvm"),
 		noCDI,
 		describe(nodeContained, "container", "mkdir -p /run/nvidia", "--kind", "container", "--no-driver"),
-		// As packages do: libraries, tools and firmware among those of the distribution.
-		describe(nodePlain, "root", fmt.Sprintf("cp -a %[1]s/driver/usr/. /usr/; cp -a %[1]s/driver/lib/. /lib/; rm -r %[1]s/driver", stand.NodeRoot)),
+		// This node has the driver installed as packages do: libraries, tools and firmware among those of
+		// the distribution.
+		describe(
+			nodePlain,
+			"root",
+			fmt.Sprintf("cp -a %[1]s/driver/usr/. /usr/; cp -a %[1]s/driver/lib/. /lib/; rm -r %[1]s/driver", clusterharness.NodeRoot),
+		),
 	)
-	w.releaseOn(t, stand.Release, "own-root")
-	w.releaseOn(t, "container", "container", "--set", "driverRoot=/run/nvidia/driver", "--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false")
-	w.releaseOn(t, "root", "root", "--set", "driverRoot=/", "--set", "deviceClasses.gpu.enabled=false", "--set", "deviceClasses.mig.enabled=false")
+	w.releaseOn(t, clusterharness.Release, "own-root")
+	w.releaseOn(
+		t,
+		"container",
+		"container",
+		"--set",
+		"driverRoot=/run/nvidia/driver",
+		"--set",
+		"deviceClasses.gpu.enabled=false",
+		"--set",
+		"deviceClasses.mig.enabled=false",
+	)
+	w.releaseOn(
+		t,
+		"root",
+		"root",
+		"--set",
+		"driverRoot=/",
+		"--set",
+		"deviceClasses.gpu.enabled=false",
+		"--set",
+		"deviceClasses.mig.enabled=false",
+	)
 	return w
 }
 
-// releaseOn installs the chart on the nodes of one label, without waiting: a node that cannot serve has no plugin that is ready.
+// releaseOn installs a release of the chart on the nodes with this label. It does not wait, because
+// a node that cannot serve has no ready plugin.
 func (w *world) releaseOn(t *testing.T, release, label string, more ...string) {
 	t.Helper()
 	args := append([]string{
-		"install", release, stand.Chart(w.root), "--namespace", stand.Namespace, "--create-namespace", "--values", stand.Values(w.root),
+		"install", release, clusterharness.Chart(w.root), "--namespace", clusterharness.Namespace, "--create-namespace", "--values",
+		clusterharness.Values(w.root),
 		"--set", "nodeSelector." + nodesLabel + "=" + label,
 	}, more...)
 	if _, err := w.Helm(t.Context(), args...); err != nil {
@@ -92,11 +123,12 @@ func (w *world) releaseOn(t *testing.T, release, label string, more ...string) {
 
 func (w *world) testDriverComesLate(t *testing.T) {
 	ns := w.namespace(t)
-	w.apply(t, ns, podOn("first", nodeLate)) // it waits from now on, and will start the moment the node offers anything
+	w.apply(t, ns, podOn("first", nodeLate)) // the Pod starts as soon as the node offers a GPU
 	w.saysWhy(t, nodeLate, "libnvidia-ml.so.1 is not under the driver root")
 	before := w.livePlugin(t, nodeLate)
 
-	// The packages are installed and the module is loaded; nobody has made a device node yet.
+	// Now the packages are installed and the kernel module is loaded, but the device nodes are still
+	// missing.
 	w.nvmlsim(t, nodeLate, "driver", "back")
 	w.saysWhy(t, nodeLate, "nvidiactl is missing: run nvidia-modprobe -c=255 on the node")
 
@@ -107,7 +139,7 @@ func (w *world) testDriverComesLate(t *testing.T) {
 	}
 
 	w.nvmlsim(t, nodeLate, "layout", "devices", "--uvm")
-	w.hasEverything(t, ns, nodeLate, stand.NodeRoot+"/driver")
+	w.hasEverything(t, ns, nodeLate, clusterharness.NodeRoot+"/driver")
 	w.offers(t, nodeLate, nodesGPUs)
 	eventually(t, 30*time.Second, "an Event and the readiness say that the node serves", func() (bool, string) {
 		events, ready := w.events(t, "default", nodeLate), w.readiness(t, nodeLate)
@@ -116,16 +148,18 @@ func (w *world) testDriverComesLate(t *testing.T) {
 	w.sameInstance(t, before)
 }
 
-// testLibrariesOffTheLinkersPath is about a folder that no linker looks into by itself, as Debian's packages use.
+// testLibrariesOffTheLinkersPath installs the driver's libraries, as Debian's packages do, in a
+// folder that the linker does not search by itself. The base CDI spec must update the linker's
+// cache.
 func (w *world) testLibrariesOffTheLinkersPath(t *testing.T) {
 	before := w.livePlugin(t, nodeLate)
 	w.reinstall(t, "--libdir", "usr/lib/x86_64-linux-gnu/nvidia/current")
-	base := w.isFullyUsable(t, nodeLate, stand.NodeRoot+"/driver")
+	base := w.isFullyUsable(t, nodeLate, clusterharness.NodeRoot+"/driver")
 	if !slices.ContainsFunc(base.ContainerEdits.Hooks, func(h *specs.Hook) bool { return slices.Contains(h.Args, "update-ldcache") }) {
 		t.Errorf("the base spec has no update-ldcache hook: %+v", base.ContainerEdits.Hooks)
 	}
 	if at := mountedAt(base, "libcuda.so."); !strings.Contains(at, "/nvidia/current/") {
-		t.Errorf("libcuda is mounted at %q: this test shows nothing if the linker finds it there by itself", at)
+		t.Errorf("libcuda is mounted at %q, where the linker finds it by itself, so this test proves nothing", at)
 	}
 	w.sameInstance(t, before)
 }
@@ -133,7 +167,7 @@ func (w *world) testLibrariesOffTheLinkersPath(t *testing.T) {
 func (w *world) testBareDriverRoot(t *testing.T) {
 	before := w.livePlugin(t, nodeLate)
 	w.reinstall(t, "--kind", "bare")
-	root := stand.NodeRoot + "/driver"
+	root := clusterharness.NodeRoot + "/driver"
 	for _, absent := range []string{"/dev", "/usr", "/bin/sh"} {
 		if _, err := w.node(t, nodeLate).Exec(t.Context(), "test", "-e", root+absent); err == nil {
 			t.Fatalf("the driver root has %s: it is not bare", absent)
@@ -147,10 +181,11 @@ func (w *world) testDriverContainer(t *testing.T) {
 	const root = "/run/nvidia/driver"
 	w.saysWhy(t, nodeContained, "is not under the driver root")
 	before := w.livePlugin(t, nodeContained)
-	// What a driver container does: it loads the module, and mounts its root file system, which has a /dev of its own, long after the plugin's start.
+	// Long after the plugin's start, a driver container loads the module and mounts its root file
+	// system, with its own /dev.
 	w.nvmlsim(t, nodeContained, "driver", "back")
 	w.on(t, nodeContained, "mkdir", root)
-	w.on(t, nodeContained, "mount", "--rbind", stand.NodeRoot+"/driver", root)
+	w.on(t, nodeContained, "mount", "--rbind", clusterharness.NodeRoot+"/driver", root)
 	w.offers(t, nodeContained, nodesGPUs)
 	base := w.isFullyUsable(t, nodeContained, root)
 	for _, n := range base.ContainerEdits.DeviceNodes {
@@ -158,14 +193,15 @@ func (w *world) testDriverContainer(t *testing.T) {
 			t.Errorf("device node %s is taken from %q on the host, want it from the driver container's /dev", n.Path, n.HostPath)
 		}
 	}
-	// The driver container ends and takes its directory along, whoever still uses it (the plugin listens to the GPUs); its successor makes a new one.
+	// The driver container ends and removes its directory, although the plugin's watcher process still
+	// uses it. The next driver container creates a new directory.
 	w.on(t, nodeContained, "umount", "-R", "-l", root)
 	w.on(t, nodeContained, "rmdir", root)
 	w.nvmlsim(t, nodeContained, "driver", "away", "--force")
 	w.saysWhyNot(t, nodeContained, "is not under the driver root")
 	w.nvmlsim(t, nodeContained, "driver", "back")
 	w.on(t, nodeContained, "mkdir", root)
-	w.on(t, nodeContained, "mount", "--rbind", stand.NodeRoot+"/driver", root)
+	w.on(t, nodeContained, "mount", "--rbind", clusterharness.NodeRoot+"/driver", root)
 	w.isFullyUsable(t, nodeContained, root)
 	w.sameInstance(t, before)
 }
@@ -174,7 +210,7 @@ func (w *world) testPlainHost(t *testing.T) {
 	base := w.isFullyUsable(t, nodePlain, "/usr")
 	for _, n := range base.ContainerEdits.DeviceNodes {
 		if n.HostPath != "" {
-			t.Errorf("device node %s is taken from %q, want it from where it is", n.Path, n.HostPath)
+			t.Errorf("device node %s is taken from %q, want the same path on the host", n.Path, n.HostPath)
 		}
 	}
 }
@@ -185,38 +221,41 @@ func (w *world) testCDISwitchedOff(t *testing.T) {
 	w.saysWhy(t, nodeNoCDI, cdiIsOff)
 	ns := w.namespace(t)
 	w.apply(t, ns, podOn("wants", nodeNoCDI))
-	eventually(t, 30*time.Second, "the Pod is told that there is no GPU for it", func() (bool, string) {
+	eventually(t, 30*time.Second, "the Pod's Event says that there is no GPU for it", func() (bool, string) {
 		events := w.events(t, ns, "wants")
 		return strings.Contains(events, "FailedScheduling"), events
 	})
-	// A claim that was allocated all the same (before CDI was switched off, say) is refused: without CDI its Pod would run, and see no GPU.
+	// A claim that was allocated before CDI was disabled must be refused, because without CDI its Pod
+	// would run without a GPU.
 	w.handAllocate(t, ns, "forced", nodeNoCDI, nodesDevice)
 	w.apply(t, ns, podOnClaim("forced", nodeNoCDI, "forced"))
 	w.refused(t, ns, "forced", cdiIsOff, "enable_cdi = true")
 	w.counts(t, nodeNoCDI, "prepare", "not-ready")
-	// The remedy that it names.
+	// Do what the error message tells the admin to do.
 	w.on(t, nodeNoCDI, "sed", "-i", "s/enable_cdi = false/enable_cdi = true/", "/etc/containerd/config.toml")
 	if err := w.node(t, nodeNoCDI).RestartContainerd(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	w.running(t, ns, "forced", "wants")
 	w.deletePods(t, ns)
-	w.isFullyUsable(t, nodeNoCDI, stand.NodeRoot+"/driver")
+	w.isFullyUsable(t, nodeNoCDI, clusterharness.NodeRoot+"/driver")
 }
 
-// reinstall takes the driver of the late node away, with its files and device nodes, and installs it in another way, under the running plugin.
+// reinstall removes the driver of the node late with its files and device nodes, and installs it
+// again while the plugin runs. how are the simulator's options for the new installation.
 func (w *world) reinstall(t *testing.T, how ...string) {
 	t.Helper()
 	w.nvmlsim(t, nodeLate, "driver", "away", "--files", "--force")
 	w.saysWhyNot(t, nodeLate, "libnvidia-ml.so.1 is not under the driver root")
-	w.on(t, nodeLate, w.sim.LayoutUp(stand.NodeRoot, nodesModel, append([]string{"--seed", nodeLate}, how...)...)...)
+	w.on(t, nodeLate, w.sim.LayoutUp(clusterharness.NodeRoot, nodesModel, append([]string{"--seed", nodeLate}, how...)...)...)
 	eventually(t, 30*time.Second, "the plugin is ready again", func() (bool, string) {
 		ready := w.readiness(t, nodeLate)
 		return ready == "ok", ready
 	})
 }
 
-// isFullyUsable runs a Pod on the node and returns the base spec that it was given.
+// isFullyUsable runs a Pod with a GPU on the node, and returns the node's base CDI spec. It fails
+// the test if the Pod lacks its GPU or the spec is incomplete.
 func (w *world) isFullyUsable(t *testing.T, node, driverRoot string) specs.Spec {
 	t.Helper()
 	w.offers(t, node, nodesGPUs)
@@ -225,7 +264,8 @@ func (w *world) isFullyUsable(t *testing.T, node, driverRoot string) specs.Spec 
 	return w.hasEverything(t, ns, node, driverRoot)
 }
 
-// hasEverything waits for the Pod called first and returns the base spec that it was given, which must be complete. driverRoot is where the libraries lie.
+// hasEverything waits for the Pod named first, checks its GPU and that the node's base CDI spec is
+// complete, and returns the spec. The libraries in the spec must come from below driverRoot.
 func (w *world) hasEverything(t *testing.T, ns, node, driverRoot string) specs.Spec {
 	t.Helper()
 	w.running(t, ns, "first")
@@ -256,16 +296,17 @@ func (w *world) hasEverything(t *testing.T, ns, node, driverRoot string) specs.S
 		t.Errorf("the container has the cards %q, want one", cards)
 	}
 	if w.sim.SMI == "" {
-		t.Log("SKIPPED in part: without the real nvidia-smi nobody looked through NVML in the container")
+		t.Log("SKIPPED in part: no NVML check in the container without the real nvidia-smi")
 		return base
 	}
 	if got, want := w.visible(t, ns, "first", ""), w.uuids(t, w.claimOf(t, ns, "first", "gpu")); !slices.Equal(got, want) {
-		t.Errorf("nvidia-smi sees %q, allocated is %q", got, want)
+		t.Errorf("nvidia-smi lists %q, allocated is %q", got, want)
 	}
 	return base
 }
 
-// mountedAt is where the base spec mounts the file whose name begins so.
+// mountedAt returns the container path at which the base CDI spec mounts the file whose name begins
+// with name, or the empty string.
 func mountedAt(spec specs.Spec, name string) string {
 	for _, m := range spec.ContainerEdits.Mounts {
 		if strings.HasPrefix(m.ContainerPath[strings.LastIndex(m.ContainerPath, "/")+1:], name) {
@@ -275,7 +316,8 @@ func mountedAt(spec specs.Spec, name string) string {
 	return ""
 }
 
-// saysWhy waits until a node that has never served says why not, everywhere where someone may look, and makes sure that it publishes nothing.
+// saysWhy waits until a node that never served claims reports the reason in the readiness probe,
+// the log and an Event. It fails the test if the node has published anything.
 func (w *world) saysWhy(t *testing.T, node, reason string) {
 	t.Helper()
 	w.saysWhyNot(t, node, reason)
@@ -284,7 +326,7 @@ func (w *world) saysWhy(t *testing.T, node, reason string) {
 	}
 }
 
-// saysWhyNot waits until readiness, log and an Event of the node say why it cannot serve.
+// saysWhyNot waits until readiness, log and a Node Event give the reason why the node cannot serve.
 func (w *world) saysWhyNot(t *testing.T, node, reason string) {
 	t.Helper()
 	eventually(t, 60*time.Second, fmt.Sprintf("readiness, log and an Event of node %s say %q", node, reason), func() (bool, string) {
@@ -296,11 +338,12 @@ func (w *world) saysWhyNot(t *testing.T, node, reason string) {
 			return false, "log: " + log
 		}
 		events := w.events(t, "default", node)
-		return strings.Contains(events, "DevicesUnavailable: No claim is prepared on this node: ") && strings.Contains(events, reason), "Events: " + events
+		return strings.Contains(events, "DevicesUnavailable: This node refuses to prepare claims: ") &&
+			strings.Contains(events, reason), "Events: " + events
 	})
 }
 
-// livePlugin is the node's plugin, ready or not, and not one that is going.
+// livePlugin returns the node's running plugin Pod, ready or not, but not one that is terminating.
 func (w *world) livePlugin(t *testing.T, node string) corev1.Pod {
 	t.Helper()
 	var found corev1.Pod
@@ -315,7 +358,7 @@ func (w *world) livePlugin(t *testing.T, node string) corev1.Pod {
 	return found
 }
 
-// sameInstance makes sure that the plugin's process has not been started again since.
+// sameInstance checks that the plugin's Pod and its process are the same as before.
 func (w *world) sameInstance(t *testing.T, before corev1.Pod) {
 	t.Helper()
 	now := w.livePlugin(t, before.Spec.NodeName)
@@ -324,13 +367,13 @@ func (w *world) sameInstance(t *testing.T, before corev1.Pod) {
 	}
 }
 
-// readiness is what the node's plugin answers to the kubelet's probe.
+// readiness returns the plugin's answer to the kubelet's readiness probe.
 func (w *world) readiness(t *testing.T, node string) string {
 	t.Helper()
 	return strings.TrimSpace(w.get(t, node, "readyz"))
 }
 
-// get is what the node's plugin serves on a path.
+// get returns what the node's plugin serves over HTTP on a path.
 func (w *world) get(t *testing.T, node, path string) string {
 	t.Helper()
 	p := w.livePlugin(t, node)
@@ -338,7 +381,8 @@ func (w *world) get(t *testing.T, node, path string) string {
 	return out
 }
 
-// counts makes sure that the plugin's metrics tell of a failed prepare or unprepare by its cause.
+// counts fails the test unless the plugin's metrics count an error with this cause for this
+// operation, which is prepare or unprepare.
 func (w *world) counts(t *testing.T, node, operation, cause string) {
 	t.Helper()
 	series := fmt.Sprintf("gpu_dra_request_errors_total{cause=%q,operation=%q} ", cause, operation)
@@ -349,15 +393,15 @@ func (w *world) counts(t *testing.T, node, operation, cause string) {
 
 func (w *world) logOf(t *testing.T, node string) string {
 	t.Helper()
-	out, err := w.Kubectl(t.Context(), "-n", stand.Namespace, "logs", w.livePlugin(t, node).Name)
+	out, err := w.Kubectl(t.Context(), "-n", clusterharness.Namespace, "logs", w.livePlugin(t, node).Name)
 	if err != nil {
 		return err.Error()
 	}
 	return out
 }
 
-// inventoryOf is what the subcommand prints that an operator runs first.
+// inventoryOf returns the output of the plugin's inventory subcommand on a node.
 func (w *world) inventoryOf(t *testing.T, node string) (string, error) {
 	t.Helper()
-	return w.exec(t, stand.Namespace, w.livePlugin(t, node).Name, "", "gpu-kubelet-plugin", "inventory")
+	return w.exec(t, clusterharness.Namespace, w.livePlugin(t, node).Name, "", "gpu-kubelet-plugin", "inventory")
 }

@@ -17,10 +17,10 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// Where the driver keeps things on a node.
+// The driver's directories and its base CDI spec on a node.
 const (
 	pluginDir    = "/var/lib/kubelet/plugins/gpu.nvidia.com"
 	registrarDir = "/var/lib/kubelet/plugins_registry"
@@ -32,7 +32,7 @@ func claimSpecPath(claimUID string) string {
 	return cdiRoot + "/k8s.gpu.nvidia.com-claim_" + claimUID + ".json"
 }
 
-// hostDir is a folder of the node's /var, as the host sees it.
+// hostDir returns the directory of the host that a node sees as path, which must be below /var.
 func (w *world) hostDir(t *testing.T, node, path string) string {
 	t.Helper()
 	below, ok := strings.CutPrefix(path, "/var/")
@@ -42,11 +42,12 @@ func (w *world) hostDir(t *testing.T, node, path string) string {
 	return filepath.Join(w.node(t, node).VarDir(), below)
 }
 
-// leftovers lists what claims have left on a node: records, specs, locks that are held, temporary files, sockets of instances that are
-// gone. GPUs' lock files, the marks of those whose MIG mode was turned on and what is known of their health are no leftovers: there are as many as GPUs. Nor is
-// the one file of all claims' locks.
+// leftovers is a script that lists what claims have left on a node: checkpoint records, CDI specs,
+// locked lock files, temporary files, sockets of ended plugins. It ignores files that exist once
+// per GPU and the lock file that all claims use.
 const leftovers = `
-find "$1/state" "$2" -type f ! -path "$1/state/locks/gpu-*" ! -path "$1/state/locks/claims" ! -path "$1/state/mig/gpu-*" ! -path "$1/state/health.json" ! -path "$2/k8s.gpu.nvidia.com-base.json"
+find "$1/state" "$2" -type f ! -path "$1/state/locks/gpu-*" ! -path "$1/state/locks/claims" \
+    ! -path "$1/state/mig/gpu-*" ! -path "$1/state/health.json" ! -path "$2/k8s.gpu.nvidia.com-base.json"
 for lock in "$1"/state/locks/*; do
 	[ ! -e "$lock" ] || flock --nonblock "$lock" true || echo "$lock is held"
 	[ ! -e "$lock" ] || ! grep "OFDLCK.*:$(stat -c %i "$lock") " /proc/locks || echo "a part of $lock is held"
@@ -56,11 +57,15 @@ ls "$1"/publisher.request* 2>/dev/null
 [ -e "$2/k8s.gpu.nvidia.com-base.json" ] || echo "the base spec is missing"
 true`
 
-// clean waits until nothing of any claim is left on a node, except of the claims with these UIDs.
+// clean waits until the script leftovers prints nothing on a node. It ignores lines about the
+// claims whose UIDs are in except.
 func (w *world) clean(t *testing.T, node string, except ...string) {
 	t.Helper()
 	eventually(t, 30*time.Second, "nothing of any claim is left on node "+node, func() (bool, string) {
-		lines := strings.Split(w.on(t, node, "sh", "-c", leftovers, "sh", pluginDir, cdiRoot, registrarDir, string(w.instance(t, node).UID)), "\n")
+		lines := strings.Split(
+			w.on(t, node, "sh", "-c", leftovers, "sh", pluginDir, cdiRoot, registrarDir, string(w.instance(t, node).UID)),
+			"\n",
+		)
 		left := slices.DeleteFunc(lines, func(line string) bool {
 			return line == "" || slices.ContainsFunc(except, func(uid string) bool { return uid != "" && strings.Contains(line, uid) })
 		})
@@ -68,7 +73,7 @@ func (w *world) clean(t *testing.T, node string, except ...string) {
 	})
 }
 
-// instance is the plugin's Pod on a node, once there is exactly one and it is ready.
+// instance returns the plugin's Pod on a node, once it is the only one and is ready.
 func (w *world) instance(t *testing.T, node string) corev1.Pod {
 	t.Helper()
 	var found corev1.Pod
@@ -85,7 +90,7 @@ func (w *world) instance(t *testing.T, node string) corev1.Pod {
 
 func (w *world) instances(t *testing.T, node string) []corev1.Pod {
 	t.Helper()
-	list, err := w.Client.CoreV1().Pods(stand.Namespace).List(t.Context(), metav1.ListOptions{
+	list, err := w.Client.CoreV1().Pods(clusterharness.Namespace).List(t.Context(), metav1.ListOptions{
 		LabelSelector: "app.kubernetes.io/component=kubelet-plugin", FieldSelector: "spec.nodeName=" + node,
 	})
 	if err != nil {
@@ -100,7 +105,8 @@ func isReady(pod *corev1.Pod) bool {
 	})
 }
 
-// kubeletLog returns a function that returns the lines that a node's kubelet has logged since the call of kubeletLog.
+// kubeletLog returns a function for later, which returns the lines that the node's kubelet has
+// logged since the call of kubeletLog.
 func (w *world) kubeletLog(t *testing.T, node string) func() []string {
 	t.Helper()
 	path := w.node(t, node).Log("kubelet")
@@ -118,7 +124,7 @@ func (w *world) kubeletLog(t *testing.T, node string) func() []string {
 	}
 }
 
-// record is the part of a claim's record that tests look at.
+// record is the part of a claim's checkpoint record, a file on the node, that tests read.
 type record struct {
 	State  string `json:"state"`
 	BootID string `json:"bootID"`
@@ -135,7 +141,8 @@ func readRecord(path string) (record, error) {
 	return envelope.Payload, json.Unmarshal(raw, &envelope)
 }
 
-// records are the paths of the node's records, on the host.
+// records returns the paths, on the host, of the files with the checkpoint records of a node's
+// claims.
 func (w *world) records(t *testing.T, node string) []string {
 	t.Helper()
 	paths, err := filepath.Glob(filepath.Join(w.hostDir(t, node, pluginDir), "state", "claims", "*.json"))
@@ -150,8 +157,9 @@ func (w *world) hasRecord(t *testing.T, node, claimUID string) bool {
 	return slices.ContainsFunc(w.records(t, node), func(path string) bool { return strings.HasPrefix(filepath.Base(path), claimUID) })
 }
 
-// mainProcess is the first process of the container that has a variable with this value in its environment. Values that are unique, such as a Pod's UID,
-// tell containers of different clusters apart.
+// mainProcess returns the first process of the container whose environment has this variable with
+// this value. The value must be unique, such as a Pod's UID, because containers of other clusters
+// run on this machine too.
 func mainProcess(t *testing.T, variable, value string) *os.Process {
 	t.Helper()
 	var found *os.Process
@@ -168,7 +176,8 @@ func mainProcess(t *testing.T, variable, value string) *os.Process {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// Looked at again once it is held: a number may have passed on to another process.
+			// Check the environment again after opening the process: its number may have passed to another
+			// process meanwhile.
 			if found, err = os.FindProcess(pid); err == nil && isMain(folder, variable+"="+value) {
 				return true, ""
 			}
@@ -178,7 +187,7 @@ func mainProcess(t *testing.T, variable, value string) *os.Process {
 	return found
 }
 
-// kill ends a process as kill -9 does, and waits until it is gone.
+// kill ends a process by SIGKILL and waits until it is gone.
 func kill(t *testing.T, process *os.Process) {
 	t.Helper()
 	if err := process.Kill(); err != nil {
@@ -199,7 +208,8 @@ func isMain(folder, entry string) bool {
 	return len(pids) > 0 && pids[len(pids)-1] == "1"
 }
 
-// namespacedPIDs are a process's numbers, in the host's namespace first and in its own last.
+// namespacedPIDs returns a process's numbers, first in the host's PID namespace and last in its
+// own. folder is the process's folder in /proc.
 func namespacedPIDs(folder string) []string {
 	status, err := os.ReadFile(filepath.Join(folder, "status"))
 	if err != nil {

@@ -35,20 +35,23 @@ func (w *world) deletePlugin(t *testing.T, p corev1.Pod) {
 	}
 }
 
-// handAllocate makes a claim that an administrator allocated by hand.
+// handAllocate creates a claim and writes an allocation of these devices into its status by hand,
+// without the scheduler.
 func (w *world) handAllocate(t *testing.T, namespace, name, pool string, devices ...string) {
 	t.Helper()
 	claims := w.Client.ResourceV1().ResourceClaims(namespace)
 	claim, err := claims.Create(t.Context(), &resourceapi.ResourceClaim{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{resourceapi.Finalizer}},
 		Spec: resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{
-			Name: "gpu", Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu.nvidia.com", Count: int64(len(devices)), AllocationMode: resourceapi.DeviceAllocationModeExactCount},
+			Name: "gpu", Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu.nvidia.com", Count: int64(len(devices)),
+				AllocationMode: resourceapi.DeviceAllocationModeExactCount},
 		}}}},
 	}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	// With a timestamp: the scheduler would add one and be refused, because what is allocated cannot be changed.
+	// Set a timestamp: the scheduler would add a missing one, and fail because allocations are
+	// immutable.
 	claim.Status.Allocation = &resourceapi.AllocationResult{AllocationTimestamp: ptr.To(metav1.Now())}
 	for _, d := range devices {
 		claim.Status.Allocation.Devices.Results = append(claim.Status.Allocation.Devices.Results,
@@ -73,7 +76,7 @@ func (w *world) uidOf(t *testing.T, namespace, claim string) string {
 	return string(w.claimNamed(t, namespace, claim).UID)
 }
 
-// allocated is the claim's first device.
+// allocated returns the name of the first device that a claim was allocated.
 func (w *world) allocated(t *testing.T, namespace, claim string) string {
 	t.Helper()
 	c := w.claimNamed(t, namespace, claim)
@@ -83,7 +86,7 @@ func (w *world) allocated(t *testing.T, namespace, claim string) string {
 	return c.Status.Allocation.Devices.Results[0].Device
 }
 
-// pciAddress is where the device of that name sits: gpu-0000-1b-00-0 at 0000:1b:00.0.
+// pciAddress returns the PCI address of a device name: gpu-0000-1b-00-0 is at 0000:1b:00.0.
 func pciAddress(device string) string {
 	p := strings.Split(strings.TrimPrefix(device, "gpu-"), "-")
 	return fmt.Sprintf("%s:%s:%s.%s", p[0], p[1], p[2], p[3])
@@ -93,7 +96,8 @@ func gpuConfig(rest string) string {
 	return "{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, " + rest + "}"
 }
 
-// claimYAML is a claim for one GPU, with opaque parameters unless they are empty.
+// claimYAML is the manifest of a claim for one GPU. The claim gets parameters as its opaque
+// parameters, unless they are empty.
 func claimYAML(name, parameters string) string {
 	config := ""
 	if parameters != "" {
@@ -111,7 +115,8 @@ spec:
 `, name, config)
 }
 
-// podOn is a Pod on a node with a GPU of its own, by a template of the same name.
+// podOn is the manifest of a Pod on a node with a GPU of its own, and of a claim template with the
+// Pod's name.
 func podOn(name, node string) string {
 	return fmt.Sprintf(`
 apiVersion: resource.k8s.io/v1
@@ -126,12 +131,12 @@ spec:
 `, name) + podYAML(name, node, "\n  resourceClaims: [{name: gpu, resourceClaimTemplateName: "+name+"}]", "[{name: gpu}]")
 }
 
-// podOnClaim is a Pod on a node that uses a claim.
+// podOnClaim is the manifest of a Pod on a node that uses an existing claim.
 func podOnClaim(name, node, claim string) string {
 	return podYAML(name, node, "\n  resourceClaims: [{name: gpu, resourceClaimName: "+claim+"}]", "[{name: gpu}]")
 }
 
-// podOnNothing is a Pod on a node that uses no claim.
+// podOnNothing is the manifest of a Pod on a node that uses no claim.
 func podOnNothing(name, node string) string { return podYAML(name, node, "", "[]") }
 
 func podYAML(name, node, claims, use string) string {

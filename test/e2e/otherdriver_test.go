@@ -17,19 +17,23 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 )
 
-// nicDriver is a second driver, served from this process through the node's file system.
+// nicDriver is the name of a second DRA driver, a fake that runs in the test's process.
 const nicDriver = "nic.test"
 
-// nics prepares everything, gives containers nothing, and remembers.
+// nics is a fake DRA driver for network cards. It accepts every claim without any CDI device, and
+// remembers the claims that it has prepared and not yet unprepared.
 type nics struct {
-	kubeletplugin.DRAPlugin // what is not implemented is not called
+	kubeletplugin.DRAPlugin // the kubelet calls none of the methods that are not implemented
 
 	mu       sync.Mutex
 	prepared map[types.UID]bool
 	failed   error
 }
 
-func (n *nics) PrepareResourceClaims(_ context.Context, claims []*resourceapi.ResourceClaim) (map[types.UID]kubeletplugin.PrepareResult, error) {
+func (n *nics) PrepareResourceClaims(
+	_ context.Context,
+	claims []*resourceapi.ResourceClaim,
+) (map[types.UID]kubeletplugin.PrepareResult, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	results := map[types.UID]kubeletplugin.PrepareResult{}
@@ -69,11 +73,12 @@ func (n *nics) count() int {
 	return len(n.prepared)
 }
 
-// serveNICs offers one network card on a node.
+// serveNICs starts the fake driver for network cards on a node and publishes one device.
 func (w *world) serveNICs(t *testing.T, node string) *nics {
 	t.Helper()
 	driver := &nics{prepared: map[types.UID]bool{}}
-	// The kubelet is told the path on the node; the socket is made through the host's view of the same directory.
+	// The kubelet connects to the socket by its path on the node. The test creates the socket in the
+	// same directory, by the directory's path on the host.
 	listen := func(ctx context.Context, path string) (net.Listener, error) {
 		path = filepath.Join(w.node(t, node).VarDir(), strings.TrimPrefix(path, "/var/"))
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -92,7 +97,8 @@ func (w *world) serveNICs(t *testing.T, node string) *nics {
 		ctx := context.WithoutCancel(t.Context())
 		if err := errors.Join(
 			w.Client.ResourceV1().DeviceClasses().Delete(ctx, nicDriver, metav1.DeleteOptions{}),
-			w.Client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{FieldSelector: "spec.driver=" + nicDriver}),
+			w.Client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{},
+				metav1.ListOptions{FieldSelector: "spec.driver=" + nicDriver}),
 		); err != nil {
 			t.Errorf("remove what the other driver has published: %v", err)
 		}
@@ -117,7 +123,10 @@ func (w *world) serveNICs(t *testing.T, node string) *nics {
 func (w *world) testOtherDriver(t *testing.T) {
 	driver := w.serveNICs(t, h100)
 	u := w.tenant(t)
-	u.template("both", `requests: [{name: nic, exactly: {deviceClassName: `+nicDriver+`}}, {name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]`)
+	u.template(
+		"both",
+		`requests: [{name: nic, exactly: {deviceClassName: `+nicDriver+`}}, {name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]`,
+	)
 	u.template("nic", `requests: [{name: nic, exactly: {deviceClassName: `+nicDriver+`}}]`)
 	u.pod("user", fromTemplate("both", "both"), container("all", "both"), container("net", "both/nic"))
 	u.running("user")
@@ -127,14 +136,15 @@ func (w *world) testOtherDriver(t *testing.T) {
 	if got := len(u.claimOf(t, u.namespace, "user", "both").Status.Allocation.Devices.Results); got != 2 {
 		t.Errorf("the claim has %d results, want 2", got)
 	}
-	// The container with the other driver's request alone gets nothing of ours.
+	// The container that uses only the network card must get nothing from the GPU driver.
 	if out, err := u.exec(t, u.namespace, "user", "net", "sh", "-c", "ls -d /dev/nvidia*"); err == nil {
 		t.Errorf("the container with the network card has %s", out)
 	}
 	if w.sim.SMI != "" {
 		u.sees("user", "all", u.allocated("user", "both", "gpu"))
 	}
-	// What has no device of ours is none of our business, and after the Pods' end nothing of either driver is left.
+	// The GPU driver must create no CDI spec for a claim without a GPU. After the end of the Pods
+	// neither driver may have anything left of their claims.
 	specs := func() string { return w.on(t, h100, "find", cdiRoot) }
 	both := string(u.claimOf(t, u.namespace, "user", "both").UID)
 	if out := specs(); !strings.Contains(out, claimSpecPath(both)) {

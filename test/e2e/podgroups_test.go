@@ -11,15 +11,15 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// podGroups is how the cluster's Kubernetes release serves PodGroups.
+// podGroups is the API version of PodGroups in the cluster's Kubernetes release.
 const podGroups = "scheduling.k8s.io/v1alpha2"
 
 func inPodGroup(name string) func(*corev1.Pod) {
 	return func(p *corev1.Pod) { p.Spec.SchedulingGroup = &corev1.PodSchedulingGroup{PodGroupName: ptr.To(name)} }
 }
 
-// testPodGroup has two Pods that share the claim of their PodGroup, which is reserved for the group
-// alone.
+// testPodGroup starts two Pods that share the claim of their PodGroup. The claim is reserved for
+// the PodGroup only, not for the Pods.
 func (w *world) testPodGroup(t *testing.T) {
 	w.needSMI(t)
 	u := w.tenant(t)
@@ -42,7 +42,7 @@ spec:
 	allocated := u.allocated("first", "gpu")
 	u.sees("first", "", allocated)
 	u.sees("second", "", allocated)
-	eventually(t, 10*time.Second, "the claim's status says what it got", func() (bool, string) {
+	eventually(t, 10*time.Second, "the claim's status names its GPU", func() (bool, string) {
 		devices := w.claimOf(t, u.namespace, "first", "gpu").Status.Devices
 		ok := len(devices) == 1 && devices[0].Data != nil && strings.Contains(string(devices[0].Data.Raw), allocated[0])
 		return ok, fmt.Sprintf("%+v", devices)
@@ -56,10 +56,10 @@ spec:
 		})
 	}
 	if out, err := w.Kubectl(t.Context(), "-n", u.namespace, "describe", "podgroup", "gang"); err != nil || !strings.Contains(out, "XID 31") {
-		t.Errorf("kubectl describe podgroup does not show it: %v\n%s", err, out)
+		t.Errorf("kubectl describe podgroup does not show the XID: %v\n%s", err, out)
 	}
 
-	// The claim outlives its Pods, and goes with its group.
+	// The claim must outlive its Pods and end with its PodGroup.
 	u.deletePods(t, u.namespace, "first", "second")
 	if got := w.claimNamed(t, u.namespace, claim.Name); got.Status.Allocation == nil {
 		t.Error("the claim has lost its GPU with its Pods")

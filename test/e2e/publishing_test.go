@@ -25,10 +25,10 @@ import (
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/yaml"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// idleMemory is the most anonymous memory, in KiB, that the plugin may take on a node that has nothing for it to do.
+// idleMemory limits the anonymous memory, in KiB, of the plugin on a node without GPUs.
 const idleMemory = 16 << 10
 
 var anonymous = regexp.MustCompile(`RssAnon:\s+(\d+) kB`)
@@ -36,17 +36,19 @@ var anonymous = regexp.MustCompile(`RssAnon:\s+(\d+) kB`)
 func (w *world) testPlainNode(t *testing.T) {
 	pod := w.livePlugin(t, plain)
 	if status := pod.Status.ContainerStatuses[0]; !status.Ready || status.RestartCount != 0 {
-		t.Errorf("the plugin idles not in peace: %+v", status)
+		t.Errorf("the plugin is not ready or was restarted: %+v", status)
 	}
 	if published := w.slices(t, plain); len(published) != 0 {
 		t.Errorf("the node has no GPU, and its slices are %v", published)
 	}
-	// The supervisor of MPS daemons waits for work with its socket open, on every node.
+	// The plugin may create no file on a node without GPUs. The supervisor of MPS daemons may create
+	// its socket there, because it listens on every node.
 	if out := w.on(t, plain, "find", "/var/run/cdi", "/var/lib/kubelet/plugins", "/var/lib/kubelet/plugins_registry", "-mindepth", "1",
 		"!", "-path", pluginDir, "!", "-path", pluginDir+"/mps", "!", "-path", pluginDir+"/mps/supervisor_*"); out != "" {
-		t.Errorf("the idle plugin has made %s", out)
+		t.Errorf("the idle plugin has created %s", out)
 	}
-	// Every process of the binary, so that a child would count too.
+	// Read the memory of every process of the plugin's binary, so that a child process would count
+	// too.
 	status := w.on(t, plain, "/bin/sh", "-c", `for p in /proc/[0-9]*; do
 		if [ "$(readlink $p/exe)" = /usr/bin/gpu-kubelet-plugin ]; then cat $p/status; fi; done`)
 	found := anonymous.FindAllStringSubmatch(status, -1)
@@ -64,16 +66,17 @@ func (w *world) testPlainNode(t *testing.T) {
 }
 
 func (w *world) testSlicesOfEveryNode(t *testing.T) {
-	t.Run("what the inventory shows is what is published", func(t *testing.T) {
+	t.Run("the inventory shows what is published", func(t *testing.T) {
 		for _, node := range []string{h100, mixed} {
-			out := w.mustExec(t, stand.Namespace, w.livePlugin(t, node).Name, "", "gpu-kubelet-plugin", "inventory", "-o", "yaml")
+			out := w.mustExec(t, clusterharness.Namespace, w.livePlugin(t, node).Name, "", "gpu-kubelet-plugin", "inventory", "-o", "yaml")
 			shown, published := parseSlices(t, out), w.slices(t, node)
 			if len(shown) == 0 || len(shown) != len(published) {
-				t.Fatalf("the inventory of node %s shows %d slices, and published are %d", node, len(shown), len(published))
+				t.Fatalf("the inventory of node %s shows %d slices, but %d are published", node, len(shown), len(published))
 			}
 			for _, slice := range shown {
 				if !slices.ContainsFunc(published, func(p resourceapi.ResourceSlice) bool {
-					return equality.Semantic.DeepEqual(p.Spec.Devices, slice.Spec.Devices) && equality.Semantic.DeepEqual(p.Spec.SharedCounters, slice.Spec.SharedCounters)
+					return equality.Semantic.DeepEqual(p.Spec.Devices, slice.Spec.Devices) &&
+						equality.Semantic.DeepEqual(p.Spec.SharedCounters, slice.Spec.SharedCounters)
 				}) {
 					t.Errorf("the inventory of node %s shows\n%+v\nwhich is not published", node, slice)
 				}
@@ -94,16 +97,35 @@ func (w *world) testSlicesOfEveryNode(t *testing.T) {
 	}
 }
 
-// wouldPublish lays a node out in a corner of the node that has no GPU, and asks the inventory of the plugin there for the slices that it would
-// publish of it.
+// wouldPublish creates the files of a simulated node, described by the parameter model, on the node
+// without GPUs. It returns the slices that the plugin's inventory subcommand prints for these
+// files.
 func (w *world) wouldPublish(t *testing.T, model string) []*resourceapi.ResourceSlice {
 	t.Helper()
-	// A driver root with a dev/ of its own; the plugin has what lies beside its driver root below /driver-root.
-	host, visible := path.Join(stand.NodeRoot, model), path.Join("/driver-root", model)
+	// host is the path of these files on the node. visible is their path in the plugin's container,
+	// where the parent directory of the driver root is mounted at /driver-root.
+	host, visible := path.Join(clusterharness.NodeRoot, model), path.Join("/driver-root", model)
 	w.on(t, plain, w.sim.LayoutUp(host, model, "--kind", "container")...)
-	out := w.mustExec(t, stand.Namespace, w.livePlugin(t, plain).Name, "", "gpu-kubelet-plugin", "inventory", "-o", "yaml", "--node-name", "layout-"+model,
-		"--driver-root", path.Join(host, "driver"), "--driver-root-mount", path.Join(visible, "driver"),
-		"--sysfs-root", path.Join(visible, "sys"), "--proc-root", path.Join(visible, "proc"))
+	out := w.mustExec(
+		t,
+		clusterharness.Namespace,
+		w.livePlugin(t, plain).Name,
+		"",
+		"gpu-kubelet-plugin",
+		"inventory",
+		"-o",
+		"yaml",
+		"--node-name",
+		"layout-"+model,
+		"--driver-root",
+		path.Join(host, "driver"),
+		"--driver-root-mount",
+		path.Join(visible, "driver"),
+		"--sysfs-root",
+		path.Join(visible, "sys"),
+		"--proc-root",
+		path.Join(visible, "proc"),
+	)
 	shown, cards := parseSlices(t, out), map[string]bool{}
 	for _, slice := range shown {
 		for _, d := range slice.Spec.Devices {
@@ -121,12 +143,12 @@ func (w *world) wouldPublish(t *testing.T, model string) []*resourceapi.Resource
 		t.Fatal(err)
 	}
 	if len(cards) == 0 || len(cards) != len(node.GPUs) {
-		t.Fatalf("the node has %d GPUs and would publish devices of %d", len(node.GPUs), len(cards))
+		t.Fatalf("the node has %d GPUs, but would publish devices of %d", len(node.GPUs), len(cards))
 	}
 	return shown
 }
 
-// parseSlices reads the YAML documents that the inventory prints.
+// parseSlices parses the ResourceSlices that the plugin's inventory prints as YAML documents.
 func parseSlices(t *testing.T, documents string) []*resourceapi.ResourceSlice {
 	t.Helper()
 	var parsed []*resourceapi.ResourceSlice
@@ -143,7 +165,8 @@ func parseSlices(t *testing.T, documents string) []*resourceapi.ResourceSlice {
 	return parsed
 }
 
-// keeps stores a slice and reads it again: nothing of it may have been refused, dropped or changed.
+// keeps stores a slice and reads it again. The API server must not refuse, drop or change anything
+// in it.
 func (w *world) keeps(t *testing.T, slice *resourceapi.ResourceSlice) {
 	t.Helper()
 	client := w.Client.ResourceV1().ResourceSlices()
@@ -160,18 +183,20 @@ func (w *world) keeps(t *testing.T, slice *resourceapi.ResourceSlice) {
 		t.Fatal(err)
 	}
 	if !equality.Semantic.DeepEqual(stored.Spec, slice.Spec) {
-		t.Errorf("stored as\n%+v\nand not as\n%+v", stored.Spec, slice.Spec)
+		t.Errorf("the API server stored\n%+v\nand was sent\n%+v", stored.Spec, slice.Spec)
 	}
 }
 
-// as is a client with a token of the plugin's account, bound to its Pod if there is one.
+// as returns a client of the API server that has a token of the service account. If pod is not nil,
+// the token is bound to that Pod.
 func (w *world) as(t *testing.T, pod *corev1.Pod, account string) kubernetes.Interface {
 	t.Helper()
 	request := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: ptr.To(int64(600))}}
 	if pod != nil {
 		request.Spec.BoundObjectRef = &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: pod.Name, UID: pod.UID}
 	}
-	token, err := w.Client.CoreV1().ServiceAccounts(stand.Namespace).CreateToken(t.Context(), account, request, metav1.CreateOptions{})
+	token, err := w.Client.CoreV1().ServiceAccounts(clusterharness.Namespace).CreateToken(t.Context(), account, request,
+		metav1.CreateOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -238,18 +263,19 @@ func (w *world) testForgedSlices(t *testing.T) {
 	for name, c := range map[string]struct {
 		client  kubernetes.Interface
 		write   func(kubernetes.Interface) error
-		refusal string // empty: allowed
+		refusal string // a text of the error; empty: allowed
 	}{
-		"creates its own":                         {plugin, create(ptr.To(h100), "gpu.nvidia.com"), ""},
-		"updates its own":                         {plugin, update(own), ""},
-		"deletes its own":                         {plugin, remove(own), ""},
-		"deletes all of its own":                  {plugin, removeAll(h100), ""},
-		"creates another node's":                  {plugin, create(ptr.To(mixed), "gpu.nvidia.com"), ownOnly},
-		"updates another node's":                  {plugin, update(theirs), ownOnly},
-		"deletes another node's":                  {plugin, remove(theirs), ownOnly},
-		"deletes all of another node's":           {plugin, removeAll(mixed), ownOnly},
-		"creates one for all nodes":               {plugin, create(nil, "gpu.nvidia.com"), ownOnly},
-		"speaks for another driver":               {plugin, create(ptr.To(h100), "nic.example.com"), "only the ResourceSlices of driver gpu.nvidia.com"},
+		"creates its own":               {plugin, create(ptr.To(h100), "gpu.nvidia.com"), ""},
+		"updates its own":               {plugin, update(own), ""},
+		"deletes its own":               {plugin, remove(own), ""},
+		"deletes all of its own":        {plugin, removeAll(h100), ""},
+		"creates another node's":        {plugin, create(ptr.To(mixed), "gpu.nvidia.com"), ownOnly},
+		"updates another node's":        {plugin, update(theirs), ownOnly},
+		"deletes another node's":        {plugin, remove(theirs), ownOnly},
+		"deletes all of another node's": {plugin, removeAll(mixed), ownOnly},
+		"creates one for all nodes":     {plugin, create(nil, "gpu.nvidia.com"), ownOnly},
+		"speaks for another driver": {plugin, create(ptr.To(h100), "nic.example.com"),
+			"only the ResourceSlices of driver gpu.nvidia.com"},
 		"has a token that is bound to no node":    {unbound, create(ptr.To(h100), "gpu.nvidia.com"), "bound to no node"},
 		"is the administrator, of no concern":     {w.Client, create(ptr.To(mixed), "gpu.nvidia.com"), ""},
 		"is the administrator, of another driver": {w.Client, create(ptr.To(mixed), "nic.example.com"), ""},
@@ -267,13 +293,13 @@ func (w *world) testForgedSlices(t *testing.T) {
 	}
 	t.Run("reads and writes nothing else", func(t *testing.T) {
 		for _, a := range []authorizationv1.ResourceAttributes{
-			{Verb: "get", Resource: "secrets", Namespace: stand.Namespace},
+			{Verb: "get", Resource: "secrets", Namespace: clusterharness.Namespace},
 			{Verb: "list", Resource: "pods"},
 			{Verb: "update", Resource: "nodes", Name: h100},
 			{Verb: "update", Group: "resource.k8s.io", Resource: "resourceclaims", Namespace: "default"},
 			{Verb: "update", Group: "resource.k8s.io", Resource: "resourceclaims", Subresource: "binding", Namespace: "default"},
 			{Verb: "update", Group: "resource.k8s.io", Resource: "deviceclasses"},
-			{Verb: "create", Resource: "pods", Namespace: stand.Namespace},
+			{Verb: "create", Resource: "pods", Namespace: clusterharness.Namespace},
 		} {
 			review := &authorizationv1.SelfSubjectAccessReview{Spec: authorizationv1.SelfSubjectAccessReviewSpec{ResourceAttributes: &a}}
 			answer, err := plugin.AuthorizationV1().SelfSubjectAccessReviews().Create(t.Context(), review, metav1.CreateOptions{})
@@ -287,7 +313,8 @@ func (w *world) testForgedSlices(t *testing.T) {
 	})
 }
 
-// testForgedStatuses: of claims the plugin says what its own devices on its own node are, and nothing else.
+// testForgedStatuses expects that a plugin may write to a claim's status only about the plugin's
+// own devices on its own node.
 func (w *world) testForgedStatuses(t *testing.T) {
 	u := w.tenant(t)
 	u.template("one", oneGPU)
@@ -298,21 +325,27 @@ func (w *world) testForgedStatuses(t *testing.T) {
 	plugin := w.as(t, &pod, pod.Spec.ServiceAccountName)
 	say := func(c *resourceapi.ResourceClaim) {
 		r := c.Status.Allocation.Devices.Results[0]
-		c.Status.Devices = []resourceapi.AllocatedDeviceStatus{{Driver: r.Driver, Pool: r.Pool, Device: r.Device, Data: &runtime.RawExtension{Raw: []byte(`{"uuid":"said"}`)}}}
+		c.Status.Devices = []resourceapi.AllocatedDeviceStatus{
+			{Driver: r.Driver, Pool: r.Pool, Device: r.Device, Data: &runtime.RawExtension{Raw: []byte(`{"uuid":"said"}`)}},
+		}
 	}
 	for name, c := range map[string]struct {
 		pod     string
 		change  func(*resourceapi.ResourceClaim)
-		refusal string // what needs the permission that the plugin has not; empty: allowed
+		refusal string // a text of the error that names the missing permission; empty: allowed
 	}{
-		"says what its own device is":   {"here", say, ""},
-		"speaks of another node's":      {"there", say, "changing status.devices requires"}, // from Kubernetes 1.36 on the API server looks by itself
-		"reserves the claim for nobody": {"here", func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor = nil }, "changing status.allocation or status.reservedFor requires"},
+		"says what its own device is": {"here", say, ""},
+		"speaks of another node's":    {"there", say, "changing status.devices requires"},
+		// From Kubernetes 1.36 on, the API server itself refuses this write.
+		"reserves the claim for no Pod": {"here", func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor = nil },
+			"changing status.allocation or status.reservedFor requires"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			claim := w.claimOf(t, u.namespace, c.pod, "gpu")
 			c.change(claim)
-			_, err := plugin.ResourceV1().ResourceClaims(u.namespace).UpdateStatus(t.Context(), claim, metav1.UpdateOptions{DryRun: []string{metav1.DryRunAll}})
+			_, err := plugin.ResourceV1().
+				ResourceClaims(u.namespace).
+				UpdateStatus(t.Context(), claim, metav1.UpdateOptions{DryRun: []string{metav1.DryRunAll}})
 			switch {
 			case c.refusal == "" && err != nil:
 				t.Errorf("refused: %v", err)

@@ -13,9 +13,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// testReferenceManifests applies manifests of the shapes that the reference driver documents and
-// tests (https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu, demo/specs and
-// tests/bats/specs).
+// testReferenceManifests applies manifests like those that NVIDIA's DRA driver documents and tests.
+// All of them must work with this driver. Source:
+// https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu, demo/specs and tests/bats/specs.
 func (w *world) testReferenceManifests(t *testing.T) {
 	w.installDefault(t, "--set", "mig.policy=dynamic", "--set", "mps.enabled=true")
 	w.offersShapes(t, h100, 8, 8*everyPartition)
@@ -55,7 +55,7 @@ var (
 	onH100 = []string{h100}
 )
 
-// referenceFile is a manifest of the corpus.
+// referenceFile returns a manifest of testdata/reference.
 func referenceFile(t *testing.T, name string) string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join("testdata", "reference", name))
@@ -67,7 +67,7 @@ func referenceFile(t *testing.T, name string) string {
 
 var topOfSpec = regexp.MustCompile(`(?m)^spec:\n  containers:`)
 
-// applyTo applies a manifest whose Pods are to run on one node.
+// applyTo applies a manifest and makes its Pods run on one node.
 func (u tenant) applyTo(node, text string) {
 	u.t.Helper()
 	text = strings.ReplaceAll(text, "debian:bookworm-slim", cluster.TestImage)
@@ -156,12 +156,12 @@ func (u tenant) checkSharing() {
 	}
 }
 
-// checkMPSVolume: the daemon's shared memory takes the place of the Pod's volume, without which a
-// client fails.
+// checkMPSVolume expects that the MPS daemon's shared memory replaces the volume that the Pod
+// mounts at /dev/shm. A client of MPS fails without that memory.
 func (u tenant) checkMPSVolume() {
 	u.running("mps-shm")
 	if got := u.computes("mps-shm", "ctr0"); got.Mode != "mps" || len(got.Devices) != 1 || got.Devices[0].Limit != 10<<10 {
-		u.t.Errorf("a program beside a volume at /dev/shm got %+v, want a client of MPS with 10 GiB", got)
+		u.t.Errorf("a program with a volume at /dev/shm got %+v, want a client of MPS with 10 GiB", got)
 	}
 }
 
@@ -170,8 +170,8 @@ func (u tenant) checkSelectors() {
 	u.sees("selectors", "", u.allocated("selectors", "gpu"))
 }
 
-// checkNoMatch: a selector that fits nothing is no error, or it would end the scheduling for all
-// nodes.
+// checkNoMatch expects that a Pod waits if its selector matches no device. The selector must not
+// cause an error, because the scheduler would then try no node at all.
 func (u tenant) checkNoMatch() {
 	u.waits("no-match")
 	u.waits("no-such-uuid")
@@ -182,7 +182,7 @@ func (u tenant) checkPrioritized() {
 	claim := u.claimOf(u.t, u.namespace, "prioritized", "gpu")
 	taken := func(r resourceapi.DeviceRequestAllocationResult) bool { return r.Request == "any/whole-gpu" }
 	if !slices.ContainsFunc(claim.Status.Allocation.Devices.Results, taken) {
-		u.t.Errorf("the list got %v, want its second entry", claim.Status.Allocation.Devices.Results)
+		u.t.Errorf("the prioritized list got %v, want its second entry", claim.Status.Allocation.Devices.Results)
 	}
 	u.sees("prioritized", "", u.allocated("prioritized", "gpu"))
 }

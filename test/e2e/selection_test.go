@@ -12,28 +12,33 @@ import (
 	"k8s.io/apimachinery/pkg/util/sets"
 )
 
-// wish is a claim and what may be allocated to it.
+// wish is a claim that a test creates, and the allocations that the test accepts for it.
 type wish struct {
 	node    string // empty: any
 	devices string // the YAML of spec.devices
 	count   int
-	// among are the devices that may be allocated, as node/device.
+	// among are the devices from which the scheduler may allocate, each written as node/device.
 	among []string
-	// same and distinct are attributes that all allocated devices have with one value, or each with its own.
+	// same is an attribute that must have one value for all allocated devices. distinct is an
+	// attribute whose value must differ between them.
 	same, distinct resourceapi.QualifiedName
-	request        string // how the results name their request, if that matters
+	request        string // the request name in the allocation results; empty: any
 }
 
-// gpus asks for a number of GPUs that satisfy the CEL expressions.
+// gpus returns a claim for count GPUs that satisfy all these CEL expressions.
 func gpus(count int, expressions ...string) string {
 	var selectors []string
 	for _, e := range expressions {
 		selectors = append(selectors, fmt.Sprintf("{cel: {expression: %q}}", e))
 	}
-	return fmt.Sprintf("requests: [{name: gpus, exactly: {deviceClassName: gpu.nvidia.com, count: %d, selectors: [%s]}}]", count, strings.Join(selectors, ", "))
+	return fmt.Sprintf(
+		"requests: [{name: gpus, exactly: {deviceClassName: gpu.nvidia.com, count: %d, selectors: [%s]}}]",
+		count,
+		strings.Join(selectors, ", "),
+	)
 }
 
-// names are devices of a node by their PCI bus numbers.
+// names returns the GPUs with these PCI bus numbers as node/device.
 func names(node string, buses ...string) []string {
 	var all []string
 	for _, bus := range buses {
@@ -42,7 +47,7 @@ func names(node string, buses ...string) []string {
 	return all
 }
 
-// A few names for the expressions of the tests.
+// Short names for the CEL expressions and attributes of the tests.
 const (
 	product    = `device.attributes["gpu.nvidia.com"].productName`
 	memory     = `device.capacity["gpu.nvidia.com"].memory`
@@ -57,7 +62,7 @@ func distinct(a resourceapi.QualifiedName) string {
 	return fmt.Sprintf(constraint, "distinctAttribute", a)
 }
 
-// ask makes a claim for each wish, and a Pod that uses it.
+// ask creates, for each wish, a claim template and a Pod that uses it.
 func (u tenant) ask(wishes map[string]wish) {
 	u.t.Helper()
 	for name, wish := range wishes {
@@ -70,7 +75,8 @@ func (u tenant) ask(wishes map[string]wish) {
 	}
 }
 
-// grant makes the claims with a Pod each, all at once, and checks what they were allocated and what the Pods see.
+// grant creates a Pod for each wish. It fails the test unless the scheduler allocates devices that
+// the wish accepts, and the Pod sees exactly these GPUs.
 func (u tenant) grant(wishes map[string]wish) {
 	u.t.Helper()
 	u.ask(wishes)
@@ -111,7 +117,8 @@ func (u tenant) check(name string, wish wish) {
 	}
 }
 
-// refuse makes claims that no free device satisfies, with a Pod each, and checks that the Pods wait.
+// refuse creates a Pod for each wish, and waits until the scheduler reports that no node has the
+// devices for it.
 func (u tenant) refuse(wishes map[string]wish) {
 	u.t.Helper()
 	u.ask(wishes)
@@ -136,8 +143,20 @@ func (w *world) testSelectors(t *testing.T) {
 		"little":       {devices: gpus(1, memory+`.compareTo(quantity("16Gi")) < 0`), count: 1, among: names(mixed, "ca")},
 		"much":         {devices: gpus(2, memory+`.compareTo(quantity("60Gi")) >= 0`, numa+" == 5"), count: 2, among: names(a100, "b7", "bd")},
 		"numa":         {devices: gpus(3, product+`.contains("H100")`, numa+" == 1"), count: 3, among: upperH100},
-		"capability":   {devices: gpus(1, `device.attributes["gpu.nvidia.com"].cudaComputeCapability == semver("8.0.0")`, memory+`.compareTo(quantity("24Gi")) == 0`), count: 1, among: names(mixed, "31")},
-		"old-driver":   {devices: gpus(1, `device.attributes["gpu.nvidia.com"].driverVersion.isLessThan(semver("560.0.0"))`, product+`.contains("A100")`), count: 1, among: slices.Concat(names(mixed, "17"), allA100)},
+		"capability": {
+			devices: gpus(
+				1,
+				`device.attributes["gpu.nvidia.com"].cudaComputeCapability == semver("8.0.0")`,
+				memory+`.compareTo(quantity("24Gi")) == 0`,
+			),
+			count: 1,
+			among: names(mixed, "31"),
+		},
+		"old-driver": {
+			devices: gpus(1, `device.attributes["gpu.nvidia.com"].driverVersion.isLessThan(semver("560.0.0"))`, product+`.contains("A100")`),
+			count:   1,
+			among:   slices.Concat(names(mixed, "17"), allA100),
+		},
 	})
 	u.refuse(map[string]wish{
 		"absent-product": {devices: gpus(1, product+` == "NVIDIA B200"`)},
@@ -153,7 +172,8 @@ func (w *world) testConstraints(t *testing.T) {
 		"one-root":   {node: mixed, devices: gpus(2) + match(pcieRoot), count: 2, among: names(mixed, "31", "32"), same: pcieRoot},
 		"one-socket": {node: h100, devices: gpus(3) + match(numaNode), count: 3, among: allH100, same: numaNode},
 	})
-	// As many GPUs are still free, but not so near to each other.
+	// As many GPUs are still free, but not at the same PCIe root or NUMA node, so these Pods must
+	// wait.
 	u.refuse(map[string]wish{
 		"no-other-pair":   {node: mixed, devices: gpus(2) + match(pcieRoot)},
 		"no-five-of-four": {node: h100, devices: gpus(5) + match(numaNode)},
@@ -161,7 +181,13 @@ func (w *world) testConstraints(t *testing.T) {
 	v := w.tenant(t)
 	u.end("one-root", "one-socket", "no-other-pair", "no-five-of-four")
 	v.grant(map[string]wish{
-		"three-roots": {node: mixed, devices: gpus(3) + distinct(pcieRoot), count: 3, among: names(mixed, "17", "31", "32", "ca"), distinct: pcieRoot},
+		"three-roots": {
+			node:     mixed,
+			devices:  gpus(3) + distinct(pcieRoot),
+			count:    3,
+			among:    names(mixed, "17", "31", "32", "ca"),
+			distinct: pcieRoot,
+		},
 		"two-sockets": {node: h100, devices: gpus(2) + distinct(numaNode), count: 2, among: allH100, distinct: numaNode},
 	})
 	v.refuse(map[string]wish{
@@ -177,11 +203,15 @@ func (u tenant) end(pods ...string) {
 	}
 }
 
-// firstAvailable asks for the first of several kinds of GPU, each given by name and CEL expression.
+// firstAvailable returns a claim for one GPU with a prioritized list (firstAvailable in a request).
+// Each element of kinds is the name and the CEL expression of one list entry.
 func firstAvailable(kinds ...[2]string) string {
 	var subrequests []string
 	for _, kind := range kinds {
-		subrequests = append(subrequests, fmt.Sprintf("{name: %s, deviceClassName: gpu.nvidia.com, selectors: [{cel: {expression: %q}}]}", kind[0], kind[1]))
+		subrequests = append(
+			subrequests,
+			fmt.Sprintf("{name: %s, deviceClassName: gpu.nvidia.com, selectors: [{cel: {expression: %q}}]}", kind[0], kind[1]),
+		)
 	}
 	return "requests: [{name: gpu, firstAvailable: [" + strings.Join(subrequests, ", ") + "]}]"
 }
@@ -194,7 +224,8 @@ func (w *world) testPrioritizedList(t *testing.T) {
 		"second": {devices: firstAvailable(b200, t4, rest), count: 1, among: names(mixed, "ca"), request: "gpu/t4"},
 		"first":  {devices: firstAvailable(l4, rest), count: 1, among: names(mixed, "32"), request: "gpu/l4"},
 	})
-	// Now that the only L4 is taken, the same list is met by what comes next on it; a list that ends there is not met.
+	// The only L4 is taken, so the same list must give its next entry. A Pod must wait if its list has
+	// no other entry.
 	u.grant(map[string]wish{
 		"next": {node: mixed, devices: firstAvailable(l4, rest), count: 1, among: names(mixed, "17", "31"), request: "gpu/any"},
 	})
@@ -207,7 +238,7 @@ func (w *world) testAdminAccess(t *testing.T) {
 	if err := u.tryClaim("look", everything); err == nil || !strings.Contains(err.Error(), "resource.kubernetes.io/admin-access: true") {
 		t.Errorf("admin access in an ordinary namespace: %v", err)
 	}
-	// Where partitions are cut on demand, a look waits for who holds the GPU
+	// Switch partitions on demand off: with them, admin access waits until the GPU's claim ends
 	// (https://github.com/kubernetes/kubernetes/issues/140729).
 	w.annotate(t, h100, "static")
 	w.offersShapes(t, h100, 8, 0)
@@ -217,22 +248,24 @@ func (w *world) testAdminAccess(t *testing.T) {
 
 	admin := w.tenant(t)
 	label := []byte(`{"metadata": {"labels": {"resource.kubernetes.io/admin-access": "true"}}}`)
-	if _, err := w.Client.CoreV1().Namespaces().Patch(t.Context(), admin.namespace, "application/strategic-merge-patch+json", label, metav1.PatchOptions{}); err != nil {
+	if _, err := w.Client.CoreV1().Namespaces().Patch(t.Context(), admin.namespace, "application/strategic-merge-patch+json", label,
+		metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	admin.template("look", everything)
 	admin.pod("look", onNode(h100), fromTemplate("gpus", "look"))
-	admin.pod("glance", onNode(h100), fromTemplate("gpus", "look"))
-	admin.running("look", "glance")
+	admin.pod("second-look", onNode(h100), fromTemplate("gpus", "look"))
+	admin.running("look", "second-look")
 	held := u.allocated("user", "gpus")
 	if got := admin.allocated("look", "gpus"); len(held) != 8 || !slices.Equal(got, held) {
-		t.Errorf("the user holds %v, and the administrator looks at %v", held, got)
+		t.Errorf("the user's claim has %v, but the admin's claim has %v", held, got)
 	}
 	if w.sim.SMI != "" {
 		admin.sees("look", "", held)
 	}
-	// An administrator who looks takes nothing away: not by ending before the GPUs' holder, and not by looking while the next one takes them.
-	admin.end("glance")
+	// Admin access must not take a GPU from its claim: neither by ending before that claim, nor while
+	// the next claim gets the GPU.
+	admin.end("second-look")
 	if w.sim.SMI != "" {
 		u.sees("user", "", held)
 	}

@@ -10,7 +10,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// killOnNode ends the processes of a node whose program or command line has this in it, as kill -9 does.
+// killOnNode sends SIGKILL to those processes of the node h100 whose program path or command line
+// contains what.
 func (w *world) killOnNode(t *testing.T, what string) {
 	t.Helper()
 	const script = `
@@ -20,16 +21,20 @@ done; true`
 	w.on(t, h100, "/bin/sh", "-c", script, "sh", what)
 }
 
-// testDaemonsOutlive: a client that computes notices nothing of what happens to the plugin. What happens to its daemon it notices, and then goes on.
+// testDaemonsOutlive expects that a computing client of MPS survives everything that happens to the
+// plugin. When its MPS daemon is killed, the next daemon must serve programs in the same Pod.
 func (w *world) testDaemonsOutlive(t *testing.T) {
 	u := w.tenant(t)
-	u.template("mps", shared("gpu.nvidia.com", whole1, "", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 10Gi}}")))
+	u.template(
+		"mps",
+		shared("gpu.nvidia.com", whole1, "", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 10Gi}}")),
+	)
 	u.template("share", shared("shared.gpu.nvidia.com", fractioned, "capacity: {requests: {memory: 18Gi}}", ""))
-	u.template("turns", shared("shared.gpu.nvidia.com", inTurns, "", slicing("Long")))
+	u.template("sliced", shared("shared.gpu.nvidia.com", timeSliced, "", slicing("Long")))
 	u.pod("mps", onNode(h100), fromTemplate("gpu", "mps"))
 	u.pod("share", onNode(h100), fromTemplate("gpu", "share"))
-	u.pod("turns", onNode(h100), fromTemplate("gpu", "turns"))
-	u.running("mps", "share", "turns")
+	u.pod("sliced", onNode(h100), fromTemplate("gpu", "sliced"))
+	u.running("mps", "share", "sliced")
 	for _, pod := range []string{"mps", "share"} {
 		u.keepsComputing(pod, "")
 	}
@@ -45,7 +50,7 @@ func (w *world) testDaemonsOutlive(t *testing.T) {
 		if now := w.supervisor(t); now.UID != host.UID {
 			t.Errorf("%s replaced the supervisor", after)
 		}
-		if now := w.timeSlice(t, inTurns); now != "Long" {
+		if now := w.timeSlice(t, timeSliced); now != "Long" {
 			t.Errorf("after %s the time slice is %s", after, now)
 		}
 	}
@@ -56,20 +61,23 @@ func (w *world) testDaemonsOutlive(t *testing.T) {
 		return now.Status.ContainerStatuses[0].ContainerID != plugin.Status.ContainerStatuses[0].ContainerID, ""
 	})
 	same("a kill of the plugin")
-	// The supervisor's Pod is to be another one, too; but that is for whoever deletes it to decide.
+	// The upgrade also changes the template of the Pod of the MPS supervisor, but must not replace
+	// that Pod, because its end would kill all MPS daemons. Only an admin replaces it.
 	w.install(t, "--reuse-values", "--set", "logVerbosity=5", "--set", "mps.logVerbosity=4")
 	same("an upgrade")
-	// A second claim joins what the first has, with the new plugin.
+	// Another claim must get a share of the device of which the Pod named share has one, although the
+	// plugin was replaced in between.
 	u.pod("joins", onNode(h100), fromTemplate("gpu", "share"))
 	u.running("joins")
 	u.isHeldTo("joins", 18<<10, 0)
 	same("another claim")
 
-	// What somebody changes below the claims is set again.
+	// Another program changes the compute mode and the time slice that the driver has set for claims.
+	// The plugin must set them again.
 	w.smi(t, h100, "-i", w.index(t, fractioned), "-c", "DEFAULT")
-	w.setTimeSlice(t, inTurns, 1)
+	w.setTimeSlice(t, timeSliced, 1)
 	eventually(t, 60*time.Second, "compute mode and time slice are what the claims need", func() (bool, string) {
-		now := w.computeMode(t, fractioned) + " " + w.timeSlice(t, inTurns)
+		now := w.computeMode(t, fractioned) + " " + w.timeSlice(t, timeSliced)
 		return now == "Exclusive_Process Long", now
 	})
 	same("a change by hand")
@@ -77,13 +85,14 @@ func (w *world) testDaemonsOutlive(t *testing.T) {
 	w.killOnNode(t, "nvidia-cuda-mps-control")
 	w.killOnNode(t, "nvidia-cuda-mps-server")
 	u.isServedAgain("mps", "share", "joins")
-	// The container runtime ends the daemons with their supervisor, and the next one starts them for the containers that are there.
+	// Kill the supervisor of the MPS daemons. The container runtime then ends the daemons too, and the
+	// next supervisor must start them again for the containers that still run.
 	before = w.daemons(t)
 	w.killOnNode(t, "gpu-mps supervise")
 	u.isServedAgain("mps", "share", "joins")
 	for id, now := range w.daemons(t) {
 		if now.PID == before[id].PID {
-			t.Errorf("daemon %s is process %d still, after its supervisor was killed", id, now.PID)
+			t.Errorf("daemon %s is still process %d after its supervisor was killed", id, now.PID)
 		}
 	}
 	if err := w.Client.CoreV1().Pods(host.Namespace).Delete(t.Context(), host.Name, metav1.DeleteOptions{}); err != nil {
@@ -95,13 +104,14 @@ func (w *world) testDaemonsOutlive(t *testing.T) {
 	})
 	u.isServedAgain("mps", "share", "joins")
 	w.endPods(t, u.namespace)
-	for _, address := range []string{whole1, fractioned, inTurns} {
+	for _, address := range []string{whole1, fractioned, timeSliced} {
 		w.unset(t, address, "Default")
 	}
 	w.unshared(t)
 }
 
-// isServedAgain waits until all daemons run and programs in these Pods have the limits that they had.
+// isServedAgain waits until there are exactly two MPS daemons and both are ready, and until new
+// programs in these Pods are clients of MPS with their memory limits.
 func (u tenant) isServedAgain(pods ...string) {
 	u.t.Helper()
 	eventually(u.t, 60*time.Second, "every daemon is ready", func() (bool, string) {
@@ -127,15 +137,19 @@ func (u tenant) isServedAgain(pods ...string) {
 	}
 }
 
-// testSharingPowerCut has one claim of each kind held when the node loses its power.
+// testSharingPowerCut cuts the node's power while Pods use shared devices, one claim for each way
+// of sharing. After the boot each Pod must run with its device and its limits again.
 func (w *world) testSharingPowerCut(t *testing.T) {
 	u := w.tenant(t)
-	u.template("mps", shared("gpu.nvidia.com", whole1, "", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 10Gi}}")))
+	u.template(
+		"mps",
+		shared("gpu.nvidia.com", whole1, "", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 10Gi}}")),
+	)
 	u.template("cut", strings.Replace(shared("mig.nvidia.com", whole2, "", migConfig("sharing: {strategy: MPS}")),
 		"selectors: [", `selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "2g.20gb"'}}, `, 1))
 	u.template("share", shared("shared.gpu.nvidia.com", fractioned, "capacity: {requests: {memory: 18Gi, cores: 20}}", ""))
-	u.template("turns", shared("shared.gpu.nvidia.com", inTurns, "", slicing("Long")))
-	pods := []string{"mps", "cut", "share", "share2", "turns"}
+	u.template("sliced", shared("shared.gpu.nvidia.com", timeSliced, "", slicing("Long")))
+	pods := []string{"mps", "cut", "share", "share2", "sliced"}
 	for _, pod := range pods {
 		u.pod(pod, onNode(h100), fromTemplate("gpu", strings.TrimSuffix(pod, "2")), container("main", "gpu"), lasting)
 	}
@@ -157,22 +171,31 @@ func (w *world) testSharingPowerCut(t *testing.T) {
 	if c := u.computes("cut", ""); c.Mode != "mps" {
 		t.Errorf("after the power cut a program on a MIG device got %+v", c)
 	}
-	if now := w.timeSlice(t, inTurns); now != "Long" {
+	if now := w.timeSlice(t, timeSliced); now != "Long" {
 		t.Errorf("after the power cut the time slice is %s", now)
 	}
 	w.endPods(t, u.namespace)
 	w.unshared(t)
-	for _, address := range []string{whole1, fractioned, inTurns} {
+	for _, address := range []string{whole1, fractioned, timeSliced} {
 		w.unset(t, address, "Default")
 	}
 }
 
-// testSharingUninstalled: the supervisor goes last and takes everything along.
+// testSharingUninstalled expects that an uninstallation leaves no file and no process of MPS. The
+// supervisor of the MPS daemons ends last and removes the files.
 func (w *world) testSharingUninstalled(t *testing.T) {
 	if out, err := w.uninstall(t); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	left := w.on(t, h100, "sh", "-c", `ls -d "$1" /dev/shm/gpu-dra-driver-mps 2>/dev/null; grep -l -e gpu-mps -e nvidia-cuda-mps /proc/[0-9]*/comm 2>/dev/null; true`, "sh", pluginDir)
+	left := w.on(
+		t,
+		h100,
+		"sh",
+		"-c",
+		`ls -d "$1" /dev/shm/gpu-dra-driver-mps 2>/dev/null; grep -l -e gpu-mps -e nvidia-cuda-mps /proc/[0-9]*/comm 2>/dev/null; true`,
+		"sh",
+		pluginDir,
+	)
 	if left != "" {
 		t.Errorf("an uninstallation leaves\n%s", left)
 	}

@@ -17,7 +17,9 @@ func asUser(uid int64) func(*corev1.Pod) {
 	}
 }
 
-// isHeldTo makes sure that a container is told of its share, and that MPS holds a program in it to that.
+// isHeldTo fails the test unless the MPS variables of a Pod's container name these limits and MPS
+// enforces them on a program there. If cores is 0, the claim has no limit of threads. The result is
+// the program's report.
 func (u tenant) isHeldTo(pod string, mib uint64, cores int) computed {
 	u.t.Helper()
 	want := fmt.Sprintf("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=%dM\nCUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps", mib)
@@ -66,13 +68,13 @@ func (w *world) testFractions(t *testing.T) {
 		u.stillComputes(pod, "")
 	}
 	if len(servers) != 1 || servers[0] {
-		t.Errorf("the four are clients of the servers %v, want one", servers)
+		t.Errorf("the four Pods are clients of the MPS servers %v, want one", servers)
 	}
 	if now := w.computeMode(t, fractioned); now != "Exclusive_Process" {
-		t.Errorf("compute mode %s, want that of MPS", now)
+		t.Errorf("compute mode is %s, want Exclusive_Process", now)
 	}
 	if all := w.daemons(t); len(all) != 1 {
-		t.Errorf("the daemons are %+v, want one for the four", all)
+		t.Errorf("the MPS daemons are %+v, want one for the four Pods", all)
 	}
 	server := u.asksDaemon("s0", "", "get_server_list")
 	if clients := strings.Fields(u.asksDaemon("s0", "", "get_client_list "+server)); len(clients) != len(pods) {
@@ -101,7 +103,8 @@ func (w *world) testFractions(t *testing.T) {
 	w.unshared(t)
 }
 
-// testSharedPartitions has fractions of one partition and plain shares of another, of a GPU that is cut for them.
+// testSharedPartitions shares two partitions of one GPU, which the driver creates for these claims:
+// one through MPS with limited parts of its memory and compute, the other without limits.
 func (w *world) testSharedPartitions(t *testing.T) {
 	u := w.tenant(t)
 	request := func(sharing, capacity string) string {
@@ -109,13 +112,13 @@ func (w *world) testSharedPartitions(t *testing.T) {
 			ofGPU(cutShares)+fmt.Sprintf(` && device.attributes["gpu.nvidia.com"].sharing == %q`, sharing), capacity)
 	}
 	u.template("fraction", request("MPS", ", capacity: {requests: {memory: 3Gi, cores: 30}}"))
-	u.template("turn", request("TimeSlicing", ""))
+	u.template("sliced", request("TimeSlicing", ""))
 	u.template("alone", shared("gpu.nvidia.com", cutShares, "", ""))
 	pods := []string{"f0", "f1", "f2", "t0", "t1"}
 	for _, pod := range pods {
 		template := "fraction"
 		if strings.HasPrefix(pod, "t") {
-			template = "turn"
+			template = "sliced"
 		}
 		u.pod(pod, onNode(h100), fromTemplate("gpu", template))
 		u.running(pod)
@@ -145,14 +148,14 @@ func (w *world) testSharedPartitions(t *testing.T) {
 		t.Errorf("a plain share has %s", got)
 	}
 	if now := w.computeMode(t, cutShares); now != "Default" {
-		t.Errorf("compute mode %s in MIG mode", now)
+		t.Errorf("compute mode is %s in MIG mode, want Default", now)
 	}
 	for _, pod := range []string{"f1", "t0", "f0"} {
 		w.deletePods(t, u.namespace, pod)
 	}
 	u.isHeldTo("f2", 3<<10, 30)
 	if mig := u.migVisible("t1"); len(mig) != 1 {
-		t.Errorf("the last who has a share sees %v", mig)
+		t.Errorf("the last Pod with a share sees %v, want one MIG device", mig)
 	}
 	w.deletePods(t, u.namespace, "f2", "t1")
 	u.running("alone")
@@ -161,7 +164,8 @@ func (w *world) testSharedPartitions(t *testing.T) {
 	w.unshared(t)
 }
 
-// testRefusedSharing: the cells of the table that say no, with the reason at the Pod.
+// testRefusedSharing expects that the combinations that the documentation rules out are refused,
+// with the reason in an Event of the Pod.
 func (w *world) testRefusedSharing(t *testing.T) {
 	u := w.tenant(t)
 	fraction := "capacity: {requests: {memory: 2Gi}}"
@@ -169,31 +173,42 @@ func (w *world) testRefusedSharing(t *testing.T) {
 		devices string
 		texts   []string
 	}{
-		"turns-of-a-fraction":     {shared("shared.gpu.nvidia.com", fractioned, fraction, slicing("Long")), []string{"sharing.strategy TimeSlicing", "kept to its limits by MPS"}},
-		"other-limits":            {shared("shared.gpu.nvidia.com", fractioned, fraction, gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 90}}")), []string{"sharing.mpsConfig"}},
-		"mps-of-a-plain-share":    {shared("shared.gpu.nvidia.com", inTurns, "", gpuConfig("sharing: {strategy: MPS}")), []string{"sharing.strategy MPS", "fractions"}},
-		"interval-of-a-partition": {shared("mig.nvidia.com", whole1, "", migConfig("sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: Long}}")), []string{"timeSlicingConfig"}},
-		"no-such-device":          {shared("gpu.nvidia.com", whole2, "", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'1': 1Gi}}}")), []string{"defaultPerDevicePinnedMemoryLimit"}},
+		"slices-of-a-fraction": {shared("shared.gpu.nvidia.com", fractioned, fraction, slicing("Long")),
+			[]string{"sharing.strategy TimeSlicing", "MPS enforces the limits"}},
+		"other-limits": {shared("shared.gpu.nvidia.com", fractioned, fraction,
+			gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 90}}")), []string{"sharing.mpsConfig"}},
+		"mps-of-a-plain-share": {shared("shared.gpu.nvidia.com", timeSliced, "", gpuConfig("sharing: {strategy: MPS}")),
+			[]string{"sharing.strategy MPS", "fractions"}},
+		"interval-of-a-partition": {shared("mig.nvidia.com", whole1, "",
+			migConfig("sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: Long}}")), []string{"timeSlicingConfig"}},
+		"no-such-device": {shared("gpu.nvidia.com", whole2, "",
+			gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'1': 1Gi}}}")),
+			[]string{"defaultPerDevicePinnedMemoryLimit"}},
 	} {
 		u.template(name, c.devices)
 		u.pod(name, onNode(h100), fromTemplate("gpu", name))
 		w.refused(t, u.namespace, name, c.texts...)
 	}
-	// Two daemons for one process: MIG devices of two profiles, or of two places, cannot be one share.
+	// A process can be a client of one MPS daemon only. So one claim cannot have a share with MPS
+	// limits of a GPU and another of a partition on another GPU.
 	u.template("two", fmt.Sprintf(`
 requests:
-- {name: gpu, exactly: {deviceClassName: shared.gpu.nvidia.com, capacity: {requests: {memory: 2Gi}}, selectors: [{cel: {expression: %q}}]}}
-- {name: mig, exactly: {deviceClassName: shared.gpu.nvidia.com, capacity: {requests: {memory: 2Gi}}, selectors: [{cel: {expression: %q}}]}}`, ofGPU(fractioned), ofGPU(cutShares)))
+- {name: gpu, exactly: {deviceClassName: shared.gpu.nvidia.com, capacity: {requests: {memory: 2Gi}},
+     selectors: [{cel: {expression: %q}}]}}
+- {name: mig, exactly: {deviceClassName: shared.gpu.nvidia.com, capacity: {requests: {memory: 2Gi}},
+     selectors: [{cel: {expression: %q}}]}}`, ofGPU(fractioned), ofGPU(cutShares)))
 	u.pod("two", onNode(h100), fromTemplate("gpu", "two"))
 	w.refused(t, u.namespace, "two", "make them two claims")
 	w.endPods(t, u.namespace)
 	w.unshared(t)
 
-	// Shares of one device in one claim are one share of their sum.
+	// Several shares of one device in one claim must get the sum of their limits.
 	u.template("sum", fmt.Sprintf(`
 requests:
-- {name: a, exactly: {deviceClassName: shared.gpu.nvidia.com, capacity: {requests: {memory: 2Gi, cores: 10}}, selectors: [{cel: {expression: %q}}]}}
-- {name: b, exactly: {deviceClassName: shared.gpu.nvidia.com, capacity: {requests: {memory: 3Gi, cores: 15}}, selectors: [{cel: {expression: %q}}]}}`, ofGPU(fractioned), ofGPU(fractioned)))
+- {name: a, exactly: {deviceClassName: shared.gpu.nvidia.com, capacity: {requests: {memory: 2Gi, cores: 10}},
+     selectors: [{cel: {expression: %q}}]}}
+- {name: b, exactly: {deviceClassName: shared.gpu.nvidia.com, capacity: {requests: {memory: 3Gi, cores: 15}},
+     selectors: [{cel: {expression: %q}}]}}`, ofGPU(fractioned), ofGPU(fractioned)))
 	u.pod("sum", onNode(h100), fromTemplate("gpu", "sum"))
 	u.running("sum")
 	u.isHeldTo("sum", 5<<10, 25)

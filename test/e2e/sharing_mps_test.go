@@ -12,10 +12,10 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/utils/ptr"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// ownShm gives a container a /dev/shm of the Pod's own.
+// ownShm mounts a memory volume of this size at /dev/shm of the containers that the Pod has so far.
 func ownShm(size string) func(*corev1.Pod) {
 	return func(p *corev1.Pod) {
 		p.Spec.Volumes = append(p.Spec.Volumes, corev1.Volume{Name: "shm", VolumeSource: corev1.VolumeSource{
@@ -32,7 +32,9 @@ func twoContainers(entry string) func(*corev1.Pod) {
 	return func(p *corev1.Pod) { container("one", entry)(p); container("two", entry)(p) }
 }
 
-// isClient makes sure that a program in the container is a client of MPS with these limits, which the daemon confirms. Zero is no limit.
+// isClient checks that a program in the container is a client of MPS with these limits of memory
+// and threads, and that the MPS daemon reports the same limits. If mib is 0, there is no limit of
+// memory.
 func (u tenant) isClient(pod, container string, mib uint64, threads float64) {
 	u.t.Helper()
 	if got := u.mpsVariables(pod, container); got != "CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps" {
@@ -40,7 +42,14 @@ func (u tenant) isClient(pod, container string, mib uint64, threads float64) {
 	}
 	c := u.computes(pod, container)
 	if c.Mode != "mps" || len(c.Devices) == 0 || c.Devices[0].Limit != mib || c.Devices[0].Threads != threads || mib > 0 && c.MiB > mib {
-		u.t.Errorf("a program in container %s of Pod %s got %+v, want a client of MPS with %d MiB and %v %% of the threads", container, pod, c, mib, threads)
+		u.t.Errorf(
+			"a program in container %s of Pod %s got %+v, want a client of MPS with %d MiB and %v %% of the threads",
+			container,
+			pod,
+			c,
+			mib,
+			threads,
+		)
 	}
 	limit := "0M"
 	if mib > 0 {
@@ -59,35 +68,59 @@ func (w *world) testMPS(t *testing.T) {
 	index := w.index(t, staticGPU)
 	w.smi(t, h100, "-i", index, "-mig", "1")
 	w.smi(t, h100, "mig", "-i", index, "-cgi", "9,9", "-C")
-	eventually(t, 15*time.Second, "the GPU is offered as the admin cut it", func() (bool, string) {
+	eventually(t, 15*time.Second, "the GPU is offered as the admin partitioned it", func() (bool, string) {
 		_, whole := w.devices(t, h100)["gpu-0000-df-00-0"]
 		return !whole, "whole"
 	})
-	u.template("whole", shared("gpu.nvidia.com", whole1, "", gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 50, defaultPinnedDeviceMemoryLimit: 10Gi}}")))
-	u.template("static", shared("mig.nvidia.com", staticGPU, "", migConfig("sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 15Gi}}")))
-	u.template("dynamic", strings.Replace(shared("mig.nvidia.com", whole2, "", migConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 30, multiUser: true}}")),
-		"selectors: [", `selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "2g.20gb"'}}, `, 1))
+	u.template(
+		"whole",
+		shared(
+			"gpu.nvidia.com",
+			whole1,
+			"",
+			gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 50, defaultPinnedDeviceMemoryLimit: 10Gi}}"),
+		),
+	)
+	u.template(
+		"static",
+		shared("mig.nvidia.com", staticGPU, "", migConfig("sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 15Gi}}")),
+	)
+	u.template(
+		"dynamic",
+		strings.Replace(
+			shared(
+				"mig.nvidia.com",
+				whole2,
+				"",
+				migConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 30, multiUser: true}}"),
+			),
+			"selectors: [",
+			`selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "2g.20gb"'}}, `,
+			1,
+		),
+	)
 	u.template("pair", fmt.Sprintf(`
 requests: [{name: one, exactly: {deviceClassName: gpu.nvidia.com, count: 2, selectors: [{cel: {expression: %q}}]}}]
 config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, ofGPU(whole3)+" || "+ofGPU(whole4),
 		gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 30Gi, defaultPerDevicePinnedMemoryLimit: {'1': 5Gi}}}")))
-	u.template("turns", shared("shared.gpu.nvidia.com", inTurns, "", slicing("Medium")))
-	// All at once, with a claim that has nothing to do with MPS among them.
+	u.template("sliced", shared("shared.gpu.nvidia.com", timeSliced, "", slicing("Medium")))
+	// Six Pods run at once. The claims of five use MPS, the claim of Pod sliced does not.
 	u.pod("whole", onNode(h100), fromTemplate("gpu", "whole"), twoContainers("gpu"))
 	u.pod("static", onNode(h100), fromTemplate("gpu", "static"), twoContainers("gpu"))
 	u.pod("dynamic", onNode(h100), fromTemplate("gpu", "dynamic"), container("one", "gpu"), asUser(1001))
 	u.pod("pair", onNode(h100), fromTemplate("gpu", "pair"), container("one", "gpu"))
 	u.template("share", shared("shared.gpu.nvidia.com", fractioned, "capacity: {requests: {memory: 2Gi}}", ""))
 	u.pod("own", onNode(h100), fromTemplate("gpu", "share"), container("one", "gpu"), container("two"), ownShm("7Mi"))
-	u.pod("turns", onNode(h100), fromTemplate("gpu", "turns"))
-	u.running("whole", "static", "dynamic", "pair", "own", "turns")
+	u.pod("sliced", onNode(h100), fromTemplate("gpu", "sliced"))
+	u.running("whole", "static", "dynamic", "pair", "own", "sliced")
 
 	for _, c := range []string{"one", "two"} {
 		u.isClient("whole", c, 10<<10, 50)
 		u.isClient("static", c, 15<<10, 100)
 	}
-	if c := u.computes("dynamic", "one"); c.Mode != "mps" || len(c.Devices) != 1 || c.Devices[0].Threads != 30 || c.Devices[0].Limit != 0 || c.MiB > 20<<10 {
-		t.Errorf("an ordinary user's program on a MIG device that was cut for it got %+v", c)
+	if c := u.computes("dynamic", "one"); c.Mode != "mps" || len(c.Devices) != 1 || c.Devices[0].Threads != 30 || c.Devices[0].Limit != 0 ||
+		c.MiB > 20<<10 {
+		t.Errorf("an ordinary user's program on a partition on demand got %+v", c)
 	}
 	if c := u.computes("pair", "one"); c.Mode != "mps" || len(c.Devices) != 2 || c.Devices[0].Limit != 30<<10 || c.Devices[1].Limit != 5<<10 {
 		t.Errorf("a program with two GPUs got %+v", c)
@@ -95,13 +128,14 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 	if all := w.daemons(t); len(all) != 5 {
 		t.Errorf("the daemons are %+v, want one for each of four claims and one for shares", all)
 	}
-	for address, want := range map[string]string{whole1: "Exclusive_Process", whole3: "Exclusive_Process", whole4: "Exclusive_Process", staticGPU: "Default", whole2: "Default", inTurns: "Default"} {
+	for address, want := range map[string]string{whole1: "Exclusive_Process", whole3: "Exclusive_Process", whole4: "Exclusive_Process",
+		staticGPU: "Default", whole2: "Default", timeSliced: "Default"} {
 		if now := w.computeMode(t, address); now != want {
 			t.Errorf("compute mode of %s is %s, want %s", address, now, want)
 		}
 	}
 
-	// The containers of one claim share their daemon's /dev/shm and nobody else's.
+	// Only the containers of one claim may share the /dev/shm of the claim's MPS daemon.
 	u.sh("whole", "one", "echo hello >/dev/shm/hello")
 	if got := u.sh("whole", "two", "cat /dev/shm/hello"); got != "hello\n" {
 		t.Errorf("the other container of the claim reads %q", got)
@@ -109,8 +143,8 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 	if got := u.sh("static", "one", "ls /dev/shm"); strings.Contains(got, "hello") {
 		t.Errorf("another claim's container sees %q", got)
 	}
-	// A client has it also where its Pod mounts a volume there. A container of the Pod that is no
-	// client keeps the volume.
+	// A container with an MPS claim must have the MPS daemon's /dev/shm even if its Pod mounts a
+	// volume there. The Pod's container without a claim must keep the volume.
 	if c := u.computes("own", "one"); c.Mode != "mps" {
 		t.Errorf("a program in a Pod with a volume at /dev/shm got %+v", c)
 	}
@@ -131,7 +165,7 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 
 	w.endPods(t, u.namespace)
 	w.unshared(t)
-	for _, address := range []string{whole1, whole3, whole4, inTurns} {
+	for _, address := range []string{whole1, whole3, whole4, timeSliced} {
 		w.unset(t, address, "Default")
 	}
 	w.smi(t, h100, "mig", "-i", index, "-dci")
@@ -139,18 +173,19 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 	w.offers(t, h100, 8)
 }
 
-// testHangingDaemon: the NVIDIA program hangs at its start. The kubelet would give the call 45 s.
+// testHangingDaemon makes NVIDIA's MPS program hang at its start. The driver must refuse the claim
+// before the kubelet's timeout of 45 s, and other claims must not wait.
 func (w *world) testHangingDaemon(t *testing.T) {
 	u := w.tenant(t)
 	log := w.kubeletLog(t, h100)
 	mps := gpuConfig("sharing: {strategy: MPS}")
 	u.template("mps", shared("gpu.nvidia.com", whole1, "", mps))
 	u.template("none", shared("gpu.nvidia.com", whole2, "", ""))
-	u.template("turns", shared("shared.gpu.nvidia.com", inTurns, "", slicing("Long")))
+	u.template("sliced", shared("shared.gpu.nvidia.com", timeSliced, "", slicing("Long")))
 	u.template("mig", shared("mig.nvidia.com", whole3, "", ""))
 	w.nvmlsim(t, h100, "slow", "mpsControlStart", "1h")
 	t.Cleanup(func() {
-		_, _ = w.node(t, h100).Exec(context.WithoutCancel(t.Context()), w.sim.Tool, "--root", stand.NodeRoot, "clear")
+		_, _ = w.node(t, h100).Exec(context.WithoutCancel(t.Context()), w.sim.Tool, "--root", clusterharness.NodeRoot, "clear")
 	})
 	began := time.Now()
 	u.pod("hangs", onNode(h100), fromTemplate("gpu", "mps"))
@@ -158,16 +193,16 @@ func (w *world) testHangingDaemon(t *testing.T) {
 		all := w.daemons(t)
 		return len(all) == 1, fmt.Sprint(all)
 	})
-	for _, other := range []string{"none", "turns", "mig"} {
+	for _, other := range []string{"none", "sliced", "mig"} {
 		u.pod(other, onNode(h100), fromTemplate("gpu", other))
 	}
-	u.running("none", "turns", "mig")
+	u.running("none", "sliced", "mig")
 	others := time.Since(began)
 	w.refused(t, u.namespace, "hangs", "MPS daemon", "gpu-0000-61-00-0")
 	if took := time.Since(began); took > 40*time.Second {
 		t.Errorf("the error came after %s, the kubelet waits for 45 s", took)
 	} else if others > took {
-		t.Errorf("others ran after %s only, when the hanging claim was refused after %s", others, took)
+		t.Errorf("other claims' Pods ran only after %s, the hanging claim was refused after %s", others, took)
 	}
 	if now := u.events(t, u.namespace, "hangs"); strings.Contains(now, "DeadlineExceeded") {
 		t.Errorf("the kubelet gave up before the driver did: %s", now)

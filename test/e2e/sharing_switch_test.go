@@ -8,12 +8,12 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// testMPSSwitchedOff: an admin takes the daemons' host away under claims that have some, which helm
-// alone refuses. They can be given back all the same, nobody gets new ones, and when it is switched
-// on again all is as before.
+// testMPSSwitchedOff switches MPS off while claims use it. helm refuses that, so the test first
+// deletes the DaemonSet of the MPS supervisor. The plugin must unprepare these claims, but give no
+// claim a new MPS daemon until MPS is on again.
 func (w *world) testMPSSwitchedOff(t *testing.T) {
 	u := w.tenant(t)
 	u.template("mps", shared("gpu.nvidia.com", whole1, "", gpuConfig("sharing: {strategy: MPS}")))
@@ -23,17 +23,21 @@ func (w *world) testMPSSwitchedOff(t *testing.T) {
 		u.pod(pod, onNode(h100), fromTemplate("gpu", pod))
 	}
 	u.running("mps", "share")
-	plain := strings.ReplaceAll(inTurns+"=shares:3,"+cutShares+"/2g.20gb=shares:2", ",", `\,`)
+	plain := strings.ReplaceAll(timeSliced+"=shares:3,"+cutShares+"/2g.20gb=shares:2", ",", `\,`)
 	off := []string{"--reuse-values", "--set", "mps.enabled=false", "--set", "shares=" + plain}
-	if err := stand.Install(t.Context(), w.Cluster, w.root, off...); err == nil || !strings.Contains(err.Error(), "the Pods of 2 claims") {
-		t.Errorf("helm ends the work of Pods: %v, want an error that says of how many claims", err)
+	if err := clusterharness.Install(t.Context(), w.Cluster, w.root, off...); err == nil ||
+		!strings.Contains(err.Error(), "the Pods of 2 claims") {
+		t.Errorf("helm switches MPS off under claims: %v, want an error with their number", err)
 	}
-	if err := w.Client.AppsV1().DaemonSets(stand.Namespace).Delete(t.Context(), stand.Release+"-mps", metav1.DeleteOptions{}); err != nil {
+	if err := w.Client.AppsV1().DaemonSets(clusterharness.Namespace).Delete(t.Context(), clusterharness.Release+"-mps",
+		metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	w.install(t, off...)
 	eventually(t, 60*time.Second, "the supervisor is gone", func() (bool, string) {
-		list, err := w.Client.CoreV1().Pods(stand.Namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/component=mps-supervisor"})
+		list, err := w.Client.CoreV1().
+			Pods(clusterharness.Namespace).
+			List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/component=mps-supervisor"})
 		return err == nil && len(list.Items) == 0, fmt.Sprint(err)
 	})
 	u.pod("new", onNode(h100), fromTemplate("gpu", "new"))

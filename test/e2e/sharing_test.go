@@ -12,48 +12,59 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
-// Eight alike GPUs by their buses, and what each is for in the tests of sharing.
+// The PCI addresses of eight equal GPUs, named by the GPUs' purposes in the sharing tests.
 const (
-	fractioned = "0000:1b:00.0" // in fractions
-	inTurns    = "0000:43:00.0" // in three plain shares
+	fractioned = "0000:1b:00.0" // shared in MPS fractions
+	timeSliced = "0000:43:00.0" // shared in three plain shares
 	cutShares  = "0000:52:00.0" // its partitions 1g.10gb in fractions, 2g.20gb in plain shares
 	whole1     = "0000:61:00.0"
 	whole2     = "0000:9d:00.0"
 	whole3     = "0000:c3:00.0"
 	whole4     = "0000:d1:00.0"
-	staticGPU  = "0000:df:00.0" // an admin cut it
+	staticGPU  = "0000:df:00.0" // partitioned by an admin
 )
 
-const shareRules = fractioned + "=fractions," + inTurns + "=shares:3," + cutShares + "/1g.10gb=fractions," + cutShares + "/2g.20gb=shares:2"
+const shareRules = fractioned + "=fractions," + timeSliced + "=shares:3," + cutShares + "/1g.10gb=fractions," + cutShares +
+	"/2g.20gb=shares:2"
 
-// TestSharing: several containers, Pods and claims on one GPU or MIG device, in each of the ways that there are.
+// TestSharing lets several containers, Pods and claims use one GPU or MIG device, in every way of
+// sharing.
 func TestSharing(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
 	w := bringUp(t, "e2e-sharing", sim.Node(h100, "dgx-h100"))
 	w.needSMI(t)
-	// Else the driver would forget what is set as soon as nothing has the GPU open, as it should.
+	// Without persistence mode the NVIDIA driver would forget compute mode and time slice once no
+	// process has the GPU open.
 	w.smi(t, h100, "-pm", "1")
-	w.install(t, "--set", "mps.enabled=true", "--set", "shares="+strings.ReplaceAll(shareRules, ",", `\,`), "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu.shared")
+	w.install(
+		t,
+		"--set",
+		"mps.enabled=true",
+		"--set",
+		"shares="+strings.ReplaceAll(shareRules, ",", `\,`),
+		"--set",
+		"deviceClasses.shared.extendedResourceName=nvidia.com/gpu.shared",
+	)
 	w.offers(t, h100, 8)
 	bare := w.settings(t)
 
-	t.Run("containers of one claim take turns of the length that it asks for", w.testIntervals)
-	t.Run("claims that share a GPU agree on the time slice, and the last sets back what was there", w.testSharedInterval)
-	t.Run("four Pods with 18 GiB share a GPU, a fifth waits, and one that wants it alone waits for all", w.testFractions)
-	t.Run("shares of partitions are cut for the first and given back by the last", w.testSharedPartitions)
-	t.Run("what cannot be shared so is refused, and said", w.testRefusedSharing)
-	t.Run("MPS on a GPU, an admin's MIG device and one that is cut for it, at the same time", w.testMPS)
+	t.Run("containers of one claim get time slices of the requested length", w.testIntervals)
+	t.Run("claims that share a GPU agree on the time slice, and the last one restores it", w.testSharedInterval)
+	t.Run("four Pods with 18 GiB share a GPU, a fifth waits, and a whole claim waits for all", w.testFractions)
+	t.Run("the first share creates its partition and the last removes it", w.testSharedPartitions)
+	t.Run("unsupported sharing is refused with the reason", w.testRefusedSharing)
+	t.Run("MPS on a GPU, an admin's MIG device and one on demand at the same time", w.testMPS)
 	t.Run("a daemon that does not start delays its own claim only", w.testHangingDaemon)
-	t.Run("a plugin that is killed while it prepares leaves nothing half done", w.testKilledWhilePreparing)
-	t.Run("MPS can be switched off below claims that use it, and on again", w.testMPSSwitchedOff)
+	t.Run("a plugin killed during Prepare leaves nothing unfinished", w.testKilledWhilePreparing)
+	t.Run("MPS can be switched off while claims use it, and on again", w.testMPSSwitchedOff)
 	t.Run("daemons outlive the plugin, and come back after their own end", w.testDaemonsOutlive)
-	t.Run("a power cut leaves nobody with less than he has", w.testSharingPowerCut)
-	t.Run("the examples do what they say", w.testSharingExamples)
-	t.Run("nothing of all this is left on the node", func(t *testing.T) {
+	t.Run("every Pod has its share again after a power cut", w.testSharingPowerCut)
+	t.Run("the examples work", w.testSharingExamples)
+	t.Run("nothing is left on the node", func(t *testing.T) {
 		w.uncut(t, h100)
 		w.unshared(t)
 		if now := w.settings(t); now != bare {
@@ -61,15 +72,17 @@ func TestSharing(t *testing.T) {
 		}
 		w.clean(t, h100)
 	})
-	t.Run("an uninstallation takes the daemons' host along", w.testSharingUninstalled)
+	t.Run("an uninstallation removes the daemons' host", w.testSharingUninstalled)
 }
 
-// ofGPU is a CEL expression for the devices of one card.
+// ofGPU returns a CEL expression for the devices of the GPU at this PCI address.
 func ofGPU(address string) string {
 	return fmt.Sprintf(`device.attributes["resource.kubernetes.io"].pciBusID == %q`, address)
 }
 
-// shared is a claim for one device of a class on one card. rest is more of the request, config the opaque parameters; either may be empty.
+// shared returns a claim for one device of this DeviceClass on the GPU at this PCI address. The
+// text in rest is added to the request, and config is the claim's opaque parameters. Both may be
+// empty.
 func shared(class, address, rest, config string) string {
 	if rest != "" {
 		rest = ", " + rest
@@ -77,7 +90,13 @@ func shared(class, address, rest, config string) string {
 	if config != "" {
 		config = "\nconfig: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: " + config + "}}]"
 	}
-	return fmt.Sprintf("requests: [{name: one, exactly: {deviceClassName: %s, selectors: [{cel: {expression: %q}}]%s}}]%s", class, ofGPU(address), rest, config)
+	return fmt.Sprintf(
+		"requests: [{name: one, exactly: {deviceClassName: %s, selectors: [{cel: {expression: %q}}]%s}}]%s",
+		class,
+		ofGPU(address),
+		rest,
+		config,
+	)
 }
 
 func migConfig(rest string) string {
@@ -88,7 +107,7 @@ func slicing(interval string) string {
 	return gpuConfig("sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: " + interval + "}}")
 }
 
-// timeSlice is the interval that is set on a GPU, as an admin sees it.
+// timeSlice returns the time slice interval of the GPU at this PCI address, as nvidia-smi shows it.
 func (w *world) timeSlice(t *testing.T, address string) string {
 	t.Helper()
 	out := w.smi(t, h100, "compute-policy", "-i", w.index(t, address), "--list")
@@ -103,21 +122,25 @@ func (w *world) timeSlice(t *testing.T, address string) string {
 
 func (w *world) setTimeSlice(t *testing.T, address string, value int) {
 	t.Helper()
-	if out := w.smi(t, h100, "compute-policy", "-i", w.index(t, address), fmt.Sprintf("--set-timeslice=%d", value)); !strings.Contains(out, "Successfully") {
+	if out := w.smi(t, h100, "compute-policy", "-i", w.index(t, address), fmt.Sprintf("--set-timeslice=%d", value)); !strings.Contains(
+		out,
+		"Successfully",
+	) {
 		t.Fatal(out)
 	}
 }
 
-// index is the place of a card among the node's, which nvidia-smi counts by address.
+// index returns nvidia-smi's index of the GPU at this PCI address. nvidia-smi counts GPUs by PCI
+// address.
 func (w *world) index(t *testing.T, address string) string {
 	t.Helper()
-	all := []string{fractioned, inTurns, cutShares, whole1, whole2, whole3, whole4, staticGPU}
+	all := []string{fractioned, timeSliced, cutShares, whole1, whole2, whole3, whole4, staticGPU}
 	return fmt.Sprint(slices.Index(all, address))
 }
 
 var computeModeForm = regexp.MustCompile(`Compute Mode\s*: (\S+)`)
 
-// computeMode is who may use a GPU, as an admin sees it.
+// computeMode returns the compute mode of the GPU at this PCI address, as nvidia-smi shows it.
 func (w *world) computeMode(t *testing.T, address string) string {
 	t.Helper()
 	out := w.smi(t, h100, "-i", w.index(t, address), "-q", "-d", "COMPUTE")
@@ -128,13 +151,22 @@ func (w *world) computeMode(t *testing.T, address string) string {
 	return m[1]
 }
 
-// settings are the compute modes and time slices of all GPUs.
+// settings returns the compute modes and time slices of all GPUs, as text to compare.
 func (w *world) settings(t *testing.T) string {
 	t.Helper()
-	return strings.Join(computeModeForm.FindAllString(w.smi(t, h100, "-q", "-d", "COMPUTE"), -1), "\n") + "\n" + w.smi(t, h100, "compute-policy", "--list")
+	return strings.Join(
+		computeModeForm.FindAllString(w.smi(t, h100, "-q", "-d", "COMPUTE"), -1),
+		"\n",
+	) + "\n" + w.smi(
+		t,
+		h100,
+		"compute-policy",
+		"--list",
+	)
 }
 
-// unshared waits until no daemon, mount, directory or holder's file is left of what was shared.
+// unshared waits until the node has no MPS daemon, and no mount, directory or file that the driver
+// creates for shared devices.
 func (w *world) unshared(t *testing.T) {
 	t.Helper()
 	const left = `
@@ -143,13 +175,14 @@ ls "$1/state/holders" 2>/dev/null || true
 [ ! -d /dev/shm/gpu-dra-driver-mps ] || find /dev/shm/gpu-dra-driver-mps -mindepth 1
 grep -h -e gpu-dra-driver-mps -e gpu.nvidia.com/mps/ /proc/1/mountinfo || true
 grep -l nvidia-cuda-mps /proc/[0-9]*/comm 2>/dev/null || true`
-	eventually(t, 30*time.Second, "nothing that was shared is left on the node", func() (bool, string) {
+	eventually(t, 30*time.Second, "nothing of shared devices is left on the node", func() (bool, string) {
 		out := strings.TrimSpace(w.on(t, h100, "sh", "-c", left, "sh", pluginDir))
 		return out == "", out
 	})
 }
 
-// unset waits until a GPU is as it was found: for everybody, with these time slices.
+// unset waits until the GPU at this PCI address has the default compute mode again, and the time
+// slice interval that the parameter slice names.
 func (w *world) unset(t *testing.T, address, slice string) {
 	t.Helper()
 	eventually(t, 30*time.Second, "GPU "+address+" is as it was before it was shared", func() (bool, string) {
@@ -158,19 +191,20 @@ func (w *world) unset(t *testing.T, address, slice string) {
 	})
 }
 
-// mpsVariables are the variables of MPS in a container, sorted.
+// mpsVariables returns a container's CUDA_ variables, which configure MPS, sorted.
 func (u tenant) mpsVariables(pod, container string) string {
 	u.t.Helper()
 	return strings.TrimSpace(u.sh(pod, container, "env | grep ^CUDA_ | sort"))
 }
 
-// ask gives an order to the daemon whose pipes the container has.
+// asksDaemon sends a command from a container to the container's MPS daemon and returns the answer.
 func (u tenant) asksDaemon(pod, container, order string) string {
 	u.t.Helper()
 	return strings.TrimSpace(u.sh(pod, container, "echo "+order+" | nvidia-cuda-mps-control"))
 }
 
-// computed is what a program that computes says of itself.
+// computed is a line that nvmlsim-cuda prints. That program behaves like a CUDA program that
+// computes on the simulated GPU.
 type computed struct {
 	Event   string `json:"event"`
 	Mode    string `json:"mode"`
@@ -185,12 +219,14 @@ type computed struct {
 	} `json:"devices"`
 }
 
-// computes runs a program that allocates all the memory that it can get, and ends. It returns how it was let in, with what it got.
+// computes runs a program that allocates all the GPU memory that it can get, and ends. The result
+// says how the program attached to the GPU and how much memory it got.
 func (u tenant) computes(pod, container string) computed {
 	u.t.Helper()
 	out, err := u.exec(u.t, u.namespace, pod, container, "nvidia-cuda-mps-control", "nvmlsim-cuda", "--fill")
 	lines := said(u.t, out)
-	// The first client waits for the server to start.
+	// Skip the report with the event pending: the first client of an MPS daemon waits for the MPS
+	// server to start.
 	lines = slices.DeleteFunc(lines, func(l computed) bool { return l.Event == "pending" })
 	if err != nil || len(lines) != 2 || lines[0].Event != "attached" || lines[1].Event != "filled" {
 		u.t.Fatalf("a program in Pod %s: %v\n%s", pod, err, out)
@@ -214,7 +250,8 @@ func said(t *testing.T, text string) []computed {
 	return all
 }
 
-// keepsComputing starts a program in a container that computes until the container ends, and waits until it is let in.
+// keepsComputing starts a program that computes until its container ends, and returns the program's
+// report once it has attached to the GPU.
 func (u tenant) keepsComputing(pod, container string) computed {
 	u.t.Helper()
 	u.sh(pod, container, "nvidia-cuda-mps-control nvmlsim-cuda --hold >/tmp/computes 2>&1 &")
@@ -231,7 +268,7 @@ func (u tenant) keepsComputing(pod, container string) computed {
 	return now
 }
 
-// stillComputes makes sure that the program which keepsComputing started was not disturbed.
+// stillComputes checks that the program that keepsComputing has started was not disturbed.
 func (u tenant) stillComputes(pod, container string) {
 	u.t.Helper()
 	if out := u.sh(pod, container, "cat /tmp/computes"); !strings.HasSuffix(strings.TrimSpace(out), `{"event":"holding"}`) {
@@ -239,7 +276,7 @@ func (u tenant) stillComputes(pod, container string) {
 	}
 }
 
-// daemon is what the supervisor says of one.
+// daemon is the supervisor's report of one MPS daemon.
 type daemon struct {
 	Daemon struct {
 		ID string `json:"id"`
@@ -249,12 +286,14 @@ type daemon struct {
 	Restarts int    `json:"restarts"`
 }
 
-// supervisor is the Pod of the daemons' host.
+// supervisor returns the Pod of the supervisor of MPS daemons, once it is ready.
 func (w *world) supervisor(t *testing.T) corev1.Pod {
 	t.Helper()
 	var found corev1.Pod
 	eventually(t, 90*time.Second, "the supervisor of MPS daemons is ready", func() (bool, string) {
-		list, err := w.Client.CoreV1().Pods(stand.Namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/component=mps-supervisor"})
+		list, err := w.Client.CoreV1().
+			Pods(clusterharness.Namespace).
+			List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/component=mps-supervisor"})
 		if err != nil || len(list.Items) != 1 {
 			return false, fmt.Sprint(err, len(list.Items))
 		}
@@ -264,11 +303,11 @@ func (w *world) supervisor(t *testing.T) corev1.Pod {
 	return found
 }
 
-// daemons are those that the supervisor has, once it answers.
+// daemons returns the MPS daemons that the supervisor reports, by ID.
 func (w *world) daemons(t *testing.T) map[string]daemon {
 	t.Helper()
 	var list []daemon
-	eventually(t, 60*time.Second, "the supervisor says which daemons there are", func() (bool, string) {
+	eventually(t, 60*time.Second, "the supervisor lists its MPS daemons", func() (bool, string) {
 		p := w.supervisor(t)
 		out, err := w.exec(t, p.Namespace, p.Name, "", "/usr/bin/gpu-mps", "status", "--plugin-dir="+pluginDir)
 		if err != nil {
@@ -288,8 +327,8 @@ func (w *world) daemons(t *testing.T) map[string]daemon {
 
 func (w *world) testIntervals(t *testing.T) {
 	u := w.tenant(t)
-	u.template("unasked", shared("gpu.nvidia.com", inTurns, "", ""))
-	w.setTimeSlice(t, inTurns, 1)
+	u.template("unasked", shared("gpu.nvidia.com", timeSliced, "", ""))
+	w.setTimeSlice(t, timeSliced, 1)
 	intervals := map[string]string{"Default": whole1, "Short": whole2, "Medium": whole3, "Long": whole4}
 	found := map[string]string{"Default": "Long", "Short": "Default", "Medium": "Default", "Long": "Medium"}
 	w.setTimeSlice(t, whole1, 3)
@@ -306,39 +345,40 @@ func (w *world) testIntervals(t *testing.T) {
 	u.running(append(pods, "unasked")...)
 	for interval, address := range intervals {
 		if now := w.timeSlice(t, address); now != interval {
-			t.Errorf("%s is set where %s was asked for", now, interval)
+			t.Errorf("the time slice is %s, want %s", now, interval)
 		}
 		pod := strings.ToLower(interval)
 		given := u.allocated(pod, "gpu")
 		u.sees(pod, "one", given)
 		u.sees(pod, "two", given)
 	}
-	if now := w.timeSlice(t, inTurns); now != "Short" {
-		t.Errorf("the claim that asks for nothing changed the time slice to %s", now)
+	if now := w.timeSlice(t, timeSliced); now != "Short" {
+		t.Errorf("a claim without parameters changed the time slice to %s", now)
 	}
 	w.endPods(t, u.namespace)
 	for interval, address := range intervals {
 		w.unset(t, address, found[interval])
 		w.setTimeSlice(t, address, 0)
 	}
-	w.unset(t, inTurns, "Short")
-	w.setTimeSlice(t, inTurns, 0)
+	w.unset(t, timeSliced, "Short")
+	w.setTimeSlice(t, timeSliced, 0)
 }
 
-// testSharedInterval: A sets, B joins, C is refused, A leaves, B leaves; then C has its turn.
+// testSharedInterval lets Pods a and b share a GPU with one time slice interval. Pod c, which wants
+// another interval, must be refused until a and b have ended.
 func (w *world) testSharedInterval(t *testing.T) {
 	u := w.tenant(t)
-	w.setTimeSlice(t, inTurns, 2)
+	w.setTimeSlice(t, timeSliced, 2)
 	for _, interval := range []string{"Long", "Short"} {
-		u.template(strings.ToLower(interval), shared("shared.gpu.nvidia.com", inTurns, "", slicing(interval)))
+		u.template(strings.ToLower(interval), shared("shared.gpu.nvidia.com", timeSliced, "", slicing(interval)))
 	}
-	u.template("unasked", shared("shared.gpu.nvidia.com", inTurns, "", ""))
+	u.template("unasked", shared("shared.gpu.nvidia.com", timeSliced, "", ""))
 	for _, pod := range []string{"a", "b"} {
 		u.pod(pod, onNode(h100), fromTemplate("gpu", "long"))
 		u.running(pod)
 	}
 	if u.allocated("a", "gpu")[0] != u.allocated("b", "gpu")[0] {
-		t.Error("the two do not share a GPU")
+		t.Error("Pods a and b do not share a GPU")
 	}
 	u.pod("c", onNode(h100), fromTemplate("gpu", "short"))
 	w.refused(t, u.namespace, "c", "Short", u.claimOf(t, u.namespace, "a", "gpu").Name, u.claimOf(t, u.namespace, "b", "gpu").Name)
@@ -346,15 +386,15 @@ func (w *world) testSharedInterval(t *testing.T) {
 	u.waits("fourth")
 	w.deletePods(t, u.namespace, "a")
 	u.running("fourth")
-	if now := w.timeSlice(t, inTurns); now != "Long" {
-		t.Errorf("%s is set while one who asked for Long is left", now)
+	if now := w.timeSlice(t, timeSliced); now != "Long" {
+		t.Errorf("the time slice is %s while a claim with Long is left", now)
 	}
 	w.deletePods(t, u.namespace, "b")
 	u.running("c")
-	if now := w.timeSlice(t, inTurns); now != "Short" {
-		t.Errorf("%s is set while one who asked for Short is left", now)
+	if now := w.timeSlice(t, timeSliced); now != "Short" {
+		t.Errorf("the time slice is %s while a claim with Short is left", now)
 	}
 	w.endPods(t, u.namespace)
-	w.unset(t, inTurns, "Medium")
-	w.setTimeSlice(t, inTurns, 0)
+	w.unset(t, timeSliced, "Medium")
+	w.setTimeSlice(t, timeSliced, 0)
 }

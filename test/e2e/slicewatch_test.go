@@ -14,15 +14,16 @@ import (
 	toolswatch "k8s.io/client-go/tools/watch"
 )
 
-// offer is what a node offered from a moment on.
+// offer is how many whole GPUs a node published from the time at until the next offer in the list.
 type offer struct {
 	at time.Time
-	// gpus is how many are offered as wholes, 0 while the pool is not complete: the scheduler then sees nothing of it.
+	// gpus is the number of whole GPUs. It is 0 while the pool is incomplete, because the scheduler
+	// ignores an incomplete pool.
 	gpus    int
 	because string
 }
 
-// sliceWatch follows the driver's ResourceSlices of a node through every state that the API server had.
+// sliceWatch records every state of a node's ResourceSlices that the API server reports.
 type sliceWatch struct {
 	t      *testing.T
 	world  *world
@@ -31,11 +32,12 @@ type sliceWatch struct {
 	slices map[string]*resourceapi.ResourceSlice
 	offers []offer
 	failed error
-	// each sees every complete pool. It is called with mu held.
+	// each is called with the devices of every complete pool, while mu is locked. It may be nil.
 	each func(pool map[string]resourceapi.Device)
 }
 
-// watchSlices watches until the test ends. A watch that breaks off fails the test, because it would have proved nothing.
+// watchSlices watches a node's ResourceSlices until the test ends. The test fails if the watch
+// breaks off, because the watch would then prove nothing.
 func (w *world) watchSlices(t *testing.T, node string) *sliceWatch {
 	t.Helper()
 	selector := "spec.driver=gpu.nvidia.com,spec.nodeName=" + node
@@ -94,7 +96,8 @@ func (s *sliceWatch) see(event watch.Event) {
 	s.note(fmt.Sprintf("%s %s generation %d", event.Type, slice.Name, slice.Spec.Pool.Generation))
 }
 
-// note counts the whole GPUs of the newest generation, if all its slices are there.
+// note adds an offer with the number of whole GPUs in the pool's newest generation, or with 0 if
+// slices of that generation are missing. The parameter because says what has changed.
 func (s *sliceWatch) note(because string) {
 	var newest, want int64
 	var have int64
@@ -121,7 +124,7 @@ func (s *sliceWatch) note(because string) {
 	s.offers = append(s.offers, offer{time.Now(), gpus, because})
 }
 
-// pool has the devices of one generation, by name.
+// pool returns the devices of one generation of the pool, by name.
 func (s *sliceWatch) pool(generation int64) map[string]resourceapi.Device {
 	pool := map[string]resourceapi.Device{}
 	for _, slice := range s.slices {
@@ -135,8 +138,8 @@ func (s *sliceWatch) pool(generation int64) map[string]resourceapi.Device {
 	return pool
 }
 
-// history waits until the watch has seen what the API server has now, and returns all that the node offered since a moment, beginning with what it
-// offered at that moment.
+// history waits until the watch has seen the node's current slices. It returns the offers from the
+// given time on, and first the one that was valid at that time.
 func (s *sliceWatch) history(since time.Time) []offer {
 	s.t.Helper()
 	eventually(s.t, 30*time.Second, "the watch has seen the node's ResourceSlices as they are", func() (bool, string) {
@@ -161,7 +164,8 @@ func (s *sliceWatch) history(since time.Time) []offer {
 	return append([]offer(nil), s.offers[first:]...)
 }
 
-// alwaysOffered proves that the node offered n GPUs at every moment since.
+// alwaysOffered fails the test unless the node published exactly n whole GPUs at every moment from
+// the given time on.
 func (s *sliceWatch) alwaysOffered(n int, since time.Time) {
 	s.t.Helper()
 	for _, o := range s.history(since) {

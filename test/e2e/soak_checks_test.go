@@ -13,22 +13,25 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// use is a device in a container for a while, in seconds since the machine's start.
+// use says that a container had a device, from the time from to the time to, in seconds since the
+// machine's start.
 type use struct {
 	pod, gpu     string
-	profile, mig string // of the MIG device, if it is one
+	profile, mig string // of the MIG device; empty for a whole GPU
 	share        bool
 	from, to     float64
 }
 
-// excludes says whether the two cannot be at once.
+// excludes reports whether two uses must not overlap in time: they are of the same device, or of a
+// GPU and its MIG device, and are not two shares of one device.
 func (a use) excludes(b use) bool {
 	sameDevice := a.gpu == b.gpu && (a.mig == "" || b.mig == "" || a.mig == b.mig)
 	bothShares := a.share && b.share && a.mig == b.mig
 	return sameDevice && !bothShares
 }
 
-// check makes sure that a Pod has ended well, and that its container had what its claim was given.
+// check fails the test unless a Pod has succeeded and its container had exactly the devices of the
+// Pod's claim. It adds what the container used to s.uses.
 func (s *soak) check(l life) {
 	s.t.Helper()
 	if l.err != nil {
@@ -43,7 +46,7 @@ func (s *soak) check(l life) {
 	if status := l.pod.Status.ContainerStatuses; len(status) == 1 {
 		ended = status[0].State.Terminated
 		if before := status[0].LastTerminationState.Terminated; before != nil && !strings.Contains(before.Message, "context canceled") {
-			s.t.Errorf("Pod %s: its container did not start at first: %+v", l.pod.Name, before)
+			s.t.Errorf("Pod %s: the first start of its container failed: %+v", l.pod.Name, before)
 		}
 	}
 	if ended == nil || ended.ExitCode != 0 {
@@ -67,11 +70,13 @@ func (s *soak) check(l life) {
 var (
 	fromForm = regexp.MustCompile(`(?m)^from (\S+)$`)
 	toForm   = regexp.MustCompile(`(?m)^to (\S+)$`)
-	// listForm is a line of nvidia-smi -L: a GPU, or below it a MIG device.
+	// listForm matches a line of nvidia-smi -L: a GPU, or a MIG device below its GPU.
 	listForm = regexp.MustCompile(`(?m)^(?:GPU|\s+MIG (\S+)\s+Device)\s+\d+:.*\(UUID: (\S+)\)$`)
 )
 
-// seen compares what a container saw with what its claim was given.
+// seen returns an error unless a container saw exactly the devices of its claim, and was a client
+// of MPS only if Pods of its kind are. said is the container's output. The result has one use for
+// each device.
 func (s *soak) seen(l life, said string) ([]use, error) {
 	from, errFrom := only(fromForm, said)
 	to, errTo := only(toForm, said)
@@ -80,27 +85,28 @@ func (s *soak) seen(l life, said string) ([]use, error) {
 	if err := errors.Join(errFrom, errTo, errList, errGiven); err != nil {
 		return nil, err
 	}
-	told := toldUUIDs(l.claim)
+	reported := statusUUIDs(l.claim)
 	var have []string
 	for i := range uses {
 		u := &uses[i]
 		u.pod, u.share, u.from, u.to = l.pod.Name, share, from, to
 		have = append(have, u.gpu+" "+u.profile)
-		if u.mig != "" && len(told) > 0 && !slices.Contains(told, u.mig) {
-			return nil, fmt.Errorf("the claim's status says %v", told)
+		if u.mig != "" && len(reported) > 0 && !slices.Contains(reported, u.mig) {
+			return nil, fmt.Errorf("the claim's status lists only the MIG devices %v", reported)
 		}
 	}
 	slices.Sort(have)
 	if len(want) == 0 || !slices.Equal(want, have) {
-		return nil, fmt.Errorf("it was allocated %q and saw %q", want, have)
+		return nil, fmt.Errorf("the Pod was allocated %q and saw %q", want, have)
 	}
 	if isClient := strings.Contains(said, `"mode":"mps"`); isClient != l.kind.client {
-		return nil, fmt.Errorf("a program in it was a client of MPS: %t", isClient)
+		return nil, fmt.Errorf("a program in the container was a client of MPS: %t", isClient)
 	}
 	return uses, nil
 }
 
-// listed are the devices that nvidia-smi has listed, twice the same ones.
+// listed returns the devices in a container's output. It returns an error unless the output lists
+// them twice in the same way.
 func listed(said string) ([]use, error) {
 	var all []use
 	for _, m := range listForm.FindAllStringSubmatch(said, -1) {
@@ -110,9 +116,9 @@ func listed(said string) ([]use, error) {
 			continue
 		}
 		if len(all) == 0 {
-			return nil, errors.New("a MIG device without a GPU")
+			return nil, errors.New("nvidia-smi lists a MIG device before any GPU")
 		}
-		if all[len(all)-1].mig != "" { // another one of the same GPU
+		if all[len(all)-1].mig != "" { // another MIG device of the same GPU
 			all = append(all, use{gpu: all[len(all)-1].gpu})
 		}
 		last := &all[len(all)-1]
@@ -120,17 +126,18 @@ func listed(said string) ([]use, error) {
 	}
 	once := all[:len(all)/2]
 	if !slices.Equal(once, all[len(all)/2:]) {
-		return nil, errors.New("the container saw one thing at first and another in the end")
+		return nil, errors.New("the container saw other devices in the end than at first")
 	}
 	return once, nil
 }
 
-// given are the devices that a claim was allocated, sorted, each as its GPU and its profile.
+// given returns the devices that a claim was allocated, sorted, each as GPU UUID and profile. share
+// is true if the devices are shares.
 func (s *soak) given(claim *resourceapi.ResourceClaim) (devices []string, share bool, err error) {
 	for _, r := range claim.Status.Allocation.Devices.Results {
 		d, ok := s.known[r.Device]
 		if !ok {
-			return nil, false, fmt.Errorf("it was allocated %s, which was not offered when all began", r.Device)
+			return nil, false, fmt.Errorf("the Pod was allocated %s, which was not offered when the soak test began", r.Device)
 		}
 		devices = append(devices, *d.Attributes["parentUUID"].StringValue+" "+ptr.Deref(d.Attributes["profile"].StringValue, ""))
 		share = strings.HasSuffix(*d.Attributes["type"].StringValue, "-share")
@@ -141,8 +148,9 @@ func (s *soak) given(claim *resourceapi.ResourceClaim) (devices []string, share 
 
 var migUUIDForm = regexp.MustCompile(`"uuid":"(MIG-[0-9a-f-]+)"`)
 
-// toldUUIDs are the MIG devices that the claim's status names. The plugin may have been killed before it said so.
-func toldUUIDs(claim *resourceapi.ResourceClaim) []string {
+// statusUUIDs returns the UUIDs of the MIG devices in a claim's status. There may be none, because
+// the plugin may have been killed before it wrote them.
+func statusUUIDs(claim *resourceapi.ResourceClaim) []string {
 	var uuids []string
 	for _, d := range claim.Status.Devices {
 		if d.Data != nil {
@@ -162,7 +170,8 @@ func only(form *regexp.Regexp, text string) (float64, error) {
 	return strconv.ParseFloat(m[0][1], 64)
 }
 
-// neverTwice makes sure that no device was in two containers at the same time, unless both had a share of it.
+// neverTwice fails the test if containers of two Pods had the same device at the same time, unless
+// each had a share of the device.
 func (s *soak) neverTwice() {
 	s.t.Helper()
 	byStart := slices.SortedFunc(slices.Values(s.uses), func(a, b use) int { return int(1000 * (a.from - b.from)) })

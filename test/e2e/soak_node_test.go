@@ -17,7 +17,9 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// bareNode is what of a node must be the same before and after: each entry has a name and what it is now.
+// bareNode reads those parts of the node's state that the soak test must leave unchanged. The
+// result has one function for each part. It reads that part again and returns what differs from the
+// first time, or the empty string.
 func (w *world) bareNode(t *testing.T) map[string]func() string {
 	t.Helper()
 	shell := func(script string) func() string {
@@ -26,14 +28,17 @@ func (w *world) bareNode(t *testing.T) map[string]func() string {
 			return w.on(t, h100, "/bin/sh", "-c", script)
 		}
 	}
-	// containerd forgets a shim, and the root file system that it has mounted for a container, now and then when the kubelet is killed in the midst of
-	// a start (seen with 2.4.2). What the container was to have from elsewhere is looked at. And what looks is not looked at.
+	// notOurs leaves out the tools of this check, and shims: containerd sometimes leaks a shim and a
+	// container's mounted root file system if the kubelet is killed during a start (seen with 2.4.2).
 	const notOurs = `^containerd-shim$|^sh$|^cat$|^grep$|^sort$`
 	looks := map[string]func() string{
-		"the hardware":             func() string { t.Helper(); return w.nvmlsim(t, h100, "show", "-o", "yaml") },
-		"what it offers":           func() string { t.Helper(); return w.offered(t) },
-		"the processes":            shell(`for p in /proc/[0-9]*; do cat $p/comm 2>/dev/null; done | grep -v -E '` + notOurs + `' | sort`),
-		"the mounts":               shell(`cut -d' ' -f5 /proc/1/mountinfo | grep -v -E '^/run/containerd/io.containerd.runtime.v2.task/k8s.io/[0-9a-f]+/rootfs$' | sed -E 's/[0-9a-f]{64}/ID/g' | sort`),
+		"the hardware":   func() string { t.Helper(); return w.nvmlsim(t, h100, "show", "-o", "yaml") },
+		"what it offers": func() string { t.Helper(); return w.offered(t) },
+		"the processes":  shell(`for p in /proc/[0-9]*; do cat $p/comm 2>/dev/null; done | grep -v -E '` + notOurs + `' | sort`),
+		"the mounts": shell(
+			`cut -d' ' -f5 /proc/1/mountinfo | grep -v -E '^/run/containerd/io.containerd.runtime.v2.task/k8s.io/[0-9a-f]+/rootfs$' | sed -E ` +
+				`'s/[0-9a-f]{64}/ID/g' | sort`,
+		),
 		"the Pods' control groups": shell(`find /sys/fs/cgroup -type d -path '*/pod*' | sed -E 's/[0-9a-f]{64}/ID/g' | sort`),
 		"the device nodes":         shell(`find /dev -path /dev/pts -prune -o -path /dev/shm -prune -o -print | sort`),
 		"the kubelet's Pods":       shell(`ls /var/lib/kubelet/pods`),
@@ -52,7 +57,7 @@ func (w *world) bareNode(t *testing.T) map[string]func() string {
 	return before
 }
 
-// isAsBefore waits until nothing of a node is other than it was.
+// isAsBefore waits until no function of bareNode returns a difference.
 func (w *world) isAsBefore(t *testing.T, before map[string]func() string) {
 	t.Helper()
 	eventually(t, 45*time.Second, "the node is as before", func() (bool, string) {
@@ -66,7 +71,8 @@ func (w *world) isAsBefore(t *testing.T, before map[string]func() string) {
 	})
 }
 
-// difference are the lines that one text has and not the other.
+// difference returns the lines that the two texts do not have equally often, each with the change
+// of its count.
 func difference(was, now string) string {
 	var out strings.Builder
 	count := map[string]int{}
@@ -84,7 +90,8 @@ func difference(was, now string) string {
 	return cmp.Or(out.String(), "another order of the same lines")
 }
 
-// offered is all that the node's slices say, but for what changes with each publication.
+// offered returns the devices and counter sets of the node's slices as text. It omits the fields
+// that change with each publication.
 func (w *world) offered(t *testing.T) string {
 	t.Helper()
 	devices, counters := map[string]resourceapi.Device{}, map[string]resourceapi.CounterSet{}
@@ -108,17 +115,21 @@ func (w *world) supervisorProcess(t *testing.T) string {
 	return strings.TrimSpace(w.on(t, h100, "pgrep", "-o", "-f", "^/usr/bin/gpu-mps supervise"))
 }
 
-// counterForm is a line of the plugin's metrics that a soak adds up.
-var counterForm = regexp.MustCompile(`(?m)^gpu_dra_((?:repairs_total|request_errors_total)\{.*\}|request_duration_seconds_count\{.*\}) (\S+)$`)
+// counterForm matches the lines of the plugin's metrics that the soak test adds up.
+var counterForm = regexp.MustCompile(
+	`(?m)^gpu_dra_((?:repairs_total|request_errors_total)\{.*\}|request_duration_seconds_count\{.*\}) (\S+)$`,
+)
 
-// count adds what the plugin has counted since its start, which goes with it. What it counts between this and its end is not known.
+// count adds the plugin's current metrics to s.counted, because a kill resets them. What the plugin
+// counts between this call and the kill is lost.
 func (s *soak) count() {
 	s.t.Helper()
 	pod, err := s.Client.CoreV1().Pods(s.plugin.Namespace).Get(s.t.Context(), s.plugin.Name, metav1.GetOptions{})
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	// A plugin that has just been started does not serve yet, and has counted nothing.
+	// The request may fail, because a plugin that has just started does not serve yet. It has counted
+	// nothing then.
 	metrics, _ := s.node(s.t, h100).Exec(s.t.Context(), "curl", "--silent", "--max-time", "5", "http://"+pod.Status.PodIP+":8080/metrics")
 	for _, m := range counterForm.FindAllStringSubmatch(metrics, -1) {
 		n, err := strconv.ParseFloat(m[2], 64)
@@ -129,7 +140,7 @@ func (s *soak) count() {
 	}
 }
 
-// progress is one line.
+// progress returns one line on the Pods that have ended and the kills so far.
 func (s *soak) progress() string {
 	var kinds []string
 	all := 0
@@ -137,10 +148,18 @@ func (s *soak) progress() string {
 		all += s.done[kind.name]
 		kinds = append(kinds, fmt.Sprintf("%d %s", s.done[kind.name], kind.name))
 	}
-	return fmt.Sprintf("%s: %d Pods (%s), plugin killed %d times, kubelet %d times", time.Since(s.began).Round(time.Second), all, strings.Join(kinds, ", "), s.kills, s.kubeletKills)
+	return fmt.Sprintf(
+		"%s: %d Pods (%s), plugin killed %d times, kubelet %d times",
+		time.Since(s.began).Round(time.Second),
+		all,
+		strings.Join(kinds, ", "),
+		s.kills,
+		s.kubeletKills,
+	)
 }
 
-// report shows what came of it.
+// report logs how long the Pods took to start, the sums of the plugin's metrics over all kills, and
+// how often Prepare failed.
 func (s *soak) report() {
 	s.t.Helper()
 	s.count()
@@ -155,13 +174,15 @@ func (s *soak) report() {
 	for _, series := range slices.Sorted(maps.Keys(s.counted)) {
 		fmt.Fprintf(&out, "%s: %.0f\n", series, s.counted[series])
 	}
-	s.t.Logf("%s; the kubelet told of %d failed attempts to prepare\n%s", s.progress(), s.failedPrepares(), out.String())
+	s.t.Logf("%s; the kubelet reported %d failed attempts to prepare\n%s", s.progress(), s.failedPrepares(), out.String())
 }
 
-// failedPrepares is how often the kubelet had to try again, by its Events.
+// failedPrepares returns how often Prepare has failed, by the kubelet's Events.
 func (s *soak) failedPrepares() (n int) {
 	s.t.Helper()
-	list, err := s.Client.CoreV1().Events(s.namespace).List(s.t.Context(), metav1.ListOptions{FieldSelector: "reason=FailedPrepareDynamicResources"})
+	list, err := s.Client.CoreV1().
+		Events(s.namespace).
+		List(s.t.Context(), metav1.ListOptions{FieldSelector: "reason=FailedPrepareDynamicResources"})
 	if err != nil {
 		s.t.Fatal(err)
 	}

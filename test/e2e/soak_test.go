@@ -11,17 +11,20 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// However quick a machine is, a soak has so many kills in it.
+// A soak test kills the plugin and the kubelet at least this often, however fast the machine is.
 const (
 	leastKills        = 2
 	leastKubeletKills = 1
 )
 
-// soakRules share one GPU of the node in fractions, one in turns, and one as partitions.
-const soakRules = fractioned + "=fractions," + inTurns + "=shares:8," + cutShares + "/1g.10gb=fractions," + cutShares + "/2g.20gb=shares:2"
+// soakRules are sharing rules: claims share one GPU through MPS with limits, one by time slices,
+// and one in the form of partitions.
+const soakRules = fractioned + "=fractions," + timeSliced + "=shares:8," + cutShares + "/1g.10gb=fractions," + cutShares +
+	"/2g.20gb=shares:2"
 
-// TestSoak: Pods come and go with devices of every kind, while the plugin and the kubelet are killed over and over. Each has what its claim was given, and
-// in the end the node is as it was. It is long, and so it is run by hand: `make soak`.
+// TestSoak runs Pods with devices of every kind while the plugin and the kubelet are killed again
+// and again. Each Pod must have its claim's devices, and in the end the node must be as before. The
+// test takes long and runs only by `make soak`.
 func TestSoak(t *testing.T) {
 	if os.Getenv("SOAK_PODS") == "" {
 		t.Skip("SKIPPED: thousands of Pods come and go while plugin and kubelet are killed, with make soak")
@@ -47,13 +50,19 @@ func (w *world) testSoak(t *testing.T) {
 		plugin: time.NewTicker(seconds(t, "SOAK_KILL_PLUGIN", 20)), kubelet: time.NewTicker(seconds(t, "SOAK_KILL_KUBELET", 120)),
 	})
 	s.neverTwice()
-	// What the plugin holds can only be compared while it lives.
+	// From here on the test kills nothing, because it compares the memory, open files and goroutines
+	// of one plugin process before and after more claims.
 	s.churn(2*len(soakKinds), killer{})
 	was := w.processes(t)
 	s.churn(max(pods/20, len(soakKinds)), killer{})
 	eventually(t, 30*time.Second, "the plugin holds no more than before these Pods", func() (bool, string) {
 		now := w.processes(t)
-		return now.files <= was.files+5 && now.goroutines <= was.goroutines+5 && now.memory <= was.memory+16<<20, fmt.Sprintf("%s; before: %s", now, was)
+		return now.files <= was.files+5 && now.goroutines <= was.goroutines+5 &&
+				now.memory <= was.memory+16<<20, fmt.Sprintf(
+				"%s; before: %s",
+				now,
+				was,
+			)
 	})
 	s.report()
 
@@ -63,10 +72,17 @@ func (w *world) testSoak(t *testing.T) {
 	w.isAsBefore(t, before)
 	eventually(t, 30*time.Second, "the supervisor of MPS daemons holds no more than before", func() (bool, string) {
 		nowMemory, nowFiles := w.holds(t, supervisor)
-		return nowMemory <= memory+16<<20 && nowFiles <= files+5, fmt.Sprintf("%d bytes and %d files, before %d and %d", nowMemory, nowFiles, memory, files)
+		return nowMemory <= memory+16<<20 &&
+				nowFiles <= files+5, fmt.Sprintf(
+				"%d bytes and %d files, before %d and %d",
+				nowMemory,
+				nowFiles,
+				memory,
+				files,
+			)
 	})
 	if ended := w.instance(t, h100).Status.ContainerStatuses[0].RestartCount; int(ended) > s.kills {
-		t.Errorf("the plugin was killed %d times and started again %d times", s.kills, ended)
+		t.Errorf("the plugin was killed %d times but restarted %d times", s.kills, ended)
 	}
 	t.Logf("plugin at the end: %s", w.processes(t))
 }
@@ -76,7 +92,8 @@ func seconds(t *testing.T, name string, otherwise uint64) time.Duration {
 	return time.Duration(fromEnvironment(t, name, otherwise)) * time.Second
 }
 
-// killer says when the plugin and the kubelet are killed; without tickers nobody is.
+// killer has two tickers. At each tick churn kills the plugin or the kubelet. If the tickers are
+// nil, churn kills nothing.
 type killer struct{ plugin, kubelet *time.Ticker }
 
 func (k killer) ticks() (plugin, kubelet <-chan time.Time) {
@@ -86,7 +103,8 @@ func (k killer) ticks() (plugin, kubelet <-chan time.Time) {
 	return k.plugin.C, k.kubelet.C
 }
 
-// churn has Pods come and go until a number of them, of all kinds alike, has ended.
+// churn runs Pods of all kinds until the given number has ended. Meanwhile it kills the plugin and
+// the kubelet at the ticks of k.
 func (s *soak) churn(pods int, k killer) {
 	s.t.Helper()
 	killPlugin, killKubelet := k.ticks()
@@ -94,7 +112,8 @@ func (s *soak) churn(pods int, k killer) {
 	defer s.stop()
 	progress := time.NewTicker(15 * time.Second)
 	defer progress.Stop()
-	// On a machine that is so slow that nothing ends between two kills, the next one waits: else nothing would ever end.
+	// goesOn says, for the plugin and the kubelet, whether a Pod has ended since its last kill. Only
+	// then it is killed again, because otherwise no Pod would ever end on a slow machine.
 	goesOn := map[string]bool{}
 	for users := soakUsers; users > 0; {
 		select {
@@ -129,7 +148,7 @@ func (s *soak) churn(pods int, k killer) {
 	s.t.Log(s.progress())
 }
 
-// killPlugin ends the plugin as kill -9 does. What it has counted goes with it.
+// killPlugin ends the plugin by SIGKILL. It first saves the metrics, which the kill resets.
 func (s *soak) killPlugin() {
 	s.t.Helper()
 	process := mainProcess(s.t, "GPU_DRA_POD_UID", string(s.plugin.UID))
@@ -148,7 +167,8 @@ func (s *soak) killKubelet() {
 	s.kubeletKills++
 }
 
-// nothingIsLeft waits until no claim, Pod, partition, daemon, record, spec or lock is left.
+// nothingIsLeft waits until the cluster has no claim, and the node has no partition and no MPS
+// daemon, checkpoint record, CDI spec or lock of a claim.
 func (s *soak) nothingIsLeft() {
 	s.t.Helper()
 	eventually(s.t, 60*time.Second, "no claim is left", func() (bool, string) {
@@ -167,7 +187,7 @@ func (s *soak) nothingIsLeft() {
 	s.clean(s.t, h100)
 }
 
-// allGPUs: one Pod can have all GPUs as wholes. For it those that were cut leave MIG mode.
+// allGPUs runs one Pod with all GPUs whole. GPUs that were partitioned must leave MIG mode for it.
 func (s *soak) allGPUs() {
 	s.t.Helper()
 	s.gpus(8)

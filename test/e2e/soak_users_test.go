@@ -22,27 +22,31 @@ import (
 )
 
 const (
-	// soakUsers have one Pod each.
+	// soakUsers is the number of users, each of whom has one Pod at a time.
 	soakUsers = 28
-	// stuckAfter is when a Pod that has a node and has not ended counts as one that never will, and one that waits for devices while no other ends.
+	// stuckAfter is the time after which a Pod counts as stuck. While a Pod waits for a node, the time
+	// starts again whenever another Pod ends.
 	stuckAfter = 10 * time.Minute
 )
 
-// soakKind is every fourth Pod; it takes one of the claims.
+// soakKind is a kind of Pods, which use one of these claims. Every fourth Pod is of this kind.
 type soakKind struct {
 	name   string
 	claims []string
-	// client of MPS.
+	// client is true if the Pods' programs are clients of MPS.
 	client bool
 }
 
 var soakKinds = []soakKind{
 	{name: "whole", claims: []string{oneGPU}},
-	{name: "mig", claims: []string{soakPartitions(1, "1g.10gb"), soakPartitions(1, "2g.20gb"), soakPartitions(2, "1g.10gb"), soakPartitions(1, "3g.40gb")}},
+	{
+		name:   "mig",
+		claims: []string{soakPartitions(1, "1g.10gb"), soakPartitions(1, "2g.20gb"), soakPartitions(2, "1g.10gb"), soakPartitions(1, "3g.40gb")},
+	},
 	{name: "slices", claims: []string{
 		configured(slicing("Long")),
-		shared("shared.gpu.nvidia.com", inTurns, "", slicing("Short")),
-		shared("shared.gpu.nvidia.com", inTurns, "", ""),
+		shared("shared.gpu.nvidia.com", timeSliced, "", slicing("Short")),
+		shared("shared.gpu.nvidia.com", timeSliced, "", ""),
 		ofProfile("2g.20gb", shared("shared.gpu.nvidia.com", cutShares, "", "")),
 	}},
 	{name: "mps", client: true, claims: []string{
@@ -53,22 +57,24 @@ var soakKinds = []soakKind{
 	}},
 }
 
-// soakPartitions are of two GPUs only: partitions of all would leave few GPUs to those who want them whole.
+// soakPartitions returns a claim for count partitions of a profile, on one of two GPUs. Partitions
+// on all GPUs would leave few whole ones.
 func soakPartitions(count int, profile string) string {
 	const cards = `device.attributes["resource.kubernetes.io"].pciBusID in ["` + cutShares + `", "` + whole1 + `"]`
 	return strings.Replace(partitions(count, profile), "selectors: [", "selectors: [{cel: {expression: '"+cards+"'}}, ", 1)
 }
 
-// configured asks for any one GPU, with these opaque parameters.
+// configured returns a claim for any GPU, with these opaque parameters.
 func configured(parameters string) string {
 	return oneGPU + "\nconfig: [{requests: [gpu], opaque: {driver: gpu.nvidia.com, parameters: " + parameters + "}}]"
 }
 
-// soak is users, each of whom has one Pod after the other.
+// soak is the state of the soak test: its users, each of whom creates one Pod after another, and
+// the results of these Pods.
 type soak struct {
 	tenant
 	seed   uint64
-	known  map[string]resourceapi.Device // as they were offered when it began
+	known  map[string]resourceapi.Device // the published devices when the soak test began
 	plugin corev1.Pod
 	pods   corelisters.PodNamespaceLister
 	claims sync.Map // the newest state of a claim that was allocated, by the name of its Pod
@@ -79,7 +85,7 @@ type soak struct {
 	workers      sync.WaitGroup
 	ended        chan life
 	left         chan struct{}
-	lives        atomic.Int64 // that have ended
+	lives        atomic.Int64 // the number of Pods that have ended
 	killedEnough atomic.Bool
 
 	kills, kubeletKills int
@@ -90,7 +96,8 @@ type soak struct {
 	began               time.Time
 }
 
-// life is what is known of a Pod that has ended.
+// life is what is known of a Pod after its end. err is nil if the Pod ended and was deleted without
+// an error.
 type life struct {
 	kind  soakKind
 	pod   *corev1.Pod
@@ -106,7 +113,7 @@ func (u tenant) soak() *soak {
 		ended: make(chan life, 1024), left: make(chan struct{}, soakUsers),
 		done: map[string]int{}, starts: map[string][]time.Duration{}, counted: map[string]float64{}, began: time.Now(),
 	}
-	u.t.Logf("to have the same wishes again: SOAK_SEED=%d", s.seed)
+	u.t.Logf("to create the same claims again: SOAK_SEED=%d", s.seed)
 	for _, kind := range soakKinds {
 		for i, claim := range kind.claims {
 			u.template(fmt.Sprint(kind.name, i), claim)
@@ -114,7 +121,7 @@ func (u tenant) soak() *soak {
 	}
 	factory := informers.NewSharedInformerFactoryWithOptions(u.Client, 0, informers.WithNamespace(u.namespace))
 	s.pods = factory.Core().V1().Pods().Lister().Pods(u.namespace)
-	// A claim goes as soon as its Pod has ended, so what it was given is kept here.
+	// keep stores every allocated claim, because a claim is deleted once its Pod has ended.
 	keep := func(object any) {
 		if claim, ok := object.(*resourceapi.ResourceClaim); ok && claim.Status.Allocation != nil && len(claim.OwnerReferences) == 1 {
 			s.claims.Store(claim.OwnerReferences[0].Name, claim)
@@ -130,8 +137,9 @@ func (u tenant) soak() *soak {
 	return s
 }
 
-// start lets all users begin. They take turns through the kinds, and end when they have had so many Pods or it is
-// late, and there were kills enough if there are to be any.
+// start lets all users begin. Their Pods are of the kinds one after another. The users end when
+// together they have created this number of Pods or at the deadline, but if kills is true not
+// before there were enough kills.
 func (s *soak) start(pods int, kills bool) {
 	ctx, cancel := context.WithCancel(s.t.Context())
 	s.cancel = cancel
@@ -158,7 +166,8 @@ func (s *soak) stop() {
 	s.workers.Wait()
 }
 
-// live is one Pod's life.
+// live creates a Pod, waits until it has ended, and deletes it. random selects the claim and the
+// running time.
 func (s *soak) live(ctx context.Context, kind soakKind, name string, random *rand.Rand) life {
 	l := life{kind: kind}
 	pods := s.Client.CoreV1().Pods(s.namespace)
@@ -178,8 +187,8 @@ func (s *soak) live(ctx context.Context, kind soakKind, name string, random *ran
 		if err == nil {
 			l.pod = pod
 		}
-		claim, told := s.claims.Load(name)
-		if told && err == nil && (pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed) {
+		claim, stored := s.claims.Load(name)
+		if stored && err == nil && (pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed) {
 			s.claims.Delete(name)
 			l.claim = claim.(*resourceapi.ResourceClaim)
 			s.lives.Add(1)
@@ -203,7 +212,8 @@ func (s *soak) live(ctx context.Context, kind soakKind, name string, random *ran
 	return l
 }
 
-// soakScript says what the container has, twice, and when. If something fails, it does not say until when: that is seen, and the container is not started again.
+// soakScript is what a Pod's container runs. It prints the container's devices twice, with the
+// times. After a failure it prints no end time, and the soak test then fails.
 const soakScript = `
 exec >/dev/termination-log 2>&1
 echo from $(cut -d' ' -f1 /proc/uptime)
@@ -214,7 +224,8 @@ func soakPod(name, template, rest string) *corev1.Pod {
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Name: name},
 		Spec: corev1.PodSpec{
-			// A container that is being started while the kubelet is killed is not started, and without another try that would be the end of the Pod.
+			// If the kubelet is killed while it starts a container, that start fails. The Pod would fail too
+			// if the kubelet did not retry.
 			RestartPolicy: corev1.RestartPolicyOnFailure, TerminationGracePeriodSeconds: ptr.To(int64(1)),
 			ResourceClaims: []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimTemplateName: &template}},
 			Containers: []corev1.Container{{

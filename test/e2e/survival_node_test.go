@@ -15,7 +15,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// republishWithin is how soon after the kubelet has registered the plugin again the node's slices, which the kubelet deletes when it starts, are back.
+// republishWithin limits the time from the plugin's registration with a new kubelet until the
+// node's slices are back. The kubelet deletes the slices at its start.
 const republishWithin = 2 * time.Second
 
 func (w *world) testKubeletEnds(t *testing.T, u tenant) {
@@ -39,7 +40,8 @@ func (w *world) testKubeletEnds(t *testing.T, u tenant) {
 	}
 }
 
-// republished makes sure that the node's slices went away and were back in time.
+// republished fails the test unless the kubelet deleted the node's slices after the time since, and
+// all whole GPUs were published again within republishWithin.
 func (w *world) republished(t *testing.T, watch *sliceWatch, since, registered time.Time) {
 	t.Helper()
 	w.offers(t, survivor, survivorGPUs)
@@ -56,13 +58,19 @@ func (w *world) republished(t *testing.T, watch *sliceWatch, since, registered t
 		t.Error("the kubelet did not delete the node's slices: nothing was republished")
 		return
 	}
-	// What the kubelet deletes after the registration can only be back after that.
+	// If the kubelet deleted the slices after the registration, the time counts from the deletion.
 	from := registered
 	if deleted.After(from) {
 		from = deleted
 	}
 	took := back.Sub(from)
-	t.Logf("slices deleted %s, plugin registered %s, slices back %s: %s later", deleted.Format(time.StampMilli), registered.Format(time.StampMilli), back.Format(time.StampMilli), took)
+	t.Logf(
+		"slices deleted %s, plugin registered %s, slices back %s: %s later",
+		deleted.Format(time.StampMilli),
+		registered.Format(time.StampMilli),
+		back.Format(time.StampMilli),
+		took,
+	)
 	if took > republishWithin {
 		t.Errorf("the node's slices were back %s after the kubelet had registered the plugin again, want at most %s", took, republishWithin)
 	}
@@ -70,7 +78,8 @@ func (w *world) republished(t *testing.T, watch *sliceWatch, since, registered t
 
 var connected = regexp.MustCompile(`^I(\d{4} \d\d:\d\d:\d\d\.\d+) .*"Connection changed".*driverName="gpu\.nvidia\.com".*connected=true`)
 
-// registrations returns a function that tells when the kubelet last registered the plugin since the call of registrations.
+// registrations starts to watch the kubelet's log. The returned function returns the time at which
+// the kubelet last connected to the plugin since then.
 func (w *world) registrations(t *testing.T) func() time.Time {
 	t.Helper()
 	lines := w.kubeletLog(t, survivor)
@@ -89,7 +98,7 @@ func (w *world) registrations(t *testing.T) func() time.Time {
 			last = at
 		}
 		if last.IsZero() {
-			t.Fatal("the kubelet's log does not tell of a registration")
+			t.Fatal("the kubelet's log reports no registration")
 		}
 		return last
 	}
@@ -112,10 +121,11 @@ func (w *world) testContainerdEnds(t *testing.T, u tenant) {
 	u.holding("new")
 }
 
-// The kubelet does not prepare a claim again when its container starts again: the specs have to be there.
+// testSpecsDeleted deletes CDI specs, and expects that the plugin restores them. A container that
+// restarts needs them, and the kubelet does not prepare its claim again.
 func (w *world) testSpecsDeleted(t *testing.T, u tenant) {
 	u.holder("two", 2)
-	t.Run("under the eyes of the plugin", func(t *testing.T) {
+	t.Run("while the plugin runs", func(t *testing.T) {
 		u := u.as(t)
 		two := u.holding("two")
 		w.deleteSpecs(t, two)
@@ -142,7 +152,7 @@ func (w *world) deleteSpecs(t *testing.T, of holding) {
 
 func (w *world) specsAreBack(t *testing.T, of ...holding) {
 	t.Helper()
-	eventually(t, 10*time.Second, "the specs are there again", func() (bool, string) {
+	eventually(t, 10*time.Second, "the CDI specs exist again", func() (bool, string) {
 		have := w.on(t, survivor, "find", cdiRoot+"/", "-type", "f")
 		for _, want := range of {
 			if !strings.Contains(have, claimSpecPath(want.claimUID)) {
@@ -153,8 +163,9 @@ func (w *world) specsAreBack(t *testing.T, of ...holding) {
 	})
 }
 
-// Everything that ran comes back with what it had: a Deployment's Pods, a DaemonSet's, and bare ones; not what was deleted while the power was off.
-// It returns the UID of that claim, which the kubelet comes to only later.
+// testPowerCut cuts the node's power. All running Pods must come back with their devices: of a
+// Deployment, of a DaemonSet, and bare ones. The result is the UID of the claim of a Pod that is
+// deleted while the power is off. The kubelet unprepares that claim later.
 func (w *world) testPowerCut(t *testing.T, u tenant) (deletedClaim string) {
 	u.apply(t, u.namespace, controllers())
 	u.holder("bare", 2)
@@ -166,7 +177,7 @@ func (w *world) testPowerCut(t *testing.T, u tenant) (deletedClaim string) {
 	bare, deleted := u.holding("bare"), u.holding("deleted")
 	before = append(before, bare)
 	records := w.recordWatch(t)
-	// The last one is being prepared at that moment.
+	// The claim of Pod late is in the middle of Prepare when the power is cut.
 	u.holder("late", 1)
 	next(t, records, fsnotify.Create, 1)
 	_ = records.Close()
@@ -183,27 +194,30 @@ func (w *world) testPowerCut(t *testing.T, u tenant) (deletedClaim string) {
 	u.restarted(before...)
 	u.holding("late")
 	w.specsAreBack(t, before...)
-	t.Logf("everything was back %s after the power", time.Since(since).Round(time.Millisecond))
+	t.Logf("everything was back %s after the node's power", time.Since(since).Round(time.Millisecond))
 	w.recordsAreOfThisBoot(t, len(before)+1, deleted.claimUID)
 
-	if _, err := w.Kubectl(t.Context(), "-n", u.namespace, "delete", "deployment/deployed", "daemonset/everywhere", "--cascade=foreground", "--timeout=6m"); err != nil {
+	if _, err := w.Kubectl(t.Context(), "-n", u.namespace, "delete", "deployment/deployed", "daemonset/everywhere", "--cascade=foreground",
+		"--timeout=6m"); err != nil {
 		t.Fatal(err)
 	}
 	return deleted.claimUID
 }
 
-// testGivenBack waits until a claim without a Pod is given back.
+// testGivenBack waits until the claim with the UID that testPowerCut returned is unprepared. Its
+// Pod was deleted while the power was off.
 func (w *world) testGivenBack(t *testing.T, claimUID string) {
 	if claimUID == "" {
 		t.Skip("SKIPPED: the power cut failed")
 	}
-	eventually(t, 150*time.Second, "the claim of a Pod that was deleted while the power was off is given back", func() (bool, string) {
+	eventually(t, 150*time.Second, "the claim of a Pod that was deleted while the power was off is unprepared", func() (bool, string) {
 		return !w.hasRecord(t, survivor, claimUID), fmt.Sprint(w.records(t, survivor))
 	})
 }
 
-// recordsAreOfThisBoot makes sure that claims were prepared again after the boot, not taken for prepared because a record of an earlier boot said so.
-// The one of the deleted claim may be there still.
+// recordsAreOfThisBoot fails the test unless the node has the checkpoint records of exactly n
+// claims, all written after the boot. It ignores the record of the claim with the UID deletedClaim,
+// which may still exist.
 func (w *world) recordsAreOfThisBoot(t *testing.T, n int, deletedClaim string) {
 	t.Helper()
 	boot := strings.TrimSpace(w.on(t, survivor, "cat", "/proc/sys/kernel/random/boot_id"))
@@ -222,11 +236,12 @@ func (w *world) recordsAreOfThisBoot(t *testing.T, n int, deletedClaim string) {
 	}
 }
 
-// controlled are the names of the Pods of the namespace's controllers, once there are n and they run.
+// controlled returns the names of the Pods that the Deployment and the DaemonSet created, once
+// there are n.
 func (u tenant) controlled(n int) []string {
 	u.t.Helper()
 	var names []string
-	eventually(u.t, 60*time.Second, fmt.Sprintf("the controllers have made %d Pods", n), func() (bool, string) {
+	eventually(u.t, 60*time.Second, fmt.Sprintf("the controllers have created %d Pods", n), func() (bool, string) {
 		list, err := u.Client.CoreV1().Pods(u.namespace).List(u.t.Context(), metav1.ListOptions{LabelSelector: "controlled=yes"})
 		if err != nil {
 			return false, err.Error()
@@ -240,7 +255,7 @@ func (u tenant) controlled(n int) []string {
 	return names
 }
 
-// controllers are a Deployment of two Pods and a DaemonSet, each of whose Pods has a GPU.
+// controllers is the manifest of a Deployment of two Pods and a DaemonSet. Each Pod has a GPU.
 func controllers() string {
 	return controller("Deployment", "deployed", "replicas: 2") + controller("DaemonSet", "everywhere", "")
 }

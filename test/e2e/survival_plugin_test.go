@@ -17,17 +17,18 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// killed is an instance of the plugin that was ended by SIGKILL.
+// killed is a plugin that a test has ended by SIGKILL. before is the plugin's Pod as it was before
+// the kill.
 type killed struct{ before corev1.Pod }
 
-// pluginProcess is the process of the node's plugin.
+// pluginProcess returns the main process of the node's plugin, and the plugin's Pod.
 func (w *world) pluginProcess(t *testing.T) (*os.Process, corev1.Pod) {
 	t.Helper()
 	instance := w.instance(t, survivor)
 	return mainProcess(t, "GPU_DRA_POD_UID", string(instance.UID)), instance
 }
 
-// killPlugin ends the node's plugin as kill -9 does.
+// killPlugin ends the node's plugin by SIGKILL.
 func (w *world) killPlugin(t *testing.T) killed {
 	t.Helper()
 	process, before := w.pluginProcess(t)
@@ -35,8 +36,8 @@ func (w *world) killPlugin(t *testing.T) killed {
 	return killed{before}
 }
 
-// replacePlugin deletes the plugin's Pod. The kubelet makes ever longer pauses before it starts a killed container again, and after 30 s without a plugin it
-// deletes the node's slices; for a new Pod it begins from the start.
+// replacePlugin deletes the plugin's Pod and waits for the next one, which has no restart back-off.
+// After 30 s without a plugin the kubelet would delete the node's slices.
 func (w *world) replacePlugin(t *testing.T) {
 	t.Helper()
 	old := w.instance(t, survivor)
@@ -49,7 +50,7 @@ func (w *world) replacePlugin(t *testing.T) {
 	})
 }
 
-// back waits until the plugin runs in a new container, and is ready.
+// back waits until the killed plugin runs in a new container, and is ready.
 func (w *world) back(t *testing.T, k killed) {
 	t.Helper()
 	old := k.before.Status.ContainerStatuses[0].ContainerID
@@ -60,7 +61,8 @@ func (w *world) back(t *testing.T, k killed) {
 	})
 }
 
-// Running Pods notice nothing, one that ends meanwhile gives its GPU back, a new one gets one.
+// testKilledWhileHeld kills the plugin while Pods have GPUs. Running Pods must notice nothing, a
+// Pod that ends meanwhile must free its GPU, and a new Pod must get one.
 func (w *world) testKilledWhileHeld(t *testing.T, u tenant) {
 	u.holder("one", 1)
 	u.holder("two", 2)
@@ -85,7 +87,8 @@ func (w *world) testKilledWhileHeld(t *testing.T, u tenant) {
 	}
 }
 
-// A Prepare that waits for a GPU's lock, which another process holds, is killed there.
+// testKilledWhileWaiting kills the plugin while a Prepare waits for a GPU's lock, which the test
+// holds. Afterwards that Prepare must wait again.
 func (w *world) testKilledWhileWaiting(t *testing.T, u tenant) {
 	u.holder("held", 2)
 	held := u.holding("held")
@@ -104,14 +107,14 @@ func (w *world) testKilledWhileWaiting(t *testing.T, u tenant) {
 	w.back(t, k)
 	u.undisturbed(held)
 	if p := u.get("waits"); isReady(p) {
-		t.Error("the Pod runs although its GPU is locked: nothing waited")
+		t.Error("the Pod runs although its GPU is locked, so no Prepare waited")
 	}
 	unlock()
 	u.holding("waits")
 	u.undisturbed(held)
 }
 
-// isLocked says whether somebody has locked a part of the file.
+// isLocked reports whether a process has locked any part of the file.
 func isLocked(t *testing.T, path string) bool {
 	t.Helper()
 	file, err := os.OpenFile(path, os.O_RDWR, 0)
@@ -119,14 +122,15 @@ func isLocked(t *testing.T, path string) bool {
 		t.Fatal(err)
 	}
 	defer func() { _ = file.Close() }()
-	all := unix.Flock_t{Type: unix.F_WRLCK} // from the beginning to the end
+	all := unix.Flock_t{Type: unix.F_WRLCK} // the whole file
 	if err := unix.FcntlFlock(file.Fd(), unix.F_OFD_GETLK, &all); err != nil {
 		t.Fatal(err)
 	}
 	return all.Type != unix.F_UNLCK
 }
 
-// lockGPUs holds the locks of all GPUs, as another instance of the plugin would. The function that it returns may be called twice.
+// lockGPUs locks the lock files of all GPUs, as another plugin instance would. unlock may be called
+// twice.
 func (w *world) lockGPUs(t *testing.T) (unlock func()) {
 	t.Helper()
 	dir := filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "locks")
@@ -148,7 +152,7 @@ func (w *world) lockGPUs(t *testing.T) (unlock func()) {
 	}
 }
 
-// recordWatch tells when records come and go on the node.
+// recordWatch watches the directory of the claims' checkpoint records on the node.
 func (w *world) recordWatch(t *testing.T) *fsnotify.Watcher {
 	t.Helper()
 	return w.watchFiles(t, filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "claims"))
@@ -167,7 +171,9 @@ func (w *world) watchFiles(t *testing.T, dir string) *fsnotify.Watcher {
 	return watcher
 }
 
-// next waits for the n-th time from now that a record or spec appears (fsnotify.Create) or goes away (fsnotify.Remove), and returns its path.
+// next waits for the n-th file that appears (fsnotify.Create) or disappears (fsnotify.Remove) in
+// the watched directory from now on, and returns its path. The directory has the claims' checkpoint
+// records or the CDI specs.
 func next(t *testing.T, watcher *fsnotify.Watcher, op fsnotify.Op, n int) string {
 	t.Helper()
 	deadline := time.After(enough)
@@ -188,7 +194,9 @@ func next(t *testing.T, watcher *fsnotify.Watcher, op fsnotify.Op, n int) string
 	}
 }
 
-// The claim's spec is there, and the plugin is dead before the record is that says so.
+// testKilledBetween kills the plugin after it has written a claim's CDI spec and before it writes
+// the claim's checkpoint record. The test repeats this up to eight times, because the kill may come
+// too late.
 func (w *world) testKilledBetween(t *testing.T, u tenant) {
 	u.holder("held", 1)
 	held := u.holding("held")
@@ -197,7 +205,7 @@ func (w *world) testKilledBetween(t *testing.T, u tenant) {
 		w.replacePlugin(t)
 		name := fmt.Sprint("round-", round)
 		process, before := w.pluginProcess(t)
-		// The plugin has the directory under the same name as its node, which this test is not on.
+		// Watch the directory through the plugin's process, because the test cannot use the node's path.
 		specs := w.watchFiles(t, fmt.Sprintf("/proc/%d/root%s", process.Pid, cdiRoot))
 		u.holder(name, 1)
 		path := next(t, specs, fsnotify.Create, 1)
@@ -207,7 +215,7 @@ func (w *world) testKilledBetween(t *testing.T, u tenant) {
 		records := slices.DeleteFunc(w.records(t, survivor), func(r string) bool { return !strings.HasPrefix(filepath.Base(r), uid) })
 		w.back(t, killed{before})
 		if now := u.holding(name); now.claimUID != uid {
-			t.Fatalf("%s is the spec of another claim than %s", path, now.claimUID)
+			t.Fatalf("%s is the CDI spec of another claim than %s", path, now.claimUID)
 		}
 		u.undisturbed(held)
 		u.remove(name)
@@ -216,18 +224,20 @@ func (w *world) testKilledBetween(t *testing.T, u tenant) {
 			u.remove("held")
 			return
 		}
-		t.Logf("round %d: came too late: %v", round, records)
+		t.Logf("round %d: the kill came too late, the records %v exist", round, records)
 	}
 	t.Errorf("in %d rounds the plugin was never caught between a claim's spec and its record", rounds)
 }
 
-// Eight Pods start at once and end at once, and somewhere on the way the plugin is killed.
+// testKilledInBursts starts eight Pods at once and later deletes them at once. It kills the plugin
+// at a random moment while the Pods start, and again while they end.
 func (w *world) testKilledInBursts(t *testing.T, u tenant) {
 	seed := fromEnvironment(t, "E2E_SEED", uint64(time.Now().UnixNano()))
 	bursts := fromEnvironment(t, "E2E_BURSTS", 1)
-	t.Logf("to have the same moments again: E2E_SEED=%d; for more of them: E2E_BURSTS", seed)
+	t.Logf("to repeat these kills: E2E_SEED=%d; for more bursts: E2E_BURSTS", seed)
 	random := rand.New(rand.NewPCG(seed, 0))
-	// The moment lies in the work on a random claim, or a little after it.
+	// killAt kills the plugin shortly after it has created or removed the checkpoint record of a
+	// random one of the claims.
 	killAt := func(records *fsnotify.Watcher, process *os.Process, op fsnotify.Op) {
 		t.Helper()
 		n, after := 1+random.IntN(survivorGPUs), time.Duration(random.IntN(5000))*time.Microsecond
@@ -280,8 +290,9 @@ func fromEnvironment(t *testing.T, name string, otherwise uint64) uint64 {
 	return n
 }
 
-// NVML does not answer when the plugin comes back. It serves the kubelet all the same: claims are given back, new ones are told to wait and why, and the node's
-// slices stay. Killed once more, it leaves no process that waits for NVML.
+// testKilledWithoutAnswer restarts the plugin while NVML does not answer. The plugin must still
+// unprepare claims, refuse new ones with the reason, and keep the slices. Killed again, it must
+// leave no process that waits for NVML.
 func (w *world) testKilledWithoutAnswer(t *testing.T, u tenant) {
 	w.replacePlugin(t)
 	u.holder("stays", 1)
@@ -298,12 +309,12 @@ func (w *world) testKilledWithoutAnswer(t *testing.T, u tenant) {
 	process = mainProcess(t, "GPU_DRA_POD_UID", string(before.UID))
 	u.remove("ends")
 	u.holder("new", 1)
-	eventually(t, 60*time.Second, "the new Pod is told to wait", func() (bool, string) {
+	eventually(t, 60*time.Second, "the new Pod waits", func() (bool, string) {
 		events := u.events(t, u.namespace, "new")
-		return strings.Contains(events, "FailedPrepareDynamicResources") && strings.Contains(events, "not ready yet"), events
+		return strings.Contains(events, "FailedPrepareDynamicResources") && strings.Contains(events, "the node is not ready"), events
 	})
 	kill(t, process)
-	eventually(t, 60*time.Second, "only a process of the newest instance waits for NVML", func() (bool, string) {
+	eventually(t, 60*time.Second, "only a process of the newest plugin waits for NVML", func() (bool, string) {
 		now := w.waitsForNVML(t)
 		return len(now) == 1 && now[0] != first[0], fmt.Sprintf("%v, before %v", now, first)
 	})
@@ -315,7 +326,8 @@ func (w *world) testKilledWithoutAnswer(t *testing.T, u tenant) {
 	watch.alwaysOffered(survivorGPUs, since)
 }
 
-// waitsForNVML waits until processes look at the hardware for the plugin, which they do not end to do while NVML does not answer.
+// waitsForNVML waits until the plugin has child processes that scan the hardware, and returns their
+// IDs. They block while NVML does not answer.
 func (w *world) waitsForNVML(t *testing.T) (pids []string) {
 	t.Helper()
 	eventually(t, 60*time.Second, "the plugin waits for NVML", func() (bool, string) {

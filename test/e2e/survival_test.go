@@ -13,15 +13,15 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// The node of the suite and how many GPUs it has.
+// The node of the suite and its number of GPUs.
 const (
 	survivor     = "gpu1"
 	survivorGPUs = 8
 )
 
-// What ends while claims are held or prepared: the plugin, the kubelet, containerd, the node, the specs. Afterwards every Pod has what it was given, nothing
-// is left over and no device is stuck. What measures how soon things are mended runs alone; the other suites mostly wait for containers, and do so
-// side by side.
+// TestSurvival ends the plugin, the kubelet, containerd and the node and deletes CDI specs, while
+// Pods use or get devices. Afterwards every Pod must have its devices, no file of an ended claim
+// may be left, and all GPUs must be usable.
 func TestSurvival(t *testing.T) {
 	sim := simulator(t)
 	w := bringUp(t, "e2e-surv", sim.Node(survivor, "dgx-h100"))
@@ -31,8 +31,9 @@ func TestSurvival(t *testing.T) {
 
 	u := w.tenant(t)
 	u.gpus(1, 2, survivorGPUs)
-	// The power cut leaves a claim to the kubelet, which looks for such claims once a minute. Until then its GPU is refused to others, so this comes
-	// after everything that needs GPUs.
+	// left is the UID of a claim whose Pod was deleted during the power cut. The kubelet looks for
+	// such claims only once a minute, and the claim's GPU is unavailable until then. So the other
+	// tests that need GPUs run earlier.
 	var left string
 	type part struct {
 		name string
@@ -67,7 +68,7 @@ func TestSurvival(t *testing.T) {
 	}...)
 }
 
-// testAllGPUs: after all that one Pod can have all GPUs.
+// testAllGPUs runs one Pod with all GPUs after the other tests, to show that no GPU is stuck.
 func (w *world) testAllGPUs(t *testing.T, u tenant) {
 	u.holder("all", survivorGPUs)
 	if got := u.holding("all").gpus; len(got) != survivorGPUs {
@@ -75,10 +76,11 @@ func (w *world) testAllGPUs(t *testing.T, u tenant) {
 	}
 }
 
-// as is the tenant in a subtest.
+// as returns the tenant for a subtest, with the subtest's t.
 func (u tenant) as(t *testing.T) tenant { return tenant{world: u.world, t: t, namespace: u.namespace} }
 
-// describeIfFailed shows what a subtest found, before the next one goes on in the same namespace, and takes its Pods away.
+// describeIfFailed prints the Pods and claims of a failed subtest, and removes the Pods before the
+// next subtest uses the namespace.
 func (u tenant) describeIfFailed() {
 	if !u.t.Failed() {
 		return
@@ -102,7 +104,7 @@ func (u tenant) removeAll() {
 	u.remove(pods...)
 }
 
-// gpus makes the templates for so many GPUs.
+// gpus creates a claim template for each of these numbers of GPUs.
 func (u tenant) gpus(counts ...int) {
 	u.t.Helper()
 	for _, n := range counts {
@@ -112,14 +114,15 @@ func (u tenant) gpus(counts ...int) {
 
 func gpusTemplate(n int) string { return fmt.Sprintf("gpus-%d", n) }
 
-// holder starts a Pod that holds n GPUs and that lasts: its containers are started again when they end.
+// holder starts a Pod with a claim for n GPUs. The Pod's container restarts when it ends.
 func (u tenant) holder(name string, n int, more ...func(*corev1.Pod)) {
 	u.t.Helper()
 	parts := []func(*corev1.Pod){fromTemplate("gpu", gpusTemplate(n)), container("main", "gpu"), lasting}
 	u.pod(name, append(parts, more...)...)
 }
 
-// lasting makes a Pod's containers start again when they end, and lets mainProcess find them.
+// lasting makes a Pod's containers restart when they end, and gives them a variable by which
+// mainProcess finds them.
 func lasting(p *corev1.Pod) {
 	p.Spec.RestartPolicy = corev1.RestartPolicyAlways
 	for i := range p.Spec.Containers {
@@ -143,7 +146,7 @@ func (u tenant) remove(pods ...string) {
 func (u tenant) delete(pod string) {
 	u.t.Helper()
 	err := u.Client.CoreV1().Pods(u.namespace).Delete(u.t.Context(), pod, metav1.DeleteOptions{})
-	if err != nil && !apierrors.IsNotFound(err) { // one that was deleted before may have gone this moment
+	if err != nil && !apierrors.IsNotFound(err) { // a Pod that was deleted before may be gone by now
 		u.t.Fatal(err)
 	}
 }
@@ -162,7 +165,8 @@ func (u tenant) gone(pod string) {
 	})
 }
 
-// holding is what a running Pod has.
+// holding has the UIDs of a Pod and its claim, the claim's GPUs, and the ID and restarts of the
+// Pod's container at one moment.
 type holding struct {
 	pod       string
 	podUID    string
@@ -172,7 +176,8 @@ type holding struct {
 	restarts  int32
 }
 
-// holding looks at a running Pod whose only claim is "gpu", and makes sure that it sees what it was allocated.
+// holding waits until a Pod runs and fails the test unless the Pod sees the GPUs of its claim,
+// whose entry is gpu. It returns their present state.
 func (u tenant) holding(pod string) holding {
 	u.t.Helper()
 	u.running(pod)
@@ -193,19 +198,28 @@ func (u tenant) now(pod string) holding {
 	return h
 }
 
-// undisturbed makes sure that Pods still run in the same containers, with the same claims and GPUs.
+// undisturbed fails the test unless each Pod still runs in the same container with the same claim
+// and GPUs as in the parameter before.
 func (u tenant) undisturbed(before ...holding) {
 	u.t.Helper()
 	for _, b := range before {
 		now := u.holding(b.pod)
 		if now.container != b.container || now.restarts != b.restarts {
-			u.t.Errorf("the container of Pod %s was replaced: %s after %d restarts, before %s after %d", b.pod, now.container, now.restarts, b.container, b.restarts)
+			u.t.Errorf(
+				"the container of Pod %s was replaced: %s after %d restarts, before %s after %d",
+				b.pod,
+				now.container,
+				now.restarts,
+				b.container,
+				b.restarts,
+			)
 		}
 		u.sameClaim(b, now)
 	}
 }
 
-// restarted waits until Pods run in new containers, and makes sure that they have the same claims and GPUs.
+// restarted waits until each Pod runs in another container than in the parameter before, and fails
+// the test unless the claims and GPUs are the same.
 func (u tenant) restarted(before ...holding) {
 	u.t.Helper()
 	for _, b := range before {
@@ -222,11 +236,19 @@ func (u tenant) restarted(before ...holding) {
 func (u tenant) sameClaim(before, now holding) {
 	u.t.Helper()
 	if now.podUID != before.podUID || now.claimUID != before.claimUID || !slices.Equal(now.gpus, before.gpus) {
-		u.t.Errorf("Pod %s has claim %s and GPUs %v, it had claim %s and GPUs %v", before.pod, now.claimUID, now.gpus, before.claimUID, before.gpus)
+		u.t.Errorf(
+			"Pod %s has claim %s and GPUs %v, it had claim %s and GPUs %v",
+			before.pod,
+			now.claimUID,
+			now.gpus,
+			before.claimUID,
+			before.gpus,
+		)
 	}
 }
 
-// distinct makes sure that Pods run with n GPUs each, that each sees its own, and that no GPU is in two of them.
+// distinct checks that these Pods run with n GPUs each, that each sees only its own, and that no
+// two Pods share a GPU.
 func (u tenant) distinct(n int, pods ...string) {
 	u.t.Helper()
 	owner := map[string]string{}
@@ -243,13 +265,13 @@ func (u tenant) distinct(n int, pods ...string) {
 	}
 }
 
-// killContainer kills the main process of a lasting Pod's container.
+// killContainer kills the main process of the container of a Pod made with lasting.
 func (u tenant) killContainer(pod string) {
 	u.t.Helper()
 	kill(u.t, mainProcess(u.t, "TEST_POD_UID", string(u.get(pod).UID)))
 }
 
-// forget deletes a Pod that its node cannot answer for.
+// forget deletes a Pod by force, without waiting for the Pod's node.
 func (u tenant) forget(pod string) {
 	u.t.Helper()
 	err := u.Client.CoreV1().Pods(u.namespace).Delete(u.t.Context(), pod, metav1.DeleteOptions{GracePeriodSeconds: ptr.To(int64(0))})

@@ -16,7 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// tenant is the user of one test: a namespace with claims and Pods.
+// tenant is the user in one test, with a namespace for claims and Pods.
 type tenant struct {
 	*world
 	t         *testing.T
@@ -28,22 +28,23 @@ func (w *world) tenant(t *testing.T) tenant {
 	return tenant{world: w, t: t, namespace: w.namespace(t)}
 }
 
-// oneGPU is what most claims ask for: the YAML of a claim's spec.devices.
+// oneGPU is the YAML of spec.devices of a claim for one GPU.
 const oneGPU = `requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]`
 
-// template makes a ResourceClaimTemplate from the YAML of its spec.devices.
+// template creates a ResourceClaimTemplate from the YAML of its spec.devices.
 func (u tenant) template(name, devices string) {
 	u.t.Helper()
 	template := &resourceapi.ResourceClaimTemplate{
 		ObjectMeta: metav1.ObjectMeta{Name: name},
 		Spec:       resourceapi.ResourceClaimTemplateSpec{Spec: resourceapi.ResourceClaimSpec{Devices: u.devicesOf(devices)}},
 	}
-	if _, err := u.Client.ResourceV1().ResourceClaimTemplates(u.namespace).Create(u.t.Context(), template, metav1.CreateOptions{}); err != nil {
+	if _, err := u.Client.ResourceV1().ResourceClaimTemplates(u.namespace).Create(u.t.Context(), template,
+		metav1.CreateOptions{}); err != nil {
 		u.t.Fatal(err)
 	}
 }
 
-// claim makes a ResourceClaim from the YAML of its spec.devices.
+// claim creates a ResourceClaim from the YAML of its spec.devices.
 func (u tenant) claim(name, devices string) {
 	u.t.Helper()
 	if err := u.tryClaim(name, devices); err != nil {
@@ -70,7 +71,8 @@ func (u tenant) devicesOf(text string) resourceapi.DeviceClaim {
 	return devices
 }
 
-// pod starts a Pod that waits to be told to end. Without a container of its own it has one, main, with every claim of the Pod.
+// pod starts a Pod that runs until it gets SIGTERM. parts change the Pod before its creation. If
+// they add no container, the Pod gets one named main with all its claims.
 func (u tenant) pod(name string, parts ...func(*corev1.Pod)) {
 	u.t.Helper()
 	pod := &corev1.Pod{
@@ -92,21 +94,24 @@ func (u tenant) pod(name string, parts ...func(*corev1.Pod)) {
 	}
 }
 
-// fromTemplate gives a Pod a claim of its own.
+// fromTemplate gives a Pod a claim of its own from a template. entry is the claim's name in
+// spec.resourceClaims.
 func fromTemplate(entry, template string) func(*corev1.Pod) {
 	return func(p *corev1.Pod) {
 		p.Spec.ResourceClaims = append(p.Spec.ResourceClaims, corev1.PodResourceClaim{Name: entry, ResourceClaimTemplateName: &template})
 	}
 }
 
-// fromClaim lets a Pod use a claim that others may use too.
+// fromClaim lets a Pod use an existing claim, which other Pods may use too. entry is the claim's
+// name in spec.resourceClaims.
 func fromClaim(entry, claim string) func(*corev1.Pod) {
 	return func(p *corev1.Pod) {
 		p.Spec.ResourceClaims = append(p.Spec.ResourceClaims, corev1.PodResourceClaim{Name: entry, ResourceClaimName: &claim})
 	}
 }
 
-// container adds a container that uses entries of the Pod's claims, whole or one request of them: "entry", "entry/request".
+// container adds a container to a Pod. uses names its claims by their entries in
+// spec.resourceClaims: "entry" for a whole claim, "entry/request" for one request of it.
 func container(name string, uses ...string) func(*corev1.Pod) {
 	return func(p *corev1.Pod) {
 		c := waitingContainer(name)
@@ -118,7 +123,7 @@ func container(name string, uses ...string) func(*corev1.Pod) {
 	}
 }
 
-// waitingContainer ends with success as soon as it is told to.
+// waitingContainer returns a container that waits, and ends with success at SIGTERM.
 func waitingContainer(name string) corev1.Container {
 	return corev1.Container{
 		Name: name, Image: cluster.TestImage, ImagePullPolicy: corev1.PullNever,
@@ -130,10 +135,14 @@ func onNode(name string) func(*corev1.Pod) {
 	return func(p *corev1.Pod) { p.Spec.NodeSelector = map[string]string{corev1.LabelHostname: name} }
 }
 
-// hostPath shows a path of the node in every container that the Pod has so far.
+// hostPath mounts a path of the node, read-only and at the same path, in every container that the
+// Pod has so far.
 func hostPath(name, path string) func(*corev1.Pod) {
 	return func(p *corev1.Pod) {
-		p.Spec.Volumes = append(p.Spec.Volumes, corev1.Volume{Name: name, VolumeSource: corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{Path: path}}})
+		p.Spec.Volumes = append(
+			p.Spec.Volumes,
+			corev1.Volume{Name: name, VolumeSource: corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{Path: path}}},
+		)
 		for i := range p.Spec.Containers {
 			c := &p.Spec.Containers[i]
 			c.VolumeMounts = append(c.VolumeMounts, corev1.VolumeMount{Name: name, MountPath: path, ReadOnly: true})
@@ -146,13 +155,13 @@ func (u tenant) running(pods ...string) {
 	u.world.running(u.t, u.namespace, pods...)
 }
 
-// waits waits until the scheduler has said that no node has the devices that a Pod claims.
+// waits waits until the scheduler reports that no node has the devices that a Pod claims.
 func (u tenant) waits(pod string) {
 	u.t.Helper()
 	u.unschedulable(pod, "cannot allocate all claims")
 }
 
-// unschedulable waits until the scheduler has refused a Pod with this among its reasons.
+// unschedulable waits until the scheduler reports that it cannot schedule a Pod, for this reason.
 func (u tenant) unschedulable(pod, reason string) {
 	u.t.Helper()
 	eventually(u.t, 30*time.Second, fmt.Sprintf("Pod %s cannot be scheduled: %s", pod, reason), func() (bool, string) {
@@ -175,25 +184,29 @@ func (u tenant) get(pod string) *corev1.Pod {
 	return p
 }
 
-// sh runs a shell line in a container.
+// sh runs a shell command in a container and returns its output.
 func (u tenant) sh(pod, container, line string) string {
 	u.t.Helper()
 	return u.mustExec(u.t, u.namespace, pod, container, "sh", "-c", line)
 }
 
-// visible are the GPUs that nvidia-smi lists in a container, sorted.
+// visible returns the UUIDs of the GPUs that nvidia-smi lists in a container, sorted.
 func (u tenant) visible(pod, container string) []string {
 	u.t.Helper()
 	return u.world.visible(u.t, u.namespace, pod, container)
 }
 
-// allocated are the GPUs of the claim behind a Pod's entry, of all its requests or of those named, sorted.
+// allocated returns the UUIDs of the GPUs that a Pod's claim was allocated, sorted. entry is the
+// claim's name in spec.resourceClaims. If requests are named, only their GPUs count.
 func (u tenant) allocated(pod, entry string, requests ...string) []string {
 	u.t.Helper()
 	claim := u.claimOf(u.t, u.namespace, pod, entry)
 	if len(requests) > 0 && claim.Status.Allocation != nil {
 		devices := &claim.Status.Allocation.Devices
-		devices.Results = slices.DeleteFunc(devices.Results, func(r resourceapi.DeviceRequestAllocationResult) bool { return !slices.Contains(requests, r.Request) })
+		devices.Results = slices.DeleteFunc(
+			devices.Results,
+			func(r resourceapi.DeviceRequestAllocationResult) bool { return !slices.Contains(requests, r.Request) },
+		)
 	}
 	return u.sortedUUIDs(u.t, claim)
 }
@@ -205,7 +218,7 @@ func (w *world) sortedUUIDs(t *testing.T, claim *resourceapi.ResourceClaim) []st
 	return uuids
 }
 
-// sees compares what nvidia-smi lists in a container with what was allocated.
+// sees checks that nvidia-smi in a container lists exactly the allocated GPUs.
 func (u tenant) sees(pod, container string, allocated []string) {
 	u.t.Helper()
 	if len(allocated) == 0 {

@@ -11,20 +11,23 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// nextImage is the image of a release after this one.
+// nextImage is the image of a faked later release of the driver.
 const nextImage = "localhost/gpu-dra-driver:next"
 
-// nextRelease changes the source as a release may that adds to what is recorded: another format version, which this release's readers still understand, and
-// fields that they do not know.
+// nextRelease changes this source into a faked later release: for each file, texts to replace, each
+// followed by its replacement. The later release writes checkpoint records with a higher format
+// version and an additional field.
 var nextRelease = map[string][]string{
 	"pkg/checkpoint/format.go": {"const FormatVersion = 1\n", "const FormatVersion = 2\n"},
 	"pkg/checkpoint/record.go": {
-		"	unknown map[string]json.RawMessage\n}\n\n// Device is", "	AddedByNext string `json:\"addedByNext\"`\n\n	unknown map[string]json.RawMessage\n}\n\n// Device is",
-		"func (r Record) MarshalJSON() ([]byte, error) { return", "func (r Record) MarshalJSON() ([]byte, error) { r.AddedByNext = \"added\"; return",
+		"type Record struct {\n",
+		"type Record struct {\n	AddedByNext string `json:\"addedByNext\"`\n\n",
+		"func (r Record) MarshalJSON() ([]byte, error) { return",
+		"func (r Record) MarshalJSON() ([]byte, error) { r.AddedByNext = \"added\"; return",
 	},
 }
 
-// buildNext builds the image of that release from a copy of the tree, and gives it to the nodes.
+// buildNext builds nextImage from a changed copy of the source and loads it on the nodes.
 func (w *world) buildNext(t *testing.T) {
 	t.Helper()
 	dir := t.TempDir()
@@ -42,7 +45,7 @@ func (w *world) buildNext(t *testing.T) {
 		source := string(raw)
 		for i := 0; i < len(changes); i += 2 {
 			if strings.Count(source, changes[i]) != 1 {
-				t.Fatalf("%s does not have %q once: say anew what the next release changes", file, changes[i])
+				t.Fatalf("%s does not have %q exactly once: adapt nextRelease", file, changes[i])
 			}
 			source = strings.Replace(source, changes[i], changes[i+1], 1)
 		}
@@ -61,14 +64,16 @@ func (w *world) buildNext(t *testing.T) {
 	}
 }
 
-// Each release takes over what the other has prepared, Pods run on all the while, and whoever is there gives it back.
+// testReleases upgrades to the later release and back. Each release must take over the claims that
+// the other has prepared, Pods must run on, and this release must unprepare all claims.
 func (w *world) testReleases(t *testing.T) {
 	w.buildNext(t)
 	u := w.tenant(t)
 	u.gpus(1)
 	u.template("parts", partitions(2, "1g.10gb"))
 	u.template("slices", `requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]
-config: [{opaque: {driver: gpu.nvidia.com, parameters: {apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: Long}}}}}]`)
+config: [{opaque: {driver: gpu.nvidia.com, parameters: {apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig,
+  sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: Long}}}}}]`)
 	start := func(release string) (names []string, containers map[string]string) {
 		t.Helper()
 		u.holder("whole-"+release, 1)
@@ -99,11 +104,11 @@ config: [{opaque: {driver: gpu.nvidia.com, parameters: {apiVersion: resource.nvi
 	w.installTrust(t, "--set", "image.tag=next")
 	w.runsImage(t, nextImage)
 	unchanged(today)
-	u.remove("gives-today") // prepared by today's release, given back by the next
+	u.remove("gives-today") // prepared by today's release, unprepared by the next
 	delete(today, "gives-today")
 	names, next := start("next")
 	if v, added := w.writtenBy(t, uid("whole-next", "gpu")); v != 2 || !added {
-		t.Errorf("the next release writes version %d, added fields %v: it is no other release", v, added)
+		t.Errorf("the next release writes version %d, added fields %v: it does not differ from this release", v, added)
 	}
 	unchanged(today)
 
@@ -111,16 +116,16 @@ config: [{opaque: {driver: gpu.nvidia.com, parameters: {apiVersion: resource.nvi
 	unchanged(today)
 	unchanged(next)
 	whole := u.holding("whole-next")
-	u.killContainer("whole-next") // its spec is there for a new container
+	u.killContainer("whole-next") // its CDI spec must exist for a new container
 	u.restarted(whole)
 	if v, added := w.writtenBy(t, uid("slices-next", "gpu")); !added {
-		t.Errorf("what the next release had added is lost, in version %d", v)
+		t.Errorf("the field that the next release added is lost, in version %d", v)
 	}
 	u.remove(append(names, "whole-today", "parts-today", "slices-today")...)
 	w.clean(t, survivor)
 }
 
-// containerIDs are the IDs of the Pods' containers.
+// containerIDs returns the ID of each Pod's container, by Pod name.
 func (u tenant) containerIDs(pods ...string) map[string]string {
 	u.t.Helper()
 	ids := map[string]string{}
@@ -130,15 +135,16 @@ func (u tenant) containerIDs(pods ...string) map[string]string {
 	return ids
 }
 
-// runsImage makes sure that the plugin is that of an image.
+// runsImage checks that the plugin runs this image.
 func (w *world) runsImage(t *testing.T, image string) {
 	t.Helper()
 	if got := w.instance(t, survivor).Spec.Containers[0].Image; got != image {
-		t.Fatalf("the plugin is of image %s, want %s", got, image)
+		t.Fatalf("the plugin runs image %s, want %s", got, image)
 	}
 }
 
-// writtenBy is the format version of a claim's record, and whether it has what only the next release writes.
+// writtenBy returns the format version of a claim's checkpoint record. added is true if the record
+// has the field that only the later release writes.
 func (w *world) writtenBy(t *testing.T, claimUID string) (version int, added bool) {
 	t.Helper()
 	for _, path := range w.records(t, survivor) {

@@ -18,11 +18,13 @@ import (
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 )
 
-// claimGrace is how soon the plugin of this suite gives back what claims hold that are gone.
+// claimGrace is the plugin's --claim-grace in this suite: how soon it unprepares claims that are
+// gone from the API.
 const claimGrace = "10s"
 
-// What others do to a node of ours, or have done before: claims are deleted behind the kubelet's back, another release has written the records, other drivers
-// of NVIDIA's are, or were, there.
+// TestTrust creates states that other programs may leave on the driver's node: claims deleted
+// without the kubelet, checkpoint records of another release, and other NVIDIA drivers. Claims must
+// stay correct in each.
 func TestTrust(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
@@ -31,9 +33,9 @@ func TestTrust(t *testing.T) {
 	w.installTrust(t)
 	w.offers(t, survivor, survivorGPUs)
 	t.Run("releases with other records", w.testReleases)
-	t.Run("claims that are deleted behind the kubelet's back", w.testAbandoned)
+	t.Run("claims deleted without the kubelet", w.testAbandoned)
 	t.Run("the device plugin on the same node", w.testDevicePlugin)
-	t.Run("what the reference driver has left", w.testReferenceDriver)
+	t.Run("claims and files of the reference driver", w.testReferenceDriver)
 }
 
 func (w *world) installTrust(t *testing.T, more ...string) {
@@ -41,9 +43,11 @@ func (w *world) installTrust(t *testing.T, more ...string) {
 	w.install(t, append([]string{"--set", "extraArgs={--claim-grace=" + claimGrace + "}"}, more...)...)
 }
 
-// A claim is deleted by hand while its Pod runs and the plugin is down, and while the kubelet is down that Pod goes, so that nobody asks for the claim to be
-// given back. While its container runs, nobody else gets its GPU; after that it is free. Another
-// claim keeps its allocation and has no Pod: it stays prepared for its next one.
+// testAbandoned deletes a claim by hand while its Pod runs, and the Pod while the kubelet is down,
+// so that the kubelet never unprepares the claim. No other claim may get the GPU while the
+// container runs, and the plugin must free the GPU afterwards.
+//
+// A second claim is still allocated but has no Pod. It must stay prepared for its next Pod.
 func (w *world) testAbandoned(t *testing.T) {
 	u := w.tenant(t)
 	u.gpus(1, survivorGPUs)
@@ -69,25 +73,25 @@ func (w *world) testAbandoned(t *testing.T) {
 	u.forget("gone")
 	w.nodeSays(t, "ClaimGone", gone.claimUID, "delete Pod "+u.namespace+"/gone")
 	if !w.hasRecord(t, survivor, gone.claimUID) {
-		t.Error("the claim was given back while its container runs")
+		t.Error("the claim was unprepared while its container runs")
 	}
 	kill(t, process)
-	eventually(t, 90*time.Second, "the claim is given back", func() (bool, string) {
+	eventually(t, 90*time.Second, "the claim is unprepared", func() (bool, string) {
 		return !w.hasRecord(t, survivor, gone.claimUID), "it has a record"
 	})
 	w.nodeSays(t, "Repaired", gone.claimUID, "it was deleted")
 	if !w.hasRecord(t, survivor, stays.claimUID) || !w.hasRecord(t, survivor, idle) {
-		t.Error("a claim that is there was given back")
+		t.Error("a claim that still exists was unprepared")
 	}
 	if err := kubelet.Service(t.Context(), "start", "kubelet"); err != nil {
 		t.Fatal(err)
 	}
 	if metrics := w.get(t, survivor, "metrics"); !strings.Contains(metrics, `gpu_dra_repairs_total{kind="abandoned-claim"} 1`+"\n") {
-		t.Errorf("the metrics do not tell of one claim that was given back:\n%s", metrics)
+		t.Errorf("the metrics do not count one unprepared claim:\n%s", metrics)
 	}
 	u.pod("next", fromClaim("gpu", "idle"), container("main", "gpu"), lasting)
 	if next := u.holding("next"); next.claimUID != idle || !w.hasRecord(t, survivor, idle) {
-		t.Errorf("the next Pod has claim %s, and of %s there is a record: %v", next.claimUID, idle, w.hasRecord(t, survivor, idle))
+		t.Errorf("the next Pod has claim %s, want %s; that claim has a record: %v", next.claimUID, idle, w.hasRecord(t, survivor, idle))
 	}
 	u.undisturbed(stays)
 	u.remove("stays", "next")
@@ -98,8 +102,9 @@ func (w *world) testAbandoned(t *testing.T) {
 	w.clean(t, survivor)
 }
 
-// heldWithoutPod makes a claim that is allocated a GPU which others do not hold, has it prepared as the kubelet does, and takes the claim's user away. It
-// returns the claim's UID. The user is no Pod: the claim of one that has gone would lose its allocation.
+// heldWithoutPod creates a claim with a GPU that others do not hold, prepares it as the kubelet
+// does, and removes the claim's user. It returns the claim's UID. The user is a fake Job, because
+// the claim of a deleted Pod would lose its allocation.
 func (u tenant) heldWithoutPod(name string, others ...holding) string {
 	u.t.Helper()
 	var device string
@@ -133,11 +138,12 @@ func (u tenant) heldWithoutPod(name string, others ...holding) string {
 	return string(uid)
 }
 
-// deleteByHand deletes a claim although it is in use.
+// deleteByHand removes a claim's finalizers and deletes the claim although it is in use.
 func (w *world) deleteByHand(t *testing.T, namespace, claim string) {
 	t.Helper()
 	claims := w.Client.ResourceV1().ResourceClaims(namespace)
-	if _, err := claims.Patch(t.Context(), claim, types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`), metav1.PatchOptions{}); err != nil {
+	if _, err := claims.Patch(t.Context(), claim, types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`),
+		metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	if err := claims.Delete(t.Context(), claim, metav1.DeleteOptions{}); err != nil {
@@ -149,10 +155,10 @@ func (w *world) deleteByHand(t *testing.T, namespace, claim string) {
 	})
 }
 
-// nodeSays waits for an Event about the node.
+// nodeSays waits for an Event about the node with this reason and all of these parts.
 func (w *world) nodeSays(t *testing.T, reason string, parts ...string) {
 	t.Helper()
-	eventually(t, 90*time.Second, fmt.Sprintf("the node says %s with %q", reason, parts), func() (bool, string) {
+	eventually(t, 90*time.Second, fmt.Sprintf("an Event %s of the node says %q", reason, parts), func() (bool, string) {
 		said := w.events(t, "", survivor)
 		for line := range strings.SplitSeq(said, "\n") {
 			all := strings.HasPrefix(line, reason+": ")
@@ -167,7 +173,8 @@ func (w *world) nodeSays(t *testing.T, reason string, parts ...string) {
 	})
 }
 
-// The Node's capacity is what the kubelet writes there for a device plugin.
+// testDevicePlugin sets the Node's capacity of nvidia.com/gpu, as the kubelet does for a device
+// plugin. The driver must refuse new claims until the capacity is gone.
 func (w *world) testDevicePlugin(t *testing.T) {
 	u := w.tenant(t)
 	u.gpus(1)
@@ -176,7 +183,8 @@ func (w *world) testDevicePlugin(t *testing.T) {
 	capacity := func(gpus string) {
 		t.Helper()
 		patch := `{"status":{"capacity":{"nvidia.com/gpu":` + gpus + `}}}`
-		if _, err := w.Client.CoreV1().Nodes().Patch(t.Context(), survivor, types.MergePatchType, []byte(patch), metav1.PatchOptions{}, "status"); err != nil {
+		if _, err := w.Client.CoreV1().Nodes().Patch(t.Context(), survivor, types.MergePatchType, []byte(patch), metav1.PatchOptions{},
+			"status"); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -195,7 +203,9 @@ func (w *world) testDevicePlugin(t *testing.T) {
 	w.clean(t, survivor)
 }
 
-// The reference driver has a whole GPU and a partition with claims of two Pods.
+// testReferenceDriver fakes a checkpoint of NVIDIA's DRA driver, which has prepared a whole GPU and
+// a partition for two claims. This driver must not offer that GPU and that partition until the
+// claims are unprepared.
 func (w *world) testReferenceDriver(t *testing.T) {
 	u := w.tenant(t)
 	u.gpus(1)
@@ -218,8 +228,11 @@ func (w *world) testReferenceDriver(t *testing.T) {
 	dir := w.hostDir(t, survivor, pluginDir)
 	checkpoint := filepath.Join(dir, "checkpoint.json")
 	content := fmt.Sprintf(`{"checksum":1,"v1":{"preparedClaims":{}},"v2":{"checksum":2,"nodeBootID":%q,"preparedClaims":{
-"%s":{"checkpointState":"PrepareCompleted","status":{"reservedFor":[{"resource":"pods","name":"trainer"}]},"preparedDevices":[{"devices":[{"gpu":{"info":{"uuid":%q},"device":{"DeviceName":"gpu-0"}}}],"configState":{}}]},
-"%s":{"checkpointState":"PrepareCompleted","status":{},"preparedDevices":[{"devices":[{"mig":{"concrete":{"giId":%d,"ciId":0,"migUUID":%q,"parentUUID":%q},"device":{"DeviceName":"gpu-7-mig-3g40gb-9-0"}}}],"configState":{}}]}}}}`,
+"%s":{"checkpointState":"PrepareCompleted","status":{"reservedFor":[{"resource":"pods","name":"trainer"}]},
+  "preparedDevices":[{"devices":[{"gpu":{"info":{"uuid":%q},"device":{"DeviceName":"gpu-0"}}}],"configState":{}}]},
+"%s":{"checkpointState":"PrepareCompleted","status":{},
+  "preparedDevices":[{"devices":[{"mig":{"concrete":{"giId":%d,"ciId":0,"migUUID":%q,"parentUUID":%q},
+   "device":{"DeviceName":"gpu-7-mig-3g40gb-9-0"}}}],"configState":{}}]}}}}`,
 		strings.TrimSpace(w.on(t, survivor, "cat", "/proc/sys/kernel/random/boot_id")), whole, gpus[0], part, w.instanceID(t), parts[0], gpus[7])
 	if err := os.WriteFile(checkpoint, []byte(content), 0o600); err != nil {
 		t.Fatal(err)
@@ -230,13 +243,13 @@ func (w *world) testReferenceDriver(t *testing.T) {
 
 	w.unprepareForeign(t, part)
 	if left := w.smi(t, survivor, "-L"); strings.Contains(left, parts[0]) {
-		t.Errorf("the partition of the reference driver is still there:\n%s", left)
+		t.Errorf("the partition of NVIDIA's DRA driver is still there:\n%s", left)
 	}
 	w.offers(t, survivor, survivorGPUs-1)
 	w.unprepareForeign(t, whole)
 	w.offers(t, survivor, survivorGPUs)
 	if _, err := os.Stat(checkpoint); !os.IsNotExist(err) {
-		t.Errorf("its checkpoint is still there: %v", err)
+		t.Errorf("the checkpoint of NVIDIA's DRA driver is still there: %v", err)
 	}
 	if err := os.Remove(checkpoint + ".ended"); err != nil {
 		t.Error(err)
@@ -247,7 +260,7 @@ func (w *world) testReferenceDriver(t *testing.T) {
 	w.clean(t, survivor)
 }
 
-// instanceID is that of the one GPU instance on the node.
+// instanceID returns the ID of the node's only GPU instance.
 func (w *world) instanceID(t *testing.T) (id int) {
 	t.Helper()
 	for line := range strings.Lines(w.smi(t, survivor, "mig", "-lgi")) {
@@ -262,11 +275,11 @@ func (w *world) instanceID(t *testing.T) (id int) {
 	return 0
 }
 
-// asKubelet calls the plugin as the kubelet does.
+// asKubelet returns a client of the plugin's DRA service, which only the kubelet calls otherwise.
 func (w *world) asKubelet(t *testing.T) drapb.DRAPluginClient {
 	t.Helper()
 	process, instance := w.pluginProcess(t)
-	// A socket's path has little room: the process's own view of its directory is short.
+	// The path of a socket has a short limit. The path through the plugin's process is short enough.
 	socket := fmt.Sprintf("/proc/%d/root%s/dra-%s.sock", process.Pid, pluginDir, instance.UID)
 	conn, err := grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
@@ -276,7 +289,8 @@ func (w *world) asKubelet(t *testing.T) drapb.DRAPluginClient {
 	return drapb.NewDRAPluginClient(conn)
 }
 
-// unprepareForeign asks for a claim to be given back, as the kubelet does that knows it from the driver before.
+// unprepareForeign calls Unprepare for a claim that NVIDIA's DRA driver has prepared, as a kubelet
+// does that remembers the claim.
 func (w *world) unprepareForeign(t *testing.T, uid string) {
 	t.Helper()
 	answer, err := w.asKubelet(t).NodeUnprepareResources(t.Context(), &drapb.NodeUnprepareResourcesRequest{

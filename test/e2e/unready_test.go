@@ -22,11 +22,12 @@ const (
 	hookPath    = pluginDir + "/bin/nvidia-cdi-hook"
 )
 
-// noticedWithin is how soon the plugin notices a broken hook or runtime: it checks both once a minute.
+// noticedWithin limits the time until the plugin notices a broken CDI hook or container runtime.
+// The plugin checks both once a minute.
 const noticedWithin = 75 * time.Second
 
-// TestUnreadyNode: a node that cannot serve claims keeps new ones away, says why, and takes them
-// again once it can.
+// TestUnreadyNode expects that a node that cannot serve claims keeps new claims away, reports the
+// reason, and accepts claims again once it can.
 func TestUnreadyNode(t *testing.T) {
 	t.Parallel()
 	sim := simulator(t)
@@ -37,7 +38,8 @@ func TestUnreadyNode(t *testing.T) {
 
 	t.Run("a container runtime that ignores CDI", w.testRuntimeLosesCDI)
 	t.Run("other causes", func(t *testing.T) {
-		// The plugin takes a minute to notice the hook, so the other node takes the rest meanwhile.
+		// The plugin takes a minute to notice a missing CDI hook. So one node has only that cause, and
+		// the other node all other causes meanwhile.
 		for node, causes := range map[string][]cause{sound: {hookGone(w)}, broken: otherCauses(w)} {
 			t.Run(node, func(t *testing.T) {
 				t.Parallel()
@@ -47,7 +49,7 @@ func TestUnreadyNode(t *testing.T) {
 			})
 		}
 	})
-	t.Run("both nodes serve again and keep nothing", func(t *testing.T) {
+	t.Run("both nodes serve again and nothing is left", func(t *testing.T) {
 		u := w.tenant(t)
 		u.gpus(8)
 		for _, node := range []string{sound, broken} {
@@ -60,10 +62,12 @@ func TestUnreadyNode(t *testing.T) {
 	})
 }
 
-// notReady is the taint of every device of a node that cannot serve.
+// notReady returns the taint that the driver puts on every device of a node that cannot serve. code
+// names the reason.
 func notReady(code string) string { return notReadyKey + "=" + code + ":NoSchedule" }
 
-// tolerant makes a template of that name for a GPU of a node that need not be ready.
+// tolerant creates a template, named tolerant, of a claim for a GPU that tolerates the taint of a
+// node that cannot serve.
 func (u tenant) tolerant() {
 	u.t.Helper()
 	u.template("tolerant", `
@@ -74,7 +78,8 @@ requests:
     tolerations: [{key: `+notReadyKey+`, operator: Exists, effect: NoSchedule}]`)
 }
 
-// keepsAway waits until every device of a node has the taint with this reason, and says how long that took.
+// keepsAway waits until every device of a node has the taint notReady(code), and returns how long
+// that took.
 func (w *world) keepsAway(t *testing.T, node, code string, within time.Duration) time.Duration {
 	t.Helper()
 	want := notReady(code)
@@ -92,10 +97,11 @@ func (w *world) keepsAway(t *testing.T, node, code string, within time.Duration)
 	})
 }
 
-// firstGPU is a device of both nodes.
+// firstGPU is the name of a GPU that both nodes have.
 const firstGPU = "gpu-0000-1b-00-0"
 
-// takesAll waits until no device of a node has a taint that keeps claims away.
+// takesAll waits until no device of a node has a taint that keeps claims away, so that the node can
+// get any claim.
 func (w *world) takesAll(t *testing.T, node string) {
 	t.Helper()
 	eventually(t, 30*time.Second, "no device of node "+node+" keeps claims away", func() (bool, string) {
@@ -110,7 +116,7 @@ func (w *world) takesAll(t *testing.T, node string) {
 	})
 }
 
-// setCDI switches CDI on or off in the container runtime of a node.
+// setCDI enables or disables CDI in the container runtime of a node and restarts the runtime.
 func (w *world) setCDI(t *testing.T, node string, on bool) {
 	t.Helper()
 	w.on(t, node, "sed", "-i", fmt.Sprintf("s/enable_cdi = .*/enable_cdi = %t/", on), "/etc/containerd/config.toml")
@@ -122,15 +128,16 @@ func (w *world) setCDI(t *testing.T, node string, on bool) {
 func (w *world) testRuntimeLosesCDI(t *testing.T) {
 	u := w.tenant(t)
 	u.gpus(1)
-	// The scheduler asks no taints about a claim that has its device already.
+	// Allocate this claim by hand: the scheduler checks no taints for a claim that already has its
+	// device.
 	w.handAllocate(t, u.namespace, "allocated", broken, firstGPU)
 	u.tolerant()
 	w.setCDI(t, broken, false)
 	w.saysWhyNot(t, broken, cdiIsOff)
 
 	t.Run("taints every device at once", func(t *testing.T) { w.keepsAway(t, broken, "cdi-disabled", 5*time.Second) })
-	t.Run("sends a whole Deployment to the other node", func(t *testing.T) { w.testDeploymentAvoids(u.as(t)) })
-	t.Run("tells the Pods that are bound to the node", func(t *testing.T) {
+	t.Run("moves a Deployment to the other node", func(t *testing.T) { w.testDeploymentAvoids(u.as(t)) })
+	t.Run("is reported in the Events of bound Pods", func(t *testing.T) {
 		u := u.as(t)
 		u.pod("bound", onNode(broken), fromClaim("gpu", "allocated"))
 		u.pod("tolerant", onNode(broken), fromTemplate("gpu", "tolerant"))
@@ -139,14 +146,15 @@ func (w *world) testRuntimeLosesCDI(t *testing.T) {
 		}
 	})
 	w.setCDI(t, broken, true)
-	t.Run("and everything starts once CDI is back", func(t *testing.T) {
+	t.Run("all Pods start once CDI is back", func(t *testing.T) {
 		w.takesAll(t, broken)
 		u.as(t).running("bound", "tolerant")
 	})
 	w.endPods(t, u.namespace)
 }
 
-// testDeploymentAvoids runs eight replicas with a GPU each, for which both nodes have room.
+// testDeploymentAvoids runs eight Pods with a GPU each. Both nodes have GPUs for them, but all must
+// run on the sound node.
 func (w *world) testDeploymentAvoids(u tenant) {
 	t := u.t
 	u.apply(t, u.namespace, `
@@ -186,18 +194,20 @@ spec:
 	}
 }
 
-// cause is something that keeps a node from serving claims.
+// cause is a reason why a node cannot serve claims. The function begin creates it on a node and the
+// function end removes it.
 type cause struct {
 	name string
-	// code is the taint's value, and says a part of what the Events and the readiness say.
+	// code is the taint's value. says is a part of the texts of Events and readiness.
 	code, says string
-	// taintedWithin is how soon the taint is there, and notBefore how long the driver waits for the
-	// cause to pass.
+	// taintedWithin is how soon the taint must appear. notBefore is how long the driver must wait
+	// before it adds the taint, in case the cause passes.
 	taintedWithin, notBefore time.Duration
 	begin, end               func(t *testing.T, node string)
 }
 
-// hookGone replaces the hook by a directory, over which the plugin cannot install it again.
+// hookGone is the cause that the CDI hook is missing. It puts a directory in the place of the hook,
+// because the plugin would otherwise install the hook again.
 func hookGone(w *world) cause {
 	return cause{
 		name: "a hook that cannot run", code: "hook-missing", says: "hook", taintedWithin: noticedWithin,
@@ -216,13 +226,15 @@ func otherCauses(w *world) []cause {
 			begin: func(t *testing.T, node string) { w.nvmlsim(t, node, "driver", "away", "--force") },
 			end:   func(t *testing.T, node string) { w.nvmlsim(t, node, "driver", "back") },
 		}, {
-			name: "hardware let go of by the annotation", code: "hardware-released", says: "let go of", taintedWithin: 10 * time.Second,
-			begin: w.patchNode(`{"metadata":{"annotations":{"gpu.nvidia.com/release-driver":"true"}}}`),
-			end:   w.patchNode(`{"metadata":{"annotations":{"gpu.nvidia.com/release-driver":null}}}`),
+			name: "GPUs released by the annotation", code: "hardware-released", says: "released for a driver upgrade",
+			taintedWithin: 10 * time.Second,
+			begin:         w.patchNode(`{"metadata":{"annotations":{"gpu.nvidia.com/release-driver":"true"}}}`),
+			end:           w.patchNode(`{"metadata":{"annotations":{"gpu.nvidia.com/release-driver":null}}}`),
 		}, {
-			name: "hardware let go of by a label", code: "hardware-released", says: "let go of", taintedWithin: 10 * time.Second,
-			begin: w.patchNode(`{"metadata":{"labels":{"nvidia.com/gpu.deploy.client":"paused-for-driver-upgrade"}}}`),
-			end:   w.patchNode(`{"metadata":{"labels":{"nvidia.com/gpu.deploy.client":"true"}}}`),
+			name: "GPUs released by a label", code: "hardware-released", says: "released for a driver upgrade",
+			taintedWithin: 10 * time.Second,
+			begin:         w.patchNode(`{"metadata":{"labels":{"nvidia.com/gpu.deploy.client":"paused-for-driver-upgrade"}}}`),
+			end:           w.patchNode(`{"metadata":{"labels":{"nvidia.com/gpu.deploy.client":"true"}}}`),
 		}, {
 			name: "a device plugin on the same node", code: "device-plugin", says: "nvidia.com/gpu=8", taintedWithin: 10 * time.Second,
 			begin: w.patchNode(`{"status":{"capacity":{"nvidia.com/gpu":"8"}}}`, "status"),
@@ -231,7 +243,7 @@ func otherCauses(w *world) []cause {
 	}
 }
 
-// patchNode is a step that merges a patch into a Node.
+// patchNode returns a function that begins or ends a cause by a patch of the Node.
 func (w *world) patchNode(patch string, subresources ...string) func(t *testing.T, node string) {
 	return func(t *testing.T, node string) {
 		nodes := w.Client.CoreV1().Nodes()
@@ -241,7 +253,8 @@ func (w *world) patchNode(patch string, subresources ...string) func(t *testing.
 	}
 }
 
-// testCause has a cause begin and end on a node, with a Pod that waits for its end.
+// testCause begins a cause on a node, checks that the node keeps claims away, and ends the cause. A
+// Pod that waited for the node must run then.
 func (w *world) testCause(t *testing.T, node string, c cause) {
 	u := w.tenant(t)
 	u.gpus(1)

@@ -16,15 +16,17 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/host"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nodeharness"
 )
 
-// patience is how long everything may take to agree after a restart: the inventory looks every five seconds.
-const patience = 40 * time.Second
+// settleTimeout limits the time from a restart of the plugin until the hardware, checkpoint
+// records, CDI specs and slices agree. The plugin scans the hardware every 5 s.
+const settleTimeout = 40 * time.Second
 
-// eventually waits until nothing is wrong any more.
+// eventually calls the function wrong until it returns nil. After settleTimeout it gives up and
+// returns the last error.
 func eventually(ctx context.Context, wrong func(context.Context) error) error {
-	late := time.After(patience)
+	late := time.After(settleTimeout)
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -34,35 +36,39 @@ func eventually(ctx context.Context, wrong func(context.Context) error) error {
 		}
 		select {
 		case <-late:
-			return fmt.Errorf("still after %s: %w", patience, err)
+			return fmt.Errorf("still after %s: %w", settleTimeout, err)
 		case <-tick.C:
 		}
 	}
 }
 
-// outside looks at all that the plugin does, past the plugin that does it.
-type outside struct {
+// observer compares what the plugin under test has left on the node and in the API. It uses an
+// instance of the plugin's code of its own, so it does not depend on the memory of the plugin under
+// test.
+type observer struct {
 	*plugin
-	host   host.Host
-	api    host.API
-	theirs []device.Instance
+	node           nodeharness.Node
+	api            nodeharness.API
+	adminInstances []device.Instance
 }
 
-// agree compares hardware, records and specs, and what the claims say that they were given.
-//
-// This observer must keep no handles of instances: they would block the plugin under test.
-func (o outside) agree(ctx context.Context) error {
-	return errors.Join(o.plugin.agree(ctx, o.theirs), o.claimsAgree(ctx), o.Cuts.Dismiss(ctx))
+// check returns an error unless hardware, checkpoint records, CDI specs and the claims' statuses
+// agree. Then it stops the observer's worker processes, because MIG instances that they keep open
+// would block the plugin under test.
+func (o observer) check(ctx context.Context) error {
+	return errors.Join(o.plugin.check(ctx, o.adminInstances), o.checkStatuses(ctx), o.Worker.StopWorkers(ctx))
 }
 
-// agreeAll compares what is offered, too.
-func (o outside) agreeAll(ctx context.Context) error {
-	return errors.Join(o.agree(ctx), o.slicesAgree(ctx), o.Cuts.Dismiss(ctx))
+// checkAll returns the errors of check, and an error if the published slices do not agree with the
+// hardware.
+func (o observer) checkAll(ctx context.Context) error {
+	return errors.Join(o.check(ctx), o.checkSlices(ctx), o.Worker.StopWorkers(ctx))
 }
 
-// slicesAgree: a GPU with an admin's instance is offered as it is cut, and besides at most as claims
-// are allocated it. Any other is offered in all its shapes.
-func (o outside) slicesAgree(ctx context.Context) error {
+// checkSlices returns an error if the slices offer wrong devices. A GPU with an admin's MIG
+// instance must be offered as its existing MIG instances; an allocated device may be published too.
+// Any other GPU must be offered whole and in every placement.
+func (o observer) checkSlices(ctx context.Context) error {
 	list, err := o.api.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{})
 	if err != nil {
 		return err
@@ -88,36 +94,38 @@ func (o outside) slicesAgree(ctx context.Context) error {
 	}
 	var errs []error
 	for _, gpu := range []string{gpu0, gpu1} {
-		there, foreign, err := o.Foreign(ctx, o.card(gpu), gpu)
+		there, foreign, err := o.ForeignInstances(ctx, o.card(gpu), gpu)
 		if err != nil {
 			return err
 		}
 		got := offered[gpu]
 		if len(foreign) == 0 {
-			// The profiles of an H100 have 25 places.
+			// An H100 is offered whole and in 25 placements.
 			if len(got) != 26 || !slices.Contains(got, gpu) {
 				errs = append(errs, fmt.Errorf("%s is offered as %v", gpu, got))
 			}
 			continue
 		}
-		var cut []string
+		var existing []string
 		for _, in := range there {
-			cut = append(cut, fmt.Sprintf("%s-mig-%d-%d", gpu, in.ProfileID, in.Placement.Start))
+			existing = append(existing, fmt.Sprintf("%s-mig-%d-%d", gpu, in.ProfileID, in.Placement.Start))
 		}
-		missing := slices.ContainsFunc(cut, func(name string) bool { return !slices.Contains(got, name) })
-		// An allocated place stays only if it was published before the admin's instance was seen.
+		missing := slices.ContainsFunc(existing, func(name string) bool { return !slices.Contains(got, name) })
+		// A device that does not exist may only be published if it is allocated. It then is from before
+		// the plugin saw the admin's MIG instance.
 		free := slices.ContainsFunc(got, func(name string) bool {
-			return !slices.Contains(cut, name) && !slices.Contains(allocated, name)
+			return !slices.Contains(existing, name) && !slices.Contains(allocated, name)
 		})
 		if missing || free {
-			errs = append(errs, fmt.Errorf("%s is offered as %v and is cut into %v; allocated are %v", gpu, got, cut, allocated))
+			errs = append(errs, fmt.Errorf("%s is offered as %v, has MIG instances %v, and %v are allocated", gpu, got, existing, allocated))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// claimsAgree: a claim that is prepared says which devices it has, and any other says nothing.
-func (o outside) claimsAgree(ctx context.Context) error {
+// checkStatuses checks that the status of each prepared claim reports the UUIDs of its devices on
+// the hardware, and that no other claim reports any.
+func (o observer) checkStatuses(ctx context.Context) error {
 	list, err := o.api.ResourceV1().ResourceClaims("").List(ctx, metav1.ListOptions{})
 	if err != nil {
 		return err
@@ -130,71 +138,75 @@ func (o outside) claimsAgree(ctx context.Context) error {
 		}
 		want := map[string]string{}
 		if found && r.State == checkpoint.Prepared {
-			if want, err = o.has(ctx, r); err != nil {
+			if want, err = o.actualUUIDs(ctx, r); err != nil {
 				return err
 			}
 		}
-		said := map[string]string{}
+		reported := map[string]string{}
 		for _, e := range c.Status.Devices {
-			if said[e.Device], err = ready(e); err != nil {
+			if reported[e.Device], err = readyUUID(e); err != nil {
 				errs = append(errs, fmt.Errorf("claim %s: device %s: %w", c.Name, e.Device, err))
 			}
 		}
-		if fmt.Sprint(said) != fmt.Sprint(want) {
-			errs = append(errs, fmt.Errorf("claim %s says that it has %v, and has %v", c.Name, said, want))
+		if fmt.Sprint(reported) != fmt.Sprint(want) {
+			errs = append(errs, fmt.Errorf("claim %s reports %v and has %v", c.Name, reported, want))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// has says, by device, which UUID is really there for a claim.
-func (o outside) has(ctx context.Context, r checkpoint.Record) (map[string]string, error) {
+// actualUUIDs returns the UUIDs of a claim's devices on the hardware, by device name. It returns an
+// error if a device does not exist or the claim's CDI spec lacks one of the device nodes.
+func (o observer) actualUUIDs(ctx context.Context, r checkpoint.Record) (map[string]string, error) {
 	uuids := map[string]string{}
 	for _, d := range r.Devices {
 		if d.Device == d.GPU {
 			uuids[d.Device] = o.card(d.GPU).UUID
 			continue
 		}
-		there, _, err := o.Foreign(ctx, o.card(d.GPU), d.GPU)
+		there, _, err := o.ForeignInstances(ctx, o.card(d.GPU), d.GPU)
 		if err != nil {
 			return nil, err
 		}
 		for _, in := range there {
 			if d.Device == fmt.Sprintf("%s-mig-%d-%d", d.GPU, in.ProfileID, in.Placement.Start) && len(in.Compute) == 1 {
 				uuids[d.Device] = in.Compute[0].UUID
-				if err := o.specHas(r, in.Minor, in.Compute[0].Minor); err != nil {
+				if err := o.checkSpec(r, in.Minor, in.Compute[0].Minor); err != nil {
 					return nil, fmt.Errorf("device %s: %w", d.Device, err)
 				}
 			}
 		}
 		if uuids[d.Device] == "" {
-			return nil, fmt.Errorf("claim %s: device %s is not there", r.Name, d.Device)
+			return nil, fmt.Errorf("claim %s: device %s does not exist", r.Name, d.Device)
 		}
 	}
 	return uuids, nil
 }
 
-// specHas makes sure that the claim's containers get these capabilities, which are what opens a partition.
-func (o outside) specHas(r checkpoint.Record, minors ...int) error {
-	spec, err := os.ReadFile(filepath.Join(o.host.Config().CDIRoot, fmt.Sprintf("k8s.gpu.nvidia.com-claim_%s.json", r.ClaimUID)))
+// checkSpec returns an error unless the claim's CDI spec has the capability device nodes with these
+// minor numbers. They give access to the claim's partitions.
+func (o observer) checkSpec(r checkpoint.Record, minors ...int) error {
+	name := fmt.Sprintf("k8s.gpu.nvidia.com-claim_%s.json", r.ClaimUID)
+	spec, err := os.ReadFile(filepath.Join(o.node.Config().CDIRoot, name))
 	if err != nil {
 		return err
 	}
 	for _, minor := range minors {
 		if node := fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", minor); !strings.Contains(string(spec), `"`+node+`"`) {
-			return fmt.Errorf("the spec of claim %s does not have %s: %s", r.Name, node, spec)
+			return fmt.Errorf("the spec of claim %s lacks %s: %s", r.Name, node, spec)
 		}
 	}
 	return nil
 }
 
-// ready is the UUID that an entry says.
-func ready(e resourceapi.AllocatedDeviceStatus) (uuid string, err error) {
+// readyUUID returns the UUID in a status entry of a device. It returns an error, too, unless the
+// entry reports the device as ready.
+func readyUUID(e resourceapi.AllocatedDeviceStatus) (uuid string, err error) {
 	var data struct {
 		UUID string `json:"uuid"`
 	}
 	if e.Data == nil {
-		return "", errors.New("it says nothing of the device")
+		return "", errors.New("the status has no data of the device")
 	}
 	if err := json.Unmarshal(e.Data.Raw, &data); err != nil {
 		return "", err
@@ -204,5 +216,5 @@ func ready(e resourceapi.AllocatedDeviceStatus) (uuid string, err error) {
 			return data.UUID, nil
 		}
 	}
-	return data.UUID, fmt.Errorf("it is not said to be ready: %+v", e.Conditions)
+	return data.UUID, fmt.Errorf("the status has no Ready condition: %+v", e.Conditions)
 }

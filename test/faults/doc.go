@@ -1,7 +1,9 @@
-// Package faults has one test: whatever goes wrong in any call to NVML while a claim's partitions are made or removed, after a restart of the plugin the
-// hardware, the records, the CDI specs, the slices and what claims say of their devices agree, and everything can be done again.
+// Package faults injects a fault into every NVML call that prepares or unprepares partitions. After
+// a restart of the plugin, the hardware, the checkpoint records, the CDI specs, the slices and the
+// claims' device statuses must agree, and Prepare and Unprepare must work again.
 //
-// Where something goes wrong runs the transaction with all that it stands on, the real records, locks, specs and workers, on the simulated driver. Where
-// the fault is the death of the plugin, the plugin is a process of its own, killed with its worker. What is started after that is the whole plugin,
-// before an API server in memory.
+// The code that meets the fault is the plugin's real code for Prepare and Unprepare, with real
+// checkpoint records, locks, CDI specs and worker processes, on the simulated NVIDIA driver. If the
+// fault kills the plugin, this code runs in a process of its own, which is killed with its worker.
+// After the restart the whole plugin runs, with an API server in memory.
 package faults

@@ -22,68 +22,75 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// Every function of NVML that is called on the way.
+// These are the NVML functions that the plugin calls for Prepare and Unprepare: reading has those
+// that only read, changing those that change the hardware.
 var (
 	reading = []string{
-		"nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetUUID", "nvmlDeviceGetMinorNumber", "nvmlDeviceGetMigMode",
-		"nvmlDeviceGetGpuInstanceProfileInfo", "nvmlDeviceGetGpuInstanceById", "nvmlGpuInstanceGetInfo", "nvmlGpuInstanceGetComputeInstanceProfileInfo",
+		"nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetUUID", "nvmlDeviceGetMinorNumber",
+		"nvmlDeviceGetMigMode", "nvmlDeviceGetGpuInstanceProfileInfo", "nvmlDeviceGetGpuInstanceById",
+		"nvmlGpuInstanceGetInfo", "nvmlGpuInstanceGetComputeInstanceProfileInfo",
 		"nvmlComputeInstanceGetInfo_v2", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex",
 		"nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId",
 	}
 	changing = []string{
-		"nvmlDeviceSetMigMode", "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance", "nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy",
+		"nvmlDeviceSetMigMode", "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance",
+		"nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy",
 	}
 )
 
-// hangs is how long a call hangs that hangs.
-const hangs = time.Hour
+// hangTime is how long a hanging call takes. It is longer than any timeout.
+const hangTime = time.Hour
 
 type fault struct {
 	name string
 	state.Fault
-	// functions are those that can meet it.
+	// functions are the NVML functions into which the test injects the fault.
 	functions []string
-	// time is how long the kubelet waits for each operation; a minute if it says nothing of one.
-	time map[operation]time.Duration
+	// timeouts are the kubelet's timeouts for Prepare and Unprepare under this fault. The default is a
+	// minute.
+	timeouts map[operation]time.Duration
 }
 
-var all = slices.Concat(reading, changing)
+var allFunctions = slices.Concat(reading, changing)
 
-// impatient leaves about three seconds for what an operation does, and the rest for what it undoes and says.
-var impatient = map[operation]time.Duration{prepareParts: 13 * time.Second, unprepareParts: 5 * time.Second, prepareWhole: 13 * time.Second}
+// shortTimeouts are so short that Prepare and Unprepare have about 3 s for their work. The plugin
+// reserves the rest of each timeout for the rollback and the answer.
+var shortTimeouts = map[operation]time.Duration{
+	prepareParts: 13 * time.Second, unprepareParts: 5 * time.Second, prepareWhole: 13 * time.Second,
+}
 
 var faults = []fault{
-	{"an error", state.Fault{Kind: state.FaultFail, Error: uint32(nvml.ERROR_UNKNOWN)}, all, nil},
+	{"an error", state.Fault{Kind: state.FaultFail, Error: uint32(nvml.ERROR_UNKNOWN)}, allFunctions, nil},
 	{"an error after its effect", state.Fault{Kind: state.FaultFail, Error: uint32(nvml.ERROR_UNKNOWN), After: 1}, changing, nil},
 	{"in use", state.Fault{Kind: state.FaultFail, Error: uint32(nvml.ERROR_IN_USE)}, changing, nil},
-	{"a call without an end", state.Fault{Kind: state.FaultSlow, DelayMS: uint64(hangs.Milliseconds())}, all, impatient},
-	{"kill -9 of the worker before", state.Fault{Kind: state.FaultKill}, all, nil},
+	{"a hanging call", state.Fault{Kind: state.FaultSlow, DelayMS: uint64(hangTime.Milliseconds())}, allFunctions, shortTimeouts},
+	{"kill -9 of the worker before", state.Fault{Kind: state.FaultKill}, allFunctions, nil},
 	{"kill -9 of the worker after", state.Fault{Kind: state.FaultKill, After: 1}, changing, nil},
-	{"kill -9 of the plugin before", state.Fault{Kind: state.FaultKill, Group: 1}, all, nil},
+	{"kill -9 of the plugin before", state.Fault{Kind: state.FaultKill, Group: 1}, allFunctions, nil},
 	{"kill -9 of the plugin after", state.Fault{Kind: state.FaultKill, Group: 1, After: 1}, changing, nil},
 }
 
-func TestWhateverGoesWrongInWhicheverCallAllAgreesAfterARestart(t *testing.T) {
+func TestRestartRecoversFromFaultInEveryNVMLCall(t *testing.T) {
 	called := map[operation][]string{}
 	for _, o := range operations {
 		called[o] = calls(t, o)
 	}
 	var mu sync.Mutex
-	met := map[string]int{}    // by fault and function
-	passed := map[string]int{} // by fault, how many operations
+	hit := map[string]int{}    // by fault and function
+	passed := map[string]int{} // number of operations, by fault
 	t.Run("each", func(t *testing.T) {
 		for _, f := range faults {
 			for _, o := range operations {
 				t.Run(f.name+", "+string(o), func(t *testing.T) {
 					t.Parallel()
-					s := newStand(t)
+					s := newTestNode(t)
 					for _, function := range f.functions {
 						if !slices.Contains(called[o], function) {
 							continue
 						}
-						if s.disturb(t, f, function, o) {
+						if s.runWithFault(t, f, function, o) {
 							mu.Lock()
-							met[f.name+" in "+function]++
+							hit[f.name+" in "+function]++
 							mu.Unlock()
 						}
 					}
@@ -97,47 +104,49 @@ func TestWhateverGoesWrongInWhicheverCallAllAgreesAfterARestart(t *testing.T) {
 	times := 0
 	for _, f := range faults {
 		for _, function := range f.functions {
-			n := met[f.name+" in "+function]
+			n := hit[f.name+" in "+function]
 			times += n
 			if n == 0 && passed[f.name] == len(operations) {
 				t.Errorf("no operation met %s in %s", f.name, function)
 			}
 		}
 	}
-	t.Logf("faults were met %d times", times)
+	t.Logf("injected %d faults", times)
 }
 
-// halfAnAdmins cuts half of the second GPU past the plugin.
-func (s *stand) halfAnAdmins(t *testing.T) {
+// addAdminInstance creates a MIG instance on half of the second GPU, as an admin would.
+func (s *testNode) addAdminInstance(t *testing.T) {
 	t.Helper()
 	p := s.start(t)
-	defer p.Cuts.Close()
+	defer p.Worker.Close()
 	c := p.card(gpu1)
-	_, err := p.Cuts.SetMode(t.Context(), c, true)
+	_, err := p.Worker.SetMode(t.Context(), c, true)
 	if err != nil {
 		t.Fatal(err)
 	}
-	in, err := p.Cuts.CreateInstance(t.Context(), c, 9, device.Placement{Start: 0, Size: 4})
+	in, err := p.Worker.CreateInstance(t.Context(), c, 9, device.Placement{Start: 0, Size: 4})
 	if err == nil {
-		in, err = p.Cuts.CreateCompute(t.Context(), c, in.ID)
+		in, err = p.Worker.CreateCompute(t.Context(), c, in.ID)
 	}
 	if err != nil {
 		t.Fatal(err)
 	}
-	s.theirs = []device.Instance{in}
+	s.adminInstances = []device.Instance{in}
 }
 
-// start is a plugin that has just been started, without what it does beside the kubelet's calls.
-func (s *stand) start(t *testing.T) *plugin {
+// start starts the plugin's code for Prepare and Unprepare, without the plugin's periodic scans and
+// publishing. The test fails if that returns an error.
+func (s *testNode) start(t *testing.T) *plugin {
 	t.Helper()
-	p, err := s.unrecovered(t.Context())
+	p, err := s.newPlugin(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	return p
 }
 
-// calls are the functions of which an operation that nothing disturbs makes calls: no others can go wrong in it.
+// calls returns those NVML functions that the operation calls when there is no fault. A fault in
+// any other function would not affect the operation.
 func calls(t *testing.T, o operation) (functions []string) {
 	t.Helper()
 	must := func(what string, err error) {
@@ -146,11 +155,11 @@ func calls(t *testing.T, o operation) (functions []string) {
 			t.Fatalf("%s: %s: %v", o, what, err)
 		}
 	}
-	s := newStand(t)
-	s.until(t, o, must)
+	s := newTestNode(t)
+	s.runBefore(t, o, must)
 	must("count", s.inProcess(t, o, time.Minute, func() error {
 		return s.Change(func(file *state.File) error {
-			for _, function := range all {
+			for _, function := range allFunctions {
 				if err := file.AddFault(state.Fault{Kind: state.FaultSlow, DelayMS: 1, GPU: state.AnyGPU}, function, 0); err != nil {
 					return err
 				}
@@ -159,7 +168,7 @@ func calls(t *testing.T, o operation) (functions []string) {
 		})
 	}))
 	must("count", s.Change(func(file *state.File) error {
-		for i, function := range all {
+		for i, function := range allFunctions {
 			if file.Fault(i).Hits > 0 {
 				functions = append(functions, function)
 			}
@@ -170,8 +179,8 @@ func calls(t *testing.T, o operation) (functions []string) {
 	return functions
 }
 
-// until does what comes before an operation.
-func (s *stand) until(t *testing.T, o operation, must func(string, error)) {
+// runBefore brings the node to the state in which the operation o can start.
+func (s *testNode) runBefore(t *testing.T, o operation, must func(string, error)) {
 	t.Helper()
 	before := s.start(t)
 	if o != prepareParts {
@@ -180,7 +189,7 @@ func (s *stand) until(t *testing.T, o operation, must func(string, error)) {
 	if o == prepareWhole {
 		must("before", before.do(t.Context(), unprepareParts))
 	}
-	before.Cuts.Close()
+	before.Worker.Close()
 	for _, c := range []*resourceapi.ResourceClaim{parts, whole} {
 		must("before", s.api.Free(t.Context(), c))
 	}
@@ -189,12 +198,13 @@ func (s *stand) until(t *testing.T, o operation, must func(string, error)) {
 		must("before", s.api.Allocate(t.Context(), parts))
 	case prepareWhole:
 		must("before", s.api.Allocate(t.Context(), whole))
-	case unprepareParts: // its Pod has ended
+	case unprepareParts: // the Pod has ended and its claim is deleted
 	}
 }
 
-// disturb lets one operation meet one fault, and looks at what is there after a restart. It is false where the operation does not make the call.
-func (s *stand) disturb(t *testing.T, f fault, function string, o operation) (met bool) {
+// runWithFault runs the operation o with one fault in this NVML function, restarts the plugin, and
+// fails the test unless all state agrees. hit is false if the operation did not call the function.
+func (s *testNode) runWithFault(t *testing.T, f fault, function string, o operation) (hit bool) {
 	t.Helper()
 	must := func(what string, err error) {
 		t.Helper()
@@ -202,7 +212,7 @@ func (s *stand) disturb(t *testing.T, f fault, function string, o operation) (me
 			t.Fatalf("%s, %s in %s: %s: %v", f.name, o, function, what, err)
 		}
 	}
-	s.until(t, o, must)
+	s.runBefore(t, o, must)
 
 	f.GPU = state.AnyGPU
 	arm := func() error {
@@ -212,20 +222,21 @@ func (s *stand) disturb(t *testing.T, f fault, function string, o operation) (me
 	if f.Group != 0 {
 		run = s.asProcess
 	}
-	err := run(t, o, cmp.Or(f.time[o], time.Minute), arm)
+	err := run(t, o, cmp.Or(f.timeouts[o], time.Minute), arm)
 	must("count", s.Change(func(file *state.File) error {
-		met = file.Fault(0).Hits > 0
+		hit = file.Fault(0).Hits > 0
 		return file.ClearFaults()
 	}))
-	if !met {
-		must("undisturbed", err)
+	if !hit {
+		must("without a fault", err)
 	}
-	s.look(t, must)
-	return met
+	s.checkAfterRestart(t, must)
+	return hit
 }
 
-// look starts the plugin again, looks whether all agrees, and whether everything can still be done.
-func (s *stand) look(t *testing.T, must func(string, error)) {
+// checkAfterRestart restarts the plugin. It fails the test unless hardware, checkpoint records, CDI
+// specs, statuses and slices agree, and claims can be prepared and unprepared again.
+func (s *testNode) checkAfterRestart(t *testing.T, must func(string, error)) {
 	t.Helper()
 	_, ctx := ktesting.NewTestContext(t)
 	d, err := s.Start(ctx, s.api)
@@ -235,24 +246,25 @@ func (s *stand) look(t *testing.T, must func(string, error)) {
 			t.Error(err)
 		}
 	}()
-	p, err := s.unrecovered(t.Context())
+	p, err := s.newPlugin(t.Context())
 	must("start again", err)
-	defer p.Cuts.Close()
-	o := outside{p, s.Host, s.api, s.theirs}
-	must("after the restart", eventually(t.Context(), o.agreeAll))
+	defer p.Worker.Close()
+	o := observer{p, s.Node, s.api, s.adminInstances}
+	must("after the restart", eventually(t.Context(), o.checkAll))
 
 	prepare := func(c *resourceapi.ResourceClaim) {
 		t.Helper()
 		must("once more", s.api.Allocate(t.Context(), c))
-		// As the kubelet does: a plugin that has just started may not have looked at the hardware yet.
+		// The test retries, as the kubelet does: a plugin that has just started may not have scanned the
+		// hardware yet.
 		must("once more", eventually(t.Context(), func(ctx context.Context) error { return d.Prepare(ctx, c) }))
-		must("after "+c.Name+" was prepared once more", eventually(t.Context(), o.agree))
+		must("after "+c.Name+" was prepared once more", eventually(t.Context(), o.check))
 	}
 	unprepare := func(c *resourceapi.ResourceClaim) {
 		t.Helper()
 		must("once more", s.api.Free(t.Context(), c))
 		must("once more", d.Unprepare(t.Context(), c))
-		must("after "+c.Name+" was unprepared once more", eventually(t.Context(), o.agree))
+		must("after "+c.Name+" was unprepared once more", eventually(t.Context(), o.check))
 	}
 	unprepare(whole)
 	unprepare(parts)
@@ -262,13 +274,13 @@ func (s *stand) look(t *testing.T, must func(string, error)) {
 	unprepare(whole)
 }
 
-func (s *stand) inProcess(t *testing.T, o operation, limit time.Duration, arm func() error) error {
+func (s *testNode) inProcess(t *testing.T, o operation, limit time.Duration, arm func() error) error {
 	t.Helper()
-	p, err := s.unrecovered(t.Context())
+	p, err := s.newPlugin(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer p.Cuts.Close()
+	defer p.Worker.Close()
 	if err := arm(); err != nil {
 		t.Fatal(err)
 	}
@@ -277,12 +289,12 @@ func (s *stand) inProcess(t *testing.T, o operation, limit time.Duration, arm fu
 	return p.do(ctx, o)
 }
 
-func (s *stand) asProcess(t *testing.T, o operation, limit time.Duration, arm func() error) error {
+func (s *testNode) asProcess(t *testing.T, o operation, limit time.Duration, arm func() error) error {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
 	command := s.Command(string(o))
-	child := exec.CommandContext(ctx, command[0], command[1:]...) //nolint:gosec // ourselves
+	child := exec.CommandContext(ctx, command[0], command[1:]...) //nolint:gosec // it is the test binary
 	child.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	stdin, err1 := child.StdinPipe()
 	stdout, err2 := child.StdoutPipe()

@@ -14,13 +14,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// The NVIDIA driver can be unloaded while partitions are held, as soon as nobody has NVML open: the plugin, unless it listens to the GPUs' health, lets go
-// of it five seconds after its last call. What the driver forgets is made again, at the same places, and nobody is told that it was lost.
-func TestADriverThatIsReloadedUnderHeldPartitionsGetsThemAgain(t *testing.T) {
+// The NVIDIA driver can be unloaded while claims hold partitions, once no process has NVML open.
+// Without health monitoring the plugin closes NVML 5 s after its last call. After the reload the
+// plugin must create the partitions again at the same placements, and report no loss.
+func TestPartitionsAreRestoredAfterDriverReload(t *testing.T) {
 	for name, alive := range map[string]bool{"while the plugin runs": true, "while no plugin runs": false} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s := newStand(t)
+			s := newTestNode(t)
 			must := func(what string, err error) {
 				t.Helper()
 				if err != nil {
@@ -35,7 +36,7 @@ func TestADriverThatIsReloadedUnderHeldPartitionsGetsThemAgain(t *testing.T) {
 			must("prepare", eventually(ctx, func(ctx context.Context) error { return d.Prepare(ctx, parts) }))
 
 			if err := s.reload(); !errors.Is(err, state.ErrInUse) {
-				t.Errorf("right after a cut the driver could be unloaded: %v", err)
+				t.Errorf("unloading the driver right after a Prepare: %v, want %v", err, state.ErrInUse)
 			}
 			if alive {
 				began := time.Now()
@@ -44,15 +45,16 @@ func TestADriverThatIsReloadedUnderHeldPartitionsGetsThemAgain(t *testing.T) {
 			} else {
 				must("stop", d.Stop())
 				must("reload", s.reload())
-				s.api.Slowly("get", "nodes", time.Second) // what may be done about GPUs is known later than how they are
+				// Delay the Node, so that the node's MIG policy arrives only after the first scan.
+				s.api.Delay("get", "nodes", time.Second)
 				d, err = s.Start(ctx, s.api)
 				must("start again", err)
 			}
 
 			p := s.start(t)
-			defer p.Cuts.Close()
-			// The admin's instance is forgotten too, and nobody makes that again.
-			must("after the reload", eventually(ctx, outside{p, s.Host, s.api, nil}.agreeAll))
+			defer p.Worker.Close()
+			// The reload removed the admin's MIG instance too, and the plugin must not create it again.
+			must("after the reload", eventually(ctx, observer{p, s.Node, s.api, nil}.checkAll))
 			events, err := s.api.CoreV1().Events("").List(ctx, metav1.ListOptions{})
 			must("list the Events", err)
 			for _, e := range events.Items {
@@ -64,8 +66,8 @@ func TestADriverThatIsReloadedUnderHeldPartitionsGetsThemAgain(t *testing.T) {
 	}
 }
 
-// reload loads the driver anew, unless a process has NVML open.
-func (s *stand) reload() error {
+// reload reloads the NVIDIA driver. It fails while a process has NVML open.
+func (s *testNode) reload() error {
 	c, err := layout.Load(s.Root)
 	if err != nil {
 		return err

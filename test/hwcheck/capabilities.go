@@ -9,16 +9,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// stageWithoutCapabilities is this program as a step on the way to another: hwcheck without-capabilities PROGRAM ARGUMENT…
+// stageWithoutCapabilities is the first argument with which hwcheck starts itself to run another
+// program without capabilities: hwcheck without-capabilities PROGRAM ARGUMENT…
 const stageWithoutCapabilities = "without-capabilities"
 
-// execWithoutCapabilities becomes another program that has no capability and can get none, even as root. NVIDIA's kernel driver asks for
-// CAP_SYS_ADMIN before it changes a GPU, and the helper that NVML may call for missing device nodes or modules needs CAP_MKNOD and CAP_SYS_MODULE.
+// execWithoutCapabilities replaces this process with a program that has no capabilities, and no way
+// to get any, even as root. Without CAP_SYS_ADMIN, NVIDIA's kernel driver refuses to change a GPU.
+// Without CAP_MKNOD and CAP_SYS_MODULE, the helper that NVML may call cannot create device nodes or
+// load modules.
 func execWithoutCapabilities(argv []string) error {
 	if len(argv) == 0 {
 		return errors.New(stageWithoutCapabilities + ": no program given")
 	}
-	// Capabilities belong to a thread, and execve takes those of the one that calls it.
+	// Capabilities belong to a thread, and execve keeps those of the calling thread.
 	runtime.LockOSThread()
 	if err := dropCapabilities(); err != nil {
 		return err
@@ -30,7 +33,7 @@ func dropCapabilities() error {
 	for c := uintptr(0); ; c++ {
 		has, err := unix.PrctlRetInt(unix.PR_CAPBSET_READ, c, 0, 0, 0)
 		if errors.Is(err, unix.EINVAL) {
-			break // beyond those that this kernel knows
+			break // c is beyond the last capability of this kernel
 		}
 		if err != nil {
 			return fmt.Errorf("ask for capability %d: %w", c, err)
@@ -38,9 +41,10 @@ func dropCapabilities() error {
 		if has == 0 {
 			continue
 		}
-		// An ordinary user may not drop it, and does not get it from there by execve; root would.
+		// Only root may drop a capability from the bounding set, and only root would get that capability
+		// back by execve. So other users can ignore the error.
 		if err := unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0); err != nil && os.Geteuid() == 0 {
-			return fmt.Errorf("give up capability %d, without which this check does not run anything: %w", c, err)
+			return fmt.Errorf("drop capability %d, which is required before this check runs a program: %w", c, err)
 		}
 	}
 	if err := unix.Prctl(unix.PR_CAP_AMBIENT, unix.PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0); err != nil && !errors.Is(err, unix.EINVAL) {

@@ -17,7 +17,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
 
-// visit is one check of one machine.
+// visit is one run of hwcheck: it compares the project's model of GPUs with one machine.
 type visit struct {
 	options
 	programs programs
@@ -25,20 +25,23 @@ type visit struct {
 	progress io.Writer
 
 	report facts.Report
-	// shown is what programs printed, for the report.
+	// shown has the output of the programs that ran. The report quotes it.
 	shown []printed
 }
 
 type printed struct{ title, language, text string }
 
-// check does it all and returns the exit code. An error is something that kept the check from taking place.
+// check compares the model with the machine, writes the report to out, and returns the exit code.
+// If the machine has no NVIDIA GPU, it writes only that. It returns an error if it could not start,
+// or could not write the report.
 func check(ctx context.Context, o options, out, progress io.Writer) (code int, err error) {
 	fmt.Fprintf(progress, "%s\n\n", promise)
 	s := &visit{options: o, progress: progress}
 	s.report = facts.Report{Format: facts.CurrentFormat, Date: time.Now().UTC().Format(time.DateOnly), Machine: look(o)}
 	places, empty := findPlaces(o)
 	if len(s.report.Machine.PCI) == 0 && len(places) == 0 && len(deviceNodes("/dev")) == 0 {
-		fmt.Fprintf(out, "There is no NVIDIA GPU on this machine: none on the PCI bus (%s), no /dev/nvidia*, and no %s below any of %s. Nothing was checked.\n",
+		fmt.Fprintf(out, "There is no NVIDIA GPU on this machine: none on the PCI bus (%s), no /dev/nvidia*, "+
+			"and no %s below any of %s. Nothing was checked.\n",
 			filepath.Join(o.sysfs, "bus/pci/devices"), nvmlName, strings.Join(empty, ", "))
 		return exitNoGPU, nil
 	}
@@ -58,7 +61,8 @@ func check(ctx context.Context, o options, out, progress io.Writer) (code int, e
 	}
 	version := s.programs.run(ctx, plugin, "version")
 	if version.err != nil {
-		return exitDiffered, fmt.Errorf("%s does not start here (it needs glibc 2.34 or later, and TMPDIR must name a folder not mounted noexec): %s", plugin, version.said())
+		return exitDiffered, fmt.Errorf("%s does not start here (it needs glibc 2.34 or later, "+
+			"and TMPDIR must name a folder not mounted noexec): %s", plugin, version.summary())
 	}
 	s.report.Plugin = strings.TrimSpace(version.stdout)
 	s.checkAll(ctx, places, empty)
@@ -86,14 +90,15 @@ func (s *visit) checkAll(ctx context.Context, places []place, empty []string) {
 	s.checkNVML(ctx)
 	offered := s.checkInventory(ctx)
 	if specs == "" {
-		return // findDriver has said why
+		return // findDriver reported why
 	}
 	if set := s.checkSpecs(specs, offered); set != nil && len(offered) > 0 {
 		s.checkContainers(ctx, set, offered)
 	}
 }
 
-// inventory asks the plugin what it makes of a driver root.
+// inventory runs "gpu-kubelet-plugin inventory" with the driver root at root. format is the value
+// of its flag -o.
 func (s *visit) inventory(ctx context.Context, root, format string) outcome {
 	args := []string{
 		"inventory", "-o", format, "--node-name=hwcheck", "--driver-root=" + root, "--sysfs-root=" + s.sysfs, "--proc-root=" + s.proc,
@@ -105,8 +110,9 @@ func (s *visit) inventory(ctx context.Context, root, format string) outcome {
 	return s.programs.run(ctx, plugin, args...)
 }
 
-// findDriver takes the place that the plugin makes the fullest CDI specs from, else the first one that has the library. It returns the specs.
-// A library below /usr/local/nvidia, say, is found from / as well, but nvidia-smi and the firmware beside it are not.
+// findDriver chooses the driver root whose CDI specs have the most mounts, and returns these specs.
+// If no root gives specs, it chooses the first with the NVML library. From / the plugin can find a
+// library below /usr/local/nvidia, for example, but not the nvidia-smi next to it.
 func (s *visit) findDriver(ctx context.Context, places []place, empty []string) string {
 	const name = "a driver is found"
 	if len(places) == 0 {
@@ -122,7 +128,7 @@ func (s *visit) findDriver(ctx context.Context, places []place, empty []string) 
 		}
 		result := s.inventory(ctx, p.root, "cdi")
 		if result.err != nil || !strings.HasPrefix(result.stdout, "{") {
-			passed[i] = p.root + ": " + result.said()
+			passed[i] = p.root + ": " + result.summary()
 			continue
 		}
 		mounts := strings.Count(result.stdout, `"containerPath"`)
@@ -139,9 +145,11 @@ func (s *visit) findDriver(ctx context.Context, places []place, empty []string) 
 	s.report.Driver = &facts.Driver{Root: p.root, Library: p.nvml, DevRoot: dev, Passed: passed}
 	s.report.Machine.DeviceNodes = deviceNodes(filepath.Join(dev, "dev"))
 	if specs == "" {
-		s.add(name, facts.Failed, "the plugin can serve GPUs from none of the places with %s: %s", nvmlName, strings.Join(passed, "; "))
+		s.add(name, facts.Failed, "the plugin cannot serve GPUs from any driver root that has %s: %s", nvmlName, strings.Join(passed, "; "))
 		if !slices.Contains(s.report.Machine.DeviceNodes, "nvidiactl") {
-			s.report.Driver = nil // nothing may ask the library: it might try to make the device nodes
+			// Without a driver in the report, checkAll runs no program that loads the NVML library. The
+			// library might try to create the missing device nodes.
+			s.report.Driver = nil
 		}
 		return ""
 	}
@@ -149,7 +157,8 @@ func (s *visit) findDriver(ctx context.Context, places []place, empty []string) 
 	return specs
 }
 
-// checkNVML compares what NVML says with the models' files.
+// checkNVML compares NVML's answers about each GPU with the file that describes the GPU's model,
+// and adds the result to the report.
 func (s *visit) checkNVML(ctx context.Context) {
 	const name = "NVML says what the model's file says"
 	file := filepath.Join(s.work, "nvml.json")
@@ -157,7 +166,7 @@ func (s *visit) checkNVML(ctx context.Context) {
 	s.show("The conformance suite", "", result.stdout+result.stderr)
 	said := &facts.NVML{}
 	if data, err := os.ReadFile(file); err != nil || json.Unmarshal(data, said) != nil {
-		s.add(name, facts.Failed, "the conformance suite wrote no facts: %s", lastLines(result.said(), 3))
+		s.add(name, facts.Failed, "the conformance suite wrote no facts: %s", lastLines(result.summary(), 3))
 		return
 	}
 	s.report.NVML = said
@@ -176,13 +185,14 @@ func (s *visit) checkNVML(ctx context.Context) {
 	case len(differs) > 0:
 		s.add(name, facts.Differed, "%s", strings.Join(differs, "; "))
 	case result.err != nil:
-		s.add(name, facts.Failed, "the conformance suite: %s", lastLines(result.said(), 3))
+		s.add(name, facts.Failed, "the conformance suite: %s", lastLines(result.summary(), 3))
 	default:
-		s.add(name, facts.Agreed, "driver %s, %d GPUs, each as its model's file has it, MIG profiles and placements included", said.DriverVersion, len(said.GPUs))
+		s.add(name, facts.Agreed, "driver %s, %d GPUs, each as its model's file has it, MIG profiles and placements included",
+			said.DriverVersion, len(said.GPUs))
 	}
 }
 
-// offer is a device that the plugin would publish.
+// offer is a whole GPU that the plugin would publish as a device in a ResourceSlice.
 type offer struct{ name, uuid string }
 
 func uuidsOf(offers []offer) []string {
@@ -193,7 +203,8 @@ func uuidsOf(offers []offer) []string {
 	return slices.Sorted(slices.Values(uuids))
 }
 
-// checkInventory compares what the plugin would publish with what NVML lists.
+// checkInventory adds to the report whether the GPUs that the plugin would publish are those that
+// NVML lists. It returns the whole GPUs among them, or nil if the plugin's output cannot be read.
 func (s *visit) checkInventory(ctx context.Context) []offer {
 	const name = "the plugin offers what NVML lists"
 	root := s.report.Driver.Root
@@ -207,7 +218,7 @@ func (s *visit) checkInventory(ctx context.Context) []offer {
 		return nil
 	}
 	if s.report.NVML == nil {
-		s.add(name, facts.NotProven, "it offers %d GPUs; NVML could not be asked", len(cards))
+		s.add(name, facts.NotProven, "the plugin offers %d GPUs, but NVML did not answer", len(cards))
 		return offers
 	}
 	var listed []string
@@ -216,15 +227,16 @@ func (s *visit) checkInventory(ctx context.Context) []offer {
 	}
 	slices.Sort(listed)
 	if !slices.Equal(cards, listed) {
-		s.add(name, facts.Differed, "it offers %v, NVML lists %v", cards, listed)
+		s.add(name, facts.Differed, "the plugin offers %v, NVML lists %v", cards, listed)
 	} else {
-		s.add(name, facts.Agreed, "%d GPUs, %d of them as wholes", len(cards), len(offers))
+		s.add(name, facts.Agreed, "%d GPUs, %d of them whole", len(cards), len(offers))
 	}
 	return offers
 }
 
-// readSlices reads from ResourceSlices which GPUs are offered as wholes, and the UUIDs of all that are offered in any shape. The API's types are left out:
-// they would make this program three times as large.
+// readSlices reads ResourceSlices in YAML. The first result has their whole GPUs, the second the
+// UUIDs of all GPUs that their devices belong to. It does not use the API's types, which would make
+// this program three times as large.
 func readSlices(documents string) (whole []offer, cards []string, _ error) {
 	for document := range strings.SplitSeq(documents, "---\n") {
 		if strings.TrimSpace(document) == "" {
@@ -258,7 +270,9 @@ func readSlices(documents string) (whole []offer, cards []string, _ error) {
 	return whole, slices.Compact(cards), nil
 }
 
-// checkSpecs holds the CDI specs to what is on the machine and in the pool.
+// checkSpecs adds to the report whether the CDI specs in text are valid, name only files that exist
+// on the machine, and contain the given whole GPUs. It returns the specs, or nil if one of these is
+// not so.
 func (s *visit) checkSpecs(text string, offered []offer) *specSet {
 	const name = "the CDI specs can be used"
 	s.show("gpu-kubelet-plugin inventory -o cdi", "json", text)
@@ -283,7 +297,8 @@ func (s *visit) checkSpecs(text string, offered []offer) *specSet {
 		return nil
 	}
 	e := set.base.ContainerEdits
-	s.add(name, facts.Agreed, "%d mounts, %d common device nodes, %d hooks, %d GPUs; all of it is there", len(e.Mounts), len(e.DeviceNodes), len(e.Hooks), len(set.claim.Devices))
+	s.add(name, facts.Agreed, "%d mounts, %d common device nodes, %d hooks, %d GPUs; all of them exist",
+		len(e.Mounts), len(e.DeviceNodes), len(e.Hooks), len(set.claim.Devices))
 	return set
 }
 

@@ -13,47 +13,54 @@ import (
 	oci "github.com/opencontainers/runtime-spec/specs-go"
 )
 
-// way is how nvidia-smi was run with a spec's edits, and so how much its output shows.
+// way is how hwcheck runs nvidia-smi with the edits of a CDI spec: with runc, in a chroot, or
+// without a container. The first proves most about the spec.
 type way int
 
 const (
-	// byRunc shows all: runc took the configuration, ran the hooks and set up the device cgroup.
+	// byRunc uses a container made by runc. It proves everything: that runc accepts the configuration,
+	// runs the hooks and restricts the device cgroup.
 	byRunc way = iota
-	// inNamespace shows that the spec's mounts, device nodes and variables suffice.
+	// inNamespace uses a chroot in a mount namespace. It proves that the spec's mounts, device nodes
+	// and variables suffice.
 	inNamespace
-	// onTheMachine shows only that nvidia-smi works here.
+	// onTheMachine uses no container. It proves only that nvidia-smi works on this machine.
 	onTheMachine
 )
 
 func (w way) notShown() string {
 	switch w {
 	case inNamespace:
-		return "it ran in a chroot with the spec's mounts, device nodes and variables; not shown: that runc takes the spec, its hooks, and that the device cgroup keeps other GPUs away"
+		return "nvidia-smi ran in a chroot with the spec's mounts, device nodes and variables; not shown: " +
+			"that runc takes the spec, its hooks, and that the device cgroup keeps other GPUs away"
 	case onTheMachine:
-		return "it ran on the machine itself; not shown: anything about the CDI spec in a container"
+		return "nvidia-smi ran on the machine itself; not shown: anything about the CDI spec in a container"
 	default:
 		return ""
 	}
 }
 
-// containers runs nvidia-smi in containers that were given CDI devices, as well as this machine allows.
+// containers runs nvidia-smi in containers with CDI devices. It uses the way that proves most among
+// those that this machine allows.
 type containers struct {
 	programs programs
 	work     string
 	specs    *specSet
 	nvml     string
-	smi      string // on the machine
-	inside   string // in a container
+	smi      string // path of nvidia-smi on the machine
+	inside   string // path of nvidia-smi in a container
 
 	way way
-	// refused says why a better way is not taken.
+	// refused has the errors because of which the run does not use runc, or neither runc nor a chroot.
 	refused []string
 	count   int
 }
 
-// run runs nvidia-smi in a new container with these CDI devices.
+// run runs nvidia-smi with args in a new container that has these CDI devices. If the machine does
+// not allow the current way (runc first, then a chroot), run uses the next one, now and in later
+// calls.
 func (c *containers) run(ctx context.Context, devices []string, args ...string) outcome {
-	if err := permit(nvidiaSMI, args); err != nil {
+	if err := checkPermitted(nvidiaSMI, args); err != nil {
 		return outcome{err: err}
 	}
 	for {
@@ -75,7 +82,8 @@ func (c *containers) run(ctx context.Context, devices []string, args ...string) 
 	}
 }
 
-// folder makes the folder of one container with a root file system in it.
+// folder creates the folder of a new container. bundle is that folder, and rootfs the container's
+// root file system in it.
 func (c *containers) folder() (bundle, rootfs string, err error) {
 	c.count++
 	bundle = filepath.Join(c.work, fmt.Sprintf("container-%d", c.count))
@@ -86,7 +94,8 @@ func (c *containers) folder() (bundle, rootfs string, err error) {
 	return bundle, rootfs, makeRootfs(rootfs, c.smi, c.nvml)
 }
 
-// byRunc runs a container by runc. The second result says that no container came to be; that is not the fault of what was to run in it.
+// byRunc runs nvidia-smi in a container with runc. The error means that runc could not create the
+// container. If nvidia-smi fails, outcome has its error.
 func (c *containers) byRunc(ctx context.Context, devices, args []string) (outcome, error) {
 	bundle, _, err := c.folder()
 	if err != nil {
@@ -107,7 +116,7 @@ func (c *containers) byRunc(ctx context.Context, devices, args []string) (outcom
 	state, log := filepath.Join(c.work, "runc-state"), filepath.Join(bundle, "runc.log")
 	result := c.programs.run(ctx, runc, "--root", state, "--log", log, "--log-format", "json", "run", "--bundle", bundle, id)
 	if ctx.Err() != nil || result.err != nil {
-		// Whatever is left of it; usually nothing, and runc says so.
+		// Usually runc has removed the container already, and then this call fails.
 		_ = c.programs.run(context.WithoutCancel(ctx), runc, "--root", state, "delete", "--force", id)
 	}
 	if failure := runcFailure(log); result.err != nil && failure != "" {
@@ -116,7 +125,8 @@ func (c *containers) byRunc(ctx context.Context, devices, args []string) (outcom
 	return result, nil
 }
 
-// runcFailure is the last error in runc's log. A program that ran and failed leaves none.
+// runcFailure returns the last error in the log file of runc. It returns nothing if runc could
+// start the program, even if the program failed.
 func runcFailure(log string) string {
 	file, err := os.Open(log)
 	if err != nil {
@@ -135,7 +145,8 @@ func runcFailure(log string) string {
 	}
 }
 
-// configuration is a container without any capability, with a device cgroup that denies what the CDI devices don't allow.
+// configuration returns the configuration of a container without capabilities. Its device cgroup
+// denies all devices until inject adds the CDI devices.
 func configuration(id string, argv []string) *oci.Spec {
 	deny := oci.LinuxDeviceCgroup{Allow: false, Access: "rwm"}
 	return &oci.Spec{
@@ -161,7 +172,7 @@ func configuration(id string, argv []string) *oci.Spec {
 	}
 }
 
-// onTheMachine runs nvidia-smi without any container.
+// onTheMachine runs the machine's nvidia-smi without a container.
 func (c *containers) onTheMachine(ctx context.Context, args []string) outcome {
 	return start(ctx, command{
 		argv: slices.Concat([]string{c.programs.self, stageWithoutCapabilities, c.smi}, args),
@@ -169,7 +180,8 @@ func (c *containers) onTheMachine(ctx context.Context, args []string) outcome {
 	})
 }
 
-// reservations says what was not shown and why, empty when all was.
+// reservations says what the runs of nvidia-smi could not prove and why. It returns an empty string
+// if they ran in runc and so proved everything.
 func (c *containers) reservations() string {
 	if c.way == byRunc {
 		return ""

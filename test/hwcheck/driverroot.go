@@ -12,16 +12,19 @@ import (
 
 const nvmlName = "libnvidia-ml.so.1"
 
-// place is a driver root with the NVML library below it.
+// place is a possible driver root, with the path of the NVML library below it.
 type place struct {
 	root string
 	nvml string
 }
 
-// usualRoots are where a driver is installed: on the host, by a driver container, on machines that mount one in, on Google's node images.
+// usualRoots are the usual driver roots: of a driver on the host, from a driver container, from a
+// mount, and on Google's node images.
 var usualRoots = []string{"/", "/run/nvidia/driver", "/usr/local/nvidia", "/home/kubernetes/bin/nvidia", "/opt/nvidia"}
 
-// libraryFolders are where a driver root may hold its libraries, the longest first, so that a folder is cut to its shortest root.
+// libraryFolders returns the folders below a driver root in which the NVML library may be. If one
+// folder's path ends with another's, the longer comes first. So a caller that removes the first
+// matching end from a path gets the shortest root.
 func libraryFolders() []string {
 	triplet := map[string]string{"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu"}[runtime.GOARCH]
 	return []string{
@@ -30,13 +33,16 @@ func libraryFolders() []string {
 	}
 }
 
-// findPlaces lists every place where a driver could be, in the order in which they should be tried, and the roots that hold none.
+// findPlaces returns the driver roots that have the NVML library, in the order in which findDriver
+// tries them. The result empty has the roots without that library.
 func findPlaces(o options) (found []place, empty []string) {
 	roots := usualRoots
 	if o.driverRoot != "" {
 		roots = []string{o.driverRoot}
 	} else {
-		for _, folder := range slices.Concat(filepath.SplitList(os.Getenv("LD_LIBRARY_PATH")), cachedFolders("/etc/ld.so.cache"), mountedFolders("/proc/self/mounts")) {
+		for _, folder := range slices.Concat(
+			filepath.SplitList(os.Getenv("LD_LIBRARY_PATH")), cachedFolders("/etc/ld.so.cache"), mountedFolders("/proc/self/mounts"),
+		) {
 			roots = append(roots, rootsOf(folder)...)
 		}
 	}
@@ -65,7 +71,8 @@ func libraryBelow(root string) string {
 	return ""
 }
 
-// rootsOf are the driver roots that a folder of libraries may belong to: /usr/local/nvidia/lib64 to /usr/local/nvidia, and to /.
+// rootsOf returns the driver roots that the NVML library in this folder may belong to. For
+// /usr/local/nvidia/lib64 these are /usr/local/nvidia and /.
 func rootsOf(folder string) []string {
 	var roots []string
 	if !filepath.IsAbs(folder) || !exists(filepath.Join(folder, nvmlName)) {
@@ -79,7 +86,8 @@ func rootsOf(folder string) []string {
 	return roots
 }
 
-// cachedFolders are the folders in which the dynamic linker's cache has NVML. The cache holds its strings with a zero byte behind each.
+// cachedFolders returns the folders of the NVML library that the dynamic linker's cache names. Each
+// string in the cache ends with a zero byte.
 func cachedFolders(cache string) []string {
 	data, err := os.ReadFile(cache)
 	if err != nil {
@@ -94,7 +102,9 @@ func cachedFolders(cache string) []string {
 	return folders
 }
 
-// mountedFolders are folders of mounts with NVIDIA's name: a driver that was brought into a sandbox.
+// mountedFolders returns folders that may have the NVML library because a mount there has nvidia in
+// its path. A sandbox gets the host's driver through such mounts. table is the path of the mount
+// table.
 func mountedFolders(table string) []string {
 	file, err := os.Open(table)
 	if err != nil {
@@ -107,7 +117,7 @@ func mountedFolders(table string) []string {
 		if len(fields) < 2 || !strings.Contains(fields[1], "nvidia") {
 			continue
 		}
-		folders = append(folders, filepath.Dir(fields[1])) // the library itself is mounted
+		folders = append(folders, filepath.Dir(fields[1])) // in case the library itself is mounted
 		for _, folder := range libraryFolders() {
 			folders = append(folders, filepath.Join(fields[1], folder))
 		}
@@ -115,7 +125,8 @@ func mountedFolders(table string) []string {
 	return folders
 }
 
-// devRoot is the folder whose dev holds the device nodes, by the plugin's rule.
+// devRoot returns the folder whose subfolder dev has the device nodes: the one in the options, else
+// the driver root if it has them, else /. The plugin follows the same rule.
 func devRoot(o options, root string) string {
 	if o.devRoot != "" {
 		return o.devRoot

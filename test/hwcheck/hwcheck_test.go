@@ -26,7 +26,8 @@ import (
 
 const simulator = "../nvmlsim"
 
-// built is the folder that `make hwcheck` builds, empty as long as no test has asked for it.
+// built is the path of the folder that `make hwcheck` builds. It is empty until the first test
+// builds the folder.
 var built string
 
 var folder = sync.OnceValues(func() (string, error) {
@@ -48,16 +49,18 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// machine is a simulated machine with GPUs, seen from a mount namespace in which the built folder runs.
+// machine is a simulated machine with GPUs. The tests run hwcheck from the built folder in a mount
+// namespace in which that machine's driver is installed.
 type machine struct {
 	t      *testing.T
 	folder string
-	root   string // the layout
-	temp   string // for whatever the check makes
+	root   string // folder of the simulated machine
+	temp   string // folder for hwcheck's temporary files
 	setup  []string
 }
 
-// newMachine lays a node out. Its driver root is at /usr/local/nvidia, in the namespace alone.
+// newMachine creates the simulated machine of the node file node. Its driver root is mounted at
+// /usr/local/nvidia, in the mount namespace only. change may change the layout's options.
 func newMachine(t *testing.T, node string, kind layout.Kind, change func(*layout.Options)) *machine {
 	t.Helper()
 	if os.Getuid() != 0 {
@@ -100,24 +103,25 @@ func newMachine(t *testing.T, node string, kind layout.Kind, change func(*layout
 		t.Fatal(err)
 	}
 	m.setup = []string{
-		"mount -t tmpfs tmpfs /usr/local", // Go is gone, too
+		"mount -t tmpfs tmpfs /usr/local", // this also hides Go
 		"mkdir /usr/local/nvidia",
 		"mount --bind " + filepath.Join(m.root, "driver") + " /usr/local/nvidia",
 	}
 	if config.Dev != "" {
-		// A /dev of the namespace's own, with the GPUs' nodes in it.
-		m.setup = append(m.setup, "mkdir /usr/local/dev", "cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty "+config.Dev+"/. /usr/local/dev",
+		// Give the namespace a /dev of its own, with the simulated GPUs' device nodes.
+		m.setup = append(m.setup, "mkdir /usr/local/dev",
+			"cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty "+config.Dev+"/. /usr/local/dev",
 			"mount --bind /usr/local/dev /dev")
 	}
 	return m
 }
 
-// in says where the simulated machine's trees are, which on a real one are at their usual places.
+// in returns the flags that make hwcheck read the sysfs and procfs of the simulated machine m.
 func (m *machine) in() []string {
 	return []string{"--sysfs-root", filepath.Join(m.root, "sys"), "--proc-root", filepath.Join(m.root, "proc")}
 }
 
-// result is a run of the check.
+// result is what a run of hwcheck returned and wrote.
 type result struct {
 	code        int
 	out, errOut string
@@ -125,17 +129,20 @@ type result struct {
 	report      string
 }
 
-// command runs the folder as a user does, where there is no Go: with the environment of a bare shell, from a folder of its own.
+// command returns the command that runs hwcheck as a user would, without Go: with a minimal
+// environment, and in the folder kept.
 func (m *machine) command(kept string, argv ...string) *exec.Cmd {
 	argv = append(argv, "--out", filepath.Join(kept, "report"))
-	script := "set -e\n" + strings.Join(m.setup, "\n") + "\ncd \"$1\"; shift\nexec /usr/bin/env -i PATH=/nonexistent TMPDIR=" + m.temp + " \"$@\"\n"
+	script := "set -e\n" + strings.Join(m.setup, "\n") + "\ncd \"$1\"; shift\n" +
+		"exec /usr/bin/env -i PATH=/nonexistent TMPDIR=" + m.temp + " \"$@\"\n"
 	cmd := exec.Command("/bin/sh", append([]string{"-c", script, "sh", kept}, argv...)...) //nolint:gosec // our own
-	// Mounts made there are private to it: a new mount namespace of Go's is not shared with its parent.
+	// Mounts in a namespace that Go creates are private, so the script's mounts do not appear on the
+	// host.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: unix.CLONE_NEWNS}
 	return cmd
 }
 
-// check runs the check to its end.
+// check runs hwcheck to its end and returns what it wrote.
 func (m *machine) check(argv ...string) result {
 	m.t.Helper()
 	kept := m.t.TempDir()
@@ -160,7 +167,7 @@ func (m *machine) check(argv ...string) result {
 	return r
 }
 
-// wantNothingLeft looks for what an ended check may have left on the machine.
+// wantNothingLeft fails the test if the ended hwcheck cmd left files or cgroups on the machine.
 func (m *machine) wantNothingLeft(cmd *exec.Cmd) {
 	m.t.Helper()
 	if left, err := os.ReadDir(m.temp); err != nil || len(left) > 0 {
@@ -171,7 +178,8 @@ func (m *machine) wantNothingLeft(cmd *exec.Cmd) {
 	}
 }
 
-// cgroupsOf lists the cgroups of a check's containers, which carry its process ID in their names.
+// cgroupsOf lists the cgroups of the containers that the hwcheck process cmd created. Their names
+// contain its process ID.
 func cgroupsOf(t *testing.T, cmd *exec.Cmd) []string {
 	t.Helper()
 	name := fmt.Sprintf("hwcheck-%d-*", cmd.Process.Pid)
@@ -186,7 +194,7 @@ func cgroupsOf(t *testing.T, cmd *exec.Cmd) []string {
 	return found
 }
 
-func TestAnInterruptedCheckLeavesNothingBehind(t *testing.T) {
+func TestInterruptedCheckLeavesNothing(t *testing.T) {
 	m := newMachine(t, "t4-x1", layout.Container, nil)
 	kept := t.TempDir()
 	cmd := m.command(kept, m.in0()...)
@@ -197,11 +205,11 @@ func TestAnInterruptedCheckLeavesNothingBehind(t *testing.T) {
 	}
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
-	// In the middle of making a container.
+	// Wait until hwcheck creates a container, to interrupt it at that time.
 	for len(cgroupsOf(t, cmd)) == 0 {
 		select {
 		case err := <-ended:
-			t.Fatalf("it ended before it made a container: %v\n%s", err, errOut.String())
+			t.Fatalf("it ended before it created a container: %v\n%s", err, errOut.String())
 		case <-time.After(time.Millisecond):
 		}
 	}
@@ -241,12 +249,12 @@ const (
 	inventoryCheck = "the plugin offers what NVML lists"
 	specCheck      = "the CDI specs can be used"
 	noneCheck      = "a container with the base spec alone sees no GPU"
-	oneCheck       = "a container that was given one GPU sees that one"
-	allCheck       = "a container that was given all GPUs sees all"
+	oneCheck       = "a container with one GPU sees only that GPU"
+	allCheck       = "a container with all GPUs sees all"
 	tableCheck     = "nvidia-smi prints its table in a container"
 )
 
-// all gives every check the same verdict.
+// all returns a map from each of the names of comparisons to the same verdict v.
 func all(v facts.Verdict, names ...string) map[string]facts.Verdict {
 	verdicts := map[string]facts.Verdict{}
 	for _, name := range names {
@@ -255,7 +263,8 @@ func all(v facts.Verdict, names ...string) map[string]facts.Verdict {
 	return verdicts
 }
 
-// driverState is all that the simulated driver knows, but for the number of times at which somebody had it locked.
+// driverState returns the simulated driver's state. Two states are equal if nothing changed a GPU,
+// because the counter of lock operations is cleared.
 func driverState(t *testing.T, m *machine) []byte {
 	t.Helper()
 	raw, err := os.ReadFile(layout.StatePath(m.root))
@@ -266,7 +275,7 @@ func driverState(t *testing.T, m *machine) []byte {
 	return raw
 }
 
-func TestAMachineThatIsAsTheModelFilesSayAgrees(t *testing.T) {
+func TestMatchingMachineAgrees(t *testing.T) {
 	for name, kind := range map[string]layout.Kind{"dgx-h100": layout.Container, "t4-x1": layout.Bare, "mixed": layout.Bare} {
 		t.Run(fmt.Sprintf("%s, %s", name, kind), func(t *testing.T) {
 			m := newMachine(t, name, kind, nil)
@@ -292,7 +301,7 @@ func TestAMachineThatIsAsTheModelFilesSayAgrees(t *testing.T) {
 	}
 }
 
-func TestWhatDiffersFromTheModelFileIsSaidAndKept(t *testing.T) {
+func TestDifferenceFromModelIsReported(t *testing.T) {
 	m := newMachine(t, "dgx-h100", layout.Container, nil)
 	const key = "h100-sxm5-80gb"
 	content, err := os.ReadFile(filepath.Join(simulator, "models", key+".yaml"))
@@ -324,7 +333,7 @@ func TestWhatDiffersFromTheModelFileIsSaidAndKept(t *testing.T) {
 	}
 }
 
-func TestAGPUWithoutAModelFileIsDescribedAllTheSame(t *testing.T) {
+func TestGPUWithoutModelFileIsDescribed(t *testing.T) {
 	m := newMachine(t, "dgx-h100", layout.Container, nil)
 	models := t.TempDir()
 	content, err := os.ReadFile(filepath.Join(simulator, "models/t4-16gb.yaml"))
@@ -333,14 +342,15 @@ func TestAGPUWithoutAModelFileIsDescribedAllTheSame(t *testing.T) {
 	}
 	r := m.check(append(m.in0(), "--models", models)...)
 	r.wantVerdicts(t, map[string]facts.Verdict{nvmlCheck: facts.Differed})
-	if r.code != exitDiffered || len(r.facts.NVML.GPUs) != 8 || len(r.facts.NVML.GPUs[0].Profiles) != 7 || r.facts.NVML.GPUs[0].Profiles[0].SM != 16 {
+	if gpus := r.facts.NVML.GPUs; r.code != exitDiffered || len(gpus) != 8 ||
+		len(gpus[0].Profiles) != 7 || gpus[0].Profiles[0].SM != 16 {
 		t.Errorf("exit code %d, %+v", r.code, r.facts.NVML)
 	}
 }
 
 func (m *machine) in0() []string { return append([]string{m.hwcheck()}, m.in()...) }
 
-func TestWhereRuncMayNotTheRestIsStillShownAndTheGapNamed(t *testing.T) {
+func TestCheckWithoutRuncNamesTheGap(t *testing.T) {
 	m := newMachine(t, "l40s-x2", layout.Container, nil)
 	containers := []string{noneCheck, oneCheck, allCheck, tableCheck}
 	t.Run("without cgroups nvidia-smi runs in a chroot", func(t *testing.T) {
@@ -353,19 +363,20 @@ func TestWhereRuncMayNotTheRestIsStillShownAndTheGapNamed(t *testing.T) {
 			t.Errorf("exit code %d\n%s", r.code, r.errOut)
 		}
 	})
-	t.Run("without any right nvidia-smi runs on the machine", func(t *testing.T) {
+	t.Run("without privileges nvidia-smi runs on the machine", func(t *testing.T) {
 		n := *m
 		n.t = t
 		r := n.check(append([]string{m.hwcheck(), stageWithoutCapabilities}, n.in0()...)...)
 		r.wantVerdicts(t, all(facts.NotProven, containers...))
 		r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck))
-		if r.code != exitNotProven || !strings.Contains(r.report, "ran on the machine itself") || !strings.Contains(r.report, "no mount namespace") {
+		if r.code != exitNotProven || !strings.Contains(r.report, "ran on the machine itself") ||
+			!strings.Contains(r.report, "no mount namespace") {
 			t.Errorf("exit code %d\n%s", r.code, r.errOut)
 		}
 	})
 }
 
-func TestADriverThatCannotServeIsSaid(t *testing.T) {
+func TestUnusableDriverIsReported(t *testing.T) {
 	for name, x := range map[string]struct {
 		change func(*layout.Options)
 		want   string
@@ -380,13 +391,13 @@ func TestADriverThatCannotServeIsSaid(t *testing.T) {
 			r := m.check(m.in0()...)
 			r.wantVerdicts(t, map[string]facts.Verdict{driverCheck: facts.Failed, nvmlCheck: x.nvml})
 			if r.code != exitDiffered || !strings.Contains(r.report, x.want) {
-				t.Errorf("exit code %d, the report does not say %q:\n%s\n%s", r.code, x.want, r.errOut, r.report)
+				t.Errorf("exit code %d, the report lacks %q:\n%s\n%s", r.code, x.want, r.errOut, r.report)
 			}
 		})
 	}
 }
 
-func TestAMachineWithoutAGPUIsToldSo(t *testing.T) {
+func TestMachineWithoutGPUIsReported(t *testing.T) {
 	m := newMachine(t, "t4-x1", layout.Container, nil)
 	m.setup = nil
 	r := m.check(m.hwcheck(), "--sysfs-root", t.TempDir(), "--driver-root", t.TempDir())

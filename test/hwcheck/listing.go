@@ -11,7 +11,8 @@ import (
 
 var uuidForm = regexp.MustCompile(`\(UUID: (GPU-[0-9a-f-]+)\)`)
 
-// checkContainers runs nvidia-smi with no GPU, one and all, and compares what it lists with what was given.
+// checkContainers runs nvidia-smi -L in containers with no GPU, one GPU and all GPUs. It adds to
+// the report whether nvidia-smi lists exactly the GPUs that the container was given.
 func (s *visit) checkContainers(ctx context.Context, set *specSet, offered []offer) {
 	c := &containers{programs: s.programs, work: s.work, specs: set, nvml: s.report.Driver.Library}
 	var ok bool
@@ -24,12 +25,12 @@ func (s *visit) checkContainers(ctx context.Context, set *specSet, offered []off
 		given []offer
 	}{
 		{"a container with the base spec alone sees no GPU", nil},
-		{"a container that was given one GPU sees that one", offered[:1]},
-		{"a container that was given all GPUs sees all", offered},
+		{"a container with one GPU sees only that GPU", offered[:1]},
+		{"a container with all GPUs sees all", offered},
 	}
 	for _, x := range cases {
 		if len(x.given) == 1 && len(offered) == 1 && x.name == cases[2].name {
-			continue // it was the same
+			continue // the case with one GPU was the same
 		}
 		devices, err := set.devices(x.given)
 		if err != nil {
@@ -38,7 +39,7 @@ func (s *visit) checkContainers(ctx context.Context, set *specSet, offered []off
 		}
 		result := c.run(ctx, devices, "-L")
 		if ctx.Err() != nil {
-			return // what it printed then is no verdict
+			return // the output of an interrupted run proves nothing
 		}
 		s.show("nvidia-smi -L: "+x.name, "", result.stdout+result.stderr)
 		s.judgeListing(x.name, c, x.given, result)
@@ -64,13 +65,13 @@ func (s *visit) judgeTable(c *containers, result outcome) {
 	}
 	switch reservations := c.reservations(); {
 	case result.err != nil:
-		s.add(name, facts.Failed, "%s", lastLines(result.said(), 3))
+		s.add(name, facts.Failed, "%s", lastLines(result.summary(), 3))
 	case version == "" || !strings.Contains(result.stdout, version):
-		s.add(name, facts.Differed, "it does not name driver %s", orNone(version))
+		s.add(name, facts.Differed, "nvidia-smi does not name driver %s", orNone(version))
 	case reservations != "":
-		s.add(name, facts.NotProven, "it names driver %s, but %s", version, reservations)
+		s.add(name, facts.NotProven, "nvidia-smi names driver %s, but %s", version, reservations)
 	default:
-		s.add(name, facts.Agreed, "it names driver %s", version)
+		s.add(name, facts.Agreed, "nvidia-smi names driver %s", version)
 	}
 }
 
@@ -85,14 +86,14 @@ func (s *visit) judgeListing(name string, c *containers, given []offer, result o
 	case c.way == onTheMachine && result.err == nil:
 		s.add(name, facts.NotProven, "nvidia-smi lists %d GPUs; %s", len(seen), reservations)
 	case len(given) > 0 && result.err != nil:
-		s.add(name, facts.Failed, "nvidia-smi -L: %s", lastLines(result.said(), 3))
+		s.add(name, facts.Failed, "nvidia-smi -L: %s", lastLines(result.summary(), 3))
 	case !slices.Equal(seen, want):
-		s.add(name, facts.Differed, "nvidia-smi lists %v, given were %v", seen, want)
+		s.add(name, facts.Differed, "nvidia-smi lists %v, and the container has %v", seen, want)
 	case reservations != "":
-		s.add(name, facts.NotProven, "nvidia-smi lists just what was given, but %s", reservations)
+		s.add(name, facts.NotProven, "nvidia-smi lists exactly the GPUs of the container, but %s", reservations)
 	case len(given) == 0:
-		s.add(name, facts.Agreed, "nvidia-smi: %s", lastLines(result.said(), 1))
+		s.add(name, facts.Agreed, "nvidia-smi: %s", lastLines(result.summary(), 1))
 	default:
-		s.add(name, facts.Agreed, "nvidia-smi lists just what was given: %s", strings.Join(seen, ", "))
+		s.add(name, facts.Agreed, "nvidia-smi lists exactly the GPUs of the container: %s", strings.Join(seen, ", "))
 	}
 }

@@ -12,7 +12,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
 
-// look reads what the machine says of itself without any driver.
+// look returns the facts about the machine that can be read without NVIDIA's driver, such as the
+// kernel version.
 func look(o options) facts.Machine {
 	m := facts.Machine{Architecture: runtime.GOARCH, OS: osName(), Cgroups: cgroups()}
 	var names unix.Utsname
@@ -68,7 +69,7 @@ func pciFunctions(sysfs string) []facts.PCIFunction {
 	return found
 }
 
-// deviceNodes are the NVIDIA names in a folder of device nodes.
+// deviceNodes returns the names of the NVIDIA device nodes in the folder dev.
 func deviceNodes(dev string) []string {
 	paths, _ := filepath.Glob(filepath.Join(dev, "nvidia*"))
 	names := make([]string, len(paths))

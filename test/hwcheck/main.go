@@ -1,13 +1,16 @@
-// Hwcheck holds this project's picture of NVIDIA GPUs against a machine that really has one, and writes down what it found.
+// Hwcheck compares this project's model of NVIDIA GPUs with a machine that has one, and writes a
+// report.
 //
-// It finds the driver, compares what NVML says with the file of the GPU's model, runs the unmodified plugin's inventory, takes the CDI specs that the
-// plugin would write, and runs the machine's own nvidia-smi in containers made with them. The folder that `make hwcheck` builds needs neither Go nor a
-// network.
+// It finds the driver, compares NVML's answers with the file of the GPU's model, and runs the
+// inventory of the unmodified plugin. It takes the CDI specs that the plugin would write, and runs
+// the machine's own nvidia-smi in containers with them. The folder that `make hwcheck` builds needs
+// neither Go nor a network.
 //
-// It only reads. No GPU's MIG layout, clocks, power, persistence, compute mode or anything else is changed, and none is reset. That rests on more than
-// good will: the programs it runs, and the arguments that it gives them, are a closed list (programs.go), and every one of them that meets the driver runs
-// without a single capability (capabilities.go), which the kernel driver demands of whoever wants to change a GPU. What it makes, and takes away again,
-// is a folder for temporary files and the containers.
+// Hwcheck only reads. It changes no GPU's MIG layout, clocks, power, persistence, compute mode or
+// anything else, and resets none. Two measures guarantee that. The programs and their arguments are
+// a closed list (programs.go). And every program that uses the driver runs without capabilities
+// (capabilities.go), which the kernel driver requires for changes. Hwcheck creates only temporary
+// files and containers, and removes them.
 package main
 
 import (
@@ -22,18 +25,19 @@ import (
 	"syscall"
 )
 
-// Exit codes, for scripts.
+// These are the exit codes, for scripts.
 const (
 	exitAgreed    = 0
 	exitDiffered  = 1 // something differs, or failed
 	exitUsage     = 2
 	exitNoGPU     = 3
-	exitNotProven = 4 // nothing differs, but this machine did not let everything be shown
+	exitNotProven = 4 // nothing differs, but this machine does not allow every check
 )
 
-const promise = `This check only reads. It runs gpu-kubelet-plugin inventory, a comparison through NVML, nvidia-smi without arguments or with -L, and runc; all that meets
-the driver runs without any capability, so that the driver itself would refuse to change a GPU. MIG layout, clocks, power, persistence and compute mode stay as
-they are, nothing is reset, and the temporary folder and containers are removed at the end.`
+const promise = `This check only reads. It runs gpu-kubelet-plugin inventory, a comparison through NVML, nvidia-smi
+without arguments or with -L, and runc. Every program that uses the driver runs without capabilities,
+so the driver itself would refuse to change a GPU. MIG layout, clocks, power, persistence and compute
+mode stay as they are, nothing is reset, and the check removes its temporary folder and containers.`
 
 type options struct {
 	driverRoot string
@@ -53,7 +57,7 @@ func main() {
 
 func run(ctx context.Context, args []string, out, errOut io.Writer) int {
 	if len(args) > 0 {
-		// Stages of this program's own; see the functions.
+		// With one of these arguments, hwcheck was started by itself to prepare a child process.
 		switch args[0] {
 		case stageWithoutCapabilities:
 			return report(errOut, execWithoutCapabilities(args[1:]))
@@ -87,14 +91,16 @@ func parse(args []string, errOut io.Writer) (options, error) {
 	flags.Usage = func() {
 		fmt.Fprintf(errOut, "usage: hwcheck [flags]\n\n%s\n\n", promise)
 		flags.PrintDefaults()
-		fmt.Fprint(errOut, "\nexit codes: 0 all agreed, 1 something differed or failed, 2 wrong call, 3 no GPU here, 4 nothing differed but not everything could be shown\n")
+		fmt.Fprint(errOut, "\nexit codes: 0 all agreed, 1 something differed or failed, 2 wrong call, "+
+			"3 no GPU here, 4 nothing differed but not everything could be shown\n")
 	}
-	flags.StringVar(&o.driverRoot, "driver-root", "", "root of the driver's files; empty means to look for it")
-	flags.StringVar(&o.devRoot, "dev-root", "", "folder whose dev/ holds the device nodes; empty means the driver root if it has dev/nvidiactl, else /")
+	flags.StringVar(&o.driverRoot, "driver-root", "", "root of the driver's files; empty means to search for it")
+	flags.StringVar(&o.devRoot, "dev-root", "",
+		"folder whose dev/ holds the device nodes; empty means the driver root if it has dev/nvidiactl, else /")
 	flags.StringVar(&o.sysfs, "sysfs-root", "/sys", "where sysfs is mounted")
 	flags.StringVar(&o.proc, "proc-root", "/proc", "where procfs is mounted")
 	flags.StringVar(&o.models, "models", "", "folder of GPU model files; empty means those that came with this program")
-	flags.StringVar(&o.out, "out", "hwcheck-report", "folder for report.md and facts.json; made if missing")
+	flags.StringVar(&o.out, "out", "hwcheck-report", "folder for report.md and facts.json, created if missing")
 	if err := flags.Parse(args); err != nil {
 		return o, err
 	}

@@ -17,10 +17,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// stageInNamespace is this program as the first process of a namespace: hwcheck in-namespace FILE.
+// stageInNamespace is the first argument with which hwcheck starts itself as the first process of a
+// mount namespace: hwcheck in-namespace FILE.
 const stageInNamespace = "in-namespace"
 
-// chrooted is what the stage is told by a file.
+// chrooted says what to mount in the chroot and which program to run there. It is the content of
+// the FILE that stageInNamespace takes.
 type chrooted struct {
 	Rootfs string   `json:"rootfs"`
 	Binds  []bind   `json:"binds"`
@@ -28,23 +30,28 @@ type chrooted struct {
 	Argv   []string `json:"argv"`
 }
 
-// bind shows a file, a folder or a device node of the machine in the chroot.
+// bind mounts From, a file, a folder or a device node of the machine, at To in the chroot.
 type bind struct {
 	From string `json:"from"`
 	To   string `json:"to"`
 }
 
-// exitNotEntered is how the stage ends when it did not come to starting the program.
+// exitNotEntered is the exit code of a process that could not start nvidia-smi in the namespace.
 const exitNotEntered = 125
 
-// inNamespace runs nvidia-smi where runc may not: a mount namespace (and a user namespace for ordinary users) is all it takes.
+// inNamespace runs nvidia-smi in a chroot, for machines where runc is not allowed. It needs only a
+// mount namespace, and for ordinary users also a user namespace. The error means that these were
+// refused.
 func (c *containers) inNamespace(ctx context.Context, devices, args []string) (outcome, error) {
 	bundle, rootfs, err := c.folder()
 	if err != nil {
 		return outcome{}, err
 	}
 	edits := c.specs.edits(devices)
-	todo := chrooted{Rootfs: rootfs, Env: append([]string{"PATH=/usr/bin:/bin", "LC_ALL=C"}, edits.Env...), Argv: append([]string{c.inside}, args...)}
+	todo := chrooted{
+		Rootfs: rootfs, Env: append([]string{"PATH=/usr/bin:/bin", "LC_ALL=C"}, edits.Env...),
+		Argv: append([]string{c.inside}, args...),
+	}
 	todo.Binds = append(todo.Binds, bind{"/proc", "/proc"})
 	for _, n := range edits.DeviceNodes {
 		todo.Binds = append(todo.Binds, bind{hostPath(n), n.Path})
@@ -52,7 +59,7 @@ func (c *containers) inNamespace(ctx context.Context, devices, args []string) (o
 	var libraries []string
 	for _, m := range edits.Mounts {
 		todo.Binds = append(todo.Binds, bind{m.HostPath, m.ContainerPath})
-		// The links that the hooks would have made.
+		// Create the links that the spec's hooks would create in a container.
 		if folder, ok, err := linkSoname(rootfs, m.HostPath, m.ContainerPath); err != nil {
 			return outcome{}, err
 		} else if ok && !slices.Contains(libraries, folder) {
@@ -78,19 +85,21 @@ func (c *containers) inNamespace(ctx context.Context, devices, args []string) (o
 	}})
 	var exit *exec.ExitError
 	if result.err != nil && (!errors.As(result.err, &exit) || exit.ExitCode() == exitNotEntered) {
-		return outcome{}, fmt.Errorf("no mount namespace: %s", result.said())
+		return outcome{}, fmt.Errorf("no mount namespace: %s", result.summary())
 	}
 	return result, nil
 }
 
-// linkSoname makes the link by which a mounted library is looked for, and returns its folder in the container.
+// linkSoname creates the soname link of a mounted library in rootfs, unless the library has no
+// other soname. host is the library's path on the machine, and inside its path in the container. It
+// returns the library's folder in the container. ok is false if the file is no library.
 func linkSoname(rootfs, host, inside string) (folder string, ok bool, err error) {
 	if !strings.Contains(filepath.Base(host), ".so") {
 		return "", false, nil
 	}
 	file, err := elf.Open(host)
 	if err != nil {
-		return "", false, nil // a text file, say
+		return "", false, nil // no ELF file
 	}
 	defer func() { _ = file.Close() }()
 	names, err := file.DynString(elf.DT_SONAME)
@@ -108,7 +117,8 @@ func linkSoname(rootfs, host, inside string) (folder string, ok bool, err error)
 	return folder, true, nil
 }
 
-// execInNamespace is the stage: it mounts, enters and becomes the program. Its mounts end with it.
+// execInNamespace mounts what the file in args names, enters the chroot, and replaces this process
+// with the program. It returns only on an error. The mounts vanish when the program ends.
 func execInNamespace(args []string) error {
 	err := enter(args)
 	fmt.Fprintln(os.Stderr, "hwcheck:", err)
@@ -131,16 +141,16 @@ func enter(args []string) error {
 	if len(todo.Argv) == 0 {
 		return errors.New("no program given")
 	}
-	if err := permit(filepath.Base(todo.Argv[0]), todo.Argv[1:]); err != nil {
+	if err := checkPermitted(filepath.Base(todo.Argv[0]), todo.Argv[1:]); err != nil {
 		return err
 	}
 	runtime.LockOSThread()
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
-		return fmt.Errorf("keep mounts to ourselves: %w", err)
+		return fmt.Errorf("make the namespace's mounts private: %w", err)
 	}
 	for _, b := range todo.Binds {
 		if err := b.mount(todo.Rootfs); err != nil {
-			return fmt.Errorf("show %s as %s: %w", b.From, b.To, err)
+			return fmt.Errorf("mount %s at %s: %w", b.From, b.To, err)
 		}
 	}
 	if err := unix.Chroot(todo.Rootfs); err != nil {

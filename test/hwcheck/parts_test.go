@@ -11,7 +11,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
 
-func TestOnlyWhatReadsMayRun(t *testing.T) {
+func TestOnlyReadingProgramsMayRun(t *testing.T) {
 	for _, call := range []struct {
 		program string
 		args    []string
@@ -25,7 +25,7 @@ func TestOnlyWhatReadsMayRun(t *testing.T) {
 		{nvidiaSMI, []string{"mig", "-cgi", "19"}, false},
 		{plugin, []string{"inventory", "-o", "cdi"}, true},
 		{plugin, []string{"version"}, true},
-		{plugin, nil, false}, // would serve the node
+		{plugin, nil, false}, // without arguments the plugin would serve the node
 		{plugin, []string{"uninstall"}, false},
 		{conformance, []string{"-lib", "/x", "-test.v"}, true},
 		{conformance, []string{"-test.v"}, false},
@@ -35,20 +35,22 @@ func TestOnlyWhatReadsMayRun(t *testing.T) {
 		{"nvidia-modprobe", nil, false},
 		{"sh", []string{"-c", "true"}, false},
 	} {
-		if err := permit(call.program, call.args); (err == nil) != call.ok {
+		if err := checkPermitted(call.program, call.args); (err == nil) != call.ok {
 			t.Errorf("%s %v: %v", call.program, call.args, err)
 		}
 		if call.ok {
 			continue
 		}
-		if result := (programs{dir: t.TempDir()}).run(t.Context(), call.program, call.args...); result.err == nil || !strings.Contains(result.err.Error(), "may run") {
+		result := (programs{dir: t.TempDir()}).run(t.Context(), call.program, call.args...)
+		if result.err == nil || !strings.Contains(result.err.Error(), "may run") {
 			t.Errorf("%s %v was started: %v", call.program, call.args, result.err)
 		}
 	}
 }
 
-// A child of this test binary gives its capabilities up and shows what is left.
-func TestWhatMeetsTheDriverHasNoCapability(t *testing.T) {
+// The test starts its own binary as a child. The child drops its capabilities and prints what it
+// still has, and the test expects none.
+func TestDriverProgramsHaveNoCapabilities(t *testing.T) {
 	if os.Getenv("HWCHECK_TEST_STAGE") != "" {
 		t.Fatal(execWithoutCapabilities([]string{"/bin/cat", "/proc/self/status"}))
 	}
@@ -58,9 +60,10 @@ func TestWhatMeetsTheDriverHasNoCapability(t *testing.T) {
 	if err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	want := map[string]string{"CapInh": "0000000000000000", "CapPrm": "0000000000000000", "CapEff": "0000000000000000", "CapAmb": "0000000000000000", "NoNewPrivs": "1"}
+	const none = "0000000000000000"
+	want := map[string]string{"CapInh": none, "CapPrm": none, "CapEff": none, "CapAmb": none, "NoNewPrivs": "1"}
 	if os.Geteuid() == 0 {
-		want["CapBnd"] = "0000000000000000" // root would get the rest back from it
+		want["CapBnd"] = none // root could regain capabilities from the bounding set
 	}
 	for name, value := range want {
 		if !strings.Contains(string(out), name+":\t"+value+"\n") {
@@ -69,7 +72,7 @@ func TestWhatMeetsTheDriverHasNoCapability(t *testing.T) {
 	}
 }
 
-func TestALibrariesFolderLeadsToItsRoots(t *testing.T) {
+func TestRootsOfLibraryFolder(t *testing.T) {
 	top := t.TempDir()
 	for folder, want := range map[string][]string{
 		"odd/place/lib64":            {"odd/place"},
@@ -98,14 +101,18 @@ func TestALibrariesFolderLeadsToItsRoots(t *testing.T) {
 	}
 }
 
-func TestADriverIsFoundByTheLinkersCacheAndByMounts(t *testing.T) {
+func TestDriverIsFoundByLinkerCacheAndMounts(t *testing.T) {
 	folder := t.TempDir()
 	cache := filepath.Join(folder, "ld.so.cache")
 	table := filepath.Join(folder, "mounts")
-	if err := os.WriteFile(cache, []byte("glibc-ld.so.cache1.1\x02\x00\x00libnvidia-ml.so.1\x00/odd/lib64/libnvidia-ml.so.1\x00/odd/lib64/libc.so.6\x00"), 0o600); err != nil {
+	content := "glibc-ld.so.cache1.1\x02\x00\x00libnvidia-ml.so.1\x00" +
+		"/odd/lib64/libnvidia-ml.so.1\x00/odd/lib64/libc.so.6\x00"
+	if err := os.WriteFile(cache, []byte(content), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(table, []byte("proc /proc proc rw 0 0\ntmpfs /mnt/nvidia-driver tmpfs ro 0 0\n/dev/x /lib/y/libnvidia-ml.so.1 ext4 ro 0 0\nshort\n"), 0o600); err != nil {
+	content = "proc /proc proc rw 0 0\ntmpfs /mnt/nvidia-driver tmpfs ro 0 0\n" +
+		"/dev/x /lib/y/libnvidia-ml.so.1 ext4 ro 0 0\nshort\n"
+	if err := os.WriteFile(table, []byte(content), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if got := cachedFolders(cache); !slices.Equal(got, []string{"/odd/lib64"}) {
@@ -114,15 +121,15 @@ func TestADriverIsFoundByTheLinkersCacheAndByMounts(t *testing.T) {
 	got := mountedFolders(table)
 	for _, want := range []string{"/mnt/nvidia-driver/lib64", "/lib/y"} {
 		if !slices.Contains(got, want) {
-			t.Errorf("the mounts lead to %v, want %s among them", got, want)
+			t.Errorf("the mounts have %v, want %s among them", got, want)
 		}
 	}
 	if cachedFolders(folder+"/none") != nil || mountedFolders(folder+"/none") != nil {
-		t.Error("a file that is not there leads somewhere")
+		t.Error("a missing file has folders")
 	}
 }
 
-func TestTheWorstVerdictCounts(t *testing.T) {
+func TestWorstVerdictCounts(t *testing.T) {
 	for _, x := range []struct {
 		verdicts []facts.Verdict
 		want     int
@@ -144,9 +151,10 @@ func TestTheWorstVerdictCounts(t *testing.T) {
 	}
 }
 
-func TestSpecsThatARuntimeWouldRefuseAreRefused(t *testing.T) {
+func TestInvalidSpecsAreRefused(t *testing.T) {
 	for name, text := range map[string]string{
-		"nothing": "", "prose": "There is no GPU", "one spec": `{"cdiVersion":"0.5.0","kind":"a.b/c","devices":[{"name":"x","containerEdits":{"env":["A=b"]}}]}`,
+		"nothing": "", "prose": "There is no GPU",
+		"one spec":   `{"cdiVersion":"0.5.0","kind":"a.b/c","devices":[{"name":"x","containerEdits":{"env":["A=b"]}}]}`,
 		"a bad kind": `{"cdiVersion":"0.5.0","kind":"nonsense","devices":[]}{"cdiVersion":"0.5.0","kind":"a.b/c","devices":[]}`,
 		"a third":    `{}{}{}`,
 	} {
@@ -156,7 +164,7 @@ func TestSpecsThatARuntimeWouldRefuseAreRefused(t *testing.T) {
 	}
 }
 
-func TestWrongCallsAreRefused(t *testing.T) {
+func TestInvalidArgumentsAreRefused(t *testing.T) {
 	for _, args := range [][]string{{"--nonsense"}, {"argument"}} {
 		var out, errOut strings.Builder
 		if code := run(t.Context(), args, &out, &errOut); code != exitUsage || errOut.Len() == 0 {
@@ -165,7 +173,7 @@ func TestWrongCallsAreRefused(t *testing.T) {
 	}
 }
 
-func TestAContainerGetsNoRightButItsDevices(t *testing.T) {
+func TestContainerGetsOnlyItsDevices(t *testing.T) {
 	config := configuration("id", []string{"/usr/bin/nvidia-smi"})
 	c := config.Process.Capabilities
 	if len(c.Bounding)+len(c.Effective)+len(c.Permitted)+len(c.Inheritable)+len(c.Ambient) != 0 || !config.Process.NoNewPrivileges {

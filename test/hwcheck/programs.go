@@ -16,49 +16,53 @@ import (
 	"time"
 )
 
-// The programs that a check may run. Besides them run only what a CDI spec names as hooks, which do not meet the driver.
+// These are the programs that hwcheck may run. In addition runc runs the hooks of a CDI spec, which
+// do not use the driver.
 const (
 	plugin      = "gpu-kubelet-plugin"
 	conformance = "conformance.test"
 	runc        = "runc"
-	hook        = "nvidia-cdi-hook" // run by runc alone, as the spec says
-	nvidiaSMI   = "nvidia-smi"      // the machine's own
+	hook        = "nvidia-cdi-hook" // only runc runs it, as the CDI spec says
+	nvidiaSMI   = "nvidia-smi"      // installed on the machine
 )
 
-// smiArguments are the ways in which nvidia-smi may be called: each of them only lists.
+// smiArguments are the permitted argument lists of nvidia-smi. None of them changes anything.
 var smiArguments = [][]string{nil, {"-L"}}
 
-// permit is the closed list: nothing else is ever started.
-func permit(program string, args []string) error {
+// checkPermitted returns an error unless hwcheck may run the program with these arguments.
+func checkPermitted(program string, args []string) error {
 	ok := false
 	switch program {
 	case plugin:
 		ok = len(args) > 0 && (args[0] == "inventory" || args[0] == "version" && len(args) == 1)
 	case conformance:
-		ok = len(args) > 1 && args[0] == "-lib" && args[1] != "" // with -lib it runs its reading half, whatever else is asked of it
+		// With -lib, the conformance suite runs only the tests that read, whatever its other arguments
+		// are.
+		ok = len(args) > 1 && args[0] == "-lib" && args[1] != ""
 	case runc:
 		ok = slices.Contains(args, "run") != slices.Contains(args, "delete")
 	case nvidiaSMI:
 		ok = slices.ContainsFunc(smiArguments, func(known []string) bool { return slices.Equal(known, args) })
 	}
 	if !ok {
-		return fmt.Errorf("%s %s: not among what this check may run", program, strings.Join(args, " "))
+		return fmt.Errorf("%s %s: not among the programs and arguments that hwcheck may run", program, strings.Join(args, " "))
 	}
 	return nil
 }
 
-// programs are those that came with hwcheck, unpacked.
+// programs are the unpacked programs that come with hwcheck. self is the path of hwcheck, and dir
+// the folder of the others.
 type programs struct {
 	self string
 	dir  string
 }
 
-// unpack makes the programs ready in dir. They are stored compressed: the plugin alone would fill most of what the folder may weigh.
+// unpack unpacks the programs to dir. The folder of hwcheck contains them compressed, to be small.
 func unpack(self, dir string) (programs, error) {
 	packed := filepath.Join(filepath.Dir(self), "programs")
 	for _, name := range []string{plugin, conformance, runc, hook} {
 		if err := unpackFile(filepath.Join(packed, name+".gz"), filepath.Join(dir, name)); err != nil {
-			return programs{}, fmt.Errorf("unpack %s (the folder of hwcheck must be whole): %w", name, err)
+			return programs{}, fmt.Errorf("unpack %s (the folder of hwcheck must be complete): %w", name, err)
 		}
 	}
 	return programs{self: self, dir: dir}, nil
@@ -90,8 +94,8 @@ type outcome struct {
 	err            error
 }
 
-// said is the program's own words about its end, for a report.
-func (o outcome) said() string {
+// summary describes for a report what the program printed and how it ended.
+func (o outcome) summary() string {
 	text := strings.TrimSpace(o.stderr)
 	if text == "" {
 		text = strings.TrimSpace(o.stdout)
@@ -102,12 +106,13 @@ func (o outcome) said() string {
 	return text
 }
 
-// runLimit bounds each program: a hanging GPU must not hang the check.
+// runLimit limits the time of each program, so that a hanging GPU does not make hwcheck hang.
 const runLimit = 3 * time.Minute
 
-// run runs one of our programs. All but runc, which cannot make a container otherwise, run without capabilities.
+// run runs the named program without capabilities. Only runc keeps its capabilities, which it needs
+// to create containers.
 func (p programs) run(ctx context.Context, name string, args ...string) outcome {
-	if err := permit(name, args); err != nil {
+	if err := checkPermitted(name, args); err != nil {
 		return outcome{err: err}
 	}
 	argv := append([]string{p.path(name)}, args...)
@@ -117,7 +122,8 @@ func (p programs) run(ctx context.Context, name string, args ...string) outcome 
 	return start(ctx, command{argv: argv})
 }
 
-// command is a process to start. The environment is a new one: what the caller's names (libraries, visible devices) must not decide what is found.
+// command is a process to start. It does not inherit the caller's environment, because variables
+// such as library paths and visible devices would affect the result.
 type command struct {
 	argv []string
 	env  []string
@@ -125,13 +131,16 @@ type command struct {
 }
 
 func start(ctx context.Context, c command) outcome {
-	ctx, cancel := context.WithTimeoutCause(ctx, runLimit, fmt.Errorf("it has not ended for %s", runLimit))
+	ctx, cancel := context.WithTimeoutCause(ctx, runLimit, fmt.Errorf("the program has not ended within %s", runLimit))
 	defer cancel()
 	cmd := exec.CommandContext(ctx, c.argv[0], c.argv[1:]...) //nolint:gosec // permitted before
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
-	cmd.Env = append([]string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C", "TMPDIR=" + os.TempDir()}, c.env...)
-	// Asked to end, runc finishes making the container and passes the request on; killed, it would leave a cgroup that it knows nothing of.
+	cmd.Env = append([]string{
+		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C", "TMPDIR=" + os.TempDir(),
+	}, c.env...)
+	// On SIGTERM, runc finishes creating the container and forwards the signal. If killed, it would
+	// leave a cgroup behind.
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	cmd.WaitDelay = 5 * time.Second
 	if c.prep != nil {

@@ -10,7 +10,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
 
-// finish writes the report and says by the exit code how it ended.
+// finish writes the report to the folder for reports and to out. It returns the exit code.
 func (s *visit) finish(out io.Writer) (int, error) {
 	code := verdict(s.report.Checks)
 	s.report.Agreed = code == exitAgreed
@@ -29,7 +29,8 @@ func (s *visit) finish(out io.Writer) (int, error) {
 	return code, err
 }
 
-// verdict is the worst of the checks. A check that said nothing at all has agreed with nothing.
+// verdict returns the exit code for the worst verdict in the report. If there is no verdict at all,
+// the code says that nothing was proven.
 func verdict(checks []facts.Check) int {
 	code := exitAgreed
 	if len(checks) == 0 {
@@ -50,7 +51,8 @@ func verdict(checks []facts.Check) int {
 func (s *visit) markdown() string {
 	b := &strings.Builder{}
 	fmt.Fprintf(b, "# Check of real hardware: %s\n\n%s\n\n", s.title(), promise)
-	fmt.Fprintf(b, "%s, plugin %s, %s, kernel %s, %s, cgroups %s.\n", s.report.Date, s.report.Plugin, s.report.Machine.Architecture, s.report.Machine.Kernel,
+	fmt.Fprintf(b, "%s, plugin %s, %s, kernel %s, %s, cgroups %s.\n",
+		s.report.Date, s.report.Plugin, s.report.Machine.Architecture, s.report.Machine.Kernel,
 		orNone(s.report.Machine.OS), s.report.Machine.Cgroups)
 	fmt.Fprint(b, "\n## Verdicts\n\n| check | verdict | what was found |\n|---|---|---|\n")
 	for _, c := range s.report.Checks {
@@ -71,7 +73,7 @@ func (s *visit) markdown() string {
 
 func (s *visit) title() string {
 	if s.report.NVML == nil || len(s.report.NVML.GPUs) == 0 {
-		return "no GPU could be asked"
+		return "no GPU answered"
 	}
 	counts := map[string]int{}
 	var order []string
@@ -98,7 +100,7 @@ func (s *visit) writeMachine(b *strings.Builder) {
 	if d := s.report.Driver; d != nil {
 		fmt.Fprintf(b, "- driver root `%s`, NVML `%s`, device nodes below `%s`\n", d.Root, d.Library, d.DevRoot)
 		for _, p := range d.Passed {
-			fmt.Fprintf(b, "- passed over: %s\n", cell(p))
+			fmt.Fprintf(b, "- rejected: %s\n", cell(p))
 		}
 	}
 }
@@ -107,10 +109,12 @@ func (s *visit) writeGPUs(b *strings.Builder) {
 	if s.report.NVML == nil {
 		return
 	}
-	fmt.Fprintf(b, "\n## What NVML said\n\nDriver %s, CUDA %s.\n\n", s.report.NVML.DriverVersion, s.report.NVML.CUDAVersion)
-	fmt.Fprint(b, "| GPU | PCI address | PCI ID | subsystem | memory MiB | CUDA capability | MIG profiles | model file | differences |\n|---|---|---|---|---|---|---|---|---|\n")
+	fmt.Fprintf(b, "\n## NVML's answers\n\nDriver %s, CUDA %s.\n\n", s.report.NVML.DriverVersion, s.report.NVML.CUDAVersion)
+	fmt.Fprint(b, "| GPU | PCI address | PCI ID | subsystem | memory MiB | CUDA capability | MIG profiles "+
+		"| model file | differences |\n|---|---|---|---|---|---|---|---|---|\n")
 	for _, g := range s.report.NVML.GPUs {
-		fmt.Fprintf(b, "| %s | %s | %s | %s | %d | %s | %d | %s | %d |\n", g.Name, g.PCIAddress, g.PCIDeviceID, g.PCISubsystemID, g.MemoryTotalMiB,
+		fmt.Fprintf(b, "| %s | %s | %s | %s | %d | %s | %d | %s | %d |\n",
+			g.Name, g.PCIAddress, g.PCIDeviceID, g.PCISubsystemID, g.MemoryTotalMiB,
 			g.ComputeCapability, len(g.Profiles), orNone(g.Model), len(g.Differences))
 	}
 	for _, g := range s.report.NVML.GPUs {
@@ -131,7 +135,7 @@ func orNone(text string) string {
 	return text
 }
 
-// cell makes a text fit into a cell of a table.
+// cell returns the text in a form that can be put into a cell of a Markdown table.
 func cell(text string) string {
 	return strings.NewReplacer("\n", " / ", "|", "\\|").Replace(text)
 }

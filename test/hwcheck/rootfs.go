@@ -11,8 +11,9 @@ import (
 	"strings"
 )
 
-// makeRootfs makes the root of a container that can start programs: the machine's own C library, as far as they need it, and empty folders.
-// Everything of the driver is left to the CDI spec.
+// makeRootfs creates the root file system of a container in root. It contains empty folders, and
+// the machine's C library as far as the programs need it. All files of the driver must come from
+// the CDI spec.
 func makeRootfs(root string, programs ...string) error {
 	for _, folder := range []string{"dev", "proc", "sys", "tmp", "etc", "run", "usr/bin", "usr/lib", "var"} {
 		if err := os.MkdirAll(filepath.Join(root, folder), 0o755); err != nil { //nolint:gosec // a container's folders
@@ -28,7 +29,7 @@ func makeRootfs(root string, programs ...string) error {
 	return nil
 }
 
-// closure copies what programs are linked to, and what that is linked to.
+// closure copies the libraries that programs need, and the libraries that those need, into root.
 type closure struct {
 	root   string
 	copied map[string]bool
@@ -53,7 +54,7 @@ func (c *closure) needs(path string) error {
 	}
 	for _, library := range libraries {
 		if strings.HasPrefix(library, "libnvidia") || strings.HasPrefix(library, "libcuda") {
-			continue // the spec brings those
+			continue // the CDI spec must mount this library
 		}
 		found, err := c.find(library, file)
 		if err != nil {
@@ -82,7 +83,9 @@ func interpreterOf(file *elf.File) (string, error) {
 	return "", nil
 }
 
-// find looks where every glibc looks, so that the copy is found at the same place. A library of another architecture is passed over.
+// find returns the path of a library that the program or library wantedBy needs. It searches
+// glibc's default folders, because the loader in the container will search the same folders. It
+// skips libraries of another architecture.
 func (c *closure) find(library string, wantedBy *elf.File) (string, error) {
 	triplet := map[string]string{"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu"}[runtime.GOARCH]
 	for _, folder := range []string{"/lib/" + triplet, "/usr/lib/" + triplet, "/lib64", "/usr/lib64", "/lib", "/usr/lib"} {

@@ -15,13 +15,15 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 )
 
-// specSet is what `gpu-kubelet-plugin inventory -o cdi` printed: the base spec, and that of a claim that holds every GPU.
+// specSet is the output of `gpu-kubelet-plugin inventory -o cdi`: the base spec, and the spec of a
+// claim with every GPU.
 type specSet struct {
 	base, claim specs.Spec
 	cache       *cdi.Cache
 }
 
-// readSpecs parses the specs and puts them where the CDI library, which container runtimes use, reads them.
+// readSpecs parses printed, the plugin's output, as two CDI specs. It also writes them to folder
+// and reads them with the CDI library that container runtimes use.
 func readSpecs(printed, folder string) (*specSet, error) {
 	s := &specSet{}
 	decoder := json.NewDecoder(strings.NewReader(printed))
@@ -53,12 +55,14 @@ func readSpecs(printed, folder string) (*specSet, error) {
 	return s, nil
 }
 
-// baseDevice is the CDI device that brings what is common to all GPUs.
+// baseDevice returns the name of the CDI device that every container with a GPU gets, in addition
+// to the devices of its GPUs.
 func (s *specSet) baseDevice() string {
 	return s.base.Kind + "=" + s.base.Devices[0].Name
 }
 
-// gpuDevice is the CDI device of a device of the pool.
+// gpuDevice returns the name of the CDI device for the GPU that has this device name in the
+// ResourceSlices. It returns an error if the claim's CDI spec has none.
 func (s *specSet) gpuDevice(name string) (string, error) {
 	for _, d := range s.claim.Devices {
 		if strings.HasSuffix(d.Name, "-"+name) {
@@ -68,7 +72,7 @@ func (s *specSet) gpuDevice(name string) (string, error) {
 	return "", fmt.Errorf("device %s of the ResourceSlices is not in the claim's CDI spec", name)
 }
 
-// inject applies devices to a container's configuration, as a container runtime does.
+// inject adds CDI devices to a container's configuration, as a container runtime does.
 func (s *specSet) inject(config *oci.Spec, devices []string) error {
 	if unresolved, err := s.cache.InjectDevices(config, devices...); err != nil {
 		return fmt.Errorf("apply the CDI devices %s (unknown: %v): %w", strings.Join(devices, ", "), unresolved, err)
@@ -76,7 +80,7 @@ func (s *specSet) inject(config *oci.Spec, devices []string) error {
 	return nil
 }
 
-// edits are what these devices change, in one list.
+// edits returns the merged container edits of these CDI devices.
 func (s *specSet) edits(devices []string) specs.ContainerEdits {
 	all := &cdi.ContainerEdits{ContainerEdits: &specs.ContainerEdits{}}
 	for _, spec := range []*specs.Spec{&s.base, &s.claim} {
@@ -97,10 +101,10 @@ func (s *specSet) edits(devices []string) specs.ContainerEdits {
 	return *all.ContainerEdits
 }
 
-// devices are the CDI devices of a container with these GPUs.
-func (s *specSet) devices(given []offer) ([]string, error) {
+// devices returns the names of the CDI devices for a container with these GPUs.
+func (s *specSet) devices(offers []offer) ([]string, error) {
 	devices := []string{s.baseDevice()}
-	for _, o := range given {
+	for _, o := range offers {
 		device, err := s.gpuDevice(o.name)
 		if err != nil {
 			return nil, err
@@ -110,7 +114,9 @@ func (s *specSet) devices(given []offer) ([]string, error) {
 	return devices, nil
 }
 
-// missing lists what the specs name and the machine does not have. No hook but ours may be in them: runc would start it with its own rights.
+// missing lists the mount sources, device nodes and hooks that the specs name and the machine
+// lacks. It also lists every hook with another path than the given one, because runc runs hooks
+// with its own privileges.
 func (s *specSet) missing(hook string) []string {
 	var missing []string
 	look := func(e specs.ContainerEdits) {
@@ -144,7 +150,8 @@ func hostPath(n *specs.DeviceNode) string {
 	return n.Path
 }
 
-// mounted finds a file's mount by its name.
+// mounted finds the base spec's mount of a file with this name. It returns the file's paths on the
+// machine and in the container. ok is false if there is none.
 func (s *specSet) mounted(name string) (host, inContainer string, ok bool) {
 	for _, m := range s.base.ContainerEdits.Mounts {
 		if filepath.Base(m.ContainerPath) == name {

@@ -1,4 +1,4 @@
-// Package neighbours computes what other components of a cluster read from our slices: the Cluster
-// Autoscaler's utilization, Kueue's quota, and what a scheduler without partitionable devices
-// allocates. Each test names the source of the rule that it follows. The code is our own.
+// Package neighbours computes what other components of a cluster derive from the driver's slices:
+// the Cluster Autoscaler's utilization, Kueue's quota, and what a scheduler without partitionable
+// devices allocates. Each test names the source of the component's rule. No code is copied.
 package neighbours

@@ -13,10 +13,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
-// utilization of a pool by the Cluster Autoscaler: of each counter set the highest ratio of a
-// counter that is used, averaged over the sets that devices consume. Devices without counters count
-// by number. Where devices of both sorts are allocated, both are weighted by how many there are;
-// else the other sort is left out.
+// utilization computes a pool's utilization as the Cluster Autoscaler does. A counter set counts as
+// much as its most used counter, and a device without counters counts as used or unused. The
+// utilization is the average of both kinds. If the allocated devices are all of one kind, only that
+// kind counts.
 //
 // https://github.com/kubernetes/autoscaler/blob/0046c5d1066a1c5fa4246ff621c088c675b0ca82/cluster-autoscaler/simulator/dynamicresources/utils/utilization.go
 func utilization(pool []resourceslice.Slice, allocated []string) float64 {
@@ -68,11 +68,12 @@ func utilization(pool []resourceslice.Slice, allocated []string) float64 {
 	}
 }
 
-// A node at or below 0.5 may be scaled down: one that is full must not look idle.
-func TestTheClusterAutoscalerSeesHowFullANodeIs(t *testing.T) {
+// The Cluster Autoscaler may remove a node with a utilization of at most 0.5. So a fully allocated
+// node must have a high utilization.
+func TestClusterAutoscalerSeesUtilization(t *testing.T) {
 	for _, c := range []struct {
 		name, model, policies string
-		cut                   bool // in MIG mode, where that is fixed
+		mig                   bool // whether GPUs whose MIG mode only a reset changes are in MIG mode
 		class                 string
 		n                     int
 		least, most           float64
@@ -94,28 +95,29 @@ func TestTheClusterAutoscalerSeesHowFullANodeIs(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			gpus := cards(t, c.model, 8, 0)
-			if c.cut {
-				gpus = cuttable(gpus)
+			if c.mig {
+				gpus = inMIGMode(gpus)
 			}
 			pool := published(t, c.policies, gpus)
 			held := allocate(t, newScheduler(pool), scheduler.NewTaken(), c.class, c.n)
 			if len(held) != c.n {
-				t.Fatalf("%d of %d were allocated", len(held), c.n)
+				t.Fatalf("allocated %d of %d", len(held), c.n)
 			}
 			const epsilon = 1e-9
 			if got := utilization(pool, held); got < c.least-epsilon || got > c.most+epsilon || math.IsNaN(got) {
-				t.Errorf("with %d held it is %.3f, want %.3f to %.3f", c.n, got, c.least, c.most)
+				t.Errorf("utilization with %d devices is %.3f, want %.3f to %.3f", c.n, got, c.least, c.most)
 			}
 		})
 	}
 }
 
-// The Cluster Autoscaler leaves GPUs without counters out as long as only devices with counters are
-// allocated, and the other way round.
-func TestWhereOneGPUHasCountersAllHave(t *testing.T) {
+// While only devices with counters are allocated, the Cluster Autoscaler ignores GPUs without
+// counters, and vice versa. So either all devices of a node or none may consume counters.
+func TestAllGPUsOrNoneHaveCounters(t *testing.T) {
 	for policies, want := range map[string]bool{
-		"": false, "static": false, "off": false, "static,0000:27:00.0=dynamic": false, "static,0000:26:00.0=dynamic": true, "off,0000:20:00.0=adopt(1g.10gb)": true, "dynamic": true,
-	} { // the last GPU cannot be cut
+		"": false, "static": false, "off": false, "static,0000:27:00.0=dynamic": false, "static,0000:26:00.0=dynamic": true,
+		"off,0000:20:00.0=adopt(1g.10gb)": true, "dynamic": true,
+	} { // the last GPU has no MIG mode
 		gpus := append(cards(t, h100, 7, 0), cards(t, "l40s-48gb", 8, 0)[7])
 		sets, consumed := map[string]bool{}, map[string]bool{}
 		for _, s := range published(t, policies, gpus) {
@@ -135,18 +137,18 @@ func TestWhereOneGPUHasCountersAllHave(t *testing.T) {
 			t.Errorf("%q: %d GPUs have counters", policies, n)
 		}
 		if diff := cmp.Diff(sets, consumed); diff != "" {
-			t.Errorf("%q: sets and those that are consumed: %s", policies, diff)
+			t.Errorf("%q: published and consumed sets: %s", policies, diff)
 		}
 	}
 }
 
-// Kueue charges a quota by the counter that the admin names, which is memory in its example for
-// NVIDIA's GPUs, and rejects a workload if a device that matches has no such entry. Without
-// counters it counts devices. https://github.com/kubernetes-sigs/kueue/pull/10283
+// Kueue charges a quota by a counter that the admin names: memory, in Kueue's example for NVIDIA
+// GPUs. It rejects a workload if a matching device lacks that counter, so every device must have
+// it. Without counters Kueue counts devices. https://github.com/kubernetes-sigs/kueue/pull/10283
 func TestKueueFindsMemoryInEveryDevice(t *testing.T) {
 	for _, key := range []string{h100, a100} {
 		const counter = "memory"
-		pool := published(t, "dynamic", cuttable(cards(t, key, 8, 0)))
+		pool := published(t, "dynamic", inMIGMode(cards(t, key, 8, 0)))
 		totals, small := map[string]int64{}, map[string]int64{}
 		for _, s := range pool {
 			for _, set := range s.SharedCounters {
@@ -185,7 +187,7 @@ func TestKueueFindsMemoryInEveryDevice(t *testing.T) {
 		for _, s := range published(t, "static", cards(t, key, 8, 0)) {
 			devices += len(s.Devices)
 			if len(s.SharedCounters) > 0 {
-				t.Errorf("%s: counters under static", key)
+				t.Errorf("%s: slices have counters under static", key)
 			}
 		}
 		if devices != 8 {
@@ -194,32 +196,35 @@ func TestKueueFindsMemoryInEveryDevice(t *testing.T) {
 	}
 }
 
-// The KAI scheduler up to 0.17 leaves partitionable devices off in the allocator, which then passes
-// every device by that consumes counters. https://github.com/NVIDIA/KAI-Scheduler/issues/2100
+// The KAI scheduler up to 0.17 disables partitionable devices in the allocator, which then skips
+// every device that consumes counters. So it must get whole GPUs under every policy but dynamic.
+// https://github.com/NVIDIA/KAI-Scheduler/issues/2100
 func TestKAIAllocatesWholeGPUsUnderStatic(t *testing.T) {
 	for policies, want := range map[string]int{"": 8, "static": 8, "off": 8, "dynamic": 0} {
 		s := newScheduler(published(t, policies, cards(t, h100, 8, 0)))
 		s.Features.PartitionableDevices = false
 		if got := allocate(t, s, scheduler.NewTaken(), isGPU, 9); len(got) != want {
-			t.Errorf("%q: %d whole GPUs are allocated, want %d", policies, len(got), want)
+			t.Errorf("%q: allocated %d whole GPUs, want %d", policies, len(got), want)
 		}
 	}
 }
 
-// The Cluster Autoscaler makes the template of a node group from one of its nodes: nodes of one
-// model and policy must have the same counter sets.
+// The Cluster Autoscaler makes the template of a node group from one of the group's nodes. So nodes
+// of one GPU model and one policy must have the same counter sets.
 // https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/docs/dra_support.md
-func TestNodesOfAGroupHaveTheSameCounterSets(t *testing.T) {
+func TestNodesOfAGroupHaveEqualCounterSets(t *testing.T) {
 	sets := func(policies string, node int) map[string]map[string]resourceapi.Counter {
 		all := map[string]map[string]resourceapi.Counter{}
-		for _, s := range published(t, policies, cuttable(cards(t, h100, 8, node))) {
+		for _, s := range published(t, policies, inMIGMode(cards(t, h100, 8, node))) {
 			for _, set := range s.SharedCounters {
 				all[set.Name] = maps.Clone(set.Counters)
 			}
 		}
 		return all
 	}
-	for policies, want := range map[string]int{"static": 0, "dynamic": 8, "dynamic(1g.10gb)": 8, "static,0000:20:00.0=dynamic": 8} {
+	for policies, want := range map[string]int{
+		"static": 0, "dynamic": 8, "dynamic(1g.10gb)": 8, "static,0000:20:00.0=dynamic": 8,
+	} {
 		first := sets(policies, 1)
 		if diff := cmp.Diff(first, sets(policies, 2)); diff != "" || len(first) != want {
 			t.Errorf("%q: %d sets; %s", policies, len(first), diff)

@@ -25,8 +25,8 @@ const (
 	isHalf  = `device.attributes["gpu.nvidia.com"].type == "mig" && device.attributes["gpu.nvidia.com"].profile == "3g.40gb"`
 )
 
-// cards are GPUs of a model. first is the number of their node, which stands in what differs
-// between nodes.
+// cards returns n GPUs of a model. first is the number of their node, which becomes a part of the
+// GPUs' UUIDs.
 func cards(t *testing.T, key string, n, first int) []device.GPU {
 	t.Helper()
 	m, err := model.ReadGPU(filepath.Join("..", "nvmlsim", "models", key+".yaml"))
@@ -41,16 +41,19 @@ func cards(t *testing.T, key string, n, first int) []device.GPU {
 	for i := range n {
 		g := device.GPU{
 			PCIAddress: device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", 0x20+i)), UUID: fmt.Sprintf("GPU-%d-%d", first, i),
-			ProductName: m.ProductName.Value, Architecture: m.Architecture.Value, Brand: m.Brand.Value, MemoryBytes: m.MemoryTotalMiB.Value << 20,
+			ProductName: m.ProductName.Value, Architecture: m.Architecture.Value, Brand: m.Brand.Value,
+			MemoryBytes: m.MemoryTotalMiB.Value << 20,
 		}
 		if m.MIG.Supported.Value {
 			g.MIG = &device.MIG{ModeFixed: major < 9}
 		}
 		for _, p := range m.MIG.Profiles {
 			g.MIG.Profiles = append(g.MIG.Profiles, device.Profile{
-				ID: p.ID, Name: strings.TrimPrefix(p.Name, "MIG "), Slices: p.Slices, MaxInstances: p.InstancesMax, MemoryBytes: p.MemoryMiB << 20,
-				Engines: device.Engines{CopyEngines: p.CopyEngines, Decoders: p.Decoders, JPEGEngines: p.JPEGEngines, OFAEngines: p.OFAEngines},
-				Size:    p.Placements.Size, Starts: p.Placements.Starts,
+				ID: p.ID, Name: strings.TrimPrefix(p.Name, "MIG "), Slices: p.Slices, MaxInstances: p.InstancesMax,
+				MemoryBytes: p.MemoryMiB << 20, Size: p.Placements.Size, Starts: p.Placements.Starts,
+				Engines: device.Engines{
+					CopyEngines: p.CopyEngines, Decoders: p.Decoders, JPEGEngines: p.JPEGEngines, OFAEngines: p.OFAEngines,
+				},
 			})
 		}
 		if g.MIG != nil {
@@ -61,8 +64,9 @@ func cards(t *testing.T, key string, n, first int) []device.GPU {
 	return gpus
 }
 
-// cuttable puts cards into MIG mode whose mode only a reset changes.
-func cuttable(gpus []device.GPU) []device.GPU {
+// inMIGMode enables MIG mode on those GPUs whose MIG mode changes only by a reset of the GPU. It
+// returns all the given GPUs.
+func inMIGMode(gpus []device.GPU) []device.GPU {
 	for _, g := range gpus {
 		if g.MIG != nil && g.MIG.ModeFixed {
 			g.MIG.Enabled, g.MIG.Pending = true, true
@@ -71,7 +75,7 @@ func cuttable(gpus []device.GPU) []device.GPU {
 	return gpus
 }
 
-// published is what the plugin publishes of GPUs under policies.
+// published returns the slices that the plugin publishes for these GPUs under these MIG policies.
 func published(t *testing.T, policies string, gpus []device.GPU) []resourceslice.Slice {
 	t.Helper()
 	rules, err := device.ParsePolicies(policies)
@@ -90,13 +94,16 @@ func newScheduler(slices []resourceslice.Slice) *scheduler.Scheduler {
 	return scheduler.New(driverName, slices, scheduler.Classes{isGPU: isGPU, isSmall: isSmall, isHalf: isHalf})
 }
 
-// allocate asks for one device of a class at a time, n times, and returns those that there were.
+// allocate allocates n claims, each for one device of this DeviceClass, and returns the names of
+// the allocated devices. A claim that the allocator refuses adds no name.
 func allocate(t *testing.T, s *scheduler.Scheduler, taken *scheduler.Taken, class string, n int) []string {
 	t.Helper()
 	var names []string
 	for range n {
 		got, err := s.Allocate(t.Context(), taken, resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{
-			Name: "r", Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: class, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1},
+			Name: "r", Exactly: &resourceapi.ExactDeviceRequest{
+				DeviceClassName: class, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1,
+			},
 		}}})
 		if err != nil {
 			t.Fatal(err)

@@ -1,5 +1,6 @@
-// Package scheduler allocates devices as the cluster's scheduler does, with its own allocator, from what a driver publishes for one node. It is for tests;
-// it needs no cluster. The caller keeps the account of what is taken.
+// Package scheduler allocates devices of one node's ResourceSlices with the allocator of the
+// Kubernetes scheduler. It is for tests and needs no cluster. The caller remembers which devices
+// are allocated in a [Taken].
 package scheduler
 
 import (
@@ -17,22 +18,24 @@ import (
 
 const node = "node"
 
-// Scheduler has one node.
+// Scheduler allocates devices from the slices of one node.
 type Scheduler struct {
 	Slices  []*resourceapi.ResourceSlice
 	Classes Classes
-	// Features are those of the allocator. [New] switches on what a cluster of today has.
+	// Features are the features of the Kubernetes allocator. [New] enables those of a current cluster.
 	Features structured.Features
-	// cache keeps compiled expressions, as the scheduler does.
+	// cache keeps compiled CEL expressions, as the Kubernetes scheduler does.
 	cache *cel.Cache
 }
 
-// New publishes a driver's slices.
+// New returns a Scheduler for the slices that a driver has published on one node.
 func New(driver string, published []resourceslice.Slice, classes Classes) *Scheduler {
 	s := &Scheduler{
-		Classes:  classes,
-		Features: structured.Features{AdminAccess: true, PrioritizedList: true, DeviceTaints: true, PartitionableDevices: true, ConsumableCapacity: true},
-		cache:    cel.NewCache(1000, cel.Features{}),
+		Classes: classes,
+		Features: structured.Features{
+			AdminAccess: true, PrioritizedList: true, DeviceTaints: true, PartitionableDevices: true, ConsumableCapacity: true,
+		},
+		cache: cel.NewCache(1000, cel.Features{}),
 	}
 	for i, p := range published {
 		s.Slices = append(s.Slices, &resourceapi.ResourceSlice{
@@ -46,18 +49,23 @@ func New(driver string, published []resourceslice.Slice, classes Classes) *Sched
 	return s
 }
 
-// Device is how a claim's status says that it holds a device alone.
+// Device returns the allocation result for a device that is allocated to one claim alone.
 func Device(driver, name string) resourceapi.DeviceRequestAllocationResult {
 	return resourceapi.DeviceRequestAllocationResult{Driver: driver, Pool: node, Device: name}
 }
 
-// Allocate returns what a claim gets beside what is taken, and adds it to that; it returns nothing if the claim gets nothing.
-func (s *Scheduler) Allocate(ctx context.Context, taken *Taken, spec resourceapi.DeviceClaim) ([]resourceapi.DeviceRequestAllocationResult, error) {
+// Allocate allocates devices for a claim and adds them to taken. It returns nil if the free devices
+// do not satisfy the claim.
+func (s *Scheduler) Allocate(
+	ctx context.Context, taken *Taken, spec resourceapi.DeviceClaim,
+) ([]resourceapi.DeviceRequestAllocationResult, error) {
 	a, err := structured.NewAllocator(ctx, s.Features, taken.state(), s.Classes, s.Slices, s.cache)
 	if err != nil {
 		return nil, err
 	}
-	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: "claim", UID: "claim"}, Spec: resourceapi.ResourceClaimSpec{Devices: spec}}
+	claim := &resourceapi.ResourceClaim{
+		ObjectMeta: metav1.ObjectMeta{Name: "claim", UID: "claim"}, Spec: resourceapi.ResourceClaimSpec{Devices: spec},
+	}
 	results, err := a.Allocate(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}, []*resourceapi.ResourceClaim{claim})
 	if err != nil || len(results) == 0 {
 		return nil, err
@@ -66,10 +74,10 @@ func (s *Scheduler) Allocate(ctx context.Context, taken *Taken, spec resourceapi
 	return results[0].Devices.Results, nil
 }
 
-// Classes are the expressions of DeviceClasses, by the class's name.
+// Classes maps the name of each DeviceClass to its CEL expression.
 type Classes map[string]string
 
-// List has every class.
+// List returns every DeviceClass.
 func (c Classes) List() ([]*resourceapi.DeviceClass, error) {
 	var all []*resourceapi.DeviceClass
 	for name := range c {
@@ -79,7 +87,7 @@ func (c Classes) List() ([]*resourceapi.DeviceClass, error) {
 	return all, nil
 }
 
-// Get has one class.
+// Get returns the DeviceClass with this name.
 func (c Classes) Get(name string) (*resourceapi.DeviceClass, error) {
 	expression, ok := c[name]
 	if !ok {
@@ -87,6 +95,8 @@ func (c Classes) Get(name string) (*resourceapi.DeviceClass, error) {
 	}
 	return &resourceapi.DeviceClass{
 		ObjectMeta: metav1.ObjectMeta{Name: name},
-		Spec:       resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{Expression: expression}}}},
+		Spec: resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{
+			{CEL: &resourceapi.CELDeviceSelector{Expression: expression}},
+		}},
 	}, nil
 }

@@ -7,19 +7,20 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// Taken is what the scheduler remembers of what it gave.
+// Taken has the devices that are allocated to one claim alone, and the allocated shares of shared
+// devices.
 type Taken struct {
 	devices  sets.Set[structured.DeviceID]
 	shares   sets.Set[structured.SharedDeviceID]
 	capacity structured.ConsumedCapacityCollection
 }
 
-// NewTaken is nothing.
+// NewTaken returns an empty Taken.
 func NewTaken() *Taken {
 	return &Taken{sets.New[structured.DeviceID](), sets.New[structured.SharedDeviceID](), structured.NewConsumedCapacityCollection()}
 }
 
-// Take adds devices and shares. One that is only looked at is not taken.
+// Take adds the devices and shares of allocation results. Results with admin access add nothing.
 func (t *Taken) Take(results ...resourceapi.DeviceRequestAllocationResult) {
 	for _, r := range results {
 		id := structured.MakeDeviceID(r.Driver, r.Pool, r.Device)
@@ -34,7 +35,7 @@ func (t *Taken) Take(results ...resourceapi.DeviceRequestAllocationResult) {
 	}
 }
 
-// Free takes them away again.
+// Free removes the devices and shares of allocation results.
 func (t *Taken) Free(results ...resourceapi.DeviceRequestAllocationResult) {
 	for _, r := range results {
 		id := structured.MakeDeviceID(r.Driver, r.Pool, r.Device)
@@ -49,15 +50,15 @@ func (t *Taken) Free(results ...resourceapi.DeviceRequestAllocationResult) {
 	}
 }
 
-// Clone is a copy.
+// Clone returns a copy of t.
 func (t *Taken) Clone() *Taken {
 	return &Taken{t.devices.Clone(), t.shares.Clone(), t.capacity.Clone()}
 }
 
-// Len is how many devices and shares are taken.
+// Len returns the number of allocated devices and shares.
 func (t *Taken) Len() int { return t.devices.Len() + t.shares.Len() }
 
-// Clear frees everything.
+// Clear removes all devices and shares.
 func (t *Taken) Clear() { *t = *NewTaken() }
 
 func (t *Taken) state() structured.AllocatedState {

@@ -7,8 +7,8 @@ import (
 	"sync"
 )
 
-// takesCalls is an instance that the kubelet may call.
-func (s *schedule) takesCalls() *process {
+// readyProcess returns a random plugin instance that the kubelet may call, or nil.
+func (s *schedule) readyProcess() *process {
 	var ready []*process
 	for _, p := range s.living {
 		if p.ready {
@@ -21,10 +21,12 @@ func (s *schedule) takesCalls() *process {
 	return pick(s.dice, ready)
 }
 
-// call makes one of the kubelet's calls.
+// call starts a goroutine in which the kubelet calls plugin instance p about claim c. The function
+// in parameter do makes the call. The function in parameter then runs afterwards, unless the
+// instance died or the kubelet stopped waiting.
 func (s *schedule) call(c *claim, p *process, what string, do func(ctx context.Context, k *call) error, then func(k *call, err error)) {
-	k := &call{claim: c, process: p, what: what, of: c.now.DeepCopy(), before: s.disturbances(), returns: c.returns}
-	ctx, cancel := context.WithTimeout(context.WithValue(p.ctx, callKey{}, k), kubelets)
+	k := &call{claim: c, process: p, what: what, object: c.now.DeepCopy(), disturbed: s.disturbances(), unprepares: c.unprepares}
+	ctx, cancel := context.WithTimeout(context.WithValue(p.ctx, callKey{}, k), kubeletTimeout)
 	k.cancel = cancel
 	c.calls = append(c.calls, k)
 	p.running++
@@ -32,7 +34,7 @@ func (s *schedule) call(c *claim, p *process, what string, do func(ctx context.C
 	s.background(func() func() {
 		err := do(ctx, k)
 		if err == nil && !p.dead.Load() {
-			s.succeeded(k)
+			s.checkSuccess(k)
 		}
 		return func() {
 			p.running--
@@ -46,19 +48,21 @@ func (s *schedule) call(c *claim, p *process, what string, do func(ctx context.C
 	})
 }
 
-// succeeded looks at a call, in the moment in which it did.
-func (s *schedule) succeeded(k *call) {
+// checkSuccess adds a violation if call k has just succeeded, but what Prepare or Unprepare
+// promises does not hold. If the kubelet no longer waits for a Prepare, that must not prepare a
+// claim that was unprepared since and that no Pod has reserved.
+func (s *schedule) checkSuccess(k *call) {
 	switch {
 	case k.what == "Prepare" && k.abandoned:
-		if k.returns != k.claim.returns && !k.claim.isReserved() {
-			s.breaks("a late call has prepared claim %s, which was given back, and which no Pod may use", k.claim.name)
+		if k.unprepares != k.claim.unprepares && !k.claim.isReserved() {
+			s.violates("a late call prepared claim %s, which was unprepared and which no Pod may use", k.claim.name)
 		}
 	case k.abandoned:
 	case k.what == "Prepare":
-		s.answered(k)
+		s.checkPrepared(k)
 	default:
-		s.gone(k.claim.uid)
-		k.claim.returns++
+		s.checkUnprepared(k.claim.uid)
+		k.claim.unprepares++
 		k.claim.release(k.claim.uid)
 	}
 }
@@ -69,14 +73,14 @@ func outcome(err error, p *process, k *call) string {
 		text = err.Error()
 	}
 	if p.dead.Load() || k.abandoned {
-		text += " (nobody hears of it)"
+		text += " (the kubelet does not get the answer)"
 	}
 	return text
 }
 
-// prepare is the kubelet's call.
+// prepare starts a Prepare call of the kubelet for claim c.
 func (s *schedule) prepare(c *claim) {
-	p := s.takesCalls()
+	p := s.readyProcess()
 	if p == nil || c.now == nil {
 		return
 	}
@@ -84,22 +88,24 @@ func (s *schedule) prepare(c *claim) {
 		c.phase = wanted
 	}
 	s.call(c, p, "Prepare", func(ctx context.Context, k *call) error {
-		if err := p.arrives(ctx); err != nil {
+		if err := p.delayCall(ctx); err != nil {
 			return err
 		}
-		_, err := p.Prepare(ctx, k.of)
+		_, err := p.Prepare(ctx, k.object)
 		return err
 	}, func(k *call, err error) {
 		if err == nil {
-			c.phase, c.got, c.before = prepared, k.of, s.disturbances()
-			c.unspecified = !slices.Equal(k.before, s.disturbances())
+			c.phase, c.got, c.disturbed = prepared, k.object, s.disturbances()
+			c.specMayBeGone = !slices.Equal(k.disturbed, s.disturbances())
 		}
 	})
 }
 
-// unprepare is the kubelet's call. It waits for no Prepare any more; but one to the same instance may not hear of that.
+// unprepare starts an Unprepare call of the kubelet for claim c. The kubelet first gives up its
+// Prepare calls for the claim. A Prepare call to the same plugin instance may then still run,
+// because its cancellation may come late.
 func (s *schedule) unprepare(c *claim) {
-	p := s.takesCalls()
+	p := s.readyProcess()
 	if p == nil {
 		return
 	}
@@ -115,44 +121,45 @@ func (s *schedule) unprepare(c *claim) {
 			return
 		}
 		c.phase, c.got = idle, nil
-		if s.chance(s.renews) {
-			s.fresh(c)
+		if s.chance(s.recreatePercent) {
+			s.recreate(c)
 		}
 	})
 }
 
-// compare is the plugin's comparison of all, or a look whether specs are missing.
-func (s *schedule) compare() {
-	if p := s.takesCalls(); p != nil {
-		does := p.Reconcile
+// reconcile starts the plugin's comparison of checkpoint records with the hardware, or its repair
+// of missing CDI specs.
+func (s *schedule) reconcile() {
+	if p := s.readyProcess(); p != nil {
+		task := p.Reconcile
 		if s.chance(30) {
-			does = p.mend
+			task = p.repairSpecs
 		}
-		s.does(p, "compares", does, func(error) {})
+		s.runTask(p, "reconciles", task, func(error) {})
 	}
 }
 
-// mend is the plugin's look whether specs are missing, as package driver does it.
-func (p *process) mend(ctx context.Context) error {
-	left, err := p.MendSeen(ctx)
+// repairSpecs repairs missing CDI specs as package driver does.
+func (p *process) repairSpecs(ctx context.Context) error {
+	left, err := p.RepairSpecs(ctx)
 	errs := make([]error, len(left))
 	var wg sync.WaitGroup
 	for i, uid := range left {
-		wg.Go(func() { errs[i] = p.MendUnseen(ctx, uid) })
+		wg.Go(func() { errs[i] = p.RepairClaimSpec(ctx, uid) })
 	}
 	wg.Wait()
 	return errors.Join(err, errors.Join(errs...))
 }
 
-// lookForGone is the plugin's look for claims that are gone.
-func (s *schedule) lookForGone() {
-	if p := s.takesCalls(); p != nil {
-		s.does(p, "looks for claims that are gone", p.giveBackGone, func(error) {})
+// collectGarbage starts the plugin's garbage collection of orphaned claims.
+func (s *schedule) collectGarbage() {
+	if p := s.readyProcess(); p != nil {
+		s.runTask(p, "collects orphaned claims", p.collectClaims, func(error) {})
 	}
 }
 
-// does lets the plugin do something by itself.
-func (s *schedule) does(p *process, what string, work func(context.Context) error, then func(error)) {
+// runTask starts a task that the plugin runs without a call of the kubelet.
+func (s *schedule) runTask(p *process, what string, work func(context.Context) error, then func(error)) {
 	p.running++
 	s.background(func() func() {
 		err := work(p.ctx)

@@ -17,74 +17,79 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// phase is what the kubelet thinks of a claim.
+// phase is the kubelet's view of a claim.
 type phase string
 
 const (
-	idle      phase = "idle"      // it holds nothing
-	wanted    phase = "wanted"    // Prepare was called, and has not succeeded
+	idle      phase = "idle"      // the claim holds no devices
+	wanted    phase = "wanted"    // Prepare was called and has not succeeded
 	prepared  phase = "prepared"  // Prepare has succeeded
-	leaving   phase = "leaving"   // Unprepare was called, and has not succeeded
-	forgotten phase = "forgotten" // the API server has it no more, or otherwise, and the kubelet did not unprepare it
+	leaving   phase = "leaving"   // Unprepare was called and has not succeeded
+	forgotten phase = "forgotten" // the claim was deleted or deallocated before an Unprepare
 )
 
-// claim is one as the API server and the kubelet know it.
+// claim is a claim as the API server knows it (now) and as the kubelet knows it (phase, got). The
+// two can differ, for example if the claim was deleted without the kubelet.
 type claim struct {
 	name string
 	uid  types.UID
-	// now is what the API server has. It is nil if there is none; not allocated if nobody uses it.
+	// now is the claim's object in the API server, or nil if the claim was deleted or deallocated.
 	now   *resourceapi.ResourceClaim
 	phase phase
-	// got is the allocation that Prepare has last succeeded for.
+	// got is the claim object with which the last successful Prepare was called.
 	got *resourceapi.ResourceClaim
-	// calls are those of the kubelet that have not ended.
+	// calls are the kubelet's calls for this claim that are in flight.
 	calls []*call
-	// unspecified says that its spec may be gone: someone removed it, or the node was started again, or a GPU was reset.
-	unspecified bool
-	// before is how often each GPU was disturbed, and the supervisor, when the kubelet was told that it is prepared.
-	before []int
-	uids   []types.UID
-	// kind is what it was last allocated, on these GPUs.
+	// specMayBeGone is set when an admin removed the claim's CDI spec, the node rebooted, or a GPU was
+	// reset.
+	specMayBeGone bool
+	// disturbed is the value of [world.disturbances] when Prepare succeeded.
+	disturbed []int
+	uids      []types.UID
+	// kind and gpus are the template and the GPUs of the claim's last allocation.
 	kind template
-	on   []string
-	// allocations counts how often it was allocated: each has share IDs of its own.
+	gpus []string
+	// allocations counts how often the claim was allocated. Each allocation has its own share IDs.
 	allocations int
-	// returns counts how often the kubelet's Unprepare of it has succeeded.
-	returns int
+	// unprepares counts the kubelet's successful Unprepare calls.
+	unprepares int
 }
 
-// call is one of the kubelet's.
+// call is a Prepare or Unprepare call of the kubelet.
 type call struct {
 	claim   *claim
 	process *process
 	what    string
-	of      *resourceapi.ResourceClaim
+	object  *resourceapi.ResourceClaim
 	cancel  context.CancelFunc
-	// abandoned says that the kubelet does not wait for it any more. The call need not have heard of that.
+	// abandoned is set when the kubelet no longer waits for the call. The plugin may not notice that,
+	// and may complete the call.
 	abandoned bool
-	// overtaken says that the claim was given back by the same instance since the call came.
+	// overtaken is set when the plugin instance unprepared the claim after this call had arrived.
 	overtaken bool
-	// returns is how often the claim had been given back when it came.
-	returns int
-	// before is how often each GPU was disturbed, and the supervisor, when it began.
-	before []int
+	// unprepares is the value of claim.unprepares when the call arrived.
+	unprepares int
+	// disturbed is the value of [world.disturbances] at the beginning of the call.
+	disturbed []int
 }
 
-// rebooted is a node that was started again: the kubelet prepares every claim before a container starts.
+// rebooted notes that the node has rebooted. The kubelet must then prepare the claim again before a
+// container starts.
 func (c *claim) rebooted() {
-	c.unspecified = true
+	c.specMayBeGone = true
 	if c.phase == prepared {
 		c.phase = wanted
 	}
 }
 
-// reserve is the scheduler's word that a Pod may use the claim.
+// reserve allows a Pod to use the claim, as the scheduler does.
 func (c *claim) reserve() {
-	c.now = c.now.DeepCopy() // others have the one before
+	c.now = c.now.DeepCopy() // calls in flight still use the old object
 	c.now.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "pod", UID: "uid-pod"}}
 }
 
-// release is what comes in the API server after a Pod has ended and its claims were given back: no Pod may use the claim any more.
+// release removes the Pod's reservation, as the control plane does after a Pod has ended and its
+// claims were unprepared.
 func (c *claim) release(uid types.UID) {
 	if c.now != nil && c.now.UID == uid {
 		c.now = c.now.DeepCopy()
@@ -94,7 +99,7 @@ func (c *claim) release(uid types.UID) {
 
 func (c *claim) isReserved() bool { return c.now != nil && len(c.now.Status.ReservedFor) > 0 }
 
-// isAbout says whether a file is the claim's record.
+// isAbout reports whether path is the file of this claim's checkpoint record.
 func (c *claim) isAbout(path string) bool {
 	uid, _, _ := strings.Cut(strings.TrimSuffix(filepath.Base(path), ".json"), "_")
 	return string(c.uid) == uid
@@ -104,7 +109,8 @@ func (c *claim) String() string { return fmt.Sprintf("claim %s (%s)", c.name, c.
 
 type result = resourceapi.DeviceRequestAllocationResult
 
-// template is a kind of claim.
+// template is a kind of claim, such as one for a whole GPU or for a partition. Function allocate
+// makes a claim's allocation from a template.
 type template struct {
 	name    string
 	results func(gpus []string) []result
@@ -126,13 +132,16 @@ func part(request, gpu string, profile, start int) result {
 	return on(request, fmt.Sprintf("%s-mig-%d-%d", gpu, profile, start))
 }
 
-// share is one of a device, with a limit or without.
+// share returns an allocation result for a share of the device that the given result names. limited
+// says whether the share has a limited part of the device's memory and compute.
 func share(of result, limited bool) result {
 	of.Device += "-share"
 	of.ShareID = ptr.To(types.UID("share-" + of.Request))
 	capacity := map[resourceapi.QualifiedName]resource.Quantity{device.CapacityShares: resource.MustParse("1")}
 	if limited {
-		capacity = map[resourceapi.QualifiedName]resource.Quantity{device.CapacityMemory: resource.MustParse("8Gi"), device.CapacityCores: resource.MustParse("20")}
+		capacity = map[resourceapi.QualifiedName]resource.Quantity{
+			device.CapacityMemory: resource.MustParse("8Gi"), device.CapacityCores: resource.MustParse("20"),
+		}
 	}
 	of.ConsumedCapacity = capacity
 	return of
@@ -143,13 +152,13 @@ func admin(of result) result {
 	return of
 }
 
-// templates are the kinds of claims, on a GPU that comes first and another.
+// templates are the kinds of claims. g[0] and g[1] are the names of two GPUs.
 var templates = []template{
 	{"whole", func(g []string) []result { return []result{on("a", g[0])} }, "", ""},
-	{"two wholes", func(g []string) []result { return []result{on("a", g[0]), on("b", g[1])} }, "", ""},
+	{"two whole GPUs", func(g []string) []result { return []result{on("a", g[0]), on("b", g[1])} }, "", ""},
 	{"whole, time slices", func(g []string) []result { return []result{on("a", g[0])} }, "GpuConfig", slicing},
 	{"whole, MPS", func(g []string) []result { return []result{on("a", g[0])} }, "GpuConfig", byMPS},
-	{"two wholes, MPS", func(g []string) []result { return []result{on("a", g[0]), on("b", g[1])} }, "GpuConfig", byMPS},
+	{"two whole GPUs, MPS", func(g []string) []result { return []result{on("a", g[0]), on("b", g[1])} }, "GpuConfig", byMPS},
 	{"partition", func(g []string) []result { return []result{part("a", g[0], 19, 0)} }, "", ""},
 	{"other partition", func(g []string) []result { return []result{part("a", g[0], 19, 1)} }, "", ""},
 	{"large partition", func(g []string) []result { return []result{part("a", g[0], 9, 0)} }, "", ""},
@@ -166,10 +175,11 @@ var templates = []template{
 	{"admin", func(g []string) []result { return []result{admin(on("a", g[0]))} }, "", ""},
 }
 
-// allocate makes the claim one of that kind.
+// allocate gives the claim a new allocation from template t on the named GPUs, and reserves the
+// claim for a Pod.
 func (c *claim) allocate(t template, gpus []string) {
 	c.allocations++
-	c.kind, c.on = t, gpus
+	c.kind, c.gpus = t, gpus
 	devices := t.results(gpus)
 	for i := range devices {
 		if id := devices[i].ShareID; id != nil {
@@ -187,8 +197,10 @@ func (c *claim) allocate(t template, gpus []string) {
 		c.now.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{{
 			Source: resourceapi.AllocationConfigSourceClaim,
 			DeviceConfiguration: resourceapi.DeviceConfiguration{Opaque: &resourceapi.OpaqueDeviceConfiguration{
-				Driver:     driverName,
-				Parameters: runtime.RawExtension{Raw: []byte(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"` + t.kind + `","sharing":` + t.sharing + `}`)},
+				Driver: driverName,
+				Parameters: runtime.RawExtension{
+					Raw: []byte(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"` + t.kind + `","sharing":` + t.sharing + `}`),
+				},
 			}},
 		}}
 	}
@@ -210,7 +222,8 @@ func (n *node) gpu(name string) *gpu {
 	return nil
 }
 
-// conflict finds devices of two claims that cannot be held at once.
+// conflict returns the names of a device of claim a and a device of claim b that cannot be in use
+// at the same time. It returns an empty string if there are none.
 func (n *node) conflict(a, b *resourceapi.ResourceClaim) string {
 	for _, x := range results(a) {
 		for _, y := range results(b) {
@@ -228,7 +241,9 @@ func (n *node) conflict(a, b *resourceapi.ResourceClaim) string {
 	return ""
 }
 
-// overfull finds a device of the claim's of which it holds more memory, together with others, than there is.
+// overfull adds up the memory that the claim in parameter of and the other claims hold of each
+// device of that claim. If a device has less memory than that, the result describes the device.
+// Otherwise it is empty.
 func (n *node) overfull(of *resourceapi.ResourceClaim, others []*resourceapi.ResourceClaim) string {
 	known := device.GPU{MemoryBytes: gpuMemory, MIG: &device.MIG{Profiles: profiles}}
 	for _, r := range results(of) {
@@ -249,7 +264,8 @@ func (n *node) overfull(of *resourceapi.ResourceClaim, others []*resourceapi.Res
 	return ""
 }
 
-// disagree says whether two claims for shares of one device want it shared in different ways.
+// disagree reports whether claims a and b share a device but ask for different sharing
+// configurations, so that only one of them can be prepared.
 func disagree(a, b *resourceapi.ResourceClaim) bool {
 	return slices.ContainsFunc(results(a), func(x result) bool {
 		return slices.ContainsFunc(results(b), func(y result) bool { return x.Device == y.Device && sharingOf(a) != sharingOf(b) })
@@ -261,10 +277,11 @@ func isLimited(r result) bool {
 	return limited
 }
 
-// sharingOf is how the claim wants its devices to be shared.
+// sharingOf returns the claim's sharing configuration as JSON, or an empty string if it has none.
 func sharingOf(c *resourceapi.ResourceClaim) string {
 	for _, t := range []string{slicing, shorter, byMPS} {
-		if len(c.Status.Allocation.Devices.Config) > 0 && strings.Contains(string(c.Status.Allocation.Devices.Config[0].Opaque.Parameters.Raw), t) {
+		all := c.Status.Allocation.Devices.Config
+		if len(all) > 0 && strings.Contains(string(all[0].Opaque.Parameters.Raw), t) {
 			return t
 		}
 	}

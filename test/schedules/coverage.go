@@ -7,14 +7,14 @@ import (
 	"sync"
 )
 
-// Coverage counts which steps have met which faults.
+// Coverage counts how often each fault interrupted each kind of call of the plugin (see [step]).
 type Coverage struct {
 	mu    sync.Mutex
 	cells map[step]map[fault]int
 	steps map[step]int
 }
 
-// NewCoverage has met nothing.
+// NewCoverage returns a table in which every count is zero.
 func NewCoverage() *Coverage {
 	return &Coverage{cells: map[step]map[fault]int{}, steps: map[step]int{}}
 }
@@ -32,11 +32,12 @@ func (c *Coverage) count(s step, f fault) {
 	c.cells[s][f]++
 }
 
-// Missing lists the cells that can happen and were met less often than that, and the steps that the table does not know.
+// Missing lists the possible combinations of step and fault that occurred fewer times than the
+// parameter least. It also lists steps that occurred but are missing in the list classes.
 func (c *Coverage) Missing(least int) []string {
 	var missing []string
 	for _, s := range classes {
-		for _, f := range s.step.can() {
+		for _, f := range s.step.possible() {
 			if n := c.cells[s.step][f]; n < least {
 				missing = append(missing, fmt.Sprintf("%s, %s: %d", s.step, f, n))
 			}
@@ -50,7 +51,8 @@ func (c *Coverage) Missing(least int) []string {
 	return missing
 }
 
-// Table is a table in Markdown: a line a step, a column a fault; cells that cannot happen are empty.
+// Table returns a Markdown table with a row for each step and a column for each fault. An empty
+// table cell means that the fault is impossible at that step.
 func (c *Coverage) Table() string {
 	var b strings.Builder
 	b.WriteString("| step | times |")
@@ -63,7 +65,7 @@ func (c *Coverage) Table() string {
 	for _, s := range classes {
 		fmt.Fprintf(&b, "| %s | %d |", s.step, c.steps[s.step])
 		for _, f := range faults {
-			if slices.Contains(s.step.can(), f.fault) {
+			if slices.Contains(s.step.possible(), f.fault) {
 				fmt.Fprintf(&b, " %d |", c.cells[s.step][f.fault])
 			} else {
 				b.WriteString(" |")

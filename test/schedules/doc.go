@@ -1,15 +1,24 @@
-// Package schedules puts the plugin's transaction through random schedules of faults, and through every one of a small world.
+// Package schedules runs the plugin's transaction (Prepare and Unprepare with everything that they
+// change) through random schedules of faults. It also runs it through every schedule of a very
+// small node. This is deterministic simulation.
 //
-// A schedule is a node's life made of a seed: claims are allocated, prepared and unprepared, by calls that are lost, doubled and given up; instances of the
-// plugin are started beside each other and killed; the node loses its power; disks fill up and fail, GPUs fall off the bus and are reset. What runs is the
-// real transaction (packages prepare, checkpoint, durable, cdi and lock); the disk, the hardware, the MPS supervisor and the API server are
-// played. Every call to one of them is a point at which the schedule decides who goes on, and what goes wrong there: so a fault can meet every step, and a
-// seed tells the same story each time.
+// A schedule is the life of a node, derived from a seed. Claims are allocated, prepared and
+// unprepared. The kubelet's calls get lost, repeated and canceled. Instances of the plugin run side
+// by side and are killed. The node loses power, disks fill up and fail, GPUs fall off the bus and
+// are reset.
 //
-// What must hold is in invariants.go. It is looked at with each answer to the kubelet, whenever nothing is under way, and at the end, when everything works
-// again and everything has to be given back.
+// The transaction is the real one: packages prepare, checkpoint, durable, cdi and lock. The disk,
+// the hardware, the MPS supervisor and the API server are simulated. Every call to one of them is a
+// fault point: there the schedule decides which call continues and which fault interrupts it. So
+// every fault can interrupt every step, and a seed always gives the same run.
 //
-// The explorer (explore.go) does the same without chance, in a world of two claims: every call, ended at every point, in every order.
+// invariants.go lists what must hold. The schedules check that with each answer to the kubelet,
+// whenever no call is in flight, and at the end, when everything works again and every claim is
+// unprepared.
 //
-// Time is that of package testing/synctest: nobody waits for it. What is not played is the kernel's part of flocks, and of the CDI directory.
+// The explorer (explore.go) uses no random numbers. On a node with two claims it tries every call,
+// interrupted at every fault point, in every order.
+//
+// Time is that of package testing/synctest, so no test waits for real time. The kernel's part of
+// flocks and of the CDI directory is real, not simulated.
 package schedules

@@ -13,46 +13,55 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 )
 
-// explorer goes everywhere that a small world can go: from each state by each operation, ended at each of its points in each way, and by pairs of operations
-// of two instances in turns. An operation is one of a process that has just been started and has put nothing in order, which is the least that a process
-// can know; putting in order is an operation too.
+// explorer visits every state that a node with a few claims can reach. From each state it runs each
+// operation and interrupts it at each fault point with each fault. It also interleaves pairs of
+// operations of two plugin instances. Each operation runs in a process that has just started and
+// recovered nothing, so it knows the least that a process can know. Recovery is an operation of its
+// own.
 type explorer struct {
 	lockDir string
-	// of are the claims' allocations.
-	of   []template
-	seen map[[32]byte]bool
-	// States and transitions are counted.
+	// templates are the kinds of the claims. Each gives one claim its allocation.
+	templates []template
+	seen      map[[32]byte]bool
+	// states and transitions count the saved states and the runs of operations so far.
 	states, transitions int
-	broken              []string
+	violations          []string
 }
 
-// moment is a state of the world, in which nothing is under way.
-type moment struct {
+// savedState is a copy of the simulated node and its claims, taken when no call is in flight.
+type savedState struct {
 	node   *node
 	specs  *inMemory
 	claims []claim
 	how    string
 }
 
-// operation is what the world can be asked for.
+// operation is one thing that a plugin process can do, such as preparing a certain claim.
 type operation struct {
 	name string
-	// can says whether the kubelet, or the plugin itself, would do so now.
-	can func(s *schedule) bool
-	do  func(s *schedule, p *process)
+	// possible reports whether the kubelet or the plugin would start this operation in the schedule's
+	// current state.
+	possible func(s *schedule) bool
+	do       func(s *schedule, p *process)
 }
 
-// world is the state again, in which something can be done.
-func (e *explorer) world(m *moment) *schedule {
-	w := &world{node: m.node.clone(), specs: m.specs.clone(), lockDir: e.lockDir, points: newPoints(), written: func(string) bool { return false }, restored: func(*gpu) bool { return false }}
+// world returns a schedule that begins with a copy of saved state m, so that operations run there
+// do not change m.
+func (e *explorer) world(m *savedState) *schedule {
+	w := &world{
+		node: m.node.clone(), specs: m.specs.clone(), lockDir: e.lockDir, faultPoints: newFaultPoints(),
+		nameSurvives:  func(string) bool { return false },
+		adminRestores: func(*gpu) bool { return false },
+	}
 	for _, c := range m.claims {
 		w.claims = append(w.claims, &c)
 	}
 	return &schedule{world: w, dice: newDice(1), coverage: NewCoverage(), ended: make(chan ending, 100)}
 }
 
-func (s *schedule) moment(how string) *moment {
-	m := &moment{node: s.node, specs: s.specs.(*inMemory), how: how} //nolint:forcetypeassert // the explorer's worlds have no other
+func (s *schedule) savedState(how string) *savedState {
+	//nolint:forcetypeassert // the explorer's worlds have no other type
+	m := &savedState{node: s.node, specs: s.specs.(*inMemory), how: how}
 	for _, c := range s.claims {
 		m.claims = append(m.claims, *c)
 	}
@@ -65,7 +74,7 @@ func (n *node) clone() *node {
 	c.gpus = make([]*gpu, len(n.gpus))
 	for i, g := range n.gpus {
 		copied := *g
-		copied.instances, copied.theirs = maps.Clone(g.instances), maps.Clone(g.theirs)
+		copied.instances, copied.adminInstances = maps.Clone(g.instances), maps.Clone(g.adminInstances)
 		c.gpus[i] = &copied
 	}
 	return &c
@@ -73,8 +82,9 @@ func (n *node) clone() *node {
 
 func (s *inMemory) clone() *inMemory { return &inMemory{maps.Clone(s.claims), s.based} }
 
-// hash is the same for states that cannot be told apart.
-func (m *moment) hash() ([32]byte, error) {
+// hash returns a digest of the state. Two states have the same digest if the plugin would behave
+// the same in both.
+func (m *savedState) hash() ([32]byte, error) {
 	type card struct {
 		On                  bool
 		Instances           any
@@ -94,20 +104,22 @@ func (m *moment) hash() ([32]byte, error) {
 		Boots           int
 	}{visible, synced, nil, m.node.daemons, m.node.snapshot, m.specs.claims, m.specs.based, nil, m.node.boots}
 	for _, g := range m.node.gpus {
-		state.Cards = append(state.Cards, card{g.on, g.instances, g.mode, g.slice, g.theirs, g.lost, g.recut, g.disturbed})
+		state.Cards = append(state.Cards, card{
+			g.migEnabled, g.instances, g.mode, g.slice, g.adminInstances, g.lost, g.restoredAtBoot, g.disturbed,
+		})
 	}
 	for _, c := range m.claims {
-		state.Claims = append(state.Claims, fmt.Sprint(c.phase, c.unspecified, c.isReserved()))
+		state.Claims = append(state.Claims, fmt.Sprint(c.phase, c.specMayBeGone, c.isReserved()))
 	}
 	raw, err := json.Marshal(state)
 	return sha256.Sum256(raw), err
 }
 
-func (e *explorer) start() *moment {
-	n := newNode(len(e.of[0].results([]string{"a", "b"})))
+func (e *explorer) start() *savedState {
+	n := newNode(len(e.templates[0].results([]string{"a", "b"})))
 	gpus := []string{n.gpus[0].name(), n.gpus[len(n.gpus)-1].name()}
-	m := &moment{node: n, specs: &inMemory{claims: map[types.UID][]specs.Device{}}, how: "the start"}
-	for i, t := range e.of {
+	m := &savedState{node: n, specs: &inMemory{claims: map[types.UID][]specs.Device{}}, how: "the start"}
+	for i, t := range e.templates {
 		c := claim{name: fmt.Sprintf("c%d", i), uid: types.UID(fmt.Sprintf("uid-c%d", i)), phase: idle}
 		c.uids = []types.UID{c.uid}
 		c.allocate(t, gpus)
@@ -116,10 +128,10 @@ func (e *explorer) start() *moment {
 	return m
 }
 
-// operations are all that there are.
+// operations returns every operation that the explorer tries.
 func (e *explorer) operations() []operation {
 	var all []operation
-	for i := range e.of {
+	for i := range e.templates {
 		all = append(all,
 			operation{fmt.Sprintf("Prepare c%d", i), func(s *schedule) bool { return s.claims[i].phase != leaving },
 				func(s *schedule, _ *process) { s.claims[i].reserve(); s.prepare(s.claims[i]) }},
@@ -128,27 +140,28 @@ func (e *explorer) operations() []operation {
 	}
 	always := func(*schedule) bool { return true }
 	return append(all,
-		operation{"put in order", always, func(s *schedule, p *process) { s.does(p, "puts in order", p.Recover, func(error) {}) }},
-		operation{"compare", always, func(s *schedule, p *process) {
-			s.does(p, "compares", p.Reconcile, func(err error) {
+		operation{"recover", always, func(s *schedule, p *process) { s.runTask(p, "recovers", p.Recover, func(error) {}) }},
+		operation{"reconcile", always, func(s *schedule, p *process) {
+			s.runTask(p, "reconciles", p.Reconcile, func(err error) {
 				if err == nil && len(s.living) == 1 {
-					s.compared()
+					s.checkReconciled()
 				}
 			})
 		}},
-		operation{"the inventory looks", always, func(s *schedule, _ *process) { s.scan() }},
-		operation{"GPU reset", func(s *schedule) bool { return s.gpus[0].disturbed == 0 }, func(s *schedule, _ *process) { s.reset(s.gpus[0]); s.scan() }},
+		operation{"the inventory scans", always, func(s *schedule, _ *process) { s.scan() }},
+		operation{"GPU reset", func(s *schedule) bool { return s.gpus[0].disturbed == 0 },
+			func(s *schedule, _ *process) { s.reset(s.gpus[0]); s.scan() }},
 	)
 }
 
-// begin starts a process that does the operation.
+// begin starts a new plugin process, which runs the operation.
 func (s *schedule) begin(o operation) *process {
-	s.calm = true
+	s.noFaults = true
 	p := s.newProcess()
 	if err := p.open(); err != nil {
-		s.breaks("a process does not start: %v", err)
+		s.violates("the plugin does not start: %v", err)
 	}
-	s.calm = false
+	s.noFaults = false
 	for _, other := range s.living {
 		other.ready = other == p
 	}
@@ -157,43 +170,46 @@ func (s *schedule) begin(o operation) *process {
 	return p
 }
 
-// once does the operation, and lets a fault meet it at its n-th point. It is false if there was none, or the fault cannot happen there.
-func (s *schedule) once(o operation, n int, f fault) (met bool) {
+// runWithFault runs the operation and injects fault f at its n-th fault point. The result met is
+// false if the operation has fewer fault points, or if f cannot interrupt the n-th.
+func (s *schedule) runWithFault(o operation, n int, f fault) (met bool) {
 	s.begin(o)
-	for points := 1; s.underWay() > 0; {
-		at := s.points.settled()
+	for points := 1; s.inFlight() > 0; {
+		at := s.faultPoints.blocked()
 		switch {
 		case s.reap():
 		case len(at) == 0:
-			<-s.points.event
+			<-s.faultPoints.event
 		case points != n:
-			s.meet(at[0], none)
+			s.inject(at[0], none)
 			points++
 		default:
 			points++
-			if met = slices.Contains(at[0].step.can(), f); !met {
+			if met = slices.Contains(at[0].step.possible(), f); !met {
 				f = none
 			}
-			s.meet(at[0], f)
+			s.inject(at[0], f)
 		}
 	}
 	s.reap()
 	return met
 }
 
-// ends are the ways in which an operation is ended at a point. A kill after a point is one before the next.
-var ends = []fault{killBefore, killWithin, cutBefore, fails, lostAnswer}
+// faultsTried are the faults with which the explorer interrupts an operation. A kill after a fault
+// point is not among them, because it equals a kill before the next fault point.
+var faultsTried = []fault{killBefore, killWithin, cutBefore, fails, lostAnswer}
 
-// from goes on from a state, and returns the states that were not seen before.
-func (e *explorer) from(m *moment) []*moment {
-	var next []*moment
+// successors runs every operation from state m, without a fault and with every fault at every fault
+// point. It returns the states that were not seen before.
+func (e *explorer) successors(m *savedState) []*savedState {
+	var next []*savedState
 	for _, o := range e.operations() {
-		if !o.can(e.world(m)) {
+		if !o.possible(e.world(m)) {
 			continue
 		}
 		points := 0
 		next = e.try(next, m, o.name, func(s *schedule) bool {
-			s.once(o, 0, none)
+			s.runWithFault(o, 0, none)
 			for _, line := range s.trace {
 				if line.step != "" {
 					points++
@@ -202,26 +218,30 @@ func (e *explorer) from(m *moment) []*moment {
 			return true
 		})
 		for n := 1; n <= points; n++ {
-			for _, f := range ends {
-				next = e.try(next, m, fmt.Sprintf("%s, %s at point %d", o.name, f, n), func(s *schedule) bool { return s.once(o, n, f) })
+			for _, f := range faultsTried {
+				how := fmt.Sprintf("%s, %s at point %d", o.name, f, n)
+				next = e.try(next, m, how, func(s *schedule) bool { return s.runWithFault(o, n, f) })
 			}
-			next = e.try(next, m, fmt.Sprintf("%s, %s at point %d, and the disk has all", o.name, cutBefore, n), func(s *schedule) bool {
-				s.written = func(string) bool { return true }
-				return s.once(o, n, cutBefore)
+			how := fmt.Sprintf("%s, %s at point %d", o.name, cutBefore, n)
+			next = e.try(next, m, how+", and the disk has all names", func(s *schedule) bool {
+				s.nameSurvives = func(string) bool { return true }
+				return s.runWithFault(o, n, cutBefore)
 			})
-			next = e.try(next, m, fmt.Sprintf("%s, %s at point %d, and an admin cuts again what was there", o.name, cutBefore, n), func(s *schedule) bool {
-				s.restored = func(*gpu) bool { return true }
-				return s.once(o, n, cutBefore)
+			next = e.try(next, m, how+", and an admin restores the instances", func(s *schedule) bool {
+				s.adminRestores = func(*gpu) bool { return true }
+				return s.runWithFault(o, n, cutBefore)
 			})
 		}
 	}
 	return next
 }
 
-// try goes one way, and looks at where it leads.
-func (e *explorer) try(next []*moment, m *moment, how string, does func(*schedule) bool) []*moment {
+// try copies state m, runs task on the copy, and adds a violation if an invariant is broken
+// afterwards. If no earlier task led to the resulting state, try appends that to next. how
+// describes the task in messages.
+func (e *explorer) try(next []*savedState, m *savedState, how string, task func(*schedule) bool) []*savedState {
 	s := e.world(m)
-	if len(e.broken) > 0 || !does(s) {
+	if len(e.violations) > 0 || !task(s) {
 		return next
 	}
 	e.transitions++
@@ -229,38 +249,38 @@ func (e *explorer) try(next []*moment, m *moment, how string, does func(*schedul
 		s.kill(p)
 	}
 	s.dead, s.trace = nil, s.trace[:0:0]
-	s.quiet()
-	after := s.moment(m.how + "; " + how)
+	s.checkIdle()
+	after := s.savedState(m.how + "; " + how)
 	hash, err := after.hash()
 	if err != nil {
-		s.breaks("tell the state: %v", err)
+		s.violates("hash the state: %v", err)
 	}
-	if len(s.broken) == 0 && !e.seen[hash] {
+	if len(s.violations) == 0 && !e.seen[hash] {
 		e.seen[hash] = true
 		e.states++
 		next = append(next, after)
 		last := e.world(after)
-		last.settle(last.uids())
-		s.broken = last.broken
+		last.finalChecks(last.uids())
+		s.violations = last.violations
 	}
-	for _, b := range s.broken {
-		e.broken = append(e.broken, fmt.Sprintf("%s: %s", after.how, b))
+	for _, b := range s.violations {
+		e.violations = append(e.violations, fmt.Sprintf("%s: %s", after.how, b))
 	}
 	return next
 }
 
-// explore goes as many operations deep.
-func (e *explorer) explore(ctx context.Context, depth int) []*moment {
+// explore returns all states that at most depth operations lead to from the initial state.
+func (e *explorer) explore(ctx context.Context, depth int) []*savedState {
 	e.seen = map[[32]byte]bool{}
-	level := []*moment{e.start()}
+	level := []*savedState{e.start()}
 	all := level
 	for range depth {
-		var next []*moment
+		var next []*savedState
 		for _, m := range level {
-			if ctx.Err() != nil || len(e.broken) > 0 {
+			if ctx.Err() != nil || len(e.violations) > 0 {
 				return all
 			}
-			next = append(next, e.from(m)...)
+			next = append(next, e.successors(m)...)
 		}
 		level = next
 		all = append(all, next...)
@@ -268,81 +288,92 @@ func (e *explorer) explore(ctx context.Context, depth int) []*moment {
 	return all
 }
 
-// quietest are the states without any fault on the way, in which each claim is idle or prepared: from these pairs of operations are begun.
-func (e *explorer) quietest(all []*moment) []*moment {
-	return slices.DeleteFunc(slices.Clone(all), func(m *moment) bool {
-		plain := !strings.Contains(m.how, " at point ") && !strings.Contains(m.how, "reset") && !strings.Contains(m.how, "inventory")
-		return !plain || slices.ContainsFunc(m.claims, func(c claim) bool { return c.phase != idle && c.phase != prepared })
+// calmStates returns those states that were reached without a fault and in which every claim is
+// idle or prepared. The explorer tries pairs of operations only from these.
+func (e *explorer) calmStates(all []*savedState) []*savedState {
+	return slices.DeleteFunc(slices.Clone(all), func(m *savedState) bool {
+		for _, disturbance := range []string{" at point ", "reset", "inventory"} {
+			if strings.Contains(m.how, disturbance) {
+				return true
+			}
+		}
+		return slices.ContainsFunc(m.claims, func(c claim) bool { return c.phase != idle && c.phase != prepared })
 	})
 }
 
-// pairs lets two instances do an operation each, at the same time, from a state: the one goes on to a point, the other as far as it can, then the one to its
-// end, and the other. killed says that the one is killed in the place of going on.
-func (e *explorer) pairs(m *moment) {
+// pairs runs every pair of operations in two plugin instances at the same time, from state m. It
+// runs each pair twice, and the second time kills the first instance when the second one has done
+// its part.
+func (e *explorer) pairs(m *savedState) {
 	all := e.operations()
 	for _, a := range all {
 		for _, b := range all {
-			if a.name == b.name && a.name != "compare" || !a.can(e.world(m)) || !b.can(e.world(m)) {
+			if a.name == b.name && a.name != "reconcile" || !a.possible(e.world(m)) || !b.possible(e.world(m)) {
 				continue
 			}
 			for _, killed := range []bool{false, true} {
-				e.turns(m, a, b, killed)
+				e.pair(m, a, b, killed)
 			}
 		}
 	}
 }
 
-func (e *explorer) turns(m *moment, a, b operation, killed bool) {
-	for i, reached := 0, true; reached && len(e.broken) == 0; i++ {
-		e.try(nil, m, fmt.Sprintf("%s to point %d, %s to its end, killed: %v", a.name, i, b.name, killed), func(s *schedule) bool {
-			reached = s.beside(a, b, i, killed)
+func (e *explorer) pair(m *savedState, a, b operation, killed bool) {
+	for i, reached := 0, true; reached && len(e.violations) == 0; i++ {
+		how := fmt.Sprintf("%s to point %d, %s to its end, killed: %v", a.name, i, b.name, killed)
+		e.try(nil, m, how, func(s *schedule) bool {
+			reached = s.interleave(a, b, i, killed)
 			return true
 		})
 	}
 }
 
-// beside says whether the one came to its point. The other goes as far as the one's locks let it.
-func (s *schedule) beside(a, b operation, i int, killed bool) (reached bool) {
+// interleave runs operation a to its i-th fault point, then b as far as a's locks allow. If killed
+// is set, it then kills the process of a. Finally it runs all that is left. The result reached is
+// false if a has fewer than i fault points.
+func (s *schedule) interleave(a, b operation, i int, killed bool) (reached bool) {
 	one := s.begin(a)
-	reached = s.only(one, i)
+	reached = s.runOnly(one, i)
 	other := s.begin(b)
-	s.only(other, -1)
+	s.runOnly(other, -1)
 	if killed {
 		s.kill(one)
 	}
-	s.only(one, -1)
-	s.only(other, -1)
-	s.rest()
+	s.runOnly(one, -1)
+	s.runOnly(other, -1)
+	s.runRest()
 	return reached
 }
 
-// only lets one process go on, for so many points or to its end. It is false if it has ended before, or waits for the other.
-func (s *schedule) only(p *process, points int) bool {
+// runOnly resumes only process p until it has passed the given number of fault points, or as far as
+// possible if that number is negative. It returns false if p ends earlier or waits for another
+// process.
+func (s *schedule) runOnly(p *process, points int) bool {
 	for points != 0 {
-		at := s.points.settled()
+		at := s.faultPoints.blocked()
 		if s.reap() {
 			continue
 		}
-		i := slices.IndexFunc(at, func(w *point) bool { return w.process == p })
+		i := slices.IndexFunc(at, func(w *faultPoint) bool { return w.process == p })
 		if i < 0 {
 			return false
 		}
-		s.meet(at[i], none)
+		s.inject(at[i], none)
 		points--
 	}
 	return true
 }
 
-// rest lets both go on to their ends.
-func (s *schedule) rest() {
-	for s.underWay() > 0 {
-		at := s.points.settled()
+// runRest runs all processes until no call is in flight.
+func (s *schedule) runRest() {
+	for s.inFlight() > 0 {
+		at := s.faultPoints.blocked()
 		switch {
 		case s.reap():
 		case len(at) > 0:
-			s.meet(at[0], none)
+			s.inject(at[0], none)
 		default:
-			<-s.points.event
+			<-s.faultPoints.event
 		}
 	}
 	s.reap()

@@ -10,9 +10,9 @@ import (
 	"testing/synctest"
 )
 
-var depth = flag.Int("depth", 1, "how many operations deep the small worlds are explored")
+var depth = flag.Int("depth", 1, "number of operations after which the explorer stops")
 
-// smallWorlds are two claims each.
+// smallWorlds has one entry for each exploration: the kinds of its two claims.
 var smallWorlds = [][]string{
 	{"partition", "other partition"},
 	{"partition", "whole"},
@@ -29,11 +29,11 @@ func named(t *testing.T, name string) template {
 			return k
 		}
 	}
-	t.Fatalf("there are no claims of kind %q", name)
+	t.Fatalf("no claims of kind %q", name)
 	return template{}
 }
 
-func TestExploreEveryWayThatASmallWorldCanGo(t *testing.T) {
+func TestExploreSmallWorlds(t *testing.T) {
 	for _, names := range smallWorlds {
 		t.Run(strings.Join(names, " and "), func(t *testing.T) {
 			locks := filepath.Join(base(t), "locks")
@@ -43,17 +43,17 @@ func TestExploreEveryWayThatASmallWorldCanGo(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				e := &explorer{lockDir: locks}
 				for _, name := range names {
-					e.of = append(e.of, named(t, name))
+					e.templates = append(e.templates, named(t, name))
 				}
 				all := e.explore(context.Background(), *depth)
 				alone := e.transitions
-				for _, m := range e.quietest(all) {
+				for _, m := range e.calmStates(all) {
 					e.pairs(m)
 				}
-				for _, b := range e.broken {
+				for _, b := range e.violations {
 					t.Errorf("the explorer found: %s", b)
 				}
-				t.Logf("%d states by %d ways of one instance, and %d ways of two", e.states, alone, e.transitions-alone)
+				t.Logf("%d states, %d transitions of one instance, %d of two", e.states, alone, e.transitions-alone)
 			})
 		})
 	}

@@ -8,9 +8,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// finish lets everything work again, and gives everything back.
+// finish stops injecting faults and lets all calls end. It then kills the plugins and runs
+// [world.finalChecks].
 func (s *schedule) finish() {
-	s.writes, s.trouble, s.absent, s.favour = 0, 0, false, favour{}
+	s.lastingWrites, s.faultPercent, s.absent, s.bias = 0, 0, false, bias{}
 	seldomWas := s.chance(50)
 	if seldomWas {
 		for _, p := range slices.Clone(s.living) {
@@ -21,14 +22,14 @@ func (s *schedule) finish() {
 	for _, p := range slices.Clone(s.living) {
 		s.kill(p)
 	}
-	s.quiet()
+	s.checkIdle()
 	if slices.ContainsFunc(s.gpus, func(g *gpu) bool { return g.lost }) {
 		if s.chance(50) {
 			s.powerCut()
 		}
 	}
-	s.calm = true
-	s.settle(s.uids())
+	s.noFaults = true
+	s.finalChecks(s.uids())
 }
 
 func (s *schedule) uids() []types.UID {
@@ -39,74 +40,77 @@ func (s *schedule) uids() []types.UID {
 	return uids
 }
 
-// settle is a new plugin on a node on which everything works.
-func (w *world) settle(uids []types.UID) {
-	w.calm = true
+// finalChecks starts a new plugin on a node without faults and unprepares all claims. It adds a
+// violation if anything of the plugin is left on the node or if a GPU cannot be prepared again.
+func (w *world) finalChecks(uids []types.UID) {
+	w.noFaults = true
 	w.scan()
 	lost := slices.ContainsFunc(w.gpus, func(g *gpu) bool { return g.lost })
 	p := w.newProcess()
 	if err := p.open(); err != nil {
-		w.breaks("the last plugin does not start: %v", err)
+		w.violates("the plugin does not start after all faults: %v", err)
 		return
 	}
 	if err := p.Recover(p.ctx); err != nil {
-		w.breaks("the last plugin does not recover: %v", err)
+		w.violates("the plugin does not recover after all faults: %v", err)
 	}
 	err := p.Reconcile(p.ctx)
 	w.scan()
 	if err == nil && !lost {
-		w.compared()
+		w.checkReconciled()
 	}
-	if err := p.giveBackGone(p.ctx); err != nil && !lost {
-		w.breaks("the last look for claims that are gone: %v", err)
+	if err := p.collectClaims(p.ctx); err != nil && !lost {
+		w.violates("garbage collection after all faults: %v", err)
 	}
 	if !lost {
-		w.noneGone()
+		w.checkNoOrphans()
 	}
-	w.canBePrepared(p)
-	w.note("all claims are given back")
+	w.checkPreparable(p)
+	w.note("all claims are unprepared")
 	for _, uid := range uids {
 		if err := p.Unprepare(p.ctx, uid); err != nil {
-			w.breaks("claim %s cannot be given back: %v", uid, err)
+			w.violates("claim %s cannot be unprepared: %v", uid, err)
 			continue
 		}
-		w.gone(uid)
+		w.checkUnprepared(uid)
 	}
 	if err := p.Reconcile(p.ctx); err != nil {
-		w.breaks("the last comparison: %v", err)
+		w.violates("reconciliation after all claims are unprepared: %v", err)
 	}
-	w.empty()
+	w.checkEmpty()
 	w.scan()
 	for _, g := range w.gpus {
 		if !g.lost && len(g.instances) == 0 {
-			w.hadAgain(p.ctx, p, g.name())
+			w.checkReusable(p.ctx, p, g.name())
 		}
 	}
-	w.wholeAgain(p)
-	w.empty()
+	w.checkModesOff(p)
+	w.checkEmpty()
 	p.end()
 }
 
-// wholeAgain makes sure that no card is left in a MIG mode of ours where nothing is cut, and that
-// an admin's mode stays.
-func (w *world) wholeAgain(p *process) {
+// checkModesOff adds a violation if the plugin leaves MIG mode enabled that it had enabled itself
+// on a GPU without MIG instances, or if it disables the MIG mode of a GPU on which an admin uses
+// MIG.
+func (w *world) checkModesOff(p *process) {
 	for _, g := range w.snapshot.Node.GPUs {
 		card := w.gpu(g.WholeName())
-		theirs := card.on && !card.ours
-		if _, err := p.ModeOff(p.ctx, g.GPU); err != nil {
-			w.breaks("the MIG mode of %s is not turned off: %v", card.name(), err)
+		isAdmins := card.migEnabled && !card.modeIsOurs
+		if _, err := p.DisableUnusedMIGMode(p.ctx, g.GPU); err != nil {
+			w.violates("disable the MIG mode of %s: %v", card.name(), err)
 		}
-		if card.on && card.ours && len(card.instances) == 0 {
-			w.breaks("%s is left in MIG mode, which the plugin turned on", card.name())
+		if card.migEnabled && card.modeIsOurs && len(card.instances) == 0 {
+			w.violates("%s is left in MIG mode, which the plugin enabled", card.name())
 		}
-		if theirs && !card.on {
-			w.breaks("the MIG mode of %s was turned off, which an admin uses", card.name())
+		if isAdmins && !card.migEnabled {
+			w.violates("the plugin disabled the MIG mode of %s, which an admin uses", card.name())
 		}
 	}
 }
 
-// hadAgain makes sure that a GPU can be prepared, as a whole and in part.
-func (w *world) hadAgain(ctx context.Context, p *process, gpu string) {
+// checkReusable prepares a claim for the whole GPU, and then one for a partition of it. It adds a
+// violation if one of them fails.
+func (w *world) checkReusable(ctx context.Context, p *process, gpu string) {
 	for _, t := range templates {
 		if t.name != "partition" && t.name != "whole" {
 			continue
@@ -114,12 +118,12 @@ func (w *world) hadAgain(ctx context.Context, p *process, gpu string) {
 		c := &claim{name: "again", uid: types.UID(fmt.Sprintf("uid-again-%s", gpu))}
 		c.allocate(t, []string{gpu})
 		if _, err := p.Prepare(ctx, c.now); err != nil {
-			w.breaks("%s cannot be had again as %s: %v", gpu, t.name, err)
-		} else if err := w.promised(c.now); err != nil {
-			w.breaks("%s cannot be had again as %s: %v", gpu, t.name, err)
+			w.violates("%s cannot be prepared again as %s: %v", gpu, t.name, err)
+		} else if err := w.usable(c.now); err != nil {
+			w.violates("%s cannot be prepared again as %s: %v", gpu, t.name, err)
 		}
 		if err := p.Unprepare(ctx, c.uid); err != nil {
-			w.breaks("%s cannot be given back: %v", gpu, err)
+			w.violates("a claim for %s cannot be unprepared: %v", gpu, err)
 		}
 		w.scan()
 	}

@@ -20,52 +20,61 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 )
 
-// What must hold:
+// These are the invariants that the schedules check:
 //
-//  1. No device is held twice: of two claims that the kubelet was told are prepared, no two devices exclude each other, and of
-//     no device more memory is held than it has.
-//  2. No success without durable state: what an answer promises is there, and would be after a power cut: record, specs, partition, settings, daemon.
-//     A claim of which it was said that it is given back is in no file any more.
-//  3. A success stays true: a prepared claim keeps its record, and its spec unless something took it that only a comparison can bring back.
-//  4. Nothing of anyone else is changed: an admin's instance is not removed, what was set before is set again.
-//  5. No leak: when everything works again and all claims were given back, there are no records, specs, holders, instances or daemons, and nobody holds a lock.
-//  6. Every claim can be given back, and every device be had again.
+//  1. No device belongs to two claims. No two devices of prepared claims exclude each other, and
+//     the claims of a device hold no more memory than it has.
+//  2. No success without durable state. What a successful Prepare promises exists, and survives a
+//     power cut: record, specs, partition, settings, daemon. After a successful Unprepare no file
+//     names the claim.
+//  3. A success stays true. A prepared claim keeps its record. It keeps its spec, except after an
+//     event whose damage only reconciliation repairs.
+//  4. Nothing changes that belongs to an admin. The plugin destroys no MIG instance of an admin,
+//     and restores the settings that an admin had made.
+//  5. No leak. After all faults, when every claim is unprepared, there are no records, specs,
+//     holder files (which list the claims that share a setting), MIG instances, daemons or locks.
+//  6. Every claim can be unprepared, and every device can be prepared again.
 
-// before is how often each card and the supervisor were disturbed so far.
+// disturbances returns how often each GPU lost its state so far and, as the last element, how often
+// the MPS supervisor died. If two results are equal, no GPU and no MPS daemon was disturbed in
+// between.
 func (w *world) disturbances() []int {
 	var all []int
 	for _, g := range w.gpus {
 		all = append(all, g.disturbed)
 	}
-	return append(all, w.supervisors)
+	return append(all, w.supervisorDeaths)
 }
 
-// files is the plugin's state as it is on a disk, past the plugin.
+// files opens the plugin's state directory on the simulated disk, without fault points.
 func files(disk durable.FS) (*checkpoint.Store, error) { return checkpoint.Open(state, disk) }
 
-// answered looks at a Prepare that has succeeded, in the moment in which it did.
-func (w *world) answered(k *call) {
+// checkPrepared runs when Prepare has just succeeded. It adds a violation if the claim's checkpoint
+// record would not survive a power cut, if another claim excludes its devices, or if a container
+// would not get them.
+func (w *world) checkPrepared(k *call) {
 	after := w.disk.Clone()
 	after.PowerCut()
-	w.isPrepared(after, k.of)
+	w.checkRecord(after, k.object)
 	for _, other := range w.claims {
 		if other == k.claim || other.phase != prepared {
 			continue
 		}
-		if both := w.conflict(k.of, other.got); both != "" {
-			w.breaks("%s are held twice: by claims %s and %s", both, k.claim.name, other.name)
+		if both := w.conflict(k.object, other.got); both != "" {
+			w.violates("devices %s exclude each other, but claims %s and %s hold them", both, k.claim.name, other.name)
 		}
 	}
-	w.fits(k.claim, k.of)
-	if slices.Equal(k.before, w.disturbances()) {
-		if err := w.promised(k.of); err != nil {
-			w.breaks("claim %s was said to be prepared: %v", k.claim.name, err)
+	w.checkMemory(k.claim, k.object)
+	if slices.Equal(k.disturbed, w.disturbances()) {
+		if err := w.usable(k.object); err != nil {
+			w.violates("Prepare of claim %s succeeded, but its containers lack something: %v", k.claim.name, err)
 		}
 	}
 }
 
-// fits makes sure that a claim which is prepared leaves the others what they hold.
-func (w *world) fits(c *claim, of *resourceapi.ResourceClaim) {
+// checkMemory adds a violation if claim c and the prepared claims together hold more memory of a
+// device than the device has. The parameter of is the API object of c.
+func (w *world) checkMemory(c *claim, of *resourceapi.ResourceClaim) {
 	var held []*resourceapi.ResourceClaim
 	for _, other := range w.claims {
 		if other != c && other.phase == prepared {
@@ -73,20 +82,21 @@ func (w *world) fits(c *claim, of *resourceapi.ResourceClaim) {
 		}
 	}
 	if much := w.overfull(of, held); much != "" {
-		w.breaks("claims that are prepared, %s among them, hold %s", c.name, much)
+		w.violates("prepared claims, among them %s, hold too much memory: %s", c.name, much)
 	}
 }
 
-// isPrepared makes sure of a claim's record.
-func (w *world) isPrepared(disk *durabletest.Disk, c *resourceapi.ResourceClaim) {
+// checkRecord adds a violation unless the disk has a checkpoint record of the claim with the
+// claim's devices.
+func (w *world) checkRecord(disk *durabletest.Disk, c *resourceapi.ResourceClaim) {
 	store, err := files(disk)
 	if err != nil {
-		w.breaks("open the state: %v", err)
+		w.violates("open the state: %v", err)
 		return
 	}
 	r, found, err := store.Load(c.UID)
 	if err != nil || !found || r.State != checkpoint.Prepared || !sameDevices(r, c) {
-		w.breaks("claim %s is prepared, and its record on the disk is %v, %s, %v: %v", c.Name, found, r.State, r.Devices, err)
+		w.violates("prepared claim %s: record found: %v, its state %q, its devices %v: %v", c.Name, found, r.State, r.Devices, err)
 	}
 }
 
@@ -95,30 +105,33 @@ func sameDevices(r checkpoint.Record, c *resourceapi.ResourceClaim) bool {
 }
 
 func sameAs(d checkpoint.Device, want result) bool {
-	return d.Request == want.Request && d.Device == want.Device && d.AdminAccess == ptr.Deref(want.AdminAccess, false) && ptr.Deref(d.ShareID, "") == ptr.Deref(want.ShareID, "")
+	return d.Request == want.Request && d.Device == want.Device &&
+		d.AdminAccess == ptr.Deref(want.AdminAccess, false) && ptr.Deref(d.ShareID, "") == ptr.Deref(want.ShareID, "")
 }
 
-// promised makes sure that a container of the claim would get what the claim was allocated.
-func (w *world) promised(c *resourceapi.ResourceClaim) error {
+// usable returns an error unless a container of claim c would get all devices that are allocated to
+// c.
+func (w *world) usable(c *resourceapi.ResourceClaim) error {
 	if !w.specs.hasBase() {
-		return errors.New("there is no base spec")
+		return errors.New("there is no base CDI spec")
 	}
 	spec, err := w.specs.of(c.UID)
 	if err != nil || spec == nil {
-		return fmt.Errorf("it has no spec: %w", err)
+		return fmt.Errorf("the claim has no CDI spec: %w", err)
 	}
 	var errs []error
 	for _, r := range results(c) {
-		errs = append(errs, w.has(c, r, spec))
+		errs = append(errs, w.deviceUsable(c, r, spec))
 	}
 	return errors.Join(errs...)
 }
 
-// has makes sure of one device.
-func (w *world) has(c *resourceapi.ResourceClaim, r result, spec []specs.Device) error {
+// deviceUsable returns an error unless a container of claim c would get the allocated device r.
+// spec is the claim's CDI spec.
+func (w *world) deviceUsable(c *resourceapi.ResourceClaim, r result, spec []specs.Device) error {
 	i := slices.IndexFunc(spec, func(d specs.Device) bool { return d.Name == cdi.ClaimDeviceName(c.UID, r.Device, r.ShareID) })
 	if i < 0 {
-		return fmt.Errorf("device %s is not in its spec", r.Device)
+		return fmt.Errorf("device %s is not in the claim's CDI spec", r.Device)
 	}
 	name, ok := device.ParseName(r.Device)
 	g := w.gpu(name.GPU)
@@ -126,7 +139,7 @@ func (w *world) has(c *resourceapi.ResourceClaim, r result, spec []specs.Device)
 		return fmt.Errorf("device %s does not exist", r.Device)
 	}
 	admin := ptr.Deref(r.AdminAccess, false)
-	uuid, err := w.given(g, name, r.Device, admin, spec[i].ContainerEdits)
+	uuid, err := w.checkEdits(g, name, r.Device, admin, spec[i].ContainerEdits)
 	if err != nil || admin {
 		return err
 	}
@@ -138,23 +151,25 @@ func (w *world) has(c *resourceapi.ResourceClaim, r result, spec []specs.Device)
 			id = string(c.UID) + "-0"
 		}
 		if d, runs := w.daemons[id]; !runs || !slices.Contains(d.Devices, uuid) {
-			return fmt.Errorf("no daemon %s runs over %s (%v)", id, uuid, d.Devices)
+			return fmt.Errorf("no MPS daemon %s serves device %s (it serves %v)", id, uuid, d.Devices)
 		}
 		if name.Partition == nil && g.mode != device.ComputeExclusiveProcess {
 			return fmt.Errorf("compute mode of %s is %s", g.name(), g.mode)
 		}
-	case want == slicing && name.Partition == nil && g.slice != device.TimeSliceLong, want == shorter && name.Partition == nil && g.slice != device.TimeSliceShort:
+	case want == slicing && name.Partition == nil && g.slice != device.TimeSliceLong,
+		want == shorter && name.Partition == nil && g.slice != device.TimeSliceShort:
 		return fmt.Errorf("the time slices of %s are %d", g.name(), g.slice)
 	}
 	return nil
 }
 
-// given makes sure that these edits give the device, and no other.
-func (w *world) given(g *gpu, name device.Name, deviceName string, admin bool, edits specs.ContainerEdits) (uuid string, err error) {
+// checkEdits returns an error unless the CDI edits give a container the named device of GPU g and
+// no other device. Otherwise it returns the device's UUID.
+func (w *world) checkEdits(g *gpu, name device.Name, deviceName string, admin bool, edits specs.ContainerEdits) (uuid string, err error) {
 	want := []string{fmt.Sprintf("/dev/nvidia%d", g.minor)}
 	uuid = g.uuid
-	if name.Partition == nil && g.on && !admin {
-		return "", fmt.Errorf("device %s is a whole GPU, and in MIG mode", deviceName)
+	if name.Partition == nil && g.migEnabled && !admin {
+		return "", fmt.Errorf("device %s is a whole GPU in MIG mode", deviceName)
 	}
 	if name.Partition != nil {
 		found := false
@@ -165,7 +180,7 @@ func (w *world) given(g *gpu, name device.Name, deviceName string, admin bool, e
 			}
 		}
 		if !found {
-			return "", fmt.Errorf("device %s is not there", deviceName)
+			return "", fmt.Errorf("device %s does not exist", deviceName)
 		}
 	}
 	var got []string
@@ -173,49 +188,51 @@ func (w *world) given(g *gpu, name device.Name, deviceName string, admin bool, e
 		got = append(got, n.Path)
 	}
 	if !slices.Equal(got, want) {
-		return "", fmt.Errorf("device %s is %q, and its spec gives %q", deviceName, want, got)
+		return "", fmt.Errorf("device %s has device nodes %q, and its CDI spec names %q", deviceName, want, got)
 	}
 	return uuid, nil
 }
 
-// gone looks at an Unprepare that has succeeded.
-func (w *world) gone(uid types.UID) {
+// checkUnprepared runs when Unprepare has just succeeded. It adds a violation if the claim still
+// has a checkpoint record, is listed in a holder file or has a CDI spec, now or after a power cut.
+func (w *world) checkUnprepared(uid types.UID) {
 	after := w.disk.Clone()
 	after.PowerCut()
 	for when, disk := range map[string]*durabletest.Disk{"now": w.disk.Clone(), "after a power cut": after} {
 		store, err := files(disk)
 		if err != nil {
-			w.breaks("open the state: %v", err)
+			w.violates("open the state: %v", err)
 			return
 		}
 		if _, found, err := store.Load(uid); found || err != nil {
-			w.breaks("claim %s was said to be given back, and has a record %s: %v", uid, when, err)
+			w.violates("unprepared claim %s has a record %s: %v", uid, when, err)
 		}
 		for _, h := range w.holders(store) {
-			// Of a file that could not be read for a moment the next comparison takes the claim.
-			if h.Holds(uid) && !w.blind {
-				w.breaks("claim %s was said to be given back, and holds %s %s", uid, h.Key, when)
+			// If a state file was unreadable, the claim may still be listed in the holder file of a shared
+			// setting. The next reconciliation removes it.
+			if h.HeldBy(uid) && !w.stateUnreadable {
+				w.violates("unprepared claim %s is listed in holder file %s %s", uid, h.Key, when)
 			}
 		}
 	}
 	if spec, err := w.specs.of(uid); spec != nil || err != nil {
-		w.breaks("claim %s was said to be given back, and has a spec: %v", uid, err)
+		w.violates("unprepared claim %s has a CDI spec: %v", uid, err)
 	}
 }
 
 func (w *world) holders(store *checkpoint.Store) []checkpoint.Holder {
 	keys, err := store.Holders()
 	if err != nil {
-		w.breaks("list the holders: %v", err)
+		w.violates("list the holder files: %v", err)
 	}
 	var all []checkpoint.Holder
 	for _, key := range keys {
 		h, _, err := store.Holder(key)
-		if unreadable := new(checkpoint.UnreadableError); w.blind && errors.As(err, &unreadable) {
+		if unreadable := new(checkpoint.UnreadableError); w.stateUnreadable && errors.As(err, &unreadable) {
 			continue
 		}
 		if err != nil {
-			w.breaks("holder %s: %v", key, err)
+			w.violates("holder file %s: %v", key, err)
 			continue
 		}
 		all = append(all, h)
@@ -223,93 +240,100 @@ func (w *world) holders(store *checkpoint.Store) []checkpoint.Holder {
 	return all
 }
 
-// quiet looks at what must hold whenever nothing is under way.
-func (w *world) quiet() {
+// checkIdle adds a violation for each invariant that is broken while no call is in flight, such as
+// a prepared claim without a checkpoint record.
+func (w *world) checkIdle() {
 	for i, c := range w.claims {
 		if c.phase != prepared {
 			continue
 		}
-		w.isPrepared(w.disk, c.got)
-		w.fits(c, c.got)
-		if spec, err := w.specs.of(c.uid); err != nil || spec == nil && !c.unspecified {
-			w.breaks("claim %s is prepared, and its spec is gone: %v", c.name, err)
+		w.checkRecord(w.disk, c.got)
+		w.checkMemory(c, c.got)
+		if spec, err := w.specs.of(c.uid); err != nil || spec == nil && !c.specMayBeGone {
+			w.violates("prepared claim %s has lost its CDI spec: %v", c.name, err)
 		}
-		if !c.unspecified && slices.Equal(c.before, w.disturbances()) {
-			if err := w.promised(c.got); err != nil {
-				w.breaks("claim %s is prepared, and nothing has happened to its devices: %v", c.name, err)
+		if !c.specMayBeGone && slices.Equal(c.disturbed, w.disturbances()) {
+			if err := w.usable(c.got); err != nil {
+				w.violates("prepared claim %s, whose devices nothing disturbed: %v", c.name, err)
 			}
 		}
 		for _, other := range w.claims[:i] {
 			if both := w.conflict(c.got, other.got); other.phase == prepared && both != "" {
-				w.breaks("%s are held twice: by claims %s and %s", both, c.name, other.name)
+				w.violates("devices %s exclude each other, but claims %s and %s hold them", both, c.name, other.name)
 			}
 		}
 	}
-	w.daemonsAreHeld()
-	w.theirsAreThere()
+	w.checkDaemons()
+	w.checkAdminInstances()
 }
 
-// daemonsAreHeld makes sure that each daemon has a file that says who holds it: it is written before the daemon is started, and goes after it. No comparison
-// is needed to end one.
-func (w *world) daemonsAreHeld() {
+// checkDaemons adds a violation if an MPS daemon has no holder file, which lists the claims that
+// use the daemon. The plugin writes that file before it starts the daemon, and removes it after it
+// has stopped the daemon.
+func (w *world) checkDaemons() {
 	store, err := files(w.disk.Clone())
 	if err != nil {
-		w.breaks("open the state: %v", err)
+		w.violates("open the state: %v", err)
 		return
 	}
 	keys, err := store.Holders()
 	if err != nil {
-		w.breaks("list the holders: %v", err)
+		w.violates("list the holder files: %v", err)
 	}
 	for id := range w.daemons {
 		if !slices.Contains(keys, id+"_mps-daemon") {
-			w.breaks("daemon %s runs, and no file says who holds it", id)
+			w.violates("MPS daemon %s runs without a holder file", id)
 		}
 	}
 }
 
-// theirsAreThere makes sure of what admins have cut.
-func (w *world) theirsAreThere() {
+// checkAdminInstances adds a violation if a MIG instance that an admin created was changed or
+// destroyed.
+func (w *world) checkAdminInstances() {
 	for _, g := range w.gpus {
-		for id, cut := range g.theirs {
-			if !reflect.DeepEqual(g.instances[id], cut) {
-				w.breaks("instance %d of %s is not any more as an admin has cut it", id, g.name())
+		for id, created := range g.adminInstances {
+			if !reflect.DeepEqual(g.instances[id], created) {
+				w.violates("MIG instance %d of %s, which an admin created, has changed", id, g.name())
 			}
 		}
 	}
 }
 
-// compared looks at what must hold after a comparison of all, in which nothing went wrong and beside which nothing happened.
-func (w *world) compared() {
+// checkReconciled runs after a reconciliation that nothing disturbed. It adds a violation if a
+// prepared claim cannot be used, or if holder files, MIG instances or MPS daemons are left that
+// belong to no claim.
+func (w *world) checkReconciled() {
 	store, err := files(w.disk.Clone())
 	if err != nil {
-		w.breaks("open the state: %v", err)
+		w.violates("open the state: %v", err)
 		return
 	}
 	for _, c := range w.claims {
-		if c.phase != prepared || c.unspecified && w.isOfEarlierBoot(store, c) {
+		if c.phase != prepared || c.specMayBeGone && w.isOfEarlierBoot(store, c) {
 			continue
 		}
-		c.unspecified = false
-		if err := w.promised(c.got); err != nil {
-			w.breaks("after a comparison: claim %s: %v", c.name, err)
+		c.specMayBeGone = false
+		if err := w.usable(c.got); err != nil {
+			w.violates("after reconciliation: claim %s: %v", c.name, err)
 		}
 	}
-	w.noStrays(store)
-	w.daemonsAreHeld()
+	w.checkNoLeftovers(store)
+	w.checkDaemons()
 }
 
-// isOfEarlierBoot says whether the kubelet has not prepared the claim since the node was started.
+// isOfEarlierBoot reports whether the claim's checkpoint record was written before the node's last
+// boot. It is false if the record cannot be read.
 func (w *world) isOfEarlierBoot(store *checkpoint.Store, c *claim) bool {
 	r, _, err := store.Load(c.uid)
 	return err == nil && r.BootID != w.bootID()
 }
 
-// noStrays makes sure that everything there is belongs to a claim with a record, or to somebody else.
-func (w *world) noStrays(store *checkpoint.Store) {
+// checkNoLeftovers adds a violation if a holder file lists a claim without a checkpoint record, or
+// if a MIG instance belongs neither to a claim with such a record nor to an admin.
+func (w *world) checkNoLeftovers(store *checkpoint.Store) {
 	entries, err := store.List()
 	if err != nil {
-		w.breaks("list the records: %v", err)
+		w.violates("list the records: %v", err)
 		return
 	}
 	recorded := map[types.UID]bool{}
@@ -323,53 +347,57 @@ func (w *world) noStrays(store *checkpoint.Store) {
 	for _, h := range w.holders(store) {
 		for _, c := range h.Claims {
 			if !recorded[c.UID] && h.BootID == w.bootID() {
-				w.breaks("holder %s is held by claim %s, which has no record", h.Key, c.UID)
+				w.violates("holder file %s lists claim %s, which has no record", h.Key, c.UID)
 			}
 		}
 	}
 	for _, g := range w.gpus {
 		for id, in := range g.instances {
 			name := fmt.Sprintf("%s-mig-%d-%d", g.name(), in.ProfileID, in.Placement.Start)
-			if !g.isTheirs(id) && !held[name] && !w.blind {
-				w.breaks("instance %d of %s (%s) is there for nobody", id, g.name(), name)
+			if !g.isAdmins(id) && !held[name] && !w.stateUnreadable {
+				w.violates("MIG instance %d of %s (%s) belongs to no claim", id, g.name(), name)
 			}
 		}
 	}
 }
 
-// empty looks at what must hold when all claims were given back.
-func (w *world) empty() {
+// checkEmpty runs when all claims are unprepared. It adds a violation if a file, CDI spec, MIG
+// instance, MPS daemon or lock of the plugin is left on the node, or if a GPU's compute mode or
+// time slice is not restored.
+func (w *world) checkEmpty() {
 	visible, synced := w.disk.State()
 	for which, there := range map[string]map[string][]byte{"a process": visible, "the disk": synced} {
 		for path := range there {
-			if room := roomOf(path[:strings.LastIndex(path, "/")]); room != "mark" && (room != "quarantine" || !w.blind) {
-				w.breaks("%s is left, as %s sees it", path, which)
+			stateDir := stateDirOf(path[:strings.LastIndex(path, "/")])
+			if stateDir != "mark" && (stateDir != "quarantine" || !w.stateUnreadable) {
+				w.violates("state file %s is left, as %s sees it", path, which)
 			}
 		}
 	}
 	if left := w.specs.files(); len(left) > 0 {
-		w.breaks("specs are left: %q", left)
+		w.violates("CDI specs are left: %q", left)
 	}
 	if held, err := w.heldLocks(); err != nil || len(held) > 0 {
-		w.breaks("locks are held: %q (%v)", held, err)
+		w.violates("locks are held: %q (%v)", held, err)
 	}
 	if len(w.daemons) > 0 {
-		w.breaks("daemons are left: %q", slices.Sorted(maps.Keys(w.daemons)))
+		w.violates("MPS daemons are left: %q", slices.Sorted(maps.Keys(w.daemons)))
 	}
 	for _, g := range w.gpus {
 		if g.lost {
 			continue
 		}
 		for id := range g.instances {
-			if !g.isTheirs(id) && !w.blind {
-				w.breaks("instance %d of %s is left", id, g.name())
+			if !g.isAdmins(id) && !w.stateUnreadable {
+				w.violates("MIG instance %d of %s is left", id, g.name())
 			}
 		}
-		// What was found is not known any more where its file could not be read, and need not be the same after the card has forgotten.
-		asFound := g.slice == foundSlice || g.slice == device.TimeSliceDefault && (w.blind || g.disturbed > 0)
+		// The plugin must restore the time slice that the admin had set. An exception is the default time
+		// slice after an unreadable file or a GPU reset, which lose the admin's setting.
+		asFound := g.slice == initialSlice || g.slice == device.TimeSliceDefault && (w.stateUnreadable || g.disturbed > 0)
 		if g.mode != device.ComputeDefault || !asFound {
-			w.breaks("%s is left with compute mode %s and time slices %d", g.name(), g.mode, g.slice)
+			w.violates("%s is left with compute mode %s and time slices %d", g.name(), g.mode, g.slice)
 		}
 	}
-	w.theirsAreThere()
+	w.checkAdminInstances()
 }

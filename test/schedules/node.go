@@ -15,70 +15,78 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// node is what outlives a process of the plugin: the disk, the GPUs and the MPS daemons.
+// node is the simulated node without the plugin: disk, GPUs and MPS daemons. It outlives the
+// plugin's processes.
 type node struct {
 	disk *durabletest.Disk
 	gpus []*gpu
-	// daemons are those of the supervisor; absent says that there is none.
+	// daemons are the MPS daemons that the supervisor runs, by ID. absent is set when no supervisor
+	// runs.
 	daemons map[string]mps.Daemon
 	absent  bool
-	// supervisors counts how often the daemons were lost with theirs.
-	supervisors int
-	boots       int
-	snapshot    inventory.Snapshot
+	// supervisorDeaths counts how often the MPS supervisor died, and its daemons with it.
+	supervisorDeaths int
+	boots            int
+	snapshot         inventory.Snapshot
 }
 
-// gpu is a card, with the rules of a real one: instances don't overlap, the compute instance goes before the GPU instance, IDs are used again, and the UUIDs
-// of MIG devices follow from them.
+// gpu is a simulated GPU. As on a real one, MIG instances do not overlap, a compute instance is
+// destroyed before its GPU instance, IDs are reused, and the UUIDs of MIG devices follow from the
+// IDs.
 type gpu struct {
-	address device.PCIAddress
-	uuid    string
-	minor   int
-	on      bool
-	// ours says that the plugin turned the mode on, and that no admin has used it since.
-	ours      bool
-	instances map[uint32]device.Instance
-	// theirs are the instances that an admin has cut, by their IDs.
-	theirs map[uint32]device.Instance
-	// recut says that an admin's service has ever cut it when the node started. Claims may have used that, and wait for the service.
-	recut bool
-	mode  device.ComputeMode
-	slice device.TimeSlice
-	lost  bool
-	// disturbed counts what made the card forget.
+	address    device.PCIAddress
+	uuid       string
+	minor      int
+	migEnabled bool
+	// modeIsOurs is set when the plugin enabled the GPU's MIG mode, and no admin has used MIG on this
+	// GPU since.
+	modeIsOurs bool
+	instances  map[uint32]device.Instance
+	// adminInstances are the MIG instances that an admin created, by ID.
+	adminInstances map[uint32]device.Instance
+	// restoredAtBoot is set when an admin's service has restored this GPU's MIG instances at boot.
+	// Claims may use these instances. Prepare of such a claim fails until they exist again.
+	restoredAtBoot bool
+	mode           device.ComputeMode
+	slice          device.TimeSlice
+	lost           bool
+	// disturbed counts the events after which the GPU had lost its state.
 	disturbed int
 }
 
-// foundSlice is what an admin has set before the plugin came.
-const foundSlice = device.TimeSliceMedium
+// initialSlice is the time slice that an admin set before the plugin was installed.
+const initialSlice = device.TimeSliceMedium
 
-// gpuMemory is what three fractions fit into. Of a partition two do.
+// gpuMemory is the memory of a GPU. It is enough for three shares that are limited to 8 GiB each. A
+// partition has room for two of them.
 const gpuMemory = 25 << 30
 
-// profiles are some of an H100's.
+// profiles are some of the GPU instance profiles of an H100.
 var profiles = []device.Profile{
 	{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, Size: 4, Starts: []uint32{0, 4}, MemoryBytes: 40 << 30},
-	{ID: theirProfile, Name: "2g.20gb", Slices: 2, MaxInstances: 3, Size: 2, Starts: []uint32{0, 2, 4}, MemoryBytes: 20 << 30},
+	{ID: adminProfile, Name: "2g.20gb", Slices: 2, MaxInstances: 3, Size: 2, Starts: []uint32{0, 2, 4}, MemoryBytes: 20 << 30},
 	{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 7, Size: 1, Starts: []uint32{0, 1, 2, 3, 4, 5, 6}, MemoryBytes: 17 << 30},
 }
 
-// theirProfile is the one that admins cut while the node runs. Claims never ask for it: an instance that someone makes anew with the profile, the place and the
-// ID of ours cannot be told from ours within a boot, see package prepare.
-const theirProfile = 14
+// adminProfile is the profile of the MIG instances that admins create while the node runs. Claims
+// never request this profile: within a boot, the plugin cannot distinguish an admin's instance from
+// its own if profile, placement and ID are the same.
+const adminProfile = 14
 
 func newNode(cards int) *node {
 	n := &node{disk: durabletest.New(), daemons: map[string]mps.Daemon{}}
 	for i := range cards {
 		n.gpus = append(n.gpus, &gpu{
 			address: device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", 0x1b+i)), uuid: fmt.Sprintf("GPU-%d", i), minor: i,
-			instances: map[uint32]device.Instance{}, theirs: map[uint32]device.Instance{}, mode: device.ComputeDefault, slice: foundSlice,
+			instances: map[uint32]device.Instance{}, adminInstances: map[uint32]device.Instance{}, mode: device.ComputeDefault, slice: initialSlice,
 		})
 	}
 	n.scan()
 	return n
 }
 
-// scan is a look of the inventory. It does not see a card that is lost.
+// scan reads the GPUs and replaces the plugin's inventory with the result. A lost GPU becomes a
+// problem in the inventory instead of a device.
 func (n *node) scan() {
 	s := inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{
 		Common: specs.ContainerEdits{Mounts: []*specs.Mount{{HostPath: "/usr/lib/libcuda.so.1", ContainerPath: "/usr/lib/libcuda.so.1"}}},
@@ -98,56 +106,61 @@ func (n *node) scan() {
 	n.snapshot = s
 }
 
-// reboot starts the node again after its power went. Cards that were lost are back. Those of which restored says so an admin's service has cut again as they
-// were before anything else runs, with the same profiles, places and IDs: what was ours is theirs now.
-func (n *node) reboot(restored func(*gpu) bool) {
+// reboot starts the node after a power cut. Lost GPUs are back. On GPUs for which adminRestores
+// returns true, a service of the admin restores all MIG instances with the same profiles,
+// placements and IDs. All of these count as the admin's then, also those that the plugin created.
+func (n *node) reboot(adminRestores func(*gpu) bool) {
 	n.boots++
 	for _, g := range n.gpus {
 		g.lost = false
 		was := maps.Clone(g.instances)
 		maps.DeleteFunc(was, func(_ uint32, in device.Instance) bool { return len(in.Compute) == 0 })
-		g.forget()
-		if len(was) > 0 && restored(g) {
-			g.on, g.instances, g.theirs, g.recut = true, was, maps.Clone(was), true
+		g.reset()
+		if len(was) > 0 && adminRestores(g) {
+			g.migEnabled, g.instances, g.adminInstances, g.restoredAtBoot = true, was, maps.Clone(was), true
 		}
 	}
 	clear(n.daemons)
-	n.supervisors++
+	n.supervisorDeaths++
 	n.absent = false
 	n.scan()
 }
 
 func (n *node) bootID() string { return fmt.Sprintf("boot-%d", n.boots) }
 
-// reset is what an admin's reset of the card does to it, and a reload of its driver.
-func (g *gpu) forget() {
+// reset changes the GPU as a GPU reset or a reload of the kernel driver does.
+func (g *gpu) reset() {
 	clear(g.instances)
-	clear(g.theirs)
-	g.on, g.ours, g.mode, g.slice = false, false, device.ComputeDefault, device.TimeSliceDefault
+	clear(g.adminInstances)
+	g.migEnabled, g.modeIsOurs, g.mode, g.slice = false, false, device.ComputeDefault, device.TimeSliceDefault
 	g.disturbed++
 }
 
 func (n *node) supervisorDies() {
 	clear(n.daemons)
 	n.absent = true
-	n.supervisors++
+	n.supervisorDeaths++
 }
 
 func (g *gpu) state() nvidia.State {
 	persistence := true
-	st := nvidia.State{Minor: g.minor, ComputeMode: g.mode, Persistence: &persistence, MIG: device.MIG{Enabled: g.on, Pending: g.on}}
+	st := nvidia.State{
+		Minor: g.minor, ComputeMode: g.mode, Persistence: &persistence,
+		MIG: device.MIG{Enabled: g.migEnabled, Pending: g.migEnabled},
+	}
 	for _, id := range slices.Sorted(maps.Keys(g.instances)) {
 		st.MIG.Instances = append(st.MIG.Instances, g.instances[id])
 	}
 	return st
 }
 
-func failure(code nvidia.CutCode, op step, c nvidia.Card) error {
-	return &nvidia.CutError{Op: string(op) + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code)}
+func failure(code nvidia.FailureCode, op step, c nvidia.Card) error {
+	return &nvidia.PartitionError{Op: string(op) + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code)}
 }
 
-// on does something to the card, if it is there.
-func (n *node) on(op step, c nvidia.Card, do func(*gpu) error) error {
+// onGPU calls the function do with the GPU that card c describes. It returns an error if that GPU
+// is lost or now has another UUID.
+func (n *node) onGPU(op step, c nvidia.Card, do func(*gpu) error) error {
 	for _, g := range n.gpus {
 		if g.address != c.PCIAddress {
 			continue
@@ -164,18 +177,18 @@ func (n *node) on(op step, c nvidia.Card, do func(*gpu) error) error {
 }
 
 func (g *gpu) setMode(c nvidia.Card, on bool) (nvidia.State, error) {
-	if g.on != on && len(g.instances) > 0 {
+	if g.migEnabled != on && len(g.instances) > 0 {
 		return g.state(), failure(nvidia.CodeInUse, modeOn, c)
 	}
-	if on && !g.on {
-		g.mode, g.ours = device.ComputeDefault, true
+	if on && !g.migEnabled {
+		g.mode, g.modeIsOurs = device.ComputeDefault, true
 	}
-	g.on, g.ours = on, g.ours && on
+	g.migEnabled, g.modeIsOurs = on, g.modeIsOurs && on
 	return g.state(), nil
 }
 
 func (g *gpu) create(c nvidia.Card, profileID uint32, at device.Placement) (device.Instance, error) {
-	if !g.on {
+	if !g.migEnabled {
 		return device.Instance{}, failure(nvidia.CodeNotSupported, createGI, c)
 	}
 	for _, in := range g.instances {
@@ -192,12 +205,14 @@ func (g *gpu) create(c nvidia.Card, profileID uint32, at device.Placement) (devi
 	return in, nil
 }
 
-func (g *gpu) fill(c nvidia.Card, id uint32) (device.Instance, error) {
+func (g *gpu) createCompute(c nvidia.Card, id uint32) (device.Instance, error) {
 	in, ok := g.instances[id]
 	if !ok || len(in.Compute) > 0 {
 		return device.Instance{}, failure(nvidia.CodeNotFound, createCI, c)
 	}
-	in.Compute = []device.ComputeInstance{{Name: profileName(in.ProfileID), UUID: fmt.Sprintf("MIG-%d-%d-0", g.minor, id), Minor: in.Minor + 1}}
+	in.Compute = []device.ComputeInstance{
+		{Name: profileName(in.ProfileID), UUID: fmt.Sprintf("MIG-%d-%d-0", g.minor, id), Minor: in.Minor + 1},
+	}
 	g.instances[id] = in
 	return in, nil
 }
@@ -211,19 +226,23 @@ func profileName(id uint32) string {
 	return ""
 }
 
-// destroyable finds the instance that is meant.
+// destroyable looks up the MIG instance with the ID of the given instance. The result there is the
+// instance found, and gone is true if there is none. It returns an error if the instance found has
+// another profile, placement or UUID.
 func (g *gpu) destroyable(op step, c nvidia.Card, in device.Instance) (there device.Instance, gone bool, err error) {
 	there, ok := g.instances[in.ID]
 	switch {
 	case !ok:
 		return there, true, nil
-	case there.ProfileID != in.ProfileID || there.Placement != in.Placement || len(in.Compute) > 0 && len(there.Compute) > 0 && there.Compute[0].UUID != in.Compute[0].UUID:
+	case there.ProfileID != in.ProfileID || there.Placement != in.Placement,
+		len(in.Compute) > 0 && len(there.Compute) > 0 && there.Compute[0].UUID != in.Compute[0].UUID:
 		return there, false, failure(nvidia.CodeChanged, op, c)
 	}
 	return there, false, nil
 }
 
-// start is the supervisor's: a daemon needs devices that are there, and a whole GPU for itself.
+// start starts an MPS daemon as the supervisor does. It returns an error if no supervisor runs, or
+// if the daemon is for a whole GPU whose compute mode is not exclusive process.
 func (n *node) start(d mps.Daemon) error {
 	if err := d.Validate(); err != nil {
 		return err
@@ -232,8 +251,8 @@ func (n *node) start(d mps.Daemon) error {
 		return fmt.Errorf("start MPS daemon %s: %w", d.ID, errNoSupervisor)
 	}
 	for _, uuid := range d.Devices {
-		if !n.serves(uuid) {
-			return fmt.Errorf("start MPS daemon %s: no device %s is there for it alone", d.ID, uuid)
+		if !n.canServe(uuid) {
+			return fmt.Errorf("start MPS daemon %s: device %s is not available exclusively", d.ID, uuid)
 		}
 	}
 	n.daemons[d.ID] = d
@@ -242,10 +261,10 @@ func (n *node) start(d mps.Daemon) error {
 
 var errNoSupervisor = &mps.NotRunningError{Socket: "/mps/socket", Err: fs.ErrNotExist}
 
-func (n *node) serves(uuid string) bool {
+func (n *node) canServe(uuid string) bool {
 	for _, g := range n.gpus {
 		if g.uuid == uuid {
-			return !g.lost && !g.on && g.mode == device.ComputeExclusiveProcess
+			return !g.lost && !g.migEnabled && g.mode == device.ComputeExclusiveProcess
 		}
 		for _, in := range g.instances {
 			if slices.ContainsFunc(in.Compute, func(c device.ComputeInstance) bool { return c.UUID == uuid }) {
@@ -256,28 +275,29 @@ func (n *node) serves(uuid string) bool {
 	return false
 }
 
-// someoneElse cuts a card past the plugin, if there is room. It is false where there is none.
-func (g *gpu) someoneElse(start uint32) bool {
-	if g.lost || !g.on && g.mode != device.ComputeDefault {
+// adminCreates creates a MIG instance as an admin would, at the placement that begins with slice
+// start. It returns false if that is not possible.
+func (g *gpu) adminCreates(start uint32) bool {
+	if g.lost || !g.migEnabled && g.mode != device.ComputeDefault {
 		return false
 	}
-	on := g.on
-	g.on = true
-	in, err := g.create(nvidia.Card{}, theirProfile, device.Placement{Start: start, Size: 2})
+	on := g.migEnabled
+	g.migEnabled = true
+	in, err := g.create(nvidia.Card{}, adminProfile, device.Placement{Start: start, Size: 2})
 	if err == nil {
-		_, err = g.fill(nvidia.Card{}, in.ID)
+		_, err = g.createCompute(nvidia.Card{}, in.ID)
 	}
 	if err != nil {
-		g.on = on
+		g.migEnabled = on
 		return false
 	}
-	g.theirs[in.ID], g.ours = g.instances[in.ID], false
+	g.adminInstances[in.ID], g.modeIsOurs = g.instances[in.ID], false
 	return true
 }
 
 func (g *gpu) name() string { return g.address.WholeName() }
 
-func (g *gpu) isTheirs(id uint32) bool {
-	_, theirs := g.theirs[id]
-	return theirs
+func (g *gpu) isAdmins(id uint32) bool {
+	_, is := g.adminInstances[id]
+	return is
 }

@@ -20,44 +20,46 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
-// sequence is a node whose policies change while claims hold devices, made of a seed. What is
-// published, the allocator and the transaction are the real ones. Nothing fails: what is tested is
-// that no change of a policy over-commits a GPU or strands a claim
-// (https://github.com/kubernetes/kubernetes/issues/140802).
-type sequence struct {
+// policyRun simulates a node whose MIG policies change while claims hold devices, without faults.
+// The slices, the allocator and Prepare are real. No policy change may over-commit a GPU or make an
+// allocated claim fail in Prepare (https://github.com/kubernetes/kubernetes/issues/140802).
+type policyRun struct {
 	*world
 	dice
 
 	plugin  *process
 	layouts *publish.Layouts
-	// configured and annotated are the rules in force, shares those of the shares.
+	// configured are the MIG policy rules of the plugin's configuration, and annotated are those of
+	// the Node's annotation. shares are the rules for sharing GPUs.
 	configured, annotated string
 	shares                device.ShareRules
-	// scheduler has what is published. It has nothing while the kubelet has deleted the slices.
+	// scheduler allocates from the published slices. It is nil while no slices are published, because
+	// the kubelet has deleted them.
 	scheduler *scheduler.Scheduler
 	taken     *scheduler.Taken
 	tenants   []*tenant
 	serial    int
-	// publisher is the plugin that published last.
+	// publisher is the plugin process that published the slices last.
 	publisher *process
-	// told is what was published when the story last said so.
-	told string
+	// lastNoted is the last list of published devices that was written to the trace.
+	lastNoted string
 }
 
-// tenant is a claim that was allocated.
+// tenant is an allocated claim and what its devices consume.
 type tenant struct {
 	*resourceapi.ResourceClaim
 
-	// results are as the allocator knows them.
+	// results are the allocation results, as the allocator returned them.
 	results []result
-	// forms are the counters that each device consumed when it was last published.
-	forms    map[string]string
+	// counters says which counters each allocated device consumed when the claim was allocated.
+	counters map[string]string
 	prepared bool
 }
 
-var _ publish.Cluster = &sequence{}
+var _ publish.Cluster = &policyRun{}
 
-// policyRules are what an admin may write. No model has the last one's profile.
+// policyRules are policy rules that an admin may write. No GPU model has the profile that the last
+// of them names.
 var policyRules = []string{
 	"", "static", "dynamic", "off", "adopt", "dynamic(1g.10gb)", "dynamic(1g.10gb,3g.40gb)", "adopt(3g.40gb)",
 	"off,0000:1b:00.0=dynamic", "dynamic,0000:1c:00.0=static", "dynamic(5g.60gb)",
@@ -67,8 +69,8 @@ var shareRules = []string{"", "", "#1=shares:2", "#0=fractions", "*/1g.10gb=shar
 
 const attribute = `device.attributes["gpu.nvidia.com"].`
 
-// wishes are what claims ask for.
-var wishes = scheduler.Classes{
+// requestClasses are the device classes that claims request.
+var requestClasses = scheduler.Classes{
 	"whole": attribute + `type == "gpu"`,
 	"1g":    attribute + `type == "mig" && ` + attribute + `profile == "1g.10gb"`,
 	"2g":    attribute + `type == "mig" && ` + attribute + `profile == "2g.20gb"`,
@@ -78,27 +80,27 @@ var wishes = scheduler.Classes{
 	"part":  attribute + `type == "mig-share"`,
 }
 
-// newSequence is a node on which a plugin has just been installed.
-func newSequence(dir string, seed uint64) (*sequence, error) {
+// newPolicyRun returns a run on a node whose plugin is not yet started. seed determines the run.
+func newPolicyRun(dir string, seed uint64) (*policyRun, error) {
 	w, err := newWorld(dir, 2)
 	if err != nil {
 		return nil, err
 	}
-	w.calm = true
-	s := &sequence{world: w, dice: newDice(seed), taken: scheduler.NewTaken()}
+	w.noFaults = true
+	s := &policyRun{world: w, dice: newDice(seed), taken: scheduler.NewTaken()}
 	rules := pick(s.dice, shareRules)
 	if s.shares, err = device.ParseShares(rules); err != nil {
 		return nil, err
 	}
 	s.configured = pick(s.dice, policyRules)
-	s.note("the policy is %q, the shares are %q", s.configured, rules)
+	s.note("the MIG policy is %q, the rules for shares are %q", s.configured, rules)
 	return s, nil
 }
 
-// runPolicies tells the sequence of a seed, in a bubble of package synctest. It returns what did
-// not hold.
-func runPolicies(dir string, seed uint64) (broken []string, story string, err error) {
-	s, err := newSequence(dir, seed)
+// runPolicies runs the policy changes of a seed, in a bubble of package synctest. It returns the
+// violated invariants and a trace of the events.
+func runPolicies(dir string, seed uint64) (violations []string, trace string, err error) {
+	s, err := newPolicyRun(dir, seed)
 	if err != nil {
 		return nil, "", err
 	}
@@ -106,24 +108,25 @@ func runPolicies(dir string, seed uint64) (broken []string, story string, err er
 	for range 10 + s.IntN(20) {
 		s.step()
 		s.check()
-		if len(s.broken) > 0 {
-			return s.broken, s.story(300), nil
+		if len(s.violations) > 0 {
+			return s.violations, s.traceText(300), nil
 		}
 	}
 	s.end()
 	s.plugin.end()
-	return s.broken, s.story(300), nil
+	return s.violations, s.traceText(300), nil
 }
 
-// step is one act, which is noticed at once or later.
-func (s *sequence) step() {
+// step makes one random event happen. In 60 of 100 cases the plugin publishes its slices right
+// after it, and otherwise at a later event.
+func (s *policyRun) step() {
 	switch n := s.IntN(100); {
 	case n < 30:
 		s.allocate()
 	case n < 45:
 		s.onTenant(s.prepareTenant)
 	case n < 60:
-		s.onTenant(s.leave)
+		s.onTenant(s.unprepareTenant)
 	case n < 68:
 		s.annotated = pick(s.dice, policyRules)
 		s.note("the Node's annotation says %q", s.annotated)
@@ -135,16 +138,16 @@ func (s *sequence) step() {
 	case n < 78:
 		s.restart()
 	case n < 82:
-		s.note("the kubelet deletes the slices")
+		s.note("the kubelet deletes the ResourceSlices")
 		s.scheduler = nil
 	case n < 86:
-		s.adminCuts(pick(s.dice, s.gpus))
+		s.adminPartitions(pick(s.dice, s.gpus))
 	case n < 90:
 		s.adminRemoves(pick(s.dice, s.gpus))
 	case n < 92:
-		s.adminTurnsModeOff(pick(s.dice, s.gpus))
+		s.adminDisablesMIG(pick(s.dice, s.gpus))
 	case n < 95:
-		s.compareAll()
+		s.reconcile()
 	default:
 		wait(context.Background(), time.Duration(s.IntN(60))*time.Second)
 	}
@@ -154,71 +157,73 @@ func (s *sequence) step() {
 	}
 }
 
-// restart is another instance of the plugin in the place of the one before, with the configuration.
-func (s *sequence) restart() {
+// restart replaces the plugin with a new instance, which reads the present configuration.
+func (s *policyRun) restart() {
 	if s.plugin != nil {
 		s.plugin.end()
 	}
 	s.plugin = s.newProcess()
 	s.note("plugin %d starts", s.plugin.id)
 	if err := s.plugin.open(); err != nil {
-		s.breaks("the plugin does not start: %v", err)
+		s.violates("the plugin does not start: %v", err)
 		return
 	}
 	if err := s.plugin.Recover(s.plugin.ctx); err != nil {
-		s.breaks("the plugin does not recover: %v", err)
+		s.violates("the plugin does not recover: %v", err)
 	}
 	s.layouts = publish.NewLayouts(s.plugin, s, s.policies(s.configured))
-	s.layouts.Begin()
+	s.layouts.Reset()
 	s.follow()
 }
 
-func (s *sequence) follow() { s.layouts.Annotate(s.policies(s.annotated)) }
+func (s *policyRun) follow() { s.layouts.SetNodePolicies(s.policies(s.annotated)) }
 
-func (s *sequence) policies(rules string) device.Policies {
+func (s *policyRun) policies(rules string) device.Policies {
 	p, err := device.ParsePolicies(rules)
 	if err != nil {
-		s.breaks("the rules %q: %v", rules, err)
+		s.violates("parse the policy rules %q: %v", rules, err)
 	}
 	return p
 }
 
-// publish is a publication, after which the plugin compares records and hardware.
-func (s *sequence) publish() {
+// publish makes the plugin publish its slices. In half of the cases the plugin then reconciles.
+func (s *policyRun) publish() {
 	s.scan()
-	offerings, _, err := s.layouts.Decide(s.plugin.ctx, s.snapshot, true, s.cut)
+	offerings, _, err := s.layouts.Decide(s.plugin.ctx, s.snapshot, true, s.makeSlices)
 	if err != nil {
-		s.breaks("what is to be published is not decided: %v", err)
+		s.violates("decide the layouts: %v", err)
 		return
 	}
 	unknown := s.scheduler == nil && s.publisher != s.plugin
-	s.scheduler, s.publisher = scheduler.New(driverName, s.cut(offerings), wishes), s.plugin
+	s.scheduler, s.publisher = scheduler.New(driverName, s.makeSlices(offerings), requestClasses), s.plugin
 	if unknown {
 		s.publishAnew()
 	}
-	if now := strings.Join(s.names(), " "); now != s.told {
-		s.told = now
+	if now := strings.Join(s.names(), " "); now != s.lastNoted {
+		s.lastNoted = now
 		s.note("published: %s", now)
 	}
 	s.check()
 	if s.chance(50) {
-		s.compareAll()
+		s.reconcile()
 	}
 }
 
-// publishAnew is a publication of a plugin that found no slices: nobody knows in which form devices
-// were published before.
-func (s *sequence) publishAnew() {
-	forms := s.forms()
+// publishAnew replaces the counters that checkStaysPublished expects with those that were just
+// published. A new plugin that found no slices in the API server cannot know which counters were
+// published earlier.
+func (s *policyRun) publishAnew() {
+	counters := s.counters()
 	for _, t := range s.tenants {
-		for name := range t.forms {
-			t.forms[name] = forms[name]
+		for name := range t.counters {
+			t.counters[name] = counters[name]
 		}
 	}
 }
 
-// cut makes slices as package driver does.
-func (s *sequence) cut(offerings []device.Offering) []resourceslice.Slice {
+// makeSlices makes ResourceSlices from the devices and counters in offerings, as package driver
+// does.
+func (s *policyRun) makeSlices(offerings []device.Offering) []resourceslice.Slice {
 	offerings = slices.Clone(offerings)
 	for i := range offerings {
 		offerings[i].Shares = s.shares
@@ -226,8 +231,8 @@ func (s *sequence) cut(offerings []device.Offering) []resourceslice.Slice {
 	return device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"})
 }
 
-// Slices are those that are published.
-func (s *sequence) Slices(context.Context) ([]resourceapi.ResourceSlice, error) {
+// Slices returns the published slices, as the API server would.
+func (s *policyRun) Slices(context.Context) ([]resourceapi.ResourceSlice, error) {
 	var all []resourceapi.ResourceSlice
 	if s.scheduler != nil {
 		for _, slice := range s.scheduler.Slices {
@@ -237,38 +242,43 @@ func (s *sequence) Slices(context.Context) ([]resourceapi.ResourceSlice, error) 
 	return all, nil
 }
 
-// Allocated are the devices of all claims, prepared or not.
-func (s *sequence) Allocated(context.Context) (publish.Holders, error) {
-	all := publish.Holders{Alone: map[string]string{}, Shares: map[string]bool{}}
+// Allocations returns the devices of all claims, prepared or not.
+func (s *policyRun) Allocations(context.Context) (publish.Allocations, error) {
+	all := publish.Allocations{Exclusive: map[string]string{}, Shared: map[string]bool{}}
 	for _, t := range s.tenants {
 		for _, r := range t.held() {
 			if r.ShareID != nil {
-				all.Shares[r.Device] = isLimited(r)
+				all.Shared[r.Device] = isLimited(r)
 			} else {
-				all.Alone[r.Device] = t.Name
+				all.Exclusive[r.Device] = t.Name
 			}
 		}
 	}
 	return all, nil
 }
 
-// held are the devices that the claim keeps others from. One that it only looks at is none.
+// held returns the claim's devices. It leaves out those with admin access, because they take
+// nothing from other claims.
 func (t *tenant) held() []result {
 	return slices.DeleteFunc(slices.Clone(t.results), func(r result) bool { return ptr.Deref(r.AdminAccess, false) })
 }
 
-// allocate has the scheduler give something to a claim.
-func (s *sequence) allocate() {
+// allocate creates a claim and lets the scheduler allocate devices to it.
+func (s *policyRun) allocate() {
 	if s.scheduler == nil {
 		return
 	}
 	spec := resourceapi.DeviceClaim{}
 	for i := range 1 + s.IntN(2) {
 		class := pick(s.dice, []string{"whole", "whole", "1g", "1g", "2g", "3g", "upper"})
-		if i == 0 && s.chance(20) { // alone: a fraction lets its claim's processes see nothing else
+		// A share with limited memory and compute must be the claim's only device, because MPS shows the
+		// claim's processes no other GPU.
+		if i == 0 && s.chance(20) {
 			class = pick(s.dice, []string{"share", "part"})
 		}
-		asks := &resourceapi.ExactDeviceRequest{DeviceClassName: class, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1}
+		asks := &resourceapi.ExactDeviceRequest{
+			DeviceClassName: class, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1,
+		}
 		if class == "whole" && s.chance(10) {
 			asks.AdminAccess = ptr.To(true)
 		}
@@ -282,13 +292,13 @@ func (s *sequence) allocate() {
 	}
 	got, err := s.scheduler.Allocate(s.plugin.ctx, s.taken, spec)
 	if err != nil {
-		s.breaks("the allocator fails: %v", err)
+		s.violates("the allocator fails: %v", err)
 	}
 	if len(got) == 0 {
 		return
 	}
 	s.serial++
-	t := &tenant{results: got, forms: map[string]string{}}
+	t := &tenant{results: got, counters: map[string]string{}}
 	results := slices.Clone(got)
 	var devices []string
 	for i := range results {
@@ -302,9 +312,9 @@ func (s *sequence) allocate() {
 			ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "pod", UID: "uid-pod"}},
 		},
 	}
-	forms := s.forms()
+	counters := s.counters()
 	for _, r := range t.held() {
-		t.forms[r.Device] = forms[r.Device]
+		t.counters[r.Device] = counters[r.Device]
 	}
 	s.tenants = append(s.tenants, t)
 	s.note("claim %s is allocated %s", t.Name, strings.Join(devices, " "))
@@ -313,106 +323,113 @@ func (s *sequence) allocate() {
 	}
 }
 
-// capacity is asked of fractions only.
-func (s *sequence) capacity(class string) *resourceapi.CapacityRequirements {
+// capacity returns the amount of memory that a claim for a share requests. It returns nil if the
+// published shares of that device class have no limits.
+func (s *policyRun) capacity(class string) *resourceapi.CapacityRequirements {
 	for _, slice := range s.scheduler.Slices {
 		for _, d := range slice.Spec.Devices {
 			kind := d.Attributes["type"].StringValue
 			_, limited := d.Capacity[device.CapacityCores]
 			if limited && kind != nil && (*kind == "gpu-share") == (class == "share") {
-				return &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{device.CapacityMemory: resource.MustParse("8Gi")}}
+				return &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{
+					device.CapacityMemory: resource.MustParse("8Gi"),
+				}}
 			}
 		}
 	}
 	return nil
 }
 
-func (s *sequence) onTenant(do func(*tenant)) {
+func (s *policyRun) onTenant(do func(*tenant)) {
 	if len(s.tenants) > 0 {
 		do(pick(s.dice, s.tenants))
 	}
 }
 
-// prepareTenant is the kubelet's call. Nothing is broken on the node, so it must succeed.
-func (s *sequence) prepareTenant(t *tenant) {
+// prepareTenant makes the plugin prepare claim t. It adds a violation if that fails, because the
+// run injects no faults.
+func (s *policyRun) prepareTenant(t *tenant) {
 	s.scan()
 	s.note("claim %s is prepared", t.Name)
 	if _, err := s.plugin.Prepare(s.plugin.ctx, t.ResourceClaim); err != nil {
-		s.breaks("claim %s is stranded: %v", t.Name, err)
+		s.violates("claim %s is allocated but cannot be prepared: %v", t.Name, err)
 		return
 	}
 	t.prepared = true
-	if err := s.promised(t.ResourceClaim); err != nil {
-		s.breaks("claim %s is prepared: %v", t.Name, err)
+	if err := s.usable(t.ResourceClaim); err != nil {
+		s.violates("Prepare of claim %s succeeded, but its containers lack something: %v", t.Name, err)
 	}
 }
 
-// leave gives a claim back, and frees its devices.
-func (s *sequence) leave(t *tenant) {
+// unprepareTenant makes the plugin unprepare claim t, and frees the claim's devices.
+func (s *policyRun) unprepareTenant(t *tenant) {
 	s.note("claim %s ends", t.Name)
 	if err := s.plugin.Unprepare(s.plugin.ctx, t.UID); err != nil {
-		s.breaks("claim %s cannot be given back: %v", t.Name, err)
+		s.violates("claim %s cannot be unprepared: %v", t.Name, err)
 	}
 	s.taken.Free(t.results...)
 	s.tenants = slices.DeleteFunc(s.tenants, func(o *tenant) bool { return o == t })
 }
 
-// compareAll is what the plugin does every now and then: it compares records and hardware, takes
-// over what admins hand over, and turns off the MIG modes that nothing needs.
-func (s *sequence) compareAll() {
+// reconcile runs the plugin's periodic work. The plugin compares checkpoint records with the
+// hardware, takes over GPUs that admins hand to it, and disables MIG modes that no claim and no
+// admin needs.
+func (s *policyRun) reconcile() {
 	s.scan()
-	s.note("the plugin compares records and hardware")
+	s.note("the plugin reconciles")
 	if err := s.plugin.Reconcile(s.plugin.ctx); err != nil {
-		s.breaks("records and hardware do not agree: %v", err)
+		s.violates("reconcile: %v", err)
 	}
 	for _, g := range s.layouts.HandedOver() {
 		card := s.gpu(g.WholeName())
-		theirs := maps.Clone(card.theirs)
-		clear(card.theirs) // the plugin may remove them
+		adminInstances := maps.Clone(card.adminInstances)
+		clear(card.adminInstances) // Adopt may remove these instances
 		if err := s.plugin.Adopt(s.plugin.ctx, g.Card(), g.WholeName()); err != nil {
-			s.breaks("%s is not taken over: %v", g.WholeName(), err)
+			s.violates("adopt %s: %v", g.WholeName(), err)
 		}
-		for id, in := range theirs {
+		for id, in := range adminInstances {
 			if _, there := card.instances[id]; there {
-				card.theirs[id] = in
+				card.adminInstances[id] = in
 			}
 		}
 	}
-	for _, g := range s.layouts.Uncut() {
-		if off, err := s.plugin.ModeOff(s.plugin.ctx, g); err != nil {
-			s.breaks("the MIG mode of %s is not turned off: %v", g.WholeName(), err)
+	for _, g := range s.layouts.MIGModeUnneeded() {
+		if off, err := s.plugin.DisableUnusedMIGMode(s.plugin.ctx, g); err != nil {
+			s.violates("disable the MIG mode of %s: %v", g.WholeName(), err)
 		} else if off {
-			s.note("the plugin turns off the MIG mode of %s", g.WholeName())
+			s.note("the plugin disables the MIG mode of %s", g.WholeName())
 		}
 	}
 	s.scan()
 }
 
-// adminCuts is an admin who cuts a GPU where no claim holds anything.
-func (s *sequence) adminCuts(g *gpu) {
+// adminPartitions simulates an admin who creates a MIG instance where no claim holds a device.
+func (s *policyRun) adminPartitions(g *gpu) {
 	start := pick(s.dice, []uint32{0, 2, 4})
-	place := device.Name{GPU: g.name(), Partition: &device.PartitionName{ProfileID: theirProfile, Start: start}}
+	place := device.Name{GPU: g.name(), Partition: &device.PartitionName{ProfileID: adminProfile, Start: start}}
 	for _, t := range s.tenants {
 		if slices.ContainsFunc(t.held(), func(r result) bool { return s.excludes(place.String(), r.Device) }) {
 			return
 		}
 	}
-	if g.someoneElse(start) {
-		s.note("an admin cuts %s at %d", g.name(), start)
-		s.publish() // before anything is allocated that was published until now
+	if g.adminCreates(start) {
+		s.note("an admin creates a MIG instance at slice %d of %s", start, g.name())
+		s.publish() // before the scheduler allocates a device from the old slices
 	}
 }
 
-// adminRemoves is an admin who removes an instance that no claim holds.
-func (s *sequence) adminRemoves(g *gpu) {
-	for id, in := range g.theirs {
+// adminRemoves simulates an admin who destroys one of their MIG instances that no claim holds.
+func (s *policyRun) adminRemoves(g *gpu) {
+	for id, in := range g.adminInstances {
 		name := device.Name{GPU: g.name(), Partition: &device.PartitionName{ProfileID: in.ProfileID, Start: in.Placement.Start}}.String()
 		held := slices.ContainsFunc(s.tenants, func(t *tenant) bool {
-			return slices.ContainsFunc(t.held(), func(r result) bool { return strings.TrimSuffix(r.Device, "-share") == name })
+			return slices.ContainsFunc(t.held(), func(r result) bool {
+				return strings.TrimSuffix(r.Device, "-share") == name
+			})
 		})
 		if !held {
-			s.note("an admin removes instance %d of %s", id, g.name())
-			delete(g.theirs, id)
+			s.note("an admin removes MIG instance %d of %s", id, g.name())
+			delete(g.adminInstances, id)
 			delete(g.instances, id)
 			s.publish()
 			return
@@ -420,13 +437,16 @@ func (s *sequence) adminRemoves(g *gpu) {
 	}
 }
 
-// adminTurnsModeOff is an admin who turns off a mode that no claim needs.
-func (s *sequence) adminTurnsModeOff(g *gpu) {
+// adminDisablesMIG simulates an admin who disables the MIG mode of a GPU that no claim uses.
+func (s *policyRun) adminDisablesMIG(g *gpu) {
 	needed := slices.ContainsFunc(s.tenants, func(t *tenant) bool {
-		return slices.ContainsFunc(t.held(), func(r result) bool { n, _ := device.ParseName(r.Device); return n.GPU == g.name() })
+		return slices.ContainsFunc(t.held(), func(r result) bool {
+			n, _ := device.ParseName(r.Device)
+			return n.GPU == g.name()
+		})
 	})
-	if g.on && len(g.instances) == 0 && !needed {
-		s.note("an admin turns off the MIG mode of %s", g.name())
-		g.on, g.ours = false, false
+	if g.migEnabled && len(g.instances) == 0 && !needed {
+		s.note("an admin disables the MIG mode of %s", g.name())
+		g.migEnabled, g.modeIsOurs = false, false
 	}
 }

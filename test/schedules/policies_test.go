@@ -7,26 +7,26 @@ import (
 	"testing/synctest"
 )
 
-var sequences = flag.Int("policies", 2000, "how many sequences of policies are run, of one seed after the other")
+var policyRuns = flag.Int("policies", 2000, "number of sequences of policies, with consecutive seeds")
 
-func TestPoliciesChangeUnderHeldClaims(t *testing.T) {
+func TestPolicyChangesKeepAllocations(t *testing.T) {
 	failed := 0
-	for i := range *sequences {
-		seed := *firstSeed + uint64(i) //nolint:gosec // counted from 0
+	for i := range *policyRuns {
+		seed := *firstSeed + uint64(i) //nolint:gosec // not negative
 		dir := base(t)
 		synctest.Test(t, func(t *testing.T) {
-			broken, story, err := runPolicies(dir, seed)
+			violations, trace, err := runPolicies(dir, seed)
 			if err != nil {
 				t.Fatal(err)
 			}
-			if len(broken) > 0 {
+			if len(violations) > 0 {
 				failed++
-				t.Errorf("sequence %d: run it again with -seed %d -policies 1\n%s\nwhat happened:\n%s", seed, seed, join(broken), story)
+				t.Errorf("sequence %d: run it again with -seed %d -policies 1\n%s\nwhat happened:\n%s", seed, seed, indentLines(violations), trace)
 			}
 		})
 		_ = os.RemoveAll(dir)
 		if failed == 3 {
-			t.Fatal("and so on")
+			t.Fatal("stopping after three failures")
 		}
 	}
 }

@@ -36,19 +36,20 @@ const (
 	state      = "/state"
 )
 
-// process is an instance of the plugin. All that it does to the world outside goes through [process.do].
+// process is a simulated process of the plugin. Every call to the disk, the hardware, the MPS
+// supervisor and the API server goes through [process.do].
 type process struct {
 	*prepare.Preparer
 
 	id    int
 	world *world
-	ctx   context.Context //nolint:containedctx // the process's life
+	ctx   context.Context //nolint:containedctx // it is the lifetime of the process
 	end   context.CancelFunc
 	dead  atomic.Bool
-	// ready says that it has put the node in order and takes calls.
+	// ready is set when the plugin has recovered the node and accepts calls.
 	ready   bool
 	running int
-	gone    types.UID // the claim that it has found gone last
+	orphan  types.UID // the last orphaned claim that the process detected
 }
 
 var (
@@ -65,7 +66,7 @@ func (w *world) newProcess() *process {
 	return p
 }
 
-// open is the start of the process.
+// open creates the process's Preparer with the simulated node's disk and hardware.
 func (p *process) open() error {
 	records, err := checkpoint.Open(state, p)
 	if err != nil {
@@ -76,21 +77,24 @@ func (p *process) open() error {
 		return err
 	}
 	p.Preparer = prepare.New(prepare.Options{
-		DriverName: driverName, Pool: pool, BootID: p.world.bootID(), Now: func() time.Time { return time.Now().Add(p.world.clock) },
-		Hardware: p, Specs: specStore{p, p.world.specs.open()}, Records: records, Locks: locks, Verify: p.world.verify, Reread: p.reread,
-		GivenBack: p.givenBack, Overtaken: overtaken, Partitions: hardware{p}, MPS: supervisor{p}, MPSEdits: mpsEdits, MIGEdits: migEdits,
+		DriverName: driverName, Pool: pool, BootID: p.world.bootID(),
+		Now:      func() time.Time { return time.Now().Add(p.world.clockOffset) },
+		Hardware: p, Specs: specStore{p, p.world.specs.open()}, Records: records, Locks: locks, Verify: p.world.verify, ReadClaim: p.reread,
+		OnUnprepared: p.unprepared, UnpreparedSince: overtaken,
+		Partitions: hardware{p}, MPS: supervisor{p}, MPSEdits: mpsEdits, MIGEdits: migEdits,
 	})
 	return nil
 }
 
-// callKey is the kubelet's call that a context is of.
+// callKey is the key under which a context carries the kubelet's call.
 type callKey struct{}
 
-// givenBack is told of each claim that was: calls that are under way may have read it before. Package driver remembers the same.
-func (p *process) givenBack(uid types.UID) {
+// unprepared marks this process's running Prepare calls for a claim as outdated, because they may
+// have read the claim object before the claim was unprepared. Package driver does the same.
+func (p *process) unprepared(uid types.UID) {
 	for _, c := range p.world.claims {
 		for _, k := range c.calls {
-			if k.process == p && k.what == "Prepare" && k.of.UID == uid {
+			if k.process == p && k.what == "Prepare" && k.object.UID == uid {
 				k.overtaken = true
 			}
 		}
@@ -102,24 +106,26 @@ func overtaken(ctx context.Context, _ types.UID) bool {
 	return ok && k.overtaken
 }
 
-// do makes a call to the world: it waits for its turn, and something may go wrong with it. half is what is left of an effect that was cut short.
-func (p *process) do(ctx context.Context, s step, effect func() error, half func()) error {
+// do makes the process's call for step s. It first waits at a fault point, where the schedule may
+// inject a fault. The function in parameter effect does what the call is for. If the fault
+// interrupts the call halfway, the function in parameter partial runs instead.
+func (p *process) do(ctx context.Context, s step, effect func() error, partial func()) error {
 	if p.dead.Load() {
 		return errDead
 	}
 	f := none
-	if !p.world.calm {
-		f = p.world.points.reach(p, s)
+	if !p.world.noFaults {
+		f = p.world.faultPoints.reach(p, s)
 	}
 	if f == slow {
-		wait(ctx, p.world.pause)
+		wait(ctx, p.world.slowFor)
 	}
 	if p.dead.Load() {
 		return errDead
 	}
 	switch f {
 	case killWithin, cutWithin:
-		half()
+		partial()
 	case killAfter, cutAfter, lostAnswer:
 		if err := effect(); err != nil && f == lostAnswer {
 			return err
@@ -127,9 +133,9 @@ func (p *process) do(ctx context.Context, s step, effect func() error, half func
 	case hangs:
 		wait(ctx, time.Hour)
 		return failure(nvidia.CodeTimeout, s, nvidia.Card{})
-	case fails, bad, full, readOnly, inUse:
-		if half != nil && (f == fails || f == full) {
-			half()
+	case fails, unreadable, full, readOnly, inUse:
+		if partial != nil && (f == fails || f == full) {
+			partial()
 		}
 		return p.failed(s, f)
 	default:
@@ -146,10 +152,10 @@ func (p *process) do(ctx context.Context, s step, effect func() error, half func
 	return errDead
 }
 
-// failed is how a call says what went wrong.
+// failed returns the error with which step s ends if fault f interrupts it.
 func (p *process) failed(s step, f fault) error {
 	switch f {
-	case bad:
+	case unreadable:
 		return syscall.EIO
 	case full:
 		return syscall.ENOSPC
@@ -164,7 +170,7 @@ func (p *process) failed(s step, f fault) error {
 	case looking, changing:
 		return failure(nvidia.CodeOther, s, nvidia.Card{})
 	case daemons, listingMPS:
-		return errors.New("the MPS supervisor has answered with an error")
+		return errors.New("the MPS supervisor answered with an error")
 	case asking:
 		return apierrors.NewTooManyRequests("slow down", 1)
 	default:
@@ -172,11 +178,13 @@ func (p *process) failed(s step, f fault) error {
 	}
 }
 
-// The disk. Its waits end with the process alone.
+// The following methods implement durable.FS. Disk calls wait with the process's context, so only
+// the end of the process interrupts them.
 
 func (p *process) Create(path string, data []byte) error {
 	disk := p.world.disk
-	return p.do(p.ctx, onFile("create", path), func() error { return disk.Create(path, data) }, func() { _ = disk.Create(path, data[:len(data)/2]) })
+	return p.do(p.ctx, onFile("create", path), func() error { return disk.Create(path, data) },
+		func() { _ = disk.Create(path, data[:len(data)/2]) })
 }
 
 func (p *process) MkdirAll(dir string) error {
@@ -195,13 +203,14 @@ func (p *process) SyncDir(dir string) error {
 	return p.do(p.ctx, onDir("sync", dir), func() error { return p.world.disk.SyncDir(dir) }, nil)
 }
 
-// Hold changes nothing that anybody could see.
+// Hold does nothing. On a real disk it makes the removal of a file's name fast, but on the
+// simulated disk each removal is fast.
 func (p *process) Hold(string) (letGo func()) { return func() {} }
 
 func (p *process) ReadFile(path string) (data []byte, err error) {
 	err = p.do(p.ctx, onFile("read", path), func() error { data, err = p.world.disk.ReadFile(path); return err }, nil)
 	if errors.Is(err, syscall.EIO) {
-		p.world.isUnreadable(path)
+		p.world.markUnreadable(path)
 	}
 	return data, err
 }
@@ -212,7 +221,7 @@ func (p *process) ReadDir(dir string) (names []string, err error) {
 	return names, err
 }
 
-// specStore is the CDI directory as the process uses it.
+// specStore gives access to the CDI directory. Before each call the process waits at a fault point.
 type specStore struct {
 	p *process
 	prepare.Specs
@@ -223,7 +232,8 @@ func (s specStore) WriteBase(edits specs.ContainerEdits) error {
 }
 
 func (s specStore) WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error {
-	return s.p.do(s.p.ctx, specWrite, func() error { return s.Specs.WriteClaim(uid, devices) }, func() { s.p.world.specs.half(uid) })
+	return s.p.do(s.p.ctx, specWrite, func() error { return s.Specs.WriteClaim(uid, devices) },
+		func() { s.p.world.specs.partial(uid) })
 }
 
 func (s specStore) RemoveClaim(uid types.UID) error {
@@ -235,12 +245,12 @@ func (s specStore) Claims() (uids []types.UID, err error) {
 	return uids, err
 }
 
-// Snapshot is what the inventory last saw.
+// Snapshot returns the result of the last inventory scan.
 func (p *process) Snapshot() inventory.Snapshot { return p.world.snapshot }
 
 func (p *process) reread(ctx context.Context, _, name string) (c *resourceapi.ResourceClaim, err error) {
 	err = p.do(ctx, readClaim, func() error {
-		if c = p.world.inAPI(name); c == nil {
+		if c = p.world.apiClaim(name); c == nil {
 			return apierrors.NewNotFound(schema.GroupResource{Group: "resource.k8s.io", Resource: "resourceclaims"}, name)
 		}
 		return nil
@@ -248,21 +258,23 @@ func (p *process) reread(ctx context.Context, _, name string) (c *resourceapi.Re
 	return c, err
 }
 
-// arrives is the way of the API server's answer that a Prepare begins with: what it says may be out of date when it comes.
-func (p *process) arrives(ctx context.Context) error {
+// delayCall waits at a fault point at the start of a Prepare. In the meantime, the claim object
+// that the kubelet read may become outdated.
+func (p *process) delayCall(ctx context.Context) error {
 	return p.do(ctx, readClaim, func() error { return nil }, nil)
 }
 
-// foundGone is the time between the finding that a claim is gone and what comes of it.
+// foundGone waits at a fault point. It is called when a claim was found to be orphaned, before the
+// claim is unprepared.
 func (p *process) foundGone(ctx context.Context) error {
 	return p.do(ctx, foundGone, func() error { return nil }, nil)
 }
 
-// hardware is the GPUs as the process uses them.
+// hardware gives access to the simulated GPUs. Before each call the process waits at a fault point.
 type hardware struct{ p *process }
 
 func (h hardware) call(ctx context.Context, s step, c nvidia.Card, effect func(*gpu) error) error {
-	return h.p.do(ctx, s, func() error { return h.p.world.on(s, c, effect) }, nil)
+	return h.p.do(ctx, s, func() error { return h.p.world.onGPU(s, c, effect) }, nil)
 }
 
 func (h hardware) Look(ctx context.Context, c nvidia.Card) (st nvidia.State, err error) {
@@ -279,17 +291,20 @@ func (h hardware) SetMode(ctx context.Context, c nvidia.Card, on bool) (st nvidi
 	return st, err
 }
 
-func (h hardware) CreateInstance(ctx context.Context, c nvidia.Card, profileID uint32, at device.Placement) (in device.Instance, err error) {
+func (h hardware) CreateInstance(
+	ctx context.Context, c nvidia.Card, profileID uint32, at device.Placement,
+) (in device.Instance, err error) {
 	err = h.call(ctx, createGI, c, func(g *gpu) error { in, err = g.create(c, profileID, at); return err })
 	return in, err
 }
 
 func (h hardware) CreateCompute(ctx context.Context, c nvidia.Card, id uint32) (in device.Instance, err error) {
-	err = h.call(ctx, createCI, c, func(g *gpu) error { in, err = g.fill(c, id); return err })
+	err = h.call(ctx, createCI, c, func(g *gpu) error { in, err = g.createCompute(c, id); return err })
 	return in, err
 }
 
-// Destroy is two calls of the hardware's.
+// Destroy destroys the compute instance and then the GPU instance. Each has a fault point of its
+// own.
 func (h hardware) Destroy(ctx context.Context, c nvidia.Card, in device.Instance) error {
 	err := h.call(ctx, destroyCI, c, func(g *gpu) error {
 		there, gone, err := g.destroyable(destroyCI, c, in)
@@ -298,7 +313,7 @@ func (h hardware) Destroy(ctx context.Context, c nvidia.Card, in device.Instance
 		}
 		there.Compute = nil
 		g.instances[in.ID] = there
-		h.p.world.removes(g, in.ID)
+		h.p.world.checkRemoval(g, in.ID)
 		return nil
 	})
 	if err != nil {
@@ -315,7 +330,7 @@ func (h hardware) Destroy(ctx context.Context, c nvidia.Card, in device.Instance
 
 func (h hardware) SetComputeMode(ctx context.Context, c nvidia.Card, mode device.ComputeMode) error {
 	return h.call(ctx, computeMode, c, func(g *gpu) error {
-		if g.on && mode == device.ComputeExclusiveProcess {
+		if g.migEnabled && mode == device.ComputeExclusiveProcess {
 			return failure(nvidia.CodeNotSupported, computeMode, c)
 		}
 		g.mode = mode
@@ -332,14 +347,14 @@ func (h hardware) SetTimeSlice(ctx context.Context, c nvidia.Card, slice device.
 	return h.call(ctx, setSlice, c, func(g *gpu) error { g.slice = slice; return nil })
 }
 
-// supervisor is the host of the MPS daemons as the process uses it.
+// supervisor simulates the MPS supervisor, with a fault point before each call.
 type supervisor struct{ p *process }
 
 func (s supervisor) Start(ctx context.Context, d mps.Daemon) error {
 	return s.p.do(ctx, startDaemon, func() error { return s.p.world.start(d) }, nil)
 }
 
-// Stop forgets a daemon that has gone with its supervisor.
+// Stop also succeeds for an MPS daemon that ended with its supervisor.
 func (s supervisor) Stop(ctx context.Context, id string) error {
 	return s.p.do(ctx, stopDaemon, func() error { delete(s.p.world.daemons, id); return nil }, nil)
 }
@@ -370,7 +385,8 @@ const (
 	capDir    = "/dev/nvidia-caps/nvidia-cap"
 )
 
-// migEdits give a container the whole card's nodes and the two capability nodes.
+// migEdits returns the CDI edits of the whole GPU plus the MIG instance's two capability device
+// nodes.
 func migEdits(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits {
 	parent.DeviceNodes = slices.Clone(parent.DeviceNodes)
 	for _, minor := range []int{in.Minor, c.Minor} {
@@ -379,7 +395,7 @@ func migEdits(parent specs.ContainerEdits, in device.Instance, c device.ComputeI
 	return parent
 }
 
-// verify finds what containers are promised on the node.
+// verify returns an error unless every device node and MPS daemon that the CDI edits name exists.
 func (w *world) verify(edits specs.ContainerEdits) error {
 	there := w.nodes()
 	for _, n := range edits.DeviceNodes {
@@ -397,7 +413,7 @@ func (w *world) verify(edits specs.ContainerEdits) error {
 	return nil
 }
 
-// nodes are the device nodes that there are.
+// nodes returns the paths of the node's device nodes.
 func (n *node) nodes() map[string]bool {
 	there := map[string]bool{}
 	for _, g := range n.gpus {

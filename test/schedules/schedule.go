@@ -11,22 +11,25 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// schedule is one story: a world and the dice that decide what happens in it.
+// schedule is one run: a simulated node with its claims (world), and the random numbers that decide
+// what happens (dice).
 type schedule struct {
 	*world
 	dice
 
-	favour   favour
+	bias     bias
 	coverage *Coverage
-	// trouble is how often something goes wrong at a point, in percent.
-	trouble float64
-	// renews is how often a claim that was given back is deleted, and made again by its name, in percent.
-	renews float64
-	// lasting is what goes wrong with every write for a while.
-	lasting fault
-	writes  int
-	serial  int
-	// begun counts what was begun in the background, and ended has what follows from it, by that number.
+	// faultPercent is the probability, in percent, that a fault interrupts a call at a fault point.
+	faultPercent float64
+	// recreatePercent is the percentage of unprepared claims that a new claim with the same name
+	// replaces.
+	recreatePercent float64
+	// The next lastingWrites writes to the disk fail with lastingFault.
+	lastingFault  fault
+	lastingWrites int
+	serial        int
+	// begun counts the background tasks so far. ended receives each ended task's number, and the
+	// function to run next.
 	begun int
 	ended chan ending
 }
@@ -36,26 +39,30 @@ type ending struct {
 	then   func()
 }
 
-// kubelets is how long the kubelet waits.
-const kubelets = 45 * time.Second
+// kubeletTimeout is how long the kubelet waits for an answer to a call.
+const kubeletTimeout = 45 * time.Second
 
-// run tells the story of a seed, in a bubble of package synctest. It returns what did not hold.
-func run(dir string, seed uint64, coverage *Coverage) (broken []string, story string, err error) {
+// run runs the schedule of a seed, in a bubble of package synctest. It returns the violated
+// invariants and a trace of the events.
+func run(dir string, seed uint64, coverage *Coverage) (violations []string, trace string, err error) {
 	d := newDice(seed)
 	w, err := newWorld(dir, 2)
 	if err != nil {
 		return nil, "", err
 	}
-	s := &schedule{world: w, dice: d, favour: favourOf(seed), coverage: coverage, trouble: pick(d, []float64{0, 0.5, 2, 6}), renews: 40, ended: make(chan ending, 100)}
-	w.written = func(string) bool { return d.chance(50) }
-	w.restored = func(*gpu) bool { return d.chance(25) }
+	s := &schedule{
+		world: w, dice: d, bias: biasOf(seed), coverage: coverage,
+		faultPercent: pick(d, []float64{0, 0.5, 2, 6}), recreatePercent: 40, ended: make(chan ending, 100),
+	}
+	w.nameSurvives = func(string) bool { return d.chance(50) }
+	w.adminRestores = func(*gpu) bool { return d.chance(25) }
 	claims := 4
-	if s.favour.few {
+	if s.bias.fewClaims {
 		claims = 2
 	}
 	for i := range claims {
 		c := &claim{name: fmt.Sprintf("c%d", i), phase: idle}
-		s.fresh(c)
+		s.recreate(c)
 		w.claims = append(w.claims, c)
 	}
 	s.start()
@@ -64,37 +71,39 @@ func run(dir string, seed uint64, coverage *Coverage) (broken []string, story st
 		s.advance(d.IntN(50))
 		if d.chance(30) {
 			s.advance(-1)
-			s.quiet()
+			s.checkIdle()
 		}
-		if len(w.broken) > 0 {
+		if len(w.violations) > 0 {
 			break
 		}
 	}
 	s.finish()
-	return w.broken, w.story(3000), nil
+	return w.violations, w.traceText(3000), nil
 }
 
-// fresh is a claim that was deleted, and made again by the same name.
-func (s *schedule) fresh(c *claim) {
+// recreate replaces claim c with a new claim that has the same name and another UID.
+func (s *schedule) recreate(c *claim) {
 	s.serial++
 	c.uid = types.UID(fmt.Sprintf("uid-%s-%d", c.name, s.serial))
 	c.uids = append(c.uids, c.uid)
-	c.now, c.got, c.phase, c.unspecified = nil, nil, idle, false
+	c.now, c.got, c.phase, c.specMayBeGone = nil, nil, idle, false
 }
 
-// background does something in a goroutine, and what follows from it in the story's own.
+// background runs work in a goroutine of its own. When work ends, reap runs the function that work
+// returned, in the schedule's goroutine.
 func (s *schedule) background(work func() (then func())) {
 	s.begun++
 	number := s.begun
 	go func() {
 		s.ended <- ending{number, work()}
-		s.points.tell()
+		s.faultPoints.notify()
 	}()
-	// The locks below are real ones: whoever was begun first must get to them first.
+	// Wait until the new goroutine blocks. It must reach the locks, which are real, before a goroutine
+	// that starts later.
 	synctest.Wait()
 }
 
-// start starts an instance of the plugin, which puts the node in order.
+// start starts a new instance of the plugin, which recovers the node's state.
 func (s *schedule) start() {
 	p := s.newProcess()
 	s.note("plugin %d starts", p.id)
@@ -119,31 +128,33 @@ func (s *schedule) start() {
 	})
 }
 
-// advance lets so many calls of the plugin go on; all, if it is negative, until nothing is under way.
+// advance resumes n waiting calls of the plugin, one after the other. If n is negative, it
+// continues until no call is in flight.
 func (s *schedule) advance(n int) {
 	for n != 0 {
-		at := s.points.settled()
+		at := s.faultPoints.blocked()
 		if s.reap() {
 			continue
 		}
 		switch {
 		case len(at) > 0:
 			if s.chance(2) {
-				s.pass(time.Duration(1+s.IntN(20)) * 10 * time.Millisecond)
+				s.passTime(time.Duration(1+s.IntN(20)) * 10 * time.Millisecond)
 			} else {
-				s.turn(pick(s.dice, at))
+				s.resume(pick(s.dice, at))
 			}
 			n--
-		case s.underWay() == 0:
+		case s.inFlight() == 0:
 			return
 		default:
-			// Who is under way waits for a time.
-			<-s.points.event
+			// No call waits at a fault point, so all calls in flight wait for time to pass.
+			<-s.faultPoints.event
 		}
 	}
 }
 
-// reap does what follows from what has ended. What ended at the same moment is taken in the order in which it was begun.
+// reap runs the functions that ended background tasks returned, in the order in which the tasks
+// began. some is false if no task has ended.
 func (s *schedule) reap() (some bool) {
 	var all []ending
 	for {
@@ -161,31 +172,31 @@ func (s *schedule) reap() (some bool) {
 	}
 }
 
-func (s *schedule) underWay() int {
-	n := s.dying()
+func (s *schedule) inFlight() int {
+	n := s.dyingCalls()
 	for _, p := range s.living {
 		n += p.running
 	}
 	return n
 }
 
-// pass lets time pass while those who wait for their turn wait.
-func (s *schedule) pass(d time.Duration) {
+// passTime lets time pass. Calls that wait at fault points do not continue.
+func (s *schedule) passTime(d time.Duration) {
 	wait(context.Background(), d)
 	synctest.Wait()
 }
 
-// turn lets a call go on, and decides what goes wrong with it.
-func (s *schedule) turn(at *point) {
-	f := s.goesWrong(at.step)
-	if at.step == foundGone && f == none && s.chance(50) && s.comesBack(at.process.gone) {
+// resume resumes a waiting call with a randomly chosen fault, or none.
+func (s *schedule) resume(at *faultPoint) {
+	f := s.chooseFault(at.step)
+	if at.step == foundGone && f == none && s.chance(50) && s.allocateAgain(at.process.orphan) {
 		f = slow
 	}
-	s.meet(at, f)
+	s.inject(at, f)
 }
 
-// meet lets a call go on, and this go wrong with it.
-func (s *schedule) meet(at *point, f fault) {
+// inject makes fault f happen at the fault point, and resumes the call that waits there.
+func (s *schedule) inject(at *faultPoint, f fault) {
 	s.coverage.count(at.step, f)
 	s.trace = append(s.trace, entry{at.process.id, "", at.step, f})
 	gpu := pick(s.dice, s.gpus)
@@ -197,10 +208,10 @@ func (s *schedule) meet(at *point, f fault) {
 		s.powerCut()
 		return
 	case slow:
-		s.pause = time.Duration(1+s.IntN(60)) * time.Second
+		s.slowFor = time.Duration(1+s.IntN(60)) * time.Second
 	case givenUp:
 		s.giveUp(at.process)
-	case twin:
+	case secondInstance:
 		if len(s.living) < 2 {
 			s.start()
 		}
@@ -210,66 +221,68 @@ func (s *schedule) meet(at *point, f fault) {
 		s.note("%s falls off the bus", gpu.name())
 		gpu.lost = true
 		gpu.disturbed++
-		s.unspecify()
+		s.expectMissingSpecs()
 	case reload:
 		for _, g := range s.gpus {
 			s.reset(g)
 		}
 	case clockJump:
-		s.clock += time.Duration(s.IntN(48)-24) * time.Hour
-	case unserved:
+		s.clockOffset += time.Duration(s.IntN(48)-24) * time.Hour
+	case supervisorDeath:
 		s.note("the MPS supervisor dies")
 		s.supervisorDies()
 	}
-	s.points.grant(at, f)
+	s.faultPoints.resume(at, f)
 }
 
-// reset makes a GPU forget.
+// reset resets GPU g, as an admin may do at any time.
 func (s *schedule) reset(g *gpu) {
 	s.note("%s is reset", g.name())
 	if !g.lost {
-		g.forget()
+		g.reset()
 	}
-	s.unspecify()
+	s.expectMissingSpecs()
 }
 
-// unspecify notes that claims may lose their specs, because what they name is gone.
-func (s *schedule) unspecify() {
+// expectMissingSpecs notes that every claim may lose its CDI spec, because the plugin removes the
+// specs of devices that may be gone.
+func (s *schedule) expectMissingSpecs() {
 	for _, c := range s.claims {
-		c.unspecified = true
+		c.specMayBeGone = true
 	}
 }
 
-// goesWrong decides what goes wrong with a step.
-func (s *schedule) goesWrong(of step) fault {
-	can := of.can()
-	if s.writes > 0 && slices.Contains(can, s.lasting) {
-		s.writes--
-		return s.lasting
+// chooseFault chooses the fault to inject at the step in parameter of, or none.
+func (s *schedule) chooseFault(of step) fault {
+	possible := of.possible()
+	if s.lastingWrites > 0 && slices.Contains(possible, s.lastingFault) {
+		s.lastingWrites--
+		return s.lastingFault
 	}
-	if f := s.favoured(of); f != none {
+	if f := s.biasedFault(of); f != none {
 		return f
 	}
-	percent := s.trouble
-	if other, ok := odds[of]; ok && s.trouble > 0 {
+	percent := s.faultPercent
+	if other, ok := odds[of]; ok && s.faultPercent > 0 {
 		percent = other
 	}
-	if len(can) == 0 || !s.chance(percent) {
+	if len(possible) == 0 || !s.chance(percent) {
 		return none
 	}
-	f := pick(s.dice, can)
+	f := pick(s.dice, possible)
 	if f == full || f == readOnly {
-		s.lasting, s.writes = f, s.IntN(12)
+		s.lastingFault, s.lastingWrites = f, s.IntN(12)
 	}
 	return f
 }
 
-// giveUp is a kubelet that goes away with its calls.
+// giveUp cancels the context of all calls of the kubelet to process p. The kubelet no longer waits
+// for their answers.
 func (s *schedule) giveUp(p *process) {
 	for _, c := range s.claims {
 		for _, k := range c.calls {
 			if k.process == p {
-				s.note("the kubelet gives up %s of %s", k.what, c.name)
+				s.note("the kubelet gives up %s of claim %s", k.what, c.name)
 				k.abandoned = true
 				k.cancel()
 			}

@@ -14,13 +14,14 @@ import (
 )
 
 var (
-	firstSeed = flag.Uint64("seed", 1, "the seed of the first schedule")
-	schedules = flag.Int("schedules", 500, "how many schedules are run, of one seed after the other")
-	table     = flag.String("table", "", "where the table of what was met is written to, step by fault")
-	least     = flag.Int("least", 0, "how often each step must have met each fault that can happen there")
+	firstSeed = flag.Uint64("seed", 1, "seed of the first schedule")
+	schedules = flag.Int("schedules", 500, "number of schedules, with consecutive seeds")
+	table     = flag.String("table", "", "file for the coverage table, step by fault")
+	least     = flag.Int("least", 0, "how often each step must meet each possible fault")
 )
 
-// A goroutine's number says when it was made, on one processor.
+// TestMain allows one processor only. Then goroutine numbers follow the order in which goroutines
+// start, and a seed always gives the same run.
 func TestMain(m *testing.M) {
 	runtime.GOMAXPROCS(1)
 	klog.LogToStderr(false)
@@ -28,13 +29,13 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// base is where nodes lie: in memory, where there is such a place.
+// base returns an empty directory for a simulated node, in memory if possible.
 func base(t *testing.T) string {
 	t.Helper()
 	if _, err := os.Stat("/dev/shm"); err != nil {
 		return t.TempDir()
 	}
-	dir, err := os.MkdirTemp("/dev/shm", "schedules-") //nolint:usetesting // in memory, and so much quicker
+	dir, err := os.MkdirTemp("/dev/shm", "schedules-") //nolint:usetesting // in memory it is much faster
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -42,67 +43,68 @@ func base(t *testing.T) string {
 	return dir
 }
 
-func tell(t *testing.T, seed uint64, coverage *Coverage) bool {
+func runSeed(t *testing.T, seed uint64, coverage *Coverage) bool {
 	t.Helper()
 	dir := base(t)
 	defer func() { _ = os.RemoveAll(dir) }()
-	held := true
+	ok := true
 	synctest.Test(t, func(t *testing.T) {
-		broken, story, err := run(dir, seed, coverage)
+		violations, trace, err := run(dir, seed, coverage)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if len(broken) > 0 {
-			held = false
-			t.Errorf("schedule %d: run it again with -seed %d -schedules 1\n%s\nwhat happened at the end:\n%s", seed, seed, join(broken), story)
+		if len(violations) > 0 {
+			ok = false
+			t.Errorf("schedule %d: run it again with -seed %d -schedules 1\n%s\nthe end of the trace:\n%s",
+				seed, seed, indentLines(violations), trace)
 		}
 	})
-	return held
+	return ok
 }
 
-func join(lines []string) (text string) {
+func indentLines(lines []string) (text string) {
 	for _, l := range lines {
 		text += "  " + l + "\n"
 	}
 	return text
 }
 
-func TestWhateverGoesWrongNothingIsLostOrLeftOrHeldTwice(t *testing.T) {
+func TestInvariantsHoldUnderFaults(t *testing.T) {
 	coverage := NewCoverage()
 	failed := 0
 	for i := range *schedules {
-		if !tell(t, *firstSeed+uint64(i), coverage) { //nolint:gosec // counted from 0
+		if !runSeed(t, *firstSeed+uint64(i), coverage) { //nolint:gosec // not negative
 			if failed++; failed == 3 {
-				t.Fatal("and so on")
+				t.Fatal("stopping after three failures")
 			}
 		}
-		if told := i + 1; *table != "" && (told%100 == 0 || told == *schedules) {
-			if err := os.WriteFile(*table, fmt.Appendf(nil, "%d schedules\n\n%s", told, coverage.Table()), 0o600); err != nil {
+		if done := i + 1; *table != "" && (done%100 == 0 || done == *schedules) {
+			if err := os.WriteFile(*table, fmt.Appendf(nil, "%d schedules\n\n%s", done, coverage.Table()), 0o600); err != nil {
 				t.Fatal(err)
 			}
 		}
 	}
 	for _, cell := range coverage.Missing(*least) {
-		t.Errorf("met less than %d times: %s", *least, cell)
+		t.Errorf("met fewer than %d times: %s", *least, cell)
 	}
 }
 
-func TestASeedTellsTheSameStoryEachTime(t *testing.T) {
+func TestSeedIsReproducible(t *testing.T) {
 	for seed := range uint64(30) {
-		var stories []string
+		var traces []string
 		for range 2 {
 			dir := base(t)
 			synctest.Test(t, func(t *testing.T) {
-				_, story, err := run(dir, seed, NewCoverage())
+				_, trace, err := run(dir, seed, NewCoverage())
 				if err != nil {
 					t.Fatal(err)
 				}
-				stories = append(stories, strings.ReplaceAll(story, dir, ""))
+				traces = append(traces, strings.ReplaceAll(trace, dir, ""))
 			})
 			_ = os.RemoveAll(dir)
 		}
-		if stories[0] != stories[1] {
-			t.Errorf("seed %d told\n%s\nand\n%s", seed, stories[0], stories[1])
+		if traces[0] != traces[1] {
+			t.Errorf("two traces of seed %d:\n%s\nand\n%s", seed, traces[0], traces[1])
 		}
 	}
 }

@@ -16,24 +16,25 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
-// cdiDir is where the container runtime finds specs.
+// cdiDir is the simulated node's CDI directory, from which the container runtime reads specs.
 type cdiDir interface {
-	// open is for a new process.
+	// open returns the directory's spec store for a new plugin process.
 	open() prepare.Specs
-	// half is what a killed process leaves that was writing a claim's spec.
-	half(uid types.UID)
-	// of is the spec that containers of the claim get. It is nil if there is none.
+	// partial leaves the unfinished file of a process that was killed while it wrote the claim's spec.
+	partial(uid types.UID)
+	// of returns the devices in the CDI spec of the claim with this UID, or nil if the claim has no
+	// spec.
 	of(uid types.UID) ([]specs.Device, error)
 	hasBase() bool
-	// files are all but the base spec.
+	// files lists all files except the base spec.
 	files() []string
-	// remove is what someone does who tidies up.
+	// remove removes a claim's spec, as an admin would.
 	remove(uid types.UID)
-	// clear is a reboot: the directory is on tmpfs.
+	// clear empties the directory, as a reboot does, because it is on tmpfs.
 	clear() error
 }
 
-// realSpecs is the real store in a directory.
+// realSpecs uses the plugin's own spec store in a real directory.
 type realSpecs struct{ dir string }
 
 var (
@@ -47,7 +48,7 @@ func (s realSpecs) path(uid types.UID) string {
 
 func (s realSpecs) open() prepare.Specs { return cdi.NewStore(s.dir) }
 
-func (s realSpecs) half(uid types.UID) {
+func (s realSpecs) partial(uid types.UID) {
 	path := s.path(uid)
 	_ = os.WriteFile(filepath.Join(s.dir, "."+filepath.Base(path)+".tmp-claim"), []byte(`{"cdiVersion"`), 0o600)
 }
@@ -86,7 +87,7 @@ func (s realSpecs) remove(uid types.UID) { _ = os.Remove(s.path(uid)) }
 
 func (s realSpecs) clear() error { return errors.Join(os.RemoveAll(s.dir), os.Mkdir(s.dir, 0o700)) }
 
-// inMemory is quick, and can be copied.
+// inMemory fakes the spec store. It keeps specs in memory, which is fast and easy to copy.
 type inMemory struct {
 	claims map[types.UID][]specs.Device
 	based  bool
@@ -94,7 +95,7 @@ type inMemory struct {
 
 func (s *inMemory) open() prepare.Specs { return s }
 
-func (s *inMemory) half(types.UID) {}
+func (s *inMemory) partial(types.UID) {}
 
 func (s *inMemory) of(uid types.UID) ([]specs.Device, error) { return s.claims[uid], nil }
 
@@ -117,13 +118,13 @@ func (s *inMemory) clear() error {
 	return nil
 }
 
-// WriteBase keeps that there is a base spec.
+// WriteBase notes that the base spec, which all claims share, exists.
 func (s *inMemory) WriteBase(specs.ContainerEdits) error {
 	s.based = true
 	return nil
 }
 
-// WriteClaim keeps a claim's spec.
+// WriteClaim stores a claim's spec.
 func (s *inMemory) WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error {
 	spec := make([]specs.Device, len(devices))
 	for i, d := range devices {
@@ -133,13 +134,13 @@ func (s *inMemory) WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error {
 	return nil
 }
 
-// RemoveClaim forgets it.
+// RemoveClaim removes a claim's spec.
 func (s *inMemory) RemoveClaim(uid types.UID) error {
 	delete(s.claims, uid)
 	return nil
 }
 
-// Claims lists the claims that have one.
+// Claims lists the UIDs of the claims that have a spec.
 func (s *inMemory) Claims() ([]types.UID, error) {
 	return slices.Sorted(maps.Keys(s.claims)), nil
 }

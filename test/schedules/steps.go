@@ -7,27 +7,29 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
-// step is what a call does to the world, as the table of what was met names it.
+// step is a kind of call of the plugin to the disk, the CDI directory, the hardware, the MPS
+// supervisor or the API server, such as "record: rename". Its value is the row's name in the
+// coverage table.
 type step string
 
-// class sorts steps by what can go wrong with them.
+// class is a group of steps that the same faults can interrupt.
 type class int
 
 const (
-	reading  class = iota // a file's content
-	listing               // a directory
-	creating              // a file's content, and the wait until it is on the disk
-	naming                // a name that comes, goes or is changed
-	syncing               // the wait until names are on the disk
+	reading  class = iota // reads a file
+	listing               // lists a directory
+	creating              // creates a file and syncs its content
+	naming                // creates or removes a directory entry, or renames a file
+	syncing               // syncs a directory
 	specifying
 	unspecifying
 	specListing
-	looking  // the hardware is asked
-	changing // the hardware is changed
-	daemons  // a daemon is started or ended
+	looking  // queries a GPU
+	changing // changes a GPU
+	daemons  // starts or stops an MPS daemon
 	listingMPS
-	asking   // the API server is asked
-	thinking // nothing is done, and others may do what they like
+	asking  // reads from the API server
+	pausing // has no effect, but lets other calls run
 )
 
 const (
@@ -35,7 +37,7 @@ const (
 	specWrite   step = "claim spec: write"
 	specRemove  step = "claim spec: remove"
 	specList    step = "claim specs: list"
-	look        step = "GPU: look"
+	look        step = "GPU: query"
 	modeOn      step = "GPU: MIG mode on"
 	modeOff     step = "GPU: MIG mode off"
 	createGI    step = "GPU: create GPU instance"
@@ -49,10 +51,10 @@ const (
 	stopDaemon  step = "MPS: stop daemon"
 	listDaemons step = "MPS: list daemons"
 	readClaim   step = "API server: read claim"
-	foundGone   step = "claim: found gone"
+	foundGone   step = "claim: found orphaned"
 )
 
-// classes are those of the steps, in the table's order.
+// classes lists all steps with their classes, in the order of the coverage table.
 var classes = []struct {
 	step  step
 	class class
@@ -62,13 +64,15 @@ var classes = []struct {
 	{"record: remove", naming}, {"record: remove unfinished", naming}, {"record: set aside", naming},
 	{"holder: list", listing}, {"holder: read", reading}, {"holder: create", creating}, {"holder: rename", naming}, {"holder: sync", syncing},
 	{"holder: remove", naming}, {"holder: remove unfinished", naming}, {"holder: set aside", naming},
-	{"mark: read", reading}, {"mark: create", creating}, {"mark: rename", naming}, {"mark: sync", syncing}, {"mark: remove", naming}, {"mark: remove unfinished", naming},
+	{"mark: read", reading}, {"mark: create", creating}, {"mark: rename", naming}, {"mark: sync", syncing},
+	{"mark: remove", naming}, {"mark: remove unfinished", naming},
 	{"quarantine: sync", syncing},
 	{baseWrite, specifying}, {specWrite, specifying}, {specRemove, unspecifying}, {specList, specListing},
-	{look, looking}, {modeOn, changing}, {modeOff, changing}, {createGI, changing}, {createCI, changing}, {destroyCI, changing}, {destroyGI, changing},
+	{look, looking}, {modeOn, changing}, {modeOff, changing},
+	{createGI, changing}, {createCI, changing}, {destroyCI, changing}, {destroyGI, changing},
 	{computeMode, changing}, {readSlice, looking}, {setSlice, changing},
 	{startDaemon, daemons}, {stopDaemon, daemons}, {listDaemons, listingMPS},
-	{readClaim, asking}, {foundGone, thinking},
+	{readClaim, asking}, {foundGone, pausing},
 }
 
 func (s step) class() (class, bool) {
@@ -80,100 +84,110 @@ func (s step) class() (class, bool) {
 	return 0, false
 }
 
-// rooms are the directories of the plugin's state.
-var rooms = map[string]string{"claims": "record", "holders": "holder", "mig": "mark", "quarantine": "quarantine"}
+// stateDirs maps each directory of the plugin's state to the first word of its steps' names.
+var stateDirs = map[string]string{"claims": "record", "holders": "holder", "mig": "mark", "quarantine": "quarantine"}
 
-func roomOf(dir string) string {
-	if room, ok := rooms[filepath.Base(dir)]; ok {
-		return room
+func stateDirOf(dir string) string {
+	if stateDir, ok := stateDirs[filepath.Base(dir)]; ok {
+		return stateDir
 	}
 	return "state"
 }
 
-// onFile is the step that a change of a file is.
+// onFile returns the step for an operation on the file at path. The parameter what is the
+// operation, such as "read".
 func onFile(what, path string) step {
-	room := roomOf(filepath.Dir(path))
+	stateDir := stateDirOf(filepath.Dir(path))
 	if _, unfinished := durable.Unfinished(filepath.Base(path)); unfinished && what == "remove" {
 		what = "remove unfinished"
 	}
-	return step(room + ": " + what)
+	return step(stateDir + ": " + what)
 }
 
 func onRename(from, to string) step {
-	if roomOf(filepath.Dir(to)) == "quarantine" {
-		return step(roomOf(filepath.Dir(from)) + ": set aside")
+	if stateDirOf(filepath.Dir(to)) == "quarantine" {
+		return step(stateDirOf(filepath.Dir(from)) + ": set aside")
 	}
 	return onFile("rename", to)
 }
 
-func onDir(what, dir string) step { return step(roomOf(dir) + ": " + what) }
+func onDir(what, dir string) step { return step(stateDirOf(dir) + ": " + what) }
 
-// fault is what goes wrong at a point.
+// fault is something that can go wrong at a fault point. Its value is the fault's name in the
+// coverage table.
 type fault string
 
 const (
-	none       fault = ""
-	killBefore fault = "kill before"
-	killWithin fault = "kill within"
-	killAfter  fault = "kill after"
-	cutBefore  fault = "power cut before"
-	cutWithin  fault = "power cut within"
-	cutAfter   fault = "power cut after"
-	fails      fault = "error"
-	bad        fault = "unreadable"
-	full       fault = "disk full"
-	readOnly   fault = "read-only disk"
-	slow       fault = "slow"
-	hangs      fault = "no answer"
-	lostAnswer fault = "lost answer"
-	inUse      fault = "in use"
-	givenUp    fault = "kubelet gives up"
-	twin       fault = "second instance starts"
-	gpuReset   fault = "GPU reset"
-	gpuLost    fault = "GPU lost"
-	reload     fault = "driver reload"
-	clockJump  fault = "clock jump"
-	unserved   fault = "supervisor dies"
+	none            fault = ""
+	killBefore      fault = "kill before"
+	killWithin      fault = "kill within"
+	killAfter       fault = "kill after"
+	cutBefore       fault = "power cut before"
+	cutWithin       fault = "power cut within"
+	cutAfter        fault = "power cut after"
+	fails           fault = "error"
+	unreadable      fault = "unreadable"
+	full            fault = "disk full"
+	readOnly        fault = "read-only disk"
+	slow            fault = "slow"
+	hangs           fault = "no answer"
+	lostAnswer      fault = "lost answer"
+	inUse           fault = "in use"
+	givenUp         fault = "kubelet gives up"
+	secondInstance  fault = "second instance starts"
+	gpuReset        fault = "GPU reset"
+	gpuLost         fault = "GPU lost"
+	reload          fault = "driver reload"
+	clockJump       fault = "clock jump"
+	supervisorDeath fault = "supervisor dies"
 )
 
 var (
-	calls    = []class{reading, listing, creating, naming, syncing, specifying, unspecifying, specListing, looking, changing, daemons, listingMPS, asking}
-	anywhere = append(slices.Clone(calls), thinking)
+	calls = []class{
+		reading, listing, creating, naming, syncing, specifying, unspecifying, specListing,
+		looking, changing, daemons, listingMPS, asking,
+	}
+	anywhere = append(slices.Clone(calls), pausing)
 	effects  = []class{creating, naming, syncing, specifying, unspecifying, changing, daemons}
 	partly   = []class{creating, specifying}
 	onDisk   = []class{creating, naming, syncing, specifying, unspecifying}
 	answers  = []class{looking, changing, daemons, listingMPS, asking}
 )
 
-// faults are all that can go wrong, with where they can.
+// faults lists all faults, and the classes of steps that each of them can interrupt.
 var faults = []struct {
 	fault fault
 	at    []class
 }{
 	{killBefore, anywhere}, {killWithin, partly}, {killAfter, effects},
 	{cutBefore, anywhere}, {cutWithin, partly}, {cutAfter, effects},
-	{fails, calls}, {bad, []class{reading}}, {full, []class{creating, specifying}}, {readOnly, onDisk}, {slow, anywhere},
+	{fails, calls}, {unreadable, []class{reading}}, {full, []class{creating, specifying}}, {readOnly, onDisk}, {slow, anywhere},
 	{hangs, answers}, {lostAnswer, []class{changing, daemons}}, {inUse, []class{changing}},
-	{givenUp, anywhere}, {twin, anywhere}, {gpuReset, anywhere}, {gpuLost, anywhere}, {reload, anywhere}, {clockJump, anywhere}, {unserved, anywhere},
+	{givenUp, anywhere}, {secondInstance, anywhere}, {gpuReset, anywhere}, {gpuLost, anywhere},
+	{reload, anywhere}, {clockJump, anywhere}, {supervisorDeath, anywhere},
 }
 
-// can lists what can go wrong with a step. A mark has no content that could be unreadable.
-func (s step) can() []fault {
+// possible lists the faults that can interrupt the step. It leaves out unreadable files for the
+// step "mark: read", because those files are empty.
+func (s step) possible() []fault {
 	c, known := s.class()
 	var all []fault
 	for _, f := range faults {
-		if known && slices.Contains(f.at, c) && (f.fault != bad || s != "mark: read") {
+		if known && slices.Contains(f.at, c) && (f.fault != unreadable || s != "mark: read") {
 			all = append(all, f.fault)
 		}
 	}
 	return all
 }
 
-// odds are how often, in percent, something goes wrong with steps that come more seldom or more often than others.
+// odds are the fault probabilities, in percent, of steps that happen more rarely or more often than
+// most.
 var odds = map[step]float64{
-	"record: remove unfinished": 20, "record: set aside": 60, "holder: set aside": 60, "holder: remove unfinished": 60, "quarantine: sync": 60,
-	"mark: remove": 60, "mark: remove unfinished": 60, "mark: sync": 20, "mark: rename": 20, "mark: create": 20, modeOff: 60, modeOn: 15, readClaim: 30, foundGone: 30,
-	stopDaemon: 40, startDaemon: 15, readSlice: 20, setSlice: 25, computeMode: 25, createGI: 15, createCI: 15, destroyCI: 25, destroyGI: 30,
+	"record: remove unfinished": 20, "record: set aside": 60, "holder: set aside": 60,
+	"holder: remove unfinished": 60, "quarantine: sync": 60,
+	"mark: remove": 60, "mark: remove unfinished": 60, "mark: sync": 20, "mark: rename": 20, "mark: create": 20,
+	modeOff: 60, modeOn: 15, readClaim: 30, foundGone: 30, stopDaemon: 40, startDaemon: 15,
+	readSlice: 20, setSlice: 25, computeMode: 25, createGI: 15, createCI: 15, destroyCI: 25, destroyGI: 30,
 	"record: remove": 8, "holder: remove": 12, "holder: rename": 4, "holder: create": 4, "holder: sync": 4,
 	"state: make directory": 0.7, "state: sync": 0.7, "record: list": 1,
 }

@@ -14,35 +14,38 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 )
 
-// world is a node, its plugin, and what lies around them.
+// world is the simulated environment of the plugin: a node, the CDI directory, the claims in the
+// API server, and the plugin's processes.
 type world struct {
 	*node
 
-	specs   cdiDir
-	lockDir string
-	points  *points
-	claims  []*claim
+	specs       cdiDir
+	lockDir     string
+	faultPoints *faultPoints
+	claims      []*claim
 
 	living    []*process
 	processes int
-	// clock is by how much the wall clock is off.
-	clock time.Duration
-	// pause is how long what is slow takes.
-	pause time.Duration
-	// calm lets every call go on at once, and nothing go wrong.
-	calm bool
-	// blind says that a file of the plugin's state could not be read: what it said of cuts and settings may be lost.
-	blind bool
-	// written says whether a directory's names have found their way to the disk unasked when the power goes.
-	written func(dir string) bool
-	// restored says whether an admin's service cuts a card again as it was when the node starts.
-	restored func(*gpu) bool
-	dead     []*process
-	broken   []string
-	trace    []entry
+	// clockOffset is how far the wall clock is wrong.
+	clockOffset time.Duration
+	// slowFor is how long a call with the fault "slow" takes.
+	slowFor time.Duration
+	// noFaults lets every call of the plugin continue at once and without a fault.
+	noFaults bool
+	// stateUnreadable is set when a file of the plugin's state was unreadable. The plugin may then no
+	// longer know its MIG instances and the settings to restore.
+	stateUnreadable bool
+	// nameSurvives reports whether file names in directory dir that were not synced survive a power
+	// cut.
+	nameSurvives func(dir string) bool
+	// adminRestores reports whether an admin's service restores a GPU's MIG instances at boot.
+	adminRestores func(*gpu) bool
+	dead          []*process
+	violations    []string
+	trace         []entry
 }
 
-// entry is a line of what happened.
+// entry is a line of the trace, the list of a run's events.
 type entry struct {
 	process int
 	what    string
@@ -66,22 +69,26 @@ func (w *world) note(format string, args ...any) {
 	w.trace = append(w.trace, entry{what: fmt.Sprintf(format, args...)})
 }
 
-// breaks notes that something does not hold that must.
-func (w *world) breaks(format string, args ...any) {
+// violates adds a violated invariant to the run's result and to the trace.
+func (w *world) violates(format string, args ...any) {
 	text := fmt.Sprintf(format, args...)
-	if !slices.Contains(w.broken, text) {
-		w.broken = append(w.broken, text)
+	if !slices.Contains(w.violations, text) {
+		w.violations = append(w.violations, text)
 	}
-	w.note("BROKEN: %s", text)
+	w.note("VIOLATED: %s", text)
 }
 
-// newWorld is a node in a directory of its own.
+// newWorld returns a simulated node with cards GPUs. dir holds the real CDI directory and the
+// locks.
 func newWorld(dir string, cards int) (*world, error) {
-	w := &world{node: newNode(cards), specs: realSpecs{filepath.Join(dir, "cdi")}, lockDir: filepath.Join(dir, "locks"), points: newPoints()}
+	w := &world{
+		node: newNode(cards), specs: realSpecs{filepath.Join(dir, "cdi")},
+		lockDir: filepath.Join(dir, "locks"), faultPoints: newFaultPoints(),
+	}
 	return w, w.specs.clear()
 }
 
-// kill is kill -9.
+// kill ends a process of the plugin like kill -9.
 func (w *world) kill(p *process) {
 	if p.dead.Swap(true) {
 		return
@@ -90,11 +97,11 @@ func (w *world) kill(p *process) {
 	w.living = slices.DeleteFunc(w.living, func(l *process) bool { return l == p })
 	w.dead = append(w.dead, p)
 	p.end()
-	w.points.dismiss(p)
+	w.faultPoints.dismiss(p)
 }
 
-// dying is how many calls of dead processes have not noticed yet.
-func (w *world) dying() int {
+// dyingCalls counts the calls of killed processes that have not returned yet.
+func (w *world) dyingCalls() int {
 	n := 0
 	for _, p := range w.dead {
 		n += p.running
@@ -102,7 +109,7 @@ func (w *world) dying() int {
 	return n
 }
 
-// heldLocks are the files of which anybody holds a lock, of the whole or of a part.
+// heldLocks returns the names of the lock files that are locked, entirely or in part.
 func (w *world) heldLocks() ([]string, error) {
 	paths, err := filepath.Glob(filepath.Join(w.lockDir, "*"))
 	var held []string
@@ -111,7 +118,7 @@ func (w *world) heldLocks() ([]string, error) {
 		if oerr != nil {
 			return nil, oerr
 		}
-		all := unix.Flock_t{Type: unix.F_WRLCK} // from the beginning to the end
+		all := unix.Flock_t{Type: unix.F_WRLCK} // ask for a lock of the whole file
 		err = errors.Join(err, unix.FcntlFlock(f.Fd(), unix.F_OFD_GETLK, &all))
 		if all.Type != unix.F_UNLCK || unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
 			held = append(held, filepath.Base(path))
@@ -121,34 +128,36 @@ func (w *world) heldLocks() ([]string, error) {
 	return held, err
 }
 
-// powerCut ends all processes, and starts the node again.
+// powerCut kills all processes of the plugin, loses unsynced data, and reboots the node.
 func (w *world) powerCut() {
 	for _, p := range slices.Clone(w.living) {
 		w.kill(p)
 	}
-	w.note("the power goes, and comes again")
-	w.disk.PowerCutKeeping(w.written)
+	w.note("power cut and reboot")
+	w.disk.PowerCutKeeping(w.nameSurvives)
 	if err := w.specs.clear(); err != nil {
-		w.breaks("clear the CDI directory: %v", err)
+		w.violates("clear the CDI directory: %v", err)
 	}
-	w.reboot(w.restored)
+	w.reboot(w.adminRestores)
 	for _, c := range w.claims {
 		c.rebooted()
 	}
 }
 
-// removes is told of each instance that the plugin removes.
-func (w *world) removes(g *gpu, id uint32) {
-	if g.isTheirs(id) {
-		w.breaks("instance %d of %s was removed, which an admin has cut", id, g.name())
+// checkRemoval adds a violation if an admin had created the MIG instance that the plugin just
+// destroyed.
+func (w *world) checkRemoval(g *gpu, id uint32) {
+	if g.isAdmins(id) {
+		w.violates("the plugin removed MIG instance %d of %s, which an admin created", id, g.name())
 	}
 }
 
-// isUnreadable is told of each file of the plugin's state that cannot be read. What a claim has whose record it is nobody can tell any more, and its spec is
-// removed with what is set aside: for the kubelet it is prepared still, and here it is not held to that.
-func (w *world) isUnreadable(path string) {
-	w.note("%s cannot be read", path)
-	w.blind = true
+// markUnreadable notes that a file of the plugin's state cannot be read. If it is a claim's
+// checkpoint record, the claim's devices are unknown and the plugin removes the claim's CDI spec.
+// So the invariants of prepared claims no longer apply to that claim.
+func (w *world) markUnreadable(path string) {
+	w.note("state file %s cannot be read", path)
+	w.stateUnreadable = true
 	for _, c := range w.claims {
 		if c.phase == prepared && c.isAbout(path) {
 			c.phase = forgotten
@@ -156,8 +165,8 @@ func (w *world) isUnreadable(path string) {
 	}
 }
 
-// inAPI is the claim as the API server has it.
-func (w *world) inAPI(name string) *resourceapi.ResourceClaim {
+// apiClaim returns the claim with that name from the API server, or nil.
+func (w *world) apiClaim(name string) *resourceapi.ResourceClaim {
 	for _, c := range w.claims {
 		if c.name == name && c.now != nil {
 			return c.now.DeepCopy()
@@ -166,8 +175,8 @@ func (w *world) inAPI(name string) *resourceapi.ResourceClaim {
 	return nil
 }
 
-// story is the end of what happened.
-func (w *world) story(last int) string {
+// traceText returns the last lines of the trace, at most last.
+func (w *world) traceText(last int) string {
 	lines := make([]string, 0, last)
 	for _, e := range w.trace[max(0, len(w.trace)-last):] {
 		lines = append(lines, e.String())
@@ -175,10 +184,10 @@ func (w *world) story(last int) string {
 	return strings.Join(lines, "\n")
 }
 
-// dice is what decides.
+// dice makes every random choice of a schedule.
 type dice struct{ *rand.Rand }
 
-func newDice(seed uint64) dice { return dice{rand.New(rand.NewPCG(seed, 1))} } //nolint:gosec // a story to be told again, no secret
+func newDice(seed uint64) dice { return dice{rand.New(rand.NewPCG(seed, 1))} } //nolint:gosec // reproducible, and no secret
 
 func (d dice) chance(percent float64) bool { return d.Float64()*100 < percent }
 

@@ -4,7 +4,7 @@ import "testing"
 
 func BenchmarkDecode(b *testing.B) {
 	for name, raw := range map[string]string{
-		"nothing-said": object("GpuConfig", ""),
+		"no-settings": object("GpuConfig", ""),
 		"MPS": object("GpuConfig", `,"sharing":{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":50,`+
 			`"defaultPinnedDeviceMemoryLimit":"10Gi","defaultPerDevicePinnedMemoryLimit":{"0":"5Gi"}}}`),
 	} {

@@ -12,34 +12,40 @@ import (
 	"sigs.k8s.io/json"
 )
 
-// Config is one opaque configuration: [*GpuConfig], [*MigDeviceConfig] or [*VfioDeviceConfig].
+// Config is one opaque configuration of a claim or DeviceClass: a [*GpuConfig], a
+// [*MigDeviceConfig] or a [*VfioDeviceConfig].
 type Config interface {
-	// Kind is the configuration's kind, as in its field kind.
+	// Kind returns the value of the configuration's field kind.
 	Kind() string
-	// Default fills what was left out. Doing it twice is doing it once.
+	// Default fills in missing values. A second call changes nothing.
 	Default()
-	// Validate refuses, in one line that names the field, a configuration that means nothing. It expects a defaulted one.
+	// Validate returns an error of one line that names the invalid field. Call Default first.
 	Validate() error
 }
 
-// kinds makes an empty configuration of each kind, in the order in which errors list them.
+// kinds has a function for each kind that returns an empty configuration. Errors list the kinds in
+// this order.
 var kinds = []func() Config{
 	func() Config { return &GpuConfig{} },
 	func() Config { return &MigDeviceConfig{} },
 	func() Config { return &VfioDeviceConfig{} },
 }
 
-// Decode reads a configuration as it stands in a claim, strictly: at most 10 KiB, one JSON object, this package's apiVersion, a known kind,
-// known fields only (upper and lower case matter), none twice, nothing after the object. It neither defaults nor validates.
+// Decode reads an opaque configuration strictly. It accepts one JSON object of at most 10 KiB with
+// nothing after it. The object must have this package's apiVersion and a known kind. Its fields
+// must be known (upper and lower case matter) and occur once. Decode neither fills in missing
+// values nor validates.
 func Decode(raw []byte) (Config, error) {
 	if len(raw) > resourceapi.OpaqueParametersMaxLength {
-		return nil, fmt.Errorf("opaque configuration of %d bytes is too long: shorten it to at most %d bytes", len(raw), resourceapi.OpaqueParametersMaxLength)
+		return nil, fmt.Errorf("opaque configuration of %d bytes is too long: shorten it to at most %d bytes", len(raw),
+			resourceapi.OpaqueParametersMaxLength)
 	}
 	if !bytes.HasPrefix(bytes.TrimLeft(raw, " \t\r\n"), []byte("{")) {
-		return nil, fmt.Errorf("opaque configuration %s is not a JSON object: write an object with apiVersion %s and a kind", quote(string(raw)), APIVersion)
+		return nil, fmt.Errorf("opaque configuration %s is not a JSON object: write an object with apiVersion %s and a kind",
+			quote(string(raw)), APIVersion)
 	}
 
-	// The kind decides which fields are known, so it is read first, alone.
+	// Read the kind first, because it determines the known fields.
 	var header struct {
 		APIVersion string `json:"apiVersion"`
 		Kind       string `json:"kind"`
@@ -59,12 +65,13 @@ func Decode(raw []byte) (Config, error) {
 		return nil, malformed(err, raw, config)
 	}
 	if len(unknown) > 0 {
-		return nil, fmt.Errorf("%s: %s%s: remove it, or correct its spelling (upper and lower case matter)", header.Kind, brief(unknown[0].Error()), more(len(unknown)-1))
+		return nil, fmt.Errorf("%s: %s%s: remove it, or correct its spelling (upper and lower case matter)", header.Kind,
+			brief(unknown[0].Error()), more(len(unknown)-1))
 	}
 	return config, nil
 }
 
-// New is an empty configuration of the kind, not defaulted.
+// New returns an empty configuration of this kind, without default values.
 func New(kind string) (Config, error) {
 	known := make([]string, 0, len(kinds))
 	for _, empty := range kinds {
@@ -77,7 +84,8 @@ func New(kind string) (Config, error) {
 	return nil, fmt.Errorf("opaque configuration has kind %s: use one of %s", quote(kind), strings.Join(known, ", "))
 }
 
-// malformed explains an error of the JSON decoder: where in the text it stands, or which field does not take what was written.
+// malformed explains an error of the JSON decoder. It names the position of a syntax error, or the
+// field whose value has the wrong type. into is the configuration that the decoder wrote to.
 func malformed(err error, raw []byte, into any) error {
 	text := errors.New(brief(strings.TrimPrefix(err.Error(), "json: ")))
 	if syntax, offset := json.SyntaxErrorOffset(err); syntax {
@@ -96,10 +104,11 @@ func more(n int) string {
 	return fmt.Sprintf(" (and %d more like it)", n)
 }
 
-// longest is how much of a user's text an error repeats: errors end in Pod events, which hold 1 KiB.
+// longest is how many bytes of the user's text an error quotes at most. It is small because errors
+// go into Events, whose message has at most 1 KiB.
 const longest = 160
 
-// brief is the text as one line, cut to a length that an error can carry.
+// brief returns the text in one line of at most longest bytes, for an error.
 func brief(text string) string {
 	cut := text
 	if len(cut) > longest {

@@ -33,22 +33,27 @@ func read(raw string) (Config, error) {
 	return c, c.Validate()
 }
 
-func TestWhatUsersWriteToday(t *testing.T) {
+func TestAcceptsExistingManifests(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		raw  string
 		want Config
 	}{
-		{"nothing said", object("GpuConfig", ""), &GpuConfig{TypeMeta: meta("GpuConfig")}},
+		{"no settings", object("GpuConfig", ""), &GpuConfig{TypeMeta: meta("GpuConfig")}},
 		{"time slices of the default length", object("GpuConfig", `,"sharing":{"strategy":"TimeSlicing"}`),
-			&GpuConfig{TypeMeta: meta("GpuConfig"), Sharing: &Sharing{Strategy: SharingTimeSlicing, TimeSlicing: &TimeSlicingConfig{Interval: IntervalDefault}}}},
+			&GpuConfig{TypeMeta: meta("GpuConfig"), Sharing: &Sharing{Strategy: SharingTimeSlicing,
+				TimeSlicing: &TimeSlicingConfig{Interval: IntervalDefault}}}},
 		{"an empty timeSlicingConfig", object("GpuConfig", `,"sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{}}`),
-			&GpuConfig{TypeMeta: meta("GpuConfig"), Sharing: &Sharing{Strategy: SharingTimeSlicing, TimeSlicing: &TimeSlicingConfig{Interval: IntervalDefault}}}},
+			&GpuConfig{TypeMeta: meta("GpuConfig"), Sharing: &Sharing{Strategy: SharingTimeSlicing,
+				TimeSlicing: &TimeSlicingConfig{Interval: IntervalDefault}}}},
 		{"long time slices", object("GpuConfig", `,"sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long"}}`),
-			&GpuConfig{TypeMeta: meta("GpuConfig"), Sharing: &Sharing{Strategy: SharingTimeSlicing, TimeSlicing: &TimeSlicingConfig{Interval: IntervalLong}}}},
+			&GpuConfig{TypeMeta: meta("GpuConfig"), Sharing: &Sharing{Strategy: SharingTimeSlicing,
+				TimeSlicing: &TimeSlicingConfig{Interval: IntervalLong}}}},
 		{"MPS", object("GpuConfig", `,"sharing":{"strategy":"MPS"}`),
 			&GpuConfig{TypeMeta: meta("GpuConfig"), Sharing: &Sharing{Strategy: SharingMPS, MPS: &MPSConfig{}}}},
-		{"MPS with everything", object("GpuConfig", `,"sharing":{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":50,"defaultPinnedDeviceMemoryLimit":"10Gi","defaultPerDevicePinnedMemoryLimit":{"0":"5Gi","`+uuid+`":"1Mi"},"multiUser":true}}`),
+		{"MPS with all settings", object("GpuConfig",
+			`,"sharing":{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":50,"defaultPinnedDeviceMemoryLimit":"10Gi",`+
+				`"defaultPerDevicePinnedMemoryLimit":{"0":"5Gi","`+uuid+`":"1Mi"},"multiUser":true}}`),
 			&GpuConfig{TypeMeta: meta("GpuConfig"), Sharing: &Sharing{Strategy: SharingMPS, MPS: &MPSConfig{
 				DefaultActiveThreadPercentage:  ptr.To(50),
 				DefaultPinnedDeviceMemoryLimit: ptr.To(MemoryLimit{resource.MustParse("10Gi")}),
@@ -57,17 +62,21 @@ func TestWhatUsersWriteToday(t *testing.T) {
 				},
 				MultiUser: true,
 			}}}},
-		{"MPS with no percentage of threads, which is no limit", object("GpuConfig", `,"sharing":{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":0}}`),
-			&GpuConfig{TypeMeta: meta("GpuConfig"), Sharing: &Sharing{Strategy: SharingMPS, MPS: &MPSConfig{DefaultActiveThreadPercentage: ptr.To(0)}}}},
+		{"MPS with 0 percent of threads, which is no limit", object("GpuConfig",
+			`,"sharing":{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":0}}`),
+			&GpuConfig{TypeMeta: meta("GpuConfig"), Sharing: &Sharing{Strategy: SharingMPS,
+				MPS: &MPSConfig{DefaultActiveThreadPercentage: ptr.To(0)}}}},
 		{"a MIG device", object("MigDeviceConfig", ""), &MigDeviceConfig{TypeMeta: meta("MigDeviceConfig")}},
 		{"time slices of a MIG device", object("MigDeviceConfig", `,"sharing":{"strategy":"TimeSlicing"}`),
 			&MigDeviceConfig{TypeMeta: meta("MigDeviceConfig"), Sharing: &MigSharing{Strategy: SharingTimeSlicing}}},
 		{"MPS on a MIG device", object("MigDeviceConfig", `,"sharing":{"strategy":"MPS"}`),
 			&MigDeviceConfig{TypeMeta: meta("MigDeviceConfig"), Sharing: &MigSharing{Strategy: SharingMPS, MPS: &MPSConfig{}}}},
 		{"passthrough", object("VfioDeviceConfig", ""),
-			&VfioDeviceConfig{TypeMeta: meta("VfioDeviceConfig"), IOMMU: &IOMMUConfig{BackendPolicy: IOMMULegacyOnly, EnableAPIDevice: ptr.To(false)}}},
+			&VfioDeviceConfig{TypeMeta: meta("VfioDeviceConfig"), IOMMU: &IOMMUConfig{BackendPolicy: IOMMULegacyOnly,
+				EnableAPIDevice: ptr.To(false)}}},
 		{"passthrough by iommufd", object("VfioDeviceConfig", `,"iommu":{"backendPolicy":"PreferIommuFD","enableAPIDevice":true}`),
-			&VfioDeviceConfig{TypeMeta: meta("VfioDeviceConfig"), IOMMU: &IOMMUConfig{BackendPolicy: IOMMUPreferIommuFD, EnableAPIDevice: ptr.To(true)}}},
+			&VfioDeviceConfig{TypeMeta: meta("VfioDeviceConfig"), IOMMU: &IOMMUConfig{BackendPolicy: IOMMUPreferIommuFD,
+				EnableAPIDevice: ptr.To(true)}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			got, err := read(c.raw)
@@ -92,7 +101,7 @@ func TestWhatUsersWriteToday(t *testing.T) {
 	}
 }
 
-func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
+func TestRefusalsNameFieldAndReason(t *testing.T) {
 	gpu := func(rest string) string { return object("GpuConfig", `,"sharing":`+rest) }
 	mps := func(rest string) string { return gpu(`{"strategy":"MPS","mpsConfig":` + rest + `}`) }
 	for _, c := range []struct {
@@ -108,7 +117,7 @@ func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
 		{"an object without a version", `{"kind":"GpuConfig"}`, []string{"apiVersion", APIVersion}},
 		{"another version", `{"apiVersion":"resource.nvidia.com/v1","kind":"GpuConfig"}`, []string{"resource.nvidia.com/v1", APIVersion}},
 		{"another kind", object("Pod", ""), []string{"Pod", "GpuConfig, MigDeviceConfig, VfioDeviceConfig"}},
-		{"a kind that is no text", `{"apiVersion":"resource.nvidia.com/v1beta1","kind":7}`, []string{"type"}},
+		{"a kind that is a number", `{"apiVersion":"resource.nvidia.com/v1beta1","kind":7}`, []string{"type"}},
 		{"too long", object("GpuConfig", "") + strings.Repeat(" ", resourceapi.OpaqueParametersMaxLength), []string{"too long", "10240"}},
 		{"an unknown field", object("GpuConfig", `,"shared":{}`), []string{"GpuConfig", `unknown field`, "shared"}},
 		{"an unknown field deep inside", gpu(`{"strategy":"MPS","mpsConfig":{"percentage":1}}`), []string{"sharing.mpsConfig.percentage"}},
@@ -120,23 +129,29 @@ func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
 		{"an unknown interval", gpu(`{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Eternal"}}`), []string{"Eternal", "Short"}},
 		{"settings of MPS for time slices", gpu(`{"strategy":"TimeSlicing","mpsConfig":{}}`), []string{"mpsConfig", "TimeSlicing"}},
 		{"settings of time slices for MPS", gpu(`{"strategy":"MPS","timeSlicingConfig":{}}`), []string{"timeSlicingConfig", "MPS"}},
-		{"less than no threads", mps(`{"defaultActiveThreadPercentage":-1}`), []string{"defaultActiveThreadPercentage is -1", "0 to 100"}},
-		{"too many threads", mps(`{"defaultActiveThreadPercentage":101}`), []string{"101", "0 to 100"}},
-		{"half a thread", mps(`{"defaultActiveThreadPercentage":0.5}`), []string{"type"}},
-		{"a limit that is no quantity", mps(`{"defaultPinnedDeviceMemoryLimit":"much"}`), []string{"no amount of memory"}},
-		{"a limit of nothing", mps(`{"defaultPinnedDeviceMemoryLimit":"0"}`), []string{"defaultPinnedDeviceMemoryLimit", "1Mi"}},
+		{"a negative percentage of threads", mps(`{"defaultActiveThreadPercentage":-1}`),
+			[]string{"defaultActiveThreadPercentage is -1", "0 to 100"}},
+		{"more than 100 percent of threads", mps(`{"defaultActiveThreadPercentage":101}`), []string{"101", "0 to 100"}},
+		{"a fractional percentage", mps(`{"defaultActiveThreadPercentage":0.5}`), []string{"type"}},
+		{"a limit that is not a quantity", mps(`{"defaultPinnedDeviceMemoryLimit":"much"}`), []string{"not an amount of memory"}},
+		{"a limit of zero", mps(`{"defaultPinnedDeviceMemoryLimit":"0"}`), []string{"defaultPinnedDeviceMemoryLimit", "1Mi"}},
 		{"a negative limit", mps(`{"defaultPinnedDeviceMemoryLimit":"-1Gi"}`), []string{"-1Gi", "1Mi"}},
-		{"a limit for a device without a name", mps(`{"defaultPerDevicePinnedMemoryLimit":{"":"1Gi"}}`), []string{"defaultPerDevicePinnedMemoryLimit", "UUID", "index"}},
+		{"a limit for a device without a name", mps(`{"defaultPerDevicePinnedMemoryLimit":{"":"1Gi"}}`),
+			[]string{"defaultPerDevicePinnedMemoryLimit", "UUID", "index"}},
 		{"a limit for a negative index", mps(`{"defaultPerDevicePinnedMemoryLimit":{"-1":"1Gi"}}`), []string{`"-1"`, "index"}},
-		{"a limit for an index of two spellings", mps(`{"defaultPerDevicePinnedMemoryLimit":{"01":"1Gi"}}`), []string{`"01"`, "index"}},
+		{"a limit for an index with a leading zero", mps(`{"defaultPerDevicePinnedMemoryLimit":{"01":"1Gi"}}`), []string{`"01"`, "index"}},
 		{"a limit for half a UUID", mps(`{"defaultPerDevicePinnedMemoryLimit":{"GPU-4cf8db2d":"1Gi"}}`), []string{"GPU-4cf8db2d", "UUID"}},
-		{"a small limit for a device", mps(`{"defaultPerDevicePinnedMemoryLimit":{"0":"1Ki"}}`), []string{`["0"]`, "1Ki", "1Mi"}},
-		{"time-slice settings of a MIG device", object("MigDeviceConfig", `,"sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{}}`), []string{"MigDeviceConfig", "timeSlicingConfig"}},
-		{"an unknown strategy of a MIG device", object("MigDeviceConfig", `,"sharing":{"strategy":"x"}`), []string{"MigDeviceConfig", "sharing.strategy"}},
+		{"a limit below 1Mi for a device", mps(`{"defaultPerDevicePinnedMemoryLimit":{"0":"1Ki"}}`), []string{`["0"]`, "1Ki", "1Mi"}},
+		{"time-slice settings of a MIG device", object("MigDeviceConfig",
+			`,"sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{}}`), []string{"MigDeviceConfig", "timeSlicingConfig"}},
+		{"an unknown strategy of a MIG device", object("MigDeviceConfig", `,"sharing":{"strategy":"x"}`), []string{"MigDeviceConfig",
+			"sharing.strategy"}},
 		{"sharing of a passthrough GPU", object("VfioDeviceConfig", `,"sharing":{}`), []string{"VfioDeviceConfig", "sharing"}},
-		{"an unknown IOMMU policy", object("VfioDeviceConfig", `,"iommu":{"backendPolicy":"x"}`), []string{"VfioDeviceConfig", "iommu.backendPolicy", "LegacyOnly"}},
+		{"an unknown IOMMU policy", object("VfioDeviceConfig", `,"iommu":{"backendPolicy":"x"}`), []string{"VfioDeviceConfig",
+			"iommu.backendPolicy", "LegacyOnly"}},
 		{"a long name with line breaks in it", object(strings.Repeat(`ä\n`, 2000), ""), []string{"kind", "GpuConfig"}},
-		{"a long unknown field with line breaks in it", object("GpuConfig", `,"`+strings.Repeat(`ä\n`, 2000)+`":1`), []string{"GpuConfig", "unknown field"}},
+		{"a long unknown field with line breaks in it", object("GpuConfig", `,"`+strings.Repeat(`ä\n`, 2000)+`":1`),
+			[]string{"GpuConfig", "unknown field"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			_, err := read(c.raw)
@@ -149,13 +164,13 @@ func TestWhatIsRefusedAndWhatItSays(t *testing.T) {
 				}
 			}
 			if strings.ContainsAny(err.Error(), "\n\r") || len(err.Error()) > 600 {
-				t.Errorf("no short line: %q", err)
+				t.Errorf("not a short line: %q", err)
 			}
 		})
 	}
 }
 
-func TestAConfigurationThatWasNotDefaultedIsJudgedToo(t *testing.T) {
+func TestValidateWithoutDefaults(t *testing.T) {
 	for _, c := range []Config{
 		&GpuConfig{Sharing: &Sharing{Strategy: SharingTimeSlicing}},
 		&GpuConfig{Sharing: &Sharing{Strategy: SharingMPS}},
@@ -167,7 +182,7 @@ func TestAConfigurationThatWasNotDefaultedIsJudgedToo(t *testing.T) {
 	}
 }
 
-func TestTheStrategyOfAConfiguration(t *testing.T) {
+func TestSharingStrategyOfConfig(t *testing.T) {
 	for _, c := range []struct {
 		config interface{ SharingStrategy() SharingStrategy }
 		want   SharingStrategy
@@ -183,7 +198,8 @@ func TestTheStrategyOfAConfiguration(t *testing.T) {
 	}
 }
 
-// Whatever a user writes makes no panic, and no error that an Event cannot carry. What is accepted comes back from JSON as it is.
+// No input may cause a panic, or an error that is too long for an Event. A configuration that is
+// accepted must come back unchanged from JSON.
 func FuzzDecodeDefaultValidate(f *testing.F) {
 	for _, empty := range kinds {
 		kind := empty().Kind()
@@ -200,7 +216,7 @@ func FuzzDecodeDefaultValidate(f *testing.F) {
 	f.Add([]byte("\xff"))
 	short := func(t *testing.T, err error) {
 		if strings.ContainsAny(err.Error(), "\n\r") || len(err.Error()) > 1000 {
-			t.Errorf("no short line: %q", err)
+			t.Errorf("not a short line: %q", err)
 		}
 	}
 	f.Fuzz(func(t *testing.T, raw []byte) {

@@ -1,19 +1,22 @@
-// Package v1beta1 is what a user may write into the opaque configuration of a claim or of a DeviceClass: group resource.nvidia.com/v1beta1,
-// kinds [GpuConfig], [MigDeviceConfig] and [VfioDeviceConfig], one for each kind of device.
+// Package v1beta1 defines the opaque configuration of claims and DeviceClasses: API group
+// resource.nvidia.com/v1beta1. Each type of device has its kind: [GpuConfig], [MigDeviceConfig] and
+// [VfioDeviceConfig].
 //
-// A configuration goes through three doors, in this order: [Decode] reads it strictly, Default fills what was left out, Validate says whether
-// it means something. Field names and values are those of NVIDIA's reference driver, so that existing manifests keep their meaning.
+// A configuration is used in three steps. [Decode] reads it strictly, Default fills in missing
+// values, and Validate checks it. Field names and values are those of NVIDIA's DRA driver, so that
+// existing manifests keep their meaning.
 //
-// The package promises that no input makes it panic, that each error is one short line that names the field and the way out, and that a defaulted
-// configuration, marshalled to JSON, decodes to itself. It does not know claims, devices or hardware, and does not say which strategies
-// the driver can carry out.
+// The package promises three things. No input makes it panic. Each error is one short line that
+// names the field and says how to correct it. A configuration with defaults, marshalled to JSON,
+// decodes to itself. The package knows no claims, devices or hardware, and does not know which
+// strategies the driver supports.
 package v1beta1
 
 const (
 	// Group is the API group of all kinds in this package.
 	Group = "resource.nvidia.com"
-	// Version is their version.
+	// Version is the version of all kinds in this package.
 	Version = "v1beta1"
-	// APIVersion is what a configuration carries in its field apiVersion.
+	// APIVersion is the value of a configuration's field apiVersion.
 	APIVersion = Group + "/" + Version
 )

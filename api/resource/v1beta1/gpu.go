@@ -6,8 +6,8 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 type GpuConfig struct {
 	metav1.TypeMeta `json:",inline"`
 
-	// Sharing says how the containers that use the GPU share it. Left out: the driver sets up nothing, and containers of
-	// one claim use the GPU side by side as the hardware lets them.
+	// Sharing says how containers share the GPU. If unset, the driver sets up nothing, and the
+	// containers of one claim share the GPU as the hardware allows.
 	Sharing *Sharing `json:"sharing,omitempty"`
 }
 
@@ -15,10 +15,11 @@ var _ Config = &GpuConfig{}
 
 const kindGpuConfig = "GpuConfig"
 
-// Kind is "GpuConfig".
+// Kind returns "GpuConfig".
 func (c *GpuConfig) Kind() string { return kindGpuConfig }
 
-// Default fills the settings that go with the strategy. No strategy is chosen where none is given.
+// Default sets apiVersion and kind, and fills in missing settings of the sharing strategy that the
+// user requested. It never chooses a strategy.
 func (c *GpuConfig) Default() {
 	c.TypeMeta = metav1.TypeMeta{APIVersion: APIVersion, Kind: kindGpuConfig}
 	if c.Sharing != nil {
@@ -26,7 +27,8 @@ func (c *GpuConfig) Default() {
 	}
 }
 
-// Validate refuses settings without meaning, and settings of a strategy other than the one given.
+// Validate returns an error for an invalid setting, and for a setting of another sharing strategy
+// than the requested one.
 func (c *GpuConfig) Validate() error {
 	if c.Sharing == nil {
 		return nil
@@ -34,7 +36,7 @@ func (c *GpuConfig) Validate() error {
 	return inKind(kindGpuConfig, c.Sharing.validate())
 }
 
-// SharingStrategy is the strategy that the configuration asks for, [SharingNone] if it asks for none.
+// SharingStrategy returns the requested strategy, or [SharingNone].
 func (c *GpuConfig) SharingStrategy() SharingStrategy {
 	if c.Sharing == nil {
 		return SharingNone

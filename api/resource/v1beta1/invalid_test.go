@@ -11,11 +11,13 @@ import (
 	"k8s.io/apimachinery/pkg/util/sets"
 )
 
-// anyOfItsType is for a field of which every value means something, as long as it is of the right type.
+// anyOfItsType is the value in the map invalid for a field that accepts every value of its Go type.
 var anyOfItsType = []string{}
 
-// invalid has values of the right type that mean nothing, by kind and field; [] is the value of a map's entry, [key] its key. Values of another type, a field
-// twice, in another case and beside one that is unknown are tried for every field without being listed.
+// invalid lists, for each field of each kind, values of the right type that must be refused. In a
+// path, [] is the value of a map's entry and [key] its key. For every field, the tests also try
+// values of another type, the field twice, its name in another case, and an unknown field next to
+// it.
 var invalid = map[string]map[string][]string{
 	"GpuConfig": merged(strategies, mpsFields, map[string][]string{
 		"sharing.timeSlicingConfig":          anyOfItsType,
@@ -31,7 +33,8 @@ var invalid = map[string]map[string][]string{
 }
 
 var (
-	versions         = []string{`""`, `null`, `"v1beta1"`, `"resource.nvidia.com/v1"`, `"resource.nvidia.com/v1beta2"`, `"resource.nvidia.com/V1beta1"`, `"resource.k8s.io/v1"`}
+	versions = []string{`""`, `null`, `"v1beta1"`, `"resource.nvidia.com/v1"`, `"resource.nvidia.com/v1beta2"`,
+		`"resource.nvidia.com/V1beta1"`, `"resource.k8s.io/v1"`}
 	kindsThatAreNone = []string{`""`, `null`, `"Pod"`, `"gpuConfig"`, `"GpuConfig "`, `"ImexChannelConfig"`}
 
 	strategies = map[string][]string{
@@ -40,17 +43,19 @@ var (
 		"sharing.strategy": {`""`, `null`, `"Luck"`, `"mps"`, `"timeSlicing"`, `"MPS "`, `"None"`},
 	}
 	amountsThatAreNone = []string{
-		`"much"`, `""`, `"0"`, `"0Gi"`, `"-1Gi"`, `"1023Ki"`, `"1"`, `1`, `0`, `-1`, `1048575`, `"1m"`, `"4Gb"`, `"4 Gi"`, `"0x10"`, `"1e2000000000"`, `"1e-2000000000"`, `"NaN"`, `"+Inf"`, `1.5`,
+		`"much"`, `""`, `"0"`, `"0Gi"`, `"-1Gi"`, `"1023Ki"`, `"1"`, `1`, `0`, `-1`, `1048575`, `"1m"`, `"4Gb"`, `"4 Gi"`, `"0x10"`,
+		`"1e2000000000"`, `"1e-2000000000"`, `"NaN"`, `"+Inf"`, `1.5`,
 		`"1025Ti"`, `"16E"`, `"999999999999999999E"`, `"9e99"`, `9223372036854775807`,
 	}
 	mpsFields = map[string][]string{
 		"sharing.mpsConfig": anyOfItsType,
-		"sharing.mpsConfig.defaultActiveThreadPercentage":          {`-1`, `101`, `1000`, `-9223372036854775808`, `9223372036854775807`},
-		"sharing.mpsConfig.defaultPinnedDeviceMemoryLimit":         amountsThatAreNone,
-		"sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit":      anyOfItsType,
-		"sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[]":    append([]string{`null`}, amountsThatAreNone...),
-		"sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[key]": {`""`, `"-1"`, `"01"`, `"+1"`, `"1.0"`, `"65536"`, `"GPU-4cf8db2d"`, `"gpu-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"`, `"GPU-4CF8DB2D-06c0-7d70-1a51-e59b25b2c16c"`, `"0000:1b:00.0"`, `"*"`},
-		"sharing.mpsConfig.multiUser":                              anyOfItsType,
+		"sharing.mpsConfig.defaultActiveThreadPercentage":       {`-1`, `101`, `1000`, `-9223372036854775808`, `9223372036854775807`},
+		"sharing.mpsConfig.defaultPinnedDeviceMemoryLimit":      amountsThatAreNone,
+		"sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit":   anyOfItsType,
+		"sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[]": append([]string{`null`}, amountsThatAreNone...),
+		"sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[key]": {`""`, `"-1"`, `"01"`, `"+1"`, `"1.0"`, `"65536"`, `"GPU-4cf8db2d"`,
+			`"gpu-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"`, `"GPU-4CF8DB2D-06c0-7d70-1a51-e59b25b2c16c"`, `"0000:1b:00.0"`, `"*"`},
+		"sharing.mpsConfig.multiUser": anyOfItsType,
 	}
 )
 
@@ -62,7 +67,7 @@ func merged(tables ...map[string][]string) map[string][]string {
 	return all
 }
 
-// field is one of a kind's, as its Go types have it.
+// field is one field of a kind: its path in JSON and its Go type.
 type field struct {
 	path string
 	t    reflect.Type
@@ -99,7 +104,7 @@ func fieldsOf(path string, t reflect.Type) []field {
 	return all
 }
 
-// otherTypes are values that no field of the type takes.
+// otherTypes returns JSON values of other types than t, which a field of type t must refuse.
 func otherTypes(t reflect.Type) []string {
 	for t.Kind() == reflect.Pointer {
 		t = t.Elem()
@@ -124,7 +129,8 @@ func otherTypes(t reflect.Type) []string {
 	return all
 }
 
-// valid is a configuration of the kind that says something in every object on the way to the field.
+// valid returns a configuration of this kind that Validate accepts. It sets every object on the
+// path, so that a test can then change the field.
 func valid(kind, path string) string {
 	rest := ""
 	switch {
@@ -141,7 +147,8 @@ func valid(kind, path string) string {
 	return object(kind, rest)
 }
 
-// set gives the field another value, written as it is.
+// set returns the configuration with a new value for the field at path: the raw JSON in the
+// parameter to.
 func set(t *testing.T, config, path, to string) string {
 	t.Helper()
 	return change(t, config, path, func(object map[string]json.RawMessage, name string) {
@@ -161,7 +168,9 @@ func set(t *testing.T, config, path, to string) string {
 	})
 }
 
-// change does something with the object that the field is in.
+// change calls the function with on the JSON object that contains the field at path, and on the
+// field's name in that object. It returns the configuration with the object as that function left
+// it.
 func change(t *testing.T, config, path string, with func(object map[string]json.RawMessage, name string)) string {
 	t.Helper()
 	return inside(t, config, strings.Split(strings.ReplaceAll(path, "[", ".["), "."), with)
@@ -178,7 +187,7 @@ func inside(t *testing.T, object string, way []string, with func(object map[stri
 	} else {
 		with(members, way[0])
 	}
-	// Not by Marshal, which would refuse what is to be refused by what is tested.
+	// Write the JSON without json.Marshal, which refuses some of the invalid values.
 	var text strings.Builder
 	for _, name := range slices.Sorted(maps.Keys(members)) {
 		key, err := json.Marshal(name)
@@ -190,8 +199,7 @@ func inside(t *testing.T, object string, way []string, with func(object map[stri
 	return "{" + strings.TrimPrefix(text.String(), ",") + "}"
 }
 
-// Whoever adds a field says here which of its values mean nothing.
-func TestEveryFieldHasItsInvalidValues(t *testing.T) {
+func TestInvalidValueTableCoversEveryField(t *testing.T) {
 	for _, empty := range kinds {
 		kind := empty().Kind()
 		paths := sets.New[string]()
@@ -200,10 +208,10 @@ func TestEveryFieldHasItsInvalidValues(t *testing.T) {
 		}
 		listed := sets.KeySet(invalid[kind])
 		for _, path := range sets.List(paths.Difference(listed)) {
-			t.Errorf("%s.%s: which values of it are invalid?", kind, path)
+			t.Errorf("%s.%s: the table has no invalid values", kind, path)
 		}
 		for _, path := range sets.List(listed.Difference(paths)) {
-			t.Errorf("%s.%s is no field", kind, path)
+			t.Errorf("%s.%s is not a field", kind, path)
 		}
 	}
 	if len(invalid) != len(kinds) {
@@ -211,7 +219,7 @@ func TestEveryFieldHasItsInvalidValues(t *testing.T) {
 	}
 }
 
-func TestEveryInvalidValueOfEveryFieldIsRefusedByItsPath(t *testing.T) {
+func TestInvalidValuesAreRefusedByPath(t *testing.T) {
 	tried := 0
 	for _, empty := range kinds {
 		kind := empty().Kind()
@@ -226,7 +234,7 @@ func TestEveryInvalidValueOfEveryFieldIsRefusedByItsPath(t *testing.T) {
 			}
 			for _, value := range values {
 				tried++
-				refused(t, set(t, config, f.path, value), said(f.path))
+				refused(t, set(t, config, f.path, value), pathInErrors(f.path))
 			}
 			t.Run(kind+"."+f.path, func(t *testing.T) { misspelt(t, config, f) })
 		}
@@ -237,11 +245,12 @@ func TestEveryInvalidValueOfEveryFieldIsRefusedByItsPath(t *testing.T) {
 	}
 }
 
-// misspelt writes the field's name otherwise, twice, and beside one that is unknown.
+// misspelt fails the test if a configuration is accepted although the field's name has another
+// case, the field occurs twice, or an unknown field is next to it.
 func misspelt(t *testing.T, config string, f field) {
 	name := f.path[strings.LastIndexAny(f.path, ".]")+1:]
 	if name == "" || strings.HasSuffix(f.path, "]") {
-		return // the key of a map is no name
+		return // The entry of a map has no field name.
 	}
 	other := strings.ToUpper(name[:1]) + name[1:]
 	wrong := change(t, config, f.path, func(object map[string]json.RawMessage, name string) {
@@ -255,11 +264,13 @@ func misspelt(t *testing.T, config string, f field) {
 	}
 	twice := strings.Replace(config, `"`+name+`":`, `"`+name+`":null,"`+name+`":`, 1)
 	refused(t, twice, f.path)
-	refused(t, change(t, config, f.path, func(object map[string]json.RawMessage, _ string) { object["unheardOf"] = json.RawMessage("1") }), "unheardOf")
+	refused(t, change(t, config, f.path, func(object map[string]json.RawMessage, _ string) {
+		object["unheardOf"] = json.RawMessage("1")
+	}), "unheardOf")
 }
 
-// said is a field's path as errors have it.
-func said(path string) string {
+// pathInErrors returns a field's path as errors write it: without [] and [key].
+func pathInErrors(path string) string {
 	path, _, _ = strings.Cut(path, "[")
 	return path
 }
@@ -272,18 +283,18 @@ func refused(t *testing.T, config, path string) {
 		return
 	}
 	if s := err.Error(); !strings.Contains(s, path) || strings.ContainsAny(s, "\n\r") || len(s) > 600 {
-		t.Errorf("%s is refused with %q, which is no short line that names %s", config, s, path)
+		t.Errorf("%s is refused with %q, not with a short line that names %s", config, s, path)
 	}
 }
 
-// Settings that go with another strategy are none of the one that is given.
-func TestSettingsOfAnotherStrategyAreRefused(t *testing.T) {
+func TestRefusesSettingsOfAnotherStrategy(t *testing.T) {
 	for _, kind := range []string{"GpuConfig", "MigDeviceConfig"} {
 		refused(t, object(kind, `,"sharing":{"strategy":"TimeSlicing","mpsConfig":{}}`), "sharing.mpsConfig")
 		refused(t, object(kind, `,"sharing":{"strategy":"MPS","timeSlicingConfig":{}}`), "sharing.timeSlicingConfig")
 		refused(t, object(kind, `,"sharing":{"mpsConfig":{}}`), "sharing.strategy")
 	}
-	refused(t, object("MigDeviceConfig", `,"sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Short"}}`), "sharing.timeSlicingConfig")
+	refused(t, object("MigDeviceConfig", `,"sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Short"}}`),
+		"sharing.timeSlicingConfig")
 	for _, kind := range []string{"GpuConfig", "MigDeviceConfig"} {
 		refused(t, object(kind, `,"iommu":{}`), "iommu")
 	}

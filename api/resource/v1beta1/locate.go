@@ -9,13 +9,16 @@ import (
 	"strings"
 )
 
-// locate finds the value that does not fit into its field, and says so by the field's path. It is nil if it finds none. The decoder's own errors do not name the
-// field where the value is read by a method, and name types of Go where they do.
+// locate returns an error that names the field in raw whose value has the wrong type for into, or
+// nil if there is none. The decoder's own errors name Go types, and name no field if a method of
+// the type reads the value.
 func locate(raw []byte, into any) error {
 	return misfit("", raw, reflect.TypeOf(into))
 }
 
-// misfit goes down as far as values and types match.
+// misfit compares the JSON value raw with the Go type t, from the outer object to the inner fields.
+// It returns an error for the first value that does not fit its type, or nil. path is the path of
+// raw in the configuration.
 func misfit(path string, raw []byte, t reflect.Type) error {
 	for t.Kind() == reflect.Pointer {
 		if string(raw) == "null" {
@@ -50,9 +53,9 @@ func misfit(path string, raw []byte, t reflect.Type) error {
 	}
 	for _, f := range reflect.VisibleFields(t) {
 		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
-		member, said := members[name]
-		if !said || name == "" {
-			continue // fields of an embedded struct are visible themselves
+		member, present := members[name]
+		if !present || name == "" {
+			continue // An embedded struct has no name. VisibleFields lists its fields too.
 		}
 		if err := misfit(strings.TrimPrefix(path+"."+name, "."), member, f.Type); err != nil {
 			return err
@@ -74,5 +77,5 @@ func wanted(t reflect.Type) string {
 	}
 }
 
-// value is what a user wrote, as JSON.
+// value returns the user's JSON, shortened for an error.
 func value(raw []byte) string { return brief(string(raw)) }

@@ -6,15 +6,16 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 type MigDeviceConfig struct {
 	metav1.TypeMeta `json:",inline"`
 
-	// Sharing says how the containers that use the MIG device share it. Left out: the driver sets up nothing.
+	// Sharing says how containers share the MIG device. If unset, the driver sets up nothing.
 	Sharing *MigSharing `json:"sharing,omitempty"`
 }
 
-// MigSharing is [Sharing] without settings for time slices: their length belongs to the GPU beneath, which other claims use too.
+// MigSharing is [Sharing] without settings for time slices. The length of time slices is a setting
+// of the whole GPU, whose other partitions may belong to other claims.
 type MigSharing struct {
 	// Strategy is TimeSlicing or MPS.
 	Strategy SharingStrategy `json:"strategy"`
-	// MPS goes with strategy MPS.
+	// MPS are the settings of strategy MPS.
 	MPS *MPSConfig `json:"mpsConfig,omitempty"`
 }
 
@@ -22,10 +23,11 @@ var _ Config = &MigDeviceConfig{}
 
 const kindMigDeviceConfig = "MigDeviceConfig"
 
-// Kind is "MigDeviceConfig".
+// Kind returns "MigDeviceConfig".
 func (c *MigDeviceConfig) Kind() string { return kindMigDeviceConfig }
 
-// Default fills the settings that go with the strategy. No strategy is chosen where none is given.
+// Default sets apiVersion and kind, and fills in missing settings of the sharing strategy that the
+// user requested. It never chooses a strategy.
 func (c *MigDeviceConfig) Default() {
 	c.TypeMeta = metav1.TypeMeta{APIVersion: APIVersion, Kind: kindMigDeviceConfig}
 	if c.Sharing != nil && c.Sharing.Strategy == SharingMPS && c.Sharing.MPS == nil {
@@ -33,7 +35,8 @@ func (c *MigDeviceConfig) Default() {
 	}
 }
 
-// Validate refuses settings without meaning, and settings of a strategy other than the one given.
+// Validate returns an error for an invalid setting, and for a setting of another sharing strategy
+// than the requested one.
 func (c *MigDeviceConfig) Validate() error {
 	if c.Sharing == nil {
 		return nil
@@ -42,7 +45,7 @@ func (c *MigDeviceConfig) Validate() error {
 	return inKind(kindMigDeviceConfig, sharing.validate())
 }
 
-// SharingStrategy is the strategy that the configuration asks for, [SharingNone] if it asks for none.
+// SharingStrategy returns the requested strategy, or [SharingNone].
 func (c *MigDeviceConfig) SharingStrategy() SharingStrategy {
 	if c.Sharing == nil {
 		return SharingNone

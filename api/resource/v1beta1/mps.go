@@ -11,42 +11,48 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// MPSConfig holds the settings of strategy MPS. Each is a default of the MPS control daemon, which a process may lower for itself.
+// MPSConfig holds the settings of strategy MPS. Each setting becomes a default of the MPS control
+// daemon. A client process may set a lower limit for itself.
 type MPSConfig struct {
-	// DefaultActiveThreadPercentage is the share of the device's compute that one process may use:
-	// 1 to 100 percent. Left out, or 0: no limit.
+	// DefaultActiveThreadPercentage is the part of the device's compute that one process may use: 1 to
+	// 100 percent. Unset or 0 means no limit.
 	DefaultActiveThreadPercentage *int `json:"defaultActiveThreadPercentage,omitempty"`
-	// DefaultPinnedDeviceMemoryLimit is the device memory that one process may use on each device: 1Mi or more. Left out: no limit.
+	// DefaultPinnedDeviceMemoryLimit is the memory that one process may use on each device, at least
+	// 1Mi. Unset means no limit.
 	DefaultPinnedDeviceMemoryLimit *MemoryLimit `json:"defaultPinnedDeviceMemoryLimit,omitempty"`
-	// DefaultPerDevicePinnedMemoryLimit is the same for single devices, and overrides it there. The
-	// key is a device's UUID (GPU-… or MIG-…) or its index, from 0, among the devices of the claim
-	// that this configuration is for, in the order of their UUIDs.
+	// DefaultPerDevicePinnedMemoryLimit overrides DefaultPinnedDeviceMemoryLimit for single devices.
+	// The key is a device's UUID (GPU-… or MIG-…) or its index. The index counts the claim's devices
+	// with this configuration from 0, in the order of their UUIDs.
 	DefaultPerDevicePinnedMemoryLimit map[string]MemoryLimit `json:"defaultPerDevicePinnedMemoryLimit,omitempty"`
 	// MultiUser lets processes of different Linux users share the device.
 	MultiUser bool `json:"multiUser,omitempty"`
 }
 
-// MemoryLimit is a Quantity whose text is bounded: an exponent of a billion is 13 letters in a claim, and hours of arithmetic for whoever compares it.
+// MemoryLimit is a Quantity whose text has a limited length and exponent. A Quantity with an
+// exponent of a billion would take hours to compare.
 type MemoryLimit struct{ resource.Quantity }
 
-// memoryText takes every size that a device can have, in each of a Quantity's notations.
+// memoryText matches the text of every amount of memory that a device can have, in all notations of
+// a Quantity.
 var memoryText = regexp.MustCompile(`^[+-]?[0-9]{1,18}(\.[0-9]{0,9})?([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$`)
 
 func (m *MemoryLimit) UnmarshalJSON(raw []byte) error {
 	text := strings.Trim(string(raw), `"`)
 	if !memoryText.MatchString(text) {
-		return fmt.Errorf("%s is no amount of memory: write it as in 4Gi", quote(text))
+		return fmt.Errorf("%s is not an amount of memory: write a quantity such as 4Gi", quote(text))
 	}
 	return m.Quantity.UnmarshalJSON(raw)
 }
 
-// deviceUUID is the form in which NVML writes the UUID of a GPU (nvmlDeviceGetUUID) or of a MIG device, since R470.
+// deviceUUID matches the UUID of a GPU (nvmlDeviceGetUUID), or of a MIG device since R470, as NVML
+// writes it.
 var deviceUUID = regexp.MustCompile(`^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
 
-// leastMemory is the smallest limit: the MPS control daemon counts in whole MiB. mostMemory is far beyond every device, and keeps a number of bytes a number.
+// minMemory is the smallest limit, because the MPS control daemon counts in whole MiB. maxMemory is
+// more than any device has, and its number of bytes fits into an int64.
 var (
-	leastMemory = resource.MustParse("1Mi")
-	mostMemory  = resource.MustParse("1Pi")
+	minMemory = resource.MustParse("1Mi")
+	maxMemory = resource.MustParse("1Pi")
 )
 
 func (m *MPSConfig) validate() error {
@@ -58,11 +64,12 @@ func (m *MPSConfig) validate() error {
 			return err
 		}
 	}
-	// In order, so that the same configuration always gives the same error.
+	// Sort the keys, so that a configuration always gives the same error.
 	for _, key := range slices.Sorted(maps.Keys(m.DefaultPerDevicePinnedMemoryLimit)) {
 		field := "sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[" + quote(key) + "]"
 		if !namesDevice(key) {
-			return fmt.Errorf("%s: the key names no device: use a UUID such as GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c, or an index such as 0", field)
+			return fmt.Errorf("%s: the key names no device: use a UUID such as GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c, or an index "+
+				"such as 0", field)
 		}
 		if err := validateMemory(field, m.DefaultPerDevicePinnedMemoryLimit[key]); err != nil {
 			return err
@@ -71,7 +78,8 @@ func (m *MPSConfig) validate() error {
 	return nil
 }
 
-// namesDevice takes an index only as strconv writes it, so that no device has two keys.
+// namesDevice reports whether key is a device's UUID or index. It accepts an index only as strconv
+// formats it, so that no device has two keys.
 func namesDevice(key string) bool {
 	if deviceUUID.MatchString(key) {
 		return true
@@ -81,11 +89,12 @@ func namesDevice(key string) bool {
 }
 
 func validateMemory(field string, limit MemoryLimit) error {
-	if limit.Cmp(leastMemory) < 0 {
-		return fmt.Errorf("%s is %s: set it to %s or more, for example 4Gi", field, quote(limit.String()), leastMemory.String())
+	if limit.Cmp(minMemory) < 0 {
+		return fmt.Errorf("%s is %s: set it to %s or more, for example 4Gi", field, quote(limit.String()), minMemory.String())
 	}
-	if limit.Cmp(mostMemory) > 0 {
-		return fmt.Errorf("%s is %s: no device has so much memory: set it to %s at most, or remove it", field, quote(limit.String()), mostMemory.String())
+	if limit.Cmp(maxMemory) > 0 {
+		return fmt.Errorf("%s is %s: no device has so much memory: set it to %s at most, or remove it", field, quote(limit.String()),
+			maxMemory.String())
 	}
 	return nil
 }

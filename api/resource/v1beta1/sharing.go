@@ -9,15 +9,17 @@ import (
 type SharingStrategy string
 
 const (
-	// SharingNone is the strategy of a configuration that gives none. It is not a value that a user may write.
+	// SharingNone means that the user requested no strategy. Validate refuses a sharing section
+	// without a strategy.
 	SharingNone SharingStrategy = ""
-	// SharingTimeSlicing lets the GPU switch between processes, each with the whole GPU for a time slice.
+	// SharingTimeSlicing switches the whole GPU between processes after each time slice.
 	SharingTimeSlicing SharingStrategy = "TimeSlicing"
-	// SharingMPS lets processes run at the same time, through a control daemon of NVIDIA's Multi-Process Service.
+	// SharingMPS runs processes at the same time, through NVIDIA's Multi-Process Service.
 	SharingMPS SharingStrategy = "MPS"
 )
 
-// TimeSliceInterval is how long a process keeps the GPU before the next one's turn. Which length each stands for is the NVIDIA driver's matter.
+// TimeSliceInterval is how long a process keeps the GPU before the next one gets it. The NVIDIA
+// driver defines the length of each interval.
 type TimeSliceInterval string
 
 const (
@@ -29,19 +31,19 @@ const (
 
 var intervals = []TimeSliceInterval{IntervalDefault, IntervalShort, IntervalMedium, IntervalLong}
 
-// Sharing is a strategy and its settings. After defaulting, the settings of the strategy given are there, and only those are accepted.
+// Sharing is a strategy with its settings. Validate refuses settings of another strategy.
 type Sharing struct {
 	// Strategy is TimeSlicing or MPS.
 	Strategy SharingStrategy `json:"strategy"`
-	// TimeSlicing goes with strategy TimeSlicing.
+	// TimeSlicing are the settings of strategy TimeSlicing.
 	TimeSlicing *TimeSlicingConfig `json:"timeSlicingConfig,omitempty"`
-	// MPS goes with strategy MPS.
+	// MPS are the settings of strategy MPS.
 	MPS *MPSConfig `json:"mpsConfig,omitempty"`
 }
 
 // TimeSlicingConfig holds the settings of strategy TimeSlicing.
 type TimeSlicingConfig struct {
-	// Interval is Default, Short, Medium or Long. Left out: Default.
+	// Interval is Default, Short, Medium or Long. Unset means Default.
 	Interval TimeSliceInterval `json:"interval,omitempty"`
 }
 
@@ -73,7 +75,8 @@ func (s *Sharing) validate() error {
 		return s.TimeSlicing.validate()
 	case SharingMPS:
 		if s.TimeSlicing != nil {
-			return fmt.Errorf("sharing.timeSlicingConfig does not go with strategy %s: remove it, or set sharing.strategy to %s", s.Strategy, SharingTimeSlicing)
+			return fmt.Errorf("sharing.timeSlicingConfig does not go with strategy %s: remove it, or set sharing.strategy to %s",
+				s.Strategy, SharingTimeSlicing)
 		}
 		if s.MPS == nil {
 			return nil
@@ -93,7 +96,7 @@ func (t *TimeSlicingConfig) validate() error {
 	return fmt.Errorf("sharing.timeSlicingConfig.interval is %s: set it to one of %v", quote(string(t.Interval)), intervals)
 }
 
-// inKind puts the kind before an error about one of its fields.
+// inKind adds the configuration's kind to an error about one of its fields.
 func inKind(kind string, err error) error {
 	if err == nil {
 		return nil

@@ -7,29 +7,31 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// VfioDeviceConfig configures GPUs that are passed through to a virtual machine.
+// VfioDeviceConfig configures whole GPUs that are passed through to a virtual machine.
 type VfioDeviceConfig struct {
 	metav1.TypeMeta `json:",inline"`
 
-	// IOMMU says through which of the kernel's interfaces the GPU is passed. Left out: the legacy one, without its API device.
+	// IOMMU selects the kernel interface for passthrough. Unset means VFIO's own interface, without
+	// its API device.
 	IOMMU *IOMMUConfig `json:"iommu,omitempty"`
 }
 
-// IOMMUConfig picks between the kernel's two interfaces for passing devices through.
+// IOMMUConfig selects one of the kernel's two interfaces for passthrough: VFIO's own or iommufd.
 type IOMMUConfig struct {
-	// BackendPolicy is LegacyOnly or PreferIommuFD. Left out: LegacyOnly.
+	// BackendPolicy is LegacyOnly or PreferIommuFD. Unset means LegacyOnly.
 	BackendPolicy IOMMUBackendPolicy `json:"backendPolicy"`
-	// EnableAPIDevice also gives the container /dev/iommu or /dev/vfio/vfio, whichever goes with the interface. Left out: false.
+	// EnableAPIDevice also gives the container the API device of the selected interface:
+	// /dev/vfio/vfio for VFIO's own, /dev/iommu for iommufd. Unset means false.
 	EnableAPIDevice *bool `json:"enableAPIDevice,omitempty"`
 }
 
-// IOMMUBackendPolicy says which interface is taken.
+// IOMMUBackendPolicy says which kernel interface to use for passthrough.
 type IOMMUBackendPolicy string
 
 const (
-	// IOMMULegacyOnly takes VFIO's own containers and groups.
+	// IOMMULegacyOnly uses VFIO's own interface, with VFIO containers and groups.
 	IOMMULegacyOnly IOMMUBackendPolicy = "LegacyOnly"
-	// IOMMUPreferIommuFD takes iommufd where the host has it.
+	// IOMMUPreferIommuFD uses iommufd if the host has it, otherwise VFIO's own interface.
 	IOMMUPreferIommuFD IOMMUBackendPolicy = "PreferIommuFD"
 )
 
@@ -37,10 +39,10 @@ var _ Config = &VfioDeviceConfig{}
 
 const kindVfioDeviceConfig = "VfioDeviceConfig"
 
-// Kind is "VfioDeviceConfig".
+// Kind returns "VfioDeviceConfig".
 func (c *VfioDeviceConfig) Kind() string { return kindVfioDeviceConfig }
 
-// Default fills apiVersion, kind and the IOMMU's settings.
+// Default fills in apiVersion, kind and the settings in field iommu.
 func (c *VfioDeviceConfig) Default() {
 	c.TypeMeta = metav1.TypeMeta{APIVersion: APIVersion, Kind: kindVfioDeviceConfig}
 	if c.IOMMU == nil {
@@ -54,7 +56,7 @@ func (c *VfioDeviceConfig) Default() {
 	}
 }
 
-// Validate refuses an unknown policy.
+// Validate returns an error if iommu.backendPolicy has an unknown value.
 func (c *VfioDeviceConfig) Validate() error {
 	if c.IOMMU == nil {
 		return nil
@@ -63,6 +65,7 @@ func (c *VfioDeviceConfig) Validate() error {
 	case IOMMULegacyOnly, IOMMUPreferIommuFD:
 		return nil
 	default:
-		return fmt.Errorf("%s: iommu.backendPolicy is %s: set it to %s or %s", kindVfioDeviceConfig, quote(string(c.IOMMU.BackendPolicy)), IOMMULegacyOnly, IOMMUPreferIommuFD)
+		return fmt.Errorf("%s: iommu.backendPolicy is %s: set it to %s or %s", kindVfioDeviceConfig,
+			quote(string(c.IOMMU.BackendPolicy)), IOMMULegacyOnly, IOMMUPreferIommuFD)
 	}
 }

@@ -1,5 +1,6 @@
-// Package durabletest has a disk for tests that ends the world between any two writes: by a killed process, which loses nothing that was written, or by
-// a power cut, which loses every name that was not synced.
+// Package durabletest fakes a disk in memory. A test can make it crash at any write. A process that
+// is killed loses nothing that it has written. A power cut loses every name in a directory that was
+// not synced.
 package durabletest
 
 import (
@@ -14,10 +15,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
-// ErrStopped is what every call gets after the world has ended.
+// ErrStopped is the error of every call after the simulated crash.
 var ErrStopped = errors.New("the process is dead")
 
-// Disk is a disk in memory. Its zero value is not usable: see New.
+// Disk is a fake disk in memory. Its zero value is not usable: see [New].
 type Disk struct {
 	mu      sync.Mutex
 	visible map[string][]byte
@@ -33,47 +34,48 @@ type Disk struct {
 
 var _ durable.FS = &Disk{}
 
-// New is an empty disk that works.
+// New returns an empty fake disk that works until a test sets a fault.
 func New() *Disk {
 	return &Disk{visible: map[string][]byte{}, synced: map[string][]byte{}, dirs: map[string]bool{}}
 }
 
-// StopAt ends the world at the n-th write from now on, counted from 1.
+// StopAt lets the disk crash at the n-th write from now on, counted from 1.
 func (d *Disk) StopAt(n int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.writes, d.stopAt = 0, n
 }
 
-// FailAt lets the n-th write from now on fail with err, and only that one.
+// FailAt lets only the n-th write from now on fail, with err.
 func (d *Disk) FailAt(n int, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.writes, d.failAt, d.failure = 0, n, err
 }
 
-// Stopped says whether the world has ended.
+// Stopped reports whether the crash that StopAt sets has happened.
 func (d *Disk) Stopped() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.stopped
 }
 
-// Writes counts the writes since the last StopAt or FailAt.
+// Writes returns the number of writes since the last StopAt or FailAt.
 func (d *Disk) Writes() int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.writes
 }
 
-// Restart is a new process on the same disk.
+// Restart ends the crash: the disk works again, with all files that were written. It simulates a
+// new process.
 func (d *Disk) Restart() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.stopped, d.stopAt, d.failAt = false, 0, 0
 }
 
-// PowerCut forgets what was not synced, and starts again.
+// PowerCut drops the names that were not synced, and then works like Restart.
 func (d *Disk) PowerCut() {
 	d.mu.Lock()
 	d.visible = maps.Clone(d.synced)
@@ -81,7 +83,8 @@ func (d *Disk) PowerCut() {
 	d.Restart()
 }
 
-// PowerCutKeeping is a power cut before which some directories' names had found their way to the disk unasked.
+// PowerCutKeeping is PowerCut, but keeps the unsynced names in the directories for which written is
+// true. A file system may have written them by itself.
 func (d *Disk) PowerCutKeeping(written func(dir string) bool) {
 	d.mu.Lock()
 	kept := map[string]bool{}
@@ -104,21 +107,23 @@ func (d *Disk) PowerCutKeeping(written func(dir string) bool) {
 	d.Restart()
 }
 
-// Clone is a disk with the same files, which works.
+// Clone returns a copy of the disk that works, with the same files.
 func (d *Disk) Clone() *Disk {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return &Disk{visible: maps.Clone(d.visible), synced: maps.Clone(d.synced), dirs: maps.Clone(d.dirs)}
 }
 
-// State is every file as a process sees it, and as a power cut would leave it.
+// State returns the content of every file: visible as a process sees it, and synced as it would be
+// after a power cut.
 func (d *Disk) State() (visible, synced map[string][]byte) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return maps.Clone(d.visible), maps.Clone(d.synced)
 }
 
-// Write counts as a write to the disk and fails like one. Tests use it for what else their process changes.
+// Write counts as one write and fails if a fault is due. Tests call it where the tested process
+// changes something other than this disk.
 func (d *Disk) Write() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -140,7 +145,7 @@ func (d *Disk) write() error {
 	return nil
 }
 
-// Names lists the files of a directory that a process sees.
+// Names returns the names of the files in a directory, as a process sees them.
 func (d *Disk) Names(dir string) []string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -153,14 +158,14 @@ func (d *Disk) Names(dir string) []string {
 	return names
 }
 
-// Put places a file, synced, past all faults.
+// Put adds a synced file. It ignores faults and does not count as a write.
 func (d *Disk) Put(path string, data []byte) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.visible[path], d.synced[path] = data, data
 }
 
-// Create leaves a part of the file if the world ends in it.
+// Create implements [durable.FS]. If the disk crashes in it, it leaves a part of the file.
 func (d *Disk) Create(path string, data []byte) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -174,7 +179,6 @@ func (d *Disk) Create(path string, data []byte) error {
 	return nil
 }
 
-// MkdirAll makes a directory.
 func (d *Disk) MkdirAll(dir string) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -185,7 +189,6 @@ func (d *Disk) MkdirAll(dir string) error {
 	return nil
 }
 
-// Rename moves a name.
 func (d *Disk) Rename(from, to string) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -201,7 +204,6 @@ func (d *Disk) Rename(from, to string) error {
 	return nil
 }
 
-// Remove takes a name away.
 func (d *Disk) Remove(path string) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -215,7 +217,7 @@ func (d *Disk) Remove(path string) error {
 	return nil
 }
 
-// SyncDir makes a directory's names last.
+// SyncDir implements [durable.FS]: the names in the directory then survive a power cut.
 func (d *Disk) SyncDir(dir string) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -231,10 +233,10 @@ func (d *Disk) SyncDir(dir string) error {
 	return nil
 }
 
-// Hold does nothing: what is freed here is the garbage collector's.
-func (d *Disk) Hold(string) (letGo func()) { return func() {} }
+// Hold does nothing, because this fake disk frees a removed file at no cost.
+func (d *Disk) Hold(string) (release func()) { return func() {} }
 
-// ReadFile reads what a process sees.
+// ReadFile returns the content of a file as a process sees it.
 func (d *Disk) ReadFile(path string) ([]byte, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -248,7 +250,7 @@ func (d *Disk) ReadFile(path string) ([]byte, error) {
 	return data, nil
 }
 
-// ReadDir lists what a process sees.
+// ReadDir returns the names in a directory as a process sees them.
 func (d *Disk) ReadDir(dir string) ([]string, error) {
 	d.mu.Lock()
 	stopped, there := d.stopped, d.dirs[dir]

@@ -1,5 +1,6 @@
-// Package below finds paths in a root directory that somebody else fills, as whoever has that root would, and never out of it. It opens them as places only;
-// it reads and writes nothing.
+// Package below opens paths inside a root directory whose content is not trusted, and never outside
+// of that root. Links resolve as for a process that has this root directory. All descriptors are
+// O_PATH, so the package reads and writes nothing.
 package below
 
 import (
@@ -8,11 +9,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// attempts is how often a path is looked for while the kernel cannot say for sure where it leads: each time something was renamed or mounted, anywhere on the
-// node, while ".." was followed; see openat2(2).
+// attempts limits retries of openat2(2). The call fails with EAGAIN if anything on the node was
+// renamed or mounted while the kernel followed "..".
 const attempts = 1000
 
-// Open opens a path below a root (O_PATH), with these flags beside.
+// Open opens a path below the directory descriptor root. It adds flags to O_PATH and O_CLOEXEC.
 func Open(root int, path string, flags uint64) (fd int, err error) {
 	how := unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC | flags, Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS}
 	for range attempts {

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func TestAPathIsFoundWhileOthersRenameAndNeverOutOfItsRoot(t *testing.T) {
+func TestOpenStaysInRootDuringRenames(t *testing.T) {
 	base := t.TempDir()
 	root, elsewhere := filepath.Join(base, "root"), filepath.Join(base, "elsewhere")
 	for _, dir := range []string{filepath.Join(root, "a", "b"), filepath.Join(root, "etc"), elsewhere, filepath.Join(base, "etc")} {
@@ -57,6 +57,6 @@ func TestAPathIsFoundWhileOthersRenameAndNeverOutOfItsRoot(t *testing.T) {
 		}
 	}
 	if _, err := Open(fd, "nothing", 0); err == nil {
-		t.Error("what is not there was found")
+		t.Error("a missing path was found")
 	}
 }

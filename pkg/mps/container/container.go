@@ -1,5 +1,5 @@
-// Package container reads what the runtime gives an OCI hook about its container: the state, on
-// standard input, and the configuration, in the bundle.
+// Package container reads what the container runtime passes to an OCI hook: the container's state
+// on standard input, and the container's configuration in its bundle directory.
 package container
 
 import (
@@ -14,18 +14,20 @@ import (
 )
 
 const (
-	// maxState and maxConfig are in bytes, far beyond what runtimes write.
+	// maxState and maxConfig limit how many bytes of the state and of the configuration are read.
+	// Runtimes write far less.
 	maxState  = 1 << 20
 	maxConfig = 64 << 20
 )
 
-// Container is one that is being created.
+// Container is a container that is being created.
 type Container struct {
 	State  specs.State
 	Config specs.Spec
 }
 
-// Read takes the state as the runtime gives it to hooks.
+// Read parses the container's state as the runtime passes it to hooks. Then it reads config.json in
+// the bundle directory that the state names.
 func Read(state io.Reader) (Container, error) {
 	var c Container
 	if err := decode(io.LimitReader(state, maxState), &c.State); err != nil {
@@ -39,7 +41,7 @@ func Read(state io.Reader) (Container, error) {
 
 func (c *Container) readConfig() error {
 	if !filepath.IsAbs(c.State.Bundle) {
-		return fmt.Errorf("its state has no bundle (%.100q)", c.State.Bundle)
+		return fmt.Errorf("the container's state has no bundle directory (%.100q)", c.State.Bundle)
 	}
 	f, err := os.Open(filepath.Join(c.State.Bundle, "config.json"))
 	if err != nil {

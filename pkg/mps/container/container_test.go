@@ -7,15 +7,15 @@ import (
 	"testing"
 )
 
-func TestWhatCannotBeReadIsNamed(t *testing.T) {
+func TestReadErrorNamesUnreadablePart(t *testing.T) {
 	for name, c := range map[string]struct{ state, config, want string }{
-		"no state":          {"", "", "container's state"},
-		"no JSON":           {"state", "", "container's state"},
-		"no bundle":         {`{"id":"c1"}`, "", "no bundle"},
-		"a relative bundle": {`{"id":"c1","bundle":"x"}`, "", "no bundle"},
-		"no configuration":  {`{"id":"c1","bundle":"BUNDLE"}`, "", "open its configuration"},
-		"a broken one":      {`{"id":"c1","bundle":"BUNDLE"}`, "{", "read its configuration"},
-		"an empty one":      {`{"id":"c1","bundle":"BUNDLE"}`, " ", "read its configuration"},
+		"no state":             {"", "", "container's state"},
+		"not JSON":             {"state", "", "container's state"},
+		"no bundle":            {`{"id":"c1"}`, "", "no bundle"},
+		"relative bundle":      {`{"id":"c1","bundle":"x"}`, "", "no bundle"},
+		"no configuration":     {`{"id":"c1","bundle":"BUNDLE"}`, "", "open its configuration"},
+		"broken configuration": {`{"id":"c1","bundle":"BUNDLE"}`, "{", "read its configuration"},
+		"empty configuration":  {`{"id":"c1","bundle":"BUNDLE"}`, " ", "read its configuration"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			bundle := t.TempDir()

@@ -7,9 +7,10 @@ import (
 	"testing"
 )
 
-// Whatever stands in a container's configuration, it is read as that of its container, or refused.
+// Whatever config.json holds, Read fails or returns the container that the state names.
 func FuzzConfig(f *testing.F) {
-	for _, config := range []string{`{"root":{"path":"rootfs"}}`, `{"root":{"path":""}}`, `{"root":null}`, `{`, ``, `null`, `{"root":{"path":"../../.."},"linux":{"devices":[{"path":"x"}]}}`, `{"hooks":{"createContainer":[{}]}}`} {
+	for _, config := range []string{`{"root":{"path":"rootfs"}}`, `{"root":{"path":""}}`, `{"root":null}`, `{`, ``,
+		`null`, `{"root":{"path":"../../.."},"linux":{"devices":[{"path":"x"}]}}`, `{"hooks":{"createContainer":[{}]}}`} {
 		f.Add([]byte(config))
 	}
 	bundle := f.TempDir()
@@ -19,12 +20,12 @@ func FuzzConfig(f *testing.F) {
 			t.Fatal(err)
 		}
 		if c, err := Read(bytes.NewReader(state)); err == nil && c.State.ID != "c1" {
-			t.Errorf("%q is that of container %q", config, c.State.ID)
+			t.Errorf("%q is accepted for container %q", config, c.State.ID)
 		}
 	})
 }
 
-// No state makes a container whose configuration is not in a bundle.
+// Read succeeds only if the state names a bundle directory that has a config.json.
 func FuzzState(f *testing.F) {
 	f.Add([]byte(`{"id":"c1","bundle":"/nowhere"}`))
 	f.Add([]byte(`{"bundle":[]}`))

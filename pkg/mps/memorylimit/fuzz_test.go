@@ -8,9 +8,10 @@ import (
 	"testing"
 )
 
-// What nvidia-smi prints as the limit is one, or an error.
+// For any output of nvidia-smi, hardLimit returns a number that is in the output, or an error.
 func FuzzHardLimit(f *testing.F) {
-	for _, out := range []string{"hard limit: 8192 MiB\n", "", "hard limit: 8 GiB", "Hard Limit:1 MiB", "hard limit: -1 MiB", "hard limit: 99999999999999999999 MiB", "hard limit:\nhard limit: 1 MiB"} {
+	for _, out := range []string{"hard limit: 8192 MiB\n", "", "hard limit: 8 GiB", "Hard Limit:1 MiB",
+		"hard limit: -1 MiB", "hard limit: 99999999999999999999 MiB", "hard limit:\nhard limit: 1 MiB"} {
 		f.Add(out)
 	}
 	f.Fuzz(func(t *testing.T, out string) {
@@ -20,7 +21,8 @@ func FuzzHardLimit(f *testing.F) {
 	})
 }
 
-// The control group that is limited is one below the root of all, and not the root itself.
+// For any content of /proc/PID/cgroup, the control group to limit is below the root group, never
+// the root group itself.
 func FuzzControlGroup(f *testing.F) {
 	for _, text := range []string{"0::/kubepods/pod1/c1\n", "", "0::/", "0::/../../etc", "0::a", "12:memory:/x\n0::/y\n", "0::/ \x00"} {
 		f.Add([]byte(text))

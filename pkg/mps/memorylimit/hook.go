@@ -1,12 +1,18 @@
-// Package memorylimit holds a container as a whole to a part of a GPU's memory: it is the OCI hook behind `gpu-mps memory-limit`.
+// Package memorylimit limits how much memory of a GPU a whole container can use. It is the OCI hook
+// behind `gpu-mps memory-limit`.
 //
-// NVIDIA's driver counts the device memory of control groups from r615 on (CUDA 13.4), with cgroup v2 and not on MIG devices: an allocation beyond a group's
-// hard limit fails, whatever processes of it have allocated the rest, MPS clients among them (https://docs.nvidia.com/deploy/mps/latest/mpsv3-memory-partitioning.html).
-// The limit belongs to the container's own control group, which is there only when the container is being created: so [Limit.Hook] runs as a createRuntime
-// hook, on the host, for each container and for each restart of it, and asks the driver's own nvidia-smi to set the limit. A limit that does not hold
-// afterwards fails the container, because it was promised.
+// From r615 on (CUDA 13.4), NVIDIA's driver counts the device memory of control groups. It does so
+// only with cgroup v2, and not on MIG devices. An allocation beyond a group's hard limit fails,
+// whichever processes of the group allocated the rest. MPS clients count too
+// (https://docs.nvidia.com/deploy/mps/latest/mpsv3-memory-partitioning.html).
 //
-// The soft limit stays 0. It would be a reservation in all of the group's ancestors, which a group that is removed leaves behind.
+// The limit belongs to the container's own control group, which exists only once the container is
+// created. So [Limit.Hook] runs as a createRuntime hook on the host at each start of each
+// container, and sets the limit with the driver's nvidia-smi. Then it reads the limit back. If the
+// limit was not set, the container fails to start, because the claim promises the limit.
+//
+// The hook sets a soft limit of 0. A higher one would reserve memory in all ancestors of the group,
+// and the reservation would outlive the group.
 package memorylimit
 
 import (
@@ -32,31 +38,36 @@ import (
 )
 
 const (
-	// smiLimit is for one run of nvidia-smi, which may have to wake the GPU. The kubelet gives the creation of a container two minutes.
+	// smiLimit is how long one run of nvidia-smi may take. It is long because the GPU may have to wake
+	// up first, and still far below the two minutes that the kubelet allows for the creation of a
+	// container.
 	smiLimit = 40 * time.Second
-	// shown is how much of its output an error has.
-	shown = 300
-	// coarse is by how many MiB the driver may count otherwise than it was told.
-	coarse = 64
+	// maxExcerpt is how many bytes of nvidia-smi's output an error quotes at most.
+	maxExcerpt = 300
+	// tolerance is by how many MiB the limit that nvidia-smi shows may exceed the requested limit.
+	tolerance = 64
 )
 
-// Limit is what a container gets of a GPU. Paths are those of the host.
+// Limit is a container's memory limit on one GPU. Paths are those of the host.
 type Limit struct {
-	GPU       string // its UUID
+	GPU       string // UUID
 	Mebibytes uint64
-	// DriverRoot is the root of the driver's files, Cgroups where cgroup v2 is mounted.
+	// DriverRoot is the root of the driver's files on the host, and Cgroups the mount point of cgroup
+	// v2.
 	DriverRoot string
 	Cgroups    string
 }
 
-// Hook reads the container's state as the OCI runtime gives it to hooks, and limits the container.
+// Hook reads the container's state, which the OCI runtime passes to hooks on standard input. Then
+// it sets the memory limit on the container's control group. It returns an error if nvidia-smi
+// afterwards shows no limit or a higher one.
 func (l Limit) Hook(ctx context.Context, state io.Reader) error {
 	c, err := container.Read(state)
 	if err != nil {
 		return err
 	}
 	if err := l.apply(ctx, c, "/proc"); err != nil {
-		return fmt.Errorf("container %.100q: limit it to %d MiB of %s: %w", c.State.ID, l.Mebibytes, l.GPU, err)
+		return fmt.Errorf("container %.100q: limit memory to %d MiB of %s: %w", c.State.ID, l.Mebibytes, l.GPU, err)
 	}
 	return nil
 }
@@ -70,11 +81,12 @@ func (l Limit) apply(ctx context.Context, c container.Container, proc string) er
 	if err != nil {
 		return err
 	}
-	others := onecard.Others(l.DriverRoot, given(c))
+	others := onecard.Others(l.DriverRoot, containerHas(c))
 	ask := func(args ...string) (string, error) {
 		return run(ctx, smi, others, append([]string{"memory-limits"}, args...)...)
 	}
-	if _, err := ask("--set", "--namespace", group, "--soft-limit", "0", "--hard-limit", strconv.FormatUint(l.Mebibytes, 10), "-i", l.GPU); err != nil {
+	if _, err := ask("--set", "--namespace", group, "--soft-limit", "0",
+		"--hard-limit", strconv.FormatUint(l.Mebibytes, 10), "-i", l.GPU); err != nil {
 		return err
 	}
 	out, err := ask("--get", "--namespace", group, "-i", l.GPU)
@@ -83,16 +95,17 @@ func (l Limit) apply(ctx context.Context, c container.Container, proc string) er
 	}
 	switch has, err := hardLimit(out); {
 	case err != nil:
-		return fmt.Errorf("nvidia-smi says that it has set the limit, and then %w: %s", err, excerpt(out))
-	case has == 0 || has > l.Mebibytes+coarse:
-		return fmt.Errorf("nvidia-smi says that it has set the limit, and then that it is %d MiB", has)
+		return fmt.Errorf("nvidia-smi set the limit without error, but then %w: %s", err, excerpt(out))
+	case has == 0 || has > l.Mebibytes+tolerance:
+		return fmt.Errorf("nvidia-smi set the limit without error, but then shows %d MiB", has)
 	}
 	return nil
 }
 
-// given says which of the node's device nodes the container has, this GPU's among them: another that is lost must not keep it from its limit. Of a container
-// that names none nothing can be told.
-func given(c container.Container) func(name string) bool {
+// containerHas returns a function that reports whether the container has the device node with this
+// name. The hook hides all other device nodes from nvidia-smi, because a lost GPU would make
+// nvidia-smi fail. If the container lists no NVIDIA device nodes, the function always returns true.
+func containerHas(c container.Container) func(name string) bool {
 	var names []string
 	if c.Config.Linux != nil {
 		for _, d := range c.Config.Linux.Devices {
@@ -104,11 +117,12 @@ func given(c container.Container) func(name string) bool {
 	return func(name string) bool { return len(names) == 0 || slices.Contains(names, name) }
 }
 
-// group is the container's control group.
+// group returns the path of the control group (cgroup v2) of the container with process pid. proc
+// is the mount point of procfs.
 func (l Limit) group(proc string, pid int) (string, error) {
 	data, err := os.ReadFile(filepath.Join(proc, strconv.Itoa(pid), "cgroup"))
 	if err != nil {
-		return "", fmt.Errorf("find its control group: %w", err)
+		return "", fmt.Errorf("find the control group of the container: %w", err)
 	}
 	for line := range strings.Lines(string(data)) {
 		path, unified := strings.CutPrefix(strings.TrimSpace(line), "0::")
@@ -116,14 +130,15 @@ func (l Limit) group(proc string, pid int) (string, error) {
 			continue
 		}
 		if path = filepath.Clean("/" + path); path == "/" {
-			return "", errors.New("it has no control group of its own")
+			return "", errors.New("the container has no control group of its own")
 		}
 		return filepath.Join(l.Cgroups, path), nil
 	}
-	return "", errors.New("it is in no control group of cgroup v2")
+	return "", errors.New("the container is in no control group of cgroup v2")
 }
 
-// hardLimit is in MiB, as nvidia-smi prints it: "hard limit: 8192 MiB".
+// hardLimit returns the hard limit in MiB from nvidia-smi's output, which has a line such as "hard
+// limit: 8192 MiB".
 func hardLimit(out string) (uint64, error) {
 	for line := range strings.Lines(out) {
 		name, value, _ := strings.Cut(line, ":")
@@ -133,23 +148,27 @@ func hardLimit(out string) (uint64, error) {
 		number, unit, _ := strings.Cut(strings.TrimSpace(value), " ")
 		n, err := strconv.ParseUint(number, 10, 64)
 		if err != nil || strings.TrimSpace(unit) != "MiB" {
-			return 0, fmt.Errorf("that the limit is %q", strings.TrimSpace(value))
+			return 0, fmt.Errorf("shows the limit %q", strings.TrimSpace(value))
 		}
 		return n, nil
 	}
-	return 0, errors.New("shows none")
+	return 0, errors.New("shows no hard limit")
 }
 
-// run shows the program the container's GPUs alone, if that is possible here.
+// run runs nvidia-smi and returns its output. others are the device nodes of GPUs that the
+// container does not have. If the process may create a mount namespace, run hides these nodes from
+// nvidia-smi.
 func run(ctx context.Context, smi driverroot.Program, others []string, args ...string) (string, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, smiLimit, fmt.Errorf("it has not ended for %s: %w", smiLimit, context.DeadlineExceeded))
+	ctx, cancel := context.WithTimeoutCause(ctx, smiLimit, fmt.Errorf("no result after %s: %w", smiLimit, context.DeadlineExceeded))
 	defer cancel()
 	var out bytes.Buffer
 	done := make(chan error)
 	go func() {
-		runtime.LockOSThread() // Never unlocked: the thread, and its view of the file system, end with this goroutine.
+		// Never unlock the thread, so that the thread and its new mount namespace end with this
+		// goroutine.
+		runtime.LockOSThread()
 		if len(others) > 0 {
-			_ = onecard.Hide(others) // Else it opens the others too, as it always does.
+			_ = onecard.Hide(others) // If this fails, nvidia-smi opens all GPUs, which usually works.
 		}
 		command := exec.CommandContext(ctx, smi.Path, args...)
 		command.Stdout, command.Stderr = &out, &out
@@ -169,13 +188,13 @@ func run(ctx context.Context, smi driverroot.Program, others []string, args ...s
 	return out.String(), nil
 }
 
-// excerpt is the end of a program's output in one line.
+// excerpt returns the end of a program's output as one line.
 func excerpt(out string) string {
 	out = strings.Join(strings.Fields(out), " ")
 	if out == "" {
-		return "it said nothing"
+		return "no output"
 	}
-	if over := len(out) - shown; over > 0 {
+	if over := len(out) - maxExcerpt; over > 0 {
 		out = "…" + strings.ToValidUTF8(out[over:], "")
 	}
 	return out

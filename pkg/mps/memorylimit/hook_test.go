@@ -16,7 +16,8 @@ import (
 
 const gpu = "GPU-00000000-0000-0000-0000-000000000000"
 
-// node has a driver whose nvidia-smi writes down what it is told, and answers --get with the text in the file "shows".
+// node fakes a host whose driver has a fake nvidia-smi. That program writes its arguments to the
+// file "calls", and answers --get with the content of the file "shows".
 type node struct {
 	*testing.T
 	dir string
@@ -26,7 +27,8 @@ func newNode(t *testing.T) node {
 	t.Helper()
 	n := node{t, t.TempDir()}
 	n.write("driver/usr/lib64/"+driverroot.NVML, "", 0o600)
-	n.write("driver/usr/bin/nvidia-smi", fmt.Sprintf("#!/bin/sh\ncd %s\necho \"$@\" >>told\ncase $2 in\n--set) cat fails 2>/dev/null && exit 6; exit 0;;\nesac\ncat shows\n", n.dir), 0o700)
+	n.write("driver/usr/bin/nvidia-smi", fmt.Sprintf("#!/bin/sh\ncd %s\necho \"$@\" >>calls\ncase $2 in\n"+
+		"--set) cat fails 2>/dev/null && exit 6; exit 0;;\nesac\ncat shows\n", n.dir), 0o700)
 	n.write("proc/77/cgroup", "12:memory:/elsewhere\n0::/kubepods/pod1/c1\n", 0o600)
 	n.write("shows", "namespace: /cg/kubepods/pod1/c1\nsoft limit: 0 MiB\nhard limit: 18432 MiB\ncurrent used: 0 MiB\n", 0o600)
 	return n
@@ -45,44 +47,47 @@ func (n node) write(path, text string, mode os.FileMode) {
 
 func (n node) apply() error {
 	c := container.Container{State: specs.State{ID: "c1", Pid: 77}}
-	return Limit{GPU: gpu, Mebibytes: 18432, DriverRoot: filepath.Join(n.dir, "driver"), Cgroups: "/cg"}.apply(n.Context(), c, filepath.Join(n.dir, "proc"))
+	return Limit{GPU: gpu, Mebibytes: 18432, DriverRoot: filepath.Join(n.dir, "driver"),
+		Cgroups: "/cg"}.apply(n.Context(), c, filepath.Join(n.dir, "proc"))
 }
 
-func (n node) told() string {
-	text, err := os.ReadFile(filepath.Join(n.dir, "told"))
+func (n node) calls() string {
+	text, err := os.ReadFile(filepath.Join(n.dir, "calls"))
 	if err != nil {
 		return ""
 	}
 	return string(text)
 }
 
-func TestTheContainersOwnGroupIsLimited(t *testing.T) {
+func TestHookLimitsTheContainersControlGroup(t *testing.T) {
 	n := newNode(t)
 	if err := n.apply(); err != nil {
 		t.Fatal(err)
 	}
 	want := "memory-limits --set --namespace /cg/kubepods/pod1/c1 --soft-limit 0 --hard-limit 18432 -i " + gpu + "\n" +
 		"memory-limits --get --namespace /cg/kubepods/pod1/c1 -i " + gpu + "\n"
-	if got := n.told(); got != want {
-		t.Errorf("nvidia-smi was told\n%s", got)
+	if got := n.calls(); got != want {
+		t.Errorf("nvidia-smi was called with\n%s", got)
 	}
 }
 
-func TestAContainerThatIsNotLimitedDoesNotStart(t *testing.T) {
+func TestHookFailsIfLimitDoesNotHold(t *testing.T) {
 	for name, tc := range map[string]struct {
 		change func(node)
 		says   string
-		untold bool
+		noCall bool
 	}{
-		"cgroup v1 alone":           {func(n node) { n.write("proc/77/cgroup", "12:memory:/kubepods\n", 0o600) }, "cgroup v2", true},
-		"the root's group":          {func(n node) { n.write("proc/77/cgroup", "0::/\n", 0o600) }, "no control group of its own", true},
-		"a group above the root":    {func(n node) { n.write("proc/77/cgroup", "0::/../..\n", 0o600) }, "no control group of its own", true},
-		"no process":                {func(n node) { _ = os.RemoveAll(filepath.Join(n.dir, "proc/77")) }, "control group", true},
-		"no nvidia-smi":             {func(n node) { _ = os.Remove(filepath.Join(n.dir, "driver/usr/bin/nvidia-smi")) }, "nvidia-smi is not under the driver root", true},
-		"an nvidia-smi that fails":  {func(n node) { n.write("fails", "Option memory-limits is not recognized", 0o600) }, "is not recognized", false},
-		"a limit that is not there": {func(n node) { n.write("shows", "hard limit: max\n", 0o600) }, `"max"`, false},
-		"another limit":             {func(n node) { n.write("shows", "hard limit: 40960 MiB\n", 0o600) }, "40960", false},
-		"no answer":                 {func(n node) { n.write("shows", "", 0o600) }, "shows none", false},
+		"only cgroup v1":       {func(n node) { n.write("proc/77/cgroup", "12:memory:/kubepods\n", 0o600) }, "cgroup v2", true},
+		"root group":           {func(n node) { n.write("proc/77/cgroup", "0::/\n", 0o600) }, "no control group of its own", true},
+		"group above the root": {func(n node) { n.write("proc/77/cgroup", "0::/../..\n", 0o600) }, "no control group of its own", true},
+		"no process":           {func(n node) { _ = os.RemoveAll(filepath.Join(n.dir, "proc/77")) }, "control group", true},
+		"no nvidia-smi": {func(n node) { _ = os.Remove(filepath.Join(n.dir, "driver/usr/bin/nvidia-smi")) },
+			"nvidia-smi is not under the driver root", true},
+		"nvidia-smi fails": {func(n node) { n.write("fails", "Option memory-limits is not recognized", 0o600) },
+			"is not recognized", false},
+		"limit not set":   {func(n node) { n.write("shows", "hard limit: max\n", 0o600) }, `"max"`, false},
+		"different limit": {func(n node) { n.write("shows", "hard limit: 40960 MiB\n", 0o600) }, "40960", false},
+		"no answer":       {func(n node) { n.write("shows", "", 0o600) }, "shows no hard limit", false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := newNode(t)
@@ -90,14 +95,14 @@ func TestAContainerThatIsNotLimitedDoesNotStart(t *testing.T) {
 			if err := n.apply(); err == nil || !strings.Contains(err.Error(), tc.says) {
 				t.Errorf("got %v", err)
 			}
-			if told := n.told(); tc.untold && told != "" {
-				t.Errorf("nvidia-smi was told %s", told)
+			if calls := n.calls(); tc.noCall && calls != "" {
+				t.Errorf("nvidia-smi was called with %s", calls)
 			}
 		})
 	}
 }
 
-func TestTheErrorNamesContainerAndGPU(t *testing.T) {
+func TestHookErrorNamesContainerAndGPU(t *testing.T) {
 	bundle := t.TempDir()
 	config, _ := json.Marshal(specs.Spec{Version: specs.Version, Root: &specs.Root{Path: "rootfs"}})
 	if err := os.WriteFile(filepath.Join(bundle, "config.json"), config, 0o600); err != nil {
@@ -105,19 +110,21 @@ func TestTheErrorNamesContainerAndGPU(t *testing.T) {
 	}
 	state, _ := json.Marshal(specs.State{Version: specs.Version, ID: "c1", Pid: os.Getpid(), Bundle: bundle})
 	err := Limit{GPU: gpu, Mebibytes: 1024, DriverRoot: t.TempDir(), Cgroups: "/cg"}.Hook(t.Context(), strings.NewReader(string(state)))
-	if err == nil || !strings.Contains(err.Error(), `container "c1": limit it to 1024 MiB of `+gpu) {
+	if err == nil || !strings.Contains(err.Error(), `container "c1": limit memory to 1024 MiB of `+gpu) {
 		t.Errorf("got %v", err)
 	}
 }
 
-func TestOtherGPUsAreHiddenFromItAndThoseOfTheContainerAreNot(t *testing.T) {
-	keep := given(container.Container{Config: specs.Spec{Linux: &specs.Linux{Devices: []specs.LinuxDevice{{Path: "/dev/nvidiactl"}, {Path: "/dev/nvidia3"}}}}})
+func TestOnlyGPUsOfOthersAreHidden(t *testing.T) {
+	keep := containerHas(container.Container{Config: specs.Spec{Linux: &specs.Linux{
+		Devices: []specs.LinuxDevice{{Path: "/dev/nvidiactl"}, {Path: "/dev/nvidia3"}},
+	}}})
 	for name, want := range map[string]bool{"nvidia3": true, "nvidia0": false, "nvidia30": false} {
 		if got := keep(name); got != want {
 			t.Errorf("%s: %t", name, got)
 		}
 	}
-	if keep := given(container.Container{}); !keep("nvidia0") {
-		t.Error("what the container has is not known, and its GPU may be hidden")
+	if keep := containerHas(container.Container{}); !keep("nvidia0") {
+		t.Error("GPUs are hidden from a container without listed devices")
 	}
 }

@@ -10,23 +10,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// devScratch is where the new /dev is put together: a directory that every image has and no program of the driver's needs.
+// devScratch is the directory in which replaceDev assembles the new /dev before it moves it to
+// /dev. Every image has this directory, and no program of the driver needs it.
 const devScratch = "/tmp"
 
-// standardNodes are what programs expect in any /dev.
+// standardNodes are the device nodes that programs expect in any /dev.
 var standardNodes = []string{"null", "zero", "full", "random", "urandom", "tty"}
 
-// replaceDev puts a /dev in place that has the standard nodes and those of the driver, which are in another directory: a driver container's own /dev.
-// Device nodes cannot be added to /dev itself, which is the host's.
+// replaceDev mounts a new /dev with the standard device nodes and the NVIDIA device nodes from
+// driversDev, such as the /dev of a driver container. It adds none to the existing /dev, because
+// that is the host's.
 func replaceDev(driversDev string) error {
 	nodes, err := filepath.Glob(filepath.Join(driversDev, "nvidia*"))
 	if err != nil || len(nodes) == 0 {
-		return fmt.Errorf("there are no device nodes of the driver in %s (--dev-root)", driversDev)
+		return fmt.Errorf("no device nodes of the driver in %s (--dev-root)", driversDev)
 	}
 	for _, name := range standardNodes {
 		nodes = append(nodes, filepath.Join("/dev", name))
 	}
-	// The sources are opened before the tmpfs, which may hide them.
+	// Open all sources before mounting the tmpfs, because the tmpfs may hide them.
 	var sources []*os.File
 	for _, node := range nodes {
 		f, err := os.OpenFile(node, unix.O_PATH, 0)
@@ -51,12 +53,13 @@ func replaceDev(driversDev string) error {
 		}
 	}
 	if err := unix.Mount(devScratch, "/dev", "", unix.MS_MOVE, ""); err != nil {
-		return fmt.Errorf("put a new /dev in place: %w", err)
+		return fmt.Errorf("move the new /dev into place: %w", err)
 	}
 	return nil
 }
 
-// bindNode binds a device node, or a directory of some (nvidia-caps).
+// bindNode bind-mounts source on target. source is a device node, or a directory of device nodes
+// such as nvidia-caps.
 func bindNode(source *os.File, target string) error {
 	info, err := source.Stat()
 	if err != nil {
@@ -73,5 +76,5 @@ func bindNode(source *os.File, target string) error {
 	if err := unix.Mount(fmt.Sprintf("/proc/self/fd/%d", source.Fd()), target, "", unix.MS_BIND, ""); err != nil {
 		return fmt.Errorf("bind %s: %w", source.Name(), err)
 	}
-	return allow(target, unix.MOUNT_ATTR_NODEV)
+	return clearAttributes(target, unix.MOUNT_ATTR_NODEV)
 }

@@ -1,23 +1,28 @@
-// Package namespace is where the driver's MPS programs run: a mount namespace of their own, in which the files of one daemon are at places that are the
-// same for every daemon. It is what `gpu-mps daemon` does before it becomes nvidia-cuda-mps-control.
+// Package namespace prepares the mount namespace in which the driver's MPS programs run. Each
+// daemon sees its own files under the same fixed paths. `gpu-mps daemon` enters the namespace
+// before it executes nvidia-cuda-mps-control.
 //
-//	/tmp/nvidia-mps  the daemon's pipes: a short name, as the address of a Unix socket has 107 characters at most, and the one that its clients see
-//	/tmp/nvidia-log  its logs
-//	/dev/shm         its shared memory
-//	/tmp/driver      the driver root
-//	/tmp/bin         links to the driver's programs: the control daemon looks for its server in PATH
-//	/tmp/lib         links to the driver's libraries, and to nothing else that is in their directory
-//	/dev             is replaced where the driver has its device nodes elsewhere
+//	/tmp/nvidia-mps  the daemon's pipes, under the path that clients see too. It is short because
+//	                 the address of a Unix socket has at most 107 characters
+//	/tmp/nvidia-log  the daemon's logs
+//	/dev/shm         the daemon's shared memory
+//	/tmp/driver      the root of the driver's files
+//	/tmp/bin         links to the driver's programs: the control daemon finds its server in PATH
+//	/tmp/lib         links to the driver's libraries, and to no other file of their directory
+//	/dev             replaced if the driver has its device nodes elsewhere
 //
-// Clients write to the pipes and to the shared memory, root in a container among them, and the programs are root of the node. So no link in the two is
-// followed, and they hold no device that could be opened (Linux 5.10 or later); and of what else can be seen all is read-only and without devices, but for
-// /dev and /proc (Linux 5.12 or later).
+// Clients, even root in a container, can write to the pipes and to the shared memory, while the
+// driver's programs run as root of the node. So the kernel follows no link and opens no device node
+// in these directories (Linux 5.10 or later). Every other mount except /dev and /proc is read-only
+// and without device nodes (Linux 5.12 or later).
 //
-// There is no change of the root directory: many a driver root is no system that could run a program. The programs are run by the dynamic linker and the
-// C library of this image; a driver root that is a whole system has a C library too, which must not be found, because it fits its own linker only.
+// The root directory stays that of the supervisor's image, because many driver roots hold no
+// complete system. So the driver's programs use this image's dynamic linker and C library. They
+// must not find the C library of a driver root, because that one fits only its own dynamic linker.
 //
-// Mounts propagate into the namespace but not out of it, so a volume that is unmounted elsewhere is not kept busy here, and nothing has to be unmounted:
-// the mounts end with the processes.
+// Mounts propagate into the namespace but not out of it. So the namespace does not keep a volume
+// busy that is unmounted elsewhere. Nothing needs to be unmounted: the mounts end with the
+// processes.
 package namespace
 
 import (
@@ -34,68 +39,73 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/below"
 )
 
-// What the programs see.
+// These are paths in the mount namespace of the driver's programs.
 const (
 	Pipes        = "/tmp/nvidia-mps"
 	Logs         = "/tmp/nvidia-log"
 	SharedMemory = "/dev/shm"
 
-	programs = "/tmp/bin"
-	library  = "/tmp/lib"
+	programDir = "/tmp/bin"
+	libraryDir = "/tmp/lib"
 
 	scratch    = "/tmp"
 	driverRoot = "/tmp/driver"
 )
 
-// Environment tells a program where its programs and libraries are.
+// Environment returns PATH and LD_LIBRARY_PATH for a process in this mount namespace, so that it
+// finds the driver's programs and libraries.
 func Environment() []string {
-	return []string{"PATH=" + programs + ":/usr/sbin:/usr/bin:/sbin:/bin", "LD_LIBRARY_PATH=" + library}
+	return []string{"PATH=" + programDir + ":/usr/sbin:/usr/bin:/sbin:/bin", "LD_LIBRARY_PATH=" + libraryDir}
 }
 
-// View says what is put where. All paths are those of the caller.
+// View describes the mounts that [Exec] makes for the driver's programs. All paths are those of the
+// process that calls Exec.
 type View struct {
 	Pipes string `json:"pipes"`
 	Logs  string `json:"logs"`
 	Shm   string `json:"shm"`
-	// DriverRoot holds the driver's files; the paths below are under it, with no links that lead out of it.
+	// DriverRoot holds the driver's files. LibraryDir and Programs are paths below DriverRoot, and no
+	// link in them leads out of it.
 	DriverRoot string   `json:"driverRoot"`
 	LibraryDir string   `json:"libraryDir"`
 	Programs   []string `json:"programs"`
-	// Dev has the driver's device nodes, where they are not in /dev.
+	// Dev is the directory with the driver's device nodes. Empty means /dev.
 	Dev string `json:"dev,omitempty"`
 }
 
-// String is the form that [Parse] takes.
+// String returns the view as JSON, which [Parse] reads.
 func (v View) String() string {
-	text, _ := json.Marshal(v) // of strings alone: it cannot fail
+	text, _ := json.Marshal(v) // A struct of strings cannot fail to marshal.
 	return string(text)
 }
 
-// Parse reads what String wrote.
+// Parse reads the JSON that [View.String] wrote.
 func Parse(text string) (View, error) {
 	var v View
 	if err := json.Unmarshal([]byte(text), &v); err != nil {
-		return v, fmt.Errorf("read the view: %w", err)
+		return v, fmt.Errorf("parse the view: %w", err)
 	}
 	for _, path := range append([]string{v.Pipes, v.Logs, v.Shm, v.DriverRoot, v.LibraryDir}, v.Programs...) {
 		if !filepath.IsAbs(path) {
-			return v, fmt.Errorf("read the view: %q is not an absolute path", path)
+			return v, fmt.Errorf("parse the view: %q is not an absolute path", path)
 		}
 	}
 	if len(v.Programs) == 0 {
-		return v, errors.New("read the view: it has no program")
+		return v, errors.New("parse the view: it names no program")
 	}
 	return v, nil
 }
 
-// Exec turns this process into the view's first program. It returns only if that fails, and then the process must end: part of the view may be there.
+// Exec makes the mounts that v describes in a new mount namespace, and replaces this process with
+// the first program in v.Programs. It returns only on failure. Then the caller must end the
+// process, because some of the mounts may exist.
 func Exec(v View, args, env []string) error {
-	runtime.LockOSThread() // The thread alone gets the namespace, and becomes the program.
+	runtime.LockOSThread() // Only the locked thread enters the namespace and then becomes the program.
 	if err := enter(v); err != nil {
-		return fmt.Errorf("make the mount namespace of the MPS daemon: %w", err)
+		return fmt.Errorf("set up the mount namespace of the MPS daemon: %w", err)
 	}
 	name := filepath.Base(v.Programs[0])
-	path := filepath.Join(programs, name)
+	path := filepath.Join(programDir, name)
 	if err := unix.Exec(path, append([]string{name}, args...), env); err != nil {
 		return fmt.Errorf("run %s: %w", v.Programs[0], err)
 	}
@@ -104,10 +114,10 @@ func Exec(v View, args, env []string) error {
 
 func enter(v View) error {
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
-		return fmt.Errorf("unshare: %w", err)
+		return fmt.Errorf("create a mount namespace: %w", err)
 	}
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
-		return fmt.Errorf("keep its mounts to itself: %w", err)
+		return fmt.Errorf("stop mounts from propagating out: %w", err)
 	}
 	if err := lockDown(); err != nil {
 		return err
@@ -115,7 +125,7 @@ func enter(v View) error {
 	binds := []struct {
 		from, to string
 		flags    uintptr
-		clients  bool // they write to it, or make the programs write to it
+		clients  bool // clients write to the directory, or make the driver's programs write to it
 	}{
 		{v.Shm, SharedMemory, 0, true},
 		{v.Pipes, Pipes, 0, true},
@@ -127,7 +137,7 @@ func enter(v View) error {
 			return err
 		}
 	}
-	// All are opened before anything is mounted, because what is mounted may hide them.
+	// Open all sources before the first mount, because a mount may hide other sources.
 	var sources []int
 	for _, b := range binds {
 		fd, err := unix.Open(b.from, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
@@ -139,11 +149,13 @@ func enter(v View) error {
 	if err := unix.Mount("gpu-mps", scratch, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=1777,size=4m"); err != nil {
 		return fmt.Errorf("mount a tmpfs on %s: %w", scratch, err)
 	}
-	for _, dir := range []string{Pipes, Logs, driverRoot, programs, library} {
+	for _, dir := range []string{Pipes, Logs, driverRoot, programDir, libraryDir} {
 		if err := os.Mkdir(dir, 0o755); err != nil {
 			return err
 		}
-		if err := os.Chmod(dir, 0o755); err != nil { // whatever the umask: servers run as their clients' users
+		// Mkdir may have reduced the mode by the umask. Set the full mode, because MPS servers run as the
+		// users of their clients and must be able to enter the directory.
+		if err := os.Chmod(dir, 0o755); err != nil {
 			return err
 		}
 	}
@@ -154,15 +166,16 @@ func enter(v View) error {
 		if !b.clients {
 			continue
 		}
-		if err := unix.Mount("", b.to, "", unix.MS_BIND|unix.MS_REMOUNT|harmless, ""); err != nil {
-			return fmt.Errorf("follow no link in %s: %w", b.from, err)
+		if err := unix.Mount("", b.to, "", unix.MS_BIND|unix.MS_REMOUNT|clientMountFlags, ""); err != nil {
+			return fmt.Errorf("disable links in %s: %w", b.from, err)
 		}
 	}
-	return link(v)
+	return linkDriverFiles(v)
 }
 
-// link makes the programs and libraries of the driver known by names that do not depend on where the driver has them.
-func link(v View) error {
+// linkDriverFiles creates links to the driver's programs in /tmp/bin and to its libraries in
+// /tmp/lib.
+func linkDriverFiles(v View) error {
 	root, err := unix.Open(driverRoot, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return fmt.Errorf("open the driver root: %w", err)
@@ -173,7 +186,7 @@ func link(v View) error {
 		if err != nil {
 			return err
 		}
-		if err := os.Symlink(target, filepath.Join(programs, filepath.Base(program))); err != nil {
+		if err := os.Symlink(target, filepath.Join(programDir, filepath.Base(program))); err != nil {
 			return err
 		}
 	}
@@ -186,26 +199,28 @@ func link(v View) error {
 		return fmt.Errorf("list the driver's libraries: %w", err)
 	}
 	for _, e := range entries {
-		if !ofDriver(e.Name()) {
+		if !isDriverLibrary(e.Name()) {
 			continue
 		}
 		target, err := resolve(root, v.DriverRoot, filepath.Join(v.LibraryDir, e.Name()))
 		if err != nil {
-			continue // A link that leads nowhere is no library.
+			continue // A dangling link is not a library.
 		}
-		if err := os.Symlink(target, filepath.Join(library, e.Name())); err != nil {
+		if err := os.Symlink(target, filepath.Join(libraryDir, e.Name())); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// ofDriver says whether a file is a library of the driver, by the names that all of them have.
-func ofDriver(name string) bool {
+// isDriverLibrary reports whether name is the file name of one of the driver's libraries.
+func isDriverLibrary(name string) bool {
 	return (strings.HasPrefix(name, "libcuda") || strings.HasPrefix(name, "libnvidia-")) && strings.Contains(name, ".so")
 }
 
-// resolve follows the links of a path below the driver root as the driver's own system would.
+// resolve follows the links of path as a process with the driver root as its root directory would.
+// root is a descriptor of the driver root, prefix its path. The result is a path in this mount
+// namespace.
 func resolve(root int, prefix, path string) (string, error) {
 	relative, err := filepath.Rel(prefix, path)
 	if err != nil {

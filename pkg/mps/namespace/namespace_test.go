@@ -9,7 +9,8 @@ import (
 	"testing"
 )
 
-// The test binary becomes the program of a view, as gpu-mps does.
+// Started with the argument "enter", the test binary acts as gpu-mps does: it executes the view's
+// program in a new mount namespace.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 2 && os.Args[1] == "enter" {
 		view, err := Parse(os.Args[2])
@@ -22,12 +23,14 @@ func TestMain(m *testing.M) {
 	m.Run()
 }
 
-// host is a driver root that is a whole system, with links as Debian's alternatives have them.
+// host returns a view of a fake host. Its driver root is a complete system with a shell, and has
+// links like Debian's alternatives.
 func host(t *testing.T) View {
 	t.Helper()
 	dir := t.TempDir()
 	v := View{
-		Pipes: filepath.Join(dir, "pipes"), Logs: filepath.Join(dir, "logs"), Shm: filepath.Join(dir, "shm"), DriverRoot: filepath.Join(dir, "driver"),
+		Pipes: filepath.Join(dir, "pipes"), Logs: filepath.Join(dir, "logs"), Shm: filepath.Join(dir,
+			"shm"), DriverRoot: filepath.Join(dir, "driver"),
 		LibraryDir: filepath.Join(dir, "driver/usr/lib64"), Programs: []string{filepath.Join(dir, "driver/usr/bin/sh")},
 	}
 	for _, path := range []string{v.Pipes, v.Logs, v.Shm, v.LibraryDir, filepath.Dir(v.Programs[0]), filepath.Join(v.DriverRoot, "real")} {
@@ -37,14 +40,16 @@ func host(t *testing.T) View {
 	}
 	for path, text := range map[string]string{
 		filepath.Join(v.Pipes, "a-pipe"): "", filepath.Join(v.Logs, "a-log"): "", filepath.Join(v.Shm, "a-segment"): "",
-		filepath.Join(v.DriverRoot, "real/libcuda.so.1"): "the driver's", filepath.Join(v.LibraryDir, "libnvidia-ml.so.1"): "", filepath.Join(v.LibraryDir, "libc.so.6"): "",
+		filepath.Join(v.DriverRoot, "real/libcuda.so.1"): "the driver's", filepath.Join(v.LibraryDir,
+			"libnvidia-ml.so.1"): "", filepath.Join(v.LibraryDir, "libc.so.6"): "",
 		filepath.Join(v.LibraryDir, "libnvidia.conf"): "",
 	} {
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}
-	for link, to := range map[string]string{filepath.Join(v.LibraryDir, "libcuda.so.1"): "/real/libcuda.so.1", filepath.Join(v.LibraryDir, "libcuda.so"): "/nowhere"} {
+	for link, to := range map[string]string{filepath.Join(v.LibraryDir, "libcuda.so.1"): "/real/libcuda.so.1",
+		filepath.Join(v.LibraryDir, "libcuda.so"): "/nowhere"} {
 		if err := os.Symlink(to, link); err != nil {
 			t.Fatal(err)
 		}
@@ -64,14 +69,15 @@ func enterView(t *testing.T, v View, args ...string) (string, error) {
 	probe := exec.Command("/proc/self/exe", "-test.run=^$")
 	probe.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS}
 	if err := probe.Run(); os.IsPermission(err) {
-		t.Skip("needs the right to make mount namespaces")
+		t.Skip("needs permission to create mount namespaces")
 	}
 	out, err := exec.Command("/proc/self/exe", append([]string{"enter", v.String()}, args...)...).CombinedOutput()
 	return string(out), err
 }
 
-func TestTheProgramSeesWhatIsItsOwn(t *testing.T) {
-	out, err := enterView(t, host(t), "-c", "echo /tmp/nvidia-mps/* /tmp/nvidia-log/* /dev/shm/* /tmp/lib/* /tmp/*; cat /tmp/lib/libcuda.so.1; command -v sh")
+func TestExecShowsFilesOfDaemon(t *testing.T) {
+	out, err := enterView(t, host(t), "-c", "echo /tmp/nvidia-mps/* /tmp/nvidia-log/* /dev/shm/* /tmp/lib/* /tmp/*; "+
+		"cat /tmp/lib/libcuda.so.1; command -v sh")
 	want := "/tmp/nvidia-mps/a-pipe /tmp/nvidia-log/a-log /dev/shm/a-segment /tmp/lib/libcuda.so.1 /tmp/lib/libnvidia-ml.so.1 " +
 		"/tmp/bin /tmp/driver /tmp/lib /tmp/nvidia-log /tmp/nvidia-mps\nthe driver's/tmp/bin/sh\n"
 	if err != nil || out != want {
@@ -79,11 +85,11 @@ func TestTheProgramSeesWhatIsItsOwn(t *testing.T) {
 	}
 }
 
-func TestADevOfTheDriversOwn(t *testing.T) {
+func TestExecWithSeparateDevDirectory(t *testing.T) {
 	v := host(t)
 	v.Dev = filepath.Join(v.DriverRoot, "dev")
 	if out, err := enterView(t, v, "-c", "true"); err == nil || !strings.Contains(out, "--dev-root") {
-		t.Errorf("a dev without nodes: %v, %s", err, out)
+		t.Errorf("dev without nodes: %v, %s", err, out)
 	}
 	if err := os.MkdirAll(filepath.Join(v.Dev, "nvidia-caps", "cap1"), 0o755); err != nil {
 		t.Fatal(err)
@@ -92,15 +98,18 @@ func TestADevOfTheDriversOwn(t *testing.T) {
 		t.Fatal(err)
 	}
 	out, err := enterView(t, v, "-c", "echo /dev/* /dev/nvidia-caps/* /dev/shm/*; echo x >/dev/null")
-	if want := "/dev/full /dev/null /dev/nvidia-caps /dev/nvidia0 /dev/random /dev/shm /dev/tty /dev/urandom /dev/zero /dev/nvidia-caps/cap1 /dev/shm/a-segment\n"; err != nil || out != want {
+	if want := "/dev/full /dev/null /dev/nvidia-caps /dev/nvidia0 /dev/random /dev/shm /dev/tty /dev/urandom /dev/zero " +
+		"/dev/nvidia-caps/cap1 /dev/shm/a-segment\n"; err != nil || out != want {
 		t.Errorf("%v\n%s\n%s", err, out, want)
 	}
 }
 
-// What a client puts where it can write leads the programs, who are root of the node, nowhere; and nothing else of the node's can be written.
-func TestNothingOfTheNodesCanBeWritten(t *testing.T) {
+// The driver's programs run as root of the node. They must not follow a link or open a device node
+// that a client created, and must not write to other files of the node.
+func TestNodeFilesAreReadOnly(t *testing.T) {
 	v := host(t)
-	dir, err := os.MkdirTemp("/var/tmp", "gpu-mps-test") //nolint:usetesting // /tmp is another in there
+	//nolint:usetesting // the namespace has another /tmp
+	dir, err := os.MkdirTemp("/var/tmp", "gpu-mps-test")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -118,15 +127,18 @@ func TestNothingOfTheNodesCanBeWritten(t *testing.T) {
 		if err := os.Symlink("/dev/null", filepath.Join(planted, "null")); err != nil {
 			t.Fatal(err)
 		}
-		if err := syscall.Mknod(filepath.Join(planted, "node"), syscall.S_IFCHR|0o666, 1<<8|3); err != nil { // /dev/null's
+		// 1 and 3 are the device numbers of /dev/null.
+		if err := syscall.Mknod(filepath.Join(planted, "node"), syscall.S_IFCHR|0o666, 1<<8|3); err != nil {
 			t.Fatal(err)
 		}
 	}
 	for _, path := range []string{
-		"/tmp/nvidia-mps/link", "/dev/shm/link", "/tmp/nvidia-log/link", "/tmp/nvidia-mps/null", "/dev/shm/null", "/tmp/nvidia-log/null", "/tmp/nvidia-mps/node", "/dev/shm/node", "/tmp/nvidia-log/node",
+		"/tmp/nvidia-mps/link", "/dev/shm/link", "/tmp/nvidia-log/link",
+		"/tmp/nvidia-mps/null", "/dev/shm/null", "/tmp/nvidia-log/null",
+		"/tmp/nvidia-mps/node", "/dev/shm/node", "/tmp/nvidia-log/node",
 		victim, "/tmp/driver/victim", "/proc/sys/kernel/hostname", "/proc/sysrq-trigger",
 	} {
-		// Opened for writing, and nothing is written: should it be let, no harm is done.
+		// Open the file for appending without writing, so that the test does no harm even if it fails.
 		if out, err := enterView(t, v, "-c", ": >>"+path); err == nil {
 			t.Errorf("%s can be written to: %s", path, out)
 		}
@@ -138,7 +150,7 @@ func TestNothingOfTheNodesCanBeWritten(t *testing.T) {
 	}
 }
 
-func TestWhatIsMissingIsNamed(t *testing.T) {
+func TestExecErrorNamesMissingFile(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(*View)
 		want  string
@@ -158,10 +170,12 @@ func TestWhatIsMissingIsNamed(t *testing.T) {
 	}
 }
 
-func TestViewsThatAreNone(t *testing.T) {
-	for _, text := range []string{"", "{", "{}", `{"pipes":"x","logs":"/l","shm":"/s","driverRoot":"/","libraryDir":"/","programs":["/p"]}`, `{"pipes":"/x","logs":"/l","shm":"/s","driverRoot":"/","libraryDir":"/","programs":[]}`} {
+func TestParseRejectsInvalidViews(t *testing.T) {
+	for _, text := range []string{"", "{", "{}",
+		`{"pipes":"x","logs":"/l","shm":"/s","driverRoot":"/","libraryDir":"/","programs":["/p"]}`,
+		`{"pipes":"/x","logs":"/l","shm":"/s","driverRoot":"/","libraryDir":"/","programs":[]}`} {
 		if _, err := Parse(text); err == nil {
-			t.Errorf("%q is a view", text)
+			t.Errorf("%q is parsed as a view", text)
 		}
 	}
 	v := View{Pipes: "/p", Logs: "/l", Shm: "/s", DriverRoot: "/", LibraryDir: "/usr/lib", Programs: []string{"/usr/bin/x"}}

@@ -18,23 +18,28 @@ import (
 )
 
 const (
-	// answerTimeout is how long the control daemon may take for one command, which it answers from its memory.
+	// answerTimeout is how long the control daemon may take to answer one command. It needs no GPU for
+	// an answer, so it answers at once.
 	answerTimeout = 5 * time.Second
-	// maxAnswer is how much of an answer is read.
+	// maxAnswer limits the control daemon's answer to one command, in bytes.
 	maxAnswer = 64 << 10
-	// multiUser is the option for clients of several users. Drivers that lack it (550 does, 555 has it) take it for no option at all and look for a daemon.
+	// multiUser is the control daemon's option for clients of several Linux users. Driver 555 and
+	// later know it. An older driver, such as 550, ignores the option and looks for a running daemon
+	// instead.
 	multiUser = "-multiuser-server"
 	noDaemon  = "Cannot find MPS control daemon process"
 )
 
-// control is the way to one daemon: the vendor's own client, run in a mount namespace that shows the daemon's pipes.
+// control sends commands to one MPS control daemon. For each command, it runs NVIDIA's client
+// program in a mount namespace that shows the daemon's pipes.
 type control struct {
 	program string
 	view    namespace.View
 	env     []string
 }
 
-// newControl looks for the driver's programs anew each time: a driver may come late, or be replaced.
+// newControl returns the control of a daemon. It looks for the driver's programs at each call,
+// because the driver may be installed or replaced at any time.
 func newControl(o Options, spec mps.Daemon) (control, error) {
 	paths := o.visible()
 	program, err := driverroot.Find(o.DriverRootMount, controlProgram)
@@ -51,7 +56,7 @@ func newControl(o Options, spec mps.Daemon) (control, error) {
 			Pipes: paths.Pipes(spec.ID), Logs: paths.Logs(spec.ID), Shm: paths.Shm(spec.ID),
 			DriverRoot: o.DriverRootMount, LibraryDir: program.LibraryDir, Programs: []string{program.Path, server.Path}, Dev: o.dev(),
 		},
-		// Nothing is inherited: a variable of this process's Pod must not become one of CUDA's.
+		// Inherit no variables, because CUDA would read those of the supervisor's Pod.
 		env: append([]string{
 			mark(paths, spec.ID),
 			"CUDA_VISIBLE_DEVICES=" + strings.Join(spec.Devices, ","),
@@ -63,7 +68,8 @@ func newControl(o Options, spec mps.Daemon) (control, error) {
 
 func mark(paths mps.Paths, id string) string { return marker + paths.Dir(id) }
 
-// daemonArgs start the control daemon in the foreground, where it writes its log to its standard output.
+// daemonArgs returns the arguments that run the control daemon in the foreground. There it logs to
+// standard output.
 func daemonArgs(spec mps.Daemon) []string {
 	if spec.MultiUser {
 		return []string{"-f", multiUser}
@@ -71,49 +77,51 @@ func daemonArgs(spec mps.Daemon) []string {
 	return []string{"-f"}
 }
 
-// ask sends one command to the daemon and gives its answer.
+// ask sends one command to the daemon and returns its answer.
 func (c control) ask(ctx context.Context, command string) (string, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, answerTimeout, fmt.Errorf("the control daemon has not answered for %s", answerTimeout))
+	ctx, cancel := context.WithTimeoutCause(ctx, answerTimeout, fmt.Errorf("no answer from the control daemon after %s", answerTimeout))
 	defer cancel()
 	client := exec.CommandContext(ctx, c.program, "daemon", c.view.String())
 	client.Env, client.Dir = c.env, "/"
 	client.Stdin = strings.NewReader(command + "\n")
-	var answer limited
+	var answer truncatedBuffer
 	client.Stdout, client.Stderr = &answer, &answer
 	client.WaitDelay = time.Second
 	err := client.Run()
 	text := strings.TrimSpace(answer.String())
 	switch {
 	case ctx.Err() != nil:
-		return "", fmt.Errorf("%q: %w", command, context.Cause(ctx))
+		return "", fmt.Errorf("send %q to the control daemon: %w", command, context.Cause(ctx))
 	case err != nil:
-		return "", fmt.Errorf("%q: %w: %.500s", command, err, text)
+		return "", fmt.Errorf("send %q to the control daemon: %w: %.500s", command, err, text)
 	}
 	return text, nil
 }
 
-// limited keeps the beginning of what is written to it.
-type limited struct{ bytes.Buffer }
+// truncatedBuffer keeps the first maxAnswer bytes that are written to it.
+type truncatedBuffer struct{ bytes.Buffer }
 
-func (l *limited) Write(p []byte) (int, error) {
+func (l *truncatedBuffer) Write(p []byte) (int, error) {
 	_, _ = l.Buffer.Write(p[:min(len(p), max(0, maxAnswer-l.Len()))])
 	return len(p), nil
 }
 
-// setting is a default of the daemon: how it is set and read, and whether what was read is what was set.
+// setting is one default value of the control daemon, such as a memory limit. The command set
+// writes the value, and the command get reads it. matches reports whether an answer to get is the
+// wanted value.
 type setting struct {
 	set, get string
-	holds    func(answer string) bool
+	matches  func(answer string) bool
 }
 
-// settings are what the specification asks for.
+// settings returns a setting for each default value of the control daemon that spec asks for.
 func settings(spec mps.Daemon) []setting {
 	var all []setting
 	if p := spec.ThreadPercentage; p != nil {
 		all = append(all, setting{
 			set: fmt.Sprintf("set_default_active_thread_percentage %d", *p),
 			get: "get_default_active_thread_percentage",
-			holds: func(answer string) bool {
+			matches: func(answer string) bool {
 				have, err := strconv.ParseFloat(answer, 64)
 				return err == nil && have == float64(*p)
 			},
@@ -122,16 +130,17 @@ func settings(spec mps.Daemon) []setting {
 	for _, ordinal := range slices.Sorted(maps.Keys(spec.MemoryLimits)) {
 		limit := spec.MemoryLimits[ordinal]
 		all = append(all, setting{
-			set:   fmt.Sprintf("set_default_device_pinned_mem_limit %d %dM", ordinal, limit),
-			get:   fmt.Sprintf("get_default_device_pinned_mem_limit %d", ordinal),
-			holds: func(answer string) bool { return holdsLimit(answer, limit) },
+			set:     fmt.Sprintf("set_default_device_pinned_mem_limit %d %dM", ordinal, limit),
+			get:     fmt.Sprintf("get_default_device_pinned_mem_limit %d", ordinal),
+			matches: func(answer string) bool { return limitMatches(answer, limit) },
 		})
 	}
 	return all
 }
 
-// holdsLimit compares a limit in MiB with what the daemon says of it: whole GiB if it is that much or more (1500M is answered as 1G), else MiB.
-func holdsLimit(answer string, limit uint64) bool {
+// limitMatches reports whether the daemon's answer to a get command has this limit in MiB. The
+// daemon shows limits from 1 GiB on in whole GiB, rounded down (1500M becomes 1G).
+func limitMatches(answer string, limit uint64) bool {
 	number, gib := strings.CutSuffix(answer, "G")
 	if gib {
 		limit /= 1024
@@ -142,12 +151,13 @@ func holdsLimit(answer string, limit uint64) bool {
 	return err == nil && number != answer && have == limit
 }
 
-// apply sets every default that does not hold, and reads it back.
+// apply reads each default value of the control daemon that spec asks for. It sets those that
+// differ, and returns an error if the daemon then still shows another value.
 func (c control) apply(ctx context.Context, spec mps.Daemon) error {
 	for _, s := range settings(spec) {
 		if answer, err := c.ask(ctx, s.get); err != nil {
 			return err
-		} else if s.holds(answer) {
+		} else if s.matches(answer) {
 			continue
 		}
 		said, err := c.ask(ctx, s.set)
@@ -158,14 +168,16 @@ func (c control) apply(ctx context.Context, spec mps.Daemon) error {
 		if err != nil {
 			return err
 		}
-		if !s.holds(answer) {
-			return fmt.Errorf("the control daemon does not keep %q: it answers %.200q, and then %.200q to %q", s.set, said, answer, s.get)
+		if !s.matches(answer) {
+			return fmt.Errorf("the control daemon does not keep %q: it answered %.200q, and then %.200q to %q",
+				s.set, said, answer, s.get)
 		}
 	}
 	return nil
 }
 
-// awaitAnswer returns when the daemon answers, or with an error when its process has ended or the context has.
+// awaitAnswer returns nil once the control daemon answers. It returns an error when the daemon's
+// process or the context ends first.
 func (c control) awaitAnswer(ctx context.Context, p *process) error {
 	pause := 10 * time.Millisecond
 	for {
@@ -180,12 +192,12 @@ func (c control) awaitAnswer(ctx context.Context, p *process) error {
 			return errEnded
 		case <-ctx.Done():
 			timer.Stop()
-			return fmt.Errorf("%w (last: %w)", context.Cause(ctx), err)
+			return fmt.Errorf("%w (last attempt: %w)", context.Cause(ctx), err)
 		case <-timer.C:
 		}
 		pause = min(2*pause, time.Second)
 	}
 }
 
-// errEnded says that the control daemon has ended; why, its output tells.
+// errEnded means that the control daemon's process has ended. The daemon's log says why.
 var errEnded = errors.New("the control daemon ended")

@@ -6,8 +6,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// The answers are those of the control daemons of drivers 535 and 550: whole GiB from 1 GiB on, whatever is beyond them.
-func TestLimitsAreReadAsTheDaemonWritesThem(t *testing.T) {
+// The answers have the format of control daemons 535 and 550, which show limits from 1 GiB on in
+// whole GiB, rounded down.
+func TestLimitMatches(t *testing.T) {
 	for answer, holds := range map[string]map[uint64]bool{
 		"512M":  {512: true, 513: false, 511: false, 512 * 1024: false},
 		"1G":    {1024: true, 1500: true, 2047: true, 2048: false, 1023: false, 1: false},
@@ -22,18 +23,18 @@ func TestLimitsAreReadAsTheDaemonWritesThem(t *testing.T) {
 		"-1M": {1: false},
 	} {
 		for limit, want := range holds {
-			if have := holdsLimit(answer, limit); have != want {
-				t.Errorf("%q holds %d MiB: %v", answer, limit, have)
+			if have := limitMatches(answer, limit); have != want {
+				t.Errorf("%q matches %d MiB: %v", answer, limit, have)
 			}
 		}
 	}
 }
 
-func TestThreadsAreReadAsANumber(t *testing.T) {
+func TestThreadPercentageMatchesAsNumber(t *testing.T) {
 	threads := 30
 	s := settings(mps.Daemon{ThreadPercentage: &threads})[0]
 	for answer, want := range map[string]bool{"30.0": true, "30": true, "30.5": false, "100.0": false, "": false, "Unknown command": false} {
-		if have := s.holds(answer); have != want {
+		if have := s.matches(answer); have != want {
 			t.Errorf("%q: %v", answer, have)
 		}
 	}

@@ -15,51 +15,53 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-func TestACrashedSupervisorsDaemonsAreTakenOver(t *testing.T) {
+func TestRestartedSupervisorAdoptsRunningDaemon(t *testing.T) {
 	n := newNode(t)
 	n.behave(behaviour{Server: true})
-	n.superviseApart()
-	d := limited40("a", "GPU-a", "GPU-b")
+	n.superviseSeparately()
+	d := daemonWithLimits("a", "GPU-a", "GPU-b")
 	n.mustStart(d)
 	before := n.processes("a")
 	n.kill()
 	n.supervise()
 	n.mustStart(d)
 	if after := n.processes("a"); len(after) != 2 || after[0] != before[0] || after[1] != before[1] {
-		t.Errorf("processes %v are now %v", before, after)
+		t.Errorf("processes changed from %v to %v", before, after)
 	}
-	// And it is supervised: its death is seen although it is no child.
+	// The new supervisor must notice when the daemon ends, although that process is not its child.
 	first := n.status("a").PID
 	n.killProcess(first)
-	n.await("it is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != first })
+	n.await("the daemon is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != first })
 	n.mustStop("a")
 }
 
-// Each step of a start can be seen from outside. The supervisor is killed as soon as it has done that step; whoever asks the next one gets a daemon, and
-// can be rid of it.
-func TestTheSupervisorIsKilledBetweenTheStepsOfAStart(t *testing.T) {
+// A test can see each action of a daemon's start from outside, such as a new file or process. After
+// each of them, the test kills the supervisor. The next supervisor must then be able to start and
+// stop the daemon.
+func TestSupervisorCrashDuringStart(t *testing.T) {
 	exists := func(path func(mps.Paths) string) func(*node) bool {
 		return func(n *node) bool { _, err := os.Lstat(path(n.paths)); return err == nil }
 	}
 	for name, done := range map[string]func(*node) bool{
-		"nothing":           func(*node) bool { return true },
+		"before any step":   func(*node) bool { return true },
 		"directory":         exists(func(p mps.Paths) string { return p.Dir("a") }),
 		"shared memory":     exists(func(p mps.Paths) string { return p.Shm("a") }),
 		"specification":     exists(func(p mps.Paths) string { return filepath.Join(p.Dir("a"), specFile) }),
 		"output":            exists(func(p mps.Paths) string { return filepath.Join(p.Logs("a"), outputFile) }),
-		"a process":         func(n *node) bool { return len(n.processes("a")) > 0 },
+		"process":           func(n *node) bool { return len(n.processes("a")) > 0 },
 		"record of process": exists(func(p mps.Paths) string { return filepath.Join(p.Dir("a"), runFile) }),
-		"a control daemon":  func(n *node) bool { return len(n.daemons("a")) > 0 },
+		"control daemon":    func(n *node) bool { return len(n.daemons("a")) > 0 },
 		"pipes":             exists(func(p mps.Paths) string { return filepath.Join(p.Pipes("a"), "control") }),
 		"ready":             func(n *node) bool { return n.status("a").State == mps.Ready },
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			n := newNode(t)
-			n.superviseApart()
-			d := limited40("a", "GPU-a", "GPU-b")
+			n.superviseSeparately()
+			d := daemonWithLimits("a", "GPU-a", "GPU-b")
 			var asking sync.WaitGroup
-			asking.Go(func() { _ = n.client.Start(context.WithoutCancel(t.Context()), d) }) // it may or may not be answered
+			// This Start may fail, because the test kills the supervisor during the call.
+			asking.Go(func() { _ = n.client.Start(context.WithoutCancel(t.Context()), d) })
 			n.await(name, func() bool { return done(n) })
 			n.kill()
 			asking.Wait()
@@ -70,12 +72,12 @@ func TestTheSupervisorIsKilledBetweenTheStepsOfAStart(t *testing.T) {
 	}
 }
 
-func TestTheSupervisorIsKilledBetweenTheStepsOfAnEnd(t *testing.T) {
+func TestSupervisorCrashDuringStop(t *testing.T) {
 	gone := func(path func(mps.Paths) string) func(*node) bool {
 		return func(n *node) bool { _, err := os.Lstat(path(n.paths)); return err != nil }
 	}
 	for name, done := range map[string]func(*node) bool{
-		"nothing":           func(*node) bool { return true },
+		"before any step":   func(*node) bool { return true },
 		"no control daemon": func(n *node) bool { return len(n.daemons("a")) == 0 },
 		"no process":        func(n *node) bool { return len(n.processes("a")) == 0 },
 		"no specification":  gone(func(p mps.Paths) string { return filepath.Join(p.Dir("a"), specFile) }),
@@ -86,8 +88,8 @@ func TestTheSupervisorIsKilledBetweenTheStepsOfAnEnd(t *testing.T) {
 			t.Parallel()
 			n := newNode(t)
 			n.behave(behaviour{Server: true})
-			n.superviseApart()
-			n.mustStart(limited40("a", "GPU-a", "GPU-b"))
+			n.superviseSeparately()
+			n.mustStart(daemonWithLimits("a", "GPU-a", "GPU-b"))
 			var asking sync.WaitGroup
 			asking.Go(func() { _ = n.client.Stop(context.WithoutCancel(t.Context()), "a") })
 			n.await(name, func() bool { return done(n) })
@@ -95,13 +97,15 @@ func TestTheSupervisorIsKilledBetweenTheStepsOfAnEnd(t *testing.T) {
 			asking.Wait()
 			n.supervise()
 			n.mustStop("a")
-			n.mustStart(limited40("a", "GPU-c", "GPU-d"))
+			n.mustStart(daemonWithLimits("a", "GPU-c", "GPU-d"))
 		})
 	}
 }
 
-// What a disk may hold when a supervisor starts, with a process of the daemon's that still runs.
-func TestWhatIsFoundAtTheStart(t *testing.T) {
+// Whatever a supervisor finds on disk for a daemon, it kills processes that are left of the daemon.
+// If spec.json is valid and of this boot, the supervisor restarts the daemon. Otherwise it removes
+// the daemon's files.
+func TestRestoreFromDisk(t *testing.T) {
 	boot, err := durable.BootID(procRoot)
 	if err != nil {
 		t.Fatal(err)
@@ -109,32 +113,35 @@ func TestWhatIsFoundAtTheStart(t *testing.T) {
 	d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
 	for name, c := range map[string]struct {
 		put  func(*testing.T, directories)
-		runs bool // a daemon is there in the end
+		runs bool // whether the supervisor keeps the daemon
 	}{
-		"a specification of this boot": {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a"), d0.writeSpec(boot, d)) }, true},
-		"one without its directories": {func(t *testing.T, d0 directories) {
+		"specification of this boot": {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a"), d0.writeSpec(boot, d)) }, true},
+		"specification without directories": {func(t *testing.T, d0 directories) {
 			t.Helper()
 			must(t, os.MkdirAll(d0.paths.Dir("a"), 0o700), d0.writeSpec(boot, d))
 		}, true},
-		"one of an earlier boot": {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a"), d0.writeSpec("earlier", d)) }, false},
-		"one that is another's": {func(t *testing.T, d0 directories) {
+		"specification of an earlier boot": {func(t *testing.T, d0 directories) {
+			t.Helper()
+			must(t, d0.make("a"), d0.writeSpec("earlier", d))
+		}, false},
+		"specification of another daemon": {func(t *testing.T, d0 directories) {
 			t.Helper()
 			must(t, d0.make("a"), d0.write("a", specFile, specRecord{boot, mps.Daemon{ID: "b", Devices: d.Devices}}))
 		}, false},
-		"one that is impossible": {func(t *testing.T, d0 directories) {
+		"invalid specification": {func(t *testing.T, d0 directories) {
 			t.Helper()
 			must(t, d0.make("a"), d0.write("a", specFile, specRecord{boot, mps.Daemon{ID: "a"}}))
 		}, false},
-		"one that cannot be read": {func(t *testing.T, d0 directories) {
+		"unreadable specification": {func(t *testing.T, d0 directories) {
 			t.Helper()
 			must(t, d0.make("a"), os.WriteFile(filepath.Join(d0.paths.Dir("a"), specFile), []byte("{"), 0o600))
 		}, false},
 		"directories without a specification": {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a")) }, false},
 		"shared memory alone": {func(t *testing.T, d0 directories) {
 			t.Helper()
-			must(t, d0.make("a"), unbound(d0.paths.Pipes("a")), os.RemoveAll(d0.paths.Dir("a")))
+			must(t, d0.make("a"), unmountAll(d0.paths.Pipes("a")), os.RemoveAll(d0.paths.Dir("a")))
 		}, false},
-		"a record of this very test's process": {func(t *testing.T, d0 directories) {
+		"record of an unrelated process": {func(t *testing.T, d0 directories) {
 			t.Helper()
 			must(t, d0.make("a"), d0.writeSpec(boot, d), d0.write("a", runFile, runRecord{PID: os.Getpid(), StartTime: 1}))
 		}, true},
@@ -145,21 +152,21 @@ func TestWhatIsFoundAtTheStart(t *testing.T) {
 			d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
 			must(t, d0.prepare())
 			c.put(t, d0)
-			stray := exec.Command(filepath.Join(n.options.DriverRootMount, "usr/sbin", serverProgram))
-			stray.Env = []string{mark(n.paths, "a")}
-			must(t, stray.Start())
+			leftover := exec.Command(filepath.Join(n.options.DriverRootMount, "usr/sbin", serverProgram))
+			leftover.Env = []string{mark(n.paths, "a")}
+			must(t, leftover.Start())
 			ended := make(chan error, 1)
-			go func() { ended <- stray.Wait() }()
+			go func() { ended <- leftover.Wait() }()
 			n.supervise()
 			if err := <-ended; err == nil {
-				t.Error("a stray process ended by itself")
+				t.Error("the leftover process was not killed")
 			}
 			if c.runs {
-				n.await("it is ready", func() bool { return n.status("a").State == mps.Ready })
+				n.await("the daemon is ready", func() bool { return n.status("a").State == mps.Ready })
 				n.mustStop("a")
 				return
 			}
-			n.await("it is forgotten", func() bool {
+			n.await("the daemon is removed", func() bool {
 				_, onDisk := os.Lstat(n.paths.Dir("a"))
 				_, inShm := os.Lstat(n.paths.Shm("a"))
 				return onDisk != nil && inShm != nil
@@ -180,11 +187,12 @@ func must(t *testing.T, errs ...error) {
 	}
 }
 
-// Whoever else has the number, or the name, of a daemon's process is not touched.
-func TestOtherProcessesAreNotTouched(t *testing.T) {
+// The supervisor must not signal an unrelated process, even if run.json names its PID and the
+// marker in its environment begins like that of the daemon.
+func TestUnrelatedProcessWithSamePIDSurvives(t *testing.T) {
 	n := newNode(t)
 	other := exec.Command(filepath.Join(n.options.DriverRootMount, "usr/sbin", serverProgram), "-f")
-	other.Env = []string{mark(n.paths, "a") + "x"} // another daemon's mark begins the same
+	other.Env = []string{mark(n.paths, "a") + "x"} // as of a daemon whose directory name begins with "a"
 	other.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	must(t, other.Start())
 	defer func() { _ = other.Process.Kill(); _ = other.Wait() }()
@@ -194,12 +202,12 @@ func TestOtherProcessesAreNotTouched(t *testing.T) {
 	started, err := startTime(procRoot, other.Process.Pid)
 	must(t, err, d0.write("a", runFile, runRecord{PID: other.Process.Pid, StartTime: started}))
 	n.supervise()
-	n.await("it is ready", func() bool { return n.status("a").State == mps.Ready })
+	n.await("the daemon is ready", func() bool { return n.status("a").State == mps.Ready })
 	if n.status("a").PID == other.Process.Pid {
-		t.Error("a stranger was taken for the daemon")
+		t.Error("an unrelated process was adopted as the daemon")
 	}
 	n.mustStop("a")
 	if err := unix.Kill(other.Process.Pid, 0); err != nil {
-		t.Error("a stranger was ended:", err)
+		t.Error("an unrelated process was killed:", err)
 	}
 }

@@ -19,38 +19,44 @@ import (
 const (
 	specFile = "spec.json"
 	runFile  = "run.json"
-	// shared is what the vendor's daemon gives a directory of pipes that it makes itself, and the sticky bit: servers run as their clients' users.
+	// shared is the mode of directories that clients can write to. All users need access, because MPS
+	// servers run as their clients' users. The sticky bit keeps a user from removing another user's
+	// files.
 	shared = 0o777 | fs.ModeSticky
-	// selinux is the extended attribute that holds a file's label.
+	// selinux is the extended attribute that holds a file's SELinux label.
 	selinux = "security.selinux"
 )
 
-// specRecord is the content of spec.json.
+// specRecord is the content of a daemon's file spec.json. BootID identifies the boot of the node
+// during which a client requested Daemon.
 type specRecord struct {
 	BootID string     `json:"bootID"`
 	Daemon mps.Daemon `json:"daemon"`
 }
 
-// runRecord is the content of run.json. A process is named by its number and when it started, in clock ticks since the boot. Before there is one it says
-// where it will be.
+// runRecord is the content of a daemon's file run.json. PID and StartTime (in clock ticks since
+// boot) together identify the control daemon's process. Before that process starts, the file has
+// only Groups.
 type runRecord struct {
 	PID       int    `json:"pid"`
 	StartTime uint64 `json:"startTime"`
-	// Groups are the control groups in which it was started, in the words of /proc/PID/cgroup.
+	// Groups are the control groups of the supervisor that started the process, in the format of
+	// /proc/PID/cgroup.
 	Groups string `json:"groups,omitempty"`
 }
 
-// directories are the files of all daemons.
+// directories creates, reads and removes the files of all daemons.
 type directories struct {
-	paths mps.Paths // as this process sees them
+	paths mps.Paths // in the supervisor's container
 	label string
-	// sharedMemory is the size of /dev/shm of each daemon and its clients.
+	// sharedMemory is the size of each daemon's /dev/shm, as tmpfs(5) writes sizes. The daemon's
+	// clients mount the same file system.
 	sharedMemory string
-	// shm is held while the directory for all shared memory comes or goes.
+	// shm is locked while paths.ShmDir() is created or removed.
 	shm *sync.Mutex
 }
 
-// prepare makes what is there before any daemon.
+// prepare creates the directory that holds the directories of all daemons.
 func (d directories) prepare() error {
 	if err := os.MkdirAll(filepath.Dir(d.paths.Root()), 0o750); err != nil {
 		return fmt.Errorf("create the plugin's directory: %w", err)
@@ -58,7 +64,8 @@ func (d directories) prepare() error {
 	return durable.MakeDir(durable.OS{}, d.paths.Root())
 }
 
-// make makes a daemon's directories. Those that are there stay the same ones: running containers hold them.
+// make creates those of a daemon's directories that are missing. It keeps existing ones, because
+// running containers may have mounted them.
 func (d directories) make(id string) error {
 	if err := durable.MakeDir(durable.OS{}, d.paths.Dir(id)); err != nil {
 		return err
@@ -71,55 +78,58 @@ func (d directories) make(id string) error {
 	for _, dir := range []struct {
 		path  string
 		mode  fs.FileMode
-		space space
+		quota quota
 	}{
-		{d.paths.Pipes(id), shared, space{mebibytes(pipeSpace), pipeFiles}},
-		{d.paths.Logs(id), 0o700, space{}},
-		{d.paths.Shm(id), shared, space{d.sharedMemory, shmFiles}},
+		{d.paths.Pipes(id), shared, quota{mebibytes(pipeMebibytes), pipeFiles}},
+		{d.paths.Logs(id), 0o700, quota{}},
+		{d.paths.Shm(id), shared, quota{d.sharedMemory, shmFiles}},
 	} {
 		if err := os.Mkdir(dir.path, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 			return fmt.Errorf("create a directory of MPS daemon %s: %w", id, err)
 		}
-		if err := dir.space.bound(dir.path); err != nil {
+		if err := dir.quota.mount(dir.path); err != nil {
 			return fmt.Errorf("create a directory of MPS daemon %s: %w", id, err)
 		}
 		if err := os.Chmod(dir.path, dir.mode); err != nil {
-			return fmt.Errorf("open a directory of MPS daemon %s to its clients: %w", id, err)
+			return fmt.Errorf("set the mode of a directory of MPS daemon %s: %w", id, err)
 		}
 		if d.label == "" || dir.mode != shared {
 			continue
 		}
 		if err := unix.Lsetxattr(dir.path, selinux, []byte(d.label), 0); err != nil {
-			return fmt.Errorf("give %s the SELinux label %q (--selinux-label; leave it empty where SELinux is off): %w", dir.path, d.label, err)
+			return fmt.Errorf("set SELinux label %[2]q on %[1]s (--selinux-label; leave it empty where SELinux is off): %[3]w",
+				dir.path, d.label, err)
 		}
 	}
 	return nil
 }
 
-// empty takes away what clients have put in the way of a control daemon that is about to start; no process of it runs. The pipes are all made anew. The files
-// in the shared memory may be of use to containers for more than MPS, and stay; the daemon would follow no link there, nor open a device.
-func (d directories) empty(id string) error {
+// removeClientFiles removes what clients left in a daemon's directories: everything in the pipe
+// directory, because a new control daemon creates all pipes again, and from shared memory all but
+// files and directories, which clients may use without MPS. No process of the daemon may run.
+func (d directories) removeClientFiles(id string) error {
 	for dir, harmless := range map[string]func(fs.FileMode) bool{
 		d.paths.Pipes(id): func(fs.FileMode) bool { return false },
 		d.paths.Shm(id):   func(mode fs.FileMode) bool { return mode.IsRegular() || mode.IsDir() },
 	} {
 		entries, err := os.ReadDir(dir)
 		if err != nil {
-			return fmt.Errorf("look for what clients of MPS daemon %s have left: %w", id, err)
+			return fmt.Errorf("list files that clients of MPS daemon %s left: %w", id, err)
 		}
 		for _, e := range entries {
 			if harmless(e.Type()) {
 				continue
 			}
 			if err := os.RemoveAll(filepath.Join(dir, e.Name())); err != nil {
-				return fmt.Errorf("remove what clients of MPS daemon %s have left: %w", id, err)
+				return fmt.Errorf("remove files that clients of MPS daemon %s left: %w", id, err)
 			}
 		}
 	}
 	return nil
 }
 
-// makeShmDir makes the directory in a file system that every user of the host may write to, so it trusts nothing that is there.
+// makeShmDir creates the directory that holds the shared memory of all daemons. Every user of the
+// host can write to the parent directory, so makeShmDir checks that root owns the directory.
 func (d directories) makeShmDir() error {
 	dir := d.paths.ShmDir()
 	if err := os.Mkdir(dir, 0o711); err != nil && !errors.Is(err, fs.ErrExist) {
@@ -127,18 +137,19 @@ func (d directories) makeShmDir() error {
 	}
 	info, err := os.Lstat(dir)
 	if err != nil {
-		return fmt.Errorf("look at the directory for shared memory: %w", err)
+		return fmt.Errorf("check the directory for shared memory: %w", err)
 	}
 	if stat, ok := info.Sys().(*syscall.Stat_t); !info.IsDir() || !ok || int(stat.Uid) != os.Geteuid() {
-		return fmt.Errorf("%s is not a directory of root's: someone else has made it, remove it", dir)
+		return fmt.Errorf("%s is not a directory of root's: another user created it, remove it", dir)
 	}
-	if err := os.Chmod(dir, 0o711); err != nil { // to be passed through, not listed
+	if err := os.Chmod(dir, 0o711); err != nil { // Other users may enter the directory but not list it.
 		return fmt.Errorf("create the directory for shared memory: %w", err)
 	}
 	return nil
 }
 
-// remove takes a daemon's directories away, its specification first: what is left of the rest is no daemon.
+// remove removes a daemon's directories. It removes spec.json first: without that file, the next
+// supervisor does not start the daemon again.
 func (d directories) remove(id string) error {
 	dir := d.paths.Dir(id)
 	if _, err := os.Lstat(dir); err == nil {
@@ -146,17 +157,17 @@ func (d directories) remove(id string) error {
 			return err
 		}
 	}
-	err := errors.Join(unbound(d.paths.Pipes(id)), unbound(d.paths.Shm(id)))
+	err := errors.Join(unmountAll(d.paths.Pipes(id)), unmountAll(d.paths.Shm(id)))
 	for _, path := range []string{d.paths.Pipes(id), d.paths.Shm(id)} {
 		if err == nil {
-			err = removeBoth(path)
+			err = removeUnmounted(path)
 		}
 	}
 	if err := errors.Join(err, os.RemoveAll(dir)); err != nil {
 		return fmt.Errorf("remove the directories of MPS daemon %s: %w", id, err)
 	}
 	d.shm.Lock()
-	_ = os.Remove(d.paths.ShmDir()) // The last one; where others are, it fails.
+	_ = os.Remove(d.paths.ShmDir()) // This fails while other daemons have a directory in it.
 	d.shm.Unlock()
 	if err := (durable.OS{}).SyncDir(d.paths.Root()); err != nil {
 		return fmt.Errorf("remove the directories of MPS daemon %s: %w", id, err)
@@ -164,15 +175,17 @@ func (d directories) remove(id string) error {
 	return nil
 }
 
-// leave removes what no daemon needs when there is none: with the plugin gone before, there is nobody else to do it.
-func (d directories) leave() {
+// removeIfUnused removes the supervisor's socket, lock file and directory if no daemon exists. This
+// matters if the plugin was uninstalled before the supervisor ended, because then nothing else
+// removes them.
+func (d directories) removeIfUnused() {
 	root := d.paths.Root()
-	ids, err := d.known()
+	ids, err := d.daemonIDs()
 	if err != nil || len(ids) > 0 {
 		return
 	}
 	for _, name := range []string{d.paths.Socket(), filepath.Join(root, lockFile), root, filepath.Dir(root)} {
-		_ = os.Remove(name) // A directory that others use is not empty, and stays.
+		_ = os.Remove(name) // This fails for a directory in use, because it is not empty.
 	}
 }
 
@@ -180,17 +193,18 @@ func (d directories) writeSpec(bootID string, spec mps.Daemon) error {
 	return d.write(spec.ID, specFile, specRecord{BootID: bootID, Daemon: spec})
 }
 
-// readSpec gives the specification of a daemon of this boot.
+// readSpec returns the daemon that spec.json describes. It returns an error if the file is missing,
+// invalid or from an earlier boot.
 func (d directories) readSpec(bootID, id string) (mps.Daemon, error) {
 	var record specRecord
 	if err := d.read(id, specFile, &record); err != nil {
 		return mps.Daemon{}, err
 	}
 	if record.BootID != bootID {
-		return mps.Daemon{}, errors.New("it is of an earlier boot")
+		return mps.Daemon{}, errors.New("the description of the daemon is of an earlier boot")
 	}
 	if record.Daemon.ID != id {
-		return mps.Daemon{}, fmt.Errorf("%s is that of daemon %.100q", specFile, record.Daemon.ID)
+		return mps.Daemon{}, fmt.Errorf("%s belongs to daemon %.100q", specFile, record.Daemon.ID)
 	}
 	return record.Daemon, record.Daemon.Validate()
 }
@@ -215,8 +229,9 @@ func (d directories) read(id, name string, into any) error {
 	return nil
 }
 
-// known lists the daemons that have a directory, on the disk or for shared memory.
-func (d directories) known() ([]string, error) {
+// daemonIDs returns the IDs of the daemons that have a directory on disk or for shared memory. An
+// ID may occur twice.
+func (d directories) daemonIDs() ([]string, error) {
 	var ids []string
 	for _, dir := range []string{d.paths.Root(), d.paths.ShmDir()} {
 		entries, err := os.ReadDir(dir)

@@ -1,37 +1,52 @@
-// Package supervisor is the parent of a node's MPS control daemons: it starts what package mps asks for, keeps it running, and takes it away without a trace.
+// Package supervisor is the parent process of a node's MPS control daemons. It starts the daemons
+// that clients of package mps request, restarts those that end, and removes all their files and
+// processes on request.
 //
-// # A daemon's files
+// # Files of a daemon
 //
-// Below the plugin's directory, mps/<ID>/ holds spec.json (what the daemon should be, and the boot it is for), run.json (which process it is), pipe/ (shared
-// with its clients) and log/. Its shared memory is <shm root>/gpu-dra-driver-mps/<ID>. The specification is on the disk before the first process is started,
-// so whatever is killed when, the next supervisor knows what there should be. A specification of an earlier boot, or one that cannot be read, is forgotten
-// with its directories: nothing of the daemon survived, and whoever needs it asks again.
+// In the plugin's directory, mps/<ID>/ holds spec.json (the daemon's description and the boot in
+// which it was requested), run.json (its process), pipe/ (shared with its clients) and log/. Its
+// shared memory is <shm root>/gpu-dra-driver-mps/<ID>. spec.json is on disk before the first
+// process starts, so after any crash the next supervisor knows which daemons should exist. The
+// supervisor discards an unreadable spec.json, or one of an earlier boot, with the daemon's
+// directories. No process of such a daemon survived, and the plugin requests the daemon again.
 //
-// The two that clients write to, pipe/ and the shared memory, are file systems of their own (tmpfs), so that nobody fills more of the node than that. They are
-// mounted where the node's containers are given them, and go with the daemon.
+// Clients can write to pipe/ and to the shared memory. Each of the two is a tmpfs of limited size,
+// so that clients cannot fill the node's file systems. The supervisor mounts both before containers
+// bind-mount them, and unmounts them when it removes the daemon.
 //
-// # A daemon's life
+// # Life of a daemon
 //
-// Each has a goroutine of its own and waits for no other. It is Ready when its control pipe answers and every default has been set and read back. One that
-// ends is started again with the same specification and in the same directories, which running containers hold, at first at once and then more and more
-// rarely. A first start that fails leaves nothing. A daemon is told to quit, then terminated, then killed; it is gone when no process is left, of its
-// servers neither.
+// Each daemon has its own goroutine and waits for no other daemon. A daemon is Ready when its
+// control pipe answers and the supervisor has set every default and read it back. The supervisor
+// restarts a daemon that ends, with the same description in the same directories, because running
+// containers have mounted those. The first restart is immediate, the next ones follow after growing
+// pauses. A first start that fails leaves no files. To stop a daemon, the supervisor sends the
+// command quit, then SIGTERM, then SIGKILL. A daemon is gone when none of its processes is left,
+// including its servers.
 //
-// # Whose processes are touched
+// # Processes of a daemon
 //
-// Every process of a daemon carries the name of its directory in its environment, and is in the control groups in which its supervisor started it; servers
-// inherit both. A process of another container that carries the same name is nobody's business: it is not signalled, nor waited for. Signals go to a process through a descriptor that
-// was opened before the process was recognised, so a number that was given anew hits nobody else.
+// Every process of a daemon has the name of the daemon's directory in its environment, and is in
+// the control groups of the supervisor that started it. Servers inherit both. Another container's
+// process with the same name in its environment is ignored: the supervisor neither signals it nor
+// waits for it. The supervisor opens a pidfd before it identifies a process, and signals through
+// that pidfd, so it never hits a reused PID.
 //
-// # When the supervisor ends
+// # End of the supervisor
 //
-// After a crash (kill -9) daemons that still run are adopted: clients notice nothing. In a Pod the container runtime ends them with the container, and the
-// next supervisor starts them again. On SIGTERM it ends all daemons in order and keeps their specifications: the Pod is being deleted (which the DaemonSet's
-// updateStrategy OnDelete leaves to the admin), so they would be killed seconds later anyway, in the middle of their clients' work and without a word in
-// their log. Processes that started as clients have lost their server then, in both cases.
+// After a crash (kill -9), the next supervisor adopts daemons that still run, and clients notice
+// nothing. In a Pod, the container runtime ends the daemons together with the container, and the
+// next supervisor starts them again.
 //
-// # What it does not do
+// On SIGTERM the supervisor stops all daemons cleanly and keeps their descriptions. SIGTERM means
+// that the Pod is being deleted. With updateStrategy OnDelete, only an admin does that. Without the
+// clean stop, the kernel would kill the daemons seconds later without a line in their log. Their
+// clients lose their server in both cases.
 //
-// It knows no claims, and trusts its only caller, who can open a socket of root's. It sets no compute mode. It restarts no daemon that runs but does not
-// answer, because that would end its clients: the caller is told when it asks.
+// # Limitations
+//
+// The supervisor knows no claims. It trusts its caller, because only root can open its socket. It
+// sets no compute mode. It does not restart a daemon that runs but does not answer, because that
+// would end the daemon's clients. The caller gets an error instead.
 package supervisor

@@ -12,21 +12,22 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// forgetWait is how long Forget waits for someone else who has the lock: two that forget take microseconds, and a supervisor that lives keeps it.
+// forgetWait is how long [Forget] waits for the lock of the supervisor's directory. Another Forget
+// holds the lock for a moment, but a running supervisor holds it until it ends.
 const forgetWait = 2 * time.Second
 
-// Forget removes what a daemon has on the disk, where no supervisor lives: the daemons of one that is gone have gone with its Pod. One that has survived, because
-// it hangs in the NVIDIA driver, is not forgotten. proc is where the node's processes are seen. A supervisor that comes at this moment waits for it, and
-// finds nothing.
+// Forget removes a daemon's files on a node without a running supervisor. It returns an error if a
+// process of the daemon still runs (it may hang in the NVIDIA driver), or if a supervisor runs.
+// proc is the mount point of a procfs with the node's processes.
 func Forget(ctx context.Context, paths mps.Paths, proc, id string) error {
 	if _, err := os.Lstat(paths.Root()); errors.Is(err, fs.ErrNotExist) {
-		return nil // where no supervisor has been there is no daemon
+		return nil // No supervisor has run on this node, so no daemon exists.
 	}
 	ctx, cancel := context.WithTimeout(ctx, forgetWait)
 	defer cancel()
-	held, err := locked(ctx, paths.Root())
+	held, err := acquireLock(ctx, paths.Root())
 	if ctx.Err() != nil && err != nil {
-		err = fmt.Errorf("its supervisor is starting or ending at this moment: %w", err)
+		err = fmt.Errorf("its supervisor is starting or ending: %w", err)
 	}
 	if err != nil {
 		return fmt.Errorf("remove MPS daemon %s: %w", id, err)
@@ -38,21 +39,23 @@ func Forget(ctx context.Context, paths mps.Paths, proc, id string) error {
 func forget(d directories, proc, id string) error {
 	var run runRecord
 	if err := d.read(id, runFile, &run); err == nil {
-		left, err := survivors(run, kin{mark: mark(d.paths, id), groups: []string{run.Groups}, proc: proc})
+		left, err := survivors(run, processSet{mark: mark(d.paths, id), groups: []string{run.Groups}, proc: proc})
 		if err != nil {
 			return fmt.Errorf("remove MPS daemon %s: %w", id, err)
 		}
 		if len(left) > 0 {
-			return fmt.Errorf("remove MPS daemon %s: its supervisor is gone, but its processes %v are not: bring the supervisor back (chart value mps.enabled), or reboot the node", id, left)
+			return fmt.Errorf("remove MPS daemon %s: its processes %v still run without a supervisor: "+
+				"enable the supervisor (chart value mps.enabled), or reboot the node", id, left)
 		}
 	}
 	return d.remove(id)
 }
 
-// RemoveAll removes what is left of daemons on a node that has none and will have none.
+// RemoveAll removes the files of all daemons. Call it only if no MPS daemon runs on this node and
+// none will run again.
 func RemoveAll(paths mps.Paths) error {
 	d := directories{paths: paths, shm: new(sync.Mutex)}
-	ids, err := d.known()
+	ids, err := d.daemonIDs()
 	if err != nil {
 		return err
 	}
@@ -63,22 +66,23 @@ func RemoveAll(paths mps.Paths) error {
 	}
 	for _, dir := range []string{paths.Root(), paths.ShmDir()} {
 		if err := os.RemoveAll(dir); err != nil {
-			return fmt.Errorf("remove what MPS daemons had: %w", err)
+			return fmt.Errorf("remove the directories of all MPS daemons: %w", err)
 		}
 	}
 	return nil
 }
 
-// survivors are the processes of a daemon that live without a supervisor. The control daemon is known by its start as well, should control groups have other
-// names for this process than they had for its supervisor.
-func survivors(run runRecord, of kin) ([]int, error) {
+// survivors returns the PIDs of a daemon's processes that outlived the supervisor. If the set named
+// by the parameter of has none, it looks for the PID and start time in run, because this process
+// may see other names of control groups.
+func survivors(run runRecord, of processSet) ([]int, error) {
 	pids, err := of.processes()
 	if err != nil || len(pids) > 0 || run.PID == 0 {
 		return pids, err
 	}
-	fields, err := statOf(of.proc, run.PID)
+	fields, err := readStat(of.proc, run.PID)
 	if err != nil || fields[statState] == "Z" || fields[statState] == "X" || fields[statStart] != fmt.Sprint(run.StartTime) {
-		return nil, nil //nolint:nilerr // a process that is not there is none
+		return nil, nil //nolint:nilerr // a missing process is no survivor
 	}
 	return []int{run.PID}, nil
 }

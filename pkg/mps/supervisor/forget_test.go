@@ -10,11 +10,11 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-func TestWithoutASupervisorADaemonIsForgotten(t *testing.T) {
+func TestForgetRemovesDaemonWithoutSupervisor(t *testing.T) {
 	needMounts(t)
 	paths := mps.Paths{PluginDir: t.TempDir(), ShmRoot: t.TempDir()}
 	if err := Forget(t.Context(), paths, procRoot, "claim-0"); err != nil {
-		t.Errorf("on a node that has never had a supervisor: %v", err)
+		t.Errorf("on a node without a supervisor: %v", err)
 	}
 	d := directories{paths: paths, shm: new(sync.Mutex)}
 	if err := d.prepare(); err != nil {
@@ -36,8 +36,8 @@ func TestWithoutASupervisorADaemonIsForgotten(t *testing.T) {
 			t.Errorf("%s: %v", dir, err)
 		}
 	}
-	if left, err := d.known(); err != nil || !slices.Equal(slices.Compact(left), []string{"claim-1"}) {
-		t.Errorf("left are %v, %v", left, err)
+	if left, err := d.daemonIDs(); err != nil || !slices.Equal(slices.Compact(left), []string{"claim-1"}) {
+		t.Errorf("daemons left: %v, %v", left, err)
 	}
 	if err := RemoveAll(paths); err != nil {
 		t.Error(err)
@@ -49,20 +49,20 @@ func TestWithoutASupervisorADaemonIsForgotten(t *testing.T) {
 	}
 }
 
-func TestASupervisorsDaemonIsNotForgottenBehindItsBack(t *testing.T) {
+func TestForgetFailsWhileSupervisorRuns(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
-	n.mustStart(limited40("claim-0", "GPU-a", "GPU-b"))
+	n.mustStart(daemonWithLimits("claim-0", "GPU-a", "GPU-b"))
 	if err := Forget(t.Context(), n.paths, procRoot, "claim-0"); err == nil || !strings.Contains(err.Error(), "starting or ending") {
-		t.Error("it was:", err)
+		t.Error("wrong error:", err)
 	}
 	if s := n.status("claim-0"); s.State != mps.Ready {
 		t.Errorf("%+v", s)
 	}
 }
 
-// Claims are given back at the same time.
-func TestManyAreForgottenAtOnce(t *testing.T) {
+// Several claims may end at the same time, so concurrent calls of Forget must all succeed.
+func TestConcurrentForget(t *testing.T) {
 	needMounts(t)
 	paths := mps.Paths{PluginDir: t.TempDir(), ShmRoot: t.TempDir()}
 	d := directories{paths: paths, shm: new(sync.Mutex)}
@@ -80,20 +80,21 @@ func TestManyAreForgottenAtOnce(t *testing.T) {
 		})
 	}
 	wait.Wait()
-	if left, err := d.known(); err != nil || len(left) > 0 {
+	if left, err := d.daemonIDs(); err != nil || len(left) > 0 {
 		t.Error(left, err)
 	}
 }
 
-// A daemon that hangs in the driver survives its supervisor's Pod.
-func TestADaemonThatSurvivesItsSupervisorIsNotForgotten(t *testing.T) {
+// A daemon that hangs in the NVIDIA driver survives its supervisor's Pod. Forget must fail then,
+// and succeed once the daemon has ended.
+func TestForgetFailsWhileDaemonSurvives(t *testing.T) {
 	for name, hide := range map[string]func(*runRecord){
-		"known by its groups": func(r *runRecord) { r.PID = 0 },
-		"known by its start":  func(r *runRecord) { r.Groups = "0::/of/another/view" },
+		"recognized by control groups": func(r *runRecord) { r.PID = 0 },
+		"recognized by start time":     func(r *runRecord) { r.Groups = "0::/of/another/view" },
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := newNode(t)
-			n.superviseApart()
+			n.superviseSeparately()
 			n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
 			n.kill()
 			d := directories{paths: n.paths, shm: new(sync.Mutex)}
@@ -102,11 +103,12 @@ func TestADaemonThatSurvivesItsSupervisorIsNotForgotten(t *testing.T) {
 			pid := run.PID
 			hide(&run)
 			must(t, d.write("a", runFile, run))
-			if err := Forget(t.Context(), n.paths, procRoot, "a"); err == nil || !strings.Contains(err.Error(), itoa(pid)) || !strings.Contains(err.Error(), "mps.enabled") {
+			if err := Forget(t.Context(), n.paths, procRoot, "a"); err == nil || !strings.Contains(err.Error(), itoa(pid)) ||
+				!strings.Contains(err.Error(), "mps.enabled") {
 				t.Error(err)
 			}
-			must(t, n.kin("a").end(patient), Forget(t.Context(), n.paths, procRoot, "a"))
-			n.nothingLeft("a")
+			must(t, n.processesOf("a").end(normalWaits), Forget(t.Context(), n.paths, procRoot, "a"))
+			n.expectNothingLeft("a")
 		})
 	}
 }

@@ -10,10 +10,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// Any process may give itself a name, with brackets, blanks and line ends in it.
+// The files in /proc must be parsed correctly whatever a process writes into them: any process may
+// have a name with parentheses, blanks and newlines.
 func FuzzProcessFiles(f *testing.F) {
 	fields := " S 1 1 1 0 -1 4194560" + strings.Repeat(" 0", 12) + " 12345" + strings.Repeat(" 0", 27) + " 99 100"
-	for _, stat := range []string{"1 (x)" + fields, "1 (x) Z (y) S)" + fields, "1 (x" + fields, ")", "", "1 (x) S", "1 (\n)" + strings.ReplaceAll(fields, "12345", "-1")} {
+	for _, stat := range []string{"1 (x)" + fields, "1 (x) Z (y) S)" + fields, "1 (x" + fields, ")", "", "1 (x) S",
+		"1 (\n)" + strings.ReplaceAll(fields, "12345", "-1")} {
 		f.Add([]byte(stat), []byte("0::/a\n"), []byte("A=1\x00B"))
 	}
 	proc := f.TempDir()
@@ -22,43 +24,47 @@ func FuzzProcessFiles(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, stat, groups, environment []byte) {
 		for name, content := range map[string][]byte{"stat": stat, "cgroup": groups, "environ": environment} {
-			if err := os.WriteFile(ofProcess(proc, 7, name), content, 0o600); err != nil {
+			if err := os.WriteFile(procPath(proc, 7, name), content, 0o600); err != nil {
 				t.Fatal(err)
 			}
 		}
 		_, err := startTime(proc, 7)
 		if err == nil && len(strings.Fields(string(stat))) <= statEnvEnd {
-			t.Errorf("%q is believed, which has not all fields", stat)
+			t.Errorf("%q is accepted without all fields", stat)
 		}
-		if !whole(proc, 7, environment) {
-			return // it would be waited for
+		if !environmentComplete(proc, 7, environment) {
+			return // contains would read /proc again until the environment is complete
 		}
-		k := kin{proc: proc, mark: "GPU_DRA_MARK=x", groups: []string{"0::/ours\n"}}
-		if k.has(7) && (string(groups) != "0::/ours\n" || !strings.Contains(string(environment), k.mark)) {
-			t.Errorf("in %q, with %q, it is taken for the daemon's", groups, environment)
+		k := processSet{proc: proc, mark: "GPU_DRA_MARK=x", groups: []string{"0::/ours\n"}}
+		if k.contains(7) && (string(groups) != "0::/ours\n" || !strings.Contains(string(environment), k.mark)) {
+			t.Errorf("a process with groups %q and environment %q counts as the daemon's", groups, environment)
 		}
 	})
 }
 
-// What the control daemon says of a limit holds for the limits that it is rounded from, and for no other.
+// Whatever the control daemon answers, limitMatches accepts only an answer with the limit itself or
+// the limit rounded down to GiB.
 func FuzzLimitAnswer(f *testing.F) {
 	for _, answer := range []string{"", "G", "M", "1G", "1500M", "-1M", "1G M", "18446744073709551616M", " 1M", "0x1M", "1_0M"} {
 		f.Add(answer, uint64(1500))
 	}
 	f.Fuzz(func(t *testing.T, answer string, limit uint64) {
-		if !holdsLimit(answer, limit) {
+		if !limitMatches(answer, limit) {
 			return
 		}
 		number, err := strconv.ParseUint(strings.TrimRight(answer, "GM"), 10, 64)
 		if err != nil || number != limit && number != limit/1024 {
-			t.Errorf("%q is taken for %d MiB", answer, limit)
+			t.Errorf("%q matches %d MiB", answer, limit)
 		}
 	})
 }
 
-// What is on the disk of a daemon is one that can be, or an error.
+// Whatever spec.json holds, readSpec returns a valid daemon or an error.
 func FuzzDaemonOnDisk(f *testing.F) {
-	for _, text := range []string{"", "{}", "null", "[]", `{"id":"a","devices":["GPU-0"]}`, `{"id":"../b","devices":["GPU-0"]}`, `{"bootID":"boot","daemon":{"id":"a","devices":["GPU-0"],"memoryLimits":{"0":1}}}`, `{"bootID":"boot","daemon":{"id":"b","devices":["GPU-0"]}}`} {
+	for _, text := range []string{"", "{}", "null", "[]", `{"id":"a","devices":["GPU-0"]}`,
+		`{"id":"../b","devices":["GPU-0"]}`,
+		`{"bootID":"boot","daemon":{"id":"a","devices":["GPU-0"],"memoryLimits":{"0":1}}}`,
+		`{"bootID":"boot","daemon":{"id":"b","devices":["GPU-0"]}}`} {
 		f.Add([]byte(text))
 	}
 	d := directories{paths: mps.Paths{PluginDir: f.TempDir()}}
@@ -70,7 +76,7 @@ func FuzzDaemonOnDisk(f *testing.F) {
 			t.Fatal(err)
 		}
 		if daemon, err := d.readSpec("boot", "a"); err == nil && (daemon.ID != "a" || daemon.Validate() != nil) {
-			t.Errorf("%q is %+v", text, daemon)
+			t.Errorf("%q is parsed as %+v", text, daemon)
 		}
 	})
 }

@@ -23,7 +23,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// behaviour is what testdata/standin reads to know how to misbehave.
+// behaviour tells the fake control daemon which faults to show. testdata/standin explains the
+// fields.
 type behaviour struct {
 	Hang                                 []string `json:"hang,omitempty"`
 	Deaf, IgnoreQuit, IgnoreTerm, Forget bool
@@ -31,10 +32,12 @@ type behaviour struct {
 	Server, Old                          bool
 }
 
-// programsDir is where programs have been built, to be removed.
+// programsDir is the directory in which the function programs builds the binaries. TestMain removes
+// it.
 var programsDir string
 
-// programs are built once: gpu-mps itself, and the stand-in of the driver's programs.
+// programs builds gpu-mps and the fake MPS programs of the driver, once for all tests. It returns
+// their directory.
 var programs = sync.OnceValues(func() (dir string, err error) {
 	dir, err = os.MkdirTemp("", "gpu-mps-test")
 	if err != nil {
@@ -58,17 +61,19 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// patience is how long a test waits for what must come.
+// patience is how long a test waits for an expected event before it fails.
 const patience = 2 * time.Minute
 
-// node is a host with a driver whose MPS programs are the stand-in.
+// node fakes a host whose driver has fake MPS programs. The supervisor under test and its client
+// are real.
 type node struct {
 	t       *testing.T
 	options Options
 	paths   mps.Paths
 	client  *mps.Client
 	log     string
-	// The supervisor that runs, as a process of its own or in this one.
+	// cmd is the supervisor's process if it runs separately. stop ends the supervisor if it runs in
+	// the test's own process.
 	cmd  *exec.Cmd
 	stop func()
 }
@@ -80,7 +85,8 @@ func newNode(t *testing.T) *node {
 	root := filepath.Join(dir, "driver")
 	built, err := programs()
 	must(t, err)
-	for _, name := range []string{"usr/bin/" + controlProgram, "usr/sbin/" + serverProgram, "usr/lib64/libnvidia-ml.so.1", "usr/lib64/libc.so.6"} {
+	for _, name := range []string{"usr/bin/" + controlProgram, "usr/sbin/" + serverProgram,
+		"usr/lib64/libnvidia-ml.so.1", "usr/lib64/libc.so.6"} {
 		path := filepath.Join(root, name)
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			t.Fatal(err)
@@ -89,7 +95,8 @@ func newNode(t *testing.T) *node {
 			t.Fatal(err)
 		}
 	}
-	n := &node{t: t, paths: mps.Paths{PluginDir: filepath.Join(dir, "plugin"), ShmRoot: filepath.Join(dir, "shm")}, log: filepath.Join(dir, "supervisor.log")}
+	n := &node{t: t, paths: mps.Paths{PluginDir: filepath.Join(dir, "plugin"), ShmRoot: filepath.Join(dir, "shm")},
+		log: filepath.Join(dir, "supervisor.log")}
 	if err := os.MkdirAll(n.paths.ShmRoot, 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -99,13 +106,13 @@ func newNode(t *testing.T) *node {
 	return n
 }
 
-// needMounts skips a test where mount namespaces cannot be made.
+// needMounts skips the test if this process has no right to create mount namespaces.
 func needMounts(t *testing.T) {
 	t.Helper()
 	probe := exec.Command("/bin/true")
 	probe.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS}
 	if err := probe.Run(); errors.Is(err, fs.ErrPermission) {
-		t.Skip("needs the right to make mount namespaces")
+		t.Skip("needs permission to create mount namespaces")
 	}
 }
 
@@ -120,7 +127,7 @@ func (n *node) behave(b behaviour) {
 	}
 }
 
-// supervise starts a supervisor, and returns when it answers.
+// supervise runs a supervisor in this process. It returns when the supervisor answers.
 func (n *node) supervise() {
 	n.t.Helper()
 	log := n.openLog()
@@ -133,19 +140,20 @@ func (n *node) supervise() {
 		n.stop = nil
 		cancel()
 		if err := errors.Join(<-ended, log.Close()); err != nil {
-			n.t.Errorf("the supervisor does not end in order: %v\n%s", err, n.said())
+			n.t.Errorf("the supervisor did not shut down cleanly: %v\n%s", err, n.supervisorLog())
 		}
 	}
 	n.awaitSupervisor()
 }
 
-// superviseApart starts one that can be killed.
-func (n *node) superviseApart() {
+// superviseSeparately starts a supervisor as a process that [node.kill] can end.
+func (n *node) superviseSeparately() {
 	n.t.Helper()
 	log := n.openLog()
 	defer func() { _ = log.Close() }()
 	o := n.options
-	n.cmd = exec.Command(o.Program, "supervise", "--plugin-dir="+o.Paths.PluginDir, "--shm-root="+o.Paths.ShmRoot, "--driver-root="+o.DriverRoot,
+	n.cmd = exec.Command(o.Program, "supervise", "--plugin-dir="+o.Paths.PluginDir, "--shm-root="+o.Paths.ShmRoot,
+		"--driver-root="+o.DriverRoot,
 		"--driver-root-mount="+o.DriverRootMount, "--dev-root="+o.DevRoot, "--shared-memory="+fmt.Sprint(o.SharedMemory))
 	n.cmd.Stdout, n.cmd.Stderr = log, log
 	must(n.t, n.cmd.Start())
@@ -167,26 +175,27 @@ func (n *node) awaitSupervisor() {
 	})
 }
 
-// kill ends the supervisor as a crash does.
+// kill ends the supervisor's process with SIGKILL, as a crash would.
 func (n *node) kill() {
 	n.t.Helper()
 	must(n.t, n.cmd.Process.Kill())
-	_ = n.cmd.Wait() // it was killed
+	_ = n.cmd.Wait() // The error says that the process was killed.
 	n.cmd = nil
 }
 
-func (n *node) said() string {
+func (n *node) supervisorLog() string {
 	data, _ := os.ReadFile(n.log)
 	return string(data)
 }
 
-// await polls for what another process does.
+// await returns as soon as the function named by the parameter "is" returns true. It fails the test
+// if that takes longer than patience.
 func (n *node) await(what string, is func() bool) {
 	n.t.Helper()
 	deadline := time.Now().Add(patience)
 	for !is() {
 		if time.Now().After(deadline) {
-			n.t.Fatalf("%s: not within %s\n%s", what, patience, n.said())
+			n.t.Fatalf("%s: not within %s\n%s", what, patience, n.supervisorLog())
 		}
 		<-time.After(time.Millisecond)
 	}
@@ -202,10 +211,10 @@ func (n *node) start(d mps.Daemon) error {
 func (n *node) mustStart(d mps.Daemon) {
 	n.t.Helper()
 	if err := n.start(d); err != nil {
-		n.t.Fatalf("%v\n%s", err, n.said())
+		n.t.Fatalf("%v\n%s", err, n.supervisorLog())
 	}
 	if pids := n.daemons(d.ID); len(pids) != 1 {
-		n.t.Fatalf("%s is ready and has the control daemons %v\n%s", d.ID, pids, n.said())
+		n.t.Fatalf("%s is ready with control daemons %v, want one\n%s", d.ID, pids, n.supervisorLog())
 	}
 }
 
@@ -214,9 +223,9 @@ func (n *node) mustStop(id string) {
 	ctx, cancel := context.WithTimeout(n.t.Context(), patience)
 	defer cancel()
 	if err := n.client.Stop(ctx, id); err != nil {
-		n.t.Fatalf("%v\n%s", err, n.said())
+		n.t.Fatalf("%v\n%s", err, n.supervisorLog())
 	}
-	n.nothingLeft(id)
+	n.expectNothingLeft(id)
 }
 
 func (n *node) status(id string) mps.Status {
@@ -232,24 +241,25 @@ func (n *node) status(id string) mps.Status {
 	return all[i]
 }
 
-// processes are those of a daemon, servers too.
+// processes returns the PIDs of a daemon's processes, including its servers.
 func (n *node) processes(id string) []int {
 	n.t.Helper()
-	pids, err := n.kin(id).processes()
+	pids, err := n.processesOf(id).processes()
 	if err != nil {
 		n.t.Fatal(err)
 	}
 	return pids
 }
 
-func (n *node) kin(id string) kin {
+func (n *node) processesOf(id string) processSet {
 	n.t.Helper()
 	groups, err := groupsOf(procRoot, os.Getpid())
 	must(n.t, err)
-	return kin{mark: mark(n.paths, id), groups: []string{groups}, proc: procRoot}
+	return processSet{mark: mark(n.paths, id), groups: []string{groups}, proc: procRoot}
 }
 
-// daemons are the control daemons among them, without clients that send a command.
+// daemons returns the PIDs of the control daemons with this ID, without the short-lived clients
+// that send them commands.
 func (n *node) daemons(id string) []int {
 	n.t.Helper()
 	return slices.DeleteFunc(n.processes(id), func(pid int) bool {
@@ -258,7 +268,7 @@ func (n *node) daemons(id string) []int {
 	})
 }
 
-func (n *node) nothingLeft(id string) {
+func (n *node) expectNothingLeft(id string) {
 	n.t.Helper()
 	if pids := n.processes(id); len(pids) > 0 {
 		n.t.Errorf("processes %v of %s are left", pids, id)
@@ -277,7 +287,8 @@ func (n *node) killProcess(pid int) {
 	}
 }
 
-// cleanUp leaves no process of a test that failed.
+// cleanUp ends the supervisor and all daemons, and unmounts their directories, so that a failed
+// test leaves nothing.
 func (n *node) cleanUp() {
 	if n.cmd != nil {
 		_ = n.cmd.Process.Kill()
@@ -286,9 +297,9 @@ func (n *node) cleanUp() {
 	if n.stop != nil {
 		n.stop()
 	}
-	ids, _ := directories{paths: n.paths}.known()
+	ids, _ := directories{paths: n.paths}.daemonIDs()
 	for _, id := range ids {
-		if err := errors.Join(n.kin(id).end(patient), unbound(n.paths.Pipes(id)), unbound(n.paths.Shm(id))); err != nil {
+		if err := errors.Join(n.processesOf(id).end(normalWaits), unmountAll(n.paths.Pipes(id)), unmountAll(n.paths.Shm(id))); err != nil {
 			n.t.Error(err)
 		}
 	}

@@ -9,17 +9,19 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
-// lockFile keeps a second supervisor waiting. Its name is no daemon's ID.
+// lockFile is the file that a running supervisor has locked, so that a second supervisor waits for
+// its end. The name cannot be a daemon's ID, because an ID has no "_".
 const lockFile = "supervisor_lock"
 
-// lockOut waits until no other supervisor has the directory locked, and keeps it locked until that is released. prepare makes the directory, which the one before
-// may remove as the last of what it had.
-func lockOut(ctx context.Context, root string, prepare func() error) (*lock.Held, error) {
+// acquireSupervisorLock waits until no other supervisor has locked the directory root, and locks
+// it. The function prepare creates root. It is called whenever root is missing, because another
+// supervisor may remove root when it ends.
+func acquireSupervisorLock(ctx context.Context, root string, prepare func() error) (*lock.Guard, error) {
 	for {
 		if err := prepare(); err != nil {
 			return nil, err
 		}
-		held, err := locked(ctx, root)
+		held, err := acquireLock(ctx, root)
 		if errors.Is(err, fs.ErrNotExist) && ctx.Err() == nil {
 			continue
 		}
@@ -30,7 +32,7 @@ func lockOut(ctx context.Context, root string, prepare func() error) (*lock.Held
 	}
 }
 
-func locked(ctx context.Context, root string) (*lock.Held, error) {
+func acquireLock(ctx context.Context, root string) (*lock.Guard, error) {
 	locks, err := lock.NewSet(root)
 	if err != nil {
 		return nil, err

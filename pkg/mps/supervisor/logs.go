@@ -15,46 +15,56 @@ import (
 )
 
 const (
-	// outputFile gets the standard output of the control daemon: with -f, its log and its servers'.
+	// outputFile receives the standard output of the control daemon. With option -f, that is the log
+	// of the daemon and of its servers.
 	outputFile = "control.log"
-	// maxLog is the size from which a log file is emptied, once it has been read.
+	// maxLog is the size in bytes from which the supervisor truncates a log file that it has read.
 	maxLog = 4 << 20
-	// maxLine and maxLines are how much of a log is passed on at a time; clients can make a daemon write as much as they like.
+	// maxLine (bytes of a line) and maxLines (lines) limit what the supervisor copies to its own log
+	// each time it reads a daemon's log. Without them, clients could make it copy any amount.
 	maxLine  = 1 << 10
 	maxLines = 100
-	// logInterval is how often logs are looked at.
+	// logInterval is how often the supervisor reads the logs.
 	logInterval = time.Second
-	// maxWords is how much of the log is looked at to explain a failure, and maxReasons how many lines of it are told.
-	maxWords   = 4 << 10
-	maxReasons = 5
+	// maxTail is how many bytes at the end of a daemon's log lastLines searches for the reason of a
+	// failure. maxReasonLines is how many lines an error quotes.
+	maxTail        = 4 << 10
+	maxReasonLines = 5
 )
 
-// routine are the lines that the control daemon writes about each command, of which this supervisor sends several a minute.
-var routine = regexp.MustCompile(`(Accepting connection\.\.\.|NEW UI|UI closed|Cmd:get_\S+( \d+)?|Control +\d+\] (\d+(\.\d+|[MG])|No default pinned memory limit set for the device!)?)$`)
+// routineLine matches the lines that the control daemon logs about each command that it receives.
+// The supervisor leaves them out, because it sends several commands a minute.
+var routineLine = regexp.MustCompile(`(Accepting connection\.\.\.|NEW UI|UI closed|Cmd:get_\S+( \d+)?|` +
+	`Control +\d+\] (\d+(\.\d+|[MG])|No default pinned memory limit set for the device!)?)$`)
 
-// allLines is how much of all logs together is passed on in a logInterval.
-const allLines = 200
+// maxLinesTotal is how many log lines of all daemons together the supervisor forwards in one
+// logInterval.
+const maxLinesTotal = 200
 
-// ration keeps what clients make their daemons say from filling the supervisor's log.
-type ration struct {
+// logLimiter limits how many lines of the daemons' logs the supervisor copies to its own log.
+// Otherwise clients could fill that log through their daemons.
+type logLimiter struct {
 	mu    sync.Mutex
 	since time.Time
-	said  int
+	count int
 }
 
-// allow says whether a line may be passed on now, and how many were not since one was.
-func (r *ration) allow(now time.Time) (ok bool, kept int) {
+// allow reports in ok whether the supervisor may copy one more line now. At the first call in each
+// logInterval, dropped is the number of lines that were refused in the previous one. Otherwise
+// dropped is 0.
+func (r *logLimiter) allow(now time.Time) (ok bool, dropped int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if now.Sub(r.since) >= logInterval {
-		kept = max(0, r.said-allLines)
-		r.since, r.said = now, 0
+		dropped = max(0, r.count-maxLinesTotal)
+		r.since, r.count = now, 0
 	}
-	r.said++
-	return r.said <= allLines, kept
+	r.count++
+	return r.count <= maxLinesTotal, dropped
 }
 
-// openOutput opens the file for a control daemon's output. Appending is what lets the file be emptied under it.
+// openOutput opens the file for a control daemon's output. The file is open for appending, so that
+// the supervisor can truncate it while the daemon writes.
 func openOutput(dir string) (*os.File, error) {
 	f, err := os.OpenFile(filepath.Join(dir, outputFile), os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
@@ -63,35 +73,38 @@ func openOutput(dir string) (*os.File, error) {
 	return f, nil
 }
 
-// lastWords are the last lines that say something, of those that were written to the file since it was that long.
-func lastWords(f *os.File, since int64) string {
+// lastLines returns the last lines that the daemon wrote to the file f after the offset since,
+// without lines that match routineLine.
+func lastLines(f *os.File, since int64) string {
 	info, err := f.Stat()
 	if err != nil {
 		return ""
 	}
-	from := max(since, info.Size()-maxWords)
-	text := make([]byte, maxWords)
+	from := max(since, info.Size()-maxTail)
+	text := make([]byte, maxTail)
 	n, _ := f.ReadAt(text, from)
 	var reasons []string
 	for line := range strings.Lines(string(text[:n])) {
-		if line = strings.TrimSpace(line); line != "" && !routine.MatchString(line) {
+		if line = strings.TrimSpace(line); line != "" && !routineLine.MatchString(line) {
 			reasons = append(reasons, line)
 		}
 	}
 	if len(reasons) == 0 {
 		return ""
 	}
-	return ": " + strings.Join(reasons[max(0, len(reasons)-maxReasons):], "; ")
+	return ": " + strings.Join(reasons[max(0, len(reasons)-maxReasonLines):], "; ")
 }
 
-// follower passes on what is written to the logs of one daemon, and keeps them small.
+// follower passes each new line of one daemon's log files to its function lines, and truncates log
+// files that are too long.
 type follower struct {
 	dir   string
 	read  map[string]int64
 	lines func(file, line string)
 }
 
-// newFollower begins where the logs end: an earlier supervisor has passed on what is there.
+// newFollower returns a follower that starts at the end of the existing logs, because an earlier
+// supervisor forwarded what is there.
 func newFollower(dir string, lines func(file, line string)) *follower {
 	f := &follower{dir: dir, read: map[string]int64{}, lines: lines}
 	for _, path := range f.files() {
@@ -102,32 +115,33 @@ func newFollower(dir string, lines func(file, line string)) *follower {
 	return f
 }
 
-// follow passes on new lines until the context ends, and then once more.
+// follow reads the daemon's logs every logInterval and passes on the new lines, until the context
+// ends. Then it passes on the remaining lines and returns.
 func (f *follower) follow(ctx context.Context) {
 	ticker := time.NewTicker(logInterval)
 	defer ticker.Stop()
 	for ctx.Err() == nil {
-		f.pass()
+		f.poll()
 		select {
 		case <-ctx.Done():
 		case <-ticker.C:
 		}
 	}
-	f.pass()
+	f.poll()
 }
 
 func (f *follower) files() []string {
-	paths, _ := filepath.Glob(filepath.Join(f.dir, "*.log")) // the pattern is good
+	paths, _ := filepath.Glob(filepath.Join(f.dir, "*.log")) // The only error is an invalid pattern.
 	return paths
 }
 
-func (f *follower) pass() {
+func (f *follower) poll() {
 	for _, path := range f.files() {
-		f.passFile(path)
+		f.readNew(path)
 	}
 }
 
-func (f *follower) passFile(path string) {
+func (f *follower) readNew(path string) {
 	info, err := os.Lstat(path)
 	if err != nil || !info.Mode().IsRegular() {
 		return
@@ -139,7 +153,7 @@ func (f *follower) passFile(path string) {
 	defer func() { _ = file.Close() }()
 	name := filepath.Base(path)
 	if info.Size() < f.read[path] {
-		f.read[path] = 0 // It was emptied.
+		f.read[path] = 0 // The file was truncated.
 	}
 	data, err := io.ReadAll(io.LimitReader(io.NewSectionReader(file, f.read[path], maxLog), maxLog))
 	if err != nil {
@@ -150,7 +164,7 @@ func (f *follower) passFile(path string) {
 		whole = len(data)
 	}
 	f.read[path] += int64(whole)
-	f.passLines(name, data[:whole])
+	f.emit(name, data[:whole])
 	if f.read[path] >= maxLog {
 		if os.Truncate(path, 0) == nil {
 			f.read[path] = 0
@@ -158,7 +172,7 @@ func (f *follower) passFile(path string) {
 	}
 }
 
-func (f *follower) passLines(name string, data []byte) {
+func (f *follower) emit(name string, data []byte) {
 	count := 0
 	for line := range bytes.Lines(data) {
 		line = bytes.TrimSpace(line)
@@ -170,18 +184,21 @@ func (f *follower) passLines(name string, data []byte) {
 		}
 	}
 	if count > maxLines {
-		f.lines(name, fmt.Sprintf("(%d further lines: they are in the file, or were)", count-maxLines))
+		f.lines(name, fmt.Sprintf("(%d more lines, see the log file)", count-maxLines))
 	}
 }
 
-// explain adds what the daemon said last to why it failed.
-func explain(err error, p *process, output *os.File, since int64, multi bool) error {
-	words := lastWords(output, since)
+// withLastLines returns err with the last log lines of process p. multi says whether the daemon was
+// started with the multi-user option. If the log shows that the driver is too old for that option,
+// the error says this instead.
+func withLastLines(err error, p *process, output *os.File, since int64, multi bool) error {
+	words := lastLines(output, since)
 	if !errors.Is(err, errEnded) {
 		return fmt.Errorf("%w%s", err, words)
 	}
 	if multi && strings.Contains(words, noDaemon) {
-		return fmt.Errorf("this node's NVIDIA driver has no MPS for several users (%s knows no %s): upgrade the driver to 555 or later; strategy MPS, but not a fraction, can do without multiUser", controlProgram, multiUser)
+		return fmt.Errorf("this node's NVIDIA driver has no MPS for several users (%s does not support %s): "+
+			"upgrade the driver to 555 or later; strategy MPS works without multiUser, fractions do not", controlProgram, multiUser)
 	}
 	return fmt.Errorf("%w (%s)%s", err, p.how, words)
 }

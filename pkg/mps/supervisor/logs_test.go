@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// passed is what a follower has passed on.
+// passed collects the lines that a follower forwarded.
 type passed []string
 
 func follow(t *testing.T) (f *follower, path string, got *passed) {
@@ -34,59 +34,59 @@ func add(t *testing.T, path, text string) {
 	}
 }
 
-func TestLinesArePassedOnOnceAndWhole(t *testing.T) {
+func TestFollowerForwardsCompleteLinesOnce(t *testing.T) {
 	f, path, got := follow(t)
-	f.pass() // there is no log yet
+	f.poll() // No log file exists yet.
 	add(t, path, "one\n\ntwo\nthr")
-	f.pass()
+	f.poll()
 	add(t, path, "ee\n")
-	f.pass()
-	f.pass()
+	f.poll()
+	f.poll()
 	if want := []string{"one", "two", "three"}; !slices.Equal(*got, want) {
 		t.Error(*got)
 	}
 }
 
-func TestWhatAnEarlierSupervisorPassedOnIsNotPassedOnAgain(t *testing.T) {
+func TestFollowerStartsAtEndOfLog(t *testing.T) {
 	f, path, got := follow(t)
 	add(t, path, "earlier\n")
 	f = newFollower(filepath.Dir(path), f.lines)
 	add(t, path, "now\n")
-	f.pass()
+	f.poll()
 	if !slices.Equal(*got, []string{"now"}) {
 		t.Error(*got)
 	}
 }
 
-func TestALogThatGrowsIsEmptiedAndFollowedFurther(t *testing.T) {
+func TestFollowerTruncatesLargeLog(t *testing.T) {
 	f, path, got := follow(t)
 	add(t, path, strings.Repeat(strings.Repeat("x", 99)+"\n", maxLog/100+1))
-	f.pass()
-	f.pass()
+	f.poll()
+	f.poll()
 	if info, err := os.Stat(path); err != nil || info.Size() != 0 {
 		t.Error(info.Size(), err)
 	}
 	if n := len(*got); n > 2*(maxLines+1) {
-		t.Errorf("%d lines were passed on", n)
+		t.Errorf("%d lines were forwarded", n)
 	}
 	*got = nil
 	add(t, path, "after\n")
-	f.pass()
+	f.poll()
 	if !slices.Equal(*got, []string{"after"}) {
 		t.Error(*got)
 	}
 }
 
-func TestALineWithoutAnEndIsCut(t *testing.T) {
+func TestFollowerSplitsEndlessLine(t *testing.T) {
 	f, path, got := follow(t)
 	add(t, path, strings.Repeat("x", 3*maxLine))
-	f.pass()
+	f.poll()
 	if len(*got) != 1 || len((*got)[0]) != maxLine {
 		t.Error(len(*got))
 	}
 }
 
-func TestRoutineIsToldFromNews(t *testing.T) {
+func TestRoutineLine(t *testing.T) {
 	const stamp = "[2026-11-21 08:14:03.612 Control  6975] "
 	for line, want := range map[string]bool{
 		stamp + "Accepting connection...":                     true,
@@ -103,13 +103,13 @@ func TestRoutineIsToldFromNews(t *testing.T) {
 		"Cannot find MPS control daemon process":                                  false,
 		stamp + "To connect CUDA applications to this daemon, set env CUDA_MPS_X": false,
 	} {
-		if have := routine.MatchString(line); have != want {
+		if have := routineLine.MatchString(line); have != want {
 			t.Errorf("%q: %v", line, have)
 		}
 	}
 }
 
-func TestLastWordsAreTheReasons(t *testing.T) {
+func TestLastLines(t *testing.T) {
 	dir := t.TempDir()
 	f, err := openOutput(dir)
 	if err != nil {
@@ -117,38 +117,38 @@ func TestLastWordsAreTheReasons(t *testing.T) {
 	}
 	defer func() { _ = f.Close() }()
 	path := filepath.Join(dir, outputFile)
-	add(t, path, "of the daemon before\n")
+	add(t, path, "of the previous daemon\n")
 	info, err := f.Stat()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if words := lastWords(f, info.Size()); words != "" {
+	if words := lastLines(f, info.Size()); words != "" {
 		t.Error(words)
 	}
 	for i := range 10 {
 		add(t, path, fmt.Sprintf("reason %d\n[x Control 1] NEW UI\n", i))
 	}
-	if words := lastWords(f, info.Size()); words != ": reason 5; reason 6; reason 7; reason 8; reason 9" {
+	if words := lastLines(f, info.Size()); words != ": reason 5; reason 6; reason 7; reason 8; reason 9" {
 		t.Error(words)
 	}
 }
 
-func TestWhatAllDaemonsSayIsRationed(t *testing.T) {
-	var r ration
+func TestLogLimiter(t *testing.T) {
+	var r logLimiter
 	now := time.Now()
 	passed := 0
-	for range 3 * allLines {
+	for range 3 * maxLinesTotal {
 		if ok, _ := r.allow(now); ok {
 			passed++
 		}
 	}
-	if passed != allLines {
-		t.Errorf("%d lines were passed on at once", passed)
+	if passed != maxLinesTotal {
+		t.Errorf("%d lines were forwarded in one interval", passed)
 	}
-	if ok, kept := r.allow(now.Add(logInterval)); !ok || kept != 2*allLines {
-		t.Errorf("a while later: %t, and %d were kept back", ok, kept)
+	if ok, dropped := r.allow(now.Add(logInterval)); !ok || dropped != 2*maxLinesTotal {
+		t.Errorf("one interval later: %t, %d dropped", ok, dropped)
 	}
-	if ok, kept := r.allow(now.Add(2 * logInterval)); !ok || kept != 0 {
-		t.Errorf("they are told of again: %t, %d", ok, kept)
+	if ok, dropped := r.allow(now.Add(2 * logInterval)); !ok || dropped != 0 {
+		t.Errorf("two intervals later: %t, %d dropped", ok, dropped)
 	}
 }

@@ -11,29 +11,33 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// DefaultStartTimeout is far beyond the milliseconds that a start takes, which touches no GPU. The caller of one that hangs gets its error, with the time to
-// end the daemon added (8 s, and some more if it cannot be ended), before it gives up by itself (20 s), and that in time to answer the kubelet, which waits 45 s.
+// DefaultStartTimeout is far longer than a start, which takes milliseconds and touches no GPU. If a
+// start hangs, the plugin still gets the error in time: to end the daemon takes at most another 8
+// s, the plugin gives up after 20 s, and the kubelet after 45 s.
 const DefaultStartTimeout = 8 * time.Second
 
-// Options say where things are.
+// Options are the paths and settings of a supervisor.
 type Options struct {
-	// Paths are the host's.
+	// Paths are the paths on the host.
 	Paths mps.Paths
-	// ShmRootMount is where this process sees Paths.ShmRoot. Empty means the same path.
+	// ShmRootMount is the path of Paths.ShmRoot in the supervisor's container. Empty means the same
+	// path.
 	ShmRootMount string
-	// DriverRoot is the root of the driver's files as the host sees it, for messages, and DriverRootMount as this process does.
+	// DriverRoot is the root of the driver's files on the host. Messages name it. DriverRootMount is
+	// the path of the same directory in the supervisor's container.
 	DriverRoot, DriverRootMount string
-	// DevRoot is the directory, as this process sees it, whose dev holds the driver's device nodes (that dev itself is accepted too). Empty means: / if
-	// its dev holds nvidiactl, else the driver root.
+	// DevRoot is the directory in the supervisor's container whose subdirectory dev holds the driver's
+	// device nodes. The path of that subdirectory is accepted too. Empty means / if /dev/nvidiactl
+	// exists, otherwise DriverRootMount.
 	DevRoot string
-	// SELinuxLabel is given to the directories that are shared with containers. Empty: none.
+	// SELinuxLabel is the label of the directories that containers mount. Empty sets no label.
 	SELinuxLabel string
-	// SharedMemory is what each daemon and its clients have for /dev/shm, in MiB. 0 means half of
-	// the node's memory.
+	// SharedMemory is the size of each daemon's /dev/shm, which its clients mount too, in MiB. 0 means
+	// half of the node's memory.
 	SharedMemory uint64
-	// StartTimeout is how long a daemon may take until it is ready. 0 means DefaultStartTimeout.
+	// StartTimeout is how long a daemon may take to become ready. 0 means [DefaultStartTimeout].
 	StartTimeout time.Duration
-	// Program is gpu-mps itself, which makes the mount namespace of daemons.
+	// Program is the path of gpu-mps. The supervisor runs it to set up a daemon's mount namespace.
 	Program string
 }
 
@@ -42,7 +46,7 @@ func (o *Options) complete() error {
 		return fmt.Errorf("the plugin directory %q is not an absolute path", o.Paths.PluginDir)
 	}
 	if o.Program == "" {
-		return errors.New("the path of gpu-mps itself is not known")
+		return errors.New("the path of gpu-mps itself is unknown")
 	}
 	if o.ShmRootMount == "" {
 		o.ShmRootMount = filepath.Dir(o.Paths.ShmDir())
@@ -59,7 +63,8 @@ func (o *Options) complete() error {
 	return nil
 }
 
-// dev is the directory with the driver's device nodes, or empty if that is /dev. It is looked up each time: a driver container brings its dev late.
+// dev returns the directory with the driver's device nodes, or "" for /dev. It searches for them at
+// each call, because a driver container may create its device nodes later.
 func (o *Options) dev() string {
 	root := strings.TrimSuffix(filepath.Clean("/"+o.DevRoot), "/dev")
 	if o.DevRoot == "" {
@@ -79,7 +84,7 @@ func hasNodes(root string) bool {
 	return err == nil
 }
 
-// sharedMemory is the size of the file system.
+// sharedMemory returns the size of each daemon's /dev/shm in the format of tmpfs(5).
 func (o *Options) sharedMemory() string {
 	if o.SharedMemory == 0 {
 		return halfOfMemory
@@ -87,7 +92,8 @@ func (o *Options) sharedMemory() string {
 	return mebibytes(o.SharedMemory)
 }
 
-// visible are the paths as this process sees them: the plugin's directory has the same name everywhere.
+// visible returns the paths as the supervisor's container sees them. Only ShmRoot differs from
+// those of the host.
 func (o *Options) visible() mps.Paths {
 	return mps.Paths{PluginDir: o.Paths.PluginDir, ShmRoot: o.ShmRootMount}
 }

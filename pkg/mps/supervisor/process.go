@@ -20,32 +20,36 @@ import (
 )
 
 const (
-	// marker is the variable by which the processes of a daemon are known; its value is the daemon's directory.
+	// marker is the environment variable, with "=", that identifies a daemon's processes. The value is
+	// the daemon's directory.
 	marker = "GPU_DRA_MPS_DIRECTORY="
-	// maxEnvironment is how much of a process's environment is searched.
+	// maxEnvironment is how many bytes of a process's environment are read at most.
 	maxEnvironment = 256 << 10
 
 	controlProgram = "nvidia-cuda-mps-control"
 	serverProgram  = "nvidia-cuda-mps-server"
 
-	// How long a process may take after each signal.
+	// terminateWait is how long a process may take to end after SIGTERM, and killWait how long after
+	// SIGKILL.
 	terminateWait = 3 * time.Second
 	killWait      = 5 * time.Second
 )
 
-// process is a control daemon, a child of this process or one that an earlier supervisor has left.
+// process is a control daemon. The supervisor either started it as a child process, or adopted it
+// from an earlier supervisor.
 type process struct {
 	pid  int
-	done chan struct{} // closed when it has ended
-	how  string        // it ended; read after done
+	done chan struct{} // closed when the process has ended
+	how  string        // how the process ended, valid after done is closed
 }
 
-// spawn starts gpu-mps, which becomes the control daemon in the view's mount namespace. What it says is appended to the file.
+// spawn starts the program gpu-mps, which makes the mounts that view describes and then becomes the
+// control daemon. args and env are the daemon's. Its output goes to the end of the file output.
 func spawn(program string, view namespace.View, args, env []string, output *os.File) (*process, error) {
 	cmd := exec.Command(program, append([]string{"daemon", view.String()}, args...)...)
 	cmd.Env, cmd.Dir = env, "/"
 	cmd.Stdout, cmd.Stderr = output, output
-	// A session of its own: no signal that a terminal or a shell sends to this process reaches it.
+	// The daemon gets its own session, so that signals of a terminal or a shell do not reach it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("start %s: %w", program, err)
@@ -61,14 +65,16 @@ func spawn(program string, view namespace.View, args, env []string, output *os.F
 	return p, nil
 }
 
-// adopt finds the process of an earlier supervisor, or nil.
-func adopt(record runRecord, of kin) *process {
+// adopt returns the control daemon that an earlier supervisor started and wrote to run.json as
+// record. It returns nil if that process has ended, or if it is not a control daemon in the set
+// named by the parameter of.
+func adopt(record runRecord, of processSet) *process {
 	fd, err := unix.PidfdOpen(record.PID, 0)
 	if err != nil {
 		return nil
 	}
 	started, err := startTime(procRoot, record.PID)
-	if err != nil || started != record.StartTime || !of.has(record.PID) || commandOf(record.PID) != controlProgram {
+	if err != nil || started != record.StartTime || !of.contains(record.PID) || commandName(record.PID) != controlProgram {
 		_ = unix.Close(fd)
 		return nil
 	}
@@ -76,13 +82,14 @@ func adopt(record runRecord, of kin) *process {
 	go func() {
 		defer close(p.done)
 		defer func() { _ = unix.Close(fd) }()
-		p.how = "its status is not known, it was started by an earlier supervisor"
+		p.how = "unknown status, started by an earlier supervisor"
 		awaitExit(fd, -1)
 	}()
 	return p
 }
 
-// awaitExit waits until the process behind a descriptor has ended, or the time is over; negative means for ever.
+// awaitExit returns when the process with pidfd fd has ended, or after limit. A negative limit
+// means forever.
 func awaitExit(fd int, limit time.Duration) {
 	deadline := time.Now().Add(limit)
 	for {
@@ -90,49 +97,56 @@ func awaitExit(fd int, limit time.Duration) {
 		if limit >= 0 {
 			milliseconds = int(max(0, time.Until(deadline).Milliseconds()))
 		}
-		_, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, milliseconds) //nolint:gosec // a descriptor is a small number
+		//nolint:gosec // a descriptor is a small number
+		_, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, milliseconds)
 		if !errors.Is(err, unix.EINTR) {
 			return
 		}
 	}
 }
 
-// kin is whose processes a daemon's are: those that carry its mark and are in a control group of a supervisor's. The mark alone could be anyone's: an
-// environment is what a process says of itself, a control group is what the container runtime has put it into.
-type kin struct {
+// processSet selects the processes of one daemon: those that have mark in their environment and are
+// in one of groups. The mark alone is not enough because any process can set it, while only the
+// container runtime sets control groups.
+type processSet struct {
 	mark string
-	// groups are this supervisor's control groups, and those of the earlier one that started the daemon.
+	// groups are this supervisor's control groups, and those of the supervisor that started the
+	// daemon.
 	groups []string
-	// proc is where the node's processes are seen; only those in /proc can be ended.
+	// proc is where the processes are listed: /proc, or another procfs mount of the node if the set's
+	// processes are only read. To signal them it must be /proc, because signals take this process's
+	// own PIDs.
 	proc string
 }
 
 const procRoot = "/proc"
 
-// waits are how long a process may take after each signal.
+// waits says how long processes may take to end: terminate after SIGTERM, kill after SIGKILL.
 type waits struct{ terminate, kill time.Duration }
 
 var (
-	patient = waits{terminateWait, killWait}
-	// brief is for processes that a signal has not ended already.
-	brief = waits{0, 500 * time.Millisecond}
+	normalWaits = waits{terminateWait, killWait}
+	// shortWaits is for processes that have already survived SIGKILL.
+	shortWaits = waits{0, 500 * time.Millisecond}
 )
 
-// stuckError says that processes have survived being killed.
+// stuckError is the error of end if processes survived SIGKILL. pids are their PIDs.
 type stuckError struct{ pids []int }
 
 func (e *stuckError) Error() string {
-	return fmt.Sprintf("processes %v cannot be killed: they hang in the NVIDIA driver, look at dmesg, and reset the GPUs or reboot the node", e.pids)
+	return fmt.Sprintf("processes %v cannot be killed: they hang in the NVIDIA driver; "+
+		"check dmesg, and reset the GPUs or reboot the node", e.pids)
 }
 
-// end ends every process, and returns when none is left.
-func (k kin) end(w waits) error {
+// end sends SIGTERM to all processes of the daemon, and SIGKILL to those that survive. It returns
+// nil when none is left, and a stuckError if some survive SIGKILL too.
+func (p processSet) end(w waits) error {
 	for _, step := range []struct {
 		signal unix.Signal
 		wait   time.Duration
 	}{{unix.SIGTERM, w.terminate}, {unix.SIGKILL, w.kill}} {
 		for deadline := time.Now().Add(step.wait); ; {
-			pids, err := k.processes()
+			pids, err := p.processes()
 			if err != nil || len(pids) == 0 {
 				return err
 			}
@@ -140,35 +154,35 @@ func (k kin) end(w waits) error {
 				break
 			}
 			for _, pid := range pids {
-				k.signal(pid, step.signal, time.Until(deadline))
+				p.signal(pid, step.signal, time.Until(deadline))
 			}
 		}
 	}
-	pids, err := k.processes()
+	pids, err := p.processes()
 	if err != nil || len(pids) == 0 {
 		return err
 	}
 	return &stuckError{pids}
 }
 
-// signal sends one and waits until the process has ended, or the time is over.
-func (k kin) signal(pid int, signal unix.Signal, limit time.Duration) {
+// signal sends one signal to a process. It returns when the process has ended, or after limit.
+func (p processSet) signal(pid int, signal unix.Signal, limit time.Duration) {
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
-		return // It has ended.
+		return // The process has ended.
 	}
 	defer func() { _ = unix.Close(fd) }()
-	if !k.has(pid) {
-		return // The number is someone else's now.
+	if !p.contains(pid) {
+		return // The PID belongs to another process now.
 	}
 	if unix.PidfdSendSignal(fd, signal, nil, 0) == nil {
 		awaitExit(fd, max(0, limit))
 	}
 }
 
-// processes lists those that have not ended.
-func (k kin) processes() ([]int, error) {
-	proc, err := os.Open(k.proc)
+// processes returns the PIDs of the daemon's processes.
+func (p processSet) processes() ([]int, error) {
+	proc, err := os.Open(p.proc)
 	if err != nil {
 		return nil, fmt.Errorf("list processes: %w", err)
 	}
@@ -179,23 +193,25 @@ func (k kin) processes() ([]int, error) {
 	}
 	var pids []int
 	for _, name := range names {
-		if pid, err := strconv.Atoi(name); err == nil && k.has(pid) {
+		if pid, err := strconv.Atoi(name); err == nil && p.contains(pid) {
 			pids = append(pids, pid)
 		}
 	}
 	return pids, nil
 }
 
-// has says whether a process is one of the daemon's. Of a stranger's no memory is looked at, its environment neither: reading that could take as long as the
-// stranger likes.
-func (k kin) has(pid int) bool {
-	group, err := groupsOf(k.proc, pid)
-	return err == nil && slices.Contains(k.groups, group) && marked(k.proc, pid, k.mark)
+// contains reports whether the process belongs to the daemon. It compares the control group first
+// and reads the environment only if the group matches, because an unrelated process could block
+// that read for as long as it likes.
+func (p processSet) contains(pid int) bool {
+	group, err := groupsOf(p.proc, pid)
+	return err == nil && slices.Contains(p.groups, group) && carriesMark(p.proc, pid, p.mark)
 }
 
-// groupsOf are the control groups of a process, one in each hierarchy. They are its children's, too.
+// groupsOf returns the content of /proc/PID/cgroup: the process's control group in each hierarchy.
+// Child processes inherit these control groups.
 func groupsOf(proc string, pid int) (string, error) {
-	data, err := os.ReadFile(ofProcess(proc, pid, "cgroup"))
+	data, err := os.ReadFile(procPath(proc, pid, "cgroup"))
 	if err != nil {
 		return "", fmt.Errorf("read the control groups of process %d: %w", pid, err)
 	}
@@ -203,16 +219,18 @@ func groupsOf(proc string, pid int) (string, error) {
 }
 
 const (
-	// replacing is how long a process may be about to become another program, and have no environment.
-	replacing = time.Second
-	// kernelThread is PF_KTHREAD of Linux's sched.h.
+	// execGrace is how long carriesMark waits for the complete environment of a process that is in
+	// execve.
+	execGrace = time.Second
+	// kernelThread is the flag PF_KTHREAD of Linux's sched.h.
 	kernelThread = 0x00200000
 )
 
-// marked says whether a process carries the mark. One that has ended and waits for its parent has no environment any more; one that is becoming another
-// program has none yet, or what was read of it ends in the middle. So that the mark is not there is believed only of a whole environment.
-func marked(proc string, pid int, mark string) bool {
-	for deadline := time.Now().Add(replacing); ; {
+// carriesMark reports whether a process has mark in its environment. During execve, a process has
+// no environment yet, or only part of it can be read. So carriesMark reads again until the mark
+// appears or the environment is complete.
+func carriesMark(proc string, pid int, mark string) bool {
+	for deadline := time.Now().Add(execGrace); ; {
 		environment, err := environmentOf(proc, pid)
 		if err != nil {
 			return false
@@ -220,7 +238,7 @@ func marked(proc string, pid int, mark string) bool {
 		if slices.ContainsFunc(bytes.Split(environment, []byte{0}), func(v []byte) bool { return string(v) == mark }) {
 			return true
 		}
-		if whole(proc, pid, environment) || time.Now().After(deadline) {
+		if environmentComplete(proc, pid, environment) || time.Now().After(deadline) {
 			return false
 		}
 		<-time.After(time.Millisecond)
@@ -228,7 +246,7 @@ func marked(proc string, pid int, mark string) bool {
 }
 
 func environmentOf(proc string, pid int) ([]byte, error) {
-	f, err := os.Open(ofProcess(proc, pid, "environ"))
+	f, err := os.Open(procPath(proc, pid, "environ"))
 	if err != nil {
 		return nil, err
 	}
@@ -236,9 +254,10 @@ func environmentOf(proc string, pid int) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(f, maxEnvironment))
 }
 
-// whole says whether that is all there is of a process's environment, and all there will be: threads of the kernel and what has ended have none.
-func whole(proc string, pid int, environment []byte) bool {
-	fields, err := statOf(proc, pid)
+// environmentComplete reports whether environment, as read from the process, will get no more
+// content. That includes an empty environment of a kernel thread or of a process that has ended.
+func environmentComplete(proc string, pid int, environment []byte) bool {
+	fields, err := readStat(proc, pid)
 	if err != nil {
 		return true
 	}
@@ -248,11 +267,12 @@ func whole(proc string, pid int, environment []byte) bool {
 	if errors.Join(ferr, serr, eerr) != nil || flags&kernelThread != 0 || strings.Contains("ZX", fields[statState]) {
 		return true
 	}
-	// For a moment the new one's place is known, and its size is not.
+	// For a moment during execve, the kernel shows where the environment starts but not where it ends.
 	return start != 0 && end > start && uint64(len(environment)) == min(end-start, maxEnvironment)
 }
 
-// Fields of proc_pid_stat(5), counted from the third.
+// These are indexes into the result of readStat, which lacks the first two fields of
+// proc_pid_stat(5).
 const (
 	statState    = 0
 	statFlags    = 9 - 3
@@ -261,12 +281,12 @@ const (
 	statEnvEnd   = 51 - 3
 )
 
-func statOf(proc string, pid int) ([]string, error) {
-	data, err := os.ReadFile(ofProcess(proc, pid, "stat"))
+func readStat(proc string, pid int) ([]string, error) {
+	data, err := os.ReadFile(procPath(proc, pid, "stat"))
 	if err != nil {
 		return nil, err
 	}
-	// The second field is the name in brackets, which may hold anything.
+	// The second field is the program's name in parentheses. It may contain spaces and parentheses.
 	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
 	if len(fields) <= statEnvEnd {
 		return nil, fmt.Errorf("the stat of process %d has %d fields", pid, len(fields))
@@ -274,21 +294,21 @@ func statOf(proc string, pid int) ([]string, error) {
 	return fields, nil
 }
 
-// startTime is when a process started, in clock ticks since the boot.
+// startTime returns when a process was started, in clock ticks since boot.
 func startTime(proc string, pid int) (uint64, error) {
-	fields, err := statOf(proc, pid)
+	fields, err := readStat(proc, pid)
 	if err != nil {
 		return 0, err
 	}
 	return strconv.ParseUint(fields[statStart], 10, 64)
 }
 
-func ofProcess(proc string, pid int, file string) string {
+func procPath(proc string, pid int, file string) string {
 	return filepath.Join(proc, strconv.Itoa(pid), file)
 }
 
-// commandOf is the name by which a process was called.
-func commandOf(pid int) string {
+// commandName returns the base name of a process's argv[0].
+func commandName(pid int) string {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 	if err != nil {
 		return ""

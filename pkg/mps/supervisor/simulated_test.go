@@ -21,7 +21,8 @@ import (
 
 const simulator = "../../../test/nvmlsim"
 
-// buildSimulator builds the simulated driver once.
+// buildSimulator builds the simulated NVIDIA driver, once for all tests. It returns the path of the
+// library.
 var buildSimulator = sync.OnceValues(func() (string, error) {
 	if out, err := exec.Command("make", "-s", "-C", simulator, "library").CombinedOutput(); err != nil {
 		return "", errors.Join(errors.New(string(out)), err)
@@ -29,7 +30,8 @@ var buildSimulator = sync.OnceValues(func() (string, error) {
 	return filepath.Abs("../../../build/nvmlsim/libnvidia-ml.so.1")
 })
 
-// newSimulatedNode is a node with two simulated GPUs, whose driver root is of that kind.
+// newSimulatedNode returns a node with two simulated GPUs, whose driver is installed in the way
+// that kind names (such as on the host or in a driver container). gpus are the UUIDs of the GPUs.
 func newSimulatedNode(t *testing.T, kind layout.Kind) (n *node, gpus []string) {
 	t.Helper()
 	n = newNode(t)
@@ -56,7 +58,9 @@ func newSimulatedNode(t *testing.T, kind layout.Kind) (n *node, gpus []string) {
 		}
 	})
 	n.options.DriverRootMount = c.DriverRoot()
-	if kind != layout.Container { // a driver container has its device nodes in its own dev, which is found by itself
+	// Only a driver container needs no DevRoot: its device nodes are in its driver root, where the
+	// supervisor finds them automatically.
+	if kind != layout.Container {
 		n.options.DevRoot = machine
 	}
 	for _, gpu := range c.Node.GPUs {
@@ -65,8 +69,8 @@ func newSimulatedNode(t *testing.T, kind layout.Kind) (n *node, gpus []string) {
 	return n, gpus
 }
 
-// said is a line of the stand-in of a CUDA program.
-type said struct {
+// programEvent is one line of output of the simulated CUDA program.
+type programEvent struct {
 	Event, Mode, Error string
 	MiB                uint64
 	Devices            []struct {
@@ -76,14 +80,14 @@ type said struct {
 	}
 }
 
-// cudaProgram runs a CUDA program in the daemon's mount namespace, where the pipes are where a container has them, as that user. It gives what the program
-// says until the event.
-func (n *node) cudaProgram(id string, user int, until string, args ...string) said {
+// cudaProgram runs a simulated CUDA program as the given user in the mount namespace of a daemon,
+// where the pipes have their container path. It returns the program's first event named until.
+func (n *node) cudaProgram(id string, user int, until string, args ...string) programEvent {
 	n.t.Helper()
 	built, err := programs()
 	must(n.t, err)
 	cmd := exec.Command(filepath.Join(built, "standin"))
-	// The simulated control program is a CUDA program, too.
+	// With this first argument, the simulated control program acts as a CUDA program.
 	cmd.Args = append([]string{"join", itoa(n.status(id).PID), itoa(user), "/tmp/bin/" + controlProgram, "nvmlsim-cuda"}, args...)
 	cmd.Env = []string{"CUDA_MPS_PIPE_DIRECTORY=" + mps.ContainerPipes}
 	cmd.Stderr = os.Stderr
@@ -93,27 +97,29 @@ func (n *node) cudaProgram(id string, user int, until string, args ...string) sa
 	n.t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
 	lines := bufio.NewScanner(out)
 	for lines.Scan() {
-		var l said
+		var l programEvent
 		must(n.t, json.Unmarshal(lines.Bytes(), &l))
 		if l.Event == until {
 			return l
 		}
 		if l.Event == "failed" {
-			n.t.Fatalf("%s\n%s", lines.Text(), n.said())
+			n.t.Fatalf("%s\n%s", lines.Text(), n.supervisorLog())
 		}
 	}
-	n.t.Fatalf("the program ended without %q\n%s", until, n.said())
-	return said{}
+	n.t.Fatalf("the program ended without %q\n%s", until, n.supervisorLog())
+	return programEvent{}
 }
 
-func TestSimulatedClientsHaveTheLimitsOfTheirDaemon(t *testing.T) {
+func TestSimulatedClientsGetDaemonLimits(t *testing.T) {
 	for _, kind := range []layout.Kind{layout.Host, layout.Container, layout.Bare} {
 		t.Run(string(kind), func(t *testing.T) {
 			n, gpus := newSimulatedNode(t, kind)
 			n.supervise()
 			threads := 30
-			n.mustStart(mps.Daemon{ID: "claim-0", Devices: []string{gpus[1], gpus[0]}, ThreadPercentage: &threads, MemoryLimits: map[int]uint64{0: 18432, 1: 1500}, MultiUser: true})
-			// The first user's program goes on while another user's comes: that is what multi-user means.
+			n.mustStart(mps.Daemon{ID: "claim-0", Devices: []string{gpus[1], gpus[0]}, ThreadPercentage: &threads,
+				MemoryLimits: map[int]uint64{0: 18432, 1: 1500}, MultiUser: true})
+			// The first user's program keeps running while those of other users start, which needs
+			// MultiUser.
 			for _, user := range []int{0, 1000, 2000} {
 				l := n.cudaProgram("claim-0", user, "attached", "--hold")
 				if l.Mode != "mps" || len(l.Devices) != 2 || l.Devices[0].UUID != gpus[1] || l.Devices[1].UUID != gpus[0] {
@@ -124,15 +130,16 @@ func TestSimulatedClientsHaveTheLimitsOfTheirDaemon(t *testing.T) {
 				}
 			}
 			if pids := n.processes("claim-0"); len(pids) < 2 {
-				t.Error("there is no server:", pids)
+				t.Error("no server runs:", pids)
 			}
-			n.mustStop("claim-0") // with clients that hold on
+			n.mustStop("claim-0") // Its clients still run.
 		})
 	}
 }
 
-// A server of one user runs as that user: it must get to the pipes, the log and the driver's libraries.
-func TestSimulatedServersOfOtherUsers(t *testing.T) {
+// An MPS server runs as its client's user. So another user than root must be able to reach the
+// pipes, the log and the driver's libraries.
+func TestSimulatedServerOfAnotherUser(t *testing.T) {
 	n, gpus := newSimulatedNode(t, layout.Host)
 	n.supervise()
 	n.mustStart(mps.Daemon{ID: "a", Devices: gpus[:1]})
@@ -142,7 +149,7 @@ func TestSimulatedServersOfOtherUsers(t *testing.T) {
 	n.mustStop("a")
 }
 
-func TestSimulatedDaemonsSideBySide(t *testing.T) {
+func TestSimulatedDaemonsAreIndependent(t *testing.T) {
 	n, gpus := newSimulatedNode(t, layout.Host)
 	n.supervise()
 	for i, id := range []string{"a", "b"} {
@@ -156,14 +163,14 @@ func TestSimulatedDaemonsSideBySide(t *testing.T) {
 	first := n.processes("b")
 	n.mustStop("a")
 	if after := n.processes("b"); !slices.Equal(first, after) {
-		t.Errorf("the end of one daemon changed another: %v, %v", first, after)
+		t.Errorf("stopping one daemon changed another: %v, %v", first, after)
 	}
 }
 
-// The supervisor crashes and comes back: a client of the daemon notices nothing.
-func TestSimulatedClientsSurviveACrashOfTheSupervisor(t *testing.T) {
+// A client must not notice that the supervisor crashed and restarted.
+func TestSimulatedClientSurvivesSupervisorCrash(t *testing.T) {
 	n, gpus := newSimulatedNode(t, layout.Host)
-	n.superviseApart()
+	n.superviseSeparately()
 	d := mps.Daemon{ID: "a", Devices: gpus[:1]}
 	n.mustStart(d)
 	n.cudaProgram("a", 0, "attached", "--hold")
@@ -177,8 +184,9 @@ func TestSimulatedClientsSurviveACrashOfTheSupervisor(t *testing.T) {
 	n.cudaProgram("a", 0, "attached", "--hold")
 }
 
-// What is mounted for a daemon is seen by its processes alone, and /dev holds the driver's device nodes.
-func TestTheNamespaceOfADaemon(t *testing.T) {
+// The daemon's processes see its mounts and the driver's device nodes in /dev. Other processes must
+// not see these mounts.
+func TestMountNamespaceOfDaemon(t *testing.T) {
 	n, gpus := newSimulatedNode(t, layout.Host)
 	n.supervise()
 	n.mustStart(mps.Daemon{ID: "a", Devices: gpus})
@@ -196,6 +204,6 @@ func TestTheNamespaceOfADaemon(t *testing.T) {
 	mounts, err := os.ReadFile("/proc/self/mountinfo")
 	must(t, err)
 	if strings.Contains(string(mounts), "/tmp/nvidia-mps") || strings.Contains(string(mounts), " /tmp/driver ") {
-		t.Error("the daemon's mounts are seen outside")
+		t.Error("the daemon's mounts are visible outside")
 	}
 }

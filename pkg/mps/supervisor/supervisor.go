@@ -20,23 +20,23 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
 )
 
-// Supervisor is the parent of a node's MPS control daemons. There is one a node at a time.
+// Supervisor is the parent of a node's MPS control daemons. Only one runs on a node at a time.
 type Supervisor struct {
 	options     Options
 	visible     mps.Paths
 	directories directories
 	bootID      string
-	groups      string // this process's control groups
-	turns       turns
-	ration      ration
-	// ctx ends when the supervisor stops, and with it the lives.
+	groups      string // control groups of the supervisor
+	queues      requestQueues
+	logLimit    logLimiter
+	// ctx ends when the supervisor stops. All runners end with it.
 	ctx context.Context
 
-	mu    sync.Mutex
-	lives map[string]*life
+	mu      sync.Mutex
+	runners map[string]*runner
 }
 
-// Run supervises until the context ends, and then ends all daemons in order.
+// Run supervises daemons until ctx ends. Then it stops all daemons cleanly and returns nil.
 func Run(ctx context.Context, options Options) error {
 	if err := options.complete(); err != nil {
 		return err
@@ -51,26 +51,29 @@ func Run(ctx context.Context, options Options) error {
 	}
 	s := &Supervisor{
 		options: options, visible: options.visible(), bootID: boot, groups: groups,
-		directories: directories{paths: options.visible(), label: options.SELinuxLabel, sharedMemory: options.sharedMemory(), shm: new(sync.Mutex)},
-		lives:       map[string]*life{},
+		directories: directories{
+			paths: options.visible(), label: options.SELinuxLabel, sharedMemory: options.sharedMemory(), shm: new(sync.Mutex),
+		},
+		runners: map[string]*runner{},
 	}
-	held, err := lockOut(ctx, s.visible.Root(), s.directories.prepare)
+	held, err := acquireSupervisorLock(ctx, s.visible.Root(), s.directories.prepare)
 	if err != nil {
 		return err
 	}
 	defer held.Release()
-	lives, endLives := context.WithCancelCause(context.WithoutCancel(ctx))
-	s.ctx = lives
-	defer s.await()
-	defer endLives(errStopping)
+	running, stopRunners := context.WithCancelCause(context.WithoutCancel(ctx))
+	s.ctx = running
+	defer s.waitAll()
+	defer stopRunners(errStopping)
 	if err := s.restore(); err != nil {
 		return err
 	}
-	return s.serve(ctx, func() { endLives(errStopping) })
+	return s.serve(ctx, func() { stopRunners(errStopping) })
 }
 
-// serve answers the plugin until the context ends.
-func (s *Supervisor) serve(ctx context.Context, endLives func()) error {
+// serve answers the plugin's requests until ctx ends. Then it calls stopRunners to stop all
+// daemons, and answers the requests that are still waiting.
+func (s *Supervisor) serve(ctx context.Context, stopRunners func()) error {
 	listener, err := mps.Listen(s.visible)
 	if err != nil {
 		return err
@@ -84,31 +87,33 @@ func (s *Supervisor) serve(ctx context.Context, endLives func()) error {
 		return fmt.Errorf("serve %s: %w", s.visible.Socket(), err)
 	case <-ctx.Done():
 	}
-	// Requests that wait for a daemon get to know that it will not come.
-	endLives()
-	s.await()
+	// After this call, requests that wait for a daemon return errStopping.
+	stopRunners()
+	s.waitAll()
 	closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 	defer cancel()
 	if err := server.Shutdown(closing); err != nil {
-		_ = server.Close() // Who still asks has waited too long.
+		_ = server.Close() // Close the connections whose requests are not finished after a second.
 	}
-	s.directories.leave()
+	s.directories.removeIfUnused()
 	return nil
 }
 
-// await returns when all lives are over.
-func (s *Supervisor) await() {
+// waitAll returns when every runner has ended its daemon.
+func (s *Supervisor) waitAll() {
 	s.mu.Lock()
-	all := slices.Collect(maps.Values(s.lives))
+	all := slices.Collect(maps.Values(s.runners))
 	s.mu.Unlock()
-	for _, l := range all {
-		<-l.over
+	for _, r := range all {
+		<-r.finished
 	}
 }
 
-// restore begins the lives of the daemons that an earlier supervisor has left on the disk, and clears away what cannot live.
+// restore starts the daemons whose files an earlier supervisor left on disk. If the spec.json of a
+// daemon is missing, invalid or from an earlier boot, restore ends the daemon's processes and
+// removes its files instead.
 func (s *Supervisor) restore() error {
-	ids, err := s.directories.known()
+	ids, err := s.directories.daemonIDs()
 	if err != nil {
 		return err
 	}
@@ -116,75 +121,78 @@ func (s *Supervisor) restore() error {
 	for _, id := range slices.Compact(ids) {
 		spec, err := s.directories.readSpec(s.bootID, id)
 		if err == nil {
-			s.begin(spec, true)
+			s.startRunner(spec, true)
 			continue
 		}
 		logger := klog.FromContext(s.ctx).WithValues("daemon", id)
-		logger.Info("Forgetting an MPS daemon: there is no valid specification of it", "reason", err)
-		// A request for the same daemon waits its turn; none waits for another's.
-		release, err := s.turns.take(s.ctx, id)
+		logger.Info("Removing an MPS daemon: its specification is missing, invalid or from an earlier boot", "reason", err)
+		// A request for the same daemon waits until the removal is done. Requests for others do not wait.
+		release, err := s.queues.acquire(s.ctx, id)
 		if err != nil {
 			return err
 		}
 		go func() {
 			defer release()
-			if err := s.clear(id); err != nil {
-				logger.Error(err, "What is left of an MPS daemon cannot be removed")
+			if err := s.cleanUp(id); err != nil {
+				logger.Error(err, "Failed to remove what is left of an MPS daemon")
 			}
 		}()
 	}
 	return nil
 }
 
-// begin starts a life. The caller has the daemon's turn, or is alone.
-func (s *Supervisor) begin(spec mps.Daemon, proven bool) *life {
-	l := newLife(spec, proven)
+// startRunner creates the runner of a daemon and starts it. wasReady means that a failed start must
+// not remove the daemon, because an earlier supervisor ran it. The caller must hold the daemon in
+// s.queues, unless the supervisor does not yet serve requests.
+func (s *Supervisor) startRunner(spec mps.Daemon, wasReady bool) *runner {
+	r := newRunner(spec, wasReady)
 	ctx, end := context.WithCancelCause(s.ctx)
-	l.end = end
+	r.end = end
 	s.mu.Lock()
-	s.lives[spec.ID] = l
+	s.runners[spec.ID] = r
 	s.mu.Unlock()
-	go s.live(ctx, l)
-	return l
+	go s.run(ctx, r)
+	return r
 }
 
-func (s *Supervisor) find(id string) *life {
+func (s *Supervisor) find(id string) *runner {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.lives[id]
+	return s.runners[id]
 }
 
-// Start returns when the daemon is ready.
+// Start returns nil when the daemon runs as spec describes. [mps.Client.Start] says what it does
+// with an existing daemon and after an error.
 func (s *Supervisor) Start(ctx context.Context, spec mps.Daemon) error {
 	if err := spec.Validate(); err != nil {
 		return err
 	}
-	release, err := s.turns.take(ctx, spec.ID)
+	release, err := s.queues.acquire(ctx, spec.ID)
 	if err != nil {
 		return err
 	}
 	defer release()
-	l := s.find(spec.ID)
-	if l != nil && (l.isOver() || !l.spec.Equal(spec)) {
+	r := s.find(spec.ID)
+	if r != nil && (r.isFinished() || !r.spec.Equal(spec)) {
 		if s.ctx.Err() != nil {
 			return errStopping
 		}
-		klog.FromContext(s.ctx).Info("MPS daemon is to be another, it is restarted", "daemon", spec.ID)
-		if err := s.finish(l); err != nil {
+		klog.FromContext(s.ctx).Info("Replacing MPS daemon: its settings changed or it has ended", "daemon", spec.ID)
+		if err := s.stopRunner(r); err != nil {
 			return err
 		}
-		l = nil
+		r = nil
 	}
-	if l != nil {
-		status, tries, _ := l.look()
+	if r != nil {
+		status, tries, _ := r.snapshot()
 		switch status.State {
 		case mps.Ready:
-			return s.verify(ctx, l)
+			return s.verify(ctx, r)
 		case mps.Failed:
-			tries++ // the next one decides
-			l.wake()
+			tries++ // Wait for the result of the next start, not of the failed one.
+			r.retryNow()
 		}
-		return s.awaitReady(ctx, l, tries)
+		return s.awaitReady(ctx, r, tries)
 	}
 	if s.ctx.Err() != nil {
 		return errStopping
@@ -195,29 +203,32 @@ func (s *Supervisor) Start(ctx context.Context, spec mps.Daemon) error {
 	if err := s.directories.writeSpec(s.bootID, spec); err != nil {
 		return errors.Join(err, s.directories.remove(spec.ID))
 	}
-	return s.awaitReady(ctx, s.begin(spec, false), 1)
+	return s.awaitReady(ctx, s.startRunner(spec, false), 1)
 }
 
-// awaitReady waits until the daemon is ready, or has failed at that try or a later one. A daemon that was never ready is taken away then.
-func (s *Supervisor) awaitReady(ctx context.Context, l *life, try int) error {
+// awaitReady returns nil when the daemon is ready. If the start with the number try, or a later
+// one, fails first, awaitReady returns its error. It also removes the daemon then, unless the
+// daemon was ready before.
+func (s *Supervisor) awaitReady(ctx context.Context, r *runner, try int) error {
 	for {
-		status, tries, changed := l.look()
+		status, tries, changed := r.snapshot()
 		switch {
 		case status.State == mps.Ready:
 			return nil
 		case status.State == mps.Failed && tries >= try:
 			err := errors.New(status.Error)
-			if !l.isProven() {
-				if left := s.finish(l); left != nil {
-					return errors.Join(err, left) // It stays known with all it has, until it can be ended.
+			if !r.hasBeenReady() {
+				if left := s.stopRunner(r); left != nil {
+					// A process survived SIGKILL. So the runner stays registered and the daemon's files stay.
+					return errors.Join(err, left)
 				}
-				err = errors.Join(err, s.directories.remove(l.spec.ID))
+				err = errors.Join(err, s.directories.remove(r.spec.ID))
 			}
 			return err
 		}
 		select {
 		case <-changed:
-		case <-l.over:
+		case <-r.finished:
 			return errStopping
 		case <-ctx.Done():
 			return context.Cause(ctx)
@@ -225,98 +236,111 @@ func (s *Supervisor) awaitReady(ctx context.Context, l *life, try int) error {
 	}
 }
 
-// isOver says whether the life has ended although the daemon is known: a process of it could not be ended.
-func (l *life) isOver() bool {
+// isFinished reports whether the runner has stopped for good. Such a runner is registered only if a
+// process of its daemon survived SIGKILL.
+func (r *runner) isFinished() bool {
 	select {
-	case <-l.over:
+	case <-r.finished:
 		return true
 	default:
 		return false
 	}
 }
 
-func (l *life) isProven() bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.proven
+func (r *runner) hasBeenReady() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.wasReady
 }
 
-// verify makes sure that a daemon which is ready still has its directories, answers, and has all its defaults.
-func (s *Supervisor) verify(ctx context.Context, l *life) error {
-	if err := s.directories.make(l.spec.ID); err != nil {
+// verify returns an error if a ready daemon does not answer, has lost a directory that its clients
+// mount, or does not take a default value that its spec asks for. It creates missing directories
+// and sets missing defaults.
+func (s *Supervisor) verify(ctx context.Context, r *runner) error {
+	if err := s.directories.make(r.spec.ID); err != nil {
 		return err
 	}
-	if err := s.hasDirectories(l); err != nil {
+	if err := s.checkDirectories(r); err != nil {
 		return err
 	}
-	c, err := newControl(s.options, l.spec)
+	c, err := newControl(s.options, r.spec)
 	if err != nil {
 		return err
 	}
 	if _, err := c.ask(ctx, "get_server_list"); errors.Is(err, context.Canceled) {
-		return fmt.Errorf("ask whether the MPS daemon answers: %w", err) // Who asked has gone: that says nothing of the daemon, and nobody should kill it for that.
+		// The daemon may be fine, because the caller canceled the request. So the error must not suggest
+		// to kill the daemon.
+		return fmt.Errorf("check whether the MPS daemon answers: %w", err)
 	} else if err != nil {
-		return fmt.Errorf("the MPS daemon runs but does not answer (to restart it, which ends its clients, kill process %d): %w", l.pid(), err)
+		return fmt.Errorf("the MPS daemon runs but does not answer "+
+			"(to restart it, which ends its clients, kill process %d): %w", r.pid(), err)
 	}
-	return c.apply(ctx, l.spec)
+	return c.apply(ctx, r.spec)
 }
 
-// hasDirectories says whether the daemon has the directories that containers would be given, and not others that someone has removed since.
-func (s *Supervisor) hasDirectories(l *life) error {
-	pid := l.pid()
-	for outside, inside := range map[string]string{s.visible.Pipes(l.spec.ID): namespace.Pipes, s.visible.Shm(l.spec.ID): namespace.SharedMemory} {
-		have, err := os.Stat(ofProcess(procRoot, pid, filepath.Join("root", inside)))
+// checkDirectories returns an error if the daemon has mounted other directories than a new
+// container would mount. That is so if another program removed a directory and the supervisor
+// created it again.
+func (s *Supervisor) checkDirectories(r *runner) error {
+	pid := r.pid()
+	for outside, inside := range map[string]string{
+		s.visible.Pipes(r.spec.ID): namespace.Pipes, s.visible.Shm(r.spec.ID): namespace.SharedMemory,
+	} {
+		have, err := os.Stat(procPath(procRoot, pid, filepath.Join("root", inside)))
 		if errors.Is(err, fs.ErrNotExist) {
-			return nil // It has ended at this moment, and is started again with what is there.
+			return nil // The daemon has just ended. The next one mounts the current directories.
 		}
 		if err != nil {
-			return fmt.Errorf("look at the directories of the MPS daemon: %w", err)
+			return fmt.Errorf("check the directories of the MPS daemon: %w", err)
 		}
 		if want, err := os.Stat(outside); err != nil || !os.SameFile(have, want) {
-			return fmt.Errorf("%s was removed under the MPS daemon, so no container can become its client any more (to restart it, which ends its clients, kill process %d)", outside, pid)
+			return fmt.Errorf("%s was removed under the MPS daemon, so no new container can become its client "+
+				"(to restart it, which ends its clients, kill process %d)", outside, pid)
 		}
 	}
 	return nil
 }
 
-func (l *life) pid() int {
-	status, _, _ := l.look()
+func (r *runner) pid() int {
+	status, _, _ := r.snapshot()
 	return status.PID
 }
 
-// Stop returns when no process and no directory of the daemon is left.
+// Stop returns nil when no process and no directory of the daemon is left, also if there was none.
 func (s *Supervisor) Stop(ctx context.Context, id string) error {
-	release, err := s.turns.take(ctx, id)
+	release, err := s.queues.acquire(ctx, id)
 	if err != nil {
 		return err
 	}
 	defer release()
-	if l := s.find(id); l != nil {
-		if err := s.finish(l); err != nil {
+	if r := s.find(id); r != nil {
+		if err := s.stopRunner(r); err != nil {
 			return err
 		}
 	}
-	return s.clear(id)
+	return s.cleanUp(id)
 }
 
-// finish ends a life. If a process of it is left, the daemon stays known, so that it is not taken for gone.
-func (s *Supervisor) finish(l *life) error {
-	l.end(errRemoved)
-	<-l.over
-	if l.left != nil {
-		if err := s.kin(l.spec.ID).end(brief); err != nil {
+// stopRunner ends the runner's daemon and removes the runner from s.runners. If a process of the
+// daemon survives SIGKILL, the runner stays there and stopRunner returns an error. It does not
+// remove the daemon's files.
+func (s *Supervisor) stopRunner(r *runner) error {
+	r.end(errRemoved)
+	<-r.finished
+	if r.leftErr != nil {
+		if err := s.processesOf(r.spec.ID).end(shortWaits); err != nil {
 			return err
 		}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	delete(s.lives, l.spec.ID)
+	delete(s.runners, r.spec.ID)
 	return nil
 }
 
-// kin is whose processes a daemon's are.
-func (s *Supervisor) kin(id string) kin {
-	k := kin{mark: mark(s.visible, id), groups: []string{s.groups}, proc: procRoot}
+// processesOf returns the set of processes of a daemon.
+func (s *Supervisor) processesOf(id string) processSet {
+	k := processSet{mark: mark(s.visible, id), groups: []string{s.groups}, proc: procRoot}
 	var run runRecord
 	if err := s.directories.read(id, runFile, &run); err == nil && run.Groups != "" {
 		k.groups = append(k.groups, run.Groups)
@@ -324,21 +348,21 @@ func (s *Supervisor) kin(id string) kin {
 	return k
 }
 
-// clear takes away what is left of a daemon that does not live.
-func (s *Supervisor) clear(id string) error {
-	if err := s.kin(id).end(patient); err != nil {
+// cleanUp ends the processes and removes the files of a daemon that has no runner.
+func (s *Supervisor) cleanUp(id string) error {
+	if err := s.processesOf(id).end(normalWaits); err != nil {
 		return err
 	}
 	return s.directories.remove(id)
 }
 
-// List says which daemons there are, by ID.
+// List returns the status of all daemons, sorted by ID.
 func (s *Supervisor) List() []mps.Status {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	all := []mps.Status{}
-	for _, id := range slices.Sorted(maps.Keys(s.lives)) {
-		status, _, _ := s.lives[id].look()
+	for _, id := range slices.Sorted(maps.Keys(s.runners)) {
+		status, _, _ := s.runners[id].snapshot()
 		all = append(all, status)
 	}
 	return all

@@ -18,15 +18,16 @@ import (
 
 func itoa(i int) string { return strconv.Itoa(i) }
 
-func limited40(id string, devices ...string) mps.Daemon {
+func daemonWithLimits(id string, devices ...string) mps.Daemon {
 	threads := 40
-	return mps.Daemon{ID: id, Devices: devices, ThreadPercentage: &threads, MemoryLimits: map[int]uint64{0: 18 << 10, 1: 1500}, MultiUser: true}
+	return mps.Daemon{ID: id, Devices: devices, ThreadPercentage: &threads,
+		MemoryLimits: map[int]uint64{0: 18 << 10, 1: 1500}, MultiUser: true}
 }
 
-func TestADaemonIsReadyWithItsLimitsAndGoesWithoutATrace(t *testing.T) {
+func TestDaemonStartsWithLimitsAndStopsCleanly(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
-	n.mustStart(limited40("claim-0", "GPU-a", "GPU-b"))
+	n.mustStart(daemonWithLimits("claim-0", "GPU-a", "GPU-b"))
 	s := n.status("claim-0")
 	if s.State != mps.Ready || s.PID == 0 {
 		t.Errorf("%+v", s)
@@ -35,15 +36,16 @@ func TestADaemonIsReadyWithItsLimitsAndGoesWithoutATrace(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"-f -multiuser-server", "devices GPU-a,GPU-b", "set_default_active_thread_percentage 40", "pinned_mem_limit 0 18432M", "pinned_mem_limit 1 1500M"} {
+	for _, want := range []string{"-f -multiuser-server", "devices GPU-a,GPU-b",
+		"set_default_active_thread_percentage 40", "pinned_mem_limit 0 18432M", "pinned_mem_limit 1 1500M"} {
 		if !strings.Contains(string(log), want) {
-			t.Errorf("the control daemon was not given %q:\n%s", want, log)
+			t.Errorf("the control daemon did not get %q:\n%s", want, log)
 		}
 	}
 	n.mustStop("claim-0")
-	n.mustStop("claim-0") // again: it is stopped already
-	if !strings.Contains(n.said(), "MPS daemon says") || !strings.Contains(n.said(), "Cmd:quit -t 2") {
-		t.Errorf("the daemon's log is not in the supervisor's:\n%s", n.said())
+	n.mustStop("claim-0") // To stop a stopped daemon is no error.
+	if !strings.Contains(n.supervisorLog(), "MPS daemon logged") || !strings.Contains(n.supervisorLog(), "Cmd:quit -t 2") {
+		t.Errorf("the daemon's log is not in the supervisor's log:\n%s", n.supervisorLog())
 	}
 }
 
@@ -51,18 +53,19 @@ func TestNonRootClientsReachTheDirectories(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
 	n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
-	for dir, want := range map[string]os.FileMode{n.paths.Pipes("a"): shared, n.paths.Shm("a"): shared, n.paths.ShmDir(): 0o711, n.paths.Logs("a"): 0o700} {
+	for dir, want := range map[string]os.FileMode{n.paths.Pipes("a"): shared, n.paths.Shm("a"): shared,
+		n.paths.ShmDir(): 0o711, n.paths.Logs("a"): 0o700} {
 		info, err := os.Stat(dir)
 		if err != nil {
 			t.Fatal(err)
 		}
 		if have := info.Mode() & (os.ModePerm | os.ModeSticky); have != want {
-			t.Errorf("%s has mode %v, not %v", dir, have, want)
+			t.Errorf("%s has mode %v, want %v", dir, have, want)
 		}
 	}
 }
 
-func TestDirectoriesOfClientsAreLabelled(t *testing.T) {
+func TestClientDirectoriesHaveSELinuxLabel(t *testing.T) {
 	n := newNode(t)
 	n.options.SELinuxLabel = "system_u:object_r:container_file_t:s0"
 	n.supervise()
@@ -70,23 +73,25 @@ func TestDirectoriesOfClientsAreLabelled(t *testing.T) {
 		if !strings.Contains(err.Error(), "--selinux-label") {
 			t.Fatal(err)
 		}
-		n.nothingLeft("a")
-		t.Skip("this file system takes no labels: ", err)
+		n.expectNothingLeft("a")
+		t.Skip("this file system does not support labels: ", err)
 	}
-	for dir, want := range map[string]string{n.paths.Pipes("a"): n.options.SELinuxLabel, n.paths.Shm("a"): n.options.SELinuxLabel, n.paths.Logs("a"): ""} {
+	for dir, want := range map[string]string{n.paths.Pipes("a"): n.options.SELinuxLabel,
+		n.paths.Shm("a"): n.options.SELinuxLabel, n.paths.Logs("a"): ""} {
 		label := make([]byte, 100)
 		length, err := unix.Lgetxattr(dir, selinux, label)
-		if have := strings.TrimRight(string(label[:max(0, length)]), "\x00"); have != want && (want != "" || err == nil && have == n.options.SELinuxLabel) {
+		if have := strings.TrimRight(string(label[:max(0, length)]), "\x00"); have != want &&
+			(want != "" || err == nil && have == n.options.SELinuxLabel) {
 			t.Errorf("%s has label %q (%v), not %q", dir, have, err, want)
 		}
 	}
 	n.mustStop("a")
 }
 
-func TestTheSameDaemonIsLeftAloneAndAnotherReplacesIt(t *testing.T) {
+func TestStartRestartsOnlyChangedDaemon(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
-	d := limited40("a", "GPU-a", "GPU-b")
+	d := daemonWithLimits("a", "GPU-a", "GPU-b")
 	n.mustStart(d)
 	first := n.status("a").PID
 	pipes, err := os.Stat(n.paths.Pipes("a"))
@@ -95,7 +100,7 @@ func TestTheSameDaemonIsLeftAloneAndAnotherReplacesIt(t *testing.T) {
 	}
 	n.mustStart(d)
 	if pid := n.status("a").PID; pid != first {
-		t.Errorf("the same daemon was restarted: %d is now %d", first, pid)
+		t.Errorf("an unchanged daemon was restarted: PID %d is now %d", first, pid)
 	}
 	d.Devices = []string{"GPU-a", "GPU-c"}
 	n.mustStart(d)
@@ -104,14 +109,14 @@ func TestTheSameDaemonIsLeftAloneAndAnotherReplacesIt(t *testing.T) {
 	}
 	again, err := os.Stat(n.paths.Pipes("a"))
 	if err != nil || !os.SameFile(pipes, again) {
-		t.Error("the directory of pipes is another one: running containers have the old", err)
+		t.Error("the pipe directory was replaced, but running containers have the old one", err)
 	}
 }
 
-func TestLimitsThatSomeoneChangedAreSetAgain(t *testing.T) {
+func TestStartRestoresChangedLimits(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
-	d := limited40("a", "GPU-a", "GPU-b")
+	d := daemonWithLimits("a", "GPU-a", "GPU-b")
 	n.mustStart(d)
 	c, err := newControl(mustComplete(t, n.options), d)
 	if err != nil {
@@ -134,24 +139,27 @@ func mustComplete(t *testing.T, o Options) Options {
 	return o
 }
 
-func TestWhatCannotStartSaysWhyAndLeavesNothing(t *testing.T) {
+func TestFailedStartExplainsAndCleansUp(t *testing.T) {
 	for name, c := range map[string]struct {
 		behave behaviour
 		change func(*node)
 		want   []string
 	}{
-		"a control daemon that ends":     {behaviour{Exit: "Cannot initialize CUDA"}, nil, []string{"control daemon ended", "exit status 1", "Cannot initialize CUDA"}},
-		"one that hangs":                 {behaviour{Hang: []string{"GPU-a"}}, nil, []string{"is not ready after 500ms"}},
-		"one that hangs and is stubborn": {behaviour{Hang: []string{"GPU-a"}, IgnoreTerm: true}, nil, []string{"is not ready after 500ms"}},
-		"one that does not answer":       {behaviour{Deaf: true}, nil, []string{"is not ready after 500ms"}},
-		"one that forgets limits":        {behaviour{Forget: true}, nil, []string{"does not keep", "set_default_device_pinned_mem_limit 0 18432M"}},
-		"one that knows no users":        {behaviour{Old: true}, nil, []string{"no MPS for several users", "upgrade the driver"}},
+		"daemon that ends": {behaviour{Exit: "Cannot initialize CUDA"}, nil,
+			[]string{"control daemon ended", "exit status 1", "Cannot initialize CUDA"}},
+		"daemon that hangs": {behaviour{Hang: []string{"GPU-a"}}, nil, []string{"is not ready after 500ms"}},
+		"daemon that hangs and ignores SIGTERM": {behaviour{Hang: []string{"GPU-a"}, IgnoreTerm: true}, nil,
+			[]string{"is not ready after 500ms"}},
+		"daemon that does not answer": {behaviour{Deaf: true}, nil, []string{"is not ready after 500ms"}},
+		"daemon that forgets limits": {behaviour{Forget: true}, nil,
+			[]string{"does not keep", "set_default_device_pinned_mem_limit 0 18432M"}},
+		"daemon without multi-user option": {behaviour{Old: true}, nil, []string{"no MPS for several users", "upgrade the driver"}},
 		"no driver": {behaviour{}, func(n *node) { _ = os.RemoveAll(n.options.DriverRootMount) },
 			[]string{"/opt/driver", "find the driver's MPS"}},
 		"no server": {behaviour{}, func(n *node) { _ = os.Remove(filepath.Join(n.options.DriverRootMount, "usr/sbin", serverProgram)) },
 			[]string{"nvidia-cuda-mps-server", "/opt/driver"}},
 		"no shared memory": {behaviour{}, func(n *node) { _ = os.RemoveAll(n.paths.ShmRoot) }, []string{"shared memory", "mounted?"}},
-		"someone else's directory": {behaviour{}, func(n *node) { _ = os.Symlink("/etc", n.paths.ShmDir()) },
+		"directory of another user": {behaviour{}, func(n *node) { _ = os.Symlink("/etc", n.paths.ShmDir()) },
 			[]string{"gpu-dra-driver-mps is not a directory of root's"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -159,31 +167,31 @@ func TestWhatCannotStartSaysWhyAndLeavesNothing(t *testing.T) {
 			n := newNode(t)
 			n.options.StartTimeout = patience
 			if c.behave.Deaf || c.behave.Hang != nil {
-				n.options.StartTimeout = 500 * time.Millisecond // the others fail by themselves, however slow the machine
+				n.options.StartTimeout = 500 * time.Millisecond // The other cases must not fail by a timeout.
 			}
 			n.behave(c.behave)
 			n.supervise()
 			if c.change != nil {
 				c.change(n)
 			}
-			err := n.start(limited40("a", "GPU-a", "GPU-b"))
+			err := n.start(daemonWithLimits("a", "GPU-a", "GPU-b"))
 			if err == nil {
-				t.Fatal("it started")
+				t.Fatal("the daemon started")
 			}
 			for _, want := range append(c.want, "start MPS daemon a: ") {
 				if !strings.Contains(err.Error(), want) {
 					t.Errorf("%q is not in: %v", want, err)
 				}
 			}
-			n.nothingLeft("a")
+			n.expectNothingLeft("a")
 			if s := n.status("a"); s.State != "" {
-				t.Errorf("it is still known: %+v", s)
+				t.Errorf("the daemon is still known: %+v", s)
 			}
 		})
 	}
 }
 
-func TestAStartThatHangsDelaysNoOther(t *testing.T) {
+func TestHangingStartDoesNotDelayOthers(t *testing.T) {
 	n := newNode(t)
 	n.behave(behaviour{Hang: []string{"GPU-bad"}})
 	n.supervise()
@@ -191,7 +199,7 @@ func TestAStartThatHangsDelaysNoOther(t *testing.T) {
 	var wait sync.WaitGroup
 	wait.Go(func() {
 		if err := n.client.Start(hanging, mps.Daemon{ID: "bad", Devices: []string{"GPU-bad"}}); !errors.Is(err, context.Canceled) {
-			t.Error("the hanging start ended otherwise:", err)
+			t.Error("the hanging start returned:", err)
 		}
 	})
 	n.await("the hanging daemon is there", func() bool { return len(n.daemons("bad")) == 1 })
@@ -201,73 +209,75 @@ func TestAStartThatHangsDelaysNoOther(t *testing.T) {
 	}
 	cancel()
 	wait.Wait()
-	n.mustStop("bad") // which does not wait for the start's time to be over either
+	n.mustStop("bad") // Stop must not wait for the start timeout.
 }
 
-func TestADaemonThatDiesIsRestartedInItsDirectories(t *testing.T) {
+func TestDeadDaemonRestartsInSameDirectories(t *testing.T) {
 	n := newNode(t)
 	n.behave(behaviour{Server: true})
 	n.supervise()
-	n.mustStart(limited40("a", "GPU-a", "GPU-b"))
+	n.mustStart(daemonWithLimits("a", "GPU-a", "GPU-b"))
 	first := n.status("a").PID
 	pipes, err := os.Stat(n.paths.Pipes("a"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	n.killProcess(first)
-	n.await("it is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != first })
+	n.await("the daemon is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != first })
 	if again, err := os.Stat(n.paths.Pipes("a")); err != nil || !os.SameFile(pipes, again) {
-		t.Error("the directory of pipes is another one", err)
+		t.Error("the pipe directory was replaced", err)
 	}
 	if s := n.status("a"); s.Restarts != 1 {
 		t.Errorf("%+v", s)
 	}
 	if pids := n.processes("a"); len(pids) != 2 {
-		t.Errorf("a daemon and its server are %v: those of the dead one must go", pids)
+		t.Errorf("want one daemon and its server, got processes %v", pids)
 	}
-	if !strings.Contains(n.said(), "signal: killed") {
-		t.Errorf("how it ended is not in the log:\n%s", n.said())
+	if !strings.Contains(n.supervisorLog(), "signal: killed") {
+		t.Errorf("the exit status is not in the log:\n%s", n.supervisorLog())
 	}
 	n.mustStop("a")
 }
 
-func TestARequestForADaemonThatFailsTriesAtOnce(t *testing.T) {
+func TestStartRetriesFailedDaemonAtOnce(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
 	d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
 	n.mustStart(d)
 	n.behave(behaviour{Exit: "out of order"})
 	n.killProcess(n.status("a").PID)
-	n.await("it fails", func() bool { return n.status("a").Restarts > 1 })
+	n.await("the daemon fails", func() bool { return n.status("a").Restarts > 1 })
 	if err := n.start(d); err == nil || !strings.Contains(err.Error(), "out of order") {
 		t.Error(err)
 	}
 	if n.status("a").Daemon.ID != "a" {
-		t.Error("a daemon that had clients was forgotten because it fails")
+		t.Error("a failing daemon that had clients was removed")
 	}
 	n.behave(behaviour{})
 	n.mustStart(d)
 }
 
-func TestADaemonThatRunsButDoesNotAnswerIsLeftToItsClients(t *testing.T) {
+func TestUnresponsiveDaemonIsNotRestarted(t *testing.T) {
 	t.Parallel()
 	n := newNode(t)
 	n.supervise()
 	d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
 	n.mustStart(d)
 	pid := n.status("a").PID
-	must(t, unix.Kill(pid, unix.SIGSTOP)) // the kernel ends it all the same, when it must
+	must(t, unix.Kill(pid, unix.SIGSTOP)) // A stopped process cannot answer, but SIGKILL ends it.
 	if err := n.start(d); err == nil || !strings.Contains(err.Error(), "does not answer") || !strings.Contains(err.Error(), itoa(pid)) {
 		t.Error(err)
 	}
 	if n.status("a").PID != pid {
-		t.Error("it was restarted")
+		t.Error("the daemon was restarted")
 	}
 	n.mustStop("a")
 }
 
-// A plugin that is killed, or a kubelet that gives up, while the daemon is asked says nothing of the daemon: nobody is told to kill it.
-func TestADaemonWhoseAnswerNobodyAwaitsIsNotBlamed(t *testing.T) {
+// The context of Start can end while the supervisor asks a ready daemon for an answer, for example
+// because the plugin is killed. The daemon may be fine then, so the error must not suggest to kill
+// it.
+func TestCanceledStartDoesNotBlameDaemon(t *testing.T) {
 	t.Parallel()
 	n := newNode(t)
 	n.supervise()
@@ -278,21 +288,22 @@ func TestADaemonWhoseAnswerNobodyAwaitsIsNotBlamed(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	gaveUp := make(chan error, 1)
 	go func() { gaveUp <- n.client.Start(ctx, d) }()
-	n.await("the daemon is asked", func() bool { return len(n.processes("a")) > before })
+	n.await("the supervisor asks the daemon", func() bool { return len(n.processes("a")) > before })
 	cancel()
 	if err := <-gaveUp; err == nil {
-		t.Error("a daemon that is stopped answers")
+		t.Error("a stopped daemon answered")
 	}
-	n.await("the supervisor has given up too", func() bool { return strings.Contains(n.said(), "context canceled") })
-	if said := n.said(); strings.Contains(said, "kill process") {
-		t.Errorf("it says:\n%s", said)
+	n.await("the supervisor has given up too", func() bool { return strings.Contains(n.supervisorLog(), "context canceled") })
+	if log := n.supervisorLog(); strings.Contains(log, "kill process") {
+		t.Errorf("the log suggests to kill the daemon:\n%s", log)
 	}
 	must(t, unix.Kill(pid, unix.SIGCONT))
 	n.mustStop("a")
 }
 
-// Someone removes what is mounted and where it was. A container that is made then would not have what the daemon has.
-func TestADaemonWhoseDirectoriesWereRemovedIsTold(t *testing.T) {
+// If another program removes a daemon's directory, a new container would not share that directory
+// with the daemon. So Start must fail until the daemon has restarted.
+func TestRemovedDirectoriesAreReported(t *testing.T) {
 	for name, dir := range map[string]func(mps.Paths, string) string{"shared memory": mps.Paths.Shm, "pipes": mps.Paths.Pipes} {
 		t.Run(name, func(t *testing.T) {
 			n := newNode(t)
@@ -300,21 +311,21 @@ func TestADaemonWhoseDirectoriesWereRemovedIsTold(t *testing.T) {
 			d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
 			n.mustStart(d)
 			pid := n.status("a").PID
-			must(t, unbound(dir(n.paths, "a")), os.RemoveAll(dir(n.paths, "a")))
+			must(t, unmountAll(dir(n.paths, "a")), os.RemoveAll(dir(n.paths, "a")))
 			for range 2 {
 				if err := n.start(d); err == nil || !strings.Contains(err.Error(), "was removed under") || !strings.Contains(err.Error(), itoa(pid)) {
 					t.Error(err)
 				}
 			}
 			n.killProcess(pid)
-			n.await("it is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != pid })
+			n.await("the daemon is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != pid })
 			n.mustStart(d)
 			n.mustStop("a")
 		})
 	}
 }
 
-func TestStubbornDaemonsAndTheirServersGo(t *testing.T) {
+func TestStopKillsStubbornDaemonAndServer(t *testing.T) {
 	t.Parallel()
 	n := newNode(t)
 	n.behave(behaviour{IgnoreQuit: true, IgnoreTerm: true, Server: true})
@@ -323,32 +334,32 @@ func TestStubbornDaemonsAndTheirServersGo(t *testing.T) {
 	n.mustStop("a")
 }
 
-func TestTheSupervisorEndsDaemonsInOrderAndItsNextOneStartsThem(t *testing.T) {
+func TestShutdownStopsDaemonsAndNextSupervisorRestartsThem(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
-	d := limited40("a", "GPU-a", "GPU-b")
+	d := daemonWithLimits("a", "GPU-a", "GPU-b")
 	n.mustStart(d)
 	n.stop()
 	if pids := n.processes("a"); len(pids) > 0 {
 		t.Errorf("processes %v are left", pids)
 	}
-	if !strings.Contains(n.said(), "Cmd:quit") {
-		t.Errorf("it was not told to quit:\n%s", n.said())
+	if !strings.Contains(n.supervisorLog(), "Cmd:quit") {
+		t.Errorf("the daemon did not get quit:\n%s", n.supervisorLog())
 	}
 	if err := n.start(d); err == nil || !strings.Contains(err.Error(), "mps.enabled") {
 		t.Error("without a supervisor:", err)
 	}
 	n.supervise()
-	n.await("it is ready again", func() bool { return n.status("a").State == mps.Ready })
+	n.await("the daemon is ready again", func() bool { return n.status("a").State == mps.Ready })
 	n.mustStart(d)
 	n.mustStop("a")
 	n.stop()
 	if _, err := os.Lstat(n.paths.PluginDir); !errors.Is(err, os.ErrNotExist) {
-		t.Error("without daemons it leaves directories", err)
+		t.Error("directories are left without daemons", err)
 	}
 }
 
-func TestASecondSupervisorWaitsForTheFirst(t *testing.T) {
+func TestSecondSupervisorWaitsForFirst(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
 	n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
@@ -359,11 +370,11 @@ func TestASecondSupervisorWaitsForTheFirst(t *testing.T) {
 		t.Error(err)
 	}
 	if n.status("a").PID != pid {
-		t.Error("the second one has touched the daemon")
+		t.Error("the second supervisor changed the daemon")
 	}
 }
 
-func TestManyDaemonsAtOnce(t *testing.T) {
+func TestConcurrentDaemons(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
 	var wait sync.WaitGroup

@@ -12,33 +12,36 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/smi"
 )
 
-// The vendor's own control daemon runs without a GPU; only its servers need one. So what is said to it, and how its answers are read, is tried on the real
-// one, of three drivers (bookworm has 535, trixie 550, experimental 555, the first with an option for several users).
-func TestTheVendorsControlDaemon(t *testing.T) {
+// The supervisor must work with NVIDIA's own control daemon, which runs without a GPU: only its
+// servers need one. The test takes the daemons of three Debian suites: bookworm has driver 535,
+// trixie 550, and experimental 555. Only 555 knows the option for several users.
+func TestVendorControlDaemon(t *testing.T) {
 	for suite, multiUser := range map[string]bool{"bookworm": false, "trixie": false, "experimental": true} {
 		t.Run(suite, func(t *testing.T) {
-			n := newVendorsNode(t, suite)
-			n.superviseApart()
+			n := newVendorNode(t, suite)
+			n.superviseSeparately()
 			threads := 30
-			d := mps.Daemon{ID: "a", Devices: []string{"GPU-a", "GPU-b", "MIG-c"}, ThreadPercentage: &threads, MemoryLimits: map[int]uint64{0: 18 << 10, 1: 1500, 2: 700}}
+			d := mps.Daemon{ID: "a", Devices: []string{"GPU-a", "GPU-b", "MIG-c"}, ThreadPercentage: &threads,
+				MemoryLimits: map[int]uint64{0: 18 << 10, 1: 1500, 2: 700}}
 			n.mustStart(d)
 			before := n.processes("a")
 			n.kill()
 			n.supervise()
 			n.mustStart(d)
 			if after := n.processes("a"); len(after) != 1 || after[0] != before[0] {
-				t.Errorf("it was not taken over: %v, %v", before, after)
+				t.Errorf("the daemon was not adopted: %v, %v", before, after)
 			}
 			n.killProcess(before[0])
-			n.await("it is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != before[0] })
+			n.await("the daemon is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != before[0] })
 			d.MemoryLimits[1] = 2048
 			n.mustStart(d)
 			n.mustStop("a")
-			if said := n.said(); !strings.Contains(said, "Starting control daemon using socket /tmp/nvidia-mps/control") || !strings.Contains(said, "Exit with status 0") {
-				t.Errorf("its words are not in the log:\n%s", said)
+			if log := n.supervisorLog(); !strings.Contains(log, "Starting control daemon using socket /tmp/nvidia-mps/control") ||
+				!strings.Contains(log, "Exit with status 0") {
+				t.Errorf("the daemon's lines are not in the log:\n%s", log)
 			}
-			if strings.Contains(n.said(), "Accepting connection") {
-				t.Error("routine is in the log")
+			if strings.Contains(n.supervisorLog(), "Accepting connection") {
+				t.Error("routine lines are in the log")
 			}
 			d.MultiUser = true
 			if multiUser {
@@ -47,15 +50,16 @@ func TestTheVendorsControlDaemon(t *testing.T) {
 				return
 			}
 			if err := n.start(d); err == nil || !strings.Contains(err.Error(), "no MPS for several users") {
-				t.Error("a driver without the option:", err)
+				t.Error("driver without the option:", err)
 			}
-			n.nothingLeft("a")
+			n.expectNothingLeft("a")
 		})
 	}
 }
 
-// newVendorsNode is a node whose driver has the vendor's own MPS programs.
-func newVendorsNode(t *testing.T, suite string) *node {
+// newVendorNode returns a node with NVIDIA's own MPS programs from this Debian suite instead of the
+// fake ones.
+func newVendorNode(t *testing.T, suite string) *node {
 	t.Helper()
 	n := newNode(t)
 	for _, program := range []string{"usr/bin/" + controlProgram, "usr/sbin/" + serverProgram} {
@@ -67,26 +71,29 @@ func newVendorsNode(t *testing.T, suite string) *node {
 		data, err := os.ReadFile(path)
 		must(t, err)
 		target := filepath.Join(n.options.DriverRootMount, program)
-		must(t, os.Remove(target), os.WriteFile(target, data, 0o755)) // the name was a link to the stand-in
+		// Remove the hard link first, or the write would go to the fake daemon of all tests.
+		must(t, os.Remove(target), os.WriteFile(target, data, 0o755))
 	}
 	return n
 }
 
-// Root in a client's container puts links where the vendor's daemon, root of the node, writes, and ends it.
-func TestTheVendorsControlDaemonFollowsNoPlantedLink(t *testing.T) {
+// NVIDIA's control daemon runs as root of the node. Root in a client's container creates links
+// where the daemon writes, and ends the daemon. No other file of the node may change.
+func TestVendorControlDaemonFollowsNoPlantedLink(t *testing.T) {
 	for _, suite := range []string{"bookworm", "trixie", "experimental"} {
 		t.Run(suite, func(t *testing.T) {
-			n := newVendorsNode(t, suite)
+			n := newVendorNode(t, suite)
 			n.supervise()
 			d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
 			n.mustStart(d)
 			const secret = "the node's"
-			// A place that the daemon sees, by the name that it has there.
+			// inside is the driver root's path in the daemon's mount namespace.
 			const inside = "/tmp/driver"
 			victim, absent := filepath.Join(n.options.DriverRootMount, "victim"), filepath.Join(n.options.DriverRootMount, "absent")
 			must(t, os.WriteFile(victim, []byte(secret), 0o600))
 			plant := func() {
-				for name, target := range map[string]string{controlProgram + ".pid": inside + "/victim", "control_lock": inside + "/absent"} { // the vendor's, in all three
+				for name, target := range map[string]string{controlProgram + ".pid": inside + "/victim",
+					"control_lock": inside + "/absent"} { // files that the control daemons of all three drivers write
 					path := filepath.Join(n.paths.Pipes("a"), name)
 					_ = os.Remove(path)
 					_ = os.Symlink(target, path)
@@ -95,21 +102,22 @@ func TestTheVendorsControlDaemonFollowsNoPlantedLink(t *testing.T) {
 			whole := func() {
 				t.Helper()
 				if data, err := os.ReadFile(victim); err != nil || string(data) != secret {
-					t.Errorf("a file of the node's is %q now, %v", data, err)
+					t.Errorf("a file of the node changed to %q, %v", data, err)
 				}
 				if _, err := os.Lstat(absent); err == nil {
-					t.Error("a file of the node's was made")
+					t.Error("a file was created on the node")
 				}
 			}
 			t.Cleanup(whole)
 			first := n.status("a").PID
 			plant()
 			n.killProcess(first)
-			n.await("it is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != first })
+			n.await("the daemon is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != first })
 			whole()
 			n.mustStart(d)
 
-			// They are put there again and again, so also between the cleaning and the start.
+			// Create the links again and again, so that some appear between the supervisor's cleanup and the
+			// daemon's start.
 			enough := make(chan struct{})
 			var planting sync.WaitGroup
 			planting.Go(func() {
@@ -124,14 +132,14 @@ func TestTheVendorsControlDaemonFollowsNoPlantedLink(t *testing.T) {
 			})
 			before := n.status("a").Restarts
 			n.killProcess(n.status("a").PID)
-			n.await("it has been started against them", func() bool {
+			n.await("the daemon has been restarted with planted links", func() bool {
 				s := n.status("a")
 				return s.Restarts > before+1 || s.Restarts > before && s.State == mps.Ready
 			})
 			close(enough)
 			planting.Wait()
 			whole()
-			n.await("it gets over it", func() bool { return n.status("a").State == mps.Ready })
+			n.await("the daemon recovers", func() bool { return n.status("a").State == mps.Ready })
 			n.mustStop("a")
 		})
 	}

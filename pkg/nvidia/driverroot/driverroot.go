@@ -1,7 +1,9 @@
-// Package driverroot finds the files of an NVIDIA driver's installation below its root, which need not be the root of this process: the host's root
-// seen in a container, a driver container's, a directory that holds libraries and programs and nothing else.
+// Package driverroot finds an NVIDIA driver's files below the driver root, which is often not this
+// process's root. It may be the host's root seen in a container, a driver container's root, or a
+// plain directory of libraries and programs.
 //
-// It looks at files only and needs no C library, so that a statically linked program can use it too. It runs nothing and changes nothing.
+// The package only reads files. It needs no C library, so that a statically linked program can use
+// it.
 package driverroot
 
 import (
@@ -14,11 +16,13 @@ import (
 	"strings"
 )
 
-// LibraryDirs are the directories of a driver root that distributions, driver containers and cloud images put the driver's libraries into.
-// They are tried in order; the first that holds the library wins.
+// LibraryDirs returns the directories below a driver root where distributions, driver containers
+// and cloud images put the libraries. Callers try them in order, and the first directory with the
+// library wins.
 func LibraryDirs() []string { return append(customaryDirs(), unusualDirs...) }
 
-// customaryDirs are the ones in which the container toolkit looks by itself.
+// customaryDirs returns the library directories that the NVIDIA Container Toolkit searches by
+// default.
 func customaryDirs() []string {
 	triplet := map[string]string{"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu"}[runtime.GOARCH]
 	return []string{
@@ -31,17 +35,19 @@ func customaryDirs() []string {
 	}
 }
 
-// unusualDirs are the ones that it has to be told.
+// unusualDirs are library directories that the container toolkit searches only if its configuration
+// names them.
 var unusualDirs = []string{
 	"usr/local/nvidia/lib64", "usr/local/nvidia/lib", "usr/lib/nvidia", "usr/lib", "lib", "usr/local/lib", "opt/nvidia/lib64",
 }
 
-// programDirs hold the driver's programs, as LibraryDirs its libraries.
+// programDirs are the directories of the driver's programs, in the order in which Find tries them.
 var programDirs = []string{
 	"usr/bin", "bin", "usr/lib/nvidia/current", "usr/local/nvidia/bin", "usr/local/bin", "opt/nvidia/bin", "usr/sbin", "sbin",
 }
 
-// Unusual says whether the container toolkit has to be told of the directory that holds a library.
+// Unusual reports whether the container toolkit finds the library at libraryPath only if its
+// configuration names the directory.
 func Unusual(root, libraryPath string) bool {
 	for _, dir := range unusualDirs {
 		if filepath.Dir(libraryPath) == filepath.Join(root, dir) {
@@ -51,10 +57,11 @@ func Unusual(root, libraryPath string) bool {
 	return false
 }
 
-// NVML is the library by which a driver's installation is known.
+// NVML is the library whose directory has the driver's libraries.
 const NVML = "libnvidia-ml.so.1"
 
-// Library finds NVML. The dynamic linker's own search is not used: it would look below the root of this process.
+// Library returns the path of NVML below root. It does not use the dynamic linker, which would
+// search below this process's root.
 func Library(root string) (path string, ok bool) {
 	for _, dir := range LibraryDirs() {
 		if path := filepath.Join(root, dir, NVML); isOwnFile(root, path) {
@@ -64,8 +71,9 @@ func Library(root string) (path string, ok bool) {
 	return "", false
 }
 
-// isOwnFile says whether a path is a file and leads, as the kernel follows it for this process, to the one that it leads to for a process whose root directory
-// the driver root is: a link out of the driver root would have this process load something of its own system. A device or pipe would keep it waiting.
+// isOwnFile reports whether path is a regular file in the driver root after following all symlinks.
+// A symlink out of the driver root would lead to a file of this process's system. A device or pipe
+// would block the reader.
 func isOwnFile(root, path string) bool {
 	leads, err := filepath.EvalSymlinks(path)
 	if err != nil {
@@ -82,19 +90,20 @@ func isOwnFile(root, path string) bool {
 	return err == nil && info.Mode().IsRegular()
 }
 
-// Program is a program of the driver's with what it takes to run it here, without a change of the root directory.
+// Program is a program of the driver. It can be run without changing the root directory.
 type Program struct {
-	// Path is the program itself, with no symbolic link that would lead out of the driver root.
+	// Path is the path of the program. No symlink in it leads out of the driver root.
 	Path string
-	// LibraryDir holds the driver's libraries.
+	// LibraryDir is the directory with the driver's libraries.
 	LibraryDir string
 }
 
-// Find finds a program of the driver's, such as nvidia-smi.
+// Find finds a program of the driver by name, such as nvidia-smi.
 func Find(root, name string) (Program, error) {
 	library, ok := Library(root)
 	if !ok {
-		return Program{}, fmt.Errorf("%s is not under the driver root %s (looked in %s)", NVML, root, strings.Join(LibraryDirs(), ", "))
+		return Program{}, fmt.Errorf("%s is not under the driver root %s (looked in %s)",
+			NVML, root, strings.Join(LibraryDirs(), ", "))
 	}
 	for _, dir := range programDirs {
 		path, err := Resolve(root, filepath.Join(dir, name))
@@ -105,13 +114,17 @@ func Find(root, name string) (Program, error) {
 			return Program{Path: path, LibraryDir: filepath.Dir(library)}, nil
 		}
 	}
-	return Program{}, fmt.Errorf("%s is not under the driver root %s (looked in %s): %w", name, root, strings.Join(programDirs, ", "), fs.ErrNotExist)
+	return Program{}, fmt.Errorf("%s is not under the driver root %s (looked in %s): %w",
+		name, root, strings.Join(programDirs, ", "), fs.ErrNotExist)
 }
 
-// Environment is what the dynamic linker must be told so that the program finds the driver's libraries of the given names (NVML for example).
+// Environment returns the environment variables with which the program finds the named libraries of
+// the driver, such as NVML.
 //
-// A directory that also holds a C library must not be searched: the program is run by the linker of this process's own system, which a C library of
-// another build does not fit. There each library is named alone; what it asks for itself besides the C library is found only if it is named too.
+// The program runs with the dynamic linker of this process's system, which fits no other build's C
+// library. So if the directory of the driver's libraries also has a C library, Environment preloads
+// each named library instead of searching the directory. Other libraries that these need must be
+// named too.
 func (p Program) Environment(libraries ...string) []string {
 	if _, err := os.Stat(filepath.Join(p.LibraryDir, "libc.so.6")); err != nil {
 		return []string{"LD_LIBRARY_PATH=" + p.LibraryDir}
@@ -123,15 +136,15 @@ func (p Program) Environment(libraries ...string) []string {
 	return []string{"LD_PRELOAD=" + strings.Join(paths, ":")}
 }
 
-// maxLinks is how many symbolic links a path may go through, as in the kernel.
+// maxLinks is how many symlinks Resolve follows for one path, as many as the kernel.
 const maxLinks = 40
 
-// Resolve follows the symbolic links of a path as a process would for which root is the root directory. An absolute link, such as those of
-// Debian's alternatives, would otherwise lead to the files of this process's own system.
+// Resolve follows the symlinks of path as if root were the root directory. Otherwise an absolute
+// symlink, such as those of Debian's alternatives, would lead to files of this process's system.
 func Resolve(root, path string) (string, error) {
 	done, rest := "/", strings.Split(filepath.Clean("/" + path)[1:], "/")
 	for links := 0; len(rest) > 0; {
-		next := filepath.Join(done, rest[0]) // which keeps ".." below the root
+		next := filepath.Join(done, rest[0]) // keeps ".." below the root
 		rest = rest[1:]
 		info, err := os.Lstat(filepath.Join(root, next))
 		if err != nil {

@@ -10,7 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// tree is a driver root in the making.
+// tree is a temporary driver root for a test.
 type tree struct {
 	*testing.T
 	root string
@@ -44,7 +44,7 @@ func (t tree) link(target, path string) {
 	}
 }
 
-func TestAProgramIsFoundWhereInstallationsPutIt(t *testing.T) {
+func TestFindLocatesProgram(t *testing.T) {
 	for name, tc := range map[string]struct {
 		lay  func(tree)
 		path string
@@ -54,11 +54,11 @@ func TestAProgramIsFoundWhereInstallationsPutIt(t *testing.T) {
 			t.file("usr/lib64/"+NVML, 0o644)
 			t.file("usr/bin/nvidia-smi", 0o755)
 		}, "usr/bin/nvidia-smi", "usr/lib64"},
-		"a directory of nothing else": {func(t tree) {
+		"a plain driver directory": {func(t tree) {
 			t.file("lib64/"+NVML, 0o644)
 			t.file("bin/nvidia-smi", 0o755)
 		}, "bin/nvidia-smi", "lib64"},
-		"alternatives, which are absolute links": {func(t tree) {
+		"alternatives with absolute symlinks": {func(t tree) {
 			t.file("usr/lib/nvidia/current/nvidia-smi", 0o755)
 			t.link("/etc/alternatives/nvidia--nvidia-smi", "usr/bin/nvidia-smi")
 			t.link("/usr/lib/nvidia/current/nvidia-smi", "etc/alternatives/nvidia--nvidia-smi")
@@ -70,12 +70,12 @@ func TestAProgramIsFoundWhereInstallationsPutIt(t *testing.T) {
 			t.file("opt/nvidia/smi", 0o755)
 			t.file("usr/lib64/"+NVML, 0o644)
 		}, "opt/nvidia/smi", "usr/lib64"},
-		"a link that climbs above the root": {func(t tree) {
+		"a symlink above the root": {func(t tree) {
 			t.link("../../../../../../real", "usr/bin/nvidia-smi")
 			t.file("real", 0o755)
 			t.file("usr/lib64/"+NVML, 0o644)
 		}, "real", "usr/lib64"},
-		"a file that is no program is passed over": {func(t tree) {
+		"a file that is not executable is skipped": {func(t tree) {
 			t.file("usr/bin/nvidia-smi", 0o644)
 			t.file("usr/local/bin/nvidia-smi", 0o755)
 			t.file("usr/lib64/"+NVML, 0o644)
@@ -95,7 +95,7 @@ func TestAProgramIsFoundWhereInstallationsPutIt(t *testing.T) {
 	}
 }
 
-func TestWhatIsNotThereIsSaid(t *testing.T) {
+func TestFindNamesMissingFile(t *testing.T) {
 	d := newTree(t)
 	if _, err := Find(d.root, "nvidia-smi"); err == nil {
 		t.Error("found without a driver")
@@ -107,7 +107,7 @@ func TestWhatIsNotThereIsSaid(t *testing.T) {
 	}
 }
 
-func TestAnotherSystemsCLibraryIsNeverSearched(t *testing.T) {
+func TestEnvironmentSkipsForeignCLibrary(t *testing.T) {
 	d := newTree(t)
 	p := Program{LibraryDir: filepath.Join(d.root, "lib64")}
 	if diff := cmp.Diff([]string{"LD_LIBRARY_PATH=" + p.LibraryDir}, p.Environment(NVML)); diff != "" {

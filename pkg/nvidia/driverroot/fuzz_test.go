@@ -10,14 +10,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// inRoot is where the kernel finds a path whose root directory is root, the empty string if it finds none.
+// inRoot returns the path to which the kernel resolves path if root is the root directory. The path
+// is empty if the file does not exist.
 func inRoot(root, path string) (string, error) {
 	dir, err := unix.Open(root, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return "", err
 	}
 	defer func() { _ = unix.Close(dir) }()
-	fd, err := unix.Openat2(dir, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS})
+	fd, err := unix.Openat2(dir, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC,
+		Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS})
 	if err != nil {
 		return "", nil
 	}
@@ -25,10 +27,12 @@ func inRoot(root, path string) (string, error) {
 	return os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
 }
 
-// Wherever the links of a driver root lead, they are followed to where the kernel would follow them for who has that root, and never out of it.
+// The test expects that Resolve follows symlinks as the kernel does for a process in the driver
+// root, and never leaves the driver root.
 func FuzzResolve(f *testing.F) {
 	for _, c := range [][3]string{
-		{"/dir/file", "../dir", "a"}, {"/etc/passwd", "/", "a"}, {"../../../../etc", "..", "dir/b/a"}, {"a", "b", "a"}, {"dir/b/b", "..", "a/"}, {"./dir/../dir//file", ".", "dir/b/b/../a"}, {"...", "\xff", "/../a"},
+		{"/dir/file", "../dir", "a"}, {"/etc/passwd", "/", "a"}, {"../../../../etc", "..", "dir/b/a"}, {"a", "b", "a"},
+		{"dir/b/b", "..", "a/"}, {"./dir/../dir//file", ".", "dir/b/b/../a"}, {"...", "\xff", "/../a"},
 	} {
 		f.Add(c[0], c[1], c[2])
 	}
@@ -47,7 +51,7 @@ func FuzzResolve(f *testing.F) {
 			link := filepath.Join(root, name)
 			_ = os.Remove(link)
 			if os.Symlink(target, link) != nil {
-				return // no link can have that target
+				return // invalid symlink target
 			}
 		}
 		got, err := Resolve(root, path)
@@ -55,18 +59,19 @@ func FuzzResolve(f *testing.F) {
 			return
 		}
 		if got != root && !strings.HasPrefix(got, root+"/") {
-			t.Fatalf("%q leads to %s, out of the root", path, got)
+			t.Fatalf("%q resolves to %s, outside the root", path, got)
 		}
 		if info, err := os.Lstat(got); err != nil || info.Mode()&os.ModeSymlink != 0 {
-			t.Fatalf("%q leads to %s, which is a link or not there: %v", path, got, err)
+			t.Fatalf("%q resolves to %s, which is a symlink or missing: %v", path, got, err)
 		}
 		want, err := inRoot(root, path)
 		if err != nil {
 			t.Fatal(err)
 		}
-		// A path through a file, such as file/.., leads nowhere for the kernel; and what is asked for was cleaned first.
+		// Compare only clean paths: the kernel rejects a path through a file, such as file/.., while
+		// Resolve cleans the path first.
 		if want != "" && filepath.Clean("/"+path) == "/"+strings.TrimPrefix(path, "/") && got != want {
-			t.Errorf("a leads to %q, dir/b to %q: %q is %s, and %s for the kernel", first, second, path, got, want)
+			t.Errorf("a links to %q, dir/b to %q: %q resolves to %s, want %s as for the kernel", first, second, path, got, want)
 		}
 	})
 }

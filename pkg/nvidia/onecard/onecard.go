@@ -1,7 +1,8 @@
-// Package onecard shows a program of the driver's one GPU alone. NVIDIA's tools open every card that they see, also where they are asked about one: each that sleeps
-// costs time, and one that is lost makes them give up on all.
+// Package onecard hides all GPUs but one from a program of the driver. NVIDIA's tools open every
+// GPU they see, even if asked about one. Each sleeping GPU takes time to open, and one lost GPU
+// makes the tools fail.
 //
-// It needs no C library, so that a statically linked program can use it too.
+// The package needs no C library, so that a statically linked program can use it.
 package onecard
 
 import (
@@ -14,8 +15,9 @@ import (
 
 var gpuNode = regexp.MustCompile(`^nvidia[0-9]+$`)
 
-// Others are the device nodes of all GPUs but those that keep says, wherever a library may look for them: in /dev, and in dev of another root. keep gets
-// names such as nvidia0.
+// Others lists the device nodes of all GPUs for which keep is false. keep gets names such as
+// nvidia0. A library may look in /dev or in the dev of another root, so Others lists the device
+// nodes of both.
 func Others(devRoot string, keep func(name string) bool) []string {
 	dirs := []string{"/dev"}
 	if own := filepath.Join(devRoot, "dev"); own != dirs[0] {
@@ -33,13 +35,15 @@ func Others(devRoot string, keep func(name string) bool) []string {
 	return nodes
 }
 
-// Hide gives the calling thread, which must never be unlocked, a view of the file system of its own in which the nodes are there and cannot be opened. They
-// stay there because the driver's library, run by root, makes those anew that are missing.
+// Hide gives the calling thread its own mount namespace, in which the device nodes exist but cannot
+// be opened. The caller must lock the goroutine to the thread and never unlock it. The device nodes
+// stay visible, because the driver's library, running as root, would create missing ones.
 func Hide(nodes []string) error {
 	if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
 		return &os.PathError{Op: "leave the mount namespace of", Path: "/", Err: err}
 	}
-	// What is mounted here must show nowhere else; what is unmounted elsewhere must go here too.
+	// Mounts made by this thread must not appear in other namespaces. Unmounts made elsewhere must
+	// take effect here.
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
 		return &os.PathError{Op: "make a slave mount of", Path: "/", Err: err}
 	}

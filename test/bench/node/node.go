@@ -1,7 +1,7 @@
-// Package node is a simulated GPU node with the production plugin on it, as a process of its own, and a kubelet's side of its sockets: for measuring.
-//
-// There is no kubelet and no container runtime: claims are allocated by whoever measures, and the calls are made at the moment and in the number that he
-// wants. The API server is a real one.
+// Package node provides a simulated GPU node for benchmarks. The production plugin runs there as a
+// process of its own, and this package calls it through its sockets as the kubelet would. There is
+// no kubelet and no container runtime, so the benchmark itself allocates and prepares claims. The
+// API server is a real one.
 package node
 
 import (
@@ -20,39 +20,41 @@ import (
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/host"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nodeharness"
 )
 
-// Options say what a node is.
+// Options describe a simulated node.
 type Options struct {
 	Name string
-	// Folder is where the node's files and the plugin's records lie. Its path must be short: there are sockets below it.
+	// Folder is where the node's files and the plugin's checkpoint records are. Its path must be
+	// short, because the folder contains sockets.
 	Folder string
-	// CDIRoot is where the specs lie, usually in memory.
+	// CDIRoot is the folder of the CDI specs. It is usually in memory, as on a real node.
 	CDIRoot string
-	// Log is the file for the plugin's output, best in memory too, since in a Pod that is a pipe; and not beside CDIRoot, where the plugin watches what happens.
-	// Empty is one among the node's files.
+	// Log is the file for the plugin's output. It should be in memory, to be as fast as the pipe that
+	// takes a Pod's output. It must not be next to CDIRoot, which the plugin watches. Empty means a
+	// file in Folder.
 	Log  string
 	GPUs int
-	// Binary is the plugin's program. A copy of it is run, since how the file came into the page cache decides how much of it is resident.
+	// Binary is the path of the plugin's program. The node runs a copy of it that unpack made.
 	Binary     string
 	Kubeconfig string
 	Client     kubernetes.Interface
-	// MIGPolicy is what the plugin may do about partitions; empty means its default.
+	// MIGPolicy is the plugin's MIG policy. Empty means the default.
 	MIGPolicy string
 }
 
-// Node is such a node.
+// Node is a simulated node. The plugin runs there only between Start and Stop.
 type Node struct {
 	Options
 
-	host.Host
-	// Devices are the names of its GPUs as wholes.
+	nodeharness.Node
+	// Devices are the names of the node's whole GPUs.
 	Devices []string
 	cfg     *config.Config
 }
 
-// New makes the node and its Node object. No plugin runs there yet.
+// New creates the node's files and its Node object. It does not start the plugin.
 func New(ctx context.Context, o Options) (*Node, error) {
 	n := &Node{Options: o}
 	root := filepath.Join(o.Folder, o.Name)
@@ -70,7 +72,7 @@ func New(ctx context.Context, o Options) (*Node, error) {
 		}
 	}
 	var err error
-	if n.Host, err = host.LayOut(ctx, root, addresses...); err != nil {
+	if n.Node, err = nodeharness.LayOut(ctx, root, addresses...); err != nil {
 		return nil, err
 	}
 	if err := unpack(o.Binary, n.program()); err != nil {
@@ -87,14 +89,15 @@ func New(ctx context.Context, o Options) (*Node, error) {
 	return n, nil
 }
 
-// StateDir is where the plugin keeps its records.
+// StateDir returns the folder of the plugin's checkpoint records.
 func (n *Node) StateDir() string { return n.cfg.StateDir() }
 
-// program is the copy of the plugin's program that runs there.
+// program returns the path of the node's copy of the plugin's program.
 func (n *Node) program() string { return filepath.Join(n.Root, "program") }
 
-// unpack copies a program as a container runtime unpacks it from an image's layer: in pieces of 32 KiB. A linker writes in one, which the kernel then keeps, and
-// maps into a process, as folios of 2 MB.
+// unpack copies a program in pieces of 32 KiB, as a container runtime does when it unpacks an
+// image's layer. A linker writes a program at once, so the kernel later maps it in folios of 2 MB,
+// which would make the plugin's resident memory look larger.
 func unpack(from, to string) error {
 	in, err := os.Open(from)
 	if err != nil {
@@ -105,12 +108,13 @@ func unpack(from, to string) error {
 	if err != nil {
 		return err
 	}
-	// Without the methods by which the kernel would copy all of it at once.
+	// Without these wrappers, io.CopyBuffer would use methods of the files that copy everything at
+	// once.
 	_, err = io.CopyBuffer(struct{ io.Writer }{out}, struct{ io.Reader }{in}, make([]byte, 32<<10))
 	return errors.Join(err, out.Close())
 }
 
-// command is how the plugin is started there.
+// command returns the command that starts the plugin on this node.
 func (n *Node) command() *exec.Cmd {
 	var args []string
 	for _, f := range n.cfg.Fields() {
@@ -121,7 +125,8 @@ func (n *Node) command() *exec.Cmd {
 	return cmd
 }
 
-// until polls what takes milliseconds, and says what was waited for if the context ends before.
+// until calls ok every millisecond until ok succeeds or ctx ends. The error's text is "wait until "
+// and what.
 func until(ctx context.Context, what string, ok func() error) error {
 	for {
 		err := ok()

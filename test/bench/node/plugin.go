@@ -26,9 +26,10 @@ const (
 	stopTimeout     = 20 * time.Second
 )
 
-// Plugin is a process of the plugin that is registered.
+// Plugin is a running process of the plugin. It is registered, so it can be called.
 type Plugin struct {
-	// Registered is how long it took from its start until it had an answer from this kubelet.
+	// Registered is the time from the start of the process until it was notified that the kubelet has
+	// registered the plugin.
 	Registered time.Duration
 	Begin      time.Time
 
@@ -40,7 +41,8 @@ type Plugin struct {
 	dra   drapb.DRAPluginClient
 }
 
-// Start starts the plugin and registers it, as a kubelet that notices its socket at once would.
+// Start starts the plugin's process. As soon as the registration socket exists, it registers the
+// plugin as the kubelet would.
 func (n *Node) Start(ctx context.Context) (*Plugin, error) {
 	log, err := os.OpenFile(n.Log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
@@ -69,7 +71,7 @@ func (p *Plugin) register(ctx context.Context) error {
 	err := until(ctx, "the plugin of node "+p.node.Name+" can be registered (its output: "+p.node.Log+")", func() error {
 		select {
 		case <-p.ended:
-			return errors.New("it has ended")
+			return errors.New("the plugin has ended")
 		default:
 		}
 		conn, err := net.Dial("unix", path)
@@ -89,7 +91,7 @@ func (p *Plugin) register(ctx context.Context) error {
 	client := registerapi.NewRegistrationClient(registrar)
 	info, err := client.GetInfo(ctx, &registerapi.InfoRequest{})
 	if err != nil {
-		return fmt.Errorf("ask the plugin of node %s who it is: %w", p.node.Name, err)
+		return fmt.Errorf("get the plugin info of node %s: %w", p.node.Name, err)
 	}
 	if p.conn, err = dial(info.GetEndpoint()); err != nil {
 		return err
@@ -106,7 +108,7 @@ func dial(path string) (*grpc.ClientConn, error) {
 	return grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()))
 }
 
-// Prepare is the kubelet's call for one claim.
+// Prepare calls NodePrepareResources for one claim, as the kubelet does.
 func (p *Plugin) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) error {
 	answer, err := p.dra.NodePrepareResources(ctx, &drapb.NodePrepareResourcesRequest{Claims: asked(c)})
 	if err != nil {
@@ -119,7 +121,7 @@ func (p *Plugin) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) erro
 	return nil
 }
 
-// Unprepare is the kubelet's call for one claim.
+// Unprepare calls NodeUnprepareResources for one claim, as the kubelet does.
 func (p *Plugin) Unprepare(ctx context.Context, c *resourceapi.ResourceClaim) error {
 	answer, err := p.dra.NodeUnprepareResources(ctx, &drapb.NodeUnprepareResourcesRequest{Claims: asked(c)})
 	if err != nil {
@@ -136,7 +138,7 @@ func asked(c *resourceapi.ResourceClaim) []*drapb.Claim {
 	return []*drapb.Claim{{Namespace: c.Namespace, Name: c.Name, Uid: string(c.UID)}}
 }
 
-// Stop ends the plugin in order, and waits until it and its child processes have ended.
+// Stop terminates the plugin, and waits until the plugin and its child processes have ended.
 func (p *Plugin) Stop() error {
 	tree := p.Processes()
 	_ = p.cmd.Process.Signal(syscall.SIGTERM)
@@ -156,7 +158,7 @@ func (p *Plugin) Stop() error {
 	for _, pid := range tree {
 		err = errors.Join(err, until(ctx, fmt.Sprintf("process %d of node %s has ended", pid, p.node.Name), func() error {
 			if stat, err := readStat(pid); err == nil && !strings.HasPrefix(stat.state, "Z") {
-				return errors.New("it lives")
+				return errors.New("still running")
 			}
 			return nil
 		}))

@@ -9,7 +9,8 @@ import (
 	"time"
 )
 
-// ticks is in what the kernel counts the time of processes: USER_HZ, which is 100 on every architecture that we build for.
+// ticks is the unit of process times in /proc, 1/USER_HZ. USER_HZ is 100 on all supported
+// architectures.
 const ticks = time.Second / 100
 
 type stat struct {
@@ -23,7 +24,7 @@ func readStat(pid int) (stat, error) {
 	if err != nil {
 		return stat{}, err
 	}
-	// The program's name is in brackets and may have anything in it.
+	// The program's name is in parentheses before the other fields.
 	_, rest, _ := strings.Cut(string(raw), ") ")
 	fields := strings.Fields(rest)
 	if len(fields) < 15 {
@@ -31,14 +32,16 @@ func readStat(pid int) (stat, error) {
 	}
 	s := stat{state: fields[0]}
 	s.parent, _ = strconv.Atoi(fields[1])
-	for _, f := range fields[11:15] { // in user mode, in the kernel, and both of child processes that have ended
+	// These fields are the user and kernel time of the process, and then of its ended child processes.
+	for _, f := range fields[11:15] {
 		n, _ := strconv.Atoi(f)
 		s.cpu += time.Duration(n) * ticks
 	}
 	return s, nil
 }
 
-// Processes are the plugin and its child processes.
+// Processes returns the process IDs of the plugin and its child processes. The plugin's own process
+// ID is the first.
 func (p *Plugin) Processes() []int {
 	paths, _ := filepath.Glob("/proc/[0-9]*")
 	children := map[int][]int{}
@@ -55,7 +58,8 @@ func (p *Plugin) Processes() []int {
 	return tree
 }
 
-// CPU is the time that the plugin and its child processes have taken so far, also those that have ended.
+// CPU returns the processor time so far of the plugin and its child processes, including those that
+// have ended.
 func (p *Plugin) CPU() time.Duration {
 	var sum time.Duration
 	for _, pid := range p.Processes() {
@@ -66,15 +70,17 @@ func (p *Plugin) CPU() time.Duration {
 	return sum
 }
 
-// Memory is what is resident of the plugin, in bytes.
+// Memory is the plugin's resident memory in bytes.
 type Memory struct {
-	// Plugin is all that the plugin has, Own what is its alone, Files what the page cache has of its program.
+	// Plugin is the total of the plugin's own process. Own is the anonymous part of that, and Files
+	// the part that maps its program.
 	Plugin, Own, Files int64
-	// Children is what its child processes have beside that for themselves alone.
+	// Children is the memory of all child processes. Memory that several processes share is divided
+	// among them.
 	Children int64
 }
 
-// Memory is what is resident now.
+// Memory returns the resident memory that the plugin uses now.
 func (p *Plugin) Memory() (m Memory, err error) {
 	for _, part := range []struct {
 		field string
@@ -85,7 +91,7 @@ func (p *Plugin) Memory() (m Memory, err error) {
 		}
 	}
 	for _, pid := range p.Processes()[1:] {
-		// What they share with the plugin, the program above all, is there once.
+		// Pss divides a shared page, mostly of the program, among the processes that map it.
 		more, err := memory(pid, "smaps_rollup", "Pss:")
 		if err == nil {
 			m.Children += more

@@ -1,5 +1,6 @@
-// Package report is what a measurement says: rows of durations with percentiles and their ratio to another row, and goals that are met or not. It is
-// printed as a table, and as JSON for machines.
+// Package report holds the results of a benchmark and prints them as a table or as JSON. The
+// results are rows of durations with percentiles and their ratios to another row, and goals that
+// are met or not.
 package report
 
 import (
@@ -11,14 +12,14 @@ import (
 	"time"
 )
 
-// Report is the whole.
+// Report has all results of a benchmark run.
 type Report struct {
 	Machine string  `json:"machine"`
 	Rows    []*Row  `json:"rows"`
 	Goals   []*Goal `json:"goals"`
 }
 
-// Row is one kind of work by one program. Durations are in milliseconds.
+// Row has the durations of one kind of work by one program, in milliseconds.
 type Row struct {
 	Work    string `json:"work"`
 	Program string `json:"program"`
@@ -27,15 +28,16 @@ type Row struct {
 	P50 float64 `json:"p50"`
 	P90 float64 `json:"p90"`
 	P99 float64 `json:"p99"`
-	// PerSecond is how many were done in a second.
+	// PerSecond is how many pieces of work were done per second.
 	PerSecond float64 `json:"perSecond"`
-	// Of names the row that this one is compared with; the ratios are of the same percentiles.
+	// Of names the row with which this one is compared. Ratio50 and Ratio99 are this row's percentiles
+	// divided by the same percentiles of that row.
 	Of      string  `json:"of,omitempty"`
 	Ratio50 float64 `json:"ratio50,omitempty"`
 	Ratio99 float64 `json:"ratio99,omitempty"`
 }
 
-// Goal is a figure and what it is to be at most, or at least.
+// Goal is a measured figure with an upper limit, or a lower one if AtLeast is set.
 type Goal struct {
 	What     string  `json:"what"`
 	Program  string  `json:"program"`
@@ -43,11 +45,11 @@ type Goal struct {
 	Limit    float64 `json:"limit"`
 	AtLeast  bool    `json:"atLeast,omitempty"`
 	Unit     string  `json:"unit,omitempty"`
-	// Timed says that it depends on how fast the machine is, and on what else runs on it.
+	// Timed is set when the figure depends on how fast and how busy the machine is.
 	Timed bool `json:"timed"`
 }
 
-// Met says whether the goal is reached.
+// Met reports whether the measured figure is within the goal's limit.
 func (g *Goal) Met() bool {
 	if g.AtLeast {
 		return g.Measured >= g.Limit
@@ -55,14 +57,15 @@ func (g *Goal) Met() bool {
 	return g.Measured <= g.Limit
 }
 
-// Samples are durations of the same work.
+// Samples are the measured durations of one kind of work.
 type Samples struct {
 	All []time.Duration
-	// Within is the time in which they were done, which is less than their sum where several were under way at once. Zero means one after the other.
+	// Within is the time from the start of the first piece of work to the end of the last. If it is
+	// zero, the sum of the durations counts instead, as for work that was not done in parallel.
 	Within time.Duration
 }
 
-// Time adds how long work took.
+// Time runs work and adds its duration to the samples.
 func (s *Samples) Time(work func() error) error {
 	begin := time.Now()
 	err := work()
@@ -70,7 +73,7 @@ func (s *Samples) Time(work func() error) error {
 	return err
 }
 
-// Percentile is the duration that p of 100 do not exceed.
+// Percentile returns the p-th percentile, or 0 if there are no samples.
 func (s *Samples) Percentile(p int) time.Duration {
 	if len(s.All) == 0 {
 		return 0
@@ -79,7 +82,7 @@ func (s *Samples) Percentile(p int) time.Duration {
 	return sorted[min(len(sorted)*p/100, len(sorted)-1)]
 }
 
-// Add makes a row of samples.
+// Add appends a row with the percentiles of the samples to the report.
 func (r *Report) Add(work, program string, s *Samples) *Row {
 	within := s.Within
 	if within == 0 {
@@ -87,7 +90,10 @@ func (r *Report) Add(work, program string, s *Samples) *Row {
 			within += d
 		}
 	}
-	row := &Row{Work: work, Program: program, Count: len(s.All), P50: ms(s.Percentile(50)), P90: ms(s.Percentile(90)), P99: ms(s.Percentile(99))}
+	row := &Row{
+		Work: work, Program: program, Count: len(s.All),
+		P50: ms(s.Percentile(50)), P90: ms(s.Percentile(90)), P99: ms(s.Percentile(99)),
+	}
 	if within > 0 {
 		row.PerSecond = float64(len(s.All)) / within.Seconds()
 	}
@@ -95,7 +101,8 @@ func (r *Report) Add(work, program string, s *Samples) *Row {
 	return row
 }
 
-// Compare sets the row's ratios to another one.
+// Compare stores the name of the other row, which is in parameter of, and the ratios of this row's
+// percentiles to those of the other row.
 func (row *Row) Compare(of *Row) *Row {
 	row.Of = of.Work
 	if of.Program != row.Program {
@@ -105,14 +112,14 @@ func (row *Row) Compare(of *Row) *Row {
 	return row
 }
 
-// AtMost adds a goal.
+// AtMost adds a goal with an upper limit.
 func (r *Report) AtMost(what, program string, measured, limit float64, unit string) *Goal {
 	g := &Goal{What: what, Program: program, Measured: measured, Limit: limit, Unit: unit, Timed: true}
 	r.Goals = append(r.Goals, g)
 	return g
 }
 
-// AtLeast adds a goal.
+// AtLeast adds a goal with a lower limit.
 func (r *Report) AtLeast(what, program string, measured, limit float64, unit string) *Goal {
 	g := r.AtMost(what, program, measured, limit, unit)
 	g.AtLeast = true
@@ -121,21 +128,21 @@ func (r *Report) AtLeast(what, program string, measured, limit float64, unit str
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 
-// JSON writes it for machines.
+// JSON writes the report as JSON.
 func (r *Report) JSON(w io.Writer) error {
 	encoder := json.NewEncoder(w)
 	encoder.SetIndent("", "  ")
 	return encoder.Encode(r)
 }
 
-// Table writes it for people.
+// Table writes the report as a table.
 func (r *Report) Table(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(t, "%s\n\n", r.Machine)
 	fmt.Fprintln(t, "work\tprogram\tn\tp50 ms\tp90 ms\tp99 ms\tper s\tp50 to\tp99 to\tof")
 	for _, row := range r.Rows {
-		fmt.Fprintf(t, "%s\t%s\t%d\t%.2f\t%.2f\t%.2f\t%.1f\t%s\t%s\t%s\n", row.Work, row.Program, row.Count, row.P50, row.P90, row.P99, row.PerSecond,
-			ratio(row.Ratio50), ratio(row.Ratio99), row.Of)
+		fmt.Fprintf(t, "%s\t%s\t%d\t%.2f\t%.2f\t%.2f\t%.1f\t%s\t%s\t%s\n", row.Work, row.Program, row.Count,
+			row.P50, row.P90, row.P99, row.PerSecond, ratio(row.Ratio50), ratio(row.Ratio99), row.Of)
 	}
 	fmt.Fprintln(t, "\ngoal\tprogram\tmeasured\tgoal\t")
 	for _, g := range r.Goals {

@@ -16,7 +16,7 @@ func samples(from, to int) *Samples {
 	return s
 }
 
-func TestARowHasItsPercentilesAndItsRatioToAnother(t *testing.T) {
+func TestRowHasPercentilesAndRatio(t *testing.T) {
 	var r Report
 	floor := r.Add("Prepare", "floor", samples(1, 100))
 	twice := r.Add("Prepare", "ours", samples(102, 201)).Compare(floor)
@@ -34,7 +34,7 @@ func TestARowHasItsPercentilesAndItsRatioToAnother(t *testing.T) {
 	}
 }
 
-func TestWhatIsDoneAtOnceCountsByTheTimeOfAll(t *testing.T) {
+func TestThroughputOfParallelSamples(t *testing.T) {
 	s := samples(10, 13)
 	s.Within = 20 * time.Millisecond
 	if row := (&Report{}).Add("at once", "ours", s); row.PerSecond != 200 {
@@ -42,7 +42,7 @@ func TestWhatIsDoneAtOnceCountsByTheTimeOfAll(t *testing.T) {
 	}
 }
 
-func TestTheTableSaysWhichGoalsAreNotMet(t *testing.T) {
+func TestTableMarksMissedGoals(t *testing.T) {
 	var r Report
 	r.AtMost("met", "ours", 1, 1, "×")
 	r.AtLeast("also met", "ours", 3, 3, "×")

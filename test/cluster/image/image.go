@@ -1,6 +1,7 @@
-// Package image writes container images from local files, with neither a registry nor a container engine. What it writes is an OCI image
-// layout in a tar file with one uncompressed layer, which containerd imports under the image's full name. The same content always gives the
-// same bytes, and so the same digest. It holds the layer in memory and is meant for small images.
+// Package image writes container images from local files, without registry and container engine. It
+// writes an OCI image layout in a tar file with one uncompressed layer, which containerd imports
+// under the image's full name. Equal content gives equal bytes, and so an equal digest. It holds
+// the layer in memory, so images should be small.
 package image
 
 import (
@@ -24,14 +25,14 @@ import (
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 )
 
-// Image is an image in the making. The zero value is an empty one.
+// Image collects the content of a container image. The zero value is an empty image.
 type Image struct {
-	// Config is what a runtime does with the image.
+	// Config is the image's runtime configuration.
 	Config v1.ImageConfig
 
 	layer   bytes.Buffer
 	written map[string]bool
-	failure error // the first one; Write reports it
+	failure error // every error so far; Write returns it
 }
 
 // File adds a file of the host with its permissions. Symbolic links are followed.
@@ -59,7 +60,8 @@ func (i *Image) Link(destination, target string) {
 	i.entry(tar.Header{Typeflag: tar.TypeSymlink, Name: destination, Linkname: target, Mode: 0o777}, nil)
 }
 
-// Dir adds a folder. Those above a file are added by themselves.
+// Dir adds a folder. It is needed only for an empty folder or for special permissions, because
+// Image adds the folders above a file or link.
 func (i *Image) Dir(destination string, mode fs.FileMode) {
 	unix := int64(mode.Perm())
 	if mode&fs.ModeSticky != 0 {
@@ -92,7 +94,8 @@ func (i *Image) entry(header tar.Header, content []byte) {
 	}
 }
 
-// appendTar writes one entry and leaves the archive open for more.
+// appendTar writes one file to out as a tar entry. It does not end the archive, so that more
+// entries can follow.
 func appendTar(out io.Writer, header tar.Header, content []byte) error {
 	writer := tar.NewWriter(out)
 	if err := writer.WriteHeader(&header); err != nil {
@@ -139,7 +142,7 @@ func (i *Image) Write(out io.Writer, name string) error {
 	return nil
 }
 
-// layout is an OCI image layout: blobs by digest.
+// layout collects the files of an OCI image layout, by their digest.
 type layout struct {
 	blobs map[string][]byte
 }

@@ -51,7 +51,7 @@ func example(t *testing.T) *Image {
 	return image
 }
 
-func TestEveryBlobIsReachableFromTheIndexByItsDigest(t *testing.T) {
+func TestIndexReachesEveryBlobByDigest(t *testing.T) {
 	var out bytes.Buffer
 	if err := example(t).Write(&out, "localhost/example:1"); err != nil {
 		t.Fatal(err)
@@ -103,7 +103,7 @@ func TestEveryBlobIsReachableFromTheIndexByItsDigest(t *testing.T) {
 	}
 }
 
-func TestTheSameContentGivesTheSameBytes(t *testing.T) {
+func TestEqualContentGivesEqualImage(t *testing.T) {
 	var first, second bytes.Buffer
 	if err := errors.Join(example(t).Write(&first, "localhost/example:1"), example(t).Write(&second, "localhost/example:1")); err != nil {
 		t.Fatal(err)
@@ -113,7 +113,7 @@ func TestTheSameContentGivesTheSameBytes(t *testing.T) {
 	}
 }
 
-func TestMistakesAreReportedWhenTheImageIsWritten(t *testing.T) {
+func TestInvalidImageIsRefused(t *testing.T) {
 	for _, test := range []struct {
 		name, says string
 		mistake    func(*Image)

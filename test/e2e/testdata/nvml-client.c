@@ -1,4 +1,5 @@
-/* nvml-client has NVML open, as monitoring does, until it is killed. It says "ready" once it has.
+/* nvml-client has NVML open, as monitoring does, until it is killed. It prints "ready" when NVML is
+ * open.
  *
  *     nvml-client PCI-ADDRESS              has the GPU open
  *     nvml-client PCI-ADDRESS GI CI        has handles of the GPU instance and its compute instance too

@@ -1,4 +1,4 @@
-/* probe says what a container can reach, by the names that the kernel's and the loader's manuals have for it.
+/* probe prints whether its container can open device nodes or load libraries, one line for each.
  *
  *     probe open PATH…      PATH OK, or PATH and the name of open's error
  *     probe load LIBRARY…   LIBRARY OK, or LIBRARY and what the dynamic loader says

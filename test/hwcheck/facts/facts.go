@@ -1,5 +1,6 @@
-// Package facts is what a check of real hardware found, in the form in which it is kept below test/hardware: the conformance suite writes what NVML
-// said of the GPUs, and hwcheck adds the machine, the driver and the verdicts. Serial numbers, host names and processes have no place in it.
+// Package facts defines the results of a check of real hardware, in the format of test/hardware.
+// The conformance suite writes NVML's answers about the GPUs. Hwcheck adds the machine, the driver
+// and the verdicts. The results contain no serial numbers, host names or processes.
 package facts
 
 import (
@@ -8,61 +9,61 @@ import (
 	"os"
 )
 
-// Report is one run on one machine.
+// Report has the results of one run on one machine.
 type Report struct {
-	// Format is the version of this form.
+	// Format is the version of the report's format.
 	Format int    `json:"format"`
 	Date   string `json:"date"`
-	// Plugin is the version of the gpu-kubelet-plugin that was run.
+	// Plugin is the version of the gpu-kubelet-plugin.
 	Plugin  string  `json:"plugin"`
 	Machine Machine `json:"machine"`
-	// Driver is where the driver was found; empty where it was not.
+	// Driver is the installed driver, or nil if none was found.
 	Driver *Driver `json:"driver,omitempty"`
 	NVML   *NVML   `json:"nvml,omitempty"`
 	Checks []Check `json:"checks"`
-	// Agreed says that every check that counts agreed.
+	// Agreed is set when every check has the verdict Agreed.
 	Agreed bool `json:"agreed"`
 }
 
-// CurrentFormat is the Format of what this package writes.
+// CurrentFormat is the Format that this package writes.
 const CurrentFormat = 1
 
-// Machine is what the report says of the machine itself.
+// Machine describes the machine that was checked.
 type Machine struct {
 	Architecture string `json:"architecture"`
 	Kernel       string `json:"kernel"`
 	OS           string `json:"os,omitempty"`
 	Cgroups      string `json:"cgroups"`
-	// PCI lists NVIDIA's display controllers on the bus, as sysfs knows them.
+	// PCI lists NVIDIA's display controllers that sysfs shows.
 	PCI []PCIFunction `json:"pci,omitempty"`
-	// DeviceNodes are the NVIDIA names in the folder of device nodes.
+	// DeviceNodes are the names of the NVIDIA device nodes in /dev.
 	DeviceNodes []string `json:"deviceNodes,omitempty"`
 }
 
-// PCIFunction is one card on the bus.
+// PCIFunction is one GPU as the PCI bus shows it.
 type PCIFunction struct {
 	Address string `json:"address"`
 	Device  string `json:"device"`
 	Driver  string `json:"driver,omitempty"`
 }
 
-// Driver is the installation that was found.
+// Driver says where the driver is installed.
 type Driver struct {
 	Root    string `json:"root"`
 	Library string `json:"library"`
 	DevRoot string `json:"devRoot"`
-	// Passed names the places that were tried before, each with why it was passed over.
+	// Passed lists the other driver roots that were tried, each with the reason why it was not chosen.
 	Passed []string `json:"passed,omitempty"`
 }
 
-// NVML is what the library said.
+// NVML has the answers of the NVML library.
 type NVML struct {
 	DriverVersion string `json:"driverVersion"`
 	CUDAVersion   string `json:"cudaVersion"`
 	GPUs          []GPU  `json:"gpus"`
 }
 
-// GPU is one card in NVML's words. A question that was not answered leaves its name and NVML's answer in Unanswered.
+// GPU has NVML's answers about one GPU. Unanswered maps each query that failed to NVML's error.
 type GPU struct {
 	Name              string            `json:"name"`
 	UUID              string            `json:"uuid"`
@@ -77,12 +78,13 @@ type GPU struct {
 	MIGMode           *int              `json:"migMode,omitempty"`
 	Profiles          []Profile         `json:"gpuInstanceProfiles,omitempty"`
 	Unanswered        map[string]string `json:"unanswered,omitempty"`
-	// Model is the model file with this PCI ID; empty where there is none.
+	// Model is the name of the file that describes the GPU model with this PCI ID, or empty if there
+	// is no such file.
 	Model       string       `json:"model,omitempty"`
 	Differences []Difference `json:"differences,omitempty"`
 }
 
-// Profile is a GPU instance profile, with the names of the model files.
+// Profile is a GPU instance profile, with the field names of the model files.
 type Profile struct {
 	Name         string   `json:"name,omitempty"`
 	NVMLProfile  int      `json:"nvmlProfile"`
@@ -101,17 +103,18 @@ type Profile struct {
 	Size         uint32   `json:"size,omitempty"`
 }
 
-// Difference is one point in which a GPU and its model file disagree.
+// Difference is a value for which NVML and the GPU's model file differ.
 type Difference struct {
 	What string `json:"what"`
 	Want string `json:"modelFile"`
 	Got  string `json:"nvml"`
 }
 
-// Verdict is how one check ended.
+// Verdict is the result of one check.
 type Verdict string
 
-// The verdicts.
+// These are the possible verdicts. Agreed and Differed are results of a comparison. Failed means
+// that a program failed, and NotProven that this machine did not allow the comparison.
 const (
 	Agreed    Verdict = "agreed"
 	Differed  Verdict = "differed"
@@ -119,15 +122,15 @@ const (
 	NotProven Verdict = "not proven"
 )
 
-// Check is one question and its answer.
+// Check is one comparison of the machine with this project's model, with its result.
 type Check struct {
 	Name    string  `json:"name"`
 	Verdict Verdict `json:"verdict"`
-	// Detail says what was found, and what was not shown by it.
+	// Detail says what was found, and what the verdict does not prove.
 	Detail string `json:"detail"`
 }
 
-// Write writes a value of this package as indented JSON.
+// Write writes value, a value of this package, as indented JSON to the file at path.
 func Write(path string, value any) error {
 	data, err := json.MarshalIndent(value, "", "  ")
 	if err != nil {

@@ -10,7 +10,8 @@ import (
 
 const attachCost = 300 * time.Millisecond
 
-// attaching is a node whose GPUs take attachCost to be opened by the first process.
+// attaching returns a simulated node with count GPUs. On this node, opening a GPU that no process
+// has open takes attachCost.
 func attaching(t *testing.T, count int) *world {
 	t.Helper()
 	node := manyOf(t, "l40s-48gb", count)
@@ -18,7 +19,8 @@ func attaching(t *testing.T, count int) *world {
 	return newWorld(t, node)
 }
 
-// pays tells whether this process has to wait until the GPU is attached.
+// pays opens the GPU with this index and reports whether that took attachCost, because the driver
+// first had to attach the GPU.
 func pays(t *testing.T, library nvml.Interface, index int) bool {
 	t.Helper()
 	began := time.Now()
@@ -27,11 +29,11 @@ func pays(t *testing.T, library nvml.Interface, index int) bool {
 	return time.Since(began) >= attachCost
 }
 
-func TestTheFirstProcessPaysForAttaching(t *testing.T) {
+func TestFirstProcessPaysForAttaching(t *testing.T) {
 	w := attaching(t, 2)
 	library := initialize(t)
 	if !pays(t, library, 0) {
-		t.Error("a GPU that nobody has open is opened at no cost")
+		t.Error("a closed GPU is opened at no cost")
 	}
 	if pays(t, library, 0) {
 		t.Error("a GPU that this process has open is attached once more")
@@ -60,8 +62,9 @@ func TestTheFirstProcessPaysForAttaching(t *testing.T) {
 	}
 }
 
-// GPUs are attached one after another, whoever asks; each once.
-func TestGPUsAreAttachedOneAfterAnother(t *testing.T) {
+// When several processes open closed GPUs, the driver must attach each GPU only once, and one GPU
+// after another.
+func TestGPUsAttachOneAfterAnother(t *testing.T) {
 	const count = 3
 	attaching(t, count)
 	library := initialize(t)
@@ -78,8 +81,9 @@ func TestGPUsAreAttachedOneAfterAnother(t *testing.T) {
 	}
 }
 
-// Who dies while it attaches a GPU holds nobody up.
-func TestAKilledProcessDropsTheAttachLock(t *testing.T) {
+// If a process dies while it attaches a GPU, the driver's lock must become free, so that other
+// processes are not blocked.
+func TestKilledProcessDropsAttachLock(t *testing.T) {
 	w := attaching(t, 2)
 	w.must(w.state.SetAttachCost(time.Hour))
 	p := start(t, "hold")
@@ -93,7 +97,7 @@ func TestAKilledProcessDropsTheAttachLock(t *testing.T) {
 	}
 }
 
-func TestAGPUWithoutMemoryInfo(t *testing.T) {
+func TestGPUWithoutMemoryInfo(t *testing.T) {
 	w := newWorld(t, readNode(t, "l40s-x2"))
 	w.must(w.state.SetMemoryInfo(1, false))
 	for i, device := range devices(t, initialize(t)) {

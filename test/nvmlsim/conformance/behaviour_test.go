@@ -13,7 +13,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-func TestAProcessSeesOnlyTheGPUsItWasGiven(t *testing.T) {
+func TestProcessSeesOnlyItsGPUs(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100"))
 	for _, minor := range []int{0, 1, 2, 4, 5, 7} {
 		w.take(fmt.Sprintf("nvidia%d", minor))
@@ -36,13 +36,13 @@ func TestAProcessSeesOnlyTheGPUsItWasGiven(t *testing.T) {
 	want(t, "index beyond the last", ret, nvml.ERROR_INVALID_ARGUMENT)
 }
 
-func TestWithoutTheControlDeviceThereIsNoDriver(t *testing.T) {
+func TestInitNeedsControlDevice(t *testing.T) {
 	w := newWorld(t, readNode(t, "t4-x1"))
 	w.take("nvidiactl")
 	want(t, "nvmlInit", nvml.New(nvml.WithLibraryPath(simulated)).Init(), nvml.ERROR_DRIVER_NOT_LOADED)
 }
 
-func TestBeforeInitNothingWorks(t *testing.T) {
+func TestCallsNeedInit(t *testing.T) {
 	newWorld(t, readNode(t, "t4-x1"))
 	library := initialize(t)
 	device := devices(t, library)[0]
@@ -52,7 +52,7 @@ func TestBeforeInitNothingWorks(t *testing.T) {
 	want(t, "a handle of before, after another nvmlInit", ret, nvml.SUCCESS)
 }
 
-func TestALostGPUIsLostAndComesBack(t *testing.T) {
+func TestLostGPUComesBack(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100"))
 	library := initialize(t)
 	all := devices(t, library)
@@ -72,7 +72,7 @@ func TestALostGPUIsLostAndComesBack(t *testing.T) {
 	want(t, "name after it came back", ret, nvml.SUCCESS)
 }
 
-func TestAtTheNextDriverLoadALostGPUIsGone(t *testing.T) {
+func TestDriverLoadDropsLostGPU(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100"))
 	w.must(w.state.Lose(2))
 	w.must(w.state.Load("", "", false))
@@ -115,8 +115,9 @@ func TestOrderedFailures(t *testing.T) {
 	want(t, "a function that is not simulated, after clear", ret, nvml.ERROR_NOT_SUPPORTED)
 }
 
-// A slow call counts itself when it arrives, and ends when the fault is cleared: a test needs to guess no times.
-func TestASlowCallIsSeenAndReleased(t *testing.T) {
+// A call that an injected fault delays must be counted as soon as it begins, and must return when
+// the fault is cleared. Tests that use such calls thus need no guessed times.
+func TestSlowCallIsCountedAndReleased(t *testing.T) {
 	w := newWorld(t, readNode(t, "l40s-x2"))
 	all := devices(t, initialize(t))
 	w.must(w.state.AddFault(state.Fault{Kind: state.FaultSlow, DelayMS: uint64(time.Hour.Milliseconds()), GPU: 0}, "nvmlDeviceGetName", 0))
@@ -134,7 +135,7 @@ func TestASlowCallIsSeenAndReleased(t *testing.T) {
 	want(t, "the call, released", <-done, nvml.SUCCESS)
 }
 
-func TestModesAreKeptAndSeen(t *testing.T) {
+func TestModesArePersistentAndVisible(t *testing.T) {
 	w := newWorld(t, readNode(t, "l40s-x2"))
 	device := devices(t, initialize(t))[1]
 	want(t, "set compute mode", device.SetComputeMode(nvml.COMPUTEMODE_EXCLUSIVE_PROCESS), nvml.SUCCESS)
@@ -151,15 +152,15 @@ func TestModesAreKeptAndSeen(t *testing.T) {
 	want(t, "a compute mode that does not exist", device.SetComputeMode(17), nvml.ERROR_INVALID_ARGUMENT)
 }
 
-func TestEventsReachOnlyThoseWhoAsked(t *testing.T) {
+func TestEventsReachOnlyRegisteredProcesses(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100"))
 	library := initialize(t)
 	all := devices(t, library)
 	set, ret := library.EventSetCreate()
 	want(t, "create event set", ret, nvml.SUCCESS)
-	w.must(w.state.XID(1, 31)) // before anybody registered
+	w.must(w.state.XID(1, 31)) // before any process registered for events
 	want(t, "register", all[1].RegisterEvents(nvml.EventTypeXidCriticalError, set), nvml.SUCCESS)
-	w.must(w.state.XID(0, 13)) // another GPU
+	w.must(w.state.XID(0, 13)) // on another GPU
 	w.must(w.state.ECC(1, true))
 	w.must(w.state.XID(1, 94))
 
@@ -178,7 +179,7 @@ func TestEventsReachOnlyThoseWhoAsked(t *testing.T) {
 	want(t, "a freed set", ret, nvml.ERROR_INVALID_ARGUMENT)
 }
 
-func TestAnOverrunRingLosesTheOldestAndGoesOn(t *testing.T) {
+func TestEventRingOverrunDropsOldest(t *testing.T) {
 	w := newWorld(t, readNode(t, "t4-x1"))
 	library := initialize(t)
 	set, _ := library.EventSetCreate()
@@ -197,7 +198,7 @@ func TestAnOverrunRingLosesTheOldestAndGoesOn(t *testing.T) {
 	want(t, "after the last", ret, nvml.ERROR_TIMEOUT)
 }
 
-func TestALostGPUWakesItsWaiters(t *testing.T) {
+func TestLostGPUWakesWaiters(t *testing.T) {
 	w := newWorld(t, readNode(t, "l40s-x2"))
 	library := initialize(t)
 	set, _ := library.EventSetCreate()
@@ -237,7 +238,7 @@ func TestHealthFields(t *testing.T) {
 	}
 }
 
-func TestTheDriverGoesAndComes(t *testing.T) {
+func TestDriverUnloadAndLoad(t *testing.T) {
 	w := newWorld(t, readNode(t, "l40s-x2"))
 	library := initialize(t)
 	device := devices(t, library)[0]
@@ -257,7 +258,7 @@ func TestTheDriverGoesAndComes(t *testing.T) {
 	}
 }
 
-func TestAStateFileOfAnotherKindIsRefused(t *testing.T) {
+func TestForeignStateFileIsRefused(t *testing.T) {
 	w := newWorld(t, readNode(t, "t4-x1"))
 	for what, damage := range map[string]func(*state.Header){
 		"magic":       func(h *state.Header) { h.Magic++ },
@@ -270,7 +271,8 @@ func TestAStateFileOfAnotherKindIsRefused(t *testing.T) {
 			good := *w.state.Header()
 			damage(w.state.Header())
 			defer func() { *w.state.Header() = good }()
-			// A copy: the library knows this file already and would not look again.
+			// The library does not check a file a second time while it uses the file, so nvmlInit gets a
+			// copy of the damaged file.
 			data, err := os.ReadFile(w.state.Path())
 			w.must(err)
 			path := t.TempDir() + "/state.bin"
@@ -284,7 +286,7 @@ func TestAStateFileOfAnotherKindIsRefused(t *testing.T) {
 	}
 }
 
-// waitFor polls a condition that another thread or process brings about.
+// waitFor waits up to 10 s for a condition that another thread or process brings about.
 func waitFor(t *testing.T, what string, condition func() bool) {
 	t.Helper()
 	look, end := time.NewTicker(time.Millisecond), time.After(10*time.Second)

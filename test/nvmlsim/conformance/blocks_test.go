@@ -12,7 +12,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-func TestAProcessThatHasAGPUOpenKeepsItsMode(t *testing.T) {
+func TestOpenGPUBlocksModeChange(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100")).onHost()
 	gpus := devices(t, initialize(t))
 	other := start(t, "hold")
@@ -23,12 +23,12 @@ func TestAProcessThatHasAGPUOpenKeepsItsMode(t *testing.T) {
 	w.must(w.state.SetBlock(state.ClientBlocksMode, true))
 	setMode(t, gpus[0], nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.ERROR_IN_USE)
 	expectMode(t, gpus[0], nvml.DEVICE_MIG_DISABLE, nvml.DEVICE_MIG_ENABLE)
-	setMode(t, gpus[1], nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS) // which it has not opened
+	setMode(t, gpus[1], nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS) // the other process has not opened this GPU
 	other.kill()
 	setMode(t, gpus[0], nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS)
 }
 
-func TestAProcessThatHasAHandleOfAnInstanceKeepsIt(t *testing.T) {
+func TestInstanceHandleBlocksDestroy(t *testing.T) {
 	for _, blocks := range []bool{true, false} {
 		t.Run(fmt.Sprint(blocks), func(t *testing.T) {
 			w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 1)).onHost()
@@ -42,7 +42,7 @@ func TestAProcessThatHasAHandleOfAnInstanceKeepsIt(t *testing.T) {
 			if said := other.says(); said != "subscribed 2" {
 				t.Fatal(said)
 			}
-			second := create(t, device, 9, 4, 4) // which it does not know
+			second := create(t, device, 9, 4, 4) // the other process has no handle of this GPU instance
 			want(t, "destroy another", second.Destroy(), nvml.SUCCESS)
 			refused := nvml.SUCCESS
 			if blocks {
@@ -63,7 +63,8 @@ func TestAProcessThatHasAHandleOfAnInstanceKeepsIt(t *testing.T) {
 			other.kill()
 			want(t, "destroy the GPU instance", first.Destroy(), nvml.SUCCESS)
 
-			// The next one with this ID is nobody's.
+			// This GPU instance has the same ID as the one destroyed before. Its destruction must succeed
+			// although another process has the GPU itself open.
 			again := create(t, device, 9, 0, 4)
 			other = start(t, "hold")
 			other.says()
@@ -72,7 +73,7 @@ func TestAProcessThatHasAHandleOfAnInstanceKeepsIt(t *testing.T) {
 	}
 }
 
-func TestTheFirstInstanceIsRefusedOnce(t *testing.T) {
+func TestFirstInstanceIsRefusedOnce(t *testing.T) {
 	w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 1)).onHost()
 	w.must(w.state.SetBlock(state.CreateInUse, true))
 	device := devices(t, initialize(t))[0]
@@ -86,8 +87,8 @@ func TestTheFirstInstanceIsRefusedOnce(t *testing.T) {
 	}
 }
 
-// Who has what shows in /proc, by the numbers of the device nodes, as on a real node.
-func TestWhoHasAGPUOpenShowsByItsDescriptors(t *testing.T) {
+// As on a real node, /proc/<pid>/fd must show the device nodes of the GPUs that a process has open.
+func TestOpenGPUShowsInDescriptors(t *testing.T) {
 	newWorld(t, manyOf(t, "h100-sxm5-80gb", 2)).onHost()
 	other := start(t, "hold")
 	other.says()
@@ -96,7 +97,7 @@ func TestWhoHasAGPUOpenShowsByItsDescriptors(t *testing.T) {
 	}
 }
 
-// descriptors are the names of the nodes that a process has.
+// descriptors returns the base names of the device nodes that a process has open.
 func descriptors(t *testing.T, pid int) map[string]bool {
 	t.Helper()
 	found := map[string]bool{}

@@ -14,8 +14,9 @@ import (
 
 var factsFlag = flag.String("facts", "", "file to write what NVML said of the hardware to, as JSON; goes with -lib")
 
-// What the hardware says is worth keeping whether it agrees or not, and all the more where there is no model file yet.
-func TestHardwareFactsAreWrittenDown(t *testing.T) {
+// On real hardware, this test writes what the GPU reports to a file, even if it disagrees with the
+// model file. The facts are most useful for GPUs without a model file.
+func TestHardwareFactsAreRecorded(t *testing.T) {
 	if *factsFlag == "" {
 		t.Skip("no -facts given")
 	}
@@ -47,7 +48,7 @@ func TestHardwareFactsAreWrittenDown(t *testing.T) {
 
 func hexID(id uint32) string { return fmt.Sprintf("0x%08X", id) }
 
-// describe reads all that a model file could say of a GPU.
+// describe reads from a GPU everything that a model file can contain.
 func describe(device Reader) facts.GPU {
 	gpu := facts.GPU{Unanswered: map[string]string{}}
 	note := func(question string, ret nvml.Return) {

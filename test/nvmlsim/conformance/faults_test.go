@@ -17,7 +17,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// what is on the first GPU, in a word: mode, GPU instances, compute instances.
+// first describes the first GPU: its MIG mode, and its numbers of GPU instances and compute
+// instances.
 func (w *world) first() string {
 	gpu := w.state.GPU(0)
 	compute := 0
@@ -27,7 +28,7 @@ func (w *world) first() string {
 	return fmt.Sprintf("mode %d, %d instances, %d compute instances", gpu.MIGCurrent, len(gpu.GPUInstances()), compute)
 }
 
-// died waits until the process has ended, and gives the signal that ended it.
+// died waits until the process has ended and returns the signal that ended it.
 func (p *process) died() syscall.Signal {
 	p.t.Helper()
 	for p.lines.Scan() {
@@ -40,8 +41,9 @@ func (p *process) died() syscall.Signal {
 	return status.Signal()
 }
 
-// A caller that is killed before a call has changed nothing, one that is killed after it has changed all of it; the next process goes on from there.
-func TestAKilledCallerLeavesAllOrNothing(t *testing.T) {
+// A process that is killed before a call's effect must have changed nothing; one that is killed
+// after it must have changed everything. The next process must be able to continue.
+func TestKilledCallerLeavesAllOrNothing(t *testing.T) {
 	steps := []struct {
 		function      string
 		before, after string
@@ -77,8 +79,9 @@ func TestAKilledCallerLeavesAllOrNothing(t *testing.T) {
 	}
 }
 
-// A lost answer: the call fails, and has had its effect.
-func TestALostAnswerHasHadItsEffect(t *testing.T) {
+// An injected fault with After set makes a call return an error after the call has had its effect,
+// as if only the answer were lost.
+func TestLostAnswerHasEffect(t *testing.T) {
 	w := newWorld(t, inMIG(t, "h100-sxm5-80gb", 1)).onHost()
 	device := devices(t, initialize(t))[0]
 	fault := state.Fault{Kind: state.FaultFail, Error: uint32(nvml.ERROR_TIMEOUT), GPU: state.AnyGPU, After: 1}
@@ -88,14 +91,16 @@ func TestALostAnswerHasHadItsEffect(t *testing.T) {
 	if left := w.state.GPU(0).GPUInstances(); len(left) != 1 {
 		t.Errorf("instances %v, want one", left)
 	}
-	// A call that fails by itself has no effect that anything could come after.
+	// A call that fails without a fault must return its own error, even if a fault is due after the
+	// call's effect.
 	fault.Error = uint32(nvml.ERROR_UNKNOWN)
 	w.must(w.state.AddFault(fault, "nvmlDeviceCreateGpuInstanceWithPlacement", 1))
 	_, ret = createAt(device, shapesOf(readModels(t)["h100-sxm5-80gb"])[0])
 	want(t, "create where one is", ret, nvml.ERROR_INSUFFICIENT_RESOURCES)
 }
 
-// waitsForALock tells whether a thread of the process waits in the kernel for an open-file-description lock.
+// waitsForALock reports whether a thread of the process waits in the kernel for an
+// open-file-description lock.
 func (p *process) waitsForALock() bool {
 	p.t.Helper()
 	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/syscall", p.command.Process.Pid))
@@ -115,13 +120,16 @@ func (p *process) waitsForALock() bool {
 	return false
 }
 
-// While one GPU is being cut, a cut of another waits, as with real drivers; unless the lock is by GPU, or there is none.
-func TestTheDriversLock(t *testing.T) {
+// While a process partitions one GPU, changes of other GPUs must wait if the simulated driver has
+// one lock for all GPUs, as real drivers have. If it has one lock for each GPU, or none, they must
+// not wait.
+func TestDriverLock(t *testing.T) {
 	for _, lock := range []struct {
 		name        string
 		kind        uint32
 		serialising bool
-	}{{"driver", state.CutLockDriver, true}, {"all", state.CutLockAll, true}, {"gpu", state.CutLockGPU, false}, {"none", state.CutLockNone, false}} {
+	}{{"driver", state.CutLockDriver, true}, {"all", state.CutLockAll, true}, {"gpu", state.CutLockGPU, false},
+		{"none", state.CutLockNone, false}} {
 		t.Run(lock.name, func(t *testing.T) {
 			w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 2)).onHost()
 			w.must(w.state.SetCutLock(lock.kind))
@@ -132,7 +140,7 @@ func TestTheDriversLock(t *testing.T) {
 			other := start(t, "cut", gpuVariable+"=1")
 			if lock.serialising {
 				waitFor(t, "the other cut to wait", other.waitsForALock)
-				slow.kill() // the lock goes with its holder
+				slow.kill() // the kernel drops the lock of a dead process
 			}
 			for _, line := range []string{"mode 0 0", "instance 0", "compute 0", "destroy 0 0"} {
 				other.expect(line)
@@ -145,8 +153,9 @@ func TestTheDriversLock(t *testing.T) {
 	}
 }
 
-// With the lock over everything even a look at another GPU waits while one is being cut.
-func TestALockOverEverythingHoldsUpLooksToo(t *testing.T) {
+// With CutLockAll, even a process that only reads another GPU must wait while one GPU is
+// partitioned.
+func TestGlobalLockBlocksReadsToo(t *testing.T) {
 	w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 2)).onHost()
 	w.must(w.state.SetCutLock(state.CutLockAll))
 	w.must(w.state.AddFault(state.Fault{Kind: state.FaultSlow, DelayMS: uint64(time.Hour.Milliseconds()), GPU: 0}, "nvmlDeviceSetMigMode", 0))
@@ -159,8 +168,9 @@ func TestALockOverEverythingHoldsUpLooksToo(t *testing.T) {
 	look.expect("version 0 550.163.01")
 }
 
-// Killed with its process group: what the caller has started dies with it, and so does who started it.
-func TestAGroupDiesTogether(t *testing.T) {
+// An injected kill fault with Group set must kill every process in the process group of the process
+// that makes the call.
+func TestKillOfProcessGroup(t *testing.T) {
 	w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 1)).onHost()
 	leader := startInGroup(t, "hold", 0)
 	leader.expect("ready")

@@ -14,7 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// listen registers for these events of a device, in a set of its own.
+// listen registers for event types of a device in a new event set.
 func listen(t *testing.T, library nvml.Interface, device nvml.Device, types uint64) nvml.EventSet {
 	t.Helper()
 	set, ret := library.EventSetCreate()
@@ -23,8 +23,8 @@ func listen(t *testing.T, library nvml.Interface, device nvml.Device, types uint
 	return set
 }
 
-// An XID that can be tied to an instance names it; the others, and those of GPUs without MIG, name none.
-func TestAnXIDNamesItsInstance(t *testing.T) {
+// An XID on a MIG instance must name the MIG instance. Any other XID must name none.
+func TestXIDNamesItsInstance(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100"))
 	library := initialize(t)
 	device := devices(t, library)[4]
@@ -36,14 +36,16 @@ func TestAnXIDNamesItsInstance(t *testing.T) {
 	} {
 		event, ret := set.Wait(1000)
 		want(t, "wait", ret, nvml.SUCCESS)
-		if event.EventData != wanted.EventData || event.GpuInstanceId != wanted.GpuInstanceId || event.ComputeInstanceId != wanted.ComputeInstanceId {
+		if event.EventData != wanted.EventData || event.GpuInstanceId != wanted.GpuInstanceId ||
+			event.ComputeInstanceId != wanted.ComputeInstanceId {
 			t.Errorf("XID %d of %d/%d, want %d of %d/%d", event.EventData, event.GpuInstanceId, event.ComputeInstanceId,
 				wanted.EventData, wanted.GpuInstanceId, wanted.ComputeInstanceId)
 		}
 	}
 }
 
-// Only what a GPU supports can be registered for: one kind too many, and nothing is.
+// A process can register only for supported event types. If one of several types is not supported,
+// none must be registered.
 func TestSupportedEvents(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100"))
 	library := initialize(t)
@@ -60,7 +62,12 @@ func TestSupportedEvents(t *testing.T) {
 	w.must(w.state.SetEventTypes(0, nvml.EventTypeXidCriticalError|nvml.EventTypeGpuRecoveryAction))
 	check(nvml.EventTypeXidCriticalError | nvml.EventTypeGpuRecoveryAction)
 	set, _ := library.EventSetCreate()
-	want(t, "register for one that it has not", device.RegisterEvents(nvml.EventTypeXidCriticalError|nvml.EventTypeDoubleBitEccError, set), nvml.ERROR_NOT_SUPPORTED)
+	want(
+		t,
+		"register for one that it has not",
+		device.RegisterEvents(nvml.EventTypeXidCriticalError|nvml.EventTypeDoubleBitEccError, set),
+		nvml.ERROR_NOT_SUPPORTED,
+	)
 	w.must(w.state.XID(0, 1))
 	_, ret := set.Wait(0)
 	want(t, "wait after a registration that failed", ret, nvml.ERROR_TIMEOUT)
@@ -77,8 +84,8 @@ func TestSupportedEvents(t *testing.T) {
 	check(0)
 }
 
-// A thousand XIDs at once, and none is lost to one who listens.
-func TestABurstOfEvents(t *testing.T) {
+// A process that listens must get each of a thousand quick XIDs, in order.
+func TestBurstOfEventsIsNotLost(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100"))
 	library := initialize(t)
 	all := devices(t, library)
@@ -106,7 +113,8 @@ func TestABurstOfEvents(t *testing.T) {
 	w.must(<-posted)
 }
 
-// Waiting can fail or hang: for every set, or only for those that listen to one GPU.
+// An injected fault must be able to fail or block a wait for NVML events, either in every event set
+// or only in the event sets that listen to one GPU.
 func TestWaitingFailsAndHangs(t *testing.T) {
 	w := newWorld(t, readNode(t, "l40s-x2"))
 	library := initialize(t)
@@ -114,7 +122,9 @@ func TestWaitingFailsAndHangs(t *testing.T) {
 	one, two := listen(t, library, all[0], nvml.EventTypeXidCriticalError), listen(t, library, all[1], nvml.EventTypeXidCriticalError)
 	fault := func(kind uint32, gpu int32, times int) {
 		w.must(w.state.ClearFaults())
-		w.must(w.state.AddFault(state.Fault{Kind: kind, Error: uint32(nvml.ERROR_UNKNOWN), DelayMS: 3600000, GPU: gpu}, "nvmlEventSetWait_v2", times))
+		w.must(
+			w.state.AddFault(state.Fault{Kind: kind, Error: uint32(nvml.ERROR_UNKNOWN), DelayMS: 3600000, GPU: gpu}, "nvmlEventSetWait_v2", times),
+		)
 	}
 	wait := func(set nvml.EventSet) nvml.Return { _, ret := set.Wait(0); return ret }
 	fault(state.FaultFail, state.AnyGPU, 0)
@@ -133,8 +143,9 @@ func TestWaitingFailsAndHangs(t *testing.T) {
 	want(t, "two, let go", <-done, nvml.ERROR_TIMEOUT)
 }
 
-// A driver that does not know the field of the recovery action says so: that is not the same as no action.
-func TestTheRecoveryActionNeedsItsDriver(t *testing.T) {
+// A driver that does not know the recovery action field must return NOT_SUPPORTED, not the value
+// for "no action".
+func TestRecoveryActionNeedsDriverSupport(t *testing.T) {
 	for version, known := range map[string]bool{"550.163.01": false, "560.35.05": false, "565.57.01": true, "580.95.05": true} {
 		node := readNode(t, "l40s-x2")
 		node.DriverVersion = version
@@ -155,7 +166,8 @@ func TestTheRecoveryActionNeedsItsDriver(t *testing.T) {
 	}
 }
 
-// Bad memory waits for a reset, on old GPUs as a page and on newer ones as a row; what could not be remapped stays so.
+// After an uncorrectable error, a row must wait for a reset to be remapped. A failed remap must
+// stay failed after the reset. A GPU that remaps rows must not support retired pages.
 func TestRemappedRowsAndRetiredPages(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100"))
 	device := devices(t, initialize(t))[0]
@@ -191,8 +203,9 @@ func TestRetiredPages(t *testing.T) {
 	}
 }
 
-// A reset and a driver load are seen: counters begin anew.
-func TestCountersBeginAnew(t *testing.T) {
+// A GPU reset and a driver load must restart the energy counter and the volatile ECC counts, and
+// clear the recovery action.
+func TestResetRestartsCounters(t *testing.T) {
 	for name, again := range map[string]func(*state.File) error{
 		"reset": func(f *state.File) error { return f.Reset(0, false) },
 		"load":  func(f *state.File) error { return f.Load("", "", true) },
@@ -227,7 +240,7 @@ func TestCountersBeginAnew(t *testing.T) {
 	}
 }
 
-func TestAFailedFabricRegistration(t *testing.T) {
+func TestFailedFabricRegistration(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100"))
 	device := devices(t, initialize(t))[0]
 	w.must(w.state.SetFabricStatus(0, uint32(nvml.ERROR_UNKNOWN)))
@@ -238,8 +251,8 @@ func TestAFailedFabricRegistration(t *testing.T) {
 	}
 }
 
-// A card that is pulled is lost to those who have it and unknown to the others; one that is plugged in is found by those who look anew, and a handle of
-// before stays lost.
+// For processes that have an unplugged GPU open, it must be lost; other processes must not find it.
+// After a GPU is plugged in, a new enumeration must find it, but old handles must stay lost.
 func TestUnplugAndPlug(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100"))
 	library := initialize(t)
@@ -280,12 +293,16 @@ func TestUnplugAndPlug(t *testing.T) {
 	}
 }
 
-// On disk a pulled card leaves nothing: no node, no sysfs, no proc.
+// Unplugging a GPU must remove its device node and its files in sysfs and /proc. Plugging it in
+// must restore them.
 func TestUnplugOnDisk(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Host, "")
 	address := s.options.Config.Node.GPUs[3].PCI
 	paths := []string{
-		filepath.Join(s.dev, "nvidia3"), filepath.Join(s.root, "sys/bus/pci/devices", address), filepath.Join(s.root, "proc/driver/nvidia/gpus", address),
+		filepath.Join(
+			s.dev,
+			"nvidia3",
+		), filepath.Join(s.root, "sys/bus/pci/devices", address), filepath.Join(s.root, "proc/driver/nvidia/gpus", address),
 	}
 	there := func(wanted bool) {
 		t.Helper()
@@ -312,7 +329,8 @@ func TestUnplugOnDisk(t *testing.T) {
 	there(true)
 }
 
-// The module's references go up with who has NVML initialised and has GPUs open, and down to nothing when they end, however they do.
+// The kernel module's reference count must rise with processes that use NVML and with GPUs that
+// they open. It must fall when the processes shut NVML down or are killed.
 func TestReferencesGoToZero(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100"))
 	check := func(when string, wanted int) {

@@ -21,7 +21,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// site is a node with a layout.
+// site is a simulated node with all its files: driver root, /proc, /sys and device nodes.
 type site struct {
 	t       *testing.T
 	root    string
@@ -64,8 +64,9 @@ func (s *site) libFolder() string {
 
 func (s *site) nvml() string { return filepath.Join(s.libFolder(), "libnvidia-ml.so.1") }
 
-// environment is what a program needs to run on the site from outside of its namespaces. A driver container's root has its own
-// /dev, which the library finds by itself.
+// environment returns the environment variables that a program needs to use the simulated files if
+// they are not mounted over the machine's. For a driver container the variables omit /dev, because
+// the library finds the /dev of the driver root.
 func (s *site) environment() []string {
 	env := []string{"LD_LIBRARY_PATH=" + s.libFolder(), libraryVariable + "=" + s.nvml()}
 	if s.kind != layout.Container {
@@ -89,8 +90,9 @@ func (s *site) change(do func(*layout.Config, *state.File) error) {
 	}
 }
 
-// The library finds the state by its own place, whatever the kind of the driver root and wherever that is mounted.
-func TestTheLibraryFindsItsNode(t *testing.T) {
+// The library must find the state file by its path relative to the library itself, in every kind of
+// driver root.
+func TestLibraryFindsItsState(t *testing.T) {
 	for _, kind := range []layout.Kind{layout.Host, layout.Container, layout.Bare} {
 		t.Run(string(kind), func(t *testing.T) {
 			s := newSite(t, "l40s-x2", kind, "")
@@ -99,8 +101,9 @@ func TestTheLibraryFindsItsNode(t *testing.T) {
 	}
 }
 
-// A library of the old version, as a container that outlives an upgrade has it, is refused by the new driver.
-func TestALibraryOfAnotherVersionIsRefused(t *testing.T) {
+// After a driver upgrade, the driver must refuse a library of the old version. A container that was
+// started before the upgrade still has such a library.
+func TestLibraryOfAnotherVersionIsRefused(t *testing.T) {
 	s := newSite(t, "l40s-x2", layout.Host, "")
 	old := filepath.Join(t.TempDir(), "libnvidia-ml.so.580.95.05")
 	if out, err := exec.Command("cp", s.nvml(), old).CombinedOutput(); err != nil {
@@ -115,7 +118,8 @@ func TestALibraryOfAnotherVersionIsRefused(t *testing.T) {
 	start(t, "version", s.environment()...).expect("version 0 590.48.01")
 }
 
-// The driver's own CDI discovery hands the state, the libraries and nvidia-smi to containers: no part of that is made for tests.
+// NVIDIA's CDI discovery, unchanged, must mount the state file, the libraries and nvidia-smi into
+// containers.
 func TestCDIDiscoveryFindsEverything(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root: CDI discovery wants device nodes")
@@ -185,7 +189,7 @@ func anyEndsWith(paths []string, end string) bool {
 	return false
 }
 
-// realSMI is the path of the real nvidia-smi.
+// realSMI returns the path of the real nvidia-smi, and skips the test if it is not available.
 func realSMI(t *testing.T) string {
 	t.Helper()
 	needSimulator(t)
@@ -199,7 +203,7 @@ func realSMI(t *testing.T) string {
 	return program
 }
 
-// smi runs nvidia-smi on the site, in a process of its own.
+// smi runs nvidia-smi on the node and returns its output.
 func (s *site) smi(args ...string) (string, error) {
 	command := exec.Command(filepath.Join(s.driverRoot(), "usr/bin/nvidia-smi"), args...)
 	command.Env = append(os.Environ(), s.environment()...)
@@ -207,8 +211,8 @@ func (s *site) smi(args ...string) (string, error) {
 	return string(out), err
 }
 
-// The real nvidia-smi runs on the library and shows the node.
-func TestTheRealNvidiaSMIRuns(t *testing.T) {
+// The real nvidia-smi must run with the simulated library and show the node's GPUs.
+func TestRealNvidiaSMIRuns(t *testing.T) {
 	program := realSMI(t)
 	for _, node := range nodeNames(t) {
 		t.Run(node, func(t *testing.T) {
@@ -235,7 +239,7 @@ func TestTheRealNvidiaSMIRuns(t *testing.T) {
 				}
 				memory := fmt.Sprintf("/ %6dMiB", m.MemoryTotalMiB.Value)
 				if !m.HasMemoryInfo() {
-					memory = "| Not Supported" // as on a DGX Spark
+					memory = "| Not Supported" // as the real nvidia-smi prints on a DGX Spark
 				}
 				if !strings.Contains(table, memory) {
 					t.Errorf("nvidia-smi does not say %q:\n%s", memory, table)

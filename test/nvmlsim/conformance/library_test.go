@@ -34,8 +34,8 @@ func exportedNames(t *testing.T) []string {
 	return names
 }
 
-// A name that is missing and called kills the process: go-nvml resolves names when they are called. So every name is there: those of
-// the list, and those that the very nvml.h that go-nvml is made from declares.
+// go-nvml looks a function up when it is called, and a missing function kills the process. So the
+// library must export every function in exports.txt and every function in the nvml.h of go-nvml.
 func TestEveryNVMLNameExists(t *testing.T) {
 	needSimulator(t)
 	wanted := exports.Names()
@@ -66,7 +66,7 @@ func TestEveryNVMLNameExists(t *testing.T) {
 	}
 }
 
-func TestTheLibraryHasItsSONAME(t *testing.T) {
+func TestLibrarySONAME(t *testing.T) {
 	needSimulator(t)
 	file, err := elf.Open(simulated)
 	if err != nil {
@@ -79,11 +79,12 @@ func TestTheLibraryHasItsSONAME(t *testing.T) {
 	}
 }
 
-// raceDetector is true where the tests are built with -race.
+// raceDetector is true if the tests were built with -race.
 var raceDetector bool
 
-// The whole suite again, with a library that AddressSanitizer and UndefinedBehaviorSanitizer watch.
-func TestTheSuitePassesSanitized(t *testing.T) {
+// The whole suite must also pass with a library that was built with AddressSanitizer and
+// UndefinedBehaviorSanitizer.
+func TestSuitePassesSanitized(t *testing.T) {
 	needSimulator(t)
 	if os.Getenv("NVMLSIM_LIB") != "" {
 		t.Skip("this is the sanitized run, or one with a library of the caller's")
@@ -108,7 +109,7 @@ func TestTheSuitePassesSanitized(t *testing.T) {
 	}
 	command := exec.Command(os.Args[0])
 	command.Env = append(os.Environ(), "NVMLSIM_LIB="+library, "LD_PRELOAD="+strings.Join(preload, " "),
-		// Go's own memory is none of the sanitizer's business.
+		// Leak detection is off, because memory that Go allocates would look like a leak.
 		"ASAN_OPTIONS=detect_leaks=0:abort_on_error=1", "UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1")
 	if out, err := command.CombinedOutput(); err != nil {
 		t.Errorf("%v\n%s", err, out)

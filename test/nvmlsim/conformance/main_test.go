@@ -21,17 +21,18 @@ var (
 	modelsFlag  = flag.String("models", "../models", "folder of GPU model files")
 )
 
-// simulated is the path of the simulated library, empty on hardware.
+// simulated is the path of the simulated library. It is empty when the tests run on real hardware.
 var simulated string
 
-// TestMain runs the tests, or, in a process that a test started, that process's part.
+// TestMain runs the tests. In a child process that a test started, it plays the role that the test
+// assigned.
 func TestMain(m *testing.M) {
 	if role := os.Getenv(roleVariable); role != "" {
 		os.Exit(play(role))
 	}
 	flag.Parse()
 	if *libraryFlag != "" {
-		// Nothing but the reading half may meet a real GPU, whatever was asked for.
+		// On a real GPU only the read-only tests may run, even if others were selected.
 		if err := flag.Set("test.run", "^TestHardware"); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
@@ -47,7 +48,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// buildLibrary builds the simulated library, or takes the one that NVMLSIM_LIB names: the sanitized build.
+// buildLibrary builds the simulated library and returns its path. If NVMLSIM_LIB is set, it returns
+// that path, which leads to the library with sanitizers.
 func buildLibrary() (string, error) {
 	if library := os.Getenv("NVMLSIM_LIB"); library != "" {
 		return filepath.Abs(library)
@@ -59,7 +61,7 @@ func buildLibrary() (string, error) {
 	return filepath.Abs("../../../build/nvmlsim/libnvidia-ml.so.1")
 }
 
-// sanitized: this run is of the library with the sanitizers.
+// sanitized reports whether the tests use the library that was built with sanitizers.
 func sanitized() bool { return os.Getenv("NVMLSIM_LIB") != "" }
 
 func needSimulator(t *testing.T) {
@@ -85,20 +87,21 @@ func readModels(t *testing.T) map[string]*model.GPU {
 	return models
 }
 
-// world is a simulated node without a layout: a state file, and a folder that stands for /dev.
+// world is a simulated node that has only a state file, and a folder that the library uses as /dev.
 type world struct {
 	t     *testing.T
 	state *state.File
 	dev   string
 }
 
-// newWorld makes the node and points the library at it.
+// newWorld creates a simulated node and makes this process's library use it.
 func newWorld(t *testing.T, node *model.Node) *world {
 	t.Helper()
 	needSimulator(t)
 	folder := t.TempDir()
 	f, err := state.Create(filepath.Join(folder, "state.bin"), state.Spec{
-		Node: node, Models: readModels(t), Seed: t.Name()[:min(len(t.Name()), 60)], DriverVersion: node.DriverVersion, CUDAVersion: node.CUDAVersion,
+		Node: node, Models: readModels(t), Seed: t.Name()[:min(len(t.Name()), 60)], DriverVersion: node.DriverVersion,
+		CUDAVersion: node.CUDAVersion,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -117,7 +120,8 @@ func newWorld(t *testing.T, node *model.Node) *world {
 	return w
 }
 
-// give puts a device into this world's /dev. A plain file opens, which counts as given.
+// give adds a device node to the folder that the library uses as /dev. A plain file is enough,
+// because the library only tries to open it.
 func (w *world) give(name string) {
 	w.t.Helper()
 	w.must(os.MkdirAll(filepath.Dir(filepath.Join(w.dev, name)), 0o755))
@@ -140,7 +144,7 @@ func (w *world) must(err error) {
 	}
 }
 
-// initialize initialises NVML until the test ends.
+// initialize calls nvmlInit, and nvmlShutdown at the end of the test.
 func initialize(t *testing.T) nvml.Interface {
 	t.Helper()
 	path := simulated
@@ -172,7 +176,7 @@ func devices(t *testing.T, library nvml.Interface) []nvml.Device {
 	return all
 }
 
-// readNode reads one of the project's node files.
+// readNode reads a node file of the simulator by name.
 func readNode(t *testing.T, name string) *model.Node {
 	t.Helper()
 	needSimulator(t)
@@ -180,12 +184,12 @@ func readNode(t *testing.T, name string) *model.Node {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// A driver that takes seconds for each GPU would take them in every process; attach_test.go tests the cost.
+	// An attach cost of seconds would slow down every test. attach_test.go tests the cost.
 	node.AttachCost.Duration = min(node.AttachCost.Duration, 10*time.Millisecond)
 	return node
 }
 
-// nodeNames are all node files.
+// nodeNames returns the names of all node files.
 func nodeNames(t *testing.T) []string {
 	t.Helper()
 	paths, err := filepath.Glob("../nodes/*.yaml")

@@ -15,7 +15,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// capabilities are the files below /proc/driver/nvidia/capabilities/gpu<minor>/mig, and the nodes of instances, with what says that they agree.
+// capabilities returns the capability files of a GPU's MIG instances in /proc and the names of
+// their device nodes. It checks that every file has its device node.
 func (s *site) capabilities(minor int) (files, nodes []string) {
 	s.t.Helper()
 	mig := filepath.Join(s.root, "proc/driver/nvidia/capabilities", fmt.Sprintf("gpu%d/mig", minor))
@@ -69,14 +70,15 @@ func (s *site) expectCapabilities(files ...string) {
 	}
 }
 
-// fault orders one for the next call of a function.
+// fault injects a fault into the next call of a function.
 func (s *site) fault(fault state.Fault, function string) {
 	s.t.Helper()
 	fault.GPU = state.AnyGPU
 	s.change(func(_ *layout.Config, f *state.File) error { return f.AddFault(fault, function, 1) })
 }
 
-// Capability files and nodes are there when the call that made the instance returns, and gone when the one that removed it does, whoever makes the call.
+// MIG capability files and device nodes must exist when the call that creates a MIG instance
+// returns, and must be gone when the destroying call returns.
 func TestCapabilitiesFollowTheInstances(t *testing.T) {
 	for _, kind := range []layout.Kind{layout.Host, layout.Container} {
 		t.Run(string(kind), func(t *testing.T) {
@@ -89,7 +91,8 @@ func TestCapabilitiesFollowTheInstances(t *testing.T) {
 			p.died()
 			s.expectCapabilities("gi2", "gi2/ci0")
 
-			// What a killed process has left undone is done by whoever comes next.
+			// A process that is killed in the middle of a MIG change leaves wrong capability files. The next
+			// process that uses NVML must repair them.
 			mig := filepath.Join(s.root, "proc/driver/nvidia/capabilities/gpu0/mig")
 			if err := os.RemoveAll(filepath.Join(mig, "gi2")); err != nil {
 				t.Fatal(err)
@@ -100,7 +103,8 @@ func TestCapabilitiesFollowTheInstances(t *testing.T) {
 			start(t, "version", s.environment()...).says()
 			s.expectCapabilities("gi2", "gi2/ci0")
 
-			// The layout draws them too, and a reboot forgets the instances.
+			// An update of the simulated node's files must keep the capability files of existing MIG
+			// instances. A reboot must remove these files together with the MIG instances.
 			s.change(func(c *layout.Config, f *state.File) error { return c.Apply(f) })
 			s.expectCapabilities("gi2", "gi2/ci0")
 			if _, err := layout.Up(s.options); err != nil {
@@ -117,7 +121,8 @@ func TestCapabilitiesFollowTheInstances(t *testing.T) {
 	}
 }
 
-// inOwnNamespace runs a command in a mount namespace with these mounts made first, given as arguments of mount(8).
+// inOwnNamespace runs a command in its own mount namespace. Each entry of mounts has the arguments
+// of one mount(8) call to make before the command.
 func inOwnNamespace(t *testing.T, env []string, mounts [][]string, command ...string) string {
 	t.Helper()
 	script := "set -e\n"
@@ -137,9 +142,10 @@ func inOwnNamespace(t *testing.T, env []string, mounts [][]string, command ...st
 	return string(out)
 }
 
-// The plugin's container has the driver root and the proc tree read-only and all of /dev: that is enough to cut, as with the real driver. A container
-// without the folder in /dev cannot.
-func TestAContainerWithTheWholeDevCanCut(t *testing.T) {
+// The container of this project's DRA plugin has a read-only driver root and /proc, but all of
+// /dev. As with the real driver, that must be enough to create MIG instances. Without the simulated
+// node's folder in /dev, creation must fail.
+func TestContainerWithAllOfDevCreatesInstances(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root: mounts")
 	}
@@ -149,7 +155,7 @@ func TestAContainerWithTheWholeDevCanCut(t *testing.T) {
 			inside := t.TempDir()
 			mounts := [][]string{
 				{"--bind", s.root, inside}, {"-o", "remount,bind,ro", inside},
-				{"-t", "tmpfs", "none", s.root}, // what the container does not see
+				{"-t", "tmpfs", "none", s.root}, // hides the layout from the container
 			}
 			reach := [][]string{{"-t", "tmpfs", "none", "/mnt"}, {"--bind", s.root, "/mnt"}}
 			library := strings.Replace(s.nvml(), s.root, inside, 1)
@@ -162,9 +168,13 @@ func TestAContainerWithTheWholeDevCanCut(t *testing.T) {
 				t.Errorf("without the folder: %q, want %q", out, want)
 			}
 			s.fault(state.Fault{Kind: state.FaultFail, Error: uint32(nvml.ERROR_IN_USE)}, "nvmlComputeInstanceDestroy")
-			// /dev of the machine is not touched: a copy of it lies over it, in this namespace alone.
-			over := [][]string{{"-t", "tmpfs", "none", "/dev"}, {"-t", "tmpfs", "-o", "mode=755", "none", "/dev", "&&", "mkdir", "-p", "/dev/.udev/nvmlsim"},
-				{"--bind", "/mnt", "/dev/.udev/nvmlsim"}}
+			// The test must not change the machine's /dev, so it mounts an empty tmpfs over /dev in its own
+			// mount namespace.
+			over := [][]string{
+				{"-t", "tmpfs", "none", "/dev"},
+				{"-t", "tmpfs", "-o", "mode=755", "none", "/dev", "&&", "mkdir", "-p", "/dev/.udev/nvmlsim"},
+				{"--bind", "/mnt", "/dev/.udev/nvmlsim"},
+			}
 			out = inOwnNamespace(t, env, append(append(reach, mounts...), over...), os.Args[0])
 			if !strings.HasPrefix(out, "mode 0 0\ninstance 0\ncompute 0\n") {
 				t.Fatalf("with the folder: %q", out)
@@ -174,8 +184,9 @@ func TestAContainerWithTheWholeDevCanCut(t *testing.T) {
 	}
 }
 
-// An administrator's usual commands, each a process of its own.
-func TestTheRealNvidiaSMICuts(t *testing.T) {
+// The real nvidia-smi must be able to create, list and destroy MIG instances, with each command as
+// its own process.
+func TestRealNvidiaSMICreatesInstances(t *testing.T) {
 	program := realSMI(t)
 	s := newSite(t, "dgx-h100", layout.Host, program)
 	for _, step := range []struct {

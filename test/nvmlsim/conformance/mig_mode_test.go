@@ -19,7 +19,8 @@ func expectMode(t *testing.T, device nvml.Device, current, pending int) {
 	}
 }
 
-// setMode sets the MIG mode and checks what the call and the activation say.
+// setMode sets the MIG mode. It fails the test unless the call returns ret and, if the call
+// succeeds, the activation status is activation.
 func setMode(t *testing.T, device nvml.Device, mode int, ret, activation nvml.Return) {
 	t.Helper()
 	activated, got := device.SetMigMode(mode)
@@ -29,7 +30,7 @@ func setMode(t *testing.T, device nvml.Device, mode int, ret, activation nvml.Re
 	}
 }
 
-func TestModeChangesAtOnceOrWaitsForAReset(t *testing.T) {
+func TestModeChangeImmediateOrPending(t *testing.T) {
 	needSimulator(t)
 	for key, m := range migModels(t) {
 		t.Run(key, func(t *testing.T) {
@@ -51,7 +52,8 @@ func TestModeChangesAtOnceOrWaitsForAReset(t *testing.T) {
 			expectMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE)
 			want(t, "destroy", instance.Destroy(), nvml.SUCCESS)
 
-			// A reset keeps the mode only where it was a reset that set it; instances it forgets everywhere.
+			// A reset must remove all MIG instances. It must keep MIG mode only on models that need a reset
+			// to change the mode.
 			create(t, device, profile.ID, profile.Placements.Starts[0], profile.Placements.Size)
 			w.must(w.state.Reset(0, false))
 			kept := nvml.DEVICE_MIG_DISABLE
@@ -66,7 +68,7 @@ func TestModeChangesAtOnceOrWaitsForAReset(t *testing.T) {
 	}
 }
 
-func TestAGPUInUseKeepsItsMode(t *testing.T) {
+func TestGPUInUseKeepsMode(t *testing.T) {
 	w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 1)).onHost()
 	device := devices(t, initialize(t))[0]
 	w.must(w.state.SetBusy(0, state.Process{PID: 4711}, state.Process{PID: 4712}))
@@ -82,7 +84,7 @@ func TestAGPUInUseKeepsItsMode(t *testing.T) {
 	expectMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE)
 }
 
-func TestAGPUWithoutMIGSaysSo(t *testing.T) {
+func TestModeChangeWithoutMIGFails(t *testing.T) {
 	newWorld(t, manyOf(t, "l40s-48gb", 1)).onHost()
 	device := devices(t, initialize(t))[0]
 	setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.ERROR_NOT_SUPPORTED, nvml.SUCCESS)
@@ -92,7 +94,8 @@ func TestAGPUWithoutMIGSaysSo(t *testing.T) {
 	want(t, "MIG device", ret, nvml.ERROR_NOT_SUPPORTED)
 }
 
-// A GPU that leaves MIG mode is on its way into the fabric for a while.
+// After a GPU has left MIG mode, its NVLink fabric registration must be "in progress" for a while
+// before it is "completed".
 func TestLeavingMIGRejoinsTheFabric(t *testing.T) {
 	w := newWorld(t, readNode(t, "dgx-h100")).onHost()
 	w.must(w.state.SetFabricSettle(time.Hour))

@@ -10,7 +10,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// shape is a GPU instance that a model allows: a profile at a place.
+// shape is one possible GPU instance of a model: a profile, and the first memory slice of the
+// placement.
 type shape struct {
 	profile model.Profile
 	start   uint32
@@ -26,7 +27,9 @@ func shapesOf(m *model.GPU) []shape {
 	return all
 }
 
-// holdsTogether is the rule, from the model file alone: memory slices by position, engines of the whole GPU, instancesMax.
+// holdsTogether reports whether one GPU can have all the GPU instances in the parameter set at the
+// same time: their memory slices do not overlap, the GPU has enough engines, and no profile exceeds
+// its InstancesMax.
 func holdsTogether(m *model.GPU, set []shape) bool {
 	engines := func(p model.Profile) []uint32 {
 		return []uint32{p.CopyEngines, p.Decoders, p.Encoders, p.JPEGEngines, p.OFAEngines}
@@ -72,7 +75,8 @@ func migModels(t *testing.T) map[string]*model.GPU {
 	return models
 }
 
-// inMIG is a node with GPUs of one model in MIG mode.
+// inMIG returns a simulated node with count GPUs, all in MIG mode, of the model whose file name is
+// key.
 func inMIG(t *testing.T, key string, count int) *model.Node {
 	t.Helper()
 	node := manyOf(t, key, count)
@@ -87,12 +91,13 @@ func createAt(device nvml.Device, s shape) (nvml.GpuInstance, nvml.Return) {
 		&nvml.GpuInstancePlacement{Start: s.start, Size: s.profile.Placements.Size})
 }
 
-// Every set of GPU instances that the rule allows can be made, and from each of them nothing more than the rule allows: for every model, exhaustively.
-func TestTheHardwareHoldsWhatTheModelFileAllows(t *testing.T) {
+// For every model, the library must create exactly those sets of GPU instances that holdsTogether
+// allows. The test tries all sets.
+func TestModelFileRuleIsExact(t *testing.T) {
 	needSimulator(t)
 	for key, m := range migModels(t) {
 		if sanitized() && m.MIG.MemorySlices > 4 {
-			continue // the same code, many times as slow
+			continue // the larger models use the same code and would take very long
 		}
 		t.Run(key, func(t *testing.T) {
 			newWorld(t, inMIG(t, key, 1)).give("nvidia-caps/nvidia-cap1")
@@ -106,7 +111,7 @@ func TestTheHardwareHoldsWhatTheModelFileAllows(t *testing.T) {
 					allowed := holdsTogether(m, append(slices.Clone(made), s))
 					instance, ret := createAt(device, s)
 					if allowed != (ret == nvml.SUCCESS) || (!allowed && ret != nvml.ERROR_INSUFFICIENT_RESOURCES) {
-						t.Fatalf("beside %s: %s gives %v, the rule says %t", inWords(made), inWords([]shape{s}), ret, allowed)
+						t.Fatalf("with %s: %s gives %v, the rule says %t", inWords(made), inWords([]shape{s}), ret, allowed)
 					}
 					if ret != nvml.SUCCESS {
 						continue
@@ -133,8 +138,9 @@ func inWords(set []shape) string {
 	return "{" + text + "}"
 }
 
-// Remaining capacity is what can really be made: after every step of filling a GPU with one profile, it is one less or 0.
-func TestRemainingCapacityIsWhatCanBeMade(t *testing.T) {
+// The remaining capacity of a profile must be exact: each new GPU instance of the profile reduces
+// it by one, down to 0.
+func TestRemainingCapacityIsExact(t *testing.T) {
 	needSimulator(t)
 	for key, m := range migModels(t) {
 		t.Run(key, func(t *testing.T) {
@@ -168,8 +174,9 @@ func TestRemainingCapacityIsWhatCanBeMade(t *testing.T) {
 	}
 }
 
-// IDs go by the share of the memory, and the driver's own choice of places keeps large ones whole, as seen on an H100.
-func TestTheDriverChoosesPlacesAsSeenOnHardware(t *testing.T) {
+// GPU instance IDs and the driver's own choice of placements must be as observed on an H100: IDs
+// follow the share of memory, and placements for large GPU instances stay free.
+func TestDriverPlacementMatchesHardware(t *testing.T) {
 	newWorld(t, inMIG(t, "h100-sxm5-80gb", 1)).give("nvidia-caps/nvidia-cap1")
 	device := devices(t, initialize(t))[0]
 	var ids []uint32

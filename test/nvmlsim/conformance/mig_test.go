@@ -11,7 +11,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// onHost gives the process the capabilities of MIG as a whole, as a host has them.
+// onHost adds the device nodes of the capabilities for MIG as a whole, which a process on the host
+// has and a container does not.
 func (w *world) onHost() *world {
 	w.give("nvidia-caps/nvidia-cap1")
 	w.give("nvidia-caps/nvidia-cap2")
@@ -20,7 +21,10 @@ func (w *world) onHost() *world {
 
 func create(t *testing.T, device nvml.Device, profile, start, size uint32) nvml.GpuInstance {
 	t.Helper()
-	instance, ret := device.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: profile}, &nvml.GpuInstancePlacement{Start: start, Size: size})
+	instance, ret := device.CreateGpuInstanceWithPlacement(
+		&nvml.GpuInstanceProfileInfo{Id: profile},
+		&nvml.GpuInstancePlacement{Start: start, Size: size},
+	)
 	want(t, fmt.Sprintf("create GPU instance %d at %d:%d", profile, start, size), ret, nvml.SUCCESS)
 	return instance
 }
@@ -32,7 +36,7 @@ func divide(t *testing.T, instance nvml.GpuInstance, profile uint32) nvml.Comput
 	return compute
 }
 
-// migUUIDs are the MIG devices that this process sees on a GPU.
+// migUUIDs returns the UUIDs of the MIG devices that this process sees on a GPU.
 func migUUIDs(t *testing.T, device nvml.Device) []string {
 	t.Helper()
 	count, ret := device.GetMaxMigDeviceCount()
@@ -51,11 +55,14 @@ func migUUIDs(t *testing.T, device nvml.Device) []string {
 	return all
 }
 
-func TestWhatCannotBeMadeSaysWhy(t *testing.T) {
+func TestRefusedInstanceGivesReason(t *testing.T) {
 	newWorld(t, manyOf(t, "h100-sxm5-80gb", 1)).onHost()
 	device := devices(t, initialize(t))[0]
 	place := func(profile, start, size uint32) nvml.Return {
-		_, ret := device.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: profile}, &nvml.GpuInstancePlacement{Start: start, Size: size})
+		_, ret := device.CreateGpuInstanceWithPlacement(
+			&nvml.GpuInstanceProfileInfo{Id: profile},
+			&nvml.GpuInstancePlacement{Start: start, Size: size},
+		)
 		return ret
 	}
 	want(t, "with MIG off", place(19, 0, 1), nvml.ERROR_NOT_SUPPORTED)
@@ -79,8 +86,9 @@ func TestWhatCannotBeMadeSaysWhy(t *testing.T) {
 	want(t, "by ID, gone", ret, nvml.ERROR_NOT_FOUND)
 }
 
-// A compute instance that processes use is not destroyed; those beside it are.
-func TestABusyComputeInstanceStays(t *testing.T) {
+// A compute instance with a running process must not be destroyed. Idle compute instances next to
+// it can be.
+func TestBusyComputeInstanceIsNotDestroyed(t *testing.T) {
 	w := newWorld(t, inMIG(t, "h100-sxm5-80gb", 1)).onHost()
 	device := devices(t, initialize(t))[0]
 	instance := create(t, device, 9, 4, 4)
@@ -99,8 +107,9 @@ func TestABusyComputeInstanceStays(t *testing.T) {
 	want(t, "destroy it when idle", busy.Destroy(), nvml.SUCCESS)
 }
 
-// Each profile of each model: its compute instances' profiles, and the MIG device that fills it.
-func TestAMIGDeviceSaysWhatItIs(t *testing.T) {
+// For each GPU instance profile of each model, the compute instance profiles and the attributes of
+// the MIG device that fills the GPU instance must agree with the model file.
+func TestMIGDeviceAttributes(t *testing.T) {
 	needSimulator(t)
 	for key, m := range migModels(t) {
 		t.Run(key, func(t *testing.T) {
@@ -126,7 +135,16 @@ func TestAMIGDeviceSaysWhatItIs(t *testing.T) {
 	}
 }
 
-func checkWhole(t *testing.T, w *world, library nvml.Interface, device nvml.Device, gi nvml.GpuInstance, info nvml.GpuInstanceInfo, p model.Profile, m *model.GPU) {
+func checkWhole(
+	t *testing.T,
+	w *world,
+	library nvml.Interface,
+	device nvml.Device,
+	gi nvml.GpuInstance,
+	info nvml.GpuInstanceInfo,
+	p model.Profile,
+	m *model.GPU,
+) {
 	t.Helper()
 	filled := 0
 	for value := range nvml.COMPUTE_INSTANCE_PROFILE_COUNT {
@@ -159,8 +177,18 @@ func checkWhole(t *testing.T, w *world, library nvml.Interface, device nvml.Devi
 	}
 }
 
-// checkDevice checks the MIG device of a compute instance that fills its GPU instance, and destroys it.
-func checkDevice(t *testing.T, w *world, library nvml.Interface, device nvml.Device, ci nvml.ComputeInstance, gi uint32, p model.Profile, m *model.GPU) {
+// checkDevice fails the test unless the MIG device of compute instance ci, which fills its GPU
+// instance, has the values of the model file. At the end it destroys ci.
+func checkDevice(
+	t *testing.T,
+	w *world,
+	library nvml.Interface,
+	device nvml.Device,
+	ci nvml.ComputeInstance,
+	gi uint32,
+	p model.Profile,
+	m *model.GPU,
+) {
 	t.Helper()
 	info, ret := ci.GetInfo()
 	want(t, "compute instance", ret, nvml.SUCCESS)
@@ -195,8 +223,9 @@ func checkDevice(t *testing.T, w *world, library nvml.Interface, device nvml.Dev
 	want(t, "UUID of a device that is gone", ret, nvml.ERROR_INVALID_ARGUMENT)
 }
 
-// The same place gets the same ID, and so the same UUID; another place another.
-func TestIDsAreUsedAgain(t *testing.T) {
+// A new GPU instance at the placement of a destroyed one must get the same ID, and so its MIG
+// device the same UUID. At another placement both must differ.
+func TestIDsAreReused(t *testing.T) {
 	newWorld(t, inMIG(t, "h100-sxm5-80gb", 2)).onHost()
 	all := devices(t, initialize(t))
 	cut := func(device nvml.Device, start uint32) string {
@@ -213,7 +242,7 @@ func TestIDsAreUsedAgain(t *testing.T) {
 	}
 }
 
-func TestAVGPUGuestCannotCut(t *testing.T) {
+func TestVGPUGuestCannotCreateInstances(t *testing.T) {
 	w := newWorld(t, readNode(t, "vgpu-guest")).onHost()
 	device := devices(t, initialize(t))[0]
 	mode, ret := device.GetVirtualizationMode()
@@ -233,8 +262,9 @@ func TestAVGPUGuestCannotCut(t *testing.T) {
 	}
 }
 
-// In a container a MIG device is there if both of its capability nodes are; what is not there is not listed.
-func TestAContainerSeesTheInstancesWhoseCapabilitiesItHas(t *testing.T) {
+// A container must see a MIG device only if it has the capability device nodes of both the GPU
+// instance and the compute instance.
+func TestContainerSeesInstancesOfItsCapabilities(t *testing.T) {
 	w := newWorld(t, readNode(t, "static-mig"))
 	device := devices(t, initialize(t))[0]
 	gpu := w.state.GPU(0)
@@ -256,8 +286,9 @@ func TestAContainerSeesTheInstancesWhoseCapabilitiesItHas(t *testing.T) {
 	expect(gpu.MIGUUID(1, 0), gpu.MIGUUID(1, 1), gpu.MIGUUID(5, 0))
 }
 
-// The same with the state read-only, as a container has it: what is not given stays hidden, and nothing can be cut.
-func TestAContainerSeesItsInstanceAndCannotCut(t *testing.T) {
+// With a read-only state file, as in a container, NVML must still hide the MIG devices whose
+// capability device nodes are missing, and creating a MIG instance must fail.
+func TestContainerCannotCreateInstances(t *testing.T) {
 	w := newWorld(t, readNode(t, "static-mig"))
 	gpu := w.state.GPU(0)
 	w.give(fmt.Sprintf("nvidia-caps/nvidia-cap%d", gpu.GPUInstanceMinor(1)))

@@ -11,8 +11,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// The hardware half: every GPU of this machine agrees with the file of its model. It reads, and nothing else.
-func TestHardwareAgreesWithItsModelFile(t *testing.T) {
+// On real hardware, every GPU of the machine must agree with its model file. This test only reads.
+func TestHardwareAgreesWithModelFile(t *testing.T) {
 	if simulated != "" {
 		t.Skip("needs hardware: name its library with -lib")
 	}
@@ -50,9 +50,9 @@ func TestHardwareAgreesWithItsModelFile(t *testing.T) {
 	}
 }
 
-// A model file is all that a model is: nine of them on a node say what their file says, in every field. Nine, because eight is
-// where a built-in limit would be.
-func TestEveryModelSaysWhatItsFileSays(t *testing.T) {
+// A node with nine GPU models must report the values of every model file. With nine, the test would
+// notice a limit of eight.
+func TestEveryModelAgreesWithItsFile(t *testing.T) {
 	needSimulator(t)
 	for key, m := range readModels(t) {
 		t.Run(key, func(t *testing.T) {
@@ -70,7 +70,7 @@ func TestEveryModelSaysWhatItsFileSays(t *testing.T) {
 	}
 }
 
-// manyOf is a node with count GPUs of one model.
+// manyOf returns a simulated node with count GPUs of the model whose file name is key.
 func manyOf(t *testing.T, key string, count int) *model.Node {
 	t.Helper()
 	text := "name: many\ndriverVersion: \"550.163.01\"\ncudaVersion: \"12.4\"\ngpus:\n"
@@ -88,7 +88,7 @@ func manyOf(t *testing.T, key string, count int) *model.Node {
 	return node
 }
 
-func TestManyMoreThanEightGPUs(t *testing.T) {
+func TestMoreThanEightGPUs(t *testing.T) {
 	newWorld(t, manyOf(t, "t4-16gb", 100))
 	all := devices(t, initialize(t))
 	if len(all) != 100 {
@@ -110,8 +110,9 @@ func TestManyMoreThanEightGPUs(t *testing.T) {
 	}
 }
 
-// Each node: its GPUs in the order of their addresses, found by index, UUID and address alike.
-func TestEveryNodeSaysWhatItsFileSays(t *testing.T) {
+// On every node, NVML must list the GPUs in the order of their PCI addresses, and find each by
+// index, UUID and PCI address.
+func TestEveryNodeAgreesWithItsFile(t *testing.T) {
 	needSimulator(t)
 	for _, name := range nodeNames(t) {
 		t.Run(name, func(t *testing.T) {
@@ -184,8 +185,9 @@ func compareCard(t *testing.T, library nvml.Interface, device nvml.Device, index
 	}
 }
 
-// Two nodes of one file have different GPUs; one node has the same at every boot.
-func TestSeedsTellNodesApart(t *testing.T) {
+// With two seeds, one node file must give two nodes with different GPU UUIDs. With one seed, the
+// UUIDs must be the same at every boot.
+func TestSeedsGiveDifferentUUIDs(t *testing.T) {
 	needSimulator(t)
 	read := func(seed string) string {
 		node, err := model.ReadNode("../nodes/dgx-h100.yaml", seed)

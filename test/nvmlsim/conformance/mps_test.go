@@ -11,7 +11,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 )
 
-func TestMPSDaemonsLife(t *testing.T) {
+func TestMPSDaemonLifecycle(t *testing.T) {
 	for _, kind := range []layout.Kind{layout.Host, layout.Container, layout.Bare} {
 		t.Run(string(kind), func(t *testing.T) {
 			s := newService(t, "l40s-x2", kind)
@@ -19,7 +19,7 @@ func TestMPSDaemonsLife(t *testing.T) {
 				t.Errorf("without a daemon: %q (%v)", out, err)
 			}
 			s.startDaemon(s.uuid(1))
-			s.expect("", "get_server_list") // a server comes with the first client
+			s.expect("", "get_server_list") // the daemon starts a server only for the first client
 			s.expect("100.0\n", "get_default_active_thread_percentage")
 			second := s.command("nvidia-cuda-mps-control", []string{"-d"})
 			if out, err := second.CombinedOutput(); err == nil || string(out) != "An instance of this daemon is already running\n" {
@@ -45,7 +45,7 @@ func TestMPSDaemonsLife(t *testing.T) {
 			s.expect(fmt.Sprintf("%s: %d\n", s.uuid(1), p.command.Process.Pid), "get_device_client_list")
 			p.kill()
 			waitFor(t, "the client to be gone", func() bool { out, _ := s.tell(fmt.Sprintf("get_client_list %d", got.Server)); return out == "" })
-			s.expect(fmt.Sprintln(got.Server), "get_server_list") // the server stays
+			s.expect(fmt.Sprintln(got.Server), "get_server_list") // the server stays without clients
 			s.expect("", "quit")
 			waitFor(t, "the PID file to be gone", func() bool {
 				_, err := os.Stat(filepath.Join(s.pipes, "nvidia-cuda-mps-control.pid"))
@@ -60,8 +60,9 @@ func TestMPSDaemonsLife(t *testing.T) {
 	}
 }
 
-// A daemon that was killed leaves its files; the next one takes them over. Its clients go on, and new ones run without MPS meanwhile.
-func TestAKilledMPSDaemonIsFollowed(t *testing.T) {
+// After an MPS daemon was killed, a new daemon must take over the pipe directory. Clients of the
+// killed daemon must continue, and programs that start before the new daemon must run without MPS.
+func TestNewDaemonReplacesKilledOne(t *testing.T) {
 	s := newService(t, "l40s-x2", layout.Host)
 	s.startDaemon(s.uuid(0))
 	holder := s.compute(0, []string{"--hold"})
@@ -83,7 +84,7 @@ func TestAKilledMPSDaemonIsFollowed(t *testing.T) {
 	waitFor(t, "the orphaned server to end with its last client", func() bool { return !alive(server) })
 }
 
-// alive tells whether a process runs. One that nobody has waited for does not, once the last of its threads has ended.
+// alive reports whether a process runs. A zombie whose threads have all ended does not run.
 func alive(pid int) bool {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -115,8 +116,10 @@ func TestMPSLimits(t *testing.T) {
 		want []limit
 	}{
 		{"the daemon's own", nil, []limit{{3000, 25}, {2048, 25}}},
-		{"less by the environment", []string{"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=1G," + s.uuid(1) + "=512M", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=10"}, []limit{{1024, 10}, {512, 10}}},
-		{"more by the environment is not more", []string{"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=40G", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=90"}, []limit{{3000, 25}, {2048, 25}}},
+		{"less by the environment", []string{"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=1G," + s.uuid(1) + "=512M",
+			"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=10"}, []limit{{1024, 10}, {512, 10}}},
+		{"more by the environment is not more", []string{"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=40G", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=90"},
+			[]limit{{3000, 25}, {2048, 25}}},
 		{"of one device", []string{"CUDA_VISIBLE_DEVICES=" + s.uuid(1), "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=100M"}, []limit{{100, 25}}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -144,8 +147,9 @@ func TestMPSLimits(t *testing.T) {
 	s.compute(0, nil, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=5").failed("CUDA_ERROR_INVALID_VALUE")
 }
 
-// New defaults are for the next server; the limits of a running one are set by its PID.
-func TestMPSDefaultsAreForTheNextServer(t *testing.T) {
+// New default limits must apply only to servers that start later. Limits of a running server must
+// be changed by its PID.
+func TestMPSDefaultsApplyToNextServer(t *testing.T) {
 	s := newService(t, "l40s-x2", layout.Host)
 	s.startDaemon(s.uuid(0))
 	threads := func() (int, float64) {

@@ -16,7 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// migUUIDs are the MIG devices of a GPU, in the order of their IDs.
+// migUUIDs returns the UUIDs of a GPU's MIG devices, ordered by instance IDs.
 func (s *service) migUUIDs(gpu int) []string {
 	var all []string
 	s.change(func(_ *layout.Config, f *state.File) error {
@@ -31,7 +31,8 @@ func (s *service) migUUIDs(gpu int) []string {
 	return all
 }
 
-// A daemon on a MIG device serves that device; a list of several serves the first, since a CUDA process gets one.
+// An MPS daemon on a MIG device must serve that MIG device. Given several MIG devices, it must
+// serve only the first, because a CUDA process gets only one.
 func TestMPSOnMIGDevices(t *testing.T) {
 	s := newService(t, "static-mig", layout.Host)
 	uuids := s.migUUIDs(0)
@@ -50,8 +51,9 @@ func TestMPSOnMIGDevices(t *testing.T) {
 	}
 }
 
-// A compute instance that is computed on cannot be destroyed, nor can its GPU be reset; killed, the process holds nothing.
-func TestAComputedOnInstanceIsInUse(t *testing.T) {
+// While a process computes on a compute instance, the compute instance must not be destroyed and
+// the GPU must not be reset. After the process is killed, both must work.
+func TestInstanceWithComputingProcessIsInUse(t *testing.T) {
 	s := newService(t, "static-mig", layout.Host)
 	t.Setenv("NVMLSIM_STATE", layout.StatePath(s.root))
 	t.Setenv("NVMLSIM_DEV", s.dev)
@@ -83,8 +85,8 @@ func TestAComputedOnInstanceIsInUse(t *testing.T) {
 	}
 }
 
-// The server starts only if all that it was given is there and opens.
-func TestAServerNeedsItsDevices(t *testing.T) {
+// The MPS server must fail to start unless all of its devices exist and can be opened.
+func TestServerNeedsAllItsDevices(t *testing.T) {
 	for name, spoil := range map[string]func(*service) string{
 		"a GPU that does not exist": func(*service) string { return "GPU-00000000-1111-2222-3333-444444444444" },
 		"a GPU whose node is missing": func(s *service) string {
@@ -119,8 +121,9 @@ func TestAServerNeedsItsDevices(t *testing.T) {
 	}
 }
 
-// In a container the state is read-only and only the injected programs and nodes are there: compute modes hold there, too, and the client finds its daemon.
-func TestAClientInAContainer(t *testing.T) {
+// A container has a read-only state file and only the injected programs and device nodes. Even
+// there compute modes must apply, and a client must find its MPS daemon.
+func TestClientInContainer(t *testing.T) {
 	needRoot(t)
 	if _, err := exec.LookPath("unshare"); err != nil {
 		t.Skip("no unshare here")
@@ -133,7 +136,8 @@ func TestAClientInAContainer(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for _, file := range []string{"usr/bin/nvidia-cuda-mps-control", firmware + "/gsp_nvmlsim.bin", "dev/nvidiactl", "dev/nvidia-uvm", "dev/nvidia1"} {
+	for _, file := range []string{"usr/bin/nvidia-cuda-mps-control", firmware + "/gsp_nvmlsim.bin", "dev/nvidiactl", "dev/nvidia-uvm",
+		"dev/nvidia1"} {
 		if err := os.WriteFile(filepath.Join(root, file), nil, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -173,7 +177,7 @@ exec chroot %[1]s /usr/bin/nvidia-cuda-mps-control nvmlsim-cuda --fill`,
 	holder := s.compute(0, []string{"--hold"}, "CUDA_VISIBLE_DEVICES="+s.uuid(1))
 	holder.attached()
 	if _, _, failure := inside(); failure != "CUDA_ERROR_DEVICE_UNAVAILABLE" {
-		t.Errorf("beside one who has the exclusive GPU: %s", failure)
+		t.Errorf("with another process on the exclusive GPU: %s", failure)
 	}
 	holder.kill()
 	s.startDaemon(s.uuid(1), "-multiuser-server")

@@ -18,7 +18,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// service is a site with a folder for an MPS daemon's pipes and one for its logs. The folders' names are short: a socket's path has 107 characters at most.
+// service is a simulated node with directories for an MPS daemon's pipes and logs. The directories
+// have short names, because a socket's path has at most 107 characters.
 type service struct {
 	*site
 	pipes, logs string
@@ -49,15 +50,16 @@ func (s *service) command(name string, args []string, env ...string) *exec.Cmd {
 	command := exec.Command(s.program(name), args...)
 	command.Env = append(os.Environ(), s.environment()...)
 	command.Env = append(command.Env, "CUDA_MPS_PIPE_DIRECTORY="+s.pipes, "CUDA_MPS_LOG_DIRECTORY="+s.logs,
-		"PATH="+filepath.Dir(s.program(name))+":"+os.Getenv("PATH")) // the daemon finds the server there
+		"PATH="+filepath.Dir(s.program(name))+":"+os.Getenv("PATH")) // the daemon looks up the server program in PATH
 	command.Env = append(command.Env, env...)
 	return command
 }
 
-// uuid is a GPU's.
+// uuid returns the UUID of the node's i-th GPU.
 func (s *service) uuid(i int) string { return s.options.Config.Node.GPUs[i].UUID }
 
-// startDaemon starts a daemon in the background for the devices; it is ended with the test.
+// startDaemon starts an MPS control daemon in the background for the devices. The daemon ends with
+// the test.
 func (s *service) startDaemon(devices string, args ...string) {
 	s.t.Helper()
 	command := s.command("nvidia-cuda-mps-control", append([]string{"-d"}, args...), "CUDA_VISIBLE_DEVICES="+devices)
@@ -67,7 +69,7 @@ func (s *service) startDaemon(devices string, args ...string) {
 	s.t.Cleanup(func() { _, _ = s.tell("quit -t 0") })
 }
 
-// daemonPID is the daemon's.
+// daemonPID returns the PID from the control daemon's PID file.
 func (s *service) daemonPID() int {
 	s.t.Helper()
 	text, err := os.ReadFile(filepath.Join(s.pipes, "nvidia-cuda-mps-control.pid"))
@@ -81,7 +83,8 @@ func (s *service) daemonPID() int {
 	return pid
 }
 
-// tell sends commands to the daemon and gives what is printed, and whether the program succeeded.
+// tell sends commands to the control daemon. It returns the output, and an error if the sending
+// program failed.
 func (s *service) tell(commands ...string) (string, error) {
 	command := s.command("nvidia-cuda-mps-control", nil)
 	command.Stdin = strings.NewReader(strings.Join(commands, "\n") + "\n")
@@ -96,7 +99,7 @@ func (s *service) expect(want string, commands ...string) {
 	}
 }
 
-// said is a line of the stand-in of a CUDA program.
+// said is one line of JSON that nvmlsim-cuda, the stand-in of a CUDA program, prints.
 type said struct {
 	Event   string
 	Mode    string
@@ -107,14 +110,14 @@ type said struct {
 	Message string
 }
 
-// program is a running stand-in of a CUDA program.
+// program is a running nvmlsim-cuda, the stand-in of a CUDA program.
 type program struct {
 	t       *testing.T
 	command *exec.Cmd
 	lines   *bufio.Scanner
 }
 
-// compute starts the stand-in as a user of the node: 0 or another.
+// compute starts nvmlsim-cuda, the stand-in of a CUDA program, with the user ID user.
 func (s *service) compute(user uint32, args []string, env ...string) *program {
 	s.t.Helper()
 	command := s.command("nvmlsim-cuda", args, env...)
@@ -139,7 +142,8 @@ func (p *program) kill() {
 	_ = p.command.Wait()
 }
 
-// next gives the program's next line, which must be of this event.
+// next returns the next line that the program prints. It fails the test if the line reports another
+// event than the parameter names.
 func (p *program) next(event string) said {
 	p.t.Helper()
 	var l said
@@ -152,7 +156,8 @@ func (p *program) next(event string) said {
 	return l
 }
 
-// attached gives what the program says when it has the GPUs; it may have waited.
+// attached returns the line with which the program reports its GPUs. The program may first report
+// that it waits.
 func (p *program) attached() said {
 	p.t.Helper()
 	for {
@@ -172,7 +177,8 @@ func (p *program) attached() said {
 	}
 }
 
-// failed gives the error with which the program did not get the GPUs.
+// failed fails the test unless the program reports that it could not get its GPUs, with the error
+// want.
 func (p *program) failed(want string) {
 	p.t.Helper()
 	for p.lines.Scan() {

@@ -17,11 +17,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// dialogue is what is said to both. The real daemon runs without a GPU, as long as nobody wants a server.
+// dialogue lists commands that the test sends to the real control daemon and to the stand-in. The
+// real daemon needs a GPU only when a client asks for a server.
 var dialogue = []string{
-	"get_server_list", "get_server_list too much", "get_server_status 1", "get_client_list 1", "get_client_list", "get_device_client_list", "get_device_client_list 1",
+	"get_server_list", "get_server_list too much", "get_server_status 1", "get_client_list 1", "get_client_list", "get_device_client_list",
+	"get_device_client_list 1",
 	"ps", "ps -p 1", "terminate_client 1 2", "shutdown_server 1", "get_active_thread_percentage 1", "set_active_thread_percentage 1 50",
-	"get_device_pinned_mem_limit 1 0", "start_server", "start_server -uid", "start_server -uid x", "nonsense", "nonsense with words", "", "help",
+	"get_device_pinned_mem_limit 1 0", "start_server", "start_server -uid", "start_server -uid x", "nonsense", "nonsense with words", "",
+	"help",
 	"get_default_active_thread_percentage", "set_default_active_thread_percentage 30", "set_default_active_thread_percentage 33.37",
 	"set_default_active_thread_percentage 0", "set_default_active_thread_percentage 101", "set_default_active_thread_percentage abc",
 	"set_default_active_thread_percentage", "set_default_active_thread_percentage -5", "get_default_active_thread_percentage",
@@ -29,13 +32,15 @@ var dialogue = []string{
 	"get_default_active_thread_percentage\nget_server_list\nnonsense\nget_default_active_thread_percentage",
 }
 
-// limits are set, and then read back.
+// limits lists memory limits that the test sets and then reads back.
 var limits = []string{
-	"0 1G", "0 1500M", "0 512M", "0 512", "0 0M", "0 18432M", "1 1023M", "0 4000000000", "0 700m", "0 1.5G", "0 abcM", "0 1g", "0 18G more", "31 1G", "32 1G", "5 1G",
+	"0 1G", "0 1500M", "0 512M", "0 512", "0 0M", "0 18432M", "1 1023M", "0 4000000000", "0 700m", "0 1.5G", "0 abcM", "0 1g", "0 18G more",
+	"31 1G", "32 1G", "5 1G",
 	"GPU-565e61d6-853a-4904-8caa-6170d78f7c8a 2G",
 }
 
-// conversation is one daemon, with what it says to everything, and its files.
+// conversation runs the control program at the path control as a daemon and sends it all commands.
+// It returns the daemon's answers, and the names and modes of the files in the pipe directory.
 func (s *service) conversation(control string) []string {
 	s.t.Helper()
 	var all []string
@@ -55,7 +60,7 @@ func (s *service) conversation(control string) []string {
 		}
 		out, err := command.CombinedOutput()
 		if len(args) == 1 && args[0] == "-x" {
-			out = nil // a driver's help is its own
+			out = nil // the help texts may differ
 		}
 		note(fmt.Sprintf("user %d, %q, %v", user, input, args), out, err)
 	}
@@ -84,7 +89,8 @@ func (s *service) conversation(control string) []string {
 		device, _, _ := strings.Cut(limit, " ")
 		run(0, "set_default_device_pinned_mem_limit "+limit+"\nget_default_device_pinned_mem_limit "+device+"\n")
 	}
-	for _, line := range []string{"get_default_active_thread_percentage", "set_default_active_thread_percentage 20", "set_default_device_pinned_mem_limit 0 1G", "ps", "quit"} {
+	for _, line := range []string{"get_default_active_thread_percentage", "set_default_active_thread_percentage 20",
+		"set_default_device_pinned_mem_limit 0 1G", "ps", "quit"} {
 		run(1000, line+"\n")
 	}
 	run(0, "")
@@ -102,8 +108,8 @@ func (s *service) conversation(control string) []string {
 	return all
 }
 
-// The control daemon's stand-in says to everything what the real one of the same driver says.
-func TestTheControlDaemonSaysWhatTheRealOneSays(t *testing.T) {
+// The stand-in must give the same answers as the real control daemon of the same driver version.
+func TestControlDaemonAnswersLikeRealOne(t *testing.T) {
 	needRoot(t)
 	for suite, version := range map[string]string{"bookworm": "535.261.03", "trixie": "550.163.01", "experimental": "555.58.02"} {
 		t.Run(suite, func(t *testing.T) {
@@ -124,7 +130,7 @@ func TestTheControlDaemonSaysWhatTheRealOneSays(t *testing.T) {
 				s.open()
 				return s.conversation(pick(s))
 			}
-			genuine := talk(func(s *service) string { // where other users can run it
+			genuine := talk(func(s *service) string { // the copy lies where other users can run it
 				path := filepath.Join(filepath.Dir(s.pipes), "real")
 				if err := os.WriteFile(path, program, 0o755); err != nil {
 					t.Fatal(err)

@@ -16,8 +16,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// One process at a time has an exclusive GPU: the MPS server, through which others compute.
-func TestAnExclusiveGPUIsOneProcesss(t *testing.T) {
+// Only one process can compute on a GPU in exclusive mode. If that process is the MPS server, its
+// clients can all compute on the GPU.
+func TestExclusiveGPUServesOneProcess(t *testing.T) {
 	s := newService(t, "l40s-x2", layout.Host)
 	s.setComputeMode(0, nvml.COMPUTEMODE_EXCLUSIVE_PROCESS)
 	alone := []string{"CUDA_MPS_PIPE_DIRECTORY=" + s.pipes + "-none", "CUDA_VISIBLE_DEVICES=" + s.uuid(0)}
@@ -26,7 +27,7 @@ func TestAnExclusiveGPUIsOneProcesss(t *testing.T) {
 	s.compute(0, nil, alone...).failed("CUDA_ERROR_DEVICE_UNAVAILABLE")
 	s.compute(0, nil, alone[0], "CUDA_VISIBLE_DEVICES="+s.uuid(1)).attached()
 	s.startDaemon(s.uuid(0))
-	s.compute(0, nil).failed("CUDA_ERROR_DEVICE_UNAVAILABLE") // the server cannot have it
+	s.compute(0, nil).failed("CUDA_ERROR_DEVICE_UNAVAILABLE") // the server does not get the GPU while the first program computes
 	first.kill()
 	for range 3 {
 		s.compute(0, []string{"--hold"}).attached()
@@ -43,7 +44,7 @@ func needRoot(t *testing.T) {
 	}
 }
 
-// Let other users reach the site's files, which are in a folder of this user's.
+// open lets other users read the node's files, which lie in a temporary folder of the test's user.
 func (s *service) open() {
 	for folder := s.root; folder != "/" && folder != os.TempDir(); folder = filepath.Dir(folder) {
 		if err := os.Chmod(folder, 0o755); err != nil {
@@ -66,7 +67,7 @@ func TestClientsOfAnotherUserWait(t *testing.T) {
 	other := s.compute(1001, []string{"--hold"})
 	other.next("pending")
 	late := s.compute(1000, []string{"--hold"})
-	late.next("pending") // behind the other
+	late.next("pending") // waits behind the other program
 	first.kill()
 	mate.kill()
 	got := other.next("attached")
@@ -77,7 +78,7 @@ func TestClientsOfAnotherUserWait(t *testing.T) {
 	late.attached()
 }
 
-func TestAMultiUserServerServesAll(t *testing.T) {
+func TestMultiUserServerServesAllUsers(t *testing.T) {
 	needRoot(t)
 	s := newService(t, "l40s-x2", layout.Host)
 	s.open()
@@ -98,7 +99,8 @@ func TestAMultiUserServerServesAll(t *testing.T) {
 	s.expect("100.0\n", "get_default_active_thread_percentage")
 }
 
-// quit waits for the clients; with a time it does not wait for longer.
+// quit must wait until the clients have ended; quit with a timeout must wait no longer than the
+// timeout.
 func TestQuitWaitsForClients(t *testing.T) {
 	s := newService(t, "l40s-x2", layout.Host)
 	s.startDaemon(s.uuid(0))
@@ -108,7 +110,7 @@ func TestQuitWaitsForClients(t *testing.T) {
 	daemon := s.daemonPID()
 	done := make(chan error, 1)
 	go func() { _, err := s.tell("quit"); done <- err }()
-	waitFor(t, "nobody to be let in any more", func() bool {
+	waitFor(t, "the daemon to admit no client", func() bool {
 		out, _ := s.command("nvmlsim-cuda", nil).Output()
 		return strings.Contains(string(out), "CUDA_ERROR_MPS_SERVER_NOT_READY")
 	})
@@ -133,8 +135,8 @@ func TestQuitWaitsForClients(t *testing.T) {
 	}
 }
 
-// Server and client must have the same /dev/shm.
-func TestAnotherSharedMemoryIsNoticed(t *testing.T) {
+// A client that does not share /dev/shm with the MPS server must fail to attach.
+func TestClientNeedsServersSharedMemory(t *testing.T) {
 	needRoot(t)
 	s := newService(t, "l40s-x2", layout.Host)
 	s.startDaemon(s.uuid(0))
@@ -152,8 +154,9 @@ func TestAnotherSharedMemoryIsNoticed(t *testing.T) {
 	}
 }
 
-// A pipe directory whose sockets' names are too long is refused with the little that the real program says.
-func TestATooLongPipeDirectory(t *testing.T) {
+// If the pipe directory's path is too long for a socket, the daemon must fail with the real
+// program's message.
+func TestPipeDirectoryTooLong(t *testing.T) {
 	s := newService(t, "l40s-x2", layout.Host)
 	s.pipes = filepath.Join(filepath.Dir(s.pipes), strings.Repeat("x", 100))
 	out, err := s.command("nvidia-cuda-mps-control", []string{"-d"}).CombinedOutput()
@@ -162,12 +165,17 @@ func TestATooLongPipeDirectory(t *testing.T) {
 	}
 }
 
-// The start can hang or fail, and so can an answer and the server's start.
+// Injected faults must be able to delay or fail the daemon's start, its answers and the server's
+// start.
 func TestMPSFaults(t *testing.T) {
 	s := newService(t, "l40s-x2", layout.Host)
 	fault := func(kind uint32, function string) {
 		s.change(func(_ *layout.Config, f *state.File) error {
-			return f.AddFault(state.Fault{Kind: kind, Error: uint32(nvml.ERROR_UNKNOWN), DelayMS: uint64(time.Hour.Milliseconds()), GPU: state.AnyGPU}, function, 1)
+			return f.AddFault(
+				state.Fault{Kind: kind, Error: uint32(nvml.ERROR_UNKNOWN), DelayMS: uint64(time.Hour.Milliseconds()), GPU: state.AnyGPU},
+				function,
+				1,
+			)
 		})
 	}
 	hangs := func(what string, done <-chan error) {
@@ -196,7 +204,8 @@ func TestMPSFaults(t *testing.T) {
 		return done
 	}
 	fault(state.FaultFail, "mpsControlStart")
-	if out, err := s.command("nvidia-cuda-mps-control", []string{"-d"}).CombinedOutput(); err == nil || !strings.Contains(string(out), "NVML_ERROR_UNKNOWN") {
+	if out, err := s.command("nvidia-cuda-mps-control", []string{"-d"}).CombinedOutput(); err == nil ||
+		!strings.Contains(string(out), "NVML_ERROR_UNKNOWN") {
 		t.Errorf("a failing start: %s (%v)", out, err)
 	}
 	s.change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
@@ -215,10 +224,12 @@ func TestMPSFaults(t *testing.T) {
 	hangs("a server", done)
 }
 
-// A container gets the MPS programs, and by them the stand-in of a CUDA program, as it gets nvidia-smi.
-func TestTheStandInRunsByAnInjectedName(t *testing.T) {
+// In a container, nvidia-cuda-mps-control can run the stand-in of a CUDA program, because the
+// container has the MPS programs but no nvmlsim-cuda.
+func TestStandInRunsByInjectedName(t *testing.T) {
 	s := newService(t, "l40s-x2", layout.Host)
-	out, err := s.command("nvidia-cuda-mps-control", []string{"nvmlsim-cuda", "--allocate", "10"}, "CUDA_VISIBLE_DEVICES="+s.uuid(1)).CombinedOutput()
+	out, err := s.command("nvidia-cuda-mps-control", []string{"nvmlsim-cuda", "--allocate", "10"}, "CUDA_VISIBLE_DEVICES="+s.uuid(1)).
+		CombinedOutput()
 	if err != nil || !strings.Contains(string(out), s.uuid(1)) {
 		t.Errorf("%s (%v)", out, err)
 	}

@@ -17,20 +17,22 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// Tests of several processes start this test binary again, with the part to play in a variable.
+// Tests with several processes start this test binary again. An environment variable tells the new
+// process which role to play.
 const (
 	roleVariable    = "NVMLSIM_TEST_ROLE"
 	libraryVariable = "NVMLSIM_TEST_LIBRARY"
 )
 
-// play is the part of a started process. It says on standard output how far it is.
+// play runs the role of a child process and returns its exit code. It prints its progress on
+// standard output.
 func play(role string) int {
 	runtime.LockOSThread()
 	if role == "die-writing" {
 		return dieWriting()
 	}
 	role, without := strings.CutSuffix(role, "-without-rights")
-	if without { // root without capabilities: file modes hold
+	if without { // root without capabilities, so that file modes apply
 		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 		var none [2]unix.CapUserData
 		if err := unix.Capset(&header, &none[0]); err != nil {
@@ -49,15 +51,15 @@ func play(role string) int {
 		return 1
 	}
 	switch role {
-	case "hold": // initialised, until killed
+	case "hold": // initialises NVML, opens a GPU and waits until killed
 		fmt.Println("ready")
 		select {}
-	case "write": // one change after the other, until killed
+	case "write": // makes one change after the other until killed
 		fmt.Println("ready")
 		for mode := nvml.FEATURE_DISABLED; ; mode = 1 - mode {
 			_ = device.SetPersistenceMode(mode)
 		}
-	case "wait": // for one event
+	case "wait": // waits for one event
 		set, _ := library.EventSetCreate()
 		_ = device.RegisterEvents(nvml.EventTypeXidCriticalError, set)
 		fmt.Println("ready")
@@ -66,9 +68,9 @@ func play(role string) int {
 	case "version":
 		version, ret := library.SystemGetDriverVersion()
 		fmt.Println("version", int(ret), version)
-	case "cut": // MIG on, a GPU instance and a compute instance on the GPU that the environment names; each with what came of it
+	case "cut": // enables MIG mode, creates and destroys MIG instances, and prints each result
 		cut(device)
-	case "mig": // the MIG devices of the first GPU
+	case "mig": // prints the UUIDs of the MIG devices
 		count, _ := device.GetMaxMigDeviceCount()
 		for i := range count {
 			mig, ret := device.GetMigDeviceHandleByIndex(i)
@@ -79,19 +81,19 @@ func play(role string) int {
 			fmt.Println(uuid)
 		}
 		fmt.Println("all")
-	case "subscribe": // a handle of each GPU instance and compute instance, until killed
+	case "subscribe": // gets a handle of each GPU instance and compute instance, and waits until killed
 		fmt.Println("subscribed", subscribe(device))
 		select {}
-	case "count": // GPUs
+	case "count": // prints the number of GPUs
 		count, _ := library.DeviceGetCount()
 		fmt.Println(count)
-	case "set": // a change, and what came of it
+	case "set": // makes a change and prints the result
 		fmt.Println("set", int(device.SetComputeMode(nvml.COMPUTEMODE_EXCLUSIVE_PROCESS)))
 	}
 	return 0
 }
 
-// gpuVariable names the GPU that a process works on; without it, it is the first.
+// gpuVariable names the index of the GPU that a child process uses. By default it is the first GPU.
 const gpuVariable = "NVMLSIM_TEST_GPU"
 
 func gpuOfRole() int {
@@ -118,7 +120,8 @@ func cut(device nvml.Device) {
 	fmt.Println("destroy", int(compute.Destroy()), int(instance.Destroy()))
 }
 
-// subscribe takes handles of all instances, and counts them.
+// subscribe gets handles of all GPU instances and compute instances, and returns how many there
+// are.
 func subscribe(device nvml.Device) (count int) {
 	for gi := range 15 {
 		instance, ret := device.GetGpuInstanceById(gi)
@@ -135,7 +138,8 @@ func subscribe(device nvml.Device) (count int) {
 	return count
 }
 
-// dieWriting takes the write lock as a writer does, marks the change as begun, and never ends it.
+// dieWriting locks the state file as a process that changes it does, marks the change as begun, and
+// then waits until the test kills this process.
 func dieWriting() int {
 	path := os.Getenv("NVMLSIM_STATE")
 	f, err := state.Open(path)
@@ -158,7 +162,7 @@ func dieWriting() int {
 	select {}
 }
 
-// process is a started process.
+// process is a child process that a test started. It runs one of the roles of play.
 type process struct {
 	t       *testing.T
 	command *exec.Cmd
@@ -170,7 +174,7 @@ func start(t *testing.T, role string, environment ...string) *process {
 	return startWith(t, nil, role, environment...)
 }
 
-// startInGroup starts a process in a process group: 0 makes one for it.
+// startInGroup starts a child process in the process group with this ID. 0 creates a new group.
 func startInGroup(t *testing.T, role string, group int) *process {
 	t.Helper()
 	return startWith(t, &syscall.SysProcAttr{Setpgid: true, Pgid: group}, role)
@@ -195,13 +199,14 @@ func startWith(t *testing.T, attributes *syscall.SysProcAttr, role string, envir
 	return p
 }
 
-// kill is kill -9, and waits until the process is gone.
+// kill sends SIGKILL to the process and waits until it is gone.
 func (p *process) kill() {
 	_ = p.command.Process.Signal(syscall.SIGKILL)
 	_ = p.command.Wait()
 }
 
-// end waits until the process has ended by itself.
+// end waits until the process has ended by itself. It fails the test if the process prints another
+// line.
 func (p *process) end() {
 	p.t.Helper()
 	if p.lines.Scan() {
@@ -212,7 +217,7 @@ func (p *process) end() {
 	}
 }
 
-// says gives the process's next line.
+// says returns the process's next line of output.
 func (p *process) says() string {
 	p.t.Helper()
 	if !p.lines.Scan() {
@@ -228,7 +233,7 @@ func (p *process) expect(line string) {
 	}
 }
 
-func TestAnEventReachesAnotherProcess(t *testing.T) {
+func TestEventReachesAnotherProcess(t *testing.T) {
 	w := newWorld(t, readNode(t, "l40s-x2"))
 	p := start(t, "wait")
 	p.expect("ready")
@@ -236,7 +241,7 @@ func TestAnEventReachesAnotherProcess(t *testing.T) {
 	p.expect("event 0 48")
 }
 
-func TestAChangeIsSeenByAnotherProcess(t *testing.T) {
+func TestChangeIsVisibleToAnotherProcess(t *testing.T) {
 	newWorld(t, readNode(t, "l40s-x2"))
 	device := devices(t, initialize(t))[0]
 	start(t, "set").expect("set 0")
@@ -247,8 +252,9 @@ func TestAChangeIsSeenByAnotherProcess(t *testing.T) {
 	}
 }
 
-// A process that is killed while it writes, and while it holds the driver, leaves the state usable at once.
-func TestAKilledProcessLeavesNoLock(t *testing.T) {
+// After a process is killed while it writes and has the driver's lock, other processes must still
+// be able to use the state.
+func TestKilledProcessLeavesNoLock(t *testing.T) {
 	w := newWorld(t, readNode(t, "l40s-x2"))
 	for range 20 {
 		p := start(t, "write")
@@ -256,7 +262,7 @@ func TestAKilledProcessLeavesNoLock(t *testing.T) {
 		p.kill()
 		w.must(w.state.SetRecovery(0, 0))
 		if generation := w.state.Header().Generation; generation%2 != 0 {
-			t.Fatalf("generation %d: odd, though nobody writes", generation)
+			t.Fatalf("generation %d: odd without a writer", generation)
 		}
 	}
 	p := start(t, "hold")
@@ -271,8 +277,9 @@ func TestAKilledProcessLeavesNoLock(t *testing.T) {
 	w.must(w.state.Unload(false))
 }
 
-// A writer that is killed in the middle of its change leaves the lock held and the generation odd; the next one takes over.
-func TestALockPassesOnWhenItsHolderIsKilled(t *testing.T) {
+// A writer that is killed in the middle of a change leaves an odd generation number. The next
+// writer must still get the lock and repair the number.
+func TestLockPassesOnAfterKill(t *testing.T) {
 	w := newWorld(t, readNode(t, "l40s-x2"))
 	device := devices(t, initialize(t))[0]
 	p := start(t, "die-writing")
@@ -286,8 +293,9 @@ func TestALockPassesOnWhenItsHolderIsKilled(t *testing.T) {
 	}
 }
 
-// In a container the state file is read-only: everything reads, nothing can be changed.
-func TestAReadOnlyStateReadsAndRefusesChanges(t *testing.T) {
+// In a container the state file is read-only. There every read must work, and every change must
+// fail.
+func TestReadOnlyStateRefusesChanges(t *testing.T) {
 	w := newWorld(t, readNode(t, "l40s-x2"))
 	w.must(os.Chmod(w.state.Path(), 0o444))
 	start(t, "set-without-rights").expect(fmt.Sprintf("set %d", nvml.ERROR_NO_PERMISSION))

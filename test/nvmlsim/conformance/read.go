@@ -9,7 +9,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// Reader is the part of a device that a comparison reads. nvml.Device has these; nothing here can change a GPU.
+// Reader is the part of nvml.Device that Compare needs. It has no function that changes a GPU.
 type Reader interface {
 	GetName() (string, nvml.Return)
 	GetUUID() (string, nvml.Return)
@@ -30,7 +30,7 @@ type Reader interface {
 	GetAddressingMode() (nvml.DeviceAddressingMode, nvml.Return)
 }
 
-// Difference is one point in which a GPU and its model file disagree.
+// Difference is one value that a GPU and its model file give differently.
 type Difference struct {
 	What      string
 	Want, Got any
@@ -40,7 +40,7 @@ func (d Difference) String() string {
 	return fmt.Sprintf("%s: the model file says %v, NVML %v", d.What, d.Want, d.Got)
 }
 
-// comparison collects differences.
+// comparison collects the differences between a GPU and its model file.
 type comparison struct {
 	differences []Difference
 }
@@ -54,7 +54,7 @@ func (c *comparison) equal(what string, want, got any, ret nvml.Return) {
 	}
 }
 
-// Compare reads a GPU and gives every difference from the model.
+// Compare reads a GPU and returns every difference from the model want.
 func Compare(device Reader, want *model.GPU) []Difference {
 	c := &comparison{}
 	c.identity(device, want)
@@ -94,7 +94,8 @@ func (c *comparison) identity(device Reader, want *model.GPU) {
 	c.equal("memoryTotalMiB (version 2)", want.MemoryTotalMiB.Value, memoryV2.Total>>20, retV2)
 }
 
-// addressing compares what the model decides. Whether another card has HMM is up to its node.
+// addressing compares the addressing mode if the model file gives one. Otherwise the mode depends
+// on the node: only some kernels support HMM.
 func (c *comparison) addressing(device Reader, want *model.GPU) {
 	if !want.AddressingMode.Known {
 		return
@@ -115,7 +116,8 @@ func (c *comparison) mig(device Reader, want *model.GPU) {
 	} else {
 		c.equal("MIG mode can be read", nvml.SUCCESS, ret, nvml.SUCCESS)
 	}
-	// nvml.h: "Returns zero if MIG is not supported or enabled."
+	// nvml.h says of nvmlDeviceGetMaxMigDeviceCount: "Returns zero if MIG is not supported or
+	// enabled."
 	maximum := 0
 	if mode == nvml.DEVICE_MIG_ENABLE {
 		maximum = int(want.MIG.MaxInstances.Value)
@@ -135,7 +137,10 @@ func (c *comparison) mig(device Reader, want *model.GPU) {
 		info, ret := device.GetGpuInstanceProfileInfo(int(value))
 		if !expected {
 			if ret == nvml.SUCCESS {
-				c.differences = append(c.differences, Difference{fmt.Sprintf("GPU instance profile %#x", value), "not there", fmt.Sprintf("ID %d", info.Id)})
+				c.differences = append(
+					c.differences,
+					Difference{fmt.Sprintf("GPU instance profile %#x", value), "not there", fmt.Sprintf("ID %d", info.Id)},
+				)
 			}
 			continue
 		}
@@ -179,7 +184,7 @@ func (c *comparison) profile(device Reader, want model.Profile, value int, info 
 	c.equal(at("placements"), fmt.Sprint(want.Placements.Starts), fmt.Sprint(starts), ret)
 }
 
-// text is a C string in an array of go-nvml's signed or unsigned characters.
+// text returns the C string in an array. go-nvml has arrays of signed and of unsigned characters.
 func text[C ~int8 | ~uint8](chars []C) string {
 	var b []byte
 	for _, char := range chars {

@@ -8,7 +8,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// Readings that the plugin, its libraries and nvidia-smi take of a GPU, besides those that a model file stands behind.
+// The library must also return values that the plugin, its libraries and nvidia-smi read but that
+// no model file contains.
 func TestReadings(t *testing.T) {
 	newWorld(t, readNode(t, "gb200-tray"))
 	library := initialize(t)
@@ -57,7 +58,8 @@ func TestReadings(t *testing.T) {
 	want(t, "serial that the node file does not give", ret, nvml.ERROR_NOT_SUPPORTED)
 }
 
-// The addressing mode is the model's, None where its file is silent. A fault takes it away.
+// The addressing mode must be the model file's, or None if the model file gives none. An injected
+// fault must make the query fail.
 func TestAddressingModes(t *testing.T) {
 	for node, wanted := range map[string]nvml.DeviceAddressingModeType{
 		"gb200-tray": nvml.DEVICE_ADDRESSING_MODE_ATS, "l40s-x2": nvml.DEVICE_ADDRESSING_MODE_NONE, "dgx-h100": nvml.DEVICE_ADDRESSING_MODE_NONE,
@@ -69,7 +71,9 @@ func TestAddressingModes(t *testing.T) {
 			if want(t, "addressing mode", ret, nvml.SUCCESS); mode.Value != uint32(wanted) {
 				t.Errorf("addressing mode %d, want %d", mode.Value, wanted)
 			}
-			w.must(w.state.AddFault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(nvml.ERROR_NOT_SUPPORTED)}, "nvmlDeviceGetAddressingMode", 0))
+			w.must(
+				w.state.AddFault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(nvml.ERROR_NOT_SUPPORTED)}, "nvmlDeviceGetAddressingMode", 0),
+			)
 			_, ret = all[0].GetAddressingMode()
 			want(t, "a GPU without the fault", ret, nvml.SUCCESS)
 			_, ret = all[1].GetAddressingMode()
@@ -78,8 +82,8 @@ func TestAddressingModes(t *testing.T) {
 	}
 }
 
-// A GPU whose model has no MIG says so everywhere.
-func TestAGPUWithoutMIG(t *testing.T) {
+// All MIG functions must return NOT_SUPPORTED for a GPU whose model has no MIG.
+func TestGPUWithoutMIG(t *testing.T) {
 	newWorld(t, readNode(t, "t4-x1"))
 	device := devices(t, initialize(t))[0]
 	_, _, ret := device.GetMigMode()
@@ -90,7 +94,7 @@ func TestAGPUWithoutMIG(t *testing.T) {
 	want(t, "profile", ret, nvml.ERROR_NOT_SUPPORTED)
 }
 
-// Arguments that mean nothing are refused, each with its own error.
+// Invalid arguments must be refused with the error that NVML documents for each.
 func TestBadArguments(t *testing.T) {
 	newWorld(t, readNode(t, "l40s-x2"))
 	library := initialize(t)

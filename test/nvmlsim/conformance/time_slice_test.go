@@ -11,17 +11,26 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// policy runs nvidia-smi compute-policy, and checks whether it succeeds and what it says.
+// policy runs nvidia-smi compute-policy with args. It fails the test unless the command's success
+// equals works and the output contains says.
 func (s *site) policy(works bool, says string, args ...string) {
 	s.t.Helper()
 	out, err := s.smi(append([]string{"compute-policy"}, args...)...)
 	if works != (err == nil) || !strings.Contains(out, says) {
-		s.t.Errorf("nvidia-smi compute-policy %s: %v, %s\nwant it to say %q, and that it works: %v", strings.Join(args, " "), err, out, says, works)
+		s.t.Errorf(
+			"nvidia-smi compute-policy %s: %v, %s\nwant it to say %q, and that it works: %v",
+			strings.Join(args, " "),
+			err,
+			out,
+			says,
+			works,
+		)
 	}
 }
 
-// The only way to set a time-slice is nvidia-smi: the real one sets and lists it here.
-func TestTheRealNvidiaSMISetsTimeSlices(t *testing.T) {
+// Only nvidia-smi can set time-slices. The real nvidia-smi must be able to set and list them with
+// the simulated library.
+func TestRealNvidiaSMISetsTimeSlices(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Host, realSMI(t))
 	uuid := s.options.Config.Node.GPUs[2].UUID
 	for value, name := range []string{"Default", "Short", "Medium", "Long", "Default"} {
@@ -39,8 +48,9 @@ func TestTheRealNvidiaSMISetsTimeSlices(t *testing.T) {
 	s.policy(true, "|   7   Timeslice       Default       |", "-l")
 }
 
-// By UUID nvidia-smi looks at every GPU, so that one lost GPU fails it for all; by index it does not.
-func TestByIndexALostNeighbourIsNoMatter(t *testing.T) {
+// With a UUID, nvidia-smi queries every GPU, so the command must fail if any GPU is lost. With an
+// index of a healthy GPU it must succeed.
+func TestIndexIgnoresLostNeighbour(t *testing.T) {
 	s := newSite(t, "dgx-h100", layout.Host, realSMI(t))
 	s.change(func(_ *layout.Config, f *state.File) error { return f.Lose(5) })
 	s.policy(false, "GPU is lost", "-i", s.options.Config.Node.GPUs[2].UUID, "--set-timeslice=1")
@@ -64,13 +74,15 @@ func TestFaultsOfTimeSlices(t *testing.T) {
 	s.policy(true, "Successfully", "-i", "1", "--set-timeslice=3")
 }
 
-// What is set on a GPU, in the state.
+// settings returns one GPU's compute mode, time-slice and persistence mode in the state file, as
+// text to compare.
 func settings(g *state.GPU) string {
 	return fmt.Sprintf("compute mode %d, time-slice %d, persistence %d", g.ComputeMode, g.TimeSlice, g.PersistenceMode)
 }
 
-// A driver forgets what was set when it is loaded and when the GPU is reset; with persistence mode off as soon as nobody has the GPU open.
-func TestSettingsAreForgotten(t *testing.T) {
+// A driver load and a GPU reset must reset a GPU's settings. Without persistence mode, so must the
+// last process that closes the GPU.
+func TestSettingsAreReset(t *testing.T) {
 	const untouched = "compute mode 0, time-slice 0, persistence 1"
 	set := func(t *testing.T, w *world, persistence nvml.EnableState) {
 		t.Helper()
@@ -137,7 +149,7 @@ func TestSettingsAreForgotten(t *testing.T) {
 	})
 }
 
-// In MIG mode there is no compute mode but the default.
+// In MIG mode a GPU must accept only the default compute mode.
 func TestComputeModeInMIGMode(t *testing.T) {
 	newWorld(t, manyOf(t, "h100-sxm5-80gb", 1)).onHost()
 	device := devices(t, initialize(t))[0]

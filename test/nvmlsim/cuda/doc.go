@@ -1,5 +1,7 @@
-// Package cuda is how a process that computes sees simulated GPUs: what a CUDA program finds through the driver's device nodes and CUDA_VISIBLE_DEVICES,
-// and which GPUs it may have by their compute mode. It is used by the stand-ins of the MPS programs and of a CUDA program.
+// Package cuda shows a computing process what CUDA on simulated GPUs would show: the devices found
+// through the driver's device nodes and CUDA_VISIBLE_DEVICES, and the GPUs that the compute mode
+// allows. The stand-ins for the MPS programs and for a CUDA program use it.
 //
-// It computes nothing. The figures and rules come from the node's state file, found as the simulated NVML library finds it.
+// The package computes nothing. It takes memory sizes, names and rules from the node's state file,
+// and finds that file in the same way as the simulated NVML library.
 package cuda

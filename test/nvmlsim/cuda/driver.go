@@ -15,20 +15,21 @@ import (
 
 const (
 	stateFile = "gsp_nvmlsim.bin"
-	// reach is where the layout's folder may be mounted for whoever is given all of /dev.
+	// reach is the folder under which a container that has all of /dev finds the simulated node's
+	// files.
 	reach = "/dev/.udev/nvmlsim"
 
 	controlDevice = "nvidiactl"
 	uvmDevice     = "nvidia-uvm"
 )
 
-// Driver is the driver as this process sees it.
+// Driver is the simulated GPU driver as the current process sees it.
 type Driver struct {
 	state *state.File
 	dev   string
 }
 
-// Device is one that CUDA enumerates.
+// Device is a GPU or MIG device that CUDA enumerates.
 type Device struct {
 	state.Device
 	UUID      string
@@ -36,43 +37,47 @@ type Device struct {
 	MemoryMiB uint64
 }
 
-// Attach finds the node's state and maps it. The driver need not be loaded, nor any device be given.
+// Attach finds the node's state file and maps it. It works even if no driver is loaded and the
+// process has no device.
 func Attach() (*Driver, error) {
 	above := foldersAbove()
 	file, err := openState(above)
 	if err != nil {
-		return nil, Errorf(NoDevice, "no driver here: %v", err)
+		return nil, Errorf(NoDevice, "no simulated driver: %v", err)
 	}
 	return &Driver{state: file, dev: deviceFolder(above)}, nil
 }
 
-// Close gives back all that was taken.
+// Close releases the devices that the process computes on.
 func (d *Driver) Close() error { return d.state.Close() }
 
-// Meet lets the process meet the faults that are ordered for a name.
+// Meet applies the faults that a test injected for the operation with this name: the call may wait,
+// return an error, or kill the process.
 func (d *Driver) Meet(function string) error { return d.state.Meet(function, state.AnyGPU) }
 
-// Release is the driver's: 580 for 580.65.06.
+// Release returns the first number of the driver version: 580 for 580.65.06.
 func (d *Driver) Release() int {
 	var release int
 	_, _ = fmt.Sscan(strings.ReplaceAll(state.Text(d.state.Header().DriverVersion[:]), ".", " "), &release)
 	return release
 }
 
-// Init is what every CUDA program does first: the driver must be loaded, and its nodes must open.
+// Init does what the initialisation of CUDA does to the driver. It returns an error if no driver is
+// loaded or if the driver's device nodes cannot be opened.
 func (d *Driver) Init() error {
 	if err := d.state.HoldDriver(); err != nil {
 		return Errorf(NoDevice, "%v", err)
 	}
 	for _, name := range []string{controlDevice, uvmDevice} {
 		if !d.opens(name, syscall.O_RDWR) {
-			return Errorf(Unknown, "%s does not open: the process was not given it", filepath.Join(d.dev, name))
+			return Errorf(Unknown, "cannot open device node %s: the process has no access to it", filepath.Join(d.dev, name))
 		}
 	}
 	return nil
 }
 
-// foldersAbove are the folders above the running program, the nearest first. The driver root is one of them.
+// foldersAbove returns the folders above the running program, nearest first. One of these folders
+// is the driver root.
 func foldersAbove() []string {
 	program, err := os.Executable()
 	if err != nil {
@@ -101,7 +106,8 @@ func openState(above []string) (*state.File, error) {
 	return nil, fmt.Errorf("no lib/firmware/nvidia/*/%s above %s", stateFile, above[0])
 }
 
-// openWritable opens the state file, where it can by a path that lets it be written.
+// openWritable opens the state file at path. If path is read-only, it looks in folders for a
+// writable path to the same file. If there is none, it returns a read-only mapping.
 func openWritable(path string, folders []string) (*state.File, error) {
 	f, err := state.OpenView(path)
 	if err != nil || !f.ReadOnly() {
@@ -124,7 +130,8 @@ func openWritable(path string, folders []string) (*state.File, error) {
 	return f, nil
 }
 
-// deviceFolder is chosen as lib/visibility.c does.
+// deviceFolder returns the folder of the driver's device nodes. The simulated NVML library chooses
+// the folder by the same rules (lib/visibility.c).
 func deviceFolder(above []string) string {
 	if named := os.Getenv("NVMLSIM_DEV"); named != "" {
 		return named
@@ -141,7 +148,8 @@ func deviceFolder(above []string) string {
 	return "/dev"
 }
 
-// opens tells whether the process was given a device node: there is no driver behind it, so ENXIO and ENODEV say yes.
+// opens reports whether the process has access to a device node. No kernel driver serves the
+// simulated device numbers, so ENXIO and ENODEV too mean that access was allowed.
 func (d *Driver) opens(name string, mode int) bool {
 	fd, err := syscall.Open(filepath.Join(d.dev, name), mode|syscall.O_CLOEXEC|syscall.O_NONBLOCK, 0)
 	if err == nil {
@@ -154,7 +162,8 @@ func (d *Driver) capabilityOpens(minor uint32) bool {
 	return d.opens(fmt.Sprintf("nvidia-caps/nvidia-cap%d", minor), syscall.O_RDONLY)
 }
 
-// visible are the devices that this process was given, GPUs before MIG devices. A GPU in MIG mode is none itself.
+// visible returns the devices that this process can use, GPUs before MIG devices. A GPU in MIG mode
+// appears only through its MIG devices.
 func (d *Driver) visible() []Device {
 	var gpus, migs []Device
 	all := d.capabilityOpens(1) || d.capabilityOpens(2)
@@ -186,7 +195,8 @@ func (d *Driver) visible() []Device {
 	return append(gpus, migs...)
 }
 
-// Take makes the process one that computes on the device until Close.
+// Take registers this process as computing on the device until Close. It fails if the GPU's compute
+// mode does not allow that.
 func (d *Driver) Take(device Device) error {
 	err := d.state.Take(device.Device)
 	if err != nil {

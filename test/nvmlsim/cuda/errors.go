@@ -2,10 +2,10 @@ package cuda
 
 import "fmt"
 
-// Code is a CUresult of cuda.h.
+// Code is a value of the enum CUresult of cuda.h.
 type Code int
 
-// The results that the stand-ins give.
+// The CUresult values that the stand-in programs return.
 const (
 	InvalidValue         Code = 1
 	OutOfMemory          Code = 2
@@ -27,7 +27,8 @@ var codeNames = map[Code]string{
 	NoDevice: "CUDA_ERROR_NO_DEVICE", InvalidDevice: "CUDA_ERROR_INVALID_DEVICE", SystemNotReady: "CUDA_ERROR_SYSTEM_NOT_READY",
 	SystemDriverMismatch: "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", MPSConnectionFailed: "CUDA_ERROR_MPS_CONNECTION_FAILED",
 	MPSRPCFailure: "CUDA_ERROR_MPS_RPC_FAILURE", MPSServerNotReady: "CUDA_ERROR_MPS_SERVER_NOT_READY",
-	MPSMaxClientsReached: "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED", MPSClientTerminated: "CUDA_ERROR_MPS_CLIENT_TERMINATED", Unknown: "CUDA_ERROR_UNKNOWN",
+	MPSMaxClientsReached: "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED", MPSClientTerminated: "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+	Unknown: "CUDA_ERROR_UNKNOWN",
 }
 
 func (c Code) String() string {
@@ -37,13 +38,13 @@ func (c Code) String() string {
 	return fmt.Sprintf("CUDA error %d", int(c))
 }
 
-// Error is a CUresult with what was wrong. It travels between the stand-ins as JSON.
+// Error is a CUresult with a text that explains it. The stand-in programs exchange errors as JSON.
 type Error struct {
 	Code    Code   `json:"code"`
 	Message string `json:"message"`
 }
 
-// Errorf makes an error.
+// Errorf returns an Error with the code and a formatted text.
 func Errorf(code Code, format string, args ...any) *Error {
 	return &Error{Code: code, Message: fmt.Sprintf(format, args...)}
 }

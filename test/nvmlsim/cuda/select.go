@@ -5,9 +5,13 @@ import (
 	"strings"
 )
 
-// Select gives the devices that CUDA enumerates for a value of CUDA_VISIBLE_DEVICES, in its order: by number, or by UUID or the beginning of one.
-// As in CUDA, what follows an entry that names nothing does not count, and of MIG devices a process gets one: only the first entry, where that is one.
-// A list that is not set means all GPUs, or the first MIG device where there are only those.
+// Select returns the devices that CUDA enumerates for the value list of CUDA_VISIBLE_DEVICES, in
+// the order of list. An entry is a device number, a UUID or the beginning of a UUID. set says
+// whether the variable is set at all.
+//
+// As in CUDA, Select ignores every entry after one that matches no device. A process gets at most
+// one MIG device, and only if the first entry names it. If the variable is unset, the process gets
+// all GPUs, or the first MIG device if there are no GPUs.
 func (d *Driver) Select(list string, set bool) ([]Device, error) {
 	visible := d.visible()
 	if !set {
@@ -27,7 +31,12 @@ func (d *Driver) Select(list string, set bool) ([]Device, error) {
 		chosen = append(chosen, device)
 	}
 	if len(chosen) == 0 {
-		return nil, Errorf(NoDevice, "CUDA_VISIBLE_DEVICES=%s names no device that this process was given (it was given %s)", list, uuids(visible))
+		return nil, Errorf(
+			NoDevice,
+			"CUDA_VISIBLE_DEVICES=%s names no device that this process was given (it was given %s)",
+			list,
+			uuids(visible),
+		)
 	}
 	return firstKind(chosen), nil
 }
@@ -43,7 +52,8 @@ func uuids(devices []Device) string {
 	return strings.Join(all, ", ")
 }
 
-// firstKind are the GPUs, where the first is one; else the first MIG device alone.
+// firstKind returns all GPUs in devices if the first device is a GPU, and only the first device if
+// it is a MIG device.
 func firstKind(devices []Device) []Device {
 	if len(devices) > 0 && devices[0].MIG {
 		return devices[:1]

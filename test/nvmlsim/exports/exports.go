@@ -1,5 +1,5 @@
-// Package exports holds the list of every function that libnvidia-ml.so.1 exports: the library's build makes stubs from it, and the
-// control tool refuses to order faults for a name that no caller could call.
+// Package exports has the names of all functions that libnvidia-ml.so.1 exports. The build of the
+// simulated library makes stubs from the list, and the control tool refuses faults for other names.
 package exports
 
 import (
@@ -11,7 +11,7 @@ import (
 //go:embed exports.txt
 var list string
 
-// Names are all names, sorted.
+// Names returns the names of all functions that the library exports, sorted.
 func Names() []string {
 	var names []string
 	for line := range strings.Lines(list) {
@@ -23,7 +23,7 @@ func Names() []string {
 	return names
 }
 
-// Has tells whether NVML exports the name.
+// Has reports whether libnvidia-ml.so.1 exports a function of this name.
 func Has(name string) bool {
 	_, found := slices.BinarySearch(Names(), name)
 	return found

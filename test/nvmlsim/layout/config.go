@@ -13,52 +13,62 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// Kind is the way in which the driver is installed.
+// Kind says how the driver is installed on the node.
 type Kind string
 
 const (
-	// Host is a plain installation: libraries in the distribution's folder, device nodes in /dev.
+	// Host is an installation on the host: libraries are in the distribution's folder, device nodes in
+	// /dev.
 	Host Kind = "host"
-	// Container is a driver container's root, such as /run/nvidia/driver, with a /dev of its own.
+	// Container is an installation by a driver container. Its root, such as /run/nvidia/driver, has
+	// its own /dev.
 	Container Kind = "container"
-	// Bare is a driver without anything around it, such as /home/kubernetes/bin/nvidia: no shell, no /dev.
+	// Bare is a driver root with only the driver's files, such as /home/kubernetes/bin/nvidia. It has
+	// no shell and no /dev.
 	Bare Kind = "bare"
 )
 
-// DefaultRoot is where a node's layout lies unless it is told otherwise.
+// DefaultRoot is the folder in which the files of a simulated node are created by default.
 const DefaultRoot = "/var/lib/nvmlsim"
 
-// StateFile is the state file's name: one that the driver's CDI discovery takes for GPU firmware.
+// StateFile is the state file's name. NVIDIA's CDI discovery takes files named gsp*.bin for GPU
+// firmware and mounts them into containers.
 const StateFile = "gsp_nvmlsim.bin"
 
-// Config is what a layout is made from. It is kept in the root, so that later commands need only the root.
+// Config describes the files of one simulated node, its layout. Up saves the Config in the layout's
+// root folder, so that later commands need only that folder's path.
 type Config struct {
 	Kind Kind        `json:"kind"`
 	Node *model.Node `json:"node"`
-	// Dev is the folder of the machine's device nodes.
+	// Dev is the machine's folder of device nodes, by default /dev.
 	Dev string `json:"dev"`
-	// LibraryDir is the libraries' folder below the driver root.
+	// LibraryDir is the folder of the driver's libraries, relative to the driver root.
 	LibraryDir string `json:"libraryDir"`
-	// PlainDevices makes ordinary files instead of device nodes, where mknod is not allowed.
+	// PlainDevices creates ordinary files in place of device nodes, for machines where mknod is not
+	// allowed.
 	PlainDevices bool `json:"plainDevices,omitempty"`
 	NoDevices    bool `json:"noDevices,omitempty"`
 	NoUVM        bool `json:"noUVM,omitempty"`
-	// NoFiles says that no driver is installed: the driver root is empty.
+	// NoFiles says that no driver is installed. The driver root is then empty.
 	NoFiles bool `json:"noFiles,omitempty"`
-	// MountProc puts the proc tree over the machine's /proc/driver and /proc/devices.
+	// MountProc bind-mounts the simulated /proc files over the machine's /proc/driver and
+	// /proc/devices.
 	MountProc bool `json:"mountProc,omitempty"`
-	// MountRoot shows the layout's folder in .udev/nvmlsim of Dev too: whoever is given all of Dev can then change the GPUs, however the driver root
-	// is mounted.
+	// MountRoot bind-mounts the root folder of the simulated node at .udev/nvmlsim below Dev. A
+	// container that has all of Dev can then change the GPUs, even if its driver root is read-only.
 	MountRoot bool `json:"mountRoot,omitempty"`
 
 	root string
 }
 
-// Sources are the files that a layout copies from.
+// Sources are the paths of the built libraries and programs that keepSources copies into the root
+// folder of a simulated node.
 type Sources struct {
-	// Library is the built libnvidia-ml.so.1; the folder standin beside it holds the other libraries.
+	// Library is the path of the built libnvidia-ml.so.1. The folder named standin next to Library
+	// holds the other libraries.
 	Library string
-	// SMI is nvidia-smi; Hook is nvidia-cdi-hook. Either may be empty.
+	// SMI is the path of nvidia-smi, and Hook the path of nvidia-cdi-hook. Each may be empty, and its
+	// program is then not installed.
 	SMI, Hook string
 }
 
@@ -94,7 +104,7 @@ func (c *Config) path(parts ...string) string {
 	return filepath.Join(append([]string{c.root}, parts...)...)
 }
 
-// DriverRoot is the driver root's path.
+// DriverRoot returns the path of the driver root.
 func (c *Config) DriverRoot() string { return c.path("driver") }
 
 func (c *Config) binDir() string {
@@ -104,7 +114,7 @@ func (c *Config) binDir() string {
 	return "usr/bin"
 }
 
-// deviceDir is where the driver's device nodes are made.
+// deviceDir returns the folder in which the driver's device nodes are created.
 func (c *Config) deviceDir() string {
 	if c.Kind == Container {
 		return c.path("driver", "dev")
@@ -112,16 +122,17 @@ func (c *Config) deviceDir() string {
 	return c.Dev
 }
 
-// StatePath is the state file's master copy, which stays while the driver is away.
+// StatePath returns the path of the state file in the simulated node's root folder. The file stays
+// there even while no driver is installed.
 func StatePath(root string) string { return filepath.Join(root, StateFile) }
 
 func configPath(root string) string { return filepath.Join(root, "layout.yaml") }
 
-// Load reads the configuration of a layout that is there.
+// Load reads the configuration that Up saved in the root folder of a simulated node.
 func Load(root string) (*Config, error) {
 	data, err := os.ReadFile(configPath(root))
 	if errors.Is(err, os.ErrNotExist) {
-		return nil, fmt.Errorf("no layout in %s: make one with layout up", root)
+		return nil, fmt.Errorf("no layout in %s: create one with nvmlsim layout up", root)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read layout: %w", err)
@@ -133,7 +144,7 @@ func Load(root string) (*Config, error) {
 	return c, c.complete()
 }
 
-// Save stores the configuration.
+// Save writes the configuration to the root folder of the simulated node.
 func (c *Config) Save() error {
 	data, err := yaml.Marshal(c)
 	if err != nil {
@@ -142,11 +153,12 @@ func (c *Config) Save() error {
 	return os.WriteFile(configPath(c.root), data, 0o644)
 }
 
-// view is what the state says about the driver, for drawing the trees.
+// view is a copy of the simulated driver's state at one moment. The functions that create the
+// node's files read it.
 type view struct {
 	loaded  bool
 	version string
-	gpus    []gpuView // as the node's GPUs are ordered
+	gpus    []gpuView // in the order of the node's GPUs
 }
 
 type gpuView struct {
@@ -162,14 +174,18 @@ func look(f *state.File) view {
 	for i := range f.GPUCount() {
 		m := f.Model(int(f.GPU(i).Model))
 		v.gpus = append(v.gpus, gpuView{
-			present: f.GPU(i).Present != 0, uuid: state.Text(f.GPU(i).UUID[:]), product: state.Text(m.Name[:]), pciDevice: m.PCIDeviceID, pciSubsystem: m.PCISubsystemID,
+			present: f.GPU(
+				i,
+			).Present != 0, uuid: state.Text(f.GPU(i).UUID[:]), product: state.Text(m.Name[:]), pciDevice: m.PCIDeviceID,
+			pciSubsystem: m.PCISubsystemID,
 			capabilities: capabilitiesOf(f.GPU(i)),
 		})
 	}
 	return v
 }
 
-// capabilityView is the capability of an instance: its folder below the GPU's mig, and its minor.
+// capabilityView is the MIG capability of a GPU instance or compute instance. name is its folder
+// below the GPU's mig folder in /proc, and minor the minor number of its device node.
 type capabilityView struct {
 	name  string
 	minor uint32

@@ -12,8 +12,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The driver's character devices. The first major is NVIDIA's own; the others are dynamic, and taken where the kernel
-// has nothing: 195 and these must lead to no driver at all.
+// Major and minor numbers of the driver's character devices. The major majorNVIDIA is registered
+// for NVIDIA; chooseMajors picks the others among majors that the kernel does not use, so that no
+// device node can reach a real driver.
 const (
 	majorNVIDIA = 195
 	minorCtl    = 255
@@ -22,7 +23,7 @@ const (
 	controlDevice = "nvidiactl"
 )
 
-// majors are the numbers of the driver's character devices.
+// majors are the dynamic major numbers of the driver's character devices.
 type majors struct {
 	uvm, caps, imex, nvswitch uint32
 }
@@ -33,7 +34,8 @@ type deviceNode struct {
 	mode         uint32
 }
 
-// kernelCharDevices reads the character devices that the machine's kernel really has.
+// kernelCharDevices returns the character devices that the running kernel has registered: names by
+// major number.
 func kernelCharDevices() (map[uint32]string, error) {
 	file, err := os.Open("/proc/devices")
 	if err != nil {
@@ -55,7 +57,8 @@ func kernelCharDevices() (map[uint32]string, error) {
 	return used, lines.Err()
 }
 
-// chooseMajors takes free dynamic majors. A node whose /proc/devices shows our own tree has them already.
+// chooseMajors chooses four unused dynamic majors. It counts majors named nvidia* as unused: on a
+// simulated node /proc/devices may already show the majors that an earlier call chose.
 func chooseMajors() (majors, error) {
 	used, err := kernelCharDevices()
 	if err != nil {
@@ -73,7 +76,7 @@ func chooseMajors() (majors, error) {
 		}
 	}
 	if len(free) < 4 {
-		return majors{}, errors.New("no four free majors between 384 and 511")
+		return majors{}, errors.New("fewer than four free device majors between 384 and 511")
 	}
 	return majors{uvm: free[0], caps: free[1], imex: free[2], nvswitch: free[3]}, nil
 }
@@ -103,11 +106,13 @@ func (c *Config) nodes(v view) ([]deviceNode, error) {
 			nodes = append(nodes, deviceNode{fmt.Sprintf("nvidia-caps/nvidia-cap%d", c.minor), m.caps, c.minor, 0o444})
 		}
 	}
-	// Last: the library takes it for the driver, and nobody may find a driver with half of its GPUs.
+	// The control device node comes last: while it is missing, the library reports that no driver is
+	// loaded, so that no process sees only some of the GPUs.
 	return append(nodes, deviceNode{controlDevice, majorNVIDIA, minorCtl, 0o666}), nil
 }
 
-// applyDevices makes the nodes that should be there and removes the others that it knows the names of.
+// applyDevices creates the expected device nodes and removes other device nodes that have one of
+// the simulated driver's names.
 func (c *Config) applyDevices(v view) error {
 	nodes, err := c.nodes(v)
 	if err != nil {
@@ -135,12 +140,13 @@ func (c *Config) applyDevices(v view) error {
 		}
 	}
 	if len(nodes) == 0 {
-		_ = os.Remove(filepath.Join(folder, "nvidia-caps")) // only where it is empty
+		_ = os.Remove(filepath.Join(folder, "nvidia-caps")) // fails if the folder is not empty
 	}
 	return nil
 }
 
-// refuseRealDriver keeps the layout off a machine whose NVIDIA driver would answer on the device numbers.
+// refuseRealDriver returns an error if the machine has a real NVIDIA driver, because that driver
+// would answer on the simulated device nodes.
 func refuseRealDriver() error {
 	if _, err := os.Stat("/sys/module/nvidia"); err == nil {
 		return errors.New("this machine's kernel has a real NVIDIA driver: device nodes made here would reach real GPUs; use --plain-devices")
@@ -187,19 +193,21 @@ func (c *Config) makeNode(folder string, node deviceNode) error {
 	return checkNode(path)
 }
 
-// checkNode catches a folder on a file system mounted nodev: every open there fails with EACCES, and no GPU would be seen.
+// checkNode returns an error if the device node lies on a file system mounted with nodev. There
+// every open fails with EACCES, so NVML would see no GPU.
 func checkNode(path string) error {
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err == nil {
 		return unix.Close(fd)
 	}
 	if errors.Is(err, syscall.EACCES) {
-		return fmt.Errorf("open %s: %w: is its file system mounted nodev? Take another --dev, or --plain-devices", path, err)
+		return fmt.Errorf("open %s: %w: is its file system mounted nodev? Use another --dev, or --plain-devices", path, err)
 	}
 	return nil
 }
 
-// removeNode removes a device node or a plain stand-in of one: nothing that has content.
+// removeNode removes a device node, or an empty regular file that replaces a device node. It
+// refuses to remove anything else.
 func removeNode(path string) error {
 	info, err := os.Lstat(path)
 	if errors.Is(err, os.ErrNotExist) {
@@ -209,7 +217,7 @@ func removeNode(path string) error {
 		return err
 	}
 	if info.Mode()&os.ModeCharDevice == 0 && (!info.Mode().IsRegular() || info.Size() > 0) {
-		return fmt.Errorf("%s is no device node: not removed", path)
+		return fmt.Errorf("%s is not a device node and was not removed", path)
 	}
 	return os.Remove(path)
 }

@@ -1,13 +1,16 @@
-// Package layout lays a simulated GPU node out on disk, as the driver, its installer and the kernel would:
+// Package layout creates the files of a simulated GPU node, as the driver, its installer and the
+// kernel would:
 //
-//	<root>/driver   the driver root: libraries with SONAMEs, nvidia-smi, the firmware folder
-//	<root>/proc     /proc/devices, /proc/driver/nvidia, /proc/driver/nvidia-caps
-//	<root>/sys      /sys/bus/pci, /sys/devices/pci…
-//	/dev            device nodes with the driver's numbers; no kernel driver is behind them
+//   - <root>/driver is the driver root with libraries, nvidia-smi and the firmware folder.
+//   - <root>/proc has /proc/devices, /proc/driver/nvidia and /proc/driver/nvidia-caps.
+//   - <root>/sys has /sys/bus/pci and /sys/devices/pci….
+//   - /dev has device nodes with the driver's numbers but no kernel driver.
 //
-// The state file of the simulated library lies in the root and, as a hard link, in the driver root's firmware folder, under a name
-// (gsp*.bin) that the driver's own CDI discovery mounts into containers. So the state reaches containers by the production path.
+// The root also has the state file of the simulated library. A hard link to the state file lies in
+// the driver root's firmware folder under a name (gsp*.bin) that NVIDIA's CDI discovery mounts into
+// containers. The state thus reaches containers in the same way as in production.
 //
-// Everything is drawn from the saved configuration and the state: Apply makes the disk agree with them, however often it is
-// called. The package removes only what lies in its root, and device nodes with its own numbers.
+// Apply makes the files on disk agree with the saved configuration and the state, and may be called
+// repeatedly. The package removes only files in its root, and device nodes with the names of the
+// simulated driver.
 package layout

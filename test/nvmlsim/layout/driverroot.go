@@ -9,15 +9,15 @@ import (
 	"strings"
 )
 
-// keepSources copies what the driver root is made from into the layout, so that the driver can be reloaded, or come later, without
-// the build folder.
+// keepSources copies the built libraries and programs into the root folder of a simulated node. The
+// driver can then be reloaded or installed later without the build folder.
 func keepSources(root string, s Sources) error {
 	files := filepath.Join(root, "files")
 	if err := empty(files); err != nil {
 		return err
 	}
 	if s.Library == "" {
-		return errors.New("no library given: build it with make -C test/nvmlsim, and name it with --lib")
+		return errors.New("no NVML library: build it with make -C test/nvmlsim, and pass its path with --lib")
 	}
 	if err := copyFile(s.Library, filepath.Join(files, "libnvidia-ml.so.1"), 0o644); err != nil {
 		return err
@@ -50,7 +50,8 @@ func keepSources(root string, s Sources) error {
 	return nil
 }
 
-// applyDriverRoot installs the driver's files under their versioned names, or removes them. Names of another version go.
+// applyDriverRoot installs the driver's files under names with the current driver version, and
+// removes files of other versions. If no driver is installed, it empties the driver root.
 func (c *Config) applyDriverRoot(v view) error {
 	if c.NoFiles || (c.Kind == Container && !v.loaded) {
 		return empty(c.DriverRoot())
@@ -67,7 +68,7 @@ func (c *Config) applyDriverRoot(v view) error {
 		return err
 	}
 	for _, source := range sources {
-		name := strings.TrimSuffix(filepath.Base(source), ".1") // libcuda.so
+		name := strings.TrimSuffix(filepath.Base(source), ".1") // such as libcuda.so
 		versioned := name + "." + v.version
 		if err := copyFile(source, filepath.Join(libraries, versioned), 0o644); err != nil {
 			return err
@@ -85,14 +86,15 @@ func (c *Config) applyDriverRoot(v view) error {
 	return c.installPrograms()
 }
 
-// cudaPrograms are the names of one stand-in, which knows by them what to be.
+// cudaPrograms are the names under which the nvmlsim-cuda binary is installed. The binary chooses
+// by its name which program it stands in for.
 var cudaPrograms = []string{"nvmlsim-cuda", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"}
 
 func (c *Config) installPrograms() error {
 	for _, name := range append([]string{"nvidia-smi"}, cudaPrograms...) {
 		source := c.path("files", name)
 		if _, err := os.Stat(source); errors.Is(err, os.ErrNotExist) {
-			continue // no nvidia-smi was given
+			continue // the layout has no nvidia-smi
 		}
 		if err := copyFile(source, c.path("driver", c.binDir(), name), 0o755); err != nil {
 			return err
@@ -129,7 +131,8 @@ func (c *Config) removeOtherVersions(libraries, version string) error {
 	return nil
 }
 
-// linkState puts the state file into the firmware folder: the same inode, which containers may hold.
+// linkState creates a hard link to the state file in the driver's firmware folder. A correct link
+// is kept, because running containers may use it.
 func (c *Config) linkState(version string) error {
 	target := filepath.Join(c.firmware(), version, StateFile)
 	if err := os.MkdirAll(filepath.Dir(target), 0o755); err != nil {
@@ -149,7 +152,8 @@ func (c *Config) linkState(version string) error {
 	return os.Link(StatePath(c.root), target)
 }
 
-// copyFile puts a new file in place of an old one, which a process may have mapped. An equal one stays.
+// copyFile copies the file at from to the path to, unless an equal file is there. It replaces an
+// old file by rename, because a process may have mapped the old file.
 func copyFile(from, to string, mode os.FileMode) error {
 	if same(from, to, mode) {
 		return nil
@@ -183,7 +187,7 @@ func same(a, b string, mode os.FileMode) bool {
 	return errOne == nil && errOther == nil && string(one) == string(other)
 }
 
-// link makes a symbolic link, or turns one that is there, by rename: it never is missing.
+// link creates or changes a symbolic link by rename, so that path exists at every moment.
 func link(target, path string) error {
 	if have, err := os.Readlink(path); err == nil && have == target {
 		return nil

@@ -11,23 +11,24 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// Options of Up.
+// Options are the parameters of Up, which creates the files of a simulated node.
 type Options struct {
 	Root    string
 	Config  Config
 	Sources Sources
 	Models  map[string]*model.GPU
-	// DriverVersion and CUDAVersion, where given, stand above the node file's.
+	// DriverVersion and CUDAVersion override the node file's versions if set.
 	DriverVersion, CUDAVersion string
 	Seed                       string
-	// NoDriver: the driver comes later.
+	// NoDriver creates the node without a driver. A later call of DriverBack installs and loads one.
 	NoDriver bool
-	// Fresh makes the state anew. Otherwise a state that is there is kept, as over a reboot: the driver is loaded again,
-	// and what is broken stays broken.
+	// Fresh discards an existing state file. By default Up keeps the state, like a reboot: it loads
+	// the driver again, and injected faults remain.
 	Fresh bool
 }
 
-// Up makes a layout.
+// Up creates the files of a simulated node. If they already exist, Up simulates a reboot of the
+// node.
 func Up(o Options) (*Config, error) {
 	root, err := filepath.Abs(o.Root)
 	if err != nil {
@@ -56,7 +57,7 @@ func Up(o Options) (*Config, error) {
 		}
 	}
 	if previous, err := Load(root); err == nil && o.Fresh {
-		previous.NoDevices = true // another node's GPUs may have other minors
+		previous.NoDevices = true // so that applyDevices removes them: the new node may have other minors
 		if err := previous.applyDevices(view{}); err != nil {
 			return nil, err
 		}
@@ -67,7 +68,9 @@ func Up(o Options) (*Config, error) {
 	return &c, c.Apply(f)
 }
 
-// openState keeps the state of a root that was up before, as a reboot does, or makes it.
+// openState opens the existing state file of a simulated node and loads the driver again, as a
+// reboot does. If there is no state file, or Fresh is set, it creates one. If the file belongs to
+// another node, it returns an error.
 func openState(root string, c *Config, o Options) (*state.File, error) {
 	path := StatePath(root)
 	if _, err := os.Stat(path); err == nil && !o.Fresh {
@@ -77,7 +80,7 @@ func openState(root string, c *Config, o Options) (*state.File, error) {
 		}
 		if was := state.Text(f.Header().NodeName[:]); f.GPUCount() != len(c.Node.GPUs) || was != c.Node.Name {
 			_ = f.Close()
-			return nil, fmt.Errorf("%s is the state of node %q: add --fresh to make another node here", path, was)
+			return nil, fmt.Errorf("%s is the state of node %q: add --fresh to replace that node", path, was)
 		}
 		if err := f.Load(o.DriverVersion, o.CUDAVersion, true); err != nil {
 			_ = f.Close()
@@ -95,7 +98,8 @@ func openState(root string, c *Config, o Options) (*state.File, error) {
 	return state.Create(path, spec)
 }
 
-// Apply makes the disk agree with the configuration and the state.
+// Apply creates, updates and removes the simulated node's files on disk so that they match the
+// configuration and the state file.
 func (c *Config) Apply(f *state.File) error {
 	m, err := chooseMajors()
 	if err != nil {
@@ -126,7 +130,7 @@ func (c *Config) apply(v view) error {
 	return nil
 }
 
-// Down removes a layout with its state.
+// Down removes the files of a simulated node, including the state file.
 func Down(root string) error {
 	root, err := filepath.Abs(root)
 	if err != nil {
@@ -148,7 +152,7 @@ func Down(root string) error {
 	for _, name := range []string{"driver", "proc", "sys", "files", "bin", StateFile, "layout.yaml"} {
 		failed = append(failed, os.RemoveAll(filepath.Join(root, name)))
 	}
-	// The root itself may be a mount point, or hold what is not ours.
+	// A root that still holds other files stays, and that is not an error.
 	if err := os.Remove(root); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		entries, readErr := os.ReadDir(root)
 		if readErr == nil && len(entries) == 0 {
@@ -158,7 +162,8 @@ func Down(root string) error {
 	return errors.Join(failed...)
 }
 
-// writeFile writes a file, in place where it is there: it may be bind-mounted elsewhere. One that is right already is not touched.
+// writeFile writes the file in place instead of by rename, because the file may be bind-mounted
+// elsewhere. It leaves a file with equal content untouched.
 func writeFile(path, content string, mode fs.FileMode) error {
 	if info, err := os.Lstat(path); err == nil && info.Mode() == mode {
 		if have, err := os.ReadFile(path); err == nil && string(have) == content {
@@ -174,7 +179,8 @@ func writeFile(path, content string, mode fs.FileMode) error {
 	return os.Chmod(path, mode)
 }
 
-// empty removes what is in a folder, and makes the folder where it is not there: it may be a mount point.
+// empty creates the folder, or removes everything in it. The folder itself is kept because it may
+// be a mount point.
 func empty(folder string) error {
 	if err := os.MkdirAll(folder, 0o755); err != nil {
 		return err

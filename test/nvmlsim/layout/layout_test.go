@@ -17,7 +17,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// options are for a layout in a folder of the test's own.
+// options returns the Options with which Up creates a simulated node in a new temporary folder.
 func options(t *testing.T, node string, kind Kind) Options {
 	t.Helper()
 	if out, err := exec.Command("make", "-s", "-C", "..", "library").CombinedOutput(); err != nil {
@@ -58,7 +58,8 @@ func up(t *testing.T, o Options) *Config {
 	return c
 }
 
-// change runs a change on a layout's state.
+// change calls do with the state file of the simulated node c, and fails the test if do returns an
+// error.
 func change(t *testing.T, c *Config, do func(*state.File) error) {
 	t.Helper()
 	f, err := state.Open(StatePath(c.root))
@@ -84,7 +85,7 @@ func exists(parts ...string) bool {
 	return err == nil
 }
 
-func TestTheDriverRootOfEachKind(t *testing.T) {
+func TestDriverRootOfEachKind(t *testing.T) {
 	for kind, want := range map[Kind]struct{ libraries, smi string }{
 		Host:      {"usr/lib/" + multiarch(), "usr/bin/nvidia-smi"},
 		Container: {"usr/lib/" + multiarch(), "usr/bin/nvidia-smi"},
@@ -131,7 +132,7 @@ func TestTheDriverRootOfEachKind(t *testing.T) {
 	}
 }
 
-func TestTheProcTree(t *testing.T) {
+func TestProcTree(t *testing.T) {
 	c := up(t, options(t, "mixed", Host))
 	minors := strings.Split(strings.TrimSuffix(read(t, c.root, "proc/driver/nvidia-caps/mig-minors"), "\n"), "\n")
 	if len(minors) != 4322 {
@@ -149,7 +150,8 @@ func TestTheProcTree(t *testing.T) {
 			t.Errorf("mig-minors has no line %q", line)
 		}
 	}
-	if got, want := read(t, c.root, "proc/driver/nvidia/capabilities/mig/config"), "DeviceFileMinor: 1\nDeviceFileMode: 256\nDeviceFileModify: 1\n"; got != want {
+	if got, want := read(t, c.root, "proc/driver/nvidia/capabilities/mig/config"),
+		"DeviceFileMinor: 1\nDeviceFileMode: 256\nDeviceFileModify: 1\n"; got != want {
 		t.Errorf("mig/config is %q, want %q", got, want)
 	}
 	information := read(t, c.root, "proc/driver/nvidia/gpus/0000:31:00.0/information")
@@ -163,7 +165,8 @@ func TestTheProcTree(t *testing.T) {
 		t.Errorf("%s is not the machine's own, %s", bootID, own)
 	}
 	devices := read(t, c.root, "proc/devices")
-	if !regexp.MustCompile(`(?s)^Character devices:\n(.*\n)?195 nvidia\n195 nvidiactl\n.*\n\d{3} nvidia-caps\n.*\nBlock devices:\n`).MatchString(devices) {
+	if !regexp.MustCompile(`(?s)^Character devices:\n(.*\n)?195 nvidia\n195 nvidiactl\n.*\n\d{3} nvidia-caps\n.*\nBlock devices:\n`).
+		MatchString(devices) {
 		t.Errorf("proc/devices:\n%s", devices)
 	}
 	if !strings.HasPrefix(read(t, c.root, "proc/driver/nvidia/version"), "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.163.01  ") {
@@ -171,7 +174,7 @@ func TestTheProcTree(t *testing.T) {
 	}
 }
 
-func TestTheSysfsTree(t *testing.T) {
+func TestSysfsTree(t *testing.T) {
 	c := up(t, options(t, "dgx-h100", Host))
 	sys := filepath.Join(c.root, "sys")
 	gpu := filepath.Join(sys, "bus/pci/devices/0000:9d:00.0")
@@ -236,14 +239,15 @@ func TestDeviceNodesHaveTheDriversNumbers(t *testing.T) {
 		if unix.Major(info.Rdev) != want[0] || unix.Minor(info.Rdev) != want[1] || info.Mode&unix.S_IFMT != unix.S_IFCHR {
 			t.Errorf("%s is %d:%d, want %d:%d", name, unix.Major(info.Rdev), unix.Minor(info.Rdev), want[0], want[1])
 		}
-		// No driver is behind the number: that is what the library takes for "given".
+		// No kernel driver handles this device number, so opening the device node fails with ENXIO or
+		// ENODEV. The simulated library takes these errors as proof that the process has the device node.
 		if _, err := os.Open(filepath.Join(c.Dev, name)); !errors.Is(err, unix.ENXIO) && !errors.Is(err, unix.ENODEV) {
 			t.Errorf("open %s: %v, want ENXIO", name, err)
 		}
 	}
 }
 
-func TestNodesThatComeLate(t *testing.T) {
+func TestDeviceNodesCreatedLater(t *testing.T) {
 	o := options(t, "l40s-x2", Host)
 	o.Config.NoDevices, o.Config.NoUVM = true, true
 	c := up(t, o)
@@ -260,7 +264,7 @@ func TestNodesThatComeLate(t *testing.T) {
 	}
 }
 
-func TestADriverThatComesLate(t *testing.T) {
+func TestDriverInstalledLater(t *testing.T) {
 	for _, kind := range []Kind{Host, Container, Bare} {
 		t.Run(string(kind), func(t *testing.T) {
 			o := options(t, "l40s-x2", kind)
@@ -280,14 +284,15 @@ func TestADriverThatComesLate(t *testing.T) {
 				t.Fatal(err)
 			}
 			change(t, loaded, func(f *state.File) error { return loaded.DriverBack(f, "", "") })
-			if !exists(c.DriverRoot(), c.LibraryDir, "libcuda.so.580.95.05") || !exists(c.deviceDir(), "nvidia1") || !exists(c.root, "proc/driver/nvidia/version") {
+			if !exists(c.DriverRoot(), c.LibraryDir, "libcuda.so.580.95.05") || !exists(c.deviceDir(), "nvidia1") ||
+				!exists(c.root, "proc/driver/nvidia/version") {
 				t.Error("the driver did not come")
 			}
 		})
 	}
 }
 
-func TestAReloadRenamesTheVersionAndKeepsTheState(t *testing.T) {
+func TestReloadChangesVersionAndKeepsState(t *testing.T) {
 	c := up(t, options(t, "l40s-x2", Host))
 	before, err := os.Stat(StatePath(c.root))
 	if err != nil {
@@ -307,8 +312,9 @@ func TestAReloadRenamesTheVersionAndKeepsTheState(t *testing.T) {
 	}
 }
 
-// A reboot is Up on the same root: what is broken stays broken, and a GPU that was lost is not found any more.
-func TestARebootKeepsTheState(t *testing.T) {
+// Calling Up again on the same root simulates a reboot. A GPU that was lost before must stay lost:
+// the driver does not find it. Settings such as the compute mode must be reset.
+func TestRebootKeepsState(t *testing.T) {
 	o := options(t, "dgx-h100", Host)
 	c := up(t, o)
 	change(t, c, func(f *state.File) error {
@@ -322,7 +328,8 @@ func TestARebootKeepsTheState(t *testing.T) {
 		}
 		return nil
 	})
-	if exists(c.root, "sys/bus/pci/devices/0000:52:00.0") || exists(c.Dev, "nvidia2") || exists(c.root, "proc/driver/nvidia/gpus/0000:52:00.0") {
+	if exists(c.root, "sys/bus/pci/devices/0000:52:00.0") || exists(c.Dev, "nvidia2") ||
+		exists(c.root, "proc/driver/nvidia/gpus/0000:52:00.0") {
 		t.Error("the lost GPU is still shown")
 	}
 	o.Fresh = true
@@ -332,8 +339,8 @@ func TestARebootKeepsTheState(t *testing.T) {
 	}
 }
 
-// Drawing the same again touches nothing: a plugin may be reading.
-func TestDrawingAgainTouchesNothing(t *testing.T) {
+// A second Up with the same options must not replace any file, because a plugin may be reading it.
+func TestApplyTwiceChangesNothing(t *testing.T) {
 	o := options(t, "dgx-h100", Host)
 	c := up(t, o)
 	inodes := func() map[string]uint64 {
@@ -364,7 +371,7 @@ func TestDrawingAgainTouchesNothing(t *testing.T) {
 	}
 }
 
-func TestAnotherNodeNeedsAFreshState(t *testing.T) {
+func TestAnotherNodeNeedsFreshState(t *testing.T) {
 	o := options(t, "dgx-h100", Host)
 	up(t, o)
 	other := options(t, "mixed", Host)
@@ -394,7 +401,7 @@ func TestDownLeavesNothing(t *testing.T) {
 	}
 }
 
-func TestDownRemovesNoFileThatIsNoDevice(t *testing.T) {
+func TestDownKeepsForeignFiles(t *testing.T) {
 	c := up(t, options(t, "t4-x1", Host))
 	path := filepath.Join(c.Dev, "nvidiactl")
 	if err := errors.Join(os.Remove(path), os.WriteFile(path, []byte("something"), 0o600)); err != nil {
@@ -405,7 +412,7 @@ func TestDownRemovesNoFileThatIsNoDevice(t *testing.T) {
 	}
 }
 
-func TestBadOptionsAreNamed(t *testing.T) {
+func TestInvalidOptionsAreNamed(t *testing.T) {
 	for what, spoil := range map[string]struct {
 		do   func(*Options)
 		want string

@@ -10,13 +10,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// reachFolder is where the library looks for the layout in /dev. Container runtimes walk the /dev of privileged containers for devices; a folder of this
-// name they leave out, so nothing of ours can get in their way.
+// reachFolder is the folder below /dev where the simulated NVML library finds the simulated node's
+// files. Container runtimes scan the /dev of privileged containers for devices, but skip folders
+// named .udev.
 const reachFolder = ".udev/nvmlsim"
 
-// applyMounts puts the proc tree over the machine's own, or takes it away: code that reads /proc/driver or /proc/devices by absolute
-// path then sees the simulated driver. It also shows the layout's folder in the folder of device nodes. It is meant for a node with a mount
-// namespace of its own.
+// applyMounts bind-mounts the simulated /proc files over the machine's, so that code with absolute
+// paths reads them, and the root folder below /dev. It removes mounts that the configuration no
+// longer has. Call it in the node's own mount namespace.
 func (c *Config) applyMounts(view) error {
 	reach := filepath.Join(c.Dev, reachFolder)
 	for _, m := range []struct {
@@ -49,14 +50,15 @@ func (c *Config) applyMounts(view) error {
 				if err := os.Remove(reach); err != nil {
 					return err
 				}
-				_ = os.Remove(filepath.Dir(reach)) // only where it is empty
+				_ = os.Remove(filepath.Dir(reach)) // fails if the folder is not empty
 			}
 		}
 	}
 	return nil
 }
 
-// mountedByUs: what lies at the mount point is the very file of the layout.
+// mountedByUs reports whether mountPoint and from are the same file, which means that this
+// simulated node's bind mount is in place.
 func (c *Config) mountedByUs(mountPoint, from string) bool {
 	one, errOne := os.Stat(mountPoint)
 	other, errOther := os.Stat(from)

@@ -9,8 +9,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// The driver numbers its capabilities by one counter: two for MIG as a whole, then for every GPU 15 GPU instances, each with
-// itself and 8 compute instances, whether they exist or not (open-gpu-kernel-modules, kernel-open/nvidia/nv-caps.c).
+// The driver numbers its MIG capabilities with one counter: two for MIG as a whole, then 15 GPU
+// instances for every GPU, each with 8 compute instances. Instances that do not exist have numbers
+// too (open-gpu-kernel-modules, kernel-open/nvidia/nv-caps.c).
 const (
 	capGPUs, capGIs, capCIs = 32, 15, 8
 	capConfig, capMonitor   = 1, 2
@@ -18,7 +19,7 @@ const (
 	capIMEX                 = capFirst + capGPUs*capGIs*(1+capCIs)
 )
 
-// applyProc draws the proc tree.
+// applyProc creates the simulated files of /proc.
 func (c *Config) applyProc(v view) error {
 	m, err := chooseMajors()
 	if err != nil {
@@ -41,8 +42,8 @@ func (c *Config) applyProc(v view) error {
 	return driver.apply(c.path("proc", "driver"))
 }
 
-// copyBootID gives the tree the machine's own boot ID. A container that is shown the tree instead of the machine's /proc has no other way to it where
-// the machine's own differs from the kernel's: its own /proc shows the kernel's.
+// copyBootID copies the boot ID that the machine shows into the layout. A container's own /proc may
+// show another boot ID, because a file may be bind-mounted over the machine's.
 func (c *Config) copyBootID() error {
 	const name = "sys/kernel/random/boot_id"
 	id, err := os.ReadFile("/proc/" + name)
@@ -52,10 +53,13 @@ func (c *Config) copyBootID() error {
 	return writeFile(c.path("proc", name), string(id), 0o444)
 }
 
-// drawProcDriver is /proc/driver while the driver is loaded.
+// drawProcDriver adds to t the files that /proc/driver has while the driver is loaded.
 func (c *Config) drawProcDriver(t tree, v view) {
 	read := func(name, content string) { t.file(name, content, 0o444) }
-	read("nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  "+v.version+"  Thu Jan  1 00:00:00 UTC 1970\nGCC version:  gcc version 12.2.0\n")
+	read(
+		"nvidia/version",
+		"NVRM version: NVIDIA UNIX x86_64 Kernel Module  "+v.version+"  Thu Jan  1 00:00:00 UTC 1970\nGCC version:  gcc version 12.2.0\n",
+	)
 	read("nvidia/params", procParams)
 	read("nvidia/capabilities/mig/config", capability(capConfig, 0o400))
 	read("nvidia/capabilities/mig/monitor", capability(capMonitor, 0o444))
@@ -76,7 +80,8 @@ func (c *Config) drawProcDriver(t tree, v view) {
 	}
 }
 
-// procDevices is the machine's own list with the driver's devices in it, or without them while no driver is loaded.
+// procDevices returns the text of /proc/devices: the machine's own devices, plus the simulated
+// driver's devices while the driver is loaded.
 func (c *Config) procDevices(v view, m majors) (string, error) {
 	own, err := os.ReadFile("/proc/devices")
 	if err != nil {
@@ -122,7 +127,8 @@ func (c *Config) hasNVSwitch() bool {
 	return false
 }
 
-// capability is the content of a capability file; the mode is printed in decimal.
+// capability returns the content of a MIG capability file. Like the real driver, it prints the mode
+// in decimal.
 func capability(minor, mode int) string {
 	return fmt.Sprintf("DeviceFileMinor: %d\nDeviceFileMode: %d\nDeviceFileModify: 1\n", minor, mode)
 }
@@ -144,7 +150,8 @@ func migMinors() string {
 	return text.String()
 }
 
-// gpuInformation follows the driver's own separators (kernel-open/nvidia/nv-procfs.c).
+// gpuInformation returns the text of a GPU's information file, with the same separators as the real
+// driver (kernel-open/nvidia/nv-procfs.c).
 func gpuInformation(card model.Card, uuid, product, version string) string {
 	return fmt.Sprintf("Model: \t\t %s\nIRQ:   \t\t %d\nGPU UUID: \t %s\nVideo BIOS: \t %s\nBus Type: \t PCIe\nDMA Size: \t 52 bits\n"+
 		"DMA Mask: \t 0xfffffffffffff\nBus Location: \t %s\nDevice Minor: \t %d\nGPU Firmware: \t %s\nGPU Excluded:\t No\n",

@@ -9,7 +9,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// pciFunction is a device as sysfs shows it.
+// pciFunction is a PCI device function with the values that sysfs shows for it.
 type pciFunction struct {
 	address            string
 	root               string
@@ -22,13 +22,15 @@ type pciFunction struct {
 	iommuGroup         *uint32
 }
 
-// classGPU is "3D controller", what data-centre GPUs are; classBridge a PCI-to-PCI bridge.
+// classGPU is the PCI class of data-centre GPUs, "3D controller". classBridge is the class of a
+// PCI-to-PCI bridge.
 const (
 	classGPU    = 0x030200
 	classBridge = 0x060400
 )
 
-// applySys draws the sysfs tree: what the kernel shows whether or not a driver is loaded.
+// applySys creates the sysfs files. Unlike /proc/driver, the kernel shows them even while no driver
+// is loaded.
 func (c *Config) applySys(v view) error {
 	t := tree{}
 	for _, folder := range []string{"bus/pci/devices", "bus/pci/drivers", "kernel/iommu_groups"} {
@@ -89,7 +91,8 @@ func (f *pciFunction) setIDs(from model.PCIDevice) error {
 	return nil
 }
 
-// folder is the device's place below sys/devices: root complex, bridges, device.
+// folder returns the device's path below sys/devices: the root complex, the bridges, then the
+// device.
 func (f pciFunction) folder() string {
 	return path.Join(append(append([]string{"devices", f.root}, f.bridges...), f.address)...)
 }
@@ -145,7 +148,8 @@ func (f pciFunction) drawAt(t tree, folder string) error {
 	return nil
 }
 
-// configSpace is the head of the PCI configuration space: IDs and class; the rest is zero.
+// configSpace returns the start of the device's PCI configuration space: IDs and class are set, and
+// all other bytes are zero.
 func (f pciFunction) configSpace() string {
 	space := make([]byte, 256)
 	binary.LittleEndian.PutUint16(space[0x00:], f.vendor)

@@ -9,11 +9,11 @@ import (
 	"slices"
 )
 
-// tree is what a folder should hold, by path below it. It is brought about without a moment in which what stays is missing: somebody may be
-// reading.
+// tree maps paths below a folder to the entries that the folder should have. While apply updates
+// the folder, an unchanged entry never disappears, because another process may be reading it.
 type tree map[string]entry
 
-// entry is a file, a symbolic link, or a folder that may stay empty.
+// entry is a file, a symbolic link or a folder. A folder entry exists even if nothing is in it.
 type entry struct {
 	content string
 	mode    fs.FileMode
@@ -25,7 +25,8 @@ func (t tree) file(name, content string, mode fs.FileMode) {
 	t[name] = entry{content: content, mode: mode}
 }
 
-// symlink makes a relative link; both paths are below the tree's folder.
+// symlink adds a relative symbolic link at the path name. It leads to the path to. Both paths are
+// relative to the tree's folder.
 func (t tree) symlink(name, to string) error {
 	target, err := filepath.Rel(path.Dir(name), to)
 	if err != nil {
@@ -37,7 +38,7 @@ func (t tree) symlink(name, to string) error {
 
 func (t tree) folder(name string) { t[name] = entry{folder: true} }
 
-// folders are all folders that the entries need.
+// folders returns every folder that the tree's entries need, including their parents.
 func (t tree) folders() map[string]bool {
 	needed := map[string]bool{".": true}
 	for name, e := range t {
@@ -51,7 +52,7 @@ func (t tree) folders() map[string]bool {
 	return needed
 }
 
-// apply makes the folder hold the tree and nothing else.
+// apply makes the folder at root contain exactly the entries of the tree.
 func (t tree) apply(root string) error {
 	folders := t.folders()
 	if err := os.MkdirAll(root, 0o755); err != nil {
@@ -107,7 +108,8 @@ func (t tree) removeOthers(root string, folders map[string]bool) error {
 	return err
 }
 
-// write brings one entry about, by rename, unless it is there already.
+// write creates the entry at the path full. If the path already has the same content, it changes
+// nothing. Otherwise it renames a temporary file, so that readers never see a partial file.
 func (e entry) write(full string) error {
 	switch {
 	case e.folder:

@@ -1,4 +1,4 @@
-/* Mapping, checking and locking the state file. */
+/* Maps, checks and locks the state file. */
 #define _GNU_SOURCE
 #include "sim.h"
 
@@ -16,16 +16,19 @@
 static struct {
     char path[PATH_MAX];    /* the state file that is mapped */
     int fd;
-    pid_t opened_by;        /* a forked child needs an open file description, and so a lock, of its own */
+    pid_t opened_by;        /* a forked child needs its own open file description, and so its own lock */
     bool read_only;
     struct nvmlsim_header *state;
     dev_t device;
     ino_t inode;
     pthread_mutex_t write_lock;
-    uint8_t open[512];      /* GPUs that this process has open: a bit each */
+    uint8_t open[512];      /* one bit for each GPU: this process has it open */
 } view = {.fd = -1, .write_lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* The descriptors of nodes that this process has, by the byte of the state file that says so too. */
+/*
+ * This process's descriptors of device nodes. Each has the number of the lock byte in the state
+ * file that the process locks together with the descriptor.
+ */
 enum { MAX_HELD = 4096 };
 static struct {
     pthread_mutex_t lock;
@@ -97,7 +100,7 @@ static bool sound(const struct nvmlsim_header *h, uint64_t file_size)
     return true;
 }
 
-/* Maps the file behind fd, and makes it the view. On failure the view stays as it was. */
+/* Maps the file behind fd and makes this mapping the view. On failure the view stays unchanged. */
 static nvmlReturn_t map_state(int fd, bool read_only)
 {
     struct stat info;
@@ -123,7 +126,10 @@ static nvmlReturn_t map_state(int fd, bool read_only)
         munmap(mapped, (size_t)info.st_size);
         return NVML_ERROR_DRIVER_NOT_LOADED;
     }
-    /* An older mapping stays: another thread may still be reading it. It is small, and another file is rare. */
+    /*
+     * An older mapping is never unmapped, because another thread may still read it. Mappings are
+     * small, and a process rarely makes a second one.
+     */
     if (view.fd >= 0)
         close(view.fd);
     view.fd = fd;
@@ -193,14 +199,14 @@ nvmlReturn_t sim_hold_driver(void)
     return lock_byte(F_RDLCK, NVMLSIM_LOCK_IN_USE, false) == 0 ? NVML_SUCCESS : NVML_ERROR_DRIVER_NOT_LOADED;
 }
 
-/* Takes the byte and keeps the descriptor, unless this process has them. */
+/* Locks the byte and opens the descriptor of its device node, unless this process has done both. */
 static void hold(uint64_t byte, int (*descriptor)(unsigned int minor), unsigned int minor)
 {
     pthread_mutex_lock(&nodes.lock);
     bool has = false;
     for (unsigned int i = 0; i < nodes.count && !has; i++)
         has = nodes.held[i].byte == byte;
-    if (!has && nodes.count == MAX_HELD) { /* a silent loss would let changes through that a driver refuses */
+    if (!has && nodes.count == MAX_HELD) { /* without the lock other processes could make changes that a driver refuses */
         fprintf(stderr, "nvmlsim: this process holds more than %d instances and nodes\n", MAX_HELD);
         abort();
     }
@@ -212,7 +218,7 @@ static void hold(uint64_t byte, int (*descriptor)(unsigned int minor), unsigned 
     pthread_mutex_unlock(&nodes.lock);
 }
 
-/* Lets go of these bytes and their descriptors. */
+/* Unlocks the bytes from start and closes their descriptors. */
 static void let_go(uint64_t start, uint64_t count)
 {
     pthread_mutex_lock(&nodes.lock);
@@ -251,7 +257,7 @@ void sim_release_driver(void)
     lock_byte(F_UNLCK, NVMLSIM_LOCK_IN_USE, false);
 }
 
-/* Whether another open file description holds any of these bytes. */
+/* Returns whether another open file description has a lock on any of the bytes. */
 static bool held_elsewhere(uint64_t start, uint64_t count)
 {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)start, .l_len = (off_t)count};
@@ -268,7 +274,10 @@ bool sim_computed_on(unsigned int number, unsigned int slot)
     return slot > 0 ? held_elsewhere(first + slot, 1) : held_elsewhere(first, NVMLSIM_COMPUTE_BYTES);
 }
 
-/* A GPU without persistence mode that nobody has open has forgotten what was set. Caller holds the write lock. */
+/*
+ * Resets the settings of a GPU that no process has open and that has no persistence mode. The
+ * caller holds the write lock.
+ */
 static void forget_if_closed(unsigned int number)
 {
     struct nvmlsim_gpu *gpu = sim_gpu_at(number);
@@ -278,7 +287,10 @@ static void forget_if_closed(unsigned int number)
     STORE(gpu->time_slice, 0);
 }
 
-/* Whether this process would be the first to have the GPU open. */
+/*
+ * Returns whether the GPU must be attached: it has an attach cost, no persistence mode, and no
+ * other process has it open.
+ */
 static bool detached(unsigned int number)
 {
     return LOAD(view.state->attach_cost_ms) > 0 && !LOAD(sim_gpu_at(number)->persistence_mode) &&
@@ -290,7 +302,7 @@ static void open_now(unsigned int number)
     uint8_t bit = (uint8_t)(1u << number % 8);
     if (__atomic_fetch_or(&view.open[number / 8], bit, __ATOMIC_ACQ_REL) & bit)
         return;
-    bool writing = sim_write_begin() == NVML_SUCCESS; /* a process that has the state read-only leaves it to the next one */
+    bool writing = sim_write_begin() == NVML_SUCCESS; /* a process with a read-only state cannot reset the GPU */
     if (writing)
         forget_if_closed(number);
     hold(NVMLSIM_LOCK_OPEN + number, sim_gpu_descriptor, sim_gpu_at(number)->minor);
@@ -310,7 +322,7 @@ void sim_open_gpu(unsigned int number)
     }
     int lock = sim_lock_open(NVMLSIM_LOCK_CUT, false);
     if (!opened(number)) {
-        if (detached(number)) /* still: another may have attached it while this one waited */
+        if (detached(number)) /* another process may have attached the GPU during the wait for the lock */
             sim_wait_ms(LOAD(view.state->attach_cost_ms));
         open_now(number);
     }
@@ -322,7 +334,7 @@ nvmlReturn_t sim_write_begin(void)
     if (view.read_only)
         return NVML_ERROR_NO_PERMISSION;
     pthread_mutex_lock(&view.write_lock);
-    if (view.opened_by != getpid()) { /* forked since: the parent's lock would count as ours */
+    if (view.opened_by != getpid()) { /* after a fork, the parent's lock would also count for this process */
         int fd = open(view.path, O_RDWR | O_CLOEXEC);
         if (fd >= 0) {
             close(view.fd);

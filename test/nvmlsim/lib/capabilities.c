@@ -1,10 +1,13 @@
 /*
- * The capability files below /proc/driver/nvidia/capabilities and the device nodes in /dev/nvidia-caps of the instances that exist.
- *
- * The kernel's driver makes the files, and NVIDIA's library the nodes, with the code of nvidia-modprobe. Here the library does both: whoever changes
- * instances makes the files and nodes agree with them before the call returns, and whoever initialises does so too, so that a
- * process that died in between leaves nothing wrong for long. All of it is done anew from the state under a lock of its own; what is
- * right already is not touched. Only a process that may write the state and finds the layout's folder does it: containers do not.
+ * The capability files below /proc/driver/nvidia/capabilities and the device nodes in
+ * /dev/nvidia-caps of existing instances.
+ * 
+ * The kernel driver creates the files, and NVIDIA's library the nodes, with the code of
+ * nvidia-modprobe. Here the library does both. A process that changes MIG instances updates files
+ * and device nodes before the call returns. nvmlInit updates them too, and so repairs what a killed
+ * process left. Each update compares the files with the state under a lock of its own. Only a
+ * process that can write the state file and the layout's folder updates them; most containers
+ * cannot.
  */
 #define _GNU_SOURCE
 #include "sim.h"
@@ -21,7 +24,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
-/* A path that is too long becomes empty: nothing is found there, and nothing made. */
+/* A path. A path that would be too long is empty, so that no file is found or created there. */
 struct path {
     char text[PATH_MAX];
 };
@@ -46,13 +49,13 @@ static bool is_root(const char *folder, void *data)
     return true;
 }
 
-/* The layout's folder, as this process can write to it. */
+/* Finds the layout's folder by a path through which this process can write. */
 static bool find_root(struct path *root)
 {
     return is_root(sim_state()->root, root) || is_root(NVMLSIM_REACH, root) || sim_above_library(is_root, root);
 }
 
-/* The folder of the device nodes: a driver container's lies in the layout. */
+/* Finds the folder of the device nodes. A driver container's /dev lies inside the layout. */
 static struct path find_devices(const struct path *root)
 {
     const struct nvmlsim_header *state = sim_state();
@@ -88,7 +91,10 @@ static void write_capability(const char *folder, unsigned int minor)
         unlink(fresh.text);
 }
 
-/* Removes a capability's folder: what is in it are files, and, of a GPU instance, folders of compute instances. */
+/*
+ * Removes a capability's folder with its files. For a GPU instance this includes the folders of its
+ * compute instances.
+ */
 static void remove_capability(const char *folder, int depth)
 {
     DIR *entries = opendir(folder);
@@ -118,7 +124,7 @@ static void make_node(const char *devices, unsigned int minor)
         unlink(node.text);
     mode_t type = state->plain_devices ? S_IFREG : S_IFCHR;
     if (mknod(node.text, type | 0444, state->plain_devices ? 0 : number) == 0)
-        chmod(node.text, 0444); /* whatever the umask says */
+        chmod(node.text, 0444); /* mknod applies the umask */
 }
 
 static void remove_node(const char *devices, unsigned int minor)
@@ -126,7 +132,10 @@ static void remove_node(const char *devices, unsigned int minor)
     unlink(path_of("%s/nvidia-caps/nvidia-cap%u", devices, minor).text);
 }
 
-/* A folder is made before its node and removed after it: while it is there, somebody will look after the node. */
+/*
+ * A capability's folder is created before its device node and removed after it. While the folder
+ * exists, a process checks the device node.
+ */
 static void sync_instance(const struct nvmlsim_gpu *gpu, unsigned int gi, const char *mig, const char *devices)
 {
     struct path folder = path_of("%s/gi%u", mig, gi);
@@ -165,7 +174,7 @@ static void sync_gpus(unsigned int first, unsigned int end)
         const struct nvmlsim_gpu *gpu = sim_gpu_at(i);
         struct path mig = path_of("%s/proc/driver/nvidia/capabilities/gpu%u/mig", root.text, gpu->minor);
         if (!sim_model(gpu)->mig_supported || access(mig.text, F_OK) != 0)
-            continue; /* the driver shows no capabilities of it: it is not loaded, or did not find the GPU */
+            continue; /* no capabilities: the driver is not loaded, or did not find the GPU */
         for (unsigned int gi = 0; gi < NVMLSIM_GPU_INSTANCES; gi++)
             sync_instance(gpu, gi, mig.text, devices.text);
     }

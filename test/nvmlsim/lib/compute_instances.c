@@ -1,11 +1,14 @@
-/* Compute instances: making, listing, describing and removing them. */
+/* Compute instances: creating, listing, describing and destroying them. */
 #include "sim.h"
 
 #include <string.h>
 
 static uint32_t slices_at(unsigned int start, unsigned int size) { return ((UINT32_C(1) << (size & 31)) - 1) << (start & 31); }
 
-/* Slices of the GPU instance that compute instances take, and how many instances there are of a profile. */
+/*
+ * Returns the slices of the GPU instance that its compute instances use, as a bit mask. Stores the
+ * number of compute instances of the profile in of_profile.
+ */
 static uint32_t occupied(const struct nvmlsim_gpu *gpu, unsigned int gi, unsigned int profile, unsigned int *of_profile)
 {
     uint32_t taken = 0;
@@ -119,12 +122,15 @@ NVMLSIM_API nvmlReturn_t nvmlComputeInstanceGetInfo(nvmlComputeInstance_t instan
     return nvmlComputeInstanceGetInfo_v2(instance, info);
 }
 
-/* The making, under the locks. Start below 0: the first place that is free. */
+/*
+ * Creates a compute instance while the caller holds the locks. With start below 0 it takes the
+ * first free placement.
+ */
 static nvmlReturn_t make(const struct sim_target *at, const struct nvmlsim_ci_profile *profile, int start,
                          nvmlComputeInstance_t *instance)
 {
     struct sim_instance gi = sim_gi(at->gpu, at->gi_id);
-    if (!gi.exists || gi.profile != at->gi.profile) /* removed meanwhile */
+    if (!gi.exists || gi.profile != at->gi.profile) /* another process destroyed the GPU instance */
         return NVML_ERROR_INVALID_ARGUMENT;
     unsigned int used;
     uint32_t taken = occupied(at->gpu, at->gi_id, profile->id, &used);

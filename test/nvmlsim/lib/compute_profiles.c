@@ -4,7 +4,11 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Most profiles go by the slices of the GPU instance. The one that fills an instance has all its multiprocessors, and may have an ID of its own. */
+/*
+ * Finds a compute instance profile by ID. Most profiles depend only on the number of slices of the
+ * GPU instance. The profile that fills the GPU instance has all its multiprocessors, and may have
+ * its own ID.
+ */
 bool sim_ci_profile(const struct nvmlsim_model *model, const struct nvmlsim_profile *gi, unsigned int id, struct nvmlsim_ci_profile *found)
 {
     for (unsigned int i = 0; i < model->ci_profile_count && i < NVMLSIM_CI_PROFILES; i++) {
@@ -26,7 +30,10 @@ bool sim_ci_profile(const struct nvmlsim_model *model, const struct nvmlsim_prof
     return false;
 }
 
-/* The name that nvidia-smi prints: of a whole instance the GPU instance's, of a part "MIG 1c.3g.40gb". */
+/*
+ * Sets the profile's name as nvidia-smi prints it: the GPU instance's name if the profile fills the
+ * GPU instance, and a name such as "MIG 1c.3g.40gb" otherwise.
+ */
 static void name_profile(const struct nvmlsim_profile *gi, const struct nvmlsim_ci_profile *ci, char *name, size_t size)
 {
     static const char prefix[] = "MIG ";
@@ -46,7 +53,7 @@ void sim_mig_device_name(const struct sim_target *at, char *name, size_t size)
     snprintf(name, size, "%s %s", at->model->name, part);
 }
 
-/* NVML asks by enum; the profile IDs of compute instances are the enum's values. */
+/* Finds a profile by its NVML_COMPUTE_INSTANCE_PROFILE_* value, which equals the profile's ID. */
 static nvmlReturn_t find(const struct sim_target *at, unsigned int profile, unsigned int engines, struct nvmlsim_ci_profile *found)
 {
     REQUIRE(profile < NVML_COMPUTE_INSTANCE_PROFILE_COUNT && engines < NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_COUNT);
@@ -86,7 +93,7 @@ NVMLSIM_API nvmlReturn_t nvmlGpuInstanceGetComputeInstanceProfileInfoV(nvmlGpuIn
     nvmlReturn_t result = find(&at, profile, engines, &found);
     if (result != NVML_SUCCESS)
         return result;
-    /* Version 3 is version 2 with one more field at its end. */
+    /* The struct of version 3 is that of version 2 with one more field at its end. */
     info->id = found.id;
     info->sliceCount = found.slices;
     info->instanceCount = found.instances_max;

@@ -1,9 +1,9 @@
 /*
- * What every call that changes MIG mode or instances goes through.
- *
- * The driver does such work under a lock of its own: for all GPUs (the default here), or for each; the control tool says which. Whatever is ordered
- * for the call (slow, fail, kill) happens inside that lock. Waiting is by the kernel's lock, so nobody polls, and a killed holder is
- * followed at once.
+ * The beginning and end of every call that changes MIG mode or MIG instances.
+ * 
+ * The driver does this work under a lock: one for all GPUs (the default here), or one for each GPU.
+ * The control tool chooses. Injected faults (slow, fail, kill) happen while the lock is held. The
+ * lock is a kernel lock, so the next process gets it at once, even after a kill.
  */
 #include "sim.h"
 
@@ -18,7 +18,7 @@ nvmlReturn_t sim_cut_begin(const char *function, unsigned int number, struct sim
     default: cut->lock = sim_lock_open(NVMLSIM_LOCK_CUT, false); break;
     }
     nvmlReturn_t result = sim_fault_in_cut(function, (int)number);
-    if (result == NVML_SUCCESS) /* the driver may have gone while the call waited */
+    if (result == NVML_SUCCESS) /* the driver may have been unloaded during the wait */
         result = sim_check_initialized();
     if (result == NVML_SUCCESS && sim_gpu_lost(number))
         result = NVML_ERROR_GPU_IS_LOST;

@@ -1,4 +1,4 @@
-/* Counting GPUs and finding one by index, UUID or PCI address. */
+/* Counts the GPUs, and finds a GPU by index, UUID or PCI address. */
 #include "sim.h"
 
 #include <stdio.h>
@@ -15,7 +15,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetCount_v2(unsigned int *count)
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetCount(unsigned int *count) { return nvmlDeviceGetCount_v2(count); }
 
-/* The handle of a GPU that is known to be visible, with the faults ordered for it. */
+/* Returns the handle of a GPU that is visible, after the faults injected for that GPU. */
 static nvmlReturn_t give_handle(const char *function, unsigned int number, nvmlDevice_t *device)
 {
     nvmlReturn_t result = sim_fault(function, (int)number);

@@ -1,9 +1,10 @@
 /*
  * Events: a ring in the shared state, and event sets of this process.
- *
- * A poster (the control tool) fills an entry and then stores its number; a set remembers the number that it has read up to. A
- * reader that was away for longer than the ring holds skips what is gone. A waiter sleeps on the shared futex word, and
- * looks again every so often, so that a lost wake-up costs no more than that.
+ * 
+ * The control tool posts an event: it fills an entry and then stores the entry's number. A set
+ * remembers the number of the last event that it has read, and skips events that were overwritten
+ * before. A waiting process sleeps on the shared futex word and also checks from time to time, in
+ * case it missed a wake-up.
  */
 #define _GNU_SOURCE
 #include "sim.h"
@@ -16,18 +17,21 @@
 #include <time.h>
 #include <unistd.h>
 
-/* LOOK_AGAIN_MS is what a lost wake-up costs. Seldom: hardware does not use the processor while a client waits, and what clients use is measured. */
+/*
+ * LOOK_AGAIN_MS limits the delay that a missed wake-up causes. It is long because waiting on real
+ * hardware uses no processor time, and tests measure the processor time of waiting programs.
+ */
 enum { MAX_SETS = 256, LOOK_AGAIN_MS = 1000 };
 #define SET_TAG UINT64_C(0x4e5345)
 
 struct registration {
-    uint64_t types; /* wanted event types; 0: none */
+    uint64_t types; /* registered event types; 0 if none */
     uint64_t since; /* number of the first event that came after the registration */
 };
 
 struct event_set {
-    uint64_t serial; /* tells a reused slot from the freed set that was there; 0: free */
-    uint64_t cursor; /* number of the next event to look at */
+    uint64_t serial; /* new for every set in this slot; 0 if the slot is free */
+    uint64_t cursor; /* number of the next event to read */
     uint32_t gpus;   /* length of registrations */
     struct registration *registrations; /* by GPU number */
 };
@@ -36,7 +40,10 @@ static pthread_mutex_t sets_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct event_set sets[MAX_SETS];
 static uint64_t last_serial;
 
-/* A set's handle is its slot and serial, so a freed one is refused. */
+/*
+ * An event set's handle consists of its slot and its serial, so that the handle of a freed set is
+ * refused.
+ */
 static nvmlEventSet_t set_handle(unsigned int slot)
 {
     uint64_t value = SET_TAG << 40 | (sets[slot].serial & 0xffffffff) << 8 | slot;
@@ -122,7 +129,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned 
     return result;
 }
 
-/* The set's next event that somebody registered for. False: none yet. */
+/* Finds the next event that the set is registered for. Returns false if there is none yet. */
 static bool next_event(struct event_set *set, nvmlEventData_t *data)
 {
     const struct nvmlsim_header *state = sim_state();
@@ -136,7 +143,7 @@ static bool next_event(struct event_set *set, nvmlEventData_t *data)
         bool complete = event.seq == set->cursor + 1 && LOAD(slot->seq) == event.seq;
         set->cursor++;
         if (!complete || event.gpu >= set->gpus)
-            continue; /* overwritten meanwhile */
+            continue; /* the entry was overwritten, or is for an unknown GPU */
         const struct registration *wanted = &set->registrations[event.gpu];
         if (!(wanted->types & event.type) || event.seq <= wanted->since)
             continue;
@@ -181,7 +188,7 @@ static uint64_t now_ms(void)
     return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
 }
 
-/* Meets what is ordered for waiting on a GPU that the set listens to. */
+/* Applies the faults injected for waiting on one of the GPUs that the set is registered for. */
 static nvmlReturn_t meet_gpu_faults(nvmlEventSet_t handle)
 {
     nvmlReturn_t result = NVML_SUCCESS;
@@ -205,7 +212,7 @@ NVMLSIM_API nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t handle, nvmlEventDat
         return ordered;
     uint64_t start = now_ms();
     for (;;) {
-        uint32_t wake = LOAD(sim_state()->event_wake); /* read before looking: what comes after it wakes us */
+        uint32_t wake = LOAD(sim_state()->event_wake); /* read before the check, so that no later wake-up is missed */
         nvmlReturn_t result = sim_check_initialized();
         if (result == NVML_SUCCESS)
             result = look(handle, data);

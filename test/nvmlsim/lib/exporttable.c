@@ -1,13 +1,13 @@
 /*
- * The table of unnamed functions that nvidia-smi asks for besides NVML's named ones.
- *
- * It is not documented. What is known comes from watching nvidia-smi 535, 550 and 555 run against a table of 256 functions that
- * only reported how they were called; the slots are the same in all three:
- *     26        a trace callback that must not be written through
- *     81        handle by index
- *     192, 193  set a compute policy; list all of them: time_slice.c
- *     213-215   lists of processes
- * Every other slot succeeds and, where it was given a device and a pointer, writes the number 0 there: "none", "off".
+ * The table of unnamed functions that nvidia-smi requests next to NVML's named ones.
+ * 
+ * It is not documented. The facts come from running nvidia-smi 535, 550 and 555 against a table of
+ * 256 functions that only reported their calls. The slots are the same in all three:
+ *   26        a trace callback that must not be written through
+ *   81        handle by index
+ *   192, 193  set a compute policy; list all of them: time_slice.c
+ *   213-215   lists of processes
+ * Every other slot succeeds. With a device and a pointer it writes 0 there: "none", "off".
  */
 #include "sim.h"
 
@@ -41,7 +41,10 @@ static nvmlReturn_t called(unsigned int slot, void *first, void *second)
     return NVML_SUCCESS;
 }
 
-/* One function for each slot, since a slot is all that tells them apart: slot_00 to slot_ff. */
+/*
+ * A separate function for each slot, slot_00 to slot_ff, because a call can be identified only by
+ * its slot.
+ */
 #define EACH_LOW(DO, high)                                                                                              \
     DO(high##0) DO(high##1) DO(high##2) DO(high##3) DO(high##4) DO(high##5) DO(high##6) DO(high##7) DO(high##8)         \
     DO(high##9) DO(high##a) DO(high##b) DO(high##c) DO(high##d) DO(high##e) DO(high##f)

@@ -1,10 +1,11 @@
 /*
- * Faults that the control tool ordered: a named function is slow, fails, or kills its caller, always or n times, for one GPU or all; before the
- * call has its effect or, for calls that change something, after it.
- *
- * A call counts itself before it waits, so that a test sees from outside that it has arrived. A wait ends
- * early when the fault is cleared. Where the state is mapped read-only a call cannot count, so only faults without a
- * number of times hold there.
+ * Faults that the control tool injected: a named function is slow, fails, or kills its caller,
+ * always or n times, for one GPU or all. A fault comes before the call's effect or, for calls that
+ * change something, after the effect.
+ * 
+ * A call increments the fault's counter before it waits, so that a test can see that the call has
+ * begun. A wait ends early when the fault is cleared. A process with a read-only state cannot
+ * count, so faults for a limited number of calls do not apply to it.
  */
 #define _GNU_SOURCE
 #include "sim.h"
@@ -16,7 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { LOOK_AGAIN_MS = 100 }; /* what a lost wake-up costs */
+enum { LOOK_AGAIN_MS = 100 }; /* longest delay after a missed wake-up */
 
 static uint64_t now_ms(void)
 {
@@ -29,7 +30,7 @@ static void wait_while_in_force(const struct nvmlsim_fault *fault, uint64_t seri
 {
     uint64_t end = now_ms() + delay_ms;
     for (uint64_t now = now_ms(); now < end; now = now_ms()) {
-        uint32_t wake = LOAD(sim_state()->event_wake); /* read before looking: clear changes it afterwards */
+        uint32_t wake = LOAD(sim_state()->event_wake); /* read before the check, so that no later wake-up is missed */
         if (LOAD(fault->serial) != serial)
             return;
         uint64_t nap = end - now < LOOK_AGAIN_MS ? end - now : LOOK_AGAIN_MS;
@@ -52,7 +53,7 @@ static bool matches(const struct nvmlsim_fault *fault, const char *function, int
     return strcmp(fault->function, "*") == 0 || strncmp(fault->function, function, sizeof fault->function) == 0;
 }
 
-/* Takes one of the calls that the fault still holds for. */
+/* Uses up one of the calls that the fault still applies to. Returns false if none is left. */
 static bool take(struct nvmlsim_fault *fault)
 {
     int32_t left = LOAD(fault->remaining);
@@ -67,7 +68,10 @@ static bool take(struct nvmlsim_fault *fault)
     return true;
 }
 
-/* Ends the caller as kill -9 does: nothing of this process runs any more. */
+/*
+ * Kills the calling process, or its process group, like kill -9. No code of this process runs
+ * afterwards.
+ */
 static void end_caller(bool group)
 {
     kill(group ? 0 : getpid(), SIGKILL);
@@ -110,7 +114,7 @@ nvmlReturn_t sim_fault_of_gpu(const char *function, unsigned int gpu_number)
     return meet_faults(function, (int)gpu_number, false, true);
 }
 
-/* Every exported name without a simulation ends here, through the generated stubs. */
+/* The generated stubs call this for every exported function that the library does not simulate. */
 nvmlReturn_t sim_unsimulated(const char *function);
 nvmlReturn_t sim_unsimulated(const char *function)
 {

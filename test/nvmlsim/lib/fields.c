@@ -1,4 +1,6 @@
-/* nvmlDeviceGetFieldValues: the fields that health checks read. Each field carries its own return code. */
+/*
+ * nvmlDeviceGetFieldValues: the fields that health checks read. Each field has its own return code.
+ */
 #include "sim.h"
 
 #include <stdlib.h>
@@ -48,7 +50,7 @@ static nvmlReturn_t remap_field(const struct nvmlsim_gpu *gpu, nvmlFieldValue_t 
     }
 }
 
-enum { RECOVERY_SINCE = 565 }; /* drivers before it do not know the field, which is not the same as no action */
+enum { RECOVERY_SINCE = 565 }; /* older drivers do not know the recovery action field */
 
 static nvmlReturn_t recovery_field(const struct nvmlsim_gpu *gpu, nvmlFieldValue_t *value)
 {

@@ -1,14 +1,14 @@
 /*
- * Where the library lies, and where the state file lies.
- *
- * The file is looked for, in this order:
- *   1. where the environment variable NVMLSIM_STATE says;
- *   2. in lib/firmware/nvidia/<version>/gsp_nvmlsim.bin of the driver root that the library itself lies in,
- *      which holds on the node, for a driver root mounted elsewhere, and in a container alike;
+ * The locations of the library and the state file.
+ * 
+ * The file's location is, in this order:
+ *   1. the environment variable NVMLSIM_STATE;
+ *   2. lib/firmware/nvidia/<version>/gsp_nvmlsim.bin of the library's own driver root. This works
+ *      on the node, for a driver root mounted elsewhere, and in a container;
  *   3. below the same directory of "/".
- * Where the driver root is mounted read-only, the same file may be reached for writing elsewhere: in the folder of the layout above the driver root,
- * or in .udev/nvmlsim of /dev. A container that was given the whole /dev, as the driver plugin's, can so change the GPUs, as it could by ioctl on
- * the driver's nodes.
+ * If the driver root is mounted read-only, the same file may be writable by another path: in the
+ * layout's folder above the driver root, or in /dev/.udev/nvmlsim. A container with all of /dev,
+ * such as the plugin's, can thus change the GPUs. With a real driver it could do so by ioctl.
  */
 #define _GNU_SOURCE
 #include "sim.h"
@@ -23,7 +23,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static char library[PATH_MAX]; /* real path at load time: the file may be renamed when the driver changes */
+static char library[PATH_MAX]; /* real path of the library file when it was loaded */
 
 __attribute__((constructor)) static void remember_own_path(void)
 {
@@ -43,7 +43,7 @@ const char *sim_library_version(void)
 
 const char *sim_library_path(void) { return library; }
 
-/* Opens a file, and notes the path. */
+/* Opens the state file at path, read-only if it cannot be written, and stores the path in found. */
 static bool open_state(const char *path, struct sim_found *found)
 {
     found->fd = open(path, O_RDWR | O_CLOEXEC);
@@ -54,7 +54,7 @@ static bool open_state(const char *path, struct sim_found *found)
     return found->fd >= 0;
 }
 
-/* Opens the first state file in <root>/lib/firmware/nvidia/<any version>. */
+/* Opens the first state file in root/lib/firmware/nvidia/<any version>. */
 static bool open_below(const char *root, void *data)
 {
     struct sim_found *found = data;
@@ -87,7 +87,10 @@ bool sim_above_library(bool (*visit)(const char *folder, void *data), void *data
     return false;
 }
 
-/* Takes the file in this folder instead, if it is the same and can be written. */
+/*
+ * If the folder has the same state file and this process can write it there, opens that path
+ * instead.
+ */
 static bool open_writable(const char *folder, void *data)
 {
     struct sim_found *found = data;
@@ -115,8 +118,10 @@ bool sim_find_state(struct sim_found *found)
     if (named && *named)
         return open_state(named, found);
 
-    /* The library lies one to four folders below the driver root: <root>/usr/lib/x86_64-linux-gnu/nvidia/current,
-     * <root>/usr/lib64, <root>/lib64. */
+    /*
+     * The library lies one to four folders below the driver root:
+     * <root>/usr/lib/x86_64-linux-gnu/nvidia/current, <root>/usr/lib64, <root>/lib64.
+     */
     if (!sim_above_library(open_below, found) && !open_below("", found))
         return false;
     if (found->read_only && !open_writable(NVMLSIM_REACH, found))

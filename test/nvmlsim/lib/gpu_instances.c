@@ -1,4 +1,4 @@
-/* GPU instances: making, listing, describing and removing them. */
+/* GPU instances: creating, listing, describing and destroying them. */
 #include "sim.h"
 
 #include <string.h>
@@ -10,7 +10,10 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceRemainingCapacity(nvmlDevice_t 
     const struct nvmlsim_profile *profile = sim_profile_by_id(sim_model(gpu), id);
     if (!profile)
         return NVML_ERROR_NOT_SUPPORTED;
-    /* nvml.h names NOT_SUPPORTED for a GPU with MIG off; but nvidia-smi mig -lgip, which stops on that, was seen to print 0/7. */
+    /*
+     * For a GPU with MIG mode off, nvml.h documents NOT_SUPPORTED. But the real nvidia-smi mig
+     * -lgip prints 0/7 for such a GPU, and NOT_SUPPORTED would make it stop.
+     */
     *count = LOAD(gpu->mig_current) ? sim_gi_capacity(gpu, profile) : 0;
     return NVML_SUCCESS;
 }
@@ -60,7 +63,10 @@ NVMLSIM_API nvmlReturn_t nvmlGpuInstanceGetInfo(nvmlGpuInstance_t instance, nvml
     return NVML_SUCCESS;
 }
 
-/* The making, under the locks. Start below 0: the driver chooses. */
+/*
+ * Creates a GPU instance while the caller holds the locks. With start below 0 the driver chooses
+ * the placement.
+ */
 static nvmlReturn_t make(struct nvmlsim_gpu *gpu, unsigned int number, const struct nvmlsim_profile *profile, int start,
                          nvmlGpuInstance_t *instance)
 {
@@ -79,7 +85,7 @@ static nvmlReturn_t make(struct nvmlsim_gpu *gpu, unsigned int number, const str
     if (id < 0)
         return NVML_ERROR_INSUFFICIENT_RESOURCES;
     for (unsigned int ci = 0; ci < NVMLSIM_COMPUTE_INSTANCES; ci++)
-        STORE(gpu->compute_instances[id][ci], 0); /* what a reset that was cut short has left */
+        STORE(gpu->compute_instances[id][ci], 0); /* an interrupted reset may have left words here */
     STORE(gpu->instances[id], sim_pack(profile->id, (unsigned int)start, profile->placement_size));
     *instance = sim_gi_handle(number, (unsigned int)id);
     return NVML_SUCCESS;
@@ -139,7 +145,7 @@ NVMLSIM_API nvmlReturn_t nvmlGpuInstanceDestroy(nvmlGpuInstance_t instance)
     result = sim_cut_begin(__func__, at.number, &cut);
     if (result != NVML_SUCCESS)
         return result;
-    if (!sim_gi(at.gpu, at.gi_id).exists) /* somebody else was first */
+    if (!sim_gi(at.gpu, at.gi_id).exists) /* another process has destroyed the GPU instance */
         result = NVML_ERROR_INVALID_ARGUMENT;
     else if (sim_has_compute_instances(at.gpu, at.gi_id))
         result = NVML_ERROR_IN_USE;

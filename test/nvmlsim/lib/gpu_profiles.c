@@ -1,4 +1,7 @@
-/* GPU instance profiles and their placements: what a GPU can be cut into, whatever it is cut into now. */
+/*
+ * GPU instance profiles and all their possible placements, including those that existing GPU
+ * instances occupy.
+ */
 #include "sim.h"
 
 #include <string.h>
@@ -80,7 +83,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfoV(nvmlDevice_t devic
     if (version == nvmlGpuInstanceProfileInfo_v2)
         fill_v2(found, info);
     else
-        fill_v3(found, (nvmlGpuInstanceProfileInfo_v3_t *)(void *)info); /* the caller's struct is of the version it names */
+        fill_v3(found, (nvmlGpuInstanceProfileInfo_v3_t *)(void *)info); /* info->version says which struct info points to */
     return NVML_SUCCESS;
 }
 

@@ -1,8 +1,9 @@
 /*
- * Handles are numbers, not pointers: they need no table, mean the same in every thread, and a wrong one is
- * recognised instead of followed.
- *
- *   bits 63..48  a tag        bits 39..32  kind        bits 31..16  GPU        bits 15..8  GPU instance        bits 7..0  compute instance
+ * Handles are numbers, not pointers. They need no table, mean the same in every thread, and a wrong
+ * one is detected instead of followed.
+ * 
+ *   bits 63..48 a tag   bits 39..32 kind   bits 31..16 GPU
+ *   bits 15..8 GPU instance   bits 7..0 compute instance
  */
 #include "sim.h"
 
@@ -62,7 +63,10 @@ int sim_handle_gpu(nvmlDevice_t device)
     return (int)number;
 }
 
-/* Takes a handle apart, as far as it names what is there and visible. */
+/*
+ * Decodes a handle. Fails unless every object that the handle names exists and is visible to this
+ * process.
+ */
 static nvmlReturn_t find(uint64_t value, struct sim_target *target)
 {
     nvmlReturn_t result = sim_check_initialized();
@@ -135,7 +139,10 @@ nvmlReturn_t sim_find_ci(nvmlComputeInstance_t instance, struct sim_target *targ
     return result;
 }
 
-/* What follows a handle that was found: the fault ordered, and whether the GPU is still there. */
+/*
+ * Completes a call whose handle was decoded: applies the faults injected for the function, checks
+ * that the GPU is not lost, and opens the GPU.
+ */
 static nvmlReturn_t meet(const char *function, nvmlReturn_t found, const struct sim_target *target)
 {
     if (found != NVML_SUCCESS)
@@ -145,7 +152,7 @@ static nvmlReturn_t meet(const char *function, nvmlReturn_t found, const struct 
         return result;
     if (sim_gpu_lost(target->number))
         return NVML_ERROR_GPU_IS_LOST;
-    sim_open_gpu(target->number); /* a handle may be of before the last nvmlShutdown */
+    sim_open_gpu(target->number); /* the handle may be older than the last nvmlShutdown, which closed the GPU */
     return NVML_SUCCESS;
 }
 

@@ -1,4 +1,7 @@
-/* What a GPU is: name, UUID, PCI address, architecture, memory, fabric. All of it comes from the model and node files. */
+/*
+ * A GPU's identity: name, UUID, PCI address, architecture, memory and fabric. The values come from
+ * the model file and the node file.
+ */
 #include "sim.h"
 
 #include <stdio.h>
@@ -98,7 +101,10 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetNumaNodeId(nvmlDevice_t device, unsigned i
 {
     ENTER_GPU(device);
     REQUIRE(node);
-    /* This asks for the memory node of the GPU itself, which only coherent platforms have; not for the node it is near. */
+    /*
+     * NVML asks for the NUMA node of the GPU's own memory, which only coherent platforms have. It
+     * is not the NUMA node nearest to the GPU.
+     */
     (void)gpu;
     return NVML_ERROR_NOT_SUPPORTED;
 }
@@ -154,7 +160,10 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetNumGpuCores(nvmlDevice_t device, unsigned 
     const struct nvmlsim_model *model = sim_model(gpu);
     if (model->multiprocessors == 0)
         return NVML_ERROR_NOT_SUPPORTED;
-    /* FP32 cores of a multiprocessor, by compute capability (CUDA C++ Programming Guide): 64 in 7.x and 8.0, then 128. */
+    /*
+     * FP32 cores of each multiprocessor, by compute capability (CUDA C++ Programming Guide): 64 in
+     * 7.x and 8.0, and 128 later.
+     */
     unsigned int capability = model->cc_major * 10 + model->cc_minor;
     *cores = model->multiprocessors * (capability <= 80 ? 64 : 128);
     return NVML_SUCCESS;
@@ -180,7 +189,10 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetVirtualizationMode(nvmlDevice_t device, nv
     return NVML_SUCCESS;
 }
 
-/* A MIG device has the memory of its GPU instance. A GPU that works in the host's memory has none to tell of: 0. */
+/*
+ * Returns the size of a device's memory. A MIG device has the memory of its GPU instance. The
+ * result is 0 for a GPU that uses the host's memory.
+ */
 static unsigned long long memory_of(const struct sim_target *at)
 {
     if (at->kind == SIM_HANDLE_MIG)
@@ -222,7 +234,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBA
     if (at.model->bar1_mib == NVMLSIM_ABSENT)
         return NVML_ERROR_NOT_SUPPORTED;
     memory->bar1Total = (unsigned long long)at.model->bar1_mib << 20;
-    if (at.kind == SIM_HANDLE_MIG) /* its share goes with its memory slices */
+    if (at.kind == SIM_HANDLE_MIG) /* a MIG device's share follows its memory slices */
         memory->bar1Total = memory->bar1Total / at.model->memory_slices * at.gi.size;
     memory->bar1Used = 1 << 20;
     memory->bar1Free = memory->bar1Total - memory->bar1Used;
@@ -253,7 +265,10 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGp
 {
     ENTER_GPU(device);
     REQUIRE(info);
-    /* Version 3 is version 2 with one byte more at its end, which version 2 leaves as padding: do not touch it there. */
+    /*
+     * Version 3 has one more byte than version 2. In version 2 this byte is padding and must stay
+     * unchanged.
+     */
     if (info->version != nvmlGpuFabricInfo_v2 && info->version != nvmlGpuFabricInfo_v3)
         return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
     memcpy(info->clusterUuid, gpu->fabric_cluster, sizeof gpu->fabric_cluster);

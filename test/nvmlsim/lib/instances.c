@@ -1,8 +1,7 @@
 /*
- * What a GPU is cut into: which instances exist, which of them this process was given, and what still fits.
- *
- * The hardware holds two instances together if their memory slices do not overlap, if no kind of engine is needed more often than the whole GPU
- * has it, and if no profile is used more often than its instancesMax says.
+ * The GPU's MIG instances: which of them exist, which of them this process may see, and which more
+ * fit. Two GPU instances fit together if their memory slices do not overlap, if together they need
+ * no more engines of a kind than the whole GPU has, and if no profile exceeds its instancesMax.
  */
 #include "sim.h"
 
@@ -65,8 +64,11 @@ bool sim_is_busy(const struct nvmlsim_gpu *gpu, unsigned int gi, unsigned int ci
     return sim_computed_on(number, 1 + gi * (1 + NVMLSIM_COMPUTE_INSTANCES) + ci);
 }
 
-/* The driver numbers its capabilities by one counter: two for MIG as a whole, then for every GPU 15 GPU instances, each with itself and 8 compute
- * instances (open-gpu-kernel-modules, kernel-open/nvidia/nv-caps.c). */
+/*
+ * The driver numbers its capabilities by one counter: two for MIG as a whole, then for every GPU 15
+ * GPU instances, each with 8 compute instances (open-gpu-kernel-modules,
+ * kernel-open/nvidia/nv-caps.c).
+ */
 unsigned int sim_gi_minor(const struct nvmlsim_gpu *gpu, unsigned int gi)
 {
     return 3 + (gpu->minor * NVMLSIM_GPU_INSTANCES + gi) * (1 + NVMLSIM_COMPUTE_INSTANCES);
@@ -77,7 +79,7 @@ unsigned int sim_ci_minor(const struct nvmlsim_gpu *gpu, unsigned int gi, unsign
     return sim_gi_minor(gpu, gi) + 1 + ci;
 }
 
-/* The capabilities to configure and to monitor MIG show every instance. */
+/* A process with the capability to configure or to monitor MIG sees every MIG instance. */
 static bool sees_everything(void)
 {
     enum { CONFIG = 1, MONITOR = 2 };
@@ -113,9 +115,12 @@ static void engines_of(const struct nvmlsim_profile *profile, unsigned int engin
     engines[4] = profile->ofa_engines;
 }
 
-/* What is taken and how often each profile is used: a copy to count on. */
+/*
+ * A copy of the GPU's memory slices, engines and profile counts in use, for counting what else
+ * fits.
+ */
 struct occupation {
-    uint64_t memory; /* a bit a slice */
+    uint64_t memory; /* one bit for each memory slice */
     unsigned int engines[ENGINES];
     unsigned int used[NVMLSIM_PROFILES];
 };
@@ -187,7 +192,7 @@ unsigned int sim_gi_capacity(const struct nvmlsim_gpu *gpu, const struct nvmlsim
     return count;
 }
 
-/* How many of the placements that fit now would not fit any more. */
+/* Returns how many placements that fit now would no longer fit after a GPU instance at start. */
 static unsigned int cost(const struct occupation *before, const struct nvmlsim_model *model, const struct nvmlsim_profile *profile,
                          unsigned int start)
 {
@@ -202,7 +207,10 @@ static unsigned int cost(const struct occupation *before, const struct nvmlsim_m
     return lost;
 }
 
-/* The driver keeps large places whole: seven 1g on an H100 were seen to be put at 6, 4, 5, 0, 1, 2, 3. */
+/*
+ * Chooses the placement that leaves the most other placements free. A real H100 put seven 1g at 6,
+ * 4, 5, 0, 1, 2, 3.
+ */
 int sim_gi_choose(const struct nvmlsim_gpu *gpu, const struct nvmlsim_profile *profile)
 {
     struct occupation o = occupation_of(gpu);
@@ -222,7 +230,10 @@ int sim_gi_choose(const struct nvmlsim_gpu *gpu, const struct nvmlsim_profile *p
     return best;
 }
 
-/* IDs go by the share of the memory: the whole 0, halves 1 and 2, quarters 3 to 6, eighths 7 to 14, each in the order of their places. */
+/*
+ * Returns the ID of a new GPU instance. IDs follow the share of the memory: the whole has 0, halves
+ * 1 and 2, quarters 3 to 6, eighths 7 to 14, each in the order of their placements.
+ */
 int sim_gi_id(const struct nvmlsim_gpu *gpu, const struct nvmlsim_profile *profile, unsigned int start)
 {
     unsigned int whole = sim_model(gpu)->memory_slices, first = 0;
@@ -236,7 +247,7 @@ int sim_gi_id(const struct nvmlsim_gpu *gpu, const struct nvmlsim_profile *profi
             return (int)id;
         break;
     }
-    for (unsigned int id = first; id < NVMLSIM_GPU_INSTANCES; id++) /* a profile of no such share */
+    for (unsigned int id = first; id < NVMLSIM_GPU_INSTANCES; id++) /* the usual ID is taken, or no share fits the profile */
         if (!sim_gi(gpu, id).exists)
             return (int)id;
     return -1;

@@ -1,8 +1,8 @@
 /*
  * nvmlInit, nvmlShutdown, the system's versions, and what an initialised process may see.
- *
- * The GPUs that a process sees are settled when it initialises, as with the real library, and again at its next
- * nvmlInit after its last nvmlShutdown.
+ * 
+ * As in the real library, a process's GPUs are determined when it initialises, and again at its
+ * next nvmlInit after its last nvmlShutdown.
  */
 #include "sim.h"
 
@@ -13,11 +13,11 @@
 
 static pthread_mutex_t process_lock = PTHREAD_MUTEX_INITIALIZER;
 static unsigned int init_count;
-static uint32_t driver_epoch; /* the load of the driver that this process initialised with */
+static uint32_t driver_epoch; /* driver_epoch of the state at nvmlInit */
 
 enum { MAX_VISIBLE = 4096 };
 static uint16_t visible[MAX_VISIBLE]; /* GPU numbers by NVML index */
-static uint32_t epochs[MAX_VISIBLE];  /* which card was in the slot, by NVML index */
+static uint32_t epochs[MAX_VISIBLE];  /* epoch of each GPU at nvmlInit, by NVML index */
 static unsigned int visible_count;
 
 static void find_visible(void)
@@ -59,7 +59,7 @@ nvmlReturn_t sim_check_initialized(void)
 {
     if (LOAD(init_count) == 0)
         return NVML_ERROR_UNINITIALIZED;
-    /* The tool refuses to take the driver from under a process unless it is forced to; then this is what is left. */
+    /* With force, the control tool can unload the driver while this process uses it. */
     const struct nvmlsim_header *state = sim_state();
     if (!LOAD(state->driver_loaded) || LOAD(state->driver_epoch) != driver_epoch)
         return NVML_ERROR_DRIVER_NOT_LOADED;
@@ -87,13 +87,13 @@ static nvmlReturn_t first_init(void)
     if (result != NVML_SUCCESS)
         return result;
     find_visible();
-    sim_sync_capabilities(); /* a process may have died between a change and what follows it */
+    sim_sync_capabilities(); /* a process may have been killed before it updated them */
     return NVML_SUCCESS;
 }
 
 NVMLSIM_API nvmlReturn_t nvmlInitWithFlags(unsigned int flags)
 {
-    (void)flags; /* without a GPU the library initialises as well: callers then count 0 devices */
+    (void)flags; /* the flags only matter without GPUs; this library initialises even then */
     pthread_mutex_lock(&process_lock);
     nvmlReturn_t result = init_count > 0 ? NVML_SUCCESS : first_init();
     if (result == NVML_SUCCESS)

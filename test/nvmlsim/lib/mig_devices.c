@@ -1,4 +1,4 @@
-/* MIG devices: the handles that stand for one compute instance each, as programs see it. */
+/* MIG devices. Each handle of a MIG device refers to one compute instance. */
 #include "sim.h"
 
 #include <stdio.h>
@@ -28,14 +28,17 @@ void sim_mig_uuid(const struct nvmlsim_gpu *gpu, unsigned int gi, unsigned int c
             hash = (hash ^ (unsigned char)*c) * UINT64_C(0x100000001b3);
         half[i] = mix(hash ^ (uint64_t)(gi << 8 | ci) << 20);
     }
-    half[0] = (half[0] & ~UINT64_C(0xf000)) | 0x5000;                       /* version 5: made from a name */
+    half[0] = (half[0] & ~UINT64_C(0xf000)) | 0x5000;                       /* version 5: derived from a name */
     half[1] = (half[1] & ~(UINT64_C(3) << 62)) | UINT64_C(2) << 62;         /* variant of RFC 9562 */
     snprintf(uuid, NVML_DEVICE_UUID_BUFFER_SIZE, "MIG-%08x-%04x-%04x-%04x-%012llx", (unsigned int)(half[0] >> 32),
              (unsigned int)(half[0] >> 16) & 0xffff, (unsigned int)half[0] & 0xffff, (unsigned int)(half[1] >> 48),
              (unsigned long long)(half[1] & UINT64_C(0xffffffffffff)));
 }
 
-/* Calls for each MIG device of a GPU that this process sees, in the order of GPU instances and compute instances: its place, or -1 at the end. */
+/*
+ * A position in the list of a GPU's visible MIG devices, ordered by GPU instance and compute
+ * instance. index counts the MIG devices so far.
+ */
 struct walk {
     const struct nvmlsim_gpu *gpu;
     unsigned int index, gi, ci;

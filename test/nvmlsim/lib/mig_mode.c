@@ -1,10 +1,12 @@
 /*
- * MIG mode. Cards that need a reset to change it only note what it shall be; the others change at once, unless the GPU is in use.
- *
- * A GPU with instances keeps its mode: the call answers IN_USE and changes nothing. Where processes use the GPU the call itself succeeds, the mode is
- * pending, and the activation status says IN_USE: the caller is to idle the GPU and call again (nvml.h).
- * Whether a process that has NVML open, and no more, uses the GPU so is not known: the MIG guide has such services stopped, the open kernel module
- * has no check. `client_blocks_mode` says it.
+ * MIG mode. GPUs that need a reset only store the pending mode. Other GPUs change at once, unless
+ * they are in use.
+ * 
+ * A GPU with instances keeps its mode: the call returns IN_USE and changes nothing. While processes
+ * use the GPU the call succeeds, the mode is pending, and the activation status is IN_USE: the
+ * caller must idle the GPU and call again (nvml.h). It is unknown whether a process that only has
+ * NVML open counts as use. The MIG guide tells admins to stop such services, the open kernel module
+ * has no check. `client_blocks_mode` selects the behaviour.
  */
 #include "sim.h"
 
@@ -21,7 +23,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int 
     return NVML_SUCCESS;
 }
 
-/* Leaving MIG mode brings the GPU back into its NVLink fabric, which takes a moment. */
+/* After a GPU leaves MIG mode, it registers with its NVLink fabric again, which takes a moment. */
 static void rejoin_fabric(struct nvmlsim_gpu *gpu)
 {
     if (gpu->fabric_state != NVML_GPU_FABRIC_STATE_COMPLETED)
@@ -33,7 +35,7 @@ static void rejoin_fabric(struct nvmlsim_gpu *gpu)
           (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000 + LOAD(sim_state()->fabric_settle_ms));
 }
 
-/* The change, made under the locks. */
+/* Changes the MIG mode while the caller holds the locks. */
 static nvmlReturn_t change_mode(struct nvmlsim_gpu *gpu, unsigned int mode, nvmlReturn_t *activation)
 {
     if (mode == NVML_DEVICE_MIG_DISABLE && sim_has_instances(gpu)) {
@@ -53,7 +55,7 @@ static nvmlReturn_t change_mode(struct nvmlsim_gpu *gpu, unsigned int mode, nvml
         return NVML_SUCCESS;
     if (mode == NVML_DEVICE_MIG_DISABLE)
         rejoin_fabric(gpu);
-    STORE(gpu->compute_mode, NVML_COMPUTEMODE_DEFAULT); /* MIG knows no other */
+    STORE(gpu->compute_mode, NVML_COMPUTEMODE_DEFAULT); /* the only compute mode in MIG mode */
     STORE(gpu->mig_current, mode);
     return NVML_SUCCESS;
 }

@@ -1,4 +1,6 @@
-/* The modes that an operator, or the driver plugin, may set: persistence and compute mode. */
+/*
+ * The modes that an administrator or the driver plugin may set: persistence mode and compute mode.
+ */
 #include "sim.h"
 
 static nvmlReturn_t set_word(uint32_t *word, uint32_t value)
@@ -38,9 +40,9 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceSetComputeMode(nvmlDevice_t device, nvmlCompu
 {
     ENTER_DEVICE(device);
     REQUIRE((unsigned int)mode < NVML_COMPUTEMODE_COUNT);
-    if (mode == NVML_COMPUTEMODE_EXCLUSIVE_THREAD) /* gone since CUDA 8 */
+    if (mode == NVML_COMPUTEMODE_EXCLUSIVE_THREAD) /* CUDA 8 removed this mode */
         return NVML_ERROR_NOT_SUPPORTED;
-    if (LOAD(at.gpu->mig_current)) /* nvml.h wants a MIG device's handle then; and those know no mode but the default */
+    if (LOAD(at.gpu->mig_current)) /* nvml.h requires a MIG device's handle then, and MIG devices have only the default mode */
         return at.kind == SIM_HANDLE_MIG && mode == NVML_COMPUTEMODE_DEFAULT ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
     nvmlReturn_t result = set_word(&at.gpu->compute_mode, mode);
     return result == NVML_SUCCESS ? sim_fault_after(__func__, (int)at.number) : result;

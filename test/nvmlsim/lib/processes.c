@@ -1,7 +1,8 @@
 /*
- * Processes that compute on a GPU. None ever does on a simulated one: the control tool says which shall be listed (nvmlsim busy).
- *
- * On a GPU they are all listed; on a MIG device, those of its compute instance.
+ * Processes that compute on a GPU. A simulated GPU has none: the control tool sets the list
+ * (nvmlsim busy).
+ * 
+ * A GPU lists all of them, a MIG device those of its compute instance.
  */
 #include "sim.h"
 
@@ -26,7 +27,7 @@ static unsigned int collect(const struct sim_target *at, struct listed found[NVM
     return count;
 }
 
-/* Tells the caller how many there are, and whether they fit. */
+/* Stores the number of processes in count. Fails if they do not fit into the caller's array. */
 static nvmlReturn_t fit(unsigned int *count, unsigned int found, const void *list)
 {
     unsigned int room = *count;
@@ -75,7 +76,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t de
     return list_v2(__func__, device, count, processes);
 }
 
-/* Nobody draws, and nobody uses MPS. */
+/* No simulated process uses graphics, and none is listed as an MPS client. */
 #define NO_PROCESSES(name, entry)                                                                 \
     NVMLSIM_API nvmlReturn_t name(nvmlDevice_t device, unsigned int *count, entry *processes)     \
     {                                                                                             \

@@ -1,6 +1,7 @@
 /*
- * Stands in for the driver's other libraries: a real ELF file with a real SONAME, so that ldconfig makes its link
- * and dlopen finds it. Built as libcuda it also answers cuInit, with CUDA_ERROR_NO_DEVICE: there is no GPU to compute on.
+ * Stands in for the driver's other libraries: a real ELF file with a real SONAME, so that ldconfig
+ * creates its link and dlopen finds it. Built as libcuda it also answers cuInit with
+ * CUDA_ERROR_NO_DEVICE.
  */
 #define API __attribute__((visibility("default")))
 

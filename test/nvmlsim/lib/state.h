@@ -1,30 +1,38 @@
 /*
  * The simulated node's state: one file that every process maps.
- *
- * The control tool (Go, package state) writes it from YAML and changes it later; the library reads it,
- * and changes the few words that NVML's setters stand for. Both sides know the layout below: every field has
- * a fixed width and natural alignment, and a test compares each offset and size with the Go structs.
- *
- * Rules that keep the file sound whatever is killed at whatever moment:
- *   - The file is changed in place. Containers bind-mount its inode, so it is never replaced.
- *   - A writer holds an open-file-description lock on byte NVMLSIM_LOCK_WRITE; the kernel drops it with
- *     the process. `generation` is odd while a writer is at work; the next writer takes over an odd one.
- *   - A reader takes no lock. Every change becomes visible by one aligned store: of the value itself, or,
- *     for an event and a fault, of the number that says that the entry is complete. A GPU instance or compute instance is one
- *     word, so it exists or it does not. Words of compute instances count only below a GPU instance that exists.
- *   - A process between nvmlInit and nvmlShutdown holds a shared lock on byte NVMLSIM_LOCK_IN_USE:
- *     so the tool can tell whether anybody would notice that the driver goes away.
- *   - A process holds a shared lock on byte NVMLSIM_LOCK_OPEN plus the GPU's number from its first handle of a GPU to its last nvmlShutdown. A GPU
- *     whose persistence mode is off and that nobody holds so has forgotten what was set: whoever opens it next makes that true.
- *   - Whoever opens such a GPU attaches it: that takes attach_cost_ms, with byte NVMLSIM_LOCK_CUT held, so that GPUs are attached one after another.
- *   - A process that computes holds a shared lock on byte NVMLSIM_LOCK_COMPUTE plus 256 times the GPU's number, plus, on a MIG device,
- *     1 + 9 times the GPU instance's ID plus the compute instance's. Whether it may is decided under flock() of the file, which, unlike a
- *     write lock, a process can take that has the file read-only.
- *   - A process that has asked for a handle of a GPU instance or compute instance holds a shared lock on byte NVMLSIM_LOCK_SUBSCRIBE plus 256 times the
- *     GPU's number, plus 9 times the GPU instance's ID, plus, for a compute instance, 1 + its ID; until its last nvmlShutdown.
- *   - Whoever makes or removes the capability files and nodes that the instances call for holds byte NVMLSIM_LOCK_CAPABILITIES.
- *   - A call that changes MIG mode or instances holds byte NVMLSIM_LOCK_CUT, or that byte plus 1 + the GPU's number, for as
- *     long as it takes, as the driver does.
+ * 
+ * The control tool (Go, package state) writes it from YAML and changes it later. The library reads
+ * it, and changes the few words that NVML's setters need. Both sides share the layout below. Every
+ * field has a fixed width and natural alignment, and a test compares each offset and size with the
+ * Go structs.
+ * 
+ * Rules that keep the file valid when any process is killed at any time:
+ *   - The file is changed in place and never replaced, because containers bind-mount its inode.
+ *   - A writer holds an open-file-description lock on byte NVMLSIM_LOCK_WRITE, which the kernel
+ *     drops with the process. `generation` is odd during a write. The next writer takes over an
+ *     odd one.
+ *   - A reader takes no lock. Every change becomes visible by one aligned store: of the value, or,
+ *     for an event or a fault, of the number that marks the entry as complete. A GPU instance or
+ *     compute instance is one word, so it exists or not. Words of compute instances count only
+ *     below an existing GPU instance.
+ *   - A process between nvmlInit and nvmlShutdown holds a shared lock on byte
+ *     NVMLSIM_LOCK_IN_USE. So the tool knows whether a driver unload would affect a process.
+ *   - A process holds a shared lock on byte NVMLSIM_LOCK_OPEN plus the GPU's number from its first
+ *     handle of a GPU to its last nvmlShutdown. A GPU without persistence mode loses its settings
+ *     when no process holds this lock. The next process that opens it resets them.
+ *   - The process that opens such a GPU attaches it. That takes attach_cost_ms with byte
+ *     NVMLSIM_LOCK_CUT held, so that GPUs attach one after another.
+ *   - A computing process holds a shared lock on byte NVMLSIM_LOCK_COMPUTE plus 256 times the GPU's
+ *     number. On a MIG device it adds 1 + 9 times the GPU instance's ID + the compute instance's.
+ *     A process checks the compute mode and takes this lock under flock() of the file, which even a
+ *     process with a read-only file can take.
+ *   - A process with a handle of a GPU or compute instance holds a shared lock until its last
+ *     nvmlShutdown: on byte NVMLSIM_LOCK_SUBSCRIBE plus 256 times the GPU's number, plus 9 times
+ *     the GPU instance's ID, plus, for a compute instance, 1 + its ID.
+ *   - A process that creates or removes capability files and nodes holds byte
+ *     NVMLSIM_LOCK_CAPABILITIES.
+ *   - A call that changes MIG mode or instances holds byte NVMLSIM_LOCK_CUT, or that byte plus 1 +
+ *     the GPU's number, during the whole call, as the driver does.
  */
 #ifndef NVMLSIM_STATE_H
 #define NVMLSIM_STATE_H
@@ -41,7 +49,7 @@ enum {
     NVMLSIM_LOCK_CUT = 1024,
     NVMLSIM_LOCK_OPEN = 8192,
     NVMLSIM_LOCK_COMPUTE = 16384,
-    NVMLSIM_COMPUTE_BYTES = 256, /* of one GPU */
+    NVMLSIM_COMPUTE_BYTES = 256, /* for each GPU */
     NVMLSIM_LOCK_SUBSCRIBE = 2097152,
 
     NVMLSIM_GPU_INSTANCES = 15,
@@ -54,12 +62,18 @@ enum {
     NVMLSIM_PLACEMENTS = 16,
 };
 
-#define NVMLSIM_ABSENT UINT32_MAX /* a value that the model file does not give: answered with NOT_SUPPORTED */
+#define NVMLSIM_ABSENT UINT32_MAX /* the model file has no value: NVML returns NOT_SUPPORTED */
 
-/* A GPU instance or compute instance, as one word: profile ID in bits 0 to 15, start in 16 to 23, size in 24 to 31. 0: none. */
+/*
+ * A GPU instance or compute instance in one word: profile ID in bits 0-15, start in bits 16-23,
+ * size in bits 24-31. The word is 0 if there is no such MIG instance.
+ */
 #define NVMLSIM_INSTANCE (UINT64_C(1) << 63)
 
-/* A process that computes on a GPU: PID in bits 32 to 63, GPU instance in 16 to 31, compute instance in 0 to 15. 0: none. */
+/*
+ * A process that computes on a GPU, in one word: PID in bits 32-63, GPU instance ID in bits 16-31,
+ * compute instance ID in bits 0-15. The word is 0 if the entry is empty.
+ */
 #define NVMLSIM_NO_INSTANCE 0xffffu
 
 enum nvmlsim_cut_lock {
@@ -87,9 +101,9 @@ struct nvmlsim_header {
     uint64_t fault_offset;
     uint64_t total_size;
 
-    uint64_t generation;   /* odd while a writer is at work */
+    uint64_t generation;   /* odd while a writer changes the state */
     uint64_t event_seq;    /* events posted so far */
-    uint32_t event_wake;   /* futex word: changes whenever a waiter should look again */
+    uint32_t event_wake;   /* futex word: changes whenever waiting processes must check the state */
     uint32_t driver_loaded;
     uint32_t driver_epoch; /* changes with every load of the driver */
     uint32_t cuda_version; /* 12040 for 12.4 */
@@ -97,22 +111,25 @@ struct nvmlsim_header {
     char node_name[64];
     char seed[64];
 
-    /* Where the layout lies on the node, for whoever keeps the capability files and nodes. Empty: there is no layout. */
+    /*
+     * The layout's location on the node, for processes that create and remove capability files.
+     * Empty if the node has no layout.
+     */
     char root[256];
     char devices[256];
     uint32_t caps_major;
-    uint32_t plain_devices; /* ordinary files instead of device nodes */
+    uint32_t plain_devices; /* 1: ordinary files instead of device nodes */
     uint32_t cut_lock;      /* enum nvmlsim_cut_lock */
     uint32_t reserved;
-    uint64_t fabric_settle_ms; /* how long a GPU that leaves MIG mode takes to be back in its fabric */
-    uint32_t client_blocks_mode;    /* a process that has a GPU open keeps others from changing its MIG mode */
-    uint32_t client_blocks_destroy; /* a process that has a handle of an instance keeps others from removing it */
-    uint32_t create_in_use;         /* the first try to make the first GPU instance of a GPU is refused */
+    uint64_t fabric_settle_ms; /* how long a GPU that left MIG mode takes to register with the fabric */
+    uint32_t client_blocks_mode;    /* 1: another process that has the GPU open blocks a change of MIG mode */
+    uint32_t client_blocks_destroy; /* 1: another process's handle blocks the destruction of a MIG instance */
+    uint32_t create_in_use;         /* 1: the first creation of a GPU's first GPU instance fails with IN_USE */
     uint32_t reserved_blocks;
-    uint64_t attach_cost_ms;   /* how long the driver takes to open a GPU that nobody has open */
+    uint64_t attach_cost_ms;   /* how long the driver takes to open a closed GPU */
 };
 
-/* One GPU instance profile of a model, as `nvidia-smi mig -lgip` and `-lgipp` print it. */
+/* A GPU instance profile of a model, with the values that nvidia-smi mig -lgip and -lgipp print. */
 struct nvmlsim_profile {
     uint32_t nvml_profile; /* NVML_GPU_INSTANCE_PROFILE_* */
     uint32_t id;           /* the profile ID that the hardware reports */
@@ -128,12 +145,12 @@ struct nvmlsim_profile {
     uint32_t placement_size;
     uint32_t placement_count;
     uint32_t placement_starts[NVMLSIM_PLACEMENTS];
-    uint32_t whole_ci; /* ID of the compute instance profile that fills it, where it is not the usual one of its slices; else ABSENT */
+    uint32_t whole_ci; /* ID of the compute instance profile that fills it, or ABSENT for the usual ID */
     uint64_t memory_mib;
     char name[32];
 };
 
-/* One compute instance profile, for the GPU instances that have gi_slices slices. */
+/* A compute instance profile, for GPU instances with gi_slices slices. */
 struct nvmlsim_ci_profile {
     uint32_t gi_slices;
     uint32_t id;
@@ -163,16 +180,16 @@ struct nvmlsim_model {
     uint32_t profile_count;
     uint32_t ci_profile_count;
     uint32_t bar1_mib;
-    uint32_t mig_needs_reset; /* a change of MIG mode waits for a reset, and outlives it */
+    uint32_t mig_needs_reset; /* a new MIG mode takes effect at a reset, and survives resets */
     uint32_t memory_slices;
     uint32_t time_slices; /* the length of a time-slice can be set */
-    uint32_t event_types; /* nvmlEventType* that can be registered for, unless the control tool said otherwise */
+    uint32_t event_types; /* supported nvmlEventType*, unless the control tool sets others */
     uint64_t memory_mib;
     struct nvmlsim_profile profiles[NVMLSIM_PROFILES];
     struct nvmlsim_ci_profile ci_profiles[NVMLSIM_CI_PROFILES];
 };
 
-/* One GPU of the node. GPUs stand in the order of their PCI addresses. */
+/* A GPU of the node. The table orders GPUs by PCI address. */
 struct nvmlsim_gpu {
     uint32_t model; /* index into the models */
     uint32_t minor; /* N of /dev/nvidiaN */
@@ -199,25 +216,25 @@ struct nvmlsim_gpu {
     uint32_t fabric_state;  /* NVML_GPU_FABRIC_STATE_* */
     uint32_t fabric_clique;
     uint8_t fabric_cluster[16];
-    uint64_t fabric_until_ms; /* until then (CLOCK_REALTIME) it is in another state than fabric_state */
+    uint64_t fabric_until_ms; /* until then (CLOCK_REALTIME) the state is fabric_interim */
     uint32_t fabric_interim;
     uint32_t virtualization;  /* NVML_GPU_VIRTUALIZATION_MODE_* */
     uint32_t time_slice;      /* 0 default, 1 short, 2 medium, 3 long */
-    uint32_t epoch;           /* changes when a card is plugged in: handles of before are of a lost one */
+    uint32_t epoch;           /* changes when a card is plugged in and invalidates handles */
     uint64_t event_types;     /* nvmlEventType* that can be registered for */
-    uint64_t energy_since_ms; /* what it used is counted from here (CLOCK_REALTIME) */
-    uint32_t fabric_status;   /* nvmlReturn_t of a registration with the fabric that is completed */
-    uint32_t create_refused;  /* so it was: the next try is let through */
+    uint64_t energy_since_ms; /* start of the energy count (CLOCK_REALTIME) */
+    uint32_t fabric_status;   /* nvmlReturn_t of the completed fabric registration */
+    uint32_t create_refused;  /* 1: create_in_use has refused a creation, so the next one succeeds */
     uint64_t processes[NVMLSIM_PROCESSES];
     uint64_t instances[NVMLSIM_GPU_INSTANCES]; /* by GPU instance ID */
     uint64_t compute_instances[NVMLSIM_GPU_INSTANCES][NVMLSIM_COMPUTE_INSTANCES];
     char uuid[48];
     char serial[32];
-    uint64_t no_memory_info; /* the memory is the host's: its size is answered with NOT_SUPPORTED */
+    uint64_t no_memory_info; /* 1: NVML returns NOT_SUPPORTED for the memory size */
 };
 
 struct nvmlsim_event {
-    uint64_t seq; /* 1 + the event's number, stored last: the entry is complete */
+    uint64_t seq; /* 1 + the event's number; stored last, to show that the entry is complete */
     uint64_t type;
     uint64_t data;
     uint32_t gpu;
@@ -229,15 +246,15 @@ struct nvmlsim_event {
 enum nvmlsim_fault_kind { NVMLSIM_FAULT_SLOW = 1, NVMLSIM_FAULT_FAIL = 2, NVMLSIM_FAULT_KILL = 3 };
 
 struct nvmlsim_fault {
-    uint64_t serial; /* unique while it is in force, 0 when the entry is free; stored last */
+    uint64_t serial; /* unique number of the fault, or 0 if the entry is free; stored last */
     uint64_t delay_ms;
-    uint64_t hits;      /* calls that met this fault */
+    uint64_t hits;      /* calls that the fault has affected */
     uint32_t kind;
     uint32_t error;     /* nvmlReturn_t */
-    int32_t gpu;        /* -1: whatever GPU, or none */
-    int32_t remaining;  /* calls that it still holds for; -1: every call */
-    uint32_t after;     /* met when the call has had its effect, instead of before */
-    uint32_t group;     /* a kill is for the whole process group */
+    int32_t gpu;        /* -1: calls on any GPU or on none */
+    int32_t remaining;  /* how many more calls the fault affects; -1: every call */
+    uint32_t after;     /* 1: the fault comes after the call's effect instead of before */
+    uint32_t group;     /* 1: a kill fault kills the whole process group */
     char function[64];  /* an NVML function's name, or "*" */
 };
 

@@ -1,6 +1,6 @@
 /*
- * Readings of an idle GPU: enough for nvidia-smi's table. Power comes from the model file; a reading that
- * no fact stands behind is not made up: it answers NOT_SUPPORTED, and nvidia-smi prints N/A.
+ * Readings of an idle GPU: enough for nvidia-smi's table. Power comes from the model file. A
+ * reading without a fact returns NOT_SUPPORTED, and nvidia-smi prints N/A.
  */
 #include "sim.h"
 
@@ -12,7 +12,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvml
     ENTER_GPU(device);
     (void)gpu;
     REQUIRE(utilization);
-    memset(utilization, 0, sizeof *utilization); /* nothing ever runs here */
+    memset(utilization, 0, sizeof *utilization); /* a simulated GPU is always idle */
     return NVML_SUCCESS;
 }
 
@@ -63,7 +63,10 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t d
     return known(milliwatts, sim_model(gpu)->power_limit_mw);
 }
 
-/* What an idle board has used since the driver found it. Volta and later count it (nvml.h). */
+/*
+ * The energy that the idle GPU has used since the driver found it. GPUs from Volta on count it
+ * (nvml.h).
+ */
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetTotalEnergyConsumption(nvmlDevice_t device, unsigned long long *energy)
 {
     ENTER_GPU(device);
@@ -117,7 +120,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetMemoryErrorCounter(nvmlDevice_t device, nv
                                                          nvmlEccCounterType_t counter, nvmlMemoryLocation_t location,
                                                          unsigned long long *count)
 {
-    if (location != NVML_MEMORY_LOCATION_DRAM) { /* injected errors are the memory's */
+    if (location != NVML_MEMORY_LOCATION_DRAM) { /* the control tool injects only memory errors */
         ENTER_DEVICE(device);
         REQUIRE(count);
         if (!at.model->ecc)
@@ -142,7 +145,10 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned
     return NVML_SUCCESS;
 }
 
-/* The same for GPUs before Ampere, which retire pages: it is one bit. */
+/*
+ * Pending retired pages, for GPUs before Ampere. The state is one bit, the same as for rows to be
+ * remapped.
+ */
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetRetiredPagesPendingStatus(nvmlDevice_t device, nvmlEnableState_t *pending)
 {
     ENTER_GPU(device);

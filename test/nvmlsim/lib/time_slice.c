@@ -1,8 +1,9 @@
 /*
- * Compute policies: how long a process may compute before another of the same GPU has its turn.
- *
- * NVML has no public function for it; nvidia-smi compute-policy goes through the export table. How the table's functions are called was seen by watching
- * nvidia-smi 535 and 550: both take a device and a pointer; to set, at a name and a value; to list, at a count and then pairs of them.
+ * Compute policies: how long a process may compute before another process of the same GPU.
+ * 
+ * NVML has no public function for them. nvidia-smi compute-policy uses the export table. The
+ * arguments come from watching nvidia-smi 535 and 550. Both functions take a device and a pointer:
+ * to set, at a name and a value, to list, at a count and then pairs of them.
  */
 #include "sim.h"
 

@@ -1,16 +1,17 @@
 /*
- * Which GPUs this process was given: the answer is in how open() fails.
- *
- * The device nodes are real ones with the driver's numbers, but no kernel driver is behind them. So open() says
- *   ENXIO, ENODEV  the node is there and the device cgroup lets us through: the GPU was given to us
- *   EPERM          the node is there, the device cgroup forbids it
- *   ENOENT         it was not put into this /dev
- * Success counts as given too: that is a plain file, which the layout makes where mknod is not allowed.
+ * Which GPUs this process may use: the error of open() shows it.
+ * 
+ * The device nodes are real ones with the driver's numbers, but no kernel driver is behind them. So
+ * open() fails with
+ *   ENXIO, ENODEV  the node exists and the device cgroup allows it: the GPU is available
+ *   EPERM          the node exists, the device cgroup forbids it
+ *   ENOENT         this /dev has no such node
+ * Success also means available: the node is a plain file, which the layout creates without mknod.
  * The folder is the first of
- *   1. what the environment variable NVMLSIM_DEV names;
+ *   1. the environment variable NVMLSIM_DEV;
  *   2. /dev, where it has nvidiactl;
- *   3. dev in the driver root that the library lies in: a driver container has a /dev of its own.
- *      (There the real library, run by root, makes missing nodes itself.)
+ *   3. dev in the library's own driver root, because a driver container has its own /dev.
+ *      (There the real library, run by root, creates missing nodes itself.)
  *   4. /dev.
  */
 #define _GNU_SOURCE
@@ -77,10 +78,13 @@ bool sim_capability_opens(unsigned int minor)
 {
     char name[64];
     snprintf(name, sizeof name, "nvidia-caps/nvidia-cap%u", minor);
-    return opens(name, O_RDONLY); /* their modes are 0400 and 0444 */
+    return opens(name, O_RDONLY); /* capability nodes have mode 0400 or 0444 */
 }
 
-/* No driver is behind the node, so it is not opened but pointed at: /proc shows the descriptor with the node's numbers all the same. */
+/*
+ * Opens the device node with O_PATH, because no kernel driver handles it and open() would fail.
+ * /proc shows the node's numbers even for such a descriptor.
+ */
 static int point_at(const char *name)
 {
     char folder[PATH_MAX], path[2 * PATH_MAX];

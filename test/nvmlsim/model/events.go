@@ -7,14 +7,14 @@ import (
 	"strings"
 )
 
-// nvmlEventType* of nvml.h, by name.
+// eventTypes maps the names that model files use to the nvmlEventType* values of nvml.h.
 var eventTypes = map[string]uint32{
 	"singleBitEcc": 0x1, "doubleBitEcc": 0x2, "pState": 0x4, "xid": 0x8, "clock": 0x10, "powerSource": 0x80, "singleBitEccStorm": 0x200,
 	"dramRetirement": 0x400, "dramRetirementFailure": 0x800, "nonFatalPoison": 0x1000, "fatalPoison": 0x2000, "gpuUnavailable": 0x4000,
 	"recoveryAction": 0x8000,
 }
 
-// ParseEventType reads the name of an nvmlEventType*.
+// ParseEventType converts an event type's name to its nvmlEventType* value.
 func ParseEventType(name string) (uint32, error) {
 	if value, known := eventTypes[name]; known {
 		return value, nil
@@ -22,7 +22,7 @@ func ParseEventType(name string) (uint32, error) {
 	return 0, fmt.Errorf("event %q is none of %s", name, strings.Join(slices.Sorted(maps.Keys(eventTypes)), ", "))
 }
 
-// ParseEventTypes reads several, as a mask.
+// ParseEventTypes converts event type names to a mask of nvmlEventType* bits.
 func ParseEventTypes(names []string) (uint32, error) {
 	var mask uint32
 	for _, name := range names {
@@ -35,7 +35,7 @@ func ParseEventTypes(names []string) (uint32, error) {
 	return mask, nil
 }
 
-// EventTypeNames are the names in a mask.
+// EventTypeNames returns the names of the event types in a mask.
 func EventTypeNames(mask uint64) []string {
 	var names []string
 	for _, name := range slices.Sorted(maps.Keys(eventTypes)) {

@@ -13,17 +13,17 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Fact is a value that may be written alone or with where it comes from:
+// Fact is a value of a model file. The file gives it alone, or with its status and source:
 //
 //	memoryTotalMiB: 81559
 //	memoryTotalMiB: {value: 81559, status: verified, src: [SMI]}
 type Fact[T any] struct {
 	Value T
-	// Known is false where the file does not give the value.
+	// Known is false if the file does not give the value.
 	Known bool
 }
 
-// UnmarshalJSON accepts both forms.
+// UnmarshalJSON accepts a plain value, or a mapping of the value with its status and source.
 func (f *Fact[T]) UnmarshalJSON(data []byte) error {
 	if string(data) == "null" {
 		return nil
@@ -48,9 +48,9 @@ func (f *Fact[T]) UnmarshalJSON(data []byte) error {
 	return nil
 }
 
-// GPU is one GPU model.
+// GPU is one GPU model, as a model file describes it.
 type GPU struct {
-	// Key is the file's name without its ending; node files name the model by it.
+	// Key is the model file's name without .yaml. Node files refer to the model by this key.
 	Key string `json:"-"`
 
 	ProductName           Fact[string] `json:"productName"`
@@ -66,29 +66,33 @@ type GPU struct {
 	ECC                   Fact[bool]   `json:"ecc"`
 	PowerLimitWatts       Fact[uint32] `json:"powerLimitWatts"`
 	BAR1MiB               Fact[uint32] `json:"bar1MiB"`
-	// AddressingMode is None without it: then it depends on the node's kernel what a card says.
+	// AddressingMode is None, HMM, ATS or NotSupported. Without a value the simulator answers None; on
+	// a real GPU the mode then depends on the node's kernel.
 	AddressingMode Fact[string] `json:"addressingMode"`
-	// TimeSlices says whether the length of a time-slice can be set; without it, whether the GPU is of Volta or later.
+	// TimeSlices says whether the GPU's time-slice interval can be set. The default is yes for Volta
+	// and later architectures.
 	TimeSlices Fact[bool] `json:"timeSlices"`
-	// Events are the kinds of events that can be registered for, by the names of EventTypes. Without it xid, and with ECC singleBitEcc and doubleBitEcc.
+	// Events lists the event types that a process can register for, by the names that ParseEventType
+	// knows. The default is xid; a GPU with ECC also has singleBitEcc and doubleBitEcc.
 	Events Fact[[]string] `json:"events"`
 	MIG    MIG            `json:"mig"`
-	// MemoryInfo is false where NVML has no figures of the memory, because it is the host's; without it true.
+	// MemoryInfo is false if NVML reports no memory sizes because the GPU uses the host's memory.
 	MemoryInfo Fact[bool] `json:"memoryInfo"`
 }
 
-// Enum is a value that NVML gives as a number.
+// Enum is a value for which NVML returns a number, such as an architecture or a brand.
 type Enum struct {
 	Value     string `json:"value"`
 	NVMLEnum  string `json:"nvmlEnum"`
 	NVMLValue uint32 `json:"nvmlValue"`
 }
 
-// MIG describes how a GPU can be partitioned.
+// MIG says whether a GPU supports MIG, and how it can be partitioned.
 type MIG struct {
 	Supported    Fact[bool]   `json:"supported"`
 	MaxInstances Fact[uint32] `json:"maxInstances"`
-	// NeedsReset says that a change of MIG mode waits for a reset of the GPU, and outlives it.
+	// NeedsReset says that a new MIG mode takes effect only at the next GPU reset, and that the MIG
+	// mode survives every GPU reset.
 	NeedsReset   Fact[bool] `json:"needsResetToToggle"`
 	MemorySlices uint32     `json:"memorySlices"`
 	Profiles     []Profile  `json:"gpuInstanceProfiles"`
@@ -99,7 +103,7 @@ type MIG struct {
 	} `json:"computeInstanceProfiles"`
 }
 
-// Profile is a GPU instance profile, with the figures that nvidia-smi mig -lgip prints.
+// Profile is a GPU instance profile, with the values that nvidia-smi mig -lgip prints.
 type Profile struct {
 	Name         string `json:"name"`
 	ID           uint32 `json:"id"`
@@ -114,7 +118,8 @@ type Profile struct {
 	CopyEngines  uint32 `json:"ce"`
 	JPEGEngines  uint32 `json:"jpeg"`
 	OFAEngines   uint32 `json:"ofa"`
-	// WholeComputeProfile is the ID of the compute instance profile that fills an instance, where it is not the usual one of its slices.
+	// WholeComputeProfile is the ID of the compute instance profile that fills a GPU instance of this
+	// profile. The file gives the ID only if it is not the usual one for the number of slices.
 	WholeComputeProfile Fact[uint32] `json:"wholeComputeProfile"`
 	Placements          struct {
 		Starts []uint32 `json:"starts"`
@@ -122,10 +127,11 @@ type Profile struct {
 	} `json:"placements"`
 }
 
-// maxMemorySlices is how many the library counts with.
+// maxMemorySlices is the largest number of memory slices on a GPU that the simulated library
+// supports.
 const maxMemorySlices = 31
 
-// ComputeProfile is a compute instance profile within a GPU instance.
+// ComputeProfile is a compute instance profile that fits into a GPU instance.
 type ComputeProfile struct {
 	Name         string `json:"name"`
 	ID           uint32 `json:"id"`
@@ -133,7 +139,8 @@ type ComputeProfile struct {
 	SM           uint32 `json:"sm"`
 }
 
-// NVML_GPU_INSTANCE_PROFILE_* of nvml.h, by the name after that prefix.
+// nvmlProfiles maps the names of the NVML_GPU_INSTANCE_PROFILE_* constants in nvml.h, without that
+// prefix, to their values.
 var nvmlProfiles = map[string]uint32{
 	"1_SLICE": 0x0, "2_SLICE": 0x1, "3_SLICE": 0x2, "4_SLICE": 0x3, "7_SLICE": 0x4, "8_SLICE": 0x5, "6_SLICE": 0x6,
 	"1_SLICE_REV1": 0x7, "2_SLICE_REV1": 0x8, "1_SLICE_REV2": 0x9,
@@ -141,7 +148,7 @@ var nvmlProfiles = map[string]uint32{
 	"1_SLICE_ALL_ME": 0xF, "2_SLICE_ALL_ME": 0x10, "3_SLICE_GFX": 0x11,
 }
 
-// NVMLValue is the NVML_GPU_INSTANCE_PROFILE_* number.
+// NVMLValue returns the value of the profile's NVML_GPU_INSTANCE_PROFILE_* constant.
 func (p Profile) NVMLValue() (uint32, error) {
 	value, ok := nvmlProfiles[p.NVMLProfile]
 	if !ok {
@@ -166,7 +173,7 @@ func ReadGPU(path string) (*GPU, error) {
 	return gpu, nil
 }
 
-// ReadGPUs reads every model file of a folder, by key.
+// ReadGPUs reads every model file of a folder. The result maps each model's Key to the model.
 func ReadGPUs(folder string) (map[string]*GPU, error) {
 	paths, err := filepath.Glob(filepath.Join(folder, "*.yaml"))
 	if err != nil {
@@ -192,7 +199,7 @@ func (g *GPU) validate() error {
 	case !g.ProductName.Known || g.ProductName.Value == "":
 		return fmt.Errorf("productName is missing")
 	case g.HasMemoryInfo() != (g.MemoryTotalMiB.Value > 0):
-		return fmt.Errorf("memoryTotalMiB is missing, or is there although memoryInfo is false")
+		return fmt.Errorf("memoryTotalMiB is missing, or is set although memoryInfo is false")
 	}
 	if _, _, err := g.ComputeCapability(); err != nil {
 		return err
@@ -225,7 +232,7 @@ func (g *GPU) validate() error {
 	return nil
 }
 
-// ComputeCapability is the CUDA compute capability as two numbers.
+// ComputeCapability splits the CUDA compute capability, such as 9.0, into major and minor.
 func (g *GPU) ComputeCapability() (major, minor uint32, err error) {
 	if n, err := fmt.Sscanf(g.CUDAComputeCapability.Value, "%d.%d", &major, &minor); n != 2 || err != nil {
 		return 0, 0, fmt.Errorf("cudaComputeCapability %q is not of the form 9.0", g.CUDAComputeCapability.Value)
@@ -233,10 +240,11 @@ func (g *GPU) ComputeCapability() (major, minor uint32, err error) {
 	return major, minor, nil
 }
 
-// NoAddressingMode stands for a GPU whose addressing mode NVML does not support.
+// NoAddressingMode means that NVML answers NOT_SUPPORTED when asked for the GPU's addressing mode.
 const NoAddressingMode = math.MaxUint32
 
-// AddressingModeValue is the NVML_DEVICE_ADDRESSING_MODE_* number, or NoAddressingMode.
+// AddressingModeValue returns the NVML_DEVICE_ADDRESSING_MODE_* number of the GPU's addressing
+// mode, or NoAddressingMode.
 func (g *GPU) AddressingModeValue() (uint32, error) {
 	switch g.AddressingMode.Value {
 	case "", "None":
@@ -251,10 +259,10 @@ func (g *GPU) AddressingModeValue() (uint32, error) {
 	return 0, fmt.Errorf("addressingMode %q is none of None, HMM, ATS, NotSupported", g.AddressingMode.Value)
 }
 
-// archVolta is NVML_DEVICE_ARCH_VOLTA.
+// archVolta is the value of NVML_DEVICE_ARCH_VOLTA in nvml.h.
 const archVolta = 5
 
-// HasTimeSlices tells whether the length of a time-slice can be set.
+// HasTimeSlices reports whether the GPU's time-slice interval can be set.
 func (g *GPU) HasTimeSlices() bool {
 	if g.TimeSlices.Known {
 		return g.TimeSlices.Value
@@ -262,10 +270,11 @@ func (g *GPU) HasTimeSlices() bool {
 	return g.Architecture.NVMLValue >= archVolta
 }
 
-// HasMemoryInfo tells whether NVML has figures of the memory.
+// HasMemoryInfo reports whether NVML returns memory sizes for the GPU.
 func (g *GPU) HasMemoryInfo() bool { return !g.MemoryInfo.Known || g.MemoryInfo.Value }
 
-// EventTypes are the nvmlEventType* that can be registered for.
+// EventTypes returns the event types that a process can register for, as a mask of nvmlEventType*
+// bits.
 func (g *GPU) EventTypes() (uint32, error) {
 	if g.Events.Known {
 		return ParseEventTypes(g.Events.Value)
@@ -276,7 +285,8 @@ func (g *GPU) EventTypes() (uint32, error) {
 	return ParseEventTypes([]string{"xid"})
 }
 
-// ParsePCIID reads a combined ID such as 0x233010DE: device in the upper half, vendor in the lower, as NVML gives it.
+// ParsePCIID parses a combined PCI ID such as 0x233010DE. As in NVML, the upper half is the device
+// ID and the lower half the vendor ID.
 func ParsePCIID(text string) (uint32, error) {
 	id, err := strconv.ParseUint(text, 0, 32)
 	if err != nil {
@@ -285,7 +295,7 @@ func ParsePCIID(text string) (uint32, error) {
 	return uint32(id), nil
 }
 
-// ParseCUDAVersion gives 12.4 as NVML does: 12040.
+// ParseCUDAVersion converts a CUDA version to NVML's number: 12.4 becomes 12040.
 func ParseCUDAVersion(text string) (uint32, error) {
 	var major, minor uint32
 	if n, err := fmt.Sscanf(text, "%d.%d", &major, &minor); n != 2 || err != nil {

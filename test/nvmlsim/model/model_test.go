@@ -27,7 +27,7 @@ memoryTotalMiB: {value: 1024, status: verified}
 mig: {supported: false, maxInstances: 0}
 `
 
-func TestAValueStandsAloneOrWithItsSource(t *testing.T) {
+func TestFactMayBePlainOrWithSource(t *testing.T) {
 	gpu, err := ReadGPU(write(t, "plain.yaml", plainModel))
 	if err != nil {
 		t.Fatal(err)
@@ -37,7 +37,7 @@ func TestAValueStandsAloneOrWithItsSource(t *testing.T) {
 	}
 }
 
-func TestABadModelFileIsNamed(t *testing.T) {
+func TestInvalidModelFileIsNamed(t *testing.T) {
 	for _, bad := range []struct{ from, to, want string }{
 		{"productName: NVIDIA Plain", "", "productName"},
 		{"value: 1024", "amount: 1024", "value"},
@@ -54,7 +54,7 @@ func TestABadModelFileIsNamed(t *testing.T) {
 	}
 }
 
-func TestABadNodeFileIsNamed(t *testing.T) {
+func TestInvalidNodeFileIsNamed(t *testing.T) {
 	const good = `{model: m, pci: "0000:1b:00.0", pciRoot: "pci0000:15", numaNode: 0, minor: 0}`
 	for _, bad := range []struct{ cards, want string }{
 		{`- {model: m, pci: "1b:00.0", pciRoot: "pci0000:15", numaNode: 0}`, "1b:00.0"},
@@ -73,7 +73,7 @@ func TestABadNodeFileIsNamed(t *testing.T) {
 	}
 }
 
-func TestAFolderWithoutModelsIsNamed(t *testing.T) {
+func TestFolderWithoutModelsIsNamed(t *testing.T) {
 	folder := t.TempDir()
 	if _, err := ReadGPUs(folder); err == nil || !strings.Contains(err.Error(), folder) {
 		t.Errorf("error %v does not name %s", err, folder)

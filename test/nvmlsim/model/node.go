@@ -14,79 +14,87 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Node is a machine with GPUs.
+// Node is a simulated machine with GPUs, as a node file describes it.
 type Node struct {
 	Name string `json:"name"`
-	// Note says where the file's values come from.
+	// Note says where the values in the node file come from.
 	Note string `json:"note,omitempty"`
-	// DriverVersion and CUDAVersion are what the driver reports unless the layout is told another version.
+	// DriverVersion and CUDAVersion are the versions that the installed driver reports. The layout's
+	// options can override both.
 	DriverVersion string `json:"driverVersion"`
 	CUDAVersion   string `json:"cudaVersion"`
 	GPUs          []Card `json:"gpus"`
-	// Others are PCI devices that are no GPUs: NVSwitches, network cards. They stand in sysfs only.
+	// Others are PCI devices that are not GPUs, such as NVSwitches and network cards. They appear only
+	// in sysfs.
 	Others []PCIDevice `json:"otherDevices,omitempty"`
-	// ClientBlocksMode and ClientBlocksDestroy (on unless it says false) say what processes that
-	// only have NVML open keep others from, CreateInUse that the first GPU instance of a GPU is
-	// refused once.
+	// ClientBlocksMode, ClientBlocksDestroy and CreateInUse say when the simulated driver refuses a
+	// MIG change because the GPU is in use: see the Block constants of package state.
+	// ClientBlocksDestroy is on by default, the other two are off.
 	ClientBlocksMode    bool  `json:"clientBlocksMode,omitempty"`
 	ClientBlocksDestroy *bool `json:"clientBlocksDestroy,omitempty"`
 	CreateInUse         bool  `json:"createInUse,omitempty"`
-	// AttachCost is how long the driver takes to open a GPU that nobody has open, one GPU after
-	// another. With it GPUs begin without persistence mode.
+	// AttachCost is how long the driver takes to open a closed GPU; it opens GPUs one after another.
+	// If AttachCost is set, GPUs start without persistence mode.
 	AttachCost metav1.Duration `json:"attachCost,omitzero"`
 }
 
-// Card is one GPU in its slot.
+// Card is a GPU of the node with its PCI slot.
 type Card struct {
 	Model string `json:"model"`
-	// PCI is the address as sysfs writes it: 0000:1b:00.0.
+	// PCI is the GPU's PCI address as sysfs writes it: 0000:1b:00.0.
 	PCI      string   `json:"pci"`
 	PCIRoot  string   `json:"pciRoot"`
 	Bridges  []string `json:"bridges,omitempty"`
 	NUMANode int32    `json:"numaNode"`
-	// Minor is N of /dev/nvidiaN; the driver counts in the order in which it finds the GPUs.
+	// Minor is the N of the GPU's device node /dev/nvidiaN. It can differ from the NVML index. The
+	// default is the GPU's position in the order of PCI addresses.
 	Minor *uint32 `json:"minor,omitempty"`
-	// UUID, where not given, is derived from seed, node and PCI address.
+	// UUID is the GPU's UUID. By default it is derived from the seed, the node's name and the PCI
+	// address.
 	UUID   string  `json:"uuid,omitempty"`
 	Serial string  `json:"serial,omitempty"`
 	Module *uint32 `json:"moduleId,omitempty"`
-	// IOMMUGroup is absent where the IOMMU is off.
+	// IOMMUGroup is the GPU's IOMMU group, or nil if the machine's IOMMU is off.
 	IOMMUGroup *uint32 `json:"iommuGroup,omitempty"`
 	Fabric     *Fabric `json:"fabric,omitempty"`
-	// Virtualization is one of none, passthrough, vgpu: a vGPU guest can neither change its MIG mode nor make or remove instances.
+	// Virtualization is none, passthrough or vgpu. A vGPU guest can change neither the GPU's MIG mode
+	// nor its MIG instances.
 	Virtualization string `json:"virtualization,omitempty"`
-	// MIG is how the GPU is cut when the node is made. A reboot forgets it, as far as the hardware does.
+	// MIG is the GPU's MIG state when the node is created. A simulated reboot resets the state as a
+	// reboot of a real machine does.
 	MIG *CardMIG `json:"mig,omitempty"`
-	// NoMemoryInfo says that NVML has no figures of the GPU's memory, whatever the model file says.
+	// NoMemoryInfo says that NVML reports no memory sizes for this GPU, even if the GPU's model file
+	// has memory sizes.
 	NoMemoryInfo bool `json:"noMemoryInfo,omitempty"`
 }
 
-// CardMIG is a GPU's MIG mode and what an administrator made of it.
+// CardMIG is a GPU's MIG mode and the MIG instances that an administrator created.
 type CardMIG struct {
 	Enabled bool `json:"enabled"`
-	// Pending, where given, is another mode that waits for a reset.
+	// Pending is the MIG mode after the next reset, if it differs from Enabled.
 	Pending   *bool          `json:"pending,omitempty"`
 	Instances []CardInstance `json:"instances,omitempty"`
 }
 
-// CardInstance is a GPU instance.
+// CardInstance is a GPU instance that exists when the node is created.
 type CardInstance struct {
-	// Profile is the ID of a GPU instance profile of the model.
+	// Profile is the ID of a GPU instance profile from the GPU's model file.
 	Profile uint32 `json:"profile"`
 	Start   uint32 `json:"start"`
-	// Compute are the compute instances, one after the other, by profile ID. Without it there is one that fills the GPU instance.
+	// Compute lists the profile IDs of the GPU instance's compute instances, in order. By default one
+	// compute instance fills the GPU instance.
 	Compute *[]uint32 `json:"compute,omitempty"`
 }
 
-// Fabric is a GPU's place in an NVLink fabric.
+// Fabric says to which NVLink cluster and clique a GPU belongs.
 type Fabric struct {
-	// State is one of notSupported, notStarted, inProgress, completed.
+	// State is the GPU's fabric state: notSupported, notStarted, inProgress or completed.
 	State       string `json:"state"`
 	ClusterUUID string `json:"clusterUUID,omitempty"`
 	CliqueID    uint32 `json:"cliqueID,omitempty"`
 }
 
-// PCIDevice is a device that only sysfs knows.
+// PCIDevice is a PCI device without a simulated driver. It appears only in sysfs.
 type PCIDevice struct {
 	PCI      string   `json:"pci"`
 	PCIRoot  string   `json:"pciRoot"`
@@ -98,7 +106,7 @@ type PCIDevice struct {
 	Driver   string   `json:"driver,omitempty"`
 }
 
-// PCIAddress is a parsed address of a function.
+// PCIAddress is the parsed PCI address of a device function.
 type PCIAddress struct {
 	Domain, Bus, Device, Function uint32
 }
@@ -108,7 +116,7 @@ var (
 	pciRoot    = regexp.MustCompile(`^pci[0-9a-f]{4,8}:[0-9a-f]{2}$`)
 )
 
-// ParsePCIAddress reads an address such as 0000:1b:00.0.
+// ParsePCIAddress parses an address such as 0000:1b:00.0.
 func ParsePCIAddress(text string) (PCIAddress, error) {
 	var a PCIAddress
 	if !pciAddress.MatchString(text) {
@@ -128,8 +136,8 @@ func (a PCIAddress) less(b PCIAddress) bool {
 	return a.Device < b.Device
 }
 
-// ReadNode reads a node file. Its GPUs come back in the order of their PCI addresses, which is the order of NVML's
-// indexes, each with its minor, UUID and module set.
+// ReadNode reads a node file. It sorts the GPUs by PCI address, which is the order of NVML's
+// indexes, and fills in each GPU's missing minor, UUID and module.
 func ReadNode(path, seed string) (*Node, error) {
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -156,10 +164,10 @@ func (n *Node) complete(seed string) error {
 			return err
 		}
 		if _, twice := addresses[card.PCI]; twice {
-			return fmt.Errorf("two GPUs at %s", card.PCI)
+			return fmt.Errorf("two GPUs have the PCI address %s", card.PCI)
 		}
 		if address.Function != 0 {
-			return fmt.Errorf("GPU at %s: a GPU is function 0", card.PCI)
+			return fmt.Errorf("GPU at %s: a GPU must be PCI function 0", card.PCI)
 		}
 		if !pciRoot.MatchString(card.PCIRoot) {
 			return fmt.Errorf("GPU at %s: %q is no PCI root such as pci0000:15", card.PCI, card.PCIRoot)
@@ -204,7 +212,7 @@ func (n *Node) complete(seed string) error {
 	return nil
 }
 
-// deriveUUID gives each GPU of each node its own UUID, the same at every boot.
+// deriveUUID hashes the parts into a GPU UUID. The same parts give the same UUID at every boot.
 func deriveUUID(parts ...string) string {
 	sum := sha256.Sum256([]byte(strings.Join(parts, "\x00")))
 	b := sum[:16]
@@ -213,7 +221,7 @@ func deriveUUID(parts ...string) string {
 	return fmt.Sprintf("GPU-%x-%x-%x-%x-%x", b[0:4], b[4:6], b[6:8], b[8:10], b[10:16])
 }
 
-// StateValue is the NVML_GPU_FABRIC_STATE_* number.
+// StateValue returns the NVML_GPU_FABRIC_STATE_* number of the fabric state.
 func (f *Fabric) StateValue() (uint32, error) {
 	if f == nil {
 		return 0, nil
@@ -231,7 +239,7 @@ func (f *Fabric) StateValue() (uint32, error) {
 	return 0, fmt.Errorf("fabric state %q is none of notSupported, notStarted, inProgress, completed", f.State)
 }
 
-// VirtualizationValue is the NVML_GPU_VIRTUALIZATION_MODE_* number.
+// VirtualizationValue returns the NVML_GPU_VIRTUALIZATION_MODE_* number of the GPU.
 func (c Card) VirtualizationValue() (uint32, error) {
 	switch c.Virtualization {
 	case "", "none":
@@ -244,7 +252,7 @@ func (c Card) VirtualizationValue() (uint32, error) {
 	return 0, fmt.Errorf("virtualization %q is none of none, passthrough, vgpu", c.Virtualization)
 }
 
-// Cluster is the cluster's UUID as bytes, all zero where there is none.
+// Cluster returns the cluster's UUID as bytes, or zeros if the file gives no UUID.
 func (f *Fabric) Cluster() ([16]byte, error) {
 	var cluster [16]byte
 	if f == nil || f.ClusterUUID == "" {

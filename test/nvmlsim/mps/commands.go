@@ -8,7 +8,8 @@ import (
 	"time"
 )
 
-// words are what a command's answer is made of: lines that the asker sees, and some that only the log does.
+// words collects a command's output. Some lines go to the user who sent the command and to the log,
+// others only to the log.
 type words struct {
 	log   *logger
 	shown strings.Builder
@@ -21,7 +22,8 @@ func (w *words) sayf(format string, args ...any) {
 
 func (w *words) notef(format string, args ...any) { w.log.printf(format, args...) }
 
-// command carries one out for a user. It may give errors to nobody: the real program says what is wrong, and succeeds.
+// command runs one command line of a user and returns true if the daemon must end. It returns no
+// error, because the real program prints errors and exits with success.
 func (c *control) command(user uint32, line string, w *words) (done bool) {
 	fields := strings.Fields(line)
 	if len(fields) == 0 {
@@ -62,7 +64,7 @@ func (c *control) command(user uint32, line string, w *words) (done bool) {
 	return false
 }
 
-// serverCommand is one on the server with a PID.
+// serverCommand runs a command whose first argument is the PID of a server.
 func (c *control) serverCommand(user uint32, name string, args []string, w *words) {
 	do, known := map[string]func(*server){
 		"get_server_status": func(s *server) { w.sayf("%s", s.status()) },
@@ -109,7 +111,7 @@ func argument(args []string, i int) string {
 	return ""
 }
 
-// number reads what digits a word begins with, as C does.
+// number parses the digits at the start of text, like atoi in C. Without digits it returns 0.
 func number(text string) int {
 	digits := len(text) - len(strings.TrimLeft(text, "0123456789"))
 	value, err := strconv.Atoi(text[:digits])
@@ -119,7 +121,8 @@ func number(text string) int {
 	return value
 }
 
-// find gives the running server with this PID, or says that there is none.
+// find returns the running server whose PID is the first of args. If there is none, find adds a
+// message to w and returns nil.
 func (c *control) find(args []string, w *words) *server {
 	pid := number(argument(args, 0))
 	if c.server == nil || c.server.pid != pid || c.server.failed != nil {
@@ -129,12 +132,16 @@ func (c *control) find(args []string, w *words) *server {
 	return c.server
 }
 
-// mayChange: the daemon's settings are its own user's, and root's. Older drivers let everybody.
+// mayChange reports whether user may change the daemon's settings: root and the daemon's own user
+// may. Drivers before 550 let every user do it. A refusal prints a message.
 func (c *control) mayChange(user uint32, w *words) bool {
 	if user == 0 || user == uint32(os.Getuid()) || c.driver.Release() < releasePrivileges {
 		return true
 	}
-	w.sayf("Insufficient privileges for UID %d. Control deamon settings can only be modified by the user started it or by the root user.", user)
+	w.sayf(
+		"Insufficient privileges for UID %d. Control deamon settings can only be modified by the user started it or by the root user.",
+		user,
+	)
 	return false
 }
 
@@ -153,7 +160,7 @@ func (s *server) status() string {
 	return "INITIALIZING"
 }
 
-// sendLimits returns when they hold.
+// sendLimits sends the server its limits and waits until the server has applied them.
 func (c *control) sendLimits(s *server) {
 	limits := s.limits.clone()
 	s.sent++
@@ -164,7 +171,8 @@ func (c *control) sendLimits(s *server) {
 	}
 }
 
-// setThreads says what holds afterwards, also where the value is refused.
+// setThreads sets the thread percentage. It prints the percentage that is then in force, even if it
+// refuses text.
 func setThreads(limits *Limits, text string, w *words) {
 	if value, err := parseThreads(text); err == nil {
 		limits.Threads = value
@@ -174,7 +182,7 @@ func setThreads(limits *Limits, text string, w *words) {
 	w.sayf("%s", formatThreads(limits.Threads))
 }
 
-// ordinal reads a device's number. A UUID is none.
+// ordinal parses a device number. It refuses UUIDs, as the real program does.
 func ordinal(text string, w *words) (int, bool) {
 	device, err := strconv.Atoi(text)
 	if err != nil || device < 0 || device >= maxOrdinals {
@@ -196,7 +204,8 @@ func getMemory(limits *Limits, device string, w *words) {
 	}
 }
 
-// setMemory says nothing, whatever comes of it.
+// setMemory sets the memory limit of a device. Like the real program, it tells the user nothing,
+// even if it refuses the device.
 func setMemory(limits *Limits, device, text string, w *words) {
 	if at, valid := ordinal(device, w); valid {
 		limits.Memory[at] = readMemory(text)
@@ -251,7 +260,8 @@ func terminate(user uint32, s *server, args []string, w *words) {
 	}
 }
 
-// quitCommand ends the daemon. Without a time it waits for the clients.
+// quitCommand ends the daemon after its clients have ended, or after the time that -t gives. It
+// returns false if the user may not end the daemon.
 func (c *control) quitCommand(user uint32, args []string, w *words) bool {
 	if user != 0 && user != uint32(os.Getuid()) {
 		w.sayf("Not enough privilege to execute quit command")
@@ -265,7 +275,8 @@ func (c *control) quitCommand(user uint32, args []string, w *words) bool {
 	return true
 }
 
-// quit lets nobody in any more and returns when no server is left: when the last client has gone, or, after a time that is not negative, by force.
+// quit makes the daemon refuse new clients, and returns when no server runs. A server ends with its
+// last client; if wait is not negative, quit kills the server after that time.
 func (c *control) quit(wait time.Duration) {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()

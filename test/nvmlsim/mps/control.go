@@ -13,15 +13,16 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/cuda"
 )
 
-// What newer drivers' programs can do.
+// The first driver releases whose MPS programs have a feature.
 const (
-	releaseStatus     = 550 // get_server_status, and the file with the PID; 535 has neither
-	releasePrivileges = 550 // settings are not everybody's; with 535 they are
+	releaseStatus     = 550 // get_server_status and the PID file; 535 has neither
+	releasePrivileges = 550 // only root and the daemon's user change settings; with 535 every user can
 	releaseMultiUser  = 555 // -multiuser-server; 550 does not know it
-	releaseOptions    = 555 // an unknown option is one, and no client's beginning
+	releaseOptions    = 555 // refuses an unknown option; 550 then runs as a client
 )
 
-// control is the control daemon: it lets clients in, one user after the other, and starts the server.
+// control is the MPS control daemon. It starts the server and admits clients. Clients of only one
+// user can be admitted at the same time.
 type control struct {
 	pipes      string
 	multiUser  bool
@@ -30,16 +31,17 @@ type control struct {
 	driver     *cuda.Driver
 
 	mutex    sync.Mutex
-	changed  *sync.Cond // with mutex: a server came, went, or changed; the daemon ends
+	changed  *sync.Cond // uses mutex; signalled when the server or a client changes, or the daemon ends
 	defaults Limits
 	server   *server
-	waiting  []*attach // clients that are not let in yet, the first come first
+	waiting  []*attach // clients that are not yet admitted, oldest first
 	ending   bool
-	status   int // the exit status
+	status   int // exit status of the daemon
 	ended    chan struct{}
 }
 
-// runDaemon is the daemon's life. ready is called when it listens.
+// runDaemon runs the control daemon until a quit command. It calls ready as soon as it accepts
+// connections.
 func runDaemon(driver *cuda.Driver, multiUser, foreground bool, ready func()) (status int, err error) {
 	openUmask()
 	c := &control{pipes: pipes(), multiUser: multiUser, foreground: foreground, driver: driver, ended: make(chan struct{})}
@@ -73,7 +75,8 @@ func runDaemon(driver *cuda.Driver, multiUser, foreground bool, ready func()) (s
 	return c.serve(ready)
 }
 
-// lock makes this the directory's only daemon. The lock goes with the process, whatever it leaves behind.
+// lock takes the pipe directory's lock, so that no second daemon can use the directory. The lock
+// ends with the process.
 func (c *control) lock() (*os.File, error) {
 	file, err := os.OpenFile(filepath.Join(c.pipes, lockFile), os.O_RDWR|os.O_CREATE, 0o666)
 	if err != nil {
@@ -85,7 +88,8 @@ func (c *control) lock() (*os.File, error) {
 	return file, nil
 }
 
-// listen makes a socket in the pipe directory, in place of one that a killed daemon left.
+// listen creates a socket in the pipe directory. It first removes a socket of the same name, which
+// a killed daemon may have left.
 func (c *control) listen(name string, mode os.FileMode) (*net.UnixListener, error) {
 	path := filepath.Join(c.pipes, name)
 	if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
@@ -95,7 +99,7 @@ func (c *control) listen(name string, mode os.FileMode) (*net.UnixListener, erro
 	if err != nil {
 		return nil, errNoDaemon
 	}
-	listener.SetUnlinkOnClose(false) // the real daemon leaves them too
+	listener.SetUnlinkOnClose(false) // the real daemon leaves its sockets behind too
 	return listener, os.Chmod(path, mode)
 }
 
@@ -147,7 +151,8 @@ func (c *control) accept(listener *net.UnixListener) {
 	}
 }
 
-// answer serves a client that wants to be let in, or one that gives commands.
+// answer reads and answers the messages of one connection. The other end is either a client that
+// asks to be admitted to a server, or a program that sends commands.
 func (c *control) answer(connection *conn) {
 	who, err := peer(connection)
 	if err != nil {

@@ -1,7 +1,8 @@
-// Package mps is a stand-in for the programs of CUDA's Multi-Process Service, on simulated GPUs: the control daemon, the server that it starts for the
-// first client, the control program's client side, and what a CUDA program does to become a client.
+// Package mps has stand-ins for the programs of CUDA's Multi-Process Service (MPS) on simulated
+// GPUs: the control daemon, the server, and the program that sends commands to the daemon. It also
+// has the part of a CUDA program that makes the program an MPS client.
 //
-// Seen from outside (command lines, environment, files in the pipe directory, answers, logs, who is let in when) it does what the real programs are known
-// to do. What goes over its sockets is its own, and so is everything where the real programs' behaviour is not documented: the README of the simulator
-// says which that is.
+// Command lines, environment variables, files in the pipe directory, answers, logs and the
+// admission of clients are those of the real programs. The protocol on the sockets is this
+// package's own. The simulator's README lists behaviour that the real programs do not document.
 package mps

@@ -12,7 +12,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/cuda"
 )
 
-// Descriptors that a server is started with.
+// File descriptors with which the control daemon starts a server.
 const (
 	ordersDescriptor = 3
 	listenDescriptor = 4
@@ -21,7 +21,8 @@ const (
 
 const serverProgram = "nvidia-cuda-mps-server"
 
-// server is a server process as the control daemon knows it. All of it is guarded by the daemon's mutex.
+// server is what the control daemon knows about a server process. The mutex of control guards the
+// fields.
 type server struct {
 	pid      int
 	user     uint32
@@ -30,26 +31,28 @@ type server struct {
 	clients  []clientReport
 	ready    bool
 	draining bool
-	// joining are the clients that were told the server and are not its clients yet.
+	// joining counts the clients that have got the server's address but are not yet connected.
 	joining int
-	// failed is why it ended before it was ready. Then it stays until one who waits has been told.
+	// failed says why the server ended before it was ready. The value remains until a waiting client
+	// has received it.
 	failed *cuda.Error
-	// wanted says that a command waits for it.
+	// wanted is true while a start_server command waits for the server to become ready.
 	wanted bool
 
-	sent, applied int // how many limits were sent, and hold
+	sent, applied int // Numbers of the latest limits that the daemon sent and the server applied
 
 	orders  *conn
 	process *os.Process
 }
 
-// drain lets nobody in any more; the server ends with its last client.
+// drain tells the server to admit no more clients. The server ends with its last client.
 func (s *server) drain() {
 	s.draining = true
 	_ = s.orders.encoder.Encode(order{Drain: true})
 }
 
-// startServer starts a server. Caller holds the mutex, and finds what came of it in c.server.
+// startServer starts a server and stores it in c.server. If the start fails, c.server.failed says
+// why. The caller holds the mutex.
 func (c *control) startServer(user uint32) {
 	s, command, err := c.launch(user)
 	if err != nil {
@@ -63,7 +66,7 @@ func (c *control) startServer(user uint32) {
 }
 
 func (c *control) launch(user uint32) (*server, *exec.Cmd, error) {
-	program, err := exec.LookPath(serverProgram) // as the real one does
+	program, err := exec.LookPath(serverProgram) // like the real control daemon
 	if err != nil {
 		return nil, nil, err
 	}
@@ -105,11 +108,20 @@ func (c *control) launch(user uint32) (*server, *exec.Cmd, error) {
 	if err != nil {
 		return nil, nil, errors.Join(err, command.Process.Kill())
 	}
-	s := &server{pid: command.Process.Pid, user: user, socket: name, limits: c.defaults.clone(), orders: newConn(orders), process: command.Process}
+	s := &server{
+		pid:     command.Process.Pid,
+		user:    user,
+		socket:  name,
+		limits:  c.defaults.clone(),
+		orders:  newConn(orders),
+		process: command.Process,
+	}
 	return s, command, s.orders.encoder.Encode(setup{Limits: s.limits, User: user})
 }
 
-// follow takes a server's reports until it has ended.
+// follow stores what server s reports about its clients and limits until the server has ended. It
+// then removes the server's socket and, if clients still wait for a server that never became ready,
+// stores the error for them.
 func (c *control) follow(s *server, command *exec.Cmd) {
 	var failed *cuda.Error
 	for {

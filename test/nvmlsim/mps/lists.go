@@ -6,7 +6,8 @@ import (
 	"strings"
 )
 
-// deviceClientList says of each device who computes on it.
+// deviceClientList runs the command get_device_client_list, which prints the PIDs of the clients on
+// each device. Without a server it prints no device.
 func (c *control) deviceClientList(args []string, w *words) {
 	if len(args) > 0 && c.find(args, w) == nil || c.server == nil {
 		return
@@ -26,7 +27,8 @@ func (c *control) deviceClientList(args []string, w *words) {
 	}
 }
 
-// snapshot is the table of ps. The stand-in knows no namespaces of clients.
+// snapshot runs the command ps: it prints a table of clients. Unlike the real program, the stand-in
+// does not know the clients' PID namespaces.
 func (c *control) snapshot(args []string, w *words) {
 	if argument(args, 0) == "-p" {
 		if c.find(args[1:], w) == nil {

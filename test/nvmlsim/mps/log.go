@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// logger writes lines as the real programs do: time, role, PID.
+// logger writes log lines in the real programs' format: time, role, PID and text.
 type logger struct {
 	mutex sync.Mutex
 	to    io.Writer
@@ -19,10 +19,17 @@ type logger struct {
 func (l *logger) printf(format string, args ...any) {
 	l.mutex.Lock()
 	defer l.mutex.Unlock()
-	_, _ = fmt.Fprintf(l.to, "[%s %s %5d] %s\n", time.Now().Format("2006-01-02 15:04:05.000"), l.role, os.Getpid(), fmt.Sprintf(format, args...))
+	_, _ = fmt.Fprintf(
+		l.to,
+		"[%s %s %5d] %s\n",
+		time.Now().Format("2006-01-02 15:04:05.000"),
+		l.role,
+		os.Getpid(),
+		fmt.Sprintf(format, args...),
+	)
 }
 
-// openLog appends to a log in the log directory.
+// openLog opens a file in the log directory for appending.
 func openLog(name string) (*os.File, error) {
 	folder := folderOf(logsVariable, defaultLogs)
 	if err := makeFolder(folder, 0o700); err != nil {

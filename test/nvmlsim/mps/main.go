@@ -14,7 +14,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/cuda"
 )
 
-// readyVariable tells a daemon in the background by which descriptor to say that it is ready.
+// readyVariable is set in the environment of a daemon that daemonize started. Such a daemon reports
+// on descriptor 3 that it is ready.
 const readyVariable = "NVMLSIM_MPS_READY"
 
 const help = `CUDA MPS Control, a stand-in for simulated GPUs.
@@ -24,7 +25,7 @@ const help = `CUDA MPS Control, a stand-in for simulated GPUs.
 Anything else: send the commands of the standard input to the daemon.
 `
 
-// ControlMain is nvidia-cuda-mps-control. It gives the exit code.
+// ControlMain is the main function of nvidia-cuda-mps-control. It returns the exit code.
 func ControlMain(args []string) int {
 	if len(args) == 1 && args[0] == "-h" {
 		fmt.Print(help)
@@ -61,7 +62,8 @@ func ControlMain(args []string) int {
 	return status
 }
 
-// readOptions gives -d, -f or nothing, and whether it knew all. With an older driver an option that is not known makes the program a client.
+// readOptions parses the options. mode is -d, -f or empty; known is false if an option is unknown.
+// With an older driver, a program with an unknown option runs as a client.
 func readOptions(args []string, release int) (mode string, multiUser, known bool) {
 	for _, arg := range args {
 		switch {
@@ -76,7 +78,7 @@ func readOptions(args []string, release int) (mode string, multiUser, known bool
 	return mode, multiUser, true
 }
 
-// daemonize starts the daemon in a session of its own and returns when it listens.
+// daemonize starts the daemon in a new session, and returns when the daemon accepts connections.
 func daemonize(args []string) error {
 	program, err := os.Executable()
 	if err != nil {
@@ -111,7 +113,8 @@ func daemonize(args []string) error {
 	return command.Process.Release()
 }
 
-// backgroundMain is the daemon that daemonize started.
+// backgroundMain is the main function of the daemon process that daemonize started. It returns the
+// exit code.
 func backgroundMain(driver *cuda.Driver, multiUser bool) int {
 	_ = os.Unsetenv(readyVariable)
 	syscall.CloseOnExec(3)
@@ -127,7 +130,7 @@ func backgroundMain(driver *cuda.Driver, multiUser bool) int {
 	return status
 }
 
-// ServerMain is nvidia-cuda-mps-server.
+// ServerMain is the main function of nvidia-cuda-mps-server. It returns the exit code.
 func ServerMain(args []string) int {
 	if slices.Contains(args, "-h") {
 		fmt.Fprintln(os.Stderr, "nvidia-cuda-mps-server is started by nvidia-cuda-mps-control. (A stand-in for simulated GPUs.)")

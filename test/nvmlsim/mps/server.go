@@ -14,10 +14,11 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/cuda"
 )
 
-// maxClients is how many a server serves on GPUs of Volta and later.
+// maxClients is the largest number of clients of one server, as on GPUs from Volta on.
 const maxClients = 48
 
-// service is the server process: it holds the GPUs, and keeps each client to its limits.
+// service is the MPS server process. It registers as the process that computes on the GPUs, and
+// enforces the limits of each client.
 type service struct {
 	log     *logger
 	orders  *conn
@@ -25,23 +26,24 @@ type service struct {
 
 	mutex    sync.Mutex
 	limits   Limits
-	applied  int // the number of these limits
+	applied  int // Number of the order that set limits
 	clients  []*client
 	lastID   int
 	draining bool
 	over     chan struct{}
 }
 
-// client is a process that the server serves.
+// client is a client process of the server.
 type client struct {
 	id, pid int
 	command string
 	devices []Device
-	used    map[string]uint64 // MiB by UUID
+	used    map[string]uint64 // MiB by device UUID
 	conn    *conn
 }
 
-// runServer is the server's life. It is started by the control daemon with three descriptors.
+// runServer runs the MPS server until it ends. The control daemon has started the process with
+// three open descriptors: orders, listener and log.
 func runServer() error {
 	file, err := net.FileConn(os.NewFile(ordersDescriptor, "orders"))
 	if err != nil {
@@ -82,7 +84,8 @@ func runServer() error {
 	return nil
 }
 
-// addEnvironment adds the limits of memory that the control daemon was started with, where no command has set any. The server has its environment.
+// addEnvironment sets the memory limits that the server's environment, which comes from the control
+// daemon, gives by device number. A limit that a command has set stays.
 func (s *service) addEnvironment() error {
 	_, memory, err := environmentLimits()
 	if err != nil {
@@ -99,7 +102,8 @@ func (s *service) addEnvironment() error {
 	return nil
 }
 
-// start takes the GPUs: this is the one process that an exclusive one lets in.
+// start registers the server as a process that computes on its GPUs. If a GPU is in exclusive mode,
+// no other process can then compute on it.
 func (s *service) start() (*cuda.Driver, error) {
 	driver, err := cuda.Attach()
 	if err != nil {
@@ -127,7 +131,8 @@ func (s *service) start() (*cuda.Driver, error) {
 	return driver, nil
 }
 
-// obey follows the control daemon. A server whose daemon is gone serves those whom it has, and ends.
+// obey carries out the control daemon's orders. If the daemon has ended, the server admits no more
+// clients and ends when its last client disconnects.
 func (s *service) obey() {
 	for {
 		var given order
@@ -156,7 +161,7 @@ func (s *service) obey() {
 	}
 }
 
-// endIfIdle ends a draining server that has no client. Caller holds the mutex.
+// endIfIdle ends the server if it is draining and has no client. The caller holds the mutex.
 func (s *service) endIfIdle() {
 	if !s.draining || len(s.clients) > 0 {
 		return
@@ -181,7 +186,7 @@ func (s *service) accept(listener net.Listener) {
 	}
 }
 
-// serve is a client's worker: it ends with the client, and then all that it held is free.
+// serve serves one client until the client disconnects, and then frees the client's memory.
 func (s *service) serve(connection *conn) {
 	var said hello
 	if connection.decoder.Decode(&said) != nil {
@@ -214,7 +219,7 @@ func (s *service) serve(connection *conn) {
 	s.endIfIdle()
 }
 
-// welcome takes a client in, if it can be.
+// welcome admits a client, or says in its answer why not.
 func (s *service) welcome(one *client, said hello) welcome {
 	if err := checkShared(said); err != nil {
 		s.log.printf("Client %d is refused: %v", one.pid, err)
@@ -239,23 +244,36 @@ func (s *service) welcome(one *client, said hello) welcome {
 	return welcome{Devices: devices}
 }
 
-// checkShared makes sure that both have the same /dev/shm: what the client put there must be seen here.
+// checkShared returns an error unless client and server have the same /dev/shm. It reads the file
+// that the client put there and compares the content with the client's token.
 func checkShared(said hello) *cuda.Error {
 	if said.Shared == "" || filepath.Base(said.Shared) != said.Shared {
 		return cuda.Errorf(cuda.MPSRPCFailure, "%q is no name of a file in /dev/shm", said.Shared)
 	}
 	content, err := os.ReadFile(filepath.Join("/dev/shm", said.Shared))
 	if err != nil || string(content) != said.Token {
-		return cuda.Errorf(cuda.MPSRPCFailure, "the server does not see what the client put into /dev/shm (%s): they have different ones (%v)", said.Shared, err)
+		return cuda.Errorf(
+			cuda.MPSRPCFailure,
+			"the server does not see the client's file %s in /dev/shm: client and server have different /dev/shm (%v)",
+			said.Shared,
+			err,
+		)
 	}
 	return nil
 }
 
-// devicesFor are the server's devices as a client sees them, with the smaller of each limit.
+// devicesFor returns the server's devices that the client sees. Where both server and client have a
+// limit, the smaller one applies.
 func (s *service) devicesFor(said hello) ([]Device, *cuda.Error) {
 	var chosen []Device
 	for i, device := range s.devices {
-		d := Device{UUID: device.UUID, Name: device.Name, MemoryMiB: device.MemoryMiB, MemoryLimitMiB: s.limits.Memory[i], ThreadPercentage: s.limits.Threads}
+		d := Device{
+			UUID:             device.UUID,
+			Name:             device.Name,
+			MemoryMiB:        device.MemoryMiB,
+			MemoryLimitMiB:   s.limits.Memory[i],
+			ThreadPercentage: s.limits.Threads,
+		}
 		if said.Threads > 0 {
 			d.ThreadPercentage = min(d.ThreadPercentage, said.Threads)
 		}
@@ -278,7 +296,8 @@ func (s *service) devicesFor(said hello) ([]Device, *cuda.Error) {
 	return chosen, nil
 }
 
-// filter applies a client's CUDA_VISIBLE_DEVICES to the server's devices, which it counts anew from 0.
+// filter returns the devices that a client's CUDA_VISIBLE_DEVICES selects. A number in list counts
+// the server's devices from 0.
 func filter(devices []Device, list string) []Device {
 	var chosen []Device
 	for entry := range strings.SplitSeq(list, ",") {
@@ -299,7 +318,8 @@ func filter(devices []Device, list string) []Device {
 	return chosen
 }
 
-// allocate gives a client memory, up to its limit and to what the device has.
+// allocate gives a client memory of a device. It fails if the client's limit or the device's free
+// memory does not suffice.
 func (s *service) allocate(one *client, asked allocation) *cuda.Error {
 	if asked.Ordinal < 0 || asked.Ordinal >= len(one.devices) {
 		return cuda.Errorf(cuda.InvalidDevice, "there is no device %d", asked.Ordinal)
@@ -309,20 +329,34 @@ func (s *service) allocate(one *client, asked allocation) *cuda.Error {
 	defer s.mutex.Unlock()
 	have := one.used[device.UUID]
 	if limit := device.MemoryLimitMiB; limit > 0 && (asked.MiB > limit || have > limit-asked.MiB) {
-		return cuda.Errorf(cuda.OutOfMemory, "%d MiB more than the %d MiB that this process has on device %d are beyond its limit of %d MiB", asked.MiB, have, asked.Ordinal, limit)
+		return cuda.Errorf(
+			cuda.OutOfMemory,
+			"allocating %d MiB in addition to the process's %d MiB on device %d exceeds the limit of %d MiB",
+			asked.MiB,
+			have,
+			asked.Ordinal,
+			limit,
+		)
 	}
 	all := uint64(0)
 	for _, other := range s.clients {
 		all += other.used[device.UUID]
 	}
 	if asked.MiB > device.MemoryMiB || all > device.MemoryMiB-asked.MiB {
-		return cuda.Errorf(cuda.OutOfMemory, "%d MiB are beyond the %d MiB of device %d, of which %d are used", asked.MiB, device.MemoryMiB, asked.Ordinal, all)
+		return cuda.Errorf(
+			cuda.OutOfMemory,
+			"allocating %d MiB exceeds the %d MiB of device %d, of which %d MiB are in use",
+			asked.MiB,
+			device.MemoryMiB,
+			asked.Ordinal,
+			all,
+		)
 	}
 	one.used[device.UUID] = have + asked.MiB
 	return nil
 }
 
-// report tells the control daemon who the clients are. Caller holds the mutex.
+// report sends the control daemon the current list of clients. The caller holds the mutex.
 func (s *service) report() {
 	said := report{Clients: []clientReport{}, Applied: s.applied}
 	for _, one := range s.clients {

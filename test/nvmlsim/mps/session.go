@@ -11,9 +11,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/cuda"
 )
 
-// Session is a CUDA program's use of GPUs: through an MPS server where a control daemon answers, else by itself.
+// Session is a CUDA program's use of its GPUs. It goes through an MPS server if a control daemon
+// answers, and directly to the GPUs otherwise.
 type Session struct {
-	// Server is the server's PID as the control daemon sees it; 0 without MPS.
+	// Server is the server's PID in the control daemon's PID namespace, or 0 without MPS.
 	Server  int
 	Devices []Device
 
@@ -23,7 +24,8 @@ type Session struct {
 	mutex  sync.Mutex
 }
 
-// Open is what CUDA does when a program first uses it. pending is called if the program must wait for clients of another user.
+// Open does what a CUDA program does at initialisation. It calls pending if the control daemon
+// makes the program wait for a server.
 func Open(pending func()) (*Session, error) {
 	driver, err := cuda.Attach()
 	if err != nil {
@@ -63,7 +65,8 @@ func (s *Session) open(pending func()) error {
 	}
 }
 
-// alone takes the GPUs without MPS, as their compute mode allows. No limit holds then.
+// alone registers the program as computing on its GPUs without MPS. It returns an error if the
+// program has no GPU or a compute mode forbids it. MPS limits do not apply.
 func (s *Session) alone(list string, set bool) error {
 	devices, err := s.driver.Select(list, set)
 	if err != nil {
@@ -76,12 +79,17 @@ func (s *Session) alone(list string, set bool) error {
 		if err := s.driver.Take(device); err != nil {
 			return err
 		}
-		s.Devices = append(s.Devices, Device{Ordinal: i, UUID: device.UUID, Name: device.Name, MemoryMiB: device.MemoryMiB, ThreadPercentage: 100})
+		s.Devices = append(
+			s.Devices,
+			Device{Ordinal: i, UUID: device.UUID, Name: device.Name, MemoryMiB: device.MemoryMiB, ThreadPercentage: 100},
+		)
 	}
 	return nil
 }
 
-// join becomes a client of a server, which is not the one that has ended. False: the server that it names has ended, too, or is about to; ask again.
+// join asks the control daemon for a server, but not the one whose PID is the parameter not, and
+// becomes its client. If the assigned server is ending, joined is false and ended is that server's
+// PID; the caller then asks again.
 func (s *Session) join(control *conn, said hello, not int, pending func()) (joined bool, ended int, err error) {
 	if err := control.encoder.Encode(request{Attach: true, Not: not}); err != nil {
 		return false, 0, cuda.Errorf(cuda.MPSConnectionFailed, "%v", err)
@@ -90,7 +98,7 @@ func (s *Session) join(control *conn, said hello, not int, pending func()) (join
 	for let.Pending = true; let.Pending; {
 		let = answer{}
 		if err := control.decoder.Decode(&let); err != nil {
-			return false, 0, cuda.Errorf(cuda.MPSConnectionFailed, "the control daemon went away: %v", err)
+			return false, 0, cuda.Errorf(cuda.MPSConnectionFailed, "the control daemon has ended: %v", err)
 		}
 		if let.Pending {
 			pending()
@@ -134,7 +142,8 @@ func (s *Session) greet(connection *conn, said hello) (bool, error) {
 	return true, nil
 }
 
-// putShared puts a file into /dev/shm for the server to see.
+// putShared creates a file in /dev/shm. By reading it, the server proves that it has the same
+// /dev/shm.
 func putShared() (path, token string, err error) {
 	token = rand.Text()
 	file, err := os.CreateTemp("/dev/shm", "cuda.shm.*")
@@ -145,17 +154,18 @@ func putShared() (path, token string, err error) {
 	return file.Name(), token, errors.Join(err, file.Close())
 }
 
-// checkGiven: a client submits work itself, so it needs the devices' nodes too.
+// checkGiven returns an error if this process has no access to a device that the server assigned.
+// An MPS client submits work itself, so it needs the device nodes too.
 func (s *Session) checkGiven() error {
 	for _, device := range s.Devices {
 		if _, err := s.driver.Select(device.UUID, true); err != nil {
-			return cuda.Errorf(cuda.InvalidDevice, "the server computes on %s, which this process was not given", device.UUID)
+			return cuda.Errorf(cuda.InvalidDevice, "the MPS server assigned %s, to which this process has no access", device.UUID)
 		}
 	}
 	return nil
 }
 
-// Allocate takes MiB of a device's memory.
+// Allocate allocates mib MiB of memory on the device with this number.
 func (s *Session) Allocate(ordinal int, mib uint64) error {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
@@ -164,7 +174,14 @@ func (s *Session) Allocate(ordinal int, mib uint64) error {
 	}
 	if s.conn == nil {
 		if device := s.Devices[ordinal]; mib > device.MemoryMiB || s.used[ordinal] > device.MemoryMiB-mib {
-			return cuda.Errorf(cuda.OutOfMemory, "%d MiB are beyond the %d MiB of device %d, of which %d are used", mib, device.MemoryMiB, ordinal, s.used[ordinal])
+			return cuda.Errorf(
+				cuda.OutOfMemory,
+				"allocating %d MiB exceeds the %d MiB of device %d, of which %d MiB are in use",
+				mib,
+				device.MemoryMiB,
+				ordinal,
+				s.used[ordinal],
+			)
 		}
 		s.used[ordinal] += mib
 		return nil
@@ -180,9 +197,10 @@ func (s *Session) Allocate(ordinal int, mib uint64) error {
 	return nil
 }
 
-var errLost = cuda.Errorf(cuda.MPSRPCFailure, "the MPS server has gone")
+var errLost = cuda.Errorf(cuda.MPSRPCFailure, "the MPS server has ended")
 
-// Wait returns when the server has gone. Without MPS it never does. Nothing may be allocated meanwhile.
+// Wait returns an error when the MPS server has ended. Without MPS it never returns. Allocate must
+// not be called while Wait runs.
 func (s *Session) Wait() error {
 	if s.conn == nil {
 		select {}
@@ -192,7 +210,7 @@ func (s *Session) Wait() error {
 	return errLost
 }
 
-// Mode says how the session uses the GPUs.
+// Mode returns mps if the session uses an MPS server, and direct otherwise.
 func (s *Session) Mode() string {
 	if s.conn == nil {
 		return "direct"
@@ -200,7 +218,8 @@ func (s *Session) Mode() string {
 	return "mps"
 }
 
-// sendCommands sends the control daemon's commands and prints its answers, until there are no more or the daemon ends.
+// sendCommands sends the commands that next returns to the control daemon, and passes each answer
+// to show. It returns when next has no more commands or the daemon has ended.
 func sendCommands(next func() (string, bool), show func(string)) error {
 	connection, err := dial(filepath.Join(pipes(), controlSocket))
 	if err != nil {
@@ -214,7 +233,7 @@ func sendCommands(next func() (string, bool), show func(string)) error {
 		}
 		var said answer
 		if connection.encoder.Encode(request{Command: line}) != nil || connection.decoder.Decode(&said) != nil {
-			return errNoDaemon // it has ended in the meantime
+			return errNoDaemon // the daemon has ended in the meantime
 		}
 		show(said.Text)
 		if said.Done {

@@ -29,7 +29,7 @@ const (
 	serverLog        = "server.log"
 )
 
-// pipes is the pipe directory.
+// pipes returns the path of the pipe directory.
 func pipes() string { return folderOf(pipesVariable, defaultPipes) }
 
 func folderOf(variable, otherwise string) string {
@@ -43,7 +43,7 @@ func folderOf(variable, otherwise string) string {
 	return folder
 }
 
-// makeFolder makes the folder, but none above it.
+// makeFolder creates a folder, but not the folders above it.
 func makeFolder(folder string, mode os.FileMode) error {
 	if err := os.Mkdir(folder, mode); err != nil && !os.IsExist(err) {
 		return err
@@ -51,7 +51,7 @@ func makeFolder(folder string, mode os.FileMode) error {
 	return nil
 }
 
-// parseThreads reads a percentage of threads.
+// parseThreads parses a thread percentage above 0 and up to 100.
 func parseThreads(text string) (float64, error) {
 	value, err := strconv.ParseFloat(text, 64)
 	if err != nil || !(value > 0 && value <= 100) {
@@ -62,7 +62,7 @@ func parseThreads(text string) (float64, error) {
 
 func formatThreads(value float64) string { return strconv.FormatFloat(value, 'f', 1, 64) }
 
-// parseMemory reads a limit such as 900M or 10G, as MiB.
+// parseMemory parses a memory limit such as 900M or 10G, and returns it in MiB.
 func parseMemory(text string) (uint64, error) {
 	number, unit := text, ""
 	if n := len(text); n > 0 {
@@ -80,10 +80,11 @@ func parseMemory(text string) (uint64, error) {
 	return 0, fmt.Errorf("%q is no memory limit such as 900M or 10G", text)
 }
 
-// maxOrdinals is how many devices the commands on memory limits know.
+// maxOrdinals is the number of devices for which the commands can set memory limits.
 const maxOrdinals = 32
 
-// readMemory reads a limit as the control program does: digits, and then G, or else MiB, whatever follows. What is no number is no limit.
+// readMemory parses a memory limit like the real control program: digits, and then G for GiB or
+// anything else for MiB. It ignores the rest. Without digits it returns 0, which means no limit.
 func readMemory(text string) uint64 {
 	digits := len(text) - len(strings.TrimLeft(text, "0123456789"))
 	value, err := strconv.ParseUint(text[:digits], 10, 40)
@@ -96,7 +97,8 @@ func readMemory(text string) uint64 {
 	return value
 }
 
-// formatMemory prints from 1 GiB on whole GiB, rounded down: 1500M is read back as 1G. What holds is the limit that was given.
+// formatMemory formats a limit as the real program prints it: from 1 GiB on in whole GiB, rounded
+// down. For example, it prints a limit of 1500 MiB as 1G.
 func formatMemory(mib uint64) string {
 	if mib >= 1024 {
 		return fmt.Sprintf("%dG", mib>>10)
@@ -104,7 +106,8 @@ func formatMemory(mib uint64) string {
 	return fmt.Sprintf("%dM", mib)
 }
 
-// parseMemoryList reads the environment's list of limits, 0=10G,GPU-…=900M: by device, as MiB.
+// parseMemoryList parses a list of memory limits such as 0=10G,GPU-…=900M. It returns MiB by device
+// number or UUID.
 func parseMemoryList(text string) (map[string]uint64, error) {
 	limits := map[string]uint64{}
 	if text == "" {
@@ -121,7 +124,8 @@ func parseMemoryList(text string) (map[string]uint64, error) {
 	return limits, nil
 }
 
-// environmentLimits are what the environment asks for; 0 threads is no wish.
+// environmentLimits returns the thread percentage and the memory limits from the environment. A
+// thread percentage of 0 means that none is set.
 func environmentLimits() (float64, map[string]uint64, error) {
 	threads := 0.0
 	if text := os.Getenv(threadsVariable); text != "" {
@@ -139,5 +143,5 @@ func environmentLimits() (float64, map[string]uint64, error) {
 
 func (l Limits) clone() Limits { return Limits{Threads: l.Threads, Memory: maps.Clone(l.Memory)} }
 
-// openUmask lets files have the modes that they are made with.
+// openUmask clears the umask, so that files get exactly the modes with which they are created.
 func openUmask() { syscall.Umask(0) }

@@ -9,7 +9,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/cuda"
 )
 
-// conn carries JSON values, one after the other.
+// conn is a connection that carries a sequence of JSON values.
 type conn struct {
 	net.Conn
 	encoder *json.Encoder
@@ -26,7 +26,8 @@ func dial(path string) (*conn, error) {
 	return newConn(c), nil
 }
 
-// peer is who is at the other end. The PID is 0 for a process of a PID namespace that this one does not see into.
+// peer returns the credentials of the process at the other end. The PID is 0 if that process is in
+// a PID namespace that this process cannot see.
 func peer(c *conn) (*syscall.Ucred, error) {
 	u, ok := c.Conn.(*net.UnixConn)
 	if !ok {
@@ -47,68 +48,73 @@ func peer(c *conn) (*syscall.Ucred, error) {
 	return credentials, failed
 }
 
-// request is what is asked of the control daemon: to be let in as a client, or a command.
+// request is a message to the control daemon. With Attach, the sender wants to become a client of a
+// server; otherwise it sends a command.
 type request struct {
 	Attach bool `json:"attach,omitempty"`
-	// Not is a server that the client found to be ending.
+	// Not is the PID of a server that the client has found to be ending. The daemon must assign
+	// another.
 	Not     int    `json:"not,omitempty"`
 	Command string `json:"command,omitempty"`
 }
 
-// answer is the control daemon's. To an attach there may be one that says Pending before the one that counts.
+// answer is a message from the control daemon. Before the final answer to an attach request, the
+// daemon may send one with Pending.
 type answer struct {
 	Error   *cuda.Error `json:"error,omitempty"`
 	Pending bool        `json:"pending,omitempty"`
-	// Socket is the server's, a name in the pipe directory.
+	// Socket is the name of the server's socket in the pipe directory.
 	Socket string `json:"socket,omitempty"`
 	Server int    `json:"server,omitempty"`
 	Text   string `json:"text,omitempty"`
-	// Done says that the daemon ends.
+	// Done is true if the command ends the daemon.
 	Done bool `json:"done,omitempty"`
 }
 
-// Limits hold for each client process: a part of the threads of every device, and MiB of memory by the device's number.
+// Limits apply to each client process. Threads is the percentage of every device's threads, and
+// Memory has MiB by device number.
 type Limits struct {
 	Threads float64        `json:"threads"`
 	Memory  map[int]uint64 `json:"memory,omitempty"`
 }
 
-// hello is what a client tells the server first.
+// hello is a client's first message to the server.
 type hello struct {
-	// Shared is a file in /dev/shm, and Token its content.
+	// Shared is the name of a file that the client put into /dev/shm, and Token that file's content.
 	Shared string `json:"shared"`
 	Token  string `json:"token"`
-	// Devices is CUDA_VISIBLE_DEVICES.
+	// Devices is the client's CUDA_VISIBLE_DEVICES. Set is false if the variable is unset.
 	Devices string `json:"devices,omitempty"`
 	Set     bool   `json:"set,omitempty"`
-	// Threads and Memory are the client's own limits, of its environment; memory by number or UUID.
+	// Threads and Memory are limits from the client's environment. Memory has MiB by device number or
+	// UUID.
 	Threads float64           `json:"threads,omitempty"`
 	Memory  map[string]uint64 `json:"memory,omitempty"`
 	Command string            `json:"command"`
-	// PID is the client's own idea, in its own PID namespace.
+	// PID is the client's PID in the client's own PID namespace.
 	PID int `json:"pid"`
 }
 
-// welcome is the server's answer.
+// welcome is the server's answer to hello.
 type welcome struct {
 	Error *cuda.Error `json:"error,omitempty"`
-	// Again says that the server is about to end: ask the control daemon again.
+	// Again tells the client to ask the control daemon again, because this server is about to end.
 	Again   bool     `json:"again,omitempty"`
 	Devices []Device `json:"devices,omitempty"`
 }
 
-// Device is one that a program computes on, with what holds for it there.
+// Device is a device on which a program computes, with the program's limits on it.
 type Device struct {
 	Ordinal   int    `json:"ordinal"`
 	UUID      string `json:"uuid"`
 	Name      string `json:"name"`
 	MemoryMiB uint64 `json:"memoryMiB"`
-	// MemoryLimitMiB is 0 where there is no limit but the memory.
+	// MemoryLimitMiB is 0 if the program has no memory limit.
 	MemoryLimitMiB   uint64  `json:"memoryLimitMiB,omitempty"`
 	ThreadPercentage float64 `json:"threadPercentage"`
 }
 
-// allocation is what a client asks of the server later on.
+// allocation is a client's request for memory, sent to the server after hello.
 type allocation struct {
 	Ordinal int    `json:"ordinal"`
 	MiB     uint64 `json:"mib"`
@@ -118,30 +124,31 @@ type allocated struct {
 	Error *cuda.Error `json:"error,omitempty"`
 }
 
-// setup is what the control daemon tells a server that it starts.
+// setup is the control daemon's first message to a server that it has started.
 type setup struct {
 	Limits Limits `json:"limits"`
 	User   uint32 `json:"user"`
 }
 
-// order is what it tells it later.
+// order is any later message of the control daemon to a server.
 type order struct {
-	// Drain: take nobody in, and end with the last client.
+	// Drain tells the server to admit no more clients and to end with its last client.
 	Drain bool `json:"drain,omitempty"`
-	// Limits are for those who come from now on.
+	// Limits replace the server's limits. They apply to clients that attach later.
 	Limits *Limits `json:"limits,omitempty"`
-	// Number counts the limits that were sent.
+	// Number is the sequence number of Limits. The server returns it as Applied.
 	Number int `json:"number,omitempty"`
-	// Terminate ends a client.
+	// Terminate is the PID of a client whose connection the server must close.
 	Terminate int `json:"terminate,omitempty"`
 }
 
-// report is what a server tells the control daemon: that it is ready or could not start, and at every change who its clients are.
+// report is a server's message to the control daemon. The server sends one when it is ready or has
+// failed to start, and whenever its clients or limits change.
 type report struct {
 	Ready   bool           `json:"ready,omitempty"`
 	Error   *cuda.Error    `json:"error,omitempty"`
 	Clients []clientReport `json:"clients"`
-	// Applied is the number of the limits that hold.
+	// Applied is the Number of the latest limits that the server has applied.
 	Applied int `json:"applied,omitempty"`
 }
 

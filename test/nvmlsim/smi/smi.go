@@ -1,8 +1,10 @@
-// Package smi fetches the real nvidia-smi from Debian's non-free component into the user's cache, and others of the vendor's programs that run without a GPU.
+// Package smi downloads the real nvidia-smi, and other NVIDIA programs that run without a GPU, from
+// Debian's non-free component into the user's cache.
 //
-// They are not free software: each is downloaded at test time and never becomes part of the project. The mirror is the one
-// that this system's apt is configured with; apt is run with folders of its own, so that the system's sources and lists stay
-// as they are. Where it cannot be had the error is ErrUnavailable, and tests that need it say so.
+// These programs are not free software, so the project does not contain them, and tests download
+// them. The package uses the mirror that this system's apt uses. It runs apt with folders of its
+// own, which leaves the system's sources and lists unchanged. Without apt or a mirror the functions
+// return ErrUnavailable, and tests that need the programs are skipped.
 package smi
 
 import (
@@ -16,13 +18,15 @@ import (
 	"strings"
 )
 
-// ErrUnavailable says that this machine cannot get nvidia-smi: no Debian apt, no mirror, no network.
-var ErrUnavailable = errors.New("nvidia-smi cannot be had here")
+// ErrUnavailable means that this machine cannot get nvidia-smi: no Debian apt, no mirror, no
+// network.
+var ErrUnavailable = errors.New("nvidia-smi is not available on this machine")
 
-// DefaultSuite is the Debian release whose nvidia-smi is taken: version 550.
+// DefaultSuite is the Debian release from which nvidia-smi is downloaded. It has version 550.
 const DefaultSuite = "trixie"
 
-// CacheDir is where fetched copies are kept, one folder for each suite.
+// CacheDir returns the folder for downloaded programs. It has one subfolder for each Debian
+// release.
 func CacheDir() (string, error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {
@@ -31,12 +35,14 @@ func CacheDir() (string, error) {
 	return filepath.Join(cache, "gpu-dra-driver", "nvidia-smi"), nil
 }
 
-// Fetch gives the path of nvidia-smi from the suite, downloading it where the cache has none.
+// Fetch returns the path of nvidia-smi from the Debian release suite. It downloads nvidia-smi if
+// the cache does not have it.
 func Fetch(ctx context.Context, suite string) (string, error) {
 	return FetchProgram(ctx, suite, "nvidia-smi", "nvidia-smi")
 }
 
-// FetchProgram gives the path of a program of one of the suite's non-free packages in the same way.
+// FetchProgram returns the path of a program of the Debian release suite. If the cache does not
+// have the program, FetchProgram downloads it; from names the Debian package that contains it.
 func FetchProgram(ctx context.Context, suite, from, program string) (string, error) {
 	cache, err := CacheDir()
 	if err != nil {
@@ -72,14 +78,16 @@ func FetchProgram(ctx context.Context, suite, from, program string) (string, err
 	if err := os.Chmod(binary, 0o755); err != nil {
 		return "", err
 	}
-	// By rename: two that fetch at once both end with a whole file.
+	// A rename is atomic, so two processes that download at the same time both end up with a complete
+	// file.
 	return target, os.Rename(binary, target)
 }
 
-// archiveKeyring holds Debian's keys, of the package debian-archive-keyring. Where it is not there, apt's own trusted keys serve.
+// archiveKeyring is the file of Debian's keys, from the package debian-archive-keyring. If it is
+// missing, apt uses its own trusted keys.
 const archiveKeyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
-// findMirror gives where the system's apt gets Debian's main component from.
+// findMirror returns the URL from which the system's apt gets Debian's main component.
 func findMirror(ctx context.Context) (string, error) {
 	out, err := run(ctx, "", "apt-get", "indextargets", "--format", "$(REPO_URI)|$(COMPONENT)", "Created-By: Packages")
 	if err != nil {
@@ -118,7 +126,7 @@ func download(ctx context.Context, work, suite, name string) error {
 		"-o", "Dir::Etc::sourceparts=" + filepath.Join(work, "parts"),
 		"-o", "Dir::State::lists=" + filepath.Join(work, "lists"),
 		"-o", "Dir::Cache=" + filepath.Join(work, "cache"),
-		"-o", "APT::Sandbox::User=root", // the folder is ours alone: apt's own user could not write into it
+		"-o", "APT::Sandbox::User=root", // apt's own user cannot write into this user's folder
 		"-o", "Acquire::Languages=none",
 		"-o", "Acquire::Retries=3",
 	}
@@ -129,7 +137,8 @@ func download(ctx context.Context, work, suite, name string) error {
 	return err
 }
 
-// findBinary finds the program: its folder differs between releases, and a link of the same name may stand beside it.
+// findBinary returns the path of the program in an unpacked package. The folder of the program
+// differs between releases, and a link of the same name may exist too.
 func findBinary(folder, program string) (string, error) {
 	var found string
 	err := filepath.WalkDir(folder, func(path string, entry os.DirEntry, err error) error {

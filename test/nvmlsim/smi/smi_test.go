@@ -7,8 +7,9 @@ import (
 	"testing"
 )
 
-// A machine that cannot get nvidia-smi is told apart from one where fetching is broken: tests skip on the first.
-func TestWithoutAptItIsUnavailable(t *testing.T) {
+// On a machine that cannot get nvidia-smi, Fetch must return ErrUnavailable, so that tests skip.
+// Any other failure must fail them.
+func TestUnavailableWithoutApt(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	t.Setenv("PATH", t.TempDir())
 	_, err := Fetch(t.Context(), DefaultSuite)
@@ -24,7 +25,7 @@ func TestWithoutAptItIsUnavailable(t *testing.T) {
 	}
 }
 
-func TestACachedCopyIsTaken(t *testing.T) {
+func TestCachedCopyIsUsed(t *testing.T) {
 	cache := t.TempDir()
 	t.Setenv("XDG_CACHE_HOME", cache)
 	t.Setenv("PATH", t.TempDir())

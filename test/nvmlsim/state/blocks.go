@@ -6,31 +6,36 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// Block is a way in which processes that only have NVML open are in the way of others.
+// Block names a condition under which the simulated driver refuses a MIG change because a process
+// uses the GPU.
 type Block int
 
 const (
-	// ClientBlocksMode is that a process which has a GPU open keeps others from changing its MIG mode.
+	// ClientBlocksMode means that no process can change a GPU's MIG mode while another has the GPU
+	// open in NVML.
 	ClientBlocksMode Block = iota
-	// ClientBlocksDestroy is that a process which has a handle of an instance keeps others from removing it.
+	// ClientBlocksDestroy means that a MIG instance cannot be destroyed while another process has a
+	// handle of it.
 	ClientBlocksDestroy
-	// CreateInUse is that the first GPU instance of a GPU is refused once: what the driver itself
-	// has there goes first.
+	// CreateInUse means that the first attempt to create a GPU's first GPU instance fails with IN_USE,
+	// as if the driver itself still used the GPU.
 	CreateInUse
 )
 
-// blocks takes what the node file says. What real drivers are known to do is on where it says nothing.
+// blocks copies the Block settings of the node file into the header. By default only
+// ClientBlocksDestroy is on, because real drivers are known to behave so.
 func (h *Header) blocks(n *model.Node) {
 	h.ClientBlocksMode = flag(n.ClientBlocksMode)
 	h.ClientBlocksDestroy = flag(n.ClientBlocksDestroy == nil || *n.ClientBlocksDestroy)
 	h.CreateInUse = flag(n.CreateInUse)
 }
 
-// SetBlock switches one on or off.
+// SetBlock switches the block b on or off for the whole node.
 func (f *File) SetBlock(b Block, on bool) error {
 	return f.update(func() error {
 		h := f.Header()
-		word := map[Block]*uint32{ClientBlocksMode: &h.ClientBlocksMode, ClientBlocksDestroy: &h.ClientBlocksDestroy, CreateInUse: &h.CreateInUse}[b]
+		word := map[Block]*uint32{ClientBlocksMode: &h.ClientBlocksMode, ClientBlocksDestroy: &h.ClientBlocksDestroy,
+			CreateInUse: &h.CreateInUse}[b]
 		atomic.StoreUint32(word, flag(on))
 		return nil
 	})

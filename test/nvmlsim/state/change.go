@@ -11,7 +11,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// NVML's event types.
+// NVML's event types: nvmlEventType* values of nvml.h.
 const (
 	eventSingleBitECC   uint64 = 0x1
 	eventDoubleBitECC   uint64 = 0x2
@@ -35,12 +35,13 @@ func (h *Header) setDriver(version, cuda string) error {
 	return nil
 }
 
-// Address is the GPU's PCI address as sysfs writes it.
+// Address returns the GPU's PCI address as sysfs writes it.
 func (g *GPU) Address() string {
 	return fmt.Sprintf("%04x:%02x:%02x.0", g.PCIDomain, g.PCIBus, g.PCIDevice)
 }
 
-// Find gives the number of the GPU that an index, UUID or PCI address names.
+// Find returns the number of the GPU that name identifies. name is an index, a UUID or a PCI
+// address.
 func (f *File) Find(name string) (int, error) {
 	if i, err := strconv.Atoi(name); err == nil {
 		if i < 0 || i >= f.GPUCount() {
@@ -58,13 +59,14 @@ func (f *File) Find(name string) (int, error) {
 	return 0, fmt.Errorf("no GPU %q: give an index, a UUID or a PCI address such as 0000:1b:00.0", name)
 }
 
-// AnyGPU is a fault's GPU where it holds for every call.
+// AnyGPU in a fault's GPU field makes the fault apply to calls on every GPU.
 const AnyGPU = -1
 
-// AddFault puts a fault in force. Times below 1 means every call.
+// AddFault injects a fault into calls of function. The fault applies to the next times calls, or to
+// every call if times is below 1.
 func (f *File) AddFault(fault Fault, function string, times int) error {
 	if fault.DelayMS > uint64((24*time.Hour)/time.Millisecond) {
-		return errors.New("a delay of more than a day")
+		return errors.New("the delay is more than a day")
 	}
 	return f.update(func() error {
 		last, free := uint64(0), -1
@@ -77,7 +79,7 @@ func (f *File) AddFault(fault Fault, function string, times int) error {
 			}
 		}
 		if free < 0 {
-			return fmt.Errorf("all %d faults are in use: clear first", f.Header().FaultCount)
+			return fmt.Errorf("all %d entries of the fault table are in use: clear the faults first", f.Header().FaultCount)
 		}
 		fault.Remaining = -1
 		if times > 0 {
@@ -95,7 +97,7 @@ func (f *File) AddFault(fault Fault, function string, times int) error {
 	})
 }
 
-// ClearFaults ends all faults; calls that wait go on.
+// ClearFaults removes all injected faults. Calls that a fault makes wait continue at once.
 func (f *File) ClearFaults() error {
 	return f.update(func() error {
 		for i := range int(f.Header().FaultCount) {
@@ -106,7 +108,8 @@ func (f *File) ClearFaults() error {
 	})
 }
 
-// Unload takes the driver away. It fails with ErrInUse while a process holds it, unless forced.
+// Unload unloads the driver. While a process uses the driver, Unload fails with ErrInUse unless
+// force is true.
 func (f *File) Unload(force bool) error {
 	return f.idle(force, func() error {
 		atomic.StoreUint32(&f.Header().DriverLoaded, 0)
@@ -115,8 +118,8 @@ func (f *File) Unload(force bool) error {
 	})
 }
 
-// Load loads the driver, of another version where one is given. What a driver forgets when it is loaded is forgotten:
-// modes, MIG instances, volatile counters, pending remaps. A GPU that is lost is not found, and so not counted.
+// Load loads the driver. A non-empty version replaces the driver's version. Loading resets modes,
+// MIG instances, volatile ECC counts and pending remaps; a lost GPU disappears.
 func (f *File) Load(version, cuda string, force bool) error {
 	return f.idle(force, func() error {
 		h := f.Header()

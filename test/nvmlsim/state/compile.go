@@ -9,7 +9,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// idleShareOfPower is a display value: an idle board draws about a tenth of its limit.
+// idleShareOfPower divides a GPU's power limit to get the power that it draws when idle. Only
+// displays show the result.
 const idleShareOfPower = 10
 
 func putString(to []byte, from, what string) error {
@@ -21,7 +22,7 @@ func putString(to []byte, from, what string) error {
 	return nil
 }
 
-// Text is the string in a fixed field.
+// Text returns the string in a fixed-size, zero-terminated field.
 func Text(field []byte) string {
 	text, _, _ := bytes.Cut(field, []byte{0})
 	return string(text)
@@ -87,7 +88,7 @@ func compileModel(m *model.GPU, to *Model) error {
 
 func compileProfiles(m *model.GPU, to *Model) error {
 	if len(m.MIG.Profiles) > maxProfiles {
-		return fmt.Errorf("%d GPU instance profiles; the state file holds %d", len(m.MIG.Profiles), maxProfiles)
+		return fmt.Errorf("%d GPU instance profiles; the state file has room for %d", len(m.MIG.Profiles), maxProfiles)
 	}
 	for i, from := range m.MIG.Profiles {
 		value, err := from.NVMLValue()
@@ -95,7 +96,7 @@ func compileProfiles(m *model.GPU, to *Model) error {
 			return err
 		}
 		if len(from.Placements.Starts) > maxPlacements {
-			return fmt.Errorf("profile %q: %d placements; the state file holds %d", from.Name, len(from.Placements.Starts), maxPlacements)
+			return fmt.Errorf("profile %q: %d placements; the state file has room for %d", from.Name, len(from.Placements.Starts), maxPlacements)
 		}
 		p := &to.Profiles[i]
 		*p = Profile{
@@ -117,7 +118,7 @@ func compileProfiles(m *model.GPU, to *Model) error {
 	return nil
 }
 
-// ciSlices are the slices of the compute instance profiles by their ID, as NVML_COMPUTE_INSTANCE_PROFILE_* counts them.
+// ciSlices maps each NVML_COMPUTE_INSTANCE_PROFILE_* value to the profile's number of slices.
 var ciSlices = []uint32{0: 1, 1: 2, 2: 3, 3: 4, 4: 7, 5: 8, 6: 6, 7: 1}
 
 func compileCIProfiles(m *model.GPU, to *Model) error {
@@ -138,7 +139,8 @@ func compileCIProfiles(m *model.GPU, to *Model) error {
 	return nil
 }
 
-// ciStep is the distance of the places where a compute instance of so many slices can start: 3-slice ones start at 0 and 4.
+// ciStep returns the distance between possible starts of a compute instance with this many slices.
+// For example, one with 3 slices starts at 0 or 4.
 func ciStep(slices uint32) uint32 {
 	if slices == 3 {
 		return 4
@@ -146,7 +148,8 @@ func ciStep(slices uint32) uint32 {
 	return slices
 }
 
-// pathNumber gives equal paths through the PCI tree equal numbers, and no path 0.
+// pathNumber computes a number from a path through the PCI tree. Equal paths get equal numbers, and
+// an empty path gets 0.
 func pathNumber(path ...string) uint32 {
 	if len(path) == 0 {
 		return 0
@@ -188,7 +191,7 @@ func compileCard(card model.Card, modelIndex uint32, to *GPU) error {
 	return putString(to.UUID[:], card.UUID, "uuid")
 }
 
-// Spec is all that a state file is made from.
+// Spec is everything that Create needs to write a state file.
 type Spec struct {
 	Node          *model.Node
 	Models        map[string]*model.GPU
@@ -197,7 +200,8 @@ type Spec struct {
 	Seed          string
 }
 
-// usedModels are the models that the node's GPUs name, in the order of their first use.
+// usedModels returns the models of the node's GPUs in the order of first use, and the position of
+// each model by key.
 func (s Spec) usedModels() ([]*model.GPU, map[string]uint32, error) {
 	var used []*model.GPU
 	index := map[string]uint32{}
@@ -215,7 +219,8 @@ func (s Spec) usedModels() ([]*model.GPU, map[string]uint32, error) {
 	return used, index, nil
 }
 
-// shape is the part of the header that says where the tables lie.
+// shape returns the header fields that define the file's format: struct sizes, table lengths and
+// table offsets. Two builds can share a state file only if these are equal.
 func (h *Header) shape() [15]uint64 {
 	return [...]uint64{
 		uint64(h.Layout), uint64(h.HeaderSize), uint64(h.ModelSize), uint64(h.GPUSize), uint64(h.EventSize), uint64(h.FaultSize),
@@ -226,7 +231,8 @@ func (h *Header) shape() [15]uint64 {
 
 func align(n uint64) uint64 { return (n + 63) &^ 63 }
 
-// size lays the tables out behind the header.
+// size sets the sizes, lengths and offsets in the header. In the state file the tables follow the
+// header.
 func (h *Header) size(models, gpus int) {
 	h.Magic, h.Layout = Magic, Layout
 	h.HeaderSize = uint32(unsafe.Sizeof(Header{}))

@@ -7,13 +7,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// cut gives a new GPU the MIG mode and instances that its node file names. It checks places, not what engines allow: that is the library's.
+// cut gives a new GPU the MIG mode and MIG instances from its node file. It returns an error for a
+// placement that is not possible, but does not count engines; the library does.
 func (g *GPU) cut(m *Model, mig *model.CardMIG) error {
 	if mig == nil {
 		return nil
 	}
 	if m.MIGSupported == 0 {
-		return fmt.Errorf("a %s has no MIG", Text(m.Name[:]))
+		return fmt.Errorf("GPU model %s does not support MIG", Text(m.Name[:]))
 	}
 	g.MIGCurrent = flag(mig.Enabled)
 	g.MIGPending = g.MIGCurrent
@@ -21,7 +22,7 @@ func (g *GPU) cut(m *Model, mig *model.CardMIG) error {
 		g.MIGPending = flag(*mig.Pending)
 	}
 	if len(mig.Instances) > 0 && !mig.Enabled {
-		return fmt.Errorf("instances without MIG mode")
+		return fmt.Errorf("MIG instances without MIG mode")
 	}
 	var taken uint64
 	for _, instance := range mig.Instances {
@@ -46,7 +47,9 @@ func (g *GPU) cut(m *Model, mig *model.CardMIG) error {
 	return nil
 }
 
-// instanceID follows the library: by the share of the memory, in the order of places.
+// instanceID returns the ID of the GPU instance that starts at memory slice start. As in the
+// library, a GPU instance with a larger share of the memory has a lower ID; with equal shares, IDs
+// follow start.
 func (m *Model) instanceID(profile *Profile, start uint32) uint32 {
 	for parts := uint32(8); parts >= 1; parts /= 2 {
 		if span := m.MemorySlices / parts; span > 0 && span >= profile.PlacementSize {
@@ -56,7 +59,8 @@ func (m *Model) instanceID(profile *Profile, start uint32) uint32 {
 	return gpuInstances
 }
 
-// divide makes the compute instances of a GPU instance.
+// divide creates the compute instances of GPU instance id. ids are their profile IDs; nil means one
+// compute instance that fills the GPU instance.
 func (g *GPU) divide(m *Model, id uint32, profile *Profile, ids *[]uint32) error {
 	var of []CIProfile
 	for _, c := range m.CIProfiles[:m.CIProfileCount] {
@@ -72,7 +76,7 @@ func (g *GPU) divide(m *Model, id uint32, profile *Profile, ids *[]uint32) error
 		of = append(of, c)
 	}
 	if ids == nil {
-		return fmt.Errorf("no compute instance profile fills it")
+		return fmt.Errorf("no compute instance profile fills the GPU instance")
 	}
 	var taken uint64
 	for i, want := range *ids {
@@ -81,7 +85,10 @@ func (g *GPU) divide(m *Model, id uint32, profile *Profile, ids *[]uint32) error
 			return fmt.Errorf("no room for a compute instance of profile %d", want)
 		}
 		c := of[at]
-		place := slices.IndexFunc(c.PlacementStarts[:c.PlacementCount], func(start uint32) bool { return taken&((uint64(1)<<c.Slices-1)<<start) == 0 })
+		place := slices.IndexFunc(
+			c.PlacementStarts[:c.PlacementCount],
+			func(start uint32) bool { return taken&((uint64(1)<<c.Slices-1)<<start) == 0 },
+		)
 		if place < 0 {
 			return fmt.Errorf("no room for a compute instance of profile %d", want)
 		}

@@ -1,9 +1,12 @@
-// Package state is the Go side of the file that the simulated NVML library maps: it compiles model and node files into it, and
-// changes it while processes hold it.
+// Package state is the Go side of the state file, which the simulated NVML library maps too. It
+// compiles model files and a node file into the state file, and changes the state file while
+// processes use it.
 //
-// lib/state.h defines the file and the rules that keep it sound. The structs here repeat its layout; a test compares every offset
-// and size with what the C compiler says. The package needs no cgo: it locks as the library does, with open-file-description
-// locks, which the kernel drops when their holder dies.
+// lib/state.h defines the file's format and rules. The structs here have the same layout as those
+// of lib/state.h, and a test compares every offset and size with the C compiler's. The package
+// needs no cgo. Like the library, it takes open-file-description locks, which the kernel drops when
+// a process dies.
 //
-// It promises that the file's inode stays: Create rewrites a file that is there in place.
+// The file's inode never changes, because containers bind-mount it. Create rewrites an existing
+// file in place.
 package state

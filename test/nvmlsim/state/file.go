@@ -9,17 +9,18 @@ import (
 	"unsafe"
 )
 
-// Open-file-description locks, of linux/fcntl.h: they belong to the open file, not to the process, and end with it.
+// Commands for open-file-description locks, from linux/fcntl.h. Such a lock belongs to the open
+// file, not to the process, and ends when the file is closed.
 const (
 	fOFDGetLock     = 36
 	fOFDSetLock     = 37
 	fOFDSetLockWait = 38
 )
 
-// ErrInUse says that a process is between nvmlInit and nvmlShutdown.
+// ErrInUse means that a process has called nvmlInit and not yet nvmlShutdown.
 var ErrInUse = errors.New("a process has initialised NVML")
 
-// File is a mapped state file.
+// File is a state file that is mapped into this process.
 type File struct {
 	path     string
 	file     *os.File
@@ -27,7 +28,8 @@ type File struct {
 	readOnly bool
 }
 
-// Create makes the state file from a node and its models, or makes it anew: in place where it is there.
+// Create writes a state file for the node in spec. It rewrites an existing file in place, so that
+// processes that have mapped the file see the new state.
 func Create(path string, spec Spec) (*File, error) {
 	used, index, err := spec.usedModels()
 	if err != nil {
@@ -45,7 +47,8 @@ func Create(path string, spec Spec) (*File, error) {
 		_ = file.Close()
 		return nil, fmt.Errorf("lock state file %s: %w", path, err)
 	}
-	// Never shorter than it was: a process that maps the old file would die on the missing pages.
+	// The file must not shrink: a process that has mapped the old content would die when it reads a
+	// missing page.
 	info, err := file.Stat()
 	if err == nil && uint64(info.Size()) < header.TotalSize {
 		err = file.Truncate(int64(header.TotalSize))
@@ -68,7 +71,7 @@ func (f *File) fill(header Header, spec Spec, index map[string]uint32) error {
 	if old := f.Header(); old.Magic == Magic {
 		epoch = old.DriverEpoch + 1
 	}
-	// Without its magic number the file is nobody's state; it is stored last.
+	// The magic number makes the file valid. It is removed first and stored last.
 	atomic.StoreUint64(&f.Header().Magic, 0)
 	clear(f.mapped)
 
@@ -108,7 +111,7 @@ func (f *File) fill(header Header, spec Spec, index map[string]uint32) error {
 	return nil
 }
 
-// Open maps a state file that is there.
+// Open maps an existing state file for reading and writing.
 func Open(path string) (*File, error) {
 	file, err := os.OpenFile(path, os.O_RDWR, 0)
 	if err != nil {
@@ -165,28 +168,28 @@ func (f *File) Close() error {
 	return errors.Join(unmap, f.file.Close())
 }
 
-// Path is where the file was opened.
+// Path returns the path with which the file was opened.
 func (f *File) Path() string { return f.path }
 
 func at[T any](f *File, offset uint64) *T { return (*T)(unsafe.Pointer(&f.mapped[offset])) }
 
-// Header is the file's head.
+// Header returns the header of the mapped file.
 func (f *File) Header() *Header { return at[Header](f, 0) }
 
-// GPUCount is how many GPUs the node has, lost ones too.
+// GPUCount returns the number of the node's GPUs, including lost ones.
 func (f *File) GPUCount() int { return int(f.Header().GPUCount) }
 
-// GPU is the i-th GPU in the order of PCI addresses.
+// GPU returns the i-th GPU in the order of PCI addresses.
 func (f *File) GPU(i int) *GPU {
 	return at[GPU](f, f.Header().GPUOffset+uint64(i)*uint64(unsafe.Sizeof(GPU{})))
 }
 
-// Model is the i-th model.
+// Model returns the i-th GPU model of the file.
 func (f *File) Model(i int) *Model {
 	return at[Model](f, f.Header().ModelOffset+uint64(i)*uint64(unsafe.Sizeof(Model{})))
 }
 
-// Fault is the i-th entry of the fault table.
+// Fault returns the i-th entry of the fault table.
 func (f *File) Fault(i int) *Fault {
 	return at[Fault](f, f.Header().FaultOffset+uint64(i)*uint64(unsafe.Sizeof(Fault{})))
 }
@@ -210,7 +213,7 @@ func (f *File) lock(kind int16, start int64, wait bool) error {
 	}
 }
 
-// update makes one change under the write lock.
+// update calls change while it has the write lock of the state file.
 func (f *File) update(change func() error) error {
 	if f.readOnly {
 		return fmt.Errorf("state file %s: %w", f.path, os.ErrPermission)
@@ -225,7 +228,8 @@ func (f *File) update(change func() error) error {
 	return errors.Join(err, f.lock(syscall.F_UNLCK, lockWrite, false))
 }
 
-// Idle runs a change that nobody may notice: it fails with ErrInUse while a process has NVML initialised, unless forced.
+// idle calls change while no process has NVML initialised. If a process has, idle returns ErrInUse,
+// unless force is true.
 func (f *File) idle(force bool, change func() error) error {
 	if !force {
 		err := f.lock(syscall.F_WRLCK, lockInUse, false)
@@ -240,12 +244,13 @@ func (f *File) idle(force bool, change func() error) error {
 	return f.update(change)
 }
 
-// InUse tells whether a process has NVML initialised.
+// InUse reports whether a process has NVML initialised.
 func (f *File) InUse() bool { return f.held(lockInUse, 1) }
 
-// held tells whether another holds any of these bytes.
+// held reports whether another open file has a lock on any of the count bytes from start.
 func (f *File) held(start, count int64) bool {
-	// Asked, not taken: a lock held for a moment would fail a nvmlInit in that moment.
+	// This only asks for the lock's state. Taking the lock, even for a moment, could make another
+	// process's nvmlInit fail.
 	lock := syscall.Flock_t{Type: syscall.F_WRLCK, Whence: 0, Start: start, Len: count}
 	return syscall.FcntlFlock(f.file.Fd(), fOFDGetLock, &lock) == nil && lock.Type != syscall.F_UNLCK
 }

@@ -10,7 +10,8 @@ import (
 	"unsafe"
 )
 
-// post appends an event. The entry's number is stored last, then the count, then sleepers are woken.
+// post appends an event to the event table. It stores the entry's sequence number before the
+// table's event count, and then wakes waiting processes, so that no reader sees a partial entry.
 func (f *File) post(gpu int, kind, data uint64) { f.postOn(gpu, noInstance, noInstance, kind, data) }
 
 func (f *File) postOn(gpu int, instance, compute uint32, kind, data uint64) {
@@ -32,7 +33,8 @@ func (f *File) wake() {
 	_, _, _ = syscall.Syscall6(syscall.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWake, 1<<30, 0, 0, 0)
 }
 
-// Lose drops a GPU off the bus: NVML calls on it answer GPU_IS_LOST, and waiters first get XID 79.
+// Lose makes a GPU fall off the bus. NVML calls on the GPU then return GPU_IS_LOST, and processes
+// that wait for events first get XID 79.
 func (f *File) Lose(gpu int) error {
 	return f.update(func() error {
 		atomic.StoreUint32(&f.GPU(gpu).Lost, 1)
@@ -41,8 +43,9 @@ func (f *File) Lose(gpu int) error {
 	})
 }
 
-// Restore brings a GPU back. A GPU that the driver did not find when it loaded is found at a process's next nvmlInit. One that was lost has begun anew: only
-// a reset or new power brings it back.
+// Restore brings a GPU back. If the driver was loaded without the GPU, a process sees the GPU after
+// the process's next nvmlInit. A lost GPU comes back in its initial state, because on real hardware
+// only a reset or a power cycle revives a lost GPU.
 func (f *File) Restore(gpu int) error {
 	return f.update(func() error {
 		g := f.GPU(gpu)
@@ -60,7 +63,8 @@ func (f *File) Restore(gpu int) error {
 // XID reports an XID on a GPU.
 func (f *File) XID(gpu int, code uint64) error { return f.Event(gpu, eventXID, code) }
 
-// XIDOn reports an XID on a compute instance of a GPU.
+// XIDOn reports an XID on a compute instance. instance is the ID of its GPU instance, and compute
+// its own ID.
 func (f *File) XIDOn(gpu int, instance, compute uint32, code uint64) error {
 	return f.update(func() error {
 		f.postOn(gpu, instance, compute, eventXID, code)
@@ -68,7 +72,7 @@ func (f *File) XIDOn(gpu int, instance, compute uint32, code uint64) error {
 	})
 }
 
-// Event reports an event of any kind: an nvmlEventType* with its data.
+// Event reports an event on a GPU. kind is an nvmlEventType* value and data the event's data.
 func (f *File) Event(gpu int, kind, data uint64) error {
 	return f.update(func() error {
 		f.post(gpu, kind, data)
@@ -76,7 +80,8 @@ func (f *File) Event(gpu int, kind, data uint64) error {
 	})
 }
 
-// SetEventTypes says which events can be registered for, as a mask of nvmlEventType*.
+// SetEventTypes sets which event types a process can register for, as a mask of nvmlEventType*
+// bits.
 func (f *File) SetEventTypes(gpu int, mask uint64) error {
 	return f.update(func() error {
 		atomic.StoreUint64(&f.GPU(gpu).EventTypes, mask)
@@ -84,7 +89,8 @@ func (f *File) SetEventTypes(gpu int, mask uint64) error {
 	})
 }
 
-// SetRemap says whether a row waits for the next reset to be remapped, and whether one could not be.
+// SetRemap sets the state of row remapping: pending if a row will be remapped at the next reset,
+// and failed if a remap has failed.
 func (f *File) SetRemap(gpu int, pending, failed bool) error {
 	return f.update(func() error {
 		g := f.GPU(gpu)
@@ -94,7 +100,8 @@ func (f *File) SetRemap(gpu int, pending, failed bool) error {
 	})
 }
 
-// Unplug takes a card out of its slot: it is lost to those who have it open, and the others do not find it any more.
+// Unplug removes a GPU from its slot. Calls in processes that have the GPU open return GPU_IS_LOST,
+// and other processes no longer find the GPU.
 func (f *File) Unplug(gpu int) error {
 	return f.update(func() error {
 		g := f.GPU(gpu)
@@ -105,11 +112,12 @@ func (f *File) Unplug(gpu int) error {
 	})
 }
 
-// Plug puts a card into the slot that Unplug left: the same one, or, with a UUID, another of its model. A process finds it at its next nvmlInit.
+// Plug puts a GPU into the slot that Unplug emptied. Without a uuid it is the same GPU; with a uuid
+// it is another GPU of the same model. A process finds the GPU after its next nvmlInit.
 func (f *File) Plug(gpu int, uuid string) error {
 	g := f.GPU(gpu)
 	if atomic.LoadUint32(&g.Present) != 0 {
-		return fmt.Errorf("GPU %d is there already", gpu)
+		return fmt.Errorf("the slot of GPU %d is not empty", gpu)
 	}
 	return f.update(func() error {
 		if uuid != "" {
@@ -129,7 +137,8 @@ func (f *File) Plug(gpu int, uuid string) error {
 	})
 }
 
-// anew is what a GPU is when a driver has just found it: without modes, MIG instances, volatile counters, pending remaps.
+// anew gives a GPU the state that it has when the driver finds it: default modes, and no MIG
+// instances, volatile ECC counts or pending remaps.
 func (f *File) anew(gpu int) {
 	g := f.GPU(gpu)
 	g.forget()
@@ -142,11 +151,12 @@ func (f *File) anew(gpu int) {
 	g.began()
 }
 
-// began notes that what the GPU uses is counted from now on.
+// began stores the present time as the start of the GPU's energy counter, so that the counter
+// restarts at 0.
 func (g *GPU) began() { atomic.StoreUint64(&g.EnergySinceMS, uint64(time.Now().UnixMilli())) }
 
-// References are how many processes have NVML initialised or compute, and how many GPUs they have open, each counted for each: what the kernel module's
-// reference count is on a real node. It goes to zero when nobody keeps the module from being unloaded.
+// References returns the kernel module's reference count: the processes that have NVML initialised
+// or that compute, plus the GPUs that each of them has open. At 0 the module can be unloaded.
 func (f *File) References() (int, error) {
 	var own syscall.Stat_t
 	if err := syscall.Fstat(int(f.file.Fd()), &own); err != nil {
@@ -154,28 +164,30 @@ func (f *File) References() (int, error) {
 	}
 	locks, err := os.ReadFile("/proc/locks")
 	if err != nil {
-		return 0, fmt.Errorf("count who holds the state file: %w", err)
+		return 0, fmt.Errorf("count the users of the state file: %w", err)
 	}
 	count := int64(0)
 	for line := range strings.Lines(string(locks)) {
-		// 12: OFDLCK ADVISORY  READ -1 fe:00:811703 8192 8195
+		// An example of a line: 12: OFDLCK ADVISORY READ -1 fe:00:811703 8192 8195
 		words := strings.Fields(line)
 		if len(words) < 8 || words[1] != "OFDLCK" || words[3] != "READ" || !strings.HasSuffix(words[5], fmt.Sprintf(":%d", own.Ino)) {
 			continue
 		}
 		var first, last int64
 		if n, err := fmt.Sscan(words[6]+" "+words[7], &first, &last); n != 2 || err != nil {
-			continue // to the end of the file: none of ours
+			continue // a lock to the end of the file: the simulator takes none
 		}
 		count += overlap(first, last, lockInUse, lockInUse) + overlap(first, last, lockOpen, lockOpen+int64(f.GPUCount())-1)
 	}
 	return int(count), nil
 }
 
-// overlap is how many bytes two ranges have in common. The kernel makes one of neighbouring ranges.
+// overlap returns how many bytes the ranges first–last and from–to have in common. The caller needs
+// it because /proc/locks shows one process's locks on neighbouring bytes as one range.
 func overlap(first, last, from, to int64) int64 { return max(0, min(last, to)-max(first, from)+1) }
 
-// ECC counts one memory error and reports it. An uncorrectable one also leaves a row to be remapped at the next reset.
+// ECC counts one memory error and reports it as an event. If double is true the error is
+// uncorrectable, and a row will be remapped at the next reset.
 func (f *File) ECC(gpu int, double bool) error {
 	if f.Model(int(f.GPU(gpu).Model)).ECC == 0 {
 		return fmt.Errorf("GPU %d has no ECC", gpu)
@@ -196,7 +208,7 @@ func (f *File) ECC(gpu int, double bool) error {
 	})
 }
 
-// SetRecovery sets the recovery action that the GPU asks for.
+// SetRecovery sets the recovery action that NVML reports for the GPU.
 func (f *File) SetRecovery(gpu int, action uint32) error {
 	return f.update(func() error {
 		atomic.StoreUint32(&f.GPU(gpu).RecoveryAction, action)
@@ -204,7 +216,8 @@ func (f *File) SetRecovery(gpu int, action uint32) error {
 	})
 }
 
-// AnnounceRecovery sets the recovery action, and reports it by XID 154 and by an event of its own.
+// AnnounceRecovery sets the GPU's recovery action and posts two events: XID 154 and a recovery
+// action event.
 func (f *File) AnnounceRecovery(gpu int, action uint32) error {
 	return f.update(func() error {
 		atomic.StoreUint32(&f.GPU(gpu).RecoveryAction, action)
@@ -230,8 +243,9 @@ func (f *File) SetTimeSlice(gpu int, slice uint32) error {
 	})
 }
 
-// Settle makes GPUs without persistence mode that nobody has open forget what was set, as the driver does at once: here it is done by whoever looks
-// next.
+// Settle resets the settings of each GPU that no process has open and that has no persistence mode.
+// A real driver does this when the last process closes the GPU. The simulator does it when the next
+// process reads the state.
 func (f *File) Settle() error {
 	return f.update(func() error {
 		for i := range f.GPUCount() {

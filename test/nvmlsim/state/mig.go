@@ -9,18 +9,19 @@ import (
 	"time"
 )
 
-// How the driver serialises calls that change MIG mode or instances.
+// Ways in which the driver serialises calls that change MIG mode or MIG instances: one lock for all
+// GPUs, one lock for each GPU, or no lock.
 const (
 	CutLockDriver uint32 = 0
 	CutLockGPU    uint32 = 1
 	CutLockNone   uint32 = 2
-	// CutLockAll is like CutLockDriver, and calls that change nothing wait for it too.
+	// CutLockAll has one lock for all GPUs like CutLockDriver, but calls that change nothing wait too.
 	CutLockAll uint32 = 3
 )
 
 const (
 	instanceBit uint64 = 1 << 63
-	// noInstanceWord stands for "no GPU instance" in a process's word.
+	// noInstanceWord is the instance ID in a packed Process that uses the whole GPU.
 	noInstanceWord = 0xffff
 
 	defaultFabricSettleMS = 300
@@ -34,14 +35,19 @@ type Instance struct {
 }
 
 func unpack(id int, word uint64) (Instance, bool) {
-	return Instance{ID: uint32(id), Profile: uint32(word & 0xffff), Start: uint32(word >> 16 & 0xff), Size: uint32(word >> 24 & 0xff)}, word&instanceBit != 0
+	return Instance{
+		ID:      uint32(id),
+		Profile: uint32(word & 0xffff),
+		Start:   uint32(word >> 16 & 0xff),
+		Size:    uint32(word >> 24 & 0xff),
+	}, word&instanceBit != 0
 }
 
 func (i Instance) pack() uint64 {
 	return instanceBit | uint64(i.Size&0xff)<<24 | uint64(i.Start&0xff)<<16 | uint64(i.Profile&0xffff)
 }
 
-// GPUInstances are those that exist, in the order of their IDs.
+// GPUInstances returns the GPU instances that exist on the GPU, ordered by ID.
 func (g *GPU) GPUInstances() []Instance {
 	var all []Instance
 	for id := range g.Instances {
@@ -52,7 +58,7 @@ func (g *GPU) GPUInstances() []Instance {
 	return all
 }
 
-// OfInstance are the compute instances of a GPU instance, in the order of their IDs.
+// OfInstance returns the compute instances of GPU instance id, ordered by ID.
 func (g *GPU) OfInstance(id uint32) []Instance {
 	var all []Instance
 	if id >= gpuInstances {
@@ -66,7 +72,8 @@ func (g *GPU) OfInstance(id uint32) []Instance {
 	return all
 }
 
-// MIGUUID is the UUID of a compute instance's MIG device: the same for equal IDs on the same GPU. lib/mig_devices.c makes the same.
+// MIGUUID returns the UUID of a compute instance's MIG device. The same IDs on the same GPU give
+// the same UUID. lib/mig_devices.c has the same rule.
 func (g *GPU) MIGUUID(instance, compute uint32) string {
 	var half [2]uint64
 	for i := range half {
@@ -84,17 +91,18 @@ func (g *GPU) MIGUUID(instance, compute uint32) string {
 	return fmt.Sprintf("MIG-%08x-%04x-%04x-%04x-%012x", half[0]>>32, half[0]>>16&0xffff, half[0]&0xffff, half[1]>>48, half[1]&0xffffffffffff)
 }
 
-// GPUInstanceMinor is the minor of a GPU instance's capability.
+// GPUInstanceMinor returns the minor number of a GPU instance's capability device node.
 func (g *GPU) GPUInstanceMinor(instance uint32) uint32 {
 	return 3 + (g.Minor*gpuInstances+instance)*(1+computeInstances)
 }
 
-// ComputeInstanceMinor is the minor of a compute instance's capability.
+// ComputeInstanceMinor returns the minor number of a compute instance's capability device node.
 func (g *GPU) ComputeInstanceMinor(instance, compute uint32) uint32 {
 	return g.GPUInstanceMinor(instance) + 1 + compute
 }
 
-// Profile is a model's GPU instance profile.
+// Profile returns the model's GPU instance profile with this ID. The Boolean result is false if
+// there is none.
 func (m *Model) Profile(id uint32) (*Profile, bool) {
 	for i := range m.Profiles[:m.ProfileCount] {
 		if m.Profiles[i].ID == id {
@@ -104,10 +112,11 @@ func (m *Model) Profile(id uint32) (*Profile, bool) {
 	return nil, false
 }
 
-// resetMIG is what a reset does to MIG: instances are gone. A card that needed the reset to change its mode takes the pending one; the others forget it.
+// resetMIG removes the GPU's MIG instances, as a reset does. A GPU that needs a reset to change its
+// MIG mode then takes its pending mode; any other GPU leaves MIG mode.
 func (f *File) resetMIG(gpu int) {
 	g := f.GPU(gpu)
-	if g.Virtualization == vGPUGuest { // its host made the instances
+	if g.Virtualization == vGPUGuest { // only the host changes the MIG instances of a guest
 		return
 	}
 	for id := range g.Instances {
@@ -125,16 +134,18 @@ func (f *File) resetMIG(gpu int) {
 	atomic.StoreUint32(&g.MIGCurrent, g.MIGPending)
 }
 
-// forget is what a GPU forgets when it is reset, when the driver is loaded, and, without persistence mode, when the last process closes it.
+// forget sets the GPU's compute mode and time-slice to their defaults, as a driver does at a reset,
+// at a driver load and, without persistence mode, when the last process closes the GPU.
 func (g *GPU) forget() {
 	atomic.StoreUint32(&g.ComputeMode, 0)
 	atomic.StoreUint32(&g.TimeSlice, 0)
 }
 
-// ErrBusy says that processes compute on a GPU.
-var ErrBusy = errors.New("processes compute on it")
+// ErrBusy means that processes compute on the GPU.
+var ErrBusy = errors.New("processes compute on the GPU")
 
-// Reset resets one GPU, as nvidia-smi --gpu-reset does: it fails with ErrBusy while processes compute on the GPU, unless forced.
+// Reset resets one GPU, like nvidia-smi --gpu-reset. While processes compute on the GPU it returns
+// ErrBusy, unless force is true.
 func (f *File) Reset(gpu int, force bool) error {
 	return f.update(func() error {
 		g := f.GPU(gpu)
@@ -149,7 +160,8 @@ func (f *File) Reset(gpu int, force bool) error {
 	})
 }
 
-// Process is one that NVML lists as computing on a GPU; on the GPU as a whole where it names no instance.
+// Process is a process that NVML lists as computing on a GPU. It uses the whole GPU unless
+// InInstance is true.
 type Process struct {
 	PID               uint32
 	InInstance        bool
@@ -163,7 +175,7 @@ func (p Process) pack() uint64 {
 	return uint64(p.PID)<<32 | uint64(p.Instance&0xffff)<<16 | uint64(p.Compute&0xffff)
 }
 
-// Busy are the processes that NVML lists on the GPU.
+// Busy returns the processes that NVML lists on the GPU.
 func (g *GPU) Busy() []Process {
 	var all []Process
 	for i := range g.Processes {
@@ -180,20 +192,20 @@ func (g *GPU) Busy() []Process {
 	return all
 }
 
-// SetBusy makes NVML list these processes on the GPU, besides those that it lists already.
+// SetBusy adds processes to those that NVML lists on the GPU.
 func (f *File) SetBusy(gpu int, processes ...Process) error {
 	return f.update(func() error {
 		g := f.GPU(gpu)
 		for _, p := range processes {
 			if p.PID == 0 {
-				return errors.New("0 is no PID")
+				return errors.New("0 is not a PID")
 			}
 			if slices.Contains(g.Busy(), p) {
 				continue
 			}
 			free := slices.Index(g.Processes[:], 0)
 			if free < 0 {
-				return fmt.Errorf("GPU %d: all %d processes are in use: --clear first", gpu, maxProcesses)
+				return fmt.Errorf("GPU %d: the list of %d processes is full: empty it with --clear", gpu, maxProcesses)
 			}
 			atomic.StoreUint64(&g.Processes[free], p.pack())
 		}
@@ -201,7 +213,7 @@ func (f *File) SetBusy(gpu int, processes ...Process) error {
 	})
 }
 
-// ClearBusy makes NVML list no process on the GPU.
+// ClearBusy empties the list of processes that NVML shows for the GPU.
 func (f *File) ClearBusy(gpu int) error {
 	return f.update(func() error {
 		g := f.GPU(gpu)
@@ -212,7 +224,7 @@ func (f *File) ClearBusy(gpu int) error {
 	})
 }
 
-// SetCutLock says how the driver serialises changes of MIG.
+// SetCutLock sets how the driver serialises calls that change MIG, as one of the CutLock* values.
 func (f *File) SetCutLock(kind uint32) error {
 	return f.update(func() error {
 		atomic.StoreUint32(&f.Header().CutLock, kind)
@@ -220,7 +232,8 @@ func (f *File) SetCutLock(kind uint32) error {
 	})
 }
 
-// SetFabricStatus says what came of a registration with the fabric that is completed: 0, or an nvmlReturn_t.
+// SetFabricStatus sets the result of a completed fabric registration: 0 for success, or an error as
+// nvmlReturn_t.
 func (f *File) SetFabricStatus(gpu int, status uint32) error {
 	return f.update(func() error {
 		atomic.StoreUint32(&f.GPU(gpu).FabricStatus, status)
@@ -228,7 +241,8 @@ func (f *File) SetFabricStatus(gpu int, status uint32) error {
 	})
 }
 
-// SetFabric puts a GPU into a fabric state: for good, or for a while, and then back into its own.
+// SetFabric sets a GPU's fabric state. If period is positive, the GPU returns to its previous
+// fabric state after that time.
 func (f *File) SetFabric(gpu int, fabric uint32, period time.Duration) error {
 	return f.update(func() error {
 		g := f.GPU(gpu)
@@ -243,7 +257,8 @@ func (f *File) SetFabric(gpu int, fabric uint32, period time.Duration) error {
 	})
 }
 
-// SetFabricSettle says how long a GPU that leaves MIG mode is on its way back into the fabric.
+// SetFabricSettle sets how long a GPU that leaves MIG mode takes to register with the NVLink fabric
+// again.
 func (f *File) SetFabricSettle(settle time.Duration) error {
 	return f.update(func() error {
 		atomic.StoreUint64(&f.Header().FabricSettleMS, uint64(settle.Milliseconds()))
@@ -251,7 +266,8 @@ func (f *File) SetFabricSettle(settle time.Duration) error {
 	})
 }
 
-// Place notes where the layout lies, for the library, which keeps the capability files and nodes.
+// Place stores in the state file where the simulated node's files and device nodes are. The library
+// needs the paths because it creates and removes MIG capability files and device nodes.
 func (f *File) Place(root, devices string, capsMajor uint32, plain bool) error {
 	return f.update(func() error {
 		h := f.Header()
@@ -271,7 +287,8 @@ func (f *File) Place(root, devices string, capsMajor uint32, plain bool) error {
 	})
 }
 
-// WithCapabilities runs a function while nobody else makes or removes capability files and nodes.
+// WithCapabilities calls do while no other process changes the MIG capability files and device
+// nodes.
 func (f *File) WithCapabilities(do func() error) error {
 	if err := f.lock(syscall.F_WRLCK, lockCapabilities, true); err != nil {
 		return fmt.Errorf("lock state file %s: %w", f.path, err)

@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// nvmlReturn_t of nvml.h, by name.
+// nvmlErrors maps the names of nvmlReturn_t errors in nvml.h to their values.
 var nvmlErrors = map[string]uint32{
 	"NVML_ERROR_UNINITIALIZED": 1, "NVML_ERROR_INVALID_ARGUMENT": 2, "NVML_ERROR_NOT_SUPPORTED": 3, "NVML_ERROR_NO_PERMISSION": 4,
 	"NVML_ERROR_NOT_FOUND": 6, "NVML_ERROR_INSUFFICIENT_SIZE": 7, "NVML_ERROR_INSUFFICIENT_POWER": 8,
@@ -20,12 +20,13 @@ var nvmlErrors = map[string]uint32{
 	"NVML_ERROR_UNKNOWN": 999,
 }
 
-// NVML_GPU_RECOVERY_ACTION_* of nvml.h, by name.
+// recoveryActions maps names to the NVML_GPU_RECOVERY_ACTION_* values of nvml.h.
 var recoveryActions = map[string]uint32{
-	"none": 0, "gpu-reset": 1, "node-reboot": 2, "drain-p2p": 3, "drain-and-reset": 4, "recover-imex-domain": 5, "bus-reset": 6, "system-reboot": 7,
+	"none": 0, "gpu-reset": 1, "node-reboot": 2, "drain-p2p": 3, "drain-and-reset": 4, "recover-imex-domain": 5, "bus-reset": 6,
+	"system-reboot": 7,
 }
 
-// NVML_GPU_FABRIC_STATE_* of nvml.h, by name.
+// fabricStates maps names to the NVML_GPU_FABRIC_STATE_* values of nvml.h.
 var fabricStates = map[string]uint32{"notSupported": 0, "notStarted": 1, "inProgress": 2, "completed": 3}
 
 func names(values map[string]uint32) string {
@@ -46,7 +47,7 @@ func name(values map[string]uint32, value uint32) string {
 	return fmt.Sprint(value)
 }
 
-// ParseError reads an error's name, such as NVML_ERROR_UNKNOWN.
+// ParseError converts an error's name, such as NVML_ERROR_UNKNOWN, to its value.
 func ParseError(text string) (uint32, error) {
 	if value, ok := nvmlErrors[text]; ok {
 		return value, nil
@@ -54,7 +55,7 @@ func ParseError(text string) (uint32, error) {
 	return 0, fmt.Errorf("%q is none of %s", text, names(nvmlErrors))
 }
 
-// ParseRecovery reads a recovery action's name.
+// ParseRecovery converts a recovery action's name to its value.
 func ParseRecovery(text string) (uint32, error) {
 	if value, ok := recoveryActions[text]; ok {
 		return value, nil
@@ -62,7 +63,7 @@ func ParseRecovery(text string) (uint32, error) {
 	return 0, fmt.Errorf("%q is none of %s", text, names(recoveryActions))
 }
 
-// ParseFabric reads a fabric state's name.
+// ParseFabric converts a fabric state's name to its value.
 func ParseFabric(text string) (uint32, error) {
 	if value, ok := fabricStates[text]; ok {
 		return value, nil
@@ -70,27 +71,29 @@ func ParseFabric(text string) (uint32, error) {
 	return 0, fmt.Errorf("%q is none of %s", text, names(fabricStates))
 }
 
-// ErrorName is the name of an error.
+// ErrorName returns the name of an nvmlReturn_t value.
 func ErrorName(value uint32) string { return name(nvmlErrors, value) }
 
-// RecoveryName is the name of a recovery action.
+// RecoveryName returns the name of a recovery action.
 func RecoveryName(value uint32) string { return name(recoveryActions, value) }
 
-// beyond are what a fault can be ordered for besides NVML's functions.
+// beyond lists the operations outside NVML for which faults can be injected.
 var beyond = []string{"setTimeSlice", "getTimeSlice", "mpsControlStart", "mpsControlCommand", "mpsServerStart", "cudaAttach"}
 
-// Beyond are the names, besides those of NVML's functions, that a fault can be ordered for.
+// Beyond returns the operations outside NVML for which faults can be injected.
 func Beyond() []string { return slices.Clone(beyond) }
 
-// FabricName is the name of a fabric state.
+// FabricName returns the name of a fabric state.
 func FabricName(value uint32) string { return name(fabricStates, value) }
 
-// changing are the functions that change something, so that a fault can come after their effect.
+// changing lists the functions that change the hardware. For these, a fault can also strike after
+// the function has had its effect.
 var changing = []string{
 	"setTimeSlice", "nvmlDeviceSetPersistenceMode", "nvmlDeviceSetComputeMode", "nvmlDeviceSetMigMode",
 	"nvmlDeviceCreateGpuInstance", "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceDestroy",
 	"nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceCreateComputeInstanceWithPlacement", "nvmlComputeInstanceDestroy",
 }
 
-// Changes tells whether a function changes something.
+// Changes reports whether a function changes the hardware, so that a fault can come after its
+// effect.
 func Changes(function string) bool { return slices.Contains(changing, function) }

@@ -2,7 +2,7 @@ package state
 
 import "math"
 
-// The magic number and version of the layout that this package and lib/state.h describe.
+// The magic number and the version of the state file's format. lib/state.h has the same values.
 const (
 	Magic  uint64 = 0x314d49534c4d564e
 	Layout uint32 = 5
@@ -27,11 +27,11 @@ const (
 	eventCapacity = 4096
 	faultCapacity = 64
 
-	// Absent marks a number that the model file does not give.
+	// Absent replaces a number that the model file does not give.
 	Absent uint32 = math.MaxUint32
 )
 
-// Header mirrors struct nvmlsim_header. The c tag is the field's name there.
+// Header mirrors struct nvmlsim_header of lib/state.h. Each c tag names the field in the C struct.
 type Header struct {
 	Magic         uint64   `c:"magic"`
 	Layout        uint32   `c:"layout"`
@@ -74,7 +74,7 @@ type Header struct {
 	AttachCostMS        uint64 `c:"attach_cost_ms"`
 }
 
-// Profile mirrors struct nvmlsim_profile.
+// Profile mirrors struct nvmlsim_profile of lib/state.h.
 type Profile struct {
 	NVMLProfile     uint32                `c:"nvml_profile"`
 	ID              uint32                `c:"id"`
@@ -95,7 +95,7 @@ type Profile struct {
 	Name            [32]byte              `c:"name"`
 }
 
-// CIProfile mirrors struct nvmlsim_ci_profile.
+// CIProfile mirrors struct nvmlsim_ci_profile of lib/state.h.
 type CIProfile struct {
 	GISlices        uint32    `c:"gi_slices"`
 	ID              uint32    `c:"id"`
@@ -106,7 +106,7 @@ type CIProfile struct {
 	PlacementStarts [8]uint32 `c:"placement_starts"`
 }
 
-// Model mirrors struct nvmlsim_model.
+// Model mirrors struct nvmlsim_model of lib/state.h.
 type Model struct {
 	Key             [64]byte                 `c:"key"`
 	Name            [96]byte                 `c:"name"`
@@ -135,7 +135,7 @@ type Model struct {
 	CIProfiles      [maxCIProfiles]CIProfile `c:"ci_profiles"`
 }
 
-// GPU mirrors struct nvmlsim_gpu.
+// GPU mirrors struct nvmlsim_gpu of lib/state.h.
 type GPU struct {
 	Model              uint32                                 `c:"model"`
 	Minor              uint32                                 `c:"minor"`
@@ -179,7 +179,7 @@ type GPU struct {
 	NoMemoryInfo       uint64                                 `c:"no_memory_info"`
 }
 
-// Event mirrors struct nvmlsim_event.
+// Event mirrors struct nvmlsim_event of lib/state.h.
 type Event struct {
 	Seq             uint64 `c:"seq"`
 	Type            uint64 `c:"type"`
@@ -190,14 +190,14 @@ type Event struct {
 	Reserved        uint32 `c:"reserved"`
 }
 
-// Kinds of faults.
+// Kinds of injected faults: a call waits, fails, or kills its process.
 const (
 	FaultSlow uint32 = 1
 	FaultFail uint32 = 2
 	FaultKill uint32 = 3
 )
 
-// Fault mirrors struct nvmlsim_fault.
+// Fault mirrors struct nvmlsim_fault of lib/state.h.
 type Fault struct {
 	Serial    uint64   `c:"serial"`
 	DelayMS   uint64   `c:"delay_ms"`

@@ -10,9 +10,9 @@ import (
 	"testing"
 )
 
-// The library and this package read one file: what the C compiler makes of lib/state.h must be what Go makes of the structs here, to
-// the byte.
-func TestGoAndCAgreeOnTheLayout(t *testing.T) {
+// The library and this package map the same file, so the layouts of the C structs in lib/state.h
+// and of the Go structs must be equal.
+func TestGoAndCStructsAgree(t *testing.T) {
 	structs := map[string]reflect.Type{
 		"nvmlsim_header":     reflect.TypeFor[Header](),
 		"nvmlsim_profile":    reflect.TypeFor[Profile](),

@@ -11,22 +11,23 @@ import (
 	"unsafe"
 )
 
-// Compute modes, NVML_COMPUTEMODE_* of nvml.h.
+// Compute modes: NVML_COMPUTEMODE_* values of nvml.h.
 const (
 	computeProhibited       = 2
 	computeExclusiveProcess = 3
 )
 
 var (
-	// ErrNotLoaded says that no driver is loaded.
+	// ErrNotLoaded means that no driver is loaded.
 	ErrNotLoaded = errors.New("the driver is not loaded")
-	// ErrTaken says that another process computes on a GPU that is for one process at a time.
-	ErrTaken = errors.New("in compute mode EXCLUSIVE_PROCESS, and another process has it")
-	// ErrProhibited says that nobody may compute on a GPU.
+	// ErrTaken means that the GPU is in exclusive mode and another process computes on it.
+	ErrTaken = errors.New("in compute mode EXCLUSIVE_PROCESS, and another process computes on it")
+	// ErrProhibited means that the GPU's compute mode lets no process compute.
 	ErrProhibited = errors.New("in compute mode PROHIBITED")
 )
 
-// OpenView maps a state file for a process that computes: to read and write, or, as in a container, only to read.
+// OpenView maps a state file for a computing process. If the process may not write to the file, as
+// in a container, the mapping is read-only.
 func OpenView(path string) (*File, error) {
 	f, err := Open(path)
 	if err == nil || (!errors.Is(err, os.ErrPermission) && !errors.Is(err, syscall.EROFS)) {
@@ -48,17 +49,18 @@ func OpenView(path string) (*File, error) {
 	return f, nil
 }
 
-// ReadOnly tells whether this process may not change the state.
+// ReadOnly reports whether the file is mapped read-only, so that this process cannot change it.
 func (f *File) ReadOnly() bool { return f.readOnly }
 
-// Device is a GPU, or, with MIG, the MIG device of a compute instance.
+// Device is a whole GPU, or the MIG device of a compute instance if MIG is true.
 type Device struct {
 	GPU               int
 	MIG               bool
 	Instance, Compute uint32
 }
 
-// slot is the byte, among those of the GPU, that says that a process computes on the device.
+// slot returns the offset of the device's byte within the GPU's lock range. A process that computes
+// on the device locks this byte.
 func (d Device) slot() int64 {
 	if !d.MIG {
 		return 0
@@ -77,7 +79,8 @@ func (f *File) HoldDriver() error {
 	return nil
 }
 
-// Take makes this process one that computes on the device, until the file is closed. It asks the compute mode.
+// Take registers this process as computing on the device until the file is closed. It fails if the
+// GPU's compute mode does not allow another process.
 func (f *File) Take(d Device) error {
 	if err := syscall.Flock(int(f.file.Fd()), syscall.LOCK_EX); err != nil {
 		return fmt.Errorf("lock state file %s: %w", f.path, err)
@@ -102,12 +105,13 @@ func (f *File) Take(d Device) error {
 	return errors.Join(f.lock(syscall.F_RDLCK, lockOpen+int64(d.GPU), false), f.lock(syscall.F_RDLCK, first+d.slot(), false))
 }
 
-// Computed tells whether another process computes on the GPU.
+// Computed reports whether another process, or another File of this process, is registered as
+// computing on the GPU.
 func (f *File) Computed(gpu int) bool {
 	return f.held(lockCompute+int64(gpu)*computeBytes, computeBytes)
 }
 
-// FaultError is the error that was ordered for a function.
+// FaultError is the error that a test injected for a function.
 type FaultError struct {
 	Function string
 	Code     uint32
@@ -117,19 +121,29 @@ func (e *FaultError) Error() string {
 	return fmt.Sprintf("%s: %s, as ordered", e.Function, ErrorName(e.Code))
 }
 
-// lookAgain is what a lost wake-up costs one that waits.
+// lookAgain is how long sleep may wait at most before Meet looks at the fault again. It matters
+// only if a wake-up was missed.
 const lookAgain = 100 * time.Millisecond
 
-// sleep waits until somebody wakes the state's sleepers, or for so long.
+// sleep waits until another process changes the state, but no longer than longest.
 func (f *File) sleep(longest time.Duration) {
 	const futexWait = 0
 	word := &f.Header().EventWake
 	pause := syscall.NsecToTimespec(longest.Nanoseconds())
-	_, _, _ = syscall.Syscall6(syscall.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWait, uintptr(atomic.LoadUint32(word)), uintptr(unsafe.Pointer(&pause)), 0, 0)
+	_, _, _ = syscall.Syscall6(
+		syscall.SYS_FUTEX,
+		uintptr(unsafe.Pointer(word)),
+		futexWait,
+		uintptr(atomic.LoadUint32(word)),
+		uintptr(unsafe.Pointer(&pause)),
+		0,
+		0,
+	)
 }
 
-// Meet lets a program beside the library meet the faults that are ordered for a function by this name, as lib/faults.c does: it waits, fails, or dies.
-// A negative GPU is none.
+// Meet applies the faults that a test injected for function, as lib/faults.c does for NVML
+// functions: the call waits, returns an error, or dies. A negative gpu means that the call concerns
+// no GPU.
 func (f *File) Meet(function string, gpu int) error {
 	for i := range int(f.Header().FaultCount) {
 		fault := f.Fault(i)
@@ -157,7 +171,8 @@ func (f *File) Meet(function string, gpu int) error {
 	return nil
 }
 
-// meets takes one of the calls that a fault still holds for, and counts it.
+// meets reports whether the fault still applies to this call. If the fault applies to a limited
+// number of calls, meets counts this call as one of them.
 func (f *File) meets(fault *Fault) bool {
 	left := atomic.LoadInt32(&fault.Remaining)
 	if f.readOnly {

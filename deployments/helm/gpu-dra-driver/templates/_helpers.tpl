@@ -2,7 +2,10 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* The admission policies' common parts: requests of the plugin's account, and the node that its token names. More variables may follow. */}}
+{{/*
+The common part of the admission policies: requests of the plugin's account, and the node that its
+token names. A policy may add more variables after it.
+*/}}
 {{- define "gpu-dra-driver.ofThePlugin" -}}
 matchConditions:
   - name: is-the-plugin
@@ -12,7 +15,7 @@ variables:
     expression: request.userInfo.?extra[?'authentication.kubernetes.io/node-name'][0].orValue('')
 {{- end -}}
 
-{{/* Puts an admission policy into force. Takes a list: the chart's root and the policy's name. */}}
+{{/* Binds an admission policy. Takes a list: the chart's root and the policy's name. */}}
 {{- define "gpu-dra-driver.denyBy" -}}
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingAdmissionPolicyBinding
@@ -25,7 +28,10 @@ spec:
   validationActions: [Deny]
 {{- end -}}
 
-{{/* The way out of a Pod to the API server and nowhere else, if its addresses are known. Takes networkPolicy.apiServer. */}}
+{{/*
+Limits a Pod's outgoing traffic to the API server, if its addresses are known. Takes
+networkPolicy.apiServer.
+*/}}
 {{- define "gpu-dra-driver.toAPIServer" -}}
 {{- with . -}}
 egress:
@@ -41,9 +47,10 @@ egress:
 {{- end -}}
 
 {{/*
-A Pod's way to the API server, where client-go looks for it: what Kubernetes would mount by itself, but for the token's life. One that is mounted
-automatically is good for a year, so that programs which never read it again go on working (--service-account-extend-token-expiration of the API server, on
-by default). This one ends within the hour: the kubelet renews the file before, and client-go reads it again.
+A Pod's token for the API server, in the directory where client-go looks. It differs from the volume
+that Kubernetes would mount only in the token's lifetime. An automatically mounted token is valid
+for a year (--service-account-extend-token-expiration of the API server, enabled by default). This
+one expires within an hour. The kubelet renews the file before that, and client-go reads it again.
 */}}
 {{- define "gpu-dra-driver.tokenVolume" -}}
 - name: token
@@ -70,7 +77,7 @@ by default). This one ends within the hour: the kubelet renews the file before, 
   readOnly: true
 {{- end -}}
 
-{{/* Short enough for the longest suffix that is put behind it within 63 characters. */}}
+{{/* Short enough for the longest suffix: names have at most 63 characters. */}}
 {{- define "gpu-dra-driver.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
@@ -85,7 +92,7 @@ by default). This one ends within the hour: the kubelet renews the file before, 
 {{- include "gpu-dra-driver.fullname" . }}-kubelet-plugin
 {{- end -}}
 
-{{/* "true" where MPS daemons may be needed: it is asked for, or fractions are offered, which MPS keeps. */}}
+{{/* "true" if MPS daemons may be needed: for MPS, or for fractions, which MPS enforces. */}}
 {{- define "gpu-dra-driver.mps" -}}
 {{- if or .Values.mps.enabled (regexMatch "(^|[=,]) *fractions *(,|$)" .Values.shares) }}true{{ end -}}
 {{- end -}}
@@ -127,19 +134,26 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if .Values.serviceAccount.create -}}
 {{- default (include "gpu-dra-driver.pluginName" .) .Values.serviceAccount.name -}}
 {{- else -}}
-{{- required "serviceAccount.name: the name of an existing ServiceAccount is required with serviceAccount.create=false" .Values.serviceAccount.name -}}
+{{- required "serviceAccount.name: serviceAccount.create=false requires the name of an existing ServiceAccount"
+    .Values.serviceAccount.name -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Empty if the hook makes its own account. It may do so only where the chart may make accounts and grant rights. */}}
+{{/*
+Empty if the hook makes its own account. That is allowed only if the chart may make accounts and
+grant rights.
+*/}}
 {{- define "gpu-dra-driver.uninstallAccount" -}}
 {{- if and (not .Values.uninstall.serviceAccountName) (not (and .Values.serviceAccount.create .Values.rbac.create)) -}}
-{{- fail "uninstall.serviceAccountName: with serviceAccount.create=false or rbac.create=false the uninstall hook makes no account and no rights of its own. Set uninstall.serviceAccountName to an existing account with the rights that docs/operations.md lists, or set uninstall.enabled=false" -}}
+{{- $problem := print "uninstall.serviceAccountName: with serviceAccount.create=false or rbac.create=false "
+    "the uninstall hook makes no account and no rights." -}}
+{{- fail (print $problem " Set uninstall.serviceAccountName to an existing account with the rights in "
+    "docs/operations.md, or set uninstall.enabled=false") -}}
 {{- end -}}
 {{- .Values.uninstall.serviceAccountName -}}
 {{- end -}}
 
-{{/* The image is Linux's. What the user selects comes on top, and cannot change that. Takes the user's selector. */}}
+{{/* The user's selector, which it takes, plus Linux: the image is for Linux. */}}
 {{- define "gpu-dra-driver.nodeSelector" -}}
 {{- merge (dict "kubernetes.io/os" "linux") (default dict .) | toYaml -}}
 {{- end -}}
@@ -152,7 +166,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
-{{/* The directories below the kubelet's root, at the same path inside and outside. */}}
+{{/* Directories below the kubelet's root, at the same path in the container and on the host. */}}
 {{- define "gpu-dra-driver.pluginsDir" -}}
 {{ .Values.kubeletRootDir }}/plugins
 {{- end -}}
@@ -164,8 +178,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
 {{/*
-Directory of the hook if it lies outside the plugin's directories and so needs a mount of its own. The mount must hide neither the image's files nor
-another mount of the container.
+Directory of the hook if it lies outside the plugin's directories and needs its own mount. The mount
+must hide neither the image's files nor another mount of the container.
 */}}
 {{- define "gpu-dra-driver.hookDir" -}}
 {{- if and .Values.hookPath (not (hasPrefix (printf "%s/" (include "gpu-dra-driver.pluginsDir" .)) .Values.hookPath)) -}}
@@ -173,15 +187,18 @@ another mount of the container.
 {{- $image := "/|/usr|(/usr)?/(s?bin|lib(64)?(/[^/]+-linux-gnu)?)|/etc|/var|(/var)?/run" -}}
 {{- $mounts := "/(etc/gpu-dra-driver|(var/)?run/secrets|dev|proc|sys|host|driver-root)(/.*)?" -}}
 {{- if or (regexMatch (printf "^(%s|%s)$" $image $mounts) $dir) (has $dir (list .Values.cdiRoot (include "gpu-dra-driver.registrarDir" .))) -}}
-{{- fail (printf "hookPath: %s cannot be the hook's directory: it is mounted into the plugin's container at the same path, where it would hide what the plugin needs. Choose a directory of the hook's own, such as /opt/nvidia/bin, or leave hookPath empty" $dir) -}}
+{{- $problem := print "hookPath: " $dir " cannot be the hook's directory: the chart mounts it into the plugin's "
+    "container, where it would hide files that the plugin needs." -}}
+{{- fail (print $problem " Choose a directory for the hook alone, such as /opt/nvidia/bin, or leave hookPath empty") -}}
 {{- end -}}
 {{- $dir -}}
 {{- end -}}
 {{- end -}}
 
 {{/*
-The driver root is mounted through the directory above it. A driver container mounts its root file system there late, removes the directory when it
-stops and makes a new one when it comes back: a mount of the directory itself would go on showing the removed one.
+The driver root is mounted through its parent directory. A driver container mounts its root file
+system late, removes the directory when it stops and makes a new one when it starts again. A mount
+of the directory itself would keep showing the removed one.
 */}}
 {{- define "gpu-dra-driver.driverRootSource" -}}
 {{- dir .Values.driverRoot -}}
@@ -195,9 +212,10 @@ stops and makes a new one when it comes back: a mount of the directory itself wo
 {{- end -}}
 
 {{/*
-A DeviceClass. Takes a list: the chart's root, the class's name, a CEL expression beside the driver's name, an extended resource or "", the value that
-makes the class, and what to do about it while another release has the class. helm would refuse that too, but say only that metadata is invalid. A class
-that no release owns is left to helm and its --take-ownership.
+A DeviceClass. Takes a list: the chart's root, the class's name, a CEL expression added to the
+driver's name, an extended resource or "", the value that makes the class, and what to do while
+another release owns the class. helm would refuse that too, with an unclear message about metadata.
+A class without a release is left to helm and its --take-ownership.
 */}}
 {{- define "gpu-dra-driver.deviceClass" -}}
 {{- $root := index . 0 }}{{ $name := index . 1 }}{{ $expression := index . 2 }}{{ $resource := index . 3 }}
@@ -223,8 +241,8 @@ spec:
 {{- end -}}
 
 {{/*
-What a MIG profile is called where a "+" may not stand, 1g.10gb.me for 1g.10gb+me: in the names of DeviceClasses, and of extended resources, as NVIDIA's
-device plugin writes them.
+The name of a MIG profile in names of DeviceClasses and extended resources, which cannot have a "+":
+1g.10gb.me for 1g.10gb+me, as NVIDIA's device plugin writes it.
 */}}
 {{- define "gpu-dra-driver.profileName" -}}
 mig-{{ . | replace "+" "." }}
@@ -239,7 +257,7 @@ nvidia.com/{{ include "gpu-dra-driver.profileName" .profile }}
 {{- end -}}
 {{- end -}}
 
-{{/* Not empty if class shared.gpu.nvidia.com is made. */}}
+{{/* Not empty if the chart makes class shared.gpu.nvidia.com. */}}
 {{- define "gpu-dra-driver.sharesAnything" -}}
 {{- if and .Values.deviceClasses.shared.enabled (regexMatch "(^|[=,]) *(fractions|shares:)" .Values.shares) -}}
 true
@@ -247,8 +265,8 @@ true
 {{- end -}}
 
 {{/*
-The extended resource of class gpu.nvidia.com. It has one by default, so it yields: a class of shares or of a profile that is given the same resource has
-it alone.
+The extended resource of class gpu.nvidia.com. This class has one by default, so it yields to a
+class of shares or of a profile with the same resource.
 */}}
 {{- define "gpu-dra-driver.gpuResource" -}}
 {{- $taken := list -}}
@@ -260,7 +278,7 @@ it alone.
 {{- end -}}
 {{- end -}}
 
-{{/* The plugin's configuration file. Who it is (node, Pod) comes from the environment. */}}
+{{/* The plugin's configuration file. The names of its node and Pod come from the environment. */}}
 {{- define "gpu-dra-driver.config" -}}
 daemonsetName: {{ include "gpu-dra-driver.pluginName" . | quote }}
 pluginDir: {{ include "gpu-dra-driver.pluginDir" . | quote }}
@@ -300,7 +318,7 @@ xidRules: {{ . | quote }}
 {{- with .Values.health.releaseLabels }}
 releaseLabels: {{ . | quote }}
 {{- end }}
-besideDevicePlugin: {{ .Values.besideDevicePlugin | quote }}
+devicePluginConflict: {{ .Values.devicePluginConflict | quote }}
 claimStatus: {{ .Values.claimStatus.enabled }}
 httpAddress: ":{{ .Values.metrics.port }}"
 kubeApiQps: {{ .Values.kubeAPI.qps }}

@@ -23,7 +23,8 @@ const (
 	publishTimeout = 30 * time.Second
 )
 
-// clientFor has the same limits and the same encoding as the plugin's, so that the floor's GET is the plugin's.
+// clientFor returns a client with the plugin's rate limits and encoding. With it a GET by the
+// benchmark's own minimal Prepare (see type floor) costs the same as a GET by the plugin.
 func clientFor(c *cluster.Cluster) (kubernetes.Interface, error) {
 	config, err := c.RESTConfig()
 	if err != nil {
@@ -33,14 +34,18 @@ func clientFor(c *cluster.Cluster) (kubernetes.Interface, error) {
 	return kubernetes.NewForConfig(config)
 }
 
-// prepareNamespace makes one in which claims may look at devices that others hold: that is how many can be held on eight GPUs.
+// prepareNamespace creates a namespace that allows admin access. With admin access, many claims can
+// use the same eight GPUs.
 func (b *bench) prepareNamespace(ctx context.Context) error {
-	ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace, Labels: map[string]string{resourceapi.DRAAdminNamespaceLabelKey: "true"}}}
+	ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{
+		Name: namespace, Labels: map[string]string{resourceapi.DRAAdminNamespaceLabelKey: "true"},
+	}}
 	_, err := b.client.CoreV1().Namespaces().Create(ctx, ns, metav1.CreateOptions{})
 	return err
 }
 
-// claim is one that has been allocated a device of the node, as the scheduler would.
+// claim creates a claim and allocates the device to it, as the scheduler would. admin requests
+// admin access.
 func (b *bench) claim(ctx context.Context, n *node.Node, name, device string, admin bool) (*resourceapi.ResourceClaim, error) {
 	exactly := &resourceapi.ExactDeviceRequest{DeviceClassName: driver.DriverName}
 	result := resourceapi.DeviceRequestAllocationResult{Request: "gpu", Driver: driver.DriverName, Pool: n.Name, Device: device}
@@ -50,24 +55,31 @@ func (b *bench) claim(ctx context.Context, n *node.Node, name, device string, ad
 	claims := b.client.ResourceV1().ResourceClaims(namespace)
 	c := &resourceapi.ResourceClaim{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: namespace},
-		Spec:       resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{Name: "gpu", Exactly: exactly}}}},
+		Spec: resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{
+			Requests: []resourceapi.DeviceRequest{{Name: "gpu", Exactly: exactly}},
+		}},
 	}
 	c, err := claims.Create(ctx, c, metav1.CreateOptions{})
 	if err != nil {
 		return nil, fmt.Errorf("create claim %s: %w", name, err)
 	}
-	// Not for a Pod: there is none, and the controller of claims would take a Pod's reservation away again.
+	// The claim is reserved for an object that is no Pod. The claim controller removes reservations
+	// for Pods that do not exist.
 	c.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{APIGroup: "bench", Resource: "runs", Name: name, UID: c.UID}}
-	c.Status.Allocation = &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: []resourceapi.DeviceRequestAllocationResult{result}}}
+	c.Status.Allocation = &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{
+		Results: []resourceapi.DeviceRequestAllocationResult{result},
+	}}
 	if c, err = claims.UpdateStatus(ctx, c, metav1.UpdateOptions{}); err != nil {
 		return nil, fmt.Errorf("allocate claim %s: %w", name, err)
 	}
 	return c, nil
 }
 
-// slicesOf are the node's, as the API server has them, by name.
+// slicesOf returns the node's ResourceSlices by name, as the API server has them.
 func (b *bench) slicesOf(ctx context.Context, n *node.Node) (map[string]resourceapi.ResourceSlice, error) {
-	list, err := b.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: resourceapi.ResourceSliceSelectorNodeName + "=" + n.Name})
+	list, err := b.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{
+		FieldSelector: resourceapi.ResourceSliceSelectorNodeName + "=" + n.Name,
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -78,7 +90,7 @@ func (b *bench) slicesOf(ctx context.Context, n *node.Node) (map[string]resource
 	return slices, nil
 }
 
-// published waits until the node's pool is complete.
+// published waits until all slices of the node's pool are in the API server.
 func (b *bench) published(ctx context.Context, n *node.Node) error {
 	ctx, cancel := context.WithTimeout(ctx, publishTimeout)
 	defer cancel()
@@ -95,7 +107,8 @@ func (b *bench) published(ctx context.Context, n *node.Node) error {
 	}
 }
 
-// requests are what the API server has answered so far about a resource, by verb. Dry runs are not counted: they store nothing.
+// requests returns, by verb, how many requests for a resource the API server has answered since its
+// start. It leaves out dry runs, because they store nothing.
 func (b *bench) requests(ctx context.Context, resource string) (map[string]int, error) {
 	raw, err := b.client.Discovery().RESTClient().Get().AbsPath("/metrics").DoRaw(ctx)
 	if err != nil {

@@ -19,7 +19,7 @@ import (
 
 const gpus = 8
 
-// bench is a run.
+// bench is a run of the benchmark.
 type bench struct {
 	options
 
@@ -29,21 +29,22 @@ type bench struct {
 	config  string
 	client  kubernetes.Interface
 	floor   *floor
-	// subjects are the programs that are measured, each on a node of its own.
+	// subjects are the measured versions of the plugin, each on its own node.
 	subjects []*subject
 	report   report.Report
 }
 
-// subject is a program on its node.
+// subject is one measured version of the plugin, running on its own node.
 type subject struct {
 	*node.Plugin
 
 	title  string
 	node   *node.Node
-	claims []*resourceapi.ResourceClaim // one for each GPU as a whole
+	claims []*resourceapi.ResourceClaim // one for each whole GPU
 }
 
-// begin brings the control plane up, and on each node its plugin. What it returns must be ended, also beside an error.
+// begin starts the control plane and the plugins. The caller must call end on the result, even if
+// begin returned an error.
 func begin(ctx context.Context, o options) (*bench, error) {
 	b := &bench{options: o, cluster: fmt.Sprintf("bench%d", os.Getpid()%1000000)}
 	c, err := cluster.Up(ctx, cluster.Options{Name: b.cluster, ControlPlaneOnly: true, Output: os.Stderr})
@@ -103,7 +104,7 @@ func (b *bench) subject(ctx context.Context, name, title, program string) error 
 	return b.published(ctx, s.node)
 }
 
-// end leaves nothing.
+// end stops the plugins, and removes the cluster and all files.
 func (b *bench) end(ctx context.Context) error {
 	var err error
 	for _, s := range b.subjects {
@@ -118,7 +119,7 @@ func (b *bench) end(ctx context.Context) error {
 	return err
 }
 
-// measurement is one part of the run.
+// measurement is one part of the benchmark, such as single or partitions.
 type measurement struct {
 	name string
 	run  func(b *bench, ctx context.Context) error
@@ -128,12 +129,12 @@ func measurements() []measurement {
 	return []measurement{
 		{"single", (*bench).single},
 		{"repeated", (*bench).repeated},
-		{"together", (*bench).together},
-		{"beside", (*bench).beside},
-		{"cuts", (*bench).cuts},
+		{"parallel", (*bench).parallel},
+		{"hanging", (*bench).hanging},
+		{"partitions", (*bench).partitions},
 		{"load", (*bench).load},
 		{"start", (*bench).start},
-		{"held", (*bench).held},
+		{"many-claims", (*bench).manyClaims},
 		{"footprint", (*bench).footprint},
 		{"size", (*bench).size},
 	}
@@ -168,12 +169,13 @@ func (b *bench) measure(ctx context.Context) error {
 	return nil
 }
 
-// machine says where and when the figures were taken, and how busy it was then.
+// machine describes the host and its load for the report.
 func machine() string {
 	load, _ := os.ReadFile("/proc/loadavg")
 	kernel, _ := os.ReadFile("/proc/sys/kernel/osrelease")
 	fields := strings.Fields(string(load))
-	return fmt.Sprintf("%d CPUs, Linux %s, load average at the beginning %s", runtime.NumCPU(), strings.TrimSpace(string(kernel)), strings.Join(fields[:min(3, len(fields))], " "))
+	return fmt.Sprintf("%d CPUs, Linux %s, load average at the start %s",
+		runtime.NumCPU(), strings.TrimSpace(string(kernel)), strings.Join(fields[:min(3, len(fields))], " "))
 }
 
 func (b *bench) print() error {
@@ -192,7 +194,8 @@ func (b *bench) print() error {
 	if !b.quick {
 		return nil
 	}
-	// What time has no part in is held to its limits wherever this runs.
+	// A quick run returns an error for each missed goal that does not depend on time, because such
+	// goals must be met on every host.
 	var err error
 	for _, g := range b.report.Goals {
 		if !g.Timed && !g.Met() {

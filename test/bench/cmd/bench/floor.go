@@ -12,21 +12,24 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/report"
 )
 
-// floor is what a Prepare cannot do without, and nothing else: it reads the claim, notes durably what it is about to do and that it is done, and
-// writes what the container runtime reads. Files have the size and the file systems of the plugin's own.
+// floor is a minimal Prepare, with which the plugin's Prepare is compared. It reads the claim,
+// writes a durable file before and after the work as the plugin writes its checkpoint record, and
+// writes the CDI spec. Its files have the same sizes and file systems as the plugin's.
 type floor struct {
 	b                    *bench
 	claim                string
-	records, specs       string // folders
+	records, specs       string // folders of the files
 	record, spec         []byte
 	alone                *floorFiles
 	prepares, unprepares report.Samples
 }
 
-// floorFiles are what is written for one claim.
+// floorFiles are the paths of the checkpoint record and the CDI spec that the floor writes for one
+// claim.
 type floorFiles struct{ record, spec string }
 
-// newFloor takes its sizes from what the first program has written for a claim.
+// newFloor prepares a claim with the first plugin and takes over the sizes of the files that the
+// plugin writes.
 func (b *bench) newFloor(ctx context.Context) (*floor, error) {
 	s := b.subjects[0]
 	f := &floor{b: b, claim: s.claims[0].Name, records: filepath.Join(b.folder, "floor"), specs: filepath.Join(b.memory, "floor")}
@@ -51,12 +54,12 @@ func (f *floor) files(name string) *floorFiles {
 func only(pattern string) ([]byte, error) {
 	paths, err := filepath.Glob(pattern)
 	if err != nil || len(paths) != 1 {
-		return nil, errors.Join(err, errors.New("not one file is "+pattern))
+		return nil, errors.Join(err, errors.New("want exactly one file "+pattern))
 	}
 	return os.ReadFile(paths[0])
 }
 
-// once does it once, and takes the time.
+// once measures one Prepare and one Unprepare of the floor.
 func (f *floor) once(ctx context.Context) error {
 	err := f.prepares.Time(func() error { return f.prepare(ctx, f.alone) })
 	<-time.After(pause)
@@ -71,14 +74,16 @@ func (f *floor) read(ctx context.Context) error {
 }
 
 func (f *floor) prepare(ctx context.Context, files *floorFiles) error {
-	return errors.Join(f.read(ctx), replace(files.record, f.record, true), replace(files.record, f.record, true), replace(files.spec, f.spec, false))
+	return errors.Join(f.read(ctx),
+		replace(files.record, f.record, true), replace(files.record, f.record, true), replace(files.spec, f.spec, false))
 }
 
 func (f *floor) unprepare(files *floorFiles) error {
 	return errors.Join(os.Remove(files.record), syncDir(filepath.Dir(files.record)), os.Remove(files.spec))
 }
 
-// replace is written here once more: the plugin's own would hide what it costs.
+// replace writes data to the file at path atomically, and durably if durable is set. It does not
+// use the plugin's own code, because the comparison would then hide the cost of that code.
 func replace(path string, data []byte, durable bool) error {
 	f, err := os.Create(path + ".tmp")
 	if err != nil {

@@ -17,8 +17,8 @@ import (
 
 const megabyte = 1 << 20
 
-// held: the same work where 500 claims are held, in turns with a node that holds none.
-func (b *bench) held(ctx context.Context) error {
+// manyClaims measures Prepare on a node with 500 prepared claims and on an empty node, alternately.
+func (b *bench) manyClaims(ctx context.Context) error {
 	count := 500
 	if b.quick {
 		count = 20
@@ -30,7 +30,7 @@ func (b *bench) held(ctx context.Context) error {
 		full := b.subjects[len(b.subjects)-1]
 		err := b.fill(ctx, full, count)
 		if err == nil {
-			err = b.besideHeld(ctx, count, empty, full)
+			err = b.compareManyClaims(ctx, count, empty, full)
 		}
 		b.subjects = b.subjects[:len(b.subjects)-1]
 		if err := errors.Join(err, full.Stop()); err != nil {
@@ -55,7 +55,7 @@ func (b *bench) fill(ctx context.Context, s *subject, count int) error {
 	return b.written(ctx, claims...)
 }
 
-func (b *bench) besideHeld(ctx context.Context, count int, empty, full *subject) error {
+func (b *bench) compareManyClaims(ctx context.Context, count int, empty, full *subject) error {
 	var prepare, unprepare, prepareFull, unprepareFull, container, containerFull report.Samples
 	for i := range b.samples {
 		err := errors.Join(
@@ -70,17 +70,18 @@ func (b *bench) besideHeld(ctx context.Context, count int, empty, full *subject)
 			return err
 		}
 	}
-	of := b.report.Add("Prepare, nothing held", empty.title, &prepare)
+	of := b.report.Add("Prepare, no claims held", empty.title, &prepare)
 	row := b.report.Add(fmt.Sprintf("Prepare, %d claims held", count), full.title, &prepareFull).Compare(of)
 	b.report.AtMost(fmt.Sprintf("Prepare with %d claims held, p50", count), full.title, row.Ratio50, 1.2, "× empty")
-	of = b.report.Add("Unprepare, nothing held", empty.title, &unprepare)
+	of = b.report.Add("Unprepare, no claims held", empty.title, &unprepare)
 	b.report.Add(fmt.Sprintf("Unprepare, %d claims held", count), full.title, &unprepareFull).Compare(of)
-	of = b.report.Add("CDI of a container, nothing held", empty.title, &container)
+	of = b.report.Add("CDI of a container, no claims held", empty.title, &container)
 	b.report.Add(fmt.Sprintf("CDI of a container, %d claims held", count), full.title, &containerFull).Compare(of)
 	return nil
 }
 
-// inject does what a runtime does for a container: it reads the specs, since one is new, and looks the claim's devices up.
+// inject measures what a container runtime does when it starts a container with a claim: it reads
+// all CDI specs and looks up the claim's devices.
 func (s *subject) inject(ctx context.Context, samples *report.Samples) error {
 	cache, err := cdilib.NewCache(cdilib.WithSpecDirs(s.node.CDIRoot), cdilib.WithAutoRefresh(false))
 	if err != nil {
@@ -97,16 +98,17 @@ func (s *subject) inject(ctx context.Context, samples *report.Samples) error {
 			return err
 		}
 		if cache.GetDevice(id) == nil || cache.GetDevice(cdi.BaseID()) == nil {
-			return fmt.Errorf("CDI devices %s and %s are not there", id, cdi.BaseID())
+			return fmt.Errorf("CDI devices %s and %s are missing", id, cdi.BaseID())
 		}
 		return nil
 	})
 	return errors.Join(err, s.Unprepare(ctx, c))
 }
 
-// footprint: memory after many claims came and went, and what the plugin takes of the processor while nothing happens.
+// footprint measures the plugin's memory after many claims, and its processor time when it is idle.
 func (b *bench) footprint(ctx context.Context) error {
-	// Somewhat more than half a minute after its last call the plugin has given back the memory that calls have needed.
+	// rest is longer than the half minute after which the plugin returns the memory that its last
+	// calls needed.
 	few, many, idle, rest := 1000, 10000, 60*time.Second, 35*time.Second
 	if b.quick {
 		few, many, idle, rest = 20, 40, 2*time.Second, time.Second
@@ -122,7 +124,7 @@ func (b *bench) footprint(ctx context.Context) error {
 			}
 			m, err := s.Memory()
 			in := func(bytes int64) float64 { return float64(bytes) / megabyte }
-			fmt.Fprintf(os.Stderr, "memory of %s after %d cycles: %.1f MB (%.1f MB its own, %.1f MB of its program's file), and %.1f MB of child processes\n",
+			fmt.Fprintf(os.Stderr, "memory of %s after %d cycles: %.1f MB (%.1f MB anonymous, %.1f MB program file), %.1f MB child processes\n",
 				s.title, done, in(m.Plugin), in(m.Own), in(m.Files), in(m.Children))
 			return in(m.Plugin), err
 		}
@@ -144,12 +146,13 @@ func (b *bench) footprint(ctx context.Context) error {
 		b.report.AtMost(fmt.Sprintf("the same, %v later", rest), s.title, rested, 45, "MB")
 		before := s.CPU()
 		<-time.After(idle)
-		b.report.AtMost("processor while nothing happens, with child processes", s.title, 100*float64(s.CPU()-before)/float64(idle), 0.2, "% of a core")
+		b.report.AtMost("processor while idle, with child processes", s.title,
+			100*float64(s.CPU()-before)/float64(idle), 0.2, "% of a core")
 	}
 	return nil
 }
 
-// size: files.
+// size adds the sizes of the plugin's program and of a claim's CDI spec to the report.
 func (b *bench) size(ctx context.Context) error {
 	for _, s := range b.subjects {
 		info, err := os.Stat(s.node.Binary)

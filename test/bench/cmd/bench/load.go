@@ -13,10 +13,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// settleTimeout is for what the plugin does beside its answers.
+// settleTimeout limits how long the benchmark waits for work that the plugin does after it has
+// answered a call.
 const settleTimeout = 30 * time.Second
 
-// written waits until each claim's status says what it was given: that is written beside the answer.
+// written waits until the status of each claim lists its devices. The plugin writes the status
+// after it has answered Prepare.
 func (b *bench) written(ctx context.Context, claims ...*resourceapi.ResourceClaim) error {
 	ctx, cancel := context.WithTimeout(ctx, settleTimeout)
 	defer cancel()
@@ -39,13 +41,14 @@ func (b *bench) written(ctx context.Context, claims ...*resourceapi.ResourceClai
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%d claims do not say what they were given: %w", len(wanted), ctx.Err())
+			return fmt.Errorf("%d claims have no devices in their status: %w", len(wanted), ctx.Err())
 		case <-time.After(5 * pause):
 		}
 	}
 }
 
-// load: what the API server is asked for. Nothing of it depends on time.
+// load counts the requests that the plugin sends to the API server. The counts are the same on a
+// slow and on a fast machine.
 func (b *bench) load(ctx context.Context) error {
 	for _, s := range b.subjects {
 		if err := b.loadOfClaims(ctx, s); err != nil {
@@ -75,7 +78,7 @@ func (b *bench) loadOfClaims(ctx context.Context, s *subject) error {
 	if err := atOnce(s.claims, &ignored, prepare); err != nil {
 		return err
 	}
-	<-time.After(25 * pause) // for what must not come
+	<-time.After(25 * pause) // time for requests that the plugin must not make
 	again, err := b.requests(ctx, "resourceclaims")
 	if err != nil {
 		return err
@@ -87,7 +90,9 @@ func (b *bench) loadOfClaims(ctx context.Context, s *subject) error {
 	return atOnce(s.claims, &ignored, func(c *resourceapi.ResourceClaim) error { return s.Unprepare(ctx, c) })
 }
 
-// loadOfSlices restarts the plugin, which changes nothing, and then has one GPU report an error.
+// loadOfSlices restarts the plugin and reports how many slices it writes, which should be none. It
+// then makes one GPU report an error, and reports whether the plugin writes each slice with a
+// changed taint once.
 func (b *bench) loadOfSlices(ctx context.Context, s *subject) error {
 	before, err := b.requests(ctx, "resourceslices")
 	if err != nil {
@@ -99,7 +104,7 @@ func (b *bench) loadOfSlices(ctx context.Context, s *subject) error {
 	if s.Plugin, err = s.node.Start(ctx); err != nil {
 		return err
 	}
-	<-time.After(100 * pause) // for what must not come
+	<-time.After(100 * pause) // time for requests that the plugin must not make
 	restarted, err := b.requests(ctx, "resourceslices")
 	if err != nil {
 		return err
@@ -121,13 +126,15 @@ func (b *bench) loadOfSlices(ctx context.Context, s *subject) error {
 		return err
 	}
 	none := b.report.AtMost("writes of slices after a restart", s.title, float64(writes(restarted)-writes(before)), 0, "writes")
-	one := b.report.AtMost("writes for each slice in which a GPU's taint changed", s.title, float64(writes(after)-writes(restarted))/float64(changed), 1, "writes")
+	one := b.report.AtMost("writes for each slice in which a GPU's taint changed", s.title,
+		float64(writes(after)-writes(restarted))/float64(changed), 1, "writes")
 	none.Timed, one.Timed = false, false
-	// The GPU is well again after a reset and a new look.
+	// Reset the GPU. The plugin's next scan then removes the taint.
 	return s.node.Change(func(f *state.File) error { return f.Reset(0, true) })
 }
 
-// changed waits until the first GPU is tainted in all of its shapes, and says how many slices are others than before.
+// changed waits until all devices of the first GPU have a taint. It returns how many of the node's
+// slices differ from those in before.
 func (b *bench) changed(ctx context.Context, s *subject, before map[string]resourceapi.ResourceSlice) (int, error) {
 	ctx, cancel := context.WithTimeout(ctx, settleTimeout)
 	defer cancel()
@@ -159,7 +166,7 @@ func (b *bench) changed(ctx context.Context, s *subject, before map[string]resou
 	}
 }
 
-// writes are all requests that change something.
+// writes sums the requests whose verbs change something.
 func writes(counts map[string]int) int {
 	sum := 0
 	for _, verb := range []string{"POST", "PUT", "PATCH", "APPLY", "DELETE", "DELETECOLLECTION"} {

@@ -1,8 +1,10 @@
-// bench measures what the plugin costs: the production program on a simulated GPU node, called over its socket as the kubelet does, with a real API server.
-// In the same run it measures the floor, which is what safety alone would cost on the same disk and with the same API server. Each figure is a ratio
-// of two that were taken in turns, so that it says something on a busy machine too.
+// bench measures the cost of the plugin: the production program on a simulated GPU node, called
+// over its socket as by the kubelet, with a real API server.
 //
-// With several programs it measures all of them, in turns.
+// In the same run it measures the "floor", a minimal safe Prepare on the same disk with the same
+// API server. Each figure is a ratio of two measurements that alternate, so it is meaningful on a
+// busy machine too. If several versions of the plugin are given, bench alternates between them as
+// well.
 package main
 
 import (
@@ -21,11 +23,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// options are the command line's.
+// options are the values of the command-line flags.
 type options struct {
 	programs []string
 	only     *regexp.Regexp
-	// samples is how often short work is done; the rest follows from it.
+	// samples is the number of samples of short work. The numbers of samples of longer work are
+	// fractions of it.
 	samples int
 	quick   bool
 	hold    bool
@@ -59,7 +62,7 @@ func run(ctx context.Context) error {
 		err = b.measure(ctx)
 	}
 	if b != nil {
-		// The machine is left as it was found, whatever ended this.
+		// Clean up even after an interrupt, which has ended ctx.
 		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Minute)
 		defer cancel()
 		err = errors.Join(err, b.end(end))
@@ -72,13 +75,15 @@ func run(ctx context.Context) error {
 
 func parse() (options, error) {
 	var o options
-	programs := flag.String("programs", "build/bin/gpu-kubelet-plugin", "the plugin's program; several, separated by commas, are measured in turns; NAME=PATH names one")
-	only := flag.String("only", "", "regular expression: which of the measurements "+strings.Join(names(), ", ")+" are made; empty means all")
-	flag.IntVar(&o.samples, "samples", 400, "how often work of a few milliseconds is done")
-	flag.BoolVar(&o.quick, "quick", false, "everything once, in seconds: to see that it works. What does not depend on time is held to its limits")
-	flag.BoolVar(&o.hold, "hold", false, "measure nothing: leave everything up for a profiler, until interrupted")
-	flag.StringVar(&o.folder, "folder", os.TempDir(), "where the nodes' files and the plugin's records lie: a short path on the disk that is meant")
-	flag.StringVar(&o.memory, "memory", "/dev/shm", "where CDI specs and logs lie: a tmpfs, as /run is on a node")
+	programs := flag.String("programs", "build/bin/gpu-kubelet-plugin",
+		"comma-separated programs of the plugin, measured alternately; NAME=PATH names one")
+	only := flag.String("only", "", "regular expression that selects among the measurements "+strings.Join(names(), ", ")+"; empty means all")
+	flag.IntVar(&o.samples, "samples", 400, "number of samples of work that takes a few milliseconds")
+	flag.BoolVar(&o.quick, "quick", false, "run everything once, in seconds, and check only limits that do not depend on time")
+	flag.BoolVar(&o.hold, "hold", false, "measure nothing, and keep everything running for a profiler until interrupted")
+	flag.StringVar(&o.folder, "folder", os.TempDir(),
+		"folder for the nodes' files and the plugin's records: a short path on the disk to measure")
+	flag.StringVar(&o.memory, "memory", "/dev/shm", "folder for CDI specs and logs: a tmpfs, like /run on a node")
 	flag.StringVar(&o.json, "json", "", "file for the figures as JSON")
 	flag.Parse()
 	if o.quick {
@@ -95,7 +100,7 @@ func parse() (options, error) {
 	return o, err
 }
 
-// path and title take NAME=PATH apart.
+// path returns the path in the text program, which is NAME=PATH. title returns the name.
 func path(program string) string {
 	if _, p, ok := strings.Cut(program, "="); ok {
 		return p

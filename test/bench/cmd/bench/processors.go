@@ -16,22 +16,24 @@ import (
 )
 
 const (
-	// little is the share of the processors below which a program is not named.
+	// little is a part of the processors' time. The report does not name programs that used less.
 	little = 0.005
-	// slowest is the part of the rounds that has the slowest of a hundred calls in it.
+	// The report shows the slowest 1/slowest of the rounds separately. A round has eight calls, so
+	// these rounds contain about the slowest hundredth of the calls.
 	slowest = 20
 )
 
-// processors says who had them in each round of what is measured.
+// processors records which programs used the processors in each measured round.
 type processors struct{ rounds []round }
 
 type round struct {
 	took time.Duration
-	had  map[string]time.Duration // by program; the kernel's threads are one
+	had  map[string]time.Duration // processor time by program; all kernel threads count as one
 }
 
-// while does it, and notes who had the processors meanwhile. The looks are before and after it, so that what other programs do while one
-// looks is counted too: their shares are a little high, and that of nobody is low by as much, below 0 at worst.
+// while calls do as one round, and records the processor time that each program used in the
+// meantime. Reading these times also takes processor time. So the shares of other programs are
+// slightly too high, and the idle share is slightly too low or even below 0.
 func (p *processors) while(do func() error) error {
 	before, mine, begin := runTimes(), own(), time.Now()
 	err := do()
@@ -51,7 +53,7 @@ func (p *processors) String() string {
 	return fmt.Sprintf("all %d rounds: %s\n  the %d slowest: %s", len(rounds), mean(rounds), len(slow), mean(slow))
 }
 
-// mean is what a round took, and of whose time it was made.
+// mean describes the mean duration of the rounds, and how programs shared the processors in them.
 func mean(rounds []round) string {
 	var sum round
 	sum.had = map[string]time.Duration{}
@@ -73,11 +75,12 @@ func mean(rounds []round) string {
 			part(name, sum.had[name])
 		}
 	}
-	part("nobody and others", rest)
+	part("idle and others", rest)
 	return fmt.Sprintf("%.2f ms; of the processors' time %s", 1e3*(sum.took/n).Seconds(), strings.Join(parts, ", "))
 }
 
-// myself is told of by own, without the looks.
+// myself is the prefix of this process's paths in /proc. The method while skips these paths, and
+// takes this process's time from function own.
 var myself = fmt.Sprintf("/proc/%d/", os.Getpid())
 
 func own() time.Duration {
@@ -88,7 +91,7 @@ func own() time.Duration {
 
 type thread struct{ program, path string }
 
-// runTimes are those of all threads of the machine, to the nanosecond.
+// runTimes returns the processor time so far of every thread of the machine.
 func runTimes() map[thread]time.Duration {
 	times := map[thread]time.Duration{}
 	paths, _ := filepath.Glob("/proc/[0-9]*/task/[0-9]*/schedstat")
@@ -96,7 +99,7 @@ func runTimes() map[thread]time.Duration {
 	for _, path := range paths {
 		raw, err := os.ReadFile(path)
 		if err != nil {
-			continue // it has ended
+			continue // the thread has ended
 		}
 		process := strings.Join(strings.SplitN(path, "/", 4)[:3], "/")
 		if names[process] == "" {

@@ -15,13 +15,15 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/report"
 )
 
-// pause lets what was begun beside an answer come to its end (the claim's status is written then), so that it costs no other subject.
+// pause is how long the benchmark waits after an answer, so that the plugin can finish its work for
+// that call, such as writing the claim's status.
 const pause = 20 * time.Millisecond
 
-// settled is longer than what the plugin leaves for the time after a burst of calls.
+// settled is how long the benchmark waits after many calls, so that the plugin can finish the work
+// that it delays until no more calls arrive.
 const settled = 400 * time.Millisecond
 
-// cycle prepares the claim and gives it back.
+// cycle prepares and unprepares the claim, and adds the durations to prepares and unprepares.
 func (s *subject) cycle(ctx context.Context, c *resourceapi.ResourceClaim, prepares, unprepares *report.Samples) error {
 	if err := prepares.Time(func() error { return s.Prepare(ctx, c) }); err != nil {
 		return err
@@ -32,7 +34,7 @@ func (s *subject) cycle(ctx context.Context, c *resourceapi.ResourceClaim, prepa
 	return err
 }
 
-// single: one whole GPU after the other, in turns with the floor.
+// single measures Prepare and Unprepare of one whole GPU at a time, alternating with the floor.
 func (b *bench) single(ctx context.Context) error {
 	prepares, unprepares := make([]report.Samples, len(b.subjects)), make([]report.Samples, len(b.subjects))
 	for i := range b.samples {
@@ -45,7 +47,8 @@ func (b *bench) single(ctx context.Context) error {
 			}
 		}
 	}
-	floorPrepare, floorUnprepare := b.report.Add("Prepare", "floor", &b.floor.prepares), b.report.Add("Unprepare", "floor", &b.floor.unprepares)
+	floorPrepare := b.report.Add("Prepare", "floor", &b.floor.prepares)
+	floorUnprepare := b.report.Add("Unprepare", "floor", &b.floor.unprepares)
 	for j, s := range b.subjects {
 		row := b.report.Add("Prepare", s.title, &prepares[j]).Compare(floorPrepare)
 		b.report.AtMost("whole-GPU Prepare, one at a time, p50", s.title, row.Ratio50, 1.5, "× floor")
@@ -56,7 +59,8 @@ func (b *bench) single(ctx context.Context) error {
 	return nil
 }
 
-// repeated: the kubelet asks again for a claim that is prepared, in turns with nothing but the read of the claim.
+// repeated measures Prepare of a claim that is already prepared, alternating with a mere read of
+// the claim.
 func (b *bench) repeated(ctx context.Context) error {
 	var get report.Samples
 	again := make([]report.Samples, len(b.subjects))
@@ -87,7 +91,8 @@ func (b *bench) repeated(ctx context.Context) error {
 	return nil
 }
 
-// atOnce does the work for all claims at the same moment and adds how long each took, and all of them.
+// atOnce runs work for all claims at the same moment. It adds each duration, and the total time, to
+// samples.
 func atOnce(claims []*resourceapi.ResourceClaim, samples *report.Samples, work func(*resourceapi.ResourceClaim) error) error {
 	each, errs := make([]report.Samples, len(claims)), make([]error, len(claims))
 	var all sync.WaitGroup
@@ -103,9 +108,10 @@ func atOnce(claims []*resourceapi.ResourceClaim, samples *report.Samples, work f
 	return errors.Join(errs...)
 }
 
-// together: eight claims for eight GPUs at the same moment, in turns with one alone, with eight floors at the same moment, and with what of those is the API
-// server's.
-func (b *bench) together(ctx context.Context) error {
+// parallel measures eight simultaneous claims for eight GPUs. It alternates with one claim at a
+// time, with eight simultaneous Prepares of the floor, and with eight simultaneous reads of a
+// claim.
+func (b *bench) parallel(ctx context.Context) error {
 	var get, floor report.Samples
 	one, all, back := make([]report.Samples, len(b.subjects)), make([]report.Samples, len(b.subjects)), make([]report.Samples, len(b.subjects))
 	var ignored report.Samples
@@ -114,15 +120,18 @@ func (b *bench) together(ctx context.Context) error {
 		floors[c.Name] = b.floor.files(fmt.Sprint(i))
 	}
 	processor, busy := make([]time.Duration, len(b.subjects)), make([]processors, len(b.subjects))
-	// Garbage of this measurement is nothing of what it measures: it is collected between rounds. It had a part in the slowest of a hundred.
+	// The benchmark's own garbage collection would affect the 99th percentile. It is off, and the loop
+	// collects garbage between the rounds.
 	defer debug.SetGCPercent(debug.SetGCPercent(-1))
-	// Each round is eight samples, and a percentile of few says nothing.
+	// Each round gives eight samples, so half as many rounds give enough for percentiles.
 	for range max(b.samples/2, 3) {
 		runtime.GC()
 		<-time.After(pause)
 		err := atOnce(b.subjects[0].claims, &get, func(*resourceapi.ResourceClaim) error { return b.floor.read(ctx) })
 		<-time.After(pause)
-		err = errors.Join(err, atOnce(b.subjects[0].claims, &floor, func(c *resourceapi.ResourceClaim) error { return b.floor.prepare(ctx, floors[c.Name]) }))
+		err = errors.Join(err, atOnce(b.subjects[0].claims, &floor, func(c *resourceapi.ResourceClaim) error {
+			return b.floor.prepare(ctx, floors[c.Name])
+		}))
 		<-time.After(pause)
 		for j, s := range b.subjects {
 			before := s.CPU()
@@ -143,14 +152,16 @@ func (b *bench) together(ctx context.Context) error {
 	floorRow := b.report.Add("Prepare, 8 at once", "floor", &floor)
 	for j, s := range b.subjects {
 		each := processor[j] / time.Duration(len(one[j].All)+len(all[j].All))
-		fmt.Fprintf(os.Stderr, "the processor's time of %s for a Prepare with its Unprepare and what comes after: %s\n", s.title, each.Round(10*time.Microsecond))
-		fmt.Fprintf(os.Stderr, "who had the processors during eight at once of %s: %s\n", s.title, &busy[j])
-		alone := b.report.Add("Prepare beside it, one", s.title, &one[j])
+		fmt.Fprintf(os.Stderr, "processor time of %s for a Prepare, its Unprepare and the work after them: %s\n",
+			s.title, each.Round(10*time.Microsecond))
+		fmt.Fprintf(os.Stderr, "use of the processors during eight at once of %s: %s\n", s.title, &busy[j])
+		alone := b.report.Add("Prepare of one claim, alternating with 8 at once", s.title, &one[j])
 		row := b.report.Add("Prepare, 8 at once", s.title, &all[j]).Compare(floorRow)
 		b.report.Add("Unprepare, 8 at once", s.title, &back[j])
 		b.report.AtMost("8 at once on 8 GPUs: p99 to p50 of one", s.title, row.P99/alone.P50, 4, "×")
 		b.report.AtLeast("8 at once on 8 GPUs: throughput to one at a time", s.title, row.PerSecond/alone.PerSecond, 3, "×")
-		b.report.AtLeast("8 at once on 8 GPUs: throughput to what the disk and the API give", s.title, row.PerSecond/floorRow.PerSecond, 1/1.5, "×")
+		b.report.AtLeast("8 at once on 8 GPUs: throughput to that of disk and API", s.title,
+			row.PerSecond/floorRow.PerSecond, 1/1.5, "×")
 	}
 	return nil
 }

@@ -13,7 +13,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/report"
 )
 
-// start: from the process's start until the kubelet has registered it and all devices are in the API server, which has none of them before.
+// start measures two times: from the start of the plugin's process until the plugin is registered,
+// and until its devices are published. The API server has no slices of the node before.
 func (b *bench) start(ctx context.Context) error {
 	rounds := max(b.samples/40, 2)
 	for _, s := range b.subjects {
@@ -50,7 +51,8 @@ func (b *bench) start(ctx context.Context) error {
 	return nil
 }
 
-// startOnce starts the plugin on a node of which nothing is published, and stops it again.
+// startOnce starts the plugin on a node without slices and stops it again. registered and published
+// are the times since its start.
 func (b *bench) startOnce(ctx context.Context, n *node.Node) (registered, published time.Duration, _ error) {
 	api := b.client.ResourceV1().ResourceSlices()
 	of := metav1.ListOptions{FieldSelector: resourceapi.ResourceSliceSelectorNodeName + "=" + n.Name}
@@ -100,7 +102,8 @@ func (b *bench) startOnce(ctx context.Context, n *node.Node) (registered, publis
 	return p.Registered, published, err
 }
 
-// isComplete says whether these are all slices of a pool.
+// isComplete reports whether slices has as many ResourceSlices as each of them names for its pool,
+// with at least one device.
 func isComplete(slices map[string]resourceapi.ResourceSlice) bool {
 	devices := 0
 	for _, s := range slices {

@@ -1,7 +1,10 @@
-// pods measures how much later a Pod starts because it claims a GPU: a real cluster with a simulated 8-GPU node and the chart, and in turns a Pod with a
-// claim and the same Pod without one, each from its creation until the API server says that its container runs. The hooks that the claim's container is
-// made with are part of the difference. The Pod with a claim is also started on a node that has the CDI specs of many other claims, all of which a container
-// runtime reads.
+// pods measures how much longer a Pod takes to start if it has a claim for a GPU. On a real cluster
+// with a simulated 8-GPU node and the chart, it alternately starts a Pod with a claim and the same
+// Pod without. The time runs from the Pod's creation until the API server reports a running
+// container. It includes the container's CDI hooks.
+//
+// pods also starts both Pods on a node with the CDI specs of many other claims, because a container
+// runtime reads all specs.
 package main
 
 import (
@@ -18,16 +21,19 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/report"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/stand"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
 const (
-	// most is how many milliseconds later a Pod with a claim may start at the median, beside the time of its hooks.
-	most = 100
-	// crowd is how many claims the other ones are, and crowded how much longer a container's start may take beside them.
-	crowd   = 499
-	crowded = 1.1
-	// block is how many Pods are started before the others' specs come or go, since the runtime reads all of them for each that does.
+	// mostDelay limits how much longer a Pod with a claim takes than one without, in milliseconds. It
+	// applies to the medians.
+	mostDelay = 100
+	// otherClaims is the number of claims whose CDI specs are added to the node. mostSlowdown limits
+	// how many times longer a container then takes to start.
+	otherClaims  = 499
+	mostSlowdown = 1.1
+	// block is the number of Pods between two changes of the added CDI specs. After each change the
+	// runtime reads all specs again.
 	block = 20
 
 	nodeName = "node1"
@@ -44,7 +50,7 @@ func main() {
 }
 
 func run(ctx context.Context) error {
-	count := flag.Int("pods", 100, "how many Pods of each kind are started, one after the other")
+	count := flag.Int("pods", 100, "number of Pods of each kind")
 	file := flag.String("json", "", "file for the figures as JSON")
 	flag.Parse()
 	if os.Geteuid() != 0 {
@@ -52,7 +58,7 @@ func run(ctx context.Context) error {
 	}
 	var r report.Report
 	load, _ := os.ReadFile("/proc/loadavg")
-	r.Machine = fmt.Sprintf("load average at the beginning %.14s", load)
+	r.Machine = fmt.Sprintf("load average at the start %.14s", load)
 	if err := onCluster(ctx, *count, &r); err != nil {
 		return err
 	}
@@ -68,23 +74,23 @@ func run(ctx context.Context) error {
 	return r.Table(os.Stdout)
 }
 
-// onCluster has a cluster with the chart for as long as it measures.
+// onCluster starts a cluster with the chart, measures there, and deletes the cluster.
 func onCluster(ctx context.Context, count int, r *report.Report) (err error) {
-	root, err := stand.Root()
+	root, err := clusterharness.Root()
 	if err != nil {
 		return err
 	}
-	sim, err := stand.BuildSimulator(ctx, root, os.Stderr)
+	sim, err := clusterharness.BuildSimulator(ctx, root, os.Stderr)
 	if err != nil {
 		return err
 	}
-	archive, err := stand.BuildImage(ctx, root, os.Stderr)
+	archive, err := clusterharness.BuildImage(ctx, root, os.Stderr)
 	if err != nil {
 		return err
 	}
 	name := fmt.Sprintf("pods%d", os.Getpid()%1000000)
 	defer func() {
-		// The machine is left as it was found, whatever ended this.
+		// Clean up even after an interrupt, which has ended ctx.
 		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Minute)
 		defer cancel()
 		err = errors.Join(err, cluster.Down(end, name))
@@ -93,7 +99,7 @@ func onCluster(ctx context.Context, count int, r *report.Report) (err error) {
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(c.LoadImage(ctx, archive), stand.Install(ctx, c, root)); err != nil {
+	if err := errors.Join(c.LoadImage(ctx, archive), clusterharness.Install(ctx, c, root)); err != nil {
 		return err
 	}
 	config, err := c.RESTConfig()
@@ -111,40 +117,44 @@ func onCluster(ctx context.Context, count int, r *report.Report) (err error) {
 	return measure(ctx, meter{client: client, node: node}, count, r)
 }
 
-// measure starts Pods of both kinds in turns, so many with nothing else there, and as many beside the specs of other claims.
+// measure starts count Pods with and without a claim, alternately. It does so first without other
+// CDI specs on the node, and then with those of many claims.
 func measure(ctx context.Context, m meter, count int, r *report.Report) error {
-	const program = stand.Release
+	const program = clusterharness.Release
 	if err := m.makeTemplate(ctx); err != nil {
 		return err
 	}
 	var unclaimed, claimed, unclaimedAmong, among starts
 	for i := 0; i < count; i += block {
 		n := min(block, count-i)
-		if err := m.inTurns(ctx, fmt.Sprintf("alone-%d", i), n, &unclaimed, &claimed); err != nil {
+		if err := m.interleaved(ctx, fmt.Sprintf("alone-%d", i), n, &unclaimed, &claimed); err != nil {
 			return err
 		}
-		if err := m.gather(ctx); err != nil {
+		if err := m.addSpecs(ctx); err != nil {
 			return err
 		}
-		err := m.inTurns(ctx, fmt.Sprintf("among-%d", i), n, &unclaimedAmong, &among)
-		if err := errors.Join(err, m.disperse(ctx)); err != nil {
+		err := m.interleaved(ctx, fmt.Sprintf("among-%d", i), n, &unclaimedAmong, &among)
+		if err := errors.Join(err, m.removeSpecs(ctx)); err != nil {
 			return err
 		}
 	}
 	of := r.Add("a Pod without a claim, from its creation until it runs", program, &unclaimed.pod)
 	row := r.Add("the same Pod with a GPU claimed", program, &claimed.pod).Compare(of)
-	r.Add(fmt.Sprintf("the same, beside the CDI specs of %d claims", crowd), program, &among.pod).Compare(row)
-	r.Add("making and starting the container without a claim", program, &unclaimed.container)
-	r.Add(fmt.Sprintf("the same, beside the CDI specs of %d claims", crowd), program, &unclaimedAmong.container)
-	alone := r.Add("making and starting the container with a GPU claimed", program, &claimed.container)
-	beside := r.Add(fmt.Sprintf("the same, beside the CDI specs of %d claims", crowd), program, &among.container).Compare(alone)
-	r.AtMost("a claimed Pod's start beyond the other's, p50, hooks included", program, row.P50-of.P50, most, "ms")
-	r.AtMost(fmt.Sprintf("making and starting a container, %d claims to 1, p50", crowd+1), program, beside.Ratio50, crowded, "x")
+	r.Add(fmt.Sprintf("the same, with the CDI specs of %d claims", otherClaims), program, &among.pod).Compare(row)
+	r.Add("creating and starting the container without a claim", program, &unclaimed.container)
+	r.Add(fmt.Sprintf("the same, with the CDI specs of %d claims", otherClaims), program, &unclaimedAmong.container)
+	alone := r.Add("creating and starting the container with a GPU claimed", program, &claimed.container)
+	amongRow := r.Add(fmt.Sprintf("the same, with the CDI specs of %d claims", otherClaims), program, &among.container).Compare(alone)
+	r.AtMost("a claimed Pod's start beyond the other's, p50, hooks included", program, row.P50-of.P50, mostDelay, "ms")
+	r.AtMost(fmt.Sprintf("creating and starting a container, %d claims to 1, p50", otherClaims+1), program, amongRow.Ratio50, mostSlowdown,
+		"x")
 	return nil
 }
 
-// inTurns starts so many Pods of each kind. The first of each is not counted: what is only made once is there then.
-func (m meter) inTurns(ctx context.Context, name string, count int, unclaimed, claimed *starts) error {
+// interleaved alternately starts count Pods without and with a claim, and adds their times to
+// unclaimed and claimed. The first Pod of each kind does not count, because it causes one-time
+// work.
+func (m meter) interleaved(ctx context.Context, name string, count int, unclaimed, claimed *starts) error {
 	for i := range count + 1 {
 		without, err := m.start(ctx, fmt.Sprintf("%s-without-%d", name, i), false)
 		if err != nil {

@@ -31,20 +31,21 @@ import (
 const (
 	namespace = metav1.NamespaceDefault
 	template  = "one-gpu"
-	// patience is how long a Pod may take to start, or to end.
-	patience = 2 * time.Minute
+	// podTimeout limits how long a Pod may take to start and end.
+	podTimeout = 2 * time.Minute
 
 	cdiDir      = "/var/run/cdi"
-	crowdVendor = "k8s.crowd.example"
+	otherVendor = "k8s.crowd.example"
 )
 
-// meter starts Pods.
+// meter starts Pods on the node and measures them.
 type meter struct {
 	client kubernetes.Interface
 	node   *cluster.Node
 }
 
-// started is how long it took from a Pod's creation until it was seen to run, and how much of that the making and the start of its container were.
+// started has the times of one Pod's start. pod is the time from its creation until it runs.
+// container is the part in which the runtime created and started the container.
 type started struct{ pod, container time.Duration }
 
 type starts struct{ pod, container report.Samples }
@@ -55,7 +56,9 @@ func (s *starts) add(one started) {
 
 func (m meter) makeTemplate(ctx context.Context) error {
 	t := &resourceapi.ResourceClaimTemplate{ObjectMeta: metav1.ObjectMeta{Name: template}}
-	t.Spec.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "gpu", Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: driver.DriverName}}}
+	t.Spec.Spec.Devices.Requests = []resourceapi.DeviceRequest{
+		{Name: "gpu", Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: driver.DriverName}},
+	}
 	_, err := m.client.ResourceV1().ResourceClaimTemplates(namespace).Create(ctx, t, metav1.CreateOptions{})
 	return err
 }
@@ -63,7 +66,8 @@ func (m meter) makeTemplate(ctx context.Context) error {
 func pod(name string, claimed bool) *corev1.Pod {
 	p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}}
 	p.Spec.RestartPolicy = corev1.RestartPolicyNever
-	// With 0 the Pod and its claim would be gone before the kubelet has given back the GPU, and the next Pod would be sent there too early.
+	// With 0 the API server would delete the Pod and its claim before the kubelet unprepares the GPU.
+	// The scheduler could then allocate that GPU to the next Pod too early.
 	p.Spec.TerminationGracePeriodSeconds = ptr.To[int64](1)
 	p.Spec.Containers = []corev1.Container{{Name: "main", Image: cluster.TestImage, Command: []string{"sleep", "infinity"}}}
 	if claimed {
@@ -73,9 +77,10 @@ func pod(name string, claimed bool) *corev1.Pod {
 	return p
 }
 
-// start starts a Pod. Nothing of it is left then.
+// start starts a Pod, measures its start, and deletes it. claimed says whether the Pod has a claim
+// for a GPU.
 func (m meter) start(ctx context.Context, name string, claimed bool) (started, error) {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, podTimeout)
 	defer cancel()
 	pods := m.client.CoreV1().Pods(namespace)
 	seen, err := pods.Watch(ctx, metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, name).String()})
@@ -112,7 +117,8 @@ func (m meter) start(ctx context.Context, name string, claimed bool) (started, e
 	return started{pod: took, container: after - before}, nil
 }
 
-// containers is how long the node's container runtime has taken so far to make and start containers, by what the kubelet counts.
+// containers returns the total time so far that the runtime took to create and start containers. It
+// comes from the kubelet's metrics.
 func (m meter) containers(ctx context.Context) (time.Duration, error) {
 	text, err := m.client.CoreV1().RESTClient().Get().Resource("nodes").Name(nodeName).SubResource("proxy", "metrics").DoRaw(ctx)
 	if err != nil {
@@ -120,9 +126,10 @@ func (m meter) containers(ctx context.Context) (time.Duration, error) {
 	}
 	var sum time.Duration
 	for _, operation := range []string{"create_container", "start_container"} {
-		_, value, found := strings.Cut(string(text), fmt.Sprintf("\nkubelet_runtime_operations_duration_seconds_sum{operation_type=%q} ", operation))
+		metric := fmt.Sprintf("\nkubelet_runtime_operations_duration_seconds_sum{operation_type=%q} ", operation)
+		_, value, found := strings.Cut(string(text), metric)
 		if !found {
-			continue // there was none yet
+			continue // no such operation yet
 		}
 		value, _, _ = strings.Cut(value, "\n")
 		seconds, err := strconv.ParseFloat(value, 64)
@@ -134,19 +141,23 @@ func (m meter) containers(ctx context.Context) (time.Duration, error) {
 	return sum, nil
 }
 
-// gather puts the CDI specs of many claims on the node, by another vendor's name, so that the plugin has nothing to do with them.
-func (m meter) gather(ctx context.Context) error {
+// addSpecs puts the CDI specs of many invented claims on the node. The specs have another vendor,
+// so the plugin ignores them.
+func (m meter) addSpecs(ctx context.Context) error {
 	var files bytes.Buffer
 	archive := tar.NewWriter(&files)
-	for i := range crowd {
+	for i := range otherClaims {
 		uid := types.UID(fmt.Sprintf("%08d-0000-4000-8000-000000000000", i))
-		edits := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", i%8), HostPath: fmt.Sprintf("/dev/nvidia%d", i%8)}}}
-		_, spec, err := cdi.Render(specs.ContainerEdits{}, []cdi.ClaimDevice{{Name: cdi.ClaimDeviceName(uid, "gpu-0000-1b-00-0", nil), Edits: edits}})
+		path := fmt.Sprintf("/dev/nvidia%d", i%8)
+		edits := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: path, HostPath: path}}}
+		_, spec, err := cdi.Render(specs.ContainerEdits{}, []cdi.ClaimDevice{
+			{Name: cdi.ClaimDeviceName(uid, "gpu-0000-1b-00-0", nil), Edits: edits},
+		})
 		if err != nil {
 			return err
 		}
-		spec = bytes.ReplaceAll(spec, []byte(cdi.Vendor+"/"), []byte(crowdVendor+"/"))
-		header := &tar.Header{Name: fmt.Sprintf("%s-claim_%s.json", crowdVendor, uid), Mode: 0o600, Size: int64(len(spec)), Typeflag: tar.TypeReg}
+		spec = bytes.ReplaceAll(spec, []byte(cdi.Vendor+"/"), []byte(otherVendor+"/"))
+		header := &tar.Header{Name: fmt.Sprintf("%s-claim_%s.json", otherVendor, uid), Mode: 0o600, Size: int64(len(spec)), Typeflag: tar.TypeReg}
 		if err := archive.WriteHeader(header); err != nil {
 			return err
 		}
@@ -163,29 +174,33 @@ func (m meter) gather(ctx context.Context) error {
 	return m.settle(ctx)
 }
 
-// disperse takes them away.
-func (m meter) disperse(ctx context.Context) error {
-	if _, err := m.node.Exec(ctx, "find", cdiDir, "-name", crowdVendor+"-claim_*.json", "-delete"); err != nil {
-		return fmt.Errorf("take CDI specs off the node: %w", err)
+// removeSpecs removes the specs that addSpecs put on the node.
+func (m meter) removeSpecs(ctx context.Context) error {
+	if _, err := m.node.Exec(ctx, "find", cdiDir, "-name", otherVendor+"-claim_*.json", "-delete"); err != nil {
+		return fmt.Errorf("remove CDI specs from the node: %w", err)
 	}
 	return m.settle(ctx)
 }
 
-// settle waits until the container runtime has read what has changed: until it has used no processor time to speak of for a second.
+// settle waits until the container runtime has read all changed specs: until it has used almost no
+// processor time for a second.
 func (m meter) settle(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, podTimeout)
 	defer cancel()
 	for before := -1; ; {
-		// Fields 14 and 15 are the processor time of the process so far, in hundredths of a second.
-		text, err := m.node.Exec(ctx, "sh", "-c", `for p in /proc/[0-9]*; do read -r name 2>/dev/null <$p/comm && [ "$name" = containerd ] && cut -d' ' -f14,15 $p/stat; done; true`)
+		// Fields 14 and 15 of /proc/PID/stat are the user and kernel time of the process, in hundredths
+		// of a second.
+		text, err := m.node.Exec(ctx, "sh", "-c", `for p in /proc/[0-9]*; do
+			read -r name 2>/dev/null <$p/comm && [ "$name" = containerd ] && cut -d' ' -f14,15 $p/stat
+			done; true`)
 		if err != nil {
-			return fmt.Errorf("look at the container runtime: %w", err)
+			return fmt.Errorf("read the container runtime's processor time: %w", err)
 		}
 		now := 0
 		for _, field := range strings.Fields(text) {
 			n, err := strconv.Atoi(field)
 			if err != nil {
-				return fmt.Errorf("look at the container runtime: %w", err)
+				return fmt.Errorf("read the container runtime's processor time: %w", err)
 			}
 			now += n
 		}
@@ -196,7 +211,7 @@ func (m meter) settle(ctx context.Context) error {
 		select {
 		case <-time.After(time.Second):
 		case <-ctx.Done():
-			return fmt.Errorf("the container runtime does not come to rest: %w", ctx.Err())
+			return fmt.Errorf("the container runtime is not idle: %w", ctx.Err())
 		}
 	}
 }

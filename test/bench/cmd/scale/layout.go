@@ -16,32 +16,37 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/node"
 )
 
-// The names of layouts that others are compared with, or that have fewer nodes.
+// These are the names of two layouts (see type layout): the one with which others are compared, and
+// the one that runs on fewer nodes.
 const (
 	whole   = "whole"
 	dynamic = "dynamic"
 )
 
-// The classes, as the chart has them.
+// These are the device classes that the chart installs.
 const (
 	wholeClass = "gpu.nvidia.com"
 	migClass   = "mig.nvidia.com"
 )
 
-// layout is what the nodes of a cluster publish, and which claims are made there.
+// layout is one way to set up the nodes of a cluster: which devices they publish, and which kinds
+// of claims are measured there.
 type layout struct {
 	name string
-	// policy is that of the nodes' plugins, pool that of a tenth as many nodes more.
+	// policy is the MIG policy of the plugins on the nodes. If pool is not empty, the layout has a
+	// tenth as many additional nodes, and pool is their MIG policy.
 	policy, pool string
 	claims       []claim
-	// held says that claims for whole GPUs are held to leastRate.
-	held bool
+	// limited is set when the rate of allocations of whole GPUs must be at least leastRate in this
+	// layout. The benchmark reports a goal for it.
+	limited bool
 }
 
-// claim is what each claim of one measurement asks for.
+// claim is one kind of claim. All claims of a measurement are of the same kind.
 type claim struct {
 	name, class, profile string
-	// avoidsPool keeps the claim's Pod away from the pool's nodes by a node selector.
+	// avoidsPool gives the claim's Pod a node selector that excludes the additional nodes with policy
+	// layout.pool.
 	avoidsPool bool
 }
 
@@ -53,15 +58,15 @@ var (
 
 var layouts = []layout{
 	{name: whole, policy: "off", claims: []claim{aGPU}},
-	{name: "default", policy: "static", claims: []claim{aGPU}, held: true},
-	{name: "mixed", policy: "static", pool: "dynamic(1g.10gb,3g.40gb)", claims: []claim{aGPU, outsidePool}, held: true},
+	{name: "default", policy: "static", claims: []claim{aGPU}, limited: true},
+	{name: "mixed", policy: "static", pool: "dynamic(1g.10gb,3g.40gb)", claims: []claim{aGPU, outsidePool}, limited: true},
 	{name: dynamic, policy: "dynamic", claims: []claim{aGPU, aPartition}},
 }
 
-// poolOf is how many nodes there are for each one of the pool.
+// Of each poolOf nodes, one is an additional node with policy layout.pool.
 const poolOf = 11
 
-// total is how many nodes a layout has where size is asked for.
+// total returns the number of nodes including the additional ones. size is the number without them.
 func (l layout) total(size int) int {
 	if l.pool == "" {
 		return size
@@ -69,11 +74,11 @@ func (l layout) total(size int) int {
 	return size + size/(poolOf-1)
 }
 
-// inPool says whether the node with the given number belongs to the pool. Its nodes lie among the
-// others.
+// inPool reports whether node number i is an additional node with policy layout.pool. These nodes
+// are spread evenly among the others.
 func (l layout) inPool(i int) bool { return l.pool != "" && i%poolOf == poolOf-1 }
 
-// model is the slices of one node, in their order.
+// model has the specs of the ResourceSlices that a plugin publishes for one node, in their order.
 type model []resourceapi.ResourceSliceSpec
 
 func (s *scale) classes(ctx context.Context) error {
@@ -91,7 +96,8 @@ func (s *scale) classes(ctx context.Context) error {
 	return nil
 }
 
-// models asks the plugin what it publishes under each policy.
+// models runs the plugin under each MIG policy, and stores the slices that it publishes in
+// s.published.
 func (s *scale) models(ctx context.Context, o node.Options) error {
 	s.published = map[string]model{}
 	for _, l := range s.layouts {
@@ -121,7 +127,8 @@ func (m model) String() string {
 	return fmt.Sprintf("%d slices, %d devices, %d KB a node as the API server stores them", len(m), devices, stored/1000)
 }
 
-// ask runs the plugin on a node until its pool is complete.
+// ask runs the plugin on a node until it has published all slices of its pool, and returns them. It
+// removes the node and the slices again.
 func (s *scale) ask(ctx context.Context, o node.Options) (model, error) {
 	n, err := node.New(ctx, o)
 	if err != nil {
@@ -139,17 +146,19 @@ func (s *scale) ask(ctx context.Context, o node.Options) (model, error) {
 	return all, s.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, of)
 }
 
-// complete waits for the node's whole pool.
+// complete waits until all slices of the node's pool are published, and returns their specs.
 func (s *scale) complete(ctx context.Context, name string) (model, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	for {
-		list, err := s.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: resourceapi.ResourceSliceSelectorNodeName + "=" + name})
+		list, err := s.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{
+			FieldSelector: resourceapi.ResourceSliceSelectorNodeName + "=" + name,
+		})
 		if err != nil {
 			return nil, err
 		}
 		var all model
-		for _, slice := range list.Items { // by name, which begins with the place in the pool
+		for _, slice := range list.Items { // ordered by name, which begins with the position in the pool
 			all = append(all, slice.Spec)
 		}
 		if len(all) > 0 && int64(len(all)) == all[0].Pool.ResourceSliceCount {
@@ -163,12 +172,15 @@ func (s *scale) complete(ctx context.Context, name string) (model, error) {
 	}
 }
 
-// publish gives a node the model's slices, named as the plugin names them.
+// publish creates the slices of model m for the node, with the names that the plugin would give
+// them.
 func (s *scale) publish(ctx context.Context, name string, m model) error {
 	for i, spec := range m {
 		spec.Driver, spec.NodeName = driver.DriverName, &name
 		spec.Pool = resourceapi.ResourcePool{Name: name, Generation: 1, ResourceSliceCount: int64(len(m))}
-		slice := &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%05x-%s-%s", i, driver.DriverName, name)}, Spec: spec}
+		slice := &resourceapi.ResourceSlice{
+			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%05x-%s-%s", i, driver.DriverName, name)}, Spec: spec,
+		}
 		_, err := s.client.ResourceV1().ResourceSlices().Create(ctx, slice, metav1.CreateOptions{})
 		if err != nil && !apierrors.IsAlreadyExists(err) {
 			return fmt.Errorf("publish the slices of node %s: %w", name, err)

@@ -1,9 +1,9 @@
-// scale measures what the slices that each node publishes cost the scheduler of a large cluster.
+// scale measures how the nodes' slices affect the speed of the scheduler in a large cluster.
 //
-// It copies the slices that the production plugin publishes for a simulated node to hundreds of
-// Node objects without kubelets, in a real API server. The real scheduler allocates claims and
-// binds their Pods. Each version of Kubernetes has a cluster of its own, with that version's
-// defaults. Layouts of the nodes are measured in turns, and medians are compared.
+// It takes the slices that the production plugin publishes for a simulated node, and creates them
+// for hundreds of Node objects without kubelets in a real API server. The real scheduler allocates
+// claims and binds their Pods. Each version of Kubernetes has a cluster of its own, with that
+// version's defaults. scale alternates between layouts of the nodes, and compares medians.
 package main
 
 import (
@@ -33,10 +33,11 @@ type options struct {
 	kubernetes []string
 	layouts    []layout
 	nodes      []int
-	// mostDynamic is the largest number of nodes with every shape.
+	// mostDynamic is the largest number of nodes for the layout in which each node publishes every
+	// placement.
 	mostDynamic int
 	claims      int
-	turns       int
+	rounds      int
 	limit       time.Duration
 	profiles    string
 	json        string
@@ -58,14 +59,15 @@ func parse() (options, error) {
 	for _, l := range layouts {
 		names = append(names, l.name)
 	}
-	versions := flag.String("kubernetes", "v1.37.0,v1.36.3", "versions of Kubernetes; one that is not in the build cache is built first")
-	nodes := flag.String("nodes", "50,500", "how many nodes, in ascending order; the layout mixed has a tenth more, with partitions")
+	versions := flag.String("kubernetes", "v1.37.0,v1.36.3", "versions of Kubernetes, built first unless they are in the build cache")
+	nodes := flag.String("nodes", "50,500", "numbers of nodes in ascending order; the layout mixed has a tenth more, with partitions")
 	chosen := flag.String("layouts", strings.Join(names, ","), "what the nodes publish; all are compared with "+whole)
 	flag.StringVar(&o.program, "program", "build/bin/gpu-kubelet-plugin", "the plugin's program")
-	flag.IntVar(&o.mostDynamic, "most-dynamic", 50, "how many nodes the layout "+dynamic+" has at most")
-	flag.IntVar(&o.claims, "claims", 100, "how many claims are allocated in one measurement")
-	flag.IntVar(&o.turns, "turns", 3, "how often each layout is measured")
-	flag.DurationVar(&o.limit, "limit", 2*time.Minute, "how long one measurement may take; what is done by then counts, and larger sizes are left out")
+	flag.IntVar(&o.mostDynamic, "most-dynamic", 50, "largest number of nodes of the layout "+dynamic)
+	flag.IntVar(&o.claims, "claims", 100, "number of claims in one measurement")
+	flag.IntVar(&o.rounds, "rounds", 3, "number of measurements of each layout")
+	flag.DurationVar(&o.limit, "limit", 2*time.Minute,
+		"time limit of one measurement, which then counts as it is; larger sizes are skipped")
 	flag.StringVar(&o.profiles, "profiles", "", "folder for a profile of the scheduler's CPU from each measurement's first seconds")
 	flag.StringVar(&o.json, "json", "", "file for the figures as JSON")
 	flag.Parse()
@@ -97,13 +99,13 @@ func run(ctx context.Context) error {
 	s := &scale{options: o, costs: map[key]*costs{}}
 	for _, s.version = range o.kubernetes {
 		if err = s.onCluster(ctx); err != nil {
-			break // what was measured until then took long enough to be printed
+			break // print what was measured so far
 		}
 	}
 	return errors.Join(err, s.print())
 }
 
-// onCluster measures with one version of Kubernetes.
+// onCluster starts a cluster with version s.version of Kubernetes and measures there.
 func (s *scale) onCluster(ctx context.Context) (err error) {
 	name := fmt.Sprintf("scale%d", os.Getpid()%1000000)
 	folder, err := os.MkdirTemp("", "scale-")
@@ -162,29 +164,31 @@ func (s *scale) print() error {
 	return nil
 }
 
-// key is a kind of claim on nodes of a layout, with a version of Kubernetes.
+// key identifies a measurement by the version of Kubernetes, the layout, the number of nodes and
+// the kind of claim.
 type key struct {
 	kubernetes, layout, claim string
 	nodes                     int
 }
 
-// costs are what a claim took, in each turn.
+// costs has the time per claim in each round of one measurement.
 type costs struct {
-	// elapsed is what a user sees, on a machine on which everything runs. processor is the
-	// scheduler's own part.
+	// elapsed is the time that passed per claim. It depends on all programs on the machine. processor
+	// is the processor time of the scheduler per claim.
 	elapsed, processor report.Samples
 }
 
-// leastRate is how many claims for whole GPUs a second a cluster gets done with the slices of a
-// default install, as a part of those that it gets done with nothing but whole GPUs.
+// leastRate is the lowest permitted rate of allocations in a layout with limited set. It is
+// relative to the rate in the layout "whole", in which nodes publish only whole GPUs.
 const leastRate = 0.8
 
-// conclude compares every layout with whole GPUs only, at the same size.
+// conclude compares every layout with the layout "whole" at the same number of nodes, and returns
+// the rows and goals.
 func (s *scale) conclude() *report.Report {
 	r := &report.Report{Machine: s.machine()}
 	for _, version := range s.kubernetes {
 		for _, size := range s.nodes {
-			var elapsed, processor *report.Row // of whole GPUs only
+			var elapsed, processor *report.Row // rows of the layout whole
 			for _, l := range s.layouts {
 				for _, c := range l.claims {
 					cost := s.costs[key{version, l.name, c.name, size}]
@@ -203,7 +207,7 @@ func (s *scale) conclude() *report.Report {
 					}
 					time.Compare(elapsed)
 					cpu.Compare(processor)
-					if l.held && ownNodesOnly(version) {
+					if l.limited && ownNodesOnly(version) {
 						r.AtLeast("claims a second, "+work+", to "+whole, by, elapsed.P50/time.P50, leastRate, "×")
 					}
 				}
@@ -213,9 +217,9 @@ func (s *scale) conclude() *report.Report {
 	return r
 }
 
-// ownNodesOnly says whether the scheduler of a version looks at each node's own counters only. To
-// 1.36 it looks at those of all nodes for each node, and no limit is set to what that costs
-// (https://github.com/kubernetes/kubernetes/pull/138917).
+// ownNodesOnly reports whether the scheduler of a Kubernetes version reads only each node's own
+// counters. Up to 1.36 the scheduler reads all nodes' counters for each node, so leastRate does not
+// apply (https://github.com/kubernetes/kubernetes/pull/138917).
 func ownNodesOnly(version string) bool {
 	minor, _, _ := strings.Cut(strings.TrimPrefix(version, "v1."), ".")
 	n, err := strconv.Atoi(minor)
@@ -223,7 +227,7 @@ func ownNodesOnly(version string) bool {
 }
 
 func (s *scale) machine() string {
-	return fmt.Sprintf("%d claims at once, medians of %d turns", s.claims, s.turns)
+	return fmt.Sprintf("%d claims at once, medians of %d rounds", s.claims, s.rounds)
 }
 
 type scale struct {
@@ -231,13 +235,13 @@ type scale struct {
 
 	costs map[key]*costs
 
-	// Of the cluster that is up.
+	// version and client belong to the cluster that is being measured.
 	version string
 	client  kubernetes.Interface
-	// schedulerConfig is for the scheduler's own port.
+	// schedulerConfig is the client configuration for the scheduler's own port.
 	schedulerConfig *rest.Config
-	// published is the slices of one node by the policy of its plugin.
+	// published has the slices of one node, by the MIG policy of its plugin.
 	published map[string]model
-	// generation counts the layouts that have been measured.
+	// generation counts the measured layouts, including the current one. Node names contain it.
 	generation int
 }

@@ -11,13 +11,15 @@ func samples(all ...time.Duration) costs {
 	return costs{elapsed: report.Samples{All: all}, processor: report.Samples{All: all}}
 }
 
-func TestOnlySchedulersOfOwnNodesAreHeldToTheRateOfWholeGPUs(t *testing.T) {
+func TestRateLimitAppliesOnlyToNewSchedulers(t *testing.T) {
 	for _, test := range []struct {
 		version string
-		// dear is what a claim costs in one turn of the layout, where whole GPUs cost 8 ms.
-		dear time.Duration
-		// held and met say whether there is a goal, and whether it is met.
-		held, met bool
+		// cost is the time per claim in one round, in all layouts except the one named "whole". In that
+		// layout a claim takes 8 ms.
+		cost time.Duration
+		// limited is set if the report must contain goals for this version. met is set if these goals
+		// must be met.
+		limited, met bool
 	}{
 		{"v1.37.0", 10 * time.Millisecond, true, true},
 		{"v1.37.0", 11 * time.Millisecond, true, false},
@@ -26,21 +28,21 @@ func TestOnlySchedulersOfOwnNodesAreHeldToTheRateOfWholeGPUs(t *testing.T) {
 	} {
 		s := &scale{options: options{kubernetes: []string{test.version}, layouts: layouts, nodes: []int{500}}, costs: map[key]*costs{}}
 		for _, l := range layouts {
-			cost := samples(8*time.Millisecond, time.Second, time.Millisecond) // one turn was disturbed
+			cost := samples(8*time.Millisecond, time.Second, time.Millisecond) // one round was disturbed
 			if l.name != whole {
-				cost = samples(test.dear, time.Second, time.Millisecond)
+				cost = samples(test.cost, time.Second, time.Millisecond)
 			}
 			for _, c := range l.claims {
 				s.costs[key{test.version, l.name, c.name, 500}] = &cost
 			}
 		}
 		r := s.conclude()
-		if test.held != (len(r.Goals) == 3) || !test.held && len(r.Goals) > 0 {
+		if test.limited != (len(r.Goals) == 3) || !test.limited && len(r.Goals) > 0 {
 			t.Errorf("%s: goals are %v", test.version, r.Goals)
 		}
 		for _, g := range r.Goals {
 			if g.Met() != test.met {
-				t.Errorf("%s, %s for a claim: %+v", test.version, test.dear, g)
+				t.Errorf("%s, %s for a claim: %+v", test.version, test.cost, g)
 			}
 		}
 		compared := 0
@@ -55,7 +57,7 @@ func TestOnlySchedulersOfOwnNodesAreHeldToTheRateOfWholeGPUs(t *testing.T) {
 	}
 }
 
-func TestAMixedClusterHasATenthMoreNodesWithPartitions(t *testing.T) {
+func TestMixedClusterHasPartitionNodes(t *testing.T) {
 	for _, l := range layouts {
 		pool := 0
 		for i := range l.total(500) {

@@ -20,20 +20,21 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// workers is how many requests are under way while objects are made.
+// workers is how many objects are created in parallel.
 const workers = 16
 
-// poolLabel is the label of nodes, with the name of the pool that they belong to.
+// poolLabel is the label that says whether a node is an additional node with policy layout.pool.
+// Its values are partitionsPool and wholePool.
 const (
 	poolLabel      = "pool"
 	partitionsPool = "partitions"
 	wholePool      = "whole"
 )
 
-// measure measures each layout in every turn, and begins each turn with another one: what has
-// gathered in the cluster until then is nobody's disadvantage.
+// measure measures each layout (see type layout) in every round. Each round begins with another
+// layout, because objects accumulate in the cluster and slow down the later ones.
 func (s *scale) measure(ctx context.Context) error {
-	for turn := range s.turns {
+	for round := range s.rounds {
 		for i := range s.layouts {
 			if s.generation > 0 {
 				if err := s.clear(ctx); err != nil {
@@ -41,7 +42,7 @@ func (s *scale) measure(ctx context.Context) error {
 				}
 			}
 			s.generation++
-			if err := s.measureLayout(ctx, s.layouts[(turn+i)%len(s.layouts)]); err != nil {
+			if err := s.measureLayout(ctx, s.layouts[(round+i)%len(s.layouts)]); err != nil {
 				return err
 			}
 		}
@@ -49,8 +50,8 @@ func (s *scale) measure(ctx context.Context) error {
 	return nil
 }
 
-// clear removes nodes and slices. Claims keep what they were allocated; without its node it is in nobody's way. Thousands of slices take the API server longer than
-// it gives itself for one request.
+// clear removes all nodes and slices. It leaves the claims, whose allocations do no harm without
+// the nodes. The API server limits the time of a request, so clear may need several.
 func (s *scale) clear(ctx context.Context) error {
 	err := wait.PollUntilContextTimeout(ctx, time.Second, 10*time.Minute, true, func(ctx context.Context) (bool, error) {
 		err := s.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{})
@@ -65,8 +66,9 @@ func (s *scale) clear(ctx context.Context) error {
 	return s.client.CoreV1().Nodes().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{})
 }
 
-// measureLayout grows the nodes of one size into those of the next. It leaves out claims of which
-// a smaller size took too long.
+// measureLayout creates nodes with layout l until there are as many as the first of s.nodes,
+// measures the layout's claims, and goes on with the next number. It leaves out kinds of claims
+// that exceeded the time limit with fewer nodes.
 func (s *scale) measureLayout(ctx context.Context, l layout) error {
 	there, claims := 0, slices.Clone(l.claims)
 	for _, size := range s.nodes {
@@ -93,14 +95,18 @@ func (s *scale) measureLayout(ctx context.Context, l layout) error {
 	return nil
 }
 
-// nodeName is another one for each layout: nobody's cache mixes them up.
+// nodeName returns the name of node number i in the current layout. Names differ between layouts,
+// so that no cache confuses their nodes.
 func (s *scale) nodeName(i int) string { return fmt.Sprintf("n%d-%04d", s.generation, i) }
 
 func (s *scale) grow(ctx context.Context, l layout, from, to int) error {
 	fmt.Fprintf(os.Stderr, "%s, %s: making nodes %d to %d\n", s.version, l.name, from, to)
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(workers)
-	room := corev1.ResourceList{corev1.ResourceCPU: resource.MustParse("1000"), corev1.ResourceMemory: resource.MustParse("1Ti"), corev1.ResourcePods: resource.MustParse("10000")}
+	room := corev1.ResourceList{
+		corev1.ResourceCPU: resource.MustParse("1000"), corev1.ResourceMemory: resource.MustParse("1Ti"),
+		corev1.ResourcePods: resource.MustParse("10000"),
+	}
 	for i := from; i < to; i++ {
 		group.Go(func() error {
 			pool, policy := wholePool, l.policy
@@ -116,7 +122,7 @@ func (s *scale) grow(ctx context.Context, l layout, from, to int) error {
 			if _, err := s.client.CoreV1().Nodes().Create(ctx, n, metav1.CreateOptions{}); err != nil {
 				return err
 			}
-			// The API server taints a new Node as not ready, and nobody here would take that away.
+			// The API server taints a new Node as not ready, and no controller here would remove the taint.
 			noTaints := []byte(`{"spec": {"taints": null}}`)
 			if _, err := s.client.CoreV1().Nodes().Patch(ctx, n.Name, types.MergePatchType, noTaints, metav1.PatchOptions{}); err != nil {
 				return err
@@ -127,10 +133,11 @@ func (s *scale) grow(ctx context.Context, l layout, from, to int) error {
 	return group.Wait()
 }
 
-// allocate makes claims and a Pod for each, and takes the time from the first Pod that is bound to the last. How long each had to wait is of no interest:
-// they all come at once. It says whether all were bound in time.
+// allocate creates s.claims claims of kind c, each with a Pod. It measures the time from the first
+// bound Pod to the last. inTime is false if not all Pods were bound within the time limit.
 func (s *scale) allocate(ctx context.Context, k key, c claim) (inTime bool, err error) {
-	ns, err := s.client.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "scale-"}}, metav1.CreateOptions{})
+	ns, err := s.client.CoreV1().Namespaces().Create(ctx,
+		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "scale-"}}, metav1.CreateOptions{})
 	if err != nil {
 		return false, err
 	}
@@ -164,7 +171,7 @@ func (s *scale) allocate(ctx context.Context, k key, c claim) (inTime bool, err 
 	}
 	if inTime = bound == s.claims; !inTime {
 		last = time.Now()
-		_ = group.Wait() // those that the end of the time has stopped say so
+		_ = group.Wait() // its errors do not count: the time limit canceled its requests
 		if err := s.client.CoreV1().Pods(ns.Name).DeleteCollection(all, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
 			return false, err
 		}
@@ -184,7 +191,8 @@ func (s *scale) allocate(ctx context.Context, k key, c claim) (inTime bool, err 
 	return inTime, nil
 }
 
-// bound counts Pods until all are bound or the time is over.
+// bound waits until all Pods are bound or ctx ends. It returns the times of the first and the last
+// bound Pod, and the number of bound Pods. binds delivers the Pods' names.
 func (s *scale) bound(ctx, making context.Context, binds <-chan string) (first, last time.Time, _ int, err error) {
 	seen := map[string]bool{}
 	made := making.Done()
@@ -195,7 +203,7 @@ func (s *scale) bound(ctx, making context.Context, binds <-chan string) (first, 
 				return first, last, len(seen), nil
 			}
 			return first, last, len(seen), ctx.Err()
-		case <-made: // before the time is over, only by a mistake
+		case <-made: // before the end of the time only on an error
 			if made = nil; ctx.Err() == nil {
 				return first, last, len(seen), context.Cause(making)
 			}
@@ -212,7 +220,8 @@ func (s *scale) bound(ctx, making context.Context, binds <-chan string) (first, 
 	return first, last, len(seen), nil
 }
 
-// follow tells of the Pods that are bound, some more than once.
+// follow watches the namespace and sends the name of each bound Pod to the channel binds. It may
+// send a name more than once.
 func (s *scale) follow(ctx context.Context, namespace string, binds chan<- string) error {
 	factory := informers.NewSharedInformerFactoryWithOptions(s.client, 0, informers.WithNamespace(namespace))
 	pods := factory.Core().V1().Pods().Informer()
@@ -229,7 +238,8 @@ func (s *scale) follow(ctx context.Context, namespace string, binds chan<- strin
 	return err
 }
 
-// claim makes a claim and its Pod.
+// claim creates a claim of the kind that the parameter wanted describes, and a Pod that uses the
+// claim.
 func (s *scale) claim(ctx context.Context, namespace, name string, wanted claim) error {
 	request := &resourceapi.ExactDeviceRequest{DeviceClassName: wanted.class}
 	if wanted.profile != "" {
@@ -247,7 +257,10 @@ func (s *scale) claim(ctx context.Context, namespace, name string, wanted claim)
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PodSpec{
 		AutomountServiceAccountToken: &off,
 		ResourceClaims:               []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimName: &name}},
-		Containers:                   []corev1.Container{{Name: "c", Image: "none", Resources: corev1.ResourceRequirements{Claims: []corev1.ResourceClaim{{Name: "gpu"}}}}},
+		Containers: []corev1.Container{{
+			Name: "c", Image: "none",
+			Resources: corev1.ResourceRequirements{Claims: []corev1.ResourceClaim{{Name: "gpu"}}},
+		}},
 	}}
 	if wanted.avoidsPool {
 		pod.Spec.NodeSelector = map[string]string{poolLabel: wholePool}
@@ -257,7 +270,7 @@ func (s *scale) claim(ctx context.Context, namespace, name string, wanted claim)
 		if err == nil {
 			return nil
 		}
-		// A new namespace has no ServiceAccount for a moment.
+		// Creating a Pod fails until the new namespace has its default ServiceAccount, so try again.
 		select {
 		case <-ctx.Done():
 			return fmt.Errorf("create Pod %s: %w", name, err)

@@ -16,10 +16,11 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// profileSeconds is how long the scheduler is looked at: the rates are of claims that take longer together, or are too few to say much.
+// profileSeconds is the length of a CPU profile of the scheduler.
 const profileSeconds = 10
 
-// profile writes where the scheduler spends its time while claims are allocated, if that is wanted. The answer comes when it is written.
+// profile writes a CPU profile of the scheduler to a file, if the flag --profiles names a folder.
+// The returned channel receives one value when the file is written: nil, or an error.
 func (s *scale) profile(ctx context.Context, k key) <-chan error {
 	done := make(chan error, 1)
 	if s.profiles == "" {
@@ -27,7 +28,8 @@ func (s *scale) profile(ctx context.Context, k key) <-chan error {
 		return done
 	}
 	go func() {
-		path := filepath.Join(s.profiles, strings.ReplaceAll(fmt.Sprintf("%s_%s_%s_%d.pprof", k.kubernetes, k.layout, k.claim, k.nodes), " ", "-"))
+		name := fmt.Sprintf("%s_%s_%s_%d.pprof", k.kubernetes, k.layout, k.claim, k.nodes)
+		path := filepath.Join(s.profiles, strings.ReplaceAll(name, " ", "-"))
 		done <- s.writeProfile(ctx, path)
 	}()
 	return done
@@ -44,7 +46,8 @@ func (s *scale) writeProfile(ctx context.Context, path string) error {
 	return os.WriteFile(path, content, 0o600)
 }
 
-// processorTime is what the scheduler has used since it started. Unlike the time that a claim takes, it does not grow with what else the machine does.
+// processorTime returns the scheduler's processor time since its start. Unlike elapsed time, it
+// does not depend on the machine's other load.
 func (s *scale) processorTime(ctx context.Context) (time.Duration, error) {
 	const name = "process_cpu_seconds_total "
 	content, err := s.askScheduler(ctx, "/metrics")
@@ -88,7 +91,8 @@ func (s *scale) askScheduler(ctx context.Context, path string) ([]byte, error) {
 	return content, nil
 }
 
-// settle waits until the scheduler has taken in what was made before: that is not part of what claims cost.
+// settle waits until the scheduler has processed the objects that were created so far. Their cost
+// must not count as that of claims.
 func (s *scale) settle(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
 	defer cancel()

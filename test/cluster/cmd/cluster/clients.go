@@ -9,7 +9,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// clientCommands reach the cluster from outside.
+// clientCommands returns the subcommands for a cluster's users: kubeconfig, load-image, program,
+// kubectl and helm. *name is the cluster's name.
 func clientCommands(name *string) []*cobra.Command {
 	commands := []*cobra.Command{
 		{

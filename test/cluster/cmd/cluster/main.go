@@ -1,5 +1,5 @@
-// Command cluster builds, starts, breaks, mends and removes a real Kubernetes cluster on this machine. It is a thin shell around package
-// cluster, whose documentation says what a cluster is.
+// Command cluster builds, starts, breaks, repairs and removes a real Kubernetes cluster on this
+// machine. It is a thin shell around package cluster, which documents the cluster.
 package main
 
 import (
@@ -17,7 +17,8 @@ import (
 )
 
 func main() {
-	// A Ctrl-C cancels what is under way, which then cleans up; a second one changes nothing, since cleaning up is bounded in time.
+	// A first Ctrl-C cancels the current work, which then removes what it had started. A second Ctrl-C
+	// changes nothing, because that removal has a time limit.
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	defer stop()
 	if err := newCommand().ExecuteContext(ctx); err != nil {
@@ -30,12 +31,14 @@ func main() {
 	}
 }
 
-// commandError is the end of a command that was run on the caller's behalf and has said itself what was wrong.
+// commandError carries the exit code of a command that the user asked for, such as kubectl. Its
+// error is not printed again, because the command has printed it.
 type commandError struct {
 	*exec.ExitError
 }
 
-// passOn marks the failure of a command that ran; any other error is the cluster tool's own.
+// passOn returns a commandError if the user's command exited with a non-zero code. Any other error
+// is returned unchanged.
 func passOn(err error) error {
 	var failed *exec.ExitError
 	if errors.As(err, &failed) && failed.ExitCode() > 0 {
@@ -51,7 +54,7 @@ func newCommand() *cobra.Command {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	name := root.PersistentFlags().String("name", cluster.DefaultName, "which cluster; clusters with different names run beside each other")
+	name := root.PersistentFlags().String("name", cluster.DefaultName, "the cluster's name; clusters with different names can run at once")
 	root.AddCommand(buildCommand(), buildImageCommand(), upCommand(name), downCommand(name), statusCommand(name))
 	root.AddCommand(nodeCommands(name)...)
 	root.AddCommand(clientCommands(name)...)
@@ -73,7 +76,7 @@ func buildCommand() *cobra.Command {
 	return command
 }
 
-// addKubernetesFlag lets a command work with another Kubernetes than the pinned one.
+// addKubernetesFlag adds the flag that selects another Kubernetes version than the pinned one.
 func addKubernetesFlag(command *cobra.Command, version *string) {
 	command.Flags().StringVar(version, "kubernetes", "", "`version` of Kubernetes, like v1.37.0, instead of the pinned one")
 }
@@ -93,7 +96,8 @@ func buildImageCommand() *cobra.Command {
 			return nil
 		},
 	}
-	command.Flags().StringVar(&build.Dockerfile, "dockerfile", "Dockerfile", "the Dockerfile; its folder is the build context, BUILDER its base image")
+	command.Flags().
+		StringVar(&build.Dockerfile, "dockerfile", "Dockerfile", "the Dockerfile; its folder is the build context, BUILDER its base image")
 	command.Flags().StringVar(&build.Tag, "tag", "localhost/gpu-dra-driver:dev", "full name of the image")
 	command.Flags().StringToStringVar(&build.Arguments, "build-arg", nil, "further build arguments: `NAME=value,…`")
 	return command

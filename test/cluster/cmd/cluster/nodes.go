@@ -15,7 +15,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// nodeCommands act on one node, their first argument.
+// nodeCommands returns the subcommands that act on one node. Their first argument names the node.
 func nodeCommands(name *string) []*cobra.Command {
 	act := func(use, short string, action func(context.Context, *cluster.Node) error) *cobra.Command {
 		return &cobra.Command{
@@ -32,10 +32,22 @@ func nodeCommands(name *string) []*cobra.Command {
 		}
 	}
 	return []*cobra.Command{
-		act("power-cut", "Switch a node off at once; its disk stays", func(ctx context.Context, node *cluster.Node) error { return node.PowerCut(ctx) }),
+		act(
+			"power-cut",
+			"Switch a node off at once; its disk stays",
+			func(ctx context.Context, node *cluster.Node) error { return node.PowerCut(ctx) },
+		),
 		act("boot", "Switch a node on and wait until it is Ready", func(ctx context.Context, node *cluster.Node) error { return node.Boot(ctx) }),
-		act("restart-kubelet", "Restart a node's kubelet; containers go on", func(ctx context.Context, node *cluster.Node) error { return node.RestartKubelet(ctx) }),
-		act("restart-containerd", "Restart a node's containerd; containers go on", func(ctx context.Context, node *cluster.Node) error { return node.RestartContainerd(ctx) }),
+		act(
+			"restart-kubelet",
+			"Restart a node's kubelet; containers go on",
+			func(ctx context.Context, node *cluster.Node) error { return node.RestartKubelet(ctx) },
+		),
+		act(
+			"restart-containerd",
+			"Restart a node's containerd; containers go on",
+			func(ctx context.Context, node *cluster.Node) error { return node.RestartContainerd(ctx) },
+		),
 		{
 			Use:   "service NODE start|stop|restart|kill COMPONENT",
 			Short: "Act on one component of a node (or of control-plane), by the name of its log",
@@ -72,7 +84,8 @@ func openNode(clusterName, nodeName string) (*cluster.Node, error) {
 	return opened.Node(nodeName)
 }
 
-// logsCommand works on clusters that failed to come up, too: those are whose logs one wants.
+// logsCommand returns the subcommand that lists the log files or prints one. It also works on a
+// cluster that failed to start, when logs matter most.
 func logsCommand(name *string) *cobra.Command {
 	return &cobra.Command{
 		Use:   "logs [NODE [COMPONENT]]",

@@ -12,7 +12,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
-// upFlags are what a cluster can be told on the command line; nodes of different kinds need the Go API, but for CDI.
+// upFlags are the flags that describe a new cluster. All its nodes are alike, except that CDI can
+// be off on some of them. Other differences between nodes need the Go API.
 type upFlags struct {
 	nodes      int
 	kubernetes string
@@ -42,7 +43,12 @@ func upCommand(name *string) *cobra.Command {
 	set := command.Flags()
 	set.IntVar(&flags.nodes, "nodes", 1, "number of nodes that run Pods, named node1, node2, …")
 	addKubernetesFlag(command, &flags.kubernetes)
-	set.StringVar(&flags.hook, "boot-hook", "", "command `'PROGRAM ARG …'` that every node runs at each boot, before containerd; NODE_NAME is set")
+	set.StringVar(
+		&flags.hook,
+		"boot-hook",
+		"",
+		"command `'PROGRAM ARG …'` that every node runs at each boot, before containerd; NODE_NAME is set",
+	)
 	set.StringSliceVar(&flags.noCDI, "no-cdi", nil, "`nodes` whose containerd ignores CDI devices")
 	set.StringToStringVar(&flags.gates, "feature-gates", nil, "feature gates of all components, over the defaults: `NAME=true,…`")
 	set.StringArrayVar(&flags.images, "image", nil, "image `archive` to load on every node; may be repeated")

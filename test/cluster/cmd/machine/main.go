@@ -1,5 +1,5 @@
-// Command machine is the part of a test cluster that runs on its machines: it starts one (start FOLDER) and is its first process
-// (init FOLDER). The cluster builds and calls it; it is of no use by hand.
+// Command machine starts one machine of a test cluster (start FOLDER), or is the machine's first
+// process (init FOLDER). Only package cluster calls it.
 package main
 
 import (

@@ -1,5 +1,5 @@
-// Command pause is the process of a Pod's sandbox: it holds the Pod's namespaces, reaps orphans if it is PID 1 of the Pod, and ends on SIGINT
-// or SIGTERM.
+// Command pause is the process of a Pod's sandbox. It keeps the Pod's namespaces alive, reaps
+// orphans as PID 1 of the Pod, and ends on SIGINT or SIGTERM.
 package main
 
 import (

@@ -1,8 +1,9 @@
-// Package cgroup nests folders in every cgroup hierarchy of this host below the caller's own, so that limits on the caller hold for what
-// it starts, and ends and removes all that is in them. It handles cgroup v1 (and its hybrid form) and v2.
+// Package cgroup creates folders in every cgroup hierarchy of this host below the caller's own
+// cgroup, so that the caller's limits apply to the processes in them. It can kill all processes in
+// such folders and remove the folders. It handles cgroup v1 (and its hybrid form) and v2.
 //
-// A cgroup is also how a cluster finds its processes again: membership is inherited and cannot be forged by a crash, as a file of process
-// IDs can.
+// A cluster also finds its processes by cgroup. Membership is inherited, and unlike a file of
+// process IDs it survives a crash.
 package cgroup
 
 import (
@@ -20,20 +21,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Root is where the hierarchies are mounted.
+// Root is the folder in which cgroup v1 hierarchies are mounted, or the mount point of cgroup v2.
 const Root = "/sys/fs/cgroup"
 
-// poll is how often the kernel is asked whether processes or folders are gone.
+// poll is how long a loop waits before it looks again whether processes and cgroup folders are
+// gone.
 const poll = 10 * time.Millisecond
 
-// Unified tells whether the host has cgroup v2 only.
+// Unified reports whether the host has cgroup v2 only.
 func Unified() bool {
 	var stat unix.Statfs_t
 	return unix.Statfs(Root, &stat) == nil && stat.Type == unix.CGROUP2_SUPER_MAGIC
 }
 
-// Bases returns the folders named name in each hierarchy, below the caller's own cgroup; with v2 below the root, since a cgroup that has
-// processes of its own cannot hand its controllers down.
+// Bases returns, for each cgroup hierarchy, the folder of this name below the caller's own cgroup.
+// With v2 the folder is below the root instead, because a cgroup that contains processes cannot
+// delegate its controllers.
 func Bases(name string) ([]string, error) {
 	if Unified() {
 		return []string{filepath.Join(Root, name)}, nil
@@ -49,7 +52,7 @@ func Bases(name string) ([]string, error) {
 			own = filepath.Join(Root, hierarchy.Folder()) // in a container without a cgroup namespace the path is the host's
 		}
 		if _, err := os.Stat(own); err != nil {
-			continue // not mounted
+			continue // this hierarchy is not mounted
 		}
 		bases = append(bases, filepath.Join(own, name))
 	}
@@ -59,16 +62,16 @@ func Bases(name string) ([]string, error) {
 	return bases, nil
 }
 
-// Hierarchy is a v1 hierarchy and the caller's place in it.
+// Hierarchy is a cgroup v1 hierarchy and the caller's cgroup in it.
 type Hierarchy struct {
 	Controllers string // "memory", "cpu,cpuacct", "name=systemd"
 	Path        string
 }
 
-// Folder is the name under which a hierarchy is usually mounted.
+// Folder returns the name of the folder below Root in which the hierarchy is usually mounted.
 func (h Hierarchy) Folder() string { return strings.TrimPrefix(h.Controllers, "name=") }
 
-// Hierarchies returns the v1 hierarchies of the calling process.
+// Hierarchies returns the v1 hierarchies that the calling process belongs to.
 func Hierarchies() ([]Hierarchy, error) {
 	file, err := os.Open("/proc/self/cgroup")
 	if err != nil {
@@ -86,7 +89,8 @@ func Hierarchies() ([]Hierarchy, error) {
 	return hierarchies, lines.Err()
 }
 
-// Create makes the folder below each base, with the levels above it, ready to take processes.
+// Create makes the folder child below each base, and the base if it is missing, so that processes
+// can enter it.
 func Create(bases []string, child string) error {
 	for _, base := range bases {
 		for _, dir := range []string{filepath.Dir(base), base, filepath.Join(base, child)} {
@@ -109,7 +113,7 @@ func create(dir string) error {
 	for _, name := range []string{"cpuset.cpus", "cpuset.mems"} {
 		inherited, err := os.ReadFile(filepath.Join(filepath.Dir(dir), name))
 		if err != nil {
-			continue // not the cpuset hierarchy
+			continue // this is not the cpuset hierarchy
 		}
 		if err := os.WriteFile(filepath.Join(dir, name), inherited, 0o644); err != nil {
 			return fmt.Errorf("set %s of cgroup %s: %w", name, dir, err)
@@ -118,7 +122,7 @@ func create(dir string) error {
 	return nil
 }
 
-// delegate hands all controllers of a v2 cgroup down to its children.
+// delegate makes all controllers of a v2 cgroup available to the cgroup's children.
 func delegate(dir string) error {
 	available, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
 	if err != nil {
@@ -126,13 +130,20 @@ func delegate(dir string) error {
 	}
 	for _, controller := range strings.Fields(string(available)) {
 		if err := os.WriteFile(filepath.Join(dir, "cgroup.subtree_control"), []byte("+"+controller), 0o644); err != nil {
-			return fmt.Errorf("hand controller %s of cgroup %s down: %w (a cgroup with processes of its own cannot; move them into a child)", controller, dir, err)
+			return fmt.Errorf(
+				"hand controller %s of cgroup %s down: %w (a cgroup with processes of its own cannot; move them into a child)",
+				controller,
+				dir,
+				err,
+			)
 		}
 	}
 	return nil
 }
 
-// DelegateOwn hands the controllers of the root of the caller's cgroup namespace down, after moving the caller into a child named leaf.
+// DelegateOwn makes the controllers of the root of the caller's cgroup namespace available to its
+// children. The kernel demands that this root has no processes, so DelegateOwn first moves the
+// caller into a child named leaf.
 func DelegateOwn(leaf string) error {
 	dir := filepath.Join(Root, leaf)
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -144,7 +155,7 @@ func DelegateOwn(leaf string) error {
 	return delegate(Root)
 }
 
-// Enter moves the calling process into the folder below each base.
+// Enter moves the calling process into the cgroup named child below each of the folders in bases.
 func Enter(bases []string, child string) error {
 	for _, base := range bases {
 		file := filepath.Join(base, child, "cgroup.procs")
@@ -155,9 +166,11 @@ func Enter(bases []string, child string) error {
 	return nil
 }
 
-// Destroy kills every process in the given folders and below, and removes them. Folders that do not exist are no error.
+// Destroy kills every process in the given cgroup folders and the folders below, and then removes
+// all these folders. A folder that does not exist is no error.
 func Destroy(ctx context.Context, dirs []string) error {
-	// Killing and removing take turns: until its folder is gone, a cgroup can gain a process that was on its way into it.
+	// The loop kills and removes again and again, because a cgroup can gain a new process as long as
+	// its folder exists.
 	err := until(ctx, func() (bool, error) {
 		if err := killAll(dirs); err != nil {
 			return false, err
@@ -188,7 +201,7 @@ func until(ctx context.Context, done func() (bool, error)) error {
 	}
 }
 
-// killAll sends SIGKILL to everything.
+// killAll sends SIGKILL to every process in the cgroups dirs and below.
 func killAll(dirs []string) error {
 	for _, dir := range dirs {
 		err := filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
@@ -198,7 +211,8 @@ func killAll(dirs []string) error {
 			if err != nil || !entry.IsDir() {
 				return err
 			}
-			// A frozen process does not die. Only the freezer hierarchy has the file.
+			// A frozen process does not die, so it is thawed first. Only v1's freezer hierarchy has
+			// freezer.state, and only v2 has cgroup.freeze.
 			_ = writeExisting(filepath.Join(path, "freezer.state"), "THAWED")
 			_ = writeExisting(filepath.Join(path, "cgroup.freeze"), "0")
 			for _, pid := range pids(path) {
@@ -225,7 +239,8 @@ func writeExisting(path, content string) error {
 	return err
 }
 
-// pids returns the living processes of a cgroup. Process ID 0 stands for one in another PID namespace that cannot be named from here.
+// pids returns the living processes of a cgroup. It leaves out process ID 0, which the kernel
+// reports for a process in a PID namespace that this process cannot see.
 func pids(dir string) []int {
 	content, err := os.ReadFile(filepath.Join(dir, "cgroup.procs"))
 	if err != nil {
@@ -240,7 +255,8 @@ func pids(dir string) []int {
 	return found
 }
 
-// removeTree removes the folder and those below it, the deepest first, and tells whether it is gone.
+// removeTree removes the cgroup folder dir and the folders below it, the deepest first. It reports
+// whether dir is gone, and is false while a folder has processes.
 func removeTree(dir string) bool {
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -1,9 +1,11 @@
-// Package components says how each component of a test cluster is configured: command lines, configuration files, ports and paths. It is
-// pure: it renders, and others write and start.
+// Package components renders the configuration of each component of a test cluster: command lines,
+// configuration files, ports and paths. It has no side effects: its callers write the files and
+// start the processes.
 //
-// The cluster is a small real one: authorization by Node and RBAC, the NodeRestriction admission plugin, the aggregation layer, bound
-// ServiceAccount tokens, and the beta and alpha versions of the resource API too. It has no DNS and no kube-proxy: Pods reach each other by
-// address, and the API server under the Service "kubernetes".
+// The cluster is a small real one. It has authorization by Node and RBAC, the NodeRestriction
+// admission plugin, the aggregation layer, bound ServiceAccount tokens, and the beta and alpha
+// versions of the resource API. It has no DNS and no kube-proxy: Pods reach each other by address,
+// and the API server under the Service "kubernetes".
 package components
 
 import (
@@ -18,7 +20,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/machine"
 )
 
-// Where a machine keeps its configuration.
+// These are the folders in which a machine of the cluster keeps its configuration.
 const (
 	KubernetesDir = "/etc/kubernetes"
 	PKIDir        = "/etc/kubernetes/pki"
@@ -29,7 +31,8 @@ const (
 	verbosity        = "--v=2"
 )
 
-// ServiceNetwork is the cluster-internal network of Services, and KubernetesService the address of the API server in it.
+// ServiceNetwork is the cluster-internal network of Services. KubernetesService is the address of
+// the Service "kubernetes" in it, which is the API server.
 const (
 	ServiceNetwork    = "10.96.0.0/16"
 	KubernetesService = "10.96.0.1"
@@ -37,8 +40,7 @@ const (
 	SchedulerPort     = 10259
 )
 
-// DefaultFeatureGates switches on what the pinned Kubernetes release has for devices but leaves
-// off.
+// DefaultFeatureGates enables the device features that the pinned Kubernetes release leaves off.
 func DefaultFeatureGates() map[string]bool {
 	return map[string]bool{
 		"DRADeviceTaintRules":         true,
@@ -46,24 +48,26 @@ func DefaultFeatureGates() map[string]bool {
 		"DRANodeAllocatableResources": true,
 		"DRAResourcePoolStatus":       true,
 		"DRAWorkloadResourceClaims":   true,
-		"GenericWorkload":             true, // DRAWorkloadResourceClaims needs it
+		"GenericWorkload":             true, // DRAWorkloadResourceClaims needs this gate
 	}
 }
 
-// DefaultRuntimeConfig serves the API versions that the pinned Kubernetes release leaves off.
-// Without scheduling.k8s.io/v1alpha2, GenericWorkload keeps the API server from becoming ready.
+// DefaultRuntimeConfig enables the API versions that the pinned Kubernetes release leaves off.
+// Without scheduling.k8s.io/v1alpha2 the API server does not become ready, because the feature gate
+// GenericWorkload needs it.
 const DefaultRuntimeConfig = "resource.k8s.io/v1beta2=true,resource.k8s.io/v1alpha3=true,scheduling.k8s.io/v1alpha2=true"
 
-// Programs finds the path of a program as a machine sees it.
+// Programs returns the path of a program as a machine of the cluster sees it.
 type Programs func(name string) string
 
-// ControlPlane describes the machine that runs etcd, the API server, the controllers and the scheduler.
+// ControlPlane describes the machine of etcd, the API server, the controllers and the scheduler.
 type ControlPlane struct {
 	Address      string
 	FeatureGates map[string]bool
-	// RuntimeConfig says which API versions are served beside those that are on by default.
+	// RuntimeConfig names the API versions to serve in addition to the default ones.
 	RuntimeConfig string
-	// Alone says that there are no kubelets: nobody minds that Nodes are silent.
+	// Alone says that the cluster has no kubelets. The node lifecycle controller, which taints Nodes
+	// without heartbeats, is then off.
 	Alone bool
 }
 
@@ -102,7 +106,8 @@ func (c ControlPlane) Services(programs Programs) []machine.Service {
 			"--service-account-issuer=https://kubernetes.default.svc",
 			"--service-account-key-file=" + pki("service-account.pub"), "--service-account-signing-key-file=" + pki("service-account.key"),
 		}},
-		// The default client limits of the controller manager cost a new cluster five seconds.
+		// The command line raises the controller manager's client limits, because with the defaults a
+		// cluster starts five seconds more slowly.
 		{Name: "kube-controller-manager", Argv: append([]string{
 			programs("kube-controller-manager"), verbosity, gates, "--leader-elect=false", "--bind-address=127.0.0.1",
 			"--kube-api-qps=500", "--kube-api-burst=1000", "--use-service-account-credentials",
@@ -110,7 +115,9 @@ func (c ControlPlane) Services(programs Programs) []machine.Service {
 			"--service-account-private-key-file=" + pki("service-account.key"), "--root-ca-file=" + pki("ca.crt"),
 		}, kubeconfigs("controller-manager")...)},
 		{Name: "kube-scheduler", Argv: append([]string{
-			programs("kube-scheduler"), verbosity, gates, "--leader-elect=false", "--bind-address=" + c.Address, "--secure-port=" + strconv.Itoa(SchedulerPort),
+			programs(
+				"kube-scheduler",
+			), verbosity, gates, "--leader-elect=false", "--bind-address=" + c.Address, "--secure-port=" + strconv.Itoa(SchedulerPort),
 			"--kube-api-qps=500", "--kube-api-burst=1000",
 		}, kubeconfigs("scheduler")...)},
 	}
@@ -123,18 +130,21 @@ type Node struct {
 	PodNetwork   string
 	FeatureGates map[string]bool
 	Labels       map[string]string
-	// PauseImage is the image of every Pod's sandbox.
+	// PauseImage is the full name of the image of every Pod's sandbox.
 	PauseImage string
-	// DisableCDI configures containerd to ignore CDI devices, as nodes in the field can be.
+	// DisableCDI makes containerd ignore CDI devices, as it does on some users' nodes.
 	DisableCDI bool
-	// RestartPause is the longest that the kubelet waits before it starts a container again; 0 leaves its own.
+	// RestartPause is the longest time that the kubelet waits before it restarts a container. 0 keeps
+	// the kubelet's default.
 	RestartPause time.Duration
 }
 
 // Services are a node's processes in the order of their start.
 func (n Node) Services(programs Programs) []machine.Service {
 	kubelet := []string{
-		programs("kubelet"), verbosity, "--config=" + path.Join(KubernetesDir, "kubelet.yaml"), "--kubeconfig=" + path.Join(KubernetesDir, "kubelet.conf"),
+		programs(
+			"kubelet",
+		), verbosity, "--config=" + path.Join(KubernetesDir, "kubelet.yaml"), "--kubeconfig=" + path.Join(KubernetesDir, "kubelet.conf"),
 		"--hostname-override=" + n.Name, "--node-ip=" + n.Address, "--root-dir=/var/lib/kubelet",
 	}
 	if len(n.Labels) > 0 {
@@ -145,7 +155,11 @@ func (n Node) Services(programs Programs) []machine.Service {
 		kubelet = append(kubelet, "--node-labels="+strings.Join(labels, ","))
 	}
 	return []machine.Service{
-		{Name: "containerd", Argv: []string{programs("containerd"), "--config=" + path.Join(ContainerdDir, "config.toml")}, Ready: "unix://" + containerdSocket},
+		{
+			Name:  "containerd",
+			Argv:  []string{programs("containerd"), "--config=" + path.Join(ContainerdDir, "config.toml")},
+			Ready: "unix://" + containerdSocket,
+		},
 		{Name: "kubelet", Argv: kubelet, Ready: "http://127.0.0.1:10248/healthz"},
 	}
 }

@@ -17,7 +17,7 @@ var example = Node{
 	FeatureGates: map[string]bool{"DRADeviceTaintRules": true, "Other": false}, Labels: map[string]string{"b": "2", "a": "1"},
 }
 
-func TestServicesStartInTheOrderOfTheirDependencies(t *testing.T) {
+func TestServicesStartInDependencyOrder(t *testing.T) {
 	order := func(services []string, first, second string) {
 		t.Helper()
 		if i, j := slices.Index(services, first), slices.Index(services, second); i < 0 || j < 0 || i > j {
@@ -39,12 +39,12 @@ func TestServicesStartInTheOrderOfTheirDependencies(t *testing.T) {
 	order(names, "containerd", "kubelet")
 	for _, depended := range []string{"etcd", "kube-apiserver", "containerd", "kubelet"} {
 		if ready[depended] == "" {
-			t.Errorf("nobody can wait for %s", depended)
+			t.Errorf("no service can wait for %s", depended)
 		}
 	}
 }
 
-func TestTheKubeletPausesAsLongAsItIsTold(t *testing.T) {
+func TestKubeletRestartPause(t *testing.T) {
 	for pause, want := range map[time.Duration]string{0: "", time.Second: "1s", time.Minute: "1m0s"} {
 		var kubelet struct {
 			CrashLoopBackOff struct{ MaxContainerRestartPeriod string }
@@ -53,7 +53,7 @@ func TestTheKubeletPausesAsLongAsItIsTold(t *testing.T) {
 		node.RestartPause = pause
 		decode(t, "/etc/kubernetes/kubelet.yaml", node, &kubelet)
 		if got := kubelet.CrashLoopBackOff.MaxContainerRestartPeriod; got != want {
-			t.Errorf("for a pause of %s the kubelet is told %q, want %q", pause, got, want)
+			t.Errorf("for a pause of %s the kubelet gets %q, want %q", pause, got, want)
 		}
 	}
 }
@@ -74,14 +74,14 @@ func TestFeatureGatesReachEveryComponent(t *testing.T) {
 	}
 }
 
-func TestLabelsAreInAFixedOrder(t *testing.T) {
+func TestLabelsAreSorted(t *testing.T) {
 	services := example.Services(program)
 	if kubelet := services[len(services)-1]; !slices.Contains(kubelet.Argv, "--node-labels=a=1,b=2") {
 		t.Errorf("kubelet is called with %v", kubelet.Argv)
 	}
 }
 
-func TestThePodNetworkIsTheNodes(t *testing.T) {
+func TestPodNetworkBelongsToNode(t *testing.T) {
 	files, err := example.Files(program)
 	if err != nil {
 		t.Fatal(err)
@@ -111,7 +111,7 @@ func TestContainerdCanIgnoreCDI(t *testing.T) {
 		}
 		config := string(files["/etc/containerd/config.toml"])
 		if got := strings.Contains(config, "enable_cdi = false"); got != disabled {
-			t.Errorf("with DisableCDI=%t containerd is told enable_cdi = %t", disabled, !got)
+			t.Errorf("with DisableCDI=%t containerd has enable_cdi = %t", disabled, !got)
 		}
 		for _, want := range []string{"sandbox = 'localhost/pause:1'", "BinaryName = '/tools/runc'", "bin_dirs = ['/tools']"} {
 			if !strings.Contains(config, want) {

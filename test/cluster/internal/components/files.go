@@ -8,7 +8,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Files are a node's configuration files, by their path in the machine.
+// Files returns a node's configuration files, by their path in the machine.
 func (n Node) Files(programs Programs) (map[string][]byte, error) {
 	kubelet, err := n.kubeletConfiguration()
 	if err != nil {
@@ -50,8 +50,15 @@ func (n Node) kubeletConfiguration() ([]byte, error) {
 		"fileCheckFrequency":        "10s",
 		"runtimeRequestTimeout":     "2m",
 		"shutdownGracePeriod":       "0s",
-		// The disk is the host's: its being nearly full is no reason to evict Pods, and images have no registry to come back from.
-		"evictionHard":                object{"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%", "nodefs.inodesFree": "1%"},
+		// The node's disk is the host's disk. If that is nearly full, evicting Pods does not help, and
+		// deleted images could not be pulled again because there is no registry. So the kubelet must not
+		// evict Pods early.
+		"evictionHard": object{
+			"memory.available":  "100Mi",
+			"nodefs.available":  "1%",
+			"imagefs.available": "1%",
+			"nodefs.inodesFree": "1%",
+		},
 		"imageGCHighThresholdPercent": 100,
 		"featureGates":                n.FeatureGates,
 	}
@@ -66,13 +73,16 @@ func (n Node) kubeletConfiguration() ([]byte, error) {
 }
 
 func (n Node) containerdConfiguration(programs Programs) string {
-	// restrict_oom_score_adj: without CAP_SYS_RESOURCE a score cannot be lowered.
-	// AppArmor's profiles would have to be loaded into the host's kernel.
+	// restrict_oom_score_adj is set because containerd cannot lower a process's OOM score without
+	// CAP_SYS_RESOURCE. disable_apparmor is set because AppArmor profiles would have to be loaded into
+	// the host's kernel.
 	return fmt.Sprintf(`version = 3
 root = '/var/lib/containerd'
 state = '/run/containerd'
 imports = []
-disabled_plugins = ['io.containerd.snapshotter.v1.btrfs', 'io.containerd.snapshotter.v1.devmapper', 'io.containerd.snapshotter.v1.zfs', 'io.containerd.snapshotter.v1.blockfile', 'io.containerd.snapshotter.v1.erofs', 'io.containerd.differ.v1.erofs']
+disabled_plugins = ['io.containerd.snapshotter.v1.btrfs', 'io.containerd.snapshotter.v1.devmapper',
+  'io.containerd.snapshotter.v1.zfs', 'io.containerd.snapshotter.v1.blockfile',
+  'io.containerd.snapshotter.v1.erofs', 'io.containerd.differ.v1.erofs']
 
 [grpc]
   address = '%[1]s'

@@ -10,14 +10,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// children starts processes for PID 1 and reaps every process that dies as its child, the orphans of containers too. os/exec cannot be used
-// beside it: it would find its children reaped.
+// children starts processes for PID 1 and reaps every child, including containers' orphans. A
+// process that uses children must not use os/exec, whose children would be reaped too.
 type children struct {
 	mu      sync.Mutex
 	waiting map[int]chan syscall.WaitStatus
 }
 
-// newChildren starts to reap.
+// newChildren also starts a goroutine that reaps dead children.
 func newChildren() *children {
 	c := &children{waiting: map[int]chan syscall.WaitStatus{}}
 	died := make(chan os.Signal, 1)
@@ -32,7 +32,8 @@ func newChildren() *children {
 
 func (c *children) reap() {
 	for {
-		// A child that dies at once must not be reaped before start has noted it: hence the lock.
+		// start holds c.mu from before the child starts until the child is stored in c.waiting. So the
+		// reaping goroutine does not reap a child that dies at once before start has stored it.
 		c.mu.Lock()
 		var status syscall.WaitStatus
 		pid, err := syscall.Wait4(-1, &status, syscall.WNOHANG, nil)
@@ -49,13 +50,13 @@ func (c *children) reap() {
 	}
 }
 
-// process is a child that start began.
+// process is a running child that children.start began.
 type process struct {
 	pid  int
 	exit <-chan syscall.WaitStatus
 }
 
-// start runs a program with its output appended to the log file.
+// start runs the program argv[0] and appends its output to logFile.
 func (c *children) start(argv, env []string, logFile string) (*process, error) {
 	log, err := os.OpenFile(logFile, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
 	if err != nil {
@@ -80,7 +81,7 @@ func (c *children) start(argv, env []string, logFile string) (*process, error) {
 	return &process{pid: pid, exit: exit}, nil
 }
 
-// describeExit says how a process ended, and whether well.
+// describeExit describes how a process ended. success means that it exited with code 0.
 func describeExit(status syscall.WaitStatus) (description string, success bool) {
 	if status.Signaled() {
 		return fmt.Sprintf("killed by signal %d (%s)", status.Signal(), status.Signal()), false

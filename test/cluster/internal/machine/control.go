@@ -13,14 +13,14 @@ import (
 	"time"
 )
 
-// Verb is what the host asks a machine to do with a service.
+// Verb is what the host asks PID 1 of the machine to do with a service, such as a restart.
 type Verb string
 
 const (
-	Restart Verb = "restart" // ends it with SIGTERM, starts it and waits until it is ready
-	Kill    Verb = "kill"    // as Restart, with SIGKILL
-	Stop    Verb = "stop"    // ends it with SIGTERM; it stays down
-	Start   Verb = "start"   // starts it and waits until it is ready
+	Restart Verb = "restart" // end the service with SIGTERM, start it, wait until it is ready
+	Kill    Verb = "kill"    // like Restart, but with SIGKILL
+	Stop    Verb = "stop"    // end the service with SIGTERM and do not start it again
+	Start   Verb = "start"   // start the service and wait until it is ready
 )
 
 type request struct {
@@ -32,10 +32,12 @@ type response struct {
 	Error string `json:"error,omitempty"`
 }
 
-// controlTimeout bounds a request from end to end.
+// controlTimeout limits how long a request from the host may take, until the service has stopped or
+// is ready again.
 const controlTimeout = readyDeadline + 2*stopGrace
 
-// serveControl answers the host's requests, each on a connection of its own.
+// serveControl answers the host's requests to start and stop services, each on a connection of its
+// own.
 func serveControl(services map[string]*supervised) error {
 	if err := os.Remove(controlSocket); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
@@ -99,7 +101,8 @@ func perform(asked request, services map[string]*supervised) error {
 	return service.awaitReady(context.Background())
 }
 
-// Control asks the running machine to do something with a service, and waits until it is done.
+// Control asks PID 1 of the running machine to do what verb says with a service, and waits until
+// that is done.
 func (s *Spec) Control(ctx context.Context, verb Verb, service string) error {
 	ctx, cancel := context.WithTimeout(ctx, controlTimeout)
 	defer cancel()

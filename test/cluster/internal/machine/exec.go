@@ -12,16 +12,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Streams are a command's standard streams; nil ones are empty or discarded.
+// Streams are a command's standard streams. If In is nil, the command's input is empty. If Out or
+// Err is nil, that output is discarded.
 type Streams struct {
 	In       io.Reader
 	Out, Err io.Writer
 }
 
-// streamGrace is how long a command's streams may stay open after its end, by what it left running.
+// streamGrace is how long Exec waits for a command's streams to close after the command's end.
+// Processes that the command left running may hold them open.
 const streamGrace = 5 * time.Second
 
-// Exec runs a command in the running machine. A command name without a slash is looked up in the machine's PATH.
+// Exec runs a command in the running machine. It finds a name without a slash in the machine's
+// PATH.
 func (s *Spec) Exec(ctx context.Context, streams Streams, argv ...string) error {
 	pid, running := s.PID()
 	if !running {
@@ -41,25 +44,28 @@ func (s *Spec) Exec(ctx context.Context, streams Streams, argv ...string) error 
 	return nil
 }
 
-// onOwnThread runs a function that changes its thread, on one that ends with it. It must be called in a goroutine of its own.
+// onOwnThread calls run on an OS thread that ends afterwards, because run changes the thread's
+// namespaces. Call onOwnThread in a goroutine of its own.
 //
-// The process's first thread is not fit for that: it never ends, and it is the one by which /proc/self shows the process.
+// It does not use the process's first thread, because that thread never ends and /proc/self shows
+// its namespaces.
 func onOwnThread(run func()) {
 	runtime.LockOSThread()
 	if unix.Gettid() != unix.Getpid() {
 		run()
-		return // locked: the thread ends with the goroutine
+		return // the thread is locked, so it ends with the goroutine
 	}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		onOwnThread(run) // on another thread, since this one is taken
+		onOwnThread(run) // on another thread, since this goroutine has locked the first one
 	}()
 	<-done
 	runtime.UnlockOSThread()
 }
 
-// startInside moves the calling thread into the machine's namespaces, which its children inherit.
+// startInside moves the calling OS thread into the machine's namespaces and starts the command
+// there.
 func (s *Spec) startInside(ctx context.Context, pid int, streams Streams, argv []string) (*exec.Cmd, error) {
 	process, err := unix.PidfdOpen(pid, 0)
 	if err != nil {

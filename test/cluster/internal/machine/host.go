@@ -17,10 +17,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/cgroup"
 )
 
-// cleanupTimeout bounds the end of a machine, also after the caller's context has ended.
+// cleanupTimeout bounds how long PowerCut takes. PowerCut continues after the caller's context has
+// ended.
 const cleanupTimeout = 60 * time.Second
 
-// Boot starts the machine and returns when its services run. program is the built cmd/machine.
+// Boot starts the machine and returns when its services are ready. program is the path of the built
+// cmd/machine.
 func (s *Spec) Boot(ctx context.Context, program string) error {
 	if _, running := s.PID(); running {
 		return fmt.Errorf("machine %s is running already", s.Name)
@@ -29,7 +31,7 @@ func (s *Spec) Boot(ctx context.Context, program string) error {
 		return err
 	}
 	starter := exec.CommandContext(ctx, program, StarterArgument, s.Dir)
-	starter.SysProcAttr = &syscall.SysProcAttr{Setsid: true} // a Ctrl-C at the terminal is the caller's to handle
+	starter.SysProcAttr = &syscall.SysProcAttr{Setsid: true} // a Ctrl-C at the terminal reaches only the caller
 	var output bytes.Buffer
 	starter.Stderr = &output
 	starter.WaitDelay = time.Second
@@ -40,12 +42,14 @@ func (s *Spec) Boot(ctx context.Context, program string) error {
 	return nil
 }
 
-// PowerCut ends the machine at once. Its disk stays as it is.
+// PowerCut kills every process of the machine at once, as a loss of power does. The machine's disk
+// stays as it is.
 func (s *Spec) PowerCut(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanupTimeout)
 	defer cancel()
 	if pid, running := s.PID(); running {
-		// With PID 1 everything dies at once, before anything could react to the death of something else.
+		// The kernel kills the whole PID namespace with its PID 1. So no process has time to react to the
+		// death of another.
 		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
 			return fmt.Errorf("cut the power of machine %s: %w", s.Name, err)
 		}
@@ -66,7 +70,7 @@ func (s *Spec) PowerCut(ctx context.Context) error {
 	return nil
 }
 
-// PID returns the machine's first process and whether it lives.
+// PID returns the process ID of the machine's first process, and whether that process is alive.
 func (s *Spec) PID() (int, bool) {
 	content, err := os.ReadFile(filepath.Join(s.Dir, bootFile+".json"))
 	if err != nil {
@@ -80,18 +84,20 @@ func (s *Spec) PID() (int, bool) {
 	return record.PID, err == nil && start == record.StartTime
 }
 
-// processStart returns the time at which a living process started; process IDs are used again, pairs of both are not.
+// processStart returns the start time of a living process, in the kernel's units. Process IDs are
+// reused, but a process ID together with its start time names one process only.
 func processStart(pid int) (string, error) {
 	content, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
-		return "", fmt.Errorf("look at process %d: %w", pid, err)
+		return "", fmt.Errorf("read the start time of process %d: %w", pid, err)
 	}
-	// The second field is the program's name in parentheses, which may hold anything.
+	// The second field is the program's name in parentheses. The name may itself contain parentheses
+	// and spaces, so the fields are counted from the last parenthesis.
 	_, rest, _ := strings.Cut(string(content[bytes.LastIndexByte(content, ')')+1:]), " ")
 	fields := strings.Fields(rest)
 	const state, start = 0, 19
 	if len(fields) <= start {
-		return "", fmt.Errorf("look at process %d: unexpected format", pid)
+		return "", fmt.Errorf("read the start time of process %d: unexpected format", pid)
 	}
 	if fields[state] == "Z" || fields[state] == "X" {
 		return "", fmt.Errorf("process %d is dead", pid)

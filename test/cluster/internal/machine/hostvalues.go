@@ -10,14 +10,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// kubeletSysctls are kernel-wide settings that a kubelet writes unless they already have these values.
+// kubeletSysctls are the kernel-wide settings that a kubelet would change on the host, with the
+// values that it wants. A kubelet leaves a setting alone that has this value already.
 var kubeletSysctls = map[string]string{
 	"vm/overcommit_memory": "1", "vm/panic_on_oom": "0", "kernel/panic": "10", "kernel/panic_on_oops": "1",
 	"kernel/keys/root_maxkeys": "1000000", "kernel/keys/root_maxbytes": "25000000",
 }
 
-// hideHostValues shows the machine values of its own where the kernel has only one for all: the sysctls that a kubelet would change, and
-// the boot ID, which must differ after a power cut.
+// hideHostValues gives the machine files of its own for some kernel-wide settings: the sysctls that
+// a kubelet would change, and the boot ID, which must differ after a power cut.
 func hideHostValues() error {
 	values := map[string]string{}
 	for name, value := range kubeletSysctls {
@@ -40,7 +41,7 @@ func hideHostValues() error {
 			return err
 		}
 		if err := unix.Mount(own, path, "", unix.MS_BIND, ""); err != nil {
-			return fmt.Errorf("cover %s: %w", path, err)
+			return fmt.Errorf("mount the machine's own %s: %w", path, err)
 		}
 	}
 	return nil

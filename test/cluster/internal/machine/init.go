@@ -15,13 +15,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/cgroup"
 )
 
-// File descriptors that the starter hands to PID 1.
+// These are the file descriptors that the process that starts the machine hands to PID 1.
 const (
-	plugged = 3 // closed by the starter once the network cable is there
-	verdict = 4 // takes PID 1's one line: an empty one, or why it could not boot
+	plugged = 3 // the starter closes it when the network cable exists
+	verdict = 4 // PID 1 writes one JSON string: empty, or why the boot failed
 )
 
-// RunInit is PID 1 of the machine whose folder is dir. It returns only if the machine cannot boot.
+// RunInit does the work of PID 1 in the machine whose folder is dir: it boots the machine and keeps
+// its services running. It returns only if the machine cannot boot.
 func RunInit(dir string) error {
 	cable, report := os.NewFile(plugged, "plugged"), os.NewFile(verdict, "verdict")
 	for _, file := range []*os.File{cable, report} {
@@ -83,7 +84,7 @@ func logTo(path string) error {
 	}
 	log.SetOutput(file)
 	log.SetFlags(log.LstdFlags | log.Lmicroseconds)
-	// A crash of this process is told on standard error.
+	// A Go panic of this process prints to standard error, so that goes to the log file too.
 	return unix.Dup2(int(file.Fd()), 2)
 }
 
@@ -103,7 +104,7 @@ func runHook(children *children, hook, env []string) error {
 	return nil
 }
 
-// startServices starts them one after the other and returns when the last has been started and is ready.
+// startServices starts the services one after another and returns when the last one is ready.
 func startServices(children *children, spec *Spec, env []string) error {
 	services := map[string]*supervised{}
 	for _, service := range spec.Services {

@@ -7,8 +7,13 @@ import (
 	"testing"
 )
 
-func TestASpecSurvivesBeingSaved(t *testing.T) {
-	spec := &Spec{Name: "node1", Dir: filepath.Join(t.TempDir(), "node1"), BootHook: []string{"/bin/hook", "a b"}, Services: []Service{{Name: "kubelet", Argv: []string{"/kubelet"}, Ready: "unix:///x"}}}
+func TestSpecRoundTrip(t *testing.T) {
+	spec := &Spec{
+		Name:     "node1",
+		Dir:      filepath.Join(t.TempDir(), "node1"),
+		BootHook: []string{"/bin/hook", "a b"},
+		Services: []Service{{Name: "kubelet", Argv: []string{"/kubelet"}, Ready: "unix:///x"}},
+	}
 	if err := spec.Save(); err != nil {
 		t.Fatal(err)
 	}
@@ -24,7 +29,7 @@ func TestASpecSurvivesBeingSaved(t *testing.T) {
 	}
 }
 
-func TestAProcessIsRecognizedByItsStart(t *testing.T) {
+func TestProcessIsIdentifiedByStartTime(t *testing.T) {
 	own, err := processStart(os.Getpid())
 	if err != nil || own == "" {
 		t.Fatalf("own start is %q, %v", own, err)
@@ -45,12 +50,13 @@ func TestAProcessIsRecognizedByItsStart(t *testing.T) {
 	}
 }
 
-func TestAMachineWithoutARecordOrWithAStaleOneIsOff(t *testing.T) {
+func TestMachineWithoutValidRecordIsOff(t *testing.T) {
 	spec := &Spec{Name: "node1", Dir: t.TempDir()}
 	if pid, running := spec.PID(); running {
-		t.Errorf("never booted, and runs as %d", pid)
+		t.Errorf("a machine that never booted counts as running, with process %d", pid)
 	}
-	// The number is in use, by another process than the one that was noted.
+	// Process 1 exists, but the stored start time is another one. So the stored process is not this
+	// one, and the machine must count as off.
 	record := filepath.Join(spec.Dir, bootFile+".json")
 	if err := os.WriteFile(record, []byte(`{"pid":1,"startTime":"123456789123"}`), 0o600); err != nil {
 		t.Fatal(err)

@@ -10,7 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// connect makes the machine's cable on the host: one end on the bridge, the other as eth0 in the network namespace of the process.
+// connect creates the machine's network cable, a veth pair. One end is on the host's bridge, the
+// other is eth0 in the network namespace of process pid.
 func connect(network Network, pid int) error {
 	bridge, err := netlink.LinkByName(network.Bridge)
 	if err != nil {
@@ -100,7 +101,8 @@ func addRoute(link netlink.Link, destination, via string) error {
 	return nil
 }
 
-// disconnect removes the machine's cable. The kernel does the same, a little later, when the machine's last process is gone.
+// disconnect removes the machine's network cable by deleting the end that is on the host. The
+// kernel removes the cable too, but only a little after the machine's last process has ended.
 func disconnect(hostLink string) error {
 	link, err := netlink.LinkByName(hostLink)
 	if err != nil {

@@ -13,14 +13,15 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/cgroup"
 )
 
-// ownTops are the top-level folders that a machine does not share with the host in any way.
+// ownTops are top-level folders that a machine has of its own. It never sees the host's folders of
+// these names.
 var ownTops = map[string]bool{"dev": true, "proc": true, "sys": true, "run": true, "var": true, "lost+found": true, "boot": true}
 
-// mountRoot puts the machine's root together and makes it the process's root. The caller must be in a new mount namespace and PID 1 of a
-// new PID namespace.
+// mountRoot builds the machine's root file system and makes it the root of this process. The
+// process must be PID 1 of a new PID namespace, in a new mount namespace.
 //
-// The host's top-level folders are overlaid with private layers on the machine's disk, one by one: an overlay of the whole root would hold
-// its own upper layer.
+// mountRoot overlays each of the host's top-level folders with a private layer on the machine's
+// disk. A single overlay of the whole root would contain its own upper layer.
 func mountRoot(spec *Spec) error {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return fmt.Errorf("keep the machine's mounts from the host: %w", err)
@@ -48,7 +49,8 @@ func mountRoot(spec *Spec) error {
 	if err := pivot(root); err != nil {
 		return err
 	}
-	// Container runtimes and device drivers propagate mounts between a container and its node.
+	// Mounts must propagate between a container and its node, because container runtimes and device
+	// drivers rely on that.
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SHARED, ""); err != nil {
 		return fmt.Errorf("make the machine's mounts propagate: %w", err)
 	}
@@ -88,7 +90,8 @@ func overlay(spec *Spec, name, target string) error {
 		return err
 	}
 	if strings.HasPrefix(spec.Dir+"/", "/"+name+"/") {
-		// The machine's own disk lies here, so that a layer would overlap with what it covers.
+		// This top-level folder contains the machine's own disk. An overlay would have its upper layer
+		// inside its lower layer, so the folder is read-only in the machine.
 		return readOnlyBind("/"+name, target)
 	}
 	upper, work := spec.Layer(name), filepath.Join(spec.Dir, layersDir, name, "work")
@@ -111,15 +114,17 @@ func overlay(spec *Spec, name, target string) error {
 	case neededTops[name]:
 		return fmt.Errorf("%w (the file system of %s must be one that can hold an overlay's upper layer, such as ext4 or xfs)", err, spec.Dir)
 	default:
-		// Some file systems, a network share or FUSE mount for one, cannot be a lower layer.
+		// Some file systems cannot be the lower layer of an overlay, a network share or a FUSE mount for
+		// example. The machine sees such a folder read-only.
 		return readOnlyBind("/"+name, target)
 	}
 }
 
-// neededTops are the folders that a machine must be able to write to.
+// neededTops are the folders that a machine must be able to write to. If one of them cannot be an
+// overlay, the machine does not boot.
 var neededTops = map[string]bool{"etc": true, "usr": true, "opt": true, "tmp": true}
 
-// mountVar gives the machine a /var of its own on its disk, and /run in memory.
+// mountVar gives the machine its own /var, on its disk, and its own /run, in memory.
 func mountVar(spec *Spec, root string) error {
 	for _, dir := range []string{"lib/kubelet", "log", "cache", "tmp", "opt"} {
 		if err := os.MkdirAll(filepath.Join(spec.Var(), dir), 0o755); err != nil {
@@ -150,7 +155,8 @@ func mountKernel(root string) error {
 	return mount("sysfs", filepath.Join(root, "sys"), "sysfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "")
 }
 
-// devices are what every /dev has; those of the simulated hardware are made by the boot hook.
+// devices are the device nodes that every machine's /dev has. The node's boot hook creates those of
+// the simulated GPUs.
 var devices = []struct {
 	name         string
 	major, minor uint32
@@ -180,7 +186,8 @@ func mountDev(root string) error {
 	for _, fileSystem := range []struct{ folder, kind, options string }{
 		{"pts", "devpts", "newinstance,ptmxmode=0666,mode=620"}, {"shm", "tmpfs", "mode=1777"}, {"mqueue", "mqueue", ""},
 	} {
-		if err := mount(fileSystem.kind, filepath.Join(dev, fileSystem.folder), fileSystem.kind, unix.MS_NOSUID|unix.MS_NOEXEC, fileSystem.options); err != nil {
+		if err := mount(fileSystem.kind, filepath.Join(dev, fileSystem.folder), fileSystem.kind, unix.MS_NOSUID|unix.MS_NOEXEC,
+			fileSystem.options); err != nil {
 			return err
 		}
 	}
@@ -194,7 +201,8 @@ func mountDev(root string) error {
 	return nil
 }
 
-// mountCgroups mounts the hierarchies again from inside the machine's cgroup namespace, whose root is the machine's own cgroup.
+// mountCgroups mounts the cgroup hierarchies anew. PID 1 is in the machine's cgroup namespace, so
+// the root of each new mount is the machine's own cgroup.
 func mountCgroups(root string) error {
 	target := filepath.Join(root, cgroup.Root)
 	if cgroup.Unified() {
@@ -212,7 +220,8 @@ func mountCgroups(root string) error {
 		if strings.HasPrefix(options, "name=") {
 			options = "none," + options
 		}
-		if err := mount("cgroup", filepath.Join(target, hierarchy.Folder()), "cgroup", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, options); err != nil {
+		if err := mount("cgroup", filepath.Join(target, hierarchy.Folder()), "cgroup", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC,
+			options); err != nil {
 			return err
 		}
 	}
@@ -231,7 +240,7 @@ func pivot(root string) error {
 		return err
 	}
 	if err := unix.Unmount("/.host", unix.MNT_DETACH); err != nil {
-		return fmt.Errorf("let go of the host's root: %w", err)
+		return fmt.Errorf("unmount the host's root: %w", err)
 	}
 	return os.Remove("/.host")
 }
@@ -246,7 +255,7 @@ func mount(source, target, kind string, flags uintptr, options string) error {
 	return nil
 }
 
-// bind shows a folder or file of the host in the machine.
+// bind mounts a folder or file of the host into the machine's root file system.
 func bind(mount Mount, root string) error {
 	target := filepath.Join(root, mount.Target)
 	info, err := os.Stat(mount.Source)
@@ -259,7 +268,7 @@ func bind(mount Mount, root string) error {
 		err = touch(target)
 	}
 	if err != nil {
-		return fmt.Errorf("make a place for %s in the machine: %w", mount.Target, err)
+		return fmt.Errorf("create the mount point %s in the machine: %w", mount.Target, err)
 	}
 	if !mount.Writable {
 		return readOnlyBind(mount.Source, target)

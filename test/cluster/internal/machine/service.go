@@ -18,10 +18,11 @@ const (
 	restartDelay  = 300 * time.Millisecond // between the end of a service and its next start
 	readyPoll     = 50 * time.Millisecond
 	readyDeadline = 5 * time.Minute  // generous: several builds may share the CPUs
-	stopGrace     = 20 * time.Second // between SIGTERM and SIGKILL
+	stopGrace     = 20 * time.Second // time between SIGTERM and SIGKILL
 )
 
-// supervised keeps one service running until it is told to stop.
+// supervised is one service of the machine. When its process ends, it is started again, unless stop
+// was called.
 type supervised struct {
 	Service
 	children *children
@@ -37,7 +38,7 @@ func (s *supervised) logFile() string { return serviceLog(s.Name) }
 
 func serviceLog(name string) string { return filepath.Join("/var/log", name+".log") }
 
-// start begins the service unless it runs.
+// start begins the service unless it is running.
 func (s *supervised) start() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -48,7 +49,7 @@ func (s *supervised) start() error {
 	return s.launch()
 }
 
-// launch is called with the lock held.
+// launch starts the service's process. The caller holds s.mu.
 func (s *supervised) launch() error {
 	process, err := s.children.start(s.Argv, s.env, s.logFile())
 	if err != nil {
@@ -60,7 +61,7 @@ func (s *supervised) launch() error {
 	return nil
 }
 
-// watch notes the end of a process, and starts the service again if nobody wanted that end.
+// watch waits for the process to end, and restarts the service unless stop was called.
 func (s *supervised) watch(process *process, ended chan struct{}) {
 	description, _ := describeExit(<-process.exit)
 	log.Printf("service %s ended: %s", s.Name, description)
@@ -68,7 +69,7 @@ func (s *supervised) watch(process *process, ended chan struct{}) {
 	s.current = nil
 	close(ended)
 	s.mu.Unlock()
-	<-time.After(restartDelay) // as any supervisor does: a service that cannot run must not use up the CPU
+	<-time.After(restartDelay) // a service that always fails must not use up the CPU
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.wanted || s.current != nil {
@@ -79,7 +80,8 @@ func (s *supervised) watch(process *process, ended chan struct{}) {
 	}
 }
 
-// stop ends the service and waits until it is gone. With a signal other than SIGKILL it has a grace period.
+// stop ends the service with the signal and waits. If the service does not end within stopGrace,
+// stop sends SIGKILL.
 func (s *supervised) stop(signal syscall.Signal) error {
 	s.mu.Lock()
 	s.wanted = false
@@ -101,7 +103,8 @@ func (s *supervised) stop(signal syscall.Signal) error {
 	return fmt.Errorf("service %s (process %d) does not end", s.Name, process.pid)
 }
 
-// awaitReady waits until the service answers.
+// awaitReady waits until the service answers at the address in Service.Ready. It returns an error
+// if that takes longer than readyDeadline.
 func (s *supervised) awaitReady(ctx context.Context) error {
 	if s.Ready == "" {
 		return nil
@@ -121,7 +124,8 @@ func (s *supervised) awaitReady(ctx context.Context) error {
 	}
 }
 
-// prober asks services of this machine, whose certificates are their own affair.
+// prober sends readiness requests to services of this machine. It does not verify their
+// certificates.
 var prober = &http.Client{
 	Timeout:   2 * time.Second,
 	Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true},

@@ -13,23 +13,26 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/cgroup"
 )
 
-// Arguments by which the machine's program knows its part. The machine's folder follows.
+// StarterArgument as the first argument makes the program cmd/machine the starter, and InitArgument
+// makes it PID 1. The next argument is the machine's folder.
 const (
 	StarterArgument = "start"
 	InitArgument    = "init"
 )
 
-// namespaces are those that make a process tree a machine.
-const namespaces = syscall.CLONE_NEWNS | syscall.CLONE_NEWNET | syscall.CLONE_NEWUTS | syscall.CLONE_NEWIPC | syscall.CLONE_NEWPID | syscall.CLONE_NEWCGROUP
+// namespaces are the clone flags of the new namespaces that each machine gets.
+const namespaces = syscall.CLONE_NEWNS | syscall.CLONE_NEWNET | syscall.CLONE_NEWUTS |
+	syscall.CLONE_NEWIPC | syscall.CLONE_NEWPID | syscall.CLONE_NEWCGROUP
 
-// bootRecord is what the host knows of a boot.
+// bootRecord is what the host stores when a machine boots: which process is the machine's PID 1.
 type bootRecord struct {
 	PID       int    `json:"pid"`
-	StartTime string `json:"startTime"` // as the kernel counts; with the PID it names one process
+	StartTime string `json:"startTime"` // as processStart returns it; with the PID it identifies one process
 }
 
-// RunStarter starts the machine whose folder is dir, and returns when it has booted or failed to. It must be a process of its own: it moves
-// itself into the machine's cgroup, because the root of a new cgroup namespace is where its maker is.
+// RunStarter starts the machine whose folder is dir, and returns when the machine has booted or
+// failed. It must run in a process of its own. That process enters the machine's cgroup first,
+// because a new cgroup namespace has its root at the cgroup of its creator.
 func RunStarter(dir string) error {
 	spec, err := Load(dir)
 	if err != nil {
@@ -52,7 +55,7 @@ func RunStarter(dir string) error {
 	}
 	first := exec.Command(self, InitArgument, dir)
 	first.Dir = "/"
-	first.Stderr = os.Stderr // until PID 1 has a log of its own
+	first.Stderr = os.Stderr // until PID 1 opens its own log file
 	first.ExtraFiles = []*os.File{cableRead, verdictWrite}
 	first.SysProcAttr = &syscall.SysProcAttr{Cloneflags: namespaces, Setsid: true}
 	if err := first.Start(); err != nil {
@@ -75,13 +78,14 @@ func RunStarter(dir string) error {
 
 func noEOF(err error) error {
 	if errors.Is(err, io.EOF) {
-		return errors.New("no word from it")
+		return errors.New("it ended without a report")
 	}
 	return err
 }
 
-// stepAside moves this process out of the root of the machine's cgroup namespace: with cgroup v2 the root hands its controllers down only if
-// no process is in it. PID 1 does so when the cable is there.
+// stepAside moves the starter out of the machine's cgroup into a child of that cgroup. With cgroup
+// v2 a cgroup can delegate its controllers only when it contains no process. PID 1 leaves the
+// cgroup itself, when the network is connected.
 func stepAside(spec *Spec) error {
 	if !cgroup.Unified() {
 		return nil
@@ -105,7 +109,7 @@ func plugIn(spec *Spec, pid int, cable io.Closer) error {
 		return err
 	}
 	if err := os.WriteFile(filepath.Join(spec.Dir, bootFile+".json"), content, 0o600); err != nil {
-		return fmt.Errorf("note the machine's first process: %w", err)
+		return fmt.Errorf("record the machine's first process: %w", err)
 	}
 	if err := connect(spec.Network, pid); err != nil {
 		return err

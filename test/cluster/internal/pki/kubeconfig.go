@@ -7,7 +7,8 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 )
 
-// Kubeconfig renders a kubeconfig that reaches server as the client, with everything embedded.
+// Kubeconfig renders a kubeconfig for the user of the certificate client. server is the API
+// server's URL, and cluster is the name of the cluster's entry. Certificates and key are embedded.
 func (a *Authority) Kubeconfig(server, cluster string, client Pair) ([]byte, error) {
 	config := clientcmdapi.NewConfig()
 	config.Clusters[cluster] = &clientcmdapi.Cluster{Server: server, CertificateAuthorityData: a.pem}

@@ -1,5 +1,6 @@
-// Package pki makes the certificates, keys and kubeconfigs of one cluster in memory. It promises that what it issued fits together and
-// is valid for the life of a test cluster; it neither rotates nor revokes, and writes nothing to disk.
+// Package pki creates the certificates, keys and kubeconfigs of one cluster in memory. They fit
+// together and are valid for the life of a test cluster. The package neither rotates nor revokes
+// them, and writes nothing to disk.
 package pki
 
 import (
@@ -15,18 +16,19 @@ import (
 	"time"
 )
 
-// lifetime is longer than a test cluster is kept; clockSkew lets a clock that was set back accept what was just issued.
+// lifetime is how long certificates are valid, longer than any test cluster exists. Certificates
+// are valid from clockSkew before their creation, in case a clock was set back.
 const (
 	lifetime  = 365 * 24 * time.Hour
 	clockSkew = time.Hour
 )
 
-// Pair is a certificate and its private key, both PEM.
+// Pair is a certificate and its private key, both in PEM.
 type Pair struct {
 	Certificate, Key []byte
 }
 
-// Authority issues certificates.
+// Authority is a certificate authority that issues the cluster's certificates.
 type Authority struct {
 	certificate *x509.Certificate
 	key         *ecdsa.PrivateKey
@@ -56,15 +58,15 @@ func NewAuthority(commonName string) (*Authority, error) {
 	return &Authority{certificate: certificate, key: key, pem: encodeCertificate(der)}, nil
 }
 
-// Certificate is the authority's own certificate, PEM.
+// Certificate returns the authority's own certificate in PEM.
 func (a *Authority) Certificate() []byte { return a.pem }
 
-// Client issues a certificate that a client shows: user is its Kubernetes user name, groups its groups.
+// Client issues a client certificate for a Kubernetes user with the given groups.
 func (a *Authority) Client(user string, groups ...string) (Pair, error) {
 	return a.issue(pkix.Name{CommonName: user, Organization: groups}, x509.ExtKeyUsageClientAuth, nil, nil)
 }
 
-// Server issues a certificate that a server shows under the given addresses and names.
+// Server issues a certificate for a server that clients reach under the given addresses and names.
 func (a *Authority) Server(commonName string, addresses []net.IP, names []string) (Pair, error) {
 	return a.issue(pkix.Name{CommonName: commonName}, x509.ExtKeyUsageServerAuth, addresses, names)
 }
@@ -92,7 +94,7 @@ func (a *Authority) issue(subject pkix.Name, usage x509.ExtKeyUsage, addresses [
 	return Pair{Certificate: encodeCertificate(der), Key: encodedKey}, nil
 }
 
-// NewSigner makes the key pair that signs and verifies ServiceAccount tokens: the private and the public key, PEM.
+// NewSigner creates the key pair that signs ServiceAccount tokens. Both keys are PEM.
 func NewSigner() (private, public []byte, err error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {

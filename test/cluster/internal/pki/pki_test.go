@@ -23,7 +23,7 @@ func parse(t *testing.T, content []byte) *x509.Certificate {
 	return certificate
 }
 
-func TestIssuedCertificatesVerifyOnlyForTheirUseAndAuthority(t *testing.T) {
+func TestCertificatesVerifyOnlyForTheirUse(t *testing.T) {
 	authority, err := NewAuthority("cluster")
 	if err != nil {
 		t.Fatal(err)
@@ -59,18 +59,22 @@ func TestIssuedCertificatesVerifyOnlyForTheirUseAndAuthority(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			roots := x509.NewCertPool()
 			roots.AppendCertsFromPEM(test.authority.Certificate())
-			_, err := parse(t, test.certificate).Verify(x509.VerifyOptions{Roots: roots, DNSName: test.host, KeyUsages: []x509.ExtKeyUsage{test.usage}})
+			_, err := parse(
+				t,
+				test.certificate,
+			).Verify(x509.VerifyOptions{Roots: roots, DNSName: test.host, KeyUsages: []x509.ExtKeyUsage{test.usage}})
 			if (err == nil) != test.accepted {
 				t.Errorf("verification says %v, want accepted=%v", err, test.accepted)
 			}
 		})
 	}
-	if subject := parse(t, client.Certificate).Subject; subject.CommonName != "system:node:node1" || len(subject.Organization) != 1 || subject.Organization[0] != "system:nodes" {
+	if subject := parse(t, client.Certificate).Subject; subject.CommonName != "system:node:node1" || len(subject.Organization) != 1 ||
+		subject.Organization[0] != "system:nodes" {
 		t.Errorf("client subject is %v, so Kubernetes would see another user", subject)
 	}
 }
 
-func TestKubeconfigCarriesAUsableKeyPair(t *testing.T) {
+func TestKubeconfigHasUsableKeyPair(t *testing.T) {
 	authority, err := NewAuthority("cluster")
 	if err != nil {
 		t.Fatal(err)

@@ -20,7 +20,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/cgroup"
 )
 
-// buildah is one use of the image builder with a storage of its own, which goes when the build is over.
+// buildah runs the program buildah, which builds images. Each value has image storage of its own,
+// which is removed after the build.
 type buildah struct {
 	program, libraries, storage, policy, runc string
 }
@@ -38,7 +39,7 @@ func (c *Cache) runBuildah(ctx context.Context, wanted Dockerfile, runc, out str
 	if err := clearBuildCgroups(ctx); err != nil {
 		return err
 	}
-	defer func() { _ = clearBuildCgroups(context.WithoutCancel(ctx)) }() // the next build tries again
+	defer func() { _ = clearBuildCgroups(context.WithoutCancel(ctx)) }() // if this fails, the next build tries again
 	libraryDirs, err := filepath.Glob(filepath.Join(root, "usr/lib/*-linux-gnu*"))
 	if err != nil {
 		return err
@@ -60,26 +61,40 @@ func (c *Cache) runBuildah(ctx context.Context, wanted Dockerfile, runc, out str
 	if err := builder.bud(ctx, progress, arguments); err != nil {
 		return err
 	}
-	_, err = builder.run(ctx, "push", "--signature-policy", builder.policy, wanted.Tag, "docker-archive:"+filepath.Join(out, "image.tar")+":"+wanted.Tag)
+	_, err = builder.run(
+		ctx,
+		"push",
+		"--signature-policy",
+		builder.policy,
+		wanted.Tag,
+		"docker-archive:"+filepath.Join(out, "image.tar")+":"+wanted.Tag,
+	)
 	return err
 }
 
-// budArguments runs the build's steps with the cluster's own runc, and with the host's network, for Go modules that are not there yet.
+// budArguments returns the arguments of "buildah bud". The build's steps run with the cluster's own
+// runc, and use the host's network to download missing Go modules.
 func (b buildah) budArguments(ctx context.Context, wanted Dockerfile) ([]string, error) {
 	settings, err := goSettings(ctx, filepath.Dir(wanted.Path))
 	if err != nil {
 		return nil, err
 	}
 	arguments := []string{
-		"bud", "--signature-policy", b.policy, "--pull-never", "--isolation", "oci", "--runtime", b.runc, "--cgroup-parent", "/" + buildCgroup, "--network", "host", "--timestamp", "0",
+		"bud", "--signature-policy", b.policy, "--pull-never", "--isolation", "oci", "--runtime", b.runc, "--cgroup-parent", "/" + buildCgroup,
+		"--network", "host", "--timestamp", "0",
 		"--format", "docker", "--file", wanted.Path, "--tag", wanted.Tag,
 		"--build-arg", "BUILDER=" + builderBase,
-		"--build-arg", "GOPROXY=" + settings["GOPROXY"], "--build-arg", "GOMODCACHE=" + settings["GOMODCACHE"], "--build-arg", "GOCACHE=" + settings["GOCACHE"],
+		"--build-arg", "GOPROXY=" + settings["GOPROXY"], "--build-arg", "GOMODCACHE=" + settings["GOMODCACHE"], "--build-arg", "GOCACHE=" +
+			settings["GOCACHE"],
 	}
 	for _, name := range slices.Sorted(maps.Keys(wanted.Arguments)) {
 		arguments = append(arguments, "--build-arg", name+"="+wanted.Arguments[name])
 	}
-	volumes := []string{settings["GOROOT"] + ":/usr/local/go:ro", settings["GOMODCACHE"] + ":" + settings["GOMODCACHE"], settings["GOCACHE"] + ":" + settings["GOCACHE"]}
+	volumes := []string{
+		settings["GOROOT"] + ":/usr/local/go:ro",
+		settings["GOMODCACHE"] + ":" + settings["GOMODCACHE"],
+		settings["GOCACHE"] + ":" + settings["GOCACHE"],
+	}
 	for _, dir := range toolchainDirs {
 		if info, err := os.Lstat(dir); err == nil && info.IsDir() {
 			volumes = append(volumes, dir+":"+dir+":ro")
@@ -92,7 +107,17 @@ func (b buildah) budArguments(ctx context.Context, wanted Dockerfile) ([]string,
 }
 
 // toolchainDirs are the host's folders that hold its C compiler, libraries and certificates.
-var toolchainDirs = []string{"/usr/bin", "/usr/include", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share/ca-certificates", "/etc/ssl", "/etc/alternatives"}
+var toolchainDirs = []string{
+	"/usr/bin",
+	"/usr/include",
+	"/usr/lib",
+	"/usr/lib32",
+	"/usr/lib64",
+	"/usr/libexec",
+	"/usr/share/ca-certificates",
+	"/etc/ssl",
+	"/etc/alternatives",
+}
 
 func goSettings(ctx context.Context, dir string) (map[string]string, error) {
 	cmd := exec.CommandContext(ctx, "go", "env", "-json", "GOROOT", "GOMODCACHE", "GOCACHE", "GOPROXY")
@@ -113,7 +138,8 @@ func goSettings(ctx context.Context, dir string) (map[string]string, error) {
 	return settings, nil
 }
 
-// importBase puts the stand-in for the base image into the builder's storage.
+// importBase puts an almost empty image into the builder's storage, under the name that the build
+// argument BUILDER gives for the base image.
 func (b buildah) importBase(ctx context.Context) error {
 	archive := filepath.Join(b.storage, filepath.Base(builderBase)+".tar")
 	if err := writeImage(baseLayout(), archive, builderBase+":latest"); err != nil {
@@ -127,7 +153,7 @@ func (b buildah) importBase(ctx context.Context) error {
 	return err
 }
 
-// run returns what buildah printed to standard output.
+// run runs buildah and returns its standard output.
 func (b buildah) run(ctx context.Context, arguments ...string) (string, error) {
 	var stdout, stderr bytes.Buffer
 	err := b.runTo(ctx, &stdout, &stderr, arguments)
@@ -137,7 +163,8 @@ func (b buildah) run(ctx context.Context, arguments ...string) (string, error) {
 	return stdout.String(), nil
 }
 
-// bud builds, prints the steps as they begin, and returns an error with what was said, less the warnings that are of no consequence.
+// bud runs "buildah bud" and prints each step as it begins. On failure the error has buildah's
+// output without its warnings.
 func (b buildah) bud(ctx context.Context, progress *Progress, arguments []string) error {
 	reader, writer := io.Pipe()
 	said := make(chan string, 1)
@@ -164,10 +191,11 @@ func (b buildah) bud(ctx context.Context, progress *Progress, arguments []string
 	return nil
 }
 
-// buildCgroup is the cgroup of a build's steps. Builds of Dockerfiles take turns, so that one name is enough.
+// buildCgroup is the cgroup in which the RUN instructions of a Dockerfile run. Only one Dockerfile
+// builds at a time, so one name is enough.
 const buildCgroup = "gpu-dra-driver-build"
 
-// clearBuildCgroups removes the cgroups of this build, or of one that was killed.
+// clearBuildCgroups removes the cgroups of this build, or those that a killed build left.
 func clearBuildCgroups(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, cleanupTimeout)
 	defer cancel()
@@ -178,16 +206,18 @@ func clearBuildCgroups(ctx context.Context) error {
 	return cgroup.Destroy(ctx, append(hierarchies, filepath.Join(cgroup.Root, buildCgroup)))
 }
 
-// cleanupTimeout bounds the removal of what a build left.
+// cleanupTimeout bounds the removal of a build's leftovers.
 const cleanupTimeout = 30 * time.Second
 
 func (b buildah) runTo(ctx context.Context, stdout, stderr io.Writer, arguments []string) error {
 	global := []string{"--root", filepath.Join(b.storage, "root"), "--runroot", filepath.Join(b.storage, "run"), "--storage-driver", "vfs"}
-	// In a PID namespace of its own the build ends, with all that it started, when unshare is killed; in a mount namespace of its own its
-	// mounts end with it, before anything could remove files through one of them.
+	// In its own PID namespace, buildah and its children die when unshare is killed. In its own mount
+	// namespace, its mounts vanish with it. Otherwise a later removal of the storage could delete the
+	// mounted host files.
 	isolated := []string{"--mount", "--pid", "--fork", "--kill-child", "--mount-proc", b.program}
 	cmd := exec.CommandContext(ctx, "unshare", slices.Concat(isolated, global, arguments)...)
-	// Pdeathsig follows the thread that started the child, so this goroutine keeps its own.
+	// The kernel sends Pdeathsig when the thread that started the child ends. LockOSThread keeps that
+	// thread alive until the child has ended.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL}

@@ -1,11 +1,13 @@
-// Package toolchain builds what a test cluster runs and keeps it in a cache outside the checkout.
+// Package toolchain builds a test cluster's programs and keeps them in a cache outside the
+// checkout.
 //
-// Everything it makes is an artifact: a directory named after what it holds and after a key over all inputs that decide its content
-// (module files, sources, flags, Go version). An artifact is built beside and renamed into place, so that a directory that exists is
-// complete, a changed input builds anew, and a build that was cut off leaves nothing that looks finished. A lock per artifact makes two
-// builds at once build it once.
+// Every result is an artifact: a directory named after its content and a key over all inputs
+// (module files, sources, flags, Go version). An artifact is built in a temporary directory and
+// renamed. So an existing directory is complete, a changed input builds again, and an interrupted
+// build leaves nothing that looks finished. A lock per artifact prevents duplicate builds.
 //
-// It does not delete older artifacts and does not install anything on the machine: Debian packages are unpacked inside the cache.
+// It deletes no older artifacts and installs nothing on the machine: Debian packages are unpacked
+// inside the cache.
 package toolchain
 
 import (
@@ -19,13 +21,14 @@ import (
 	"github.com/gofrs/flock"
 )
 
-// Cache is a folder of artifacts.
+// Cache is a folder of artifacts: directories of built files.
 type Cache struct {
 	// Dir is the absolute path of the cache. It may be deleted whenever no build or cluster uses it.
 	Dir string
 }
 
-// DefaultCache is the cache of the user: $XDG_CACHE_HOME/gpu-dra-driver/cluster, or the same below ~/.cache.
+// DefaultCache is the user's cache: $XDG_CACHE_HOME/gpu-dra-driver/cluster, or the same below
+// ~/.cache.
 func DefaultCache() (*Cache, error) {
 	base, err := os.UserCacheDir()
 	if err != nil {
@@ -34,7 +37,8 @@ func DefaultCache() (*Cache, error) {
 	return &Cache{Dir: filepath.Join(base, "gpu-dra-driver", "cluster")}, nil
 }
 
-// Key identifies the inputs of an artifact. Two keys are equal only if every part and the order of the parts are equal.
+// Key returns a digest over parts, which are the inputs of an artifact. Two keys are equal only if
+// all parts and their order are equal.
 func Key(parts ...string) string {
 	sum := sha256.New()
 	for _, part := range parts {
@@ -43,15 +47,17 @@ func Key(parts ...string) string {
 	return hex.EncodeToString(sum.Sum(nil))[:16]
 }
 
-// Lookup returns the artifact's directory and whether it has been built.
+// Lookup returns the directory of the artifact with this name and key. built says whether the
+// artifact is there already.
 func (c *Cache) Lookup(name, key string) (dir string, built bool) {
 	dir = filepath.Join(c.Dir, name+"-"+key)
 	info, err := os.Stat(dir)
 	return dir, err == nil && info.IsDir()
 }
 
-// Ensure returns the artifact's directory, and calls build to fill it if it is not there. Concurrent calls, of other processes too, build
-// once. What build leaves in its directory appears under the artifact's name only if it returns nil.
+// Ensure returns the artifact's directory. If the artifact is missing, Ensure calls build to fill
+// the directory. Concurrent calls, also of other processes, build once. The directory appears under
+// the artifact's name only if build returns nil.
 func (c *Cache) Ensure(ctx context.Context, name, key string, build func(dir string) error) (string, error) {
 	final, built := c.Lookup(name, key)
 	if built {
@@ -82,7 +88,8 @@ func (c *Cache) Ensure(ctx context.Context, name, key string, build func(dir str
 	return final, nil
 }
 
-// lock serialises the builds of one artifact and clears what an interrupted one left.
+// lock makes builds of the same artifact wait for each other, also in other processes. It removes
+// what an interrupted build left.
 func (c *Cache) lock(ctx context.Context, name string) (unlock func(), err error) {
 	if err := os.MkdirAll(c.Dir, 0o755); err != nil {
 		return nil, fmt.Errorf("create the cluster's build cache: %w", err)

@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-func TestKeysDifferWhereverPartsDiffer(t *testing.T) {
+func TestKeyDependsOnEveryPart(t *testing.T) {
 	seen := map[string][]string{}
 	for _, parts := range [][]string{{}, {""}, {"a"}, {"a", ""}, {"", "a"}, {"ab"}, {"a", "b"}, {"b", "a"}, {"1\na"}, {"a\n1\nb"}} {
 		key := Key(parts...)
@@ -27,7 +27,7 @@ func TestKeysDifferWhereverPartsDiffer(t *testing.T) {
 	}
 }
 
-func TestAnArtifactIsBuiltOnceByBuildsAtTheSameTime(t *testing.T) {
+func TestConcurrentBuildsBuildOnce(t *testing.T) {
 	cache := &Cache{Dir: t.TempDir()}
 	var built atomic.Int32
 	var builders sync.WaitGroup
@@ -52,7 +52,7 @@ func TestAnArtifactIsBuiltOnceByBuildsAtTheSameTime(t *testing.T) {
 	}
 }
 
-func TestAFailedBuildLeavesNothingThatLooksFinished(t *testing.T) {
+func TestFailedBuildLeavesNoArtifact(t *testing.T) {
 	cache := &Cache{Dir: t.TempDir()}
 	broken := errors.New("compiler says no")
 	_, err := cache.Ensure(context.Background(), "tool", "key", func(dir string) error {
@@ -72,7 +72,7 @@ func TestAFailedBuildLeavesNothingThatLooksFinished(t *testing.T) {
 	}
 }
 
-func TestTheNextBuildClearsWhatAKilledOneLeft(t *testing.T) {
+func TestNextBuildRemovesLeftovers(t *testing.T) {
 	cache := &Cache{Dir: t.TempDir()}
 	killed := filepath.Join(cache.Dir, ".partial-tool-123")
 	if err := os.MkdirAll(killed, 0o755); err != nil {
@@ -86,7 +86,7 @@ func TestTheNextBuildClearsWhatAKilledOneLeft(t *testing.T) {
 	}
 }
 
-func TestWaitingForAnotherBuildEndsWithTheContext(t *testing.T) {
+func TestWaitForBuildHonoursContext(t *testing.T) {
 	cache := &Cache{Dir: t.TempDir()}
 	building, release := make(chan struct{}), make(chan struct{})
 	var other sync.WaitGroup
@@ -103,7 +103,7 @@ func TestWaitingForAnotherBuildEndsWithTheContext(t *testing.T) {
 	other.Wait()
 }
 
-func TestADigestFollowsContentAndNotThePlaceOfTheCheckout(t *testing.T) {
+func TestDigestIgnoresCheckoutPath(t *testing.T) {
 	write := func(dir, content string) string {
 		path := filepath.Join(dir, "main.go")
 		if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
@@ -121,6 +121,6 @@ func TestADigestFollowsContentAndNotThePlaceOfTheCheckout(t *testing.T) {
 		t.Error("another checkout with the same files would build anew")
 	}
 	if changed := write(here, "package b"); changed == first {
-		t.Error("a change goes unnoticed")
+		t.Error("the digest is the same after a change of a file")
 	}
 }

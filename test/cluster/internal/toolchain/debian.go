@@ -9,8 +9,9 @@ import (
 	"strings"
 )
 
-// unpackDebian returns a folder in which the named Debian packages are unpacked, with everything that they depend on and the machine
-// lacks. Nothing is installed: the machine's package database stays as it is.
+// unpackDebian returns a folder with the unpacked Debian packages, and with those of their
+// dependencies that the host lacks. It installs nothing: the host's package database stays
+// unchanged.
 func (c *Cache) unpackDebian(ctx context.Context, progress *Progress, packages ...string) (string, error) {
 	release, err := os.ReadFile("/etc/os-release")
 	if err != nil {
@@ -28,7 +29,12 @@ func (c *Cache) unpackDebian(ctx context.Context, progress *Progress, packages .
 		}
 		debs, err := filepath.Glob(filepath.Join(archives, "*.deb"))
 		if err != nil || len(debs) == 0 {
-			return fmt.Errorf("apt-get downloaded nothing for %s: they are installed already, or the folder %s is not writable (%w)", strings.Join(packages, " "), archives, err)
+			return fmt.Errorf(
+				"apt-get downloaded nothing for %s: they are installed already, or the folder %s is not writable (%w)",
+				strings.Join(packages, " "),
+				archives,
+				err,
+			)
 		}
 		for _, deb := range debs {
 			if out, err := exec.CommandContext(ctx, "dpkg-deb", "-x", deb, dir).CombinedOutput(); err != nil {
@@ -39,7 +45,8 @@ func (c *Cache) unpackDebian(ctx context.Context, progress *Progress, packages .
 	})
 }
 
-// downloadDebian tries with the package lists as they are, and refreshes them only if that fails.
+// downloadDebian downloads the packages with the package lists that the host has. If that fails, it
+// refreshes the lists and tries again.
 func downloadDebian(ctx context.Context, archives string, packages []string) error {
 	download := func() error {
 		args := append([]string{"install", "--reinstall", "--download-only", "--no-install-recommends", "-y", "-q",

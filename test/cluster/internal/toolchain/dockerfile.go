@@ -12,23 +12,25 @@ import (
 	"time"
 )
 
-// Dockerfile is an image to be built from a Dockerfile whose only base image is the build argument BUILDER.
+// Dockerfile is an image to build from a Dockerfile whose only base image is the build argument
+// BUILDER.
 //
-// That is a local stand-in, so that no registry is needed. It has this host's Go, C compiler and libraries, and its module and build
-// caches, mounted while the build runs, so that nothing is compiled twice.
+// BUILDER names an almost empty local image, so that no registry is needed. During the build that
+// image has this host's Go, C compiler and libraries mounted. The host's module and build caches
+// are mounted too, so that nothing is compiled twice.
 type Dockerfile struct {
-	// Path is the Dockerfile; its folder is the build context.
+	// Path is the path of the Dockerfile. The folder that holds it is the build context.
 	Path string
 	// Tag is the full name of the image.
 	Tag string
-	// Arguments are further build arguments.
+	// Arguments are the build arguments in addition to BUILDER, by name.
 	Arguments map[string]string
 }
 
 const builderBase = "localhost/builder-base"
 
-// BuildDockerfile builds the image unless it has been built from the same inputs, and returns its docker archive. runc runs the
-// steps of the build.
+// BuildDockerfile builds the image unless the same inputs were built before, and returns the path
+// of its docker archive. runc is the path of the runc that runs the build's steps.
 func (c *Cache) BuildDockerfile(ctx context.Context, wanted Dockerfile, runc string, progress *Progress) (string, error) {
 	dir := filepath.Dir(wanted.Path)
 	identity, err := goIdentity(ctx, dir)
@@ -67,7 +69,7 @@ func (c *Cache) BuildDockerfile(ctx context.Context, wanted Dockerfile, runc str
 	return filepath.Join(built, "image.tar"), err
 }
 
-// contextFiles lists the files that a Dockerfile copies from its context.
+// contextFiles lists the files of the build context that the Dockerfile copies into the image.
 func contextFiles(dockerfile string) ([]string, error) {
 	content, err := os.ReadFile(dockerfile)
 	if err != nil {
@@ -94,7 +96,8 @@ func contextFiles(dockerfile string) ([]string, error) {
 	return files, nil
 }
 
-// copiedSources returns the sources of COPY and ADD instructions that are not copied from another stage.
+// copiedSources returns the sources of the COPY and ADD instructions that copy from the build
+// context.
 func copiedSources(dockerfile string) []string {
 	var sources []string
 	for _, line := range strings.Split(strings.ReplaceAll(dockerfile, "\\\n", " "), "\n") {

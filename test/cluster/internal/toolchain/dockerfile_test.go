@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-func TestCopiedSourcesAreThoseFromTheContext(t *testing.T) {
+func TestCopiedSources(t *testing.T) {
 	for _, test := range []struct {
 		name, dockerfile string
 		want             []string
@@ -28,7 +28,7 @@ func TestCopiedSourcesAreThoseFromTheContext(t *testing.T) {
 	}
 }
 
-func TestAMissingSourceIsNamed(t *testing.T) {
+func TestMissingSourceIsNamed(t *testing.T) {
 	dir := t.TempDir()
 	dockerfile := filepath.Join(dir, "Dockerfile")
 	if err := os.WriteFile(dockerfile, []byte("FROM x\nCOPY nowhere /\n"), 0o644); err != nil {

@@ -21,11 +21,11 @@ type goBuild struct {
 	packages []string // what to build
 	tags     string
 	ldflags  string
-	env      []string // beside the caller's environment
+	env      []string // in addition to the caller's environment
 	output   string   // a folder (with a trailing slash) or a file
 }
 
-// reportEvery is the pace of progress lines while packages compile.
+// reportEvery is the time between two progress lines while packages compile.
 const reportEvery = 10 * time.Second
 
 func (b goBuild) args() []string {
@@ -36,7 +36,8 @@ func (b goBuild) args() []string {
 	return append(append(args, "-ldflags", b.ldflags, "-o", b.output), b.packages...)
 }
 
-// run builds, and prints every few seconds what it is at. On failure the error carries what the compiler said.
+// run runs `go build` and prints a progress line every few seconds. On failure the error has the
+// compiler's output.
 func (b goBuild) run(ctx context.Context, progress *Progress) error {
 	var total, compiled atomic.Int64
 	defer progress.every(reportEvery, func() string {
@@ -66,7 +67,8 @@ func (b goBuild) run(ctx context.Context, progress *Progress) error {
 	return nil
 }
 
-// follow counts the names of compiled packages, one a line, and returns the lines that are something else.
+// follow reads the output of `go build -v`. In the parameter compiled it counts the lines that name
+// a compiled package. It returns the other lines.
 func follow(output io.Reader, compiled *atomic.Int64) string {
 	var complaints strings.Builder
 	lines := bufio.NewScanner(output)
@@ -84,7 +86,8 @@ func follow(output io.Reader, compiled *atomic.Int64) string {
 	return complaints.String()
 }
 
-// countPackages also downloads the modules that the build needs.
+// countPackages returns how many packages the build compiles. It also downloads the modules that
+// the build needs.
 func (b goBuild) countPackages(ctx context.Context) (int64, error) {
 	args := []string{"list", "-deps"}
 	if b.tags != "" {
@@ -105,7 +108,7 @@ func (b goBuild) environment() []string {
 	return append(os.Environ(), append([]string{"GOWORK=off", "GOFLAGS="}, b.env...)...)
 }
 
-// goIdentity names the Go toolchain and platform that builds in dir use.
+// goIdentity returns a text that names the Go toolchain and the platform of builds in dir.
 func goIdentity(ctx context.Context, dir string) (string, error) {
 	cmd := exec.CommandContext(ctx, "go", "env", "GOVERSION", "GOOS", "GOARCH")
 	cmd.Dir = dir
@@ -116,7 +119,8 @@ func goIdentity(ctx context.Context, dir string) (string, error) {
 	return strings.Join(strings.Fields(string(out)), " "), nil
 }
 
-// goSources lists the files below dir that decide what a Go package compiles to, test files and nested modules left out.
+// goSources lists the files below dir that a Go package is compiled from, without test files and
+// nested modules.
 func goSources(dir string) ([]string, error) {
 	var files []string
 	err := filepath.WalkDir(dir, func(path string, entry os.DirEntry, err error) error {

@@ -15,13 +15,13 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/image"
 )
 
-// Names of the images that every node has.
+// These are the full names of the images that every node has.
 const (
 	PauseImage = "localhost/pause:1"
 	TestImage  = "localhost/testpod:1"
 )
 
-// BuildImages writes the images that every node needs and returns their archives.
+// BuildImages writes the images that every node needs and returns the paths of their archives.
 func (c *Cache) BuildImages(ctx context.Context, source string, progress *Progress) ([]string, error) {
 	module := filepath.Dir(filepath.Dir(source))
 	libraries, err := glibcFiles()
@@ -32,7 +32,11 @@ func (c *Cache) BuildImages(ctx context.Context, source string, progress *Progre
 	if err != nil {
 		return nil, err
 	}
-	inputs := []string{filepath.Join(source, "cmd/pause/main.go"), filepath.Join(source, "image/image.go"), filepath.Join(source, "internal/toolchain/images.go")} // these decide the content
+	inputs := []string{
+		filepath.Join(source, "cmd/pause/main.go"),
+		filepath.Join(source, "image/image.go"),
+		filepath.Join(source, "internal/toolchain/images.go"),
+	} // the image changes only with these
 	digest, err := hashRelative(module, inputs...)
 	if err != nil {
 		return nil, err
@@ -57,7 +61,14 @@ func (c *Cache) BuildImages(ctx context.Context, source string, progress *Progre
 
 func writePause(ctx context.Context, module, dir string, progress *Progress) error {
 	program := filepath.Join(dir, "pause")
-	build := goBuild{name: "pause", dir: module, packages: []string{"./test/cluster/cmd/pause"}, ldflags: stripped, output: program, env: []string{"CGO_ENABLED=0"}}
+	build := goBuild{
+		name:     "pause",
+		dir:      module,
+		packages: []string{"./test/cluster/cmd/pause"},
+		ldflags:  stripped,
+		output:   program,
+		env:      []string{"CGO_ENABLED=0"},
+	}
 	if err := build.run(ctx, progress); err != nil {
 		return err
 	}
@@ -66,7 +77,7 @@ func writePause(ctx context.Context, module, dir string, progress *Progress) err
 	return writeImage(pause, filepath.Join(dir, "pause.tar"), PauseImage)
 }
 
-// baseLayout is a Debian-like file system with nothing in it.
+// baseLayout returns an image with the folders of a Debian file system. It has almost no files.
 func baseLayout() *image.Image {
 	layout := &image.Image{}
 	layout.Dir("/tmp", 0o777|fs.ModeSticky)
@@ -82,8 +93,8 @@ func baseLayout() *image.Image {
 	return layout
 }
 
-// writeTestImage makes an image like a small Debian: a shell with the usual commands, and glibc, for programs that load libraries at run
-// time.
+// writeTestImage creates an image like a small Debian: a shell with the usual commands, and glibc
+// for programs that load libraries at run time.
 func writeTestImage(archive, busybox string, libraries []library) error {
 	applets, err := exec.Command(busybox, "--list").Output()
 	if err != nil {
@@ -115,25 +126,25 @@ func writeImage(content *image.Image, archive, name string) error {
 	return file.Close()
 }
 
-// library is a file of the host's glibc and its place in an image whose /lib is a link to /usr/lib.
+// library is a file of the host's glibc and its path in an image whose /lib is a link to /usr/lib.
 type library struct {
 	host, image string
 }
 
-// identify returns what changes when one of the files does.
+// identify returns a text that differs whenever one of the library files differs.
 func identify(libraries []library) (string, error) {
 	var parts []string
 	for _, library := range libraries {
 		info, err := os.Stat(library.host)
 		if err != nil {
-			return "", fmt.Errorf("look at glibc: %w", err)
+			return "", fmt.Errorf("read the host's glibc: %w", err)
 		}
 		parts = append(parts, library.host, info.ModTime().UTC().String(), fmt.Sprint(info.Size()))
 	}
 	return Key(parts...), nil
 }
 
-// glibcFiles finds the dynamic loader and the libraries that programs expect to be there, as this process's shell uses them.
+// glibcFiles finds the dynamic loader and the usual libraries of the host's shell.
 func glibcFiles() ([]library, error) {
 	loader, err := interpreter("/bin/sh")
 	if err != nil {
@@ -147,7 +158,7 @@ func glibcFiles() ([]library, error) {
 	for _, name := range []string{"libc.so.6", "libdl.so.2", "libpthread.so.0", "libm.so.6", "librt.so.1"} {
 		host := filepath.Join(filepath.Dir(libc[0]), name)
 		if _, err := os.Stat(host); err != nil {
-			continue // from glibc 2.34 on, all is in libc
+			continue // from glibc 2.34 on, libc contains this library
 		}
 		files = append(files, library{host: host, image: "/usr" + host})
 	}
@@ -157,7 +168,7 @@ func glibcFiles() ([]library, error) {
 	return files, nil
 }
 
-// interpreter returns the dynamic loader that a program names.
+// interpreter returns the path of the dynamic loader that the ELF file program names.
 func interpreter(program string) (string, error) {
 	file, err := elf.Open(program)
 	if err != nil {

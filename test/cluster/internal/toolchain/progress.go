@@ -7,17 +7,19 @@ import (
 	"time"
 )
 
-// lockPoll is how often a build looks whether another one has finished.
+// lockPoll is how long a build waits before it looks again whether another build of the same
+// artifact has finished.
 const lockPoll = 200 * time.Millisecond
 
-// Progress prints one line per event, each with the time since the start.
+// Progress prints one line per event. Each line starts with the time since NewProgress.
 type Progress struct {
 	mu    sync.Mutex
 	out   io.Writer
 	start time.Time
 }
 
-// NewProgress starts the clock. A nil writer discards the lines.
+// NewProgress returns a Progress whose lines show the time since this call. If out is nil, it
+// discards the lines.
 func NewProgress(out io.Writer) *Progress {
 	if out == nil {
 		out = io.Discard
@@ -32,7 +34,8 @@ func (p *Progress) Printf(format string, args ...any) {
 	fmt.Fprintf(p.out, "[%6.1fs] %s\n", time.Since(p.start).Seconds(), fmt.Sprintf(format, args...))
 }
 
-// every prints what text returns at the given pace, until the returned function is called.
+// every prints the result of text() once in each period of length pace, until the caller calls
+// stop.
 func (p *Progress) every(pace time.Duration, text func() string) (stop func()) {
 	ticker := time.NewTicker(pace)
 	stopped := make(chan struct{})

@@ -13,14 +13,15 @@ import (
 	"golang.org/x/mod/modfile"
 )
 
-// kubernetesModule is the module that Kubernetes' components are built from.
+// kubernetesModule is the Go module from which the Kubernetes components are built.
 const kubernetesModule = "k8s.io/kubernetes"
 
-// releases are the versions of kubernetesModule that are a release.
+// releases matches those versions of kubernetesModule that are releases, not pre-releases.
 var releases = regexp.MustCompile(`^v1\.[0-9]+\.[0-9]+$`)
 
-// release returns a module in the cache from which the kubernetes tool of the given version is
-// built. Its dependencies are those of Kubernetes' own go.mod. source is the pinned tool module.
+// release returns the folder of a Go module in the cache, which builds Kubernetes' programs in the
+// given version. The module's dependencies are those of Kubernetes' own go.mod. source is the
+// folder of the tool module with the pinned versions.
 func (c *Cache) release(ctx context.Context, source, version string, progress *Progress) (dir string, err error) {
 	if !releases.MatchString(version) {
 		return "", fmt.Errorf("kubernetes version %q: want one like v1.37.0", version)
@@ -60,9 +61,11 @@ func (c *Cache) release(ctx context.Context, source, version string, progress *P
 	})
 }
 
-// releaseModule turns Kubernetes' own go.mod into that of a module that builds its components.
-// Folders of Kubernetes' repository become the modules that are published from them, whose
-// version v0.37.0 belongs to v1.37.0.
+// releaseModule returns the go.mod of a module that builds Kubernetes' components. original is
+// Kubernetes' own go.mod of that version.
+//
+// Kubernetes' go.mod replaces some modules by folders of its repository. The result replaces them
+// by the published modules, whose v0.37.0 belongs to Kubernetes v1.37.0.
 func releaseModule(original []byte, version string) ([]byte, error) {
 	file, err := modfile.Parse("go.mod", original, nil)
 	if err != nil {
@@ -89,7 +92,8 @@ func releaseModule(original []byte, version string) ([]byte, error) {
 	return file.Format()
 }
 
-// addSums downloads what the module in dir needs, and adds the checksums that its go.sum lacks.
+// addSums downloads the dependencies of the module in dir, and adds the checksums that the module's
+// go.sum lacks.
 func addSums(ctx context.Context, dir string) error {
 	cmd := exec.CommandContext(ctx, "go", "list", "-mod=mod", "-deps", "./...")
 	cmd.Dir, cmd.Env = dir, append(os.Environ(), "GOWORK=off", "GOFLAGS=")
@@ -101,7 +105,8 @@ func addSums(ctx context.Context, dir string) error {
 	return nil
 }
 
-// downloadModule returns the folder of a module, given as PATH@VERSION, in Go's module cache.
+// downloadModule downloads a module, given as PATH@VERSION, and returns its folder in Go's module
+// cache.
 func downloadModule(ctx context.Context, dir, module string) (string, error) {
 	cmd := exec.CommandContext(ctx, "go", "mod", "download", "-json", module)
 	cmd.Dir, cmd.Env = dir, append(os.Environ(), "GOWORK=off", "GOFLAGS=")

@@ -12,21 +12,23 @@ import (
 	"golang.org/x/mod/modfile"
 )
 
-// tool is an artifact that holds programs built from the tool module or from this module.
+// tool is an artifact in the cache: programs that are built from the tool module or from this
+// repository's module.
 type tool struct {
 	name     string
-	programs []string // what it provides, as a caller asks for it
+	programs []string // names of the programs that the tool provides
 	packages []string
-	module   string // whose version is the tool's own
+	module   string // Go module whose version is the tool's version
 	tags     string
-	ldflags  func(version string) string // nil: only what makes the binary small
-	links    []string                    // the names under which its only binary is called
-	seccomp  bool                        // links C code against libseccomp
+	ldflags  func(version string) string // nil means stripped
+	links    []string                    // names of links to the binary, if one serves as all programs
+	seccomp  bool                        // whether its C code needs libseccomp
 }
 
 const stripped = "-s -w"
 
-// tools are built in this order: what compiles longest comes first, because the others share much of it.
+// tools are built in this order. Kubernetes, the longest compilation, comes first, because the
+// others use many of the same packages.
 var tools = []tool{
 	{
 		name: "kubernetes", programs: []string{"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"},
@@ -45,7 +47,13 @@ var tools = []tool{
 			return stripped + " -X github.com/containerd/containerd/v2/version.Version=" + version
 		},
 	},
-	{name: "etcd", programs: []string{"etcd"}, packages: []string{"go.etcd.io/etcd/server/v3"}, module: "go.etcd.io/etcd/server/v3", links: []string{"etcd"}},
+	{
+		name:     "etcd",
+		programs: []string{"etcd"},
+		packages: []string{"go.etcd.io/etcd/server/v3"},
+		module:   "go.etcd.io/etcd/server/v3",
+		links:    []string{"etcd"},
+	},
 	{
 		name: "cni", programs: []string{"bridge", "host-local", "loopback"},
 		packages: []string{
@@ -67,17 +75,23 @@ func kubernetesVersionFlags(version string) string {
 	minor, _, _ := strings.Cut(rest, ".")
 	flags := stripped
 	for _, pkg := range []string{"k8s.io/component-base/version", "k8s.io/client-go/pkg/version"} {
-		flags += fmt.Sprintf(" -X %[1]s.gitVersion=%[2]s -X %[1]s.gitMajor=%[3]s -X %[1]s.gitMinor=%[4]s -X %[1]s.gitTreeState=clean", pkg, version, major, minor)
+		flags += fmt.Sprintf(
+			" -X %[1]s.gitVersion=%[2]s -X %[1]s.gitMajor=%[3]s -X %[1]s.gitMinor=%[4]s -X %[1]s.gitTreeState=clean",
+			pkg,
+			version,
+			major,
+			minor,
+		)
 	}
 	return flags
 }
 
-// Programs are the paths of built programs, by name.
+// Programs maps the names of built programs to their paths.
 type Programs map[string]string
 
-// BuildTools builds every program that is not in the cache, or, if names are given, what is needed
-// for those. source is the folder of this repository's test/cluster. kubernetes is the version of
-// Kubernetes' own programs; empty means the one that the tool module pins.
+// BuildTools builds the tools that provide the named programs and are not in the cache. Without
+// names it builds all tools. source is the folder of this repository's test/cluster. kubernetes is
+// the version of Kubernetes' own programs. Empty means the version that the tool module pins.
 func (c *Cache) BuildTools(ctx context.Context, source, kubernetes string, progress *Progress, names ...string) (Programs, error) {
 	pinned := filepath.Join(source, "tools")
 	identity, err := goIdentity(ctx, pinned)
@@ -108,8 +122,8 @@ func (c *Cache) BuildTools(ctx context.Context, source, kubernetes string, progr
 	return built, nil
 }
 
-// moduleOf returns the folder of the module that a tool is built from: the pinned one, unless
-// another version of Kubernetes is wanted and the tool is Kubernetes.
+// moduleOf returns the folder of the module that a tool is built from. That is the folder pinned,
+// or, for the Kubernetes tool of another version than the pinned one, a module in the cache.
 func (c *Cache) moduleOf(ctx context.Context, tool tool, pinned, kubernetes string, progress *Progress) (string, error) {
 	if kubernetes == "" || tool.module != kubernetesModule {
 		return pinned, nil
@@ -121,13 +135,14 @@ func (c *Cache) moduleOf(ctx context.Context, tool tool, pinned, kubernetes stri
 	return c.release(ctx, pinned, kubernetes, progress)
 }
 
-// wanted tells whether one of the names is a program of the tool; with no names every tool is
-// wanted.
+// wanted reports whether the tool provides one of the named programs. If names is empty, it is true
+// for every tool.
 func (t tool) wanted(names []string) bool {
 	return len(names) == 0 || slices.ContainsFunc(t.programs, func(program string) bool { return slices.Contains(names, program) })
 }
 
-// key stands for all that decides what the tool becomes when the given Go builds it from a module.
+// key returns the tool's cache key over all inputs of its build. identity names the Go toolchain,
+// and module is the folder of the module to build from.
 func (t tool) key(identity, module string) (string, error) {
 	inputs, err := goSources(filepath.Join(module, "kubernetes"))
 	if err != nil {
@@ -154,7 +169,15 @@ func (c *Cache) buildTool(ctx context.Context, tool tool, module, dir string, pr
 		return err
 	}
 	progress.Printf("building %s %s", tool.name, version)
-	build := goBuild{name: tool.name, dir: module, packages: tool.packages, tags: tool.tags, ldflags: tool.flags(version), output: dir + "/", env: []string{"CGO_ENABLED=0"}}
+	build := goBuild{
+		name:     tool.name,
+		dir:      module,
+		packages: tool.packages,
+		tags:     tool.tags,
+		ldflags:  tool.flags(version),
+		output:   dir + "/",
+		env:      []string{"CGO_ENABLED=0"},
+	}
 	if tool.seccomp {
 		if build.env, err = c.seccompEnvironment(ctx, progress); err != nil {
 			return err
@@ -175,7 +198,7 @@ func (c *Cache) buildTool(ctx context.Context, tool tool, module, dir string, pr
 	return nil
 }
 
-// moduleVersion returns the version of a module that go.mod in dir requires.
+// moduleVersion returns the version of module that go.mod in dir requires.
 func moduleVersion(dir, module string) (string, error) {
 	path := filepath.Join(dir, "go.mod")
 	content, err := os.ReadFile(path)
@@ -194,8 +217,9 @@ func moduleVersion(dir, module string) (string, error) {
 	return "", fmt.Errorf("%s does not require %s", path, module)
 }
 
-// seccompEnvironment makes the C part of runc find libseccomp in the unpacked package. A stand-in for pkg-config answers for it, because
-// the real one may not be installed and would look at the machine's own folders.
+// seccompEnvironment returns environment variables with which the C part of runc finds libseccomp
+// in the unpacked package. They name a script to call in place of pkg-config. The real pkg-config
+// may be missing, and would search the host's own folders.
 func (c *Cache) seccompEnvironment(ctx context.Context, progress *Progress) ([]string, error) {
 	root, err := c.unpackDebian(ctx, progress, "libseccomp-dev")
 	if err != nil {
@@ -205,7 +229,11 @@ func (c *Cache) seccompEnvironment(ctx context.Context, progress *Progress) ([]s
 	if err != nil || len(archives) != 1 {
 		return nil, fmt.Errorf("package libseccomp-dev holds %d static libraries below %s/usr/lib, want one", len(archives), root)
 	}
-	script := fmt.Sprintf("#!/bin/sh\ncase \" $* \" in\n*' --cflags '*) echo '-I%s/usr/include' ;;\n*) echo '-L%s -lseccomp' ;;\nesac\n", root, filepath.Dir(archives[0]))
+	script := fmt.Sprintf(
+		"#!/bin/sh\ncase \" $* \" in\n*' --cflags '*) echo '-I%s/usr/include' ;;\n*) echo '-L%s -lseccomp' ;;\nesac\n",
+		root,
+		filepath.Dir(archives[0]),
+	)
 	answering := filepath.Join(c.Dir, "pkg-config-libseccomp")
 	if err := os.WriteFile(answering, []byte(script), 0o755); err != nil {
 		return nil, fmt.Errorf("write the stand-in for pkg-config: %w", err)
@@ -213,7 +241,8 @@ func (c *Cache) seccompEnvironment(ctx context.Context, progress *Progress) ([]s
 	return []string{"CGO_ENABLED=1", "PKG_CONFIG=" + answering}, nil
 }
 
-// hashRelative is a digest over paths below dir and contents, so that another checkout with the same content has the same digest.
+// hashRelative returns a digest over the files' contents and their paths relative to dir. So equal
+// checkouts in different folders have equal digests.
 func hashRelative(dir string, paths ...string) (string, error) {
 	parts := make([]string, 0, 2*len(paths))
 	for _, path := range paths {
@@ -230,8 +259,8 @@ func hashRelative(dir string, paths ...string) (string, error) {
 	return Key(parts...), nil
 }
 
-// BuildMachine builds the program that is the first process of every machine of a cluster. source is the folder of this repository's
-// test/cluster; the program is compiled from it.
+// BuildMachine builds cmd/machine, the starter and first process of a cluster's machines. source is
+// the folder of this repository's test/cluster.
 func (c *Cache) BuildMachine(ctx context.Context, source string, progress *Progress) (string, error) {
 	module := filepath.Dir(filepath.Dir(source))
 	identity, err := goIdentity(ctx, module)
@@ -251,7 +280,14 @@ func (c *Cache) BuildMachine(ctx context.Context, source string, progress *Progr
 		return "", err
 	}
 	dir, err := c.Ensure(ctx, "machine", Key(identity, digest), func(dir string) error {
-		build := goBuild{name: "machine", dir: module, packages: []string{"./test/cluster/cmd/machine"}, ldflags: stripped, output: dir + "/", env: []string{"CGO_ENABLED=0"}}
+		build := goBuild{
+			name:     "machine",
+			dir:      module,
+			packages: []string{"./test/cluster/cmd/machine"},
+			ldflags:  stripped,
+			output:   dir + "/",
+			env:      []string{"CGO_ENABLED=0"},
+		}
 		return build.run(ctx, progress)
 	})
 	return filepath.Join(dir, "machine"), err

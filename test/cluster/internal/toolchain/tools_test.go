@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-func TestAToolIsWantedByAnyOfItsPrograms(t *testing.T) {
+func TestToolIsSelectedByItsPrograms(t *testing.T) {
 	wanted := func(names ...string) (found []string) {
 		for _, tool := range tools {
 			if tool.wanted(names) {
@@ -27,16 +27,17 @@ func TestAToolIsWantedByAnyOfItsPrograms(t *testing.T) {
 	}
 }
 
-func TestKubernetesIsToldItsVersion(t *testing.T) {
+func TestKubernetesVersionIsLinked(t *testing.T) {
 	flags := kubernetesVersionFlags("v1.36.3")
-	for _, want := range []string{"k8s.io/component-base/version.gitVersion=v1.36.3", "k8s.io/component-base/version.gitMajor=1", "k8s.io/component-base/version.gitMinor=36"} {
+	for _, want := range []string{"k8s.io/component-base/version.gitVersion=v1.36.3", "k8s.io/component-base/version.gitMajor=1",
+		"k8s.io/component-base/version.gitMinor=36"} {
 		if !strings.Contains(flags, "-X "+want) {
 			t.Errorf("%q lacks %q", flags, want)
 		}
 	}
 }
 
-func TestCompilerOutputIsPackagesAndComplaints(t *testing.T) {
+func TestCompilerOutputIsSplit(t *testing.T) {
 	const output = "go: downloading example.com/x v1.0.0\ninternal/abi\nexample.com/x\n# example.com/x\nx/y.go:3:4: undefined: z\n"
 	var compiled atomic.Int64
 	if complaints := follow(strings.NewReader(output), &compiled); complaints != "# example.com/x\nx/y.go:3:4: undefined: z\n" {

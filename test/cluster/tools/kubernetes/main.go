@@ -1,5 +1,6 @@
-// Command kubernetes is every Kubernetes component that a test cluster runs, in one binary. It becomes the component whose
-// name it is called by, so that the packages they share are linked once and stored once.
+// Command kubernetes contains every Kubernetes component of a test cluster. The name under which it
+// is called selects the component. One binary for all means that shared packages are linked and
+// stored once.
 package main
 
 import (
@@ -47,5 +48,9 @@ func componentCalled(name string) (*cobra.Command, error) {
 	case "kubelet":
 		return kubelet.NewKubeletCommand(context.Background()), nil
 	}
-	return nil, fmt.Errorf("no Kubernetes component is called %q: call this binary through a link named kube-apiserver, kube-controller-manager, kube-scheduler, kubelet or kubectl", name)
+	return nil, fmt.Errorf(
+		"no Kubernetes component is called %q: call this binary through a link named kube-apiserver, kube-controller-manager, "+
+			"kube-scheduler, kubelet or kubectl",
+		name,
+	)
 }

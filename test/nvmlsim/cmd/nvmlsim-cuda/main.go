@@ -1,6 +1,9 @@
-// Command nvmlsim-cuda is three stand-ins in one program, told apart by the name that it is called by: nvidia-cuda-mps-control and nvidia-cuda-mps-server,
-// the programs of MPS, and nvmlsim-cuda, a program that uses CUDA. Where only the first two names are there, as in a container, the third is had by
-// nvidia-cuda-mps-control nvmlsim-cuda.
+// Command nvmlsim-cuda has three stand-ins in one program and chooses one by the name under which
+// it was started: nvidia-cuda-mps-control and nvidia-cuda-mps-server are programs of MPS, and
+// nvmlsim-cuda is a program that uses CUDA.
+//
+// In a container only the two MPS programs are installed. There `nvidia-cuda-mps-control
+// nvmlsim-cuda` starts the CUDA program.
 package main
 
 import (

@@ -17,7 +17,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/mps"
 )
 
-// Exit codes that scripts decide on.
+// Exit codes by which scripts tell outcomes apart.
 const (
 	exitDone        = 0
 	exitUsage       = 1
@@ -26,10 +26,10 @@ const (
 	exitLost        = 4
 )
 
-// line is what the program says, one JSON object a line.
+// line is the JSON object that the program prints on one line for each event.
 type line struct {
 	Event string `json:"event"`
-	// Mode is mps or direct.
+	// Mode says how the program uses the GPUs: through MPS (mps) or without it (direct).
 	Mode    string       `json:"mode,omitempty"`
 	Server  int          `json:"server,omitempty"`
 	User    *int         `json:"user,omitempty"`
@@ -68,10 +68,10 @@ func run(args []string) int {
 	var o options
 	flags := flag.NewFlagSet(programName, flag.ContinueOnError)
 	flags.StringVar(&o.allocate, "allocate", "", "MiB of memory to allocate: 1000 on the first device, or 0=1000,1=2000")
-	flags.BoolVar(&o.fill, "fill", false, "allocate all the memory of the first device that is to be had, and say how much that is")
-	flags.BoolVar(&o.hold, "hold", false, "go on until SIGTERM or SIGINT")
-	flags.DurationVar(&o.holdFor, "hold-for", 0, "go on for so long")
-	flags.StringVar(&o.until, "until", "", "go on until this file is there")
+	flags.BoolVar(&o.fill, "fill", false, "allocate all free memory of the first device, and print how much that is")
+	flags.BoolVar(&o.hold, "hold", false, "keep running until SIGTERM or SIGINT")
+	flags.DurationVar(&o.holdFor, "hold-for", 0, "keep running for this time")
+	flags.StringVar(&o.until, "until", "", "keep running until this file exists")
 	if err := flags.Parse(args); err != nil || flags.NArg() > 0 {
 		return exitUsage
 	}
@@ -100,7 +100,8 @@ func run(args []string) int {
 	return o.stay(session)
 }
 
-// fill allocates in ever smaller pieces until nothing more is to be had.
+// fill allocates smaller and smaller pieces of the first device's memory until none is left. It
+// returns the total in MiB.
 func fill(session *mps.Session) uint64 {
 	total := uint64(0)
 	for piece := uint64(1 << 20); piece > 0; piece /= 2 {
@@ -136,7 +137,8 @@ func parseAllocations(text string) ([]wish, error) {
 	return all, nil
 }
 
-// stay holds what the program has for as long as it was told to.
+// stay keeps the session open for the time that the options give, and returns the program's exit
+// code. If the MPS server ends earlier, stay returns at once.
 func (o options) stay(session *mps.Session) int {
 	if !o.hold && o.holdFor == 0 && o.until == "" {
 		return exitDone

@@ -14,8 +14,8 @@ func newAttach(n *node) []*cobra.Command { return []*cobra.Command{newAttachCost
 func newAttachCost(n *node) *cobra.Command {
 	return &cobra.Command{
 		Use:   "attach-cost DURATION",
-		Short: "Say how long the driver takes to open a GPU that nobody has open, one GPU after another",
-		Long: "Says how long the driver takes to open a GPU that nobody has open. GPUs are attached one after another, under the driver's lock.\n" +
+		Short: "Set how long the driver takes to open a closed GPU, one GPU after another",
+		Long: "Sets how long the driver takes to open a closed GPU. GPUs attach one after another, under the driver's lock.\n" +
 			"With a cost they lose persistence mode, which would keep them open; with 0 they have it again.",
 		Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
@@ -29,7 +29,7 @@ func newAttachCost(n *node) *cobra.Command {
 }
 
 func newMemoryInfo(n *node) *cobra.Command {
-	return onGPU(n, "memory-info GPU on|off", "Say whether NVML has figures of a GPU's memory; without them the answer is NOT_SUPPORTED", 2,
+	return onGPU(n, "memory-info GPU on|off", "Set whether NVML reports a GPU's memory sizes or returns NOT_SUPPORTED", 2,
 		func(f *state.File, gpu int, args []string) error {
 			if args[0] != "on" && args[0] != "off" {
 				return fmt.Errorf("%q is neither on nor off", args[0])

@@ -15,10 +15,10 @@ var blocks = map[string]state.Block{
 func newBlock(n *node) *cobra.Command {
 	return &cobra.Command{
 		Use:   "block client-blocks-mode|client-blocks-destroy|create-in-use on|off",
-		Short: "Say what is refused as in use though nobody computes",
-		Long: "Says what processes that only have NVML open keep others from (IN_USE): changing the MIG mode of a GPU that they have open (client-blocks-mode),\n" +
-			"removing an instance that they have a handle of (client-blocks-destroy, on unless the node file says otherwise). With create-in-use the first\n" +
-			"try to make the first GPU instance of a GPU is refused so, whoever has it open.",
+		Short: "Set which calls return IN_USE although no process computes",
+		Long: "Sets which calls return IN_USE because another process has NVML open: a change of the MIG mode of its open GPU\n" +
+			"(client-blocks-mode), or the removal of an instance with a handle (client-blocks-destroy, on by default).\n" +
+			"With create-in-use the first creation of a GPU's first instance fails, with or without open handles.",
 		Args: cobra.ExactArgs(2),
 		RunE: func(_ *cobra.Command, args []string) error {
 			block, known := blocks[args[0]]

@@ -7,10 +7,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-const forceUsage = "even while a process has NVML initialised; it is then told that the driver is not loaded"
+const forceUsage = "even while a process has NVML initialised. Its calls then return DRIVER_NOT_LOADED"
 
 func newDriver(n *node) *cobra.Command {
-	command := &cobra.Command{Use: "driver", Short: "Take the driver away, bring it back, load another version"}
+	command := &cobra.Command{Use: "driver", Short: "Unload the driver, load it, or load another version"}
 	command.AddCommand(newDriverAway(n), newDriverBack(n), newDriverReload(n))
 	return command
 }
@@ -19,13 +19,13 @@ func newDriverAway(n *node) *cobra.Command {
 	var files, force bool
 	command := &cobra.Command{
 		Use:   "away",
-		Short: "Unload the driver (exit code 3 while a process holds it)",
+		Short: "Unload the driver (exit code 3 while a process uses it)",
 		Args:  cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
 			return n.withLayout(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, files, force) })
 		},
 	}
-	command.Flags().BoolVar(&files, "files", false, "uninstall it too: empty the driver root and remove the device nodes")
+	command.Flags().BoolVar(&files, "files", false, "also uninstall the driver: empty the driver root and remove the device nodes")
 	command.Flags().BoolVar(&force, "force", false, forceUsage)
 	return command
 }
@@ -34,7 +34,7 @@ func newDriverBack(n *node) *cobra.Command {
 	var version, cuda string
 	command := &cobra.Command{
 		Use:   "back",
-		Short: "Load the driver, installing it first where it is not",
+		Short: "Load the driver, and install it first if it is missing",
 		Args:  cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
 			return n.withLayout(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, version, cuda) })
@@ -49,7 +49,7 @@ func newDriverReload(n *node) *cobra.Command {
 	var force bool
 	command := &cobra.Command{
 		Use:   "reload",
-		Short: "Unload the driver and load it again (exit code 3 while a process holds it)",
+		Short: "Unload the driver and load it again (exit code 3 while a process uses it)",
 		Args:  cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
 			return n.withLayout(func(c *layout.Config, f *state.File) error { return c.DriverReload(f, version, cuda, force) })
@@ -61,6 +61,6 @@ func newDriverReload(n *node) *cobra.Command {
 }
 
 func versionFlags(command *cobra.Command, version, cuda *string) {
-	command.Flags().StringVar(version, "version", "", "driver version; without it the same as before")
-	command.Flags().StringVar(cuda, "cuda-version", "", "CUDA version; without it the same as before")
+	command.Flags().StringVar(version, "version", "", "driver version; by default unchanged")
+	command.Flags().StringVar(cuda, "cuda-version", "", "CUDA version; by default unchanged")
 }

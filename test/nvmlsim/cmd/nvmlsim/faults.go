@@ -12,7 +12,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// scope is whom a fault holds for.
+// scope says to which NVML calls an injected fault applies: calls on which GPU, how many, and
+// whether the call fails before or after its effect.
 type scope struct {
 	gpu   string
 	times int
@@ -21,17 +22,21 @@ type scope struct {
 
 func (s *scope) flags(command *cobra.Command) {
 	command.Flags().StringVar(&s.gpu, "gpu", "", "only for calls on this GPU (index, UUID or PCI address)")
-	command.Flags().IntVar(&s.times, "times", 0, "only for so many calls; without it for all until clear")
-	command.Flags().BoolVar(&s.after, "after", false, "when the call has had its effect, instead of before: only for functions that change something")
+	command.Flags().IntVar(&s.times, "times", 0, "only for this many calls; by default for all calls until clear")
+	command.Flags().BoolVar(&s.after, "after", false, "after the call's effect instead of before: only for functions that change something")
 }
 
 func (s *scope) add(f *state.File, function string, fault state.Fault) error {
 	if function != "*" && !exports.Has(function) && !slices.Contains(state.Beyond(), function) {
-		return fmt.Errorf("NVML has no function %q, and it is none of %s: a fault for it would never be met", function, strings.Join(state.Beyond(), ", "))
+		return fmt.Errorf(
+			"NVML has no function %q, and it is none of %s: a fault for it would never be met",
+			function,
+			strings.Join(state.Beyond(), ", "),
+		)
 	}
 	if s.after {
 		if function != "*" && !state.Changes(function) {
-			return fmt.Errorf("%s changes nothing that could come before the fault: leave out --after", function)
+			return fmt.Errorf("%s changes nothing, so no fault can come after its effect: leave out --after", function)
 		}
 		fault.After = 1
 	}
@@ -46,7 +51,8 @@ func (s *scope) add(f *state.File, function string, fault state.Fault) error {
 	return f.AddFault(fault, function, s.times)
 }
 
-const functionHelp = "FUNC is a function by the name that is really called, or * for every function. Of a name in several versions callers,\n" +
+const functionHelp = "FUNC is a function by the name that is really called, or * for every function. Of a name in several versions " +
+	"callers,\n" +
 	"go-nvml among them, take the newest: nvmlInit_v2, nvmlDeviceGetHandleByIndex_v2, nvmlDeviceGetPciInfo_v3; nvmlDeviceGetName has but one."
 
 func newFaults(n *node) []*cobra.Command {
@@ -100,7 +106,7 @@ func newKill(n *node) *cobra.Command {
 	var group bool
 	command := &cobra.Command{
 		Use:   "kill FUNC",
-		Short: "Kill (-9) whoever calls an NVML function",
+		Short: "Kill (-9) the caller of an NVML function",
 		Long:  "Kills the process that calls an NVML function, as kill -9 does, before the call has its effect or after it.\n" + functionHelp,
 		Args:  cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
@@ -112,7 +118,7 @@ func newKill(n *node) *cobra.Command {
 		},
 	}
 	s.flags(command)
-	command.Flags().BoolVar(&group, "group", false, "its whole process group")
+	command.Flags().BoolVar(&group, "group", false, "kill the caller's whole process group")
 	return command
 }
 

@@ -18,7 +18,7 @@ func newFetchSMI() *cobra.Command {
 	var suite string
 	command := &cobra.Command{
 		Use:   "fetch-smi",
-		Short: "Fetch the real nvidia-smi from Debian's non-free component and print its path (exit code 4 where it cannot be had)",
+		Short: "Fetch the real nvidia-smi from Debian's non-free component and print its path (exit code 4 if it is unavailable)",
 		Args:  cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
 			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
@@ -33,6 +33,6 @@ func newFetchSMI() *cobra.Command {
 			return nil
 		},
 	}
-	command.Flags().StringVar(&suite, "suite", smi.DefaultSuite, "Debian release to take it from: bookworm has 535, trixie has 550")
+	command.Flags().StringVar(&suite, "suite", smi.DefaultSuite, "Debian release: bookworm has 535, trixie has 550")
 	return command
 }

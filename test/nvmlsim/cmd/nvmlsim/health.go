@@ -16,12 +16,24 @@ import (
 )
 
 func newHealth(n *node) []*cobra.Command {
-	return []*cobra.Command{newLose(n), newRestore(n), newXID(n), newECC(n), newRecovery(n), newEvent(n), newEvents(n), newRemap(n), newUnplug(n), newPlug(n)}
+	return []*cobra.Command{
+		newLose(n),
+		newRestore(n),
+		newXID(n),
+		newECC(n),
+		newRecovery(n),
+		newEvent(n),
+		newEvents(n),
+		newRemap(n),
+		newUnplug(n),
+		newPlug(n),
+	}
 }
 
 const gpuHelp = "GPU is an index in the order of PCI addresses, a UUID or a PCI address."
 
-// onGPU is a command whose first argument names a GPU.
+// onGPU returns a command whose first argument names a GPU. The function change gets the GPU's
+// number and the remaining arguments.
 func onGPU(n *node, use, short string, args int, change func(f *state.File, gpu int, args []string) error) *cobra.Command {
 	return &cobra.Command{
 		Use: use, Short: short, Long: short + ".\n" + gpuHelp, Args: cobra.ExactArgs(args),
@@ -38,7 +50,7 @@ func onGPU(n *node, use, short string, args int, change func(f *state.File, gpu 
 }
 
 func newLose(n *node) *cobra.Command {
-	return onGPU(n, "lose GPU", "Drop a GPU off the bus: XID 79, then GPU_IS_LOST; at the next driver load it is gone", 1,
+	return onGPU(n, "lose GPU", "Drop a GPU off the bus: XID 79, then GPU_IS_LOST; the next driver load does not find the GPU", 1,
 		func(f *state.File, gpu int, _ []string) error { return f.Lose(gpu) })
 }
 
@@ -51,7 +63,8 @@ func newXID(n *node) *cobra.Command {
 	var count int
 	var over time.Duration
 	command := &cobra.Command{
-		Use: "xid GPU[/GI/CI] CODE", Short: "Report an XID, on a GPU or on one of its compute instances", Long: "Reports an XID.\n" + gpuHelp, Args: cobra.ExactArgs(2),
+		Use: "xid GPU[/GI/CI] CODE", Short: "Report an XID, on a GPU or on one of its compute instances", Long: "Reports an XID.\n" + gpuHelp,
+		Args: cobra.ExactArgs(2),
 		RunE: func(command *cobra.Command, args []string) error {
 			code, err := strconv.ParseUint(args[1], 10, 32)
 			if err != nil {
@@ -71,12 +84,12 @@ func newXID(n *node) *cobra.Command {
 			})
 		},
 	}
-	command.Flags().IntVar(&count, "count", 1, "so many of them")
-	command.Flags().DurationVar(&over, "over", 0, "spread over so long, instead of at once")
+	command.Flags().IntVar(&count, "count", 1, "number of XIDs to report")
+	command.Flags().DurationVar(&over, "over", 0, "time over which to spread the XIDs, instead of reporting them at once")
 	return command
 }
 
-// repeat does a thing so many times, in even steps over a while.
+// repeat calls do count times, evenly spread over the duration over.
 func repeat(ctx context.Context, count int, over time.Duration, do func() error) error {
 	start := time.Now()
 	for i := range count {
@@ -105,8 +118,12 @@ func newECC(n *node) *cobra.Command {
 
 func newRecovery(n *node) *cobra.Command {
 	var announce bool
-	command := onGPU(n, "recovery GPU ACTION",
-		"Set the recovery action that a GPU asks for: none, gpu-reset, node-reboot, drain-p2p, drain-and-reset, recover-imex-domain, bus-reset, system-reboot", 2,
+	command := onGPU(
+		n,
+		"recovery GPU ACTION",
+		"Set the recovery action that a GPU asks for: none, gpu-reset, node-reboot, drain-p2p, drain-and-reset, recover-imex-domain, "+
+			"bus-reset, system-reboot",
+		2,
 		func(f *state.File, gpu int, args []string) error {
 			action, err := state.ParseRecovery(args[0])
 			if err != nil {
@@ -116,8 +133,9 @@ func newRecovery(n *node) *cobra.Command {
 				return f.AnnounceRecovery(gpu, action)
 			}
 			return f.SetRecovery(gpu, action)
-		})
-	command.Flags().BoolVar(&announce, "announce", false, "report it too: by XID 154, and by the event recoveryAction")
+		},
+	)
+	command.Flags().BoolVar(&announce, "announce", false, "also report the recovery action by XID 154 and by the event recoveryAction")
 	return command
 }
 
@@ -137,7 +155,7 @@ func newEvent(n *node) *cobra.Command {
 }
 
 func newEvents(n *node) *cobra.Command {
-	return onGPU(n, "events GPU KIND,KIND...|none", "Say which kinds of events a GPU supports; its model file says it otherwise", 2,
+	return onGPU(n, "events GPU KIND,KIND...|none", "Set which kinds of events a GPU supports, instead of the model file's", 2,
 		func(f *state.File, gpu int, args []string) error {
 			if args[0] == "none" {
 				return f.SetEventTypes(gpu, 0)
@@ -151,16 +169,22 @@ func newEvents(n *node) *cobra.Command {
 }
 
 func newRemap(n *node) *cobra.Command {
-	return onGPU(n, "remap GPU none|pending|failed|both", "Say what became of bad memory: a row to be remapped at the next reset, one that could not be", 2,
+	return onGPU(
+		n,
+		"remap GPU none|pending|failed|both",
+		"Set the state of bad memory: a row to remap at the next reset, or a failed remap",
+		2,
 		func(f *state.File, gpu int, args []string) error {
 			if !slices.Contains([]string{"none", "pending", "failed", "both"}, args[0]) {
 				return fmt.Errorf("%q is none of none, pending, failed, both", args[0])
 			}
 			return f.SetRemap(gpu, args[0] == "pending" || args[0] == "both", args[0] == "failed" || args[0] == "both")
-		})
+		},
+	)
 }
 
-// redrawing is a command on a GPU after which the disk must follow the state, where there is a layout.
+// redrawing returns a command whose argument names a GPU. The command calls change and then updates
+// the simulated node's files on disk, unless it works on a state file alone.
 func redrawing(n *node, use, short string, change func(f *state.File, gpu int) error) *cobra.Command {
 	return &cobra.Command{
 		Use: use, Short: short, Long: short + ".\n" + gpuHelp, Args: cobra.ExactArgs(1),
@@ -187,7 +211,7 @@ func redrawing(n *node, use, short string, change func(f *state.File, gpu int) e
 
 func newUnplug(n *node) *cobra.Command {
 	var quiet bool
-	command := redrawing(n, "unplug GPU", "Take a card out of its slot: XID 79, then GPU_IS_LOST; nodes and sysfs go, and nobody finds it any more",
+	command := redrawing(n, "unplug GPU", "Unplug a card: XID 79, then GPU_IS_LOST; its device nodes and sysfs entries are removed",
 		func(f *state.File, gpu int) error {
 			if !quiet {
 				if err := f.XID(gpu, 79); err != nil {
@@ -196,14 +220,14 @@ func newUnplug(n *node) *cobra.Command {
 			}
 			return f.Unplug(gpu)
 		})
-	command.Flags().BoolVar(&quiet, "quiet", false, "without an XID")
+	command.Flags().BoolVar(&quiet, "quiet", false, "report no XID")
 	return command
 }
 
 func newPlug(n *node) *cobra.Command {
 	var uuid string
-	command := redrawing(n, "plug GPU", "Put a card into the slot that unplug left; a process finds it when it initialises NVML again",
+	command := redrawing(n, "plug GPU", "Plug a card into the empty slot; a process finds it at its next nvmlInit",
 		func(f *state.File, gpu int) error { return f.Plug(gpu, uuid) })
-	command.Flags().StringVar(&uuid, "uuid", "", "another card of the same model, with this UUID")
+	command.Flags().StringVar(&uuid, "uuid", "", "plug in another GPU of the same model, with this UUID")
 	return command
 }

@@ -30,7 +30,7 @@ func newLayoutUp(n *node) *cobra.Command {
 	)
 	command := &cobra.Command{
 		Use:   "up --node NODE.yaml --models DIR --lib libnvidia-ml.so.1",
-		Short: "Make the driver root, device nodes, proc and sysfs trees of a node, and its state",
+		Short: "Create the driver root, device nodes, proc and sysfs trees of a node, and its state",
 		Long: "Makes a node. A state that lies in the folder already is kept, as over a reboot: the driver is loaded again,\n" +
 			"and what is broken stays broken. --fresh makes it anew.",
 		Args: cobra.NoArgs,
@@ -56,21 +56,32 @@ func newLayoutUp(n *node) *cobra.Command {
 	flags.StringVar(&nodeFile, "node", "", "node file")
 	flags.StringVar(&gpus, "models", "", "folder of GPU model files")
 	flags.StringVar(&kind, "kind", string(layout.Host), "how the driver is installed: host, container or bare")
-	flags.StringVar(&o.Sources.Library, "lib", "", "the built libnvidia-ml.so.1, with the folder standin beside it")
-	flags.StringVar(&o.Sources.SMI, "smi", "", "nvidia-smi; without it the node has none")
-	flags.StringVar(&o.Sources.Hook, "hook", "", "nvidia-cdi-hook, put into bin/ of the layout's folder")
+	flags.StringVar(&o.Sources.Library, "lib", "", "path of the built libnvidia-ml.so.1; the folder standin must lie next to it")
+	flags.StringVar(&o.Sources.SMI, "smi", "", "path of nvidia-smi; by default the node has no nvidia-smi")
+	flags.StringVar(&o.Sources.Hook, "hook", "", "path of nvidia-cdi-hook, to copy into bin/ of the layout's folder")
 	flags.StringVar(&o.DriverVersion, "driver-version", "", "driver version instead of the node file's")
 	flags.StringVar(&o.CUDAVersion, "cuda-version", "", "CUDA version instead of the node file's")
 	flags.StringVar(&o.Seed, "seed", "", "text that UUIDs are derived from, so that two nodes of one file differ")
 	flags.StringVar(&dev, "dev", "/dev", "folder of the device nodes")
-	flags.StringVar(&libraryDir, "libdir", "", "the libraries' folder below the driver root, instead of the kind's usual one")
+	flags.StringVar(&libraryDir, "libdir", "", "the libraries' folder below the driver root, instead of the kind's default")
 	flags.BoolVar(&flagPlain, "plain-devices", false, "ordinary files instead of device nodes, where mknod is not allowed")
-	flags.BoolVar(&flagNoDevices, "no-devices", false, "make no device nodes yet (layout devices makes them)")
-	flags.BoolVar(&flagNoUVM, "no-uvm", false, "make no nvidia-uvm device nodes yet (layout devices --uvm makes them)")
+	flags.BoolVar(&flagNoDevices, "no-devices", false, "create no device nodes yet (layout devices creates them)")
+	flags.BoolVar(&flagNoUVM, "no-uvm", false, "create no nvidia-uvm device nodes yet (layout devices --uvm creates them)")
 	flags.BoolVar(&o.NoDriver, "no-driver", false, "no driver yet: hardware only (driver back installs it)")
-	flags.BoolVar(&flagMountProc, "mount-proc", false, "mount the proc tree over /proc/driver and /proc/devices: only in a mount namespace of the node's own")
-	flags.BoolVar(&flagMountRoot, "mount-root", false, "mount the layout's folder at .udev/nvmlsim in the folder of device nodes, for containers that get all of it and the driver root read-only")
-	flags.BoolVar(&o.Fresh, "fresh", false, "make the state anew")
+	flags.BoolVar(
+		&flagMountProc,
+		"mount-proc",
+		false,
+		"mount the proc tree over /proc/driver and /proc/devices: only in a mount namespace of the node's own",
+	)
+	flags.BoolVar(
+		&flagMountRoot,
+		"mount-root",
+		false,
+		"mount the layout's folder at .udev/nvmlsim in the folder of device nodes, for containers with all device nodes and a read-only "+
+			"driver root",
+	)
+	flags.BoolVar(&o.Fresh, "fresh", false, "discard the existing state and create a new one")
 	for _, name := range []string{"node", "models", "lib"} {
 		_ = command.MarkFlagRequired(name)
 	}
@@ -90,22 +101,23 @@ func newLayoutDevices(n *node) *cobra.Command {
 	var uvm bool
 	command := &cobra.Command{
 		Use:   "devices",
-		Short: "Make the device nodes that layout up was told to leave out",
+		Short: "Create the device nodes that layout up left out",
 		Args:  cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
 			return n.withLayout(func(c *layout.Config, f *state.File) error { return c.MakeDevices(f, uvm) })
 		},
 	}
-	command.Flags().BoolVar(&uvm, "uvm", false, "the nvidia-uvm nodes too")
+	command.Flags().BoolVar(&uvm, "uvm", false, "also create the nvidia-uvm device nodes")
 	return command
 }
 
-// newCompile makes a state file alone, for tests of the library that need no layout.
+// newCompile returns a command that creates a state file without the other files of a simulated
+// node. Some tests of the simulated NVML library need no more.
 func newCompile() *cobra.Command {
 	var nodeFile, gpus, seed string
 	command := &cobra.Command{
 		Use:   "compile --node NODE.yaml --models DIR STATEFILE",
-		Short: "Make a state file alone, for use with NVMLSIM_STATE",
+		Short: "Create only a state file, for use with NVMLSIM_STATE",
 		Args:  cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			models, err := model.ReadGPUs(gpus)

@@ -1,5 +1,5 @@
-// Command nvmlsim makes and controls simulated GPU nodes: it lays a node out, shows its state, and breaks and mends it while
-// processes use it.
+// Command nvmlsim creates and controls simulated GPU nodes. It creates the files of a node, shows
+// the node's state, and injects and repairs hardware faults while processes use the node.
 package main
 
 import (
@@ -14,7 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// Exit codes that scripts decide on.
+// Exit codes by which scripts tell failures apart.
 const (
 	exitFailed      = 1
 	exitInUse       = 3
@@ -38,12 +38,14 @@ func exitCode(err error) int {
 	return exitFailed
 }
 
-// node is the simulated node that a command works on.
+// node says which simulated node a command works on: the one whose files are in the folder root, or
+// only the state file at statePath if statePath is set.
 type node struct {
 	root, statePath string
 }
 
-// open maps the node's state.
+// open maps the simulated node's state file into this process. The state file holds the state of
+// all GPUs and the driver.
 func (n *node) open() (*state.File, error) {
 	if n.statePath != "" {
 		return state.Open(n.statePath)
@@ -51,7 +53,7 @@ func (n *node) open() (*state.File, error) {
 	return state.Open(layout.StatePath(n.root))
 }
 
-// with runs a change on the node's state.
+// with opens the node's state file, calls change with the file, and closes it.
 func (n *node) with(change func(*state.File) error) error {
 	f, err := n.open()
 	if err != nil {
@@ -60,7 +62,7 @@ func (n *node) with(change func(*state.File) error) error {
 	return errors.Join(change(f), f.Close())
 }
 
-// withLayout runs a change that also redraws the layout.
+// withLayout calls change with the configuration and the state file of the simulated node.
 func (n *node) withLayout(change func(*layout.Config, *state.File) error) error {
 	config, err := layout.Load(n.root)
 	if err != nil {
@@ -73,13 +75,13 @@ func newCommand() *cobra.Command {
 	n := &node{}
 	command := &cobra.Command{
 		Use:           "nvmlsim",
-		Short:         "Make and control simulated GPU nodes",
+		Short:         "Create and control simulated GPU nodes",
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
 	flags := command.PersistentFlags()
 	flags.StringVar(&n.root, "root", layout.DefaultRoot, "the layout's folder")
-	flags.StringVar(&n.statePath, "state", os.Getenv("NVMLSIM_STATE"), "state file, where it is not in the layout's folder (NVMLSIM_STATE)")
+	flags.StringVar(&n.statePath, "state", os.Getenv("NVMLSIM_STATE"), "state file outside the layout's folder (NVMLSIM_STATE)")
 	command.AddCommand(newShow(n), newLayout(n), newDriver(n), newFetchSMI(), newCompile())
 	command.AddCommand(newFaults(n)...)
 	command.AddCommand(newHealth(n)...)

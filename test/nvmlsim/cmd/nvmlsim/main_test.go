@@ -11,7 +11,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// tool runs commands on one state file.
+// tool runs nvmlsim commands on one state file.
 type tool struct {
 	t    *testing.T
 	path string
@@ -48,7 +48,7 @@ func (c *tool) shown() shownNode {
 	return describe(f)
 }
 
-func TestAGPUIsNamedByIndexUUIDOrAddress(t *testing.T) {
+func TestGPUByIndexUUIDOrAddress(t *testing.T) {
 	c := newTool(t)
 	uuid := c.shown().GPUs[5].UUID
 	for _, name := range []string{"5", uuid, "0000:c3:00.0", "0000:C3:00.0", "00000000:C3:00.0"} {
@@ -86,7 +86,8 @@ func TestCommandsOnCardsAndEvents(t *testing.T) {
 	c.run("remap", "2", "both")
 	c.run("fabric", "2", "completed", "--error", "NVML_ERROR_UNKNOWN")
 	shown := c.shown()
-	if gpu := shown.GPUs[2]; shown.Events != 508 || gpu.Recovery != "bus-reset" || gpu.Remap != "both" || !slices.Equal(gpu.Events, []string{"recoveryAction", "xid"}) {
+	if gpu := shown.GPUs[2]; shown.Events != 508 || gpu.Recovery != "bus-reset" || gpu.Remap != "both" ||
+		!slices.Equal(gpu.Events, []string{"recoveryAction", "xid"}) {
 		t.Errorf("%+v, %d events", gpu, shown.Events)
 	}
 	if events := shown.GPUs[3].Events; len(events) > 0 {
@@ -97,7 +98,8 @@ func TestCommandsOnCardsAndEvents(t *testing.T) {
 		t.Errorf("unplugged: %s", gpu.Condition)
 	}
 	c.run("plug", "2", "--uuid", "GPU-00000000-1111-2222-3333-444444444444")
-	if gpu := c.shown().GPUs[2]; gpu.Condition != "ok" || gpu.Recovery != "none" || gpu.Remap != "none" || gpu.UUID != "GPU-00000000-1111-2222-3333-444444444444" {
+	if gpu := c.shown().GPUs[2]; gpu.Condition != "ok" || gpu.Recovery != "none" || gpu.Remap != "none" ||
+		gpu.UUID != "GPU-00000000-1111-2222-3333-444444444444" {
 		t.Errorf("plugged in: %+v", gpu)
 	}
 	c.run("show")
@@ -137,7 +139,8 @@ func TestMIGCommands(t *testing.T) {
 	if first := shown.GPUs[0]; !slices.Equal(first.Processes, want) || first.MIG.mode() != "on" || len(first.MIG.Instances) != 3 {
 		t.Errorf("%+v, %+v", first.Processes, first.MIG)
 	}
-	if gi := shown.GPUs[0].MIG.Instances[1]; gi.ID != 5 || gi.Profile != "MIG 2g.20gb" || gi.Placement != "4:2" || len(gi.Compute) != 1 || gi.Compute[0].UUID == "" {
+	if gi := shown.GPUs[0].MIG.Instances[1]; gi.ID != 5 || gi.Profile != "MIG 2g.20gb" || gi.Placement != "4:2" || len(gi.Compute) != 1 ||
+		gi.Compute[0].UUID == "" {
 		t.Errorf("%+v", gi)
 	}
 	if mode := shown.GPUs[3].MIG.mode(); mode != "off, pending on" {
@@ -162,7 +165,7 @@ func TestMIGCommands(t *testing.T) {
 	}
 }
 
-func TestBadInputIsNamed(t *testing.T) {
+func TestInvalidInputIsNamed(t *testing.T) {
 	c := newTool(t)
 	for _, bad := range []struct {
 		args []string
@@ -182,7 +185,7 @@ func TestBadInputIsNamed(t *testing.T) {
 		{[]string{"event", "0", "xid", "many"}, "many"},
 		{[]string{"events", "0", "xid,boom"}, "boom"},
 		{[]string{"remap", "0", "maybe"}, "maybe"},
-		{[]string{"plug", "0"}, "there already"},
+		{[]string{"plug", "0"}, "not empty"},
 		{[]string{"fabric", "0", "completed", "--error", "NVML_OOPS"}, "NVML_OOPS"},
 		{[]string{"fail", "nvmlDeviceGetName", "NVML_OOPS"}, "NVML_OOPS"},
 		{[]string{"kill", "nvmlDeviceGetName", "--after"}, "changes nothing"},
@@ -203,7 +206,8 @@ func TestBadInputIsNamed(t *testing.T) {
 
 func TestExitCodes(t *testing.T) {
 	for want, err := range map[int]error{
-		exitFailed: errors.New("any"), exitInUse: errors.Join(state.ErrInUse, nil), exitUnavailable: errors.Join(errors.New("no"), smi.ErrUnavailable),
+		exitFailed: errors.New("any"), exitInUse: errors.Join(state.ErrInUse, nil),
+		exitUnavailable: errors.Join(errors.New("no"), smi.ErrUnavailable),
 	} {
 		if got := exitCode(err); got != want {
 			t.Errorf("exit code of %v is %d, want %d", err, got, want)

@@ -17,7 +17,8 @@ func newMIG(n *node) []*cobra.Command {
 	return []*cobra.Command{newBusy(n), newReset(n), newLock(n), newFabric(n), newBlock(n)}
 }
 
-// findPlace reads GPU or GPU/GI/CI.
+// findPlace parses an argument of the form GPU or GPU/GI/CI. It returns the GPU's number and, in
+// the result on, the compute instance if the argument names one.
 func findPlace(f *state.File, text string) (gpu int, on state.Process, err error) {
 	name, instance, inInstance := strings.Cut(text, "/")
 	if gpu, err = f.Find(name); err != nil {
@@ -38,7 +39,8 @@ func newBusy(n *node) *cobra.Command {
 		Use:   "busy GPU[/GI/CI] [PID...]",
 		Short: "Make NVML list processes that compute on a GPU, or on one of its compute instances",
 		Long: "Makes NVML list processes that compute on a GPU. Without a PID it lists the caller's own.\n" +
-			"While they are listed, MIG mode does not change, and their compute instance (without /GI/CI: none of the GPU) is not destroyed: IN_USE.\n" + gpuHelp,
+			"While they are listed, MIG mode does not change, and their compute instance (without /GI/CI: none of the GPU) is not destroyed: " +
+			"IN_USE.\n" + gpuHelp,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			return n.with(func(f *state.File) error {
@@ -67,15 +69,15 @@ func newBusy(n *node) *cobra.Command {
 			})
 		},
 	}
-	command.Flags().BoolVar(&clearAll, "clear", false, "no process is listed any more")
+	command.Flags().BoolVar(&clearAll, "clear", false, "clear the list of processes")
 	return command
 }
 
 func newReset(n *node) *cobra.Command {
 	var force bool
-	command := redrawing(n, "reset GPU", "Reset a GPU: MIG instances are gone; a pending MIG mode is in force, or, where it needs no reset, forgotten",
+	command := redrawing(n, "reset GPU", "Reset a GPU: removes MIG instances, and applies a pending MIG mode or leaves MIG mode",
 		func(f *state.File, gpu int) error { return f.Reset(gpu, force) })
-	command.Flags().BoolVar(&force, "force", false, "even while processes are listed on it, or compute")
+	command.Flags().BoolVar(&force, "force", false, "reset the GPU even while processes are listed or compute")
 	return command
 }
 
@@ -84,8 +86,9 @@ var cutLocks = map[string]uint32{"driver": state.CutLockDriver, "gpu": state.Cut
 func newLock(n *node) *cobra.Command {
 	return &cobra.Command{
 		Use:   "lock driver|all|gpu|none",
-		Short: "Say how the driver serialises changes of MIG mode and instances",
-		Long: "Says how the driver serialises changes of MIG mode and instances: one after the other (driver, the default); the same, and every other call\n" +
+		Short: "Set how the driver serialises changes of MIG mode and instances",
+		Long: "Says how the driver serialises changes of MIG mode and instances: one after the other (driver, the default); the same, and " +
+			"every other call\n" +
 			"waits too (all); one after the other on each GPU (gpu); or not at all (none).",
 		Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
@@ -103,20 +106,20 @@ func newFabric(n *node) *cobra.Command {
 	var failure string
 	command := &cobra.Command{
 		Use:   "fabric GPU STATE [DURATION]",
-		Short: "Put a GPU into a fabric state: notSupported, notStarted, inProgress, completed; for good, or for a while",
-		Long: "Puts a GPU into a fabric state: notSupported, notStarted, inProgress, completed; for good, or for a while, and then back.\n" +
+		Short: "Set a GPU's fabric state: notSupported, notStarted, inProgress, completed; permanently, or for a while",
+		Long: "Puts a GPU into a fabric state: notSupported, notStarted, inProgress, completed; permanently, or for DURATION.\n" +
 			"fabric --settle DURATION says how long a GPU that leaves MIG mode is inProgress.\n" + gpuHelp,
 		Args: cobra.MaximumNArgs(3),
 		RunE: func(command *cobra.Command, args []string) error {
 			return n.with(func(f *state.File) error {
 				if command.Flags().Changed("settle") {
 					if len(args) > 0 || settle < 0 {
-						return fmt.Errorf("--settle takes a duration and stands alone")
+						return fmt.Errorf("use --settle with a duration and without other arguments")
 					}
 					return f.SetFabricSettle(settle)
 				}
 				if len(args) < 2 {
-					return fmt.Errorf("name a GPU and a fabric state, or give --settle")
+					return fmt.Errorf("name a GPU and a fabric state, or use --settle")
 				}
 				gpu, err := f.Find(args[0])
 				if err != nil {
@@ -142,7 +145,7 @@ func newFabric(n *node) *cobra.Command {
 			})
 		},
 	}
-	command.Flags().StringVar(&failure, "error", "", "what came of a completed registration, such as NVML_ERROR_UNKNOWN; without it it went well")
-	command.Flags().DurationVar(&settle, "settle", 0, "how long a GPU that leaves MIG mode is in progress")
+	command.Flags().StringVar(&failure, "error", "", "result of a completed registration, such as NVML_ERROR_UNKNOWN; by default success")
+	command.Flags().DurationVar(&settle, "settle", 0, "how long the fabric state is inProgress after a GPU leaves MIG mode")
 	return command
 }

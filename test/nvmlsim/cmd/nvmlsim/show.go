@@ -15,7 +15,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// shownNode is what show prints as YAML.
+// shownNode is the node's state as the show command prints it in YAML.
 type shownNode struct {
 	Node          string `json:"node"`
 	Seed          string `json:"seed,omitempty"`
@@ -23,10 +23,11 @@ type shownNode struct {
 	DriverVersion string `json:"driverVersion"`
 	DriverEpoch   uint32 `json:"driverEpoch"`
 	InUse         bool   `json:"inUse"`
-	// References is what keeps the kernel module from being unloaded: processes that have NVML initialised, and the GPUs that they have open.
+	// References is the kernel module's reference count: the processes with NVML initialised plus the
+	// GPUs that each of them has open. At 0 the module can be unloaded.
 	References int    `json:"references"`
 	Events     uint64 `json:"events"`
-	// Lock is how changes of MIG are serialised.
+	// Lock names how the driver serialises calls that change MIG mode or MIG instances.
 	Lock   string       `json:"lock"`
 	GPUs   []shownGPU   `json:"gpus"`
 	Faults []shownFault `json:"faults,omitempty"`
@@ -43,14 +44,14 @@ type shownGPU struct {
 	Recovery  string `json:"recovery"`
 	ECCSingle uint64 `json:"eccSingle"`
 	ECCDouble uint64 `json:"eccDouble"`
-	// Remap is none, pending, failed or both.
+	// Remap is the state of row remapping: none, pending, failed or both.
 	Remap       string   `json:"remap"`
 	Fabric      string   `json:"fabric"`
 	Events      []string `json:"events,omitempty"`
 	ComputeMode uint32   `json:"computeMode"`
 	TimeSlice   uint32   `json:"timeSlice"`
 	Persistence bool     `json:"persistence"`
-	// MIG is absent where the GPU cannot be cut.
+	// MIG is nil on a GPU that does not support MIG.
 	MIG       *shownMIG      `json:"mig,omitempty"`
 	Processes []shownProcess `json:"processes,omitempty"`
 }
@@ -115,7 +116,9 @@ func describe(f *state.File) shownNode {
 			Index: i, Minor: g.Minor, PCI: g.Address(), UUID: state.Text(g.UUID[:]), Name: state.Text(f.Model(int(g.Model)).Name[:]),
 			NUMANode: g.NUMANode, Condition: condition(g), Recovery: state.RecoveryName(g.RecoveryAction),
 			ECCSingle: g.ECCSingleVolatile, ECCDouble: g.ECCDoubleVolatile, Remap: remap(g),
-			Fabric: state.FabricName(g.FabricState), Events: model.EventTypeNames(g.EventTypes), ComputeMode: g.ComputeMode, TimeSlice: g.TimeSlice, Persistence: g.PersistenceMode != 0,
+			Fabric: state.FabricName(
+				g.FabricState,
+			), Events: model.EventTypeNames(g.EventTypes), ComputeMode: g.ComputeMode, TimeSlice: g.TimeSlice, Persistence: g.PersistenceMode != 0,
 			MIG: describeMIG(f.Model(int(g.Model)), g), Processes: describeProcesses(g),
 		}
 		shown.GPUs = append(shown.GPUs, one)
@@ -179,7 +182,16 @@ func (s shownNode) table(to io.Writer) error {
 		driver = s.DriverVersion
 	}
 	w := tabwriter.NewWriter(to, 0, 4, 2, ' ', 0)
-	fmt.Fprintf(w, "node %s, driver %s (load %d), references: %d, events: %d, MIG lock: %s\n\n", s.Node, driver, s.DriverEpoch, s.References, s.Events, s.Lock)
+	fmt.Fprintf(
+		w,
+		"node %s, driver %s (load %d), references: %d, events: %d, MIG lock: %s\n\n",
+		s.Node,
+		driver,
+		s.DriverEpoch,
+		s.References,
+		s.Events,
+		s.Lock,
+	)
 	fmt.Fprintln(w, "GPU\tMINOR\tPCI\tNUMA\tNAME\tUUID\tCONDITION\tRECOVERY\tECC 1/2\tMIG")
 	for _, g := range s.GPUs {
 		fmt.Fprintf(w, "%d\t%d\t%s\t%d\t%s\t%s\t%s\t%s\t%d/%d\t%s\n",

@@ -32,7 +32,8 @@ type shownCompute struct {
 
 type shownProcess struct {
 	PID uint32 `json:"pid"`
-	// Instance is GI/CI, empty for one on the whole GPU.
+	// Instance names the compute instance that the process uses as GI/CI. It is empty if the process
+	// uses the whole GPU.
 	Instance string `json:"instance,omitempty"`
 }
 
@@ -69,7 +70,7 @@ func describeProcesses(g *state.GPU) []shownProcess {
 	return all
 }
 
-// mode is the GPU's MIG mode in a word.
+// mode describes the GPU's current and pending MIG mode in words.
 func (m *shownMIG) mode() string {
 	word := map[bool]string{true: "on", false: "off"}
 	switch {
@@ -81,7 +82,7 @@ func (m *shownMIG) mode() string {
 	return word[m.Enabled]
 }
 
-// instances prints what the GPUs are cut into, and which processes are listed.
+// instances prints each GPU's MIG instances and the processes that NVML lists.
 func (s shownNode) instances(to io.Writer) {
 	header := func(text string) func() {
 		printed := false

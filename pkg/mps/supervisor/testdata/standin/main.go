@@ -1,5 +1,6 @@
-// Command standin is the driver's MPS programs in tests, a control daemon that does what the tests want and a server, told apart by the name that it is
-// called by. As "join" it runs a program in the mount namespace of a process, as a user.
+// Command standin fakes the driver's MPS programs in tests. It acts as the program by whose name it
+// is called: the MPS server, or else the control daemon with the faults that a test chose. Called
+// as "join", it runs a program as another user in the mount namespace of a process.
 package main
 
 import (
@@ -26,7 +27,7 @@ const serverProgram = "nvidia-cuda-mps-server"
 func main() {
 	switch filepath.Base(os.Args[0]) {
 	case serverProgram:
-		forever() // whatever happens to its daemon
+		forever() // A real server outlives its daemon too.
 	case "join":
 		fmt.Println(join(os.Args[1], os.Args[2], os.Args[3:]))
 		os.Exit(1)
@@ -35,7 +36,7 @@ func main() {
 	}
 }
 
-// join becomes a program in the mount namespace of a process.
+// join executes command as the user with this ID in the mount namespace of process pid.
 func join(pid, user string, command []string) error {
 	runtime.LockOSThread()
 	id, err := strconv.Atoi(user)
@@ -55,25 +56,30 @@ func join(pid, user string, command []string) error {
 	return syscall.Exec(command[0], append([]string{filepath.Base(command[0])}, command[1:]...), os.Environ())
 }
 
-// behaviour is what the fake control daemon does that a good one does not. It is in a file of the driver root.
+// behaviour lists the faults of the fake control daemon. A test writes it to a file in the driver
+// root.
 type behaviour struct {
-	// Hang: it starts and never listens.
-	Hang []string `json:"hang,omitempty"` // the devices for which it does
-	// Deaf: it listens and never answers. IgnoreQuit, IgnoreTerm: what it does not obey.
+	// Hang lists devices for which the daemon starts and never listens.
+	Hang []string `json:"hang,omitempty"`
+	// Deaf makes the daemon listen but never answer. IgnoreQuit makes it ignore the command quit, and
+	// IgnoreTerm the signal SIGTERM.
 	Deaf, IgnoreQuit, IgnoreTerm bool
-	// Forget: limits that are set read back as another value.
+	// Forget makes the daemon report another memory limit than the one that was set.
 	Forget bool
-	// Exit: it ends at once with these words.
+	// Exit is a text that the daemon prints before it ends at its start. If Exit is empty, the daemon
+	// runs.
 	Exit string
-	// Server: it starts a server at once, as with a first client.
+	// Server makes the daemon start a server at once, as a real one does for its first client.
 	Server bool
-	// Old: it has no option for several users.
+	// Old makes the daemon behave like one of a driver that does not know the option for several
+	// users.
 	Old bool
 }
 
 const behaviourFile = "/tmp/driver/behaviour.json"
 
-// fakeControl answers as nvidia-cuda-mps-control 535 and 550 do: the forms of its answers were taken from the real ones.
+// fakeControl acts as the control daemon, or as its client if the arguments do not ask for a
+// daemon. It answers in the format of nvidia-cuda-mps-control 535 and 550.
 func fakeControl(args []string) int {
 	var b behaviour
 	if data, err := os.ReadFile(behaviourFile); err == nil {
@@ -169,7 +175,7 @@ func inWholeUnits(limit string) string {
 	return fmt.Sprintf("%dG", mib/1024)
 }
 
-// fakeClient passes its input to the daemon.
+// fakeClient forwards its standard input to the fake control daemon and prints the answer.
 func fakeClient() int {
 	conn, err := net.Dial("unix", filepath.Join(os.Getenv("CUDA_MPS_PIPE_DIRECTORY"), "control"))
 	if err != nil {
@@ -178,7 +184,7 @@ func fakeClient() int {
 	}
 	_, _ = io.Copy(conn, os.Stdin)
 	if c, ok := conn.(*net.UnixConn); ok {
-		_ = c.CloseWrite() // who was asked must not wait for words of one that was killed
+		_ = c.CloseWrite() // Otherwise the daemon would wait for more commands.
 	}
 	_, _ = io.Copy(os.Stdout, conn)
 	return 0

@@ -1,0 +1,124 @@
+package driver
+
+import (
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+func lockInstance(t *testing.T, dir string) *instanceLock {
+	t.Helper()
+	p, err := acquireInstanceLock(t.Context(), dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Release)
+	return p
+}
+
+func tryExclusive(t *testing.T, p *instanceLock) bool {
+	t.Helper()
+	is, err := p.TryExclusive()
+	if err != nil {
+		t.Error(err)
+	}
+	return is
+}
+
+func TestOnlyTheLastInstanceGetsExclusiveLock(t *testing.T) {
+	dir := t.TempDir()
+	first, second := lockInstance(t, dir), lockInstance(t, dir)
+	if tryExclusive(t, first) {
+		t.Error("exclusive although another instance runs")
+	}
+	if !tryExclusive(t, second) {
+		t.Error("the last instance did not get the exclusive lock")
+	}
+}
+
+func TestOneOfSeveralEndingInstancesCleansUp(t *testing.T) {
+	for range 200 {
+		dir := filepath.Join(t.TempDir(), "plugin")
+		instances := []*instanceLock{lockInstance(t, dir), lockInstance(t, dir), lockInstance(t, dir)}
+		var cleaning, cleaned atomic.Int32
+		var all sync.WaitGroup
+		for _, p := range instances {
+			all.Go(func() {
+				defer p.Release()
+				if !tryExclusive(t, p) {
+					return
+				}
+				if cleaning.Add(1) != 1 {
+					t.Error("two instances have the exclusive lock")
+				}
+				if _, err := removePluginDir(dir, filepath.Join(dir, "state")); err != nil {
+					t.Error(err)
+				}
+				cleaned.Add(1)
+				cleaning.Add(-1)
+			})
+		}
+		all.Wait()
+		if _, err := os.Stat(dir); !os.IsNotExist(err) || cleaned.Load() == 0 {
+			t.Fatalf("%d instances cleaned up; the directory: %v", cleaned.Load(), err)
+		}
+	}
+}
+
+func TestInstanceStartedDuringCleanupHasDirectory(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "plugin")
+	leaves := lockInstance(t, dir)
+	if !tryExclusive(t, leaves) {
+		t.Fatal("did not get the exclusive lock")
+	}
+	started := make(chan *instanceLock)
+	go func() {
+		p, err := acquireInstanceLock(t.Context(), dir)
+		if err != nil {
+			t.Error(err)
+		}
+		started <- p
+	}()
+	if _, err := removePluginDir(dir, filepath.Join(dir, "state")); err != nil {
+		t.Fatal(err)
+	}
+	leaves.Release()
+	newcomer := <-started
+	defer newcomer.Release()
+	if !newcomer.inPlace() {
+		t.Fatal("the new instance's lock file is not in place")
+	}
+	if other := lockInstance(t, dir); tryExclusive(t, other) {
+		t.Error("exclusive although the new instance runs")
+	}
+}
+
+func TestCleanupWaitsForOtherInstances(t *testing.T) {
+	n := newNode(t)
+	other := lockInstance(t, n.cfg.PluginDir)
+	n.start(t)
+	n.register(t)
+	eventually(t, "the GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
+	if err := n.client.AppsV1().DaemonSets("gpu").Delete(t.Context(), "plugin", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(n.cfg.HookPath); err != nil {
+		t.Errorf("the hook was removed while another instance runs: %v", err)
+	}
+	if files := n.cdiFiles(t); len(files) != 1 {
+		t.Errorf("CDI files: %v", files)
+	}
+	if len(published(t, n.client)) != 2 {
+		t.Error("the other instance's slices were withdrawn")
+	}
+	if !tryExclusive(t, other) {
+		t.Error("the other instance cannot clean up when it ends")
+	}
+}

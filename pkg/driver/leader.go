@@ -1,0 +1,194 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+	"github.com/gofrs/flock"
+	"k8s.io/klog/v2"
+)
+
+const (
+	// lockPoll is the pause between two attempts of a waiting plugin instance to take the leader lock.
+	// It delays only the start of a plugin and rolling updates.
+	lockPoll = 200 * time.Millisecond
+	// requestPoll is how often the leader looks for the request of a newer instance if inotify is not
+	// available.
+	requestPoll = time.Second
+	// requestPollWithInotify is how often the leader looks for a request if inotify is available too.
+	requestPollWithInotify = 10 * time.Second
+	// standbyPause is how long a former leader does not try to take the leader lock after it gave the
+	// lock up, so that the newer plugin instance gets it first.
+	standbyPause = 3 * time.Second
+)
+
+// leaderLock elects the plugin instance that publishes the node's slices: the newest one with
+// something to publish. It is a flock, so a killed leader loses it at once. A newer instance writes
+// a request file to ask for a hand-over. If the newer instance dies after the hand-over, the former
+// leader leads again after standbyPause.
+type leaderLock struct {
+	lock        *flock.Flock
+	requestPath string
+	// started is when this plugin instance started. The instance that started last becomes the leader.
+	started      time.Time
+	handover     chan struct{}
+	stopWatch    context.CancelFunc
+	standbyUntil time.Time
+}
+
+func newLeaderLock(dir string, started time.Time) *leaderLock {
+	return &leaderLock{
+		lock:        flock.New(filepath.Join(dir, "publisher.lock")),
+		requestPath: filepath.Join(dir, "publisher.request"),
+		started:     started,
+	}
+}
+
+// Acquire waits until this plugin instance has the leader lock, and asks an older leader to give it
+// up. It returns an error if the context ends or the lock file cannot be locked.
+func (l *leaderLock) Acquire(ctx context.Context) error {
+	tick := time.NewTicker(lockPoll)
+	defer tick.Stop()
+	for {
+		if time.Now().After(l.standbyUntil) {
+			locked, err := l.lock.TryLock()
+			if err != nil {
+				return fmt.Errorf("lock %s: %w", l.lock.Path(), err)
+			}
+			if locked {
+				break
+			}
+			// A former leader that gave up the lock waits until the newer instance has ended. It must not
+			// ask that instance for the lock.
+			if l.standbyUntil.IsZero() {
+				if err := l.requestHandover(); err != nil {
+					// Without a request the older leader keeps the lock until its process ends. Meanwhile this
+					// plugin instance serves the kubelet.
+					klog.FromContext(ctx).V(2).Info("Failed to request the hand-over of the leader lock; retrying", "err", err)
+				}
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+	}
+	if !l.requestTime().After(l.started) {
+		if err := os.Remove(l.requestPath); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			klog.FromContext(ctx).Error(err, "Failed to remove the hand-over request", "path", l.requestPath)
+		}
+	}
+	watchCtx, stop := context.WithCancel(context.WithoutCancel(ctx)) // the watch lasts until Release
+	l.stopWatch = stop
+	l.handover = make(chan struct{})
+	go l.watchRequests(watchCtx, l.handover)
+	return nil
+}
+
+// HandoverRequested returns a channel that is closed when a newer plugin instance asks to lead.
+func (l *leaderLock) HandoverRequested() <-chan struct{} { return l.handover }
+
+// Release gives up the leader lock. Acquire does not try to take it again for standbyPause, so that
+// the newer instance gets it.
+func (l *leaderLock) Release(ctx context.Context) {
+	l.stopWatch()
+	if err := l.lock.Unlock(); err != nil {
+		klog.FromContext(ctx).Error(err, "Failed to release the leader lock", "path", l.lock.Path())
+	}
+	l.standbyUntil = time.Now().Add(standbyPause)
+}
+
+// watchRequests closes handover when a newer plugin instance asks to lead.
+func (l *leaderLock) watchRequests(ctx context.Context, handover chan struct{}) {
+	changed, pause := make(chan struct{}, 1), requestPoll
+	if watcher := l.watchRequestFile(changed); watcher != nil {
+		defer func() { _ = watcher.Close() }()
+		pause = requestPollWithInotify
+	}
+	for !l.requestTime().After(l.started) {
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		case <-time.After(pause):
+		}
+	}
+	// The request file is removed now, because if the newer instance dies, its old request must not
+	// make a leader give up the lock again.
+	_ = os.Remove(l.requestPath)
+	close(handover)
+}
+
+// watchRequestFile signals changed when the request file may have changed. It returns nil if
+// inotify is not available, because the kernel limits the number of inotify instances of a user.
+func (l *leaderLock) watchRequestFile(changed chan<- struct{}) *fsnotify.Watcher {
+	watcher, err := fsnotify.NewWatcher()
+	if err != nil {
+		return nil
+	}
+	if err := watcher.Add(filepath.Dir(l.requestPath)); err != nil {
+		_ = watcher.Close()
+		return nil
+	}
+	go func() {
+		events, errs := watcher.Events, watcher.Errors
+		for events != nil || errs != nil {
+			select {
+			case event, ok := <-events:
+				if !ok {
+					events = nil
+				} else if event.Name == l.requestPath {
+					wake(changed)
+				}
+			case _, ok := <-errs:
+				if !ok {
+					errs = nil
+				} else {
+					wake(changed) // inotify has lost events
+				}
+			}
+		}
+	}()
+	return watcher
+}
+
+// requestHandover writes this plugin instance's request file, unless a newer instance has written
+// one.
+func (l *leaderLock) requestHandover() error {
+	if l.requestTime().After(l.started) {
+		return nil
+	}
+	// The temporary file's name contains the start time instead of the process ID, which is 1 in every
+	// container.
+	tmp := l.requestPath + "." + strconv.FormatInt(l.started.UnixNano(), 10)
+	if err := os.WriteFile(tmp, []byte(strconv.FormatInt(l.started.UnixNano(), 10)), 0o600); err != nil {
+		return fmt.Errorf("request the hand-over of the leader lock: %w", err)
+	}
+	if err := os.Rename(tmp, l.requestPath); err != nil {
+		return fmt.Errorf("request the hand-over of the leader lock: %w", err)
+	}
+	return nil
+}
+
+// requestTime returns the start time of the plugin instance that wrote the request file. It returns
+// the zero time if the file is missing or invalid.
+func (l *leaderLock) requestTime() time.Time {
+	raw, err := os.ReadFile(l.requestPath)
+	if err != nil {
+		return time.Time{}
+	}
+	n, err := strconv.ParseInt(strings.TrimSpace(string(raw)), 10, 64)
+	if err != nil {
+		return time.Time{}
+	}
+	return time.Unix(0, n)
+}

@@ -1,0 +1,228 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+)
+
+// lostDeviceNode is a simulated node whose driver does not reconcile by itself. The test supplies
+// the result of each comparison of checkpoint records with the hardware.
+type lostDeviceNode struct {
+	*testing.T
+	*node
+	d *Driver
+
+	mu     sync.Mutex
+	health map[string]kubeletplugin.DeviceHealth // the last report to the kubelet, by device
+}
+
+func newLostDeviceNode(t *testing.T) *lostDeviceNode {
+	t.Helper()
+	n := newNode(t)
+	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &lostDeviceNode{T: t, node: n, d: d}
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	t.Cleanup(func() { cancel(); wg.Wait() })
+	reports := make(chan kubeletplugin.DeviceHealthReport)
+	wg.Go(func() { d.inv.Run(ctx) })
+	wg.Go(func() { d.status.Run(ctx) })
+	eventually(t, "the GPUs are known", func() bool { return d.readiness.Snapshot().Ready })
+	wg.Go(func() { _ = d.WatchHealthStatus(ctx, reports) })
+	wg.Go(func() {
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case r := <-reports:
+				l.mu.Lock()
+				l.health = map[string]kubeletplugin.DeviceHealth{}
+				for _, h := range r.Devices {
+					l.health[h.DeviceName] = h
+				}
+				l.mu.Unlock()
+			}
+		}
+	})
+	return l
+}
+
+// createPrepared creates a claim with the device as its allocation result, and prepares it.
+func (l *lostDeviceNode) createPrepared(name, device string) *resourceapi.ResourceClaim {
+	l.Helper()
+	l.claim(l.T, name, device)
+	c := l.getClaim(name)
+	l.prepareClaim(c)
+	return c
+}
+
+func (l *lostDeviceNode) prepareClaim(c *resourceapi.ResourceClaim) {
+	l.Helper()
+	if r := l.d.prepare(l.Context(), c); r.Err != nil {
+		l.Fatal(r.Err)
+	}
+}
+
+func (l *lostDeviceNode) unprepareClaim(c *resourceapi.ResourceClaim) {
+	l.Helper()
+	name := types.NamespacedName{Namespace: c.Namespace, Name: c.Name}
+	if err := l.d.unprepare(l.Context(), kubeletplugin.NamespacedObject{NamespacedName: name, UID: c.UID}); err != nil {
+		l.Fatal(err)
+	}
+}
+
+func (l *lostDeviceNode) getClaim(name string) *resourceapi.ResourceClaim {
+	l.Helper()
+	c, err := l.client.ResourceV1().ResourceClaims("team").Get(l.Context(), name, metav1.GetOptions{})
+	if err != nil {
+		l.Fatal(err)
+	}
+	return c
+}
+
+// lostError returns the error of a comparison which says that the claim has lost its device.
+func lostError(c *resourceapi.ResourceClaim) *prepare.LostError {
+	device := c.Status.Allocation.Devices.Results[0].Device
+	return &prepare.LostError{
+		Claim: c.Namespace + "/" + c.Name, UID: c.UID, Device: device, GPU: device, Reason: errors.New("the device is gone"),
+	}
+}
+
+// expectHealth waits until the kubelet gets a report that the device is unhealthy because the claim
+// to has lost it. If to is nil, it waits for a report that the device is healthy.
+func (l *lostDeviceNode) expectHealth(device string, to *resourceapi.ResourceClaim) {
+	l.Helper()
+	deadline := time.Now().Add(healthReportInterval / 4) // a change must be reported before the next regular report
+	for {
+		l.mu.Lock()
+		h := l.health[device]
+		l.mu.Unlock()
+		switch {
+		case to == nil && h.Health == kubeletplugin.HealthStatusHealthy,
+			to != nil && h.Health == kubeletplugin.HealthStatusUnhealthy && strings.Contains(h.Message, "claim team/"+to.Name+":"):
+			return
+		case time.Now().After(deadline):
+			l.Fatalf("%s is reported as %s (%s)", device, h.Health, h.Message)
+		}
+		<-time.After(10 * time.Millisecond)
+	}
+}
+
+// expectReady waits until the claim's status says that the claim's device is ready.
+func (l *lostDeviceNode) expectReady(c *resourceapi.ResourceClaim) {
+	l.Helper()
+	eventually(l.T, "the claim's status says that its device is ready", func() bool {
+		devices := l.getClaim(c.Name).Status.Devices
+		return len(devices) == 1 && devices[0].Conditions[0].Status == metav1.ConditionTrue
+	})
+}
+
+// When a claim that has lost its device ends, the device must be reported as healthy. Another
+// claim's device stays lost all the time, so each comparison returns an error.
+func TestLostDeviceReportEndsWithItsClaim(t *testing.T) {
+	for name, test := range map[string]func(l *lostDeviceNode, other, old *resourceapi.ResourceClaim){
+		"it is unprepared": func(l *lostDeviceNode, other, old *resourceapi.ResourceClaim) {
+			l.unprepareClaim(old)
+			l.expectHealth(firstGPU, nil)
+			next := l.createPrepared("next", firstGPU)
+			l.d.reportLostDevices(l.Context(), lostError(other))
+			l.expectHealth(firstGPU, nil)
+			l.expectReady(next)
+		},
+		"it is unprepared during a comparison": func(l *lostDeviceNode, other, old *resourceapi.ResourceClaim) {
+			l.d.lost.BeginComparison()
+			l.unprepareClaim(old)
+			next := l.createPrepared("next", firstGPU)
+			l.d.reportLostDevices(l.Context(), errors.Join(lostError(other), lostError(old)))
+			l.expectHealth(firstGPU, nil)
+			l.expectReady(next)
+		},
+		"it is prepared again": func(l *lostDeviceNode, other, old *resourceapi.ResourceClaim) {
+			l.prepareClaim(l.getClaim("old"))
+			l.expectHealth(firstGPU, nil)
+			l.d.reportLostDevices(l.Context(), lostError(other))
+			l.expectHealth(firstGPU, nil)
+			l.expectReady(old)
+		},
+		"its new allocation cannot be prepared yet": func(l *lostDeviceNode, other, _ *resourceapi.ResourceClaim) {
+			again := l.getClaim("old")
+			again.Status.Allocation.Devices.Results[0].Device = secondGPU
+			if r := l.d.prepare(l.Context(), again); r.Err == nil {
+				l.Fatal("the claim got another claim's device")
+			}
+			l.expectHealth(firstGPU, nil)
+		},
+		"it has the device again": func(l *lostDeviceNode, other, old *resourceapi.ResourceClaim) {
+			l.d.reportLostDevices(l.Context(), lostError(other))
+			l.expectHealth(firstGPU, nil)
+			l.expectReady(old)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := newLostDeviceNode(t)
+			l.d.preparer.ConflictWait = 0
+			old, other := l.createPrepared("old", firstGPU), l.createPrepared("other", secondGPU)
+			l.d.reportLostDevices(t.Context(), errors.Join(lostError(other), lostError(old)))
+			l.expectHealth(firstGPU, old)
+			test(l, other, old)
+			l.expectHealth(secondGPU, other)
+		})
+	}
+}
+
+// If the comparison fails with an error that says nothing about the claim, the claim's device must
+// stay lost.
+func TestLostDeviceStaysLostAfterUnrelatedError(t *testing.T) {
+	l := newLostDeviceNode(t)
+	old := l.createPrepared("old", firstGPU)
+	l.d.reportLostDevices(t.Context(), lostError(old))
+	l.d.reportLostDevices(t.Context(), errors.New("list the records: input/output error"))
+	l.expectHealth(firstGPU, old)
+	l.d.reportLostDevices(t.Context(), nil)
+	l.expectHealth(firstGPU, nil)
+}
+
+// While no GPU driver is loaded, the comparison with the hardware cannot find the claim's device. A
+// device that was lost before must stay lost until a comparison has found it.
+func TestLostDeviceStaysLostWhileUnchecked(t *testing.T) {
+	l := newLostDeviceNode(t)
+	old := l.createPrepared("old", firstGPU)
+	l.d.reportLostDevices(t.Context(), lostError(old))
+	l.expectHealth(firstGPU, old)
+
+	l.setHardware("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })
+	l.d.inv.RequestScan()
+	eventually(t, "the node is not ready", func() bool { return !l.d.readiness.Snapshot().Ready })
+	if _, err := l.d.reconcileOnce(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if got := l.d.lost.Messages(); len(got) != 1 {
+		t.Errorf("the device is no longer lost: %v", got)
+	}
+
+	l.setHardware("driver", twoGPUs)
+	l.d.inv.RequestScan()
+	eventually(t, "the node is ready", func() bool { return l.d.readiness.Snapshot().Ready })
+	if _, err := l.d.reconcileOnce(t.Context()); err != nil {
+		t.Error(err)
+	}
+	l.expectHealth(firstGPU, nil)
+	l.expectReady(old)
+}

@@ -1,0 +1,232 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes/fake"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+)
+
+func TestMIGModeCleanupRetriesWithBackoff(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		began := time.Now()
+		var tries []time.Duration
+		scans, inUse := 0, errors.New("in use")
+		m := &migModeCleaner{requestScan: func() { scans++ }, switchOff: func(_ context.Context, g device.GPU) (bool, error) {
+			if g.UUID == "free" {
+				return true, nil
+			}
+			tries = append(tries, time.Since(began))
+			return false, inUse
+		}}
+		gpus := []device.GPU{{PCIAddress: "0000:1b:00.0", UUID: "busy"}, {PCIAddress: "0000:1c:00.0", UUID: "free"}}
+		for range 20 {
+			if err := m.Clean(t.Context(), gpus); !errors.Is(err, inUse) {
+				t.Errorf("no error between tries: %v", err)
+			}
+			time.Sleep(5 * time.Second) //nolint:forbidigo // synctest's time
+		}
+		if want := []time.Duration{0, 10 * time.Second, 30 * time.Second, 70 * time.Second}; !slices.Equal(tries, want) {
+			t.Errorf("tried after %v", tries)
+		}
+		if scans != 20 {
+			t.Errorf("the inventory was asked for %d scans", scans)
+		}
+		inUse = nil
+		time.Sleep(modeRetryMax) //nolint:forbidigo // synctest's time
+		if err := m.Clean(t.Context(), gpus); err != nil {
+			t.Error(err)
+		}
+		if due, last := m.due(gpus[0].WholeName()); !due || last != nil {
+			t.Errorf("due: %v, %v", due, last)
+		}
+	})
+}
+
+// modeHardware fakes GPUs in MIG mode without MIG instances. If the function switchOff returns an
+// error for a GPU, that GPU stays in MIG mode.
+type modeHardware struct {
+	prepare.Partitions
+	switchOff func(context.Context, device.Card) error
+
+	mu  sync.Mutex
+	off map[device.PCIAddress]bool
+}
+
+func (h *modeHardware) Look(_ context.Context, c device.Card) (device.CardState, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return device.CardState{MIG: device.MIG{Enabled: !h.off[c.PCIAddress]}}, nil
+}
+
+func (h *modeHardware) SetMode(ctx context.Context, c device.Card, on bool) (device.CardState, error) {
+	if err := h.switchOff(ctx, c); err != nil || on {
+		return device.CardState{}, err
+	}
+	h.mu.Lock()
+	h.off[c.PCIAddress] = true
+	h.mu.Unlock()
+	return h.Look(ctx, c)
+}
+
+func (h *modeHardware) switchedOff() []device.PCIAddress {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return slices.Sorted(maps.Keys(h.off))
+}
+
+func inMIGMode() (nvidia.Node, error) {
+	n, err := twoGPUs()
+	for i := range n.GPUs {
+		n.GPUs[i].MIG = &device.MIG{Enabled: true}
+	}
+	return n, err
+}
+
+const busyGPU, idleGPU device.PCIAddress = "0000:1b:00.0", "0000:43:00.0"
+
+// failIfBusy is used as modeHardware's function switchOff. For busyGPU it returns the error of a
+// GPU that a process has open.
+func failIfBusy(_ context.Context, c device.Card) error {
+	if c.PCIAddress != busyGPU {
+		return nil
+	}
+	return &nvidia.PartitionError{
+		Op: "switch off MIG mode", Code: nvidia.CodeInUse, Message: "in use",
+		Processes: []nvidia.Process{{PID: 7, Name: "dcgm"}},
+	}
+}
+
+// markMIGModes records in stateDir that the driver switched on MIG mode on both GPUs during the
+// boot with the ID bootID.
+func markMIGModes(t *testing.T, stateDir, bootID string) *checkpoint.Store {
+	t.Helper()
+	records, err := checkpoint.Open(stateDir, durable.NewWatched())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, gpu := range []string{"gpu-0000-1b-00-0", "gpu-0000-43-00-0"} {
+		if err := records.Mark(gpu, bootID); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return records
+}
+
+func TestUninstallSwitchesMIGModesOff(t *testing.T) {
+	for _, boot := range []string{"this", "earlier"} {
+		t.Run(boot, func(t *testing.T) {
+			n := newNode(t)
+			n.cfg.MIGPolicy = "dynamic" // with other policies the running plugin switches MIG mode off
+			hardware := &modeHardware{switchOff: failIfBusy, off: map[device.PCIAddress]bool{}}
+			n.partitions = hardware
+			n.setHardware("driver", inMIGMode)
+			id, err := durable.BootID(n.cfg.ProcRoot)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if boot != "this" {
+				id = boot
+			}
+			markMIGModes(t, n.cfg.StateDir(), id)
+			n.start(t)
+			n.register(t)
+			eventually(t, "the GPUs are known", func() bool { return n.probe.isReady(t.Context()) == nil })
+			if off := hardware.switchedOff(); len(off) > 0 {
+				t.Fatalf("switched off before the uninstall: %q", off)
+			}
+			if err := n.client.AppsV1().DaemonSets("gpu").Delete(t.Context(), "plugin", metav1.DeleteOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			if err := n.stop(); err != nil {
+				t.Fatal(err)
+			}
+			var want []device.PCIAddress
+			var parts []string
+			if boot == "this" {
+				want = []device.PCIAddress{idleGPU}
+				parts = []string{"gpu-0000-1b-00-0", "dcgm", "nvidia-smi -i ADDRESS -mig 0"}
+			}
+			if off := hardware.switchedOff(); !slices.Equal(off, want) {
+				t.Errorf("switched off: %q, want %q", off, want)
+			}
+			events := slices.DeleteFunc(n.events(t, "Node", "node"), func(e string) bool { return !strings.HasPrefix(e, "MIGModeStays: ") })
+			if len(events) != min(len(parts), 1) {
+				t.Fatalf("Events at exit: %q", events)
+			}
+			for _, part := range parts {
+				if !strings.Contains(events[0], part) || strings.Contains(events[0], "gpu-0000-43-00-0") {
+					t.Errorf("%q does not name %q alone", events[0], part)
+				}
+			}
+			if _, err := os.Stat(n.cfg.PluginDir); !os.IsNotExist(err) {
+				t.Errorf("the plugin directory still exists: %v", err)
+			}
+			if files := n.cdiFiles(t); len(files) > 0 {
+				t.Errorf("CDI files: %v", files)
+			}
+		})
+	}
+}
+
+// newDriverWithMIGModes returns a driver with only the parts that switchOffMIGModes needs.
+func newDriverWithMIGModes(t *testing.T, hardware prepare.Partitions) *Driver {
+	t.Helper()
+	dir := t.TempDir()
+	locks, err := lock.NewSet(filepath.Join(dir, "locks"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &Driver{
+		client: fake.NewClientset(), quiesce: newQuiescer(),
+		events: &nodeEvents{node: &corev1.ObjectReference{Kind: "Node", Name: "node"}},
+		preparer: prepare.New(prepare.Options{
+			Hardware: &oneGPUInventory{device.MIGMode{Enabled: true}}, Records: markMIGModes(t, dir, "boot"),
+			Locks: locks, BootID: "boot", Now: time.Now, Partitions: hardware,
+		}),
+	}
+}
+
+func TestUninstallWaitsTenSecondsForHungGPU(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		hardware := &modeHardware{switchOff: func(ctx context.Context, _ device.Card) error { <-ctx.Done(); return context.Cause(ctx) }}
+		d := newDriverWithMIGModes(t, hardware)
+		began := time.Now()
+		d.switchOffMIGModes(t.Context())
+		if took := time.Since(began); took != migModesTimeout {
+			t.Errorf("it took %s", took)
+		}
+		// The Event must be written although the time limit for switching off MIG mode has passed.
+		events := (&node{client: d.client.(*fake.Clientset)}).events(t, "Node", "node")
+		if len(events) != 1 || !strings.HasPrefix(events[0], "MIGModeStays: ") {
+			t.Errorf("Events: %q", events)
+		}
+	})
+}
+
+func TestUninstallDoesNotOpenReleasedHardware(t *testing.T) {
+	hardware := &modeHardware{switchOff: failIfBusy, off: map[device.PCIAddress]bool{}}
+	d := newDriverWithMIGModes(t, hardware)
+	d.quiesce.readiness = newReadiness(alwaysReady{}, func() {})
+	d.quiesce.setReason("the driver is changed")
+	hardware.switchOff = func(context.Context, device.Card) error { t.Error("the GPU was opened"); return nil }
+	d.switchOffMIGModes(t.Context())
+}

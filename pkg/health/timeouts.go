@@ -1,0 +1,129 @@
+package health
+
+import (
+	"strings"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// These times say how long the monitor waits for a recovery before it changes a verdict.
+const (
+	// maxErrorTime is how long a card may answer with errors before its state becomes Unknown.
+	maxErrorTime = 10 * time.Second
+	// maxSilence is how long a card may send no answer before its state becomes Unknown. If the
+	// watcher process is down for that long, all cards become Unknown.
+	maxSilence = 30 * time.Second
+	// fabricTimeout is how long a card may take to join its NVLink fabric after a boot or after it
+	// leaves MIG mode.
+	fabricTimeout = time.Minute
+	// detailsSaveInterval is how often the findings are saved while only counts and times change, but
+	// no verdict.
+	detailsSaveInterval = time.Minute
+	// DefaultQuietPeriod is how long a passing error must not recur before the monitor ends the
+	// finding about it.
+	DefaultQuietPeriod = 10 * time.Minute
+)
+
+const (
+	unknownCode = "unknown"
+	fabricCode  = "fabric"
+)
+
+// setUnknown adds the finding that the card's state cannot be determined, unless the card is
+// already known to be lost.
+func (m *Monitor) setUnknown(c *card, reason string, at time.Time) {
+	if c.find(lostCode) != nil {
+		return // that the card is lost says more than unknown
+	}
+	m.setLevel(c, true, Finding{Code: unknownCode, State: Unknown, Reason: reason, Action: unknownAction}, "", at)
+}
+
+// StableFor reports whether Tick would change nothing during the next time d if no signal arrives.
+// It returns false if a card has findings or may soon have been silent for too long, or if events
+// were counted that no one read.
+func (m *Monitor) StableFor(now time.Time, d time.Duration) bool {
+	if !m.silentSince.IsZero() || m.eventFailure != "" || len(m.counts) > 0 {
+		return false
+	}
+	for _, c := range m.cards {
+		if c.OtherDriver {
+			continue
+		}
+		if len(c.Findings) > 0 || !c.failingSince.IsZero() || !c.fabricMissingSince.IsZero() || now.Sub(c.lastHeard) >= maxSilence-d {
+			return false
+		}
+	}
+	return true
+}
+
+// checkTimeouts ends the card's findings that have not recurred for the quiet period. It adds
+// findings for a card that has not answered or joined its fabric in time.
+func (m *Monitor) checkTimeouts(c *card, now time.Time) {
+	for _, f := range c.Findings {
+		if f.Last.After(now) { // the clock was set back
+			f.Last = now
+		}
+	}
+	m.endFindings(c, func(f *Finding) bool {
+		return f.Ends == EndsByTime && now.Sub(f.Last) >= m.quietPeriod
+	}, "it has not recurred for "+m.quietPeriod.String())
+	switch {
+	case c.OtherDriver:
+	case m.released:
+		m.setUnknown(c, "the GPU is released for a driver upgrade", now)
+	case !m.silentSince.IsZero() && now.Sub(m.silentSince) >= maxSilence:
+		m.setUnknown(c, "no watcher runs ("+m.silenceReason+")", now)
+	case !c.failingSince.IsZero() && now.Sub(c.failingSince) >= maxErrorTime:
+		m.setUnknown(c, c.failure, now)
+	case now.Sub(c.lastHeard) >= maxSilence:
+		m.setUnknown(c, "the GPU has not answered for a while", now)
+	}
+	if !c.fabricMissingSince.IsZero() && now.Sub(c.fabricMissingSince) >= fabricTimeout {
+		m.setLevel(c, true, Finding{
+			Code: fabricCode, Part: Part{Links: true}, State: Unhealthy,
+			Reason: "the GPU has not joined its NVLink fabric, and CUDA does not start without it",
+			Action: "check nvidia-fabricmanager on the node",
+		}, "", now)
+	}
+}
+
+// applyFabric updates the findings about the card's NVLink fabric with the state f. It changes
+// nothing if f is nil, because the fabric is then unknown or there is none.
+func (m *Monitor) applyFabric(c *card, f *device.Fabric, when, now time.Time) {
+	if f == nil {
+		return
+	}
+	if f.State == device.FabricNotUsed {
+		c.fabricMissingSince = time.Time{}
+		m.endCode(c, fabricCode, "the GPU is in MIG mode, which does not use the fabric")
+		m.endCode(c, "fabric-error", "the GPU is in MIG mode, which does not use the fabric")
+		return
+	}
+	if f.State != device.FabricCompleted {
+		m.endCode(c, "fabric-error", "the GPU is joining its fabric again")
+		if c.fabricMissingSince.IsZero() {
+			c.fabricMissingSince = now
+		}
+		m.checkTimeouts(c, now)
+		return
+	}
+	c.fabricMissingSince = time.Time{}
+	m.endCode(c, fabricCode, "the GPU has joined its fabric")
+	m.setLevel(c, f.Error != "", Finding{
+		Code: "fabric-error", Part: Part{Links: true}, State: Degraded,
+		Reason: "the GPU's NVLink fabric has an error (" + oneLine(f.Error) + ")",
+		Action: "check nvidia-fabricmanager on the node",
+	}, "the fabric no longer has an error", when)
+}
+
+// oneLine returns an error text from NVML or the watcher process as one line of valid UTF-8,
+// shortened to about 200 bytes.
+func oneLine(s string) string {
+	const maxLength = 200
+	s = strings.ToValidUTF8(strings.Join(strings.Fields(s), " "), "")
+	if len(s) > maxLength {
+		s = strings.ToValidUTF8(s[:maxLength], "") + "…"
+	}
+	return s
+}

@@ -1,0 +1,242 @@
+package supervisor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+const (
+	// The supervisor restarts a daemon firstPause after its end. Each further pause is twice as long
+	// as the one before, up to maxPause. After a daemon ran for stableAfter, the next pause is
+	// firstPause again.
+	firstPause  = 500 * time.Millisecond
+	maxPause    = 30 * time.Second
+	stableAfter = time.Minute
+	// quitSeconds is how long a daemon waits, after the command quit, for its servers that still have
+	// clients. quitWait is how long the supervisor waits for the daemon's end after it sent that
+	// command.
+	quitSeconds = 2
+	quitWait    = 4 * time.Second
+)
+
+// errRemoved and errStopping are the reasons for which a runner ends: a request to stop the daemon,
+// or the end of the supervisor.
+var (
+	errRemoved  = errors.New("the daemon was stopped")
+	errStopping = errors.New("the MPS supervisor of this node is stopping; the next one restarts the daemon")
+)
+
+// runner keeps one daemon running, from the request to start the daemon until its removal. It
+// starts the daemon again whenever the daemon ends.
+type runner struct {
+	spec     mps.Daemon
+	end      context.CancelCauseFunc
+	finished chan struct{} // closed when the runner has finished
+	leftErr  error         // why processes of the daemon are left, valid after finished is closed
+	retry    chan struct{} // requests an immediate start
+	waits    waits         // how long the daemon's processes may take to end
+
+	mu       sync.Mutex
+	status   mps.Status
+	tries    int           // number of starts so far
+	wasReady bool          // the daemon has been ready under this supervisor or an earlier one
+	changed  chan struct{} // closed when the status changes
+}
+
+func newRunner(spec mps.Daemon, wasReady bool) *runner {
+	return &runner{
+		spec: spec, finished: make(chan struct{}), retry: make(chan struct{}, 1), waits: normalWaits,
+		wasReady: wasReady, changed: make(chan struct{}),
+		status: mps.Status{Daemon: spec, State: mps.Starting, Since: time.Now()},
+	}
+}
+
+// snapshot returns the daemon's current status and the number of starts so far (tries). The channel
+// changed is closed at the next change of the status.
+func (r *runner) snapshot() (status mps.Status, tries int, changed <-chan struct{}) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.status, r.tries, r.changed
+}
+
+func (r *runner) setState(state mps.State, change func()) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.status.State, r.status.Since = state, time.Now()
+	if change != nil {
+		change()
+	}
+	close(r.changed)
+	r.changed = make(chan struct{})
+}
+
+func (r *runner) retryNow() {
+	select {
+	case r.retry <- struct{}{}:
+	default:
+	}
+}
+
+// run starts the daemon of r, and restarts it after a pause whenever it ends, until ctx ends. Then
+// it ends all processes of the daemon.
+func (s *Supervisor) run(ctx context.Context, r *runner) {
+	defer close(r.finished)
+	ctx = klog.NewContext(ctx, klog.FromContext(ctx).WithValues("daemon", r.spec.ID))
+	logger := klog.FromContext(ctx)
+	logs, stopLogs := context.WithCancel(context.WithoutCancel(ctx))
+	defer stopLogs()
+	var logging sync.WaitGroup
+	follower := newFollower(s.visible.Logs(r.spec.ID), func(file, line string) {
+		if routineLine.MatchString(line) {
+			return
+		}
+		ok, dropped := s.logLimit.allow(time.Now())
+		if dropped > 0 {
+			logger.Info("Dropped log lines of MPS daemons, see their log files", "lines", dropped)
+		}
+		if ok {
+			logger.Info("MPS daemon logged", "file", file, "line", line)
+		}
+	})
+	logging.Go(func() { follower.follow(logs) })
+	pause := firstPause
+	for ctx.Err() == nil {
+		began := time.Now()
+		err := s.serveOnce(ctx, r)
+		r.waits = normalWaits
+		if stuck := new(stuckError); errors.As(err, &stuck) {
+			r.waits = shortWaits
+		}
+		if ctx.Err() != nil {
+			break
+		}
+		if time.Since(began) > stableAfter {
+			pause = firstPause
+		}
+		logger.Error(err, "MPS daemon is down, restarting it after a pause", "pause", pause)
+		r.setState(mps.Failed, func() { r.status.Error, r.status.PID = err.Error(), 0; r.status.Restarts++ })
+		select {
+		case <-ctx.Done():
+		case <-r.retry:
+		case <-time.After(pause):
+		}
+		pause = min(2*pause, maxPause)
+	}
+	r.leftErr = s.processesOf(r.spec.ID).end(r.waits)
+	stopLogs()
+	logging.Wait()
+	logger.Info("MPS daemon has ended", "reason", context.Cause(ctx))
+}
+
+// serveOnce starts the daemon, or adopts a running one, and always returns an error. It does so if
+// the daemon does not become ready, and when the daemon has ended. If ctx ends first, serveOnce
+// sends the command quit.
+func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
+	r.setState(mps.Starting, func() { r.tries++ })
+	if err := s.directories.make(r.spec.ID); err != nil {
+		return err
+	}
+	c, err := newControl(s.options, r.spec)
+	if err != nil {
+		return err
+	}
+	output, err := openOutput(s.visible.Logs(r.spec.ID))
+	if err != nil {
+		return err
+	}
+	defer func() { _ = output.Close() }()
+	written, err := output.Seek(0, 2)
+	if err != nil {
+		return fmt.Errorf("open the log of the control daemon: %w", err)
+	}
+	p, err := s.takeOverOrStart(ctx, r, c, output)
+	if err != nil {
+		return err
+	}
+	if err := s.makeReady(ctx, r.spec, c, p); err != nil {
+		if ctx.Err() == nil { // The daemon may hang, so end it.
+			return errors.Join(withLastLines(err, p, output, written, r.spec.MultiUser), s.processesOf(r.spec.ID).end(normalWaits))
+		}
+		return err // run ends the daemon's processes.
+	}
+	klog.FromContext(ctx).Info("MPS daemon is ready", "pid", p.pid, "devices", r.spec.Devices)
+	r.setState(mps.Ready, func() { r.status.PID, r.status.Error, r.wasReady = p.pid, "", true })
+	select {
+	case <-p.done:
+		return withLastLines(errEnded, p, output, written, false)
+	case <-ctx.Done():
+		quit(ctx, c, p)
+		return context.Cause(ctx)
+	}
+}
+
+// takeOverOrStart adopts the daemon's running control daemon if there is one. Otherwise it ends all
+// processes that are left of the daemon, and starts a new control daemon.
+func (s *Supervisor) takeOverOrStart(ctx context.Context, r *runner, c control, output *os.File) (*process, error) {
+	id := r.spec.ID
+	var run runRecord
+	if err := s.directories.read(id, runFile, &run); err == nil {
+		if p := adopt(run, s.processesOf(id)); p != nil {
+			klog.FromContext(ctx).Info("Adopted an MPS daemon that an earlier supervisor started", "pid", p.pid)
+			return p, nil
+		}
+	}
+	// End servers whose control daemon died. Also end a control daemon that run.json does not name,
+	// because an earlier supervisor crashed before it wrote that file.
+	if err := s.processesOf(id).end(r.waits); err != nil {
+		return nil, err
+	}
+	if err := s.directories.removeClientFiles(id); err != nil {
+		return nil, err
+	}
+	// Write the control groups first. Then a supervisor in another container finds the process, even
+	// if this supervisor crashes before it writes the PID.
+	if err := s.directories.write(id, runFile, runRecord{Groups: s.groups}); err != nil {
+		return nil, err
+	}
+	p, err := spawn(c.program, c.view, daemonArgs(r.spec), c.env, output)
+	if err != nil {
+		return nil, err
+	}
+	started, err := startTime(procRoot, p.pid)
+	if err == nil {
+		err = s.directories.write(id, runFile, runRecord{PID: p.pid, StartTime: started, Groups: s.groups})
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("record the process of the control daemon: %w", err), s.processesOf(id).end(normalWaits))
+	}
+	return p, nil
+}
+
+func (s *Supervisor) makeReady(ctx context.Context, spec mps.Daemon, c control, p *process) error {
+	limit := s.options.StartTimeout
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("the control daemon is not ready after %s", limit))
+	defer cancel()
+	if err := c.awaitAnswer(ctx, p); err != nil {
+		return err
+	}
+	return c.apply(ctx, spec)
+}
+
+// quit sends the command quit to a control daemon, and waits up to quitWait for its end. A daemon
+// that still runs then gets signals from the runner.
+func quit(ctx context.Context, c control, p *process) {
+	quitCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), quitWait)
+	defer cancel()
+	if _, err := c.ask(quitCtx, fmt.Sprintf("quit -t %d", quitSeconds)); err != nil {
+		klog.FromContext(ctx).Info("MPS daemon did not accept the command quit, sending SIGTERM", "reason", err)
+		return
+	}
+	select {
+	case <-p.done:
+	case <-quitCtx.Done():
+	}
+}

@@ -1,0 +1,51 @@
+package nvidia
+
+import (
+	"testing"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+func TestSetComputeModeVerifiesResult(t *testing.T) {
+	b := newBench(t, func(c *card) { c.modes = &fakeModes{persistence: nvml.FEATURE_ENABLED} })
+	s := b.works(b.do(request{Op: opLook})).State
+	if s.ComputeMode != device.ComputeDefault || s.Persistence == nil || !*s.Persistence {
+		t.Errorf("%+v", s)
+	}
+	for _, mode := range []device.ComputeMode{device.ComputeExclusiveProcess, device.ComputeExclusiveProcess, device.ComputeProhibited,
+		device.ComputeDefault} {
+		if s := b.works(b.do(request{Op: opSetComputeMode, ComputeMode: mode})).State; s.ComputeMode != mode {
+			t.Errorf("%s: %+v", mode, s)
+		}
+	}
+}
+
+func TestSetComputeModeFailures(t *testing.T) {
+	set := request{Op: opSetComputeMode, ComputeMode: device.ComputeExclusiveProcess}
+	b := newBench(t, func(c *card) { c.modes = &fakeModes{ignoresChange: true} })
+	b.fails(b.do(set), CodeOther, "exclusive-process", `the mode is "default"`)
+	b.fails(b.do(request{Op: opSetComputeMode, ComputeMode: "fast"}), CodeOther, `"fast"`)
+
+	b = newBench(t, func(c *card) {
+		c.modes, c.answers = &fakeModes{}, map[string]nvml.Return{"nvmlDeviceSetComputeMode": nvml.ERROR_NO_PERMISSION}
+	})
+	b.fails(b.do(set), CodeNoPermission, "privileged")
+	// The test expects success although NVML would refuse the change, because the card already has the
+	// requested mode.
+	b.works(b.do(request{Op: opSetComputeMode, ComputeMode: device.ComputeDefault}))
+
+	b = newBench(t, func(c *card) { c.modes = &fakeModes{} })
+	b.on = true
+	b.fails(b.do(set), CodeNotSupported, "MIG mode")
+	b.works(b.do(request{Op: opSetComputeMode, ComputeMode: device.ComputeProhibited}))
+}
+
+func TestExclusiveThreadModeIsRecognized(t *testing.T) {
+	b := newBench(t, func(c *card) { c.modes = &fakeModes{compute: nvml.COMPUTEMODE_EXCLUSIVE_THREAD} })
+	if s := b.works(b.do(request{Op: opLook})).State; s.ComputeMode != device.ComputeExclusiveProcess || s.Persistence == nil ||
+		*s.Persistence {
+		t.Errorf("%+v", s)
+	}
+}

@@ -1,0 +1,129 @@
+package nvidia
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// createInstance creates a GPU instance at exactly the requested placement. The driver may refuse
+// the first GPU instance while its internal channels and profilers still use the GPU.
+func (c partitioner) createInstance(r request) (*device.Instance, error) {
+	in, err := retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateInstance(r) })
+	return in, c.nameUsers(r, err)
+}
+
+func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return nil, err
+	}
+	minor, ret := card.GetMinorNumber()
+	if ret != nvml.SUCCESS {
+		return nil, fmt.Errorf("read its minor number: %w", toError(ret))
+	}
+	handle, ret := card.CreateGpuInstanceWithPlacement(
+		&nvml.GpuInstanceProfileInfo{Id: r.Profile}, &nvml.GpuInstancePlacement{Start: r.At.Start, Size: r.At.Size})
+	if ret == nvml.ERROR_IN_USE {
+		return nil, c.inUseRefusal(r, card, ret)
+	}
+	if ret != nvml.SUCCESS {
+		return nil, c.explain(r, toError(ret))
+	}
+	made, err := c.identify(handle)
+	if err == nil && (made.ProfileID != r.Profile || made.Placement != r.At) {
+		err = fmt.Errorf("the driver created profile %d at %d:%d instead", made.ProfileID, made.Placement.Start, made.Placement.Size)
+	}
+	if err == nil {
+		made.Minor, err = c.paths.instanceMinor(minor, made.ID)
+	}
+	if err != nil {
+		return nil, r.fail(CodeOther, "%v%s", err, undoneNote(handle.Destroy()))
+	}
+	return &made, nil
+}
+
+// undoneNote returns the end of the error message for a GPU instance that cannot be used after its
+// creation. It says whether the worker destroyed this GPU instance again. ret is NVML's answer to
+// that.
+func undoneNote(ret nvml.Return) string {
+	if ret == nvml.SUCCESS || ret == nvml.ERROR_NOT_FOUND {
+		return "; it was destroyed again"
+	}
+	return fmt.Sprintf("; it could not be destroyed again (%v)", toError(ret))
+}
+
+// createCompute creates one compute instance that fills the GPU instance named by r.
+func (c partitioner) createCompute(r request) (*device.Instance, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return nil, err
+	}
+	l := instanceReader{migReader: c.migReader, card: card}
+	var ret nvml.Return
+	if l.minor, ret = card.GetMinorNumber(); ret != nvml.SUCCESS {
+		return nil, fmt.Errorf("read its minor number: %w", toError(ret))
+	}
+	parent, ret := card.GetGpuInstanceById(int(r.Instance.ID))
+	if ret != nvml.SUCCESS {
+		return nil, fmt.Errorf("open the GPU instance: %w", toError(ret))
+	}
+	in, err := c.identify(parent)
+	if err == nil {
+		in.Minor, err = c.paths.instanceMinor(l.minor, in.ID)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read the GPU instance: %w", err)
+	}
+	whole, err := c.wholeProfile(card, parent, in)
+	if err != nil {
+		return nil, err
+	}
+	handle, ret := parent.CreateComputeInstance(&whole)
+	if ret != nvml.SUCCESS {
+		return nil, c.explain(r, toError(ret))
+	}
+	made, err := l.computeInstance(in, parent, whole, handle)
+	if err == nil {
+		err = c.paths.makeCapabilityNodes(l.minor, in.ID, made.ID)
+	}
+	if err != nil {
+		return nil, r.fail(CodeOther, "%v%s", err, undoneNote(handle.Destroy()))
+	}
+	in.Compute = []device.ComputeInstance{made}
+	return &in, nil
+}
+
+// wholeProfile chooses the compute instance profile that fills a GPU instance. Among the profiles
+// with all slices, it takes the one with the most multiprocessors. There may be two, because a GPU
+// instance with double memory (1g.20gb of an H100) has more multiprocessors than 1g.10gb.
+func (c partitioner) wholeProfile(
+	card nvml.Device, parent nvml.GpuInstance, in device.Instance,
+) (nvml.ComputeInstanceProfileInfo, error) {
+	var whole nvml.ComputeInstanceProfileInfo
+	kinds, err := c.readKinds(card)
+	if err != nil {
+		return whole, err
+	}
+	n := slices.IndexFunc(kinds, func(k kind) bool { return k.Id == in.ProfileID })
+	if n < 0 {
+		return whole, fmt.Errorf("the driver does not describe the GPU instance's profile %d", in.ProfileID)
+	}
+	compute, err := c.computeKinds(parent, in.ProfileID)
+	if err != nil {
+		return whole, err
+	}
+	for _, k := range compute {
+		if k.SliceCount == kinds[n].SliceCount && (whole.SliceCount == 0 || k.MultiprocessorCount > whole.MultiprocessorCount) {
+			whole = k
+		}
+	}
+	if whole.SliceCount == 0 {
+		return whole, fmt.Errorf("the driver has no compute instance that fills a GPU instance of profile %d (%d slices)",
+			in.ProfileID, kinds[n].SliceCount)
+	}
+	return whole, nil
+}

@@ -1,0 +1,126 @@
+package prepare
+
+import (
+	"slices"
+	"strings"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+// checkConflicts returns an error if another claim uses a device of claim c, or one that cannot
+// exist together with it. If sameAllocation is true, c was prepared with the same devices before.
+// The caller holds the GPUs' locks.
+func (p *Preparer) checkConflicts(c *resourceapi.ResourceClaim, pl *plan, sameAllocation bool) error {
+	entries, err := p.Records.ListForGPUs(pl.record.GPUs()...)
+	if err != nil {
+		return withCause(CauseRecord, "%w", err)
+	}
+	others := slices.DeleteFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == c.UID })
+	for i, d := range pl.record.Devices {
+		if d.AdminAccess {
+			continue
+		}
+		if err := p.checkShare(pl, i, others, sameAllocation); err != nil {
+			return err
+		}
+		for _, e := range others {
+			conflict, conflicts := findConflict(pl.requests[i], e.Devices)
+			if !conflicts && !e.Inexact() {
+				continue
+			}
+			refusal := &InUseError{Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID, Conflict: conflict}
+			holder, found, err := p.Records.Load(e.ClaimUID)
+			if err == nil && e.Inexact() {
+				if refusal.Conflict, conflicts = findConflict(pl.requests[i], holder.OccupiedDevices()); !conflicts {
+					continue
+				}
+			}
+			if err != nil {
+				refusal.Unreadable = err
+			} else if found {
+				refusal.Claim = holder.Namespace + "/" + holder.Name
+				refusal.Leaving = holder.State == checkpoint.Reverting
+			}
+			return withCause(CauseHeld, "%w", refusal)
+		}
+	}
+	return nil
+}
+
+// checkShare returns an error if device i is a share and other claims on the device leave too
+// little capacity, have an unreadable record, or have shares of the other sort (with or without
+// limits). If sameAllocation is true, the claim had this share before, so capacity does not matter.
+func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAllocation bool) error {
+	d := pl.record.Devices[i]
+	if !pl.requests[i].name.Share {
+		return nil
+	}
+	var holders []checkpoint.Record
+	for _, e := range others {
+		if !e.Inexact() && !slices.Contains(e.Devices, d.Device) {
+			continue
+		}
+		holder, found, err := p.Records.Load(e.ClaimUID)
+		switch {
+		case err != nil:
+			if err := p.checkUnreadableShare(d, e.ClaimUID, err, sameAllocation); err != nil {
+				return err
+			}
+		case found && sharesDifferently(d, holder):
+			return withCause(CauseHeld, "%w", &InUseError{
+				Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID, SharedDifferently: true,
+				Claim: holder.Namespace + "/" + holder.Name, Leaving: holder.State == checkpoint.Reverting,
+			})
+		case found:
+			holders = append(holders, holder)
+		}
+	}
+	if sameAllocation {
+		return nil
+	}
+	return pl.checkCapacity(i, holders)
+}
+
+// checkUnreadableShare refuses the share d because it is unknown how much of the device the claim
+// with this uid uses, whose record is unreadable. If sameAllocation is true, the claim had d
+// before. Then d is refused only if exactly one of the two claims has limited shares.
+func (p *Preparer) checkUnreadableShare(d checkpoint.Device, uid types.UID, unreadable error, sameAllocation bool) error {
+	h, _, err := p.Records.Holder(sharedKey(d.Device, mpsDaemonKind))
+	alike := err == nil && h.HeldBy(uid) == d.Fraction
+	if alike && sameAllocation {
+		return nil
+	}
+	return withCause(CauseHeld, "%w", &InUseError{
+		Request: d.Request, Device: d.Device, GPU: d.GPU, UID: uid, SharedDifferently: !alike, Unreadable: unreadable,
+	})
+}
+
+// sharesDifferently reports whether one claim has shares of the device with limited memory and the
+// other has shares without limits, which exclude each other. The scheduler allocates both only if
+// an admin changed the sharing rules while claims used the device.
+func sharesDifferently(d checkpoint.Device, holder checkpoint.Record) bool {
+	return slices.ContainsFunc(holder.Devices, func(h checkpoint.Device) bool {
+		return h.Device == d.Device && !h.AdminAccess && h.Fraction != d.Fraction
+	})
+}
+
+// findConflict returns the first name in occupied of a device that cannot be used together with the
+// requested one, and true if there is one. A name that this version cannot parse comes from a later
+// version of the driver, and counts as occupying the whole GPU.
+func findConflict(req deviceRequest, occupied []string) (string, bool) {
+	i := slices.IndexFunc(occupied, func(h string) bool {
+		name, known := device.ParseName(h)
+		if !known {
+			return h == req.name.GPU || strings.HasPrefix(h, req.name.GPU+"-")
+		}
+		return name.GPU == req.name.GPU && device.Conflict(req.name, name, req.gpu)
+	})
+	if i < 0 {
+		return "", false
+	}
+	return occupied[i], true
+}

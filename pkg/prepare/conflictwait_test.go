@@ -1,0 +1,139 @@
+package prepare
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+)
+
+// pendingCall is a Prepare call that waits because another claim uses its GPU.
+type pendingCall struct {
+	p     *Preparer
+	began time.Time
+	ended chan error
+	// cancel cancels the Prepare call, as the kubelet may do.
+	cancel context.CancelFunc
+}
+
+func prepareUntilWaiting(t *testing.T, w *world, c *resourceapi.ResourceClaim) pendingCall {
+	t.Helper()
+	w.conflictWait, w.stopping = 5*time.Second, make(chan struct{})
+	ctx, giveUp := context.WithCancel(t.Context())
+	call := pendingCall{w.plugin(t), time.Now(), make(chan error, 1), giveUp}
+	mustPrepare(t, call.p, newClaim("first", allocated("r", gpu0)))
+	go func() {
+		_, err := call.p.Prepare(ctx, c)
+		call.ended <- err
+	}()
+	synctest.Wait()
+	return call
+}
+
+func TestPrepareSucceedsWhenOtherClaimEndsInTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		next := newClaim("next", allocated("r", gpu0))
+		w.readClaim = func() (*resourceapi.ResourceClaim, error) { return next, nil }
+		call := prepareUntilWaiting(t, w, next)
+		mustUnprepare(t, call.p, "uid-first")
+		if err := <-call.ended; err != nil {
+			t.Fatal(err)
+		}
+		if took := time.Since(call.began); took > 2*conflictPoll {
+			t.Errorf("took %v", took)
+		}
+		if got := w.records(); len(got) != 1 || !strings.Contains(got[0], "uid-next") {
+			t.Errorf("records: %q", got)
+		}
+	})
+}
+
+func TestPrepareFailsWhenOtherClaimStays(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		call := prepareUntilWaiting(t, newWorld(t), newClaim("next", allocated("r", gpu0)))
+		if err := <-call.ended; CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "default/first") {
+			t.Error(err)
+		}
+		if took := time.Since(call.began); took != 5*time.Second {
+			t.Errorf("took %v", took)
+		}
+		mustUnprepare(t, call.p, "uid-first")
+		mustPrepare(t, call.p, newClaim("next", allocated("r", gpu0)))
+	})
+}
+
+// The wait must end at once if the kubelet cancels the call or the plugin stops. The waiting claim
+// can be unprepared before that, because the wait holds no lock.
+func TestConflictWaitEndsWithTheCall(t *testing.T) {
+	for name, end := range map[string]func(*world, pendingCall){
+		"the kubelet cancels": func(_ *world, call pendingCall) { call.cancel() },
+		"the plugin stops":    func(w *world, _ pendingCall) { close(w.stopping) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(t)
+				call := prepareUntilWaiting(t, w, newClaim("next", allocated("r", gpu0)))
+				mustUnprepare(t, call.p, "uid-next")
+				end(w, call)
+				if err := <-call.ended; CauseOf(err) != CauseHeld || time.Since(call.began) > 0 {
+					t.Error(err, time.Since(call.began))
+				}
+			})
+		})
+	}
+}
+
+// The claim wants two GPUs that two other claims use. Prepare must wait for both of these claims in
+// one call.
+func TestPrepareWaitsForOneClaimAfterAnother(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		next := newClaim("next", allocated("r", gpu0), allocated("s", gpu1))
+		w.readClaim = func() (*resourceapi.ResourceClaim, error) { return next, nil }
+		mustPrepare(t, w.plugin(t), newClaim("second", allocated("r", gpu1)))
+		call := prepareUntilWaiting(t, w, next)
+		mustUnprepare(t, call.p, "uid-first")
+		<-time.After(time.Second)
+		synctest.Wait()
+		mustUnprepare(t, call.p, "uid-second")
+		if err := <-call.ended; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// While Prepare waits, the claim's Pod may end, so that no Pod reserves the claim any longer.
+// Prepare must then refuse the claim, because no later call would unprepare it.
+func TestUnreservedClaimIsRefusedAfterConflictWait(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		w.readClaim = func() (*resourceapi.ResourceClaim, error) {
+			now := newClaim("next", allocated("r", gpu0))
+			now.Status.ReservedFor = nil
+			return now, nil
+		}
+		call := prepareUntilWaiting(t, w, newClaim("next", allocated("r", gpu0)))
+		mustUnprepare(t, call.p, "uid-first")
+		if err := <-call.ended; CauseOf(err) != CauseClaim || len(w.records()) != 0 {
+			t.Error(err, w.records())
+		}
+	})
+}
+
+func TestPrepareDoesNotWaitForUnreadableRecord(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		w.conflictWait = time.Hour
+		p := w.plugin(t)
+		mustPrepare(t, p, newClaim("first", allocated("r", gpu0)))
+		w.disk.Put(recordFile(t, w, "uid-first"), []byte("{"))
+		began := time.Now()
+		if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0))); CauseOf(err) != CauseHeld || time.Since(began) > 0 {
+			t.Error(err, time.Since(began))
+		}
+	})
+}

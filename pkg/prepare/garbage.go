@@ -1,0 +1,359 @@
+package prepare
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+// collectGarbage removes specs, files and daemons that no claim's record names. A killed process
+// may have left them, because every call removes its claim's record last. If one removal fails,
+// collectGarbage still tries the others.
+func (p *Preparer) collectGarbage(ctx context.Context) error {
+	// Run these two in sequence. Both may lock the same claim, and each skips a claim that is locked.
+	return errors.Join(p.collectRecordless(ctx), p.collectUnreferenced(ctx))
+}
+
+// collectUnreferenced quarantines unreadable files of shared settings, restores settings whose file
+// lists no claim any more, deletes unfinished files, and stops MPS daemons without a file. Unless a
+// file lists no claim, it spares what a claim's record names.
+func (p *Preparer) collectUnreferenced(ctx context.Context) error {
+	keys, err := p.Records.Holders()
+	if err != nil {
+		return withCause(CauseRecord, "%w", err)
+	}
+	var all parallel
+	for _, key := range keys {
+		h, found, err := p.Records.Holder(key)
+		if isUnreadable(found, err) {
+			all.start(func() error { return p.quarantineHolder(ctx, key, err) })
+			continue
+		}
+		if err == nil && found && len(h.Claims) == 0 {
+			all.start(func() error { return p.finishUndo(ctx, key) })
+		}
+	}
+	all.start(func() error { return p.stopLeftoverDaemons(ctx) })
+	all.start(func() error { return p.removeUnfinishedHolders(ctx, keys) })
+	return all.wait()
+}
+
+// collectRecordless cleans up after claims that have no record. It removes their CDI specs and
+// unfinished record files, and takes the claims off the lists of those that share a setting or
+// daemon. For each claim it takes the claim's lock.
+func (p *Preparer) collectRecordless(ctx context.Context) error {
+	entries, err := p.Records.List()
+	if err != nil {
+		return withCause(CauseRecord, "%w", err)
+	}
+	traced, tracesErr := p.findTraces()
+	sharing, sharingErr := p.claimsInHolders()
+	uids := slices.Concat(traced, sharing)
+	slices.Sort(uids)
+	var all parallel
+	for _, uid := range slices.Compact(uids) {
+		if !hasRecord(entries, uid) {
+			all.start(func() error { return p.removeRecordless(ctx, uid) })
+		}
+	}
+	return errors.Join(tracesErr, sharingErr, all.wait())
+}
+
+// claimsInHolders returns the claims that share a setting, daemon or partition, according to the
+// files in the directory holders.
+func (p *Preparer) claimsInHolders() (uids []types.UID, _ error) {
+	keys, err := p.Records.Holders()
+	if err != nil {
+		return nil, withCause(CauseRecord, "%w", err)
+	}
+	for _, key := range keys {
+		h, _, err := p.Records.Holder(key)
+		if err != nil {
+			continue // collectUnreferenced handles unreadable holder files
+		}
+		for _, c := range h.Claims {
+			uids = append(uids, c.UID)
+		}
+	}
+	return uids, nil
+}
+
+func hasRecord(entries []checkpoint.Entry, uid types.UID) bool {
+	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == uid })
+}
+
+// removeRecordless removes what a claim without a record left. It does nothing if a call for the
+// claim is running, or if the claim has a record by now.
+func (p *Preparer) removeRecordless(ctx context.Context, uid types.UID) error {
+	waiting, cancel := context.WithTimeout(ctx, tryWait)
+	defer cancel()
+	return p.runUnlessBusy(waiting, uid, func(*lock.Guard) error {
+		entries, err := p.Records.List()
+		if err != nil {
+			return withCause(CauseRecord, "%w", err)
+		}
+		if hasRecord(entries, uid) {
+			return nil
+		}
+		work, cancelWork := context.WithTimeout(ctx, periodicTime+answerTime)
+		defer cancelWork()
+		return errors.Join(p.removeTraces(ctx, uid), p.leaveSharedSteps(work, uid))
+	})
+}
+
+// removeTraces removes the CDI spec and the unfinished record file of a claim that has no record.
+// The caller holds the claim's lock.
+func (p *Preparer) removeTraces(ctx context.Context, uid types.UID) error {
+	withSpec, err := p.Specs.Claims()
+	if err != nil {
+		return withCause(CauseStep, "%w", err)
+	}
+	unfinished, err := p.Records.Unfinished()
+	if err != nil {
+		return withCause(CauseRecord, "%w", err)
+	}
+	if slices.Contains(unfinished, uid) {
+		if err := p.Records.DiscardUnfinished(uid); err != nil {
+			return withCause(CauseRecord, "%w", err)
+		}
+		p.reportRepair(ctx, Repair{"unfinished-write", "Removed unfinished claim record, left by a killed call", string(uid)})
+	}
+	if !slices.Contains(withSpec, uid) {
+		return nil
+	}
+	if err := p.Specs.RemoveClaim(uid); err != nil {
+		return withCause(CauseStep, "%w", err)
+	}
+	p.reportRepair(ctx, Repair{"leftover-spec", "Removed CDI spec without a claim record", string(uid)})
+	return nil
+}
+
+// quarantineHolder moves an unreadable file of a shared setting or daemon to the quarantine
+// directory, after it reset the setting to its default or stopped the daemon. It does nothing if a
+// claim's record names the setting or daemon.
+func (p *Preparer) quarantineHolder(ctx context.Context, key string, reason error) error {
+	return p.cleanUnreferenced(ctx, key, isUnreadable, func(work context.Context) error {
+		if err := p.resetToDefault(work, key); err != nil {
+			return stepError(fmt.Errorf("reset shared setting %s, whose file is unreadable: %w", key, err))
+		}
+		place, err := p.Records.QuarantineHolder(key, p.Now())
+		if err != nil {
+			return withCause(CauseRecord, "%w", err)
+		}
+		klog.FromContext(ctx).Error(reason,
+			"Quarantined unreadable file of a shared setting that no claim uses; reset the setting to its default",
+			"holder", key, "quarantine", place)
+		p.OnRepaired(Repair{"unreadable-holder", "Quarantined unreadable file of a shared setting and reset the setting to its default", key})
+		return nil
+	})
+}
+
+// finishUndo tries again to restore a setting that could not be restored when its last claim was
+// unprepared. If that fails again, finishUndo logs the error and returns nil, because an error
+// would cause an early Reconcile.
+func (p *Preparer) finishUndo(ctx context.Context, key string) error {
+	work, cancel := context.WithTimeout(ctx, sharedCheckTime)
+	defer cancel()
+	locks, err := p.lockKey(work, key)
+	if err != nil {
+		return err
+	}
+	defer locks.Release()
+	h, found, err := p.Records.Holder(key)
+	if err != nil || !found || len(h.Claims) > 0 {
+		return nil // another call removed the file, or claims use it again
+	}
+	s := &sharedStep{Key: key, GPUs: h.GPUs, Want: h.Step}
+	env := p.newEnv(&checkpoint.Record{BootID: p.BootID}, nil)
+	if h.BootID == p.BootID {
+		if err := s.undo(work, env); err != nil {
+			klog.FromContext(ctx).Error(err,
+				"Failed to restore the original value of a shared GPU setting; retrying, and the GPU stays usable", "holder", key)
+			return nil
+		}
+	}
+	if err := s.removeHolder(env); err != nil {
+		return err
+	}
+	p.reportRepair(ctx, Repair{"leftover-holder", "Reverted a shared setting that no claim uses any more", key})
+	return nil
+}
+
+// removeUnfinishedHolders removes files of shared settings that a killed call had not finished
+// writing. It skips the keys in "there": these have a finished file as well, and the claims in that
+// file remove both.
+func (p *Preparer) removeUnfinishedHolders(ctx context.Context, there []string) error {
+	keys, err := p.Records.UnfinishedHolders()
+	if err != nil {
+		return withCause(CauseRecord, "%w", err)
+	}
+	var all parallel
+	for _, key := range keys {
+		if !slices.Contains(there, key) {
+			all.start(func() error { return p.removeUnfinishedHolder(ctx, key) })
+		}
+	}
+	return all.wait()
+}
+
+func (p *Preparer) removeUnfinishedHolder(ctx context.Context, key string) error {
+	return p.cleanUnreferenced(ctx, key, isAbsent, func(context.Context) error {
+		if err := p.Records.RemoveHolder(key); err != nil {
+			return withCause(CauseRecord, "%w", err)
+		}
+		p.reportRepair(ctx, Repair{"unfinished-write", "Removed unfinished file of a shared setting, left by a killed call", key})
+		return nil
+	})
+}
+
+// resetToDefault resets the GPU setting, or stops the MPS daemon, that the key names. A MIG
+// instance stays, because nothing proves that this driver created it.
+func (p *Preparer) resetToDefault(ctx context.Context, key string) error {
+	of, kind := keyOf(key)
+	var step sharableStep
+	switch kind {
+	case mpsDaemonKind:
+		return p.MPS.Stop(ctx, of)
+	case computeModeKind, timeSliceKind:
+		snapshot := p.Hardware.Snapshot()
+		req, there := findDevice(snapshot, of)
+		if !there && snapshot.Known {
+			return nil // the setting is gone with the card
+		}
+		if !there {
+			return notReady(snapshot)
+		}
+		step = &computeMode{settingState[device.ComputeMode]{GPU: of, Card: req.gpu.Card()}}
+		if kind == timeSliceKind {
+			step = &timeSlice{settingState: settingState[device.TimeSlice]{GPU: of, Card: req.gpu.Card()}}
+		}
+	default:
+		return nil
+	}
+	step.assumeDefaults()
+	return step.Revert(ctx, p.newEnv(&checkpoint.Record{BootID: p.BootID}, nil))
+}
+
+// stopLeftoverDaemons stops MPS daemons that have no file with the claims that use them. Their
+// devices may go to other claims.
+func (p *Preparer) stopLeftoverDaemons(ctx context.Context) error {
+	work, cancel := context.WithTimeout(ctx, periodicTime)
+	defer cancel()
+	running, err := p.MPS.List(work)
+	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
+		return nil // without a supervisor there is no daemon
+	}
+	if err != nil {
+		return stepError(err)
+	}
+	keys, err := p.Records.Holders()
+	if err != nil {
+		return withCause(CauseRecord, "%w", err)
+	}
+	var all parallel
+	for _, s := range running {
+		if id := s.Daemon.ID; !slices.Contains(keys, sharedKey(id, mpsDaemonKind)) {
+			all.start(func() error { return p.stopLeftoverDaemon(ctx, id) })
+		}
+	}
+	return all.wait()
+}
+
+func (p *Preparer) stopLeftoverDaemon(ctx context.Context, id string) error {
+	return p.cleanUnreferenced(ctx, sharedKey(id, mpsDaemonKind), isAbsent, func(work context.Context) error {
+		if err := p.MPS.Stop(work, id); err != nil {
+			return stepError(fmt.Errorf("stop leftover MPS daemon %s: %w", id, err))
+		}
+		p.reportRepair(ctx, Repair{"leftover-daemon", "Stopped leftover MPS daemon", id})
+		return nil
+	})
+}
+
+// cleanUnreferenced runs clean under the lock of the shared setting or daemon called key. It does
+// nothing if a claim's record names the key, because Reconcile then repairs that claim, or if
+// unchanged returns false: then another call changed the file before the lock was taken.
+func (p *Preparer) cleanUnreferenced(ctx context.Context, key string, unchanged func(found bool, err error) bool,
+	clean func(work context.Context) error) error {
+	work, cancel := context.WithTimeout(ctx, periodicTime)
+	defer cancel()
+	locks, err := p.lockKey(work, key)
+	if err != nil {
+		return err
+	}
+	defer locks.Release()
+	if _, found, err := p.Records.Holder(key); !unchanged(found, err) {
+		return nil
+	}
+	if named, err := p.isReferenced(key); named || err != nil {
+		return err
+	}
+	return clean(work)
+}
+
+func isUnreadable(_ bool, err error) bool {
+	reason := new(checkpoint.UnreadableError)
+	return errors.As(err, &reason)
+}
+
+func isAbsent(found bool, err error) bool { return !found && err == nil }
+
+// lockKey takes the lock that belongs to the key of a shared setting, partition or daemon: that of
+// the GPU, or that of the claim whose daemon it is.
+func (p *Preparer) lockKey(ctx context.Context, key string) (*lock.Guard, error) {
+	of, _ := keyOf(key)
+	locks := []lock.Name{}
+	if name, known := device.ParseName(of); known {
+		locks = gpuLocks(name.GPU)
+	} else if uid, ok := ownerOf(of); ok {
+		locks = append(locks, claimLock(uid))
+	}
+	acquired, err := p.Locks.Acquire(ctx, locks...)
+	if err != nil {
+		return nil, lockError("a claim is being prepared or unprepared on "+of, err)
+	}
+	return acquired, nil
+}
+
+// ownerOf returns the UID of the claim that an MPS daemon serves. It returns false if the daemon's
+// ID contains none.
+func ownerOf(daemon string) (types.UID, bool) {
+	i := strings.LastIndex(daemon, "-")
+	if i <= 0 {
+		return "", false
+	}
+	return types.UID(daemon[:i]), true
+}
+
+// isReferenced reports whether a claim's record names the setting, partition or daemon with this
+// key. An unreadable record may name it, so it counts as one that does.
+func (p *Preparer) isReferenced(key string) (bool, error) {
+	entries, err := p.Records.List()
+	if err != nil {
+		return false, withCause(CauseRecord, "%w", err)
+	}
+	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
+		r, found, err := p.Records.Load(e.ClaimUID)
+		return err != nil || found && slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return references(s, key) })
+	}), nil
+}
+
+// references reports whether step, from a claim's record, is a shared setting, partition or daemon
+// with this key.
+func references(step checkpoint.Step, key string) bool {
+	if step.Kind != sharedKind {
+		return false
+	}
+	s := &sharedStep{}
+	return json.Unmarshal(step.Params, s) != nil || s.Key == key
+}

@@ -1,0 +1,106 @@
+package prepare
+
+import (
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+)
+
+// PreparedDevice is a device of a prepared claim, with its MIG instance if it has one.
+type PreparedDevice struct {
+	checkpoint.Device
+
+	// Instance is the GPU instance and Compute the compute instance of a partition. Both are nil for a
+	// whole GPU, and for a partition that neither the record nor the inventory describes.
+	Instance *device.Instance
+	Compute  *device.ComputeInstance
+}
+
+// PreparedClaims lists the prepared claims. It leaves out claims with unreadable records.
+func (p *Preparer) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) {
+	entries, err := p.Records.List()
+	if err != nil {
+		return nil, withCause(CauseRecord, "%w", err)
+	}
+	var claims []kubeletplugin.NamespacedObject
+	for _, e := range entries {
+		// Skip a claim with an unreadable record: its devices are unknown, and Recover reports it.
+		if r, found, err := p.Records.Load(e.ClaimUID); err == nil && found && r.State == checkpoint.Prepared {
+			claims = append(claims, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: r.Namespace, Name: r.Name},
+				UID: r.ClaimUID})
+		}
+	}
+	return claims, nil
+}
+
+// PreparedDevices lists a claim's devices. The list is empty if the claim is not prepared.
+// PreparedDevices reads no hardware.
+func (p *Preparer) PreparedDevices(claim types.UID) ([]PreparedDevice, error) {
+	r, found, err := p.Records.Load(claim)
+	if err != nil {
+		return nil, withCause(CauseRecord, "%w", err)
+	}
+	if !found || r.State != checkpoint.Prepared {
+		return nil, nil
+	}
+	steps, err := decodeSteps(r.Steps)
+	if err != nil {
+		return nil, withCause(CauseRecord, "%w", err)
+	}
+	snapshot := p.Hardware.Snapshot()
+	devices := make([]PreparedDevice, len(r.Devices))
+	for i, d := range r.Devices {
+		devices[i] = PreparedDevice{Device: d}
+		if d.MIGUUID != "" {
+			devices[i].locate(append(p.createdInstances(steps), instancesOn(snapshot, d.GPU)...))
+		}
+	}
+	return devices, nil
+}
+
+// locate looks in instances for the device's partition, by placement, profile and UUID, and stores
+// the MIG instance that it finds in g.
+func (g *PreparedDevice) locate(instances []device.Instance) {
+	name, ok := device.ParseName(g.Device.Device)
+	if !ok || name.Partition == nil {
+		return
+	}
+	for _, in := range instances {
+		if c, ok := in.Part(*name.Partition); ok && c.UUID == g.MIGUUID {
+			g.Instance, g.Compute = &in, &c
+			return
+		}
+	}
+}
+
+// createdInstances returns the GPU instances that this driver created for the claim with these
+// steps, including instances that the claim shares with others.
+func (p *Preparer) createdInstances(steps []Step) []device.Instance {
+	var instances []device.Instance
+	for _, step := range steps {
+		if s, ok := step.(*sharedStep); ok {
+			state, err := s.load(p.Records, p.BootID)
+			if err != nil {
+				continue // the inventory may have the instance
+			}
+			step = state.step
+		}
+		if m, ok := step.(*migInstance); ok && m.Instance != nil {
+			instances = append(instances, *m.Instance)
+		}
+	}
+	return instances
+}
+
+// instancesOn returns the MIG instances that the GPU has in the inventory.
+func instancesOn(s inventory.Snapshot, gpu string) []device.Instance {
+	for _, g := range s.Node.GPUs {
+		if g.WholeName() == gpu && g.MIG != nil {
+			return g.MIG.Instances
+		}
+	}
+	return nil
+}

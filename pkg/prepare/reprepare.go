@@ -1,0 +1,268 @@
+package prepare
+
+import (
+	"context"
+	"reflect"
+	"slices"
+
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+)
+
+// reprepare keeps or reverts the claim's earlier preparation, which old records. If it was finished
+// with the same allocation and sharing, in this boot where that matters, reprepare repairs it and
+// returns kept true. Otherwise it reverts it, and the caller prepares the claim anew.
+func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *plan) (kept bool, err error) {
+	logger := klog.FromContext(ctx)
+	if old.State != checkpoint.Prepared || len(pl.record.Devices) == 0 || !slices.EqualFunc(old.Devices, pl.record.Devices, sameDevice) {
+		logger.Info("Reverting earlier preparation of claim: it is unfinished, or the allocation changed",
+			"state", old.State, "devices", deviceNames(old.Devices))
+		return false, p.revertOld(ctx, old)
+	}
+	for i, d := range old.Devices {
+		if now := pl.record.Devices[i]; now.GPUUUID != d.GPUUUID {
+			return false, replacedError(d, now.GPUUUID)
+		}
+	}
+	if (pl.hasPartitions() || hasSharedSteps(old)) && old.BootID != p.BootID {
+		if err := p.checkForeignPartitions(ctx, old, pl); err != nil {
+			return false, err
+		}
+		logger.Info("Preparing claim anew: its partitions and settings were lost at a reboot", "devices", deviceNames(old.Devices))
+		return false, p.revertOld(ctx, old)
+	}
+	asked := pl.sharing
+	known, err := p.adoptSteps(pl, old)
+	if err != nil {
+		return false, withCause(CauseRecord, "%w", err)
+	}
+	if known && !pl.matchesSharing(asked) {
+		logger.Info("Preparing claim anew: its sharing configuration changed", "devices", deviceNames(old.Devices))
+		return false, p.revertOld(ctx, old)
+	}
+	if !known {
+		// Another version of the driver recorded other steps than this version would. The revert covers
+		// all of them: if this version does not know a step, the revert returns an error that names the
+		// step.
+		logger.Info("Preparing claim anew: another version of the driver prepared it with other steps")
+		return false, p.revertOld(ctx, old)
+	}
+	// The answer to the kubelet relies on the record. A killed process may have written it without
+	// syncing the directory.
+	if err := p.Records.SyncDirs(hasSharedSteps(old)); err != nil {
+		return false, withCause(CauseRecord, "%w", err)
+	}
+	if err := p.verifyNode(pl); err != nil {
+		return false, err
+	}
+	work, cancel := withTimeout(ctx, callTime, answerTime)
+	defer cancel()
+	env := p.newEnv(&old, nil)
+	modes, err := p.disableModeSteps(work, env.Cards, pl)
+	if err != nil {
+		return false, err
+	}
+	if err := applyAll(work, env, modes); err != nil {
+		return false, stepError(err)
+	}
+	return true, p.refresh(work, old, pl, p.restoreAll)
+}
+
+// revertOld undoes what the claim's old record says was prepared, so that the claim can be prepared
+// anew.
+func (p *Preparer) revertOld(ctx context.Context, old checkpoint.Record) error {
+	if err := p.revert(ctx, old); err != nil {
+		return err
+	}
+	p.OnUnprepared(old.ClaimUID)
+	return nil
+}
+
+// checkForeignPartitions runs after a reboot. It returns an error if a partition of the claim that
+// this driver did not create does not exist yet. The driver never creates such a partition itself.
+func (p *Preparer) checkForeignPartitions(ctx context.Context, old checkpoint.Record, pl *plan) error {
+	steps, err := decodeSteps(old.Steps)
+	if err != nil {
+		return withCause(CauseRecord, "%w", err)
+	}
+	owned := map[string]bool{}
+	for _, step := range steps {
+		switch s := step.(type) {
+		case *migInstance:
+			owned[s.Device] = true
+		case *sharedStep:
+			if part, ok := s.sharedPartition(); ok {
+				owned[part] = true
+			}
+		}
+	}
+	work, cancel := withTimeout(ctx, callTime, answerTime)
+	defer cancel()
+	cards := newCardStates(p.Partitions)
+	for i, d := range old.Devices {
+		req := &pl.requests[i]
+		if req.name.Partition == nil || d.AdminAccess || owned[d.Device] {
+			continue
+		}
+		if _, _, found, err := p.instanceAtPlace(work, cards, req); err != nil {
+			return withCause(CauseOf(err), "request %s: %w", d.Request, err)
+		} else if !found {
+			return withCause(CauseNotReady,
+				"request %s: device %s was created outside this driver and lost at a reboot: create it again (nvidia-smi mig), or delete the "+
+					"claim's Pods to have another device allocated",
+				d.Request, d.Device)
+		}
+	}
+	return nil
+}
+
+// adoptSteps replaces the plan's steps by the recorded steps. It returns false if these do not fit
+// the claim's devices: a step creates a partition for none of them, or the steps do not write
+// exactly one CDI spec.
+func (p *Preparer) adoptSteps(pl *plan, old checkpoint.Record) (bool, error) {
+	steps, err := decodeSteps(old.Steps)
+	if err != nil {
+		return false, err
+	}
+	specs := 0
+	instances := map[string]*migInstance{}
+	sharedInstances := map[string]*sharedStep{}
+	pl.steps = nil
+	for _, step := range steps {
+		switch s := step.(type) {
+		case *claimSpec:
+			pl.spec = s
+			specs++
+		case *migInstance:
+			instances[s.Device] = s
+			pl.steps = append(pl.steps, s)
+		case *sharedStep:
+			if s.Want.Kind == migInstanceKind {
+				if s.state, err = s.load(p.Records, p.BootID); err != nil {
+					return false, s.unreadableError(err)
+				}
+				sharedInstances[s.Key] = s
+			}
+			pl.steps = append(pl.steps, s)
+		}
+	}
+	used := map[string]bool{}
+	for i := range pl.requests {
+		req, d := &pl.requests[i], old.Devices[i]
+		pl.record.Devices[i].MIGUUID = d.MIGUUID
+		req.instanceStep, req.sharedInstance = instances[d.Device], nil
+		if req.name.Share {
+			req.sharedInstance = sharedInstances[partitionKey(req.name)]
+		}
+		if (req.instanceStep != nil || req.sharedInstance != nil) && !d.AdminAccess {
+			used[d.Device] = true
+		}
+	}
+	return specs == 1 && len(used) == len(instances)+len(sharedInstances), nil
+}
+
+// refresh repairs a finished preparation. First it calls ensure, which may recreate lost partitions
+// and restore shared settings. Then it writes the CDI spec, and then the record if that changed.
+func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan, ensure driftCheck) error {
+	r := old
+	r.Devices = slices.Clone(old.Devices)
+	env := p.newEnv(&r, pl.allSteps())
+	env.UUID = pl.deviceUUID
+	if pl.hasPartitions() || len(sharedSteps(pl.steps)) > 0 {
+		if err := ensure(ctx, env, pl); err != nil {
+			return err
+		}
+	}
+	if err := p.writeSpec(ctx, env, pl); err != nil {
+		return stepError(err)
+	}
+	stored, err := encodeSteps(pl.allSteps(), r.Steps)
+	if err != nil {
+		return withCause(CauseRecord, "%w", err)
+	}
+	// If ensure recreated a partition, the migInstance step that did so has already saved the new
+	// partition in the claim's record.
+	changed, others := r.BootID != p.BootID || !slices.EqualFunc(r.Steps, stored, sameStep), false
+	for i := range r.Devices {
+		if now := pl.record.Devices[i].MIGUUID; r.Devices[i].MIGUUID != now {
+			r.Devices[i].MIGUUID, changed, others = now, true, true
+		}
+	}
+	if !changed {
+		return nil
+	}
+	if err := p.recordResult(r, pl); err != nil {
+		return err
+	}
+	if others {
+		p.OnChanged(ctx, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: r.Namespace, Name: r.Name},
+			UID: r.ClaimUID})
+	}
+	return nil
+}
+
+// matchesSharing reports whether a plan made from a record has the same shared settings, MPS
+// daemons and limits as "asked", which the claim's current configuration asks for.
+func (pl *plan) matchesSharing(asked *sharing) bool {
+	var there []*sharedStep
+	for _, s := range sharedSteps(pl.steps) {
+		if s.Want.Kind != migInstanceKind {
+			there = append(there, s)
+		}
+	}
+	return slices.EqualFunc(there, asked.steps(), sameSharedStep) && slices.EqualFunc(pl.spec.Clients, asked.clients, sameClient)
+}
+
+// sameClient reports whether a and b are equal except for Whole. Whole depends on what the hardware
+// supported when the claim was prepared, and running containers keep that value.
+func sameClient(a, b mpsClient) bool {
+	a.Whole, b.Whole = "", ""
+	return reflect.DeepEqual(a, b)
+}
+
+// sameSharedStep reports whether a and b are the same shared setting, partition or daemon with the
+// same value. It compares the results of describe, because versions of the driver may encode the
+// same value differently.
+func sameSharedStep(a, b *sharedStep) bool {
+	x, err := a.wantedStep()
+	y, errY := b.wantedStep()
+	return err == nil && errY == nil && a.Key == b.Key && x.describe() == y.describe()
+}
+
+// hasSharedSteps reports whether the record names a setting, MPS daemon or partition that the claim
+// may share with other claims.
+func hasSharedSteps(r checkpoint.Record) bool {
+	return slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return s.Kind == sharedKind })
+}
+
+func replacedError(d checkpoint.Device, now string) error {
+	return &permanentError{withCause(CauseDevice,
+		"request %s: device %s was GPU %s when the claim was prepared and is GPU %s now: the card was replaced: delete the claim's Pods",
+		d.Request, d.Device, d.GPUUUID, now)}
+}
+
+// sameDevice reports whether old and now are the same device of the allocation. It ignores GPU
+// UUIDs: a replaced card is no change of the allocation.
+func sameDevice(old, now checkpoint.Device) bool {
+	return old.Request == now.Request && old.Pool == now.Pool && old.Device == now.Device && old.AdminAccess == now.AdminAccess &&
+		equalPtr(old.ShareID, now.ShareID) && sameCapacity(old.ConsumedCapacity, now.ConsumedCapacity)
+}
+
+func equalPtr[T comparable](a, b *T) bool {
+	return a == b || a != nil && b != nil && *a == *b
+}
+
+func sameStep(a, b checkpoint.Step) bool {
+	return a.Kind == b.Kind && string(a.Params) == string(b.Params)
+}
+
+func deviceNames(devices []checkpoint.Device) []string {
+	names := make([]string, len(devices))
+	for i, d := range devices {
+		names[i] = d.Device
+	}
+	return names
+}

@@ -1,0 +1,393 @@
+package publish
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+func buildSlices(offerings []device.Offering) []resourceslice.Slice {
+	return device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"})
+}
+
+// fakeCluster acts as the API server. It has the published slices, and the field claims, which maps
+// each allocated device to the name of its claim.
+type fakeCluster struct {
+	slices  []resourceslice.Slice
+	claims  map[string]string
+	shares  map[string]bool
+	listErr error
+	lists   int
+}
+
+func (c *fakeCluster) Slices(context.Context) (all []resourceapi.ResourceSlice, _ error) {
+	for _, s := range c.slices {
+		all = append(all, resourceapi.ResourceSlice{Spec: resourceapi.ResourceSliceSpec{Devices: s.Devices, SharedCounters: s.SharedCounters}})
+	}
+	return all, nil
+}
+
+func (c *fakeCluster) Allocations(context.Context) (Allocations, error) {
+	c.lists++
+	return Allocations{Exclusive: maps.Clone(c.claims), Shared: maps.Clone(c.shares)}, c.listErr
+}
+
+// publishedDevices maps the names of the devices in the slices to the devices.
+func (c *fakeCluster) publishedDevices() map[string]resourceapi.Device {
+	all := map[string]resourceapi.Device{}
+	for _, s := range c.slices {
+		for _, d := range s.Devices {
+			all[d.Name] = d
+		}
+	}
+	return all
+}
+
+// snapshotOfTwoGPUs returns a snapshot of two H100s that can be split into sevenths and halves. The
+// first GPU has the given MIG instances.
+func snapshotOfTwoGPUs(instances ...device.Instance) inventory.Snapshot {
+	s := inventory.Snapshot{Ready: true, Known: true}
+	for i, address := range []device.PCIAddress{"0000:1b:00.0", "0000:43:00.0"} {
+		g := device.GPU{
+			PCIAddress: address, UUID: fmt.Sprint("GPU-", i), ProductName: "NVIDIA H100", MemoryBytes: 80 << 30,
+			MIG: &device.MIG{Profiles: []device.Profile{
+				{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 7, MemoryBytes: 10 << 30, Size: 1, Starts: []uint32{0, 1, 2, 3, 4, 5, 6}},
+				{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, MemoryBytes: 40 << 30, Size: 4, Starts: []uint32{0, 4}},
+			}},
+		}
+		if i == 0 && len(instances) > 0 {
+			g.MIG.Instances, g.MIG.Enabled = instances, true
+		}
+		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{GPU: g})
+	}
+	return s
+}
+
+const (
+	otherName = "gpu-0000-43-00-0"
+	small     = gpuName + "-mig-19-2"
+	large     = gpuName + "-mig-9-4"
+)
+
+// node simulates a node. It publishes the devices that its Layouts offer into a fake API server.
+type node struct {
+	*fakeCluster
+	*fakeRecords
+	layouts *Layouts
+	gpus    inventory.Snapshot
+}
+
+func newNode(t *testing.T, policy string) *node {
+	t.Helper()
+	n := &node{
+		fakeCluster: &fakeCluster{claims: map[string]string{}, shares: map[string]bool{}},
+		fakeRecords: &fakeRecords{exclusive: map[string]string{}}, gpus: snapshotOfTwoGPUs(),
+	}
+	n.restartPlugin(t, policy)
+	n.publish(t)
+	if n.lists != 1 {
+		t.Errorf("%d lists at the start without slices, want 1", n.lists)
+	}
+	n.lists = 0
+	return n
+}
+
+// restartPlugin acts like a restart of the plugin: it replaces the Layouts by new ones with this
+// policy.
+func (n *node) restartPlugin(t *testing.T, policy string) {
+	t.Helper()
+	n.layouts = NewLayouts(n.fakeRecords, n.fakeCluster, device.Policies{})
+	n.setPolicy(t, policy)
+}
+
+func (n *node) setPolicy(t *testing.T, policy string) {
+	t.Helper()
+	p, err := device.ParsePolicies(policy)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.layouts.SetNodePolicies(p)
+}
+
+// publish calls Decide once and writes the result to the fake cluster. The test fails if an
+// allocated device was removed or altered.
+func (n *node) publish(t *testing.T) (settled bool) {
+	t.Helper()
+	offerings, settled, err := n.layouts.Decide(t.Context(), n.gpus, true, buildSlices)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.write(t, offerings)
+	return settled
+}
+
+func (n *node) write(t *testing.T, offerings []device.Offering) {
+	t.Helper()
+	before := n.publishedDevices()
+	n.slices = buildSlices(offerings)
+	checkAllocatedUnchanged(t, n.claims, before, n.publishedDevices())
+}
+
+// checkAllocatedUnchanged fails the test unless each allocated device that was published before is
+// still published and consumes the same counters.
+func checkAllocatedUnchanged(t *testing.T, claims map[string]string, before, now map[string]resourceapi.Device) {
+	t.Helper()
+	for name := range claims {
+		was, published := before[name]
+		is, still := now[name]
+		if published && (!still || !apiequality.Semantic.DeepEqual(was.ConsumesCounters, is.ConsumesCounters)) {
+			t.Errorf("%s is allocated and consumed %v: published %v, it consumes %v", name, was.ConsumesCounters, still, is.ConsumesCounters)
+		}
+	}
+}
+
+// publishUntilSettled calls publish until it returns true, for at most a minute of fake time.
+func (n *node) publishUntilSettled(t *testing.T) (settled bool) {
+	t.Helper()
+	for range 30 {
+		if n.publish(t) {
+			return true
+		}
+		<-time.After(allocationPoll)
+	}
+	return false
+}
+
+// consumedCounters maps the names of the published devices to the counters that they consume.
+func (c *fakeCluster) consumedCounters() map[string][]resourceapi.DeviceCounterConsumption {
+	all := map[string][]resourceapi.DeviceCounterConsumption{}
+	for name, d := range c.publishedDevices() {
+		all[name] = d.ConsumesCounters
+	}
+	return all
+}
+
+func seventhInstance(id uint32) device.Instance {
+	return device.Instance{
+		ID: id, ProfileID: 19, Placement: device.Placement{Start: 2, Size: 1},
+		Compute: []device.ComputeInstance{{Name: "1g.10gb", UUID: "MIG-7"}},
+	}
+}
+
+func TestAllocatedDevicesStayPublishedUnchanged(t *testing.T) {
+	for _, change := range []struct{ device, from, to string }{
+		{small, "dynamic", "static"},
+		{small, "dynamic", "off"},
+		{small, "dynamic", "adopt"},
+		{small, "dynamic", "dynamic,GPU-0=static"},
+		{small, "dynamic", "dynamic,GPU-1=static"},
+		{small, "dynamic(1g.10gb)", "dynamic(3g.40gb)"},
+		{small, "dynamic(1g.10gb)", "dynamic"},
+		{large, "adopt", "dynamic(1g.10gb)"},
+		{gpuName, "dynamic", "static"},
+		{gpuName, "dynamic", "off"},
+		{gpuName, "static", "dynamic"},
+		{gpuName, "static", "adopt(3g.40gb)"},
+		{gpuName, "off", "static,GPU-1=dynamic"},
+		{gpuName, "static,GPU-1=dynamic", "static"},
+	} {
+		for _, prepared := range []bool{false, true} {
+			for what, meanwhile := range map[string]func(*testing.T, *node){
+				"in the running plugin":              func(t *testing.T, n *node) { n.setPolicy(t, change.to) },
+				"as another plugin starts":           func(t *testing.T, n *node) { n.restartPlugin(t, change.to) },
+				"while the kubelet removes slices":   func(t *testing.T, n *node) { n.setPolicy(t, change.to); n.slices = nil },
+				"as an instance leads a second time": func(t *testing.T, n *node) { n.layouts.Reset(); n.setPolicy(t, change.to) },
+			} {
+				t.Run(fmt.Sprintf("%s, %s to %s, prepared %v, %s", change.device, change.from, change.to, prepared, what), func(t *testing.T) {
+					synctest.Test(t, func(t *testing.T) {
+						fresh := newNode(t, change.to)
+						n := newNode(t, change.from)
+						n.claims[change.device] = "team/held"
+						if prepared {
+							n.exclusive[change.device] = "uid"
+							if change.device == small {
+								n.ours, n.gpus = []uint32{1}, snapshotOfTwoGPUs(seventhInstance(1))
+							}
+						}
+						published := n.publishedDevices()
+						meanwhile(t, n)
+						settled := n.publishUntilSettled(t)
+						checkAllocatedUnchanged(t, n.claims, published, n.publishedDevices())
+						free := newNode(t, change.to)
+						free.ours, free.gpus = n.ours, n.gpus
+						free.publishUntilSettled(t)
+						same := apiequality.Semantic.DeepEqual(n.consumedCounters()[change.device], free.consumedCounters()[change.device])
+						if _, wanted := free.publishedDevices()[change.device]; settled != (same && wanted) {
+							t.Errorf("settled %v, but the policy publishes the device: %v, in the same form: %v", settled, wanted, same)
+						}
+
+						clear(n.claims)
+						clear(n.exclusive)
+						n.ours, n.gpus = nil, snapshotOfTwoGPUs()
+						if !n.publishUntilSettled(t) {
+							t.Error("not settled after the claim ended")
+						}
+						if now, want := n.consumedCounters(), fresh.consumedCounters(); !apiequality.Semantic.DeepEqual(now, want) {
+							t.Errorf("after the claim ended: published %v, want %v", slices.Sorted(maps.Keys(now)), slices.Sorted(maps.Keys(want)))
+						}
+					})
+				})
+			}
+		}
+	}
+}
+
+func TestRetainedPartitionLeavesOtherPlacementsToPolicy(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, "dynamic")
+		n.claims[small] = "team/held"
+		n.setPolicy(t, "static")
+		n.publishUntilSettled(t)
+		if now := slices.Sorted(maps.Keys(n.publishedDevices())); !slices.Equal(now, []string{gpuName, small, otherName}) {
+			t.Error(now)
+		}
+	})
+}
+
+func TestClaimsListedOnlyForRemovalOrChange(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, "dynamic(1g.10gb)")
+		n.claims[small], n.exclusive[small] = "team/held", "uid"
+		n.publishUntilSettled(t)
+		n.setPolicy(t, "dynamic") // this policy offers more devices
+		n.publishUntilSettled(t)
+		if n.lists != 0 {
+			t.Errorf("%d lists, although no device was removed", n.lists)
+		}
+		n.setPolicy(t, "static")
+		n.publishUntilSettled(t)
+		// The plugin must list the claims once before it writes the slices and once after that. Later it
+		// need not, because the claim's checkpoint record names the device.
+		if n.lists != 2 {
+			t.Errorf("%d lists", n.lists)
+		}
+	})
+}
+
+func TestUnpreparedClaimIsPolledWithBackoff(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, "dynamic")
+		n.claims[small] = "team/pending"
+		n.setPolicy(t, "static")
+		for range 10 {
+			n.publishUntilSettled(t)
+		}
+		if n.lists < 10 || n.lists > 30 {
+			t.Errorf("%d lists in ten minutes", n.lists)
+		}
+	})
+}
+
+func TestDeviceAllocatedDuringRemovalIsRestored(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, "dynamic")
+		before := n.publishedDevices()
+		n.setPolicy(t, "static")
+		n.publish(t)
+		n.claims[small] = "team/quick"
+		<-time.After(allocationPoll)
+		n.publish(t)
+		checkAllocatedUnchanged(t, n.claims, before, n.publishedDevices())
+	})
+}
+
+func TestChangeIsCheckedUntilAPIServerShowsIt(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, "dynamic")
+		before := n.slices
+		n.setPolicy(t, "static")
+		for range 10 { // the publisher cannot write the slices
+			if n.publish(t) {
+				t.Fatal("settled, although nothing was written")
+			}
+			n.slices = before
+			<-time.After(allocationPoll)
+		}
+		n.claims[small] = "team/slow"
+		for range 3 {
+			offerings, _, err := n.layouts.Decide(t.Context(), n.gpus, true, buildSlices)
+			if err != nil {
+				t.Fatal(err)
+			}
+			n.slices = buildSlices(offerings)
+			<-time.After(allocationPoll)
+		}
+		if _, published := n.publishedDevices()[small]; !published {
+			t.Error("a device was removed that was allocated before the write")
+		}
+	})
+}
+
+func TestNoChangeWhileClaimsCannotBeListed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, "dynamic")
+		n.listErr = errors.New("resourceclaims is forbidden")
+		n.setPolicy(t, "static")
+		for range 3 {
+			if _, settled, err := n.layouts.Decide(t.Context(), n.gpus, true, buildSlices); err == nil || settled {
+				t.Fatalf("settled %v, %v", settled, err)
+			}
+		}
+		n.listErr, n.claims[small] = nil, "team/held"
+		n.publishUntilSettled(t)
+		if len(n.publishedDevices()) != 3 {
+			t.Error(slices.Sorted(maps.Keys(n.publishedDevices())))
+		}
+	})
+}
+
+// An admin removes the compute instance that a claim has. The plugin cannot create it again, so it
+// must not keep the device published and not list the claims again and again.
+func TestRemovedComputeInstanceIsNotRetained(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		in := seventhInstance(1)
+		in.Compute[0].Name = "1c.1g.10gb"
+		part := small + "-ci-0"
+		n := newNode(t, "static")
+		n.gpus, n.onCard = snapshotOfTwoGPUs(in), []device.Instance{in}
+		n.publishUntilSettled(t)
+		if _, published := n.publishedDevices()[part]; !published {
+			t.Fatal(slices.Sorted(maps.Keys(n.publishedDevices())))
+		}
+		n.claims[part], n.lists = "team/held", 0
+		n.gpus, n.onCard = snapshotOfTwoGPUs(), nil
+		for range 30 {
+			offerings, _, err := n.layouts.Decide(t.Context(), n.gpus, true, buildSlices)
+			if err != nil {
+				t.Fatal(err)
+			}
+			n.slices = buildSlices(offerings)
+			<-time.After(allocationPoll)
+		}
+		if n.lists > 4 {
+			t.Errorf("claims were listed %d times", n.lists)
+		}
+	})
+}
+
+func TestUnreadableRecordsRemoveNoDevice(t *testing.T) {
+	n := newNode(t, "dynamic")
+	n.exclusive[small] = "uid"
+	n.publish(t)
+	n.exclusive, n.readErr = nil, errors.New("input/output error")
+	n.setPolicy(t, "static")
+	if n.publish(t) {
+		t.Error("settled")
+	}
+	if _, published := n.publishedDevices()[small]; !published {
+		t.Error("the device was removed")
+	}
+}

@@ -1,0 +1,115 @@
+package schedules
+
+// cell is one entry of the coverage table: a call of the plugin to its environment (see [step]) and
+// a fault that interrupts this call.
+type cell struct {
+	step  step
+	fault fault
+}
+
+// bias makes a schedule inject one fault into one kind of call (see [step]) more often. The seed
+// alone selects the bias, so a schedule does not depend on earlier ones. Consecutive seeds cover
+// every combination of step and fault equally.
+type bias struct {
+	cell
+	// often is the probability, in percent, that the fault interrupts the step when the schedule
+	// reaches it.
+	often float64
+	// claimKinds are the only kinds of claims that the schedule creates, because the step happens with
+	// these kinds only. Empty means all kinds.
+	claimKinds []string
+	// fewClaims makes the schedule use two claims instead of four. Each of them is then prepared and
+	// unprepared more often.
+	fewClaims bool
+	// corrupt is the percentage of events that damage a file of the plugin's state. corruptDir names
+	// the only state directory whose files they damage. If it is empty, they damage files in any.
+	corrupt    float64
+	corruptDir string
+	// gone is the percentage of events that deallocate a claim without the kubelet's knowledge. The
+	// plugin's garbage collection must then unprepare the claim.
+	gone float64
+	// before is a step and a fault that the schedule injects there as often, because the plugin
+	// reaches the biased step only after that fault.
+	before cell
+}
+
+var (
+	// modeChangers are the kinds of claims whose Prepare switches a GPU's MIG mode.
+	modeChangers = []string{"whole", "partition"}
+	sharers      = []string{
+		"share", "share, shorter", "fraction", "fraction of a partition", "whole, time slices", "whole, MPS",
+	}
+	daemonUsers = []string{"whole, MPS", "two whole GPUs, MPS", "partition, MPS", "fraction", "fraction of a partition"}
+)
+
+// biases has, for each rarely reached step, the settings with which a schedule reaches it more
+// often.
+var biases = map[step]bias{
+	"record: set aside":         {often: 60, corrupt: 25, corruptDir: "record"},
+	"holder: set aside":         {often: 60, corrupt: 40, corruptDir: "holder", claimKinds: sharers},
+	"quarantine: sync":          {often: 60, corrupt: 25, corruptDir: "record"},
+	"record: remove unfinished": {often: 40, before: cell{"record: create", fails}},
+	"holder: remove unfinished": {often: 40, before: cell{"holder: create", fails}, claimKinds: sharers},
+	"mark: remove unfinished":   {often: 60, before: cell{"mark: create", fails}, claimKinds: modeChangers, fewClaims: true},
+	"mark: remove":              {often: 60, claimKinds: modeChangers, fewClaims: true},
+	modeOff:                     {often: 90, claimKinds: modeChangers, fewClaims: true},
+	modeOn:                      {often: 40, claimKinds: modeChangers, fewClaims: true},
+	startDaemon:                 {often: 25, claimKinds: daemonUsers},
+	stopDaemon:                  {often: 25, claimKinds: daemonUsers},
+	"state: make directory":     {often: 1},
+	"state: sync":               {often: 1},
+	"record: list":              {often: 1},
+	foundGone:                   {often: 80, gone: 60},
+}
+
+// rarest are the steps that one schedule in three tries to reach. Disabling MIG mode is the rarest:
+// it happens only when a claim for a whole GPU follows claims for partitions of that GPU.
+var rarest = []step{
+	modeOff, modeOff, modeOff, modeOff, modeOff,
+	"mark: remove unfinished", "holder: set aside", "record: set aside", "quarantine: sync",
+}
+
+// cells returns every possible combination of one of the steps and a fault.
+func cells(steps []step) []cell {
+	var all []cell
+	for _, s := range steps {
+		for _, f := range s.possible() {
+			all = append(all, cell{s, f})
+		}
+	}
+	return all
+}
+
+func biasOf(seed uint64) bias {
+	var steps []step
+	for _, c := range classes {
+		steps = append(steps, c.step)
+	}
+	// Two seeds in three iterate over the combinations of all steps, the third over those of the
+	// rarest steps.
+	number := seed - seed/3
+	if seed%3 == 0 {
+		number = seed / 3
+		steps = rarest
+	}
+	among := cells(steps)
+	c := among[number%uint64(len(among))]
+	f, rare := biases[c.step]
+	if !rare {
+		f.often = 25
+	}
+	f.cell = c
+	return f
+}
+
+// biasedFault chooses the fault to inject at the step in parameter of. The result is a fault only
+// if the schedule's bias names that step and the dice decide so, and none otherwise.
+func (s *schedule) biasedFault(of step) fault {
+	switch f := s.bias; {
+	case of == f.step && s.chance(f.often):
+		return f.fault
+	case of == f.before.step && s.chance(f.often):
+		return f.before.fault
+	}
+	return none
+}

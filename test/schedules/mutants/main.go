@@ -1,0 +1,126 @@
+// Mutants tests whether package schedules finds defects. It puts one defect at a time into the
+// plugin's code, runs the schedules, and lists the defects that they do not find. The source files
+// do not change: the compiler reads the mutated file from an overlay.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+func main() {
+	schedules := flag.Int("schedules", 1000, "number of schedules that have to find a mutant")
+	only := flag.String("only", "", "comma-separated parts of mutants' names: run these mutants only")
+	flag.Parse()
+	if err := run(context.Background(), os.Stdout, *schedules, strings.Split(*only, ",")); err != nil {
+		fmt.Fprintln(os.Stderr, "mutants:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, out io.Writer, schedules int, only []string) error {
+	root, err := filepath.Abs(".")
+	if err != nil {
+		return err
+	}
+	dir, err := os.MkdirTemp("", "mutants-")
+	if err != nil {
+		return err
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	fmt.Fprintln(out, "| mutant | found by | what did not hold |\n|---|---|---|")
+	tried, found := 0, 0
+	for _, m := range mutants {
+		if !slices.ContainsFunc(only, func(part string) bool { return strings.Contains(m.name, part) }) {
+			continue
+		}
+		tried++
+		by, what, err := m.try(ctx, root, dir, schedules)
+		if err != nil {
+			return err
+		}
+		if by != "" {
+			found++
+		} else {
+			by = "**nothing**"
+		}
+		fmt.Fprintf(out, "| %s | %s | %s |\n", m.name, by, what)
+	}
+	fmt.Fprintf(out, "\n%d of %d mutants were found.\n", found, tried)
+	if found < tried || tried == 0 {
+		return fmt.Errorf("%d mutants were tried and %d were not found", tried, tried-found)
+	}
+	return nil
+}
+
+var (
+	seed  = regexp.MustCompile(`((?:schedule|sequence) \d+): run it again`)
+	first = regexp.MustCompile(`run it again with .*\n\s+(.*)\n`)
+)
+
+// searchTime limits the search for one mutant. A mutant that takes longer counts as not found.
+const searchTime = 20 * time.Minute
+
+// try runs the schedules on the plugin with the mutant's defect. If they find the defect, the
+// result by names the schedule that did, and the result what is the broken invariant. Otherwise
+// both are empty.
+func (m mutant) try(ctx context.Context, root, dir string, schedules int) (by, what string, err error) {
+	path, text, err := m.apply(root)
+	if err != nil {
+		return "", "", err
+	}
+	changed, overlay := filepath.Join(dir, filepath.Base(path)), filepath.Join(dir, "overlay.json")
+	replaced, err := json.Marshal(map[string]map[string]string{"Replace": {path: changed}})
+	binary := filepath.Join(dir, "schedules.test")
+	if err = errors.Join(err, os.WriteFile(changed, text, 0o600), os.WriteFile(overlay, replaced, 0o600)); err != nil {
+		return "", "", err
+	}
+	build := exec.CommandContext(ctx, "go", "test", "-c", "-overlay", overlay, "-o", binary, "./test/schedules")
+	if output, err := build.CombinedOutput(); err != nil {
+		return "", "", fmt.Errorf("mutant %q: %w: %s", m.name, err, output)
+	}
+	test := func(args ...string) (string, bool) {
+		ctx, cancel := context.WithTimeout(ctx, searchTime)
+		defer cancel()
+		c := exec.CommandContext(ctx, binary, args...)
+		c.Dir = filepath.Join(root, "test", "schedules")
+		output, err := c.CombinedOutput()
+		return string(output), err != nil && ctx.Err() == nil
+	}
+	// The faster of the two tests runs first.
+	for _, name := range []string{"^TestPolicyChanges", "^TestInvariantsHoldUnderFaults"} {
+		output, failed := test("-test.run", name, "-seed", "1", "-policies", strconv.Itoa(schedules), "-schedules", strconv.Itoa(schedules))
+		if s := seed.FindStringSubmatch(output); s != nil {
+			return s[1], cell(first.FindStringSubmatch(output)), nil
+		}
+		if failed {
+			return "the schedules, by a crash", cell([]string{"", output[:min(len(output), 200)]}), nil
+		}
+	}
+	return "", "", nil
+}
+
+// cell formats the text that the first group of a regular expression matched, for a cell of a
+// Markdown table.
+func cell(found []string) string {
+	if len(found) < 2 {
+		return ""
+	}
+	text := strings.ReplaceAll(strings.ReplaceAll(found[1], "|", "/"), "\n", " ")
+	if len(text) > 160 {
+		text = strings.ToValidUTF8(text[:160], "") + "…"
+	}
+	return text
+}

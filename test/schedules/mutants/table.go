@@ -1,0 +1,55 @@
+package main
+
+const (
+	checkpointDir = "pkg/checkpoint"
+	durableDir    = "pkg/durable"
+	lockDir       = "pkg/lock"
+	prepareDir    = "pkg/prepare"
+	publishDir    = "pkg/publish"
+)
+
+// mutants are the defects that the schedules must find, each one on its own. If you rename or move
+// a function or field that a line names, change the name in that line.
+var mutants = []mutant{
+	{"a file is written in place", durableDir, "Replace", unwrap{call{to: "temporary"}}},
+	{"a new file name is not synced to the disk", durableDir, "Replace", skip{call{to: "SyncDir"}}},
+	{"a removed file name is not synced to the disk", durableDir, "Remove", skip{call{to: "SyncDir"}}},
+	{"what a killed process wrote is taken for synced", checkpointDir, "(*Store).SyncDirs", emptyRange{}},
+	{"two instances lock the same GPU", lockDir, "open", instead{"TryLock", "TryRLock"}},
+	{"two instances lock the same claim", lockDir, "lockPart", instead{"F_WRLCK", "F_RDLCK"}},
+	{"GPUs are not locked", prepareDir, "lockGPUs", lastArgument{call{to: "Add"}, ""}},
+	{"conflicts with other claims are not checked", prepareDir, "(*Preparer).prepareLocked", skip{call{to: "checkConflicts"}}},
+	{"the shares of other claims are not counted", prepareDir, "(*Preparer).checkShare", lastArgument{call{to: "checkCapacity"}, "$[:0]"}},
+	{"the plan is not recorded before the steps", prepareDir, "(*Preparer).execute", skip{call{to: "Journal"}}},
+	{"the result is not recorded", prepareDir, "(*Preparer).execute", skip{call{to: "recordResult"}}},
+	{"the claim's CDI spec is not written", prepareDir, "(*Preparer).writeSpec", skip{call{to: "applyAll"}}},
+	{"an unfinished preparation is taken for a finished one", prepareDir, "(*Preparer).reprepare", dropOperand{"Prepared"}},
+	{"another allocation is taken for the same", prepareDir, "(*Preparer).reprepare", compareLengths{"sameDevice"}},
+	{"the record is removed though a step was not reverted", prepareDir, "(*Preparer).undo", ignore{call{to: "revertAll"}}},
+	{"the CDI spec of an unprepared claim stays", prepareDir, "(*claimSpec).Revert", doNothing{}},
+	{"an instance whose creation was interrupted is not searched for", prepareDir, "(*migInstance).Revert", dropOperand{"Asked"}},
+	{"the instances before a creation are not recorded", prepareDir, "(*migInstance).Apply", skip{call{"Journal", "recordBefore"}}},
+	{"a new instance's ID is not recorded at once", prepareDir, "(*migInstance).Apply", skip{call{"Journal", "CreateInstance"}}},
+	{"instances are identified by their IDs alone", prepareDir, "sameInstance", keepOperand{"ID"}},
+	{"a lost partition is not noticed", prepareDir, "(*Preparer).eachPartition", condition{"findIntact", true}},
+	{"a GPU's MIG mode is enabled without a mark", prepareDir, "(*migInstance).enableMIGMode", skip{call{to: "Mark"}}},
+	{"a GPU's settings are not restored", prepareDir, "gpuSetting.revert", doNothing{}},
+	{"a GPU's settings are reset to the default", prepareDir, "gpuSetting.revert", lastArgument{call{to: "write"}, "*new(T)"}},
+	{"a daemon is not stopped", prepareDir, "(*mpsDaemon).Revert", doNothing{}},
+	{"a new holder is not recorded", prepareDir, "(*sharedStep).Apply", skip{call{to: "save"}}},
+	{"the first holder that leaves reverts what others hold", prepareDir, "(*sharedStep).Revert", keepOperand{"HeldBy"}},
+	{"a claim changes what others hold", prepareDir, "(*sharedStep).agree", condition{"Others", false}},
+	{"the file of shared state without a holder stays", prepareDir, "(*sharedStep).removeHolder", skip{call{to: "RemoveHolder"}}},
+	{"a holder from before a reboot counts", prepareDir, "(*sharedStep).load", dropOperand{"BootID"}},
+	{"a record of an earlier boot is taken for the hardware's state", prepareDir, "(*Preparer).newEnv", literalField{"EarlierBoot", "false"}},
+	{"a late call is not refused", prepareDir, "(*Preparer).checkTimely", skip{call{to: "checkUnchanged"}}},
+	{"a claim that no Pod may use any more is prepared", prepareDir, "(*Preparer).checkUnchanged", skip{call{to: "checkReserved"}}},
+	{"a claim that is in use again is garbage collected", prepareDir, "(*Preparer).UnprepareOrphan", ignore{call{to: "confirm"}}},
+	{"a claim that lost its devices is not garbage collected", prepareDir, "(*Preparer).OrphanReason", emptyRange{}},
+	{"a claim is taken for a deleted one of the same name", prepareDir, "(*Preparer).OrphanReason", condition{"ClaimUID", false}},
+	{"unfinished files of holders stay", prepareDir, "(*Preparer).collectUnreferenced", skip{call{to: "removeUnfinishedHolders"}}},
+	{"unfinished files of records stay", checkpointDir, "(*Store).DiscardUnfinished", condition{"unfinishedOf", false}},
+	{"the plugin's MIG mode is taken for an admin's", prepareDir, "(*migInstance).enableMIGMode", lastArgument{call{to: "Mark"}, `$ + "?"`}},
+	{"what claims hold is not kept published", publishDir, "(*retainer).markRetained", unset{"Held"}},
+	{"claims that are not prepared hold nothing", publishDir, "(*retainer).Retain", lastArgument{call{"markRetained", "readAllocations"}, ""}},
+}
