@@ -48,7 +48,7 @@ func withStatusFixture(t *testing.T, test func(w *statusFixture)) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &statusFixture{T: t, client: fake.NewClientset(allocatedClaim("1"))}
 		w.status = newClaimStatus(w.client, func(cause string) { w.causes = append(w.causes, cause) })
-		w.client.PrependReactor("patch", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
+		prependReactor(w.client, "patch", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
 			w.writes++
 			return false, nil, nil
 		})
@@ -135,7 +135,7 @@ func claimObject(uid types.UID) kubeletplugin.NamespacedObject {
 
 // failWrites makes the next n writes of the claim's status fail with err.
 func (w *statusFixture) failWrites(n int, err error) {
-	w.client.PrependReactor("patch", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(w.client, "patch", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
 		if n == 0 {
 			return false, nil, nil
 		}
@@ -332,7 +332,7 @@ func TestStatusOfDeletedClaimIsDropped(t *testing.T) {
 func TestStatusNeverBlocksAndIsBounded(t *testing.T) {
 	withStatusFixture(t, func(w *statusFixture) {
 		hang := make(chan struct{})
-		w.client.PrependReactor("*", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
+		prependReactor(w.client, "*", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
 			<-hang
 			return true, nil, apierrors.NewNotFound(resourceapi.Resource("resourceclaims"), "claim")
 		})

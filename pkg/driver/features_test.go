@@ -28,7 +28,7 @@ import (
 // the server rejects the slice.
 func serverDroppingFields(drop func(*resourceapi.ResourceSliceSpec) error) *fake.Clientset {
 	client := fake.NewClientset()
-	client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(client, "create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		create, ok := a.(clienttesting.CreateActionImpl)
 		if !ok || len(create.CreateOptions.DryRun) == 0 {
 			return true, nil, errors.New("the probe must be a dry run")
@@ -171,7 +171,7 @@ func kubernetes135(s *resourceapi.ResourceSliceSpec) error {
 // validateSlices makes the fake API server call validate for each slice, in dry runs and in real
 // writes.
 func validateSlices(client *fake.Clientset, validate func(*resourceapi.ResourceSliceSpec, bool) error) {
-	client.PrependReactor("*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(client, "*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		written, ok := a.(interface{ GetObject() runtime.Object })
 		if !ok {
 			return false, nil, nil

@@ -98,7 +98,7 @@ func TestControllerKeepsFirstSlices(t *testing.T) {
 func TestControllerWritesMissingFirstSlices(t *testing.T) {
 	client, inv := apiServer(), &fakeInventory{}
 	refused := false
-	client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(client, "create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		create, ok := a.(clienttesting.CreateActionImpl)
 		if !ok || len(create.CreateOptions.DryRun) > 0 {
 			return false, nil, nil

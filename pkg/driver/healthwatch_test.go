@@ -179,7 +179,7 @@ func newHealthNode(t *testing.T) *healthNode {
 	t.Helper()
 	n := &healthNode{node: newNode(t)}
 	named := 0
-	n.client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(n.client, "create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		// The fake client generates no names, but the slice controller needs the names to find its
 		// slices.
 		s := a.(clienttesting.CreateAction).GetObject().(*resourceapi.ResourceSlice)
@@ -373,7 +373,7 @@ func TestTaintsKeepPoolGeneration(t *testing.T) {
 	})
 	var mu sync.Mutex
 	most := int64(0)
-	n.client.PrependReactor("update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(n.client, "update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		mu.Lock()
 		defer mu.Unlock()
 		most = max(most, a.(clienttesting.UpdateAction).GetObject().(*resourceapi.ResourceSlice).Spec.Pool.Generation)
@@ -402,7 +402,7 @@ func TestTaintsKeepPoolGeneration(t *testing.T) {
 func TestTaintsCatchUpAfterAPIServerOutage(t *testing.T) {
 	n := newHealthNode(t)
 	var away atomic.Bool
-	n.client.PrependReactor("update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(n.client, "update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
 		if away.Load() {
 			return true, nil, apierrors.NewServiceUnavailable("away")
 		}

@@ -240,7 +240,7 @@ func TestRestartOnUnreadyNodeKeepsTaints(t *testing.T) {
 
 func TestUnreadyNodeIsWithdrawnWithoutTaintSupport(t *testing.T) {
 	n := newHealthNode(t)
-	n.client.PrependReactor("*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(n.client, "*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		if written, ok := a.(interface{ GetObject() runtime.Object }); ok {
 			for i := range written.GetObject().(*resourceapi.ResourceSlice).Spec.Devices {
 				written.GetObject().(*resourceapi.ResourceSlice).Spec.Devices[i].Taints = nil
@@ -401,7 +401,7 @@ func TestOverlappingConditionTaintsWithoutGap(t *testing.T) {
 		u.readiness.Report(condition{source: "release", code: codeReleased, message: "released"})
 		advance(10 * time.Second)
 		untainted := 0
-		u.client.PrependReactor("update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		prependReactor(u.client, "update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 			for _, d := range a.(clienttesting.UpdateAction).GetObject().(*resourceapi.ResourceSlice).Spec.Devices {
 				if len(d.Taints) == 0 {
 					untainted++

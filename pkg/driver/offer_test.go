@@ -44,7 +44,7 @@ func TestUnlistableClaimsKeepPublishedDevices(t *testing.T) {
 	var forbidden atomic.Bool
 	var tries atomic.Int32
 	forbidden.Store(true)
-	n.client.PrependReactor("list", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(n.client, "list", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
 		if !forbidden.Load() {
 			return false, nil, nil
 		}

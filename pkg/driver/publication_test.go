@@ -31,7 +31,7 @@ func TestPublishingRetriesWithBackoff(t *testing.T) {
 		var mu sync.Mutex // guards the variables below
 		away, began := false, time.Now()
 		var tries []time.Duration
-		client.PrependReactor("update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
+		prependReactor(client, "update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
 			mu.Lock()
 			defer mu.Unlock()
 			if !away {
@@ -104,7 +104,7 @@ func TestRolloutPollsSeldomWhileAPIServerIsAway(t *testing.T) {
 		client, inv := apiServer(), &fakeInventory{}
 		inv.set(manyGPUs())
 		var away, ill atomic.Bool
-		client.PrependReactor("update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
+		prependReactor(client, "update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
 			if away.Load() {
 				return true, nil, apierrors.NewServiceUnavailable("away")
 			}
@@ -220,7 +220,7 @@ func TestTaintsArePublishedWhileProbesFail(t *testing.T) {
 		inv.set(readyWith("0000:1b:00.0"))
 		var rejects, ill atomic.Bool
 		var probes atomic.Int64
-		client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		prependReactor(client, "create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 			if create, ok := a.(clienttesting.CreateActionImpl); ok && len(create.CreateOptions.DryRun) > 0 && rejects.Load() {
 				probes.Add(1)
 				return true, nil, invalid(field.Invalid(field.NewPath("spec"), "probe", "a policy refuses it"))

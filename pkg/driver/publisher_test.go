@@ -72,7 +72,7 @@ func snapshotOfHalves() inventory.Snapshot {
 func apiServer() *fake.Clientset {
 	client := fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node", UID: "node-uid"}})
 	var version atomic.Int64
-	client.PrependReactor("*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(client, "*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		if written, ok := a.(interface{ GetObject() runtime.Object }); ok {
 			if slice, ok := written.GetObject().(*resourceapi.ResourceSlice); ok {
 				slice.ResourceVersion = strconv.FormatInt(version.Add(1), 10)
@@ -83,7 +83,7 @@ func apiServer() *fake.Clientset {
 		}
 		return false, nil, nil
 	})
-	client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(client, "create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		create, ok := a.(clienttesting.CreateActionImpl)
 		if ok && len(create.CreateOptions.DryRun) > 0 {
 			return true, create.GetObject(), nil
@@ -91,6 +91,14 @@ func apiServer() *fake.Clientset {
 		return false, nil, nil
 	})
 	return client
+}
+
+// prependReactor adds a reactor to a client that may be in use. The fake client reads its reactors
+// under its lock, and adds them without.
+func prependReactor(client *fake.Clientset, verb, resource string, react clienttesting.ReactionFunc) {
+	client.Lock()
+	defer client.Unlock()
+	client.PrependReactor(verb, resource, react)
 }
 
 func wholeGPUs(_ context.Context, s inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool, error) {

@@ -273,7 +273,7 @@ func TestStartDuringReleaseDoesNotOpenGPUs(t *testing.T) {
 		"asked": func(n *healthNode) { n.editNode(t, nil, map[string]string{"gpu.nvidia.com/release-driver": "true"}) },
 		"remembered": func(n *healthNode) {
 			newQuiesceStore(n.cfg.StateDir(), func(err error) { t.Error(err) }).Save("it was asked for")
-			n.client.PrependReactor("*", "nodes", func(clienttesting.Action) (bool, runtime.Object, error) {
+			prependReactor(n.client, "*", "nodes", func(clienttesting.Action) (bool, runtime.Object, error) {
 				return true, nil, apierrors.NewServiceUnavailable("away")
 			})
 		},

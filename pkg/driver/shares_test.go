@@ -54,7 +54,7 @@ func (n *node) claimShares(t *testing.T, name, shares string) *drapb.Claim {
 // counters and devices are in different slices.
 func (n *node) generateSliceNames() {
 	var last atomic.Int64
-	n.client.PrependReactor("create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(n.client, "create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		if create, ok := a.(clienttesting.CreateActionImpl); ok {
 			if s, ok := create.GetObject().(*resourceapi.ResourceSlice); ok && s.Name == "" {
 				s.Name = fmt.Sprint(s.GenerateName, last.Add(1))

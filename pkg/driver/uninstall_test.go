@@ -77,7 +77,7 @@ func TestUninstallDeletesTheDaemonSetAndWaits(t *testing.T) {
 
 func TestUninstallGivesUpAtItsDeadline(t *testing.T) {
 	client := fake.NewClientset(daemonSet())
-	client.PrependReactor("delete", "daemonsets", func(clienttesting.Action) (bool, runtime.Object, error) { return true, nil, nil })
+	prependReactor(client, "delete", "daemonsets", func(clienttesting.Action) (bool, runtime.Object, error) { return true, nil, nil })
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()
 	pod := func(name, node, daemonSet string) *corev1.Pod {
@@ -120,7 +120,7 @@ func TestDaemonSetGone(t *testing.T) {
 		})
 	}
 	client := fake.NewClientset(daemonSet())
-	client.PrependReactor("get", "daemonsets", func(clienttesting.Action) (bool, runtime.Object, error) {
+	prependReactor(client, "get", "daemonsets", func(clienttesting.Action) (bool, runtime.Object, error) {
 		return true, nil, errors.New("forbidden")
 	})
 	if _, err := daemonSetGone(t.Context(), client, "gpu", "plugin"); err == nil {
