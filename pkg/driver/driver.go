@@ -243,8 +243,8 @@ func (d *Driver) HandleError(ctx context.Context, err error, msg string) {
 			if errors.As(err, new(probeError)) {
 				what = "the plugin's test slices (dry run)"
 			}
-			d.events.warn("SlicesRejected", "The API server rejects "+what+
-				"; look for an admission policy that refuses them, otherwise report a bug: "+rejection(err))
+			d.events.warn("SlicesRejected", "The API server rejects "+what+": "+rejection(err)+
+				". Look for an admission policy that refuses them. If there is none, report a bug")
 		}
 		return
 	}

@@ -40,7 +40,7 @@ func (d *Driver) reportHealth(ctx context.Context, changes []health.Change) {
 		case c.Finding.State == health.Healthy && !c.Over:
 			log.Info("GPU reported a problem that does not affect its health", "action", c.Finding.Action)
 		case c.Finding.State == health.Healthy:
-			log.V(4).Info("Problem of GPU did not recur")
+			log.V(4).Info("GPU problem that did not affect its health has not recurred")
 			continue
 		case c.Over:
 			log.Info("Health problem of device ended", "why", c.Why, "since", c.Finding.First)

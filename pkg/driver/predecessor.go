@@ -255,7 +255,7 @@ func (d *Driver) reportWithheldGPUs() {
 	}
 	now := strings.Join(lines, "; ")
 	if now != d.lastWithheld && now != "" {
-		d.events.warn("GPUsWithheld", "Not offering GPUs that NVIDIA's DRA driver prepared for claims until these claims end: "+now)
+		d.events.warn("GPUsWithheld", "Not offering the GPUs of claims that NVIDIA's DRA driver prepared, until these claims end: "+now)
 	}
 	d.lastWithheld = now
 	d.metrics.ReferenceDriver(len(claims), err != nil)

@@ -350,7 +350,7 @@ func (d *Driver) reportQuiesce(on bool, reason string) {
 	d.metrics.Released(on)
 	if on {
 		d.events.normal("DriverReleased", "Released all GPUs because "+reason+". The GPU driver can be replaced now. "+
-			"Until that request is removed, the plugin unprepares claims but prepares none")
+			"Until the release request is removed, the plugin unprepares claims but prepares none")
 	} else {
 		d.events.normal("DriverTaken", "The release request was removed: the plugin uses the GPUs again as soon as their driver is loaded")
 	}

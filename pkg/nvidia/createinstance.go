@@ -98,8 +98,8 @@ func (c partitioner) createCompute(r request) (*device.Instance, error) {
 }
 
 // wholeProfile chooses the compute instance profile that fills a GPU instance. Among the profiles
-// with all slices, it takes the one with the most multiprocessors. There may be two, because a GPU
-// instance with double memory (1g.20gb of an H100) has more multiprocessors than 1g.10gb.
+// with all slices, it takes the one with the most multiprocessors. There may be several
+// such profiles: 1g.20gb of an H100 has as many slices as 1g.10gb, and more multiprocessors.
 func (c partitioner) wholeProfile(
 	card nvml.Device, parent nvml.GpuInstance, in device.Instance,
 ) (nvml.ComputeInstanceProfileInfo, error) {

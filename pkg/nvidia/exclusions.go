@@ -190,8 +190,8 @@ func (x *exclusions) announce() {
 }
 
 // watchersOf returns the process IDs of the watcher processes that have the card open. killed is
-// true if all of them were killed. The channel changed is closed at the next change of the
-// exclusions or watcher processes.
+// true if all of them were killed. changed is a channel that is closed at the next change of the
+// exclusions or of the watcher processes.
 func (x *exclusions) watchersOf(card device.PCIAddress) (changed <-chan struct{}, pids []string, killed bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()

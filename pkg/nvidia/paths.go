@@ -19,8 +19,8 @@ type Paths struct {
 	// nodes. The path of that subdirectory is accepted too. If it is empty, the driver root is used if
 	// its dev has nvidiactl, otherwise /.
 	DevRoot string `json:"devRoot,omitempty"`
-	// DriverDirs are more directories with files of the driver, outside the driver root. Their paths
-	// are the same for host and plugin.
+	// DriverDirs are additional directories with files of the driver, outside the driver root. Their
+	// paths are the same for host and plugin.
 	DriverDirs []string `json:"driverDirs,omitempty"`
 	// Sysfs and Proc are the paths at which the plugin sees the host's /sys and /proc.
 	Sysfs string `json:"sysfs"`

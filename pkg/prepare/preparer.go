@@ -290,8 +290,8 @@ func (p *Preparer) quarantineRecord(ctx context.Context, uid types.UID, unreadab
 	logger.Error(unreadable, "Quarantined unreadable claim record")
 	p.OnRepaired(Repair{"unreadable-record", "Quarantined unreadable claim record", string(uid)})
 	if parts, some := possiblePartitions(entries, uid); some {
-		logger.Error(nil, "MIG instances of the quarantined claim stay on the node, and their GPUs are offered only as they are partitioned: "+
-			"remove unused instances with nvidia-smi mig -dci and -dgi, or set the GPU's policy to adopt",
+		logger.Error(nil, "Kept the MIG instances of a claim whose record was quarantined; until they are removed, their GPUs are offered "+
+			"with their present partitions only: remove unused instances with nvidia-smi mig -dci and -dgi, or set the GPU's policy to adopt",
 			"devices", parts)
 	}
 	return nil

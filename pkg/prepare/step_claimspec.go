@@ -14,7 +14,8 @@ const claimSpecKind = "claim-spec"
 // that the driver can write a lost spec again without reading the hardware.
 type claimSpec struct {
 	Devices []specDevice `json:"devices"`
-	// Clients says which devices make their containers clients of which MPS daemon.
+	// Clients lists the devices that are shared through MPS, each with the MPS daemon to which its
+	// containers connect.
 	Clients []mpsClient `json:"clients,omitempty"`
 }
 

@@ -347,9 +347,9 @@ func (r *retainer) markRetained(
 	return wanted, waiting
 }
 
-// retainedForm reports whether an allocated device must be retained, and whether with counters
-// (counted). A published device is retained as it is. A device that is not published is retained if
-// it exists and the policy does not offer it; a partition then gets counters.
+// retainedForm reports whether an allocated device must be retained (retain), and if so, whether it
+// has counters (counted). A published device keeps its form. An unpublished device is retained if
+// it exists and the policy does not offer it. It has counters if it is a partition.
 func (r *retainer) retainedForm(name string, unclaimed forms, gpus map[string]device.GPU) (counted, retain bool) {
 	n, ok := device.ParseName(name)
 	if form, published := r.published[name]; published {

@@ -195,8 +195,8 @@ func (w *world) testOperatorMonitoring(t *testing.T) {
 	u.remove("all")
 }
 
-// paused sets a Node label as the GPU Operator does before a driver upgrade, and resets it as after
-// the upgrade. Every device must be tainted in between.
+// paused sets a Node label as the GPU Operator does before a driver upgrade, and resets it as the
+// Operator does after the upgrade. Every device must be tainted in between.
 func (w *world) paused(t *testing.T, node, label string) {
 	t.Helper()
 	w.kubectl(t, "label", "node", node, label+"=paused-for-driver-upgrade", "--overwrite")

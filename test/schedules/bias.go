@@ -62,8 +62,9 @@ var biases = map[step]bias{
 	foundGone:                   {often: 80, gone: 60},
 }
 
-// rarest are the steps that one schedule in three tries to reach. Disabling MIG mode is the rarest:
-// it happens only when a claim for a whole GPU follows claims for partitions of that GPU.
+// rarest lists steps that random schedules seldom reach. Every third schedule aims at one of them.
+// A step that is listed several times is chosen more often: MIG mode is disabled only when a claim
+// for a whole GPU follows claims for partitions of that GPU.
 var rarest = []step{
 	modeOff, modeOff, modeOff, modeOff, modeOff,
 	"mark: remove unfinished", "holder: set aside", "record: set aside", "quarantine: sync",

@@ -42,7 +42,7 @@ func Fetch(ctx context.Context, suite string) (string, error) {
 }
 
 // FetchProgram returns the path of a program of the Debian release suite. If the cache does not
-// have the program, FetchProgram downloads it; from names the Debian package that contains it.
+// have the program, FetchProgram downloads it from the Debian package "from".
 func FetchProgram(ctx context.Context, suite, from, program string) (string, error) {
 	cache, err := CacheDir()
 	if err != nil {

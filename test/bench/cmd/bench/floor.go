@@ -14,7 +14,8 @@ import (
 
 // floor is a minimal Prepare, with which the plugin's Prepare is compared. It reads the claim,
 // writes a durable file before and after the work as the plugin writes its checkpoint record, and
-// writes the CDI spec. Its files have the same sizes and file systems as the plugin's.
+// writes the CDI spec. Its files have the same sizes as the
+// plugin's and lie on the same file systems.
 type floor struct {
 	b                    *bench
 	claim                string
