@@ -8,6 +8,10 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
+// DriverName is this driver's name in DeviceClasses, in ResourceSlices and at the kubelet. The keys
+// of its taints and annotations begin with it.
+const DriverName = "gpu.nvidia.com"
+
 // Name is a parsed device name. It identifies a whole GPU or a part of it, for one claim alone or
 // for several.
 type Name struct {

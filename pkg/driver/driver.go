@@ -27,7 +27,7 @@ import (
 )
 
 // DriverName is the driver's name in DeviceClasses and in the registration with the kubelet.
-const DriverName = "gpu.nvidia.com"
+const DriverName = device.DriverName
 
 // ScanCommand is the subcommand of the plugin's binary that scans the hardware. The plugin runs it
 // as a child process, for the reasons that [nvidia.Isolated] gives.
