@@ -7,9 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -43,7 +41,7 @@ func (f predecessorFilter) Snapshot() inventory.Snapshot {
 		why := ""
 		if err != nil {
 			why = err.Error()
-		} else if i := slices.IndexFunc(claims, func(c predecessor.Claim) bool { return mayUseGPU(c, g.GPU, s.Node.GPUs) }); i >= 0 {
+		} else if i := slices.IndexFunc(claims, func(c predecessor.Claim) bool { return c.MayUse(g.GPU, s.Node.GPUs) }); i >= 0 {
 			why = fmt.Sprintf("NVIDIA's DRA driver prepared this GPU for %s: wait until that claim ends", claims[i])
 		}
 		if why == "" {
@@ -54,52 +52,6 @@ func (f predecessorFilter) Snapshot() inventory.Snapshot {
 	}
 	s.Node.GPUs, s.Node.Problems = free, problems
 	return s
-}
-
-// mayUseGPU reports whether the claim c of NVIDIA's DRA driver may use the GPU g or a part of it.
-// all has the node's GPUs. If a device of the claim matches none of them, it could be on any GPU,
-// so the answer is true.
-func mayUseGPU(c predecessor.Claim, g device.GPU, all []nvidia.GPU) bool {
-	return slices.ContainsFunc(c.Devices, func(d predecessor.Device) bool {
-		card, known := findGPU(d, all)
-		return !known || card.PCIAddress == g.PCIAddress
-	})
-}
-
-var byMinor = regexp.MustCompile(`^gpu-([0-9]+)(-mig-.*)?$`)
-
-// findGPU returns the GPU in all that a device in the checkpoint of NVIDIA's DRA driver belongs to,
-// by GPU UUID, PCI address or MIG UUID. A device of an unfinished Prepare has none of these, so the
-// minor number in its name decides. The second result is false if no GPU matches.
-func findGPU(d predecessor.Device, all []nvidia.GPU) (device.GPU, bool) {
-	number := -1
-	if m := byMinor.FindStringSubmatch(d.Name); m != nil {
-		number, _ = strconv.Atoi(m[1]) // a number that does not fit into an int matches no GPU
-	}
-	for _, is := range []func(g device.GPU) bool{
-		func(g device.GPU) bool { return d.GPUUUID != "" && g.UUID == d.GPUUUID },
-		func(g device.GPU) bool { return d.PCIBusID != "" && samePCIAddress(g.PCIAddress, d.PCIBusID) },
-		func(g device.GPU) bool { return d.MIG != nil && hasPartition(g, d.MIG.UUID) },
-		func(g device.GPU) bool {
-			return d.GPUUUID == "" && d.PCIBusID == "" && d.MIG == nil && g.Minor == number
-		},
-	} {
-		if i := slices.IndexFunc(all, func(g nvidia.GPU) bool { return is(g.GPU) }); i >= 0 {
-			return all[i].GPU, true
-		}
-	}
-	return device.GPU{}, false
-}
-
-func samePCIAddress(a device.PCIAddress, other string) bool {
-	b, err := device.ParsePCIAddress(strings.ToLower(other))
-	return err == nil && a == b
-}
-
-func hasPartition(g device.GPU, uuid string) bool {
-	return uuid != "" && g.MIG != nil && slices.ContainsFunc(g.MIG.Instances, func(in device.Instance) bool {
-		return slices.ContainsFunc(in.Compute, func(c device.ComputeInstance) bool { return c.UUID == uuid })
-	})
 }
 
 // refusePredecessorClaim returns an error if the claim was prepared by NVIDIA's DRA driver. Such a
@@ -113,18 +65,10 @@ func (d *Driver) refusePredecessorClaim(uid types.UID, name string) error {
 		if c.UID == uid {
 			return prepare.NewRefusal(name, prepare.CauseClaim,
 				"NVIDIA's DRA driver prepared it on this node as %s: its Pods keep running but cannot restart here: delete them",
-				strings.Join(deviceNames(c), ", "))
+				strings.Join(c.DeviceNames(), ", "))
 		}
 	}
 	return nil
-}
-
-func deviceNames(c predecessor.Claim) []string {
-	names := make([]string, len(c.Devices))
-	for i, d := range c.Devices {
-		names[i] = d.Name
-	}
-	return names
 }
 
 // endPredecessorClaim releases the devices that NVIDIA's DRA driver prepared for the claim. It does
@@ -148,7 +92,7 @@ func (d *Driver) endPredecessorClaim(ctx context.Context, uid types.UID) error {
 	}
 	cards := map[string]device.GPU{}
 	for _, held := range c.Devices {
-		if g, known := findGPU(held, s.Node.GPUs); known {
+		if g, known := held.FindGPU(s.Node.GPUs); known {
 			cards[g.WholeName()] = g
 		}
 	}
@@ -177,7 +121,7 @@ func (d *Driver) undoPredecessorClaim(
 	logger := klog.FromContext(ctx)
 	d.reportPredecessorDaemons(c)
 	for _, held := range c.Devices {
-		g, known := findGPU(held, all)
+		g, known := held.FindGPU(all)
 		if !known || held.MIG == nil {
 			continue
 		}
@@ -251,7 +195,7 @@ func (d *Driver) reportWithheldGPUs() {
 		lines = []string{err.Error()}
 	}
 	for _, c := range claims {
-		lines = append(lines, fmt.Sprintf("%s holds %s", c, strings.Join(deviceNames(c), ", ")))
+		lines = append(lines, fmt.Sprintf("%s holds %s", c, strings.Join(c.DeviceNames(), ", ")))
 	}
 	now := strings.Join(lines, "; ")
 	if now != d.lastWithheld && now != "" {

@@ -192,35 +192,6 @@ func TestOnlyProvenPredecessorPartitionIsRemoved(t *testing.T) {
 	}
 }
 
-func TestMayUseGPU(t *testing.T) {
-	node, err := twoGPUs()
-	if err != nil {
-		t.Fatal(err)
-	}
-	all := node.GPUs
-	all[1].Minor = 1
-	all[1].MIG = &device.MIG{Instances: []device.Instance{{Compute: []device.ComputeInstance{{UUID: "MIG-1"}}}}}
-	for name, c := range map[string]struct {
-		d    predecessor.Device
-		want int // index of the GPU; -1 means that any GPU may be used
-	}{
-		"by UUID":                  {predecessor.Device{Name: "gpu-1", GPUUUID: all[0].UUID}, 0},
-		"by PCI address":           {predecessor.Device{Name: "gpu-vfio-0", PCIBusID: "0000:43:00.0"}, 1},
-		"by its partition":         {predecessor.Device{Name: "x", MIG: &predecessor.MIG{UUID: "MIG-1"}}, 1},
-		"by number, if unfinished": {predecessor.Device{Name: "gpu-1-mig-1g10gb-19-0"}, 1},
-		"a card that is gone":      {predecessor.Device{Name: "gpu-1", GPUUUID: "GPU-gone"}, -1},
-		"a partition that is gone": {predecessor.Device{Name: "gpu-1-mig-1g10gb-19-0", MIG: &predecessor.MIG{UUID: "MIG-gone"}}, -1},
-		"of an unknown kind":       {predecessor.Device{}, -1},
-	} {
-		for i, g := range all {
-			want := c.want == i || c.want < 0
-			if got := mayUseGPU(predecessor.Claim{Devices: []predecessor.Device{c.d}}, g.GPU, all); got != want {
-				t.Errorf("%s: may be on card %d: %v", name, i, got)
-			}
-		}
-	}
-}
-
 func TestDevicePluginConflict(t *testing.T) {
 	gpus := func(name, n string) corev1.ResourceList {
 		return corev1.ResourceList{corev1.ResourceName(name): resource.MustParse(n), corev1.ResourceCPU: resource.MustParse("2")}
