@@ -10,6 +10,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 )
 
 // The driver checks every checkInterval that the host can run the CDI hook and that the container
@@ -136,9 +137,9 @@ func (d *Driver) writeBaseSpec(files *string) (renumbered bool) {
 		write = d.specs.RewriteBase
 	}
 	if err := write(s.Node.Common); err != nil {
-		d.readiness.Report(condition{
-			source: "base-spec", code: codeBaseSpec, transient: true, types: nvidiaTypes,
-			message: fmt.Sprintf("cannot write the node-wide CDI spec: %v", err),
+		d.readiness.Report(nodeview.Condition{
+			Source: "base-spec", Code: nodeview.CodeBaseSpec, Transient: true, Types: nodeview.NVIDIATypes,
+			Message: fmt.Sprintf("cannot write the node-wide CDI spec: %v", err),
 		})
 		return false
 	}
@@ -161,7 +162,7 @@ func (d *Driver) checkHook(ctx context.Context) {
 		err = d.hook.Check()
 	}
 	if err != nil {
-		d.readiness.Report(condition{source: "hook", code: codeHookMissing, message: err.Error(), types: nvidiaTypes})
+		d.readiness.Report(nodeview.Condition{Source: "hook", Code: nodeview.CodeHookMissing, Message: err.Error(), Types: nodeview.NVIDIATypes})
 		return
 	}
 	if changed {
@@ -194,7 +195,7 @@ func (d *Driver) checkRuntime(ctx context.Context) {
 		d.readiness.Clear("runtime")
 		return
 	}
-	d.readiness.Report(condition{source: "runtime", code: code, message: message})
+	d.readiness.Report(nodeview.Condition{Source: "runtime", Code: code, Message: message})
 }
 
 func (d *Driver) newPublisher(ctx context.Context) *publisher {

@@ -5,6 +5,8 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 )
 
 // devicePluginConflict detects NVIDIA's device plugin by its resources in the Node's capacity.
@@ -13,7 +15,7 @@ import (
 type devicePluginConflict struct {
 	// refuse makes the node not ready while the device plugin runs on it.
 	refuse     bool
-	readiness  *readiness
+	readiness  *nodeview.Readiness
 	warn       func(reason, message string)
 	onDetected func(there bool)
 
@@ -45,7 +47,7 @@ func (c *devicePluginConflict) Observe(node *corev1.Node) {
 	case message == "":
 		c.readiness.Clear("device-plugin")
 	case c.refuse:
-		c.readiness.Report(condition{source: "device-plugin", code: codeDevicePlugin, message: message})
+		c.readiness.Report(nodeview.Condition{Source: "device-plugin", Code: nodeview.CodeDevicePlugin, Message: message})
 	}
 	if message != c.lastMessage && message != "" {
 		c.warn("DevicePlugin", message)

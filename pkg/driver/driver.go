@@ -21,6 +21,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
@@ -58,7 +59,7 @@ type Driver struct {
 	preparer *prepare.Preparer
 	events   *nodeEvents
 	// readiness has the conditions under which the node refuses to prepare claims.
-	readiness *readiness
+	readiness *nodeview.Readiness
 	layouts   *publish.Layouts
 	// slow warns if the cluster's scheduler is slow with shared counters.
 	slow *slowScheduler

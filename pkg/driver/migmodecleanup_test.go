@@ -21,6 +21,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
@@ -225,7 +226,7 @@ func TestUninstallWaitsTenSecondsForHungGPU(t *testing.T) {
 func TestUninstallDoesNotOpenReleasedHardware(t *testing.T) {
 	hardware := &modeHardware{switchOff: failIfBusy, off: map[device.PCIAddress]bool{}}
 	d := newDriverWithMIGModes(t, hardware)
-	d.quiesce.readiness = newReadiness(alwaysReady{}, func() {})
+	d.quiesce.readiness = nodeview.NewReadiness(alwaysReady{}, func() {})
 	d.quiesce.setReason("the driver is changed")
 	hardware.switchOff = func(context.Context, device.Card) error { t.Error("the GPU was opened"); return nil }
 	d.switchOffMIGModes(t.Context())

@@ -25,6 +25,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -198,7 +199,7 @@ func TestUnwritableBaseSpecMakesNodeUnready(t *testing.T) {
 	if msg := n.prepare(t, early).GetError(); !strings.Contains(msg, "cannot write the node-wide CDI spec") {
 		t.Errorf("prepared: %q", msg)
 	}
-	if all := n.driver.readiness.Conditions(); len(all) != 1 || all[0].code != "base-spec-unwritable" || !all[0].transient {
+	if all := n.driver.readiness.Conditions(); len(all) != 1 || all[0].Code != "base-spec-unwritable" || !all[0].Transient {
 		t.Errorf("%+v", all)
 	}
 	if got := n.taints(t); len(got) > 0 {
@@ -270,7 +271,7 @@ func TestUnreadyNodeIsWithdrawnWithoutTaintSupport(t *testing.T) {
 type publishingNode struct {
 	client    *fake.Clientset
 	inv       *fakeInventory
-	readiness *readiness
+	readiness *nodeview.Readiness
 	changed   chan struct{}
 	stop      func()
 }
@@ -281,7 +282,7 @@ func startPublishingNode(t *testing.T, client *fake.Clientset, s inventory.Snaps
 	t.Helper()
 	u := &publishingNode{client: client, inv: &fakeInventory{}, changed: make(chan struct{}, 1)}
 	u.inv.set(s)
-	u.readiness = newReadiness(u.inv, func() { wake(u.changed) })
+	u.readiness = nodeview.NewReadiness(u.inv, func() { wake(u.changed) })
 	d := &Driver{readiness: u.readiness, health: newHealthWatch(nil, nil, t.TempDir(), "boot", u.readiness), metrics: metrics.New("test")}
 	p := &publisher{
 		client: client, nodeName: "node", inv: u.readiness, slices: wholeGPUs, onVersion: func(string) {},
@@ -326,7 +327,7 @@ func withoutDriver(s inventory.Snapshot) inventory.Snapshot {
 }
 
 func TestTransientConditionTaintsAfterGrace(t *testing.T) {
-	baseSpec := condition{source: "base-spec", code: codeBaseSpec, message: "disk full", transient: true}
+	baseSpec := nodeview.Condition{Source: "base-spec", Code: nodeview.CodeBaseSpec, Message: "disk full", Transient: true}
 	for name, c := range map[string]struct {
 		shut, open func(u *publishingNode)
 		want       string
@@ -398,7 +399,7 @@ func TestOverlappingConditionTaintsWithoutGap(t *testing.T) {
 		u := startPublishingNode(t, apiServer(), manyGPUs())
 		defer u.stop()
 		advance(time.Minute)
-		u.readiness.Report(condition{source: "release", code: codeReleased, message: "released"})
+		u.readiness.Report(nodeview.Condition{Source: "release", Code: nodeview.CodeReleased, Message: "released"})
 		advance(10 * time.Second)
 		untainted := 0
 		prependReactor(u.client, "update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
@@ -514,7 +515,7 @@ func TestRemovedDriverHasItsOwnConditionCode(t *testing.T) {
 	n.setHardware("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })
 	eventually(t, "the condition is reported", func() bool {
 		all := n.driver.readiness.Conditions()
-		return len(all) == 1 && all[0].code == "driver-missing" && all[0].transient && time.Since(all[0].since) < 20*time.Second
+		return len(all) == 1 && all[0].Code == "driver-missing" && all[0].Transient && time.Since(all[0].Since) < 20*time.Second
 	})
 }
 
@@ -524,7 +525,7 @@ func TestBaseSpecConditionClearsWhenSpecIsNotWritten(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.readiness.Report(condition{source: "base-spec", code: codeBaseSpec, message: "disk full", transient: true})
+	d.readiness.Report(nodeview.Condition{Source: "base-spec", Code: nodeview.CodeBaseSpec, Message: "disk full", Transient: true})
 	files := ""
 	if d.writeBaseSpec(&files); d.readiness.Blocked() {
 		t.Errorf("the condition stays although the inventory is not ready: %+v", d.readiness.Conditions())

@@ -18,6 +18,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
@@ -199,7 +200,7 @@ func TestDevicePluginConflict(t *testing.T) {
 	for _, mode := range []string{config.ConflictRefuse, config.ConflictWarn} {
 		var messages []string
 		there := false
-		g := newReadiness(alwaysReady{}, func() {})
+		g := nodeview.NewReadiness(alwaysReady{}, func() {})
 		b := &devicePluginConflict{
 			refuse: mode == config.ConflictRefuse, readiness: g,
 			warn:       func(_, message string) { messages = append(messages, message) },

@@ -12,6 +12,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -39,7 +40,7 @@ var errQuiesced = errors.New("GPUs are released for a driver upgrade")
 // nothing. Claims are still unprepared, which may open a partitioned GPU for a moment. The plugin
 // reports the GPUs as released when none of its processes has them open.
 type quiescer struct {
-	readiness *readiness
+	readiness *nodeview.Readiness
 	// labels are Node labels that request a release of the GPUs if their value contains pausedValue.
 	labels []string
 	// store keeps the release request across restarts. If it is nil, a restart loses the request.
@@ -123,8 +124,8 @@ func (q *quiescer) setReason(reason string) {
 	on, was := reason != "", q.reason != ""
 	q.reason = reason
 	if on {
-		q.readiness.Report(condition{
-			source: "release", code: codeReleased, message: errQuiesced.Error() + ": " + reason, types: nvidiaTypes,
+		q.readiness.Report(nodeview.Condition{
+			Source: "release", Code: nodeview.CodeReleased, Message: errQuiesced.Error() + ": " + reason, Types: nodeview.NVIDIATypes,
 		})
 	}
 	switch {

@@ -19,6 +19,7 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -100,7 +101,7 @@ func TestGPUsAreReleasedOnRequest(t *testing.T) {
 func newTestQuiescer(t *testing.T) (r *quiescer, reports func() []string) {
 	t.Helper()
 	r = newQuiescer()
-	r.readiness = newReadiness(&fakeInventory{}, func() {})
+	r.readiness = nodeview.NewReadiness(&fakeInventory{}, func() {})
 	r.labels = []string{"nvidia.com/gpu.deploy.client"}
 	var mu sync.Mutex
 	var all []string

@@ -11,17 +11,18 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 )
 
 func TestReadinessNamesEveryReason(t *testing.T) {
 	inv := &fakeInventory{}
 	inv.set(readyWith("0000:1b:00.0"))
-	r := newReadiness(inv, func() {})
+	r := nodeview.NewReadiness(inv, func() {})
 	if s := r.Snapshot(); !s.Ready {
 		t.Fatal("not ready without a condition")
 	}
-	r.Report(condition{source: "runtime", message: "CDI is off"})
-	r.Report(condition{source: "hook", message: "noexec"})
+	r.Report(nodeview.Condition{Source: "runtime", Message: "CDI is off"})
+	r.Report(nodeview.Condition{Source: "hook", Message: "noexec"})
 	if s := r.Snapshot(); s.Ready || !r.Blocked() || s.Reason != "noexec; CDI is off" {
 		t.Errorf("got %v, %q", s.Ready, s.Reason)
 	}
@@ -40,19 +41,19 @@ func TestReadinessNamesEveryReason(t *testing.T) {
 func TestReadinessConditionKeepsItsStartTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		changes := 0
-		r := newReadiness(alwaysReady{}, func() { changes++ })
+		r := nodeview.NewReadiness(alwaysReady{}, func() { changes++ })
 		began := time.Now()
-		r.Report(condition{source: "runtime", code: "a", message: "one"})
+		r.Report(nodeview.Condition{Source: "runtime", Code: "a", Message: "one"})
 		advance(time.Minute)
-		r.Report(condition{source: "runtime", code: "a", message: "another"})
-		r.Report(condition{source: "runtime", code: "b", message: "another"})
+		r.Report(nodeview.Condition{Source: "runtime", Code: "a", Message: "another"})
+		r.Report(nodeview.Condition{Source: "runtime", Code: "b", Message: "another"})
 		r.Clear("hook")
-		if c := r.Conditions(); len(c) != 1 || !c[0].since.Equal(began) || c[0].code != "b" || c[0].message != "another" || changes != 2 {
+		if c := r.Conditions(); len(c) != 1 || !c[0].Since.Equal(began) || c[0].Code != "b" || c[0].Message != "another" || changes != 2 {
 			t.Errorf("%+v, %d changes", c, changes)
 		}
 		r.Clear("runtime")
-		r.Report(condition{source: "runtime", code: "a"})
-		if c := r.Conditions(); !c[0].since.Equal(began.Add(time.Minute)) || changes != 4 {
+		r.Report(nodeview.Condition{Source: "runtime", Code: "a"})
+		if c := r.Conditions(); !c[0].Since.Equal(began.Add(time.Minute)) || changes != 4 {
 			t.Errorf("%+v, %d changes", c, changes)
 		}
 	})
@@ -60,8 +61,8 @@ func TestReadinessConditionKeepsItsStartTime(t *testing.T) {
 
 func TestConditionDueFirstIsShown(t *testing.T) {
 	at := time.Now()
-	early := condition{code: "early", transient: true, since: at, types: nvidiaTypes}
-	late := condition{code: "late", since: at.Add(time.Second)}
+	early := nodeview.Condition{Code: "early", Transient: true, Since: at, Types: nodeview.NVIDIATypes}
+	late := nodeview.Condition{Code: "late", Since: at.Add(time.Second)}
 	for name, c := range map[string]struct {
 		after   time.Duration
 		of      string
@@ -76,20 +77,21 @@ func TestConditionDueFirstIsShown(t *testing.T) {
 		"a type that one affects, early": {0, "vfio", "", true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, shown, pending := shownCondition([]condition{early, late}, c.of, at.Add(c.after))
-			if got.code != c.want || shown != (c.want != "") || pending != c.pending {
+			got, shown, pending := nodeview.ShownCondition([]nodeview.Condition{early, late}, c.of, at.Add(c.after))
+			if got.Code != c.want || shown != (c.want != "") || pending != c.pending {
 				t.Errorf("%+v, %v, %v", got, shown, pending)
 			}
 		})
 	}
-	if _, shown, pending := shownCondition([]condition{early}, "vfio", at.Add(time.Hour)); shown || pending {
+	if _, shown, pending := nodeview.ShownCondition([]nodeview.Condition{early}, "vfio", at.Add(time.Hour)); shown || pending {
 		t.Error("a missing NVIDIA driver affects a device that does not need it")
 	}
 }
 
 func TestReasonCodesAreLabelValues(t *testing.T) {
 	for _, code := range []string{
-		codeCDIDisabled, codeCDIDirectory, codeHookMissing, codeBaseSpec, codeReleased, codeDevicePlugin,
+		nodeview.CodeCDIDisabled, nodeview.CodeCDIDirectory, nodeview.CodeHookMissing,
+		nodeview.CodeBaseSpec, nodeview.CodeReleased, nodeview.CodeDevicePlugin,
 		inventory.CodeNotScanned, inventory.CodeDriverMissing, inventory.CodeScanFailed, inventory.CodeNoGPU,
 	} {
 		if wrong := validation.IsValidLabelValue(code); len(wrong) > 0 || code == "" {
@@ -102,7 +104,7 @@ func TestNotReadyTaintKeepsHealthTaints(t *testing.T) {
 	at := time.Date(2026, 3, 1, 12, 0, 0, 999, time.UTC)
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
 	m, all := newMarker(t, Features{DeviceTaints: true}, s, viewWithXIDs(t, at, s, 79), "")
-	m.conditions, m.now = []condition{{code: "cdi-disabled", since: at}}, at.Add(time.Hour)
+	m.conditions, m.now = []nodeview.Condition{{Code: "cdi-disabled", Since: at}}, at.Add(time.Hour)
 	marked, count, settled := m.mark(all)
 	first, second := marked[0].Devices[0].Taints, marked[0].Devices[1].Taints
 	if !settled || len(first) != 2 || len(second) != 1 || first[0].Key != "gpu.nvidia.com/xid" {
@@ -122,12 +124,12 @@ func TestNotReadyTaintKeepsHealthTaints(t *testing.T) {
 func TestUnreadyNodeKeepsClaimedDevicesWithoutTaintSupport(t *testing.T) {
 	at := time.Now()
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
-	passing := []condition{{code: "driver-missing", transient: true, since: at, types: nvidiaTypes}}
+	passing := []nodeview.Condition{{Code: "driver-missing", Transient: true, Since: at, Types: nodeview.NVIDIATypes}}
 	for name, c := range map[string]struct {
-		conditions []condition
+		conditions []nodeview.Condition
 		want       []string
 	}{
-		"persistent": {[]condition{{code: "cdi-disabled", since: at}}, []string{firstGPU}},
+		"persistent": {[]nodeview.Condition{{Code: "cdi-disabled", Since: at}}, []string{firstGPU}},
 		"transient":  {passing, []string{firstGPU, secondGPU}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -11,6 +11,8 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 )
 
 // runtimeRefusesCDI asks the container runtime whether it reads CDI specs from cdiRoot. If it does
@@ -45,12 +47,12 @@ func refusesCDI(config, cdiRoot string) (code, message string) {
 		return "", ""
 	}
 	if c.EnableCDI != nil && !*c.EnableCDI {
-		return codeCDIDisabled, "CDI is switched off in the container runtime, so Pods would run without their GPUs: " +
+		return nodeview.CodeCDIDisabled, "CDI is switched off in the container runtime, so Pods would run without their GPUs: " +
 			"set enable_cdi = true in the CRI section of /etc/containerd/config.toml and restart containerd"
 	}
 	isRoot := func(dir string) bool { return sameDir(dir, cdiRoot) }
 	if c.CDISpecDirs != nil && !slices.ContainsFunc(c.CDISpecDirs, isRoot) {
-		return codeCDIDirectory, fmt.Sprintf("the container runtime reads CDI specs from %q, not from %s: "+
+		return nodeview.CodeCDIDirectory, fmt.Sprintf("the container runtime reads CDI specs from %q, not from %s: "+
 			"add it to cdi_spec_dirs in the CRI section of /etc/containerd/config.toml and restart containerd, "+
 			"or set cdiRoot to one of its directories", c.CDISpecDirs, cdiRoot)
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -22,7 +23,7 @@ import (
 // the inventory no longer finds. These GPUs stay in the slices with a taint, so that admins see
 // which Pods have them.
 type offeredView struct {
-	readiness *readiness
+	readiness *nodeview.Readiness
 	health    *healthWatch
 }
 
@@ -54,7 +55,7 @@ type marker struct {
 	// claimed has the names of the devices that prepared claims have.
 	claimed map[string]bool
 	// conditions has the node's readiness conditions at the time now.
-	conditions []condition
+	conditions []nodeview.Condition
 	now        time.Time
 }
 
@@ -110,12 +111,12 @@ const (
 // true if the condition is not due yet. A taint of an earlier plugin instance is returned unchanged
 // if the condition is pending or has the same code, because its time is older and correct.
 func (m marker) notReady(d resourceapi.Device) (_ *resourceapi.DeviceTaint, pending bool) {
-	c, shown, pending := shownCondition(m.conditions, typeAttribute(d), m.now)
+	c, shown, pending := nodeview.ShownCondition(m.conditions, typeAttribute(d), m.now)
 	if !shown && !pending {
 		return nil, false
 	}
 	for _, t := range d.Taints {
-		if t.Key == notReadyTaint && (pending || t.Value == c.code) {
+		if t.Key == notReadyTaint && (pending || t.Value == c.Code) {
 			return &t, pending
 		}
 	}
@@ -123,7 +124,7 @@ func (m marker) notReady(d resourceapi.Device) (_ *resourceapi.DeviceTaint, pend
 		return nil, true
 	}
 	return &resourceapi.DeviceTaint{
-		Key: notReadyTaint, Value: c.code, Effect: resourceapi.DeviceTaintEffectNoSchedule, TimeAdded: stamp(c.since),
+		Key: notReadyTaint, Value: c.Code, Effect: resourceapi.DeviceTaintEffectNoSchedule, TimeAdded: stamp(c.Since),
 	}, false
 }
 

@@ -14,6 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
@@ -234,7 +235,7 @@ func TestTaintsStayWithinAPIServerLimit(t *testing.T) {
 		{State: health.Unhealthy, Code: "recovery-gpu-reset", Since: at}, {State: health.Unknown, Code: "watcher", Since: at},
 		{State: health.Degraded, Code: "remap-pending", Since: at},
 	}}
-	notReady := &resourceapi.DeviceTaint{Key: notReadyTaint, Value: codeHookMissing, Effect: resourceapi.DeviceTaintEffectNoSchedule}
+	notReady := &resourceapi.DeviceTaint{Key: notReadyTaint, Value: nodeview.CodeHookMissing, Effect: resourceapi.DeviceTaintEffectNoSchedule}
 	for _, c := range []struct {
 		features Features
 		want     int
@@ -256,7 +257,7 @@ func TestOfferedViewKeepsLostGPU(t *testing.T) {
 	h := newHealthWatch(nil, nil, t.TempDir(), "boot", inv)
 	held := true
 	h.inUse = func(string) bool { return held }
-	v := offeredView{readiness: newReadiness(inv, func() {}), health: h}
+	v := offeredView{readiness: nodeview.NewReadiness(inv, func() {}), health: h}
 	h.view.Store(viewWithXIDs(t, time.Now(), s, 79))
 
 	inv.set(readyWith("0000:43:00.0"))
@@ -286,7 +287,7 @@ func TestOfferedViewKeepsLostGPU(t *testing.T) {
 		t.Errorf("a card that is on the bus: %+v", now)
 	}
 	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
-	v.readiness.Report(condition{source: "runtime", message: "CDI is off"})
+	v.readiness.Report(nodeview.Condition{Source: "runtime", Message: "CDI is off"})
 	if now := v.Snapshot(); now.Ready {
 		t.Errorf("a node that is not ready: %+v", now)
 	}

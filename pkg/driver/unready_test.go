@@ -8,6 +8,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -15,12 +16,12 @@ func TestHealthTaintsChangeOnUnreadyNode(t *testing.T) {
 	away := func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} }
 	for name, shut := range map[string]func(n *healthNode){
 		"no hook": func(n *healthNode) {
-			n.driver.readiness.Report(condition{source: "test", code: "hook-missing", message: "no hook"})
+			n.driver.readiness.Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
 		},
 		"no driver":     func(n *healthNode) { n.setHardware("none", away) },
 		"GPUs released": func(n *healthNode) { n.editNode(t, nil, map[string]string{releaseAnnotation: "true"}) },
 		"gone meanwhile": func(n *healthNode) {
-			n.driver.readiness.Report(condition{source: "test", code: "hook-missing", message: "no hook"})
+			n.driver.readiness.Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
 			n.setHardware("one", justOneGPU)
 		},
 	} {

@@ -28,6 +28,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
@@ -115,7 +116,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	if cfg.ClaimStatus {
 		d.status = newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError)
 	}
-	d.readiness = newReadiness(inv, func() { wake(d.toPublisher); wake(d.toCheck) })
+	d.readiness = nodeview.NewReadiness(inv, func() { wake(d.toPublisher); wake(d.toCheck) })
 	if d.instanceLock, err = acquireInstanceLock(ctx, cfg.PluginDir); err != nil {
 		return nil, err
 	}
