@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"runtime/debug"
 	"syscall"
 	"time"
 
@@ -31,10 +30,6 @@ const idleInterval = 10 * time.Second
 // that the next plugin removes the file of a killed one.
 const writeProbe = "." + driver.DriverName + ".writable"
 
-// heapGrowth is the plugin's default for GOGC, in percent. Go's default of 100 would take two
-// megabytes more of memory and would save no CPU time.
-const heapGrowth = 70
-
 // serve runs the plugin until a signal or a failed server ends it. It returns an error at once if
 // the configuration or a directory is wrong. If the NVIDIA driver is missing, it waits for the
 // driver.
@@ -45,9 +40,6 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	}
 	if err := errors.Join(cfg.RequireNode(), startLogging(cfg)); err != nil {
 		return asUsage(err)
-	}
-	if os.Getenv("GOGC") == "" {
-		debug.SetGCPercent(heapGrowth)
 	}
 	logger := klog.FromContext(ctx)
 	logger.Info("Starting gpu-kubelet-plugin", "version", version)

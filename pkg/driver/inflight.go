@@ -4,7 +4,6 @@ import (
 	"context"
 	"strings"
 	"sync"
-	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -14,7 +13,7 @@ import (
 
 // inFlightCalls counts the kubelet's running calls, so that a stopping plugin can wait for them
 // before it stops the gRPC server. It also tells a running Prepare call whether one of its claims
-// was released meanwhile, and frees memory after the last call.
+// was released meanwhile.
 type inFlightCalls struct {
 	mu      sync.Mutex
 	running int
@@ -24,9 +23,6 @@ type inFlightCalls struct {
 	draining bool
 	// prepares has the running Prepare calls.
 	prepares map[*prepareCall]struct{}
-	// gcTimer collects garbage gcDelay after the last call. releaseTimer returns memory to the system
-	// releaseMemoryDelay after the last call.
-	gcTimer, releaseTimer *time.Timer
 }
 
 // prepareCall is a running Prepare call. overtaken has the claims that were released since the call
@@ -35,14 +31,10 @@ type prepareCall struct{ overtaken map[types.UID]bool }
 
 type callKey struct{}
 
-// newInFlightCalls returns a counter of zero calls. gcDelay after the last call it calls
-// collectGarbage, and releaseMemoryDelay after the last call it calls releaseMemory.
-func newInFlightCalls(collectGarbage, releaseMemory func()) *inFlightCalls {
+func newInFlightCalls() *inFlightCalls {
 	idle := make(chan struct{})
 	close(idle)
-	return &inFlightCalls{
-		idle: idle, prepares: map[*prepareCall]struct{}{},
-		gcTimer: time.AfterFunc(gcDelay, collectGarbage), releaseTimer: time.AfterFunc(releaseMemoryDelay, releaseMemory)}
+	return &inFlightCalls{idle: idle, prepares: map[*prepareCall]struct{}{}}
 }
 
 func (f *inFlightCalls) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
@@ -50,7 +42,7 @@ func (f *inFlightCalls) intercept(ctx context.Context, req any, info *grpc.Unary
 	if !f.enter(prepares) {
 		return nil, status.Error(codes.Unavailable, "the plugin is stopping")
 	}
-	defer f.add(-1)
+	defer f.leave()
 	if prepares {
 		c := f.beginPrepare()
 		defer f.endPrepare(c)
@@ -99,30 +91,19 @@ func (f *inFlightCalls) enter(begins bool) bool {
 	if begins && f.draining {
 		return false
 	}
-	f.adjust(1)
+	if f.running == 0 {
+		f.idle = make(chan struct{})
+	}
+	f.running++
 	return true
 }
 
-func (f *inFlightCalls) add(d int) {
+// leave counts the end of a call.
+func (f *inFlightCalls) leave() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.adjust(d)
-}
-
-// adjust adds d to the number of running calls. It starts the memory timers when the number drops
-// to zero, and stops them when a call begins. The caller must hold f.mu.
-func (f *inFlightCalls) adjust(d int) {
-	was := f.running
-	f.running += d
-	switch {
-	case was == 0 && f.running > 0:
-		f.idle = make(chan struct{})
-		f.gcTimer.Stop()
-		f.releaseTimer.Stop()
-	case was > 0 && f.running == 0:
+	if f.running--; f.running == 0 {
 		close(f.idle)
-		f.gcTimer.Reset(gcDelay)
-		f.releaseTimer.Reset(releaseMemoryDelay)
 	}
 }
 

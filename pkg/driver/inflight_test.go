@@ -3,7 +3,6 @@ package driver
 import (
 	"context"
 	"errors"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -16,7 +15,7 @@ import (
 
 func TestDrainWaitsForRunningCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		calls := newInFlightCalls(func() {}, func() {})
+		calls := newInFlightCalls()
 		prepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodePrepareResources"}
 		unprepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodeUnprepareResources"}
 		finish := make(chan struct{})
@@ -46,37 +45,8 @@ func TestDrainWaitsForRunningCalls(t *testing.T) {
 	})
 }
 
-func TestIdleTimersRunAfterTheLastCall(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		var quiet, rests atomic.Int64
-		calls := newInFlightCalls(func() { quiet.Add(1) }, func() { rests.Add(1) })
-		expect := func(after time.Duration, wantQuiet, wantRests int64) {
-			t.Helper()
-			<-time.After(after)
-			synctest.Wait()
-			if q, r := quiet.Load(), rests.Load(); q != wantQuiet || r != wantRests {
-				t.Errorf("the timers ran %d and %d times, want %d and %d", q, r, wantQuiet, wantRests)
-			}
-		}
-		expect(gcDelay, 1, 0) // one collection after the start, which leaves garbage like a call
-		calls.add(1)
-		calls.add(1)
-		calls.add(-1)
-		expect(time.Hour, 1, 0)
-		calls.add(-1)
-		expect(gcDelay-1, 1, 0)
-		calls.add(1)
-		calls.add(-1)
-		expect(gcDelay-1, 1, 0)
-		expect(1, 2, 0)
-		expect(releaseMemoryDelay-gcDelay-1, 2, 0)
-		expect(1, 2, 1)
-		expect(time.Hour, 2, 1)
-	})
-}
-
 func TestOnlyEarlierCallsAreOvertaken(t *testing.T) {
-	calls := newInFlightCalls(func() {}, func() {})
+	calls := newInFlightCalls()
 	prepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodePrepareResources"}
 	_, err := calls.intercept(t.Context(), nil, prepare, func(early context.Context, _ any) (any, error) {
 		calls.ClaimReleased("a")

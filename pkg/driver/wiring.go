@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"runtime/debug"
 	"strings"
 	"time"
 
@@ -108,7 +107,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		specs: cdi.NewStore(cfg.CDIRoot),
 		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
 		events: newNodeEvents(ctx, parts.Client, cfg.NodeName),
-		calls:  newInFlightCalls(collectGarbage, debug.FreeOSMemory),
+		calls:  newInFlightCalls(),
 		shares: shares, supervisor: nodeSupervisor{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics},
 
 		toReconcile: make(chan struct{}, 1), toPublisher: make(chan struct{}, 1), toCheck: make(chan struct{}, 1),
