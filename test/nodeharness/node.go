@@ -34,25 +34,32 @@ const nodeName = "node-1"
 // with a role, such as scanning the GPUs, Main does that instead. The parameter roles runs roles
 // that the test package adds.
 func Main(m *testing.M, roles func(ctx context.Context, n Node, role string) error) int {
-	ctx := context.Background()
-	var err error
-	switch role := os.Getenv(roleVariable); {
-	case role == "":
+	handled, err := ServeRole(context.Background(), roles)
+	switch {
+	case !handled:
 		return m.Run()
-	case role == partitionRole:
-		err = nvidia.ServePartitions(ctx, os.Stdin, os.Stdout)
-	case role == scanRole:
-		err = nvidia.ServeScan(ctx, os.Stdin, os.Stdout)
-	case roles == nil:
-		err = fmt.Errorf("unknown role %q", role)
-	default:
-		err = roles(ctx, Node{os.Getenv(rootVariable)}, role)
-	}
-	if err != nil {
+	case err != nil:
 		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
 	return 0
+}
+
+// ServeRole does the work of this process if [Node.Command] started it as a child with a role. See
+// [Main], which is for tests. handled is false if this process is no such child.
+func ServeRole(ctx context.Context, roles func(ctx context.Context, n Node, role string) error) (handled bool, _ error) {
+	switch role := os.Getenv(roleVariable); {
+	case role == "":
+		return false, nil
+	case role == partitionRole:
+		return true, nvidia.ServePartitions(ctx, os.Stdin, os.Stdout)
+	case role == scanRole:
+		return true, nvidia.ServeScan(ctx, os.Stdin, os.Stdout)
+	case roles == nil:
+		return true, fmt.Errorf("unknown role %q", role)
+	default:
+		return true, roles(ctx, Node{os.Getenv(rootVariable)}, role)
+	}
 }
 
 // Node is a simulated GPU node. All its files are below Root.
