@@ -136,8 +136,7 @@ golden: toolchain ## Rewrite the golden outputs in test/golden/testdata; git dif
 PROGRAMS ?= $(BUILD)/bin/gpu-kubelet-plugin
 BENCH := go run ./test/bench/cmd/bench -programs $(PROGRAMS) -json $(BUILD)/bench.json
 
-# Coverage counters of all rooms, cleared before the call. The plugin's child processes have
-# counters too, which nobody reads.
+# Coverage counters of all rooms, cleared before the call. Those of child processes are not read.
 .PHONY: prepare-path
 prepare-path: toolchain ## List the functions that run during one Prepare of a whole GPU (root; PATH_ARGS="-functions 40 -files 20")
 	@mkdir -p $(BUILD)/children
