@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"regexp"
 	"strconv"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/util/validation"
 )
@@ -90,6 +91,27 @@ func (n Name) String() string {
 func (n Name) Unshared() Name {
 	n.Share = false
 	return n
+}
+
+// PCIAddress returns the GPU's address. It is the inverse of [PCIAddress.WholeName].
+func (n Name) PCIAddress() PCIAddress {
+	parts := strings.Split(n.GPU, "-")
+	if len(parts) != 5 {
+		return ""
+	}
+	return PCIAddress(fmt.Sprintf("%s:%s:%s.%s", parts[1], parts[2], parts[3], parts[4]))
+}
+
+// Type returns the device's attribute "type".
+func (n Name) Type() string {
+	kind := "gpu"
+	if n.Partition != nil {
+		kind = "mig"
+	}
+	if n.Share {
+		kind += "-share"
+	}
+	return kind
 }
 
 // DeviceNames returns the names of all devices that the GPU may be offered as: the whole GPU, every

@@ -32,7 +32,7 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 	wg.Go(func() { d.followInventory(ctx, toPublisher) })
 	wg.Go(func() { d.reconcile(ctx) })
 	wg.Go(func() { d.claimGC.Run(ctx) })
-	wg.Go(func() { d.status.Run(ctx) })
+	wg.Go(func() { d.status.Run(ctx, d.preparer) })
 	wg.Go(func() {
 		if err := d.newPublisher(ctx).Run(ctx, toPublisher); err != nil {
 			d.fail(err)

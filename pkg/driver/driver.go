@@ -16,6 +16,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
@@ -67,7 +68,7 @@ type Driver struct {
 	shares device.ShareRules
 	// supervisor starts and stops MPS daemons.
 	supervisor   Supervisor
-	status       *claimStatus
+	status       *claimstatus.Reporter
 	calls        *inFlightCalls
 	claimGC      *claimGC
 	migModes     *migModeCleaner
@@ -102,7 +103,6 @@ type Driver struct {
 	// supervisorAbsenceReported is set once an Event has reported the absence. Only reconciliation
 	// uses it.
 	supervisorAbsenceReported bool
-	lost                      lostDevices
 	instanceLock              *instanceLock
 	// health has the health verdict (healthy or not, and why) on each of the node's devices.
 	health       *healthWatch

@@ -69,9 +69,9 @@ func (e *nodeEvents) normal(reason, message string) {
 	e.recorder.Event(e.node, corev1.EventTypeNormal, reason, message)
 }
 
-// warnClaim writes a warning on the claim. It is for errors of an Unprepare: the kubelet shows
+// WarnClaim writes a warning on the claim. It is for errors of an Unprepare: the kubelet shows
 // errors of a Prepare in the Pod's Events, but it shows errors of an Unprepare nowhere.
-func (e *nodeEvents) warnClaim(c kubeletplugin.NamespacedObject, reason, message string) {
+func (e *nodeEvents) WarnClaim(c kubeletplugin.NamespacedObject, reason, message string) {
 	meta := metav1.ObjectMeta{Namespace: c.Namespace, Name: c.Name, UID: c.UID}
 	claim := &resourceapi.ResourceClaim{ObjectMeta: meta}
 	e.recorder.Event(claimReference(claim), corev1.EventTypeWarning, reason, message)

@@ -24,7 +24,8 @@ func (d *Driver) WatchHealthStatus(ctx context.Context, reports chan<- kubeletpl
 	for {
 		changed := d.health.Changed() // before View is read, so that no later change is missed
 		now := time.Now()
-		r := healthReporter{pool: d.cfg.NodeName, view: d.health.View(), stale: d.health.Stale(now), lost: d.lost.Messages()}
+		lost, lostChanged := d.status.LostDevices()
+		r := healthReporter{pool: d.cfg.NodeName, view: d.health.View(), stale: d.health.Stale(now), lost: lost}
 		select {
 		case <-ctx.Done():
 			return nil
@@ -34,6 +35,7 @@ func (d *Driver) WatchHealthStatus(ctx context.Context, reports chan<- kubeletpl
 		case <-ctx.Done():
 			return nil
 		case <-changed:
+		case <-lostChanged:
 		case <-tick.C:
 		}
 	}

@@ -181,7 +181,6 @@ func (d *Driver) setUpHealth(watch func(context.Context, func(device.Signal)) er
 	d.health = newHealthWatch(effects, rules, d.cfg.StateDir(), d.preparer.BootID, d.readiness)
 	d.health.onCounts = d.countHealthEvents
 	d.health.inUse = d.gpuInUse
-	d.lost.changed = d.health.notifyChanged
 	d.health.onInvalid = func(message string) { d.events.warn("HealthNotCleared", message) }
 	return nil
 }

@@ -95,8 +95,7 @@ func newHealthWatch(effects health.Effects, rules health.Rules, stateDir, bootID
 // View returns the current health verdicts. It is nil on a node without a hardware watcher.
 func (h *healthWatch) View() *health.View { return h.view.Load() }
 
-// Changed returns a channel that is closed at the next change of a verdict or of the devices that
-// claims have lost.
+// Changed returns a channel that is closed at the next change of a verdict.
 func (h *healthWatch) Changed() <-chan struct{} {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -42,7 +42,7 @@ func newLostDeviceNode(t *testing.T) *lostDeviceNode {
 	t.Cleanup(func() { cancel(); wg.Wait() })
 	reports := make(chan kubeletplugin.DeviceHealthReport)
 	wg.Go(func() { d.inv.Run(ctx) })
-	wg.Go(func() { d.status.Run(ctx) })
+	wg.Go(func() { d.status.Run(ctx, d.preparer) })
 	eventually(t, "the GPUs are known", func() bool { return d.readiness.Snapshot().Ready })
 	wg.Go(func() { _ = d.WatchHealthStatus(ctx, reports) })
 	wg.Go(func() {
@@ -67,7 +67,7 @@ func newLostDeviceNode(t *testing.T) *lostDeviceNode {
 func (l *lostDeviceNode) createPrepared(name, device string) *resourceapi.ResourceClaim {
 	l.Helper()
 	l.claim(l.T, name, device)
-	c := l.getClaim(name)
+	c := l.getClaim(l.T, name)
 	l.prepareClaim(c)
 	return c
 }
@@ -85,15 +85,6 @@ func (l *lostDeviceNode) unprepareClaim(c *resourceapi.ResourceClaim) {
 	if err := l.d.unprepare(l.Context(), kubeletplugin.NamespacedObject{NamespacedName: name, UID: c.UID}); err != nil {
 		l.Fatal(err)
 	}
-}
-
-func (l *lostDeviceNode) getClaim(name string) *resourceapi.ResourceClaim {
-	l.Helper()
-	c, err := l.client.ResourceV1().ResourceClaims("team").Get(l.Context(), name, metav1.GetOptions{})
-	if err != nil {
-		l.Fatal(err)
-	}
-	return c
 }
 
 // lostError returns the error of a comparison which says that the claim has lost its device.
@@ -128,7 +119,7 @@ func (l *lostDeviceNode) expectHealth(device string, to *resourceapi.ResourceCla
 func (l *lostDeviceNode) expectReady(c *resourceapi.ResourceClaim) {
 	l.Helper()
 	eventually(l.T, "the claim's status says that its device is ready", func() bool {
-		devices := l.getClaim(c.Name).Status.Devices
+		devices := l.getClaim(l.T, c.Name).Status.Devices
 		return len(devices) == 1 && devices[0].Conditions[0].Status == metav1.ConditionTrue
 	})
 }
@@ -141,27 +132,27 @@ func TestLostDeviceReportEndsWithItsClaim(t *testing.T) {
 			l.unprepareClaim(old)
 			l.expectHealth(firstGPU, nil)
 			next := l.createPrepared("next", firstGPU)
-			l.d.reportLostDevices(l.Context(), lostError(other))
+			l.d.status.EndComparison(l.Context(), lostError(other))
 			l.expectHealth(firstGPU, nil)
 			l.expectReady(next)
 		},
 		"it is unprepared during a comparison": func(l *lostDeviceNode, other, old *resourceapi.ResourceClaim) {
-			l.d.lost.BeginComparison()
+			l.d.status.BeginComparison()
 			l.unprepareClaim(old)
 			next := l.createPrepared("next", firstGPU)
-			l.d.reportLostDevices(l.Context(), errors.Join(lostError(other), lostError(old)))
+			l.d.status.EndComparison(l.Context(), errors.Join(lostError(other), lostError(old)))
 			l.expectHealth(firstGPU, nil)
 			l.expectReady(next)
 		},
 		"it is prepared again": func(l *lostDeviceNode, other, old *resourceapi.ResourceClaim) {
-			l.prepareClaim(l.getClaim("old"))
+			l.prepareClaim(l.getClaim(l.T, "old"))
 			l.expectHealth(firstGPU, nil)
-			l.d.reportLostDevices(l.Context(), lostError(other))
+			l.d.status.EndComparison(l.Context(), lostError(other))
 			l.expectHealth(firstGPU, nil)
 			l.expectReady(old)
 		},
 		"its new allocation cannot be prepared yet": func(l *lostDeviceNode, other, _ *resourceapi.ResourceClaim) {
-			again := l.getClaim("old")
+			again := l.getClaim(l.T, "old")
 			again.Status.Allocation.Devices.Results[0].Device = secondGPU
 			if r := l.d.prepare(l.Context(), again); r.Err == nil {
 				l.Fatal("the claim got another claim's device")
@@ -169,7 +160,7 @@ func TestLostDeviceReportEndsWithItsClaim(t *testing.T) {
 			l.expectHealth(firstGPU, nil)
 		},
 		"it has the device again": func(l *lostDeviceNode, other, old *resourceapi.ResourceClaim) {
-			l.d.reportLostDevices(l.Context(), lostError(other))
+			l.d.status.EndComparison(l.Context(), lostError(other))
 			l.expectHealth(firstGPU, nil)
 			l.expectReady(old)
 		},
@@ -179,7 +170,7 @@ func TestLostDeviceReportEndsWithItsClaim(t *testing.T) {
 			l := newLostDeviceNode(t)
 			l.d.preparer.ConflictWait = 0
 			old, other := l.createPrepared("old", firstGPU), l.createPrepared("other", secondGPU)
-			l.d.reportLostDevices(t.Context(), errors.Join(lostError(other), lostError(old)))
+			l.d.status.EndComparison(t.Context(), errors.Join(lostError(other), lostError(old)))
 			l.expectHealth(firstGPU, old)
 			test(l, other, old)
 			l.expectHealth(secondGPU, other)
@@ -192,10 +183,10 @@ func TestLostDeviceReportEndsWithItsClaim(t *testing.T) {
 func TestLostDeviceStaysLostAfterUnrelatedError(t *testing.T) {
 	l := newLostDeviceNode(t)
 	old := l.createPrepared("old", firstGPU)
-	l.d.reportLostDevices(t.Context(), lostError(old))
-	l.d.reportLostDevices(t.Context(), errors.New("list the records: input/output error"))
+	l.d.status.EndComparison(t.Context(), lostError(old))
+	l.d.status.EndComparison(t.Context(), errors.New("list the records: input/output error"))
 	l.expectHealth(firstGPU, old)
-	l.d.reportLostDevices(t.Context(), nil)
+	l.d.status.EndComparison(t.Context(), nil)
 	l.expectHealth(firstGPU, nil)
 }
 
@@ -204,7 +195,7 @@ func TestLostDeviceStaysLostAfterUnrelatedError(t *testing.T) {
 func TestLostDeviceStaysLostWhileUnchecked(t *testing.T) {
 	l := newLostDeviceNode(t)
 	old := l.createPrepared("old", firstGPU)
-	l.d.reportLostDevices(t.Context(), lostError(old))
+	l.d.status.EndComparison(t.Context(), lostError(old))
 	l.expectHealth(firstGPU, old)
 
 	l.setHardware("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })
@@ -213,7 +204,7 @@ func TestLostDeviceStaysLostWhileUnchecked(t *testing.T) {
 	if _, err := l.d.reconcileOnce(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if got := l.d.lost.Messages(); len(got) != 1 {
+	if got, _ := l.d.status.LostDevices(); len(got) != 1 {
 		t.Errorf("the device is no longer lost: %v", got)
 	}
 

@@ -22,7 +22,6 @@ const (
 // reconcile compares the claims' checkpoint records with the hardware every reconcileInterval, and
 // when d.toReconcile is signaled. It runs until the context ends.
 func (d *Driver) reconcile(ctx context.Context) {
-	d.restoreClaimStatuses(ctx)
 	var left discrepancies
 	requested := true
 	for {
@@ -80,18 +79,6 @@ func (d *discrepancies) next(logger klog.Logger, err error, requested bool) time
 	return d.pause
 }
 
-// restoreClaimStatuses queues a status write for each prepared claim, because a plugin instance
-// that was killed may not have written them.
-func (d *Driver) restoreClaimStatuses(ctx context.Context) {
-	claims, err := d.preparer.PreparedClaims()
-	if err != nil {
-		klog.FromContext(ctx).Error(err, "Failed to list prepared claims; their statuses may be out of date")
-	}
-	for _, c := range claims {
-		d.status.Changed(ctx, c, d.claimDevices(c.UID))
-	}
-}
-
 // reconcileOnce compares the claims' checkpoint records with the hardware and repairs differences.
 // The error lists those that are left. compared is false if it did nothing, because a newer plugin
 // instance leads or the GPUs are released.
@@ -109,9 +96,9 @@ func (d *Driver) reconcileOnce(ctx context.Context) (compared bool, _ error) {
 			return true, err
 		}
 	}
-	d.lost.BeginComparison()
+	d.status.BeginComparison()
 	err := d.preparer.Reconcile(ctx)
-	d.reportLostDevices(ctx, err)
+	d.status.EndComparison(ctx, err)
 	err = errors.Join(err, d.adopt(ctx), d.migModes.Clean(ctx, d.layouts.MIGModeUnneeded()))
 	d.reportDaemons(ctx)
 	return true, err

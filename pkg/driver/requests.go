@@ -53,8 +53,7 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 		logger.Error(err, "Failed to prepare claim")
 		return kubeletplugin.PrepareResult{Err: err}
 	}
-	d.lost.EndClaim(c.UID)
-	d.status.Prepared(ctx, c, d.claimDevices(c.UID))
+	d.status.Prepared(ctx, c)
 	if hint != "" {
 		d.events.normalClaim(c, "WholeGPUHeld", hint)
 	}
@@ -89,7 +88,7 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 	d.metrics.Request(metrics.Unprepare, took, string(prepare.CauseOf(err)))
 	if err != nil {
 		logger.Error(err, "Failed to unprepare claim")
-		d.events.warnClaim(c, "UnprepareFailed", err.Error())
+		d.events.WarnClaim(c, "UnprepareFailed", err.Error())
 		return err
 	}
 	if len(d.layouts.HandedOver()) > 0 || len(d.layouts.MIGModeUnneeded()) > 0 {
@@ -114,6 +113,5 @@ func names(devices []kubeletplugin.Device) []string {
 // the claim's lock, so a later Prepare of the same claim begins after this cleanup.
 func (d *Driver) onClaimReleased(uid types.UID) {
 	d.calls.ClaimReleased(uid)
-	d.lost.EndClaim(uid)
-	d.status.Forget(uid)
+	d.status.Unprepared(uid)
 }

@@ -140,22 +140,10 @@ func countShares(shapes []device.Shape) map[string]int {
 	byType := map[string]int{}
 	for _, s := range shapes {
 		if name, ok := device.ParseName(s.Name()); ok && name.Share {
-			byType[typeOf(name)]++
+			byType[name.Type()]++
 		}
 	}
 	return byType
-}
-
-// typeOf returns the attribute "type" of the device with this name.
-func typeOf(name device.Name) string {
-	kind := "gpu"
-	if name.Partition != nil {
-		kind = "mig"
-	}
-	if name.Share {
-		kind += "-share"
-	}
-	return kind
 }
 
 // reportDaemons updates the metrics of the MPS daemons. Without a supervisor it reports no daemons.

@@ -13,12 +13,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/util/workqueue"
-	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
@@ -112,9 +112,11 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 
 		toReconcile: make(chan struct{}, 1), toPublisher: make(chan struct{}, 1), toCheck: make(chan struct{}, 1),
 	}
-	if cfg.ClaimStatus {
-		d.status = newClaimStatus(parts.StatusClient, parts.Metrics.ClaimStatusError)
+	statusClient := parts.StatusClient
+	if !cfg.ClaimStatus {
+		statusClient = nil
 	}
+	d.status = claimstatus.New(statusClient, d.events, parts.Metrics.ClaimStatusError)
 	d.readiness = nodeview.NewReadiness(inv, func() { wake(d.toPublisher); wake(d.toCheck) })
 	if d.instanceLock, err = acquireInstanceLock(ctx, cfg.PluginDir); err != nil {
 		return nil, err
@@ -192,11 +194,9 @@ func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions
 			return mps.LimitEdits(roots, d.cfg.MPSHookPath(), gpuUUID, mebibytes)
 		},
 		OnUnprepared: d.onClaimReleased, UnpreparedSince: d.calls.Overtaken,
-		OnRepaired: d.reportRepair, OnSkipped: d.lost.MarkUnchecked,
+		OnRepaired: d.reportRepair, OnSkipped: d.status.MarkUnchecked,
 		ShareTotals: d.shareTotals,
-		OnChanged: func(ctx context.Context, c kubeletplugin.NamespacedObject) {
-			d.status.Changed(ctx, c, d.claimDevices(c.UID))
-		},
+		OnChanged:   d.status.Changed,
 		ReadClaim: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
 			return d.client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
 		},

@@ -1,4 +1,4 @@
-package driver
+package claimstatus
 
 import (
 	"encoding/json"
@@ -10,10 +10,10 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/types"
+	metav1apply "k8s.io/client-go/applyconfigurations/meta/v1"
+	resourceapply "k8s.io/client-go/applyconfigurations/resource/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -21,16 +21,9 @@ import (
 // by its claim.
 const readyCondition = "Ready"
 
-// statusDevice describes one device of a claim for the claim's status.
-type statusDevice struct {
-	Pool, Device string
-	ShareID      *types.UID
-	Data         statusDeviceData
-}
-
-// statusDeviceData is the data of a status entry. Monitoring uses it to find the device on the
+// deviceData is the data of a status entry. Monitoring uses it to find the device on the
 // node. It is public API: docs/mig.md describes its fields.
-type statusDeviceData struct {
+type deviceData struct {
 	// Type is the device's attribute "type": gpu, mig, gpu-share or mig-share.
 	Type string `json:"type"`
 	// UUID is the UUID of the GPU or MIG device, as nvidia-smi -L prints it in the container.
@@ -45,61 +38,41 @@ type statusDeviceData struct {
 	ComputeInstanceID *uint32           `json:"computeInstanceID,omitempty"`
 }
 
-// claimDevices returns a function that looks up the devices in the claim's checkpoint record and
-// describes them for the claim's status.
-func (d *Driver) claimDevices(claim types.UID) func() ([]statusDevice, error) {
-	return func() ([]statusDevice, error) {
-		devices, err := d.preparer.PreparedDevices(claim)
-		return statusDevices(devices, d.inv.Snapshot().Node.GPUs), err
-	}
-}
-
-// statusDevices describes a prepared claim's devices for the claim's status. gpus are the node's
-// GPUs.
-func statusDevices(prepared []prepare.PreparedDevice, gpus []nvidia.GPU) []statusDevice {
-	devices := make([]statusDevice, len(prepared))
-	for i, g := range prepared {
-		d := statusDevice{
-			Pool: g.Pool, Device: g.Device.Device, ShareID: g.ShareID,
-			Data: statusDeviceData{Type: "gpu", UUID: g.GPUUUID, ParentUUID: g.GPUUUID},
-		}
-		if at := slices.IndexFunc(gpus, func(n nvidia.GPU) bool { return n.WholeName() == g.GPU }); at >= 0 {
-			d.Data.PCIBusID = string(gpus[at].PCIAddress)
-		}
-		if name, ok := device.ParseName(g.Device.Device); ok {
-			d.Data.Type = typeOf(name)
-		}
-		if g.MIGUUID != "" {
-			d.Data.UUID = g.MIGUUID
-		}
-		if g.Instance != nil && g.Compute != nil {
-			d.Data.Profile, d.Data.Placement = g.Compute.Name, &g.Instance.Placement
-			d.Data.GPUInstanceID, d.Data.ComputeInstanceID = &g.Instance.ID, &g.Compute.ID
-		}
-		devices[i] = d
-	}
-	return devices
-}
-
-// entry returns the device's entry for the claim's status, with the condition Ready. The caller
-// sets the condition's transition time.
-func (g statusDevice) entry() (resourceapi.AllocatedDeviceStatus, error) {
-	data, err := json.Marshal(g.Data)
+// newEntry returns the status entry of a prepared claim's device, with the condition Ready. The
+// caller sets the condition's transition time.
+func newEntry(d prepare.PreparedDevice) (resourceapi.AllocatedDeviceStatus, error) {
+	data, err := json.Marshal(describe(d))
 	if err != nil {
-		return resourceapi.AllocatedDeviceStatus{}, fmt.Errorf("encode device %s: %w", g.Device, err)
+		return resourceapi.AllocatedDeviceStatus{}, fmt.Errorf("encode device %s: %w", d.Device.Device, err)
 	}
 	return resourceapi.AllocatedDeviceStatus{
-		Driver: DriverName, Pool: g.Pool, Device: g.Device, ShareID: (*string)(g.ShareID), Data: &runtime.RawExtension{Raw: data},
+		Driver: device.DriverName, Pool: d.Pool, Device: d.Device.Device, ShareID: (*string)(d.ShareID),
+		Data: &runtime.RawExtension{Raw: data},
 		Conditions: []metav1.Condition{{
 			Type: readyCondition, Status: metav1.ConditionTrue, Reason: "Prepared", Message: "The device is set up for the claim"}},
 	}, nil
+}
+
+func describe(d prepare.PreparedDevice) deviceData {
+	data := deviceData{Type: "gpu", UUID: d.GPUUUID, ParentUUID: d.GPUUUID}
+	if name, ok := device.ParseName(d.Device.Device); ok {
+		data.Type, data.PCIBusID = name.Type(), string(name.PCIAddress())
+	}
+	if d.MIGUUID != "" {
+		data.UUID = d.MIGUUID
+	}
+	if d.Instance != nil && d.Compute != nil {
+		data.Profile, data.Placement = d.Compute.Name, &d.Instance.Placement
+		data.GPUInstanceID, data.ComputeInstanceID = &d.Instance.ID, &d.Compute.ID
+	}
+	return data
 }
 
 // ownEntries returns this driver's entries in the claim's status.
 func ownEntries(c *resourceapi.ResourceClaim) []resourceapi.AllocatedDeviceStatus {
 	var entries []resourceapi.AllocatedDeviceStatus
 	for _, e := range c.Status.Devices {
-		if e.Driver == DriverName {
+		if e.Driver == device.DriverName {
 			entries = append(entries, *e.DeepCopy())
 		}
 	}
@@ -108,37 +81,37 @@ func ownEntries(c *resourceapi.ResourceClaim) []resourceapi.AllocatedDeviceStatu
 
 // entries returns the entries to write to the claim's status. If the condition Ready has the same
 // status (True or False) as in the current entry, it keeps its transition time.
-func (c statusChange) entries(now metav1.Time) ([]resourceapi.AllocatedDeviceStatus, error) {
-	entries := make([]resourceapi.AllocatedDeviceStatus, 0, len(c.current))
-	if c.devices == nil {
-		for _, e := range c.current {
-			entries = append(entries, *e.DeepCopy())
-		}
-	} else {
-		devices, err := c.devices()
+func (u update) entries(claims Claims, now metav1.Time) ([]resourceapi.AllocatedDeviceStatus, error) {
+	entries := make([]resourceapi.AllocatedDeviceStatus, 0, len(u.current))
+	if u.lookUp {
+		devices, err := claims.PreparedDevices(u.claim.UID)
 		if err != nil {
 			return nil, fmt.Errorf("look up the claim's devices: %w", err)
 		}
-		for _, g := range devices {
-			e, err := g.entry()
+		for _, d := range devices {
+			e, err := newEntry(d)
 			if err != nil {
 				return nil, err
 			}
 			ready := e.Conditions[0]
 			ready.LastTransitionTime = now
 			e.Conditions = nil
-			if current := findEntry(c.current, e); current != nil {
+			if current := findEntry(u.current, e); current != nil {
 				e.Conditions = slices.Clone(current.Conditions)
 			}
 			meta.SetStatusCondition(&e.Conditions, ready)
 			entries = append(entries, e)
 		}
+	} else {
+		for _, e := range u.current {
+			entries = append(entries, *e.DeepCopy())
+		}
 	}
-	for _, l := range c.lost {
+	for _, l := range u.lost {
 		for i := range entries {
 			if entries[i].Device == l.device {
 				meta.SetStatusCondition(&entries[i].Conditions, metav1.Condition{
-					Type: readyCondition, Status: metav1.ConditionFalse, Reason: l.reason, Message: l.message, LastTransitionTime: now,
+					Type: readyCondition, Status: metav1.ConditionFalse, Reason: "Lost", Message: l.message, LastTransitionTime: now,
 				})
 			}
 		}
@@ -186,4 +159,21 @@ func equalData(a, b *runtime.RawExtension) bool {
 		return false
 	}
 	return equality.Semantic.DeepEqual(x, y)
+}
+
+// applyConfiguration converts the status entry e to the type that server-side apply takes.
+func applyConfiguration(e resourceapi.AllocatedDeviceStatus) *resourceapply.AllocatedDeviceStatusApplyConfiguration {
+	a := resourceapply.AllocatedDeviceStatus().WithDriver(e.Driver).WithPool(e.Pool).WithDevice(e.Device)
+	if e.ShareID != nil {
+		a.WithShareID(*e.ShareID)
+	}
+	if e.Data != nil {
+		a.WithData(*e.Data)
+	}
+	for _, c := range e.Conditions {
+		condition := metav1apply.Condition().WithType(c.Type).WithStatus(c.Status).WithReason(c.Reason).
+			WithMessage(c.Message).WithLastTransitionTime(c.LastTransitionTime)
+		a.WithConditions(condition)
+	}
+	return a
 }
