@@ -54,7 +54,7 @@ func (d *Driver) newNodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 			wake(toPublisher)
 			wake(d.toReconcile)
 		},
-		onProblem: func(message string) { d.events.warn("PolicyIgnored", message) },
+		onProblem: func(message string) { d.events.Warn("PolicyIgnored", message) },
 		onNode: func(node *corev1.Node) {
 			d.quiesce.Observe(node)
 			d.devicePlugin.Observe(node)
@@ -95,7 +95,7 @@ func (d *Driver) followInventory(ctx context.Context, toPublisher chan<- struct{
 			if reason != "" {
 				changed = true
 				logger.Info("Offering devices", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version)
-				d.events.normal("DevicesAvailable",
+				d.events.Normal("DevicesAvailable",
 					fmt.Sprintf("%d GPUs are offered (driver %s)", len(s.Node.GPUs), s.Node.Driver.Version))
 			}
 			reason = ""
@@ -106,7 +106,7 @@ func (d *Driver) followInventory(ctx context.Context, toPublisher chan<- struct{
 		case s.Reason != reason:
 			reason = s.Reason
 			logger.Info("Refusing to prepare claims", "reason", reason)
-			d.events.warn("DevicesUnavailable", "This node refuses to prepare claims: "+reason)
+			d.events.Warn("DevicesUnavailable", "This node refuses to prepare claims: "+reason)
 			wake(toPublisher) // to withdraw or taint the devices
 		}
 		if renumbered { // the CDI specs of prepared claims may have old device numbers

@@ -243,7 +243,7 @@ func (d *Driver) newClaimGC(client kubernetes.Interface) *claimGC {
 		},
 		onKept: func(ctx context.Context, c kubeletplugin.NamespacedObject, why string) {
 			klog.FromContext(ctx).Info("Kept devices of orphaned claim", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why)
-			d.events.warn("ClaimGone", fmt.Sprintf("Claim %s (UID %s): %s", c.NamespacedName, c.UID, why))
+			d.events.Warn("ClaimGone", fmt.Sprintf("Claim %s (UID %s): %s", c.NamespacedName, c.UID, why))
 		},
 	}
 }
@@ -252,5 +252,5 @@ func (d *Driver) newClaimGC(client kubernetes.Interface) *claimGC {
 // repair corrects something on the node that differed from the checkpoint records.
 func (d *Driver) reportRepair(r prepare.Repair) {
 	d.metrics.Repaired(r.Kind)
-	d.events.normal("Repaired", r.What+": "+r.Object)
+	d.events.Normal("Repaired", r.What+": "+r.Object)
 }

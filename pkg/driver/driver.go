@@ -19,6 +19,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
@@ -58,7 +59,7 @@ type Driver struct {
 	hook     *hook.Hook
 	mpsHook  *hook.Hook
 	preparer *prepare.Preparer
-	events   *nodeEvents
+	events   *events.Recorder
 	// readiness has the conditions under which the node refuses to prepare claims.
 	readiness *nodeview.Readiness
 	layouts   *publish.Layouts
@@ -76,8 +77,6 @@ type Driver struct {
 	devicePlugin *devicePluginConflict
 	// predecessor reads the checkpoint of NVIDIA's DRA driver, which may have run on this node before.
 	predecessor *predecessor.Store
-	// lastWithheld is the text of the last Event about GPUs that NVIDIA's DRA driver still uses.
-	lastWithheld string
 	// toPublisher wakes the publisher.
 	toPublisher chan struct{}
 	// layoutsDelayed is true while a GPU cannot be offered as configured (whole or as MIG partitions),
@@ -89,11 +88,6 @@ type Driver struct {
 	toCheck chan struct{}
 	// toReconcile wakes reconciliation.
 	toReconcile chan struct{}
-	// lastLimited has the last reported reasons why GPUs are not offered as their MIG policy asks, by
-	// GPU. Only the publisher uses it.
-	lastLimited map[string]string
-	// lastShares has the last reported problems with shared devices. Only the publisher uses it.
-	lastShares shareProblems
 	// offersFractions is true if the node offers MPS shares with a limited part of a GPU's memory and
 	// compute.
 	offersFractions atomic.Bool
@@ -244,7 +238,7 @@ func (d *Driver) HandleError(ctx context.Context, err error, msg string) {
 			if errors.As(err, new(probeError)) {
 				what = "the plugin's test slices (dry run)"
 			}
-			d.events.warn("SlicesRejected", "The API server rejects "+what+": "+rejection(err)+
+			d.events.Warn("SlicesRejected", "The API server rejects "+what+": "+rejection(err)+
 				". Look for an admission policy that refuses them. If there is none, report a bug")
 		}
 		return

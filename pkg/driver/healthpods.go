@@ -14,6 +14,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 )
 
@@ -96,7 +97,7 @@ func (d *Driver) reportToClaim(ctx context.Context, e checkpoint.Entry, notices 
 	}
 	for _, object := range consumers(claim) {
 		for _, n := range notices {
-			d.events.healthEvent(object, n)
+			d.events.AboutGPU(object, n.gpu, n.kind, n.reason, n.String())
 		}
 	}
 	return nil
@@ -119,7 +120,7 @@ func consumers(c *resourceapi.ResourceClaim) []*corev1.ObjectReference {
 		}
 	}
 	if !onlyPods {
-		objects = append(objects, claimReference(c))
+		objects = append(objects, events.ClaimReference(c))
 	}
 	return objects
 }

@@ -54,7 +54,7 @@ func (d *Driver) reportHealth(ctx context.Context, changes []health.Change) {
 	}
 	if !d.newerLeads.Load() {
 		for _, n := range notices {
-			d.events.healthEvent(d.events.node, n)
+			d.events.AboutGPU(d.events.Node(), n.gpu, n.kind, n.reason, n.String())
 		}
 	}
 	d.updateHealthMetrics()
@@ -181,7 +181,7 @@ func (d *Driver) setUpHealth(watch func(context.Context, func(device.Signal)) er
 	d.health = newHealthWatch(effects, rules, d.cfg.StateDir(), d.preparer.BootID, d.readiness)
 	d.health.onCounts = d.countHealthEvents
 	d.health.inUse = d.gpuInUse
-	d.health.onInvalid = func(message string) { d.events.warn("HealthNotCleared", message) }
+	d.health.onInvalid = func(message string) { d.events.Warn("HealthNotCleared", message) }
 	return nil
 }
 

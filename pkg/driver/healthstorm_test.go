@@ -86,7 +86,7 @@ func TestEventStormIsBounded(t *testing.T) {
 		}
 		if written, ok := a.(interface{ GetObject() runtime.Object }); ok {
 			if e, ok := written.GetObject().(*corev1.Event); ok {
-				events[e.InvolvedObject.Kind+" "+e.Annotations[gpuAnnotation]]++
+				events[e.InvolvedObject.Kind+" "+e.Annotations[DriverName+"/gpu"]]++
 			}
 		}
 	}

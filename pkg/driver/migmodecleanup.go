@@ -109,7 +109,7 @@ func (d *Driver) switchOffMIGModes(ctx context.Context) {
 	logger := klog.FromContext(ctx)
 	logger.Error(failed, "Failed to switch off MIG mode; switch it off with nvidia-smi -i ADDRESS -mig 0")
 	message := "The driver was uninstalled, and " + failed.Error() + "; switch it off with nvidia-smi -i ADDRESS -mig 0"
-	if err := d.events.warnNow(ctx, d.client, "MIGModeStays", message); err != nil {
+	if err := d.events.WarnNow(ctx, d.client, "MIGModeStays", message); err != nil {
 		logger.Error(err, "Failed to write the Event MIGModeStays")
 	}
 }

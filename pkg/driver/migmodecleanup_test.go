@@ -13,13 +13,13 @@ import (
 	"testing/synctest"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -198,7 +198,7 @@ func newDriverWithMIGModes(t *testing.T, hardware prepare.Partitions) *Driver {
 	}
 	return &Driver{
 		client: fake.NewClientset(), quiesce: newQuiescer(),
-		events: &nodeEvents{node: &corev1.ObjectReference{Kind: "Node", Name: "node"}},
+		events: events.NewFor(nil, "node"),
 		preparer: prepare.New(prepare.Options{
 			Hardware: &oneGPUInventory{device.MIGMode{Enabled: true}}, Records: markMIGModes(t, dir, "boot"),
 			Locks: locks, BootID: "boot", Now: time.Now, Partitions: hardware,

@@ -3,7 +3,6 @@ package driver
 import (
 	"context"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 
@@ -41,13 +40,8 @@ func (d *Driver) offer(ctx context.Context, s inventory.Snapshot, f Features) (_
 	slices := build(shapes)
 	d.slow.SetSlices(slices)
 	d.metrics.MIG(d.countMIG(slices))
-	limited := d.layouts.Limited()
-	if !maps.Equal(limited, d.lastLimited) {
-		if len(limited) > 0 {
-			d.events.normal("GPUsLimited", "GPUs are not offered as their MIG policy asks: "+describeLimits(limited))
-		}
-		d.lastLimited = limited
-	}
+	limits := describeLimits(d.layouts.Limited())
+	d.events.NormalOnChange("GPUsLimited", limits, "GPUs are not offered as their MIG policy asks: "+limits)
 	return slices, settled, nil
 }
 

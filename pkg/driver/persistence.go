@@ -6,6 +6,7 @@ import (
 	"sync"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -14,7 +15,7 @@ import (
 // it.
 type persistenceWarner struct {
 	prepare.Partitions
-	events *nodeEvents
+	events *events.Recorder
 
 	mu sync.Mutex
 	// persistenceOff is true for each GPU whose persistence mode was off when Look last read it.
@@ -23,7 +24,7 @@ type persistenceWarner struct {
 	warned map[string]bool
 }
 
-func newPersistenceWarner(p prepare.Partitions, events *nodeEvents) *persistenceWarner {
+func newPersistenceWarner(p prepare.Partitions, events *events.Recorder) *persistenceWarner {
 	return &persistenceWarner{Partitions: p, events: events, persistenceOff: map[device.Card]bool{}, warned: map[string]bool{}}
 }
 
@@ -65,7 +66,7 @@ func (w *persistenceWarner) warn(c device.Card, what string) {
 		return
 	}
 	w.warned[key] = true
-	w.events.warn("PersistenceModeOff", fmt.Sprintf("Persistence mode of %s is off: "+
+	w.events.Warn("PersistenceModeOff", fmt.Sprintf("Persistence mode of %s is off: "+
 		"the GPU loses %s of its claims when the last process closes it. The driver restores the setting within half a minute. "+
 		"To prevent the loss, run nvidia-persistenced or nvidia-smi -pm 1", c.PCIAddress.WholeName(), what))
 }

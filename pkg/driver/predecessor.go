@@ -180,14 +180,14 @@ func (d *Driver) destroyPredecessorPartition(ctx context.Context, g device.GPU, 
 // in advance, so this driver would need permission to delete any Deployment.
 func (d *Driver) reportPredecessorDaemons(c predecessor.Claim) {
 	for _, id := range c.Daemons {
-		d.events.warn("PredecessorDaemon", fmt.Sprintf("%s has ended, but its MPS daemon, "+
+		d.events.Warn("PredecessorDaemon", fmt.Sprintf("%s has ended, but its MPS daemon, "+
 			"a Deployment of NVIDIA's DRA driver, still runs. To delete it, run: "+
 			"kubectl delete deployments --all-namespaces --field-selector metadata.name=mps-control-daemon-%s", c, id))
 	}
 }
 
 // reportWithheldGPUs writes an Event about the GPUs that claims of NVIDIA's DRA driver still use,
-// if they changed since the last Event. Only followInventory calls it.
+// if they changed since the last Event.
 func (d *Driver) reportWithheldGPUs() {
 	var lines []string
 	claims, err := d.predecessor.Claims()
@@ -198,9 +198,7 @@ func (d *Driver) reportWithheldGPUs() {
 		lines = append(lines, fmt.Sprintf("%s holds %s", c, strings.Join(c.DeviceNames(), ", ")))
 	}
 	now := strings.Join(lines, "; ")
-	if now != d.lastWithheld && now != "" {
-		d.events.warn("GPUsWithheld", "Not offering the GPUs of claims that NVIDIA's DRA driver prepared, until these claims end: "+now)
-	}
-	d.lastWithheld = now
+	d.events.WarnOnChange("GPUsWithheld", now,
+		"Not offering the GPUs of claims that NVIDIA's DRA driver prepared, until these claims end: "+now)
 	d.metrics.ReferenceDriver(len(claims), err != nil)
 }

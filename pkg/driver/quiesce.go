@@ -350,10 +350,10 @@ func hangingProcesses(err error) []*nvidia.HangingError {
 func (d *Driver) reportQuiesce(on bool, reason string) {
 	d.metrics.Released(on)
 	if on {
-		d.events.normal("DriverReleased", "Released all GPUs because "+reason+". The GPU driver can be replaced now. "+
+		d.events.Normal("DriverReleased", "Released all GPUs because "+reason+". The GPU driver can be replaced now. "+
 			"Until the release request is removed, the plugin unprepares claims but prepares none")
 	} else {
-		d.events.normal("DriverTaken", "The release request was removed: the plugin uses the GPUs again as soon as their driver is loaded")
+		d.events.Normal("DriverTaken", "The release request was removed: the plugin uses the GPUs again as soon as their driver is loaded")
 	}
 	wake(d.toReconcile)
 }

@@ -55,7 +55,7 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 	}
 	d.status.Prepared(ctx, c)
 	if hint != "" {
-		d.events.normalClaim(c, "WholeGPUHeld", hint)
+		d.events.NormalClaim(c, "WholeGPUHeld", hint)
 	}
 	logger.Info("Prepared claim", "devices", names(devices), "took", took)
 	return kubeletplugin.PrepareResult{Devices: devices}

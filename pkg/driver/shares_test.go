@@ -10,7 +10,6 @@ import (
 	"testing"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -22,6 +21,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
@@ -155,7 +155,7 @@ func (s *settableGPU) SetTimeSlice(context.Context, device.Card, device.TimeSlic
 func TestPersistenceModeOffIsReportedOnce(t *testing.T) {
 	recorder := record.NewFakeRecorder(10)
 	hardware := &settableGPU{}
-	w := newPersistenceWarner(hardware, &nodeEvents{recorder: recorder, node: &corev1.ObjectReference{}})
+	w := newPersistenceWarner(hardware, events.NewFor(recorder, "node"))
 	set := func() (events int) {
 		t.Helper()
 		for _, c := range []device.Card{{PCIAddress: "0000:1b:00.0", UUID: "GPU-1"}, {PCIAddress: "0000:43:00.0", UUID: "GPU-2"}} {
@@ -188,7 +188,7 @@ func TestPersistenceModeOffIsReportedOnce(t *testing.T) {
 
 func TestAbsentSupervisorIsAnEventAfterGrace(t *testing.T) {
 	recorder := record.NewFakeRecorder(10)
-	d := &Driver{events: &nodeEvents{recorder: recorder, node: &corev1.ObjectReference{}}}
+	d := &Driver{events: events.NewFor(recorder, "node")}
 	now := time.Now()
 	absent := errors.New("the MPS supervisor is not running")
 	for i, c := range []struct {

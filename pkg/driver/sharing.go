@@ -57,13 +57,6 @@ func (s nodeSupervisor) Stop(ctx context.Context, id string) error {
 	return err
 }
 
-// shareProblems has the texts of the last Events about shared devices: why no devices are shared,
-// why no shares with a limited part of memory and compute are offered, and which devices have
-// shares that the configuration no longer has.
-type shareProblems struct {
-	notShared, noFractions, ending string
-}
-
 // withShares returns the offerings (devices to offer per GPU) with the configured share rules
 // added, if a cluster with the features f supports them. v is the node's GPU driver.
 func (d *Driver) withShares(offerings []device.Offering, v device.Driver, f Features) []device.Offering {
@@ -85,25 +78,15 @@ func (d *Driver) withShares(offerings []device.Offering, v device.Driver, f Feat
 // again soon.
 func (d *Driver) reportShares(offerings []device.Offering, shapes []device.Shape, f Features) (settled bool) {
 	_, notShared := d.shareRules(f)
-	now := shareProblems{
-		notShared:   notShared,
-		noFractions: describeLimits(device.FractionRefusals(offerings)),
-		ending:      strings.Join(endingShares(shapes), ", "),
-	}
+	noFractions := describeLimits(device.FractionRefusals(offerings))
+	ending := strings.Join(endingShares(shapes), ", ")
 	d.metrics.Shares(countShares(shapes))
 	d.offersFractions.Store(slices.ContainsFunc(shapes, isFractional))
-	if now.notShared != "" && now.notShared != d.lastShares.notShared {
-		d.events.warn("SharesNotOffered", "Not offering shares: "+now.notShared)
-	}
-	if now.noFractions != "" && now.noFractions != d.lastShares.noFractions {
-		d.events.warn("FractionsNotOffered", "Not offering fractions: "+now.noFractions)
-	}
-	if now.ending != "" && now.ending != d.lastShares.ending {
-		d.events.warn("SharesEnding", "Claims hold shares that are no longer configured. No more shares are offered of "+
-			now.ending+". The new configuration applies when the last of these claims ends")
-	}
-	d.lastShares = now
-	return now.ending == ""
+	d.events.WarnOnChange("SharesNotOffered", notShared, "Not offering shares: "+notShared)
+	d.events.WarnOnChange("FractionsNotOffered", noFractions, "Not offering fractions: "+noFractions)
+	d.events.WarnOnChange("SharesEnding", ending, "Claims hold shares that are no longer configured. No more shares are offered of "+
+		ending+". The new configuration applies when the last of these claims ends")
+	return ending == ""
 }
 
 func isFractional(s device.Shape) bool {
@@ -175,7 +158,7 @@ func (d *Driver) checkSupervisor(absent error, now time.Time) {
 		d.supervisorAbsentSince = now
 	case now.Sub(d.supervisorAbsentSince) > supervisorGrace && !d.supervisorAbsenceReported:
 		d.supervisorAbsenceReported = true
-		d.events.warn("MPSNotRunning", "This node offers memory-limited GPU shares (shares=fractions) but cannot prepare claims for them: "+
+		d.events.Warn("MPSNotRunning", "This node offers memory-limited GPU shares (shares=fractions) but cannot prepare claims for them: "+
 			absent.Error())
 	}
 	if absent == nil {

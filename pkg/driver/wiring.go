@@ -22,6 +22,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
@@ -106,7 +107,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv,
 		specs: cdi.NewStore(cfg.CDIRoot),
 		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
-		events: newNodeEvents(ctx, parts.Client, cfg.NodeName),
+		events: events.New(ctx, parts.Client, cfg.NodeName),
 		calls:  newInFlightCalls(),
 		shares: shares, supervisor: nodeSupervisor{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics},
 
@@ -127,7 +128,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	}
 	d.devicePlugin = &devicePluginConflict{
 		refuse: cfg.DevicePluginConflict == config.ConflictRefuse, readiness: d.readiness,
-		warn: d.events.warn, onDetected: d.metrics.DevicePlugin,
+		warn: d.events.Warn, onDetected: d.metrics.DevicePlugin,
 	}
 	d.migModes = &migModeCleaner{switchOff: d.preparer.DisableUnusedMIGMode, requestScan: inv.RequestScan}
 	d.claimGC = d.newClaimGC(parts.StatusClient)
@@ -136,14 +137,14 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		use: func() (func(), bool) { return d.quiesce.Use() }, onUnavailable: func() { d.specsUnchecked.Store(true) },
 	}
 	d.layouts = publish.NewLayouts(d.preparer, publish.APIServer{Client: d.client, Driver: DriverName, Node: cfg.NodeName}, policies)
-	d.slow = &slowScheduler{warn: d.events.warn, setMetric: d.metrics.SlowScheduler}
+	d.slow = &slowScheduler{warn: d.events.Warn, setMetric: d.metrics.SlowScheduler}
 	d.quiesce, quiesce.readiness, quiesce.onChange = quiesce, d.readiness, d.reportQuiesce
 	quiesce.store = newQuiesceStore(cfg.StateDir(), func(err error) {
 		klog.FromContext(ctx).Error(err, "Failed to store the request to release the hardware; "+
 			"a restart without the API server would open the GPUs during the driver upgrade")
 	})
 	quiesce.onBlocked = func(err error) {
-		d.events.warn("DriverHeld", "Failed to release the GPUs for the driver upgrade: "+err.Error())
+		d.events.Warn("DriverHeld", "Failed to release the GPUs for the driver upgrade: "+err.Error())
 	}
 	if err := d.setUpHealth(parts.Watch); err != nil {
 		d.instanceLock.Release()
