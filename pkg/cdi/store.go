@@ -16,8 +16,6 @@ import (
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 	"tags.cncf.io/container-device-interface/pkg/parser"
 	"tags.cncf.io/container-device-interface/specs-go"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/coalesce"
 )
 
 // These names make the CDI kinds k8s.gpu.nvidia.com/base and k8s.gpu.nvidia.com/claim, and their
@@ -36,36 +34,30 @@ const (
 	ofClaim = temporary + "claim"
 )
 
-// Store manages the driver's specs in the CDI directory. It is safe for concurrent use.
+// Store manages the driver's specs in the CDI directory. It is safe for concurrent use. Callers
+// must serialize calls for one claim across processes.
 type Store struct {
 	root string
 
-	// files is read-locked while one file and its entry in known change, so that claims do not wait
-	// for each other's writes. It is write-locked while all files are compared with known. Callers
-	// must serialize calls for one claim. Writers of the base spec also lock baseMu.
-	files      sync.RWMutex
-	baseMu     sync.Mutex
-	baseWrites coalesce.Group[editsIdentity]
-
-	mu sync.Mutex // guards the fields below
-	// known is the expected content of each file: what this Store last wrote, or what it read from a
-	// file that another plugin instance wrote. Watch compares it with the disk to detect changes by
-	// other programs.
-	known map[string][]byte
+	mu sync.Mutex // guards the files too, so that Watch never sees a half-done change of this Store
+	// known is each file as this Store last wrote it, or as it read it when another plugin instance
+	// wrote it. Watch compares it with the disk to detect changes by other programs.
+	known map[string]specFile
 	// damaged are the files that another program removed or changed, until they are written again.
 	damaged map[string]bool
 	// repaired are the damaged files that were written again, until Watch reports them.
 	repaired []string
-	// base is the JSON of the base spec that WriteBase encoded last. WriteBase uses it again for the
-	// same edits, because encoding is slow.
-	base []byte
-	// baseEdits identifies the edits from which base was encoded.
-	baseEdits editsIdentity
+}
+
+// specFile is the content of a file, and its info by which an unchanged file is recognized.
+type specFile struct {
+	data []byte
+	info os.FileInfo
 }
 
 // NewStore keeps specs in root, a directory that the container runtime reads, such as /var/run/cdi.
 func NewStore(root string) *Store {
-	return &Store{root: root, known: map[string][]byte{}, damaged: map[string]bool{}}
+	return &Store{root: root, known: map[string]specFile{}, damaged: map[string]bool{}}
 }
 
 // ClaimDevice is one device of a claim with its edits.
@@ -94,25 +86,20 @@ func ClaimDeviceID(uid types.UID, device string, shareID *types.UID) string {
 }
 
 // WriteBase writes the base spec. The edits apply to the whole spec, so the runtime applies them
-// once per container, however many GPUs the container has. Concurrent calls with the same edits
-// share one comparison with the file and at most one write.
-func (s *Store) WriteBase(edits specs.ContainerEdits) error {
-	of := identityOf(edits)
-	return s.baseWrites.Do(of, func() error {
-		s.mu.Lock()
-		data, made := s.base, s.baseEdits == of && s.base != nil
-		s.mu.Unlock()
-		if !made {
-			var err error
-			if data, err = encode(baseSpec(edits)); err != nil {
-				return fmt.Errorf("CDI spec %s: %w", baseFile, err)
-			}
-			s.mu.Lock()
-			s.base, s.baseEdits = data, of
-			s.mu.Unlock()
-		}
-		return s.write(baseFile, data)
-	})
+// once per container, however many GPUs the container has.
+func (s *Store) WriteBase(edits specs.ContainerEdits) error { return s.writeBase(edits, false) }
+
+// RewriteBase writes the base spec even if it is unchanged. Container runtimes cache the device
+// numbers that they read at the first injection, until a file in the CDI directory changes. So a
+// caller that finds changed device nodes must call RewriteBase.
+func (s *Store) RewriteBase(edits specs.ContainerEdits) error { return s.writeBase(edits, true) }
+
+func (s *Store) writeBase(edits specs.ContainerEdits, always bool) error {
+	data, err := encode(baseSpec(edits))
+	if err != nil {
+		return fmt.Errorf("CDI spec %s: %w", baseFile, err)
+	}
+	return s.write(baseFile, data, always)
 }
 
 // WriteClaim writes the claim's spec. Each device name must begin with the claim's UID. The runtime
@@ -131,7 +118,7 @@ func (s *Store) WriteClaim(uid types.UID, devices []ClaimDevice) error {
 	if err != nil {
 		return fmt.Errorf("CDI spec %s: %w", name, err)
 	}
-	return s.write(name, data)
+	return s.write(name, data, false)
 }
 
 // RemoveClaim removes a claim's spec. If the spec is missing, it succeeds.
@@ -203,39 +190,36 @@ func claimFile(uid types.UID) (string, error) {
 	return claimPrefix + string(uid) + suffix, nil
 }
 
-func (s *Store) write(name string, data []byte) error {
-	defer s.lockFile(name)()
+// write makes data the content of the file called name. It replaces a file that has this content
+// only if always is true.
+func (s *Store) write(name string, data []byte, always bool) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	path := filepath.Join(s.root, name)
 	on, err := os.ReadFile(path)
 	differs := err != nil || !bytes.Equal(on, data)
-	if differs {
+	if differs || always {
 		if err := replace(path, data); err != nil {
 			return fmt.Errorf("write CDI spec: %w", err)
 		}
 	}
-	s.recordWrite(name, data, differs)
-	return nil
-}
-
-// recordWrite stores data in known as the expected content of the file called name. differed says
-// that the file had another content before. If another program had damaged it, recordWrite then
-// adds it to repaired.
-func (s *Store) recordWrite(name string, data []byte, differed bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.known[name] = data
-	if s.damaged[name] && differed {
+	info, err := os.Stat(path)
+	if err != nil {
+		return fmt.Errorf("write CDI spec: %w", err)
+	}
+	s.known[name] = specFile{data, info}
+	if s.damaged[name] && differs {
 		s.repaired = append(s.repaired, name)
 	}
 	delete(s.damaged, name)
+	return nil
 }
 
 func (s *Store) remove(name string) error {
-	defer s.lockFile(name)()
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	delete(s.known, name)
 	delete(s.damaged, name)
-	s.mu.Unlock()
 	path := filepath.Join(s.root, name)
 	for _, path := range []string{path, unfinished(path)} {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -243,19 +227,6 @@ func (s *Store) remove(name string) error {
 		}
 	}
 	return nil
-}
-
-// lockFile locks a file and its entry in known until the caller calls unlock.
-func (s *Store) lockFile(name string) (unlock func()) {
-	s.files.RLock()
-	if name != baseFile {
-		return s.files.RUnlock
-	}
-	s.baseMu.Lock()
-	return func() {
-		s.baseMu.Unlock()
-		s.files.RUnlock()
-	}
 }
 
 // encode sets the lowest CDI version that the spec's content allows, because older runtimes refuse

@@ -14,7 +14,7 @@ import (
 
 const (
 	// repairLimit is the time in which Watch promises to call repair.
-	repairLimit = time.Second
+	repairLimit = checkInterval + time.Second
 	// patience is how long tests wait before they fail. It is long enough for a busy machine.
 	patience = 20 * time.Second
 )
@@ -230,43 +230,53 @@ func TestRepairRetriesBackOff(t *testing.T) {
 	must(t, s.WriteBase(commonEdits()))
 	clock := time.Now()
 	tries, failing := 0, errors.New("no space left on device")
-	w := &specWatch{store: s, dir: newDirWatcher(s.root), now: func() time.Time { return clock },
-		repaired: func(context.Context, []string) {}, repair: func(context.Context) error {
-			tries++
-			return errors.Join(failing, s.WriteBase(commonEdits()))
-		}}
-	defer w.dir.close()
-	// passes advances the fake clock by d and runs each check that is due. It changes no spec. The
+	w := &specWatch{store: s, repaired: func(context.Context, []string) {}, repair: func(context.Context) error {
+		tries++
+		return errors.Join(failing, s.WriteBase(commonEdits()))
+	}}
+	// passes advances the fake clock by d, with a check every checkInterval. It changes no spec. The
 	// result is how often repair was called.
 	passes := func(d time.Duration) int {
 		before := tries
-		for end := clock.Add(d); clock.Before(end); {
-			clock = clock.Add(w.check(t.Context()))
+		for end := clock.Add(d); clock.Before(end); clock = clock.Add(checkInterval) {
+			w.check(t.Context(), clock)
 		}
 		return tries - before
 	}
 	if n := passes(time.Minute); n != 0 {
 		t.Errorf("repaired %d times without a change", n)
 	}
-	// removed removes the base spec and returns when repair was called. The fake clock stands still
-	// meanwhile.
-	removed := func() {
-		must(t, os.Remove(filepath.Join(s.root, baseFile)))
-		for before := tries; tries == before; w.check(t.Context()) {
-			<-w.dir.changed
-		}
-	}
-	removed()
-	if n := passes(time.Minute); n < 5 || n > 8 {
+	remove := func() { must(t, os.Remove(filepath.Join(s.root, baseFile))) }
+	remove()
+	if n := passes(time.Minute); n != 5 { // after 0, 2, 6, 14 and 30 seconds
 		t.Errorf("tried %d times in the first minute", n)
 	}
-	if n := passes(10 * time.Minute); n < 18 || n > 21 {
+	if n := passes(10 * time.Minute); n != 20 {
 		t.Errorf("tried %d times in the ten minutes after", n)
 	}
-	removed()
+	remove()
 	failing = nil
 	if n := passes(time.Hour); n != 1 {
 		t.Errorf("tried %d times after a success", n)
+	}
+}
+
+// A touch, or a rewrite with the same content, leaves the spec as it was.
+func TestWatchToleratesUnchangedContent(t *testing.T) {
+	s := newStore(t)
+	must(t, s.WriteBase(commonEdits()))
+	path := filepath.Join(s.root, baseFile)
+	data, err := os.ReadFile(path)
+	must(t, err)
+	for what, touch := range map[string]func() error{
+		"touched":   func() error { return os.Chtimes(path, time.Now(), time.Now().Add(time.Hour)) },
+		"rewritten": func() error { return os.WriteFile(path, data, 0o600) },
+		"replaced":  func() error { return errors.Join(os.Remove(path), os.WriteFile(path, data, 0o600)) },
+	} {
+		must(t, touch())
+		if lost := s.altered(); len(lost) > 0 {
+			t.Errorf("%s: %v count as damaged", what, lost)
+		}
 	}
 }
 
@@ -276,14 +286,12 @@ func TestWatchReportsOnlyRewrittenSpecs(t *testing.T) {
 	must(t, write())
 	var reported []string
 	w := &specWatch{
-		store: s, dir: newDirWatcher(s.root), now: time.Now, repair: func(context.Context) error { return nil },
+		store: s, repair: func(context.Context) error { return nil },
 		repaired: func(_ context.Context, specs []string) { reported = append(reported, specs...) },
 	}
-	defer w.dir.close()
 	says := func(when string, want ...string) {
 		t.Helper()
-		w.dir.specs.addAll()
-		w.check(t.Context())
+		w.check(t.Context(), time.Now())
 		if !slices.Equal(reported, want) {
 			t.Errorf("%s: reported %q", when, reported)
 		}

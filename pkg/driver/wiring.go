@@ -182,7 +182,7 @@ func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions
 		Hardware: predecessorFilter{d.readiness, d.predecessor}, Specs: d.specs,
 		Records: records, Locks: locks, BootID: bootID,
 		Now: time.Now, ConflictWait: conflictWait, Stopping: ctx.Done(),
-		Verify:      (&cdi.Verifier{Visible: d.mountedPath(paths)}).Verify,
+		Verify:      func(edits specs.ContainerEdits) error { return cdi.Verify(edits, d.mountedPath(paths)) },
 		Partitions:  partitions,
 		MIGEdits:    paths.CapabilityEdits,
 		MPS:         d.supervisor,
