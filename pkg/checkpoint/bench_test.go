@@ -4,14 +4,14 @@ import "testing"
 
 func BenchmarkRecord(b *testing.B) {
 	for name, r := range map[string]Record{"one-GPU": newRecord(gpu0), "two-GPUs": newRecord(gpu0, gpu1)} {
-		raw, err := encode("a claim", r)
+		raw, err := recordFormat.Encode(r)
 		if err != nil {
 			b.Fatal(err)
 		}
 		b.Run("encode/"+name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
-				if _, err := encode("a claim", r); err != nil {
+				if _, err := recordFormat.Encode(r); err != nil {
 					b.Fatal(err)
 				}
 			}
@@ -20,7 +20,7 @@ func BenchmarkRecord(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				var read Record
-				if err := decode("a file", raw, &read); err != nil {
+				if err := recordFormat.Decode("a file", raw, &read); err != nil {
 					b.Fatal(err)
 				}
 			}

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // FuzzRecord lets the store read a claim's record with any content. It expects a record or an
@@ -28,7 +29,7 @@ func FuzzRecord(f *testing.F) {
 		s := open(t, disk)
 		if sealed {
 			var ok bool
-			if content, ok = seal(content); !ok {
+			if content, ok = seal(recordFormat, content); !ok {
 				return
 			}
 		}
@@ -68,7 +69,7 @@ func FuzzHolder(f *testing.F) {
 		s := open(t, disk)
 		if sealed {
 			var ok bool
-			if content, ok = seal(content); !ok {
+			if content, ok = seal(holderFormat, content); !ok {
 				return
 			}
 		}
@@ -120,11 +121,7 @@ func equalJSON(t *testing.T, a, b any) bool {
 
 // seal wraps a payload in an envelope with a valid checksum. It returns false if the payload is not
 // JSON.
-func seal(payload []byte) ([]byte, bool) {
-	var compact bytes.Buffer
-	if json.Compact(&compact, payload) != nil {
-		return nil, false
-	}
-	raw, err := json.Marshal(envelope{FormatVersion: FormatVersion, Checksum: checksum(compact.Bytes()), Payload: compact.Bytes()})
+func seal(format statefile.Format, payload []byte) ([]byte, bool) {
+	raw, err := format.Encode(json.RawMessage(payload))
 	return raw, err == nil
 }

@@ -1,101 +1,217 @@
 package checkpoint
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
-	"fmt"
+	"flag"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
-// golden is the directory with claims' checkpoint records as released versions wrote them, under
-// their original file names. Its subdirectories' names start with the format version. Never change
-// the records of a released version.
-const golden = "testdata/records"
+var update = flag.Bool("update", false, "write the files of testdata: those of a released version never change")
 
-func TestRecordsOfEveryVersionAreReadWithoutLoss(t *testing.T) {
-	files, err := filepath.Glob(filepath.Join(golden, "*", "*.json"))
-	if err != nil || len(files) < 4 {
-		t.Fatalf("%q, %v", files, err)
+// golden is the state directory of a node as version 0.1 writes it. A later version adds a
+// directory of its own, and keeps reading this one.
+const golden = "testdata/v0.1"
+
+// goldenRecords and goldenHolders are what the files of golden contain.
+var (
+	goldenRecords = []Record{{
+		ClaimUID: "11111111-0000-4000-8000-000000000001", Namespace: "default", Name: "whole", State: Prepared, BootID: "boot-1",
+		Devices: []Device{
+			{Request: "a", Pool: "node", Device: gpu0, GPU: gpu0, GPUUUID: "GPU-0"},
+			{Request: "b", Pool: "node", Device: gpu1, AdminAccess: true, GPU: gpu1, GPUUUID: "GPU-1"},
+		},
+		Steps: []Step{{Kind: "claim-spec", Params: json.RawMessage(`{"devices":null}`)}},
+	}, {
+		ClaimUID: "11111111-0000-4000-8000-000000000002", Namespace: "default", Name: "partition", State: Preparing, BootID: "boot-1",
+		Devices: []Device{{Request: "a", Pool: "node", Device: gpu0 + "-mig-19-4", GPU: gpu0, GPUUUID: "GPU-0", MIGUUID: "MIG-1"}},
+		Steps: []Step{
+			{Kind: "mig-instance", Params: json.RawMessage(`{"device":"` + gpu0 + `-mig-19-4"}`)},
+			{Kind: "claim-spec", Params: json.RawMessage(`{"devices":null}`)},
+		},
+	}, {
+		ClaimUID: "11111111-0000-4000-8000-000000000003", Namespace: "default", Name: "share", State: Reverting, BootID: "boot-1",
+		Devices: []Device{{
+			Request: "a", Pool: "node", Device: gpu0 + "-share", ShareID: ptr.To(types.UID("share-1")), GPU: gpu0, GPUUUID: "GPU-0",
+			Fraction: true, ConsumedCapacity: map[string]resource.Quantity{"cores": resource.MustParse("25"), "memory": resource.MustParse("10Gi")},
+		}},
+		Steps: []Step{{Kind: "shared", Params: json.RawMessage(`{"key":"` + gpu0 + `-share_mps-daemon"}`)}},
+	}}
+	goldenHolders = []Holder{
+		newHolder(gpu0+"_time-slice", HolderClaim{UID: "u", Namespace: "default", Name: "a"}, HolderClaim{UID: "v", Namespace: "default",
+			Name: "b"}),
+		{Key: "u-0_mps-daemon", GPUs: []string{gpu0, gpu1}, State: Undoing, BootID: "boot-1",
+			Step: Step{Kind: "mps-daemon", Params: json.RawMessage(`{"id":"u-0"}`)}},
 	}
-	for _, file := range files {
-		t.Run(filepath.Base(filepath.Dir(file)), func(t *testing.T) {
-			raw, err := os.ReadFile(file)
-			if err != nil {
-				t.Fatal(err)
-			}
-			disk := durabletest.New()
-			s := open(t, disk)
-			path := filepath.Join(claims, filepath.Base(file))
-			disk.Put(path, raw)
-			r, found, err := s.Load(uid)
-			if err != nil || !found || r.State != Prepared || len(r.Devices) == 0 || len(r.Steps) == 0 {
-				t.Fatalf("%+v, %v, %v", r, found, err)
-			}
-			// Whichever version wrote the record first, this version must save it under the same name and
-			// with the same payload.
-			save(t, s, r)
-			if names := disk.Names(claims); len(names) != 1 || names[0] != filepath.Base(file) {
-				t.Errorf("the files are %q", names)
-			}
-			again, err := disk.ReadFile(path)
-			if err != nil {
-				t.Fatal(err)
-			}
-			before, after := payloadOf(t, raw), payloadOf(t, again)
-			if diff := cmp.Diff(before.Payload, after.Payload); diff != "" {
-				t.Error(diff)
-			}
-			if after.FormatVersion != FormatVersion {
-				t.Errorf("written as version %d", after.FormatVersion)
-			}
-			if before.FormatVersion == FormatVersion && string(raw) != string(again) {
-				t.Errorf("other bytes for the same record:\n%s\n%s", raw, again)
-			}
-		})
-	}
-}
+)
 
-type opened struct {
-	FormatVersion int            `json:"formatVersion"`
-	Payload       map[string]any `json:"payload"`
-}
-
-func payloadOf(t *testing.T, raw []byte) (e opened) {
+// writeGolden writes the files of golden with this version into an empty state directory.
+func writeGolden(t *testing.T) (*Store, *durabletest.Disk) {
 	t.Helper()
-	if err := json.Unmarshal(raw, &e); err != nil {
+	disk := durabletest.New()
+	s := open(t, disk)
+	errs := []error{s.Mark(gpu0, "boot-1")}
+	for _, r := range goldenRecords {
+		errs = append(errs, s.Save(r))
+	}
+	for _, h := range goldenHolders {
+		errs = append(errs, s.SaveHolder(h))
+	}
+	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
 	}
-	return e
+	return s, disk
 }
 
-func TestRecordForNewerReaderIsRefused(t *testing.T) {
-	payload := `{"claimUID":"` + string(uid) + `","state":"Prepared","devices":[],"steps":[]}`
-	for _, c := range []struct {
-		envelope string
-		readable bool
-	}{
-		{`"formatVersion":1`, true},
-		{`"formatVersion":7,"readableFrom":1`, true},
-		{`"formatVersion":2`, false},
-		{`"formatVersion":3,"readableFrom":2`, false},
-		{`"formatVersion":2,"readableFrom":-1`, false},
-	} {
-		disk := durabletest.New()
-		s := open(t, disk)
-		disk.Put(filepath.Join(claims, string(uid)+"_"+gpu0+".json"), fmt.Appendf(nil, `{%s,"checksum":%q,"payload":%s}`, c.envelope,
-			checksum([]byte(payload)), payload))
-		_, found, err := s.Load(uid)
-		future := new(FutureError)
-		if !found || c.readable != (err == nil) || !c.readable && (!errors.As(err, &future) ||
-			!strings.Contains(err.Error(), "install the later driver again")) {
-			t.Errorf("%s: %v, %v", c.envelope, found, err)
+// goldenFiles returns the names of the files in golden, relative to it.
+func goldenFiles(t *testing.T) (names []string) {
+	t.Helper()
+	if err := filepath.WalkDir(golden, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
 		}
+		name, err := filepath.Rel(golden, path)
+		names = append(names, name)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	return names
+}
+
+func TestFilesAreWrittenAsInVersion01(t *testing.T) {
+	_, disk := writeGolden(t)
+	written := 0
+	for _, dir := range []string{"claims", "holders", "mig"} {
+		for _, name := range disk.Names(filepath.Join("/state", dir)) {
+			written++
+			raw, err := disk.ReadFile(filepath.Join("/state", dir, name))
+			if err != nil {
+				t.Fatal(err)
+			}
+			file := filepath.Join(golden, dir, name)
+			if *update {
+				if err := errors.Join(os.MkdirAll(filepath.Dir(file), 0o755), os.WriteFile(file, raw, 0o644)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if want, err := os.ReadFile(file); err != nil || !bytes.Equal(raw, want) {
+				t.Errorf("%s: %v\n%s\n%s", file, err, raw, want)
+			}
+		}
+	}
+	if files := goldenFiles(t); len(files) != written {
+		t.Errorf("wrote %d files, want %q", written, files)
+	}
+}
+
+func TestFilesOfVersion01AreRead(t *testing.T) {
+	disk := durabletest.New()
+	s := open(t, disk)
+	for _, name := range goldenFiles(t) {
+		raw, err := os.ReadFile(filepath.Join(golden, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		disk.Put(filepath.Join("/state", name), raw)
+	}
+	for _, want := range goldenRecords {
+		if got, found, err := s.Load(want.ClaimUID); err != nil || !found || cmp.Diff(want, got) != "" {
+			t.Errorf("%v, %v, %s", found, err, cmp.Diff(want, got))
+		}
+	}
+	for _, want := range goldenHolders {
+		if got, found, err := s.Holder(want.Key); err != nil || !found || cmp.Diff(want, got) != "" {
+			t.Errorf("%v, %v, %s", found, err, cmp.Diff(want, got))
+		}
+	}
+	if ours, err := s.MarkedIn(gpu0, "boot-1"); err != nil || !ours {
+		t.Error(ours, err)
+	}
+}
+
+// A file that only a later version can use is refused by name. It stays as it is, and a record
+// keeps blocking its devices.
+func TestFilesForNewerReaderAreRefusedAndKept(t *testing.T) {
+	s, disk := writeGolden(t)
+	r, h := goldenRecords[0], goldenHolders[0]
+	name, err := fileName(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mark := func() error { return s.Mark(gpu0, "boot-2") }
+	for file, calls := range map[string][]func() error{
+		filepath.Join(s.claims, name): {
+			func() error { _, _, err := s.Load(r.ClaimUID); return err },
+			func() error { return s.Save(r) },
+		},
+		filepath.Join(s.holders, h.Key+suffix): {
+			func() error { _, _, err := s.Holder(h.Key); return err },
+			func() error { return s.SaveHolder(h) },
+		},
+		filepath.Join(s.marks, gpu0): {
+			func() error { _, err := s.Marked(gpu0); return err },
+			func() error { _, err := s.MarkedIn(gpu0, "boot-1"); return err },
+			mark, func() error { return s.Unmark(gpu0) },
+		},
+	} {
+		newer := []byte(`{"minReader":2,"digest":"of another kind","body":{}}`)
+		disk.Put(file, newer)
+		for i, call := range calls {
+			err := call()
+			var refused *statefile.NewerError
+			if !errors.As(err, &refused) || refused.Path != file {
+				t.Errorf("%s: call %d: %v", file, i, err)
+			}
+			for _, want := range []string{file, "version 2", "up to 1", "install the later driver again"} {
+				if err != nil && !strings.Contains(err.Error(), want) {
+					t.Errorf("%q does not say %q", err, want)
+				}
+			}
+		}
+		if got, err := disk.ReadFile(file); err != nil || !bytes.Equal(got, newer) {
+			t.Errorf("%s was changed: %s, %v", file, got, err)
+		}
+	}
+	entries, err := s.ListForGPUs(gpu0)
+	if err != nil || !holds(entries[0], gpu0) {
+		t.Errorf("it no longer blocks its GPU: %v, %v", entries, err)
+	}
+}
+
+// A later version may add fields without raising minReader. This version reads such a file, and
+// drops the fields when it writes it.
+func TestFieldsOfALaterVersionAreIgnored(t *testing.T) {
+	disk := durabletest.New()
+	s := open(t, disk)
+	path := save(t, s, newRecord(gpu0))
+	later, err := statefile.Format{Kind: "ClaimRecord", Version: 7, MinReader: 1}.Encode(map[string]any{
+		"claimUID": uid, "epoch": 7, "devices": []any{map[string]any{"device": gpu0, "gpu": gpu0, "slot": 3}},
+		"steps": []any{map[string]any{"kind": "claim-spec", "params": map[string]any{"later": 1}, "order": 2}},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	disk.Put(path, later)
+	r, found, err := s.Load(uid)
+	if err != nil || !found || r.Devices[0].GPU != gpu0 || string(r.Steps[0].Params) != `{"later":1}` {
+		t.Fatalf("%+v, %v, %v", r, found, err)
+	}
+	save(t, s, r)
+	if again, _, err := s.Load(uid); err != nil || cmp.Diff(r, again) != "" {
+		t.Error(err, cmp.Diff(r, again))
 	}
 }

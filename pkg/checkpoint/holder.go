@@ -1,7 +1,6 @@
 package checkpoint
 
 import (
-	"encoding/json"
 	"fmt"
 	"path/filepath"
 	"slices"
@@ -11,6 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // HolderState says how far a GPU setting, MPS daemon or partition that several claims share was set
@@ -46,8 +46,6 @@ type Holder struct {
 	// state of the hardware, which the last claim restores.
 	Step   Step          `json:"step"`
 	Claims []HolderClaim `json:"claims"`
-
-	unknown map[string]json.RawMessage
 }
 
 // HolderClaim is one of the claims in a Holder's list.
@@ -55,8 +53,6 @@ type HolderClaim struct {
 	UID       types.UID `json:"uid"`
 	Namespace string    `json:"namespace"`
 	Name      string    `json:"name"`
-
-	unknown map[string]json.RawMessage
 }
 
 func (c HolderClaim) String() string {
@@ -73,32 +69,6 @@ func (h Holder) Others(uid types.UID) []HolderClaim {
 	return slices.DeleteFunc(slices.Clone(h.Claims), func(c HolderClaim) bool { return c.UID == uid })
 }
 
-type plainHolder Holder
-
-var holderFields = fieldsOf[plainHolder]()
-
-func (h *Holder) UnmarshalJSON(raw []byte) error {
-	unknown, err := decodeKnown(raw, (*plainHolder)(h), holderFields)
-	h.unknown = unknown
-	return err
-}
-
-func (h Holder) MarshalJSON() ([]byte, error) { return encodeWithUnknown(plainHolder(h), h.unknown) }
-
-type plainHolderClaim HolderClaim
-
-var holderClaimFields = fieldsOf[plainHolderClaim]()
-
-func (c *HolderClaim) UnmarshalJSON(raw []byte) error {
-	unknown, err := decodeKnown(raw, (*plainHolderClaim)(c), holderClaimFields)
-	c.unknown = unknown
-	return err
-}
-
-func (c HolderClaim) MarshalJSON() ([]byte, error) {
-	return encodeWithUnknown(plainHolderClaim(c), c.unknown)
-}
-
 func (s *Store) holderFile(key string) (string, error) {
 	if key == "" || strings.HasPrefix(key, ".") || strings.ContainsAny(key, "/\x00") || len(key)+len(suffix) > maxName {
 		return "", fmt.Errorf("key %q of a shared setting cannot be a file name", key)
@@ -112,26 +82,23 @@ func (s *Store) SaveHolder(h Holder) error {
 	if err != nil {
 		return err
 	}
-	raw, err := encode("shared setting "+h.Key, h)
-	if err != nil {
-		return err
-	}
-	return durable.Replace(s.disk, path, raw)
+	return holderFormat.Write(s.disk, path, h)
 }
 
 // Holder reads the shared setting, daemon or partition with this key, and the list of its claims.
-// If err is an [*UnreadableError] or a [*FutureError], the file exists but cannot be used.
+// If err is an [*statefile.UnreadableError] or a
+// [*statefile.NewerError], the file exists but cannot be used.
 func (s *Store) Holder(key string) (h Holder, found bool, err error) {
 	path, err := s.holderFile(key)
 	if err != nil {
 		return Holder{}, false, err
 	}
-	found, err = s.read(path, &h)
+	found, err = holderFormat.Read(s.disk, path, &h)
 	if err != nil || !found {
 		return Holder{}, found, err
 	}
 	if h.Key != key {
-		return Holder{}, true, &UnreadableError{Path: path, Reason: "it belongs to key " + h.Key}
+		return Holder{}, true, &statefile.UnreadableError{Path: path, Reason: "it belongs to key " + h.Key}
 	}
 	return h, true, nil
 }

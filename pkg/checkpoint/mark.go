@@ -3,11 +3,16 @@ package checkpoint
 import (
 	"errors"
 	"fmt"
-	"io/fs"
 	"path/filepath"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
+
+// mark is the content of a GPU's mark: the boot in which the plugin enabled the MIG mode.
+type mark struct {
+	BootID string `json:"bootID"`
+}
 
 // Mark durably records, in a file, that the plugin is about to enable a GPU's MIG mode in this
 // boot. While the file exists, a claim for the whole GPU reads the hardware, because the inventory
@@ -17,7 +22,7 @@ func (s *Store) Mark(gpu, bootID string) error {
 	if err != nil || marked && boot == bootID {
 		return err
 	}
-	return durable.Replace(s.disk, filepath.Join(s.marks, gpu), []byte(bootID))
+	return markFormat.Write(s.disk, filepath.Join(s.marks, gpu), mark{BootID: bootID})
 }
 
 // Unmark removes the GPU's mark, which [Store.Mark] wrote. It is no error if the GPU has none.
@@ -36,24 +41,23 @@ func (s *Store) Marked(gpu string) (bool, error) {
 
 // MarkedIn reports whether the plugin enabled the GPU's MIG mode in the boot bootID. A mark of an
 // earlier boot does not count, because a GPU whose mode the plugin can change forgets the mode at a
-// reboot. An empty mark does not count either: earlier versions also wrote one for a mode that an
-// admin had enabled.
+// reboot. A damaged mark does not count either.
 func (s *Store) MarkedIn(gpu, bootID string) (bool, error) {
 	boot, marked, err := s.readMark(gpu)
 	return marked && boot == bootID, err
 }
 
+// readMark returns the boot ID in the GPU's mark. It is "" if the mark is damaged: then claims read
+// the hardware, but nothing is proved about this boot.
 func (s *Store) readMark(gpu string) (bootID string, marked bool, _ error) {
-	raw, err := s.disk.ReadFile(filepath.Join(s.marks, gpu))
-	var untrusted *durable.UntrustedError
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		return "", false, nil
-	case errors.As(err, &untrusted):
-		return "", true, nil // makes claims read the hardware, but proves nothing about this boot
+	var m mark
+	marked, err := markFormat.Read(s.disk, filepath.Join(s.marks, gpu), &m)
+	var unreadable *statefile.UnreadableError
+	if errors.As(err, &unreadable) {
+		return "", true, nil
 	}
 	if err != nil {
 		return "", false, fmt.Errorf("read the MIG mode mark of %s: %w", gpu, err)
 	}
-	return string(raw), true, nil
+	return m.BootID, marked, nil
 }

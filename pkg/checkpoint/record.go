@@ -2,9 +2,6 @@ package checkpoint
 
 import (
 	"encoding/json"
-	"fmt"
-	"reflect"
-	"strings"
 
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
@@ -20,8 +17,7 @@ const (
 	// Prepared means that all of the record's Steps were carried out. The kubelet may already have the
 	// result of the call.
 	Prepared State = "Prepared"
-	// Reverting means that the claim is being unprepared and some Steps may be undone already. Older
-	// versions of the driver do not know this state. They undo a record in any state but Prepared.
+	// Reverting means that the claim is being unprepared and some Steps may be undone already.
 	Reverting State = "Reverting"
 )
 
@@ -38,8 +34,6 @@ type Record struct {
 	// Steps are the parts of the claim's preparation, such as creating a MIG instance, in the order in
 	// which the driver carries them out. It undoes them in reverse order.
 	Steps []Step `json:"steps"`
-
-	unknown map[string]json.RawMessage
 }
 
 // Device is one device that was allocated to the claim.
@@ -60,10 +54,8 @@ type Device struct {
 	// share without Fraction has no limit.
 	Fraction bool `json:"fraction,omitempty"`
 	// ConsumedCapacity is how much of each capacity of the device the claim's share takes. It is nil
-	// for an exclusive device, and in records of driver versions that did not write it.
+	// for an exclusive device.
 	ConsumedCapacity map[string]resource.Quantity `json:"consumedCapacity,omitempty"`
-
-	unknown map[string]json.RawMessage
 }
 
 // Step is one part of a claim's preparation, such as creating a MIG instance, in the form in which
@@ -72,8 +64,6 @@ type Step struct {
 	Kind string `json:"kind"`
 	// Params are the step's parameters. Their form depends on Kind.
 	Params json.RawMessage `json:"params"`
-
-	unknown map[string]json.RawMessage
 }
 
 // OccupiedDevices returns the names of the claim's devices, each once, in the order of Devices.
@@ -98,90 +88,4 @@ func (r Record) collect(name func(Device) string) []string {
 		}
 	}
 	return names
-}
-
-// Unknown fields in a record were written by a later version of the driver, which may read the
-// record again after an upgrade. So decoding and encoding keep them.
-
-type plainRecord Record
-
-var recordFields = fieldsOf[plainRecord]()
-
-func (r *Record) UnmarshalJSON(raw []byte) error {
-	unknown, err := decodeKnown(raw, (*plainRecord)(r), recordFields)
-	r.unknown = unknown
-	return err
-}
-
-func (r Record) MarshalJSON() ([]byte, error) { return encodeWithUnknown(plainRecord(r), r.unknown) }
-
-type plainDevice Device
-
-var deviceFields = fieldsOf[plainDevice]()
-
-func (d *Device) UnmarshalJSON(raw []byte) error {
-	unknown, err := decodeKnown(raw, (*plainDevice)(d), deviceFields)
-	d.unknown = unknown
-	return err
-}
-
-func (d Device) MarshalJSON() ([]byte, error) { return encodeWithUnknown(plainDevice(d), d.unknown) }
-
-type plainStep Step
-
-var stepFields = fieldsOf[plainStep]()
-
-func (s *Step) UnmarshalJSON(raw []byte) error {
-	unknown, err := decodeKnown(raw, (*plainStep)(s), stepFields)
-	s.unknown = unknown
-	return err
-}
-
-func (s Step) MarshalJSON() ([]byte, error) { return encodeWithUnknown(plainStep(s), s.unknown) }
-
-// decodeKnown decodes raw into v, whose JSON field names are in fields. It returns the fields of
-// raw that v does not have.
-func decodeKnown(raw []byte, v any, fields []string) (map[string]json.RawMessage, error) {
-	if err := json.Unmarshal(raw, v); err != nil {
-		return nil, err
-	}
-	var all map[string]json.RawMessage
-	if err := json.Unmarshal(raw, &all); err != nil {
-		return nil, err
-	}
-	for _, name := range fields {
-		delete(all, name)
-	}
-	if len(all) == 0 {
-		return nil, nil
-	}
-	return all, nil
-}
-
-// fieldsOf returns the JSON names of the fields of struct T.
-func fieldsOf[T any]() []string {
-	var names []string
-	for _, field := range reflect.VisibleFields(reflect.TypeFor[T]()) {
-		if name, _, _ := strings.Cut(field.Tag.Get("json"), ","); name != "" {
-			names = append(names, name)
-		}
-	}
-	return names
-}
-
-func encodeWithUnknown(v any, unknown map[string]json.RawMessage) ([]byte, error) {
-	raw, err := json.Marshal(v)
-	if err != nil || len(unknown) == 0 {
-		return raw, err
-	}
-	all := map[string]json.RawMessage{}
-	if err := json.Unmarshal(raw, &all); err != nil {
-		return nil, fmt.Errorf("keep the fields that a later version of the driver wrote: %w", err)
-	}
-	for name, value := range unknown {
-		if _, ours := all[name]; !ours {
-			all[name] = value
-		}
-	}
-	return json.Marshal(all)
 }

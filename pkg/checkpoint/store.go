@@ -1,10 +1,9 @@
 // Package checkpoint keeps one durable record for each claim on the node.
 //
-// A record is a JSON file with a format version, a payload and a checksum of the payload's bytes.
-// It is replaced atomically, and is on disk before the call returns. The file's name contains the
-// UID of the claim and the names of its devices. So one directory listing shows which claim uses a
-// device, and an unreadable record still blocks its devices. Fields that a later version wrote are
-// kept.
+// A record is a JSON file as package statefile writes it. It is replaced atomically, and is on disk
+// before the call returns. The file's name contains the UID of the claim and the names of its
+// devices. So one directory listing shows which claim uses a device, and a record that cannot be
+// read still blocks its devices.
 //
 // Next to the records are two more kinds of files. One kind is a mark that the plugin enabled a
 // GPU's MIG mode (see [Store.Mark]). The other lists the claims that share a GPU setting, an MPS
@@ -15,18 +14,24 @@
 package checkpoint
 
 import (
-	"errors"
 	"fmt"
-	"io/fs"
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
+)
+
+// The formats of the files. A new field that must survive a rewrite by an older version, or a
+// change after which an older version would do harm, raises Version and MinReader.
+var (
+	recordFormat = statefile.Format{Kind: "ClaimRecord", Version: 1, MinReader: 1}
+	holderFormat = statefile.Format{Kind: "Holder", Version: 1, MinReader: 1}
+	markFormat   = statefile.Format{Kind: "MIGMark", Version: 1, MinReader: 1}
 )
 
 const (
@@ -141,11 +146,7 @@ func (s *Store) Save(r Record) error {
 	if err != nil {
 		return err
 	}
-	raw, err := encode("claim "+string(r.ClaimUID), r)
-	if err != nil {
-		return err
-	}
-	return durable.Replace(s.disk, filepath.Join(s.claims, name), raw)
+	return recordFormat.Write(s.disk, filepath.Join(s.claims, name), r)
 }
 
 // SyncDirs makes sure that a power cut cannot undo earlier writes and removals of records, because
@@ -164,8 +165,8 @@ func (s *Store) SyncDirs(holders bool) error {
 	return nil
 }
 
-// Load reads a claim's record. If err is an [*UnreadableError] or a [*FutureError], the record
-// exists but cannot be used.
+// Load reads a claim's record. If err is an [*statefile.UnreadableError] or a
+// [*statefile.NewerError], the record exists but cannot be used.
 func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 	files, err := s.recordFiles(uid)
 	if err != nil || len(files) == 0 {
@@ -173,38 +174,16 @@ func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 	}
 	path := filepath.Join(s.claims, files[0])
 	if len(files) > 1 {
-		return Record{}, true, &UnreadableError{Path: path, Reason: fmt.Sprintf("the claim has %d records: %q", len(files), files)}
+		return Record{}, true, &statefile.UnreadableError{Path: path, Reason: fmt.Sprintf("the claim has %d records: %q", len(files), files)}
 	}
-	found, err = s.read(path, &r)
+	found, err = recordFormat.Read(s.disk, path, &r)
 	if err != nil || !found {
 		return Record{}, found, err
 	}
 	if r.ClaimUID != uid {
-		return Record{}, true, &UnreadableError{Path: path, Reason: fmt.Sprintf("it belongs to claim %s", r.ClaimUID)}
+		return Record{}, true, &statefile.UnreadableError{Path: path, Reason: fmt.Sprintf("it belongs to claim %s", r.ClaimUID)}
 	}
 	return r, true, nil
-}
-
-// read decodes the file at path into v. found is false, without an error, if the file does not
-// exist.
-func (s *Store) read(path string, v any) (found bool, err error) {
-	raw, err := s.disk.ReadFile(path)
-	var untrusted *durable.UntrustedError
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		return false, nil
-	case errors.Is(err, syscall.EIO):
-		// A bad disk sector stays bad, so the record is lost. Other read errors, such as too many open
-		// files, may pass.
-		return true, &UnreadableError{Path: path, Reason: err.Error()}
-	case errors.As(err, &untrusted):
-		// Never use a file that another user may have written: records decide what this process does as
-		// root.
-		return true, &UnreadableError{Path: path, Reason: untrusted.Reason}
-	case err != nil:
-		return true, fmt.Errorf("read the record %s: %w", path, err)
-	}
-	return true, decode(path, raw, v)
 }
 
 // recordFiles returns the file names of one claim's records. It parses only names that start with

@@ -16,6 +16,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 const (
@@ -24,8 +25,6 @@ const (
 	gpu1   = "gpu-0000-1c-00-0"
 	claims = "/state/claims"
 )
-
-var sameRecord = cmp.AllowUnexported(Record{}, Device{}, Step{})
 
 func open(t *testing.T, disk *durabletest.Disk) *Store {
 	t.Helper()
@@ -57,6 +56,16 @@ func save(t *testing.T, s *Store, r Record) string {
 	return filepath.Join(claims, name)
 }
 
+// sealed returns the content of a file in this format with the payload v.
+func sealed(t *testing.T, format statefile.Format, v any) []byte {
+	t.Helper()
+	raw, err := format.Encode(v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return raw
+}
+
 func TestRecordRoundTrip(t *testing.T) {
 	s := open(t, durabletest.New())
 	want := newRecord(gpu0, gpu1)
@@ -68,7 +77,7 @@ func TestRecordRoundTrip(t *testing.T) {
 	if err != nil || !found {
 		t.Fatal(found, err)
 	}
-	if diff := cmp.Diff(want, got, sameRecord); diff != "" {
+	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
 	}
 	if _, found, err := s.Load("another"); found || err != nil {
@@ -143,20 +152,19 @@ func TestBadRecordAffectsNoOther(t *testing.T) {
 			return b
 		}},
 		{"trailing data", func(b []byte) []byte { return append(slices.Clone(b), b...) }},
-		{"no version", func([]byte) []byte { return []byte(`{}`) }},
-		{"no payload", func([]byte) []byte { return []byte(`{"formatVersion":1}`) }},
+		{"no minReader", func([]byte) []byte { return []byte(`{}`) }},
+		{"no payload", func([]byte) []byte { return []byte(`{"kind":"ClaimRecord","version":1,"minReader":1}`) }},
+		{"the file of a holder", func([]byte) []byte { return sealed(t, holderFormat, newHolder("k")) }},
 		{"a payload of the wrong type", func([]byte) []byte {
-			return fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":[]}`, checksum([]byte("[]")))
+			return sealed(t, recordFormat, []string{})
 		}},
 		{"the record of another claim", func([]byte) []byte {
 			other := newRecord(gpu0)
 			other.ClaimUID = "other"
-			raw, _ := encode("another claim", other)
-			return raw
+			return sealed(t, recordFormat, other)
 		}},
 		{"devices of the wrong type", func([]byte) []byte {
-			payload := `{"claimUID":"` + string(uid) + `","devices":[7]}`
-			return fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(payload)), payload)
+			return sealed(t, recordFormat, map[string]any{"claimUID": uid, "devices": []int{7}})
 		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -170,7 +178,7 @@ func TestBadRecordAffectsNoOther(t *testing.T) {
 			save(t, s, good)
 
 			_, found, err := s.Load(uid)
-			var unreadable *UnreadableError
+			var unreadable *statefile.UnreadableError
 			if !found || !errors.As(err, &unreadable) || !strings.Contains(err.Error(), path) {
 				t.Fatalf("found %v: %v", found, err)
 			}
@@ -200,48 +208,6 @@ func TestBadRecordAffectsNoOther(t *testing.T) {
 	}
 }
 
-func TestLaterFormatIsRefusedAndKept(t *testing.T) {
-	disk := durabletest.New()
-	s := open(t, disk)
-	path := save(t, s, newRecord(gpu0))
-	disk.Put(path, []byte(`{"formatVersion":2,"digest":"of another kind","body":{}}`))
-	_, found, err := s.Load(uid)
-	var future *FutureError
-	if !found || !errors.As(err, &future) {
-		t.Fatal(found, err)
-	}
-	for _, want := range []string{path, "version 2", "up to 1"} {
-		if !strings.Contains(err.Error(), want) {
-			t.Errorf("%q does not say %q", err, want)
-		}
-	}
-}
-
-func TestRecordPreservesUnknownFields(t *testing.T) {
-	disk := durabletest.New()
-	s := open(t, disk)
-	path := save(t, s, newRecord(gpu0))
-	payload := `{"claimUID":"` + string(uid) + `","namespace":"default","name":"one-gpu","state":"Prepared","bootID":"b","epoch":7,` +
-		`"devices":[{"request":"r","pool":"p","device":"` + gpu0 + `","gpu":"` + gpu0 +
-		`","gpuUUID":"u","adminAccess":false,"mig":{"id":3}}],"steps":[]}`
-	disk.Put(path, fmt.Appendf(nil, `{"formatVersion":1,"checksum":%q,"payload":%s}`, checksum([]byte(payload)), payload))
-	r, _, err := s.Load(uid)
-	if err != nil {
-		t.Fatal(err)
-	}
-	r.BootID = "another"
-	save(t, s, r)
-	raw, _ := disk.ReadFile(path)
-	for _, want := range []string{`"epoch":7`, `"mig":{"id":3}`, `"bootID":"another"`} {
-		if !strings.Contains(string(raw), want) {
-			t.Errorf("%s is lost in %s", want, raw)
-		}
-	}
-	if again, _, err := s.Load(uid); err != nil || cmp.Diff(r, again, sameRecord) != "" {
-		t.Error(err, cmp.Diff(r, again, sameRecord))
-	}
-}
-
 func TestTransientReadErrorsAreNotUnreadable(t *testing.T) {
 	for err, unreadable := range map[error]bool{syscall.EMFILE: false, syscall.EACCES: false, syscall.EIO: true} {
 		disk := &brokenReads{Disk: durabletest.New(), err: err}
@@ -251,7 +217,7 @@ func TestTransientReadErrorsAreNotUnreadable(t *testing.T) {
 		}
 		save(t, s, newRecord(gpu0))
 		_, found, got := s.Load(uid)
-		var u *UnreadableError
+		var u *statefile.UnreadableError
 		if !found || got == nil || errors.As(got, &u) != unreadable {
 			t.Errorf("%v: %v, %v", err, found, got)
 		}
@@ -271,7 +237,7 @@ func TestTwoRecordsOfOneClaimAreUnreadable(t *testing.T) {
 	save(t, s, newRecord(gpu0))
 	save(t, s, newRecord(gpu1))
 	_, _, err := s.Load(uid)
-	var unreadable *UnreadableError
+	var unreadable *statefile.UnreadableError
 	if !errors.As(err, &unreadable) {
 		t.Fatal(err)
 	}

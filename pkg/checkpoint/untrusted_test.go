@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // A record decides what the driver does as root. So a record that another user could have written
@@ -50,7 +51,7 @@ func TestRecordWritableByOthersIsUnreadable(t *testing.T) {
 				}
 			}
 
-			var unreadable *UnreadableError
+			var unreadable *statefile.UnreadableError
 			if _, found, err := s.Load(uid); !found || !errors.As(err, &unreadable) {
 				t.Errorf("record: %t, %v", found, err)
 			}

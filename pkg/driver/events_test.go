@@ -61,7 +61,7 @@ func TestFailedUnprepareIsAnEvent(t *testing.T) {
 		t.Fatal(answer.GetError())
 	}
 	record := filepath.Join(n.cfg.StateDir(), "claims", c.GetUid()+"_gpu-0000-1b-00-0.json")
-	if err := os.WriteFile(record, []byte(`{"formatVersion":99}`), 0o600); err != nil {
+	if err := os.WriteFile(record, []byte(`{"minReader":99}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if n.unprepare(t, c) == "" {

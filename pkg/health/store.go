@@ -2,18 +2,15 @@ package health
 
 import (
 	"cmp"
-	"crypto/sha256"
-	"encoding/hex"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // Store is the file that keeps a monitor's findings over a restart of the plugin.
@@ -23,14 +20,9 @@ type Store struct {
 	BootID string
 }
 
-const formatVersion = 1
-
-type envelope struct {
-	FormatVersion int    `json:"formatVersion"`
-	Checksum      string `json:"checksum"`
-	// Payload is the JSON of a [savedState]. Checksum is the checksum of exactly these bytes.
-	Payload json.RawMessage `json:"payload"`
-}
+// format is the format of the file. Raise Version and MinReader together with a change after which
+// an older version would misread the findings.
+var format = statefile.Format{Kind: "Health", Version: 1, MinReader: 1}
 
 type savedState struct {
 	BootID string `json:"bootID"`
@@ -48,38 +40,33 @@ func (s Store) Save(m *Monitor) error {
 		now.Cards = append(now.Cards, c)
 	}
 	slices.SortFunc(now.Cards, func(a, b *card) int { return strings.Compare(string(a.Card.PCIAddress), string(b.Card.PCIAddress)) })
-	payload, err := json.Marshal(now)
-	if err != nil {
-		return fmt.Errorf("encode the health of this node's GPUs: %w", err)
-	}
-	raw, err := json.Marshal(envelope{FormatVersion: formatVersion, Checksum: checksum(payload), Payload: payload})
-	if err != nil {
-		return fmt.Errorf("encode the health of this node's GPUs: %w", err)
-	}
-	return durable.Replace(s.Disk, s.Path, raw)
+	return format.Write(s.Disk, s.Path, now)
 }
 
 // Load adds findings from the file to the monitor, unless the node booted since. The first call
 // adds all. A later call adds only findings seen since the previous call, because older ones may
-// have ended. If the file is unreadable, Load renames it and returns an error.
+// have ended. If the file is unreadable, Load renames it and returns an error. If the file needs a
+// later version of the driver, Load returns an error, and Save leaves the file untouched.
 func (s Store) Load(m *Monitor, now time.Time) error {
-	raw, err := s.Disk.ReadFile(s.Path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	var untrusted *durable.UntrustedError
-	if err != nil && !errors.As(err, &untrusted) {
-		return fmt.Errorf("read the health of this node's GPUs: %w", err)
-	}
 	var saved savedState
-	if err == nil {
-		saved, err = decode(raw)
+	found, err := format.Read(s.Disk, s.Path, &saved)
+	if err == nil && found {
+		if err = saved.validate(); err != nil {
+			err = &statefile.UnreadableError{Path: s.Path, Reason: err.Error()}
+		}
 	}
-	if err != nil {
+	var unreadable *statefile.UnreadableError
+	if errors.As(err, &unreadable) {
 		aside := s.Path + ".unreadable"
 		return errors.Join(
 			fmt.Errorf("the health file %s is unreadable: moving it to %s and starting without saved findings: %w", s.Path, aside, err),
 			s.Disk.Rename(s.Path, aside))
+	}
+	if err != nil {
+		return fmt.Errorf("read the health of this node's GPUs: %w", err)
+	}
+	if !found {
+		return nil
 	}
 	if m.lastClear == "" {
 		m.lastClear = saved.Cleared
@@ -91,44 +78,25 @@ func (s Store) Load(m *Monitor, now time.Time) error {
 	return nil
 }
 
-func checksum(payload []byte) string {
-	sum := sha256.Sum256(payload)
-	return hex.EncodeToString(sum[:])
-}
-
-// decode parses the content of the file, and rejects content that Save cannot have written.
-func decode(raw []byte) (savedState, error) {
-	var f envelope
-	if err := json.Unmarshal(raw, &f); err != nil {
-		return savedState{}, err
-	}
-	if f.FormatVersion > formatVersion {
-		return savedState{}, fmt.Errorf("format version %d is from a later version of the driver", f.FormatVersion)
-	}
-	if f.Checksum != checksum(f.Payload) {
-		return savedState{}, errors.New("the checksum does not match")
-	}
-	var s savedState
-	if err := json.Unmarshal(f.Payload, &s); err != nil {
-		return savedState{}, err
-	}
+// validate rejects content that Save cannot have written.
+func (s savedState) validate() error {
 	if len(s.Cards) > maxCards {
-		return savedState{}, fmt.Errorf("%d cards are more than a node can have", len(s.Cards))
+		return fmt.Errorf("%d cards are more than a node can have", len(s.Cards))
 	}
 	for _, c := range s.Cards {
 		if c == nil {
-			return savedState{}, errors.New("a card entry is empty")
+			return errors.New("a card entry is empty")
 		}
 		if address, err := device.ParsePCIAddress(string(c.Card.PCIAddress)); err != nil || address != c.Card.PCIAddress {
-			return savedState{}, fmt.Errorf("%q is not the PCI address of a card", c.Card.PCIAddress)
+			return fmt.Errorf("%q is not the PCI address of a card", c.Card.PCIAddress)
 		}
 		for _, finding := range c.Findings {
 			if finding == nil || finding.Code == "" || !slices.Contains([]Ends{EndsByLevel, EndsByReset, EndsByTime}, finding.Ends) {
-				return savedState{}, fmt.Errorf("%s has an incomplete finding", c.Card)
+				return fmt.Errorf("%s has an incomplete finding", c.Card)
 			}
 		}
 	}
-	return s, nil
+	return nil
 }
 
 // merge adds the saved findings to the monitor. XIDs get their state from the current rules,

@@ -1,6 +1,8 @@
 package health
 
 import (
+	"bytes"
+	"encoding/json"
 	"errors"
 	"path/filepath"
 	"strings"
@@ -12,6 +14,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 func newStore() (Store, *durabletest.Disk) {
@@ -190,12 +193,9 @@ func TestUnreadableFileIsSetAside(t *testing.T) {
 	w := newTestMonitor(t, Options{})
 	w.sendXID(95)
 	for name, spoil := range map[string]func([]byte) []byte{
-		"empty":     func([]byte) []byte { return nil },
-		"truncated": func(b []byte) []byte { return b[:len(b)/2] },
-		"altered":   func(b []byte) []byte { return []byte(strings.Replace(string(b), "boot-1", "boot-2", 1)) },
-		"too new": func(b []byte) []byte {
-			return []byte(strings.Replace(string(b), `"formatVersion":1`, `"formatVersion":9`, 1))
-		},
+		"empty":      func([]byte) []byte { return nil },
+		"truncated":  func(b []byte) []byte { return b[:len(b)/2] },
+		"altered":    func(b []byte) []byte { return []byte(strings.Replace(string(b), "boot-1", "boot-2", 1)) },
 		"wrong type": func([]byte) []byte { return []byte(`[]`) },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -222,6 +222,26 @@ func TestUnreadableFileIsSetAside(t *testing.T) {
 	}
 }
 
+func TestFileOfLaterVersionIsRefusedAndKept(t *testing.T) {
+	w := newTestMonitor(t, Options{})
+	w.sendXID(95)
+	s, disk := newStore()
+	raw, err := statefile.Format{Kind: "Health", Version: 3, MinReader: 2}.Encode(map[string]any{"later": 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	disk.Put(s.Path, raw)
+	m := New(Options{}, w.now)
+	for _, err := range []error{s.Load(m, w.now), s.Save(w.Monitor)} {
+		if newer := new(statefile.NewerError); !errors.As(err, &newer) || !strings.Contains(err.Error(), s.Path) {
+			t.Error(err)
+		}
+	}
+	if got, err := disk.ReadFile(s.Path); err != nil || !bytes.Equal(got, raw) || len(m.cards) != 0 {
+		t.Errorf("%s, %v", got, err)
+	}
+}
+
 func TestSaveReturnsDiskError(t *testing.T) {
 	s, disk := newStore()
 	w := newTestMonitor(t, Options{})
@@ -243,7 +263,11 @@ func FuzzStateFile(f *testing.F) {
 		`"part":{"instance":{"profileID":19,"placement":{"start":4294967295,"size":4294967295}},"compute":3}}]}]}`))
 	f.Fuzz(func(t *testing.T, payload []byte) {
 		s, disk := newStore()
-		disk.Put(s.Path, []byte(`{"formatVersion":1,"checksum":"`+checksum(payload)+`","payload":`+string(payload)+`}`))
+		raw, err := format.Encode(json.RawMessage(payload))
+		if err != nil {
+			return // no JSON
+		}
+		disk.Put(s.Path, raw)
 		w := &testMonitor{Monitor: New(Options{}, start), t: t, now: start}
 		if err := s.Load(w.Monitor, start); err != nil {
 			return

@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 const gib = 1 << 30
@@ -358,9 +359,9 @@ func removeField(t *testing.T, w *world, file, field string) {
 		}
 		delete(d, field)
 	}
-	payload, merr := json.Marshal(e.Payload)
+	changed, merr := statefile.Format{Kind: "ClaimRecord", Version: 1, MinReader: 1}.Encode(e.Payload)
 	if err = errors.Join(err, merr); err != nil {
 		t.Fatal(err)
 	}
-	w.disk.Put(file, sealPayload(payload))
+	w.disk.Put(file, changed)
 }

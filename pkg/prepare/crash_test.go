@@ -310,7 +310,7 @@ func TestRecordOfLaterVersionIsLeftAlone(t *testing.T) {
 	w := newWorld(t)
 	c := newClaim("c", allocated("r", gpu0))
 	mustPrepare(t, w.plugin(t), c)
-	w.disk.Put(recordFile(t, w, "uid-c"), []byte(`{"formatVersion":2}`))
+	w.disk.Put(recordFile(t, w, "uid-c"), []byte(`{"minReader":2}`))
 	p := w.plugin(t)
 	if err := p.Recover(t.Context()); err != nil {
 		t.Fatal(err)

@@ -9,6 +9,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // driftCheck is a function that returns an error if a partition with which the claim was prepared
@@ -125,7 +126,7 @@ func (p *Preparer) restoreAll(ctx context.Context, env *Env, pl *plan) error {
 			continue // restorePartitions handled it
 		}
 		err := s.Apply(ctx, env)
-		if unreadable := new(checkpoint.UnreadableError); errors.As(err, &unreadable) {
+		if unreadable := new(statefile.UnreadableError); errors.As(err, &unreadable) {
 			err = s.maintainWithoutHolder(ctx, env) // the holder file matters only when the claim is unprepared
 		}
 		if err != nil {

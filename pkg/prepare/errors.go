@@ -8,7 +8,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // Cause classifies errors for the metrics.
@@ -199,8 +199,8 @@ func Retryable(err error) error {
 		}
 		return errors.Join(left...)
 	}
-	var unreadable *checkpoint.UnreadableError
-	var future *checkpoint.FutureError
+	var unreadable *statefile.UnreadableError
+	var future *statefile.NewerError
 	var lost *LostError
 	var lasting *permanentError
 	if errors.As(err, &unreadable) || errors.As(err, &future) || errors.As(err, &lost) || errors.As(err, &lasting) {

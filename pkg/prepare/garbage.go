@@ -15,6 +15,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // collectGarbage removes specs, files and daemons that no claim's record names. A killed process
@@ -302,7 +303,7 @@ func (p *Preparer) cleanUnreferenced(ctx context.Context, key string, unchanged 
 }
 
 func isUnreadable(_ bool, err error) bool {
-	reason := new(checkpoint.UnreadableError)
+	reason := new(statefile.UnreadableError)
 	return errors.As(err, &reason)
 }
 

@@ -207,7 +207,7 @@ func TestInstanceWithoutRecordIsForeign(t *testing.T) {
 		t.Fatal(err)
 	}
 	said := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
-	for _, want := range []string{"stay on the node", small0, "-dgi", "adopt"} {
+	for _, want := range []string{"Kept the MIG instances", small0, "-dgi", "adopt"} {
 		if !strings.Contains(said, want) {
 			t.Errorf("the log does not name %q: %s", want, said)
 		}

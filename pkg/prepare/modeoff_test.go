@@ -91,7 +91,7 @@ func TestDisableUnusedMIGMode(t *testing.T) {
 			h.of(t, gpu0).on = true
 			w.scan()
 		}), false, false},
-		"a mark of an earlier version": {prepareThen(func(_ *testing.T, w *world, _ *hardware, _ *Preparer) {
+		"a damaged mark": {prepareThen(func(_ *testing.T, w *world, _ *hardware, _ *Preparer) {
 			w.disk.Put(filepath.Join(state, "mig", gpu0), nil)
 		}), false, false},
 		"a call works on the GPU": {prepareThen(func(t *testing.T, _ *world, _ *hardware, p *Preparer) {

@@ -19,6 +19,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // conflictPoll is how often a waiting Prepare checks whether a conflicting claim was unprepared.
@@ -163,7 +164,7 @@ func (p *Preparer) prepareLocked(ctx context.Context, locks *lock.Guard, c *reso
 // the record if it is unreadable.
 func (p *Preparer) loadOldRecord(ctx context.Context, c *resourceapi.ResourceClaim) (*checkpoint.Record, error) {
 	old, found, err := p.Records.Load(c.UID)
-	var unreadable *checkpoint.UnreadableError
+	var unreadable *statefile.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
 		return nil, p.quarantineRecord(ctx, c.UID, unreadable)
@@ -335,7 +336,7 @@ func (p *Preparer) writeSpec(ctx context.Context, env *Env, pl *plan) error {
 
 // recordResult saves r as the record of a prepared claim, with the plan's steps.
 func (p *Preparer) recordResult(r checkpoint.Record, pl *plan) error {
-	stored, err := encodeSteps(lastingSteps(pl.allSteps()), r.Steps)
+	stored, err := encodeSteps(lastingSteps(pl.allSteps()))
 	if err != nil {
 		return withCause(CauseRecord, "%w", err)
 	}

@@ -107,7 +107,7 @@ func TestEmptyRecordIsRemovedByPrepare(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			p := w.plugin(t)
-			steps, err := encodeSteps([]Step{&claimSpec{}}, nil)
+			steps, err := encodeSteps([]Step{&claimSpec{}})
 			if err != nil {
 				t.Fatal(err)
 			}

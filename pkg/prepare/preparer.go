@@ -19,6 +19,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // Hardware returns the inventory of the node's GPUs. Its implementation must not access a GPU.
@@ -271,7 +272,7 @@ func stepError(err error) error {
 // removes the claim's CDI spec, and removes the claim from all settings, daemons and partitions
 // that it shares. MIG instances that were created for this claim alone stay, because nothing proves
 // any more that this driver created them.
-func (p *Preparer) quarantineRecord(ctx context.Context, uid types.UID, unreadable *checkpoint.UnreadableError) error {
+func (p *Preparer) quarantineRecord(ctx context.Context, uid types.UID, unreadable *statefile.UnreadableError) error {
 	entries, err := p.Records.List()
 	if err != nil {
 		return withCause(CauseRecord, "%w", err)
@@ -322,7 +323,7 @@ func (p *Preparer) newEnv(r *checkpoint.Record, steps []Step) *Env {
 		Specs: p.Specs, Partitions: p.Partitions, MPS: p.MPS, Cards: newCardStates(p.Partitions), Records: p.Records,
 		ClaimsSharing: p.claimsSharing,
 		Journal: func() error {
-			stored, err := encodeSteps(steps, r.Steps)
+			stored, err := encodeSteps(steps)
 			if err == nil {
 				r.Steps = stored
 				err = p.Records.Save(*r)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 const (
@@ -111,7 +112,7 @@ func (p *Preparer) reconcileClaim(ctx context.Context, pass *reconcilePass, uid 
 
 func (p *Preparer) reconcileLocked(ctx context.Context, pass *reconcilePass, locks *lock.Guard, uid types.UID) error {
 	r, found, err := p.Records.Load(uid)
-	var unreadable *checkpoint.UnreadableError
+	var unreadable *statefile.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
 		return errNotChecked // Recover has reported the record, which stays until the claim is unprepared

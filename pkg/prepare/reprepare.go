@@ -1,6 +1,7 @@
 package prepare
 
 import (
+	"bytes"
 	"context"
 	"reflect"
 	"slices"
@@ -179,13 +180,13 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan,
 	if err := p.writeSpec(ctx, env, pl); err != nil {
 		return stepError(err)
 	}
-	stored, err := encodeSteps(pl.allSteps(), r.Steps)
+	// If ensure recreated a partition, the migInstance step that did so has already saved the new
+	// partition in the claim's record.
+	same, err := sameSteps(r.Steps, pl.allSteps())
 	if err != nil {
 		return withCause(CauseRecord, "%w", err)
 	}
-	// If ensure recreated a partition, the migInstance step that did so has already saved the new
-	// partition in the claim's record.
-	changed, others := r.BootID != p.BootID || !slices.EqualFunc(r.Steps, stored, sameStep), false
+	changed, others := r.BootID != p.BootID || !same, false
 	for i := range r.Devices {
 		if now := pl.record.Devices[i].MIGUUID; r.Devices[i].MIGUUID != now {
 			r.Devices[i].MIGUUID, changed, others = now, true, true
@@ -255,8 +256,21 @@ func equalPtr[T comparable](a, b *T) bool {
 	return a == b || a != nil && b != nil && *a == *b
 }
 
-func sameStep(a, b checkpoint.Step) bool {
-	return a.Kind == b.Kind && string(a.Params) == string(b.Params)
+// sameSteps reports whether the record already has these steps. It ignores fields that this version
+// does not know, so that it does not rewrite a record only to drop them.
+func sameSteps(recorded []checkpoint.Step, now []Step) (bool, error) {
+	before, err := decodeSteps(recorded)
+	if err != nil {
+		return false, err
+	}
+	a, err := encodeSteps(before)
+	if err != nil {
+		return false, err
+	}
+	b, err := encodeSteps(now)
+	return slices.EqualFunc(a, b, func(x, y checkpoint.Step) bool {
+		return x.Kind == y.Kind && bytes.Equal(x.Params, y.Params)
+	}), err
 }
 
 func deviceNames(devices []checkpoint.Device) []string {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"slices"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -60,19 +59,12 @@ var stepKinds = map[string]func() Step{
 	sharedKind:      func() Step { return &sharedStep{} },
 }
 
-// encodeSteps encodes the steps for the claim's record. It keeps unknown fields of "before", the
-// earlier encoding of the steps: the first step of a kind is matched with the first earlier one of
-// that kind, and so on.
-func encodeSteps(steps []Step, before []checkpoint.Step) ([]checkpoint.Step, error) {
-	stored, remaining := make([]checkpoint.Step, len(steps)), slices.Clone(before)
+// encodeSteps encodes the steps for the claim's record.
+func encodeSteps(steps []Step) ([]checkpoint.Step, error) {
+	stored := make([]checkpoint.Step, len(steps))
 	for i, s := range steps {
-		var old checkpoint.Step
-		if at := slices.IndexFunc(remaining, func(b checkpoint.Step) bool { return b.Kind == s.Kind() }); at >= 0 {
-			old = remaining[at]
-			remaining = slices.Delete(remaining, at, at+1)
-		}
 		var err error
-		if stored[i], err = encodeStepOver(old, s); err != nil {
+		if stored[i], err = encodeStep(s); err != nil {
 			return nil, err
 		}
 	}

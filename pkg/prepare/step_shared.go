@@ -9,6 +9,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 const sharedKind = "shared"
@@ -187,7 +188,7 @@ func (s *sharedState) stepEnv(env *Env) *Env {
 }
 
 func (s *sharedState) save(env *Env) error {
-	stored, err := encodeStepOver(s.holder.Step, s.step)
+	stored, err := encodeStep(s.step)
 	if err == nil {
 		s.holder.Step = stored
 		err = env.Records.SaveHolder(s.holder)
@@ -202,7 +203,7 @@ func (s *sharedState) save(env *Env) error {
 // reverts the wrapped step.
 func (s *sharedStep) Revert(ctx context.Context, env *Env) error {
 	h, found, err := env.Records.Holder(s.Key)
-	var unreadable *checkpoint.UnreadableError
+	var unreadable *statefile.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
 		return s.leaveUnreadable(ctx, env, unreadable)

@@ -9,13 +9,13 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // unreadableError returns the error for a claim that wants to join a shared step whose file cannot
 // be read. If the file is damaged, the error says that it is unknown which claims share the step.
 func (s *sharedStep) unreadableError(err error) error {
-	var unreadable *checkpoint.UnreadableError
+	var unreadable *statefile.UnreadableError
 	if !errors.As(err, &unreadable) {
 		return withCause(CauseRecord, "%w", err)
 	}

@@ -6,8 +6,8 @@ import (
 
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // Unprepare takes a claim's devices back. It needs the GPU driver only if one of the recorded steps
@@ -27,7 +27,7 @@ func (p *Preparer) Unprepare(ctx context.Context, uid types.UID) error {
 
 func (p *Preparer) unprepareLocked(ctx context.Context, locks *lock.Guard, uid types.UID) error {
 	r, found, err := p.Records.Load(uid)
-	var unreadable *checkpoint.UnreadableError
+	var unreadable *statefile.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
 		return p.quarantineRecord(ctx, uid, unreadable)

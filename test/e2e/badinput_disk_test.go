@@ -23,7 +23,7 @@ func (w *world) testBrokenRecords(t *testing.T) {
 		"empty":     {func(string) string { return "" }, "it is empty"},
 		"flipped":   {func(r string) string { return strings.Replace(r, "Prepared", "Preparee", 1) }, "checksum"},
 		"planted":   {func(r string) string { return r + "\n" }, "it belongs to user 65534"}, // valid, but not owned by the driver's user
-		"future":    {func(r string) string { return strings.Replace(r, `"formatVersion":1`, `"formatVersion":99`, 1) }, "format version 99"},
+		"future":    {func(r string) string { return strings.Replace(r, `"minReader":1`, `"minReader":99`, 1) }, "format version 99"},
 	}
 	for kind := range kinds {
 		w.apply(t, ns, claimYAML(kind, "")+podOnClaim(kind, badNode, kind))

@@ -18,12 +18,15 @@ const nextImage = "localhost/gpu-dra-driver:next"
 // followed by its replacement. The later release writes checkpoint records with a higher format
 // version and an additional field.
 var nextRelease = map[string][]string{
-	"pkg/checkpoint/format.go": {"const FormatVersion = 1\n", "const FormatVersion = 2\n"},
+	"pkg/checkpoint/store.go": {
+		`statefile.Format{Kind: "ClaimRecord", Version: 1, MinReader: 1}`,
+		`statefile.Format{Kind: "ClaimRecord", Version: 2, MinReader: 1}`,
+		"func (s *Store) Save(r Record) error {\n",
+		"func (s *Store) Save(r Record) error {\n	r.AddedByNext = \"added\"\n",
+	},
 	"pkg/checkpoint/record.go": {
 		"type Record struct {\n",
 		"type Record struct {\n	AddedByNext string `json:\"addedByNext\"`\n\n",
-		"func (r Record) MarshalJSON() ([]byte, error) { return",
-		"func (r Record) MarshalJSON() ([]byte, error) { r.AddedByNext = \"added\"; return",
 	},
 }
 
@@ -156,15 +159,15 @@ func (w *world) writtenBy(t *testing.T, claimUID string) (version int, added boo
 			t.Fatal(err)
 		}
 		var envelope struct {
-			FormatVersion int `json:"formatVersion"`
-			Payload       struct {
+			Version int `json:"version"`
+			Payload struct {
 				AddedByNext *string `json:"addedByNext"`
 			} `json:"payload"`
 		}
 		if err := json.Unmarshal(raw, &envelope); err != nil {
 			t.Fatal(err)
 		}
-		return envelope.FormatVersion, envelope.Payload.AddedByNext != nil
+		return envelope.Version, envelope.Payload.AddedByNext != nil
 	}
 	t.Fatalf("claim %s has no record", claimUID)
 	return 0, false

@@ -18,6 +18,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // These are the invariants that the schedules check:
@@ -228,7 +229,7 @@ func (w *world) holders(store *checkpoint.Store) []checkpoint.Holder {
 	var all []checkpoint.Holder
 	for _, key := range keys {
 		h, _, err := store.Holder(key)
-		if unreadable := new(checkpoint.UnreadableError); w.stateUnreadable && errors.As(err, &unreadable) {
+		if unreadable := new(statefile.UnreadableError); w.stateUnreadable && errors.As(err, &unreadable) {
 			continue
 		}
 		if err != nil {

@@ -1,0 +1,113 @@
+package statefile_test
+
+import (
+	"errors"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
+)
+
+const path = "/state/thing.json"
+
+var format = statefile.Format{Kind: "Thing", Version: 3, MinReader: 2}
+
+func TestWrittenFileIsRead(t *testing.T) {
+	disk := durabletest.New()
+	var got []string
+	if found, err := format.Read(disk, path, &got); found || err != nil {
+		t.Fatal(found, err)
+	}
+	for _, want := range []string{"first", "second"} {
+		if err := format.Write(disk, path, []string{want}); err != nil {
+			t.Fatal(err)
+		}
+		disk.PowerCut()
+		if found, err := format.Read(disk, path, &got); !found || err != nil || len(got) != 1 || got[0] != want {
+			t.Fatal(got, found, err)
+		}
+	}
+	if err := format.Write(disk, path, func() {}); err == nil || !strings.Contains(err.Error(), path) {
+		t.Error(err)
+	}
+}
+
+func TestMinReaderDecidesWhoReads(t *testing.T) {
+	for written, readable := range map[statefile.Format]bool{
+		{Kind: "Thing", Version: 1, MinReader: 1}: true,
+		{Kind: "Thing", Version: 3, MinReader: 3}: true,
+		{Kind: "Thing", Version: 9, MinReader: 3}: true,
+		{Kind: "Thing", Version: 4, MinReader: 4}: false,
+		{Kind: "Other", Version: 9, MinReader: 9}: false,
+	} {
+		disk := durabletest.New()
+		if err := written.Write(disk, path, 1); err != nil {
+			t.Fatal(err)
+		}
+		before, _ := disk.ReadFile(path)
+		_, readErr := format.Read(disk, path, new(int))
+		writeErr := format.Write(disk, path, 2)
+		for _, err := range []error{readErr, writeErr} {
+			newer := new(statefile.NewerError)
+			if readable != (err == nil) || !readable && (!errors.As(err, &newer) || !strings.Contains(err.Error(), path) ||
+				!strings.Contains(err.Error(), "install the later driver again")) {
+				t.Errorf("%+v: %v", written, err)
+			}
+		}
+		if after, _ := disk.ReadFile(path); readable == (string(before) == string(after)) {
+			t.Errorf("%+v: %s became %s", written, before, after)
+		}
+	}
+}
+
+func TestDamagedFileIsUnreadableAndMayBeReplaced(t *testing.T) {
+	good, err := format.Encode("content")
+	if err != nil {
+		t.Fatal(err)
+	}
+	replaced := func(old, by string) string { return strings.Replace(string(good), old, by, 1) }
+	for name, content := range map[string]string{
+		"empty": "", "white space": " \n", "truncated": string(good[:len(good)/2]), "two files": string(good) + string(good),
+		"no minReader": replaced(`"minReader":2,`, ""), "a negative minReader": replaced(`"minReader":2`, `"minReader":-1`),
+		"another kind": replaced("Thing", "Other"), "no checksum": replaced("sha256:", ""), "another payload": replaced("content", "contens"),
+		"a payload of another type": string(must(format.Encode(7))), "no object": `[]`, "null": `null`,
+	} {
+		disk := durabletest.New()
+		disk.Put(path, []byte(content))
+		var unreadable *statefile.UnreadableError
+		if found, err := format.Read(disk, path, new(string)); !found || !errors.As(err, &unreadable) || !strings.Contains(err.Error(), path) {
+			t.Errorf("%s: %v, %v", name, found, err)
+		}
+		if err := format.Write(disk, path, "new"); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func must(raw []byte, err error) []byte {
+	if err != nil {
+		panic(err)
+	}
+	return raw
+}
+
+func TestOnlyAReadErrorThatLastsMeansUnreadable(t *testing.T) {
+	for err, lasting := range map[error]bool{syscall.EMFILE: false, syscall.EACCES: false, syscall.EIO: true} {
+		disk := &brokenReads{durabletest.New(), err}
+		var unreadable *statefile.UnreadableError
+		if found, got := format.Read(disk, filepath.Join("/state", "x"), new(string)); !found || got == nil ||
+			errors.As(got, &unreadable) != lasting {
+			t.Errorf("%v: %v, %v", err, found, got)
+		}
+	}
+}
+
+type brokenReads struct {
+	*durabletest.Disk
+	err error
+}
+
+func (b *brokenReads) ReadFile(string) ([]byte, error) { return nil, b.err }
