@@ -50,7 +50,7 @@ func (d *Driver) reportRepairedSpecs(ctx context.Context, specs []string) {
 	if more := len(specs) - maxNamedSpecs; more > 0 {
 		object += fmt.Sprintf(" and %d more", more)
 	}
-	d.reportRepair(prepare.Repair{Kind: "cdi-spec", What: what, Object: object})
+	reports{d.events, d.metrics}.Repaired(prepare.Repair{Kind: "cdi-spec", What: what, Object: object})
 }
 
 // cdiRepairQueue restores the CDI specs of prepared claims. A repair that needs no hardware access

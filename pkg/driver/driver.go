@@ -16,6 +16,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimgc"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -71,7 +72,7 @@ type Driver struct {
 	supervisor   Supervisor
 	status       *claimstatus.Reporter
 	calls        *inFlightCalls
-	claimGC      *claimGC
+	claimGC      *claimgc.Collector
 	migModes     *migModeCleaner
 	cdiRepairs   *cdiRepairQueue
 	devicePlugin *devicePluginConflict
@@ -87,7 +88,7 @@ type Driver struct {
 	// this node has ended, because that may have left the hook or the spec broken.
 	toCheck chan struct{}
 	// toReconcile wakes reconciliation.
-	toReconcile chan struct{}
+	toReconcile wakeup
 	// offersFractions is true if the node offers MPS shares with a limited part of a GPU's memory and
 	// compute.
 	offersFractions atomic.Bool

@@ -106,7 +106,7 @@ func (d *Driver) endPredecessorClaim(ctx context.Context, uid types.UID) error {
 	if err != nil {
 		return err
 	}
-	d.reportRepair(prepare.Repair{
+	reports{d.events, d.metrics}.Repaired(prepare.Repair{
 		Kind: "predecessor-claim", What: "Released the devices of a claim that NVIDIA's DRA driver prepared", Object: c.String(),
 	})
 	wake(d.toPublisher)

@@ -18,6 +18,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimgc"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -111,7 +112,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		calls:  newInFlightCalls(),
 		shares: shares, supervisor: nodeSupervisor{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics},
 
-		toReconcile: make(chan struct{}, 1), toPublisher: make(chan struct{}, 1), toCheck: make(chan struct{}, 1),
+		toReconcile: make(wakeup, 1), toPublisher: make(chan struct{}, 1), toCheck: make(chan struct{}, 1),
 	}
 	statusClient := parts.StatusClient
 	if !cfg.ClaimStatus {
@@ -131,7 +132,11 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		warn: d.events.Warn, onDetected: d.metrics.DevicePlugin,
 	}
 	d.migModes = &migModeCleaner{switchOff: d.preparer.DisableUnusedMIGMode, requestScan: inv.RequestScan}
-	d.claimGC = d.newClaimGC(parts.StatusClient)
+	d.claimGC = claimgc.New(claimgc.Options{
+		Grace: cfg.ClaimGrace, BootID: d.preparer.BootID, Client: parts.StatusClient, NewerLeads: d.newerLeads.Load,
+		Claims: d.preparer, Containers: claimgc.Containerd{Socket: cfg.CRISocket}, Hardware: quiesce,
+		Reconciler: d.toReconcile, Reports: reports{d.events, d.metrics},
+	})
 	d.cdiRepairs = &cdiRepairQueue{
 		claims: d.preparer, queue: workqueue.NewTyped[types.UID](), onFailure: func() { wake(d.toReconcile) },
 		use: func() (func(), bool) { return d.quiesce.Use() }, onUnavailable: func() { d.specsUnchecked.Store(true) },
@@ -195,7 +200,7 @@ func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions
 			return mps.LimitEdits(roots, d.cfg.MPSHookPath(), gpuUUID, mebibytes)
 		},
 		OnUnprepared: d.onClaimReleased, UnpreparedSince: d.calls.Overtaken,
-		OnRepaired: d.reportRepair, OnSkipped: d.status.MarkUnchecked,
+		OnRepaired: reports{d.events, d.metrics}.Repaired, OnSkipped: d.status.MarkUnchecked,
 		ShareTotals: d.shareTotals,
 		OnChanged:   d.status.Changed,
 		ReadClaim: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {

@@ -1,4 +1,4 @@
-package driver
+package claimgc
 
 import (
 	"context"
@@ -17,17 +17,22 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 )
 
-// claimUsersTimeout limits all requests of one podsUsingClaim call to the container runtime.
-const claimUsersTimeout = 20 * time.Second
+// usersTimeout limits all requests of one UsersOf call to the container runtime.
+const usersTimeout = 20 * time.Second
 
-// podsUsingClaim returns, as namespace/name, the Pods with containers that have CDI devices of the
-// claim and have not exited. Only containerd reports a container's CDI devices. With any other
-// container runtime, podsUsingClaim returns an error.
-func podsUsingClaim(ctx context.Context, socket string, uid types.UID) ([]string, error) {
+// Containerd asks the container runtime containerd for the devices of its containers. Socket is the
+// path of its CRI socket, or empty if none is configured.
+type Containerd struct{ Socket string }
+
+// UsersOf returns the Pods with containers that have CDI devices of the claim and have not exited.
+// Only containerd reports a container's CDI devices. With any other container runtime, UsersOf
+// returns an error.
+func (c Containerd) UsersOf(ctx context.Context, claim types.UID) ([]string, error) {
+	socket := c.Socket
 	if socket == "" {
 		return nil, errors.New("no socket of the container runtime is configured (--cri-socket)")
 	}
-	ctx, cancel := context.WithTimeout(ctx, claimUsersTimeout)
+	ctx, cancel := context.WithTimeout(ctx, usersTimeout)
 	defer cancel()
 	conn, err := grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
@@ -46,7 +51,7 @@ func podsUsingClaim(ctx context.Context, socket string, uid types.UID) ([]string
 	if err != nil {
 		return nil, fmt.Errorf("list the containers of the runtime at %s: %w", socket, err)
 	}
-	device := cdi.ClaimDeviceID(uid, "", nil)
+	device := cdi.ClaimDeviceID(claim, "", nil)
 	var users []string
 	for _, c := range list.GetContainers() {
 		if c.GetState() == runtimeapi.ContainerState_CONTAINER_EXITED {

@@ -1,4 +1,4 @@
-package driver
+package claimgc_test
 
 import (
 	"context"
@@ -9,14 +9,20 @@ import (
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimgc"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
 // gcFixture fakes a node with one prepared claim, the API server and the container runtime for the
-// claim GC. A test sets how each of them answers.
+// Collector. A test sets how each of them answers.
 type gcFixture struct {
 	held             bool
 	busy             bool // another call holds the claim's lock
@@ -31,6 +37,7 @@ type gcFixture struct {
 	boot             string // ID of the boot in which the claim was prepared
 	releasedReason   string
 	keptReasons      []string
+	woken            bool
 }
 
 var gcClaimUID = types.UID("uid-1")
@@ -79,33 +86,48 @@ func (l *gcFixture) UnprepareOrphan(
 	return true, nil
 }
 
-// run runs the claim GC for the duration how. If idle is true, a newer plugin instance leads, so
-// the GC must release nothing.
+func (l *gcFixture) UsersOf(context.Context, types.UID) ([]string, error) { return l.users, l.usersErr }
+
+func (l *gcFixture) Use() (done func(), ok bool) { return func() {}, true }
+
+func (l *gcFixture) Wake() { l.woken = true }
+
+func (l *gcFixture) Repaired(r prepare.Repair) { l.releasedReason = r.What }
+
+func (l *gcFixture) Warn(_, message string) { l.keptReasons = append(l.keptReasons, message) }
+
+// apiServer returns a fake API server that answers reads of claims as the fixture says.
+func (l *gcFixture) apiServer() *fake.Clientset {
+	client := fake.NewClientset()
+	client.PrependReactor("get", "resourceclaims", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		l.lookups++
+		get := a.(clienttesting.GetActionImpl)
+		latest := get.GetOptions.ResourceVersion == ""
+		claim := l.stored
+		if !latest && l.cached != nil {
+			claim = l.cached
+		}
+		switch {
+		case l.lookupErr != nil && (l.backAt.IsZero() || time.Now().Before(l.backAt)):
+			return true, nil, l.lookupErr
+		case claim == nil:
+			return true, nil, apierrors.NewNotFound(resourceapi.Resource("resourceclaims"), get.Name)
+		}
+		return true, claim, nil
+	})
+	return client
+}
+
+// run runs the Collector for the duration how. If idle is true, a newer plugin instance leads, so
+// the Collector must release nothing.
 func (l *gcFixture) run(t *testing.T, idle bool, how time.Duration) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), how)
 	defer cancel()
-	a := &claimGC{
-		grace: 5 * time.Minute, newerLeads: func() bool { return idle }, claims: l, keptReason: map[types.UID]string{},
-		use: func() (func(), bool) { return func() {}, true },
-		lookup: func(_ context.Context, _ types.NamespacedName, latest bool) (*resourceapi.ResourceClaim, error) {
-			l.lookups++
-			away := l.lookupErr
-			if !l.backAt.IsZero() && !time.Now().Before(l.backAt) {
-				away = nil
-			}
-			if latest || l.cached == nil {
-				return l.stored, away
-			}
-			return l.cached, away
-		},
-		users:      func(context.Context, types.UID) ([]string, error) { return l.users, l.usersErr },
-		onReleased: func(_ context.Context, _ kubeletplugin.NamespacedObject, why string) { l.releasedReason = why },
-		onKept: func(_ context.Context, _ kubeletplugin.NamespacedObject, why string) {
-			l.keptReasons = append(l.keptReasons, why)
-		},
-	}
-	a.Run(ctx)
+	claimgc.New(claimgc.Options{
+		Grace: 5 * time.Minute, NewerLeads: func() bool { return idle }, Client: l.apiServer(),
+		Claims: l, Containers: l, Hardware: l, Reconciler: l, Reports: l,
+	}).Run(ctx)
 }
 
 func TestOrphanedClaimIsReleasedAfterGrace(t *testing.T) {
@@ -122,8 +144,8 @@ func TestOrphanedClaimIsReleasedAfterGrace(t *testing.T) {
 					t.Error("released before the grace period ended")
 				}
 				fixture.run(t, false, 15*time.Minute)
-				if fixture.held || fixture.releasedReason == "" {
-					t.Errorf("held %v, reported %q", fixture.held, fixture.releasedReason)
+				if fixture.held || fixture.releasedReason == "" || !fixture.woken {
+					t.Errorf("held %v, reported %q, reconciliation woken %v", fixture.held, fixture.releasedReason, fixture.woken)
 				}
 			})
 		})

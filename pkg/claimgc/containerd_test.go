@@ -1,4 +1,4 @@
-package driver
+package claimgc_test
 
 import (
 	"context"
@@ -12,6 +12,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimgc"
 )
 
 // runningContainers fakes a container runtime. The field createdWith has, by container ID, the JSON
@@ -72,7 +74,7 @@ func TestPodsUsingClaimAreFoundByCDIDevice(t *testing.T) {
 	const ours, others = "k8s.gpu.nvidia.com/claim=uid-1-gpu-0000-1b-00-0", "k8s.gpu.nvidia.com/claim=uid-10-gpu-0000-1b-00-0"
 	socket := serveRuntime(t, &runningContainers{name: "containerd", createdWith: map[string]string{
 		"runs": infoWithDevice(ours), "other": infoWithDevice(others), "ended": infoWithDevice(ours)}})
-	users, err := podsUsingClaim(t.Context(), socket, "uid-1")
+	users, err := claimgc.Containerd{Socket: socket}.UsersOf(t.Context(), "uid-1")
 	if err != nil || !slices.Equal(users, []string{"team/pod-runs"}) {
 		t.Errorf("%q, %v", users, err)
 	}
@@ -85,7 +87,7 @@ func TestRuntimeWithoutDeviceInfoIsAnError(t *testing.T) {
 		"no socket":       {"", "--cri-socket"},
 		"says nothing":    {serveRuntime(t, &runningContainers{name: "containerd", createdWith: map[string]string{"runs": ""}}), "does not say"},
 	} {
-		if users, err := podsUsingClaim(t.Context(), c.socket, "uid-1"); err == nil || !strings.Contains(err.Error(), c.says) {
+		if users, err := (claimgc.Containerd{Socket: c.socket}).UsersOf(t.Context(), "uid-1"); err == nil || !strings.Contains(err.Error(), c.says) {
 			t.Errorf("%s: %q, %v", name, users, err)
 		}
 	}

@@ -1,0 +1,20 @@
+package driver
+
+import (
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+)
+
+// reports tells admins about what the plugin does on its own.
+type reports struct {
+	*events.Recorder
+	metrics *metrics.Metrics
+}
+
+// Repaired counts the repair in the metrics and writes an Event about it on the Node. A repair
+// corrects something on the node that differed from the checkpoint records.
+func (r reports) Repaired(repair prepare.Repair) {
+	r.metrics.Repaired(repair.Kind)
+	r.Normal("Repaired", repair.What+": "+repair.Object)
+}
