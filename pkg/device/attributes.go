@@ -3,10 +3,12 @@ package device
 import (
 	"cmp"
 	"fmt"
+	"math"
 	"strconv"
 	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/utils/ptr"
 )
 
@@ -100,4 +102,33 @@ func Semver(v string) (string, error) {
 		numbers[i] = n
 	}
 	return fmt.Sprintf("%d.%d.%d", numbers[0], numbers[1], numbers[2]), nil
+}
+
+// perProduct returns the type of a partition for ResourcePoolStatusRequest: the text in what and
+// the product name, because the same profile costs other counters on another product.
+func perProduct(what string, g GPU) string { return what + " of " + g.ProductName }
+
+func number(n uint32) resourceapi.DeviceAttribute {
+	return resourceapi.DeviceAttribute{IntValue: ptr.To(int64(n))}
+}
+
+// capacities returns the capacities of an unshared device. Unknown values are published as 0,
+// because a selector that reads a missing capacity is an error. A 0 matches no selector for a
+// minimum.
+func capacities(memory uint64, known *Engines) map[resourceapi.QualifiedName]resourceapi.DeviceCapacity {
+	e := ptr.Deref(known, Engines{})
+	c := map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
+		"memory": {Value: *resource.NewQuantity(int64(min(memory, math.MaxInt64)), resource.BinarySI)},
+	}
+	for name, n := range map[resourceapi.QualifiedName]uint32{
+		"multiprocessors": e.Multiprocessors,
+		"copyEngines":     e.CopyEngines,
+		"decoders":        e.Decoders,
+		"encoders":        e.Encoders,
+		"jpegEngines":     e.JPEGEngines,
+		"ofaEngines":      e.OFAEngines,
+	} {
+		c[name] = resourceapi.DeviceCapacity{Value: *resource.NewQuantity(int64(n), resource.DecimalSI)}
+	}
+	return c
 }

@@ -238,3 +238,17 @@ func (o Offering) holdings(set budget) []holding {
 	}
 	return all
 }
+
+// FractionRefusals returns why GPUs are not offered in shares with limits by MPS although the share
+// rules ask for that. The keys are the names of these GPUs.
+func FractionRefusals(offerings []Offering) map[string]string {
+	why := map[string]string{}
+	for index, o := range byPCIAddress(offerings) {
+		for _, rule := range o.Shares.rules {
+			if o.FractionsUnsupported != "" && rule.share.Fractions && (rule.index == index || rule.index < 0 && rule.selector.matches(o.GPU)) {
+				why[o.WholeName()] = o.FractionsUnsupported
+			}
+		}
+	}
+	return why
+}

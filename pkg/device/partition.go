@@ -57,14 +57,6 @@ func (p Partition) ownCounter() string {
 	return strings.TrimPrefix(p.Name(), p.gpu.WholeName()+"-")
 }
 
-// perProduct returns the type of a partition for ResourcePoolStatusRequest: the text in what and
-// the product name, because the same profile costs other counters on another product.
-func perProduct(what string, g GPU) string { return what + " of " + g.ProductName }
-
-func number(n uint32) resourceapi.DeviceAttribute {
-	return resourceapi.DeviceAttribute{IntValue: ptr.To(int64(n))}
-}
-
 // placementsOf returns a Partition for every placement of the offered profiles, in publishing
 // order. Small profiles come first. Of two profiles of one size, the one with fewer media engines
 // comes first, so a plain profile comes before its "+me" variant.

@@ -1,6 +1,9 @@
 package device
 
-import resourceapi "k8s.io/api/resource/v1"
+import (
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/utils/ptr"
+)
 
 // Shape is one way in which a GPU is offered to the scheduler: as a whole ([Whole]), as a partition
 // ([Partition]) or in shares ([Shared]). Each Shape is published as one device.
@@ -34,3 +37,34 @@ func (c counts) exclusive() bool {
 	}
 	return false
 }
+
+// Whole is a GPU that is offered as a whole.
+type Whole struct {
+	gpu GPU
+	counts
+}
+
+var _ shareable = Whole{}
+
+func (w Whole) Name() string { return w.gpu.WholeName() }
+func (w Whole) GPU() GPU     { return w.gpu }
+
+// Device returns the device with the attributes by which claims select a GPU. parentUUID equals
+// uuid, so that a claim can match a whole GPU and a partition of one card by the same attribute.
+func (w Whole) Device(d Driver) resourceapi.Device {
+	g := w.gpu
+	attributes := commonAttributes(g, d)
+	attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("gpu")}
+	attributes["uuid"] = text(g.UUID)
+	return resourceapi.Device{
+		Name:             w.Name(),
+		Attributes:       attributes,
+		Capacity:         capacities(g.MemoryBytes, g.Engines),
+		ConsumesCounters: w.cost.consumed(w.Name()),
+	}
+}
+
+func (w Whole) partitionType() string { return perProduct("whole", w.gpu) }
+
+func (w Whole) name() Name            { return Name{GPU: w.gpu.WholeName()} }
+func (w Whole) memoryToShare() uint64 { return w.gpu.MemoryBytes }

@@ -5,6 +5,8 @@ import (
 	"path"
 	"strconv"
 	"strings"
+
+	"k8s.io/apimachinery/pkg/api/resource"
 )
 
 // Share says how a device is offered to several claims at once. The zero value means that only one
@@ -123,20 +125,6 @@ func (r ShareRules) For(g GPU, profile string, index int) Share {
 	return Share{}
 }
 
-// FractionRefusals returns why GPUs are not offered in shares with limits by MPS although the share
-// rules ask for that. The keys are the names of these GPUs.
-func FractionRefusals(offerings []Offering) map[string]string {
-	why := map[string]string{}
-	for index, o := range byPCIAddress(offerings) {
-		for _, rule := range o.Shares.rules {
-			if o.FractionsUnsupported != "" && rule.share.Fractions && (rule.index == index || rule.index < 0 && rule.selector.matches(o.GPU)) {
-				why[o.WholeName()] = o.FractionsUnsupported
-			}
-		}
-	}
-	return why
-}
-
 // SharingUnsupportedReason says which feature the cluster lacks for shared devices, or returns "".
 // Shares need counters, because they overlap with their device, and consumable capacities, because
 // otherwise the first share takes all of the device. If a reason is returned, [Offer] must get no
@@ -153,4 +141,41 @@ func SharingUnsupportedReason(counters, capacities bool) string {
 		return ""
 	}
 	return "the cluster does not support " + strings.Join(lacking, " and ") + ", which shares need"
+}
+
+// Totals returns the capacities that all claims on the shared device n divide among them. It has no
+// memory if the driver does not report it, no plain shares if no rule offers them, and nothing if
+// the GPU g cannot have n. index is g's index on the node, by PCI address.
+func (r ShareRules) Totals(g GPU, index int, n Name) map[string]resource.Quantity {
+	totals := map[string]resource.Quantity{}
+	of, profile, known := g.shareable(n)
+	if !known {
+		return totals
+	}
+	for _, share := range []Share{{Fractions: true}, {Count: r.For(g, profile, index).Count}} {
+		for name, c := range (Shared{of, share}).capacities() {
+			if !c.Value.IsZero() {
+				totals[string(name)] = c.Value
+			}
+		}
+	}
+	return totals
+}
+
+// shareable returns the device that n names, or the unshared device if n names a share device.
+// profile is the name of the partition's MIG profile, or "" for the whole GPU. known is false for a
+// partition that the GPU neither has nor can have.
+func (g GPU) shareable(n Name) (_ shareable, profile string, known bool) {
+	if n.Partition == nil {
+		return Whole{gpu: g}, "", true
+	}
+	p, known := g.partition(*n.Partition, counterSetOf(g))
+	return p, p.profile, known
+}
+
+// Has reports whether n names the whole GPU, or a partition that the GPU has or can have, or a
+// share device of these. The zero GPU has no devices.
+func (g GPU) Has(n Name) bool {
+	_, _, known := g.shareable(n)
+	return known && n.GPU == g.WholeName()
 }
