@@ -99,7 +99,7 @@ func lostError(c *resourceapi.ResourceClaim) *prepare.LostError {
 // to has lost it. If to is nil, it waits for a report that the device is healthy.
 func (l *lostDeviceNode) expectHealth(device string, to *resourceapi.ResourceClaim) {
 	l.Helper()
-	deadline := time.Now().Add(healthReportInterval / 4) // a change must be reported before the next regular report
+	deadline := time.Now().Add(5 * time.Second / 2) // a change must be reported before the next regular report
 	for {
 		l.mu.Lock()
 		h := l.health[device]

@@ -16,7 +16,6 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
-	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -196,35 +195,6 @@ func mustList(t *testing.T, client *fake.Clientset) []resourceapi.ResourceSlice 
 		t.Fatal(err)
 	}
 	return list.Items
-}
-
-func TestHealthReportCoversEveryDevice(t *testing.T) {
-	s := readyWith("0000:1b:00.0", "0000:43:00.0")
-	now := time.Now()
-	r := (healthReporter{pool: "node"}).report(s, now)
-	if len(r.Devices) != 4 || r.Devices[2].Health != "Healthy" ||
-		r.Devices[2].DeviceName != "gpu-0000-43-00-0" || r.Devices[3].DeviceName != "gpu-0000-43-00-0-share" {
-		t.Errorf("got %+v", r)
-	}
-	s.Ready, s.Reason = false, "the driver went away"
-	r = (healthReporter{pool: "node"}).report(s, now)
-	if len(r.Devices) != 4 || r.Devices[0].Health != "Unknown" || r.Devices[0].Message != s.Reason {
-		t.Errorf("got %+v", r)
-	}
-}
-
-func TestHealthReportMarksLostDevice(t *testing.T) {
-	s := snapshotOfHalves()
-	lost := map[string]string{gpuName + "-mig-9-1": "it is gone"}
-	for _, h := range (healthReporter{pool: "node", lost: lost}).report(s, time.Now()).Devices {
-		want := kubeletplugin.HealthStatusHealthy
-		if h.DeviceName == gpuName+"-mig-9-1" {
-			want = kubeletplugin.HealthStatusUnhealthy
-		}
-		if h.Health != want {
-			t.Errorf("%s is %s (%s)", h.DeviceName, h.Health, h.Message)
-		}
-	}
 }
 
 func TestIsRecoverable(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/stream"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
@@ -98,6 +99,12 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 		wake(d.toPublisher)
 	}
 	logger.Info("Unprepared claim", "took", took)
+	return nil
+}
+
+// WatchHealthStatus sends the devices' health to the channel until the kubelet disconnects.
+func (d *Driver) WatchHealthStatus(ctx context.Context, reports chan<- kubeletplugin.DeviceHealthReport) error {
+	stream.Send(ctx, reports, stream.Sources{Pool: d.cfg.NodeName, Offered: d.offered(), Verdicts: d.health, Claims: d.status})
 	return nil
 }
 
