@@ -28,7 +28,7 @@ COVERAGE := 80
 PURE := ./api/... ./pkg/claim/... ./pkg/device/... ./pkg/health/...
 # Packages whose tests inject every fault into every call and write. They run completely without the
 # race detector, and as a sample (-short) with it.
-LONG := ./pkg/nvidia ./pkg/prepare
+LONG := ./pkg/nvidia/... ./pkg/prepare
 # By default a process with the race detector waits a second before it ends.
 export GORACE ?= atexit_sleep_ms=0
 PACKAGES := $(filter-out $(PURE),$(addsuffix /...,$(wildcard ./pkg/*)))

@@ -22,6 +22,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -44,7 +45,7 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	if format != "table" && format != "yaml" && format != "cdi" {
 		return usageError{fmt.Errorf("--output: %q is neither table nor yaml nor cdi", format)}
 	}
-	present, err := nvidia.HasNVIDIADevice(cfg.SysfsRoot)
+	present, err := scan.HasNVIDIADevice(cfg.SysfsRoot)
 	if err == nil && !present {
 		_, err := fmt.Fprintln(out, "There is no NVIDIA GPU on this node's PCI bus. The node offers nothing, and the plugin idles.")
 		return err
@@ -53,7 +54,7 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("find the program that scans the GPUs: %w", err)
 	}
-	node, err := nvidia.Isolated(driver.Paths(cfg), self, driver.ScanCommand)(ctx)
+	node, err := scan.Isolated(driver.Paths(cfg), self, driver.ScanCommand)(ctx)
 	if err != nil {
 		return fmt.Errorf("%w: %w", errOffersNothing, err)
 	}
@@ -69,7 +70,7 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	}
 	preview.Holders = map[string][]nvidia.Process{}
 	for _, g := range node.GPUs {
-		preview.Holders[g.WholeName()] = driver.Paths(cfg).Users(g.Minor)
+		preview.Holders[g.WholeName()] = scan.Users(driver.Paths(cfg), g.Minor)
 	}
 	if err := show(out, format, cfg.NodeName, preview, recordsErr); err != nil {
 		return err

@@ -19,7 +19,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
 )
 
 // version is the program's version, which the linker sets.
@@ -38,12 +39,12 @@ type command struct {
 
 func commands() map[string]command {
 	return map[string]command{
-		"":                      {"serve this node (the default)", serve},
-		"inventory":             {"show what this node would offer, or why nothing; needs no cluster and changes nothing", runInventory},
-		"uninstall":             {"remove the DaemonSet in order; refuses while claims hold devices", uninstall},
-		driver.ScanCommand:      {"scan the hardware for a parent process (internal)", runScan},
-		nvidia.PartitionCommand: {"change MIG partitions for a parent process (internal)", runPartition},
-		nvidia.WatchCommand:     {"watch the hardware for a parent process (internal)", runWatch},
+		"":                 {"serve this node (the default)", serve},
+		"inventory":        {"show what this node would offer, or why nothing; needs no cluster and changes nothing", runInventory},
+		"uninstall":        {"remove the DaemonSet in order; refuses while claims hold devices", uninstall},
+		driver.ScanCommand: {"scan the hardware for a parent process (internal)", runScan},
+		cut.Command:        {"change MIG partitions for a parent process (internal)", runPartition},
+		watch.Command:      {"watch the hardware for a parent process (internal)", runWatch},
 		"version": {"print the version", func(_ context.Context, _ []string, out io.Writer) error {
 			_, err := fmt.Fprintln(out, version)
 			return err

@@ -5,12 +5,12 @@ import (
 	"io"
 	"os"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 )
 
 // runPartition is the child process that changes MIG partitions for the plugin
-// ([nvidia.ServePartitions]). It ends when its standard input does, not at a signal. A signal to
+// ([cut.Serve]). It ends when its standard input does, not at a signal. A signal to
 // the process group must not interrupt a MIG change that the plugin waits for.
 func runPartition(ctx context.Context, _ []string, out io.Writer) error {
-	return nvidia.ServePartitions(context.WithoutCancel(ctx), os.Stdin, out)
+	return cut.Serve(context.WithoutCancel(ctx), os.Stdin, out)
 }

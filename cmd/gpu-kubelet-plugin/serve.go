@@ -20,7 +20,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 )
 
 // idleInterval is how often a plugin on a node without an NVIDIA GPU looks for one again.
@@ -111,7 +111,7 @@ func stopped(ctx context.Context) error {
 func awaitDevice(ctx context.Context, sysfs string, probe *driver.Probe) error {
 	idle := false
 	for {
-		found, err := nvidia.HasNVIDIADevice(sysfs)
+		found, err := scan.HasNVIDIADevice(sysfs)
 		if err != nil {
 			return fmt.Errorf("look for NVIDIA devices below %s (--sysfs-root): %w", sysfs, err)
 		}

@@ -5,11 +5,11 @@ import (
 	"io"
 	"os"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
 )
 
-// runWatch is the child process that watches the GPUs' events for [nvidia.Watch]. It ends when its
+// runWatch is the child process that watches the GPUs' events for [watch.Run]. It ends when its
 // standard input does, not at a signal: the plugin decides when to end it.
 func runWatch(ctx context.Context, _ []string, out io.Writer) error {
-	return nvidia.ServeWatch(context.WithoutCancel(ctx), os.Stdin, out)
+	return watch.Serve(context.WithoutCancel(ctx), os.Stdin, out)
 }

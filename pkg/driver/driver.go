@@ -34,7 +34,7 @@ import (
 const DriverName = device.DriverName
 
 // ScanCommand is the subcommand of the plugin's binary that scans the hardware. The plugin runs it
-// as a child process, for the reasons that [nvidia.Isolated] gives.
+// as a child process, for the reasons that [nvidia] gives.
 const ScanCommand = "scan"
 
 // drainTimeout is how long a stopping plugin waits for the kubelet's running calls. The Pod's

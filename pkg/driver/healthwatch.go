@@ -17,7 +17,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
 )
 
 const (
@@ -43,13 +44,13 @@ const (
 
 // NewWatch returns a function that watches the node's hardware with NVML in a child process. That
 // process pauses while partitions are changed.
-func NewWatch(cfg *config.Config, partitions *nvidia.Partitions) (func(ctx context.Context, report func(device.Signal)) error, error) {
+func NewWatch(cfg *config.Config, partitions *cut.Partitions) (func(ctx context.Context, report func(device.Signal)) error, error) {
 	executable, err := os.Executable()
 	if err != nil {
 		return nil, fmt.Errorf("find the plugin's own binary for the process that watches the hardware: %w", err)
 	}
-	options := nvidia.WatchOptions{Paths: Paths(cfg), Command: []string{executable, nvidia.WatchCommand}, Partitions: partitions}
-	return func(ctx context.Context, report func(device.Signal)) error { return nvidia.Watch(ctx, options, report) }, nil
+	options := watch.Options{Paths: Paths(cfg), Command: []string{executable, watch.Command}, Partitions: partitions}
+	return func(ctx context.Context, report func(device.Signal)) error { return watch.Run(ctx, options, report) }, nil
 }
 
 // healthWatch has the health verdicts on this node's devices. Only the goroutine of the health loop

@@ -23,6 +23,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -110,8 +111,8 @@ func failIfBusy(_ context.Context, c device.Card) error {
 	if c.PCIAddress != busyGPU {
 		return nil
 	}
-	return &nvidia.PartitionError{
-		Op: "switch off MIG mode", Code: nvidia.CodeInUse, Message: "in use",
+	return &cut.Error{
+		Op: "switch off MIG mode", Code: device.FailureInUse, Message: "in use",
 		Processes: []nvidia.Process{{PID: 7, Name: "dcgm"}},
 	}
 }

@@ -31,6 +31,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
@@ -44,9 +46,9 @@ func NewHardware(cfg *config.Config) (inventory.Hardware, error) {
 		return inventory.Hardware{}, fmt.Errorf("find the plugin's own binary, which scans the hardware in a child process: %w", err)
 	}
 	paths := Paths(cfg)
-	changes := nvidia.NewChangeDetector(paths)
+	changes := scan.NewChangeDetector(paths)
 	return inventory.Hardware{
-		Scan:        nvidia.Isolated(paths, executable, ScanCommand),
+		Scan:        scan.Isolated(paths, executable, ScanCommand),
 		Fingerprint: changes.Fingerprint,
 		Present:     changes.Present,
 	}, nil
@@ -54,12 +56,12 @@ func NewHardware(cfg *config.Config) (inventory.Hardware, error) {
 
 // NewPartitions returns the interface that changes the node's GPUs and their partitions. A worker
 // process per GPU loads NVML.
-func NewPartitions(cfg *config.Config, m *metrics.Metrics) (*nvidia.Partitions, error) {
+func NewPartitions(cfg *config.Config, m *metrics.Metrics) (*cut.Partitions, error) {
 	executable, err := os.Executable()
 	if err != nil {
 		return nil, fmt.Errorf("find the plugin's own binary, which partitions GPUs in child processes: %w", err)
 	}
-	partitions := nvidia.NewPartitions(Paths(cfg), executable, nvidia.PartitionCommand)
+	partitions := cut.New(Paths(cfg), executable, cut.Command)
 	partitions.Observe = m.MIGCall
 	return partitions, nil
 }
@@ -189,7 +191,7 @@ func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions
 		Now: time.Now, ConflictWait: conflictWait, Stopping: ctx.Done(),
 		Verify:      func(edits specs.ContainerEdits) error { return cdi.Verify(edits, d.mountedPath(paths)) },
 		Partitions:  partitions,
-		MIGEdits:    paths.CapabilityEdits,
+		MIGEdits:    scan.CapabilityEdits(paths),
 		MPS:         d.supervisor,
 		MPSDisabled: !d.cfg.MPS,
 		MPSEdits: func(daemon string) specs.ContainerEdits {

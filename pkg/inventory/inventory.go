@@ -21,6 +21,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 )
 
 // Snapshot is the node's state as of the last scan. Readers must not modify it.
@@ -197,7 +198,7 @@ func (l *scanLoop) step(ctx context.Context) time.Duration {
 		node = l.retainUncertain(node)
 	}
 	s := i.snapshotOf(node, err)
-	s.Files = nvidia.WithoutInstances(fingerprint)
+	s.Files = scan.WithoutInstances(fingerprint)
 	i.set(l.log, s)
 	return i.pause()
 }

@@ -1,10 +1,8 @@
 package nvidia
 
 import (
-	"errors"
 	"fmt"
 
-	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -39,28 +37,6 @@ type Problem struct {
 	Uncertain string `json:"uncertain,omitempty"`
 }
 
-// problemOf returns the Problem of a card whose reading failed with err.
-func problemOf(a device.PCIAddress, err error) Problem {
-	p := Problem{PCIAddress: a, Message: err.Error()}
-	var uncertain *uncertainError
-	if errors.As(err, &uncertain) && !errors.Is(err, nvmlError(nvml.ERROR_GPU_IS_LOST)) {
-		p.Uncertain = uncertain.uuid
-	}
-	return p
-}
-
-// uncertainError says that the MIG instances of a card with MIG on could not be read.
-type uncertainError struct {
-	uuid string
-	err  error
-}
-
-func (e *uncertainError) Unwrap() error { return e.err }
-
-func (e *uncertainError) Error() string {
-	return fmt.Sprintf("MIG mode is on, and the GPU's MIG instances cannot be read: %v", e.err)
-}
-
 func (p Problem) String() string {
 	if p.PCIAddress == "" {
 		return p.Message
@@ -83,6 +59,7 @@ func (e *NotReadyError) Error() string {
 	return e.Reason + ": " + e.Remedy
 }
 
-func notReady(remedy, reason string, args ...any) error {
+// NotReady returns a [NotReadyError]. reason is a format for args.
+func NotReady(remedy, reason string, args ...any) error {
 	return &NotReadyError{Reason: fmt.Sprintf(reason, args...), Remedy: remedy}
 }

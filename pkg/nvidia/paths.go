@@ -1,10 +1,26 @@
 package nvidia
 
 import (
-	"os"
+	"errors"
+	"fmt"
+	"io/fs"
 	"path/filepath"
 	"strings"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 )
+
+// Program finds a program of the driver, such as nvidia-smi, as this process sees it. The error
+// wraps [fs.ErrNotExist] if the driver is installed without this program.
+func (p Paths) Program(name string) (driverroot.Program, error) {
+	p = p.WithDefaults()
+	found, err := driverroot.Find(p.DriverRoot, name)
+	if errors.Is(err, fs.ErrNotExist) && p.HostDriverRoot != p.DriverRoot {
+		err = fmt.Errorf("%w (%s on the host)", err, p.HostDriverRoot)
+	}
+	return found, err
+}
 
 // Paths says where the host's files are. The plugin usually runs in a container and sees parts of
 // the host under other paths.
@@ -15,26 +31,26 @@ type Paths struct {
 	// HostDriverRoot is the path of DriverRoot on the host, such as /, /run/nvidia/driver or
 	// /home/kubernetes/bin/nvidia.
 	HostDriverRoot string `json:"hostDriverRoot"`
-	// DevRoot is the directory, as the plugin sees it, whose subdirectory dev has the driver's device
-	// nodes. The path of that subdirectory is accepted too. If it is empty, the driver root is used if
-	// its dev has nvidiactl, otherwise /.
+	// DevRoot is the directory, as the plugin sees it, whose subdirectory dev has the driver's
+	// device nodes. The path of that subdirectory is accepted too. If it is empty, the driver root
+	// is used if its dev has nvidiactl, otherwise /.
 	DevRoot string `json:"devRoot,omitempty"`
-	// DriverDirs are additional directories with files of the driver, outside the driver root. Their
-	// paths are the same for host and plugin.
+	// DriverDirs are additional directories with files of the driver, outside the driver root.
+	// Their paths are the same for host and plugin.
 	DriverDirs []string `json:"driverDirs,omitempty"`
 	// Sysfs and Proc are the paths at which the plugin sees the host's /sys and /proc.
 	Sysfs string `json:"sysfs"`
 	Proc  string `json:"proc"`
-	// Cgroups is the mount point of cgroup v2, which is the same for the plugin and the host. If it is
-	// empty, the plugin does not detect whether the driver limits memory by cgroup.
+	// Cgroups is the mount point of cgroup v2, which is the same for the plugin and the host. If it
+	// is empty, the plugin does not detect whether the driver limits memory by cgroup.
 	Cgroups string `json:"cgroups,omitempty"`
 	// HookPath is the path of nvidia-cdi-hook on the host.
 	HookPath string `json:"hookPath"`
 }
 
-// withDefaults sets empty fields to the paths of a host on which the plugin runs outside a
+// WithDefaults sets empty fields to the paths of a host on which the plugin runs outside a
 // container.
-func (p Paths) withDefaults() Paths {
+func (p Paths) WithDefaults() Paths {
 	p.DriverRoot = cleanOr(p.DriverRoot, "/")
 	p.HostDriverRoot = cleanOr(p.HostDriverRoot, p.DriverRoot)
 	p.Sysfs = cleanOr(p.Sysfs, "/sys")
@@ -50,22 +66,22 @@ func cleanOr(path, otherwise string) string {
 	return filepath.Clean(path)
 }
 
-// devRoot returns the directory whose subdirectory dev has the driver's device nodes. It is
+// DeviceRoot returns the directory whose subdirectory dev has the driver's device nodes. It is
 // computed each time, because a driver container creates its dev late.
-func (p Paths) devRoot() string {
+func (p Paths) DeviceRoot() string {
 	if p.DevRoot != "" {
 		return filepath.Join("/", strings.TrimSuffix(filepath.Clean(p.DevRoot), "/dev"))
 	}
-	if isCharDevice(filepath.Join(p.DriverRoot, "dev", "nvidiactl")) {
+	if hostfile.IsCharDevice(filepath.Join(p.DriverRoot, "dev", "nvidiactl")) {
 		return p.DriverRoot
 	}
 	return "/"
 }
 
-// host converts the path of a driver file from the plugin's view to the host's. It returns any
+// Host converts the path of a driver file from the plugin's view to the host's. It returns any
 // other path unchanged.
-func (p Paths) host(visible string) string {
-	if rest, ok := below(p.DriverRoot, visible); ok {
+func (p Paths) Host(visible string) string {
+	if rest, ok := hostfile.Below(p.DriverRoot, visible); ok {
 		return filepath.Join(p.HostDriverRoot, rest)
 	}
 	return visible
@@ -74,7 +90,7 @@ func (p Paths) host(visible string) string {
 // Visible converts a host path to the plugin's view: driver files below the driver root, device
 // nodes below the dev root. All other paths (the hook, the CDI directory) are the same.
 func (p Paths) Visible(host string) string {
-	p = p.withDefaults()
+	p = p.WithDefaults()
 	if p.DriverRoot == p.HostDriverRoot {
 		return host
 	}
@@ -82,36 +98,13 @@ func (p Paths) Visible(host string) string {
 		return host
 	}
 	if p.HostDriverRoot != "/" {
-		if rest, ok := below(p.HostDriverRoot, host); ok {
+		if rest, ok := hostfile.Below(p.HostDriverRoot, host); ok {
 			return filepath.Join(p.DriverRoot, rest)
 		}
 		return host
 	}
-	if _, ok := below("/dev", host); ok && p.devRoot() == "/" {
+	if _, ok := hostfile.Below("/dev", host); ok && p.DeviceRoot() == "/" {
 		return host
 	}
 	return filepath.Join(p.DriverRoot, host)
-}
-
-// below returns the part of path below root. ok is false if path is not root and not below root.
-func below(root, path string) (rest string, ok bool) {
-	if root == "/" {
-		return path, strings.HasPrefix(path, "/")
-	}
-	if path == root {
-		return "/", true
-	}
-	return strings.CutPrefix(path, root+"/")
-}
-
-// isCharDevice reports whether path is a character device. It does not follow symlinks, because
-// nvcdi does not either, and both must find the same device nodes.
-func isCharDevice(path string) bool {
-	info, err := os.Lstat(path)
-	return err == nil && info.Mode()&os.ModeCharDevice != 0
-}
-
-func exists(path string) bool {
-	_, err := os.Stat(path)
-	return err == nil
 }

@@ -1,6 +1,8 @@
 package nvidia
 
-import "testing"
+import (
+	"testing"
+)
 
 func TestHostPathsAndVisiblePathsAreInverse(t *testing.T) {
 	for _, tc := range []struct {
@@ -27,30 +29,12 @@ func TestHostPathsAndVisiblePathsAreInverse(t *testing.T) {
 		{"driver root itself", Paths{DriverRoot: "/driver-root", HostDriverRoot: "/run/nvidia/driver"}, "/driver-root", "/run/nvidia/driver"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			if got := tc.paths.withDefaults().host(tc.visible); got != tc.host {
+			if got := tc.paths.WithDefaults().Host(tc.visible); got != tc.host {
 				t.Errorf("host path of %s is %s, want %s", tc.visible, got, tc.host)
 			}
 			if got := tc.paths.Visible(tc.host); got != tc.visible {
 				t.Errorf("visible path of %s is %s, want %s", tc.host, got, tc.visible)
 			}
 		})
-	}
-}
-
-func TestDevRoot(t *testing.T) {
-	h := newFakeHost(t)
-	p := h.paths().withDefaults()
-	if got := p.devRoot(); got != p.DriverRoot {
-		t.Errorf("dev root is %s, want the driver root with its own dev", got)
-	}
-	h.remove("driver/dev/nvidiactl")
-	if got := p.devRoot(); got != "/" {
-		t.Errorf("dev root is %s, want /", got)
-	}
-	for given, want := range map[string]string{"/host": "/host", "/host/dev": "/host", "/host/dev/": "/host", "/dev": "/"} {
-		p.DevRoot = given
-		if got := p.devRoot(); got != want {
-			t.Errorf("dev root %s is taken as %s, want %s", given, got, want)
-		}
 	}
 }

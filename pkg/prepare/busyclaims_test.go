@@ -11,7 +11,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // slowDestroy is a fake GPU whose Look or Destroy hangs until the caller's deadline.
@@ -20,18 +19,18 @@ type slowDestroy struct {
 	look, destroy bool
 }
 
-func (s *slowDestroy) Look(ctx context.Context, c nvidia.Card) (nvidia.State, error) {
+func (s *slowDestroy) Look(ctx context.Context, c device.Card) (device.CardState, error) {
 	if s.look {
 		<-ctx.Done()
-		return nvidia.State{}, failure(nvidia.CodeTimeout, "look", c)
+		return device.CardState{}, failure(device.FailureTimeout, "look", c)
 	}
 	return s.hardware.Look(ctx, c)
 }
 
-func (s *slowDestroy) Destroy(ctx context.Context, c nvidia.Card, in device.Instance) error {
+func (s *slowDestroy) Destroy(ctx context.Context, c device.Card, in device.Instance) error {
 	if s.destroy {
 		<-ctx.Done()
-		return failure(nvidia.CodeInUse, "destroy", c)
+		return failure(device.FailureInUse, "destroy", c)
 	}
 	return s.hardware.Destroy(ctx, c, in)
 }
@@ -40,12 +39,12 @@ func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
 	for name, c := range map[string]struct {
 		slow slowDestroy
 		busy bool // another call holds the GPU's lock
-		call func(*testing.T, *Preparer, nvidia.Card) error
+		call func(*testing.T, *Preparer, device.Card) error
 	}{
 		"adopt, a call holds the GPU":    {slowDestroy{}, true, adoptInstances},
 		"adopt, the GPU does not answer": {slowDestroy{look: true}, false, adoptInstances},
 		"adopt, the instance is in use":  {slowDestroy{destroy: true}, false, adoptInstances},
-		"reconcile, the instance is in use": {slowDestroy{destroy: true}, false, func(t *testing.T, p *Preparer, _ nvidia.Card) error {
+		"reconcile, the instance is in use": {slowDestroy{destroy: true}, false, func(t *testing.T, p *Preparer, _ device.Card) error {
 			return p.Reconcile(t.Context())
 		}},
 	} {
@@ -86,7 +85,7 @@ func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
 	}
 }
 
-func adoptInstances(t *testing.T, p *Preparer, c nvidia.Card) error {
+func adoptInstances(t *testing.T, p *Preparer, c device.Card) error {
 	return p.Adopt(t.Context(), c, gpu0)
 }
 
@@ -165,10 +164,10 @@ type slowRead struct {
 	time time.Duration
 }
 
-func (s *slowRead) Look(ctx context.Context, c nvidia.Card) (nvidia.State, error) {
+func (s *slowRead) Look(ctx context.Context, c device.Card) (device.CardState, error) {
 	select {
 	case <-ctx.Done():
-		return nvidia.State{}, failure(nvidia.CodeTimeout, "look", c)
+		return device.CardState{}, failure(device.FailureTimeout, "look", c)
 	case <-time.After(s.time):
 		return s.hardware.Look(ctx, c)
 	}

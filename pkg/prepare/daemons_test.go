@@ -18,24 +18,23 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-func (h *hardware) SetComputeMode(_ context.Context, c nvidia.Card, mode device.ComputeMode) error {
+func (h *hardware) SetComputeMode(_ context.Context, c device.Card, mode device.ComputeMode) error {
 	op := fmt.Sprintf("set compute mode %s", mode)
 	return h.call(op, c, func(s *fakeGPU) error {
 		if s.on && mode == device.ComputeExclusiveProcess {
-			return failure(nvidia.CodeNotSupported, op, c)
+			return failure(device.FailureNotSupported, op, c)
 		}
 		s.mode = mode
 		return nil
 	})
 }
 
-func (h *hardware) TimeSlice(_ context.Context, c nvidia.Card) (slice device.TimeSlice, err error) {
+func (h *hardware) TimeSlice(_ context.Context, c device.Card) (slice device.TimeSlice, err error) {
 	err = h.call("time slice", c, func(s *fakeGPU) error {
 		if s.unsliced {
-			return failure(nvidia.CodeNotSupported, "read the time slice", c)
+			return failure(device.FailureNotSupported, "read the time slice", c)
 		}
 		slice = s.slice
 		return nil
@@ -43,7 +42,7 @@ func (h *hardware) TimeSlice(_ context.Context, c nvidia.Card) (slice device.Tim
 	return slice, err
 }
 
-func (h *hardware) SetTimeSlice(_ context.Context, c nvidia.Card, slice device.TimeSlice) error {
+func (h *hardware) SetTimeSlice(_ context.Context, c device.Card, slice device.TimeSlice) error {
 	return h.call(fmt.Sprintf("set time slice %d", slice), c, func(s *fakeGPU) error {
 		s.slice = slice
 		return nil

@@ -8,15 +8,16 @@ import (
 
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 )
 
 // Reconcile must report a device lost only if a retry cannot help, because users then delete the
 // claim's Pods.
 func TestPartitionIsLostOnlyOnPermanentErrors(t *testing.T) {
-	for code, lost := range map[nvidia.FailureCode]bool{
-		nvidia.CodeInUse: false, nvidia.CodeTimeout: false, nvidia.CodeDied: false, nvidia.CodeOther: false,
-		nvidia.CodeNotSupported: true, nvidia.CodeReset: true, nvidia.CodeInsufficient: true,
+	for code, lost := range map[device.FailureCode]bool{
+		device.FailureInUse: false, device.FailureTimeout: false, device.FailureDied: false, device.FailureOther: false,
+		device.FailureNotSupported: true, device.FailureReset: true, device.FailureInsufficient: true,
 	} {
 		t.Run(string(code), func(t *testing.T) {
 			w := newWorld(t)
@@ -28,7 +29,7 @@ func TestPartitionIsLostOnlyOnPermanentErrors(t *testing.T) {
 			h.takeCalls()
 			h.fault = func(_ int, after bool) error {
 				if !after && strings.HasPrefix(h.calls[len(h.calls)-1], "create GPU instance") {
-					return &nvidia.PartitionError{Op: "a call", Code: code, Message: string(code)}
+					return &cut.Error{Op: "a call", Code: code, Message: string(code)}
 				}
 				return nil
 			}
@@ -93,7 +94,7 @@ func TestReconcileErrorNamesUndeterminedClaims(t *testing.T) {
 	w.scan()
 	h.fault = func(_ int, after bool) error {
 		if !after && strings.HasPrefix(h.calls[len(h.calls)-1], "create GPU instance") {
-			return &nvidia.PartitionError{Op: "a call", Code: nvidia.CodeNotSupported, Message: "not supported"}
+			return &cut.Error{Op: "a call", Code: device.FailureNotSupported, Message: "not supported"}
 		}
 		return nil
 	}

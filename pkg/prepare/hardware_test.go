@@ -13,6 +13,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 )
 
 // hardware fakes a node's GPUs with MIG. It follows these rules of real GPUs: instances do not
@@ -47,7 +48,7 @@ type fakeGPU struct {
 
 var (
 	_ Partitions = &hardware{}
-	_ Partitions = &nvidia.Partitions{}
+	_ Partitions = &cut.Partitions{}
 )
 
 // profiles are some of the MIG profiles of an H100.
@@ -98,9 +99,9 @@ func (s *fakeGPU) reset() {
 	clear(s.busy)
 }
 
-func (s *fakeGPU) state() nvidia.State {
+func (s *fakeGPU) state() device.CardState {
 	persistence := !s.forgetful
-	st := nvidia.State{Minor: s.minor, ComputeMode: s.mode, Persistence: &persistence,
+	st := device.CardState{Minor: s.minor, ComputeMode: s.mode, Persistence: &persistence,
 		MIG: device.MIG{Enabled: s.on, Pending: s.on, ModeFixed: s.fixed}}
 	for _, id := range slices.Sorted(maps.Keys(s.instances)) {
 		st.MIG.Instances = append(st.MIG.Instances, s.instances[id])
@@ -108,19 +109,19 @@ func (s *fakeGPU) state() nvidia.State {
 	return st
 }
 
-func failure(code nvidia.FailureCode, op string, c nvidia.Card, processes ...nvidia.Process) error {
-	return &nvidia.PartitionError{Op: op + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code), Processes: processes}
+func failure(code device.FailureCode, op string, c device.Card, processes ...nvidia.Process) error {
+	return &cut.Error{Op: op + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code), Processes: processes}
 }
 
 // call simulates a call to the card c. It runs effect on the fake GPU, unless a fault is injected.
-func (h *hardware) call(op string, c nvidia.Card, effect func(*fakeGPU) error) error {
+func (h *hardware) call(op string, c device.Card, effect func(*fakeGPU) error) error {
 	return h.inject(op, func() error {
 		s, ok := h.cards[c.PCIAddress]
 		if !ok {
-			return failure(nvidia.CodeNotFound, op, c)
+			return failure(device.FailureNotFound, op, c)
 		}
 		if s.uuid != c.UUID {
-			return failure(nvidia.CodeReplaced, op, c)
+			return failure(device.FailureReplaced, op, c)
 		}
 		return effect(s)
 	})
@@ -149,20 +150,20 @@ func (h *hardware) inject(op string, effect func() error) error {
 	return nil
 }
 
-func (h *hardware) Look(_ context.Context, c nvidia.Card) (st nvidia.State, err error) {
+func (h *hardware) Look(_ context.Context, c device.Card) (st device.CardState, err error) {
 	err = h.call("look", c, func(s *fakeGPU) error { st = s.state(); return nil })
 	return st, err
 }
 
-func (h *hardware) SetMode(_ context.Context, c nvidia.Card, on bool) (st nvidia.State, err error) {
+func (h *hardware) SetMode(_ context.Context, c device.Card, on bool) (st device.CardState, err error) {
 	op := fmt.Sprintf("set MIG mode %v", on)
 	err = h.call(op, c, func(s *fakeGPU) error {
 		switch {
 		case s.on == on:
 		case s.fixed:
-			return failure(nvidia.CodeReset, op, c)
+			return failure(device.FailureReset, op, c)
 		case len(s.instances) > 0 || len(s.open) > 0:
-			return failure(nvidia.CodeInUse, op, c, s.open...)
+			return failure(device.FailureInUse, op, c, s.open...)
 		}
 		s.on = on
 		st = s.state()
@@ -171,14 +172,14 @@ func (h *hardware) SetMode(_ context.Context, c nvidia.Card, on bool) (st nvidia
 	return st, err
 }
 
-func (h *hardware) CreateInstance(_ context.Context, c nvidia.Card, profileID uint32, at device.Placement) (in device.Instance, err error) {
+func (h *hardware) CreateInstance(_ context.Context, c device.Card, profileID uint32, at device.Placement) (in device.Instance, err error) {
 	op := fmt.Sprintf("create GPU instance %d at %d", profileID, at.Start)
 	err = h.call(op, c, func(s *fakeGPU) error {
 		if !s.on {
-			return failure(nvidia.CodeNotSupported, op, c)
+			return failure(device.FailureNotSupported, op, c)
 		}
 		if len(overlapping(s.state().MIG.Instances, at)) > 0 {
-			return failure(nvidia.CodeInsufficient, op, c)
+			return failure(device.FailureInsufficient, op, c)
 		}
 		id := uint32(1)
 		for _, taken := s.instances[id]; taken; _, taken = s.instances[id] {
@@ -191,12 +192,12 @@ func (h *hardware) CreateInstance(_ context.Context, c nvidia.Card, profileID ui
 	return in, err
 }
 
-func (h *hardware) CreateCompute(_ context.Context, c nvidia.Card, id uint32) (in device.Instance, err error) {
+func (h *hardware) CreateCompute(_ context.Context, c device.Card, id uint32) (in device.Instance, err error) {
 	op := "create compute instance"
 	err = h.call(op, c, func(s *fakeGPU) error {
 		var ok bool
 		if in, ok = s.instances[id]; !ok || len(in.Compute) > 0 {
-			return failure(nvidia.CodeNotFound, op, c)
+			return failure(device.FailureNotFound, op, c)
 		}
 		h.serial++
 		in.Compute = []device.ComputeInstance{{ProfileID: 0, Name: name(in.ProfileID), UUID: fmt.Sprintf("MIG-%d", h.serial),
@@ -217,7 +218,7 @@ func name(profileID uint32) string {
 }
 
 // Destroy simulates two calls: one removes the compute instance, the other the GPU instance.
-func (h *hardware) Destroy(_ context.Context, c nvidia.Card, in device.Instance) error {
+func (h *hardware) Destroy(_ context.Context, c device.Card, in device.Instance) error {
 	check := func(s *fakeGPU) (there device.Instance, gone bool, err error) {
 		there, ok := s.instances[in.ID]
 		switch {
@@ -225,11 +226,11 @@ func (h *hardware) Destroy(_ context.Context, c nvidia.Card, in device.Instance)
 			return there, true, nil
 		case there.ProfileID != in.ProfileID || there.Placement != in.Placement || len(in.Compute) > 0 && len(there.Compute) > 0 &&
 			there.Compute[0].UUID != in.Compute[0].UUID:
-			return there, false, failure(nvidia.CodeChanged, "destroy", c)
+			return there, false, failure(device.FailureChanged, "destroy", c)
 		}
 		if s.busy[in.ID] > 0 {
 			s.busy[in.ID]--
-			return there, false, failure(nvidia.CodeInUse, "destroy", c, nvidia.Process{PID: 77, Name: "python"})
+			return there, false, failure(device.FailureInUse, "destroy", c, nvidia.Process{PID: 77, Name: "python"})
 		}
 		return there, false, nil
 	}
@@ -289,15 +290,15 @@ func sizeOf(profileID uint32) uint32 {
 	return 0
 }
 
-func (h *hardware) card(t *testing.T, gpu string) nvidia.Card {
+func (h *hardware) card(t *testing.T, gpu string) device.Card {
 	t.Helper()
 	for address, s := range h.cards {
 		if address.WholeName() == gpu {
-			return nvidia.Card{PCIAddress: address, UUID: s.uuid}
+			return device.Card{PCIAddress: address, UUID: s.uuid}
 		}
 	}
 	t.Fatalf("no GPU %s", gpu)
-	return nvidia.Card{}
+	return device.Card{}
 }
 
 func (h *hardware) of(t *testing.T, gpu string) *fakeGPU {

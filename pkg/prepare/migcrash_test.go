@@ -12,7 +12,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 )
 
 // stride is the distance between the hardware calls or disk writes that the tests let fail, one per
@@ -32,25 +32,25 @@ var faults = map[string]func(w *world, after bool) error{
 		if after {
 			return nil
 		}
-		return &nvidia.PartitionError{Op: "a call", Code: nvidia.CodeOther, Message: "unknown error"}
+		return &cut.Error{Op: "a call", Code: device.FailureOther, Message: "unknown error"}
 	},
 	"a refusal": func(_ *world, after bool) error {
 		if after {
 			return nil
 		}
-		return &nvidia.PartitionError{Op: "a call", Code: nvidia.CodeInUse, Message: "in use by another client"}
+		return &cut.Error{Op: "a call", Code: device.FailureInUse, Message: "in use by another client"}
 	},
 	"a lost answer": func(_ *world, after bool) error {
 		if !after {
 			return nil
 		}
-		return &nvidia.PartitionError{Op: "a call", Code: nvidia.CodeDied, Message: "the worker was killed"}
+		return &cut.Error{Op: "a call", Code: device.FailureDied, Message: "the worker was killed"}
 	},
 	"a hung call": func(_ *world, after bool) error {
 		if after {
 			return nil
 		}
-		return &nvidia.PartitionError{Op: "a call", Code: nvidia.CodeTimeout, Message: "no answer"}
+		return &cut.Error{Op: "a call", Code: device.FailureTimeout, Message: "no answer"}
 	},
 	"kill -9 before": func(w *world, after bool) error { return killProcess(w, !after) },
 	"kill -9 after":  func(w *world, after bool) error { return killProcess(w, after) },

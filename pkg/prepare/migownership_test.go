@@ -8,7 +8,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 )
 
 // While the GPU does not answer, Unprepare must fail and keep the record, because the MIG instance
@@ -19,7 +19,7 @@ func TestUnprepareFailsWhileGPUDoesNotAnswer(t *testing.T) {
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
 	h.fault = func(int, bool) error {
-		return &nvidia.PartitionError{Op: "look", Code: nvidia.CodeLost, Message: "the GPU is lost"}
+		return &cut.Error{Op: "look", Code: device.FailureLost, Message: "the GPU is lost"}
 	}
 	if err := p.Unprepare(t.Context(), "uid-c"); CauseOf(err) != CauseStep || len(w.records()) != 1 {
 		t.Errorf("unprepared, with records %q: %v", w.records(), err)

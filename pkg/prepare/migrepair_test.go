@@ -14,7 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 )
 
 // After a reboot an admin's tool creates MIG instances with the IDs that the driver's instances had
@@ -226,7 +226,7 @@ func TestUnprepareNeedsNeitherDriverNorGPU(t *testing.T) {
 	anew := func(w *world) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:] }
 	lost := func(h *hardware) {
 		h.fault = func(int, bool) error {
-			return &nvidia.PartitionError{Op: "look", Code: nvidia.CodeLost, Message: "the GPU is lost"}
+			return &cut.Error{Op: "look", Code: device.FailureLost, Message: "the GPU is lost"}
 		}
 	}
 	for name, c := range map[string]struct {
@@ -236,7 +236,7 @@ func TestUnprepareNeedsNeitherDriverNorGPU(t *testing.T) {
 		"the driver is not loaded": {nil, func(_ *testing.T, w *world, h *hardware) {
 			w.snapshot.Ready = false
 			h.fault = func(int, bool) error {
-				return &nvidia.PartitionError{Op: "look", Code: nvidia.CodeNoDriver, Message: "the driver is not loaded"}
+				return &cut.Error{Op: "look", Code: device.FailureNoDriver, Message: "the driver is not loaded"}
 			}
 		}},
 		"the card is gone": {nil, func(_ *testing.T, w *world, h *hardware) {
@@ -288,7 +288,7 @@ func TestGPUIsNotCalledGoneBeforeFirstScan(t *testing.T) {
 	mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", small0)))
 	w.snapshot = inventory.Snapshot{}
 	h.fault = func(int, bool) error {
-		return &nvidia.PartitionError{Op: "look", Code: nvidia.CodeLost, Message: "the GPU is lost"}
+		return &cut.Error{Op: "look", Code: device.FailureLost, Message: "the GPU is lost"}
 	}
 	p := w.plugin(t)
 	if err := p.Unprepare(t.Context(), "uid-c"); err == nil || len(w.records()) != 1 {

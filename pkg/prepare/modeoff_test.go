@@ -9,6 +9,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 )
 
 // gpuOf returns the GPU called name from the inventory.
@@ -153,8 +154,8 @@ func TestFailedMIGModeDisableIsRetried(t *testing.T) {
 	w.scan()
 	h.of(t, gpu0).open = []nvidia.Process{{PID: 7, Name: "dcgm"}}
 	off, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0))
-	var failed *nvidia.PartitionError
-	if off || !errors.As(err, &failed) || failed.Code != nvidia.CodeInUse || !strings.Contains(err.Error(), gpu0) {
+	var failed *cut.Error
+	if off || !errors.As(err, &failed) || failed.Code != device.FailureInUse || !strings.Contains(err.Error(), gpu0) {
 		t.Errorf("disabled: %v, %v", off, err)
 	}
 	h.of(t, gpu0).open = nil
@@ -183,7 +184,7 @@ func TestInterruptedMIGModeDisableIsFinished(t *testing.T) {
 			h.takeCalls()
 			h.fault = func(n int, late bool) error {
 				if n == call && late == after {
-					return &nvidia.PartitionError{Op: "a call", Code: nvidia.CodeDied}
+					return &cut.Error{Op: "a call", Code: device.FailureDied}
 				}
 				return nil
 			}

@@ -16,7 +16,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // Claims that share a GPU setting, daemon or partition must be able to leave it in any order, even
@@ -317,7 +316,7 @@ func TestFailedComputeModeRestoreKeepsClaim(t *testing.T) {
 	mustPrepare(t, p, part1)
 	h.fault = func(int, bool) error {
 		if h.of(t, gpu0).mode == device.ComputeExclusiveProcess && len(w.daemons.running) == 0 {
-			return failure(nvidia.CodeReset, "set compute mode", h.card(t, gpu0))
+			return failure(device.FailureReset, "set compute mode", h.card(t, gpu0))
 		}
 		return nil
 	}
@@ -337,9 +336,9 @@ type muteTimeSlice struct {
 	uuid string
 }
 
-func (m *muteTimeSlice) SetTimeSlice(ctx context.Context, c nvidia.Card, slice device.TimeSlice) error {
+func (m *muteTimeSlice) SetTimeSlice(ctx context.Context, c device.Card, slice device.TimeSlice) error {
 	if c.UUID == m.uuid {
-		return failure(nvidia.CodeTimeout, "set time slice", c)
+		return failure(device.FailureTimeout, "set time slice", c)
 	}
 	return m.hardware.SetTimeSlice(ctx, c, slice)
 }

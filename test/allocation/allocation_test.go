@@ -18,7 +18,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
@@ -42,7 +42,7 @@ func TestMain(m *testing.M) {
 		m.Run()
 		return
 	}
-	if err := nvidia.ServeScan(context.Background(), os.Stdin, os.Stdout); err != nil {
+	if err := scan.Serve(context.Background(), os.Stdin, os.Stdout); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
@@ -78,7 +78,7 @@ func runSequences(t *testing.T, models map[string]*model.GPU, key string) {
 	path, err := filepath.Abs(library)
 	must(t, "find the library", err)
 	node := newNode(t, key, models[key])
-	gpus := scan(t, path, node, models)
+	gpus := scannedGPUs(t, path, node, models)
 	h := newHardware(t, path, node, models, gpus)
 	seed := fnv.New64a()
 	_, _ = seed.Write([]byte(key))

@@ -21,8 +21,8 @@ type hardware struct {
 	gpus  map[string]device.GPU
 	cards map[string]nvml.Device
 	state *state.File
-	// fills maps the ID of a GPU instance profile to the compute instance profile that uses the whole
-	// GPU instance.
+	// fills maps the ID of a GPU instance profile to the compute instance profile that uses the
+	// whole GPU instance.
 	fills map[uint32]nvml.ComputeInstanceProfileInfo
 	// shared has the shared devices that exist now, by the name under which they are published.
 	// fractions has the names of those devices that claims share through MPS.

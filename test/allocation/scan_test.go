@@ -8,6 +8,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
@@ -27,9 +28,9 @@ func newNode(t *testing.T, key string, m *model.GPU) *model.Node {
 	return node
 }
 
-// scan creates the files of the simulated node, and returns the GPUs that the plugin's scan reports
-// for it.
-func scan(t *testing.T, library string, node *model.Node, models map[string]*model.GPU) []device.GPU {
+// scannedGPUs creates the files of the simulated node, and returns the GPUs that the plugin's scan
+// reports for it.
+func scannedGPUs(t *testing.T, library string, node *model.Node, models map[string]*model.GPU) []device.GPU {
 	t.Helper()
 	root := t.TempDir()
 	must(t, "lay the node out", os.MkdirAll(filepath.Join(root, "machine", "dev"), 0o750))
@@ -44,7 +45,7 @@ func scan(t *testing.T, library string, node *model.Node, models map[string]*mod
 		DriverRoot: filepath.Join(root, "driver"), HostDriverRoot: "/run/nvidia/driver",
 		Sysfs: filepath.Join(root, "sys"), Proc: filepath.Join(root, "proc"),
 	}
-	found, err := nvidia.Isolated(paths, "env", "NVMLSIM_DEV="+filepath.Join(root, "driver", "dev"), role+"=scan", self)(t.Context())
+	found, err := scan.Isolated(paths, "env", "NVMLSIM_DEV="+filepath.Join(root, "driver", "dev"), role+"=scan", self)(t.Context())
 	if err != nil || len(found.GPUs) != len(node.GPUs) {
 		t.Fatalf("found %d GPUs: %v, %v", len(found.GPUs), found.Problems, err)
 	}

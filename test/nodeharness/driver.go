@@ -20,7 +20,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 )
 
 // API is a fake API server in memory. It stores every field of a ResourceSlice.
@@ -81,7 +82,7 @@ type Driver struct {
 	driver *driver.Driver
 	stop   context.CancelFunc
 	ended  chan error
-	worker *nvidia.Partitions
+	worker *cut.Partitions
 }
 
 // Start starts the plugin on node n with the API server api. The plugin runs until [Driver.Stop].
@@ -90,11 +91,11 @@ func (n Node) Start(ctx context.Context, api API) (*Driver, error) {
 	m := metrics.New("test")
 	worker := n.PartitionWorker()
 	paths := n.Paths()
-	changes := nvidia.NewChangeDetector(paths)
+	changes := scan.NewChangeDetector(paths)
 	d, err := driver.New(ctx, cfg, driver.Parts{
 		Client: api, StatusClient: api, Partitions: worker, Metrics: m,
 		Hardware: inventory.Hardware{
-			Scan:        nvidia.Isolated(paths, n.Command(scanRole)...),
+			Scan:        scan.Isolated(paths, n.Command(scanRole)...),
 			Fingerprint: changes.Fingerprint,
 			Present:     changes.Present,
 		},

@@ -13,6 +13,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
@@ -52,9 +54,9 @@ func ServeRole(ctx context.Context, roles func(ctx context.Context, n Node, role
 	case role == "":
 		return false, nil
 	case role == partitionRole:
-		return true, nvidia.ServePartitions(ctx, os.Stdin, os.Stdout)
+		return true, cut.Serve(ctx, os.Stdin, os.Stdout)
 	case role == scanRole:
-		return true, nvidia.ServeScan(ctx, os.Stdin, os.Stdout)
+		return true, scan.Serve(ctx, os.Stdin, os.Stdout)
 	case roles == nil:
 		return true, fmt.Errorf("unknown role %q", role)
 	default:
@@ -172,10 +174,10 @@ func (n Node) Change(edit func(*state.File) error) error {
 
 // Scan reads the node's hardware in a child process, as the plugin does.
 func (n Node) Scan(ctx context.Context) (nvidia.Node, error) {
-	return nvidia.Isolated(n.Paths(), n.Command(scanRole)...)(ctx)
+	return scan.Isolated(n.Paths(), n.Command(scanRole)...)(ctx)
 }
 
 // PartitionWorker returns the worker that partitions the node's GPUs. The caller closes it.
-func (n Node) PartitionWorker() *nvidia.Partitions {
-	return nvidia.NewPartitions(n.Paths(), n.Command(partitionRole)...)
+func (n Node) PartitionWorker() *cut.Partitions {
+	return cut.New(n.Paths(), n.Command(partitionRole)...)
 }

@@ -19,7 +19,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -31,7 +32,7 @@ const Pool = nodeName
 type Plugin struct {
 	*prepare.Preparer
 
-	Worker   *nvidia.Partitions
+	Worker   *cut.Partitions
 	Specs    *cdi.Store
 	node     Node
 	snapshot inventory.Snapshot
@@ -66,7 +67,7 @@ func (n Node) Plugin(ctx context.Context, disk durable.FS, reread Reread) (*Plug
 	p.Preparer = prepare.New(prepare.Options{
 		DriverName: driver.DriverName, Pool: Pool, BootID: strings.TrimSpace(string(bootID)), Now: time.Now,
 		Hardware: p, Specs: p.Specs, Records: records, Locks: locks, ReadClaim: reread,
-		Partitions: p.Worker, MIGEdits: n.Paths().CapabilityEdits,
+		Partitions: p.Worker, MIGEdits: scan.CapabilityEdits(n.Paths()),
 		Verify: func(edits specs.ContainerEdits) error {
 			edits.Hooks = nil
 			return cdi.Verify(edits, n.Paths().Visible)

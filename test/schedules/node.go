@@ -13,6 +13,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 )
 
 // node is the simulated node without the plugin: disk, GPUs and MPS daemons. It outlives the
@@ -142,9 +143,9 @@ func (n *node) supervisorDies() {
 	n.supervisorDeaths++
 }
 
-func (g *gpu) state() nvidia.State {
+func (g *gpu) state() device.CardState {
 	persistence := true
-	st := nvidia.State{
+	st := device.CardState{
 		Minor: g.minor, ComputeMode: g.mode, Persistence: &persistence,
 		MIG: device.MIG{Enabled: g.migEnabled, Pending: g.migEnabled},
 	}
@@ -154,31 +155,31 @@ func (g *gpu) state() nvidia.State {
 	return st
 }
 
-func failure(code nvidia.FailureCode, op step, c nvidia.Card) error {
-	return &nvidia.PartitionError{Op: string(op) + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code)}
+func failure(code device.FailureCode, op step, c device.Card) error {
+	return &cut.Error{Op: string(op) + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code)}
 }
 
 // onGPU calls the function do with the GPU that card c describes. It returns an error if that GPU
 // is lost or now has another UUID.
-func (n *node) onGPU(op step, c nvidia.Card, do func(*gpu) error) error {
+func (n *node) onGPU(op step, c device.Card, do func(*gpu) error) error {
 	for _, g := range n.gpus {
 		if g.address != c.PCIAddress {
 			continue
 		}
 		switch {
 		case g.lost:
-			return failure(nvidia.CodeLost, op, c)
+			return failure(device.FailureLost, op, c)
 		case g.uuid != c.UUID:
-			return failure(nvidia.CodeReplaced, op, c)
+			return failure(device.FailureReplaced, op, c)
 		}
 		return do(g)
 	}
-	return failure(nvidia.CodeNotFound, op, c)
+	return failure(device.FailureNotFound, op, c)
 }
 
-func (g *gpu) setMode(c nvidia.Card, on bool) (nvidia.State, error) {
+func (g *gpu) setMode(c device.Card, on bool) (device.CardState, error) {
 	if g.migEnabled != on && len(g.instances) > 0 {
-		return g.state(), failure(nvidia.CodeInUse, modeOn, c)
+		return g.state(), failure(device.FailureInUse, modeOn, c)
 	}
 	if on && !g.migEnabled {
 		g.mode, g.modeIsOurs = device.ComputeDefault, true
@@ -187,13 +188,13 @@ func (g *gpu) setMode(c nvidia.Card, on bool) (nvidia.State, error) {
 	return g.state(), nil
 }
 
-func (g *gpu) create(c nvidia.Card, profileID uint32, at device.Placement) (device.Instance, error) {
+func (g *gpu) create(c device.Card, profileID uint32, at device.Placement) (device.Instance, error) {
 	if !g.migEnabled {
-		return device.Instance{}, failure(nvidia.CodeNotSupported, createGI, c)
+		return device.Instance{}, failure(device.FailureNotSupported, createGI, c)
 	}
 	for _, in := range g.instances {
 		if in.Placement.Overlaps(at) {
-			return device.Instance{}, failure(nvidia.CodeInsufficient, createGI, c)
+			return device.Instance{}, failure(device.FailureInsufficient, createGI, c)
 		}
 	}
 	id := uint32(1)
@@ -205,10 +206,10 @@ func (g *gpu) create(c nvidia.Card, profileID uint32, at device.Placement) (devi
 	return in, nil
 }
 
-func (g *gpu) createCompute(c nvidia.Card, id uint32) (device.Instance, error) {
+func (g *gpu) createCompute(c device.Card, id uint32) (device.Instance, error) {
 	in, ok := g.instances[id]
 	if !ok || len(in.Compute) > 0 {
-		return device.Instance{}, failure(nvidia.CodeNotFound, createCI, c)
+		return device.Instance{}, failure(device.FailureNotFound, createCI, c)
 	}
 	in.Compute = []device.ComputeInstance{
 		{Name: profileName(in.ProfileID), UUID: fmt.Sprintf("MIG-%d-%d-0", g.minor, id), Minor: in.Minor + 1},
@@ -229,14 +230,14 @@ func profileName(id uint32) string {
 // destroyable looks up the MIG instance with the ID of the given instance. The result there is the
 // instance found, and gone is true if there is none. It returns an error if the instance found has
 // another profile, placement or UUID.
-func (g *gpu) destroyable(op step, c nvidia.Card, in device.Instance) (there device.Instance, gone bool, err error) {
+func (g *gpu) destroyable(op step, c device.Card, in device.Instance) (there device.Instance, gone bool, err error) {
 	there, ok := g.instances[in.ID]
 	switch {
 	case !ok:
 		return there, true, nil
 	case there.ProfileID != in.ProfileID || there.Placement != in.Placement,
 		len(in.Compute) > 0 && len(there.Compute) > 0 && there.Compute[0].UUID != in.Compute[0].UUID:
-		return there, false, failure(nvidia.CodeChanged, op, c)
+		return there, false, failure(device.FailureChanged, op, c)
 	}
 	return there, false, nil
 }
@@ -283,9 +284,9 @@ func (g *gpu) adminCreates(start uint32) bool {
 	}
 	on := g.migEnabled
 	g.migEnabled = true
-	in, err := g.create(nvidia.Card{}, adminProfile, device.Placement{Start: start, Size: 2})
+	in, err := g.create(device.Card{}, adminProfile, device.Placement{Start: start, Size: 2})
 	if err == nil {
-		_, err = g.createCompute(nvidia.Card{}, in.ID)
+		_, err = g.createCompute(device.Card{}, in.ID)
 	}
 	if err != nil {
 		g.migEnabled = on

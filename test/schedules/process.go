@@ -26,7 +26,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -132,7 +132,7 @@ func (p *process) do(ctx context.Context, s step, effect func() error, partial f
 		}
 	case hangs:
 		wait(ctx, time.Hour)
-		return failure(nvidia.CodeTimeout, s, nvidia.Card{})
+		return failure(device.FailureTimeout, s, device.Card{})
 	case fails, unreadable, full, readOnly, inUse:
 		if partial != nil && (f == fails || f == full) {
 			partial()
@@ -147,7 +147,7 @@ func (p *process) do(ctx context.Context, s step, effect func() error, partial f
 	case cutWithin, cutAfter:
 		p.world.powerCut()
 	default:
-		return failure(nvidia.CodeDied, s, nvidia.Card{})
+		return failure(device.FailureDied, s, device.Card{})
 	}
 	return errDead
 }
@@ -162,13 +162,13 @@ func (p *process) failed(s step, f fault) error {
 	case readOnly:
 		return syscall.EROFS
 	case inUse:
-		return failure(nvidia.CodeInUse, s, nvidia.Card{})
+		return failure(device.FailureInUse, s, device.Card{})
 	}
 	switch c, _ := s.class(); c {
 	case reading, listing, specListing:
 		return syscall.EMFILE
 	case looking, changing:
-		return failure(nvidia.CodeOther, s, nvidia.Card{})
+		return failure(device.FailureOther, s, device.Card{})
 	case daemons, listingMPS:
 		return errors.New("the MPS supervisor answered with an error")
 	case asking:
@@ -273,16 +273,16 @@ func (p *process) foundGone(ctx context.Context) error {
 // hardware gives access to the simulated GPUs. Before each call the process waits at a fault point.
 type hardware struct{ p *process }
 
-func (h hardware) call(ctx context.Context, s step, c nvidia.Card, effect func(*gpu) error) error {
+func (h hardware) call(ctx context.Context, s step, c device.Card, effect func(*gpu) error) error {
 	return h.p.do(ctx, s, func() error { return h.p.world.onGPU(s, c, effect) }, nil)
 }
 
-func (h hardware) Look(ctx context.Context, c nvidia.Card) (st nvidia.State, err error) {
+func (h hardware) Look(ctx context.Context, c device.Card) (st device.CardState, err error) {
 	err = h.call(ctx, look, c, func(g *gpu) error { st = g.state(); return nil })
 	return st, err
 }
 
-func (h hardware) SetMode(ctx context.Context, c nvidia.Card, on bool) (st nvidia.State, err error) {
+func (h hardware) SetMode(ctx context.Context, c device.Card, on bool) (st device.CardState, err error) {
 	s := modeOff
 	if on {
 		s = modeOn
@@ -292,20 +292,20 @@ func (h hardware) SetMode(ctx context.Context, c nvidia.Card, on bool) (st nvidi
 }
 
 func (h hardware) CreateInstance(
-	ctx context.Context, c nvidia.Card, profileID uint32, at device.Placement,
+	ctx context.Context, c device.Card, profileID uint32, at device.Placement,
 ) (in device.Instance, err error) {
 	err = h.call(ctx, createGI, c, func(g *gpu) error { in, err = g.create(c, profileID, at); return err })
 	return in, err
 }
 
-func (h hardware) CreateCompute(ctx context.Context, c nvidia.Card, id uint32) (in device.Instance, err error) {
+func (h hardware) CreateCompute(ctx context.Context, c device.Card, id uint32) (in device.Instance, err error) {
 	err = h.call(ctx, createCI, c, func(g *gpu) error { in, err = g.createCompute(c, id); return err })
 	return in, err
 }
 
 // Destroy destroys the compute instance and then the GPU instance. Each has a fault point of its
 // own.
-func (h hardware) Destroy(ctx context.Context, c nvidia.Card, in device.Instance) error {
+func (h hardware) Destroy(ctx context.Context, c device.Card, in device.Instance) error {
 	err := h.call(ctx, destroyCI, c, func(g *gpu) error {
 		there, gone, err := g.destroyable(destroyCI, c, in)
 		if gone || err != nil {
@@ -328,22 +328,22 @@ func (h hardware) Destroy(ctx context.Context, c nvidia.Card, in device.Instance
 	})
 }
 
-func (h hardware) SetComputeMode(ctx context.Context, c nvidia.Card, mode device.ComputeMode) error {
+func (h hardware) SetComputeMode(ctx context.Context, c device.Card, mode device.ComputeMode) error {
 	return h.call(ctx, computeMode, c, func(g *gpu) error {
 		if g.migEnabled && mode == device.ComputeExclusiveProcess {
-			return failure(nvidia.CodeNotSupported, computeMode, c)
+			return failure(device.FailureNotSupported, computeMode, c)
 		}
 		g.mode = mode
 		return nil
 	})
 }
 
-func (h hardware) TimeSlice(ctx context.Context, c nvidia.Card) (slice device.TimeSlice, err error) {
+func (h hardware) TimeSlice(ctx context.Context, c device.Card) (slice device.TimeSlice, err error) {
 	err = h.call(ctx, readSlice, c, func(g *gpu) error { slice = g.slice; return nil })
 	return slice, err
 }
 
-func (h hardware) SetTimeSlice(ctx context.Context, c nvidia.Card, slice device.TimeSlice) error {
+func (h hardware) SetTimeSlice(ctx context.Context, c device.Card, slice device.TimeSlice) error {
 	return h.call(ctx, setSlice, c, func(g *gpu) error { g.slice = slice; return nil })
 }
 

@@ -68,8 +68,8 @@ func FuzzResolve(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// Compare only clean paths: the kernel rejects a path through a file, such as file/.., while
-		// Resolve cleans the path first.
+		// Compare only clean paths: the kernel rejects a path through a file, such as file/..,
+		// while Resolve cleans the path first.
 		if want != "" && filepath.Clean("/"+path) == "/"+strings.TrimPrefix(path, "/") && got != want {
 			t.Errorf("a links to %q, dir/b to %q: %q resolves to %s, want %s as for the kernel", first, second, path, got, want)
 		}

@@ -1,0 +1,10 @@
+// Package cut changes GPUs: their MIG mode, their MIG partitions, the compute mode and the time
+// slice.
+//
+// Each GPU has its own worker process, which calls [Serve] and ends when idle. The worker does
+// exactly what it is asked and reads the result back. It knows no claims: package prepare makes
+// sure that no partition leaks. Time slices are set by the driver's nvidia-smi. The worker hides
+// all other GPUs from nvidia-smi, which fails if one of them is lost.
+//
+// An [Error] says what failed, on which GPU, and which processes have the GPU open.
+package cut

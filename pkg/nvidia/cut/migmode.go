@@ -1,0 +1,180 @@
+package cut
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+)
+
+// setMode changes the MIG mode of a card. If the mode is already the requested one, or if r.Watched
+// is set, it changes nothing and returns the card's state.
+func (c partitioner) setMode(r request) (*device.CardState, error) {
+	s, err := retryTransient(r.Patience, func() (*device.CardState, error) { return c.trySetMode(r) })
+	return s, c.nameUsers(r, err)
+}
+
+// nameUsers adds the processes that have the card open to err if err says that the card is in use.
+// Other errors stay as they are. setMode calls it after the last attempt only, because it reads all
+// of /proc.
+func (c partitioner) nameUsers(r request, err error) error {
+	var refusal *Error
+	if errors.As(err, &refusal) && refusal.inUse {
+		if card, failure := c.open(r); failure == nil {
+			refusal.Processes = c.usersOf(card, nil)
+		}
+	}
+	return err
+}
+
+// transientLimit bounds the retries while a GPU is in use although no process computes on it. For
+// example, the worker of another GPU may have every GPU open, until idleLimit after its last
+// answer.
+const transientLimit = 10 * time.Second
+
+// retryFor returns how long the worker may retry an operation. The retries end before ctx does, so
+// that the caller gets the operation's error and not a timeout.
+func retryFor(ctx context.Context) time.Duration {
+	end, ok := ctx.Deadline()
+	if !ok {
+		return transientLimit
+	}
+	return min(transientLimit, time.Until(end)-2*lastPause)
+}
+
+// retryTransient calls try again while it fails because the GPU is in use although no process
+// computes on it, until limit has passed. A process that only reads, such as the plugin's scan,
+// ends soon.
+func retryTransient[T any](limit time.Duration, try func() (T, error)) (T, error) {
+	began := time.Now()
+	for pause := firstPause; ; pause = min(2*pause, lastPause) {
+		made, err := try()
+		var refusal *Error
+		if !errors.As(err, &refusal) || !refusal.transient || time.Since(began)+pause > limit {
+			return made, err
+		}
+		<-time.After(pause)
+	}
+}
+
+// trySetMode changes the MIG mode once and reads it back. If the card then has the requested mode,
+// it succeeds, even if NVML returned an error. Otherwise it undoes a pending change and returns an
+// error.
+func (c partitioner) trySetMode(r request) (*device.CardState, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return nil, err
+	}
+	before, err := c.modeOf(r, card)
+	if err != nil {
+		return nil, err
+	}
+	if before.Enabled == r.On || r.Watched {
+		return c.state(card)
+	}
+	activation, ret := card.SetMigMode(modeNumber(r.On))
+	// The mode change may have reset the card, so the old handle and the values read before it are
+	// invalid.
+	if card, err = c.open(r); err != nil {
+		return nil, err
+	}
+	now, err := c.modeOf(r, card)
+	if err != nil {
+		return nil, err
+	}
+	if now.Enabled == r.On {
+		return c.state(card)
+	}
+	if ret == nvml.SUCCESS {
+		ret = activation
+	}
+	refusal := c.modeRefusal(r, card, ret)
+	// Undo a pending mode change. Otherwise the next reset of the GPU by any tool would silently
+	// change the mode.
+	if now.Pending != before.Pending {
+		if _, ret := card.SetMigMode(modeNumber(before.Pending)); ret != nvml.SUCCESS {
+			refusal.Message += fmt.Sprintf("; failed to undo: the mode changes at the GPU's next reset (%v)", nvmlx.ToError(ret))
+		}
+	}
+	return nil, refusal
+}
+
+func modeNumber(on bool) int {
+	if on {
+		return nvml.DEVICE_MIG_ENABLE
+	}
+	return nvml.DEVICE_MIG_DISABLE
+}
+
+// modeRefusal returns the error for a mode change after which the MIG mode is still the old one.
+// ret is NVML's answer to the change.
+func (c partitioner) modeRefusal(r request, card nvml.Device, ret nvml.Return) *Error {
+	switch ret {
+	case nvml.SUCCESS, nvml.ERROR_RESET_REQUIRED:
+		return r.fail(device.FailureReset, "this machine changes the mode with a reset of the GPU only: "+
+			"set it while nothing runs (nvidia-smi -mig), "+
+			"let the plugin release the GPUs "+
+			"(annotate the Node with gpu.nvidia.com/release-driver=true) and reset (nvidia-smi --gpu-reset), or reboot")
+	case nvml.ERROR_IN_USE:
+		if there := c.countInstances(card); there > 0 {
+			return r.fail(device.FailureInUse, "it has %d GPU instances, which have to be destroyed first (nvidia-smi mig -lgi lists them)", there)
+		}
+		return c.inUseRefusal(r, card, ret)
+	default:
+		return c.explain(r, nvmlx.ToError(ret))
+	}
+}
+
+// inUseRefusal returns the error for a card that is in use. It does not contain the processes that
+// use the card: [partitioner.nameUsers] adds them after the last attempt.
+func (c partitioner) inUseRefusal(r request, card nvml.Device, ret nvml.Return) *Error {
+	refusal := c.explain(r, nvmlx.ToError(ret))
+	refusal.transient = len(c.processes(card, nil)) == 0
+	refusal.inUse = true
+	return refusal
+}
+
+// countInstances counts the GPU instances of a card. It leaves out those that NVML fails to list.
+func (c partitioner) countInstances(card nvml.Device) int {
+	n := 0
+	kinds, _ := c.Kinds(card)
+	for _, k := range kinds {
+		if handles, ret := card.GetGpuInstances(&k.GpuInstanceProfileInfo); ret == nvml.SUCCESS {
+			n += len(handles)
+		}
+	}
+	return n
+}
+
+// fabric says what the NVLink fabric is still doing to register the card. The result is empty if
+// the card is registered or has no fabric.
+func (c partitioner) fabric(r request) (string, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return "", err
+	}
+	state, status, ret := nvmlx.FabricInfo(c.Lib, card)
+	if nvmlx.IsAbsent(ret) || ret == nvml.ERROR_FUNCTION_NOT_FOUND {
+		return "", nil
+	}
+	if ret != nvml.SUCCESS {
+		return "", fmt.Errorf("read its fabric state: %w", nvmlx.ToError(ret))
+	}
+	switch state {
+	case nvml.GPU_FABRIC_STATE_NOT_STARTED:
+		return "the GPU has not started to register with the fabric", nil
+	case nvml.GPU_FABRIC_STATE_IN_PROGRESS:
+		return "the GPU is registering with the fabric", nil
+	case nvml.GPU_FABRIC_STATE_COMPLETED:
+		if status != nvml.SUCCESS {
+			return "", r.fail(device.FailureOther, "the GPU could not register with the fabric (%v): check the log of nvidia-fabricmanager",
+				nvmlx.ToError(status))
+		}
+	}
+	return "", nil
+}

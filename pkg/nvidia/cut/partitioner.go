@@ -1,0 +1,203 @@
+package cut
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/mig"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+)
+
+// partitioner carries out the requests that the plugin sends to a worker. It caches only values
+// that cannot change while NVML is open.
+type partitioner struct {
+	*mig.Reader
+	// lock is this worker's lock on the card, or nil if the card is gone. nvidia-smi, which the
+	// worker starts, inherits the lock.
+	lock *os.File
+}
+
+// do carries out a request and returns its result or error. If it creates a GPU instance or compute
+// instance and then cannot read it back, it destroys it again.
+func (c partitioner) do(r request) answer {
+	var a answer
+	var err error
+	switch r.Op {
+	case opLook:
+		a.State, err = c.look(r)
+	case opSetMode:
+		a.State, err = c.setMode(r)
+	case opFabric:
+		a.Waiting, err = c.fabric(r)
+	case opCreateInstance:
+		a.Instance, err = c.createInstance(r)
+	case opCreateCompute:
+		a.Instance, err = c.createCompute(r)
+	case opDestroy:
+		err = c.destroy(r)
+	case opSetComputeMode:
+		a.State, err = c.setComputeMode(r)
+	case opTimeSlice:
+		a.TimeSlice, err = c.timeSlice(r)
+	case opSetTimeSlice:
+		a.TimeSlice, err = c.setTimeSlice(r)
+	default:
+		err = r.fail(device.FailureOther, "this version does not know operation %q", r.Op)
+	}
+	if err == nil {
+		return a
+	}
+	var failed *Error
+	if !errors.As(err, &failed) {
+		failed = c.explain(r, err)
+	}
+	return answer{Error: failed}
+}
+
+// explain returns err as a Error with the code of the NVML error and a remedy.
+func (c partitioner) explain(r request, err error) *Error {
+	var ret nvmlx.Error
+	if !errors.As(err, &ret) {
+		return r.fail(device.FailureOther, "%v", err)
+	}
+	code, remedy := device.FailureOther, ""
+	switch nvml.Return(ret) {
+	case nvml.ERROR_IN_USE:
+		code, remedy = device.FailureInUse, "stop the processes that use the GPU, including monitoring and profiling"
+	case nvml.ERROR_INSUFFICIENT_RESOURCES:
+		code, remedy = device.FailureInsufficient, "other MIG instances occupy this placement (nvidia-smi mig -lgi lists them)"
+	case nvml.ERROR_NOT_FOUND:
+		code = device.FailureNotFound
+	case nvml.ERROR_NOT_SUPPORTED, nvml.ERROR_INVALID_ARGUMENT, nvml.ERROR_FUNCTION_NOT_FOUND:
+		code = device.FailureNotSupported
+	case nvml.ERROR_NO_PERMISSION:
+		code, remedy = device.FailureNoPermission, "run the plugin privileged, as root"
+	case nvml.ERROR_GPU_IS_LOST:
+		code = device.FailureLost
+	}
+	if remedy != "" {
+		return r.fail(code, "%v: %s", err, remedy)
+	}
+	return r.fail(code, "%v", err)
+}
+
+// open returns the card's NVML handle by PCI address. It never uses the UUID, for which NVML
+// queries every card.
+func (c partitioner) open(r request) (nvml.Device, error) {
+	handle, ret := c.Lib.DeviceGetHandleByPciBusId(nvmlx.BusID(r.Card.PCIAddress))
+	if nvmlx.IsAbsent(ret) {
+		return nil, r.fail(device.FailureNotFound,
+			"NVML lists no GPU at this PCI address: check dmesg for NVRM messages about %s", r.Card.PCIAddress)
+	}
+	if ret != nvml.SUCCESS {
+		return nil, fmt.Errorf("open the GPU: %w", nvmlx.ToError(ret))
+	}
+	uuid, ret := handle.GetUUID()
+	if ret != nvml.SUCCESS {
+		return nil, fmt.Errorf("read its UUID: %w", nvmlx.ToError(ret))
+	}
+	if uuid != r.Card.UUID {
+		return nil, r.fail(device.FailureReplaced, "another GPU is at this PCI address now (%s)", uuid)
+	}
+	return handle, nil
+}
+
+func (c partitioner) look(r request) (*device.CardState, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return nil, err
+	}
+	return c.state(card)
+}
+
+func (c partitioner) state(card nvml.Device) (*device.CardState, error) {
+	minor, ret := card.GetMinorNumber()
+	if ret != nvml.SUCCESS {
+		return nil, fmt.Errorf("read its minor number: %w", nvmlx.ToError(ret))
+	}
+	s := &device.CardState{Minor: minor, ComputeMode: computeMode(card), Persistence: persistence(card)}
+	mode, err := nvmlx.MIGMode(c.Lib, card)
+	if err != nil {
+		return nil, err
+	}
+	if mode != nil {
+		s.MIG = *mode
+	}
+	if s.MIG.Enabled {
+		if s.MIG.Instances, err = c.Instances(card, minor); err != nil {
+			return nil, err
+		}
+	}
+	return s, nil
+}
+
+func (c partitioner) modeOf(r request, card nvml.Device) (*device.MIG, error) {
+	mode, err := nvmlx.MIGMode(c.Lib, card)
+	if err == nil && mode == nil {
+		err = r.fail(device.FailureNotSupported, "the GPU or its driver has no MIG")
+	}
+	return mode, err
+}
+
+// usersOf lists the processes that have the card open or, if instance is set, the GPU instance with
+// this ID. The list is for error messages, so it leaves out processes that UsersOf cannot read.
+func (c partitioner) usersOf(card nvml.Device, instance *uint32) []nvidia.Process {
+	minor, ret := card.GetMinorNumber()
+	if ret != nvml.SUCCESS {
+		return c.processes(card, instance)
+	}
+	if instance == nil {
+		return merge(c.processes(card, nil), host.UsersOf(c.Paths, host.GPUNode(minor)))
+	}
+	if of := host.UsersOf(c.Paths, host.InstanceNodes(c.Paths, minor, *instance)); len(of) > 0 {
+		return of
+	}
+	return c.processes(card, instance)
+}
+
+// processes lists the processes that NVML reports on the card. If instance is set and NVML reports
+// processes in that GPU instance, it lists only those.
+func (c partitioner) processes(card nvml.Device, instance *uint32) []nvidia.Process {
+	lists := []func() ([]nvml.ProcessInfo, nvml.Return){card.GetComputeRunningProcesses, card.GetGraphicsRunningProcesses}
+	if nvmlx.Has(c.Lib, "nvmlDeviceGetMPSComputeRunningProcesses") {
+		lists = append(lists, card.GetMPSComputeRunningProcesses)
+	}
+	var all, inside []nvidia.Process
+	for _, list := range lists {
+		infos, ret := list()
+		if ret != nvml.SUCCESS {
+			continue
+		}
+		for _, info := range infos {
+			if slices.ContainsFunc(all, func(p nvidia.Process) bool { return p.PID == info.Pid }) {
+				continue
+			}
+			p := host.ProcessOf(c.Paths, info.Pid)
+			all = append(all, p)
+			if instance != nil && info.GpuInstanceId == *instance {
+				inside = append(inside, p)
+			}
+		}
+	}
+	if len(inside) > 0 {
+		return inside
+	}
+	return all
+}
+
+// merge returns the processes of first, followed by those of more whose PID is not in first.
+func merge(first, more []nvidia.Process) []nvidia.Process {
+	for _, p := range more {
+		if !slices.ContainsFunc(first, func(o nvidia.Process) bool { return o.PID == p.PID }) {
+			first = append(first, p)
+		}
+	}
+	return first
+}

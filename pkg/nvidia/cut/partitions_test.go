@@ -1,0 +1,400 @@
+package cut
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
+)
+
+func TestMain(m *testing.M) {
+	nvidiatest.Main(m, map[string]func() error{
+		"scan":      func() error { return scan.Serve(context.Background(), os.Stdin, os.Stdout) },
+		"partition": func() error { return Serve(context.Background(), os.Stdin, os.Stdout) },
+		"worker":    runFakeWorker,
+	})
+}
+
+// runFakeWorker is a fake worker process. The UUID of the requested card names how it behaves. Its
+// answers have its process ID in the field Minor.
+func runFakeWorker() error {
+	decoder, encoder := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
+	var p nvidia.Paths
+	if err := decoder.Decode(&p); err != nil {
+		return err
+	}
+	for busy := 0; ; {
+		var r request
+		if err := decoder.Decode(&r); errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+		a := answer{State: &device.CardState{Minor: os.Getpid()}}
+		switch r.Card.UUID {
+		case "hangs":
+			select {}
+		case "dies":
+			fmt.Fprintln(os.Stderr, "symbol lookup error")
+			os.Exit(127) //nolint:forbidigo // this process is the child of a test
+		case "prints nonsense":
+			fmt.Println("hello") //nolint:forbidigo // this process is the child of a test
+		case "waits": // until a reader opens the gate
+			_, _ = os.ReadFile(filepath.Join(p.Proc, "gate"))
+		case "busy":
+			if busy++; busy < 3 {
+				a = answer{Error: r.fail(device.FailureInUse, "in use")}
+			}
+		case "always busy":
+			a = answer{Error: r.fail(device.FailureInUse, "in use")}
+		case "broken":
+			a = answer{Error: r.fail(device.FailureOther, "NVML error 12345")}
+		case "registering":
+			if r.Op == opFabric {
+				if busy++; busy < 3 {
+					a = answer{Waiting: "still registering"}
+				}
+			}
+		case "never registers":
+			if r.Op == opFabric {
+				a = answer{Waiting: "still registering"}
+			}
+		}
+		_ = encoder.Encode(a)
+	}
+}
+
+func newPartitions(t *testing.T) *Partitions {
+	t.Helper()
+	t.Setenv(nvidiatest.RoleVariable, "worker")
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := New(nvidia.Paths{Proc: t.TempDir()}, self)
+	t.Cleanup(p.Close)
+	return p
+}
+
+// gpu returns a card whose UUID is behaves, which names what the fake worker does with requests for
+// this card.
+func gpu(n int, behaves string) device.Card {
+	return device.Card{PCIAddress: device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", n)), UUID: behaves}
+}
+
+// workerPID returns the process ID of the fake worker that serves the card.
+func workerPID(t *testing.T, p *Partitions, c device.Card) int {
+	t.Helper()
+	s, err := p.Look(t.Context(), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s.Minor
+}
+
+func codeOf(err error) device.FailureCode {
+	var failed *Error
+	if errors.As(err, &failed) {
+		return failed.Code
+	}
+	return ""
+}
+
+func TestCallsOnOneGPUShareWorker(t *testing.T) {
+	p := newPartitions(t)
+	first := workerPID(t, p, gpu(1, "well"))
+	if again := workerPID(t, p, gpu(1, "well")); again != first {
+		t.Errorf("process %d, then %d", first, again)
+	}
+	if other := workerPID(t, p, gpu(2, "well")); other == first {
+		t.Error("another GPU shares the worker")
+	}
+}
+
+func TestNextCallWorksAfterTimeout(t *testing.T) {
+	p := newPartitions(t)
+	ctx, cancel := context.WithTimeout(t.Context(), nvidiatest.HangLimit)
+	defer cancel()
+	_, err := p.Look(ctx, gpu(1, "hangs"))
+	if codeOf(err) != device.FailureTimeout || !errors.Is(err, context.DeadlineExceeded) ||
+		!strings.Contains(err.Error(), "gpu-0000-01-00-0") {
+		t.Errorf("error is %v", err)
+	}
+	workerPID(t, p, gpu(1, "well"))
+}
+
+func TestDeadWorkerIsReplaced(t *testing.T) {
+	p := newPartitions(t)
+	before := workerPID(t, p, gpu(1, "well"))
+	for behaves, says := range map[string]string{"dies": "symbol lookup error", "prints nonsense": "read its answer"} {
+		if _, err := p.Look(t.Context(), gpu(1, behaves)); codeOf(err) != device.FailureDied || !strings.Contains(err.Error(), says) {
+			t.Errorf("%s: %v", behaves, err)
+		}
+		if after := workerPID(t, p, gpu(1, "well")); after == before {
+			t.Error("the worker still runs")
+		}
+	}
+}
+
+func TestFailureStartsNewWorker(t *testing.T) {
+	p := newPartitions(t)
+	before := workerPID(t, p, gpu(1, "well"))
+	if _, err := p.Look(t.Context(), gpu(1, "broken")); codeOf(err) != device.FailureOther {
+		t.Error(err)
+	}
+	if after := workerPID(t, p, gpu(1, "well")); after == before {
+		t.Error("the worker was not replaced")
+	}
+}
+
+func TestHungGPUDoesNotBlockOthers(t *testing.T) {
+	p := newPartitions(t)
+	gate := filepath.Join(p.paths.Proc, "gate")
+	if err := unix.Mkfifo(gate, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var done sync.WaitGroup
+	done.Go(func() {
+		if _, err := p.Look(t.Context(), gpu(1, "waits")); err != nil {
+			t.Error(err)
+		}
+	})
+	opened, err := os.OpenFile(gate, os.O_WRONLY, 0) // returns when the worker waits
+	if err != nil {
+		t.Fatal(err)
+	}
+	workerPID(t, p, gpu(2, "well"))
+	ctx, cancel := context.WithTimeout(t.Context(), nvidiatest.HangLimit)
+	defer cancel()
+	if _, err := p.Look(ctx, gpu(1, "well")); codeOf(err) != device.FailureTimeout || !strings.Contains(err.Error(), "nothing was done") {
+		t.Errorf("a second call on the GPU: %v", err)
+	}
+	_ = opened.Close()
+	done.Wait()
+	workerPID(t, p, gpu(1, "well"))
+}
+
+func TestIdleWorkerEnds(t *testing.T) {
+	p := newPartitions(t)
+	p.idle = nvidiatest.HangLimit
+	workerPID(t, p, gpu(1, "well"))
+	<-p.slots["0000:01:00.0"].worker.gone
+	workerPID(t, p, gpu(1, "well"))
+}
+
+func TestUnkillableWorkerBlocksNewWorker(t *testing.T) {
+	p := newPartitions(t)
+	workerPID(t, p, gpu(1, "well"))
+	w := p.slots["0000:01:00.0"].worker
+	stuck := &worker{process: w.process, ended: true, gone: make(chan struct{}), stdin: w.stdin}
+	p.slots["0000:01:00.0"].worker = stuck
+	ctx, cancel := context.WithTimeout(t.Context(), nvidiatest.HangLimit)
+	defer cancel()
+	if _, err := p.Look(ctx, gpu(1, "well")); codeOf(err) != device.FailureTimeout ||
+		!strings.Contains(err.Error(), "still hangs in the NVIDIA driver") {
+		t.Errorf("error is %v", err)
+	}
+	close(stuck.gone)
+	workerPID(t, p, gpu(1, "well"))
+	w.kill()
+}
+
+func TestDestroyRetriesBusyInstance(t *testing.T) {
+	p := newPartitions(t)
+	var mu sync.Mutex
+	seen := map[string]int{}
+	p.Observe = func(op string, _ time.Duration, code string) {
+		mu.Lock()
+		defer mu.Unlock()
+		seen[op+" "+code]++
+	}
+	if err := p.Destroy(t.Context(), gpu(1, "busy"), device.Instance{}); err != nil || seen["destroy in-use"] != 2 || seen["destroy "] != 1 {
+		t.Errorf("%v after %v", err, seen)
+	}
+	ctx, cancel := p.until(t, "destroy "+string(device.FailureInUse))
+	defer cancel()
+	if err := p.Destroy(ctx, gpu(1, "always busy"), device.Instance{}); codeOf(err) != device.FailureInUse {
+		t.Error(err)
+	}
+}
+
+// until returns a context that ends when p has finished the operation and failure code in answer,
+// such as "fabric " for a fabric operation that succeeded.
+func (p *Partitions) until(t *testing.T, answer string) (context.Context, context.CancelFunc) {
+	t.Helper()
+	ctx, cancel := context.WithCancelCause(t.Context())
+	p.Observe = func(op string, _ time.Duration, code string) {
+		if op+" "+code == answer {
+			cancel(context.DeadlineExceeded)
+		}
+	}
+	return ctx, func() { cancel(nil) }
+}
+
+func TestSetModeWaitsForFabric(t *testing.T) {
+	p := newPartitions(t)
+	if _, err := p.SetMode(t.Context(), gpu(1, "registering"), false); err != nil {
+		t.Error(err)
+	}
+	ctx, cancel := p.until(t, "fabric ")
+	defer cancel()
+	if _, err := p.SetMode(ctx, gpu(1, "never registers"), false); codeOf(err) != device.FailureTimeout ||
+		!strings.Contains(err.Error(), "fabricmanager") || !errors.Is(err, context.DeadlineExceeded) {
+		t.Error(err)
+	}
+	if _, err := p.SetMode(t.Context(), gpu(2, "never registers"), true); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestEmptyAnswersAreErrors(t *testing.T) {
+	p := newPartitions(t)
+	if _, err := p.CreateInstance(t.Context(), gpu(1, "well"), 19, device.Placement{Size: 1}); codeOf(err) != device.FailureOther {
+		t.Error(err)
+	}
+	if _, err := p.CreateCompute(t.Context(), gpu(1, "well"), 1); codeOf(err) != device.FailureOther {
+		t.Error(err)
+	}
+	p.command = []string{"/nonexistent"}
+	if _, err := p.Look(t.Context(), gpu(2, "well")); codeOf(err) != device.FailureOther ||
+		!strings.Contains(err.Error(), "start the worker") {
+		t.Error(err)
+	}
+}
+
+func TestCloseEndsWorkersAndCalls(t *testing.T) {
+	p := newPartitions(t)
+	workerPID(t, p, gpu(2, "well"))
+	idle := p.slots["0000:02:00.0"].worker
+	result := make(chan error)
+	gate := filepath.Join(p.paths.Proc, "gate")
+	if err := unix.Mkfifo(gate, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		_, err := p.Look(t.Context(), gpu(1, "waits"))
+		result <- err
+	}()
+	opened, err := os.OpenFile(gate, os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = opened.Close() }()
+	p.Close()
+	if err := <-result; !errors.Is(err, errClosed) {
+		t.Error(err)
+	}
+	<-idle.gone
+	if _, err := p.Look(t.Context(), gpu(1, "well")); !errors.Is(err, errClosed) {
+		t.Error(err)
+	}
+	p.Close()
+}
+
+func TestWorkerEndsWithParentDuringCall(t *testing.T) {
+	p := newPartitions(t)
+	t.Setenv(nvidiatest.RoleVariable, "partition")
+	lookAtNothing, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	if _, err := p.Look(lookAtNothing, gpu(1, "well")); codeOf(err) != device.FailureNoDriver {
+		t.Errorf("without a driver: %v", err)
+	}
+	h := nvidiatest.NewHost(t)
+	cards := nvidiatest.TwoCards()
+	cards[1].Hangs = "nvmlDeviceGetUUID"
+	in, parent := io.Pipe()
+	called := make(chan struct{})
+	served := make(chan error)
+	go func() {
+		served <- serve(t.Context(), in, io.Discard, func(nvidia.Paths) (nvml.Interface, error) {
+			close(called)
+			return nvidiatest.NVML(cards...), nil
+		})
+	}()
+	for _, line := range []any{h.Paths(), request{Op: opLook, Card: device.Card{PCIAddress: "0000:1b:00.0", UUID: "x"}}} {
+		if err := json.NewEncoder(parent).Encode(line); err != nil {
+			t.Fatal(err)
+		}
+	}
+	<-called
+	_ = parent.Close()
+	if err := <-served; err != nil {
+		t.Error(err)
+	}
+	if err := Serve(t.Context(), strings.NewReader("no JSON"), io.Discard); err == nil {
+		t.Error("invalid JSON was accepted")
+	}
+}
+
+func TestOneWorkerPerCard(t *testing.T) {
+	h := nvidiatest.NewHost(t)
+	p := h.Paths().WithDefaults()
+	held, err := lockCard(p, "0000:1b:00.0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	taken := make(chan struct{})
+	go func() {
+		defer close(taken)
+		again, err := lockCard(p, "0000:1b:00.0")
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		_ = again.Close()
+	}()
+	other, err := lockCard(p, "0000:c3:00.0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = other.Close()
+	select {
+	case <-taken:
+		t.Error("two workers have the lock")
+	default:
+	}
+	_ = held.Close()
+	<-taken
+	if gone, err := lockCard(p, "0000:99:00.0"); err != nil || gone != nil {
+		t.Error(gone, err)
+	}
+}
+
+func TestStopWorkers(t *testing.T) {
+	p := newPartitions(t)
+	p.idle = time.Hour
+	first := workerPID(t, p, gpu(1, "well"))
+	idle := p.slots["0000:01:00.0"].worker
+	if err := p.StopWorkers(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-idle.gone:
+	default:
+		t.Error("a worker still runs after StopWorkers")
+	}
+	if again := workerPID(t, p, gpu(1, "well")); again == first {
+		t.Error("the same process answered")
+	}
+	p.slot("0000:02:00.0").busy <- struct{}{} // a call is in flight
+	short, cancel := context.WithTimeout(t.Context(), nvidiatest.HangLimit)
+	defer cancel()
+	if err := p.StopWorkers(short); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "0000:02:00.0") {
+		t.Errorf("a busy worker: %v", err)
+	}
+}

@@ -1,0 +1,185 @@
+package cut
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"strings"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+)
+
+// sliceNames are nvidia-smi's names of the time slices, indexed by value.
+var sliceNames = []string{
+	device.TimeSliceDefault: "Default", device.TimeSliceShort: "Short",
+	device.TimeSliceMedium: "Medium", device.TimeSliceLong: "Long",
+}
+
+func sliceName(s device.TimeSlice) string {
+	if s < 0 || int(s) >= len(sliceNames) {
+		return fmt.Sprintf("unknown (%d)", int(s))
+	}
+	return sliceNames[s]
+}
+
+func (c partitioner) timeSlice(r request) (*device.TimeSlice, error) {
+	s, err := c.sliceable(r)
+	if err != nil {
+		return nil, err
+	}
+	return c.readSlice(r, s)
+}
+
+// setTimeSlice sets the card's time slice and reads it back. If the card then has another time
+// slice than the requested one, it returns an error.
+func (c partitioner) setTimeSlice(r request) (*device.TimeSlice, error) {
+	if r.TimeSlice < 0 || int(r.TimeSlice) >= len(sliceNames) {
+		return nil, r.fail(device.FailureOther, "this version does not know the time slice")
+	}
+	s, err := c.sliceable(r)
+	if err != nil {
+		return nil, err
+	}
+	if s.MIG.Enabled {
+		return nil, r.fail(device.FailureNotSupported, "the GPU is in MIG mode, where time slices cannot be set")
+	}
+	is, err := c.readSlice(r, s)
+	if err != nil || *is == r.TimeSlice {
+		return is, err
+	}
+	if _, err := c.smi(r, s.Minor, fmt.Sprintf("--set-timeslice=%d", int(r.TimeSlice))); err != nil {
+		return nil, err
+	}
+	if is, err = c.readSlice(r, s); err == nil && *is != r.TimeSlice {
+		err = r.fail(device.FailureOther, "nvidia-smi reported success, but the time slice is %s", sliceName(*is))
+	}
+	return is, err
+}
+
+// sliceable returns the state of the requested card, or an error if the card is missing. nvidia-smi
+// would report a missing card less clearly.
+func (c partitioner) sliceable(r request) (*device.CardState, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return nil, err
+	}
+	return c.state(card)
+}
+
+func (c partitioner) readSlice(r request, s *device.CardState) (*device.TimeSlice, error) {
+	out, err := c.smi(r, s.Minor, "--list")
+	if err != nil {
+		return nil, err
+	}
+	found, err := parseSlice(out)
+	if err != nil {
+		return nil, r.fail(device.FailureOther, "%v: %s", err, lastOutput(out))
+	}
+	return &found, nil
+}
+
+// parseSlice returns the time slice from nvidia-smi's table of one GPU. The relevant row is "| 0
+// Timeslice Short |". If there is not exactly one such row, or its value is unknown, parseSlice
+// returns an error.
+func parseSlice(table string) (device.TimeSlice, error) {
+	var found []string
+	for line := range strings.Lines(table) {
+		words := strings.Fields(strings.ReplaceAll(line, "|", " "))
+		if len(words) == 3 && strings.EqualFold(words[1], "timeslice") {
+			found = append(found, words[2])
+		}
+	}
+	if len(found) != 1 {
+		return 0, fmt.Errorf("nvidia-smi listed the time slices of %d GPUs instead of one", len(found))
+	}
+	for value, name := range sliceNames {
+		if strings.EqualFold(name, found[0]) {
+			return device.TimeSlice(value), nil
+		}
+	}
+	return 0, fmt.Errorf("nvidia-smi reports the time slice %q, which this version does not know", found[0])
+}
+
+// smi runs "nvidia-smi compute-policy" for one card. With a UUID, nvidia-smi opens all cards it
+// sees, and gives up if one is lost. So smi hides the device nodes of the other cards. If hiding
+// fails, it passes the card's index instead, for which nvidia-smi opens one card only. smi checks
+// that the index has not changed meanwhile.
+func (c partitioner) smi(r request, minor int, args ...string) (string, error) {
+	program, err := c.Paths.Program("nvidia-smi")
+	if errors.Is(err, fs.ErrNotExist) {
+		return "", r.fail(device.FailureNotSupported, "time slices need the driver's nvidia-smi, which is not installed: %v", err)
+	}
+	if err != nil {
+		return "", r.fail(device.FailureOther, "%v", err)
+	}
+	run := tool{program: program, args: append([]string{"compute-policy", "--id=" + r.Card.UUID}, args...), limit: smiLimit, lock: c.lock}
+	out, err := run.runHiding(context.Background(), otherNodes(c.Paths, minor))
+	if err == nil || errors.Is(err, context.DeadlineExceeded) {
+		return out, c.smiError(r, out, err)
+	}
+	before, err := c.index(r)
+	if err != nil {
+		return "", err
+	}
+	run.args[1] = fmt.Sprintf("--id=%d", before)
+	out, err = run.run(context.Background())
+	if err := c.smiError(r, out, err); err != nil {
+		return "", err
+	}
+	if after, err := c.index(r); err != nil || after != before {
+		return "", r.fail(device.FailureOther, "the GPUs' indices changed while nvidia-smi ran, so it may have changed another GPU (%v): "+
+			"check the time slices of all GPUs (nvidia-smi compute-policy -l)", err)
+	}
+	return out, nil
+}
+
+func (c partitioner) index(r request) (int, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return 0, err
+	}
+	index, ret := card.GetIndex()
+	if ret != nvml.SUCCESS {
+		return 0, fmt.Errorf("read its index: %w", nvmlx.ToError(ret))
+	}
+	return index, nil
+}
+
+// smiError returns err, the failure of nvidia-smi, as a Error with a failure code. If err
+// is nil, it returns nil.
+func (c partitioner) smiError(r request, out string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return r.fail(smiCode(out, err), "%v", err)
+}
+
+// noDevices is nvidia-smi's message if it sees no matching card.
+const noDevices = "no devices were found"
+
+// smiCode returns the failure code for nvidia-smi's output, which quotes NVML's error.
+func smiCode(out string, err error) device.FailureCode {
+	if errors.Is(err, context.DeadlineExceeded) {
+		return device.FailureTimeout
+	}
+	out = strings.ToLower(out)
+	for _, known := range []struct {
+		words string
+		code  device.FailureCode
+	}{
+		{"not supported", device.FailureNotSupported}, {"function not found", device.FailureNotSupported},
+		{"not recognized", device.FailureNotSupported},
+		{"insufficient permissions", device.FailureNoPermission}, {"gpu is lost", device.FailureLost},
+		{"driver not loaded", device.FailureNoDriver},
+		{noDevices, device.FailureNotFound},
+	} {
+		if strings.Contains(out, known.words) {
+			return known.code
+		}
+	}
+	return device.FailureOther
+}

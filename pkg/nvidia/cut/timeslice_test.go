@@ -1,0 +1,226 @@
+package cut
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/smi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// newSiteWithSMI returns a simulated node with NVIDIA's own nvidia-smi.
+func newSiteWithSMI(t *testing.T, node string, kind layout.Kind) nvidiatest.Site {
+	t.Helper()
+	program, err := smi.Fetch(t.Context(), smi.DefaultSuite)
+	if errors.Is(err, smi.ErrUnavailable) {
+		t.Skipf("NOT TESTED, the real nvidia-smi is missing: %v", err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	described, err := model.ReadNode(filepath.Join(nvidiatest.Simulator, "nodes", node+".yaml"), nvidiatest.Seed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return nvidiatest.NewSiteWith(t, described, kind, "", program)
+}
+
+func TestSetTimeSliceInEveryDriverLayout(t *testing.T) {
+	for _, kind := range []layout.Kind{layout.Host, layout.Container, layout.Bare} {
+		t.Run(string(kind), func(t *testing.T) {
+			s := newSiteWithSMI(t, "l40s-x2", kind)
+			if kind != layout.Bare { // the directory of the driver's libraries also has a C library
+				library, err := host.Library(s.Paths().WithDefaults())
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := os.WriteFile(filepath.Join(filepath.Dir(library), "libc.so.6"), []byte("of another system"), 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			p := partitionsOf(s)
+			c, other := s.Changer(p, 1), s.Changer(p, 0)
+			for _, to := range []device.TimeSlice{device.TimeSliceLong, device.TimeSliceMedium, device.TimeSliceMedium, device.TimeSliceShort,
+				device.TimeSliceDefault} {
+				c.SetSlice(to)
+				if is := c.Slice(); is != to {
+					t.Errorf("it is %v, want %v", is, to)
+				}
+				if is := other.Slice(); is != device.TimeSliceDefault {
+					t.Errorf("the other GPU's is %v", is)
+				}
+			}
+		})
+	}
+}
+
+func TestSetTimeSliceDespiteLostGPU(t *testing.T) {
+	s := newSiteWithSMI(t, "dgx-h100", layout.Container)
+	c := s.Changer(partitionsOf(s), 5)
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.Lose(2) })
+	c.SetSlice(device.TimeSliceShort)
+	// The test expects success although another GPU answers no NVML call at all.
+	s.Fault(state.Fault{Kind: state.FaultSlow, GPU: 3, DelayMS: 3600_000}, "*", 0)
+	c.SetSlice(device.TimeSliceLong)
+	if is := c.Slice(); is != device.TimeSliceLong {
+		t.Error(is)
+	}
+}
+
+func TestTimeSliceFallsBackToIndex(t *testing.T) {
+	s := newSiteWithSMI(t, "dgx-h100", layout.Container)
+	c := s.Changer(partitionsOf(s), 5)
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.Lose(2) })
+	// This symlink leads nowhere, so the plugin cannot hide the device node by a mount over it.
+	if err := os.Symlink("/nonexistent", filepath.Join(s.Root, "driver", "dev", "nvidia99")); err != nil {
+		t.Fatal(err)
+	}
+	c.SetSlice(device.TimeSliceShort)
+	if is := c.Slice(); is != device.TimeSliceShort {
+		t.Error(is)
+	}
+}
+
+func TestSetTimeSliceFailures(t *testing.T) {
+	s := newSiteWithSMI(t, "dgx-h100", layout.Container)
+	c := s.Changer(partitionsOf(s), 1)
+	for _, tc := range []struct {
+		answer nvml.Return
+		want   device.FailureCode
+		says   string
+	}{
+		{nvml.ERROR_NOT_SUPPORTED, device.FailureNotSupported, "Not Supported"},
+		{nvml.ERROR_NO_PERMISSION, device.FailureNoPermission, "Insufficient Permissions"},
+		{nvml.ERROR_GPU_IS_LOST, device.FailureLost, "GPU is lost"},
+		{nvml.ERROR_UNKNOWN, device.FailureOther, "Unknown Error"},
+	} {
+		s.Fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(tc.answer)}, "setTimeSlice", 0)
+		err := c.SetTimeSlice(t.Context(), c.Card, device.TimeSliceShort)
+		if codeOf(err) != tc.want || !strings.Contains(err.Error(), tc.says) ||
+			!strings.Contains(err.Error(), "set the time slice to Short on "+c.Card.String()) {
+			t.Errorf("%v, want %s", err, tc.want)
+		}
+		s.Change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
+	}
+	if err := c.SetTimeSlice(t.Context(), c.Card, 7); codeOf(err) != device.FailureOther {
+		t.Error(err)
+	}
+	c.Mode(true)
+	if err := c.SetTimeSlice(t.Context(), c.Card, device.TimeSliceShort); codeOf(err) != device.FailureNotSupported ||
+		!strings.Contains(err.Error(), "MIG mode") {
+		t.Error(err)
+	}
+	program, err := s.Paths().Program("nvidia-smi")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(program.Path); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.TimeSlice(t.Context(), c.Card); codeOf(err) != device.FailureNotSupported ||
+		!strings.Contains(err.Error(), "not installed") {
+		t.Error(err)
+	}
+}
+
+func TestHungNvidiaSMIEndsWithContext(t *testing.T) {
+	s := newSiteWithSMI(t, "dgx-h100", layout.Container)
+	c := s.Changer(partitionsOf(s), 1)
+	s.Fault(state.Fault{Kind: state.FaultSlow, GPU: 1, DelayMS: 3600_000}, "setTimeSlice", 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		s.AwaitHit(ctx)
+		cancel()
+	}()
+	if err := c.SetTimeSlice(ctx, c.Card, device.TimeSliceShort); codeOf(err) != device.FailureTimeout || !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	// The killed nvidia-smi holds the card's lock until its process has ended. The test expects
+	// that the next call waits for that and then succeeds.
+	c.SetSlice(device.TimeSliceMedium)
+	if is := c.Slice(); is != device.TimeSliceMedium {
+		t.Error(is)
+	}
+}
+
+// script returns a tool that runs a shell script instead of nvidia-smi.
+func script(t *testing.T, text string) tool {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "nvidia-smi")
+	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+text), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return tool{program: driverroot.Program{Path: path, LibraryDir: t.TempDir()}, limit: time.Minute}
+}
+
+func TestToolIsKilledWithItsChildren(t *testing.T) {
+	gate := filepath.Join(t.TempDir(), "gate")
+	if err := unix.Mkfifo(gate, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	// The script's child process has the pipe open for writing, so a read of the pipe ends only
+	// when the child is dead.
+	hangs := script(t, "sleep 3600 >'"+gate+"' & wait")
+	ctx, cancel := context.WithCancel(t.Context())
+	result := make(chan error)
+	go func() {
+		_, err := hangs.run(ctx)
+		result <- err
+	}()
+	opened, err := os.Open(gate) // returns when the child runs
+	if err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	if err := <-result; !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "nvidia-smi failed") {
+		t.Error(err)
+	}
+	if n, err := opened.Read(make([]byte, 1)); n != 0 {
+		t.Error(n, err)
+	}
+	_ = opened.Close()
+
+	hangs.limit = nvidiatest.HangLimit
+	hangs.program = script(t, "exec sleep 3600").program
+	if _, err := hangs.run(t.Context()); !errors.Is(err, context.DeadlineExceeded) || smiCode("", err) != device.FailureTimeout {
+		t.Error(err)
+	}
+}
+
+func TestToolOutputIsTruncated(t *testing.T) {
+	flood := script(t, "i=0; while [ $i -lt 5000 ]; do echo 'a line of output that is dropped'; i=$((i+1)); done; echo the last; exit 3")
+	out, err := flood.run(t.Context())
+	if err == nil || len(out) > keptOutput || len(err.Error()) > 2*shownOutput || !strings.Contains(err.Error(), "the last") ||
+		!strings.Contains(err.Error(), "exit status 3") {
+		t.Errorf("%d bytes; %v", len(out), err)
+	}
+	if out, err := script(t, `echo "$LD_LIBRARY_PATH"`).run(t.Context()); err != nil || !strings.HasPrefix(out, "/") {
+		t.Error(out, err)
+	}
+}
+
+func TestParseTimeSliceTable(t *testing.T) {
+	row := "|   2   Timeslice       Short         |\n"
+	if is, err := parseSlice("+---+\n| GPU     Name           Value        |\n" + row); err != nil || is != device.TimeSliceShort {
+		t.Error(is, err)
+	}
+	for _, table := range []string{"", "nonsense", row + row, "| 2 Timeslice Enormous |"} {
+		if is, err := parseSlice(table); err == nil {
+			t.Errorf("%q: %v", table, is)
+		}
+	}
+}

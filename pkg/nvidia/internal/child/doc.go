@@ -1,0 +1,2 @@
+// Package child has what the rooms share of their child processes.
+package child

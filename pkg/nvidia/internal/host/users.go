@@ -1,0 +1,118 @@
+package host
+
+import (
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
+)
+
+// majorNVIDIA is the major number of all GPU device nodes (Linux device list).
+const majorNVIDIA = 195
+
+// DeviceNodes says which device nodes [UsersOf] searches for in the processes: by device
+// number in open files, and by name in memory mappings.
+type DeviceNodes struct {
+	numbers map[uint64]bool
+	// name is a part of the device node's path. Memory mappings show a path and no device number,
+	// so name is needed to find them. It is empty for device nodes that processes do not map.
+	name string
+}
+
+// GPUNode describes the device node of a GPU.
+func GPUNode(minor int) DeviceNodes {
+	numbers := map[uint64]bool{unix.Mkdev(majorNVIDIA, uint32(minor)): true} //nolint:gosec // NVML's own number
+	return DeviceNodes{numbers, fmt.Sprintf("nvidia%d", minor)}
+}
+
+// InstanceNodes describes the capability device nodes of a GPU instance and its compute instances.
+func InstanceNodes(p nvidia.Paths, gpuMinor int, instance uint32) DeviceNodes {
+	found := DeviceNodes{numbers: map[uint64]bool{}}
+	major, err := capabilityMajor(p)
+	if err != nil {
+		return found
+	}
+	folder := instanceFolder(p, gpuMinor, instance)
+	files, _ := filepath.Glob(filepath.Join(folder, "ci*", "access"))
+	for _, file := range append(files, filepath.Join(folder, "access")) {
+		if c, err := readCapability(file); err == nil {
+			found.numbers[unix.Mkdev(major, uint32(c.minor))] = true //nolint:gosec // 31 bits
+		}
+	}
+	return found
+}
+
+// UsersOf lists the processes in the host's /proc that have one of the device nodes open or mapped.
+// It skips processes that it cannot read.
+func UsersOf(p nvidia.Paths, of DeviceNodes) []nvidia.Process {
+	self, _ := os.Readlink(filepath.Join(p.Proc, "self")) // this process's PID in the host's namespace
+	entries, _ := os.ReadDir(p.Proc)
+	var found []nvidia.Process
+	for _, e := range entries {
+		pid, err := strconv.ParseUint(e.Name(), 10, 32)
+		if err != nil || e.Name() == self {
+			continue
+		}
+		if dir := filepath.Join(p.Proc, e.Name()); of.openIn(dir) || of.mappedIn(dir) {
+			found = append(found, ProcessOf(p, uint32(pid)))
+		}
+	}
+	return found
+}
+
+// openIn reports whether a process has one of the device nodes open. process is its /proc
+// directory. openIn stats only files with the driver's names, because other files may be on a hung
+// file system.
+func (n DeviceNodes) openIn(process string) bool {
+	descriptors := filepath.Join(process, "fd")
+	entries, _ := os.ReadDir(descriptors)
+	for _, e := range entries {
+		descriptor := filepath.Join(descriptors, e.Name())
+		target, err := os.Readlink(descriptor)
+		if err != nil || !strings.HasPrefix(filepath.Base(target), "nvidia") {
+			continue
+		}
+		if info, err := os.Stat(descriptor); err == nil && info.Mode()&fs.ModeCharDevice != 0 && n.numbers[hostfile.DeviceNumber(info)] {
+			return true
+		}
+	}
+	return false
+}
+
+// mappedIn reports whether a process maps one of the device nodes into memory. process is its /proc
+// directory. A process may keep a mapping after it has closed the file.
+func (n DeviceNodes) mappedIn(process string) bool {
+	if n.name == "" {
+		return false
+	}
+	maps, _ := os.ReadFile(filepath.Join(process, "maps"))
+	return strings.Contains(string(maps), "/"+n.name+"\n")
+}
+
+// ProcessOf returns PID, name and Pod of a process of the host.
+func ProcessOf(p nvidia.Paths, pid uint32) nvidia.Process {
+	dir := filepath.Join(p.Proc, fmt.Sprint(pid))
+	return nvidia.Process{PID: pid, Name: hostfile.ReadTrimmed(filepath.Join(dir, "comm")), Pod: podOf(filepath.Join(dir, "cgroup"))}
+}
+
+// podGroup matches the kubelet's name for a Pod's cgroup. The systemd cgroup driver replaces the
+// dashes of the Pod's UID with underscores.
+var podGroup = regexp.MustCompile(`pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})`)
+
+// podOf returns the UID of the Pod in a process's cgroup file. It is empty if the process belongs
+// to no Pod.
+func podOf(cgroup string) string {
+	m := podGroup.FindStringSubmatch(hostfile.ReadTrimmed(cgroup))
+	if m == nil {
+		return ""
+	}
+	return strings.ReplaceAll(m[1], "_", "-")
+}

@@ -1,0 +1,40 @@
+package nvidiatest
+
+import (
+	"fmt"
+	"os"
+	"testing"
+)
+
+// RoleVariable is the environment variable that tells the test binary which child process to act
+// as. Without it, the test binary runs the tests.
+const RoleVariable = "NVIDIA_TEST_CHILD"
+
+// Main is the TestMain of a package whose tests start the test binary as a child process.
+func Main(m *testing.M, roles map[string]func() error) {
+	role := os.Getenv(RoleVariable)
+	switch role {
+	case "":
+		m.Run()
+		return
+	case "hold", "subscribe":
+		runForeignProcess(role == "subscribe")
+	}
+	run := roles[role]
+	if run == nil {
+		run = func() error { return fmt.Errorf("no child process has the role %q", role) }
+	}
+	if err := run(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1) //nolint:forbidigo // this process is the child of a test
+	}
+}
+
+// Role returns a command that runs the test binary as a child process with this role.
+func (s Site) Role(role string) []string {
+	self, err := os.Executable()
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	return []string{"env", RoleVariable + "=" + role, self}
+}

@@ -1,0 +1,182 @@
+package scan
+
+import (
+	"fmt"
+	"io"
+	"path/filepath"
+	"slices"
+	"sort"
+	"strings"
+
+	nvlib "github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi"
+	"github.com/sirupsen/logrus"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
+)
+
+type edits = specs.ContainerEdits
+
+// memoryLimitHook is the container toolkit's hook that opens NVML on the host to limit memory if a
+// container sets NVIDIA_GPU_MEMORY_LIMIT. The hook is disabled, because this variable would make a
+// container fail on cgroup v1 or an older driver. Package memorylimit sets the limits instead.
+const memoryLimitHook = "apply-cuda-memory-limits"
+
+// commonEdits returns the edits that every container with a GPU needs. nvcdi (of the NVIDIA
+// Container Toolkit) finds the driver's files.
+func (s scanner) commonEdits(d device.Driver) (edits, error) {
+	generator, err := s.generator(pinned{Interface: s.lib, driver: d})
+	if err != nil {
+		return edits{}, fmt.Errorf("search the driver root: %w", err)
+	}
+	found, err := generator.GetCommonEdits()
+	if err != nil {
+		return edits{}, nvidia.NotReady("wait until the driver's installation is complete, "+
+			"or check that its libraries and its kernel module are of one version",
+			"the libraries of driver %s are not complete under %s (%v)", d.Version, s.paths.HostDriverRoot, err)
+	}
+	if err := s.confine(*found.ContainerEdits); err != nil {
+		return edits{}, nvidia.NotReady("", "refusing the files of the driver root: %v", err)
+	}
+	common := s.tidy(*found.ContainerEdits)
+	if !hasLibrary(common, "libcuda.so."+d.Version) {
+		return edits{}, nvidia.NotReady("install the compute part of the driver (libcuda), or wait until the driver's installation is complete",
+			"libcuda.so.%s is not under %s: containers could not use CUDA", d.Version, s.paths.HostDriverRoot)
+	}
+	return common, nil
+}
+
+// ownEdits returns the edits that a container needs for the GPU g: its device node, and its DRM
+// device nodes if it has any.
+func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (edits, error) {
+	generator, err := s.generator(pinned{Interface: s.lib, driver: d, uuid: g.UUID, handle: handle})
+	if err != nil {
+		return edits{}, fmt.Errorf("prepare the CDI description: %w", err)
+	}
+	found, err := generator.GetDeviceSpecsByID(g.UUID)
+	if err != nil {
+		return edits{}, fmt.Errorf("describe the GPU for CDI: %w", err)
+	}
+	if len(found) == 0 {
+		return edits{}, fmt.Errorf("describe the GPU for CDI: nothing found for %s", g.UUID)
+	}
+	if err := s.confine(found[0].ContainerEdits); err != nil {
+		return edits{}, fmt.Errorf("refusing the GPU's files: %w", err)
+	}
+	own := s.tidy(found[0].ContainerEdits)
+	want := fmt.Sprintf("/dev/nvidia%d", g.Minor)
+	for _, n := range own.DeviceNodes {
+		if n.Path == want {
+			return own, nil
+		}
+	}
+	return edits{}, fmt.Errorf("describe the GPU for CDI: %s is not among the device nodes found", want)
+}
+
+func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
+	quiet := logrus.New() // nvcdi would log some forty lines about optional files
+	quiet.SetOutput(io.Discard)
+	options := []nvcdi.Option{
+		nvcdi.WithMode(nvcdi.ModeNvml),
+		nvcdi.WithNvmlLib(library),
+		nvcdi.WithDeviceLib(nvlib.New(library)),
+		nvcdi.WithDriverRoot(s.paths.DriverRoot),
+		nvcdi.WithDevRoot(s.paths.DeviceRoot()),
+		nvcdi.WithNVIDIACDIHookPath(s.paths.HookPath),
+		nvcdi.WithDisabledHooks(memoryLimitHook),
+		nvcdi.WithFeatureFlags(
+			nvcdi.FeatureDisableNvsandboxUtils,
+			// This feature flag keeps the host's MPS pipes and the fabric manager's socket out of
+			// containers.
+			nvcdi.FeatureDisableIPCDiscoverer,
+		),
+		nvcdi.WithLogger(quiet),
+	}
+	if driverroot.Unusual(s.paths.DriverRoot, s.path) {
+		options = append(options, nvcdi.WithLibrarySearchPaths([]string{filepath.Dir(s.path)}))
+	}
+	return nvcdi.New(options...)
+}
+
+// pinned is an NVML library that shows nvcdi only one GPU, through its open handle. nvcdi finds
+// GPUs by UUID, for which NVML queries every card. One lost or hung card would then fail the other
+// cards too.
+type pinned struct {
+	nvml.Interface
+	driver device.Driver
+	uuid   string
+	handle nvml.Device
+}
+
+func (p pinned) Init() nvml.Return { return nvml.SUCCESS }
+
+func (p pinned) Shutdown() nvml.Return { return nvml.SUCCESS }
+
+func (p pinned) SystemGetDriverVersion() (string, nvml.Return) {
+	return p.driver.Version, nvml.SUCCESS
+}
+
+func (p pinned) DeviceGetHandleByUUID(uuid string) (nvml.Device, nvml.Return) {
+	if p.handle == nil || uuid != p.uuid {
+		return nil, nvml.ERROR_NOT_FOUND
+	}
+	return p.handle, nvml.SUCCESS
+}
+
+// tidy converts the paths in nvcdi's edits from the plugin's view to the host's, and sorts the
+// edits.
+func (s scanner) tidy(e edits) edits {
+	for _, n := range e.DeviceNodes {
+		visible := n.HostPath
+		if visible == "" {
+			visible = n.Path
+		}
+		n.Path = s.withoutDevRoot(n.Path)
+		if n.HostPath = s.paths.Host(visible); n.HostPath == n.Path {
+			n.HostPath = ""
+		}
+		// Without stored numbers, the runtime reads them from the host's device node when the
+		// container starts. The number of nvidia-uvm changes with every module load, so a stored
+		// number could open another device after a reboot.
+		n.Type, n.Major, n.Minor, n.FileMode = "", 0, 0, nil
+		n.Permissions = "rw" // no mknod: the container need not create the device node
+	}
+	sort.SliceStable(e.DeviceNodes, func(i, j int) bool { return e.DeviceNodes[i].Path < e.DeviceNodes[j].Path })
+	for _, m := range e.Mounts {
+		m.HostPath = s.paths.Host(m.HostPath)
+	}
+	sort.SliceStable(e.Mounts, func(i, j int) bool { return e.Mounts[i].ContainerPath < e.Mounts[j].ContainerPath })
+	// nvcdi adds this variable to the edits of every device. Package cdi sets it once.
+	e.Env = slices.DeleteFunc(e.Env, func(v string) bool { return strings.HasPrefix(v, "NVIDIA_VISIBLE_DEVICES=") })
+	for _, h := range e.Hooks {
+		for i, arg := range h.Args {
+			if target, link, ok := strings.Cut(arg, "::"); ok {
+				h.Args[i] = target + "::" + s.withoutDevRoot(link)
+			}
+		}
+	}
+	return e
+}
+
+// withoutDevRoot returns the path in the container of a device node at path on this machine.
+func (s scanner) withoutDevRoot(path string) string {
+	root := s.paths.DeviceRoot()
+	if rest, ok := hostfile.Below(filepath.Join(root, "dev"), path); ok {
+		return filepath.Join("/dev", rest)
+	}
+	return path
+}
+
+func hasLibrary(e edits, name string) bool {
+	for _, m := range e.Mounts {
+		if filepath.Base(m.ContainerPath) == name {
+			return true
+		}
+	}
+	return false
+}

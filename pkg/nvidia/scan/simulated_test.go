@@ -1,0 +1,190 @@
+package scan
+
+import (
+	"context"
+	"errors"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// scanSite scans the site in a child process.
+func scanSite(s nvidiatest.Site) (nvidia.Node, error) {
+	return Isolated(s.Paths(), s.Role("scan")...)(context.Background())
+}
+
+func mustScan(s nvidiatest.Site) nvidia.Node {
+	s.T.Helper()
+	node, err := scanSite(s)
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	return node
+}
+
+func TestScanFindsDescribedNodes(t *testing.T) {
+	files, err := filepath.Glob(filepath.Join(nvidiatest.Simulator, "nodes", "*.yaml"))
+	if err != nil || len(files) == 0 {
+		t.Fatal("no nodes", err)
+	}
+	models, err := model.ReadGPUs(filepath.Join(nvidiatest.Simulator, "models"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range files {
+		name := strings.TrimSuffix(filepath.Base(file), ".yaml")
+		t.Run(name, func(t *testing.T) {
+			found := mustScan(nvidiatest.NewSite(t, name, layout.Container, ""))
+			want, err := model.ReadNode(file, nvidiatest.Seed)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if found.Driver.Version != want.DriverVersion || found.Driver.CUDAVersion != want.CUDAVersion {
+				t.Errorf("driver is %v, want %s and %s", found.Driver, want.DriverVersion, want.CUDAVersion)
+			}
+			if len(found.GPUs) != len(want.GPUs) || len(found.Problems) > 0 {
+				t.Fatalf("%d GPUs, problems %v; want %d", len(found.GPUs), found.Problems, len(want.GPUs))
+			}
+			for i, g := range found.GPUs {
+				checkGPU(t, g, want.GPUs[i], models[want.GPUs[i].Model])
+			}
+		})
+	}
+}
+
+// architectureNames are the values of the device attribute architecture that the tests expect, by
+// NVML's number of the architecture.
+var architectureNames = map[uint32]string{
+	nvml.DEVICE_ARCH_PASCAL: "Pascal", nvml.DEVICE_ARCH_TURING: "Turing", nvml.DEVICE_ARCH_AMPERE: "Ampere",
+	nvml.DEVICE_ARCH_ADA:    "Ada Lovelace",
+	nvml.DEVICE_ARCH_HOPPER: "Hopper", nvml.DEVICE_ARCH_BLACKWELL: "Blackwell",
+}
+
+func checkGPU(t *testing.T, g nvidia.GPU, card model.Card, m *model.GPU) {
+	t.Helper()
+	type facts struct {
+		address, uuid, root, name, brand, architecture, capability, addressing string
+		minor, numa                                                            int
+		mib                                                                    uint64
+		engines                                                                bool
+	}
+	numa := -1
+	if g.NUMANode != nil {
+		numa = *g.NUMANode
+	}
+	got := facts{
+		string(g.PCIAddress), g.UUID, g.PCIeRoot, g.ProductName, g.Brand, g.Architecture, g.CUDAComputeCapability, g.AddressingMode,
+		g.Minor, numa, g.MemoryBytes >> 20, g.Engines != nil,
+	}
+	want := facts{
+		card.PCI, card.UUID, card.PCIRoot, m.ProductName.Value, m.Brand.Value, architectureNames[m.Architecture.NVMLValue],
+		m.CUDAComputeCapability.Value,
+		addressingMode(m), int(*card.Minor), int(card.NUMANode), m.MemoryTotalMiB.Value, m.MIG.Supported.Value,
+	}
+	if diff := cmp.Diff(want, got, cmp.AllowUnexported(facts{})); diff != "" {
+		t.Error(diff)
+	}
+	if diff := cmp.Diff(describedMIG(card, m), g.MIG, cmpopts.IgnoreFields(device.MIG{}, "Instances")); diff != "" {
+		t.Error(diff)
+	}
+	if want := expectedInstances(card); g.MIG != nil && len(g.MIG.Instances) != want {
+		t.Errorf("found %d instances, want %d: %+v", len(g.MIG.Instances), want, g.MIG.Instances)
+	}
+	if len(g.Edits.DeviceNodes) != 1 || len(g.Edits.Hooks)+len(g.Edits.Mounts)+len(g.Edits.Env) > 0 {
+		t.Errorf("its edits are %+v", g.Edits)
+	}
+}
+
+// addressingMode returns the addressing mode that a scan should report for the model. It is empty
+// if NVML does not support the query.
+func addressingMode(m *model.GPU) string {
+	if m.AddressingMode.Value == "NotSupported" {
+		return ""
+	}
+	if m.AddressingMode.Known {
+		return m.AddressingMode.Value
+	}
+	return "None"
+}
+
+func TestEveryDriverLayoutIsComplete(t *testing.T) {
+	for _, tc := range []struct {
+		kind   layout.Kind
+		libdir string
+	}{
+		{layout.Host, ""}, {layout.Container, ""}, {layout.Bare, ""},
+		{layout.Container, "usr/lib/x86_64-linux-gnu/nvidia/current"}, {layout.Host, "usr/local/nvidia/lib64"},
+	} {
+		t.Run(string(tc.kind)+" "+tc.libdir, func(t *testing.T) {
+			node := mustScan(nvidiatest.NewSite(t, "t4-x1", tc.kind, tc.libdir))
+			if len(node.GPUs) != 1 {
+				t.Fatal(node.Problems)
+			}
+			var links, folders string
+			for _, h := range node.Common.Hooks {
+				switch h.Args[1] {
+				case "create-symlinks":
+					links += strings.Join(h.Args, " ")
+				case "update-ldcache":
+					folders += strings.Join(h.Args, " ")
+				}
+			}
+			if !strings.Contains(links, "libcuda.so.1") || !strings.Contains(folders, tc.libdir) {
+				t.Errorf("libcuda.so.1 would not be found: links %s; folders %s", links, folders)
+			}
+		})
+	}
+}
+
+func TestScanOffersHealthyGPUsOfBrokenNode(t *testing.T) {
+	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
+	s.Change(func(_ *layout.Config, f *state.File) error {
+		return errors.Join(
+			f.AddFault(state.Fault{Kind: state.FaultFail, GPU: 2, Error: uint32(nvml.ERROR_GPU_IS_LOST)}, "*", 0),
+			f.AddFault(state.Fault{Kind: state.FaultFail, GPU: 5, Error: uint32(nvml.ERROR_UNKNOWN)}, "nvmlDeviceGetMemoryInfo", 0),
+		)
+	})
+	node := mustScan(s)
+	if len(node.GPUs) != 6 || len(node.Problems) != 2 || node.Problems[0].PCIAddress != "0000:52:00.0" ||
+		node.Problems[1].PCIAddress != "0000:c3:00.0" {
+		t.Errorf("%d GPUs, problems %v", len(node.GPUs), node.Problems)
+	}
+}
+
+func TestScanFollowsDriverUpgrade(t *testing.T) {
+	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
+	first := mustScan(s)
+	before := NewChangeDetector(s.Paths()).Fingerprint()
+
+	s.Change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, false) })
+	var unready *nvidia.NotReadyError
+	if _, err := scanSite(s); !errors.As(err, &unready) {
+		t.Errorf("without the driver: %v", err)
+	}
+	if NewChangeDetector(s.Paths()).Fingerprint() == before {
+		t.Error("the fingerprint ignores the driver's removal")
+	}
+	before = NewChangeDetector(s.Paths()).Fingerprint()
+	s.Change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "590.48.01", "13.1") })
+	if NewChangeDetector(s.Paths()).Fingerprint() == before {
+		t.Error("the fingerprint ignores the new driver")
+	}
+	second := mustScan(s)
+	if second.Driver.Version != "590.48.01" || second.Driver.CUDAVersion != "13.1" || !hasLibrary(second.Common, "libcuda.so.590.48.01") {
+		t.Errorf("%v, %v", second.Driver, second.Common.Mounts)
+	}
+	if diff := cmp.Diff(first.GPUs, second.GPUs); diff != "" {
+		t.Errorf("the GPUs changed:\n%s", diff)
+	}
+}

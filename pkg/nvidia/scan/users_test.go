@@ -1,0 +1,63 @@
+package scan
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+func TestUsersFindsProcessesByDeviceNumber(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root: device nodes with the driver's numbers")
+	}
+	root := t.TempDir()
+	process := func(pid int, comm, cgroup, maps string, files ...string) {
+		dir := filepath.Join(root, "proc", fmt.Sprint(pid))
+		err := os.MkdirAll(filepath.Join(dir, "fd"), 0o750)
+		for name, text := range map[string]string{"comm": comm, "cgroup": cgroup, "maps": maps} {
+			err = errors.Join(err, os.WriteFile(filepath.Join(dir, name), []byte(text+"\n"), 0o600))
+		}
+		for fd, file := range files {
+			err = errors.Join(err, os.Symlink(file, filepath.Join(dir, "fd", fmt.Sprint(fd))))
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	node := func(path string, major, minor uint32) string {
+		path = filepath.Join(root, path)
+		err := os.MkdirAll(filepath.Dir(path), 0o750)
+		if err = errors.Join(err, unix.Mknod(path, unix.S_IFCHR|0o600, int(unix.Mkdev(major, minor)))); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	host, container := node("dev/nvidia3", 195, 3), node("container/dev/nvidia3", 195, 3)
+	other, control := node("dev/nvidia4", 195, 4), node("dev/nvidiactl", 195, 255)
+	process(10, "dcgm", "0::/system.slice", "", "/dev/null", control, host)
+	process(11, "python", "0::/kubepods.slice/kubepods-pod1b4e28ba_2fa1_11d2_883f_0016d3cca427.slice/x.scope", "", container)
+	process(12, "elsewhere", "0::/", "", other, control)
+	process(13, "mapper", "0::/kubepods/burstable/pod1b4e28ba-2fa1-11d2-883f-0016d3cca428/x",
+		"7f00-7f01 rw-s 00000000 00:05 600  /dev/nvidia3")
+	process(14, "ourselves", "0::/", "", host)
+	if err := os.Symlink("14", filepath.Join(root, "proc", "self")); err != nil {
+		t.Fatal(err)
+	}
+	want := []nvidia.Process{
+		{PID: 10, Name: "dcgm"}, {PID: 11, Name: "python", Pod: "1b4e28ba-2fa1-11d2-883f-0016d3cca427"},
+		{PID: 13, Name: "mapper", Pod: "1b4e28ba-2fa1-11d2-883f-0016d3cca428"},
+	}
+	if diff := cmp.Diff(want, Users(nvidia.Paths{Proc: filepath.Join(root, "proc")}, 3)); diff != "" {
+		t.Error(diff)
+	}
+	if text := want[1].String(); text != "python (process 11, Pod 1b4e28ba-2fa1-11d2-883f-0016d3cca427)" {
+		t.Error(text)
+	}
+}

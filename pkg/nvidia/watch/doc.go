@@ -1,0 +1,10 @@
+// Package watch polls the GPUs' health and receives their events.
+//
+// [Run] starts a child process, which calls [Serve], and emits its signals. Package health judges
+// them. While Run runs, NVML is open, so no driver can be unloaded and no GPU can be reset. When
+// Run returns, NVML is closed. The package changes nothing on the GPUs.
+//
+// In the plugin's process: watcher starts and replaces the child processes, placeResolver finds the
+// placements of MIG instances with events. In the child process: watchServer has a watchedGPU for
+// each card, with a healthPoller and an eventLoop. All signals go through one eventQueue.
+package watch

@@ -1,0 +1,275 @@
+package watch
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+)
+
+// healthPoller reads the health of one card through NVML. It changes nothing on the card. Only one
+// goroutine at a time may use it.
+type healthPoller struct {
+	paths nvidia.Paths
+	lib   nvml.Interface
+	// progress is called after each NVML answer, so that many slow answers do not look like a hang.
+	progress func()
+	card     device.Card // its UUID is empty until the card has answered
+	// unsupported maps a query that the card does not support to the time until which the query is
+	// skipped. After that it is tried again, because a change of the card's modes may make it
+	// supported.
+	unsupported map[string]time.Time
+}
+
+// unsupportedFor is how long an unsupported query is skipped.
+const unsupportedFor = time.Minute
+
+func newHealthPoller(p nvidia.Paths, lib nvml.Interface, progress func(), at device.PCIAddress) *healthPoller {
+	return &healthPoller{
+		paths: p, lib: lib, progress: progress, card: device.Card{PCIAddress: at}, unsupported: map[string]time.Time{},
+	}
+}
+
+var errOffBus = errors.New("it has left the PCI bus")
+
+// condition reads the card's health. If a query fails, c has its error and the values of the
+// queries that succeeded. offBus says that the card has left the PCI bus.
+func (p *healthPoller) condition() (c device.Condition, offBus bool) {
+	start := time.Now()
+	c = device.Condition{Reach: device.ReachOK}
+	err := p.read(&c)
+	if err != nil {
+		c.Reach, c.Error = reachOf(err), err.Error()
+	}
+	c.Card, c.At = p.card, time.Now()
+	c.Took = c.At.Sub(start)
+	return c, errors.Is(err, errOffBus)
+}
+
+// reachOf returns what the error of a poll says about the card: it is lost, needs a reset, or the
+// poll failed for another reason.
+func reachOf(err error) device.Reach {
+	is := func(r nvml.Return) bool { return errors.Is(err, nvmlx.Error(r)) }
+	switch {
+	case errors.Is(err, errOffBus), is(nvml.ERROR_GPU_IS_LOST), is(nvml.ERROR_NOT_FOUND):
+		return device.ReachLost
+	case is(nvml.ERROR_RESET_REQUIRED):
+		return device.ReachNeedsReset
+	default:
+		return device.ReachFailed
+	}
+}
+
+// read runs all health queries even if one fails, because a later query may show a graver fault. If
+// the card is lost, read skips the remaining queries.
+func (p *healthPoller) read(c *device.Condition) error {
+	bus := filepath.Join(p.paths.Sysfs, "bus", "pci", "devices")
+	if !hostfile.Exists(filepath.Join(bus, string(p.card.PCIAddress))) && hostfile.Exists(bus) {
+		return errOffBus
+	}
+	handle, err := p.open()
+	if err != nil {
+		return err
+	}
+	recoveryAction := func(handle nvml.Device, c *device.Condition) (err error) {
+		c.Recovery, err = p.recovery(handle)
+		return err
+	}
+	var failed []error
+	for _, query := range []func(nvml.Device, *device.Condition) error{recoveryAction, p.remap, p.eccErrors, p.energy, p.migMode, p.fabric} {
+		if err := query(handle, c); err != nil {
+			failed = append(failed, err)
+			if reachOf(err) == device.ReachLost {
+				break
+			}
+		}
+	}
+	return errors.Join(failed...)
+}
+
+// open gets a new NVML handle for each poll, because another card may be at the PCI address or its
+// modes may have changed.
+func (p *healthPoller) open() (nvml.Device, error) {
+	handle, ret := p.lib.DeviceGetHandleByPciBusId(nvmlx.BusID(p.card.PCIAddress))
+	p.progress()
+	if ret == nvml.ERROR_INVALID_ARGUMENT {
+		ret = nvml.ERROR_NOT_FOUND // NVML knows no card at this address
+	}
+	if ret != nvml.SUCCESS {
+		return nil, fmt.Errorf("open the GPU: %w", nvmlx.ToError(ret))
+	}
+	uuid, ret := handle.GetUUID()
+	p.progress()
+	if ret != nvml.SUCCESS {
+		return nil, fmt.Errorf("read its UUID: %w", nvmlx.ToError(ret))
+	}
+	p.card.UUID = uuid
+	return handle, nil
+}
+
+// query runs call. The parameter what names it in errors. query skips a call that was unsupported
+// within the last minute. answered is false for a skipped or unsupported call, which is no error.
+func (p *healthPoller) query(what string, call func() nvml.Return) (answered bool, err error) {
+	if time.Now().Before(p.unsupported[what]) {
+		return false, nil
+	}
+	ret := call()
+	p.progress()
+	if ret == nvml.SUCCESS {
+		return true, nil
+	}
+	if isUnsupported(ret) {
+		p.unsupported[what] = time.Now().Add(unsupportedFor)
+		return false, nil
+	}
+	return false, fmt.Errorf("read its %s: %w", what, nvmlx.ToError(ret))
+}
+
+// isUnsupported reports whether ret means that the card or its driver does not support the query.
+// That says nothing about the card's health.
+func isUnsupported(ret nvml.Return) bool {
+	switch ret {
+	case nvml.ERROR_NOT_SUPPORTED, nvml.ERROR_INVALID_ARGUMENT, nvml.ERROR_FUNCTION_NOT_FOUND,
+		nvml.ERROR_NO_PERMISSION, nvml.ERROR_DEPRECATED,
+		nvml.ERROR_ARGUMENT_VERSION_MISMATCH:
+		return true
+	}
+	return false
+}
+
+// queryFunction is [healthPoller.query] for an NVML function that an old driver's library may lack.
+func (p *healthPoller) queryFunction(what, function string, call func() nvml.Return) (answered bool, err error) {
+	return p.query(what, func() nvml.Return {
+		if !nvmlx.Has(p.lib, function) {
+			return nvml.ERROR_FUNCTION_NOT_FOUND
+		}
+		return call()
+	})
+}
+
+var recoveryActions = map[uint32]device.RecoveryAction{
+	uint32(nvml.GPU_RECOVERY_ACTION_NONE): device.RecoveryNone, uint32(nvml.GPU_RECOVERY_ACTION_GPU_RESET): device.RecoveryReset,
+	uint32(nvml.GPU_RECOVERY_ACTION_NODE_REBOOT): device.RecoveryReboot, uint32(nvml.GPU_RECOVERY_ACTION_DRAIN_P2P): device.RecoveryDrainP2P,
+	uint32(nvml.GPU_RECOVERY_ACTION_DRAIN_AND_RESET):     device.RecoveryDrainAndReset,
+	uint32(nvml.GPU_RECOVERY_ACTION_RECOVER_IMEX_DOMAIN): device.RecoveryIMEXDomain,
+	uint32(nvml.GPU_RECOVERY_ACTION_BUS_RESET):           device.RecoveryBusReset,
+	uint32(nvml.GPU_RECOVERY_ACTION_SYSTEM_REBOOT):       device.RecoverySystemReboot,
+}
+
+// recovery returns the recovery action that the driver recommends. The action is unknown on drivers
+// before 565, because they lack this field.
+func (p *healthPoller) recovery(handle nvml.Device) (device.RecoveryAction, error) {
+	values := []nvml.FieldValue{{FieldId: nvml.FI_DEV_GET_GPU_RECOVERY_ACTION}}
+	ret := handle.GetFieldValues(values)
+	p.progress()
+	if ret == nvml.SUCCESS {
+		ret = nvml.Return(values[0].NvmlReturn) //nolint:gosec // NVML's own number
+	}
+	if isUnsupported(ret) {
+		return device.RecoveryUnknown, nil
+	}
+	if ret != nvml.SUCCESS {
+		return device.RecoveryUnknown, fmt.Errorf("read its recovery action: %w", nvmlx.ToError(ret))
+	}
+	// The value is the first four bytes of the union, in little-endian order, as on every machine
+	// with NVIDIA GPUs.
+	if action, known := recoveryActions[binary.LittleEndian.Uint32(values[0].Value[:])]; known {
+		return action, nil
+	}
+	return device.RecoveryOther, nil
+}
+
+// remap reads the state of bad memory. Ampere and later cards remap rows, older cards retire pages.
+func (p *healthPoller) remap(handle nvml.Device, c *device.Condition) error {
+	answered, err := p.queryFunction("row remapping", "nvmlDeviceGetRemappedRows", func() nvml.Return {
+		_, _, pending, failed, ret := handle.GetRemappedRows()
+		if ret == nvml.SUCCESS {
+			c.Remap = &device.Remap{Pending: pending, Failed: failed}
+		}
+		return ret
+	})
+	if answered || err != nil {
+		return err
+	}
+	_, err = p.queryFunction("page retirement", "nvmlDeviceGetRetiredPagesPendingStatus", func() nvml.Return {
+		pending, ret := handle.GetRetiredPagesPendingStatus()
+		if ret == nvml.SUCCESS {
+			c.Remap = &device.Remap{Pending: pending == nvml.FEATURE_ENABLED}
+		}
+		return ret
+	})
+	return err
+}
+
+func (p *healthPoller) eccErrors(handle nvml.Device, c *device.Condition) error {
+	_, err := p.query("ECC errors", func() nvml.Return {
+		count, ret := handle.GetTotalEccErrors(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC)
+		if ret == nvml.SUCCESS {
+			c.Uncorrected = &count
+		}
+		return ret
+	})
+	return err
+}
+
+func (p *healthPoller) energy(handle nvml.Device, c *device.Condition) error {
+	_, err := p.queryFunction("energy", "nvmlDeviceGetTotalEnergyConsumption", func() nvml.Return {
+		used, ret := handle.GetTotalEnergyConsumption()
+		if ret == nvml.SUCCESS {
+			c.EnergyMillijoules = &used
+		}
+		return ret
+	})
+	return err
+}
+
+var fabricStates = map[uint8]device.FabricState{
+	nvml.GPU_FABRIC_STATE_NOT_STARTED: device.FabricNotStarted, nvml.GPU_FABRIC_STATE_IN_PROGRESS: device.FabricInProgress,
+	nvml.GPU_FABRIC_STATE_COMPLETED: device.FabricCompleted,
+}
+
+// fabric reads the state of the card's NVLink fabric into c, if the card has one. A card in MIG
+// mode has left the fabric, which is no fault, so fabric then sets FabricNotUsed.
+func (p *healthPoller) fabric(handle nvml.Device, c *device.Condition) error {
+	_, err := p.query("fabric state", func() nvml.Return {
+		state, status, ret := nvmlx.FabricInfo(p.lib, handle)
+		known, is := fabricStates[state]
+		if ret != nvml.SUCCESS || !is {
+			return ret
+		}
+		c.Fabric = &device.Fabric{State: known}
+		if err := nvmlx.ToError(status); known == device.FabricCompleted && err != nil {
+			c.Fabric.Error = err.Error()
+		}
+		return ret
+	})
+	if (c.Fabric == nil || c.Fabric.State != device.FabricCompleted) && c.MIG != nil && c.MIG.Enabled {
+		c.Fabric = &device.Fabric{State: device.FabricNotUsed}
+	}
+	return err
+}
+
+// migMode reads the MIG mode into c. It ignores a failure, because that says nothing about the
+// card's health.
+func (p *healthPoller) migMode(handle nvml.Device, c *device.Condition) error {
+	_, _ = p.query("MIG mode", func() nvml.Return {
+		mode, err := nvmlx.MIGMode(p.lib, handle)
+		switch {
+		case err != nil:
+			return nvml.ERROR_UNKNOWN
+		case mode == nil:
+			return nvml.ERROR_NOT_SUPPORTED
+		}
+		c.MIG = &device.MIGMode{Enabled: mode.Enabled, Pending: mode.Pending}
+		return nvml.SUCCESS
+	})
+	return nil
+}

@@ -1,0 +1,45 @@
+package watch
+
+import (
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+)
+
+const (
+	// replaceLimit bounds how long the old watcher process waits until its replacement receives the
+	// events of all cards. After that a replacement that has started NVML takes over anyway, and
+	// reports from which cards it receives no events.
+	replaceLimit = 20 * time.Second
+	// maxReceiveSkew is how much later than the old watcher process its replacement may receive the
+	// same event.
+	maxReceiveSkew = 200 * time.Millisecond
+)
+
+// overlap drops events that both the old watcher process and its replacement received. It keeps an
+// event that only one of them received, unless the other one received an equal event while both
+// ran.
+type overlap struct {
+	heard map[eventKey]int // events that the old process received
+	until time.Time        // when the old process ended, zero before that
+}
+
+// repeated subtracts from the count of e the equal events that the old process already emitted. If
+// none is left, it returns true, and the caller drops e.
+func (o *overlap) repeated(e *device.HealthEvent) bool {
+	if o.heard == nil {
+		return false
+	}
+	key, count := keyOf(*e), max(e.Count, 1)
+	if o.until.IsZero() {
+		o.heard[key] += count
+		return false
+	}
+	if e.At.After(o.until.Add(maxReceiveSkew)) {
+		return false
+	}
+	before := min(o.heard[key], count)
+	o.heard[key] -= before
+	e.Count = count - before
+	return e.Count == 0
+}

@@ -1,0 +1,122 @@
+package watch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/exclusion"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
+)
+
+// errExcluded says that a watcher has no card to watch, because all its cards are excluded from the
+// watch.
+var errExcluded = errors.New("the GPU is excluded from the watch while its MIG mode changes")
+
+// errNotReplaced says that the watch restarts with a gap, because the replacement process failed.
+var errNotReplaced = errors.New("no process took over the watch of the other GPUs while the MIG mode of one changes")
+
+// replacement is a watcher process that takes over from the current watcher process.
+type replacement struct {
+	child   *watchChild // nil if the process could not be started
+	epoch   string
+	signals []device.Signal // signals that child has sent so far
+	err     error           // why child cannot take over
+}
+
+func (r replacement) abandon() {
+	if r.child != nil {
+		r.child.replaced = true
+		r.child.kill()
+	}
+}
+
+// starting is a replacement that does not receive events yet.
+type starting struct {
+	ready    <-chan replacement // nil while no replacement starts
+	cancel   context.CancelFunc
+	coverage *exclusion.Coverage // nil if the process could not be started
+}
+
+func (s starting) abandon() {
+	if s.ready != nil {
+		s.cancel()
+		(<-s.ready).abandon()
+	}
+}
+
+// watchHangingApart gives each hung card its own watcher process, up to maxApart. Otherwise each
+// replacement for all cards would leave one more process that hangs in the driver.
+func (w *watcher) watchHangingApart(ctx context.Context) {
+	for _, a := range slices.Clone(w.hanging) {
+		if len(w.apart) < maxApart && !slices.Contains(w.apart, a) && !w.excluded.Has(a) {
+			w.watchApart(ctx, a)
+		}
+	}
+}
+
+// startReplacement starts a replacement process. The channel ready of the result gets the
+// replacement when it receives events or has failed.
+func (w *watcher) startReplacement(ctx context.Context) starting {
+	ctx, cancel := context.WithCancel(ctx)
+	ready := make(chan replacement, 1)
+	next := starting{ready: ready, cancel: cancel}
+	w.children = slices.DeleteFunc(w.children, (*watchChild).hasEnded)
+	if n := len(w.children) - 1; n >= child.MaxStuck {
+		ready <- replacement{err: stuckError(n)}
+		return next
+	}
+	w.overlap = overlap{heard: map[eventKey]int{}}
+	r := replacement{epoch: host.DriverLoad(w.options.Paths)}
+	if r.child, r.err = w.start(); r.err != nil {
+		ready <- r
+		return next
+	}
+	next.coverage = r.child.coverage
+	go func() { ready <- r.await(ctx) }()
+	return next
+}
+
+// await returns when the replacement receives the events of all its cards, when it has failed, when
+// replaceLimit has passed, or when ctx ends. The err of the result says why the replacement cannot
+// take over.
+func (r replacement) await(ctx context.Context) replacement {
+	limit := time.NewTimer(replaceLimit)
+	defer limit.Stop()
+	for {
+		select {
+		case s := <-r.child.signals:
+			r.signals = append(r.signals, s)
+			if s.Watcher != nil && s.Watcher.Up && s.Watcher.Events {
+				return r
+			}
+		case <-r.child.ended:
+			r.err = r.child.failure()
+			return r
+		case <-limit.C:
+			if len(r.signals) == 0 {
+				r.err = fmt.Errorf("NVML has not started after %s", replaceLimit)
+			}
+			return r
+		case <-ctx.Done():
+			r.err = ctx.Err()
+			return r
+		}
+	}
+}
+
+// handOver ends the old watcher process, which is the parameter from, after it has sent its last
+// events. It then emits the signals that the replacement has sent so far.
+func (w *watcher) handOver(from *watchChild, epoch string, to replacement) {
+	from.replaced = true
+	w.drainAndKill(from, epoch)
+	w.overlap.until = time.Now()
+	w.hanging = nil
+	for _, s := range to.signals {
+		w.forward(s, to.epoch)
+	}
+}

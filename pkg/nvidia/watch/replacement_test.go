@@ -1,0 +1,180 @@
+package watch
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+func TestModeChangeWatchesHungGPUApart(t *testing.T) {
+	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "") // its GPUs attach at once
+	w, p := newWatchedSite(s, func(w *watcher) { w.wedged = 4 * nvidiatest.HangLimit })
+	w.awaitCondition(s.Card(3), answers)
+	w.awaitListening()
+	s.Fault(state.Fault{Kind: state.FaultSlow, GPU: 3, DelayMS: 3600_000}, "nvmlDeviceGetRemappedRows", 0)
+	w.awaitCondition(s.Card(3), func(c device.Condition) bool { return c.Reach == device.ReachWedged })
+	s.Changer(p, 1).Mode(true)
+	w.awaitCondition(s.Card(1), func(c device.Condition) bool { return c.MIG != nil && c.MIG.Enabled })
+	w.awaitCondition(s.Card(3), func(c device.Condition) bool { return c.Reach == device.ReachWedged })
+	if err := w.stop(); err != nil {
+		t.Error(err)
+	}
+	if hanging := s.Card(3).PCIAddress; !slices.Contains(w.apart, hanging) {
+		t.Errorf("%v have their own watcher, want %s", w.apart, hanging)
+	}
+}
+
+func TestHungReplacedWatchersDoNotBlockStart(t *testing.T) {
+	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
+	self, err := os.FindProcess(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var hung []*watchChild
+	for range child.MaxStuck {
+		hung = append(hung, &watchChild{process: self, gone: make(chan struct{}), replaced: true})
+	}
+	w := watchSite(s, func(w *watcher) { w.children = slices.Clone(hung) })
+	w.awaitListening()
+	for _, c := range hung {
+		close(c.gone)
+	}
+}
+
+// recorded returns a change of the watcher with which started lists the directories in /proc of all
+// child processes that the watcher has started.
+func recorded(t *testing.T) (change func(*watcher), started func() []string) {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "started")
+	started = func() []string {
+		pids, err := os.ReadFile(file)
+		if err != nil {
+			t.Error(err)
+		}
+		var found []string
+		for pid := range strings.FieldsSeq(string(pids)) {
+			found = append(found, filepath.Join("/proc", pid))
+		}
+		return found
+	}
+	return scripted("echo $$ >> " + file), started
+}
+
+func TestExclusionOfAllGPUsStartsNoReplacement(t *testing.T) {
+	for node, count := range map[string]int{"t4-x1": 1, "l40s-x2": 2} {
+		t.Run(node, func(t *testing.T) {
+			s := nvidiatest.NewSite(t, node, layout.Container, "")
+			record, started := recorded(t)
+			w := watchSite(s, record)
+			w.awaitListening()
+			ctx, cancel := context.WithTimeout(t.Context(), nvidiatest.Patience)
+			defer cancel()
+			var all sync.WaitGroup
+			restores := make(chan func(), count)
+			for i := range count {
+				all.Go(func() {
+					restore, err := w.excluded.Exclude(ctx, s.Card(i).PCIAddress, i)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					restores <- restore
+				})
+			}
+			all.Wait()
+			for _, process := range started() {
+				if _, err := os.Stat(process); err == nil {
+					t.Errorf("%s watches no GPU", process)
+				}
+			}
+			close(restores)
+			for restore := range restores {
+				restore()
+			}
+			w.awaitCondition(s.Card(0), answers)
+			w.awaitListening()
+		})
+	}
+}
+
+// scripted makes the watcher start each child process by a shell that first runs script and then
+// executes the child's command.
+func scripted(script string) func(*watcher) {
+	return func(w *watcher) {
+		w.options.Command = append([]string{"sh", "-c", script + `; exec "$0" "$@"`}, w.options.Command...)
+	}
+}
+
+func TestExclusionEndsWatcherThatCannotBeReplaced(t *testing.T) {
+	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
+	fails := filepath.Join(t.TempDir(), "fails")
+	w := watchSite(s, scripted("test ! -e "+fails+" || exit 1"))
+	w.awaitListening()
+	if err := os.WriteFile(fails, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), nvidiatest.Patience/2)
+	defer cancel()
+	restore, err := w.excluded.Exclude(ctx, s.Card(1).PCIAddress, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.awaitState(func(s device.WatcherState) bool { return !s.Up && strings.Contains(s.Error, "no process took over") })
+	if err := os.Remove(fails); err != nil {
+		t.Fatal(err)
+	}
+	w.awaitListening()
+	restore()
+	w.awaitCondition(s.Card(1), answers)
+}
+
+func TestOutdatedReplacementDoesNotTakeOver(t *testing.T) {
+	s := nvidiatest.NewSite(t, "awkward", layout.Container, "")
+	slow := filepath.Join(t.TempDir(), "slow")
+	record, started := recorded(t)
+	w := watchSite(s, func(w *watcher) {
+		scripted("while test -e " + slow + "; do sleep 0.1; done")(w)
+		record(w)
+	})
+	w.awaitListening()
+	if err := os.WriteFile(slow, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var both sync.WaitGroup
+	exclude := func(index int) {
+		both.Go(func() {
+			if _, err := w.excluded.Exclude(t.Context(), s.Card(index).PCIAddress, index); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	awaitStarts := func(processes int) {
+		t.Helper()
+		for range 50 {
+			if len(started()) >= processes {
+				return
+			}
+			<-time.After(replaceLimit / 200)
+		}
+		t.Errorf("%d processes have started, want %d", len(started()), processes)
+	}
+	exclude(1)
+	awaitStarts(2)
+	exclude(2)
+	awaitStarts(3)
+	if err := os.Remove(slow); err != nil {
+		t.Fatal(err)
+	}
+	both.Wait()
+}

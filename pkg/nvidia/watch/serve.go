@@ -1,0 +1,239 @@
+package watch
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+)
+
+// Command is the plugin's internal subcommand that runs [Serve].
+const Command = "watch"
+
+const (
+	// initLimit is how long NVML may take to start. It is long because the start wakes all GPUs.
+	initLimit = time.Minute
+	// minPollInterval is the shortest time between two polls of a card, even if events ask for more
+	// polls.
+	minPollInterval = 500 * time.Millisecond
+)
+
+// nvidiaDriver is the name of NVIDIA's kernel driver in sysfs.
+const nvidiaDriver = "nvidia"
+
+// watchOrder tells a child process of Run what to do.
+type watchOrder struct {
+	Paths    nvidia.Paths  `json:"paths"`
+	Interval time.Duration `json:"interval"`
+	// Wedged is how long a card may take for one query before it counts as hung.
+	Wedged time.Duration `json:"wedged"`
+	// If Only is not empty, the child watches only these cards. It never watches the cards in
+	// Except.
+	Only   []device.PCIAddress `json:"only,omitempty"`
+	Except []device.PCIAddress `json:"except,omitempty"`
+}
+
+// Serve runs in the child process of [Run]. It reads its watchOrder from in and writes
+// [device.Signal] values to out, as lines of JSON. It ends when in is closed, or with an error when
+// NVML must be restarted. It does not shut down NVML, because that may hang. The end of the process
+// closes NVML.
+func Serve(ctx context.Context, in io.Reader, out io.Writer) error {
+	return serve(ctx, in, out, nvmlx.Open)
+}
+
+func serve(ctx context.Context, in io.Reader, out io.Writer, open func(nvidia.Paths) (nvml.Interface, error)) error {
+	decoder := json.NewDecoder(in)
+	var order watchOrder
+	if err := decoder.Decode(&order); err != nil {
+		return fmt.Errorf("read what to watch: %w", err)
+	}
+	order.Paths = order.Paths.WithDefaults()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	go func() {
+		_, _ = io.Copy(io.Discard, in)
+		cancel()
+	}()
+	library, err := nvmlx.Bounded(ctx, initLimit, "nvmlInit", func() (nvml.Interface, error) { return open(order.Paths) })
+	if err != nil {
+		if ctx.Err() != nil {
+			return nil
+		}
+		return err
+	}
+	w := &watchServer{
+		order: order, lib: library, queue: newEventQueue(), opens: nvmlx.NewPendingOpens(),
+		stateChanged: make(chan struct{}, 1), returned: make(chan device.PCIAddress, 1),
+		cards: map[device.PCIAddress]*watchedGPU{}, foreign: map[device.PCIAddress]bool{},
+	}
+	sent := make(chan error, 1)
+	go func() {
+		sent <- w.queue.send(ctx, out)
+		cancel()
+	}()
+	err = w.run(ctx)
+	cancel()
+	return errors.Join(<-sent, err)
+}
+
+// watchServer watches the GPUs in the child process. Only the goroutine of run uses cards, bus and
+// foreign.
+type watchServer struct {
+	order watchOrder
+	began time.Time
+	lib   nvml.Interface
+	queue *eventQueue
+	// stateChanged gets a value when a card starts or stops delivering events.
+	stateChanged chan struct{}
+	cards        map[device.PCIAddress]*watchedGPU
+	bus          host.Bus
+	// foreign are the cards bound to another kernel driver for which a signal with ReachNotOurs was
+	// already sent.
+	foreign map[device.PCIAddress]bool
+	// returned gets the address of a card that is back on the PCI bus, but unknown to NVML.
+	returned chan device.PCIAddress
+	// opens counts the cards that have not answered this child yet.
+	opens *nvmlx.PendingOpens
+}
+
+// run watches each card. It reports the watcher's state at each interval, as a heartbeat, and when
+// the state changes.
+func (w *watchServer) run(ctx context.Context) error {
+	w.began = time.Now()
+	tick := time.NewTicker(w.order.Interval)
+	defer tick.Stop()
+	ours, foreign := w.addresses()
+	for _, a := range ours {
+		w.watch(ctx, a)
+	}
+	w.dropForeign(ctx, foreign)
+	for {
+		w.queue.add(ctx, device.Signal{Watcher: w.state()})
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-w.stateChanged:
+		case a := <-w.returned:
+			return needsNVMLRestart(a)
+		case <-tick.C:
+			if err := w.watchNewCards(ctx); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// addresses lists the cards on the PCI bus that this child may watch. ours are bound to NVIDIA's
+// driver or to none, foreign to another driver. If the bus lists no cards or cannot be read,
+// addresses uses the cards that NVML lists.
+func (w *watchServer) addresses() (ours, foreign []device.PCIAddress) {
+	onBus, err := w.bus.GPUs(w.order.Paths.Sysfs, time.Now())
+	if err != nil || len(onBus) == 0 {
+		onBus = w.listed()
+	}
+	for _, a := range onBus {
+		if len(w.order.Only) > 0 && !slices.Contains(w.order.Only, a) || slices.Contains(w.order.Except, a) {
+			continue
+		}
+		if driver := host.Driver(w.order.Paths.Sysfs, a); driver != "" && driver != nvidiaDriver {
+			foreign = append(foreign, a)
+		} else {
+			ours = append(ours, a)
+		}
+	}
+	return ours, foreign
+}
+
+// dropForeign stops watching the cards that are now bound to another kernel driver, and reports
+// each of them once as ReachNotOurs.
+func (w *watchServer) dropForeign(ctx context.Context, foreign []device.PCIAddress) {
+	for a := range w.foreign {
+		if !slices.Contains(foreign, a) {
+			delete(w.foreign, a)
+		}
+	}
+	for _, a := range foreign {
+		if w.foreign[a] {
+			continue
+		}
+		w.foreign[a] = true
+		if c := w.cards[a]; c != nil {
+			c.stop()
+			delete(w.cards, a)
+		}
+		w.queue.add(ctx, device.Signal{Condition: &device.Condition{
+			Card: device.Card{PCIAddress: a}, Reach: device.ReachNotOurs, At: time.Now(),
+		}})
+	}
+}
+
+func (w *watchServer) listed() []device.PCIAddress {
+	count, _ := w.lib.DeviceGetCount()
+	var found []device.PCIAddress
+	for i := range count {
+		if handle, ret := w.lib.DeviceGetHandleByIndex(i); ret == nvml.SUCCESS {
+			if info, ret := handle.GetPciInfo(); ret == nvml.SUCCESS {
+				if a, err := device.ParsePCIAddress(nvmlx.CString(info.BusId[:])); err == nil {
+					found = append(found, a)
+				}
+			}
+		}
+	}
+	return found
+}
+
+// watchNewCards watches cards that are new on the PCI bus. NVML may know only the cards that were
+// present at its start. If it does not know a new card, watchNewCards returns an error, so that a
+// new child process restarts NVML.
+func (w *watchServer) watchNewCards(ctx context.Context) error {
+	ours, foreign := w.addresses()
+	w.dropForeign(ctx, foreign)
+	for _, a := range ours {
+		if w.cards[a] != nil {
+			continue
+		}
+		listed, err := nvmlx.Bounded(ctx, w.order.Wedged, "NVML", func() (bool, error) {
+			_, ret := w.lib.DeviceGetHandleByPciBusId(nvmlx.BusID(a))
+			return !nvmlx.IsAbsent(ret), nil
+		})
+		if err == nil && !listed {
+			return needsNVMLRestart(a)
+		}
+		w.watch(ctx, a)
+	}
+	return nil
+}
+
+func needsNVMLRestart(a device.PCIAddress) error {
+	return fmt.Errorf("NVML must be restarted to see the new GPU at %s", a)
+}
+
+// state returns the watcher's state, with an error that names the cards that deliver no events. It
+// leaves out cards that do not answer polls, because their conditions already say so.
+func (w *watchServer) state() *device.WatcherState {
+	s := &device.WatcherState{Up: true, Events: true, At: time.Now()}
+	var silent []string
+	for _, a := range slices.Sorted(maps.Keys(w.cards)) {
+		c := w.cards[a]
+		reach := c.reach()
+		if why := c.events.whyNoEvents(); why != "" && (reach == device.ReachOK || reach == "") {
+			silent = append(silent, a.WholeName()+": "+why)
+		}
+	}
+	if len(silent) > 0 {
+		s.Events, s.Error = false, strings.Join(silent, "; ")
+	}
+	return s
+}

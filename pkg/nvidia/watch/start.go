@@ -1,0 +1,97 @@
+package watch
+
+import (
+	"fmt"
+	"maps"
+	"os/exec"
+	"runtime"
+	"slices"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/exclusion"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
+)
+
+// start starts a watcher process for all cards of this watcher that are not excluded. If none is
+// left, it returns errExcluded.
+func (w *watcher) start() (*watchChild, error) {
+	if !w.excluded.LeavesAny(w.cards()) {
+		return nil, errExcluded
+	}
+	c, ok := w.excluded.Begin(w.only)
+	if !ok {
+		return nil, errExcluded
+	}
+	order := watchOrder{
+		Paths: w.options.Paths, Interval: w.options.Interval, Wedged: w.wedged,
+		Except: append(slices.Clone(w.apart), slices.Sorted(maps.Keys(c.Except))...),
+	}
+	if w.only != "" {
+		order.Only = []device.PCIAddress{w.only}
+	}
+	child, err := startWatchChild(w.options.Command, order, w.hiddenNodes(c))
+	if err != nil {
+		w.excluded.Ended(c)
+		return nil, fmt.Errorf("start the watcher process: %w", err)
+	}
+	child.coverage = c
+	w.excluded.Started(c, child.process.Pid)
+	w.children = append(w.children, child)
+	go func() {
+		select {
+		case <-child.stop:
+			w.excluded.Killed(c)
+		case <-child.gone:
+		}
+		<-child.gone
+		w.excluded.Ended(c)
+	}()
+	return child, nil
+}
+
+// cards lists the cards on the PCI bus that belong to this watcher, including those that are
+// excluded now.
+func (w *watcher) cards() []device.PCIAddress {
+	if w.only != "" {
+		return []device.PCIAddress{w.only}
+	}
+	sysfs := w.options.Paths.WithDefaults().Sysfs
+	found, err := host.GPUs(sysfs)
+	if err != nil {
+		return nil
+	}
+	return slices.DeleteFunc(found, func(a device.PCIAddress) bool {
+		driver := host.Driver(sysfs, a)
+		return driver != "" && driver != nvidiaDriver || slices.Contains(w.apart, a)
+	})
+}
+
+// hiddenNodes lists the device nodes of the cards that c excludes. They must be hidden, because
+// NVML may open every GPU whose device node it can open.
+func (w *watcher) hiddenNodes(c *exclusion.Coverage) []string {
+	if len(c.Except) == 0 {
+		return nil
+	}
+	hidden := map[string]bool{}
+	for _, e := range c.Except {
+		hidden[fmt.Sprintf("nvidia%d", e.Minor)] = true
+	}
+	devRoot := w.options.Paths.WithDefaults().DeviceRoot()
+	return onecard.Others(devRoot, func(name string) bool { return !hidden[name] })
+}
+
+// startHiding starts command so that it cannot open the device nodes in nodes. If hiding fails, it
+// starts command anyway: the process does not watch these cards, although NVML may open them.
+func startHiding(command *exec.Cmd, nodes []string) error {
+	if len(nodes) == 0 {
+		return command.Start()
+	}
+	started := make(chan error)
+	go func() {
+		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+		_ = onecard.Hide(nodes)
+		started <- command.Start()
+	}()
+	return <-started
+}

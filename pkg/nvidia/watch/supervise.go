@@ -1,0 +1,164 @@
+package watch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/exclusion"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
+)
+
+// supervise emits the signals of child until it fails, and replaces child when the set of cards
+// excluded from the watch changes.
+func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
+	epoch := host.DriverLoad(w.options.Paths)
+	silence := time.NewTimer(initLimit + w.options.Interval)
+	defer silence.Stop()
+	var next starting
+	var retry <-chan time.Time // when to start a replacement, nil while unset
+	failed := false            // the last replacement could not take over
+	replace := func() {
+		w.watchHangingApart(ctx)
+		next = w.startReplacement(ctx)
+	}
+	defer func() { next.abandon() }()
+	for {
+		changed := w.excluded.Changes()
+		if next.coverage != nil {
+			if now, _ := w.excluded.Outdated(next.coverage); now {
+				next.abandon()
+				next = starting{}
+			}
+		}
+		if now, soon := w.excluded.Outdated(child.coverage); next.ready == nil && (now || soon) {
+			switch {
+			case now && !w.excluded.LeavesAny(w.cards()):
+				w.drainAndKill(child, epoch)
+				return errExcluded
+			case now && !failed:
+				replace()
+			case retry == nil:
+				retry = time.After(exclusion.RestorePause)
+			}
+		}
+		select {
+		case <-changed:
+		case <-retry:
+			retry, failed = nil, false
+			if now, soon := w.excluded.Outdated(child.coverage); next.ready == nil && (now || soon) {
+				replace()
+			}
+		case r := <-next.ready:
+			next.cancel()
+			next, retry, failed = starting{}, nil, r.err != nil
+			w.excluded.Replaced(r.err)
+			if failed {
+				r.abandon()
+				// If no replacement works, end the old process anyway so that it closes the card: a
+				// gap in the watch is better than refusing every MIG mode change.
+				if now, _ := w.excluded.Outdated(child.coverage); now && !errors.Is(r.err, errStuck) {
+					w.drainAndKill(child, epoch)
+					return fmt.Errorf("%w: %w", errNotReplaced, r.err)
+				}
+				continue
+			}
+			w.handOver(child, epoch, r)
+			child, epoch = r.child, r.epoch
+			w.excluded.Listening(child.coverage)
+			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
+		case s := <-child.signals:
+			if s.Watcher != nil && host.DriverLoad(w.options.Paths) != epoch {
+				w.drainAndKill(child, epoch) // the child has the old driver's files open
+				return errors.New("the NVIDIA driver was unloaded or reloaded")
+			}
+			if s.Watcher != nil && s.Watcher.Up && s.Watcher.Events {
+				w.excluded.Listening(child.coverage)
+			}
+			w.forward(s, epoch) // forward may block, so reset the timer after it
+			if len(w.hanging) > 1 && len(w.apart) < maxApart {
+				w.drainAndKill(child, epoch)
+				return errApart
+			}
+			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
+		case <-child.ended:
+			child.kill()
+			select { // the child may have written an error before its end
+			case <-child.gone:
+			case <-time.After(time.Second):
+			}
+			return child.failure()
+		case <-silence.C:
+			child.kill()
+			return errors.New("the watcher process has sent nothing for too long")
+		case <-ctx.Done():
+			w.drainAndKill(child, epoch)
+			return ctx.Err()
+		}
+	}
+}
+
+// drainAndKill emits the events that the child process still has queued, because no other process
+// has them, and then kills it. It drops the child's conditions, because the next child polls them
+// again.
+func (w *watcher) drainAndKill(child *watchChild, epoch string) {
+	_ = child.stdin.Close()
+	limit := time.NewTimer(drainLimit)
+	defer limit.Stop()
+	for {
+		select {
+		case s := <-child.signals:
+			if s.Event != nil {
+				w.forward(s, epoch)
+			}
+			continue
+		case <-child.ended:
+		case <-limit.C:
+		}
+		child.kill()
+		return
+	}
+}
+
+// forgetEnded removes the child processes that have ended from w.children.
+func (w *watcher) forgetEnded() {
+	var left []*watchChild
+	for _, c := range w.children {
+		select {
+		case <-c.gone:
+		case <-time.After(time.Second): // the process was killed, but has not ended
+			left = append(left, c)
+		}
+	}
+	w.children = left
+}
+
+// forward emits a signal of a child process, except for an event that an earlier child already
+// reported. It adds what the child does not know, such as a lost card's UUID.
+func (w *watcher) forward(s device.Signal, epoch string) {
+	if c := s.Condition; c != nil {
+		w.hanging = slices.DeleteFunc(w.hanging, func(a device.PCIAddress) bool {
+			return a == c.Card.PCIAddress && c.Reach != device.ReachWedged
+		})
+		if c.Reach == device.ReachWedged && !slices.Contains(w.hanging, c.Card.PCIAddress) {
+			w.hanging = append(w.hanging, c.Card.PCIAddress)
+		}
+	}
+	switch {
+	case s.Event != nil:
+		if !w.overlap.repeated(s.Event) {
+			w.places.add(w.placing, *s.Event)
+		}
+		return
+	case s.Watcher != nil:
+		s.Watcher.Driver = epoch
+	case s.Condition != nil && s.Condition.Card.UUID == "":
+		s.Condition.Card.UUID = w.uuids[s.Condition.Card.PCIAddress]
+	case s.Condition != nil:
+		w.uuids[s.Condition.Card.PCIAddress] = s.Condition.Card.UUID
+	}
+	w.emit(s)
+}

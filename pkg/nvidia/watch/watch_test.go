@@ -1,0 +1,369 @@
+package watch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+func TestMain(m *testing.M) {
+	nvidiatest.Main(m, map[string]func() error{
+		"scan":      func() error { return scan.Serve(context.Background(), os.Stdin, os.Stdout) },
+		"partition": func() error { return cut.Serve(context.Background(), os.Stdin, os.Stdout) },
+		"watch":     func() error { return Serve(context.Background(), os.Stdin, os.Stdout) },
+		"locked":    runLockedWatcher,
+	})
+}
+
+// watchInterval is the poll interval in tests.
+const watchInterval = 100 * time.Millisecond
+
+// watch is a running watcher of a simulated site, with the signals that it has emitted.
+type watch struct {
+	*watcher
+	t       *testing.T
+	signals chan device.Signal
+	stop    func() error
+}
+
+// watchSite watches the site until the test ends or calls stop. change may adapt the watcher before
+// it starts.
+func watchSite(s nvidiatest.Site, change func(*watcher)) watch {
+	s.T.Helper()
+	ctx, cancel := context.WithCancel(s.T.Context())
+	w := watch{t: s.T, signals: make(chan device.Signal, 10000)}
+	w.watcher = newWatcher(Options{Paths: s.Paths(), Command: s.Role("watch"), Interval: watchInterval}, func(signal device.Signal) {
+		select { // the last signals come after the context has ended
+		case w.signals <- signal:
+			return
+		default:
+		}
+		select {
+		case w.signals <- signal:
+		case <-ctx.Done():
+		}
+	})
+	if change != nil {
+		change(w.watcher)
+	}
+	done := make(chan error, 1)
+	go func() { done <- w.run(ctx) }()
+	w.stop = func() error {
+		cancel()
+		err := <-done
+		done <- err
+		return err
+	}
+	s.T.Cleanup(func() { _ = w.stop() })
+	return w
+}
+
+// await returns the first signal for which the function is returns true. what describes this signal
+// in the test's error after a timeout.
+func (w watch) await(what string, is func(device.Signal) bool) device.Signal {
+	w.t.Helper()
+	limit := time.NewTimer(nvidiatest.Patience)
+	defer limit.Stop()
+	var last device.Signal
+	for {
+		select {
+		case s := <-w.signals:
+			if is(s) {
+				return s
+			}
+			last = s
+		case <-limit.C:
+			w.t.Fatalf("timeout waiting for %s; the last signal was %s", what, formatSignal(last))
+		}
+	}
+}
+
+func formatSignal(s device.Signal) string {
+	switch {
+	case s.Event != nil:
+		return fmt.Sprintf("%+v", *s.Event)
+	case s.Condition != nil:
+		return fmt.Sprintf("%+v", *s.Condition)
+	case s.Watcher != nil:
+		return fmt.Sprintf("%+v", *s.Watcher)
+	}
+	return "none"
+}
+
+func (w watch) awaitCondition(of device.Card, is func(device.Condition) bool) device.Condition {
+	w.t.Helper()
+	return *w.await("a condition of "+of.String(), func(s device.Signal) bool {
+		return s.Condition != nil && s.Condition.Card == of && is(*s.Condition)
+	}).Condition
+}
+
+func (w watch) awaitEvent(of device.Card) device.HealthEvent {
+	w.t.Helper()
+	return *w.await("an event of "+of.String(), func(s device.Signal) bool { return s.Event != nil && s.Event.Card == of }).Event
+}
+
+func (w watch) awaitState(is func(device.WatcherState) bool) device.WatcherState {
+	w.t.Helper()
+	return *w.await("a state of the watcher", func(s device.Signal) bool { return s.Watcher != nil && is(*s.Watcher) }).Watcher
+}
+
+// awaitListening returns when the watcher receives the events of all its cards.
+func (w watch) awaitListening() device.WatcherState {
+	w.t.Helper()
+	return w.awaitState(func(s device.WatcherState) bool { return s.Up && s.Events })
+}
+
+func answers(c device.Condition) bool { return c.Reach == device.ReachOK }
+
+func TestWatchCoversEveryGPU(t *testing.T) {
+	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
+	w := watchSite(s, nil)
+	for i := range 8 {
+		c := w.awaitCondition(s.Card(i), func(device.Condition) bool { return true })
+		if c.Reach != device.ReachOK || c.Error != "" || c.Recovery != device.RecoveryNone || c.Remap == nil || c.Remap.Pending ||
+			c.Remap.Failed ||
+			c.Uncorrected == nil || *c.Uncorrected != 0 || c.Fabric == nil || c.Fabric.State != device.FabricCompleted || c.At.IsZero() {
+			t.Errorf("%+v", c)
+		}
+	}
+	if state := w.awaitListening(); state.Driver == "" || state.Error != "" {
+		t.Errorf("%+v", state)
+	}
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.XID(3, 48) })
+	if e := w.awaitEvent(s.Card(3)); e.Kind != device.EventXID || e.XID != 48 || e.GPUInstance != nil || e.ComputeInstance != nil ||
+		e.Place != nil || e.Count != 1 {
+		t.Errorf("%+v", e)
+	}
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.ECC(4, true) })
+	if e := w.awaitEvent(s.Card(4)); e.Kind != device.EventDoubleBitECC || e.XID != 0 {
+		t.Errorf("%+v", e)
+	}
+	w.awaitCondition(s.Card(4), func(c device.Condition) bool { return c.Uncorrected != nil && *c.Uncorrected == 1 })
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.SetRecovery(5, 1) })
+	w.awaitCondition(s.Card(5), func(c device.Condition) bool { return c.Recovery == device.RecoveryReset })
+}
+
+func TestWatchReportsFeaturesOfEveryModel(t *testing.T) {
+	for node, has := range map[string]func(device.Condition) bool{
+		"p4-x2":      func(c device.Condition) bool { return c.Fabric == nil && c.Remap != nil }, // retired pages
+		"t4-x1":      func(c device.Condition) bool { return c.Fabric == nil && c.Remap != nil },
+		"l40s-x2":    func(c device.Condition) bool { return c.Fabric == nil && c.Remap != nil },
+		"gb200-tray": func(c device.Condition) bool { return c.Fabric != nil && c.Remap != nil },
+		"vgpu-guest": func(device.Condition) bool { return true },
+		"static-mig": func(device.Condition) bool { return true },
+		"dgx-a100":   func(c device.Condition) bool { return c.Remap != nil },
+		"mixed-mig":  func(device.Condition) bool { return true },
+		"dgx-b200":   func(c device.Condition) bool { return c.Remap != nil },
+		"gb10":       func(c device.Condition) bool { return c.Fabric == nil && c.Uncorrected == nil },
+		"mixed":      func(device.Condition) bool { return true },
+	} {
+		t.Run(node, func(t *testing.T) {
+			s := nvidiatest.NewSite(t, node, layout.Host, "")
+			w := watchSite(s, nil)
+			if c := w.awaitCondition(s.Card(0), answers); !has(c) {
+				t.Errorf("%+v", c)
+			}
+			w.awaitListening()
+			if err := w.stop(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func TestEventNamesInstance(t *testing.T) {
+	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
+	w, p := newWatchedSite(s, nil)
+	c := s.Changer(p, 1)
+	c.Mode(true)
+	made := c.Make(14, device.Placement{Start: 2, Size: 2})
+	w.awaitCondition(c.Card, func(c device.Condition) bool { return c.MIG != nil && c.MIG.Enabled })
+	w.awaitListening()
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.XIDOn(1, made.ID, made.Compute[0].ID, 94) })
+	e := w.awaitEvent(c.Card)
+	if e.XID != 94 || e.GPUInstance == nil || *e.GPUInstance != made.ID || e.ComputeInstance == nil ||
+		*e.ComputeInstance != made.Compute[0].ID {
+		t.Errorf("%+v", e)
+	}
+	if e.Place == nil || e.Place.ProfileID != 14 || e.Place.Placement != made.Placement || e.Place.Part {
+		t.Errorf("place is %+v", e.Place)
+	}
+	// The test expects no placement in an event of a MIG instance that was destroyed before the
+	// event arrived.
+	c.Remove(made)
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.XIDOn(1, made.ID, made.Compute[0].ID, 94) })
+	if e := w.awaitEvent(c.Card); e.GPUInstance == nil || e.Place != nil {
+		t.Errorf("%+v", e)
+	}
+}
+
+func TestLostGPURecoversAlone(t *testing.T) {
+	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
+	w := watchSite(s, nil)
+	w.awaitCondition(s.Card(2), answers)
+	w.awaitListening()
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.Lose(2) })
+	if e := w.awaitEvent(s.Card(2)); e.XID != 79 {
+		t.Errorf("%+v", e)
+	}
+	lost := w.awaitCondition(s.Card(2), func(c device.Condition) bool { return c.Reach != device.ReachOK })
+	if lost.Reach != device.ReachLost || !strings.Contains(lost.Error, "fallen off the bus") || lost.Recovery != device.RecoveryUnknown {
+		t.Errorf("%+v", lost)
+	}
+	w.awaitListening() // to the events of the other GPUs
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.XID(6, 31) })
+	if e := w.awaitEvent(s.Card(6)); e.XID != 31 {
+		t.Errorf("%+v", e)
+	}
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.Restore(2) })
+	w.awaitCondition(s.Card(2), answers)
+	w.awaitListening()
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.XID(2, 43) })
+	if e := w.awaitEvent(s.Card(2)); e.XID != 43 {
+		t.Errorf("%+v", e)
+	}
+}
+
+func TestLostGPUKeepsKnownUUID(t *testing.T) {
+	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
+	w := watchSite(s, nil)
+	w.awaitCondition(s.Card(1), answers)
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.Lose(1) })
+	w.awaitCondition(s.Card(1), func(c device.Condition) bool { return c.Reach == device.ReachLost })
+	// The new child process cannot read the lost card's UUID, so the parent must add it.
+	w.killChild(s)
+	w.awaitState(func(state device.WatcherState) bool { return !state.Up })
+	w.awaitCondition(s.Card(1), func(c device.Condition) bool { return c.Reach == device.ReachLost })
+}
+
+// killChild lets the child process with NVML die at its next query, as if the kernel's OOM killer
+// killed it.
+func (w watch) killChild(s nvidiatest.Site) {
+	w.t.Helper()
+	s.Fault(state.Fault{Kind: state.FaultKill, GPU: state.AnyGPU}, "nvmlDeviceGetUUID", 1)
+}
+
+func TestWedgedGPUDoesNotBlockOthers(t *testing.T) {
+	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
+	w := watchSite(s, func(w *watcher) { w.wedged = nvidiatest.HangLimit })
+	w.awaitCondition(s.Card(3), answers)
+	w.awaitListening()
+	s.Fault(state.Fault{Kind: state.FaultSlow, GPU: 3, DelayMS: 3600_000}, "nvmlDeviceGetRemappedRows", 0)
+	c := w.awaitCondition(s.Card(3), func(c device.Condition) bool { return c.Reach != device.ReachOK })
+	if c.Reach != device.ReachWedged || !strings.Contains(c.Error, "has not answered for") {
+		t.Errorf("%+v", c)
+	}
+	// A GPU that goes on hanging is reported as wedged again at each interval.
+	w.awaitCondition(s.Card(3), func(c device.Condition) bool { return c.Reach == device.ReachWedged })
+	s.Change(func(_ *layout.Config, f *state.File) error { return errors.Join(f.XID(4, 63), f.XID(3, 64)) })
+	if e := w.awaitEvent(s.Card(4)); e.XID != 63 {
+		t.Errorf("%+v", e)
+	}
+	w.awaitCondition(s.Card(5), answers)
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
+	w.awaitCondition(s.Card(3), answers)
+}
+
+func TestFailedEventSetIsRecreated(t *testing.T) {
+	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
+	w := watchSite(s, nil)
+	w.awaitCondition(s.Card(0), answers)
+	w.awaitCondition(s.Card(1), answers)
+	w.awaitListening()
+	for n, function := range []string{"nvmlEventSetWait_v2", "nvmlEventSetCreate", "nvmlDeviceRegisterEvents",
+		"nvmlDeviceGetSupportedEventTypes"} {
+		fail := func(function string, times int) {
+			s.Fault(state.Fault{Kind: state.FaultFail, GPU: state.AnyGPU, Error: uint32(nvml.ERROR_IRQ_ISSUE)}, function, times)
+		}
+		fail(function, 3)
+		if n > 0 { // the existing event sets must fail first
+			fail("nvmlEventSetWait_v2", 2)
+		}
+		code := uint64(100 + n)
+		xid := func() {
+			s.Change(func(_ *layout.Config, f *state.File) error { return errors.Join(f.XID(0, code), f.XID(1, code)) })
+		}
+		xid() // ends the waits in progress
+		if state := w.awaitState(func(s device.WatcherState) bool { return !s.Events }); !state.Up ||
+			!strings.Contains(state.Error, "gpu-0000-") ||
+			!strings.Contains(state.Error, "interrupt problem") {
+			t.Errorf("%s: %+v", function, state)
+		}
+		code += 100
+		for _, index := range []int{0, 1} {
+			w.await("an event after the failure of "+function, func(signal device.Signal) bool {
+				if signal.Condition != nil {
+					xid() // events without a listener are lost
+				}
+				return signal.Event != nil && signal.Event.XID == code && signal.Event.Card == s.Card(index)
+			})
+		}
+		w.awaitListening()
+		s.Change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
+	}
+}
+
+func TestQueryFailureAffectsOneGPU(t *testing.T) {
+	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
+	w := watchSite(s, nil)
+	w.awaitCondition(s.Card(1), answers)
+	for function, answer := range map[string]nvml.Return{
+		"nvmlDeviceGetUUID": nvml.ERROR_UNKNOWN, "nvmlDeviceGetFieldValues": nvml.ERROR_TIMEOUT, "nvmlDeviceGetRemappedRows": nvml.ERROR_NO_DATA,
+		"nvmlDeviceGetTotalEccErrors": nvml.ERROR_UNKNOWN, "nvmlDeviceGetGpuFabricInfoV": nvml.ERROR_IRQ_ISSUE,
+	} {
+		s.Fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(answer)}, function, 0)
+		c := w.awaitCondition(s.Card(1), func(c device.Condition) bool { return c.Reach != device.ReachOK })
+		if c.Reach != device.ReachFailed || !strings.Contains(c.Error, nvmlx.Error(answer).Error()) {
+			t.Errorf("%s: %+v", function, c)
+		}
+		if c := w.awaitCondition(s.Card(2), func(device.Condition) bool { return true }); c.Reach != device.ReachOK {
+			t.Errorf("%s: %+v", function, c)
+		}
+		s.Change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
+		w.awaitCondition(s.Card(1), answers)
+	}
+	// The test expects that an unsupported query makes the card neither failed nor recovered: its
+	// recovery action is unknown.
+	s.Fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(nvml.ERROR_NOT_SUPPORTED)}, "nvmlDeviceGetFieldValues", 0)
+	w.awaitCondition(s.Card(1), func(c device.Condition) bool {
+		return c.Reach == device.ReachOK && c.Recovery == device.RecoveryUnknown
+	})
+}
+
+func TestGPULeavesAndReturnsToBus(t *testing.T) {
+	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
+	w := watchSite(s, nil)
+	w.awaitCondition(s.Card(1), answers)
+	link := filepath.Join(s.Root, "sys", "bus", "pci", "devices", string(s.Card(1).PCIAddress))
+	if err := os.Remove(link); err != nil {
+		t.Fatal(err)
+	}
+	if c := w.awaitCondition(s.Card(1), func(c device.Condition) bool { return c.Reach != device.ReachOK }); c.Reach != device.ReachLost ||
+		!strings.Contains(c.Error, "left the PCI bus") {
+		t.Errorf("%+v", c)
+	}
+	w.awaitCondition(s.Card(0), answers)
+	// The NVML of the running child does not know the card that came back, and a new child's NVML
+	// does. s.change also restores the card's link in sysfs.
+	s.Fault(state.Fault{Kind: state.FaultFail, GPU: state.AnyGPU, Error: uint32(nvml.ERROR_NOT_FOUND)}, "nvmlDeviceGetHandleByPciBusId_v2", 0)
+	if state := w.awaitState(func(s device.WatcherState) bool { return !s.Up }); !strings.Contains(state.Error, "NVML must be restarted") {
+		t.Errorf("%+v", state)
+	}
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
+	w.awaitCondition(s.Card(1), answers)
+}
