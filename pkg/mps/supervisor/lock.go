@@ -25,8 +25,11 @@ func acquireSupervisorLock(ctx context.Context, root string, prepare func() erro
 		if errors.Is(err, fs.ErrNotExist) && ctx.Err() == nil {
 			continue
 		}
-		if err != nil {
+		if busy := new(lock.BusyError); errors.As(err, &busy) {
 			return nil, fmt.Errorf("another supervisor of MPS daemons runs on this node: %w", err)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("lock the directory of MPS daemons: %w", err)
 		}
 		return held, nil
 	}

@@ -49,8 +49,10 @@ func spawn(program string, view namespace.View, args, env []string, output *os.F
 	cmd := exec.Command(program, append([]string{"daemon", view.String()}, args...)...)
 	cmd.Env, cmd.Dir = env, "/"
 	cmd.Stdout, cmd.Stderr = output, output
-	// The daemon gets its own session, so that signals of a terminal or a shell do not reach it.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	// The daemon gets its own session, so that signals of a terminal or a shell do not reach it. Until
+	// the child has executed program, it lacks env, by which the next supervisor would find it. So it
+	// dies with this supervisor until [namespace.Exec] lifts that.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL}
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("start %s: %w", program, err)
 	}
