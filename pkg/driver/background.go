@@ -26,7 +26,7 @@ const (
 func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPublisher chan struct{}) *sync.WaitGroup {
 	var wg sync.WaitGroup
 	d.startHealth(ctx, &wg, func() { wake(toPublisher) })
-	wg.Go(func() { d.quiesce.RunUnlessQuiesced(ctx, d.hardwareWatcher(ctx)) })
+	wg.Go(func() { d.quiesce.Run(ctx, d.hardwareWatcher(ctx)) })
 	wg.Go(func() { policy.Watch(ctx) })
 	wg.Go(func() { d.inv.Run(ctx) })
 	wg.Go(func() { d.followInventory(ctx, toPublisher) })

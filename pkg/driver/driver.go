@@ -28,6 +28,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 )
 
 // DriverName is the driver's name in DeviceClasses and in the registration with the kubelet.
@@ -102,8 +103,7 @@ type Driver struct {
 	// health has the health verdict (healthy or not, and why) on each of the node's devices.
 	health       *healthWatch
 	healthReport healthReport
-	// quiesce makes the plugin release the GPUs during an upgrade of their driver.
-	quiesce *quiescer
+	quiesce      *quiesce.Quiescer
 	// watchHardware watches the GPUs and reports signals about their health. Nil means no watcher.
 	watchHardware func(ctx context.Context, report func(device.Signal)) error
 	// unrecovered is true if the GPUs were released at the start, so that Prepare and Unprepare calls
@@ -132,9 +132,6 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	if err := removeStaleSockets(ctx, d.cfg.PluginDir, d.cfg.RegistrarDir); err != nil {
 		logger.Error(err, "Failed to remove stale sockets")
 	}
-	// The Node may have requested a release of the GPUs before the plugin started. The plugin must
-	// know this before it opens any GPU.
-	d.quiesce.Restore(ctx)
 	policy := d.newNodePolicy(d.toPublisher)
 	policy.Read(ctx)
 	if err := d.recoverClaims(ctx); err != nil {

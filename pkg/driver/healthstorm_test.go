@@ -13,6 +13,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 )
 
 // All known XIDs and some unknown ones occur at once, in random order, on 16 of 70 GPUs. The number
@@ -70,7 +71,7 @@ func TestEventStormIsBounded(t *testing.T) {
 	}
 	// Events are written in order. When the Event about this change of the Node is there, all Events
 	// about the storm are written.
-	n.editNode(t, nil, map[string]string{releaseAnnotation: "true"})
+	n.editNode(t, nil, map[string]string{quiesce.Annotation: "true"})
 	eventually(t, "an unrelated Event is written", func() bool { return n.hasEvent(t, "Node", "node", "DriverReleased", "") })
 
 	// Each flush of the health loop writes at most one Event for each GPU and reason, and there are at

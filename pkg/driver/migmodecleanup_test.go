@@ -13,6 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
 
@@ -25,6 +26,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 )
 
 func TestMIGModeCleanupRetriesWithBackoff(t *testing.T) {
@@ -198,7 +200,7 @@ func newDriverWithMIGModes(t *testing.T, hardware prepare.Partitions) *Driver {
 		t.Fatal(err)
 	}
 	return &Driver{
-		client: fake.NewClientset(), quiesce: newQuiescer(),
+		client: fake.NewClientset(), quiesce: &quiesce.Quiescer{Access: quiesce.NewAccess()},
 		events: events.NewFor(nil, "node"),
 		preparer: prepare.New(prepare.Options{
 			Hardware: &oneGPUInventory{device.MIGMode{Enabled: true}}, Records: markMIGModes(t, dir, "boot"),
@@ -227,8 +229,10 @@ func TestUninstallWaitsTenSecondsForHungGPU(t *testing.T) {
 func TestUninstallDoesNotOpenReleasedHardware(t *testing.T) {
 	hardware := &modeHardware{switchOff: failIfBusy, off: map[device.PCIAddress]bool{}}
 	d := newDriverWithMIGModes(t, hardware)
-	d.quiesce.readiness = nodeview.NewReadiness(alwaysReady{}, func() {})
-	d.quiesce.setReason("the driver is changed")
+	d.quiesce = quiesce.New(t.Context(), quiesce.Options{
+		Access: d.quiesce.Access, StateDir: t.TempDir(), Readiness: nodeview.NewReadiness(alwaysReady{}, func() {}),
+	})
+	d.quiesce.Observe(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{quiesce.Annotation: "true"}}})
 	hardware.switchOff = func(context.Context, device.Card) error { t.Error("the GPU was opened"); return nil }
 	d.switchOffMIGModes(t.Context())
 }

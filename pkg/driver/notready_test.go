@@ -27,6 +27,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 )
 
 // fakeCRI fakes a container runtime. cdiOff switches off its CDI support.
@@ -127,7 +128,7 @@ func TestPersistentConditionsTaintAtOnce(t *testing.T) {
 		"released": {
 			"hardware-released",
 			func(t *testing.T, n *healthNode, _ *fakeCRI) {
-				n.editNode(t, nil, map[string]string{releaseAnnotation: "true"})
+				n.editNode(t, nil, map[string]string{quiesce.Annotation: "true"})
 			},
 			func(t *testing.T, n *healthNode, _ *fakeCRI) { n.editNode(t, nil, nil) },
 			"released for a driver upgrade",

@@ -1,16 +1,11 @@
 package driver
 
 import (
-	"context"
-	"errors"
-	"fmt"
-	"slices"
+	"os"
+	"path/filepath"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -21,6 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 )
 
 // editNode replaces the Node's labels and annotations.
@@ -96,184 +92,20 @@ func TestGPUsAreReleasedOnRequest(t *testing.T) {
 	}
 }
 
-// newTestQuiescer returns a quiescer r. reports returns the calls of its onChange and onBlocked so
-// far, as text.
-func newTestQuiescer(t *testing.T) (r *quiescer, reports func() []string) {
+// storeReleaseRequest stores the request to release the GPUs, as an earlier plugin process did.
+func (n *node) storeReleaseRequest(t *testing.T) {
 	t.Helper()
-	r = newQuiescer()
-	r.readiness = nodeview.NewReadiness(&fakeInventory{}, func() {})
-	r.labels = []string{"nvidia.com/gpu.deploy.client"}
-	var mu sync.Mutex
-	var all []string
-	say := func(s string) { mu.Lock(); defer mu.Unlock(); all = append(all, s) }
-	r.onChange = func(on bool, reason string) { say(fmt.Sprintf("%v %s", on, reason)) }
-	r.onBlocked = func(err error) { say("blocked: " + err.Error()) }
-	return r, func() []string { mu.Lock(); defer mu.Unlock(); return slices.Clone(all) }
-}
-
-func nodeWithLabel(label string) *corev1.Node {
-	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node", Labels: map[string]string{"nvidia.com/gpu.deploy.client": label}}}
-}
-
-func TestReleaseIsReportedOnceNothingHoldsGPUs(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		r, reports := newTestQuiescer(t)
-		ctx, stop := context.WithCancel(t.Context())
-		watching, children, workers := make(chan struct{}), make(chan struct{}), make(chan struct{})
-		r.stopWorkers = func(context.Context) error { <-workers; return nil }
-		var watched atomic.Int64
-		go r.RunUnlessQuiesced(ctx, func(ctx context.Context) error {
-			watched.Add(1)
-			<-ctx.Done()
-			<-watching
-			return nil
-		})
-		scan := r.Scan(func(ctx context.Context) (nvidia.Node, error) {
-			<-ctx.Done()
-			return nvidia.Node{}, &nvidia.HangingError{PID: 1, Gone: children}
-		})
-		go func() { _, _ = scan(ctx) }()
-		synctest.Wait()
-		done, ok := r.Use()
-		if !ok {
-			t.Error("Use is refused")
-		}
-
-		r.Observe(nodeWithLabel("paused-for-driver-upgrade"))
-		for _, step := range []struct {
-			waitsFor string
-			end      func()
-		}{
-			{"the watcher", func() { close(watching) }},
-			{"a use of the hardware", done},
-			{"a killed scan", func() { close(children) }},
-			{"a partition worker", func() { close(workers) }},
-		} {
-			synctest.Wait()
-			if said := reports(); len(said) != 0 {
-				t.Errorf("before the end of %s: %q", step.waitsFor, said)
-			}
-			step.end()
-		}
-		synctest.Wait()
-		if said := reports(); len(said) != 1 || !strings.HasPrefix(said[0], "true ") {
-			t.Errorf("%q", said)
-		}
-		if _, ok := r.Use(); ok {
-			t.Error("Use is allowed")
-		}
-		r.Observe(nodeWithLabel("true"))
-		synctest.Wait()
-		if said := reports(); len(said) != 2 || said[1] != "false " || watched.Load() != 2 {
-			t.Errorf("%q, the watcher ran %d times", said, watched.Load())
-		}
-		stop()
-		synctest.Wait()
-	})
-}
-
-func TestReleaseBlockerIsReported(t *testing.T) {
-	for name, holds := range map[string]func(r *quiescer) error{
-		"watcher": func(*quiescer) error { return errors.New("process 7 hangs") },
-		"scan": func(r *quiescer) error {
-			r.trackHanging(&nvidia.HangingError{PID: 7, Gone: make(chan struct{})})
-			return nil
-		},
-		"worker": func(r *quiescer) error {
-			r.stopWorkers = func(context.Context) error { return errors.New("process 7 hangs") }
-			return nil
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				r, reports := newTestQuiescer(t)
-				failed := holds(r)
-				ctx, stop := context.WithCancel(t.Context())
-				go r.RunUnlessQuiesced(ctx, func(ctx context.Context) error { <-ctx.Done(); return failed })
-				synctest.Wait()
-				r.Observe(nodeWithLabel("true_paused-for-mig-change"))
-				advance(time.Minute)
-				if said := reports(); len(said) != 1 || !strings.HasPrefix(said[0], "blocked: ") || !strings.Contains(said[0], "process 7 hangs") {
-					t.Errorf("%q", said)
-				}
-				stop()
-				synctest.Wait()
-			})
-		})
-	}
-}
-
-func TestDelayedReleaseIsReported(t *testing.T) {
-	for name, holds := range map[string]func(r *quiescer, ends <-chan struct{}) error{
-		"watcher": func(_ *quiescer, ends <-chan struct{}) error {
-			return errors.Join(errors.New("of two"), fmt.Errorf("watch: %w", &nvidia.HangingError{PID: 7, Gone: ends}))
-		},
-		"scan": func(r *quiescer, ends <-chan struct{}) error {
-			r.trackHanging(&nvidia.HangingError{PID: 7, Gone: ends})
-			return nil
-		},
-		"worker": func(r *quiescer, ends <-chan struct{}) error {
-			r.stopWorkers = func(context.Context) error {
-				select {
-				case <-ends:
-					return nil
-				default:
-					return errors.New("process 7 hangs")
-				}
-			}
-			return nil
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				r, reports := newTestQuiescer(t)
-				ends := make(chan struct{})
-				failed := holds(r, ends)
-				ctx, stop := context.WithCancel(t.Context())
-				go r.RunUnlessQuiesced(ctx, func(ctx context.Context) error { <-ctx.Done(); return failed })
-				synctest.Wait()
-				r.Observe(nodeWithLabel("true_paused-for-mig-change"))
-				advance(10 * time.Minute)
-				if said := reports(); len(said) != 1 || !strings.HasPrefix(said[0], "blocked: ") || !strings.Contains(said[0], "process 7 hangs") {
-					t.Errorf("while it hangs: %q", said)
-				}
-				close(ends)
-				advance(maxBlockedPause + processExitTimeout)
-				if said := reports(); len(said) != 2 || !strings.HasPrefix(said[1], "true ") {
-					t.Errorf("after that: %q", said)
-				}
-				stop()
-				synctest.Wait()
-			})
-		})
-	}
-}
-
-func TestWithdrawnReleaseRequestEndsTheWait(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		r, reports := newTestQuiescer(t)
-		r.trackHanging(&nvidia.HangingError{PID: 7, Gone: make(chan struct{})})
-		ctx, stop := context.WithCancel(t.Context())
-		var watched atomic.Int64
-		go r.RunUnlessQuiesced(ctx, func(ctx context.Context) error { watched.Add(1); <-ctx.Done(); return nil })
-		synctest.Wait()
-		r.Observe(nodeWithLabel("paused-for-driver-upgrade"))
-		advance(time.Minute)
-		r.Observe(nodeWithLabel("true"))
-		advance(time.Hour)
-		if said := reports(); len(said) != 2 || !strings.HasPrefix(said[0], "blocked: ") || said[1] != "false " || watched.Load() != 2 {
-			t.Errorf("%q, the watcher ran %d times", said, watched.Load())
-		}
-		stop()
-		synctest.Wait()
-	})
+	quiesce.New(t.Context(), quiesce.Options{
+		Access: quiesce.NewAccess(), StateDir: n.cfg.StateDir(),
+		Readiness: nodeview.NewReadiness(alwaysReady{}, func() {}),
+	}).Observe(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{"gpu.nvidia.com/release-driver": "true"}}})
 }
 
 func TestStartDuringReleaseDoesNotOpenGPUs(t *testing.T) {
 	for name, ask := range map[string]func(*healthNode){
 		"asked": func(n *healthNode) { n.editNode(t, nil, map[string]string{"gpu.nvidia.com/release-driver": "true"}) },
 		"remembered": func(n *healthNode) {
-			newQuiesceStore(n.cfg.StateDir(), func(err error) { t.Error(err) }).Save("it was asked for")
+			n.storeReleaseRequest(t)
 			prependReactor(n.client, "*", "nodes", func(clienttesting.Action) (bool, runtime.Object, error) {
 				return true, nil, apierrors.NewServiceUnavailable("away")
 			})
@@ -308,8 +140,8 @@ func TestStartDuringReleaseDoesNotOpenGPUs(t *testing.T) {
 			n.editNode(t, nil, nil)
 			eventually(t, "the watcher runs", n.watching)
 			eventually(t, "postponed work is done", func() bool { return !n.driver.specsUnchecked.Load() && !n.driver.unrecovered.Load() })
-			if reason, err := newQuiesceStore(n.cfg.StateDir(), nil).Load(); err != nil || reason != "" {
-				t.Errorf("%q, %v", reason, err)
+			if _, err := os.Stat(filepath.Join(n.cfg.StateDir(), "release")); !os.IsNotExist(err) {
+				t.Errorf("the request is still stored: %v", err)
 			}
 		})
 	}

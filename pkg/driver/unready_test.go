@@ -10,6 +10,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 )
 
 func TestHealthTaintsChangeOnUnreadyNode(t *testing.T) {
@@ -19,7 +20,7 @@ func TestHealthTaintsChangeOnUnreadyNode(t *testing.T) {
 			n.driver.readiness.Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
 		},
 		"no driver":     func(n *healthNode) { n.setHardware("none", away) },
-		"GPUs released": func(n *healthNode) { n.editNode(t, nil, map[string]string{releaseAnnotation: "true"}) },
+		"GPUs released": func(n *healthNode) { n.editNode(t, nil, map[string]string{quiesce.Annotation: "true"}) },
 		"gone meanwhile": func(n *healthNode) {
 			n.driver.readiness.Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
 			n.setHardware("one", justOneGPU)

@@ -13,7 +13,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/util/workqueue"
-	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
@@ -36,6 +35,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 )
 
 // NewHardware returns the functions with which the inventory reads the node's hardware. NVML is
@@ -97,14 +97,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	if parts.Supervisor == nil {
 		parts.Supervisor = mps.NewClient(MPSPaths(cfg))
 	}
-	quiesce := newQuiescer()
-	quiesce.labels = strings.FieldsFunc(cfg.ReleaseLabels, func(r rune) bool { return r == ',' })
-	if w, ok := parts.Partitions.(interface {
-		StopWorkers(ctx context.Context) error
-	}); ok {
-		quiesce.stopWorkers = w.StopWorkers
-	}
-	parts.Hardware.Scan = quiesce.Scan(parts.Hardware.Scan)
+	access := quiesce.NewAccess()
+	parts.Hardware.Scan = access.Scan(parts.Hardware.Scan)
 	inv := inventory.New(parts.Hardware)
 	d := &Driver{
 		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv,
@@ -136,23 +130,21 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	d.migModes = &migModeCleaner{switchOff: d.preparer.DisableUnusedMIGMode, requestScan: inv.RequestScan}
 	d.claimGC = claimgc.New(claimgc.Options{
 		Grace: cfg.ClaimGrace, BootID: d.preparer.BootID, Client: parts.StatusClient, NewerLeads: d.newerLeads.Load,
-		Claims: d.preparer, Containers: claimgc.Containerd{Socket: cfg.CRISocket}, Hardware: quiesce,
+		Claims: d.preparer, Containers: claimgc.Containerd{Socket: cfg.CRISocket}, Hardware: access,
 		Reconciler: d.toReconcile, Reports: reports{d.events, d.metrics},
 	})
 	d.cdiRepairs = &cdiRepairQueue{
 		claims: d.preparer, queue: workqueue.NewTyped[types.UID](), onFailure: func() { wake(d.toReconcile) },
-		use: func() (func(), bool) { return d.quiesce.Use() }, onUnavailable: func() { d.specsUnchecked.Store(true) },
+		use: access.Use, onUnavailable: func() { d.specsUnchecked.Store(true) },
 	}
 	d.layouts = publish.NewLayouts(d.preparer, publish.APIServer{Client: d.client, Driver: DriverName, Node: cfg.NodeName}, policies)
 	d.slow = &slowScheduler{warn: d.events.Warn, setMetric: d.metrics.SlowScheduler}
-	d.quiesce, quiesce.readiness, quiesce.onChange = quiesce, d.readiness, d.reportQuiesce
-	quiesce.store = newQuiesceStore(cfg.StateDir(), func(err error) {
-		klog.FromContext(ctx).Error(err, "Failed to store the request to release the hardware; "+
-			"a restart without the API server would open the GPUs during the driver upgrade")
+	workers, _ := parts.Partitions.(quiesce.Workers)
+	d.quiesce = quiesce.New(ctx, quiesce.Options{
+		Labels:   strings.FieldsFunc(cfg.ReleaseLabels, func(r rune) bool { return r == ',' }),
+		StateDir: cfg.StateDir(), Access: access, Workers: workers,
+		Readiness: d.readiness, Reports: d.events, Metrics: d.metrics, Reconciler: d.toReconcile,
 	})
-	quiesce.onBlocked = func(err error) {
-		d.events.Warn("DriverHeld", "Failed to release the GPUs for the driver upgrade: "+err.Error())
-	}
 	if err := d.setUpHealth(parts.Watch); err != nil {
 		d.instanceLock.Release()
 		return nil, err

@@ -1,4 +1,4 @@
-package driver
+package quiesce
 
 import (
 	"bytes"
@@ -10,15 +10,15 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
-// quiesceGolden is the stored request as version 0.1 wrote it.
-const quiesceGolden = "testdata/v0.1/release"
+// golden01 is the stored request as version 0.1 wrote it.
+const golden01 = "testdata/v0.1/release"
 
 func TestQuiesceRequestIsReadAndWrittenAsInVersion01(t *testing.T) {
-	golden, err := os.ReadFile(quiesceGolden)
+	golden, err := os.ReadFile(golden01)
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := newQuiesceStore(t.TempDir(), func(err error) { t.Error(err) })
+	s := newStore(t.TempDir())
 	if err := os.WriteFile(s.path, golden, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -26,7 +26,9 @@ func TestQuiesceRequestIsReadAndWrittenAsInVersion01(t *testing.T) {
 	if err != nil || reason != "driver 595.45 is being installed" {
 		t.Errorf("%q, %v", reason, err)
 	}
-	s.Save(reason)
+	if err := s.Save(reason); err != nil {
+		t.Error(err)
+	}
 	if got, err := os.ReadFile(s.path); err != nil || !bytes.Equal(got, golden) {
 		t.Errorf("%v\n%s\n%s", err, got, golden)
 	}
@@ -34,20 +36,17 @@ func TestQuiesceRequestIsReadAndWrittenAsInVersion01(t *testing.T) {
 
 func TestQuiesceRequestForNewerReaderIsRefusedAndKept(t *testing.T) {
 	dir, newer := t.TempDir(), []byte(`{"minReader":2}`)
-	var failed []error
-	s := newQuiesceStore(dir, func(err error) { failed = append(failed, err) })
+	s := newStore(dir)
 	if err := os.WriteFile(filepath.Join(dir, "release"), newer, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	_, err := s.Load()
-	s.Save("it was asked for")
-	s.Save("")
-	for _, err := range append(failed, err) {
+	for _, err := range []error{err, s.Save("it was asked for"), s.Save("")} {
 		if refused := new(statefile.NewerError); !errors.As(err, &refused) {
 			t.Error(err)
 		}
 	}
-	if got, err := os.ReadFile(s.path); len(failed) != 2 || err != nil || !bytes.Equal(got, newer) {
-		t.Errorf("%q, %s, %v", failed, got, err)
+	if got, err := os.ReadFile(s.path); err != nil || !bytes.Equal(got, newer) {
+		t.Errorf("%s, %v", got, err)
 	}
 }
