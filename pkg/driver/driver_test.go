@@ -25,7 +25,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // node is a simulated node: a temporary directory, and a driver with a fake API server and fake
@@ -37,7 +37,7 @@ type node struct {
 	stop   func() error
 	// partitions fakes the interface that changes GPUs. If it is nil, the driver offers whole GPUs
 	// only.
-	partitions prepare.Partitions
+	partitions steps.Partitions
 
 	mu   sync.Mutex
 	scan func() (nvidia.Node, error)

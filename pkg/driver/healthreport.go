@@ -13,7 +13,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 // maxPendingHealthChanges is how many health changes can wait until reportToPods writes them as
@@ -234,7 +234,7 @@ func (d *Driver) healthRefusal(c *resourceapi.ResourceClaim) error {
 		}
 		for _, g := range gpus {
 			if v := view.Of(g.GPU, n); g.WholeName() == n.GPU && v.State == health.Lost {
-				return prepare.NewRefusal(c.Namespace+"/"+c.Name, prepare.CauseDevice,
+				return cause.Refusal(c.Namespace+"/"+c.Name, cause.Device,
 					"request %s was allocated device %s, which cannot be prepared: %s", r.Request, r.Device, v.Message())
 			}
 		}

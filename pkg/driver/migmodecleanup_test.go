@@ -26,6 +26,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 )
 
@@ -68,7 +69,7 @@ func TestMIGModeCleanupRetriesWithBackoff(t *testing.T) {
 // modeHardware fakes GPUs in MIG mode without MIG instances. If the function switchOff returns an
 // error for a GPU, that GPU stays in MIG mode.
 type modeHardware struct {
-	prepare.Partitions
+	steps.Partitions
 	switchOff func(context.Context, device.Card) error
 
 	mu  sync.Mutex
@@ -192,7 +193,7 @@ func TestUninstallSwitchesMIGModesOff(t *testing.T) {
 }
 
 // newDriverWithMIGModes returns a driver with only the parts that switchOffMIGModes needs.
-func newDriverWithMIGModes(t *testing.T, hardware prepare.Partitions) *Driver {
+func newDriverWithMIGModes(t *testing.T, hardware steps.Partitions) *Driver {
 	t.Helper()
 	dir := t.TempDir()
 	locks, err := lock.NewSet(filepath.Join(dir, "locks"))

@@ -7,14 +7,14 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // persistenceWarner wraps the interface that changes GPUs. If a changed GPU's persistence mode is
 // off, it writes an Event, because the GPU loses the changed setting when the last process closes
 // it.
 type persistenceWarner struct {
-	prepare.Partitions
+	steps.Partitions
 	events *events.Recorder
 
 	mu sync.Mutex
@@ -24,7 +24,7 @@ type persistenceWarner struct {
 	warned map[string]bool
 }
 
-func newPersistenceWarner(p prepare.Partitions, events *events.Recorder) *persistenceWarner {
+func newPersistenceWarner(p steps.Partitions, events *events.Recorder) *persistenceWarner {
 	return &persistenceWarner{Partitions: p, events: events, persistenceOff: map[device.Card]bool{}, warned: map[string]bool{}}
 }
 

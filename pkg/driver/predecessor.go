@@ -19,6 +19,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 // predecessorFilter hides GPUs that claims of NVIDIA's DRA driver still use. That driver prepared
@@ -63,7 +64,7 @@ func (d *Driver) refusePredecessorClaim(uid types.UID, name string) error {
 	}
 	for _, c := range claims {
 		if c.UID == uid {
-			return prepare.NewRefusal(name, prepare.CauseClaim,
+			return cause.Refusal(name, cause.Claim,
 				"NVIDIA's DRA driver prepared it on this node as %s: its Pods keep running but cannot restart here: delete them",
 				strings.Join(c.DeviceNames(), ", "))
 		}
@@ -87,7 +88,7 @@ func (d *Driver) endPredecessorClaim(ctx context.Context, uid types.UID) error {
 	s := d.inv.Snapshot()
 	changedHardware := c.MPS || c.TimeSlices || slices.ContainsFunc(c.Devices, func(d predecessor.Device) bool { return d.MIG != nil })
 	if changedHardware && !s.Known {
-		return prepare.NewRefusal("with UID "+string(uid), prepare.CauseNotReady,
+		return cause.Refusal("with UID "+string(uid), cause.NotReady,
 			"cannot release the devices that NVIDIA's DRA driver prepared for it, because the hardware is not scanned yet: %s", s.Reason)
 	}
 	cards := map[string]device.GPU{}

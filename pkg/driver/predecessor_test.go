@@ -20,7 +20,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // writeCheckpoint writes a checkpoint of NVIDIA's DRA driver into the plugin directory and returns
@@ -120,7 +120,7 @@ func TestUnreadablePredecessorCheckpointWithholdsAllGPUs(t *testing.T) {
 // partitionedGPU fakes a GPU with MIG instances. It remembers which of them were destroyed, and the
 // last compute mode.
 type partitionedGPU struct {
-	prepare.Partitions
+	steps.Partitions
 	there     []device.Instance
 	destroyed []uint32
 	mode      device.ComputeMode

@@ -12,7 +12,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/stream"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 // PrepareResourceClaims prepares the claims in parallel, so that a claim that waits for its GPU
@@ -49,7 +49,7 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 		devices, err = d.preparer.Prepare(klog.NewContext(ctx, logger), c)
 	}
 	took := time.Since(start)
-	d.metrics.Request(metrics.Prepare, took, string(prepare.CauseOf(err)))
+	d.metrics.Request(metrics.Prepare, took, string(cause.Of(err)))
 	if err != nil {
 		logger.Error(err, "Failed to prepare claim")
 		return kubeletplugin.PrepareResult{Err: err}
@@ -86,7 +86,7 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 		err = d.endPredecessorClaim(klog.NewContext(ctx, logger), c.UID)
 	}
 	took := time.Since(start)
-	d.metrics.Request(metrics.Unprepare, took, string(prepare.CauseOf(err)))
+	d.metrics.Request(metrics.Unprepare, took, string(cause.Of(err)))
 	if err != nil {
 		logger.Error(err, "Failed to unprepare claim")
 		d.events.WarnClaim(c, "UnprepareFailed", err.Error())

@@ -24,7 +24,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 const shareName = gpuName + "-share"
@@ -140,7 +140,7 @@ func TestUnsupportedFractionsAreAnEvent(t *testing.T) {
 // settableGPU fakes a GPU that accepts every compute mode and time slice. persistence is its
 // persistence mode.
 type settableGPU struct {
-	prepare.Partitions
+	steps.Partitions
 	persistence *bool
 }
 

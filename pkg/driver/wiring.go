@@ -34,6 +34,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 )
@@ -74,7 +75,7 @@ type Parts struct {
 	StatusClient kubernetes.Interface
 	Hardware     inventory.Hardware
 	// Partitions changes GPUs and their partitions. If it is nil, the driver offers whole GPUs only.
-	Partitions prepare.Partitions
+	Partitions steps.Partitions
 	// Supervisor starts and stops MPS control daemons. If it is nil, New uses the supervisor that runs
 	// on this node.
 	Supervisor Supervisor
@@ -159,7 +160,7 @@ const conflictWait = 10 * time.Second
 
 // newPreparer opens the driver's state on disk and returns the Preparer, which works on it. The
 // context ends when the plugin stops.
-func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions prepare.Partitions) (*prepare.Preparer, error) {
+func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions steps.Partitions) (*prepare.Preparer, error) {
 	records, err := checkpoint.Open(d.cfg.StateDir(), durable.NewWatched())
 	if err != nil {
 		return nil, err

@@ -11,6 +11,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // slowDestroy is a fake GPU whose Look or Destroy hangs until the caller's deadline.
@@ -77,7 +78,7 @@ func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
 				if err := c.call(t, p, h.card(t, gpu0)); err == nil {
 					t.Error("no error was reported")
 				}
-				if took := time.Since(start); took > periodicTime {
+				if took := time.Since(start); took > steps.PeriodicTime {
 					t.Errorf("took %s", took)
 				}
 			})

@@ -9,6 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 // CapacityError refuses a claim whose shares do not fit into what other claims leave of a device's
@@ -70,9 +71,9 @@ func (pl *plan) checkCapacity(i int, holders []checkpoint.Record) error {
 		switch {
 		case sum.Cmp(total) <= 0:
 		case len(full.Holders) == 0:
-			return withCause(CauseClaim, "%w", full)
+			return cause.Wrap(cause.Claim, full)
 		default:
-			return withCause(CauseHeld, "%w", full)
+			return cause.Wrap(cause.Held, full)
 		}
 	}
 	return nil

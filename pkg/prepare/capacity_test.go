@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
@@ -55,8 +56,8 @@ func parseShareRules(t *testing.T, rules string) device.ShareRules {
 func checkCapacityError(t *testing.T, err error, capacity, asked, held, there string, holders ...string) {
 	t.Helper()
 	full := new(CapacityError)
-	if !errors.As(err, &full) || CauseOf(err) != CauseHeld {
-		t.Errorf("cause %s: %v", CauseOf(err), err)
+	if !errors.As(err, &full) || cause.Of(err) != cause.Held {
+		t.Errorf("cause %s: %v", cause.Of(err), err)
 		return
 	}
 	var names []string
@@ -272,9 +273,9 @@ func TestShareIsRefusedWhileAnotherRecordIsUnreadable(t *testing.T) {
 	mustPrepare(t, p, second)
 	w.disk.Put(recordFile(t, w, "uid-first"), []byte("{"))
 	_, err := p.Prepare(t.Context(), newClaim("third", fraction("r", share0, "1Gi", "0")))
-	if CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "uid-first") || !strings.Contains(err.Error(), "cannot be read") ||
+	if cause.Of(err) != cause.Held || !strings.Contains(err.Error(), "uid-first") || !strings.Contains(err.Error(), "cannot be read") ||
 		strings.Contains(err.Error(), "another way") {
-		t.Errorf("cause %s: %v", CauseOf(err), err)
+		t.Errorf("cause %s: %v", cause.Of(err), err)
 	}
 	// But a claim keeps the share that it had before, even if it is prepared again after a reboot.
 	w.reboot()

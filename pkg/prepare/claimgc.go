@@ -9,6 +9,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 // OrphanReason returns why the driver may unprepare the claim of record r without a call from the
@@ -49,7 +50,7 @@ func (p *Preparer) UnprepareOrphan(ctx context.Context, uid types.UID,
 			return err
 		}
 		if err := p.unprepareLocked(ctx, locks, uid); err != nil {
-			return forClaim(r.Namespace+"/"+r.Name, err)
+			return cause.ForClaim(r.Namespace+"/"+r.Name, err)
 		}
 		p.OnUnprepared(uid)
 		done = true
@@ -62,7 +63,7 @@ func (p *Preparer) UnprepareOrphan(ctx context.Context, uid types.UID,
 func (p *Preparer) Record(uid types.UID) (r checkpoint.Record, found bool, err error) {
 	r, found, err = p.Records.Load(uid)
 	if err != nil {
-		return checkpoint.Record{}, found, withCause(CauseRecord, "%w", err)
+		return checkpoint.Record{}, found, cause.Wrap(cause.Record, err)
 	}
 	return r, found, nil
 }

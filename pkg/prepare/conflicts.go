@@ -9,6 +9,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // checkConflicts returns an error if another claim uses a device of claim c, or one that cannot
@@ -17,7 +19,7 @@ import (
 func (p *Preparer) checkConflicts(c *resourceapi.ResourceClaim, pl *plan, sameAllocation bool) error {
 	entries, err := p.Records.ListForGPUs(pl.record.GPUs()...)
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	others := slices.DeleteFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == c.UID })
 	for i, d := range pl.record.Devices {
@@ -45,7 +47,7 @@ func (p *Preparer) checkConflicts(c *resourceapi.ResourceClaim, pl *plan, sameAl
 				refusal.Claim = holder.Namespace + "/" + holder.Name
 				refusal.Leaving = holder.State == checkpoint.Reverting
 			}
-			return withCause(CauseHeld, "%w", refusal)
+			return cause.Wrap(cause.Held, refusal)
 		}
 	}
 	return nil
@@ -71,7 +73,7 @@ func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAl
 				return err
 			}
 		case found && sharesDifferently(d, holder):
-			return withCause(CauseHeld, "%w", &InUseError{
+			return cause.Wrap(cause.Held, &InUseError{
 				Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID, SharedDifferently: true,
 				Claim: holder.Namespace + "/" + holder.Name, Leaving: holder.State == checkpoint.Reverting,
 			})
@@ -89,12 +91,12 @@ func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAl
 // with this uid uses, whose record is unreadable. If sameAllocation is true, the claim had d
 // before. Then d is refused only if exactly one of the two claims has limited shares.
 func (p *Preparer) checkUnreadableShare(d checkpoint.Device, uid types.UID, unreadable error, sameAllocation bool) error {
-	h, _, err := p.Records.Holder(sharedKey(d.Device, mpsDaemonKind))
+	h, _, err := p.Records.Holder(steps.SharedKey(d.Device, steps.MPSDaemonKind))
 	alike := err == nil && h.HeldBy(uid) == d.Fraction
 	if alike && sameAllocation {
 		return nil
 	}
-	return withCause(CauseHeld, "%w", &InUseError{
+	return cause.Wrap(cause.Held, &InUseError{
 		Request: d.Request, Device: d.Device, GPU: d.GPU, UID: uid, SharedDifferently: !alike, Unreadable: unreadable,
 	})
 }

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 // pendingCall is a Prepare call that waits because another claim uses its GPU.
@@ -55,7 +57,7 @@ func TestPrepareSucceedsWhenOtherClaimEndsInTime(t *testing.T) {
 func TestPrepareFailsWhenOtherClaimStays(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		call := prepareUntilWaiting(t, newWorld(t), newClaim("next", allocated("r", gpu0)))
-		if err := <-call.ended; CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "default/first") {
+		if err := <-call.ended; cause.Of(err) != cause.Held || !strings.Contains(err.Error(), "default/first") {
 			t.Error(err)
 		}
 		if took := time.Since(call.began); took != 5*time.Second {
@@ -79,7 +81,7 @@ func TestConflictWaitEndsWithTheCall(t *testing.T) {
 				call := prepareUntilWaiting(t, w, newClaim("next", allocated("r", gpu0)))
 				mustUnprepare(t, call.p, "uid-next")
 				end(w, call)
-				if err := <-call.ended; CauseOf(err) != CauseHeld || time.Since(call.began) > 0 {
+				if err := <-call.ended; cause.Of(err) != cause.Held || time.Since(call.began) > 0 {
 					t.Error(err, time.Since(call.began))
 				}
 			})
@@ -118,7 +120,7 @@ func TestUnreservedClaimIsRefusedAfterConflictWait(t *testing.T) {
 		}
 		call := prepareUntilWaiting(t, w, newClaim("next", allocated("r", gpu0)))
 		mustUnprepare(t, call.p, "uid-first")
-		if err := <-call.ended; CauseOf(err) != CauseClaim || len(w.records()) != 0 {
+		if err := <-call.ended; cause.Of(err) != cause.Claim || len(w.records()) != 0 {
 			t.Error(err, w.records())
 		}
 	})
@@ -132,7 +134,7 @@ func TestPrepareDoesNotWaitForUnreadableRecord(t *testing.T) {
 		mustPrepare(t, p, newClaim("first", allocated("r", gpu0)))
 		w.disk.Put(recordFile(t, w, "uid-first"), []byte("{"))
 		began := time.Now()
-		if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0))); CauseOf(err) != CauseHeld || time.Since(began) > 0 {
+		if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0))); cause.Of(err) != cause.Held || time.Since(began) > 0 {
 			t.Error(err, time.Since(began))
 		}
 	})

@@ -15,6 +15,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // deaths has the ways in which a plugin process can die, by name: killed, or with a power cut. Each
@@ -247,7 +249,7 @@ func TestUnreadableRecordBlocksItsGPUUntilUnprepare(t *testing.T) {
 				t.Error("no error was reported")
 			}
 			_, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0)))
-			if CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "uid-bad") || !strings.Contains(err.Error(), "is unreadable") {
+			if cause.Of(err) != cause.Held || !strings.Contains(err.Error(), "uid-bad") || !strings.Contains(err.Error(), "is unreadable") {
 				t.Fatal(err)
 			}
 			mustPrepare(t, p, newClaim("good", allocated("r", gpu1)))
@@ -290,7 +292,7 @@ func TestUnreadableRecordCanBeRemovedByHand(t *testing.T) {
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := p.Prepare(t.Context(), next); CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), file) {
+	if _, err := p.Prepare(t.Context(), next); cause.Of(err) != cause.Held || !strings.Contains(err.Error(), file) {
 		t.Errorf("the error does not name the file: %v", err)
 	}
 	if err := w.disk.Remove(file); err != nil {
@@ -315,13 +317,13 @@ func TestRecordOfLaterVersionIsLeftAlone(t *testing.T) {
 	if err := p.Recover(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if err := p.Unprepare(t.Context(), "uid-c"); CauseOf(err) != CauseRecord || !strings.Contains(err.Error(), "version 2") {
+	if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), "version 2") {
 		t.Error(err)
 	}
-	if _, err := p.Prepare(t.Context(), c); CauseOf(err) != CauseRecord {
+	if _, err := p.Prepare(t.Context(), c); cause.Of(err) != cause.Record {
 		t.Error(err)
 	}
-	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0))); CauseOf(err) != CauseHeld {
+	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0))); cause.Of(err) != cause.Held {
 		t.Error(err)
 	}
 	if len(w.records()) != 1 {
@@ -332,7 +334,7 @@ func TestRecordOfLaterVersionIsLeftAlone(t *testing.T) {
 func TestUnknownStepOfLaterVersionIsKept(t *testing.T) {
 	for _, step := range []checkpoint.Step{
 		{Kind: "mps-daemon", Params: []byte(`{}`)},
-		{Kind: claimSpecKind, Params: []byte(`[]`)},
+		{Kind: steps.ClaimSpecKind, Params: []byte(`[]`)},
 	} {
 		w := newWorld(t)
 		p := w.plugin(t)
@@ -345,7 +347,7 @@ func TestUnknownStepOfLaterVersionIsKept(t *testing.T) {
 		if err := p.Records.Save(r); err != nil {
 			t.Fatal(err)
 		}
-		if err := p.Unprepare(t.Context(), "uid-c"); CauseOf(err) != CauseRecord || !strings.Contains(err.Error(), step.Kind) {
+		if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), step.Kind) {
 			t.Error(err)
 		}
 		if err := p.RepairAllSpecs(t.Context()); err == nil {
@@ -379,7 +381,7 @@ func TestUnreadableStateDirectoryFailsRecovery(t *testing.T) {
 	_ = w.disk.Write()
 	_, heldErr := p.Usage()
 	for i, err := range []error{p.Recover(t.Context()), p.RepairAllSpecs(t.Context()), heldErr} {
-		if CauseOf(err) != CauseRecord {
+		if cause.Of(err) != cause.Record {
 			t.Errorf("call %d: %v", i, err)
 		}
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 func (h *hardware) SetComputeMode(_ context.Context, c device.Card, mode device.ComputeMode) error {
@@ -62,8 +63,8 @@ type daemons struct {
 }
 
 var (
-	_         Daemons = &daemons{}
-	errAbsent         = &mps.NotRunningError{Socket: "/mps/socket", Err: fs.ErrNotExist}
+	_         steps.Daemons = &daemons{}
+	errAbsent               = &mps.NotRunningError{Socket: "/mps/socket", Err: fs.ErrNotExist}
 )
 
 // withMPS adds fake MIG GPUs and a fake MPS supervisor to the node, and returns the fake GPUs.

@@ -5,6 +5,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // devicesOf returns the devices of the claim with record e. It takes them from the record's file
@@ -23,7 +25,7 @@ func (p *Preparer) devicesOf(e checkpoint.Entry) []string {
 func (p *Preparer) ExclusiveDevices() (map[string]string, error) {
 	entries, err := p.Records.List()
 	if err != nil {
-		return nil, withCause(CauseRecord, "%w", err)
+		return nil, cause.Wrap(cause.Record, err)
 	}
 	exclusive := map[string]string{}
 	for _, e := range entries {
@@ -41,7 +43,7 @@ func (p *Preparer) ExclusiveDevices() (map[string]string, error) {
 func (p *Preparer) SharedDevices() (map[string]bool, error) {
 	entries, err := p.Records.List()
 	if err != nil {
-		return nil, withCause(CauseRecord, "%w", err)
+		return nil, cause.Wrap(cause.Record, err)
 	}
 	shared := map[string]bool{}
 	isNew := func(name string) bool {
@@ -57,7 +59,7 @@ func (p *Preparer) SharedDevices() (map[string]bool, error) {
 		if err != nil {
 			for _, name := range e.Devices {
 				if isNew(name) {
-					_, fraction, err := p.Records.Holder(sharedKey(name, mpsDaemonKind))
+					_, fraction, err := p.Records.Holder(steps.SharedKey(name, steps.MPSDaemonKind))
 					shared[name] = fraction || err != nil
 				}
 			}

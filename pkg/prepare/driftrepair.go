@@ -9,18 +9,20 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // driftCheck is a function that returns an error if a partition with which the claim was prepared
 // no longer exists. Some implementations also recreate missing partitions.
-type driftCheck func(ctx context.Context, env *Env, pl *plan) error
+type driftCheck func(ctx context.Context, env *steps.Env, pl *plan) error
 
 var errNotInInventory = errors.New("the inventory does not have all partitions of the claim")
 
 // checkInventory looks for the claim's partitions in the inventory, which may be out of date. It
 // reads no hardware. If a partition is missing, it returns errNotInInventory.
-func (p *Preparer) checkInventory(_ context.Context, _ *Env, pl *plan) error {
+func (p *Preparer) checkInventory(_ context.Context, _ *steps.Env, pl *plan) error {
 	snapshot := p.Hardware.Snapshot()
 	if snapshot.Failure != "" {
 		return errNotInInventory
@@ -39,7 +41,7 @@ func (p *Preparer) checkInventory(_ context.Context, _ *Env, pl *plan) error {
 
 // checkInventoryOrHardware looks for the claim's partitions in the inventory. It reads the hardware
 // only if the inventory lacks one of them.
-func (p *Preparer) checkInventoryOrHardware(ctx context.Context, env *Env, pl *plan) error {
+func (p *Preparer) checkInventoryOrHardware(ctx context.Context, env *steps.Env, pl *plan) error {
 	if err := p.checkInventory(ctx, env, pl); !errors.Is(err, errNotInInventory) {
 		return err
 	}
@@ -49,35 +51,35 @@ func (p *Preparer) checkInventoryOrHardware(ctx context.Context, env *Env, pl *p
 // checkHardware looks for the claim's partitions in the hardware. If a partition is missing that
 // this driver did not create, it returns a LostError. For a missing partition that this driver
 // created it returns another error, because Reconcile may recreate the partition.
-func (p *Preparer) checkHardware(ctx context.Context, env *Env, pl *plan) error {
+func (p *Preparer) checkHardware(ctx context.Context, env *steps.Env, pl *plan) error {
 	return p.eachPartition(ctx, env, pl, func(req *deviceRequest, d checkpoint.Device, state device.CardState) error {
-		if req.sharedInstance != nil || req.creator() != nil {
+		if req.creator != nil {
 			// Reconcile recreates the partition under the GPU's lock, or reports it lost. If several claims
 			// share the partition, a Prepare of one of them may do the same.
 			gone := fmt.Errorf("device %s is gone: its containers cannot start until the driver has recreated the device, and the driver retries",
 				d.Device)
-			return withCause(CauseStep, "%w", errors.Join(gone, p.Specs.RemoveClaim(pl.record.ClaimUID)))
+			return cause.Wrap(cause.Step, errors.Join(gone, p.Specs.RemoveClaim(pl.record.ClaimUID)))
 		}
-		return p.markLost(pl, d, fmt.Errorf("it is gone, and its GPU now has: %s", describeInstances(state.MIG.Instances...)))
+		return p.markLost(pl, d, fmt.Errorf("it is gone, and its GPU now has: %s", steps.DescribeInstances(state.MIG.Instances...)))
 	})
 }
 
 // restorePartitions reads the hardware and recreates the claim's lost partitions at their
 // placements, for example after a GPU reset. Until that succeeds, the claim has no CDI spec. A
 // partition is reported lost only if retrying cannot help. The caller holds the GPUs' locks.
-func (p *Preparer) restorePartitions(ctx context.Context, env *Env, pl *plan) error {
+func (p *Preparer) restorePartitions(ctx context.Context, env *steps.Env, pl *plan) error {
 	return p.eachPartition(ctx, env, pl, func(req *deviceRequest, d checkpoint.Device, state device.CardState) error {
-		if req.creator() == nil {
+		if req.creator == nil {
 			return p.markLost(pl, d, fmt.Errorf("it was created outside this driver and is gone, and its GPU now has: %s",
-				describeInstances(state.MIG.Instances...)))
+				steps.DescribeInstances(state.MIG.Instances...)))
 		}
 		klog.FromContext(ctx).Info("Recreating lost partition of a claim", "claim", klog.KRef(pl.record.Namespace, pl.record.Name), "device",
 			d.Device)
 		// Remove the old spec first: its device nodes may belong to another claim's partition by now.
 		if err := p.Specs.RemoveClaim(pl.record.ClaimUID); err != nil {
-			return withCause(CauseStep, "%w", err)
+			return cause.Wrap(cause.Step, err)
 		}
-		err := p.recreatePartition(ctx, env, req)
+		err := recreatePartition(ctx, env, req)
 		switch {
 		case err == nil:
 			p.reportRepair(ctx, Repair{"lost-partition", "Recreated lost partition of a claim",
@@ -86,51 +88,40 @@ func (p *Preparer) restorePartitions(ctx context.Context, env *Env, pl *plan) er
 		case isPermanent(err):
 			return p.markLost(pl, d, err)
 		default:
-			return stepError(fmt.Errorf("the device is gone: its containers cannot start until the driver has recreated the device, and the driver "+
+			return cause.OrStep(fmt.Errorf("the device is gone: its containers cannot start until the driver has recreated the device, and the driver "+
 				"retries: %w", err))
 		}
 	})
 }
 
-// recreatePartition reverts the migInstance step that created the lost partition, and applies it
-// again. If claims share the partition, it also saves the new instance in their file.
-func (p *Preparer) recreatePartition(ctx context.Context, env *Env, req *deviceRequest) error {
-	m := req.creator()
-	env.Pass.reset()
-	if req.sharedInstance != nil {
-		env = req.sharedInstance.state.stepEnv(env)
-		req.sharedInstance.state.holder.State = checkpoint.Applying
-	}
-	if err := m.Revert(ctx, env); err != nil {
-		return err
-	}
-	if mig := req.gpu.MIG; mig != nil && mig.ModeFixed && !mig.Enabled {
-		return withCause(CauseDevice, "MIG mode of %s is disabled, and only a GPU reset can enable it", req.name.GPU)
-	}
-	m.Card, m.Minor = req.gpu.Card(), req.gpu.Minor
-	if err := m.Apply(ctx, env); err != nil || req.sharedInstance == nil {
-		return err
-	}
-	req.sharedInstance.state.holder.State = checkpoint.Applied
-	return req.sharedInstance.state.save(env)
+// recreatePartition applies the step again that created the lost partition.
+func recreatePartition(ctx context.Context, env *steps.Env, req *deviceRequest) error {
+	env.Pass.Reset()
+	return req.creator.Recreate(ctx, env, func(m *steps.MIGInstance) error {
+		if mig := req.gpu.MIG; mig != nil && mig.ModeFixed && !mig.Enabled {
+			return cause.Errorf(cause.Device, "MIG mode of %s is disabled, and only a GPU reset can enable it", req.name.GPU)
+		}
+		m.Card, m.Minor = req.gpu.Card(), req.gpu.Minor
+		return nil
+	})
 }
 
 // restoreAll reads the hardware, recreates the claim's lost partitions, and restores the settings
 // and MPS daemons that it shares with other claims. The caller holds the GPUs' locks.
-func (p *Preparer) restoreAll(ctx context.Context, env *Env, pl *plan) error {
+func (p *Preparer) restoreAll(ctx context.Context, env *steps.Env, pl *plan) error {
 	if err := p.restorePartitions(ctx, env, pl); err != nil {
 		return err
 	}
-	for _, s := range sharedSteps(pl.steps) {
-		if _, made := s.sharedPartition(); made {
+	for _, s := range steps.Of[*steps.Shared](pl.steps) {
+		if _, creates := steps.AsCreator(s); creates {
 			continue // restorePartitions handled it
 		}
 		err := s.Apply(ctx, env)
 		if unreadable := new(statefile.UnreadableError); errors.As(err, &unreadable) {
-			err = s.maintainWithoutHolder(ctx, env) // the holder file matters only when the claim is unprepared
+			err = s.MaintainWithoutHolder(ctx, env) // the holder file matters only when the claim is unprepared
 		}
 		if err != nil {
-			return stepError(err)
+			return cause.OrStep(err)
 		}
 	}
 	return nil
@@ -138,8 +129,8 @@ func (p *Preparer) restoreAll(ctx context.Context, env *Env, pl *plan) error {
 
 // restoreAllIn returns a driftCheck that calls restoreAll. If several claims share a setting or
 // daemon, it is restored only once in this Reconcile pass.
-func (p *Preparer) restoreAllIn(pass *reconcilePass) driftCheck {
-	return func(ctx context.Context, env *Env, pl *plan) error {
+func (p *Preparer) restoreAllIn(pass *steps.Pass) driftCheck {
+	return func(ctx context.Context, env *steps.Env, pl *plan) error {
 		env.Pass = pass
 		return p.restoreAll(ctx, env, pl)
 	}
@@ -148,27 +139,27 @@ func (p *Preparer) restoreAllIn(pass *reconcilePass) driftCheck {
 // isPermanent reports whether a partition cannot be recreated however often the driver tries: its
 // placement is taken, or the GPU does not support it.
 func isPermanent(err error) bool {
-	switch failureCode(err) {
+	switch steps.FailureCode(err) {
 	case device.FailureInsufficient, device.FailureNotSupported, device.FailureReset:
 		return true
 	}
-	return CauseOf(err) == CauseDevice
+	return cause.Of(err) == cause.Device
 }
 
 // eachPartition reads the hardware. It calls gone for each of the claim's partitions that no longer
 // exists, or was replaced by another MIG instance.
-func (p *Preparer) eachPartition(ctx context.Context, env *Env, pl *plan,
+func (p *Preparer) eachPartition(ctx context.Context, env *steps.Env, pl *plan,
 	gone func(*deviceRequest, checkpoint.Device, device.CardState) error) error {
 	for i := range pl.requests {
 		req, d := &pl.requests[i], pl.record.Devices[i]
 		if req.name.Partition == nil {
 			continue
 		}
-		state, err := env.Cards.get(ctx, req.gpu.Card())
+		state, err := env.Cards.Get(ctx, req.gpu.Card())
 		if err != nil {
-			return stepError(err)
+			return cause.OrStep(err)
 		}
-		if err := checkDeviceNode(req.name.GPU, req.gpu.Minor, state.Minor); err != nil {
+		if err := steps.CheckDeviceNode(req.name.GPU, req.gpu.Minor, state.Minor); err != nil {
 			return err
 		}
 		if req.findIntact(d, state.MIG.Instances) {
@@ -184,8 +175,9 @@ func (p *Preparer) eachPartition(ctx context.Context, env *Env, pl *plan,
 // findIntact reports whether instances contains the partition of device d with the recorded
 // profile, placement and UUID. If so, findIntact stores it in req.
 func (req *deviceRequest) findIntact(d checkpoint.Device, instances []device.Instance) bool {
-	if m := req.creator(); m != nil {
-		in, ok := m.findIntact(instances)
+	if req.creator != nil {
+		m := req.creator.MIG()
+		in, ok := m.FindIntact(instances)
 		if ok {
 			m.Instance, m.Minor = &in, req.gpu.Minor
 		}
@@ -207,5 +199,5 @@ func (req *deviceRequest) findIntact(d checkpoint.Device, instances []device.Ins
 func (p *Preparer) markLost(pl *plan, d checkpoint.Device, reason error) error {
 	lost := &LostError{Claim: pl.record.Namespace + "/" + pl.record.Name, UID: pl.record.ClaimUID, Device: d.Device, GPU: d.GPU,
 		Reason: reason}
-	return withCause(CauseDevice, "%w", errors.Join(lost, p.Specs.RemoveClaim(pl.record.ClaimUID)))
+	return cause.Wrap(cause.Device, errors.Join(lost, p.Specs.RemoveClaim(pl.record.ClaimUID)))
 }

@@ -4,79 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
-
-// Cause classifies errors for the metrics.
-type Cause string
-
-const (
-	// CauseClaim means that the claim, its allocation or its configuration cannot be served.
-	CauseClaim    Cause = "claim"
-	CauseHeld     Cause = "held"      // another claim uses the device
-	CauseNotReady Cause = "not-ready" // the node cannot serve now
-	CauseDevice   Cause = "device"    // the device is unknown, gone or replaced
-	CauseRecord   Cause = "record"    // the record cannot be read or written
-	CauseStep     Cause = "step"      // a step could not be applied or reverted
-	CauseCanceled Cause = "canceled"  // the caller canceled, or waited too long
-	causeOther    Cause = "other"
-)
-
-// maxMessage is how many bytes of an error the driver returns to the kubelet. The kubelet adds its
-// own text and reports both as an Event, whose message can have 1024 bytes.
-const maxMessage = 900
-
-// lineError prints an error in one line that is short enough for an Event.
-type lineError struct{ error }
-
-func (e *lineError) Unwrap() error { return e.error }
-
-func (e *lineError) Error() string {
-	line := strings.Join(strings.FieldsFunc(e.error.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
-	if len(line) > maxMessage {
-		line = strings.ToValidUTF8(line[:maxMessage], "") + "…"
-	}
-	return line
-}
-
-// forClaim puts the claim's name in front of err and prints both in one line.
-func forClaim(claim string, err error) error {
-	return &lineError{fmt.Errorf("claim %s: %w", claim, err)}
-}
-
-type causeError struct {
-	cause Cause
-	error
-}
-
-func (e *causeError) Unwrap() error { return e.error }
-
-func withCause(cause Cause, format string, args ...any) error {
-	return &causeError{cause, fmt.Errorf(format, args...)}
-}
-
-// NewRefusal returns the error with which another package refuses a claim. claim is the claim's
-// namespace and name.
-func NewRefusal(claim string, cause Cause, format string, args ...any) error {
-	return forClaim(claim, withCause(cause, format, args...))
-}
-
-// CauseOf returns the Cause of err. It returns "" if err is nil.
-func CauseOf(err error) Cause {
-	var c *causeError
-	switch {
-	case err == nil:
-		return ""
-	case errors.As(err, &c):
-		return c.cause
-	default:
-		return causeOther
-	}
-}
 
 // InUseError refuses a device because another claim uses this device, or a device that cannot exist
 // together with it.
@@ -182,11 +115,6 @@ func Undetermined(err error, uid types.UID) bool {
 	}
 }
 
-// permanentError is an error that no retry can fix, because an operator must act first.
-type permanentError struct{ error }
-
-func (e *permanentError) Unwrap() error { return e.error }
-
 // Retryable returns the parts of err that may pass if the caller retries. err comes from
 // [Preparer.RepairSpecs] or [Preparer.RepairClaimSpec]. Retryable drops errors about replaced
 // cards, lost devices, and records that are unreadable or that a later version wrote. Reconcile
@@ -202,8 +130,7 @@ func Retryable(err error) error {
 	var unreadable *statefile.UnreadableError
 	var future *statefile.NewerError
 	var lost *LostError
-	var lasting *permanentError
-	if errors.As(err, &unreadable) || errors.As(err, &future) || errors.As(err, &lost) || errors.As(err, &lasting) {
+	if errors.As(err, &unreadable) || errors.As(err, &future) || errors.As(err, &lost) || cause.IsPermanent(err) {
 		return nil
 	}
 	return err

@@ -8,6 +8,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 func TestFractionsShareOneDaemonWithOwnLimits(t *testing.T) {
@@ -129,7 +131,7 @@ func TestSharedPartitionLivesFromFirstToLastHolder(t *testing.T) {
 	mustPrepare(t, p, a)
 	mustPrepare(t, p, b)
 	if got := w.daemons.running[migShare0].Devices; !slices.Equal(got, []string{"MIG-1"}) || len(h.of(t, gpu0).instances) != 1 {
-		t.Errorf("the daemon has %q of %s", got, describeInstances(h.of(t, gpu0).state().MIG.Instances...))
+		t.Errorf("the daemon has %q of %s", got, steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
 	}
 	w.scan()
 	if ours, err := p.OwnedInstances(gpu0, h.of(t, gpu0).state().MIG.Instances); err != nil || len(ours) != 1 {
@@ -161,7 +163,7 @@ func TestSharedPartitionLivesFromFirstToLastHolder(t *testing.T) {
 	}
 	mustUnprepare(t, p, b.UID)
 	if len(h.of(t, gpu0).instances) != 0 || len(w.daemons.running) != 0 {
-		t.Errorf("left: %s, %v", describeInstances(h.of(t, gpu0).state().MIG.Instances...), w.daemons.running)
+		t.Errorf("left: %s, %v", steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...), w.daemons.running)
 	}
 	checkClean(t, w)
 }
@@ -201,8 +203,8 @@ func TestDifferentSharedSettingIsRefusedNamingHolders(t *testing.T) {
 	mustPrepare(t, p, newClaim("indifferent", plain("r", share0)))
 	b := shareBy(newClaim("b", plain("r", share0)), "GpuConfig", slicing("Short"))
 	_, err := p.Prepare(t.Context(), b)
-	if CauseOf(err) != CauseHeld {
-		t.Errorf("cause %q", CauseOf(err))
+	if cause.Of(err) != cause.Held {
+		t.Errorf("cause %q", cause.Of(err))
 	}
 	for _, want := range []string{"default/b", "Short", "Long", "default/a", "uid-a", gpu0} {
 		if err == nil || !strings.Contains(err.Error(), want) {
@@ -237,7 +239,7 @@ func TestFractionsAndPlainSharesExcludeEachOther(t *testing.T) {
 				w.disk.Put(recordFile(t, w, "uid-"+c.first), nil)
 			}
 			err := claims[c.second](t, p)
-			if CauseOf(err) != CauseHeld || !strings.Contains(err.Error(), "uid-"+c.first) ||
+			if cause.Of(err) != cause.Held || !strings.Contains(err.Error(), "uid-"+c.first) ||
 				!strings.Contains(err.Error(), "fractions and plain shares") {
 				t.Errorf("%s after %s: %v", c.second, c.first, err)
 			}
@@ -264,8 +266,8 @@ func TestLostSharedPartitionHasNoSpecUntilRestored(t *testing.T) {
 	// A third claim must not recreate the partition, because the CDI specs of the other two claims
 	// would still name the old one.
 	third := newClaim("third", fraction("r", migShare0, "1Gi", "0"))
-	if _, err := p.Prepare(t.Context(), third); CauseOf(err) != CauseNotReady || !strings.Contains(err.Error(), "recreates the device") {
-		t.Errorf("cause %s: %v", CauseOf(err), err)
+	if _, err := p.Prepare(t.Context(), third); cause.Of(err) != cause.NotReady || !strings.Contains(err.Error(), "recreates the device") {
+		t.Errorf("cause %s: %v", cause.Of(err), err)
 	}
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
@@ -292,6 +294,6 @@ func TestUnrestorableSharedPartitionIsLostForAllHolders(t *testing.T) {
 	mustUnprepare(t, p, migPart2.UID)
 	checkClean(t, w)
 	if len(w.holders()) != 0 || len(w.daemons.running) != 0 || len(h.of(t, gpu0).instances) != 1 {
-		t.Errorf("left: %q, %v, %s", w.holders(), w.daemons.running, describeInstances(h.of(t, gpu0).state().MIG.Instances...))
+		t.Errorf("left: %q, %v, %s", w.holders(), w.daemons.running, steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // FuzzPrepare expects that Prepare of any claim succeeds or returns an error, and that after
@@ -63,7 +64,7 @@ func FuzzPrepare(f *testing.F) {
 			checkClean(t, w)
 			checkSharedState(t, w, h, p, device.TimeSliceDefault)
 			if left := w.holders(); len(left) != 0 || len(h.of(t, gpu0).instances) != 0 {
-				t.Errorf("left after %v: %q, %s", err, left, describeInstances(h.of(t, gpu0).state().MIG.Instances...))
+				t.Errorf("left after %v: %q, %s", err, left, steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
 			}
 		}
 	})

@@ -5,28 +5,29 @@ import (
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // FuzzStepsOnRecord expects that Unprepare and Reconcile do not panic or hang, whatever steps are
 // stored in a claim's record or in the file of a setting that claims share.
 func FuzzStepsOnRecord(f *testing.F) {
-	for kind := range stepKinds {
+	for _, kind := range []string{steps.ClaimSpecKind, steps.MIGInstanceKind, steps.MIGModeOffKind, steps.SharedKind} {
 		f.Add(kind, `{}`, "Prepared", gpu0)
 	}
 	f.Add(
-		migInstanceKind,
+		steps.MIGInstanceKind,
 		`{"device":"gpu-0000-1b-00-0-mig-19-0","gpu":"gpu-0000-1b-00-0","card":{"pciAddress":"0000:1b:00.0","uuid":"GPU-0"},`+
 			`"asked":true,"before":[{}],"instance":{"id":1}}`,
 		"Preparing",
 		small0,
 	)
-	f.Add(sharedKind, `{"key":"gpu-0000-1b-00-0_time-slice","gpus":["gpu-0000-1b-00-0"],"want":{"kind":"time-slice","params":{}}}`,
+	f.Add(steps.SharedKind, `{"key":"gpu-0000-1b-00-0_time-slice","gpus":["gpu-0000-1b-00-0"],"want":{"kind":"time-slice","params":{}}}`,
 		"Prepared", gpu0)
-	f.Add(sharedKind, `{"key":"../x_mps-daemon","gpus":[".."],"want":{"kind":"mps-daemon","params":{"id":"..","uuids":["x"]}}}`, "Reverting",
+	f.Add(steps.SharedKind, `{"key":"../x_mps-daemon","gpus":[".."],"want":{"kind":"mps-daemon","params":{"id":"..","uuids":["x"]}}}`, "Reverting",
 		share0)
-	f.Add(sharedKind, `{"key":"_","want":{"kind":"mig-instance","params":{"placement":{"start":4294967295,"size":4294967295}}}}`, "",
+	f.Add(steps.SharedKind, `{"key":"_","want":{"kind":"mig-instance","params":{"placement":{"start":4294967295,"size":4294967295}}}}`, "",
 		migShare0)
-	f.Add(claimSpecKind, `{"devices":[{"name":"a/b","edits":{"deviceNodes":[null]}}],"clients":[{"daemon":"x","devices":[-1,99]}]}`,
+	f.Add(steps.ClaimSpecKind, `{"devices":[{"name":"a/b","edits":{"deviceNodes":[null]}}],"clients":[{"daemon":"x","devices":[-1,99]}]}`,
 		"Prepared", gpu0)
 	f.Fuzz(func(t *testing.T, kind, params, say, name string) {
 		if !json.Valid([]byte(params)) {

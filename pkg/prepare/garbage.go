@@ -15,6 +15,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
@@ -32,7 +34,7 @@ func (p *Preparer) collectGarbage(ctx context.Context) error {
 func (p *Preparer) collectUnreferenced(ctx context.Context) error {
 	keys, err := p.Records.Holders()
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	var all parallel
 	for _, key := range keys {
@@ -56,7 +58,7 @@ func (p *Preparer) collectUnreferenced(ctx context.Context) error {
 func (p *Preparer) collectRecordless(ctx context.Context) error {
 	entries, err := p.Records.List()
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	traced, tracesErr := p.findTraces()
 	sharing, sharingErr := p.claimsInHolders()
@@ -76,7 +78,7 @@ func (p *Preparer) collectRecordless(ctx context.Context) error {
 func (p *Preparer) claimsInHolders() (uids []types.UID, _ error) {
 	keys, err := p.Records.Holders()
 	if err != nil {
-		return nil, withCause(CauseRecord, "%w", err)
+		return nil, cause.Wrap(cause.Record, err)
 	}
 	for _, key := range keys {
 		h, _, err := p.Records.Holder(key)
@@ -102,12 +104,12 @@ func (p *Preparer) removeRecordless(ctx context.Context, uid types.UID) error {
 	return p.runUnlessBusy(waiting, uid, func(*lock.Guard) error {
 		entries, err := p.Records.List()
 		if err != nil {
-			return withCause(CauseRecord, "%w", err)
+			return cause.Wrap(cause.Record, err)
 		}
 		if hasRecord(entries, uid) {
 			return nil
 		}
-		work, cancelWork := context.WithTimeout(ctx, periodicTime+answerTime)
+		work, cancelWork := context.WithTimeout(ctx, steps.PeriodicTime+steps.AnswerTime)
 		defer cancelWork()
 		return errors.Join(p.removeTraces(ctx, uid), p.leaveSharedSteps(work, uid))
 	})
@@ -118,15 +120,15 @@ func (p *Preparer) removeRecordless(ctx context.Context, uid types.UID) error {
 func (p *Preparer) removeTraces(ctx context.Context, uid types.UID) error {
 	withSpec, err := p.Specs.Claims()
 	if err != nil {
-		return withCause(CauseStep, "%w", err)
+		return cause.Wrap(cause.Step, err)
 	}
 	unfinished, err := p.Records.Unfinished()
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	if slices.Contains(unfinished, uid) {
 		if err := p.Records.DiscardUnfinished(uid); err != nil {
-			return withCause(CauseRecord, "%w", err)
+			return cause.Wrap(cause.Record, err)
 		}
 		p.reportRepair(ctx, Repair{"unfinished-write", "Removed unfinished claim record, left by a killed call", string(uid)})
 	}
@@ -134,7 +136,7 @@ func (p *Preparer) removeTraces(ctx context.Context, uid types.UID) error {
 		return nil
 	}
 	if err := p.Specs.RemoveClaim(uid); err != nil {
-		return withCause(CauseStep, "%w", err)
+		return cause.Wrap(cause.Step, err)
 	}
 	p.reportRepair(ctx, Repair{"leftover-spec", "Removed CDI spec without a claim record", string(uid)})
 	return nil
@@ -145,12 +147,12 @@ func (p *Preparer) removeTraces(ctx context.Context, uid types.UID) error {
 // claim's record names the setting or daemon.
 func (p *Preparer) quarantineHolder(ctx context.Context, key string, reason error) error {
 	return p.cleanUnreferenced(ctx, key, isUnreadable, func(work context.Context) error {
-		if err := p.resetToDefault(work, key); err != nil {
-			return stepError(fmt.Errorf("reset shared setting %s, whose file is unreadable: %w", key, err))
+		if err := steps.ResetToDefault(work, p.newEnv(&checkpoint.Record{BootID: p.BootID}, nil), key); err != nil {
+			return cause.OrStep(fmt.Errorf("reset shared setting %s, whose file is unreadable: %w", key, err))
 		}
 		place, err := p.Records.QuarantineHolder(key, p.Now())
 		if err != nil {
-			return withCause(CauseRecord, "%w", err)
+			return cause.Wrap(cause.Record, err)
 		}
 		klog.FromContext(ctx).Error(reason,
 			"Quarantined unreadable file of a shared setting that no claim uses; reset the setting to its default",
@@ -175,16 +177,16 @@ func (p *Preparer) finishUndo(ctx context.Context, key string) error {
 	if err != nil || !found || len(h.Claims) > 0 {
 		return nil // another call removed the file, or claims use it again
 	}
-	s := &sharedStep{Key: key, GPUs: h.GPUs, Want: h.Step}
+	s := &steps.Shared{Key: key, GPUs: h.GPUs, Want: h.Step}
 	env := p.newEnv(&checkpoint.Record{BootID: p.BootID}, nil)
 	if h.BootID == p.BootID {
-		if err := s.undo(work, env); err != nil {
+		if err := s.Undo(work, env); err != nil {
 			klog.FromContext(ctx).Error(err,
 				"Failed to restore the original value of a shared GPU setting; retrying, and the GPU stays usable", "holder", key)
 			return nil
 		}
 	}
-	if err := s.removeHolder(env); err != nil {
+	if err := s.RemoveHolder(env); err != nil {
 		return err
 	}
 	p.reportRepair(ctx, Repair{"leftover-holder", "Reverted a shared setting that no claim uses any more", key})
@@ -197,7 +199,7 @@ func (p *Preparer) finishUndo(ctx context.Context, key string) error {
 func (p *Preparer) removeUnfinishedHolders(ctx context.Context, there []string) error {
 	keys, err := p.Records.UnfinishedHolders()
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	var all parallel
 	for _, key := range keys {
@@ -211,60 +213,32 @@ func (p *Preparer) removeUnfinishedHolders(ctx context.Context, there []string) 
 func (p *Preparer) removeUnfinishedHolder(ctx context.Context, key string) error {
 	return p.cleanUnreferenced(ctx, key, isAbsent, func(context.Context) error {
 		if err := p.Records.RemoveHolder(key); err != nil {
-			return withCause(CauseRecord, "%w", err)
+			return cause.Wrap(cause.Record, err)
 		}
 		p.reportRepair(ctx, Repair{"unfinished-write", "Removed unfinished file of a shared setting, left by a killed call", key})
 		return nil
 	})
 }
 
-// resetToDefault resets the GPU setting, or stops the MPS daemon, that the key names. A MIG
-// instance stays, because nothing proves that this driver created it.
-func (p *Preparer) resetToDefault(ctx context.Context, key string) error {
-	of, kind := keyOf(key)
-	var step sharableStep
-	switch kind {
-	case mpsDaemonKind:
-		return p.MPS.Stop(ctx, of)
-	case computeModeKind, timeSliceKind:
-		snapshot := p.Hardware.Snapshot()
-		req, there := findDevice(snapshot, of)
-		if !there && snapshot.Known {
-			return nil // the setting is gone with the card
-		}
-		if !there {
-			return notReady(snapshot)
-		}
-		step = &computeMode{settingState[device.ComputeMode]{GPU: of, Card: req.gpu.Card()}}
-		if kind == timeSliceKind {
-			step = &timeSlice{settingState: settingState[device.TimeSlice]{GPU: of, Card: req.gpu.Card()}}
-		}
-	default:
-		return nil
-	}
-	step.assumeDefaults()
-	return step.Revert(ctx, p.newEnv(&checkpoint.Record{BootID: p.BootID}, nil))
-}
-
 // stopLeftoverDaemons stops MPS daemons that have no file with the claims that use them. Their
 // devices may go to other claims.
 func (p *Preparer) stopLeftoverDaemons(ctx context.Context) error {
-	work, cancel := context.WithTimeout(ctx, periodicTime)
+	work, cancel := context.WithTimeout(ctx, steps.PeriodicTime)
 	defer cancel()
 	running, err := p.MPS.List(work)
 	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
 		return nil // without a supervisor there is no daemon
 	}
 	if err != nil {
-		return stepError(err)
+		return cause.OrStep(err)
 	}
 	keys, err := p.Records.Holders()
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	var all parallel
 	for _, s := range running {
-		if id := s.Daemon.ID; !slices.Contains(keys, sharedKey(id, mpsDaemonKind)) {
+		if id := s.Daemon.ID; !slices.Contains(keys, steps.SharedKey(id, steps.MPSDaemonKind)) {
 			all.start(func() error { return p.stopLeftoverDaemon(ctx, id) })
 		}
 	}
@@ -272,9 +246,9 @@ func (p *Preparer) stopLeftoverDaemons(ctx context.Context) error {
 }
 
 func (p *Preparer) stopLeftoverDaemon(ctx context.Context, id string) error {
-	return p.cleanUnreferenced(ctx, sharedKey(id, mpsDaemonKind), isAbsent, func(work context.Context) error {
+	return p.cleanUnreferenced(ctx, steps.SharedKey(id, steps.MPSDaemonKind), isAbsent, func(work context.Context) error {
 		if err := p.MPS.Stop(work, id); err != nil {
-			return stepError(fmt.Errorf("stop leftover MPS daemon %s: %w", id, err))
+			return cause.OrStep(fmt.Errorf("stop leftover MPS daemon %s: %w", id, err))
 		}
 		p.reportRepair(ctx, Repair{"leftover-daemon", "Stopped leftover MPS daemon", id})
 		return nil
@@ -286,7 +260,7 @@ func (p *Preparer) stopLeftoverDaemon(ctx context.Context, id string) error {
 // unchanged returns false: then another call changed the file before the lock was taken.
 func (p *Preparer) cleanUnreferenced(ctx context.Context, key string, unchanged func(found bool, err error) bool,
 	clean func(work context.Context) error) error {
-	work, cancel := context.WithTimeout(ctx, periodicTime)
+	work, cancel := context.WithTimeout(ctx, steps.PeriodicTime)
 	defer cancel()
 	locks, err := p.lockKey(work, key)
 	if err != nil {
@@ -312,7 +286,7 @@ func isAbsent(found bool, err error) bool { return !found && err == nil }
 // lockKey takes the lock that belongs to the key of a shared setting, partition or daemon: that of
 // the GPU, or that of the claim whose daemon it is.
 func (p *Preparer) lockKey(ctx context.Context, key string) (*lock.Guard, error) {
-	of, _ := keyOf(key)
+	of, _ := steps.SplitKey(key)
 	locks := []lock.Name{}
 	if name, known := device.ParseName(of); known {
 		locks = gpuLocks(name.GPU)
@@ -341,7 +315,7 @@ func ownerOf(daemon string) (types.UID, bool) {
 func (p *Preparer) isReferenced(key string) (bool, error) {
 	entries, err := p.Records.List()
 	if err != nil {
-		return false, withCause(CauseRecord, "%w", err)
+		return false, cause.Wrap(cause.Record, err)
 	}
 	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
 		r, found, err := p.Records.Load(e.ClaimUID)
@@ -352,9 +326,9 @@ func (p *Preparer) isReferenced(key string) (bool, error) {
 // references reports whether step, from a claim's record, is a shared setting, partition or daemon
 // with this key.
 func references(step checkpoint.Step, key string) bool {
-	if step.Kind != sharedKind {
+	if step.Kind != steps.SharedKind {
 		return false
 	}
-	s := &sharedStep{}
+	s := &steps.Shared{}
 	return json.Unmarshal(step.Params, s) != nil || s.Key == key
 }

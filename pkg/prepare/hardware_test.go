@@ -14,6 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // hardware fakes a node's GPUs with MIG. It follows these rules of real GPUs: instances do not
@@ -47,8 +48,8 @@ type fakeGPU struct {
 }
 
 var (
-	_ Partitions = &hardware{}
-	_ Partitions = &cut.Partitions{}
+	_ steps.Partitions = &hardware{}
+	_ steps.Partitions = &cut.Partitions{}
 )
 
 // profiles are some of the MIG profiles of an H100.
@@ -178,7 +179,7 @@ func (h *hardware) CreateInstance(_ context.Context, c device.Card, profileID ui
 		if !s.on {
 			return failure(device.FailureNotSupported, op, c)
 		}
-		if len(overlapping(s.state().MIG.Instances, at)) > 0 {
+		if len(steps.Overlapping(s.state().MIG.Instances, at)) > 0 {
 			return failure(device.FailureInsufficient, op, c)
 		}
 		id := uint32(1)

@@ -11,6 +11,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // forPods makes the claim reserved for exactly these Pods.
@@ -26,7 +28,7 @@ func forPods(c *resourceapi.ResourceClaim, pods ...string) *resourceapi.Resource
 func TestUnreservedClaimIsRefused(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
-	if _, err := p.Prepare(t.Context(), forPods(newClaim("c", allocated("r", gpu0)))); CauseOf(err) != CauseClaim ||
+	if _, err := p.Prepare(t.Context(), forPods(newClaim("c", allocated("r", gpu0)))); cause.Of(err) != cause.Claim ||
 		!strings.Contains(err.Error(), "not reserved for any Pod") {
 		t.Error(err)
 	}
@@ -73,7 +75,7 @@ func TestCanceledCallDoesNotStart(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	p.UnpreparedSince = func(context.Context, types.UID) bool { t.Error("called although not needed"); return false }
 	p.Hardware = snapshotHook{w, cancel}
-	if _, err := p.Prepare(ctx, newClaim("c", allocated("r", gpu0))); CauseOf(err) != CauseCanceled {
+	if _, err := p.Prepare(ctx, newClaim("c", allocated("r", gpu0))); cause.Of(err) != cause.Canceled {
 		t.Error(err)
 	}
 	checkClean(t, w)
@@ -108,7 +110,7 @@ func TestStalledClaimReadDelaysNoOtherClaim(t *testing.T) {
 			t.Errorf("other claims waited %v", took)
 		}
 		err := <-ended
-		if CauseOf(err) != CauseCanceled || !strings.Contains(err.Error(), "default/stalled") ||
+		if cause.Of(err) != cause.Canceled || !strings.Contains(err.Error(), "default/stalled") ||
 			!strings.Contains(err.Error(), "the API server did not answer within 5s") {
 			t.Error(err)
 		}
@@ -169,7 +171,7 @@ func TestCallsQueueBehindClaimWaitingForGPU(t *testing.T) {
 
 // snapshotHook is a fake inventory that runs the function "do" whenever it is read.
 type snapshotHook struct {
-	Hardware
+	steps.Hardware
 	do func()
 }
 

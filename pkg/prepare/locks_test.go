@@ -9,6 +9,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // breakLock replaces a lock file by a link to nowhere, so that it cannot be opened.
@@ -44,7 +45,7 @@ var lockedOperations = map[string]struct {
 		return p.collectGarbage(t.Context())
 	}, ""},
 	"restore shared state without holders": {gpu0, func(t *testing.T, _ *world, p *Preparer) error {
-		if err := p.Records.SaveHolder(checkpoint.Holder{Key: sharedKey(gpu0, timeSliceKind), GPUs: []string{gpu0}}); err != nil {
+		if err := p.Records.SaveHolder(checkpoint.Holder{Key: steps.SharedKey(gpu0, steps.TimeSliceKind), GPUs: []string{gpu0}}); err != nil {
 			t.Fatal(err)
 		}
 		return p.collectGarbage(t.Context())

@@ -13,6 +13,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 const (
@@ -146,55 +147,56 @@ func TestPartitionRefusals(t *testing.T) {
 		name  string
 		node  func(*testing.T, *world, *hardware)
 		claim *resourceapi.ResourceClaim
-		cause Cause
+		cause cause.Cause
 		says  []string
 	}{
-		{"sharing", nil, configured(newClaim("c", allocated("r", small0)), share), CauseNotReady, []string{"the claim needs MPS", "mps.enabled"}},
-		{"two devices at one place", nil, newClaim("c", allocated("a", small0), allocated("b", large0)), CauseClaim,
+		{"sharing", nil, configured(newClaim("c", allocated("r", small0)), share), cause.NotReady,
+			[]string{"the claim needs MPS", "mps.enabled"}},
+		{"two devices at one place", nil, newClaim("c", allocated("a", small0), allocated("b", large0)), cause.Claim,
 			[]string{"requests a and b", small0, large0}},
-		{"a GPU and its partition", nil, newClaim("c", allocated("a", gpu0), allocated("b", large0)), CauseClaim,
+		{"a GPU and its partition", nil, newClaim("c", allocated("a", gpu0), allocated("b", large0)), cause.Claim,
 			[]string{"requests a and b", gpu0, large0}},
-		{"an unknown profile", nil, newClaim("c", allocated("a", gpu0+"-mig-77-0")), CauseDevice, []string{"profile 77"}},
-		{"an invalid placement", nil, newClaim("c", allocated("a", gpu0+"-mig-9-1")), CauseDevice, []string{"starts at 1"}},
-		{"a missing GPU", nil, newClaim("c", allocated("a", "gpu-0000-ff-00-0-mig-9-0")), CauseDevice,
+		{"an unknown profile", nil, newClaim("c", allocated("a", gpu0+"-mig-77-0")), cause.Device, []string{"profile 77"}},
+		{"an invalid placement", nil, newClaim("c", allocated("a", gpu0+"-mig-9-1")), cause.Device, []string{"starts at 1"}},
+		{"a missing GPU", nil, newClaim("c", allocated("a", "gpu-0000-ff-00-0-mig-9-0")), cause.Device,
 			[]string{"not on this node", gpu0}},
 		{"a mode that needs a reset", func(t *testing.T, w *world, h *hardware) {
 			h.of(t, gpu0).fixed = true
 			w.scan()
-		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "only a GPU reset"}},
+		}, newClaim("c", allocated("a", small0)), cause.Device, []string{small0, "only a GPU reset"}},
 		{"a whole GPU whose mode needs a reset", func(t *testing.T, w *world, h *hardware) {
 			h.of(t, gpu0).fixed, h.of(t, gpu0).on = true, true
 			w.scan()
-		}, newClaim("c", allocated("a", gpu0)), CauseDevice, []string{gpu0, "only a GPU reset"}},
+		}, newClaim("c", allocated("a", gpu0)), cause.Device, []string{gpu0, "only a GPU reset"}},
 		{"a guest with read-only MIG", func(_ *testing.T, w *world, _ *hardware) {
 			w.snapshot.Node.GPUs[0].MIG.ReadOnly = true
-		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "cannot be changed"}},
+		}, newClaim("c", allocated("a", small0)), cause.Device, []string{small0, "cannot be changed"}},
 		{"a GPU without MIG", func(_ *testing.T, w *world, _ *hardware) { w.snapshot.Node.GPUs[0].MIG = nil },
-			newClaim("c", allocated("a", small0)), CauseDevice, []string{"has no MIG"}},
+			newClaim("c", allocated("a", small0)), cause.Device, []string{"has no MIG"}},
 		{"a GPU in use", func(t *testing.T, _ *world, h *hardware) {
 			h.of(t, gpu0).open = []nvidia.Process{{PID: 4711, Name: "dcgm"}}
-		}, newClaim("c", allocated("a", small0)), CauseStep, []string{small0, "dcgm", "4711"}},
+		}, newClaim("c", allocated("a", small0)), cause.Step, []string{small0, "dcgm", "4711"}},
 		{"a whole GPU with foreign instances", func(t *testing.T, w *world, h *hardware) {
 			h.createForeign(t, gpu0, 9, 4)
 			w.scan()
-		}, newClaim("c", allocated("a", gpu0)), CauseDevice, []string{gpu0, "GPU instance 1", "4:4", "MIG-1"}},
+		}, newClaim("c", allocated("a", gpu0)), cause.Device, []string{gpu0, "GPU instance 1", "4:4", "MIG-1"}},
 		{"a taken place", func(t *testing.T, w *world, h *hardware) {
 			h.createForeign(t, gpu0, 9, 0)
 			w.scan()
-		}, newClaim("c", allocated("a", small1)), CauseDevice, []string{small1, "GPU instance 1", "0:4"}},
+		}, newClaim("c", allocated("a", small1)), cause.Device, []string{small1, "GPU instance 1", "0:4"}},
 		{"a place taken since the last scan", func(t *testing.T, _ *world, h *hardware) {
 			h.createForeign(t, gpu0, 19, 0)
-		}, newClaim("c", allocated("a", small0)), CauseNotReady, []string{small0, "appeared", "GPU instance 1"}},
-		{"admin access to a missing partition", nil, newClaim("c", admin("a", small0)), CauseDevice,
+		}, newClaim("c", allocated("a", small0)), cause.NotReady, []string{small0, "appeared", "GPU instance 1"}},
+		{"admin access to a missing partition", nil, newClaim("c", admin("a", small0)), cause.Device,
 			[]string{small0, "admin access does not create it"}},
-		{"a compute instance of a missing partition", nil, newClaim("c", allocated("a", small0+"-ci-1")), CauseDevice, []string{"is gone"}},
+		{"a compute instance of a missing partition", nil, newClaim("c", allocated("a", small0+"-ci-1")), cause.Device, []string{"is gone"}},
 		{"a plugin without partitions", func(_ *testing.T, w *world, _ *hardware) { w.hardware = nil }, newClaim("c", allocated("a", small0)),
-			CauseStep, []string{"whole GPUs only"}},
+			cause.Step, []string{"whole GPUs only"}},
 		{"a renumbered device node", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).minor = 5 },
-			newClaim("c", allocated("a", small0)), CauseNotReady, []string{"/dev/nvidia5"}},
+			newClaim("c", allocated("a", small0)), cause.NotReady, []string{"/dev/nvidia5"}},
 		{"a missing capability node", func(_ *testing.T, w *world, _ *hardware) {
 			w.missing = map[string]error{"/dev/nvidia-caps/nvidia-cap11": errors.New("nvidia-cap11 is missing")}
-		}, newClaim("c", allocated("a", small0)), CauseDevice, []string{small0, "nvidia-cap11 is missing"}},
+		}, newClaim("c", allocated("a", small0)), cause.Device, []string{small0, "nvidia-cap11 is missing"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			w := newWorld(t)
@@ -204,8 +206,8 @@ func TestPartitionRefusals(t *testing.T) {
 			}
 			before := len(h.of(t, gpu0).instances)
 			_, err := w.plugin(t).Prepare(t.Context(), c.claim)
-			if CauseOf(err) != c.cause {
-				t.Fatalf("cause %q: %v", CauseOf(err), err)
+			if cause.Of(err) != c.cause {
+				t.Fatalf("cause %q: %v", cause.Of(err), err)
 			}
 			for _, want := range append(c.says, "claim default/c") {
 				if !strings.Contains(err.Error(), want) {
@@ -237,7 +239,7 @@ func TestConflictingDevicesAreRefusedByName(t *testing.T) {
 		}
 	}
 	mustPrepare(t, p, newClaim("second", allocated("r", small1), allocated("s", gpu1)))
-	if _, err := p.Prepare(t.Context(), newClaim("third", allocated("r", neighbor))); CauseOf(err) != CauseHeld ||
+	if _, err := p.Prepare(t.Context(), newClaim("third", allocated("r", neighbor))); cause.Of(err) != cause.Held ||
 		!strings.Contains(err.Error(), "together with "+gpu1) {
 		t.Error(err)
 	}
@@ -291,12 +293,12 @@ func TestForeignComputeInstanceIsUsed(t *testing.T) {
 		t.Errorf("the spec is %s", spec)
 	}
 	mustPrepare(t, p, newClaim("d", allocated("r", large4+"-ci-0")))
-	if _, err := p.Prepare(t.Context(), newClaim("e", allocated("r", large4))); CauseOf(err) != CauseHeld {
+	if _, err := p.Prepare(t.Context(), newClaim("e", allocated("r", large4))); cause.Of(err) != cause.Held {
 		t.Error(err)
 	}
 	mustUnprepare(t, p, "uid-c")
 	mustUnprepare(t, p, "uid-d")
-	if _, err := p.Prepare(t.Context(), newClaim("e", allocated("r", large4))); CauseOf(err) != CauseDevice ||
+	if _, err := p.Prepare(t.Context(), newClaim("e", allocated("r", large4))); cause.Of(err) != cause.Device ||
 		!strings.Contains(err.Error(), "MIG-b") {
 		t.Error(err)
 	}
@@ -338,7 +340,7 @@ func TestGPUInUseKeepsItsMIGMode(t *testing.T) {
 	mustUnprepare(t, p, "uid-part")
 	h.of(t, gpu0).open = []nvidia.Process{{PID: 4711, Name: "dcgm"}}
 	c := newClaim("c", allocated("r", gpu0))
-	if _, err := p.Prepare(t.Context(), c); CauseOf(err) != CauseStep || !strings.Contains(err.Error(), "dcgm") {
+	if _, err := p.Prepare(t.Context(), c); cause.Of(err) != cause.Step || !strings.Contains(err.Error(), "dcgm") {
 		t.Error(err)
 	}
 	checkClean(t, w)
@@ -364,7 +366,7 @@ func TestClaimWithMorePartitionsThanAFileNameFits(t *testing.T) {
 		t.Fatalf("the test needs another record: %q", r)
 	}
 	mustPrepare(t, p, newClaim("rest", allocated("r", neighbor)))
-	if _, err := p.Prepare(t.Context(), newClaim("more", allocated("r", large4))); CauseOf(err) != CauseHeld ||
+	if _, err := p.Prepare(t.Context(), newClaim("more", allocated("r", large4))); cause.Of(err) != cause.Held ||
 		!strings.Contains(err.Error(), "-mig-19-4") {
 		t.Error(err)
 	}
@@ -446,7 +448,7 @@ func TestPrepareWaitsForForeignInstanceAfterReboot(t *testing.T) {
 	w.reboot()
 	p := w.plugin(t)
 	for range 2 {
-		if _, err := p.Prepare(t.Context(), c); CauseOf(err) != CauseNotReady || !strings.Contains(err.Error(), small0) ||
+		if _, err := p.Prepare(t.Context(), c); cause.Of(err) != cause.NotReady || !strings.Contains(err.Error(), small0) ||
 			!strings.Contains(err.Error(), "create it again") {
 			t.Fatal(err)
 		}

@@ -13,6 +13,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // stride is the distance between the hardware calls or disk writes that the tests let fail, one per
@@ -146,12 +147,12 @@ func checkRecordsMatchHardware(t *testing.T, w *world, h *hardware, p *Preparer,
 		if spec == "" {
 			t.Errorf("claim %s has no spec", uid)
 		}
-		steps, err := decodeSteps(r.Steps)
+		list, err := steps.Decode(r.Steps)
 		if err != nil {
 			t.Error(err)
 		}
-		for _, step := range steps {
-			s, ok := step.(*migInstance)
+		for _, step := range list {
+			s, ok := step.(*steps.MIGInstance)
 			if !ok {
 				continue
 			}
@@ -167,7 +168,7 @@ func checkRecordsMatchHardware(t *testing.T, w *world, h *hardware, p *Preparer,
 	}
 	for _, file := range w.holders() {
 		if held, _, err := p.Records.Holder(strings.TrimSuffix(file, ".json")); err == nil && held.BootID == w.bootID &&
-			held.Step.Kind == migInstanceKind {
+			held.Step.Kind == steps.MIGInstanceKind {
 			explained[held.GPUs[0]]++
 		}
 	}
@@ -187,8 +188,9 @@ func checkRecordsMatchHardware(t *testing.T, w *world, h *hardware, p *Preparer,
 			}
 		}
 	}
-	if !slices.EqualFunc(stayed, theirs, func(a, b device.Instance) bool { return sameInstance(a, b) && len(a.Compute) == len(b.Compute) }) {
-		t.Errorf("foreign instances were %s and are %s", describeInstances(theirs...), describeInstances(stayed...))
+	same := func(a, b device.Instance) bool { return steps.SameInstance(a, b) && len(a.Compute) == len(b.Compute) }
+	if !slices.EqualFunc(stayed, theirs, same) {
+		t.Errorf("foreign instances were %s and are %s", steps.DescribeInstances(theirs...), steps.DescribeInstances(stayed...))
 	}
 }
 
@@ -204,7 +206,7 @@ func createForeignInstances(t *testing.T, h *hardware, p *Preparer) []device.Ins
 			t.Fatal(err)
 		}
 		for _, in := range there {
-			if !slices.ContainsFunc(ours, func(o device.Instance) bool { return sameInstance(o, in) }) {
+			if !slices.ContainsFunc(ours, func(o device.Instance) bool { return steps.SameInstance(o, in) }) {
 				theirs = append(theirs, in)
 			}
 		}

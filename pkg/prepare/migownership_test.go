@@ -9,6 +9,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // While the GPU does not answer, Unprepare must fail and keep the record, because the MIG instance
@@ -21,7 +23,7 @@ func TestUnprepareFailsWhileGPUDoesNotAnswer(t *testing.T) {
 	h.fault = func(int, bool) error {
 		return &cut.Error{Op: "look", Code: device.FailureLost, Message: "the GPU is lost"}
 	}
-	if err := p.Unprepare(t.Context(), "uid-c"); CauseOf(err) != CauseStep || len(w.records()) != 1 {
+	if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Step || len(w.records()) != 1 {
 		t.Errorf("unprepared, with records %q: %v", w.records(), err)
 	}
 	h.fault = nil
@@ -47,8 +49,8 @@ func TestForeignInstanceAtUnfinishedPlaceStays(t *testing.T) {
 		t.Fatal(err)
 	}
 	checkClean(t, w)
-	if in := h.of(t, gpu0).state().MIG.Instances; len(in) != 1 || !sameInstance(in[0], theirs) {
-		t.Errorf("want %s, got %s", describeInstances(theirs), describeInstances(in...))
+	if in := h.of(t, gpu0).state().MIG.Instances; len(in) != 1 || !steps.SameInstance(in[0], theirs) {
+		t.Errorf("want %s, got %s", steps.DescribeInstances(theirs), steps.DescribeInstances(in...))
 	}
 }
 
@@ -181,20 +183,4 @@ func TestRemovedInstanceIsNoLongerOwned(t *testing.T) {
 		t.Errorf("%v, %v", got, err)
 	}
 	mustUnprepare(t, p, "uid-c")
-}
-
-func TestPriorInstanceIsNotTakenForOurs(t *testing.T) {
-	in := device.Instance{ID: 3, ProfileID: 19, Placement: device.Placement{Start: 2, Size: 1}}
-	s := &migInstance{ProfileID: 19, Placement: in.Placement, Asked: true}
-	if !s.owns(in) {
-		t.Error("the requested instance is not recognized")
-	}
-	s.Before = []priorInstance{{4, in.Placement}, {3, device.Placement{Start: 0, Size: 1}}}
-	if !s.owns(in) {
-		t.Error("a reused ID proves ownership")
-	}
-	s.Before = append(s.Before, priorInstance{3, in.Placement})
-	if s.owns(in) {
-		t.Error("a prior instance is taken for ours")
-	}
 }

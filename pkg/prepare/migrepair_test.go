@@ -15,6 +15,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 // After a reboot an admin's tool creates MIG instances with the IDs that the driver's instances had
@@ -140,13 +141,13 @@ func TestInstanceInUseIsRemovedLater(t *testing.T) {
 	mustPrepare(t, p, several)
 	h.of(t, gpu0).busy[1] = 2
 	err := p.Unprepare(t.Context(), "uid-c")
-	if CauseOf(err) != CauseStep || !strings.Contains(err.Error(), "python") || !strings.Contains(err.Error(), small0) {
+	if cause.Of(err) != cause.Step || !strings.Contains(err.Error(), "python") || !strings.Contains(err.Error(), small0) {
 		t.Fatal(err)
 	}
 	if r, _, err := p.Records.Load("uid-c"); err != nil || r.State != checkpoint.Reverting || w.specs.of("uid-c") != "" {
 		t.Errorf("%s, %v", r.State, err)
 	}
-	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", small0))); CauseOf(err) != CauseHeld ||
+	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", small0))); cause.Of(err) != cause.Held ||
 		!strings.Contains(err.Error(), "is being unprepared") {
 		t.Error(err)
 	}
@@ -176,7 +177,7 @@ func TestPlaceTakenDuringPrepareStaysForeign(t *testing.T) {
 		return nil
 	}
 	_, err := p.Prepare(t.Context(), newClaim("c", allocated("r", small0)))
-	if CauseOf(err) != CauseDevice || !strings.Contains(err.Error(), "GPU instance 1") {
+	if cause.Of(err) != cause.Device || !strings.Contains(err.Error(), "GPU instance 1") {
 		t.Error(err)
 	}
 	checkClean(t, w)
@@ -199,7 +200,7 @@ func TestInstanceWithoutRecordIsForeign(t *testing.T) {
 	if ours, err := p.OwnedInstances(gpu0, in); err != nil || len(ours) != 1 {
 		t.Errorf("the instance of a prepared claim is foreign: %v, %v", ours, err)
 	}
-	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0))); CauseOf(err) != CauseHeld {
+	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0))); cause.Of(err) != cause.Held {
 		t.Error(err)
 	}
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))

@@ -9,6 +9,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // DisableUnusedMIGMode disables the MIG mode of a GPU if this driver enabled it, so that the whole
@@ -30,7 +32,7 @@ func (p *Preparer) DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off 
 		if len(state.MIG.Instances) > 0 {
 			return p.yieldModeToAdmin(name, state.MIG.Instances)
 		}
-		_, err := disableMIGMode(work, p.newEnv(&checkpoint.Record{BootID: p.BootID}, nil), g.Card(), name)
+		_, err := steps.DisableMIGMode(work, p.newEnv(&checkpoint.Record{BootID: p.BootID}, nil), g.Card(), name)
 		off = err == nil
 		return err
 	})
@@ -51,7 +53,7 @@ func (p *Preparer) yieldModeToAdmin(gpu string, instances []device.Instance) err
 		return err
 	}
 	if err := p.Records.Unmark(gpu); err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	return nil
 }
@@ -66,7 +68,7 @@ func (p *Preparer) clearStaleMarks(ctx context.Context) error {
 		}
 		name := g.WholeName()
 		if marked, err := p.Records.Marked(name); err != nil {
-			all.start(func() error { return withCause(CauseRecord, "%w", err) })
+			all.start(func() error { return cause.Wrap(cause.Record, err) })
 		} else if marked {
 			// The inventory may be out of date. So runWhileIdle reads the hardware, and removes the GPU's
 			// mark only if MIG mode is off.
@@ -83,7 +85,7 @@ func (p *Preparer) clearStaleMarks(ctx context.Context) error {
 // that says that this driver enabled the mode.
 func (p *Preparer) runWhileIdle(ctx context.Context, g device.GPU, work func(context.Context, device.CardState) error) error {
 	name := g.WholeName()
-	ctx, cancel := withTimeout(ctx, reconcileTime, 0)
+	ctx, cancel := steps.WithTimeout(ctx, reconcileTime, 0)
 	defer cancel()
 	waiting, stop := context.WithTimeout(ctx, recoverWait)
 	defer stop()
@@ -92,7 +94,7 @@ func (p *Preparer) runWhileIdle(ctx context.Context, g device.GPU, work func(con
 		return nil // a call works on the GPU, so the GPU is not idle
 	}
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	defer locks.Release()
 	if used, err := p.isUsed(name); used || err != nil {
@@ -105,7 +107,7 @@ func (p *Preparer) runWhileIdle(ctx context.Context, g device.GPU, work func(con
 		err = p.Records.Unmark(name)
 	}
 	if err != nil {
-		return stepError(err)
+		return cause.OrStep(err)
 	}
 	return nil
 }
@@ -113,7 +115,7 @@ func (p *Preparer) runWhileIdle(ctx context.Context, g device.GPU, work func(con
 func (p *Preparer) modeIsOurs(gpu string) (bool, error) {
 	ours, err := p.Records.MarkedIn(gpu, p.BootID)
 	if err != nil {
-		return false, withCause(CauseRecord, "%w", err)
+		return false, cause.Wrap(cause.Record, err)
 	}
 	return ours, nil
 }
@@ -123,7 +125,7 @@ func (p *Preparer) modeIsOurs(gpu string) (bool, error) {
 func (p *Preparer) isUsed(gpu string) (bool, error) {
 	entries, err := p.Records.ListForGPUs(gpu)
 	if err != nil {
-		return false, withCause(CauseRecord, "%w", err)
+		return false, cause.Wrap(cause.Record, err)
 	}
 	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
 		if !e.Inexact() {

@@ -10,6 +10,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // partitionOwners says which MIG instances of one GPU this driver created, according to the
@@ -17,7 +19,7 @@ import (
 type partitionOwners struct {
 	// steps are the stored MIG instance creations of this boot. Each says which instance the driver
 	// created or was about to create.
-	steps []*migInstance
+	steps []*steps.MIGInstance
 	// unreadable lists the partitions of claims whose records are unreadable. The driver treats an
 	// instance with the profile and placement of one of them as its own, but does not remove the
 	// instance.
@@ -33,7 +35,7 @@ type partitionOwners struct {
 func (p *Preparer) readOwners(gpu string) (*partitionOwners, error) {
 	entries, err := p.Records.ListForGPUs(gpu)
 	if err != nil {
-		return nil, withCause(CauseRecord, "%w", err)
+		return nil, cause.Wrap(cause.Record, err)
 	}
 	owners := &partitionOwners{used: map[string]bool{}}
 	if err := p.addSharedOwners(gpu, owners); err != nil {
@@ -45,16 +47,16 @@ func (p *Preparer) readOwners(gpu string) (*partitionOwners, error) {
 			continue
 		}
 		r, found, err := p.Records.Load(e.ClaimUID)
-		var steps []Step
+		var list []steps.Step
 		if err == nil && found && r.BootID == p.BootID {
-			steps, err = decodeSteps(r.Steps)
+			list, err = steps.Decode(r.Steps)
 		}
 		if err != nil {
 			owners.unreadable = append(owners.unreadable, places...)
 			owners.anyPlace = owners.anyPlace || e.Inexact()
 			continue
 		}
-		owners.addRecord(gpu, r, steps)
+		owners.addRecord(gpu, r, list)
 	}
 	return owners, nil
 }
@@ -64,44 +66,41 @@ func (p *Preparer) readOwners(gpu string) (*partitionOwners, error) {
 func (p *Preparer) addSharedOwners(gpu string, owners *partitionOwners) error {
 	keys, err := p.Records.Holders()
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	for _, key := range keys {
-		of, kind := keyOf(key)
+		of, kind := steps.SplitKey(key)
 		name, ok := device.ParseName(of)
-		if kind != migInstanceKind || !ok || name.GPU != gpu || name.Partition == nil {
+		if kind != steps.MIGInstanceKind || !ok || name.GPU != gpu || name.Partition == nil {
 			continue
 		}
 		holder, found, err := p.Records.Holder(key)
 		if err == nil && (!found || holder.BootID != p.BootID) {
 			continue
 		}
-		var step sharableStep
+		var m *steps.MIGInstance
 		if err == nil {
-			step, err = decodeSharable(holder.Step)
+			m, err = steps.InstanceOf(holder)
 		}
-		if m, ok := step.(*migInstance); err == nil && ok {
-			owners.steps = append(owners.steps, m)
+		if err != nil {
+			owners.unreadable = append(owners.unreadable, *name.Partition)
 			continue
 		}
-		owners.unreadable = append(owners.unreadable, *name.Partition)
+		owners.steps = append(owners.steps, m)
 	}
 	return nil
 }
 
-func (o *partitionOwners) addRecord(gpu string, r checkpoint.Record, steps []Step) {
+func (o *partitionOwners) addRecord(gpu string, r checkpoint.Record, list []steps.Step) {
 	ours := map[string]bool{}
-	for _, step := range steps {
-		switch s := step.(type) {
-		case *migInstance:
-			if s.GPU == gpu {
-				o.steps = append(o.steps, s)
-				ours[s.Device] = true
-			}
-		case *sharedStep:
-			if part, ok := s.sharedPartition(); ok {
-				ours[part] = true
-			}
+	for _, step := range list {
+		if c, ok := steps.AsCreator(step); ok {
+			ours[c.Partition()] = true
+		}
+	}
+	for _, m := range steps.Of[*steps.MIGInstance](list) {
+		if m.GPU == gpu {
+			o.steps = append(o.steps, m)
 		}
 	}
 	for _, d := range r.Devices {
@@ -122,7 +121,7 @@ func partitionsOf(gpu string, devices []string) []device.PartitionName {
 }
 
 func (o *partitionOwners) owns(in device.Instance) bool {
-	return o.anyPlace || slices.ContainsFunc(o.steps, func(s *migInstance) bool { return s.owns(in) }) ||
+	return o.anyPlace || slices.ContainsFunc(o.steps, func(s *steps.MIGInstance) bool { return s.Owns(in) }) ||
 		slices.ContainsFunc(o.unreadable, func(place device.PartitionName) bool {
 			return place.Compute == nil && place.ProfileID == in.ProfileID && place.Start == in.Placement.Start
 		})
@@ -173,7 +172,7 @@ func (p *Preparer) findForeign(ctx context.Context, card device.Card, gpu string
 	}
 	if err != nil {
 		locks.Release()
-		return nil, nil, nil, nil, stepError(err)
+		return nil, nil, nil, nil, cause.OrStep(err)
 	}
 	for _, in := range state.MIG.Instances {
 		if !owners.owns(in) {
@@ -187,7 +186,7 @@ func (p *Preparer) findForeign(ctx context.Context, card device.Card, gpu string
 // caller does this if the admin's MIG policy for the GPU is "adopt". An instance that a process
 // still uses stays, and Adopt returns an error.
 func (p *Preparer) Adopt(ctx context.Context, card device.Card, gpu string) error {
-	work, cancel := withTimeout(ctx, periodicTime, 0)
+	work, cancel := steps.WithTimeout(ctx, steps.PeriodicTime, 0)
 	defer cancel()
 	_, foreign, owners, release, err := p.findForeign(work, card, gpu)
 	if err != nil {
@@ -201,14 +200,14 @@ func (p *Preparer) Adopt(ctx context.Context, card device.Card, gpu string) erro
 		}
 		if err := p.Partitions.Destroy(work, card, in); err != nil {
 			errs = append(errs, fmt.Errorf("remove %s, which this driver did not create, from %s (policy adopt): %w",
-				describeInstances(in), gpu, err))
+				steps.DescribeInstances(in), gpu, err))
 			continue
 		}
 		klog.FromContext(ctx).Info("Removed MIG instance that this driver did not create (policy adopt)",
-			"gpu", gpu, "instance", describeInstances(in))
+			"gpu", gpu, "instance", steps.DescribeInstances(in))
 	}
 	if err := errors.Join(errs...); err != nil {
-		return stepError(err)
+		return cause.OrStep(err)
 	}
 	return nil
 }

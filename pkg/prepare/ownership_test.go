@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // If a record is unreadable and its file name does not list the devices, the driver must treat
@@ -26,10 +27,10 @@ func TestUnreadableRecordWithoutDevicesOwnsAll(t *testing.T) {
 	w.disk.Put(recordFile(t, w, "uid-large"), []byte("{"))
 	all, theirs, err := p.ForeignInstances(t.Context(), h.card(t, gpu0), gpu0)
 	if err != nil || len(all) != 6 || len(theirs) != 0 {
-		t.Errorf("%d instances, called an admin's: %s: %v", len(all), describeInstances(theirs...), err)
+		t.Errorf("%d instances, called an admin's: %s: %v", len(all), steps.DescribeInstances(theirs...), err)
 	}
 	if ours, err := p.OwnedInstances(gpu0, all); err != nil || len(ours) != 6 {
-		t.Errorf("owned: %s: %v", describeInstances(ours...), err)
+		t.Errorf("owned: %s: %v", steps.DescribeInstances(ours...), err)
 	}
 	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).instances) != 6 {
 		t.Errorf("a claim's instances were removed, there are %d: %v", len(h.of(t, gpu0).instances), err)

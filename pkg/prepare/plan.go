@@ -14,6 +14,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // plan is what the driver must do on this node to prepare one claim.
@@ -23,11 +25,11 @@ type plan struct {
 	requests []deviceRequest
 	// steps are the parts of the preparation, such as creating a MIG instance, without the last one,
 	// which writes the claim's CDI spec.
-	steps []Step
+	steps []steps.Step
 	// sharing says which settings, MPS daemons and limits the claim asks for. It is nil in a plan made
 	// from a record.
 	sharing   *sharing
-	spec      *claimSpec
+	spec      *steps.ClaimSpec
 	baseEdits specs.ContainerEdits
 }
 
@@ -38,12 +40,9 @@ type deviceRequest struct {
 	gpu device.GPU
 	// gpuEdits are the CDI edits for the whole GPU.
 	gpuEdits specs.ContainerEdits
-	// instanceStep creates the partition for this claim alone. It is nil if the device is a whole GPU
-	// or a share, or a partition that this driver did not create.
-	instanceStep *migInstance
-	// sharedInstance creates the partition for all claims that share it. It is nil if the device is no
-	// share of a partition, or if this driver did not create the partition.
-	sharedInstance *sharedStep
+	// creator creates the partition. It is nil if the device is a whole GPU or a share of one, or a
+	// partition that this driver did not create.
+	creator steps.Creator
 	// existing is a partition that this driver did not create and that the claim uses as it is.
 	existing *partition
 	// totals is how much of each capacity of a shared device all claims together can use. It is nil if
@@ -62,33 +61,33 @@ type partition struct {
 func (p *Preparer) makePlan(c *resourceapi.ResourceClaim) (*plan, error) {
 	allocation, err := claim.Read(c, p.DriverName)
 	if err != nil {
-		return nil, withCause(CauseClaim, "%w", err)
+		return nil, cause.Wrap(cause.Claim, err)
 	}
-	pl := &plan{spec: &claimSpec{}, record: checkpoint.Record{ClaimUID: c.UID, Namespace: c.Namespace, Name: c.Name, BootID: p.BootID}}
+	pl := &plan{spec: &steps.ClaimSpec{}, record: checkpoint.Record{ClaimUID: c.UID, Namespace: c.Namespace, Name: c.Name, BootID: p.BootID}}
 	if len(allocation.Results) == 0 {
 		return pl, nil
 	}
 	snapshot := p.Hardware.Snapshot()
 	if !snapshot.Ready {
-		return nil, notReady(snapshot)
+		return nil, steps.NotReady(snapshot)
 	}
 	pl.baseEdits = snapshot.Node.Common
 	for _, r := range allocation.Results {
 		if r.Pool != p.Pool {
-			return nil, withCause(CauseClaim,
+			return nil, cause.Errorf(cause.Claim,
 				"request %s was allocated device %s of pool %s, but this node's pool is %s: delete the claim's Pods to have it allocated anew",
 				r.Request, r.Device, r.Pool, p.Pool)
 		}
 		req, ok := findDevice(snapshot, r.Device)
 		if !ok {
-			return nil, withCause(CauseDevice, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device,
+			return nil, cause.Errorf(cause.Device, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device,
 				explainMissing(snapshot, r.Device))
 		}
 		if err := checkConfigKind(r, req.name); err != nil {
-			return nil, withCause(CauseClaim, "%w", err)
+			return nil, cause.Wrap(cause.Claim, err)
 		}
 		if err := pl.checkCompatible(r, req); err != nil {
-			return nil, withCause(CauseClaim, "%w", err)
+			return nil, cause.Wrap(cause.Claim, err)
 		}
 		d := checkpoint.Device{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,
@@ -100,8 +99,8 @@ func (p *Preparer) makePlan(c *resourceapi.ResourceClaim) (*plan, error) {
 		pl.requests, pl.record.Devices = append(pl.requests, req), append(pl.record.Devices, d)
 	}
 	if pl.sharing, err = p.planSharing(c.UID, pl, allocation.Results); err != nil {
-		if CauseOf(err) == causeOther {
-			err = withCause(CauseClaim, "%w", err)
+		if cause.Of(err) == cause.Other {
+			err = cause.Wrap(cause.Claim, err)
 		}
 		return nil, err
 	}
@@ -144,7 +143,7 @@ func (p *Preparer) buildSpec(pl *plan) error {
 		for _, more := range p.clientEdits(pl.spec.Clients, i) {
 			own = mergeEdits(own, more)
 		}
-		pl.spec.addDevice(specDevice{Name: cdi.ClaimDeviceName(pl.record.ClaimUID, d.Device, d.ShareID), Edits: own})
+		pl.spec.AddDevice(steps.SpecDevice{Name: cdi.ClaimDeviceName(pl.record.ClaimUID, d.Device, d.ShareID), Edits: own})
 	}
 	return nil
 }
@@ -157,25 +156,16 @@ func mergeEdits(a, b specs.ContainerEdits) specs.ContainerEdits {
 	return a
 }
 
-// creator returns the step that creates the partition, also if claims share it. It returns nil if
-// this driver does not create the partition.
-func (req deviceRequest) creator() *migInstance {
-	if req.sharedInstance != nil {
-		if m, ok := req.sharedInstance.state.step.(*migInstance); ok {
-			return m
-		}
-	}
-	return req.instanceStep
-}
-
 func (req deviceRequest) partition() (*partition, error) {
 	if req.existing != nil {
 		return req.existing, nil
 	}
-	if m := req.creator(); m != nil && m.Instance != nil && len(m.Instance.Compute) == 1 {
-		return &partition{*m.Instance, m.Instance.Compute[0]}, nil
+	if req.creator != nil {
+		if m := req.creator.MIG(); m.Instance != nil && len(m.Instance.Compute) == 1 {
+			return &partition{*m.Instance, m.Instance.Compute[0]}, nil
+		}
 	}
-	return nil, withCause(CauseDevice, "device %s does not exist now: the kubelet retries", req.name)
+	return nil, cause.Errorf(cause.Device, "device %s does not exist now: the kubelet retries", req.name)
 }
 
 // deviceUUID returns the UUID of the claim's device with this name. The parameter has no share
@@ -194,7 +184,7 @@ func (pl *plan) deviceUUID(name string) (string, error) {
 		}
 		return part.compute.UUID, nil
 	}
-	return "", withCause(CauseDevice, "device %s is not among the claim's devices", name)
+	return "", cause.Errorf(cause.Device, "device %s is not among the claim's devices", name)
 }
 
 // hasPartitions reports whether any of the claim's devices is a partition.
@@ -208,17 +198,8 @@ func (pl *plan) hasPartitions() bool {
 }
 
 // allSteps returns all steps of the plan. The last one writes the CDI spec.
-func (pl *plan) allSteps() []Step { return append(append([]Step(nil), pl.steps...), pl.spec) }
-
-// addDevice adds a device to the spec, unless the spec has one of that name. With admin access two
-// requests may get the same device, but a CDI spec may name each device only once.
-func (s *claimSpec) addDevice(d specDevice) {
-	for _, there := range s.Devices {
-		if there.Name == d.Name {
-			return
-		}
-	}
-	s.Devices = append(s.Devices, d)
+func (pl *plan) allSteps() []steps.Step {
+	return append(append([]steps.Step(nil), pl.steps...), pl.spec)
 }
 
 // findDevice looks up the device's GPU in the inventory. It returns false if the GPU is not there.

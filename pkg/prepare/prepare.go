@@ -17,8 +17,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
@@ -37,11 +38,11 @@ const readClaimTime = 5 * time.Second
 // Without this wait the kubelet would retry only after ten seconds or more.
 func (p *Preparer) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
 	devices, err := p.prepare(ctx, c, false)
-	if CauseOf(err) == CauseHeld {
+	if cause.Of(err) == cause.Held {
 		devices, err = p.prepareAfterConflict(ctx, c, err)
 	}
 	if err != nil {
-		return nil, forClaim(c.Namespace+"/"+c.Name, err)
+		return nil, cause.ForClaim(c.Namespace+"/"+c.Name, err)
 	}
 	return devices, nil
 }
@@ -169,7 +170,7 @@ func (p *Preparer) loadOldRecord(ctx context.Context, c *resourceapi.ResourceCla
 	case errors.As(err, &unreadable):
 		return nil, p.quarantineRecord(ctx, c.UID, unreadable)
 	case err != nil:
-		return nil, withCause(CauseRecord, "%w", err)
+		return nil, cause.Wrap(cause.Record, err)
 	case !found:
 		return nil, nil
 	}
@@ -186,7 +187,7 @@ func (p *Preparer) loadOldRecord(ctx context.Context, c *resourceapi.ResourceCla
 // [Preparer.OrphanReason].
 func checkReserved(c *resourceapi.ResourceClaim) error {
 	if c.Status.Allocation != nil && len(c.Status.ReservedFor) == 0 {
-		return withCause(CauseClaim, "the claim is not reserved for any Pod: this call is late, or was sent twice")
+		return cause.Errorf(cause.Claim, "the claim is not reserved for any Pod: this call is late, or was sent twice")
 	}
 	return nil
 }
@@ -195,7 +196,7 @@ func checkReserved(c *resourceapi.ResourceClaim) error {
 // the claim.
 func checkNotCanceled(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
-		return withCause(CauseCanceled, "the kubelet canceled this call: %w", err)
+		return cause.Errorf(cause.Canceled, "the kubelet canceled this call: %w", err)
 	}
 	return nil
 }
@@ -222,21 +223,21 @@ func (p *Preparer) checkUnchanged(ctx context.Context, c *resourceapi.ResourceCl
 	defer cancel()
 	now, err := p.ReadClaim(reading, c.Namespace, c.Name)
 	if err != nil {
-		return withCause(CauseCanceled, "read the claim again after a wait: %w", cmp.Or(context.Cause(reading), err))
+		return cause.Errorf(cause.Canceled, "read the claim again after a wait: %w", cmp.Or(context.Cause(reading), err))
 	}
 	if now.UID != c.UID {
-		return withCause(CauseClaim, "another claim of the same name (UID %s) replaced the claim while this call waited", now.UID)
+		return cause.Errorf(cause.Claim, "another claim of the same name (UID %s) replaced the claim while this call waited", now.UID)
 	}
 	before, _ := claim.Read(c, p.DriverName)
 	after, err := claim.Read(now, p.DriverName)
 	if err != nil {
-		return withCause(CauseClaim, "after a wait: %w", err)
+		return cause.Errorf(cause.Claim, "after a wait: %w", err)
 	}
 	if err := checkReserved(now); err != nil {
 		return err
 	}
 	if !equality.Semantic.DeepEqual(before, after) {
-		return withCause(CauseClaim, "the claim's allocation changed while this call waited: the kubelet retries")
+		return cause.Errorf(cause.Claim, "the claim's allocation changed while this call waited: the kubelet retries")
 	}
 	return nil
 }
@@ -245,14 +246,14 @@ func (p *Preparer) checkUnchanged(ctx context.Context, c *resourceapi.ResourceCl
 // needs, or a device node of the plan's GPUs, does not exist.
 func (p *Preparer) verifyNode(pl *plan) error {
 	if err := p.Verify(pl.baseEdits); err != nil {
-		return withCause(CauseNotReady, "files that every GPU container needs are missing on this node: %w", err)
+		return cause.Errorf(cause.NotReady, "files that every GPU container needs are missing on this node: %w", err)
 	}
 	if err := p.Specs.WriteBase(pl.baseEdits); err != nil {
-		return withCause(CauseStep, "%w", err)
+		return cause.Wrap(cause.Step, err)
 	}
 	for i, req := range pl.requests {
 		if err := p.Verify(req.gpuEdits); err != nil {
-			return withCause(CauseDevice, "device %s: %w", pl.record.Devices[i].Device, err)
+			return cause.Errorf(cause.Device, "device %s: %w", pl.record.Devices[i].Device, err)
 		}
 	}
 	return nil
@@ -265,12 +266,12 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) error {
 	if err := p.verifyNode(pl); err != nil {
 		return err
 	}
-	work, cancel := withTimeout(ctx, callTime, answerTime+undoTime)
+	work, cancel := steps.WithTimeout(ctx, steps.CallTime, steps.AnswerTime+steps.UndoTime)
 	defer cancel()
 	if err := p.checkDaemons(work, pl); err != nil {
 		return err
 	}
-	cards := newCardStates(p.Partitions)
+	cards := steps.NewCardStates(p.Partitions)
 	if err := p.resolve(work, cards, pl); err != nil {
 		return err
 	}
@@ -281,8 +282,8 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) error {
 	}
 	r := &pl.record
 	r.State = checkpoint.Preparing
-	steps := pl.allSteps()
-	env := p.newEnv(r, steps)
+	list := pl.allSteps()
+	env := p.newEnv(r, list)
 	env.Cards, env.UUID = cards, pl.deviceUUID
 	// If writing the CDI spec is the only step, the plan need not be recorded first: the plugin's next
 	// start removes a spec without a record.
@@ -291,7 +292,7 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) error {
 			return errors.Join(err, p.Records.Remove(r.ClaimUID))
 		}
 	}
-	err := applyAll(work, env, pl.steps)
+	err := steps.ApplyAll(work, env, pl.steps)
 	if err == nil {
 		err = p.writeSpec(work, env, pl)
 	}
@@ -300,17 +301,17 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) error {
 			return nil
 		}
 	}
-	undo, cancelUndo := context.WithTimeout(context.WithoutCancel(ctx), undoTime+answerTime)
+	undo, cancelUndo := context.WithTimeout(context.WithoutCancel(ctx), steps.UndoTime+steps.AnswerTime)
 	defer cancelUndo()
-	if rerr := p.undo(undo, r, steps); rerr != nil {
+	if rerr := p.undo(undo, r, list); rerr != nil {
 		klog.FromContext(ctx).Error(rerr, "Failed to revert a failed preparation; the next call for the claim, or Reconcile, reverts it")
 	}
-	return stepError(err)
+	return cause.OrStep(err)
 }
 
 // writeSpec writes the claim's CDI spec. If a file or device node in the spec does not exist, it
 // returns an error instead.
-func (p *Preparer) writeSpec(ctx context.Context, env *Env, pl *plan) error {
+func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) error {
 	if err := p.buildSpec(pl); err != nil {
 		return err
 	}
@@ -323,26 +324,26 @@ func (p *Preparer) writeSpec(ctx context.Context, env *Env, pl *plan) error {
 			return err
 		}
 		if err := p.Verify(p.MIGEdits(req.gpuEdits, part.instance, part.compute)); err != nil {
-			return withCause(CauseDevice, "device %s: %w", pl.record.Devices[i].Device, err)
+			return cause.Errorf(cause.Device, "device %s: %w", pl.record.Devices[i].Device, err)
 		}
 	}
 	for _, c := range pl.spec.Clients {
 		if err := p.Verify(p.MPSEdits(c.Daemon)); err != nil {
-			return withCause(CauseStep, "files that clients of MPS daemon %s need are missing on this node: %w", c.Daemon, err)
+			return cause.Errorf(cause.Step, "files that clients of MPS daemon %s need are missing on this node: %w", c.Daemon, err)
 		}
 	}
-	return applyAll(ctx, env, []Step{pl.spec})
+	return steps.ApplyAll(ctx, env, []steps.Step{pl.spec})
 }
 
 // recordResult saves r as the record of a prepared claim, with the plan's steps.
 func (p *Preparer) recordResult(r checkpoint.Record, pl *plan) error {
-	stored, err := encodeSteps(lastingSteps(pl.allSteps()))
+	stored, err := steps.Encode(slices.DeleteFunc(pl.allSteps(), func(s steps.Step) bool { return !s.Lasting() }))
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	r.State, r.BootID, r.Steps = checkpoint.Prepared, p.BootID, stored
 	if err := p.Records.Save(r); err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	return nil
 }
@@ -358,14 +359,4 @@ func (pl *plan) kubeletDevices(pool string) []kubeletplugin.Device {
 		}
 	}
 	return answer
-}
-
-// notReady returns the error for a claim when the inventory is not ready. It includes the
-// inventory's reason.
-func notReady(s inventory.Snapshot) error {
-	reason := s.Reason
-	if reason == "" {
-		reason = "the node's devices are not known yet"
-	}
-	return withCause(CauseNotReady, "the node is not ready: %s", reason)
 }

@@ -21,6 +21,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 func mustPrepare(t *testing.T, p *Preparer, c *resourceapi.ResourceClaim) []kubeletplugin.Device {
@@ -107,12 +109,12 @@ func TestEmptyRecordIsRemovedByPrepare(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			p := w.plugin(t)
-			steps, err := encodeSteps([]Step{&claimSpec{}})
+			list, err := steps.Encode([]steps.Step{&steps.ClaimSpec{}})
 			if err != nil {
 				t.Fatal(err)
 			}
 			if err := p.Records.Save(checkpoint.Record{ClaimUID: "uid-c", Namespace: "default", Name: "c", State: checkpoint.Prepared,
-				BootID: bootID, Steps: steps}); err != nil {
+				BootID: bootID, Steps: list}); err != nil {
 				t.Fatal(err)
 			}
 			foreign := allocated("nic", "eth0")
@@ -141,41 +143,41 @@ func TestRefusals(t *testing.T) {
 		name  string
 		node  func(*world)
 		claim *resourceapi.ResourceClaim
-		cause Cause
+		cause cause.Cause
 		says  []string
 	}{
-		{"a claim that is not allocated", nil, &resourceapi.ResourceClaim{}, CauseClaim, []string{"not allocated"}},
-		{"a device of another node", nil, newClaim("c", elsewhere), CauseClaim, []string{"request r", gpu0, "node-2", pool}},
-		{"an unknown device", nil, newClaim("c", allocated("r", "foo")), CauseDevice, []string{"request r", "foo", gpu0, gpu1}},
+		{"a claim that is not allocated", nil, &resourceapi.ResourceClaim{}, cause.Claim, []string{"not allocated"}},
+		{"a device of another node", nil, newClaim("c", elsewhere), cause.Claim, []string{"request r", gpu0, "node-2", pool}},
+		{"an unknown device", nil, newClaim("c", allocated("r", "foo")), cause.Device, []string{"request r", "foo", gpu0, gpu1}},
 		{"a device that vanished", func(w *world) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[:1] }, newClaim("c", allocated("r", gpu1)),
-			CauseDevice, []string{gpu1, "it has", gpu0}},
-		{"no device at all", func(w *world) { w.snapshot.Node.GPUs = nil }, newClaim("c", allocated("r", gpu1)), CauseDevice,
+			cause.Device, []string{gpu1, "it has", gpu0}},
+		{"no device at all", func(w *world) { w.snapshot.Node.GPUs = nil }, newClaim("c", allocated("r", gpu1)), cause.Device,
 			[]string{gpu1, "no GPUs"}},
 		{"a broken device", func(w *world) {
 			w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[:1]
 			w.snapshot.Node.Problems = []nvidia.Problem{{PCIAddress: "0000:1c:00.0", Message: "it fell off the bus"}}
-		}, newClaim("c", allocated("r", gpu1)), CauseDevice, []string{gpu1, "it fell off the bus"}},
+		}, newClaim("c", allocated("r", gpu1)), cause.Device, []string{gpu1, "it fell off the bus"}},
 		{"a node that is not ready", func(w *world) { w.snapshot.Ready, w.snapshot.Reason = false, "no driver: install it" },
-			newClaim("c", allocated("r", gpu0)), CauseNotReady, []string{"the node is not ready: no driver: install it"}},
+			newClaim("c", allocated("r", gpu0)), cause.NotReady, []string{"the node is not ready: no driver: install it"}},
 		{"a node that is not ready without a reason", func(w *world) { w.snapshot.Ready = false }, newClaim("c", allocated("r", gpu0)),
-			CauseNotReady, []string{"the node is not ready: "}},
-		{"one device twice", nil, newClaim("c", allocated("a", gpu0), allocated("b", gpu0)), CauseClaim, []string{"requests a and b", gpu0}},
+			cause.NotReady, []string{"the node is not ready: "}},
+		{"one device twice", nil, newClaim("c", allocated("a", gpu0), allocated("b", gpu0)), cause.Claim, []string{"requests a and b", gpu0}},
 		{"sharing by MPS", nil, configured(newClaim("c", allocated("r", gpu0)),
-			`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`), CauseNotReady,
+			`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`), cause.NotReady,
 			[]string{"the claim needs MPS", "mps.enabled"}},
 		{"sharing by time slices", nil, configured(newClaim("c", allocated("r", gpu0)),
-			`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing"}}`), CauseStep,
+			`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing"}}`), cause.Step,
 			[]string{gpu0, "time slices"}},
-		{"a malformed configuration", nil, configured(newClaim("c", allocated("r", gpu0)), `{`), CauseClaim,
+		{"a malformed configuration", nil, configured(newClaim("c", allocated("r", gpu0)), `{`), cause.Claim,
 			[]string{"the claim's configuration"}},
 		{"a missing device node", func(w *world) {
 			w.missing = map[string]error{"/dev/nvidia0": errors.New("device node /dev/nvidia0 is missing")}
-		}, newClaim("c", allocated("r", gpu0)), CauseDevice, []string{gpu0, "device node /dev/nvidia0 is missing"}},
+		}, newClaim("c", allocated("r", gpu0)), cause.Device, []string{gpu0, "device node /dev/nvidia0 is missing"}},
 		{"a missing library", func(w *world) {
 			w.missing = map[string]error{"/usr/lib/libcuda.so.1": errors.New("mount source libcuda is missing")}
-		}, newClaim("c", allocated("r", gpu0)), CauseNotReady, []string{"mount source libcuda is missing"}},
+		}, newClaim("c", allocated("r", gpu0)), cause.NotReady, []string{"mount source libcuda is missing"}},
 		{"a very long reason of many lines", func(w *world) { w.snapshot.Ready, w.snapshot.Reason = false, strings.Repeat("ä\n", 1000) },
-			newClaim("c", allocated("r", gpu0)), CauseNotReady, []string{"ä; ä"}},
+			newClaim("c", allocated("r", gpu0)), cause.NotReady, []string{"ä; ä"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			w := newWorld(t)
@@ -186,8 +188,8 @@ func TestRefusals(t *testing.T) {
 			if err == nil {
 				t.Fatal("prepared")
 			}
-			if CauseOf(err) != c.cause {
-				t.Errorf("cause %q", CauseOf(err))
+			if cause.Of(err) != c.cause {
+				t.Errorf("cause %q", cause.Of(err))
 			}
 			for _, want := range append(c.says, "claim "+c.claim.Namespace+"/"+c.claim.Name) {
 				if !strings.Contains(err.Error(), want) {
@@ -208,7 +210,7 @@ func TestDeviceInUseIsRefusedNamingTheClaim(t *testing.T) {
 	mustPrepare(t, p, newClaim("first", allocated("r", gpu0)))
 	_, err := w.plugin(t).Prepare(t.Context(), newClaim("second", allocated("free", gpu1), allocated("r", gpu0)))
 	var held *InUseError
-	if !errors.As(err, &held) || CauseOf(err) != CauseHeld {
+	if !errors.As(err, &held) || cause.Of(err) != cause.Held {
 		t.Fatal(err)
 	}
 	for _, want := range []string{"default/second", "request r", gpu0, "default/first", "uid-first"} {
@@ -236,7 +238,7 @@ func TestAdminAccessNeitherBlocksNorIsBlocked(t *testing.T) {
 	}
 	mustUnprepare(t, p, "uid-user")
 	mustPrepare(t, p, newClaim("next", allocated("r", gpu0)))
-	if _, err := p.Prepare(t.Context(), newClaim("late", allocated("r", gpu1))); CauseOf(err) != CauseHeld {
+	if _, err := p.Prepare(t.Context(), newClaim("late", allocated("r", gpu1))); cause.Of(err) != cause.Held {
 		t.Error(err)
 	}
 }
@@ -261,12 +263,12 @@ func TestRePrepareRestoresMissingCDISpec(t *testing.T) {
 	}
 
 	w.missing = map[string]error{"/dev/nvidia0": errors.New("gone")}
-	if _, err := w.plugin(t).Prepare(t.Context(), c); CauseOf(err) != CauseDevice {
+	if _, err := w.plugin(t).Prepare(t.Context(), c); cause.Of(err) != cause.Device {
 		t.Errorf("the device node is gone: %v", err)
 	}
 	w.missing = nil
 	w.snapshot.Ready = false
-	if _, err := w.plugin(t).Prepare(t.Context(), c); CauseOf(err) != CauseNotReady {
+	if _, err := w.plugin(t).Prepare(t.Context(), c); cause.Of(err) != cause.NotReady {
 		t.Errorf("the driver is gone: %v", err)
 	}
 	if err := w.plugin(t).Unprepare(t.Context(), "uid-c"); err != nil {
@@ -305,7 +307,7 @@ func TestReplacedGPUIsRefused(t *testing.T) {
 	mustPrepare(t, p, c)
 	w.snapshot.Node.GPUs[0].UUID = "GPU-new"
 	_, err := p.Prepare(t.Context(), c)
-	if CauseOf(err) != CauseDevice || !strings.Contains(err.Error(), "GPU-0") || !strings.Contains(err.Error(), "GPU-new") {
+	if cause.Of(err) != cause.Device || !strings.Contains(err.Error(), "GPU-0") || !strings.Contains(err.Error(), "GPU-new") {
 		t.Error(err)
 	}
 	if err := p.RepairAllSpecs(t.Context()); err == nil || w.specs.of("uid-c") != "" {
@@ -350,7 +352,7 @@ func TestClaimWithMoreGPUsThanAFileNameFits(t *testing.T) {
 		t.Error(held, err)
 	}
 	mustPrepare(t, p, newClaim("rest", results[15:]...))
-	if _, err := p.Prepare(t.Context(), newClaim("more", results[3])); CauseOf(err) != CauseHeld ||
+	if _, err := p.Prepare(t.Context(), newClaim("more", results[3])); cause.Of(err) != cause.Held ||
 		!strings.Contains(err.Error(), "default/large") {
 		t.Error(err)
 	}
@@ -418,7 +420,7 @@ func TestCallCanceledWhileWaitingChangesNothing(t *testing.T) {
 		}()
 		synctest.Wait()
 		cancel()
-		if err := <-done; CauseOf(err) != CauseCanceled {
+		if err := <-done; cause.Of(err) != cause.Canceled {
 			t.Error(err)
 		}
 		other.Release()
@@ -442,11 +444,11 @@ func TestLockWaitEndsWithTheCall(t *testing.T) {
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
 	for _, name := range []string{"a", "b"} {
-		if _, err := p.Prepare(gone, newClaim(name, allocated("r", gpu0))); CauseOf(err) != CauseCanceled || !errors.Is(err, context.Canceled) {
+		if _, err := p.Prepare(gone, newClaim(name, allocated("r", gpu0))); cause.Of(err) != cause.Canceled || !errors.Is(err, context.Canceled) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if err := p.Unprepare(gone, "uid-a"); CauseOf(err) != CauseCanceled {
+	if err := p.Unprepare(gone, "uid-a"); cause.Of(err) != cause.Canceled {
 		t.Error(err)
 	}
 	if len(w.records()) != 0 {
@@ -478,7 +480,7 @@ func TestConcurrentCallsGiveEachGPUToOneClaim(t *testing.T) {
 			wg.Go(func() {
 				_, err := p.Prepare(t.Context(), c)
 				if err != nil {
-					if CauseOf(err) != CauseHeld {
+					if cause.Of(err) != cause.Held {
 						t.Error(err)
 					}
 					return

@@ -7,6 +7,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // PreparedDevice is a device of a prepared claim, with its MIG instance if it has one.
@@ -23,7 +25,7 @@ type PreparedDevice struct {
 func (p *Preparer) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) {
 	entries, err := p.Records.List()
 	if err != nil {
-		return nil, withCause(CauseRecord, "%w", err)
+		return nil, cause.Wrap(cause.Record, err)
 	}
 	var claims []kubeletplugin.NamespacedObject
 	for _, e := range entries {
@@ -41,21 +43,21 @@ func (p *Preparer) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) {
 func (p *Preparer) PreparedDevices(claim types.UID) ([]PreparedDevice, error) {
 	r, found, err := p.Records.Load(claim)
 	if err != nil {
-		return nil, withCause(CauseRecord, "%w", err)
+		return nil, cause.Wrap(cause.Record, err)
 	}
 	if !found || r.State != checkpoint.Prepared {
 		return nil, nil
 	}
-	steps, err := decodeSteps(r.Steps)
+	list, err := steps.Decode(r.Steps)
 	if err != nil {
-		return nil, withCause(CauseRecord, "%w", err)
+		return nil, cause.Wrap(cause.Record, err)
 	}
 	snapshot := p.Hardware.Snapshot()
 	devices := make([]PreparedDevice, len(r.Devices))
 	for i, d := range r.Devices {
 		devices[i] = PreparedDevice{Device: d}
 		if d.MIGUUID != "" {
-			devices[i].locate(append(p.createdInstances(steps), instancesOn(snapshot, d.GPU)...))
+			devices[i].locate(append(p.createdInstances(list), instancesOn(snapshot, d.GPU)...))
 		}
 	}
 	return devices, nil
@@ -78,17 +80,14 @@ func (g *PreparedDevice) locate(instances []device.Instance) {
 
 // createdInstances returns the GPU instances that this driver created for the claim with these
 // steps, including instances that the claim shares with others.
-func (p *Preparer) createdInstances(steps []Step) []device.Instance {
+func (p *Preparer) createdInstances(list []steps.Step) []device.Instance {
 	var instances []device.Instance
-	for _, step := range steps {
-		if s, ok := step.(*sharedStep); ok {
-			state, err := s.load(p.Records, p.BootID)
-			if err != nil {
-				continue // the inventory may have the instance
-			}
-			step = state.step
+	for _, step := range list {
+		c, ok := steps.AsCreator(step)
+		if !ok || c.Load(p.Records, p.BootID) != nil {
+			continue // the inventory may have the instance
 		}
-		if m, ok := step.(*migInstance); ok && m.Instance != nil {
+		if m := c.MIG(); m != nil && m.Instance != nil {
 			instances = append(instances, *m.Instance)
 		}
 	}

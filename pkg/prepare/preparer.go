@@ -14,34 +14,21 @@ import (
 	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/specs-go"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
-
-// Hardware returns the inventory of the node's GPUs. Its implementation must not access a GPU.
-type Hardware interface {
-	Snapshot() inventory.Snapshot
-}
-
-// Specs stores the CDI specs that the container runtime reads.
-type Specs interface {
-	WriteBase(edits specs.ContainerEdits) error
-	WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error
-	RemoveClaim(uid types.UID) error
-	Claims() ([]types.UID, error)
-}
 
 // Options has the settings and the dependencies of a Preparer.
 type Options struct {
 	DriverName string
 	// Pool is the name of this node's resource pool.
 	Pool     string
-	Hardware Hardware
-	Specs    Specs
+	Hardware steps.Hardware
+	Specs    steps.Specs
 	// Verify returns an error if a file or device node that the edits name does not exist on the node.
 	Verify  func(specs.ContainerEdits) error
 	Records *checkpoint.Store
@@ -66,10 +53,10 @@ type Options struct {
 
 	// Partitions changes MIG partitions and GPU settings. If it is nil, the Preparer can prepare only
 	// whole GPUs and does not change them.
-	Partitions Partitions
+	Partitions steps.Partitions
 	// MPS starts and stops MPS control daemons. If it is nil or not running, claims that need MPS or
 	// have fractions are refused.
-	MPS Daemons
+	MPS steps.Daemons
 	// MPSDisabled means that the administrator switched MPS off. Prepare refuses claims that need MPS.
 	// Claims that were prepared with MPS before can still be unprepared.
 	MPSDisabled bool
@@ -102,10 +89,10 @@ type Preparer struct{ Options }
 // New returns a Preparer. It replaces optional fields of o that are nil by defaults.
 func New(o Options) *Preparer {
 	if o.Partitions == nil {
-		o.Partitions = noPartitions{}
+		o.Partitions = steps.NoPartitions{}
 	}
 	if o.MPS == nil {
-		o.MPS = noDaemons{}
+		o.MPS = steps.NoDaemons{}
 	}
 	if o.MPSEdits == nil {
 		o.MPSEdits = func(string) specs.ContainerEdits { return specs.ContainerEdits{} }
@@ -145,7 +132,7 @@ type Usage struct{ Claims, GPUs, Partitions int }
 func (p *Preparer) Usage() (Usage, error) {
 	entries, err := p.Records.List()
 	if err != nil {
-		return Usage{}, withCause(CauseRecord, "%w", err)
+		return Usage{}, cause.Wrap(cause.Record, err)
 	}
 	h := Usage{Claims: len(entries)}
 	gpus := map[string]bool{}
@@ -202,9 +189,9 @@ func lockGPUs(ctx context.Context, locks *lock.Guard, gpus ...string) error {
 // begins with waitedFor, which says what that call does. Otherwise the lock file itself failed.
 func lockError(waitedFor string, err error) error {
 	if isBusy(err) {
-		return withCause(CauseCanceled, "%s: %w", waitedFor, err)
+		return cause.Errorf(cause.Canceled, "%s: %w", waitedFor, err)
 	}
-	return withCause(CauseRecord, "%w", err)
+	return cause.Wrap(cause.Record, err)
 }
 
 func isBusy(err error) bool {
@@ -230,42 +217,34 @@ func (p *Preparer) runUnlessBusy(waiting context.Context, uid types.UID, work fu
 // revert undoes the steps of record r and deletes the record. The caller holds the locks of the
 // claim and of its GPUs.
 func (p *Preparer) revert(ctx context.Context, r checkpoint.Record) error {
-	steps, err := decodeSteps(r.Steps)
+	list, err := steps.Decode(r.Steps)
 	if err != nil {
-		return withCause(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+		return cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
-	return p.undo(ctx, &r, steps)
+	return p.undo(ctx, &r, list)
 }
 
 // undo reverts the steps and removes the record r. steps may have results that r lacks. Before undo
 // destroys a MIG instance, it saves the state Reverting, but goes on if that fails, because a later
 // call verifies the devices of a record in state Prepared.
-func (p *Preparer) undo(ctx context.Context, r *checkpoint.Record, steps []Step) error {
-	env := p.newEnv(r, steps)
-	if r.State == checkpoint.Prepared && needsHardware(steps) && !env.EarlierBoot {
+func (p *Preparer) undo(ctx context.Context, r *checkpoint.Record, list []steps.Step) error {
+	env := p.newEnv(r, list)
+	if r.State == checkpoint.Prepared && steps.NeedsHardware(list) && !env.EarlierBoot {
 		r.State = checkpoint.Reverting
 		if err := env.Journal(); err != nil {
 			klog.FromContext(ctx).Error(err, "Failed to record that a claim is being unprepared; reverting anyway", "claim",
 				klog.KRef(r.Namespace, r.Name))
 		}
 	}
-	work, cancel := withTimeout(ctx, destroyTime, answerTime)
+	work, cancel := steps.WithTimeout(ctx, steps.DestroyTime, steps.AnswerTime)
 	defer cancel()
-	if err := revertAll(work, env, steps); err != nil {
-		return stepError(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
+	if err := steps.RevertAll(work, env, list); err != nil {
+		return cause.OrStep(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
 	}
 	if err := p.Records.Remove(r.ClaimUID); err != nil {
-		return withCause(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+		return cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return nil
-}
-
-// stepError adds CauseStep to an error without a cause.
-func stepError(err error) error {
-	if CauseOf(err) != causeOther {
-		return err
-	}
-	return withCause(CauseStep, "%w", err)
 }
 
 // quarantineRecord moves an unreadable record away when its claim is prepared or unprepared. It
@@ -275,17 +254,17 @@ func stepError(err error) error {
 func (p *Preparer) quarantineRecord(ctx context.Context, uid types.UID, unreadable *statefile.UnreadableError) error {
 	entries, err := p.Records.List()
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	if err := p.Specs.RemoveClaim(uid); err != nil {
-		return withCause(CauseStep, "%w", err)
+		return cause.Wrap(cause.Step, err)
 	}
 	if err := p.leaveSharedSteps(ctx, uid); err != nil {
 		return err
 	}
 	places, err := p.Records.Quarantine(uid, p.Now())
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	logger := klog.FromContext(ctx).WithValues("claimUID", uid, "quarantine", places)
 	logger.Error(unreadable, "Quarantined unreadable claim record")
@@ -315,25 +294,9 @@ func possiblePartitions(entries []checkpoint.Entry, uid types.UID) (parts []stri
 	return parts, some || len(parts) > 0
 }
 
-// newEnv returns the environment in which the steps of record r run. Its Journal function saves the
-// steps' current state in the record.
-func (p *Preparer) newEnv(r *checkpoint.Record, steps []Step) *Env {
-	return &Env{
-		ClaimUID: r.ClaimUID, Namespace: r.Namespace, Name: r.Name, BootID: p.BootID, Now: p.Now,
-		Specs: p.Specs, Partitions: p.Partitions, MPS: p.MPS, Cards: newCardStates(p.Partitions), Records: p.Records,
-		ClaimsSharing: p.claimsSharing,
-		Journal: func() error {
-			stored, err := encodeSteps(steps)
-			if err == nil {
-				r.Steps = stored
-				err = p.Records.Save(*r)
-			}
-			if err != nil {
-				return withCause(CauseRecord, "%w", err)
-			}
-			return nil
-		},
-		EarlierBoot: r.BootID != p.BootID,
-		Present:     func(card device.Card) bool { return mayBePresent(p.Hardware.Snapshot(), card) },
-	}
+// steps.NewEnv returns the environment in which the steps of record r run.
+func (p *Preparer) newEnv(r *checkpoint.Record, list []steps.Step) *steps.Env {
+	return steps.NewEnv(steps.Node{
+		BootID: p.BootID, Now: p.Now, Records: p.Records, Specs: p.Specs, Hardware: p.Hardware, Partitions: p.Partitions, MPS: p.MPS,
+	}, r, list)
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -12,6 +11,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
@@ -29,44 +30,6 @@ const (
 // call had the lock. It is no sign that something is wrong with them.
 var errNotChecked = errors.New("the claim's devices were not checked")
 
-// reconcilePass is one pass of Reconcile over all claims. It remembers which shared settings and
-// daemons were restored, so that each is restored once however many claims share it. A nil pass
-// remembers nothing.
-type reconcilePass struct {
-	mu   sync.Mutex
-	done map[string]error
-}
-
-// once calls work only for the first call with this key in the pass. A later call with the key
-// returns the error that work returned then. Concurrent callers with the same key must hold the
-// same lock.
-func (pass *reconcilePass) once(key string, work func() error) error {
-	if pass == nil {
-		return work()
-	}
-	pass.mu.Lock()
-	err, done := pass.done[key]
-	pass.mu.Unlock()
-	if done {
-		return err
-	}
-	err = work()
-	pass.mu.Lock()
-	defer pass.mu.Unlock()
-	pass.done[key] = err
-	return err
-}
-
-// reset forgets which settings and daemons the pass has restored. A caller that recreates a
-// partition calls reset, because an MPS daemon on the partition must be restarted.
-func (pass *reconcilePass) reset() {
-	if pass != nil {
-		pass.mu.Lock()
-		defer pass.mu.Unlock()
-		clear(pass.done)
-	}
-}
-
 // Reconcile makes hardware and records agree, for every claim for which no call is running. It
 // reverts unfinished preparations, finishes interrupted unpreparations and recreates lost
 // partitions at their placements. If a partition cannot be recreated, Reconcile removes the claim's
@@ -81,10 +44,10 @@ func (pass *reconcilePass) reset() {
 func (p *Preparer) Reconcile(ctx context.Context) error {
 	entries, err := p.Records.List()
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	var all parallel
-	pass := &reconcilePass{done: map[string]error{}}
+	pass := steps.NewPass()
 	for _, e := range entries {
 		all.start(func() error { return withClaim(e.ClaimUID, p.reconcileClaim(ctx, pass, e.ClaimUID)) })
 	}
@@ -93,7 +56,7 @@ func (p *Preparer) Reconcile(ctx context.Context) error {
 	return all.wait()
 }
 
-func (p *Preparer) reconcileClaim(ctx context.Context, pass *reconcilePass, uid types.UID) error {
+func (p *Preparer) reconcileClaim(ctx context.Context, pass *steps.Pass, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, recoverWait)
 	defer cancel()
 	err := errNotChecked // stays so if another call has the claim's lock
@@ -110,14 +73,14 @@ func (p *Preparer) reconcileClaim(ctx context.Context, pass *reconcilePass, uid 
 	return err
 }
 
-func (p *Preparer) reconcileLocked(ctx context.Context, pass *reconcilePass, locks *lock.Guard, uid types.UID) error {
+func (p *Preparer) reconcileLocked(ctx context.Context, pass *steps.Pass, locks *lock.Guard, uid types.UID) error {
 	r, found, err := p.Records.Load(uid)
 	var unreadable *statefile.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
 		return errNotChecked // Recover has reported the record, which stays until the claim is unprepared
 	case err != nil:
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	case !found:
 		return nil
 	}
@@ -145,7 +108,7 @@ func (p *Preparer) reconcileLocked(ctx context.Context, pass *reconcilePass, loc
 		return p.rewriteSpec(work, r, p.restoreAllIn(pass))
 	}
 	klog.FromContext(ctx).Info("Rolling back incomplete claim", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", uid, "state", r.State)
-	reverting, cancelReverting := context.WithTimeout(work, periodicTime+answerTime)
+	reverting, cancelReverting := context.WithTimeout(work, steps.PeriodicTime+steps.AnswerTime)
 	defer cancelReverting()
 	if err := p.revert(reverting, r); err != nil {
 		return err

@@ -85,20 +85,3 @@ func TestReconcileWaitsOnceForHungDaemon(t *testing.T) {
 		checkSharedState(t, w, h, p, device.TimeSliceDefault)
 	})
 }
-
-// Reconcile may examine an MPS daemon before it recreates the partition that the daemon serves.
-// Recreating calls reset, and after that the daemon must be examined again.
-func TestReconcileRechecksRecreatedPartition(t *testing.T) {
-	pass := &reconcilePass{done: map[string]error{}}
-	n := 0
-	ask := func() error { n++; return nil }
-	for range 2 {
-		if err := pass.once("key", ask); err != nil {
-			t.Error(err)
-		}
-	}
-	pass.reset()
-	if err := pass.once("key", ask); err != nil || n != 2 {
-		t.Errorf("%v, asked %d times", err, n)
-	}
-}

@@ -15,6 +15,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // recoverWait limits how long Recover, Reconcile and RepairClaimSpec wait for the lock of a claim
@@ -51,18 +53,18 @@ func (p *Preparer) findTraces() (uids []types.UID, _ error) {
 	var errs []error
 	entries, err := p.Records.List()
 	if err != nil {
-		errs = append(errs, withCause(CauseRecord, "%w", err))
+		errs = append(errs, cause.Wrap(cause.Record, err))
 	}
 	for _, e := range entries {
 		uids = append(uids, e.ClaimUID)
 	}
 	unfinished, err := p.Records.Unfinished()
 	if err != nil {
-		errs = append(errs, withCause(CauseRecord, "%w", err))
+		errs = append(errs, cause.Wrap(cause.Record, err))
 	}
 	specified, err := p.Specs.Claims()
 	if err != nil {
-		errs = append(errs, withCause(CauseStep, "%w", err))
+		errs = append(errs, cause.Wrap(cause.Step, err))
 	}
 	uids = slices.Concat(uids, unfinished, specified)
 	slices.Sort(uids)
@@ -82,11 +84,11 @@ func (p *Preparer) recoverClaim(ctx context.Context, uid types.UID) error {
 		return p.removeTraces(ctx, uid)
 	}
 	if derr := p.Records.DiscardUnfinished(uid); derr != nil {
-		return withCause(CauseRecord, "%w", derr)
+		return cause.Wrap(cause.Record, derr)
 	}
 	switch {
 	case err != nil:
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	case r.State != checkpoint.Prepared:
 		return p.recoverUnfinished(ctx, locks, r)
 	}
@@ -104,11 +106,11 @@ func (p *Preparer) recoverUnfinished(ctx context.Context, locks *lock.Guard, r c
 		return err
 	}
 	logger := klog.FromContext(ctx).WithValues("claim", klog.KRef(r.Namespace, r.Name), "claimUID", r.ClaimUID)
-	steps, err := decodeSteps(r.Steps)
+	list, err := steps.Decode(r.Steps)
 	if err != nil {
-		return withCause(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+		return cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
-	if needsHardware(steps) && r.BootID == p.BootID {
+	if steps.NeedsHardware(list) && r.BootID == p.BootID {
 		logger.Info("Deferring rollback of incomplete claim until its GPUs can be read")
 		return p.Specs.RemoveClaim(r.ClaimUID)
 	}
@@ -146,7 +148,7 @@ func (p *Preparer) rewriteSpec(ctx context.Context, r checkpoint.Record, ensure 
 		if errors.Is(err, errNotInInventory) {
 			return err
 		}
-		return stepError(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
+		return cause.OrStep(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
 	}
 	return nil
 }
@@ -155,7 +157,7 @@ func (p *Preparer) rewriteSpec(ctx context.Context, r checkpoint.Record, ensure 
 // inventory lacks one of the claim's GPUs. If a card was replaced, planFromRecord removes the
 // claim's CDI spec, so that no container gets the new card.
 func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapshot) (pl *plan, known bool, err error) {
-	pl = &plan{record: r, spec: &claimSpec{}, baseEdits: snapshot.Node.Common}
+	pl = &plan{record: r, spec: &steps.ClaimSpec{}, baseEdits: snapshot.Node.Common}
 	pl.record.Devices = slices.Clone(r.Devices)
 	for _, d := range r.Devices {
 		req, ok := findDevice(snapshot, d.Device)
@@ -169,11 +171,11 @@ func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapsh
 	}
 	ours, err := p.adoptSteps(pl, r)
 	if err == nil && !ours {
-		err = &permanentError{errors.New("another version of the driver recorded steps that this one would not take: " +
-			"install that version, or delete the claim's Pods")}
+		err = cause.Permanent(errors.New("another version of the driver recorded steps that this one would not take: " +
+			"install that version, or delete the claim's Pods"))
 	}
 	if err != nil {
-		return nil, false, withCause(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+		return nil, false, cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return pl, true, nil
 }
@@ -182,16 +184,15 @@ func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapsh
 // inventory lacks. It does nothing for a claim with a partition, because the recorded partition may
 // no longer exist.
 func (p *Preparer) writeRecordedSpec(ctx context.Context, r checkpoint.Record) error {
-	steps, err := decodeSteps(r.Steps)
+	list, err := steps.Decode(r.Steps)
 	if err != nil {
-		return withCause(CauseRecord, "claim %s/%s: %w", r.Namespace, r.Name, err)
+		return cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	if slices.ContainsFunc(r.Devices, func(d checkpoint.Device) bool { return d.MIGUUID != "" }) {
 		return nil
 	}
-	if err := applyAll(ctx, p.newEnv(&r, steps), slices.DeleteFunc(steps,
-		func(s Step) bool { return s.Kind() != claimSpecKind })); err != nil {
-		return stepError(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
+	if err := steps.ApplyAll(ctx, p.newEnv(&r, list), steps.Of[*steps.ClaimSpec](list)); err != nil {
+		return cause.OrStep(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
 	}
 	return nil
 }
@@ -202,7 +203,7 @@ func (p *Preparer) writeRecordedSpec(ctx context.Context, r checkpoint.Record) e
 func (p *Preparer) RepairSpecs(ctx context.Context) (left []types.UID, _ error) {
 	entries, err := p.Records.List()
 	if err != nil {
-		return nil, withCause(CauseRecord, "%w", err)
+		return nil, cause.Wrap(cause.Record, err)
 	}
 	var errs []error
 	for _, e := range entries {
@@ -228,7 +229,7 @@ func (p *Preparer) repairSpec(ctx context.Context, uid types.UID, wait time.Dura
 	waiting, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
 	locks, err := p.lockClaim(waiting, uid)
-	if CauseOf(err) == CauseCanceled {
+	if cause.Of(err) == cause.Canceled {
 		return errors.Join(errBusy, err)
 	}
 	if err != nil {

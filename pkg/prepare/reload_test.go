@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 // A reloaded NVIDIA driver may number its device nodes differently, so /dev/nvidia1 may now be
@@ -42,8 +43,8 @@ func TestLockFileErrorIsNotReportedAsAWait(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err := p.Prepare(t.Context(), newClaim("a", allocated("r", gpu0)))
-	if CauseOf(err) != CauseRecord || strings.Contains(err.Error(), "under way") || strings.Contains(err.Error(), "another instance") {
-		t.Errorf("%s: %v", CauseOf(err), err)
+	if cause.Of(err) != cause.Record || strings.Contains(err.Error(), "under way") || strings.Contains(err.Error(), "another instance") {
+		t.Errorf("%s: %v", cause.Of(err), err)
 	}
 }
 

@@ -11,6 +11,8 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // reprepare keeps or reverts the claim's earlier preparation, which old records. If it was finished
@@ -38,7 +40,7 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 	asked := pl.sharing
 	known, err := p.adoptSteps(pl, old)
 	if err != nil {
-		return false, withCause(CauseRecord, "%w", err)
+		return false, cause.Wrap(cause.Record, err)
 	}
 	if known && !pl.matchesSharing(asked) {
 		logger.Info("Preparing claim anew: its sharing configuration changed", "devices", deviceNames(old.Devices))
@@ -54,20 +56,20 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 	// The answer to the kubelet relies on the record. A killed process may have written it without
 	// syncing the directory.
 	if err := p.Records.SyncDirs(hasSharedSteps(old)); err != nil {
-		return false, withCause(CauseRecord, "%w", err)
+		return false, cause.Wrap(cause.Record, err)
 	}
 	if err := p.verifyNode(pl); err != nil {
 		return false, err
 	}
-	work, cancel := withTimeout(ctx, callTime, answerTime)
+	work, cancel := steps.WithTimeout(ctx, steps.CallTime, steps.AnswerTime)
 	defer cancel()
 	env := p.newEnv(&old, nil)
 	modes, err := p.disableModeSteps(work, env.Cards, pl)
 	if err != nil {
 		return false, err
 	}
-	if err := applyAll(work, env, modes); err != nil {
-		return false, stepError(err)
+	if err := steps.ApplyAll(work, env, modes); err != nil {
+		return false, cause.OrStep(err)
 	}
 	return true, p.refresh(work, old, pl, p.restoreAll)
 }
@@ -85,33 +87,28 @@ func (p *Preparer) revertOld(ctx context.Context, old checkpoint.Record) error {
 // checkForeignPartitions runs after a reboot. It returns an error if a partition of the claim that
 // this driver did not create does not exist yet. The driver never creates such a partition itself.
 func (p *Preparer) checkForeignPartitions(ctx context.Context, old checkpoint.Record, pl *plan) error {
-	steps, err := decodeSteps(old.Steps)
+	list, err := steps.Decode(old.Steps)
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	owned := map[string]bool{}
-	for _, step := range steps {
-		switch s := step.(type) {
-		case *migInstance:
-			owned[s.Device] = true
-		case *sharedStep:
-			if part, ok := s.sharedPartition(); ok {
-				owned[part] = true
-			}
+	for _, step := range list {
+		if c, ok := steps.AsCreator(step); ok {
+			owned[c.Partition()] = true
 		}
 	}
-	work, cancel := withTimeout(ctx, callTime, answerTime)
+	work, cancel := steps.WithTimeout(ctx, steps.CallTime, steps.AnswerTime)
 	defer cancel()
-	cards := newCardStates(p.Partitions)
+	cards := steps.NewCardStates(p.Partitions)
 	for i, d := range old.Devices {
 		req := &pl.requests[i]
 		if req.name.Partition == nil || d.AdminAccess || owned[d.Device] {
 			continue
 		}
 		if _, _, found, err := p.instanceAtPlace(work, cards, req); err != nil {
-			return withCause(CauseOf(err), "request %s: %w", d.Request, err)
+			return cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
 		} else if !found {
-			return withCause(CauseNotReady,
+			return cause.Errorf(cause.NotReady,
 				"request %s: device %s was created outside this driver and lost at a reboot: create it again (nvidia-smi mig), or delete the "+
 					"claim's Pods to have another device allocated",
 				d.Request, d.Device)
@@ -124,45 +121,35 @@ func (p *Preparer) checkForeignPartitions(ctx context.Context, old checkpoint.Re
 // the claim's devices: a step creates a partition for none of them, or the steps do not write
 // exactly one CDI spec.
 func (p *Preparer) adoptSteps(pl *plan, old checkpoint.Record) (bool, error) {
-	steps, err := decodeSteps(old.Steps)
+	list, err := steps.Decode(old.Steps)
 	if err != nil {
 		return false, err
 	}
-	specs := 0
-	instances := map[string]*migInstance{}
-	sharedInstances := map[string]*sharedStep{}
-	pl.steps = nil
-	for _, step := range steps {
-		switch s := step.(type) {
-		case *claimSpec:
-			pl.spec = s
-			specs++
-		case *migInstance:
-			instances[s.Device] = s
-			pl.steps = append(pl.steps, s)
-		case *sharedStep:
-			if s.Want.Kind == migInstanceKind {
-				if s.state, err = s.load(p.Records, p.BootID); err != nil {
-					return false, s.unreadableError(err)
-				}
-				sharedInstances[s.Key] = s
+	specs := steps.Of[*steps.ClaimSpec](list)
+	if len(specs) != 1 {
+		return false, nil
+	}
+	pl.spec, pl.steps = specs[0], slices.DeleteFunc(list, func(s steps.Step) bool {
+		return s == steps.Step(specs[0]) || !s.Lasting()
+	})
+	creators := map[string]steps.Creator{}
+	for _, step := range pl.steps {
+		if c, ok := steps.AsCreator(step); ok {
+			if err := c.Load(p.Records, p.BootID); err != nil {
+				return false, err
 			}
-			pl.steps = append(pl.steps, s)
+			creators[c.Partition()] = c
 		}
 	}
 	used := map[string]bool{}
 	for i := range pl.requests {
 		req, d := &pl.requests[i], old.Devices[i]
 		pl.record.Devices[i].MIGUUID = d.MIGUUID
-		req.instanceStep, req.sharedInstance = instances[d.Device], nil
-		if req.name.Share {
-			req.sharedInstance = sharedInstances[partitionKey(req.name)]
-		}
-		if (req.instanceStep != nil || req.sharedInstance != nil) && !d.AdminAccess {
+		if req.creator = creators[d.Device]; req.creator != nil && !d.AdminAccess {
 			used[d.Device] = true
 		}
 	}
-	return specs == 1 && len(used) == len(instances)+len(sharedInstances), nil
+	return len(used) == len(creators), nil
 }
 
 // refresh repairs a finished preparation. First it calls ensure, which may recreate lost partitions
@@ -172,19 +159,19 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan,
 	r.Devices = slices.Clone(old.Devices)
 	env := p.newEnv(&r, pl.allSteps())
 	env.UUID = pl.deviceUUID
-	if pl.hasPartitions() || len(sharedSteps(pl.steps)) > 0 {
+	if pl.hasPartitions() || len(steps.Of[*steps.Shared](pl.steps)) > 0 {
 		if err := ensure(ctx, env, pl); err != nil {
 			return err
 		}
 	}
 	if err := p.writeSpec(ctx, env, pl); err != nil {
-		return stepError(err)
+		return cause.OrStep(err)
 	}
-	// If ensure recreated a partition, the migInstance step that did so has already saved the new
+	// If ensure recreated a partition, the MIGInstance step that did so has already saved the new
 	// partition in the claim's record.
 	same, err := sameSteps(r.Steps, pl.allSteps())
 	if err != nil {
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	}
 	changed, others := r.BootID != p.BootID || !same, false
 	for i := range r.Devices {
@@ -208,41 +195,30 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan,
 // matchesSharing reports whether a plan made from a record has the same shared settings, MPS
 // daemons and limits as "asked", which the claim's current configuration asks for.
 func (pl *plan) matchesSharing(asked *sharing) bool {
-	var there []*sharedStep
-	for _, s := range sharedSteps(pl.steps) {
-		if s.Want.Kind != migInstanceKind {
-			there = append(there, s)
-		}
-	}
-	return slices.EqualFunc(there, asked.steps(), sameSharedStep) && slices.EqualFunc(pl.spec.Clients, asked.clients, sameClient)
+	there := slices.DeleteFunc(steps.Of[*steps.Shared](pl.steps), func(s *steps.Shared) bool {
+		_, creates := steps.AsCreator(s)
+		return creates
+	})
+	return slices.EqualFunc(there, asked.shared, (*steps.Shared).Wants) && slices.EqualFunc(pl.spec.Clients, asked.clients, sameClient)
 }
 
 // sameClient reports whether a and b are equal except for Whole. Whole depends on what the hardware
 // supported when the claim was prepared, and running containers keep that value.
-func sameClient(a, b mpsClient) bool {
+func sameClient(a, b steps.MPSClient) bool {
 	a.Whole, b.Whole = "", ""
 	return reflect.DeepEqual(a, b)
-}
-
-// sameSharedStep reports whether a and b are the same shared setting, partition or daemon with the
-// same value. It compares the results of describe, because versions of the driver may encode the
-// same value differently.
-func sameSharedStep(a, b *sharedStep) bool {
-	x, err := a.wantedStep()
-	y, errY := b.wantedStep()
-	return err == nil && errY == nil && a.Key == b.Key && x.describe() == y.describe()
 }
 
 // hasSharedSteps reports whether the record names a setting, MPS daemon or partition that the claim
 // may share with other claims.
 func hasSharedSteps(r checkpoint.Record) bool {
-	return slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return s.Kind == sharedKind })
+	return slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return s.Kind == steps.SharedKind })
 }
 
 func replacedError(d checkpoint.Device, now string) error {
-	return &permanentError{withCause(CauseDevice,
+	return cause.Permanent(cause.Errorf(cause.Device,
 		"request %s: device %s was GPU %s when the claim was prepared and is GPU %s now: the card was replaced: delete the claim's Pods",
-		d.Request, d.Device, d.GPUUUID, now)}
+		d.Request, d.Device, d.GPUUUID, now))
 }
 
 // sameDevice reports whether old and now are the same device of the allocation. It ignores GPU
@@ -258,16 +234,16 @@ func equalPtr[T comparable](a, b *T) bool {
 
 // sameSteps reports whether the record already has these steps. It ignores fields that this version
 // does not know, so that it does not rewrite a record only to drop them.
-func sameSteps(recorded []checkpoint.Step, now []Step) (bool, error) {
-	before, err := decodeSteps(recorded)
+func sameSteps(recorded []checkpoint.Step, now []steps.Step) (bool, error) {
+	before, err := steps.Decode(recorded)
 	if err != nil {
 		return false, err
 	}
-	a, err := encodeSteps(before)
+	a, err := steps.Encode(before)
 	if err != nil {
 		return false, err
 	}
-	b, err := encodeSteps(now)
+	b, err := steps.Encode(now)
 	return slices.EqualFunc(a, b, func(x, y checkpoint.Step) bool {
 		return x.Kind == y.Kind && bytes.Equal(x.Params, y.Params)
 	}), err

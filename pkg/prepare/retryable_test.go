@@ -10,7 +10,7 @@ import (
 func TestPermanentErrorsAreNotRetryable(t *testing.T) {
 	bad := newClaim("bad", allocated("r", gpu0))
 	whole := func(t *testing.T, w *world) { t.Helper(); mustPrepare(t, w.plugin(t), bad) }
-	takes := func(steps func(before []checkpoint.Step) []checkpoint.Step) func(t *testing.T, w *world) {
+	takes := func(list func(before []checkpoint.Step) []checkpoint.Step) func(t *testing.T, w *world) {
 		return func(t *testing.T, w *world) {
 			t.Helper()
 			whole(t, w)
@@ -19,7 +19,7 @@ func TestPermanentErrorsAreNotRetryable(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			r.Steps = steps(r.Steps)
+			r.Steps = list(r.Steps)
 			if err := p.Records.Save(r); err != nil {
 				t.Fatal(err)
 			}

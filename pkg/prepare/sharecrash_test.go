@@ -12,6 +12,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 var (
@@ -111,7 +112,7 @@ func interruptedScene(t *testing.T, s sharingScene) (w *world, h *hardware, p *P
 	s.before(t, w, p)
 	w.scan()
 	h.takeCalls()
-	if slices.Contains(w.holders(), sharedKey(gpu0, timeSliceKind)+".json") {
+	if slices.Contains(w.holders(), steps.SharedKey(gpu0, steps.TimeSliceKind)+".json") {
 		return w, h, p, device.TimeSliceMedium
 	}
 	return w, h, p, h.of(t, gpu0).slice
@@ -154,16 +155,16 @@ func checkSharedState(t *testing.T, w *world, h *hardware, p *Preparer, found de
 				t.Errorf("%s is held by claim %s, whose record is %+v, %v", key, c, r, err)
 			}
 		}
-		step, err := decodeSharable(held.Step)
+		step, err := steps.StepOf(held)
 		if err != nil {
 			t.Error(err)
 		}
 		switch s := step.(type) {
-		case *timeSlice:
+		case *steps.TimeSlice:
 			slice[s.GPU] = s.Want
-		case *computeMode:
+		case *steps.ComputeMode:
 			mode[s.GPU] = device.ComputeExclusiveProcess
-		case *mpsDaemon:
+		case *steps.MPSDaemon:
 			running++
 			if d, ok := w.daemons.running[s.ID]; !ok || !slices.Equal(d.Devices, s.UUIDs) {
 				t.Errorf("%s has %q, and there is %+v", key, s.UUIDs, d)
@@ -173,9 +174,10 @@ func checkSharedState(t *testing.T, w *world, h *hardware, p *Preparer, found de
 					t.Errorf("%s has %s, which is not there for it", key, uuid)
 				}
 			}
-		case *migInstance:
-			if _, ok := s.findIntact(h.of(t, s.GPU).state().MIG.Instances); !ok {
-				t.Errorf("%s has %s, and there is %s", key, describeInstances(*s.Instance), describeInstances(h.of(t, s.GPU).state().MIG.Instances...))
+		case *steps.MIGInstance:
+			there := h.of(t, s.GPU).state().MIG.Instances
+			if _, ok := s.FindIntact(there); !ok {
+				t.Errorf("%s has %s, and there is %s", key, steps.DescribeInstances(*s.Instance), steps.DescribeInstances(there...))
 			}
 		}
 	}

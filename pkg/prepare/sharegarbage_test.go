@@ -16,6 +16,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // Claims that share a GPU setting, daemon or partition must be able to leave it in any order, even
@@ -60,7 +62,7 @@ func TestClaimsLeaveSharedStateWithUnreadableRecords(t *testing.T) {
 					// Instances that were created for one claim alone stay, because without the claim's record
 					// nothing proves that this driver created them.
 					if s.claims[0] != parted && len(h.of(t, gpu0).instances) != 0 {
-						t.Errorf("left: %s", describeInstances(h.of(t, gpu0).state().MIG.Instances...))
+						t.Errorf("left: %s", steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
 					}
 				})
 			}
@@ -87,19 +89,20 @@ func TestHolderFileWithWrongStepKindIsAnError(t *testing.T) {
 	w := newWorld(t)
 	withMPS(w)
 	p := w.plugin(t)
-	other, err := encodeStep(&computeMode{settingState[device.ComputeMode]{GPU: gpu0}})
+	other, err := steps.NewShared(gpu0, []string{gpu0}, &steps.ComputeMode{SettingState: steps.SettingState[device.ComputeMode]{GPU: gpu0}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	name, _ := device.ParseName(migShare0)
-	if err := p.Records.SaveHolder(checkpoint.Holder{Key: partitionKey(name), GPUs: []string{gpu0}, State: checkpoint.Applied,
-		BootID: w.bootID, Step: other}); err != nil {
+	if err := p.Records.SaveHolder(checkpoint.Holder{Key: steps.PartitionKey(name), GPUs: []string{gpu0}, State: checkpoint.Applied,
+		BootID: w.bootID, Step: other.Want}); err != nil {
 		t.Fatal(err)
 	}
 	_, err = p.Prepare(t.Context(), migPart1)
-	if CauseOf(err) != CauseRecord || !strings.Contains(err.Error(), partitionKey(name)) || !strings.Contains(err.Error(), computeModeKind) ||
+	if cause.Of(err) != cause.Record || !strings.Contains(err.Error(), steps.PartitionKey(name)) ||
+		!strings.Contains(err.Error(), steps.ComputeModeKind) ||
 		strings.Contains(err.Error(), "%!") {
-		t.Errorf("cause %s: %v", CauseOf(err), err)
+		t.Errorf("cause %s: %v", cause.Of(err), err)
 	}
 }
 
@@ -125,9 +128,9 @@ func TestUnreadableHolderRefusesJoinsAndEndsInDefault(t *testing.T) {
 			}
 			third := s.claims[0].DeepCopy()
 			third.Name, third.UID = "third", "uid-third"
-			if _, err := p.Prepare(t.Context(), third); CauseOf(err) != CauseHeld ||
+			if _, err := p.Prepare(t.Context(), third); cause.Of(err) != cause.Held ||
 				!strings.Contains(err.Error(), "it is unknown which claims share") {
-				t.Errorf("cause %s: %v", CauseOf(err), err)
+				t.Errorf("cause %s: %v", cause.Of(err), err)
 			}
 			if s.claims[0] != migPart1 { // only the lost file proved that the driver created the MIG instance
 				h.of(t, gpu0).forget()
@@ -189,7 +192,7 @@ func TestSharedStateOfRecordlessClaimsIsRestored(t *testing.T) {
 // Reconcile must remove the unfinished file of a shared setting if there is no finished one,
 // because no claim would remove it.
 func TestUnfinishedHolderFileIsRemoved(t *testing.T) {
-	for _, key := range []string{sharedKey(gpu0, timeSliceKind), sharedKey("uid-c-0", mpsDaemonKind)} {
+	for _, key := range []string{steps.SharedKey(gpu0, steps.TimeSliceKind), steps.SharedKey("uid-c-0", steps.MPSDaemonKind)} {
 		w := newWorld(t)
 		withMPS(w)
 		p := w.plugin(t)
@@ -355,7 +358,7 @@ func TestUnreadableHolderIsQuarantinedUnderItsLock(t *testing.T) {
 		mustPrepare(t, w.plugin(t), c.claim)
 		key := ""
 		for _, file := range w.holders() {
-			if strings.HasSuffix(file, "_"+mpsDaemonKind+".json") {
+			if strings.HasSuffix(file, "_"+steps.MPSDaemonKind+".json") {
 				key = strings.TrimSuffix(file, ".json")
 				w.disk.Put(filepath.Join(state, "holders", file), nil)
 			}
@@ -369,7 +372,7 @@ func TestUnreadableHolderIsQuarantinedUnderItsLock(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := p.quarantineHolder(t.Context(), key, errors.New("torn")); CauseOf(err) != CauseCanceled || len(w.daemons.running) != 1 {
+			if err := p.quarantineHolder(t.Context(), key, errors.New("torn")); cause.Of(err) != cause.Canceled || len(w.daemons.running) != 1 {
 				t.Errorf("%s: while another call works on it: %v, %v", key, err, w.daemons.running)
 			}
 			held.Release()

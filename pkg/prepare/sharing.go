@@ -12,27 +12,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
-
-// mpsClient makes the containers that use some of the claim's devices clients of an MPS daemon.
-type mpsClient struct {
-	Daemon string `json:"daemon"`
-	// Devices are the devices that the daemon serves for the claim, as indexes into the record's
-	// Devices.
-	Devices []int `json:"devices"`
-	// Memory limits the GPU memory of each process in such a container, in MiB. Zero means no limit.
-	Memory uint64 `json:"memory,omitempty"`
-	// Threads limits the part of the GPU's threads that each process in such a container can use, in
-	// percent. Zero means no limit.
-	Threads int `json:"threads,omitempty"`
-	// Whole is the UUID of the GPU on which all processes of a container together get no more than
-	// Memory. It is empty if the limit applies only to each process by itself.
-	Whole string `json:"whole,omitempty"`
-}
 
 // clientEdits returns the CDI edits that the clients of MPS daemons need for the claim's device at
 // index.
-func (p *Preparer) clientEdits(clients []mpsClient, index int) []specs.ContainerEdits {
+func (p *Preparer) clientEdits(clients []steps.MPSClient, index int) []specs.ContainerEdits {
 	var edits []specs.ContainerEdits
 	for _, c := range clients {
 		if slices.Contains(c.Devices, index) {
@@ -51,23 +36,21 @@ func (p *Preparer) clientEdits(clients []mpsClient, index int) []specs.Container
 // containers use an MPS daemon. The claim's configuration asks for time slices and MPS, and the
 // capacities of its shares give the limits.
 type sharing struct {
-	slices  []*sharedStep
-	modes   []*sharedStep
-	daemons []*sharedStep
-	clients []mpsClient
+	// shared has the settings and daemons in the order in which they are applied.
+	shared  []*steps.Shared
+	clients []steps.MPSClient
 }
 
-// steps returns the shared steps in the order in which they are applied.
-func (s *sharing) steps() []*sharedStep { return slices.Concat(s.modes, s.slices, s.daemons) }
-
-// addShared adds step to steps in a form that claims can share, unless steps has one with the same
-// key. The parameter "of" names the GPU, partition or daemon that the step belongs to.
-func addShared(steps []*sharedStep, of string, gpus []string, step sharableStep) ([]*sharedStep, error) {
-	s, err := newSharedStep(of, gpus, step)
-	if err != nil || slices.ContainsFunc(steps, func(there *sharedStep) bool { return there.Key == s.Key }) {
-		return steps, err
+// add adds a step in a form that claims can share, unless there is one with the same key. The
+// parameter "of" names the GPU, partition or daemon that the step belongs to.
+func (s *sharing) add(of string, gpus []string, step steps.Sharable) error {
+	shared, err := steps.NewShared(of, gpus, step)
+	if err != nil || slices.ContainsFunc(s.shared, func(there *steps.Shared) bool { return there.Key == shared.Key }) {
+		return err
 	}
-	return append(steps, s), nil
+	s.shared = append(s.shared, shared)
+	steps.SortShared(s.shared)
+	return nil
 }
 
 // mpsGroup is the set of a claim's devices for which one configuration entry asks for MPS. One MPS
@@ -96,9 +79,8 @@ func (p *Preparer) planSharing(uid types.UID, pl *plan, results []claim.Result) 
 		}
 		switch {
 		case strategy == v1beta1.SharingTimeSlicing && req.name.Partition == nil:
-			var err error
-			if s.slices, err = addShared(s.slices, req.name.GPU, []string{req.name.GPU}, &timeSlice{
-				settingState: settingState[device.TimeSlice]{GPU: req.name.GPU, Card: req.gpu.Card()}, Want: intervals[interval],
+			if err := s.add(req.name.GPU, []string{req.name.GPU}, &steps.TimeSlice{
+				SettingState: steps.SettingState[device.TimeSlice]{GPU: req.name.GPU, Card: req.gpu.Card()}, Want: steps.TimeSliceIntervals[interval],
 			}); err != nil {
 				return nil, err
 			}
@@ -192,15 +174,15 @@ func requestedSharing(c v1beta1.Config) (v1beta1.SharingStrategy, v1beta1.TimeSl
 // needs. It adds none for a partition, because a GPU in MIG mode does not have this compute mode.
 func (s *sharing) addExclusiveMode(req deviceRequest) (err error) {
 	if req.name.Partition == nil {
-		s.modes, err = addShared(s.modes, req.name.GPU, []string{req.name.GPU},
-			&computeMode{settingState[device.ComputeMode]{GPU: req.name.GPU, Card: req.gpu.Card()}})
+		err = s.add(req.name.GPU, []string{req.name.GPU},
+			&steps.ComputeMode{SettingState: steps.SettingState[device.ComputeMode]{GPU: req.name.GPU, Card: req.gpu.Card()}})
 	}
 	return err
 }
 
 // addGroupDaemon adds an MPS daemon for the devices of group g.
 func (s *sharing) addGroupDaemon(pl *plan, g *mpsGroup, id string) (err error) {
-	d := &mpsDaemon{ID: id, MultiUser: g.config.MultiUser}
+	d := &steps.MPSDaemon{ID: id, MultiUser: g.config.MultiUser}
 	if g.config.DefaultActiveThreadPercentage != nil {
 		d.ThreadPercentage = *g.config.DefaultActiveThreadPercentage
 	}
@@ -228,13 +210,13 @@ func (s *sharing) addGroupDaemon(pl *plan, g *mpsGroup, id string) (err error) {
 	if len(uuids) == len(d.Devices) { // all UUIDs are known, so refuse a wrong configuration before any change
 		known := *d
 		known.UUIDs = uuids
-		if _, err := known.daemon(); err != nil {
+		if _, err := known.Daemon(); err != nil {
 			return err
 		}
 	}
 	slices.Sort(gpus)
-	s.daemons, err = addShared(s.daemons, id, slices.Compact(gpus), d)
-	s.clients = append(s.clients, mpsClient{Daemon: id, Devices: g.devices})
+	err = s.add(id, slices.Compact(gpus), d)
+	s.clients = append(s.clients, steps.MPSClient{Daemon: id, Devices: g.devices})
 	return err
 }
 
@@ -245,7 +227,7 @@ func (s *sharing) addFractionDaemon(pl *plan, results []claim.Result, fractions 
 	if len(fractions) == 0 {
 		return nil
 	}
-	c := mpsClient{Daemon: pl.requests[fractions[0]].name.String(), Devices: fractions}
+	c := steps.MPSClient{Daemon: pl.requests[fractions[0]].name.String(), Devices: fractions}
 	for _, i := range fractions {
 		req, first := pl.requests[i], pl.requests[fractions[0]]
 		if req.name.String() != first.name.String() {
@@ -263,8 +245,8 @@ func (s *sharing) addFractionDaemon(pl *plan, results []claim.Result, fractions 
 	if err := s.addExclusiveMode(req); err != nil {
 		return err
 	}
-	s.daemons, err = addShared(s.daemons, c.Daemon, []string{req.name.GPU},
-		&mpsDaemon{ID: c.Daemon, Devices: []string{req.name.Unshared().String()}, MultiUser: true})
+	err = s.add(c.Daemon, []string{req.name.GPU},
+		&steps.MPSDaemon{ID: c.Daemon, Devices: []string{req.name.Unshared().String()}, MultiUser: true})
 	s.clients = append(s.clients, c)
 	return err
 }

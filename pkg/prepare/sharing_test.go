@@ -17,6 +17,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // Each sharing configuration must either work for each kind of device, or be refused with a reason.
@@ -112,9 +114,9 @@ func TestSharingModesForEachKindOfDevice(t *testing.T) {
 						t.Errorf("%v, asked %q and not %q", err, calls, call)
 					}
 				}
-			case CauseOf(err) != CauseClaim || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), "request r") &&
+			case cause.Of(err) != cause.Claim || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), "request r") &&
 				!strings.Contains(err.Error(), "configuration"):
-				t.Errorf("cause %s: %v", CauseOf(err), err)
+				t.Errorf("cause %s: %v", cause.Of(err), err)
 			}
 			if err != nil {
 				if c.want == works {
@@ -162,53 +164,53 @@ func TestSharingRefusals(t *testing.T) {
 		name  string
 		node  func(*testing.T, *world, *hardware)
 		claim *resourceapi.ResourceClaim
-		cause Cause
+		cause cause.Cause
 		says  []string
 	}{
-		{"fractions of two devices", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), fraction("b", share1, "1Gi", "0")), CauseClaim,
+		{"fractions of two devices", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), fraction("b", share1, "1Gi", "0")), cause.Claim,
 			[]string{"requests a and b", share0, share1, "two MPS daemons"}},
 		{"a fraction and MPS", nil, shareBy(newClaim("c", fraction("a", share0, "1Gi", "0"), allocated("b", gpu1)), "GpuConfig", byMPS),
-			CauseClaim, []string{"requests a and b", "two MPS daemons"}},
-		{"a fraction and a whole GPU", nil, newClaim("c", allocated("a", gpu1), fraction("b", share0, "1Gi", "0")), CauseClaim,
+			cause.Claim, []string{"requests a and b", "two MPS daemons"}},
+		{"a fraction and a whole GPU", nil, newClaim("c", allocated("a", gpu1), fraction("b", share0, "1Gi", "0")), cause.Claim,
 			[]string{"requests b and a", share0, gpu1, "cannot see"}},
-		{"a fraction and a partition", nil, newClaim("c", fraction("a", share1, "1Gi", "0"), allocated("b", small0)), CauseClaim,
+		{"a fraction and a partition", nil, newClaim("c", fraction("a", share1, "1Gi", "0"), allocated("b", small0)), cause.Claim,
 			[]string{"requests a and b", share1, small0, "cannot see"}},
-		{"a fraction and a plain share", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), plain("b", share1)), CauseClaim,
+		{"a fraction and a plain share", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), plain("b", share1)), cause.Claim,
 			[]string{"requests a and b", share0, share1, "cannot see"}},
 		{"MPS over two MIG devices", nil, shareBy(newClaim("c", allocated("a", small0), allocated("b", neighbor)), "MigDeviceConfig", byMPS),
-			CauseClaim, []string{"requests a and b", "sharing.strategy MPS", small0, neighbor, "config[].requests"}},
+			cause.Claim, []string{"requests a and b", "sharing.strategy MPS", small0, neighbor, "config[].requests"}},
 		{"MPS over two MIG devices of one request", nil, shareBy(newClaim("c", allocated("r", small0), allocated("r", neighbor)),
-			"MigDeviceConfig", byMPS), CauseClaim, []string{"requests r and r", "with a count"}},
-		{"a share without an amount", nil, newClaim("c", without), CauseClaim, []string{"request r", share0, "capacity memory or shares"}},
-		{"a fraction below 1 MiB", nil, newClaim("c", fraction("r", share0, "1000", "0")), CauseClaim, []string{"request r", "1k", "1Mi"}},
-		{"a share twice", nil, twice, CauseClaim, []string{"requests a and a", share0}},
-		{"a share and its GPU", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), allocated("b", gpu0)), CauseClaim,
+			"MigDeviceConfig", byMPS), cause.Claim, []string{"requests r and r", "with a count"}},
+		{"a share without an amount", nil, newClaim("c", without), cause.Claim, []string{"request r", share0, "capacity memory or shares"}},
+		{"a fraction below 1 MiB", nil, newClaim("c", fraction("r", share0, "1000", "0")), cause.Claim, []string{"request r", "1k", "1Mi"}},
+		{"a share twice", nil, twice, cause.Claim, []string{"requests a and a", share0}},
+		{"a share and its GPU", nil, newClaim("c", fraction("a", share0, "1Gi", "0"), allocated("b", gpu0)), cause.Claim,
 			[]string{"requests a and b", share0, gpu0}},
-		{"sharing of admin access", nil, shareBy(newClaim("c", admin("r", gpu0)), "GpuConfig", byMPS), CauseClaim,
+		{"sharing of admin access", nil, shareBy(newClaim("c", admin("r", gpu0)), "GpuConfig", byMPS), cause.Claim,
 			[]string{"request r", "admin access cannot set up sharing"}},
-		{"a limit for a device too many", nil, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", limits(`"1":"1Gi"`)), CauseClaim,
+		{"a limit for a device too many", nil, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", limits(`"1":"1Gi"`)), cause.Claim,
 			[]string{`defaultPerDevicePinnedMemoryLimit["1"]`, "1 devices"}},
-		{"a limit for another GPU", nil, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", limits(other)), CauseClaim,
+		{"a limit for another GPU", nil, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", limits(other)), cause.Claim,
 			[]string{"defaultPerDevicePinnedMemoryLimit", "GPU-0"}},
-		{"a limit for another MIG device", nil, shareBy(newClaim("c", allocated("r", small0)), "MigDeviceConfig", limits(other)), CauseClaim,
+		{"a limit for another MIG device", nil, shareBy(newClaim("c", allocated("r", small0)), "MigDeviceConfig", limits(other)), cause.Claim,
 			[]string{"defaultPerDevicePinnedMemoryLimit", "MIG-1"}},
 		{"a GPU without time slices", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).unsliced = true },
-			shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long")), CauseStep, []string{gpu0, "time slices", "not-supported"}},
+			shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long")), cause.Step, []string{gpu0, "time slices", "not-supported"}},
 		{"MPS without a supervisor", func(_ *testing.T, w *world, _ *hardware) { w.daemons.absent = true },
-			newClaim("c", fraction("r", share0, "1Gi", "0")), CauseNotReady, []string{"the MPS supervisor is not running on this node",
+			newClaim("c", fraction("r", share0, "1Gi", "0")), cause.NotReady, []string{"the MPS supervisor is not running on this node",
 				"mps.enabled"}},
 		{"MPS switched off", func(_ *testing.T, w *world, _ *hardware) { w.mpsDisabled = true },
 			shareBy(newClaim("c", allocated("a", gpu1), allocated("b", gpu0)), "GpuConfig",
-				byMPS), CauseClaim, []string{"claim default/c: request a: MPS is switched off in this cluster: set mps.enabled=true in the chart's " +
+				byMPS), cause.Claim, []string{"claim default/c: request a: MPS is switched off in this cluster: set mps.enabled=true in the chart's " +
 				"values"}},
 		{"a fraction while MPS is switched off", func(_ *testing.T, w *world, _ *hardware) { w.mpsDisabled = true },
-			newClaim("c", fraction("r", share0, "1Gi", "0")), CauseClaim, []string{"request r: MPS is switched off in this cluster"}},
+			newClaim("c", fraction("r", share0, "1Gi", "0")), cause.Claim, []string{"request r: MPS is switched off in this cluster"}},
 		{"a whole GPU with shares in use", func(t *testing.T, w *world, _ *hardware) {
 			mustPrepare(t, w.plugin(t), newClaim("other", fraction("r", share0, "1Gi", "0")))
-		}, newClaim("c", allocated("r", gpu0)), CauseHeld, []string{gpu0, share0, "default/other"}},
+		}, newClaim("c", allocated("r", gpu0)), cause.Held, []string{gpu0, share0, "default/other"}},
 		{"a share of a GPU in use", func(t *testing.T, w *world, _ *hardware) {
 			mustPrepare(t, w.plugin(t), newClaim("other", allocated("r", gpu0)))
-		}, newClaim("c", fraction("r", share0, "1Gi", "0")), CauseHeld, []string{gpu0, share0, "default/other"}},
+		}, newClaim("c", fraction("r", share0, "1Gi", "0")), cause.Held, []string{gpu0, share0, "default/other"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			w := newWorld(t)
@@ -217,8 +219,8 @@ func TestSharingRefusals(t *testing.T) {
 				c.node(t, w, h)
 			}
 			_, err := w.plugin(t).Prepare(t.Context(), c.claim)
-			if CauseOf(err) != c.cause {
-				t.Errorf("cause %q: %v", CauseOf(err), err)
+			if cause.Of(err) != c.cause {
+				t.Errorf("cause %q: %v", cause.Of(err), err)
 			}
 			for _, want := range c.says {
 				if err == nil || !strings.Contains(err.Error(), want) {
@@ -355,7 +357,7 @@ func TestConcurrentSharing(t *testing.T) {
 	}
 	checkSharedState(t, w, h, plugins[0], device.TimeSliceDefault)
 	if len(w.holders()) != 0 || len(h.of(t, gpu0).instances) != 0 {
-		t.Errorf("left: %q, %s", w.holders(), describeInstances(h.of(t, gpu0).state().MIG.Instances...))
+		t.Errorf("left: %q, %s", w.holders(), steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
 	}
 	checkClean(t, w)
 }

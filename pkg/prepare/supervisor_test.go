@@ -12,6 +12,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 func TestMPSClaimIsRefusedWithoutSupervisor(t *testing.T) {
@@ -31,8 +33,8 @@ func TestMPSClaimIsRefusedWithoutSupervisor(t *testing.T) {
 				}
 				return
 			}
-			if CauseOf(err) != CauseNotReady || !strings.Contains(err.Error(), "mps.enabled") {
-				t.Errorf("cause %s: %v", CauseOf(err), err)
+			if cause.Of(err) != cause.NotReady || !strings.Contains(err.Error(), "mps.enabled") {
+				t.Errorf("cause %s: %v", cause.Of(err), err)
 			}
 			if calls := h.takeCalls(); len(calls) > 0 || !slices.Equal(w.records(), before) {
 				t.Errorf("asked %q, records %q", calls, w.records())
@@ -57,7 +59,7 @@ func TestMPSClaimIsUnpreparedAfterMPSIsDisabled(t *testing.T) {
 			w.mpsDisabled = true
 			clear(w.daemons.running)
 			p := w.plugin(t)
-			if _, err := p.Prepare(t.Context(), claim); CauseOf(err) != CauseClaim || !strings.Contains(err.Error(), "MPS is switched off") {
+			if _, err := p.Prepare(t.Context(), claim); cause.Of(err) != cause.Claim || !strings.Contains(err.Error(), "MPS is switched off") {
 				t.Errorf("for another Pod of the claim: %v", err)
 			}
 			mustUnprepare(t, p, claim.UID)
@@ -119,7 +121,7 @@ func TestUnstoppableDaemonKeepsOnlyItsClaim(t *testing.T) {
 		if took := time.Since(start); took > 0 {
 			t.Errorf("another GPU's claim waited for %s", took)
 		}
-		if err := <-done; err == nil || !strings.Contains(err.Error(), "within 20s") || time.Since(start) > destroyTime {
+		if err := <-done; err == nil || !strings.Contains(err.Error(), "within 20s") || time.Since(start) > steps.DestroyTime {
 			t.Errorf("after %s: %v", time.Since(start), err)
 		}
 		w.daemons.stuck = false

@@ -7,6 +7,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
@@ -15,11 +17,11 @@ import (
 func (p *Preparer) Unprepare(ctx context.Context, uid types.UID) error {
 	locks, err := p.lockClaim(ctx, uid)
 	if err != nil {
-		return forClaim("with UID "+string(uid), err)
+		return cause.ForClaim("with UID "+string(uid), err)
 	}
 	defer locks.Release()
 	if err := p.unprepareLocked(ctx, locks, uid); err != nil {
-		return forClaim("with UID "+string(uid), err)
+		return cause.ForClaim("with UID "+string(uid), err)
 	}
 	p.OnUnprepared(uid)
 	return nil
@@ -32,20 +34,20 @@ func (p *Preparer) unprepareLocked(ctx context.Context, locks *lock.Guard, uid t
 	case errors.As(err, &unreadable):
 		return p.quarantineRecord(ctx, uid, unreadable)
 	case err != nil:
-		return withCause(CauseRecord, "%w", err)
+		return cause.Wrap(cause.Record, err)
 	case !found:
 		if err := p.Specs.RemoveClaim(uid); err != nil {
-			return withCause(CauseStep, "%w", err)
+			return cause.Wrap(cause.Step, err)
 		}
 		// Sync the directories: an earlier call may have removed the record and been killed before the
 		// removal was durable.
 		if err := p.Records.SyncDirs(true); err != nil {
-			return withCause(CauseRecord, "%w", err)
+			return cause.Wrap(cause.Record, err)
 		}
 		return nil
 	}
 	if err := lockGPUs(ctx, locks, r.GPUs()...); err != nil {
-		return withCause(CauseOf(err), "of %s/%s: %w", r.Namespace, r.Name, err)
+		return cause.Errorf(cause.Of(err), "of %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return p.revert(ctx, r)
 }
@@ -59,12 +61,12 @@ func (p *Preparer) WithLocks(ctx context.Context, uid types.UID, gpus []string, 
 		err = lockGPUs(ctx, locks, gpus...)
 	}
 	if err == nil {
-		bounded, cancel := withTimeout(ctx, destroyTime, answerTime)
+		bounded, cancel := steps.WithTimeout(ctx, steps.DestroyTime, steps.AnswerTime)
 		defer cancel()
 		err = work(bounded)
 	}
 	if err != nil {
-		return forClaim("with UID "+string(uid), stepError(err))
+		return cause.ForClaim("with UID "+string(uid), cause.OrStep(err))
 	}
 	return nil
 }

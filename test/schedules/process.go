@@ -28,6 +28,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 const (
@@ -53,9 +54,9 @@ type process struct {
 }
 
 var (
-	_ durable.FS         = &process{}
-	_ prepare.Partitions = hardware{}
-	_ prepare.Daemons    = supervisor{}
+	_ durable.FS       = &process{}
+	_ steps.Partitions = hardware{}
+	_ steps.Daemons    = supervisor{}
 )
 
 func (w *world) newProcess() *process {
@@ -224,7 +225,7 @@ func (p *process) ReadDir(dir string) (names []string, err error) {
 // specStore gives access to the CDI directory. Before each call the process waits at a fault point.
 type specStore struct {
 	p *process
-	prepare.Specs
+	steps.Specs
 }
 
 func (s specStore) WriteBase(edits specs.ContainerEdits) error {

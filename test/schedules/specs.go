@@ -13,13 +13,13 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // cdiDir is the simulated node's CDI directory, from which the container runtime reads specs.
 type cdiDir interface {
 	// open returns the directory's spec store for a new plugin process.
-	open() prepare.Specs
+	open() steps.Specs
 	// partial leaves the unfinished file of a process that was killed while it wrote the claim's spec.
 	partial(uid types.UID)
 	// of returns the devices in the CDI spec of the claim with this UID, or nil if the claim has no
@@ -46,7 +46,7 @@ func (s realSpecs) path(uid types.UID) string {
 	return filepath.Join(s.dir, cdi.Vendor+"-claim_"+string(uid)+".json")
 }
 
-func (s realSpecs) open() prepare.Specs { return cdi.NewStore(s.dir) }
+func (s realSpecs) open() steps.Specs { return cdi.NewStore(s.dir) }
 
 func (s realSpecs) partial(uid types.UID) {
 	path := s.path(uid)
@@ -93,7 +93,7 @@ type inMemory struct {
 	based  bool
 }
 
-func (s *inMemory) open() prepare.Specs { return s }
+func (s *inMemory) open() steps.Specs { return s }
 
 func (s *inMemory) partial(types.UID) {}
 

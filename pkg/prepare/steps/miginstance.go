@@ -1,4 +1,4 @@
-package prepare
+package steps
 
 import (
 	"context"
@@ -7,15 +7,18 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
-const migInstanceKind = "mig-instance"
+const MIGInstanceKind = "mig-instance"
 
-// migInstance is the step that creates a GPU instance at a placement, and in it one compute
+// MIGInstance is the step that creates a GPU instance at a placement, and in it one compute
 // instance of full size. The record has the intent before each call to the hardware and the result
 // after it. So after a crash it is always known who created an instance.
-type migInstance struct {
+type MIGInstance struct {
+	change
 	// Device is the name of the allocated partition.
 	Device string `json:"device"`
 	// GPU is the name of the GPU on which the partition is created.
@@ -41,14 +44,17 @@ type priorInstance struct {
 	Placement device.Placement `json:"placement"`
 }
 
-var _ sharableStep = &migInstance{}
+var (
+	_ Sharable = &MIGInstance{}
+	_ Creator  = &MIGInstance{}
+)
 
-func (s *migInstance) Kind() string { return migInstanceKind }
+func (s *MIGInstance) Kind() string { return MIGInstanceKind }
 
 // Apply creates the instance. The caller must have reverted what an earlier attempt left. If Asked
 // is set, the record already says that the instance is about to be created.
-func (s *migInstance) Apply(ctx context.Context, env *Env) error {
-	state, err := env.Cards.get(ctx, s.Card)
+func (s *MIGInstance) Apply(ctx context.Context, env *Env) error {
+	state, err := env.Cards.Get(ctx, s.Card)
 	if err != nil {
 		return s.wrapError(err)
 	}
@@ -58,14 +64,14 @@ func (s *migInstance) Apply(ctx context.Context, env *Env) error {
 			return err
 		}
 	}
-	if err := checkDeviceNode(s.GPU, s.Minor, state.Minor); err != nil {
+	if err := CheckDeviceNode(s.GPU, s.Minor, state.Minor); err != nil {
 		return err
 	}
-	if taken := overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {
-		return s.placeTaken(taken)
+	if taken := Overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {
+		return s.PlaceTaken(taken)
 	}
 	if !s.Asked {
-		s.recordBefore(state)
+		s.RecordBefore(state)
 		if err := env.Journal(); err != nil {
 			return err
 		}
@@ -82,8 +88,8 @@ func (s *migInstance) Apply(ctx context.Context, env *Env) error {
 	if err != nil {
 		return s.wrapError(err)
 	}
-	if len(filled.Compute) != 1 || !sameInstance(created, filled) {
-		return s.wrapError(fmt.Errorf("%s on %s does not have exactly the requested compute instance", describeInstances(filled), s.GPU))
+	if len(filled.Compute) != 1 || !SameInstance(created, filled) {
+		return s.wrapError(fmt.Errorf("%s on %s does not have exactly the requested compute instance", DescribeInstances(filled), s.GPU))
 	}
 	// The next write of the record includes the compute instance. If the process dies before that, the
 	// recorded GPU instance proves that this driver created both.
@@ -91,20 +97,20 @@ func (s *migInstance) Apply(ctx context.Context, env *Env) error {
 	return nil
 }
 
-// recordBefore stores in the step which GPU instances exist. The caller saves the record before it
+// RecordBefore stores in the step which GPU instances exist. The caller saves the record before it
 // asks the GPU to create another one.
-func (s *migInstance) recordBefore(state device.CardState) {
+func (s *MIGInstance) RecordBefore(state device.CardState) {
 	s.Asked, s.Before = true, nil
 	for _, in := range state.MIG.Instances {
 		s.Before = append(s.Before, priorInstance{in.ID, in.Placement})
 	}
 }
 
-func (s *migInstance) enableMIGMode(ctx context.Context, env *Env) (device.CardState, error) {
+func (s *MIGInstance) enableMIGMode(ctx context.Context, env *Env) (device.CardState, error) {
 	// Mark the GPU first. The driver may later disable MIG mode only on a marked GPU, and the mark
 	// makes a claim for the whole GPU read the hardware.
 	if err := env.Records.Mark(s.GPU, env.BootID); err != nil {
-		return device.CardState{}, withCause(CauseRecord, "%w", err)
+		return device.CardState{}, cause.Wrap(cause.Record, err)
 	}
 	state, err := env.Partitions.SetMode(ctx, s.Card, true)
 	if err != nil {
@@ -120,23 +126,43 @@ func (s *migInstance) enableMIGMode(ctx context.Context, env *Env) (device.CardS
 // createFailed returns the error to report when creating the instance failed with err. If the GPU
 // refused, it first records that nothing was created. Otherwise the driver would treat an instance
 // that an admin creates at this placement later as its own.
-func (s *migInstance) createFailed(ctx context.Context, env *Env, err error) error {
+func (s *MIGInstance) createFailed(ctx context.Context, env *Env, err error) error {
 	if isRefusal(err) {
 		s.Asked, s.Before = false, nil
 		if jerr := env.Journal(); jerr != nil {
 			klog.FromContext(ctx).Error(jerr, "Failed to record that the GPU refused to create a MIG instance", "device", s.Device)
 		}
 		if state, lerr := env.Partitions.Look(ctx, s.Card); lerr == nil {
-			if taken := overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {
-				return s.placeTaken(taken)
+			if taken := Overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {
+				return s.PlaceTaken(taken)
 			}
 		}
 	}
 	return s.wrapError(err)
 }
 
+// Partition implements [Creator].
+func (s *MIGInstance) Partition() string { return s.Device }
+
+// MIG implements [Creator].
+func (s *MIGInstance) MIG() *MIGInstance { return s }
+
+// Load implements [Creator]. The claim's record has the whole state of the step.
+func (*MIGInstance) Load(*checkpoint.Store, string) error { return nil }
+
+// Recreate implements [Creator].
+func (s *MIGInstance) Recreate(ctx context.Context, env *Env, ready func(*MIGInstance) error) error {
+	if err := s.Revert(ctx, env); err != nil {
+		return err
+	}
+	if err := ready(s); err != nil {
+		return err
+	}
+	return s.Apply(ctx, env)
+}
+
 // Revert removes the instance that this step created, and no other.
-func (s *migInstance) Revert(ctx context.Context, env *Env) error {
+func (s *MIGInstance) Revert(ctx context.Context, env *Env) error {
 	if env.EarlierBoot || s.Instance == nil && !s.Asked {
 		return nil
 	}
@@ -151,7 +177,7 @@ func (s *migInstance) Revert(ctx context.Context, env *Env) error {
 	return nil
 }
 
-func (s *migInstance) remove(ctx context.Context, env *Env) error {
+func (s *MIGInstance) remove(ctx context.Context, env *Env) error {
 	if s.Instance != nil {
 		return env.Partitions.Destroy(ctx, s.Card, *s.Instance)
 	}
@@ -171,7 +197,7 @@ func (s *migInstance) remove(ctx context.Context, env *Env) error {
 // step. It must have exactly the planned profile and placement, and must not have existed before.
 // It must have no compute instance, because the step creates that only after the GPU instance is in
 // the record.
-func (s *migInstance) mayHaveCreated(in device.Instance) bool {
+func (s *MIGInstance) mayHaveCreated(in device.Instance) bool {
 	if s.Instance != nil || !s.Asked || in.ProfileID != s.ProfileID || in.Placement != s.Placement || len(in.Compute) > 0 {
 		return false
 	}
@@ -183,14 +209,14 @@ func (s *migInstance) mayHaveCreated(in device.Instance) bool {
 	return true
 }
 
-// findIntact looks for the step's GPU instance in instances. It finds the instance only if its
+// FindIntact looks for the step's GPU instance in instances. It finds the instance only if its
 // compute instance is still the one that the step created.
-func (s *migInstance) findIntact(instances []device.Instance) (device.Instance, bool) {
+func (s *MIGInstance) FindIntact(instances []device.Instance) (device.Instance, bool) {
 	if s.Instance == nil || len(s.Instance.Compute) == 0 {
 		return device.Instance{}, false
 	}
 	for _, in := range instances {
-		if sameInstance(*s.Instance, in) && slices.EqualFunc(s.Instance.Compute, in.Compute, sameCompute) {
+		if SameInstance(*s.Instance, in) && slices.EqualFunc(s.Instance.Compute, in.Compute, SameCompute) {
 			return in, true
 		}
 	}
@@ -199,40 +225,54 @@ func (s *migInstance) findIntact(instances []device.Instance) (device.Instance, 
 
 // maintain returns an error if the shared GPU instance no longer exists. It does not recreate the
 // instance, because Reconcile does that for the claims that share it.
-func (s *migInstance) maintain(ctx context.Context, env *Env) error {
-	state, err := env.Cards.get(ctx, s.Card)
+func (s *MIGInstance) maintain(ctx context.Context, env *Env) error {
+	state, err := env.Cards.Get(ctx, s.Card)
 	if err != nil {
 		return s.wrapError(err)
 	}
-	if _, ok := s.findIntact(state.MIG.Instances); ok {
+	if _, ok := s.FindIntact(state.MIG.Instances); ok {
 		return nil
 	}
-	return withCause(CauseNotReady,
+	return cause.Errorf(cause.NotReady,
 		"shared device %s is gone: the kubelet retries, and the driver recreates the device within seconds: its GPU now has: %s",
-		s.Device, describeInstances(state.MIG.Instances...))
+		s.Device, DescribeInstances(state.MIG.Instances...))
 }
 
-func (s *migInstance) describe() string { return fmt.Sprintf("device %s (%s)", s.Device, s.Profile) }
+func (s *MIGInstance) describe() string { return fmt.Sprintf("device %s (%s)", s.Device, s.Profile) }
 
 // assumeDefaults makes Revert remove nothing. It is called if the file of the shared instance is
 // unreadable, so that nothing proves that this driver created the instance at the placement.
-func (s *migInstance) assumeDefaults() { s.Instance, s.Asked, s.Before = nil, false, nil }
+func (s *MIGInstance) assumeDefaults() { s.Instance, s.Asked, s.Before = nil, false, nil }
 
-// owns reports whether this step created the instance in, or may have created it before it was
+// reset does nothing, because nothing proves that this driver created the instance.
+func (*MIGInstance) reset(context.Context, *Env, string) error { return nil }
+
+// Owns reports whether this step created the instance in, or may have created it before it was
 // interrupted.
-func (s *migInstance) owns(in device.Instance) bool {
+func (s *MIGInstance) Owns(in device.Instance) bool {
 	if s.Instance != nil {
-		return sameInstance(*s.Instance, in)
+		return SameInstance(*s.Instance, in)
 	}
 	return s.mayHaveCreated(in)
 }
 
-func (s *migInstance) wrapError(err error) error {
+func (s *MIGInstance) wrapError(err error) error {
 	return fmt.Errorf("device %s (%s): %w", s.Device, s.Profile, err)
 }
 
-func (s *migInstance) placeTaken(by []device.Instance) error {
-	return withCause(CauseDevice, "device %s: its placement on %s is taken by %s, which no claim of this driver created there: "+
+func (s *MIGInstance) PlaceTaken(by []device.Instance) error {
+	return cause.Errorf(cause.Device, "device %s: its placement on %s is taken by %s, which no claim of this driver created there: "+
 		"remove it (nvidia-smi mig), or delete the claim's Pods to have it allocated elsewhere",
-		s.Device, s.GPU, describeInstances(by...))
+		s.Device, s.GPU, DescribeInstances(by...))
+}
+
+// isInstanceGone reports whether err, from an attempt to remove the MIG instance that s created,
+// means that this instance no longer exists. Another instance may have replaced it.
+func (e *Env) isInstanceGone(ctx context.Context, s *MIGInstance, err error) bool {
+	gone := FailureCode(err) == device.FailureChanged || e.isCardGone(s.Card, err)
+	if gone {
+		klog.FromContext(ctx).Info("MIG instance to be removed for an unprepared claim is already gone",
+			"device", s.Device, "gpu", s.GPU, "reason", err.Error())
+	}
+	return gone
 }

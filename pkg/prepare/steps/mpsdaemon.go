@@ -1,4 +1,4 @@
-package prepare
+package steps
 
 import (
 	"context"
@@ -7,32 +7,17 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
-// Daemons starts and stops MPS control daemons. [mps.Client] implements it with the MPS supervisor.
-// If the supervisor does not run, Stop returns nil only if the daemon is certainly gone.
-type Daemons interface {
-	// Start returns when the daemon is ready. If the daemon already runs as requested, Start does not
-	// disturb it.
-	Start(ctx context.Context, d mps.Daemon) error
-	// Stop returns when no process of the daemon is left. It succeeds if the daemon does not exist.
-	Stop(ctx context.Context, id string) error
-	// List returns the running daemons. If the supervisor does not run, the error is an
-	// [*mps.NotRunningError].
-	List(ctx context.Context) ([]mps.Status, error)
-}
+const MPSDaemonKind = "mps-daemon"
 
-// daemonTime limits the start or stop of a daemon. Either takes milliseconds unless the GPU hangs.
-const daemonTime = 20 * time.Second
-
-const mpsDaemonKind = "mps-daemon"
-
-// mpsDaemon is the step that runs an MPS control daemon for some devices. The daemon serves one
+// MPSDaemon is the step that runs an MPS control daemon for some devices. The daemon serves one
 // claim, or all claims that have fractions of one device.
-type mpsDaemon struct {
+type MPSDaemon struct {
+	change
 	ID string `json:"id"`
 	// Devices are names and not UUIDs, because a MIG device has no UUID before it is created.
 	Devices []string `json:"devices"`
@@ -50,11 +35,11 @@ type mpsDaemon struct {
 	UUIDs []string `json:"uuids,omitempty"`
 }
 
-var _ sharableStep = &mpsDaemon{}
+var _ Sharable = &MPSDaemon{}
 
-func (s *mpsDaemon) Kind() string { return mpsDaemonKind }
+func (s *MPSDaemon) Kind() string { return MPSDaemonKind }
 
-func (s *mpsDaemon) describe() string {
+func (s *MPSDaemon) describe() string {
 	text := fmt.Sprintf("MPS daemon %s over %s", s.ID, strings.Join(s.Devices, ", "))
 	if s.ThreadPercentage > 0 {
 		text += fmt.Sprintf(" with %d %% of the threads", s.ThreadPercentage)
@@ -71,9 +56,11 @@ func (s *mpsDaemon) describe() string {
 	return text
 }
 
-func (s *mpsDaemon) assumeDefaults() { s.UUIDs = slices.Clone(s.Devices) }
+func (s *MPSDaemon) assumeDefaults() { s.UUIDs = slices.Clone(s.Devices) }
 
-func (s *mpsDaemon) Apply(ctx context.Context, env *Env) error {
+func (*MPSDaemon) reset(ctx context.Context, env *Env, of string) error { return env.MPS.Stop(ctx, of) }
+
+func (s *MPSDaemon) Apply(ctx context.Context, env *Env) error {
 	uuids, err := s.uuids(env)
 	if err != nil {
 		return err
@@ -84,7 +71,7 @@ func (s *mpsDaemon) Apply(ctx context.Context, env *Env) error {
 // maintain starts the daemon if it does not run. It restarts the daemon if one of its MIG devices
 // was recreated and now has another UUID. That harms no client, because the clients ended with the
 // old device.
-func (s *mpsDaemon) maintain(ctx context.Context, env *Env) error {
+func (s *MPSDaemon) maintain(ctx context.Context, env *Env) error {
 	uuids, err := s.uuids(env)
 	if err != nil {
 		return err
@@ -101,7 +88,7 @@ func (s *mpsDaemon) maintain(ctx context.Context, env *Env) error {
 	return s.start(ctx, env, uuids)
 }
 
-func (s *mpsDaemon) Revert(ctx context.Context, env *Env) error {
+func (s *MPSDaemon) Revert(ctx context.Context, env *Env) error {
 	if len(s.UUIDs) == 0 {
 		return nil
 	}
@@ -112,9 +99,9 @@ func (s *mpsDaemon) Revert(ctx context.Context, env *Env) error {
 	return nil
 }
 
-func (s *mpsDaemon) start(ctx context.Context, env *Env, uuids []string) error {
+func (s *MPSDaemon) start(ctx context.Context, env *Env, uuids []string) error {
 	s.UUIDs = uuids
-	if _, err := s.daemon(); err != nil {
+	if _, err := s.Daemon(); err != nil {
 		return err
 	}
 	if err := env.Journal(); err != nil {
@@ -123,8 +110,8 @@ func (s *mpsDaemon) start(ctx context.Context, env *Env, uuids []string) error {
 	return s.run(ctx, env)
 }
 
-func (s *mpsDaemon) run(ctx context.Context, env *Env) error {
-	d, err := s.daemon()
+func (s *MPSDaemon) run(ctx context.Context, env *Env) error {
+	d, err := s.Daemon()
 	if err != nil {
 		return err
 	}
@@ -136,7 +123,7 @@ func (s *mpsDaemon) run(ctx context.Context, env *Env) error {
 	return nil
 }
 
-func (s *mpsDaemon) stop(ctx context.Context, env *Env) error {
+func (s *MPSDaemon) stop(ctx context.Context, env *Env) error {
 	work, cancel := context.WithTimeoutCause(ctx, daemonTime, fmt.Errorf("the MPS daemon did not stop within %s", daemonTime))
 	defer cancel()
 	if err := env.MPS.Stop(work, s.ID); err != nil {
@@ -145,7 +132,7 @@ func (s *mpsDaemon) stop(ctx context.Context, env *Env) error {
 	return nil
 }
 
-func (s *mpsDaemon) uuids(env *Env) ([]string, error) {
+func (s *MPSDaemon) uuids(env *Env) ([]string, error) {
 	uuids := make([]string, len(s.Devices))
 	for i, d := range s.Devices {
 		var err error
@@ -156,8 +143,8 @@ func (s *mpsDaemon) uuids(env *Env) ([]string, error) {
 	return uuids, nil
 }
 
-// daemon returns the step's daemon in the form that the MPS supervisor needs to start it.
-func (s *mpsDaemon) daemon() (mps.Daemon, error) {
+// Daemon returns the step's Daemon in the form that the MPS supervisor needs to start it.
+func (s *MPSDaemon) Daemon() (mps.Daemon, error) {
 	d := mps.Daemon{ID: s.ID, Devices: s.UUIDs, MultiUser: s.MultiUser, MemoryLimits: map[int]uint64{}}
 	if s.ThreadPercentage > 0 {
 		d.ThreadPercentage = &s.ThreadPercentage
@@ -171,7 +158,7 @@ func (s *mpsDaemon) daemon() (mps.Daemon, error) {
 	for _, key := range slices.Sorted(maps.Keys(s.PerDevice)) {
 		i, err := s.ordinal(key)
 		if err != nil {
-			return d, withCause(CauseClaim, "sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[%q]: %w", key, err)
+			return d, cause.Errorf(cause.Claim, "sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[%q]: %w", key, err)
 		}
 		d.MemoryLimits[i] = s.PerDevice[key]
 	}
@@ -180,7 +167,7 @@ func (s *mpsDaemon) daemon() (mps.Daemon, error) {
 
 // ordinal returns the index in UUIDs of the device that key names. A key that is a number counts
 // the UUIDs in sorted order, as in NVIDIA's DRA driver.
-func (s *mpsDaemon) ordinal(key string) (int, error) {
+func (s *MPSDaemon) ordinal(key string) (int, error) {
 	if i := slices.Index(s.UUIDs, key); i >= 0 {
 		return i, nil
 	}

@@ -1,0 +1,75 @@
+package steps
+
+import (
+	"context"
+
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+)
+
+const ClaimSpecKind = "claim-spec"
+
+// ClaimSpec is the step that writes the claim's CDI spec. The record contains the CDI edits, so
+// that the driver can write a lost spec again without reading the hardware.
+type ClaimSpec struct {
+	Devices []SpecDevice `json:"devices"`
+	// Clients lists the devices that are shared through MPS, each with the MPS daemon to which its
+	// containers connect.
+	Clients []MPSClient `json:"clients,omitempty"`
+}
+
+// SpecDevice is a device in a claim's CDI spec.
+type SpecDevice struct {
+	Name  string               `json:"name"`
+	Edits specs.ContainerEdits `json:"edits"`
+}
+
+var _ Step = &ClaimSpec{}
+
+// Lasting implements [Step].
+func (*ClaimSpec) Lasting() bool { return true }
+
+// NeedsHardware implements [Step].
+func (*ClaimSpec) NeedsHardware() bool { return false }
+
+func (s *ClaimSpec) Kind() string { return ClaimSpecKind }
+
+func (s *ClaimSpec) Apply(_ context.Context, env *Env) error {
+	devices := make([]cdi.ClaimDevice, len(s.Devices))
+	for i, d := range s.Devices {
+		devices[i] = cdi.ClaimDevice{Name: d.Name, Edits: d.Edits}
+	}
+	return env.Specs.WriteClaim(env.ClaimUID, devices)
+}
+
+func (s *ClaimSpec) Revert(_ context.Context, env *Env) error {
+	return env.Specs.RemoveClaim(env.ClaimUID)
+}
+
+// MPSClient makes the containers that use some of the claim's devices clients of an MPS daemon.
+type MPSClient struct {
+	Daemon string `json:"daemon"`
+	// Devices are the devices that the daemon serves for the claim, as indexes into the record's
+	// Devices.
+	Devices []int `json:"devices"`
+	// Memory limits the GPU memory of each process in such a container, in MiB. Zero means no limit.
+	Memory uint64 `json:"memory,omitempty"`
+	// Threads limits the part of the GPU's threads that each process in such a container can use, in
+	// percent. Zero means no limit.
+	Threads int `json:"threads,omitempty"`
+	// Whole is the UUID of the GPU on which all processes of a container together get no more than
+	// Memory. It is empty if the limit applies only to each process by itself.
+	Whole string `json:"whole,omitempty"`
+}
+
+// AddDevice adds a device to the spec, unless the spec has one of that name. With admin access two
+// requests may get the same device, but a CDI spec may name each device only once.
+func (s *ClaimSpec) AddDevice(d SpecDevice) {
+	for _, there := range s.Devices {
+		if there.Name == d.Name {
+			return
+		}
+	}
+	s.Devices = append(s.Devices, d)
+}

@@ -1,0 +1,119 @@
+package steps
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+)
+
+// Partitions reads and changes the partitions and settings of GPUs. Package nvidia implements it
+// and documents each call. A call may take long, and ends with its context. If a call fails, the
+// hardware may still have been changed, unless isRefusal is true for the error.
+type Partitions interface {
+	Look(ctx context.Context, card device.Card) (device.CardState, error)
+	SetMode(ctx context.Context, card device.Card, on bool) (device.CardState, error)
+	CreateInstance(ctx context.Context, card device.Card, profileID uint32, at device.Placement) (device.Instance, error)
+	CreateCompute(ctx context.Context, card device.Card, instanceID uint32) (device.Instance, error)
+	Destroy(ctx context.Context, card device.Card, in device.Instance) error
+	Settings
+}
+
+// NoPartitions implements Partitions for a Preparer that was created without it. Every call fails.
+type NoPartitions struct{}
+
+var errNoPartitions = errors.New("this node offers whole GPUs only: partitions and sharing are switched off")
+
+func (NoPartitions) Look(context.Context, device.Card) (device.CardState, error) {
+	return device.CardState{}, errNoPartitions
+}
+
+func (NoPartitions) SetMode(context.Context, device.Card, bool) (device.CardState, error) {
+	return device.CardState{}, errNoPartitions
+}
+
+func (NoPartitions) CreateInstance(context.Context, device.Card, uint32, device.Placement) (device.Instance, error) {
+	return device.Instance{}, errNoPartitions
+}
+
+func (NoPartitions) CreateCompute(context.Context, device.Card, uint32) (device.Instance, error) {
+	return device.Instance{}, errNoPartitions
+}
+
+func (NoPartitions) Destroy(context.Context, device.Card, device.Instance) error {
+	return errNoPartitions
+}
+
+func (NoPartitions) SetComputeMode(context.Context, device.Card, device.ComputeMode) error {
+	return errNoPartitions
+}
+
+func (NoPartitions) TimeSlice(context.Context, device.Card) (device.TimeSlice, error) {
+	return 0, errNoPartitions
+}
+
+func (NoPartitions) SetTimeSlice(context.Context, device.Card, device.TimeSlice) error {
+	return errNoPartitions
+}
+
+// isRefusal reports whether err means that the hardware refused the call and changed nothing. After
+// any other error it is unknown whether the hardware was changed.
+func isRefusal(err error) bool {
+	switch FailureCode(err) {
+	case device.FailureInsufficient, device.FailureNotFound, device.FailureReplaced, device.FailureNoDriver:
+		return true
+	}
+	return false
+}
+
+// hardwareError is an error that a call to the hardware returned.
+type hardwareError interface {
+	error
+	FailureCode() device.FailureCode
+}
+
+// FailureCode returns the code of the failed call to the hardware in err.
+func FailureCode(err error) device.FailureCode {
+	var failed hardwareError
+	if errors.As(err, &failed) {
+		return failed.FailureCode()
+	}
+	return device.FailureOther
+}
+
+// Daemons starts and stops MPS control daemons. [mps.Client] implements it with the MPS supervisor.
+// If the supervisor does not run, Stop returns nil only if the daemon is certainly gone.
+type Daemons interface {
+	// Start returns when the daemon is ready. If the daemon already runs as requested, Start does not
+	// disturb it.
+	Start(ctx context.Context, d mps.Daemon) error
+	// Stop returns when no process of the daemon is left. It succeeds if the daemon does not exist.
+	Stop(ctx context.Context, id string) error
+	// List returns the running daemons. If the supervisor does not run, the error is an
+	// [*mps.NotRunningError].
+	List(ctx context.Context) ([]mps.Status, error)
+}
+
+// daemonTime limits the start or stop of a daemon. Either takes milliseconds unless the GPU hangs.
+const daemonTime = 20 * time.Second
+
+// Settings changes how processes share a GPU: its compute mode and its time slice.
+type Settings interface {
+	// SetComputeMode sets the compute mode. It changes nothing if the GPU already has this mode.
+	SetComputeMode(ctx context.Context, card device.Card, mode device.ComputeMode) error
+	TimeSlice(ctx context.Context, card device.Card) (device.TimeSlice, error)
+	SetTimeSlice(ctx context.Context, card device.Card, slice device.TimeSlice) error
+}
+
+// NoDaemons implements Daemons for a Preparer without an MPS supervisor. Every call fails.
+type NoDaemons struct{}
+
+var errNoDaemons = &mps.NotRunningError{Socket: "none", Err: errors.New("the plugin was started without an MPS supervisor")}
+
+func (NoDaemons) Start(context.Context, mps.Daemon) error { return errNoDaemons }
+
+func (NoDaemons) Stop(context.Context, string) error { return errNoDaemons }
+
+func (NoDaemons) List(context.Context) ([]mps.Status, error) { return nil, errNoDaemons }
