@@ -41,7 +41,7 @@ func commands() map[string]command {
 	return map[string]command{
 		"":                 {"serve this node (the default)", serve},
 		"inventory":        {"show what this node would offer, or why nothing; needs no cluster and changes nothing", runInventory},
-		"uninstall":        {"remove the DaemonSet in order; refuses while claims hold devices", uninstall},
+		"uninstall":        {"remove the DaemonSet in order; refuses while claims hold devices", runUninstall},
 		driver.ScanCommand: {"scan the hardware for a parent process (internal)", runScan},
 		cut.Command:        {"change MIG partitions for a parent process (internal)", runPartition},
 		watch.Command:      {"watch the hardware for a parent process (internal)", runWatch},

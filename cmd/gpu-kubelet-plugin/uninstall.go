@@ -10,12 +10,12 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
 )
 
-// uninstall is the command that the chart's pre-delete hook runs. It deletes the plugin's
+// runUninstall is the command that the chart's pre-delete hook runs. It deletes the plugin's
 // DaemonSet. Without --force, it refuses to do so while claims hold devices.
-func uninstall(ctx context.Context, args []string, _ io.Writer) error {
+func runUninstall(ctx context.Context, args []string, _ io.Writer) error {
 	var force bool
 	var timeout time.Duration
 	cfg, err := config.Load("gpu-kubelet-plugin uninstall", args, os.Environ(), func(flags *pflag.FlagSet) {
@@ -37,5 +37,5 @@ func uninstall(ctx context.Context, args []string, _ io.Writer) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	return driver.Uninstall(ctx, client, cfg.Namespace, cfg.DaemonSetName, force)
+	return uninstall.Run(ctx, client, cfg.Namespace, cfg.DaemonSetName, force)
 }

@@ -32,7 +32,7 @@ func TestReleaseDropsPendingStatus(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer d.instanceLock.Release()
+	defer d.cleaner.Release()
 	for name, release := range map[string]func(uid types.UID) error{
 		"unprepared": func(uid types.UID) error { return d.preparer.Unprepare(t.Context(), uid) },
 		"orphaned": func(uid types.UID) error {

@@ -29,6 +29,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
 )
 
 // DriverName is the driver's name in DeviceClasses and in the registration with the kubelet.
@@ -99,7 +100,8 @@ type Driver struct {
 	// supervisorAbsenceReported is set once an Event has reported the absence. Only reconciliation
 	// uses it.
 	supervisorAbsenceReported bool
-	instanceLock              *instanceLock
+	// cleaner has this instance's shared instance lock.
+	cleaner *uninstall.Cleaner
 	// health has the health verdict (healthy or not, and why) on each of the node's devices.
 	health       *healthWatch
 	healthReport healthReport
@@ -125,7 +127,7 @@ var _ kubeletplugin.DRAPlugin = &Driver{}
 // is fatal: main must exit with a code other than 0.
 func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	logger := klog.FromContext(ctx)
-	defer d.instanceLock.Release()
+	defer d.cleaner.Release()
 	ctx, d.fail = context.WithCancelCause(ctx)
 	defer d.fail(nil)
 
@@ -183,7 +185,7 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	}
 	helper.Stop()
 	if drained == nil {
-		d.cleanUpIfUninstalled(serving)
+		d.cleaner.CleanUp(serving)
 	}
 	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
 		return cause

@@ -12,6 +12,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
+	appsv1 "k8s.io/api/apps/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -26,6 +27,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
 )
 
 // node is a simulated node: a temporary directory, and a driver with a fake API server and fake
@@ -77,6 +79,10 @@ func twoGPUs() (nvidia.Node, error) {
 		GPUs:   []nvidia.GPU{gpu("0000:1b:00.0", "/dev/null"), gpu("0000:43:00.0", "/dev/zero")},
 		Common: specs.ContainerEdits{Env: []string{"NODE=wide"}, DeviceNodes: []*specs.DeviceNode{{Path: "/dev/full"}}},
 	}, nil
+}
+
+func daemonSet() *appsv1.DaemonSet {
+	return &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "gpu", Name: "plugin"}}
 }
 
 func newNode(t *testing.T) *node {
@@ -341,6 +347,36 @@ func TestUninstallCleansUpNode(t *testing.T) {
 				t.Errorf("CDI files: %v", files)
 			}
 		})
+	}
+}
+
+func TestCleanupWaitsForOtherInstances(t *testing.T) {
+	n := newNode(t)
+	other, err := uninstall.AcquireInstanceLock(t.Context(), n.cfg.PluginDir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Release()
+	n.start(t)
+	n.register(t)
+	eventually(t, "the GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
+	if err := n.client.AppsV1().DaemonSets("gpu").Delete(t.Context(), "plugin", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(n.cfg.HookPath); err != nil {
+		t.Errorf("the hook was removed while another instance runs: %v", err)
+	}
+	if files := n.cdiFiles(t); len(files) != 1 {
+		t.Errorf("CDI files: %v", files)
+	}
+	if len(published(t, n.client)) != 2 {
+		t.Error("the other instance's slices were withdrawn")
+	}
+	if last, err := other.TryExclusive(); !last || err != nil {
+		t.Errorf("the other instance cannot clean up when it ends: %v", err)
 	}
 }
 

@@ -6,8 +6,6 @@ import (
 	"sync"
 	"time"
 
-	"k8s.io/klog/v2"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
@@ -17,8 +15,6 @@ const (
 	// and restarts the health watcher. Most attempts fail because a process has the GPU open.
 	modeRetryFirst = 10 * time.Second
 	modeRetryMax   = 10 * time.Minute
-	// migModesTimeout limits how long an uninstallation waits for GPUs to leave MIG mode.
-	migModesTimeout = 10 * time.Second
 )
 
 // migModeCleaner switches off the MIG mode of GPUs if the driver had switched it on and no
@@ -82,34 +78,4 @@ func (m *migModeCleaner) recordResult(gpu string, err error) {
 		m.retry = map[string]modeRetry{}
 	}
 	m.retry[gpu] = modeRetry{time.Now().Add(pause), pause, err}
-}
-
-// switchOffMIGModes switches off MIG mode on the GPUs where the driver had switched it on. It runs
-// when the driver is uninstalled. If a GPU is in use, it stays in MIG mode, and an Event asks the
-// admin to switch the mode off.
-func (d *Driver) switchOffMIGModes(ctx context.Context) {
-	done, ok := d.quiesce.Use()
-	defer done()
-	if !ok {
-		return // the hardware is released for a driver upgrade
-	}
-	working, cancel := context.WithTimeout(ctx, migModesTimeout)
-	defer cancel()
-	var gpus []device.GPU
-	for _, g := range d.preparer.Hardware.Snapshot().Node.GPUs {
-		if g.MIG != nil {
-			gpus = append(gpus, g.GPU)
-		}
-	}
-	m := &migModeCleaner{switchOff: d.preparer.DisableUnusedMIGMode, requestScan: func() {}}
-	failed := m.Clean(working, gpus)
-	if failed == nil {
-		return
-	}
-	logger := klog.FromContext(ctx)
-	logger.Error(failed, "Failed to switch off MIG mode; switch it off with nvidia-smi -i ADDRESS -mig 0")
-	message := "The driver was uninstalled, and " + failed.Error() + "; switch it off with nvidia-smi -i ADDRESS -mig 0"
-	if err := d.events.WarnNow(ctx, d.client, "MIGModeStays", message); err != nil {
-		logger.Error(err, "Failed to write the Event MIGModeStays")
-	}
 }

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"maps"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -13,21 +12,14 @@ import (
 	"testing/synctest"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/kubernetes/fake"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 )
 
 func TestMIGModeCleanupRetriesWithBackoff(t *testing.T) {
@@ -190,50 +182,4 @@ func TestUninstallSwitchesMIGModesOff(t *testing.T) {
 			}
 		})
 	}
-}
-
-// newDriverWithMIGModes returns a driver with only the parts that switchOffMIGModes needs.
-func newDriverWithMIGModes(t *testing.T, hardware steps.Partitions) *Driver {
-	t.Helper()
-	dir := t.TempDir()
-	locks, err := lock.NewSet(filepath.Join(dir, "locks"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return &Driver{
-		client: fake.NewClientset(), quiesce: &quiesce.Quiescer{Access: quiesce.NewAccess()},
-		events: events.NewFor(nil, "node"),
-		preparer: prepare.New(prepare.Options{
-			Hardware: &oneGPUInventory{device.MIGMode{Enabled: true}}, Records: markMIGModes(t, dir, "boot"),
-			Locks: locks, BootID: "boot", Now: time.Now, Partitions: hardware,
-		}),
-	}
-}
-
-func TestUninstallWaitsTenSecondsForHungGPU(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		hardware := &modeHardware{switchOff: func(ctx context.Context, _ device.Card) error { <-ctx.Done(); return context.Cause(ctx) }}
-		d := newDriverWithMIGModes(t, hardware)
-		began := time.Now()
-		d.switchOffMIGModes(t.Context())
-		if took := time.Since(began); took != migModesTimeout {
-			t.Errorf("it took %s", took)
-		}
-		// The Event must be written although the time limit for switching off MIG mode has passed.
-		events := (&node{client: d.client.(*fake.Clientset)}).events(t, "Node", "node")
-		if len(events) != 1 || !strings.HasPrefix(events[0], "MIGModeStays: ") {
-			t.Errorf("Events: %q", events)
-		}
-	})
-}
-
-func TestUninstallDoesNotOpenReleasedHardware(t *testing.T) {
-	hardware := &modeHardware{switchOff: failIfBusy, off: map[device.PCIAddress]bool{}}
-	d := newDriverWithMIGModes(t, hardware)
-	d.quiesce = quiesce.New(t.Context(), quiesce.Options{
-		Access: d.quiesce.Access, StateDir: t.TempDir(), Readiness: nodeview.NewReadiness(alwaysReady{}, func() {}),
-	})
-	d.quiesce.Observe(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{quiesce.Annotation: "true"}}})
-	hardware.switchOff = func(context.Context, device.Card) error { t.Error("the GPU was opened"); return nil }
-	d.switchOffMIGModes(t.Context())
 }

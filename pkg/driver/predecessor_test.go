@@ -169,7 +169,7 @@ func TestOnlyProvenPredecessorPartitionIsRemoved(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer d.instanceLock.Release()
+			defer d.cleaner.Release()
 			if err := d.endPredecessorClaim(t.Context(), "u-1"); err == nil || !strings.Contains(err.Error(), "hardware is not scanned yet") {
 				t.Errorf("before the hardware is known: %v", err)
 			}

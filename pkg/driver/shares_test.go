@@ -228,7 +228,7 @@ func TestDriverReportsPersistenceModeOff(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(d.instanceLock.Release)
+	t.Cleanup(d.cleaner.Release)
 	card := device.Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-1"}
 	if _, err := d.preparer.Partitions.Look(t.Context(), card); err != nil {
 		t.Fatal(err)

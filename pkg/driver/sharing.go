@@ -166,22 +166,22 @@ func (d *Driver) checkSupervisor(absent error, now time.Time) {
 	}
 }
 
-// stopDaemons stops all MPS daemons of the node and removes their files. The node must have no
-// prepared claims. It also works if the supervisor is already gone.
-func (d *Driver) stopDaemons(ctx context.Context) error {
+// StopAll stops all MPS daemons of the node and removes their files. The node must have no prepared
+// claims. It also works if the supervisor is already gone.
+func (s nodeSupervisor) StopAll(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, mpsTimeout)
 	defer cancel()
-	all, err := d.supervisor.List(ctx)
+	all, err := s.List(ctx)
 	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
 		err = nil
 	}
-	for _, s := range all {
-		err = errors.Join(err, d.supervisor.Stop(ctx, s.Daemon.ID))
+	for _, daemon := range all {
+		err = errors.Join(err, s.Stop(ctx, daemon.Daemon.ID))
 	}
 	if err != nil {
 		return err
 	}
-	return supervisor.RemoveAll(MPSPaths(d.cfg))
+	return supervisor.RemoveAll(s.paths)
 }
 
 // shareTotals returns how much of each resource of the shared device n all claims together can get.

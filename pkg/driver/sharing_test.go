@@ -15,6 +15,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
@@ -113,15 +114,15 @@ func TestUninstallStopsMPSDaemons(t *testing.T) {
 		}
 	}
 	running := &fakeSupervisor{running: []string{"a", "b"}, err: errors.New("it is busy")}
-	d := &Driver{cfg: cfg, supervisor: running}
-	if err := d.stopDaemons(t.Context()); err == nil {
+	node := nodeSupervisor{running, paths, t.TempDir(), metrics.New("test")}
+	if err := node.StopAll(t.Context()); err == nil {
 		t.Error("no error for daemons that could not be stopped")
 	}
 	if _, err := os.Stat(paths.Pipes("a")); err != nil {
 		t.Errorf("a running daemon lost its directory: %v", err)
 	}
 	running.err = nil
-	if err := d.stopDaemons(t.Context()); err != nil || len(running.running) > 0 {
+	if err := node.StopAll(t.Context()); err != nil || len(running.running) > 0 {
 		t.Errorf("left: %v, %v", running.running, err)
 	}
 	for _, dir := range []string{paths.Root(), paths.ShmDir()} {
@@ -129,8 +130,8 @@ func TestUninstallStopsMPSDaemons(t *testing.T) {
 			t.Errorf("%s: %v", dir, err)
 		}
 	}
-	d.supervisor = mps.NewClient(paths)
-	if err := d.stopDaemons(t.Context()); err != nil {
+	node.Supervisor = mps.NewClient(paths)
+	if err := node.StopAll(t.Context()); err != nil {
 		t.Errorf("without a supervisor: %v", err)
 	}
 }

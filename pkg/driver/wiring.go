@@ -37,6 +37,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
 )
 
 // NewHardware returns the functions with which the inventory reads the node's hardware. NVML is
@@ -98,6 +99,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	if parts.Supervisor == nil {
 		parts.Supervisor = mps.NewClient(MPSPaths(cfg))
 	}
+	supervisor := nodeSupervisor{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics}
 	access := quiesce.NewAccess()
 	parts.Hardware.Scan = access.Scan(parts.Hardware.Scan)
 	inv := inventory.New(parts.Hardware)
@@ -107,7 +109,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
 		events: events.New(ctx, parts.Client, cfg.NodeName),
 		calls:  newInFlightCalls(),
-		shares: shares, supervisor: nodeSupervisor{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics},
+		shares: shares, supervisor: supervisor,
 
 		toReconcile: make(wakeup, 1), toPublisher: make(chan struct{}, 1), toCheck: make(chan struct{}, 1),
 	}
@@ -117,11 +119,12 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	}
 	d.status = claimstatus.New(statusClient, d.events, parts.Metrics.ClaimStatusError)
 	d.readiness = nodeview.NewReadiness(inv, func() { wake(d.toPublisher); wake(d.toCheck) })
-	if d.instanceLock, err = acquireInstanceLock(ctx, cfg.PluginDir); err != nil {
+	instanceLock, err := uninstall.AcquireInstanceLock(ctx, cfg.PluginDir)
+	if err != nil {
 		return nil, err
 	}
 	if d.preparer, err = d.newPreparer(ctx, Paths(cfg), parts.Partitions); err != nil {
-		d.instanceLock.Release()
+		instanceLock.Release()
 		return nil, err
 	}
 	d.devicePlugin = &devicePluginConflict{
@@ -146,8 +149,14 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		StateDir: cfg.StateDir(), Access: access, Workers: workers,
 		Readiness: d.readiness, Reports: d.events, Metrics: d.metrics, Reconciler: d.toReconcile,
 	})
+	d.cleaner = uninstall.NewCleaner(uninstall.Options{
+		Client: parts.Client, Namespace: cfg.Namespace, DaemonSet: cfg.DaemonSetName,
+		Node: cfg.NodeName, PluginDir: cfg.PluginDir, StateDir: cfg.StateDir(),
+		Lock: instanceLock, Claims: d.preparer, Hardware: access, Inventory: predecessorFilter{d.readiness, d.predecessor},
+		Daemons: supervisor, BaseSpec: d.specs, Hooks: []uninstall.Hook{d.hook, d.mpsHook}, Events: d.events,
+	})
 	if err := d.setUpHealth(parts.Watch); err != nil {
-		d.instanceLock.Release()
+		instanceLock.Release()
 		return nil, err
 	}
 	return d, nil

@@ -1,4 +1,4 @@
-package driver
+package uninstall
 
 import (
 	"context"
@@ -18,6 +18,8 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 func allocatedClaimOf(name, driver string) *resourceapi.ResourceClaim {
@@ -34,9 +36,9 @@ func daemonSet() *appsv1.DaemonSet {
 }
 
 func TestUninstallRefusesWhileClaimsHoldDevices(t *testing.T) {
-	client := fake.NewClientset(daemonSet(), allocatedClaimOf("training", DriverName), allocatedClaimOf("network", "nic.example.com"),
+	client := fake.NewClientset(daemonSet(), allocatedClaimOf("training", device.DriverName), allocatedClaimOf("network", "nic.example.com"),
 		&resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: "pending"}})
-	err := Uninstall(t.Context(), client, "gpu", "plugin", false)
+	err := Run(t.Context(), client, "gpu", "plugin", false)
 	var held *ClaimsHeldError
 	if !errors.As(err, &held) || len(held.Claims) != 1 || held.Claims[0] != "team/training" {
 		t.Fatalf("got %v", err)
@@ -56,10 +58,10 @@ func TestUninstallDeletesTheDaemonSetAndWaits(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			objects := []runtime.Object{daemonSet()}
 			if force {
-				objects = append(objects, allocatedClaimOf("training", DriverName))
+				objects = append(objects, allocatedClaimOf("training", device.DriverName))
 			}
 			client := fake.NewClientset(objects...)
-			if err := Uninstall(t.Context(), client, "gpu", "plugin", force); err != nil {
+			if err := Run(t.Context(), client, "gpu", "plugin", force); err != nil {
 				t.Fatal(err)
 			}
 			for _, a := range client.Actions() {
@@ -77,7 +79,7 @@ func TestUninstallDeletesTheDaemonSetAndWaits(t *testing.T) {
 
 func TestUninstallGivesUpAtItsDeadline(t *testing.T) {
 	client := fake.NewClientset(daemonSet())
-	prependReactor(client, "delete", "daemonsets", func(clienttesting.Action) (bool, runtime.Object, error) { return true, nil, nil })
+	client.PrependReactor("delete", "daemonsets", func(clienttesting.Action) (bool, runtime.Object, error) { return true, nil, nil })
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()
 	pod := func(name, node, daemonSet string) *corev1.Pod {
@@ -93,7 +95,7 @@ func TestUninstallGivesUpAtItsDeadline(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	err := Uninstall(ctx, client, "gpu", "plugin", false)
+	err := Run(ctx, client, "gpu", "plugin", false)
 	if err == nil || !strings.Contains(err.Error(), "gpu/plugin") || !strings.Contains(err.Error(), "plugin-x on node dead-node") ||
 		strings.Contains(err.Error(), "fine-node") {
 		t.Errorf("got %v", err)
@@ -120,7 +122,7 @@ func TestDaemonSetGone(t *testing.T) {
 		})
 	}
 	client := fake.NewClientset(daemonSet())
-	prependReactor(client, "get", "daemonsets", func(clienttesting.Action) (bool, runtime.Object, error) {
+	client.PrependReactor("get", "daemonsets", func(clienttesting.Action) (bool, runtime.Object, error) {
 		return true, nil, errors.New("forbidden")
 	})
 	if _, err := daemonSetGone(t.Context(), client, "gpu", "plugin"); err == nil {

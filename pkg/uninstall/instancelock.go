@@ -1,4 +1,4 @@
-package driver
+package uninstall
 
 import (
 	"context"
@@ -21,14 +21,14 @@ const instanceLockFile = "instances.lock"
 // cleans up the node.
 const instanceLockPoll = 20 * time.Millisecond
 
-// instanceLock is a flock that tells plugin instances of any version whether others run on the
+// InstanceLock is a flock that tells plugin instances of any version whether others run on the
 // node. Each instance has the shared lock while it runs. The cleanup of the node needs the
 // exclusive lock. The kernel releases the lock of a killed instance.
-type instanceLock struct{ file *flock.Flock }
+type InstanceLock struct{ file *flock.Flock }
 
-// acquireInstanceLock takes the shared lock, and creates the plugin directory if it is missing. It
+// AcquireInstanceLock takes the shared lock, and creates the plugin directory if it is missing. It
 // waits only while another plugin instance cleans up the node, which removes the directory.
-func acquireInstanceLock(ctx context.Context, pluginDir string) (*instanceLock, error) {
+func AcquireInstanceLock(ctx context.Context, pluginDir string) (*InstanceLock, error) {
 	for {
 		if err := os.MkdirAll(pluginDir, 0o755); err != nil {
 			return nil, fmt.Errorf("create the plugin directory: %w", err)
@@ -38,7 +38,7 @@ func acquireInstanceLock(ctx context.Context, pluginDir string) (*instanceLock, 
 		if err := durable.CheckDir(pluginDir); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return nil, fmt.Errorf("use the plugin directory: %w", err)
 		}
-		l := &instanceLock{flock.New(filepath.Join(pluginDir, instanceLockFile), flock.SetPermissions(0o600))}
+		l := &InstanceLock{flock.New(filepath.Join(pluginDir, instanceLockFile), flock.SetPermissions(0o600))}
 		_, err := l.file.TryRLockContext(ctx, instanceLockPoll)
 		if err == nil && l.inPlace() {
 			return l, nil
@@ -56,7 +56,7 @@ func acquireInstanceLock(ctx context.Context, pluginDir string) (*instanceLock, 
 // TryExclusive gives up the shared lock and tries to take the exclusive lock. It returns true if no
 // other plugin instance has a lock; then no instance can start until Release. If several instances
 // call TryExclusive at the same time, at least one gets true.
-func (l *instanceLock) TryExclusive() (bool, error) {
+func (l *InstanceLock) TryExclusive() (bool, error) {
 	l.Release() // release first: if two instances upgraded their shared locks, both would fail
 	// This lock must not create the file: if the file is missing, another plugin instance has cleaned
 	// up the node.
@@ -73,11 +73,11 @@ func (l *instanceLock) TryExclusive() (bool, error) {
 }
 
 // Release gives up the shared or exclusive lock. It may be called more than once.
-func (l *instanceLock) Release() { _ = l.file.Close() }
+func (l *InstanceLock) Release() { _ = l.file.Close() }
 
 // inPlace reports whether the path still leads to the locked file. The cleanup of the node removes
 // that file.
-func (l *instanceLock) inPlace() bool {
+func (l *InstanceLock) inPlace() bool {
 	held, err := l.file.Stat()
 	if err != nil {
 		return false

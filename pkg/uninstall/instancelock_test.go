@@ -1,4 +1,4 @@
-package driver
+package uninstall
 
 import (
 	"os"
@@ -6,13 +6,11 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-func lockInstance(t *testing.T, dir string) *instanceLock {
+func lockInstance(t *testing.T, dir string) *InstanceLock {
 	t.Helper()
-	p, err := acquireInstanceLock(t.Context(), dir)
+	p, err := AcquireInstanceLock(t.Context(), dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -20,7 +18,7 @@ func lockInstance(t *testing.T, dir string) *instanceLock {
 	return p
 }
 
-func tryExclusive(t *testing.T, p *instanceLock) bool {
+func tryExclusive(t *testing.T, p *InstanceLock) bool {
 	t.Helper()
 	is, err := p.TryExclusive()
 	if err != nil {
@@ -43,7 +41,7 @@ func TestOnlyTheLastInstanceGetsExclusiveLock(t *testing.T) {
 func TestOneOfSeveralEndingInstancesCleansUp(t *testing.T) {
 	for range 200 {
 		dir := filepath.Join(t.TempDir(), "plugin")
-		instances := []*instanceLock{lockInstance(t, dir), lockInstance(t, dir), lockInstance(t, dir)}
+		instances := []*InstanceLock{lockInstance(t, dir), lockInstance(t, dir), lockInstance(t, dir)}
 		var cleaning, cleaned atomic.Int32
 		var all sync.WaitGroup
 		for _, p := range instances {
@@ -75,9 +73,9 @@ func TestInstanceStartedDuringCleanupHasDirectory(t *testing.T) {
 	if !tryExclusive(t, leaves) {
 		t.Fatal("did not get the exclusive lock")
 	}
-	started := make(chan *instanceLock)
+	started := make(chan *InstanceLock)
 	go func() {
-		p, err := acquireInstanceLock(t.Context(), dir)
+		p, err := AcquireInstanceLock(t.Context(), dir)
 		if err != nil {
 			t.Error(err)
 		}
@@ -94,31 +92,5 @@ func TestInstanceStartedDuringCleanupHasDirectory(t *testing.T) {
 	}
 	if other := lockInstance(t, dir); tryExclusive(t, other) {
 		t.Error("exclusive although the new instance runs")
-	}
-}
-
-func TestCleanupWaitsForOtherInstances(t *testing.T) {
-	n := newNode(t)
-	other := lockInstance(t, n.cfg.PluginDir)
-	n.start(t)
-	n.register(t)
-	eventually(t, "the GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
-	if err := n.client.AppsV1().DaemonSets("gpu").Delete(t.Context(), "plugin", metav1.DeleteOptions{}); err != nil {
-		t.Fatal(err)
-	}
-	if err := n.stop(); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := os.Stat(n.cfg.HookPath); err != nil {
-		t.Errorf("the hook was removed while another instance runs: %v", err)
-	}
-	if files := n.cdiFiles(t); len(files) != 1 {
-		t.Errorf("CDI files: %v", files)
-	}
-	if len(published(t, n.client)) != 2 {
-		t.Error("the other instance's slices were withdrawn")
-	}
-	if !tryExclusive(t, other) {
-		t.Error("the other instance cannot clean up when it ends")
 	}
 }

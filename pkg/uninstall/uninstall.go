@@ -1,4 +1,12 @@
-package driver
+// Package uninstall removes the driver from the cluster and from its nodes.
+//
+// [Run] is the work of the chart's pre-delete hook: it deletes the plugin's DaemonSet, and refuses
+// while claims hold devices. [Cleaner] is the work of each plugin that ends because its DaemonSet
+// was deleted: it removes from its node what the driver made there, unless a claim is prepared or
+// another plugin instance runs. [InstanceLock] tells the instances of a node about each other.
+//
+// The package deletes no claims and no Pods.
+package uninstall
 
 import (
 	"context"
@@ -13,6 +21,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // ClaimsHeldError is returned if the driver cannot be uninstalled because claims are allocated its
@@ -31,14 +41,14 @@ func (e *ClaimsHeldError) Error() string {
 		" To uninstall, delete their Pods and claims and uninstall again."+
 		" To keep the release, which helm has marked as uninstalling, run helm rollback to its last revision."+
 		" To uninstall now and leave on the nodes what running Pods need, use --no-hooks",
-		len(e.Claims), DriverName, strings.Join(list, ", "), more)
+		len(e.Claims), device.DriverName, strings.Join(list, ", "), more)
 }
 
-// Uninstall deletes the DaemonSet and waits until its Pods are gone. If claims are allocated
+// Run deletes the DaemonSet and waits until its Pods are gone. If claims are allocated
 // devices of this driver, it fails unless force is set. Each Pod cleans up its node if no claim is
 // prepared there. The Pods need their service account for that, so the caller must delete the rest
 // of the installation afterwards.
-func Uninstall(ctx context.Context, client kubernetes.Interface, namespace, daemonSet string, force bool) error {
+func Run(ctx context.Context, client kubernetes.Interface, namespace, daemonSet string, force bool) error {
 	held, err := heldClaims(ctx, client)
 	if err != nil {
 		return err
@@ -118,7 +128,7 @@ func holdsOurDevices(c *resourceapi.ResourceClaim) bool {
 		return false
 	}
 	for _, r := range c.Status.Allocation.Devices.Results {
-		if r.Driver == DriverName {
+		if r.Driver == device.DriverName {
 			return true
 		}
 	}

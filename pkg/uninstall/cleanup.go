@@ -1,0 +1,256 @@
+package uninstall
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+)
+
+const (
+	// requestTimeout limits the cleanup's requests to the API server.
+	requestTimeout = 10 * time.Second
+	// migModesTimeout limits how long the cleanup waits for GPUs to leave MIG mode.
+	migModesTimeout = 10 * time.Second
+)
+
+// Claims knows the prepared claims of this node, and the MIG modes that the driver switched on.
+type Claims interface {
+	Usage() (prepare.Usage, error)
+	DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error)
+}
+
+// Hardware says whether the plugin may access the GPUs. The caller calls done after the access.
+type Hardware interface {
+	Use() (done func(), ok bool)
+}
+
+// Inventory has the node's GPUs.
+type Inventory interface {
+	Snapshot() inventory.Snapshot
+}
+
+// Daemons are the node's MPS daemons. StopAll stops them and removes their files.
+type Daemons interface {
+	StopAll(ctx context.Context) error
+}
+
+// BaseSpec is the node-wide CDI spec.
+type BaseSpec interface {
+	RemoveBase() error
+}
+
+// Hook is a hook binary on the host.
+type Hook interface {
+	Remove() error
+}
+
+// Events writes Events on the Node.
+type Events interface {
+	WarnNow(ctx context.Context, client kubernetes.Interface, reason, message string) error
+}
+
+// Options are the settings and dependencies of a [Cleaner].
+type Options struct {
+	Client kubernetes.Interface
+	// Namespace and DaemonSet name the plugin's DaemonSet. Without DaemonSet nothing is cleaned up.
+	Namespace, DaemonSet string
+	// Node is the name of the Node. PluginDir is the plugin's directory there, and StateDir is below
+	// it.
+	Node, PluginDir, StateDir string
+
+	Lock      *InstanceLock
+	Claims    Claims
+	Hardware  Hardware
+	Inventory Inventory
+	Daemons   Daemons
+	BaseSpec  BaseSpec
+	Hooks     []Hook
+	Events    Events
+}
+
+// Cleaner removes the driver from the node when the plugin ends.
+type Cleaner struct{ opts Options }
+
+// NewCleaner returns a Cleaner. It takes over the instance lock.
+func NewCleaner(o Options) *Cleaner { return &Cleaner{o} }
+
+// Release gives up the instance lock. The plugin must call it when it ends.
+func (c *Cleaner) Release() { c.opts.Lock.Release() }
+
+// CleanUp cleans up the node if the DaemonSet was deleted and no other plugin instance runs on the
+// node. It deletes the node's ResourceSlices. If no claim on the node is prepared, it also removes
+// the driver's files. The plugin must no longer serve the kubelet.
+func (c *Cleaner) CleanUp(ctx context.Context) {
+	logger := klog.FromContext(ctx)
+	if c.opts.DaemonSet == "" {
+		return
+	}
+	requests, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	gone, err := daemonSetGone(requests, c.opts.Client, c.opts.Namespace, c.opts.DaemonSet)
+	if err != nil {
+		logger.Error(err, "Failed to check whether the driver was uninstalled; skipping cleanup of the node")
+		return
+	}
+	if !gone {
+		return
+	}
+	alone, err := c.opts.Lock.TryExclusive()
+	if err != nil {
+		logger.Error(err, "Failed to check for other instances of the plugin; skipping cleanup of the node")
+		return
+	}
+	if !alone {
+		logger.Info("Skipped cleanup of the node: another instance of the plugin runs on it and cleans up when that instance ends")
+		return
+	}
+	if err := c.deleteSlices(requests); err != nil {
+		logger.Error(err, "Failed to delete this node's ResourceSlices; the kubelet deletes them soon")
+	}
+	held, err := c.opts.Claims.Usage()
+	if err != nil || held.Claims > 0 {
+		logger.Info("Skipped cleanup of the node: Pods of prepared claims need the driver's files", "claims", held.Claims, "err", err)
+		return
+	}
+	c.switchOffMIGModes(ctx)
+	left, err := c.removeFiles(ctx)
+	switch {
+	case err != nil:
+		logger.Error(err, "Failed to remove all files of the driver from the node")
+	case len(left) > 0:
+		logger.Info("Removed the driver's files from the node; kept the plugin directory because it contains other files",
+			"directory", c.opts.PluginDir, "left", left)
+	default:
+		logger.Info("Removed the driver's files from the node")
+	}
+}
+
+// daemonSetGone reports whether the DaemonSet is deleted or being deleted. This tells an
+// uninstallation from an update, a restart or an eviction.
+func daemonSetGone(ctx context.Context, client kubernetes.Interface, namespace, name string) (bool, error) {
+	ds, err := client.AppsV1().DaemonSets(namespace).Get(ctx, name, metav1.GetOptions{})
+	switch {
+	case apierrors.IsNotFound(err):
+		return true, nil
+	case err != nil:
+		return false, fmt.Errorf("check whether DaemonSet %s/%s is being deleted: %w", namespace, name, err)
+	}
+	return ds.DeletionTimestamp != nil, nil
+}
+
+// deleteSlices deletes this node's ResourceSlices, so that the scheduler stops allocating the
+// node's devices.
+func (c *Cleaner) deleteSlices(ctx context.Context) error {
+	err := c.opts.Client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{
+		FieldSelector: fmt.Sprintf("%s=%s,%s=%s", resourceapi.ResourceSliceSelectorNodeName, c.opts.Node,
+			resourceapi.ResourceSliceSelectorDriver, device.DriverName),
+	})
+	if err != nil {
+		return fmt.Errorf("delete this node's ResourceSlices: %w", err)
+	}
+	return nil
+}
+
+// switchOffMIGModes switches off MIG mode on the GPUs where the driver had switched it on. If a GPU
+// is in use, it stays in MIG mode, and an Event asks the admin to switch the mode off.
+func (c *Cleaner) switchOffMIGModes(ctx context.Context) {
+	done, ok := c.opts.Hardware.Use()
+	defer done()
+	if !ok {
+		return // the hardware is released for a driver upgrade
+	}
+	failed := c.disableMIGModes(ctx)
+	if failed == nil {
+		return
+	}
+	logger := klog.FromContext(ctx)
+	logger.Error(failed, "Failed to switch off MIG mode; switch it off with nvidia-smi -i ADDRESS -mig 0")
+	message := "The driver was uninstalled, and " + failed.Error() + "; switch it off with nvidia-smi -i ADDRESS -mig 0"
+	if err := c.opts.Events.WarnNow(ctx, c.opts.Client, "MIGModeStays", message); err != nil {
+		logger.Error(err, "Failed to write the Event MIGModeStays")
+	}
+}
+
+// disableMIGModes switches off the GPUs' MIG modes in parallel, so that a hung GPU does not delay
+// the others. It returns the errors of all GPUs.
+func (c *Cleaner) disableMIGModes(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, migModesTimeout)
+	defer cancel()
+	gpus := c.opts.Inventory.Snapshot().Node.GPUs
+	errs := make([]error, len(gpus))
+	var wg sync.WaitGroup
+	for i, g := range gpus {
+		if g.MIG != nil {
+			wg.Go(func() { _, errs[i] = c.opts.Claims.DisableUnusedMIGMode(ctx, g.GPU) })
+		}
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// removeFiles removes the driver's files from the node. left has the paths of files in the plugin
+// directory that the driver did not create. The directory stays if there are any.
+func (c *Cleaner) removeFiles(ctx context.Context) (left []string, err error) {
+	errs := []error{c.opts.Daemons.StopAll(ctx), c.opts.BaseSpec.RemoveBase()}
+	for _, hook := range c.opts.Hooks {
+		errs = append(errs, hook.Remove())
+	}
+	left, err = removePluginDir(c.opts.PluginDir, c.opts.StateDir)
+	return left, errors.Join(append(errs, err)...)
+}
+
+// removePluginDir removes the driver's files in the plugin directory, and the directory itself if
+// it is empty then. Otherwise it returns the paths of the files that are left.
+func removePluginDir(pluginDir, stateDir string) (left []string, err error) {
+	errs := []error{os.RemoveAll(stateDir)}
+	// A plugin process that was killed while it wrote its request for the leader lock leaves a
+	// temporary file with such a name.
+	unfinished, _ := filepath.Glob(filepath.Join(pluginDir, "publisher.request.*"))
+	for _, path := range unfinished {
+		errs = append(errs, os.Remove(path))
+	}
+	for _, name := range []string{"publisher.lock", "publisher.request", "bin", instanceLockFile, ""} {
+		err := os.Remove(filepath.Join(pluginDir, name))
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTEMPTY) {
+			continue
+		}
+		errs = append(errs, err)
+	}
+	if err := errors.Join(errs...); err != nil {
+		return nil, err // left would contain the driver's own files
+	}
+	return listBelow(pluginDir)
+}
+
+// listBelow lists the files and directories below dir. A missing dir counts as empty.
+func listBelow(dir string) (paths []string, err error) {
+	err = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("list what is left in %s: %w", dir, err)
+		}
+		if path != dir {
+			paths = append(paths, path)
+		}
+		return nil
+	})
+	return paths, err
+}
