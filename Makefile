@@ -162,7 +162,7 @@ COUNT ?= 10
 .PHONY: bench-go
 bench-go: toolchain ## Run the Go benchmarks, into build/bench-go.txt for benchstat (COUNT=10)
 	@mkdir -p $(BUILD)
-	go test -run '^$$' -bench . -count $(COUNT) $(PURE) ./pkg/checkpoint ./pkg/cdi ./pkg/durable | tee $(BUILD)/bench-go.txt
+	go test -run '^$$' -bench . -count $(COUNT) $(PURE) ./pkg/checkpoint ./pkg/cdi | tee $(BUILD)/bench-go.txt
 
 .PHONY: bench-pods
 bench-pods: toolchain ## Measure how much a GPU claim delays a Pod, on a real cluster on an idle machine (root; PODS_ARGS="-pods 20")

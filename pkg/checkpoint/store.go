@@ -55,7 +55,7 @@ type Store struct {
 // Open creates the store's directories in dir, if they are missing.
 func Open(dir string, disk durable.FS) (*Store, error) {
 	s := &Store{
-		disk: durable.NewGroupSync(disk), claims: filepath.Join(dir, "claims"),
+		disk: disk, claims: filepath.Join(dir, "claims"),
 		quarantine: filepath.Join(dir, "quarantine"), marks: filepath.Join(dir, "mig"), holders: filepath.Join(dir, "holders"),
 	}
 	for _, d := range []string{dir, s.claims, s.quarantine, s.marks, s.holders} {

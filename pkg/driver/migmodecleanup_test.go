@@ -116,7 +116,7 @@ func failIfBusy(_ context.Context, c device.Card) error {
 // boot with the ID bootID.
 func markMIGModes(t *testing.T, stateDir, bootID string) *checkpoint.Store {
 	t.Helper()
-	records, err := checkpoint.Open(stateDir, durable.NewWatched())
+	records, err := checkpoint.Open(stateDir, durable.OS{})
 	if err != nil {
 		t.Fatal(err)
 	}

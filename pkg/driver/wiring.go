@@ -170,7 +170,7 @@ const conflictWait = 10 * time.Second
 // newPreparer opens the driver's state on disk and returns the Preparer, which works on it. The
 // context ends when the plugin stops.
 func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions steps.Partitions) (*prepare.Preparer, error) {
-	records, err := checkpoint.Open(d.cfg.StateDir(), durable.NewWatched())
+	records, err := checkpoint.Open(d.cfg.StateDir(), durable.OS{})
 	if err != nil {
 		return nil, err
 	}

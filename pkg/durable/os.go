@@ -7,8 +7,6 @@ import (
 	"io/fs"
 	"os"
 	"syscall"
-
-	"golang.org/x/sys/unix"
 )
 
 // maxSize is the largest file that ReadFile reads. Files of this package are far smaller.
@@ -99,16 +97,6 @@ func (OS) ReadDir(dir string) ([]string, error) {
 		return nil, err
 	}
 	return d.Readdirnames(-1)
-}
-
-// Hold implements [FS]: it keeps a removed file's blocks until release, which closes the file in
-// the background. It uses O_PATH, which needs no permission on the file and never blocks.
-func (OS) Hold(path string) (release func()) {
-	fd, err := unix.Open(path, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return func() {}
-	}
-	return func() { go func() { _ = unix.Close(fd) }() }
 }
 
 // open opens a file for reading. If the last element of path is a symlink, it returns an

@@ -204,10 +204,6 @@ func (p *process) SyncDir(dir string) error {
 	return p.do(p.ctx, onDir("sync", dir), func() error { return p.world.disk.SyncDir(dir) }, nil)
 }
 
-// Hold does nothing. On a real disk it makes the removal of a file's name fast, but on the
-// simulated disk each removal is fast.
-func (p *process) Hold(string) (letGo func()) { return func() {} }
-
 func (p *process) ReadFile(path string) (data []byte, err error) {
 	err = p.do(p.ctx, onFile("read", path), func() error { data, err = p.world.disk.ReadFile(path); return err }, nil)
 	if errors.Is(err, syscall.EIO) {

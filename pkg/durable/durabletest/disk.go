@@ -233,9 +233,6 @@ func (d *Disk) SyncDir(dir string) error {
 	return nil
 }
 
-// Hold does nothing, because this fake disk frees a removed file at no cost.
-func (d *Disk) Hold(string) (release func()) { return func() {} }
-
 // ReadFile returns the content of a file as a process sees it.
 func (d *Disk) ReadFile(path string) ([]byte, error) {
 	d.mu.Lock()
