@@ -63,9 +63,7 @@ func NewPartitions(cfg *config.Config, m *metrics.Metrics) (*cut.Partitions, err
 	if err != nil {
 		return nil, fmt.Errorf("find the plugin's own binary, which partitions GPUs in child processes: %w", err)
 	}
-	partitions := cut.New(Paths(cfg), executable, cut.Command)
-	partitions.Observe = m.MIGCall
-	return partitions, nil
+	return cut.New(Paths(cfg), m.MIGCall, executable, cut.Command), nil
 }
 
 // Parts are the dependencies that New needs for a Driver.

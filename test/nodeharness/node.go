@@ -179,5 +179,5 @@ func (n Node) Scan(ctx context.Context) (nvidia.Node, error) {
 
 // PartitionWorker returns the worker that partitions the node's GPUs. The caller closes it.
 func (n Node) PartitionWorker() *cut.Partitions {
-	return cut.New(n.Paths(), n.Command(partitionRole)...)
+	return cut.New(n.Paths(), nil, n.Command(partitionRole)...)
 }

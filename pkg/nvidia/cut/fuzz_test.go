@@ -1,7 +1,6 @@
 package cut
 
 import (
-	"strings"
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -19,16 +18,5 @@ func FuzzTimeSliceTable(f *testing.F) {
 		if slice, err := parseSlice(table); err == nil && (slice < device.TimeSliceDefault || slice > device.TimeSliceLong) {
 			t.Errorf("%q is time slice %d", table, slice)
 		}
-	})
-}
-
-// The test expects that no output of a worker makes its parent panic or wait forever.
-func FuzzChildReport(f *testing.F) {
-	for _, said := range []string{``, `{}`, `{`, `null`, `{}{}{}`, `{"state":{"mig":{"instances":[{"compute":[]}]}}}`, "\x00", `[1`} {
-		f.Add(said)
-	}
-	f.Fuzz(func(_ *testing.T, said string) {
-		w := &worker{answers: make(chan answer, 1)}
-		_ = w.readAnswers(strings.NewReader(said))
 	})
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 )
@@ -86,7 +87,7 @@ func newPartitions(t *testing.T) *Partitions {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := New(nvidia.Paths{Proc: t.TempDir()}, self)
+	p := New(nvidia.Paths{Proc: t.TempDir()}, nil, self)
 	t.Cleanup(p.Close)
 	return p
 }
@@ -193,7 +194,7 @@ func TestIdleWorkerEnds(t *testing.T) {
 	p := newPartitions(t)
 	p.idle = nvidiatest.HangLimit
 	workerPID(t, p, gpu(1, "well"))
-	<-p.slots["0000:01:00.0"].worker.gone
+	<-p.slots["0000:01:00.0"].worker.Gone
 	workerPID(t, p, gpu(1, "well"))
 }
 
@@ -201,24 +202,25 @@ func TestUnkillableWorkerBlocksNewWorker(t *testing.T) {
 	p := newPartitions(t)
 	workerPID(t, p, gpu(1, "well"))
 	w := p.slots["0000:01:00.0"].worker
-	stuck := &worker{process: w.process, ended: true, gone: make(chan struct{}), stdin: w.stdin}
-	p.slots["0000:01:00.0"].worker = stuck
+	killed, gone := make(chan struct{}), make(chan struct{})
+	close(killed)
+	p.slots["0000:01:00.0"].worker = &worker{Process: &child.Process[answer]{PID: w.PID, Killed: killed, Gone: gone}}
 	ctx, cancel := context.WithTimeout(t.Context(), nvidiatest.HangLimit)
 	defer cancel()
 	if _, err := p.Look(ctx, gpu(1, "well")); codeOf(err) != device.FailureTimeout ||
 		!strings.Contains(err.Error(), "still hangs in the NVIDIA driver") {
 		t.Errorf("error is %v", err)
 	}
-	close(stuck.gone)
+	close(gone)
 	workerPID(t, p, gpu(1, "well"))
-	w.kill()
+	w.Kill()
 }
 
 func TestDestroyRetriesBusyInstance(t *testing.T) {
 	p := newPartitions(t)
 	var mu sync.Mutex
 	seen := map[string]int{}
-	p.Observe = func(op string, _ time.Duration, code string) {
+	p.observe = func(op string, _ time.Duration, code string) {
 		mu.Lock()
 		defer mu.Unlock()
 		seen[op+" "+code]++
@@ -238,7 +240,7 @@ func TestDestroyRetriesBusyInstance(t *testing.T) {
 func (p *Partitions) until(t *testing.T, answer string) (context.Context, context.CancelFunc) {
 	t.Helper()
 	ctx, cancel := context.WithCancelCause(t.Context())
-	p.Observe = func(op string, _ time.Duration, code string) {
+	p.observe = func(op string, _ time.Duration, code string) {
 		if op+" "+code == answer {
 			cancel(context.DeadlineExceeded)
 		}
@@ -299,7 +301,7 @@ func TestCloseEndsWorkersAndCalls(t *testing.T) {
 	if err := <-result; !errors.Is(err, errClosed) {
 		t.Error(err)
 	}
-	<-idle.gone
+	<-idle.Gone
 	if _, err := p.Look(t.Context(), gpu(1, "well")); !errors.Is(err, errClosed) {
 		t.Error(err)
 	}
@@ -384,7 +386,7 @@ func TestStopWorkers(t *testing.T) {
 		t.Fatal(err)
 	}
 	select {
-	case <-idle.gone:
+	case <-idle.Gone:
 	default:
 		t.Error("a worker still runs after StopWorkers")
 	}

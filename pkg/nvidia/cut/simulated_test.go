@@ -48,7 +48,7 @@ func TestFirstCreateInUseIsRetried(t *testing.T) {
 // partitionsOf returns Partitions whose worker processes are the test binary, on the site's GPUs.
 func partitionsOf(s nvidiatest.Site) *Partitions {
 	s.T.Helper()
-	p := New(s.Paths(), s.Role("partition")...)
+	p := New(s.Paths(), nil, s.Role("partition")...)
 	s.T.Cleanup(p.Close)
 	return p
 }
@@ -212,7 +212,7 @@ func TestBusyInstanceIsDestroyedOnceFree(t *testing.T) {
 	made := c.Make(19, device.Placement{Start: 0, Size: 1})
 	busy := make(chan struct{})
 	var once sync.Once
-	p.Observe = func(_ string, _ time.Duration, code string) {
+	p.observe = func(_ string, _ time.Duration, code string) {
 		if code == string(device.FailureInUse) {
 			once.Do(func() { close(busy) })
 		}

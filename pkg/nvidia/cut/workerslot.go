@@ -40,7 +40,7 @@ func (s *workerSlot) call(ctx context.Context, r request) (answer, *Error) {
 		failure = a.Error
 	}
 	if failure != nil && !failure.keepsWorker() {
-		w.kill()
+		w.Kill()
 		return answer{}, failure
 	}
 	s.timer = time.AfterFunc(s.idle, func() { s.stopIdle(w) })
@@ -65,14 +65,14 @@ func (e *Error) keepsWorker() bool {
 // ctx ends first.
 func (s *workerSlot) readyWorker(ctx context.Context, r request) (*worker, *Error) {
 	if w := s.worker; w != nil {
-		if w.usable() {
+		if w.IsUsable() {
 			return w, nil
 		}
 		select {
-		case <-w.gone:
+		case <-w.Gone:
 		case <-ctx.Done():
 			what := fmt.Sprintf("an earlier call still hangs in the NVIDIA driver (process %d): check dmesg, and reset the GPU or reboot the node",
-				w.process.Pid)
+				w.PID)
 			return nil, timeoutError(r, context.Cause(ctx), what)
 		}
 		s.worker = nil
@@ -94,7 +94,7 @@ func (s *workerSlot) stopIdle(w *worker) {
 	}
 	defer func() { <-s.busy }()
 	if s.worker == w && time.Since(w.lastUse) >= s.idle {
-		w.kill()
+		w.Kill()
 	}
 }
 
@@ -113,12 +113,12 @@ func (s *workerSlot) stop(ctx context.Context) error {
 	if s.worker == nil {
 		return nil
 	}
-	s.worker.kill()
+	s.worker.Kill()
 	select {
-	case <-s.worker.gone:
+	case <-s.worker.Gone:
 		return nil
 	case <-ctx.Done():
 		return fmt.Errorf("process %d hangs in the NVIDIA driver: check dmesg, and reset the GPU or reboot the node: %w",
-			s.worker.process.Pid, context.Cause(ctx))
+			s.worker.PID, context.Cause(ctx))
 	}
 }

@@ -31,7 +31,7 @@ func TestOnlyNVIDIADisplayControllersAreGPUs(t *testing.T) {
 
 func TestFingerprintChangesWithScanInputs(t *testing.T) {
 	for name, change := range map[string]func(nvidiatest.Host){
-		"a GPU appears": func(h nvidiatest.Host) { h.GpuOnBus("0000:d1:00.0", "pci0000:cb", "1") },
+		"a GPU appears": func(h nvidiatest.Host) { h.GPUOnBus("0000:d1:00.0", "pci0000:cb", "1") },
 		"a GPU is gone": func(h nvidiatest.Host) { h.Remove("sys/bus/pci/devices/0000:c3:00.0") },
 		"a GPU changes its kernel driver": func(h nvidiatest.Host) {
 			h.Link("../x/vfio-pci", "sys/devices/pci0000:15/0000:15:01.0/0000:1b:00.0/driver")

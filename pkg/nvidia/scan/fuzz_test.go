@@ -1,7 +1,6 @@
 package scan
 
 import (
-	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -13,14 +12,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 )
-
-// The test expects that no output of the child process makes its parent panic or wait forever.
-func FuzzChildReport(f *testing.F) {
-	for _, said := range []string{``, `{}`, `{`, `null`, `{}{}{}`, `{"node":{"gpus":[{}]}}`, "\x00", `[1`} {
-		f.Add(said)
-	}
-	f.Fuzz(func(_ *testing.T, said string) { _ = exchange(nil, io.Discard, strings.NewReader(said)) })
-}
 
 // The test expects only possible device numbers from any content of the kernel's list of devices.
 func FuzzDeviceNumbers(f *testing.F) {

@@ -6,9 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
-	"os/exec"
-	"sync/atomic"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -31,17 +30,11 @@ type report struct {
 // Serve runs in the child process of [Isolated]: it reads [nvidia.Paths] from in and writes the
 // result of scanNode to out. It stops when in is closed, so that no child outlives its parent.
 func Serve(ctx context.Context, in io.Reader, out io.Writer) error {
-	var p nvidia.Paths
-	decoder := json.NewDecoder(in)
-	if err := decoder.Decode(&p); err != nil {
+	p, ctx, end, err := child.Order[nvidia.Paths](ctx, in)
+	if err != nil {
 		return fmt.Errorf("read the paths to scan: %w", err)
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	go func() {
-		_, _ = io.Copy(io.Discard, in)
-		cancel()
-	}()
+	defer end()
 	return json.NewEncoder(out).Encode(describe(scanNode(ctx, p)))
 }
 
@@ -80,14 +73,16 @@ func Isolated(p nvidia.Paths, command ...string) func(context.Context) (nvidia.N
 type isolatedScanner struct {
 	paths   nvidia.Paths
 	command []string
-	stuck   atomic.Int32 // running children, including those that cannot be killed
+
+	mu       sync.Mutex
+	children []*child.Process[report] // those that may not have ended
 }
 
 func (i *isolatedScanner) scan(ctx context.Context) (nvidia.Node, error) {
 	if err := host.Check(i.paths); err != nil {
 		return nvidia.Node{}, err // no need to start a process
 	}
-	if n := i.stuck.Load(); n >= child.MaxStuck {
+	if n := i.running(); n >= child.MaxStuck {
 		return nvidia.Node{}, fmt.Errorf("%d earlier scans still hang in the NVIDIA driver: "+
 			"check dmesg, and reset the GPUs or reboot the node", n)
 	}
@@ -98,75 +93,36 @@ func (i *isolatedScanner) scan(ctx context.Context) (nvidia.Node, error) {
 	return i.runChild(ctx)
 }
 
+// running counts the child processes that have not ended, including those that cannot be killed.
+func (i *isolatedScanner) running() int {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.children = slices.DeleteFunc(i.children, (*child.Process[report]).IsGone)
+	return len(i.children)
+}
+
 func (i *isolatedScanner) runChild(ctx context.Context) (nvidia.Node, error) {
-	input, err := json.Marshal(i.paths)
-	if err != nil {
-		return nvidia.Node{}, fmt.Errorf("describe the paths to scan: %w", err)
-	}
-	command := exec.Command(i.command[0], i.command[1:]...)
-	// The parent keeps this pipe open until the scan has ended. If the parent dies, the pipe is
-	// closed, and the child ends too.
-	stdin, err := command.StdinPipe()
+	c, err := child.Start[report](child.Command{Args: i.command}, i.paths)
 	if err != nil {
 		return nvidia.Node{}, fmt.Errorf("start the scanning process: %w", err)
 	}
-	stdout, err := command.StdoutPipe()
-	if err != nil {
-		return nvidia.Node{}, fmt.Errorf("start the scanning process: %w", err)
-	}
-	stderr := &child.Tail{Limit: 2048}
-	command.Stderr = stderr
-	command.WaitDelay = time.Second
-	if err := command.Start(); err != nil {
-		return nvidia.Node{}, fmt.Errorf("start the scanning process: %w", err)
-	}
-
-	answer, gone := make(chan childAnswer, 1), make(chan struct{})
-	i.stuck.Add(1)
-	go func() {
-		defer close(gone)
-		defer i.stuck.Add(-1)
-		a := exchange(input, stdin, stdout)
-		if a.err == nil {
-			answer <- a
-			_ = stdin.Close()
-			_ = command.Process.Kill() // it has answered, but may hang in the driver
-			_ = command.Wait()
-			return
-		}
-		_ = stdin.Close()
-		a.err = errors.Join(a.err, command.Wait())
-		answer <- a
-	}()
+	i.mu.Lock()
+	i.children = append(i.children, c)
+	i.mu.Unlock()
+	defer c.Kill() // it may hang in the driver even after its answer
 	select {
-	case a := <-answer:
-		if a.err != nil {
-			return nvidia.Node{}, fmt.Errorf("the scanning process died without an answer (%w)%s", a.err, stderr)
-		}
-		return a.report.result()
+	case r := <-c.Messages:
+		return r.result()
+	case <-c.Ended:
+		err = fmt.Errorf("the scanning process died without an answer (%w)%s", c.Failure(), c.Stderr())
 	case <-ctx.Done():
-		_ = stdin.Close()
-		_ = command.Process.Kill()
-		err := fmt.Errorf("scan the GPUs: %w", context.Cause(ctx))
-		select {
-		case <-gone: // what it had open is closed
-			return nvidia.Node{}, err
-		case <-time.After(child.KillLimit):
-			return nvidia.Node{}, &nvidia.HangingError{PID: command.Process.Pid, Gone: gone, Err: err}
-		}
+		c.Kill()
+		err = fmt.Errorf("scan the GPUs: %w", context.Cause(ctx))
 	}
-}
-
-type childAnswer struct {
-	report report
-	err    error
-}
-
-func exchange(input []byte, stdin io.Writer, stdout io.Reader) childAnswer {
-	if _, err := stdin.Write(append(input, '\n')); err != nil && !errors.Is(err, os.ErrClosed) {
-		return childAnswer{err: err}
+	select {
+	case <-c.Gone: // what it had open is closed
+		return nvidia.Node{}, err
+	case <-time.After(child.KillLimit):
+		return nvidia.Node{}, c.Hanging(err)
 	}
-	var a childAnswer
-	a.err = json.NewDecoder(stdout).Decode(&a.report)
-	return a
 }

@@ -124,11 +124,14 @@ func TestIsolatedScanLimitsHungChildren(t *testing.T) {
 	}
 	h := nvidiatest.NewHost(t)
 	i := isolatedScanner{paths: h.Paths(), command: []string{self}}
-	i.stuck.Store(child.MaxStuck)
+	ended := make(chan struct{})
+	for range child.MaxStuck {
+		i.children = append(i.children, &child.Process[report]{Gone: ended})
+	}
 	if _, err := i.scan(t.Context()); err == nil || !strings.Contains(err.Error(), "still hang in the NVIDIA driver") {
 		t.Errorf("error is %v", err)
 	}
-	i.stuck.Store(0)
+	close(ended)
 	if _, err := i.scan(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -182,7 +185,7 @@ func TestCanceledScanReleasesHardware(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), nvidiatest.HangLimit)
 	defer cancel()
 	_, err = i.scan(ctx)
-	if n := i.stuck.Load(); n != 0 || !errors.Is(err, context.DeadlineExceeded) {
+	if n := i.running(); n != 0 || !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("%d children still run: %v", n, err)
 	}
 	var hangs *nvidia.HangingError

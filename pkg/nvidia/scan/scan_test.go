@@ -314,9 +314,9 @@ func TestDuplicateAddressIsProblem(t *testing.T) {
 
 func TestUnlistedCardsAreExplained(t *testing.T) {
 	h := nvidiatest.NewHost(t)
-	h.GpuOnBus("0000:d1:00.0", "pci0000:cb", "1")
+	h.GPUOnBus("0000:d1:00.0", "pci0000:cb", "1")
 	h.Link("../../../../bus/pci/drivers/vfio-pci", "sys/devices/pci0000:cb/0000:cb:01.0/0000:d1:00.0/driver")
-	h.GpuOnBus("0000:df:00.0", "pci0000:d9", "1")
+	h.GPUOnBus("0000:df:00.0", "pci0000:d9", "1")
 	node, err := scannerOf(h, nvidiatest.NVML(nvidiatest.TwoCards()...)).scan(t.Context())
 	if err != nil {
 		t.Fatal(err)

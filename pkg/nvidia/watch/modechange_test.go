@@ -17,7 +17,7 @@ import (
 // while they change its MIG mode, as in the plugin.
 func newWatchedSite(s nvidiatest.Site, change func(*watcher)) (watch, *cut.Partitions) {
 	s.T.Helper()
-	p := cut.New(s.Paths(), s.Role("partition")...)
+	p := cut.New(s.Paths(), nil, s.Role("partition")...)
 	s.T.Cleanup(p.Close)
 	return watchSite(s, func(w *watcher) {
 		w.options.Partitions = p // for watchers of single cards
@@ -32,7 +32,7 @@ func TestModeChangeReplacesWatcherAndLosesNoEvent(t *testing.T) {
 	s := nvidiatest.NewSite(t, "awkward", layout.Container, "")
 	w, p := newWatchedSite(s, nil)
 	w.awaitListening()
-	first := w.children[0].process.Pid
+	first := w.children[0].PID
 	changed := make(chan error, 1)
 	go func() {
 		_, err := p.SetMode(t.Context(), s.Card(1), true)
@@ -87,7 +87,7 @@ func TestModeChangeReplacesWatcherAndLosesNoEvent(t *testing.T) {
 		t.Error(err)
 	}
 	for _, c := range w.children {
-		if c.process.Pid == first {
+		if c.PID == first {
 			t.Error("the watcher was not replaced")
 		}
 	}

@@ -118,12 +118,9 @@ func TestGPUHungWithLockGetsOwnWatcher(t *testing.T) {
 
 func TestUnkillableWatcherIsReported(t *testing.T) {
 	w := newWatcher(Options{}, func(device.Signal) {})
-	self, err := os.FindProcess(os.Getpid())
-	if err != nil {
-		t.Fatal(err)
-	}
+	gone := make(chan struct{})
 	for range child.MaxStuck {
-		w.children = append(w.children, &watchChild{process: self, gone: make(chan struct{})})
+		w.children = append(w.children, &watchChild{Process: &child.Process[device.Signal]{Gone: gone}})
 	}
 	h := nvidiatest.NewHost(t)
 	w.options.Paths = h.Paths()
@@ -133,9 +130,7 @@ func TestUnkillableWatcherIsReported(t *testing.T) {
 	if err := w.release(); err == nil || !strings.Contains(err.Error(), "cannot end the watcher") {
 		t.Error(err)
 	}
-	for _, c := range w.children {
-		close(c.gone)
-	}
+	close(gone)
 	if err := w.release(); err != nil {
 		t.Error(err)
 	}
@@ -175,7 +170,7 @@ func TestTenThousandEventsAreCountedWithoutLeak(t *testing.T) {
 		return signals
 	}
 	burstOf()
-	child := w.children[0].process.Pid
+	child := w.children[0].PID
 	before, signals := footprint(t, child), 0
 	for range bursts {
 		signals += burstOf()
@@ -226,13 +221,13 @@ func TestStoppedWatcherDeliversQueuedEvents(t *testing.T) {
 			t.Parallel()
 			var heard []device.Signal
 			w := newWatcher(Options{}, func(s device.Signal) { heard = append(heard, s) })
-			child, err := startWatchChild([]string{"sh", "-c", c.script}, watchOrder{}, nil)
+			process, err := child.Start[device.Signal](child.Command{Args: []string{"sh", "-c", c.script}}, watchOrder{})
 			if err != nil {
 				t.Fatal(err)
 			}
-			<-child.signals
-			w.drainAndKill(child, "load-1")
-			<-child.gone
+			<-process.Messages
+			w.drainAndKill(&watchChild{Process: process}, "load-1")
+			<-process.Gone
 			if len(heard) != c.events || c.events > 0 && heard[0].Event.XID != 79 {
 				t.Errorf("%+v", heard)
 			}

@@ -31,7 +31,7 @@ type replacement struct {
 func (r replacement) abandon() {
 	if r.child != nil {
 		r.child.replaced = true
-		r.child.kill()
+		r.child.Kill()
 	}
 }
 
@@ -65,7 +65,7 @@ func (w *watcher) startReplacement(ctx context.Context) starting {
 	ctx, cancel := context.WithCancel(ctx)
 	ready := make(chan replacement, 1)
 	next := starting{ready: ready, cancel: cancel}
-	w.children = slices.DeleteFunc(w.children, (*watchChild).hasEnded)
+	w.children = slices.DeleteFunc(w.children, func(c *watchChild) bool { return c.IsGone() })
 	if n := len(w.children) - 1; n >= child.MaxStuck {
 		ready <- replacement{err: stuckError(n)}
 		return next
@@ -89,12 +89,12 @@ func (r replacement) await(ctx context.Context) replacement {
 	defer limit.Stop()
 	for {
 		select {
-		case s := <-r.child.signals:
+		case s := <-r.child.Messages:
 			r.signals = append(r.signals, s)
 			if s.Watcher != nil && s.Watcher.Up && s.Watcher.Events {
 				return r
 			}
-		case <-r.child.ended:
+		case <-r.child.Ended:
 			r.err = r.child.failure()
 			return r
 		case <-limit.C:

@@ -37,19 +37,14 @@ func TestModeChangeWatchesHungGPUApart(t *testing.T) {
 
 func TestHungReplacedWatchersDoNotBlockStart(t *testing.T) {
 	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
-	self, err := os.FindProcess(os.Getpid())
-	if err != nil {
-		t.Fatal(err)
-	}
+	gone := make(chan struct{})
 	var hung []*watchChild
 	for range child.MaxStuck {
-		hung = append(hung, &watchChild{process: self, gone: make(chan struct{}), replaced: true})
+		hung = append(hung, &watchChild{Process: &child.Process[device.Signal]{Gone: gone}, replaced: true})
 	}
 	w := watchSite(s, func(w *watcher) { w.children = slices.Clone(hung) })
 	w.awaitListening()
-	for _, c := range hung {
-		close(c.gone)
-	}
+	close(gone)
 }
 
 // recorded returns a change of the watcher with which started lists the directories in /proc of all

@@ -2,7 +2,6 @@ package watch
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -15,6 +14,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
 )
@@ -54,18 +54,12 @@ func Serve(ctx context.Context, in io.Reader, out io.Writer) error {
 }
 
 func serve(ctx context.Context, in io.Reader, out io.Writer, open func(nvidia.Paths) (nvml.Interface, error)) error {
-	decoder := json.NewDecoder(in)
-	var order watchOrder
-	if err := decoder.Decode(&order); err != nil {
+	order, ctx, cancel, err := child.Order[watchOrder](ctx, in)
+	if err != nil {
 		return fmt.Errorf("read what to watch: %w", err)
 	}
-	order.Paths = order.Paths.WithDefaults()
-	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	go func() {
-		_, _ = io.Copy(io.Discard, in)
-		cancel()
-	}()
+	order.Paths = order.Paths.WithDefaults()
 	library, err := nvmlx.Bounded(ctx, initLimit, "nvmlInit", func() (nvml.Interface, error) { return open(order.Paths) })
 	if err != nil {
 		if ctx.Err() != nil {

@@ -3,11 +3,10 @@ package watch
 import (
 	"fmt"
 	"maps"
-	"os/exec"
-	"runtime"
 	"slices"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/exclusion"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
@@ -30,24 +29,25 @@ func (w *watcher) start() (*watchChild, error) {
 	if w.only != "" {
 		order.Only = []device.PCIAddress{w.only}
 	}
-	child, err := startWatchChild(w.options.Command, order, w.hiddenNodes(c))
+	process, err := child.Start[device.Signal](
+		child.Command{Args: w.options.Command, Env: []string{oneProcessor}, Hidden: w.hiddenNodes(c)}, order)
 	if err != nil {
 		w.excluded.Ended(c)
 		return nil, fmt.Errorf("start the watcher process: %w", err)
 	}
-	child.coverage = c
-	w.excluded.Started(c, child.process.Pid)
-	w.children = append(w.children, child)
+	w.excluded.Started(c, process.PID)
 	go func() {
 		select {
-		case <-child.stop:
+		case <-process.Killed:
 			w.excluded.Killed(c)
-		case <-child.gone:
+		case <-process.Gone:
 		}
-		<-child.gone
+		<-process.Gone
 		w.excluded.Ended(c)
 	}()
-	return child, nil
+	started := &watchChild{Process: process, coverage: c}
+	w.children = append(w.children, started)
+	return started, nil
 }
 
 // cards lists the cards on the PCI bus that belong to this watcher, including those that are
@@ -79,19 +79,4 @@ func (w *watcher) hiddenNodes(c *exclusion.Coverage) []string {
 	}
 	devRoot := w.options.Paths.WithDefaults().DeviceRoot()
 	return onecard.Others(devRoot, func(name string) bool { return !hidden[name] })
-}
-
-// startHiding starts command so that it cannot open the device nodes in nodes. If hiding fails, it
-// starts command anyway: the process does not watch these cards, although NVML may open them.
-func startHiding(command *exec.Cmd, nodes []string) error {
-	if len(nodes) == 0 {
-		return command.Start()
-	}
-	started := make(chan error)
-	go func() {
-		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
-		_ = onecard.Hide(nodes)
-		started <- command.Start()
-	}()
-	return <-started
 }

@@ -8,9 +8,12 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/exclusion"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 )
+
+// restorePause is the wait before a watcher process is replaced to watch a card again, so that
+// cards whose mode changes end at about the same time share one replacement.
+const restorePause = 500 * time.Millisecond
 
 // supervise emits the signals of child until it fails, and replaces child when the set of cards
 // excluded from the watch changes.
@@ -42,7 +45,7 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 			case now && !failed:
 				replace()
 			case retry == nil:
-				retry = time.After(exclusion.RestorePause)
+				retry = time.After(restorePause)
 			}
 		}
 		select {
@@ -70,7 +73,7 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 			child, epoch = r.child, r.epoch
 			w.excluded.Listening(child.coverage)
 			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
-		case s := <-child.signals:
+		case s := <-child.Messages:
 			if s.Watcher != nil && host.DriverLoad(w.options.Paths) != epoch {
 				w.drainAndKill(child, epoch) // the child has the old driver's files open
 				return errors.New("the NVIDIA driver was unloaded or reloaded")
@@ -84,15 +87,10 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 				return errApart
 			}
 			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
-		case <-child.ended:
-			child.kill()
-			select { // the child may have written an error before its end
-			case <-child.gone:
-			case <-time.After(time.Second):
-			}
+		case <-child.Ended:
 			return child.failure()
 		case <-silence.C:
-			child.kill()
+			child.Kill()
 			return errors.New("the watcher process has sent nothing for too long")
 		case <-ctx.Done():
 			w.drainAndKill(child, epoch)
@@ -105,20 +103,20 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 // has them, and then kills it. It drops the child's conditions, because the next child polls them
 // again.
 func (w *watcher) drainAndKill(child *watchChild, epoch string) {
-	_ = child.stdin.Close()
+	child.Dismiss()
 	limit := time.NewTimer(drainLimit)
 	defer limit.Stop()
 	for {
 		select {
-		case s := <-child.signals:
+		case s := <-child.Messages:
 			if s.Event != nil {
 				w.forward(s, epoch)
 			}
 			continue
-		case <-child.ended:
+		case <-child.Ended:
 		case <-limit.C:
 		}
-		child.kill()
+		child.Kill()
 		return
 	}
 }
@@ -128,7 +126,7 @@ func (w *watcher) forgetEnded() {
 	var left []*watchChild
 	for _, c := range w.children {
 		select {
-		case <-c.gone:
+		case <-c.Gone:
 		case <-time.After(time.Second): // the process was killed, but has not ended
 			left = append(left, c)
 		}

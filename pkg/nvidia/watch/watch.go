@@ -190,7 +190,7 @@ func (w *watcher) report(s device.WatcherState) {
 }
 
 // release returns when no child process has NVML open, or after releaseLimit. Its error wraps a
-// [*HangingError] for each child process that hangs.
+// [nvidia.HangingError] for each child process that hangs.
 func (w *watcher) release() error {
 	w.apartWatchers.Wait() // each waits for at most releaseLimit
 	w.places.asking.Wait()
@@ -199,10 +199,9 @@ func (w *watcher) release() error {
 	var failed []error
 	for _, c := range w.children {
 		select {
-		case <-c.gone:
+		case <-c.Gone:
 		case <-limit.Done():
-			err := errors.New("cannot end the watcher process")
-			failed = append(failed, &nvidia.HangingError{PID: c.process.Pid, Gone: c.gone, Err: err})
+			failed = append(failed, c.Hanging(errors.New("cannot end the watcher process")))
 		}
 	}
 	for _, err := range w.apartErrors {

@@ -12,14 +12,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 )
 
-const (
-	// RestorePause is the wait before a watcher process is replaced to watch a card again, so that
-	// cards whose mode changes end at about the same time share one replacement.
-	RestorePause = 500 * time.Millisecond
-	// watchLimit bounds how long a MIG mode change waits until its card is watched again. After
-	// that the claim is prepared without the watch.
-	watchLimit = 5 * time.Second
-)
+// watchLimit bounds how long a MIG mode change waits until its card is watched again. After that
+// the claim is prepared without the watch.
+const watchLimit = 5 * time.Second
 
 // Set has the cards that no watcher process may have open, because their MIG mode changes.
 // An open card may block the change, and NVML closes a card only when its process ends. So a new

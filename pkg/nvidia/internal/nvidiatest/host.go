@@ -52,8 +52,8 @@ func NewHost(t *testing.T) Host {
 		h.Node("driver/dev/" + node)
 	}
 	h.File("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  "+Version+"\n")
-	h.GpuOnBus("0000:1b:00.0", "pci0000:15", "0")
-	h.GpuOnBus("0000:c3:00.0", "pci0000:bd", "-1")
+	h.GPUOnBus("0000:1b:00.0", "pci0000:15", "0")
+	h.GPUOnBus("0000:c3:00.0", "pci0000:bd", "-1")
 	h.File("sys/devices/pci0000:15/0000:07:00.0/vendor", "0x10de\n")
 	h.File("sys/devices/pci0000:15/0000:07:00.0/class", "0x068000\n") // an NVSwitch
 	h.Link("../../../devices/pci0000:15/0000:07:00.0", "sys/bus/pci/devices/0000:07:00.0")
@@ -67,7 +67,7 @@ func (h Host) Paths() nvidia.Paths {
 	}
 }
 
-func (h Host) GpuOnBus(address, root, numa string) {
+func (h Host) GPUOnBus(address, root, numa string) {
 	dir := "sys/devices/" + root + "/" + root[3:] + ":01.0/" + address
 	h.File(dir+"/vendor", "0x10de\n")
 	h.File(dir+"/class", "0x030200\n")
