@@ -24,6 +24,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
@@ -80,6 +81,7 @@ type Driver struct {
 	devicePlugin *devicePluginConflict
 	// predecessor reads the checkpoint of NVIDIA's DRA driver, which may have run on this node before.
 	predecessor *predecessor.Store
+	migrator    *migrate.Migrator
 	// toPublisher wakes the publisher.
 	toPublisher chan struct{}
 	// layoutsDelayed is true while a GPU cannot be offered as configured (whole or as MIG partitions),

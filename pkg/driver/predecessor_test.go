@@ -1,7 +1,6 @@
 package driver
 
 import (
-	"context"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -15,12 +14,9 @@ import (
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // writeCheckpoint writes a checkpoint of NVIDIA's DRA driver into the plugin directory and returns
@@ -114,82 +110,6 @@ func TestUnreadablePredecessorCheckpointWithholdsAllGPUs(t *testing.T) {
 	}
 	if msg := n.prepare(t, c).GetError(); msg != "" {
 		t.Errorf("after the file was removed: %s", msg)
-	}
-}
-
-// partitionedGPU fakes a GPU with MIG instances. It remembers which of them were destroyed, and the
-// last compute mode.
-type partitionedGPU struct {
-	steps.Partitions
-	there     []device.Instance
-	destroyed []uint32
-	mode      device.ComputeMode
-}
-
-func (c *partitionedGPU) Look(context.Context, device.Card) (device.CardState, error) {
-	return device.CardState{MIG: device.MIG{Enabled: true, Instances: c.there}}, nil
-}
-
-func (c *partitionedGPU) Destroy(_ context.Context, _ device.Card, in device.Instance) error {
-	c.destroyed = append(c.destroyed, in.ID)
-	return nil
-}
-
-func (c *partitionedGPU) SetComputeMode(_ context.Context, _ device.Card, to device.ComputeMode) error {
-	c.mode = to
-	return nil
-}
-
-func TestOnlyProvenPredecessorPartitionIsRemoved(t *testing.T) {
-	part := func(id uint32, uuid string) device.Instance {
-		return device.Instance{ID: id, ProfileID: 19, Compute: []device.ComputeInstance{{ID: 0, UUID: uuid}}}
-	}
-	for name, c := range map[string]struct {
-		there     []device.Instance
-		destroyed []uint32
-	}{
-		"it is unchanged":                {[]device.Instance{part(3, "MIG-other"), part(7, "MIG-1")}, []uint32{7}},
-		"its ID was reused":              {[]device.Instance{part(7, "MIG-2")}, nil},
-		"its UUID is another instance's": {[]device.Instance{part(8, "MIG-1")}, nil},
-		"an admin added a compute instance": {[]device.Instance{
-			{ID: 7, Compute: []device.ComputeInstance{{UUID: "MIG-1"}, {ID: 1, UUID: "MIG-3"}}},
-		}, nil},
-		"it is gone": {nil, nil},
-	} {
-		t.Run(name, func(t *testing.T) {
-			n := newNode(t)
-			n.writeCheckpoint(t, `{"v2":{"preparedClaims":{"u-1":{"preparedDevices":[
-				{"devices":[{"mig":{"concrete":{"giId":7,"ciId":0,"migUUID":"MIG-1","parentUUID":"GPU-0000:1b:00.0"},
-					"device":{"DeviceName":"gpu-0-mig-1g10gb-19-0"}}}],
-				"configState":{"mpsControlDaemonID":"u-1-abc","mpsApplied":true}}]}}}}`)
-			hardware := &partitionedGPU{there: c.there}
-			d, err := New(t.Context(), n.cfg, Parts{
-				Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Partitions: hardware, Metrics: metrics.New("test"),
-			})
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer d.cleaner.Release()
-			if err := d.endPredecessorClaim(t.Context(), "u-1"); err == nil || !strings.Contains(err.Error(), "hardware is not scanned yet") {
-				t.Errorf("before the hardware is known: %v", err)
-			}
-			ctx, cancel := context.WithCancel(t.Context())
-			done := make(chan struct{})
-			go func() { defer close(done); d.inv.Run(ctx) }()
-			defer func() { cancel(); <-done }()
-			eventually(t, "the hardware is known", func() bool { return d.inv.Snapshot().Known })
-			if err := d.endPredecessorClaim(t.Context(), "u-1"); err != nil {
-				t.Fatal(err)
-			}
-			if !slices.Equal(hardware.destroyed, c.destroyed) || hardware.mode != device.ComputeDefault {
-				t.Errorf("destroyed %v, want %v; compute mode %q", hardware.destroyed, c.destroyed, hardware.mode)
-			}
-			n.expectEvent(t, "Node", "node", "PredecessorDaemon",
-				"kubectl delete deployments --all-namespaces --field-selector metadata.name=mps-control-daemon-u-1-abc")
-			if claims, err := d.predecessor.Claims(); len(claims) != 0 || err != nil {
-				t.Errorf("left: %v, %v", claims, err)
-			}
-		})
 	}
 }
 

@@ -83,7 +83,7 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 	start := time.Now()
 	err := d.preparer.Unprepare(klog.NewContext(ctx, logger), c.UID)
 	if err == nil {
-		err = d.endPredecessorClaim(klog.NewContext(ctx, logger), c.UID)
+		err = d.migrator.EndClaim(klog.NewContext(ctx, logger), c.UID)
 	}
 	took := time.Since(start)
 	d.metrics.Request(metrics.Unprepare, took, string(cause.Of(err)))

@@ -27,6 +27,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -129,6 +130,10 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		refuse: cfg.DevicePluginConflict == config.ConflictRefuse, readiness: d.readiness,
 		warn: d.events.Warn, onDetected: d.metrics.DevicePlugin,
 	}
+	d.migrator = migrate.New(migrate.Options{
+		CDIRoot: cfg.CDIRoot, Checkpoint: d.predecessor, Inventory: inv, Locks: d.preparer, GPUs: d.preparer.Partitions,
+		Reports: reports{d.events, d.metrics}, Publisher: wakeup(d.toPublisher),
+	})
 	d.migModes = &migModeCleaner{switchOff: d.preparer.DisableUnusedMIGMode, requestScan: inv.RequestScan}
 	d.claimGC = claimgc.New(claimgc.Options{
 		Grace: cfg.ClaimGrace, BootID: d.preparer.BootID, Client: parts.StatusClient, NewerLeads: d.newerLeads.Load,
