@@ -72,7 +72,7 @@ func TestDamagedFileIsUnreadableAndMayBeReplaced(t *testing.T) {
 	for name, content := range map[string]string{
 		"empty": "", "white space": " \n", "truncated": string(good[:len(good)/2]), "two files": string(good) + string(good),
 		"no minReader": replaced(`"minReader":2,`, ""), "a negative minReader": replaced(`"minReader":2`, `"minReader":-1`),
-		"another kind": replaced("Thing", "Other"), "no checksum": replaced("sha256:", ""), "another payload": replaced("content", "contens"),
+		"another kind": replaced("Thing", "Other"), "no checksum": replaced("sha256:", ""), "another payload": replaced("content", "altered"),
 		"a payload of another type": string(must(format.Encode(7))), "no object": `[]`, "null": `null`,
 	} {
 		disk := durabletest.New()
