@@ -29,7 +29,9 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 	wg.Go(func() { d.quiesce.Run(ctx, d.hardwareWatcher(ctx)) })
 	wg.Go(func() { policy.Watch(ctx) })
 	wg.Go(func() { d.inv.Run(ctx) })
-	wg.Go(func() { d.followInventory(ctx, toPublisher) })
+	wg.Go(func() { d.node.Run(ctx) })
+	wg.Go(func() { d.wakeForNewViews(ctx, toPublisher) })
+	wg.Go(func() { d.followNode(ctx) })
 	wg.Go(func() { d.reconcile(ctx) })
 	wg.Go(func() { d.claimGC.Run(ctx) })
 	wg.Go(func() { d.status.Run(ctx, d.preparer) })
@@ -63,56 +65,67 @@ func (d *Driver) newNodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 	}
 }
 
-// followInventory runs until the context ends. After each change of the inventory it writes the
-// node-wide base CDI spec and wakes the publisher and reconciliation. If device nodes were created
-// again, it also repairs the CDI specs of prepared claims.
-func (d *Driver) followInventory(ctx context.Context, toPublisher chan<- struct{}) {
-	logger := klog.FromContext(ctx)
-	reason, files := "", ""
-	for {
-		// The inventory's first scan ends the wait below through d.inv.Changed.
-		pause := checkInterval
-		if d.readiness.Blocked() {
-			pause = unreadyCheckInterval
-		}
-		changed := false
+// wakeForNewViews wakes the publisher after each change of the node, until the context ends.
+func (d *Driver) wakeForNewViews(ctx context.Context, toPublisher chan<- struct{}) {
+	for v := d.node.View(); ; v = d.node.View() {
+		wake(toPublisher)
 		select {
 		case <-ctx.Done():
 			return
-		case <-d.inv.Changed():
-			changed = true
-		case <-d.toCheck:
-		case <-time.After(pause):
+		case <-v.Changed():
 		}
+	}
+}
+
+// followNode runs until the context ends. After each change of the node it checks the host, writes
+// the node-wide base CDI spec, reports what has changed and wakes reconciliation. If device nodes
+// were created again, it also repairs the CDI specs of prepared claims.
+func (d *Driver) followNode(ctx context.Context) {
+	logger := klog.FromContext(ctx)
+	select { // nothing is reported before the first scan, unless that hangs
+	case <-ctx.Done():
+		return
+	case <-d.node.FirstLook():
+	case <-time.After(checkInterval):
+	}
+	reason, files, generation := "", "", uint64(0)
+	for {
+		checked := d.node.Refresh()
 		d.checkHook(ctx)
 		renumbered := d.writeBaseSpec(&files)
 		d.checkRuntime(ctx)
-		d.reportWithheldGPUs()
-		s := d.readiness.Snapshot()
-		d.metrics.Inventory(s.Ready, len(s.Node.GPUs))
+		v := d.node.Refresh()
+		d.reportWithheldGPUs(v)
+		s, gpus := v.Preparable, len(v.Inventory.Node.GPUs)
+		d.metrics.Inventory(s.Ready, gpus)
 		switch {
-		case s.Ready:
-			if reason != "" {
-				changed = true
-				logger.Info("Offering devices", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version)
-				d.events.Normal("DevicesAvailable",
-					fmt.Sprintf("%d GPUs are offered (driver %s)", len(s.Node.GPUs), s.Node.Driver.Version))
-			}
-			reason = ""
-			if changed {
-				wake(toPublisher)
-				wake(d.toReconcile)
-			}
+		case s.Ready && reason != "":
+			logger.Info("Offering devices", "gpus", gpus, "driver", s.Node.Driver.Version)
+			d.events.Normal("DevicesAvailable", fmt.Sprintf("%d GPUs are offered (driver %s)", gpus, s.Node.Driver.Version))
 		case s.Reason != reason:
-			reason = s.Reason
-			logger.Info("Refusing to prepare claims", "reason", reason)
-			d.events.Warn("DevicesUnavailable", "This node refuses to prepare claims: "+reason)
-			wake(toPublisher) // to withdraw or taint the devices
+			logger.Info("Refusing to prepare claims", "reason", s.Reason)
+			d.events.Warn("DevicesUnavailable", "This node refuses to prepare claims: "+s.Reason)
 		}
+		reason = s.Reason
+		if s.Ready && v.Generation != generation {
+			wake(d.toReconcile)
+		}
+		generation = v.Generation
 		if renumbered { // the CDI specs of prepared claims may have old device numbers
 			if err := d.repairSpecs(ctx); err != nil {
 				logger.Error(err, "Failed to update the CDI specs of prepared claims")
 			}
+		}
+		pause := checkInterval
+		if v.Blocked() {
+			pause = unreadyCheckInterval
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-checked.Changed():
+		case <-d.toCheck:
+		case <-time.After(pause):
 		}
 	}
 }
@@ -122,14 +135,14 @@ func (d *Driver) followInventory(ctx context.Context, toPublisher chan<- struct{
 // last call; renumbered is true if the device nodes were created again since then.
 func (d *Driver) writeBaseSpec(files *string) (renumbered bool) {
 	if d.newerLeads.Load() {
-		d.readiness.Clear("base-spec")
+		d.conditions.Clear("base-spec")
 		return false
 	}
 	done, ok := d.quiesce.Use()
 	defer done()
 	s := d.inv.Snapshot()
 	if !ok || !s.Ready {
-		d.readiness.Clear("base-spec") // another condition says why the spec is not written
+		d.conditions.Clear("base-spec") // another condition says why the spec is not written
 		return false
 	}
 	write := d.specs.WriteBase
@@ -137,13 +150,13 @@ func (d *Driver) writeBaseSpec(files *string) (renumbered bool) {
 		write = d.specs.RewriteBase
 	}
 	if err := write(s.Node.Common); err != nil {
-		d.readiness.Report(nodeview.Condition{
+		d.conditions.Report(nodeview.Condition{
 			Source: "base-spec", Code: nodeview.CodeBaseSpec, Transient: true, Types: nodeview.NVIDIATypes,
 			Message: fmt.Sprintf("cannot write the node-wide CDI spec: %v", err),
 		})
 		return false
 	}
-	d.readiness.Clear("base-spec")
+	d.conditions.Clear("base-spec")
 	renumbered = d.specsUnchecked.Swap(false) || s.Files != *files
 	*files = s.Files
 	return renumbered
@@ -162,13 +175,13 @@ func (d *Driver) checkHook(ctx context.Context) {
 		err = d.hook.Check()
 	}
 	if err != nil {
-		d.readiness.Report(nodeview.Condition{Source: "hook", Code: nodeview.CodeHookMissing, Message: err.Error(), Types: nodeview.NVIDIATypes})
+		d.conditions.Report(nodeview.Condition{Source: "hook", Code: nodeview.CodeHookMissing, Message: err.Error(), Types: nodeview.NVIDIATypes})
 		return
 	}
 	if changed {
 		klog.FromContext(ctx).Info("Installed the CDI hook on the host", "path", d.cfg.HookPath)
 	}
-	d.readiness.Clear("hook")
+	d.conditions.Clear("hook")
 	if newerLeads {
 		return
 	}
@@ -192,17 +205,17 @@ func (d *Driver) checkRuntime(ctx context.Context) {
 		return
 	}
 	if code == "" {
-		d.readiness.Clear("runtime")
+		d.conditions.Clear("runtime")
 		return
 	}
-	d.readiness.Report(nodeview.Condition{Source: "runtime", Code: code, Message: message})
+	d.conditions.Report(nodeview.Condition{Source: "runtime", Code: code, Message: message})
 }
 
 func (d *Driver) newPublisher(ctx context.Context) *publisher {
 	return &publisher{
-		client: d.client, nodeName: d.cfg.NodeName, inv: d.publishableView(),
+		client: d.client, nodeName: d.cfg.NodeName, inv: offered{d.node},
 		leader: newLeaderLock(d.cfg.PluginDir, time.Now()),
-		slices: d.offer, mark: d.markSlices, conditionsDue: d.readiness.Due,
+		slices: d.offer, mark: d.markSlices, conditionsDue: func(now time.Time) (due, pending bool) { return d.node.Refresh().Due(now) },
 		onError: d.HandleError, onVersion: d.slow.SetVersion,
 		onLeadership: func(leading, newerLeads bool) {
 			d.metrics.Publisher(leading)

@@ -15,7 +15,7 @@ import (
 type devicePluginConflict struct {
 	// refuse makes the node not ready while the device plugin runs on it.
 	refuse     bool
-	readiness  *nodeview.Readiness
+	conditions *nodeview.Conditions
 	warn       func(reason, message string)
 	onDetected func(there bool)
 
@@ -45,9 +45,9 @@ func (c *devicePluginConflict) Observe(node *corev1.Node) {
 	}
 	switch {
 	case message == "":
-		c.readiness.Clear("device-plugin")
+		c.conditions.Clear("device-plugin")
 	case c.refuse:
-		c.readiness.Report(nodeview.Condition{Source: "device-plugin", Code: nodeview.CodeDevicePlugin, Message: message})
+		c.conditions.Report(nodeview.Condition{Source: "device-plugin", Code: nodeview.CodeDevicePlugin, Message: message})
 	}
 	if message != c.lastMessage && message != "" {
 		c.warn("DevicePlugin", message)

@@ -64,9 +64,10 @@ type Driver struct {
 	mpsHook  *hook.Hook
 	preparer *prepare.Preparer
 	events   *events.Recorder
-	// readiness has the conditions under which the node refuses to prepare claims.
-	readiness *nodeview.Readiness
-	layouts   *publish.Layouts
+	// conditions are those under which the node refuses to prepare claims. node knows what is offered.
+	conditions *nodeview.Conditions
+	node       *nodeview.Node
+	layouts    *publish.Layouts
 	// slow warns if the cluster's scheduler is slow with shared counters.
 	slow *slowScheduler
 	// shares has the configured rules for devices that several claims can share.
@@ -146,11 +147,10 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	// claim's CDI devices.
 	d.checkHook(ctx)
 	d.checkRuntime(ctx)
-	notScanned := d.inv.Snapshot().Reason
 	background := d.startBackground(ctx, policy, d.toPublisher)
 	defer background.Wait()
 	defer d.fail(nil)
-	d.awaitFirstScan(ctx, notScanned)
+	d.awaitFirstScan(ctx)
 
 	// The gRPC servers have their own context, so that running calls continue after the plugin gets
 	// the signal to stop.
@@ -213,18 +213,12 @@ func (d *Driver) recoverClaims(ctx context.Context) error {
 // awaitFirstScan waits for the first scan of the hardware before the plugin registers with the
 // kubelet. Without a scan this instance could only refuse claims, while an older instance may still
 // serve the kubelet. The wait is limited, because hung hardware must not delay an Unprepare for
-// long. notScanned is the inventory's reason before the first scan.
-func (d *Driver) awaitFirstScan(ctx context.Context, notScanned string) {
-	ctx, cancel := context.WithTimeout(ctx, firstScanTimeout)
-	defer cancel()
-	tick := time.NewTicker(20 * time.Millisecond)
-	defer tick.Stop()
-	for d.inv.Snapshot().Reason == notScanned {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-		}
+// long.
+func (d *Driver) awaitFirstScan(ctx context.Context) {
+	select {
+	case <-ctx.Done():
+	case <-d.node.FirstLook():
+	case <-time.After(firstScanTimeout):
 	}
 }
 
@@ -268,7 +262,7 @@ func (d *Driver) ready(context.Context) error {
 	case !status.PluginRegistered:
 		return fmt.Errorf("the kubelet refused to register the plugin: %s", status.Error)
 	}
-	if s := d.readiness.Snapshot(); !s.Ready {
+	if s := d.node.Refresh().Preparable; !s.Ready {
 		return fmt.Errorf("claims are not prepared yet: %s", s.Reason)
 	}
 	return nil

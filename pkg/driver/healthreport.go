@@ -13,6 +13,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
@@ -84,7 +85,7 @@ func (d *Driver) recoveryEvent(known knownGPUs, c health.Change) (reason, messag
 func (d *Driver) updateHealthMetrics() {
 	view := d.health.View()
 	var all, findings []metrics.DeviceHealth
-	for _, g := range d.offered().Snapshot().Node.GPUs {
+	for _, g := range d.node.View().GPUs {
 		names := map[string]bool{g.WholeName(): true}
 		for _, f := range view.Findings(g.PCIAddress) {
 			on := health.Change{Card: g.Card(), Finding: f}.Device()
@@ -144,7 +145,7 @@ type knownGPUs map[device.PCIAddress]device.GPU
 
 func (d *Driver) knownGPUs() knownGPUs {
 	known := knownGPUs{}
-	for _, g := range d.offered().Snapshot().Node.GPUs {
+	for _, g := range d.node.View().GPUs {
 		known[g.PCIAddress] = g.GPU
 	}
 	return known
@@ -159,15 +160,9 @@ func (k knownGPUs) gpu(c device.Card) device.GPU {
 	return device.GPU{PCIAddress: c.PCIAddress, UUID: c.UUID}
 }
 
-// offered returns the inventory plus the unhealthy GPUs that the inventory no longer finds. They
-// stay in the slices with a taint.
-func (d *Driver) offered() offeredView {
-	return offeredView{readiness: d.readiness, health: d.health}
-}
-
 // setUpHealth creates d.health with the configured XID rules and taint effects. It returns an error
 // if their configuration is invalid. watch is the function that watches the hardware, or nil.
-func (d *Driver) setUpHealth(watch func(context.Context, func(device.Signal)) error) error {
+func (d *Driver) setUpHealth(watch func(context.Context, func(device.Signal)) error, bootID string) error {
 	effects, err := health.ParseEffects(d.cfg.HealthEffects)
 	if err != nil {
 		return err
@@ -178,7 +173,7 @@ func (d *Driver) setUpHealth(watch func(context.Context, func(device.Signal)) er
 	}
 	d.watchHardware = watch
 	d.healthReport.wake = make(chan struct{}, 1)
-	d.health = newHealthWatch(effects, rules, d.cfg.StateDir(), d.preparer.BootID, d.readiness)
+	d.health = newHealthWatch(effects, rules, d.cfg.StateDir(), bootID, d.inv)
 	d.health.onCounts = d.countHealthEvents
 	d.health.inUse = d.gpuInUse
 	d.health.onInvalid = func(message string) { d.events.Warn("HealthNotCleared", message) }
@@ -208,8 +203,8 @@ func (d *Driver) gpuInUse(gpu string) bool {
 // refuseLost returns an error if the health watcher reports one of the claim's devices as lost and
 // the claim is not prepared yet. To prepare a whole GPU the driver does not query the hardware, so
 // without this error the container would start without a GPU.
-func (d *Driver) refuseLost(c *resourceapi.ResourceClaim) error {
-	refusal := d.healthRefusal(c)
+func (d *Driver) refuseLost(v *nodeview.View, c *resourceapi.ResourceClaim) error {
+	refusal := d.healthRefusal(v, c)
 	if refusal == nil {
 		return nil
 	}
@@ -221,21 +216,20 @@ func (d *Driver) refuseLost(c *resourceapi.ResourceClaim) error {
 
 // healthRefusal returns an error that names the claim's first device that the health watcher
 // reports as lost, or nil if none is lost.
-func (d *Driver) healthRefusal(c *resourceapi.ResourceClaim) error {
+func (d *Driver) healthRefusal(v *nodeview.View, c *resourceapi.ResourceClaim) error {
 	view := d.health.View()
 	if view == nil || c.Status.Allocation == nil {
 		return nil
 	}
-	gpus := d.offered().Snapshot().Node.GPUs
 	for _, r := range c.Status.Allocation.Devices.Results {
 		n, ok := device.ParseName(r.Device)
 		if r.Driver != DriverName || !ok {
 			continue
 		}
-		for _, g := range gpus {
-			if v := view.Of(g.GPU, n); g.WholeName() == n.GPU && v.State == health.Lost {
+		for _, g := range v.GPUs {
+			if verdict := view.Of(g.GPU, n); g.WholeName() == n.GPU && verdict.State == health.Lost {
 				return cause.Refusal(c.Namespace+"/"+c.Name, cause.Device,
-					"request %s was allocated device %s, which cannot be prepared: %s", r.Request, r.Device, v.Message())
+					"request %s was allocated device %s, which cannot be prepared: %s", r.Request, r.Device, verdict.Message())
 			}
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -270,6 +271,13 @@ func (l *healthLoop) syncCards() {
 			l.monitor.Forget(g.PCIAddress)
 		}
 	}
+}
+
+// Missing returns the unhealthy GPUs that s lacks, except those that were unplugged and that no
+// claim holds.
+func (h *healthWatch) Missing(s inventory.Snapshot) []device.GPU {
+	missing, _ := h.View().Missing(snapshotAddresses(s), time.Now())
+	return slices.DeleteFunc(missing, func(g device.GPU) bool { return h.removedForGood(s, g) })
 }
 
 // removedForGood reports whether the GPU g, which the inventory no longer finds, was unplugged and

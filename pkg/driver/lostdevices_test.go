@@ -43,7 +43,7 @@ func newLostDeviceNode(t *testing.T) *lostDeviceNode {
 	reports := make(chan kubeletplugin.DeviceHealthReport)
 	wg.Go(func() { d.inv.Run(ctx) })
 	wg.Go(func() { d.status.Run(ctx, d.preparer) })
-	eventually(t, "the GPUs are known", func() bool { return d.readiness.Snapshot().Ready })
+	eventually(t, "the GPUs are known", func() bool { return d.node.Refresh().Preparable.Ready })
 	wg.Go(func() { _ = d.WatchHealthStatus(ctx, reports) })
 	wg.Go(func() {
 		for {
@@ -200,7 +200,7 @@ func TestLostDeviceStaysLostWhileUnchecked(t *testing.T) {
 
 	l.setHardware("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })
 	l.d.inv.RequestScan()
-	eventually(t, "the node is not ready", func() bool { return !l.d.readiness.Snapshot().Ready })
+	eventually(t, "the node is not ready", func() bool { return !l.d.node.Refresh().Preparable.Ready })
 	if _, err := l.d.reconcileOnce(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -210,7 +210,7 @@ func TestLostDeviceStaysLostWhileUnchecked(t *testing.T) {
 
 	l.setHardware("driver", twoGPUs)
 	l.d.inv.RequestScan()
-	eventually(t, "the node is ready", func() bool { return l.d.readiness.Snapshot().Ready })
+	eventually(t, "the node is ready", func() bool { return l.d.node.Refresh().Preparable.Ready })
 	if _, err := l.d.reconcileOnce(t.Context()); err != nil {
 		t.Error(err)
 	}

@@ -23,10 +23,12 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 )
 
@@ -200,7 +202,7 @@ func TestUnwritableBaseSpecMakesNodeUnready(t *testing.T) {
 	if msg := n.prepare(t, early).GetError(); !strings.Contains(msg, "cannot write the node-wide CDI spec") {
 		t.Errorf("prepared: %q", msg)
 	}
-	if all := n.driver.readiness.Conditions(); len(all) != 1 || all[0].Code != "base-spec-unwritable" || !all[0].Transient {
+	if all := n.driver.node.View().Conditions; len(all) != 1 || all[0].Code != "base-spec-unwritable" || !all[0].Transient {
 		t.Errorf("%+v", all)
 	}
 	if got := n.taints(t); len(got) > 0 {
@@ -270,31 +272,37 @@ func TestUnreadyNodeIsWithdrawnWithoutTaintSupport(t *testing.T) {
 // publishingNode has a publisher that adds the driver's own taints, a fake inventory and a fake API
 // server.
 type publishingNode struct {
-	client    *fake.Clientset
-	inv       *fakeInventory
-	readiness *nodeview.Readiness
-	changed   chan struct{}
-	stop      func()
+	client     *fake.Clientset
+	inv        *fakeInventory
+	conditions *nodeview.Conditions
+	changed    chan struct{}
+	stop       func()
 }
 
 // startPublishingNode starts a publisher with the snapshot s. The caller must be in a synctest
 // bubble.
 func startPublishingNode(t *testing.T, client *fake.Clientset, s inventory.Snapshot) *publishingNode {
 	t.Helper()
-	u := &publishingNode{client: client, inv: &fakeInventory{}, changed: make(chan struct{}, 1)}
+	u := &publishingNode{
+		client: client, inv: &fakeInventory{}, conditions: nodeview.NewConditions(), changed: make(chan struct{}, 1),
+	}
 	u.inv.set(s)
-	u.readiness = nodeview.NewReadiness(u.inv, func() { wake(u.changed) })
-	d := &Driver{readiness: u.readiness, health: newHealthWatch(nil, nil, t.TempDir(), "boot", u.readiness), metrics: metrics.New("test")}
+	h := newHealthWatch(nil, nil, t.TempDir(), "boot", u.inv)
+	d := &Driver{node: newNodeView(t, u.inv, u.conditions, h), health: h, metrics: metrics.New("test")}
 	p := &publisher{
-		client: client, nodeName: "node", inv: u.readiness, slices: wholeGPUs, onVersion: func(string) {},
-		mark: d.markSlices, conditionsDue: u.readiness.Due,
+		client: client, nodeName: "node", inv: offered{d.node}, slices: wholeGPUs, onVersion: func(string) {},
+		mark: d.markSlices, conditionsDue: func(now time.Time) (due, pending bool) { return d.node.Refresh().Due(now) },
 		onError: func(_ context.Context, err error, msg string) { t.Errorf("%s: %v", msg, err) },
 	}
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- p.publish(ctx, u.changed) }()
+	var following sync.WaitGroup
+	following.Go(func() { d.node.Run(ctx) })
+	following.Go(func() { d.wakeForNewViews(ctx, u.changed) })
 	u.stop = sync.OnceFunc(func() {
 		stop()
+		following.Wait()
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
@@ -302,11 +310,14 @@ func startPublishingNode(t *testing.T, client *fake.Clientset, s inventory.Snaps
 	return u
 }
 
-// setInventory sets the snapshot of the fake inventory and wakes the publisher.
-func (u *publishingNode) setInventory(s inventory.Snapshot) {
-	u.inv.set(s)
-	wake(u.changed)
+// newNodeView returns the view of a node on which NVIDIA's DRA driver never ran.
+func newNodeView(t *testing.T, inv nodeview.Inventory, c *nodeview.Conditions, h *healthWatch) *nodeview.Node {
+	t.Helper()
+	return nodeview.New(inv, c, h, predecessor.NewStore(t.TempDir(), t.TempDir(), DriverName, "boot", durable.OS{}))
 }
+
+// setInventory sets the snapshot of the fake inventory.
+func (u *publishingNode) setInventory(s inventory.Snapshot) { u.inv.set(s) }
 
 func (u *publishingNode) taintValues(t *testing.T) map[string]int {
 	t.Helper()
@@ -339,8 +350,8 @@ func TestTransientConditionTaintsAfterGrace(t *testing.T) {
 			"driver-missing",
 		},
 		"the base spec cannot be written": {
-			func(u *publishingNode) { u.readiness.Report(baseSpec) },
-			func(u *publishingNode) { u.readiness.Clear("base-spec") },
+			func(u *publishingNode) { u.conditions.Report(baseSpec) },
+			func(u *publishingNode) { u.conditions.Clear("base-spec") },
 			"base-spec-unwritable",
 		},
 	} {
@@ -400,7 +411,7 @@ func TestOverlappingConditionTaintsWithoutGap(t *testing.T) {
 		u := startPublishingNode(t, apiServer(), manyGPUs())
 		defer u.stop()
 		advance(time.Minute)
-		u.readiness.Report(nodeview.Condition{Source: "release", Code: nodeview.CodeReleased, Message: "released"})
+		u.conditions.Report(nodeview.Condition{Source: "release", Code: nodeview.CodeReleased, Message: "released"})
 		advance(10 * time.Second)
 		untainted := 0
 		prependReactor(u.client, "update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
@@ -417,7 +428,7 @@ func TestOverlappingConditionTaintsWithoutGap(t *testing.T) {
 		if got := u.taintValues(t); got["not-ready=hardware-released"] != 70 {
 			t.Errorf("while both conditions last: %v", got)
 		}
-		u.readiness.Clear("release")
+		u.conditions.Clear("release")
 		advance(5 * time.Second)
 		if got := u.taintValues(t); got["not-ready=driver-missing"] != 70 || untainted > 0 {
 			t.Errorf("after the first condition: %v, and %d devices were written without a taint", got, untainted)
@@ -515,7 +526,7 @@ func TestRemovedDriverHasItsOwnConditionCode(t *testing.T) {
 	n.run(t)
 	n.setHardware("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })
 	eventually(t, "the condition is reported", func() bool {
-		all := n.driver.readiness.Conditions()
+		all := n.driver.node.View().Conditions
 		return len(all) == 1 && all[0].Code == "driver-missing" && all[0].Transient && time.Since(all[0].Since) < 20*time.Second
 	})
 }
@@ -526,9 +537,9 @@ func TestBaseSpecConditionClearsWhenSpecIsNotWritten(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.readiness.Report(nodeview.Condition{Source: "base-spec", Code: nodeview.CodeBaseSpec, Message: "disk full", Transient: true})
+	d.conditions.Report(nodeview.Condition{Source: "base-spec", Code: nodeview.CodeBaseSpec, Message: "disk full", Transient: true})
 	files := ""
-	if d.writeBaseSpec(&files); d.readiness.Blocked() {
-		t.Errorf("the condition stays although the inventory is not ready: %+v", d.readiness.Conditions())
+	if d.writeBaseSpec(&files); d.node.Refresh().Blocked() {
+		t.Errorf("the condition stays although the inventory is not ready: %+v", d.node.Refresh().Conditions)
 	}
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -92,8 +93,8 @@ func memoryRequest(c *resourceapi.ResourceClaim, name string) (class string, ask
 // oversizedHint returns a hint for users whose claim asks for at most half of a GPU's memory but
 // got a whole GPU. For any other claim, and for a claim that is prepared already, it returns "". So
 // the caller must call it before Prepare, which records the claim.
-func (d *Driver) oversizedHint(c *resourceapi.ResourceClaim) string {
-	o := findOversized(c, d.inv.Snapshot().Node.GPUs)
+func (d *Driver) oversizedHint(v *nodeview.View, c *resourceapi.ResourceClaim) string {
+	o := findOversized(c, v.Inventory.Node.GPUs)
 	if o == nil {
 		return ""
 	}

@@ -120,9 +120,10 @@ func TestDevicePluginConflict(t *testing.T) {
 	for _, mode := range []string{config.ConflictRefuse, config.ConflictWarn} {
 		var messages []string
 		there := false
-		g := nodeview.NewReadiness(alwaysReady{}, func() {})
+		conditions := nodeview.NewConditions()
+		view := newNodeView(t, alwaysReady{}, conditions, newHealthWatch(nil, nil, t.TempDir(), "boot", alwaysReady{}))
 		b := &devicePluginConflict{
-			refuse: mode == config.ConflictRefuse, readiness: g,
+			refuse: mode == config.ConflictRefuse, conditions: conditions,
 			warn:       func(_, message string) { messages = append(messages, message) },
 			onDetected: func(is bool) { there = is },
 		}
@@ -140,8 +141,8 @@ func TestDevicePluginConflict(t *testing.T) {
 			{gpus("nvidia.com/gpu.shared", "8"), true, 3},
 		} {
 			b.Observe(&corev1.Node{Status: corev1.NodeStatus{Capacity: c.capacity}})
-			if there != c.there || len(messages) != c.messages || g.Snapshot().Ready != (mode == config.ConflictWarn || !c.there) {
-				t.Errorf("%s, %v: there %v, said %q, ready %v", mode, c.capacity, there, messages, g.Snapshot().Ready)
+			if there != c.there || len(messages) != c.messages || view.Refresh().Preparable.Ready != (mode == config.ConflictWarn || !c.there) {
+				t.Errorf("%s, %v: there %v, said %q, ready %v", mode, c.capacity, there, messages, view.Refresh().Preparable.Ready)
 			}
 		}
 		if !strings.Contains(messages[2], "nvidia.com/gpu.shared=8") || !strings.Contains(messages[2], "devicePluginConflict") {
@@ -152,6 +153,8 @@ func TestDevicePluginConflict(t *testing.T) {
 
 // alwaysReady fakes the inventory of a node that is ready, with two GPUs.
 type alwaysReady struct{}
+
+func (alwaysReady) Changed() <-chan struct{} { return nil }
 
 func (alwaysReady) Snapshot() inventory.Snapshot {
 	node, _ := twoGPUs()

@@ -11,6 +11,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 )
 
 // syncDelay is how long the slice controller waits after someone else has changed its slices, so
@@ -309,3 +310,8 @@ func isRecoverable(err error) bool {
 	var r recoverableError
 	return errors.As(err, &r)
 }
+
+// offered returns what the node offers, for the publisher.
+type offered struct{ node *nodeview.Node }
+
+func (o offered) Snapshot() inventory.Snapshot { return o.node.Refresh().Offered }

@@ -97,7 +97,7 @@ func (n *node) storeReleaseRequest(t *testing.T) {
 	t.Helper()
 	quiesce.New(t.Context(), quiesce.Options{
 		Access: quiesce.NewAccess(), StateDir: n.cfg.StateDir(),
-		Readiness: nodeview.NewReadiness(alwaysReady{}, func() {}),
+		Readiness: nodeview.NewConditions(),
 	}).Observe(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{"gpu.nvidia.com/release-driver": "true"}}})
 }
 

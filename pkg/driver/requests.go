@@ -38,14 +38,15 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 	start := time.Now()
 	var devices []kubeletplugin.Device
 	hint := ""
-	err := d.refusePredecessorClaim(c.UID, c.Namespace+"/"+c.Name)
+	v := d.node.Refresh()
+	err := refusePredecessorClaim(v, c.UID, c.Namespace+"/"+c.Name)
 	if err == nil {
-		err = d.refuseLost(c)
+		err = d.refuseLost(v, c)
 	}
 	if err == nil {
 		done, _ := d.quiesce.Use() // ok is not needed: Prepare fails while the node is not ready
 		defer done()
-		hint = d.oversizedHint(c)
+		hint = d.oversizedHint(v, c)
 		devices, err = d.preparer.Prepare(klog.NewContext(ctx, logger), c)
 	}
 	took := time.Since(start)
@@ -104,7 +105,7 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 
 // WatchHealthStatus sends the devices' health to the channel until the kubelet disconnects.
 func (d *Driver) WatchHealthStatus(ctx context.Context, reports chan<- kubeletplugin.DeviceHealthReport) error {
-	stream.Send(ctx, reports, stream.Sources{Pool: d.cfg.NodeName, Offered: d.offered(), Verdicts: d.health, Claims: d.status})
+	stream.Send(ctx, reports, stream.Sources{Pool: d.cfg.NodeName, Node: d.node, Verdicts: d.health, Claims: d.status})
 	return nil
 }
 

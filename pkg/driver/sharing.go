@@ -189,16 +189,10 @@ func (s nodeSupervisor) StopAll(ctx context.Context) error {
 // including those that the hardware no longer shows.
 func (d *Driver) shareTotals(of device.GPU, n device.Name) map[string]resource.Quantity {
 	place := 0
-	for _, g := range d.publishableView().Snapshot().Node.GPUs {
+	for _, g := range d.node.View().Offered.Node.GPUs {
 		if g.PCIAddress < of.PCIAddress {
 			place++
 		}
 	}
 	return d.shares.Totals(of, place, n)
-}
-
-// publishableView returns the inventory that the slices are built from: offered GPUs without those
-// that NVIDIA's DRA driver still uses.
-func (d *Driver) publishableView() inventorySource {
-	return predecessorFilter{d.offered(), d.predecessor}
 }

@@ -16,35 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
-
-// offeredView is the inventory with the node's readiness conditions, plus the unhealthy GPUs that
-// the inventory no longer finds. These GPUs stay in the slices with a taint, so that admins see
-// which Pods have them.
-type offeredView struct {
-	readiness *nodeview.Readiness
-	health    *healthWatch
-}
-
-func (v offeredView) Snapshot() inventory.Snapshot {
-	s := v.readiness.Snapshot()
-	missing, _ := v.health.View().Missing(snapshotAddresses(s), time.Now())
-	missing = slices.DeleteFunc(missing, func(g device.GPU) bool { return v.health.removedForGood(s, g) })
-	if !s.Known || len(missing) == 0 {
-		return s
-	}
-	s.Empty = false
-	if len(s.Node.GPUs) == 0 && !v.readiness.Blocked() {
-		s.Ready, s.Reason = true, "" // the node was not ready only because all GPUs are missing
-	}
-	gpus := append([]nvidia.GPU{}, s.Node.GPUs...)
-	for _, g := range missing {
-		gpus = append(gpus, nvidia.GPU{GPU: g})
-	}
-	s.Node.GPUs = gpus
-	return s
-}
 
 // marker adds taints to slices, for the health of devices and for the readiness of the node.
 type marker struct {
@@ -229,7 +201,7 @@ func (d *Driver) markSlices(
 	view := d.health.View() // nil without a health watcher
 	m := marker{
 		view: view, effects: d.health.effects, features: f, gpus: map[string]device.GPU{}, claimed: map[string]bool{},
-		conditions: d.readiness.Conditions(), now: time.Now(),
+		conditions: d.node.Refresh().Conditions, now: time.Now(),
 	}
 	for _, g := range s.Node.GPUs {
 		m.gpus[g.WholeName()] = g.GPU
@@ -247,10 +219,5 @@ func (d *Driver) markSlices(
 	}
 	slices, count, settled := m.mark(slices)
 	d.metrics.Tainted(count)
-	// A lost GPU has recovered, but no scan has found it yet. The slices must be built again soon,
-	// because the GPU must leave them if no scan finds it.
-	if _, listed := view.Missing(snapshotAddresses(d.readiness.Snapshot()), time.Now()); !listed {
-		settled = false
-	}
 	return slices, settled
 }

@@ -257,42 +257,43 @@ func TestOfferedViewKeepsLostGPU(t *testing.T) {
 	h := newHealthWatch(nil, nil, t.TempDir(), "boot", inv)
 	held := true
 	h.inUse = func(string) bool { return held }
-	v := offeredView{readiness: nodeview.NewReadiness(inv, func() {}), health: h}
+	conditions := nodeview.NewConditions()
+	node := newNodeView(t, inv, conditions, h)
 	h.view.Store(viewWithXIDs(t, time.Now(), s, 79))
 
 	inv.set(readyWith("0000:43:00.0"))
-	if now := v.Snapshot(); !now.Ready || len(now.Node.GPUs) != 2 || now.Node.GPUs[1].WholeName() != firstGPU {
+	if now := node.Refresh().Offered; !now.Ready || len(now.Node.GPUs) != 2 || now.Node.GPUs[1].WholeName() != firstGPU {
 		t.Errorf("%+v", now)
 	}
 	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
-	if now := v.Snapshot(); !now.Ready || len(now.Node.GPUs) != 1 {
+	if now := node.Refresh().Offered; !now.Ready || len(now.Node.GPUs) != 1 {
 		t.Errorf("the only card: %+v", now)
 	}
 	inv.set(inventory.Snapshot{Known: true, Empty: true, Reason: "the driver lists no GPU"})
-	if now := v.Snapshot(); !now.Ready || now.Empty || len(now.Node.GPUs) != 1 {
+	if now := node.Refresh().Offered; !now.Ready || now.Empty || len(now.Node.GPUs) != 1 {
 		t.Errorf("the only card was removed, and a claim has it: %+v", now)
 	}
 	held = false
-	if now := v.Snapshot(); now.Ready || !now.Empty {
+	if now := node.Refresh().Offered; now.Ready || !now.Empty {
 		t.Errorf("the only card was removed: %+v", now)
 	}
 	inv.set(readyWith("0000:43:00.0"))
-	if now := v.Snapshot(); len(now.Node.GPUs) != 1 {
+	if now := node.Refresh().Offered; len(now.Node.GPUs) != 1 {
 		t.Errorf("a card was removed: %+v", now)
 	}
 	onBus := readyWith("0000:43:00.0")
 	onBus.Node.Problems = []nvidia.Problem{{PCIAddress: "0000:1b:00.0"}}
 	inv.set(onBus)
-	if now := v.Snapshot(); len(now.Node.GPUs) != 2 {
+	if now := node.Refresh().Offered; len(now.Node.GPUs) != 2 {
 		t.Errorf("a card that is on the bus: %+v", now)
 	}
 	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
-	v.readiness.Report(nodeview.Condition{Source: "runtime", Message: "CDI is off"})
-	if now := v.Snapshot(); now.Ready {
+	conditions.Report(nodeview.Condition{Source: "runtime", Message: "CDI is off"})
+	if now := node.Refresh().Offered; now.Ready {
 		t.Errorf("a node that is not ready: %+v", now)
 	}
 	inv.set(inventory.Snapshot{Reason: "not scanned yet"})
-	if now := v.Snapshot(); now.Ready || len(now.Node.GPUs) != 0 {
+	if now := node.Refresh().Offered; now.Ready || len(now.Node.GPUs) != 0 {
 		t.Errorf("a node that was never scanned: %+v", now)
 	}
 }

@@ -99,11 +99,12 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		parts.Supervisor = mps.NewClient(MPSPaths(cfg))
 	}
 	supervisor := nodeSupervisor{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics}
+	conditions := nodeview.NewConditions()
 	access := quiesce.NewAccess()
 	parts.Hardware.Scan = access.Scan(parts.Hardware.Scan)
 	inv := inventory.New(parts.Hardware)
 	d := &Driver{
-		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv,
+		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv, conditions: conditions,
 		specs: cdi.NewStore(cfg.CDIRoot),
 		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
 		events: events.New(ctx, parts.Client, cfg.NodeName),
@@ -117,17 +118,23 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		statusClient = nil
 	}
 	d.status = claimstatus.New(statusClient, d.events, parts.Metrics.ClaimStatusError)
-	d.readiness = nodeview.NewReadiness(inv, func() { wake(d.toPublisher); wake(d.toCheck) })
 	instanceLock, err := uninstall.AcquireInstanceLock(ctx, cfg.PluginDir)
 	if err != nil {
 		return nil, err
 	}
-	if d.preparer, err = d.newPreparer(ctx, Paths(cfg), parts.Partitions); err != nil {
+	state, err := openState(cfg)
+	if err == nil {
+		err = d.setUpHealth(parts.Watch, state.bootID)
+	}
+	if err != nil {
 		instanceLock.Release()
 		return nil, err
 	}
+	d.predecessor = predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
+	d.node = nodeview.New(inv, conditions, d.health, d.predecessor)
+	d.preparer = d.newPreparer(ctx, state, Paths(cfg), parts.Partitions)
 	d.devicePlugin = &devicePluginConflict{
-		refuse: cfg.DevicePluginConflict == config.ConflictRefuse, readiness: d.readiness,
+		refuse: cfg.DevicePluginConflict == config.ConflictRefuse, conditions: conditions,
 		warn: d.events.Warn, onDetected: d.metrics.DevicePlugin,
 	}
 	d.migrator = migrate.New(migrate.Options{
@@ -150,18 +157,14 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	d.quiesce = quiesce.New(ctx, quiesce.Options{
 		Labels:   strings.FieldsFunc(cfg.ReleaseLabels, func(r rune) bool { return r == ',' }),
 		StateDir: cfg.StateDir(), Access: access, Workers: workers,
-		Readiness: d.readiness, Reports: d.events, Metrics: d.metrics, Reconciler: d.toReconcile,
+		Readiness: conditions, Reports: d.events, Metrics: d.metrics, Reconciler: d.toReconcile,
 	})
 	d.cleaner = uninstall.NewCleaner(uninstall.Options{
 		Client: parts.Client, Namespace: cfg.Namespace, DaemonSet: cfg.DaemonSetName,
 		Node: cfg.NodeName, PluginDir: cfg.PluginDir, StateDir: cfg.StateDir(),
-		Lock: instanceLock, Claims: d.preparer, Hardware: access, Inventory: predecessorFilter{d.readiness, d.predecessor},
+		Lock: instanceLock, Claims: d.preparer, Hardware: access, Inventory: d.node,
 		Daemons: supervisor, BaseSpec: d.specs, Hooks: []uninstall.Hook{d.hook, d.mpsHook}, Events: d.events,
 	})
-	if err := d.setUpHealth(parts.Watch); err != nil {
-		instanceLock.Release()
-		return nil, err
-	}
 	return d, nil
 }
 
@@ -170,29 +173,36 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 // request, has a short grace period or was deleted by force.
 const conflictWait = 10 * time.Second
 
-// newPreparer opens the driver's state on disk and returns the Preparer, which works on it. The
-// context ends when the plugin stops.
-func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions steps.Partitions) (*prepare.Preparer, error) {
-	records, err := checkpoint.Open(d.cfg.StateDir(), durable.OS{})
-	if err != nil {
-		return nil, err
+// state is the driver's state on disk, and the ID of the node's boot.
+type state struct {
+	records *checkpoint.Store
+	locks   *lock.Set
+	bootID  string
+}
+
+func openState(cfg *config.Config) (s state, err error) {
+	if s.records, err = checkpoint.Open(cfg.StateDir(), durable.OS{}); err != nil {
+		return state{}, err
 	}
-	locks, err := lock.NewSet(filepath.Join(d.cfg.StateDir(), "locks"))
-	if err != nil {
-		return nil, err
+	if s.locks, err = lock.NewSet(filepath.Join(cfg.StateDir(), "locks")); err != nil {
+		return state{}, err
 	}
-	bootID, err := durable.BootID(d.cfg.ProcRoot)
-	if err != nil {
-		return nil, fmt.Errorf("%w (--proc-root)", err)
+	if s.bootID, err = durable.BootID(cfg.ProcRoot); err != nil {
+		return state{}, fmt.Errorf("%w (--proc-root)", err)
 	}
-	d.predecessor = predecessor.NewStore(d.cfg.PluginDir, d.cfg.StateDir(), DriverName, bootID, durable.OS{})
+	return s, nil
+}
+
+// newPreparer returns the Preparer, which works on the driver's state on disk. The context ends
+// when the plugin stops.
+func (d *Driver) newPreparer(ctx context.Context, s state, paths nvidia.Paths, partitions steps.Partitions) *prepare.Preparer {
 	if partitions != nil {
 		partitions = newPersistenceWarner(partitions, d.events)
 	}
 	return prepare.New(prepare.Options{
 		DriverName: DriverName, Pool: d.cfg.NodeName,
-		Hardware: predecessorFilter{d.readiness, d.predecessor}, Specs: d.specs,
-		Records: records, Locks: locks, BootID: bootID,
+		Hardware: d.node, Specs: d.specs,
+		Records: s.records, Locks: s.locks, BootID: s.bootID,
 		Now: time.Now, ConflictWait: conflictWait, Stopping: ctx.Done(),
 		Verify:      func(edits specs.ContainerEdits) error { return cdi.Verify(edits, d.mountedPath(paths)) },
 		Partitions:  partitions,
@@ -213,5 +223,5 @@ func (d *Driver) newPreparer(ctx context.Context, paths nvidia.Paths, partitions
 		ReadClaim: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
 			return d.client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
 		},
-	}), nil
+	})
 }

@@ -1,3 +1,17 @@
-// Package nodeview knows why the node refuses to prepare devices. Parts of the driver report
-// conditions, and clear them when they end.
+// Package nodeview knows what the node offers now, what claims may use, and why not more.
+//
+// A [View] is computed once for each change of what it is made of: the inventory, the readiness
+// conditions, the claims of NVIDIA's DRA driver, and the unhealthy GPUs that no scan finds any
+// more. A View never changes. [Node.View] reads the newest one without a lock, and [View.Changed]
+// tells when there is a newer one.
+//
+// Node.Run follows the changes, so a View may be milliseconds old. [Node.Refresh] is exact: a
+// change that ended before the call is in its result. Every Prepare begins with it.
+//
+// Time alone makes no new View. A [Condition] has the time since when it lasts, and readers pass
+// their own time to [ShownCondition]. The other two inputs without a signal are the checkpoint of
+// NVIDIA's DRA driver and the grace after the recovery of a GPU. Run looks at them every few
+// seconds.
+//
+// The package publishes nothing and changes no hardware.
 package nodeview

@@ -16,7 +16,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 )
 
 // interval is the time between two reports without a change. It is shorter than the 30 s after
@@ -27,14 +27,14 @@ const interval = 10 * time.Second
 type Sources struct {
 	// Pool is the name of the node's resource pool.
 	Pool     string
-	Offered  Offered
+	Node     Node
 	Verdicts Verdicts
 	Claims   Claims
 }
 
-// Offered returns the devices that the node offers.
-type Offered interface {
-	Snapshot() inventory.Snapshot
+// Node knows the node's GPUs and whether it is ready.
+type Node interface {
+	Refresh() *nodeview.View
 }
 
 // Verdicts has the health of the devices.
@@ -59,18 +59,19 @@ func Send(ctx context.Context, reports chan<- kubeletplugin.DeviceHealthReport, 
 	defer tick.Stop()
 	for {
 		changed := from.Verdicts.Changed() // before View is read, so that no later change is missed
-		now := time.Now()
+		node, now := from.Node.Refresh(), time.Now()
 		lost, lostChanged := from.Claims.LostDevices()
 		r := reporter{pool: from.Pool, view: from.Verdicts.View(), stale: from.Verdicts.Stale(now), lost: lost}
 		select {
 		case <-ctx.Done():
 			return
-		case reports <- r.report(from.Offered.Snapshot(), now):
+		case reports <- r.report(node, now):
 		}
 		select {
 		case <-ctx.Done():
 			return
 		case <-changed:
+		case <-node.Changed():
 		case <-lostChanged:
 		case <-tick.C:
 		}
@@ -88,14 +89,14 @@ type reporter struct {
 	lost map[string]string
 }
 
-// report returns the health of every GPU of the snapshot and of all its partitions, also of those
-// that do not exist now.
-func (r reporter) report(s inventory.Snapshot, now time.Time) kubeletplugin.DeviceHealthReport {
+// report returns the health of every GPU of the node and of all its partitions, also of those that
+// do not exist now.
+func (r reporter) report(node *nodeview.View, now time.Time) kubeletplugin.DeviceHealthReport {
 	var report kubeletplugin.DeviceHealthReport
-	for _, g := range s.Node.GPUs {
+	for _, g := range node.GPUs {
 		for _, name := range g.DeviceNames() {
 			h := kubeletplugin.DeviceHealth{PoolName: r.pool, DeviceName: name, LastUpdated: now}
-			h.Health, h.Message = r.status(s, g.GPU, name)
+			h.Health, h.Message = r.status(node, g.GPU, name)
 			report.Devices = append(report.Devices, h)
 		}
 	}
@@ -104,7 +105,7 @@ func (r reporter) report(s inventory.Snapshot, now time.Time) kubeletplugin.Devi
 
 // status returns the health status of the device called name, which is the GPU g or a part of it,
 // and a message for users.
-func (r reporter) status(s inventory.Snapshot, g device.GPU, name string) (kubeletplugin.HealthStatus, string) {
+func (r reporter) status(node *nodeview.View, g device.GPU, name string) (kubeletplugin.HealthStatus, string) {
 	if message, is := r.lost[name]; is {
 		return kubeletplugin.HealthStatusUnhealthy, message
 	}
@@ -115,8 +116,8 @@ func (r reporter) status(s inventory.Snapshot, g device.GPU, name string) (kubel
 		return kubeletplugin.HealthStatusUnhealthy, v.Message()
 	case r.stale:
 		return kubeletplugin.HealthStatusUnknown, "the plugin has stopped judging the GPU's health"
-	case !s.Ready:
-		return kubeletplugin.HealthStatusUnknown, s.Reason
+	case !node.Offered.Ready:
+		return kubeletplugin.HealthStatusUnknown, node.Offered.Reason
 	case v.State == health.Unknown:
 		return kubeletplugin.HealthStatusUnknown, v.Message()
 	default:

@@ -12,7 +12,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 )
 
 const (
@@ -21,7 +23,8 @@ const (
 	other = "gpu-0000-43-00-0"
 )
 
-// node fakes all sources of the stream. It has a GPU that can be split into halves, and one that
+// node fakes the sources of the stream, and what its nodeview looks at.
+// It has a GPU that can be split into halves, and one that
 // cannot be split.
 type node struct {
 	snapshot inventory.Snapshot
@@ -30,11 +33,13 @@ type node struct {
 	stale    bool
 	// changed and lostChanged are closed at a change.
 	changed, lostChanged chan struct{}
+	conditions           *nodeview.Conditions
+	here                 *nodeview.Node
 }
 
 func newNode() *node {
 	halves := &device.MIG{Profiles: []device.Profile{{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, Size: 1, Starts: []uint32{0, 1}}}}
-	n := &node{changed: make(chan struct{}), lostChanged: make(chan struct{})}
+	n := &node{changed: make(chan struct{}), lostChanged: make(chan struct{}), conditions: nodeview.NewConditions()}
 	n.snapshot = inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{GPUs: []nvidia.GPU{
 		{GPU: device.GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-1", MIG: halves}},
 		{GPU: device.GPU{PCIAddress: "0000:43:00.0", UUID: "GPU-2"}},
@@ -43,6 +48,8 @@ func newNode() *node {
 }
 
 func (n *node) Snapshot() inventory.Snapshot                      { return n.snapshot }
+func (n *node) Missing(inventory.Snapshot) []device.GPU           { return nil }
+func (n *node) Claims() ([]predecessor.Claim, error)              { return nil, nil }
 func (n *node) View() *health.View                                { return n.view }
 func (n *node) Changed() <-chan struct{}                          { return n.changed }
 func (n *node) Stale(time.Time) bool                              { return n.stale }
@@ -66,11 +73,12 @@ func withStream(t *testing.T, setUp func(n *node), test func(n *node, next next)
 	synctest.Test(t, func(t *testing.T) {
 		n := newNode()
 		setUp(n)
+		n.here = nodeview.New(n, n.conditions, n, n)
 		ctx, cancel := context.WithCancel(t.Context())
 		reports, done := make(chan kubeletplugin.DeviceHealthReport), make(chan struct{})
 		go func() {
 			defer close(done)
-			Send(ctx, reports, Sources{Pool: "node", Offered: n, Verdicts: n, Claims: n})
+			Send(ctx, reports, Sources{Pool: "node", Node: n.here, Verdicts: n, Claims: n})
 		}()
 		last := time.Now()
 		test(n, func() (map[string]kubeletplugin.DeviceHealth, time.Duration) {
@@ -135,6 +143,11 @@ func TestReportCoversEveryDevice(t *testing.T) {
 func TestChangesAreReportedAtOnce(t *testing.T) {
 	for name, change := range map[string]func(n *node) string{
 		"of a verdict": func(n *node) string { n.fail("0000:43:00.0", "GPU-2"); close(n.changed); return other },
+		"of the node": func(n *node) string {
+			n.conditions.Report(nodeview.Condition{Source: "hook", Message: "the hook is missing"})
+			n.here.Refresh()
+			return gpu
+		},
 		"of a claim's devices": func(n *node) string {
 			n.lost = map[string]string{half: "it is gone"}
 			close(n.lostChanged)
@@ -149,7 +162,7 @@ func TestChangesAreReportedAtOnce(t *testing.T) {
 				}
 				synctest.Wait()
 				ill := change(n)
-				if devices, after := next(); after != 0 || devices[ill].Health != kubeletplugin.HealthStatusUnhealthy {
+				if devices, after := next(); after != 0 || devices[ill].Health == kubeletplugin.HealthStatusHealthy {
 					t.Errorf("after %s %s is %s", after, ill, devices[ill].Health)
 				}
 			})

@@ -1,0 +1,78 @@
+package nodeview
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+)
+
+// conditionsNow returns the reported conditions of a node whose inventory is ready.
+func conditionsNow(c *Conditions) []Condition {
+	all, _ := c.all(func() inventory.Snapshot { return inventory.Snapshot{Ready: true} })
+	return all
+}
+
+func TestConditionKeepsItsStartTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := NewConditions()
+		began := time.Now()
+		c.Report(Condition{Source: "runtime", Code: "a", Message: "one"})
+		time.Sleep(time.Minute) //nolint:forbidigo // simulated time
+		c.Report(Condition{Source: "runtime", Code: "a", Message: "another"})
+		c.Report(Condition{Source: "runtime", Code: "b", Message: "another"})
+		c.Clear("hook")
+		if all := conditionsNow(c); len(all) != 1 || !all[0].Since.Equal(began) || all[0].Code != "b" || all[0].Message != "another" {
+			t.Errorf("%+v", all)
+		}
+		c.Clear("runtime")
+		c.Report(Condition{Source: "runtime", Code: "a"})
+		if all := conditionsNow(c); !all[0].Since.Equal(began.Add(time.Minute)) {
+			t.Errorf("%+v", all)
+		}
+	})
+}
+
+func TestConditionDueFirstIsShown(t *testing.T) {
+	at := time.Now()
+	early := Condition{Code: "early", Transient: true, Since: at, Types: NVIDIATypes}
+	late := Condition{Code: "late", Since: at.Add(time.Second)}
+	for name, c := range map[string]struct {
+		after   time.Duration
+		of      string
+		want    string
+		pending bool
+	}{
+		"one is transient":               {0, "gpu", "", true},
+		"the other is due":               {time.Second, "gpu", "late", false},
+		"both are due":                   {time.Hour, "gpu", "late", false},
+		"a share":                        {time.Hour, "mig-share", "late", false},
+		"a type that one affects":        {time.Second, "vfio", "late", false},
+		"a type that one affects, early": {0, "vfio", "", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, shown, pending := ShownCondition([]Condition{early, late}, c.of, at.Add(c.after))
+			if got.Code != c.want || shown != (c.want != "") || pending != c.pending {
+				t.Errorf("%+v, %v, %v", got, shown, pending)
+			}
+		})
+	}
+	if _, shown, pending := ShownCondition([]Condition{early}, "vfio", at.Add(time.Hour)); shown || pending {
+		t.Error("a missing NVIDIA driver affects a device that does not need it")
+	}
+}
+
+func TestReasonCodesAreLabelValues(t *testing.T) {
+	for _, code := range []string{
+		CodeCDIDisabled, CodeCDIDirectory, CodeHookMissing,
+		CodeBaseSpec, CodeReleased, CodeDevicePlugin,
+		inventory.CodeNotScanned, inventory.CodeDriverMissing, inventory.CodeScanFailed, inventory.CodeNoGPU,
+	} {
+		if wrong := validation.IsValidLabelValue(code); len(wrong) > 0 || code == "" {
+			t.Errorf("%q: %v", code, wrong)
+		}
+	}
+}
