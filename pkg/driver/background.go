@@ -25,8 +25,10 @@ const (
 // of the returned WaitGroup returns after the last of them has ended.
 func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPublisher chan struct{}) *sync.WaitGroup {
 	var wg sync.WaitGroup
-	d.startHealth(ctx, &wg, func() { wake(toPublisher) })
-	wg.Go(func() { d.quiesce.Run(ctx, d.hardwareWatcher(ctx)) })
+	d.health.Restore(ctx)
+	wg.Go(func() { d.health.Run(ctx) })
+	wg.Go(func() { d.healthReport.Run(ctx) })
+	wg.Go(func() { d.quiesce.Run(ctx, d.health.Watcher(ctx)) })
 	wg.Go(func() { policy.Watch(ctx) })
 	wg.Go(func() { d.inv.Run(ctx) })
 	wg.Go(func() { d.node.Run(ctx) })
@@ -60,18 +62,21 @@ func (d *Driver) newNodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 		onNode: func(node *corev1.Node) {
 			d.quiesce.Observe(node)
 			d.devicePlugin.Observe(node)
-			d.health.Clear(node.Annotations[clearAnnotation])
+			d.health.Observe(node)
 		},
 	}
 }
 
-// wakeForNewViews wakes the publisher after each change of the node, until the context ends.
+// wakeForNewViews wakes the publisher after each change of the node or of its health, until the
+// context ends.
 func (d *Driver) wakeForNewViews(ctx context.Context, toPublisher chan<- struct{}) {
-	for v := d.node.View(); ; v = d.node.View() {
+	for {
+		verdicts, v := d.health.Changed(), d.node.View()
 		wake(toPublisher)
 		select {
 		case <-ctx.Done():
 			return
+		case <-verdicts:
 		case <-v.Changed():
 		}
 	}

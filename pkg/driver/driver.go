@@ -21,6 +21,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/report"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
@@ -106,11 +109,11 @@ type Driver struct {
 	// cleaner has this instance's shared instance lock.
 	cleaner *uninstall.Cleaner
 	// health has the health verdict (healthy or not, and why) on each of the node's devices.
-	health       *healthWatch
-	healthReport healthReport
-	quiesce      *quiesce.Quiescer
-	// watchHardware watches the GPUs and reports signals about their health. Nil means no watcher.
-	watchHardware func(ctx context.Context, report func(device.Signal)) error
+	health       *loop.Loop
+	healthReport *report.Reporter
+	// effects are the configured taint effects by health state.
+	effects health.Effects
+	quiesce *quiesce.Quiescer
 	// unrecovered is true if the GPUs were released at the start, so that Prepare and Unprepare calls
 	// that an earlier process did not finish are still unfinished. specsUnchecked is true if the
 	// claims' CDI specs were not repaired for the same reason.

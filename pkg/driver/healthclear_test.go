@@ -14,7 +14,7 @@ func TestAdminClearsGPU(t *testing.T) {
 	n.xid("0000:1b:00.0", 79)
 	n.xid("0000:43:00.0", 95)
 	eventually(t, "both GPUs are tainted", func() bool { return len(n.taints(t)) == 2 })
-	cleared := map[string]string{clearAnnotation: firstGPU + ",gpu-0000-99-00-0"}
+	cleared := map[string]string{DriverName + "/clear-health": firstGPU + ",gpu-0000-99-00-0"}
 	n.editNode(t, nil, cleared)
 	eventually(t, "the named GPU is untainted", func() bool { all := n.taints(t); return len(all) == 1 && all[secondGPU] != "" })
 	eventually(t, "an Event reports it", func() bool { return n.hasEvent(t, "Node", "node", "GPURecovered", "an admin cleared it") })

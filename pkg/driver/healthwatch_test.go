@@ -3,7 +3,6 @@ package driver
 import (
 	"context"
 	"fmt"
-	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -440,25 +439,5 @@ func TestAdminSetsEffectsAndRules(t *testing.T) {
 		if _, err := New(t.Context(), other.cfg, parts); err == nil {
 			t.Error("an invalid setting is accepted")
 		}
-	}
-}
-
-func TestOnlyTheLeaderSavesHealth(t *testing.T) {
-	inv := &fakeInventory{}
-	inv.set(readyWith("0000:1b:00.0"))
-	dir := t.TempDir()
-	h := newHealthWatch(nil, nil, dir, "boot", inv)
-	h.inUse = func(string) bool { return true }
-	j := h.newLoop(t.Context())
-	j.save(t.Context())
-	if names, err := filepath.Glob(filepath.Join(dir, "*")); err != nil || len(names) != 0 {
-		t.Errorf("%q, %v", names, err)
-	}
-	h.SetLeader(false)
-	h.SetLeader(true)
-	j.isLeader = <-h.leader
-	j.save(t.Context())
-	if names, err := filepath.Glob(filepath.Join(dir, "*")); err != nil || len(names) != 1 {
-		t.Errorf("%q, %v", names, err)
 	}
 }

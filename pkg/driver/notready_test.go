@@ -24,6 +24,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
@@ -287,7 +288,7 @@ func startPublishingNode(t *testing.T, client *fake.Clientset, s inventory.Snaps
 		client: client, inv: &fakeInventory{}, conditions: nodeview.NewConditions(), changed: make(chan struct{}, 1),
 	}
 	u.inv.set(s)
-	h := newHealthWatch(nil, nil, t.TempDir(), "boot", u.inv)
+	h := unwatched(t)
 	d := &Driver{node: newNodeView(t, u.inv, u.conditions, h), health: h, metrics: metrics.New("test")}
 	p := &publisher{
 		client: client, nodeName: "node", inv: offered{d.node}, slices: wholeGPUs, onVersion: func(string) {},
@@ -310,8 +311,14 @@ func startPublishingNode(t *testing.T, client *fake.Clientset, s inventory.Snaps
 	return u
 }
 
+// unwatched returns the health of a node whose hardware nothing watches.
+func unwatched(t *testing.T) *loop.Loop {
+	t.Helper()
+	return loop.New(loop.Options{StateDir: t.TempDir(), BootID: "boot"})
+}
+
 // newNodeView returns the view of a node on which NVIDIA's DRA driver never ran.
-func newNodeView(t *testing.T, inv nodeview.Inventory, c *nodeview.Conditions, h *healthWatch) *nodeview.Node {
+func newNodeView(t *testing.T, inv nodeview.Inventory, c *nodeview.Conditions, h nodeview.Health) *nodeview.Node {
 	t.Helper()
 	return nodeview.New(inv, c, h, predecessor.NewStore(t.TempDir(), t.TempDir(), DriverName, "boot", durable.OS{}))
 }
@@ -542,4 +549,10 @@ func TestBaseSpecConditionClearsWhenSpecIsNotWritten(t *testing.T) {
 	if d.writeBaseSpec(&files); d.node.Refresh().Blocked() {
 		t.Errorf("the condition stays although the inventory is not ready: %+v", d.node.Refresh().Conditions)
 	}
+}
+
+// advance lets the simulated time d pass.
+func advance(d time.Duration) {
+	time.Sleep(d) //nolint:forbidigo // simulated time
+	synctest.Wait()
 }

@@ -121,7 +121,7 @@ func TestDevicePluginConflict(t *testing.T) {
 		var messages []string
 		there := false
 		conditions := nodeview.NewConditions()
-		view := newNodeView(t, alwaysReady{}, conditions, newHealthWatch(nil, nil, t.TempDir(), "boot", alwaysReady{}))
+		view := newNodeView(t, alwaysReady{}, conditions, unwatched(t))
 		b := &devicePluginConflict{
 			refuse: mode == config.ConflictRefuse, conditions: conditions,
 			warn:       func(_, message string) { messages = append(messages, message) },

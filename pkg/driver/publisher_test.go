@@ -36,6 +36,8 @@ func (f *fakeInventory) Snapshot() inventory.Snapshot {
 	return f.s
 }
 
+func (f *fakeInventory) RequestScan() {}
+
 func (f *fakeInventory) set(s inventory.Snapshot) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -200,7 +200,7 @@ func (d *Driver) markSlices(
 ) (_ []resourceslice.Slice, settled bool) {
 	view := d.health.View() // nil without a health watcher
 	m := marker{
-		view: view, effects: d.health.effects, features: f, gpus: map[string]device.GPU{}, claimed: map[string]bool{},
+		view: view, effects: d.effects, features: f, gpus: map[string]device.GPU{}, claimed: map[string]bool{},
 		conditions: d.node.Refresh().Conditions, now: time.Now(),
 	}
 	for _, g := range s.Node.GPUs {

@@ -2,16 +2,20 @@ package driver
 
 import (
 	"cmp"
+	"context"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
@@ -251,15 +255,45 @@ func TestTaintsStayWithinAPIServerLimit(t *testing.T) {
 	}
 }
 
+// heldGPU lists a claim that has the first GPU, if it is true.
+type heldGPU bool
+
+func (h *heldGPU) List() ([]checkpoint.Entry, error) {
+	if !*h {
+		return nil, nil
+	}
+	return []checkpoint.Entry{{ClaimUID: "uid", Devices: []string{firstGPU}}}, nil
+}
+
+// noReports drops all health reports.
+type noReports struct{}
+
+func (noReports) Report(context.Context, *health.View, []device.GPU, []health.Change) {}
+func (noReports) Count(map[health.EventKey]uint64, string)                            {}
+func (noReports) NotCleared(string)                                                   {}
+
 func TestOfferedViewKeepsLostGPU(t *testing.T) {
-	s := readyWith("0000:1b:00.0", "0000:43:00.0")
-	inv := &fakeInventory{}
-	h := newHealthWatch(nil, nil, t.TempDir(), "boot", inv)
-	held := true
-	h.inUse = func(string) bool { return held }
+	inv, held := &fakeInventory{}, heldGPU(true)
+	inv.set(readyWith("0000:1b:00.0", "0000:43:00.0"))
+	h := loop.New(loop.Options{
+		StateDir: t.TempDir(), BootID: "boot", Inventory: inv, Records: &held, Reporter: noReports{},
+		Watch: func(ctx context.Context, report func(device.Signal)) error {
+			card := device.Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-0000:1b:00.0"}
+			report(device.Signal{Event: &device.HealthEvent{Card: card, Kind: device.EventXID, XID: 79, At: time.Now()}})
+			<-ctx.Done()
+			return nil
+		},
+	})
+	ctx, stop := context.WithCancel(t.Context())
+	h.Restore(ctx)
+	var wg sync.WaitGroup
+	wg.Go(func() { h.Run(ctx) })
+	wg.Go(func() { _ = h.Watcher(ctx)(ctx) })
+	eventually(t, "the XID counts", func() bool { return len(h.View().Findings("0000:1b:00.0")) > 0 })
+	stop()
+	wg.Wait()
 	conditions := nodeview.NewConditions()
 	node := newNodeView(t, inv, conditions, h)
-	h.view.Store(viewWithXIDs(t, time.Now(), s, 79))
 
 	inv.set(readyWith("0000:43:00.0"))
 	if now := node.Refresh().Offered; !now.Ready || len(now.Node.GPUs) != 2 || now.Node.GPUs[1].WholeName() != firstGPU {

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -23,6 +24,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/report"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
@@ -33,6 +37,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
@@ -67,6 +72,17 @@ func NewPartitions(cfg *config.Config, m *metrics.Metrics) (*cut.Partitions, err
 	return cut.New(Paths(cfg), m.MIGCall, executable, cut.Command), nil
 }
 
+// NewWatch returns a function that watches the node's hardware with NVML in a child process. That
+// process pauses while partitions are changed.
+func NewWatch(cfg *config.Config, partitions *cut.Partitions) (func(ctx context.Context, report func(device.Signal)) error, error) {
+	executable, err := os.Executable()
+	if err != nil {
+		return nil, fmt.Errorf("find the plugin's own binary for the process that watches the hardware: %w", err)
+	}
+	options := watch.Options{Paths: Paths(cfg), Command: []string{executable, watch.Command}, Partitions: partitions}
+	return func(ctx context.Context, report func(device.Signal)) error { return watch.Run(ctx, options, report) }, nil
+}
+
 // Parts are the dependencies that New needs for a Driver.
 type Parts struct {
 	Client kubernetes.Interface
@@ -95,6 +111,14 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	if err != nil {
 		return nil, err
 	}
+	effects, err := health.ParseEffects(cfg.HealthEffects)
+	if err != nil {
+		return nil, err
+	}
+	rules, err := health.ParseRules(cfg.XIDRules)
+	if err != nil {
+		return nil, err
+	}
 	if parts.Supervisor == nil {
 		parts.Supervisor = mps.NewClient(MPSPaths(cfg))
 	}
@@ -109,7 +133,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
 		events: events.New(ctx, parts.Client, cfg.NodeName),
 		calls:  newInFlightCalls(),
-		shares: shares, supervisor: supervisor,
+		shares: shares, effects: effects, supervisor: supervisor,
 
 		toReconcile: make(wakeup, 1), toPublisher: make(chan struct{}, 1), toCheck: make(chan struct{}, 1),
 	}
@@ -123,13 +147,15 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		return nil, err
 	}
 	state, err := openState(cfg)
-	if err == nil {
-		err = d.setUpHealth(parts.Watch, state.bootID)
-	}
 	if err != nil {
 		instanceLock.Release()
 		return nil, err
 	}
+	d.healthReport = report.New(parts.Client, d.events, parts.Metrics, state.records, newerLeads{&d.newerLeads})
+	d.health = loop.New(loop.Options{
+		Rules: rules, StateDir: cfg.StateDir(), BootID: state.bootID,
+		Inventory: inv, Records: state.records, Reporter: d.healthReport, Watch: parts.Watch,
+	})
 	d.predecessor = predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
 	d.node = nodeview.New(inv, conditions, d.health, d.predecessor)
 	d.preparer = d.newPreparer(ctx, state, Paths(cfg), parts.Partitions)
@@ -167,6 +193,11 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	})
 	return d, nil
 }
+
+// newerLeads reports whether a newer plugin instance leads on this node.
+type newerLeads struct{ *atomic.Bool }
+
+func (n newerLeads) NewerLeads() bool { return n.Load() }
 
 // conflictWait is how long a Prepare waits for a device that another claim has. It is shorter than
 // the pause before the kubelet's retry. It is long enough if the other claim's Pod exits on

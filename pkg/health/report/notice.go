@@ -1,14 +1,14 @@
-package driver
+package report
 
 import (
 	"fmt"
 	"strings"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
+	corev1 "k8s.io/api/core/v1"
 )
 
-// maxNoticeMessages is how many messages one Event contains.
-const maxNoticeMessages = 3
+// maxMessages is how many messages one Event contains.
+const maxMessages = 3
 
 // notice is the content of one Event. It combines all health changes of one GPU that have the same
 // Event reason.
@@ -21,21 +21,28 @@ type notice struct {
 type notices []notice
 
 // add adds the message to the notice about the same GPU with the same reason, or to a new one.
-func (n *notices) add(c health.Change, kind, reason, message string) {
+func (n *notices) add(c change, message string) {
 	gpu := c.Card.PCIAddress.WholeName()
 	for i := range *n {
 		same := &(*n)[i]
 		switch {
-		case same.gpu != gpu || same.reason != reason:
+		case same.gpu != gpu || same.reason != c.reason:
 			continue
-		case len(same.messages) < maxNoticeMessages:
+		case len(same.messages) < maxMessages:
 			same.messages = append(same.messages, message)
 		default:
 			same.more++
 		}
 		return
 	}
-	*n = append(*n, notice{gpu: gpu, kind: kind, reason: reason, messages: []string{message}})
+	*n = append(*n, notice{gpu: gpu, kind: c.kind, reason: c.reason, messages: []string{message}})
+}
+
+// write writes the notices as Events on the object.
+func (n notices) write(events Events, object *corev1.ObjectReference) {
+	for _, one := range n {
+		events.AboutGPU(object, one.gpu, one.kind, one.reason, one.String())
+	}
 }
 
 func (n notice) String() string {

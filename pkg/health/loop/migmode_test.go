@@ -1,4 +1,4 @@
-package driver
+package loop
 
 import (
 	"testing"
@@ -9,7 +9,12 @@ import (
 )
 
 // oneGPUInventory fakes an inventory with one GPU, whose MIG mode is in the field mode.
-type oneGPUInventory struct{ mode device.MIGMode }
+type oneGPUInventory struct {
+	mode  device.MIGMode
+	scans int // requested scans
+}
+
+func (n *oneGPUInventory) RequestScan() { n.scans++ }
 
 func (n *oneGPUInventory) Snapshot() inventory.Snapshot {
 	mig := &device.MIG{Enabled: n.mode.Enabled, Pending: n.mode.Pending}
@@ -19,8 +24,8 @@ func (n *oneGPUInventory) Snapshot() inventory.Snapshot {
 
 func TestUnknownMIGModeRequestsOneScan(t *testing.T) {
 	off, on, toBe := device.MIGMode{}, device.MIGMode{Enabled: true, Pending: true}, device.MIGMode{Pending: true}
-	node, scans := &oneGPUInventory{mode: off}, 0
-	w := &modeWatch{inv: node, requestScan: func() { scans++ }, reported: map[device.PCIAddress]device.MIGMode{}}
+	node := &oneGPUInventory{mode: off}
+	w := &modeWatch{inv: node, reported: map[device.PCIAddress]device.MIGMode{}}
 	says := func(address device.PCIAddress, mode *device.MIGMode) {
 		w.observe(&device.Condition{Card: device.Card{PCIAddress: address}, MIG: mode})
 	}
@@ -39,8 +44,8 @@ func TestUnknownMIGModeRequestsOneScan(t *testing.T) {
 		{"after the scan", func() { node.mode = toBe; says("0000:1b:00.0", &toBe) }, 2},
 		{"the admin switches it on after all", func() { says("0000:1b:00.0", &on) }, 3},
 	} {
-		if step.do(); scans != step.want {
-			t.Errorf("%s: %d scans requested, want %d", step.what, scans, step.want)
+		if step.do(); node.scans != step.want {
+			t.Errorf("%s: %d scans requested, want %d", step.what, node.scans, step.want)
 		}
 	}
 }

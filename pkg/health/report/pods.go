@@ -1,8 +1,7 @@
-package driver
+package report
 
 import (
 	"context"
-	"fmt"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -15,65 +14,53 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 )
 
 // podsTimeout limits the time to read one claim and to find its Pods.
 const podsTimeout = 10 * time.Second
 
-// reportToPods writes Events about queued health changes on the Pods whose devices are affected. It
-// runs until the context ends.
-func (d *Driver) reportToPods(ctx context.Context) {
+// Run writes Events about queued changes on the Pods whose devices are affected. It runs until the
+// context ends.
+func (r *Reporter) Run(ctx context.Context) {
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-d.healthReport.wake:
+		case <-r.added:
 		}
-		changes := d.healthReport.take()
-		if d.newerLeads.Load() || len(changes) == 0 {
+		changes := r.take()
+		if r.leader.NewerLeads() || len(changes) == 0 {
 			continue
 		}
-		entries, err := d.preparer.Records.List()
+		entries, err := r.records.List()
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "Failed to list prepared claims; their Pods get no health Events")
 			continue
 		}
-		known := d.knownGPUs()
 		for _, e := range entries {
-			if err := d.reportToClaim(ctx, e, d.noticesFor(known, e, changes)); err != nil {
+			if err := r.reportToClaim(ctx, e, noticesFor(e, changes)); err != nil {
 				klog.FromContext(ctx).V(2).Info("Failed to write health Events for claim", "claim", e.ClaimUID, "err", err)
 			}
 		}
 	}
 }
 
-// noticesFor returns the Events to write about those health changes that affect a device of the
-// claim with the checkpoint record e. The result is empty if none does.
-func (d *Driver) noticesFor(known knownGPUs, e checkpoint.Entry, changes []health.Change) (notices notices) {
+// noticesFor returns what to say about those changes that affect a device of the claim with the
+// checkpoint record e. The result is empty if none does.
+func noticesFor(e checkpoint.Entry, changes []change) (notices notices) {
 	for _, c := range changes {
-		held := affectedDevice(c, known.gpu(c.Card), e.Devices)
-		if held == "" {
-			continue
+		if held := c.firstAffected(e.Devices); held != "" {
+			notices.add(c, held+": "+c.message)
 		}
-		kind, reason, message := corev1.EventTypeWarning, "GPU"+c.Finding.State.String(), unhealthyMessage(c)
-		switch {
-		case c.Finding.State == health.Healthy:
-			reason, message = "GPUReport", fmt.Sprintf("%s: %s", c.Finding.Reason, c.Finding.Action)
-		case c.Over:
-			kind = corev1.EventTypeNormal
-			reason, message = d.recoveryEvent(known, c)
-		}
-		notices.add(c, kind, reason, held+": "+message)
 	}
 	return notices
 }
 
-// affectedDevice returns the first of the device names in held that the change affects, or "" if it
-// affects none. gpu is the GPU that the change is about.
-func affectedDevice(c health.Change, gpu device.GPU, held []string) string {
-	for _, name := range held {
-		if n, ok := device.ParseName(name); ok && n.GPU == gpu.WholeName() && c.Affects(gpu, n) {
+// firstAffected returns the first of the device names that the change affects, or "" if it affects
+// none.
+func (c change) firstAffected(devices []string) string {
+	for _, name := range devices {
+		if n, ok := device.ParseName(name); ok && n.GPU == c.gpu.WholeName() && c.Affects(c.gpu, n) {
 			return name
 		}
 	}
@@ -81,24 +68,22 @@ func affectedDevice(c health.Change, gpu device.GPU, held []string) string {
 }
 
 // reportToClaim writes the notices as Events on each consumer of the claim.
-func (d *Driver) reportToClaim(ctx context.Context, e checkpoint.Entry, notices notices) error {
+func (r *Reporter) reportToClaim(ctx context.Context, e checkpoint.Entry, notices notices) error {
 	if len(notices) == 0 {
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, podsTimeout)
 	defer cancel()
-	r, found, err := d.preparer.Records.Load(e.ClaimUID)
+	record, found, err := r.records.Load(e.ClaimUID)
 	if err != nil || !found {
 		return err
 	}
-	claim, err := d.client.ResourceV1().ResourceClaims(r.Namespace).Get(ctx, r.Name, metav1.GetOptions{})
+	claim, err := r.client.ResourceV1().ResourceClaims(record.Namespace).Get(ctx, record.Name, metav1.GetOptions{})
 	if err != nil || claim.UID != e.ClaimUID {
 		return err
 	}
 	for _, object := range consumers(claim) {
-		for _, n := range notices {
-			d.events.AboutGPU(object, n.gpu, n.kind, n.reason, n.String())
-		}
+		notices.write(r.events, object)
 	}
 	return nil
 }

@@ -1,17 +1,15 @@
-package driver
+package loop
 
 import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // modeWatch requests a scan of the hardware when an admin has changed a GPU's MIG mode. The change
-// shows in no file that the inventory watches, but the health watcher reports the mode. Only one
+// shows in no file that the inventory watches, but the hardware watcher reports the mode. Only one
 // goroutine may use modeWatch.
 type modeWatch struct {
-	inv inventorySource
-	// requestScan requests a full scan from the inventory.
-	requestScan func()
-	// reported has each GPU's last MIG mode that the health watcher reported and that differed from
+	inv Inventory
+	// reported has each GPU's last MIG mode that the hardware watcher reported and that differed from
 	// the inventory's. It prevents a second scan for the same mode.
 	reported map[device.PCIAddress]device.MIGMode
 }
@@ -29,7 +27,7 @@ func (w *modeWatch) observe(c *device.Condition) {
 			delete(w.reported, address)
 		} else if reported, known := w.reported[address]; !known || reported != *c.MIG {
 			w.reported[address] = *c.MIG
-			w.requestScan()
+			w.inv.RequestScan()
 		}
 	}
 }

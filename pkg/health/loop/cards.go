@@ -1,0 +1,78 @@
+package loop
+
+import (
+	"slices"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// syncCards adds the inventory's GPUs to the monitor. It removes GPUs from the monitor that were
+// unplugged and that no claim holds. It returns the node's GPUs: those of the inventory, and the
+// unhealthy ones that it lacks.
+func (l *Loop) syncCards() []device.GPU {
+	s := l.inventory.Snapshot()
+	if !s.Known {
+		return nil
+	}
+	gpus := make([]device.GPU, len(s.Node.GPUs))
+	for i, g := range s.Node.GPUs {
+		gpus[i] = g.GPU
+	}
+	l.monitor.Expect(gpus, time.Now())
+	for _, g := range absent(l.monitor.View(), s) {
+		if l.removedForGood(s, g) {
+			l.monitor.Forget(g.PCIAddress)
+		} else {
+			gpus = append(gpus, g)
+		}
+	}
+	return gpus
+}
+
+// Missing returns the unhealthy GPUs that s lacks, except those that were unplugged and that no
+// claim holds.
+func (l *Loop) Missing(s inventory.Snapshot) []device.GPU {
+	return slices.DeleteFunc(absent(l.View(), s), func(g device.GPU) bool { return l.removedForGood(s, g) })
+}
+
+// absent returns the unhealthy GPUs of the view that s lacks.
+func absent(v *health.View, s inventory.Snapshot) []device.GPU {
+	listed := make([]device.PCIAddress, len(s.Node.GPUs))
+	for i, g := range s.Node.GPUs {
+		listed[i] = g.PCIAddress
+	}
+	missing, _ := v.Missing(listed, time.Now())
+	return missing
+}
+
+// removedForGood reports whether the GPU g, which the inventory no longer finds, was unplugged and
+// no claim holds it. While the GPU driver is not ready, the answer is false, because g may come
+// back together with the driver.
+func (l *Loop) removedForGood(s inventory.Snapshot, g device.GPU) bool {
+	onBus := slices.ContainsFunc(s.Node.Problems, func(p nvidia.Problem) bool { return p.PCIAddress == g.PCIAddress })
+	return (s.Ready || s.Empty) && s.Failure == "" && !onBus && !l.inUse(g.WholeName())
+}
+
+// inUse reports whether a claim holds the GPU or a part of it. If a claim's checkpoint record
+// cannot be read, the answer is true.
+func (l *Loop) inUse(gpu string) bool {
+	entries, err := l.records.List()
+	if err != nil {
+		return true
+	}
+	for _, e := range entries {
+		for _, name := range e.Devices {
+			if n, ok := device.ParseName(name); !ok || n.GPU == gpu {
+				return true
+			}
+		}
+		if e.Inexact() {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,315 @@
+package loop
+
+import (
+	"bytes"
+	"context"
+	"path/filepath"
+	"runtime"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// fakeInventory is an inventory that a test sets.
+type fakeInventory struct {
+	mu sync.Mutex
+	s  inventory.Snapshot
+}
+
+func (f *fakeInventory) RequestScan() {}
+
+func (f *fakeInventory) Snapshot() inventory.Snapshot {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.s
+}
+
+func (f *fakeInventory) set(s inventory.Snapshot) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.s = s
+}
+
+const firstGPU = "gpu-0000-1b-00-0"
+
+func readyWith(addresses ...device.PCIAddress) inventory.Snapshot {
+	s := inventory.Snapshot{Ready: true, Known: true}
+	for _, a := range addresses {
+		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{GPU: device.GPU{PCIAddress: a, UUID: "GPU-" + string(a)}})
+	}
+	return s
+}
+
+// heldDevices lists one claim, which has these devices.
+type heldDevices []string
+
+func (h heldDevices) List() ([]checkpoint.Entry, error) {
+	if len(h) == 0 {
+		return nil, nil
+	}
+	return []checkpoint.Entry{{ClaimUID: "uid", Devices: h}}, nil
+}
+
+// reports counts the reports and keeps the last one.
+type reports struct {
+	mu      sync.Mutex
+	count   int
+	gpus    []device.GPU
+	changes []health.Change
+}
+
+func (r *reports) Report(_ context.Context, _ *health.View, gpus []device.GPU, changes []health.Change) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.count++
+	r.gpus, r.changes = gpus, changes
+}
+
+func (r *reports) Count(map[health.EventKey]uint64, string) {}
+func (r *reports) NotCleared(string)                        {}
+
+func (r *reports) flushes() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.count
+}
+
+// loopTest has a loop with fakes around it. The fake hardware watcher reports what send gets.
+type loopTest struct {
+	*Loop
+	*reports
+	inventory *fakeInventory
+	send      func(device.Signal)
+}
+
+// newLoop returns a loop that saves its findings in dir. Its node has two GPUs.
+func newLoop(dir string, held ...string) *loopTest {
+	l := &loopTest{reports: &reports{}, inventory: &fakeInventory{}}
+	l.inventory.set(readyWith("0000:1b:00.0", "0000:43:00.0"))
+	l.Loop = New(Options{
+		StateDir: dir, BootID: "boot", Inventory: l.inventory, Records: heldDevices(held), Reporter: l.reports,
+		Watch: func(ctx context.Context, report func(device.Signal)) error {
+			l.send = report
+			<-ctx.Done()
+			return nil
+		},
+	})
+	return l
+}
+
+// runLoop runs the test with a running loop in simulated time. The plugin is the leader.
+func runLoop(t *testing.T, dir string, test func(l *loopTest), held ...string) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		l := newLoop(dir, held...)
+		ctx, cancel := context.WithCancel(t.Context())
+		l.Restore(ctx)
+		var wg sync.WaitGroup
+		wg.Go(func() { l.Run(ctx) })
+		wg.Go(func() { _ = l.Watcher(ctx)(ctx) })
+		l.SetLeader(true)
+		synctest.Wait()
+		test(l)
+		cancel()
+		wg.Wait()
+	})
+}
+
+// state returns the health of the GPU at this address.
+func (l *loopTest) state(address device.PCIAddress) health.State {
+	gpu := readyWith(address).Node.GPUs[0].GPU
+	return l.View().Of(gpu, device.Name{GPU: gpu.WholeName()}).State
+}
+
+func advance(d time.Duration) {
+	time.Sleep(d) //nolint:forbidigo // simulated time
+	synctest.Wait()
+}
+
+func xidAt(address device.PCIAddress, code uint64) device.Signal {
+	return device.Signal{Event: &device.HealthEvent{
+		Card: device.Card{PCIAddress: address, UUID: "GPU-" + string(address)}, Kind: device.EventXID, XID: code, At: time.Now()}}
+}
+
+func watcherUp() device.Signal {
+	return device.Signal{Watcher: &device.WatcherState{Up: true, Events: true, Driver: "load", At: time.Now()}}
+}
+
+func TestFirstEventIsFlushedAtOnceAndBurstsMerge(t *testing.T) {
+	runLoop(t, t.TempDir(), func(l *loopTest) {
+		advance(time.Minute)
+		l.send(watcherUp())
+		advance(time.Second)
+		before := l.flushes()
+		l.send(xidAt("0000:1b:00.0", 79))
+		synctest.Wait()
+		if n := l.flushes() - before; n != 1 {
+			t.Errorf("%d flushes at once, want 1", n)
+		}
+		for i := range 1000 {
+			l.send(xidAt("0000:43:00.0", uint64(1000+i)))
+			advance(time.Millisecond)
+		}
+		advance(time.Second)
+		if n := l.flushes() - before; n > 13 {
+			t.Errorf("1000 kinds of events in a second led to %d flushes", n)
+		}
+		if s := l.state("0000:1b:00.0"); s != health.Unhealthy {
+			t.Error(s)
+		}
+	})
+}
+
+func TestSilenceBecomesUnknown(t *testing.T) {
+	runLoop(t, t.TempDir(), func(l *loopTest) {
+		l.send(watcherUp())
+		advance(20 * time.Second)
+		if s := l.state("0000:1b:00.0"); s != health.Healthy {
+			t.Error(s)
+		}
+		advance(15 * time.Second)
+		if s := l.state("0000:1b:00.0"); s != health.Unknown {
+			t.Error(s)
+		}
+		if l.Stale(time.Now()) {
+			t.Error("the loop does not tick")
+		}
+	})
+}
+
+func TestViewChangesBeforeItsReport(t *testing.T) {
+	runLoop(t, t.TempDir(), func(l *loopTest) {
+		l.send(watcherUp())
+		advance(time.Second)
+		changed := l.Changed()
+		l.send(xidAt("0000:1b:00.0", 79))
+		synctest.Wait()
+		select {
+		case <-changed:
+		default:
+			t.Error("Changed was not closed")
+		}
+		if s := l.state("0000:1b:00.0"); s != health.Unhealthy || len(l.changes) != 1 || len(l.gpus) != 2 {
+			t.Errorf("%s, reported %+v on %v", s, l.changes, l.gpus)
+		}
+	})
+}
+
+// A new process must know the verdicts before it publishes, or its slices would lack taints.
+func TestRestartKeepsVerdicts(t *testing.T) {
+	dir := t.TempDir()
+	runLoop(t, dir, func(l *loopTest) {
+		l.send(watcherUp())
+		l.send(xidAt("0000:1b:00.0", 79))
+		advance(time.Second)
+	})
+	again := newLoop(dir)
+	again.Restore(t.Context())
+	if s := again.state("0000:1b:00.0"); s != health.Unhealthy || again.flushes() != 0 {
+		t.Errorf("after a restart it is %s, and %d reports repeat it", s, again.flushes())
+	}
+}
+
+func TestOnlyTheLeaderSavesHealth(t *testing.T) {
+	dir := t.TempDir()
+	l := newLoop(dir)
+	l.Restore(t.Context())
+	l.save(t.Context())
+	if names, err := filepath.Glob(filepath.Join(dir, "*")); err != nil || len(names) != 0 {
+		t.Errorf("%q, %v", names, err)
+	}
+	l.SetLeader(false)
+	l.SetLeader(true)
+	l.isLeader = <-l.leader
+	l.save(t.Context())
+	if names, err := filepath.Glob(filepath.Join(dir, "*")); err != nil || len(names) != 1 {
+		t.Errorf("%q, %v", names, err)
+	}
+}
+
+func TestNodeWithoutWatcherHasNoVerdicts(t *testing.T) {
+	l := New(Options{StateDir: t.TempDir(), BootID: "boot"})
+	l.Restore(t.Context())
+	l.Run(t.Context())
+	if l.View() != nil || l.Stale(time.Now()) || len(l.Missing(readyWith())) != 0 {
+		t.Errorf("%+v", l.View())
+	}
+}
+
+func TestLostGPUIsMissingUntilItIsUnplugged(t *testing.T) {
+	listed := readyWith("0000:43:00.0")
+	onBus, failed := readyWith("0000:43:00.0"), readyWith("0000:43:00.0")
+	onBus.Node.Problems = []nvidia.Problem{{PCIAddress: "0000:1b:00.0"}}
+	failed.Failure = "the scan failed"
+	for name, c := range map[string]struct {
+		snapshot inventory.Snapshot
+		held     []string
+		missing  bool
+	}{
+		"unplugged":                         {listed, nil, false},
+		"a claim has it":                    {listed, []string{firstGPU}, true},
+		"a claim has a part of it":          {listed, []string{firstGPU + "-mig-9-0"}, true},
+		"a claim has an unknown device":     {listed, []string{"npu-1"}, true},
+		"a claim has another":               {listed, []string{"gpu-0000-43-00-0"}, false},
+		"it is on the bus":                  {onBus, nil, true},
+		"the scan failed":                   {failed, nil, true},
+		"the driver is not ready":           {inventory.Snapshot{Known: true}, nil, true},
+		"the only card was unplugged":       {inventory.Snapshot{Known: true, Empty: true}, nil, false},
+		"the only card, and a claim has it": {inventory.Snapshot{Known: true, Empty: true}, []string{firstGPU}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			runLoop(t, t.TempDir(), func(l *loopTest) {
+				l.send(watcherUp())
+				l.send(xidAt("0000:1b:00.0", 79))
+				advance(flushInterval)
+				if missing := l.Missing(c.snapshot); (len(missing) == 1) != c.missing {
+					t.Errorf("missing: %v", missing)
+				}
+			}, c.held...)
+		})
+	}
+}
+
+// bubbleGoroutines returns the number of goroutines in the test's synctest bubble, without those of
+// Go's runtime and of other tests.
+func bubbleGoroutines(t *testing.T) int {
+	t.Helper()
+	stacks := make([]byte, 1<<20)
+	n := bytes.Count(stacks[:runtime.Stack(stacks, true)], []byte(", synctest bubble "))
+	if n == 0 {
+		t.Fatal("the test's own goroutine is missing")
+	}
+	return n
+}
+
+// After a storm of events, neither the heap nor the number of goroutines may have grown.
+func TestEventStormLeaksNothing(t *testing.T) {
+	runLoop(t, t.TempDir(), func(l *loopTest) {
+		l.send(watcherUp())
+		storm := func() (heap uint64, goroutines int) {
+			for i := range 10_000 {
+				l.send(xidAt("0000:1b:00.0", uint64(i%300)))
+				if i%100 == 0 {
+					advance(10 * time.Millisecond)
+				}
+			}
+			advance(time.Second)
+			var m runtime.MemStats
+			runtime.GC()
+			runtime.ReadMemStats(&m)
+			return m.HeapAlloc, bubbleGoroutines(t)
+		}
+		heap, goroutines := storm()
+		laterHeap, laterGoroutines := storm()
+		if laterGoroutines > goroutines || laterHeap > heap+1<<20 {
+			t.Errorf("from %d bytes and %d goroutines to %d and %d", heap, goroutines, laterHeap, laterGoroutines)
+		}
+	})
+}
