@@ -34,7 +34,7 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 	wg.Go(func() { d.node.Run(ctx) })
 	wg.Go(func() { d.wakeForNewViews(ctx, toPublisher) })
 	wg.Go(func() { d.followNode(ctx) })
-	wg.Go(func() { d.reconcile(ctx) })
+	wg.Go(func() { d.reconciler.Run(ctx) })
 	wg.Go(func() { d.claimGC.Run(ctx) })
 	wg.Go(func() { d.status.Run(ctx, d.preparer) })
 	wg.Go(func() {
@@ -42,8 +42,8 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 			d.fail(err)
 		}
 	})
-	wg.Go(func() { d.specs.Watch(ctx, d.repairSpecs, d.reportRepairedSpecs) })
-	wg.Go(func() { d.cdiRepairs.Run(ctx) })
+	wg.Go(func() { d.specs.Watch(ctx, d.reconciler.RepairSpecs, d.reconciler.ReportRepairedSpecs) })
+	wg.Go(func() { d.reconciler.RunSpecRepairs(ctx) })
 	return &wg
 }
 
@@ -56,7 +56,7 @@ func (d *Driver) newNodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 		onPolicies: func(annotated device.Policies) {
 			d.layouts.SetNodePolicies(annotated)
 			wake(toPublisher)
-			wake(d.toReconcile)
+			d.reconciler.Wake()
 		},
 		onProblem: func(message string) { d.events.Warn("PolicyIgnored", message) },
 		onNode: func(node *corev1.Node) {
@@ -113,11 +113,11 @@ func (d *Driver) followNode(ctx context.Context) {
 		}
 		reason = s.Reason
 		if s.Ready && v.Generation != generation {
-			wake(d.toReconcile)
+			d.reconciler.Wake()
 		}
 		generation = v.Generation
 		if renumbered { // the CDI specs of prepared claims may have old device numbers
-			if err := d.repairSpecs(ctx); err != nil {
+			if err := d.reconciler.RepairSpecs(ctx); err != nil {
 				logger.Error(err, "Failed to update the CDI specs of prepared claims")
 			}
 		}
@@ -162,7 +162,7 @@ func (d *Driver) writeBaseSpec(files *string) (renumbered bool) {
 		return false
 	}
 	d.conditions.Clear("base-spec")
-	renumbered = d.specsUnchecked.Swap(false) || s.Files != *files
+	renumbered = d.reconciler.TakeUncheckedSpecs() || s.Files != *files
 	*files = s.Files
 	return renumbered
 }
@@ -232,7 +232,7 @@ func (d *Driver) newPublisher(ctx context.Context) *publisher {
 				wake(d.toCheck)
 				// While the leader lock passed from one plugin instance to another, neither of them repaired
 				// CDI specs.
-				if err := d.repairSpecs(ctx); err != nil {
+				if err := d.reconciler.RepairSpecs(ctx); err != nil {
 					klog.FromContext(ctx).Error(err, "Failed to restore all CDI specs")
 				}
 			}

@@ -1,19 +1,10 @@
 package driver
 
 import (
-	"context"
 	"errors"
-	"maps"
 	"os"
 	"path/filepath"
-	"sync"
-	"sync/atomic"
 	"testing"
-	"testing/synctest"
-	"time"
-
-	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/util/workqueue"
 )
 
 func TestLastingRepairErrorIsNotReturned(t *testing.T) {
@@ -29,7 +20,7 @@ func TestLastingRepairErrorIsNotReturned(t *testing.T) {
 	if err := os.WriteFile(records[0], []byte("{"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := n.driver.repairSpecs(t.Context()); err != nil {
+	if err := n.driver.reconciler.RepairSpecs(t.Context()); err != nil {
 		t.Error(err)
 	}
 }
@@ -40,7 +31,7 @@ func TestRestoredSpecIsReportedAsRepair(t *testing.T) {
 	n.register(t)
 	c := n.claim(t, "altered", firstGPU)
 	eventually(t, "a claim is prepared", func() bool { return n.prepare(t, c).GetError() == "" })
-	if err := n.driver.repairSpecs(t.Context()); err != nil {
+	if err := n.driver.reconciler.RepairSpecs(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if n.metric(t, "gpu_dra_repairs_total kind=cdi-spec") {
@@ -58,92 +49,4 @@ func TestRestoredSpecIsReportedAsRepair(t *testing.T) {
 	if !n.metric(t, "gpu_dra_repairs_total kind=cdi-spec") {
 		t.Error("the repair is not counted")
 	}
-}
-
-// hangingClaims fakes prepared claims "a" and "b" whose CDI specs need the hardware for their
-// repair. The repair of a claim hangs until the test closes the claim's channel in the field hangs.
-type hangingClaims struct {
-	hangs map[types.UID]chan struct{}
-	err   error
-
-	mu       sync.Mutex
-	started  map[types.UID]int
-	repaired map[types.UID]int
-}
-
-func (u *hangingClaims) RepairSpecs(context.Context) ([]types.UID, error) {
-	return []types.UID{"a", "b"}, nil
-}
-
-func (u *hangingClaims) RepairClaimSpec(ctx context.Context, claim types.UID) error {
-	u.mu.Lock()
-	u.started[claim]++
-	u.mu.Unlock()
-	if hangs := u.hangs[claim]; hangs != nil {
-		select {
-		case <-hangs:
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	}
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.repaired[claim]++
-	return u.err
-}
-
-func (u *hangingClaims) fail(err error) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.err = err
-}
-
-func TestHungGPUDoesNotDelayOtherRepairs(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		a := make(chan struct{})
-		claims := &hangingClaims{hangs: map[types.UID]chan struct{}{"a": a}, started: map[types.UID]int{}, repaired: map[types.UID]int{}}
-		var allowed atomic.Bool
-		var off, failed atomic.Int64
-		allowed.Store(true)
-		m := &cdiRepairQueue{
-			claims: claims, queue: workqueue.NewTyped[types.UID](), onFailure: func() { failed.Add(1) },
-			use: func() (func(), bool) { return func() {}, allowed.Load() }, onUnavailable: func() { off.Add(1) },
-		}
-		ctx, stop := context.WithCancel(t.Context())
-		ended := make(chan struct{})
-		go func() { m.Run(ctx); close(ended) }()
-		expect := func(when string, started, repaired map[types.UID]int) {
-			t.Helper()
-			synctest.Wait()
-			if !maps.Equal(claims.started, started) || !maps.Equal(claims.repaired, repaired) {
-				t.Errorf("%s: started %v, repaired %v", when, claims.started, claims.repaired)
-			}
-		}
-		repair := func() {
-			t.Helper()
-			began := time.Now()
-			if err := m.Repair(ctx); err != nil || time.Since(began) > 0 {
-				t.Errorf("it took %s: %v", time.Since(began), err)
-			}
-			synctest.Wait()
-		}
-		repair()
-		expect("one hangs", map[types.UID]int{"a": 1, "b": 1}, map[types.UID]int{"b": 1})
-		repair()
-		repair()
-		expect("more requests while it hangs", map[types.UID]int{"a": 1, "b": 3}, map[types.UID]int{"b": 3})
-		close(a)
-		expect("the queued repair runs once", map[types.UID]int{"a": 2, "b": 3}, map[types.UID]int{"a": 2, "b": 3})
-		allowed.Store(false)
-		repair()
-		expect("the GPUs are released", map[types.UID]int{"a": 2, "b": 3}, map[types.UID]int{"a": 2, "b": 3})
-		allowed.Store(true)
-		claims.fail(errors.New("the GPU does not answer"))
-		repair()
-		if off.Load() != 2 || failed.Load() != 2 {
-			t.Errorf("%d repairs were unavailable and %d failed, want 2 and 2", off.Load(), failed.Load())
-		}
-		stop()
-		<-ended
-	})
 }

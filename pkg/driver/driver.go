@@ -33,6 +33,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
 )
 
@@ -80,8 +81,7 @@ type Driver struct {
 	status       *claimstatus.Reporter
 	calls        *inFlightCalls
 	claimGC      *claimgc.Collector
-	migModes     *migModeCleaner
-	cdiRepairs   *cdiRepairQueue
+	reconciler   *reconciler.Reconciler
 	devicePlugin *devicePluginConflict
 	// predecessor reads the checkpoint of NVIDIA's DRA driver, which may have run on this node before.
 	predecessor *predecessor.Store
@@ -95,17 +95,9 @@ type Driver struct {
 	// again. It is signaled when a readiness condition changes, and when a newer plugin instance on
 	// this node has ended, because that may have left the hook or the spec broken.
 	toCheck chan struct{}
-	// toReconcile wakes reconciliation.
-	toReconcile wakeup
 	// offersFractions is true if the node offers MPS shares with a limited part of a GPU's memory and
 	// compute.
 	offersFractions atomic.Bool
-	// supervisorAbsentSince is when reconciliation first missed the MPS supervisor. Only
-	// reconciliation uses it.
-	supervisorAbsentSince time.Time
-	// supervisorAbsenceReported is set once an Event has reported the absence. Only reconciliation
-	// uses it.
-	supervisorAbsenceReported bool
 	// cleaner has this instance's shared instance lock.
 	cleaner *uninstall.Cleaner
 	// health has the health verdict (healthy or not, and why) on each of the node's devices.
@@ -114,10 +106,6 @@ type Driver struct {
 	// effects are the configured taint effects by health state.
 	effects health.Effects
 	quiesce *quiesce.Quiescer
-	// unrecovered is true if the GPUs were released at the start, so that Prepare and Unprepare calls
-	// that an earlier process did not finish are still unfinished. specsUnchecked is true if the
-	// claims' CDI specs were not repaired for the same reason.
-	unrecovered, specsUnchecked atomic.Bool
 
 	fail   context.CancelCauseFunc
 	helper atomic.Pointer[kubeletplugin.Helper]
@@ -142,7 +130,7 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	}
 	policy := d.newNodePolicy(d.toPublisher)
 	policy.Read(ctx)
-	if err := d.recoverClaims(ctx); err != nil {
+	if err := d.reconciler.Recover(ctx); err != nil {
 		return err
 	}
 	d.metrics.CountPrepared(d.countPrepared)
@@ -194,21 +182,6 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	}
 	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
 		return cause
-	}
-	return nil
-}
-
-// recoverClaims finishes or rolls back the Prepare and Unprepare calls that an earlier process did
-// not finish. While the GPUs are released, it does nothing and returns nil.
-func (d *Driver) recoverClaims(ctx context.Context) error {
-	done, ok := d.quiesce.Use()
-	defer done()
-	d.unrecovered.Store(!ok)
-	if !ok {
-		return nil
-	}
-	if err := d.preparer.Recover(ctx); err != nil {
-		return fmt.Errorf("recover the checkpoint records in %s: %w", d.cfg.StateDir(), err)
 	}
 	return nil
 }

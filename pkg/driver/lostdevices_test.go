@@ -178,6 +178,17 @@ func TestLostDeviceReportEndsWithItsClaim(t *testing.T) {
 	}
 }
 
+// compare compares the checkpoint records with the hardware, as reconciliation does.
+func (l *lostDeviceNode) compare() {
+	l.Helper()
+	l.d.status.BeginComparison()
+	err := l.d.preparer.Reconcile(l.Context())
+	l.d.status.EndComparison(l.Context(), err)
+	if err != nil {
+		l.Error(err)
+	}
+}
+
 // If the comparison fails with an error that says nothing about the claim, the claim's device must
 // stay lost.
 func TestLostDeviceStaysLostAfterUnrelatedError(t *testing.T) {
@@ -201,9 +212,7 @@ func TestLostDeviceStaysLostWhileUnchecked(t *testing.T) {
 	l.setHardware("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })
 	l.d.inv.RequestScan()
 	eventually(t, "the node is not ready", func() bool { return !l.d.node.Refresh().Preparable.Ready })
-	if _, err := l.d.reconcileOnce(t.Context()); err != nil {
-		t.Error(err)
-	}
+	l.compare()
 	if got, _ := l.d.status.LostDevices(); len(got) != 1 {
 		t.Errorf("the device is no longer lost: %v", got)
 	}
@@ -211,9 +220,7 @@ func TestLostDeviceStaysLostWhileUnchecked(t *testing.T) {
 	l.setHardware("driver", twoGPUs)
 	l.d.inv.RequestScan()
 	eventually(t, "the node is ready", func() bool { return l.d.node.Refresh().Preparable.Ready })
-	if _, err := l.d.reconcileOnce(t.Context()); err != nil {
-		t.Error(err)
-	}
+	l.compare()
 	l.expectHealth(firstGPU, nil)
 	l.expectReady(old)
 }

@@ -94,7 +94,7 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 		return err
 	}
 	if len(d.layouts.HandedOver()) > 0 || len(d.layouts.MIGModeUnneeded()) > 0 {
-		wake(d.toReconcile) // reconciliation may wait for the claim's MIG instance or for MIG mode
+		d.reconciler.Wake() // reconciliation may wait for the claim's MIG instance or for MIG mode
 	}
 	if d.layoutsDelayed.Load() {
 		wake(d.toPublisher)

@@ -188,7 +188,8 @@ func TestPersistenceModeOffIsReportedOnce(t *testing.T) {
 
 func TestAbsentSupervisorIsAnEventAfterGrace(t *testing.T) {
 	recorder := record.NewFakeRecorder(10)
-	d := &Driver{events: events.NewFor(recorder, "node")}
+	fractions := false
+	r := &daemonReports{events: events.NewFor(recorder, "node"), fractionsOffered: func() bool { return fractions }}
 	now := time.Now()
 	absent := errors.New("the MPS supervisor is not running")
 	for i, c := range []struct {
@@ -208,8 +209,8 @@ func TestAbsentSupervisorIsAnEventAfterGrace(t *testing.T) {
 		{true, absent, time.Hour, 1},
 	} {
 		now = now.Add(c.after)
-		d.offersFractions.Store(c.fractions)
-		d.checkSupervisor(c.err, now)
+		fractions = c.fractions
+		r.checkSupervisor(c.err, now)
 		if events := len(recorder.Events); events != c.events {
 			t.Errorf("%d: %d Events, want %d", i, events, c.events)
 		}

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/resource"
-	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
@@ -18,10 +17,6 @@ import (
 
 // mpsTimeout limits calls to the MPS supervisor outside Prepare and Unprepare.
 const mpsTimeout = 5 * time.Second
-
-// supervisorGrace is how long the MPS supervisor may be absent before an Event says so. The
-// supervisor's Pod starts at the same time as the plugin's.
-const supervisorGrace = time.Minute
 
 // Supervisor starts and stops MPS control daemons. It runs in a Pod of its own.
 type Supervisor interface {
@@ -127,43 +122,6 @@ func countShares(shapes []device.Shape) map[string]int {
 		}
 	}
 	return byType
-}
-
-// reportDaemons updates the metrics of the MPS daemons. Without a supervisor it reports no daemons.
-func (d *Driver) reportDaemons(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, mpsTimeout)
-	defer cancel()
-	all, err := d.supervisor.List(ctx)
-	absent := new(mps.NotRunningError)
-	if err != nil && !errors.As(err, &absent) {
-		klog.FromContext(ctx).Error(err, "Failed to list the MPS daemons")
-		return
-	}
-	d.checkSupervisor(err, time.Now())
-	now := make([]metrics.MPSDaemon, len(all))
-	for i, s := range all {
-		now[i] = metrics.MPSDaemon{ID: s.Daemon.ID, State: string(s.State), Restarts: s.Restarts}
-	}
-	d.metrics.MPS(now)
-}
-
-// checkSupervisor writes an Event if the node offers MPS shares with limited memory and compute,
-// and the MPS supervisor has been absent for longer than supervisorGrace. It writes one Event per
-// absence. absent is the error that says that the supervisor is absent, or nil.
-func (d *Driver) checkSupervisor(absent error, now time.Time) {
-	switch {
-	case absent == nil || !d.offersFractions.Load():
-		d.supervisorAbsentSince = time.Time{}
-	case d.supervisorAbsentSince.IsZero():
-		d.supervisorAbsentSince = now
-	case now.Sub(d.supervisorAbsentSince) > supervisorGrace && !d.supervisorAbsenceReported:
-		d.supervisorAbsenceReported = true
-		d.events.Warn("MPSNotRunning", "This node offers memory-limited GPU shares (shares=fractions) but cannot prepare claims for them: "+
-			absent.Error())
-	}
-	if absent == nil {
-		d.supervisorAbsenceReported = false
-	}
 }
 
 // StopAll stops all MPS daemons of the node and removes their files. The node must have no prepared

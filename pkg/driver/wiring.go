@@ -11,9 +11,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/util/workqueue"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
@@ -43,6 +41,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
 )
 
@@ -135,7 +134,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		calls:  newInFlightCalls(),
 		shares: shares, effects: effects, supervisor: supervisor,
 
-		toReconcile: make(wakeup, 1), toPublisher: make(chan struct{}, 1), toCheck: make(chan struct{}, 1),
+		toPublisher: make(chan struct{}, 1), toCheck: make(chan struct{}, 1),
 	}
 	statusClient := parts.StatusClient
 	if !cfg.ClaimStatus {
@@ -167,23 +166,24 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		CDIRoot: cfg.CDIRoot, Checkpoint: d.predecessor, Inventory: inv, Locks: d.preparer, GPUs: d.preparer.Partitions,
 		Reports: reports{d.events, d.metrics}, Publisher: wakeup(d.toPublisher),
 	})
-	d.migModes = &migModeCleaner{switchOff: d.preparer.DisableUnusedMIGMode, requestScan: inv.RequestScan}
+	d.layouts = publish.NewLayouts(d.preparer, publish.APIServer{Client: d.client, Driver: DriverName, Node: cfg.NodeName}, policies)
+	d.reconciler = reconciler.New(reconciler.Options{
+		StateDir: cfg.StateDir(), NewerLeads: d.newerLeads.Load,
+		Claims: d.preparer, Hardware: access, Inventory: inv, Layouts: d.layouts, Status: d.status,
+		Daemons:  &daemonReports{supervisor: supervisor, metrics: d.metrics, events: d.events, fractionsOffered: d.offersFractions.Load},
+		BaseSpec: d.specs, Reports: reports{d.events, d.metrics},
+	})
 	d.claimGC = claimgc.New(claimgc.Options{
 		Grace: cfg.ClaimGrace, BootID: d.preparer.BootID, Client: parts.StatusClient, NewerLeads: d.newerLeads.Load,
 		Claims: d.preparer, Containers: claimgc.Containerd{Socket: cfg.CRISocket}, Hardware: access,
-		Reconciler: d.toReconcile, Reports: reports{d.events, d.metrics},
+		Reconciler: d.reconciler, Reports: reports{d.events, d.metrics},
 	})
-	d.cdiRepairs = &cdiRepairQueue{
-		claims: d.preparer, queue: workqueue.NewTyped[types.UID](), onFailure: func() { wake(d.toReconcile) },
-		use: access.Use, onUnavailable: func() { d.specsUnchecked.Store(true) },
-	}
-	d.layouts = publish.NewLayouts(d.preparer, publish.APIServer{Client: d.client, Driver: DriverName, Node: cfg.NodeName}, policies)
 	d.slow = &slowScheduler{warn: d.events.Warn, setMetric: d.metrics.SlowScheduler}
 	workers, _ := parts.Partitions.(quiesce.Workers)
 	d.quiesce = quiesce.New(ctx, quiesce.Options{
 		Labels:   strings.FieldsFunc(cfg.ReleaseLabels, func(r rune) bool { return r == ',' }),
 		StateDir: cfg.StateDir(), Access: access, Workers: workers,
-		Readiness: conditions, Reports: d.events, Metrics: d.metrics, Reconciler: d.toReconcile,
+		Readiness: conditions, Reports: d.events, Metrics: d.metrics, Reconciler: d.reconciler,
 	})
 	d.cleaner = uninstall.NewCleaner(uninstall.Options{
 		Client: parts.Client, Namespace: cfg.Namespace, DaemonSet: cfg.DaemonSetName,

@@ -1,4 +1,4 @@
-package driver
+package reconciler
 
 import (
 	"context"
@@ -18,24 +18,24 @@ import (
 // directory, there may be hundreds.
 const maxNamedSpecs = 5
 
-// repairSpecs restores the CDI specs of prepared claims that another process removed or altered.
-// Specs whose repair needs the hardware are only queued, and are restored later. repairSpecs
-// returns only errors that a retry may fix.
-func (d *Driver) repairSpecs(ctx context.Context) error {
-	if d.newerLeads.Load() {
+// RepairSpecs restores the CDI specs of prepared claims that another process removed or altered.
+// Specs whose repair needs the hardware are only queued, and RunSpecRepairs restores them.
+// RepairSpecs returns only errors that a retry may fix.
+func (r *Reconciler) RepairSpecs(ctx context.Context) error {
+	if r.opts.NewerLeads() {
 		return nil
 	}
-	done, ok := d.quiesce.Use()
+	done, ok := r.opts.Hardware.Use()
 	defer done()
 	if !ok {
-		d.specsUnchecked.Store(true) // repairs may need the hardware, so do them after the release
+		r.markSpecsUnchecked() // repairs may need the hardware, so do them after the release
 		return nil
 	}
 	var err error
-	if s := d.inv.Snapshot(); s.Ready {
-		err = d.specs.WriteBase(s.Node.Common)
+	if s := r.opts.Inventory.Snapshot(); s.Ready {
+		err = r.opts.BaseSpec.WriteBase(s.Node.Common)
 	}
-	err = errors.Join(err, d.cdiRepairs.Repair(ctx))
+	err = errors.Join(err, r.specs.Repair(ctx))
 	retryable := prepare.Retryable(err)
 	if err != nil && retryable == nil {
 		klog.FromContext(ctx).Error(err, "Failed to restore CDI specs of some claims; an operator has to act")
@@ -43,40 +43,45 @@ func (d *Driver) repairSpecs(ctx context.Context) error {
 	return retryable
 }
 
-func (d *Driver) reportRepairedSpecs(ctx context.Context, specs []string) {
+// RunSpecRepairs restores the CDI specs whose repair needs the hardware, until the context ends.
+func (r *Reconciler) RunSpecRepairs(ctx context.Context) { r.specs.Run(ctx) }
+
+// TakeUncheckedSpecs reports whether CDI specs were not repaired because the GPUs were released.
+// The caller must then call RepairSpecs: the next call of TakeUncheckedSpecs returns false.
+func (r *Reconciler) TakeUncheckedSpecs() bool { return r.specsUnchecked.Swap(false) }
+
+func (r *Reconciler) markSpecsUnchecked() { r.specsUnchecked.Store(true) }
+
+// ReportRepairedSpecs reports that CDI specs with these names were restored.
+func (r *Reconciler) ReportRepairedSpecs(ctx context.Context, specs []string) {
 	const what = "Restored CDI specs that another process had removed or altered"
 	klog.FromContext(ctx).Info(what, "specs", specs)
 	object := strings.Join(specs[:min(len(specs), maxNamedSpecs)], ", ")
 	if more := len(specs) - maxNamedSpecs; more > 0 {
 		object += fmt.Sprintf(" and %d more", more)
 	}
-	reports{d.events, d.metrics}.Repaired(prepare.Repair{Kind: "cdi-spec", What: what, Object: object})
+	r.opts.Reports.Repaired(prepare.Repair{Kind: "cdi-spec", What: what, Object: object})
 }
 
-// cdiRepairQueue restores the CDI specs of prepared claims. A repair that needs no hardware access
-// is done at once. Each other claim is repaired in a goroutine of its own, so that a hung GPU
-// delays only the specs of its own claims.
-type cdiRepairQueue struct {
+// specQueue restores the CDI specs of prepared claims. A repair that needs no hardware access is
+// done at once. Each other claim is repaired in a goroutine of its own, so that a hung GPU delays
+// only the specs of its own claims.
+type specQueue struct {
 	claims interface {
 		RepairSpecs(ctx context.Context) (left []types.UID, _ error)
 		RepairClaimSpec(ctx context.Context, claim types.UID) error
 	}
-	// use must be called before any access to the hardware, and its result done after that. If ok is
-	// false, the driver is releasing the GPUs, and the hardware must not be accessed.
-	use func() (done func(), ok bool)
-	// onUnavailable is called instead of a repair when use returns false, because the GPUs are
-	// released.
-	onUnavailable func()
-	// onFailure is called when the repair of a claim's CDI spec failed. It wakes reconciliation, which
-	// retries the repair.
-	onFailure func()
+	hardware Hardware
+	// onUnavailable is called instead of a repair if the GPUs are released. onFailure is called when a
+	// repair failed.
+	onUnavailable, onFailure func()
 	// queue contains each claim at most once and never gives the same claim to two goroutines.
 	queue workqueue.TypedInterface[types.UID]
 }
 
 // Repair restores all CDI specs whose repair needs no hardware access. It queues the claims whose
 // CDI specs need it.
-func (q *cdiRepairQueue) Repair(ctx context.Context) error {
+func (q *specQueue) Repair(ctx context.Context) error {
 	left, err := q.claims.RepairSpecs(ctx)
 	for _, uid := range left {
 		q.queue.Add(uid)
@@ -85,7 +90,7 @@ func (q *cdiRepairQueue) Repair(ctx context.Context) error {
 }
 
 // Run restores the CDI specs of queued claims until the context ends.
-func (q *cdiRepairQueue) Run(ctx context.Context) {
+func (q *specQueue) Run(ctx context.Context) {
 	defer context.AfterFunc(ctx, q.queue.ShutDown)()
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -101,8 +106,8 @@ func (q *cdiRepairQueue) Run(ctx context.Context) {
 	}
 }
 
-func (q *cdiRepairQueue) repairClaim(ctx context.Context, uid types.UID) {
-	done, ok := q.use()
+func (q *specQueue) repairClaim(ctx context.Context, uid types.UID) {
+	done, ok := q.hardware.Use()
 	defer done()
 	if !ok {
 		q.onUnavailable()

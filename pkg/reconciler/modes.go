@@ -1,4 +1,4 @@
-package driver
+package reconciler
 
 import (
 	"context"
@@ -17,9 +17,9 @@ const (
 	modeRetryMax   = 10 * time.Minute
 )
 
-// migModeCleaner switches off the MIG mode of GPUs if the driver had switched it on and no
-// partition needs it any more.
-type migModeCleaner struct {
+// modeCleaner switches off the MIG mode of GPUs if the driver had switched it on and no partition
+// needs it any more.
+type modeCleaner struct {
 	switchOff func(context.Context, device.GPU) (off bool, _ error)
 	// requestScan requests a scan from the inventory after a GPU has left MIG mode.
 	requestScan func()
@@ -37,7 +37,7 @@ type modeRetry struct {
 // Clean switches off the MIG mode of the GPUs in parallel, and returns the errors of all GPUs. A
 // GPU whose last attempt failed a short time ago is skipped, and the error of that attempt is
 // returned again.
-func (m *migModeCleaner) Clean(ctx context.Context, gpus []device.GPU) error {
+func (m *modeCleaner) Clean(ctx context.Context, gpus []device.GPU) error {
 	var wg sync.WaitGroup
 	errs := make([]error, len(gpus))
 	for i, g := range gpus {
@@ -59,14 +59,14 @@ func (m *migModeCleaner) Clean(ctx context.Context, gpus []device.GPU) error {
 
 // due returns true if the pause after the GPU's last failed attempt is over. The error is that of
 // the last attempt, or nil if there was no failure.
-func (m *migModeCleaner) due(gpu string) (bool, error) {
+func (m *modeCleaner) due(gpu string) (bool, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	r := m.retry[gpu]
 	return !time.Now().Before(r.at), r.err
 }
 
-func (m *migModeCleaner) recordResult(gpu string, err error) {
+func (m *modeCleaner) recordResult(gpu string, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if err == nil {

@@ -1,0 +1,213 @@
+// Package reconciler runs reconciliation in the background: it compares the claims' checkpoint
+// records with the hardware, regularly and when woken, and repairs what differs.
+//
+// After each comparison the [Reconciler] also adopts MIG instances that an admin handed over, and
+// switches off MIG modes that nothing needs. Between comparisons it repairs CDI specs that another
+// process removed or altered. While the GPUs are released for a driver upgrade, or a newer plugin
+// instance leads, it does nothing, and makes up for it afterwards.
+//
+// The package does not know how a difference is repaired: package prepare does.
+package reconciler
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/workqueue"
+	"k8s.io/klog/v2"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+)
+
+// Claims works on the claims' checkpoint records and on what they describe.
+type Claims interface {
+	// Recover finishes or rolls back the calls that an earlier process did not finish.
+	Recover(ctx context.Context) error
+	// Reconcile compares the records with the hardware. Its error lists what still differs.
+	Reconcile(ctx context.Context) error
+	Adopt(ctx context.Context, card device.Card, gpu string) error
+	DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error)
+	// RepairSpecs restores CDI specs. It returns the claims whose specs need the hardware.
+	RepairSpecs(ctx context.Context) (left []types.UID, _ error)
+	RepairClaimSpec(ctx context.Context, claim types.UID) error
+}
+
+// Hardware says whether the plugin may access the GPUs. The caller calls done after the access.
+type Hardware interface {
+	Use() (done func(), ok bool)
+}
+
+// Inventory has the node's GPUs as of the last scan.
+type Inventory interface {
+	Snapshot() inventory.Snapshot
+	RequestScan()
+}
+
+// Layouts knows the GPUs with MIG instances that an admin handed over, and those whose MIG mode
+// nothing needs.
+type Layouts interface {
+	HandedOver() []device.GPU
+	MIGModeUnneeded() []device.GPU
+}
+
+// Status tells users which of their claims' devices are lost, from the result of each comparison.
+type Status interface {
+	BeginComparison()
+	EndComparison(ctx context.Context, err error)
+}
+
+// Daemons reports the MPS daemons to admins.
+type Daemons interface {
+	Report(ctx context.Context)
+}
+
+// BaseSpec is the node-wide CDI spec.
+type BaseSpec interface {
+	WriteBase(common specs.ContainerEdits) error
+}
+
+// Reports tells admins about repairs.
+type Reports interface {
+	Repaired(r prepare.Repair)
+}
+
+// Options are the settings and dependencies of a [Reconciler].
+type Options struct {
+	// StateDir is the directory of the checkpoint records, for error messages.
+	StateDir string
+	// NewerLeads reports whether a newer plugin instance leads on this node. Then that instance
+	// reconciles, and this one does not.
+	NewerLeads func() bool
+
+	Claims    Claims
+	Hardware  Hardware
+	Inventory Inventory
+	Layouts   Layouts
+	Status    Status
+	Daemons   Daemons
+	BaseSpec  BaseSpec
+	Reports   Reports
+}
+
+const (
+	// interval is the usual pause between two comparisons. retryPause is the pause after a new error.
+	interval   = 30 * time.Second
+	retryPause = 5 * time.Second
+)
+
+// Reconciler compares the records with the hardware, and repairs differences.
+type Reconciler struct {
+	opts   Options
+	modes  *modeCleaner
+	specs  *specQueue
+	wakeup chan struct{}
+	// unrecovered is true if the GPUs were released at the start, so that the calls that an earlier
+	// process did not finish are still unfinished. specsUnchecked is true if CDI specs were not
+	// repaired for the same reason.
+	unrecovered, specsUnchecked atomic.Bool
+}
+
+// New returns a Reconciler that works while Run and RunSpecRepairs run.
+func New(o Options) *Reconciler {
+	r := &Reconciler{opts: o, wakeup: make(chan struct{}, 1)}
+	r.modes = &modeCleaner{switchOff: o.Claims.DisableUnusedMIGMode, requestScan: o.Inventory.RequestScan}
+	r.specs = &specQueue{
+		claims: o.Claims, hardware: o.Hardware, onUnavailable: r.markSpecsUnchecked, onFailure: r.Wake,
+		queue: workqueue.NewTyped[types.UID](),
+	}
+	return r
+}
+
+// Wake requests a comparison soon. It does not block.
+func (r *Reconciler) Wake() {
+	select {
+	case r.wakeup <- struct{}{}:
+	default:
+	}
+}
+
+// Recover finishes or rolls back the Prepare and Unprepare calls that an earlier process did not
+// finish. While the GPUs are released, it only notes that, and reconciliation does it later.
+func (r *Reconciler) Recover(ctx context.Context) error {
+	done, ok := r.opts.Hardware.Use()
+	defer done()
+	r.unrecovered.Store(!ok)
+	if !ok {
+		return nil
+	}
+	if err := r.opts.Claims.Recover(ctx); err != nil {
+		return fmt.Errorf("recover the checkpoint records in %s: %w", r.opts.StateDir, err)
+	}
+	return nil
+}
+
+// Run compares the records with the hardware at every interval, and when woken. It runs until the
+// context ends.
+func (r *Reconciler) Run(ctx context.Context) {
+	var left discrepancies
+	requested := true
+	for {
+		pause := interval
+		if ran, err := r.reconcile(ctx); ran {
+			pause = left.next(klog.FromContext(ctx), err, requested)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-r.wakeup:
+			requested = true
+		case <-time.After(pause):
+			requested = false
+		}
+	}
+}
+
+// reconcile compares the records with the hardware once and repairs differences. The error lists
+// those that are left. compared is false if it did nothing, because a newer plugin instance leads
+// or the GPUs are released.
+func (r *Reconciler) reconcile(ctx context.Context) (compared bool, _ error) {
+	if r.opts.NewerLeads() {
+		return false, nil
+	}
+	done, ok := r.opts.Hardware.Use()
+	defer done()
+	if !ok {
+		return false, nil // the end of the release wakes the Reconciler
+	}
+	if r.unrecovered.Load() {
+		if err := r.Recover(ctx); err != nil {
+			return true, err
+		}
+	}
+	r.opts.Status.BeginComparison()
+	err := r.opts.Claims.Reconcile(ctx)
+	r.opts.Status.EndComparison(ctx, err)
+	err = errors.Join(err, r.adopt(ctx), r.modes.Clean(ctx, r.opts.Layouts.MIGModeUnneeded()))
+	r.opts.Daemons.Report(ctx)
+	return true, err
+}
+
+// adopt takes over MIG instances that admins have handed over to the driver. It uses one goroutine
+// per GPU, so that a hung GPU does not delay the others.
+func (r *Reconciler) adopt(ctx context.Context) error {
+	gpus := r.opts.Layouts.HandedOver()
+	errs := make([]error, len(gpus))
+	var wg sync.WaitGroup
+	for i, g := range gpus {
+		wg.Go(func() {
+			if err := r.opts.Claims.Adopt(ctx, g.Card(), g.WholeName()); err != nil {
+				errs[i] = fmt.Errorf("adopt MIG instances that an admin handed over on %s: %w", g.WholeName(), err)
+			}
+		})
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
