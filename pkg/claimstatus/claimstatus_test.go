@@ -217,9 +217,12 @@ func TestStatusIsNotWrittenIfUpToDate(t *testing.T) {
 		w.status.Changed(t.Context(), claimObject("1"))
 		w.advance(writeDelay)
 		for i, e := range w.claim().Status.Devices {
-			if e.Driver == device.DriverName && !e.Conditions[0].LastTransitionTime.Equal(&first.Status.Devices[i].Conditions[0].LastTransitionTime) {
-				t.Errorf("%s became ready at %s, want %s", e.Device, e.Conditions[0].LastTransitionTime,
-					first.Status.Devices[i].Conditions[0].LastTransitionTime)
+			if e.Driver != device.DriverName {
+				continue
+			}
+			got, want := e.Conditions[0].LastTransitionTime, first.Status.Devices[i].Conditions[0].LastTransitionTime
+			if !got.Equal(&want) {
+				t.Errorf("%s became ready at %s, want %s", e.Device, got, want)
 			}
 		}
 		if w.writes != 2 {

@@ -18,9 +18,9 @@ func (l *Loop) syncCards() []device.GPU {
 	if !s.Known {
 		return nil
 	}
-	gpus := make([]device.GPU, len(s.Node.GPUs))
-	for i, g := range s.Node.GPUs {
-		gpus[i] = g.GPU
+	gpus := make([]device.GPU, 0, len(s.Node.GPUs))
+	for _, g := range s.Node.GPUs {
+		gpus = append(gpus, g.GPU)
 	}
 	l.monitor.Expect(gpus, time.Now())
 	for _, g := range absent(l.monitor.View(), s) {
