@@ -96,9 +96,8 @@ func (d *Driver) followNode(ctx context.Context) {
 	reason, files, generation := "", "", uint64(0)
 	for {
 		checked := d.node.Refresh()
-		d.checkHook(ctx)
+		d.node.Conditions().Check(ctx, d.checks)
 		renumbered := d.writeBaseSpec(&files)
-		d.checkRuntime(ctx)
 		v := d.node.Refresh()
 		d.reportWithheldGPUs(v)
 		s, gpus := v.Preparable, len(v.Inventory.Node.GPUs)
@@ -140,14 +139,14 @@ func (d *Driver) followNode(ctx context.Context) {
 // last call; renumbered is true if the device nodes were created again since then.
 func (d *Driver) writeBaseSpec(files *string) (renumbered bool) {
 	if d.newerLeads.Load() {
-		d.conditions.Clear("base-spec")
+		d.node.Conditions().Clear("base-spec")
 		return false
 	}
 	done, ok := d.quiesce.Use()
 	defer done()
 	s := d.inv.Snapshot()
 	if !ok || !s.Ready {
-		d.conditions.Clear("base-spec") // another condition says why the spec is not written
+		d.node.Conditions().Clear("base-spec") // another condition says why the spec is not written
 		return false
 	}
 	write := d.specs.WriteBase
@@ -155,65 +154,16 @@ func (d *Driver) writeBaseSpec(files *string) (renumbered bool) {
 		write = d.specs.RewriteBase
 	}
 	if err := write(s.Node.Common); err != nil {
-		d.conditions.Report(nodeview.Condition{
+		d.node.Conditions().Report(nodeview.Condition{
 			Source: "base-spec", Code: nodeview.CodeBaseSpec, Transient: true, Types: nodeview.NVIDIATypes,
 			Message: fmt.Sprintf("cannot write the node-wide CDI spec: %v", err),
 		})
 		return false
 	}
-	d.conditions.Clear("base-spec")
+	d.node.Conditions().Clear("base-spec")
 	renumbered = d.reconciler.TakeUncheckedSpecs() || s.Files != *files
 	*files = s.Files
 	return renumbered
-}
-
-// checkHook installs the CDI hook binary on the host, unless a newer plugin instance leads and does
-// that. If the binary is missing there or the host must not execute it, no container with a GPU can
-// start, so checkHook makes the node not ready.
-func (d *Driver) checkHook(ctx context.Context) {
-	newerLeads, changed := d.newerLeads.Load(), false
-	var err error
-	if !newerLeads {
-		changed, err = d.hook.Install()
-	}
-	if err == nil {
-		err = d.hook.Check()
-	}
-	if err != nil {
-		d.conditions.Report(nodeview.Condition{Source: "hook", Code: nodeview.CodeHookMissing, Message: err.Error(), Types: nodeview.NVIDIATypes})
-		return
-	}
-	if changed {
-		klog.FromContext(ctx).Info("Installed the CDI hook on the host", "path", d.cfg.HookPath)
-	}
-	d.conditions.Clear("hook")
-	if newerLeads {
-		return
-	}
-	// Only MPS shares with a limited part of the GPU's memory need the MPS hook. If it cannot be
-	// installed, only the claims for such shares fail.
-	if _, err := d.mpsHook.Install(); err != nil {
-		klog.FromContext(ctx).Error(err, "Failed to install the MPS hook; claims for MPS shares with a memory limit for the container "+
-			"cannot be prepared")
-	}
-}
-
-// checkRuntime makes the node not ready if the container runtime does not read the driver's CDI
-// specs. If the runtime does not answer, the node's readiness does not change.
-func (d *Driver) checkRuntime(ctx context.Context) {
-	if d.cfg.CRISocket == "" {
-		return
-	}
-	code, message, err := runtimeRefusesCDI(ctx, d.cfg.CRISocket, d.cfg.CDIRoot)
-	if err != nil {
-		klog.FromContext(ctx).V(2).Info("Failed to ask the container runtime about CDI", "err", err)
-		return
-	}
-	if code == "" {
-		d.conditions.Clear("runtime")
-		return
-	}
-	d.conditions.Report(nodeview.Condition{Source: "runtime", Code: code, Message: message})
 }
 
 func (d *Driver) newPublisher(ctx context.Context) *publisher {

@@ -24,7 +24,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/report"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
@@ -64,14 +63,12 @@ type Driver struct {
 	metrics  *metrics.Metrics
 	inv      *inventory.Inventory
 	specs    *cdi.Store
-	hook     *hook.Hook
-	mpsHook  *hook.Hook
 	preparer *prepare.Preparer
 	events   *events.Recorder
-	// conditions are those under which the node refuses to prepare claims. node knows what is offered.
-	conditions *nodeview.Conditions
-	node       *nodeview.Node
-	layouts    *publish.Layouts
+	// node knows what is offered, and why not more. checks find conditions of the host.
+	node    *nodeview.Node
+	checks  []nodeview.Check
+	layouts *publish.Layouts
 	// slow warns if the cluster's scheduler is slow with shared counters.
 	slow *slowScheduler
 	// shares has the configured rules for devices that several claims can share.
@@ -82,7 +79,7 @@ type Driver struct {
 	calls        *inFlightCalls
 	claimGC      *claimgc.Collector
 	reconciler   *reconciler.Reconciler
-	devicePlugin *devicePluginConflict
+	devicePlugin *nodeview.DevicePlugin
 	// predecessor reads the checkpoint of NVIDIA's DRA driver, which may have run on this node before.
 	predecessor *predecessor.Store
 	migrator    *migrate.Migrator
@@ -136,8 +133,7 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	d.metrics.CountPrepared(d.countPrepared)
 	// Before the plugin prepares a claim, it must know whether the container runtime would ignore the
 	// claim's CDI devices.
-	d.checkHook(ctx)
-	d.checkRuntime(ctx)
+	d.node.Conditions().Check(ctx, d.checks)
 	background := d.startBackground(ctx, policy, d.toPublisher)
 	defer background.Wait()
 	defer d.fail(nil)

@@ -544,7 +544,7 @@ func TestBaseSpecConditionClearsWhenSpecIsNotWritten(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.conditions.Report(nodeview.Condition{Source: "base-spec", Code: nodeview.CodeBaseSpec, Message: "disk full", Transient: true})
+	d.node.Conditions().Report(nodeview.Condition{Source: "base-spec", Code: nodeview.CodeBaseSpec, Message: "disk full", Transient: true})
 	files := ""
 	if d.writeBaseSpec(&files); d.node.Refresh().Blocked() {
 		t.Errorf("the condition stays although the inventory is not ready: %+v", d.node.Refresh().Conditions)

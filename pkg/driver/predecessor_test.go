@@ -8,14 +8,10 @@ import (
 	"strings"
 	"testing"
 
-	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 )
 
@@ -110,44 +106,6 @@ func TestUnreadablePredecessorCheckpointWithholdsAllGPUs(t *testing.T) {
 	}
 	if msg := n.prepare(t, c).GetError(); msg != "" {
 		t.Errorf("after the file was removed: %s", msg)
-	}
-}
-
-func TestDevicePluginConflict(t *testing.T) {
-	gpus := func(name, n string) corev1.ResourceList {
-		return corev1.ResourceList{corev1.ResourceName(name): resource.MustParse(n), corev1.ResourceCPU: resource.MustParse("2")}
-	}
-	for _, mode := range []string{config.ConflictRefuse, config.ConflictWarn} {
-		var messages []string
-		there := false
-		conditions := nodeview.NewConditions()
-		view := newNodeView(t, alwaysReady{}, conditions, unwatched(t))
-		b := &devicePluginConflict{
-			refuse: mode == config.ConflictRefuse, conditions: conditions,
-			warn:       func(_, message string) { messages = append(messages, message) },
-			onDetected: func(is bool) { there = is },
-		}
-		for _, c := range []struct {
-			capacity corev1.ResourceList
-			there    bool
-			messages int
-		}{
-			{gpus("nvidia.com/gpu", "0"), false, 0},
-			{gpus("nvidia.com/gpumem", "8"), false, 0},
-			{gpus("nvidia.com/mig-1g.10gb", "7"), true, 1},
-			{gpus("nvidia.com/mig-1g.10gb", "7"), true, 1},
-			{gpus("nvidia.com/gpu", "8"), true, 2},
-			{gpus("amd.com/gpu", "8"), false, 2},
-			{gpus("nvidia.com/gpu.shared", "8"), true, 3},
-		} {
-			b.Observe(&corev1.Node{Status: corev1.NodeStatus{Capacity: c.capacity}})
-			if there != c.there || len(messages) != c.messages || view.Refresh().Preparable.Ready != (mode == config.ConflictWarn || !c.there) {
-				t.Errorf("%s, %v: there %v, said %q, ready %v", mode, c.capacity, there, messages, view.Refresh().Preparable.Ready)
-			}
-		}
-		if !strings.Contains(messages[2], "nvidia.com/gpu.shared=8") || !strings.Contains(messages[2], "devicePluginConflict") {
-			t.Errorf("%q", messages[2])
-		}
 	}
 }
 

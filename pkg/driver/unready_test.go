@@ -17,12 +17,12 @@ func TestHealthTaintsChangeOnUnreadyNode(t *testing.T) {
 	away := func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} }
 	for name, shut := range map[string]func(n *healthNode){
 		"no hook": func(n *healthNode) {
-			n.driver.conditions.Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
+			n.driver.node.Conditions().Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
 		},
 		"no driver":     func(n *healthNode) { n.setHardware("none", away) },
 		"GPUs released": func(n *healthNode) { n.editNode(t, nil, map[string]string{quiesce.Annotation: "true"}) },
 		"gone meanwhile": func(n *healthNode) {
-			n.driver.conditions.Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
+			n.driver.node.Conditions().Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
 			n.setHardware("one", justOneGPU)
 		},
 	} {

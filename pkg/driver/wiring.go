@@ -127,9 +127,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	parts.Hardware.Scan = access.Scan(parts.Hardware.Scan)
 	inv := inventory.New(parts.Hardware)
 	d := &Driver{
-		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv, conditions: conditions,
-		specs: cdi.NewStore(cfg.CDIRoot),
-		hook:  hook.New(cfg.HookSource, cfg.HookPath), mpsHook: hook.New(cfg.MPSHookSource, cfg.MPSHookPath()),
+		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv,
+		specs:  cdi.NewStore(cfg.CDIRoot),
 		events: events.New(ctx, parts.Client, cfg.NodeName),
 		calls:  newInFlightCalls(),
 		shares: shares, effects: effects, supervisor: supervisor,
@@ -158,9 +157,11 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	d.predecessor = predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
 	d.node = nodeview.New(inv, conditions, d.health, d.predecessor)
 	d.preparer = d.newPreparer(ctx, state, Paths(cfg), parts.Partitions)
-	d.devicePlugin = &devicePluginConflict{
-		refuse: cfg.DevicePluginConflict == config.ConflictRefuse, conditions: conditions,
-		warn: d.events.Warn, onDetected: d.metrics.DevicePlugin,
+	d.devicePlugin = nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, conditions, d.events, d.metrics)
+	cdiHook, mpsHook := hook.New(cfg.HookSource, cfg.HookPath), hook.New(cfg.MPSHookSource, cfg.MPSHookPath())
+	d.checks = []nodeview.Check{
+		nodeview.HookCheck{CDI: cdiHook, MPS: mpsHook, Path: cfg.HookPath, NewerLeads: d.newerLeads.Load},
+		nodeview.RuntimeCheck{Socket: cfg.CRISocket, CDIRoot: cfg.CDIRoot},
 	}
 	d.migrator = migrate.New(migrate.Options{
 		CDIRoot: cfg.CDIRoot, Checkpoint: d.predecessor, Inventory: inv, Locks: d.preparer, GPUs: d.preparer.Partitions,
@@ -189,7 +190,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		Client: parts.Client, Namespace: cfg.Namespace, DaemonSet: cfg.DaemonSetName,
 		Node: cfg.NodeName, PluginDir: cfg.PluginDir, StateDir: cfg.StateDir(),
 		Lock: instanceLock, Claims: d.preparer, Hardware: access, Inventory: d.node,
-		Daemons: supervisor, BaseSpec: d.specs, Hooks: []uninstall.Hook{d.hook, d.mpsHook}, Events: d.events,
+		Daemons: supervisor, BaseSpec: d.specs, Hooks: []uninstall.Hook{cdiHook, mpsHook}, Events: d.events,
 	})
 	return d, nil
 }

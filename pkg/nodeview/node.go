@@ -53,6 +53,9 @@ func New(i Inventory, c *Conditions, h Health, r ReferenceDriver) *Node {
 	return n
 }
 
+// Conditions returns the conditions that parts of the driver report.
+func (n *Node) Conditions() *Conditions { return n.conditions }
+
 // View returns the newest View. It never blocks.
 func (n *Node) View() *View { return n.view.Load() }
 

@@ -1,4 +1,4 @@
-package driver
+package nodeview
 
 import (
 	"context"
@@ -9,8 +9,6 @@ import (
 
 	"google.golang.org/grpc"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 )
 
 func TestRefusesCDI(t *testing.T) {
@@ -65,7 +63,7 @@ func TestRuntimeRefusesCDIOverSocket(t *testing.T) {
 	go func() { _ = server.Serve(l) }()
 	defer server.Stop()
 	code, reason, err := runtimeRefusesCDI(t.Context(), socket, "/var/run/cdi")
-	if err != nil || code != nodeview.CodeCDIDisabled || reason == "" {
+	if err != nil || code != CodeCDIDisabled || reason == "" {
 		t.Errorf("code %q, reason %q, error %v", code, reason, err)
 	}
 }

@@ -1,4 +1,4 @@
-package driver
+package nodeview
 
 import (
 	"context"
@@ -11,9 +11,34 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
+	"k8s.io/klog/v2"
 )
+
+// RuntimeCheck asks the container runtime whether it reads the driver's CDI specs. If the runtime
+// does not answer, the node's readiness does not change.
+type RuntimeCheck struct {
+	// Socket is the runtime's CRI socket. CDIRoot is the directory of the driver's CDI specs.
+	Socket, CDIRoot string
+}
+
+// Source implements [Check].
+func (r RuntimeCheck) Source() string { return "runtime" }
+
+// Look implements [Check].
+func (r RuntimeCheck) Look(ctx context.Context) (*Condition, bool) {
+	if r.Socket == "" {
+		return nil, false
+	}
+	code, message, err := runtimeRefusesCDI(ctx, r.Socket, r.CDIRoot)
+	if err != nil {
+		klog.FromContext(ctx).V(2).Info("Failed to ask the container runtime about CDI", "err", err)
+		return nil, false
+	}
+	if code == "" {
+		return nil, true
+	}
+	return &Condition{Code: code, Message: message}, true
+}
 
 // runtimeRefusesCDI asks the container runtime whether it reads CDI specs from cdiRoot. If it does
 // not, code and message say why and what to change. Otherwise, or if the runtime does not say, both
@@ -47,12 +72,12 @@ func refusesCDI(config, cdiRoot string) (code, message string) {
 		return "", ""
 	}
 	if c.EnableCDI != nil && !*c.EnableCDI {
-		return nodeview.CodeCDIDisabled, "CDI is switched off in the container runtime, so Pods would run without their GPUs: " +
+		return CodeCDIDisabled, "CDI is switched off in the container runtime, so Pods would run without their GPUs: " +
 			"set enable_cdi = true in the CRI section of /etc/containerd/config.toml and restart containerd"
 	}
 	isRoot := func(dir string) bool { return sameDir(dir, cdiRoot) }
 	if c.CDISpecDirs != nil && !slices.ContainsFunc(c.CDISpecDirs, isRoot) {
-		return nodeview.CodeCDIDirectory, fmt.Sprintf("the container runtime reads CDI specs from %q, not from %s: "+
+		return CodeCDIDirectory, fmt.Sprintf("the container runtime reads CDI specs from %q, not from %s: "+
 			"add it to cdi_spec_dirs in the CRI section of /etc/containerd/config.toml and restart containerd, "+
 			"or set cdiRoot to one of its directories", c.CDISpecDirs, cdiRoot)
 	}

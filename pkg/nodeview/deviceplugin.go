@@ -1,0 +1,67 @@
+package nodeview
+
+import (
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+)
+
+// DevicePluginEvents writes a warning on the Node if the state differs from that of the last call.
+type DevicePluginEvents interface {
+	WarnOnChange(reason, state, message string)
+}
+
+// DevicePluginMetrics shows whether NVIDIA's device plugin offers the node's GPUs.
+type DevicePluginMetrics interface {
+	DevicePlugin(there bool)
+}
+
+// DevicePlugin detects NVIDIA's device plugin by its resources in the Node's capacity. Neither the
+// device plugin nor this driver knows the other's allocations, so both may give out the same GPU.
+// Extended resources of a DeviceClass do not count: they are not in a Node's capacity.
+type DevicePlugin struct {
+	refuse     bool
+	conditions *Conditions
+	events     DevicePluginEvents
+	metrics    DevicePluginMetrics
+}
+
+// NewDevicePlugin returns a DevicePlugin. If refuse is true, the node is not ready while the device
+// plugin runs on it.
+func NewDevicePlugin(refuse bool, c *Conditions, e DevicePluginEvents, m DevicePluginMetrics) *DevicePlugin {
+	return &DevicePlugin{refuse: refuse, conditions: c, events: e, metrics: m}
+}
+
+// Observe looks for the device plugin's resources in node, which is the newest version of the Node.
+func (c *DevicePlugin) Observe(node *corev1.Node) {
+	var offered []string
+	for name, n := range node.Status.Capacity {
+		if isDevicePluginResource(string(name)) && !n.IsZero() {
+			offered = append(offered, string(name)+"="+n.String())
+		}
+	}
+	slices.Sort(offered)
+	c.metrics.DevicePlugin(len(offered) > 0)
+	message := ""
+	if len(offered) > 0 {
+		message = "NVIDIA's device plugin also offers this node's GPUs (" + strings.Join(offered, ", ") +
+			" in the Node's capacity) and gives them to Pods without claims. Keep one of the two off this node with a nodeSelector. "
+		if c.refuse {
+			message += "Until then this driver prepares no claims here. If each has its own GPUs on this node, set devicePluginConflict to warn."
+		} else {
+			message += "Both keep running because devicePluginConflict is warn: two Pods may get the same GPU"
+		}
+	}
+	switch {
+	case message == "":
+		c.conditions.Clear("device-plugin")
+	case c.refuse:
+		c.conditions.Report(Condition{Source: "device-plugin", Code: CodeDevicePlugin, Message: message})
+	}
+	c.events.WarnOnChange("DevicePlugin", message, message)
+}
+
+func isDevicePluginResource(name string) bool {
+	return name == "nvidia.com/gpu" || name == "nvidia.com/gpu.shared" || strings.HasPrefix(name, "nvidia.com/mig-")
+}
