@@ -87,7 +87,8 @@ func TestRuntimeWithoutDeviceInfoIsAnError(t *testing.T) {
 		"no socket":       {"", "--cri-socket"},
 		"says nothing":    {serveRuntime(t, &runningContainers{name: "containerd", createdWith: map[string]string{"runs": ""}}), "does not say"},
 	} {
-		if users, err := (claimgc.Containerd{Socket: c.socket}).UsersOf(t.Context(), "uid-1"); err == nil || !strings.Contains(err.Error(), c.says) {
+		runtime := claimgc.Containerd{Socket: c.socket}
+		if users, err := runtime.UsersOf(t.Context(), "uid-1"); err == nil || !strings.Contains(err.Error(), c.says) {
 			t.Errorf("%s: %q, %v", name, users, err)
 		}
 	}

@@ -230,7 +230,8 @@ func TestWithdrawnReleaseRequestEndsTheWait(t *testing.T) {
 		advance(time.Minute)
 		r.Observe(nodeWithLabel("true"))
 		advance(time.Hour)
-		if said := r.events(); len(said) != 2 || !strings.HasPrefix(said[0], "DriverHeld: ") || !strings.HasPrefix(said[1], "DriverTaken: ") || watched.Load() != 2 {
+		if said := r.events(); len(said) != 2 || !strings.HasPrefix(said[0], "DriverHeld: ") ||
+			!strings.HasPrefix(said[1], "DriverTaken: ") || watched.Load() != 2 {
 			t.Errorf("%q, the watcher ran %d times", said, watched.Load())
 		}
 		stop()
