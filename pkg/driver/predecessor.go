@@ -28,8 +28,8 @@ func refusePredecessorClaim(v *nodeview.View, uid types.UID, name string) error 
 // if they changed since the last Event.
 func (d *Driver) reportWithheldGPUs(v *nodeview.View) {
 	var lines []string
-	if v.ReferenceErr != nil {
-		lines = []string{v.ReferenceErr.Error()}
+	if v.ReferenceErr != "" {
+		lines = []string{v.ReferenceErr}
 	}
 	for _, c := range v.ReferenceClaims {
 		lines = append(lines, fmt.Sprintf("%s holds %s", c, strings.Join(c.DeviceNames(), ", ")))
@@ -37,5 +37,5 @@ func (d *Driver) reportWithheldGPUs(v *nodeview.View) {
 	now := strings.Join(lines, "; ")
 	d.events.WarnOnChange("GPUsWithheld", now,
 		"Not offering the GPUs of claims that NVIDIA's DRA driver prepared, until these claims end: "+now)
-	d.metrics.ReferenceDriver(len(v.ReferenceClaims), v.ReferenceErr != nil)
+	d.metrics.ReferenceDriver(len(v.ReferenceClaims), v.ReferenceErr != "")
 }

@@ -113,6 +113,9 @@ func (n *Node) look() inputs {
 	in := inputs{}
 	in.conditions, in.inventory = n.conditions.all(n.inventory.Snapshot)
 	in.missing = n.health.Missing(in.inventory)
-	in.claims, in.claimsErr = n.reference.Claims()
+	claims, err := n.reference.Claims()
+	if in.claims = claims; err != nil {
+		in.claimsErr = err.Error()
+	}
 	return in
 }

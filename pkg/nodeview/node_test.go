@@ -181,7 +181,8 @@ func TestReferenceClaimsWithholdTheirGPUs(t *testing.T) {
 		t.Errorf("%+v", v)
 	}
 	w.set(func() { w.claims, w.err = nil, errors.New("not JSON") })
-	if v := n.Refresh(); len(v.Offered.Node.GPUs)+len(v.Preparable.Node.GPUs) > 0 || len(v.Preparable.Node.Problems) != 1 || !v.Preparable.Ready {
+	if v := n.Refresh(); len(v.Offered.Node.GPUs)+len(v.Preparable.Node.GPUs) > 0 ||
+		len(v.Preparable.Node.Problems) != 1 || !v.Preparable.Ready {
 		t.Errorf("unreadable claims: %+v", v)
 	}
 }

@@ -32,7 +32,7 @@ type View struct {
 	// ReferenceClaims are the claims that NVIDIA's DRA driver prepared and that have not ended. If
 	// they cannot be read, ReferenceErr says why, and Preparable and Offered have no GPU.
 	ReferenceClaims []predecessor.Claim
-	ReferenceErr    error
+	ReferenceErr    string
 
 	inputs  inputs
 	changed chan struct{}
@@ -62,7 +62,7 @@ type inputs struct {
 	conditions []Condition
 	missing    []device.GPU
 	claims     []predecessor.Claim
-	claimsErr  error
+	claimsErr  string
 }
 
 func (in inputs) view(generation uint64) *View {
@@ -94,16 +94,14 @@ func (in inputs) view(generation uint64) *View {
 // withhold returns s without the GPUs that claims of NVIDIA's DRA driver may still use. all are the
 // GPUs among which the claims' devices are looked up.
 func (in inputs) withhold(s inventory.Snapshot, all []nvidia.GPU) inventory.Snapshot {
-	if in.claimsErr == nil && len(in.claims) == 0 {
+	if in.claimsErr == "" && len(in.claims) == 0 {
 		return s
 	}
 	var free []nvidia.GPU
 	problems := slices.Clone(s.Node.Problems)
 	for _, g := range s.Node.GPUs {
-		why := ""
-		if in.claimsErr != nil {
-			why = in.claimsErr.Error()
-		} else if i := slices.IndexFunc(in.claims, func(c predecessor.Claim) bool { return c.MayUse(g.GPU, all) }); i >= 0 {
+		why := in.claimsErr
+		if i := slices.IndexFunc(in.claims, func(c predecessor.Claim) bool { return c.MayUse(g.GPU, all) }); i >= 0 {
 			why = fmt.Sprintf("NVIDIA's DRA driver prepared this GPU for %s: wait until that claim ends", in.claims[i])
 		}
 		if why == "" {
