@@ -23,7 +23,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
 
 // errOffersNothing is the error of the command inventory on a node whose GPUs would not be offered.
@@ -115,7 +115,7 @@ func recordsOf(cfg *config.Config) (inventory.Records, error) {
 	if err != nil {
 		return nil, err
 	}
-	return prepare.New(prepare.Options{Records: records, BootID: bootID}), nil
+	return ledger.New(records, bootID, nil), nil
 }
 
 // show prints the devices of p, and then notChecked. It leaves notChecked out of CDI specs, which

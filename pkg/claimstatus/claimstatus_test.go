@@ -22,7 +22,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
 
 const (
@@ -45,13 +45,13 @@ type statusFixture struct {
 // heldClaims is a list of prepared claims. Each of them has all the devices.
 type heldClaims struct {
 	claims  []kubeletplugin.NamespacedObject
-	devices []prepare.PreparedDevice
+	devices []ledger.PreparedDevice
 	err     error // of the next look-up of devices
 }
 
 func (h *heldClaims) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) { return h.claims, nil }
 
-func (h *heldClaims) PreparedDevices(types.UID) ([]prepare.PreparedDevice, error) {
+func (h *heldClaims) PreparedDevices(types.UID) ([]ledger.PreparedDevice, error) {
 	err := h.err
 	h.err = nil
 	return h.devices, err
@@ -93,11 +93,11 @@ func allocatedClaim(uid types.UID) *resourceapi.ResourceClaim {
 
 // bothDevices returns the claim's devices in these tests: a whole GPU and a partition of another
 // GPU.
-func bothDevices() []prepare.PreparedDevice {
+func bothDevices() []ledger.PreparedDevice {
 	whole, part := checkpoint.Device{}, checkpoint.Device{}
 	whole.Pool, whole.Device, whole.GPUUUID = "node", wholeName, "GPU-1"
 	part.Pool, part.Device, part.GPUUUID, part.MIGUUID, part.ShareID = "node", partName, "GPU-2", "MIG-1", ptr.To(types.UID("share"))
-	return []prepare.PreparedDevice{{Device: whole}, {
+	return []ledger.PreparedDevice{{Device: whole}, {
 		Device:   part,
 		Instance: &device.Instance{ID: 7, Placement: device.Placement{Start: 2, Size: 1}},
 		Compute:  &device.ComputeInstance{ID: 0, Name: "1g.10gb"},

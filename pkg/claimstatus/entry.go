@@ -14,7 +14,7 @@ import (
 	resourceapply "k8s.io/client-go/applyconfigurations/resource/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
 
 // readyCondition is the condition type that Kubernetes suggests for a device that is ready for use
@@ -40,7 +40,7 @@ type deviceData struct {
 
 // newEntry returns the status entry of a prepared claim's device, with the condition Ready. The
 // caller sets the condition's transition time.
-func newEntry(d prepare.PreparedDevice) (resourceapi.AllocatedDeviceStatus, error) {
+func newEntry(d ledger.PreparedDevice) (resourceapi.AllocatedDeviceStatus, error) {
 	data, err := json.Marshal(describe(d))
 	if err != nil {
 		return resourceapi.AllocatedDeviceStatus{}, fmt.Errorf("encode device %s: %w", d.Device.Device, err)
@@ -53,7 +53,7 @@ func newEntry(d prepare.PreparedDevice) (resourceapi.AllocatedDeviceStatus, erro
 	}, nil
 }
 
-func describe(d prepare.PreparedDevice) deviceData {
+func describe(d ledger.PreparedDevice) deviceData {
 	data := deviceData{Type: "gpu", UUID: d.GPUUUID, ParentUUID: d.GPUUUID}
 	if name, ok := device.ParseName(d.Device.Device); ok {
 		data.Type, data.PCIBusID = name.Type(), string(name.PCIAddress())

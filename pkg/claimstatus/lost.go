@@ -7,7 +7,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
 // loss is a device that a claim holds but has lost. message is for the claim's users.
@@ -20,7 +20,7 @@ type loss struct {
 // records with the hardware.
 func lossesIn(err error) []loss {
 	var losses []loss
-	for _, l := range prepare.LostDevices(err) {
+	for _, l := range reconcile.LostDevices(err) {
 		namespace, name, _ := strings.Cut(l.Claim, "/")
 		claim := types.NamespacedName{Namespace: namespace, Name: name}
 		losses = append(losses, loss{kubeletplugin.NamespacedObject{NamespacedName: claim, UID: l.UID}, l.Device, l.Error()})

@@ -23,13 +23,14 @@ import (
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
 // Claims lists this node's prepared claims and their devices.
 type Claims interface {
 	PreparedClaims() ([]kubeletplugin.NamespacedObject, error)
-	PreparedDevices(claim types.UID) ([]prepare.PreparedDevice, error)
+	PreparedDevices(claim types.UID) ([]ledger.PreparedDevice, error)
 }
 
 // Events writes warnings on claims. It must not block.
@@ -90,9 +91,10 @@ func (r *Reporter) Unprepared(claim types.UID) {
 	r.queue.Forget(claim)
 }
 
-// EndComparison reports what a comparison found. err is the error of [prepare.Preparer.Reconcile].
+// EndComparison reports what a comparison found. err is the error of
+// [reconcile.Reconciler.Reconcile].
 func (r *Reporter) EndComparison(ctx context.Context, err error) {
-	undetermined := func(claim types.UID) bool { return prepare.Undetermined(err, claim) }
+	undetermined := func(claim types.UID) bool { return reconcile.Undetermined(err, claim) }
 	r.endComparison(lossesIn(err), undetermined,
 		func(l loss) {
 			r.queue.Lost(ctx, l)

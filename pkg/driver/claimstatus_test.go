@@ -12,7 +12,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
 
 // oneDevice says of every claim that it has the same GPU.
@@ -20,8 +20,8 @@ type oneDevice struct{}
 
 func (oneDevice) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) { return nil, nil }
 
-func (oneDevice) PreparedDevices(types.UID) ([]prepare.PreparedDevice, error) {
-	return []prepare.PreparedDevice{{Device: checkpoint.Device{Device: firstGPU}}}, nil
+func (oneDevice) PreparedDevices(types.UID) ([]ledger.PreparedDevice, error) {
+	return []ledger.PreparedDevice{{Device: checkpoint.Device{Device: firstGPU}}}, nil
 }
 
 // When a claim is released, its pending status write must be dropped while the claim's lock is

@@ -29,7 +29,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
@@ -63,7 +62,7 @@ type Driver struct {
 	metrics  *metrics.Metrics
 	inv      *inventory.Inventory
 	specs    *cdi.Store
-	preparer *prepare.Preparer
+	preparer transaction
 	events   *events.Recorder
 	// node knows what is offered, and why not more. checks find conditions of the host.
 	node    *nodeview.Node

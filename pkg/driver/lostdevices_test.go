@@ -168,7 +168,6 @@ func TestLostDeviceReportEndsWithItsClaim(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			l := newLostDeviceNode(t)
-			l.d.preparer.ConflictWait = 0
 			old, other := l.createPrepared("old", firstGPU), l.createPrepared("other", secondGPU)
 			l.d.status.EndComparison(t.Context(), errors.Join(lostError(other), lostError(old)))
 			l.expectHealth(firstGPU, old)

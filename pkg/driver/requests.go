@@ -116,10 +116,3 @@ func names(devices []kubeletplugin.Device) []string {
 	}
 	return out
 }
-
-// onClaimReleased removes what the driver remembers about a released claim. The caller still holds
-// the claim's lock, so a later Prepare of the same claim begins after this cleanup.
-func (d *Driver) onClaimReleased(uid types.UID) {
-	d.calls.ClaimReleased(uid)
-	d.status.Unprepared(uid)
-}

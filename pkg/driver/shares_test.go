@@ -261,7 +261,7 @@ func TestShareRuleIndexCountsOfferedGPUs(t *testing.T) {
 	})
 	eventually(t, "the hardware shows one", func() bool { return len(n.driver.preparer.Hardware.Snapshot().Node.GPUs) == 1 })
 	name, _ := device.ParseName(secondGPU + "-share")
-	if q := n.driver.preparer.ShareTotals(second, name)[device.CapacityShares]; q.String() != "3" {
+	if q := n.driver.shareTotals(second, name)[device.CapacityShares]; q.String() != "3" {
 		t.Errorf("it has %s shares", q.String())
 	}
 }

@@ -7,12 +7,8 @@ import (
 	"path/filepath"
 	"strings"
 	"sync/atomic"
-	"time"
 
-	resourceapi "k8s.io/api/resource/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
-	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
@@ -32,12 +28,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
@@ -156,7 +150,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	})
 	d.predecessor = predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
 	d.node = nodeview.New(inv, conditions, d.health, d.predecessor)
-	d.preparer = d.newPreparer(ctx, state, Paths(cfg), parts.Partitions)
+	d.preparer = d.newTransaction(ctx, state, Paths(cfg), parts.Partitions)
 	d.devicePlugin = nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, conditions, d.events, d.metrics)
 	cdiHook, mpsHook := hook.New(cfg.HookSource, cfg.HookPath), hook.New(cfg.MPSHookSource, cfg.MPSHookPath())
 	d.checks = []nodeview.Check{
@@ -200,11 +194,6 @@ type newerLeads struct{ *atomic.Bool }
 
 func (n newerLeads) NewerLeads() bool { return n.Load() }
 
-// conflictWait is how long a Prepare waits for a device that another claim has. It is shorter than
-// the pause before the kubelet's retry. It is long enough if the other claim's Pod exits on
-// request, has a short grace period or was deleted by force.
-const conflictWait = 10 * time.Second
-
 // state is the driver's state on disk, and the ID of the node's boot.
 type state struct {
 	records *checkpoint.Store
@@ -223,37 +212,4 @@ func openState(cfg *config.Config) (s state, err error) {
 		return state{}, fmt.Errorf("%w (--proc-root)", err)
 	}
 	return s, nil
-}
-
-// newPreparer returns the Preparer, which works on the driver's state on disk. The context ends
-// when the plugin stops.
-func (d *Driver) newPreparer(ctx context.Context, s state, paths nvidia.Paths, partitions steps.Partitions) *prepare.Preparer {
-	if partitions != nil {
-		partitions = newPersistenceWarner(partitions, d.events)
-	}
-	return prepare.New(prepare.Options{
-		DriverName: DriverName, Pool: d.cfg.NodeName,
-		Hardware: d.node, Specs: d.specs,
-		Records: s.records, Locks: s.locks, BootID: s.bootID,
-		Now: time.Now, ConflictWait: conflictWait, Stopping: ctx.Done(),
-		Verify:      func(edits specs.ContainerEdits) error { return cdi.Verify(edits, d.mountedPath(paths)) },
-		Partitions:  partitions,
-		MIGEdits:    scan.CapabilityEdits(paths),
-		MPS:         d.supervisor,
-		MPSDisabled: !d.cfg.MPS,
-		MPSEdits: func(daemon string) specs.ContainerEdits {
-			return mps.Edits(MPSPaths(d.cfg), daemon)
-		},
-		LimitEdits: func(gpuUUID string, mebibytes uint64) specs.ContainerEdits {
-			roots := mps.Roots{Driver: d.cfg.DriverRoot, Cgroups: d.cfg.CgroupRoot}
-			return mps.LimitEdits(roots, d.cfg.MPSHookPath(), gpuUUID, mebibytes)
-		},
-		OnUnprepared: d.onClaimReleased, UnpreparedSince: d.calls.Overtaken,
-		OnRepaired: reports{d.events, d.metrics}.Repaired, OnSkipped: d.status.MarkUnchecked,
-		ShareTotals: d.shareTotals,
-		OnChanged:   d.status.Changed,
-		ReadClaim: func(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
-			return d.client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
-		},
-	})
 }

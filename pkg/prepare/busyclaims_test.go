@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"context"
@@ -11,6 +11,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -40,12 +41,12 @@ func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
 	for name, c := range map[string]struct {
 		slow slowDestroy
 		busy bool // another call holds the GPU's lock
-		call func(*testing.T, *Preparer, device.Card) error
+		call func(*testing.T, *plugin, device.Card) error
 	}{
 		"adopt, a call holds the GPU":    {slowDestroy{}, true, adoptInstances},
 		"adopt, the GPU does not answer": {slowDestroy{look: true}, false, adoptInstances},
 		"adopt, the instance is in use":  {slowDestroy{destroy: true}, false, adoptInstances},
-		"reconcile, the instance is in use": {slowDestroy{destroy: true}, false, func(t *testing.T, p *Preparer, _ device.Card) error {
+		"reconcile, the instance is in use": {slowDestroy{destroy: true}, false, func(t *testing.T, p *plugin, _ device.Card) error {
 			return p.Reconcile(t.Context())
 		}},
 	} {
@@ -66,9 +67,9 @@ func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
 					t.Fatal(err)
 				}
 				c.slow.hardware = h
-				p.Partitions = &c.slow
+				p.with(func(n *steps.Node) { n.Partitions = &c.slow })
 				if c.busy {
-					held, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu0)...)
+					held, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
 					if err != nil {
 						t.Fatal(err)
 					}
@@ -86,7 +87,7 @@ func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
 	}
 }
 
-func adoptInstances(t *testing.T, p *Preparer, c device.Card) error {
+func adoptInstances(t *testing.T, p *plugin, c device.Card) error {
 	return p.Adopt(t.Context(), c, gpu0)
 }
 
@@ -104,7 +105,7 @@ func TestBusyClaimsDelayNoOtherSpecRepair(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := w.plugin(t)
 		for start := range 4 {
-			held, err := p.Locks.Acquire(t.Context(), claimLock(newClaim(fmt.Sprint(start)).UID))
+			held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(newClaim(fmt.Sprint(start)).UID))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -140,7 +141,7 @@ func TestRecoverWaitsForBusyClaimsConcurrently(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := w.plugin(t)
 		for start := range 4 {
-			held, err := p.Locks.Acquire(t.Context(), claimLock(newClaim(fmt.Sprint(start)).UID))
+			held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(newClaim(fmt.Sprint(start)).UID))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -181,7 +182,7 @@ func TestSlowReadOutlivesClaimLockWait(t *testing.T) {
 	w.specs.clear() // without w.scan the inventory lacks the new partitions
 	synctest.Test(t, func(t *testing.T) {
 		p := w.plugin(t)
-		p.Partitions = &slowRead{h, 3 * recoverWait}
+		p.with(func(n *steps.Node) { n.Partitions = &slowRead{h, 3 * recoverWait} })
 		if err := p.RepairAllSpecs(t.Context()); err != nil || w.specs.of("uid-c") == nothing {
 			t.Errorf("the spec is %q: %v", w.specs.of("uid-c"), err)
 		}
@@ -195,7 +196,7 @@ func TestClaimWaitingForGPUBlocksNoOther(t *testing.T) {
 		w := newWorld(t)
 		withMPS(w)
 		p := w.plugin(t)
-		hanging, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu1)...)
+		hanging, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu1)...)
 		if err != nil {
 			t.Fatal(err)
 		}

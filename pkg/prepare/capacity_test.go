@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"context"
@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
@@ -55,7 +56,7 @@ func parseShareRules(t *testing.T, rules string) device.ShareRules {
 
 func checkCapacityError(t *testing.T, err error, capacity, asked, held, there string, holders ...string) {
 	t.Helper()
-	full := new(CapacityError)
+	full := new(prepare.CapacityError)
 	if !errors.As(err, &full) || cause.Of(err) != cause.Held {
 		t.Errorf("cause %s: %v", cause.Of(err), err)
 		return
@@ -218,7 +219,7 @@ func TestConcurrentInstancesNeverExceedCapacity(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 2 {
 		p := w.plugin(t)
-		p.ReadClaim = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
+		p.OnRead = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
 		for _, c := range claims {
 			wg.Go(func() {
 				_, err := p.Prepare(t.Context(), c)
@@ -226,7 +227,7 @@ func TestConcurrentInstancesNeverExceedCapacity(t *testing.T) {
 				defer mu.Unlock()
 				if err == nil {
 					prepared[c.Name] = true
-				} else if full := new(CapacityError); !errors.As(err, &full) || len(full.Holders) != 2 {
+				} else if full := new(prepare.CapacityError); !errors.As(err, &full) || len(full.Holders) != 2 {
 					t.Error(err)
 				}
 			})

@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"context"
@@ -12,6 +12,8 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 )
 
 func confirmAlways(context.Context, checkpoint.Record) error { return nil }
@@ -100,7 +102,7 @@ func TestOrphanWithCallInFlightIsSkipped(t *testing.T) {
 		p := w.plugin(t)
 		c := newClaim("c", allocated("r", gpu0))
 		mustPrepare(t, p, c)
-		held, err := p.Locks.Acquire(t.Context(), claimLock(c.UID))
+		held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(c.UID))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -123,7 +125,7 @@ func TestReconcileRemovesLeftoversOfKilledCalls(t *testing.T) {
 	runs := w.plugin(t)
 	var mu sync.Mutex // Reconcile calls OnRepaired concurrently
 	var said []string
-	runs.OnRepaired = func(r Repair) {
+	runs.OnRepaired = func(r prepare.Repair) {
 		mu.Lock()
 		defer mu.Unlock()
 		said = append(said, r.Kind+" "+r.Object)

@@ -17,7 +17,7 @@ import (
 // exist together with it. If sameAllocation is true, c was prepared with the same devices before.
 // The caller holds the GPUs' locks.
 func (p *Preparer) checkConflicts(c *resourceapi.ResourceClaim, pl *plan, sameAllocation bool) error {
-	entries, err := p.Records.ListForGPUs(pl.record.GPUs()...)
+	entries, err := p.node.Records.ListForGPUs(pl.record.GPUs()...)
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
@@ -35,7 +35,7 @@ func (p *Preparer) checkConflicts(c *resourceapi.ResourceClaim, pl *plan, sameAl
 				continue
 			}
 			refusal := &InUseError{Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID, Conflict: conflict}
-			holder, found, err := p.Records.Load(e.ClaimUID)
+			holder, found, err := p.node.Records.Load(e.ClaimUID)
 			if err == nil && e.Inexact() {
 				if refusal.Conflict, conflicts = findConflict(pl.requests[i], holder.OccupiedDevices()); !conflicts {
 					continue
@@ -66,7 +66,7 @@ func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAl
 		if !e.Inexact() && !slices.Contains(e.Devices, d.Device) {
 			continue
 		}
-		holder, found, err := p.Records.Load(e.ClaimUID)
+		holder, found, err := p.node.Records.Load(e.ClaimUID)
 		switch {
 		case err != nil:
 			if err := p.checkUnreadableShare(d, e.ClaimUID, err, sameAllocation); err != nil {
@@ -91,7 +91,7 @@ func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAl
 // with this uid uses, whose record is unreadable. If sameAllocation is true, the claim had d
 // before. Then d is refused only if exactly one of the two claims has limited shares.
 func (p *Preparer) checkUnreadableShare(d checkpoint.Device, uid types.UID, unreadable error, sameAllocation bool) error {
-	h, _, err := p.Records.Holder(steps.SharedKey(d.Device, steps.MPSDaemonKind))
+	h, _, err := p.node.Records.Holder(steps.SharedKey(d.Device, steps.MPSDaemonKind))
 	alike := err == nil && h.HeldBy(uid) == d.Fraction
 	if alike && sameAllocation {
 		return nil

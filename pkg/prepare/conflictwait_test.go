@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"context"
@@ -14,7 +14,7 @@ import (
 
 // pendingCall is a Prepare call that waits because another claim uses its GPU.
 type pendingCall struct {
-	p     *Preparer
+	p     *plugin
 	began time.Time
 	ended chan error
 	// cancel cancels the Prepare call, as the kubelet may do.

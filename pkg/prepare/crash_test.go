@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"context"
@@ -16,6 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -28,7 +29,7 @@ var deaths = map[string]func(*world){
 
 // checkConsistent fails the test unless the claim uid is either fully prepared or not prepared at
 // all. It returns which of the two is the case.
-func checkConsistent(t *testing.T, w *world, p *Preparer, uid types.UID) (prepared bool) {
+func checkConsistent(t *testing.T, w *world, p *plugin, uid types.UID) (prepared bool) {
 	t.Helper()
 	r, found, err := p.Records.Load(uid)
 	if err != nil {
@@ -168,7 +169,7 @@ func TestInterruptedRecoveryIsFinishedByTheNext(t *testing.T) {
 // leaveLockFile creates the lock file that a killed process would leave.
 func leaveLockFile(t *testing.T, w *world, claim string) {
 	t.Helper()
-	if err := os.WriteFile(filepath.Join(w.locks, claimLock(types.UID("uid-"+claim)).File), nil, 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(w.locks, claimlock.ClaimName(types.UID("uid-"+claim)).File), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -184,9 +185,9 @@ func TestRecoveryRemovesFilesWithoutRecord(t *testing.T) {
 }
 
 func TestRemovedSpecsAreRestored(t *testing.T) {
-	for name, repair := range map[string]func(*Preparer, context.Context) error{
-		"at the start": (*Preparer).Recover,
-		"when noticed": (*Preparer).RepairAllSpecs,
+	for name, repair := range map[string]func(*plugin, context.Context) error{
+		"at the start": (*plugin).Recover,
+		"when noticed": (*plugin).RepairAllSpecs,
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -225,12 +226,12 @@ func recordFile(t *testing.T, w *world, uid string) string {
 }
 
 func TestUnreadableRecordBlocksItsGPUUntilUnprepare(t *testing.T) {
-	for name, resolve := range map[string]func(*testing.T, *Preparer){
-		"by unprepare": func(t *testing.T, p *Preparer) {
+	for name, resolve := range map[string]func(*testing.T, *plugin){
+		"by unprepare": func(t *testing.T, p *plugin) {
 			t.Helper()
 			mustUnprepare(t, p, "uid-bad")
 		},
-		"by prepare, on another GPU": func(t *testing.T, p *Preparer) {
+		"by prepare, on another GPU": func(t *testing.T, p *plugin) {
 			t.Helper()
 			mustUnprepare(t, p, "uid-good")
 			mustPrepare(t, p, newClaim("bad", allocated("r", gpu1)))
@@ -394,8 +395,8 @@ func TestPrepareWithRealCDISpecs(t *testing.T) {
 	dir := t.TempDir()
 	store := cdi.NewStore(dir)
 	p := w.plugin(t)
-	p.Specs = store
-	p.Verify = func(edits specs.ContainerEdits) error { return w.verify(edits) }
+	p.with(func(n *steps.Node) { n.Specs = store })
+	p.OnVerify = func(edits specs.ContainerEdits) error { return w.verify(edits) }
 	mustPrepare(t, p, newClaim("c", allocated("a", gpu0), admin("b", gpu0), allocated("c", gpu1)))
 	file := filepath.Join(dir, "k8s.gpu.nvidia.com-claim_uid-c.json")
 	before, err := os.ReadFile(file)

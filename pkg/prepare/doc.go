@@ -33,9 +33,9 @@
 // restores what a claim was allocated, whatever the policy is by then.
 //
 // The hardware forgets partitions at a reboot, a driver reload and a GPU reset. The next Prepare or
-// [Preparer.Reconcile] creates a lost partition again at its placement. If that is impossible, it
-// removes the claim's CDI spec. Then the claim's containers fail to start and never get another
-// device.
+// Reconcile (see package reconcile) creates a lost partition again at its placement. If that is
+// impossible, it removes the claim's CDI spec. Then the claim's containers fail to start and never
+// get another device.
 //
 // # Sharing
 //
@@ -46,7 +46,7 @@
 // restores the original state. The file has all that this needs, so a claim with an unreadable
 // record can leave too.
 //
-// While claims share a step, every repeated Prepare and every [Preparer.Reconcile] checks its
+// While claims share a step, every repeated Prepare and every Reconcile checks its
 // effect and applies the step again if needed. The NVIDIA driver forgets settings at a reload and
 // at a reset. Without persistence mode it also forgets them whenever the last process closes the
 // GPU.
@@ -60,7 +60,7 @@
 //
 // A fraction is a share with a limited part of a device's memory and compute. Its limits are in the
 // environment of its containers and apply to each process. Where the GPU supports it, further edits
-// limit a container as a whole (see [Options].LimitEdits).
+// limit a container as a whole (see [Edits].MemoryLimit).
 //
 // # Whole GPUs
 //

@@ -18,14 +18,14 @@ import (
 // no longer exists. Some implementations also recreate missing partitions.
 type driftCheck func(ctx context.Context, env *steps.Env, pl *plan) error
 
-var errNotInInventory = errors.New("the inventory does not have all partitions of the claim")
+var ErrNotInInventory = errors.New("the inventory does not have all partitions of the claim")
 
 // checkInventory looks for the claim's partitions in the inventory, which may be out of date. It
-// reads no hardware. If a partition is missing, it returns errNotInInventory.
+// reads no hardware. If a partition is missing, it returns ErrNotInInventory.
 func (p *Preparer) checkInventory(_ context.Context, _ *steps.Env, pl *plan) error {
-	snapshot := p.Hardware.Snapshot()
+	snapshot := p.node.Hardware.Snapshot()
 	if snapshot.Failure != "" {
-		return errNotInInventory
+		return ErrNotInInventory
 	}
 	for i := range pl.requests {
 		req := &pl.requests[i]
@@ -33,7 +33,7 @@ func (p *Preparer) checkInventory(_ context.Context, _ *steps.Env, pl *plan) err
 			continue
 		}
 		if req.gpu.MIG == nil || !req.findIntact(pl.record.Devices[i], req.gpu.MIG.Instances) {
-			return errNotInInventory
+			return ErrNotInInventory
 		}
 	}
 	return nil
@@ -42,7 +42,7 @@ func (p *Preparer) checkInventory(_ context.Context, _ *steps.Env, pl *plan) err
 // checkInventoryOrHardware looks for the claim's partitions in the inventory. It reads the hardware
 // only if the inventory lacks one of them.
 func (p *Preparer) checkInventoryOrHardware(ctx context.Context, env *steps.Env, pl *plan) error {
-	if err := p.checkInventory(ctx, env, pl); !errors.Is(err, errNotInInventory) {
+	if err := p.checkInventory(ctx, env, pl); !errors.Is(err, ErrNotInInventory) {
 		return err
 	}
 	return p.checkHardware(ctx, env, pl)
@@ -58,7 +58,7 @@ func (p *Preparer) checkHardware(ctx context.Context, env *steps.Env, pl *plan) 
 			// share the partition, a Prepare of one of them may do the same.
 			gone := fmt.Errorf("device %s is gone: its containers cannot start until the driver has recreated the device, and the driver retries",
 				d.Device)
-			return cause.Wrap(cause.Step, errors.Join(gone, p.Specs.RemoveClaim(pl.record.ClaimUID)))
+			return cause.Wrap(cause.Step, errors.Join(gone, p.node.Specs.RemoveClaim(pl.record.ClaimUID)))
 		}
 		return p.markLost(pl, d, fmt.Errorf("it is gone, and its GPU now has: %s", steps.DescribeInstances(state.MIG.Instances...)))
 	})
@@ -76,14 +76,14 @@ func (p *Preparer) restorePartitions(ctx context.Context, env *steps.Env, pl *pl
 		klog.FromContext(ctx).Info("Recreating lost partition of a claim", "claim", klog.KRef(pl.record.Namespace, pl.record.Name), "device",
 			d.Device)
 		// Remove the old spec first: its device nodes may belong to another claim's partition by now.
-		if err := p.Specs.RemoveClaim(pl.record.ClaimUID); err != nil {
+		if err := p.node.Specs.RemoveClaim(pl.record.ClaimUID); err != nil {
 			return cause.Wrap(cause.Step, err)
 		}
 		err := recreatePartition(ctx, env, req)
 		switch {
 		case err == nil:
-			p.reportRepair(ctx, Repair{"lost-partition", "Recreated lost partition of a claim",
-				pl.record.Namespace + "/" + pl.record.Name + " " + d.Device})
+			Repair{"lost-partition", "Recreated lost partition of a claim",
+				pl.record.Namespace + "/" + pl.record.Name + " " + d.Device}.Report(ctx, p.opts.Observer)
 			return nil
 		case isPermanent(err):
 			return p.markLost(pl, d, err)
@@ -199,5 +199,5 @@ func (req *deviceRequest) findIntact(d checkpoint.Device, instances []device.Ins
 func (p *Preparer) markLost(pl *plan, d checkpoint.Device, reason error) error {
 	lost := &LostError{Claim: pl.record.Namespace + "/" + pl.record.Name, UID: pl.record.ClaimUID, Device: d.Device, GPU: d.GPU,
 		Reason: reason}
-	return cause.Wrap(cause.Device, errors.Join(lost, p.Specs.RemoveClaim(pl.record.ClaimUID)))
+	return cause.Wrap(cause.Device, errors.Join(lost, p.node.Specs.RemoveClaim(pl.record.ClaimUID)))
 }

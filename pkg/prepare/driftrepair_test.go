@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"errors"
@@ -10,6 +10,9 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // Reconcile must report a device lost only if a retry cannot help, because users then delete the
@@ -34,8 +37,8 @@ func TestPartitionIsLostOnlyOnPermanentErrors(t *testing.T) {
 				return nil
 			}
 			err := p.Reconcile(t.Context())
-			if err == nil || (len(LostDevices(err)) == 1) != lost || !strings.Contains(err.Error(), small0) {
-				t.Errorf("lost: %v; %v", LostDevices(err), err)
+			if err == nil || (len(reconcile.LostDevices(err)) == 1) != lost || !strings.Contains(err.Error(), small0) {
+				t.Errorf("lost: %v; %v", reconcile.LostDevices(err), err)
 			}
 			if spec := w.specs.of("uid-c"); spec != nothing {
 				t.Errorf("a restarted container gets %s", spec)
@@ -52,23 +55,23 @@ func TestPartitionIsLostOnlyOnPermanentErrors(t *testing.T) {
 
 func TestReconcileReportsSkippedClaims(t *testing.T) {
 	for name, c := range map[string]struct {
-		change func(t *testing.T, w *world, p *Preparer)
+		change func(t *testing.T, w *world, p *plugin)
 		want   []types.UID
 	}{
-		"nothing is wrong": {func(*testing.T, *world, *Preparer) {}, nil},
-		"a call is in flight": {func(t *testing.T, _ *world, p *Preparer) {
+		"nothing is wrong": {func(*testing.T, *world, *plugin) {}, nil},
+		"a call is in flight": {func(t *testing.T, _ *world, p *plugin) {
 			t.Helper()
-			held, err := p.Locks.Acquire(t.Context(), claimLock("uid-c"))
+			held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName("uid-c"))
 			if err != nil {
 				t.Fatal(err)
 			}
 			t.Cleanup(held.Release)
 		}, []types.UID{"uid-c"}},
-		"unreadable record": {func(t *testing.T, w *world, _ *Preparer) { w.disk.Put(recordFile(t, w, "uid-c"), []byte("{")) },
+		"unreadable record": {func(t *testing.T, w *world, _ *plugin) { w.disk.Put(recordFile(t, w, "uid-c"), []byte("{")) },
 			[]types.UID{"uid-c"}},
-		"the node is not ready": {func(_ *testing.T, w *world, _ *Preparer) { w.snapshot.Ready = false }, []types.UID{"uid-c"}},
-		"after a reboot":        {func(_ *testing.T, _ *world, p *Preparer) { p.BootID = "another" }, []types.UID{"uid-c"}},
-		"the inventory lacks the GPU": {func(_ *testing.T, w *world, _ *Preparer) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:] },
+		"the node is not ready": {func(_ *testing.T, w *world, _ *plugin) { w.snapshot.Ready = false }, []types.UID{"uid-c"}},
+		"after a reboot":        {func(_ *testing.T, _ *world, p *plugin) { p.with(func(n *steps.Node) { n.BootID = "another" }) }, []types.UID{"uid-c"}},
+		"the inventory lacks the GPU": {func(_ *testing.T, w *world, _ *plugin) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:] },
 			[]types.UID{"uid-c"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -113,8 +116,8 @@ func TestReconcileErrorNamesUndeterminedClaims(t *testing.T) {
 	} {
 		c.change()
 		err := p.Reconcile(t.Context())
-		if err == nil || Undetermined(err, "uid-lost") != c.ofLost || Undetermined(err, "uid-well") != c.ofWell {
-			t.Errorf("%s: %v leaves open the lost one %v, the other %v", c.what, err, Undetermined(err, "uid-lost"), Undetermined(err, "uid-well"))
+		if err == nil || reconcile.Undetermined(err, "uid-lost") != c.ofLost || reconcile.Undetermined(err, "uid-well") != c.ofWell {
+			t.Errorf("%s: %v leaves open the lost one %v, the other %v", c.what, err, reconcile.Undetermined(err, "uid-lost"), reconcile.Undetermined(err, "uid-well"))
 		}
 	}
 }

@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"fmt"
@@ -9,6 +9,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -224,9 +225,9 @@ func TestDifferentSharedSettingIsRefusedNamingHolders(t *testing.T) {
 func TestFractionsAndPlainSharesExcludeEachOther(t *testing.T) {
 	f, s := newClaim("f", fraction("r", share0, "1Gi", "0")), newClaim("s", plain("r", share0))
 	for _, c := range []struct{ first, second string }{{"f", "s"}, {"s", "f"}} {
-		claims := map[string]func(*testing.T, *Preparer) error{
-			"f": func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), f); return err },
-			"s": func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), s); return err },
+		claims := map[string]func(*testing.T, *plugin) error{
+			"f": func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), f); return err },
+			"s": func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), s); return err },
 		}
 		for _, unreadable := range []bool{false, true} {
 			w := newWorld(t)
@@ -260,8 +261,8 @@ func TestLostSharedPartitionHasNoSpecUntilRestored(t *testing.T) {
 	h.of(t, gpu0).reset()
 	w.scan()
 	err := p.RepairAllSpecs(t.Context())
-	if err == nil || len(LostDevices(err)) > 0 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
-		t.Errorf("%v, lost: %v, specs %q, %q", err, LostDevices(err), w.specs.of("uid-c"), w.specs.of("uid-d"))
+	if err == nil || len(reconcile.LostDevices(err)) > 0 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
+		t.Errorf("%v, lost: %v, specs %q, %q", err, reconcile.LostDevices(err), w.specs.of("uid-c"), w.specs.of("uid-d"))
 	}
 	// A third claim must not recreate the partition, because the CDI specs of the other two claims
 	// would still name the old one.
@@ -287,7 +288,7 @@ func TestUnrestorableSharedPartitionIsLostForAllHolders(t *testing.T) {
 	h.of(t, gpu0).reset()
 	h.createForeign(t, gpu0, 9, 0)
 	w.scan()
-	if lost := LostDevices(p.Reconcile(t.Context())); len(lost) != 2 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
+	if lost := reconcile.LostDevices(p.Reconcile(t.Context())); len(lost) != 2 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
 		t.Errorf("lost: %v", lost)
 	}
 	mustUnprepare(t, p, migPart1.UID)

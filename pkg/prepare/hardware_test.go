@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"context"

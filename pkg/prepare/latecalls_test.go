@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"context"
@@ -12,6 +12,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -51,7 +52,7 @@ func TestPrepareRereadsClaimAfterUnprepare(t *testing.T) {
 			p := w.plugin(t)
 			given := map[types.UID]bool{}
 			p.OnUnprepared = func(uid types.UID) { given[uid] = true }
-			p.UnpreparedSince = func(_ context.Context, uid types.UID) bool { return given[uid] }
+			p.OnUnpreparedSince = func(_ context.Context, uid types.UID) bool { return given[uid] }
 			before := newClaim("c", allocated("r", gpu0))
 			mustPrepare(t, p, before)
 			mustUnprepare(t, p, before.UID)
@@ -73,8 +74,8 @@ func TestCanceledCallDoesNotStart(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
 	ctx, cancel := context.WithCancel(t.Context())
-	p.UnpreparedSince = func(context.Context, types.UID) bool { t.Error("called although not needed"); return false }
-	p.Hardware = snapshotHook{w, cancel}
+	p.OnUnpreparedSince = func(context.Context, types.UID) bool { t.Error("called although not needed"); return false }
+	p.with(func(n *steps.Node) { n.Hardware = snapshotHook{w, cancel} })
 	if _, err := p.Prepare(ctx, newClaim("c", allocated("r", gpu0))); cause.Of(err) != cause.Canceled {
 		t.Error(err)
 	}
@@ -89,8 +90,8 @@ func TestStalledClaimReadDelaysNoOtherClaim(t *testing.T) {
 		p := w.plugin(t)
 		neighbour, next := newClaim("neighbour", plain("r", share0)), newClaim("next", plain("r", share0))
 		mustPrepare(t, p, neighbour)
-		p.UnpreparedSince = func(_ context.Context, uid types.UID) bool { return uid == "uid-stalled" }
-		p.ReadClaim = func(ctx context.Context, _, _ string) (*resourceapi.ResourceClaim, error) {
+		p.OnUnpreparedSince = func(_ context.Context, uid types.UID) bool { return uid == "uid-stalled" }
+		p.OnRead = func(ctx context.Context, _, _ string) (*resourceapi.ResourceClaim, error) {
 			<-ctx.Done()
 			return nil, ctx.Err()
 		}
@@ -125,9 +126,9 @@ func TestStalledClaimReadDelaysNoOtherClaim(t *testing.T) {
 // A Prepare that waits for its GPU keeps the claim's lock. So an Unprepare, or a Prepare with
 // another allocation, must run after it, and the waiting Prepare need not read the claim again.
 func TestCallsQueueBehindClaimWaitingForGPU(t *testing.T) {
-	for name, after := range map[string]func(*Preparer) error{
-		"unprepared": func(p *Preparer) error { return p.Unprepare(context.Background(), "uid-c") },
-		"allocated anew": func(p *Preparer) error {
+	for name, after := range map[string]func(*plugin) error{
+		"unprepared": func(p *plugin) error { return p.Unprepare(context.Background(), "uid-c") },
+		"allocated anew": func(p *plugin) error {
 			_, err := p.Prepare(context.Background(), newClaim("c", allocated("r", gpu1)))
 			return err
 		},
@@ -136,7 +137,7 @@ func TestCallsQueueBehindClaimWaitingForGPU(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				w := newWorld(t)
 				p := w.plugin(t)
-				other, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu0)...)
+				other, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"os"
@@ -9,6 +9,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -28,31 +29,31 @@ func (w *world) breakLock(t *testing.T, file string) (path string) {
 // lockedOperations are operations that wait for a lock, each with the name of the lock's file.
 var lockedOperations = map[string]struct {
 	file string
-	call func(*testing.T, *world, *Preparer) error
+	call func(*testing.T, *world, *plugin) error
 	said string // part of the error while another call has the lock
 }{
-	"reconcile a claim": {claimLocks, func(t *testing.T, _ *world, p *Preparer) error {
-		return p.reconcileClaim(t.Context(), nil, "uid-c")
+	"reconcile a claim": {claimLocks, func(t *testing.T, _ *world, p *plugin) error {
+		return p.Reconcile(t.Context())
 	}, ""},
-	"unprepare an orphan": {claimLocks, func(t *testing.T, _ *world, p *Preparer) error {
+	"unprepare an orphan": {claimLocks, func(t *testing.T, _ *world, p *plugin) error {
 		_, err := p.UnprepareOrphan(t.Context(), "uid-c", confirmAlways)
 		return err
 	}, ""},
-	"remove the spec of a recordless claim": {claimLocks, func(t *testing.T, w *world, p *Preparer) error {
+	"remove the spec of a recordless claim": {claimLocks, func(t *testing.T, w *world, p *plugin) error {
 		if err := w.specs.WriteClaim("uid-dead", nil); err != nil {
 			t.Fatal(err)
 		}
-		return p.collectGarbage(t.Context())
+		return p.Reconcile(t.Context())
 	}, ""},
-	"restore shared state without holders": {gpu0, func(t *testing.T, _ *world, p *Preparer) error {
+	"restore shared state without holders": {gpu0, func(t *testing.T, _ *world, p *plugin) error {
 		if err := p.Records.SaveHolder(checkpoint.Holder{Key: steps.SharedKey(gpu0, steps.TimeSliceKind), GPUs: []string{gpu0}}); err != nil {
 			t.Fatal(err)
 		}
-		return p.collectGarbage(t.Context())
+		return p.Reconcile(t.Context())
 	}, "a claim is being prepared or unprepared"},
-	"stop a leftover daemon": {gpu0, func(t *testing.T, w *world, p *Preparer) error {
+	"stop a leftover daemon": {gpu0, func(t *testing.T, w *world, p *plugin) error {
 		w.daemons.running[gpu0] = mps.Daemon{ID: gpu0}
-		return p.collectGarbage(t.Context())
+		return p.Reconcile(t.Context())
 	}, "a claim is being prepared or unprepared"},
 }
 
@@ -82,7 +83,7 @@ func TestReconcileSkipsClaimWithCallInFlight(t *testing.T) {
 			mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", gpu0)))
 			synctest.Test(t, func(t *testing.T) {
 				p := w.plugin(t)
-				held, err := p.Locks.Acquire(t.Context(), append(gpuLocks(gpu0), claimLock("uid-c"), claimLock("uid-dead"))...)
+				held, err := p.Locks.Acquire(t.Context(), append(claimlock.GPUNames(gpu0), claimlock.ClaimName("uid-c"), claimlock.ClaimName("uid-dead"))...)
 				if err != nil {
 					t.Fatal(err)
 				}

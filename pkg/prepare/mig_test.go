@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"context"
@@ -13,7 +13,10 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
 const (
@@ -46,7 +49,7 @@ func TestPartitionIsCreatedAndRemovedWithItsClaim(t *testing.T) {
 	if err != nil || r.Devices[0].MIGUUID != in[0].Compute[0].UUID {
 		t.Errorf("%+v, %v", r.Devices, err)
 	}
-	if held, err := p.Usage(); err != nil || held != (Usage{Claims: 1, GPUs: 1, Partitions: 1}) {
+	if held, err := p.Usage(); err != nil || held != (ledger.Usage{Claims: 1, GPUs: 1, Partitions: 1}) {
 		t.Error(held, err)
 	}
 	mustUnprepare(t, p, "uid-c")
@@ -71,7 +74,7 @@ func TestClaimWithSeveralPartitions(t *testing.T) {
 	if spec := w.specs.of("uid-many"); strings.Count(spec, "nvidia-cap10") != 2 || !strings.Contains(spec, "nvidia-cap21") {
 		t.Errorf("the spec is %s", spec)
 	}
-	if held, err := p.Usage(); err != nil || held != (Usage{Claims: 2, GPUs: 2, Partitions: 4}) {
+	if held, err := p.Usage(); err != nil || held != (ledger.Usage{Claims: 2, GPUs: 2, Partitions: 4}) {
 		t.Error(held, err)
 	}
 	mustUnprepare(t, p, "uid-many")
@@ -232,7 +235,7 @@ func TestConflictingDevicesAreRefusedByName(t *testing.T) {
 	mustPrepare(t, p, newClaim("first", allocated("r", small0)))
 	for _, want := range []string{gpu0, small0, large0} {
 		_, err := p.Prepare(t.Context(), newClaim("second", allocated("r", want)))
-		var held *InUseError
+		var held *prepare.InUseError
 		if !errors.As(err, &held) || held.Conflict != small0 || !strings.Contains(err.Error(), "default/first") ||
 			!strings.Contains(err.Error(), small0) {
 			t.Errorf("%s: %v", want, err)
@@ -320,7 +323,7 @@ func TestAdminAccessNeverChangesPartitions(t *testing.T) {
 	mustPrepare(t, p, newClaim("admin", admin("a", small0)))
 	mustUnprepare(t, p, "uid-user")
 	w.scan()
-	if lost := LostDevices(p.Reconcile(t.Context())); len(lost) != 1 || lost[0].UID != "uid-admin" || w.specs.of("uid-admin") != nothing {
+	if lost := reconcile.LostDevices(p.Reconcile(t.Context())); len(lost) != 1 || lost[0].UID != "uid-admin" || w.specs.of("uid-admin") != nothing {
 		t.Errorf("%+v", lost)
 	}
 	mustUnprepare(t, p, "uid-admin")
@@ -370,7 +373,7 @@ func TestClaimWithMorePartitionsThanAFileNameFits(t *testing.T) {
 		!strings.Contains(err.Error(), "-mig-19-4") {
 		t.Error(err)
 	}
-	if held, err := p.Usage(); err != nil || held != (Usage{Claims: 2, GPUs: 2, Partitions: 13}) {
+	if held, err := p.Usage(); err != nil || held != (ledger.Usage{Claims: 2, GPUs: 2, Partitions: 13}) {
 		t.Error(held, err)
 	}
 	ours, err := p.OwnedInstances(gpu1, h.of(t, gpu1).state().MIG.Instances)
@@ -392,13 +395,13 @@ func TestConcurrentClaimsOnOneGPU(t *testing.T) {
 			claims[name] = newClaim(name, allocated("r", fmt.Sprintf("%s-mig-19-%d", gpu, start)))
 		}
 	}
-	var plugins []*Preparer
+	var plugins []*plugin
 	for range 2 { // as during an upgrade
 		p := w.plugin(t)
-		p.ReadClaim = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
+		p.OnRead = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
 		plugins = append(plugins, p)
 	}
-	all := func(do func(*Preparer, *resourceapi.ResourceClaim) error) {
+	all := func(do func(*plugin, *resourceapi.ResourceClaim) error) {
 		var wg sync.WaitGroup
 		for _, p := range plugins {
 			wg.Go(func() {
@@ -416,7 +419,7 @@ func TestConcurrentClaimsOnOneGPU(t *testing.T) {
 		}
 		wg.Wait()
 	}
-	all(func(p *Preparer, c *resourceapi.ResourceClaim) error {
+	all(func(p *plugin, c *resourceapi.ResourceClaim) error {
 		_, err := p.Prepare(t.Context(), c)
 		return err
 	})
@@ -427,7 +430,7 @@ func TestConcurrentClaimsOnOneGPU(t *testing.T) {
 	}
 	w.scan()
 	checkRecordsMatchHardware(t, w, h, plugins[0], nil)
-	all(func(p *Preparer, c *resourceapi.ResourceClaim) error { return p.Unprepare(t.Context(), c.UID) })
+	all(func(p *plugin, c *resourceapi.ResourceClaim) error { return p.Unprepare(t.Context(), c.UID) })
 	checkClean(t, w)
 	for _, gpu := range []string{gpu0, gpu1} {
 		if n := len(h.of(t, gpu).instances); n != 0 {

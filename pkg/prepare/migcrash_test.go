@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"errors"
@@ -71,41 +71,41 @@ func killProcess(w *world, now bool) error {
 type scene struct {
 	name string
 	// before sets up the fake node for the call.
-	before func(*testing.T, *world, *hardware, *Preparer)
-	call   func(*testing.T, *Preparer) error
+	before func(*testing.T, *world, *hardware, *plugin)
+	call   func(*testing.T, *plugin) error
 }
 
 var several = newClaim("c", allocated("a", small0), allocated("b", neighbor))
 
 var scenes = []scene{
-	{"prepare", func(t *testing.T, w *world, h *hardware, _ *Preparer) {
+	{"prepare", func(t *testing.T, w *world, h *hardware, _ *plugin) {
 		h.createForeign(t, gpu1, 9, 0) // gpu0's mode is off, gpu1's is on
-	}, func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), several); return err }},
-	{"unprepare", func(t *testing.T, w *world, h *hardware, p *Preparer) {
+	}, func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), several); return err }},
+	{"unprepare", func(t *testing.T, w *world, h *hardware, p *plugin) {
 		h.createForeign(t, gpu1, 9, 0)
 		mustPrepare(t, p, several)
-	}, func(t *testing.T, p *Preparer) error { return p.Unprepare(t.Context(), several.UID) }},
-	{"prepare again after a reset", func(t *testing.T, w *world, h *hardware, p *Preparer) {
+	}, func(t *testing.T, p *plugin) error { return p.Unprepare(t.Context(), several.UID) }},
+	{"prepare again after a reset", func(t *testing.T, w *world, h *hardware, p *plugin) {
 		mustPrepare(t, p, several)
 		h.of(t, gpu0).reset()
 		h.of(t, gpu0).on = false
 		h.createForeign(t, gpu1, 9, 0)
-	}, func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), several); return err }},
-	{"reconcile after a reset", func(t *testing.T, w *world, h *hardware, p *Preparer) {
+	}, func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), several); return err }},
+	{"reconcile after a reset", func(t *testing.T, w *world, h *hardware, p *plugin) {
 		mustPrepare(t, p, several)
 		h.of(t, gpu1).reset()
 		h.createForeign(t, gpu1, 9, 0)
 		w.scan()
-	}, func(t *testing.T, p *Preparer) error { return p.Reconcile(t.Context()) }},
-	{"another allocation", func(t *testing.T, w *world, h *hardware, p *Preparer) {
+	}, func(t *testing.T, p *plugin) error { return p.Reconcile(t.Context()) }},
+	{"another allocation", func(t *testing.T, w *world, h *hardware, p *plugin) {
 		h.createForeign(t, gpu1, 9, 0)
 		mustPrepare(t, p, newClaim("c", allocated("a", large0)))
-	}, func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), several); return err }},
-	{"prepare the whole GPU after partitions", func(t *testing.T, w *world, h *hardware, p *Preparer) {
+	}, func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), several); return err }},
+	{"prepare the whole GPU after partitions", func(t *testing.T, w *world, h *hardware, p *plugin) {
 		h.createForeign(t, gpu1, 9, 0)
 		mustPrepare(t, p, newClaim("before", allocated("a", small0)))
 		mustUnprepare(t, p, "uid-before")
-	}, func(t *testing.T, p *Preparer) error {
+	}, func(t *testing.T, p *plugin) error {
 		_, err := p.Prepare(t.Context(), newClaim("c", allocated("a", gpu0)))
 		return err
 	}},
@@ -126,7 +126,7 @@ func interruptPrepare(t *testing.T, w *world, h *hardware, calls int) {
 
 // checkRecordsMatchHardware fails the test unless the claims' records, the CDI specs and the MIG
 // instances agree. The instances in "theirs", which an admin created, must be unchanged.
-func checkRecordsMatchHardware(t *testing.T, w *world, h *hardware, p *Preparer, theirs []device.Instance) {
+func checkRecordsMatchHardware(t *testing.T, w *world, h *hardware, p *plugin, theirs []device.Instance) {
 	t.Helper()
 	explained := map[string]int{}
 	for _, name := range w.records() {
@@ -196,7 +196,7 @@ func checkRecordsMatchHardware(t *testing.T, w *world, h *hardware, p *Preparer,
 
 // createForeignInstances returns the MIG instances on the node that no claim's record explains, so
 // those of an admin.
-func createForeignInstances(t *testing.T, h *hardware, p *Preparer) []device.Instance {
+func createForeignInstances(t *testing.T, h *hardware, p *plugin) []device.Instance {
 	t.Helper()
 	var theirs []device.Instance
 	for _, gpu := range []string{gpu0, gpu1} {

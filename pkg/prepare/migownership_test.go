@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"errors"
@@ -10,6 +10,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -106,7 +107,7 @@ func TestMissingSpecOfPartitionIsRestored(t *testing.T) {
 	h.of(t, gpu1).reset()
 	w.scan()
 	// The repair must not report the partition lost, because Reconcile recreates it.
-	if err := p.RepairAllSpecs(t.Context()); err == nil || len(LostDevices(err)) != 0 ||
+	if err := p.RepairAllSpecs(t.Context()); err == nil || len(reconcile.LostDevices(err)) != 0 ||
 		!strings.Contains(err.Error(), neighbor+" is gone") || w.specs.of("uid-c") != "" {
 		t.Errorf("%v, %s", err, w.specs.of("uid-c"))
 	}

@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"errors"
@@ -16,6 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
 // After a reboot an admin's tool creates MIG instances with the IDs that the driver's instances had
@@ -95,9 +96,9 @@ func TestRePrepareOfPartitionsWritesNothing(t *testing.T) {
 }
 
 func TestReplacedInstanceIsNeverGivenToAClaim(t *testing.T) {
-	for name, call := range map[string]func(*testing.T, *Preparer) error{
-		"prepare":   func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), several); return err },
-		"reconcile": func(t *testing.T, p *Preparer) error { return p.Reconcile(t.Context()) },
+	for name, call := range map[string]func(*testing.T, *plugin) error{
+		"prepare":   func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), several); return err },
+		"reconcile": func(t *testing.T, p *plugin) error { return p.Reconcile(t.Context()) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -112,7 +113,7 @@ func TestReplacedInstanceIsNeverGivenToAClaim(t *testing.T) {
 			if calls := h.takeCalls(); slices.ContainsFunc(calls, func(c string) bool { return strings.HasPrefix(c, "create") }) {
 				t.Errorf("impossible hardware calls: %q", calls)
 			}
-			lost := LostDevices(err)
+			lost := reconcile.LostDevices(err)
 			if len(lost) != 1 || lost[0].Device != small0 || lost[0].Claim != "default/c" || !strings.Contains(err.Error(), theirs.Compute[0].UUID) {
 				t.Errorf("%v", err)
 			}

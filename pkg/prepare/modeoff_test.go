@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"errors"
@@ -10,6 +10,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
 // gpuOf returns the GPU called name from the inventory.
@@ -26,7 +28,7 @@ func (w *world) gpuOf(t *testing.T, name string) device.GPU {
 
 // prepareAndUnprepare prepares and unprepares a claim with a partition. That leaves the GPU in MIG
 // mode without MIG instances.
-func prepareAndUnprepare(t *testing.T, p *Preparer) {
+func prepareAndUnprepare(t *testing.T, p *plugin) {
 	t.Helper()
 	mustPrepare(t, p, newClaim("part", allocated("r", small0)))
 	mustUnprepare(t, p, "uid-part")
@@ -36,38 +38,38 @@ func marks(w *world) []string { return w.disk.Names(filepath.Join(state, "mig"))
 
 func TestDisableUnusedMIGMode(t *testing.T) {
 	for name, c := range map[string]struct {
-		given func(t *testing.T, w *world, h *hardware, p *Preparer)
+		given func(t *testing.T, w *world, h *hardware, p *plugin)
 		off   bool
 		// ours is true if the driver may still disable MIG mode after this call, because it was the one
 		// that enabled it.
 		ours bool
 	}{
-		"a partition of ours enabled it": {prepareThen(func(*testing.T, *world, *hardware, *Preparer) {}), true, false},
-		"the inventory is stale": {func(t *testing.T, _ *world, _ *hardware, p *Preparer) {
+		"a partition of ours enabled it": {prepareThen(func(*testing.T, *world, *hardware, *plugin) {}), true, false},
+		"the inventory is stale": {func(t *testing.T, _ *world, _ *hardware, p *plugin) {
 			t.Helper()
 			prepareAndUnprepare(t, p)
 		}, true, false},
-		"an admin enabled it first": {func(t *testing.T, w *world, h *hardware, p *Preparer) {
+		"an admin enabled it first": {func(t *testing.T, w *world, h *hardware, p *plugin) {
 			t.Helper()
 			h.of(t, gpu0).on = true
 			w.scan()
 			prepareAndUnprepare(t, p)
 		}, false, false},
-		"an admin enabled it, and the inventory is stale": {func(t *testing.T, _ *world, h *hardware, p *Preparer) {
+		"an admin enabled it, and the inventory is stale": {func(t *testing.T, _ *world, h *hardware, p *plugin) {
 			t.Helper()
 			h.of(t, gpu0).on = true
 			prepareAndUnprepare(t, p)
 		}, false, false},
-		"a claim has a partition": {func(t *testing.T, _ *world, _ *hardware, p *Preparer) {
+		"a claim has a partition": {func(t *testing.T, _ *world, _ *hardware, p *plugin) {
 			t.Helper()
 			mustPrepare(t, p, newClaim("part", allocated("r", small0)))
 		}, false, true},
-		"a claim lost its partition at a reset": {func(t *testing.T, _ *world, h *hardware, p *Preparer) {
+		"a claim lost its partition at a reset": {func(t *testing.T, _ *world, h *hardware, p *plugin) {
 			t.Helper()
 			mustPrepare(t, p, newClaim("part", allocated("r", small0)))
 			h.of(t, gpu0).reset()
 		}, false, true},
-		"a claim with more devices than a file name fits": {func(t *testing.T, w *world, _ *hardware, p *Preparer) {
+		"a claim with more devices than a file name fits": {func(t *testing.T, w *world, _ *hardware, p *plugin) {
 			t.Helper()
 			var all []result
 			for _, place := range []string{"0", "1", "2", "3", "4", "5", "6"} {
@@ -78,33 +80,33 @@ func TestDisableUnusedMIGMode(t *testing.T) {
 				t.Fatalf("the record's name lists its devices: %q", names)
 			}
 		}, false, true},
-		"an unreadable record": {prepareThen(func(t *testing.T, w *world, _ *hardware, p *Preparer) {
+		"an unreadable record": {prepareThen(func(t *testing.T, w *world, _ *hardware, p *plugin) {
 			t.Helper()
 			w.disk.Put(filepath.Join(state, "claims", "uid-x_"+gpu0+".json"), []byte("{"))
 		}), false, true},
-		"an admin's instance relies on the mode": {prepareThen(func(t *testing.T, _ *world, h *hardware, _ *Preparer) {
+		"an admin's instance relies on the mode": {prepareThen(func(t *testing.T, _ *world, h *hardware, _ *plugin) {
 			t.Helper()
 			h.createForeign(t, gpu0, 14, 2)
 		}), false, false},
-		"after a reboot an admin's service enabled it": {prepareThen(func(t *testing.T, w *world, h *hardware, _ *Preparer) {
+		"after a reboot an admin's service enabled it": {prepareThen(func(t *testing.T, w *world, h *hardware, _ *plugin) {
 			t.Helper()
 			w.reboot()
 			h.of(t, gpu0).on = true
 			w.scan()
 		}), false, false},
-		"a damaged mark": {prepareThen(func(_ *testing.T, w *world, _ *hardware, _ *Preparer) {
+		"a damaged mark": {prepareThen(func(_ *testing.T, w *world, _ *hardware, _ *plugin) {
 			w.disk.Put(filepath.Join(state, "mig", gpu0), nil)
 		}), false, false},
-		"a call works on the GPU": {prepareThen(func(t *testing.T, _ *world, _ *hardware, p *Preparer) {
+		"a call works on the GPU": {prepareThen(func(t *testing.T, _ *world, _ *hardware, p *plugin) {
 			t.Helper()
-			held, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu0)...)
+			held, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
 			if err != nil {
 				t.Fatal(err)
 			}
 			t.Cleanup(held.Release)
 		}), false, true},
 		"a reset disabled it, and an admin enabled it again": {prepareThen(func(t *testing.T, w *world, h *hardware,
-			p *Preparer) {
+			p *plugin) {
 			t.Helper()
 			h.of(t, gpu0).on = false
 			w.scan()
@@ -137,8 +139,8 @@ func TestDisableUnusedMIGMode(t *testing.T) {
 	}
 }
 
-func prepareThen(then func(t *testing.T, w *world, h *hardware, p *Preparer)) func(*testing.T, *world, *hardware, *Preparer) {
-	return func(t *testing.T, w *world, h *hardware, p *Preparer) {
+func prepareThen(then func(t *testing.T, w *world, h *hardware, p *plugin)) func(*testing.T, *world, *hardware, *plugin) {
+	return func(t *testing.T, w *world, h *hardware, p *plugin) {
 		t.Helper()
 		prepareAndUnprepare(t, p)
 		w.scan()
@@ -236,7 +238,7 @@ func TestModeThatNeedsResetIsNeverMarked(t *testing.T) {
 	s.on = false
 	w.scan()
 	h.takeCalls()
-	if lost := LostDevices(p.Reconcile(t.Context())); len(lost) != 1 || !strings.Contains(lost[0].Error(), "only a GPU reset") {
+	if lost := reconcile.LostDevices(p.Reconcile(t.Context())); len(lost) != 1 || !strings.Contains(lost[0].Error(), "only a GPU reset") {
 		t.Errorf("lost: %v", lost)
 	}
 	if calls := h.takeCalls(); slices.Contains(calls, "set MIG mode true") {

@@ -1,10 +1,11 @@
-package prepare
+package prepare_test
 
 import (
 	"fmt"
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -61,11 +62,11 @@ func TestSameUUIDWithOtherProfileIsAnotherDevice(t *testing.T) {
 			if given, err := p.PreparedDevices("uid-c"); err != nil || given[0].Instance != nil {
 				t.Errorf("the claim's devices are %+v: %v", given, err)
 			}
-			if lost := LostDevices(p.RepairAllSpecs(t.Context())); len(lost) != 1 {
+			if lost := reconcile.LostDevices(p.RepairAllSpecs(t.Context())); len(lost) != 1 {
 				t.Errorf("%+v", lost)
 			}
 			_, err := p.Prepare(t.Context(), c)
-			if lost := LostDevices(err); len(lost) != 1 || lost[0].Device != large4 || w.specs.of("uid-c") != nothing {
+			if lost := reconcile.LostDevices(err); len(lost) != 1 || lost[0].Device != large4 || w.specs.of("uid-c") != nothing {
 				t.Errorf("%v; containers are given %s", err, w.specs.of("uid-c"))
 			}
 		})

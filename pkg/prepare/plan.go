@@ -7,6 +7,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/utils/ptr"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
@@ -59,24 +60,24 @@ type partition struct {
 // makePlan makes a plan from the claim's allocation, without reading or changing the hardware. It
 // returns an error if the claim cannot be served.
 func (p *Preparer) makePlan(c *resourceapi.ResourceClaim) (*plan, error) {
-	allocation, err := claim.Read(c, p.DriverName)
+	allocation, err := claim.Read(c, device.DriverName)
 	if err != nil {
 		return nil, cause.Wrap(cause.Claim, err)
 	}
-	pl := &plan{spec: &steps.ClaimSpec{}, record: checkpoint.Record{ClaimUID: c.UID, Namespace: c.Namespace, Name: c.Name, BootID: p.BootID}}
+	pl := &plan{spec: &steps.ClaimSpec{}, record: checkpoint.Record{ClaimUID: c.UID, Namespace: c.Namespace, Name: c.Name, BootID: p.node.BootID}}
 	if len(allocation.Results) == 0 {
 		return pl, nil
 	}
-	snapshot := p.Hardware.Snapshot()
+	snapshot := p.node.Hardware.Snapshot()
 	if !snapshot.Ready {
 		return nil, steps.NotReady(snapshot)
 	}
 	pl.baseEdits = snapshot.Node.Common
 	for _, r := range allocation.Results {
-		if r.Pool != p.Pool {
+		if r.Pool != p.opts.Pool {
 			return nil, cause.Errorf(cause.Claim,
 				"request %s was allocated device %s of pool %s, but this node's pool is %s: delete the claim's Pods to have it allocated anew",
-				r.Request, r.Device, r.Pool, p.Pool)
+				r.Request, r.Device, r.Pool, p.opts.Pool)
 		}
 		req, ok := findDevice(snapshot, r.Device)
 		if !ok {
@@ -94,7 +95,7 @@ func (p *Preparer) makePlan(c *resourceapi.ResourceClaim) (*plan, error) {
 			GPU: req.name.GPU, GPUUUID: req.gpu.UUID, Fraction: isFraction(r, req.name),
 		}
 		if req.name.Share && !r.AdminAccess {
-			d.ConsumedCapacity, req.totals = r.Capacity, p.ShareTotals(req.gpu, req.name)
+			d.ConsumedCapacity, req.totals = r.Capacity, p.opts.ShareTotals(req.gpu, req.name)
 		}
 		pl.requests, pl.record.Devices = append(pl.requests, req), append(pl.record.Devices, d)
 	}
@@ -114,7 +115,7 @@ func (pl *plan) checkCompatible(r claim.Result, req deviceRequest) error {
 	for i, other := range pl.record.Devices {
 		switch {
 		case r.AdminAccess || other.AdminAccess || pl.requests[i].name.GPU != req.name.GPU:
-		case req.name.Share && other.Device == r.Device && !equalPtr(other.ShareID, r.ShareID):
+		case req.name.Share && other.Device == r.Device && !ptr.Equal(other.ShareID, r.ShareID):
 		case other.Device == r.Device:
 			return fmt.Errorf("requests %s and %s were both allocated device %s", other.Request, r.Request, r.Device)
 		case device.Conflict(pl.requests[i].name, req.name, req.gpu):
@@ -138,7 +139,7 @@ func (p *Preparer) buildSpec(pl *plan) error {
 				return err
 			}
 			d.MIGUUID = part.compute.UUID
-			own = p.MIGEdits(own, part.instance, part.compute)
+			own = p.opts.Edits.MIG(own, part.instance, part.compute)
 		}
 		for _, more := range p.clientEdits(pl.spec.Clients, i) {
 			own = mergeEdits(own, more)

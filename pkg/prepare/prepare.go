@@ -17,8 +17,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
@@ -51,7 +53,7 @@ func (p *Preparer) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([
 // Each time one of them was unprepared, it tries to prepare c again.
 func (p *Preparer) prepareAfterConflict(ctx context.Context, c *resourceapi.ResourceClaim, refused error) (devices []kubeletplugin.Device,
 	err error) {
-	waiting, cancel := context.WithTimeout(ctx, p.ConflictWait)
+	waiting, cancel := context.WithTimeout(ctx, p.opts.ConflictWait)
 	defer cancel()
 	err = refused
 	for refusal := conflictError(nil); errors.As(err, &refusal) && p.waitForUnprepare(waiting, refusal.blockers()); {
@@ -91,12 +93,12 @@ func (p *Preparer) waitForUnprepare(ctx context.Context, holders []blockingClaim
 		select {
 		case <-ctx.Done():
 			return false
-		case <-p.Stopping:
+		case <-p.opts.Stopping:
 			return false
 		case <-poll.C:
 		}
 		for _, h := range holders {
-			if _, found, err := p.Records.Load(h.uid); err != nil || !found {
+			if _, found, err := p.node.Records.Load(h.uid); err != nil || !found {
 				return err == nil
 			}
 		}
@@ -106,7 +108,7 @@ func (p *Preparer) waitForUnprepare(ctx context.Context, holders []blockingClaim
 // prepare tries once to prepare the claim. If "waited" is true, the claim may have changed since c
 // was read from the API server, so prepare reads it again.
 func (p *Preparer) prepare(ctx context.Context, c *resourceapi.ResourceClaim, waited bool) ([]kubeletplugin.Device, error) {
-	locks, err := p.lockClaim(ctx, c.UID)
+	locks, err := claimlock.Claim(ctx, p.opts.Locks, c.UID)
 	if err != nil {
 		return nil, err
 	}
@@ -137,7 +139,7 @@ func (p *Preparer) prepareLocked(ctx context.Context, locks *lock.Guard, c *reso
 	if old != nil {
 		gpus = append(gpus, old.GPUs()...)
 	}
-	if err := lockGPUs(ctx, locks, gpus...); err != nil {
+	if err := claimlock.AddGPUs(ctx, locks, gpus...); err != nil {
 		return nil, err
 	}
 	if err := checkNotCanceled(ctx); err != nil {
@@ -145,7 +147,7 @@ func (p *Preparer) prepareLocked(ctx context.Context, locks *lock.Guard, c *reso
 	}
 	if old != nil {
 		if kept, err := p.reprepare(ctx, *old, pl); kept || err != nil {
-			return pl.kubeletDevices(p.Pool), err
+			return pl.kubeletDevices(p.opts.Pool), err
 		}
 	}
 	if len(pl.record.Devices) == 0 {
@@ -158,13 +160,13 @@ func (p *Preparer) prepareLocked(ctx context.Context, locks *lock.Guard, c *reso
 	if err := p.execute(ctx, pl); err != nil {
 		return nil, err
 	}
-	return pl.kubeletDevices(p.Pool), nil
+	return pl.kubeletDevices(p.opts.Pool), nil
 }
 
 // loadOldRecord returns the record that an earlier call wrote for the claim, or nil. It quarantines
 // the record if it is unreadable.
 func (p *Preparer) loadOldRecord(ctx context.Context, c *resourceapi.ResourceClaim) (*checkpoint.Record, error) {
-	old, found, err := p.Records.Load(c.UID)
+	old, found, err := p.node.Records.Load(c.UID)
 	var unreadable *statefile.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
@@ -184,7 +186,7 @@ func (p *Preparer) loadOldRecord(ctx context.Context, c *resourceapi.ResourceCla
 // A late call cannot always be recognized. The call for the claim's next Pod has the same UID and
 // allocation, and a PodGroup keeps its claim reserved while it has no Pod. If a late call prepares
 // such a claim, the driver unprepares the claim once the PodGroup is gone: see
-// [Preparer.OrphanReason].
+// [ledger.Ledger.OrphanReason].
 func checkReserved(c *resourceapi.ResourceClaim) error {
 	if c.Status.Allocation != nil && len(c.Status.ReservedFor) == 0 {
 		return cause.Errorf(cause.Claim, "the claim is not reserved for any Pod: this call is late, or was sent twice")
@@ -208,7 +210,7 @@ func (p *Preparer) checkTimely(ctx context.Context, c *resourceapi.ResourceClaim
 	if err := checkNotCanceled(ctx); err != nil {
 		return err
 	}
-	if waited || p.UnpreparedSince(ctx, c.UID) {
+	if waited || p.opts.Claims.UnpreparedSince(ctx, c.UID) {
 		return p.checkUnchanged(ctx, c)
 	}
 	return nil
@@ -221,15 +223,15 @@ func (p *Preparer) checkUnchanged(ctx context.Context, c *resourceapi.ResourceCl
 	reading, cancel := context.WithTimeoutCause(ctx, readClaimTime, fmt.Errorf("the API server did not answer within %s: the kubelet retries",
 		readClaimTime))
 	defer cancel()
-	now, err := p.ReadClaim(reading, c.Namespace, c.Name)
+	now, err := p.opts.Claims.Read(reading, c.Namespace, c.Name)
 	if err != nil {
 		return cause.Errorf(cause.Canceled, "read the claim again after a wait: %w", cmp.Or(context.Cause(reading), err))
 	}
 	if now.UID != c.UID {
 		return cause.Errorf(cause.Claim, "another claim of the same name (UID %s) replaced the claim while this call waited", now.UID)
 	}
-	before, _ := claim.Read(c, p.DriverName)
-	after, err := claim.Read(now, p.DriverName)
+	before, _ := claim.Read(c, device.DriverName)
+	after, err := claim.Read(now, device.DriverName)
 	if err != nil {
 		return cause.Errorf(cause.Claim, "after a wait: %w", err)
 	}
@@ -245,14 +247,14 @@ func (p *Preparer) checkUnchanged(ctx context.Context, c *resourceapi.ResourceCl
 // verifyNode writes the node-wide CDI spec. It returns an error if a file that every GPU container
 // needs, or a device node of the plan's GPUs, does not exist.
 func (p *Preparer) verifyNode(pl *plan) error {
-	if err := p.Verify(pl.baseEdits); err != nil {
+	if err := p.opts.Edits.Verify(pl.baseEdits); err != nil {
 		return cause.Errorf(cause.NotReady, "files that every GPU container needs are missing on this node: %w", err)
 	}
-	if err := p.Specs.WriteBase(pl.baseEdits); err != nil {
+	if err := p.node.Specs.WriteBase(pl.baseEdits); err != nil {
 		return cause.Wrap(cause.Step, err)
 	}
 	for i, req := range pl.requests {
-		if err := p.Verify(req.gpuEdits); err != nil {
+		if err := p.opts.Edits.Verify(req.gpuEdits); err != nil {
 			return cause.Errorf(cause.Device, "device %s: %w", pl.record.Devices[i].Device, err)
 		}
 	}
@@ -271,7 +273,7 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) error {
 	if err := p.checkDaemons(work, pl); err != nil {
 		return err
 	}
-	cards := steps.NewCardStates(p.Partitions)
+	cards := steps.NewCardStates(p.node.Partitions)
 	if err := p.resolve(work, cards, pl); err != nil {
 		return err
 	}
@@ -283,13 +285,13 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) error {
 	r := &pl.record
 	r.State = checkpoint.Preparing
 	list := pl.allSteps()
-	env := p.newEnv(r, list)
+	env := steps.NewEnv(p.node, r, list)
 	env.Cards, env.UUID = cards, pl.deviceUUID
 	// If writing the CDI spec is the only step, the plan need not be recorded first: the plugin's next
 	// start removes a spec without a record.
 	if len(pl.steps) > 0 {
 		if err := env.Journal(); err != nil {
-			return errors.Join(err, p.Records.Remove(r.ClaimUID))
+			return errors.Join(err, p.node.Records.Remove(r.ClaimUID))
 		}
 	}
 	err := steps.ApplyAll(work, env, pl.steps)
@@ -323,12 +325,12 @@ func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) erro
 		if err != nil {
 			return err
 		}
-		if err := p.Verify(p.MIGEdits(req.gpuEdits, part.instance, part.compute)); err != nil {
+		if err := p.opts.Edits.Verify(p.opts.Edits.MIG(req.gpuEdits, part.instance, part.compute)); err != nil {
 			return cause.Errorf(cause.Device, "device %s: %w", pl.record.Devices[i].Device, err)
 		}
 	}
 	for _, c := range pl.spec.Clients {
-		if err := p.Verify(p.MPSEdits(c.Daemon)); err != nil {
+		if err := p.opts.Edits.Verify(p.opts.Edits.MPSClient(c.Daemon)); err != nil {
 			return cause.Errorf(cause.Step, "files that clients of MPS daemon %s need are missing on this node: %w", c.Daemon, err)
 		}
 	}
@@ -341,8 +343,8 @@ func (p *Preparer) recordResult(r checkpoint.Record, pl *plan) error {
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
-	r.State, r.BootID, r.Steps = checkpoint.Prepared, p.BootID, stored
-	if err := p.Records.Save(r); err != nil {
+	r.State, r.BootID, r.Steps = checkpoint.Prepared, p.node.BootID, stored
+	if err := p.node.Records.Save(r); err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
 	return nil

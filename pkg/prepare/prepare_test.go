@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"context"
@@ -21,11 +21,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
-func mustPrepare(t *testing.T, p *Preparer, c *resourceapi.ResourceClaim) []kubeletplugin.Device {
+func mustPrepare(t *testing.T, p *plugin, c *resourceapi.ResourceClaim) []kubeletplugin.Device {
 	t.Helper()
 	devices, err := p.Prepare(t.Context(), c)
 	if err != nil {
@@ -34,7 +37,7 @@ func mustPrepare(t *testing.T, p *Preparer, c *resourceapi.ResourceClaim) []kube
 	return devices
 }
 
-func mustUnprepare(t *testing.T, p *Preparer, uid types.UID) {
+func mustUnprepare(t *testing.T, p *plugin, uid types.UID) {
 	t.Helper()
 	if err := p.Unprepare(t.Context(), uid); err != nil {
 		t.Fatal(err)
@@ -83,7 +86,7 @@ func TestPrepareAnswersForEachResult(t *testing.T) {
 	if !strings.Contains(w.specs.base, "libcuda") {
 		t.Errorf("the base spec is %s", w.specs.base)
 	}
-	if held, err := p.Usage(); err != nil || held != (Usage{Claims: 1, GPUs: 2}) {
+	if held, err := p.Usage(); err != nil || held != (ledger.Usage{Claims: 1, GPUs: 2}) {
 		t.Error(held, err)
 	}
 	mustUnprepare(t, p, "uid-c")
@@ -209,7 +212,7 @@ func TestDeviceInUseIsRefusedNamingTheClaim(t *testing.T) {
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("first", allocated("r", gpu0)))
 	_, err := w.plugin(t).Prepare(t.Context(), newClaim("second", allocated("free", gpu1), allocated("r", gpu0)))
-	var held *InUseError
+	var held *prepare.InUseError
 	if !errors.As(err, &held) || cause.Of(err) != cause.Held {
 		t.Fatal(err)
 	}
@@ -348,7 +351,7 @@ func TestClaimWithMoreGPUsThanAFileNameFits(t *testing.T) {
 	if r := w.records(); len(r) != 1 || r[0] != "uid-large_all.json" {
 		t.Fatalf("the test needs another record: %q", r)
 	}
-	if held, err := p.Usage(); err != nil || held != (Usage{Claims: 1, GPUs: 15}) {
+	if held, err := p.Usage(); err != nil || held != (ledger.Usage{Claims: 1, GPUs: 15}) {
 		t.Error(held, err)
 	}
 	mustPrepare(t, p, newClaim("rest", results[15:]...))
@@ -383,7 +386,7 @@ func TestPrepareRereadsClaimAfterWait(t *testing.T) {
 				w := newWorld(t)
 				w.readClaim = func() (*resourceapi.ResourceClaim, error) { return c.claim, c.err }
 				p := w.plugin(t)
-				other, err := p.Locks.Acquire(t.Context(), claimLock(same.UID))
+				other, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(same.UID))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -407,7 +410,7 @@ func TestCallCanceledWhileWaitingChangesNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t)
 		p := w.plugin(t)
-		other, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu0)...)
+		other, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -431,12 +434,12 @@ func TestCallCanceledWhileWaitingChangesNothing(t *testing.T) {
 func TestLockWaitEndsWithTheCall(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
-	claims, err := p.Locks.Acquire(t.Context(), claimLock("uid-a"))
+	claims, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName("uid-a"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer claims.Release()
-	gpus, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu0)...)
+	gpus, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -468,7 +471,7 @@ func TestConcurrentCallsGiveEachGPUToOneClaim(t *testing.T) {
 	// Two plugin instances prepare the claims concurrently, as during an upgrade.
 	for range 2 {
 		p := w.plugin(t)
-		p.ReadClaim = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) {
+		p.OnRead = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) {
 			for _, c := range claims {
 				if c.Name == name {
 					return c, nil

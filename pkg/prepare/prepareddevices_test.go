@@ -1,7 +1,6 @@
-package prepare
+package prepare_test
 
 import (
-	"context"
 	"slices"
 	"testing"
 
@@ -58,7 +57,7 @@ func TestRecreatedPartitionIsReported(t *testing.T) {
 	h := withMIG(w)
 	p := w.plugin(t)
 	var reported []kubeletplugin.NamespacedObject
-	p.OnChanged = func(_ context.Context, c kubeletplugin.NamespacedObject) { reported = append(reported, c) }
+	p.OnChanged = func(c kubeletplugin.NamespacedObject) { reported = append(reported, c) }
 	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
 	mustPrepare(t, p, newClaim("other", allocated("r", gpu1)))
 	before := h.of(t, gpu0).state().MIG.Instances[0].Compute[0].UUID

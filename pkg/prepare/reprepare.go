@@ -9,6 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
@@ -30,7 +31,7 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 			return false, replacedError(d, now.GPUUUID)
 		}
 	}
-	if (pl.hasPartitions() || hasSharedSteps(old)) && old.BootID != p.BootID {
+	if (pl.hasPartitions() || steps.HasShared(old)) && old.BootID != p.node.BootID {
 		if err := p.checkForeignPartitions(ctx, old, pl); err != nil {
 			return false, err
 		}
@@ -55,7 +56,7 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 	}
 	// The answer to the kubelet relies on the record. A killed process may have written it without
 	// syncing the directory.
-	if err := p.Records.SyncDirs(hasSharedSteps(old)); err != nil {
+	if err := p.node.Records.SyncDirs(steps.HasShared(old)); err != nil {
 		return false, cause.Wrap(cause.Record, err)
 	}
 	if err := p.verifyNode(pl); err != nil {
@@ -63,7 +64,7 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 	}
 	work, cancel := steps.WithTimeout(ctx, steps.CallTime, steps.AnswerTime)
 	defer cancel()
-	env := p.newEnv(&old, nil)
+	env := steps.NewEnv(p.node, &old, nil)
 	modes, err := p.disableModeSteps(work, env.Cards, pl)
 	if err != nil {
 		return false, err
@@ -77,10 +78,10 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 // revertOld undoes what the claim's old record says was prepared, so that the claim can be prepared
 // anew.
 func (p *Preparer) revertOld(ctx context.Context, old checkpoint.Record) error {
-	if err := p.revert(ctx, old); err != nil {
+	if err := p.Revert(ctx, old); err != nil {
 		return err
 	}
-	p.OnUnprepared(old.ClaimUID)
+	p.opts.Observer.Unprepared(old.ClaimUID)
 	return nil
 }
 
@@ -99,7 +100,7 @@ func (p *Preparer) checkForeignPartitions(ctx context.Context, old checkpoint.Re
 	}
 	work, cancel := steps.WithTimeout(ctx, steps.CallTime, steps.AnswerTime)
 	defer cancel()
-	cards := steps.NewCardStates(p.Partitions)
+	cards := steps.NewCardStates(p.node.Partitions)
 	for i, d := range old.Devices {
 		req := &pl.requests[i]
 		if req.name.Partition == nil || d.AdminAccess || owned[d.Device] {
@@ -135,7 +136,7 @@ func (p *Preparer) adoptSteps(pl *plan, old checkpoint.Record) (bool, error) {
 	creators := map[string]steps.Creator{}
 	for _, step := range pl.steps {
 		if c, ok := steps.AsCreator(step); ok {
-			if err := c.Load(p.Records, p.BootID); err != nil {
+			if err := c.Load(p.node.Records, p.node.BootID); err != nil {
 				return false, err
 			}
 			creators[c.Partition()] = c
@@ -157,7 +158,7 @@ func (p *Preparer) adoptSteps(pl *plan, old checkpoint.Record) (bool, error) {
 func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan, ensure driftCheck) error {
 	r := old
 	r.Devices = slices.Clone(old.Devices)
-	env := p.newEnv(&r, pl.allSteps())
+	env := steps.NewEnv(p.node, &r, pl.allSteps())
 	env.UUID = pl.deviceUUID
 	if pl.hasPartitions() || len(steps.Of[*steps.Shared](pl.steps)) > 0 {
 		if err := ensure(ctx, env, pl); err != nil {
@@ -173,7 +174,7 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan,
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
-	changed, others := r.BootID != p.BootID || !same, false
+	changed, others := r.BootID != p.node.BootID || !same, false
 	for i := range r.Devices {
 		if now := pl.record.Devices[i].MIGUUID; r.Devices[i].MIGUUID != now {
 			r.Devices[i].MIGUUID, changed, others = now, true, true
@@ -186,7 +187,7 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan,
 		return err
 	}
 	if others {
-		p.OnChanged(ctx, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: r.Namespace, Name: r.Name},
+		p.opts.Observer.Changed(ctx, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: r.Namespace, Name: r.Name},
 			UID: r.ClaimUID})
 	}
 	return nil
@@ -209,12 +210,6 @@ func sameClient(a, b steps.MPSClient) bool {
 	return reflect.DeepEqual(a, b)
 }
 
-// hasSharedSteps reports whether the record names a setting, MPS daemon or partition that the claim
-// may share with other claims.
-func hasSharedSteps(r checkpoint.Record) bool {
-	return slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return s.Kind == steps.SharedKind })
-}
-
 func replacedError(d checkpoint.Device, now string) error {
 	return cause.Permanent(cause.Errorf(cause.Device,
 		"request %s: device %s was GPU %s when the claim was prepared and is GPU %s now: the card was replaced: delete the claim's Pods",
@@ -225,7 +220,7 @@ func replacedError(d checkpoint.Device, now string) error {
 // UUIDs: a replaced card is no change of the allocation.
 func sameDevice(old, now checkpoint.Device) bool {
 	return old.Request == now.Request && old.Pool == now.Pool && old.Device == now.Device && old.AdminAccess == now.AdminAccess &&
-		equalPtr(old.ShareID, now.ShareID) && sameCapacity(old.ConsumedCapacity, now.ConsumedCapacity)
+		ptr.Equal(old.ShareID, now.ShareID) && sameCapacity(old.ConsumedCapacity, now.ConsumedCapacity)
 }
 
 func equalPtr[T comparable](a, b *T) bool {

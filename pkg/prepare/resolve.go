@@ -96,7 +96,7 @@ func sameModeStep(a, b steps.Step) bool {
 
 func (p *Preparer) resolveWhole(ctx context.Context, cards *steps.CardStates, g device.GPU) (steps.Step, error) {
 	name := g.WholeName()
-	marked, err := p.Records.Marked(name)
+	marked, err := p.node.Records.Marked(name)
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
 	}
@@ -109,7 +109,7 @@ func (p *Preparer) resolveWhole(ctx context.Context, cards *steps.CardStates, g 
 	}
 	switch {
 	case !state.MIG.Enabled:
-		if err := p.Records.Unmark(name); err != nil {
+		if err := p.node.Records.Unmark(name); err != nil {
 			return nil, cause.Wrap(cause.Record, err)
 		}
 		return nil, steps.CheckDeviceNode(name, g.Minor, state.Minor)
@@ -128,7 +128,7 @@ func (p *Preparer) resolveWhole(ctx context.Context, cards *steps.CardStates, g 
 // that an admin created. Otherwise it plans a step that creates the partition.
 func (p *Preparer) resolvePartition(ctx context.Context, cards *steps.CardStates, req *deviceRequest) error {
 	if req.name.Share {
-		joined, err := steps.JoinInstance(p.Records, p.BootID, req.name, req.gpu.Card(), req.gpu.Minor)
+		joined, err := steps.JoinInstance(p.node.Records, p.node.BootID, req.name, req.gpu.Card(), req.gpu.Minor)
 		if err != nil {
 			return err
 		}
@@ -152,7 +152,7 @@ func (p *Preparer) resolvePartition(ctx context.Context, cards *steps.CardStates
 		}
 		return err
 	}
-	owned, err := p.OwnedInstances(req.name.GPU, []device.Instance{in})
+	owned, err := p.opts.Ledger.OwnedInstances(req.name.GPU, []device.Instance{in})
 	if err != nil {
 		return err
 	}
@@ -160,7 +160,7 @@ func (p *Preparer) resolvePartition(ctx context.Context, cards *steps.CardStates
 		return cause.Errorf(cause.Held, "device %s: %s was created for another claim and still exists: wait until that claim's Pods have ended",
 			req.name, steps.DescribeInstances(in))
 	}
-	if _, known := inInventory(p.Hardware.Snapshot(), req.name.GPU, in); !known {
+	if _, known := inInventory(p.node.Hardware.Snapshot(), req.name.GPU, in); !known {
 		return cause.Errorf(cause.NotReady,
 			"device %s: %s appeared at its placement, which no claim of this driver created: the claim can use it as it is once the inventory has "+
 				"seen it, within seconds", req.name, steps.DescribeInstances(in))

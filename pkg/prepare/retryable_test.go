@@ -1,10 +1,11 @@
-package prepare
+package prepare_test
 
 import (
 	"syscall"
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
 func TestPermanentErrorsAreNotRetryable(t *testing.T) {
@@ -61,11 +62,11 @@ func TestPermanentErrorsAreNotRetryable(t *testing.T) {
 			p := w.plugin(t)
 			mustPrepare(t, p, newClaim("good", allocated("r", gpu1)))
 			w.specs.clear()
-			if err := p.RepairAllSpecs(t.Context()); err == nil || Retryable(err) != nil || w.specs.of("uid-good") == "" {
+			if err := p.RepairAllSpecs(t.Context()); err == nil || reconcile.Retryable(err) != nil || w.specs.of("uid-good") == "" {
 				t.Errorf("the other claim's spec is %q; %v", w.specs.of("uid-good"), err)
 			}
 			w.disk.FailAt(1, syscall.ENOSPC)
-			if err := p.RepairAllSpecs(t.Context()); Retryable(err) == nil {
+			if err := p.RepairAllSpecs(t.Context()); reconcile.Retryable(err) == nil {
 				t.Errorf("a full disk is not retryable: %v", err)
 			}
 		})

@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"errors"
@@ -33,20 +33,20 @@ var (
 type sharingScene struct {
 	name   string
 	claims []*resourceapi.ResourceClaim
-	before func(*testing.T, *world, *Preparer)
-	call   func(*testing.T, *Preparer) error
+	before func(*testing.T, *world, *plugin)
+	call   func(*testing.T, *plugin) error
 }
 
-func prepares(c *resourceapi.ResourceClaim) func(*testing.T, *Preparer) error {
-	return func(t *testing.T, p *Preparer) error { _, err := p.Prepare(t.Context(), c); return err }
+func prepares(c *resourceapi.ResourceClaim) func(*testing.T, *plugin) error {
+	return func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), c); return err }
 }
 
-func unprepares(c *resourceapi.ResourceClaim) func(*testing.T, *Preparer) error {
-	return func(t *testing.T, p *Preparer) error { return p.Unprepare(t.Context(), c.UID) }
+func unprepares(c *resourceapi.ResourceClaim) func(*testing.T, *plugin) error {
+	return func(t *testing.T, p *plugin) error { return p.Unprepare(t.Context(), c.UID) }
 }
 
-func withPrepared(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *Preparer) {
-	return func(t *testing.T, _ *world, p *Preparer) {
+func withPrepared(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *plugin) {
+	return func(t *testing.T, _ *world, p *plugin) {
 		for _, c := range claims {
 			mustPrepare(t, p, c)
 		}
@@ -55,8 +55,8 @@ func withPrepared(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world,
 
 // withRestart prepares the claims. After that it resets all GPUs and ends all MPS daemons while the
 // claims are still prepared.
-func withRestart(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *Preparer) {
-	return func(t *testing.T, w *world, p *Preparer) {
+func withRestart(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *plugin) {
+	return func(t *testing.T, w *world, p *plugin) {
 		withPrepared(claims...)(t, w, p)
 		for _, gpu := range []string{gpu0, gpu1} {
 			w.hardware.of(t, gpu).reset()
@@ -81,7 +81,7 @@ func sharingScenes() []sharingScene {
 			sharingScene{s.name + ": first", alone, withPrepared(), prepares(s.first)},
 			sharingScene{s.name + ": last leaves", alone, withPrepared(s.first), unprepares(s.first)},
 			sharingScene{s.name + ": reconcile", alone, withRestart(s.first), func(t *testing.T,
-				p *Preparer) error {
+				p *plugin) error {
 				return p.Reconcile(t.Context())
 			}},
 		)
@@ -102,7 +102,7 @@ func sharingScenes() []sharingScene {
 
 // interruptedScene returns the fake node of scene s right before the call that the tests interrupt.
 // The result "found" is the time slice that gpu0 must have again after the last claim left.
-func interruptedScene(t *testing.T, s sharingScene) (w *world, h *hardware, p *Preparer, found device.TimeSlice) {
+func interruptedScene(t *testing.T, s sharingScene) (w *world, h *hardware, p *plugin, found device.TimeSlice) {
 	t.Helper()
 	w = newWorld(t)
 	h = withMPS(w)
@@ -127,7 +127,7 @@ func (w *world) holders() []string {
 // checkSharedState fails the test unless the claims' records and the files of shared settings agree
 // with the GPU settings and MPS daemons. Settings that no claim shares must have their original
 // values, for example the value "found" as gpu0's time slice.
-func checkSharedState(t *testing.T, w *world, h *hardware, p *Preparer, found device.TimeSlice) {
+func checkSharedState(t *testing.T, w *world, h *hardware, p *plugin, found device.TimeSlice) {
 	t.Helper()
 	slice, mode := map[string]device.TimeSlice{gpu0: found}, map[string]device.ComputeMode{gpu0: device.ComputeDefault,
 		gpu1: device.ComputeDefault}

@@ -1,8 +1,7 @@
-package prepare
+package prepare_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"path/filepath"
 	"slices"
@@ -16,7 +15,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -197,7 +198,7 @@ func TestUnfinishedHolderFileIsRemoved(t *testing.T) {
 		withMPS(w)
 		p := w.plugin(t)
 		var repairs []string
-		p.OnRepaired = func(r Repair) { repairs = append(repairs, r.Kind+" "+r.Object) }
+		p.OnRepaired = func(r prepare.Repair) { repairs = append(repairs, r.Kind+" "+r.Object) }
 		w.disk.Put(filepath.Join(state, "holders", ".tmp-"+key+".json"), []byte("{"))
 		if err := p.Reconcile(t.Context()); err != nil {
 			t.Error(err)
@@ -224,7 +225,7 @@ func TestOneFailedRepairBlocksNoOther(t *testing.T) {
 		for _, file := range w.holders() {
 			w.disk.Put(filepath.Join(state, "holders", file), nil)
 		}
-		p.Partitions = &muteTimeSlice{h, broken}
+		p.with(func(n *steps.Node) { n.Partitions = &muteTimeSlice{h, broken} })
 		if err := p.Reconcile(t.Context()); err == nil {
 			t.Error("no error was reported")
 		}
@@ -236,7 +237,7 @@ func TestOneFailedRepairBlocksNoOther(t *testing.T) {
 				t.Errorf("%s has time slice %d", gpu, s.slice)
 			}
 		}
-		p.Partitions = h
+		p.with(func(n *steps.Node) { n.Partitions = h })
 		if err := p.Reconcile(t.Context()); err != nil || len(w.holders()) != 0 {
 			t.Errorf("%v, left: %q", err, w.holders())
 		}
@@ -248,14 +249,14 @@ func TestOneFailedRepairBlocksNoOther(t *testing.T) {
 // usable. Reconcile must restore the time slice later.
 func TestFailedTimeSliceRestoreIsRetried(t *testing.T) {
 	for name, c := range map[string]struct {
-		meanwhile func(*testing.T, *world, *Preparer)
+		meanwhile func(*testing.T, *world, *plugin)
 		found     device.TimeSlice
 	}{
-		"no other claim": {func(*testing.T, *world, *Preparer) {}, device.TimeSliceMedium},
-		"another claim uses the whole GPU": {func(t *testing.T, _ *world, p *Preparer) {
+		"no other claim": {func(*testing.T, *world, *plugin) {}, device.TimeSliceMedium},
+		"another claim uses the whole GPU": {func(t *testing.T, _ *world, p *plugin) {
 			mustPrepare(t, p, newClaim("whole", allocated("r", gpu0)))
 		}, device.TimeSliceMedium},
-		"a reboot": {func(_ *testing.T, w *world, _ *Preparer) { w.reboot() }, device.TimeSliceDefault},
+		"a reboot": {func(_ *testing.T, w *world, _ *plugin) { w.reboot() }, device.TimeSliceDefault},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -263,7 +264,7 @@ func TestFailedTimeSliceRestoreIsRetried(t *testing.T) {
 			h.of(t, gpu0).slice = device.TimeSliceMedium
 			p := w.plugin(t)
 			mustPrepare(t, p, long1)
-			p.Partitions = &muteTimeSlice{h, "GPU-0"}
+			p.with(func(n *steps.Node) { n.Partitions = &muteTimeSlice{h, "GPU-0"} })
 			mustUnprepare(t, p, long1.UID)
 			checkClean(t, w)
 			for range 2 {
@@ -299,9 +300,9 @@ func TestNewHolderKeepsOriginalTimeSlice(t *testing.T) {
 	h.of(t, gpu0).slice = device.TimeSliceMedium
 	p := w.plugin(t)
 	mustPrepare(t, p, long1)
-	p.Partitions = &muteTimeSlice{h, "GPU-0"}
+	p.with(func(n *steps.Node) { n.Partitions = &muteTimeSlice{h, "GPU-0"} })
 	mustUnprepare(t, p, long1.UID)
-	p.Partitions = h
+	p.with(func(n *steps.Node) { n.Partitions = h })
 	short := shareBy(newClaim("short", plain("r", share0)), "GpuConfig", slicing("Short"))
 	mustPrepare(t, p, short)
 	checkSharedState(t, w, h, p, device.TimeSliceMedium)
@@ -352,7 +353,7 @@ func TestUnreadableHolderIsQuarantinedUnderItsLock(t *testing.T) {
 	for _, c := range []struct {
 		claim *resourceapi.ResourceClaim
 		lock  lock.Name
-	}{{part1, lock.Name{File: gpu0}}, {grouped, claimLock(grouped.UID)}} {
+	}{{part1, lock.Name{File: gpu0}}, {grouped, claimlock.ClaimName(grouped.UID)}} {
 		w := newWorld(t)
 		withMPS(w)
 		mustPrepare(t, w.plugin(t), c.claim)
@@ -372,11 +373,11 @@ func TestUnreadableHolderIsQuarantinedUnderItsLock(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := p.quarantineHolder(t.Context(), key, errors.New("torn")); cause.Of(err) != cause.Canceled || len(w.daemons.running) != 1 {
+			if err := p.Reconcile(t.Context()); cause.Of(err) != cause.Canceled || len(w.daemons.running) != 1 {
 				t.Errorf("%s: while another call works on it: %v, %v", key, err, w.daemons.running)
 			}
 			held.Release()
-			if err := p.quarantineHolder(t.Context(), key, errors.New("torn")); err != nil || len(w.daemons.running) != 0 {
+			if err := p.Reconcile(t.Context()); err != nil || len(w.daemons.running) != 0 {
 				t.Errorf("%s: %v, %v", key, err, w.daemons.running)
 			}
 		})

@@ -1,6 +1,8 @@
 package prepare
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"slices"
 
@@ -12,6 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -21,10 +24,10 @@ func (p *Preparer) clientEdits(clients []steps.MPSClient, index int) []specs.Con
 	var edits []specs.ContainerEdits
 	for _, c := range clients {
 		if slices.Contains(c.Devices, index) {
-			e := p.MPSEdits(c.Daemon)
+			e := p.opts.Edits.MPSClient(c.Daemon)
 			e.Env = append(slices.Clone(e.Env), mps.Limits(c.Memory, c.Threads)...)
 			if c.Whole != "" {
-				e = mergeEdits(e, p.LimitEdits(c.Whole, c.Memory))
+				e = mergeEdits(e, p.opts.Edits.MemoryLimit(c.Whole, c.Memory))
 			}
 			edits = append(edits, e)
 		}
@@ -112,7 +115,7 @@ func (p *Preparer) planSharing(uid types.UID, pl *plan, results []claim.Result) 
 	if err := s.addFractionDaemon(pl, results, fractions); err != nil {
 		return nil, err
 	}
-	if p.MPSDisabled && len(s.clients) > 0 {
+	if p.opts.MPSDisabled && len(s.clients) > 0 {
 		return nil, fmt.Errorf("request %s: MPS is switched off in this cluster: set mps.enabled=true in the chart's values",
 			results[s.clients[0].Devices[0]].Request)
 	}
@@ -261,4 +264,17 @@ func clampValue(q resource.Quantity, most int64) int64 {
 		return most
 	}
 	return max(q.Value(), 0)
+}
+
+// checkDaemons returns an error if the claim needs MPS daemons but the MPS supervisor does not run.
+// Prepare calls it before it changes anything.
+func (p *Preparer) checkDaemons(ctx context.Context, pl *plan) error {
+	if len(pl.sharing.clients) == 0 {
+		return nil
+	}
+	_, err := p.node.MPS.List(ctx)
+	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
+		return cause.Errorf(cause.NotReady, "the claim needs MPS: %w", err)
+	}
+	return nil // Start will report any other error
 }

@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"context"
@@ -316,10 +316,10 @@ func TestConcurrentSharing(t *testing.T) {
 			fraction("r", share1, "1Gi", "0"), fraction("r", migShare0, "1Gi", "0"), plain("r", gpu0+"-mig-19-3-share"),
 		}[i%3])
 	}
-	var plugins []*Preparer
+	var plugins []*plugin
 	for range 2 { // as during an upgrade
 		p := w.plugin(t)
-		p.ReadClaim = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
+		p.OnRead = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
 		plugins = append(plugins, p)
 	}
 	stop := make(chan struct{})

@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"slices"
@@ -13,6 +13,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -145,8 +146,8 @@ func TestUnstoppableDaemonKeepsOnlyItsClaim(t *testing.T) {
 }
 
 func TestLeftoverDaemonsAreStopped(t *testing.T) {
-	for name, lose := range map[string]func(*testing.T, *Preparer) (left int){
-		"all files": func(t *testing.T, p *Preparer) int {
+	for name, lose := range map[string]func(*testing.T, *plugin) (left int){
+		"all files": func(t *testing.T, p *plugin) int {
 			removeHolders(t, p)
 			for _, uid := range []types.UID{part1.UID, "uid-alone"} {
 				if err := p.Records.Remove(uid); err != nil {
@@ -157,8 +158,8 @@ func TestLeftoverDaemonsAreStopped(t *testing.T) {
 		},
 		// The claims that use the MPS daemons still have records, so Reconcile must write the removed
 		// files, which list the daemons' claims, again.
-		"the holders' files": func(t *testing.T, p *Preparer) int { removeHolders(t, p); return 2 },
-		"nothing":            func(*testing.T, *Preparer) int { return 2 },
+		"the holders' files": func(t *testing.T, p *plugin) int { removeHolders(t, p); return 2 },
+		"nothing":            func(*testing.T, *plugin) int { return 2 },
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -195,7 +196,7 @@ func TestDaemonOfUnreadableRecordIsLeftAlone(t *testing.T) {
 	mustUnprepare(t, p, part1.UID)
 	synctest.Test(t, func(t *testing.T) {
 		p := w.plugin(t)
-		held, err := p.Locks.Acquire(t.Context(), gpuLocks(gpu0)...)
+		held, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -209,7 +210,7 @@ func TestDaemonOfUnreadableRecordIsLeftAlone(t *testing.T) {
 	})
 }
 
-func removeHolders(t *testing.T, p *Preparer) {
+func removeHolders(t *testing.T, p *plugin) {
 	t.Helper()
 	keys, err := p.Records.Holders()
 	if err != nil {

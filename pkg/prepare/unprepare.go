@@ -3,11 +3,15 @@ package prepare
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
@@ -15,20 +19,20 @@ import (
 // Unprepare takes a claim's devices back. It needs the GPU driver only if one of the recorded steps
 // changed hardware. If the claim has no record, it is already unprepared.
 func (p *Preparer) Unprepare(ctx context.Context, uid types.UID) error {
-	locks, err := p.lockClaim(ctx, uid)
+	locks, err := claimlock.Claim(ctx, p.opts.Locks, uid)
 	if err != nil {
 		return cause.ForClaim("with UID "+string(uid), err)
 	}
 	defer locks.Release()
-	if err := p.unprepareLocked(ctx, locks, uid); err != nil {
+	if err := p.UnprepareLocked(ctx, locks, uid); err != nil {
 		return cause.ForClaim("with UID "+string(uid), err)
 	}
-	p.OnUnprepared(uid)
+	p.opts.Observer.Unprepared(uid)
 	return nil
 }
 
-func (p *Preparer) unprepareLocked(ctx context.Context, locks *lock.Guard, uid types.UID) error {
-	r, found, err := p.Records.Load(uid)
+func (p *Preparer) UnprepareLocked(ctx context.Context, locks *lock.Guard, uid types.UID) error {
+	r, found, err := p.node.Records.Load(uid)
 	var unreadable *statefile.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
@@ -36,29 +40,29 @@ func (p *Preparer) unprepareLocked(ctx context.Context, locks *lock.Guard, uid t
 	case err != nil:
 		return cause.Wrap(cause.Record, err)
 	case !found:
-		if err := p.Specs.RemoveClaim(uid); err != nil {
+		if err := p.node.Specs.RemoveClaim(uid); err != nil {
 			return cause.Wrap(cause.Step, err)
 		}
 		// Sync the directories: an earlier call may have removed the record and been killed before the
 		// removal was durable.
-		if err := p.Records.SyncDirs(true); err != nil {
+		if err := p.node.Records.SyncDirs(true); err != nil {
 			return cause.Wrap(cause.Record, err)
 		}
 		return nil
 	}
-	if err := lockGPUs(ctx, locks, r.GPUs()...); err != nil {
+	if err := claimlock.AddGPUs(ctx, locks, r.GPUs()...); err != nil {
 		return cause.Errorf(cause.Of(err), "of %s/%s: %w", r.Namespace, r.Name, err)
 	}
-	return p.revert(ctx, r)
+	return p.Revert(ctx, r)
 }
 
 // WithLocks runs work under the locks of the claim and of its GPUs, so that no other call works on
 // them at the same time.
 func (p *Preparer) WithLocks(ctx context.Context, uid types.UID, gpus []string, work func(context.Context) error) error {
-	locks, err := p.lockClaim(ctx, uid)
+	locks, err := claimlock.Claim(ctx, p.opts.Locks, uid)
 	if err == nil {
 		defer locks.Release()
-		err = lockGPUs(ctx, locks, gpus...)
+		err = claimlock.AddGPUs(ctx, locks, gpus...)
 	}
 	if err == nil {
 		bounded, cancel := steps.WithTimeout(ctx, steps.DestroyTime, steps.AnswerTime)
@@ -67,6 +71,39 @@ func (p *Preparer) WithLocks(ctx context.Context, uid types.UID, gpus []string, 
 	}
 	if err != nil {
 		return cause.ForClaim("with UID "+string(uid), cause.OrStep(err))
+	}
+	return nil
+}
+
+// Revert undoes the steps of record r and deletes the record. The caller holds the locks of the
+// claim and of its GPUs.
+func (p *Preparer) Revert(ctx context.Context, r checkpoint.Record) error {
+	list, err := steps.Decode(r.Steps)
+	if err != nil {
+		return cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)
+	}
+	return p.undo(ctx, &r, list)
+}
+
+// undo reverts the steps and removes the record r. steps may have results that r lacks. Before undo
+// destroys a MIG instance, it saves the state Reverting, but goes on if that fails, because a later
+// call verifies the devices of a record in state Prepared.
+func (p *Preparer) undo(ctx context.Context, r *checkpoint.Record, list []steps.Step) error {
+	env := steps.NewEnv(p.node, r, list)
+	if r.State == checkpoint.Prepared && steps.NeedsHardware(list) && !env.EarlierBoot {
+		r.State = checkpoint.Reverting
+		if err := env.Journal(); err != nil {
+			klog.FromContext(ctx).Error(err, "Failed to record that a claim is being unprepared; reverting anyway", "claim",
+				klog.KRef(r.Namespace, r.Name))
+		}
+	}
+	work, cancel := steps.WithTimeout(ctx, steps.DestroyTime, steps.AnswerTime)
+	defer cancel()
+	if err := steps.RevertAll(work, env, list); err != nil {
+		return cause.OrStep(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
+	}
+	if err := p.node.Records.Remove(r.ClaimUID); err != nil {
+		return cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return nil
 }

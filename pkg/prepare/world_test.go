@@ -1,4 +1,4 @@
-package prepare
+package prepare_test
 
 import (
 	"context"
@@ -28,6 +28,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/preparetest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 const (
@@ -78,7 +81,7 @@ func newGPU(address device.PCIAddress, uuid, node string) nvidia.GPU {
 }
 
 // plugin starts a new plugin process on the fake node and returns its Preparer.
-func (w *world) plugin(t *testing.T) *Preparer {
+func (w *world) plugin(t *testing.T) *plugin {
 	t.Helper()
 	p, err := w.start()
 	if err != nil {
@@ -87,7 +90,7 @@ func (w *world) plugin(t *testing.T) *Preparer {
 	return p
 }
 
-func (w *world) start() (*Preparer, error) {
+func (w *world) start() (*plugin, error) {
 	records, err := checkpoint.Open(state, w.disk)
 	if err != nil {
 		return nil, err
@@ -96,24 +99,47 @@ func (w *world) start() (*Preparer, error) {
 	if err != nil {
 		return nil, err
 	}
-	o := Options{
-		DriverName: driverName, Pool: pool, BootID: w.bootID, Now: time.Now, ConflictWait: w.conflictWait, Stopping: w.stopping,
-		Hardware: w, Specs: w.specs, Records: records, Locks: locks, Verify: w.verify,
-		ReadClaim: func(context.Context, string, string) (*resourceapi.ResourceClaim, error) {
+	p := &plugin{Locks: locks, Observer: &preparetest.Observer{}}
+	o := prepare.Options{
+		Pool: pool, Locks: locks, ConflictWait: w.conflictWait, Stopping: w.stopping, MPSDisabled: w.mpsDisabled,
+		Node: steps.Node{BootID: w.bootID, Now: time.Now, Records: records, Specs: w.specs, Hardware: w, MPS: w.daemons},
+		Claims: &preparetest.Claims{OnRead: func(context.Context, string, string) (*resourceapi.ResourceClaim, error) {
 			if w.readClaim == nil {
 				return nil, errors.New("not expected to read the claim again")
 			}
 			return w.readClaim()
+		}},
+		Edits: &preparetest.Edits{
+			OnVerify: w.verify, OnMIG: migEdits, OnMPSClient: w.daemons.edits,
+			OnMemoryLimit: func(gpu string, mebibytes uint64) specs.ContainerEdits {
+				return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: fmt.Sprintf("/limit/%s/%d", gpu, mebibytes)}}}
+			},
 		},
-		MIGEdits: migEdits, ShareTotals: totalsBy(w.shares), MPS: w.daemons, MPSDisabled: w.mpsDisabled, MPSEdits: w.daemons.edits,
-		LimitEdits: func(gpu string, mebibytes uint64) specs.ContainerEdits {
-			return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: fmt.Sprintf("/limit/%s/%d", gpu, mebibytes)}}}
-		},
+		ShareTotals: totalsBy(w.shares), Observer: p.Observer,
 	}
 	if w.hardware != nil {
-		o.Partitions = w.hardware
+		o.Node.Partitions = w.hardware
 	}
-	return New(o), nil
+	p.Claims, p.Edits = o.Claims.(*preparetest.Claims), o.Edits.(*preparetest.Edits)
+	p.options, p.Transaction = o, preparetest.New(o)
+	return p, nil
+}
+
+// plugin is a plugin process on the fake node.
+type plugin struct {
+	preparetest.Transaction
+	*preparetest.Observer
+	*preparetest.Claims
+	*preparetest.Edits
+
+	Locks   *lock.Set
+	options prepare.Options
+}
+
+// with changes what the plugin works on.
+func (p *plugin) with(change func(*steps.Node)) {
+	change(&p.options.Node)
+	p.Transaction = preparetest.New(p.options)
 }
 
 // totalsBy returns Options.ShareTotals for these sharing rules. It treats every GPU as the node's
@@ -124,17 +150,30 @@ func totalsBy(rules device.ShareRules) func(device.GPU, device.Name) map[string]
 
 // RepairAllSpecs calls RepairSpecs, and then RepairClaimSpec for the claims that RepairSpecs left.
 // Package driver does the same.
-func (p *Preparer) RepairAllSpecs(ctx context.Context) error {
+func (p *plugin) RepairAllSpecs(ctx context.Context) error {
 	left, err := p.RepairSpecs(ctx)
-	var all parallel
-	all.start(func() error { return err })
-	for _, uid := range left {
-		all.start(func() error { return p.RepairClaimSpec(ctx, uid) })
+
+	errs := make([]error, len(left))
+	var wg sync.WaitGroup
+	for i, uid := range left {
+		wg.Go(func() { errs[i] = p.RepairClaimSpec(ctx, uid) })
 	}
-	return all.wait()
+	wg.Wait()
+	return errors.Join(append(errs, err)...)
 }
 
-func (w *world) Snapshot() inventory.Snapshot { return w.snapshot }
+// Limits of packages prepare and reconcile, which the tests wait for.
+const (
+	conflictPoll    = 50 * time.Millisecond
+	tryWait         = 10 * time.Millisecond
+	recoverWait     = 2 * time.Second
+	sharedCheckTime = 10 * time.Second
+	claimLocks      = "claims"
+)
+
+func (w *world) Snapshot() inventory.Snapshot {
+	return w.snapshot
+}
 
 func (w *world) verify(edits specs.ContainerEdits) error {
 	for _, n := range edits.DeviceNodes {

@@ -12,6 +12,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
 // maxNamedSpecs is how many repaired CDI specs an Event names. If someone removed the whole CDI
@@ -36,7 +37,7 @@ func (r *Reconciler) RepairSpecs(ctx context.Context) error {
 		err = r.opts.BaseSpec.WriteBase(s.Node.Common)
 	}
 	err = errors.Join(err, r.specs.Repair(ctx))
-	retryable := prepare.Retryable(err)
+	retryable := reconcile.Retryable(err)
 	if err != nil && retryable == nil {
 		klog.FromContext(ctx).Error(err, "Failed to restore CDI specs of some claims; an operator has to act")
 	}

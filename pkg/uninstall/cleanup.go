@@ -19,7 +19,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
 
 const (
@@ -31,7 +31,7 @@ const (
 
 // Claims knows the prepared claims of this node, and the MIG modes that the driver switched on.
 type Claims interface {
-	Usage() (prepare.Usage, error)
+	Usage() (ledger.Usage, error)
 	DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error)
 }
 

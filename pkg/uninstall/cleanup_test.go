@@ -16,7 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
 
 // fakeNode fakes a node with one GPU in MIG mode and no prepared claims.
@@ -28,7 +28,7 @@ type fakeNode struct {
 	removed    []string
 }
 
-func (n *fakeNode) Usage() (prepare.Usage, error) { return prepare.Usage{}, nil }
+func (n *fakeNode) Usage() (ledger.Usage, error) { return ledger.Usage{}, nil }
 
 func (n *fakeNode) DisableUnusedMIGMode(ctx context.Context, _ device.GPU) (bool, error) {
 	err := n.disable(ctx)

@@ -22,6 +22,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/preparetest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // Pool is the name of the node's resource pool, which is the node's name.
@@ -30,7 +32,7 @@ const Pool = nodeName
 // Plugin is the part of the plugin that prepares and unprepares claims. It knows the GPUs as they
 // were when [Plugin.Look] was last called.
 type Plugin struct {
-	*prepare.Preparer
+	preparetest.Transaction
 
 	Worker   *cut.Partitions
 	Specs    *cdi.Store
@@ -64,13 +66,17 @@ func (n Node) Plugin(ctx context.Context, disk durable.FS, reread Reread) (*Plug
 		return nil, err
 	}
 	p := &Plugin{node: n, Specs: cdi.NewStore(cfg.CDIRoot), Worker: n.PartitionWorker()}
-	p.Preparer = prepare.New(prepare.Options{
-		DriverName: driver.DriverName, Pool: Pool, BootID: strings.TrimSpace(string(bootID)), Now: time.Now,
-		Hardware: p, Specs: p.Specs, Records: records, Locks: locks, ReadClaim: reread,
-		Partitions: p.Worker, MIGEdits: scan.CapabilityEdits(n.Paths()),
-		Verify: func(edits specs.ContainerEdits) error {
-			edits.Hooks = nil
-			return cdi.Verify(edits, n.Paths().Visible)
+	p.Transaction = preparetest.New(prepare.Options{
+		Pool: Pool, Locks: locks, Claims: &preparetest.Claims{OnRead: reread},
+		Node: steps.Node{
+			BootID: strings.TrimSpace(string(bootID)), Now: time.Now, Records: records, Specs: p.Specs, Hardware: p, Partitions: p.Worker,
+		},
+		Edits: &preparetest.Edits{
+			OnMIG: scan.CapabilityEdits(n.Paths()),
+			OnVerify: func(edits specs.ContainerEdits) error {
+				edits.Hooks = nil
+				return cdi.Verify(edits, n.Paths().Visible)
+			},
 		},
 	})
 	return p, p.Look(ctx)

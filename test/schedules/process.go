@@ -26,8 +26,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/preparetest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -40,7 +40,7 @@ const (
 // process is a simulated process of the plugin. Every call to the disk, the hardware, the MPS
 // supervisor and the API server goes through [process.do].
 type process struct {
-	*prepare.Preparer
+	preparetest.Transaction
 
 	id    int
 	world *world
@@ -77,12 +77,15 @@ func (p *process) open() error {
 	if err != nil {
 		return err
 	}
-	p.Preparer = prepare.New(prepare.Options{
-		DriverName: driverName, Pool: pool, BootID: p.world.bootID(),
-		Now:      func() time.Time { return time.Now().Add(p.world.clockOffset) },
-		Hardware: p, Specs: specStore{p, p.world.specs.open()}, Records: records, Locks: locks, Verify: p.world.verify, ReadClaim: p.reread,
-		OnUnprepared: p.unprepared, UnpreparedSince: overtaken,
-		Partitions: hardware{p}, MPS: supervisor{p}, MPSEdits: mpsEdits, MIGEdits: migEdits,
+	p.Transaction = preparetest.New(prepare.Options{
+		Pool: pool, Locks: locks,
+		Node: steps.Node{
+			BootID: p.world.bootID(), Now: func() time.Time { return time.Now().Add(p.world.clockOffset) }, Records: records,
+			Hardware: p, Specs: specStore{p, p.world.specs.open()}, Partitions: hardware{p}, MPS: supervisor{p},
+		},
+		Claims:   &preparetest.Claims{OnRead: p.reread, OnUnpreparedSince: overtaken},
+		Observer: &preparetest.Observer{OnUnprepared: p.unprepared},
+		Edits:    &preparetest.Edits{OnVerify: p.world.verify, OnMPSClient: mpsEdits, OnMIG: migEdits},
 	})
 	return nil
 }

@@ -3,6 +3,7 @@ package steps
 import (
 	"context"
 	"errors"
+	"slices"
 	"strings"
 
 	"k8s.io/klog/v2"
@@ -328,4 +329,10 @@ func InstanceOf(h checkpoint.Holder) (*MIGInstance, error) {
 		return nil, cause.Errorf(cause.Record, "the file of shared MIG instance %s has a step of kind %s instead", h.Key, step.Kind())
 	}
 	return m, nil
+}
+
+// HasShared reports whether the record names a setting, MPS daemon or partition that the claim
+// may share with other claims.
+func HasShared(r checkpoint.Record) bool {
+	return slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return s.Kind == SharedKind })
 }

@@ -5,6 +5,9 @@ const (
 	durableDir    = "pkg/durable"
 	lockDir       = "pkg/lock"
 	prepareDir    = "pkg/prepare"
+	claimlockDir  = "pkg/prepare/claimlock"
+	ledgerDir     = "pkg/prepare/ledger"
+	reconcileDir  = "pkg/prepare/reconcile"
 	stepsDir      = "pkg/prepare/steps"
 	publishDir    = "pkg/publish"
 )
@@ -18,7 +21,7 @@ var mutants = []mutant{
 	{"what a killed process wrote is taken for synced", checkpointDir, "(*Store).SyncDirs", emptyRange{}},
 	{"two instances lock the same GPU", lockDir, "open", instead{"TryLock", "TryRLock"}},
 	{"two instances lock the same claim", lockDir, "lockPart", instead{"F_WRLCK", "F_RDLCK"}},
-	{"GPUs are not locked", prepareDir, "lockGPUs", lastArgument{call{to: "Add"}, ""}},
+	{"GPUs are not locked", claimlockDir, "AddGPUs", lastArgument{call{to: "Add"}, ""}},
 	{"conflicts with other claims are not checked", prepareDir, "(*Preparer).prepareLocked", skip{call{to: "checkConflicts"}}},
 	{"the shares of other claims are not counted", prepareDir, "(*Preparer).checkShare", lastArgument{call{to: "checkCapacity"}, "$[:0]"}},
 	{"the plan is not recorded before the steps", prepareDir, "(*Preparer).execute", skip{call{to: "Journal"}}},
@@ -45,10 +48,10 @@ var mutants = []mutant{
 	{"a record of an earlier boot is taken for the hardware's state", stepsDir, "NewEnv", literalField{"EarlierBoot", "false"}},
 	{"a late call is not refused", prepareDir, "(*Preparer).checkTimely", skip{call{to: "checkUnchanged"}}},
 	{"a claim that no Pod may use any more is prepared", prepareDir, "(*Preparer).checkUnchanged", skip{call{to: "checkReserved"}}},
-	{"a claim that is in use again is garbage collected", prepareDir, "(*Preparer).UnprepareOrphan", ignore{call{to: "confirm"}}},
-	{"a claim that lost its devices is not garbage collected", prepareDir, "(*Preparer).OrphanReason", emptyRange{}},
-	{"a claim is taken for a deleted one of the same name", prepareDir, "(*Preparer).OrphanReason", condition{"ClaimUID", false}},
-	{"unfinished files of holders stay", prepareDir, "(*Preparer).collectUnreferenced", skip{call{to: "removeUnfinishedHolders"}}},
+	{"a claim that is in use again is garbage collected", reconcileDir, "(*Reconciler).UnprepareOrphan", ignore{call{to: "confirm"}}},
+	{"a claim that lost its devices is not garbage collected", ledgerDir, "(*Ledger).OrphanReason", emptyRange{}},
+	{"a claim is taken for a deleted one of the same name", ledgerDir, "(*Ledger).OrphanReason", condition{"ClaimUID", false}},
+	{"unfinished files of holders stay", reconcileDir, "(*Reconciler).collectUnreferenced", skip{call{to: "removeUnfinishedHolders"}}},
 	{"unfinished files of records stay", checkpointDir, "(*Store).DiscardUnfinished", condition{"unfinishedOf", false}},
 	{"the plugin's MIG mode is taken for an admin's", stepsDir, "(*MIGInstance).enableMIGMode", lastArgument{call{to: "Mark"}, `$ + "?"`}},
 	{"what claims hold is not kept published", publishDir, "(*retainer).markRetained", unset{"Held"}},

@@ -1,4 +1,4 @@
-package prepare
+package ledger
 
 import (
 	"k8s.io/apimachinery/pkg/types"
@@ -22,15 +22,15 @@ type PreparedDevice struct {
 }
 
 // PreparedClaims lists the prepared claims. It leaves out claims with unreadable records.
-func (p *Preparer) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) {
-	entries, err := p.Records.List()
+func (l *Ledger) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) {
+	entries, err := l.records.List()
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
 	}
 	var claims []kubeletplugin.NamespacedObject
 	for _, e := range entries {
 		// Skip a claim with an unreadable record: its devices are unknown, and Recover reports it.
-		if r, found, err := p.Records.Load(e.ClaimUID); err == nil && found && r.State == checkpoint.Prepared {
+		if r, found, err := l.records.Load(e.ClaimUID); err == nil && found && r.State == checkpoint.Prepared {
 			claims = append(claims, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: r.Namespace, Name: r.Name},
 				UID: r.ClaimUID})
 		}
@@ -40,8 +40,8 @@ func (p *Preparer) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) {
 
 // PreparedDevices lists a claim's devices. The list is empty if the claim is not prepared.
 // PreparedDevices reads no hardware.
-func (p *Preparer) PreparedDevices(claim types.UID) ([]PreparedDevice, error) {
-	r, found, err := p.Records.Load(claim)
+func (l *Ledger) PreparedDevices(claim types.UID) ([]PreparedDevice, error) {
+	r, found, err := l.records.Load(claim)
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
 	}
@@ -52,12 +52,12 @@ func (p *Preparer) PreparedDevices(claim types.UID) ([]PreparedDevice, error) {
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
 	}
-	snapshot := p.Hardware.Snapshot()
+	snapshot := l.inventory.Snapshot()
 	devices := make([]PreparedDevice, len(r.Devices))
 	for i, d := range r.Devices {
 		devices[i] = PreparedDevice{Device: d}
 		if d.MIGUUID != "" {
-			devices[i].locate(append(p.createdInstances(list), instancesOn(snapshot, d.GPU)...))
+			devices[i].locate(append(l.createdInstances(list), instancesOn(snapshot, d.GPU)...))
 		}
 	}
 	return devices, nil
@@ -80,11 +80,11 @@ func (g *PreparedDevice) locate(instances []device.Instance) {
 
 // createdInstances returns the GPU instances that this driver created for the claim with these
 // steps, including instances that the claim shares with others.
-func (p *Preparer) createdInstances(list []steps.Step) []device.Instance {
+func (l *Ledger) createdInstances(list []steps.Step) []device.Instance {
 	var instances []device.Instance
 	for _, step := range list {
 		c, ok := steps.AsCreator(step)
-		if !ok || c.Load(p.Records, p.BootID) != nil {
+		if !ok || c.Load(l.records, l.bootID) != nil {
 			continue // the inventory may have the instance
 		}
 		if m := c.MIG(); m != nil && m.Instance != nil {

@@ -1,4 +1,10 @@
-package prepare
+// Package reconcile makes records, hardware, CDI specs and MPS daemons agree, outside of the
+// kubelet's calls: at the start of the plugin, regularly, and after changes.
+//
+// It never touches what a running call works on: it takes the same locks, and skips a claim whose
+// lock is busy. It removes a MIG instance only if the records prove that this driver created it, or
+// if the admin's policy asks for that.
+package reconcile
 
 import (
 	"context"
@@ -11,10 +17,32 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
+
+// Reconciler repairs what no call of the kubelet repairs.
+type Reconciler struct {
+	transaction *prepare.Preparer
+	ledger      *ledger.Ledger
+	node        steps.Node
+	locks       *lock.Set
+	observer    prepare.Observer
+}
+
+// New returns a Reconciler that works on the same node as p, with the same options.
+func New(p *prepare.Preparer, o prepare.Options) *Reconciler {
+	return &Reconciler{transaction: p, ledger: o.Ledger, node: o.Node, locks: o.Locks, observer: o.Observer}
+}
+
+// report logs a repair and tells the observer.
+func (rec *Reconciler) report(ctx context.Context, kind, what, object string) {
+	prepare.Repair{Kind: kind, What: what, Object: object}.Report(ctx, rec.observer)
+}
 
 const (
 	// reconcileTime limits how long Reconcile waits for the GPUs of one claim, and how long it then
@@ -25,10 +53,6 @@ const (
 	// nvidia-smi takes a second or two, and setting a time slice needs four runs.
 	sharedCheckTime = 10 * time.Second
 )
-
-// errNotChecked means that Reconcile did not examine a claim's devices, for example because another
-// call had the lock. It is no sign that something is wrong with them.
-var errNotChecked = errors.New("the claim's devices were not checked")
 
 // Reconcile makes hardware and records agree, for every claim for which no call is running. It
 // reverts unfinished preparations, finishes interrupted unpreparations and recreates lost
@@ -41,44 +65,44 @@ var errNotChecked = errors.New("the claim's devices were not checked")
 //
 // It handles claims concurrently, so a hung GPU delays no claim on another GPU. It reads a GPU only
 // if the inventory lacks one of its partitions or claims share the GPU.
-func (p *Preparer) Reconcile(ctx context.Context) error {
-	entries, err := p.Records.List()
+func (rec *Reconciler) Reconcile(ctx context.Context) error {
+	entries, err := rec.node.Records.List()
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
 	var all parallel
 	pass := steps.NewPass()
 	for _, e := range entries {
-		all.start(func() error { return withClaim(e.ClaimUID, p.reconcileClaim(ctx, pass, e.ClaimUID)) })
+		all.start(func() error { return withClaim(e.ClaimUID, rec.reconcileClaim(ctx, pass, e.ClaimUID)) })
 	}
-	all.start(func() error { return withClaim("", p.collectGarbage(ctx)) })
-	all.start(func() error { return withClaim("", p.clearStaleMarks(ctx)) })
+	all.start(func() error { return withClaim("", rec.collectGarbage(ctx)) })
+	all.start(func() error { return withClaim("", rec.clearStaleMarks(ctx)) })
 	return all.wait()
 }
 
-func (p *Preparer) reconcileClaim(ctx context.Context, pass *steps.Pass, uid types.UID) error {
+func (rec *Reconciler) reconcileClaim(ctx context.Context, pass *steps.Pass, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, recoverWait)
 	defer cancel()
-	err := errNotChecked // stays so if another call has the claim's lock
-	if lockErr := p.runUnlessBusy(waiting, uid, func(locks *lock.Guard) error {
-		err = p.reconcileLocked(ctx, pass, locks, uid)
+	err := prepare.ErrNotChecked // stays so if another call has the claim's lock
+	if lockErr := claimlock.UnlessBusy(waiting, rec.locks, uid, func(locks *lock.Guard) error {
+		err = rec.reconcileLocked(ctx, pass, locks, uid)
 		return nil
 	}); lockErr != nil {
 		return lockErr
 	}
-	if errors.Is(err, errNotChecked) {
-		p.OnSkipped(uid)
+	if errors.Is(err, prepare.ErrNotChecked) {
+		rec.observer.Skipped(uid)
 		return nil
 	}
 	return err
 }
 
-func (p *Preparer) reconcileLocked(ctx context.Context, pass *steps.Pass, locks *lock.Guard, uid types.UID) error {
-	r, found, err := p.Records.Load(uid)
+func (rec *Reconciler) reconcileLocked(ctx context.Context, pass *steps.Pass, locks *lock.Guard, uid types.UID) error {
+	r, found, err := rec.node.Records.Load(uid)
 	var unreadable *statefile.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
-		return errNotChecked // Recover has reported the record, which stays until the claim is unprepared
+		return prepare.ErrNotChecked // Recover has reported the record, which stays until the claim is unprepared
 	case err != nil:
 		return cause.Wrap(cause.Record, err)
 	case !found:
@@ -86,9 +110,9 @@ func (p *Preparer) reconcileLocked(ctx context.Context, pass *steps.Pass, locks 
 	}
 	most := reconcileTime
 	if r.State == checkpoint.Prepared {
-		err := p.rewriteSpec(ctx, r, p.checkInventory)
-		missing := errors.Is(err, errNotInInventory)
-		if !missing && !hasSharedSteps(r) {
+		err := rec.transaction.RewriteSpec(ctx, r)
+		missing := errors.Is(err, prepare.ErrNotInInventory)
+		if !missing && !steps.HasShared(r) {
 			return err
 		}
 		if !missing {
@@ -99,20 +123,20 @@ func (p *Preparer) reconcileLocked(ctx context.Context, pass *steps.Pass, locks 
 	// for up to reconcileTime.
 	queued, cancelQueued := context.WithTimeout(ctx, reconcileTime)
 	defer cancelQueued()
-	if err := lockGPUs(queued, locks, r.GPUs()...); err != nil {
+	if err := claimlock.AddGPUs(queued, locks, r.GPUs()...); err != nil {
 		return fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	work, cancelWork := context.WithTimeoutCause(ctx, most, fmt.Errorf("not done within %s", most))
 	defer cancelWork()
 	if r.State == checkpoint.Prepared {
-		return p.rewriteSpec(work, r, p.restoreAllIn(pass))
+		return rec.transaction.Restore(work, pass, r)
 	}
 	klog.FromContext(ctx).Info("Rolling back incomplete claim", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", uid, "state", r.State)
 	reverting, cancelReverting := context.WithTimeout(work, steps.PeriodicTime+steps.AnswerTime)
 	defer cancelReverting()
-	if err := p.revert(reverting, r); err != nil {
+	if err := rec.transaction.Revert(reverting, r); err != nil {
 		return err
 	}
-	p.reportInterrupted(ctx, r)
+	rec.reportInterrupted(ctx, r)
 	return nil
 }

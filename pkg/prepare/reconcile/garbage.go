@@ -1,4 +1,4 @@
-package prepare
+package reconcile
 
 import (
 	"context"
@@ -15,7 +15,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
@@ -23,51 +25,51 @@ import (
 // collectGarbage removes specs, files and daemons that no claim's record names. A killed process
 // may have left them, because every call removes its claim's record last. If one removal fails,
 // collectGarbage still tries the others.
-func (p *Preparer) collectGarbage(ctx context.Context) error {
+func (rec *Reconciler) collectGarbage(ctx context.Context) error {
 	// Run these two in sequence. Both may lock the same claim, and each skips a claim that is locked.
-	return errors.Join(p.collectRecordless(ctx), p.collectUnreferenced(ctx))
+	return errors.Join(rec.collectRecordless(ctx), rec.collectUnreferenced(ctx))
 }
 
 // collectUnreferenced quarantines unreadable files of shared settings, restores settings whose file
 // lists no claim any more, deletes unfinished files, and stops MPS daemons without a file. Unless a
 // file lists no claim, it spares what a claim's record names.
-func (p *Preparer) collectUnreferenced(ctx context.Context) error {
-	keys, err := p.Records.Holders()
+func (rec *Reconciler) collectUnreferenced(ctx context.Context) error {
+	keys, err := rec.node.Records.Holders()
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
 	var all parallel
 	for _, key := range keys {
-		h, found, err := p.Records.Holder(key)
+		h, found, err := rec.node.Records.Holder(key)
 		if isUnreadable(found, err) {
-			all.start(func() error { return p.quarantineHolder(ctx, key, err) })
+			all.start(func() error { return rec.quarantineHolder(ctx, key, err) })
 			continue
 		}
 		if err == nil && found && len(h.Claims) == 0 {
-			all.start(func() error { return p.finishUndo(ctx, key) })
+			all.start(func() error { return rec.finishUndo(ctx, key) })
 		}
 	}
-	all.start(func() error { return p.stopLeftoverDaemons(ctx) })
-	all.start(func() error { return p.removeUnfinishedHolders(ctx, keys) })
+	all.start(func() error { return rec.stopLeftoverDaemons(ctx) })
+	all.start(func() error { return rec.removeUnfinishedHolders(ctx, keys) })
 	return all.wait()
 }
 
 // collectRecordless cleans up after claims that have no record. It removes their CDI specs and
 // unfinished record files, and takes the claims off the lists of those that share a setting or
 // daemon. For each claim it takes the claim's lock.
-func (p *Preparer) collectRecordless(ctx context.Context) error {
-	entries, err := p.Records.List()
+func (rec *Reconciler) collectRecordless(ctx context.Context) error {
+	entries, err := rec.node.Records.List()
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
-	traced, tracesErr := p.findTraces()
-	sharing, sharingErr := p.claimsInHolders()
+	traced, tracesErr := rec.findTraces()
+	sharing, sharingErr := rec.claimsInHolders()
 	uids := slices.Concat(traced, sharing)
 	slices.Sort(uids)
 	var all parallel
 	for _, uid := range slices.Compact(uids) {
 		if !hasRecord(entries, uid) {
-			all.start(func() error { return p.removeRecordless(ctx, uid) })
+			all.start(func() error { return rec.removeRecordless(ctx, uid) })
 		}
 	}
 	return errors.Join(tracesErr, sharingErr, all.wait())
@@ -75,13 +77,13 @@ func (p *Preparer) collectRecordless(ctx context.Context) error {
 
 // claimsInHolders returns the claims that share a setting, daemon or partition, according to the
 // files in the directory holders.
-func (p *Preparer) claimsInHolders() (uids []types.UID, _ error) {
-	keys, err := p.Records.Holders()
+func (rec *Reconciler) claimsInHolders() (uids []types.UID, _ error) {
+	keys, err := rec.node.Records.Holders()
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
 	}
 	for _, key := range keys {
-		h, _, err := p.Records.Holder(key)
+		h, _, err := rec.node.Records.Holder(key)
 		if err != nil {
 			continue // collectUnreferenced handles unreadable holder files
 		}
@@ -98,11 +100,11 @@ func hasRecord(entries []checkpoint.Entry, uid types.UID) bool {
 
 // removeRecordless removes what a claim without a record left. It does nothing if a call for the
 // claim is running, or if the claim has a record by now.
-func (p *Preparer) removeRecordless(ctx context.Context, uid types.UID) error {
+func (rec *Reconciler) removeRecordless(ctx context.Context, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, tryWait)
 	defer cancel()
-	return p.runUnlessBusy(waiting, uid, func(*lock.Guard) error {
-		entries, err := p.Records.List()
+	return claimlock.UnlessBusy(waiting, rec.locks, uid, func(*lock.Guard) error {
+		entries, err := rec.node.Records.List()
 		if err != nil {
 			return cause.Wrap(cause.Record, err)
 		}
@@ -111,53 +113,55 @@ func (p *Preparer) removeRecordless(ctx context.Context, uid types.UID) error {
 		}
 		work, cancelWork := context.WithTimeout(ctx, steps.PeriodicTime+steps.AnswerTime)
 		defer cancelWork()
-		return errors.Join(p.removeTraces(ctx, uid), p.leaveSharedSteps(work, uid))
+		return errors.Join(rec.removeTraces(ctx, uid), rec.transaction.LeaveSharedSteps(work, uid))
 	})
 }
 
 // removeTraces removes the CDI spec and the unfinished record file of a claim that has no record.
 // The caller holds the claim's lock.
-func (p *Preparer) removeTraces(ctx context.Context, uid types.UID) error {
-	withSpec, err := p.Specs.Claims()
+func (rec *Reconciler) removeTraces(ctx context.Context, uid types.UID) error {
+	withSpec, err := rec.node.Specs.Claims()
 	if err != nil {
 		return cause.Wrap(cause.Step, err)
 	}
-	unfinished, err := p.Records.Unfinished()
+	unfinished, err := rec.node.Records.Unfinished()
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
 	if slices.Contains(unfinished, uid) {
-		if err := p.Records.DiscardUnfinished(uid); err != nil {
+		if err := rec.node.Records.DiscardUnfinished(uid); err != nil {
 			return cause.Wrap(cause.Record, err)
 		}
-		p.reportRepair(ctx, Repair{"unfinished-write", "Removed unfinished claim record, left by a killed call", string(uid)})
+		rec.report(ctx, "unfinished-write", "Removed unfinished claim record, left by a killed call", string(uid))
 	}
 	if !slices.Contains(withSpec, uid) {
 		return nil
 	}
-	if err := p.Specs.RemoveClaim(uid); err != nil {
+	if err := rec.node.Specs.RemoveClaim(uid); err != nil {
 		return cause.Wrap(cause.Step, err)
 	}
-	p.reportRepair(ctx, Repair{"leftover-spec", "Removed CDI spec without a claim record", string(uid)})
+	rec.report(ctx, "leftover-spec", "Removed CDI spec without a claim record", string(uid))
 	return nil
 }
 
 // quarantineHolder moves an unreadable file of a shared setting or daemon to the quarantine
 // directory, after it reset the setting to its default or stopped the daemon. It does nothing if a
 // claim's record names the setting or daemon.
-func (p *Preparer) quarantineHolder(ctx context.Context, key string, reason error) error {
-	return p.cleanUnreferenced(ctx, key, isUnreadable, func(work context.Context) error {
-		if err := steps.ResetToDefault(work, p.newEnv(&checkpoint.Record{BootID: p.BootID}, nil), key); err != nil {
+func (rec *Reconciler) quarantineHolder(ctx context.Context, key string, reason error) error {
+	return rec.cleanUnreferenced(ctx, key, isUnreadable, func(work context.Context) error {
+		if err := steps.ResetToDefault(work, steps.NewEnv(rec.node, &checkpoint.Record{BootID: rec.node.BootID}, nil), key); err != nil {
 			return cause.OrStep(fmt.Errorf("reset shared setting %s, whose file is unreadable: %w", key, err))
 		}
-		place, err := p.Records.QuarantineHolder(key, p.Now())
+		place, err := rec.node.Records.QuarantineHolder(key, rec.node.Now())
 		if err != nil {
 			return cause.Wrap(cause.Record, err)
 		}
 		klog.FromContext(ctx).Error(reason,
 			"Quarantined unreadable file of a shared setting that no claim uses; reset the setting to its default",
 			"holder", key, "quarantine", place)
-		p.OnRepaired(Repair{"unreadable-holder", "Quarantined unreadable file of a shared setting and reset the setting to its default", key})
+		rec.observer.Repaired(prepare.Repair{
+			Kind: "unreadable-holder", Object: key, What: "Quarantined unreadable file of a shared setting and reset the setting to its default",
+		})
 		return nil
 	})
 }
@@ -165,21 +169,21 @@ func (p *Preparer) quarantineHolder(ctx context.Context, key string, reason erro
 // finishUndo tries again to restore a setting that could not be restored when its last claim was
 // unprepared. If that fails again, finishUndo logs the error and returns nil, because an error
 // would cause an early Reconcile.
-func (p *Preparer) finishUndo(ctx context.Context, key string) error {
+func (rec *Reconciler) finishUndo(ctx context.Context, key string) error {
 	work, cancel := context.WithTimeout(ctx, sharedCheckTime)
 	defer cancel()
-	locks, err := p.lockKey(work, key)
+	locks, err := rec.lockKey(work, key)
 	if err != nil {
 		return err
 	}
 	defer locks.Release()
-	h, found, err := p.Records.Holder(key)
+	h, found, err := rec.node.Records.Holder(key)
 	if err != nil || !found || len(h.Claims) > 0 {
 		return nil // another call removed the file, or claims use it again
 	}
 	s := &steps.Shared{Key: key, GPUs: h.GPUs, Want: h.Step}
-	env := p.newEnv(&checkpoint.Record{BootID: p.BootID}, nil)
-	if h.BootID == p.BootID {
+	env := steps.NewEnv(rec.node, &checkpoint.Record{BootID: rec.node.BootID}, nil)
+	if h.BootID == rec.node.BootID {
 		if err := s.Undo(work, env); err != nil {
 			klog.FromContext(ctx).Error(err,
 				"Failed to restore the original value of a shared GPU setting; retrying, and the GPU stays usable", "holder", key)
@@ -189,68 +193,68 @@ func (p *Preparer) finishUndo(ctx context.Context, key string) error {
 	if err := s.RemoveHolder(env); err != nil {
 		return err
 	}
-	p.reportRepair(ctx, Repair{"leftover-holder", "Reverted a shared setting that no claim uses any more", key})
+	rec.report(ctx, "leftover-holder", "Reverted a shared setting that no claim uses any more", key)
 	return nil
 }
 
 // removeUnfinishedHolders removes files of shared settings that a killed call had not finished
 // writing. It skips the keys in "there": these have a finished file as well, and the claims in that
 // file remove both.
-func (p *Preparer) removeUnfinishedHolders(ctx context.Context, there []string) error {
-	keys, err := p.Records.UnfinishedHolders()
+func (rec *Reconciler) removeUnfinishedHolders(ctx context.Context, there []string) error {
+	keys, err := rec.node.Records.UnfinishedHolders()
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
 	var all parallel
 	for _, key := range keys {
 		if !slices.Contains(there, key) {
-			all.start(func() error { return p.removeUnfinishedHolder(ctx, key) })
+			all.start(func() error { return rec.removeUnfinishedHolder(ctx, key) })
 		}
 	}
 	return all.wait()
 }
 
-func (p *Preparer) removeUnfinishedHolder(ctx context.Context, key string) error {
-	return p.cleanUnreferenced(ctx, key, isAbsent, func(context.Context) error {
-		if err := p.Records.RemoveHolder(key); err != nil {
+func (rec *Reconciler) removeUnfinishedHolder(ctx context.Context, key string) error {
+	return rec.cleanUnreferenced(ctx, key, isAbsent, func(context.Context) error {
+		if err := rec.node.Records.RemoveHolder(key); err != nil {
 			return cause.Wrap(cause.Record, err)
 		}
-		p.reportRepair(ctx, Repair{"unfinished-write", "Removed unfinished file of a shared setting, left by a killed call", key})
+		rec.report(ctx, "unfinished-write", "Removed unfinished file of a shared setting, left by a killed call", key)
 		return nil
 	})
 }
 
 // stopLeftoverDaemons stops MPS daemons that have no file with the claims that use them. Their
 // devices may go to other claims.
-func (p *Preparer) stopLeftoverDaemons(ctx context.Context) error {
+func (rec *Reconciler) stopLeftoverDaemons(ctx context.Context) error {
 	work, cancel := context.WithTimeout(ctx, steps.PeriodicTime)
 	defer cancel()
-	running, err := p.MPS.List(work)
+	running, err := rec.node.MPS.List(work)
 	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
 		return nil // without a supervisor there is no daemon
 	}
 	if err != nil {
 		return cause.OrStep(err)
 	}
-	keys, err := p.Records.Holders()
+	keys, err := rec.node.Records.Holders()
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
 	var all parallel
 	for _, s := range running {
 		if id := s.Daemon.ID; !slices.Contains(keys, steps.SharedKey(id, steps.MPSDaemonKind)) {
-			all.start(func() error { return p.stopLeftoverDaemon(ctx, id) })
+			all.start(func() error { return rec.stopLeftoverDaemon(ctx, id) })
 		}
 	}
 	return all.wait()
 }
 
-func (p *Preparer) stopLeftoverDaemon(ctx context.Context, id string) error {
-	return p.cleanUnreferenced(ctx, steps.SharedKey(id, steps.MPSDaemonKind), isAbsent, func(work context.Context) error {
-		if err := p.MPS.Stop(work, id); err != nil {
+func (rec *Reconciler) stopLeftoverDaemon(ctx context.Context, id string) error {
+	return rec.cleanUnreferenced(ctx, steps.SharedKey(id, steps.MPSDaemonKind), isAbsent, func(work context.Context) error {
+		if err := rec.node.MPS.Stop(work, id); err != nil {
 			return cause.OrStep(fmt.Errorf("stop leftover MPS daemon %s: %w", id, err))
 		}
-		p.reportRepair(ctx, Repair{"leftover-daemon", "Stopped leftover MPS daemon", id})
+		rec.report(ctx, "leftover-daemon", "Stopped leftover MPS daemon", id)
 		return nil
 	})
 }
@@ -258,19 +262,19 @@ func (p *Preparer) stopLeftoverDaemon(ctx context.Context, id string) error {
 // cleanUnreferenced runs clean under the lock of the shared setting or daemon called key. It does
 // nothing if a claim's record names the key, because Reconcile then repairs that claim, or if
 // unchanged returns false: then another call changed the file before the lock was taken.
-func (p *Preparer) cleanUnreferenced(ctx context.Context, key string, unchanged func(found bool, err error) bool,
+func (rec *Reconciler) cleanUnreferenced(ctx context.Context, key string, unchanged func(found bool, err error) bool,
 	clean func(work context.Context) error) error {
 	work, cancel := context.WithTimeout(ctx, steps.PeriodicTime)
 	defer cancel()
-	locks, err := p.lockKey(work, key)
+	locks, err := rec.lockKey(work, key)
 	if err != nil {
 		return err
 	}
 	defer locks.Release()
-	if _, found, err := p.Records.Holder(key); !unchanged(found, err) {
+	if _, found, err := rec.node.Records.Holder(key); !unchanged(found, err) {
 		return nil
 	}
-	if named, err := p.isReferenced(key); named || err != nil {
+	if named, err := rec.isReferenced(key); named || err != nil {
 		return err
 	}
 	return clean(work)
@@ -285,19 +289,15 @@ func isAbsent(found bool, err error) bool { return !found && err == nil }
 
 // lockKey takes the lock that belongs to the key of a shared setting, partition or daemon: that of
 // the GPU, or that of the claim whose daemon it is.
-func (p *Preparer) lockKey(ctx context.Context, key string) (*lock.Guard, error) {
+func (rec *Reconciler) lockKey(ctx context.Context, key string) (*lock.Guard, error) {
 	of, _ := steps.SplitKey(key)
-	locks := []lock.Name{}
+	var locks []lock.Name
 	if name, known := device.ParseName(of); known {
-		locks = gpuLocks(name.GPU)
+		locks = claimlock.GPUNames(name.GPU)
 	} else if uid, ok := ownerOf(of); ok {
-		locks = append(locks, claimLock(uid))
+		locks = append(locks, claimlock.ClaimName(uid))
 	}
-	acquired, err := p.Locks.Acquire(ctx, locks...)
-	if err != nil {
-		return nil, lockError("a claim is being prepared or unprepared on "+of, err)
-	}
-	return acquired, nil
+	return claimlock.Acquire(ctx, rec.locks, "a claim is being prepared or unprepared on "+of, locks...)
 }
 
 // ownerOf returns the UID of the claim that an MPS daemon serves. It returns false if the daemon's
@@ -312,13 +312,13 @@ func ownerOf(daemon string) (types.UID, bool) {
 
 // isReferenced reports whether a claim's record names the setting, partition or daemon with this
 // key. An unreadable record may name it, so it counts as one that does.
-func (p *Preparer) isReferenced(key string) (bool, error) {
-	entries, err := p.Records.List()
+func (rec *Reconciler) isReferenced(key string) (bool, error) {
+	entries, err := rec.node.Records.List()
 	if err != nil {
 		return false, cause.Wrap(cause.Record, err)
 	}
 	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
-		r, found, err := p.Records.Load(e.ClaimUID)
+		r, found, err := rec.node.Records.Load(e.ClaimUID)
 		return err != nil || found && slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return references(s, key) })
 	}), nil
 }

@@ -1,15 +1,15 @@
-package prepare
+package reconcile
 
 import (
 	"context"
 	"fmt"
-	"slices"
 
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -20,19 +20,19 @@ import (
 //
 // It never disables MIG mode that an admin enabled. If an admin creates a MIG instance on the GPU,
 // the driver treats the mode as the admin's from then on.
-func (p *Preparer) DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error) {
+func (rec *Reconciler) DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error) {
 	name := g.WholeName()
-	if ours, err := p.modeIsOurs(name); !ours || err != nil {
+	if ours, err := rec.modeIsOurs(name); !ours || err != nil {
 		return false, err // checked without a lock, as usually the mode is off or an admin enabled it
 	}
-	err := p.runWhileIdle(ctx, g, func(work context.Context, state device.CardState) error {
-		if ours, err := p.modeIsOurs(name); !ours || err != nil {
+	err := rec.runWhileIdle(ctx, g, func(work context.Context, state device.CardState) error {
+		if ours, err := rec.modeIsOurs(name); !ours || err != nil {
 			return err
 		}
 		if len(state.MIG.Instances) > 0 {
-			return p.yieldModeToAdmin(name, state.MIG.Instances)
+			return rec.yieldModeToAdmin(name, state.MIG.Instances)
 		}
-		_, err := steps.DisableMIGMode(work, p.newEnv(&checkpoint.Record{BootID: p.BootID}, nil), g.Card(), name)
+		_, err := steps.DisableMIGMode(work, steps.NewEnv(rec.node, &checkpoint.Record{BootID: rec.node.BootID}, nil), g.Card(), name)
 		off = err == nil
 		return err
 	})
@@ -47,12 +47,12 @@ func (p *Preparer) DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off 
 
 // yieldModeToAdmin leaves the MIG mode to the admin who created instances on the GPU. It does
 // nothing if this driver created all of the instances: Reconcile removes those.
-func (p *Preparer) yieldModeToAdmin(gpu string, instances []device.Instance) error {
-	ours, err := p.OwnedInstances(gpu, instances)
+func (rec *Reconciler) yieldModeToAdmin(gpu string, instances []device.Instance) error {
+	ours, err := rec.ledger.OwnedInstances(gpu, instances)
 	if err != nil || len(ours) == len(instances) {
 		return err
 	}
-	if err := p.Records.Unmark(gpu); err != nil {
+	if err := rec.node.Records.Unmark(gpu); err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
 	return nil
@@ -60,20 +60,20 @@ func (p *Preparer) yieldModeToAdmin(gpu string, instances []device.Instance) err
 
 // clearStaleMarks removes the marks "this driver enabled MIG mode" of GPUs whose MIG mode is off.
 // If an admin enabled the mode next, the mark would let the driver disable it.
-func (p *Preparer) clearStaleMarks(ctx context.Context) error {
+func (rec *Reconciler) clearStaleMarks(ctx context.Context) error {
 	var all parallel
-	for _, g := range p.Hardware.Snapshot().Node.GPUs {
+	for _, g := range rec.node.Hardware.Snapshot().Node.GPUs {
 		if g.MIG == nil || g.MIG.Enabled {
 			continue
 		}
 		name := g.WholeName()
-		if marked, err := p.Records.Marked(name); err != nil {
+		if marked, err := rec.node.Records.Marked(name); err != nil {
 			all.start(func() error { return cause.Wrap(cause.Record, err) })
 		} else if marked {
 			// The inventory may be out of date. So runWhileIdle reads the hardware, and removes the GPU's
 			// mark only if MIG mode is off.
 			all.start(func() error {
-				return p.runWhileIdle(ctx, g.GPU, func(context.Context, device.CardState) error { return nil })
+				return rec.runWhileIdle(ctx, g.GPU, func(context.Context, device.CardState) error { return nil })
 			})
 		}
 	}
@@ -83,28 +83,28 @@ func (p *Preparer) clearStaleMarks(ctx context.Context) error {
 // runWhileIdle calls work with the state of the GPU, if its MIG mode is on. It does nothing while a
 // claim uses the GPU or another call has the GPU's lock. If MIG mode is off, it removes the mark
 // that says that this driver enabled the mode.
-func (p *Preparer) runWhileIdle(ctx context.Context, g device.GPU, work func(context.Context, device.CardState) error) error {
+func (rec *Reconciler) runWhileIdle(ctx context.Context, g device.GPU, work func(context.Context, device.CardState) error) error {
 	name := g.WholeName()
 	ctx, cancel := steps.WithTimeout(ctx, reconcileTime, 0)
 	defer cancel()
 	waiting, stop := context.WithTimeout(ctx, recoverWait)
 	defer stop()
-	locks, err := p.Locks.Acquire(waiting, gpuLocks(name)...)
-	if isBusy(err) {
+	locks, err := rec.locks.Acquire(waiting, claimlock.GPUNames(name)...)
+	if claimlock.IsBusy(err) {
 		return nil // a call works on the GPU, so the GPU is not idle
 	}
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
 	defer locks.Release()
-	if used, err := p.isUsed(name); used || err != nil {
+	if used, err := rec.ledger.InUse(name); used || err != nil {
 		return err
 	}
-	state, err := p.Partitions.Look(ctx, g.Card())
+	state, err := rec.node.Partitions.Look(ctx, g.Card())
 	if err == nil && state.MIG.Enabled {
 		err = work(ctx, state)
 	} else if err == nil {
-		err = p.Records.Unmark(name)
+		err = rec.node.Records.Unmark(name)
 	}
 	if err != nil {
 		return cause.OrStep(err)
@@ -112,26 +112,10 @@ func (p *Preparer) runWhileIdle(ctx context.Context, g device.GPU, work func(con
 	return nil
 }
 
-func (p *Preparer) modeIsOurs(gpu string) (bool, error) {
-	ours, err := p.Records.MarkedIn(gpu, p.BootID)
+func (rec *Reconciler) modeIsOurs(gpu string) (bool, error) {
+	ours, err := rec.node.Records.MarkedIn(gpu, rec.node.BootID)
 	if err != nil {
 		return false, cause.Wrap(cause.Record, err)
 	}
 	return ours, nil
-}
-
-// isUsed reports whether a claim uses the GPU or a part of it. An unreadable record that may name
-// the GPU counts as use.
-func (p *Preparer) isUsed(gpu string) (bool, error) {
-	entries, err := p.Records.ListForGPUs(gpu)
-	if err != nil {
-		return false, cause.Wrap(cause.Record, err)
-	}
-	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
-		if !e.Inexact() {
-			return true
-		}
-		r, found, err := p.Records.Load(e.ClaimUID)
-		return err != nil || found && slices.Contains(r.GPUs(), gpu)
-	}), nil
 }

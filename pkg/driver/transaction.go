@@ -1,0 +1,118 @@
+package driver
+
+import (
+	"context"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+)
+
+// transaction prepares, unprepares and repairs the node's claims. Its parts work on the same
+// records.
+type transaction struct {
+	*prepare.Preparer
+	*reconcile.Reconciler
+	*ledger.Ledger
+	steps.Node
+}
+
+func newTransaction(o prepare.Options) transaction {
+	o.Ledger = ledger.New(o.Node.Records, o.Node.BootID, o.Node.Hardware)
+	p := prepare.New(o)
+	return transaction{p, reconcile.New(p, o), o.Ledger, o.Node}
+}
+
+// conflictWait is how long a Prepare waits for a device that another claim has. It is shorter than
+// the pause before the kubelet's retry. It is long enough if the other claim's Pod exits on
+// request, has a short grace period or was deleted by force.
+const conflictWait = 10 * time.Second
+
+// newTransaction returns the transaction, which works on the driver's state on disk. The context
+// ends when the plugin stops.
+func (d *Driver) newTransaction(ctx context.Context, s state, paths nvidia.Paths, partitions steps.Partitions) transaction {
+	if partitions == nil {
+		partitions = steps.NoPartitions{}
+	} else {
+		partitions = newPersistenceWarner(partitions, d.events)
+	}
+	return newTransaction(prepare.Options{
+		Pool: d.cfg.NodeName,
+		Node: steps.Node{
+			BootID: s.bootID, Now: time.Now, Records: s.records, Specs: d.specs,
+			Hardware: d.node, Partitions: partitions, MPS: d.supervisor,
+		},
+		Locks:  s.locks,
+		Claims: claimReader{d.client, d.calls},
+		Edits:  nodeEdits{d.cfg, d.mountedPath(paths), scan.CapabilityEdits(paths)}, ShareTotals: d.shareTotals,
+		Observer:    claimObserver{d.calls, d.status, reports{d.events, d.metrics}},
+		MPSDisabled: !d.cfg.MPS, ConflictWait: conflictWait, Stopping: ctx.Done(),
+	})
+}
+
+// claimReader implements [prepare.Claims].
+type claimReader struct {
+	client kubernetes.Interface
+	calls  *inFlightCalls
+}
+
+func (r claimReader) Read(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
+	return r.client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
+}
+
+func (r claimReader) UnpreparedSince(ctx context.Context, uid types.UID) bool {
+	return r.calls.Overtaken(ctx, uid)
+}
+
+// claimObserver implements [prepare.Observer].
+type claimObserver struct {
+	calls *inFlightCalls
+	*claimstatus.Reporter
+	reports
+}
+
+// Unprepared removes what the plugin remembers about a claim. The caller still holds the claim's
+// lock, so a later Prepare of the same claim begins after this cleanup.
+func (o claimObserver) Unprepared(uid types.UID) {
+	o.calls.ClaimReleased(uid)
+	o.Reporter.Unprepared(uid)
+}
+
+func (o claimObserver) Skipped(uid types.UID) { o.MarkUnchecked(uid) }
+
+// nodeEdits implements [prepare.Edits].
+type nodeEdits struct {
+	cfg     *config.Config
+	visible cdi.Mapper
+	mig     func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
+}
+
+func (e nodeEdits) Verify(edits specs.ContainerEdits) error { return cdi.Verify(edits, e.visible) }
+
+func (e nodeEdits) MIG(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits {
+	return e.mig(parent, in, c)
+}
+
+func (e nodeEdits) MPSClient(daemon string) specs.ContainerEdits {
+	return mps.Edits(MPSPaths(e.cfg), daemon)
+}
+
+func (e nodeEdits) MemoryLimit(gpuUUID string, mebibytes uint64) specs.ContainerEdits {
+	roots := mps.Roots{Driver: e.cfg.DriverRoot, Cgroups: e.cfg.CgroupRoot}
+	return mps.LimitEdits(roots, e.cfg.MPSHookPath(), gpuUUID, mebibytes)
+}

@@ -1,0 +1,151 @@
+// Package ledger answers questions about the claims' records: which claims are prepared, which
+// devices they have, and which MIG instances this driver created.
+//
+// It only reads. It takes no locks and reads no hardware, so an answer may be out of date.
+package ledger
+
+import (
+	"slices"
+
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+)
+
+// Inventory is the inventory of the node's GPUs.
+type Inventory interface{ Snapshot() inventory.Snapshot }
+
+// Ledger answers questions about the records.
+type Ledger struct {
+	records   *checkpoint.Store
+	bootID    string
+	inventory Inventory
+}
+
+// New returns a Ledger. Only [Ledger.PreparedDevices] needs the inventory.
+func New(records *checkpoint.Store, bootID string, inventory Inventory) *Ledger {
+	return &Ledger{records, bootID, inventory}
+}
+
+// devicesOf returns the devices of the claim with record e. It takes them from the record's file
+// name, and reads the record only if the file name does not list them.
+func (l *Ledger) devicesOf(e checkpoint.Entry) []string {
+	if e.Inexact() {
+		if r, found, err := l.records.Load(e.ClaimUID); err == nil && found {
+			return r.OccupiedDevices()
+		}
+	}
+	return e.Devices
+}
+
+// ExclusiveDevices returns the devices that are not shared. It maps each device's name to the UID
+// of the claim that uses the device.
+func (l *Ledger) ExclusiveDevices() (map[string]string, error) {
+	entries, err := l.records.List()
+	if err != nil {
+		return nil, cause.Wrap(cause.Record, err)
+	}
+	exclusive := map[string]string{}
+	for _, e := range entries {
+		for _, d := range l.devicesOf(e) {
+			if n, ok := device.ParseName(d); ok && !n.Share {
+				exclusive[d] = string(e.ClaimUID)
+			}
+		}
+	}
+	return exclusive, nil
+}
+
+// SharedDevices returns the devices of which claims have shares. The value is true if the shares
+// have limits on memory and compute, and false if they have none.
+func (l *Ledger) SharedDevices() (map[string]bool, error) {
+	entries, err := l.records.List()
+	if err != nil {
+		return nil, cause.Wrap(cause.Record, err)
+	}
+	shared := map[string]bool{}
+	isNew := func(name string) bool {
+		n, ok := device.ParseName(name)
+		_, known := shared[name]
+		return ok && n.Share && !known
+	}
+	for _, e := range entries {
+		if !e.Inexact() && !slices.ContainsFunc(e.Devices, isNew) {
+			continue // one claim suffices: all claims on a device have the same kind of share
+		}
+		r, _, err := l.records.Load(e.ClaimUID)
+		if err != nil {
+			for _, name := range e.Devices {
+				if isNew(name) {
+					_, fraction, err := l.records.Holder(steps.SharedKey(name, steps.MPSDaemonKind))
+					shared[name] = fraction || err != nil
+				}
+			}
+			continue
+		}
+		for _, d := range r.Devices {
+			if !d.AdminAccess && isNew(d.Device) {
+				shared[d.Device] = d.Fraction
+			}
+		}
+	}
+	return shared, nil
+}
+
+// Usage is the number of claims with a record, the number of GPUs of which these claims use all or
+// a part, and the number of their partitions.
+type Usage struct{ Claims, GPUs, Partitions int }
+
+// Usage counts the claims and their devices from the records' file names. It reads a record only if
+// the file name does not list the devices.
+func (l *Ledger) Usage() (Usage, error) {
+	entries, err := l.records.List()
+	if err != nil {
+		return Usage{}, cause.Wrap(cause.Record, err)
+	}
+	h := Usage{Claims: len(entries)}
+	gpus := map[string]bool{}
+	for _, e := range entries {
+		for _, d := range l.devicesOf(e) {
+			name, ok := device.ParseName(d)
+			if !ok {
+				continue // a later version of the driver wrote this device name
+			}
+			gpus[name.GPU] = true
+			if name.Partition != nil {
+				h.Partitions++
+			}
+		}
+	}
+	h.GPUs = len(gpus)
+	return h, nil
+}
+
+// Record reads a claim's record. The record can be in any state.
+func (l *Ledger) Record(uid types.UID) (r checkpoint.Record, found bool, err error) {
+	r, found, err = l.records.Load(uid)
+	if err != nil {
+		return checkpoint.Record{}, found, cause.Wrap(cause.Record, err)
+	}
+	return r, found, nil
+}
+
+// InUse reports whether a claim uses the GPU or a part of it. An unreadable record that may name
+// the GPU counts as use.
+func (l *Ledger) InUse(gpu string) (bool, error) {
+	entries, err := l.records.ListForGPUs(gpu)
+	if err != nil {
+		return false, cause.Wrap(cause.Record, err)
+	}
+	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
+		if !e.Inexact() {
+			return true
+		}
+		r, found, err := l.records.Load(e.ClaimUID)
+		return err != nil || found && slices.Contains(r.GPUs(), gpu)
+	}), nil
+}

@@ -1,0 +1,84 @@
+package reconcile
+
+import (
+	"errors"
+	"slices"
+
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
+)
+
+// claimError is an error that Reconcile met while it repaired the claim uid. uid is empty if the
+// error concerns no particular claim.
+type claimError struct {
+	uid types.UID
+	error
+}
+
+func (e *claimError) Unwrap() error { return e.error }
+
+func withClaim(uid types.UID, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &claimError{uid, err}
+}
+
+// Undetermined reports whether the state of the claim uid is unknown after Reconcile returned err.
+// Errors that concern only other claims do not make it unknown.
+func Undetermined(err error, uid types.UID) bool {
+	switch e := err.(type) { //nolint:errorlint // checks each level: errors.As would find only the first claim
+	case nil:
+		return false
+	case *claimError:
+		return e.uid == uid
+	case *prepare.LostError:
+		return e.UID == uid
+	case interface{ Unwrap() []error }:
+		return slices.ContainsFunc(e.Unwrap(), func(err error) bool { return Undetermined(err, uid) })
+	default:
+		return true
+	}
+}
+
+// Retryable returns the parts of err that may pass if the caller retries. err comes from
+// [Reconciler.RepairSpecs] or [Reconciler.RepairClaimSpec]. Retryable drops errors about replaced
+// cards, lost devices, and records that are unreadable or that a later version wrote. Reconcile
+// reports all of these except unreadable records, which only Recover and the caller can report.
+func Retryable(err error) error {
+	if joined, ok := err.(interface{ Unwrap() []error }); ok {
+		var left []error
+		for _, e := range joined.Unwrap() {
+			left = append(left, Retryable(e))
+		}
+		return errors.Join(left...)
+	}
+	var unreadable *statefile.UnreadableError
+	var future *statefile.NewerError
+	var lost *prepare.LostError
+	if errors.As(err, &unreadable) || errors.As(err, &future) || errors.As(err, &lost) || cause.IsPermanent(err) {
+		return nil
+	}
+	return err
+}
+
+// LostDevices returns the [prepare.LostError]s in err, which [Reconciler.Reconcile] or
+// [Reconciler.RepairClaimSpec] returned.
+func LostDevices(err error) []*prepare.LostError {
+	var joined interface{ Unwrap() []error }
+	var one *prepare.LostError
+	switch {
+	case errors.As(err, &joined):
+		var lost []*prepare.LostError
+		for _, e := range joined.Unwrap() {
+			lost = append(lost, LostDevices(e)...)
+		}
+		return lost
+	case errors.As(err, &one):
+		return []*prepare.LostError{one}
+	}
+	return nil
+}

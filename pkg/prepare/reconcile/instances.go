@@ -1,0 +1,78 @@
+package reconcile
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+)
+
+// ForeignInstances reads a GPU's MIG instances from the hardware under the GPU's lock. foreign has
+// those that this driver did not create, according to the records.
+func (rec *Reconciler) ForeignInstances(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error) {
+	instances, foreign, _, release, err := rec.findForeign(ctx, card, gpu)
+	if err != nil {
+		return nil, nil, err
+	}
+	release()
+	return instances, foreign, nil
+}
+
+func (rec *Reconciler) findForeign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance,
+	owners *ledger.Owners, release func(), err error) {
+	locks, err := claimlock.Acquire(ctx, rec.locks, "another claim is being prepared or unprepared on the GPU", claimlock.GPUNames(gpu)...)
+	if err != nil {
+		return nil, nil, nil, nil, err
+	}
+	state, err := rec.node.Partitions.Look(ctx, card)
+	if err == nil {
+		owners, err = rec.ledger.Owners(gpu)
+	}
+	if err != nil {
+		locks.Release()
+		return nil, nil, nil, nil, cause.OrStep(err)
+	}
+	for _, in := range state.MIG.Instances {
+		if !owners.Owns(in) {
+			foreign = append(foreign, in)
+		}
+	}
+	return state.MIG.Instances, foreign, owners, locks.Release, nil
+}
+
+// Adopt removes the GPU's MIG instances that this driver did not create and that no claim uses. The
+// caller does this if the admin's MIG policy for the GPU is "adopt". An instance that a process
+// still uses stays, and Adopt returns an error.
+func (rec *Reconciler) Adopt(ctx context.Context, card device.Card, gpu string) error {
+	work, cancel := steps.WithTimeout(ctx, steps.PeriodicTime, 0)
+	defer cancel()
+	_, foreign, owners, release, err := rec.findForeign(work, card, gpu)
+	if err != nil {
+		return err
+	}
+	defer release()
+	var errs []error
+	for _, in := range foreign {
+		if owners.InUse(in) {
+			continue
+		}
+		if err := rec.node.Partitions.Destroy(work, card, in); err != nil {
+			errs = append(errs, fmt.Errorf("remove %s, which this driver did not create, from %s (policy adopt): %w",
+				steps.DescribeInstances(in), gpu, err))
+			continue
+		}
+		klog.FromContext(ctx).Info("Removed MIG instance that this driver did not create (policy adopt)",
+			"gpu", gpu, "instance", steps.DescribeInstances(in))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return cause.OrStep(err)
+	}
+	return nil
+}

@@ -1,0 +1,109 @@
+package prepare
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+)
+
+// ErrNotChecked means that a claim's devices were not examined, for example because the inventory
+// is not ready. It is no sign that something is wrong with them.
+var ErrNotChecked = errors.New("the claim's devices were not checked")
+
+// RewriteSpec writes a prepared claim's CDI spec again, if the inventory has all of the claim's
+// partitions. Otherwise it returns [ErrNotInInventory]. It reads no hardware.
+func (p *Preparer) RewriteSpec(ctx context.Context, r checkpoint.Record) error {
+	return p.rewriteSpec(ctx, r, p.checkInventory)
+}
+
+// CheckSpec is like RewriteSpec, but reads the hardware if the inventory lacks a partition.
+func (p *Preparer) CheckSpec(ctx context.Context, r checkpoint.Record) error {
+	return p.rewriteSpec(ctx, r, p.checkInventoryOrHardware)
+}
+
+// Restore recreates a prepared claim's lost partitions, restores what the claim shares with others,
+// and then rewrites its CDI spec. The caller holds the GPUs' locks.
+func (p *Preparer) Restore(ctx context.Context, pass *steps.Pass, r checkpoint.Record) error {
+	return p.rewriteSpec(ctx, r, p.restoreAllIn(pass))
+}
+
+// rewriteSpec writes a prepared claim's CDI spec again, after "ensure" found the claim's
+// partitions. It returns ErrNotChecked if the inventory lacks one of the claim's GPUs. It does the
+// same after a reboot, because the kubelet prepares every claim again then.
+func (p *Preparer) rewriteSpec(ctx context.Context, r checkpoint.Record, ensure driftCheck) error {
+	if r.BootID != p.node.BootID {
+		return ErrNotChecked
+	}
+	snapshot := p.node.Hardware.Snapshot()
+	if !snapshot.Ready {
+		// If the NVIDIA driver was reloaded, the device nodes in the record may belong to another card
+		// now. So this call leaves an existing spec alone, and a missing spec is written after the next
+		// scan.
+		return ErrNotChecked
+	}
+	pl, known, err := p.planFromRecord(r, snapshot)
+	if err != nil {
+		return err
+	}
+	if !known {
+		return cmp.Or(p.writeRecordedSpec(ctx, r), ErrNotChecked)
+	}
+	if err := p.refresh(ctx, r, pl, ensure); err != nil {
+		if errors.Is(err, ErrNotInInventory) {
+			return err
+		}
+		return cause.OrStep(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
+	}
+	return nil
+}
+
+// planFromRecord makes a plan from a record and the current inventory. known is false if the
+// inventory lacks one of the claim's GPUs. If a card was replaced, planFromRecord removes the
+// claim's CDI spec, so that no container gets the new card.
+func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapshot) (pl *plan, known bool, err error) {
+	pl = &plan{record: r, spec: &steps.ClaimSpec{}, baseEdits: snapshot.Node.Common}
+	pl.record.Devices = slices.Clone(r.Devices)
+	for _, d := range r.Devices {
+		req, ok := findDevice(snapshot, d.Device)
+		if !ok {
+			return nil, false, nil
+		}
+		if req.gpu.UUID != d.GPUUUID {
+			return nil, false, errors.Join(replacedError(d, req.gpu.UUID), p.node.Specs.RemoveClaim(r.ClaimUID))
+		}
+		pl.requests = append(pl.requests, req)
+	}
+	ours, err := p.adoptSteps(pl, r)
+	if err == nil && !ours {
+		err = cause.Permanent(errors.New("another version of the driver recorded steps that this one would not take: " +
+			"install that version, or delete the claim's Pods"))
+	}
+	if err != nil {
+		return nil, false, cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)
+	}
+	return pl, true, nil
+}
+
+// writeRecordedSpec writes the CDI spec as it is in the record, for a claim with a GPU that the
+// inventory lacks. It does nothing for a claim with a partition, because the recorded partition may
+// no longer exist.
+func (p *Preparer) writeRecordedSpec(ctx context.Context, r checkpoint.Record) error {
+	list, err := steps.Decode(r.Steps)
+	if err != nil {
+		return cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)
+	}
+	if slices.ContainsFunc(r.Devices, func(d checkpoint.Device) bool { return d.MIGUUID != "" }) {
+		return nil
+	}
+	if err := steps.ApplyAll(ctx, steps.NewEnv(p.node, &r, list), steps.Of[*steps.ClaimSpec](list)); err != nil {
+		return cause.OrStep(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
+	}
+	return nil
+}
