@@ -18,6 +18,7 @@ import (
 // no longer exists. Some implementations also recreate missing partitions.
 type driftCheck func(ctx context.Context, env *steps.Env, pl *plan) error
 
+// ErrNotInInventory means that the inventory lacks a partition of the claim.
 var ErrNotInInventory = errors.New("the inventory does not have all partitions of the claim")
 
 // checkInventory looks for the claim's partitions in the inventory, which may be out of date. It
@@ -88,8 +89,8 @@ func (p *Preparer) restorePartitions(ctx context.Context, env *steps.Env, pl *pl
 		case isPermanent(err):
 			return p.markLost(pl, d, err)
 		default:
-			return cause.OrStep(fmt.Errorf("the device is gone: its containers cannot start until the driver has recreated the device, and the driver "+
-				"retries: %w", err))
+			return cause.OrStep(fmt.Errorf("the device is gone: its containers cannot start until the driver has recreated the device, "+
+				"and the driver retries: %w", err))
 		}
 	})
 }

@@ -70,7 +70,9 @@ func TestReconcileReportsSkippedClaims(t *testing.T) {
 		"unreadable record": {func(t *testing.T, w *world, _ *plugin) { w.disk.Put(recordFile(t, w, "uid-c"), []byte("{")) },
 			[]types.UID{"uid-c"}},
 		"the node is not ready": {func(_ *testing.T, w *world, _ *plugin) { w.snapshot.Ready = false }, []types.UID{"uid-c"}},
-		"after a reboot":        {func(_ *testing.T, _ *world, p *plugin) { p.with(func(n *steps.Node) { n.BootID = "another" }) }, []types.UID{"uid-c"}},
+		"after a reboot": {func(_ *testing.T, _ *world, p *plugin) {
+			p.with(func(n *steps.Node) { n.BootID = "another" })
+		}, []types.UID{"uid-c"}},
 		"the inventory lacks the GPU": {func(_ *testing.T, w *world, _ *plugin) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:] },
 			[]types.UID{"uid-c"}},
 	} {
@@ -117,7 +119,8 @@ func TestReconcileErrorNamesUndeterminedClaims(t *testing.T) {
 		c.change()
 		err := p.Reconcile(t.Context())
 		if err == nil || reconcile.Undetermined(err, "uid-lost") != c.ofLost || reconcile.Undetermined(err, "uid-well") != c.ofWell {
-			t.Errorf("%s: %v leaves open the lost one %v, the other %v", c.what, err, reconcile.Undetermined(err, "uid-lost"), reconcile.Undetermined(err, "uid-well"))
+			t.Errorf("%s: %v leaves open the lost one %v, the other %v", c.what, err,
+				reconcile.Undetermined(err, "uid-lost"), reconcile.Undetermined(err, "uid-well"))
 		}
 	}
 }

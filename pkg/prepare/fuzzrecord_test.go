@@ -23,7 +23,8 @@ func FuzzStepsOnRecord(f *testing.F) {
 	)
 	f.Add(steps.SharedKind, `{"key":"gpu-0000-1b-00-0_time-slice","gpus":["gpu-0000-1b-00-0"],"want":{"kind":"time-slice","params":{}}}`,
 		"Prepared", gpu0)
-	f.Add(steps.SharedKind, `{"key":"../x_mps-daemon","gpus":[".."],"want":{"kind":"mps-daemon","params":{"id":"..","uuids":["x"]}}}`, "Reverting",
+	f.Add(steps.SharedKind, `{"key":"../x_mps-daemon","gpus":[".."],"want":{"kind":"mps-daemon","params":{"id":"..","uuids":["x"]}}}`,
+		"Reverting",
 		share0)
 	f.Add(steps.SharedKind, `{"key":"_","want":{"kind":"mig-instance","params":{"placement":{"start":4294967295,"size":4294967295}}}}`, "",
 		migShare0)

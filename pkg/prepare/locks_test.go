@@ -83,7 +83,8 @@ func TestReconcileSkipsClaimWithCallInFlight(t *testing.T) {
 			mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", gpu0)))
 			synctest.Test(t, func(t *testing.T) {
 				p := w.plugin(t)
-				held, err := p.Locks.Acquire(t.Context(), append(claimlock.GPUNames(gpu0), claimlock.ClaimName("uid-c"), claimlock.ClaimName("uid-dead"))...)
+				held, err := p.Locks.Acquire(t.Context(),
+					append(claimlock.GPUNames(gpu0), claimlock.ClaimName("uid-c"), claimlock.ClaimName("uid-dead"))...)
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -323,7 +323,8 @@ func TestAdminAccessNeverChangesPartitions(t *testing.T) {
 	mustPrepare(t, p, newClaim("admin", admin("a", small0)))
 	mustUnprepare(t, p, "uid-user")
 	w.scan()
-	if lost := reconcile.LostDevices(p.Reconcile(t.Context())); len(lost) != 1 || lost[0].UID != "uid-admin" || w.specs.of("uid-admin") != nothing {
+	if lost := reconcile.LostDevices(p.Reconcile(t.Context())); len(lost) != 1 || lost[0].UID != "uid-admin" ||
+		w.specs.of("uid-admin") != nothing {
 		t.Errorf("%+v", lost)
 	}
 	mustUnprepare(t, p, "uid-admin")

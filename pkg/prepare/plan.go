@@ -64,7 +64,9 @@ func (p *Preparer) makePlan(c *resourceapi.ResourceClaim) (*plan, error) {
 	if err != nil {
 		return nil, cause.Wrap(cause.Claim, err)
 	}
-	pl := &plan{spec: &steps.ClaimSpec{}, record: checkpoint.Record{ClaimUID: c.UID, Namespace: c.Namespace, Name: c.Name, BootID: p.node.BootID}}
+	pl := &plan{spec: &steps.ClaimSpec{}, record: checkpoint.Record{
+		ClaimUID: c.UID, Namespace: c.Namespace, Name: c.Name, BootID: p.node.BootID,
+	}}
 	if len(allocation.Results) == 0 {
 		return pl, nil
 	}

@@ -82,7 +82,8 @@ func (p *Preparer) LeaveSharedSteps(ctx context.Context, uid types.UID) error {
 	if len(list) == 0 {
 		return nil
 	}
-	locks, err := claimlock.Acquire(ctx, p.opts.Locks, "another claim is being prepared or unprepared on the same GPU", claimlock.GPUNames(gpus...)...)
+	locks, err := claimlock.Acquire(ctx, p.opts.Locks, "another claim is being prepared or unprepared on the same GPU",
+		claimlock.GPUNames(gpus...)...)
 	if err != nil {
 		return err
 	}

@@ -153,13 +153,14 @@ func totalsBy(rules device.ShareRules) func(device.GPU, device.Name) map[string]
 func (p *plugin) RepairAllSpecs(ctx context.Context) error {
 	left, err := p.RepairSpecs(ctx)
 
-	errs := make([]error, len(left))
+	errs := make([]error, len(left)+1)
+	errs[len(left)] = err
 	var wg sync.WaitGroup
 	for i, uid := range left {
 		wg.Go(func() { errs[i] = p.RepairClaimSpec(ctx, uid) })
 	}
 	wg.Wait()
-	return errors.Join(append(errs, err)...)
+	return errors.Join(errs...)
 }
 
 // Limits of packages prepare and reconcile, which the tests wait for.

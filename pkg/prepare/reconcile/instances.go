@@ -16,7 +16,9 @@ import (
 
 // ForeignInstances reads a GPU's MIG instances from the hardware under the GPU's lock. foreign has
 // those that this driver did not create, according to the records.
-func (rec *Reconciler) ForeignInstances(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error) {
+func (rec *Reconciler) ForeignInstances(ctx context.Context, card device.Card, gpu string) (
+	instances, foreign []device.Instance, err error,
+) {
 	instances, foreign, _, release, err := rec.findForeign(ctx, card, gpu)
 	if err != nil {
 		return nil, nil, err

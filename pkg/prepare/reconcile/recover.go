@@ -150,7 +150,8 @@ func (rec *Reconciler) RepairClaimSpec(ctx context.Context, claim types.UID) err
 
 var errBusy = errors.New("another call works on the claim and writes its spec")
 
-func (rec *Reconciler) repairSpec(ctx context.Context, uid types.UID, wait time.Duration, rewrite func(context.Context, checkpoint.Record) error) error {
+func (rec *Reconciler) repairSpec(ctx context.Context, uid types.UID, wait time.Duration,
+	rewrite func(context.Context, checkpoint.Record) error) error {
 	waiting, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
 	locks, err := claimlock.Claim(waiting, rec.locks, uid)
