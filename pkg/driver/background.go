@@ -23,7 +23,7 @@ const (
 
 // startBackground starts the driver's background goroutines, which end with the context. The Wait
 // of the returned WaitGroup returns after the last of them has ended.
-func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPublisher chan struct{}) *sync.WaitGroup {
+func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy) *sync.WaitGroup {
 	var wg sync.WaitGroup
 	d.health.Restore(ctx)
 	wg.Go(func() { d.health.Run(ctx) })
@@ -32,13 +32,12 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 	wg.Go(func() { policy.Watch(ctx) })
 	wg.Go(func() { d.inv.Run(ctx) })
 	wg.Go(func() { d.node.Run(ctx) })
-	wg.Go(func() { d.wakeForNewViews(ctx, toPublisher) })
 	wg.Go(func() { d.followNode(ctx) })
 	wg.Go(func() { d.reconciler.Run(ctx) })
 	wg.Go(func() { d.claimGC.Run(ctx) })
 	wg.Go(func() { d.status.Run(ctx, d.preparer) })
 	wg.Go(func() {
-		if err := d.newPublisher(ctx).Run(ctx, toPublisher); err != nil {
+		if err := d.publisher.Run(ctx); err != nil {
 			d.fail(err)
 		}
 	})
@@ -50,12 +49,11 @@ func (d *Driver) startBackground(ctx context.Context, policy *nodePolicy, toPubl
 // newNodePolicy returns the watcher of the Node object. The caller must call Read before the driver
 // prepares claims or opens GPUs, because the Node may forbid partitions or request a release of the
 // GPUs.
-func (d *Driver) newNodePolicy(toPublisher chan<- struct{}) *nodePolicy {
+func (d *Driver) newNodePolicy() *nodePolicy {
 	return &nodePolicy{
 		client: d.client, node: d.cfg.NodeName,
 		onPolicies: func(annotated device.Policies) {
-			d.layouts.SetNodePolicies(annotated)
-			wake(toPublisher)
+			d.publisher.SetNodePolicies(annotated)
 			d.reconciler.Wake()
 		},
 		onProblem: func(message string) { d.events.Warn("PolicyIgnored", message) },
@@ -64,21 +62,6 @@ func (d *Driver) newNodePolicy(toPublisher chan<- struct{}) *nodePolicy {
 			d.devicePlugin.Observe(node)
 			d.health.Observe(node)
 		},
-	}
-}
-
-// wakeForNewViews wakes the publisher after each change of the node or of its health, until the
-// context ends.
-func (d *Driver) wakeForNewViews(ctx context.Context, toPublisher chan<- struct{}) {
-	for {
-		verdicts, v := d.health.Changed(), d.node.View()
-		wake(toPublisher)
-		select {
-		case <-ctx.Done():
-			return
-		case <-verdicts:
-		case <-v.Changed():
-		}
 	}
 }
 
@@ -128,7 +111,12 @@ func (d *Driver) followNode(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-checked.Changed():
-		case <-d.toCheck:
+		case <-d.leader.LeadsAgain():
+			// A newer plugin instance has ended. It may have left files broken, and while the leader lock
+			// passed from one to the other, neither of them repaired CDI specs.
+			if err := d.reconciler.RepairSpecs(ctx); err != nil {
+				logger.Error(err, "Failed to restore all CDI specs")
+			}
 		case <-time.After(pause):
 		}
 	}
@@ -138,7 +126,7 @@ func (d *Driver) followNode(ctx context.Context) {
 // that fails, the node is not ready. files points to the fingerprint of the device nodes at the
 // last call; renumbered is true if the device nodes were created again since then.
 func (d *Driver) writeBaseSpec(files *string) (renumbered bool) {
-	if d.newerLeads.Load() {
+	if d.leader.NewerLeads() {
 		d.node.Conditions().Clear("base-spec")
 		return false
 	}
@@ -164,28 +152,4 @@ func (d *Driver) writeBaseSpec(files *string) (renumbered bool) {
 	renumbered = d.reconciler.TakeUncheckedSpecs() || s.Files != *files
 	*files = s.Files
 	return renumbered
-}
-
-func (d *Driver) newPublisher(ctx context.Context) *publisher {
-	return &publisher{
-		client: d.client, nodeName: d.cfg.NodeName, inv: offered{d.node},
-		leader: newLeaderLock(d.cfg.PluginDir, time.Now()),
-		slices: d.offer, mark: d.markSlices, conditionsDue: func(now time.Time) (due, pending bool) { return d.node.Refresh().Due(now) },
-		onError: d.HandleError, onVersion: d.slow.SetVersion,
-		onLeadership: func(leading, newerLeads bool) {
-			d.metrics.Publisher(leading)
-			if leading {
-				d.layouts.Reset()
-			}
-			d.health.SetLeader(leading)
-			if d.newerLeads.Swap(newerLeads) && leading {
-				wake(d.toCheck)
-				// While the leader lock passed from one plugin instance to another, neither of them repaired
-				// CDI specs.
-				if err := d.reconciler.RepairSpecs(ctx); err != nil {
-					klog.FromContext(ctx).Error(err, "Failed to restore all CDI specs")
-				}
-			}
-		},
-	}
 }

@@ -8,7 +8,6 @@ import (
 	"syscall"
 	"time"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/client-go/kubernetes"
@@ -21,7 +20,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/report"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -30,6 +28,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
@@ -65,11 +64,12 @@ type Driver struct {
 	preparer transaction
 	events   *events.Recorder
 	// node knows what is offered, and why not more. checks find conditions of the host.
-	node    *nodeview.Node
-	checks  []nodeview.Check
-	layouts *publish.Layouts
-	// slow warns if the cluster's scheduler is slow with shared counters.
-	slow *slowScheduler
+	node   *nodeview.Node
+	checks []nodeview.Check
+	// leader knows whether this plugin instance leads. If a newer one leads, it maintains the files
+	// that exist once per node: the base spec and the CDI hook.
+	leader    *leader.Lock
+	publisher *publish.Publisher
 	// shares has the configured rules for devices that several claims can share.
 	shares device.ShareRules
 	// supervisor starts and stops MPS daemons.
@@ -82,33 +82,15 @@ type Driver struct {
 	// predecessor reads the checkpoint of NVIDIA's DRA driver, which may have run on this node before.
 	predecessor *predecessor.Store
 	migrator    *migrate.Migrator
-	// toPublisher wakes the publisher.
-	toPublisher chan struct{}
-	// layoutsDelayed is true while a GPU cannot be offered as configured (whole or as MIG partitions),
-	// because prepared or allocated claims still need its present partitions.
-	layoutsDelayed atomic.Bool
-	// toCheck makes followInventory check the CDI hook, the container runtime and the base CDI spec
-	// again. It is signaled when a readiness condition changes, and when a newer plugin instance on
-	// this node has ended, because that may have left the hook or the spec broken.
-	toCheck chan struct{}
-	// offersFractions is true if the node offers MPS shares with a limited part of a GPU's memory and
-	// compute.
-	offersFractions atomic.Bool
 	// cleaner has this instance's shared instance lock.
 	cleaner *uninstall.Cleaner
 	// health has the health verdict (healthy or not, and why) on each of the node's devices.
 	health       *loop.Loop
 	healthReport *report.Reporter
-	// effects are the configured taint effects by health state.
-	effects health.Effects
-	quiesce *quiesce.Quiescer
+	quiesce      *quiesce.Quiescer
 
 	fail   context.CancelCauseFunc
 	helper atomic.Pointer[kubeletplugin.Helper]
-	// newerLeads is true while a newer plugin instance leads. The newer one then maintains the files
-	// that exist once per node: the base spec and the CDI hook. If both did, each would undo the
-	// other's work.
-	newerLeads atomic.Bool
 }
 
 var _ kubeletplugin.DRAPlugin = &Driver{}
@@ -124,7 +106,7 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	if err := removeStaleSockets(ctx, d.cfg.PluginDir, d.cfg.RegistrarDir); err != nil {
 		logger.Error(err, "Failed to remove stale sockets")
 	}
-	policy := d.newNodePolicy(d.toPublisher)
+	policy := d.newNodePolicy()
 	policy.Read(ctx)
 	if err := d.reconciler.Recover(ctx); err != nil {
 		return err
@@ -133,7 +115,7 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	// Before the plugin prepares a claim, it must know whether the container runtime would ignore the
 	// claim's CDI devices.
 	d.node.Conditions().Check(ctx, d.checks)
-	background := d.startBackground(ctx, policy, d.toPublisher)
+	background := d.startBackground(ctx, policy)
 	defer background.Wait()
 	defer d.fail(nil)
 	d.awaitFirstScan(ctx)
@@ -193,24 +175,13 @@ func (d *Driver) awaitFirstScan(ctx context.Context) {
 	}
 }
 
-// HandleError logs an error of a background goroutine. It counts an error that is retried, and
-// writes an Event if the API server rejected an object as invalid. Any other error makes the plugin
-// shut down in order.
+// HandleError logs an error of the kubelet plugin's background goroutines. Unless the library
+// retries what failed, the plugin shuts down in order.
 func (d *Driver) HandleError(ctx context.Context, err error, msg string) {
 	utilruntime.HandleErrorWithContext(ctx, err, msg)
-	if errors.Is(err, kubeletplugin.ErrRecoverable) || isRecoverable(err) {
-		d.metrics.PublishError()
-		if apierrors.IsInvalid(err) { // a retry does not help, so tell the admin
-			what := "this node's ResourceSlices"
-			if errors.As(err, new(probeError)) {
-				what = "the plugin's test slices (dry run)"
-			}
-			d.events.Warn("SlicesRejected", "The API server rejects "+what+": "+rejection(err)+
-				". Look for an admission policy that refuses them. If there is none, report a bug")
-		}
-		return
+	if !errors.Is(err, kubeletplugin.ErrRecoverable) {
+		d.fail(fmt.Errorf("%s: %w", msg, err))
 	}
-	d.fail(fmt.Errorf("%s: %w", msg, err))
 }
 
 // live returns an error if only a restart of the plugin's container helps: the CDI directory was

@@ -2,6 +2,7 @@ package driver
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"os"
 	"path/filepath"
@@ -17,6 +18,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 	"tags.cncf.io/container-device-interface/specs-go"
@@ -404,7 +406,7 @@ func TestFatalBackgroundErrorEndsRun(t *testing.T) {
 		_, err := os.Stat(filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock"))
 		return err == nil
 	})
-	d.HandleError(t.Context(), recoverable(os.ErrDeadlineExceeded), "publishing")
+	d.HandleError(t.Context(), fmt.Errorf("%w: %w", kubeletplugin.ErrRecoverable, os.ErrDeadlineExceeded), "publishing")
 	select {
 	case err := <-done:
 		t.Fatalf("a recoverable error ended the plugin: %v", err)

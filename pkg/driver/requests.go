@@ -10,8 +10,10 @@ import (
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/stream"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
@@ -63,6 +65,20 @@ func (d *Driver) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kube
 	return kubeletplugin.PrepareResult{Devices: devices}
 }
 
+// oversizedHint returns a hint for users whose claim asks for at most half of a GPU's memory but
+// got a whole GPU. For any other claim, and for a claim that is prepared already, it returns "". So
+// the caller must call it before Prepare, which records the claim.
+func (d *Driver) oversizedHint(v *nodeview.View, c *resourceapi.ResourceClaim) string {
+	hint := d.publisher.OversizedHint(c, v.Inventory.Node.GPUs)
+	if hint == "" {
+		return ""
+	}
+	if r, found, err := d.preparer.Record(c.UID); err != nil || found && r.State == checkpoint.Prepared {
+		return ""
+	}
+	return hint
+}
+
 // UnprepareResourceClaims releases the claims' devices. It succeeds for claims that are not
 // prepared on this node.
 func (d *Driver) UnprepareResourceClaims(ctx context.Context, claims []kubeletplugin.NamespacedObject) (map[types.UID]error, error) {
@@ -93,12 +109,10 @@ func (d *Driver) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject
 		d.events.WarnClaim(c, "UnprepareFailed", err.Error())
 		return err
 	}
-	if len(d.layouts.HandedOver()) > 0 || len(d.layouts.MIGModeUnneeded()) > 0 {
+	if len(d.publisher.HandedOver()) > 0 || len(d.publisher.MIGModeUnneeded()) > 0 {
 		d.reconciler.Wake() // reconciliation may wait for the claim's MIG instance or for MIG mode
 	}
-	if d.layoutsDelayed.Load() {
-		wake(d.toPublisher)
-	}
+	d.publisher.ClaimEnded()
 	logger.Info("Unprepared claim", "took", took)
 	return nil
 }

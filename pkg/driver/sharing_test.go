@@ -14,7 +14,6 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
@@ -44,32 +43,6 @@ func (d *fakeSupervisor) List(context.Context) ([]mps.Status, error) {
 		all[i].Daemon.ID = id
 	}
 	return all, nil
-}
-
-func TestShareRulesNeedClusterFeatures(t *testing.T) {
-	rules, err := device.ParseShares("fractions")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for name, c := range map[string]struct {
-		rules    device.ShareRules
-		features Features
-		offered  bool
-		lacking  string
-	}{
-		"all features":                {rules, Features{PartitionedDevices: true, ConsumableCapacity: true}, true, ""},
-		"no counters":                 {rules, Features{ConsumableCapacity: true}, false, "DRAPartitionableDevices"},
-		"no consumable capacity":      {rules, Features{PartitionedDevices: true}, false, "DRAConsumableCapacity"},
-		"all features, without rules": {device.ShareRules{}, Features{PartitionedDevices: true, ConsumableCapacity: true}, false, ""},
-		"without rules":               {device.ShareRules{}, Features{}, false, ""},
-	} {
-		t.Run(name, func(t *testing.T) {
-			got, lacking := (&Driver{shares: c.rules}).shareRules(c.features)
-			if got.Any() != c.offered || !strings.Contains(lacking, c.lacking) || (lacking == "") != (c.lacking == "") {
-				t.Errorf("offered: %v, lacking: %q", got.Any(), lacking)
-			}
-		})
-	}
 }
 
 // The error of a Prepare that needs MPS must name what is missing: the chart's value

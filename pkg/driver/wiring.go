@@ -6,7 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync/atomic"
+	"time"
 
 	"k8s.io/client-go/kubernetes"
 
@@ -34,6 +34,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
@@ -124,10 +125,9 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv,
 		specs:  cdi.NewStore(cfg.CDIRoot),
 		events: events.New(ctx, parts.Client, cfg.NodeName),
+		leader: leader.New(cfg.PluginDir, time.Now()),
 		calls:  newInFlightCalls(),
-		shares: shares, effects: effects, supervisor: supervisor,
-
-		toPublisher: make(chan struct{}, 1), toCheck: make(chan struct{}, 1),
+		shares: shares, supervisor: supervisor,
 	}
 	statusClient := parts.StatusClient
 	if !cfg.ClaimStatus {
@@ -143,7 +143,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		instanceLock.Release()
 		return nil, err
 	}
-	d.healthReport = report.New(parts.Client, d.events, parts.Metrics, state.records, newerLeads{&d.newerLeads})
+	d.healthReport = report.New(parts.Client, d.events, parts.Metrics, state.records, d.leader)
 	d.health = loop.New(loop.Options{
 		Rules: rules, StateDir: cfg.StateDir(), BootID: state.bootID,
 		Inventory: inv, Records: state.records, Reporter: d.healthReport, Watch: parts.Watch,
@@ -154,26 +154,28 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	d.devicePlugin = nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, conditions, d.events, d.metrics)
 	cdiHook, mpsHook := hook.New(cfg.HookSource, cfg.HookPath), hook.New(cfg.MPSHookSource, cfg.MPSHookPath())
 	d.checks = []nodeview.Check{
-		nodeview.HookCheck{CDI: cdiHook, MPS: mpsHook, Path: cfg.HookPath, NewerLeads: d.newerLeads.Load},
+		nodeview.HookCheck{CDI: cdiHook, MPS: mpsHook, Path: cfg.HookPath, NewerLeads: d.leader.NewerLeads},
 		nodeview.RuntimeCheck{Socket: cfg.CRISocket, CDIRoot: cfg.CDIRoot},
 	}
+	d.publisher = publish.New(publish.Options{
+		Client: d.client, NodeName: cfg.NodeName, Leader: d.leader, Policies: policies, Shares: shares, Effects: effects,
+		Node: d.node, Health: d.health, Claims: d.preparer, Events: d.events, Metrics: d.metrics,
+	})
 	d.migrator = migrate.New(migrate.Options{
 		CDIRoot: cfg.CDIRoot, Checkpoint: d.predecessor, Inventory: inv, Locks: d.preparer, GPUs: d.preparer.Partitions,
-		Reports: reports{d.events, d.metrics}, Publisher: wakeup(d.toPublisher),
+		Reports: reports{d.events, d.metrics}, Publisher: d.publisher,
 	})
-	d.layouts = publish.NewLayouts(d.preparer, publish.APIServer{Client: d.client, Driver: DriverName, Node: cfg.NodeName}, policies)
 	d.reconciler = reconciler.New(reconciler.Options{
-		StateDir: cfg.StateDir(), NewerLeads: d.newerLeads.Load,
-		Claims: d.preparer, Hardware: access, Inventory: inv, Layouts: d.layouts, Status: d.status,
-		Daemons:  &daemonReports{supervisor: supervisor, metrics: d.metrics, events: d.events, fractionsOffered: d.offersFractions.Load},
+		StateDir: cfg.StateDir(), NewerLeads: d.leader.NewerLeads,
+		Claims: d.preparer, Hardware: access, Inventory: inv, Layouts: d.publisher, Status: d.status,
+		Daemons:  &daemonReports{supervisor: supervisor, metrics: d.metrics, events: d.events, fractionsOffered: d.publisher.OffersFractions},
 		BaseSpec: d.specs, Reports: reports{d.events, d.metrics},
 	})
 	d.claimGC = claimgc.New(claimgc.Options{
-		Grace: cfg.ClaimGrace, BootID: d.preparer.BootID, Client: parts.StatusClient, NewerLeads: d.newerLeads.Load,
+		Grace: cfg.ClaimGrace, BootID: d.preparer.BootID, Client: parts.StatusClient, NewerLeads: d.leader.NewerLeads,
 		Claims: d.preparer, Containers: claimgc.Containerd{Socket: cfg.CRISocket}, Hardware: access,
 		Reconciler: d.reconciler, Reports: reports{d.events, d.metrics},
 	})
-	d.slow = &slowScheduler{warn: d.events.Warn, setMetric: d.metrics.SlowScheduler}
 	workers, _ := parts.Partitions.(quiesce.Workers)
 	d.quiesce = quiesce.New(ctx, quiesce.Options{
 		Labels:   strings.FieldsFunc(cfg.ReleaseLabels, func(r rune) bool { return r == ',' }),
@@ -188,11 +190,6 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	})
 	return d, nil
 }
-
-// newerLeads reports whether a newer plugin instance leads on this node.
-type newerLeads struct{ *atomic.Bool }
-
-func (n newerLeads) NewerLeads() bool { return n.Load() }
 
 // state is the driver's state on disk, and the ID of the node's boot.
 type state struct {

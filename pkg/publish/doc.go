@@ -1,7 +1,18 @@
-// Package publish decides how a node offers each of its GPUs: whole, in partitions or in shares.
+// Package publish writes the node's ResourceSlices.
 //
-// Layouts applies the MIG policies. It also keeps every allocated device published, with the
-// counters that it consumed when it was allocated, until its claim ends.
+// A [Publisher] publishes while its plugin instance is the leader of the node (package leader). It
+// works in three steps, and each has its own pace:
 //
-// The publisher, its leader election and the taints are in package driver.
+//   - It builds the slices when the inventory, a policy, a claim that delays a change, or the
+//     fields that the API server keeps have changed. [Layouts] decides how each GPU is offered:
+//     whole, in partitions or in shares. It keeps every allocated device published, with the
+//     counters that it consumed when it was allocated, until its claim ends.
+//   - It marks the built slices with taints, for health and readiness, whenever these change. This
+//     waits for nothing.
+//   - It passes the marked slices to Kubernetes' slice controller, one by one if only taints differ
+//     (package rollout).
+//
+// After an error it keeps what is published. Slices stay when the plugin stops.
+//
+// The package changes no hardware, and prepares no claim.
 package publish

@@ -1,4 +1,4 @@
-package driver
+package publish
 
 import (
 	"slices"
@@ -13,7 +13,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 )
@@ -75,7 +74,7 @@ func (m marker) verdict(name string) health.Verdict {
 }
 
 const (
-	taintPrefix   = DriverName + "/"
+	taintPrefix   = device.DriverName + "/"
 	notReadyTaint = taintPrefix + "not-ready"
 )
 
@@ -116,7 +115,7 @@ func (m marker) allTaints(d resourceapi.Device, v health.Verdict, notReady *reso
 	}
 	taints := m.healthTaints(v)
 	if n, ok := device.ParseName(d.Name); !ok || m.gpus[n.GPU].PCIAddress == "" {
-		taints = slices.DeleteFunc(d.Taints, func(t resourceapi.DeviceTaint) bool { return t.Key == notReadyTaint })
+		taints = slices.DeleteFunc(slices.Clone(d.Taints), func(t resourceapi.DeviceTaint) bool { return t.Key == notReadyTaint })
 	}
 	if notReady != nil {
 		taints = append(taints, *notReady)
@@ -193,31 +192,30 @@ func taintKey(c health.Cause) (key, value string) {
 	}
 }
 
-// markSlices returns the slices with the taints to publish. s is the snapshot that the slices were
-// built from. settled is false if the publisher must call markSlices again soon.
-func (d *Driver) markSlices(
-	slices []resourceslice.Slice, s inventory.Snapshot, f Features,
-) (_ []resourceslice.Slice, settled bool) {
-	view := d.health.View() // nil without a health watcher
+// withTaints returns the slices of the offer with the taints of now. settled is false if the
+// publisher must call withTaints again soon.
+func (p *Publisher) withTaints(o offer) (_ []resourceslice.Slice, settled bool) {
 	m := marker{
-		view: view, effects: d.effects, features: f, gpus: map[string]device.GPU{}, claimed: map[string]bool{},
-		conditions: d.node.Refresh().Conditions, now: time.Now(),
+		view: p.health.View(), effects: p.effects, features: o.features, gpus: map[string]device.GPU{}, claimed: map[string]bool{},
+		conditions: p.node.Refresh().Conditions, now: time.Now(),
 	}
-	for _, g := range s.Node.GPUs {
+	for _, g := range o.snapshot.Node.GPUs {
 		m.gpus[g.WholeName()] = g.GPU
 	}
-	if !f.DeviceTaints {
-		entries, err := d.preparer.Records.List()
-		if err != nil {
-			return slices, false // the claims are unknown, so nothing is withdrawn
+	if !o.features.DeviceTaints {
+		exclusive, err := p.claims.ExclusiveDevices()
+		shared, sharedErr := p.claims.SharedDevices()
+		if err != nil || sharedErr != nil {
+			return o.slices, false // the claims are unknown, so nothing is withdrawn
 		}
-		for _, e := range entries {
-			for _, name := range e.Devices {
-				m.claimed[name] = true
-			}
+		for name := range exclusive {
+			m.claimed[name] = true
+		}
+		for name := range shared {
+			m.claimed[name] = true
 		}
 	}
-	slices, count, settled := m.mark(slices)
-	d.metrics.Tainted(count)
-	return slices, settled
+	marked, count, settled := m.mark(o.slices)
+	p.metrics.Tainted(count)
+	return marked, settled
 }

@@ -1,4 +1,13 @@
-package driver
+// Package leader elects the plugin instance that publishes the node's slices: the newest one with
+// something to publish.
+//
+// A [Lock] is a flock, so a killed leader loses it at once. A newer instance writes a request file
+// to ask for a hand-over. If the newer instance ends after the hand-over, the former leader leads
+// again.
+//
+// The package publishes nothing. The leader also keeps the files that exist once on a node, such as
+// the base CDI spec, and the health findings: their owners ask the Lock who leads.
+package leader
 
 import (
 	"context"
@@ -9,6 +18,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/fsnotify/fsnotify"
@@ -30,11 +40,9 @@ const (
 	standbyPause = 3 * time.Second
 )
 
-// leaderLock elects the plugin instance that publishes the node's slices: the newest one with
-// something to publish. It is a flock, so a killed leader loses it at once. A newer instance writes
-// a request file to ask for a hand-over. If the newer instance dies after the hand-over, the former
-// leader leads again after standbyPause.
-type leaderLock struct {
+// Lock is this plugin instance's side of the election. One goroutine calls Acquire and Release. The
+// other methods may be called at any time.
+type Lock struct {
 	lock        *flock.Flock
 	requestPath string
 	// started is when this plugin instance started. The instance that started last becomes the leader.
@@ -42,19 +50,32 @@ type leaderLock struct {
 	handover     chan struct{}
 	stopWatch    context.CancelFunc
 	standbyUntil time.Time
+	// newerLeads is true from a hand-over to a newer instance until this instance leads again.
+	newerLeads atomic.Bool
+	leadsAgain chan struct{}
 }
 
-func newLeaderLock(dir string, started time.Time) *leaderLock {
-	return &leaderLock{
+// New returns the Lock of the plugin instance that began at the given time. The lock file is in
+// dir, which all instances of the node share.
+func New(dir string, started time.Time) *Lock {
+	return &Lock{
 		lock:        flock.New(filepath.Join(dir, "publisher.lock")),
 		requestPath: filepath.Join(dir, "publisher.request"),
 		started:     started,
+		leadsAgain:  make(chan struct{}, 1),
 	}
 }
 
+// NewerLeads reports whether this instance has handed over to a newer one, which still runs.
+func (l *Lock) NewerLeads() bool { return l.newerLeads.Load() }
+
+// LeadsAgain returns a channel that gets a value when this instance leads again after a newer one
+// has ended. That instance may have left files of the node broken.
+func (l *Lock) LeadsAgain() <-chan struct{} { return l.leadsAgain }
+
 // Acquire waits until this plugin instance has the leader lock, and asks an older leader to give it
 // up. It returns an error if the context ends or the lock file cannot be locked.
-func (l *leaderLock) Acquire(ctx context.Context) error {
+func (l *Lock) Acquire(ctx context.Context) error {
 	tick := time.NewTicker(lockPoll)
 	defer tick.Stop()
 	for {
@@ -91,16 +112,24 @@ func (l *leaderLock) Acquire(ctx context.Context) error {
 	l.stopWatch = stop
 	l.handover = make(chan struct{})
 	go l.watchRequests(watchCtx, l.handover)
+	if l.newerLeads.Swap(false) {
+		wake(l.leadsAgain)
+	}
 	return nil
 }
 
 // HandoverRequested returns a channel that is closed when a newer plugin instance asks to lead.
-func (l *leaderLock) HandoverRequested() <-chan struct{} { return l.handover }
+func (l *Lock) HandoverRequested() <-chan struct{} { return l.handover }
 
 // Release gives up the leader lock. Acquire does not try to take it again for standbyPause, so that
 // the newer instance gets it.
-func (l *leaderLock) Release(ctx context.Context) {
+func (l *Lock) Release(ctx context.Context) {
 	l.stopWatch()
+	select {
+	case <-l.handover:
+		l.newerLeads.Store(true) // before the lock is free, so that no two instances keep the node's files
+	default:
+	}
 	if err := l.lock.Unlock(); err != nil {
 		klog.FromContext(ctx).Error(err, "Failed to release the leader lock", "path", l.lock.Path())
 	}
@@ -108,7 +137,7 @@ func (l *leaderLock) Release(ctx context.Context) {
 }
 
 // watchRequests closes handover when a newer plugin instance asks to lead.
-func (l *leaderLock) watchRequests(ctx context.Context, handover chan struct{}) {
+func (l *Lock) watchRequests(ctx context.Context, handover chan struct{}) {
 	changed, pause := make(chan struct{}, 1), requestPoll
 	if watcher := l.watchRequestFile(changed); watcher != nil {
 		defer func() { _ = watcher.Close() }()
@@ -130,7 +159,7 @@ func (l *leaderLock) watchRequests(ctx context.Context, handover chan struct{}) 
 
 // watchRequestFile signals changed when the request file may have changed. It returns nil if
 // inotify is not available, because the kernel limits the number of inotify instances of a user.
-func (l *leaderLock) watchRequestFile(changed chan<- struct{}) *fsnotify.Watcher {
+func (l *Lock) watchRequestFile(changed chan<- struct{}) *fsnotify.Watcher {
 	watcher, err := fsnotify.NewWatcher()
 	if err != nil {
 		return nil
@@ -163,7 +192,7 @@ func (l *leaderLock) watchRequestFile(changed chan<- struct{}) *fsnotify.Watcher
 
 // requestHandover writes this plugin instance's request file, unless a newer instance has written
 // one.
-func (l *leaderLock) requestHandover() error {
+func (l *Lock) requestHandover() error {
 	if l.requestTime().After(l.started) {
 		return nil
 	}
@@ -181,7 +210,7 @@ func (l *leaderLock) requestHandover() error {
 
 // requestTime returns the start time of the plugin instance that wrote the request file. It returns
 // the zero time if the file is missing or invalid.
-func (l *leaderLock) requestTime() time.Time {
+func (l *Lock) requestTime() time.Time {
 	raw, err := os.ReadFile(l.requestPath)
 	if err != nil {
 		return time.Time{}
@@ -191,4 +220,12 @@ func (l *leaderLock) requestTime() time.Time {
 		return time.Time{}
 	}
 	return time.Unix(0, n)
+}
+
+// wake signals c, a channel of capacity one. It does not block if a signal is already in it.
+func wake(c chan<- struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
 }

@@ -1,4 +1,4 @@
-package driver
+package publish
 
 import (
 	"fmt"
@@ -7,20 +7,21 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/version"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
 
 // slowScheduler warns if this node publishes shared counters to a cluster whose scheduler is slow
 // with them (https://github.com/kubernetes/kubernetes/pull/138917). It assumes that the scheduler
 // has the same version as the API server.
 type slowScheduler struct {
-	warn      func(reason, message string)
-	setMetric func(slow bool)
+	events  Events
+	metrics *metrics.Metrics
 
 	mu sync.Mutex
 	// server is the API server's version, or "" if it is not known.
 	server   string
 	counters bool
-	warned   bool
 }
 
 // firstFastVersion is the first Kubernetes version in which the time to schedule a claim does not
@@ -46,12 +47,13 @@ func (s *slowScheduler) SetSlices(all []resourceslice.Slice) {
 func (s *slowScheduler) update() {
 	v, err := version.ParseGeneric(s.server)
 	slow := err == nil && s.counters && v.LessThan(firstFastVersion)
-	s.setMetric(slow)
-	if slow && !s.warned {
-		s.warn("SlowScheduler", fmt.Sprintf("This node publishes counters to a cluster with Kubernetes %s. Before 1.37 the time to "+
-			"schedule a claim grows with the square of the nodes with counters (kubernetes PR 138917). Upgrade to 1.37, "+
-			"or set mig.policy=static (and no shares) on nodes where no claim needs partitions. "+
-			"sum(gpu_dra_slow_scheduler) counts these nodes", s.server))
+	s.metrics.SlowScheduler(slow)
+	state := ""
+	if slow {
+		state = "slow"
 	}
-	s.warned = slow
+	s.events.WarnOnChange("SlowScheduler", state, fmt.Sprintf("This node publishes counters to a cluster with Kubernetes %s. Before 1.37 the time to "+
+		"schedule a claim grows with the square of the nodes with counters (kubernetes PR 138917). Upgrade to 1.37, "+
+		"or set mig.policy=static (and no shares) on nodes where no claim needs partitions. "+
+		"sum(gpu_dra_slow_scheduler) counts these nodes", s.server))
 }

@@ -1,25 +1,20 @@
-package driver
+package publish
 
 import (
 	"cmp"
-	"context"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
@@ -61,8 +56,11 @@ func newMarker(
 	for _, name := range claimed {
 		m.claimed[name] = true
 	}
-	all, _, _ := wholeGPUs(t.Context(), s, f)
-	return m, all
+	var offerings []device.Offering
+	for _, g := range s.Node.GPUs {
+		offerings = append(offerings, device.Offering{GPU: g.GPU, Layout: device.Layout{Whole: true}})
+	}
+	return m, device.Slices(device.Offer(offerings), s.Node.Driver)
 }
 
 func TestMarkTaints(t *testing.T) {
@@ -176,13 +174,13 @@ func TestReferenceDriverTolerationsMatch(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			m, published := newMarker(t, Features{DeviceTaints: true, InformingTaints: true}, s, c.view, c.effects)
 			marked, _, _ := m.mark(published)
-			classes := scheduler.Classes{DriverName: `device.attributes["gpu.nvidia.com"].type == "gpu"`}
+			classes := scheduler.Classes{device.DriverName: `device.attributes["gpu.nvidia.com"].type == "gpu"`}
 			other := c.toleration
 			other.Key = "gpu.nvidia.com/other"
 			for toleration, want := range map[resourceapi.DeviceToleration]int{c.toleration: 1, other: 0} {
-				got, err := scheduler.New(DriverName, marked, classes).Allocate(t.Context(), scheduler.NewTaken(), resourceapi.DeviceClaim{
+				got, err := scheduler.New(device.DriverName, marked, classes).Allocate(t.Context(), scheduler.NewTaken(), resourceapi.DeviceClaim{
 					Requests: []resourceapi.DeviceRequest{{Name: "gpu", Exactly: &resourceapi.ExactDeviceRequest{
-						DeviceClassName: DriverName, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1,
+						DeviceClassName: device.DriverName, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1,
 						Tolerations: []resourceapi.DeviceToleration{toleration},
 					}}},
 				})
@@ -252,83 +250,6 @@ func TestTaintsStayWithinAPIServerLimit(t *testing.T) {
 		if !slices.ContainsFunc(taints, func(t resourceapi.DeviceTaint) bool { return t.Effect == resourceapi.DeviceTaintEffectNoExecute }) {
 			t.Errorf("%+v: the gravest taint is missing: %v", c.features, taints)
 		}
-	}
-}
-
-// heldGPU lists a claim that has the first GPU, if it is true.
-type heldGPU bool
-
-func (h *heldGPU) List() ([]checkpoint.Entry, error) {
-	if !*h {
-		return nil, nil
-	}
-	return []checkpoint.Entry{{ClaimUID: "uid", Devices: []string{firstGPU}}}, nil
-}
-
-// noReports drops all health reports.
-type noReports struct{}
-
-func (noReports) Report(context.Context, *health.View, []device.GPU, []health.Change) {}
-func (noReports) Count(map[health.EventKey]uint64, string)                            {}
-func (noReports) NotCleared(string)                                                   {}
-
-func TestOfferedViewKeepsLostGPU(t *testing.T) {
-	inv, held := &fakeInventory{}, heldGPU(true)
-	inv.set(readyWith("0000:1b:00.0", "0000:43:00.0"))
-	h := loop.New(loop.Options{
-		StateDir: t.TempDir(), BootID: "boot", Inventory: inv, Records: &held, Reporter: noReports{},
-		Watch: func(ctx context.Context, report func(device.Signal)) error {
-			card := device.Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-0000:1b:00.0"}
-			report(device.Signal{Event: &device.HealthEvent{Card: card, Kind: device.EventXID, XID: 79, At: time.Now()}})
-			<-ctx.Done()
-			return nil
-		},
-	})
-	ctx, stop := context.WithCancel(t.Context())
-	h.Restore(ctx)
-	var wg sync.WaitGroup
-	wg.Go(func() { h.Run(ctx) })
-	wg.Go(func() { _ = h.Watcher(ctx)(ctx) })
-	eventually(t, "the XID counts", func() bool { return len(h.View().Findings("0000:1b:00.0")) > 0 })
-	stop()
-	wg.Wait()
-	conditions := nodeview.NewConditions()
-	node := newNodeView(t, inv, conditions, h)
-
-	inv.set(readyWith("0000:43:00.0"))
-	if now := node.Refresh().Offered; !now.Ready || len(now.Node.GPUs) != 2 || now.Node.GPUs[1].WholeName() != firstGPU {
-		t.Errorf("%+v", now)
-	}
-	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
-	if now := node.Refresh().Offered; !now.Ready || len(now.Node.GPUs) != 1 {
-		t.Errorf("the only card: %+v", now)
-	}
-	inv.set(inventory.Snapshot{Known: true, Empty: true, Reason: "the driver lists no GPU"})
-	if now := node.Refresh().Offered; !now.Ready || now.Empty || len(now.Node.GPUs) != 1 {
-		t.Errorf("the only card was removed, and a claim has it: %+v", now)
-	}
-	held = false
-	if now := node.Refresh().Offered; now.Ready || !now.Empty {
-		t.Errorf("the only card was removed: %+v", now)
-	}
-	inv.set(readyWith("0000:43:00.0"))
-	if now := node.Refresh().Offered; len(now.Node.GPUs) != 1 {
-		t.Errorf("a card was removed: %+v", now)
-	}
-	onBus := readyWith("0000:43:00.0")
-	onBus.Node.Problems = []nvidia.Problem{{PCIAddress: "0000:1b:00.0"}}
-	inv.set(onBus)
-	if now := node.Refresh().Offered; len(now.Node.GPUs) != 2 {
-		t.Errorf("a card that is on the bus: %+v", now)
-	}
-	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
-	conditions.Report(nodeview.Condition{Source: "runtime", Message: "CDI is off"})
-	if now := node.Refresh().Offered; now.Ready {
-		t.Errorf("a node that is not ready: %+v", now)
-	}
-	inv.set(inventory.Snapshot{Reason: "not scanned yet"})
-	if now := node.Refresh().Offered; now.Ready || len(now.Node.GPUs) != 0 {
-		t.Errorf("a node that was never scanned: %+v", now)
 	}
 }
 

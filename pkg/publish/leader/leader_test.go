@@ -1,4 +1,4 @@
-package driver
+package leader
 
 import (
 	"context"
@@ -8,11 +8,11 @@ import (
 	"time"
 )
 
-func acquire(t *testing.T, leader *leaderLock) {
+func acquire(t *testing.T, l *Lock) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
-	if err := leader.Acquire(ctx); err != nil {
+	if err := l.Acquire(ctx); err != nil {
 		t.Fatalf("acquire the leader lock: %v", err)
 	}
 }
@@ -20,7 +20,7 @@ func acquire(t *testing.T, leader *leaderLock) {
 func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 	dir := t.TempDir()
 	now := time.Now()
-	older, newer := newLeaderLock(dir, now), newLeaderLock(dir, now.Add(time.Second))
+	older, newer := New(dir, now), New(dir, now.Add(time.Second))
 	acquire(t, older)
 
 	acquired := make(chan struct{})
@@ -33,8 +33,14 @@ func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 	case <-time.After(20 * time.Second):
 		t.Fatal("the older instance got no hand-over request")
 	}
+	if older.NewerLeads() {
+		t.Error("the newer instance leads before the older one has released the lock")
+	}
 	older.Release(t.Context())
 	<-acquired
+	if !older.NewerLeads() || newer.NewerLeads() {
+		t.Errorf("after the hand-over a newer one leads: %v for the older, %v for the newer", older.NewerLeads(), newer.NewerLeads())
+	}
 
 	// The older plugin instance must wait until the newer one ends, and must not ask it for the leader
 	// lock.
@@ -51,13 +57,33 @@ func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 	if _, err := os.Stat(newer.requestPath); err == nil {
 		t.Error("the older instance left a request file")
 	}
+	select {
+	case <-older.LeadsAgain():
+		t.Error("the older instance leads again before the newer one has ended")
+	default:
+	}
 	newer.Release(t.Context())
+	acquire(t, older)
+	defer older.Release(t.Context())
+	<-older.LeadsAgain()
+	if older.NewerLeads() {
+		t.Error("a newer instance leads after it has ended")
+	}
+}
+
+func TestStoppedInstanceHasNoNewerLeader(t *testing.T) {
+	l := New(t.TempDir(), time.Now())
+	acquire(t, l)
+	l.Release(t.Context())
+	if l.NewerLeads() {
+		t.Error("no instance asked for a hand-over")
+	}
 }
 
 func TestKilledInstanceCostsLeaderOneHandover(t *testing.T) {
 	dir := t.TempDir()
 	now := time.Now()
-	holder, killed := newLeaderLock(dir, now), newLeaderLock(dir, now.Add(time.Second))
+	holder, killed := New(dir, now), New(dir, now.Add(time.Second))
 	acquire(t, holder)
 	if err := killed.requestHandover(); err != nil {
 		t.Fatal(err)
@@ -78,16 +104,16 @@ func TestGarbageInRequestFileIsIgnored(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "publisher.request"), []byte("soon"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	leader := newLeaderLock(dir, time.Now())
-	acquire(t, leader)
-	defer leader.Release(t.Context())
-	if got := leader.requestTime(); !got.IsZero() {
+	l := New(dir, time.Now())
+	acquire(t, l)
+	defer l.Release(t.Context())
+	if got := l.requestTime(); !got.IsZero() {
 		t.Errorf("the garbage was read as a request from %v", got)
 	}
 }
 
 func TestAcquireFailsWithoutLockDirectory(t *testing.T) {
-	if err := newLeaderLock(filepath.Join(t.TempDir(), "missing"), time.Now()).Acquire(t.Context()); err == nil {
+	if err := New(filepath.Join(t.TempDir(), "missing"), time.Now()).Acquire(t.Context()); err == nil {
 		t.Fatal("acquired a lock in a missing directory")
 	}
 }

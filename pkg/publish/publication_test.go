@@ -1,4 +1,4 @@
-package driver
+package publish
 
 import (
 	"context"
@@ -11,7 +11,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/validation/field"
@@ -19,19 +18,18 @@ import (
 	"k8s.io/client-go/rest"
 	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/client-go/util/workqueue"
-	"k8s.io/dynamic-resource-allocation/resourceslice"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/fakeapi"
 )
 
 func TestPublishingRetriesWithBackoff(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		client, inv := apiServer(), &fakeInventory{}
-		inv.set(readyWith("0000:1b:00.0"))
+		client := fakeapi.New()
 		var mu sync.Mutex // guards the variables below
 		away, began := false, time.Now()
 		var tries []time.Duration
-		prependReactor(client, "update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
+		fakeapi.Prepend(client, "update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
 			mu.Lock()
 			defer mu.Unlock()
 			if !away {
@@ -40,19 +38,9 @@ func TestPublishingRetriesWithBackoff(t *testing.T) {
 			tries = append(tries, time.Since(began))
 			return true, nil, apierrors.NewServiceUnavailable("away")
 		})
-		p := &publisher{
-			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {}, mark: unmarked,
-			onError: func(_ context.Context, err error, _ string) {
-				if !isRecoverable(err) {
-					t.Error(err)
-				}
-			},
-		}
-		ctx, stop := context.WithCancel(t.Context())
-		changed, done := make(chan struct{}, 1), make(chan error, 1)
-		go func() { done <- p.publish(ctx, changed) }()
+		u := startPublishingNode(t, client, readyWith("0000:1b:00.0"))
 		advance(time.Minute)
-		if n := len(published(t, client)); n != 1 {
+		if n := len(fakeapi.Devices(t, client)); n != 1 {
 			t.Fatalf("%d devices are published", n)
 		}
 		for range 2 { // twice, because a success must reset the pauses
@@ -61,8 +49,7 @@ func TestPublishingRetriesWithBackoff(t *testing.T) {
 			mu.Unlock()
 			s := readyWith("0000:1b:00.0", "0000:43:00.0")
 			s.Node.GPUs[0].UUID = "GPU-" + time.Now().String()
-			inv.set(s)
-			changed <- struct{}{}
+			u.setInventory(s)
 			advance(10 * time.Minute)
 			mu.Lock()
 			for i := 1; i < len(tries); i++ {
@@ -76,14 +63,11 @@ func TestPublishingRetriesWithBackoff(t *testing.T) {
 			away = false
 			mu.Unlock()
 			advance(publishRetryMax * 3 / 2)
-			if n := len(published(t, client)); n != 2 {
+			if n := len(fakeapi.Devices(t, client)); n != 2 {
 				t.Errorf("%d devices are published", n)
 			}
 		}
-		stop()
-		if err := <-done; err != nil {
-			t.Error(err)
-		}
+		u.stop()
 	})
 }
 
@@ -99,52 +83,40 @@ func (c countingLimiter) NumRequeues(pool string) int {
 	return c.TypedRateLimiter.NumRequeues(pool)
 }
 
+// startPublication starts u's publication after the test has changed it with the function prepare.
+func startPublication(t *testing.T, u *publishingNode, prepare func(*publication)) {
+	t.Helper()
+	u.run(t, func(ctx context.Context) error {
+		b, err := u.publisher.start(ctx)
+		if err != nil {
+			return err
+		}
+		defer b.controller.Stop()
+		defer b.background.Wait()
+		prepare(b)
+		b.update(ctx)
+		b.loop(ctx)
+		return nil
+	})
+}
+
 func TestRolloutPollsSeldomWhileAPIServerIsAway(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		client, inv := apiServer(), &fakeInventory{}
-		inv.set(manyGPUs())
-		var away, ill atomic.Bool
-		prependReactor(client, "update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
+		client := fakeapi.New()
+		var away atomic.Bool
+		fakeapi.Prepend(client, "update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
 			if away.Load() {
 				return true, nil, apierrors.NewServiceUnavailable("away")
 			}
 			return false, nil, nil
 		})
-		p := &publisher{
-			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {},
-			onError: func(context.Context, error, string) {},
-			mark: func(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
-				for i := range all {
-					if ill.Load() {
-						all[i].Devices[0].Taints = []resourceapi.DeviceTaint{{
-							Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule,
-						}}
-					}
-				}
-				return all, true
-			},
-		}
-		taints := func() (n int) {
-			for _, s := range mustList(t, client) {
-				n += len(s.Spec.Devices[0].Taints)
-			}
-			return n
-		}
-		ctx, stop := context.WithCancel(t.Context())
-		changed := make(chan struct{}, 1)
-		b, err := p.start(ctx, changed)
-		if err != nil {
-			t.Fatal(err)
-		}
+		u := newPublishingNode(t, client, manyGPUs())
 		var polls atomic.Int64
-		b.retries = countingLimiter{b.retries, &polls}
-		done := make(chan struct{})
-		go func() { defer close(done); b.loop(ctx, changed) }()
+		startPublication(t, u, func(b *publication) { b.retries = countingLimiter{b.retries, &polls} })
 		advance(time.Minute)
 
 		away.Store(true)
-		ill.Store(true)
-		changed <- struct{}{}
+		u.conditions.Report(nodeview.Condition{Source: "release", Code: nodeview.CodeReleased, Message: "released"})
 		const outage = 10 * time.Minute
 		advance(outage)
 		if n, most := polls.Load(), int64(outage/rolloutPollMax)+50; n > most {
@@ -152,18 +124,15 @@ func TestRolloutPollsSeldomWhileAPIServerIsAway(t *testing.T) {
 		}
 		away.Store(false)
 		advance(publishRetryMax*3/2 + 2*rolloutPollMax)
-		if n := taints(); n != 2 {
+		if n := u.taints(t); n != 70 {
 			t.Errorf("%d taints are published after the API server is back", n)
 		}
-		ill.Store(false)
-		changed <- struct{}{}
+		u.conditions.Clear("release")
 		advance(time.Second)
-		if n := taints(); n != 0 {
+		if n := u.taints(t); n != 0 {
 			t.Errorf("%d taints are still published a second after a change", n)
 		}
-		stop()
-		<-done
-		b.controller.Stop()
+		u.stop()
 	})
 }
 
@@ -179,17 +148,12 @@ func TestSilentAPIServerDoesNotBlockStop(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	inv := &fakeInventory{}
-	inv.set(readyWith("0000:1b:00.0"))
-	p := &publisher{
-		client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {}, mark: unmarked,
-		onError: func(_ context.Context, err error, _ string) { t.Error(err) },
-	}
+	p := newPublishingNode(t, client, readyWith("0000:1b:00.0")).publisher
 	for name, ask := range map[string]func(ctx context.Context) error{
-		"probe":   func(ctx context.Context) error { return p.publish(ctx, nil) },
+		"probe":   p.publish,
 		"version": func(ctx context.Context) error { p.watchVersion(ctx, nil); return nil },
 		"list": func(ctx context.Context) error {
-			if _, _, err := p.publishFirst(ctx, nil); !errors.Is(err, context.Canceled) {
+			if _, err := p.adoptSlices(ctx); !errors.Is(err, context.Canceled) {
 				return err
 			}
 			return nil
@@ -216,47 +180,29 @@ func TestSilentAPIServerDoesNotBlockStop(t *testing.T) {
 // Taints must be published even while the API server rejects every probe of its features.
 func TestTaintsArePublishedWhileProbesFail(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		client, inv := apiServer(), &fakeInventory{}
-		inv.set(readyWith("0000:1b:00.0"))
-		var rejects, ill atomic.Bool
+		client := fakeapi.New()
+		var rejects atomic.Bool
 		var probes atomic.Int64
-		prependReactor(client, "create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
-			if create, ok := a.(clienttesting.CreateActionImpl); ok && len(create.CreateOptions.DryRun) > 0 && rejects.Load() {
+		fakeapi.Prepend(client, "create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+			if fakeapi.IsDryRun(a) && rejects.Load() {
 				probes.Add(1)
-				return true, nil, invalid(field.Invalid(field.NewPath("spec"), "probe", "a policy refuses it"))
+				return true, nil, fakeapi.Invalid(field.Invalid(field.NewPath("spec"), "probe", "a policy refuses it"))
 			}
 			return false, nil, nil
 		})
-		p := &publisher{
-			client: client, nodeName: "node", inv: inv, slices: wholeGPUs, onVersion: func(string) {},
-			onError: func(context.Context, error, string) {},
-			mark: func(all []resourceslice.Slice, _ inventory.Snapshot, _ Features) ([]resourceslice.Slice, bool) {
-				if ill.Load() {
-					all[0].Devices[0].Taints = []resourceapi.DeviceTaint{{
-						Key: "gpu.nvidia.com/unhealthy", Effect: resourceapi.DeviceTaintEffectNoSchedule,
-					}}
-				}
-				return all, true
-			},
-		}
-		ctx, stop := context.WithCancel(t.Context())
-		changed := make(chan struct{}, 1)
-		b, err := p.start(ctx, changed)
-		if err != nil {
-			t.Fatal(err)
-		}
-		done := make(chan struct{})
-		go func() { defer close(done); b.loop(ctx, changed) }()
-		advance(time.Minute)
-
-		rejects.Store(true)
-		wake(b.probeAgain)
-		advance(time.Second)
-		ill.Store(true)
-		wake(changed)
+		u := newPublishingNode(t, client, readyWith("0000:1b:00.0"))
+		startPublication(t, u, func(b *publication) {
+			go func() {
+				time.Sleep(time.Minute) //nolint:forbidigo // simulated time
+				rejects.Store(true)
+				wake(b.probeAgain)
+			}()
+		})
+		advance(time.Minute + time.Second)
+		u.setXIDs(t, 79)
 		advance(5 * time.Second)
-		if taints := mustList(t, client)[0].Spec.Devices[0].Taints; len(taints) != 1 {
-			t.Errorf("after a change: %+v", taints)
+		if n := u.taints(t); n != 1 {
+			t.Errorf("after a change: %d taints", n)
 		}
 		const outage = 10 * time.Minute
 		advance(outage)
@@ -270,8 +216,6 @@ func TestTaintsArePublishedWhileProbesFail(t *testing.T) {
 		if n := probes.Load() - before; n > 0 {
 			t.Errorf("%d probes after one was answered", n)
 		}
-		stop()
-		<-done
-		b.controller.Stop()
+		u.stop()
 	})
 }

@@ -1,4 +1,4 @@
-package driver
+package publish
 
 import (
 	"fmt"
@@ -8,9 +8,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/utils/ptr"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -46,7 +44,7 @@ func findOversized(c *resourceapi.ResourceClaim, gpus []nvidia.GPU) *oversized {
 	var first *oversized
 	for _, r := range c.Status.Allocation.Devices.Results {
 		name, ok := device.ParseName(r.Device)
-		if r.Driver != DriverName || ptr.Deref(r.AdminAccess, false) || !ok || name.Share || name.Partition != nil {
+		if r.Driver != device.DriverName || ptr.Deref(r.AdminAccess, false) || !ok || name.Share || name.Partition != nil {
 			continue
 		}
 		has := int64(memory[r.Device]) //nolint:gosec // bounded above
@@ -90,20 +88,17 @@ func memoryRequest(c *resourceapi.ResourceClaim, name string) (class string, ask
 	return "", resource.Quantity{}, false
 }
 
-// oversizedHint returns a hint for users whose claim asks for at most half of a GPU's memory but
-// got a whole GPU. For any other claim, and for a claim that is prepared already, it returns "". So
-// the caller must call it before Prepare, which records the claim.
-func (d *Driver) oversizedHint(v *nodeview.View, c *resourceapi.ResourceClaim) string {
-	o := findOversized(c, v.Inventory.Node.GPUs)
-	if o == nil {
+// OversizedHint returns a hint for users whose claim asks for at most half of a GPU's memory but
+// got a whole GPU. For any other claim it returns "". gpus are the node's GPUs.
+func (p *Publisher) OversizedHint(c *resourceapi.ResourceClaim, gpus []nvidia.GPU) string {
+	o := findOversized(c, gpus)
+	switch {
+	case o == nil:
 		return ""
-	}
-	if r, found, err := d.preparer.Record(c.UID); err != nil || found && r.State == checkpoint.Prepared {
-		return ""
-	}
-	if d.offersFractions.Load() {
+	case p.OffersFractions():
 		return o.String() + ". Class shared.gpu.nvidia.com gives a share with a limit of memory"
+	default:
+		return o.String() + ". This node offers no shares with a limit of memory; " +
+			"the chart's value shares=fractions offers them in class shared.gpu.nvidia.com"
 	}
-	return o.String() + ". This node offers no shares with a limit of memory; " +
-		"the chart's value shares=fractions offers them in class shared.gpu.nvidia.com"
 }

@@ -1,11 +1,8 @@
-package driver
+package publish
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"slices"
-	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -14,6 +11,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // Features says which optional fields of ResourceSlices the API server keeps. It silently drops
@@ -36,11 +35,6 @@ type featureProbe struct {
 	// offers no devices that need a slice like the rejected one.
 	rejected []error
 }
-
-// probeError is an API server's error for a test slice, in contrast to one for a real slice.
-type probeError struct{ error }
-
-func (e probeError) Unwrap() error { return e.error }
 
 // probeFeatures finds out which fields the API server keeps. rejected has its errors for test
 // slices that it rejects as invalid.
@@ -97,7 +91,7 @@ func (p *featureProbe) partitionedDevices(ctx context.Context, f Features) (bool
 }
 
 func (p *featureProbe) partitionTypes(ctx context.Context, f Features) (bool, error) {
-	const attribute = DriverName + "/probe"
+	const attribute = device.DriverName + "/probe"
 	spec := resourceapi.ResourceSliceSpec{
 		Devices: probeConsumers(f), PartitionTypeAttribute: ptr.To(resourceapi.FullyQualifiedName(attribute)),
 	}
@@ -121,7 +115,7 @@ func (p *featureProbe) keeps(
 }
 
 func (p *featureProbe) dryRun(ctx context.Context, spec resourceapi.ResourceSliceSpec) (resourceapi.ResourceSliceSpec, error) {
-	spec.Driver = DriverName
+	spec.Driver = device.DriverName
 	spec.NodeName = ptr.To(p.nodeName)
 	// The pool's name explains the dry run to readers of the audit log.
 	spec.Pool = resourceapi.ResourcePool{Name: "feature-probe", Generation: 1, ResourceSliceCount: 1}
@@ -138,7 +132,7 @@ func (p *featureProbe) dryRun(ctx context.Context, spec resourceapi.ResourceSlic
 func probeDevice(name string, f Features) resourceapi.Device {
 	d := resourceapi.Device{Name: name}
 	if f.DeviceTaints {
-		d.Taints = []resourceapi.DeviceTaint{{Key: DriverName + "/probe", Effect: resourceapi.DeviceTaintEffectNoSchedule}}
+		d.Taints = []resourceapi.DeviceTaint{{Key: device.DriverName + "/probe", Effect: resourceapi.DeviceTaintEffectNoSchedule}}
 	}
 	if f.ConsumableCapacity {
 		one, two := resource.MustParse("1"), resource.MustParse("2")
@@ -183,32 +177,4 @@ func logFeatures(ctx context.Context, before *Features, now Features, rejected [
 	for _, err := range rejected {
 		logger.Info("Not offering some devices because the API server rejects the ResourceSlices that they need", "reason", rejection(err))
 	}
-}
-
-// shownCauses is how many causes of a rejection an Event names. Each of a slice's 64 devices may
-// have one.
-const shownCauses = 3
-
-// rejection returns why the API server rejects an object as invalid. It omits the object's
-// generated name, because repeated Events about the same cause must have the same message.
-func rejection(err error) string {
-	var status apierrors.APIStatus
-	if !errors.As(err, &status) || status.Status().Details == nil {
-		return err.Error()
-	}
-	var reasons []string
-	for _, cause := range status.Status().Details.Causes {
-		reason := cause.Message
-		if cause.Field != "" {
-			reason = cause.Field + ": " + reason
-		}
-		reasons = append(reasons, reason)
-	}
-	if more := len(reasons) - shownCauses; more > 0 {
-		reasons = append(slices.Clip(reasons[:shownCauses]), fmt.Sprintf("and %d more", more))
-	}
-	if len(reasons) == 0 {
-		return status.Status().Message
-	}
-	return strings.Join(reasons, "; ")
 }

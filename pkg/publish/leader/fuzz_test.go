@@ -1,4 +1,4 @@
-package driver
+package leader
 
 import (
 	"os"
@@ -14,11 +14,11 @@ func FuzzHandoverRequest(f *testing.F) {
 	}
 	dir := f.TempDir()
 	f.Fuzz(func(t *testing.T, text []byte) {
-		leader := newLeaderLock(dir, time.Unix(1, 0))
-		if err := os.WriteFile(leader.requestPath, text, 0o600); err != nil {
+		l := New(dir, time.Unix(1, 0))
+		if err := os.WriteFile(l.requestPath, text, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if at := leader.requestTime(); !at.IsZero() && !time.Unix(0, at.UnixNano()).Equal(at) {
+		if at := l.requestTime(); !at.IsZero() && !time.Unix(0, at.UnixNano()).Equal(at) {
 			t.Errorf("%q is %v", text, at)
 		}
 	})

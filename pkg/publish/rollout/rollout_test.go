@@ -1,4 +1,4 @@
-package driver
+package rollout
 
 import (
 	"math/rand/v2"
@@ -34,22 +34,6 @@ func countDiffering(a, b []resourceslice.Slice) int {
 	return n
 }
 
-func setTarget(t *testing.T, s *sliceRollout, slices []resourceslice.Slice) {
-	t.Helper()
-	if err := s.setTarget(slices); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func nextSlices(t *testing.T, s *sliceRollout, writes int64, failing bool, now time.Time) (_ []resourceslice.Slice, ok bool) {
-	t.Helper()
-	sent, ok, err := s.next(writes, failing, now)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return sent, ok
-}
-
 // The test changes taints at random, while a fake controller writes the slices at random times and
 // sometimes fails. Of the slices passed to the controller, at most one may differ from those it has
 // written.
@@ -59,18 +43,18 @@ func TestRolloutSendsOneChangedSliceAtATime(t *testing.T) {
 		now := time.Now()
 		start := taintedSlices(5, nil)
 		stored, writes := start, int64(5)
-		s := sliceRollout{sent: mustEncode(t, start), target: mustEncode(t, start), writesAtSend: writes, sentAt: now.Add(-time.Minute)}
+		s := Rollout{sent: start, target: start, writesAtSend: writes, sentAt: now.Add(-time.Minute)}
 		away, failing := false, false
 		var writing []resourceslice.Slice
 		for range 300 {
 			now = now.Add(time.Duration(r.IntN(30)) * time.Millisecond)
 			switch r.IntN(6) {
 			case 0:
-				setTarget(t, &s, taintedSlices(5, map[int]string{r.IntN(5): "x", r.IntN(5): "y", r.IntN(5): ""}))
+				s.SetTarget(taintedSlices(5, map[int]string{r.IntN(5): "x", r.IntN(5): "y", r.IntN(5): ""}))
 			case 1:
 				away = r.IntN(3) == 0
 			}
-			if sent, ok := nextSlices(t, &s, writes, failing, now); ok {
+			if sent, ok := s.Next(writes, failing, now); ok {
 				if n := countDiffering(stored, sent); n > 1 {
 					t.Fatalf("seed %d: the controller must write %d slices at once", seed, n)
 				}
@@ -81,21 +65,21 @@ func TestRolloutSendsOneChangedSliceAtATime(t *testing.T) {
 			case writing != nil && r.IntN(2) == 0:
 				stored, writing, failing = writing, nil, false
 				writes++
-			case writing == nil && countDiffering(stored, mustDecode(t, s.sent)) == 0:
+			case writing == nil && countDiffering(stored, s.sent) == 0:
 				failing = false
 			case writing == nil && r.IntN(2) == 0:
-				writing = mustDecode(t, s.sent)
+				writing = s.sent
 			}
 		}
 		for range 50 { // after some more steps the whole target must be stored
 			now = now.Add(writeTimeout)
-			_, _ = nextSlices(t, &s, writes, false, now)
-			if sent := mustDecode(t, s.sent); countDiffering(stored, sent) > 0 {
+			_, _ = s.Next(writes, false, now)
+			if sent := s.sent; countDiffering(stored, sent) > 0 {
 				stored = sent
 				writes++
 			}
 		}
-		if countDiffering(stored, mustDecode(t, s.target)) > 0 || s.pending() {
+		if countDiffering(stored, s.target) > 0 || s.Pending() {
 			t.Fatalf("seed %d: stored %v, target %v", seed, stored, s.target)
 		}
 	}
@@ -103,28 +87,28 @@ func TestRolloutSendsOneChangedSliceAtATime(t *testing.T) {
 
 func TestDeviceChangeIsSentAtOnce(t *testing.T) {
 	now := time.Now()
-	s := sliceRollout{sent: mustEncode(t, taintedSlices(3, nil)), sentAt: now, writesAtSend: 7}
-	setTarget(t, &s, taintedSlices(4, map[int]string{0: "x", 1: "x"}))
-	sent, ok := nextSlices(t, &s, 7, false, now)
-	if !ok || countDiffering(sent, mustDecode(t, s.target)) != 0 || s.pending() {
+	s := Rollout{sent: taintedSlices(3, nil), sentAt: now, writesAtSend: 7}
+	s.SetTarget(taintedSlices(4, map[int]string{0: "x", 1: "x"}))
+	sent, ok := s.Next(7, false, now)
+	if !ok || countDiffering(sent, s.target) != 0 || s.Pending() {
 		t.Errorf("%v, %v", sent, ok)
 	}
 	// The number of writes does not grow, as if the controller had nothing to write. The next slices
 	// must be sent only after writeTimeout.
-	setTarget(t, &s, taintedSlices(4, map[int]string{2: "x"}))
-	if _, ok := nextSlices(t, &s, 7, false, now); ok {
+	s.SetTarget(taintedSlices(4, map[int]string{2: "x"}))
+	if _, ok := s.Next(7, false, now); ok {
 		t.Error("sent although the last slices may not be written")
 	}
-	if sent, ok := nextSlices(t, &s, 7, false, now.Add(writeTimeout)); !ok || countDiffering(sent, mustDecode(t, s.sent)) != 0 {
+	if sent, ok := s.Next(7, false, now.Add(writeTimeout)); !ok || countDiffering(sent, s.sent) != 0 {
 		t.Errorf("%v, %v", sent, ok)
 	}
 }
 
 func TestEmptyPoolIsSent(t *testing.T) {
 	now := time.Now()
-	s := sliceRollout{sent: mustEncode(t, taintedSlices(3, nil)), sentAt: now}
-	setTarget(t, &s, nil)
-	if sent, ok := nextSlices(t, &s, 0, false, now); !ok || len(sent) != 0 {
+	s := Rollout{sent: taintedSlices(3, nil), sentAt: now}
+	s.SetTarget(nil)
+	if sent, ok := s.Next(0, false, now); !ok || len(sent) != 0 {
 		t.Errorf("%v, %v", sent, ok)
 	}
 }
@@ -132,17 +116,14 @@ func TestEmptyPoolIsSent(t *testing.T) {
 func TestRolloutDoesNotWaitForPublishedSlices(t *testing.T) {
 	now := time.Now()
 	for _, published := range []bool{true, false} {
-		s, err := newSliceRollout(taintedSlices(3, nil), published, now)
-		if err != nil {
-			t.Fatal(err)
-		}
-		setTarget(t, &s, taintedSlices(3, map[int]string{1: "x"}))
-		if slices, sent := nextSlices(t, &s, 0, false, now); sent != published {
+		s := New(taintedSlices(3, nil), published, now)
+		s.SetTarget(taintedSlices(3, map[int]string{1: "x"}))
+		if slices, sent := s.Next(0, false, now); sent != published {
 			t.Errorf("published %v: the first change was sent: %v, %v", published, sent, slices)
 		}
-		setTarget(t, &s, taintedSlices(3, map[int]string{1: "x", 2: "x"}))
+		s.SetTarget(taintedSlices(3, map[int]string{1: "x", 2: "x"}))
 		if published {
-			if _, sent := nextSlices(t, &s, 0, false, now); sent {
+			if _, sent := s.Next(0, false, now); sent {
 				t.Error("a second change was sent before the first was written")
 			}
 		}

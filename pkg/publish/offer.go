@@ -1,0 +1,120 @@
+package publish
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync/atomic"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+)
+
+// offer has slices without new taints, and what they were built from. Its slices are never
+// modified.
+type offer struct {
+	slices []resourceslice.Slice
+	// adopted is true for the slices of an earlier plugin instance, which keep their taints.
+	adopted bool
+	// snapshot is what the slices were built from. Adopted slices have none until the hardware is
+	// known.
+	snapshot inventory.Snapshot
+	features Features
+	// settled is false if the slices must be built again soon.
+	settled bool
+}
+
+// builder builds the node's slices without taints. Building may wait for a GPU's lock and for the
+// API server.
+type builder struct {
+	layouts *Layouts
+	shares  device.ShareRules
+	slow    *slowScheduler
+	events  Events
+	metrics *metrics.Metrics
+
+	// delayed is true while a GPU cannot be offered as configured, because prepared or allocated
+	// claims still need its present shape.
+	delayed         atomic.Bool
+	offersFractions atomic.Bool
+}
+
+// Build returns the slices of the snapshot s for a cluster with the features f. If some GPUs are
+// not offered as their MIG policy asks, it writes an Event with the reasons. The result is not
+// settled while claims delay a change. After an error it is unknown which devices are allocated.
+// Only one call may run at a time.
+func (b *builder) Build(ctx context.Context, s inventory.Snapshot, f Features) (offer, error) {
+	var options []device.SliceOption
+	if f.PartitionTypes {
+		options = append(options, device.PartitionTypes(device.DriverName))
+	}
+	build := func(shapes []device.Shape) []resourceslice.Slice {
+		return device.Slices(shapes, s.Node.Driver, options...)
+	}
+	preview := func(o []device.Offering) []resourceslice.Slice {
+		return build(device.Offer(b.withShares(o, s.Node.Driver, f)))
+	}
+	offerings, settled, err := b.layouts.Decide(ctx, s, f.PartitionedDevices, preview)
+	if err != nil {
+		return offer{}, err
+	}
+	offerings = b.withShares(offerings, s.Node.Driver, f)
+	shapes := device.Offer(offerings)
+	settled = b.reportShares(offerings, shapes, f) && settled
+	b.delayed.Store(!settled)
+	slices := build(shapes)
+	b.slow.SetSlices(slices)
+	b.metrics.MIG(b.countMIG(slices))
+	limits := describeLimits(b.layouts.Limited())
+	b.events.NormalOnChange("GPUsLimited", limits, "GPUs are not offered as their MIG policy asks: "+limits)
+	return offer{slices: slices, snapshot: s, features: f, settled: settled}, nil
+}
+
+// countMIG returns the numbers for the MIG metrics: the offered MIG devices by profile, the
+// existing MIG devices, and the MIG-capable GPUs.
+func (b *builder) countMIG(slices []resourceslice.Slice) metrics.MIGState {
+	now := metrics.MIGState{Offered: map[string]int{}}
+	for _, s := range slices {
+		for i := range s.Devices {
+			if profile := profileOf(&s.Devices[i]); profile != "" {
+				now.Offered[profile]++
+			}
+		}
+	}
+	now.Ours, now.Foreign, now.GPUs = b.layouts.Count()
+	return now
+}
+
+// profileOf returns the MIG profile of a MIG device in a slice. It returns "" for a whole GPU and
+// for a device that several claims can share, because other metrics count shared devices.
+func profileOf(d *resourceapi.Device) string {
+	if ptr.Deref(d.AllowMultipleAllocations, false) {
+		return ""
+	}
+	if a, ok := d.Attributes["profile"]; ok && a.StringValue != nil {
+		return *a.StringValue
+	}
+	return ""
+}
+
+// describeLimits returns one line for an Event: the reasons why GPUs are not offered as configured,
+// each after the names of its GPUs. limited has the reason by GPU.
+func describeLimits(limited map[string]string) string {
+	byReason := map[string][]string{}
+	for gpu, reason := range limited {
+		byReason[reason] = append(byReason[reason], gpu)
+	}
+	lines := make([]string, 0, len(byReason))
+	for reason, gpus := range byReason {
+		slices.Sort(gpus)
+		lines = append(lines, fmt.Sprintf("%s: %s", strings.Join(gpus, ", "), reason))
+	}
+	slices.Sort(lines)
+	return strings.Join(lines, "; ")
+}

@@ -1,0 +1,215 @@
+package publish
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
+)
+
+// Options has what a Publisher needs.
+type Options struct {
+	Client   kubernetes.Interface
+	NodeName string
+	Leader   *leader.Lock
+	// Policies and Shares are the configured MIG policies and share rules.
+	Policies device.Policies
+	Shares   device.ShareRules
+	// Effects are the configured taint effects by health state.
+	Effects health.Effects
+	Node    Node
+	Health  Health
+	Claims  Ownership
+	Events  Events
+	Metrics *metrics.Metrics
+}
+
+// Node says what the node offers now.
+type Node interface {
+	// Refresh returns a View that has every change that ended before the call.
+	Refresh() *nodeview.View
+}
+
+// Health has the health verdicts on the node's devices.
+type Health interface {
+	// View returns the verdicts now. Nil means that nothing watches the hardware.
+	View() *health.View
+	// Changed returns a channel that is closed at the next change of View.
+	Changed() <-chan struct{}
+	// SetLeader says whether this plugin instance is the leader. Only the leader saves verdicts.
+	SetLeader(is bool)
+}
+
+// Events writes Events on the Node.
+type Events interface {
+	Warn(reason, message string)
+	// WarnOnChange and NormalOnChange write an Event when the state changes to one that is not empty.
+	WarnOnChange(reason, state, message string)
+	NormalOnChange(reason, state, message string)
+}
+
+// Publisher writes the node's ResourceSlices while this plugin instance is the leader.
+type Publisher struct {
+	client   kubernetes.Interface
+	nodeName string
+	leader   *leader.Lock
+	node     Node
+	health   Health
+	claims   Ownership
+	effects  health.Effects
+	events   Events
+	metrics  *metrics.Metrics
+	builder  *builder
+	slow     *slowScheduler
+	// rebuild says that the slices must be built again, because a policy has changed or a claim ended.
+	rebuild chan struct{}
+	// lastFeatures is the result of the last successful probe.
+	lastFeatures *Features
+}
+
+// New returns a Publisher, which publishes nothing before Run.
+func New(o Options) *Publisher {
+	slow := &slowScheduler{events: o.Events, metrics: o.Metrics}
+	cluster := APIServer{Client: o.Client, Driver: device.DriverName, Node: o.NodeName}
+	return &Publisher{
+		client: o.Client, nodeName: o.NodeName, leader: o.Leader, node: o.Node, health: o.Health, claims: o.Claims,
+		effects: o.Effects, events: o.Events, metrics: o.Metrics, slow: slow,
+		builder: &builder{
+			layouts: NewLayouts(o.Claims, cluster, o.Policies), shares: o.Shares,
+			slow: slow, events: o.Events, metrics: o.Metrics,
+		},
+		rebuild: make(chan struct{}, 1),
+	}
+}
+
+// Wake makes the publisher look at the node again and build its slices. It does not block.
+func (p *Publisher) Wake() { wake(p.rebuild) }
+
+// ClaimEnded tells the publisher that a claim was unprepared, which a change may wait for.
+func (p *Publisher) ClaimEnded() {
+	if p.builder.delayed.Load() {
+		wake(p.rebuild)
+	}
+}
+
+// SetNodePolicies sets the MIG policies from the Node's annotation.
+func (p *Publisher) SetNodePolicies(policies device.Policies) {
+	p.builder.layouts.SetNodePolicies(policies)
+	wake(p.rebuild)
+}
+
+// HandedOver returns the GPUs that have MIG instances of an admin although their policy is adopt.
+func (p *Publisher) HandedOver() []device.GPU { return p.builder.layouts.HandedOver() }
+
+// MIGModeUnneeded returns the GPUs in MIG mode whose policy creates no partitions.
+func (p *Publisher) MIGModeUnneeded() []device.GPU { return p.builder.layouts.MIGModeUnneeded() }
+
+// OffersFractions reports whether the node offers MPS shares with a limited part of a GPU's memory
+// and compute units.
+func (p *Publisher) OffersFractions() bool { return p.builder.offersFractions.Load() }
+
+// Run publishes slices until the context ends. While the node is not ready, Run only updates the
+// taints of slices that were published before.
+func (p *Publisher) Run(ctx context.Context) error {
+	p.waitForContent(ctx)
+	for ctx.Err() == nil {
+		// When a newer plugin instance that took over has ended, this one becomes the leader again even
+		// if the node is not ready. The reason may be a missing CDI hook, which only a leader installs.
+		if err := p.leader.Acquire(ctx); err != nil {
+			return unlessDone(ctx, fmt.Errorf("acquire the leader lock: %w", err))
+		}
+		p.setLeader(true)
+		p.builder.layouts.Reset() // another plugin instance may have published since
+		klog.FromContext(ctx).Info("Publishing this node's ResourceSlices", "pool", p.nodeName)
+		leading, stop := p.leaderContext(ctx)
+		err := p.publish(leading)
+		stop()
+		p.setLeader(false)
+		p.leader.Release(ctx)
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p *Publisher) setLeader(is bool) {
+	p.metrics.Publisher(is)
+	p.health.SetLeader(is)
+}
+
+// leaderContext returns a context that ends when a newer plugin instance asks to lead. This also
+// cancels running calls to the API server.
+func (p *Publisher) leaderContext(ctx context.Context) (context.Context, context.CancelFunc) {
+	leading, stop := context.WithCancel(ctx)
+	go func() {
+		select {
+		case <-leading.Done():
+		case <-p.leader.HandoverRequested():
+			klog.FromContext(ctx).Info("Handing over to a newer instance of the plugin")
+			stop()
+		}
+	}()
+	return leading, stop
+}
+
+// waitForContent waits until the node is ready and returns no slices. If the node stays not ready
+// for so long that a taint must say so, it instead returns the slices of an earlier plugin
+// instance, which need that taint. ok is false if the context ended.
+func (p *Publisher) waitForContent(ctx context.Context) (adopted []resourceslice.Slice, ok bool) {
+	pause := settleInterval
+	for {
+		view := p.node.Refresh()
+		if view.Offered.Ready {
+			return nil, true
+		}
+		var again <-chan time.Time
+		due, pending := view.Due(time.Now())
+		switch {
+		case due:
+			adopted, err := p.adoptSlices(ctx)
+			if len(adopted) > 0 {
+				return adopted, true
+			}
+			if err != nil && ctx.Err() == nil {
+				p.reportError(ctx, err, "Failed to list the ResourceSlices of an earlier instance; retrying")
+				again = time.After(pause)
+				pause = min(2*pause, publishRetryMax)
+			}
+		case pending:
+			again = time.After(settleInterval)
+		}
+		select {
+		case <-ctx.Done():
+			return nil, false
+		case <-view.Changed():
+		case <-again:
+		}
+	}
+}
+
+// unlessDone returns err, or nil if the context has ended.
+func unlessDone(ctx context.Context, err error) error {
+	if ctx.Err() == nil {
+		return err
+	}
+	return nil
+}
+
+// wake signals c, a channel of capacity one. It does not block if a signal is already in the
+// channel.
+func wake(c chan<- struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}

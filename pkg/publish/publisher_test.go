@@ -1,0 +1,241 @@
+package publish
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/klog/v2"
+
+	"github.com/go-logr/logr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/fakeapi"
+)
+
+// fakeInventory fakes an inventory. It returns the snapshot that the test has set.
+type fakeInventory struct {
+	mu      sync.Mutex
+	s       inventory.Snapshot
+	changed chan struct{}
+}
+
+func (f *fakeInventory) Snapshot() inventory.Snapshot {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.s
+}
+
+func (f *fakeInventory) Changed() <-chan struct{} { return f.changed }
+
+// fakeHealth fakes the health verdicts.
+type fakeHealth struct {
+	mu      sync.Mutex
+	view    *health.View
+	changed chan struct{}
+}
+
+func (f *fakeHealth) View() *health.View {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.view
+}
+
+func (f *fakeHealth) Changed() <-chan struct{} {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.changed
+}
+
+func (f *fakeHealth) set(v *health.View) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.view = v
+	close(f.changed)
+	f.changed = make(chan struct{})
+}
+
+func (f *fakeHealth) SetLeader(bool)                          {}
+func (f *fakeHealth) Missing(inventory.Snapshot) []device.GPU { return nil }
+
+// noReferenceDriver fakes a node on which NVIDIA's DRA driver never ran.
+type noReferenceDriver struct{}
+
+func (noReferenceDriver) Claims() ([]predecessor.Claim, error) { return nil, nil }
+
+// noEvents drops all Events.
+type noEvents struct{}
+
+func (noEvents) Warn(string, string)                   {}
+func (noEvents) WarnOnChange(string, string, string)   {}
+func (noEvents) NormalOnChange(string, string, string) {}
+
+// publishingNode is a node with a publisher, fake hardware and a fake API server.
+type publishingNode struct {
+	client     *fake.Clientset
+	inv        *fakeInventory
+	conditions *nodeview.Conditions
+	health     *fakeHealth
+	records    *fakeRecords
+	publisher  *Publisher
+	stop       func()
+}
+
+// newPublishingNode returns a node with the snapshot s. Its publisher does not run yet.
+func newPublishingNode(t *testing.T, client kubernetes.Interface, s inventory.Snapshot) *publishingNode {
+	t.Helper()
+	u := &publishingNode{
+		inv: &fakeInventory{s: s, changed: make(chan struct{}, 1)}, conditions: nodeview.NewConditions(),
+		health: &fakeHealth{changed: make(chan struct{})}, records: &fakeRecords{},
+	}
+	u.client, _ = client.(*fake.Clientset)
+	effects, err := health.ParseEffects("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	u.publisher = New(Options{
+		Client: client, NodeName: "node", Leader: leader.New(t.TempDir(), time.Now()),
+		Node: nodeview.New(u.inv, u.conditions, u.health, noReferenceDriver{}), Health: u.health, Effects: effects, Claims: u.records,
+		Events: noEvents{}, Metrics: metrics.New("test"),
+	})
+	return u
+}
+
+// run runs the function publish, and follows the node's changes, until u.stop is called.
+func (u *publishingNode) run(t *testing.T, publish func(context.Context) error) {
+	t.Helper()
+	ctx, stop := context.WithCancel(klog.NewContext(t.Context(), logr.New(slowLogger{})))
+	var running sync.WaitGroup
+	running.Go(func() { u.publisher.node.(*nodeview.Node).Run(ctx) })
+	done := make(chan error, 1)
+	go func() { done <- publish(ctx) }()
+	u.stop = sync.OnceFunc(func() {
+		stop()
+		running.Wait()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(u.stop)
+}
+
+// slowLogger drops all logs. One line takes a nanosecond: the slice controller syncs again and
+// again at the very moment when its cache expires, and simulated time would never pass.
+type slowLogger struct{}
+
+func (slowLogger) Init(logr.RuntimeInfo)            {}
+func (slowLogger) Enabled(int) bool                 { return true }
+func (slowLogger) Error(error, string, ...any)      {}
+func (s slowLogger) WithValues(...any) logr.LogSink { return s }
+func (s slowLogger) WithName(string) logr.LogSink   { return s }
+func (slowLogger) Info(_ int, message string, _ ...any) {
+	if message == "Scheduled re-sync" {
+		time.Sleep(time.Nanosecond) //nolint:forbidigo // simulated time
+	}
+}
+
+// startPublishingNode starts a publisher with the snapshot s, as the leader. The caller must be in
+// a synctest bubble.
+func startPublishingNode(t *testing.T, client *fake.Clientset, s inventory.Snapshot) *publishingNode {
+	t.Helper()
+	u := newPublishingNode(t, client, s)
+	u.run(t, u.publisher.publish)
+	return u
+}
+
+// setInventory sets the snapshot of the fake inventory.
+func (u *publishingNode) setInventory(s inventory.Snapshot) {
+	u.inv.mu.Lock()
+	u.inv.s = s
+	u.inv.mu.Unlock()
+	wake(u.inv.changed)
+}
+
+// setXIDs replaces the health verdicts: the first GPU has reported XIDs with these numbers.
+func (u *publishingNode) setXIDs(t *testing.T, kinds ...uint64) {
+	t.Helper()
+	u.health.set(viewWithXIDs(t, time.Now(), u.inv.Snapshot(), kinds...))
+}
+
+// taints returns the number of published taints.
+func (u *publishingNode) taints(t *testing.T) (n int) {
+	t.Helper()
+	for _, s := range fakeapi.Slices(t, u.client) {
+		for _, d := range s.Spec.Devices {
+			n += len(d.Taints)
+		}
+	}
+	return n
+}
+
+// advance advances the time of a synctest bubble and waits until all goroutines wait.
+func advance(d time.Duration) {
+	time.Sleep(d) //nolint:forbidigo // simulated time
+	synctest.Wait()
+}
+
+func readyWith(addresses ...device.PCIAddress) inventory.Snapshot {
+	s := inventory.Snapshot{Ready: true, Known: true}
+	s.Node.Driver = device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}
+	for _, a := range addresses {
+		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{GPU: device.GPU{
+			PCIAddress: a, UUID: "GPU-" + string(a), ProductName: "NVIDIA H100", MemoryBytes: 80 << 30,
+		}})
+	}
+	return s
+}
+
+// manyGPUs returns a snapshot with 70 GPUs, which need two slices.
+func manyGPUs() inventory.Snapshot {
+	var addresses []device.PCIAddress
+	for i := range 70 {
+		addresses = append(addresses, device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", i)))
+	}
+	return readyWith(addresses...)
+}
+
+func TestSlicesFollowTheInventory(t *testing.T) {
+	client := fakeapi.New()
+	u := newPublishingNode(t, client, inventory.Snapshot{Reason: "the driver is not loaded"})
+	u.run(t, u.publisher.Run)
+	u.setInventory(inventory.Snapshot{Reason: "the driver is not loaded yet"}) // the publisher wakes, but the node is still not ready
+	if got := fakeapi.Devices(t, client); len(got) != 0 {
+		t.Fatalf("published %v without a driver", got)
+	}
+	u.setInventory(readyWith("0000:1b:00.0", "0000:43:00.0"))
+	fakeapi.Eventually(t, "both GPUs are published", func() bool {
+		return slices.Equal(fakeapi.Devices(t, client), []string{firstGPU, secondGPU})
+	})
+	u.setInventory(readyWith("0000:43:00.0"))
+	fakeapi.Eventually(t, "the lost GPU is withdrawn", func() bool {
+		return slices.Equal(fakeapi.Devices(t, client), []string{secondGPU})
+	})
+
+	// The test deletes all slices, as the kubelet does when it starts. The controller must create them
+	// again.
+	for _, s := range fakeapi.Slices(t, client) {
+		if err := client.ResourceV1().ResourceSlices().Delete(t.Context(), s.Name, metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	fakeapi.Eventually(t, "deleted slices come back", func() bool { return len(fakeapi.Devices(t, client)) == 1 })
+
+	u.stop()
+	if len(fakeapi.Devices(t, client)) != 1 {
+		t.Error("the plugin deleted its slices when it stopped: an update must keep the GPUs published")
+	}
+}

@@ -1,0 +1,39 @@
+package publish
+
+import (
+	"math/rand/v2"
+	"time"
+
+	"k8s.io/client-go/util/workqueue"
+)
+
+// publishRetry and publishRetryMax are the shortest and the longest pause between retries. The
+// pauses grow and are randomized, because all nodes of a cluster lose the API server together.
+// publishRetryMax is short, so that taints appear soon after the API server is back. The slice
+// controller's own pauses can reach a quarter of an hour.
+const (
+	publishRetry    = 250 * time.Millisecond
+	publishRetryMax = 30 * time.Second
+)
+
+// These keys count other failures than those of the slice controller in the retry limiter. The
+// controller's own key is the pool's name, which is the node's name.
+const (
+	droppedFields      = "/dropped-fields"
+	unansweredProbe    = "/unanswered-probe"
+	unknownAllocations = "/unknown-allocations"
+)
+
+// jitteredLimiter makes each pause randomly shorter or longer by up to half.
+type jitteredLimiter struct {
+	workqueue.TypedRateLimiter[string]
+}
+
+func newJitteredLimiter() jitteredLimiter {
+	return jitteredLimiter{workqueue.NewTypedItemExponentialFailureRateLimiter[string](publishRetry, publishRetryMax)}
+}
+
+func (l jitteredLimiter) When(item string) time.Duration {
+	pause := l.TypedRateLimiter.When(item)
+	return pause/2 + rand.N(pause)
+}
