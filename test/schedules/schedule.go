@@ -208,7 +208,8 @@ func (s *schedule) inject(at *faultPoint, f fault) {
 		s.powerCut()
 		return
 	case slow:
-		s.slowFor = time.Duration(1+s.IntN(60)) * time.Second
+		// No limit of a call ends at the same moment: whether the call notices would be left to chance.
+		s.slowFor = time.Duration(1+s.IntN(60))*time.Second + time.Millisecond
 	case givenUp:
 		s.giveUp(at.process)
 	case secondInstance:
