@@ -40,7 +40,8 @@ func FuzzParsePCIAddress(f *testing.F) {
 		if again, err := ParsePCIAddress(string(a)); err != nil || again != a {
 			t.Errorf("%q becomes %q, which becomes %q: %v", s, a, again, err)
 		}
-		if name, ok := ParseName(a.WholeName()); !ok || name.PCIAddress() != a || name.GPU != a.WholeName() || name.Partition != nil || name.Share {
+		name, ok := ParseName(a.WholeName())
+		if !ok || name.PCIAddress() != a || name.GPU != a.WholeName() || name.Partition != nil || name.Share {
 			t.Errorf("%q is named %q, which is parsed as %+v, %v", s, a.WholeName(), name, ok)
 		}
 	})

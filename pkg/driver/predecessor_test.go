@@ -11,7 +11,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 )
 
@@ -107,14 +106,4 @@ func TestUnreadablePredecessorCheckpointWithholdsAllGPUs(t *testing.T) {
 	if msg := n.prepare(t, c).GetError(); msg != "" {
 		t.Errorf("after the file was removed: %s", msg)
 	}
-}
-
-// alwaysReady fakes the inventory of a node that is ready, with two GPUs.
-type alwaysReady struct{}
-
-func (alwaysReady) Changed() <-chan struct{} { return nil }
-
-func (alwaysReady) Snapshot() inventory.Snapshot {
-	node, _ := twoGPUs()
-	return inventory.Snapshot{Ready: true, Known: true, Node: node}
 }

@@ -223,10 +223,6 @@ func sameDevice(old, now checkpoint.Device) bool {
 		ptr.Equal(old.ShareID, now.ShareID) && sameCapacity(old.ConsumedCapacity, now.ConsumedCapacity)
 }
 
-func equalPtr[T comparable](a, b *T) bool {
-	return a == b || a != nil && b != nil && *a == *b
-}
-
 // sameSteps reports whether the record already has these steps. It ignores fields that this version
 // does not know, so that it does not rewrite a record only to drop them.
 func sameSteps(recorded []checkpoint.Step, now []steps.Step) (bool, error) {
