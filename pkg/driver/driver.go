@@ -49,11 +49,6 @@ const drainTimeout = 30 * time.Second
 // registers with the kubelet. Reads of the Node at the start have the same limit.
 const firstScanTimeout = 5 * time.Second
 
-// inventorySource returns the node's devices.
-type inventorySource interface {
-	Snapshot() inventory.Snapshot
-}
-
 // Driver is one instance of the plugin.
 type Driver struct {
 	cfg      *config.Config

@@ -5,7 +5,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/fakeapi"
 )
@@ -52,11 +51,6 @@ func (f *fakeInventory) Changed() <-chan struct{} {
 		f.changed = make(chan struct{}, 1)
 	}
 	return f.changed
-}
-
-// viewOf returns a view of a node with this inventory.
-func viewOf(s inventory.Snapshot) *nodeview.View {
-	return &nodeview.View{Inventory: s, Preparable: s, Offered: s, GPUs: s.Node.GPUs}
 }
 
 func readyWith(addresses ...device.PCIAddress) inventory.Snapshot {

@@ -10,7 +10,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc"
@@ -23,7 +22,6 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -268,12 +266,6 @@ func TestUnreadyNodeIsWithdrawnWithoutTaintSupport(t *testing.T) {
 	eventually(t, "both are published again", func() bool { return len(published(t, n.client)) == 2 })
 }
 
-// unwatched returns the health of a node whose hardware nothing watches.
-func unwatched(t *testing.T) *loop.Loop {
-	t.Helper()
-	return loop.New(loop.Options{StateDir: t.TempDir(), BootID: "boot"})
-}
-
 // newNodeView returns the view of a node on which NVIDIA's DRA driver never ran.
 func newNodeView(t *testing.T, inv nodeview.Inventory, c *nodeview.Conditions, h nodeview.Health) *nodeview.Node {
 	t.Helper()
@@ -301,10 +293,4 @@ func TestBaseSpecConditionClearsWhenSpecIsNotWritten(t *testing.T) {
 	if d.writeBaseSpec(&files); d.node.Refresh().Blocked() {
 		t.Errorf("the condition stays although the inventory is not ready: %+v", d.node.Refresh().Conditions)
 	}
-}
-
-// advance lets the simulated time d pass.
-func advance(d time.Duration) {
-	time.Sleep(d) //nolint:forbidigo // simulated time
-	synctest.Wait()
 }

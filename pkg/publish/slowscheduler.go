@@ -52,8 +52,9 @@ func (s *slowScheduler) update() {
 	if slow {
 		state = "slow"
 	}
-	s.events.WarnOnChange("SlowScheduler", state, fmt.Sprintf("This node publishes counters to a cluster with Kubernetes %s. Before 1.37 the time to "+
-		"schedule a claim grows with the square of the nodes with counters (kubernetes PR 138917). Upgrade to 1.37, "+
-		"or set mig.policy=static (and no shares) on nodes where no claim needs partitions. "+
-		"sum(gpu_dra_slow_scheduler) counts these nodes", s.server))
+	s.events.WarnOnChange("SlowScheduler", state, fmt.Sprintf(
+		"This node publishes counters to a cluster with Kubernetes %s. Before 1.37 the time to "+
+			"schedule a claim grows with the square of the nodes with counters (kubernetes PR 138917). Upgrade to 1.37, "+
+			"or set mig.policy=static (and no shares) on nodes where no claim needs partitions. "+
+			"sum(gpu_dra_slow_scheduler) counts these nodes", s.server))
 }
