@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -14,23 +15,9 @@ import (
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimgc"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/report"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
 )
 
@@ -49,40 +36,22 @@ const drainTimeout = 30 * time.Second
 // registers with the kubelet. Reads of the Node at the start have the same limit.
 const firstScanTimeout = 5 * time.Second
 
-// Driver is one instance of the plugin.
+// Driver is one instance of the plugin: its life cycle, from the start to the end. The kubelet's
+// calls are in requests, and everything else in the rooms that run in the background.
 type Driver struct {
-	cfg      *config.Config
-	client   kubernetes.Interface
-	metrics  *metrics.Metrics
-	inv      *inventory.Inventory
-	specs    *cdi.Store
-	preparer transaction
-	events   *events.Recorder
-	// node knows what is offered, and why not more. checks find conditions of the host.
-	node   *nodeview.Node
-	checks []nodeview.Check
-	// leader knows whether this plugin instance leads. If a newer one leads, it maintains the files
-	// that exist once per node: the base spec and the CDI hook.
-	leader    *leader.Lock
-	publisher *publish.Publisher
-	// shares has the configured rules for devices that several claims can share.
-	shares device.ShareRules
-	// supervisor starts and stops MPS daemons.
-	supervisor   Supervisor
-	status       *claimstatus.Reporter
-	calls        *inFlightCalls
-	claimGC      *claimgc.Collector
-	reconciler   *reconciler.Reconciler
-	devicePlugin *nodeview.DevicePlugin
-	// predecessor reads the checkpoint of NVIDIA's DRA driver, which may have run on this node before.
-	predecessor *predecessor.Store
-	migrator    *migrate.Migrator
+	*requests
+
+	cfg    *config.Config
+	client kubernetes.Interface
+	inv    *inventory.Inventory
+	calls  *inFlightCalls
+	// policy reads the Node, and host checks what the host must provide.
+	policy *nodePolicy
+	host   *hostWatch
+	// background has the rooms that run until the plugin stops. Their errors are fatal.
+	background []func(context.Context) error
 	// cleaner has this instance's shared instance lock.
 	cleaner *uninstall.Cleaner
-	// health has the health verdict (healthy or not, and why) on each of the node's devices.
-	health       *loop.Loop
-	healthReport *report.Reporter
-	quiesce      *quiesce.Quiescer
 
 	fail   context.CancelCauseFunc
 	helper atomic.Pointer[kubeletplugin.Helper]
@@ -101,16 +70,15 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	if err := removeStaleSockets(ctx, d.cfg.PluginDir, d.cfg.RegistrarDir); err != nil {
 		logger.Error(err, "Failed to remove stale sockets")
 	}
-	policy := d.newNodePolicy()
-	policy.Read(ctx)
+	d.policy.Read(ctx)
 	if err := d.reconciler.Recover(ctx); err != nil {
 		return err
 	}
-	d.metrics.CountPrepared(d.countPrepared)
 	// Before the plugin prepares a claim, it must know whether the container runtime would ignore the
 	// claim's CDI devices.
-	d.node.Conditions().Check(ctx, d.checks)
-	background := d.startBackground(ctx, policy)
+	d.host.Check(ctx)
+	d.health.Restore(ctx)
+	background := d.startBackground(ctx)
 	defer background.Wait()
 	defer d.fail(nil)
 	d.awaitFirstScan(ctx)
@@ -158,6 +126,20 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	return nil
 }
 
+// startBackground starts the rooms of d.background, which end with the context. The Wait of the
+// returned WaitGroup returns after the last of them has ended.
+func (d *Driver) startBackground(ctx context.Context) *sync.WaitGroup {
+	var wg sync.WaitGroup
+	for _, run := range d.background {
+		wg.Go(func() {
+			if err := run(ctx); err != nil {
+				d.fail(err)
+			}
+		})
+	}
+	return &wg
+}
+
 // awaitFirstScan waits for the first scan of the hardware before the plugin registers with the
 // kubelet. Without a scan this instance could only refuse claims, while an older instance may still
 // serve the kubelet. The wait is limited, because hung hardware must not delay an Unprepare for
@@ -203,9 +185,4 @@ func (d *Driver) ready(context.Context) error {
 		return fmt.Errorf("claims are not prepared yet: %s", s.Reason)
 	}
 	return nil
-}
-
-func (d *Driver) countPrepared() (claims, gpus int, _ error) {
-	held, err := d.preparer.Usage()
-	return held.Claims, held.GPUs, err
 }

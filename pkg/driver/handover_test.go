@@ -29,7 +29,7 @@ func newHandover(t *testing.T) *handover {
 func (r *handover) startNewer(t *testing.T) {
 	t.Helper()
 	r.newer.startPlugin(t)
-	eventually(t, "the newer instance takes over", r.older.driver.leader.NewerLeads)
+	eventually(t, "the newer instance takes over", r.older.driver.host.leader.NewerLeads)
 }
 
 func (r *handover) expectOlder(t *testing.T, ready bool, why string) {
@@ -46,7 +46,7 @@ func (r *handover) expectOlderLeadsAgain(t *testing.T) {
 	if err := r.newer.stop(); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the older instance publishes again", func() bool { return !r.older.driver.leader.NewerLeads() })
+	eventually(t, "the older instance publishes again", func() bool { return !r.older.driver.host.leader.NewerLeads() })
 	r.expectOlder(t, true, "ready")
 	if msg := r.older.prepare(t, r.older.claim(t, "late", firstGPU)).GetError(); msg != "" {
 		t.Error(msg)

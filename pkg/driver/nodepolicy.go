@@ -22,28 +22,34 @@ import (
 // have the syntax of --mig-policy.
 const policyAnnotation = DriverName + "/mig-policy"
 
-// nodePolicy watches the Node and reads the MIG policy rules in its annotation. If it cannot parse
-// new rules, it reports them and the previous rules stay in force.
+// nodePolicy watches the Node, hands it to its observers and reads the MIG policy rules in its
+// annotation. If it cannot parse new rules, it reports them and the previous rules stay in force.
 type nodePolicy struct {
-	client kubernetes.Interface
-	node   string
-	// onPolicies is called with the rules after each change.
-	onPolicies func(device.Policies)
-	// onProblem is called with a message if the rules cannot be read or parsed, but not twice in a row
-	// with the same one.
-	onProblem func(message string)
-	// onNode, if not nil, is called with each version of the Node.
-	onNode func(*corev1.Node)
+	client     kubernetes.Interface
+	node       string
+	publisher  policySetter
+	reconciler waker
+	events     eventsOnChange
+	observers  []nodeObserver
 
-	mu    sync.Mutex
-	known bool
-	// lastRules is the annotation's last value. lastProblem is the last message to onProblem.
-	lastRules   string
-	lastProblem string
+	mu        sync.Mutex
+	known     bool
+	lastRules string
 }
 
-// Read reads the Node once, so that the driver knows the MIG policy rules before it partitions any
-// GPU.
+type policySetter interface{ SetNodePolicies(device.Policies) }
+
+type waker interface{ Wake() }
+
+type eventsOnChange interface {
+	WarnOnChange(reason, state, message string)
+}
+
+// nodeObserver is called with each version of the Node.
+type nodeObserver interface{ Observe(*corev1.Node) }
+
+// Read reads the Node once. It must be called before the driver prepares claims or opens GPUs,
+// because the Node may forbid partitions or request a release of the GPUs.
 func (p *nodePolicy) Read(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, firstScanTimeout)
 	defer cancel()
@@ -81,8 +87,8 @@ func (p *nodePolicy) Watch(ctx context.Context) {
 }
 
 func (p *nodePolicy) handleNode(ctx context.Context, node *corev1.Node) {
-	if p.onNode != nil {
-		p.onNode(node)
+	for _, o := range p.observers {
+		o.Observe(node)
 	}
 	rules := node.Annotations[policyAnnotation]
 	p.mu.Lock()
@@ -99,15 +105,10 @@ func (p *nodePolicy) handleNode(ctx context.Context, node *corev1.Node) {
 		return
 	}
 	klog.FromContext(ctx).Info("Read the MIG policy from the Node's annotation", "annotation", policyAnnotation, "rules", rules)
-	p.onPolicies(policies)
+	p.publisher.SetNodePolicies(policies)
+	p.reconciler.Wake()
 }
 
 func (p *nodePolicy) reportProblem(message string) {
-	p.mu.Lock()
-	reported := p.lastProblem == message
-	p.lastProblem = message
-	p.mu.Unlock()
-	if !reported {
-		p.onProblem(message)
-	}
+	p.events.WarnOnChange("PolicyIgnored", message, message)
 }

@@ -10,29 +10,21 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/client-go/tools/record"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 )
 
 func TestNodePolicyFollowsAnnotation(t *testing.T) {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node", Annotations: map[string]string{policyAnnotation: "static"}}}
 	other := metav1.ObjectMeta{Name: "other", Annotations: map[string]string{policyAnnotation: "off"}}
 	client := fake.NewClientset(node, &corev1.Node{ObjectMeta: other})
-	var mu sync.Mutex
-	var policies []device.PolicyMode
-	var problems []string
-	p := &nodePolicy{
-		client: client, node: "node",
-		onPolicies: func(p device.Policies) {
-			mu.Lock()
-			defer mu.Unlock()
-			policies = append(policies, p.For(device.GPU{}).Mode)
-		},
-		onProblem: func(m string) { mu.Lock(); defer mu.Unlock(); problems = append(problems, m) },
-	}
+	set, problems := &policyLog{}, record.NewFakeRecorder(10)
+	p := &nodePolicy{client: client, node: "node", publisher: set, reconciler: set, events: events.NewFor(problems, "node")}
 	p.Read(t.Context())
-	if !slices.Equal(policies, []device.PolicyMode{device.PolicyStatic}) {
-		t.Fatalf("after the first read: %v", policies)
+	if got := set.all(); !slices.Equal(got, []device.PolicyMode{device.PolicyStatic}) {
+		t.Fatalf("after the first read: %v", got)
 	}
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan struct{})
@@ -46,18 +38,16 @@ func TestNodePolicyFollowsAnnotation(t *testing.T) {
 	}
 	expectPolicies := func(what string, want ...device.PolicyMode) {
 		t.Helper()
-		eventually(t, what, func() bool { mu.Lock(); defer mu.Unlock(); return slices.Equal(policies, want) })
+		eventually(t, what, func() bool { return slices.Equal(set.all(), want) })
 	}
 	// This update tests the watch only if the watch has started. Otherwise the watch's first list
 	// contains the update.
 	annotate("adopt")
 	expectPolicies("another rule", device.PolicyStatic, device.PolicyAdopt)
 	annotate("allways")
-	eventually(t, "a problem with the rule is reported", func() bool {
-		mu.Lock()
-		defer mu.Unlock()
-		return len(problems) == 1 && strings.Contains(problems[0], "allways")
-	})
+	if problem := <-problems.Events; !strings.Contains(problem, "PolicyIgnored") || !strings.Contains(problem, "allways") {
+		t.Error(problem)
+	}
 	annotate("dynamic")
 	expectPolicies("the next valid rule", device.PolicyStatic, device.PolicyAdopt, device.PolicyDynamic)
 	stop()
@@ -65,15 +55,37 @@ func TestNodePolicyFollowsAnnotation(t *testing.T) {
 }
 
 func TestUnreadableNodeIsReportedOnce(t *testing.T) {
-	var problems []string
-	p := &nodePolicy{
-		client: fake.NewClientset(), node: "node",
-		onPolicies: func(device.Policies) { t.Error("rules without a Node") },
-		onProblem:  func(m string) { problems = append(problems, m) },
-	}
+	set, problems := &policyLog{}, record.NewFakeRecorder(10)
+	p := &nodePolicy{client: fake.NewClientset(), node: "node", publisher: set, reconciler: set, events: events.NewFor(problems, "node")}
 	p.Read(t.Context())
 	p.Read(t.Context())
-	if len(problems) != 1 {
-		t.Error(problems)
+	if len(problems.Events) != 1 || len(set.all()) > 0 {
+		t.Errorf("%d problems, and rules without a Node: %v", len(problems.Events), set.all())
 	}
+}
+
+// policyLog fakes the rooms that a nodePolicy tells about new rules.
+type policyLog struct {
+	mu       sync.Mutex
+	policies []device.PolicyMode
+	wakes    int
+}
+
+func (l *policyLog) SetNodePolicies(p device.Policies) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.policies = append(l.policies, p.For(device.GPU{}).Mode)
+}
+
+func (l *policyLog) Wake() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.wakes++
+}
+
+// all returns the modes of all rules so far. Each must have woken reconciliation.
+func (l *policyLog) all() []device.PolicyMode {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Clone(l.policies[:min(len(l.policies), l.wakes)])
 }

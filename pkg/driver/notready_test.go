@@ -290,7 +290,7 @@ func TestBaseSpecConditionClearsWhenSpecIsNotWritten(t *testing.T) {
 	}
 	d.node.Conditions().Report(nodeview.Condition{Source: "base-spec", Code: nodeview.CodeBaseSpec, Message: "disk full", Transient: true})
 	files := ""
-	if d.writeBaseSpec(&files); d.node.Refresh().Blocked() {
+	if d.host.writeBaseSpec(&files); d.node.Refresh().Blocked() {
 		t.Errorf("the condition stays although the inventory is not ready: %+v", d.node.Refresh().Conditions)
 	}
 }

@@ -31,8 +31,8 @@ func MPSPaths(cfg *config.Config) mps.Paths {
 
 // mountedPath returns a function that maps the path of a file on the host to its path in the
 // plugin's container. The plugin's own directories have the same path in both.
-func (d *Driver) mountedPath(paths nvidia.Paths) cdi.Mapper {
-	own := []string{d.cfg.PluginDir, d.cfg.ShmRoot, filepath.Dir(d.cfg.HookPath)}
+func mountedPath(cfg *config.Config, paths nvidia.Paths) cdi.Mapper {
+	own := []string{cfg.PluginDir, cfg.ShmRoot, filepath.Dir(cfg.HookPath)}
 	return func(host string) string {
 		for _, root := range own {
 			if host == root || strings.HasPrefix(host, root+"/") {

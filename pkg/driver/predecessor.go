@@ -26,7 +26,7 @@ func refusePredecessorClaim(v *nodeview.View, uid types.UID, name string) error 
 
 // reportWithheldGPUs writes an Event about the GPUs that claims of NVIDIA's DRA driver still use,
 // if they changed since the last Event.
-func (d *Driver) reportWithheldGPUs(v *nodeview.View) {
+func (h *hostWatch) reportWithheldGPUs(v *nodeview.View) {
 	var lines []string
 	if v.ReferenceErr != "" {
 		lines = []string{v.ReferenceErr}
@@ -35,7 +35,7 @@ func (d *Driver) reportWithheldGPUs(v *nodeview.View) {
 		lines = append(lines, fmt.Sprintf("%s holds %s", c, strings.Join(c.DeviceNames(), ", ")))
 	}
 	now := strings.Join(lines, "; ")
-	d.events.WarnOnChange("GPUsWithheld", now,
+	h.events.WarnOnChange("GPUsWithheld", now,
 		"Not offering the GPUs of claims that NVIDIA's DRA driver prepared, until these claims end: "+now)
-	d.metrics.ReferenceDriver(len(v.ReferenceClaims), v.ReferenceErr != "")
+	h.metrics.ReferenceDriver(len(v.ReferenceClaims), v.ReferenceErr != "")
 }

@@ -261,7 +261,12 @@ func TestShareRuleIndexCountsOfferedGPUs(t *testing.T) {
 	})
 	eventually(t, "the hardware shows one", func() bool { return len(n.driver.preparer.Hardware.Snapshot().Node.GPUs) == 1 })
 	name, _ := device.ParseName(secondGPU + "-share")
-	if q := n.driver.shareTotals(second, name)[device.CapacityShares]; q.String() != "3" {
+	rules, err := device.ParseShares(n.cfg.Shares)
+	if err != nil {
+		t.Fatal(err)
+	}
+	totals := shareTotals{n.driver.node, rules}.Of(second, name)
+	if q := totals[device.CapacityShares]; q.String() != "3" {
 		t.Errorf("it has %s shares", q.String())
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/supervisor"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 )
 
 // mpsTimeout limits calls to the MPS supervisor outside Prepare and Unprepare.
@@ -68,15 +69,20 @@ func (s nodeSupervisor) StopAll(ctx context.Context) error {
 	return supervisor.RemoveAll(s.paths)
 }
 
-// shareTotals returns how much of each resource of the shared device n all claims together can get.
-// The parameter of is the GPU of n. A share rule for the n-th GPU counts all offered GPUs,
-// including those that the hardware no longer shows.
-func (d *Driver) shareTotals(of device.GPU, n device.Name) map[string]resource.Quantity {
+// shareTotals knows how much of each resource of a shared device all claims together can get.
+type shareTotals struct {
+	node  *nodeview.Node
+	rules device.ShareRules
+}
+
+// Of returns the totals of the shared device n of a GPU. A share rule for the n-th GPU counts all
+// offered GPUs, including those that the hardware no longer shows.
+func (s shareTotals) Of(gpu device.GPU, n device.Name) map[string]resource.Quantity {
 	place := 0
-	for _, g := range d.node.View().Offered.Node.GPUs {
-		if g.PCIAddress < of.PCIAddress {
+	for _, g := range s.node.View().Offered.Node.GPUs {
+		if g.PCIAddress < gpu.PCIAddress {
 			place++
 		}
 	}
-	return d.shares.Totals(of, place, n)
+	return s.rules.Totals(gpu, place, n)
 }

@@ -15,7 +15,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
@@ -43,26 +42,24 @@ func newTransaction(o prepare.Options) transaction {
 // request, has a short grace period or was deleted by force.
 const conflictWait = 10 * time.Second
 
-// newTransaction returns the transaction, which works on the driver's state on disk. The context
-// ends when the plugin stops.
-func (d *Driver) newTransaction(ctx context.Context, s state, paths nvidia.Paths, partitions steps.Partitions) transaction {
-	if partitions == nil {
-		partitions = steps.NoPartitions{}
-	} else {
-		partitions = newPersistenceWarner(partitions, d.events)
+// transactionOptions completes node, and returns it with everything else that the transaction
+// needs. The context ends when the plugin stops.
+func transactionOptions(
+	ctx context.Context, cfg *config.Config, parts Parts, s state, node steps.Node, shares shareTotals,
+	calls *inFlightCalls, status *claimstatus.Reporter, toAdmins reports,
+) prepare.Options {
+	node.Partitions = steps.NoPartitions{}
+	if parts.Partitions != nil {
+		node.Partitions = newPersistenceWarner(parts.Partitions, toAdmins.Recorder)
 	}
-	return newTransaction(prepare.Options{
-		Pool: d.cfg.NodeName,
-		Node: steps.Node{
-			BootID: s.bootID, Now: time.Now, Records: s.records, Specs: d.specs,
-			Hardware: d.node, Partitions: partitions, MPS: d.supervisor,
-		},
-		Locks:  s.locks,
-		Claims: claimReader{d.client, d.calls},
-		Edits:  nodeEdits{d.cfg, d.mountedPath(paths), scan.CapabilityEdits(paths)}, ShareTotals: d.shareTotals,
-		Observer:    claimObserver{d.calls, d.status, reports{d.events, d.metrics}},
-		MPSDisabled: !d.cfg.MPS, ConflictWait: conflictWait, Stopping: ctx.Done(),
-	})
+	paths := Paths(cfg)
+	return prepare.Options{
+		Pool: cfg.NodeName, Node: node, Locks: s.locks,
+		Claims: claimReader{parts.Client, calls},
+		Edits:  nodeEdits{cfg, mountedPath(cfg, paths), scan.CapabilityEdits(paths)}, ShareTotals: shares.Of,
+		Observer:    claimObserver{calls, status, toAdmins},
+		MPSDisabled: !cfg.MPS, ConflictWait: conflictWait, Stopping: ctx.Done(),
+	}
 }
 
 // claimReader implements [prepare.Claims].

@@ -121,19 +121,17 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	access := quiesce.NewAccess()
 	parts.Hardware.Scan = access.Scan(parts.Hardware.Scan)
 	inv := inventory.New(parts.Hardware)
-	d := &Driver{
-		cfg: cfg, client: parts.Client, metrics: parts.Metrics, inv: inv,
-		specs:  cdi.NewStore(cfg.CDIRoot),
-		events: events.New(ctx, parts.Client, cfg.NodeName),
-		leader: leader.New(cfg.PluginDir, time.Now()),
-		calls:  newInFlightCalls(),
-		shares: shares, supervisor: supervisor,
-	}
+	cdiHook, mpsHook := hook.New(cfg.HookSource, cfg.HookPath), hook.New(cfg.MPSHookSource, cfg.MPSHookPath())
+	specs := cdi.NewStore(cfg.CDIRoot)
+	recorder := events.New(ctx, parts.Client, cfg.NodeName)
+	toAdmins := reports{recorder, parts.Metrics}
+	lead := leader.New(cfg.PluginDir, time.Now())
+	calls := newInFlightCalls()
 	statusClient := parts.StatusClient
 	if !cfg.ClaimStatus {
 		statusClient = nil
 	}
-	d.status = claimstatus.New(statusClient, d.events, parts.Metrics.ClaimStatusError)
+	status := claimstatus.New(statusClient, recorder, parts.Metrics.ClaimStatusError)
 	instanceLock, err := uninstall.AcquireInstanceLock(ctx, cfg.PluginDir)
 	if err != nil {
 		return nil, err
@@ -143,52 +141,87 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		instanceLock.Release()
 		return nil, err
 	}
-	d.healthReport = report.New(parts.Client, d.events, parts.Metrics, state.records, d.leader)
-	d.health = loop.New(loop.Options{
+	healthReport := report.New(parts.Client, recorder, parts.Metrics, state.records, lead)
+	verdicts := loop.New(loop.Options{
 		Rules: rules, StateDir: cfg.StateDir(), BootID: state.bootID,
-		Inventory: inv, Records: state.records, Reporter: d.healthReport, Watch: parts.Watch,
+		Inventory: inv, Records: state.records, Reporter: healthReport, Watch: parts.Watch,
 	})
-	d.predecessor = predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
-	d.node = nodeview.New(inv, conditions, d.health, d.predecessor)
-	d.preparer = d.newTransaction(ctx, state, Paths(cfg), parts.Partitions)
-	d.devicePlugin = nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, conditions, d.events, d.metrics)
-	cdiHook, mpsHook := hook.New(cfg.HookSource, cfg.HookPath), hook.New(cfg.MPSHookSource, cfg.MPSHookPath())
-	d.checks = []nodeview.Check{
-		nodeview.HookCheck{CDI: cdiHook, MPS: mpsHook, Path: cfg.HookPath, NewerLeads: d.leader.NewerLeads},
-		nodeview.RuntimeCheck{Socket: cfg.CRISocket, CDIRoot: cfg.CDIRoot},
-	}
-	d.publisher = publish.New(publish.Options{
-		Client: d.client, NodeName: cfg.NodeName, Leader: d.leader, Policies: policies, Shares: shares, Effects: effects,
-		Node: d.node, Health: d.health, Claims: d.preparer, Events: d.events, Metrics: d.metrics,
+	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
+	node := nodeview.New(inv, conditions, verdicts, reference)
+	claims := newTransaction(transactionOptions(ctx, cfg, parts, state, steps.Node{
+		BootID: state.bootID, Now: time.Now, Records: state.records, Specs: specs, Hardware: node, MPS: supervisor,
+	}, shareTotals{node, shares}, calls, status, toAdmins))
+	parts.Metrics.CountPrepared(func() (prepared, gpus int, _ error) {
+		used, err := claims.Usage()
+		return used.Claims, used.GPUs, err
 	})
-	d.migrator = migrate.New(migrate.Options{
-		CDIRoot: cfg.CDIRoot, Checkpoint: d.predecessor, Inventory: inv, Locks: d.preparer, GPUs: d.preparer.Partitions,
-		Reports: reports{d.events, d.metrics}, Publisher: d.publisher,
+	publisher := publish.New(publish.Options{
+		Client: parts.Client, NodeName: cfg.NodeName, Leader: lead, Policies: policies, Shares: shares, Effects: effects,
+		Node: node, Health: verdicts, Claims: claims, Events: recorder, Metrics: parts.Metrics,
 	})
-	d.reconciler = reconciler.New(reconciler.Options{
-		StateDir: cfg.StateDir(), NewerLeads: d.leader.NewerLeads,
-		Claims: d.preparer, Hardware: access, Inventory: inv, Layouts: d.publisher, Status: d.status,
-		Daemons:  &daemonReports{supervisor: supervisor, metrics: d.metrics, events: d.events, fractionsOffered: d.publisher.OffersFractions},
-		BaseSpec: d.specs, Reports: reports{d.events, d.metrics},
+	reconciling := reconciler.New(reconciler.Options{
+		StateDir: cfg.StateDir(), NewerLeads: lead.NewerLeads,
+		Claims: claims, Hardware: access, Inventory: inv, Layouts: publisher, Status: status,
+		Daemons: &daemonReports{
+			supervisor: supervisor, metrics: parts.Metrics, events: recorder, fractionsOffered: publisher.OffersFractions,
+		},
+		BaseSpec: specs, Reports: toAdmins,
 	})
-	d.claimGC = claimgc.New(claimgc.Options{
-		Grace: cfg.ClaimGrace, BootID: d.preparer.BootID, Client: parts.StatusClient, NewerLeads: d.leader.NewerLeads,
-		Claims: d.preparer, Containers: claimgc.Containerd{Socket: cfg.CRISocket}, Hardware: access,
-		Reconciler: d.reconciler, Reports: reports{d.events, d.metrics},
+	collector := claimgc.New(claimgc.Options{
+		Grace: cfg.ClaimGrace, BootID: state.bootID, Client: parts.StatusClient, NewerLeads: lead.NewerLeads,
+		Claims: claims, Containers: claimgc.Containerd{Socket: cfg.CRISocket}, Hardware: access,
+		Reconciler: reconciling, Reports: toAdmins,
 	})
 	workers, _ := parts.Partitions.(quiesce.Workers)
-	d.quiesce = quiesce.New(ctx, quiesce.Options{
+	quiescer := quiesce.New(ctx, quiesce.Options{
 		Labels:   strings.FieldsFunc(cfg.ReleaseLabels, func(r rune) bool { return r == ',' }),
 		StateDir: cfg.StateDir(), Access: access, Workers: workers,
-		Readiness: conditions, Reports: d.events, Metrics: d.metrics, Reconciler: d.reconciler,
+		Readiness: conditions, Reports: recorder, Metrics: parts.Metrics, Reconciler: reconciling,
 	})
-	d.cleaner = uninstall.NewCleaner(uninstall.Options{
-		Client: parts.Client, Namespace: cfg.Namespace, DaemonSet: cfg.DaemonSetName,
-		Node: cfg.NodeName, PluginDir: cfg.PluginDir, StateDir: cfg.StateDir(),
-		Lock: instanceLock, Claims: d.preparer, Hardware: access, Inventory: d.node,
-		Daemons: supervisor, BaseSpec: d.specs, Hooks: []uninstall.Hook{cdiHook, mpsHook}, Events: d.events,
-	})
-	return d, nil
+	devicePlugin := nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, conditions, recorder, parts.Metrics)
+	policy := &nodePolicy{
+		client: parts.Client, node: cfg.NodeName, publisher: publisher, reconciler: reconciling, events: recorder,
+		observers: []nodeObserver{quiescer, devicePlugin, verdicts},
+	}
+	host := &hostWatch{
+		node: node,
+		checks: []nodeview.Check{
+			nodeview.HookCheck{CDI: cdiHook, MPS: mpsHook, Path: cfg.HookPath, NewerLeads: lead.NewerLeads},
+			nodeview.RuntimeCheck{Socket: cfg.CRISocket, CDIRoot: cfg.CDIRoot},
+		},
+		leader: lead, inv: inv, hardware: access, specs: specs, reconciler: reconciling, events: recorder, metrics: parts.Metrics,
+	}
+	return &Driver{
+		requests: &requests{
+			pool: cfg.NodeName, node: node, health: verdicts, hardware: access, preparer: claims,
+			migrator: migrate.New(migrate.Options{
+				CDIRoot: cfg.CDIRoot, Checkpoint: reference, Inventory: inv, Locks: claims, GPUs: claims.Partitions,
+				Reports: toAdmins, Publisher: publisher,
+			}),
+			publisher: publisher, reconciler: reconciling, status: status, events: recorder, metrics: parts.Metrics,
+		},
+		cfg: cfg, client: parts.Client, inv: inv, calls: calls, policy: policy, host: host,
+		background: []func(context.Context) error{
+			endless(verdicts.Run), endless(healthReport.Run),
+			endless(func(ctx context.Context) { quiescer.Run(ctx, verdicts.Watcher(ctx)) }),
+			endless(policy.Watch), endless(inv.Run), endless(node.Run), endless(host.Run),
+			endless(reconciling.Run), endless(reconciling.RunSpecRepairs), endless(collector.Run),
+			endless(func(ctx context.Context) { status.Run(ctx, claims) }),
+			endless(func(ctx context.Context) { specs.Watch(ctx, reconciling.RepairSpecs, reconciling.ReportRepairedSpecs) }),
+			publisher.Run,
+		},
+		cleaner: uninstall.NewCleaner(uninstall.Options{
+			Client: parts.Client, Namespace: cfg.Namespace, DaemonSet: cfg.DaemonSetName,
+			Node: cfg.NodeName, PluginDir: cfg.PluginDir, StateDir: cfg.StateDir(),
+			Lock: instanceLock, Claims: claims, Hardware: access, Inventory: node,
+			Daemons: supervisor, BaseSpec: specs, Hooks: []uninstall.Hook{cdiHook, mpsHook}, Events: recorder,
+		}),
+	}, nil
+}
+
+// endless returns run, which cannot fail, as a room of [Driver].background.
+func endless(run func(context.Context)) func(context.Context) error {
+	return func(ctx context.Context) error { run(ctx); return nil }
 }
 
 // state is the driver's state on disk, and the ID of the node's boot.
