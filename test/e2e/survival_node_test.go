@@ -112,6 +112,11 @@ func (w *world) testContainerdEnds(t *testing.T, u tenant) {
 		if err := w.node(t, survivor).Service(t.Context(), verb, "containerd"); err != nil {
 			t.Fatal(err)
 		}
+		// After a refused connection, the kubelet waits before it connects to containerd again.
+		eventually(t, 30*time.Second, "the kubelet reaches containerd", func() (bool, string) {
+			out, err := w.exec(t, u.namespace, one.pod, "", "nvidia-smi", "-L")
+			return err == nil, out
+		})
 		u.undisturbed(one, two)
 	}
 	u.killContainer("two")
