@@ -99,7 +99,9 @@ func New(ctx context.Context, o Options) *Quiescer {
 	q := &Quiescer{Access: o.Access, opts: o, store: newStore(o.StateDir), logger: klog.FromContext(ctx)}
 	reason, err := q.store.Load()
 	if err != nil {
+		// The file is there, so a release was requested. Until the API server answers, it stays in force.
 		q.logger.Error(err, "Failed to read the stored request to release the GPUs")
+		reason = "the stored request cannot be read"
 	}
 	if reason != "" {
 		q.setReason(reason)

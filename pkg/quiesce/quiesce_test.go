@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -35,9 +37,14 @@ type fixture struct {
 
 func newFixture(t *testing.T) *fixture {
 	t.Helper()
+	return newFixtureIn(t, t.TempDir())
+}
+
+func newFixtureIn(t *testing.T, stateDir string) *fixture {
+	t.Helper()
 	f := &fixture{}
 	f.Quiescer = quiesce.New(t.Context(), quiesce.Options{
-		Labels: []string{"nvidia.com/gpu.deploy.client"}, StateDir: t.TempDir(),
+		Labels: []string{"nvidia.com/gpu.deploy.client"}, StateDir: stateDir,
 		Access: quiesce.NewAccess(), Workers: f, Readiness: f, Reports: f, Metrics: f, Reconciler: f,
 	})
 	return f
@@ -242,4 +249,24 @@ func TestWithdrawnReleaseRequestEndsTheWait(t *testing.T) {
 func advance(d time.Duration) {
 	time.Sleep(d) //nolint:forbidigo // synctest's time
 	synctest.Wait()
+}
+
+func TestUnreadableStoredRequestKeepsGPUsClosed(t *testing.T) {
+	for name, content := range map[string]string{"damaged": "{", "of a newer version": `{"minReader":9}`} {
+		dir := t.TempDir()
+		if err := os.WriteFile(filepath.Join(dir, "release"), []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		f := newFixtureIn(t, dir)
+		if done, ok := f.Use(); ok || f.cause == "" {
+			done()
+			t.Errorf("%s: the GPUs may be used, and the condition is %q", name, f.cause)
+		}
+		f.Observe(nodeWithLabel("true"))
+		if done, ok := f.Use(); !ok {
+			t.Errorf("%s: the GPUs stay closed although the Node requests no release", name)
+		} else {
+			done()
+		}
+	}
 }

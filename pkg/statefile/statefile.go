@@ -129,13 +129,19 @@ func (f Format) Decode(path string, raw []byte, v any) error {
 	if len(bytes.TrimSpace(raw)) == 0 {
 		return unreadable("it is empty")
 	}
+	// Read minReader before everything else, whose form a later version may have changed.
+	var asks struct {
+		MinReader int `json:"minReader"`
+	}
+	if err := json.Unmarshal(raw, &asks); err != nil {
+		return unreadable("%v", err)
+	}
+	if asks.MinReader > f.Version {
+		return &NewerError{Path: path, MinReader: asks.MinReader, Version: f.Version}
+	}
 	var e envelope
 	if err := json.Unmarshal(raw, &e); err != nil {
 		return unreadable("%v", err)
-	}
-	// Check minReader before everything else that a later version may have changed.
-	if e.MinReader > f.Version {
-		return &NewerError{Path: path, MinReader: e.MinReader, Version: f.Version}
 	}
 	if e.MinReader < 1 {
 		return unreadable("it names no minReader")

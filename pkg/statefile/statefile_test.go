@@ -63,6 +63,23 @@ func TestMinReaderDecidesWhoReads(t *testing.T) {
 	}
 }
 
+// A later version may change everything in the envelope but minReader.
+func TestMinReaderIsReadFromUnknownEnvelope(t *testing.T) {
+	disk := durabletest.New()
+	content := `{"kind":["Thing"],"version":"9.1","minReader":9,"checksum":{"crc":1},"payload":"` + "…" + `"}`
+	disk.Put(path, []byte(content))
+	newer := new(statefile.NewerError)
+	if _, err := format.Read(disk, path, new(string)); !errors.As(err, &newer) || newer.MinReader != 9 {
+		t.Error(err)
+	}
+	if err := format.Write(disk, path, "new"); !errors.As(err, &newer) {
+		t.Error(err)
+	}
+	if after, _ := disk.ReadFile(path); string(after) != content {
+		t.Errorf("the file became %s", after)
+	}
+}
+
 func TestDamagedFileIsUnreadableAndMayBeReplaced(t *testing.T) {
 	good, err := format.Encode("content")
 	if err != nil {

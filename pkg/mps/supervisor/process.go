@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -53,17 +54,28 @@ func spawn(program string, view namespace.View, args, env []string, output *os.F
 	// the child has executed program, it lacks env, by which the next supervisor would find it. So it
 	// dies with this supervisor until [namespace.Exec] lifts that.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL}
-	if err := cmd.Start(); err != nil {
-		return nil, fmt.Errorf("start %s: %w", program, err)
-	}
-	p := &process{pid: cmd.Process.Pid, done: make(chan struct{})}
+	p := &process{done: make(chan struct{})}
+	started := make(chan error, 1)
 	go func() {
+		// For the kernel the parent is the thread that starts the child, so this thread must not end.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
 		defer close(p.done)
+		err := cmd.Start()
+		if err == nil {
+			p.pid = cmd.Process.Pid
+		}
+		if started <- err; err != nil {
+			return
+		}
 		p.how = "exit status 0"
 		if err := cmd.Wait(); err != nil {
 			p.how = err.Error()
 		}
 	}()
+	if err := <-started; err != nil {
+		return nil, fmt.Errorf("start %s: %w", program, err)
+	}
 	return p, nil
 }
 

@@ -142,18 +142,21 @@ func isClosed(c <-chan struct{}) bool {
 // Failure returns why a process that was not killed sends no more messages: an invalid message, or
 // its exit status. It must be called after Ended is closed. It waits a moment for the exit status.
 func (p *Process[M]) Failure() error {
-	if p.said != nil {
-		return p.said
-	}
+	var exit error
 	select {
 	case <-p.Gone:
+		exit = p.exit
 	case <-time.After(exitLimit):
-		return errors.New("its output has ended, but it has not")
+		exit = errors.New("its output has ended, but it has not")
 	}
-	if p.exit != nil {
-		return p.exit
+	switch {
+	case p.said != nil:
+		return errors.Join(p.said, exit)
+	case exit != nil:
+		return exit
+	default:
+		return errors.New("exit status 0")
 	}
-	return errors.New("exit status 0")
 }
 
 // Stderr returns the end of what the process wrote to standard error, after a colon. It is empty if
