@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"syscall"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -129,11 +130,19 @@ func read(path string, last specFile) (specFile, error) {
 	if err != nil {
 		return specFile{}, err
 	}
-	if last.info != nil && os.SameFile(info, last.info) && info.ModTime().Equal(last.info.ModTime()) && info.Size() == last.info.Size() {
+	if last.info != nil && os.SameFile(info, last.info) && changeTime(info) == changeTime(last.info) && info.Size() == last.info.Size() {
 		return last, nil
 	}
 	data, err := os.ReadFile(path)
 	return specFile{data, info}, err
+}
+
+// changeTime returns the file's ctime. Unlike the time of modification, no program can set it back.
+func changeTime(info os.FileInfo) syscall.Timespec {
+	if stat, ok := info.Sys().(*syscall.Stat_t); ok {
+		return stat.Ctim
+	}
+	return syscall.NsecToTimespec(info.ModTime().UnixNano())
 }
 
 // takeRepaired returns the damaged specs that were written again since the last call.

@@ -77,6 +77,12 @@ func (q *queue) Changed(ctx context.Context, c kubeletplugin.NamespacedObject) {
 	q.add(ctx, c, func(u *update) { u.needsRead, u.lookUp, u.lost = true, true, nil })
 }
 
+// Restore queues a write for a claim that was prepared before the plugin started. A comparison may
+// already have queued a lost device of the claim, which stays.
+func (q *queue) Restore(ctx context.Context, c kubeletplugin.NamespacedObject) {
+	q.add(ctx, c, func(u *update) { u.needsRead, u.lookUp = true, true })
+}
+
 // Lost queues a write that says that a prepared claim has lost a device.
 func (q *queue) Lost(ctx context.Context, l loss) {
 	q.add(ctx, l.claim, func(u *update) {

@@ -68,7 +68,7 @@ func (r *Reporter) Run(ctx context.Context, claims Claims) {
 		klog.FromContext(ctx).Error(err, "Failed to list prepared claims; their statuses may be out of date")
 	}
 	for _, c := range prepared {
-		r.Changed(ctx, c)
+		r.queue.Restore(ctx, c)
 	}
 	r.queue.Run(ctx, claims)
 }

@@ -23,6 +23,8 @@ import (
 const (
 	checkInterval        = time.Minute
 	unreadyCheckInterval = 5 * time.Second
+	// minCheckPause bounds the cost of a check whose own result changes the node each time.
+	minCheckPause = 500 * time.Millisecond
 )
 
 // hostWatch checks what the host must provide, writes the node-wide base CDI spec and reports
@@ -44,8 +46,8 @@ type hostWatch struct {
 // Check reports or clears the conditions of the host once.
 func (h *hostWatch) Check(ctx context.Context) { h.node.Conditions().Check(ctx, h.checks) }
 
-// Run works until the context ends. After each change of the node it checks the host, writes
-// the node-wide base CDI spec, reports what has changed and wakes reconciliation. If device nodes
+// Run works until the context ends. After each change of the node it checks the host, writes the
+// node-wide base CDI spec, reports what has changed and wakes reconciliation. If device nodes
 // were created again, it also repairs the CDI specs of prepared claims.
 func (h *hostWatch) Run(ctx context.Context) {
 	logger := klog.FromContext(ctx)
@@ -97,6 +99,12 @@ func (h *hostWatch) Run(ctx context.Context) {
 				logger.Error(err, "Failed to restore all CDI specs")
 			}
 		case <-time.After(pause):
+			continue
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(minCheckPause):
 		}
 	}
 }

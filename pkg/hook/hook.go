@@ -80,9 +80,23 @@ func (h *Hook) install() (changed bool, err error) {
 		}
 	}
 	if err := replace(source, target); err != nil {
-		return false, fmt.Errorf("install the hook on the host as %s: %w", target, err)
+		return false, fmt.Errorf("install the hook on the host as %s: %w", target, withoutPath(err))
 	}
 	return true, nil
+}
+
+// withoutPath removes the path of the unfinished copy from an error. That path changes with each
+// try, so one lasting error would look like a new one each time.
+func withoutPath(err error) error {
+	var file *fs.PathError
+	var link *os.LinkError
+	switch {
+	case errors.As(err, &file):
+		return fmt.Errorf("%s: %w", file.Op, file.Err)
+	case errors.As(err, &link):
+		return fmt.Errorf("%s: %w", link.Op, link.Err)
+	}
+	return err
 }
 
 // executable sets the file's mode to 0755 if needed, and reports whether the file now has this

@@ -165,6 +165,21 @@ func TestInstallErrorNamesPath(t *testing.T) {
 	}
 }
 
+// The node view compares errors by their text: one that lasts must not look like a new one.
+func TestInstallErrorIsTheSameEachTime(t *testing.T) {
+	dir := t.TempDir()
+	target := filepath.Join(dir, "hook")
+	if err := os.MkdirAll(filepath.Join(target, "in the way"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	h := New("/bin/true", target)
+	_, first := h.Install()
+	_, second := h.Install()
+	if first == nil || second == nil || first.Error() != second.Error() || !strings.Contains(first.Error(), target) {
+		t.Errorf("%v\n%v", first, second)
+	}
+}
+
 func TestCheckNamesMissingHook(t *testing.T) {
 	h, _, target := host(t)
 	if err := h.Check(); err == nil || !strings.Contains(err.Error(), target+" is not on the host") {
