@@ -23,8 +23,6 @@ import (
 const (
 	checkInterval        = time.Minute
 	unreadyCheckInterval = 5 * time.Second
-	// minCheckPause bounds the cost of a check whose own result changes the node each time.
-	minCheckPause = 500 * time.Millisecond
 )
 
 // hostWatch checks what the host must provide, writes the node-wide base CDI spec and reports
@@ -99,12 +97,6 @@ func (h *hostWatch) Run(ctx context.Context) {
 				logger.Error(err, "Failed to restore all CDI specs")
 			}
 		case <-time.After(pause):
-			continue
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-time.After(minCheckPause):
 		}
 	}
 }
