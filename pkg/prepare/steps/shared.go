@@ -3,7 +3,6 @@ package steps
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"strings"
 
@@ -80,9 +79,6 @@ func (s *Shared) MIG() *MIGInstance {
 func (s *Shared) Load(records *checkpoint.Store, bootID string) error {
 	if err := s.load(records, bootID); err != nil {
 		return s.unreadableError(err)
-	}
-	if s.MIG() == nil {
-		return s.unreadableError(fmt.Errorf("the file of shared device %s has no step that creates it: delete the Pods that share it", s.Key))
 	}
 	return nil
 }
