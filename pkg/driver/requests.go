@@ -64,16 +64,18 @@ func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) ku
 	start := time.Now()
 	var devices []kubeletplugin.Device
 	hint := ""
+	// ok is not needed: while the hardware must not be used, the view is not ready. So the view must
+	// be read after Use.
+	done, _ := r.hardware.Use()
+	defer done()
 	v := r.node.Refresh()
 	err := refusePredecessorClaim(v, c.UID, c.Namespace+"/"+c.Name)
 	if err == nil {
 		err = r.refuseLost(v, c)
 	}
 	if err == nil {
-		done, _ := r.hardware.Use() // ok is not needed: Prepare fails while the node is not ready
-		defer done()
 		hint = r.oversizedHint(v, c)
-		devices, err = r.preparer.Prepare(klog.NewContext(ctx, logger), c)
+		devices, err = r.preparer.Prepare(klog.NewContext(ctx, logger), v.Preparable, c)
 	}
 	took := time.Since(start)
 	r.metrics.Request(metrics.Prepare, took, string(cause.Of(err)))

@@ -63,8 +63,8 @@ func (n *Node) View() *View { return n.view.Load() }
 // scan may have failed.
 func (n *Node) FirstLook() <-chan struct{} { return n.firstLook }
 
-// Snapshot returns the devices that may be prepared now. It is for the prepare transaction, which
-// calls it again after it has waited for locks.
+// Snapshot returns the devices that may be prepared now. It is for the prepare transaction, when it
+// has waited for another claim and when it repairs claims.
 func (n *Node) Snapshot() inventory.Snapshot { return n.Refresh().Preparable }
 
 // Run follows the changes of the inputs until the context ends.

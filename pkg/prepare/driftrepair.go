@@ -24,8 +24,7 @@ var ErrNotInInventory = errors.New("the inventory does not have all partitions o
 // checkInventory looks for the claim's partitions in the inventory, which may be out of date. It
 // reads no hardware. If a partition is missing, it returns ErrNotInInventory.
 func (p *Preparer) checkInventory(_ context.Context, _ *steps.Env, pl *plan) error {
-	snapshot := p.node.Hardware.Snapshot()
-	if snapshot.Failure != "" {
+	if pl.snapshot.Failure != "" {
 		return ErrNotInInventory
 	}
 	for i := range pl.requests {

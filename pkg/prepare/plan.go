@@ -21,7 +21,9 @@ import (
 
 // plan is what the driver must do on this node to prepare one claim.
 type plan struct {
-	record checkpoint.Record
+	// snapshot is the inventory in which the devices were found. It may be out of date.
+	snapshot inventory.Snapshot
+	record   checkpoint.Record
 	// requests has one entry for each of record.Devices, at the same index.
 	requests []deviceRequest
 	// steps are the parts of the preparation, such as creating a MIG instance, without the last one,
@@ -59,7 +61,7 @@ type partition struct {
 
 // makePlan makes a plan from the claim's allocation, without reading or changing the hardware. It
 // returns an error if the claim cannot be served.
-func (p *Preparer) makePlan(c *resourceapi.ResourceClaim) (*plan, error) {
+func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.ResourceClaim) (*plan, error) {
 	allocation, err := claim.Read(c, device.DriverName)
 	if err != nil {
 		return nil, cause.Wrap(cause.Claim, err)
@@ -70,11 +72,10 @@ func (p *Preparer) makePlan(c *resourceapi.ResourceClaim) (*plan, error) {
 	if len(allocation.Results) == 0 {
 		return pl, nil
 	}
-	snapshot := p.node.Hardware.Snapshot()
 	if !snapshot.Ready {
 		return nil, steps.NotReady(snapshot)
 	}
-	pl.baseEdits = snapshot.Node.Common
+	pl.snapshot, pl.baseEdits = snapshot, snapshot.Node.Common
 	for _, r := range allocation.Results {
 		if r.Pool != p.opts.Pool {
 			return nil, cause.Errorf(cause.Claim,

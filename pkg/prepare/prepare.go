@@ -18,6 +18,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
@@ -33,13 +34,14 @@ const conflictPoll = 50 * time.Millisecond
 const readClaimTime = 5 * time.Second
 
 // Prepare makes the claim's devices usable and returns the CDI devices that the container runtime
-// injects. The kubelet may call it again at any time.
+// injects. The kubelet may call it again at any time. It looks for the devices in snapshot, the
+// inventory when the call arrived.
 //
 // If another claim uses one of the devices, Prepare waits for that claim, at most ConflictWait. A
 // Pod deleted by force frees its claim for the scheduler before the kubelet has stopped the Pod.
 // Without this wait the kubelet would retry only after ten seconds or more.
-func (p *Preparer) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
-	devices, err := p.prepare(ctx, c, false)
+func (p *Preparer) Prepare(ctx context.Context, snapshot inventory.Snapshot, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
+	devices, err := p.prepare(ctx, snapshot, c, false)
 	if cause.Of(err) == cause.Held {
 		devices, err = p.prepareAfterConflict(ctx, c, err)
 	}
@@ -57,7 +59,7 @@ func (p *Preparer) prepareAfterConflict(ctx context.Context, c *resourceapi.Reso
 	defer cancel()
 	err = refused
 	for refusal := conflictError(nil); errors.As(err, &refusal) && p.waitForUnprepare(waiting, refusal.blockers()); {
-		devices, err = p.prepare(ctx, c, true)
+		devices, err = p.prepare(ctx, p.node.Hardware.Snapshot(), c, true)
 	}
 	return devices, err
 }
@@ -107,21 +109,22 @@ func (p *Preparer) waitForUnprepare(ctx context.Context, holders []blockingClaim
 
 // prepare tries once to prepare the claim. If "waited" is true, the claim may have changed since c
 // was read from the API server, so prepare reads it again.
-func (p *Preparer) prepare(ctx context.Context, c *resourceapi.ResourceClaim, waited bool) ([]kubeletplugin.Device, error) {
+func (p *Preparer) prepare(ctx context.Context, snapshot inventory.Snapshot, c *resourceapi.ResourceClaim,
+	waited bool) ([]kubeletplugin.Device, error) {
 	locks, err := claimlock.Claim(ctx, p.opts.Locks, c.UID)
 	if err != nil {
 		return nil, err
 	}
 	defer locks.Release()
-	return p.prepareLocked(ctx, locks, c, waited)
+	return p.prepareLocked(ctx, locks, snapshot, c, waited)
 }
 
-func (p *Preparer) prepareLocked(ctx context.Context, locks *lock.Guard, c *resourceapi.ResourceClaim,
+func (p *Preparer) prepareLocked(ctx context.Context, locks *lock.Guard, snapshot inventory.Snapshot, c *resourceapi.ResourceClaim,
 	waited bool) ([]kubeletplugin.Device, error) {
 	if err := checkReserved(c); err != nil {
 		return nil, err
 	}
-	pl, err := p.makePlan(c)
+	pl, err := p.makePlan(snapshot, c)
 	if err != nil {
 		return nil, err
 	}

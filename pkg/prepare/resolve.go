@@ -5,7 +5,6 @@ import (
 	"slices"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -160,7 +159,7 @@ func (p *Preparer) resolvePartition(ctx context.Context, cards *steps.CardStates
 		return cause.Errorf(cause.Held, "device %s: %s was created for another claim and still exists: wait until that claim's Pods have ended",
 			req.name, steps.DescribeInstances(in))
 	}
-	if _, known := inInventory(p.node.Hardware.Snapshot(), req.name.GPU, in); !known {
+	if !inInventory(req, in) {
 		return cause.Errorf(cause.NotReady,
 			"device %s: %s appeared at its placement, which no claim of this driver created: the claim can use it as it is once the inventory has "+
 				"seen it, within seconds", req.name, steps.DescribeInstances(in))
@@ -245,18 +244,9 @@ func (p *Preparer) planInstance(req *deviceRequest, state device.CardState) (*st
 	return s, nil
 }
 
-// inInventory looks for the instance in the GPU's inventory, which may be out of date. It returns
-// false if the inventory does not have the instance.
-func inInventory(s inventory.Snapshot, gpu string, in device.Instance) (device.Instance, bool) {
-	for _, g := range s.Node.GPUs {
-		if g.WholeName() != gpu || g.MIG == nil {
-			continue
-		}
-		for _, there := range g.MIG.Instances {
-			if steps.SameInstance(in, there) && slices.EqualFunc(in.Compute, there.Compute, steps.SameCompute) {
-				return there, true
-			}
-		}
-	}
-	return device.Instance{}, false
+// inInventory reports whether the inventory, which may be out of date, has the instance on the GPU.
+func inInventory(req *deviceRequest, in device.Instance) bool {
+	return req.gpu.MIG != nil && slices.ContainsFunc(req.gpu.MIG.Instances, func(there device.Instance) bool {
+		return steps.SameInstance(in, there) && slices.EqualFunc(in.Compute, there.Compute, steps.SameCompute)
+	})
 }

@@ -53,6 +53,11 @@ func New(o prepare.Options) Transaction {
 	return Transaction{p, reconcile.New(p, o), o.Ledger, o.Node}
 }
 
+// Prepare prepares the claim's devices as the node's inventory has them now.
+func (t Transaction) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
+	return t.Preparer.Prepare(ctx, t.Hardware.Snapshot(), c)
+}
+
 // Observer calls the functions that are set.
 type Observer struct {
 	OnUnprepared, OnSkipped func(types.UID)
