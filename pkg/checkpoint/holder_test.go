@@ -11,8 +11,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 const holders = "/state/holders"

@@ -3,7 +3,7 @@ package nvidia_test
 import (
 	"testing"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 )
 
 func TestDevRoot(t *testing.T) {

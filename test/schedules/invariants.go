@@ -17,8 +17,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 // These are the invariants that the schedules check:

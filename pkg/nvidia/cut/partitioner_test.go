@@ -11,7 +11,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/mig"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 )
 
 // bench is a fake card with MIG and a partitioner for this card.

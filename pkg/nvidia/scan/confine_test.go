@@ -12,7 +12,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 )
 
 // secret is a host file whose name looks like a driver library.

@@ -18,7 +18,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 )
 
 // scannerOf returns a scanner of a fake host with a fake NVML library.

@@ -9,7 +9,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 )
 
 const excludedCard device.PCIAddress = "0000:1b:00.0"

@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 )
 
 func TestCapabilityNodesAreCreatedAndReplaced(t *testing.T) {

@@ -13,7 +13,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
@@ -97,7 +96,7 @@ func (s Site) Paths() nvidia.Paths {
 		DriverRoot: filepath.Join(s.Root, "driver"), HostDriverRoot: "/run/nvidia/driver",
 		Sysfs: filepath.Join(s.Root, "sys"), Proc: filepath.Join(s.Root, "proc"),
 	}
-	if !hostfile.IsCharDevice(filepath.Join(s.Root, "driver", "dev", "nvidiactl")) {
+	if _, err := os.Lstat(filepath.Join(s.Root, "driver", "dev", "nvidiactl")); err != nil {
 		p.DevRoot = filepath.Join(s.Root, "machine")
 	}
 	return p
