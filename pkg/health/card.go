@@ -58,7 +58,6 @@ type card struct {
 func (m *Monitor) addFinding(c *card, f Finding, count int, now time.Time) {
 	if old := c.find(f.key()); old != nil {
 		old.Count += uint64(max(count, 1))
-		m.detailsChanged = true
 		if f.Last.After(old.Last) {
 			old.Last = f.Last
 		}
@@ -95,53 +94,32 @@ func (m *Monitor) addFinding(c *card, f Finding, count int, now time.Time) {
 }
 
 // ensureRoom reports whether the finding f can be added to the card. If the card has too many
-// findings, it calls makeRoom. Findings from queries (EndsByLevel) can always be added, because
-// they are few and concern the whole card.
+// findings, it ends a milder one, or turns f into the finding with manyCode, which stands for
+// several and for the whole card. Findings from queries (EndsByLevel) always fit, because they are
+// few.
 func (m *Monitor) ensureRoom(c *card, f *Finding, now time.Time) bool {
 	if f.Ends == EndsByLevel {
 		return true
 	}
 	events := 0
+	var mildest *Finding // the oldest of the mildest findings that need no reset
 	for _, o := range c.Findings {
 		if o.Ends != EndsByLevel {
 			events++
 		}
-	}
-	return events < maxFindings-maxLevels-1 || m.makeRoom(c, f, now)
-}
-
-// makeRoom ends the mildest of the card's findings with EndsByTime. If there is none, f becomes the
-// finding with manyCode, which stands for several. The result is false if f must not be added,
-// because another finding already covers it or all others are graver.
-func (m *Monitor) makeRoom(c *card, f *Finding, now time.Time) bool {
-	if f.Ends == EndsByTime {
-		for _, o := range c.Findings {
-			if o.Ends == EndsByTime && o.State == f.State && o.Part.covers(f.Part) {
-				if f.Last.After(o.Last) {
-					o.Last, m.detailsChanged = f.Last, true
-				}
-				return false
-			}
+		if o.Ends == EndsByTime && (mildest == nil || o.State < mildest.State) {
+			mildest = o
 		}
 	}
-	mildest := -1
-	for i, o := range c.Findings {
-		if o.Ends != EndsByTime {
-			continue
-		}
-		if mildest < 0 || o.State < c.Findings[mildest].State || o.State == c.Findings[mildest].State && o.Last.Before(c.Findings[mildest].Last) {
-			mildest = i
-		}
-	}
-	if mildest >= 0 && (f.Ends != EndsByTime || c.Findings[mildest].State <= f.State) {
-		m.endFindings(c, func(o *Finding) bool { return o == c.Findings[mildest] }, "there is no room for more findings")
+	switch {
+	case events < maxFindings-maxLevels-1:
 		return true
+	case mildest != nil && (f.Ends == EndsByReset || mildest.State < f.State):
+		m.endFindings(c, func(o *Finding) bool { return o == mildest }, "there is no room for more findings")
+		return true
+	case f.Ends == EndsByTime:
+		return false // the card has graver problems, or as many that are as grave
 	}
-	if f.Ends == EndsByTime {
-		return false
-	}
-	// All findings of the card last until a reset or until the hardware no longer reports them, so
-	// none can be dropped.
 	f.Code, f.XID, f.Part = manyCode, 0, Part{}
 	f.Reason = "there are more kinds of errors than the plugin tracks"
 	if old := c.find(f.key()); old != nil {

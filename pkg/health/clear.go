@@ -18,7 +18,7 @@ func (m *Monitor) Clear(names, why string, now time.Time) (unknown []string) {
 		return nil
 	}
 	m.lastClear = names
-	m.detailsVersion++
+	m.version++ // so that the request is saved, and not carried out again after a restart
 	for _, name := range splitNames(names) {
 		c := m.findCard(name)
 		switch {

@@ -23,7 +23,7 @@ func (m *Monitor) applyRecovery(c *card, a device.RecoveryAction, at time.Time) 
 	m.endFindings(c, func(f *Finding) bool {
 		return strings.HasPrefix(f.Code, recoveryPrefix) && f.Code != recoveryCode(a)
 	}, "the driver's recovery action is now "+string(a))
-	if meaning := recoveryMeaning(a); meaning != nil {
+	if meaning, asks := recoveryMeaning(a); asks {
 		state, _ := meaning.stateAndEnd()
 		m.setLevel(c, true, Finding{Code: recoveryCode(a), State: state, Reason: meaning.Text, Action: meaning.Action}, "", at)
 	} else if c.ResetRequested {
@@ -57,7 +57,7 @@ func (m *Monitor) endByReset(c *card, at time.Time, why string) {
 		return (f.Ends == EndsByReset || level) && !f.Last.After(at) || f.Code == fabricCode
 	}, why)
 	c.fabricMissingSince = time.Time{} // the fabric may take its full time again
-	if recoveryMeaning(c.Recovery) != nil && c.find(recoveryCode(c.Recovery)) == nil {
+	if _, asks := recoveryMeaning(c.Recovery); asks && c.find(recoveryCode(c.Recovery)) == nil {
 		c.Recovery = device.RecoveryUnknown
 	}
 	c.ResetRequested = isReset(c.Recovery)
@@ -114,7 +114,7 @@ func (m *Monitor) applyCondition(c *card, s device.Condition, now time.Time) {
 // applyPartialAnswer adds findings for the faults that an incomplete answer to a query reports. It
 // ends no finding, because an incomplete answer does not prove a recovery.
 func (m *Monitor) applyPartialAnswer(c *card, s device.Condition, at time.Time) {
-	if recoveryMeaning(s.Recovery) != nil {
+	if _, asks := recoveryMeaning(s.Recovery); asks {
 		m.applyRecovery(c, s.Recovery, at.Add(-max(s.Took, 0)))
 	}
 	if r := s.Remap; r != nil {
@@ -161,7 +161,6 @@ func (m *Monitor) applyFullAnswer(c *card, s device.Condition, at, now time.Time
 		m.setLevel(c, s.Remap.Failed, remapFailed, "no row remap has failed any more", at)
 	}
 	m.applyFabric(c, s.Fabric, at, now)
-	m.detailsChanged = m.detailsChanged || s.Uncorrected != nil || s.EnergyMillijoules != nil
 	lastQuery := c.lastQuery
 	c.lastQuery = queried
 	// The answer's recovery action tells only what happened before the query began, so it is dated to

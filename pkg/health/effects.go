@@ -49,5 +49,5 @@ func ParseEffects(s string) (Effects, error) {
 
 // BlocksScheduling reports whether a taint for the verdict keeps new Pods off the device.
 func (e Effects) BlocksScheduling(v Verdict) bool {
-	return slices.ContainsFunc(v.Causes, func(c Cause) bool { return e[c.State] == NoSchedule || e[c.State] == NoExecute })
+	return slices.ContainsFunc(v.Causes, func(f Finding) bool { return e[f.State] == NoSchedule || e[f.State] == NoExecute })
 }

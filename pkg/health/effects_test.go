@@ -18,11 +18,11 @@ func TestParseEffects(t *testing.T) {
 		}
 	}
 	for state, want := range map[State]bool{Lost: true, Unhealthy: true, Unknown: false, Degraded: false} {
-		if e.BlocksScheduling(Verdict{State: state, Causes: []Cause{{State: state}}}) != want {
+		if e.BlocksScheduling(Verdict{State: state, Causes: []Finding{{State: state}}}) != want {
 			t.Errorf("%s blocks scheduling: %v", state, !want)
 		}
 	}
-	if !e.BlocksScheduling(Verdict{State: Unknown, Causes: []Cause{{State: Unknown}, {State: Unhealthy}}}) {
+	if !e.BlocksScheduling(Verdict{State: Unknown, Causes: []Finding{{State: Unknown}, {State: Unhealthy}}}) {
 		t.Error("a state without effect hides a state with one")
 	}
 }

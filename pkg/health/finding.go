@@ -21,7 +21,7 @@ type Finding struct {
 	Action string `json:"action"`
 	// First and Last are the times when this finding was seen first and last. Since is when the part
 	// of the card entered its present state. It is earlier than First if another finding had caused
-	// that state before.
+	// that state before. A restart of the plugin does not change Since.
 	First time.Time `json:"first"`
 	Last  time.Time `json:"last"`
 	Since time.Time `json:"since"`
@@ -30,28 +30,16 @@ type Finding struct {
 
 func (f *Finding) key() string { return f.Code + f.Part.suffix() }
 
+// Message returns one line for people, with the reason and the action.
+func (f Finding) Message() string { return f.Reason + ": " + f.Action }
+
 // Verdict is the health of one device, with the findings that explain it.
 type Verdict struct {
 	State State
 	// Causes lists the findings that explain the verdict, the gravest first. For each state it has at
-	// most one finding that is an XID and one that is not.
-	Causes []Cause
+	// most one finding that is an XID and one that is not, each the oldest of its kind.
+	Causes []Finding
 }
-
-// Cause is a finding that explains a verdict. Of all findings with its state it is the oldest XID,
-// or the oldest that is no XID.
-type Cause struct {
-	State State
-	Code  string
-	// XID is NVIDIA's XID error code. It is 0 for a cause that is not an XID.
-	XID            uint64
-	Reason, Action string
-	// Since is when the device entered the state. A restart of the plugin does not change Since.
-	Since time.Time
-}
-
-// Message returns one line for people, with the reason and the action.
-func (c Cause) Message() string { return c.Reason + ": " + c.Action }
 
 // Message returns the message of the gravest cause, or "" for a healthy device.
 func (v Verdict) Message() string {

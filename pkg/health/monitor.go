@@ -2,7 +2,6 @@ package health
 
 import (
 	"cmp"
-	"reflect"
 	"slices"
 	"time"
 
@@ -50,17 +49,11 @@ type Monitor struct {
 	eventFailure string
 
 	now time.Time // the time of the last call
-	// detailsChanged is true if counts or times of findings changed, but no verdict, and these changes
-	// are not yet in SaveVersion. detailsRenewed is when SaveVersion last got such changes.
-	detailsChanged bool
-	detailsRenewed time.Time
 	// lastLoad is when Store.Load last added saved findings.
 	lastLoad time.Time
 	version  uint64
-	// detailsVersion is the part of SaveVersion that grows when only counts or times changed.
-	detailsVersion uint64
-	changes        []Change
-	counts         map[EventKey]uint64
+	changes  []Change
+	counts   map[EventKey]uint64
 }
 
 // EventKey identifies an event counter, which counts the events with one code on one card.
@@ -75,7 +68,7 @@ func New(o Options, now time.Time) *Monitor {
 	return &Monitor{
 		rules: o.Rules, quietPeriod: cmp.Or(o.QuietPeriod, DefaultQuietPeriod),
 		cards: map[device.PCIAddress]*card{}, forgotten: map[device.PCIAddress]bool{}, counts: map[EventKey]uint64{},
-		silentSince: now, silenceReason: "the watcher has not started", now: now, detailsRenewed: now,
+		silentSince: now, silenceReason: "the watcher has not started", now: now,
 	}
 }
 
@@ -84,7 +77,7 @@ func New(o Options, now time.Time) *Monitor {
 func (m *Monitor) Expect(gpus []device.GPU, now time.Time) {
 	m.now = now
 	for _, g := range gpus {
-		if c := m.cardAt(g.Card(), now); c != nil && (c.GPU == nil || !reflect.DeepEqual(*c.GPU, g)) {
+		if c := m.cardAt(g.Card(), now); c != nil {
 			c.GPU = &g // changes no verdict
 		}
 	}
@@ -125,16 +118,11 @@ func (m *Monitor) Apply(s device.Signal, now time.Time) {
 }
 
 // Tick ends findings that have not recurred for the quiet period, and adds findings about cards
-// that were silent for too long. The caller must call it about every second, or less often while
-// [Monitor.StableFor] allows that.
+// that were silent for too long. The caller must call it about every second.
 func (m *Monitor) Tick(now time.Time) {
 	m.now = now
 	for _, c := range m.cards {
 		m.checkTimeouts(c, now)
-	}
-	if m.detailsChanged && now.Sub(m.detailsRenewed) >= detailsSaveInterval {
-		m.detailsChanged, m.detailsRenewed = false, now
-		m.detailsVersion++
 	}
 }
 
@@ -209,12 +197,9 @@ func (m *Monitor) applyWatcher(s device.WatcherState, now time.Time) {
 // can arrive.
 func (m *Monitor) EventFailure() string { return m.eventFailure }
 
-// Version returns a number that changes whenever a verdict may have changed.
+// Version returns a number that changes whenever a verdict may have changed. It stays the same if
+// only counts or times of findings changed.
 func (m *Monitor) Version() uint64 { return m.version }
-
-// SaveVersion returns a number that changes whenever the findings should be saved: whenever
-// [Monitor.Version] changes, and at most once a minute if only counts or times changed.
-func (m *Monitor) SaveVersion() uint64 { return m.version + m.detailsVersion }
 
 // recordChange queues a change for [Monitor.Changes]. If the queue already has a start of the same
 // finding, a newer start replaces it, and a newer end replaces an older end.

@@ -138,7 +138,7 @@ func TestRandomFaultsAreNeverHidden(t *testing.T) {
 				}
 				// Of all findings with the state Unhealthy, a verdict lists at most two, and the older one
 				// comes first.
-				unhealthy := slices.IndexFunc(v.Causes, func(c Cause) bool { return c.State == Unhealthy })
+				unhealthy := slices.IndexFunc(v.Causes, func(f Finding) bool { return f.State == Unhealthy })
 				if unhealthy >= 0 && v.Causes[unhealthy].Since.After(since) {
 					t.Fatalf("seed %d: %s is broken since %s, but its cause says %s, after %q", seed, n, since, v.Causes[unhealthy].Since, story)
 				}

@@ -181,13 +181,11 @@ func ParseRules(s string) (Rules, error) {
 	return rules, nil
 }
 
-// XID returns the meaning of an XID, with the weight from the admin's rules if there is one. An
-// unknown XID makes a device at most Degraded, because a driver that is new enough to send it also
-// reports a recovery action if a reset is needed.
+// XID returns the meaning of an XID, with the weight from the admin's rules if there is one.
 func (r Rules) XID(code uint64) Meaning {
 	m, known := xidMeanings[code]
 	if !known {
-		m = Meaning{"unknown to this version of the driver", investigate, Degrading}
+		m = unknownMeaning
 	}
 	if w, is := r[code]; is {
 		m.Weight = w
@@ -195,62 +193,61 @@ func (r Rules) XID(code uint64) Meaning {
 	return m
 }
 
+// eventMeanings lists the NVML events that are no XIDs.
+var eventMeanings = map[device.EventKind]Meaning{
+	device.EventDoubleBitECC:     {"uncorrectable memory error", reset, Breaking},
+	device.EventSingleBitStorm:   {"many corrected memory errors", doNothing, Reported},
+	device.EventRetirement:       {"bad memory was recorded; it is remapped or retired at the next reset", doNothing, Reported},
+	device.EventRetirementFailed: {"bad memory could not be retired", vendor, Degrading},
+	device.EventPoison:           {"an application used poisoned memory", restartApp, Reported},
+	device.EventFatalPoison:      {"poisoned memory was used, and the error was not contained", reset, Breaking},
+	device.EventUnavailable:      {"the GPU is no longer available", reset, Breaking},
+}
+
+// unknownMeaning is the meaning of an event that the tables lack. It makes a device at most
+// Degraded, because a driver that is new enough to send it also reports a recovery action if a
+// reset is needed.
+var unknownMeaning = Meaning{"unknown to this version of the driver", investigate, Degrading}
+
 // eventMeaning returns the meaning of an NVML event that is no XID. If the driver reports recovery
 // actions, recommends is true, and these decide whether a memory error needs a reset.
 func eventMeaning(kind device.EventKind, recommends bool) Meaning {
-	switch kind {
-	case device.EventDoubleBitECC:
-		if recommends {
-			return Meaning{"uncorrectable memory error; the driver's recovery action says whether the GPU needs a reset", investigate, Degrading}
-		}
-		return Meaning{"uncorrectable memory error", reset, Breaking}
-	case device.EventSingleBitStorm:
-		return Meaning{"many corrected memory errors", doNothing, Reported}
-	case device.EventRetirement:
-		return Meaning{"bad memory was recorded; it is remapped or retired at the next reset", doNothing, Reported}
-	case device.EventRetirementFailed:
-		return Meaning{"bad memory could not be retired", vendor, Degrading}
-	case device.EventPoison:
-		return Meaning{"an application used poisoned memory", restartApp, Reported}
-	case device.EventFatalPoison:
-		return Meaning{"poisoned memory was used, and the error was not contained", reset, Breaking}
-	case device.EventUnavailable:
-		return Meaning{"the GPU is no longer available", reset, Breaking}
-	default:
-		return Meaning{"unknown to this version of the driver", investigate, Degrading}
+	if kind == device.EventDoubleBitECC && recommends {
+		return Meaning{"uncorrectable memory error; the driver's recovery action says whether the GPU needs a reset", investigate, Degrading}
 	}
+	if m, known := eventMeanings[kind]; known {
+		return m
+	}
+	return unknownMeaning
 }
 
 // isReset reports whether the recovery action a includes a reset of the GPU. After that reset the
 // driver recommends nothing.
 func isReset(a device.RecoveryAction) bool {
-	switch a {
-	case device.RecoveryReset, device.RecoveryDrainAndReset, device.RecoveryBusReset, device.RecoveryReboot, device.RecoverySystemReboot:
-		return true
-	}
-	return false
+	remedy := recoveryMeanings[a].Action
+	return remedy == reset || remedy == reboot
 }
 
-// recoveryMeaning returns the meaning of the driver's recovery action, or nil if the driver
+// recoveryMeanings lists the driver's recovery actions.
+var recoveryMeanings = map[device.RecoveryAction]Meaning{
+	device.RecoveryReset:         {"the driver asks for a reset of the GPU", reset, Breaking},
+	device.RecoveryDrainAndReset: {"the driver asks to drain the GPU and then reset it", reset, Breaking},
+	device.RecoveryDrainP2P: {"the driver asks to end peer-to-peer use of the GPU",
+		"end the applications that use this GPU together with others (peer to peer)", Breaking},
+	device.RecoveryBusReset:     {"the driver asks for a reset of the GPU's PCIe bus", reboot, Breaking},
+	device.RecoveryReboot:       {"the driver asks for a reboot of the node", reboot, Breaking},
+	device.RecoverySystemReboot: {"the driver asks for a reboot of the node", reboot, Breaking},
+	device.RecoveryIMEXDomain:   {"the driver asks to repair the IMEX domain", "check nvidia-imex on the nodes of this domain", Degrading},
+}
+
+// recoveryMeaning returns the meaning of the driver's recovery action. asks is false if the driver
 // recommends nothing.
-func recoveryMeaning(a device.RecoveryAction) *Meaning {
-	switch a {
-	case device.RecoveryUnknown, device.RecoveryNone:
-		return nil
-	case device.RecoveryReset:
-		return &Meaning{"the driver asks for a reset of the GPU", reset, Breaking}
-	case device.RecoveryDrainAndReset:
-		return &Meaning{"the driver asks to drain the GPU and then reset it", reset, Breaking}
-	case device.RecoveryDrainP2P:
-		return &Meaning{"the driver asks to end peer-to-peer use of the GPU",
-			"end the applications that use this GPU together with others (peer to peer)", Breaking}
-	case device.RecoveryBusReset:
-		return &Meaning{"the driver asks for a reset of the GPU's PCIe bus", reboot, Breaking}
-	case device.RecoveryReboot, device.RecoverySystemReboot:
-		return &Meaning{"the driver asks for a reboot of the node", reboot, Breaking}
-	case device.RecoveryIMEXDomain:
-		return &Meaning{"the driver asks to repair the IMEX domain", "check nvidia-imex on the nodes of this domain", Degrading}
-	default:
-		return &Meaning{"the driver asks for a recovery action that this version does not know", investigate, Breaking}
+func recoveryMeaning(a device.RecoveryAction) (_ Meaning, asks bool) {
+	if a == device.RecoveryUnknown || a == device.RecoveryNone {
+		return Meaning{}, false
 	}
+	if m, known := recoveryMeanings[a]; known {
+		return m, true
+	}
+	return Meaning{"the driver asks for a recovery action that this version does not know", investigate, Breaking}, true
 }

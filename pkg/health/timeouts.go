@@ -17,9 +17,6 @@ const (
 	// fabricTimeout is how long a card may take to join its NVLink fabric after a boot or after it
 	// leaves MIG mode.
 	fabricTimeout = time.Minute
-	// detailsSaveInterval is how often the findings are saved while only counts and times change, but
-	// no verdict.
-	detailsSaveInterval = time.Minute
 	// DefaultQuietPeriod is how long a passing error must not recur before the monitor ends the
 	// finding about it.
 	DefaultQuietPeriod = 10 * time.Minute
@@ -37,24 +34,6 @@ func (m *Monitor) setUnknown(c *card, reason string, at time.Time) {
 		return // that the card is lost says more than unknown
 	}
 	m.setLevel(c, true, Finding{Code: unknownCode, State: Unknown, Reason: reason, Action: unknownAction}, "", at)
-}
-
-// StableFor reports whether Tick would change nothing during the next time d if no signal arrives.
-// It returns false if a card has findings or may soon have been silent for too long, or if events
-// were counted that no one read.
-func (m *Monitor) StableFor(now time.Time, d time.Duration) bool {
-	if !m.silentSince.IsZero() || m.eventFailure != "" || len(m.counts) > 0 {
-		return false
-	}
-	for _, c := range m.cards {
-		if c.OtherDriver {
-			continue
-		}
-		if len(c.Findings) > 0 || !c.failingSince.IsZero() || !c.fabricMissingSince.IsZero() || now.Sub(c.lastHeard) >= maxSilence-d {
-			return false
-		}
-	}
-	return true
 }
 
 // checkTimeouts ends the card's findings that have not recurred for the quiet period. It adds

@@ -11,27 +11,20 @@ import (
 // View is a copy of a monitor's findings at one moment. It never changes, so any goroutine may read
 // it. In a nil View all devices are healthy.
 type View struct {
-	cards map[device.PCIAddress]cardView
-}
-
-type cardView struct {
-	card     device.Card
-	gpu      *device.GPU
-	findings []Finding
-	// recoveredAt is when the last finding with a state worse than Healthy ended.
-	recoveredAt time.Time
-	otherDriver bool
+	cards map[device.PCIAddress]card
 }
 
 // View returns a copy of the monitor's current state.
 func (m *Monitor) View() *View {
-	v := &View{cards: make(map[device.PCIAddress]cardView, len(m.cards))}
+	v := &View{cards: make(map[device.PCIAddress]card, len(m.cards))}
 	for address, c := range m.cards {
-		findings := make([]Finding, len(c.Findings))
+		seen := *c
+		seen.Findings = make([]*Finding, len(c.Findings))
 		for i, f := range c.Findings {
-			findings[i] = *f
+			finding := *f
+			seen.Findings[i] = &finding
 		}
-		v.cards[address] = cardView{c.Card, c.GPU, findings, c.recoveredAt, c.OtherDriver}
+		v.cards[address] = seen
 	}
 	return v
 }
@@ -43,13 +36,13 @@ func (v *View) Of(g device.GPU, name device.Name) Verdict {
 		return Verdict{}
 	}
 	c, known := v.cards[g.PCIAddress]
-	if !known || c.card.UUID != "" && g.UUID != "" && c.card.UUID != g.UUID {
+	if !known || c.Card.UUID != "" && g.UUID != "" && c.Card.UUID != g.UUID {
 		return Verdict{}
 	}
 	var verdict Verdict
 	for _, s := range slices.Backward(States()[1:]) {
 		for _, f := range c.longestStanding(s, g, name) {
-			verdict.Causes = append(verdict.Causes, Cause{State: s, Code: f.Code, XID: f.XID, Reason: f.Reason, Action: f.Action, Since: f.Since})
+			verdict.Causes = append(verdict.Causes, *f)
 		}
 	}
 	if len(verdict.Causes) > 0 {
@@ -71,14 +64,14 @@ func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []dev
 	}
 	settled = true
 	for address, c := range v.cards {
-		if c.gpu == nil || c.otherDriver || slices.Contains(listed, address) {
+		if c.GPU == nil || c.OtherDriver || slices.Contains(listed, address) {
 			continue
 		}
 		switch {
-		case v.Of(*c.gpu, device.Name{GPU: address.WholeName()}).State > Healthy:
-			missing = append(missing, *c.gpu)
+		case v.Of(*c.GPU, device.Name{GPU: address.WholeName()}).State > Healthy:
+			missing = append(missing, *c.GPU)
 		case now.Sub(c.recoveredAt) < relistGrace:
-			missing, settled = append(missing, *c.gpu), false
+			missing, settled = append(missing, *c.GPU), false
 		}
 	}
 	slices.SortFunc(missing, func(a, b device.GPU) int { return strings.Compare(string(a.PCIAddress), string(b.PCIAddress)) })
@@ -87,10 +80,9 @@ func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []dev
 
 // longestStanding returns at most two findings of state s that affect the device n: the oldest XID
 // and the oldest finding that is no XID. The older of the two comes first.
-func (c cardView) longestStanding(s State, g device.GPU, n device.Name) []*Finding {
+func (c card) longestStanding(s State, g device.GPU, n device.Name) []*Finding {
 	var xid, other *Finding
-	for i := range c.findings {
-		f := &c.findings[i]
+	for _, f := range c.Findings {
 		if f.State != s || !f.Part.affects(n, g) {
 			continue
 		}
@@ -124,7 +116,11 @@ func (v *View) Findings(address device.PCIAddress) []Finding {
 	if v == nil {
 		return nil
 	}
-	return slices.Clone(v.cards[address].findings)
+	var findings []Finding
+	for _, f := range v.cards[address].Findings {
+		findings = append(findings, *f)
+	}
+	return findings
 }
 
 // Affects reports whether the finding of this Change affects the device n of the GPU g.

@@ -179,7 +179,7 @@ func (m marker) effect(s health.State) (_ resourceapi.DeviceTaintEffect, shown b
 // taintKey returns the taint's key, without its domain, and value for a cause. NVIDIA's DRA driver
 // uses the same ones, so that tolerations work with either driver:
 // https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu/blob/main/cmd/gpu-kubelet-plugin/device_health.go
-func taintKey(c health.Cause) (key, value string) {
+func taintKey(c health.Finding) (key, value string) {
 	switch {
 	case c.State == health.Lost:
 		return "gpu-lost", ""

@@ -232,7 +232,7 @@ func TestUnhealthyDeviceIsWithdrawnUnlessClaimed(t *testing.T) {
 // marker must leave out the mildest ones.
 func TestTaintsStayWithinAPIServerLimit(t *testing.T) {
 	at, s := time.Now(), readyWith("0000:1b:00.0")
-	v := health.Verdict{State: health.Lost, Causes: []health.Cause{
+	v := health.Verdict{State: health.Lost, Causes: []health.Finding{
 		{State: health.Lost, Code: "off-the-bus", Since: at}, {State: health.Unhealthy, Code: "xid-95", XID: 95, Since: at},
 		{State: health.Unhealthy, Code: "recovery-gpu-reset", Since: at}, {State: health.Unknown, Code: "watcher", Since: at},
 		{State: health.Degraded, Code: "remap-pending", Since: at},

@@ -32,10 +32,8 @@ const (
 	// tickInterval is the interval at which the loop tells the monitor the current time, because some
 	// verdicts change after a while.
 	tickInterval = time.Second
-	// idleInterval replaces tickInterval while no verdict can change by time alone. It is longer than
-	// the pause between two answers of the hardware watcher, because each answer also tells the
-	// monitor the current time.
-	idleInterval = 6 * time.Second
+	// saveInterval is how often the findings are saved while only their counts and times change.
+	saveInterval = time.Minute
 	// flushInterval is the minimum time between two flushes, in which the loop saves and reports
 	// verdicts. A burst of signals is thus reported as one change.
 	flushInterval = 100 * time.Millisecond
@@ -110,9 +108,10 @@ type Loop struct {
 // state is used by one goroutine only: Restore, then Run.
 type state struct {
 	monitor *health.Monitor
-	// flushed is the version of the monitor's verdicts that was last reported. saved is the version of
-	// the monitor's findings that is on disk.
+	// flushed is the version of the monitor's verdicts that was last reported. saved is the version
+	// that is on disk, since savedAt.
 	flushed, saved uint64
+	savedAt        time.Time
 	nextFlush      time.Time // earliest time of the next flush
 	isLeader       bool
 	lastSaveError  string // last logged error of save, or "" after a success
@@ -193,9 +192,8 @@ func (l *Loop) Run(ctx context.Context) {
 	if l.watch == nil {
 		return
 	}
-	tick := time.NewTimer(tickInterval)
+	tick := time.NewTicker(tickInterval)
 	defer tick.Stop()
-	ticked := time.Now()
 	for {
 		var pause <-chan time.Time
 		if l.flushed != l.monitor.Version() {
@@ -211,15 +209,10 @@ func (l *Loop) Run(ctx context.Context) {
 			l.load(ctx) // the previous leader's last findings
 		case request := <-l.clearRequests:
 			l.clear(ctx, request)
-		case <-tick.C:
+		case now := <-tick.C:
+			l.tick(ctx, now)
 		case <-pause:
 		}
-		now := time.Now()
-		if now.Sub(ticked) >= tickInterval {
-			l.tick(ctx, now)
-			ticked = now
-		}
-		tick.Reset(l.nextTick(now) - now.Sub(ticked))
 		if l.flushed != l.monitor.Version() && !time.Now().Before(l.nextFlush) {
 			l.flush(ctx)
 		}
@@ -233,15 +226,6 @@ func (l *Loop) tick(ctx context.Context, now time.Time) {
 	l.lastTick.Store(now.UnixNano())
 	l.reporter.Count(l.monitor.Counts(), l.monitor.EventFailure())
 	l.save(ctx)
-}
-
-// nextTick returns the time between the last tick and the next one: idleInterval if time alone
-// changes no verdict and all findings are saved on disk, else tickInterval.
-func (l *Loop) nextTick(now time.Time) time.Duration {
-	if l.monitor.StableFor(now, idleInterval) && (!l.isLeader || l.saved == l.monitor.SaveVersion()) {
-		return idleInterval
-	}
-	return tickInterval
 }
 
 // clear makes the monitor forget the health problems of the GPUs that an admin's clear request
@@ -281,13 +265,13 @@ func (l *Loop) flush(ctx context.Context) {
 	l.reporter.Report(ctx, view, gpus, l.monitor.Changes())
 }
 
-// save writes the findings to disk if this plugin instance is the leader. If that fails, the next
-// tick tries again.
+// save writes the findings to disk if this plugin instance is the leader: when a verdict may have
+// changed, and otherwise once in saveInterval. If that fails, the next tick tries again.
 func (l *Loop) save(ctx context.Context) {
-	if !l.isLeader || l.saved == l.monitor.SaveVersion() {
+	version, now := l.monitor.Version(), time.Now()
+	if !l.isLeader || version == l.saved && now.Sub(l.savedAt) < saveInterval {
 		return
 	}
-	edition := l.monitor.SaveVersion()
 	if err := l.store.Save(l.monitor); err != nil {
 		if err.Error() != l.lastSaveError {
 			l.lastSaveError = err.Error()
@@ -295,7 +279,7 @@ func (l *Loop) save(ctx context.Context) {
 		}
 		return
 	}
-	l.saved, l.lastSaveError = edition, ""
+	l.saved, l.savedAt, l.lastSaveError = version, now, ""
 }
 
 func (l *Loop) load(ctx context.Context) {

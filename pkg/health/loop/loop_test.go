@@ -3,6 +3,7 @@ package loop
 import (
 	"bytes"
 	"context"
+	"os"
 	"path/filepath"
 	"runtime"
 	"sync"
@@ -232,6 +233,33 @@ func TestOnlyTheLeaderSavesHealth(t *testing.T) {
 	if names, err := filepath.Glob(filepath.Join(dir, "*")); err != nil || len(names) != 1 {
 		t.Errorf("%q, %v", names, err)
 	}
+}
+
+// The counters that prove a reset grow with each answer, and must survive a restart of the plugin.
+// Saving each answer would wear out the node's disk.
+func TestGrowingCountersAreSavedOnceAMinute(t *testing.T) {
+	dir := t.TempDir()
+	runLoop(t, dir, func(l *loopTest) {
+		l.send(watcherUp())
+		advance(2 * time.Second)
+		saves, last := 0, []byte(nil)
+		for range 180 {
+			energy := uint64(time.Now().UnixMilli())
+			l.send(device.Signal{Condition: &device.Condition{
+				Card: device.Card{PCIAddress: "0000:1b:00.0"}, Reach: device.ReachOK, EnergyMillijoules: &energy, At: time.Now()}})
+			advance(time.Second)
+			content, err := os.ReadFile(filepath.Join(dir, "health.json"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !bytes.Equal(content, last) {
+				saves, last = saves+1, content
+			}
+		}
+		if saves < 3 || saves > 5 {
+			t.Errorf("%d saves in three minutes", saves)
+		}
+	})
 }
 
 func TestNodeWithoutWatcherHasNoVerdicts(t *testing.T) {
