@@ -23,13 +23,13 @@ const podsTimeout = 10 * time.Second
 // context ends.
 func (r *Reporter) Run(ctx context.Context) {
 	for {
+		var changes []change
 		select {
 		case <-ctx.Done():
 			return
-		case <-r.added:
+		case changes = <-r.pending:
 		}
-		changes := r.take()
-		if r.leader.NewerLeads() || len(changes) == 0 {
+		if r.leader.NewerLeads() {
 			continue
 		}
 		entries, err := r.records.List()

@@ -4,15 +4,14 @@
 // to few Events: on the Node at once, and on the Pods that have the affected devices a little
 // later. While a newer plugin instance leads, that instance writes the Events.
 //
-// The queue for Pods is bounded. If the API server does not answer for long, the mildest changes
-// are dropped. The package judges nothing: changes and verdicts come from package health.
+// The queue for Pods is bounded: while the API server does not answer for long, further changes get
+// no Events on Pods. The package judges nothing: changes and verdicts come from package health.
 package report
 
 import (
 	"context"
 	"fmt"
 	"slices"
-	"sync"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -25,9 +24,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
 
-// maxPending is how many changes can wait until Run writes them as Events on Pods. Normally they
-// wait for seconds.
-const maxPending = 256
+// maxPending is how many reports can wait until Run writes their changes as Events on Pods.
+// Normally they wait for seconds.
+const maxPending = 64
 
 // Events writes Events. It must not block.
 type Events interface {
@@ -55,14 +54,12 @@ type Reporter struct {
 	records Records
 	leader  Leader
 
-	added   chan struct{}
-	mu      sync.Mutex
-	pending []change
+	pending chan []change // for Run
 }
 
 // New returns a Reporter.
 func New(client kubernetes.Interface, e Events, m *metrics.Metrics, r Records, l Leader) *Reporter {
-	return &Reporter{client: client, events: e, metrics: m, records: r, leader: l, added: make(chan struct{}, 1)}
+	return &Reporter{client: client, events: e, metrics: m, records: r, leader: l, pending: make(chan []change, maxPending)}
 }
 
 // change is a health change, and what its Events say.
@@ -78,6 +75,7 @@ type change struct {
 func (r *Reporter) Report(ctx context.Context, view *health.View, gpus []device.GPU, changes []health.Change) {
 	logger := klog.FromContext(ctx)
 	var notices notices
+	var forPods []change
 	for _, of := range changes {
 		c := newChange(view, gpus, of)
 		log := logger.WithValues("device", c.Device(), "state", c.Finding.State.String(), "code", c.Finding.Code, "reason", c.Finding.Reason)
@@ -94,15 +92,19 @@ func (r *Reporter) Report(ctx context.Context, view *health.View, gpus []device.
 			log.Info("Device is not healthy", "action", c.Finding.Action)
 			notices.add(c, c.message)
 		}
-		r.add(c)
+		forPods = append(forPods, c)
 	}
 	if !r.leader.NewerLeads() {
 		notices.write(r.events, r.events.Node())
 	}
 	r.updateMetrics(view, gpus)
+	if len(forPods) == 0 {
+		return
+	}
 	select {
-	case r.added <- struct{}{}:
-	default: // Run has not taken the last changes yet
+	case r.pending <- forPods:
+	default:
+		logger.Info("Dropped Events about health changes for Pods: too many wait to be written", "changes", len(forPods))
 	}
 }
 
@@ -165,28 +167,4 @@ func (r *Reporter) updateMetrics(view *health.View, gpus []device.GPU) {
 	}
 	r.metrics.Health(all)
 	r.metrics.HealthFindings(findings)
-}
-
-// add queues the change for Run. If the queue is full, it drops the oldest of the mildest changes.
-func (r *Reporter) add(c change) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if len(r.pending) >= maxPending {
-		mildest := 0
-		for i, p := range r.pending {
-			if p.Finding.State < r.pending[mildest].Finding.State {
-				mildest = i
-			}
-		}
-		r.pending = slices.Delete(r.pending, mildest, mildest+1)
-	}
-	r.pending = append(r.pending, c)
-}
-
-func (r *Reporter) take() []change {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	taken := r.pending
-	r.pending = nil
-	return taken
 }

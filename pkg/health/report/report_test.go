@@ -168,17 +168,18 @@ func TestNoticesMergeByGPUAndReason(t *testing.T) {
 	}
 }
 
-func TestPendingChangesAreBounded(t *testing.T) {
-	var r Reporter
-	state := func(s health.State, count uint64) change {
-		return change{Change: health.Change{Finding: health.Finding{State: s, Count: count}}}
-	}
-	r.add(state(health.Lost, 0))
-	for i := range uint64(2 * maxPending) {
-		r.add(state(health.Healthy, i))
-	}
-	left := r.take()
-	if len(left) != maxPending || left[0].Finding.State != health.Lost || left[1].Finding.Count != maxPending+1 {
-		t.Errorf("%d: %+v", len(left), left[:2])
-	}
+// The health loop calls Report, so Report must not wait for an API server that does not answer.
+func TestReportDoesNotWaitForPods(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &fakeNode{}
+		r := New(fake.NewClientset(heldClaim()), n, metrics.New("test"), n, n)
+		for range 2 * maxPending {
+			r.Report(t.Context(), nil, nil, []health.Change{changeAt("0000:1b:00.0", health.Healthy, false)})
+		}
+		go r.Run(t.Context())
+		synctest.Wait()
+		if len(n.events) != maxPending {
+			t.Errorf("%d Events on the Pod", len(n.events))
+		}
+	})
 }
