@@ -94,7 +94,7 @@ func (m *Monitor) addFinding(c *card, f Finding, count int, now time.Time) {
 }
 
 // ensureRoom reports whether the finding f can be added to the card. If the card has too many
-// findings, it ends a milder one, or turns f into the finding with manyCode, which stands for
+// findings, it ends a milder one, or makes f the finding with manyCode, which stands for
 // several and for the whole card. Findings from queries (EndsByLevel) always fit, because they are
 // few.
 func (m *Monitor) ensureRoom(c *card, f *Finding, now time.Time) bool {
