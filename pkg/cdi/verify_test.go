@@ -36,9 +36,7 @@ func TestVerifyNamesFirstMissingFile(t *testing.T) {
 	}{
 		{"nothing to verify", specs.ContainerEdits{Env: []string{"A=b"}}, ""},
 		{"node", node(specs.DeviceNode{Path: "/dev/null"}), ""},
-		{"node with the right number", node(specs.DeviceNode{Path: "/dev/nvidia0", HostPath: "/dev/null", Major: 1, Minor: 3}), ""},
-		{"node with another number", node(specs.DeviceNode{Path: "/dev/null", Major: 195, Minor: 3}), "has the number 1:3, not 195:3"},
-		{"node with another minor", node(specs.DeviceNode{Path: "/dev/null", Major: 1, Minor: 4}), "has the number 1:3, not 1:4"},
+		{"node by its number", node(specs.DeviceNode{Path: "/dev/nowhere", Type: "c", Major: 1, Minor: 3}), ""},
 		{"missing node", node(specs.DeviceNode{Path: "/dev/null", HostPath: "/dev/nvidia99"}), "device node /dev/nvidia99 is missing"},
 		{"a file for a node", node(specs.DeviceNode{Path: "/lib"}), "is not a character device"},
 		{"mount", specs.ContainerEdits{Mounts: []*specs.Mount{{HostPath: "/lib"}}}, ""},

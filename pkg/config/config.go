@@ -39,6 +39,8 @@ type Config struct {
 	CgroupRoot      string
 	HookSource      string
 	HookPath        string
+	LdconfigPath    string
+	DevCharDir      string
 	MPSHookSource   string
 	MPS             bool
 	ShmRoot         string
@@ -148,7 +150,7 @@ func (c *Config) Validate() error {
 		}
 	}
 	for flag, path := range map[string]string{
-		"dev-root": c.DevRoot, "cgroup-root": c.CgroupRoot, "cri-socket": c.CRISocket, "kubeconfig": c.Kubeconfig,
+		"dev-root": c.DevRoot, "ldconfig-path": c.LdconfigPath, "dev-char-dir": c.DevCharDir, "cgroup-root": c.CgroupRoot, "cri-socket": c.CRISocket, "kubeconfig": c.Kubeconfig,
 	} {
 		if path != "" && !filepath.IsAbs(path) {
 			wrong(flag, "%q is not an absolute path", path)

@@ -79,6 +79,11 @@ func (c *Config) Fields() []Field {
 	str(&c.HookPath, "hook-path",
 		"where nvidia-cdi-hook is installed, at the same path on the host; empty means bin/nvidia-cdi-hook in the "+
 			"plugin directory")
+	str(&c.LdconfigPath, "ldconfig-path",
+		"path of ldconfig on the host, which a hook runs for each container; empty means /sbin/ldconfig")
+	str(&c.DevCharDir, "dev-char-dir",
+		"the host's /dev/char as this process sees it. The plugin links it to the driver's device nodes by number, because "+
+			"containers lose a device without such a link when systemd reloads its units; empty means no links")
 	str(&c.MPSHookSource, "mps-hook-source", "the gpu-mps binary in this image, installed next to nvidia-cdi-hook")
 	boolean(&c.MPS, "mps", "whether the cluster has supervisors of MPS daemons; false refuses claims that ask for MPS or fractions")
 	str(&c.ShmRoot, "shm-root", "the host's file system for shared memory, where MPS daemons and their clients get a directory")

@@ -12,6 +12,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
@@ -32,10 +33,13 @@ type hostWatch struct {
 	checks []nodeview.Check
 	// leader knows whether a newer plugin instance leads. That one maintains the files that exist once
 	// per node: the base spec and the CDI hook.
-	leader     *leader.Lock
-	inv        *inventory.Inventory
-	hardware   *quiesce.Access
-	specs      *cdi.Store
+	leader   *leader.Lock
+	inv      *inventory.Inventory
+	hardware *quiesce.Access
+	specs    *cdi.Store
+	paths    nvidia.Paths
+	// charDir is the host's /dev/char, or empty if the plugin makes no links there.
+	charDir    string
 	reconciler *reconciler.Reconciler
 	events     *events.Recorder
 	metrics    *metrics.Metrics
@@ -128,6 +132,9 @@ func (h *hostWatch) writeBaseSpec(files *string) (renumbered bool) {
 		return false
 	}
 	h.node.Conditions().Clear("base-spec")
+	if err := nvidia.LinkDeviceNodes(h.paths, s.Node, h.charDir); err != nil {
+		klog.ErrorS(err, "Failed to link device nodes by number; containers may lose their GPU when systemd reloads its units")
+	}
 	renumbered = h.reconciler.TakeUncheckedSpecs() || s.Files != *files
 	*files = s.Files
 	return renumbered

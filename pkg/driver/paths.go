@@ -21,6 +21,7 @@ func Paths(cfg *config.Config) nvidia.Paths {
 		Proc:           cfg.ProcRoot,
 		Cgroups:        cfg.CgroupRoot,
 		HookPath:       cfg.HookPath,
+		LdconfigPath:   cfg.LdconfigPath,
 	}
 }
 

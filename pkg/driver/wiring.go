@@ -190,6 +190,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			nodeview.RuntimeCheck{Socket: cfg.CRISocket, CDIRoot: cfg.CDIRoot},
 		},
 		leader: lead, inv: inv, hardware: access, specs: specs, reconciler: reconciling, events: recorder, metrics: parts.Metrics,
+		paths: Paths(cfg), charDir: cfg.DevCharDir,
 	}
 	return &Driver{
 		requests: &requests{

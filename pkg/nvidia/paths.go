@@ -32,8 +32,8 @@ type Paths struct {
 	// /home/kubernetes/bin/nvidia.
 	HostDriverRoot string `json:"hostDriverRoot"`
 	// DevRoot is the directory, as the plugin sees it, whose subdirectory dev has the driver's
-	// device nodes. The path of that subdirectory is accepted too. If it is empty, the driver root
-	// is used if its dev has nvidiactl, otherwise /.
+	// device nodes. The path of that subdirectory is accepted too. If it is empty,
+	// [driverroot.DeviceRoot] finds it.
 	DevRoot string `json:"devRoot,omitempty"`
 	// DriverDirs are additional directories with files of the driver, outside the driver root.
 	// Their paths are the same for host and plugin.
@@ -46,6 +46,9 @@ type Paths struct {
 	Cgroups string `json:"cgroups,omitempty"`
 	// HookPath is the path of nvidia-cdi-hook on the host.
 	HookPath string `json:"hookPath"`
+	// LdconfigPath is the path of ldconfig on the host, which a hook runs for each container. Empty
+	// means /sbin/ldconfig.
+	LdconfigPath string `json:"ldconfigPath,omitempty"`
 }
 
 // WithDefaults sets empty fields to the paths of a host on which the plugin runs outside a
@@ -72,10 +75,7 @@ func (p Paths) DeviceRoot() string {
 	if p.DevRoot != "" {
 		return filepath.Join("/", strings.TrimSuffix(filepath.Clean(p.DevRoot), "/dev"))
 	}
-	if hostfile.IsCharDevice(filepath.Join(p.DriverRoot, "dev", "nvidiactl")) {
-		return p.DriverRoot
-	}
-	return "/"
+	return driverroot.DeviceRoot(p.DriverRoot)
 }
 
 // Host converts the path of a driver file from the plugin's view to the host's. It returns any

@@ -3,12 +3,12 @@ package supervisor
 import (
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"strings"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
 // DefaultStartTimeout is far longer than a start, which takes milliseconds and touches no GPU. If a
@@ -27,8 +27,8 @@ type Options struct {
 	// the path of the same directory in the supervisor's container.
 	DriverRoot, DriverRootMount string
 	// DevRoot is the directory in the supervisor's container whose subdirectory dev holds the driver's
-	// device nodes. The path of that subdirectory is accepted too. Empty means / if /dev/nvidiactl
-	// exists, otherwise DriverRootMount.
+	// device nodes. The path of that subdirectory is accepted too. If it is empty,
+	// [driverroot.DeviceRoot] finds it, as for the plugin.
 	DevRoot string
 	// SELinuxLabel is the label of the directories that containers mount. Empty sets no label.
 	SELinuxLabel string
@@ -68,20 +68,12 @@ func (o *Options) complete() error {
 func (o *Options) dev() string {
 	root := strings.TrimSuffix(filepath.Clean("/"+o.DevRoot), "/dev")
 	if o.DevRoot == "" {
-		root = o.DriverRootMount
-		if hasNodes("/") || !hasNodes(root) {
-			return ""
-		}
+		root = driverroot.DeviceRoot(o.DriverRootMount)
 	}
 	if root == "" || root == "/" {
 		return ""
 	}
 	return filepath.Join(root, "dev")
-}
-
-func hasNodes(root string) bool {
-	_, err := os.Lstat(filepath.Join(root, "dev", "nvidiactl"))
-	return err == nil
 }
 
 // sharedMemory returns the size of each daemon's /dev/shm in the format of tmpfs(5).

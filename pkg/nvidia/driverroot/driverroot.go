@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 )
 
@@ -43,7 +44,7 @@ var unusualDirs = []string{
 
 // programDirs are the directories of the driver's programs, in the order in which Find tries them.
 var programDirs = []string{
-	"usr/bin", "bin", "usr/lib/nvidia/current", "usr/local/nvidia/bin", "usr/local/bin", "opt/nvidia/bin", "usr/sbin", "sbin",
+	"usr/bin", "bin", "usr/lib/nvidia/current", "usr/local/nvidia/bin", "usr/local/bin", "opt/nvidia/bin", "opt/bin", "usr/sbin", "sbin",
 }
 
 // Unusual reports whether the container toolkit finds the library at libraryPath only if its
@@ -88,6 +89,29 @@ func isOwnFile(root, path string) bool {
 	}
 	info, err := os.Lstat(leads)
 	return err == nil && info.Mode().IsRegular()
+}
+
+// DeviceRoot returns the directory whose dev has the driver's device nodes: the driver root or /. A
+// driver container has all of them in its own root, and the host has some of them or none. The
+// answer can change, because a driver container creates its dev late.
+func DeviceRoot(driverRoot string) string {
+	for _, names := range [][]string{{"nvidiactl", "nvidia-uvm"}, {"nvidiactl"}} {
+		for _, root := range []string{driverRoot, "/"} {
+			if hasDeviceNodes(root, names) {
+				return root
+			}
+		}
+	}
+	return "/"
+}
+
+// hasDeviceNodes does not follow symlinks, because nvcdi does not either, and both must find the
+// same device nodes.
+func hasDeviceNodes(root string, names []string) bool {
+	return !slices.ContainsFunc(names, func(name string) bool {
+		info, err := os.Lstat(filepath.Join(root, "dev", name))
+		return err != nil || info.Mode()&os.ModeCharDevice == 0
+	})
 }
 
 // Program is a program of the driver. It can be run without changing the root directory.

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 )
 
 // tree is a temporary driver root for a test.
@@ -116,5 +117,39 @@ func TestEnvironmentSkipsForeignCLibrary(t *testing.T) {
 	d.file("lib64/libc.so.6", 0o755)
 	if diff := cmp.Diff([]string{"LD_PRELOAD=" + p.LibraryDir + "/a:" + p.LibraryDir + "/b"}, p.Environment("a", "b")); diff != "" {
 		t.Error(diff)
+	}
+}
+
+func TestDeviceRootHasMostDeviceNodes(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root: device nodes")
+	}
+	for name, tc := range map[string]struct {
+		nodes []string
+		want  bool // whether the driver root is chosen
+	}{
+		"none":         {nil, false},
+		"all":          {[]string{"nvidiactl", "nvidia-uvm"}, true},
+		"only control": {[]string{"nvidiactl"}, true},
+		"only uvm":     {[]string{"nvidia-uvm"}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			root := t.TempDir()
+			if err := os.Mkdir(filepath.Join(root, "dev"), 0o755); err != nil {
+				t.Fatal(err)
+			}
+			for _, n := range tc.nodes {
+				if err := unix.Mknod(filepath.Join(root, "dev", n), unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3))); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want := "/"
+			if tc.want {
+				want = root
+			}
+			if got := DeviceRoot(root); got != want {
+				t.Errorf("DeviceRoot is %s, want %s", got, want)
+			}
+		})
 	}
 }

@@ -88,6 +88,7 @@ func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
 		nvcdi.WithDriverRoot(s.paths.DriverRoot),
 		nvcdi.WithDevRoot(s.paths.DeviceRoot()),
 		nvcdi.WithNVIDIACDIHookPath(s.paths.HookPath),
+		nvcdi.WithLdconfigPath(s.paths.LdconfigPath),
 		nvcdi.WithDisabledHooks(memoryLimitHook),
 		nvcdi.WithFeatureFlags(
 			nvcdi.FeatureDisableNvsandboxUtils,

@@ -212,13 +212,22 @@ func locate(sysfs string, g *device.GPU) {
 // https://docs.nvidia.com/datacenter/tesla/mig-user-guide/getting-started-with-mig.html.
 const firstWithoutReset = 9
 
-// setLimits sets ModeFixed if the MIG mode of this card cannot change without a reset, as before
-// Hopper or if the generation is unknown. It sets ReadOnly for a vGPU, which can use the host's MIG
-// instances but create none.
+// setLimits sets ModeFixed if the MIG mode of this card cannot change without a reset. It sets
+// ReadOnly for a vGPU, which can use the host's MIG instances but create none.
 func setLimits(card nvml.Device, to *device.MIG) {
-	major, _, ret := card.GetCudaComputeCapability()
-	to.ModeFixed = ret != nvml.SUCCESS || major < firstWithoutReset
+	to.ModeFixed = needsReset(card)
 	if mode, ret := card.GetVirtualizationMode(); ret == nvml.SUCCESS {
 		to.ReadOnly = mode == nvml.GPU_VIRTUALIZATION_MODE_VGPU
 	}
+}
+
+// needsReset reports whether only a reset changes the card's MIG mode. Older drivers cannot say so.
+// Then the card's generation decides, and a card of unknown generation needs a reset.
+func needsReset(card nvml.Device) bool {
+	field := []nvml.FieldValue{{FieldId: nvml.FI_DEV_IS_RESETLESS_MIG_SUPPORTED}}
+	if ret := card.GetFieldValues(field); ret == nvml.SUCCESS && nvml.Return(field[0].NvmlReturn) == nvml.SUCCESS {
+		return field[0].Value[0] == 0 // an unsigned integer in the machine's order, which is little-endian
+	}
+	major, _, ret := card.GetCudaComputeCapability()
+	return ret != nvml.SUCCESS || major < firstWithoutReset
 }

@@ -55,6 +55,11 @@ func (s scanner) scan(ctx context.Context) (nvidia.Node, error) {
 	if node.Driver, err = nvmlx.Bounded(ctx, s.limit, "reading the driver's version", s.driver); err != nil {
 		return nvidia.Node{}, err
 	}
+	if _, err := nvmlx.Bounded(ctx, s.limit, "reading the state of confidential computing", func() (any, error) {
+		return nil, s.checkConfCompute()
+	}); err != nil {
+		return nvidia.Node{}, err
+	}
 	if node.Common, err = nvmlx.Bounded(ctx, s.limit, "collecting the driver's files", func() (edits, error) {
 		return s.commonEdits(node.Driver)
 	}); err != nil {
@@ -69,6 +74,24 @@ func (s scanner) scan(ctx context.Context) (nvidia.Node, error) {
 	}
 	node.GPUs, node.Problems = s.gpus(ctx, count, node.Driver)
 	return node, nil
+}
+
+// checkConfCompute returns an error if the GPUs compute confidentially and accept no work yet. NVML
+// has one ready state for all GPUs of the node.
+func (s scanner) checkConfCompute() error {
+	if !nvmlx.Has(s.lib, "nvmlSystemGetConfComputeState") || !nvmlx.Has(s.lib, "nvmlSystemGetConfComputeGpusReadyState") {
+		return nil
+	}
+	state, ret := s.lib.SystemGetConfComputeState()
+	if ret != nvml.SUCCESS || state.CcFeature == nvml.CC_SYSTEM_FEATURE_DISABLED {
+		return nil
+	}
+	accepts, ret := s.lib.SystemGetConfComputeGpusReadyState()
+	if ret != nvml.SUCCESS || accepts == nvml.CC_ACCEPTING_CLIENT_REQUESTS_TRUE {
+		return nil
+	}
+	return nvidia.NotReady("verify the attestation of the GPUs, then run nvidia-smi conf-compute -srs 1 on the node",
+		"confidential computing is on and the GPUs accept no work: their ready state is not set")
 }
 
 func (s scanner) driver() (device.Driver, error) {

@@ -112,6 +112,13 @@ func TestSettingsAreReset(t *testing.T) {
 		set(t, w, nvml.FEATURE_DISABLED)
 		check(t, w, "compute mode 0, time-slice 0, persistence 0")
 	})
+	t.Run("kept by a driver that keeps settings", func(t *testing.T) {
+		node := readNode(t, "l40s-x2")
+		node.SettingsStay = true
+		w := newWorld(t, node)
+		set(t, w, nvml.FEATURE_DISABLED)
+		check(t, w, "compute mode 3, time-slice 2, persistence 0")
+	})
 	t.Run("kept while another has it open, even if that one is killed later", func(t *testing.T) {
 		w := newWorld(t, readNode(t, "l40s-x2"))
 		holder := start(t, "hold", gpuVariable+"=1")

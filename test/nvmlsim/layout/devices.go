@@ -32,6 +32,8 @@ type deviceNode struct {
 	name         string
 	major, minor uint32
 	mode         uint32
+	// byOthers is true for a device node that the layout does not create and does not remove.
+	byOthers bool
 }
 
 // kernelCharDevices returns the character devices that the running kernel has registered: names by
@@ -90,25 +92,31 @@ func (c *Config) nodes(v view) ([]deviceNode, error) {
 		return nil, err
 	}
 	nodes := []deviceNode{
-		{"nvidia-modeset", majorNVIDIA, minorMode, 0o666},
-		{"nvidia-caps/nvidia-cap1", m.caps, 1, 0o400},
-		{"nvidia-caps/nvidia-cap2", m.caps, 2, 0o444},
+		{name: "nvidia-modeset", major: majorNVIDIA, minor: minorMode, mode: 0o666},
+		{name: "nvidia-caps/nvidia-cap1", major: m.caps, minor: capConfig, mode: 0o400},
+		{name: "nvidia-caps/nvidia-cap2", major: m.caps, minor: capMonitor, mode: 0o444},
 	}
 	if !c.NoUVM {
-		nodes = append(nodes, deviceNode{"nvidia-uvm", m.uvm, 0, 0o666}, deviceNode{"nvidia-uvm-tools", m.uvm, 1, 0o666})
+		nodes = append(nodes, deviceNode{name: "nvidia-uvm", major: m.uvm, mode: 0o666})
+	}
+	if !c.NoUVM && !c.Node.NoUVMTools {
+		nodes = append(nodes, deviceNode{name: "nvidia-uvm-tools", major: m.uvm, minor: 1, mode: 0o666})
 	}
 	for i, card := range c.Node.GPUs {
 		if !v.gpus[i].present {
 			continue
 		}
-		nodes = append(nodes, deviceNode{fmt.Sprintf("nvidia%d", *card.Minor), majorNVIDIA, *card.Minor, 0o666})
-		for _, c := range v.gpus[i].capabilities {
-			nodes = append(nodes, deviceNode{fmt.Sprintf("nvidia-caps/nvidia-cap%d", c.minor), m.caps, c.minor, 0o444})
+		nodes = append(nodes, deviceNode{name: fmt.Sprintf("nvidia%d", *card.Minor), major: majorNVIDIA, minor: *card.Minor, mode: 0o666})
+		for _, capability := range v.gpus[i].capabilities {
+			nodes = append(nodes, deviceNode{
+				name: fmt.Sprintf("nvidia-caps/nvidia-cap%d", capability.minor), major: m.caps, minor: capability.minor, mode: 0o444,
+				byOthers: c.Node.NoCapabilityNodes,
+			})
 		}
 	}
 	// The control device node comes last: while it is missing, the library reports that no driver is
 	// loaded, so that no process sees only some of the GPUs.
-	return append(nodes, deviceNode{controlDevice, majorNVIDIA, minorCtl, 0o666}), nil
+	return append(nodes, deviceNode{name: controlDevice, major: majorNVIDIA, minor: minorCtl, mode: 0o666}), nil
 }
 
 // applyDevices creates the expected device nodes and removes other device nodes that have one of
@@ -127,6 +135,9 @@ func (c *Config) applyDevices(v view) error {
 	wanted := map[string]bool{}
 	for _, node := range nodes {
 		wanted[node.name] = true
+		if node.byOthers {
+			continue
+		}
 		if err := c.makeNode(folder, node); err != nil {
 			return err
 		}

@@ -275,13 +275,13 @@ bool sim_computed_on(unsigned int number, unsigned int slot)
 }
 
 /*
- * Resets the settings of a GPU that no process has open and that has no persistence mode. The
- * caller holds the write lock.
+ * Resets the settings of a GPU that no process has open and that has no persistence mode, unless
+ * the node's driver keeps them. The caller holds the write lock.
  */
 static void forget_if_closed(unsigned int number)
 {
     struct nvmlsim_gpu *gpu = sim_gpu_at(number);
-    if (LOAD(gpu->persistence_mode) || held_elsewhere(NVMLSIM_LOCK_OPEN + number, 1))
+    if (LOAD(gpu->persistence_mode) || LOAD(view.state->settings_stay) || held_elsewhere(NVMLSIM_LOCK_OPEN + number, 1))
         return;
     STORE(gpu->compute_mode, NVML_COMPUTEMODE_DEFAULT);
     STORE(gpu->time_slice, 0);

@@ -122,6 +122,8 @@ static void make_node(const char *devices, unsigned int minor)
         return;
     if (there)
         unlink(node.text);
+    if (state->no_capability_nodes)
+        return;
     mode_t type = state->plain_devices ? S_IFREG : S_IFCHR;
     if (mknod(node.text, type | 0444, state->plain_devices ? 0 : number) == 0)
         chmod(node.text, 0444); /* mknod applies the umask */

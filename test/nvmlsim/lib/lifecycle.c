@@ -179,4 +179,22 @@ NVMLSIM_API nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *version)
     return NVML_SUCCESS;
 }
 
+NVMLSIM_API nvmlReturn_t nvmlSystemGetConfComputeState(nvmlConfComputeSystemState_t *state)
+{
+    ENTER();
+    REQUIRE(state);
+    memset(state, 0, sizeof *state);
+    state->ccFeature = LOAD(sim_state()->conf_compute) != NVMLSIM_CC_OFF ? NVML_CC_SYSTEM_FEATURE_ENABLED : NVML_CC_SYSTEM_FEATURE_DISABLED;
+    return NVML_SUCCESS;
+}
+
+NVMLSIM_API nvmlReturn_t nvmlSystemGetConfComputeGpusReadyState(unsigned int *accepting)
+{
+    ENTER();
+    REQUIRE(accepting);
+    bool ready = LOAD(sim_state()->conf_compute) == NVMLSIM_CC_READY;
+    *accepting = ready ? NVML_CC_ACCEPTING_CLIENT_REQUESTS_TRUE : NVML_CC_ACCEPTING_CLIENT_REQUESTS_FALSE;
+    return NVML_SUCCESS;
+}
+
 NVMLSIM_API nvmlReturn_t nvmlSystemGetCudaDriverVersion(int *version) { return nvmlSystemGetCudaDriverVersion_v2(version); }

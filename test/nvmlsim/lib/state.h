@@ -125,9 +125,14 @@ struct nvmlsim_header {
     uint32_t client_blocks_mode;    /* 1: another process that has the GPU open blocks a change of MIG mode */
     uint32_t client_blocks_destroy; /* 1: another process's handle blocks the destruction of a MIG instance */
     uint32_t create_in_use;         /* 1: the first creation of a GPU's first GPU instance fails with IN_USE */
-    uint32_t reserved_blocks;
+    uint32_t no_capability_nodes;   /* 1: NVML creates no device nodes for MIG instances */
+    uint32_t settings_stay;         /* 1: a GPU that nobody has open keeps its time slice and compute mode */
+    uint32_t conf_compute;          /* enum nvmlsim_conf_compute */
     uint64_t attach_cost_ms;   /* how long the driver takes to open a closed GPU */
 };
+
+/* Confidential computing: off, or on, with or without the ready state that an admin sets. */
+enum nvmlsim_conf_compute { NVMLSIM_CC_OFF, NVMLSIM_CC_NOT_READY, NVMLSIM_CC_READY };
 
 /* A GPU instance profile of a model, with the values that nvidia-smi mig -lgip and -lgipp print. */
 struct nvmlsim_profile {

@@ -33,10 +33,25 @@ type Node struct {
 	ClientBlocksMode    bool  `json:"clientBlocksMode,omitempty"`
 	ClientBlocksDestroy *bool `json:"clientBlocksDestroy,omitempty"`
 	CreateInUse         bool  `json:"createInUse,omitempty"`
+	// NoUVMTools leaves out /dev/nvidia-uvm-tools, which only profilers need. NoCapabilityNodes leaves
+	// out the device nodes of MIG instances, as on a host without nvidia-modprobe.
+	NoUVMTools        bool `json:"noUvmTools,omitempty"`
+	NoCapabilityNodes bool `json:"noCapabilityNodes,omitempty"`
+	// SettingsStay keeps the time slice and the compute mode of a GPU that no process has open, even
+	// without persistence mode.
+	SettingsStay bool `json:"settingsStay,omitempty"`
+	// ConfidentialComputing is "", notReady or ready. While it is notReady, the GPUs accept no work.
+	ConfidentialComputing string `json:"confidentialComputing,omitempty"`
 	// AttachCost is how long the driver takes to open a closed GPU; it opens GPUs one after another.
 	// If AttachCost is set, GPUs start without persistence mode.
 	AttachCost metav1.Duration `json:"attachCost,omitzero"`
 }
+
+// The values of ConfidentialComputing that switch it on.
+const (
+	ConfComputeNotReady = "notReady"
+	ConfComputeReady    = "ready"
+)
 
 // Card is a GPU of the node with its PCI slot.
 type Card struct {
@@ -157,6 +172,11 @@ func ReadNode(path, seed string) (*Node, error) {
 }
 
 func (n *Node) complete(seed string) error {
+	switch n.ConfidentialComputing {
+	case "", ConfComputeNotReady, ConfComputeReady:
+	default:
+		return fmt.Errorf("confidentialComputing is %q: want %s, %s or nothing", n.ConfidentialComputing, ConfComputeNotReady, ConfComputeReady)
+	}
 	addresses := map[string]PCIAddress{}
 	for _, card := range n.GPUs {
 		address, err := ParsePCIAddress(card.PCI)

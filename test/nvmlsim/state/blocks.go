@@ -28,6 +28,31 @@ func (h *Header) blocks(n *model.Node) {
 	h.ClientBlocksMode = flag(n.ClientBlocksMode)
 	h.ClientBlocksDestroy = flag(n.ClientBlocksDestroy == nil || *n.ClientBlocksDestroy)
 	h.CreateInUse = flag(n.CreateInUse)
+	h.NoCapabilityNodes = flag(n.NoCapabilityNodes)
+	h.SettingsStay = flag(n.SettingsStay)
+	h.ConfCompute = uint32(confComputeOf(n.ConfidentialComputing))
+}
+
+// ConfCompute is the state of confidential computing. The values are those of enum
+// nvmlsim_conf_compute in lib/state.h.
+type ConfCompute uint32
+
+const (
+	ConfComputeOff ConfCompute = iota
+	ConfComputeNotReady
+	ConfComputeReady
+)
+
+func confComputeOf(name string) ConfCompute {
+	return map[string]ConfCompute{model.ConfComputeNotReady: ConfComputeNotReady, model.ConfComputeReady: ConfComputeReady}[name]
+}
+
+// SetConfCompute sets the state of confidential computing on the node.
+func (f *File) SetConfCompute(c ConfCompute) error {
+	return f.update(func() error {
+		atomic.StoreUint32(&f.Header().ConfCompute, uint32(c))
+		return nil
+	})
 }
 
 // SetBlock switches the block b on or off for the whole node.

@@ -70,7 +70,9 @@ type Header struct {
 	ClientBlocksMode    uint32 `c:"client_blocks_mode"`
 	ClientBlocksDestroy uint32 `c:"client_blocks_destroy"`
 	CreateInUse         uint32 `c:"create_in_use"`
-	ReservedBlocks      uint32 `c:"reserved_blocks"`
+	NoCapabilityNodes   uint32 `c:"no_capability_nodes"`
+	SettingsStay        uint32 `c:"settings_stay"`
+	ConfCompute         uint32 `c:"conf_compute"`
 	AttachCostMS        uint64 `c:"attach_cost_ms"`
 }
 

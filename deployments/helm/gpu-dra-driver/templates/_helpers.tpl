@@ -296,6 +296,10 @@ driverDirs: {{ join "," $dirs | quote }}
 {{- end }}
 sysfsRoot: /host/sys
 procRoot: /host/proc
+devCharDir: /dev/char
+{{- with .Values.ldconfigPath }}
+ldconfigPath: {{ . | quote }}
+{{- end }}
 {{- with .Values.hookPath }}
 hookPath: {{ . | quote }}
 {{- end }}

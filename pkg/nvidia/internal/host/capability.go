@@ -35,6 +35,13 @@ func ComputeMinor(p nvidia.Paths, gpuMinor int, instance, compute uint32) (int, 
 	return c.minor, err
 }
 
+// SystemMinor returns the minor number of a capability that is not an instance's: config or
+// monitor.
+func SystemMinor(p nvidia.Paths, name string) (int, error) {
+	c, err := readCapability(filepath.Join(p.Proc, "driver", "nvidia", "capabilities", "mig", name))
+	return c.minor, err
+}
+
 // capability is the content of a capability file.
 type capability struct {
 	minor int
@@ -90,7 +97,7 @@ func MakeCapabilityNodes(p nvidia.Paths, gpuMinor int, instance, compute uint32)
 // device nodes. If the dev root is mounted read-only, as in some driver containers, it creates the
 // device node in the host's /dev.
 func makeCapabilityNode(p nvidia.Paths, c capability) error {
-	major, err := capabilityMajor(p)
+	major, err := CapabilityMajor(p)
 	if err != nil {
 		return err
 	}
@@ -128,8 +135,8 @@ func (c capability) make(root string, major uint32) error {
 	return err
 }
 
-// capabilityMajor returns the major number that all capability device nodes have.
-func capabilityMajor(p nvidia.Paths) (uint32, error) {
+// CapabilityMajor returns the major number that all capability device nodes have.
+func CapabilityMajor(p nvidia.Paths) (uint32, error) {
 	path := filepath.Join(p.Proc, "devices")
 	data, err := os.ReadFile(path)
 	if err != nil {

@@ -38,13 +38,13 @@ func checkPlatform(p nvidia.Paths) error {
 }
 
 // checkControlNodes returns an error if a device node that CUDA needs in addition to the GPU's own
-// is missing. Without nvidia-uvm, nvidia-smi works, but every CUDA program fails.
+// is missing. Without nvidia-uvm, nvidia-smi works, but every CUDA program fails. Only profilers
+// need nvidia-uvm-tools, which some systems do not create.
 func checkControlNodes(p nvidia.Paths) error {
 	dev := filepath.Join(p.DeviceRoot(), "dev")
 	for _, n := range []struct{ name, remedy string }{
 		{"nvidiactl", "run nvidia-modprobe -c=255 on the node (or nvidia-smi, which creates it too)"},
 		{"nvidia-uvm", "run nvidia-modprobe -u -c=0 on the node"},
-		{"nvidia-uvm-tools", "run nvidia-modprobe -u -c=0 -c=1 on the node"},
 	} {
 		path := filepath.Join(dev, n.name)
 		if hostfile.IsCharDevice(path) {

@@ -41,7 +41,7 @@ func FuzzCapabilityMajor(f *testing.F) {
 		if err := os.WriteFile(filepath.Join(proc, "devices"), list, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if m, err := capabilityMajor(nvidia.Paths{Proc: proc}); err == nil && m >= 1<<12 {
+		if m, err := CapabilityMajor(nvidia.Paths{Proc: proc}); err == nil && m >= 1<<12 {
 			t.Errorf("%q: nvidia-caps has %d", list, m)
 		}
 	})

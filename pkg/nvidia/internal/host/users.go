@@ -36,7 +36,7 @@ func GPUNode(minor int) DeviceNodes {
 // InstanceNodes describes the capability device nodes of a GPU instance and its compute instances.
 func InstanceNodes(p nvidia.Paths, gpuMinor int, instance uint32) DeviceNodes {
 	found := DeviceNodes{numbers: map[uint64]bool{}}
-	major, err := capabilityMajor(p)
+	major, err := CapabilityMajor(p)
 	if err != nil {
 		return found
 	}

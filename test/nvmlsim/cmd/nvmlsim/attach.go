@@ -9,7 +9,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-func newAttach(n *node) []*cobra.Command { return []*cobra.Command{newAttachCost(n), newMemoryInfo(n)} }
+func newAttach(n *node) []*cobra.Command {
+	return []*cobra.Command{newAttachCost(n), newMemoryInfo(n), newConfCompute(n)}
+}
 
 func newAttachCost(n *node) *cobra.Command {
 	return &cobra.Command{
