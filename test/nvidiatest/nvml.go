@@ -56,7 +56,10 @@ func NVML(cards ...Card) *mock.Interface {
 		ShutdownFunc:                   func() nvml.Return { return nvml.SUCCESS },
 		SystemGetDriverVersionFunc:     func() (string, nvml.Return) { return Version, nvml.SUCCESS },
 		SystemGetCudaDriverVersionFunc: func() (int, nvml.Return) { return 13020, nvml.SUCCESS },
-		DeviceGetCountFunc:             func() (int, nvml.Return) { return len(cards), nvml.SUCCESS },
+		SystemGetConfComputeStateFunc: func() (nvml.ConfComputeSystemState, nvml.Return) {
+			return nvml.ConfComputeSystemState{}, nvml.ERROR_NOT_SUPPORTED
+		},
+		DeviceGetCountFunc: func() (int, nvml.Return) { return len(cards), nvml.SUCCESS },
 		DeviceGetHandleByIndexFunc: func(i int) (nvml.Device, nvml.Return) {
 			return cards[i].Handle(i), cards[i].ask("nvmlDeviceGetHandleByIndex")
 		},

@@ -1,6 +1,7 @@
 package scan
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 
@@ -217,5 +218,37 @@ func TestMIGDeviceEditsHaveParentAndCapabilities(t *testing.T) {
 	if n := CapabilityEdits(p)(parent, device.Instance{Minor: 1}, device.ComputeInstance{Minor: 2}).DeviceNodes[1]; n.HostPath != "" ||
 		n.Path != "/dev/nvidia-caps/nvidia-cap1" {
 		t.Errorf("%+v", n)
+	}
+}
+
+func TestCapabilityNodesHaveNumbers(t *testing.T) {
+	h := nvidiatest.NewHost(t)
+	h.File("proc/devices", "Character devices:\n195 nvidia\n234 nvidia-caps\n\nBlock devices:\n")
+	h.File("proc/driver/nvidia/capabilities/mig/config", "DeviceFileMinor: 1\nDeviceFileMode: 256\n")
+	h.File("proc/driver/nvidia/capabilities/mig/monitor", "DeviceFileMinor: 2\nDeviceFileMode: 292\n")
+	node := func(minor int64) *specs.DeviceNode {
+		return &specs.DeviceNode{
+			Path: fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", minor), Type: "c", Major: 234, Minor: minor, Permissions: "rw",
+		}
+	}
+	got := CapabilityEdits(h.Paths())(specs.ContainerEdits{}, device.Instance{Minor: 147}, device.ComputeInstance{Minor: 148})
+	if diff := cmp.Diff([]*specs.DeviceNode{node(147), node(148)}, got.DeviceNodes); diff != "" {
+		t.Error(diff)
+	}
+	if diff := cmp.Diff([]*specs.DeviceNode{node(1), node(2)}, MonitorEdits(h.Paths()).DeviceNodes); diff != "" {
+		t.Error("for a monitoring container:", diff)
+	}
+	if n := MonitorEdits(nvidiatest.EmptyHost(t).Paths()).DeviceNodes; n != nil {
+		t.Errorf("without MIG capabilities: %v", n)
+	}
+}
+
+func TestGraphicsProfileKeepsDRMNodes(t *testing.T) {
+	parent := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/dri/card1"}, {Path: "/dev/nvidia1"}}}
+	for name, nodes := range map[string]int{"1g.24gb": 3, "1g.24gb+gfx": 4} {
+		got := CapabilityEdits(nvidiatest.NewHost(t).Paths())(parent, device.Instance{}, device.ComputeInstance{Name: name})
+		if len(got.DeviceNodes) != nodes {
+			t.Errorf("%s has %d device nodes, want %d", name, len(got.DeviceNodes), nodes)
+		}
 	}
 }

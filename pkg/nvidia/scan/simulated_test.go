@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
@@ -186,5 +187,37 @@ func TestScanFollowsDriverUpgrade(t *testing.T) {
 	}
 	if diff := cmp.Diff(first.GPUs, second.GPUs); diff != "" {
 		t.Errorf("the GPUs changed:\n%s", diff)
+	}
+}
+
+func TestNodeWithoutReadyStateIsNotReady(t *testing.T) {
+	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
+	set := func(c state.ConfCompute) {
+		s.Change(func(_ *layout.Config, f *state.File) error { return f.SetConfCompute(c) })
+	}
+	set(state.ConfComputeNotReady)
+	var unready *nvidia.NotReadyError
+	if _, err := scanSite(s); !errors.As(err, &unready) || !strings.Contains(err.Error(), "nvidia-smi conf-compute -srs 1") {
+		t.Errorf("without the ready state: %v", err)
+	}
+	set(state.ConfComputeReady)
+	if n := len(mustScan(s).GPUs); n != 8 {
+		t.Errorf("with the ready state: %d GPUs", n)
+	}
+}
+
+// The driver's own answer counts, whatever the generation of the card.
+func TestFieldDecidesWhetherMIGNeedsReset(t *testing.T) {
+	for node, fixed := range map[string]bool{"dgx-a100": true, "dgx-h100": false} {
+		if got := mustScan(nvidiatest.NewSite(t, node, layout.Container, "")).GPUs[0].MIG.ModeFixed; got != fixed {
+			t.Errorf("%s: ModeFixed is %v", node, got)
+		}
+	}
+	handle := &mock.Device{GetFieldValuesFunc: func(values []nvml.FieldValue) nvml.Return {
+		values[0].Value[0] = 1
+		return nvml.SUCCESS
+	}}
+	if needsReset(handle) {
+		t.Error("the card needs a reset although the driver says that it does not")
 	}
 }

@@ -58,8 +58,8 @@ func TestConfidentialComputingHasReadyState(t *testing.T) {
 	expect(true, true)
 }
 
-// On a node without nvidia-modprobe the library creates no capability device nodes, and removes none
-// that another program created.
+// On a node without nvidia-modprobe the library creates no capability device nodes, and removes
+// none that another program created.
 func TestNodeWithoutCapabilityNodes(t *testing.T) {
 	s := newSite(t, "awkward", layout.Host, "")
 	s.change(func(_ *layout.Config, f *state.File) error {

@@ -126,7 +126,7 @@ struct nvmlsim_header {
     uint32_t client_blocks_destroy; /* 1: another process's handle blocks the destruction of a MIG instance */
     uint32_t create_in_use;         /* 1: the first creation of a GPU's first GPU instance fails with IN_USE */
     uint32_t no_capability_nodes;   /* 1: NVML creates no device nodes for MIG instances */
-    uint32_t settings_stay;         /* 1: a GPU that nobody has open keeps its time slice and compute mode */
+    uint32_t settings_stay;         /* 1: a GPU that no process has open keeps its time slice and compute mode */
     uint32_t conf_compute;          /* enum nvmlsim_conf_compute */
     uint64_t attach_cost_ms;   /* how long the driver takes to open a closed GPU */
 };
