@@ -13,7 +13,8 @@
 // which a hash of the name chooses. Each GPU has its own file. All claims share one file, so that
 // calls need not create and remove files.
 //
-// When a process dies, the kernel releases its locks at once. The lock files stay.
+// /proc/locks shows the lock of a GPU as FLOCK and that of a claim as OFDLCK. When a process dies,
+// the kernel releases its locks at once. The lock files stay.
 package lock
 
 import (
