@@ -13,6 +13,12 @@
 //
 // The hook sets a soft limit of 0. A higher one would reserve memory in all ancestors of the group,
 // and the reservation would outlive the group.
+//
+// The hook of NVIDIA's container toolkit (v1.20.1), apply-cuda-memory-limits, does not serve here.
+// It loads NVML on the host, which a static program cannot. It looks for the GPU among all cards,
+// so a lost card blocks containers of others. It reads a variable that any Pod could set, and sets
+// the soft limit to the hard one.
+
 package memorylimit
 
 import (

@@ -37,7 +37,9 @@
 //
 // After a crash (kill -9), the next supervisor adopts daemons that still run, and clients notice
 // nothing. In a Pod, the container runtime ends the daemons together with the container, and the
-// next supervisor starts them again.
+// next supervisor starts them again. In a control group outside the Pod the daemons would survive.
+// But the kubelet would not count them, and neither an eviction of the Pod nor an interrupted
+// uninstallation would end them.
 //
 // On SIGTERM the supervisor stops all daemons cleanly and keeps their descriptions. SIGTERM means
 // that the Pod is being deleted. With updateStrategy OnDelete, only an admin does that. Without the
