@@ -1,24 +1,35 @@
+// A crash at any disk write or hardware call leaves nothing behind that the next calls do not put
+// right.
+
 package prepare_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
-	"syscall"
 	"testing"
 
 	"k8s.io/apimachinery/pkg/types"
-	"tags.cncf.io/container-device-interface/specs-go"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
+
+// stride is the distance between the hardware calls or disk writes that the tests let fail, one per
+// run. With go test -short it is larger, because the race detector makes these tests many times
+// slower.
+func stride() int {
+	if testing.Short() {
+		return 7
+	}
+	return 1
+}
 
 // deaths has the ways in which a plugin process can die, by name: killed, or with a power cut. Each
 // function does to the fake node what that death does.
@@ -50,6 +61,14 @@ func checkConsistent(t *testing.T, w *world, p *plugin, uid types.UID) (prepared
 		}
 	}
 	return found
+}
+
+// leaveLockFile creates the lock file that a killed process would leave.
+func leaveLockFile(t *testing.T, w *world, claim string) {
+	t.Helper()
+	if err := os.WriteFile(filepath.Join(w.locks, claimlock.ClaimName(types.UID("uid-"+claim)).File), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
 }
 
 func TestInterruptedPrepareIsRecovered(t *testing.T) {
@@ -166,254 +185,216 @@ func TestInterruptedRecoveryIsFinishedByTheNext(t *testing.T) {
 	}
 }
 
-// leaveLockFile creates the lock file that a killed process would leave.
-func leaveLockFile(t *testing.T, w *world, claim string) {
+// faults has the ways in which a hardware call can fail, by name. Each function is called before
+// and after the effect of the call and returns the error that the call then returns.
+var faults = map[string]func(w *world, after bool) error{
+	"an error": func(_ *world, after bool) error {
+		if after {
+			return nil
+		}
+		return &cut.Error{Op: "a call", Code: device.FailureOther, Message: "unknown error"}
+	},
+	"a refusal": func(_ *world, after bool) error {
+		if after {
+			return nil
+		}
+		return &cut.Error{Op: "a call", Code: device.FailureInUse, Message: "in use by another client"}
+	},
+	"a lost answer": func(_ *world, after bool) error {
+		if !after {
+			return nil
+		}
+		return &cut.Error{Op: "a call", Code: device.FailureDied, Message: "the worker was killed"}
+	},
+	"a hung call": func(_ *world, after bool) error {
+		if after {
+			return nil
+		}
+		return &cut.Error{Op: "a call", Code: device.FailureTimeout, Message: "no answer"}
+	},
+	"kill -9 before": func(w *world, after bool) error { return killProcess(w, !after) },
+	"kill -9 after":  func(w *world, after bool) error { return killProcess(w, after) },
+}
+
+// scene describes a fake node and a call on it. The tests let the call fail at every possible
+// point.
+type scene struct {
+	name string
+	// before sets up the fake node for the call.
+	before func(*testing.T, *world, *hardware, *plugin)
+	call   func(*testing.T, *plugin) error
+}
+
+var scenes = []scene{
+	{"prepare", func(t *testing.T, w *world, h *hardware, _ *plugin) {
+		h.createForeign(t, gpu1, 9, 0) // gpu0's mode is off, gpu1's is on
+	}, func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), several); return err }},
+	{"unprepare", func(t *testing.T, w *world, h *hardware, p *plugin) {
+		h.createForeign(t, gpu1, 9, 0)
+		mustPrepare(t, p, several)
+	}, func(t *testing.T, p *plugin) error { return p.Unprepare(t.Context(), several.UID) }},
+	{"prepare again after a reset", func(t *testing.T, w *world, h *hardware, p *plugin) {
+		mustPrepare(t, p, several)
+		h.of(t, gpu0).reset()
+		h.of(t, gpu0).on = false
+		h.createForeign(t, gpu1, 9, 0)
+	}, func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), several); return err }},
+	{"reconcile after a reset", func(t *testing.T, w *world, h *hardware, p *plugin) {
+		mustPrepare(t, p, several)
+		h.of(t, gpu1).reset()
+		h.createForeign(t, gpu1, 9, 0)
+		w.scan()
+	}, func(t *testing.T, p *plugin) error { return p.Reconcile(t.Context()) }},
+	{"another allocation", func(t *testing.T, w *world, h *hardware, p *plugin) {
+		h.createForeign(t, gpu1, 9, 0)
+		mustPrepare(t, p, newClaim("c", allocated("a", large0)))
+	}, func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), several); return err }},
+	{"prepare the whole GPU after partitions", func(t *testing.T, w *world, h *hardware, p *plugin) {
+		h.createForeign(t, gpu1, 9, 0)
+		mustPrepare(t, p, newClaim("before", allocated("a", small0)))
+		mustUnprepare(t, p, "uid-before")
+	}, func(t *testing.T, p *plugin) error {
+		_, err := p.Prepare(t.Context(), newClaim("c", allocated("a", gpu0)))
+		return err
+	}},
+}
+
+// createForeignInstances returns the MIG instances on the node that no claim's record explains, so
+// those of an admin.
+func createForeignInstances(t *testing.T, h *hardware, p *plugin) []device.Instance {
 	t.Helper()
-	if err := os.WriteFile(filepath.Join(w.locks, claimlock.ClaimName(types.UID("uid-"+claim)).File), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func TestRecoveryRemovesFilesWithoutRecord(t *testing.T) {
-	w := newWorld(t)
-	w.specs.claims["uid-leftover"] = "a spec"
-	leaveLockFile(t, w, "killed")
-	if err := w.plugin(t).Recover(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	checkClean(t, w)
-}
-
-func TestRemovedSpecsAreRestored(t *testing.T) {
-	for name, repair := range map[string]func(*plugin, context.Context) error{
-		"at the start": (*plugin).Recover,
-		"when noticed": (*plugin).RepairAllSpecs,
-	} {
-		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
-			mustPrepare(t, w.plugin(t), newClaim("a", allocated("r", gpu0)))
-			mustPrepare(t, w.plugin(t), newClaim("b", allocated("r", gpu1)))
-			spec := w.specs.of("uid-b")
-			w.specs.clear()
-			// At a restart the driver may not be loaded yet, so the device nodes of the cards are unknown.
-			w.snapshot.Ready = false
-			if err := repair(w.plugin(t), t.Context()); err != nil {
-				t.Fatal(err)
+	var theirs []device.Instance
+	for _, gpu := range []string{gpu0, gpu1} {
+		there := h.of(t, gpu).state().MIG.Instances
+		ours, err := p.OwnedInstances(gpu, there)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, in := range there {
+			if !slices.ContainsFunc(ours, func(o device.Instance) bool { return steps.SameInstance(o, in) }) {
+				theirs = append(theirs, in)
 			}
-			if len(w.specs.claims) != 0 {
-				t.Errorf("written before the node was scanned: %v", w.specs.claims)
-			}
-			w.snapshot.Ready = true
-			if err := repair(w.plugin(t), t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			if w.specs.of("uid-b") != spec || w.specs.of("uid-a") == "" {
-				t.Errorf("the specs are %v", w.specs.claims)
-			}
-		})
-	}
-}
-
-func recordFile(t *testing.T, w *world, uid string) string {
-	t.Helper()
-	for _, name := range w.records() {
-		if strings.HasPrefix(name, uid) {
-			return filepath.Join(state, "claims", name)
 		}
 	}
-	t.Fatalf("%s has no record", uid)
-	return ""
+	return theirs
 }
 
-func TestUnreadableRecordBlocksItsGPUUntilUnprepare(t *testing.T) {
-	for name, resolve := range map[string]func(*testing.T, *plugin){
-		"by unprepare": func(t *testing.T, p *plugin) {
-			t.Helper()
-			mustUnprepare(t, p, "uid-bad")
-		},
-		"by prepare, on another GPU": func(t *testing.T, p *plugin) {
-			t.Helper()
-			mustUnprepare(t, p, "uid-good")
-			mustPrepare(t, p, newClaim("bad", allocated("r", gpu1)))
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
-			mustPrepare(t, w.plugin(t), newClaim("bad", allocated("r", gpu0)))
-			mustPrepare(t, w.plugin(t), newClaim("good", allocated("r", gpu1)))
-			w.disk.Put(recordFile(t, w, "uid-bad"), []byte("{"))
-			p := w.plugin(t)
-			if err := p.Recover(t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			if err := p.RepairAllSpecs(t.Context()); err == nil {
-				t.Error("no error was reported")
-			}
-			_, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0)))
-			if cause.Of(err) != cause.Held || !strings.Contains(err.Error(), "uid-bad") || !strings.Contains(err.Error(), "is unreadable") {
-				t.Fatal(err)
-			}
-			mustPrepare(t, p, newClaim("good", allocated("r", gpu1)))
-			resolve(t, p)
-			mustPrepare(t, p, newClaim("next", allocated("r", gpu0)))
-			if kept := w.disk.Names(filepath.Join(state, "quarantine")); len(kept) != 1 {
-				t.Errorf("the quarantine has %q", kept)
-			}
-		})
-	}
-}
-
-// If the CDI specs cannot be listed, Reconcile must still stop the leftover MPS daemon.
-func TestLeftoverDaemonStopsThoughSpecsCannotBeListed(t *testing.T) {
-	w := newWorld(t)
-	withMPS(w)
-	mustPrepare(t, w.plugin(t), newClaim("bad", fraction("r", share0, "1Gi", "0")))
-	if err := w.disk.Remove(recordFile(t, w, "uid-bad")); err != nil {
-		t.Fatal(err)
-	}
-	w.specs.unlisted = errors.New("input/output error")
-	if err := w.plugin(t).Reconcile(t.Context()); !errors.Is(err, w.specs.unlisted) {
-		t.Errorf("the failure is not reported: %v", err)
-	}
-	if len(w.daemons.running) != 0 || len(w.holders()) != 0 {
-		t.Errorf("left: %v, %q", w.daemons.running, w.holders())
-	}
-}
-
-// The claim of an unreadable record was deleted, so no call unprepares it. The error of a
-// conflicting claim must name the record's file, so that an admin can remove it.
-func TestUnreadableRecordCanBeRemovedByHand(t *testing.T) {
-	w := newWorld(t)
-	withMPS(w)
-	mustPrepare(t, w.plugin(t), newClaim("bad", fraction("r", share0, "1Gi", "0")))
-	file := recordFile(t, w, "uid-bad")
-	w.disk.Put(file, []byte("{"))
-	p := w.plugin(t)
-	next := newClaim("next", allocated("r", gpu0))
-	if err := p.Reconcile(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := p.Prepare(t.Context(), next); cause.Of(err) != cause.Held || !strings.Contains(err.Error(), file) {
-		t.Errorf("the error does not name the file: %v", err)
-	}
-	if err := w.disk.Remove(file); err != nil {
-		t.Fatal(err)
-	}
-	w.daemons.ending = 10 * tryWait // other work on the claim must wait longer than tryWait
-	if err := p.Reconcile(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if len(w.daemons.running) != 0 || len(w.holders()) != 0 || w.specs.of("uid-bad") != "" {
-		t.Errorf("left: %v, %q, %q", w.daemons.running, w.holders(), w.specs.of("uid-bad"))
-	}
-	mustPrepare(t, p, next)
-}
-
-func TestRecordOfLaterVersionIsLeftAlone(t *testing.T) {
-	w := newWorld(t)
-	c := newClaim("c", allocated("r", gpu0))
-	mustPrepare(t, w.plugin(t), c)
-	w.disk.Put(recordFile(t, w, "uid-c"), []byte(`{"minReader":2}`))
+// checkAfterRecovery starts a new plugin process. It fails the test unless Recover and Reconcile
+// repair the node and claims can be prepared again. The instances in "theirs" are the admin's.
+func checkAfterRecovery(t *testing.T, w *world, h *hardware, theirs []device.Instance) {
+	t.Helper()
+	h.fault = nil
 	p := w.plugin(t)
 	if err := p.Recover(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), "version 2") {
-		t.Error(err)
+	w.scan()
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
 	}
-	if _, err := p.Prepare(t.Context(), c); cause.Of(err) != cause.Record {
-		t.Error(err)
+	checkRecordsMatchHardware(t, w, h, p, theirs)
+	h.takeCalls()
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
 	}
-	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0))); cause.Of(err) != cause.Held {
-		t.Error(err)
-	}
-	if len(w.records()) != 1 {
-		t.Errorf("records: %q", w.records())
-	}
-}
-
-func TestUnknownStepOfLaterVersionIsKept(t *testing.T) {
-	for _, step := range []checkpoint.Step{
-		{Kind: "mps-daemon", Params: []byte(`{}`)},
-		{Kind: steps.ClaimSpecKind, Params: []byte(`[]`)},
-	} {
-		w := newWorld(t)
-		p := w.plugin(t)
-		mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
-		r, _, err := p.Records.Load("uid-c")
-		if err != nil {
-			t.Fatal(err)
-		}
-		r.Steps = append(r.Steps, step)
-		if err := p.Records.Save(r); err != nil {
-			t.Fatal(err)
-		}
-		if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), step.Kind) {
-			t.Error(err)
-		}
-		if err := p.RepairAllSpecs(t.Context()); err == nil {
-			t.Error("no error was reported")
-		}
-		if err := p.Recover(t.Context()); err != nil || len(w.records()) != 1 {
-			t.Error(err, w.records())
+	for _, call := range h.takeCalls() {
+		if call != "look" {
+			t.Errorf("work was left to do: %q", call)
 		}
 	}
-}
-
-func TestReadOnlyDiskIsReportedInPrepareError(t *testing.T) {
-	w := newWorld(t)
-	p := w.plugin(t)
-	mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
-	for n := 1; n <= 3; n++ {
-		w.disk.FailAt(n, syscall.EROFS)
-		if err := p.Unprepare(t.Context(), "uid-c"); !errors.Is(err, syscall.EROFS) || !strings.Contains(err.Error(), "uid-c") {
-			t.Errorf("write %d: %v", n, err)
-		}
-	}
-	w.disk.Restart()
-	mustUnprepare(t, p, "uid-c")
+	mustPrepare(t, p, several)
+	w.scan()
+	checkRecordsMatchHardware(t, w, h, p, theirs)
+	mustUnprepare(t, p, several.UID)
 	checkClean(t, w)
+	w.scan()
+	mustPrepare(t, p, newClaim("whole", allocated("r", gpu0)))
+	checkRecordsMatchHardware(t, w, h, p, theirs)
 }
 
-func TestUnreadableStateDirectoryFailsRecovery(t *testing.T) {
-	w := newWorld(t)
-	p := w.plugin(t)
-	w.disk.StopAt(1)
-	_ = w.disk.Write()
-	_, heldErr := p.Usage()
-	for i, err := range []error{p.Recover(t.Context()), p.RepairAllSpecs(t.Context()), heldErr} {
-		if cause.Of(err) != cause.Record {
-			t.Errorf("call %d: %v", i, err)
+func TestFailedHardwareCallsLeaveNothingBehind(t *testing.T) {
+	for _, s := range scenes {
+		for name, fault := range faults {
+			for n := 1; ; n += stride() {
+				w := newWorld(t)
+				h := withMIG(w)
+				p := w.plugin(t)
+				s.before(t, w, h, p)
+				w.scan()
+				theirs := createForeignInstances(t, h, p)
+				h.takeCalls()
+				reached := false
+				h.fault = func(call int, after bool) error {
+					if call != n {
+						return nil
+					}
+					reached = true
+					return fault(w, after)
+				}
+				err := s.call(t, p)
+				if !reached {
+					if err != nil || n == 1 {
+						t.Fatalf("%s, %s: %d calls: %v", s.name, name, n-1, err)
+					}
+					break
+				}
+				t.Run(fmt.Sprintf("%s, %s at call %d", s.name, name, n), func(t *testing.T) {
+					w.disk.Restart()
+					checkAfterRecovery(t, w, h, theirs)
+				})
+			}
 		}
 	}
 }
 
-// This test uses the real store of CDI specs, because the CDI library must accept the specs. The
-// fake store does not check that.
-func TestPrepareWithRealCDISpecs(t *testing.T) {
-	w := newWorld(t)
-	dir := t.TempDir()
-	store := cdi.NewStore(dir)
-	p := w.plugin(t)
-	p.with(func(n *steps.Node) { n.Specs = store })
-	p.OnVerify = func(edits specs.ContainerEdits) error { return w.verify(edits) }
-	mustPrepare(t, p, newClaim("c", allocated("a", gpu0), admin("b", gpu0), allocated("c", gpu1)))
-	file := filepath.Join(dir, "k8s.gpu.nvidia.com-claim_uid-c.json")
-	before, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
+func TestProcessKilledAtAnyWriteLeavesNothingBehind(t *testing.T) {
+	for _, s := range scenes {
+		for name, end := range deaths {
+			for n := 1; ; n += stride() {
+				w := newWorld(t)
+				h := withMIG(w)
+				p := w.plugin(t)
+				s.before(t, w, h, p)
+				w.scan()
+				theirs := createForeignInstances(t, h, p)
+				w.disk.StopAt(n)
+				err := s.call(t, p)
+				if !w.disk.Stopped() {
+					if err != nil || n < 6 {
+						t.Fatalf("%s, %s: %d writes: %v", s.name, name, n, err)
+					}
+					break
+				}
+				t.Run(fmt.Sprintf("%s, %s at write %d", s.name, name, n), func(t *testing.T) {
+					end(w)
+					if name == "power cut" {
+						theirs = nil
+					}
+					checkAfterRecovery(t, w, h, theirs)
+				})
+			}
+		}
 	}
-	if err := os.RemoveAll(dir); err != nil {
-		t.Fatal(err)
-	}
-	if err := p.RepairAllSpecs(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if after, err := os.ReadFile(file); err != nil || string(after) != string(before) {
-		t.Errorf("%s, %v", after, err)
-	}
-	mustUnprepare(t, p, "uid-c")
-	if _, err := os.Stat(file); !errors.Is(err, os.ErrNotExist) {
-		t.Error(err)
+}
+
+func TestOneDiskFailureLeavesNothingBehind(t *testing.T) {
+	for _, s := range scenes {
+		for n := 1; ; n += stride() {
+			w := newWorld(t)
+			h := withMIG(w)
+			p := w.plugin(t)
+			s.before(t, w, h, p)
+			w.scan()
+			theirs := createForeignInstances(t, h, p)
+			w.disk.FailAt(n, errors.New("no space left"))
+			_ = s.call(t, p)
+			if w.disk.Writes() < n {
+				break
+			}
+			t.Run(fmt.Sprintf("%s, write %d", s.name, n), func(t *testing.T) {
+				w.disk.Restart()
+				checkAfterRecovery(t, w, h, theirs)
+			})
+		}
 	}
 }

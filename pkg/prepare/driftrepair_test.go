@@ -1,126 +1,198 @@
+// A CDI spec that was removed, or that names old device nodes, is repaired without disturbing other
+// claims.
+
 package prepare_test
 
 import (
-	"errors"
-	"slices"
+	"fmt"
 	"strings"
+	"syscall"
 	"testing"
+	"testing/synctest"
+	"time"
 
-	"k8s.io/apimachinery/pkg/types"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
-// Reconcile must report a device lost only if a retry cannot help, because users then delete the
-// claim's Pods.
-func TestPartitionIsLostOnlyOnPermanentErrors(t *testing.T) {
-	for code, lost := range map[device.FailureCode]bool{
-		device.FailureInUse: false, device.FailureTimeout: false, device.FailureDied: false, device.FailureOther: false,
-		device.FailureNotSupported: true, device.FailureReset: true, device.FailureInsufficient: true,
-	} {
-		t.Run(string(code), func(t *testing.T) {
-			w := newWorld(t)
-			h := withMIG(w)
-			p := w.plugin(t)
-			mustPrepare(t, p, several)
-			h.of(t, gpu0).reset()
-			w.scan()
-			h.takeCalls()
-			h.fault = func(_ int, after bool) error {
-				if !after && strings.HasPrefix(h.calls[len(h.calls)-1], "create GPU instance") {
-					return &cut.Error{Op: "a call", Code: code, Message: string(code)}
-				}
-				return nil
-			}
-			err := p.Reconcile(t.Context())
-			if err == nil || (len(reconcile.LostDevices(err)) == 1) != lost || !strings.Contains(err.Error(), small0) {
-				t.Errorf("lost: %v; %v", reconcile.LostDevices(err), err)
-			}
-			if spec := w.specs.of("uid-c"); spec != nothing {
-				t.Errorf("a restarted container gets %s", spec)
-			}
-			h.fault = nil
-			if err := p.Reconcile(t.Context()); err != nil {
-				t.Error(err)
-			}
-			w.scan()
-			checkRecordsMatchHardware(t, w, h, p, nil)
-		})
+// A reloaded NVIDIA driver may number its device nodes differently, so /dev/nvidia1 may now be
+// another claim's card. The repair must write the new device node into the CDI spec.
+func TestSpecNamesNewDeviceNodeAfterDriverReload(t *testing.T) {
+	w := newWorld(t)
+	mustPrepare(t, w.plugin(t), newClaim("a", allocated("r", gpu1)))
+	if !strings.Contains(w.specs.of("uid-a"), "/dev/nvidia1") {
+		t.Fatal(w.specs.of("uid-a"))
+	}
+	w.snapshot.Node.GPUs = []nvidia.GPU{newGPU("0000:1c:00.0", "GPU-1", "/dev/nvidia0")}
+	if err := w.plugin(t).RepairAllSpecs(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if spec := w.specs.of("uid-a"); !strings.Contains(spec, "/dev/nvidia0") || strings.Contains(spec, "/dev/nvidia1") {
+		t.Errorf("the spec is %s", spec)
+	}
+	// The record must have the new device node too: the next repair uses the record, because the
+	// inventory lacks the card.
+	w.specs.clear()
+	w.snapshot.Node.GPUs = nil
+	if err := w.plugin(t).RepairAllSpecs(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if spec := w.specs.of("uid-a"); !strings.Contains(spec, "/dev/nvidia0") {
+		t.Errorf("the spec is %s", spec)
 	}
 }
 
-func TestReconcileReportsSkippedClaims(t *testing.T) {
-	for name, c := range map[string]struct {
-		change func(t *testing.T, w *world, p *plugin)
-		want   []types.UID
-	}{
-		"nothing is wrong": {func(*testing.T, *world, *plugin) {}, nil},
-		"a call is in flight": {func(t *testing.T, _ *world, p *plugin) {
+// The repair of a missing CDI spec must work whether or not the inventory has the claim's
+// partition. If the inventory does not have it, the repair reads the hardware.
+func TestMissingSpecOfPartitionIsRestored(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, several)
+	spec := w.specs.of("uid-c")
+	for _, seen := range []bool{false, true} {
+		if seen {
+			w.scan()
+		}
+		w.specs.clear()
+		h.takeCalls()
+		if err := p.RepairAllSpecs(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if w.specs.of("uid-c") != spec || seen == (len(h.takeCalls()) > 0) {
+			t.Errorf("%v; the spec is %s", seen, w.specs.of("uid-c"))
+		}
+	}
+	// Now the partition called "neighbor" is lost. The repair must not rewrite the CDI spec, because
+	// the device nodes in it may belong to another claim by now.
+	h.of(t, gpu1).reset()
+	w.scan()
+	// The repair must not report the partition lost, because Reconcile recreates it.
+	if err := p.RepairAllSpecs(t.Context()); err == nil || len(reconcile.LostDevices(err)) != 0 ||
+		!strings.Contains(err.Error(), neighbor+" is gone") || w.specs.of("uid-c") != "" {
+		t.Errorf("%v, %s", err, w.specs.of("uid-c"))
+	}
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Error(err)
+	}
+	w.scan()
+	checkRecordsMatchHardware(t, w, h, p, nil)
+}
+
+func TestPermanentErrorsAreNotRetryable(t *testing.T) {
+	bad := newClaim("bad", allocated("r", gpu0))
+	whole := func(t *testing.T, w *world) { t.Helper(); mustPrepare(t, w.plugin(t), bad) }
+	takes := func(list func(before []checkpoint.Step) []checkpoint.Step) func(t *testing.T, w *world) {
+		return func(t *testing.T, w *world) {
 			t.Helper()
-			held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName("uid-c"))
+			whole(t, w)
+			p := w.plugin(t)
+			r, _, err := p.Records.Load(bad.UID)
 			if err != nil {
 				t.Fatal(err)
 			}
-			t.Cleanup(held.Release)
-		}, []types.UID{"uid-c"}},
-		"unreadable record": {func(t *testing.T, w *world, _ *plugin) { w.disk.Put(recordFile(t, w, "uid-c"), []byte("{")) },
-			[]types.UID{"uid-c"}},
-		"the node is not ready": {func(_ *testing.T, w *world, _ *plugin) { w.snapshot.Ready = false }, []types.UID{"uid-c"}},
-		"after a reboot": {func(_ *testing.T, _ *world, p *plugin) {
-			p.with(func(n *steps.Node) { n.BootID = "another" })
-		}, []types.UID{"uid-c"}},
-		"the inventory lacks the GPU": {func(_ *testing.T, w *world, _ *plugin) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:] },
-			[]types.UID{"uid-c"}},
+			r.Steps = list(r.Steps)
+			if err := p.Records.Save(r); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for name, befall := range map[string]func(t *testing.T, w *world){
+		"an unreadable record": func(t *testing.T, w *world) {
+			t.Helper()
+			whole(t, w)
+			w.disk.Put(recordFile(t, w, "uid-bad"), []byte("{"))
+		},
+		"a record of a later version": func(t *testing.T, w *world) {
+			t.Helper()
+			whole(t, w)
+			w.disk.Put(recordFile(t, w, "uid-bad"), []byte(`{"minReader":2}`))
+		},
+		"a step of a later version": takes(func(before []checkpoint.Step) []checkpoint.Step {
+			return append(before, checkpoint.Step{Kind: "of-tomorrow", Params: []byte(`{}`)})
+		}),
+		"other steps": takes(func(before []checkpoint.Step) []checkpoint.Step { return append(before, before...) }),
+		"another card": func(t *testing.T, w *world) {
+			t.Helper()
+			whole(t, w)
+			w.snapshot.Node.GPUs[0].UUID = "GPU-new"
+		},
+		"a lost partition": func(t *testing.T, w *world) {
+			t.Helper()
+			h := withMIG(w)
+			theirs := h.createForeign(t, gpu0, 9, 4)
+			w.scan()
+			mustPrepare(t, w.plugin(t), newClaim("bad", allocated("r", large4)))
+			delete(h.of(t, gpu0).instances, theirs.ID)
+			w.scan()
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
+			befall(t, w)
 			p := w.plugin(t)
-			mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
-			var got []types.UID
-			p.OnSkipped = func(uid types.UID) { got = append(got, uid) }
-			c.change(t, w, p)
-			if err := p.Reconcile(t.Context()); err != nil || !slices.Equal(got, c.want) {
-				t.Errorf("%v, skipped %q", err, got)
+			mustPrepare(t, p, newClaim("good", allocated("r", gpu1)))
+			w.specs.clear()
+			if err := p.RepairAllSpecs(t.Context()); err == nil || reconcile.Retryable(err) != nil || w.specs.of("uid-good") == "" {
+				t.Errorf("the other claim's spec is %q; %v", w.specs.of("uid-good"), err)
+			}
+			w.disk.FailAt(1, syscall.ENOSPC)
+			if err := p.RepairAllSpecs(t.Context()); reconcile.Retryable(err) == nil {
+				t.Errorf("a full disk is not retryable: %v", err)
 			}
 		})
 	}
 }
 
-func TestReconcileErrorNamesUndeterminedClaims(t *testing.T) {
+// Four claims are busy in another call. The test expects that they do not delay the repair of a
+// fifth claim's CDI spec, because restarting containers need their specs.
+func TestBusyClaimsDelayNoOtherSpecRepair(t *testing.T) {
+	w := newWorld(t)
+	withMIG(w)
+	for start := range 4 {
+		mustPrepare(t, w.plugin(t), newClaim(fmt.Sprint(start), allocated("r", fmt.Sprintf("%s-mig-19-%d", gpu0, start))))
+	}
+	mustPrepare(t, w.plugin(t), newClaim("z", allocated("r", gpu1)))
+	w.scan()
+	w.specs.clear()
+	synctest.Test(t, func(t *testing.T) {
+		p := w.plugin(t)
+		for start := range 4 {
+			held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(newClaim(fmt.Sprint(start)).UID))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer held.Release()
+		}
+		start := time.Now()
+		go func() {
+			<-time.After(recoverWait / 2)
+			if w.specs.of("uid-z") == nothing {
+				t.Error("an idle claim has no spec yet")
+			}
+		}()
+		if err := p.RepairAllSpecs(t.Context()); err == nil {
+			t.Error("no error was reported")
+		}
+		if took := time.Since(start); took > recoverWait+time.Second {
+			t.Errorf("took %s", took)
+		}
+	})
+}
+
+func TestSlowReadOutlivesClaimLockWait(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
-	mustPrepare(t, w.plugin(t), newClaim("lost", allocated("r", small0)))
-	mustPrepare(t, w.plugin(t), newClaim("well", allocated("r", gpu1)))
-	h.of(t, gpu0).reset()
-	w.scan()
-	h.fault = func(_ int, after bool) error {
-		if !after && strings.HasPrefix(h.calls[len(h.calls)-1], "create GPU instance") {
-			return &cut.Error{Op: "a call", Code: device.FailureNotSupported, Message: "not supported"}
+	mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", small0)))
+	w.specs.clear() // without w.scan the inventory lacks the new partitions
+	synctest.Test(t, func(t *testing.T) {
+		p := w.plugin(t)
+		p.with(func(n *steps.Node) { n.Partitions = &slowRead{h, 3 * recoverWait} })
+		if err := p.RepairAllSpecs(t.Context()); err != nil || w.specs.of("uid-c") == nothing {
+			t.Errorf("the spec is %q: %v", w.specs.of("uid-c"), err)
 		}
-		return nil
-	}
-	p := w.plugin(t)
-	for _, c := range []struct {
-		what           string
-		change         func()
-		ofLost, ofWell bool
-	}{
-		{"one claim lost its device", func() {}, true, false},
-		{"garbage collection fails", func() {
-			h.fault = nil
-			w.specs.unlisted = errors.New("input/output error")
-		}, false, false},
-		{"the records cannot be listed", func() { w.disk.StopAt(1) }, true, true},
-	} {
-		c.change()
-		err := p.Reconcile(t.Context())
-		if err == nil || reconcile.Undetermined(err, "uid-lost") != c.ofLost || reconcile.Undetermined(err, "uid-well") != c.ofWell {
-			t.Errorf("%s: %v leaves open the lost one %v, the other %v", c.what, err,
-				reconcile.Undetermined(err, "uid-lost"), reconcile.Undetermined(err, "uid-well"))
-		}
-	}
+	})
 }

@@ -1,146 +1,24 @@
+// The driver owns a MIG instance only if a record of this boot proves it, and never changes a
+// foreign one.
+
 package prepare_test
 
 import (
 	"errors"
+	"fmt"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
-
-// While the GPU does not answer, Unprepare must fail and keep the record, because the MIG instance
-// may still exist.
-func TestUnprepareFailsWhileGPUDoesNotAnswer(t *testing.T) {
-	w := newWorld(t)
-	h := withMIG(w)
-	p := w.plugin(t)
-	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
-	h.fault = func(int, bool) error {
-		return &cut.Error{Op: "look", Code: device.FailureLost, Message: "the GPU is lost"}
-	}
-	if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Step || len(w.records()) != 1 {
-		t.Errorf("unprepared, with records %q: %v", w.records(), err)
-	}
-	h.fault = nil
-	mustUnprepare(t, p, "uid-c")
-	if len(h.of(t, gpu0).instances) != 0 {
-		t.Error("the instance is left")
-	}
-}
-
-// The plugin is killed before it creates its MIG instance, and then an admin creates one at the
-// same placement. Recover and Reconcile must not remove the admin's instance.
-func TestForeignInstanceAtUnfinishedPlaceStays(t *testing.T) {
-	w := newWorld(t)
-	h := withMIG(w)
-	h.fault = func(call int, after bool) error { return killProcess(w, !after && call == 3) }
-	_, _ = w.plugin(t).Prepare(t.Context(), newClaim("c", allocated("a", small0)))
-	h.fault = nil
-	w.disk.Restart()
-	theirs := h.createForeign(t, gpu0, 19, 0)
-	w.scan()
-	p := w.plugin(t)
-	if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
-		t.Fatal(err)
-	}
-	checkClean(t, w)
-	if in := h.of(t, gpu0).state().MIG.Instances; len(in) != 1 || !steps.SameInstance(in[0], theirs) {
-		t.Errorf("want %s, got %s", steps.DescribeInstances(theirs), steps.DescribeInstances(in...))
-	}
-}
-
-func TestRecoverReadsNoHardware(t *testing.T) {
-	w := newWorld(t)
-	h := withMIG(w)
-	interruptPrepare(t, w, h, 5)
-	mustPrepare(t, w.plugin(t), newClaim("d", allocated("a", large4)))
-	h.takeCalls()
-	p := w.plugin(t)
-	if err := p.Recover(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if calls := h.takeCalls(); len(calls) > 0 {
-		t.Errorf("hardware calls: %q", calls)
-	}
-	if r, _, err := p.Records.Load("uid-c"); err != nil || r.State != checkpoint.Preparing || w.specs.of("uid-c") != "" {
-		t.Errorf("%s, %v", r.State, err)
-	}
-	w.scan()
-	if err := p.Reconcile(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	checkRecordsMatchHardware(t, w, h, p, nil)
-	if in := h.of(t, gpu0).instances; len(in) != 1 {
-		t.Errorf("instances: %+v", in)
-	}
-}
-
-// The repair of a missing CDI spec must work whether or not the inventory has the claim's
-// partition. If the inventory does not have it, the repair reads the hardware.
-func TestMissingSpecOfPartitionIsRestored(t *testing.T) {
-	w := newWorld(t)
-	h := withMIG(w)
-	p := w.plugin(t)
-	mustPrepare(t, p, several)
-	spec := w.specs.of("uid-c")
-	for _, seen := range []bool{false, true} {
-		if seen {
-			w.scan()
-		}
-		w.specs.clear()
-		h.takeCalls()
-		if err := p.RepairAllSpecs(t.Context()); err != nil {
-			t.Error(err)
-		}
-		if w.specs.of("uid-c") != spec || seen == (len(h.takeCalls()) > 0) {
-			t.Errorf("%v; the spec is %s", seen, w.specs.of("uid-c"))
-		}
-	}
-	// Now the partition called "neighbor" is lost. The repair must not rewrite the CDI spec, because
-	// the device nodes in it may belong to another claim by now.
-	h.of(t, gpu1).reset()
-	w.scan()
-	// The repair must not report the partition lost, because Reconcile recreates it.
-	if err := p.RepairAllSpecs(t.Context()); err == nil || len(reconcile.LostDevices(err)) != 0 ||
-		!strings.Contains(err.Error(), neighbor+" is gone") || w.specs.of("uid-c") != "" {
-		t.Errorf("%v, %s", err, w.specs.of("uid-c"))
-	}
-	if err := p.Reconcile(t.Context()); err != nil {
-		t.Error(err)
-	}
-	w.scan()
-	checkRecordsMatchHardware(t, w, h, p, nil)
-}
-
-// While the plugin recreates a partition, the claim must have no CDI spec, so that no container
-// starts with the old devices.
-func TestPartitionHasNoSpecWhileItIsRecreated(t *testing.T) {
-	w := newWorld(t)
-	h := withMIG(w)
-	p := w.plugin(t)
-	mustPrepare(t, p, several)
-	h.of(t, gpu0).reset()
-	h.takeCalls()
-	without := 0
-	h.fault = func(_ int, after bool) error {
-		if w.specs.of("uid-c") == "" {
-			without++
-		} else if last := h.calls[len(h.calls)-1]; last != "look" {
-			t.Errorf("%q (%v) while containers are given %s", last, after, w.specs.of("uid-c"))
-		}
-		return nil
-	}
-	mustPrepare(t, p, several)
-	if without == 0 || w.specs.of("uid-c") == "" {
-		t.Errorf("%d calls without a spec", without)
-	}
-}
 
 func TestInstanceOwnershipProof(t *testing.T) {
 	w := newWorld(t)
@@ -168,20 +46,313 @@ func TestInstanceOwnershipProof(t *testing.T) {
 	}
 }
 
-// Unprepare removes the partition on gpu1 and fails at the one on gpu0, which is in use. The record
-// must not show the removed instance as the driver's own any more.
-func TestRemovedInstanceIsNoLongerOwned(t *testing.T) {
+func TestForeignInstanceIsUsedAndStays(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	theirs := h.createForeign(t, gpu0, 19, 0)
+	w.scan()
+	p := w.plugin(t)
+	h.takeCalls()
+	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
+	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
+	if r, _, err := p.Records.Load("uid-c"); err != nil || r.Devices[0].MIGUUID != theirs.Compute[0].UUID || len(r.Steps) != 1 {
+		t.Errorf("%+v, %v", r, err)
+	}
+	if ours, err := p.OwnedInstances(gpu0, []device.Instance{theirs}); err != nil || len(ours) != 0 {
+		t.Errorf("foreign instances taken for ours: %+v, %v", ours, err)
+	}
+	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil {
+		t.Error(err)
+	}
+	mustUnprepare(t, p, "uid-c")
+	checkClean(t, w)
+	if len(h.of(t, gpu0).instances) != 1 {
+		t.Fatal("the foreign instance was removed")
+	}
+	for _, call := range h.takeCalls() {
+		if call != "look" {
+			t.Errorf("hardware call %q", call)
+		}
+	}
+	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).instances) != 0 {
+		t.Errorf("after adoption: %v, %+v", err, h.of(t, gpu0).instances)
+	}
+}
+
+func TestForeignComputeInstanceIsUsed(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	h.createForeign(t, gpu0, 9, 4)
+	in := h.of(t, gpu0).instances[1]
+	in.Compute = []device.ComputeInstance{{ID: 0, Name: "1c.3g.40gb", UUID: "MIG-a", Minor: 41},
+		{ID: 1, Name: "2c.3g.40gb", UUID: "MIG-b", Minor: 42}}
+	h.of(t, gpu0).instances[1] = in
+	w.scan()
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("c", allocated("r", large4+"-ci-1")))
+	if spec := w.specs.of("uid-c"); !strings.Contains(spec, "nvidia-cap42") || strings.Contains(spec, "nvidia-cap41") {
+		t.Errorf("the spec is %s", spec)
+	}
+	mustPrepare(t, p, newClaim("d", allocated("r", large4+"-ci-0")))
+	if _, err := p.Prepare(t.Context(), newClaim("e", allocated("r", large4))); cause.Of(err) != cause.Held {
+		t.Error(err)
+	}
+	mustUnprepare(t, p, "uid-c")
+	mustUnprepare(t, p, "uid-d")
+	if _, err := p.Prepare(t.Context(), newClaim("e", allocated("r", large4))); cause.Of(err) != cause.Device ||
+		!strings.Contains(err.Error(), "MIG-b") {
+		t.Error(err)
+	}
+}
+
+// After a reboot an admin's tool creates MIG instances with the IDs that the driver's instances had
+// before. The driver must not treat these as its own.
+func TestInstancesAfterRebootAreForeign(t *testing.T) {
+	for _, unfinished := range []bool{false, true} {
+		w := newWorld(t)
+		h := withMIG(w)
+		if unfinished {
+			h.fault = func(call int, after bool) error { return killProcess(w, after && call == 4) }
+			_, _ = w.plugin(t).Prepare(t.Context(), newClaim("c", allocated("a", small0)))
+			h.fault = nil
+		} else {
+			mustPrepare(t, w.plugin(t), newClaim("c", allocated("a", small0)))
+		}
+		w.reboot()
+		h.serial = 0
+		theirs := h.createForeign(t, gpu0, 19, 0)
+		p := w.plugin(t)
+		if err := p.Recover(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		w.scan()
+		if ours, err := p.OwnedInstances(gpu0, []device.Instance{theirs}); err != nil || len(ours) != 0 {
+			t.Errorf("foreign instances taken for ours: %v, %v", ours, err)
+		}
+		if err := p.Reconcile(t.Context()); err != nil {
+			t.Error(err)
+		}
+		mustPrepare(t, p, newClaim("c", allocated("a", small0)))
+		mustUnprepare(t, p, "uid-c")
+		if len(h.of(t, gpu0).instances) != 1 {
+			t.Error("the foreign instance was removed")
+		}
+	}
+}
+
+// After a reboot an admin's tool may create its MIG instances only after the Pods start. Until then
+// Prepare must return an error that the kubelet retries.
+func TestPrepareWaitsForForeignInstanceAfterReboot(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	h.createForeign(t, gpu0, 19, 0)
+	w.scan()
+	c := newClaim("c", allocated("a", small0), allocated("b", neighbor))
+	mustPrepare(t, w.plugin(t), c)
+	w.reboot()
+	p := w.plugin(t)
+	for range 2 {
+		if _, err := p.Prepare(t.Context(), c); cause.Of(err) != cause.NotReady || !strings.Contains(err.Error(), small0) ||
+			!strings.Contains(err.Error(), "create it again") {
+			t.Fatal(err)
+		}
+	}
+	if n := len(h.of(t, gpu0).instances); n != 0 {
+		t.Errorf("%d instances", n)
+	}
+	theirs := h.createForeign(t, gpu0, 19, 0)
+	w.scan()
+	mustPrepare(t, p, c)
+	if ours, err := p.OwnedInstances(gpu0, []device.Instance{theirs}); err != nil || len(ours) != 0 {
+		t.Errorf("foreign instances taken for ours: %v, %v", ours, err)
+	}
+	mustUnprepare(t, p, "uid-c")
+	if len(h.of(t, gpu0).instances) != 1 || len(h.of(t, gpu1).instances) != 0 {
+		t.Error("the foreign instance is gone, or ours is left")
+	}
+}
+
+// The plugin is killed before it creates its MIG instance, and then an admin creates one at the
+// same placement. Recover and Reconcile must not remove the admin's instance.
+func TestForeignInstanceAtUnfinishedPlaceStays(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	h.fault = func(call int, after bool) error { return killProcess(w, !after && call == 3) }
+	_, _ = w.plugin(t).Prepare(t.Context(), newClaim("c", allocated("a", small0)))
+	h.fault = nil
+	w.disk.Restart()
+	theirs := h.createForeign(t, gpu0, 19, 0)
+	w.scan()
+	p := w.plugin(t)
+	if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
+		t.Fatal(err)
+	}
+	checkClean(t, w)
+	if in := h.of(t, gpu0).state().MIG.Instances; len(in) != 1 || !steps.SameInstance(in[0], theirs) {
+		t.Errorf("want %s, got %s", steps.DescribeInstances(theirs), steps.DescribeInstances(in...))
+	}
+}
+
+// While Prepare runs, after its read of the GPU, an admin creates an instance at the same
+// placement. The driver must not treat it as its own.
+func TestPlaceTakenDuringPrepareStaysForeign(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	h.of(t, gpu0).on = true
+	w.scan()
+	p := w.plugin(t)
+	h.fault = func(call int, after bool) error {
+		if s := h.of(t, gpu0); call == 1 && after {
+			s.instances[1] = device.Instance{ID: 1, ProfileID: 19, Placement: device.Placement{Start: 0, Size: 1}}
+		}
+		return nil
+	}
+	_, err := p.Prepare(t.Context(), newClaim("c", allocated("r", small0)))
+	if cause.Of(err) != cause.Device || !strings.Contains(err.Error(), "GPU instance 1") {
+		t.Error(err)
+	}
+	checkClean(t, w)
+	if len(h.of(t, gpu0).instances) != 1 {
+		t.Error("the foreign instance was removed")
+	}
+}
+
+func TestReplacedInstanceIsNeverGivenToAClaim(t *testing.T) {
+	for name, call := range map[string]func(*testing.T, *plugin) error{
+		"prepare":   func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), several); return err },
+		"reconcile": func(t *testing.T, p *plugin) error { return p.Reconcile(t.Context()) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMIG(w)
+			p := w.plugin(t)
+			mustPrepare(t, p, several)
+			h.of(t, gpu0).reset()
+			theirs := h.createForeign(t, gpu0, 19, 0)
+			w.scan()
+			h.takeCalls()
+			err := call(t, p)
+			if calls := h.takeCalls(); slices.ContainsFunc(calls, func(c string) bool { return strings.HasPrefix(c, "create") }) {
+				t.Errorf("impossible hardware calls: %q", calls)
+			}
+			lost := reconcile.LostDevices(err)
+			if len(lost) != 1 || lost[0].Device != small0 || lost[0].Claim != "default/c" || !strings.Contains(err.Error(), theirs.Compute[0].UUID) {
+				t.Errorf("%v", err)
+			}
+			if spec := w.specs.of("uid-c"); spec != "" {
+				t.Errorf("a restarted container gets %s", spec)
+			}
+			if err := p.RepairAllSpecs(t.Context()); err == nil || w.specs.of("uid-c") != "" {
+				t.Errorf("the spec was restored: %v", err)
+			}
+			mustUnprepare(t, p, "uid-c")
+			checkClean(t, w)
+			if in := h.of(t, gpu0).instances; len(in) != 1 || in[theirs.ID].Compute[0].UUID != theirs.Compute[0].UUID {
+				t.Errorf("a foreign instance was changed: %+v", in)
+			}
+			if in := h.of(t, gpu1).instances; len(in) != 0 {
+				t.Errorf("left: %+v", in)
+			}
+		})
+	}
+}
+
+// A MIG UUID is computed from the card and the instances' IDs, which the GPU reuses. So a MIG
+// device with the same UUID but another profile or placement must count as another device.
+func TestSameUUIDWithOtherProfileIsAnotherDevice(t *testing.T) {
+	for name, now := range map[string]struct {
+		profile uint32
+		at      device.Placement
+	}{
+		"another profile": {14, device.Placement{Start: 4, Size: 2}},
+		"another place":   {9, device.Placement{Start: 0, Size: 4}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMIG(w)
+			theirs := h.createForeign(t, gpu0, 9, 4)
+			w.scan()
+			p := w.plugin(t)
+			c := newClaim("c", allocated("r", large4))
+			mustPrepare(t, p, c)
+			theirs.ProfileID, theirs.Placement = now.profile, now.at
+			h.of(t, gpu0).instances[theirs.ID] = theirs
+			w.scan()
+			if given, err := p.PreparedDevices("uid-c"); err != nil || given[0].Instance != nil {
+				t.Errorf("the claim's devices are %+v: %v", given, err)
+			}
+			if lost := reconcile.LostDevices(p.RepairAllSpecs(t.Context())); len(lost) != 1 {
+				t.Errorf("%+v", lost)
+			}
+			_, err := p.Prepare(t.Context(), c)
+			if lost := reconcile.LostDevices(err); len(lost) != 1 || lost[0].Device != large4 || w.specs.of("uid-c") != nothing {
+				t.Errorf("%v; containers are given %s", err, w.specs.of("uid-c"))
+			}
+		})
+	}
+}
+
+func TestInstanceWithoutRecordIsForeign(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
-	mustPrepare(t, p, several)
-	removed := h.of(t, gpu1).state().MIG.Instances
-	h.of(t, gpu0).busy[1] = 1
-	if err := p.Unprepare(t.Context(), "uid-c"); err == nil {
-		t.Fatal("the instance was not in use")
+	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
+	in := h.of(t, gpu0).state().MIG.Instances
+	w.disk.Put(recordFile(t, w, "uid-c"), []byte("{"))
+	w.scan()
+	if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
+		t.Error(err)
 	}
-	if got, err := p.OwnedInstances(gpu1, removed); err != nil || len(got) != 0 {
-		t.Errorf("%v, %v", got, err)
+	if ours, err := p.OwnedInstances(gpu0, in); err != nil || len(ours) != 1 {
+		t.Errorf("the instance of a prepared claim is foreign: %v, %v", ours, err)
 	}
-	mustUnprepare(t, p, "uid-c")
+	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0))); cause.Of(err) != cause.Held {
+		t.Error(err)
+	}
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	if err := p.Unprepare(klog.NewContext(t.Context(), logger), "uid-c"); err != nil {
+		t.Fatal(err)
+	}
+	said := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	for _, want := range []string{"Kept the MIG instances", small0, "-dgi", "adopt"} {
+		if !strings.Contains(said, want) {
+			t.Errorf("the log does not name %q: %s", want, said)
+		}
+	}
+	all, theirs, err := p.ForeignInstances(t.Context(), h.card(t, gpu0), gpu0)
+	if err != nil || len(all) != 1 || len(theirs) != 1 {
+		t.Errorf("%v, %v, %v", all, theirs, err)
+	}
+	if kept := w.disk.Names(filepath.Join(state, "quarantine")); len(kept) != 1 {
+		t.Errorf("the quarantine has %q", kept)
+	}
+}
+
+// If a record is unreadable and its file name does not list the devices, the driver must treat
+// every MIG instance as that claim's.
+func TestUnreadableRecordWithoutDevicesOwnsAll(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	var results []result
+	for _, gpu := range []string{gpu0, gpu1} {
+		for start := range 6 {
+			results = append(results, allocated(fmt.Sprint(gpu, start), fmt.Sprintf("%s-mig-19-%d", gpu, start)))
+		}
+	}
+	mustPrepare(t, p, newClaim("large", results...))
+	if r := w.records(); len(r) != 1 || r[0] != "uid-large_all.json" {
+		t.Fatalf("the test needs another record: %q", r)
+	}
+	w.disk.Put(recordFile(t, w, "uid-large"), []byte("{"))
+	all, theirs, err := p.ForeignInstances(t.Context(), h.card(t, gpu0), gpu0)
+	if err != nil || len(all) != 6 || len(theirs) != 0 {
+		t.Errorf("%d instances, called an admin's: %s: %v", len(all), steps.DescribeInstances(theirs...), err)
+	}
+	if ours, err := p.OwnedInstances(gpu0, all); err != nil || len(ours) != 6 {
+		t.Errorf("owned: %s: %v", steps.DescribeInstances(ours...), err)
+	}
+	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).instances) != 6 {
+		t.Errorf("a claim's instances were removed, there are %d: %v", len(h.of(t, gpu0).instances), err)
+	}
 }

@@ -1,68 +1,32 @@
+// If Prepare succeeds, all that the claim's containers need exists; if it fails, nothing is left.
+
 package prepare_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
-	"testing/synctest"
 
 	"github.com/google/go-cmp/cmp"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/utils/ptr"
+	"tags.cncf.io/container-device-interface/specs-go"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
-
-func mustPrepare(t *testing.T, p *plugin, c *resourceapi.ResourceClaim) []kubeletplugin.Device {
-	t.Helper()
-	devices, err := p.Prepare(t.Context(), c)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return devices
-}
-
-func mustUnprepare(t *testing.T, p *plugin, uid types.UID) {
-	t.Helper()
-	if err := p.Unprepare(t.Context(), uid); err != nil {
-		t.Fatal(err)
-	}
-}
-
-// checkClean fails the test if a record, a CDI spec or another file of a claim is left on the node.
-func checkClean(t *testing.T, w *world) {
-	t.Helper()
-	if r := w.records(); len(r) != 0 {
-		t.Errorf("records left: %q", r)
-	}
-	if s, _ := w.specs.Claims(); len(s) != 0 {
-		t.Errorf("specs left: %q", s)
-	}
-	locks, err := os.ReadDir(w.locks)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, l := range locks {
-		if l.Name() != claimLocks && !strings.HasPrefix(l.Name(), "gpu-") {
-			t.Errorf("lock left: %s", l.Name())
-		}
-	}
-}
 
 func TestPrepareAnswersForEachResult(t *testing.T) {
 	w := newWorld(t)
@@ -93,6 +57,100 @@ func TestPrepareAnswersForEachResult(t *testing.T) {
 	checkClean(t, w)
 	mustUnprepare(t, p, "uid-c")
 	mustUnprepare(t, p, "never seen")
+}
+
+func TestShareHasItsOwnID(t *testing.T) {
+	r := allocated("a", gpu0)
+	r.ShareID = ptr.To(types.UID("share"))
+	got := mustPrepare(t, newWorld(t).plugin(t), newClaim("c", r))
+	if id := got[0].CDIDeviceIDs[1]; id != "k8s.gpu.nvidia.com/claim=uid-c-"+gpu0+"-share" || *got[0].ShareID != "share" {
+		t.Error(got)
+	}
+}
+
+// This test uses the real store of CDI specs, because the CDI library must accept the specs. The
+// fake store does not check that.
+func TestPrepareWithRealCDISpecs(t *testing.T) {
+	w := newWorld(t)
+	dir := t.TempDir()
+	store := cdi.NewStore(dir)
+	p := w.plugin(t)
+	p.with(func(n *steps.Node) { n.Specs = store })
+	p.OnVerify = func(edits specs.ContainerEdits) error { return w.verify(edits) }
+	mustPrepare(t, p, newClaim("c", allocated("a", gpu0), admin("b", gpu0), allocated("c", gpu1)))
+	file := filepath.Join(dir, "k8s.gpu.nvidia.com-claim_uid-c.json")
+	before, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.RepairAllSpecs(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if after, err := os.ReadFile(file); err != nil || string(after) != string(before) {
+		t.Errorf("%s, %v", after, err)
+	}
+	mustUnprepare(t, p, "uid-c")
+	if _, err := os.Stat(file); !errors.Is(err, os.ErrNotExist) {
+		t.Error(err)
+	}
+}
+
+// Claims share the disk, so Prepare must make no more writes than these. Saving a record takes
+// three writes: the file, its rename and the directory sync.
+func TestPrepareWritesNoMoreThanNeeded(t *testing.T) {
+	const save, baseSpec, spec, marked = 3, 1, 1, 3
+	// A repeated Prepare only syncs a directory. The fake disk counts that as a write, although a real
+	// disk that is up to date writes nothing.
+	const settled = 1
+	w := newWorld(t)
+	withMIG(w)
+	p := w.plugin(t)
+	for _, c := range []struct {
+		what, device string
+		writes       int
+	}{
+		{"a whole GPU: the record once all is there", gpu1, save},
+		{"a GPU's first partition: the plan, MIG mode is on, the instance is there, all is there", small0, marked + 4*save},
+		{"a further partition: the plan, the instance is there, all is there", gpu0 + "-mig-19-1", 3 * save},
+	} {
+		w.disk.StopAt(math.MaxInt)
+		mustPrepare(t, p, newClaim(c.device, allocated("r", c.device)))
+		if got := w.disk.Writes() - baseSpec - spec; got != c.writes {
+			t.Errorf("%s: %d writes to the disk, and %d are needed", c.what, got, c.writes)
+		}
+		w.disk.StopAt(math.MaxInt)
+		mustPrepare(t, p, newClaim(c.device, allocated("r", c.device)))
+		if got := w.disk.Writes() - baseSpec - spec; got != settled {
+			t.Errorf("%s: %d writes when it is prepared once more", c.what, got-settled)
+		}
+	}
+}
+
+func TestClaimWithMoreGPUsThanAFileNameFits(t *testing.T) {
+	w := newWorld(t)
+	w.snapshot.Node.GPUs = nil
+	var results []result
+	for i := range 16 {
+		address := device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", i))
+		w.snapshot.Node.GPUs = append(w.snapshot.Node.GPUs, newGPU(address, fmt.Sprint("GPU-", i), fmt.Sprint("/dev/nvidia", i)))
+		results = append(results, allocated(fmt.Sprint("r", i), address.WholeName()))
+	}
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("large", results[:15]...))
+	if r := w.records(); len(r) != 1 || r[0] != "uid-large_all.json" {
+		t.Fatalf("the test needs another record: %q", r)
+	}
+	if held, err := p.Usage(); err != nil || held != (ledger.Usage{Claims: 1, GPUs: 15}) {
+		t.Error(held, err)
+	}
+	mustPrepare(t, p, newClaim("rest", results[15:]...))
+	if _, err := p.Prepare(t.Context(), newClaim("more", results[3])); cause.Of(err) != cause.Held ||
+		!strings.Contains(err.Error(), "default/large") {
+		t.Error(err)
+	}
 }
 
 func TestClaimOfOtherDriversLeavesNoFiles(t *testing.T) {
@@ -127,15 +185,6 @@ func TestEmptyRecordIsRemovedByPrepare(t *testing.T) {
 			}
 			checkClean(t, w)
 		})
-	}
-}
-
-func TestShareHasItsOwnID(t *testing.T) {
-	r := allocated("a", gpu0)
-	r.ShareID = ptr.To(types.UID("share"))
-	got := mustPrepare(t, newWorld(t).plugin(t), newClaim("c", r))
-	if id := got[0].CDIDeviceIDs[1]; id != "k8s.gpu.nvidia.com/claim=uid-c-"+gpu0+"-share" || *got[0].ShareID != "share" {
-		t.Error(got)
 	}
 }
 
@@ -207,299 +256,6 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-func TestDeviceInUseIsRefusedNamingTheClaim(t *testing.T) {
-	w := newWorld(t)
-	p := w.plugin(t)
-	mustPrepare(t, p, newClaim("first", allocated("r", gpu0)))
-	_, err := w.plugin(t).Prepare(t.Context(), newClaim("second", allocated("free", gpu1), allocated("r", gpu0)))
-	var held *prepare.InUseError
-	if !errors.As(err, &held) || cause.Of(err) != cause.Held {
-		t.Fatal(err)
-	}
-	for _, want := range []string{"default/second", "request r", gpu0, "default/first", "uid-first"} {
-		if !strings.Contains(err.Error(), want) {
-			t.Errorf("%q does not say %q", err, want)
-		}
-	}
-	if w.specs.of("uid-second") != "" || len(w.records()) != 1 {
-		t.Error("instances or records are left")
-	}
-	mustUnprepare(t, p, "uid-first")
-	mustPrepare(t, p, newClaim("second", allocated("r", gpu0)))
-}
-
-func TestAdminAccessNeitherBlocksNorIsBlocked(t *testing.T) {
-	w := newWorld(t)
-	p := w.plugin(t)
-	mustPrepare(t, p, newClaim("user", allocated("r", gpu0)))
-	devices := mustPrepare(t, p, newClaim("admin", admin("a", gpu0), admin("b", gpu0), allocated("c", gpu1)))
-	if len(devices) != 3 {
-		t.Error(devices)
-	}
-	if n := strings.Count(w.specs.of("uid-admin"), "uid-admin-"+gpu0); n != 1 {
-		t.Errorf("the spec names the device %d times", n)
-	}
-	mustUnprepare(t, p, "uid-user")
-	mustPrepare(t, p, newClaim("next", allocated("r", gpu0)))
-	if _, err := p.Prepare(t.Context(), newClaim("late", allocated("r", gpu1))); cause.Of(err) != cause.Held {
-		t.Error(err)
-	}
-}
-
-func TestRePrepareRestoresMissingCDISpec(t *testing.T) {
-	w := newWorld(t)
-	c := newClaim("c", allocated("r", gpu0))
-	want := mustPrepare(t, w.plugin(t), c)
-	spec := w.specs.of("uid-c")
-	before, _ := w.disk.ReadFile(filepath.Join(state, "claims", w.records()[0]))
-
-	w.specs.clear()
-	got := mustPrepare(t, w.plugin(t), c)
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
-	if w.specs.of("uid-c") != spec || w.specs.base == "" {
-		t.Error("the specs were not repaired")
-	}
-	if after, _ := w.disk.ReadFile(filepath.Join(state, "claims", w.records()[0])); string(after) != string(before) {
-		t.Error("the record was written without a reason")
-	}
-
-	w.missing = map[string]error{"/dev/nvidia0": errors.New("gone")}
-	if _, err := w.plugin(t).Prepare(t.Context(), c); cause.Of(err) != cause.Device {
-		t.Errorf("the device node is gone: %v", err)
-	}
-	w.missing = nil
-	w.snapshot.Ready = false
-	if _, err := w.plugin(t).Prepare(t.Context(), c); cause.Of(err) != cause.NotReady {
-		t.Errorf("the driver is gone: %v", err)
-	}
-	if err := w.plugin(t).Unprepare(t.Context(), "uid-c"); err != nil {
-		t.Errorf("Unprepare needs a driver: %v", err)
-	}
-	checkClean(t, w)
-}
-
-func TestPrepareAfterRebootRewritesSpec(t *testing.T) {
-	w := newWorld(t)
-	c := newClaim("c", allocated("r", gpu0))
-	mustPrepare(t, w.plugin(t), c)
-	w.reboot()
-	w.snapshot.Node.GPUs[0] = newGPU("0000:1b:00.0", "GPU-0", "/dev/nvidia7")
-	p := w.plugin(t)
-	if err := errors.Join(p.Recover(t.Context()), p.RepairAllSpecs(t.Context())); err != nil {
-		t.Fatal(err)
-	}
-	if spec := w.specs.of("uid-c"); spec != "" {
-		t.Errorf("the spec of the last boot was restored: %s", spec)
-	}
-	mustPrepare(t, p, c)
-	if spec := w.specs.of("uid-c"); !strings.Contains(spec, "/dev/nvidia7") {
-		t.Errorf("the spec is %s", spec)
-	}
-	r, _, err := p.Records.Load("uid-c")
-	if err != nil || r.BootID != w.bootID || !strings.Contains(string(r.Steps[0].Params), "/dev/nvidia7") {
-		t.Errorf("the record is %+v, %v", r, err)
-	}
-}
-
-func TestReplacedGPUIsRefused(t *testing.T) {
-	w := newWorld(t)
-	c := newClaim("c", allocated("r", gpu0))
-	p := w.plugin(t)
-	mustPrepare(t, p, c)
-	w.snapshot.Node.GPUs[0].UUID = "GPU-new"
-	_, err := p.Prepare(t.Context(), c)
-	if cause.Of(err) != cause.Device || !strings.Contains(err.Error(), "GPU-0") || !strings.Contains(err.Error(), "GPU-new") {
-		t.Error(err)
-	}
-	if err := p.RepairAllSpecs(t.Context()); err == nil || w.specs.of("uid-c") != "" {
-		t.Errorf("a restarted container gets the other card: %v", err)
-	}
-	mustUnprepare(t, p, "uid-c")
-	mustPrepare(t, p, c)
-}
-
-func TestNewAllocationRevertsTheOldFirst(t *testing.T) {
-	w := newWorld(t)
-	p := w.plugin(t)
-	mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
-	mustPrepare(t, p, newClaim("c", allocated("r", gpu1)))
-	if spec := w.specs.of("uid-c"); strings.Contains(spec, "/dev/nvidia0") || !strings.Contains(spec, "/dev/nvidia1") {
-		t.Errorf("the spec is %s", spec)
-	}
-	mustPrepare(t, p, newClaim("other", allocated("r", gpu0)))
-	foreign := allocated("nic", "eth0")
-	foreign.Driver = "net.example.com"
-	mustPrepare(t, p, newClaim("c", foreign))
-	if r := w.records(); len(r) != 1 {
-		t.Errorf("records: %q", r)
-	}
-}
-
-func TestClaimWithMoreGPUsThanAFileNameFits(t *testing.T) {
-	w := newWorld(t)
-	w.snapshot.Node.GPUs = nil
-	var results []result
-	for i := range 16 {
-		address := device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", i))
-		w.snapshot.Node.GPUs = append(w.snapshot.Node.GPUs, newGPU(address, fmt.Sprint("GPU-", i), fmt.Sprint("/dev/nvidia", i)))
-		results = append(results, allocated(fmt.Sprint("r", i), address.WholeName()))
-	}
-	p := w.plugin(t)
-	mustPrepare(t, p, newClaim("large", results[:15]...))
-	if r := w.records(); len(r) != 1 || r[0] != "uid-large_all.json" {
-		t.Fatalf("the test needs another record: %q", r)
-	}
-	if held, err := p.Usage(); err != nil || held != (ledger.Usage{Claims: 1, GPUs: 15}) {
-		t.Error(held, err)
-	}
-	mustPrepare(t, p, newClaim("rest", results[15:]...))
-	if _, err := p.Prepare(t.Context(), newClaim("more", results[3])); cause.Of(err) != cause.Held ||
-		!strings.Contains(err.Error(), "default/large") {
-		t.Error(err)
-	}
-}
-
-// While Prepare waits for the claim's lock, another call may unprepare the claim. So Prepare must
-// read the claim again after the wait.
-func TestPrepareRereadsClaimAfterWait(t *testing.T) {
-	same := newClaim("c", allocated("r", gpu0))
-	replaced := newClaim("c", allocated("r", gpu0))
-	replaced.UID = "another"
-	for _, c := range []struct {
-		name  string
-		claim *resourceapi.ResourceClaim
-		err   error
-		says  string
-	}{
-		{"unchanged", same, nil, ""},
-		{"deleted", nil, errors.New("not found"), "not found"},
-		{"replaced", replaced, nil, "another"},
-		{"allocated anew", newClaim("c", allocated("r", gpu1)), nil, "allocation changed"},
-		{"reserved for its next Pod", forPods(newClaim("c", allocated("r", gpu0)), "next"), nil, ""},
-		{"no longer reserved", forPods(newClaim("c", allocated("r", gpu0))), nil, "not reserved"},
-		{"no longer allocated", &resourceapi.ResourceClaim{ObjectMeta: same.ObjectMeta}, nil, "not allocated"},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				w := newWorld(t)
-				w.readClaim = func() (*resourceapi.ResourceClaim, error) { return c.claim, c.err }
-				p := w.plugin(t)
-				other, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(same.UID))
-				if err != nil {
-					t.Fatal(err)
-				}
-				done := make(chan error)
-				go func() {
-					_, err := p.Prepare(t.Context(), same)
-					done <- err
-				}()
-				synctest.Wait() // until Prepare waits for the lock
-				other.Release()
-				err = <-done
-				if c.says == "" && err != nil || c.says != "" && (err == nil || !strings.Contains(err.Error(), c.says)) {
-					t.Error(err)
-				}
-			})
-		})
-	}
-}
-
-func TestCallCanceledWhileWaitingChangesNothing(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		w := newWorld(t)
-		p := w.plugin(t)
-		other, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
-		if err != nil {
-			t.Fatal(err)
-		}
-		ctx, cancel := context.WithCancel(t.Context())
-		w.readClaim = func() (*resourceapi.ResourceClaim, error) { return nil, ctx.Err() }
-		done := make(chan error)
-		go func() {
-			_, err := p.Prepare(ctx, newClaim("c", allocated("r", gpu0)))
-			done <- err
-		}()
-		synctest.Wait()
-		cancel()
-		if err := <-done; cause.Of(err) != cause.Canceled {
-			t.Error(err)
-		}
-		other.Release()
-		checkClean(t, w)
-	})
-}
-
-func TestLockWaitEndsWithTheCall(t *testing.T) {
-	w := newWorld(t)
-	p := w.plugin(t)
-	claims, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName("uid-a"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer claims.Release()
-	gpus, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer gpus.Release()
-	gone, cancel := context.WithCancel(t.Context())
-	cancel()
-	for _, name := range []string{"a", "b"} {
-		if _, err := p.Prepare(gone, newClaim(name, allocated("r", gpu0))); cause.Of(err) != cause.Canceled || !errors.Is(err, context.Canceled) {
-			t.Errorf("%s: %v", name, err)
-		}
-	}
-	if err := p.Unprepare(gone, "uid-a"); cause.Of(err) != cause.Canceled {
-		t.Error(err)
-	}
-	if len(w.records()) != 0 {
-		t.Errorf("left %q", w.records())
-	}
-}
-
-func TestConcurrentCallsGiveEachGPUToOneClaim(t *testing.T) {
-	w := newWorld(t)
-	claims := make([]*resourceapi.ResourceClaim, 8)
-	for i := range claims {
-		claims[i] = newClaim(fmt.Sprint("c", i), allocated("a", gpu0), allocated("b", gpu1))
-	}
-	var mu sync.Mutex
-	prepared := map[types.UID]bool{}
-	var wg sync.WaitGroup
-	// Two plugin instances prepare the claims concurrently, as during an upgrade.
-	for range 2 {
-		p := w.plugin(t)
-		p.OnRead = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) {
-			for _, c := range claims {
-				if c.Name == name {
-					return c, nil
-				}
-			}
-			return nil, errors.New("not found")
-		}
-		for _, c := range claims {
-			wg.Go(func() {
-				_, err := p.Prepare(t.Context(), c)
-				if err != nil {
-					if cause.Of(err) != cause.Held {
-						t.Error(err)
-					}
-					return
-				}
-				mu.Lock()
-				prepared[c.UID] = true
-				mu.Unlock()
-			})
-		}
-	}
-	wg.Wait()
-	if len(prepared) != 1 || len(w.records()) != 1 {
-		t.Errorf("prepared %v, records %q", prepared, w.records())
-	}
-}
-
 func TestFullDiskFailsAndLeavesNothing(t *testing.T) {
 	for n := 1; ; n++ {
 		w := newWorld(t)
@@ -518,5 +274,17 @@ func TestFullDiskFailsAndLeavesNothing(t *testing.T) {
 		}
 		checkClean(t, w)
 		mustPrepare(t, p, c)
+	}
+}
+
+func TestLockFileErrorIsNotReportedAsAWait(t *testing.T) {
+	w := newWorld(t)
+	p := w.plugin(t)
+	if err := os.RemoveAll(w.locks); err != nil {
+		t.Fatal(err)
+	}
+	_, err := p.Prepare(t.Context(), newClaim("a", allocated("r", gpu0)))
+	if cause.Of(err) != cause.Record || strings.Contains(err.Error(), "under way") || strings.Contains(err.Error(), "another instance") {
+		t.Errorf("%s: %v", cause.Of(err), err)
 	}
 }

@@ -1,23 +1,23 @@
+// The first claim applies a shared step, further claims join it, and the last one restores the
+// original state.
+
 package prepare_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
-	"testing/synctest"
-	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -153,6 +153,88 @@ func TestSharingModesForEachKindOfDevice(t *testing.T) {
 	}
 }
 
+func TestTimeSliceIsSetAndRestored(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	h.of(t, gpu0).slice = device.TimeSliceMedium
+	p := w.plugin(t)
+	c := shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long"))
+	mustPrepare(t, p, c)
+	if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
+		t.Errorf("the time slice is %d", got)
+	}
+	h.takeCalls()
+	mustPrepare(t, p, c)
+	if calls := h.takeCalls(); !slices.Equal(calls, []string{"time slice"}) {
+		t.Errorf("a repeated call made hardware calls: %q", calls)
+	}
+	h.of(t, gpu0).forget()
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
+		t.Errorf("after a reset the time slice is %d", got)
+	}
+	mustUnprepare(t, p, c.UID)
+	if got := h.of(t, gpu0).slice; got != device.TimeSliceMedium {
+		t.Errorf("restored, the time slice is %d", got)
+	}
+	checkClean(t, w)
+}
+
+// In whatever order the claims leave, the last one must restore the time slice that the GPU had
+// before.
+func TestLastHolderRestoresOriginalSettings(t *testing.T) {
+	for _, order := range [][]string{{"a", "b", "c"}, {"a", "c", "b"}, {"b", "a", "c"}, {"b", "c", "a"}, {"c", "a", "b"}, {"c", "b", "a"}} {
+		t.Run(fmt.Sprint(order), func(t *testing.T) {
+			w := newWorld(t)
+			h := withMPS(w)
+			h.of(t, gpu0).slice = device.TimeSliceShort
+			for _, name := range []string{"a", "b", "c"} {
+				// A new plugin process serves each call, so the test fails if the original time slice is kept
+				// only in memory.
+				mustPrepare(t, w.plugin(t), shareBy(newClaim(name, plain("r", share0)), "GpuConfig", slicing("Long")))
+			}
+			for _, name := range order {
+				if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
+					t.Errorf("before claim %s leaves, the time slice is %d", name, got)
+				}
+				mustUnprepare(t, w.plugin(t), newClaim(name).UID)
+			}
+			if got := h.of(t, gpu0).slice; got != device.TimeSliceShort {
+				t.Errorf("at the end the time slice is %d", got)
+			}
+			checkClean(t, w)
+		})
+	}
+}
+
+func TestDifferentSharedSettingIsRefusedNamingHolders(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, shareBy(newClaim("a", plain("r", share0)), "GpuConfig", slicing("Long")))
+	mustPrepare(t, p, newClaim("indifferent", plain("r", share0)))
+	b := shareBy(newClaim("b", plain("r", share0)), "GpuConfig", slicing("Short"))
+	_, err := p.Prepare(t.Context(), b)
+	if cause.Of(err) != cause.Held {
+		t.Errorf("cause %q", cause.Of(err))
+	}
+	for _, want := range []string{"default/b", "Short", "Long", "default/a", "uid-a", gpu0} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v does not say %s", err, want)
+		}
+	}
+	if strings.Contains(err.Error(), "indifferent") || h.of(t, gpu0).slice != device.TimeSliceLong {
+		t.Error(err, h.of(t, gpu0).slice)
+	}
+	mustUnprepare(t, p, "uid-a")
+	mustPrepare(t, p, b)
+	if got := h.of(t, gpu0).slice; got != device.TimeSliceShort {
+		t.Errorf("the time slice is %d", got)
+	}
+}
+
 func TestSharingRefusals(t *testing.T) {
 	limits := func(perDevice string) string {
 		return `{"strategy":"MPS","mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{` + perDevice + `}}}`
@@ -234,42 +316,6 @@ func TestSharingRefusals(t *testing.T) {
 	}
 }
 
-func TestHungDaemonDelaysOnlyItsGPU(t *testing.T) {
-	w := newWorld(t)
-	h := withMPS(w)
-	synctest.Test(t, func(t *testing.T) {
-		w.daemons.hang["GPU-0"] = true
-		p := w.plugin(t)
-		const kubelets = 45 * time.Second
-		done := make(chan error)
-		start := time.Now()
-		go func() {
-			_, err := p.Prepare(t.Context(), newClaim("hanging", fraction("r", share0, "1Gi", "0")))
-			done <- err
-		}()
-		synctest.Wait()
-		mustPrepare(t, p, newClaim("neighbor", fraction("r", share1, "1Gi", "0")))
-		mustPrepare(t, p, newClaim("admin", admin("r", gpu0)))
-		if took := time.Since(start); took > 0 {
-			t.Errorf("another GPU's claim waited for %s", took)
-		}
-		err := <-done
-		if took := time.Since(start); took > kubelets-10*time.Second {
-			t.Errorf("the answer came after %s", took)
-		}
-		for _, want := range []string{"default/hanging", gpu0, "not ready within 20s"} {
-			if err == nil || !strings.Contains(err.Error(), want) {
-				t.Errorf("%v does not say %q", err, want)
-			}
-		}
-		if h.of(t, gpu0).mode != device.ComputeDefault || len(w.holders()) != 2 {
-			t.Errorf("left: %s, %q", h.of(t, gpu0).mode, w.holders())
-		}
-		clear(w.daemons.hang)
-		mustPrepare(t, p, newClaim("hanging", fraction("r", share0, "1Gi", "0")))
-	})
-}
-
 func TestWholeGPUPaysNothingForSharing(t *testing.T) {
 	c := newClaim("c", allocated("r", gpu0))
 	unshared := writesOf(t, newWorld(t), c)
@@ -306,58 +352,250 @@ func TestWholeGPUPaysNothingForSharing(t *testing.T) {
 	}
 }
 
-func TestConcurrentSharing(t *testing.T) {
+func TestSharedPartitionLivesFromFirstToLastHolder(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
-	claims := map[string]*resourceapi.ResourceClaim{}
-	for i := range 24 {
-		name := fmt.Sprint("many-", i)
-		claims[name] = newClaim(name, []result{
-			fraction("r", share1, "1Gi", "0"), fraction("r", migShare0, "1Gi", "0"), plain("r", gpu0+"-mig-19-3-share"),
-		}[i%3])
+	p := w.plugin(t)
+	a, b := newClaim("a", fraction("r", migShare0, "4Gi", "0")), newClaim("b", fraction("r", migShare0, "4Gi", "0"))
+	mustPrepare(t, p, a)
+	mustPrepare(t, p, b)
+	if got := w.daemons.running[migShare0].Devices; !slices.Equal(got, []string{"MIG-1"}) || len(h.of(t, gpu0).instances) != 1 {
+		t.Errorf("the daemon has %q of %s", got, steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
 	}
-	var plugins []*plugin
-	for range 2 { // as during an upgrade
-		p := w.plugin(t)
-		p.OnRead = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
-		plugins = append(plugins, p)
+	w.scan()
+	if ours, err := p.OwnedInstances(gpu0, h.of(t, gpu0).state().MIG.Instances); err != nil || len(ours) != 1 {
+		t.Errorf("owned: %v, %v", ours, err)
 	}
-	stop := make(chan struct{})
-	var compared, worked sync.WaitGroup
-	for _, p := range plugins {
-		compared.Go(func() {
-			for {
-				select {
-				case <-stop:
-					return
-				default: // errors during a transition are transient
-					_ = errors.Join(p.RepairAllSpecs(t.Context()), p.Reconcile(t.Context()))
-				}
-			}
-		})
+	given, err := p.PreparedDevices(b.UID)
+	if err != nil || len(given) != 1 || given[0].Compute == nil || given[0].Compute.UUID != "MIG-1" {
+		t.Errorf("prepared devices: %+v, %v", given, err)
 	}
-	for i, c := range slices.Collect(maps.Values(claims)) {
-		worked.Go(func() {
-			for round := range 3 {
-				p := plugins[(i+round)%len(plugins)]
-				if _, err := p.Prepare(t.Context(), c); err != nil {
-					t.Error(err)
-				}
-				if err := p.Unprepare(t.Context(), c.UID); err != nil {
-					t.Error(err)
-				}
-			}
-		})
-	}
-	worked.Wait()
-	close(stop)
-	compared.Wait()
-	if err := plugins[0].Reconcile(t.Context()); err != nil {
+	// After a GPU reset, Reconcile must recreate the partition once, and both claims must use the new
+	// one.
+	h.of(t, gpu0).reset()
+	w.scan()
+	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	checkSharedState(t, w, h, plugins[0], device.TimeSliceDefault)
-	if len(w.holders()) != 0 || len(h.of(t, gpu0).instances) != 0 {
-		t.Errorf("left: %q, %s", w.holders(), steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
+	for _, uid := range []string{"a", "b"} {
+		r, _, err := p.Records.Load(newClaim(uid).UID)
+		if err != nil || r.Devices[0].MIGUUID != "MIG-2" || !strings.Contains(w.specs.of(r.ClaimUID), "nvidia-cap11") {
+			t.Errorf("claim %s has %+v, %v", uid, r.Devices, err)
+		}
+	}
+	if got := w.daemons.running[migShare0].Devices; !slices.Equal(got, []string{"MIG-2"}) {
+		t.Errorf("the daemon has %q", got)
+	}
+	mustUnprepare(t, p, a.UID)
+	if len(h.of(t, gpu0).instances) != 1 || len(w.daemons.running) != 1 {
+		t.Error("the first claim to leave removed it")
+	}
+	mustUnprepare(t, p, b.UID)
+	if len(h.of(t, gpu0).instances) != 0 || len(w.daemons.running) != 0 {
+		t.Errorf("left: %s, %v", steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...), w.daemons.running)
 	}
 	checkClean(t, w)
+}
+
+func TestLostSharedPartitionHasNoSpecUntilRestored(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, migPart1)
+	mustPrepare(t, p, migPart2)
+	h.of(t, gpu0).reset()
+	w.scan()
+	err := p.RepairAllSpecs(t.Context())
+	if err == nil || len(reconcile.LostDevices(err)) > 0 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
+		t.Errorf("%v, lost: %v, specs %q, %q", err, reconcile.LostDevices(err), w.specs.of("uid-c"), w.specs.of("uid-d"))
+	}
+	// A third claim must not recreate the partition, because the CDI specs of the other two claims
+	// would still name the old one.
+	third := newClaim("third", fraction("r", migShare0, "1Gi", "0"))
+	if _, err := p.Prepare(t.Context(), third); cause.Of(err) != cause.NotReady || !strings.Contains(err.Error(), "recreates the device") {
+		t.Errorf("cause %s: %v", cause.Of(err), err)
+	}
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	mustPrepare(t, p, third)
+	w.scan()
+	checkSharedState(t, w, h, p, device.TimeSliceDefault)
+	checkRecordsMatchHardware(t, w, h, p, nil)
+}
+
+func TestUnrestorableSharedPartitionIsLostForAllHolders(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, migPart1)
+	mustPrepare(t, p, migPart2)
+	h.of(t, gpu0).reset()
+	h.createForeign(t, gpu0, 9, 0)
+	w.scan()
+	if lost := reconcile.LostDevices(p.Reconcile(t.Context())); len(lost) != 2 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
+		t.Errorf("lost: %v", lost)
+	}
+	mustUnprepare(t, p, migPart1.UID)
+	mustUnprepare(t, p, migPart2.UID)
+	checkClean(t, w)
+	if len(w.holders()) != 0 || len(w.daemons.running) != 0 || len(h.of(t, gpu0).instances) != 1 {
+		t.Errorf("left: %q, %v, %s", w.holders(), w.daemons.running, steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
+	}
+}
+
+// muteTimeSlice is a fake node's hardware on which setting the time slice of one GPU always times
+// out.
+type muteTimeSlice struct {
+	*hardware
+	uuid string
+}
+
+func (m *muteTimeSlice) SetTimeSlice(ctx context.Context, c device.Card, slice device.TimeSlice) error {
+	if c.UUID == m.uuid {
+		return failure(device.FailureTimeout, "set time slice", c)
+	}
+	return m.hardware.SetTimeSlice(ctx, c, slice)
+}
+
+// If a time slice cannot be restored, the last claim must still be unprepared and the GPU must stay
+// usable. Reconcile must restore the time slice later.
+func TestFailedTimeSliceRestoreIsRetried(t *testing.T) {
+	for name, c := range map[string]struct {
+		meanwhile func(*testing.T, *world, *plugin)
+		found     device.TimeSlice
+	}{
+		"no other claim": {func(*testing.T, *world, *plugin) {}, device.TimeSliceMedium},
+		"another claim uses the whole GPU": {func(t *testing.T, _ *world, p *plugin) {
+			mustPrepare(t, p, newClaim("whole", allocated("r", gpu0)))
+		}, device.TimeSliceMedium},
+		"a reboot": {func(_ *testing.T, w *world, _ *plugin) { w.reboot() }, device.TimeSliceDefault},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMPS(w)
+			h.of(t, gpu0).slice = device.TimeSliceMedium
+			p := w.plugin(t)
+			mustPrepare(t, p, long1)
+			p.with(func(n *steps.Node) { n.Partitions = &muteTimeSlice{h, "GPU-0"} })
+			mustUnprepare(t, p, long1.UID)
+			checkClean(t, w)
+			for range 2 {
+				if err := p.Reconcile(t.Context()); err != nil || len(w.holders()) != 1 {
+					t.Fatalf("%v, what is to be set back: %q", err, w.holders())
+				}
+			}
+			if _, err := p.Prepare(t.Context(), long2); err == nil || !strings.Contains(err.Error(), "time slices of "+gpu0) {
+				t.Errorf("the error does not say that time slices cannot be set: %v", err)
+			}
+			c.meanwhile(t, w, p)
+			p = w.plugin(t)
+			if err := p.Reconcile(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if got := h.of(t, gpu0).slice; got != c.found || len(w.holders()) != 0 {
+				t.Errorf("the time slice is %d, left: %q", got, w.holders())
+			}
+			mustUnprepare(t, p, "uid-whole")
+			mustPrepare(t, p, long2)
+			mustUnprepare(t, p, long2.UID)
+			checkSharedState(t, w, h, p, c.found)
+			checkClean(t, w)
+		})
+	}
+}
+
+// The last claim's time slice could not be restored, so the original value is still in the file of
+// the shared setting. A new claim must keep that value and restore it in the end.
+func TestNewHolderKeepsOriginalTimeSlice(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	h.of(t, gpu0).slice = device.TimeSliceMedium
+	p := w.plugin(t)
+	mustPrepare(t, p, long1)
+	p.with(func(n *steps.Node) { n.Partitions = &muteTimeSlice{h, "GPU-0"} })
+	mustUnprepare(t, p, long1.UID)
+	p.with(func(n *steps.Node) { n.Partitions = h })
+	short := shareBy(newClaim("short", plain("r", share0)), "GpuConfig", slicing("Short"))
+	mustPrepare(t, p, short)
+	checkSharedState(t, w, h, p, device.TimeSliceMedium)
+	mustUnprepare(t, p, short.UID)
+	checkSharedState(t, w, h, p, device.TimeSliceMedium)
+	checkClean(t, w)
+}
+
+// If the compute mode cannot be restored, Unprepare must fail: another claim could not use a GPU
+// that stayed in exclusive mode.
+func TestFailedComputeModeRestoreKeepsClaim(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, part1)
+	h.fault = func(int, bool) error {
+		if h.of(t, gpu0).mode == device.ComputeExclusiveProcess && len(w.daemons.running) == 0 {
+			return failure(device.FailureReset, "set compute mode", h.card(t, gpu0))
+		}
+		return nil
+	}
+	if err := p.Unprepare(t.Context(), part1.UID); err == nil || len(w.records()) != 1 {
+		t.Errorf("%v, %q", err, w.records())
+	}
+	h.fault = nil
+	mustUnprepare(t, p, part1.UID)
+	checkSharedState(t, w, h, p, device.TimeSliceDefault)
+	checkClean(t, w)
+}
+
+// The plugin dies in one claim's Prepare or Unprepare. Prepare of another claim that shares the
+// same setting, daemon or partition must succeed, even if no Reconcile ran in between.
+func TestPrepareJoinsAfterCrashWithoutReconcile(t *testing.T) {
+	for _, c := range []struct {
+		name        string
+		first, next *resourceapi.ResourceClaim
+	}{{"a fraction", part1, part2}, {"a fraction of a partition", migPart1, migPart2}, {"a plain share", long1, long2}} {
+		for _, s := range []sharingScene{
+			{c.name + ": first", []*resourceapi.ResourceClaim{c.next, c.first}, withPrepared(), prepares(c.first)},
+			{c.name + ": last leaves", []*resourceapi.ResourceClaim{c.next, c.first}, withPrepared(c.first), unprepares(c.first)},
+		} {
+			for _, fault := range []string{"kill -9 before", "kill -9 after"} {
+				for n := 1; ; n++ {
+					w, h, p, found := interruptedScene(t, s)
+					h.fault = func(call int, after bool) error {
+						if call != n {
+							return nil
+						}
+						return faults[fault](w, after)
+					}
+					_ = s.call(t, p)
+					if !w.disk.Stopped() {
+						break
+					}
+					h.fault = nil
+					t.Run(fmt.Sprintf("%s, %s at call %d", s.name, fault, n), func(t *testing.T) {
+						checkJoins(t, w, h, c.next, s.claims, found)
+					})
+				}
+			}
+			for n := 1; ; n++ {
+				w, h, p, found := interruptedScene(t, s)
+				w.disk.StopAt(n)
+				_ = s.call(t, p)
+				if !w.disk.Stopped() {
+					break
+				}
+				t.Run(fmt.Sprintf("%s, at write %d", s.name, n), func(t *testing.T) {
+					checkJoins(t, w, h, c.next, s.claims, found)
+				})
+			}
+		}
+	}
+}
+
+func checkJoins(t *testing.T, w *world, h *hardware, next *resourceapi.ResourceClaim, claims []*resourceapi.ResourceClaim,
+	found device.TimeSlice) {
+	t.Helper()
+	w.disk.Restart()
+	mustPrepare(t, w.plugin(t), next)
+	w.scan()
+	checkClaimsGoOn(t, w, h, claims, found)
 }

@@ -1,3 +1,6 @@
+// A fraction has a limited part of a device's memory and compute, and claims never get more than
+// there is.
+
 package prepare_test
 
 import (
@@ -16,66 +19,88 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
-const gib = 1 << 30
-
-// newWorldWithShares returns a fake node on which claims with limited shares can use 40 GiB of each
-// GPU, and 9.75 GiB of each 1g.10gb partition.
-func newWorldWithShares(t *testing.T) *world {
-	t.Helper()
+func TestFractionsShareOneDaemonWithOwnLimits(t *testing.T) {
 	w := newWorld(t)
-	withMPS(w)
-	for i := range w.snapshot.Node.GPUs {
-		g := &w.snapshot.Node.GPUs[i]
-		g.MemoryBytes = 41 * gib
-		mig := *g.MIG
-		mig.Profiles = slices.Clone(mig.Profiles)
-		for j := range mig.Profiles {
-			if mig.Profiles[j].ID == 19 {
-				mig.Profiles[j].MemoryBytes = 10 * gib
+	h := withMPS(w)
+	p := w.plugin(t)
+	a := newClaim("a", fraction("r", share0, "18Gi", "25"))
+	b := newClaim("b", fraction("x", share0, "10Gi", "0"), fraction("y", share0, "512Mi", "0"))
+	got := mustPrepare(t, p, a)
+	if want := "k8s.gpu.nvidia.com/claim=uid-a-" + share0 + "-share-r"; got[0].CDIDeviceIDs[1] != want || *got[0].ShareID != "share-r" {
+		t.Errorf("%+v", got)
+	}
+	mustPrepare(t, p, b)
+	daemon := mps.Daemon{ID: share0, Devices: []string{"GPU-0"}, MultiUser: true}
+	if len(w.daemons.running) != 1 || !w.daemons.running[share0].Equal(daemon) || h.of(t, gpu0).mode != device.ComputeExclusiveProcess {
+		t.Errorf("the daemons are %+v", w.daemons.running)
+	}
+	for uid, want := range map[string][]string{
+		"uid-a": {"/dev/nvidia0", "/mps/" + share0, `"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=18432M"`, `"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"`},
+		"uid-b": {`"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=10752M"`},
+	} {
+		spec := w.specs.of(newClaim(strings.TrimPrefix(uid, "uid-")).UID)
+		for _, s := range want {
+			if !strings.Contains(spec, s) {
+				t.Errorf("the spec of %s has no %s: %s", uid, s, spec)
 			}
 		}
-		g.MIG = &mig
 	}
-	w.shares = parseShareRules(t, "shares:2,*/1g.10gb=shares:2")
-	return w
+	if spec := w.specs.of("uid-b"); strings.Contains(spec, "PERCENTAGE") || strings.Count(spec, "0=10752M") != 2 {
+		t.Errorf("the spec is %s", spec)
+	}
+	h.takeCalls()
+	mustUnprepare(t, p, a.UID)
+	if calls := h.takeCalls(); len(calls) != 0 {
+		t.Errorf("a leaving claim made calls although others stay: %q", calls)
+	}
+	mustUnprepare(t, p, b.UID)
+	if len(w.daemons.running) != 0 || h.of(t, gpu0).mode != device.ComputeDefault {
+		t.Errorf("left: %v, %s", w.daemons.running, h.of(t, gpu0).mode)
+	}
+	checkClean(t, w)
 }
 
-func parseShareRules(t *testing.T, rules string) device.ShareRules {
-	t.Helper()
-	r, err := device.ParseShares(rules)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return r
-}
-
-func checkCapacityError(t *testing.T, err error, capacity, asked, held, there string, holders ...string) {
-	t.Helper()
-	full := new(prepare.CapacityError)
-	if !errors.As(err, &full) || cause.Of(err) != cause.Held {
-		t.Errorf("cause %s: %v", cause.Of(err), err)
-		return
-	}
-	var names []string
-	for _, h := range full.Holders {
-		names = append(names, h.Name)
-		if !strings.Contains(err.Error(), h.String()) {
-			t.Errorf("%v does not name %s", err, h)
-		}
-	}
-	if full.Capacity != capacity || full.Requested.String() != asked || full.InUse.String() != held || full.Total.String() != there ||
-		!slices.Equal(names, holders) {
-		t.Errorf("%v", err)
-	}
-	for _, said := range []string{capacity, asked, held, there} {
-		if !strings.Contains(err.Error(), said) {
-			t.Errorf("%v does not say %s", err, said)
-		}
+func TestContainerLimitAppliesWhereNodeSupportsIt(t *testing.T) {
+	for name, tc := range map[string]struct {
+		can   bool
+		share string
+		want  bool
+	}{
+		"a GPU with container limits":    {true, share0, true},
+		"a GPU without container limits": {false, share0, false},
+		"a MIG device":                   {true, migShare0, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			withMPS(w)
+			w.snapshot.Node.GPUs[0].ContainerLimits = tc.can
+			p := w.plugin(t)
+			c := newClaim("c", fraction("x", tc.share, "3Gi", "0"), fraction("y", tc.share, "1Gi", "0"))
+			mustPrepare(t, p, c)
+			spec := w.specs.of(c.UID)
+			if got := strings.Count(spec, "/limit/GPU-0/4096"); got > 0 != tc.want || strings.Count(spec, "/limit/") != got {
+				t.Errorf("the spec is %s", spec)
+			}
+			if !strings.Contains(spec, "0=4096M") {
+				t.Errorf("each process is not limited as well: %s", spec)
+			}
+			// Another plugin process that rewrites the CDI spec must write the same limit.
+			w.specs.clear()
+			if err := w.plugin(t).Reconcile(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if again := w.specs.of(c.UID); again != spec {
+				t.Errorf("the rewritten spec is %s", again)
+			}
+			mustUnprepare(t, p, c.UID)
+			checkClean(t, w)
+		})
 	}
 }
 
@@ -170,6 +195,31 @@ func TestSharesAreRefusedWhenCapacityIsExceeded(t *testing.T) {
 	}
 }
 
+func checkCapacityError(t *testing.T, err error, capacity, asked, held, there string, holders ...string) {
+	t.Helper()
+	full := new(prepare.CapacityError)
+	if !errors.As(err, &full) || cause.Of(err) != cause.Held {
+		t.Errorf("cause %s: %v", cause.Of(err), err)
+		return
+	}
+	var names []string
+	for _, h := range full.Holders {
+		names = append(names, h.Name)
+		if !strings.Contains(err.Error(), h.String()) {
+			t.Errorf("%v does not name %s", err, h)
+		}
+	}
+	if full.Capacity != capacity || full.Requested.String() != asked || full.InUse.String() != held || full.Total.String() != there ||
+		!slices.Equal(names, holders) {
+		t.Errorf("%v", err)
+	}
+	for _, said := range []string{capacity, asked, held, there} {
+		if !strings.Contains(err.Error(), said) {
+			t.Errorf("%v does not say %s", err, said)
+		}
+	}
+}
+
 // plainShares returns a plain share that consumes this many of the device's shares.
 func plainShares(request, name, shares string) result {
 	r := shareOf(request, name)
@@ -181,62 +231,6 @@ func plainShares(request, name, shares string) result {
 func withShareID(r result) result {
 	r.ConsumedCapacity = fraction("r", share0, "38Gi", "100").ConsumedCapacity
 	return r
-}
-
-func TestClaimIsNotCountedAgainstItself(t *testing.T) {
-	w := newWorldWithShares(t)
-	p := w.plugin(t)
-	mustPrepare(t, p, newClaim("other", fraction("r", share0, "10Gi", "0")))
-	for _, memory := range []string{"30Gi", "30Gi", "20Gi", "25Gi"} {
-		mustPrepare(t, p, newClaim("c", fraction("r", share0, memory, "0")))
-	}
-	_, err := p.Prepare(t.Context(), newClaim("c", fraction("r", share0, "31Gi", "0")))
-	checkCapacityError(t, err, "memory", "31Gi", "10Gi", "40Gi", "other")
-	mustPrepare(t, p, newClaim("c", fraction("r", share0, "30Gi", "0")))
-}
-
-// A claim whose consumed capacity changed has another allocation, even if its containers have no
-// limit that depends on it. Prepare must record the new amount.
-func TestChangedCapacityIsAnotherAllocation(t *testing.T) {
-	w := newWorldWithShares(t)
-	w.shares = parseShareRules(t, "shares:4")
-	p := w.plugin(t)
-	mustPrepare(t, p, newClaim("c", plain("r", share0)))
-	mustPrepare(t, p, newClaim("c", plainShares("r", share0, "4")))
-	_, err := p.Prepare(t.Context(), newClaim("other", plain("r", share0)))
-	checkCapacityError(t, err, "shares", "1", "4", "4", "c")
-}
-
-func TestConcurrentInstancesNeverExceedCapacity(t *testing.T) {
-	w := newWorldWithShares(t)
-	claims := map[string]*resourceapi.ResourceClaim{}
-	for i := range 6 {
-		c := newClaim(fmt.Sprintf("c%d", i), fraction("r", share0, "15Gi", "0"))
-		claims[c.Name] = c
-	}
-	var mu sync.Mutex
-	prepared := map[string]bool{}
-	var wg sync.WaitGroup
-	for range 2 {
-		p := w.plugin(t)
-		p.OnRead = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
-		for _, c := range claims {
-			wg.Go(func() {
-				_, err := p.Prepare(t.Context(), c)
-				mu.Lock()
-				defer mu.Unlock()
-				if err == nil {
-					prepared[c.Name] = true
-				} else if full := new(prepare.CapacityError); !errors.As(err, &full) || len(full.Holders) != 2 {
-					t.Error(err)
-				}
-			})
-		}
-	}
-	wg.Wait()
-	if len(prepared) != 2 {
-		t.Errorf("prepared: %v", prepared)
-	}
 }
 
 // Prepare must wait for capacity, and succeed as soon as one of the claims that use the GPU is
@@ -264,23 +258,16 @@ func TestPrepareWaitsBrieflyForCapacity(t *testing.T) {
 	})
 }
 
-// If the record of one claim is unreadable, it is unknown how much that claim uses. So Prepare must
-// refuse a further share of the same GPU.
-func TestShareIsRefusedWhileAnotherRecordIsUnreadable(t *testing.T) {
+func TestClaimIsNotCountedAgainstItself(t *testing.T) {
 	w := newWorldWithShares(t)
 	p := w.plugin(t)
-	first, second := newClaim("first", fraction("r", share0, "10Gi", "0")), newClaim("second", fraction("r", share0, "10Gi", "0"))
-	mustPrepare(t, p, first)
-	mustPrepare(t, p, second)
-	w.disk.Put(recordFile(t, w, "uid-first"), []byte("{"))
-	_, err := p.Prepare(t.Context(), newClaim("third", fraction("r", share0, "1Gi", "0")))
-	if cause.Of(err) != cause.Held || !strings.Contains(err.Error(), "uid-first") || !strings.Contains(err.Error(), "cannot be read") ||
-		strings.Contains(err.Error(), "another way") {
-		t.Errorf("cause %s: %v", cause.Of(err), err)
+	mustPrepare(t, p, newClaim("other", fraction("r", share0, "10Gi", "0")))
+	for _, memory := range []string{"30Gi", "30Gi", "20Gi", "25Gi"} {
+		mustPrepare(t, p, newClaim("c", fraction("r", share0, memory, "0")))
 	}
-	// But a claim keeps the share that it had before, even if it is prepared again after a reboot.
-	w.reboot()
-	mustPrepare(t, w.plugin(t), second)
+	_, err := p.Prepare(t.Context(), newClaim("c", fraction("r", share0, "31Gi", "0")))
+	checkCapacityError(t, err, "memory", "31Gi", "10Gi", "40Gi", "other")
+	mustPrepare(t, p, newClaim("c", fraction("r", share0, "30Gi", "0")))
 }
 
 // After a reboot all claims must get their shares again, even if the admin's new sharing rules
@@ -366,4 +353,55 @@ func removeField(t *testing.T, w *world, file, field string) {
 		t.Fatal(err)
 	}
 	w.disk.Put(file, changed)
+}
+
+// If the record of one claim is unreadable, it is unknown how much that claim uses. So Prepare must
+// refuse a further share of the same GPU.
+func TestShareIsRefusedWhileAnotherRecordIsUnreadable(t *testing.T) {
+	w := newWorldWithShares(t)
+	p := w.plugin(t)
+	first, second := newClaim("first", fraction("r", share0, "10Gi", "0")), newClaim("second", fraction("r", share0, "10Gi", "0"))
+	mustPrepare(t, p, first)
+	mustPrepare(t, p, second)
+	w.disk.Put(recordFile(t, w, "uid-first"), []byte("{"))
+	_, err := p.Prepare(t.Context(), newClaim("third", fraction("r", share0, "1Gi", "0")))
+	if cause.Of(err) != cause.Held || !strings.Contains(err.Error(), "uid-first") || !strings.Contains(err.Error(), "cannot be read") ||
+		strings.Contains(err.Error(), "another way") {
+		t.Errorf("cause %s: %v", cause.Of(err), err)
+	}
+	// But a claim keeps the share that it had before, even if it is prepared again after a reboot.
+	w.reboot()
+	mustPrepare(t, w.plugin(t), second)
+}
+
+func TestConcurrentInstancesNeverExceedCapacity(t *testing.T) {
+	w := newWorldWithShares(t)
+	claims := map[string]*resourceapi.ResourceClaim{}
+	for i := range 6 {
+		c := newClaim(fmt.Sprintf("c%d", i), fraction("r", share0, "15Gi", "0"))
+		claims[c.Name] = c
+	}
+	var mu sync.Mutex
+	prepared := map[string]bool{}
+	var wg sync.WaitGroup
+	for range 2 {
+		p := w.plugin(t)
+		p.OnRead = func(_ context.Context, _, name string) (*resourceapi.ResourceClaim, error) { return claims[name], nil }
+		for _, c := range claims {
+			wg.Go(func() {
+				_, err := p.Prepare(t.Context(), c)
+				mu.Lock()
+				defer mu.Unlock()
+				if err == nil {
+					prepared[c.Name] = true
+				} else if full := new(prepare.CapacityError); !errors.As(err, &full) || len(full.Holders) != 2 {
+					t.Error(err)
+				}
+			})
+		}
+	}
+	wg.Wait()
+	if len(prepared) != 2 {
+		t.Errorf("prepared: %v", prepared)
+	}
 }

@@ -1,31 +1,18 @@
+// A crash while claims share a step loses no original state and blocks no claim.
+
 package prepare_test
 
 import (
 	"errors"
 	"fmt"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
-)
-
-var (
-	sliced   = shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long"))
-	grouped  = shareBy(newClaim("c", allocated("a", gpu0), allocated("b", gpu1)), "GpuConfig", byMPS)
-	parted   = shareEach(newClaim("c", allocated("a", small0), allocated("b", neighbor)), "MigDeviceConfig", byMPS)
-	part1    = newClaim("c", fraction("r", share0, "10Gi", "30"))
-	part2    = newClaim("d", fraction("r", share0, "10Gi", "30"))
-	migPart1 = newClaim("c", fraction("r", migShare0, "2Gi", "0"))
-	migPart2 = newClaim("d", fraction("r", migShare0, "2Gi", "0"))
-	long1    = shareBy(newClaim("c", plain("r", share0)), "GpuConfig", slicing("Long"))
-	long2    = shareBy(newClaim("d", plain("r", share0), plain("s", share1)), "GpuConfig", slicing("Long"))
-	moved    = newClaim("c", fraction("r", share1, "10Gi", "30"))
 )
 
 // sharingScene describes a fake node, a call that the tests interrupt, and claims that can all be
@@ -116,79 +103,6 @@ func interruptedScene(t *testing.T, s sharingScene) (w *world, h *hardware, p *p
 		return w, h, p, device.TimeSliceMedium
 	}
 	return w, h, p, h.of(t, gpu0).slice
-}
-
-func (w *world) holders() []string {
-	names := w.disk.Names(filepath.Join(state, "holders"))
-	slices.Sort(names)
-	return names
-}
-
-// checkSharedState fails the test unless the claims' records and the files of shared settings agree
-// with the GPU settings and MPS daemons. Settings that no claim shares must have their original
-// values, for example the value "found" as gpu0's time slice.
-func checkSharedState(t *testing.T, w *world, h *hardware, p *plugin, found device.TimeSlice) {
-	t.Helper()
-	slice, mode := map[string]device.TimeSlice{gpu0: found}, map[string]device.ComputeMode{gpu0: device.ComputeDefault,
-		gpu1: device.ComputeDefault}
-	running := 0
-	for _, file := range w.holders() {
-		key, ok := strings.CutSuffix(file, ".json")
-		if unfinished, is := strings.CutPrefix(file, ".tmp-"); is && slices.Contains(w.holders(), unfinished) {
-			continue // the next write of the holder file replaces the unfinished one
-		}
-		held, _, err := p.Records.Holder(key)
-		if !ok || strings.HasPrefix(key, ".") || err != nil {
-			t.Errorf("%s is left: %v", file, err)
-			continue
-		}
-		if held.BootID != w.bootID {
-			continue
-		}
-		if held.State != checkpoint.Applied || len(held.Claims) == 0 {
-			t.Errorf("%s is %s, held by %v", key, held.State, held.Claims)
-		}
-		for _, c := range held.Claims {
-			r, _, err := p.Records.Load(c.UID)
-			if err != nil || r.State != checkpoint.Prepared || !slices.ContainsFunc(r.Steps,
-				func(s checkpoint.Step) bool { return strings.Contains(string(s.Params), key) }) {
-				t.Errorf("%s is held by claim %s, whose record is %+v, %v", key, c, r, err)
-			}
-		}
-		step, err := steps.StepOf(held)
-		if err != nil {
-			t.Error(err)
-		}
-		switch s := step.(type) {
-		case *steps.TimeSlice:
-			slice[s.GPU] = s.Want
-		case *steps.ComputeMode:
-			mode[s.GPU] = device.ComputeExclusiveProcess
-		case *steps.MPSDaemon:
-			running++
-			if d, ok := w.daemons.running[s.ID]; !ok || !slices.Equal(d.Devices, s.UUIDs) {
-				t.Errorf("%s has %q, and there is %+v", key, s.UUIDs, d)
-			}
-			for _, uuid := range s.UUIDs {
-				if !h.serves(uuid) {
-					t.Errorf("%s has %s, which is not there for it", key, uuid)
-				}
-			}
-		case *steps.MIGInstance:
-			there := h.of(t, s.GPU).state().MIG.Instances
-			if _, ok := s.FindIntact(there); !ok {
-				t.Errorf("%s has %s, and there is %s", key, steps.DescribeInstances(*s.Instance), steps.DescribeInstances(there...))
-			}
-		}
-	}
-	if len(w.daemons.running) != running {
-		t.Errorf("the daemons are %v, want %d", w.daemons.running, running)
-	}
-	for _, gpu := range []string{gpu0, gpu1} {
-		if s := h.of(t, gpu); s.slice != slice[gpu] || s.mode != mode[gpu] {
-			t.Errorf("%s: time slice %d, not %d, compute mode %s, not %s", gpu, s.slice, slice[gpu], s.mode, mode[gpu])
-		}
-	}
 }
 
 // checkClaimsGoOn starts a new plugin process. It fails the test unless Recover and Reconcile

@@ -1,3 +1,5 @@
+// A whole GPU is given out with MIG mode off, and the driver disables only a mode that it enabled.
+
 package prepare_test
 
 import (
@@ -7,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	resourceapi "k8s.io/api/resource/v1"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
@@ -14,16 +18,61 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
-// gpuOf returns the GPU called name from the inventory.
-func (w *world) gpuOf(t *testing.T, name string) device.GPU {
-	t.Helper()
-	for _, g := range w.snapshot.Node.GPUs {
-		if g.WholeName() == name {
-			return g.GPU
-		}
+func TestWholeGPUReadsHardwareOnlyIfMIGMayBeEnabled(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	c := newClaim("c", allocated("r", gpu0))
+	mustPrepare(t, p, c)
+	mustPrepare(t, p, c)
+	mustUnprepare(t, p, "uid-c")
+	if calls := h.takeCalls(); len(calls) != 0 {
+		t.Errorf("hardware calls: %q", calls)
 	}
-	t.Fatalf("the inventory has no %s", name)
-	return device.GPU{}
+	plain := writesOf(t, newWorld(t), c)
+	if able := writesOf(t, w, c); able != plain {
+		t.Errorf("%d writes, and %d where no GPU can be cut", able, plain)
+	}
+
+	mustPrepare(t, p, newClaim("part", allocated("r", small0)))
+	mustUnprepare(t, p, "uid-part")
+	h.takeCalls()
+	// The inventory does not show that MIG mode is enabled. But a file on disk says that the driver
+	// enabled it. So Prepare must read the hardware and disable the mode.
+	mustPrepare(t, p, c)
+	if calls := h.takeCalls(); !slices.Equal(calls, []string{"look", "set MIG mode false"}) || h.of(t, gpu0).on {
+		t.Errorf("hardware calls: %q", calls)
+	}
+	r, _, err := p.Records.Load("uid-c")
+	if err != nil || len(r.Steps) != 1 {
+		t.Errorf("the previous version could not unprepare it: %+v, %v", r.Steps, err)
+	}
+	mustPrepare(t, p, c)
+	mustUnprepare(t, p, "uid-c")
+	mustPrepare(t, p, c)
+	if calls := h.takeCalls(); len(calls) != 0 {
+		t.Errorf("hardware calls although the mode is off: %q", calls)
+	}
+	mustUnprepare(t, p, "uid-c")
+
+	// Now an admin has enabled MIG mode, and the inventory shows it. Prepare of the whole GPU must
+	// disable it.
+	h.of(t, gpu0).on = true
+	w.scan()
+	mustPrepare(t, p, c)
+	if h.of(t, gpu0).on {
+		t.Error("the GPU is in MIG mode")
+	}
+}
+
+func writesOf(t *testing.T, w *world, c *resourceapi.ResourceClaim) int {
+	t.Helper()
+	p := w.plugin(t)
+	w.disk.FailAt(1<<30, nil)
+	mustPrepare(t, p, c)
+	writes := w.disk.Writes()
+	mustUnprepare(t, p, c.UID)
+	return writes
 }
 
 // prepareAndUnprepare prepares and unprepares a claim with a partition. That leaves the GPU in MIG
@@ -32,6 +81,15 @@ func prepareAndUnprepare(t *testing.T, p *plugin) {
 	t.Helper()
 	mustPrepare(t, p, newClaim("part", allocated("r", small0)))
 	mustUnprepare(t, p, "uid-part")
+}
+
+func prepareThen(then func(t *testing.T, w *world, h *hardware, p *plugin)) func(*testing.T, *world, *hardware, *plugin) {
+	return func(t *testing.T, w *world, h *hardware, p *plugin) {
+		t.Helper()
+		prepareAndUnprepare(t, p)
+		w.scan()
+		then(t, w, h, p)
+	}
 }
 
 func marks(w *world) []string { return w.disk.Names(filepath.Join(state, "mig")) }
@@ -139,12 +197,22 @@ func TestDisableUnusedMIGMode(t *testing.T) {
 	}
 }
 
-func prepareThen(then func(t *testing.T, w *world, h *hardware, p *plugin)) func(*testing.T, *world, *hardware, *plugin) {
-	return func(t *testing.T, w *world, h *hardware, p *plugin) {
-		t.Helper()
-		prepareAndUnprepare(t, p)
-		w.scan()
-		then(t, w, h, p)
+func TestDisableUnusedMIGModeReadsNoHardwareWhenIdle(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	p := w.plugin(t)
+	h.of(t, gpu0).on = true // as an admin does
+	w.scan()
+	for _, gpu := range []string{gpu0, gpu1} {
+		if off, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu)); off || err != nil {
+			t.Errorf("%s: %v, %v", gpu, off, err)
+		}
+	}
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if calls := h.takeCalls(); len(calls) > 0 {
+		t.Errorf("hardware calls: %q", calls)
 	}
 }
 
@@ -202,25 +270,6 @@ func TestInterruptedMIGModeDisableIsFinished(t *testing.T) {
 				t.Errorf("after call %d died (after its effect: %v): on: %v, marks: %q, %v", call, after, h.of(t, gpu0).on, marks(w), err)
 			}
 		}
-	}
-}
-
-func TestDisableUnusedMIGModeReadsNoHardwareWhenIdle(t *testing.T) {
-	w := newWorld(t)
-	h := withMIG(w)
-	p := w.plugin(t)
-	h.of(t, gpu0).on = true // as an admin does
-	w.scan()
-	for _, gpu := range []string{gpu0, gpu1} {
-		if off, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu)); off || err != nil {
-			t.Errorf("%s: %v, %v", gpu, off, err)
-		}
-	}
-	if err := p.Reconcile(t.Context()); err != nil {
-		t.Error(err)
-	}
-	if calls := h.takeCalls(); len(calls) > 0 {
-		t.Errorf("hardware calls: %q", calls)
 	}
 }
 

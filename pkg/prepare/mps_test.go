@@ -1,6 +1,9 @@
+// Claims share an MPS daemon, which needs the supervisor to start and to stop but not to go on.
+
 package prepare_test
 
 import (
+	"errors"
 	"slices"
 	"strings"
 	"testing"
@@ -9,6 +12,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
@@ -16,6 +20,143 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
+
+func TestOneMPSDaemonServesAllDevicesOfAConfiguration(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	c := shareBy(
+		newClaim("c", allocated("a", gpu0), allocated("b", gpu1)),
+		"GpuConfig",
+		`{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":40,"defaultPinnedDeviceMemoryLimit":"10Gi",`+
+			`"defaultPerDevicePinnedMemoryLimit":{"1":"5Gi"},"multiUser":true}}`,
+	)
+	mustPrepare(t, p, c)
+	want := mps.Daemon{ID: "uid-c-0", Devices: []string{"GPU-0", "GPU-1"}, ThreadPercentage: ptr.To(40),
+		MemoryLimits: map[int]uint64{0: 10240, 1: 5120}, MultiUser: true}
+	if got := w.daemons.running["uid-c-0"]; !got.Equal(want) {
+		t.Errorf("the daemon is %+v", got)
+	}
+	if a, b := h.of(t, gpu0).mode, h.of(t, gpu1).mode; a != device.ComputeExclusiveProcess || b != device.ComputeExclusiveProcess {
+		t.Errorf("the compute modes are %s and %s", a, b)
+	}
+	if spec := w.specs.of(c.UID); strings.Count(spec, "/mps/uid-c-0") != 2 || strings.Count(spec, "CUDA_MPS_PIPE_DIRECTORY") != 2 ||
+		strings.Contains(spec, "LIMIT") {
+		t.Errorf("the spec is %s", spec)
+	}
+	mustPrepare(t, p, c)
+	mustUnprepare(t, p, c.UID)
+	if a, b := h.of(t, gpu0).mode, h.of(t, gpu1).mode; len(w.daemons.running) != 0 || a != device.ComputeDefault ||
+		b != device.ComputeDefault {
+		t.Errorf("left: %v, %s, %s", w.daemons.running, a, b)
+	}
+	checkClean(t, w)
+}
+
+// A process can use only one MPS daemon. So each configuration must get its own daemon, and a
+// device without an MPS configuration must get none.
+func TestEachConfigurationHasItsOwnMPSDaemon(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	p := w.plugin(t)
+	partitions := shareEach(newClaim("p", allocated("a", small0), allocated("b", neighbor)), "MigDeviceConfig", byMPS)
+	mustPrepare(t, p, partitions)
+	for id, device := range map[string]string{"uid-p-0": "MIG-1", "uid-p-1": "MIG-2"} {
+		if got := w.daemons.running[id].Devices; !slices.Equal(got, []string{device}) {
+			t.Errorf("daemon %s has %q", id, got)
+		}
+	}
+	if spec := w.specs.of(partitions.UID); strings.Count(spec, "/mps/uid-p-0") != 1 || strings.Count(spec, "/mps/uid-p-1") != 1 {
+		t.Errorf("the spec is %s", spec)
+	}
+	mustUnprepare(t, p, partitions.UID)
+	neighbor := shareBy(newClaim("c", allocated("a", gpu0), allocated("b", gpu1)), "GpuConfig", byMPS)
+	neighbor.Status.Allocation.Devices.Config[0].Requests = []string{"a"}
+	mustPrepare(t, p, neighbor)
+	if spec := w.specs.of(neighbor.UID); len(w.daemons.running) != 1 || strings.Count(spec, "/mps/") != 1 {
+		t.Errorf("daemons %v, the spec is %s", w.daemons.running, spec)
+	}
+	mustUnprepare(t, p, neighbor.UID)
+	checkClean(t, w)
+}
+
+// An index in defaultPerDevicePinnedMemoryLimit must count the sorted UUIDs, as in NVIDIA's DRA
+// driver:
+// https://github.com/kubernetes-sigs/dra-driver-nvidia-gpu/blob/main/cmd/gpu-kubelet-plugin/allocatable.go,
+// UUIDs.
+func TestMemoryLimitIndexFollowsUUIDOrder(t *testing.T) {
+	for name, c := range map[string]struct {
+		perDevice string
+		want      map[int]uint64
+	}{
+		"index 0 is the second request's GPU": {`"0":"5Gi"`, map[int]uint64{1: 5120}},
+		"index 1 is the first request's GPU":  {`"1":"6Gi"`, map[int]uint64{0: 6144}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			withMPS(w)
+			p := w.plugin(t)
+			claim := shareBy(newClaim("c", allocated("a", gpu1), allocated("b", gpu0)), "GpuConfig",
+				`{"strategy":"MPS","mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{`+c.perDevice+`}}}`)
+			mustPrepare(t, p, claim)
+			want := mps.Daemon{ID: "uid-c-0", Devices: []string{"GPU-1", "GPU-0"}, MemoryLimits: c.want}
+			if got := w.daemons.running["uid-c-0"]; !got.Equal(want) {
+				t.Errorf("the daemon is %+v, want %+v", got, want)
+			}
+			mustUnprepare(t, p, claim.UID)
+			checkClean(t, w)
+		})
+	}
+}
+
+// A thread percentage of 0 must mean no limit, as with NVIDIA's DRA driver. There the MPS control
+// daemon refuses 0 and stays at 100 (test/nvmlsim/conformance).
+func TestZeroThreadPercentageIsNoLimit(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	p := w.plugin(t)
+	c := shareBy(newClaim("c", allocated("a", gpu0)), "GpuConfig", `{"strategy":"MPS","mpsConfig":{"defaultActiveThreadPercentage":0}}`)
+	mustPrepare(t, p, c)
+	if got := w.daemons.running["uid-c-0"]; got.ThreadPercentage != nil {
+		t.Errorf("the daemon is %+v", got)
+	}
+	mustUnprepare(t, p, c.UID)
+	checkClean(t, w)
+}
+
+func TestHugeMemoryLimitIsStillALimit(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	p := w.plugin(t)
+	c := shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", `{"strategy":"MPS","mpsConfig":{"defaultPinnedDeviceMemoryLimit":"1e30"}}`)
+	if _, err := p.Prepare(t.Context(), c); err == nil && w.daemons.running["uid-c-0"].MemoryLimits[0] == 0 {
+		t.Errorf("the daemon lacks the requested limit: %+v", w.daemons.running)
+	}
+}
+
+func TestMPSDaemonFollowsRecreatedPartition(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	c := shareBy(newClaim("c", allocated("a", small0)), "MigDeviceConfig", byMPS)
+	mustPrepare(t, p, c)
+	if got := w.daemons.running["uid-c-0"].Devices; !slices.Equal(got, []string{"MIG-1"}) || h.of(t, gpu0).mode != device.ComputeDefault {
+		t.Errorf("the daemon has %q, the compute mode is %s", got, h.of(t, gpu0).mode)
+	}
+	h.of(t, gpu0).reset()
+	w.scan()
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.daemons.running["uid-c-0"].Devices; !slices.Equal(got, []string{"MIG-2"}) {
+		t.Errorf("after the partition was recreated the daemon has %q", got)
+	}
+	mustUnprepare(t, p, c.UID)
+	if len(w.daemons.running) != 0 || len(h.of(t, gpu0).instances) != 0 {
+		t.Errorf("left: %v", w.daemons.running)
+	}
+	checkClean(t, w)
+}
 
 func TestMPSClaimIsRefusedWithoutSupervisor(t *testing.T) {
 	for _, s := range sharingScenes() {
@@ -178,6 +319,23 @@ func TestLeftoverDaemonsAreStopped(t *testing.T) {
 				t.Errorf("%d are to be left, there are %v", left, w.daemons.running)
 			}
 		})
+	}
+}
+
+// If the CDI specs cannot be listed, Reconcile must still stop the leftover MPS daemon.
+func TestLeftoverDaemonStopsThoughSpecsCannotBeListed(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	mustPrepare(t, w.plugin(t), newClaim("bad", fraction("r", share0, "1Gi", "0")))
+	if err := w.disk.Remove(recordFile(t, w, "uid-bad")); err != nil {
+		t.Fatal(err)
+	}
+	w.specs.unlisted = errors.New("input/output error")
+	if err := w.plugin(t).Reconcile(t.Context()); !errors.Is(err, w.specs.unlisted) {
+		t.Errorf("the failure is not reported: %v", err)
+	}
+	if len(w.daemons.running) != 0 || len(w.holders()) != 0 {
+		t.Errorf("left: %v, %q", w.daemons.running, w.holders())
 	}
 }
 

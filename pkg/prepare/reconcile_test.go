@@ -1,0 +1,523 @@
+// Reconcile checks each claim and each shared step once, holds no lock for long, and collects
+// garbage.
+
+package prepare_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+)
+
+// However many claims share a GPU setting or MPS daemon, one Reconcile must read or restart it only
+// once.
+func TestReconcileChecksSharedStepsOnce(t *testing.T) {
+	const many = 12
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	for i := range many {
+		mustPrepare(t, p, newClaim(fmt.Sprint("fraction-", i), fraction("r", share0, "1Gi", "0")))
+		mustPrepare(t, p, shareBy(newClaim(fmt.Sprint("slice-", i), plain("r", share1)), "GpuConfig", slicing("Long")))
+	}
+	h.takeCalls()
+	count := func(what string) int {
+		n := 0
+		for _, call := range h.takeCalls() {
+			if strings.HasPrefix(call, what) {
+				n++
+			}
+		}
+		return n
+	}
+	for range 2 { // each pass checks again
+		if err := p.Reconcile(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		calls := h.takeCalls()
+		slices.Sort(calls)
+		if want := []string{"look", "start " + share0, "time slice"}; !slices.Equal(calls, want) {
+			t.Errorf("Reconcile of %d claims made calls %q", 2*many, calls)
+		}
+	}
+	h.of(t, gpu1).forget()
+	clear(w.daemons.running)
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := count("set time slice"); n != 1 {
+		t.Errorf("the lost setting was set %d times", n)
+	}
+	checkSharedState(t, w, h, p, device.TimeSliceDefault)
+}
+
+// Twelve claims share an MPS daemon that hangs. Reconcile must wait for the daemon once and not
+// twelve times, because a new call for the GPU waits meanwhile.
+func TestReconcileWaitsOnceForHungDaemon(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	for i := range 12 {
+		mustPrepare(t, p, newClaim(fmt.Sprint(i), fraction("r", share0, "1Gi", "0")))
+	}
+	mustPrepare(t, p, newClaim("other", fraction("r", share1, "1Gi", "0")))
+	delete(w.daemons.running, share1)
+	synctest.Test(t, func(t *testing.T) {
+		p := w.plugin(t)
+		w.daemons.hang["GPU-0"] = true
+		start := time.Now()
+		err := p.Reconcile(t.Context())
+		if err == nil || strings.Contains(err.Error(), "being prepared or unprepared") {
+			t.Errorf("%v", err)
+		}
+		if took := time.Since(start); took > sharedCheckTime {
+			t.Errorf("took %s", took)
+		}
+		if w.daemons.running[share1].ID == "" {
+			t.Error("the other GPU's daemon was not started again")
+		}
+		clear(w.daemons.hang)
+		if err := p.Reconcile(t.Context()); err != nil {
+			t.Error(err)
+		}
+		checkSharedState(t, w, h, p, device.TimeSliceDefault)
+	})
+}
+
+func TestReconcileReportsSkippedClaims(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(t *testing.T, w *world, p *plugin)
+		want   []types.UID
+	}{
+		"nothing is wrong": {func(*testing.T, *world, *plugin) {}, nil},
+		"a call is in flight": {func(t *testing.T, _ *world, p *plugin) {
+			t.Helper()
+			held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName("uid-c"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(held.Release)
+		}, []types.UID{"uid-c"}},
+		"unreadable record": {func(t *testing.T, w *world, _ *plugin) { w.disk.Put(recordFile(t, w, "uid-c"), []byte("{")) },
+			[]types.UID{"uid-c"}},
+		"the node is not ready": {func(_ *testing.T, w *world, _ *plugin) { w.snapshot.Ready = false }, []types.UID{"uid-c"}},
+		"after a reboot": {func(_ *testing.T, _ *world, p *plugin) {
+			p.with(func(n *steps.Node) { n.BootID = "another" })
+		}, []types.UID{"uid-c"}},
+		"the inventory lacks the GPU": {func(_ *testing.T, w *world, _ *plugin) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:] },
+			[]types.UID{"uid-c"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			p := w.plugin(t)
+			mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
+			var got []types.UID
+			p.OnSkipped = func(uid types.UID) { got = append(got, uid) }
+			c.change(t, w, p)
+			if err := p.Reconcile(t.Context()); err != nil || !slices.Equal(got, c.want) {
+				t.Errorf("%v, skipped %q", err, got)
+			}
+		})
+	}
+}
+
+func TestReconcileErrorNamesUndeterminedClaims(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	mustPrepare(t, w.plugin(t), newClaim("lost", allocated("r", small0)))
+	mustPrepare(t, w.plugin(t), newClaim("well", allocated("r", gpu1)))
+	h.of(t, gpu0).reset()
+	w.scan()
+	h.fault = func(_ int, after bool) error {
+		if !after && strings.HasPrefix(h.calls[len(h.calls)-1], "create GPU instance") {
+			return &cut.Error{Op: "a call", Code: device.FailureNotSupported, Message: "not supported"}
+		}
+		return nil
+	}
+	p := w.plugin(t)
+	for _, c := range []struct {
+		what           string
+		change         func()
+		ofLost, ofWell bool
+	}{
+		{"one claim lost its device", func() {}, true, false},
+		{"garbage collection fails", func() {
+			h.fault = nil
+			w.specs.unlisted = errors.New("input/output error")
+		}, false, false},
+		{"the records cannot be listed", func() { w.disk.StopAt(1) }, true, true},
+	} {
+		c.change()
+		err := p.Reconcile(t.Context())
+		if err == nil || reconcile.Undetermined(err, "uid-lost") != c.ofLost || reconcile.Undetermined(err, "uid-well") != c.ofWell {
+			t.Errorf("%s: %v leaves open the lost one %v, the other %v", c.what, err,
+				reconcile.Undetermined(err, "uid-lost"), reconcile.Undetermined(err, "uid-well"))
+		}
+	}
+}
+
+// lockedOperations are operations that wait for a lock, each with the name of the lock's file.
+var lockedOperations = map[string]struct {
+	file string
+	call func(*testing.T, *world, *plugin) error
+	said string // part of the error while another call has the lock
+}{
+	"reconcile a claim": {claimLocks, func(t *testing.T, _ *world, p *plugin) error {
+		return p.Reconcile(t.Context())
+	}, ""},
+	"unprepare an orphan": {claimLocks, func(t *testing.T, _ *world, p *plugin) error {
+		_, err := p.UnprepareOrphan(t.Context(), "uid-c", confirmAlways)
+		return err
+	}, ""},
+	"remove the spec of a recordless claim": {claimLocks, func(t *testing.T, w *world, p *plugin) error {
+		if err := w.specs.WriteClaim("uid-dead", nil); err != nil {
+			t.Fatal(err)
+		}
+		return p.Reconcile(t.Context())
+	}, ""},
+	"restore shared state without holders": {gpu0, func(t *testing.T, _ *world, p *plugin) error {
+		if err := p.Records.SaveHolder(checkpoint.Holder{Key: steps.SharedKey(gpu0, steps.TimeSliceKind), GPUs: []string{gpu0}}); err != nil {
+			t.Fatal(err)
+		}
+		return p.Reconcile(t.Context())
+	}, "a claim is being prepared or unprepared"},
+	"stop a leftover daemon": {gpu0, func(t *testing.T, w *world, p *plugin) error {
+		w.daemons.running[gpu0] = mps.Daemon{ID: gpu0}
+		return p.Reconcile(t.Context())
+	}, "a claim is being prepared or unprepared"},
+}
+
+func TestReconcileReportsLockErrors(t *testing.T) {
+	for name, c := range lockedOperations {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			withMPS(w)
+			p := w.plugin(t)
+			mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
+			path := w.breakLock(t, c.file)
+			if err := c.call(t, w, p); err == nil || !strings.Contains(err.Error(), path) || !strings.Contains(err.Error(), "no such file") {
+				t.Errorf("want an error that names %s and the cause, got %v", path, err)
+			}
+		})
+	}
+}
+
+// If another call has the lock, the operations on one claim must return nil, because that call
+// takes care of the claim. The operations on a GPU must return an error that says what they waited
+// for, since the call may be for any claim.
+func TestReconcileSkipsClaimWithCallInFlight(t *testing.T) {
+	for name, c := range lockedOperations {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			withMPS(w)
+			mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", gpu0)))
+			synctest.Test(t, func(t *testing.T) {
+				p := w.plugin(t)
+				held, err := p.Locks.Acquire(t.Context(),
+					append(claimlock.GPUNames(gpu0), claimlock.ClaimName("uid-c"), claimlock.ClaimName("uid-dead"))...)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer held.Release()
+				if err := c.call(t, w, p); (err != nil) != (c.said != "") || err != nil && !strings.Contains(err.Error(), c.said) {
+					t.Errorf("want %q, got %v", c.said, err)
+				}
+			})
+		})
+	}
+}
+
+func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
+	for name, c := range map[string]struct {
+		slow slowDestroy
+		busy bool // another call holds the GPU's lock
+		call func(*testing.T, *plugin, device.Card) error
+	}{
+		"adopt, a call holds the GPU":    {slowDestroy{}, true, adoptInstances},
+		"adopt, the GPU does not answer": {slowDestroy{look: true}, false, adoptInstances},
+		"adopt, the instance is in use":  {slowDestroy{destroy: true}, false, adoptInstances},
+		"reconcile, the instance is in use": {slowDestroy{destroy: true}, false, func(t *testing.T, p *plugin, _ device.Card) error {
+			return p.Reconcile(t.Context())
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMIG(w)
+			mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", small0)))
+			h.createForeign(t, gpu0, 9, 4)
+			w.scan()
+			synctest.Test(t, func(t *testing.T) {
+				p := w.plugin(t)
+				r, _, err := p.Records.Load("uid-c")
+				if err != nil {
+					t.Fatal(err)
+				}
+				r.State = checkpoint.Reverting
+				if err := p.Records.Save(r); err != nil {
+					t.Fatal(err)
+				}
+				c.slow.hardware = h
+				p.with(func(n *steps.Node) { n.Partitions = &c.slow })
+				if c.busy {
+					held, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
+					if err != nil {
+						t.Fatal(err)
+					}
+					defer held.Release()
+				}
+				start := time.Now()
+				if err := c.call(t, p, h.card(t, gpu0)); err == nil {
+					t.Error("no error was reported")
+				}
+				if took := time.Since(start); took > steps.PeriodicTime {
+					t.Errorf("took %s", took)
+				}
+			})
+		})
+	}
+}
+
+func adoptInstances(t *testing.T, p *plugin, c device.Card) error {
+	return p.Adopt(t.Context(), c, gpu0)
+}
+
+func TestOneFailedRepairBlocksNoOther(t *testing.T) {
+	for _, broken := range []string{"GPU-0", "GPU-1"} {
+		w := newWorld(t)
+		h := withMPS(w)
+		p := w.plugin(t)
+		mustPrepare(t, p, shareBy(newClaim("a", allocated("r", gpu0)), "GpuConfig", slicing("Long")))
+		mustPrepare(t, p, shareBy(newClaim("b", allocated("r", gpu1)), "GpuConfig", slicing("Long")))
+		for _, uid := range []types.UID{"uid-a", "uid-b"} {
+			if err := p.Records.Remove(uid); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, file := range w.holders() {
+			w.disk.Put(filepath.Join(state, "holders", file), nil)
+		}
+		p.with(func(n *steps.Node) { n.Partitions = &muteTimeSlice{h, broken} })
+		if err := p.Reconcile(t.Context()); err == nil {
+			t.Error("no error was reported")
+		}
+		if left := w.holders(); len(left) != 1 {
+			t.Errorf("%s is broken: left: %q", broken, left)
+		}
+		for _, gpu := range []string{gpu0, gpu1} {
+			if s := h.of(t, gpu); s.uuid != broken && s.slice != device.TimeSliceDefault {
+				t.Errorf("%s has time slice %d", gpu, s.slice)
+			}
+		}
+		p.with(func(n *steps.Node) { n.Partitions = h })
+		if err := p.Reconcile(t.Context()); err != nil || len(w.holders()) != 0 {
+			t.Errorf("%v, left: %q", err, w.holders())
+		}
+		checkSharedState(t, w, h, p, device.TimeSliceDefault)
+	}
+}
+
+// Reconcile in the running plugin must remove what killed calls left, and report each repair.
+func TestReconcileRemovesLeftoversOfKilledCalls(t *testing.T) {
+	w := newWorld(t)
+	runs := w.plugin(t)
+	var mu sync.Mutex // Reconcile calls OnRepaired concurrently
+	var said []string
+	runs.OnRepaired = func(r prepare.Repair) {
+		mu.Lock()
+		defer mu.Unlock()
+		said = append(said, r.Kind+" "+r.Object)
+	}
+	kept := newClaim("kept", allocated("r", gpu1))
+	mustPrepare(t, runs, kept)
+	if err := w.specs.WriteClaim("uid-dead", nil); err != nil {
+		t.Fatal(err)
+	}
+	w.disk.StopAt(2)
+	if err := runs.Records.Save(checkpoint.Record{ClaimUID: "uid-begun"}); err == nil {
+		t.Fatal("the call was not interrupted")
+	}
+	w.disk.Restart()
+	if err := runs.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	slices.Sort(said)
+	if want := []string{"leftover-spec uid-dead", "unfinished-write uid-begun"}; !slices.Equal(said, want) {
+		t.Errorf("repairs: %q, want %q", said, want)
+	}
+	if w.specs.of("uid-dead") != "" || w.specs.of(kept.UID) == "" || len(w.records()) != 1 {
+		t.Errorf("specs %v, records %q", w.specs.claims, w.records())
+	}
+}
+
+func TestSharedStateOfRecordlessClaimsIsRestored(t *testing.T) {
+	alone := shareBy(newClaim("alone", allocated("r", gpu1)), "GpuConfig", byMPS)
+	for _, on0 := range []*resourceapi.ResourceClaim{part1, sliced} {
+		for _, unreadable := range []bool{false, true} {
+			w := newWorld(t)
+			h := withMPS(w)
+			p := w.plugin(t)
+			mustPrepare(t, p, on0)
+			mustPrepare(t, p, alone)
+			for _, c := range []*resourceapi.ResourceClaim{on0, alone} {
+				if err := p.Records.Remove(c.UID); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for _, file := range w.holders() {
+				if unreadable {
+					w.disk.Put(filepath.Join(state, "holders", file), nil)
+				}
+			}
+			if err := p.Recover(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.Reconcile(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if len(w.holders()) != 0 {
+				t.Errorf("unreadable %v: left: %q", unreadable, w.holders())
+			}
+			checkSharedState(t, w, h, p, device.TimeSliceDefault)
+		}
+	}
+}
+
+// Reconcile must remove the unfinished file of a shared setting if there is no finished one,
+// because no claim would remove it.
+func TestUnfinishedHolderFileIsRemoved(t *testing.T) {
+	for _, key := range []string{steps.SharedKey(gpu0, steps.TimeSliceKind), steps.SharedKey("uid-c-0", steps.MPSDaemonKind)} {
+		w := newWorld(t)
+		withMPS(w)
+		p := w.plugin(t)
+		var repairs []string
+		p.OnRepaired = func(r prepare.Repair) { repairs = append(repairs, r.Kind+" "+r.Object) }
+		w.disk.Put(filepath.Join(state, "holders", ".tmp-"+key+".json"), []byte("{"))
+		if err := p.Reconcile(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if left := w.holders(); len(left) != 0 || !slices.Equal(repairs, []string{"unfinished-write " + key}) {
+			t.Errorf("left %q, repaired %q", left, repairs)
+		}
+		checkClean(t, w)
+	}
+}
+
+func TestOrphanReason(t *testing.T) {
+	w := newWorld(t)
+	p := w.plugin(t)
+	c := newClaim("c", allocated("r", gpu0))
+	mustPrepare(t, p, c)
+	r, _, err := p.Record(c.UID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	replaced := newClaim("c", allocated("r", gpu0))
+	replaced.UID = "another"
+	deallocated := newClaim("c")
+	deallocated.Status.Allocation = nil
+	group := resourceapi.ResourceClaimConsumerReference{APIGroup: "scheduling.k8s.io", Resource: "podgroups", Name: "gang", UID: "uid-of-gang"}
+	ofGroup := newClaim("c", allocated("r", gpu0))
+	ofGroup.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{group}
+	leftByGroup := newClaim("c") // the claim controller deallocates with the last reservation
+	leftByGroup.Status.Allocation, leftByGroup.Status.ReservedFor = nil, nil
+	for name, c := range map[string]struct {
+		now       *resourceapi.ResourceClaim
+		abandoned bool
+	}{
+		"deleted":                   {nil, true},
+		"replaced":                  {replaced, true},
+		"not allocated":             {deallocated, true},
+		"allocated another device":  {newClaim("c", allocated("r", gpu1)), true},
+		"another device and no Pod": {forPods(newClaim("c", allocated("r", gpu1))), true},
+		"its PodGroup was deleted":  {leftByGroup, true},
+		"unchanged":                 {newClaim("c", allocated("r", gpu0)), false},
+		"reserved for a PodGroup":   {ofGroup, false},
+		"between two Pods":          {forPods(newClaim("c", allocated("r", gpu0))), false},
+		"has a further device":      {newClaim("c", allocated("r", gpu0), allocated("s", gpu1)), false},
+	} {
+		if why := p.OrphanReason(r, c.now); why != "" != c.abandoned {
+			t.Errorf("%s: %q", name, why)
+		}
+	}
+}
+
+func TestOrphanIsConfirmedUnderTheClaimLock(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		p := w.plugin(t)
+		c := newClaim("c", allocated("r", gpu0))
+		mustPrepare(t, p, c)
+		refused := errors.New("it is there")
+		if done, err := p.UnprepareOrphan(t.Context(), c.UID, func(context.Context, checkpoint.Record) error { return refused }); done ||
+			!errors.Is(err, refused) {
+			t.Errorf("%v, %v", done, err)
+		}
+		// A Prepare of the claim that comes while UnprepareOrphan calls its confirm function must wait
+		// for the claim's lock. After that it finds the claim unprepared and prepares it again.
+		prepared := make(chan error, 1)
+		w.readClaim = func() (*resourceapi.ResourceClaim, error) { return c, nil }
+		done, err := p.UnprepareOrphan(t.Context(), c.UID, func(context.Context, checkpoint.Record) error {
+			go func() {
+				_, err := p.Prepare(t.Context(), c)
+				prepared <- err
+			}()
+			synctest.Wait()
+			return nil
+		})
+		if !done || err != nil {
+			t.Fatal(done, err)
+		}
+		if err := <-prepared; err != nil || len(w.records()) != 1 {
+			t.Errorf("%v, %q", err, w.records())
+		}
+		if done, err := p.UnprepareOrphan(t.Context(), c.UID, confirmAlways); !done || err != nil {
+			t.Error(done, err)
+		}
+		checkClean(t, w)
+		if done, err := p.UnprepareOrphan(t.Context(), c.UID, confirmAlways); done || err != nil {
+			t.Errorf("unprepared twice: %v, %v", done, err)
+		}
+	})
+}
+
+func TestOrphanWithCallInFlightIsSkipped(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		p := w.plugin(t)
+		c := newClaim("c", allocated("r", gpu0))
+		mustPrepare(t, p, c)
+		held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(c.UID))
+		if err != nil {
+			t.Fatal(err)
+		}
+		before := time.Now()
+		done, err := p.UnprepareOrphan(t.Context(), c.UID, func(context.Context,
+			checkpoint.Record) error {
+			t.Error("confirm was called")
+			return nil
+		})
+		if done || err != nil || time.Since(before) > time.Second {
+			t.Errorf("%v, %v after %s", done, err, time.Since(before))
+		}
+		held.Release()
+	})
+}

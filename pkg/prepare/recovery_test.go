@@ -1,0 +1,271 @@
+// Recover restores CDI specs and removes leftovers at the start, and no record is lost that it
+// cannot read.
+
+package prepare_test
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+)
+
+func TestRemovedSpecsAreRestored(t *testing.T) {
+	for name, repair := range map[string]func(*plugin, context.Context) error{
+		"at the start": (*plugin).Recover,
+		"when noticed": (*plugin).RepairAllSpecs,
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			mustPrepare(t, w.plugin(t), newClaim("a", allocated("r", gpu0)))
+			mustPrepare(t, w.plugin(t), newClaim("b", allocated("r", gpu1)))
+			spec := w.specs.of("uid-b")
+			w.specs.clear()
+			// At a restart the driver may not be loaded yet, so the device nodes of the cards are unknown.
+			w.snapshot.Ready = false
+			if err := repair(w.plugin(t), t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if len(w.specs.claims) != 0 {
+				t.Errorf("written before the node was scanned: %v", w.specs.claims)
+			}
+			w.snapshot.Ready = true
+			if err := repair(w.plugin(t), t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if w.specs.of("uid-b") != spec || w.specs.of("uid-a") == "" {
+				t.Errorf("the specs are %v", w.specs.claims)
+			}
+		})
+	}
+}
+
+func TestRecoveryRemovesFilesWithoutRecord(t *testing.T) {
+	w := newWorld(t)
+	w.specs.claims["uid-leftover"] = "a spec"
+	leaveLockFile(t, w, "killed")
+	if err := w.plugin(t).Recover(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	checkClean(t, w)
+}
+
+func TestRecoverReadsNoHardware(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	interruptPrepare(t, w, h, 5)
+	mustPrepare(t, w.plugin(t), newClaim("d", allocated("a", large4)))
+	h.takeCalls()
+	p := w.plugin(t)
+	if err := p.Recover(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if calls := h.takeCalls(); len(calls) > 0 {
+		t.Errorf("hardware calls: %q", calls)
+	}
+	if r, _, err := p.Records.Load("uid-c"); err != nil || r.State != checkpoint.Preparing || w.specs.of("uid-c") != "" {
+		t.Errorf("%s, %v", r.State, err)
+	}
+	w.scan()
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	checkRecordsMatchHardware(t, w, h, p, nil)
+	if in := h.of(t, gpu0).instances; len(in) != 1 {
+		t.Errorf("instances: %+v", in)
+	}
+}
+
+// During an upgrade the old plugin instance may still work on several claims when the new one
+// starts. Recover must wait for these claims at the same time, because the kubelet waits for
+// Recover.
+func TestRecoverWaitsForBusyClaimsConcurrently(t *testing.T) {
+	w := newWorld(t)
+	withMIG(w)
+	for start := range 4 {
+		mustPrepare(t, w.plugin(t), newClaim(fmt.Sprint(start), allocated("r", fmt.Sprintf("%s-mig-19-%d", gpu0, start))))
+	}
+	mustPrepare(t, w.plugin(t), newClaim("z", allocated("r", gpu1)))
+	w.specs.clear()
+	synctest.Test(t, func(t *testing.T) {
+		p := w.plugin(t)
+		for start := range 4 {
+			held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(newClaim(fmt.Sprint(start)).UID))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer held.Release()
+		}
+		start := time.Now()
+		if err := p.Recover(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if took := time.Since(start); took > recoverWait {
+			t.Errorf("took %s", took)
+		}
+		if w.specs.of("uid-z") == nothing {
+			t.Error("an idle claim has no spec")
+		}
+	})
+}
+
+func TestUnreadableStateDirectoryFailsRecovery(t *testing.T) {
+	w := newWorld(t)
+	p := w.plugin(t)
+	w.disk.StopAt(1)
+	_ = w.disk.Write()
+	_, heldErr := p.Usage()
+	for i, err := range []error{p.Recover(t.Context()), p.RepairAllSpecs(t.Context()), heldErr} {
+		if cause.Of(err) != cause.Record {
+			t.Errorf("call %d: %v", i, err)
+		}
+	}
+}
+
+func TestUnreadableRecordBlocksItsGPUUntilUnprepare(t *testing.T) {
+	for name, resolve := range map[string]func(*testing.T, *plugin){
+		"by unprepare": func(t *testing.T, p *plugin) {
+			t.Helper()
+			mustUnprepare(t, p, "uid-bad")
+		},
+		"by prepare, on another GPU": func(t *testing.T, p *plugin) {
+			t.Helper()
+			mustUnprepare(t, p, "uid-good")
+			mustPrepare(t, p, newClaim("bad", allocated("r", gpu1)))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			mustPrepare(t, w.plugin(t), newClaim("bad", allocated("r", gpu0)))
+			mustPrepare(t, w.plugin(t), newClaim("good", allocated("r", gpu1)))
+			w.disk.Put(recordFile(t, w, "uid-bad"), []byte("{"))
+			p := w.plugin(t)
+			if err := p.Recover(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.RepairAllSpecs(t.Context()); err == nil {
+				t.Error("no error was reported")
+			}
+			_, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0)))
+			if cause.Of(err) != cause.Held || !strings.Contains(err.Error(), "uid-bad") || !strings.Contains(err.Error(), "is unreadable") {
+				t.Fatal(err)
+			}
+			mustPrepare(t, p, newClaim("good", allocated("r", gpu1)))
+			resolve(t, p)
+			mustPrepare(t, p, newClaim("next", allocated("r", gpu0)))
+			if kept := w.disk.Names(filepath.Join(state, "quarantine")); len(kept) != 1 {
+				t.Errorf("the quarantine has %q", kept)
+			}
+		})
+	}
+}
+
+// The claim of an unreadable record was deleted, so no call unprepares it. The error of a
+// conflicting claim must name the record's file, so that an admin can remove it.
+func TestUnreadableRecordCanBeRemovedByHand(t *testing.T) {
+	w := newWorld(t)
+	withMPS(w)
+	mustPrepare(t, w.plugin(t), newClaim("bad", fraction("r", share0, "1Gi", "0")))
+	file := recordFile(t, w, "uid-bad")
+	w.disk.Put(file, []byte("{"))
+	p := w.plugin(t)
+	next := newClaim("next", allocated("r", gpu0))
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Prepare(t.Context(), next); cause.Of(err) != cause.Held || !strings.Contains(err.Error(), file) {
+		t.Errorf("the error does not name the file: %v", err)
+	}
+	if err := w.disk.Remove(file); err != nil {
+		t.Fatal(err)
+	}
+	w.daemons.ending = 10 * tryWait // other work on the claim must wait longer than tryWait
+	if err := p.Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if len(w.daemons.running) != 0 || len(w.holders()) != 0 || w.specs.of("uid-bad") != "" {
+		t.Errorf("left: %v, %q, %q", w.daemons.running, w.holders(), w.specs.of("uid-bad"))
+	}
+	mustPrepare(t, p, next)
+}
+
+func TestRecordOfLaterVersionIsLeftAlone(t *testing.T) {
+	w := newWorld(t)
+	c := newClaim("c", allocated("r", gpu0))
+	mustPrepare(t, w.plugin(t), c)
+	w.disk.Put(recordFile(t, w, "uid-c"), []byte(`{"minReader":2}`))
+	p := w.plugin(t)
+	if err := p.Recover(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), "version 2") {
+		t.Error(err)
+	}
+	if _, err := p.Prepare(t.Context(), c); cause.Of(err) != cause.Record {
+		t.Error(err)
+	}
+	if _, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0))); cause.Of(err) != cause.Held {
+		t.Error(err)
+	}
+	if len(w.records()) != 1 {
+		t.Errorf("records: %q", w.records())
+	}
+}
+
+func TestUnknownStepOfLaterVersionIsKept(t *testing.T) {
+	for _, step := range []checkpoint.Step{
+		{Kind: "mps-daemon", Params: []byte(`{}`)},
+		{Kind: steps.ClaimSpecKind, Params: []byte(`[]`)},
+	} {
+		w := newWorld(t)
+		p := w.plugin(t)
+		mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
+		r, _, err := p.Records.Load("uid-c")
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Steps = append(r.Steps, step)
+		if err := p.Records.Save(r); err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), step.Kind) {
+			t.Error(err)
+		}
+		if err := p.RepairAllSpecs(t.Context()); err == nil {
+			t.Error("no error was reported")
+		}
+		if err := p.Recover(t.Context()); err != nil || len(w.records()) != 1 {
+			t.Error(err, w.records())
+		}
+	}
+}
+
+func TestStepsOfOtherVersionsAreKept(t *testing.T) {
+	w := newWorld(t)
+	mustPrepare(t, w.plugin(t), newClaim("a", allocated("r", gpu0)))
+	p := w.plugin(t)
+	r, _, err := p.Records.Load("uid-a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Steps = append(r.Steps, r.Steps[0])
+	r.Steps[1].Kind = "of-a-later-version"
+	if err := p.Records.Save(r); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Prepare(t.Context(), newClaim("a", allocated("r", gpu0))); err == nil ||
+		!strings.Contains(err.Error(), "of-a-later-version") {
+		t.Errorf("prepared over a step that would never be reverted: %v", err)
+	}
+	if r, _, err := p.Records.Load("uid-a"); err != nil || len(r.Steps) != 2 {
+		t.Errorf("the record lost the step: %+v, %v", r.Steps, err)
+	}
+}
