@@ -80,8 +80,8 @@ func survivors(run runRecord, of processSet) ([]int, error) {
 	if err != nil || len(pids) > 0 || run.PID == 0 {
 		return pids, err
 	}
-	fields, err := readStat(of.proc, run.PID)
-	if err != nil || fields[statState] == "Z" || fields[statState] == "X" || fields[statStart] != fmt.Sprint(run.StartTime) {
+	started, err := startTime(of.proc, run.PID)
+	if err != nil || started != run.StartTime || !runsProgram(of.proc, run.PID) {
 		return nil, nil //nolint:nilerr // a missing process is no survivor
 	}
 	return []int{run.PID}, nil

@@ -13,7 +13,7 @@ import (
 // The files in /proc must be parsed correctly whatever a process writes into them: any process may
 // have a name with parentheses, blanks and newlines.
 func FuzzProcessFiles(f *testing.F) {
-	fields := " S 1 1 1 0 -1 4194560" + strings.Repeat(" 0", 12) + " 12345" + strings.Repeat(" 0", 27) + " 99 100"
+	fields := " S 1 1 1 0 -1 4194560" + strings.Repeat(" 0", 12) + " 12345" + strings.Repeat(" 0", 30)
 	for _, stat := range []string{"1 (x)" + fields, "1 (x) Z (y) S)" + fields, "1 (x" + fields, ")", "", "1 (x) S",
 		"1 (\n)" + strings.ReplaceAll(fields, "12345", "-1")} {
 		f.Add([]byte(stat), []byte("0::/a\n"), []byte("A=1\x00B"))
@@ -29,11 +29,8 @@ func FuzzProcessFiles(f *testing.F) {
 			}
 		}
 		_, err := startTime(proc, 7)
-		if err == nil && len(strings.Fields(string(stat))) <= statEnvEnd {
-			t.Errorf("%q is accepted without all fields", stat)
-		}
-		if !environmentComplete(proc, 7, environment) {
-			return // contains would read /proc again until the environment is complete
+		if err == nil && len(strings.Fields(string(stat))) < 20 {
+			t.Errorf("%q is accepted without the field with the start time", stat)
 		}
 		k := processSet{proc: proc, mark: "GPU_DRA_MARK=x", groups: []string{"0::/ours\n"}}
 		if k.contains(7) && (string(groups) != "0::/ours\n" || !strings.Contains(string(environment), k.mark)) {

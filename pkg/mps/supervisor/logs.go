@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
-	"sync"
 	"time"
 )
 
@@ -21,9 +20,9 @@ const (
 	// maxLog is the size in bytes from which the supervisor truncates a log file that it has read.
 	maxLog = 4 << 20
 	// maxLine (bytes of a line) and maxLines (lines) limit what the supervisor copies to its own log
-	// each time it reads a daemon's log. Without them, clients could make it copy any amount.
+	// each time it reads a log file. Without them, clients could fill that log through their daemon.
 	maxLine  = 1 << 10
-	maxLines = 100
+	maxLines = 20
 	// logInterval is how often the supervisor reads the logs.
 	logInterval = time.Second
 	// maxTail is how many bytes at the end of a daemon's log lastLines searches for the reason of a
@@ -36,32 +35,6 @@ const (
 // The supervisor leaves them out, because it sends several commands a minute.
 var routineLine = regexp.MustCompile(`(Accepting connection\.\.\.|NEW UI|UI closed|Cmd:get_\S+( \d+)?|` +
 	`Control +\d+\] (\d+(\.\d+|[MG])|No default pinned memory limit set for the device!)?)$`)
-
-// maxLinesTotal is how many log lines of all daemons together the supervisor forwards in one
-// logInterval.
-const maxLinesTotal = 200
-
-// logLimiter limits how many lines of the daemons' logs the supervisor copies to its own log.
-// Otherwise clients could fill that log through their daemons.
-type logLimiter struct {
-	mu    sync.Mutex
-	since time.Time
-	count int
-}
-
-// allow reports in ok whether the supervisor may copy one more line now. At the first call in each
-// logInterval, dropped is the number of lines that were refused in the previous one. Otherwise
-// dropped is 0.
-func (r *logLimiter) allow(now time.Time) (ok bool, dropped int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if now.Sub(r.since) >= logInterval {
-		dropped = max(0, r.count-maxLinesTotal)
-		r.since, r.count = now, 0
-	}
-	r.count++
-	return r.count <= maxLinesTotal, dropped
-}
 
 // openOutput opens the file for a control daemon's output. The file is open for appending, so that
 // the supervisor can truncate it while the daemon writes.
@@ -137,46 +110,46 @@ func (f *follower) files() []string {
 
 func (f *follower) poll() {
 	for _, path := range f.files() {
-		f.readNew(path)
+		f.forward(filepath.Base(path), f.readNew(path))
+		if f.read[path] >= maxLog && os.Truncate(path, 0) == nil {
+			f.read[path] = 0
+		}
 	}
 }
 
-func (f *follower) readNew(path string) {
+// readNew returns the complete lines that were added to a log file since the last call. It splits a
+// line that is longer than maxLine.
+func (f *follower) readNew(path string) []byte {
 	info, err := os.Lstat(path)
 	if err != nil || !info.Mode().IsRegular() {
-		return
+		return nil
 	}
 	file, err := os.Open(path)
 	if err != nil {
-		return
+		return nil
 	}
 	defer func() { _ = file.Close() }()
-	name := filepath.Base(path)
 	if info.Size() < f.read[path] {
 		f.read[path] = 0 // The file was truncated.
 	}
-	data, err := io.ReadAll(io.LimitReader(io.NewSectionReader(file, f.read[path], maxLog), maxLog))
+	data, err := io.ReadAll(io.NewSectionReader(file, f.read[path], maxLog))
 	if err != nil {
-		return
+		return nil
 	}
 	whole := bytes.LastIndexByte(data, '\n') + 1
 	if whole == 0 && len(data) >= maxLine {
 		whole = len(data)
 	}
 	f.read[path] += int64(whole)
-	f.emit(name, data[:whole])
-	if f.read[path] >= maxLog {
-		if os.Truncate(path, 0) == nil {
-			f.read[path] = 0
-		}
-	}
+	return data[:whole]
 }
 
-func (f *follower) emit(name string, data []byte) {
+// forward passes on the first maxLines lines that are not routine.
+func (f *follower) forward(name string, data []byte) {
 	count := 0
 	for line := range bytes.Lines(data) {
 		line = bytes.TrimSpace(line)
-		if len(line) == 0 {
+		if len(line) == 0 || routineLine.Match(line) {
 			continue
 		}
 		if count++; count <= maxLines {

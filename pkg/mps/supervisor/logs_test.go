@@ -7,7 +7,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 )
 
 // passed collects the lines that a follower forwarded.
@@ -130,25 +129,5 @@ func TestLastLines(t *testing.T) {
 	}
 	if words := lastLines(f, info.Size()); words != ": reason 5; reason 6; reason 7; reason 8; reason 9" {
 		t.Error(words)
-	}
-}
-
-func TestLogLimiter(t *testing.T) {
-	var r logLimiter
-	now := time.Now()
-	passed := 0
-	for range 3 * maxLinesTotal {
-		if ok, _ := r.allow(now); ok {
-			passed++
-		}
-	}
-	if passed != maxLinesTotal {
-		t.Errorf("%d lines were forwarded in one interval", passed)
-	}
-	if ok, dropped := r.allow(now.Add(logInterval)); !ok || dropped != 2*maxLinesTotal {
-		t.Errorf("one interval later: %t, %d dropped", ok, dropped)
-	}
-	if ok, dropped := r.allow(now.Add(2 * logInterval)); !ok || dropped != 0 {
-		t.Errorf("two intervals later: %t, %d dropped", ok, dropped)
 	}
 }

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -24,8 +23,6 @@ const (
 	// marker is the environment variable, with "=", that identifies a daemon's processes. The value is
 	// the daemon's directory.
 	marker = "GPU_DRA_MPS_DIRECTORY="
-	// maxEnvironment is how many bytes of a process's environment are read at most.
-	maxEnvironment = 256 << 10
 
 	controlProgram = "nvidia-cuda-mps-control"
 	serverProgram  = "nvidia-cuda-mps-server"
@@ -196,18 +193,13 @@ func (p processSet) signal(pid int, signal unix.Signal, limit time.Duration) {
 
 // processes returns the PIDs of the daemon's processes.
 func (p processSet) processes() ([]int, error) {
-	proc, err := os.Open(p.proc)
-	if err != nil {
-		return nil, fmt.Errorf("list processes: %w", err)
-	}
-	defer func() { _ = proc.Close() }()
-	names, err := proc.Readdirnames(-1)
+	entries, err := os.ReadDir(p.proc)
 	if err != nil {
 		return nil, fmt.Errorf("list processes: %w", err)
 	}
 	var pids []int
-	for _, name := range names {
-		if pid, err := strconv.Atoi(name); err == nil && p.contains(pid) {
+	for _, e := range entries {
+		if pid, err := strconv.Atoi(e.Name()); err == nil && p.contains(pid) {
 			pids = append(pids, pid)
 		}
 	}
@@ -232,89 +224,50 @@ func groupsOf(proc string, pid int) (string, error) {
 	return string(data), nil
 }
 
-const (
-	// execGrace is how long carriesMark waits for the complete environment of a process that is in
-	// execve.
-	execGrace = time.Second
-	// kernelThread is the flag PF_KTHREAD of Linux's sched.h.
-	kernelThread = 0x00200000
-)
+// execGrace is how long carriesMark waits for the complete environment of a process that is in
+// execve.
+const execGrace = time.Second
 
 // carriesMark reports whether a process has mark in its environment. During execve, a process has
 // no environment yet, or only part of it can be read. So carriesMark reads again until the mark
 // appears or the environment is complete.
 func carriesMark(proc string, pid int, mark string) bool {
 	for deadline := time.Now().Add(execGrace); ; {
-		environment, err := environmentOf(proc, pid)
+		environment, err := os.ReadFile(procPath(proc, pid, "environ"))
 		if err != nil {
 			return false
 		}
-		if slices.ContainsFunc(bytes.Split(environment, []byte{0}), func(v []byte) bool { return string(v) == mark }) {
+		if slices.Contains(strings.Split(string(environment), "\x00"), mark) {
 			return true
 		}
-		if environmentComplete(proc, pid, environment) || time.Now().After(deadline) {
+		complete := bytes.HasSuffix(environment, []byte{0})
+		if complete || !runsProgram(proc, pid) || time.Now().After(deadline) {
 			return false
 		}
 		<-time.After(time.Millisecond)
 	}
 }
 
-func environmentOf(proc string, pid int) ([]byte, error) {
-	f, err := os.Open(procPath(proc, pid, "environ"))
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = f.Close() }()
-	return io.ReadAll(io.LimitReader(f, maxEnvironment))
-}
-
-// environmentComplete reports whether environment, as read from the process, will get no more
-// content. That includes an empty environment of a kernel thread or of a process that has ended.
-func environmentComplete(proc string, pid int, environment []byte) bool {
-	fields, err := readStat(proc, pid)
-	if err != nil {
-		return true
-	}
-	flags, ferr := strconv.ParseUint(fields[statFlags], 10, 64)
-	start, serr := strconv.ParseUint(fields[statEnvStart], 10, 64)
-	end, eerr := strconv.ParseUint(fields[statEnvEnd], 10, 64)
-	if errors.Join(ferr, serr, eerr) != nil || flags&kernelThread != 0 || strings.Contains("ZX", fields[statState]) {
-		return true
-	}
-	// For a moment during execve, the kernel shows where the environment starts but not where it ends.
-	return start != 0 && end > start && uint64(len(environment)) == min(end-start, maxEnvironment)
-}
-
-// These are indexes into the result of readStat, which lacks the first two fields of
-// proc_pid_stat(5).
-const (
-	statState    = 0
-	statFlags    = 9 - 3
-	statStart    = 22 - 3
-	statEnvStart = 50 - 3
-	statEnvEnd   = 51 - 3
-)
-
-func readStat(proc string, pid int) ([]string, error) {
-	data, err := os.ReadFile(procPath(proc, pid, "stat"))
-	if err != nil {
-		return nil, err
-	}
-	// The second field is the program's name in parentheses. It may contain spaces and parentheses.
-	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
-	if len(fields) <= statEnvEnd {
-		return nil, fmt.Errorf("the stat of process %d has %d fields", pid, len(fields))
-	}
-	return fields, nil
+// runsProgram returns false for a kernel thread and for a process that has ended: they have no
+// executable file.
+func runsProgram(proc string, pid int) bool {
+	_, err := os.Readlink(procPath(proc, pid, "exe"))
+	return err == nil
 }
 
 // startTime returns when a process was started, in clock ticks since boot.
 func startTime(proc string, pid int) (uint64, error) {
-	fields, err := readStat(proc, pid)
+	data, err := os.ReadFile(procPath(proc, pid, "stat"))
 	if err != nil {
 		return 0, err
 	}
-	return strconv.ParseUint(fields[statStart], 10, 64)
+	// The second field is the program's name in parentheses. It may contain spaces and parentheses.
+	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
+	const start = 22 - 3 // proc_pid_stat(5) counts from 1, and the first two fields are cut off
+	if len(fields) <= start {
+		return 0, fmt.Errorf("the stat of process %d has %d fields", pid, len(fields))
+	}
+	return strconv.ParseUint(fields[start], 10, 64)
 }
 
 func procPath(proc string, pid int, file string) string {

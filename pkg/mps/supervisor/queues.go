@@ -9,41 +9,39 @@ import (
 // requestQueues lets only one request at a time start, change or stop a daemon. Requests for
 // different daemons do not wait for each other.
 type requestQueues struct {
-	mu    sync.Mutex
-	queue map[string]*queue
-}
-
-type queue struct {
-	token chan struct{} // full while a request works on the daemon
-	users int           // number of requests that work on the daemon or wait for it
+	mu sync.Mutex
+	// working has a channel for each daemon on which a request works. It is closed when the request
+	// ends.
+	working map[string]chan struct{}
 }
 
 // acquire waits until no other request holds the daemon with this ID. If err is nil, the caller
 // must call release at the end of its request. If ctx ends first, acquire returns an error.
 func (r *requestQueues) acquire(ctx context.Context, id string) (release func(), err error) {
-	r.mu.Lock()
-	if r.queue == nil {
-		r.queue = map[string]*queue{}
-	}
-	q := r.queue[id]
-	if q == nil {
-		q = &queue{token: make(chan struct{}, 1)}
-		r.queue[id] = q
-	}
-	q.users++
-	r.mu.Unlock()
-	leave := func() {
+	for {
 		r.mu.Lock()
-		defer r.mu.Unlock()
-		if q.users--; q.users == 0 {
-			delete(r.queue, id)
+		other := r.working[id]
+		if other == nil {
+			done := make(chan struct{})
+			if r.working == nil {
+				r.working = map[string]chan struct{}{}
+			}
+			r.working[id] = done
+			r.mu.Unlock()
+			return func() { r.finish(id, done) }, nil
+		}
+		r.mu.Unlock()
+		select {
+		case <-other:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("MPS daemon %s is being started or stopped by another request: %w", id, context.Cause(ctx))
 		}
 	}
-	select {
-	case q.token <- struct{}{}:
-		return func() { <-q.token; leave() }, nil
-	case <-ctx.Done():
-		leave()
-		return nil, fmt.Errorf("MPS daemon %s is being started or stopped by another request: %w", id, context.Cause(ctx))
-	}
+}
+
+func (r *requestQueues) finish(id string, done chan struct{}) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.working, id)
+	close(done)
 }

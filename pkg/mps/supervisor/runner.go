@@ -95,16 +95,7 @@ func (s *Supervisor) run(ctx context.Context, r *runner) {
 	defer stopLogs()
 	var logging sync.WaitGroup
 	follower := newFollower(s.visible.Logs(r.spec.ID), func(file, line string) {
-		if routineLine.MatchString(line) {
-			return
-		}
-		ok, dropped := s.logLimit.allow(time.Now())
-		if dropped > 0 {
-			logger.Info("Dropped log lines of MPS daemons, see their log files", "lines", dropped)
-		}
-		if ok {
-			logger.Info("MPS daemon logged", "file", file, "line", line)
-		}
+		logger.Info("MPS daemon logged", "file", file, "line", line)
 	})
 	logging.Go(func() { follower.follow(logs) })
 	pause := firstPause

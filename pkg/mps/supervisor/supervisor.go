@@ -28,7 +28,6 @@ type Supervisor struct {
 	bootID      string
 	groups      string // control groups of the supervisor
 	queues      requestQueues
-	logLimit    logLimiter
 	// ctx ends when the supervisor stops. All runners end with it.
 	ctx context.Context
 
