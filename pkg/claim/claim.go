@@ -1,8 +1,25 @@
+// Package claim reads from an allocated ResourceClaim which of the driver's devices it has, for
+// which requests, and with which configuration.
+//
+// It skips results and configurations of other drivers. It decides which configuration applies to
+// a result:
+//   - The claim's configuration overrides the DeviceClass's.
+//   - A later configuration overrides an earlier one.
+//   - A configuration that names a request also applies to the request's subrequests.
+//
+// The package decodes configurations, fills in their defaults and validates them. Results that use
+// the same configuration entry form a group.
+//
+// The package needs only the claim. It does not know which devices the node has, nor what they
+// support.
 package claim
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -10,6 +27,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // Allocation is the part of a claim's allocation that belongs to this driver.
@@ -65,30 +83,135 @@ func Read(c *resourceapi.ResourceClaim, driver string) (Allocation, error) {
 		if r.Driver != driver {
 			continue
 		}
-		config, group, err := effectiveConfig(configs, r)
-		if err != nil {
-			return a, fmt.Errorf("request %s: %w", r.Request, err)
-		}
-		a.Results = append(a.Results, Result{
+		result := Result{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID,
 			AdminAccess: ptr.Deref(r.AdminAccess, false),
-			Capacity:    capacities(r.ConsumedCapacity),
-			Config:      config,
-			Group:       group,
-		})
+		}
+		if result.Config, result.Group, err = effectiveConfig(configs, r); err != nil {
+			return a, fmt.Errorf("request %s: %w", r.Request, err)
+		}
+		if len(r.ConsumedCapacity) > 0 {
+			result.Capacity = make(map[string]resource.Quantity, len(r.ConsumedCapacity))
+		}
+		for name, amount := range r.ConsumedCapacity {
+			// The name has no domain: the scheduler copies it from this driver's ResourceSlice.
+			result.Capacity[string(name)] = amount
+		}
+		a.Results = append(a.Results, result)
 	}
 	return a, nil
 }
 
-// capacities converts the capacity names to strings. They have no domain prefix, because the
-// scheduler copies the names from the ResourceSlice and this driver writes none there.
-func capacities(all map[resourceapi.QualifiedName]resource.Quantity) map[string]resource.Quantity {
-	if len(all) == 0 {
-		return nil
+// entry is one configuration entry of the allocation, decoded.
+type entry struct {
+	v1beta1.Config
+	requests  []string
+	fromClaim bool
+	origin    string // where a user finds the entry, for error messages
+	group     int
+}
+
+// decode reads every configuration entry for the driver. It also reads entries that apply to no
+// result, so that the first Pod with the claim already shows a mistake in them.
+func decode(configs []resourceapi.DeviceAllocationConfiguration, driver string) ([]entry, error) {
+	var entries []entry
+	for i := range configs {
+		c := &configs[i]
+		if c.Opaque == nil || c.Opaque.Driver != driver {
+			continue
+		}
+		e := entry{
+			requests:  c.Requests,
+			fromClaim: c.Source == resourceapi.AllocationConfigSourceClaim,
+			origin:    origin(c),
+			group:     groupOf(configs[:i+1], driver),
+		}
+		config, err := v1beta1.Decode(c.Opaque.Parameters.Raw)
+		if err != nil {
+			return nil, fmt.Errorf("%s cannot be read: %w", e.origin, err)
+		}
+		config.Default()
+		if err := config.Validate(); err != nil {
+			return nil, fmt.Errorf("%s is not valid: %w", e.origin, err)
+		}
+		e.Config = config
+		entries = append(entries, e)
 	}
-	by := make(map[string]resource.Quantity, len(all))
-	for name, q := range all {
-		by[string(name)] = q
+	return entries, nil
+}
+
+// groupOf returns the group of the last entry in configs, which is normally the entry's index. But
+// the scheduler may copy an entry of a DeviceClass once for each request: all copies get the index
+// of the first one.
+func groupOf(configs []resourceapi.DeviceAllocationConfiguration, driver string) int {
+	last := len(configs) - 1
+	c := configs[last]
+	if c.Source != resourceapi.AllocationConfigSourceClass {
+		return last
 	}
-	return by
+	return slices.IndexFunc(configs, func(o resourceapi.DeviceAllocationConfiguration) bool {
+		return o.Source == c.Source && o.Opaque != nil && o.Opaque.Driver == driver &&
+			bytes.Equal(o.Opaque.Parameters.Raw, c.Opaque.Parameters.Raw)
+	})
+}
+
+// origin describes in words where a user finds the configuration c: in the claim or in the
+// DeviceClass, and for which requests.
+func origin(c *resourceapi.DeviceAllocationConfiguration) string {
+	from := "the claim's configuration"
+	if c.Source == resourceapi.AllocationConfigSourceClass {
+		from = "the DeviceClass's configuration"
+	}
+	if len(c.Requests) == 0 {
+		return from
+	}
+	return fmt.Sprintf("%s for request %s", from, strings.Join(c.Requests, ", "))
+}
+
+// effectiveConfig returns the configuration that applies to the result r, and its group. Without an
+// entry for r that is the default configuration of the device's kind.
+func effectiveConfig(entries []entry, r *resourceapi.DeviceRequestAllocationResult) (v1beta1.Config, int, error) {
+	name, ok := device.ParseName(r.Device)
+	if !ok {
+		return nil, NoGroup, nil
+	}
+	var config v1beta1.Config = &v1beta1.GpuConfig{}
+	if name.Partition != nil {
+		config = &v1beta1.MigDeviceConfig{}
+	}
+	var chosen *entry
+	for i := range entries {
+		e := &entries[i]
+		if !e.appliesTo(r.Request) {
+			continue
+		}
+		if e.Kind() != config.Kind() {
+			if len(e.requests) == 0 || !e.fromClaim {
+				// Without requests, a configuration applies only to devices of its kind and is skipped for
+				// others. The same holds for a DeviceClass's configuration, because the scheduler filled in its
+				// requests.
+				continue
+			}
+			return nil, NoGroup, fmt.Errorf("%s is a %s, but device %s needs a %s: change its kind, or name another request",
+				e.origin, e.Kind(), r.Device, config.Kind())
+		}
+		if chosen == nil || e.fromClaim || !chosen.fromClaim {
+			chosen = e
+		}
+	}
+	if chosen != nil {
+		return chosen.Config, chosen.group, nil
+	}
+	config.Default()
+	return config, NoGroup, nil
+}
+
+// appliesTo reports whether the entry applies to a request. An entry for request "a" also applies
+// to its subrequest "a/b".
+func (e *entry) appliesTo(request string) bool {
+	if len(e.requests) == 0 || slices.Contains(e.requests, request) {
+		return true
+	}
+	parent, _, isSub := strings.Cut(request, "/")
+	return isSub && slices.Contains(e.requests, parent)
 }

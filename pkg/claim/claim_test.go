@@ -246,20 +246,15 @@ func TestConfigurationKindFollowsDeviceName(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		name := device.Name{GPU: a.WholeName()}
-		if k, ok := configKindFor(name.String()); !ok || k != "GpuConfig" {
-			t.Errorf("%s: %q, %v", name, k, ok)
-		}
-		name.Partition = &device.PartitionName{ProfileID: 19, Start: 3, Compute: ptr.To(uint32(1))}
-		if k, ok := configKindFor(name.String()); !ok || k != "MigDeviceConfig" {
-			t.Errorf("%s: %q, %v", name, k, ok)
-		}
-		for _, n := range []device.Name{{GPU: a.WholeName()}, name} {
-			share := n
-			share.Share = true
-			alone, _ := configKindFor(n.String())
-			if k, ok := configKindFor(share.String()); !ok || k != alone {
-				t.Errorf("%s: %q, %v, but the unshared device takes a %s", share, k, ok, alone)
+		whole := device.Name{GPU: a.WholeName()}
+		part := device.Name{GPU: a.WholeName(), Partition: &device.PartitionName{ProfileID: 19, Start: 3, Compute: ptr.To(uint32(1))}}
+		for want, name := range map[string]device.Name{"GpuConfig": whole, "MigDeviceConfig": part} {
+			for _, shared := range []bool{false, true} {
+				name.Share = shared
+				got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated("a", name.String())}), driver)
+				if err != nil || got.Results[0].Config.Kind() != want {
+					t.Errorf("%s: %+v, %v", name, got.Results, err)
+				}
 			}
 		}
 	}
