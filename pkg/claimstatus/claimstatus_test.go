@@ -22,6 +22,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
 
@@ -163,8 +164,10 @@ func claimObject(uid types.UID) kubeletplugin.NamespacedObject {
 }
 
 // lose says that the fixture's claim has lost the device.
-func (w *statusFixture) lose(device, message string) {
-	w.status.queue.Lost(w.Context(), loss{claim: claimObject("1"), device: device, message: message})
+func (w *statusFixture) lose(device, reason string) {
+	w.status.BeginComparison()
+	w.status.EndComparison(w.Context(), &prepare.LostError{
+		Claim: "user/claim", UID: "1", Device: device, GPU: device, Reason: errors.New(reason)})
 }
 
 // failWrites makes the next n writes of the claim's status fail with err.
@@ -179,6 +182,16 @@ func (w *statusFixture) failWrites(n int, err error) {
 	})
 }
 
+// expectIdle checks that no write is left to do.
+func (w *statusFixture) expectIdle() {
+	w.Helper()
+	actions := len(w.client.Actions())
+	w.advance(time.Hour)
+	if n := w.status.queue.Len(); n != 0 || len(w.client.Actions()) != actions {
+		w.Errorf("%d claims are still queued, requests %v", n, w.client.Actions()[actions:])
+	}
+}
+
 const (
 	nic       = "nic.example.com/p/nic"
 	wholeData = `gpu.nvidia.com/node/` + wholeName + ` {"parentUUID":"GPU-1","pciBusID":"0000:1b:00.0","type":"gpu","uuid":"GPU-1"}`
@@ -189,7 +202,7 @@ const (
 
 func TestStatusListsDevicesOfPreparedClaim(t *testing.T) {
 	withStatusFixture(t, func(w *statusFixture) {
-		w.status.Prepared(t.Context(), w.claim())
+		w.status.Prepared(w.claim())
 		w.advance(writeDelay - 1)
 		w.expect(nic) // nothing is written before writeDelay has passed
 		w.advance(1)
@@ -202,11 +215,11 @@ func TestStatusListsDevicesOfPreparedClaim(t *testing.T) {
 
 func TestStatusIsNotWrittenIfUpToDate(t *testing.T) {
 	withStatusFixture(t, func(w *statusFixture) {
-		w.status.Prepared(t.Context(), w.claim())
+		w.status.Prepared(w.claim())
 		w.advance(writeDelay)
 		first := w.claim()
 		w.advance(time.Hour)
-		w.status.Prepared(t.Context(), first)
+		w.status.Prepared(first)
 		w.advance(writeDelay)
 		if w.writes != 1 {
 			t.Errorf("%d writes", w.writes)
@@ -231,44 +244,32 @@ func TestStatusIsNotWrittenIfUpToDate(t *testing.T) {
 	})
 }
 
-// The writer must use the claim that the caller of Prepared has read, and not read the claim again.
-func TestFirstStatusWriteDoesNotReadTheClaim(t *testing.T) {
-	withStatusFixture(t, func(w *statusFixture) {
-		c := w.claim()
-		w.client.ClearActions()
-		w.status.Prepared(t.Context(), c)
-		w.status.Prepared(t.Context(), c)
-		w.advance(writeDelay)
-		if actions := w.client.Actions(); len(actions) != 1 || w.writes != 1 {
-			t.Errorf("%v", actions)
-		}
-	})
-}
-
 func TestStatusShowsLostDevice(t *testing.T) {
-	const gone = ` Ready=False Lost: cannot be created again`
+	const gone = ` Ready=False Lost: claim user/claim: device ` + partName + ` is lost and its containers can no longer start ` +
+		`(it is gone): delete the claim's Pods`
 	withStatusFixture(t, func(w *statusFixture) {
-		w.status.Prepared(t.Context(), w.claim())
+		w.status.Prepared(w.claim())
 		w.advance(writeDelay)
-		w.lose(partName, "cannot be created again")
+		w.lose(partName, "it is gone")
 		w.advance(writeDelay)
 		w.expect(nic, wholeData+ready, partData+gone)
 
-		w.status.Prepared(t.Context(), w.claim())
+		w.status.Prepared(w.claim())
 		w.advance(writeDelay)
 		w.expect(nic, wholeData+ready, partData+ready)
 	})
 	withStatusFixture(t, func(w *statusFixture) {
 		// The changes of Prepared and Lost must be written with one request, because both are pending.
-		w.status.Prepared(t.Context(), w.claim())
-		w.lose(partName, "cannot be created again")
+		w.status.Prepared(w.claim())
+		w.lose(partName, "it is gone")
 		w.advance(writeDelay)
 		w.expect(nic, wholeData+ready, partData+gone)
 	})
 	withStatusFixture(t, func(w *statusFixture) {
-		w.lose(partName, "has no entry in the status")
+		w.lose(partName, "it is gone")
+		w.status.EndComparison(t.Context(), nil)
 		w.advance(writeDelay)
-		w.expect(nic)
+		w.expect(nic, wholeData+ready, partData+ready)
 	})
 }
 
@@ -276,7 +277,7 @@ func TestStatusWriteIsRetriedForAWhile(t *testing.T) {
 	conflict := apierrors.NewConflict(resourceapi.Resource("resourceclaims"), "claim", errors.New("try again"))
 	withStatusFixture(t, func(w *statusFixture) {
 		w.failWrites(3, conflict)
-		w.status.Prepared(t.Context(), w.claim())
+		w.status.Prepared(w.claim())
 		w.advance(5 * time.Second)
 		w.expect(nic, wholeData+ready, partData+ready)
 		if diff := cmp.Diff([]string{"Conflict", "Conflict", "Conflict"}, w.causes); diff != "" {
@@ -285,28 +286,26 @@ func TestStatusWriteIsRetriedForAWhile(t *testing.T) {
 	})
 	withStatusFixture(t, func(w *statusFixture) {
 		w.failWrites(1000, errors.New("connection refused"))
-		w.status.Prepared(t.Context(), w.claim())
+		w.status.Prepared(w.claim())
 		w.advance(time.Hour)
 		w.expect(nic)
 		if w.writes != maxTries || len(w.causes) != maxTries || w.causes[0] != "other" {
 			t.Errorf("%d writes, errors %v", w.writes, w.causes)
 		}
-		if len(w.status.queue.pending) != 0 {
-			t.Errorf("%d changes are still pending", len(w.status.queue.pending))
-		}
+		w.expectIdle()
 	})
 }
 
 func TestStatusWriteIsRetriedIfRecordIsUnreadable(t *testing.T) {
 	withStatusFixture(t, func(w *statusFixture) {
 		w.claims.err = errors.New("input/output error")
-		w.status.Prepared(t.Context(), w.claim())
+		w.status.Prepared(w.claim())
 		w.advance(time.Second)
 		w.expect(nic, wholeData+ready, partData+ready)
 	})
 	withStatusFixture(t, func(w *statusFixture) {
 		w.claims.devices = nil
-		w.status.Prepared(t.Context(), w.claim())
+		w.status.Prepared(w.claim())
 		w.advance(time.Second)
 		w.expect(nic)
 		if w.writes != 0 {
@@ -334,13 +333,14 @@ func TestStatusOfDeletedClaimIsDropped(t *testing.T) {
 		t.Helper()
 		withStatusFixture(t, func(w *statusFixture) {
 			w.failWrites(1, errors.New("connection refused"))
-			w.status.Prepared(t.Context(), w.claim())
+			w.status.Prepared(w.claim())
 			w.advance(writeDelay)
 			change(w)
 			w.advance(time.Minute)
-			if w.writes != 1 || len(w.causes) != 1 || len(w.status.queue.pending) != 0 {
-				t.Errorf("%d writes, errors %v, %d pending changes", w.writes, w.causes, len(w.status.queue.pending))
+			if w.writes != 1 || len(w.causes) != 1 {
+				t.Errorf("%d writes, errors %v", w.writes, w.causes)
 			}
+			w.expectIdle()
 			if want != nil {
 				w.expect(want...)
 			}
@@ -369,31 +369,24 @@ func TestStatusOfDeletedClaimIsDropped(t *testing.T) {
 			}
 		}, nic)
 	})
-	t.Run("released", func(t *testing.T) { gone(t, func(w *statusFixture) { w.status.Unprepared("1") }, nic) })
+	t.Run("released", func(t *testing.T) { gone(t, func(w *statusFixture) { w.claims.devices = nil }, nic) })
 }
 
-func TestStatusNeverBlocksAndIsBounded(t *testing.T) {
+func TestStatusNeverBlocks(t *testing.T) {
 	withStatusFixture(t, func(w *statusFixture) {
 		hang := make(chan struct{})
 		w.react("*", func(clienttesting.Action) (bool, runtime.Object, error) {
 			<-hang
 			return true, nil, apierrors.NewNotFound(resourceapi.Resource("resourceclaims"), "claim")
 		})
-		for i := range maxPending + 2 {
+		for i := range 1000 {
 			c := allocatedClaim(types.UID(fmt.Sprint("uid-", i)))
-			w.status.Prepared(t.Context(), c)
-			w.status.Prepared(t.Context(), c) // replaces the pending change
-		}
-		if n := len(w.status.queue.pending); n != maxPending {
-			t.Errorf("%d pending changes, want at most %d", n, maxPending)
-		}
-		if len(w.causes) != 4 || w.causes[0] != "queue-full" {
-			t.Errorf("errors %v", w.causes)
+			w.status.Prepared(c)
+			w.advance(writeDelay)
+			w.status.Prepared(c)
 		}
 		close(hang)
 		w.advance(writeDelay)
-		if n := len(w.status.queue.pending); n != 0 {
-			t.Errorf("%d changes are still pending", n)
-		}
+		w.expectIdle()
 	})
 }

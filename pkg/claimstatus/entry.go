@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	metav1apply "k8s.io/client-go/applyconfigurations/meta/v1"
 	resourceapply "k8s.io/client-go/applyconfigurations/resource/v1"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
@@ -38,19 +39,41 @@ type deviceData struct {
 	ComputeInstanceID *uint32           `json:"computeInstanceID,omitempty"`
 }
 
-// newEntry returns the status entry of a prepared claim's device, with the condition Ready. The
-// caller sets the condition's transition time.
-func newEntry(d ledger.PreparedDevice) (resourceapi.AllocatedDeviceStatus, error) {
-	data, err := json.Marshal(describe(d))
-	if err != nil {
-		return resourceapi.AllocatedDeviceStatus{}, fmt.Errorf("encode device %s: %w", d.Device.Device, err)
+// updateEntries returns the entries of a claim with these devices, of which the claim has lost some.
+// changed says whether they differ from the current entries. A condition keeps its transition time
+// as long as its status stays the same.
+func updateEntries(
+	current []resourceapi.AllocatedDeviceStatus, devices []ledger.PreparedDevice, lost map[string]string, now metav1.Time,
+) (entries []resourceapi.AllocatedDeviceStatus, changed bool, _ error) {
+	changed = len(current) != len(devices)
+	for _, d := range devices {
+		data, err := json.Marshal(describe(d))
+		if err != nil {
+			return nil, false, fmt.Errorf("encode device %s: %w", d.Device.Device, err)
+		}
+		e := resourceapi.AllocatedDeviceStatus{
+			Driver: device.DriverName, Pool: d.Pool, Device: d.Device.Device, ShareID: (*string)(d.ShareID),
+			Data: &runtime.RawExtension{Raw: data},
+		}
+		if i := slices.IndexFunc(current, func(o resourceapi.AllocatedDeviceStatus) bool { return sameDevice(o, e) }); i < 0 {
+			changed = true
+		} else {
+			e.Conditions = slices.Clone(current[i].Conditions)
+			changed = changed || !equalData(current[i].Data, e.Data)
+		}
+		ready := metav1.Condition{
+			Type: readyCondition, Status: metav1.ConditionTrue, Reason: "Prepared", Message: "The device is set up for the claim",
+			LastTransitionTime: now,
+		}
+		if message, is := lost[e.Device]; is {
+			ready.Status, ready.Reason, ready.Message = metav1.ConditionFalse, "Lost", message
+		}
+		if meta.SetStatusCondition(&e.Conditions, ready) {
+			changed = true
+		}
+		entries = append(entries, e)
 	}
-	return resourceapi.AllocatedDeviceStatus{
-		Driver: device.DriverName, Pool: d.Pool, Device: d.Device.Device, ShareID: (*string)(d.ShareID),
-		Data: &runtime.RawExtension{Raw: data},
-		Conditions: []metav1.Condition{{
-			Type: readyCondition, Status: metav1.ConditionTrue, Reason: "Prepared", Message: "The device is set up for the claim"}},
-	}, nil
+	return entries, changed, nil
 }
 
 func describe(d ledger.PreparedDevice) deviceData {
@@ -68,84 +91,8 @@ func describe(d ledger.PreparedDevice) deviceData {
 	return data
 }
 
-// ownEntries returns this driver's entries in the claim's status.
-func ownEntries(c *resourceapi.ResourceClaim) []resourceapi.AllocatedDeviceStatus {
-	var entries []resourceapi.AllocatedDeviceStatus
-	for _, e := range c.Status.Devices {
-		if e.Driver == device.DriverName {
-			entries = append(entries, *e.DeepCopy())
-		}
-	}
-	return entries
-}
-
-// entries returns the entries to write to the claim's status. If the condition Ready has the same
-// status (True or False) as in the current entry, it keeps its transition time.
-func (u update) entries(claims Claims, now metav1.Time) ([]resourceapi.AllocatedDeviceStatus, error) {
-	entries := make([]resourceapi.AllocatedDeviceStatus, 0, len(u.current))
-	if u.lookUp {
-		devices, err := claims.PreparedDevices(u.claim.UID)
-		if err != nil {
-			return nil, fmt.Errorf("look up the claim's devices: %w", err)
-		}
-		for _, d := range devices {
-			e, err := newEntry(d)
-			if err != nil {
-				return nil, err
-			}
-			ready := e.Conditions[0]
-			ready.LastTransitionTime = now
-			e.Conditions = nil
-			if current := findEntry(u.current, e); current != nil {
-				e.Conditions = slices.Clone(current.Conditions)
-			}
-			meta.SetStatusCondition(&e.Conditions, ready)
-			entries = append(entries, e)
-		}
-	} else {
-		for _, e := range u.current {
-			entries = append(entries, *e.DeepCopy())
-		}
-	}
-	for _, l := range u.lost {
-		for i := range entries {
-			if entries[i].Device == l.device {
-				meta.SetStatusCondition(&entries[i].Conditions, metav1.Condition{
-					Type: readyCondition, Status: metav1.ConditionFalse, Reason: "Lost", Message: l.message, LastTransitionTime: now,
-				})
-			}
-		}
-	}
-	return entries, nil
-}
-
-// findEntry returns the entry in entries for the same device as e, or nil.
-func findEntry(entries []resourceapi.AllocatedDeviceStatus, e resourceapi.AllocatedDeviceStatus) *resourceapi.AllocatedDeviceStatus {
-	for i, o := range entries {
-		if o.Driver == e.Driver && o.Pool == e.Pool && o.Device == e.Device && equalIDs(o.ShareID, e.ShareID) {
-			return &entries[i]
-		}
-	}
-	return nil
-}
-
-func equalIDs(a, b *string) bool {
-	return a == b || a != nil && b != nil && *a == *b
-}
-
-// upToDate reports whether the entries in current (from the claim) and in entries (to be written)
-// are equal except for their times.
-func upToDate(current, entries []resourceapi.AllocatedDeviceStatus) bool {
-	return len(current) == len(entries) && !slices.ContainsFunc(entries, func(e resourceapi.AllocatedDeviceStatus) bool {
-		entry := findEntry(current, e)
-		if entry == nil || !equalData(entry.Data, e.Data) {
-			return true
-		}
-		return slices.ContainsFunc(e.Conditions, func(c metav1.Condition) bool {
-			was := meta.FindStatusCondition(entry.Conditions, c.Type)
-			return was == nil || was.Status != c.Status || was.Reason != c.Reason || was.Message != c.Message
-		})
-	})
+func sameDevice(a, b resourceapi.AllocatedDeviceStatus) bool {
+	return a.Pool == b.Pool && a.Device == b.Device && ptr.Equal(a.ShareID, b.ShareID)
 }
 
 // equalData compares the data of two status entries. It ignores the order of keys, which the API

@@ -2,8 +2,9 @@
 // lost.
 //
 // A [Reporter] writes the claim's status.devices: each device's UUIDs, its MIG placement and the
-// condition Ready. It writes a quarter of a second after the kubelet's call and retries for about a
-// minute. Then it gives up: the status serves monitoring, and no claim depends on it.
+// condition Ready. After each change of a claim it compares the claim with its record and with what
+// it has lost, a quarter of a second after the kubelet's call. It retries for about a minute. Then
+// it gives up: the status serves monitoring, and no claim depends on it.
 //
 // The Reporter also knows the devices that prepared claims have lost, for example because a GPU was
 // replaced. Reconciliation finds them. The Reporter shows them in the claim's status and in an
@@ -16,15 +17,16 @@ package claimstatus
 
 import (
 	"context"
+	"sync"
+	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/util/workqueue"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
-	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
 // Claims lists this node's prepared claims and their devices.
@@ -38,67 +40,70 @@ type Events interface {
 	WarnClaim(claim kubeletplugin.NamespacedObject, reason, message string)
 }
 
+// writeDelay is the pause between a kubelet call and the status write. A node that gets eight Pods
+// at once needs its CPU for the kubelet's calls first.
+const writeDelay = 250 * time.Millisecond
+
 // Reporter reports the devices of prepared claims.
 type Reporter struct {
-	lostDevices
+	client    kubernetes.Interface // nil if statuses are not written
+	events    Events
+	onFailure func(cause string)
+	// queue has the claims whose status may be out of date.
+	queue workqueue.TypedRateLimitingInterface[kubeletplugin.NamespacedObject]
 
-	queue  *queue // nil if statuses are not written
-	events Events
+	mu      sync.Mutex
+	changed chan struct{} // closed when a claim loses a device or has it again
+	// lost has the devices that prepared claims have lost, each with a message for the claim's users.
+	lost map[lostDevice]string
+	// ended has the claims that were prepared or unprepared since the comparison in progress began, so
+	// its result does not apply to them. It is nil while no comparison is in progress.
+	ended map[types.UID]bool
+	// unchecked has the claims whose devices the comparison in progress cannot look up in the
+	// hardware.
+	unchecked map[types.UID]bool
 }
 
 // New returns a Reporter. If client is nil, the Reporter writes no statuses. The client must not be
 // the one that Prepare uses, because bursts of status writes would use up its request rate. failed
 // is called with a cause after each failed write, and must not block.
 func New(client kubernetes.Interface, events Events, failed func(cause string)) *Reporter {
-	r := &Reporter{lostDevices: lostDevices{changed: make(chan struct{})}, events: events}
-	if client != nil {
-		r.queue = newQueue(client, failed)
+	limiter := workqueue.NewTypedItemExponentialFailureRateLimiter[kubeletplugin.NamespacedObject](minPause, maxPause)
+	return &Reporter{
+		client: client, events: events, onFailure: failed, queue: workqueue.NewTypedRateLimitingQueue(limiter),
+		changed: make(chan struct{}), lost: map[lostDevice]string{},
 	}
-	return r
-}
-
-// Run writes statuses until the context ends. It first queues a write for every prepared claim,
-// because a plugin that was killed may not have written them.
-func (r *Reporter) Run(ctx context.Context, claims Claims) {
-	if r.queue == nil {
-		return
-	}
-	prepared, err := claims.PreparedClaims()
-	if err != nil {
-		klog.FromContext(ctx).Error(err, "Failed to list prepared claims; their statuses may be out of date")
-	}
-	for _, c := range prepared {
-		r.queue.Restore(ctx, c)
-	}
-	r.queue.Run(ctx, claims)
 }
 
 // Prepared says that the claim has all its devices. It forgets devices that the claim had lost.
-func (r *Reporter) Prepared(ctx context.Context, c *resourceapi.ResourceClaim) {
-	r.endClaim(c.UID)
-	r.queue.Prepared(ctx, c)
+func (r *Reporter) Prepared(c *resourceapi.ResourceClaim) {
+	r.ForgetLost(c.UID)
+	name := types.NamespacedName{Namespace: c.Namespace, Name: c.Name}
+	r.enqueue(kubeletplugin.NamespacedObject{NamespacedName: name, UID: c.UID})
 }
 
-// Changed says that devices of a prepared claim have changed, or have come back.
-func (r *Reporter) Changed(ctx context.Context, c kubeletplugin.NamespacedObject) {
-	r.queue.Changed(ctx, c)
+// Changed says that devices of a prepared claim have changed.
+func (r *Reporter) Changed(_ context.Context, c kubeletplugin.NamespacedObject) { r.enqueue(c) }
+
+// ForgetLost forgets the claim's lost devices, because the claim was unprepared. The caller holds
+// the claim's lock, so the claim's next Prepare comes later.
+func (r *Reporter) ForgetLost(claim types.UID) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.ended != nil {
+		r.ended[claim] = true
+	}
+	for key := range r.lost {
+		if key.claim.UID == claim {
+			delete(r.lost, key)
+			r.notify()
+		}
+	}
 }
 
-// Unprepared forgets the claim: its lost devices and its pending status write. The caller holds the
-// claim's lock, so the claim's next Prepare comes later.
-func (r *Reporter) Unprepared(claim types.UID) {
-	r.endClaim(claim)
-	r.queue.Forget(claim)
-}
-
-// EndComparison reports what a comparison found. err is the error of
-// [reconcile.Reconciler.Reconcile].
-func (r *Reporter) EndComparison(ctx context.Context, err error) {
-	undetermined := func(claim types.UID) bool { return reconcile.Undetermined(err, claim) }
-	r.endComparison(lossesIn(err), undetermined,
-		func(l loss) {
-			r.queue.Lost(ctx, l)
-			r.events.WarnClaim(l.claim, "DeviceLost", l.message)
-		},
-		func(l loss) { r.queue.Changed(ctx, l.claim) })
+// enqueue lets Run write the claim's status after writeDelay.
+func (r *Reporter) enqueue(c kubeletplugin.NamespacedObject) {
+	if r.client != nil {
+		r.queue.AddAfter(c, writeDelay)
+	}
 }

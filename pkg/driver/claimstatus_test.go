@@ -8,52 +8,45 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
 
-// oneDevice says of every claim that it has the same GPU.
-type oneDevice struct{}
-
-func (oneDevice) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) { return nil, nil }
-
-func (oneDevice) PreparedDevices(types.UID) ([]ledger.PreparedDevice, error) {
-	return []ledger.PreparedDevice{{Device: checkpoint.Device{Device: firstGPU}}}, nil
-}
-
-// When a claim is released, its pending status write must be dropped while the claim's lock is
-// held. After that, the claim's next Pod may prepare it and queue a new write.
-func TestReleaseDropsPendingStatus(t *testing.T) {
+// The status of a claim that is released before its status was written must not be written. Its
+// next Pod may prepare it again, and then its status is written.
+func TestReleasedClaimGetsNoStatus(t *testing.T) {
 	n := newNode(t)
 	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer d.cleaner.Release()
+	prepare := func(name string) {
+		record := checkpoint.Record{ClaimUID: types.UID("uid-" + name), Namespace: "team", Name: name, State: checkpoint.Prepared}
+		record.Devices = make([]checkpoint.Device, 1)
+		record.Devices[0].Device = firstGPU
+		if err := d.preparer.Records.Save(record); err != nil {
+			t.Fatal(err)
+		}
+		d.status.Prepared(n.newClaim(t, name))
+	}
 	for name, release := range map[string]func(uid types.UID) error{
 		"unprepared": func(uid types.UID) error { return d.preparer.Unprepare(t.Context(), uid) },
 		"orphaned": func(uid types.UID) error {
-			if err := d.preparer.Records.Save(checkpoint.Record{ClaimUID: uid, State: checkpoint.Prepared}); err != nil {
-				return err
-			}
 			_, err := d.preparer.UnprepareOrphan(t.Context(), uid, func(context.Context, checkpoint.Record) error { return nil })
 			return err
 		},
 	} {
-		d.status.Prepared(t.Context(), n.newClaim(t, name))
-		// When release returns, another goroutine can take the claim's lock, so the pending write must be
-		// gone.
+		prepare(name)
 		if err := release(types.UID("uid-" + name)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	d.status.Prepared(t.Context(), n.newClaim(t, "kept"))
+	prepare("kept")
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
-	go func() { defer close(done); d.status.Run(ctx, oneDevice{}) }()
+	go func() { defer close(done); d.status.Run(ctx, d.preparer) }()
 	defer func() { cancel(); <-done }()
 	eventually(t, "the last write is made", func() bool { return len(n.getClaim(t, "kept").Status.Devices) == 1 })
 	for _, name := range []string{"unprepared", "orphaned"} {

@@ -83,7 +83,7 @@ func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) ku
 		logger.Error(err, "Failed to prepare claim")
 		return kubeletplugin.PrepareResult{Err: err}
 	}
-	r.status.Prepared(ctx, c)
+	r.status.Prepared(c)
 	if hint != "" {
 		r.events.NormalClaim(c, "WholeGPUHeld", hint)
 	}

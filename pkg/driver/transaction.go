@@ -87,7 +87,7 @@ type claimObserver struct {
 // lock, so a later Prepare of the same claim begins after this cleanup.
 func (o claimObserver) Unprepared(uid types.UID) {
 	o.calls.ClaimReleased(uid)
-	o.Reporter.Unprepared(uid)
+	o.ForgetLost(uid)
 }
 
 func (o claimObserver) Skipped(uid types.UID) { o.MarkUnchecked(uid) }
