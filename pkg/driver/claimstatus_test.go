@@ -25,7 +25,7 @@ func TestReleasedClaimGetsNoStatus(t *testing.T) {
 	prepare := func(name string) {
 		record := checkpoint.Record{ClaimUID: types.UID("uid-" + name), Namespace: "team", Name: name, State: checkpoint.Prepared}
 		record.Devices = make([]checkpoint.Device, 1)
-		record.Devices[0].Device = firstGPU
+		record.Devices[0].Device, record.Devices[0].GPU = firstGPU, firstGPU
 		if err := d.preparer.Records.Save(record); err != nil {
 			t.Fatal(err)
 		}
