@@ -39,7 +39,7 @@ type deviceData struct {
 	ComputeInstanceID *uint32           `json:"computeInstanceID,omitempty"`
 }
 
-// updateEntries returns the entries of a claim with these devices, of which the claim has lost some.
+// updateEntries returns the status entries for the claim's devices, of which it has lost some.
 // changed says whether they differ from the current entries. A condition keeps its transition time
 // as long as its status stays the same.
 func updateEntries(
