@@ -105,6 +105,8 @@ func (e nodeEdits) MIG(parent specs.ContainerEdits, in device.Instance, c device
 	return e.mig(parent, in, c)
 }
 
+func (e nodeEdits) Monitor() specs.ContainerEdits { return scan.MonitorEdits(Paths(e.cfg)) }
+
 func (e nodeEdits) MPSClient(daemon string) specs.ContainerEdits {
 	return mps.Edits(MPSPaths(e.cfg), daemon)
 }

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"tags.cncf.io/container-device-interface/specs-go"
+
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
@@ -217,10 +219,16 @@ func TestAdminAccessNeverChangesPartitions(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
+	p.Edits.OnMonitor = func() specs.ContainerEdits {
+		return specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/monitor", Type: "c", Major: 1, Minor: 3}}}
+	}
 	mustPrepare(t, p, newClaim("user", allocated("r", small0)))
 	mustPrepare(t, p, newClaim("admin", admin("a", small0), admin("b", gpu0)))
-	if spec := w.specs.of("uid-admin"); !strings.Contains(spec, "nvidia-cap11") {
+	if spec := w.specs.of("uid-admin"); !strings.Contains(spec, "nvidia-cap11") || !strings.Contains(spec, "/dev/monitor") {
 		t.Errorf("the spec is %s", spec)
+	}
+	if spec := w.specs.of("uid-user"); strings.Contains(spec, "/dev/monitor") {
+		t.Errorf("the spec without admin access is %s", spec)
 	}
 	mustUnprepare(t, p, "uid-admin")
 	if len(h.of(t, gpu0).instances) != 1 {

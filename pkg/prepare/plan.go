@@ -147,14 +147,18 @@ func (p *Preparer) buildSpec(pl *plan) error {
 		for _, more := range p.clientEdits(pl.spec.Clients, i) {
 			own = mergeEdits(own, more)
 		}
+		if d.AdminAccess {
+			own = mergeEdits(own, p.opts.Edits.Monitor())
+		}
 		pl.spec.AddDevice(steps.SpecDevice{Name: cdi.ClaimDeviceName(pl.record.ClaimUID, d.Device, d.ShareID), Edits: own})
 	}
 	return nil
 }
 
-// mergeEdits returns a with the environment, mounts and hooks of b added.
+// mergeEdits returns a with the environment, device nodes, mounts and hooks of b added.
 func mergeEdits(a, b specs.ContainerEdits) specs.ContainerEdits {
 	a.Env = slices.Concat(a.Env, b.Env)
+	a.DeviceNodes = slices.Concat(a.DeviceNodes, b.DeviceNodes)
 	a.Mounts = slices.Concat(a.Mounts, b.Mounts)
 	a.Hooks = slices.Concat(a.Hooks, b.Hooks)
 	return a

@@ -32,6 +32,8 @@ type Edits interface {
 	// MIG returns the edits of the MIG device with GPU instance in and compute instance c. It derives
 	// them from parent, the edits of the whole GPU.
 	MIG(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
+	// Monitor returns the edits with which a container with admin access sees all MIG instances.
+	Monitor() specs.ContainerEdits
 	// MPSClient returns the edits that make a container a client of the MPS daemon with this ID.
 	MPSClient(daemon string) specs.ContainerEdits
 	// MemoryLimit returns the edits that limit a whole container to mebibytes MiB of the GPU's memory.

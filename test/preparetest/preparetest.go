@@ -103,6 +103,7 @@ func (c *Claims) UnpreparedSince(ctx context.Context, uid types.UID) bool {
 type Edits struct {
 	OnVerify      func(specs.ContainerEdits) error
 	OnMIG         func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
+	OnMonitor     func() specs.ContainerEdits
 	OnMPSClient   func(daemon string) specs.ContainerEdits
 	OnMemoryLimit func(gpuUUID string, mebibytes uint64) specs.ContainerEdits
 }
@@ -118,6 +119,14 @@ func (e *Edits) Verify(edits specs.ContainerEdits) error {
 // MIG implements [prepare.Edits].
 func (e *Edits) MIG(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits {
 	return e.OnMIG(parent, in, c)
+}
+
+// Monitor implements [prepare.Edits].
+func (e *Edits) Monitor() (none specs.ContainerEdits) {
+	if e.OnMonitor == nil {
+		return none
+	}
+	return e.OnMonitor()
 }
 
 // MPSClient implements [prepare.Edits].
