@@ -22,10 +22,6 @@ type CardState struct {
 	MIG MIG `json:"mig"`
 	// ComputeMode is empty if the driver does not report the compute mode.
 	ComputeMode ComputeMode `json:"computeMode,omitempty"`
-	// Persistence is nil if the driver does not report the persistence mode. While persistence mode is
-	// off, the driver forgets the compute mode and the time slices when the last process closes the
-	// GPU.
-	Persistence *bool `json:"persistence,omitempty"`
 }
 
 // FailureCode says why an operation on the hardware failed.

@@ -1,7 +1,6 @@
 package driver
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -22,9 +21,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 const shareName = gpuName + "-share"
@@ -137,55 +134,6 @@ func TestUnsupportedFractionsAreAnEvent(t *testing.T) {
 	eventually(t, "whole GPUs are offered", func() bool { return len(published(t, n.client)) == 2 })
 }
 
-// settableGPU fakes a GPU that accepts every compute mode and time slice. persistence is its
-// persistence mode.
-type settableGPU struct {
-	steps.Partitions
-	persistence *bool
-}
-
-func (s *settableGPU) Look(context.Context, device.Card) (device.CardState, error) {
-	return device.CardState{Persistence: s.persistence}, nil
-}
-func (s *settableGPU) SetComputeMode(context.Context, device.Card, device.ComputeMode) error {
-	return nil
-}
-func (s *settableGPU) SetTimeSlice(context.Context, device.Card, device.TimeSlice) error { return nil }
-
-func TestPersistenceModeOffIsReportedOnce(t *testing.T) {
-	recorder := record.NewFakeRecorder(10)
-	hardware := &settableGPU{}
-	w := newPersistenceWarner(hardware, events.NewFor(recorder, "node"))
-	set := func() (events int) {
-		t.Helper()
-		for _, c := range []device.Card{{PCIAddress: "0000:1b:00.0", UUID: "GPU-1"}, {PCIAddress: "0000:43:00.0", UUID: "GPU-2"}} {
-			_, err := w.Look(t.Context(), c)
-			for _, to := range []device.TimeSlice{device.TimeSliceLong, device.TimeSliceDefault, device.TimeSliceLong} {
-				err = errors.Join(err, w.SetTimeSlice(t.Context(), c, to))
-			}
-			if err := errors.Join(err, w.SetComputeMode(t.Context(), c, device.ComputeExclusiveProcess)); err != nil {
-				t.Fatal(err)
-			}
-		}
-		for len(recorder.Events) > 0 {
-			if e := <-recorder.Events; !strings.Contains(e, "PersistenceModeOff") || !strings.Contains(e, "nvidia-smi -pm 1") {
-				t.Error(e)
-			}
-			events++
-		}
-		return events
-	}
-	for i, c := range []struct {
-		persistence *bool
-		events      int
-	}{{nil, 0}, {ptr.To(true), 0}, {ptr.To(false), 4}, {ptr.To(false), 0}, {ptr.To(true), 0}, {ptr.To(false), 4}} {
-		hardware.persistence = c.persistence
-		if events := set(); events != c.events {
-			t.Errorf("%d: %d Events, want %d", i, events, c.events)
-		}
-	}
-}
-
 func TestAbsentSupervisorIsAnEventAfterGrace(t *testing.T) {
 	recorder := record.NewFakeRecorder(10)
 	fractions := false
@@ -218,26 +166,6 @@ func TestAbsentSupervisorIsAnEventAfterGrace(t *testing.T) {
 			<-recorder.Events
 		}
 	}
-}
-
-func TestDriverReportsPersistenceModeOff(t *testing.T) {
-	n := newNode(t)
-	d, err := New(t.Context(), n.cfg, Parts{
-		Client: n.client, StatusClient: n.client, Hardware: n.hardware(),
-		Partitions: &settableGPU{persistence: ptr.To(false)}, Metrics: metrics.New("test"),
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(d.cleaner.Release)
-	card := device.Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-1"}
-	if _, err := d.preparer.Partitions.Look(t.Context(), card); err != nil {
-		t.Fatal(err)
-	}
-	if err := d.preparer.Partitions.SetComputeMode(t.Context(), card, device.ComputeExclusiveProcess); err != nil {
-		t.Fatal(err)
-	}
-	n.expectEvent(t, "Node", "node", "PersistenceModeOff", gpuName)
 }
 
 // Share rules name a GPU by its index among the offered GPUs. A lost GPU is still offered, with a

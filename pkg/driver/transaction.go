@@ -50,7 +50,7 @@ func transactionOptions(
 ) prepare.Options {
 	node.Partitions = steps.NoPartitions{}
 	if parts.Partitions != nil {
-		node.Partitions = newPersistenceWarner(parts.Partitions, toAdmins.Recorder)
+		node.Partitions = parts.Partitions
 	}
 	paths := Paths(cfg)
 	return prepare.Options{

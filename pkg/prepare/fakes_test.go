@@ -285,10 +285,9 @@ type fakeGPU struct {
 	busy      map[uint32]int // by instance ID: how many more Destroy calls fail because it is in use
 	open      []nvidia.Process
 
-	mode      device.ComputeMode
-	slice     device.TimeSlice
-	forgetful bool // persistence mode is off
-	unsliced  bool // time slices are not supported
+	mode     device.ComputeMode
+	slice    device.TimeSlice
+	unsliced bool // time slices are not supported
 }
 
 // forget resets the fake GPU's settings to their defaults, as a GPU reset or driver reload does.
@@ -300,8 +299,7 @@ func (s *fakeGPU) reset() {
 }
 
 func (s *fakeGPU) state() device.CardState {
-	persistence := !s.forgetful
-	st := device.CardState{Minor: s.minor, ComputeMode: s.mode, Persistence: &persistence,
+	st := device.CardState{Minor: s.minor, ComputeMode: s.mode,
 		MIG: device.MIG{Enabled: s.on, Pending: s.on, ModeFixed: s.fixed}}
 	for _, id := range slices.Sorted(maps.Keys(s.instances)) {
 		st.MIG.Instances = append(st.MIG.Instances, s.instances[id])

@@ -9,10 +9,9 @@ import (
 	"strings"
 	"testing"
 
-	"tags.cncf.io/container-device-interface/specs-go"
-
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"

@@ -94,7 +94,6 @@ func interruptedScene(t *testing.T, s sharingScene) (w *world, h *hardware, p *p
 	w = newWorld(t)
 	h = withMPS(w)
 	h.of(t, gpu0).slice = device.TimeSliceMedium
-	h.of(t, gpu0).forgetful = true
 	p = w.plugin(t)
 	s.before(t, w, p)
 	w.scan()

@@ -158,12 +158,6 @@ func TestMatrix(t *testing.T) {
 		})
 	}
 	sliced(t)
-	eventually(t, 20*time.Second, "an Event names the GPU without persistence mode", func() (bool, string) {
-		events := w.events(t, "default", h100)
-		return strings.Contains(events, "PersistenceModeOff: Persistence mode of "+deviceOf(whole2)) &&
-			strings.Count(events, "PersistenceModeOff") == 1, events
-	})
-
 	t.Run("restart", func(t *testing.T) {
 		plugin := w.instance(t, h100)
 		w.killOnNode(t, "/usr/bin/gpu-kubelet-plugin")

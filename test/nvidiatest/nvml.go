@@ -28,11 +28,10 @@ type Card struct {
 	Addressing      nvml.DeviceAddressingModeType
 }
 
-// Modes are the compute mode and persistence mode of a fake card. With ignoresChange, the card
+// Modes are the modes of a fake card. With ignoresChange, the card
 // reports success for a change and keeps the old mode.
 type Modes struct {
 	Compute       nvml.ComputeMode
-	Persistence   nvml.EnableState
 	IgnoresChange bool
 }
 
@@ -117,12 +116,6 @@ func (c Card) Handle(index int) nvml.Device {
 			return 0, nvml.ERROR_NOT_SUPPORTED
 		}
 		return c.Modes.Compute, nvml.SUCCESS
-	}
-	d.GetPersistenceModeFunc = func() (nvml.EnableState, nvml.Return) {
-		if c.Modes == nil {
-			return 0, nvml.ERROR_NOT_SUPPORTED
-		}
-		return c.Modes.Persistence, nvml.SUCCESS
 	}
 	d.SetComputeModeFunc = func(to nvml.ComputeMode) nvml.Return {
 		if ret := c.ask("nvmlDeviceSetComputeMode"); ret != nvml.SUCCESS {

@@ -144,9 +144,8 @@ func (n *node) supervisorDies() {
 }
 
 func (g *gpu) state() device.CardState {
-	persistence := true
 	st := device.CardState{
-		Minor: g.minor, ComputeMode: g.mode, Persistence: &persistence,
+		Minor: g.minor, ComputeMode: g.mode,
 		MIG: device.MIG{Enabled: g.migEnabled, Pending: g.migEnabled},
 	}
 	for _, id := range slices.Sorted(maps.Keys(g.instances)) {

@@ -30,16 +30,6 @@ func computeMode(card nvml.Device) device.ComputeMode {
 	return computeModes[mode]
 }
 
-// persistence returns the card's persistence mode, nil if the driver does not report it.
-func persistence(card nvml.Device) *bool {
-	mode, ret := card.GetPersistenceMode()
-	if ret != nvml.SUCCESS {
-		return nil
-	}
-	on := mode == nvml.FEATURE_ENABLED
-	return &on
-}
-
 // setComputeMode sets the card's compute mode and reads it back. If the card then has the requested
 // mode, setComputeMode succeeds, even if NVML returned an error for the change.
 func (c partitioner) setComputeMode(r request) (*device.CardState, error) {

@@ -10,9 +10,9 @@ import (
 )
 
 func TestSetComputeModeVerifiesResult(t *testing.T) {
-	b := newBench(t, func(c *nvidiatest.Card) { c.Modes = &nvidiatest.Modes{Persistence: nvml.FEATURE_ENABLED} })
+	b := newBench(t, func(c *nvidiatest.Card) { c.Modes = &nvidiatest.Modes{} })
 	s := b.works(b.do(request{Op: opLook})).State
-	if s.ComputeMode != device.ComputeDefault || s.Persistence == nil || !*s.Persistence {
+	if s.ComputeMode != device.ComputeDefault {
 		t.Errorf("%+v", s)
 	}
 	for _, mode := range []device.ComputeMode{device.ComputeExclusiveProcess, device.ComputeExclusiveProcess, device.ComputeProhibited,
@@ -45,8 +45,7 @@ func TestSetComputeModeFailures(t *testing.T) {
 
 func TestExclusiveThreadModeIsRecognized(t *testing.T) {
 	b := newBench(t, func(c *nvidiatest.Card) { c.Modes = &nvidiatest.Modes{Compute: nvml.COMPUTEMODE_EXCLUSIVE_THREAD} })
-	if s := b.works(b.do(request{Op: opLook})).State; s.ComputeMode != device.ComputeExclusiveProcess || s.Persistence == nil ||
-		*s.Persistence {
+	if s := b.works(b.do(request{Op: opLook})).State; s.ComputeMode != device.ComputeExclusiveProcess {
 		t.Errorf("%+v", s)
 	}
 }

@@ -122,7 +122,7 @@ func (c partitioner) state(card nvml.Device) (*device.CardState, error) {
 	if ret != nvml.SUCCESS {
 		return nil, fmt.Errorf("read its minor number: %w", nvmlx.ToError(ret))
 	}
-	s := &device.CardState{Minor: minor, ComputeMode: computeMode(card), Persistence: persistence(card)}
+	s := &device.CardState{Minor: minor, ComputeMode: computeMode(card)}
 	mode, err := nvmlx.MIGMode(c.Lib, card)
 	if err != nil {
 		return nil, err

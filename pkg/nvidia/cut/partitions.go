@@ -157,8 +157,8 @@ func (p *Partitions) Destroy(ctx context.Context, card device.Card, in device.In
 }
 
 // SetComputeMode sets how many processes may use a card at once. If the card already has this
-// compute mode, it changes nothing. With persistence mode off ([device.CardState].Persistence), the
-// driver resets the compute mode when the last process closes the card.
+// compute mode, it changes nothing. Without persistence mode, the driver may reset the compute mode
+// when the last process closes the card.
 func (p *Partitions) SetComputeMode(ctx context.Context, card device.Card, mode device.ComputeMode) error {
 	_, err := p.state(ctx, request{Op: opSetComputeMode, Card: card, ComputeMode: mode})
 	return err

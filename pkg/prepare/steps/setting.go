@@ -38,7 +38,6 @@ func (g gpuSetting[T]) apply(ctx context.Context, env *Env, s *SettingState[T], 
 	if err := env.Journal(); err != nil {
 		return err
 	}
-	env.mayBeForgotten(ctx, s.Card, s.GPU, g.name)
 	return g.write(ctx, env, s, want)
 }
 
@@ -78,19 +77,6 @@ func (g gpuSetting[T]) write(ctx context.Context, env *Env, s *SettingState[T], 
 
 func (g gpuSetting[T]) wrapError(s *SettingState[T], err error) error {
 	return fmt.Errorf("%s of %s: %w", g.name, s.GPU, err)
-}
-
-// mayBeForgotten logs a message if the NVIDIA driver will lose a setting when the last process
-// closes the GPU. The parameter "what" names the setting. Reconcile sets it again while claims need
-// it.
-func (e *Env) mayBeForgotten(ctx context.Context, card device.Card, gpu, what string) {
-	state, err := e.Cards.Get(ctx, card)
-	if err != nil || state.Persistence == nil || *state.Persistence {
-		return
-	}
-	klog.FromContext(ctx).Info("Persistence mode is off: GPU settings are lost when the last process closes the GPU and are restored later; "+
-		"enable persistence mode (nvidia-persistenced, or nvidia-smi -pm 1)",
-		"gpu", gpu, "setting", what)
 }
 
 // isUnset reports whether err, from an attempt to restore a GPU setting, means that nothing is left
