@@ -9,6 +9,7 @@ package hook
 
 import (
 	"bytes"
+	"crypto/rand"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -31,6 +32,9 @@ const stale = time.Minute
 // concurrent use.
 type Hook struct {
 	source, target string
+	// copy is the path of this Hook's unfinished copy. It is random because several plugin instances
+	// may install at once, and stays the same so that an error that lasts has the same text each time.
+	copy string
 	// identical are the stamps that source and target had when their bytes were equal. While the
 	// stamps stay equal, Install does not read the large files again.
 	identical [2]durable.Stamp
@@ -38,7 +42,10 @@ type Hook struct {
 
 // New returns a Hook. source is the path in the image. target is the path on the host, at which the
 // plugin sees the file too.
-func New(source, target string) *Hook { return &Hook{source: source, target: target} }
+func New(source, target string) *Hook {
+	dir, name := filepath.Split(target)
+	return &Hook{source: source, target: target, copy: filepath.Join(dir, copyPrefix(name)+rand.Text())}
+}
 
 // Install copies the program to its target. changed is false if the target was already equal and
 // executable.
@@ -79,24 +86,10 @@ func (h *Hook) install() (changed bool, err error) {
 			_ = os.Remove(path) // the next installation retries
 		}
 	}
-	if err := replace(source, target); err != nil {
-		return false, fmt.Errorf("install the hook on the host as %s: %w", target, withoutPath(err))
+	if err := h.replace(); err != nil {
+		return false, fmt.Errorf("install the hook on the host as %s: %w", target, err)
 	}
 	return true, nil
-}
-
-// withoutPath removes the path of the unfinished copy from an error. That path changes with each
-// try, so one lasting error would look like a new one each time.
-func withoutPath(err error) error {
-	var file *fs.PathError
-	var link *os.LinkError
-	switch {
-	case errors.As(err, &file):
-		return fmt.Errorf("%s: %w", file.Op, file.Err)
-	case errors.As(err, &link):
-		return fmt.Errorf("%s: %w", link.Op, link.Err)
-	}
-	return err
 }
 
 // executable sets the file's mode to 0755 if needed, and reports whether the file now has this
@@ -182,26 +175,26 @@ func digest(path string) ([]byte, error) {
 	return h.Sum(nil), nil
 }
 
-// replace copies source next to target and renames the copy to target. So a half-written program
-// never runs, and a running one is not disturbed. It syncs the copy first, so that a power cut does
-// not leave an empty file.
-func replace(source, target string) error {
-	from, err := os.Open(source)
+// replace copies the source next to the target and renames the copy to target. So a half-written
+// program never runs, and a running one is not disturbed. It syncs the copy first, so that a power
+// cut does not leave an empty file.
+func (h *Hook) replace() error {
+	from, err := os.Open(h.source)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = from.Close() }()
-	to, err := os.CreateTemp(filepath.Dir(target), copyPrefix(filepath.Base(target))+"*")
+	to, err := os.OpenFile(h.copy, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o700)
 	if err != nil {
 		return err
 	}
 	_, err = io.Copy(to, from)
 	err = errors.Join(err, to.Chmod(0o755), to.Sync(), to.Close())
 	if err == nil {
-		err = os.Rename(to.Name(), target)
+		err = os.Rename(h.copy, h.target)
 	}
 	if err != nil {
-		_ = os.Remove(to.Name())
+		_ = os.Remove(h.copy)
 	}
 	return err
 }

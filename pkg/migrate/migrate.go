@@ -102,9 +102,14 @@ func (m *Migrator) EndClaim(ctx context.Context, uid types.UID) error {
 		return cause.Refusal("with UID "+string(uid), cause.NotReady,
 			"cannot release the devices that NVIDIA's DRA driver prepared for it, because the hardware is not scanned yet: %s", s.Reason)
 	}
-	found := find(c, s)
-	err = m.opts.Locks.WithLocks(ctx, uid, slices.Collect(maps.Keys(found.gpus)), func(ctx context.Context) error {
-		return m.release(ctx, c, found)
+	gpus := map[string]device.GPU{}
+	for _, held := range c.Devices {
+		if g, known := held.FindGPU(s.Node.GPUs); known {
+			gpus[g.WholeName()] = g
+		}
+	}
+	err = m.opts.Locks.WithLocks(ctx, uid, slices.Collect(maps.Keys(gpus)), func(ctx context.Context) error {
+		return m.release(ctx, c, s, gpus)
 	})
 	if err != nil {
 		return err
@@ -120,44 +125,19 @@ func changedHardware(c predecessor.Claim) bool {
 	return c.MPS || c.TimeSlices || slices.ContainsFunc(c.Devices, func(d predecessor.Device) bool { return d.MIG != nil })
 }
 
-// claimDevices has what the node still has of a claim's devices.
-type claimDevices struct {
-	gpus       map[string]device.GPU // by name
-	partitions []partition
-}
-
-// partition is a partition in the checkpoint, and the GPU that it is a part of.
-type partition struct {
-	gpu  device.GPU
-	held predecessor.Device
-}
-
-func find(c predecessor.Claim, s inventory.Snapshot) claimDevices {
-	found := claimDevices{gpus: map[string]device.GPU{}}
-	for _, held := range c.Devices {
-		g, known := held.FindGPU(s.Node.GPUs)
-		if !known {
-			continue
-		}
-		found.gpus[g.WholeName()] = g
-		if held.MIG != nil {
-			found.partitions = append(found.partitions, partition{g, held})
-		}
-	}
-	return found
-}
-
-// release releases the devices of the claim c. The caller holds the locks of the claim and of its
-// GPUs.
-func (m *Migrator) release(ctx context.Context, c predecessor.Claim, found claimDevices) error {
+// release releases the devices of the claim c, which are on these GPUs (by name). The caller holds
+// the locks of the claim and of the GPUs.
+func (m *Migrator) release(ctx context.Context, c predecessor.Claim, s inventory.Snapshot, gpus map[string]device.GPU) error {
 	logger := klog.FromContext(ctx)
 	m.reportDaemons(c)
-	for _, p := range found.partitions {
-		if err := m.destroy(ctx, p); err != nil {
-			return err
+	for _, held := range c.Devices {
+		if g, known := held.FindGPU(s.Node.GPUs); known && held.MIG != nil {
+			if err := m.destroy(ctx, g, held); err != nil {
+				return err
+			}
 		}
 	}
-	for name, g := range found.gpus {
+	for name, g := range gpus {
 		if c.MPS {
 			if err := m.opts.GPUs.SetComputeMode(ctx, g.Card(), device.ComputeDefault); err != nil {
 				logger.Error(err, "Failed to reset the compute mode that NVIDIA's DRA driver set", "gpu", name)
@@ -182,20 +162,20 @@ func (m *Migrator) release(ctx context.Context, c predecessor.Claim, found claim
 
 // destroy destroys the MIG instance whose UUID and IDs are those in the checkpoint. If a UUID or ID
 // differs, the instance may belong to another claim by now, and is kept.
-func (m *Migrator) destroy(ctx context.Context, p partition) error {
-	state, err := m.opts.GPUs.Look(ctx, p.gpu.Card())
+func (m *Migrator) destroy(ctx context.Context, g device.GPU, held predecessor.Device) error {
+	state, err := m.opts.GPUs.Look(ctx, g.Card())
 	if err != nil {
-		return fmt.Errorf("find %s of NVIDIA's DRA driver on %s: %w", p.held.Name, p.gpu.WholeName(), err)
+		return fmt.Errorf("find %s of NVIDIA's DRA driver on %s: %w", held.Name, g.WholeName(), err)
 	}
 	for _, in := range state.MIG.Instances {
-		if !isSame(in, *p.held.MIG) {
+		if !isSame(in, *held.MIG) {
 			continue
 		}
-		if err := m.opts.GPUs.Destroy(ctx, p.gpu.Card(), in); err != nil {
-			return fmt.Errorf("remove %s, which NVIDIA's DRA driver created, from %s: %w", p.held.Name, p.gpu.WholeName(), err)
+		if err := m.opts.GPUs.Destroy(ctx, g.Card(), in); err != nil {
+			return fmt.Errorf("remove %s, which NVIDIA's DRA driver created, from %s: %w", held.Name, g.WholeName(), err)
 		}
 		klog.FromContext(ctx).Info("Removed a MIG instance of NVIDIA's DRA driver",
-			"gpu", p.gpu.WholeName(), "device", p.held.Name, "migUUID", p.held.MIG.UUID)
+			"gpu", g.WholeName(), "device", held.Name, "migUUID", held.MIG.UUID)
 	}
 	return nil
 }

@@ -6,6 +6,8 @@ import (
 	"sync"
 	"time"
 
+	"k8s.io/client-go/util/flowcontrol"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
@@ -18,20 +20,19 @@ const (
 )
 
 // modeCleaner switches off the MIG mode of GPUs if the driver had switched it on and no partition
-// needs it any more.
+// needs it any more. It is not safe for concurrent use.
 type modeCleaner struct {
 	switchOff func(context.Context, device.GPU) (off bool, _ error)
 	// requestScan requests a scan from the inventory after a GPU has left MIG mode.
 	requestScan func()
-
-	mu    sync.Mutex
-	retry map[string]modeRetry
+	// retries has the pause of each GPU whose last attempt failed, by name.
+	retries *flowcontrol.Backoff
+	// last has the error of each GPU's last attempt.
+	last map[string]error
 }
 
-type modeRetry struct {
-	at    time.Time
-	pause time.Duration
-	err   error
+func newModeCleaner(switchOff func(context.Context, device.GPU) (off bool, _ error), requestScan func()) *modeCleaner {
+	return &modeCleaner{switchOff, requestScan, flowcontrol.NewBackOff(modeRetryFirst, modeRetryMax), map[string]error{}}
 }
 
 // Clean switches off the MIG mode of the GPUs in parallel, and returns the errors of all GPUs. A
@@ -41,41 +42,28 @@ func (m *modeCleaner) Clean(ctx context.Context, gpus []device.GPU) error {
 	var wg sync.WaitGroup
 	errs := make([]error, len(gpus))
 	for i, g := range gpus {
-		if due, last := m.due(g.WholeName()); !due {
-			errs[i] = last
+		name := g.WholeName()
+		if m.retries.IsInBackOffSinceUpdate(name, time.Now()) {
+			errs[i] = m.last[name]
 			continue
 		}
 		wg.Go(func() {
 			off, err := m.switchOff(ctx, g)
-			if m.recordResult(g.WholeName(), err); off {
+			if off {
 				m.requestScan()
+			}
+			if err != nil {
+				m.retries.Next(name, time.Now())
+			} else {
+				m.retries.DeleteEntry(name)
 			}
 			errs[i] = err
 		})
 	}
 	wg.Wait()
+	clear(m.last)
+	for i, g := range gpus {
+		m.last[g.WholeName()] = errs[i]
+	}
 	return errors.Join(errs...)
-}
-
-// due returns true if the pause after the GPU's last failed attempt is over. The error is that of
-// the last attempt, or nil if there was no failure.
-func (m *modeCleaner) due(gpu string) (bool, error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	r := m.retry[gpu]
-	return !time.Now().Before(r.at), r.err
-}
-
-func (m *modeCleaner) recordResult(gpu string, err error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if err == nil {
-		delete(m.retry, gpu)
-		return
-	}
-	pause := max(modeRetryFirst, min(2*m.retry[gpu].pause, modeRetryMax))
-	if m.retry == nil {
-		m.retry = map[string]modeRetry{}
-	}
-	m.retry[gpu] = modeRetry{time.Now().Add(pause), pause, err}
 }

@@ -16,13 +16,13 @@ func TestMIGModeCleanupRetriesWithBackoff(t *testing.T) {
 		began := time.Now()
 		var tries []time.Duration
 		scans, inUse := 0, errors.New("in use")
-		m := &modeCleaner{requestScan: func() { scans++ }, switchOff: func(_ context.Context, g device.GPU) (bool, error) {
+		m := newModeCleaner(func(_ context.Context, g device.GPU) (bool, error) {
 			if g.UUID == "free" {
 				return true, nil
 			}
 			tries = append(tries, time.Since(began))
 			return false, inUse
-		}}
+		}, func() { scans++ })
 		gpus := []device.GPU{{PCIAddress: "0000:1b:00.0", UUID: "busy"}, {PCIAddress: "0000:1c:00.0", UUID: "free"}}
 		for range 20 {
 			if err := m.Clean(t.Context(), gpus); !errors.Is(err, inUse) {
@@ -41,8 +41,9 @@ func TestMIGModeCleanupRetriesWithBackoff(t *testing.T) {
 		if err := m.Clean(t.Context(), gpus); err != nil {
 			t.Error(err)
 		}
-		if due, last := m.due(gpus[0].WholeName()); !due || last != nil {
-			t.Errorf("due: %v, %v", due, last)
+		tries = nil
+		if err := m.Clean(t.Context(), gpus); err != nil || len(tries) != 1 {
+			t.Errorf("after a success: %v, %d tries", err, len(tries))
 		}
 	})
 }

@@ -107,8 +107,10 @@ const (
 type Reconciler struct {
 	opts   Options
 	modes  *modeCleaner
-	specs  *specQueue
 	wakeup chan struct{}
+	// specs has the claims whose CDI specs need the hardware for their repair. It contains each claim
+	// at most once and never gives the same claim to two goroutines.
+	specs workqueue.TypedInterface[types.UID]
 	// unrecovered is true if the GPUs were released at the start, so that the calls that an earlier
 	// process did not finish are still unfinished. specsUnchecked is true if CDI specs were not
 	// repaired for the same reason.
@@ -117,13 +119,10 @@ type Reconciler struct {
 
 // New returns a Reconciler that works while Run and RunSpecRepairs run.
 func New(o Options) *Reconciler {
-	r := &Reconciler{opts: o, wakeup: make(chan struct{}, 1)}
-	r.modes = &modeCleaner{switchOff: o.Claims.DisableUnusedMIGMode, requestScan: o.Inventory.RequestScan}
-	r.specs = &specQueue{
-		claims: o.Claims, hardware: o.Hardware, onUnavailable: r.markSpecsUnchecked, onFailure: r.Wake,
-		queue: workqueue.NewTyped[types.UID](),
+	return &Reconciler{
+		opts: o, wakeup: make(chan struct{}, 1), specs: workqueue.NewTyped[types.UID](),
+		modes: newModeCleaner(o.Claims.DisableUnusedMIGMode, o.Inventory.RequestScan),
 	}
-	return r
 }
 
 // Wake requests a comparison soon. It does not block.

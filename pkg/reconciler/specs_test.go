@@ -11,7 +11,8 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/util/workqueue"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
 // switchable fakes hardware that may be accessed while allowed is true.
@@ -22,6 +23,7 @@ func (s *switchable) Use() (done func(), ok bool) { return func() {}, s.allowed.
 // hangingClaims fakes prepared claims "a" and "b" whose CDI specs need the hardware for their
 // repair. The repair of a claim hangs until the test closes the claim's channel in the field hangs.
 type hangingClaims struct {
+	Claims
 	hangs map[types.UID]chan struct{}
 	err   error
 
@@ -29,6 +31,12 @@ type hangingClaims struct {
 	started  map[types.UID]int
 	repaired map[types.UID]int
 }
+
+// noScan fakes an inventory before the first scan.
+type noScan struct{}
+
+func (noScan) Snapshot() inventory.Snapshot { return inventory.Snapshot{} }
+func (noScan) RequestScan()                 {}
 
 func (u *hangingClaims) RepairSpecs(context.Context) ([]types.UID, error) {
 	return []types.UID{"a", "b"}, nil
@@ -62,15 +70,13 @@ func TestHungGPUDoesNotDelayOtherRepairs(t *testing.T) {
 		a := make(chan struct{})
 		claims := &hangingClaims{hangs: map[types.UID]chan struct{}{"a": a}, started: map[types.UID]int{}, repaired: map[types.UID]int{}}
 		var allowed atomic.Bool
-		var off, failed atomic.Int64
 		allowed.Store(true)
-		m := &specQueue{
-			claims: claims, queue: workqueue.NewTyped[types.UID](), onFailure: func() { failed.Add(1) },
-			hardware: &switchable{&allowed}, onUnavailable: func() { off.Add(1) },
-		}
+		r := New(Options{
+			Claims: claims, Hardware: &switchable{&allowed}, Inventory: noScan{}, NewerLeads: func() bool { return false },
+		})
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan struct{})
-		go func() { m.Run(ctx); close(ended) }()
+		go func() { r.RunSpecRepairs(ctx); close(ended) }()
 		expect := func(when string, started, repaired map[types.UID]int) {
 			t.Helper()
 			synctest.Wait()
@@ -81,7 +87,7 @@ func TestHungGPUDoesNotDelayOtherRepairs(t *testing.T) {
 		repair := func() {
 			t.Helper()
 			began := time.Now()
-			if err := m.Repair(ctx); err != nil || time.Since(began) > 0 {
+			if err := r.RepairSpecs(ctx); err != nil || time.Since(began) > 0 {
 				t.Errorf("it took %s: %v", time.Since(began), err)
 			}
 			synctest.Wait()
@@ -93,14 +99,20 @@ func TestHungGPUDoesNotDelayOtherRepairs(t *testing.T) {
 		expect("more requests while it hangs", map[types.UID]int{"a": 1, "b": 3}, map[types.UID]int{"b": 3})
 		close(a)
 		expect("the queued repair runs once", map[types.UID]int{"a": 2, "b": 3}, map[types.UID]int{"a": 2, "b": 3})
+		if r.TakeUncheckedSpecs() || len(r.wakeup) > 0 {
+			t.Error("repairs without a failure are announced")
+		}
 		allowed.Store(false)
-		repair()
+		r.specs.Add("a") // queued before the GPUs were released
 		expect("the GPUs are released", map[types.UID]int{"a": 2, "b": 3}, map[types.UID]int{"a": 2, "b": 3})
+		if !r.TakeUncheckedSpecs() {
+			t.Error("the repair was not done, and is not announced as unchecked")
+		}
 		allowed.Store(true)
 		claims.fail(errors.New("the GPU does not answer"))
 		repair()
-		if off.Load() != 2 || failed.Load() != 2 {
-			t.Errorf("%d repairs were unavailable and %d failed, want 2 and 2", off.Load(), failed.Load())
+		if len(r.wakeup) != 1 {
+			t.Error("after failed repairs the reconciler is not woken")
 		}
 		stop()
 		<-ended

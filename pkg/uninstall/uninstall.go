@@ -11,14 +11,17 @@ package uninstall
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/pager"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 
@@ -106,31 +109,24 @@ func remainingPods(ctx context.Context, client kubernetes.Interface, namespace, 
 
 func heldClaims(ctx context.Context, client kubernetes.Interface) ([]string, error) {
 	var held []string
-	opts := metav1.ListOptions{Limit: 500}
-	for {
-		list, err := client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, opts)
-		if err != nil {
-			return nil, fmt.Errorf("list ResourceClaims: %w", err)
+	pages := pager.New(func(ctx context.Context, opts metav1.ListOptions) (runtime.Object, error) {
+		return client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, opts)
+	})
+	err := pages.EachListItem(ctx, metav1.ListOptions{}, func(o runtime.Object) error {
+		if c, ok := o.(*resourceapi.ResourceClaim); ok && holdsOurDevices(c) {
+			held = append(held, klog.KObj(c).String())
 		}
-		for i := range list.Items {
-			if holdsOurDevices(&list.Items[i]) {
-				held = append(held, klog.KObj(&list.Items[i]).String())
-			}
-		}
-		if opts.Continue = list.Continue; opts.Continue == "" {
-			return held, nil
-		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list ResourceClaims: %w", err)
 	}
+	return held, nil
 }
 
 func holdsOurDevices(c *resourceapi.ResourceClaim) bool {
-	if c.Status.Allocation == nil {
-		return false
-	}
-	for _, r := range c.Status.Allocation.Devices.Results {
-		if r.Driver == device.DriverName {
-			return true
-		}
-	}
-	return false
+	return c.Status.Allocation != nil &&
+		slices.ContainsFunc(c.Status.Allocation.Devices.Results, func(r resourceapi.DeviceRequestAllocationResult) bool {
+			return r.Driver == device.DriverName
+		})
 }
