@@ -109,7 +109,7 @@ fuzz: toolchain ## Run the fuzz targets one after another (FUZZTIME=60s; FUZZ=pk
 	hack/fuzz.sh $(FUZZTIME) '$(FUZZ)'
 
 .PHONY: test-faults-long
-test-faults-long: toolchain ## 10,000 schedules, with every fault in every step 20 times (table: build/faults.md; minutes)
+test-faults-long: toolchain ## 10,000 schedules, with every fault at every fault point 20 times (table: build/faults.md; minutes)
 	@mkdir -p $(BUILD)
 	go test -count=1 -timeout 120m -run '^TestInvariantsHoldUnderFaults' ./test/schedules -args \
 	    -schedules=10000 -least=20 -table=$(BUILD)/faults.md

@@ -1,22 +1,19 @@
 package schedules
 
-// cell is one entry of the coverage table: a call of the plugin to its environment (see [step]) and
-// a fault that interrupts this call.
+// cell is one entry of the coverage table: a fault point, and a fault that is injected there.
 type cell struct {
-	step  step
+	point faultPoint
 	fault fault
 }
 
-// bias makes a schedule inject one fault into one kind of call (see [step]) more often. The seed
-// alone selects the bias, so a schedule does not depend on earlier ones. Consecutive seeds cover
-// every combination of step and fault equally.
+// bias makes a schedule inject one fault at one fault point more often. The seed alone selects the
+// bias, so a schedule does not depend on earlier ones. Consecutive seeds cover every cell equally.
 type bias struct {
 	cell
-	// often is the probability, in percent, that the fault interrupts the step when the schedule
-	// reaches it.
+	// often is the probability, in percent, of the fault when the schedule reaches the fault point.
 	often float64
-	// claimKinds are the only kinds of claims that the schedule creates, because the step happens with
-	// these kinds only. Empty means all kinds.
+	// claimKinds are the only kinds of claims that the schedule creates, because only these reach the
+	// fault point. Empty means all kinds.
 	claimKinds []string
 	// fewClaims makes the schedule use two claims instead of four. Each of them is then prepared and
 	// unprepared more often.
@@ -28,8 +25,8 @@ type bias struct {
 	// gone is the percentage of events that deallocate a claim without the kubelet's knowledge. The
 	// plugin's garbage collection must then unprepare the claim.
 	gone float64
-	// before is a step and a fault that the schedule injects there as often, because the plugin
-	// reaches the biased step only after that fault.
+	// before is a fault that the schedule injects as often at an earlier fault point, because only
+	// after it the plugin reaches the biased one.
 	before cell
 }
 
@@ -42,9 +39,9 @@ var (
 	daemonUsers = []string{"whole, MPS", "two whole GPUs, MPS", "partition, MPS", "fraction", "fraction of a partition"}
 )
 
-// biases has, for each rarely reached step, the settings with which a schedule reaches it more
+// biases has, for each rarely reached fault point, settings with which a schedule reaches it more
 // often.
-var biases = map[step]bias{
+var biases = map[faultPoint]bias{
 	"record: set aside":         {often: 60, corrupt: 25, corruptDir: "record"},
 	"holder: set aside":         {often: 60, corrupt: 40, corruptDir: "holder", claimKinds: sharers},
 	"quarantine: sync":          {often: 60, corrupt: 25, corruptDir: "record"},
@@ -62,40 +59,40 @@ var biases = map[step]bias{
 	foundGone:                   {often: 80, gone: 60},
 }
 
-// rarest lists steps that random schedules seldom reach. Every third schedule aims at one of them.
-// A step that is listed several times is chosen more often: MIG mode is disabled only when a claim
-// for a whole GPU follows claims for partitions of that GPU.
-var rarest = []step{
+// rarest lists fault points that random schedules seldom reach. Every third schedule aims at one of
+// them. One that is listed several times is chosen more often: MIG mode is disabled only when a
+// claim for a whole GPU follows claims for partitions of that GPU.
+var rarest = []faultPoint{
 	modeOff, modeOff, modeOff, modeOff, modeOff,
 	"mark: remove unfinished", "holder: set aside", "record: set aside", "quarantine: sync",
 }
 
-// cells returns every possible combination of one of the steps and a fault.
-func cells(steps []step) []cell {
+// cells returns every possible combination of one of the fault points and a fault.
+func cells(points []faultPoint) []cell {
 	var all []cell
-	for _, s := range steps {
-		for _, f := range s.possible() {
-			all = append(all, cell{s, f})
+	for _, p := range points {
+		for _, f := range p.possible() {
+			all = append(all, cell{p, f})
 		}
 	}
 	return all
 }
 
 func biasOf(seed uint64) bias {
-	var steps []step
+	var points []faultPoint
 	for _, c := range classes {
-		steps = append(steps, c.step)
+		points = append(points, c.point)
 	}
-	// Two seeds in three iterate over the combinations of all steps, the third over those of the
-	// rarest steps.
+	// Two seeds in three iterate over the cells of all fault points, the third over those of the
+	// rarest.
 	number := seed - seed/3
 	if seed%3 == 0 {
 		number = seed / 3
-		steps = rarest
+		points = rarest
 	}
-	among := cells(steps)
+	among := cells(points)
 	c := among[number%uint64(len(among))]
-	f, rare := biases[c.step]
+	f, rare := biases[c.point]
 	if !rare {
 		f.often = 25
 	}
@@ -103,13 +100,13 @@ func biasOf(seed uint64) bias {
 	return f
 }
 
-// biasedFault chooses the fault to inject at the step in parameter of. The result is a fault only
-// if the schedule's bias names that step and the dice decide so, and none otherwise.
-func (s *schedule) biasedFault(of step) fault {
+// biasedFault chooses the fault to inject at a fault point. The result is a fault only if the
+// schedule's bias names that fault point and the dice decide so, and none otherwise.
+func (s *schedule) biasedFault(of faultPoint) fault {
 	switch f := s.bias; {
-	case of == f.step && s.chance(f.often):
+	case of == f.point && s.chance(f.often):
 		return f.fault
-	case of == f.before.step && s.chance(f.often):
+	case of == f.before.point && s.chance(f.often):
 		return f.before.fault
 	}
 	return none

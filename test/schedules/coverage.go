@@ -7,55 +7,55 @@ import (
 	"sync"
 )
 
-// Coverage counts how often each fault interrupted each kind of call of the plugin (see [step]).
+// Coverage counts how often each fault interrupted each [faultPoint].
 type Coverage struct {
-	mu    sync.Mutex
-	cells map[step]map[fault]int
-	steps map[step]int
+	mu     sync.Mutex
+	cells  map[faultPoint]map[fault]int
+	points map[faultPoint]int
 }
 
 // NewCoverage returns a table in which every count is zero.
 func NewCoverage() *Coverage {
-	return &Coverage{cells: map[step]map[fault]int{}, steps: map[step]int{}}
+	return &Coverage{cells: map[faultPoint]map[fault]int{}, points: map[faultPoint]int{}}
 }
 
-func (c *Coverage) count(s step, f fault) {
+func (c *Coverage) count(point faultPoint, f fault) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.steps[s]++
+	c.points[point]++
 	if f == none {
 		return
 	}
-	if c.cells[s] == nil {
-		c.cells[s] = map[fault]int{}
+	if c.cells[point] == nil {
+		c.cells[point] = map[fault]int{}
 	}
-	c.cells[s][f]++
+	c.cells[point][f]++
 }
 
-// Missing lists the possible combinations of step and fault that occurred fewer times than the
-// parameter least. It also lists steps that occurred but are missing in the list classes.
+// Missing lists the cells that occurred fewer times than least. It also lists fault points that
+// were reached but are missing in the list classes.
 func (c *Coverage) Missing(least int) []string {
 	var missing []string
-	for _, s := range classes {
-		for _, f := range s.step.possible() {
-			if n := c.cells[s.step][f]; n < least {
-				missing = append(missing, fmt.Sprintf("%s, %s: %d", s.step, f, n))
+	for _, row := range classes {
+		for _, f := range row.point.possible() {
+			if n := c.cells[row.point][f]; n < least {
+				missing = append(missing, fmt.Sprintf("%s, %s: %d", row.point, f, n))
 			}
 		}
 	}
-	for s := range c.steps {
-		if _, known := s.class(); !known {
-			missing = append(missing, fmt.Sprintf("%s: not in the table", s))
+	for point := range c.points {
+		if _, known := point.class(); !known {
+			missing = append(missing, fmt.Sprintf("%s: not in the table", point))
 		}
 	}
 	return missing
 }
 
-// Table returns a Markdown table with a row for each step and a column for each fault. An empty
-// table cell means that the fault is impossible at that step.
+// Table returns a Markdown table with a row for each fault point and a column for each fault. An
+// empty cell means that the fault is impossible there.
 func (c *Coverage) Table() string {
 	var b strings.Builder
-	b.WriteString("| step | times |")
+	b.WriteString("| fault point | times |")
 	line := "|---|--:|"
 	for _, f := range faults {
 		fmt.Fprintf(&b, " %s |", f.fault)
@@ -63,10 +63,10 @@ func (c *Coverage) Table() string {
 	}
 	b.WriteString("\n" + line + "\n")
 	for _, s := range classes {
-		fmt.Fprintf(&b, "| %s | %d |", s.step, c.steps[s.step])
+		fmt.Fprintf(&b, "| %s | %d |", s.point, c.points[s.point])
 		for _, f := range faults {
-			if slices.Contains(s.step.possible(), f.fault) {
-				fmt.Fprintf(&b, " %d |", c.cells[s.step][f.fault])
+			if slices.Contains(s.point.possible(), f.fault) {
+				fmt.Fprintf(&b, " %d |", c.cells[s.point][f.fault])
 			} else {
 				b.WriteString(" |")
 			}

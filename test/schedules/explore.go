@@ -49,7 +49,7 @@ type operation struct {
 // do not change m.
 func (e *explorer) world(m *savedState) *schedule {
 	w := &world{
-		node: m.node.clone(), specs: m.specs.clone(), lockDir: e.lockDir, faultPoints: newFaultPoints(),
+		node: m.node.clone(), specs: m.specs.clone(), lockDir: e.lockDir, blocked: newBlockedCalls(),
 		nameSurvives:  func(string) bool { return false },
 		adminRestores: func(*gpu) bool { return false },
 	}
@@ -86,11 +86,11 @@ func (s *inMemory) clone() *inMemory { return &inMemory{maps.Clone(s.claims), s.
 // the same in both.
 func (m *savedState) hash() ([32]byte, error) {
 	type card struct {
-		On                  bool
-		Instances           any
-		Mode, Slice, Theirs any
-		Lost, Recut         bool
-		Disturbed           int
+		On                          bool
+		Instances                   any
+		Mode, Slice, AdminInstances any
+		Lost, RestoredAtBoot        bool
+		Disturbed                   int
 	}
 	visible, synced := m.node.disk.State()
 	state := struct {
@@ -175,17 +175,17 @@ func (s *schedule) begin(o operation) *process {
 func (s *schedule) runWithFault(o operation, n int, f fault) (met bool) {
 	s.begin(o)
 	for points := 1; s.inFlight() > 0; {
-		at := s.faultPoints.blocked()
+		at := s.blocked.wait()
 		switch {
 		case s.reap():
 		case len(at) == 0:
-			<-s.faultPoints.event
+			<-s.blocked.event
 		case points != n:
 			s.inject(at[0], none)
 			points++
 		default:
 			points++
-			if met = slices.Contains(at[0].step.possible(), f); !met {
+			if met = slices.Contains(at[0].point.possible(), f); !met {
 				f = none
 			}
 			s.inject(at[0], f)
@@ -211,7 +211,7 @@ func (e *explorer) successors(m *savedState) []*savedState {
 		next = e.try(next, m, o.name, func(s *schedule) bool {
 			s.runWithFault(o, 0, none)
 			for _, line := range s.trace {
-				if line.step != "" {
+				if line.point != "" {
 					points++
 				}
 			}
@@ -350,11 +350,11 @@ func (s *schedule) interleave(a, b operation, i int, killed bool) (reached bool)
 // process.
 func (s *schedule) runOnly(p *process, points int) bool {
 	for points != 0 {
-		at := s.faultPoints.blocked()
+		at := s.blocked.wait()
 		if s.reap() {
 			continue
 		}
-		i := slices.IndexFunc(at, func(w *faultPoint) bool { return w.process == p })
+		i := slices.IndexFunc(at, func(w *blockedCall) bool { return w.process == p })
 		if i < 0 {
 			return false
 		}
@@ -367,13 +367,13 @@ func (s *schedule) runOnly(p *process, points int) bool {
 // runRest runs all processes until no call is in flight.
 func (s *schedule) runRest() {
 	for s.inFlight() > 0 {
-		at := s.faultPoints.blocked()
+		at := s.blocked.wait()
 		switch {
 		case s.reap():
 		case len(at) > 0:
 			s.inject(at[0], none)
 		default:
-			<-s.faultPoints.event
+			<-s.blocked.event
 		}
 	}
 	s.reap()

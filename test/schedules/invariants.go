@@ -21,20 +21,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
-// These are the invariants that the schedules check:
-//
-//  1. No device belongs to two claims. No two devices of prepared claims exclude each other, and
-//     the claims of a device hold no more memory than it has.
-//  2. No success without durable state. What a successful Prepare promises exists, and survives a
-//     power cut: record, specs, partition, settings, daemon. After a successful Unprepare no file
-//     names the claim.
-//  3. A success stays true. A prepared claim keeps its record. It keeps its spec, except after an
-//     event whose damage only reconciliation repairs.
-//  4. Nothing changes that belongs to an admin. The plugin destroys no MIG instance of an admin,
-//     and restores the settings that an admin had made.
-//  5. No leak. After all faults, when every claim is unprepared, there are no records, specs,
-//     holder files (which list the claims that share a setting), MIG instances, daemons or locks.
-//  6. Every claim can be unprepared, and every device can be prepared again.
+// The invariants are numbered as in the package documentation.
 
 // disturbances returns how often each GPU lost its state so far and, as the last element, how often
 // the MPS supervisor died. If two results are equal, no GPU and no MPS daemon was disturbed in

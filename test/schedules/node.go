@@ -154,13 +154,13 @@ func (g *gpu) state() device.CardState {
 	return st
 }
 
-func failure(code device.FailureCode, op step, c device.Card) error {
+func failure(code device.FailureCode, op faultPoint, c device.Card) error {
 	return &cut.Error{Op: string(op) + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code)}
 }
 
 // onGPU calls the function do with the GPU that card c describes. It returns an error if that GPU
 // is lost or now has another UUID.
-func (n *node) onGPU(op step, c device.Card, do func(*gpu) error) error {
+func (n *node) onGPU(op faultPoint, c device.Card, do func(*gpu) error) error {
 	for _, g := range n.gpus {
 		if g.address != c.PCIAddress {
 			continue
@@ -229,7 +229,7 @@ func profileName(id uint32) string {
 // destroyable looks up the MIG instance with the ID of the given instance. The result there is the
 // instance found, and gone is true if there is none. It returns an error if the instance found has
 // another profile, placement or UUID.
-func (g *gpu) destroyable(op step, c device.Card, in device.Instance) (there device.Instance, gone bool, err error) {
+func (g *gpu) destroyable(op faultPoint, c device.Card, in device.Instance) (there device.Instance, gone bool, err error) {
 	there, ok := g.instances[in.ID]
 	switch {
 	case !ok:

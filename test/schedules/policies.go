@@ -406,9 +406,9 @@ func (s *policyRun) reconcile() {
 // adminPartitions simulates an admin who creates a MIG instance where no claim holds a device.
 func (s *policyRun) adminPartitions(g *gpu) {
 	start := pick(s.dice, []uint32{0, 2, 4})
-	place := device.Name{GPU: g.name(), Partition: &device.PartitionName{ProfileID: adminProfile, Start: start}}
+	partition := device.Name{GPU: g.name(), Partition: &device.PartitionName{ProfileID: adminProfile, Start: start}}
 	for _, t := range s.tenants {
-		if slices.ContainsFunc(t.held(), func(r result) bool { return s.excludes(place.String(), r.Device) }) {
+		if slices.ContainsFunc(t.held(), func(r result) bool { return s.excludes(partition.String(), r.Device) }) {
 			return
 		}
 	}

@@ -110,16 +110,16 @@ func overtaken(ctx context.Context, _ types.UID) bool {
 	return ok && k.overtaken
 }
 
-// do makes the process's call for step s. It first waits at a fault point, where the schedule may
+// do makes a call of the process. The call first waits at its fault point, where the schedule may
 // inject a fault. The function in parameter effect does what the call is for. If the fault
 // interrupts the call halfway, the function in parameter partial runs instead.
-func (p *process) do(ctx context.Context, s step, effect func() error, partial func()) error {
+func (p *process) do(ctx context.Context, point faultPoint, effect func() error, partial func()) error {
 	if p.dead.Load() {
 		return errDead
 	}
 	f := none
 	if !p.world.noFaults {
-		f = p.world.faultPoints.reach(p, s)
+		f = p.world.blocked.block(p, point)
 	}
 	if f == slow {
 		wait(ctx, p.world.slowFor)
@@ -136,12 +136,12 @@ func (p *process) do(ctx context.Context, s step, effect func() error, partial f
 		}
 	case hangs:
 		wait(ctx, time.Hour)
-		return failure(device.FailureTimeout, s, device.Card{})
+		return failure(device.FailureTimeout, point, device.Card{})
 	case fails, unreadable, full, readOnly, inUse:
 		if partial != nil && (f == fails || f == full) {
 			partial()
 		}
-		return p.failed(s, f)
+		return p.failed(point, f)
 	default:
 		return effect()
 	}
@@ -151,13 +151,13 @@ func (p *process) do(ctx context.Context, s step, effect func() error, partial f
 	case cutWithin, cutAfter:
 		p.world.powerCut()
 	default:
-		return failure(device.FailureDied, s, device.Card{})
+		return failure(device.FailureDied, point, device.Card{})
 	}
 	return errDead
 }
 
-// failed returns the error with which step s ends if fault f interrupts it.
-func (p *process) failed(s step, f fault) error {
+// failed returns the error of a call that fault f interrupts at the fault point.
+func (p *process) failed(point faultPoint, f fault) error {
 	switch f {
 	case unreadable:
 		return syscall.EIO
@@ -166,13 +166,13 @@ func (p *process) failed(s step, f fault) error {
 	case readOnly:
 		return syscall.EROFS
 	case inUse:
-		return failure(device.FailureInUse, s, device.Card{})
+		return failure(device.FailureInUse, point, device.Card{})
 	}
-	switch c, _ := s.class(); c {
+	switch c, _ := point.class(); c {
 	case reading, listing, specListing:
 		return syscall.EMFILE
-	case looking, changing:
-		return failure(device.FailureOther, s, device.Card{})
+	case querying, changing:
+		return failure(device.FailureOther, point, device.Card{})
 	case daemons, listingMPS:
 		return errors.New("the MPS supervisor answered with an error")
 	case asking:
@@ -273,21 +273,21 @@ func (p *process) foundGone(ctx context.Context) error {
 // hardware gives access to the simulated GPUs. Before each call the process waits at a fault point.
 type hardware struct{ p *process }
 
-func (h hardware) call(ctx context.Context, s step, c device.Card, effect func(*gpu) error) error {
-	return h.p.do(ctx, s, func() error { return h.p.world.onGPU(s, c, effect) }, nil)
+func (h hardware) call(ctx context.Context, point faultPoint, c device.Card, effect func(*gpu) error) error {
+	return h.p.do(ctx, point, func() error { return h.p.world.onGPU(point, c, effect) }, nil)
 }
 
 func (h hardware) Look(ctx context.Context, c device.Card) (st device.CardState, err error) {
-	err = h.call(ctx, look, c, func(g *gpu) error { st = g.state(); return nil })
+	err = h.call(ctx, queryGPU, c, func(g *gpu) error { st = g.state(); return nil })
 	return st, err
 }
 
 func (h hardware) SetMode(ctx context.Context, c device.Card, on bool) (st device.CardState, err error) {
-	s := modeOff
+	point := modeOff
 	if on {
-		s = modeOn
+		point = modeOn
 	}
-	err = h.call(ctx, s, c, func(g *gpu) error { st, err = g.setMode(c, on); return err })
+	err = h.call(ctx, point, c, func(g *gpu) error { st, err = g.setMode(c, on); return err })
 	return st, err
 }
 

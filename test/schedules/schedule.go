@@ -96,7 +96,7 @@ func (s *schedule) background(work func() (then func())) {
 	number := s.begun
 	go func() {
 		s.ended <- ending{number, work()}
-		s.faultPoints.notify()
+		s.blocked.notify()
 	}()
 	// Wait until the new goroutine blocks. It must reach the locks, which are real, before a goroutine
 	// that starts later.
@@ -132,7 +132,7 @@ func (s *schedule) start() {
 // continues until no call is in flight.
 func (s *schedule) advance(n int) {
 	for n != 0 {
-		at := s.faultPoints.blocked()
+		at := s.blocked.wait()
 		if s.reap() {
 			continue
 		}
@@ -148,7 +148,7 @@ func (s *schedule) advance(n int) {
 			return
 		default:
 			// No call waits at a fault point, so all calls in flight wait for time to pass.
-			<-s.faultPoints.event
+			<-s.blocked.event
 		}
 	}
 }
@@ -187,18 +187,18 @@ func (s *schedule) passTime(d time.Duration) {
 }
 
 // resume resumes a waiting call with a randomly chosen fault, or none.
-func (s *schedule) resume(at *faultPoint) {
-	f := s.chooseFault(at.step)
-	if at.step == foundGone && f == none && s.chance(50) && s.allocateAgain(at.process.orphan) {
+func (s *schedule) resume(at *blockedCall) {
+	f := s.chooseFault(at.point)
+	if at.point == foundGone && f == none && s.chance(50) && s.allocateAgain(at.process.orphan) {
 		f = slow
 	}
 	s.inject(at, f)
 }
 
 // inject makes fault f happen at the fault point, and resumes the call that waits there.
-func (s *schedule) inject(at *faultPoint, f fault) {
-	s.coverage.count(at.step, f)
-	s.trace = append(s.trace, entry{at.process.id, "", at.step, f})
+func (s *schedule) inject(at *blockedCall, f fault) {
+	s.coverage.count(at.point, f)
+	s.trace = append(s.trace, entry{at.process.id, "", at.point, f})
 	gpu := pick(s.dice, s.gpus)
 	switch f {
 	case killBefore:
@@ -233,7 +233,7 @@ func (s *schedule) inject(at *faultPoint, f fault) {
 		s.note("the MPS supervisor dies")
 		s.supervisorDies()
 	}
-	s.faultPoints.resume(at, f)
+	s.blocked.resume(at, f)
 }
 
 // reset resets GPU g, as an admin may do at any time.
@@ -253,8 +253,8 @@ func (s *schedule) expectMissingSpecs() {
 	}
 }
 
-// chooseFault chooses the fault to inject at the step in parameter of, or none.
-func (s *schedule) chooseFault(of step) fault {
+// chooseFault chooses the fault to inject at the fault point of, or none.
+func (s *schedule) chooseFault(of faultPoint) fault {
 	possible := of.possible()
 	if s.lastingWrites > 0 && slices.Contains(possible, s.lastingFault) {
 		s.lastingWrites--

@@ -16,8 +16,8 @@ import (
 var (
 	firstSeed = flag.Uint64("seed", 1, "seed of the first schedule")
 	schedules = flag.Int("schedules", 500, "number of schedules, with consecutive seeds")
-	table     = flag.String("table", "", "file for the coverage table, step by fault")
-	least     = flag.Int("least", 0, "how often each step must meet each possible fault")
+	table     = flag.String("table", "", "file for the coverage table, fault point by fault")
+	least     = flag.Int("least", 0, "how often each fault point must meet each possible fault")
 )
 
 // TestMain allows one processor only. Then goroutine numbers follow the order in which goroutines

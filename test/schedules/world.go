@@ -19,10 +19,10 @@ import (
 type world struct {
 	*node
 
-	specs       cdiDir
-	lockDir     string
-	faultPoints *faultPoints
-	claims      []*claim
+	specs   cdiDir
+	lockDir string
+	blocked *blockedCalls
+	claims  []*claim
 
 	living    []*process
 	processes int
@@ -49,7 +49,7 @@ type world struct {
 type entry struct {
 	process int
 	what    string
-	step    step
+	point   faultPoint
 	fault   fault
 }
 
@@ -57,12 +57,12 @@ func (e entry) String() string {
 	switch {
 	case e.process == 0:
 		return e.what
-	case e.step == "":
+	case e.point == "":
 		return fmt.Sprintf("plugin %d: %s", e.process, e.what)
 	case e.fault == none:
-		return fmt.Sprintf("plugin %d:   %s", e.process, e.step)
+		return fmt.Sprintf("plugin %d:   %s", e.process, e.point)
 	}
-	return fmt.Sprintf("plugin %d:   %s: %s", e.process, e.step, e.fault)
+	return fmt.Sprintf("plugin %d:   %s: %s", e.process, e.point, e.fault)
 }
 
 func (w *world) note(format string, args ...any) {
@@ -83,7 +83,7 @@ func (w *world) violates(format string, args ...any) {
 func newWorld(dir string, cards int) (*world, error) {
 	w := &world{
 		node: newNode(cards), specs: realSpecs{filepath.Join(dir, "cdi")},
-		lockDir: filepath.Join(dir, "locks"), faultPoints: newFaultPoints(),
+		lockDir: filepath.Join(dir, "locks"), blocked: newBlockedCalls(),
 	}
 	return w, w.specs.clear()
 }
@@ -97,7 +97,7 @@ func (w *world) kill(p *process) {
 	w.living = slices.DeleteFunc(w.living, func(l *process) bool { return l == p })
 	w.dead = append(w.dead, p)
 	p.end()
-	w.faultPoints.dismiss(p)
+	w.blocked.dismiss(p)
 }
 
 // dyingCalls counts the calls of killed processes that have not returned yet.
