@@ -1,26 +1,29 @@
 package checkpoint
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
+)
 
 func BenchmarkRecord(b *testing.B) {
 	for name, r := range map[string]Record{"one-GPU": newRecord(gpu0), "two-GPUs": newRecord(gpu0, gpu1)} {
-		raw, err := recordFormat.Encode(r)
+		s, err := Open("/state", durabletest.New())
 		if err != nil {
 			b.Fatal(err)
 		}
-		b.Run("encode/"+name, func(b *testing.B) {
+		b.Run("save/"+name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
-				if _, err := recordFormat.Encode(r); err != nil {
+				if err := s.Save(r); err != nil {
 					b.Fatal(err)
 				}
 			}
 		})
-		b.Run("decode/"+name, func(b *testing.B) {
+		b.Run("load/"+name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
-				var read Record
-				if err := recordFormat.Decode("a file", raw, &read); err != nil {
+				if _, _, err := s.Load(uid); err != nil {
 					b.Fatal(err)
 				}
 			}

@@ -29,7 +29,7 @@ func FuzzRecord(f *testing.F) {
 		s := open(t, disk)
 		if sealed {
 			var ok bool
-			if content, ok = seal(recordFormat, content); !ok {
+			if content, ok = seal(recordFormat, json.RawMessage(content)); !ok {
 				return
 			}
 		}
@@ -69,7 +69,7 @@ func FuzzHolder(f *testing.F) {
 		s := open(t, disk)
 		if sealed {
 			var ok bool
-			if content, ok = seal(holderFormat, content); !ok {
+			if content, ok = seal(holderFormat, json.RawMessage(content)); !ok {
 				return
 			}
 		}
@@ -119,9 +119,13 @@ func equalJSON(t *testing.T, a, b any) bool {
 	return bytes.Equal(x, y)
 }
 
-// seal wraps a payload in an envelope with a valid checksum. It returns false if the payload is not
-// JSON.
-func seal(format statefile.Format, payload []byte) ([]byte, bool) {
-	raw, err := format.Encode(json.RawMessage(payload))
+// seal returns the content of a file in this format with a payload, or false if the payload cannot
+// be encoded.
+func seal(format statefile.Format, payload any) ([]byte, bool) {
+	disk := durabletest.New()
+	if format.Write(disk, "/file", payload) != nil {
+		return nil, false
+	}
+	raw, err := disk.ReadFile("/file")
 	return raw, err == nil
 }

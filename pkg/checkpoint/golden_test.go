@@ -138,8 +138,8 @@ func TestFilesOfVersion01AreRead(t *testing.T) {
 			t.Errorf("%v, %v, %s", found, err, cmp.Diff(want, got))
 		}
 	}
-	if ours, err := s.MarkedIn(gpu0, "boot-1"); err != nil || !ours {
-		t.Error(ours, err)
+	if boot, marked, err := s.Marked(gpu0); err != nil || !marked || boot != "boot-1" {
+		t.Error(boot, marked, err)
 	}
 }
 
@@ -148,13 +148,9 @@ func TestFilesOfVersion01AreRead(t *testing.T) {
 func TestFilesForNewerReaderAreRefusedAndKept(t *testing.T) {
 	s, disk := writeGolden(t)
 	r, h := goldenRecords[0], goldenHolders[0]
-	name, err := fileName(r)
-	if err != nil {
-		t.Fatal(err)
-	}
 	mark := func() error { return s.Mark(gpu0, "boot-2") }
 	for file, calls := range map[string][]func() error{
-		filepath.Join(s.claims, name): {
+		fileOf(t, s, r): {
 			func() error { _, _, err := s.Load(r.ClaimUID); return err },
 			func() error { return s.Save(r) },
 		},
@@ -163,8 +159,7 @@ func TestFilesForNewerReaderAreRefusedAndKept(t *testing.T) {
 			func() error { return s.SaveHolder(h) },
 		},
 		filepath.Join(s.marks, gpu0): {
-			func() error { _, err := s.Marked(gpu0); return err },
-			func() error { _, err := s.MarkedIn(gpu0, "boot-1"); return err },
+			func() error { _, _, err := s.Marked(gpu0); return err },
 			mark, func() error { return s.Unmark(gpu0) },
 		},
 	} {
@@ -198,14 +193,10 @@ func TestFieldsOfALaterVersionAreIgnored(t *testing.T) {
 	disk := durabletest.New()
 	s := open(t, disk)
 	path := save(t, s, newRecord(gpu0))
-	later, err := statefile.Format{Kind: "ClaimRecord", Version: 7, MinReader: 1}.Encode(map[string]any{
+	disk.Put(path, sealed(t, statefile.Format{Kind: "ClaimRecord", Version: 7, MinReader: 1}, map[string]any{
 		"claimUID": uid, "epoch": 7, "devices": []any{map[string]any{"device": gpu0, "gpu": gpu0, "slot": 3}},
 		"steps": []any{map[string]any{"kind": "claim-spec", "params": map[string]any{"later": 1}, "order": 2}},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	disk.Put(path, later)
+	}))
 	r, found, err := s.Load(uid)
 	if err != nil || !found || r.Devices[0].GPU != gpu0 || string(r.Steps[0].Params) != `{"later":1}` {
 		t.Fatalf("%+v, %v, %v", r, found, err)

@@ -165,14 +165,9 @@ func (s *Store) QuarantineHolder(key string, now time.Time) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	to := filepath.Join(s.quarantine, fmt.Sprintf("holder-%s-%d%s", key, now.UnixNano(), suffix))
-	if err := s.disk.Rename(path, to); err != nil {
-		return "", fmt.Errorf("quarantine the file of shared setting %s: %w", key, err)
+	place, err := s.quarantineFile(path, fmt.Sprintf("holder-%s-%d", key, now.UnixNano()))
+	if err != nil {
+		return place, fmt.Errorf("quarantine the file of shared setting %s: %w", key, err)
 	}
-	for _, dir := range []string{s.quarantine, s.holders} {
-		if err := s.disk.SyncDir(dir); err != nil {
-			return to, fmt.Errorf("quarantine the file of shared setting %s: %w", key, err)
-		}
-	}
-	return to, nil
+	return place, nil
 }

@@ -18,7 +18,7 @@ type mark struct {
 // boot. While the file exists, a claim for the whole GPU reads the hardware, because the inventory
 // may be out of date. The plugin disables MIG mode only on a GPU with a mark of the current boot.
 func (s *Store) Mark(gpu, bootID string) error {
-	boot, marked, err := s.readMark(gpu)
+	boot, marked, err := s.Marked(gpu)
 	if err != nil || marked && boot == bootID {
 		return err
 	}
@@ -27,29 +27,17 @@ func (s *Store) Mark(gpu, bootID string) error {
 
 // Unmark removes the GPU's mark, which [Store.Mark] wrote. It is no error if the GPU has none.
 func (s *Store) Unmark(gpu string) error {
-	if _, marked, err := s.readMark(gpu); !marked || err != nil {
+	if _, marked, err := s.Marked(gpu); !marked || err != nil {
 		return err
 	}
 	return durable.Remove(s.disk, filepath.Join(s.marks, gpu))
 }
 
-// Marked reports whether the GPU has a mark, which [Store.Mark] wrote in this or an earlier boot.
-func (s *Store) Marked(gpu string) (bool, error) {
-	_, marked, err := s.readMark(gpu)
-	return marked, err
-}
-
-// MarkedIn reports whether the plugin enabled the GPU's MIG mode in the boot bootID. A mark of an
-// earlier boot does not count, because a GPU whose mode the plugin can change forgets the mode at a
-// reboot. A damaged mark does not count either.
-func (s *Store) MarkedIn(gpu, bootID string) (bool, error) {
-	boot, marked, err := s.readMark(gpu)
-	return marked && boot == bootID, err
-}
-
-// readMark returns the boot ID in the GPU's mark. It is "" if the mark is damaged: then claims read
-// the hardware, but nothing is proved about this boot.
-func (s *Store) readMark(gpu string) (bootID string, marked bool, _ error) {
+// Marked reports whether the GPU has a mark, and in which boot [Store.Mark] wrote it. A mark of an
+// earlier boot does not make the MIG mode the plugin's: a GPU forgets the mode at a reboot.
+//
+// The boot of a damaged mark is "". Then claims read the hardware, but nothing is proved.
+func (s *Store) Marked(gpu string) (bootID string, marked bool, _ error) {
 	var m mark
 	marked, err := markFormat.Read(s.disk, filepath.Join(s.marks, gpu), &m)
 	var unreadable *statefile.UnreadableError

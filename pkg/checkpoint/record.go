@@ -2,6 +2,7 @@ package checkpoint
 
 import (
 	"encoding/json"
+	"slices"
 
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
@@ -68,23 +69,21 @@ type Step struct {
 
 // OccupiedDevices returns the names of the claim's devices, each once, in the order of Devices.
 // Devices with admin access are left out: they stay free for other claims.
-func (r Record) OccupiedDevices() []string {
-	return r.collect(func(d Device) string { return d.Device })
+func (r Record) OccupiedDevices() (names []string) {
+	for _, d := range r.Devices {
+		if !d.AdminAccess && !slices.Contains(names, d.Device) {
+			names = append(names, d.Device)
+		}
+	}
+	return names
 }
 
 // GPUs returns the names of the GPUs of the claim's devices, each once. Devices with admin access
 // are left out.
-func (r Record) GPUs() []string {
-	return r.collect(func(d Device) string { return d.GPU })
-}
-
-func (r Record) collect(name func(Device) string) []string {
-	var names []string
-	seen := map[string]bool{}
+func (r Record) GPUs() (names []string) {
 	for _, d := range r.Devices {
-		if n := name(d); !d.AdminAccess && !seen[n] {
-			seen[n] = true
-			names = append(names, n)
+		if !d.AdminAccess && !slices.Contains(names, d.GPU) {
+			names = append(names, d.GPU)
 		}
 	}
 	return names

@@ -14,6 +14,7 @@
 package checkpoint
 
 import (
+	"errors"
 	"fmt"
 	"path/filepath"
 	"slices"
@@ -81,34 +82,38 @@ func (e Entry) Inexact() bool { return e.overflow }
 // List returns an entry for each record, from the file names alone. It ignores files that are not
 // records.
 func (s *Store) List() ([]Entry, error) {
-	return s.list(func(string) bool { return true })
+	return s.list(func(Entry) bool { return true })
 }
 
 // ListForGPUs lists the records of claims that may have a device on one of these GPUs, by the
 // records' file names.
 func (s *Store) ListForGPUs(gpus ...string) ([]Entry, error) {
-	return s.list(func(name string) bool {
-		return strings.HasSuffix(name, separator+allDevices+suffix) ||
-			slices.ContainsFunc(gpus, func(gpu string) bool { return strings.Contains(name, separator+gpu) })
+	return s.list(func(e Entry) bool {
+		return e.Inexact() || slices.ContainsFunc(e.Devices, func(device string) bool {
+			return slices.ContainsFunc(gpus, func(gpu string) bool { return strings.HasPrefix(device, gpu) })
+		})
 	})
 }
 
-func (s *Store) list(wanted func(name string) bool) ([]Entry, error) {
+// list returns the wanted entries, sorted by their file names.
+func (s *Store) list(wanted func(Entry) bool) ([]Entry, error) {
 	names, err := s.disk.ReadDir(s.claims)
 	if err != nil {
 		return nil, fmt.Errorf("list the records: %w", err)
 	}
+	slices.Sort(names)
 	var entries []Entry
 	for _, name := range names {
-		if !wanted(name) {
-			continue // each kubelet call lists hundreds of names, so parse only the wanted ones
-		}
-		if e, ok := parseFileName(name); ok {
+		if e, ok := parseFileName(name); ok && wanted(e) {
 			entries = append(entries, e)
 		}
 	}
-	slices.SortFunc(entries, func(a, b Entry) int { return strings.Compare(a.file, b.file) })
 	return entries, nil
+}
+
+// isOf selects the records of one claim.
+func isOf(uid types.UID) func(Entry) bool {
+	return func(e Entry) bool { return e.ClaimUID == uid }
 }
 
 func parseFileName(name string) (Entry, bool) {
@@ -127,24 +132,16 @@ func parseFileName(name string) (Entry, bool) {
 	return e, true
 }
 
-func fileName(r Record) (string, error) {
+// Save writes the record durably. The file's name depends on the claim's devices, so the caller
+// must remove the old record first if they changed.
+func (s *Store) Save(r Record) error {
 	uid := string(r.ClaimUID)
 	if uid == "" || strings.ContainsAny(uid, separator+"/.") {
-		return "", fmt.Errorf("claim %s/%s: UID %q cannot name a file", r.Namespace, r.Name, uid)
+		return fmt.Errorf("claim %s/%s: UID %q cannot name a file", r.Namespace, r.Name, uid)
 	}
 	name := strings.Join(append([]string{uid}, r.OccupiedDevices()...), separator) + suffix
 	if len(name) > maxName {
 		name = uid + separator + allDevices + suffix
-	}
-	return name, nil
-}
-
-// Save writes the record durably. The file's name depends on the claim's devices, so the caller
-// must remove the old record first if they changed.
-func (s *Store) Save(r Record) error {
-	name, err := fileName(r)
-	if err != nil {
-		return err
 	}
 	return recordFormat.Write(s.disk, filepath.Join(s.claims, name), r)
 }
@@ -167,57 +164,47 @@ func (s *Store) SyncDirs(holders bool) error {
 
 // Load reads a claim's record. If err is an [*statefile.UnreadableError] or a
 // [*statefile.NewerError], the record exists but cannot be used.
+//
+// Two records of one claim are unreadable. But if one of them is a NewerError or cannot be read now,
+// Load returns that error: only unreadable records may be quarantined.
 func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
-	files, err := s.recordFiles(uid)
-	if err != nil || len(files) == 0 {
+	entries, err := s.list(isOf(uid))
+	if err != nil {
 		return Record{}, false, err
 	}
-	path := filepath.Join(s.claims, files[0])
-	if len(files) > 1 {
-		return Record{}, true, &statefile.UnreadableError{Path: path, Reason: fmt.Sprintf("the claim has %d records: %q", len(files), files)}
+	var path string
+	var unreadable *statefile.UnreadableError
+	for _, e := range entries {
+		path, r = filepath.Join(s.claims, e.file), Record{}
+		found, err = recordFormat.Read(s.disk, path, &r)
+		if err != nil && !errors.As(err, &unreadable) {
+			return Record{}, true, err
+		}
 	}
-	found, err = recordFormat.Read(s.disk, path, &r)
-	if err != nil || !found {
+	switch {
+	case len(entries) > 1:
+		err = &statefile.UnreadableError{Path: path, Reason: "the claim has another record, " + entries[0].file}
+		return Record{}, true, err
+	case err != nil || !found:
 		return Record{}, found, err
-	}
-	if r.ClaimUID != uid {
+	case r.ClaimUID != uid:
 		return Record{}, true, &statefile.UnreadableError{Path: path, Reason: fmt.Sprintf("it belongs to claim %s", r.ClaimUID)}
 	}
 	return r, true, nil
 }
 
-// recordFiles returns the file names of one claim's records. It parses only names that start with
-// the claim's UID, because each kubelet call gets here and there may be hundreds of files.
-func (s *Store) recordFiles(uid types.UID) ([]string, error) {
-	names, err := s.disk.ReadDir(s.claims)
-	if err != nil {
-		return nil, fmt.Errorf("list the records: %w", err)
-	}
-	var files []string
-	for _, name := range names {
-		if !strings.HasPrefix(name, string(uid)) {
-			continue
-		}
-		if e, ok := parseFileName(name); ok && e.ClaimUID == uid {
-			files = append(files, e.file)
-		}
-	}
-	slices.Sort(files)
-	return files, nil
-}
-
 // Remove deletes a claim's record. It is no error if there is none.
 func (s *Store) Remove(uid types.UID) error {
-	files, err := s.recordFiles(uid)
+	entries, err := s.list(isOf(uid))
 	if err != nil {
 		return err
 	}
-	for _, f := range files {
-		if err := durable.Remove(s.disk, filepath.Join(s.claims, f)); err != nil {
+	for _, e := range entries {
+		if err := durable.Remove(s.disk, filepath.Join(s.claims, e.file)); err != nil {
 			return err
 		}
 	}
-	if len(files) == 0 {
+	if len(entries) == 0 {
 		// Sync the directory even without a file: an earlier call may have been killed after it removed
 		// the file but before the removal was on disk.
 		if err := s.disk.SyncDir(s.claims); err != nil {
@@ -229,27 +216,29 @@ func (s *Store) Remove(uid types.UID) error {
 
 // Quarantine moves a claim's unreadable record to the quarantine directory. There it blocks no
 // device, and an admin can inspect it. Quarantine returns the new path of each moved file.
-func (s *Store) Quarantine(uid types.UID, now time.Time) ([]string, error) {
-	files, err := s.recordFiles(uid)
+func (s *Store) Quarantine(uid types.UID, now time.Time) (places []string, err error) {
+	entries, err := s.list(isOf(uid))
 	if err != nil {
 		return nil, err
 	}
-	var places []string
-	for _, f := range files {
+	for i, e := range entries {
 		// The new name has only the claim's UID and the time. With the devices it could be too long.
-		to := filepath.Join(s.quarantine, fmt.Sprintf("%s-%d%s", uid, now.UnixNano(), suffix))
-		if err := s.disk.Rename(filepath.Join(s.claims, f), to); err != nil {
+		place, err := s.quarantineFile(filepath.Join(s.claims, e.file), fmt.Sprintf("%s-%d", uid, now.UnixNano()+int64(i)))
+		if err != nil {
 			return places, fmt.Errorf("quarantine the record of claim %s: %w", uid, err)
 		}
-		places = append(places, to)
-		now = now.Add(1)
-	}
-	for _, dir := range []string{s.quarantine, s.claims} {
-		if err := s.disk.SyncDir(dir); err != nil {
-			return places, fmt.Errorf("quarantine the record of claim %s: %w", uid, err)
-		}
+		places = append(places, place)
 	}
 	return places, nil
+}
+
+// quarantineFile moves the file at path to the quarantine directory and returns its new path.
+func (s *Store) quarantineFile(path, name string) (string, error) {
+	to := filepath.Join(s.quarantine, name+suffix)
+	if err := s.disk.Rename(path, to); err != nil {
+		return "", err
+	}
+	return to, errors.Join(s.disk.SyncDir(s.quarantine), s.disk.SyncDir(filepath.Dir(path)))
 }
 
 // Unfinished lists the claims for which an interrupted [Store.Save] left a temporary file.

@@ -49,19 +49,28 @@ func save(t *testing.T, s *Store, r Record) string {
 	if err := s.Save(r); err != nil {
 		t.Fatal(err)
 	}
-	name, err := fileName(r)
-	if err != nil {
-		t.Fatal(err)
+	return fileOf(t, s, r)
+}
+
+// fileOf returns the path of a record.
+func fileOf(t *testing.T, s *Store, r Record) string {
+	t.Helper()
+	entries, err := s.List()
+	for _, e := range entries {
+		if e.ClaimUID == r.ClaimUID && (e.Inexact() || slices.Equal(e.Devices, r.OccupiedDevices())) {
+			return filepath.Join(claims, e.file)
+		}
 	}
-	return filepath.Join(claims, name)
+	t.Fatalf("no file of the record: %v, %v", entries, err)
+	return ""
 }
 
 // sealed returns the content of a file in this format with the payload v.
 func sealed(t *testing.T, format statefile.Format, v any) []byte {
 	t.Helper()
-	raw, err := format.Encode(v)
-	if err != nil {
-		t.Fatal(err)
+	raw, ok := seal(format, v)
+	if !ok {
+		t.Fatalf("cannot be encoded: %v", v)
 	}
 	return raw
 }
@@ -243,6 +252,45 @@ func TestTwoRecordsOfOneClaimAreUnreadable(t *testing.T) {
 	}
 	if places, err := s.Quarantine(uid, time.Unix(1, 0)); err != nil || len(places) != 2 || places[0] == places[1] {
 		t.Error(places, err)
+	}
+}
+
+// A record that only a later version can use must not be quarantined. So it is the error of its claim,
+// whatever the claim's other record is, and whichever comes first.
+func TestNewerRecordWinsOverAnotherRecordOfItsClaim(t *testing.T) {
+	for name, content := range map[string]string{
+		"readable": "", "damaged": "{", "newer too": `{"minReader":3}`,
+	} {
+		for i, gpus := range [][2]string{{gpu0, gpu1}, {gpu1, gpu0}} {
+			disk := durabletest.New()
+			s := open(t, disk)
+			newer, other := save(t, s, newRecord(gpus[0])), save(t, s, newRecord(gpus[1]))
+			disk.Put(newer, []byte(`{"minReader":2}`))
+			if content != "" {
+				disk.Put(other, []byte(content))
+			}
+			_, found, err := s.Load(uid)
+			var refused *statefile.NewerError
+			if !found || !errors.As(err, &refused) || refused.Path != newer && content != `{"minReader":3}` {
+				t.Errorf("%s, order %d: %v, %v", name, i, found, err)
+			}
+		}
+	}
+}
+
+// While one of a claim's two records cannot be read, it may be one of a later version.
+func TestTwoRecordsAreNotUnreadableWhileReadsFail(t *testing.T) {
+	disk := &brokenReads{Disk: durabletest.New(), err: syscall.EMFILE}
+	s, err := Open("/state", disk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	save(t, s, newRecord(gpu0))
+	save(t, s, newRecord(gpu1))
+	_, found, err := s.Load(uid)
+	var unreadable *statefile.UnreadableError
+	if !found || !errors.Is(err, syscall.EMFILE) || errors.As(err, &unreadable) {
+		t.Errorf("%v, %v", found, err)
 	}
 }
 

@@ -226,11 +226,14 @@ func TestFileOfLaterVersionIsRefusedAndKept(t *testing.T) {
 	w := newTestMonitor(t, Options{})
 	w.sendXID(95)
 	s, disk := newStore()
-	raw, err := statefile.Format{Kind: "Health", Version: 3, MinReader: 2}.Encode(map[string]any{"later": 1})
+	later := statefile.Format{Kind: "Health", Version: 3, MinReader: 2}
+	if err := later.Write(disk, s.Path, map[string]any{"later": 1}); err != nil {
+		t.Fatal(err)
+	}
+	raw, err := disk.ReadFile(s.Path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	disk.Put(s.Path, raw)
 	m := New(Options{}, w.now)
 	for _, err := range []error{s.Load(m, w.now), s.Save(w.Monitor)} {
 		if newer := new(statefile.NewerError); !errors.As(err, &newer) || !strings.Contains(err.Error(), s.Path) {
@@ -263,11 +266,9 @@ func FuzzStateFile(f *testing.F) {
 		`"part":{"instance":{"profileID":19,"placement":{"start":4294967295,"size":4294967295}},"compute":3}}]}]}`))
 	f.Fuzz(func(t *testing.T, payload []byte) {
 		s, disk := newStore()
-		raw, err := format.Encode(json.RawMessage(payload))
-		if err != nil {
+		if err := format.Write(disk, s.Path, json.RawMessage(payload)); err != nil {
 			return // no JSON
 		}
-		disk.Put(s.Path, raw)
 		w := &testMonitor{Monitor: New(Options{}, start), t: t, now: start}
 		if err := s.Load(w.Monitor, start); err != nil {
 			return

@@ -348,11 +348,10 @@ func removeField(t *testing.T, w *world, file, field string) {
 		}
 		delete(d, field)
 	}
-	changed, merr := statefile.Format{Kind: "ClaimRecord", Version: 1, MinReader: 1}.Encode(e.Payload)
-	if err = errors.Join(err, merr); err != nil {
+	changed := statefile.Format{Kind: "ClaimRecord", Version: 1, MinReader: 1}
+	if err = errors.Join(err, changed.Write(w.disk, file, e.Payload)); err != nil {
 		t.Fatal(err)
 	}
-	w.disk.Put(file, changed)
 }
 
 // If the record of one claim is unreadable, it is unknown how much that claim uses. So Prepare must

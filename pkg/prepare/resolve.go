@@ -95,7 +95,7 @@ func sameModeStep(a, b steps.Step) bool {
 
 func (p *Preparer) resolveWhole(ctx context.Context, cards *steps.CardStates, g device.GPU) (steps.Step, error) {
 	name := g.WholeName()
-	marked, err := p.node.Records.Marked(name)
+	_, marked, err := p.node.Records.Marked(name)
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
 	}

@@ -26,6 +26,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 // SharedDevices must report all devices of which claims have shares, even if records are
@@ -412,7 +413,11 @@ func addUnknownFields(t *testing.T, raw []byte) []byte {
 		}
 	}
 	add(e.Payload)
-	changed, err := statefile.Format{Kind: e.Kind, Version: 1, MinReader: 1}.Encode(e.Payload)
+	disk := durabletest.New()
+	if err := (statefile.Format{Kind: e.Kind, Version: 1, MinReader: 1}).Write(disk, "/file", e.Payload); err != nil {
+		t.Fatal(err)
+	}
+	changed, err := disk.ReadFile("/file")
 	if err != nil {
 		t.Fatal(err)
 	}

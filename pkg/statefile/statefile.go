@@ -21,9 +21,7 @@
 package statefile
 
 import (
-	"bytes"
 	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -92,13 +90,17 @@ func (f Format) Read(disk durable.FS, path string, v any) (found bool, err error
 	case err != nil:
 		return true, fmt.Errorf("read the record %s: %w", path, err)
 	}
-	return true, f.Decode(path, raw, v)
+	return true, f.decode(path, raw, v)
 }
 
 // Write durably replaces the file at path by one with the payload v. If the file is there and needs
 // a newer reader, Write leaves it untouched and returns a [*NewerError].
 func (f Format) Write(disk durable.FS, path string, v any) error {
-	raw, err := f.Encode(v)
+	payload, err := json.Marshal(v)
+	if err != nil {
+		return fmt.Errorf("encode the record %s: %w", path, err)
+	}
+	raw, err := json.Marshal(envelope{f.Kind, f.Version, f.MinReader, checksum(payload), payload})
 	if err != nil {
 		return fmt.Errorf("encode the record %s: %w", path, err)
 	}
@@ -109,25 +111,11 @@ func (f Format) Write(disk durable.FS, path string, v any) error {
 	return durable.Replace(disk, path, raw)
 }
 
-// Encode wraps v in an envelope.
-func (f Format) Encode(v any) ([]byte, error) {
-	payload, err := json.Marshal(v)
-	if err != nil {
-		return nil, err
-	}
-	return json.Marshal(envelope{
-		Kind: f.Kind, Version: f.Version, MinReader: f.MinReader, Checksum: checksum(payload), Payload: payload,
-	})
-}
-
-// Decode decodes the payload of raw, the content of the file at path, into v. Its errors are
+// decode decodes the payload of raw, the content of the file at path, into v. Its errors are
 // [*UnreadableError] and [*NewerError].
-func (f Format) Decode(path string, raw []byte, v any) error {
+func (f Format) decode(path string, raw []byte, v any) error {
 	unreadable := func(format string, args ...any) error {
 		return &UnreadableError{Path: path, Reason: fmt.Sprintf(format, args...)}
-	}
-	if len(bytes.TrimSpace(raw)) == 0 {
-		return unreadable("it is empty")
 	}
 	// Read minReader before everything else, whose form a later version may have changed.
 	var asks struct {
@@ -158,7 +146,4 @@ func (f Format) Decode(path string, raw []byte, v any) error {
 	return nil
 }
 
-func checksum(payload []byte) string {
-	sum := sha256.Sum256(payload)
-	return "sha256:" + hex.EncodeToString(sum[:])
-}
+func checksum(payload []byte) string { return fmt.Sprintf("sha256:%x", sha256.Sum256(payload)) }

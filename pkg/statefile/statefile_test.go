@@ -81,16 +81,13 @@ func TestMinReaderIsReadFromUnknownEnvelope(t *testing.T) {
 }
 
 func TestDamagedFileIsUnreadableAndMayBeReplaced(t *testing.T) {
-	good, err := format.Encode("content")
-	if err != nil {
-		t.Fatal(err)
-	}
+	good := written(t, "content")
 	replaced := func(old, by string) string { return strings.Replace(string(good), old, by, 1) }
 	for name, content := range map[string]string{
 		"empty": "", "white space": " \n", "truncated": string(good[:len(good)/2]), "two files": string(good) + string(good),
 		"no minReader": replaced(`"minReader":2,`, ""), "a negative minReader": replaced(`"minReader":2`, `"minReader":-1`),
 		"another kind": replaced("Thing", "Other"), "no checksum": replaced("sha256:", ""), "another payload": replaced("content", "altered"),
-		"a payload of another type": string(must(format.Encode(7))), "no object": `[]`, "null": `null`,
+		"a payload of another type": string(written(t, 7)), "no object": `[]`, "null": `null`,
 	} {
 		disk := durabletest.New()
 		disk.Put(path, []byte(content))
@@ -104,9 +101,16 @@ func TestDamagedFileIsUnreadableAndMayBeReplaced(t *testing.T) {
 	}
 }
 
-func must(raw []byte, err error) []byte {
+// written returns the content of a file with this payload.
+func written(t *testing.T, payload any) []byte {
+	t.Helper()
+	disk := durabletest.New()
+	if err := format.Write(disk, path, payload); err != nil {
+		t.Fatal(err)
+	}
+	raw, err := disk.ReadFile(path)
 	if err != nil {
-		panic(err)
+		t.Fatal(err)
 	}
 	return raw
 }

@@ -67,7 +67,7 @@ func (rec *Reconciler) clearStaleMarks(ctx context.Context) error {
 			continue
 		}
 		name := g.WholeName()
-		if marked, err := rec.node.Records.Marked(name); err != nil {
+		if _, marked, err := rec.node.Records.Marked(name); err != nil {
 			all.start(func() error { return cause.Wrap(cause.Record, err) })
 		} else if marked {
 			// The inventory may be out of date. So runWhileIdle reads the hardware, and removes the GPU's
@@ -113,9 +113,9 @@ func (rec *Reconciler) runWhileIdle(ctx context.Context, g device.GPU, work func
 }
 
 func (rec *Reconciler) modeIsOurs(gpu string) (bool, error) {
-	ours, err := rec.node.Records.MarkedIn(gpu, rec.node.BootID)
+	boot, marked, err := rec.node.Records.Marked(gpu)
 	if err != nil {
 		return false, cause.Wrap(cause.Record, err)
 	}
-	return ours, nil
+	return marked && boot == rec.node.BootID, nil
 }
