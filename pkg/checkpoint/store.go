@@ -165,8 +165,8 @@ func (s *Store) SyncDirs(holders bool) error {
 // Load reads a claim's record. If err is an [*statefile.UnreadableError] or a
 // [*statefile.NewerError], the record exists but cannot be used.
 //
-// Two records of one claim are unreadable. But if one of them is a NewerError or cannot be read now,
-// Load returns that error: only unreadable records may be quarantined.
+// Two records of one claim are unreadable. But if one of them is a NewerError or cannot be read
+// now, Load returns that error: only unreadable records may be quarantined.
 func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 	entries, err := s.list(isOf(uid))
 	if err != nil {

@@ -255,8 +255,8 @@ func TestTwoRecordsOfOneClaimAreUnreadable(t *testing.T) {
 	}
 }
 
-// A record that only a later version can use must not be quarantined. So it is the error of its claim,
-// whatever the claim's other record is, and whichever comes first.
+// A record that only a later version can use must not be quarantined. So it is the error of its
+// claim, whatever the claim's other record is, and whichever comes first.
 func TestNewerRecordWinsOverAnotherRecordOfItsClaim(t *testing.T) {
 	for name, content := range map[string]string{
 		"readable": "", "damaged": "{", "newer too": `{"minReader":3}`,
